@@ -10,7 +10,7 @@ namespace nwor {
 
 // The one exception type of the library: wrong use, named by argument, with what was got and what
 // was expected. Expected outcomes (no room, unsupported layout, gate closed) are status values
-// instead, see kv_interceptor/bypass_reason.h and kv_interceptor/commit_error.h.
+// instead, see bypass_reason.h and kv_interceptor/commit_error.h.
 // Python sees it as nwor_specpv.NworError, a ValueError.
 class NWOR_EXPORT Error : public std::invalid_argument {
  public:
@@ -27,9 +27,9 @@ std::string Concat(const Parts&... parts) {
 }  // namespace nwor
 
 // NWOR_CHECK(rows == 3, "key: got ", rows, " rows, expected 3");
-#define NWOR_CHECK(condition, ...)                           \
-  do {                                                       \
-    if (!(condition)) [[unlikely]] {                         \
-      throw ::nwor::Error(::nwor::Concat(__VA_ARGS__));      \
-    }                                                        \
+#define NWOR_CHECK(condition, ...)                      \
+  do {                                                  \
+    if (!(condition)) [[unlikely]] {                    \
+      throw ::nwor::Error(::nwor::Concat(__VA_ARGS__)); \
+    }                                                   \
   } while (false)

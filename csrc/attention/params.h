@@ -35,8 +35,8 @@ struct PartialViewParams {
 
 // A contiguous copy of the view's tokens.
 struct CompactViewParams {
-  const void* keys = nullptr;    // [B, Hkv, N, D]; null: no compact view
-  const void* values = nullptr;  // likewise
+  const void* keys = nullptr;     // [B, Hkv, N, D]; null: no compact view
+  const void* values = nullptr;   // likewise
   const int32_t* lens = nullptr;  // [B] tokens; -1: request b uses its whole prefix in the pages
   int64_t batch_stride = 0;       // keys and values share strides
   int64_t head_stride = 0;
@@ -52,11 +52,11 @@ struct VerifyParams {
   float* lse = nullptr;         // [T, Hq] natural log, or null
   RowStrides query_strides, key_strides, value_strides, out_strides;
 
-  CacheLayout cache;                      // the layer's pages; dtype may be float8 with scales
-  const int32_t* block_table = nullptr;   // [B, table_stride], entries past the prefix are garbage
-  const int32_t* prefix_lens = nullptr;   // [B]
-  const int32_t* query_start = nullptr;   // [B + 1]
-  const uint64_t* tree_mask = nullptr;    // [T, mask_words]: bit j = row query_start[b] + j, or null
+  CacheLayout cache;                     // the layer's pages; dtype may be float8 with scales
+  const int32_t* block_table = nullptr;  // [B, table_stride], entries past the prefix are garbage
+  const int32_t* prefix_lens = nullptr;  // [B]
+  const int32_t* query_start = nullptr;  // [B + 1]
+  const uint64_t* tree_mask = nullptr;   // [T, mask_words]: bit j = row query_start[b] + j, or null
   int64_t table_stride = 0;
   int32_t max_pages = 0;  // columns of block_table
   int32_t mask_words = 0;
@@ -68,11 +68,11 @@ struct VerifyParams {
   float softcap = 0.0f;  // 0: none; else logit = softcap * tanh(logit / softcap)
   int32_t window = 0;    // 0: none; else a row at position p sees positions > p - window
 
-  int32_t num_requests = 0;   // B
-  int32_t num_rows = 0;       // T
-  int32_t num_heads = 0;      // Hq
-  int32_t num_kv_heads = 0;   // Hkv
-  int32_t head_dim = 0;       // D
+  int32_t num_requests = 0;        // B
+  int32_t num_rows = 0;            // T
+  int32_t num_heads = 0;           // Hq
+  int32_t num_kv_heads = 0;        // Hkv
+  int32_t head_dim = 0;            // D
   DType dtype = DType::kBFloat16;  // of query, key, value, out and compact views
 
   // First error found on the device: code, request, value; never cleared by a kernel. May be null.

@@ -1,0 +1,189 @@
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <array>
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <optional>
+#include <string>
+#include <string_view>
+#include <unordered_map>
+#include <vector>
+
+#include "bypass_reason.h"
+#include "export.h"
+#include "kv_interceptor/commit.h"
+#include "kv_interceptor/staging_buffer.h"
+
+// The one way in: an engine's K/V writes pass through here, draft rows wait in staging, and only
+// accepted ones reach the paged caches.
+//
+// A round is one verification step: begin -> write (per layer) -> commit or abort.
+
+namespace nwor {
+
+struct NworConfig {
+  bool enable_nwor = true;
+  // Errors instead of fallbacks: every bypass other than "disabled" throws.
+  bool strict = false;
+  // Rows to reserve when the first round opens; staging grows between rounds beyond it.
+  int64_t staging_rows = 256;
+  // Staging never takes more than this, over all groups; a round that needs more is written
+  // directly.
+  int64_t max_staging_bytes = int64_t{1} << 30;
+  // Ask every rank of this torch.distributed group (its registered name) before a commit writes
+  // anything; empty: no agreement.
+  std::string agreement_group;
+};
+
+// What the engine knows before the forward pass, all on the host. Request b has query_lens[b] rows
+// in the batch, in order; its last num_drafts[b] rows are drafts, the others (the root, prefill
+// rows) are written directly.
+struct RoundPlan {
+  std::vector<int32_t> query_lens;  // [B]
+  std::vector<int32_t> num_drafts;  // [B]
+  // Draft trees: per request, the parent of each draft as a row of the request (0 = its first row).
+  // Empty: chains, each row the child of the one before it.
+  std::vector<std::vector<int32_t>> parents;
+
+  int64_t num_rows() const;
+  int64_t num_draft_rows() const;
+};
+
+// Begin's answer for the whole round.
+struct Decision {
+  bool stage = false;
+  BypassReason reason = BypassReason::kNone;  // why not, when stage is false and there are drafts
+  int64_t epoch = 0;                          // names the round; pass it to Write to be safe
+};
+
+enum class Action : uint8_t {
+  kStage,   // drafts are in staging, all other rows in the cache
+  kDirect,  // every row is in the cache
+  kBypass,  // nothing was written: the engine must do its own write
+};
+
+struct Outcome {
+  Action action = Action::kBypass;
+  BypassReason reason = BypassReason::kNone;
+  int64_t staged_rows = 0;  // rows this call staged for the first time in this layer
+};
+
+// What rows a path names.
+enum class RowSpace : uint8_t {
+  kBatch,    // rows of the batch, 0 .. T-1
+  kRequest,  // rows of the request, 0 = its first row: what acceptance returns
+};
+
+// A commit's answer. On CUDA it is pending until the device gets there: ok() and the rest wait.
+class NWOR_EXPORT Receipt {
+ public:
+  int64_t epoch = 0;
+  at::Tensor status;  // int64[8] on the caches' device, see commit_error.h
+  // Set when the accepted rows could not be committed in one piece: they were then written one by
+  // one from staging (kCommitFailure), or lost (kCommitLost: the host must end the requests).
+  BypassReason degraded = BypassReason::kNone;
+  std::string problem;  // text for people when degraded
+
+  bool ok() const;  // code is kOk and nothing is lost
+  CommitVerdict verdict() const;
+  int64_t committed_tokens() const;
+};
+
+enum class Mode : uint8_t { kDisabled, kStage };
+
+// Thread-safety: one round at a time per Interceptor, from one thread at a time; stats() and mode()
+// may be called from any thread. Device work is enqueued on the current stream; begin, write and
+// commit never wait for the device.
+class NWOR_EXPORT Interceptor {
+ public:
+  explicit Interceptor(NworConfig config);
+  ~Interceptor();
+  Interceptor(const Interceptor&) = delete;
+  Interceptor& operator=(const Interceptor&) = delete;
+
+  // Registers a layer's paged cache: [P, S, H, D] views with contiguous channels. Layers of one
+  // group share slots and must share geometry. `dtype` is the model's, needed when the cache is
+  // float8. Binding a name again replaces its cache (engines reallocate). REQUIRES: no open round.
+  int BindLayer(const std::string& name, const at::Tensor& key_cache, const at::Tensor& value_cache,
+                int group = 0, const std::optional<at::Tensor>& k_scale = std::nullopt,
+                const std::optional<at::Tensor>& v_scale = std::nullopt,
+                std::optional<at::ScalarType> dtype = std::nullopt);
+
+  // Opens a round. Decides once, before any write, whether drafts are staged: a round that does not
+  // fit is written directly and says why. Throws when a round is open.
+  Decision Begin(const RoundPlan& plan);
+
+  // Routes one layer's rows. key, value: [n, H, D]; slot_mapping: int64 [n], -1 = skip. `rows` says
+  // which rows of the batch these are (default: all of them in order). A write with the epoch of
+  // another round is refused. Nothing is written when an argument is wrong.
+  Outcome Write(const std::string& layer, const at::Tensor& key, const at::Tensor& value,
+                const at::Tensor& slot_mapping,
+                const std::optional<std::vector<int32_t>>& rows = std::nullopt,
+                std::optional<int64_t> epoch = std::nullopt);
+
+  // Moves the accepted rows to the caches of every layer, or none of them. path: int32 [B, depth],
+  // -1 padded; counts: int32 [B]; slots: int64 [B, depth] destinations, one tensor per group in
+  // ascending group order, or none: each row goes to the slot it was written with. With last =
+  // false the round stays open for the next consecutive chunk.
+  // On the CPU a wrong path, count or slot throws before anything is written; on CUDA the receipt's
+  // status says it and nothing is written.
+  Receipt Commit(const at::Tensor& path, const at::Tensor& counts,
+                 const std::vector<at::Tensor>& slots = {}, RowSpace rows = RowSpace::kBatch,
+                 bool last = true);
+
+  // Ends the round without writing; its drafts count as rejected. REQUIRES: a round is open.
+  void Abort();
+
+  // Switches staging on or off between rounds; a reason is logged and counted.
+  void SetEnabled(bool enabled, BypassReason reason = BypassReason::kDisabled);
+
+  struct Stats {
+    int64_t rounds = 0, aborted_rounds = 0, stage_operations = 0;
+    int64_t staged_tokens = 0, committed_tokens = 0, rejected_tokens = 0;
+    int64_t cache_bytes_written = 0, cache_bytes_avoided = 0, staging_bytes = 0;
+    std::array<int64_t, kNumBypassReasons> fallbacks{};
+    int num_layers = 0, num_groups = 0;
+    int64_t epoch = 0;
+    bool round_open = false;
+  };
+  // May wait for the device (commits count there).
+  Stats stats() const;
+
+  Mode mode() const;
+  const NworConfig& config() const;
+
+  // Where a bypass is reported, once per reason; default: nowhere (Python installs logging).
+  using LogSink = std::function<void(BypassReason, std::string_view message)>;
+  void SetLogSink(LogSink sink);
+
+  // What the contract checker looks at. The views are valid until the next BindLayer or Begin.
+  struct LayerInfo {
+    std::string name;
+    int group = 0;
+    int staged_layer = 0;
+    at::Tensor key_cache, value_cache;
+    CacheLayout layout;
+  };
+  struct RoundInfo {
+    bool open = false;
+    bool staging = false;
+    int64_t epoch = 0;
+    RoundPlan plan;
+    std::vector<int32_t> stage_rows;  // [T] staging row or -1
+  };
+  const std::vector<LayerInfo>& layers() const;
+  RoundInfo round() const;
+  const StagingBuffer* staging(int group) const;  // null before the first staged round
+
+  // Replaces how the CPU path writes cache rows; for fault injection in tests.
+  void SetCacheWriter(CacheWriter* writer);
+
+ private:
+  struct Impl;
+  std::unique_ptr<Impl> impl_;
+};
+
+}  // namespace nwor

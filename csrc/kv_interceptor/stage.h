@@ -1,0 +1,54 @@
+#pragma once
+
+#include <cstdint>
+
+#include "export.h"
+#include "kv_interceptor/cache_layout.h"
+#include "types.h"
+
+// The write of one layer: each row of this step's K/V goes to its cache slot, to its staging row,
+// to both or to neither. This is what replaces the engine's reshape_and_cache.
+
+namespace nwor {
+
+// K and V rows [rows, heads, head_dim] with contiguous channels; strides in elements.
+struct KvRowsView {
+  void* key = nullptr;
+  void* value = nullptr;
+  int64_t key_row = 0, key_head = 0;
+  int64_t value_row = 0, value_head = 0;
+};
+
+// What a write does with the slots it is given besides using them.
+enum class SlotRole : int32_t {
+  kIgnore,   // plain op
+  kRecord,   // first layer of a group in this round: remember each staged row's slot
+  kCompare,  // later layer: a slot other than the remembered one is a mismatch
+};
+
+struct StageParams {
+  KvRowsView rows;                        // [T, H, D] of the model's dtype; read only
+  CacheLayout cache;                      // destination of direct rows; dtype may be float8
+  KvRowsView staged;                      // [M, H, D] of the model's dtype
+  const int64_t* slot_mapping = nullptr;  // [T]: cache slot, -1 = not to the cache
+  const int32_t* stage_rows = nullptr;    // [T]: staging row, -1 = not staged
+  int32_t num_rows = 0;                   // T
+  int32_t num_staging_rows = 0;           // M
+  DType dtype = DType::kBFloat16;         // of rows and staged
+  bool exclusive = false;  // a staged row is not written to the cache whatever its slot
+
+  SlotRole slot_role = SlotRole::kIgnore;
+  int64_t* group_slots = nullptr;  // [M] remembered slots of staged rows, with kRecord / kCompare
+  int64_t* status = nullptr;  // int64[8] (commit_error.h) or null: the first fault of the round
+
+  StreamHandle stream = nullptr;
+};
+
+// Rows with a slot or staging row out of range are not written; the first one is reported in status
+// (kSlotRange, kPathRange, kSlotMismatch; request = row, value = what was got). A caller that wants
+// all or nothing checks the ranges first (CPU ops do). REQUIRES: pointers valid on the right
+// device.
+NWOR_EXPORT void StageCpu(const StageParams& params);
+NWOR_EXPORT void LaunchStage(const StageParams& params);  // one launch; CUDA builds only
+
+}  // namespace nwor

@@ -1,0 +1,74 @@
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <cstdint>
+#include <vector>
+
+#include "export.h"
+#include "kv_interceptor/stage.h"
+
+// Where draft rows wait for acceptance: [layer][row] K and V of one cache group in the model's
+// dtype, and one slot buffer for all its layers.
+//
+// Rows are addressed explicitly and may arrive in any order; a (layer, row) that arrives twice
+// holds the later bytes and is counted once. Memory grows between rounds only.
+//
+// Thread-safety: none; the Interceptor that owns it serialises.
+
+namespace nwor {
+
+class NWOR_EXPORT StagingBuffer {
+ public:
+  StagingBuffer(int num_kv_heads, int head_dim, at::ScalarType dtype, at::Device device);
+
+  // Adds one layer and returns its index. REQUIRES: no round is open.
+  int AddLayer();
+
+  // Makes room for num_rows rows in every layer. Returns false, and changes nothing, when that
+  // would take more than max_bytes. REQUIRES: no round is open.
+  bool Reserve(int64_t num_rows, int64_t max_bytes);
+
+  // Forgets what the last round staged. The memory stays, so a reader of old bytes is a bug that
+  // the epoch check catches, not a crash.
+  void BeginRound(int64_t num_rows);
+
+  // Notes that `layer` staged these rows; returns how many it had not staged yet in this round.
+  int64_t MarkStaged(int layer, const std::vector<int32_t>& rows);
+
+  // True when every layer has staged every row of the round.
+  bool Complete() const;
+  // The first layer that has not, and how many rows it lacks; {-1, 0} when complete.
+  std::pair<int, int64_t> FirstIncomplete() const;
+
+  KvRowsView LayerView(int layer) const;  // [M, H, D]
+
+  const at::Tensor& keys() const { return keys_; }  // [L, M, H, D]
+  const at::Tensor& values() const { return values_; }
+  const at::Tensor& slots() const { return slots_; }  // [M] int64, recorded by the first layer
+  int num_layers() const { return num_layers_; }
+  int64_t capacity_rows() const { return capacity_rows_; }
+  int64_t round_rows() const { return round_rows_; }
+  int64_t memory_bytes() const;
+  at::ScalarType dtype() const { return dtype_; }
+  at::Device device() const { return device_; }
+
+  // Whether a layer of this round has recorded the slots yet.
+  bool slots_recorded = false;
+
+ private:
+  void Allocate(int64_t num_rows);
+
+  int num_kv_heads_;
+  int head_dim_;
+  at::ScalarType dtype_;
+  at::Device device_;
+  int num_layers_ = 0;
+  int64_t capacity_rows_ = 0;
+  int64_t round_rows_ = 0;
+  at::Tensor keys_, values_, slots_;
+  std::vector<std::vector<bool>> staged_;  // [layer][row]
+  std::vector<int64_t> num_staged_;        // [layer]
+};
+
+}  // namespace nwor

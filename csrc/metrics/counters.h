@@ -1,0 +1,106 @@
+#pragma once
+
+#include <array>
+#include <atomic>
+#include <cstdint>
+#include <functional>
+#include <mutex>
+#include <vector>
+
+#include "bypass_reason.h"
+#include "export.h"
+
+// What the hot path counts: relaxed atomics, nothing else. The exporter and stats() read them.
+//
+// Commits on a GPU count on the device; a source registered here brings those totals in when
+// somebody reads, so a round never waits for the device.
+
+namespace nwor {
+
+// X(enumerator, metric name without prefix and suffix, help)
+#define NWOR_COUNTERS(X)                                                                          \
+  X(kStageOperations, "nwor_stage_operations_total", "Layer writes that staged at least one row") \
+  X(kStagedTokens, "nwor_staged_tokens_total", "Draft tokens staged, each counted once a round")  \
+  X(kCommittedTokens, "nwor_committed_tokens_total", "Draft tokens committed to the cache")       \
+  X(kRejectedTokens, "nwor_rejected_tokens_total",                                                \
+    "Draft tokens whose K/V never reached the cache")                                             \
+  X(kRounds, "nwor_rounds_total", "Verification rounds that ended, committed or aborted")         \
+  X(kAbortedRounds, "nwor_aborted_rounds_total", "Verification rounds that were aborted")         \
+  X(kCacheBytesWritten, "nwor_cache_bytes_written_total",                                         \
+    "Bytes written to paged caches, direct writes and commits")                                   \
+  X(kCacheBytesAvoided, "nwor_cache_bytes_avoided_total",                                         \
+    "Bytes of rejected draft tokens that were not written to paged caches")                       \
+  X(kContractViolations, "nwor_contract_violations_total",                                        \
+    "Violations reported by the contract checker")
+
+enum class Counter : int {
+#define NWOR_ENUMERATOR(name, metric, help) name,
+  NWOR_COUNTERS(NWOR_ENUMERATOR)
+#undef NWOR_ENUMERATOR
+};
+
+struct CounterText {
+  const char* metric;
+  const char* help;
+};
+inline constexpr std::array kCounterTexts = {
+#define NWOR_TEXT(name, metric, help) CounterText{metric, help},
+    NWOR_COUNTERS(NWOR_TEXT)
+#undef NWOR_TEXT
+};
+inline constexpr int kNumCounters = static_cast<int>(kCounterTexts.size());
+
+// Upper bounds of the commit latency histogram in seconds; the last bucket is +Inf.
+inline constexpr std::array<double, 12> kCommitLatencyBounds = {2e-6, 5e-6, 1e-5, 2e-5, 5e-5, 1e-4,
+                                                                2e-4, 5e-4, 1e-3, 5e-3, 2e-2, 1e-1};
+
+// A consistent-enough copy for readers: each number is exact, sums across numbers may lag.
+struct CountersSnapshot {
+  std::array<int64_t, kNumCounters> values{};
+  std::array<int64_t, kNumBypassReasons> fallbacks{};                      // by BypassReason
+  std::array<int64_t, kCommitLatencyBounds.size() + 1> latency_buckets{};  // not cumulative
+  double latency_sum_seconds = 0;
+  int64_t staging_bytes = 0;
+
+  int64_t operator[](Counter counter) const { return values[static_cast<size_t>(counter)]; }
+};
+
+// Thread-safety: every method may be called from any thread.
+class NWOR_EXPORT Counters {
+ public:
+  // The process-wide counters that the exporter serves. Never destroyed.
+  static Counters& Global();
+
+  void Add(Counter counter, int64_t amount) {
+    values_[static_cast<size_t>(counter)].fetch_add(amount, std::memory_order_relaxed);
+  }
+  void AddFallback(BypassReason reason) {
+    fallbacks_[static_cast<size_t>(reason)].fetch_add(1, std::memory_order_relaxed);
+  }
+  void AddStagingBytes(int64_t delta) {
+    staging_bytes_.fetch_add(delta, std::memory_order_relaxed);
+  }
+  void ObserveCommitLatency(double seconds);
+
+  // A source adds totals kept elsewhere (on a device) to a snapshot; it may block on the device.
+  // Returns an id for RemoveSource, which waits for a running read and folds the source's last
+  // totals into the counters so that they never go backwards.
+  using Source = std::function<void(CountersSnapshot&)>;
+  int AddSource(Source source);
+  void RemoveSource(int id);
+
+  CountersSnapshot Read() const;
+
+ private:
+  std::array<std::atomic<int64_t>, kNumCounters> values_{};
+  std::array<std::atomic<int64_t>, kNumBypassReasons> fallbacks_{};
+  std::array<std::atomic<int64_t>, kCommitLatencyBounds.size() + 1> latency_buckets_{};
+  std::atomic<int64_t> latency_sum_nanoseconds_{0};
+  std::atomic<int64_t> staging_bytes_{0};
+
+  mutable std::mutex sources_mutex_;
+  std::vector<std::pair<int, Source>> sources_;
+  int next_source_id_ = 1;
+};
+
+}  // namespace nwor
