@@ -94,6 +94,34 @@ class NWOR_EXPORT Receipt {
 
 enum class Mode : uint8_t { kDisabled, kStage };
 
+// One call to Write or Commit as the engine made it; valid during the callback only.
+struct WriteCall {
+  const std::string& layer;
+  const at::Tensor& key;
+  const at::Tensor& value;
+  const at::Tensor& slot_mapping;
+  const std::optional<std::vector<int32_t>>& rows;
+};
+struct CommitCall {
+  const at::Tensor& path;
+  const at::Tensor& counts;
+  const std::vector<at::Tensor>& slots;
+  RowSpace rows;
+  bool last;
+};
+
+// Sees every call from outside, on the caller's thread; the contract checker is one. A call that
+// throws has a Before but no After. BeforeWrite runs before the arguments are checked.
+class NWOR_EXPORT InterceptorObserver {
+ public:
+  virtual ~InterceptorObserver() = default;
+  virtual void AfterBegin(const RoundPlan& plan, const Decision& decision) = 0;
+  virtual void BeforeWrite(const WriteCall& call) = 0;
+  virtual void AfterWrite(const WriteCall& call, const Outcome& outcome) = 0;
+  virtual void AfterCommit(const CommitCall& call, const Receipt& receipt) = 0;
+  virtual void AfterAbort() = 0;
+};
+
 // Thread-safety: one round at a time per Interceptor, from one thread at a time; stats() and mode()
 // may be called from any thread. Device work is enqueued on the current stream; begin, write and
 // commit never wait for the device.
@@ -177,6 +205,9 @@ class NWOR_EXPORT Interceptor {
   const std::vector<LayerInfo>& layers() const;
   RoundInfo round() const;
   const StagingBuffer* staging(int group) const;  // null before the first staged round
+
+  // At most one; null takes it away. Free when there is none.
+  void SetObserver(InterceptorObserver* observer);
 
   // Replaces how the CPU path writes cache rows; for fault injection in tests.
   void SetCacheWriter(CacheWriter* writer);
