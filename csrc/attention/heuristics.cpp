@@ -1,0 +1,121 @@
+#include "attention/heuristics.h"
+
+#include <algorithm>
+
+#include "attention/tile_shape.h"
+
+namespace nwor {
+namespace {
+
+constexpr int32_t kReservedSmemBytes = 1024;  // the driver's own share of a block's shared memory
+constexpr int32_t kMaxStages = 6;
+constexpr int32_t kMaxLeaves = 64;
+constexpr int64_t kSlotsPerCta = 12;  // four leaves per group times three groups: see ChooseGrain
+constexpr int64_t kPlanHeaderBytes = 256;
+constexpr int64_t kPlanItemBytes = 64;
+constexpr int64_t kPlanRequestBytes = 32;
+constexpr int64_t kCounterHeaderBytes = 256;
+
+constexpr int64_t CeilDiv(int64_t a, int64_t b) { return (a + b - 1) / b; }
+constexpr int64_t Align256(int64_t bytes) { return CeilDiv(bytes, 256) * 256; }
+
+const char* FindUnsupported(const VerifyShape& shape, const DeviceProps& device) {
+  if (device.compute_capability < 80) return "a device of compute capability 8.0 or newer";
+  switch (shape.head_dim) {
+    case 64:
+    case 80:
+    case 96:
+    case 128:
+    case 192:
+    case 256:
+      break;
+    default:
+      return "head size 64, 80, 96, 128, 192 or 256";
+  }
+  if (shape.dtype != DType::kFloat16 && shape.dtype != DType::kBFloat16) {
+    return "float16 or bfloat16 rows";
+  }
+  if (shape.cache_dtype != shape.dtype && shape.cache_dtype != DType::kFloat8E4M3) {
+    return "a cache of the rows' type or of float8_e4m3fn";
+  }
+  if (shape.page_size < 16 || shape.page_size % 16 != 0) return "a page size that 16 divides";
+  if (shape.block_size % 16 != 0) return "a block size that 16 divides";
+  if (shape.num_kv_heads <= 0 || shape.num_heads % shape.num_kv_heads != 0) {
+    return "query heads in equal groups per KV head";
+  }
+  return nullptr;
+}
+
+// The smallest tile that holds a typical request's packed rows: rows beyond are padding that costs
+// tensor work, rows left over cost another pass over the tokens.
+int32_t ChooseRowTile(const VerifyShape& shape) {
+  const int64_t requests = std::max(shape.num_requests, 1);
+  const int64_t rows = shape.rows_hint > 0 ? shape.rows_hint : CeilDiv(shape.num_rows, requests);
+  const int64_t packed = rows * (shape.num_heads / shape.num_kv_heads);
+  const int32_t tile = packed <= 16 ? 16 : packed <= 32 ? 32 : 64;
+  return std::min(tile, MaxRowTile(shape.head_dim));
+}
+
+// Stages and CTAs per SM for a row tile. Two CTAs hide each other's start and merge. False: too
+// big.
+bool FitSharedMemory(const VerifyShape& shape, const DeviceProps& device, int32_t row_tile,
+                     VerifyConfig* config) {
+  const bool float8 = shape.cache_dtype == DType::kFloat8E4M3;
+  const int32_t ring = kStreams * StageBytes(shape.head_dim, float8);
+  const int32_t merge = MergeBytes(shape.head_dim, row_tile);
+  const int32_t fixed = QueryBytes(shape.head_dim, row_tile) + kItemBytes + RowStateBytes(row_tile);
+  const bool may_pair = CtaThreads(shape.head_dim, row_tile) == 32 * kStreams;
+  for (int32_t ctas = may_pair ? 2 : 1; ctas >= 1; --ctas) {
+    const int32_t room =
+        std::min(device.smem_per_sm_bytes / ctas - kReservedSmemBytes, device.smem_per_block_bytes);
+    const int32_t stages = std::min((room - fixed) / ring, kMaxStages);
+    if (stages < ctas || fixed + merge > room) continue;
+    config->row_tile = row_tile;
+    config->stages = stages;
+    config->num_ctas = ctas * device.num_sms;
+    config->smem_bytes = fixed + std::max(stages * ring, merge);
+    return true;
+  }
+  return false;
+}
+
+}  // namespace
+
+VerifyConfig ChooseVerifyConfig(const VerifyShape& shape, const DeviceProps& device) {
+  VerifyConfig config;
+  config.unsupported = FindUnsupported(shape, device);
+  if (config.unsupported != nullptr) return config;
+
+  int32_t row_tile = ChooseRowTile(shape);
+  while (!FitSharedMemory(shape, device, row_tile, &config)) {
+    if (row_tile == 16) {
+      config.unsupported = "more shared memory per block than the device has";
+      return config;
+    }
+    row_tile /= 2;
+  }
+
+  const int64_t group = shape.num_heads / shape.num_kv_heads;
+  const int64_t tiles = CeilDiv(shape.num_rows * group, row_tile) + shape.num_requests;
+  const int64_t pairs = tiles * shape.num_kv_heads;
+  config.max_leaves = std::clamp(device.num_sms / shape.num_kv_heads, 1, kMaxLeaves);
+  config.max_pairs = static_cast<int32_t>(pairs);
+  config.max_slots =
+      static_cast<int32_t>(std::min(kSlotsPerCta * config.num_ctas, pairs * config.max_leaves));
+  config.max_items = config.max_slots + config.max_pairs;
+  return config;
+}
+
+int64_t VerifyPlanBytes(const VerifyShape& shape, const VerifyConfig& config) {
+  return kPlanHeaderBytes + Align256(kPlanRequestBytes * shape.num_requests) +
+         Align256(kPlanItemBytes * config.max_items);
+}
+
+int64_t VerifyWorkspaceBytes(const VerifyShape& shape, const VerifyConfig& config) {
+  const int64_t counters = kCounterHeaderBytes + Align256(2 * 4 * int64_t{config.max_pairs});
+  const int64_t slots = int64_t{config.max_slots} + 2 * int64_t{config.num_ctas};
+  const int64_t slot_floats = int64_t{config.row_tile} * (shape.head_dim + 2);
+  return counters + Align256(slots * slot_floats * 4);
+}
+
+}  // namespace nwor

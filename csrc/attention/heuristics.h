@@ -1,0 +1,88 @@
+#pragma once
+
+#include <cstdint>
+
+#include "export.h"
+#include "types.h"
+
+// Which kernel, how many CTAs and how much memory a verification step takes: pure functions of
+// sizes the host knows. Nothing here reads device memory or needs CUDA. Thread-safe.
+
+namespace nwor {
+
+// Sizes of one step. Lengths are on the device and do not appear.
+struct VerifyShape {
+  int32_t num_requests = 0;              // B
+  int32_t num_rows = 0;                  // T, rows of all requests
+  int32_t num_heads = 0;                 // Hq
+  int32_t num_kv_heads = 0;              // Hkv
+  int32_t head_dim = 0;                  // D
+  DType dtype = DType::kBFloat16;        // of query, key, value, out
+  DType cache_dtype = DType::kBFloat16;  // dtype or float8
+  int32_t page_size = 16;
+  int32_t block_size = 0;  // of a partial view; 0: none
+  // Rows of a typical request, for the choice of the row tile: 0 takes T / B. Affects speed only.
+  int32_t rows_hint = 0;
+};
+
+struct DeviceProps {
+  int32_t num_sms = 0;
+  int32_t compute_capability = 0;    // 80, 89, 90, ...
+  int32_t smem_per_block_bytes = 0;  // with opt-in
+  int32_t smem_per_sm_bytes = 0;
+};
+
+// How one launch is shaped. Row tile, stages and CTAs change speed, never a bit of the result.
+struct VerifyConfig {
+  const char* unsupported = nullptr;  // what is missing, or null: the kernels serve this shape
+  int32_t row_tile = 0;               // packed rows per work item
+  int32_t stages = 0;                 // pipeline depth per stream
+  int32_t num_ctas = 0;               // persistent: fills the device once
+  int32_t smem_bytes = 0;
+  int32_t max_leaves = 0;  // a prefix is cut into at most this many leaves
+  int32_t max_pairs = 0;   // (request, KV head, row tile) triples a step can have
+  int32_t max_slots = 0;   // partial results the workspace holds
+  int32_t max_items = 0;   // work items a plan can have
+};
+
+// Leaves of a prefix span of `tokens` tokens. A function of the request's own span and of device
+// and model constants (max_leaves) only: that is what keeps results independent of the batch.
+struct LeafSplit {
+  int32_t leaf_tokens = 0;  // a multiple of kLeafAlign
+  int32_t num_leaves = 1;   // at least 1: the last leaf also takes the in-flight rows
+};
+inline constexpr int32_t kMinLeafTokens = 512;
+inline constexpr int32_t kLeafAlign = 128;
+
+constexpr LeafSplit SplitPrefix(int32_t tokens, int32_t max_leaves) {
+  const int64_t span = tokens;
+  int64_t leaves = (span + kMinLeafTokens - 1) / kMinLeafTokens;
+  leaves = leaves < 1 ? 1 : (leaves > max_leaves ? max_leaves : leaves);
+  int64_t leaf = (span + leaves - 1) / leaves;
+  leaf = (leaf + kLeafAlign - 1) / kLeafAlign * kLeafAlign;
+  leaf = leaf < kLeafAlign ? kLeafAlign : leaf;
+  const int64_t count = (span + leaf - 1) / leaf;
+  return {static_cast<int32_t>(leaf), static_cast<int32_t>(count < 1 ? 1 : count)};
+}
+
+// How much of a request one work item takes. Coarser items leave fewer partial results; finer ones
+// balance better. The result is the same: partials are folded in the same tree either way.
+enum class ItemGrain : int32_t { kLeaf, kLeafGroup, kRequest };
+
+constexpr ItemGrain ChooseGrain(int64_t leaf_slots, int64_t group_slots, int64_t group_items,
+                                int64_t pairs, int32_t num_ctas, int32_t max_slots) {
+  const int64_t plenty = 3 * static_cast<int64_t>(num_ctas);
+  if (leaf_slots <= max_slots && group_items < plenty) return ItemGrain::kLeaf;
+  if (group_slots <= max_slots && pairs < plenty) return ItemGrain::kLeafGroup;
+  return ItemGrain::kRequest;
+}
+
+// Never throws: a shape the kernels do not serve comes back with `unsupported` set.
+NWOR_EXPORT VerifyConfig ChooseVerifyConfig(const VerifyShape& shape, const DeviceProps& device);
+
+// Fixed sizes of the two device buffers of a step; both 256-byte aligned, contents undefined until
+// LaunchVerifyPlan. REQUIRES: config.unsupported == nullptr.
+NWOR_EXPORT int64_t VerifyPlanBytes(const VerifyShape& shape, const VerifyConfig& config);
+NWOR_EXPORT int64_t VerifyWorkspaceBytes(const VerifyShape& shape, const VerifyConfig& config);
+
+}  // namespace nwor

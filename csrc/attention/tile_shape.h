@@ -1,0 +1,48 @@
+#pragma once
+
+#include <cstdint>
+
+// The shapes a verify kernel is made of, as functions of head size and cache type alone: what the
+// kernel templates, the host heuristics and the tests agree on.
+//
+// A CTA works on one row tile (packed rows q * group + head) of one request and KV head. Its warps
+// form kStreams token streams; stream s takes steps s, s + kStreams, ... of the tokens. With two
+// row splits two warps share a stream and own half of the rows each. Neither the number of streams
+// nor the tokens of a step depend on the row tile, so the row tile does not change a row's result.
+
+namespace nwor {
+
+inline constexpr int kStreams = 4;
+inline constexpr int kLeafGroup = 4;  // leaves folded before groups are folded: see plan.h
+
+// Tokens a warp takes per pipeline step. 16-bit tails in front of a float8 cache take half of it.
+constexpr int StepTokens(int head_dim, bool float8) { return head_dim <= 64 || float8 ? 32 : 16; }
+
+// Bytes of one pipeline stage of one stream: K and V of a step.
+constexpr int StageBytes(int head_dim, bool float8) {
+  return StepTokens(head_dim, float8) * head_dim * (float8 ? 1 : 2) * 2;
+}
+
+// Rows of one warp (a multiple of 16) and warps that share a stream, by row tile.
+constexpr int WarpRows(int head_dim, int row_tile) {
+  return row_tile == 16 || head_dim > 128 ? 16 : 32;
+}
+constexpr int RowSplits(int head_dim, int row_tile) {
+  return row_tile / WarpRows(head_dim, row_tile);
+}
+constexpr int MaxRowTile(int head_dim) { return head_dim > 128 ? 32 : 64; }
+constexpr int CtaThreads(int head_dim, int row_tile) {
+  return 32 * kStreams * RowSplits(head_dim, row_tile);
+}
+
+// Shared memory beside the stages: queries, and the rows' softmax states and merge weights.
+constexpr int QueryBytes(int head_dim, int row_tile) { return row_tile * head_dim * 2; }
+inline constexpr int kItemBytes = 256;
+constexpr int RowStateBytes(int row_tile) { return row_tile * 4 * (3 * kStreams + 8); }
+
+// The streams' outputs, merged in the stages' memory at the end of a leaf; rows padded by 8.
+constexpr int MergeBytes(int head_dim, int row_tile) {
+  return kStreams * row_tile * (head_dim + 8) * 4;
+}
+
+}  // namespace nwor
