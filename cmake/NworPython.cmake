@@ -12,7 +12,3 @@ target_link_libraries(_C PRIVATE nwor_specpv nwor_warnings torch_python)
 set_target_properties(_C PROPERTIES
   BUILD_RPATH "\$ORIGIN;${NWOR_TORCH_DIR}/lib"
   INSTALL_RPATH "\$ORIGIN:\$ORIGIN/../torch/lib")
-
-# What setup.py copies into the package, with the install rpaths.
-install(TARGETS nwor_specpv _C LIBRARY DESTINATION nwor_specpv COMPONENT package)
-install(FILES "${CMAKE_CURRENT_BINARY_DIR}/_build_info.json" DESTINATION nwor_specpv COMPONENT package)

@@ -39,6 +39,3 @@ target_include_directories(nwor_torch SYSTEM INTERFACE
 target_compile_definitions(nwor_torch INTERFACE _GLIBCXX_USE_CXX11_ABI=1)
 target_link_directories(nwor_torch INTERFACE "${NWOR_TORCH_DIR}/lib")
 target_link_libraries(nwor_torch INTERFACE torch torch_cpu c10)
-if(NWOR_TORCH_HAS_CUDA AND NWOR_WITH_CUDA)
-  target_link_libraries(nwor_torch INTERFACE c10_cuda)
-endif()

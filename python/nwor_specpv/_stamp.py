@@ -1,0 +1,213 @@
+"""The build stamp, compared with what is installed before any library of ours is loaded.
+
+A library built for another torch fails in ways that explain nothing: undefined symbols, or a crash
+in the first op. `_build_info.json` says what the library was built for; `check()` compares it with
+the torch that is here and raises one sentence naming both. Only the standard library is used here.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import dataclass
+from importlib.machinery import EXTENSION_SUFFIXES
+from pathlib import Path
+
+LIBRARY = "libnwor_specpv.so"
+STAMP = "_build_info.json"
+MODULE = "_C"
+
+_PACKAGE_DIR = Path(__file__).resolve().parent
+
+
+class StampMismatch(ImportError):  # noqa: N818 (named for what it reports)
+    """The built library does not fit this torch, interpreter or device, or was never built."""
+
+
+@dataclass(frozen=True)
+class BuildStamp:
+    """What the library was built from and for; an empty `cuda` means a CPU-only build."""
+
+    version: str
+    torch: str
+    cuda: str
+    architectures: tuple[str, ...]
+    revision: str
+
+
+def is_source_checkout(package_dir: Path = _PACKAGE_DIR) -> bool:
+    """Whether the package is used in place, from a checkout of its repository."""
+    return (package_dir.parent.parent / "CMakeLists.txt").is_file()
+
+
+def read_stamp(package_dir: Path = _PACKAGE_DIR) -> BuildStamp:
+    """The stamp beside the library. Raises StampMismatch if it is missing or unreadable."""
+    path = package_dir / STAMP
+    try:
+        fields = json.loads(path.read_text(encoding="utf-8"))
+        return BuildStamp(
+            version=_text(fields, "version"),
+            torch=_text(fields, "torch"),
+            cuda=_text(fields, "cuda"),
+            architectures=tuple(_text(fields, "architectures").split()),
+            revision=_text(fields, "revision"),
+        )
+    except FileNotFoundError:
+        raise StampMismatch(
+            f"nwor_specpv is not built: {path} is missing; {_rebuild(package_dir)}."
+        ) from None
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise StampMismatch(
+            f"nwor_specpv has a damaged build stamp {path} ({error!r}); {_rebuild(package_dir)}."
+        ) from None
+
+
+def check(
+    package_dir: Path = _PACKAGE_DIR,
+    *,
+    torch_version: str | None = None,
+    torch_cuda: str | None = None,
+) -> BuildStamp:
+    """Raises StampMismatch unless the built files are complete and fit the installed torch.
+
+    `torch_version` and `torch_cuda` stand for `torch.__version__` and `torch.version.cuda`; without
+    a version both are asked of torch itself.
+    """
+    stamp = read_stamp(package_dir)
+    _check_files(package_dir, stamp)
+    if torch_version is None:
+        torch_version, torch_cuda = _installed_torch(stamp)
+    if torch_version != stamp.torch:
+        raise StampMismatch(
+            f"nwor_specpv {stamp.version} was built for torch {stamp.torch}, but torch "
+            f"{torch_version} is installed; {_rebuild(package_dir)}, or install torch {stamp.torch}."
+        )
+    if stamp.cuda and _major(stamp.cuda) != _major(torch_cuda or ""):
+        here = f"for CUDA {torch_cuda}" if torch_cuda else "without CUDA"
+        raise StampMismatch(
+            f"nwor_specpv {stamp.version} was built with CUDA {stamp.cuda}, but the installed "
+            f"torch {torch_version} is built {here}; {_rebuild(package_dir)} with a toolkit of "
+            "torch's CUDA version."
+        )
+    return stamp
+
+
+def check_device(
+    device: int | None = None,
+    *,
+    package_dir: Path = _PACKAGE_DIR,
+    capability: tuple[int, int] | None = None,
+) -> None:
+    """Raises StampMismatch if the kernels were not built for this CUDA device.
+
+    Asking torch for the capability initialises CUDA in this process: call it where the device is
+    about to be used, never at import and never before a fork.
+    """
+    stamp = read_stamp(package_dir)
+    name = "this CUDA device"
+    if capability is None:
+        import torch
+
+        index = torch.cuda.current_device() if device is None else device
+        capability = torch.cuda.get_device_capability(index)
+        name = f"cuda:{index} ({torch.cuda.get_device_name(index)})"
+    if covers(stamp.architectures, capability):
+        return
+    major, minor = capability
+    built = (
+        f"for {' '.join(stamp.architectures)}" if stamp.architectures else "without CUDA kernels"
+    )
+    raise StampMismatch(
+        f"nwor_specpv {stamp.version} was built {built}, but {name} has compute capability "
+        f"{major}.{minor}; {_rebuild(package_dir)} with TORCH_CUDA_ARCH_LIST={major}.{minor} in the environment."
+    )
+
+
+def covers(architectures: tuple[str, ...], capability: tuple[int, int]) -> bool:
+    """Whether code for CMake-spelt `architectures` runs on a device of `capability`.
+
+    Machine code ("80-real") runs on later minors of its major, PTX ("90-virtual") on everything
+    later; "90a" is for exactly 9.0, "100f" for its major's later minors.
+    """
+    major, minor = capability
+    for entry in architectures:
+        match = re.fullmatch(r"(\d+)(\d)([af]?)(?:-(real|virtual))?", entry)
+        if match is None:
+            continue
+        built = (int(match[1]), int(match[2]))
+        family, kind = match[3], match[4]
+        if family == "a":
+            fits = built == capability
+        elif family == "f" or kind == "real":
+            fits = built[0] == major and built[1] <= minor
+        else:
+            fits = built <= capability
+        if fits:
+            return True
+    return False
+
+
+def explain_load_error(error: OSError, package_dir: Path = _PACKAGE_DIR) -> StampMismatch:
+    """One sentence for a library that passed `check()` and still could not be loaded."""
+    missing = re.match(r"(\S+\.so\S*): cannot open shared object file", str(error))
+    if missing is None:
+        return StampMismatch(
+            f"nwor_specpv cannot load {LIBRARY} ({error}); {_rebuild(package_dir)}."
+        )
+    name = missing[1]
+    if name.startswith(("libprometheus-cpp", "libcivetweb")):
+        mend = (
+            "install it (Debian: apt-get install prometheus-cpp-dev) or rebuild with "
+            "NWOR_PROMETHEUS=OFF in the environment"
+        )
+    else:
+        mend = f"install the package that holds it, or {_rebuild(package_dir)}"
+    return StampMismatch(f"nwor_specpv needs the shared library {name}, which is not here; {mend}.")
+
+
+def _check_files(package_dir: Path, stamp: BuildStamp) -> None:
+    if not (package_dir / LIBRARY).is_file():
+        missing = package_dir / LIBRARY
+        raise StampMismatch(
+            f"nwor_specpv is not built: {missing} is missing; {_rebuild(package_dir)}."
+        )
+    if any((package_dir / f"{MODULE}{suffix}").is_file() for suffix in EXTENSION_SUFFIXES):
+        return
+    others = sorted(path.name for path in package_dir.glob(f"{MODULE}.*.so"))
+    found = f"only {', '.join(others)}" if others else "none"
+    raise StampMismatch(
+        f"nwor_specpv {stamp.version} has no {MODULE}{EXTENSION_SUFFIXES[0]} for this Python "
+        f"(found {found}); {_rebuild(package_dir)} with this interpreter."
+    )
+
+
+def _installed_torch(stamp: BuildStamp) -> tuple[str, str | None]:
+    try:
+        import torch
+    except ModuleNotFoundError as error:
+        if error.name != "torch":
+            raise
+        raise StampMismatch(
+            f"nwor_specpv {stamp.version} was built for torch {stamp.torch}, but torch is not "
+            f"installed; pip install torch=={stamp.torch.partition('+')[0]}."
+        ) from None
+    return str(torch.__version__), torch.version.cuda
+
+
+def _rebuild(package_dir: Path) -> str:
+    if is_source_checkout(package_dir):
+        return "run `make build` (or `pip install --no-build-isolation -e .`) in the checkout"
+    return (
+        "run `pip install --no-build-isolation --no-deps --force-reinstall .` in its source folder"
+    )
+
+
+def _major(version: str) -> str:
+    return version.partition(".")[0]
+
+
+def _text(fields: dict[str, object], key: str) -> str:
+    value = fields[key]
+    if not isinstance(value, str):
+        raise TypeError(f"{key}: got {value!r}, expected a string")
+    return value

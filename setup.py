@@ -1,0 +1,182 @@
+"""Builds libnwor_specpv.so and _C with CMake and places them in the package.
+
+    pip install --no-build-isolation .        # or -e . : rebuilds only what changed
+    python setup.py build_ext --inplace       # what `make build` runs
+
+The CMake folder build/<interpreter>-torch-<version> is kept between builds. Environment:
+
+    MAX_JOBS              compiler processes at once (default: by cores and free memory)
+    NWOR_CUDA             AUTO | ON | OFF
+    NWOR_PROMETHEUS       AUTO | ON | OFF
+    TORCH_CUDA_ARCH_LIST  such as "8.0;9.0a;9.0+PTX"
+    NWOR_BUILD_TESTS      ON builds the GoogleTest suite too
+    CMAKE_ARGS            further arguments for CMake
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+import sysconfig
+from pathlib import Path
+
+import setuptools
+from setuptools import Extension, setup
+from setuptools.command.build_ext import build_ext
+from setuptools.command.build_py import build_py
+
+ROOT = Path(__file__).resolve().parent
+PACKAGE = "nwor_specpv"
+TORCH_TESTED = "2.11.0"
+# One compiler process over torch's headers, or one nvcc over a kernel, stays below this.
+GIB_PER_JOB = 3.0
+
+
+def stop(sentence: str) -> SystemExit:
+    return SystemExit(f"nwor_specpv: {sentence}")
+
+
+def torch_version() -> str:
+    """torch's full version, such as 2.11.0+cu130, read without importing it."""
+    spec = importlib.util.find_spec("torch")
+    if spec is None or not spec.submodule_search_locations:
+        raise stop(
+            "torch was not found in the environment that builds this package: run "
+            f"`pip install torch=={TORCH_TESTED}`, then `pip install --no-build-isolation .`"
+        )
+    text = (Path(spec.submodule_search_locations[0]) / "version.py").read_text(encoding="utf-8")
+    match = re.search(r"^__version__\s*=\s*['\"]([^'\"]+)['\"]", text, re.MULTILINE)
+    if match is None:
+        raise stop(f"no version found in torch's version.py: reinstall torch=={TORCH_TESTED}")
+    return match[1]
+
+
+def find_tool(name: str) -> str | None:
+    """A program of this environment, else of the system: pip may run us with a bare PATH."""
+    scripts = os.pathsep.join([sysconfig.get_path("scripts"), str(Path(sys.executable).parent)])
+    return shutil.which(name, path=scripts) or shutil.which(name)
+
+
+def free_memory_gib() -> float:
+    """What is available, or less where the control group allows less."""
+    limits = []
+    meminfo = Path("/proc/meminfo")
+    if meminfo.is_file():
+        match = re.search(r"^MemAvailable:\s+(\d+) kB", meminfo.read_text(), re.MULTILINE)
+        if match:
+            limits.append(int(match[1]) / 2**20)
+    group = Path("/sys/fs/cgroup/memory.max")
+    if group.is_file() and group.read_text().strip().isdigit():
+        limits.append(int(group.read_text()) / 2**30)
+    return min(limits, default=GIB_PER_JOB)
+
+
+def num_jobs() -> int:
+    wanted = os.environ.get("MAX_JOBS", "")
+    if wanted:
+        if not wanted.isdigit() or int(wanted) < 1:
+            raise stop(f"MAX_JOBS: got '{wanted}', expected a number of at least 1")
+        return int(wanted)
+    return max(1, min(len(os.sched_getaffinity(0)), int(free_memory_gib() / GIB_PER_JOB)))
+
+
+class cmake_build_ext(build_ext):
+    """Configures, builds and installs with CMake, into the wheel's tree or into python/."""
+
+    def run(self) -> None:
+        build_dir = self._configure()
+        self._build(build_dir)
+        self._place(build_dir)
+
+    def get_outputs(self) -> list[str]:
+        return [str(path) for path in self._placed_files(self._destination())]
+
+    def get_output_mapping(self) -> dict[str, str]:
+        if not self.inplace:
+            return {}
+        here = self._destination()
+        there = Path(self.build_lib)
+        return {str(there / p.relative_to(here)): str(p) for p in self._placed_files(here)}
+
+    def _destination(self) -> Path:
+        return ROOT / "python" if self.inplace else (ROOT / self.build_lib).resolve()
+
+    def _placed_files(self, destination: Path) -> list[Path]:
+        folder = destination / PACKAGE
+        found = [*folder.glob("*.so"), *folder.glob("_build_info.json")]
+        for name in ("cmake", "include"):
+            found += [path for path in (folder / name).rglob("*") if path.is_file()]
+        return found
+
+    def _configure(self) -> Path:
+        version = torch_version()
+        self._cmake = find_tool("cmake")
+        if self._cmake is None:
+            raise stop("cmake was not found: run `pip install cmake ninja` and build again")
+        if importlib.util.find_spec("pybind11") is None:
+            raise stop("pybind11 was not found: run `pip install pybind11` and build again")
+        tag = f"{sys.implementation.cache_tag}-torch-{version.replace('+', '-')}"
+        build_dir = ROOT / "build" / tag
+        arguments = [f"-DNWOR_PYTHON={sys.executable}", "-DCMAKE_BUILD_TYPE=Release"]
+        ninja = find_tool("ninja")
+        if ninja:
+            # Named each time: the one of the last build may have lived in an environment now gone.
+            arguments += ["-G", "Ninja", f"-DCMAKE_MAKE_PROGRAM={ninja}"]
+        ccache = find_tool("ccache")
+        if ccache:
+            arguments += [f"-DCMAKE_{lang}_COMPILER_LAUNCHER={ccache}" for lang in ("CXX", "CUDA")]
+        for name in ("NWOR_CUDA", "NWOR_PROMETHEUS"):
+            arguments.append(f"-D{name}={os.environ.get(name, 'AUTO')}")
+        self._with_tests = os.environ.get("NWOR_BUILD_TESTS", "OFF").upper() in ("ON", "1", "TRUE")
+        if self._with_tests or not (build_dir / "CMakeCache.txt").is_file():
+            # A plain install leaves a developer's configured tests as they are, unbuilt.
+            arguments.append(f"-DNWOR_BUILD_TESTS={'ON' if self._with_tests else 'OFF'}")
+        arguments += shlex.split(os.environ.get("CMAKE_ARGS", ""))
+        self._call("-S", str(ROOT), "-B", str(build_dir), *arguments)
+        return build_dir
+
+    def _build(self, build_dir: Path) -> None:
+        targets = [] if self._with_tests else ["--target", PACKAGE, "_C"]
+        self._call("--build", str(build_dir), "--parallel", str(num_jobs()), *targets)
+
+    def _place(self, build_dir: Path) -> None:
+        destination = self._destination()
+        # In place, the headers are those of csrc/: no copy that could go stale.
+        for component in ["package"] if self.inplace else ["package", "headers"]:
+            self._call(
+                *("--install", str(build_dir), "--prefix", str(destination)),
+                *("--component", component),
+            )
+
+    def _call(self, *arguments: str) -> None:
+        command = [str(self._cmake), *arguments]
+        print("+", shlex.join(command), flush=True)
+        code = subprocess.call(command, cwd=ROOT)
+        if code != 0:
+            raise stop(f"CMake failed with exit code {code}; its own message is above")
+
+
+class fresh_build_py(build_py):
+    """Empties the package in build/lib first: setuptools would ship modules deleted since."""
+
+    def run(self) -> None:
+        if not getattr(self, "editable_mode", False):
+            shutil.rmtree(Path(self.build_lib) / PACKAGE, ignore_errors=True)
+        super().run()
+
+
+if int(setuptools.__version__.partition(".")[0]) < 77:
+    raise stop(
+        f"setuptools {setuptools.__version__} is too old, expected 77 or newer: "
+        'run `pip install "setuptools>=77,<82"` and build again'
+    )
+
+setup(
+    ext_modules=[Extension(f"{PACKAGE}._C", sources=[])],
+    cmdclass={"build_ext": cmake_build_ext, "build_py": fresh_build_py},
+)
