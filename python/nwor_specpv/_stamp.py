@@ -80,7 +80,8 @@ def check(
     if torch_version != stamp.torch:
         raise StampMismatch(
             f"nwor_specpv {stamp.version} was built for torch {stamp.torch}, but torch "
-            f"{torch_version} is installed; {_rebuild(package_dir)}, or install torch {stamp.torch}."
+            f"{torch_version} is installed; {_rebuild(package_dir)}, or install torch "
+            f"{stamp.torch}."
         )
     if stamp.cuda and _major(stamp.cuda) != _major(torch_cuda or ""):
         here = f"for CUDA {torch_cuda}" if torch_cuda else "without CUDA"
@@ -119,7 +120,8 @@ def check_device(
     )
     raise StampMismatch(
         f"nwor_specpv {stamp.version} was built {built}, but {name} has compute capability "
-        f"{major}.{minor}; {_rebuild(package_dir)} with TORCH_CUDA_ARCH_LIST={major}.{minor} in the environment."
+        f"{major}.{minor}; {_rebuild(package_dir)} with TORCH_CUDA_ARCH_LIST={major}.{minor} in "
+        "the environment."
     )
 
 

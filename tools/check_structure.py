@@ -1,0 +1,258 @@
+#!/usr/bin/env python3
+"""Holds the source tree to its shape: `file:line: what is wrong`, exit status 1 if anything is.
+
+    tools/check_structure.py [repository root]
+
+* Includes in csrc/ go one way: root headers, metrics, kv_interceptor, attention, tree, specpv,
+  session, bindings (ops.cpp, module.cpp); no file includes itself by any detour.
+* Only csrc/ops.cpp registers torch ops, only csrc/module.cpp includes pybind11 or Python, only
+  csrc/metrics/exporter.cpp includes prometheus.
+* No .cu or .cuh reaches a torch header, neither itself nor through a header of ours.
+* vLLM is imported only under python/nwor_specpv/vllm.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+# Lower may not include higher. Files directly in csrc/ are layer 0, except the bindings.
+LAYERS = ("", "metrics", "kv_interceptor", "attention", "tree", "specpv", "session")
+BINDINGS = ("ops.cpp", "module.cpp")
+CPP_SUFFIXES = (".h", ".cuh", ".cpp", ".cu")
+
+REGISTRATION = re.compile(r"\b(TORCH_LIBRARY(?:_IMPL|_FRAGMENT)?|RegisterOperators)\b")
+PYTHON_HEADER = re.compile(
+    r"pybind11/|Python\.h$|torch/(extension|python)\.h$|torch/csrc/utils/pybind"
+)
+PROMETHEUS_HEADER = re.compile(r"prometheus/")
+TORCH_HEADER = re.compile(r"(torch|ATen|c10)/")
+INCLUDE = re.compile(r'^[ \t]*#[ \t]*include[ \t]*(["<])([^">\n]+)[">]', re.MULTILINE)
+# Comments go; literals are matched so that a "//" or a quote inside them is not taken for one.
+COMMENT_OR_LITERAL = re.compile(
+    r"//[^\n]*|/\*.*?\*/"
+    r'|R"([^()\\ ]{0,16})\(.*?\)\1"'
+    r'|"(?:\\.|[^"\\\n])*"'
+    r"|(?<![0-9A-Za-z_])'(?:\\.|[^'\\\n])*'",
+    re.DOTALL,
+)
+
+
+@dataclass(frozen=True, order=True)
+class Violation:
+    path: str
+    line: int
+    what: str
+
+    def __str__(self) -> str:
+        return f"{self.path}:{self.line}: {self.what}"
+
+
+@dataclass(frozen=True)
+class Include:
+    line: int
+    name: str
+    target: str | None  # path inside csrc/, or None for a header of somebody else
+    quoted: bool
+
+
+@dataclass(frozen=True)
+class Source:
+    path: str  # inside csrc/
+    code: str  # comments blanked out, line numbers kept
+    includes: tuple[Include, ...]
+
+
+def without_comments(text: str) -> str:
+    def blank(match: re.Match[str]) -> str:
+        token = match[0]
+        return re.sub(r"[^\n]", " ", token) if token.startswith(("//", "/*")) else token
+
+    return COMMENT_OR_LITERAL.sub(blank, text)
+
+
+def read_sources(csrc: Path) -> dict[str, Source]:
+    sources = {}
+    for file in sorted(csrc.rglob("*")):
+        if file.suffix not in CPP_SUFFIXES or not file.is_file():
+            continue
+        path = file.relative_to(csrc).as_posix()
+        code = without_comments(file.read_text(encoding="utf-8"))
+        includes = []
+        for match in INCLUDE.finditer(code):
+            name = match[2].strip()
+            line = code.count("\n", 0, match.start(2)) + 1
+            target = resolve(csrc, file, name, quoted=match[1] == '"')
+            includes.append(Include(line, name, target, match[1] == '"'))
+        sources[path] = Source(path, code, tuple(includes))
+    return sources
+
+
+def resolve(csrc: Path, file: Path, name: str, *, quoted: bool) -> str | None:
+    for folder in [file.parent, csrc] if quoted else [csrc]:
+        target = (folder / name).resolve()
+        if target.is_file() and target.is_relative_to(csrc.resolve()):
+            return target.relative_to(csrc.resolve()).as_posix()
+    return None
+
+
+def layer(path: str) -> int | None:
+    if path in BINDINGS:
+        return len(LAYERS)
+    folder, slash, _ = path.partition("/")
+    name = folder if slash else ""
+    return LAYERS.index(name) if name in LAYERS else None
+
+
+def layer_name(index: int) -> str:
+    return [*("root headers", *LAYERS[1:]), "bindings"][index]
+
+
+def check_layers(sources: dict[str, Source]) -> Iterator[Violation]:
+    for source in sources.values():
+        own = layer(source.path)
+        if own is None:
+            folder = source.path.partition("/")[0]
+            known = ", ".join(LAYERS[1:])
+            yield Violation(
+                source.path, 1, f"folder {folder}/ is no layer; expected one of {known}"
+            )
+            continue
+        for include in source.includes:
+            if include.target is None:
+                if include.quoted:
+                    what = f'"{include.name}" is no file of csrc/; headers of others go in <>'
+                    yield Violation(source.path, include.line, what)
+                continue
+            other = layer(include.target)
+            if other is not None and other > own:
+                what = (
+                    f"{layer_name(own)} may not include {include.target} ({layer_name(other)}): "
+                    "includes go one way"
+                )
+                yield Violation(source.path, include.line, what)
+
+
+def check_cycles(sources: dict[str, Source]) -> Iterator[Violation]:
+    """Each cycle once, reported at the include that closes it."""
+    done: set[str] = set()
+    trail: list[str] = []
+
+    def visit(path: str) -> Iterator[Violation]:
+        trail.append(path)
+        for include in sources[path].includes:
+            target = include.target
+            if target is None or target not in sources or target in done:
+                continue
+            if target in trail:
+                ring = [*trail[trail.index(target) :], target]
+                yield Violation(path, include.line, f"include cycle: {' -> '.join(ring)}")
+            else:
+                yield from visit(target)
+        trail.pop()
+        done.add(path)
+
+    for path in sources:
+        if path not in done:
+            yield from visit(path)
+
+
+def check_owners(sources: dict[str, Source]) -> Iterator[Violation]:
+    rules = (
+        (PYTHON_HEADER, "module.cpp", "Python and pybind11"),
+        (PROMETHEUS_HEADER, "metrics/exporter.cpp", "prometheus"),
+    )
+    for source in sources.values():
+        for pattern, owner, subject in rules:
+            for include in source.includes:
+                if source.path != owner and pattern.match(include.name):
+                    what = f"<{include.name}>: only csrc/{owner} includes {subject}"
+                    yield Violation(source.path, include.line, what)
+        for match in REGISTRATION.finditer(source.code):
+            if source.path != "ops.cpp":
+                line = source.code.count("\n", 0, match.start()) + 1
+                what = f"{match[1]}: only csrc/ops.cpp registers torch ops"
+                yield Violation(source.path, line, what)
+
+
+def check_kernels(sources: dict[str, Source]) -> Iterator[Violation]:
+    for source in sources.values():
+        if not source.path.endswith((".cu", ".cuh")):
+            continue
+        for include in source.includes:
+            chain = torch_chain(sources, include, {source.path})
+            if chain:
+                what = f"kernels include no torch header: {' -> '.join(chain)}"
+                yield Violation(source.path, include.line, what)
+
+
+def torch_chain(sources: dict[str, Source], include: Include, seen: set[str]) -> list[str]:
+    """The names that lead from this include to a torch header, or nothing."""
+    if include.target is None:
+        return [f"<{include.name}>"] if TORCH_HEADER.match(include.name) else []
+    if include.target in seen or include.target not in sources:
+        return []
+    seen.add(include.target)
+    for deeper in sources[include.target].includes:
+        chain = torch_chain(sources, deeper, seen)
+        if chain:
+            return [include.target, *chain]
+    return []
+
+
+def check_vllm(root: Path) -> Iterator[Violation]:
+    package = root / "python" / "nwor_specpv"
+    for file in sorted(package.rglob("*.py")):
+        if file.is_relative_to(package / "vllm"):
+            continue
+        path = file.relative_to(root).as_posix()
+        for line, name in imported_modules(ast.parse(file.read_text(encoding="utf-8"), path)):
+            if name.partition(".")[0] == "vllm":
+                what = f"imports {name}: vLLM is imported only under python/nwor_specpv/vllm"
+                yield Violation(path, line, what)
+
+
+def imported_modules(tree: ast.AST) -> Iterator[tuple[int, str]]:
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                yield node.lineno, alias.name
+        elif isinstance(node, ast.ImportFrom) and node.level == 0 and node.module:
+            yield node.lineno, node.module
+        elif isinstance(node, ast.Call) and node.args:
+            called = node.func.attr if isinstance(node.func, ast.Attribute) else ""
+            called = node.func.id if isinstance(node.func, ast.Name) else called
+            first = node.args[0]
+            if called in ("import_module", "__import__") and isinstance(first, ast.Constant):
+                yield node.lineno, str(first.value)
+
+
+def check(root: Path) -> tuple[int, list[Violation]]:
+    """How many C++ and CUDA files were read, and what is wrong, paths relative to `root`."""
+    sources = read_sources(root / "csrc")
+    found: set[Violation] = set()
+    for rule in (check_layers, check_cycles, check_owners, check_kernels):
+        found |= {Violation(f"csrc/{v.path}", v.line, v.what) for v in rule(sources)}
+    found |= set(check_vllm(root))
+    return len(sources), sorted(found)
+
+
+def main(arguments: list[str]) -> int:
+    root = Path(arguments[0]) if arguments else Path(__file__).resolve().parent.parent
+    if not (root / "csrc").is_dir():
+        print(f"check_structure: {root} has no csrc/", file=sys.stderr)
+        return 2
+    count, violations = check(root)
+    for violation in violations:
+        print(violation)
+    if not violations:
+        print(f"structure: {count} C++ and CUDA files, as they should be")
+    return 1 if violations else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
