@@ -68,7 +68,8 @@ struct CountersSnapshot {
 // Thread-safety: every method may be called from any thread.
 class NWOR_EXPORT Counters {
  public:
-  // The process-wide counters that the exporter serves. Never destroyed.
+  // The process-wide counters that the exporter serves. Never destroyed. A forked child starts at
+  // zero, without sources; only staging_bytes carries over.
   static Counters& Global();
 
   void Add(Counter counter, int64_t amount) {
@@ -82,9 +83,11 @@ class NWOR_EXPORT Counters {
   }
   void ObserveCommitLatency(double seconds);
 
-  // A source adds totals kept elsewhere (on a device) to a snapshot; it may block on the device.
+  // A source adds totals kept elsewhere (on a device) to a snapshot that starts at zero; it may
+  // block on the device. One that throws is taken to stand where it last stood.
   // Returns an id for RemoveSource, which waits for a running read and folds the source's last
-  // totals into the counters so that they never go backwards.
+  // totals into the counters so that they never go backwards; an unknown id is ignored.
+  // REQUIRES: a source calls no method of these Counters that reads or changes sources.
   using Source = std::function<void(CountersSnapshot&)>;
   int AddSource(Source source);
   void RemoveSource(int id);
@@ -98,8 +101,16 @@ class NWOR_EXPORT Counters {
   std::atomic<int64_t> latency_sum_nanoseconds_{0};
   std::atomic<int64_t> staging_bytes_{0};
 
+  struct RegisteredSource {
+    int id;
+    Source read;
+    CountersSnapshot last;
+
+    void Refresh();
+  };
+
   mutable std::mutex sources_mutex_;
-  std::vector<std::pair<int, Source>> sources_;
+  mutable std::vector<RegisteredSource> sources_;  // mutable: reading remembers last totals
   int next_source_id_ = 1;
 };
 

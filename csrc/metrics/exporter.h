@@ -23,13 +23,14 @@ struct ExporterStatus {
 // parent's endpoint: there serving is false until the child calls Serve itself.
 
 // Starts the endpoint and returns the bound port (port 0: any free one). Asked again for the same
-// address it returns the port it has. Returns -1 and sets ExporterStatus::problem when the port is
-// busy. Throws Error for a bad host or port, or a build without prometheus-cpp.
+// address it returns the port it has; asked for another it moves there. Returns -1 and sets
+// ExporterStatus::problem when the port is busy; an endpoint that was serving stays where it is.
+// Throws Error for a bad host or port, or a build without prometheus-cpp.
 NWOR_EXPORT int ServeMetrics(const std::string& host, int port);
 NWOR_EXPORT void StopMetrics();
 NWOR_EXPORT ExporterStatus GetExporterStatus();
 
-// The exposition text a scrape would get.
+// The exposition text a scrape would get, less the HTTP server's own exposer_* series.
 NWOR_EXPORT std::string RenderMetrics();
 
 }  // namespace nwor

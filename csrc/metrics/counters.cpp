@@ -1,0 +1,121 @@
+#include "metrics/counters.h"
+
+#include <pthread.h>
+
+#include <algorithm>
+#include <cmath>
+#include <utility>
+
+namespace nwor {
+namespace {
+
+constexpr auto kRelaxed = std::memory_order_relaxed;
+
+template <size_t kSize>
+void Load(const std::array<std::atomic<int64_t>, kSize>& from, std::array<int64_t, kSize>& to) {
+  for (size_t i = 0; i < kSize; ++i) to[i] = from[i].load(kRelaxed);
+}
+
+template <size_t kSize>
+void Fold(const std::array<int64_t, kSize>& from, std::array<std::atomic<int64_t>, kSize>& to) {
+  for (size_t i = 0; i < kSize; ++i) to[i].fetch_add(from[i], kRelaxed);
+}
+
+template <size_t kSize>
+void Zero(std::array<std::atomic<int64_t>, kSize>& values) {
+  for (auto& value : values) value.store(0, kRelaxed);
+}
+
+template <size_t kSize>
+void Sum(const std::array<int64_t, kSize>& from, std::array<int64_t, kSize>& to) {
+  for (size_t i = 0; i < kSize; ++i) to[i] += from[i];
+}
+
+int64_t Nanoseconds(double seconds) { return static_cast<int64_t>(std::llround(seconds * 1e9)); }
+
+}  // namespace
+
+Counters& Counters::Global() {
+  static Counters* const counters = [] {
+    auto* created = new Counters;
+    // A forked child counts for itself: totals it inherited are the parent's to report, and the
+    // parent's devices cannot be read there. Its staging memory, though, is really its own.
+    // The lock keeps a fork from freezing a read half way.
+    pthread_atfork([] { Global().sources_mutex_.lock(); }, [] { Global().sources_mutex_.unlock(); },
+                   [] {
+                     Counters& self = Global();
+                     Zero(self.values_);
+                     Zero(self.fallbacks_);
+                     Zero(self.latency_buckets_);
+                     self.latency_sum_nanoseconds_.store(0, kRelaxed);
+                     self.sources_.clear();
+                     self.sources_mutex_.unlock();
+                   });
+    return created;
+  }();
+  return *counters;
+}
+
+void Counters::ObserveCommitLatency(double seconds) {
+  // Also false for NaN: a broken clock must not poison the sum.
+  if (!(seconds > 0)) seconds = 0;
+  const auto bucket =
+      std::lower_bound(kCommitLatencyBounds.begin(), kCommitLatencyBounds.end(), seconds) -
+      kCommitLatencyBounds.begin();
+  latency_buckets_[static_cast<size_t>(bucket)].fetch_add(1, kRelaxed);
+  latency_sum_nanoseconds_.fetch_add(Nanoseconds(seconds), kRelaxed);
+}
+
+void Counters::RegisteredSource::Refresh() {
+  // A device that can no longer be read keeps its last totals: counters never go backwards, and a
+  // scrape thread has nobody to throw to.
+  try {
+    CountersSnapshot fresh;
+    read(fresh);
+    last = fresh;
+  } catch (...) {
+  }
+}
+
+int Counters::AddSource(Source source) {
+  std::lock_guard lock(sources_mutex_);
+  sources_.push_back({next_source_id_, std::move(source), {}});
+  return next_source_id_++;
+}
+
+void Counters::RemoveSource(int id) {
+  std::lock_guard lock(sources_mutex_);
+  const auto found = std::find_if(sources_.begin(), sources_.end(),
+                                  [id](const RegisteredSource& source) { return source.id == id; });
+  if (found == sources_.end()) return;
+  found->Refresh();
+  Fold(found->last.values, values_);
+  Fold(found->last.fallbacks, fallbacks_);
+  Fold(found->last.latency_buckets, latency_buckets_);
+  latency_sum_nanoseconds_.fetch_add(Nanoseconds(found->last.latency_sum_seconds), kRelaxed);
+  // staging_bytes is a gauge: memory that goes with the source.
+  sources_.erase(found);
+}
+
+CountersSnapshot Counters::Read() const {
+  // Own counts are loaded under the lock too: a source folded in between would count twice.
+  std::lock_guard lock(sources_mutex_);
+  CountersSnapshot snapshot;
+  Load(values_, snapshot.values);
+  Load(fallbacks_, snapshot.fallbacks);
+  Load(latency_buckets_, snapshot.latency_buckets);
+  snapshot.latency_sum_seconds =
+      static_cast<double>(latency_sum_nanoseconds_.load(kRelaxed)) * 1e-9;
+  snapshot.staging_bytes = staging_bytes_.load(kRelaxed);
+  for (RegisteredSource& source : sources_) {
+    source.Refresh();
+    Sum(source.last.values, snapshot.values);
+    Sum(source.last.fallbacks, snapshot.fallbacks);
+    Sum(source.last.latency_buckets, snapshot.latency_buckets);
+    snapshot.latency_sum_seconds += source.last.latency_sum_seconds;
+    snapshot.staging_bytes += source.last.staging_bytes;
+  }
+  return snapshot;
+}
+
+}  // namespace nwor

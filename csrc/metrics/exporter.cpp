@@ -1,0 +1,302 @@
+#include "metrics/exporter.h"
+
+#include <pthread.h>
+#include <signal.h>
+#include <sys/socket.h>
+#include <unistd.h>
+
+#include <charconv>
+#include <cstdlib>
+#include <cstring>
+#include <limits>
+#include <mutex>
+#include <optional>
+#include <string_view>
+#include <utility>
+#include <vector>
+
+#include "build_info.h"
+#include "check.h"
+#include "metrics/counters.h"
+#include "metrics/listen_address.h"
+#include "metrics/process_stats.h"
+
+#ifdef NWOR_WITH_PROMETHEUS
+#include <prometheus/collectable.h>
+#include <prometheus/exposer.h>
+#include <prometheus/metric_family.h>
+#include <prometheus/text_serializer.h>
+#endif
+
+namespace nwor {
+
+#ifdef NWOR_WITH_PROMETHEUS
+namespace {
+
+using prometheus::ClientMetric;
+using prometheus::MetricFamily;
+using prometheus::MetricType;
+using Labels = std::vector<ClientMetric::Label>;
+
+// ---- what a scrape gets ------------------------------------------------------------------------
+
+// The rank as launchers tell it; nothing outside a distributed job.
+Labels RankLabels() {
+  for (const char* name : {"RANK", "LOCAL_RANK"}) {
+    const char* const text = std::getenv(name);
+    if (text == nullptr) continue;
+    unsigned rank = 0;
+    const char* const end = text + std::strlen(text);
+    const auto [stop, error] = std::from_chars(text, end, rank);
+    if (error == std::errc() && stop == end) return {{"rank", std::to_string(rank)}};
+  }
+  return {};
+}
+
+MetricFamily Single(const char* name, const char* help, MetricType type, const Labels& labels,
+                    double value) {
+  ClientMetric metric;
+  metric.label = labels;
+  (type == MetricType::Counter ? metric.counter.value : metric.gauge.value) = value;
+  return {name, help, type, {std::move(metric)}};
+}
+
+MetricFamily Fallbacks(const CountersSnapshot& snapshot, const Labels& labels) {
+  MetricFamily family{"nwor_fallback_total",
+                      "Fallbacks to the engine's own way, by reason",
+                      MetricType::Counter,
+                      {}};
+  for (int i = 0; i < kNumBypassReasons; ++i) {
+    const auto reason = static_cast<BypassReason>(i);
+    if (reason == BypassReason::kNone) continue;
+    ClientMetric metric;
+    metric.label = labels;
+    metric.label.push_back({"reason", std::string(Label(reason))});
+    metric.counter.value = static_cast<double>(snapshot.fallbacks[static_cast<size_t>(i)]);
+    family.metric.push_back(std::move(metric));
+  }
+  return family;
+}
+
+MetricFamily CommitLatency(const CountersSnapshot& snapshot, const Labels& labels) {
+  ClientMetric metric;
+  metric.label = labels;
+  uint64_t cumulative = 0;
+  for (size_t i = 0; i < snapshot.latency_buckets.size(); ++i) {
+    cumulative += static_cast<uint64_t>(snapshot.latency_buckets[i]);
+    const double bound = i < kCommitLatencyBounds.size() ? kCommitLatencyBounds[i]
+                                                         : std::numeric_limits<double>::infinity();
+    metric.histogram.bucket.push_back({cumulative, bound});
+  }
+  metric.histogram.sample_count = cumulative;
+  metric.histogram.sample_sum = snapshot.latency_sum_seconds;
+  return {"nwor_commit_seconds",
+          "Host time of a commit call",
+          MetricType::Histogram,
+          {std::move(metric)}};
+}
+
+MetricFamily Build() {
+  const BuildInfo& info = GetBuildInfo();
+  const Labels labels = {{"version", std::string(info.version)},
+                         {"torch", std::string(info.torch)},
+                         {"cuda", std::string(info.cuda)},
+                         {"architectures", std::string(info.architectures)},
+                         {"revision", std::string(info.revision)}};
+  return Single("nwor_build_info", "What the library was built from and for", MetricType::Gauge,
+                labels, 1);
+}
+
+void AppendProcess(std::vector<MetricFamily>& families) {
+  const ProcessStats stats = ReadProcessStats();
+  const auto append = [&](const char* name, const char* help, MetricType type,
+                          const std::optional<double>& value) {
+    if (value) families.push_back(Single(name, help, type, {}, *value));
+  };
+  append("process_resident_memory_bytes", "Resident memory size in bytes", MetricType::Gauge,
+         stats.resident_memory_bytes);
+  append("process_cpu_seconds_total", "User and system CPU time spent in seconds",
+         MetricType::Counter, stats.cpu_seconds);
+  append("process_open_fds", "Open file descriptors", MetricType::Gauge, stats.open_fds);
+  append("process_start_time_seconds", "Start time of the process since the Unix epoch in seconds",
+         MetricType::Gauge, stats.start_time_seconds);
+}
+
+class CountersCollectable : public prometheus::Collectable {
+ public:
+  // The environment is read here, on the caller's thread: a scrape thread must not race setenv.
+  CountersCollectable() : labels_(RankLabels()) {}
+
+  std::vector<MetricFamily> Collect() const override {
+    const CountersSnapshot snapshot = Counters::Global().Read();
+    std::vector<MetricFamily> families;
+    for (int i = 0; i < kNumCounters; ++i) {
+      const CounterText& text = kCounterTexts[static_cast<size_t>(i)];
+      families.push_back(Single(text.metric, text.help, MetricType::Counter, labels_,
+                                static_cast<double>(snapshot[static_cast<Counter>(i)])));
+    }
+    families.push_back(Fallbacks(snapshot, labels_));
+    families.push_back(Single("nwor_staging_bytes", "Memory held by staging buffers",
+                              MetricType::Gauge, labels_,
+                              static_cast<double>(snapshot.staging_bytes)));
+    families.push_back(CommitLatency(snapshot, labels_));
+    families.push_back(Build());
+    AppendProcess(families);
+    return families;
+  }
+
+ private:
+  const Labels labels_;
+};
+
+// ---- the endpoint ------------------------------------------------------------------------------
+
+// The server's threads take no signal meant for the host: they inherit the mask they start under.
+class BlockedSignals {
+ public:
+  BlockedSignals() {
+    sigset_t all;
+    sigfillset(&all);
+    pthread_sigmask(SIG_SETMASK, &all, &before_);
+  }
+  ~BlockedSignals() { pthread_sigmask(SIG_SETMASK, &before_, nullptr); }
+
+ private:
+  sigset_t before_;
+};
+
+struct Server {
+  ListenAddress address;  // with the bound port
+  std::shared_ptr<CountersCollectable> collectable;
+  std::unique_ptr<prometheus::Exposer> exposer;
+  std::vector<int> listeners;
+
+  // The server looks for the end of its days every two seconds, or when something happens to its
+  // sockets.
+  ~Server() {
+    for (const int fd : listeners) shutdown(fd, SHUT_RDWR);
+  }
+};
+
+// Null when the address cannot be listened at.
+std::unique_ptr<Server> Start(const ListenAddress& address) {
+  constexpr size_t kNumThreads = 2;
+  std::unique_ptr<prometheus::Exposer> exposer;
+  try {
+    const BlockedSignals blocked;
+    exposer = std::make_unique<prometheus::Exposer>(address.Text(), kNumThreads);
+  } catch (const std::exception&) {
+    return nullptr;
+  }
+  auto collectable = std::make_shared<CountersCollectable>();
+  exposer->RegisterCollectable(collectable);
+  const ListenAddress bound = address.WithPort(exposer->GetListeningPorts().at(0));
+  return std::unique_ptr<Server>(
+      new Server{bound, std::move(collectable), std::move(exposer), bound.FindListeners()});
+}
+
+// The server does not say why; the system says it to whoever asks again.
+std::string WhyNotStarted(const ListenAddress& address) {
+  const std::string reason = address.WhyBusy();
+  if (!reason.empty()) return reason;
+  if (address.is_ipv6()) return "the HTTP server did not start (Debian's civetweb has no IPv6)";
+  return "the HTTP server did not start";
+}
+
+// Guarded by its mutex; never destroyed: at exit nobody waits for the server's threads.
+struct Endpoint {
+  std::mutex mutex;
+  std::unique_ptr<Server> server;
+  std::string problem;
+};
+
+Endpoint& TheEndpoint() {
+  static Endpoint* const endpoint = [] {
+    // Before a fork the handlers lock in reverse order of registration. Stopping holds the
+    // endpoint's lock while a scrape may still want the counters', so theirs has to come second.
+    Counters::Global();
+    pthread_atfork([] { TheEndpoint().mutex.lock(); },  //
+                   [] { TheEndpoint().mutex.unlock(); },
+                   [] {
+                     // The server's threads stayed in the parent: its destructor would wait for
+                     // them for ever, so the object is left behind. The sockets would keep the
+                     // port busy, and clients waiting, when the parent is gone.
+                     Endpoint& self = TheEndpoint();
+                     if (Server* const parents = self.server.release()) {
+                       for (const int fd : parents->listeners) close(fd);
+                     }
+                     self.problem.clear();
+                     self.mutex.unlock();
+                   });
+    return new Endpoint;
+  }();
+  return *endpoint;
+}
+
+}  // namespace
+
+int ServeMetrics(const std::string& host, int port) {
+  const ListenAddress address(host, port);
+  Endpoint& endpoint = TheEndpoint();
+  std::lock_guard lock(endpoint.mutex);
+  const bool here = endpoint.server && endpoint.server->address.Host() == address.Host() &&
+                    (port == 0 || endpoint.server->address.port() == port);
+  if (!here) {
+    auto server = Start(address);
+    if (!server) {
+      endpoint.problem =
+          Concat("cannot serve metrics at ", address.Text(), ": ", WhyNotStarted(address));
+      return -1;
+    }
+    endpoint.server = std::move(server);
+  }
+  endpoint.problem.clear();
+  return endpoint.server->address.port();
+}
+
+void StopMetrics() {
+  Endpoint& endpoint = TheEndpoint();
+  std::lock_guard lock(endpoint.mutex);
+  endpoint.server.reset();
+  endpoint.problem.clear();
+}
+
+ExporterStatus GetExporterStatus() {
+  Endpoint& endpoint = TheEndpoint();
+  std::lock_guard lock(endpoint.mutex);
+  ExporterStatus status;
+  status.built = true;
+  status.problem = endpoint.problem;
+  if (endpoint.server) {
+    status.serving = true;
+    status.host = endpoint.server->address.Host();
+    status.port = endpoint.server->address.port();
+  }
+  return status;
+}
+
+std::string RenderMetrics() {
+  return prometheus::TextSerializer().Serialize(CountersCollectable().Collect());
+}
+
+#else  // NWOR_WITH_PROMETHEUS
+
+namespace {
+
+constexpr char kNotBuilt[] =
+    "metrics: this build has no Prometheus exporter; install prometheus-cpp "
+    "(Debian: prometheus-cpp-dev) and build again";
+
+}  // namespace
+
+int ServeMetrics(const std::string& host, int port) {
+  const ListenAddress checked(host, port);
+  throw Error(kNotBuilt);
+}
+void StopMetrics() {}
+ExporterStatus GetExporterStatus() { return {}; }
+std::string RenderMetrics() { throw Error(kNotBuilt); }
+
+#endif
+
+}  // namespace nwor

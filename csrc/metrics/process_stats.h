@@ -1,0 +1,22 @@
+#pragma once
+
+#include <optional>
+
+#include "export.h"
+
+// What the operating system knows about this process, in the units of Prometheus' process metrics.
+
+namespace nwor {
+
+// A field the system does not tell stays empty.
+struct ProcessStats {
+  std::optional<double> resident_memory_bytes;
+  std::optional<double> cpu_seconds;  // user and system, all threads
+  std::optional<double> open_fds;
+  std::optional<double> start_time_seconds;  // since the Unix epoch
+};
+
+// Reads them now, from /proc. Thread-safety: any thread. Never throws.
+NWOR_EXPORT ProcessStats ReadProcessStats() noexcept;
+
+}  // namespace nwor
