@@ -26,7 +26,8 @@ struct CommitGroup {
   KvRowsView staged;             // layer 0 of [L, M, H, D]
   int64_t staged_key_layer = 0;  // elements between two layers
   int64_t staged_value_layer = 0;
-  const int64_t* slots = nullptr;  // [B, depth] destinations
+  const int64_t* slots = nullptr;      // [B, depth] destinations, or null:
+  const int64_t* row_slots = nullptr;  // [M] the slot each staging row was written with
   CacheGeometry geometry;
   DType dtype = DType::kBFloat16;  // of staged rows
 };

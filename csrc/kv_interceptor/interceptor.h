@@ -2,20 +2,18 @@
 
 #include <ATen/core/Tensor.h>
 
-#include <array>
 #include <cstdint>
-#include <functional>
 #include <memory>
 #include <optional>
 #include <string>
-#include <string_view>
-#include <unordered_map>
 #include <vector>
 
 #include "bypass_reason.h"
 #include "export.h"
 #include "kv_interceptor/commit.h"
-#include "kv_interceptor/staging_buffer.h"
+#include "kv_interceptor/layer_table.h"
+#include "kv_interceptor/round_books.h"
+#include "kv_interceptor/round_plan.h"
 
 // The one way in: an engine's K/V writes pass through here, draft rows wait in staging, and only
 // accepted ones reach the paged caches.
@@ -38,20 +36,6 @@ struct NworConfig {
   std::string agreement_group;
 };
 
-// What the engine knows before the forward pass, all on the host. Request b has query_lens[b] rows
-// in the batch, in order; its last num_drafts[b] rows are drafts, the others (the root, prefill
-// rows) are written directly.
-struct RoundPlan {
-  std::vector<int32_t> query_lens;  // [B]
-  std::vector<int32_t> num_drafts;  // [B]
-  // Draft trees: per request, the parent of each draft as a row of the request (0 = its first row).
-  // Empty: chains, each row the child of the one before it.
-  std::vector<std::vector<int32_t>> parents;
-
-  int64_t num_rows() const;
-  int64_t num_draft_rows() const;
-};
-
 // Begin's answer for the whole round.
 struct Decision {
   bool stage = false;
@@ -62,7 +46,8 @@ struct Decision {
 enum class Action : uint8_t {
   kStage,   // drafts are in staging, all other rows in the cache
   kDirect,  // every row is in the cache
-  kBypass,  // nothing was written: the engine must do its own write
+  kBypass,  // nothing was written: the engine does its own write (except for stale_round, whose
+            // rows belong to nobody any more)
 };
 
 struct Outcome {
@@ -135,10 +120,11 @@ class NWOR_EXPORT Interceptor {
   // Registers a layer's paged cache: [P, S, H, D] views with contiguous channels. Layers of one
   // group share slots and must share geometry. `dtype` is the model's, needed when the cache is
   // float8. Binding a name again replaces its cache (engines reallocate). REQUIRES: no open round.
-  int BindLayer(const std::string& name, const at::Tensor& key_cache, const at::Tensor& value_cache,
-                int group = 0, const std::optional<at::Tensor>& k_scale = std::nullopt,
-                const std::optional<at::Tensor>& v_scale = std::nullopt,
-                std::optional<at::ScalarType> dtype = std::nullopt);
+  void BindLayer(const std::string& name, const at::Tensor& key_cache,
+                 const at::Tensor& value_cache, int group = 0,
+                 const std::optional<at::Tensor>& k_scale = std::nullopt,
+                 const std::optional<at::Tensor>& v_scale = std::nullopt,
+                 std::optional<at::ScalarType> dtype = std::nullopt);
 
   // Opens a round. Decides once, before any write, whether drafts are staged: a round that does not
   // fit is written directly and says why. Throws when a round is open.
@@ -168,15 +154,7 @@ class NWOR_EXPORT Interceptor {
   // Switches staging on or off between rounds; a reason is logged and counted.
   void SetEnabled(bool enabled, BypassReason reason = BypassReason::kDisabled);
 
-  struct Stats {
-    int64_t rounds = 0, aborted_rounds = 0, stage_operations = 0;
-    int64_t staged_tokens = 0, committed_tokens = 0, rejected_tokens = 0;
-    int64_t cache_bytes_written = 0, cache_bytes_avoided = 0, staging_bytes = 0;
-    std::array<int64_t, kNumBypassReasons> fallbacks{};
-    int num_layers = 0, num_groups = 0;
-    int64_t epoch = 0;
-    bool round_open = false;
-  };
+  using Stats = InterceptorStats;
   // May wait for the device (commits count there).
   Stats stats() const;
 
@@ -184,17 +162,11 @@ class NWOR_EXPORT Interceptor {
   const NworConfig& config() const;
 
   // Where a bypass is reported, once per reason; default: nowhere (Python installs logging).
-  using LogSink = std::function<void(BypassReason, std::string_view message)>;
+  using LogSink = RoundBooks::LogSink;
   void SetLogSink(LogSink sink);
 
   // What the contract checker looks at. The views are valid until the next BindLayer or Begin.
-  struct LayerInfo {
-    std::string name;
-    int group = 0;
-    int staged_layer = 0;
-    at::Tensor key_cache, value_cache;
-    CacheLayout layout;
-  };
+  using LayerInfo = BoundLayer;
   struct RoundInfo {
     bool open = false;
     bool staging = false;
@@ -204,7 +176,7 @@ class NWOR_EXPORT Interceptor {
   };
   const std::vector<LayerInfo>& layers() const;
   RoundInfo round() const;
-  const StagingBuffer* staging(int group) const;  // null before the first staged round
+  const StagingBuffer* staging(int group) const;  // null before a layer of the group has memory
 
   // At most one; null takes it away. Free when there is none.
   void SetObserver(InterceptorObserver* observer);

@@ -19,12 +19,8 @@ struct KvRowsView {
   int64_t value_row = 0, value_head = 0;
 };
 
-// What a write does with the slots it is given besides using them.
-enum class SlotRole : int32_t {
-  kIgnore,   // plain op
-  kRecord,   // first layer of a group in this round: remember each staged row's slot
-  kCompare,  // later layer: a slot other than the remembered one is a mismatch
-};
+// What stands in group_slots for a staging row that no layer has brought yet.
+inline constexpr int64_t kNoSlot = INT64_MIN;
 
 struct StageParams {
   KvRowsView rows;                        // [T, H, D] of the model's dtype; read only
@@ -37,8 +33,9 @@ struct StageParams {
   DType dtype = DType::kBFloat16;         // of rows and staged
   bool exclusive = false;  // a staged row is not written to the cache whatever its slot
 
-  SlotRole slot_role = SlotRole::kIgnore;
-  int64_t* group_slots = nullptr;  // [M] remembered slots of staged rows, with kRecord / kCompare
+  // [M] one slot buffer for all layers of the group, or null: the first layer that brings a staging
+  // row records its slot where kNoSlot stood, a later one must bring the same (kSlotMismatch).
+  int64_t* group_slots = nullptr;
   int64_t* status = nullptr;  // int64[8] (commit_error.h) or null: the first fault of the round
 
   StreamHandle stream = nullptr;

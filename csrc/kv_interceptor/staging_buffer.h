@@ -22,7 +22,8 @@ class NWOR_EXPORT StagingBuffer {
  public:
   StagingBuffer(int num_kv_heads, int head_dim, at::ScalarType dtype, at::Device device);
 
-  // Adds one layer and returns its index. REQUIRES: no round is open.
+  // Adds one layer and returns its index; it has memory after the next Reserve. REQUIRES: no round
+  // is open.
   int AddLayer();
 
   // Makes room for num_rows rows in every layer. Returns false, and changes nothing, when that
@@ -36,29 +37,26 @@ class NWOR_EXPORT StagingBuffer {
   // Notes that `layer` staged these rows; returns how many it had not staged yet in this round.
   int64_t MarkStaged(int layer, const std::vector<int32_t>& rows);
 
-  // True when every layer has staged every row of the round.
-  bool Complete() const;
-  // The first layer that has not, and how many rows it lacks; {-1, 0} when complete.
-  std::pair<int, int64_t> FirstIncomplete() const;
+  // Rows of the round that `layer` has not staged yet.
+  int64_t MissingRows(int layer) const;
+  // Rows that some layer has staged: tokens, each counted once.
+  int64_t UniqueStagedRows() const;
 
   KvRowsView LayerView(int layer) const;  // [M, H, D]
 
   const at::Tensor& keys() const { return keys_; }  // [L, M, H, D]
   const at::Tensor& values() const { return values_; }
-  const at::Tensor& slots() const { return slots_; }  // [M] int64, recorded by the first layer
+  const at::Tensor& slots() const { return slots_; }  // [M] int64, kNoSlot until a layer records it
   int num_layers() const { return num_layers_; }
   int64_t capacity_rows() const { return capacity_rows_; }
   int64_t round_rows() const { return round_rows_; }
   int64_t memory_bytes() const;
+  // What num_rows rows would take, slots included.
+  int64_t BytesFor(int64_t num_rows) const;
   at::ScalarType dtype() const { return dtype_; }
   at::Device device() const { return device_; }
 
-  // Whether a layer of this round has recorded the slots yet.
-  bool slots_recorded = false;
-
  private:
-  void Allocate(int64_t num_rows);
-
   int num_kv_heads_;
   int head_dim_;
   at::ScalarType dtype_;

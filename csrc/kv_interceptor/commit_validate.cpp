@@ -1,0 +1,95 @@
+#include <algorithm>
+#include <bit>
+#include <vector>
+
+#include "kv_interceptor/commit.h"
+#include "kv_interceptor/commit_path.h"
+
+namespace nwor {
+namespace {
+
+// Slots seen so far in one group; open addressing, reused between commits.
+class SlotSet {
+ public:
+  void Reset(int64_t num_entries) {
+    const auto size = std::bit_ceil(static_cast<uint64_t>(std::max<int64_t>(16, 2 * num_entries)));
+    table_.assign(size, -1);
+  }
+
+  // False when the slot is there already.
+  bool Insert(int64_t slot) {
+    const uint64_t mask = table_.size() - 1;
+    for (uint64_t at = (static_cast<uint64_t>(slot) * 0x9e3779b97f4a7c15ULL) >> 32;; ++at) {
+      int64_t& entry = table_[at & mask];
+      if (entry == slot) return false;
+      if (entry == -1) {
+        entry = slot;
+        return true;
+      }
+    }
+  }
+
+ private:
+  std::vector<int64_t> table_;
+};
+
+CommitVerdict CheckRound(const CommitParams& params) {
+  if (params.round_status != nullptr && params.round_status[kStatusCode] != 0) {
+    return {static_cast<CommitError>(params.round_status[kStatusCode]),
+            params.round_status[kStatusRequest], params.round_status[kStatusIndex],
+            params.round_status[kStatusValue]};
+  }
+  // Words are max(digest) and max(~digest) = ~min(digest) over the ranks.
+  if (params.agreement != nullptr && params.agreement[0] != ~params.agreement[1]) {
+    return {CommitError::kRankDisagreement, 0, 0, params.agreement[0]};
+  }
+  return {};
+}
+
+// One accepted entry: its row, its link to the entry before it, its destination in every group.
+CommitVerdict CheckEntry(const CommitParams& params, int32_t request, int32_t index,
+                         int32_t previous, std::vector<SlotSet>& seen) {
+  const auto fault = [&](CommitError error, int64_t value) {
+    return CommitVerdict{error, request, index, value};
+  };
+  const int64_t at = int64_t{request} * params.depth + index;
+  const int32_t row = StagingRow(params, request, index);
+  if (row < 0) return fault(CommitError::kPathRange, params.path[at]);
+  const bool linked = params.parents == nullptr ? row > previous : params.parents[row] == previous;
+  if (!linked) return fault(CommitError::kNotAChain, params.path[at]);
+  for (int group = 0; group < params.num_groups; ++group) {
+    const int64_t slot = DestinationSlot(params, group, request, index, row);
+    if (slot < 0 || slot >= params.groups[group].geometry.num_slots()) {
+      return fault(CommitError::kSlotRange, slot);
+    }
+    if (!seen[group].Insert(slot)) return fault(CommitError::kDuplicateSlot, slot);
+  }
+  return {};
+}
+
+}  // namespace
+
+CommitVerdict ValidateCommit(const CommitParams& params) {
+  if (const CommitVerdict verdict = CheckRound(params); verdict.error != CommitError::kOk) {
+    return verdict;
+  }
+  thread_local std::vector<SlotSet> seen(kMaxCommitGroups);
+  for (int group = 0; group < params.num_groups; ++group) {
+    seen[group].Reset(int64_t{params.num_requests} * params.depth);
+  }
+  for (int32_t request = 0; request < params.num_requests; ++request) {
+    const int32_t count = params.counts[request];
+    if (count < 0 || count > params.depth) {
+      return {CommitError::kCountRange, request, 0, count};
+    }
+    int32_t previous = params.tips == nullptr ? -1 : params.tips[request];
+    for (int32_t index = 0; index < count; ++index) {
+      const CommitVerdict verdict = CheckEntry(params, request, index, previous, seen);
+      if (verdict.error != CommitError::kOk) return verdict;
+      previous = StagingRow(params, request, index);
+    }
+  }
+  return {};
+}
+
+}  // namespace nwor

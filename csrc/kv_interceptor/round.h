@@ -1,0 +1,51 @@
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <cstdint>
+#include <vector>
+
+#include "kv_interceptor/round_plan.h"
+
+// A round's row tables: which batch row waits in which staging row, and how drafts hang together.
+// Made on the host from the plan, sent to the device in one copy.
+
+namespace nwor {
+
+class RoundTables {
+ public:
+  RoundTables() = default;
+  // With stage = false every row is direct. Throws Error when the plan contradicts itself.
+  RoundTables(const RoundPlan& plan, bool stage, at::Device device);
+
+  // On the host.
+  const std::vector<int32_t>& stage_rows() const { return stage_rows_; }  // [T] staging row or -1
+  int32_t num_requests() const { return num_requests_; }
+  int32_t num_rows() const { return static_cast<int32_t>(stage_rows_.size()); }
+  int32_t num_staging_rows() const { return num_staging_rows_; }
+
+  // On the caches' device.
+  const int32_t* device_stage_rows() const { return At(0); }                         // [T]
+  const int32_t* row_base() const { return At(num_rows()); }                         // [B]
+  const int32_t* request_rows() const { return At(num_rows() + num_requests_); }     // [B + 1]
+  const int32_t* parents() const { return At(num_rows() + 2 * num_requests_ + 1); }  // [M]
+  int32_t* tips() const {
+    return At(num_rows() + 2 * num_requests_ + 1 + num_staging_rows_);
+  }  // [B]
+
+ private:
+  int32_t* At(int64_t offset) const;
+
+  std::vector<int32_t> stage_rows_;
+  int32_t num_requests_ = 0;
+  int32_t num_staging_rows_ = 0;
+  at::Tensor device_;  // all tables one after another, int32
+};
+
+// Sends a host vector to `device` without waiting for it.
+at::Tensor ToDevice(const std::vector<int32_t>& values, at::Device device);
+
+// Throws Error naming the request when the plan contradicts itself.
+void CheckPlan(const RoundPlan& plan);
+
+}  // namespace nwor

@@ -1,0 +1,80 @@
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <array>
+#include <cstdint>
+#include <functional>
+#include <mutex>
+#include <set>
+#include <string>
+#include <string_view>
+
+#include "bypass_reason.h"
+#include "metrics/counters.h"
+
+// What one interceptor has done, in numbers: its own totals and its share of the process-wide
+// counters. For every closed round staged = committed + rejected.
+//
+// Commits on a GPU are counted there; the books know what was staged and ask the device for the
+// rest when somebody reads.
+//
+// Thread-safety: Read may be called from any thread, the rest from the round's thread.
+
+namespace nwor {
+
+struct InterceptorStats {
+  int64_t rounds = 0, aborted_rounds = 0, stage_operations = 0;
+  int64_t staged_tokens = 0, committed_tokens = 0, rejected_tokens = 0;
+  int64_t cache_bytes_written = 0, cache_bytes_avoided = 0, staging_bytes = 0;
+  std::array<int64_t, kNumBypassReasons> fallbacks{};
+  int num_layers = 0, num_groups = 0;
+  int64_t epoch = 0;
+  bool round_open = false;
+};
+
+class RoundBooks {
+ public:
+  using LogSink = std::function<void(BypassReason, std::string_view message)>;
+
+  explicit RoundBooks(bool strict);
+  ~RoundBooks();
+  RoundBooks(const RoundBooks&) = delete;
+  RoundBooks& operator=(const RoundBooks&) = delete;
+
+  void SetLogSink(LogSink sink) { log_sink_ = std::move(sink); }
+
+  // Counts a bypass, logs the first of its kind and returns the message. When strict, anything but
+  // "disabled" throws it instead.
+  std::string Report(BypassReason reason, std::string_view detail);
+
+  void CountWrite(int64_t direct_bytes, bool staged);
+  void CountCommit(int64_t tokens, int64_t bytes_per_token);  // on the CPU
+  void CountStagingBytes(int64_t delta);
+
+  // Where commits of this interceptor count on a GPU: int64[kNumCommitCounters], zeroed at first.
+  int64_t* DeviceCounters(at::Device device);
+
+  // Settles a round that staged `tokens` tokens. `on_device`: its commits counted on the device.
+  void CloseRound(int64_t tokens, int64_t bytes_per_token, bool aborted, bool on_device);
+
+  // May wait for the device.
+  InterceptorStats Read() const;
+
+ private:
+  void AddDeviceTotals(CountersSnapshot& snapshot) const;
+
+  const bool strict_;
+  LogSink log_sink_;
+  std::set<BypassReason> logged_;
+
+  mutable std::mutex mutex_;  // guards what follows
+  InterceptorStats totals_;
+  int64_t open_committed_ = 0;        // tokens of the open round, CPU
+  int64_t device_staged_tokens_ = 0;  // of closed rounds whose commits count on the device
+  int64_t device_staged_bytes_ = 0;
+  at::Tensor device_counters_;
+  int source_id_ = 0;
+};
+
+}  // namespace nwor

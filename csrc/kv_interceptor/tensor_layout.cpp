@@ -1,0 +1,215 @@
+#include "kv_interceptor/tensor_layout.h"
+
+#include <vector>
+
+#include "check.h"
+#ifdef NWOR_WITH_CUDA
+#include <c10/cuda/CUDAStream.h>
+#endif
+
+namespace nwor {
+namespace {
+
+DType ToDType(at::ScalarType type, const char* name, bool cache) {
+  switch (type) {
+    case at::kFloat:
+      return DType::kFloat32;
+    case at::kHalf:
+      return DType::kFloat16;
+    case at::kBFloat16:
+      return DType::kBFloat16;
+    case at::ScalarType::Float8_e4m3fn:
+      if (cache) return DType::kFloat8E4M3;
+      [[fallthrough]];
+    default:
+      throw Error(Concat(name, ": got dtype ", c10::toString(type),
+                         ", expected float32, float16 or bfloat16",
+                         cache ? " or float8_e4m3fn" : ""));
+  }
+}
+
+std::string SizesText(at::IntArrayRef sizes) {
+  std::ostringstream text;
+  text << sizes;
+  return text.str();
+}
+
+void CheckChannels(const at::Tensor& tensor, const char* name) {
+  NWOR_CHECK(tensor.size(-1) == 1 || tensor.stride(-1) == 1, name, ": got a stride of ",
+             tensor.stride(-1), " between channels, expected 1 (contiguous channels)");
+}
+
+// Two slots that share memory would make "no other byte changes" meaningless.
+void CheckNoOverlap(const at::Tensor& cache, const char* name) {
+  std::vector<std::pair<int64_t, int64_t>> dims;  // (stride, size), dense from the inside
+  for (int64_t dim = 0; dim < cache.dim(); ++dim) {
+    if (cache.size(dim) > 1) dims.emplace_back(cache.stride(dim), cache.size(dim));
+  }
+  std::sort(dims.begin(), dims.end());
+  int64_t span = 1;  // elements covered so far
+  for (const auto& [stride, size] : dims) {
+    NWOR_CHECK(stride >= span, name, ": got overlapping strides ", SizesText(cache.strides()),
+               " for sizes ", SizesText(cache.sizes()), ", expected one place per element");
+    span = stride * (size - 1) + span;
+  }
+}
+
+void CheckScale(const std::optional<at::Tensor>& scale, const char* name, const at::Tensor& cache,
+                const float** data, int32_t* count) {
+  *data = nullptr;
+  *count = 0;
+  if (!scale.has_value() || !scale->defined()) return;
+  NWOR_CHECK(cache.scalar_type() == at::ScalarType::Float8_e4m3fn, name,
+             ": got a scale for a cache of dtype ", c10::toString(cache.scalar_type()),
+             ", expected none (scales belong to float8_e4m3fn caches)");
+  NWOR_CHECK(scale->scalar_type() == at::kFloat, name, ": got dtype ",
+             c10::toString(scale->scalar_type()), ", expected float32");
+  NWOR_CHECK(scale->numel() == 1 || (scale->dim() == 1 && scale->size(0) == cache.size(2)), name,
+             ": got sizes ", SizesText(scale->sizes()),
+             ", expected one element or one per KV head [", cache.size(2), "]");
+  NWOR_CHECK(scale->is_contiguous(), name, ": got strides ", SizesText(scale->strides()),
+             ", expected contiguous");
+  CheckDevice(*scale, name, cache.device());
+  *data = static_cast<const float*>(scale->const_data_ptr());
+  *count = static_cast<int32_t>(scale->numel());
+}
+
+KvStrides StridesOf(const at::Tensor& cache) {
+  return {cache.stride(0), cache.stride(1), cache.stride(2)};
+}
+
+}  // namespace
+
+DType RowDType(const at::Tensor& tensor, const char* name) {
+  return ToDType(tensor.scalar_type(), name, /*cache=*/false);
+}
+
+DType CacheDType(const at::Tensor& tensor, const char* name) {
+  return ToDType(tensor.scalar_type(), name, /*cache=*/true);
+}
+
+std::string Describe(const at::Tensor& tensor) {
+  return Concat(tensor.sizes(), " ", c10::toString(tensor.scalar_type()), " on ",
+                tensor.device().str());
+}
+
+bool IsFake(const at::Tensor& tensor) {
+  return tensor.is_meta() || tensor.unsafeGetTensorImpl()->is_python_dispatch();
+}
+
+bool HasStorage(const at::Tensor& tensor) {
+  return tensor.defined() && tensor.has_storage() && tensor.storage().nbytes() > 0 &&
+         tensor.numel() > 0;
+}
+
+void CheckDevice(const at::Tensor& tensor, const char* name, at::Device expected) {
+  NWOR_CHECK(tensor.device() == expected, name, ": got a tensor on ", tensor.device().str(),
+             ", expected ", expected.str());
+}
+
+void CheckIndex(const at::Tensor& tensor, const char* name, at::ScalarType dtype,
+                std::initializer_list<int64_t> sizes, at::Device device) {
+  NWOR_CHECK(tensor.defined(), name, ": got nothing, expected a tensor");
+  NWOR_CHECK(tensor.scalar_type() == dtype, name, ": got dtype ",
+             c10::toString(tensor.scalar_type()), ", expected ", c10::toString(dtype));
+  bool same = tensor.dim() == static_cast<int64_t>(sizes.size());
+  int64_t dim = 0;
+  std::ostringstream expected;
+  for (const int64_t size : sizes) {
+    same = same && (size < 0 || tensor.size(dim) == size);
+    expected << (dim == 0 ? "" : ", ") << (size < 0 ? std::string("any") : std::to_string(size));
+    ++dim;
+  }
+  NWOR_CHECK(same, name, ": got sizes ", SizesText(tensor.sizes()), ", expected [", expected.str(),
+             "]");
+  NWOR_CHECK(tensor.is_contiguous(), name, ": got strides ", SizesText(tensor.strides()),
+             ", expected contiguous");
+  CheckDevice(tensor, name, device);
+}
+
+CacheLayout DescribeCache(const at::Tensor& key_cache, const at::Tensor& value_cache,
+                          const std::optional<at::Tensor>& k_scale,
+                          const std::optional<at::Tensor>& v_scale) {
+  for (const auto& [cache, name] :
+       {std::pair{&key_cache, "key_cache"}, std::pair{&value_cache, "value_cache"}}) {
+    NWOR_CHECK(cache->defined(), name, ": got nothing, expected a tensor");
+    NWOR_CHECK(cache->dim() == 4, name, ": got ", cache->dim(), " dimensions ",
+               SizesText(cache->sizes()), ", expected 4 [pages, page size, KV heads, channels]");
+    NWOR_CHECK(cache->size(1) > 0 && cache->size(2) > 0 && cache->size(3) > 0, name, ": got sizes ",
+               SizesText(cache->sizes()), ", expected none of the last three zero");
+    CheckChannels(*cache, name);
+    CheckNoOverlap(*cache, name);
+  }
+  NWOR_CHECK(key_cache.sizes() == value_cache.sizes(), "value_cache: got sizes ",
+             SizesText(value_cache.sizes()), ", expected those of key_cache ",
+             SizesText(key_cache.sizes()));
+  NWOR_CHECK(key_cache.scalar_type() == value_cache.scalar_type(), "value_cache: got dtype ",
+             c10::toString(value_cache.scalar_type()), ", expected that of key_cache ",
+             c10::toString(key_cache.scalar_type()));
+  CheckDevice(value_cache, "value_cache", key_cache.device());
+
+  CacheLayout layout;
+  CacheGeometry& geometry = layout.geometry;
+  geometry.dtype = CacheDType(key_cache, "key_cache");
+  geometry.num_pages = key_cache.size(0);
+  geometry.page_size = static_cast<int32_t>(key_cache.size(1));
+  geometry.num_heads = static_cast<int32_t>(key_cache.size(2));
+  geometry.head_dim = static_cast<int32_t>(key_cache.size(3));
+  geometry.key = StridesOf(key_cache);
+  geometry.value = StridesOf(value_cache);
+  CheckScale(k_scale, "k_scale", key_cache, &layout.scales.key, &layout.scales.key_count);
+  CheckScale(v_scale, "v_scale", value_cache, &layout.scales.value, &layout.scales.value_count);
+  if (!IsFake(key_cache) && HasStorage(key_cache)) {
+    layout.key = key_cache.mutable_data_ptr();
+    layout.value = value_cache.mutable_data_ptr();
+  }
+  return layout;
+}
+
+KvRowsView DescribeRows(const at::Tensor& key, const at::Tensor& value, const char* key_name,
+                        const char* value_name, int64_t num_heads, int64_t head_dim) {
+  for (const auto& [rows, name] : {std::pair{&key, key_name}, std::pair{&value, value_name}}) {
+    NWOR_CHECK(rows->dim() == 3 && rows->size(1) == num_heads && rows->size(2) == head_dim, name,
+               ": got sizes ", SizesText(rows->sizes()), ", expected [rows, ", num_heads, ", ",
+               head_dim, "]");
+    CheckChannels(*rows, name);
+  }
+  NWOR_CHECK(key.size(0) == value.size(0), value_name, ": got ", value.size(0), " rows, expected ",
+             key.size(0), " as ", key_name);
+  NWOR_CHECK(key.scalar_type() == value.scalar_type(), value_name, ": got dtype ",
+             c10::toString(value.scalar_type()), ", expected ", c10::toString(key.scalar_type()),
+             " as ", key_name);
+  CheckDevice(value, value_name, key.device());
+  KvRowsView view;
+  if (!IsFake(key) && HasStorage(key)) {
+    // One struct serves sources and destinations; sources are only read.
+    view.key = const_cast<void*>(key.const_data_ptr());
+    view.value = const_cast<void*>(value.const_data_ptr());
+  }
+  view.key_row = key.stride(0);
+  view.key_head = key.stride(1);
+  view.value_row = value.stride(0);
+  view.value_head = value.stride(1);
+  return view;
+}
+
+at::Tensor ContiguousChannels(const at::Tensor& tensor) {
+  return tensor.dim() == 0 || tensor.size(-1) == 1 || tensor.stride(-1) == 1 ? tensor
+                                                                             : tensor.contiguous();
+}
+
+StreamHandle CurrentStream(at::Device device) {
+#ifdef NWOR_WITH_CUDA
+  if (device.is_cuda()) return c10::cuda::getCurrentCUDAStream(device.index()).stream();
+#endif
+  NWOR_CHECK(device.is_cpu(), "device: got ", device.str(),
+#ifdef NWOR_WITH_CUDA
+             ", expected cpu or cuda"
+#else
+             ", expected cpu (this library was built without CUDA)"
+#endif
+  );
+  return nullptr;
+}
+
+}  // namespace nwor
