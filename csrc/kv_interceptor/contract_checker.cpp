@@ -1,0 +1,597 @@
+#include "kv_interceptor/contract_checker.h"
+
+#include <ATen/ATen.h>
+
+#include <algorithm>
+#include <map>
+#include <optional>
+#include <set>
+#include <unordered_map>
+#include <unordered_set>
+
+#include "check.h"
+#include "kv_interceptor/cache_hash.h"
+#include "kv_interceptor/shadow_round.h"
+#include "kv_interceptor/tensor_layout.h"
+#include "metrics/counters.h"
+
+namespace nwor {
+namespace {
+
+// What a slot of one layer must hold instead of what the snapshot saw.
+struct Expectation {
+  enum class Kind { kDirectRow, kAcceptedRow } kind = Kind::kDirectRow;
+  SlotHash hash;
+  int64_t row = -1;
+  int64_t token = -1;  // numbers accepted drafts over all layers
+};
+
+// The books of one layer since the snapshot.
+struct LayerBooks {
+  const void* key_data = nullptr;  // which memory the snapshot was of
+  CacheHashes before;
+  std::unordered_map<int64_t, Expectation> expected;
+  std::unordered_set<int64_t> foreign;  // the engine wrote there itself
+  std::unordered_set<int64_t> refused;  // destinations of commits that wrote nothing
+};
+
+// The slots of a write in flight, to tell its effects from everybody else's.
+struct PendingWrite {
+  int layer = -1;
+  std::vector<int64_t> slots;  // in range only
+  std::vector<SlotHash> before;
+};
+
+struct RequestState {
+  int64_t num_tokens = 0, num_pages = 0, page_size = 0;
+};
+struct RequestBooks {
+  RequestState first, last;
+  bool told_again = false;
+};
+
+std::vector<int64_t> OnHost(const at::Tensor& tensor) {
+  const at::Tensor host = tensor.to(at::kCPU, at::kLong).contiguous();
+  const auto* data = host.const_data_ptr<int64_t>();
+  return {data, data + host.numel()};
+}
+
+bool IsReadable(const at::Tensor& tensor) {
+  return tensor.defined() && !IsFake(tensor) && HasStorage(tensor);
+}
+
+}  // namespace
+
+struct ContractChecker::Impl {
+  explicit Impl(Interceptor& watched) : interceptor(watched) {}
+
+  Interceptor& interceptor;
+  bool watching = false;
+  std::vector<Violation> found;  // by calls, since the last report
+  std::vector<LayerBooks> layers;
+  ShadowRound round;
+  std::optional<PendingWrite> pending;
+
+  Interceptor::Stats stats_before;
+  int64_t num_staged_tokens = 0;   // of rounds that are over
+  int64_t num_stage_outcomes = 0;  // writes that staged a draft
+  int64_t num_tokens_accepted = 0;
+  bool only_disabled = true;  // every round and write since the snapshot was switched off
+  std::set<BypassReason> reasons_seen;
+  std::optional<int64_t> last_commit_epoch;
+  bool last_receipt_lost = false;  // the host was told and ends the requests
+
+  std::map<int64_t, RequestBooks> requests;
+  std::optional<int64_t> free_slots_first, free_slots_last;
+
+  template <typename... Parts>
+  void Report(const char* rule, const std::string& layer, int64_t slot, const Parts&... detail) {
+    found.push_back({rule, layer, slot, Concat(detail...)});
+  }
+
+  std::vector<Violation> TakeReport() {
+    std::vector<Violation> report = std::move(found);
+    found.clear();
+    Counters::Global().Add(Counter::kContractViolations, static_cast<int64_t>(report.size()));
+    return report;
+  }
+
+  const Interceptor::LayerInfo& Info(int layer) const { return interceptor.layers()[layer]; }
+
+  // A layer without memory has no bytes to watch.
+  bool IsReady(int layer) const { return Info(layer).layout.key != nullptr; }
+
+  int FindLayer(const std::string& name) const {
+    const auto& all = interceptor.layers();
+    for (size_t layer = 0; layer < std::min(all.size(), layers.size()); ++layer) {
+      if (all[layer].name == name) return static_cast<int>(layer);
+    }
+    return -1;
+  }
+
+  // Layers bound since the snapshot are unknown to it; a rebound one has other memory.
+  void RequireSnapshot() const {
+    NWOR_CHECK(watching, "checker: got no snapshot, expected Snapshot() before this call");
+    const auto& all = interceptor.layers();
+    NWOR_CHECK(all.size() == layers.size(), "checker: got ", all.size(), " bound layers, expected ",
+               layers.size(), " as at the snapshot");
+    for (size_t layer = 0; layer < all.size(); ++layer) {
+      NWOR_CHECK(all[layer].layout.key == layers[layer].key_data, "checker: layer '",
+                 all[layer].name, "' got other memory since the snapshot, expected a new snapshot");
+    }
+  }
+
+  void Expect(int layer, int64_t slot, const Expectation& expectation) {
+    layers[layer].expected[slot] = expectation;
+    layers[layer].foreign.erase(slot);
+  }
+  void Disown(int layer, int64_t slot) {
+    layers[layer].expected.erase(slot);
+    layers[layer].foreign.insert(slot);
+  }
+
+  void CheckWriteOutcome(const WriteCall& call, const Outcome& outcome, int layer);
+  void CheckStagedWrite(const WriteCall& call, const Outcome& outcome, int layer,
+                        const std::vector<int64_t>& rows, const std::vector<int64_t>& slots);
+  void CheckUntouched(int layer, const char* rule, const char* why);
+  void CheckBytes(bool before_commit);
+  void CheckStagingBytes();
+  void CheckCounts();
+  void CheckHostBooks();
+  void CheckEmitted(const std::vector<int64_t>& emitted);
+  void NoteCommit(const CommitCall& call, const Receipt& receipt);
+};
+
+// ---- writes ------------------------------------------------------------------------------------
+
+// The slots of the write in flight must be as before it.
+void ContractChecker::Impl::CheckUntouched(int layer, const char* rule, const char* why) {
+  const std::vector<SlotHash> after = HashSlots(Info(layer), pending->slots);
+  for (size_t i = 0; i < after.size(); ++i) {
+    if (after[i] != pending->before[i]) {
+      Report(rule, Info(layer).name, pending->slots[i], why);
+    }
+  }
+}
+
+void ContractChecker::Impl::CheckStagedWrite(const WriteCall& call, const Outcome& outcome,
+                                             int layer, const std::vector<int64_t>& rows,
+                                             const std::vector<int64_t>& slots) {
+  const Interceptor::LayerInfo& info = Info(layer);
+  const RowHashes hashes = HashRows(info, call.key, call.value);
+  const bool stages = outcome.action == Action::kStage;
+  const std::vector<int32_t> stage_rows = interceptor.round().stage_rows;
+  int64_t num_new = 0, num_drafts = 0;
+  std::unordered_set<int64_t> direct_slots;
+  for (size_t i = 0; i < rows.size(); ++i) {
+    const int64_t row = rows[i], slot = slots[i];
+    const bool draft = round.open && round.IsDraft(row);
+    const bool has_stage_row =
+        row < static_cast<int64_t>(stage_rows.size()) && stage_rows[row] >= 0;
+    if (stages && draft) {
+      if (!has_stage_row) {
+        Report("C3", info.name, slot, "draft row ", row, " was given no staging row");
+      }
+      ++num_drafts;
+      num_new += round.NoteStaged(layer, row, {hashes.staged[i], hashes.cached[i]}) ? 1 : 0;
+      if (!round.NoteSlot(info.group, row, slot)) {
+        round.slot_mismatch = true;
+        // On a GPU the slots are compared on the device and the commit refuses.
+        if (info.key_cache.device().is_cpu()) {
+          Report("N2", info.name, slot, "row ", row, " was staged with another slot than in the ",
+                 "layer before: ", *round.SlotOf(info.group, row));
+        }
+      }
+      continue;
+    }
+    if (draft && round.staging) {
+      Report("C3", info.name, slot, "draft row ", row, " was written to the cache directly");
+    }
+    if (stages && has_stage_row) {
+      Report("N4", info.name, slot, "row ", row, " is no draft but has staging row ",
+             stage_rows[row]);
+    }
+    if (slot >= 0) {
+      Expect(layer, slot, {Expectation::Kind::kDirectRow, hashes.cached[i], row, -1});
+      direct_slots.insert(slot);
+    }
+  }
+  if (stages && outcome.staged_rows != num_new) {
+    Report("N3", info.name, -1, "the write says it staged ", outcome.staged_rows,
+           " new rows, expected ", num_new);
+  }
+  if (stages && num_new > 0 && !round.staging) {
+    Report("N13", info.name, -1, "rows were staged in a round that was not to be staged");
+  }
+  if (num_drafts > 0) ++num_stage_outcomes;
+
+  // Now what the write did to its slots: direct rows are there, all others as they were.
+  const std::vector<SlotHash> after = HashSlots(info, pending->slots);
+  for (size_t i = 0; i < after.size(); ++i) {
+    const int64_t slot = pending->slots[i];
+    if (direct_slots.count(slot) != 0) {
+      if (after[i] != layers[layer].expected[slot].hash) {
+        Report("N4", info.name, slot, "row ", layers[layer].expected[slot].row,
+               " was to be written directly, and its slot does not hold it after the write");
+      }
+    } else if (after[i] != pending->before[i]) {
+      Report("C8", info.name, slot, "staging changed the cache");
+    }
+  }
+}
+
+void ContractChecker::Impl::CheckWriteOutcome(const WriteCall& call, const Outcome& outcome,
+                                              int layer) {
+  const Interceptor::LayerInfo& info = Info(layer);
+  const bool disabled = interceptor.mode() == Mode::kDisabled;
+  only_disabled = only_disabled && disabled;
+  if (outcome.reason != BypassReason::kNone) reasons_seen.insert(outcome.reason);
+  if (disabled && outcome.action != Action::kBypass) {
+    Report("C7", info.name, -1, "a write was not left to the engine although switched off");
+  }
+  const std::vector<int64_t> slots = OnHost(call.slot_mapping);
+  std::vector<int64_t> rows(slots.size());
+  for (size_t i = 0; i < rows.size(); ++i) {
+    rows[i] = call.rows.has_value() ? call.rows->at(i) : static_cast<int64_t>(i);
+  }
+  if (outcome.action != Action::kBypass) {
+    CheckStagedWrite(call, outcome, layer, rows, slots);
+    return;
+  }
+  CheckUntouched(layer, disabled ? "C7" : "C10",
+                 "the write was left to the engine, and the cache changed all the same");
+  // Nobody writes the rows of a round that is over.
+  if (outcome.reason == BypassReason::kStaleRound) return;
+  for (const int64_t slot : pending->slots) Disown(layer, slot);
+  for (size_t i = 0; i < rows.size(); ++i) {
+    if (round.IsDraft(rows[i])) round.NoteBypassed(layer, rows[i], slots[i]);
+  }
+}
+
+// ---- commit ------------------------------------------------------------------------------------
+
+void ContractChecker::Impl::NoteCommit(const CommitCall& call, const Receipt& receipt) {
+  // A round that was not staged has its drafts in the cache already.
+  const bool wrote = round.staging && receipt.ok();
+  last_commit_epoch = receipt.epoch;
+  last_receipt_lost = receipt.degraded != BypassReason::kNone && !receipt.ok();
+  if (receipt.degraded != BypassReason::kNone) reasons_seen.insert(receipt.degraded);
+
+  std::set<int> groups;
+  for (const auto& info : interceptor.layers()) groups.insert(info.group);
+  const int64_t depth = call.path.dim() == 2 ? call.path.size(1) : 0;
+  const std::vector<int64_t> path = OnHost(call.path), counts = OnHost(call.counts);
+  std::vector<std::vector<int64_t>> given;
+  for (const at::Tensor& slots : call.slots) given.push_back(OnHost(slots));
+
+  std::map<int, std::unordered_set<int64_t>> destinations;
+  int64_t num_accepted = 0;
+  for (int64_t request = 0; request < static_cast<int64_t>(counts.size()); ++request) {
+    if (counts[request] < 0 || counts[request] > depth || request >= round.num_requests()) {
+      if (wrote) Report("N7", "", -1, "a commit with count ", counts[request], " was carried out");
+      continue;
+    }
+    for (int64_t index = 0; index < counts[request]; ++index, ++num_accepted) {
+      const int64_t at = request * depth + index;
+      const int64_t row =
+          path[at] + (call.rows == RowSpace::kRequest ? round.FirstRow(request) : 0);
+      if (wrote && !round.ExtendsPath(request, round.Tip(request), row)) {
+        Report("C6", "", -1, "request ", request, " committed row ", row,
+               ", which is no accepted draft after row ", round.Tip(request));
+      }
+      if (wrote && round.Contains(row)) round.NoteCommitted(request, row);
+      const int64_t token = num_tokens_accepted++;
+      size_t group_idx = 0;
+      for (const int group : groups) {
+        const int64_t slot =
+            group_idx < given.size() ? given[group_idx][at] : round.SlotOf(group, row).value_or(-1);
+        ++group_idx;
+        const bool fresh = destinations[group].insert(slot).second;
+        if (wrote && !fresh) {
+          Report("N7", "", slot, "two accepted rows were committed to one slot");
+        }
+        for (int layer = 0; layer < static_cast<int>(layers.size()); ++layer) {
+          const auto& info = Info(layer);
+          if (info.group != group || !IsReady(layer)) continue;
+          if (slot < 0 || slot >= info.layout.geometry.num_slots()) {
+            if (wrote) Report("N7", info.name, slot, "row ", row, " was committed to no slot");
+            continue;
+          }
+          const ShadowRound::StagedRow* staged = round.Staged(layer, row);
+          if (!wrote) {
+            layers[layer].refused.insert(slot);
+          } else if (staged == nullptr) {
+            // The engine's own write is the commit of a layer that fell back, if it went there.
+            if (round.BypassedTo(layer, row) == slot) continue;
+            Report("C11", info.name, slot, "row ", row,
+                   " was committed, and this layer has not staged it");
+          } else {
+            Expect(layer, slot, {Expectation::Kind::kAcceptedRow, staged->cached, row, token});
+          }
+        }
+      }
+    }
+  }
+  round.committed = round.committed || (wrote && num_accepted > 0);
+  if (wrote && num_accepted > 0 && round.slot_mismatch) {
+    Report("N2", "", -1, "a round whose layers gave different slots was committed");
+  }
+  if (receipt.committed_tokens() != (wrote ? num_accepted : 0)) {
+    Report("N7", "", -1, "the receipt counts ", receipt.committed_tokens(), " tokens, expected ",
+           wrote ? num_accepted : 0);
+  }
+}
+
+// ---- reports -----------------------------------------------------------------------------------
+
+// Compares every slot of every layer with the snapshot and what was to change since.
+void ContractChecker::Impl::CheckBytes(bool before_commit) {
+  struct TokenState {
+    int num_present = 0;
+    std::vector<std::pair<int, int64_t>> absent;  // layer, slot
+    int64_t row = -1;
+  };
+  std::map<int64_t, TokenState> tokens;
+  for (int layer = 0; layer < static_cast<int>(layers.size()); ++layer) {
+    const Interceptor::LayerInfo& info = Info(layer);
+    const LayerBooks& books = layers[layer];
+    if (!IsReady(layer)) continue;
+    const CacheHashes now = HashCache(info);
+    for (const auto& [slot, expectation] : books.expected) {
+      const bool holds = now.slots[slot] == expectation.hash;
+      if (expectation.kind == Expectation::Kind::kDirectRow) {
+        if (!holds) Report("N4", info.name, slot, "row ", expectation.row, " is not in its slot");
+        continue;
+      }
+      TokenState& token = tokens[expectation.token];
+      token.row = expectation.row;
+      if (holds) {
+        ++token.num_present;
+      } else if (now.slots[slot] == books.before.slots[slot]) {
+        token.absent.emplace_back(layer, slot);
+      } else {
+        ++token.num_present;
+        Report("C9", info.name, slot, "accepted row ", expectation.row,
+               " is in its slot with other bytes than a direct write leaves");
+      }
+    }
+    const int64_t page_size = info.layout.geometry.page_size;
+    for (size_t page = 0; page < now.pages.size(); ++page) {
+      if (now.pages[page] == books.before.pages[page]) continue;
+      for (int64_t slot = static_cast<int64_t>(page) * page_size, end = slot + page_size;
+           slot < end; ++slot) {
+        if (now.slots[slot] == books.before.slots[slot] || books.expected.count(slot) != 0 ||
+            books.foreign.count(slot) != 0) {
+          continue;
+        }
+        const int64_t row = round.DraftAt(info.group, slot);
+        if (books.refused.count(slot) != 0 && !before_commit) {
+          Report("C11", info.name, slot, "a commit that was refused changed a destination");
+        } else if (row >= 0 && before_commit) {
+          const ShadowRound::StagedRow* staged = round.Staged(layer, row);
+          const bool is_draft = staged != nullptr && now.slots[slot] == staged->cached;
+          Report(is_draft ? "C3" : "C8", info.name, slot,
+                 is_draft ? "the cache holds draft row " : "the cache changed at the slot of row ",
+                 row, " before the commit");
+        } else if (row >= 0) {
+          Report(round.committed ? "N8" : "C5", info.name, slot, "the slot of draft row ", row,
+                 round.committed ? ", which was rejected, changed" : " changed without a commit");
+        } else {
+          Report("C2", info.name, slot, "bytes changed that nothing was to touch, page ", page);
+        }
+      }
+    }
+  }
+  for (const auto& [number, token] : tokens) {
+    for (const auto& [layer, slot] : token.absent) {
+      if (token.num_present > 0) {
+        Report("C11", Info(layer).name, slot, "accepted row ", token.row,
+               " is in other layers but not in this one");
+      } else {
+        Report("C9", Info(layer).name, slot, "accepted row ", token.row, " is in no layer");
+      }
+    }
+  }
+}
+
+// Each staging row holds the row that was written last.
+void ContractChecker::Impl::CheckStagingBytes() {
+  const Interceptor::RoundInfo info = interceptor.round();
+  if (!info.staging) return;
+  for (int layer = 0; layer < static_cast<int>(layers.size()); ++layer) {
+    const Interceptor::LayerInfo& layer_info = Info(layer);
+    if (!IsReady(layer)) continue;
+    const StagingBuffer* staging = interceptor.staging(layer_info.group);
+    if (staging == nullptr || staging->capacity_rows() < round.num_draft_rows()) {
+      Report("N13", layer_info.name, -1, "the round is staged and staging has no room for ",
+             round.num_draft_rows(), " rows");
+      continue;
+    }
+    const at::Tensor keys = staging->keys().select(0, layer_info.staged_layer);
+    const at::Tensor values = staging->values().select(0, layer_info.staged_layer);
+    const RowHashes held = HashRows(layer_info, keys, values);
+    for (size_t row = 0; row < info.stage_rows.size(); ++row) {
+      const ShadowRound::StagedRow* staged = round.Staged(layer, static_cast<int64_t>(row));
+      const int32_t stage_row = info.stage_rows[row];
+      if (staged == nullptr || stage_row < 0) continue;
+      if (held.staged[stage_row] != staged->staged) {
+        Report("C3", layer_info.name, -1, "staging does not hold draft row ", row,
+               " as it was written");
+      }
+    }
+  }
+}
+
+void ContractChecker::Impl::CheckCounts() {
+  const Interceptor::Stats now = interceptor.stats();
+  for (const BypassReason reason : reasons_seen) {
+    const auto at = static_cast<size_t>(reason);
+    if (now.fallbacks[at] <= stats_before.fallbacks[at]) {
+      Report("C10", "", -1, "a fallback was answered but not counted: ", Label(reason));
+    }
+  }
+  const int64_t staged = now.staged_tokens - stats_before.staged_tokens;
+  if (staged != num_staged_tokens) {
+    Report("N3", "", -1, "staged tokens counted ", staged, ", expected ", num_staged_tokens);
+  }
+  const int64_t operations = now.stage_operations - stats_before.stage_operations;
+  if (operations != num_stage_outcomes) {
+    Report("N1", "", -1, "stage operations counted ", operations, ", expected ",
+           num_stage_outcomes);
+  }
+  if (!only_disabled) return;
+  if (operations != 0 || staged != 0 || now.committed_tokens != stats_before.committed_tokens ||
+      now.cache_bytes_written != stats_before.cache_bytes_written ||
+      now.staging_bytes != stats_before.staging_bytes) {
+    Report("C7", "", -1, "something was counted or allocated although switched off");
+  }
+}
+
+void ContractChecker::Impl::CheckHostBooks() {
+  int64_t taken_slots = 0;
+  for (const auto& [request, books] : requests) {
+    const RequestState& state = books.last;
+    const int64_t needed = (state.num_tokens + state.page_size - 1) / state.page_size;
+    if (state.num_pages != needed) {
+      Report("C1", "", -1, "request ", request, " holds ", state.num_pages, " pages for ",
+             state.num_tokens, " tokens, expected ", needed);
+    }
+    if (!books.told_again) continue;
+    taken_slots +=
+        state.num_pages * state.page_size - books.first.num_pages * books.first.page_size;
+    if (request >= round.num_requests() || round.open) continue;
+    const int64_t grown = state.num_tokens - books.first.num_tokens;
+    const int64_t expected = round.NumDirectRows(request) + round.NumCommitted(request);
+    if (grown != expected) {
+      Report("C1", "", -1, "request ", request, " grew by ", grown, " tokens, expected ", expected);
+    }
+  }
+  if (free_slots_first.has_value() && *free_slots_first - *free_slots_last != taken_slots) {
+    Report("C4", "", -1, "free slots went from ", *free_slots_first, " to ", *free_slots_last,
+           ", expected ", *free_slots_first - taken_slots);
+  }
+}
+
+void ContractChecker::Impl::CheckEmitted(const std::vector<int64_t>& emitted) {
+  for (size_t b = 0; b < emitted.size(); ++b) {
+    const auto request = static_cast<int64_t>(b);
+    if (request >= round.num_requests()) break;
+    const int64_t committed = round.NumCommitted(request);
+    if (committed > emitted[b]) {
+      Report("C6", "", -1, "request ", b, " committed ", committed, " drafts, and ", emitted[b],
+             " were emitted");
+    } else if (round.staging && committed < emitted[b] && !last_receipt_lost) {
+      Report("N14", "", -1, "request ", b, " emitted ", emitted[b], " drafts, and ", committed,
+             " are committed");
+    }
+  }
+}
+
+// ---- the class ---------------------------------------------------------------------------------
+
+ContractChecker::ContractChecker(Interceptor& interceptor)
+    : impl_(std::make_unique<Impl>(interceptor)) {
+  interceptor.SetObserver(this);
+}
+
+ContractChecker::~ContractChecker() { impl_->interceptor.SetObserver(nullptr); }
+
+void ContractChecker::Snapshot() {
+  NWOR_CHECK(!impl_->interceptor.round().open,
+             "snapshot: got an open round, expected none (call it before begin)");
+  Interceptor& interceptor = impl_->interceptor;
+  impl_ = std::make_unique<Impl>(interceptor);
+  for (const Interceptor::LayerInfo& info : interceptor.layers()) {
+    const bool ready = info.layout.key != nullptr;
+    impl_->layers.push_back(
+        {info.layout.key, ready ? HashCache(info) : CacheHashes{}, {}, {}, {}});
+  }
+  impl_->stats_before = interceptor.stats();
+  impl_->watching = true;
+}
+
+void ContractChecker::TellRequest(int64_t request, int64_t num_tokens, int64_t num_pages,
+                                  int64_t page_size) {
+  NWOR_CHECK(page_size > 0, "page_size: got ", page_size, ", expected a positive number");
+  const RequestState state{num_tokens, num_pages, page_size};
+  const auto [books, is_new] = impl_->requests.try_emplace(request);
+  if (is_new) books->second.first = state;
+  books->second.last = state;
+  books->second.told_again = !is_new;
+}
+
+void ContractChecker::TellFreeSlots(int64_t free_slots) {
+  if (!impl_->free_slots_first.has_value()) impl_->free_slots_first = free_slots;
+  impl_->free_slots_last = free_slots;
+}
+
+std::vector<Violation> ContractChecker::VerifyStaged() {
+  impl_->RequireSnapshot();
+  impl_->CheckBytes(/*before_commit=*/true);
+  impl_->CheckStagingBytes();
+  return impl_->TakeReport();
+}
+
+std::vector<Violation> ContractChecker::Verify(const Receipt* receipt,
+                                               const std::vector<int64_t>& emitted) {
+  impl_->RequireSnapshot();
+  if (receipt != nullptr && impl_->last_commit_epoch != receipt->epoch) {
+    impl_->Report("C5", "", -1, "the receipt is of round ", receipt->epoch,
+                  ", and no commit of it was seen last");
+  }
+  impl_->CheckBytes(/*before_commit=*/false);
+  impl_->CheckCounts();
+  impl_->CheckHostBooks();
+  impl_->CheckEmitted(emitted);
+  return impl_->TakeReport();
+}
+
+void ContractChecker::AfterBegin(const RoundPlan& plan, const Decision& decision) {
+  if (!impl_->watching) return;
+  impl_->round = ShadowRound(plan, decision);
+  impl_->only_disabled = impl_->only_disabled && impl_->interceptor.mode() == Mode::kDisabled;
+  if (decision.reason != BypassReason::kNone) impl_->reasons_seen.insert(decision.reason);
+  if (decision.stage && impl_->interceptor.mode() == Mode::kDisabled) {
+    impl_->Report("C7", "", -1, "a round is staged although switched off");
+  }
+}
+
+void ContractChecker::BeforeWrite(const WriteCall& call) {
+  impl_->pending.reset();
+  if (!impl_->watching || !IsReadable(call.slot_mapping)) return;
+  if (call.slot_mapping.dim() != 1 || !at::isIntegralType(call.slot_mapping.scalar_type(), false)) {
+    return;
+  }
+  PendingWrite pending;
+  pending.layer = impl_->FindLayer(call.layer);
+  if (pending.layer < 0 || !impl_->IsReady(pending.layer)) return;
+  const Interceptor::LayerInfo& info = impl_->Info(pending.layer);
+  for (const int64_t slot : OnHost(call.slot_mapping)) {
+    if (slot >= 0 && slot < info.layout.geometry.num_slots()) pending.slots.push_back(slot);
+  }
+  pending.before = HashSlots(info, pending.slots);
+  impl_->pending = std::move(pending);
+}
+
+void ContractChecker::AfterWrite(const WriteCall& call, const Outcome& outcome) {
+  if (!impl_->pending.has_value()) return;
+  impl_->CheckWriteOutcome(call, outcome, impl_->pending->layer);
+  impl_->pending.reset();
+}
+
+void ContractChecker::AfterCommit(const CommitCall& call, const Receipt& receipt) {
+  if (!impl_->watching) return;
+  impl_->NoteCommit(call, receipt);
+  if (call.last) {
+    impl_->num_staged_tokens += impl_->round.NumStagedTokens();
+    impl_->round.open = false;
+  }
+}
+
+void ContractChecker::AfterAbort() {
+  if (!impl_->watching) return;
+  impl_->num_staged_tokens += impl_->round.NumStagedTokens();
+  impl_->round.open = false;
+}
+
+}  // namespace nwor
