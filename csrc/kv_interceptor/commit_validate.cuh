@@ -1,0 +1,152 @@
+#pragma once
+
+#include <cstdint>
+
+#include "kv_interceptor/commit_error.h"
+#include "kv_interceptor/commit_grid.h"
+#include "kv_interceptor/commit_table.cuh"
+
+// The checks of a commit, done by every block on the whole batch. A fault is one number that orders
+// as the host validation meets faults: by request, then index, then check. All blocks see the same
+// inputs and take the minimum, so they agree without talking.
+
+namespace nwor {
+
+enum FaultCheck : uint32_t {
+  kCheckCount = 0,
+  kCheckPath = 1,
+  kCheckChain = 2,
+  kCheckSlots = 3,  // + 2 * group for the range, one more for a duplicate
+};
+inline constexpr uint32_t kFaultBits = 8;
+inline constexpr uint32_t kRoundFault = 0;
+inline constexpr uint32_t kAgreementFault = 1;
+inline constexpr uint32_t kNoFault = 0xffffffff;
+static_assert(kCheckSlots + 2 * kMaxCommitGroups < (1u << kFaultBits));
+
+__device__ inline uint32_t FaultAt(int32_t position, uint32_t check) {
+  return (static_cast<uint32_t>(position) + 1) << kFaultBits | check;
+}
+
+// An empty cell belongs to no group. Cells of earlier groups count as empty: they are overwritten.
+inline constexpr uint32_t kEmptyCell = 0xffffffff;
+
+// Notes that `position` writes to `slot`. Returns kNoFault, or a position whose slot an earlier
+// position has too. Of three with one slot all but the first are returned, each by the thread that
+// displaced it or found it smaller, whatever the order of arrival: the minimum is the same always.
+__device__ inline uint32_t InsertSlot(uint32_t* cells, const BatchTable& batch, uint32_t group_idx,
+                                      int32_t position, int64_t slot) {
+  const GroupTable& group = batch.groups[group_idx];
+  const uint32_t word = group_idx << 16 | static_cast<uint32_t>(position);
+  const auto hash =
+      static_cast<uint32_t>((static_cast<uint64_t>(slot) * 0x9e3779b97f4a7c15ULL) >> 32);
+  uint32_t at = __umulhi(hash, static_cast<uint32_t>(batch.num_cells));
+  while (true) {
+    uint32_t seen = *const_cast<volatile uint32_t*>(&cells[at]);
+    if (seen >> 16 != group_idx) {
+      const uint32_t old = atomicCAS(&cells[at], seen, word);
+      if (old == seen) return kNoFault;
+      seen = old;
+    }
+    const auto other = static_cast<int32_t>(seen & 0xffff);
+    int32_t other_row = 0;
+    if (group.slots == nullptr) {
+      const Entry entry = LoadEntry(batch, other);
+      other_row = StagingRow(batch, entry.request, entry.path_entry);
+    }
+    if (DestinationSlot(group, other, other_row) == slot) {
+      return max(atomicMin(&cells[at], word), word) & 0xffff;
+    }
+    at = at + 1 == static_cast<uint32_t>(batch.num_cells) ? 0 : at + 1;
+  }
+}
+
+// True when the row before this entry on its path, or the tip of an earlier chunk, is its parent.
+__device__ inline bool Linked(const BatchTable& batch, const Entry& entry, int32_t position,
+                              int32_t row) {
+  int32_t previous = -1;
+  if (entry.index > 0) {
+    previous = StagingRow(batch, entry.request, batch.path[position - 1]);
+  } else if (batch.tips != nullptr) {
+    previous = batch.tips[entry.request];
+  }
+  return batch.parents == nullptr ? row > previous : batch.parents[row] == previous;
+}
+
+__device__ inline uint32_t CheckRound(const BatchTable& batch) {
+  if (batch.round_status != nullptr && batch.round_status[kStatusCode] != 0) return kRoundFault;
+  // Words are max(digest) and max(~digest) = ~min(digest) over the ranks.
+  if (batch.agreement != nullptr && batch.agreement[0] != ~batch.agreement[1]) {
+    return kAgreementFault;
+  }
+  return kNoFault;
+}
+
+// Faults of one entry in one group, lowest first. Its slot is loaded before its links are: neither
+// load waits for the other.
+__device__ inline uint32_t CheckEntry(const BatchTable& batch, int g, uint32_t* cells,
+                                      const Entry& entry, int32_t position) {
+  const GroupTable& group = batch.groups[g];
+  const int32_t row = StagingRow(batch, entry.request, entry.path_entry);
+  if (row < 0) return FaultAt(position, kCheckPath);
+  const int64_t slot = DestinationSlot(group, position, row);
+  uint32_t fault = Linked(batch, entry, position, row) ? kNoFault : FaultAt(position, kCheckChain);
+  if (slot < 0 || slot >= group.pages.num_slots) {
+    fault = min(fault, FaultAt(position, kCheckSlots + 2 * g));
+  }
+  const uint32_t again = InsertSlot(cells, batch, g, position, slot);
+  if (again != kNoFault) {
+    fault = min(fault, FaultAt(static_cast<int32_t>(again), kCheckSlots + 2 * g + 1));
+  }
+  return fault;
+}
+
+// The share of one thread; the minimum over a block is the verdict. Adds accepted entries to
+// `num_accepted`. Contains barriers: all threads of the block must call it.
+__device__ inline uint32_t CheckShare(const BatchTable& batch, uint32_t* cells,
+                                      int32_t& num_accepted) {
+  uint32_t fault = CheckRound(batch);
+#pragma unroll 1
+  for (int g = 0; g < batch.num_groups; ++g) {
+    if (g > 0) __syncthreads();  // cells of the group before are no longer needed
+#pragma unroll 1
+    for (int32_t position = threadIdx.x; position < batch.num_positions;
+         position += kCommitThreads) {
+      const Entry entry = LoadEntry(batch, position);
+      if (!entry.count_valid(batch)) {
+        if (entry.index == 0) fault = min(fault, FaultAt(position, kCheckCount));
+      } else if (entry.index < entry.count) {
+        num_accepted += g == 0;
+        fault = min(fault, CheckEntry(batch, g, cells, entry, position));
+      }
+    }
+  }
+  return fault;
+}
+
+// The words of a fault for status. One thread calls it, after the verdict.
+__device__ __noinline__ CommitVerdict Describe(const BatchTable& batch, uint32_t fault) {
+  if (fault == kNoFault) return {};
+  if (fault == kRoundFault) {
+    return {static_cast<CommitError>(batch.round_status[kStatusCode]),
+            batch.round_status[kStatusRequest], batch.round_status[kStatusIndex],
+            batch.round_status[kStatusValue]};
+  }
+  if (fault == kAgreementFault) {
+    return {CommitError::kRankDisagreement, 0, 0, batch.agreement[0]};
+  }
+  const auto position = static_cast<int32_t>((fault >> kFaultBits) - 1);
+  const uint32_t check = fault & ((1u << kFaultBits) - 1);
+  const Entry entry = LoadEntry(batch, position);
+  if (check == kCheckCount) return {CommitError::kCountRange, entry.request, 0, entry.count};
+  if (check == kCheckPath || check == kCheckChain) {
+    return {check == kCheckPath ? CommitError::kPathRange : CommitError::kNotAChain, entry.request,
+            entry.index, entry.path_entry};
+  }
+  const int32_t row = StagingRow(batch, entry.request, entry.path_entry);
+  const int64_t slot = DestinationSlot(batch.groups[(check - kCheckSlots) / 2], position, row);
+  return {(check - kCheckSlots) % 2 == 0 ? CommitError::kSlotRange : CommitError::kDuplicateSlot,
+          entry.request, entry.index, slot};
+}
+
+}  // namespace nwor
