@@ -1,0 +1,14 @@
+// Compiler vectors of four floats: every machine, and the check of the other instruction sets.
+#define NWOR_SIMD_LEVEL NWOR_SIMD_GENERIC
+#include "attention/cpu/kernel.h"
+
+namespace nwor::cpu {
+
+const Kernels kGenericKernels = {"generic",
+                                 simd_generic::kLanes,
+                                 &simd_generic::PackQueries,
+                                 &simd_generic::Attend,
+                                 &simd_generic::Merge,
+                                 &simd_generic::Finish};
+
+}  // namespace nwor::cpu

@@ -1,0 +1,62 @@
+#pragma once
+
+#include <bit>
+#include <cstdint>
+
+#include "attention/cpu/task.h"
+#include "attention/params.h"
+
+// Which tokens a row sees. A row's position is the prefix length plus its depth: the number of
+// in-flight rows it sees less one under a tree mask, its index in the request without. Mask bits
+// beyond the request's rows mean nothing.
+
+namespace nwor::cpu {
+
+constexpr uint64_t LowBits(int count) {
+  return count >= 64 ? ~uint64_t{0} : (uint64_t{1} << count) - 1;
+}
+
+class Visibility {
+ public:
+  Visibility(const VerifyParams& params, const RowChunk& rows) : params_(params), rows_(rows) {}
+
+  // Bit i: row `row` of the request sees in-flight row first + i, for i < count <= 64, window
+  // aside. REQUIRES: first and first + count - 1 share a mask word.
+  uint64_t RowBits(int row, int first, int count) const {
+    if (params_.tree_mask == nullptr) {
+      const int seen = row + 1 - first;
+      return seen <= 0 ? 0 : LowBits(seen < count ? seen : count);
+    }
+    const int64_t mask_row = rows_.request_row + row;
+    const uint64_t word = params_.tree_mask[mask_row * params_.mask_words + first / 64];
+    return (word >> (first % 64)) & LowBits(count);
+  }
+
+  int64_t Position(int row) const {
+    const int64_t prefix = params_.prefix_lens[rows_.request];
+    if (params_.tree_mask == nullptr) {
+      return prefix + row;
+    }
+    int seen = 0;
+    for (int first = 0; first < rows_.request_rows; first += 64) {
+      const int left = rows_.request_rows - first;
+      seen += std::popcount(RowBits(row, first, left < 64 ? left : 64));
+    }
+    return prefix + seen - 1;
+  }
+
+  // First position the row sees; 0 without a window.
+  int64_t VisibleFrom(int row) const {
+    if (params_.window <= 0) {
+      return 0;
+    }
+    const int64_t first = Position(row) - params_.window + 1;
+    return first < 0 ? 0 : first;
+  }
+
+ private:
+  const VerifyParams& params_;
+  const RowChunk& rows_;
+};
+
+}  // namespace nwor::cpu
