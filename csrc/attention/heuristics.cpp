@@ -2,6 +2,7 @@
 
 #include <algorithm>
 
+#include "attention/plan.h"
 #include "attention/tile_shape.h"
 
 namespace nwor {
@@ -11,13 +12,8 @@ constexpr int32_t kReservedSmemBytes = 1024;  // the driver's own share of a blo
 constexpr int32_t kMaxStages = 6;
 constexpr int32_t kMaxLeaves = 64;
 constexpr int64_t kSlotsPerCta = 12;  // four leaves per group times three groups: see ChooseGrain
-constexpr int64_t kPlanHeaderBytes = 256;
-constexpr int64_t kPlanItemBytes = 64;
-constexpr int64_t kPlanRequestBytes = 32;
-constexpr int64_t kCounterHeaderBytes = 256;
 
 constexpr int64_t CeilDiv(int64_t a, int64_t b) { return (a + b - 1) / b; }
-constexpr int64_t Align256(int64_t bytes) { return CeilDiv(bytes, 256) * 256; }
 
 const char* FindUnsupported(const VerifyShape& shape, const DeviceProps& device) {
   if (device.compute_capability < 80) return "a device of compute capability 8.0 or newer";
@@ -107,15 +103,11 @@ VerifyConfig ChooseVerifyConfig(const VerifyShape& shape, const DeviceProps& dev
 }
 
 int64_t VerifyPlanBytes(const VerifyShape& shape, const VerifyConfig& config) {
-  return kPlanHeaderBytes + Align256(kPlanRequestBytes * shape.num_requests) +
-         Align256(kPlanItemBytes * config.max_items);
+  return LocatePlan(shape.num_requests, config).end;
 }
 
 int64_t VerifyWorkspaceBytes(const VerifyShape& shape, const VerifyConfig& config) {
-  const int64_t counters = kCounterHeaderBytes + Align256(2 * 4 * int64_t{config.max_pairs});
-  const int64_t slots = int64_t{config.max_slots} + 2 * int64_t{config.num_ctas};
-  const int64_t slot_floats = int64_t{config.row_tile} * (shape.head_dim + 2);
-  return counters + Align256(slots * slot_floats * 4);
+  return LocateWorkspace(shape.head_dim, config).end;
 }
 
 }  // namespace nwor

@@ -38,7 +38,7 @@ constexpr int CtaThreads(int head_dim, int row_tile) {
 // Shared memory beside the stages: queries, and the rows' softmax states and merge weights.
 constexpr int QueryBytes(int head_dim, int row_tile) { return row_tile * head_dim * 2; }
 inline constexpr int kItemBytes = 256;
-constexpr int RowStateBytes(int row_tile) { return row_tile * 4 * (3 * kStreams + 8); }
+constexpr int RowStateBytes(int row_tile) { return row_tile * 4 * (3 * kStreams + 10); }
 
 // The streams' outputs, merged in the stages' memory at the end of a leaf; rows padded by 8.
 constexpr int MergeBytes(int head_dim, int row_tile) {

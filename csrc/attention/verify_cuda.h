@@ -34,8 +34,7 @@ enum class VerifyStatus : int64_t {
   kBadRowRange = 2,    // query_start not ascending within 0..T; value: query_start[b + 1]
   kViewTooLong = 3,  // num_blocks / view_lens / compact lens beyond their arrays; value: the length
   kBadPage = 4,      // a used table or block-list entry names no page; value: the page
-  kTooManyItems = 5,  // more work than the plan has room for (rows_hint far off); value: the items
-  kTooManyRows = 6,   // a request has more rows than the mask has bits; value: the rows
+  kTooManyRows = 5,  // a request has more rows than the mask has bits; value: the rows
 };
 
 // Reads the device's properties once per device. Throws nwor::Error when there is no such device.

@@ -1,0 +1,222 @@
+#pragma once
+
+#include "attention/verify_traits.cuh"
+
+// Merging partial softmax results. Every fold is written with explicit roundings and happens in one
+// fixed order, in registers or across CTAs: the same bits whatever the grain of the work items.
+
+namespace nwor {
+
+// exp2(max - top) where a state without tokens (-infinity) weighs nothing.
+__device__ inline float StateWeight(float max, float top) {
+  return exp2f(max - (top == -INFINITY ? 0.0f : top));
+}
+
+// Folds a later state (max, sum) into an earlier one; returns the weights (old, new).
+__device__ inline float2 FoldState(float2* state, float2 later) {
+  const float top = fmaxf(state->x, later.x);
+  const float2 weight = {StateWeight(state->x, top), StateWeight(later.x, top)};
+  state->y = __fmaf_rn(state->y, weight.x, __fmul_rn(later.y, weight.y));
+  state->x = top;
+  return weight;
+}
+
+__device__ inline float4 FoldOutput(float4 old, float4 later, float2 weight) {
+  return {__fmaf_rn(old.x, weight.x, __fmul_rn(later.x, weight.y)),
+          __fmaf_rn(old.y, weight.x, __fmul_rn(later.y, weight.y)),
+          __fmaf_rn(old.z, weight.x, __fmul_rn(later.z, weight.y)),
+          __fmaf_rn(old.w, weight.x, __fmul_rn(later.w, weight.y))};
+}
+
+// A row without visible tokens has sum 0 and gives zeros and an LSE of -infinity.
+__device__ inline float InverseSum(float sum) { return sum == 0.0f ? 0.0f : 1.0f / sum; }
+__device__ inline float LogSumExp(float2 state) {
+  return (state.x + log2f(state.y)) * 0.6931471805599453f;
+}
+
+// Where packed row `row` of an item stands in the outputs.
+struct OutputRow {
+  int64_t row;
+  int64_t head;
+};
+__device__ inline OutputRow LocateRow(const VerifyParams& p, const PlanItem& item, int row) {
+  const int group = p.num_heads / p.num_kv_heads;
+  const int packed = item.row_begin + row;
+  return {item.query_start + packed / group, int64_t{item.kv_head} * group + packed % group};
+}
+
+template <typename T>
+__device__ void WriteOutput(const VerifyParams& p, const PlanItem& item, int row, int channel,
+                            float4 value, float factor) {
+  const OutputRow at = LocateRow(p, item, row);
+  const uint2 packed = {ptx::Pack<T>(value.x * factor, value.y * factor),
+                        ptx::Pack<T>(value.z * factor, value.w * factor)};
+  T* out = static_cast<T*>(p.out) + at.row * p.out_strides.row + at.head * p.out_strides.head;
+  *reinterpret_cast<uint2*>(out + channel) = packed;
+}
+
+__device__ inline void WriteLse(const VerifyParams& p, const PlanItem& item, int row,
+                                float2 state) {
+  if (p.lse == nullptr) return;
+  const OutputRow at = LocateRow(p, item, row);
+  p.lse[at.row * p.num_heads + at.head] = LogSumExp(state);
+}
+
+// What happens to a leaf once its streams are merged.
+struct LeafFate {
+  bool fold_group;  // into the leaves of its group so far
+  bool ends_group;  // then
+  bool fold_total;  //   into the groups so far (items of whole requests)
+  bool ends_item;
+  bool is_output;  // the request's result, else a partial one
+  int64_t group_slot;
+  int64_t total_slot;
+};
+
+__device__ inline LeafFate FateOf(const PlanItem& item, int leaf, int max_slots) {
+  LeafFate fate;
+  const bool whole = item.num_parts == 1;
+  const int64_t own = int64_t{max_slots} + 2 * blockIdx.x;
+  fate.fold_group = leaf > item.leaf_begin && leaf % kLeafGroup != 0;
+  fate.ends_item = leaf + 1 == item.leaf_end;
+  fate.ends_group = fate.ends_item || leaf % kLeafGroup == kLeafGroup - 1;
+  fate.fold_total = fate.ends_group && whole && leaf / kLeafGroup > 0;
+  fate.is_output = fate.ends_item && whole;
+  fate.group_slot = whole ? own : item.slot;
+  fate.total_slot = whole ? own + 1 : item.slot;
+  return fate;
+}
+
+// Merges the streams' states and outputs of one leaf (in shared memory) and sends them on.
+// Called by the whole CTA; the merge buffer is free again at the end.
+template <class Traits>
+__device__ void FinishLeaf(const VerifyArgs& args, const SharedMemory<Traits>& smem, int leaf) {
+  constexpr int kTile = Traits::kRowTile;
+  constexpr int kQuads = Traits::kHeadDim / 4;
+  const PlanItem& item = smem.item->plan;
+  RowStates<kTile>& rows = *smem.rows;
+  const LeafFate fate = FateOf(item, leaf, args.max_slots);
+
+  if (const int row = threadIdx.x; row < item.num_rows) {
+    float top = rows.max[0][row];
+#pragma unroll
+    for (int s = 1; s < kStreams; ++s) top = fmaxf(top, rows.max[s][row]);
+    float2 state = {top, 0.0f};
+#pragma unroll
+    for (int s = 0; s < kStreams; ++s) {
+      const float weight = StateWeight(rows.max[s][row], top);
+      rows.weight[s][row] = weight;
+      state.y = __fmaf_rn(rows.sum[s][row], weight, state.y);
+    }
+    if (fate.fold_group) {
+      float2 folded = rows.group[row];
+      rows.group_weight[row] = FoldState(&folded, state);
+      state = folded;
+    }
+    rows.group[row] = state;
+    if (fate.fold_total) {
+      float2 folded = rows.total[row];
+      rows.total_weight[row] = FoldState(&folded, state);
+      state = folded;
+    }
+    if (fate.ends_group) rows.total[row] = state;
+    if (fate.is_output) {
+      rows.inverse_sum[row] = InverseSum(state.y);
+      WriteLse(args.params, item, row, state);
+    } else if (fate.ends_item) {
+      args.states[int64_t{item.slot} * kTile + row] = state;
+    }
+  }
+  __syncthreads();
+
+  float4* group_slot =
+      reinterpret_cast<float4*>(args.outputs + fate.group_slot * kTile * Traits::kHeadDim);
+  float4* total_slot =
+      reinterpret_cast<float4*>(args.outputs + fate.total_slot * kTile * Traits::kHeadDim);
+  for (int i = threadIdx.x; i < item.num_rows * kQuads; i += Traits::kThreads) {
+    const int row = i / kQuads;
+    const int channel = i % kQuads * 4;
+    float4 value = {0.0f, 0.0f, 0.0f, 0.0f};
+#pragma unroll
+    for (int s = 0; s < kStreams; ++s) {
+      const float weight = rows.weight[s][row];
+      const float4 part = *reinterpret_cast<const float4*>(
+          smem.merge + (s * kTile + row) * Traits::kMergeStride + channel);
+      value.x = __fmaf_rn(part.x, weight, value.x);
+      value.y = __fmaf_rn(part.y, weight, value.y);
+      value.z = __fmaf_rn(part.z, weight, value.z);
+      value.w = __fmaf_rn(part.w, weight, value.w);
+    }
+    if (fate.fold_group) value = FoldOutput(__ldcg(group_slot + i), value, rows.group_weight[row]);
+    if (!fate.ends_group) {
+      __stcg(group_slot + i, value);
+      continue;
+    }
+    if (fate.fold_total) value = FoldOutput(__ldcg(total_slot + i), value, rows.total_weight[row]);
+    if (fate.is_output) {
+      WriteOutput<typename Traits::Row>(args.params, item, row, channel, value,
+                                        rows.inverse_sum[row]);
+    } else {
+      __stcg(total_slot + i, value);
+    }
+  }
+  __syncthreads();
+}
+
+// Folds the partial results of an item's pair, rows [row_begin, row_end) of its tile, and writes
+// the output. Called by the whole CTA once all parts have arrived.
+template <class Traits>
+__device__ void CombineParts(const VerifyArgs& args, const PlanItem& item, int row_begin,
+                             int row_end) {
+  constexpr int kTile = Traits::kRowTile;
+  constexpr int kQuads = Traits::kHeadDim / 4;
+  constexpr int kBatch = 8;  // loads in flight per thread
+  const int leaves_per_part = args.plan->leaves_per_item;
+  const int parts_per_group = leaves_per_part >= kLeafGroup ? 1 : kLeafGroup;
+  const int num_parts = item.num_parts;
+  const int64_t first_slot = item.slot - item.leaf_begin / leaves_per_part;
+  const float4* outputs =
+      reinterpret_cast<const float4*>(args.outputs + first_slot * kTile * Traits::kHeadDim);
+  const float2* states = args.states + first_slot * kTile;
+
+  for (int i = row_begin * kQuads + threadIdx.x; i < row_end * kQuads; i += Traits::kThreads) {
+    const int row = i / kQuads;
+    float4 group, total;
+    float2 group_state, total_state;
+    for (int first = 0; first < num_parts; first += kBatch) {
+      float4 part[kBatch];
+      float2 state[kBatch];
+#pragma unroll
+      for (int j = 0; j < kBatch; ++j) {
+        if (first + j >= num_parts) break;
+        part[j] = __ldcg(outputs + int64_t{first + j} * kTile * kQuads + i);
+        state[j] = __ldcg(states + (first + j) * kTile + row);
+      }
+#pragma unroll
+      for (int j = 0; j < kBatch; ++j) {
+        const int at = first + j;
+        if (at >= num_parts) break;
+        if (at % parts_per_group == 0) {
+          group = part[j];
+          group_state = state[j];
+        } else {
+          const float2 weight = FoldState(&group_state, state[j]);
+          group = FoldOutput(group, part[j], weight);
+        }
+        if (at % parts_per_group != parts_per_group - 1 && at + 1 < num_parts) continue;
+        if (at < parts_per_group) {
+          total = group;
+          total_state = group_state;
+        } else {
+          const float2 weight = FoldState(&total_state, group_state);
+          total = FoldOutput(total, group, weight);
+        }
+      }
+    }
+    WriteOutput<typename Traits::Row>(args.params, item, row, i % kQuads * 4, total,
+                                      InverseSum(total_state.y));
+    if (i % kQuads == 0) WriteLse(args.params, item, row, total_state);
+  }
+}
+
+}  // namespace nwor

@@ -1,0 +1,4 @@
+#include "attention/verify_launch.cuh"
+
+template void nwor::LaunchVerifyTyped<__nv_bfloat16, true, 96>(const VerifyArgs&,
+                                                               const VerifyConfig&);

@@ -1,0 +1,220 @@
+#include <cuda_runtime.h>
+
+#include "attention/plan.h"
+#include "attention/status.cuh"
+#include "attention/tile_shape.h"
+#include "attention/verify_cuda.h"
+#include "check.h"
+
+// The planner: one block, once per step. Cuts requests into leaves, chooses the grain of the work
+// items and lists them, longest first, so that the dynamic queue ends evenly.
+
+namespace nwor {
+namespace {
+
+constexpr int kPlanThreads = 512;
+constexpr int kPlanWarps = kPlanThreads / 32;
+
+struct Totals {
+  unsigned long long pairs, leaf_slots, group_slots, group_items;
+};
+
+__device__ int CeilDiv(int a, int b) { return (a + b - 1) / b; }
+
+__device__ int ClampLength(int value, int64_t limit, VerifyStatus code, int request,
+                           int64_t* status) {
+  if (value >= 0 && value <= limit) return value;
+  ReportError(status, code, request, value);
+  return value < 0 ? 0 : static_cast<int>(limit);
+}
+
+__device__ PlanRequest ReadRequest(const VerifyParams& p, int b, int max_leaves) {
+  PlanRequest request = {};
+  const int begin = p.query_start[b];
+  const int end = p.query_start[b + 1];
+  if (begin < 0 || end < begin || end > p.num_rows) {
+    ReportError(p.status, VerifyStatus::kBadRowRange, b, end);
+  } else {
+    request.query_start = begin;
+    request.num_rows = end - begin;
+  }
+  if (p.tree_mask != nullptr && request.num_rows > 64 * p.mask_words) {
+    ReportError(p.status, VerifyStatus::kTooManyRows, b, request.num_rows);
+    request.num_rows = 64 * p.mask_words;
+  }
+
+  request.source = TokenSource::kPages;
+  if (p.view.blocks != nullptr && p.view.num_blocks[b] >= 0) {
+    request.source = TokenSource::kBlocks;
+    const int blocks = ClampLength(p.view.num_blocks[b], p.view.max_blocks,
+                                   VerifyStatus::kViewTooLong, b, p.status);
+    request.prefix_tokens =
+        ClampLength(p.view.view_lens[b], static_cast<int64_t>(blocks) * p.view.block_size,
+                    VerifyStatus::kViewTooLong, b, p.status);
+  } else if (p.compact.keys != nullptr && p.compact.lens[b] >= 0) {
+    request.source = TokenSource::kCompact;
+    request.prefix_tokens = ClampLength(p.compact.lens[b], p.compact.max_tokens,
+                                        VerifyStatus::kViewTooLong, b, p.status);
+  } else {
+    const int64_t room = static_cast<int64_t>(p.max_pages) * p.cache.geometry.page_size;
+    request.prefix_tokens =
+        ClampLength(p.prefix_lens[b], room, VerifyStatus::kPrefixTooLong, b, p.status);
+  }
+
+  // The first row stands at position prefix_tokens and later ones beyond it: what it cannot see
+  // through the window, no row can. Leaves start on whole steps.
+  if (p.window > 0 && request.prefix_tokens >= p.window) {
+    request.token_begin = (request.prefix_tokens - p.window + 1) / 32 * 32;
+  }
+  const LeafSplit split = SplitPrefix(request.prefix_tokens - request.token_begin, max_leaves);
+  request.leaf_tokens = split.leaf_tokens;
+  request.num_leaves = split.num_leaves;
+  return request;
+}
+
+__device__ PlanDemand DemandOf(const PlanRequest& request, int group, int kv_heads, int row_tile,
+                               int leaves_per_item) {
+  const int pairs = CeilDiv(request.num_rows * group, row_tile) * kv_heads;
+  const int parts = CeilDiv(request.num_leaves, leaves_per_item);
+  const int leaves = min(leaves_per_item, request.num_leaves);
+  const int span = request.prefix_tokens - request.token_begin;
+  PlanDemand demand;
+  demand.item_tokens = min(leaves * request.leaf_tokens, span);
+  demand.items = pairs * parts;
+  demand.slots = parts > 1 ? demand.items : 0;
+  demand.split_pairs = parts > 1 ? pairs : 0;
+  return demand;
+}
+
+// Sums over a warp; every lane gets the result.
+__device__ int WarpSum(int value) { return __reduce_add_sync(0xffffffffu, value); }
+
+// The sums over the requests queued before b, and over all of them. Called by whole warps.
+struct QueueSums {
+  PlanDemand before;
+  PlanDemand all;
+};
+__device__ QueueSums SumQueue(const PlanRequest* requests, int num_requests, int b,
+                              int item_tokens) {
+  QueueSums sums = {};
+  for (int other = threadIdx.x % 32; other < num_requests; other += 32) {
+    const PlanDemand d = requests[other].demand;
+    sums.all.items += d.items;
+    sums.all.split_pairs += d.split_pairs;
+    if (d.item_tokens > item_tokens || (d.item_tokens == item_tokens && other < b)) {
+      sums.before.items += d.items;
+      sums.before.slots += d.slots;
+      sums.before.split_pairs += d.split_pairs;
+    }
+  }
+  sums.before.items = WarpSum(sums.before.items);
+  sums.before.slots = WarpSum(sums.before.slots);
+  sums.before.split_pairs = WarpSum(sums.before.split_pairs);
+  sums.all.items = WarpSum(sums.all.items);
+  sums.all.split_pairs = WarpSum(sums.all.split_pairs);
+  return sums;
+}
+
+__global__ void __launch_bounds__(kPlanThreads)
+    PlanKernel(const __grid_constant__ VerifyParams p, const __grid_constant__ VerifyConfig config,
+               uint8_t* plan, int32_t* counters, int num_counters) {
+  const int group = p.num_heads / p.num_kv_heads;
+  const PlanOffsets at = LocatePlan(p.num_requests, config);
+  PlanHeader* header = reinterpret_cast<PlanHeader*>(plan);
+  PlanRequest* requests = reinterpret_cast<PlanRequest*>(plan + at.requests);
+  PlanItem* items = reinterpret_cast<PlanItem*>(plan + at.items);
+
+  __shared__ Totals totals;
+  if (threadIdx.x == 0) totals = {};
+  __syncthreads();
+  for (int i = threadIdx.x; i < num_counters; i += kPlanThreads) counters[i] = 0;
+  for (int b = threadIdx.x; b < p.num_requests; b += kPlanThreads) {
+    const PlanRequest request = ReadRequest(p, b, config.max_leaves);
+    requests[b] = request;
+    const PlanDemand leaf = DemandOf(request, group, p.num_kv_heads, config.row_tile, 1);
+    const PlanDemand grouped =
+        DemandOf(request, group, p.num_kv_heads, config.row_tile, kLeafGroup);
+    atomicAdd(&totals.pairs, static_cast<unsigned long long>(leaf.items / request.num_leaves));
+    atomicAdd(&totals.leaf_slots, static_cast<unsigned long long>(leaf.slots));
+    atomicAdd(&totals.group_slots, static_cast<unsigned long long>(grouped.slots));
+    atomicAdd(&totals.group_items, static_cast<unsigned long long>(grouped.items));
+  }
+  __syncthreads();
+
+  const ItemGrain grain = ChooseGrain(totals.leaf_slots, totals.group_slots, totals.group_items,
+                                      totals.pairs, config.num_ctas, config.max_slots);
+  const int leaves_per_item = grain == ItemGrain::kLeaf        ? 1
+                              : grain == ItemGrain::kLeafGroup ? kLeafGroup
+                                                               : config.max_leaves + 1;
+  // Row ranges that overlap could ask for more than T rows allow.
+  if (totals.pairs > static_cast<unsigned long long>(config.max_pairs)) {
+    if (threadIdx.x == 0) {
+      ReportError(p.status, VerifyStatus::kBadRowRange, 0, totals.pairs);
+      *header = {};
+    }
+    return;
+  }
+  if (p.num_requests == 0 && threadIdx.x == 0) *header = {};
+
+  for (int b = threadIdx.x; b < p.num_requests; b += kPlanThreads) {
+    requests[b].demand =
+        DemandOf(requests[b], group, p.num_kv_heads, config.row_tile, leaves_per_item);
+  }
+  __syncthreads();
+
+  // One warp lists one request's items: parts outermost, so that the heads and row tiles that share
+  // pages run at the same time.
+  const int lane = threadIdx.x % 32;
+  for (int b = threadIdx.x / 32; b < p.num_requests; b += kPlanWarps) {
+    const PlanRequest request = requests[b];
+    const QueueSums sums = SumQueue(requests, p.num_requests, b, request.demand.item_tokens);
+    if (b == 0 && lane == 0) {
+      PlanHeader done = {};
+      done.num_items = sums.all.items;
+      done.num_split_pairs = sums.all.split_pairs;
+      done.leaves_per_item = leaves_per_item;
+      *header = done;
+    }
+    const int packed_rows = request.num_rows * group;
+    const int row_tiles = CeilDiv(packed_rows, config.row_tile);
+    const int parts = CeilDiv(request.num_leaves, leaves_per_item);
+    for (int i = lane; i < request.demand.items; i += 32) {
+      const int tile = i % row_tiles;
+      const int head = i / row_tiles % p.num_kv_heads;
+      const int part = i / row_tiles / p.num_kv_heads;
+      const int pair = head * row_tiles + tile;
+      PlanItem item;
+      item.request = b;
+      item.kv_head = head;
+      item.row_begin = tile * config.row_tile;
+      item.num_rows = min(config.row_tile, packed_rows - item.row_begin);
+      item.query_start = request.query_start;
+      item.request_rows = request.num_rows;
+      item.prefix_tokens = request.prefix_tokens;
+      item.source = request.source;
+      item.token_begin = request.token_begin;
+      item.leaf_tokens = request.leaf_tokens;
+      item.num_leaves = request.num_leaves;
+      item.leaf_begin = part * leaves_per_item;
+      item.leaf_end = min(item.leaf_begin + leaves_per_item, request.num_leaves);
+      item.slot = parts > 1 ? sums.before.slots + pair * parts + part : -1;
+      item.pair = parts > 1 ? sums.before.split_pairs + pair : -1;
+      item.num_parts = parts;
+      items[sums.before.items + i] = item;
+    }
+  }
+}
+
+}  // namespace
+
+void LaunchVerifyPlan(const VerifyParams& params, const VerifyConfig& config, void* plan,
+                      void* workspace) {
+  const WorkspaceOffsets at = LocateWorkspace(params.head_dim, config);
+  const int num_counters = static_cast<int>(at.states / sizeof(int32_t));
+  PlanKernel<<<1, kPlanThreads, 0, static_cast<cudaStream_t>(params.stream)>>>(
+      params, config, static_cast<uint8_t*>(plan), static_cast<int32_t*>(workspace), num_counters);
+  const cudaError_t error = cudaGetLastError();
+  NWOR_CHECK(error == cudaSuccess, "LaunchVerifyPlan: ", cudaGetErrorString(error));
+}
+
+}  // namespace nwor

@@ -1,0 +1,113 @@
+#pragma once
+
+#include <cstdint>
+
+#include "attention/heuristics.h"
+
+// What the planner leaves for the attention kernel, as it lies in device memory. Plain data.
+//
+// A request's prefix span is cut into leaves (SplitPrefix). Each leaf's (max, sum, output) is
+// computed from a fresh state, kLeafGroup leaves are folded in ascending order into a group, groups
+// are folded in ascending order into the result; the in-flight rows belong to the last leaf. A work
+// item is a leaf, a group or the whole request, for one KV head and row tile; the fold tree is the
+// same.
+
+namespace nwor {
+
+// Where a request's prefix tokens lie.
+enum class TokenSource : int32_t { kPages, kBlocks, kCompact };
+
+struct PlanHeader {
+  int32_t num_items = 0;
+  int32_t num_split_pairs = 0;  // pairs whose items leave partial results
+  int32_t leaves_per_item = 0;  // 1, kLeafGroup, or beyond any leaf count: whole requests
+  int32_t unused[61] = {};
+};
+
+// What a request asks of the queue under the chosen grain.
+struct PlanDemand {
+  int32_t item_tokens;  // the longest of its items: the queue's sort key
+  int32_t items;
+  int32_t slots;
+  int32_t split_pairs;
+};
+
+// The planner's own notes on a request.
+struct PlanRequest {
+  int32_t num_rows;
+  int32_t prefix_tokens;
+  int32_t token_begin;  // first prefix token any row may see: beyond 0 with a window
+  TokenSource source;
+  int32_t leaf_tokens;
+  int32_t num_leaves;
+  int32_t query_start;
+  int32_t unused;
+  PlanDemand demand;
+};
+
+struct PlanItem {
+  int32_t request;
+  int32_t kv_head;
+  int32_t row_begin;  // packed rows [row_begin, row_begin + num_rows) of the request
+  int32_t num_rows;
+  int32_t query_start;
+  int32_t request_rows;
+  int32_t prefix_tokens;
+  TokenSource source;
+  int32_t token_begin;
+  int32_t leaf_tokens;
+  int32_t num_leaves;  // of the request
+  int32_t leaf_begin;  // leaves [leaf_begin, leaf_end) are this item's
+  int32_t leaf_end;
+  int32_t slot;  // of this item's partial result; the pair's slots are consecutive; -1: none
+  int32_t pair;
+  int32_t num_parts;  // items of the pair
+};
+
+static_assert(sizeof(PlanHeader) == 256 && sizeof(PlanRequest) == 48 && sizeof(PlanItem) == 64);
+
+// Zero between launches: the last CTA of a launch clears what it used.
+struct WorkCounters {
+  int32_t next_item;      // taken beyond one per CTA
+  int32_t published;      // entries of the ready list
+  int32_t next_slice;     // of the ready list's combines
+  int32_t settled_pairs;  // combined or published
+  int32_t finished_ctas;
+  int32_t unused[59];
+};
+static_assert(sizeof(WorkCounters) == 256);
+
+constexpr int64_t Align256(int64_t bytes) { return (bytes + 255) / 256 * 256; }
+
+// Byte offsets into the plan and into the workspace.
+struct PlanOffsets {
+  int64_t requests = sizeof(PlanHeader);
+  int64_t items = 0;
+  int64_t end = 0;
+};
+constexpr PlanOffsets LocatePlan(int32_t num_requests, const VerifyConfig& config) {
+  PlanOffsets at;
+  at.items = at.requests + Align256(int64_t{sizeof(PlanRequest)} * num_requests);
+  at.end = at.items + Align256(int64_t{sizeof(PlanItem)} * config.max_items);
+  return at;
+}
+
+struct WorkspaceOffsets {
+  int64_t arrivals = sizeof(WorkCounters);  // [max_pairs] items of the pair that are done
+  int64_t ready = 0;                        // [max_pairs] item + 1 whose pair waits for its combine
+  int64_t states = 0;                       // [slots, row_tile, 2] max (log2 units) and sum
+  int64_t outputs = 0;                      // [slots, row_tile, head_dim]
+  int64_t end = 0;
+};
+constexpr WorkspaceOffsets LocateWorkspace(int32_t head_dim, const VerifyConfig& config) {
+  // Behind the planned slots every CTA has two of its own, for items that fold several leaves.
+  const int64_t slots = int64_t{config.max_slots} + 2 * int64_t{config.num_ctas};
+  WorkspaceOffsets at;
+  at.ready = at.arrivals + Align256(int64_t{4} * config.max_pairs);
+  at.states = at.ready + Align256(int64_t{4} * config.max_pairs);
+  at.outputs = at.states + Align256(slots * config.row_tile * 2 * 4);
+  at.end = at.outputs + Align256(slots * config.row_tile * head_dim * 4);
+  return at;
+}
+
+}  // namespace nwor

@@ -1,0 +1,160 @@
+#pragma once
+
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+#include <cuda_fp8.h>
+
+#include <cstdint>
+
+// The instructions the verify kernels are built from, sm_80 and up.
+
+namespace nwor::ptx {
+
+__device__ inline uint32_t SharedAddress(const void* pointer) {
+  return static_cast<uint32_t>(__cvta_generic_to_shared(pointer));
+}
+
+// Cache-line policy for tokens that are read once: they leave the L2 before anything else does.
+__device__ inline uint64_t EvictFirstPolicy() {
+  uint64_t policy;
+  asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
+  return policy;
+}
+
+// 16 bytes from global to shared memory; zeros when !valid, and then source is not read.
+__device__ inline void CopyAsync(uint32_t target, const void* source, bool valid, uint64_t policy) {
+  const int bytes = valid ? 16 : 0;
+  asm volatile("cp.async.cg.shared.global.L2::cache_hint [%0], [%1], 16, %2, %3;" ::"r"(target),
+               "l"(source), "r"(bytes), "l"(policy)
+               : "memory");
+}
+
+__device__ inline void CommitCopies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+
+template <int kPending>
+__device__ inline void WaitCopies() {
+  asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");
+}
+
+// Waits until at most `pending` of this thread's copy groups are under way. 0 <= pending < 6.
+__device__ inline void WaitCopies(int pending) {
+  switch (pending) {
+    case 0:
+      return WaitCopies<0>();
+    case 1:
+      return WaitCopies<1>();
+    case 2:
+      return WaitCopies<2>();
+    case 3:
+      return WaitCopies<3>();
+    case 4:
+      return WaitCopies<4>();
+    default:
+      return WaitCopies<5>();
+  }
+}
+
+__device__ inline void LoadMatrix4(uint32_t (&r)[4], uint32_t address) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
+               : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
+               : "r"(address)
+               : "memory");
+}
+
+__device__ inline void LoadMatrix4Transposed(uint32_t (&r)[4], uint32_t address) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3}, [%4];"
+               : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
+               : "r"(address)
+               : "memory");
+}
+
+__device__ inline uint32_t LoadShared32(uint32_t address) {
+  uint32_t value;
+  asm volatile("ld.shared.b32 %0, [%1];" : "=r"(value) : "r"(address) : "memory");
+  return value;
+}
+
+__device__ inline uint2 LoadShared64(uint32_t address) {
+  uint2 value;
+  asm volatile("ld.shared.v2.b32 {%0,%1}, [%2];"
+               : "=r"(value.x), "=r"(value.y)
+               : "r"(address)
+               : "memory");
+  return value;
+}
+
+// c += a * b over 16 rows, 8 columns and 16 inner elements.
+template <typename T>
+__device__ inline void Mma(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1);
+
+template <>
+__device__ inline void Mma<__nv_bfloat16>(float (&c)[4], const uint32_t (&a)[4], uint32_t b0,
+                                          uint32_t b1) {
+  asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 "
+      "{%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+      : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+
+template <>
+__device__ inline void Mma<__half>(float (&c)[4], const uint32_t (&a)[4], uint32_t b0,
+                                   uint32_t b1) {
+  asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 "
+      "{%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+      : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+
+__device__ inline float Exp2(float x) {
+  float y;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+
+template <typename To>
+__device__ inline To Bits(const auto& from) {
+  static_assert(sizeof(To) == sizeof(from));
+  return *reinterpret_cast<const To*>(&from);
+}
+
+template <typename T>
+__device__ inline uint32_t Pack(float low, float high);
+template <>
+__device__ inline uint32_t Pack<__nv_bfloat16>(float low, float high) {
+  return Bits<uint32_t>(__floats2bfloat162_rn(low, high));
+}
+template <>
+__device__ inline uint32_t Pack<__half>(float low, float high) {
+  return Bits<uint32_t>(__floats2half2_rn(low, high));
+}
+
+// Two elements of type T as two halves.
+template <typename T>
+__device__ inline uint32_t ToHalf2(uint32_t pair);
+template <>
+__device__ inline uint32_t ToHalf2<__half>(uint32_t pair) {
+  return pair;
+}
+template <>
+__device__ inline uint32_t ToHalf2<__nv_bfloat16>(uint32_t pair) {
+  return Bits<uint32_t>(__float22half2_rn(__bfloat1622float2(Bits<__nv_bfloat162>(pair))));
+}
+
+// Two float8 e4m3 values, in the low 16 bits, as two halves: exact, NaN kept.
+__device__ inline uint32_t Float8ToHalf2(uint32_t pair) {
+  return Bits<uint32_t>(
+      __nv_cvt_fp8x2_to_halfraw2(static_cast<__nv_fp8x2_storage_t>(pair), __NV_E4M3));
+}
+
+// Threads of `count / 32` warps meet at barrier `id`.
+__device__ inline void NamedBarrier(int id, int count) {
+  asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(count) : "memory");
+}
+
+__device__ inline int LoadAcquire(const int32_t* pointer) {
+  int value;
+  asm volatile("ld.acquire.gpu.global.b32 %0, [%1];" : "=r"(value) : "l"(pointer) : "memory");
+  return value;
+}
+
+}  // namespace nwor::ptx

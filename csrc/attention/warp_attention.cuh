@@ -1,0 +1,405 @@
+#pragma once
+
+#include "attention/verify_traits.cuh"
+
+namespace nwor {
+
+// One warp's rows against the tokens of its stream, one step at a time: scores, online softmax,
+// weighted values, all in registers. Rows are packed: row = q * group + head.
+//
+// A lane holds rows lane / 4 and lane / 4 + 8 of each 16-row fragment, as mma.m16n8k16 lays it out.
+template <class Traits>
+class WarpAttention {
+  using Product = typename Traits::Product;
+  static constexpr int kRowFragments = Traits::kRowFragments;
+  static constexpr int kTokenFragments = Traits::kTokenFragments;
+  static constexpr int kChannelFragments = Traits::kHeadDim / 8;
+  static constexpr int kInnerSteps = Traits::kInnerSteps;
+  static constexpr float kLog2E = 1.4426950408889634f;
+  // A row's reference maximum follows its true maximum only when that runs ahead by this much
+  // (log2 units): outputs are rescaled rarely, weights stay below 2^8.
+  static constexpr float kMaxLead = 8.0f;
+
+ public:
+  __device__ WarpAttention(const VerifyArgs& args, const SharedItem& item, uint32_t query,
+                           const int32_t* positions, int first_row)
+      : args_(args), item_(item), positions_(positions), first_row_(first_row) {
+    const int row = first_row + static_cast<int>(threadIdx.x % 16);
+    query_row_ = query + row * Traits::kRowBytes;
+    if constexpr (Traits::kQueryInRegisters) {
+#pragma unroll
+      for (int k = 0; k < kInnerSteps; ++k) ptx::LoadMatrix4(query_[k], QueryAddress(0, k));
+    }
+#pragma unroll
+    for (int m = 0; m < kRowFragments; ++m) {
+      max_[m][0] = max_[m][1] = -INFINITY;
+      sum_[m][0] = sum_[m][1] = 0.0f;
+#pragma unroll
+      for (int n = 0; n < kChannelFragments; ++n) {
+        out_[m][n][0] = out_[m][n][1] = out_[m][n][2] = out_[m][n][3] = 0.0f;
+      }
+    }
+  }
+
+  // One step of tokens in a stage: kFloat8 pages, or 16-bit ones. Those at or past `end` do not
+  // exist. The tokens are in-flight rows of the request, or of its prefix.
+  template <bool kFloat8>
+  __device__ void Step(uint32_t stage, int first, int end, bool in_flight) {
+    constexpr int kFragments = kFloat8 ? kTokenFragments : Traits::kTailTokens / 8;
+    const float scale = kFloat8 ? item_.prefix_scale : item_.tail_scale;
+    float scores[kRowFragments][kFragments][4];
+    Scores<kFragments, kFloat8>(scores, stage);
+    SoftCap(scores, scale);
+    if (in_flight) {
+      MaskRows(scores, first, end);
+    } else {
+      MaskPrefix(scores, first, end);
+    }
+    Softmax(scores, args_.params.softcap == 0.0f ? scale : 1.0f);
+    AddValues<kFragments, kFloat8>(scores, stage + Traits::kStageBytes / 2);
+  }
+
+  // Outputs so far were made of quantised values: brings them to the values' own scale.
+  __device__ void ScaleOutput(float factor) {
+#pragma unroll
+    for (int m = 0; m < kRowFragments; ++m) {
+#pragma unroll
+      for (int n = 0; n < kChannelFragments; ++n) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) out_[m][n][i] *= factor;
+      }
+    }
+  }
+
+  // Leaves maxima, sums and outputs of the warp's rows in shared memory.
+  __device__ void Store(float* max, float* sum, float* out) const {
+    const int lane = threadIdx.x % 32;
+#pragma unroll
+    for (int m = 0; m < kRowFragments; ++m) {
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const int row = first_row_ + m * 16 + half * 8 + lane / 4;
+        float total = sum_[m][half];
+        total += __shfl_xor_sync(0xffffffffu, total, 1);
+        total += __shfl_xor_sync(0xffffffffu, total, 2);
+        if (lane % 4 == 0) {
+          max[row] = max_[m][half];
+          sum[row] = total;
+        }
+        float* out_row = out + row * Traits::kMergeStride;
+        if constexpr (Traits::kFloat8) {
+          // Fragment pairs hold even and odd channels of 16: see AddValues.
+#pragma unroll
+          for (int n = 0; n < kChannelFragments; n += 2) {
+            const float4 four = {out_[m][n][half * 2], out_[m][n + 1][half * 2],
+                                 out_[m][n][half * 2 + 1], out_[m][n + 1][half * 2 + 1]};
+            *reinterpret_cast<float4*>(out_row + n * 8 + lane % 4 * 4) = four;
+          }
+        } else {
+#pragma unroll
+          for (int n = 0; n < kChannelFragments; ++n) {
+            const float2 two = {out_[m][n][half * 2], out_[m][n][half * 2 + 1]};
+            *reinterpret_cast<float2*>(out_row + n * 8 + lane % 4 * 2) = two;
+          }
+        }
+      }
+    }
+  }
+
+ private:
+  __device__ uint32_t QueryAddress(int fragment, int k) const {
+    const int lane = threadIdx.x % 32;
+    const int chunk = 2 * k + lane / 16;
+    return query_row_ + fragment * 16 * Traits::kRowBytes +
+           ((chunk ^ Swizzle<Traits::kRowBytes>(lane % 16)) << 4);
+  }
+
+  template <int kFragments, bool kFloat8>
+  __device__ void Scores(float (&scores)[kRowFragments][kFragments][4], uint32_t keys) const {
+#pragma unroll
+    for (int m = 0; m < kRowFragments; ++m) {
+#pragma unroll
+      for (int n = 0; n < kFragments; ++n) {
+        scores[m][n][0] = scores[m][n][1] = scores[m][n][2] = scores[m][n][3] = 0.0f;
+      }
+    }
+#pragma unroll
+    for (int k = 0; k < kInnerSteps; ++k) {
+      uint32_t b[kFragments][2];
+      LoadKeys<kFragments, kFloat8>(b, keys, k);
+#pragma unroll
+      for (int m = 0; m < kRowFragments; ++m) {
+        uint32_t a[4];
+        if constexpr (Traits::kQueryInRegisters) {
+#pragma unroll
+          for (int i = 0; i < 4; ++i) a[i] = query_[k][i];
+        } else {
+          ptx::LoadMatrix4(a, QueryAddress(m, k));
+        }
+#pragma unroll
+        for (int n = 0; n < kFragments; ++n) ptx::Mma<Product>(scores[m][n], a, b[n][0], b[n][1]);
+      }
+    }
+  }
+
+  // B fragments of K, channels 16k..16k+15. Beside float8 pages the inner channels are taken in the
+  // order in which a lane finds them there: 4c..4c+3 for lane c of four. Queries are stored so.
+  template <int kFragments, bool kFloat8>
+  __device__ static void LoadKeys(uint32_t (&b)[kFragments][2], uint32_t keys, int k) {
+    const int lane = threadIdx.x % 32;
+    if constexpr (kFloat8) {
+#pragma unroll
+      for (int n = 0; n < kFragments; n += 4) {
+        uint32_t r[4];
+        ptx::LoadMatrix4(r, keys + ChunkOffset<Traits::kCacheRowBytes>(n * 8 + lane, k));
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          b[n + i][0] = ptx::Float8ToHalf2(r[i] & 0xffffu);
+          b[n + i][1] = ptx::Float8ToHalf2(r[i] >> 16);
+        }
+      }
+    } else if constexpr (Traits::kFloat8) {
+#pragma unroll
+      for (int n = 0; n < kFragments; ++n) {
+        const uint2 four = ptx::LoadShared64(
+            keys + ChunkOffset<Traits::kRowBytes>(n * 8 + lane / 4, 2 * k + lane % 4 / 2) +
+            lane % 2 * 8);
+        b[n][0] = ptx::ToHalf2<typename Traits::Row>(four.x);
+        b[n][1] = ptx::ToHalf2<typename Traits::Row>(four.y);
+      }
+    } else {
+#pragma unroll
+      for (int n = 0; n < kFragments; n += 2) {
+        uint32_t r[4];
+        const int row = n * 8 + lane % 8 + lane / 16 * 8;
+        ptx::LoadMatrix4(r, keys + ChunkOffset<Traits::kRowBytes>(row, 2 * k + lane / 8 % 2));
+        b[n][0] = r[0];
+        b[n][1] = r[1];
+        b[n + 1][0] = r[2];
+        b[n + 1][1] = r[3];
+      }
+    }
+  }
+
+  // logit = cap * tanh(score * scale / cap), in log2 units.
+  template <int kFragments>
+  __device__ void SoftCap(float (&scores)[kRowFragments][kFragments][4], float scale) const {
+    const float cap = args_.params.softcap;
+    if (cap == 0.0f) return;
+    const float inner = 2.0f * scale / cap;  // exp(2x) of the argument, as a power of two
+    const float outer = cap * kLog2E;
+#pragma unroll
+    for (int m = 0; m < kRowFragments; ++m) {
+#pragma unroll
+      for (int n = 0; n < kFragments; ++n) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          const float power = ptx::Exp2(scores[m][n][i] * inner);
+          scores[m][n][i] = outer * (1.0f - __fdividef(2.0f, 1.0f + power));
+        }
+      }
+    }
+  }
+  // Masks what a row does not see: bit j of bits(row) is the step's token j.
+  template <int kFragments, typename RowBits>
+  __device__ void Mask(float (&scores)[kRowFragments][kFragments][4], RowBits bits) const {
+    const int lane = threadIdx.x % 32;
+#pragma unroll
+    for (int m = 0; m < kRowFragments; ++m) {
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const uint32_t seen = bits(first_row_ + m * 16 + half * 8 + lane / 4) >> (lane % 4 * 2);
+#pragma unroll
+        for (int n = 0; n < kFragments; ++n) {
+          if (!(seen >> (n * 8) & 1)) scores[m][n][half * 2] = -INFINITY;
+          if (!(seen >> (n * 8) & 2)) scores[m][n][half * 2 + 1] = -INFINITY;
+        }
+      }
+    }
+  }
+
+  // Bits 0 .. count-1; count may lie outside 0..32.
+  __device__ static uint32_t LowBits(int count) {
+    return count <= 0 ? 0u : count >= 32 ? ~0u : (1u << count) - 1;
+  }
+
+  // Tested only at the ends of what the rows see.
+  template <int kFragments>
+  __device__ void MaskPrefix(float (&scores)[kRowFragments][kFragments][4], int first,
+                             int end) const {
+    // Rows stand at prefix_tokens and beyond, at most request_rows - 1 further.
+    const int window = args_.params.window;
+    const int clear_begin =
+        window > 0 ? item_.plan.prefix_tokens + item_.plan.request_rows - window : 0;
+    if (first + kFragments * 8 <= end && first >= clear_begin) return;
+    Mask(scores, [&](int row) {
+      const uint32_t past = window > 0 ? LowBits(positions_[row] - window + 1 - first) : 0u;
+      return LowBits(end - first) & ~past;
+    });
+  }
+
+  template <int kFragments>
+  __device__ void MaskRows(float (&scores)[kRowFragments][kFragments][4], int first,
+                           int end) const {
+    const VerifyParams& p = args_.params;
+    const int group = p.num_heads / p.num_kv_heads;
+    const int last_row = item_.plan.request_rows - 1;
+    const int key_row = min(first + static_cast<int>(threadIdx.x % 32), last_row);
+    const int depth = p.window > 0 ? RowDepth(p, item_.plan.query_start, key_row) : 0;
+    Mask(scores, [&](int row) {
+      const int query_row = min((item_.plan.row_begin + row) / group, last_row);
+      uint32_t seen = LowBits(query_row + 1 - first);
+      if (p.tree_mask != nullptr) {
+        // A step's rows lie in one mask word: steps start at multiples of 16 or 32.
+        const int64_t at = item_.plan.query_start + query_row;
+        seen = static_cast<uint32_t>(p.tree_mask[at * p.mask_words + first / 64] >> (first % 64));
+      }
+      if (p.window > 0) {
+        const int oldest = positions_[row] - item_.plan.prefix_tokens - p.window + 1;
+#pragma unroll 1
+        for (int j = 0; j < kFragments * 8; ++j) {
+          if (__shfl_sync(0xffffffffu, depth, j) < oldest) seen &= ~(1u << j);
+        }
+      }
+      return seen & LowBits(end - first);
+    });
+  }
+
+  // Turns scores into weights and updates the rows' maxima and sums. A masked score is -infinity.
+  template <int kFragments>
+  __device__ void Softmax(float (&scores)[kRowFragments][kFragments][4], float scale) {
+    float factor[kRowFragments][2];
+    bool rescale = false;
+#pragma unroll
+    for (int m = 0; m < kRowFragments; ++m) {
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        float top = -INFINITY;
+#pragma unroll
+        for (int n = 0; n < kFragments; ++n) {
+          top = fmaxf(top, fmaxf(scores[m][n][half * 2], scores[m][n][half * 2 + 1]));
+        }
+        top = fmaxf(top, __shfl_xor_sync(0xffffffffu, top, 1));
+        top = fmaxf(top, __shfl_xor_sync(0xffffffffu, top, 2)) * scale;
+        const float before = max_[m][half];
+        const bool ahead = top > before + kMaxLead;
+        const float after = ahead ? top : before;
+        factor[m][half] = ahead ? ptx::Exp2(before - after) : 1.0f;
+        rescale |= ahead;
+        max_[m][half] = after;
+        const float base = after == -INFINITY ? 0.0f : after;
+        float total = 0.0f;
+#pragma unroll
+        for (int n = 0; n < kFragments; ++n) {
+#pragma unroll
+          for (int i = half * 2; i < half * 2 + 2; ++i) {
+            const float weight = ptx::Exp2(fmaf(scores[m][n][i], scale, -base));
+            scores[m][n][i] = weight;
+            total += weight;
+          }
+        }
+        sum_[m][half] = fmaf(sum_[m][half], factor[m][half], total);
+      }
+    }
+    if (!__any_sync(0xffffffffu, rescale)) return;
+#pragma unroll
+    for (int m = 0; m < kRowFragments; ++m) {
+#pragma unroll
+      for (int n = 0; n < kChannelFragments; ++n) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) out_[m][n][i] *= factor[m][i / 2];
+      }
+    }
+  }
+
+  template <int kFragments, bool kFloat8>
+  __device__ void AddValues(const float (&weights)[kRowFragments][kFragments][4], uint32_t values) {
+    const int lane = threadIdx.x % 32;
+    uint32_t a[kRowFragments][kFragments / 2][4];
+#pragma unroll
+    for (int m = 0; m < kRowFragments; ++m) {
+#pragma unroll
+      for (int k = 0; k < kFragments / 2; ++k) {
+        const auto& low = weights[m][2 * k];
+        const auto& high = weights[m][2 * k + 1];
+        a[m][k][0] = ptx::Pack<Product>(low[0], low[1]);
+        a[m][k][1] = ptx::Pack<Product>(low[2], low[3]);
+        a[m][k][2] = ptx::Pack<Product>(high[0], high[1]);
+        a[m][k][3] = ptx::Pack<Product>(high[2], high[3]);
+      }
+    }
+#pragma unroll
+    for (int n = 0; n < kChannelFragments; n += 2) {
+#pragma unroll
+      for (int k = 0; k < kFragments / 2; ++k) {
+        uint32_t b[2][2];  // [channel fragment][token half]
+        if constexpr (kFloat8) {
+          if (k % 2 == 0) {
+            // Two steps of 16 tokens at a time; a lane gets channels 2c and 2c+1 of two tokens.
+            LoadMatrix(values + ChunkOffset<Traits::kCacheRowBytes>(k * 16 + lane, n / 2));
+          }
+          SplitChannels(b, k % 2);
+        } else if constexpr (Traits::kFloat8) {
+          LoadTailValues(b, values, k, n);
+        } else {
+          uint32_t r[4];
+          const int row = k * 16 + lane % 16;
+          ptx::LoadMatrix4Transposed(r,
+                                     values + ChunkOffset<Traits::kRowBytes>(row, n + lane / 16));
+          b[0][0] = r[0];
+          b[0][1] = r[1];
+          b[1][0] = r[2];
+          b[1][1] = r[3];
+        }
+#pragma unroll
+        for (int m = 0; m < kRowFragments; ++m) {
+          ptx::Mma<Product>(out_[m][n], a[m][k], b[0][0], b[0][1]);
+          ptx::Mma<Product>(out_[m][n + 1], a[m][k], b[1][0], b[1][1]);
+        }
+      }
+    }
+  }
+
+  __device__ void LoadMatrix(uint32_t address) { ptx::LoadMatrix4Transposed(quad_, address); }
+
+  // Even channels to fragment 0, odd ones to fragment 1.
+  __device__ void SplitChannels(uint32_t (&b)[2][2], int step) const {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const uint32_t sorted = __byte_perm(quad_[step * 2 + half], 0, 0x3120);
+      b[0][half] = ptx::Float8ToHalf2(sorted & 0xffffu);
+      b[1][half] = ptx::Float8ToHalf2(sorted >> 16);
+    }
+  }
+
+  // The same fragments from 16-bit rows.
+  __device__ static void LoadTailValues(uint32_t (&b)[2][2], uint32_t values, int k, int n) {
+    const int lane = threadIdx.x % 32;
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      uint32_t pair[2];
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        const int row = k * 16 + half * 8 + lane % 4 * 2 + i;
+        const uint32_t two = ptx::LoadShared32(
+            values + ChunkOffset<Traits::kRowBytes>(row, n + lane / 16) + lane / 4 % 4 * 4);
+        pair[i] = ptx::ToHalf2<typename Traits::Row>(two);
+      }
+      b[0][half] = __byte_perm(pair[0], pair[1], 0x5410);
+      b[1][half] = __byte_perm(pair[0], pair[1], 0x7632);
+    }
+  }
+
+  const VerifyArgs& args_;
+  const SharedItem& item_;
+  const int32_t* positions_;
+  int first_row_;
+  uint32_t query_row_;
+  uint32_t query_[Traits::kQueryInRegisters ? kInnerSteps : 1][4];
+  uint32_t quad_[4];
+  float max_[kRowFragments][2];
+  float sum_[kRowFragments][2];  // this lane's share
+  float out_[kRowFragments][kChannelFragments][4];
+};
+
+}  // namespace nwor
