@@ -1,37 +1,11 @@
-#include <algorithm>
-#include <bit>
 #include <vector>
 
 #include "kv_interceptor/commit.h"
 #include "kv_interceptor/commit_path.h"
+#include "kv_interceptor/slot_set.h"
 
 namespace nwor {
 namespace {
-
-// Slots seen so far in one group; open addressing, reused between commits.
-class SlotSet {
- public:
-  void Reset(int64_t num_entries) {
-    const auto size = std::bit_ceil(static_cast<uint64_t>(std::max<int64_t>(16, 2 * num_entries)));
-    table_.assign(size, -1);
-  }
-
-  // False when the slot is there already.
-  bool Insert(int64_t slot) {
-    const uint64_t mask = table_.size() - 1;
-    for (uint64_t at = (static_cast<uint64_t>(slot) * 0x9e3779b97f4a7c15ULL) >> 32;; ++at) {
-      int64_t& entry = table_[at & mask];
-      if (entry == slot) return false;
-      if (entry == -1) {
-        entry = slot;
-        return true;
-      }
-    }
-  }
-
- private:
-  std::vector<int64_t> table_;
-};
 
 CommitVerdict CheckRound(const CommitParams& params) {
   if (params.round_status != nullptr && params.round_status[kStatusCode] != 0) {

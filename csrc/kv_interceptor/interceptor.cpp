@@ -8,6 +8,7 @@
 
 #include "check.h"
 #include "kv_interceptor/agreement.h"
+#include "kv_interceptor/kv_ops.h"
 #include "kv_interceptor/round.h"
 #include "kv_interceptor/tensor_layout.h"
 #include "profiling.h"
@@ -297,12 +298,7 @@ Outcome Interceptor::Impl::WriteLayer(BoundLayer& layer, const WriteCall& call) 
 BypassReason Interceptor::Impl::CheckSlotsOnCpu(const BoundLayer& layer, const StageParams& params,
                                                 const RowsToWrite& chosen,
                                                 std::string* detail) const {
-  const int64_t num_slots = params.cache.geometry.num_slots();
-  for (int32_t i = 0; i < params.num_rows; ++i) {
-    const int64_t slot = params.slot_mapping[i];
-    NWOR_CHECK(slot >= -1 && slot < num_slots, "slot_mapping: got ", slot, " at ", i,
-               ", expected -1 to ", num_slots - 1);
-  }
+  CheckStageOnCpu(params);
   if (params.group_slots == nullptr) return BypassReason::kNone;
   for (int32_t i = 0; i < params.num_rows; ++i) {
     const int32_t row = chosen.stage_rows[i];

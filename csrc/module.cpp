@@ -1,0 +1,280 @@
+#include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
+#include <torch/csrc/autograd/python_variable.h>
+#include <torch/csrc/utils/pybind.h>
+
+#include "build_info.h"
+#include "check.h"
+#include "kv_interceptor/contract_checker.h"
+#include "kv_interceptor/interceptor.h"
+#include "metrics/counters.h"
+#include "metrics/exporter.h"
+
+// The Python face of the library's objects: configuration, interceptor, checker, metrics. No tensor
+// math here; ops are reached through torch.ops.
+
+namespace py = pybind11;
+
+namespace nwor {
+namespace {
+
+constexpr const char* Name(Action action) {
+  switch (action) {
+    case Action::kStage:
+      return "stage";
+    case Action::kDirect:
+      return "direct";
+    case Action::kBypass:
+      return "bypass";
+  }
+  return "unknown";
+}
+
+RowSpace ParseRowSpace(const std::string& rows) {
+  NWOR_CHECK(rows == "batch" || rows == "request", "rows: got '", rows,
+             "', expected 'batch' or 'request'");
+  return rows == "batch" ? RowSpace::kBatch : RowSpace::kRequest;
+}
+
+// None, one tensor for the only group, or one per group.
+std::vector<at::Tensor> ParseSlots(const py::object& slots) {
+  if (slots.is_none()) return {};
+  if (THPVariable_Check(slots.ptr())) return {slots.cast<at::Tensor>()};
+  return slots.cast<std::vector<at::Tensor>>();
+}
+
+py::dict NonZeroReasons(const std::array<int64_t, kNumBypassReasons>& fallbacks) {
+  py::dict reasons;
+  for (int i = 0; i < kNumBypassReasons; ++i) {
+    if (fallbacks[i] > 0) reasons[py::str(kBypassReasonTexts[i].label)] = fallbacks[i];
+  }
+  return reasons;
+}
+
+py::dict StatsDict(const Interceptor::Stats& stats) {
+  py::dict dict;
+  dict["rounds"] = stats.rounds;
+  dict["aborted_rounds"] = stats.aborted_rounds;
+  dict["stage_operations"] = stats.stage_operations;
+  dict["staged_tokens"] = stats.staged_tokens;
+  dict["committed_tokens"] = stats.committed_tokens;
+  dict["rejected_tokens"] = stats.rejected_tokens;
+  dict["cache_bytes_written"] = stats.cache_bytes_written;
+  dict["cache_bytes_avoided"] = stats.cache_bytes_avoided;
+  dict["staging_bytes"] = stats.staging_bytes;
+  dict["fallbacks"] = NonZeroReasons(stats.fallbacks);
+  dict["layers"] = stats.num_layers;
+  dict["groups"] = stats.num_groups;
+  dict["epoch"] = stats.epoch;
+  dict["round_open"] = stats.round_open;
+  return dict;
+}
+
+py::dict MetricsSnapshot() {
+  const CountersSnapshot snapshot = [] {
+    const py::gil_scoped_release release;  // may wait for a device
+    return Counters::Global().Read();
+  }();
+  py::dict dict;
+  for (int i = 0; i < kNumCounters; ++i) dict[kCounterTexts[i].metric] = snapshot.values[i];
+  dict["nwor_staging_bytes"] = snapshot.staging_bytes;
+  dict["nwor_fallback_total"] = NonZeroReasons(snapshot.fallbacks);
+  int64_t count = 0;
+  for (const int64_t bucket : snapshot.latency_buckets) count += bucket;
+  dict["nwor_commit_seconds_count"] = count;
+  dict["nwor_commit_seconds_sum"] = snapshot.latency_sum_seconds;
+  return dict;
+}
+
+py::dict MetricsStatus() {
+  const ExporterStatus status = GetExporterStatus();
+  py::dict dict;
+  dict["built"] = status.built;
+  dict["serving"] = status.serving;
+  dict["host"] = status.host;
+  dict["port"] = status.port;
+  dict["problem"] = status.problem;
+  return dict;
+}
+
+// Errors become nwor_specpv.NworError, which is defined in Python so that it exists without us.
+void BindErrors() {
+  py::register_local_exception_translator([](std::exception_ptr pointer) {
+    try {
+      if (pointer) std::rethrow_exception(pointer);
+    } catch (const Error& error) {
+      py::set_error(py::module_::import("nwor_specpv.errors").attr("NworError"), error.what());
+    }
+  });
+}
+
+void BindRounds(py::module_& m) {
+  py::class_<NworConfig>(m, "NworConfig")
+      .def(py::init([](bool enable_nwor, bool strict, int64_t staging_rows,
+                       int64_t max_staging_bytes, std::string agreement_group) {
+             return NworConfig{enable_nwor, strict, staging_rows, max_staging_bytes,
+                               std::move(agreement_group)};
+           }),
+           py::kw_only(), py::arg("enable_nwor") = true, py::arg("strict") = false,
+           py::arg("staging_rows") = NworConfig{}.staging_rows,
+           py::arg("max_staging_bytes") = NworConfig{}.max_staging_bytes,
+           py::arg("agreement_group") = "")
+      .def_readwrite("enable_nwor", &NworConfig::enable_nwor)
+      .def_readwrite("strict", &NworConfig::strict)
+      .def_readwrite("staging_rows", &NworConfig::staging_rows)
+      .def_readwrite("max_staging_bytes", &NworConfig::max_staging_bytes)
+      .def_readwrite("agreement_group", &NworConfig::agreement_group);
+
+  py::class_<RoundPlan>(m, "RoundPlan")
+      .def(py::init([](std::vector<int32_t> query_lens, std::vector<int32_t> num_drafts,
+                       std::vector<std::vector<int32_t>> parents) {
+             return RoundPlan{std::move(query_lens), std::move(num_drafts), std::move(parents)};
+           }),
+           py::arg("query_lens"), py::arg("num_drafts"),
+           py::arg("parents") = std::vector<std::vector<int32_t>>{})
+      .def_readonly("query_lens", &RoundPlan::query_lens)
+      .def_readonly("num_drafts", &RoundPlan::num_drafts)
+      .def_readonly("parents", &RoundPlan::parents);
+
+  py::class_<Decision>(m, "Decision")
+      .def_readonly("stage", &Decision::stage)
+      .def_property_readonly("reason", [](const Decision& d) { return Label(d.reason); })
+      .def_readonly("epoch", &Decision::epoch)
+      .def("__repr__", [](const Decision& d) {
+        return Concat("Decision(stage=", d.stage ? "True" : "False", ", reason='", Label(d.reason),
+                      "', epoch=", d.epoch, ")");
+      });
+
+  py::class_<Outcome>(m, "Outcome")
+      .def_property_readonly("action", [](const Outcome& o) { return Name(o.action); })
+      .def_property_readonly("reason", [](const Outcome& o) { return Label(o.reason); })
+      .def_readonly("staged_rows", &Outcome::staged_rows)
+      .def("__repr__", [](const Outcome& o) {
+        return Concat("Outcome(action='", Name(o.action), "', reason='", Label(o.reason),
+                      "', staged_rows=", o.staged_rows, ")");
+      });
+
+  py::class_<CommitVerdict>(m, "CommitVerdict")
+      .def_property_readonly("error", [](const CommitVerdict& v) { return Label(v.error); })
+      .def_readonly("request", &CommitVerdict::request)
+      .def_readonly("index", &CommitVerdict::index)
+      .def_readonly("value", &CommitVerdict::value);
+
+  py::class_<Receipt>(m, "Receipt")
+      .def_property_readonly("ok", &Receipt::ok)
+      .def_property_readonly("verdict", &Receipt::verdict)
+      .def_property_readonly("committed_tokens", &Receipt::committed_tokens)
+      .def_property_readonly("degraded", [](const Receipt& r) { return Label(r.degraded); })
+      .def_readonly("problem", &Receipt::problem)
+      .def_readonly("status", &Receipt::status)
+      .def_readonly("epoch", &Receipt::epoch);
+}
+
+void BindInterceptor(py::module_& m) {
+  py::class_<Interceptor>(m, "Interceptor")
+      .def(py::init([](const NworConfig& config) {
+             auto interceptor = std::make_unique<Interceptor>(config);
+             interceptor->SetLogSink([](BypassReason reason, std::string_view message) {
+               const py::gil_scoped_acquire acquire;
+               py::module_::import("nwor_specpv.errors").attr("log_bypass")(Label(reason), message);
+             });
+             return interceptor;
+           }),
+           py::arg("config") = NworConfig{})
+      .def("bind_layer", &Interceptor::BindLayer, py::arg("name"), py::arg("key_cache"),
+           py::arg("value_cache"), py::arg("group") = 0, py::arg("k_scale") = py::none(),
+           py::arg("v_scale") = py::none(), py::arg("dtype") = py::none())
+      .def("begin", &Interceptor::Begin, py::arg("plan"))
+      .def("write", &Interceptor::Write, py::arg("layer"), py::arg("key"), py::arg("value"),
+           py::arg("slot_mapping"), py::arg("rows") = py::none(), py::arg("epoch") = py::none())
+      .def(
+          "commit",
+          [](Interceptor& self, const at::Tensor& path, const at::Tensor& counts,
+             const py::object& slots, const std::string& rows, bool last) {
+            const std::vector<at::Tensor> group_slots = ParseSlots(slots);
+            const RowSpace space = ParseRowSpace(rows);
+            const py::gil_scoped_release release;  // may wait for other ranks
+            return self.Commit(path, counts, group_slots, space, last);
+          },
+          py::arg("path"), py::arg("counts"), py::arg("slots") = py::none(),
+          py::arg("rows") = "batch", py::arg("last") = true)
+      .def("abort", &Interceptor::Abort)
+      .def(
+          "set_enabled", [](Interceptor& self, bool enabled) { self.SetEnabled(enabled); },
+          py::arg("enabled"))
+      .def("stats",
+           [](const Interceptor& self) {
+             Interceptor::Stats stats;
+             {
+               const py::gil_scoped_release release;  // may wait for the device
+               stats = self.stats();
+             }
+             return StatsDict(stats);
+           })
+      .def_property_readonly("mode",
+                             [](const Interceptor& self) {
+                               return self.mode() == Mode::kStage ? "stage" : "disabled";
+                             })
+      .def(
+          "staged",
+          [](const Interceptor& self, int group) {
+            const StagingBuffer* staging = self.staging(group);
+            NWOR_CHECK(staging != nullptr && staging->keys().defined(), "group: got ", group,
+                       ", expected a group that has staged something");
+            return std::pair(staging->keys(), staging->values());
+          },
+          py::arg("group") = 0, "K and V in staging, [layers, rows, heads, channels].")
+      .def(
+          "stage_rows", [](const Interceptor& self) { return self.round().stage_rows; },
+          "The staging row of each row of the batch, -1 for those written directly.");
+}
+
+void BindChecker(py::module_& m) {
+  py::class_<Violation>(m, "Violation")
+      .def_readonly("rule", &Violation::rule)
+      .def_readonly("layer", &Violation::layer)
+      .def_readonly("slot", &Violation::slot)
+      .def_readonly("detail", &Violation::detail)
+      .def("__repr__", [](const Violation& v) {
+        return Concat("Violation(rule='", v.rule, "', layer='", v.layer, "', slot=", v.slot,
+                      ", detail='", v.detail, "')");
+      });
+
+  py::class_<ContractChecker>(m, "ContractChecker")
+      .def(py::init<Interceptor&>(), py::arg("interceptor"), py::keep_alive<1, 2>())
+      .def("snapshot", &ContractChecker::Snapshot)
+      .def("tell_request", &ContractChecker::TellRequest, py::arg("request"), py::arg("num_tokens"),
+           py::arg("num_pages"), py::arg("page_size"))
+      .def("tell_free_slots", &ContractChecker::TellFreeSlots, py::arg("free_slots"))
+      .def("verify_staged", &ContractChecker::VerifyStaged)
+      .def("verify", &ContractChecker::Verify, py::arg("receipt") = nullptr,
+           py::arg("emitted") = std::vector<int64_t>{});
+}
+
+void BindMetrics(py::module_& m) {
+  m.def("metrics_snapshot", &MetricsSnapshot);
+  m.def("metrics_status", &MetricsStatus);
+  m.def("metrics_serve", &ServeMetrics, py::arg("host"), py::arg("port"),
+        py::call_guard<py::gil_scoped_release>());
+  m.def("metrics_stop", &StopMetrics, py::call_guard<py::gil_scoped_release>());
+  m.def("metrics_render", &RenderMetrics, py::call_guard<py::gil_scoped_release>());
+  py::dict reasons;
+  for (const BypassReasonText& text : kBypassReasonTexts) {
+    reasons[py::str(text.label)] = text.sentence;
+  }
+  m.attr("BYPASS_REASONS") = reasons;
+  py::list errors;
+  for (const CommitErrorText& text : kCommitErrorTexts) errors.append(text.label);
+  m.attr("COMMIT_ERRORS") = errors;
+}
+
+}  // namespace
+}  // namespace nwor
+
+PYBIND11_MODULE(_C, m) {
+  nwor::BindErrors();
+  nwor::BindRounds(m);
+  nwor::BindInterceptor(m);
+  nwor::BindChecker(m);
+  nwor::BindMetrics(m);
+}

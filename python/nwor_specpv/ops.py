@@ -1,0 +1,110 @@
+"""The ops, checked: `torch.ops.nwor_specpv.*` with wrong use reported as NworError.
+
+Every op has CPU, CUDA and shape-only (fake) kernels. Under torch.compile the torch op is called
+directly.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from .errors import NworError
+
+__all__ = ["commit", "write_kv"]
+
+
+def call(op: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Calls a torch op of ours; its ValueError becomes a NworError."""
+    if torch.compiler.is_compiling():
+        return op(*args, **kwargs)
+    try:
+        return op(*args, **kwargs)
+    except ValueError as error:
+        raise NworError(str(error)) from None
+    except RuntimeError as error:
+        # A wrong argument type or a mix of devices stops in torch before it reaches the op.
+        if "nwor_specpv::" in str(error):
+            raise NworError(str(error).split("\n")[0]) from None
+        raise
+
+
+def write_kv(
+    key: torch.Tensor,
+    value: torch.Tensor,
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    slot_mapping: torch.Tensor,
+    stage_rows: torch.Tensor,
+    staged_key: torch.Tensor,
+    staged_value: torch.Tensor,
+    k_scale: torch.Tensor | None = None,
+    v_scale: torch.Tensor | None = None,
+    *,
+    exclusive: bool = False,
+    status: torch.Tensor | None = None,
+) -> None:
+    """The interception point: writes each row to its cache slot and to its staging row.
+
+    Row t of `key`, `value` [T, H, D] goes to cache slot `slot_mapping[t]` (int64) if that is >= 0
+    and to staging row `stage_rows[t]` (int32) if that is >= 0. With `exclusive` a staged row does
+    not go to the cache. Caches are [P, S, H, D] views of any layout with contiguous channels, of
+    the rows' dtype or float8_e4m3fn with `k_scale`, `v_scale` (one element or one per head).
+
+    On the CPU a slot or row out of range, or named twice, raises and nothing is written. On CUDA
+    such a row is skipped and `status` (int64[8], optional) tells the first.
+    """
+    call(
+        torch.ops.nwor_specpv.write_kv.default,
+        key,
+        value,
+        key_cache,
+        value_cache,
+        slot_mapping,
+        stage_rows,
+        staged_key,
+        staged_value,
+        k_scale,
+        v_scale,
+        exclusive,
+        status,
+    )
+
+
+def commit(
+    staged_key: torch.Tensor,
+    staged_value: torch.Tensor,
+    key_caches: Sequence[torch.Tensor],
+    value_caches: Sequence[torch.Tensor],
+    path: torch.Tensor,
+    counts: torch.Tensor,
+    slots: torch.Tensor,
+    status: torch.Tensor,
+    parents: torch.Tensor | None = None,
+    k_scales: Sequence[torch.Tensor] | None = None,
+    v_scales: Sequence[torch.Tensor] | None = None,
+) -> None:
+    """Moves accepted rows from staging to the caches of every layer, or none of them.
+
+    `path` [B, depth] int32 holds staging rows, -1 padded; the first `counts[b]` of request b go to
+    `slots[b, i]` in all layers. `status` (int64[8]) becomes 0 or a CommitError code (see
+    `nwor_specpv.COMMIT_ERRORS`), the offending request, index and value, and the tokens committed.
+    `parents` [M] int32: staging row of each row's parent, -1 for the root; without it a path must
+    only ascend. One launch, no host sync, capturable in a CUDA graph.
+    """
+    call(
+        torch.ops.nwor_specpv.commit.default,
+        staged_key,
+        staged_value,
+        list(key_caches),
+        list(value_caches),
+        path,
+        counts,
+        slots,
+        status,
+        parents,
+        None if k_scales is None else list(k_scales),
+        None if v_scales is None else list(v_scales),
+    )
