@@ -3,7 +3,8 @@
     pip install --no-build-isolation .        # or -e . : rebuilds only what changed
     python setup.py build_ext --inplace       # what `make build` runs
 
-The CMake folder build/<interpreter>-torch-<version> is kept between builds. Environment:
+The CMake folder build/<interpreter>-torch-<version> is kept between builds; build/current points to
+the one that was last built in place. Environment:
 
     MAX_JOBS              compiler processes at once (default: by cores and free memory)
     NWOR_CUDA             AUTO | ON | OFF
@@ -152,6 +153,10 @@ class cmake_build_ext(build_ext):
                 *("--install", str(build_dir), "--prefix", str(destination)),
                 *("--component", component),
             )
+        if self.inplace:
+            current = ROOT / "build" / "current"
+            current.unlink(missing_ok=True)
+            current.symlink_to(build_dir.name)
 
     def _call(self, *arguments: str) -> None:
         command = [str(self._cmake), *arguments]

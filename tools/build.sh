@@ -1,0 +1,49 @@
+#!/usr/bin/env bash
+# What `make build` does: an incremental CMake build of the libraries and the GoogleTest suite, placed into
+# python/nwor_specpv, and an editable install the first time. build/current points to the CMake folder.
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+
+python=.venv/bin/python
+stamp=.venv/.nwor-editable
+
+say() { printf 'build: %s\n' "$*"; }
+
+[[ -x "$python" ]] || { say "there is no .venv; run make setup first" >&2; exit 1; }
+
+# One architecture builds much faster than the default four, and a checkout is for this machine.
+choose_architectures() {
+  local nvcc capabilities
+  nvcc="$(command -v nvcc || true)"
+  [[ -n "$nvcc" ]] || nvcc="${CUDA_HOME:-/usr/local/cuda}/bin/nvcc"
+  if [[ "${NWOR_CUDA:-AUTO}" == OFF || ! -x "$nvcc" ]]; then
+    return
+  fi
+  if [[ -n "${TORCH_CUDA_ARCH_LIST:-}" ]]; then
+    say "CUDA kernels for $TORCH_CUDA_ARCH_LIST (TORCH_CUDA_ARCH_LIST)"
+    return
+  fi
+  capabilities="$(nvidia-smi --query-gpu=compute_cap --format=csv,noheader 2>/dev/null | sort -u || true)"
+  if [[ "$capabilities" =~ ^[0-9]+\.[0-9]+ ]]; then
+    # Hopper's own instructions exist only under the name 9.0a.
+    TORCH_CUDA_ARCH_LIST="$(sed 's/^9\.0$/9.0a/' <<<"$capabilities" | paste -sd ';')"
+    say "CUDA kernels for $TORCH_CUDA_ARCH_LIST (the GPU here)"
+  else
+    TORCH_CUDA_ARCH_LIST=9.0a
+    say "CUDA kernels for 9.0a (no GPU here; TORCH_CUDA_ARCH_LIST chooses others)"
+  fi
+  export TORCH_CUDA_ARCH_LIST
+}
+
+choose_architectures
+export NWOR_BUILD_TESTS=ON
+"$python" setup.py -q build_ext --inplace
+
+# The editable install only names this folder; it is made anew when the package's description changes.
+wanted="$(cat pyproject.toml setup.py | sha256sum | cut -d' ' -f1) $PWD"
+if [[ "$(cat "$stamp" 2>/dev/null || true)" != "$wanted" ]]; then
+  say "installing nwor_specpv into .venv (editable)"
+  .venv/bin/uv pip install -q --python "$python" --no-build-isolation --no-deps -e .
+  printf '%s\n' "$wanted" >"$stamp"
+fi
+say "done: $(cat python/nwor_specpv/_build_info.json | tr -d '\n' | tr -s ' ')"

@@ -1,0 +1,84 @@
+#!/usr/bin/env bash
+# Debian and Ubuntu packages that the build and the tests need. As root it installs what is missing; otherwise
+# it prints the command to run and fails if something required is missing.
+#
+#   tools/install_system_packages.sh            install, or say how
+#   tools/install_system_packages.sh --check    install nothing, only say what is missing
+set -euo pipefail
+
+required=(
+  g++ make git
+  python3-dev python3-venv
+  libgtest-dev
+  prometheus-cpp-dev libcivetweb-dev libcurl4-openssl-dev zlib1g-dev
+)
+# Faster rebuilds; a real Prometheus for the scrape test.
+optional=(ccache prometheus)
+
+say() { printf 'system packages: %s\n' "$*"; }
+
+installed() {
+  [[ "$(dpkg-query -W -f '${db:Status-Status}' "$1" 2>/dev/null)" == installed ]]
+}
+
+list_missing() {
+  local package
+  for package in "$@"; do
+    installed "$package" || printf '%s ' "$package"
+  done
+}
+
+# Installs quietly; shows apt's words only when it fails.
+apt_install() {
+  local log
+  log="$(mktemp)"
+  if ! DEBIAN_FRONTEND=noninteractive apt-get install -y --no-install-recommends "$@" >"$log" 2>&1; then
+    tail -n 20 "$log" >&2
+    rm -f "$log"
+    return 1
+  fi
+  rm -f "$log"
+}
+
+if ! command -v dpkg-query >/dev/null; then
+  say "this is no Debian or Ubuntu; install the equivalents of ${required[*]} (optional: ${optional[*]})"
+  exit 0
+fi
+
+read -r -a missing <<<"$(list_missing "${required[@]}")"
+read -r -a missing_optional <<<"$(list_missing "${optional[@]}")"
+if ((${#missing[@]} == 0 && ${#missing_optional[@]} == 0)); then
+  say "all present"
+  exit 0
+fi
+
+if [[ "${1:-}" == --check || "$(id -u)" != 0 ]]; then
+  say "run this once: sudo apt-get install -y --no-install-recommends ${missing[*]} ${missing_optional[*]}"
+  if ((${#missing[@]} > 0)); then
+    say "stopping: ${missing[*]} not installed"
+    exit 1
+  fi
+  say "going on without ${missing_optional[*]} (optional)"
+  exit 0
+fi
+
+say "installing ${missing[*]} ${missing_optional[*]}"
+apt-get update -qq >/dev/null || say "apt-get update failed; trying with the lists that are here"
+if ((${#missing[@]} > 0)) && ! apt_install "${missing[@]}"; then
+  say "stopping: could not install ${missing[*]}"
+  exit 1
+fi
+# Prometheus brings a service; the tests start their own server on a port of their own and want no other.
+if [[ " ${missing_optional[*]} " == *" prometheus "* && ! -e /usr/sbin/policy-rc.d ]]; then
+  trap 'rm -f /usr/sbin/policy-rc.d' EXIT
+  printf '#!/bin/sh\nexit 101\n' >/usr/sbin/policy-rc.d
+  chmod +x /usr/sbin/policy-rc.d
+fi
+for package in "${missing_optional[@]}"; do
+  if ! apt_install "$package"; then
+    say "going on without $package (optional)"
+  elif [[ "$package" == prometheus ]]; then
+    systemctl disable prometheus.service >/dev/null 2>&1 || true
+  fi
+done
+say "done"

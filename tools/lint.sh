@@ -1,0 +1,31 @@
+#!/usr/bin/env bash
+# What `make lint` does. Every check runs, whatever the one before it said; the status is 1 if any failed.
+# clang-tidy needs the compile commands of a build (make build).
+set -uo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+bin=.venv/bin
+
+failed=()
+run() {
+  local name="$1"
+  shift
+  printf 'lint: %s\n' "$name"
+  "$@" || failed+=("$name")
+}
+
+format_check() {
+  git ls-files -z --cached --others --exclude-standard -- '*.h' '*.cpp' '*.cu' '*.cuh' |
+    xargs -0 -r ls -d 2>/dev/null | xargs -r "$bin/clang-format" --dry-run -Werror
+}
+
+run structure "$bin/python" tools/check_structure.py
+run clang-format format_check
+run "ruff check" "$bin/ruff" check -q .
+run "ruff format" "$bin/ruff" format -q --check .
+run clang-tidy "$bin/python" tools/clang_tidy.py
+
+if ((${#failed[@]} > 0)); then
+  printf 'lint: FAILED: %s\n' "$(IFS=,; printf '%s' "${failed[*]}")"
+  exit 1
+fi
+printf 'lint: clean\n'

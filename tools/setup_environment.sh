@@ -1,0 +1,81 @@
+#!/usr/bin/env bash
+# What `make setup` does: system packages, a virtual environment in .venv, uv, the pinned requirements.
+# Run again it checks and does nothing. PYTHON=<interpreter> chooses the interpreter of a new .venv.
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+
+venv=.venv
+requirements=requirements/dev.txt
+uv_version=0.13.7
+stamp="$venv/.nwor-requirements"
+
+say() { printf 'setup: %s\n' "$*"; }
+stop() {
+  say "$*" >&2
+  exit 1
+}
+
+# Runs, because a shim on the PATH may stand for nothing; and has a version that torch has wheels for.
+usable() {
+  "$1" -c 'import sys; sys.exit(not (3, 10) <= sys.version_info[:2] <= (3, 13))' 2>/dev/null
+}
+
+find_python() {
+  local candidate
+  if [[ -n "${PYTHON:-}" ]]; then
+    usable "$PYTHON" || stop "PYTHON=$PYTHON does not run or is not Python 3.10 to 3.13"
+    printf '%s' "$PYTHON"
+    return
+  fi
+  for candidate in python3 python3.12 python3.11 python3.13 python3.10; do
+    if usable "$candidate"; then
+      printf '%s' "$candidate"
+      return
+    fi
+  done
+  stop "no Python 3.10 to 3.13 found; install one (Debian: apt-get install python3 python3-venv) or pass PYTHON="
+}
+
+make_venv() {
+  local python
+  python="$(find_python)"
+  say "making $venv with $("$python" --version) ($python)"
+  if "$python" -m venv "$venv" >/dev/null 2>&1; then
+    return
+  fi
+  # Debian keeps ensurepip in python3-venv; an environment without pip still works if some pip can fill it.
+  rm -rf "$venv"
+  if "$python" -m venv --without-pip "$venv" >/dev/null 2>&1 &&
+    "$python" -m pip --python "$venv/bin/python" install -q "uv==$uv_version" 2>/dev/null; then
+    return
+  fi
+  rm -rf "$venv"
+  stop "$python cannot make a virtual environment; install python3-venv (Debian: apt-get install python3-venv)"
+}
+
+install_requirements() {
+  if [[ ! -x "$venv/bin/uv" ]]; then
+    say "installing uv $uv_version"
+    "$venv/bin/python" -m pip install -q --disable-pip-version-check "uv==$uv_version"
+  fi
+  say "installing $requirements (torch is large: minutes the first time)"
+  if ! "$venv/bin/uv" pip install -q --python "$venv/bin/python" -r "$requirements"; then
+    say "uv could not; trying pip, which reads pip's own configuration"
+    "$venv/bin/python" -m pip install -q --disable-pip-version-check -r "$requirements"
+  fi
+}
+
+tools/install_system_packages.sh
+
+if [[ ! -x "$venv/bin/python" ]] || ! usable "$venv/bin/python"; then
+  rm -rf "$venv"
+  make_venv
+fi
+
+wanted="$(sha256sum "$requirements" | cut -d' ' -f1)"
+if [[ "$(cat "$stamp" 2>/dev/null || true)" != "$wanted" ]]; then
+  install_requirements
+  printf '%s\n' "$wanted" >"$stamp"
+fi
+say "ready: $("$venv/bin/python" --version), torch $("$venv/bin/python" -c \
+  'import importlib.metadata as m; print(m.version("torch"))') in $venv"
