@@ -6,14 +6,18 @@ paged cache. See `nwor-specpv status` for what this installation can do.
 
 from __future__ import annotations
 
-from . import _stamp
+from . import _broken, _stamp
 
 # Before anything native: a library built for another torch must say so, not crash.
-_stamp.check()
+try:
+    _stamp.check()
+    import torch  # noqa: F401  (its libraries are the ones ours links)
 
-import torch  # noqa: E402, F401  (its libraries are the ones ours links)
+    from . import _C  # noqa: F401
+except (ImportError, OSError) as error:
+    _broken.stop(error)
 
-from ._C import (  # noqa: E402
+from ._C import (
     BYPASS_REASONS,
     COMMIT_ERRORS,
     CommitVerdict,
@@ -26,11 +30,11 @@ from ._C import (  # noqa: E402
     RoundPlan,
     Violation,
 )
-from .errors import NworError  # noqa: E402
-from .layouts import LAYOUTS, cache_views  # noqa: E402
-from .metrics import Metrics  # noqa: E402
-from .ops import commit, write_kv  # noqa: E402
-from .paths import get_cmake_dir, get_include  # noqa: E402
+from .errors import NworError
+from .layouts import LAYOUTS, cache_views
+from .metrics import Metrics
+from .ops import commit, write_kv
+from .paths import get_cmake_dir, get_include
 
 __version__ = _stamp.read_stamp().version
 

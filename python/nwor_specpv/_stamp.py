@@ -149,7 +149,9 @@ def covers(architectures: tuple[str, ...], capability: tuple[int, int]) -> bool:
     return False
 
 
-def explain_load_error(error: OSError, package_dir: Path = _PACKAGE_DIR) -> StampMismatch:
+def explain_load_error(
+    error: ImportError | OSError, package_dir: Path = _PACKAGE_DIR
+) -> StampMismatch:
     """One sentence for a library that passed `check()` and still could not be loaded."""
     missing = re.match(r"(\S+\.so\S*): cannot open shared object file", str(error))
     if missing is None:

@@ -1,0 +1,119 @@
+"""The command line: `nwor-specpv`, also `python -m nwor_specpv`.
+
+Exit status: 0 success, 1 failure, 2 wrong use with one line on stderr. With --json a command prints
+one JSON document on stdout and nothing else.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+import os
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any, NoReturn
+
+PROGRAM = "nwor-specpv"
+BENCHES = ("commit", "attention")
+
+EXIT_OK, EXIT_FAILURE, EXIT_USAGE = 0, 1, 2
+
+
+class _Parser(argparse.ArgumentParser):
+    """Wrong use is one line on stderr."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(EXIT_USAGE, f"{PROGRAM}: {' '.join(message.split())}; see {self.prog} --help\n")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = _build_parser()
+    arguments, rest = parser.parse_known_args(sys.argv[1:] if argv is None else list(argv))
+    if "run" not in arguments:
+        parser.error("a command is needed: status, doctor, bench or demo")
+    if rest and not arguments.passes_rest:
+        parser.error(f"unrecognized arguments: {' '.join(rest)}")
+    try:
+        code = arguments.run(arguments, rest)
+        sys.stdout.flush()
+        return code
+    except BrokenPipeError:
+        # The reader left, as `| head` does; the interpreter must not trip over it again at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return EXIT_FAILURE
+    except KeyboardInterrupt:
+        return 130
+    except Exception as error:
+        # NworError is a ValueError: a wrong value. Anything else failed.
+        wrong_use = any(kind.__name__ == "NworError" for kind in type(error).__mro__)
+        name = "" if wrong_use else f"{type(error).__name__}: "
+        print(f"{PROGRAM}: {name}{' '.join(str(error).split())}", file=sys.stderr)
+        return EXIT_USAGE if wrong_use else EXIT_FAILURE
+
+
+def _build_parser() -> argparse.ArgumentParser:
+    parser = _Parser(prog=PROGRAM, description="Speculative decoding without writes on reject.")
+    commands = parser.add_subparsers(metavar="command", parser_class=_Parser)
+
+    def add(name: str, run: Callable[[Any, list[str]], int], text: str) -> argparse.ArgumentParser:
+        command = commands.add_parser(name, help=text, description=text)
+        command.set_defaults(run=run, passes_rest=False)
+        return command
+
+    status = add("status", _status, "show the build, the machine, the hosts and what was bypassed")
+    status.add_argument("--json", action="store_true", help="print one JSON document")
+    status.add_argument("--url", help="metrics endpoint of a running server to ask for its counts")
+    doctor = add("doctor", _doctor, "say what is missing and how to get it")
+    doctor.add_argument("--json", action="store_true", help="print one JSON document")
+
+    bench = add("bench", _bench, "measure against peers")
+    names = bench.add_subparsers(metavar="{" + ",".join(BENCHES) + "}", dest="bench")
+    names.required = True
+    for name in BENCHES:
+        one = names.add_parser(name, add_help=False)
+        one.set_defaults(passes_rest=True)
+    demo = commands.add_parser("demo", help="show a round from staging to commit", add_help=False)
+    demo.set_defaults(run=_demo, passes_rest=True)
+    return parser
+
+
+def _status(arguments: argparse.Namespace, rest: list[str]) -> int:
+    from . import status
+
+    report = status.collect(arguments.url)
+    print(json.dumps(report, indent=2) if arguments.json else status.describe(report))
+    return EXIT_OK if report["ok"] else EXIT_FAILURE
+
+
+def _doctor(arguments: argparse.Namespace, rest: list[str]) -> int:
+    from . import doctor
+
+    findings = doctor.examine()
+    report = doctor.as_json(findings)
+    print(json.dumps(report, indent=2) if arguments.json else doctor.describe(findings))
+    return EXIT_OK if report["ok"] else EXIT_FAILURE
+
+
+def _bench(arguments: argparse.Namespace, rest: list[str]) -> int:
+    return _dispatch(f"bench.{arguments.bench}", rest)
+
+
+def _demo(arguments: argparse.Namespace, rest: list[str]) -> int:
+    return _dispatch("demo", rest)
+
+
+def _dispatch(name: str, argv: list[str]) -> int:
+    """Runs main(argv) of a module of this package; what it returns is the exit status."""
+    from . import status
+
+    native, problem = status.load_native()
+    if native is None:
+        print(f"{PROGRAM}: {problem}", file=sys.stderr)
+        return EXIT_FAILURE
+    module = importlib.import_module(f"nwor_specpv.{name}")
+    return int(module.main(argv) or EXIT_OK)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,205 @@
+"""Settings from a mapping, a JSON or YAML file and the environment, checked alike.
+
+    settings = load_config({"staging_rows": 512}, file="nwor.yaml")
+    interceptor = Interceptor(settings.nwor())
+
+A key given in several places counts as said by the first of: the mapping, the environment
+(`NWOR_SPECPV_<KEY>`), the file, the default. Unknown keys, wrong types and values out of range
+raise NworError naming the place, what was got and what was expected.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import ipaddress
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from .errors import NworError
+
+if TYPE_CHECKING:
+    from . import _C
+
+ENV_PREFIX = "NWOR_SPECPV_"
+
+_TRUE = ("1", "true", "yes", "on")
+_FALSE = ("0", "false", "no", "off")
+_NONE = ("", "none", "null", "off")
+_INT64_MAX = 2**63 - 1
+
+
+def _key(default: Any, doc: str, *, low: int = 0, high: int = _INT64_MAX) -> Any:
+    return dataclasses.field(default=default, metadata={"doc": doc, "low": low, "high": high})
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Everything that can be configured; each field is a key."""
+
+    enable_nwor: bool = _key(True, "stage draft tokens and commit only accepted ones")
+    strict: bool = _key(False, "raise instead of falling back")
+    staging_rows: int = _key(256, "draft rows to reserve when the first round opens")
+    max_staging_bytes: int = _key(1 << 30, "most memory staging may take, over all groups", low=1)
+    agreement_group: str = _key("", "torch.distributed group whose ranks agree before a commit")
+    metrics_port: int | None = _key(
+        None, "port of the Prometheus endpoint, plus the local rank; 0: any; none: off", high=65535
+    )
+    metrics_host: str = _key("127.0.0.1", "address the Prometheus endpoint listens at")
+    check_contract: bool = _key(False, "verify the commit contract after every round (slow)")
+
+    def __post_init__(self) -> None:
+        for field in dataclasses.fields(self):
+            _check(field.name, field, getattr(self, field.name))
+
+    def nwor(self) -> _C.NworConfig:
+        """The part the interceptor takes."""
+        from . import _C
+
+        config = _C.NworConfig()
+        for name in ("enable_nwor", "strict", "staging_rows", "max_staging_bytes"):
+            setattr(config, name, getattr(self, name))
+        config.agreement_group = self.agreement_group
+        return config
+
+    def as_dict(self) -> dict[str, Any]:
+        return dataclasses.asdict(self)
+
+
+_FIELDS = {field.name: field for field in dataclasses.fields(Settings)}
+
+
+def load_config(
+    mapping: Mapping[str, Any] | None = None,
+    *,
+    file: str | os.PathLike[str] | None = None,
+    env: Mapping[str, str] = os.environ,
+) -> Settings:
+    """Merges the sources and checks every value with the name of the place it came from."""
+    values: dict[str, Any] = {}
+    if file is not None:
+        path = Path(file)
+        values |= _checked(_read_file(path), f"{path}: ")
+    values |= _read_environment(env)
+    if mapping is not None:
+        if not isinstance(mapping, Mapping):
+            raise NworError(f"config: got {_kind(mapping)}, expected a mapping of keys to values")
+        values |= _checked(mapping, "")
+    return Settings(**values)
+
+
+def _checked(mapping: Mapping[str, Any], where: str) -> dict[str, Any]:
+    for key, value in mapping.items():
+        if key not in _FIELDS:
+            raise NworError(f"{where}unknown key {key!r}, {_nearest(str(key), _FIELDS)}")
+        _check(f"{where}{key}", _FIELDS[key], value)
+    return dict(mapping)
+
+
+def _read_environment(env: Mapping[str, str]) -> dict[str, Any]:
+    values = {}
+    names = {f"{ENV_PREFIX}{key.upper()}": key for key in _FIELDS}
+    for variable, text in env.items():
+        if not variable.startswith(ENV_PREFIX):
+            continue
+        if variable not in names:
+            raise NworError(f"unknown environment variable {variable}, {_nearest(variable, names)}")
+        field = _FIELDS[names[variable]]
+        value = _parse(field, text)
+        _check(variable, field, value)
+        values[field.name] = value
+    return values
+
+
+def _read_file(path: Path) -> Mapping[str, Any]:
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise NworError(f"config file: got {str(path)!r}, which cannot be read: {error}") from None
+    if path.suffix == ".json":
+        try:
+            content = json.loads(text)
+        except json.JSONDecodeError as error:
+            raise NworError(f"{path}: not JSON: {error}") from None
+    elif path.suffix in (".yaml", ".yml"):
+        content = _parse_yaml(path, text)
+    else:
+        raise NworError(f"config file: got {str(path)!r}, expected a name in .json, .yaml or .yml")
+    if content is None:  # an empty YAML file
+        return {}
+    if not isinstance(content, Mapping):
+        raise NworError(f"{path}: got {_kind(content)}, expected a mapping of keys to values")
+    return content
+
+
+def _parse_yaml(path: Path, text: str) -> Any:
+    try:
+        import yaml
+    except ModuleNotFoundError:
+        raise NworError(
+            f"{path}: reading YAML needs PyYAML: pip install pyyaml, or write the file as JSON"
+        ) from None
+    try:
+        return yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise NworError(f"{path}: not YAML: {' '.join(str(error).split())}") from None
+
+
+def _parse(field: dataclasses.Field[Any], text: str) -> Any:
+    """An environment variable's text as the key's type; text that fits no type stays text."""
+    word = text.strip().lower()
+    kind = str(field.type)
+    if kind == "bool" and word in _TRUE + _FALSE:
+        return word in _TRUE
+    if kind.endswith("None") and word in _NONE:
+        return None
+    if kind.startswith("int"):
+        try:
+            return int(word)
+        except ValueError:
+            return text
+    return text
+
+
+def _check(name: str, field: dataclasses.Field[Any], value: Any) -> None:
+    kind = str(field.type)
+    low, high = field.metadata["low"], field.metadata["high"]
+    if kind == "bool":
+        expected, fits = "true or false", isinstance(value, bool)
+    elif kind == "str":
+        expected, fits = "a string", isinstance(value, str)
+    else:
+        span = f"an integer of at least {low}" if high == _INT64_MAX else f"{low} to {high}"
+        expected = span
+        fits = isinstance(value, int) and not isinstance(value, bool) and low <= value <= high
+        if kind.endswith("None"):
+            expected, fits = f"{span}, or none", fits or value is None
+    if fits and field.name == "metrics_host":
+        expected, fits = "an IP address or localhost", _is_host(value)
+    if not fits:
+        raise NworError(f"{name}: got {_kind(value)}, expected {expected}")
+
+
+def _is_host(text: str) -> bool:
+    if text == "localhost":
+        return True
+    try:
+        ipaddress.ip_address(text)
+    except ValueError:
+        return False
+    return True
+
+
+def _nearest(name: str, valid: Mapping[str, Any]) -> str:
+    (closest,) = difflib.get_close_matches(name, list(valid), n=1, cutoff=0.0)
+    return f"expected one of {', '.join(valid)}; the nearest is {closest!r}"
+
+
+def _kind(value: Any) -> str:
+    """`'abc' (str)`; only the type where the value may be long."""
+    text = repr(value)
+    return f"{text} ({type(value).__name__})" if len(text) <= 60 else type(value).__name__

@@ -1,0 +1,229 @@
+"""What is installed, what it was built for, what runs here and what was bypassed.
+
+`collect()` gives one JSON-able dict, `describe()` the same for people. Both work when the native
+library cannot be loaded: `ok` is then false and `problem` says why.
+
+Counts belong to processes. The counts of a running server are read from its metrics endpoint, named
+by a URL or by the settings in the environment; without one they are those of this process.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.metadata
+import importlib.util
+import platform
+import re
+import urllib.error
+import urllib.request
+from types import ModuleType
+from typing import Any
+
+from . import _broken, _stamp
+
+HOSTS = ("vllm", "transformers")
+
+_FALLBACK = re.compile(r'^nwor_fallback_total\{(?:[^}]*,)?reason="([^"]*)"[^}]*\}\s+(\S+)', re.M)
+_TIMEOUT_S = 5.0
+
+
+def load_native() -> tuple[ModuleType | None, str | None]:
+    """The module `_C`, or one sentence that says why there is none."""
+    try:
+        _stamp.check()
+        return importlib.import_module(f"{__package__}.{_stamp.MODULE}"), None
+    except (ImportError, OSError) as error:
+        return None, " ".join(str(_broken.explain(error)).split())
+
+
+def collect(url: str | None = None) -> dict[str, Any]:
+    """Everything `nwor-specpv status` shows. `url`: the metrics endpoint of a running server."""
+    native, problem = load_native()
+    stamp = _read_stamp()
+    metrics = _metrics(native, url)
+    return {
+        "ok": native is not None,
+        "problem": problem,
+        "build": stamp and {**vars(stamp), "architectures": list(stamp.architectures)},
+        "python": platform.python_version(),
+        "platform": f"{platform.system()} {platform.machine()}",
+        "torch": _torch(),
+        "devices": _devices(stamp),
+        "routes": _routes(native),
+        "hosts": {name: installed_version(name) for name in HOSTS},
+        "metrics": metrics,
+        "bypasses": _bypasses(native, metrics.pop("fallbacks")),
+    }
+
+
+def describe(status: dict[str, Any]) -> str:
+    """A few aligned lines."""
+    build, torch = status["build"], status["torch"]
+    lines = [("nwor_specpv", _describe_build(build))]
+    if status["problem"]:
+        lines.append(("problem", status["problem"]))
+    lines.append(("python", f"{status['python']} on {status['platform']}"))
+    cuda = f"CUDA {torch['cuda']}" if torch["cuda"] else "without CUDA"
+    lines.append(("torch", f"{torch['version']}, {cuda}" if torch["version"] else "not installed"))
+    if build:
+        built = " ".join(build["architectures"]) or "none: a CPU build"
+        lines.append(("architectures", built))
+    for device in status["devices"]:
+        covered = "covered by this build" if device["covered"] else "NOT covered by this build"
+        text = f"{device['name']}, capability {device['capability']}, {covered}"
+        lines.append((f"cuda:{device['index']}", text))
+    if not status["devices"]:
+        lines.append(("devices", "no CUDA device: everything runs on the CPU"))
+    lines += _describe_routes(status["routes"])
+    for name, version in status["hosts"].items():
+        lines.append((name, version or "not installed"))
+    lines.append(("metrics", _describe_metrics(status["metrics"])))
+    seen = [f"{b['count']} x {b['reason']}: {b['sentence']}" for b in status["bypasses"]]
+    lines += [("bypassed", text) for text in seen or ["nothing"]]
+    width = max(len(name) for name, _ in lines)
+    return "\n".join(f"{name:<{width}}  {text}" for name, text in lines)
+
+
+def installed_version(package: str, *, module: str | None = None) -> str | None:
+    """The version of an installed package, without importing it; None when it is not there."""
+    if importlib.util.find_spec(module or package) is None:
+        return None
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return "unknown version"
+
+
+def _read_stamp() -> _stamp.BuildStamp | None:
+    try:
+        return _stamp.read_stamp()
+    except ImportError:
+        return None
+
+
+def _torch() -> dict[str, str | None]:
+    try:
+        import torch
+    except ImportError:
+        return {"version": None, "cuda": None}
+    return {"version": str(torch.__version__), "cuda": torch.version.cuda}
+
+
+def _devices(stamp: _stamp.BuildStamp | None) -> list[dict[str, Any]]:
+    try:
+        import torch
+
+        count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    except ImportError:
+        return []
+    devices = []
+    for index in range(count):
+        major, minor = torch.cuda.get_device_capability(index)
+        devices.append(
+            {
+                "index": index,
+                "name": torch.cuda.get_device_name(index),
+                "capability": f"{major}.{minor}",
+                "covered": bool(stamp and _stamp.covers(stamp.architectures, (major, minor))),
+            }
+        )
+    return devices
+
+
+def _routes(native: ModuleType | None) -> dict[str, Any]:
+    """What attention runs on, by the attention module's own report."""
+    if native is None:
+        return {"problem": "the native library is not loaded"}
+    try:
+        attention = importlib.import_module(f"{__package__}.attention")
+    except ImportError as error:
+        return {"problem": f"nwor_specpv.attention is absent: {error}"}
+    report = getattr(attention, "route_report", None)
+    if report is None:
+        return {"problem": "nwor_specpv.attention offers no route_report()"}
+    return {"problem": None, "report": report()}
+
+
+def _metrics(native: ModuleType | None, url: str | None) -> dict[str, Any]:
+    """This process' exporter, and the endpoint that was asked; `fallbacks` are its counts."""
+    own = native.metrics_status() if native is not None else {"built": None, "serving": False}
+    answer = {"built": own["built"], "serving": own["serving"], "url": None, "problem": None}
+    answer["fallbacks"] = None
+    if own.get("problem"):
+        answer["problem"] = own["problem"]
+    if own["serving"]:
+        answer["url"] = f"http://{own['host']}:{own['port']}/metrics"
+    try:
+        url = url or _configured_url()
+    except ValueError as error:
+        answer["problem"] = str(error)
+    if url is not None:
+        answer["url"] = url
+        try:
+            answer["fallbacks"] = read_fallbacks(url)
+            answer["serving"] = True
+        except (OSError, ValueError) as error:
+            answer["problem"] = f"{url} does not answer: {error}"
+    return answer
+
+
+def read_fallbacks(url: str) -> dict[str, int]:
+    """Bypass counts of the server behind a metrics endpoint, summed over its ranks."""
+    with urllib.request.urlopen(url, timeout=_TIMEOUT_S) as response:
+        text = response.read().decode("utf-8", errors="replace")
+    found = _FALLBACK.findall(text)
+    if not found:
+        raise ValueError("no nwor_fallback_total series there")
+    counts: dict[str, int] = {}
+    for reason, value in found:
+        counts[reason] = counts.get(reason, 0) + int(float(value))
+    return counts
+
+
+def _configured_url() -> str | None:
+    from .config import load_config
+
+    settings = load_config()
+    if not settings.metrics_port:
+        return None
+    host = settings.metrics_host
+    if host in ("0.0.0.0", "::"):
+        host = "127.0.0.1"
+    host = f"[{host}]" if ":" in host else host
+    return f"http://{host}:{settings.metrics_port}/metrics"
+
+
+def _bypasses(native: ModuleType | None, counts: dict[str, int] | None) -> list[dict[str, Any]]:
+    sentences = dict(native.BYPASS_REASONS) if native is not None else {}
+    if counts is None:
+        counts = native.metrics_snapshot()["nwor_fallback_total"] if native is not None else {}
+    return [
+        {"reason": reason, "count": count, "sentence": sentences.get(reason, "")}
+        for reason, count in counts.items()
+        if count > 0
+    ]
+
+
+def _describe_build(build: dict[str, Any] | None) -> str:
+    if build is None:
+        return "not built"
+    cuda = f"CUDA {build['cuda']}" if build["cuda"] else "no CUDA"
+    return f"{build['version']} ({build['revision']}), built for torch {build['torch']}, {cuda}"
+
+
+def _describe_routes(routes: dict[str, Any]) -> list[tuple[str, str]]:
+    if routes["problem"]:
+        return [("attention", f"routes unknown: {routes['problem']}")]
+    report = routes["report"]
+    items = report.items() if isinstance(report, dict) else enumerate(report)
+    return [("attention", f"{name}: {text}") for name, text in items]
+
+
+def _describe_metrics(metrics: dict[str, Any]) -> str:
+    if metrics["problem"]:
+        return str(metrics["problem"])
+    if metrics["serving"]:
+        return str(metrics["url"])
+    if metrics["built"] is None:
+        return "unknown: the native library is not loaded"
+    return "off" if metrics["built"] else "built without the exporter (prometheus-cpp-dev)"
