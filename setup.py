@@ -90,8 +90,9 @@ class cmake_build_ext(build_ext):
     """Configures, builds and installs with CMake, into the wheel's tree or into python/."""
 
     def run(self) -> None:
+        jobs = num_jobs()
         build_dir = self._configure()
-        self._build(build_dir)
+        self._build(build_dir, jobs)
         self._place(build_dir)
 
     def get_outputs(self) -> list[str]:
@@ -141,9 +142,9 @@ class cmake_build_ext(build_ext):
         self._call("-S", str(ROOT), "-B", str(build_dir), *arguments)
         return build_dir
 
-    def _build(self, build_dir: Path) -> None:
+    def _build(self, build_dir: Path, jobs: int) -> None:
         targets = [] if self._with_tests else ["--target", PACKAGE, "_C"]
-        self._call("--build", str(build_dir), "--parallel", str(num_jobs()), *targets)
+        self._call("--build", str(build_dir), "--parallel", str(jobs), *targets)
 
     def _place(self, build_dir: Path) -> None:
         destination = self._destination()

@@ -1,0 +1,332 @@
+"""The scripts behind the Makefile, on a made-up machine: fake commands come first on the PATH."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[3]
+TOOLS = ROOT / "tools"
+BASH = shutil.which("bash") or "/bin/bash"
+
+
+def fake(folder: Path, name: str, body: str) -> None:
+    folder.mkdir(exist_ok=True)
+    path = folder / name
+    path.write_text(f"#!/bin/sh\n{body}\n")
+    path.chmod(0o755)
+
+
+def run(script: Path, path: Path, *arguments: str, **env: str) -> subprocess.CompletedProcess[str]:
+    search = f"{path}{os.pathsep}{os.environ['PATH']}"
+    return subprocess.run(
+        [BASH, str(script), *arguments],
+        env=os.environ | {"PATH": search} | env,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+
+
+def load(path: Path) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(f"nwor_tool_{path.stem}", path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+# ---- install_system_packages.sh ----
+
+
+def machine(folder: Path, *, missing: str, uid: int, apt_status: int = 0) -> Path:
+    """Fake dpkg-query, id and apt-get; what apt-get is asked for is kept in apt.log."""
+    fake(
+        folder,
+        "dpkg-query",
+        f'for name do :; done; case " {missing} " in *" $name "*) exit 1;; esac; printf installed',
+    )
+    fake(folder, "id", f"echo {uid}")
+    fake(folder, "apt-get", f'echo "$*" >> "{folder}/apt.log"; echo apt words; exit {apt_status}')
+    return folder
+
+
+SCRIPT = TOOLS / "install_system_packages.sh"
+
+
+@pytest.mark.parametrize("uid", [0, 1000])
+def test_nothing_to_install(tmp_path: Path, uid: int) -> None:
+    result = run(SCRIPT, machine(tmp_path / "bin", missing="", uid=uid))
+    assert (result.returncode, result.stdout) == (0, "system packages: all present\n")
+    assert not (tmp_path / "bin" / "apt.log").exists()
+
+
+def test_without_root_a_missing_package_stops_with_the_command(tmp_path: Path) -> None:
+    result = run(SCRIPT, machine(tmp_path / "bin", missing="libgtest-dev ccache", uid=1000))
+    assert result.returncode == 1
+    command = "sudo apt-get install -y --no-install-recommends libgtest-dev ccache"
+    assert command in result.stdout
+    assert "stopping: libgtest-dev not installed" in result.stdout
+    assert not (tmp_path / "bin" / "apt.log").exists()
+
+
+def test_without_root_an_optional_package_is_only_mentioned(tmp_path: Path) -> None:
+    result = run(SCRIPT, machine(tmp_path / "bin", missing="ccache", uid=1000))
+    assert result.returncode == 0
+    assert "going on without ccache (optional)" in result.stdout
+
+
+def test_root_installs_what_is_missing(tmp_path: Path) -> None:
+    result = run(SCRIPT, machine(tmp_path / "bin", missing="libgtest-dev g++ ccache", uid=0))
+    assert result.returncode == 0, result.stdout + result.stderr
+    asked = (tmp_path / "bin" / "apt.log").read_text().splitlines()
+    assert asked == [
+        "update -qq",
+        "install -y --no-install-recommends g++ libgtest-dev",
+        "install -y --no-install-recommends ccache",
+    ]
+    assert "apt words" not in result.stdout
+
+
+def test_root_is_told_when_apt_fails(tmp_path: Path) -> None:
+    folder = machine(tmp_path / "bin", missing="libgtest-dev", uid=0, apt_status=100)
+    result = run(SCRIPT, folder)
+    assert result.returncode == 1
+    assert "stopping: could not install libgtest-dev" in result.stdout
+    assert "apt words" in result.stderr
+
+
+def test_root_goes_on_when_an_optional_package_fails(tmp_path: Path) -> None:
+    folder = machine(tmp_path / "bin", missing="ccache", uid=0, apt_status=100)
+    result = run(SCRIPT, folder)
+    assert result.returncode == 0
+    assert "going on without ccache (optional)" in result.stdout
+
+
+def test_check_installs_nothing_even_as_root(tmp_path: Path) -> None:
+    result = run(SCRIPT, machine(tmp_path / "bin", missing="g++", uid=0), "--check")
+    assert result.returncode == 1
+    assert not (tmp_path / "bin" / "apt.log").exists()
+
+
+# ---- setup_environment.sh ----
+
+
+@pytest.fixture
+def checkout(tmp_path: Path) -> Path:
+    """The setup script in a repository of its own, whose system packages are all there."""
+    root = tmp_path / "checkout"
+    (root / "tools").mkdir(parents=True)
+    (root / "requirements").mkdir()
+    (root / "requirements" / "dev.txt").write_text("# nothing\n")
+    shutil.copy(TOOLS / "setup_environment.sh", root / "tools")
+    fake(root / "tools", "install_system_packages.sh", "echo system packages: all present")
+    return root
+
+
+def test_setup_refuses_an_unusable_interpreter(checkout: Path, tmp_path: Path) -> None:
+    script = checkout / "tools" / "setup_environment.sh"
+    fake(tmp_path / "bin", "python-old", "exit 1")
+    result = run(script, tmp_path / "bin", PYTHON="python-old")
+    assert result.returncode == 1
+    assert "PYTHON=python-old does not run or is not Python 3.10 to 3.13" in result.stderr
+    assert not (checkout / ".venv").exists()
+
+
+def test_setup_says_when_venv_is_missing(checkout: Path, tmp_path: Path) -> None:
+    # Python as Debian ships it without python3-venv, and without pip: it runs, but makes nothing.
+    fake(tmp_path / "bin", "python-bare", '[ "$1" = -c ] && exit 0; [ "$1" = --version ] || exit 1')
+    result = run(
+        checkout / "tools" / "setup_environment.sh", tmp_path / "bin", PYTHON="python-bare"
+    )
+    assert result.returncode == 1
+    assert "apt-get install python3-venv" in result.stderr
+    assert not (checkout / ".venv").exists()
+
+
+def test_setup_stops_where_packages_are_missing(checkout: Path, tmp_path: Path) -> None:
+    fake(checkout / "tools", "install_system_packages.sh", "echo stopping: g++; exit 1")
+    result = run(checkout / "tools" / "setup_environment.sh", tmp_path)
+    assert result.returncode == 1
+    assert not (checkout / ".venv").exists()
+
+
+def test_setup_installs_once(checkout: Path, tmp_path: Path) -> None:
+    script = checkout / "tools" / "setup_environment.sh"
+    venv = checkout / ".venv" / "bin"
+    venv.mkdir(parents=True)
+    fake(venv, "python", f'exec "{sys.executable}" "$@"')
+    log = tmp_path / "uv.log"
+    fake(venv, "uv", f'echo "$*" >> "{log}"')
+    for expected in (1, 1):
+        result = run(script, tmp_path)
+        assert result.returncode == 0, result.stdout + result.stderr
+        assert "setup: ready: Python" in result.stdout
+        assert len(log.read_text().splitlines()) == expected
+    (checkout / "requirements" / "dev.txt").write_text("# another\n")
+    assert run(script, tmp_path).returncode == 0
+    assert len(log.read_text().splitlines()) == 2
+
+
+# ---- build.sh ----
+
+
+def built_with(tmp_path: Path, gpus: str | None, **env: str) -> tuple[str, list[str]]:
+    """What build.sh says and the TORCH_CUDA_ARCH_LIST it builds with, on a machine with nvcc."""
+    root = tmp_path / "checkout"
+    (root / "tools").mkdir(parents=True, exist_ok=True)
+    shutil.copy(TOOLS / "build.sh", root / "tools")
+    (root / "pyproject.toml").touch()
+    (root / "setup.py").touch()
+    (root / "python" / "nwor_specpv").mkdir(parents=True, exist_ok=True)
+    (root / "python" / "nwor_specpv" / "_build_info.json").write_text("{}\n")
+    (root / ".venv" / "bin").mkdir(parents=True, exist_ok=True)
+    fake(root / ".venv" / "bin", "python", 'echo "arch=${TORCH_CUDA_ARCH_LIST-unset} $*"')
+    fake(root / ".venv" / "bin", "uv", "echo uv $*")
+    fake(tmp_path / "bin", "nvcc", "exit 0")
+    fake(tmp_path / "bin", "nvidia-smi", f"printf '{gpus}'" if gpus else "exit 9")
+    result = run(root / "tools" / "build.sh", tmp_path / "bin", **env)
+    assert result.returncode == 0, result.stderr
+    return result.stdout, [s for s in result.stdout.splitlines() if s.startswith("arch=")]
+
+
+@pytest.mark.parametrize(
+    ("gpus", "given", "expected"),
+    [
+        (None, "", "9.0a"),
+        ("9.0\\n9.0\\n", "", "9.0a"),
+        ("8.9\\n", "", "8.9"),
+        ("8.0\\n9.0\\n", "", "8.0;9.0a"),
+        ("8.9\\n", "8.0+PTX", "8.0+PTX"),
+    ],
+)
+def test_build_chooses_architectures(
+    tmp_path: Path, gpus: str | None, given: str, expected: str
+) -> None:
+    said, builds = built_with(tmp_path, gpus, TORCH_CUDA_ARCH_LIST=given)
+    assert builds == [f"arch={expected} setup.py -q build_ext --inplace"]
+    assert f"CUDA kernels for {expected} (" in said
+
+
+def test_build_without_cuda_says_nothing_of_architectures(tmp_path: Path) -> None:
+    said, _ = built_with(tmp_path, None, NWOR_CUDA="OFF", TORCH_CUDA_ARCH_LIST="")
+    assert "CUDA kernels" not in said
+
+
+def test_build_installs_editable_once(tmp_path: Path) -> None:
+    for expected in (1, 0):
+        said, _ = built_with(tmp_path, None, TORCH_CUDA_ARCH_LIST="")
+        assert said.count("uv pip install") == expected
+
+
+# ---- run_tests.py ----
+
+
+def test_junit_counts_tell_skipped_from_passed(tmp_path: Path) -> None:
+    module = load(TOOLS / "run_tests.py")
+    path = tmp_path / "junit.xml"
+    path.write_text(
+        "<testsuites><testsuite>"
+        "<testcase name='a' status='run'/><testcase name='b'/>"
+        "<testcase name='c' status='fail'><failure message=''/></testcase>"
+        "<testcase name='d'><error/></testcase>"
+        "<testcase name='e' status='notrun'><skipped message=''/></testcase>"
+        "<testcase name='f'><skipped/></testcase>"
+        "<testcase name='g' status='disabled'/>"
+        "</testsuite></testsuites>"
+    )
+    counts = module.count_junit(path)
+    assert counts == {"passed": 2, "failed": 2, "skipped": 2, "disabled": 1}
+
+
+@pytest.mark.parametrize(
+    ("status", "xml", "ok"),
+    [
+        (0, "<testsuite><testcase name='a'/></testsuite>", True),
+        (1, "<testsuite><testcase name='a'/></testsuite>", False),
+        (0, "<testsuite><testcase name='a'><failure/></testcase></testsuite>", False),
+        (0, "<testsuite><testcase name='a'><skipped/></testcase></testsuite>", False),
+        (0, "<testsuite/>", False),
+        (0, None, False),
+    ],
+)
+def test_a_run_is_good_only_if_something_passed(
+    tmp_path: Path, status: int, xml: str | None, ok: bool
+) -> None:
+    module = load(TOOLS / "run_tests.py")
+    path = tmp_path / "junit.xml"
+    code = f"import sys; from pathlib import Path; sys.exit({status})"
+    if xml is not None:
+        code = f"import sys; open({str(path)!r}, 'w').write({xml!r}); sys.exit({status})"
+    assert module.run("tests", [sys.executable, "-c", code], path).ok is ok
+
+
+# ---- clang_tidy.py ----
+
+
+@pytest.fixture
+def tidy_tree(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[ModuleType, Path]:
+    """clang_tidy.py in a repository of its own with a clang-tidy that finds the word `bad`."""
+    root = tmp_path / "repository"
+    for name in ("tools", "csrc/metrics", "build/current"):
+        (root / name).mkdir(parents=True)
+    shutil.copy(TOOLS / "clang_tidy.py", root / "tools")
+    (root / ".clang-tidy").write_text("Checks: x\n")
+    (root / "csrc" / "types.h").write_text("int t;\n")
+    (root / "csrc" / "metrics" / "a.cpp").write_text('#include "types.h"\n')
+    (root / "csrc" / "metrics" / "b.cpp").write_text("int b;\n")
+    entries = [
+        {"directory": str(root), "file": f"csrc/metrics/{name}.cpp", "command": f"c++ {name}"}
+        for name in ("a", "b")
+    ]
+    (root / "build" / "current" / "compile_commands.json").write_text(json.dumps(entries))
+    tool = tmp_path / "bin" / "clang-tidy"
+    fake(
+        tmp_path / "bin",
+        "clang-tidy",
+        f'[ "$1" = --version ] && exec echo version\nfor file do :; done\n'
+        f'echo "$file" >> "{root}/log"\n'
+        'if grep -q bad "$file"; then echo "$file: found it"; exit 1; fi',
+    )
+    module = load(root / "tools" / "clang_tidy.py")
+    monkeypatch.setattr(module, "find_clang_tidy", lambda: str(tool))
+    monkeypatch.setattr(sys, "argv", ["clang_tidy.py", "--jobs", "1"])
+    return module, root
+
+
+def checked(module: ModuleType, root: Path) -> tuple[int, list[str]]:
+    (root / "log").write_text("")
+    status = module.main()
+    return status, sorted(Path(line).name for line in (root / "log").read_text().splitlines())
+
+
+def test_tidy_checks_again_only_what_changed(tidy_tree: tuple[ModuleType, Path]) -> None:
+    module, root = tidy_tree
+    assert checked(module, root) == (0, ["a.cpp", "b.cpp"])
+    assert checked(module, root) == (0, [])
+    (root / "csrc" / "metrics" / "b.cpp").write_text("int c;\n")
+    assert checked(module, root) == (0, ["b.cpp"])
+    (root / "csrc" / "types.h").write_text("int u;\n")
+    assert checked(module, root) == (0, ["a.cpp"])
+    (root / ".clang-tidy").write_text("Checks: y\n")
+    assert checked(module, root) == (0, ["a.cpp", "b.cpp"])
+
+
+def test_tidy_never_remembers_a_finding(
+    tidy_tree: tuple[ModuleType, Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    module, root = tidy_tree
+    (root / "csrc" / "metrics" / "b.cpp").write_text("bad\n")
+    for expected in (["a.cpp", "b.cpp"], ["b.cpp"]):
+        assert checked(module, root) == (1, expected)
+        assert "found it" in capsys.readouterr().out
