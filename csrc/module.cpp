@@ -3,6 +3,7 @@
 #include <torch/csrc/autograd/python_variable.h>
 #include <torch/csrc/utils/pybind.h>
 
+#include "attention/verify.h"
 #include "build_info.h"
 #include "check.h"
 #include "kv_interceptor/contract_checker.h"
@@ -268,6 +269,27 @@ void BindMetrics(py::module_& m) {
   m.attr("COMMIT_ERRORS") = errors;
 }
 
+void BindAttention(py::module_& m) {
+  m.def("last_attention_route", &LastRoute);
+  m.def("attention_routes", &DescribeRoutes);
+  m.def(
+      "verify_plan_bytes",
+      [](const at::Tensor& query, const at::Tensor& key_cache, const at::Tensor& block_table,
+         const at::Tensor& prefix_lens, const at::Tensor& query_start, int64_t block_size,
+         int64_t max_rows) {
+        VerifyArguments arguments;
+        arguments.query = query;
+        arguments.key_cache = key_cache;
+        arguments.block_table = block_table;
+        arguments.prefix_lens = prefix_lens;
+        arguments.query_start = query_start;
+        arguments.max_rows = max_rows;
+        return PlanBytes(arguments, block_size);
+      },
+      py::arg("query"), py::arg("key_cache"), py::arg("block_table"), py::arg("prefix_lens"),
+      py::arg("query_start"), py::arg("block_size") = 0, py::arg("max_rows") = 0);
+}
+
 }  // namespace
 }  // namespace nwor
 
@@ -277,4 +299,5 @@ PYBIND11_MODULE(_C, m) {
   nwor::BindInterceptor(m);
   nwor::BindChecker(m);
   nwor::BindMetrics(m);
+  nwor::BindAttention(m);
 }

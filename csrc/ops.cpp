@@ -1,7 +1,10 @@
+#include <ATen/ops/empty.h>
 #include <torch/library.h>
 
 #include <utility>
 
+#include "attention/merge_state.h"
+#include "attention/verify.h"
 #include "check.h"
 #include "kv_interceptor/kv_ops.h"
 
@@ -47,6 +50,136 @@ void CommitOp(const at::Tensor& staged_key, const at::Tensor& staged_value,
   });
 }
 
+// The fake kernel of an op that returns nothing: shapes follow from the arguments.
+void IgnoreArguments(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
+  torch::jit::drop(*stack, op.schema().arguments().size());
+}
+
+// ---- attention --------------------------------------------------------------------------------
+
+using OptionalTensor = std::optional<at::Tensor>;
+
+// A view arrives as flat tensors: schemas know no structs. All of one view or none of it.
+void SetView(const OptionalTensor& blocks, const OptionalTensor& num_blocks,
+             const OptionalTensor& lens, int64_t block_size, const OptionalTensor& keys,
+             const OptionalTensor& values, const OptionalTensor& compact_lens,
+             VerifyArguments* arguments) {
+  const bool partial = blocks.has_value() || num_blocks.has_value() || lens.has_value();
+  const bool compact = keys.has_value() || values.has_value() || compact_lens.has_value();
+  if (partial) {
+    arguments->partial_view = {blocks.value_or(at::Tensor()), num_blocks.value_or(at::Tensor()),
+                               lens.value_or(at::Tensor()), block_size};
+  }
+  if (compact) {
+    arguments->compact_view = {keys.value_or(at::Tensor()), values.value_or(at::Tensor()),
+                               compact_lens.value_or(at::Tensor())};
+  }
+}
+
+void VerifyAttentionOp(const at::Tensor& query, const at::Tensor& key, const at::Tensor& value,
+                       const at::Tensor& key_cache, const at::Tensor& value_cache,
+                       const at::Tensor& block_table, const at::Tensor& prefix_lens,
+                       const at::Tensor& query_start, const OptionalTensor& tree_mask, double scale,
+                       at::Tensor out, const OptionalTensor& lse, const OptionalTensor& view_blocks,
+                       const OptionalTensor& view_num_blocks, const OptionalTensor& view_lens,
+                       int64_t view_block_size, const OptionalTensor& compact_keys,
+                       const OptionalTensor& compact_values, const OptionalTensor& compact_lens,
+                       const OptionalTensor& k_scale, const OptionalTensor& v_scale, int64_t window,
+                       double softcap, int64_t max_rows, const OptionalTensor& plan,
+                       const OptionalTensor& status, std::string_view route) {
+  VerifyArguments arguments;
+  arguments.query = query;
+  arguments.key = key;
+  arguments.value = value;
+  arguments.key_cache = key_cache;
+  arguments.value_cache = value_cache;
+  arguments.block_table = block_table;
+  arguments.prefix_lens = prefix_lens;
+  arguments.query_start = query_start;
+  arguments.tree_mask = tree_mask;
+  arguments.scale = scale;
+  arguments.k_scale = k_scale;
+  arguments.v_scale = v_scale;
+  arguments.window = window;
+  arguments.softcap = softcap;
+  arguments.max_rows = max_rows;
+  arguments.plan = plan;
+  arguments.status = status;
+  arguments.route = std::string(route);
+  SetView(view_blocks, view_num_blocks, view_lens, view_block_size, compact_keys, compact_values,
+          compact_lens, &arguments);
+  WithTorchErrors([&] { VerifyAttention(arguments, {out, lse.value_or(at::Tensor())}); });
+}
+
+void VerifyPlanOp(const at::Tensor& query, const at::Tensor& key_cache,
+                  const at::Tensor& block_table, const at::Tensor& prefix_lens,
+                  const at::Tensor& query_start, const OptionalTensor& tree_mask, at::Tensor plan,
+                  const OptionalTensor& view_blocks, const OptionalTensor& view_num_blocks,
+                  const OptionalTensor& view_lens, int64_t view_block_size,
+                  const OptionalTensor& compact_keys, const OptionalTensor& compact_values,
+                  const OptionalTensor& compact_lens, int64_t window, int64_t max_rows) {
+  VerifyArguments arguments;
+  arguments.query = query;
+  arguments.key_cache = key_cache;
+  arguments.block_table = block_table;
+  arguments.prefix_lens = prefix_lens;
+  arguments.query_start = query_start;
+  arguments.tree_mask = tree_mask;
+  arguments.window = window;
+  arguments.max_rows = max_rows;
+  SetView(view_blocks, view_num_blocks, view_lens, view_block_size, compact_keys, compact_values,
+          compact_lens, &arguments);
+  WithTorchErrors([&] { PlanVerify(arguments, plan); });
+}
+
+std::tuple<at::Tensor, at::Tensor> MergeStatesOp(const std::vector<at::Tensor>& outs,
+                                                 const std::vector<at::Tensor>& lses) {
+  return WithTorchErrors(
+      [&]() -> std::tuple<at::Tensor, at::Tensor> { return MergeStates(outs, lses); });
+}
+
+// Sizes may be symbols here, so nothing is compared; the real call checks everything.
+std::tuple<at::Tensor, at::Tensor> MergeStatesFake(const std::vector<at::Tensor>& outs,
+                                                   const std::vector<at::Tensor>& lses) {
+  TORCH_CHECK_VALUE(!outs.empty() && outs.size() == lses.size(), "lses: got ", lses.size(),
+                    " states, expected as many as outs, at least one");
+  return {at::empty_symint(outs[0].sym_sizes(), outs[0].options()),
+          at::empty_symint(lses[0].sym_sizes(), lses[0].options())};
+}
+
+// Shared by the schemas that take a step's lengths and view.
+#define NWOR_STEP_SCHEMA \
+  "Tensor block_table, Tensor prefix_lens, Tensor query_start, Tensor? tree_mask, "
+#define NWOR_VIEW_SCHEMA                                                             \
+  "Tensor? view_blocks=None, Tensor? view_num_blocks=None, Tensor? view_lens=None, " \
+  "int view_block_size=0, Tensor? compact_keys=None, Tensor? compact_values=None, "  \
+  "Tensor? compact_lens=None, "
+
+void RegisterAttentionSchemas(torch::Library& library) {
+  library.def(
+      "verify_attention(Tensor query, Tensor key, Tensor value, Tensor key_cache, "
+      "Tensor value_cache, " NWOR_STEP_SCHEMA
+      "float scale, Tensor(a!) out, Tensor(b!)? lse=None, *, " NWOR_VIEW_SCHEMA
+      "Tensor? k_scale=None, Tensor? v_scale=None, int window=0, float softcap=0.0, "
+      "int max_rows=0, Tensor? plan=None, Tensor(c!)? status=None, str route='') -> ()");
+  library.def("verify_plan(Tensor query, Tensor key_cache, " NWOR_STEP_SCHEMA
+              "Tensor(a!) plan, *, " NWOR_VIEW_SCHEMA "int window=0, int max_rows=0) -> ()");
+  library.def("merge_states(Tensor[] outs, Tensor[] lses) -> (Tensor, Tensor)");
+}
+
+void RegisterAttentionKernels(torch::Library& library) {
+  library.impl("verify_attention", &VerifyAttentionOp);
+  library.impl("verify_plan", &VerifyPlanOp);
+  library.impl("merge_states", &MergeStatesOp);
+}
+
+// Ops that only write their arguments have nothing to say about shapes.
+void RegisterAttentionFakes(torch::Library& library) {
+  library.impl("verify_attention", torch::CppFunction::makeFromBoxedFunction<&IgnoreArguments>());
+  library.impl("verify_plan", torch::CppFunction::makeFromBoxedFunction<&IgnoreArguments>());
+  library.impl("merge_states", &MergeStatesFake);
+}
+
 // One implementation serves every device: it checks, then goes by the tensors' device.
 void RegisterKernels(torch::Library& library) {
   library.impl("write_kv", &WriteKvOp);
@@ -66,10 +199,20 @@ TORCH_LIBRARY(nwor_specpv, library) {
       "commit(Tensor staged_key, Tensor staged_value, Tensor(a!)[] key_caches, "
       "Tensor(b!)[] value_caches, Tensor path, Tensor counts, Tensor slots, Tensor(c!) status, "
       "Tensor? parents=None, Tensor[]? k_scales=None, Tensor[]? v_scales=None) -> ()");
+  nwor::RegisterAttentionSchemas(library);
 }
 
-TORCH_LIBRARY_IMPL(nwor_specpv, CPU, library) { nwor::RegisterKernels(library); }
-TORCH_LIBRARY_IMPL(nwor_specpv, Meta, library) { nwor::RegisterKernels(library); }
+TORCH_LIBRARY_IMPL(nwor_specpv, CPU, library) {
+  nwor::RegisterKernels(library);
+  nwor::RegisterAttentionKernels(library);
+}
+TORCH_LIBRARY_IMPL(nwor_specpv, Meta, library) {
+  nwor::RegisterKernels(library);
+  nwor::RegisterAttentionFakes(library);
+}
 #ifdef NWOR_WITH_CUDA
-TORCH_LIBRARY_IMPL(nwor_specpv, CUDA, library) { nwor::RegisterKernels(library); }
+TORCH_LIBRARY_IMPL(nwor_specpv, CUDA, library) {
+  nwor::RegisterKernels(library);
+  nwor::RegisterAttentionKernels(library);
+}
 #endif

@@ -30,6 +30,7 @@ from ._C import (
     RoundPlan,
     Violation,
 )
+from .attention import CompactView, PartialView, merge_states, verify_attention, verify_plan
 from .errors import NworError
 from .layouts import LAYOUTS, cache_views
 from .metrics import Metrics
@@ -43,6 +44,7 @@ __all__ = [
     "COMMIT_ERRORS",
     "LAYOUTS",
     "CommitVerdict",
+    "CompactView",
     "ContractChecker",
     "Decision",
     "Interceptor",
@@ -50,6 +52,7 @@ __all__ = [
     "NworConfig",
     "NworError",
     "Outcome",
+    "PartialView",
     "Receipt",
     "RoundPlan",
     "Violation",
@@ -57,5 +60,8 @@ __all__ = [
     "commit",
     "get_cmake_dir",
     "get_include",
+    "merge_states",
+    "verify_attention",
+    "verify_plan",
     "write_kv",
 ]

@@ -6,29 +6,14 @@ directly.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import torch
 
-from .errors import NworError
+from ._call import call
+from .attention import merge_states, verify_attention, verify_plan
 
-__all__ = ["commit", "write_kv"]
-
-
-def call(op: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Calls a torch op of ours; its ValueError becomes a NworError."""
-    if torch.compiler.is_compiling():
-        return op(*args, **kwargs)
-    try:
-        return op(*args, **kwargs)
-    except ValueError as error:
-        raise NworError(str(error)) from None
-    except RuntimeError as error:
-        # A wrong argument type or a mix of devices stops in torch before it reaches the op.
-        if "nwor_specpv::" in str(error):
-            raise NworError(str(error).split("\n")[0]) from None
-        raise
+__all__ = ["commit", "merge_states", "verify_attention", "verify_plan", "write_kv"]
 
 
 def write_kv(

@@ -1,0 +1,28 @@
+#pragma once
+
+#include <string>
+
+#include "attention/route.h"
+#include "attention/verify.h"
+#include "attention/verify_arguments.h"
+
+// The FlashAttention routes on CUDA. Each computes attention to the prefix, which needs no mask,
+// with a FlashAttention kernel, attention among the in-flight rows by themselves, and merges the
+// two by their log-sum-exps.
+//
+// Kernels outside LibTorch are found by their torch ops at run time: what a Python process has
+// imported (vLLM, flash_attn, flash_attn_3) is what this library can call. Nothing is linked.
+
+namespace nwor {
+
+// Marks the flash routes that this process has, and what they need of pages.
+void FindFlashRoutes(RouteAvailability* available);
+
+// "flash_attn_3 is _vllm_fa3_C::fwd", or which ops were looked for in vain.
+std::string DescribeFlashRoute(Route route);
+
+// Runs a flash route. REQUIRES: ChooseRoute picked it for these arguments.
+void FlashVerify(Route route, const VerifyArguments& arguments, const CheckedVerify& checked,
+                 const VerifyOutputs& outputs);
+
+}  // namespace nwor

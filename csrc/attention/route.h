@@ -1,0 +1,101 @@
+#pragma once
+
+#include <cstdint>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "export.h"
+#include "types.h"
+
+// Which implementation serves a verification step: a pure function of what the host knows.
+// Thread-safe; needs neither torch nor a device.
+
+namespace nwor {
+
+enum class Route : uint8_t {
+  kCpu,         // verify_cpu.h
+  kCuda,        // verify_cuda.h
+  kTorchFlash,  // FlashAttention-2 inside LibTorch (aten::_flash_attention_forward)
+  kFlash2,      // an installed FlashAttention-2 with pages, or the one in vLLM
+  kFlash3,      // an installed FlashAttention-3, or the one in vLLM
+};
+inline constexpr int kNumRoutes = 5;
+
+// "cpu", "cuda", "torch_flash", "flash_attn_2", "flash_attn_3".
+NWOR_EXPORT const char* Name(Route route);
+
+// What a request may ask for beyond plain attention over pages.
+enum class RouteFeature : uint8_t {
+  kCpuDevice,
+  kCudaDevice,
+  kFloat32Rows,
+  kFloat8Cache,
+  kHeadDim,
+  kPageSize,
+  kPages,
+  kPartialView,
+  kCompactView,
+  kTreeMask,
+  kWindow,
+  kSoftcap,
+  kAlignedMemory,
+};
+inline constexpr int kNumRouteFeatures = 13;
+
+// "tree mask", "float8 cache", ...
+NWOR_EXPORT const char* Name(RouteFeature feature);
+
+struct RouteRequest {
+  bool cuda = false;
+  DType dtype = DType::kBFloat16;
+  DType cache_dtype = DType::kBFloat16;
+  int32_t head_dim = 128;
+  int32_t page_size = 16;
+  int32_t block_size = 0;  // of a partial view; 0: none
+  bool compact_view = false;
+  bool tree_mask = false;
+  bool window = false;
+  bool softcap = false;
+  bool aligned = true;   // pointers and strides are multiples of 16 bytes
+  int32_t max_rows = 1;  // rows of the longest request, as far as the host knows
+  // What a kernel without pages would have to copy first: K and V of the whole block table.
+  int64_t table_bytes = 0;
+};
+
+// A copy larger than this is not made behind the caller's back.
+inline constexpr int64_t kMaxGatheredBytes = int64_t{1} << 30;
+
+// Which routes this build and process have: compiled in, or registered with torch.
+struct RouteAvailability {
+  bool present[kNumRoutes] = {};
+  int32_t page_multiple[kNumRoutes] = {16, 16, 16, 16, 16};  // page sizes a CUDA route takes
+
+  void Set(Route route, bool here) { present[static_cast<int>(route)] = here; }
+  bool Has(Route route) const { return present[static_cast<int>(route)]; }
+};
+
+struct RouteChoice {
+  bool ok = false;
+  Route route = Route::kCpu;
+  // Why this route; or, when not ok, the table of required, supported and missing features.
+  std::string reason;
+};
+
+// Requests with more rows than this are prefill: compute-bound, FlashAttention's own ground.
+inline constexpr int32_t kPrefillRows = 256;
+
+// Picks a route. `wanted` is "auto" (or empty) or a route's name; a wanted route that cannot serve
+// the request is not replaced by another.
+NWOR_EXPORT RouteChoice ChooseRoute(const RouteRequest& request, const RouteAvailability& available,
+                                    std::string_view wanted = {});
+
+// What a route lacks for a request; empty: it serves it.
+NWOR_EXPORT std::vector<RouteFeature> MissingFeatures(Route route, const RouteRequest& request,
+                                                      const RouteAvailability& available);
+
+// One line per route: required features, and what each route supports and misses of them.
+NWOR_EXPORT std::string FeatureTable(const RouteRequest& request,
+                                     const RouteAvailability& available);
+
+}  // namespace nwor

@@ -1,0 +1,234 @@
+#include "attention/verify.h"
+
+#include <ATen/ops/empty.h>
+
+#include <atomic>
+#include <cstdlib>
+#include <mutex>
+
+#include "attention/flash.h"
+#include "attention/route.h"
+#include "attention/verify_arguments.h"
+#include "attention/verify_cpu.h"
+#include "check.h"
+#include "kv_interceptor/tensor_layout.h"
+#include "profiling.h"
+#ifdef NWOR_WITH_CUDA
+#include <c10/cuda/CUDAFunctions.h>
+#include <c10/cuda/CUDAGuard.h>
+
+#include "attention/verify_cuda.h"
+#endif
+
+namespace nwor {
+namespace {
+
+constexpr const char* kRouteVariable = "NWOR_SPECPV_ATTENTION_ROUTE";
+
+// The latest choice, for status reports. Written on every call, so only when it changes is the
+// reason's text copied.
+class LatestChoice {
+ public:
+  void Set(const RouteChoice& choice) {
+    const int next = static_cast<int>(choice.route);
+    if (route_.exchange(next, std::memory_order_relaxed) == next) return;
+    const std::lock_guard lock(mutex_);
+    reason_ = choice.reason;
+  }
+  std::string Text() const {
+    const int route = route_.load(std::memory_order_relaxed);
+    if (route < 0) return "none";
+    const std::lock_guard lock(mutex_);
+    return Concat(Name(static_cast<Route>(route)), " (", reason_, ")");
+  }
+
+ private:
+  std::atomic<int> route_{-1};
+  mutable std::mutex mutex_;
+  std::string reason_;
+};
+
+LatestChoice& Latest() {
+  static LatestChoice latest;
+  return latest;
+}
+
+RouteAvailability FindRoutes() {
+  RouteAvailability available;
+  available.Set(Route::kCpu, true);
+#ifdef NWOR_WITH_CUDA
+  available.Set(Route::kCuda, true);
+#endif
+  FindFlashRoutes(&available);
+  return available;
+}
+
+RouteChoice Choose(const VerifyArguments& arguments, const RouteRequest& request) {
+  std::string wanted = arguments.route;
+  if (wanted.empty()) {
+    const char* variable = std::getenv(kRouteVariable);
+    wanted = variable != nullptr ? variable : "";
+  }
+  // Looking up other packages' ops takes a while; the two everyday cases do not need it.
+  RouteAvailability available;
+  available.Set(Route::kCpu, true);
+  const bool plain = !request.cuda && (wanted.empty() || wanted == "auto" || wanted == "cpu");
+#ifdef NWOR_WITH_CUDA
+  available.Set(Route::kCuda, true);
+  const bool verification = request.cuda && request.max_rows <= kPrefillRows &&
+                            (wanted.empty() || wanted == "auto" || wanted == "cuda") &&
+                            MissingFeatures(Route::kCuda, request, available).empty();
+#else
+  const bool verification = false;
+#endif
+  if (!plain && !verification) available = FindRoutes();
+  RouteChoice choice = ChooseRoute(request, available, wanted);
+  NWOR_CHECK(choice.ok, choice.reason);
+  return choice;
+}
+
+#ifdef NWOR_WITH_CUDA
+
+constexpr int64_t kPlanAlign = 256;
+
+struct CudaPlan {
+  VerifyConfig config;
+  int64_t plan_bytes = 0;
+  int64_t total_bytes = 0;  // plan, then workspace
+};
+
+CudaPlan ShapePlan(const VerifyParams& params, const RouteRequest& request, int device) {
+  VerifyShape shape;
+  shape.num_requests = params.num_requests;
+  shape.num_rows = params.num_rows;
+  shape.num_heads = params.num_heads;
+  shape.num_kv_heads = params.num_kv_heads;
+  shape.head_dim = params.head_dim;
+  shape.dtype = params.dtype;
+  shape.cache_dtype = params.cache.geometry.dtype;
+  shape.page_size = params.cache.geometry.page_size;
+  shape.block_size = params.view.block_size;
+  shape.rows_hint = request.max_rows;
+  CudaPlan plan;
+  plan.config = ChooseVerifyConfig(shape, QueryDeviceProps(device));
+  NWOR_CHECK(plan.config.unsupported == nullptr, "query: got ", params.num_heads, "/",
+             params.num_kv_heads, " heads of ", params.head_dim, " channels, expected ",
+             plan.config.unsupported);
+  plan.plan_bytes =
+      (VerifyPlanBytes(shape, plan.config) + kPlanAlign - 1) / kPlanAlign * kPlanAlign;
+  plan.total_bytes = plan.plan_bytes + VerifyWorkspaceBytes(shape, plan.config);
+  return plan;
+}
+
+void CheckPlan(const at::Tensor& plan, const CudaPlan& expected, at::Device device) {
+  CheckIndex(plan, "plan", at::kByte, {-1}, device);
+  NWOR_CHECK(plan.size(0) == expected.total_bytes, "plan: got ", plan.size(0), " bytes, expected ",
+             expected.total_bytes, " (a plan made for these shapes)");
+  NWOR_CHECK(reinterpret_cast<uintptr_t>(plan.const_data_ptr()) % kPlanAlign == 0,
+             "plan: got memory at ", plan.const_data_ptr(), ", expected it 256-byte aligned");
+}
+
+void LaunchPlan(const VerifyParams& params, const CudaPlan& shape, const at::Tensor& plan) {
+  auto* memory = static_cast<std::byte*>(plan.mutable_data_ptr());
+  LaunchVerifyPlan(params, shape.config, memory, memory + shape.plan_bytes);
+}
+
+void VerifyCuda(const VerifyArguments& arguments, CheckedVerify& checked) {
+  VerifyParams& params = checked.params;
+  const CudaPlan shape = ShapePlan(params, checked.request, checked.device.index());
+  at::Tensor plan;
+  if (arguments.plan.has_value()) {
+    plan = *arguments.plan;
+    CheckPlan(plan, shape, checked.device);
+  } else {
+    plan = at::empty({shape.total_bytes}, arguments.query.options().dtype(at::kByte));
+    LaunchPlan(params, shape, plan);
+  }
+  auto* memory = static_cast<std::byte*>(plan.mutable_data_ptr());
+  LaunchVerify(params, shape.config, memory, memory + shape.plan_bytes);
+}
+
+#endif
+
+void Run(Route route, const VerifyArguments& arguments, CheckedVerify& checked,
+         const VerifyOutputs& outputs) {
+  const ScopedProfileRange range(ProfileRange::kAttend);
+  if (route == Route::kCpu) {
+    CheckVerifyValues(checked.params);
+    VerifyAttentionCpu(checked.params);
+    return;
+  }
+#ifdef NWOR_WITH_CUDA
+  const c10::cuda::CUDAGuard guard(checked.device);
+  checked.params.stream = CurrentStream(checked.device);
+  if (route == Route::kCuda) {
+    VerifyCuda(arguments, checked);
+    return;
+  }
+#endif
+  FlashVerify(route, arguments, checked, outputs);
+}
+
+}  // namespace
+
+void VerifyAttention(const VerifyArguments& arguments, const VerifyOutputs& outputs) {
+  CheckedVerify checked = CheckVerifyArguments(arguments, &outputs, /*plan_only=*/false);
+  const RouteChoice choice = Choose(arguments, checked.request);
+  Latest().Set(choice);
+  if (checked.params.num_rows > 0) Run(choice.route, arguments, checked, outputs);
+}
+
+VerifyOutputs MakeVerifyOutputs(const at::Tensor& query, bool with_lse) {
+  NWOR_CHECK(query.defined() && query.dim() == 3, "query: got ",
+             query.defined() ? Describe(query) : "nothing", ", expected [rows, heads, channels]");
+  VerifyOutputs outputs;
+  outputs.out = at::empty(query.sizes(), query.options());
+  if (with_lse) {
+    outputs.lse = at::empty({query.size(0), query.size(1)}, query.options().dtype(at::kFloat));
+  }
+  return outputs;
+}
+
+void PlanVerify(const VerifyArguments& arguments, at::Tensor plan) {
+  CheckedVerify checked = CheckVerifyArguments(arguments, nullptr, /*plan_only=*/true);
+#ifdef NWOR_WITH_CUDA
+  if (checked.device.is_cuda()) {
+    const c10::cuda::CUDAGuard guard(checked.device);
+    const CudaPlan shape = ShapePlan(checked.params, checked.request, checked.device.index());
+    CheckPlan(plan, shape, checked.device);
+    checked.params.stream = CurrentStream(checked.device);
+    if (checked.params.num_rows > 0) LaunchPlan(checked.params, shape, plan);
+    return;
+  }
+#endif
+  CheckIndex(plan, "plan", at::kByte, {0}, checked.device);
+}
+
+int64_t PlanBytes(const VerifyArguments& arguments, int64_t block_size) {
+  CheckedVerify checked = CheckVerifyArguments(arguments, nullptr, /*plan_only=*/true);
+  checked.params.view.block_size = static_cast<int32_t>(block_size);
+#ifdef NWOR_WITH_CUDA
+  if (checked.device.is_cuda()) {
+    return ShapePlan(checked.params, checked.request, checked.device.index()).total_bytes;
+  }
+#endif
+  return 0;
+}
+
+std::string LastRoute() { return Latest().Text(); }
+
+std::string DescribeRoutes() {
+  std::string sets;
+  for (const std::string& name : VerifyCpuInstructionSets(128)) sets += " " + name;
+#ifdef NWOR_WITH_CUDA
+  const char* cuda = c10::cuda::device_count() > 0 ? "present" : "built in, but no CUDA device";
+#else
+  const char* cuda = "absent: this library was built without CUDA";
+#endif
+  return Concat(Name(Route::kCpu), ": present:", sets, "\n", Name(Route::kCuda), ": ", cuda, "\n",
+                Name(Route::kTorchFlash), ": ", DescribeFlashRoute(Route::kTorchFlash), "\n",
+                Name(Route::kFlash2), ": ", DescribeFlashRoute(Route::kFlash2), "\n",
+                Name(Route::kFlash3), ": ", DescribeFlashRoute(Route::kFlash3));
+}
+
+}  // namespace nwor
