@@ -1,0 +1,382 @@
+#include "kv_interceptor/interceptor.h"
+
+#include <ATen/ATen.h>
+#include <gtest/gtest.h>
+
+#include <map>
+#include <stdexcept>
+
+#include "check.h"
+#include "kv_interceptor/fp8.h"
+
+namespace nwor {
+namespace {
+
+constexpr int kLayers = 3, kPages = 8, kPageSize = 4, kHeads = 2, kDim = 8;
+
+class FailOnce final : public CacheWriter {
+ public:
+  explicit FailOnce(int failures) : failures_(failures) {}
+  void WriteRow(const CacheLayout& cache, int64_t slot, const KvRowsView& row,
+                DType row_dtype) override {
+    if (failures_ > 0) {
+      --failures_;
+      throw std::runtime_error("injected");
+    }
+    PlainCacheWriter().WriteRow(cache, slot, row, row_dtype);
+  }
+
+ private:
+  int failures_;
+};
+
+class InterceptorTest : public ::testing::Test {
+ protected:
+  void Bind(Interceptor& interceptor, int layers = kLayers) {
+    keys_.clear();
+    values_.clear();
+    for (int layer = 0; layer < layers; ++layer) {
+      keys_.push_back(at::randn({kPages, kPageSize, kHeads, kDim}));
+      values_.push_back(at::randn({kPages, kPageSize, kHeads, kDim}));
+      interceptor.BindLayer(Layer(layer), keys_[layer], values_[layer]);
+    }
+    before_keys_ = at::stack(keys_);
+    before_values_ = at::stack(values_);
+  }
+
+  static std::string Layer(int layer) { return Concat("layer.", layer); }
+  static at::Tensor Rows(int64_t rows) { return at::randn({rows, kHeads, kDim}); }
+  static at::Tensor Slots(std::vector<int64_t> slots) { return at::tensor(slots, at::kLong); }
+  static at::Tensor Ints(std::vector<int> values) { return at::tensor(values, at::kInt); }
+  at::Tensor KeySlot(int layer, int64_t slot) {
+    return keys_[layer].reshape({-1, kHeads, kDim})[slot];
+  }
+  bool Unchanged() {
+    return at::equal(at::stack(keys_), before_keys_) &&
+           at::equal(at::stack(values_), before_values_);
+  }
+
+  std::vector<at::Tensor> keys_, values_;
+  at::Tensor before_keys_, before_values_;
+};
+
+TEST_F(InterceptorTest, StagesDraftsAndWritesTheRootDirectly) {
+  Interceptor interceptor{NworConfig{}};
+  Bind(interceptor, 1);
+  EXPECT_TRUE(interceptor.Begin({{3}, {2}, {}}).stage);
+  const at::Tensor key = Rows(3), value = Rows(3);
+  const Outcome outcome = interceptor.Write(Layer(0), key, value, Slots({8, 9, 10}));
+  EXPECT_EQ(outcome.action, Action::kStage);
+  EXPECT_EQ(outcome.staged_rows, 2);
+  EXPECT_TRUE(at::equal(KeySlot(0, 8), key[0]));
+  EXPECT_FALSE(at::equal(KeySlot(0, 9), key[1]));
+  const Receipt receipt = interceptor.Commit(Ints({1}).view({1, 1}), Ints({1}));
+  EXPECT_TRUE(receipt.ok());
+  EXPECT_TRUE(at::equal(KeySlot(0, 9), key[1]));
+  EXPECT_FALSE(at::equal(KeySlot(0, 10), key[2]));
+}
+
+TEST_F(InterceptorTest, CommitsATreePathToConsecutiveSlots) {
+  Interceptor interceptor{NworConfig{}};
+  Bind(interceptor);
+  // Rows: root 0, children 1 and 2 of it, 3 below 1, 4 below 2.
+  interceptor.Begin({{5}, {4}, {{0, 0, 1, 2}}});
+  std::vector<at::Tensor> written;
+  for (int layer = 0; layer < kLayers; ++layer) {
+    written.push_back(Rows(5));
+    // Siblings share positions, so drafts bring no slot of their own.
+    interceptor.Write(Layer(layer), written[layer], Rows(5), Slots({4, -1, -1, -1, -1}));
+  }
+  EXPECT_THROW(interceptor.Commit(Ints({2, 3}).view({1, 2}), Ints({2}),
+                                  {Slots({5, 6}).view({1, 2})}, RowSpace::kRequest),
+               Error);
+  EXPECT_TRUE(interceptor
+                  .Commit(Ints({2, 4}).view({1, 2}), Ints({2}), {Slots({5, 6}).view({1, 2})},
+                          RowSpace::kRequest)
+                  .ok());
+  for (int layer = 0; layer < kLayers; ++layer) {
+    EXPECT_TRUE(at::equal(KeySlot(layer, 5), written[layer][2]));
+    EXPECT_TRUE(at::equal(KeySlot(layer, 6), written[layer][4]));
+  }
+}
+
+TEST_F(InterceptorTest, TakesRowsInAnyOrderAndCountsDuplicatesOnce) {
+  Interceptor interceptor{NworConfig{}};
+  Bind(interceptor, 2);
+  interceptor.Begin({{3, 2}, {2, 1}, {}});
+  const at::Tensor key = Rows(5), value = Rows(5), slots = Slots({4, 5, 6, 12, 13});
+  const auto write = [&](int layer, std::vector<int32_t> rows) {
+    const at::Tensor index = Ints(rows).to(at::kLong);
+    return interceptor
+        .Write(Layer(layer), key.index_select(0, index), value.index_select(0, index),
+               slots.index_select(0, index), rows)
+        .staged_rows;
+  };
+  EXPECT_EQ(write(1, {4, 0}), 1);
+  EXPECT_EQ(write(0, {2}), 1);
+  EXPECT_EQ(write(1, {1, 2, 3}), 2);
+  EXPECT_EQ(write(0, {4, 2, 1}), 2);  // row 2 again
+  EXPECT_EQ(write(0, {3, 0}), 0);
+  EXPECT_TRUE(interceptor.Commit(Ints({1, 2, 4, -1}).view({2, 2}), Ints({2, 1})).ok());
+  EXPECT_TRUE(at::equal(KeySlot(0, 5), key[1]));
+  EXPECT_TRUE(at::equal(KeySlot(1, 6), key[2]));
+  EXPECT_TRUE(at::equal(KeySlot(1, 13), key[4]));
+  EXPECT_EQ(interceptor.stats().staged_tokens, 3);
+  EXPECT_EQ(interceptor.stats().committed_tokens, 3);
+}
+
+TEST_F(InterceptorTest, SaysIncompleteAndWritesNothingWhenALayerIsMissing) {
+  Interceptor interceptor{NworConfig{}};
+  Bind(interceptor);
+  interceptor.Begin({{2}, {1}, {}});
+  interceptor.Write(Layer(0), Rows(2), Rows(2), Slots({-1, 5}));
+  interceptor.Write(Layer(2), Rows(2), Rows(2), Slots({-1, 5}));
+  const Receipt receipt = interceptor.Commit(Ints({1}).view({1, 1}), Ints({1}));
+  EXPECT_FALSE(receipt.ok());
+  EXPECT_EQ(receipt.degraded, BypassReason::kIncompleteStaging);
+  EXPECT_NE(receipt.problem.find("layer.1"), std::string::npos) << receipt.problem;
+  EXPECT_TRUE(Unchanged());
+  EXPECT_EQ(interceptor.stats().rejected_tokens, 1);
+}
+
+TEST_F(InterceptorTest, WritesDirectlyWhenTheRoundDoesNotFit) {
+  NworConfig config;
+  config.staging_rows = 1;
+  config.max_staging_bytes = 3 * kLayers * 2 * kHeads * kDim * 4;
+  Interceptor interceptor{config};
+  Bind(interceptor);
+  const Decision decision = interceptor.Begin({{6}, {5}, {}});
+  EXPECT_FALSE(decision.stage);
+  EXPECT_EQ(decision.reason, BypassReason::kCapacity);
+  const at::Tensor key = Rows(6);
+  EXPECT_EQ(interceptor.Write(Layer(0), key, Rows(6), Slots({0, 1, 2, 3, 4, 5})).action,
+            Action::kDirect);
+  EXPECT_TRUE(at::equal(KeySlot(0, 5), key[5]));
+  EXPECT_TRUE(interceptor.Commit(Ints({1}).view({1, 1}), Ints({1})).ok());
+  EXPECT_LE(interceptor.stats().staging_bytes, config.max_staging_bytes);
+  EXPECT_TRUE(interceptor.Begin({{3}, {2}, {}}).stage);
+}
+
+TEST_F(InterceptorTest, GrowsBetweenRoundsAndReportsItsMemory) {
+  NworConfig config;
+  config.staging_rows = 2;
+  Interceptor interceptor{config};
+  Bind(interceptor);
+  const int64_t row_bytes = kLayers * 2 * kHeads * kDim * 4 + 8;
+  interceptor.Begin({{2}, {1}, {}});
+  EXPECT_EQ(interceptor.stats().staging_bytes, 2 * row_bytes);
+  interceptor.Abort();
+  interceptor.Begin({{8}, {7}, {}});
+  EXPECT_EQ(interceptor.stats().staging_bytes, 7 * row_bytes);
+  interceptor.Abort();
+}
+
+TEST_F(InterceptorTest, RefusesALateWriteOfAnOldRound) {
+  Interceptor interceptor{NworConfig{}};
+  Bind(interceptor, 1);
+  const int64_t old_epoch = interceptor.Begin({{2}, {1}, {}}).epoch;
+  interceptor.Abort();
+  const auto late = [&] {
+    return interceptor.Write(Layer(0), Rows(2), Rows(2), Slots({4, 5}), std::nullopt, old_epoch);
+  };
+  EXPECT_EQ(late().reason, BypassReason::kStaleRound);
+  interceptor.Begin({{2}, {1}, {}});
+  EXPECT_EQ(late().reason, BypassReason::kStaleRound);
+  EXPECT_TRUE(Unchanged());
+  EXPECT_EQ(interceptor.stats().fallbacks[static_cast<int>(BypassReason::kStaleRound)], 2);
+}
+
+TEST_F(InterceptorTest, StrictTurnsEveryBypassButDisabledIntoAnError) {
+  NworConfig config;
+  config.strict = true;
+  Interceptor interceptor{config};
+  Bind(interceptor, 2);
+  interceptor.Begin({{2}, {1}, {}});
+  interceptor.Write(Layer(0), Rows(2), Rows(2), Slots({4, 5}));
+  EXPECT_THROW(interceptor.Write(Layer(1), Rows(2), Rows(2), Slots({4, 6})), Error);
+  EXPECT_THROW(interceptor.Write("nobody", Rows(2), Rows(2), Slots({4, 5})), Error);
+  EXPECT_THROW(interceptor.Commit(Ints({1}).view({1, 1}), Ints({1})), Error);
+  interceptor.Abort();
+  interceptor.SetEnabled(false);
+  EXPECT_EQ(interceptor.Begin({{2}, {1}, {}}).reason, BypassReason::kDisabled);
+  EXPECT_EQ(interceptor.Write(Layer(0), Rows(2), Rows(2), Slots({4, 5})).reason,
+            BypassReason::kDisabled);
+}
+
+TEST_F(InterceptorTest, TouchesNothingWhenSwitchedOff) {
+  NworConfig config;
+  config.enable_nwor = false;
+  Interceptor interceptor{config};
+  Bind(interceptor);
+  interceptor.Begin({{3}, {2}, {}});
+  EXPECT_EQ(interceptor.Write(Layer(0), Rows(3), Rows(3), Slots({4, 5, 6})).action,
+            Action::kBypass);
+  EXPECT_TRUE(interceptor.Commit(Ints({1}).view({1, 1}), Ints({1})).ok());
+  EXPECT_TRUE(Unchanged());
+  EXPECT_EQ(interceptor.stats().staging_bytes, 0);
+  EXPECT_EQ(interceptor.stats().cache_bytes_written, 0);
+}
+
+TEST_F(InterceptorTest, LogsEachReasonOnce) {
+  Interceptor interceptor{NworConfig{}};
+  std::map<BypassReason, int> logged;
+  interceptor.SetLogSink([&](BypassReason reason, std::string_view) { ++logged[reason]; });
+  for (int i = 0; i < 3; ++i) {
+    interceptor.Write("nobody", Rows(1), Rows(1), Slots({0}));
+  }
+  EXPECT_EQ(logged.size(), 1U);
+  EXPECT_EQ(logged[BypassReason::kUnboundLayer], 1);
+}
+
+TEST_F(InterceptorTest, WritesAcceptedRowsFromStagingWhenTheCommitFailsOnce) {
+  Interceptor interceptor{NworConfig{}};
+  Bind(interceptor);
+  FailOnce writer(1);
+  interceptor.SetCacheWriter(&writer);
+  interceptor.Begin({{3}, {2}, {}});
+  std::vector<at::Tensor> written;
+  for (int layer = 0; layer < kLayers; ++layer) {
+    written.push_back(Rows(3));
+    interceptor.Write(Layer(layer), written[layer], Rows(3), Slots({-1, 5, 6}));
+  }
+  const Receipt receipt = interceptor.Commit(Ints({1, 2}).view({1, 2}), Ints({2}));
+  EXPECT_TRUE(receipt.ok());
+  EXPECT_EQ(receipt.degraded, BypassReason::kCommitFailure);
+  EXPECT_TRUE(at::equal(KeySlot(2, 6), written[2][2]));
+  EXPECT_EQ(interceptor.stats().committed_tokens, 2);
+}
+
+TEST_F(InterceptorTest, SaysLostAndChangesNothingWhenTheCommitFailsAgain) {
+  Interceptor interceptor{NworConfig{}};
+  Bind(interceptor);
+  FailOnce writer(1000);
+  interceptor.SetCacheWriter(&writer);
+  interceptor.Begin({{3}, {2}, {}});
+  for (int layer = 0; layer < kLayers; ++layer) {
+    interceptor.Write(Layer(layer), Rows(3), Rows(3), Slots({-1, 5, 6}));
+  }
+  const Receipt receipt = interceptor.Commit(Ints({1, 2}).view({1, 2}), Ints({2}));
+  EXPECT_FALSE(receipt.ok());
+  EXPECT_EQ(receipt.degraded, BypassReason::kCommitLost);
+  EXPECT_TRUE(Unchanged());
+  EXPECT_EQ(interceptor.stats().committed_tokens, 0);
+  EXPECT_EQ(interceptor.stats().rejected_tokens, 2);
+}
+
+TEST_F(InterceptorTest, CommitsInChunksOfOneRound) {
+  Interceptor interceptor{NworConfig{}};
+  Bind(interceptor, 1);
+  interceptor.Begin({{5}, {4}, {}});
+  const at::Tensor key = Rows(5);
+  interceptor.Write(Layer(0), key, Rows(5), Slots({-1, 5, 6, 7, 8}));
+  const auto chunk = [&](int from, bool last) {
+    return interceptor.Commit(Ints({from, from + 1}).view({1, 2}), Ints({2}), {}, RowSpace::kBatch,
+                              last);
+  };
+  EXPECT_TRUE(chunk(1, /*last=*/false).ok());
+  EXPECT_THROW(chunk(1, /*last=*/false), Error);  // not where the last chunk ended
+  EXPECT_TRUE(chunk(3, /*last=*/true).ok());
+  for (int row = 1; row < 5; ++row) EXPECT_TRUE(at::equal(KeySlot(0, 4 + row), key[row]));
+  EXPECT_EQ(interceptor.stats().committed_tokens, 4);
+  EXPECT_EQ(interceptor.stats().rejected_tokens, 0);
+}
+
+TEST_F(InterceptorTest, WaitsForMemoryAndTakesItWhenBoundAgain) {
+  Interceptor interceptor{NworConfig{}};
+  interceptor.BindLayer(Layer(0), at::empty({0}), at::empty({0}));
+  EXPECT_EQ(interceptor.Begin({{2}, {1}, {}}).reason, BypassReason::kNotReady);
+  EXPECT_EQ(interceptor.Write(Layer(0), Rows(2), Rows(2), Slots({4, 5})).reason,
+            BypassReason::kNotReady);
+  interceptor.Abort();
+  Bind(interceptor, 1);
+  EXPECT_TRUE(interceptor.Begin({{2}, {1}, {}}).stage);
+}
+
+TEST_F(InterceptorTest, BypassesCachesItCannotWriteAndSaysSo) {
+  Interceptor interceptor{NworConfig{}};
+  const at::Tensor cache = at::zeros({kPages, kPageSize, kHeads, kDim}, at::kChar);
+  interceptor.BindLayer(Layer(0), cache, cache.clone());
+  interceptor.Begin({{2}, {1}, {}});
+  EXPECT_EQ(interceptor.Write(Layer(0), Rows(2), Rows(2), Slots({4, 5})).reason,
+            BypassReason::kUnsupportedLayout);
+}
+
+TEST_F(InterceptorTest, AnswersMetaTensorsWithoutTouchingData) {
+  Interceptor interceptor{NworConfig{}};
+  Bind(interceptor, 1);
+  interceptor.Begin({{2}, {1}, {}});
+  const at::Tensor rows = at::empty({2, kHeads, kDim}, at::device(at::kMeta));
+  EXPECT_EQ(interceptor.Write(Layer(0), rows, rows, Slots({4, 5})).reason,
+            BypassReason::kFakeTensor);
+  EXPECT_TRUE(Unchanged());
+}
+
+TEST_F(InterceptorTest, KeepsGroupsWithTheirOwnSlotsApart) {
+  Interceptor interceptor{NworConfig{}};
+  std::vector<at::Tensor> caches;
+  for (int i = 0; i < 4; ++i) caches.push_back(at::zeros({kPages, kPageSize, kHeads, kDim}));
+  interceptor.BindLayer("full", caches[0], caches[1], 0);
+  interceptor.BindLayer("window", caches[2], caches[3], 1);
+  interceptor.Begin({{2}, {1}, {}});
+  const at::Tensor full = Rows(2), window = Rows(2);
+  interceptor.Write("full", full, full, Slots({4, 5}));
+  interceptor.Write("window", window, window, Slots({14, 15}));
+  EXPECT_TRUE(interceptor.Commit(Ints({1}).view({1, 1}), Ints({1})).ok());
+  EXPECT_TRUE(at::equal(caches[0].view({-1, kHeads, kDim})[5], full[1]));
+  EXPECT_TRUE(at::equal(caches[3].view({-1, kHeads, kDim})[15], window[1]));
+  EXPECT_EQ(caches[2].view({-1, kHeads, kDim})[5].abs().sum().item<float>(), 0);
+}
+
+TEST_F(InterceptorTest, QuantisesInTheCommitExactlyAsADirectWriteDoes) {
+  const auto fp8 = at::ScalarType::Float8_e4m3fn;
+  const auto make = [&] {
+    return at::zeros({kPages, kPageSize, kHeads, kDim}, at::kByte).view(fp8);
+  };
+  const at::Tensor staged_k = make(), staged_v = make(), direct_k = make(), direct_v = make();
+  const at::Tensor k_scale = at::tensor({0.5f, 0.25f}), v_scale = at::tensor({0.1f});
+  const at::Tensor key = (Rows(3) * 100).to(at::kBFloat16), value = Rows(3).to(at::kBFloat16);
+
+  Interceptor staging{NworConfig{}}, direct{NworConfig{}};
+  staging.BindLayer("l", staged_k, staged_v, 0, k_scale, v_scale, at::kBFloat16);
+  direct.BindLayer("l", direct_k, direct_v, 0, k_scale, v_scale, at::kBFloat16);
+  staging.Begin({{3}, {2}, {}});
+  staging.Write("l", key, value, Slots({4, 5, 6}));
+  EXPECT_TRUE(staging.Commit(Ints({1, 2}).view({1, 2}), Ints({2})).ok());
+  direct.Begin({{3}, {0}, {}});
+  direct.Write("l", key, value, Slots({4, 5, 6}));
+  EXPECT_TRUE(at::equal(staged_k.view(at::kByte), direct_k.view(at::kByte)));
+  EXPECT_TRUE(at::equal(staged_v.view(at::kByte), direct_v.view(at::kByte)));
+  // And by the formula, for one channel of the second head.
+  const auto expected = QuantizeE4M3(key[2][1][3].item<float>() / 0.25f);
+  EXPECT_EQ(staged_k.view(at::kByte)[1][2][1][3].item<uint8_t>(), expected);
+}
+
+TEST_F(InterceptorTest, WrongUseThrowsAndLeavesTheRoundAsItWas) {
+  Interceptor interceptor{NworConfig{}};
+  Bind(interceptor, 1);
+  EXPECT_THROW(interceptor.Commit(Ints({1}).view({1, 1}), Ints({1})), Error);
+  EXPECT_THROW(interceptor.Abort(), Error);
+  EXPECT_THROW(interceptor.Write(Layer(0), Rows(1), Rows(1), Slots({0})), Error);
+  EXPECT_THROW(interceptor.Begin({{2}, {2}, {}}), Error);        // no root
+  EXPECT_THROW(interceptor.Begin({{3}, {2}, {{1, 0}}}), Error);  // a row is its own parent
+  EXPECT_THROW(interceptor.Begin({{3, 1}, {2}, {}}), Error);     // sizes
+  interceptor.Begin({{3}, {2}, {}});
+  EXPECT_THROW(interceptor.Begin({{3}, {2}, {}}), Error);
+  EXPECT_THROW(interceptor.BindLayer("late", keys_[0], values_[0]), Error);
+  EXPECT_THROW(interceptor.SetEnabled(false), Error);
+  EXPECT_THROW(interceptor.Write(Layer(0), Rows(2), Rows(2), Slots({1, 2})), Error);
+  EXPECT_THROW(interceptor.Write(Layer(0), Rows(3).to(at::kHalf), Rows(3), Slots({1, 2, 3})),
+               Error);
+  EXPECT_THROW(interceptor.Write(Layer(0), Rows(3), Rows(3), Slots({1, 2, 32})), Error);
+  EXPECT_THROW(interceptor.Write(Layer(0), Rows(3), Rows(3), Ints({1, 2, 3})), Error);
+  EXPECT_TRUE(Unchanged());
+  EXPECT_EQ(interceptor.Write(Layer(0), Rows(3), Rows(3), Slots({-1, 2, 3})).staged_rows, 2);
+  EXPECT_THROW(interceptor.Commit(Ints({1}).view({1, 1}), Ints({2})), Error);
+  EXPECT_THROW(interceptor.Commit(Ints({2}).view({1, 1}), Ints({1})), Error);  // skips row 1
+  EXPECT_THROW(interceptor.Commit(Ints({0}).view({1, 1}), Ints({1})), Error);  // the root
+  EXPECT_TRUE(Unchanged());
+  EXPECT_TRUE(interceptor.Commit(Ints({1, 2}).view({1, 2}), Ints({2})).ok());
+}
+
+}  // namespace
+}  // namespace nwor
