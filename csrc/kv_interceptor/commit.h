@@ -116,7 +116,8 @@ NWOR_EXPORT CommitVerdict CommitCpu(const CommitParams& params, CommitUndoLog& l
 NWOR_EXPORT void LaunchCommit(const CommitParams& params);  // CUDA builds only
 
 // A 64-bit digest of counts, accepted path entries and their slots; equal on ranks that commit
-// alike. Writes {digest, ~digest} so that one MAX all-reduce shows agreement.
+// alike. Writes {digest, ~digest} so that one MAX all-reduce shows agreement; a round with faults
+// writes a pair that agrees with none, itself included.
 NWOR_EXPORT void CommitDigestCpu(const CommitParams& params, int64_t digest[2]);
 NWOR_EXPORT void LaunchCommitDigest(const CommitParams& params,
                                     int64_t* digest);  // CUDA builds only

@@ -176,6 +176,10 @@ CommitVerdict CommitCpu(const CommitParams& params, CommitUndoLog& log, CacheWri
 }
 
 void CommitDigestCpu(const CommitParams& params, int64_t digest[2]) {
+  if (params.round_status != nullptr && params.round_status[kStatusCode] != 0) {
+    digest[0] = digest[1] = kDigestRefusal;
+    return;
+  }
   uint64_t sum = 0;
   for (int32_t request = 0; request < params.num_requests; ++request) {
     const int32_t count = std::clamp(params.counts[request], 0, params.depth);

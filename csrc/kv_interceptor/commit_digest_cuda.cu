@@ -1,5 +1,6 @@
 #include <algorithm>
 
+#include "kv_interceptor/commit_error.h"
 #include "kv_interceptor/commit_table.cuh"
 #include "kv_interceptor/digest.h"
 #include "kv_interceptor/launch_check.h"
@@ -33,8 +34,9 @@ __global__ void __launch_bounds__(kDigestThreads)
   if (threadIdx.x % 32 == 0) atomicAdd(&sum, share);
   __syncthreads();
   if (threadIdx.x == 0) {
-    digest[0] = static_cast<int64_t>(sum);
-    digest[1] = ~static_cast<int64_t>(sum);
+    const bool refuses = batch.round_status != nullptr && batch.round_status[kStatusCode] != 0;
+    digest[0] = refuses ? kDigestRefusal : static_cast<int64_t>(sum);
+    digest[1] = refuses ? kDigestRefusal : ~static_cast<int64_t>(sum);
   }
 }
 

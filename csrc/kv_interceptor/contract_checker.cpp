@@ -503,8 +503,7 @@ void ContractChecker::Snapshot() {
   impl_ = std::make_unique<Impl>(interceptor);
   for (const Interceptor::LayerInfo& info : interceptor.layers()) {
     const bool ready = info.layout.key != nullptr;
-    impl_->layers.push_back(
-        {info.layout.key, ready ? HashCache(info) : CacheHashes{}, {}, {}, {}});
+    impl_->layers.push_back({info.layout.key, ready ? HashCache(info) : CacheHashes{}, {}, {}, {}});
   }
   impl_->stats_before = interceptor.stats();
   impl_->watching = true;

@@ -14,6 +14,10 @@
 
 namespace nwor {
 
+// Both words of a rank that cannot commit whatever the others accepted: with it among them no rank
+// finds agreement, for no digest has a maximum that is the complement of the other.
+inline constexpr int64_t kDigestRefusal = INT64_MAX;
+
 // A bijection of 64-bit words (two rounds of multiply and xor-shift).
 NWOR_HOST_DEVICE constexpr uint64_t DigestMix(uint64_t word) {
   word = (word ^ (word >> 32)) * 0xd6e8feb86659fd93ULL;

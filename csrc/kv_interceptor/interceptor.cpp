@@ -1,6 +1,6 @@
 #include "kv_interceptor/interceptor.h"
 
-#include <ATen/ops/empty.h>
+#include <ATen/ops/full.h>
 #include <ATen/ops/zeros.h>
 
 #include <algorithm>
@@ -8,6 +8,7 @@
 
 #include "check.h"
 #include "kv_interceptor/agreement.h"
+#include "kv_interceptor/digest.h"
 #include "kv_interceptor/kv_ops.h"
 #include "kv_interceptor/round.h"
 #include "kv_interceptor/tensor_layout.h"
@@ -30,9 +31,24 @@ bool IsInputFault(CommitError error) {
   }
 }
 
-std::string Explain(const CommitVerdict& verdict) {
-  return Concat("commit: ", Sentence(verdict.error), " (", Label(verdict.error), "): got ",
-                verdict.value, " for request ", verdict.request, ", index ", verdict.index);
+// An input fault of a commit in the words of its arguments.
+std::string Explain(const CommitVerdict& verdict, const CommitParams& params) {
+  const std::string got = Concat("got ", verdict.value, " for request ", verdict.request);
+  const std::string at = Concat(got, " at index ", verdict.index);
+  const std::string_view label = Label(verdict.error);
+  switch (verdict.error) {
+    case CommitError::kCountRange:
+      return Concat("counts: ", got, ", expected 0 to ", params.depth, " (", label, ")");
+    case CommitError::kPathRange:
+      return Concat("path: ", at, ", expected a draft row of that request (", label, ")");
+    case CommitError::kNotAChain:
+      return Concat("path: ", at, ", expected a child of the row before it (", label, ")");
+    case CommitError::kSlotRange:
+      return Concat("slots: ", at, ", expected a slot of the cache, 0 to ",
+                    params.groups[0].geometry.num_slots() - 1, " (", label, ")");
+    default:
+      return Concat("slots: ", at, " once more, expected each destination once (", label, ")");
+  }
 }
 
 // One layer's rows of a write with the staging row of each.
@@ -111,6 +127,8 @@ struct Interceptor::Impl {
   CommitParams DescribeCommit(const CommitCall& call, at::Tensor& status) const;
   bool FindIncomplete(std::string* detail) const;
   void Commit(const CommitCall& call, Receipt* receipt);
+  // The ranks' digests of this commit; with `refuse` this rank makes all of them disagree.
+  at::Tensor Agree(const CommitParams& params, bool refuse) const;
   void CommitOnCpu(const CommitParams& params, Receipt* receipt);
   void CommitOnCuda(CommitParams& params);
   void CloseRound(bool aborted);
@@ -269,7 +287,13 @@ Outcome Interceptor::Impl::WriteLayer(BoundLayer& layer, const WriteCall& call) 
   if (device.is_cpu()) {
     std::string detail;
     const BypassReason problem = CheckSlotsOnCpu(layer, params, chosen, &detail);
-    if (problem != BypassReason::kNone) return Bypass(&layer, problem, detail);
+    if (problem != BypassReason::kNone) {
+      const Outcome outcome = Bypass(&layer, problem, detail);
+      // As on a GPU: when layers disagree about slots the round commits nothing, or a token would
+      // be in one layer and not in another.
+      params.status[kStatusCode] = static_cast<int64_t>(CommitError::kSlotMismatch);
+      return outcome;
+    }
     for (int64_t i = 0; i < num_rows; ++i) {
       num_direct -= chosen.stage_rows[i] < 0 && params.slot_mapping[i] < 0 ? 1 : 0;
     }
@@ -407,41 +431,47 @@ CommitParams Interceptor::Impl::DescribeCommit(const CommitCall& call, at::Tenso
 
 void Interceptor::Impl::Commit(const CommitCall& call, Receipt* receipt) {
   std::string detail;
-  if (FindIncomplete(&detail)) {
-    receipt->degraded = BypassReason::kIncompleteStaging;
-    receipt->problem = books.Report(BypassReason::kIncompleteStaging, detail);
-    receipt->status[kStatusCode].fill_(static_cast<int64_t>(CommitError::kIncompleteStaging));
-    return;
-  }
-  const at::Device device = table.device();
+  const bool incomplete = FindIncomplete(&detail);
   CommitParams params = DescribeCommit(call, receipt->status);
-  at::Tensor digest;
+  at::Tensor agreement;
   if (!config.agreement_group.empty()) {
-    // Every rank asks before it looks at its own input, so that none waits for one that threw.
-    digest = at::empty({2}, at::dtype(at::kLong).device(device));
-    auto* words = static_cast<int64_t*>(digest.mutable_data_ptr());
-    if (device.is_cpu()) {
-      CommitDigestCpu(params, words);
-    } else {
-#ifdef NWOR_WITH_CUDA
-      LaunchCommitDigest(params, words);
-#endif
-    }
-    AgreeOnDigest(config.agreement_group, digest);
-    params.agreement = words;
+    // Every rank asks before it looks at its own input, so that none waits for one that gave up.
+    agreement = Agree(params, incomplete);
+    params.agreement = static_cast<const int64_t*>(agreement.const_data_ptr());
   }
-  if (device.is_cpu()) {
+  if (incomplete) {
+    receipt->degraded = BypassReason::kIncompleteStaging;
+    receipt->status[kStatusCode].fill_(static_cast<int64_t>(CommitError::kIncompleteStaging));
+    receipt->problem = books.Report(BypassReason::kIncompleteStaging, detail);
+  } else if (table.device().is_cpu()) {
     CommitOnCpu(params, receipt);
   } else {
     CommitOnCuda(params);
   }
 }
 
+at::Tensor Interceptor::Impl::Agree(const CommitParams& params, bool refuse) const {
+  at::Tensor digest = at::full({2}, kDigestRefusal, at::dtype(at::kLong).device(table.device()));
+  auto* words = static_cast<int64_t*>(digest.mutable_data_ptr());
+  if (!refuse && table.device().is_cpu()) {
+    CommitDigestCpu(params, words);
+  } else if (!refuse) {
+#ifdef NWOR_WITH_CUDA
+    LaunchCommitDigest(params, words);
+#endif
+  }
+  AgreeOnDigest(config.agreement_group, digest);
+  return digest;
+}
+
 void Interceptor::Impl::CommitOnCpu(const CommitParams& params, Receipt* receipt) {
   CommitVerdict verdict = ValidateCommit(params);
-  NWOR_CHECK(!IsInputFault(verdict.error), Explain(verdict));
+  NWOR_CHECK(!IsInputFault(verdict.error), Explain(verdict, params));
   verdict = CommitCpu(params, undo, *writer);
-  if (verdict.error == CommitError::kRankDisagreement) {
+  if (verdict.error == CommitError::kSlotMismatch) {
+    receipt->degraded = BypassReason::kSlotMismatch;  // counted when the write fell back
+    receipt->problem = Sentence(verdict.error);
+  } else if (verdict.error == CommitError::kRankDisagreement) {
     receipt->degraded = BypassReason::kRankDisagreement;
     receipt->problem = books.Report(receipt->degraded, "nothing was written on any rank");
   } else if (verdict.error == CommitError::kWriteFailed) {
@@ -473,12 +503,12 @@ void Interceptor::Abort() {
 }
 
 void Interceptor::Impl::CloseRound(bool aborted) {
-  int64_t tokens = 0;
-  if (staging) {
-    for (const CacheGroup& group : table.groups()) {
-      if (group.staging != nullptr) tokens = std::max(tokens, group.staging->UniqueStagedRows());
-    }
+  // A token counts once, whichever layers of whichever groups have staged it.
+  std::vector<bool> staged(rows.num_staging_rows(), false);
+  for (const CacheGroup& group : table.groups()) {
+    if (staging && group.staging != nullptr) group.staging->AddStagedRows(staged);
   }
+  const int64_t tokens = std::count(staged.begin(), staged.end(), true);
   books.CloseRound(tokens, table.staged_bytes_per_token(), aborted, table.device().is_cuda());
   round_open = false;
 }

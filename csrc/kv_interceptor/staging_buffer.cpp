@@ -65,8 +65,12 @@ int64_t StagingBuffer::MarkStaged(int layer, const std::vector<int32_t>& rows) {
 
 int64_t StagingBuffer::MissingRows(int layer) const { return round_rows_ - num_staged_[layer]; }
 
-int64_t StagingBuffer::UniqueStagedRows() const {
-  return num_staged_.empty() ? 0 : *std::max_element(num_staged_.begin(), num_staged_.end());
+void StagingBuffer::AddStagedRows(std::vector<bool>& rows) const {
+  for (const std::vector<bool>& layer : staged_) {
+    for (size_t row = 0; row < layer.size(); ++row) {
+      if (layer[row]) rows[row] = true;
+    }
+  }
 }
 
 KvRowsView StagingBuffer::LayerView(int layer) const {

@@ -39,8 +39,8 @@ class NWOR_EXPORT StagingBuffer {
 
   // Rows of the round that `layer` has not staged yet.
   int64_t MissingRows(int layer) const;
-  // Rows that some layer has staged: tokens, each counted once.
-  int64_t UniqueStagedRows() const;
+  // Sets rows[r] for every row that some layer has staged. REQUIRES: rows has round_rows entries.
+  void AddStagedRows(std::vector<bool>& rows) const;
 
   KvRowsView LayerView(int layer) const;  // [M, H, D]
 

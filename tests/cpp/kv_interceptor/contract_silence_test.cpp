@@ -77,6 +77,7 @@ TEST_F(ContractSilence, AboutASlotMismatchThatFellBack) {
   interceptor_.Write(Name(2), Rows(7), Rows(7), Slots(kSlots));
   EXPECT_SILENT(checker_.VerifyStaged());
   const Receipt receipt = Accept(1);
+  EXPECT_FALSE(receipt.ok());
   EXPECT_SILENT(checker_.Verify(&receipt));
 }
 
