@@ -195,8 +195,10 @@ def _is_host(text: str) -> bool:
 
 
 def _nearest(name: str, valid: Mapping[str, Any]) -> str:
-    (closest,) = difflib.get_close_matches(name, list(valid), n=1, cutoff=0.0)
-    return f"expected one of {', '.join(valid)}; the nearest is {closest!r}"
+    folded = {key.lower(): key for key in valid}
+    word = name.lower().replace("-", "_")
+    (closest,) = difflib.get_close_matches(word, list(folded), n=1, cutoff=0.0)
+    return f"expected one of {', '.join(valid)}; the nearest is {folded[closest]!r}"
 
 
 def _kind(value: Any) -> str:

@@ -141,7 +141,10 @@ def _routes(native: ModuleType | None) -> dict[str, Any]:
     report = getattr(attention, "route_report", None)
     if report is None:
         return {"problem": "nwor_specpv.attention offers no route_report()"}
-    return {"problem": None, "report": report()}
+    try:
+        return {"problem": None, "report": report()}
+    except Exception as error:  # a report that fails is something to report
+        return {"problem": f"route_report() failed: {type(error).__name__}: {error}"}
 
 
 def _metrics(native: ModuleType | None, url: str | None) -> dict[str, Any]:

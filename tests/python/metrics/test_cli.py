@@ -1,0 +1,369 @@
+"""The command line: exit codes, one line for wrong use, one JSON document for --json."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import threading
+import types
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
+
+import pytest
+
+import nwor_specpv
+from nwor_specpv import (
+    BYPASS_REASONS,
+    Interceptor,
+    Metrics,
+    NworConfig,
+    RoundPlan,
+    _stamp,
+    doctor,
+    status,
+)
+from nwor_specpv import __main__ as cli
+
+PACKAGE = Path(nwor_specpv.__file__).resolve().parent
+
+EXPOSITION = """\
+# TYPE nwor_fallback_total counter
+nwor_fallback_total{rank="0",reason="disabled"} 0
+nwor_fallback_total{rank="0",reason="capacity"} 3
+nwor_fallback_total{rank="1",reason="capacity"} 4
+nwor_fallback_total{reason="commit_lost",rank="1"} 1e+00
+"""
+
+
+def run(*arguments: str, pythonpath: Path | None = None, **env: str) -> subprocess.CompletedProcess:
+    """`python -m nwor_specpv` in a process of its own."""
+    environment = {k: v for k, v in os.environ.items() if not k.startswith("NWOR_SPECPV_")} | env
+    if pythonpath is not None:
+        environment["PYTHONPATH"] = str(pythonpath)
+    return subprocess.run(
+        [sys.executable, "-m", "nwor_specpv", *arguments],
+        capture_output=True,
+        text=True,
+        env=environment,
+        timeout=300,
+    )
+
+
+def call(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:
+    """The same in this process."""
+    try:
+        code = cli.main(arguments)
+    except SystemExit as ended:
+        code = ended.code
+    out, err = capsys.readouterr()
+    return code, out, err
+
+
+@pytest.fixture
+def served_text() -> Iterator[list[str]]:
+    """A URL, and the text it answers with: [url, text]."""
+    answer = ["", EXPOSITION]
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(200)
+            self.end_headers()
+            self.wfile.write(answer[1].encode())
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    with HTTPServer(("127.0.0.1", 0), Handler) as server:
+        answer[0] = f"http://127.0.0.1:{server.server_port}/metrics"
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        yield answer
+        server.shutdown()
+        thread.join()
+
+
+@pytest.fixture
+def broken_package(tmp_path: Path) -> Path:
+    """A copy of the package whose stamp names another torch; the folder to put on the path."""
+    copy = tmp_path / "nwor_specpv"
+    copy.mkdir()
+    for file in PACKAGE.iterdir():
+        if file.suffix in (".py", ".so"):
+            shutil.copy(file, copy)
+    stamp = json.loads((PACKAGE / _stamp.STAMP).read_text())
+    (copy / _stamp.STAMP).write_text(json.dumps(stamp | {"torch": "1.0.0"}))
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("arguments", "line"),
+    [
+        ((), "a command is needed: status, doctor, bench or demo"),
+        (("frobnicate",), "argument command: invalid choice: 'frobnicate'"),
+        (("status", "--frobnicate"), "unrecognized arguments: --frobnicate"),
+        (("status", "more"), "unrecognized arguments: more"),
+        (("doctor", "--json", "more"), "unrecognized arguments: more"),
+        (("bench",), "the following arguments are required"),
+        (("bench", "frobnicate"), "invalid choice: 'frobnicate'"),
+        (("status", "--url"), "argument --url: expected one argument"),
+    ],
+)
+def test_wrong_use_is_one_line_and_exit_2(
+    capsys: pytest.CaptureFixture[str], arguments: tuple[str, ...], line: str
+) -> None:
+    code, out, err = call(capsys, *arguments)
+    assert (code, out) == (2, "")
+    assert err.startswith("nwor-specpv: ")
+    assert line in err
+    assert err.count("\n") == 1
+    assert err.endswith("\n")
+
+
+def test_help_is_no_failure(capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, err = call(capsys, "--help")
+    assert (code, err) == (0, "")
+    for command in ("status", "doctor", "bench", "demo"):
+        assert command in out
+
+
+def test_status_json_is_one_document_and_nothing_else() -> None:
+    answer = run("status", "--json")
+    assert answer.returncode == 0, answer.stderr
+    report = json.loads(answer.stdout)
+    stamp = _stamp.read_stamp()
+    assert report["ok"] is True
+    assert report["problem"] is None
+    assert report["build"]["revision"] == stamp.revision
+    assert report["build"]["architectures"] == list(stamp.architectures)
+    assert report["torch"]["version"] == stamp.torch
+    assert set(report["hosts"]) == {"vllm", "transformers"}
+    assert report["metrics"] == {"built": True, "serving": False, "url": None, "problem": None}
+    assert report["bypasses"] == []
+    assert isinstance(report["devices"], list)
+    assert "problem" in report["routes"]
+
+
+def test_status_for_people_names_the_build_and_the_machine(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    code, out, err = call(capsys, "status")
+    stamp = _stamp.read_stamp()
+    assert (code, err) == (0, "")
+    for text in (stamp.revision, f"torch {stamp.torch}", "transformers", "metrics", "bypassed"):
+        assert text in out
+
+
+def test_status_shows_attention_routes_and_survives_their_absence(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    module = types.ModuleType("nwor_specpv.attention")
+    monkeypatch.setitem(sys.modules, "nwor_specpv.attention", module)
+    assert "offers no route_report()" in status.describe(status.collect())
+    module.route_report = lambda: {"cpu": "taken"}
+    assert "cpu: taken" in status.describe(status.collect())
+    module.route_report = lambda: 1 // 0
+    assert "route_report() failed: ZeroDivisionError" in status.describe(status.collect())
+    monkeypatch.setitem(sys.modules, "nwor_specpv.attention", None)
+    assert "nwor_specpv.attention is absent" in status.describe(status.collect())
+
+
+def test_status_shows_what_this_process_bypassed_and_where_it_serves() -> None:
+    interceptor = Interceptor(NworConfig(enable_nwor=False))
+    interceptor.begin(RoundPlan([2], [1]))
+    interceptor.abort()
+    port = Metrics().serve()
+    try:
+        report = status.collect()
+    finally:
+        Metrics().stop()
+    assert report["metrics"]["url"] == f"http://127.0.0.1:{port}/metrics"
+    assert report["metrics"]["serving"]
+    (found,) = [b for b in report["bypasses"] if b["reason"] == "disabled"]
+    assert found["count"] >= 1
+    assert found["sentence"] == BYPASS_REASONS["disabled"]
+    assert f"disabled: {BYPASS_REASONS['disabled']}" in status.describe(report)
+
+
+def test_status_shows_a_busy_port() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as occupant:
+        Metrics().serve(port=occupant.getsockname()[1])
+    report = status.collect()
+    assert "Address already in use" in report["metrics"]["problem"]
+    assert "Address already in use" in status.describe(report)
+    Metrics().stop()
+    assert status.collect()["metrics"]["problem"] is None
+
+
+def test_status_asks_a_running_server_for_its_counts(
+    served_text: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    code, out, _ = call(capsys, "status", "--json", "--url", served_text[0])
+    report = json.loads(out)
+    assert code == 0
+    assert report["metrics"]["serving"]
+    assert report["metrics"]["url"] == served_text[0]
+    assert [(b["reason"], b["count"], b["sentence"]) for b in report["bypasses"]] == [
+        ("capacity", 7, BYPASS_REASONS["capacity"]),
+        ("commit_lost", 1, BYPASS_REASONS["commit_lost"]),
+    ]
+
+
+def test_status_finds_the_server_by_its_settings(
+    served_text: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("NWOR_SPECPV_METRICS_PORT", served_text[0].split(":")[2].split("/")[0])
+    monkeypatch.setenv("NWOR_SPECPV_METRICS_HOST", "0.0.0.0")
+    assert status.collect()["metrics"]["url"] == served_text[0]
+    assert [b["count"] for b in status.collect()["bypasses"]] == [7, 1]
+
+
+def test_status_says_when_the_server_does_not_answer(served_text: list[str]) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        url = f"http://127.0.0.1:{free.getsockname()[1]}/metrics"
+    report = status.collect(url)
+    assert f"{url} does not answer" in report["metrics"]["problem"]
+    assert not report["metrics"]["serving"]
+    served_text[1] = "something_else 1\n"
+    assert "no nwor_fallback_total" in status.collect(served_text[0])["metrics"]["problem"]
+    assert "does not answer" in status.collect("nonsense")["metrics"]["problem"]
+
+
+def test_status_shows_wrong_settings(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NWOR_SPECPV_METRICS_PROT", "9400")
+    report = status.collect()
+    assert "the nearest is 'NWOR_SPECPV_METRICS_PORT'" in report["metrics"]["problem"]
+
+
+def test_doctor_json_is_one_document_and_the_core_works() -> None:
+    answer = run("doctor", "--json")
+    assert (answer.returncode, answer.stderr) == (0, "")
+    report = json.loads(answer.stdout)
+    assert report["ok"] is True
+    findings = {finding["name"]: finding for finding in report["findings"]}
+    core = {name for name, finding in findings.items() if finding["needed_for"] == "core"}
+    assert core == {"torch", "native library", "round trip"}
+    for name in ("compiler", "cmake", "ninja", "nvcc", "prometheus-cpp", "gtest", "GPU", "vllm"):
+        assert findings[name]["mend"]
+    assert findings["compiler"]["ok"]
+    assert all(finding["detail"] for finding in findings.values())
+
+
+def test_doctor_for_people_has_a_line_each_and_a_mend_for_what_is_missing(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PATH", "/nonexistent")
+    monkeypatch.setattr(sys, "executable", "/nonexistent/python")
+    code, out, err = call(capsys, "doctor")
+    lines = out.splitlines()
+    assert (code, err) == (0, "")
+    assert lines[-1] == "the core works"
+    assert all(line.startswith(("ok  ", "missing  ")) for line in lines[:-1])
+    (compiler,) = [line for line in lines if line.split()[1] == "compiler"]
+    assert compiler.startswith("missing")
+    assert "apt-get install g++" in compiler
+
+
+def test_doctor_tells_a_wrong_torch_and_a_failed_round(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object) -> None:
+        raise RuntimeError("no round today")
+
+    monkeypatch.setattr(doctor, "_wanted_torch", lambda: "1.0.0")
+    monkeypatch.setattr(nwor_specpv, "Interceptor", fail)
+    findings = doctor.examine()
+    bad = {finding.name: finding.detail for finding in findings if not finding.ok}
+    assert bad["torch"].endswith("but built for 1.0.0")
+    assert bad["round trip"] == "RuntimeError: no round today"
+    assert not doctor.core_works(findings)
+    assert doctor.describe(findings).endswith("the core does not work")
+
+
+def test_status_and_doctor_work_without_the_library(broken_package: Path) -> None:
+    sentence = f"built for torch 1.0.0, but torch {_stamp.read_stamp().torch} is installed"
+    answer = run("status", "--json", pythonpath=broken_package)
+    report = json.loads(answer.stdout)
+    assert (answer.returncode, answer.stderr) == (1, "")
+    assert report["ok"] is False
+    assert sentence in report["problem"]
+    assert report["build"]["torch"] == "1.0.0"
+    assert sentence in status.describe(report)
+    answer = run("doctor", "--json", pythonpath=broken_package)
+    assert (answer.returncode, json.loads(answer.stdout)["ok"]) == (1, False)
+
+
+def test_importing_or_using_a_broken_package_is_one_sentence(broken_package: Path) -> None:
+    answer = run("demo", pythonpath=broken_package)
+    assert (answer.returncode, answer.stdout) == (1, "")
+    assert answer.stderr.count("\n") == 1
+    assert "built for torch 1.0.0" in answer.stderr
+    environment = os.environ | {"PYTHONPATH": str(broken_package)}
+    answer = subprocess.run(
+        [sys.executable, "-c", "import nwor_specpv"],
+        capture_output=True,
+        text=True,
+        env=environment,
+        timeout=300,
+    )
+    assert answer.returncode == 1
+    last = answer.stderr.splitlines()[-1]
+    assert last.startswith("nwor_specpv._stamp.StampMismatch: nwor_specpv ")
+    assert "built for torch 1.0.0" in last
+
+
+def test_bench_and_demo_get_the_rest_of_the_line(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[tuple[str, list[str]]] = []
+
+    def dispatch(name: str, argv: list[str]) -> int:
+        seen.append((name, argv))
+        return 0
+
+    monkeypatch.setattr(cli, "_dispatch", dispatch)
+    assert call(capsys, "bench", "commit", "--rows", "8", "--help") == (0, "", "")
+    assert call(capsys, "bench", "attention") == (0, "", "")
+    assert call(capsys, "demo", "--json", "more") == (0, "", "")
+    assert seen == [
+        ("bench.commit", ["--rows", "8", "--help"]),
+        ("bench.attention", []),
+        ("demo", ["--json", "more"]),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "line"),
+    [
+        (nwor_specpv.NworError("rows: got 0, expected 1"), 2, "rows: got 0, expected 1"),
+        (ValueError("a\nb"), 1, "ValueError: a b"),
+        (ModuleNotFoundError("No module named 'x'"), 1, "ModuleNotFoundError: No module named 'x'"),
+        (BrokenPipeError(), 1, None),
+        (KeyboardInterrupt(), 130, None),
+    ],
+)
+def test_a_failing_command_is_one_line(
+    capfd: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    error: BaseException,
+    code: int,
+    line: str | None,
+) -> None:
+    def fail(*_: object) -> int:
+        raise error
+
+    monkeypatch.setattr(cli, "_dispatch", fail)
+    if isinstance(error, BrokenPipeError):
+        monkeypatch.setattr(os, "dup2", lambda *_: None)
+    assert cli.main(["demo"]) == code
+    assert capfd.readouterr().err == (f"nwor-specpv: {line}\n" if line else "")
+
+
+def test_a_reader_that_leaves_is_no_traceback(tmp_path: Path) -> None:
+    command = f"{sys.executable} -m nwor_specpv status | true"
+    answer = subprocess.run(
+        ["sh", "-c", command], capture_output=True, text=True, env=dict(os.environ), timeout=300
+    )
+    assert answer.stderr == ""

@@ -1,0 +1,227 @@
+"""The endpoint: off by default, on loopback, never fatal, at home in forked and spawned workers."""
+
+from __future__ import annotations
+
+import json
+import logging
+import socket
+import subprocess
+import sys
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from nwor_specpv import Metrics, NworError
+from nwor_specpv.config import Settings
+from nwor_specpv.metrics import worker_port
+
+# Counts one round in the parent, serves, and lets a worker of each kind do the same for itself.
+WORKERS = """
+import json
+import multiprocessing
+import sys
+import urllib.request
+
+from nwor_specpv import Interceptor, Metrics, NworConfig, RoundPlan
+
+
+def count_rounds(number):
+    interceptor = Interceptor(NworConfig(enable_nwor=False))
+    for _ in range(number):
+        interceptor.begin(RoundPlan([1], [0]))
+        interceptor.abort()
+
+
+def rounds_at(port):
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=20) as response:
+        lines = response.read().decode().splitlines()
+    return next(float(line.split()[1]) for line in lines if line.startswith("nwor_rounds_total"))
+
+
+def work(pipe, parents_port):
+    metrics = Metrics()
+    report = {"serving_at_start": metrics.status()["serving"]}
+    report["parents_port"] = metrics.serve(port=parents_port)
+    report["port"] = metrics.serve()
+    count_rounds(5)
+    report["rounds"] = rounds_at(report["port"])
+    metrics.stop()
+    report["serving_at_end"] = metrics.status()["serving"]
+    pipe.send(report)
+
+
+if __name__ == "__main__":
+    metrics = Metrics()
+    count_rounds(2)
+    port = metrics.serve()
+    context = multiprocessing.get_context(sys.argv[1])
+    here, there = context.Pipe()
+    worker = context.Process(target=work, args=(there, port))
+    worker.start()
+    report = here.recv() if here.poll(100) else {"problem": "no answer"}
+    worker.join(60)
+    report["exitcode"] = worker.exitcode
+    report["parent_serving"] = metrics.status()["serving"]
+    report["parent_rounds"] = rounds_at(port)
+    report["same_port"] = report.get("port") == port
+    print(json.dumps(report))
+"""
+
+
+@pytest.fixture
+def metrics() -> Iterator[Metrics]:
+    found = Metrics()
+    assert found.status()["built"], "the tests need a build with prometheus-cpp"
+    yield found
+    found.stop()
+
+
+def run_script(folder: Path, text: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    script = folder / "script.py"
+    script.write_text(text)
+    return subprocess.run(
+        [sys.executable, str(script), *arguments], capture_output=True, text=True, timeout=240
+    )
+
+
+def answers(address: str, port: int) -> bool:
+    try:
+        with urllib.request.urlopen(f"http://{address}:{port}/metrics", timeout=20) as response:
+            return b"nwor_rounds_total" in response.read()
+    except urllib.error.URLError:
+        return False
+
+
+def test_nothing_listens_until_asked(tmp_path: Path) -> None:
+    script = """
+import json, os, nwor_specpv
+before = nwor_specpv.Metrics().status()
+threads = len(os.listdir("/proc/self/task"))
+port = nwor_specpv.Metrics().serve()
+print(json.dumps([before["serving"], port > 0, len(os.listdir("/proc/self/task")) > threads]))
+"""
+    answer = run_script(tmp_path, script)
+    assert json.loads(answer.stdout) == [False, True, True], answer.stderr
+
+
+def test_serving_is_idempotent_and_ends_with_stop(metrics: Metrics) -> None:
+    port = metrics.serve()
+    assert port > 0
+    assert metrics.serve() == port
+    assert metrics.serve("127.0.0.1", port) == port
+    assert answers("127.0.0.1", port)
+    assert metrics.status() == {
+        "built": True,
+        "serving": True,
+        "host": "127.0.0.1",
+        "port": port,
+        "problem": "",
+    }
+    metrics.stop()
+    metrics.stop()
+    assert not answers("127.0.0.1", port)
+    assert metrics.serve("127.0.0.1", port) == port
+
+
+def test_loopback_is_not_reachable_from_other_addresses(metrics: Metrics) -> None:
+    port = metrics.serve()
+    assert answers("127.0.0.1", port)
+    assert not answers("127.0.0.2", port)
+
+
+def test_a_busy_port_is_logged_and_shown_and_never_fatal(
+    metrics: Metrics, caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str]
+) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as occupant:
+        port = occupant.getsockname()[1]
+        with caplog.at_level(logging.WARNING, logger="nwor_specpv"):
+            assert metrics.serve(port=port) == -1
+    sentence = f"cannot serve metrics at 127.0.0.1:{port}: Address already in use"
+    assert [(r.name, r.levelname, r.getMessage()) for r in caplog.records] == [
+        ("nwor_specpv", "WARNING", sentence)
+    ]
+    status = metrics.status()
+    assert (status["serving"], status["problem"]) == (False, sentence)
+    assert capfd.readouterr() == ("", "")
+    assert metrics.serve(port=port) == port
+    assert metrics.status()["problem"] == ""
+
+
+@pytest.mark.parametrize("host", ["", "example", "127.0.0.1:80", "1.2.3", "127.0.0.1,9400"])
+def test_a_bad_host_is_refused(metrics: Metrics, host: str) -> None:
+    with pytest.raises(NworError, match=f"^host: got '{host}', expected an IP address or local"):
+        metrics.serve(host)
+
+
+@pytest.mark.parametrize("port", [-1, 65536])
+def test_a_bad_port_is_refused(metrics: Metrics, port: int) -> None:
+    with pytest.raises(NworError, match=rf"^port: got {port}, expected 0 \(any\) to 65535$"):
+        metrics.serve(port=port)
+
+
+@pytest.mark.parametrize("method", ["fork", "spawn"])
+def test_workers_count_and_serve_for_themselves(tmp_path: Path, method: str) -> None:
+    answer = run_script(tmp_path, WORKERS, method)
+    assert answer.stdout, answer.stderr
+    report = json.loads(answer.stdout)
+    assert report.pop("port") > 0
+    assert report == {
+        "serving_at_start": False,
+        "parents_port": -1,
+        "rounds": 5.0,
+        "serving_at_end": False,
+        "exitcode": 0,
+        "parent_serving": True,
+        "parent_rounds": 2.0,
+        "same_port": False,
+    }
+
+
+def test_a_killed_parent_leaves_no_port_to_its_forked_child(tmp_path: Path) -> None:
+    script = """
+import os, socket, nwor_specpv
+port = nwor_specpv.Metrics().serve()
+ready, gate = os.pipe()
+child = os.fork()
+if child == 0:
+    os.close(gate)
+    os.read(ready, 1)  # returns when the parent is gone
+    try:
+        socket.create_connection(("127.0.0.1", port), timeout=20).close()
+        print("still there", flush=True)
+    except ConnectionRefusedError:
+        print("free", flush=True)
+    os._exit(0)
+os._exit(0)
+"""
+    assert run_script(tmp_path, script).stdout.strip() == "free"
+
+
+def test_a_process_that_serves_ends_at_once_and_quietly(tmp_path: Path) -> None:
+    script = "import nwor_specpv; print(nwor_specpv.Metrics().serve() > 0)"
+    answer = run_script(tmp_path, script)
+    assert (answer.returncode, answer.stdout, answer.stderr) == (0, "True\n", "")
+
+
+def test_workers_of_a_machine_get_ports_of_their_own(metrics: Metrics) -> None:
+    assert worker_port(9400, {}) == 9400
+    assert worker_port(9400, {"LOCAL_RANK": "3"}) == 9403
+    assert worker_port(9400, {"LOCAL_RANK": "first"}) == 9400
+    assert worker_port(0, {"LOCAL_RANK": "3"}) == 0
+    assert metrics.serve_settings(Settings()) is None
+    assert not metrics.status()["serving"]
+    port = metrics.serve_settings(Settings(metrics_port=0), {"LOCAL_RANK": "3"})
+    assert port == metrics.status()["port"] > 0
+
+
+def test_series_carry_the_rank_a_launcher_set(
+    metrics: Metrics, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert "\nnwor_rounds_total " in metrics.render()
+    monkeypatch.setenv("RANK", "6")
+    text = metrics.render()
+    assert '\nnwor_rounds_total{rank="6"} ' in text
+    assert '\nnwor_fallback_total{rank="6",reason="capacity"} ' in text
