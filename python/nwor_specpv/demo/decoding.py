@@ -84,7 +84,10 @@ def decode_plain(model: TinyModel, prompt: list[int], max_tokens: int) -> Run:
     def attend(
         layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
     ) -> torch.Tensor:
-        keys[layer], values[layer] = torch.cat((keys[layer], key)), torch.cat((values[layer], value))
+        keys[layer], values[layer] = (
+            torch.cat((keys[layer], key)),
+            torch.cat((values[layer], value)),
+        )
         rows, length = query.shape[0], keys[layer].shape[0]
         visible = torch.ones(rows, length, dtype=torch.bool).tril(length - rows)
         out = scaled_dot_product_attention(
@@ -175,7 +178,9 @@ class Speculation:
         row = root
         while True:
             below = [
-                i for i, p in enumerate(parents, len(rows)) if p == row and tokens[i] == targets[row]
+                i
+                for i, p in enumerate(parents, len(rows))
+                if p == row and tokens[i] == targets[row]
             ]
             if not below:
                 break

@@ -73,7 +73,9 @@ class TinyModel:
         x = self.embedding[tokens]
         for layer in range(s.num_layers):
             h = _rms_norm(x, self.attention_norm[layer])
-            query = self._rotate((h @ self.wq[layer].T).view(-1, s.num_heads, s.head_dim), positions)
+            query = self._rotate(
+                (h @ self.wq[layer].T).view(-1, s.num_heads, s.head_dim), positions
+            )
             key = self._rotate(
                 (h @ self.wk[layer].T).view(-1, s.num_kv_heads, s.head_dim), positions
             )
