@@ -44,8 +44,9 @@ const Domain* FindProfiler() {
 
 ScopedProfileRange::ScopedProfileRange(ProfileRange range) {
   const Domain* domain = profiler.load(std::memory_order_acquire);
-  if (domain == kNoProfiler) [[likely]]
+  if (domain == kNoProfiler) [[likely]] {
     return;
+  }
   if (domain == nullptr) domain = FindProfiler();
   if (domain == kNoProfiler) return;
   nvtxDomainRangePushEx(domain->handle, &domain->attributes[static_cast<size_t>(range)]);
@@ -54,8 +55,9 @@ ScopedProfileRange::ScopedProfileRange(ProfileRange range) {
 ScopedProfileRange::~ScopedProfileRange() {
   // The constructor decided already, and the decision is never taken back.
   const Domain* const domain = profiler.load(std::memory_order_acquire);
-  if (domain != kNoProfiler) [[unlikely]]
+  if (domain != kNoProfiler) [[unlikely]] {
     nvtxDomainRangePop(domain->handle);
+  }
 }
 
 }  // namespace nwor

@@ -69,12 +69,13 @@ void Counters::ObserveCommitLatency(double seconds) {
 void Counters::RegisteredSource::Refresh() {
   // A device that can no longer be read keeps its last totals: counters never go backwards, and a
   // scrape thread has nobody to throw to.
+  CountersSnapshot fresh;
   try {
-    CountersSnapshot fresh;
     read(fresh);
-    last = fresh;
   } catch (...) {
+    fresh = last;
   }
+  last = fresh;
 }
 
 int Counters::AddSource(Source source) {

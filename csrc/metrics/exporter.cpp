@@ -197,7 +197,7 @@ std::unique_ptr<Server> Start(const ListenAddress& address) {
 
 // The server does not say why; the system says it to whoever asks again.
 std::string WhyNotStarted(const ListenAddress& address) {
-  const std::string reason = address.WhyBusy();
+  std::string reason = address.WhyBusy();
   if (!reason.empty()) return reason;
   if (address.is_ipv6()) return "the HTTP server did not start (Debian's civetweb has no IPv6)";
   return "the HTTP server did not start";

@@ -137,7 +137,7 @@ TEST(Counters, StandWhereASourceLastStoodWhenItThrows) {
 TEST(Counters, NeverGoBackwardsWhileSourcesComeAndGo) {
   uint64_t seed = std::random_device{}();
   if (const char* text = std::getenv("NWOR_TEST_SEED")) seed = std::strtoull(text, nullptr, 10);
-  std::cout << "seed=" << seed << std::endl;
+  std::cout << "seed=" << seed << "\n";
   Counters counters;
   std::atomic<bool> done{false};
   std::atomic<int64_t> expected{0};

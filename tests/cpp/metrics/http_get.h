@@ -16,12 +16,13 @@ class LoopbackSocket {
   static LoopbackSocket Listen() {
     LoopbackSocket socket;
     sockaddr_in address = Loopback(0);
-    const bool listening =
-        bind(socket.fd_, reinterpret_cast<sockaddr*>(&address), sizeof(address)) == 0 &&
-        listen(socket.fd_, 1) == 0;
     socklen_t size = sizeof(address);
-    getsockname(socket.fd_, reinterpret_cast<sockaddr*>(&address), &size);
-    socket.port_ = listening ? ntohs(address.sin_port) : 0;
+    if (socket.fd_ >= 0 &&
+        bind(socket.fd_, reinterpret_cast<sockaddr*>(&address), sizeof(address)) == 0 &&
+        listen(socket.fd_, 1) == 0 &&
+        getsockname(socket.fd_, reinterpret_cast<sockaddr*>(&address), &size) == 0) {
+      socket.port_ = ntohs(address.sin_port);
+    }
     return socket;
   }
 
@@ -29,6 +30,7 @@ class LoopbackSocket {
   static LoopbackSocket Connect(int port) {
     LoopbackSocket socket;
     sockaddr_in address = Loopback(port);
+    if (socket.fd_ < 0) return socket;
     const timeval patience{20, 0};
     setsockopt(socket.fd_, SOL_SOCKET, SO_RCVTIMEO, &patience, sizeof(patience));
     const bool connected =

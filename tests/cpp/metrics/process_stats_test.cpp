@@ -26,7 +26,7 @@ TEST(ProcessStats, SeesMemoryThatIsTouched) {
   const double before = ReadProcessStats().resident_memory_bytes.value();
   const std::unique_ptr<char[]> block(new char[kBytes]);
   std::memset(block.get(), 1, kBytes);
-  EXPECT_GE(ReadProcessStats().resident_memory_bytes.value(), before + kBytes / 2);
+  EXPECT_GE(ReadProcessStats().resident_memory_bytes.value(), before + 0.5 * kBytes);
 }
 
 TEST(ProcessStats, ReportsCpuTimeThatGrowsWithWork) {
