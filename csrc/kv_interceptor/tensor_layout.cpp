@@ -35,8 +35,9 @@ std::string SizesText(at::IntArrayRef sizes) {
 }
 
 void CheckChannels(const at::Tensor& tensor, const char* name) {
-  NWOR_CHECK(tensor.size(-1) == 1 || tensor.stride(-1) == 1, name, ": got a stride of ",
-             tensor.stride(-1), " between channels, expected 1 (contiguous channels)");
+  NWOR_CHECK(tensor.numel() == 0 || tensor.size(-1) == 1 || tensor.stride(-1) == 1, name,
+             ": got a stride of ", tensor.stride(-1),
+             " between channels, expected 1 (contiguous channels)");
 }
 
 // Two slots that share memory would make "no other byte changes" meaningless.

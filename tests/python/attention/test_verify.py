@@ -1,0 +1,314 @@
+"""verify_attention against an fp64 reference, over random steps and at the edges."""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+import pytest
+import torch
+
+from attention.steps import (
+    DEVICES,
+    FP8,
+    HEAD_DIMS,
+    LAYOUTS,
+    SEED,
+    Shape,
+    assert_close,
+    make_step,
+    row_dtypes,
+)
+from nwor_specpv import CompactView, PartialView, merge_states, verify_attention
+
+RANDOM_STEPS = 60
+
+
+def random_shape(seed: int, device: str) -> Shape:
+    rng = random.Random(seed)
+    requests = rng.randint(1, 4)
+    group = rng.choice((1, 1, 2, 3, 4, 5, 8))
+    kv_heads = rng.choice((1, 2, 3))
+    view = rng.choice(("none", "none", "partial", "compact", "mixed_partial", "mixed_compact"))
+    page_size = rng.choice((16, 32, 64, 128, 48))
+    dtype = rng.choice(row_dtypes(device))
+    fp8 = rng.random() < 0.25
+    return Shape(
+        rows=[rng.choice((0, 1, 1, 2, 5, 8, 17, 33, 70)) for _ in range(requests)],
+        prefix=[
+            rng.choice((0, 1, 16, rng.randint(1, 200), rng.randint(500, 1100)))
+            for _ in range(requests)
+        ],
+        heads=group * kv_heads,
+        kv_heads=kv_heads,
+        head_dim=rng.choice(HEAD_DIMS),
+        page_size=page_size,
+        dtype=dtype,
+        cache_dtype=FP8 if fp8 else None,
+        layout=rng.choice(LAYOUTS),
+        mask=rng.choice(("causal", "tree", "chain", "random")),
+        view=view,
+        block_size=16 if page_size != 128 else rng.choice((16, 32, 64, 128)),
+        scales=rng.choice(("none", "tensor", "head")) if fp8 else "none",
+        window=rng.choice((0, 0, 1, 7, 100, 600)) if view == "none" else 0,
+        softcap=rng.choice((0.0, 0.0, 5.0, 30.0)),
+        scale=rng.choice((None, 0.3)),
+    )
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("case", range(RANDOM_STEPS))
+def test_random_step_equals_the_reference(device: str, case: int) -> None:
+    seed = SEED + case
+    shape = random_shape(seed, device)
+    print(f"seed={SEED} case={case} {shape}")
+    step = make_step(shape, seed, device)
+    assert_close(step, *step.run())
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("prefix", [0, 1, 15, 16, 17, 63, 64, 65, 127, 511, 512, 513, 1024, 1600])
+def test_lengths_at_page_block_and_split_boundaries(device: str, prefix: int) -> None:
+    dtype = row_dtypes(device)[0]
+    step = make_step(Shape([3, 1], [prefix, 5], dtype=dtype, mask="tree"), prefix, device)
+    assert_close(step, *step.run())
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("rows", [63, 64, 65, 128, 200, 257, 300])
+@pytest.mark.parametrize("mask", ["causal", "tree"])
+def test_many_rows(device: str, rows: int, mask: str) -> None:
+    dtype = row_dtypes(device)[0]
+    shape = Shape([rows, 2], [40, 3], heads=4, kv_heads=1, dtype=dtype, mask=mask)
+    step = make_step(shape, rows, device)
+    assert_close(step, *step.run())
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_prefill_without_prefix(device: str) -> None:
+    dtype = row_dtypes(device)[0]
+    step = make_step(Shape([600], [0], heads=3, kv_heads=1, dtype=dtype), 11, device)
+    assert_close(step, *step.run())
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_rows_that_see_nothing_get_zeros_and_minus_infinity(device: str) -> None:
+    step = make_step(Shape([4, 2], [0, 20], dtype=row_dtypes(device)[0], mask="chain"), 3, device)
+    step.tree_mask[1] = 0
+    step.visible[0][1] = set()
+    out, lse = step.run()
+    assert torch.count_nonzero(out[1]) == 0
+    assert torch.isneginf(lse[1]).all()
+    assert_close(step, out, lse)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_no_rows_and_no_requests(device: str) -> None:
+    step = make_step(Shape([0, 0], [4, 0], dtype=row_dtypes(device)[0]), 1, device)
+    out, lse = step.run()
+    assert out.shape == (0, 4, 64)
+    assert lse.shape == (0, 4)
+    empty = dict(step.arguments)
+    empty["block_table"], empty["prefix_lens"] = empty["block_table"][:0], empty["prefix_lens"][:0]
+    empty["query_start"] = empty["query_start"][:1]
+    assert verify_attention(**empty, tree_mask=None, scale=1.0).shape == (0, 4, 64)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_chain_mask_equals_no_mask(device: str) -> None:
+    shape = Shape([7, 70], [33, 700], dtype=row_dtypes(device)[0])
+    plain = make_step(shape, 5, device)
+    shape.mask, shape.poison = "chain", True
+    masked = make_step(shape, 5, device)
+    for name, tensor in plain.arguments.items():
+        masked.arguments[name] = tensor
+    for got, expected in zip(masked.run(), plain.run(), strict=True):
+        assert torch.equal(got, expected)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("kind", ["partial", "compact"])
+def test_view_of_everything_equals_the_whole_prefix(device: str, kind: str) -> None:
+    shape = Shape([3, 5, 1], [640, 33, 1100], heads=6, kv_heads=2, dtype=row_dtypes(device)[0])
+    shape.mask, shape.page_size, shape.poison = "tree", 32, False
+    step = make_step(shape, 8, device)
+    table, size = step.arguments["block_table"].cpu(), shape.page_size
+    if kind == "partial":
+        blocks = (table[:, None, :, None] * 2 + torch.arange(2, dtype=torch.int32)).flatten(2)
+        blocks = blocks.expand(-1, shape.kv_heads, -1).contiguous()
+        lens = step.arguments["prefix_lens"].cpu()
+        view = PartialView(
+            blocks.to(device), ((lens + 15) // 16).int().to(device), lens.to(device), 16
+        )
+    else:
+        keys, values = (
+            step.arguments[name].cpu()[table.long()].flatten(1, 2).transpose(1, 2).to(device)
+            for name in ("key_cache", "value_cache")
+        )
+        assert keys.shape[2] == table.shape[1] * size
+        view = CompactView(keys, values, step.arguments["prefix_lens"])
+    for got, expected in zip(step.run(view=view), step.run(), strict=True):
+        assert torch.equal(got, expected)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_row_depends_on_its_own_request_only(device: str) -> None:
+    shape = Shape(
+        rows=[1, 8, 0, 33, 4],
+        prefix=[2100, 77, 9, 600, 0],
+        heads=8,
+        kv_heads=2,
+        dtype=row_dtypes(device)[-1],
+        mask="tree",
+        view="mixed_partial",
+    )
+    step = make_step(shape, 21, device)
+    out, lse = step.run()
+    starts = step.arguments["query_start"].tolist()
+    for request in range(len(shape.rows)):
+        rows = slice(starts[request], starts[request + 1])
+        alone, alone_lse = step.only(request).run()
+        assert torch.equal(alone, out[rows]), f"request {request}"
+        assert torch.equal(alone_lse, lse[rows])
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_repeats_bit_for_bit(device: str) -> None:
+    shape = Shape([5, 9], [1500, 300], dtype=row_dtypes(device)[-1], mask="tree")
+    step = make_step(shape, 2, device)
+    first = step.run()
+    for _ in range(3):
+        for again, expected in zip(step.run(), first, strict=True):
+            assert torch.equal(again, expected)
+
+
+def test_the_number_of_threads_changes_nothing() -> None:
+    shape = Shape([3, 40], [5000, 130], heads=8, kv_heads=4, mask="tree")
+    step = make_step(shape, 6)
+    before = torch.get_num_threads()
+    results = []
+    try:
+        for threads in (1, 2, 3, 8):
+            torch.set_num_threads(threads)
+            results.append(step.run())
+    finally:
+        torch.set_num_threads(before)
+    for out, lse in results[1:]:
+        assert torch.equal(out, results[0][0])
+        assert torch.equal(lse, results[0][1])
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("cache", ["key_cache", "value_cache"])
+@pytest.mark.parametrize("token", [0, 100, 599])
+def test_nan_in_a_used_slot_reaches_the_rows_that_see_it(
+    device: str, cache: str, token: int
+) -> None:
+    step = make_step(Shape([2, 3], [600, 600], dtype=row_dtypes(device)[0]), 4, device)
+    slot = step.seen[0][1][token]
+    step.arguments[cache][slot // 16, slot % 16, 1, 5] = float("nan")
+    out, _ = step.run()
+    sees = torch.zeros(5, 4, dtype=torch.bool)
+    sees[:2, 2:] = True  # request 0, the query heads of KV head 1
+    assert torch.equal(torch.isnan(out).any(-1).cpu(), sees)
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_a_hidden_row_may_hold_anything(bad: float) -> None:
+    step = make_step(Shape([6], [20], mask="tree"), 9)
+    clean = step.run()[0]
+    hidden = 4
+    step.arguments["value"][hidden] = bad
+    step.arguments["key"][hidden] = bad
+    out = step.run()[0]
+    for row in range(6):
+        if hidden not in step.visible[0][row]:
+            assert torch.equal(out[row], clean[row])
+        else:
+            assert not torch.isfinite(out[row]).any()
+
+
+def test_a_token_outside_some_windows_may_hold_anything() -> None:
+    step = make_step(Shape([6], [50], window=10), 9)
+    clean = step.run()[0]
+    slot = step.seen[0][0][42]  # seen by rows 0 and 1 only
+    step.arguments["value_cache"][slot // 16, slot % 16] = float("nan")
+    out = step.run()[0]
+    assert torch.isnan(out[:2]).all()
+    assert torch.equal(out[2:], clean[2:])
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_strided_rows_and_output(device: str) -> None:
+    dtype = row_dtypes(device)[0]
+    step = make_step(Shape([3, 4], [100, 20], dtype=dtype, mask="tree"), 12, device)
+    packed = torch.cat([step.arguments[n] for n in ("query", "key", "value")], dim=1)
+    heads, kv_heads = step.shape.heads, step.shape.kv_heads
+    step.arguments["query"] = packed[:, :heads]
+    step.arguments["key"] = packed[:, heads : heads + kv_heads]
+    step.arguments["value"] = packed[:, heads + kv_heads :]
+    room = torch.full((7, heads + 2, 64), 7.0, dtype=dtype, device=device)
+    out, lse = step.run(out=room[:, 1:-1])
+    assert out.data_ptr() == room[:, 1:-1].data_ptr()
+    assert_close(step, out, lse)
+    assert (room[:, 0] == 7).all()
+    assert (room[:, -1] == 7).all()
+    # Channels apart, and an address that is no multiple of anything.
+    wide = torch.zeros(7, heads, 128, dtype=dtype, device=device)
+    wide[..., ::2] = step.arguments["query"]
+    step.arguments["query"] = wide[..., ::2]
+    shifted = torch.zeros(step.arguments["key"].numel() + 1, dtype=dtype, device=device)
+    shifted = shifted[1:].view(7, kv_heads, 64)
+    step.arguments["key"] = shifted.copy_(step.arguments["key"])
+    assert_close(step, *step.run())
+
+
+def test_head_sizes_beyond_the_list_on_the_cpu() -> None:
+    for head_dim in (8, 24, 72, 136, 512):
+        step = make_step(Shape([2], [70], head_dim=head_dim), head_dim)
+        assert_close(step, *step.run())
+
+
+def test_any_page_size_on_the_cpu() -> None:
+    for page_size in (1, 5, 24):
+        step = make_step(Shape([2], [70], page_size=page_size), page_size)
+        assert_close(step, *step.run())
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_prefix_and_rows_apart_merge_to_the_whole(device: str) -> None:
+    shape = Shape([4, 6], [300, 40], dtype=row_dtypes(device)[0], mask="tree")
+    step = make_step(shape, 14, device)
+    rows_only = make_step(shape, 14, device)
+    rows_only.arguments["prefix_lens"] = torch.zeros_like(rows_only.arguments["prefix_lens"])
+    prefix_only = make_step(shape, 14, device)
+    prefix_only.tree_mask.zero_()
+    parts = [rows_only.run(), prefix_only.run()]
+    out, lse = merge_states([p[0] for p in parts], [p[1] for p in parts])
+    assert_close(step, out, lse)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_large_logits_do_not_overflow(device: str) -> None:
+    step = make_step(Shape([3], [200], dtype=row_dtypes(device)[0], scale=20.0), 15, device)
+    out, lse = step.run()
+    assert_close(step, out, lse)
+    assert lse.abs().max() > 100
+
+
+def test_a_negative_scale_on_the_cpu() -> None:
+    step = make_step(Shape([3], [200], scale=-0.2), 15)
+    assert_close(step, *step.run())
+
+
+def test_reference_is_not_the_code() -> None:
+    """The reference agrees with torch's own attention where that can be asked."""
+    step = make_step(Shape([1], [64], heads=2, kv_heads=2, poison=False), 16)
+    table = step.arguments["block_table"][0, :4].long()
+    keys, values = (
+        torch.cat([step.arguments[c][table].flatten(0, 1), step.arguments[r]]).transpose(0, 1)
+        for c, r in (("key_cache", "key"), ("value_cache", "value"))
+    )
+    query = step.arguments["query"].transpose(0, 1)
+    expected = torch.nn.functional.scaled_dot_product_attention(query, keys, values)
+    assert np.abs(step.reference()[0] - expected.transpose(0, 1).numpy()).max() < 1e-5
