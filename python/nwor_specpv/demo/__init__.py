@@ -10,7 +10,7 @@ import time
 import torch
 
 from .decoding import Run, Speculation, decode_plain
-from .tiny_model import Tokenizer, TinyModel
+from .tiny_model import TinyModel, Tokenizer
 
 PROMPT = "Once upon a time, there was a little girl named Lily. She loved to play"
 

@@ -13,7 +13,8 @@ from dataclasses import dataclass, field
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
-from .. import ContractChecker, Interceptor, NworConfig, RoundPlan, verify_attention
+from nwor_specpv import ContractChecker, Interceptor, NworConfig, RoundPlan, verify_attention
+
 from .tiny_model import TinyModel
 
 PAGE_SIZE = 16
@@ -203,7 +204,7 @@ class Speculation:
         """Greedy decoding with drafts of up to `branches` continuations of `length` tokens."""
         tokens, committed, steps = list(prompt), 0, 0
         limit = len(prompt) + max_tokens
-        while len(tokens) < limit and tokens[-1] != BOS or steps == 0:
+        while steps == 0 or (len(tokens) < limit and tokens[-1] != BOS):
             rows = tokens[committed:]
             room = min(length, limit - len(tokens) - 1)
             tree = draft_by_ngrams(tokens, room, branches) if room > 0 else DraftTree()

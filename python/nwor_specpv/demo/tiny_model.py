@@ -111,10 +111,10 @@ class Tokenizer:
 
     def encode(self, text: str) -> list[int]:
         """BOS and the pieces of the text, the best-scored pair merged until none is left."""
-        ids = [self._ids[" ".encode()]] if text else []
+        ids = [self._ids[b" "]] if text else []
         for character in text:
             piece = self._ids.get(character.encode())
-            # Characters without a piece of their own are spelt in bytes, which follow <unk>, BOS, EOS.
+            # Others are spelt in bytes, whose pieces follow <unk>, BOS and EOS.
             ids += [piece] if piece is not None else [byte + 3 for byte in character.encode()]
         while True:
             merges = [
