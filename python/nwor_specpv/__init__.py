@@ -31,6 +31,7 @@ from ._C import (
     Violation,
 )
 from .attention import CompactView, PartialView, merge_states, verify_attention, verify_plan
+from .config import Settings, load_config
 from .errors import NworError
 from .layouts import LAYOUTS, cache_views
 from .metrics import Metrics
@@ -55,11 +56,13 @@ __all__ = [
     "PartialView",
     "Receipt",
     "RoundPlan",
+    "Settings",
     "Violation",
     "cache_views",
     "commit",
     "get_cmake_dir",
     "get_include",
+    "load_config",
     "merge_states",
     "verify_attention",
     "verify_plan",
