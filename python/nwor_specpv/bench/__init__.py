@@ -1,0 +1,1 @@
+"""Benchmarks with peers in the same process: `nwor-specpv bench NAME`."""

@@ -1,0 +1,327 @@
+"""`nwor-specpv bench commit`: stage and commit against the writes they replace.
+
+On CUDA every variant runs inside a CUDA graph of many calls over rotating data, in turn with the
+others; on the CPU a commit runs beside memcpy. Each run checks the bytes it wrote.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+import nwor_specpv
+from nwor_specpv import _stamp, cache_views
+
+from . import peers
+from .timing import Timing, capture, time_calls, time_graphs
+
+LAYERS, HEADS, DIM, PAGE_SIZE = 32, 8, 128, 16
+COMMIT_TOKENS, STAGE_TOKENS = (8, 64), (8, 64, 512)
+DEPTH = 4  # drafts per request of a commit
+ROTATING_BYTES = 320 << 20
+GOALS = {"commit/vllm": 0.25, "commit/copy": 1.5, "stage/vllm": 1.05, "memcpy/commit": 0.6}
+
+
+class Caches:
+    """Paged caches of all layers in one engine layout, full of noise."""
+
+    def __init__(self, layout: str, pages: int, device: str, dtype: torch.dtype):
+        shape = {
+            "kv_first": (2, pages, PAGE_SIZE, HEADS, DIM),
+            "kv_second": (pages, 2, PAGE_SIZE, HEADS, DIM),
+            "packed": (pages, HEADS, PAGE_SIZE, 2 * DIM),
+            "head_major": (2, pages, HEADS, PAGE_SIZE, DIM),
+        }[layout]
+        self.memory = torch.randn(LAYERS, *shape, device=device, dtype=dtype)
+        self.before = self.memory.clone()
+        self.keys, self.values = map(
+            list, zip(*(cache_views(layer, layout) for layer in self.memory), strict=True)
+        )
+        self.layout = layout
+        self.num_slots = pages * PAGE_SIZE
+
+    def reset(self) -> None:
+        self.memory.copy_(self.before)
+
+    def check(self, staged: torch.Tensor, slots: torch.Tensor, what: str) -> None:
+        """staged [2, L, tokens, H, D] must be at `slots` and all else as before."""
+        expected = self.before.clone()
+        for layer in range(LAYERS):
+            for side, view in enumerate(cache_views(expected[layer], self.layout)):
+                view[slots // PAGE_SIZE, slots % PAGE_SIZE] = staged[side, layer]
+        if not torch.equal(expected, self.memory):
+            raise RuntimeError(f"{what}: the caches are not what they should be")
+
+
+def bench_commit_cuda(tokens: int, layout: str, replays: int, write: peers.Peer) -> dict:
+    row_bytes = 2 * LAYERS * HEADS * DIM * 2
+    sets = max(4, ROTATING_BYTES // (tokens * row_bytes))
+    caches = Caches(layout, sets * tokens // PAGE_SIZE + 64, "cuda", torch.bfloat16)
+    staged = torch.randn(sets, 2, LAYERS, tokens, HEADS, DIM, device="cuda", dtype=torch.bfloat16)
+    slots = torch.randperm(caches.num_slots, device="cuda")[: sets * tokens].view(sets, -1)
+    shape = (tokens // DEPTH, DEPTH)
+    path = torch.arange(tokens, dtype=torch.int32, device="cuda").view(shape)
+    counts = torch.full((shape[0],), DEPTH, dtype=torch.int32, device="cuda")
+    status = torch.zeros(8, dtype=torch.int64, device="cuda")
+    target = torch.empty_like(staged)
+
+    def commit() -> None:
+        for i in range(sets):
+            nwor_specpv.commit(
+                staged[i, 0],
+                staged[i, 1],
+                caches.keys,
+                caches.values,
+                path,
+                counts,
+                slots[i].view(shape),
+                status,
+            )
+
+    def copy() -> None:
+        for i in range(sets):
+            target[i].copy_(staged[i])
+
+    pages, offsets = slots // PAGE_SIZE, slots % PAGE_SIZE
+
+    def index_put() -> None:
+        for i in range(sets):
+            for layer in range(LAYERS):
+                place = (pages[i], offsets[i])
+                caches.keys[layer].index_put_(place, staged[i, 0, layer])
+                caches.values[layer].index_put_(place, staged[i, 1, layer])
+
+    def vllm() -> None:
+        for i in range(sets):
+            for layer in range(LAYERS):
+                write.call(
+                    staged[i, 0, layer],
+                    staged[i, 1, layer],
+                    caches.keys[layer],
+                    caches.values[layer],
+                    slots[i],
+                )
+
+    variants = {"commit": commit, "copy": copy, "index_put": index_put}
+    if write.call is not None:
+        variants["vllm"] = vllm
+    everything = staged.permute(1, 2, 0, 3, 4, 5).reshape(2, LAYERS, sets * tokens, HEADS, DIM)
+    graphs = {}
+    for name, run in variants.items():
+        graphs[name] = capture(run)
+        if name == "copy":
+            continue
+        caches.reset()
+        graphs[name].replay()
+        caches.check(everything, slots.flatten(), name)
+    if status.tolist() != [0, 0, 0, 0, tokens, 0, 0, 0]:
+        raise RuntimeError(f"commit: got status {status.tolist()}")
+    timings = time_graphs(graphs, dict.fromkeys(graphs, sets), replays)
+    return result("commit", tokens, timings, "commit", tokens * row_bytes, layout)
+
+
+def bench_stage_cuda(tokens: int, layout: str, replays: int, write: peers.Peer) -> dict:
+    row_bytes = 2 * LAYERS * HEADS * DIM * 2
+    sets = max(2, ROTATING_BYTES // (tokens * row_bytes))
+    caches = Caches(layout, tokens // PAGE_SIZE + 64, "cuda", torch.bfloat16)
+    rows = torch.randn(sets, LAYERS, tokens, 3 * HEADS, DIM, device="cuda", dtype=torch.bfloat16)
+    keys, values = rows[..., HEADS : 2 * HEADS, :], rows[..., 2 * HEADS :, :]
+    staged = torch.zeros(2, LAYERS, tokens, HEADS, DIM, device="cuda", dtype=torch.bfloat16)
+    slots = torch.randperm(caches.num_slots, device="cuda")[:tokens]
+    stage_rows = torch.arange(tokens, dtype=torch.int32, device="cuda")
+    not_staged = torch.full_like(stage_rows, -1)
+    status = torch.zeros(8, dtype=torch.int64, device="cuda")
+
+    def stage(rows_to: torch.Tensor) -> None:
+        for i in range(sets):
+            for layer in range(LAYERS):
+                nwor_specpv.write_kv(
+                    keys[i, layer],
+                    values[i, layer],
+                    caches.keys[layer],
+                    caches.values[layer],
+                    slots,
+                    rows_to,
+                    staged[0, layer],
+                    staged[1, layer],
+                    exclusive=True,
+                    status=status,
+                )
+
+    def vllm() -> None:
+        for i in range(sets):
+            for layer in range(LAYERS):
+                write.call(
+                    keys[i, layer],
+                    values[i, layer],
+                    caches.keys[layer],
+                    caches.values[layer],
+                    slots,
+                )
+
+    variants = {"stage": lambda: stage(stage_rows), "direct": lambda: stage(not_staged)}
+    if write.call is not None:
+        variants["vllm"] = vllm
+    last = torch.stack([keys[-1], values[-1]])
+    graphs = {}
+    for name, run in variants.items():
+        graphs[name] = capture(run)
+        caches.reset()
+        staged.zero_()
+        graphs[name].replay()
+        if name == "stage":
+            if not torch.equal(staged, last) or not torch.equal(caches.memory, caches.before):
+                raise RuntimeError("stage: staging or caches are not what they should be")
+        else:
+            caches.check(last, slots, name)
+    timings = time_graphs(graphs, dict.fromkeys(graphs, sets * LAYERS), replays)
+    return result("stage", tokens, timings, "stage", tokens * row_bytes // LAYERS, layout)
+
+
+def bench_commit_cpu(tokens: int, layout: str, replays: int) -> dict:
+    dtype = torch.bfloat16
+    caches = Caches(layout, tokens // PAGE_SIZE + 64, "cpu", dtype)
+    staged = torch.randn(2, LAYERS, tokens, HEADS, DIM, dtype=dtype)
+    slots = torch.randperm(caches.num_slots)[:tokens]
+    shape = (tokens // DEPTH, DEPTH)
+    path = torch.arange(tokens, dtype=torch.int32).view(shape)
+    counts = torch.full((shape[0],), DEPTH, dtype=torch.int32)
+    status = torch.zeros(8, dtype=torch.int64)
+    target = torch.empty_like(staged)
+    pages, offsets = slots // PAGE_SIZE, slots % PAGE_SIZE
+    tables = slots.view(shape)
+
+    def commit() -> None:
+        nwor_specpv.commit(
+            staged[0], staged[1], caches.keys, caches.values, path, counts, tables, status
+        )
+
+    def memcpy() -> None:
+        target.copy_(staged)
+
+    def index_put() -> None:
+        for layer in range(LAYERS):
+            caches.keys[layer].index_put_((pages, offsets), staged[0, layer])
+            caches.values[layer].index_put_((pages, offsets), staged[1, layer])
+
+    variants = {"commit": commit, "memcpy": memcpy, "index_put": index_put}
+    for name in ("commit", "index_put"):
+        caches.reset()
+        variants[name]()
+        caches.check(staged, slots, name)
+    timings = time_calls(variants, replays)
+    return result("commit", tokens, timings, "commit", staged.nbytes, layout)
+
+
+def result(
+    what: str, tokens: int, timings: dict[str, Timing], ours: str, num_bytes: int, layout: str
+) -> dict:
+    mine = timings[ours].median_us
+    ratios = {
+        f"{ours}/{name}": mine / timing.median_us
+        for name, timing in timings.items()
+        if name != ours
+    }
+    return {
+        "what": what,
+        "tokens": tokens,
+        "layout": layout,
+        "bytes": num_bytes,
+        "gb_per_s": 2 * num_bytes / mine / 1000,
+        "us": {name: timing.median_us for name, timing in timings.items()},
+        "spread_us": {name: timing.spread_us for name, timing in timings.items()},
+        "replays": timings[ours].replays,
+        "ratios": ratios,
+    }
+
+
+LABELS = {
+    "commit": "commit, one launch",
+    "stage": "write_kv to staging, one layer",
+    "direct": "write_kv to cache, one layer",
+    "vllm": "vLLM reshape_and_cache_flash",
+    "index_put": f"{2 * LAYERS} x index_put_",
+    "copy": "one copy kernel, same bytes",
+    "memcpy": "memcpy (copy_), same bytes",
+}
+
+
+def describe(report: dict) -> str:
+    lines = [
+        f"device {report['device']} · torch {report['torch']} · nwor_specpv {report['revision']} · "
+        f"{LAYERS} layers, {HEADS} KV heads, D {DIM}, bf16, page {PAGE_SIZE}, {report['layout']} · "
+        f"median of {report['replays']}, spread in brackets",
+    ]
+    for one in report["results"]:
+        lines.append("")
+        lines.append(f"{one['what']} of {one['tokens']} tokens, {one['bytes'] / 1e6:.2f} MB")
+        for name, us in one["us"].items():
+            label = LABELS[name]
+            if name == "vllm" and one["what"] == "commit":
+                label = f"{LAYERS} x {label}"
+            line = f"  {label:<42}{us:10.2f} us [{one['spread_us'][name]:.2f}]"
+            ratio = one["ratios"].get(f"{one['what']}/{name}")
+            if ratio is not None:
+                goal = GOALS.get(f"{one['what']}/{name}")
+                if name == "memcpy":
+                    line += f"   memcpy/commit {1 / ratio:.2f} (goal >= {GOALS['memcpy/commit']})"
+                else:
+                    line += f"   {one['what']}/this {ratio:.3f}"
+                    line += f" (goal <= {goal})" if goal is not None else ""
+            lines.append(line)
+    for missing in report["missing"]:
+        lines.append(f"missing peer: {missing}")
+    return "\n".join(lines)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="nwor-specpv bench commit", description=__doc__)
+    parser.add_argument("--device", choices=["cuda", "cpu"], help="default: cuda when there is one")
+    parser.add_argument("--layout", choices=sorted(nwor_specpv.LAYOUTS), default="packed")
+    parser.add_argument("--replays", type=int, default=25)
+    parser.add_argument("--threads", type=int, help="CPU threads, default: torch's")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures there too")
+    arguments = parser.parse_args(argv)
+    if arguments.replays < 20:
+        parser.error(f"--replays: got {arguments.replays}, expected at least 20")
+    device = arguments.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    if arguments.threads:
+        torch.set_num_threads(arguments.threads)
+    torch.manual_seed(0)
+
+    results, missing = [], []
+    layout, replays = arguments.layout, arguments.replays
+    if device == "cuda":
+        write = peers.vllm_cache_write()
+        if write.call is None:
+            missing.append(f"{write.name} ({write.missing})")
+        results += [bench_commit_cuda(tokens, layout, replays, write) for tokens in COMMIT_TOKENS]
+        results += [bench_stage_cuda(tokens, layout, replays, write) for tokens in STAGE_TOKENS]
+        name = torch.cuda.get_device_name()
+    else:
+        missing.append(f"{peers.VLLM_NAME} (runs on CUDA only)")
+        results += [bench_commit_cpu(tokens, layout, replays) for tokens in COMMIT_TOKENS]
+        name = f"CPU, {torch.get_num_threads()} threads"
+    report = {
+        "device": name,
+        "torch": torch.__version__,
+        "revision": _stamp.read_stamp().revision,
+        "layout": layout,
+        "replays": replays,
+        "goals": GOALS,
+        "results": results,
+        "missing": missing,
+    }
+    print(describe(report))
+    if arguments.json:
+        arguments.json.write_text(json.dumps(report, indent=2) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
