@@ -1,5 +1,7 @@
 #include "kv_interceptor/tensor_layout.h"
 
+#include <c10/util/accumulate.h>
+
 #include <vector>
 
 #include "check.h"
@@ -34,8 +36,11 @@ std::string SizesText(at::IntArrayRef sizes) {
   return text.str();
 }
 
+// Of a tensor that is traced with symbolic sizes numel() throws, while sizes() become numbers.
+int64_t NumElements(const at::Tensor& tensor) { return c10::multiply_integers(tensor.sizes()); }
+
 void CheckChannels(const at::Tensor& tensor, const char* name) {
-  NWOR_CHECK(tensor.numel() == 0 || tensor.size(-1) == 1 || tensor.stride(-1) == 1, name,
+  NWOR_CHECK(NumElements(tensor) == 0 || tensor.size(-1) == 1 || tensor.stride(-1) == 1, name,
              ": got a stride of ", tensor.stride(-1),
              " between channels, expected 1 (contiguous channels)");
 }
@@ -65,14 +70,14 @@ void CheckScale(const std::optional<at::Tensor>& scale, const char* name, const 
              ", expected none (scales belong to float8_e4m3fn caches)");
   NWOR_CHECK(scale->scalar_type() == at::kFloat, name, ": got dtype ",
              c10::toString(scale->scalar_type()), ", expected float32");
-  NWOR_CHECK(scale->numel() == 1 || (scale->dim() == 1 && scale->size(0) == cache.size(2)), name,
-             ": got sizes ", SizesText(scale->sizes()),
+  NWOR_CHECK(NumElements(*scale) == 1 || (scale->dim() == 1 && scale->size(0) == cache.size(2)),
+             name, ": got sizes ", SizesText(scale->sizes()),
              ", expected one element or one per KV head [", cache.size(2), "]");
   NWOR_CHECK(scale->is_contiguous(), name, ": got strides ", SizesText(scale->strides()),
              ", expected contiguous");
   CheckDevice(*scale, name, cache.device());
-  *data = static_cast<const float*>(scale->const_data_ptr());
-  *count = static_cast<int32_t>(scale->numel());
+  if (!IsFake(*scale)) *data = static_cast<const float*>(scale->const_data_ptr());
+  *count = static_cast<int32_t>(NumElements(*scale));
 }
 
 KvStrides StridesOf(const at::Tensor& cache) {
