@@ -1,0 +1,193 @@
+"""Two ranks over gloo on the loopback: they commit alike, or neither writes."""
+
+from __future__ import annotations
+
+import os
+import socket
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+from nwor_specpv import Interceptor, NworConfig, NworError, RoundPlan
+
+PAGES, TOKENS, HEADS, DIM = 4, 4, 2, 8
+RANKS = 2
+
+
+class Rank:
+    """One rank's interceptor over its own shard: other K/V, the same rows and slots."""
+
+    def __init__(self, rank: int):
+        torch.manual_seed(rank)
+        self.caches = [torch.randn(PAGES, TOKENS, HEADS, DIM) for _ in range(4)]
+        group = dist.group.WORLD.group_name
+        self.interceptor = Interceptor(NworConfig(agreement_group=group))
+        for layer in range(2):
+            self.interceptor.bind_layer(f"layer{layer}", *self.caches[2 * layer : 2 * layer + 2])
+
+    def begin(self, layers: int = 2) -> None:
+        """A root and three drafts, staged in the first `layers` layers."""
+        self.interceptor.begin(RoundPlan([4], [3]))
+        slots = torch.tensor([4, 5, 6, 7])
+        for layer in range(layers):
+            rows = [torch.randn(4, HEADS, DIM) for _ in range(2)]
+            self.interceptor.write(f"layer{layer}", *rows, slots)
+
+    def commit(self, accepted: int, slots: list[int] | None = None):
+        path = torch.tensor([[1, 2, 3]], dtype=torch.int32)
+        counts = torch.tensor([accepted], dtype=torch.int32)
+        where = None if slots is None else torch.tensor([slots])
+        return self.interceptor.commit(path, counts, slots=where)
+
+    def copy(self) -> list[torch.Tensor]:
+        return [cache.clone() for cache in self.caches]
+
+    def unchanged(self, copies: list[torch.Tensor]) -> bool:
+        return all(map(torch.equal, self.caches, copies))
+
+
+def commit_alike(rank: int) -> dict[str, Any]:
+    me = Rank(rank)
+    me.begin()
+    copies = me.copy()
+    receipt = me.commit(2)
+    changed = [
+        (now != then).flatten(2).any(-1).flatten().nonzero().flatten().tolist()
+        for now, then in zip(me.caches, copies, strict=True)
+    ]
+    return {"ok": receipt.ok, "tokens": receipt.committed_tokens, "changed": changed}
+
+
+def refusal(me: Rank, receipt, copies: list[torch.Tensor]) -> dict[str, Any]:
+    return {
+        "ok": receipt.ok,
+        "error": receipt.verdict.error,
+        "degraded": receipt.degraded,
+        "tokens": receipt.committed_tokens,
+        "unchanged": me.unchanged(copies),
+        "counted": me.interceptor.stats()["fallbacks"],
+    }
+
+
+def accept_other_counts(rank: int) -> dict[str, Any]:
+    me = Rank(rank)
+    me.begin()
+    copies = me.copy()
+    return refusal(me, me.commit(1 + rank), copies)
+
+
+def accept_other_slots(rank: int) -> dict[str, Any]:
+    me = Rank(rank)
+    me.begin()
+    copies = me.copy()
+    return refusal(me, me.commit(2, [8, 9 + rank, -1]), copies)
+
+
+def lack_a_layer_on_one_rank(rank: int) -> dict[str, Any]:
+    me = Rank(rank)
+    me.begin(layers=2 - rank)
+    copies = me.copy()
+    return refusal(me, me.commit(2), copies)
+
+
+def disagree_and_agree_again(rank: int) -> dict[str, Any]:
+    me = Rank(rank)
+    me.begin()
+    first = me.commit(1 + rank).ok
+    me.begin()
+    return {"first": first, "second": me.commit(3).ok}
+
+
+def pass_a_wrong_path_everywhere(rank: int) -> dict[str, Any]:
+    me = Rank(rank)
+    me.begin()
+    copies = me.copy()
+    with pytest.raises(NworError, match="counts"):
+        me.commit(9)
+    return {"unchanged": me.unchanged(copies), "then": me.commit(3).ok}
+
+
+WORK = (
+    commit_alike,
+    accept_other_counts,
+    accept_other_slots,
+    lack_a_layer_on_one_rank,
+    disagree_and_agree_again,
+    pass_a_wrong_path_everywhere,
+)
+
+
+def run_rank(rank: int, port: int, results: Any) -> None:
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "GLOO_SOCKET_IFNAME": "lo"}
+    dist.init_process_group("gloo", rank=rank, world_size=RANKS, timeout=timedelta(seconds=60))
+    try:
+        results.put((rank, {work.__name__: work(rank) for work in WORK}))
+    finally:
+        dist.destroy_process_group()
+
+
+@pytest.fixture(scope="module")
+def ranks() -> list[dict[str, Any]]:
+    """What each rank saw, by the name of the work; started once, as starting takes longest."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    results = mp.get_context("spawn").SimpleQueue()
+    mp.spawn(run_rank, args=(port, results), nprocs=RANKS)
+    found = dict(results.get() for _ in range(RANKS))
+    return [found[rank] for rank in range(RANKS)]
+
+
+def test_ranks_that_accept_alike_commit(ranks) -> None:
+    for seen in ranks:
+        assert seen["commit_alike"] == {"ok": True, "tokens": 2, "changed": [[5, 6]] * 4}
+
+
+@pytest.mark.parametrize("work", ["accept_other_counts", "accept_other_slots"])
+def test_ranks_that_differ_write_nothing(ranks, work: str) -> None:
+    for seen in ranks:
+        assert seen[work] == {
+            "ok": False,
+            "error": "rank_disagreement",
+            "degraded": "rank_disagreement",
+            "tokens": 0,
+            "unchanged": True,
+            "counted": {"rank_disagreement": 1},
+        }
+
+
+def test_a_rank_that_cannot_commit_stops_the_others(ranks) -> None:
+    good, bad = (seen["lack_a_layer_on_one_rank"] for seen in ranks)
+    assert bad["error"] == bad["degraded"] == "incomplete_staging"
+    assert good["error"] == good["degraded"] == "rank_disagreement"
+    for result in (good, bad):
+        assert result["unchanged"]
+        assert result["tokens"] == 0
+        assert not result["ok"]
+
+
+def test_a_disagreement_is_over_with_its_round(ranks) -> None:
+    for seen in ranks:
+        assert seen["disagree_and_agree_again"] == {"first": False, "second": True}
+
+
+def test_wrong_input_on_all_ranks_raises_on_all(ranks) -> None:
+    for seen in ranks:
+        assert seen["pass_a_wrong_path_everywhere"] == {"unchanged": True, "then": True}
+
+
+def test_an_unknown_group_is_named() -> None:
+    interceptor = Interceptor(NworConfig(agreement_group="nobody"))
+    caches = [torch.zeros(PAGES, TOKENS, HEADS, DIM) for _ in range(2)]
+    interceptor.bind_layer("layer0", *caches)
+    interceptor.begin(RoundPlan([2], [1]))
+    interceptor.write(
+        "layer0", torch.ones(2, HEADS, DIM), torch.ones(2, HEADS, DIM), torch.tensor([0, 1])
+    )
+    with pytest.raises(NworError, match="agreement_group: got 'nobody', expected"):
+        interceptor.commit(torch.ones(1, 1, dtype=torch.int32), torch.ones(1, dtype=torch.int32))
+    assert not caches[0][0, 1].any()
