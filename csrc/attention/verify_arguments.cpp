@@ -70,12 +70,16 @@ void CheckCache(const VerifyArguments& arguments, bool plan_only, VerifyParams* 
 }
 
 void CheckRows(const VerifyArguments& arguments, VerifyParams* params, CheckedVerify* checked) {
+  for (const auto& [rows, name] :
+       {std::pair{&arguments.key, "key"}, std::pair{&arguments.value, "value"}}) {
+    NWOR_CHECK(rows->defined() && rows->dim() == 3 && rows->size(0) == params->num_rows, name,
+               ": got ", rows->defined() ? Describe(*rows) : "nothing", ", expected [",
+               params->num_rows, ", ", params->num_kv_heads, ", ", params->head_dim, "]");
+  }
   checked->key = ReadableRows(arguments.key);
   checked->value = ReadableRows(arguments.value);
   const KvRowsView rows = DescribeRows(checked->key, checked->value, "key", "value",
                                        params->num_kv_heads, params->head_dim);
-  NWOR_CHECK(checked->key.size(0) == params->num_rows, "key: got ", checked->key.size(0),
-             " rows, expected ", params->num_rows, " as query");
   NWOR_CHECK(RowDType(checked->key, "key") == params->dtype, "key: got dtype ",
              c10::toString(checked->key.scalar_type()), ", expected ", Name(params->dtype),
              " as query");

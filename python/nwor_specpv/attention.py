@@ -175,7 +175,10 @@ def merge_states(
 
     Sums in float32 in the order given. A state whose LSE is -inf saw nothing and is not read.
     """
-    return call(torch.ops.nwor_specpv.merge_states.default, list(outs), list(lses))
+    outs, lses = list(outs), list(lses)
+    if not outs:  # torch cannot tell a device from nothing
+        raise NworError("outs: got no states, expected at least one")
+    return call(torch.ops.nwor_specpv.merge_states.default, outs, lses)
 
 
 def last_route() -> str:
