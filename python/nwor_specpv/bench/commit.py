@@ -45,6 +45,17 @@ class Caches:
         self.layout = layout
         self.num_slots = pages * PAGE_SIZE
 
+    def first_rows(self, tokens: int, side: int) -> torch.Tensor:
+        """Slots 0 .. tokens-1 of all layers as one view [L, pages, tokens of a page, H, D]."""
+        one = (self.keys, self.values)[side][0]
+        everything = self.memory.as_strided(
+            (LAYERS, *one.shape),
+            (self.memory.stride(0), *one.stride()),
+            one.storage_offset(),
+        )
+        pages = max(1, tokens // PAGE_SIZE)
+        return everything[:, :pages, : tokens // pages]
+
     def reset(self) -> None:
         self.memory.copy_(self.before)
 
@@ -187,7 +198,7 @@ def bench_commit_cpu(tokens: int, layout: str, replays: int) -> dict:
     dtype = torch.bfloat16
     caches = Caches(layout, tokens // PAGE_SIZE + 64, "cpu", dtype)
     staged = torch.randn(2, LAYERS, tokens, HEADS, DIM, dtype=dtype)
-    slots = torch.randperm(caches.num_slots)[:tokens]
+    slots = torch.arange(tokens)  # consecutive positions, as accepted tokens have
     shape = (tokens // DEPTH, DEPTH)
     path = torch.arange(tokens, dtype=torch.int32).view(shape)
     counts = torch.full((shape[0],), DEPTH, dtype=torch.int32)
@@ -204,13 +215,24 @@ def bench_commit_cpu(tokens: int, layout: str, replays: int) -> dict:
     def memcpy() -> None:
         target.copy_(staged)
 
+    places = [caches.first_rows(tokens, side) for side in range(2)]
+
+    def same_places() -> None:
+        for side, place in enumerate(places):
+            place.copy_(staged[side].view(place.shape))
+
     def index_put() -> None:
         for layer in range(LAYERS):
             caches.keys[layer].index_put_((pages, offsets), staged[0, layer])
             caches.values[layer].index_put_((pages, offsets), staged[1, layer])
 
-    variants = {"commit": commit, "memcpy": memcpy, "index_put": index_put}
-    for name in ("commit", "index_put"):
+    variants = {
+        "commit": commit,
+        "memcpy": memcpy,
+        "same_places": same_places,
+        "index_put": index_put,
+    }
+    for name in ("commit", "same_places", "index_put"):
         caches.reset()
         variants[name]()
         caches.check(staged, slots, name)
@@ -241,13 +263,14 @@ def result(
 
 
 LABELS = {
-    "commit": "commit, one launch",
+    "commit": "commit of all layers",
     "stage": "write_kv to staging, one layer",
     "direct": "write_kv to cache, one layer",
     "vllm": "vLLM reshape_and_cache_flash",
     "index_put": f"{2 * LAYERS} x index_put_",
     "copy": "one copy kernel, same bytes",
     "memcpy": "memcpy (copy_), same bytes",
+    "same_places": "copy_ to the same places",
 }
 
 
