@@ -163,11 +163,10 @@ __device__ void FinishLeaf(const VerifyArgs& args, const SharedMemory<Traits>& s
   __syncthreads();
 }
 
-// Folds the partial results of an item's pair, rows [row_begin, row_end) of its tile, and writes
-// the output. Called by the whole CTA once all parts have arrived.
+// Folds the partial results of an item's pair, share `share` of `shares` of its rows' channels, and
+// writes the output. Called by the whole CTA once all parts have arrived.
 template <class Traits>
-__device__ void CombineParts(const VerifyArgs& args, const PlanItem& item, int row_begin,
-                             int row_end) {
+__device__ void CombineParts(const VerifyArgs& args, const PlanItem& item, int share, int shares) {
   constexpr int kTile = Traits::kRowTile;
   constexpr int kQuads = Traits::kHeadDim / 4;
   constexpr int kBatch = 8;  // loads in flight per thread
@@ -179,7 +178,9 @@ __device__ void CombineParts(const VerifyArgs& args, const PlanItem& item, int r
       reinterpret_cast<const float4*>(args.outputs + first_slot * kTile * Traits::kHeadDim);
   const float2* states = args.states + first_slot * kTile;
 
-  for (int i = row_begin * kQuads + threadIdx.x; i < row_end * kQuads; i += Traits::kThreads) {
+  const int quads = item.num_rows * kQuads;
+  const int end = (share + 1) * quads / shares;
+  for (int i = share * quads / shares + threadIdx.x; i < end; i += Traits::kThreads) {
     const int row = i / kQuads;
     float4 group, total;
     float2 group_state, total_state;

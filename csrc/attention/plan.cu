@@ -56,7 +56,8 @@ __device__ PlanRequest ReadRequest(const VerifyParams& p, int b, int max_leaves)
     request.prefix_tokens = ClampLength(p.compact.lens[b], p.compact.max_tokens,
                                         VerifyStatus::kViewTooLong, b, p.status);
   } else {
-    const int64_t room = static_cast<int64_t>(p.max_pages) * p.cache.geometry.page_size;
+    const CacheGeometry& cache = p.cache.geometry;
+    const int64_t room = cache.num_pages > 0 ? int64_t{p.max_pages} * cache.page_size : 0;
     request.prefix_tokens =
         ClampLength(p.prefix_lens[b], room, VerifyStatus::kPrefixTooLong, b, p.status);
   }

@@ -66,14 +66,12 @@ struct PlanItem {
 
 static_assert(sizeof(PlanHeader) == 256 && sizeof(PlanRequest) == 48 && sizeof(PlanItem) == 64);
 
-// Zero between launches: the last CTA of a launch clears what it used.
+// State that CTAs share. The planner clears it once; afterwards every launch leaves it ready for
+// the next one without a last CTA that cleans up: `fetches` only grows and `fetch_base` follows it.
 struct WorkCounters {
-  int32_t next_item;      // taken beyond one per CTA
-  int32_t published;      // entries of the ready list
-  int32_t next_slice;     // of the ready list's combines
-  int32_t settled_pairs;  // combined or published
-  int32_t finished_ctas;
-  int32_t unused[59];
+  uint32_t fetches;     // items asked for, by all launches: one per item processed
+  uint32_t fetch_base;  // of them before the current launch
+  int32_t unused[62];
 };
 static_assert(sizeof(WorkCounters) == 256);
 
@@ -93,18 +91,18 @@ constexpr PlanOffsets LocatePlan(int32_t num_requests, const VerifyConfig& confi
 }
 
 struct WorkspaceOffsets {
-  int64_t arrivals = sizeof(WorkCounters);  // [max_pairs] items of the pair that are done
-  int64_t ready = 0;                        // [max_pairs] item + 1 whose pair waits for its combine
-  int64_t states = 0;                       // [slots, row_tile, 2] max (log2 units) and sum
-  int64_t outputs = 0;                      // [slots, row_tile, head_dim]
+  int64_t arrivals = sizeof(WorkCounters);  // [max_pairs] parts done; helpers in the high half
+  int64_t calls = 0;    // [max_pairs] helpers called to combine, and yet to leave
+  int64_t states = 0;   // [slots, row_tile, 2] max (log2 units) and sum
+  int64_t outputs = 0;  // [slots, row_tile, head_dim]
   int64_t end = 0;
 };
 constexpr WorkspaceOffsets LocateWorkspace(int32_t head_dim, const VerifyConfig& config) {
   // Behind the planned slots every CTA has two of its own, for items that fold several leaves.
   const int64_t slots = int64_t{config.max_slots} + 2 * int64_t{config.num_ctas};
   WorkspaceOffsets at;
-  at.ready = at.arrivals + Align256(int64_t{4} * config.max_pairs);
-  at.states = at.ready + Align256(int64_t{4} * config.max_pairs);
+  at.calls = at.arrivals + Align256(int64_t{4} * config.max_pairs);
+  at.states = at.calls + Align256(int64_t{4} * config.max_pairs);
   at.outputs = at.states + Align256(slots * config.row_tile * 2 * 4);
   at.end = at.outputs + Align256(slots * config.row_tile * head_dim * 4);
   return at;

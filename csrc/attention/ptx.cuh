@@ -21,7 +21,14 @@ __device__ inline uint64_t EvictFirstPolicy() {
   return policy;
 }
 
-// 16 bytes from global to shared memory; zeros when !valid, and then source is not read.
+// 16 bytes from global to shared memory.
+__device__ inline void CopyAsync(uint32_t target, const void* source, uint64_t policy) {
+  asm volatile("cp.async.cg.shared.global.L2::cache_hint [%0], [%1], 16, %2;" ::"r"(target),
+               "l"(source), "l"(policy)
+               : "memory");
+}
+
+// The same; zeros when !valid, and then source is not read.
 __device__ inline void CopyAsync(uint32_t target, const void* source, bool valid, uint64_t policy) {
   const int bytes = valid ? 16 : 0;
   asm volatile("cp.async.cg.shared.global.L2::cache_hint [%0], [%1], 16, %2, %3;" ::"r"(target),
@@ -38,48 +45,36 @@ __device__ inline void WaitCopies() {
 
 // Waits until at most `pending` of this thread's copy groups are under way. 0 <= pending < 6.
 __device__ inline void WaitCopies(int pending) {
-  switch (pending) {
-    case 0:
-      return WaitCopies<0>();
-    case 1:
-      return WaitCopies<1>();
-    case 2:
-      return WaitCopies<2>();
-    case 3:
-      return WaitCopies<3>();
-    case 4:
-      return WaitCopies<4>();
-    default:
-      return WaitCopies<5>();
-  }
+  // Usual depths first; a switch would become an indirect branch.
+  if (pending == 2) return WaitCopies<2>();
+  if (pending == 5) return WaitCopies<5>();
+  if (pending == 3) return WaitCopies<3>();
+  if (pending == 4) return WaitCopies<4>();
+  if (pending == 1) return WaitCopies<1>();
+  WaitCopies<0>();
 }
 
 __device__ inline void LoadMatrix4(uint32_t (&r)[4], uint32_t address) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
                : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
-               : "r"(address)
-               : "memory");
+               : "r"(address));
 }
 
 __device__ inline void LoadMatrix4Transposed(uint32_t (&r)[4], uint32_t address) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3}, [%4];"
                : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
-               : "r"(address)
-               : "memory");
+               : "r"(address));
 }
 
 __device__ inline uint32_t LoadShared32(uint32_t address) {
   uint32_t value;
-  asm volatile("ld.shared.b32 %0, [%1];" : "=r"(value) : "r"(address) : "memory");
+  asm volatile("ld.shared.b32 %0, [%1];" : "=r"(value) : "r"(address));
   return value;
 }
 
 __device__ inline uint2 LoadShared64(uint32_t address) {
   uint2 value;
-  asm volatile("ld.shared.v2.b32 {%0,%1}, [%2];"
-               : "=r"(value.x), "=r"(value.y)
-               : "r"(address)
-               : "memory");
+  asm volatile("ld.shared.v2.b32 {%0,%1}, [%2];" : "=r"(value.x), "=r"(value.y) : "r"(address));
   return value;
 }
 
@@ -151,8 +146,8 @@ __device__ inline void NamedBarrier(int id, int count) {
   asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(count) : "memory");
 }
 
-__device__ inline int LoadAcquire(const int32_t* pointer) {
-  int value;
+__device__ inline uint32_t LoadAcquire(const uint32_t* pointer) {
+  uint32_t value;
   asm volatile("ld.acquire.gpu.global.b32 %0, [%1];" : "=r"(value) : "l"(pointer) : "memory");
   return value;
 }

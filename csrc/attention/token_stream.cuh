@@ -29,6 +29,18 @@ class TokenStream {
     num_steps_ = Share(prefix + tail);
   }
 
+  // Steps [plain_begin, plain_end) hold whole blocks of prefix tokens that every row sees.
+  __device__ int plain_begin() const {
+    // Rows stand at prefix_tokens and beyond, at most request_rows - 1 further.
+    const int window = args_.params.window;
+    if (window == 0) return 0;
+    const int seen_by_all = item_.plan.prefix_tokens + item_.plan.request_rows - window;
+    return Share((max(seen_by_all - begin_, 0) + Traits::kStepTokens - 1) / Traits::kStepTokens);
+  }
+  __device__ int plain_end() const {
+    return wide_ ? 0 : Share((end_ - begin_) / Traits::kStepTokens);
+  }
+
   __device__ int num_prefix() const { return num_prefix_; }
   __device__ int num_steps() const { return num_steps_; }
 
@@ -41,6 +53,23 @@ class TokenStream {
   }
   __device__ uint32_t StageAddress(int stage) const {
     return stages_ + (stage * kStreams + stream_) * Traits::kStageBytes;
+  }
+
+  // Whether a plain step's pages are at hand: every so often Load has to look them up.
+  __device__ static bool IsAtHand(int step) { return step % (32 / kBlocks) != 0; }
+
+  // Load for a plain step that is at hand.
+  __device__ void LoadPlain(int step, int stage) const {
+    const TokenMap& map = item_.tokens;
+#pragma unroll
+    for (int i = 0; i < kBlocks; ++i) {
+      const int lane = (step * kBlocks + i) % 32;
+      LoadRows<Traits::kCacheRowBytes, true>(
+          StageAddress(stage) + i * 16 * Traits::kCacheRowBytes,
+          map.keys + __shfl_sync(0xffffffffu, key_offset_, lane), map.key_token,
+          map.values + __shfl_sync(0xffffffffu, value_offset_, lane), map.value_token, 0, 16);
+    }
+    ptx::CommitCopies();
   }
 
   // Starts the copies of a step, ascending from 0, and closes their group; an empty one past the
@@ -67,21 +96,28 @@ class TokenStream {
   }
   __device__ int Share(int steps) const { return (steps - stream_ + kStreams - 1) / kStreams; }
 
-  // Looks up the pages of the next 32 blocks of this stream, one per lane.
+  // Finds where the next 32 blocks of this stream lie, one per lane.
   __device__ void LookUp(int first_block) {
     const TokenMap& map = item_.tokens;
     const int block = first_block + static_cast<int>(threadIdx.x % 32);
     const int token = PrefixToken(block / kBlocks) + block % kBlocks * 16;
-    page_ = 0;
-    offset_ = token;
-    if (map.ids == nullptr || token >= end_) return;
-    const int id = map.ids[token / map.unit_tokens];
-    page_ = id / map.units_per_page;
-    offset_ = id % map.units_per_page * map.unit_tokens + token % map.unit_tokens;
-    if (id < 0 || page_ >= map.num_pages) {
-      ReportError(args_.params.status, VerifyStatus::kBadPage, item_.plan.request, id);
-      page_ = -1;
+    int64_t page = 0;
+    int64_t offset = token;
+    if (map.ids != nullptr) {
+      const int unit = map.unit_tokens.Quotient(token);
+      const int id = token < end_ ? map.ids[unit] : 0;
+      const int in_page = map.units_per_page.Quotient(id);
+      page = in_page;
+      offset = (id - in_page * static_cast<int>(map.units_per_page.value)) *
+                   static_cast<int>(map.unit_tokens.value) +
+               token - unit * static_cast<int>(map.unit_tokens.value);
+      if (id < 0 || page >= map.num_pages) {
+        ReportError(args_.params.status, VerifyStatus::kBadPage, item_.plan.request, id);
+        page = offset = 0;
+      }
     }
+    key_offset_ = page * map.key_page + offset * map.key_token;
+    value_offset_ = page * map.value_page + offset * map.value_token;
   }
 
   __device__ void LoadPrefix(int step, uint32_t stage) {
@@ -90,16 +126,12 @@ class TokenStream {
     for (int i = 0; i < kBlocks; ++i) {
       const int block = step * kBlocks + i;
       if (block % 32 == 0) LookUp(block);
-      const int page = __shfl_sync(0xffffffffu, page_, block % 32);
-      const int offset = __shfl_sync(0xffffffffu, offset_, block % 32);
+      const int64_t key_offset = __shfl_sync(0xffffffffu, key_offset_, block % 32);
+      const int64_t value_offset = __shfl_sync(0xffffffffu, value_offset_, block % 32);
       const int token = PrefixToken(step) + i * 16;
-      const int valid_end = page < 0 ? 0 : end_ - token;
-      const int64_t safe_page = page < 0 ? 0 : page;
-      LoadRows<Traits::kCacheRowBytes>(
-          stage + i * 16 * Traits::kCacheRowBytes,
-          map.keys + safe_page * map.key_page + offset * map.key_token, map.key_token,
-          map.values + safe_page * map.value_page + offset * map.value_token, map.value_token,
-          window_begin() - token, valid_end);
+      LoadRows<Traits::kCacheRowBytes, false>(
+          stage + i * 16 * Traits::kCacheRowBytes, map.keys + key_offset, map.key_token,
+          map.values + value_offset, map.value_token, window_begin() - token, end_ - token);
     }
   }
 
@@ -107,9 +139,9 @@ class TokenStream {
   __device__ void LoadWide(int step, uint32_t stage) {
     const TokenMap& map = item_.tokens;
     const int64_t token = PrefixToken(step);
-    LoadRows<Traits::kRowBytes>(stage, map.keys + token * map.key_token, map.key_token,
-                                map.values + token * map.value_token, map.value_token,
-                                window_begin() - token, end_ - token);
+    LoadRows<Traits::kRowBytes, false>(stage, map.keys + token * map.key_token, map.key_token,
+                                       map.values + token * map.value_token, map.value_token,
+                                       window_begin() - token, end_ - token);
   }
 
   __device__ void LoadTail(int step, uint32_t stage) {
@@ -121,7 +153,7 @@ class TokenStream {
       const int64_t head = item_.plan.kv_head;
       const int64_t key_row = p.key_strides.row * 2;
       const int64_t value_row = p.value_strides.row * 2;
-      LoadRows<Traits::kRowBytes>(
+      LoadRows<Traits::kRowBytes, false>(
           stage + i * 16 * Traits::kRowBytes,
           static_cast<const char*>(p.key) + first * key_row + head * p.key_strides.head * 2,
           key_row,
@@ -131,24 +163,43 @@ class TokenStream {
   }
 
   // 16 rows of K and of V; rows outside [valid_begin, valid_end) become zeros, unread.
-  template <int kBytes>
+  template <int kBytes, bool kWhole>
   __device__ void LoadRows(uint32_t target, const char* keys, int64_t key_stride,
                            const char* values, int64_t value_stride, int valid_begin,
-                           int valid_end) {
-    constexpr int kChunks = kBytes / 16;
+                           int valid_end) const {
+    using Layout = RowSwizzle<kBytes>;
+    constexpr int kChunks = Layout::kChunks;
     constexpr int kCopies = 16 * kChunks;
+    constexpr int kToValues = Traits::kStageBytes / 2;
     const int loader = threadIdx.x % kLoaders;
+    if constexpr (kWhole && kLoaders % kChunks == 0) {
+      // A loader keeps its chunk and takes every kStep-th row: its addresses differ by constants.
+      constexpr int kStep = kLoaders / kChunks;
+      const int row = loader / kChunks;
+      const int chunk = loader % kChunks;
+      const uint32_t at = target + Layout::Offset(row, chunk);
+      keys += row * key_stride + chunk * 16;
+      values += row * value_stride + chunk * 16;
 #pragma unroll
-    for (int i = 0; i < (kCopies + kLoaders - 1) / kLoaders; ++i) {
-      const int copy = i * kLoaders + loader;
-      if (kCopies % kLoaders != 0 && copy >= kCopies) break;
-      const int row = copy / kChunks;
-      const int chunk = copy % kChunks;
-      const bool valid = row >= valid_begin && row < valid_end;
-      const uint32_t at = target + ChunkOffset<kBytes>(row, chunk);
-      ptx::CopyAsync(at, keys + row * key_stride + chunk * 16, valid, policy_);
-      ptx::CopyAsync(at + Traits::kStageBytes / 2, values + row * value_stride + chunk * 16, valid,
-                     policy_);
+      for (int i = 0; i < kCopies / kLoaders; ++i) {
+        const uint32_t to = (at ^ (Layout::Of(i * kStep) << 4)) + i * kStep * kBytes;
+        ptx::CopyAsync(to, keys, policy_);
+        ptx::CopyAsync(to + kToValues, values, policy_);
+        keys += kStep * key_stride;
+        values += kStep * value_stride;
+      }
+    } else {
+#pragma unroll(kWhole ? (kCopies + kLoaders - 1) / kLoaders : 1)
+      for (int copy = loader; copy < kCopies; copy += kLoaders) {
+        const int row = copy / kChunks;
+        const int chunk = copy % kChunks;
+        const bool valid = kWhole || (row >= valid_begin && row < valid_end);
+        const uint32_t to = target + Layout::Offset(row, chunk);
+        const int64_t read_row = valid ? row : 0;
+        ptx::CopyAsync(to, keys + read_row * key_stride + chunk * 16, valid, policy_);
+        ptx::CopyAsync(to + kToValues, values + read_row * value_stride + chunk * 16, valid,
+                       policy_);
+      }
     }
   }
 
@@ -165,7 +216,7 @@ class TokenStream {
   int begin_, end_, tail_rows_;
   bool wide_;  // prefix tokens are 16-bit although the pages are float8
   int prefix_total_, num_prefix_, num_steps_;
-  int page_ = 0, offset_ = 0;  // of block (32k + lane)
+  int64_t key_offset_ = 0, value_offset_ = 0;  // of block 32k + lane
   uint64_t policy_;
 };
 

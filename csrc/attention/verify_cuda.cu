@@ -84,12 +84,13 @@ void LaunchVerify(const VerifyParams& params, const VerifyConfig& config, const 
   args.plan = reinterpret_cast<const PlanHeader*>(plan_bytes);
   args.items = reinterpret_cast<const PlanItem*>(plan_bytes + plan_at.items);
   args.counters = reinterpret_cast<WorkCounters*>(bytes);
-  args.arrivals = reinterpret_cast<int32_t*>(bytes + at.arrivals);
-  args.ready = reinterpret_cast<int32_t*>(bytes + at.ready);
+  args.arrivals = reinterpret_cast<uint32_t*>(bytes + at.arrivals);
+  args.calls = reinterpret_cast<uint32_t*>(bytes + at.calls);
   args.states = reinterpret_cast<float2*>(bytes + at.states);
   args.outputs = reinterpret_cast<float*>(bytes + at.outputs);
   args.stages = config.stages;
   args.max_slots = config.max_slots;
+  args.max_items = config.max_items;
   if (params.dtype == DType::kFloat16) return DispatchCache<__half>(args, config);
   NWOR_CHECK(params.dtype == DType::kBFloat16, "dtype: got ", Name(params.dtype),
              ", expected float16 or bfloat16");

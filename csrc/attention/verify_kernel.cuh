@@ -9,24 +9,20 @@
 //   item:  queries to shared memory; per leaf: streams (token_stream.cuh) feed warps
 //          (warp_attention.cuh), whose results are merged (fold.cuh); out goes the output, or a
 //          partial result and an arrival.
-//   pair:  the CTA that arrives last combines the partial results itself while the queue still has
-//          items; when it is empty it publishes the pair instead, and all idle CTAs share the
-//          combine.
+//   pair:  the CTA that arrives last combines the partial results, together with those that arrived
+//          before it and found no further item to work on.
 //
-// Waiting cannot deadlock: CTAs wait only when every item has been taken, that is, when all work
-// they wait for is in the hands of running CTAs, none of which waits before its items are done.
+// Waiting cannot deadlock: a CTA waits only once every item has been taken by a running CTA, and
+// the CTAs it waits for do not wait before they have arrived.
 
 namespace nwor {
-
-inline constexpr int kSliceRows = 4;  // rows of a shared combine that one CTA takes
 
 template <class Traits>
 __device__ void MapTokens(const VerifyParams& p, SharedItem* item) {
   const PlanItem& plan = item->plan;
   TokenMap& map = item->tokens;
   map.ids = nullptr;
-  map.unit_tokens = 1;
-  map.units_per_page = 1;
+  map.unit_tokens = map.units_per_page = Divisor::Of(1);
   map.num_pages = p.cache.geometry.num_pages;
   const int64_t head = plan.kv_head;
   if (plan.source == TokenSource::kCompact) {
@@ -47,11 +43,11 @@ __device__ void MapTokens(const VerifyParams& p, SharedItem* item) {
   map.value_token = g.value.token * kBytes;
   if (plan.source == TokenSource::kBlocks) {
     map.ids = p.view.blocks + (int64_t{plan.request} * p.num_kv_heads + head) * p.view.max_blocks;
-    map.unit_tokens = p.view.block_size;
-    map.units_per_page = g.page_size / p.view.block_size;
+    map.unit_tokens = Divisor::Of(p.view.block_size);
+    map.units_per_page = Divisor::Of(g.page_size / p.view.block_size);
   } else {
     map.ids = p.block_table + plan.request * p.table_stride;
-    map.unit_tokens = g.page_size;
+    map.unit_tokens = Divisor::Of(g.page_size);
   }
 }
 
@@ -59,7 +55,40 @@ __device__ inline float HeadScale(const float* scales, int count, int head) {
   return scales == nullptr ? 1.0f : scales[count > 1 ? head : 0];
 }
 
-// Brings item `index` and what follows from it to shared memory. Called by the whole CTA.
+// Queries: packed rows, zeros past the last. Beside float8 pages as halves, each 16 channels in the
+// order WarpAttention::LoadKeys asks for: pairs 0,2,4,6 then 1,3,5,7.
+template <class Traits>
+__device__ void LoadQueries(const VerifyParams& p, const PlanItem& item, uint8_t* query) {
+  using Row = typename Traits::Row;
+  using Layout = RowSwizzle<Traits::kRowBytes>;
+  constexpr int kSpans = Traits::kHeadDim / 16;
+  const uint64_t policy = ptx::EvictFirstPolicy();
+  for (int i = threadIdx.x; i < Traits::kRowTile * kSpans; i += Traits::kThreads) {
+    const int row = i / kSpans;
+    const int span = i % kSpans;
+    const bool valid = row < item.num_rows;
+    const OutputRow at = LocateRow(p, item, valid ? row : 0);
+    const auto* source = reinterpret_cast<const uint4*>(static_cast<const Row*>(p.query) +
+                                                        at.row * p.query_strides.row +
+                                                        at.head * p.query_strides.head + span * 16);
+    uint8_t* low = query + Layout::Offset(row, 2 * span);
+    uint8_t* high = query + Layout::Offset(row, 2 * span + 1);
+    if constexpr (Traits::kFloat8) {
+      const uint4 a = valid ? source[0] : uint4{};
+      const uint4 b = valid ? source[1] : uint4{};
+      *reinterpret_cast<uint4*>(low) = {ptx::ToHalf2<Row>(a.x), ptx::ToHalf2<Row>(a.z),
+                                        ptx::ToHalf2<Row>(b.x), ptx::ToHalf2<Row>(b.z)};
+      *reinterpret_cast<uint4*>(high) = {ptx::ToHalf2<Row>(a.y), ptx::ToHalf2<Row>(a.w),
+                                         ptx::ToHalf2<Row>(b.y), ptx::ToHalf2<Row>(b.w)};
+    } else {
+      ptx::CopyAsync(ptx::SharedAddress(low), source, valid, policy);
+      ptx::CopyAsync(ptx::SharedAddress(high), source + 1, valid, policy);
+    }
+  }
+}
+
+// Brings item `index` and what follows from it to shared memory. Called by the whole CTA; the
+// copies of the queries are left under way, in a group of their own.
 template <class Traits>
 __device__ void OpenItem(const VerifyArgs& args, const SharedMemory<Traits>& smem, int index) {
   const VerifyParams& p = args.params;
@@ -75,40 +104,16 @@ __device__ void OpenItem(const VerifyArgs& args, const SharedMemory<Traits>& sme
     item.tail_scale = scale;
     item.prefix_scale = scale;
     item.value_scale = 1.0f;
+    item.cap_outer = p.softcap * 1.4426950408889634f;
+    item.cap_inner = p.softcap == 0.0f ? 0.0f : 2.0f / p.softcap;
     if (Traits::kFloat8 && item.plan.source != TokenSource::kCompact) {
       const KvScales& scales = p.cache.scales;
       item.prefix_scale = scale * HeadScale(scales.key, scales.key_count, item.plan.kv_head);
       item.value_scale = HeadScale(scales.value, scales.value_count, item.plan.kv_head);
     }
   }
-
-  // Queries: packed rows, zeros past the last. Beside float8 pages as halves, each 16 channels in
-  // the order WarpAttention::LoadKeys asks for: pairs 0,2,4,6 then 1,3,5,7.
-  constexpr int kSpans = Traits::kHeadDim / 16;
-  for (int i = threadIdx.x; i < Traits::kRowTile * kSpans; i += Traits::kThreads) {
-    const int row = i / kSpans;
-    const int span = i % kSpans;
-    uint4 low = {}, high = {};
-    if (row < item.plan.num_rows) {
-      const OutputRow at = LocateRow(p, item.plan, row);
-      const auto* source = reinterpret_cast<const uint4*>(
-          static_cast<const typename Traits::Row*>(p.query) + at.row * p.query_strides.row +
-          at.head * p.query_strides.head + span * 16);
-      low = source[0];
-      high = source[1];
-      if constexpr (Traits::kFloat8) {
-        using Row = typename Traits::Row;
-        const uint4 a = low, b = high;
-        low = {ptx::ToHalf2<Row>(a.x), ptx::ToHalf2<Row>(a.z), ptx::ToHalf2<Row>(b.x),
-               ptx::ToHalf2<Row>(b.z)};
-        high = {ptx::ToHalf2<Row>(a.y), ptx::ToHalf2<Row>(a.w), ptx::ToHalf2<Row>(b.y),
-                ptx::ToHalf2<Row>(b.w)};
-      }
-    }
-    *reinterpret_cast<uint4*>(smem.query + ChunkOffset<Traits::kRowBytes>(row, 2 * span)) = low;
-    *reinterpret_cast<uint4*>(smem.query + ChunkOffset<Traits::kRowBytes>(row, 2 * span + 1)) =
-        high;
-  }
+  LoadQueries<Traits>(p, item.plan, smem.query);
+  ptx::CommitCopies();
   if (p.window > 0 && threadIdx.x < Traits::kRowTile) {
     const int group = p.num_heads / p.num_kv_heads;
     const int row = min((item.plan.row_begin + static_cast<int>(threadIdx.x)) / group,
@@ -146,29 +151,50 @@ __device__ void RunLeaf(const VerifyArgs& args, const SharedMemory<Traits>& smem
   }
   TokenStream<Traits> stream(args, item, ptx::SharedAddress(smem.stages), stream_idx, begin,
                              max(end, begin), tail_rows);
-  WarpAttention<Traits> attention(args, item, ptx::SharedAddress(smem.query), smem.rows->position,
-                                  first_row);
 
   const int stages = args.stages;
+#pragma unroll 1
   for (int step = 0; step < stages - 1; ++step) stream.Load(step, step);
+  if (leaf == item.plan.leaf_begin) {
+    ptx::WaitCopies(stages - 1);  // the queries', made before the stages'
+    __syncthreads();
+  }
+  WarpAttention<Traits> attention(args, item, ptx::SharedAddress(smem.query), smem.rows->position,
+                                  first_row);
   int fill = stages - 1;
   int drain = 0;
-  for (int step = 0; step < stream.num_steps(); ++step) {
+  int step = 0;
+  const auto load_then_wait = [&](auto load) {
     meet();  // the stage to fill is no longer read
-    stream.Load(step + stages - 1, fill);
+    load(step + stages - 1, fill);
     fill = fill + 1 == stages ? 0 : fill + 1;
     ptx::WaitCopies(stages - 1);
     meet();  // this step's copies are visible to all warps of the stream
     const uint32_t stage = stream.StageAddress(drain);
     drain = drain + 1 == stages ? 0 : drain + 1;
+    return stage;
+  };
+  const int plain_begin = stream.plain_begin();
+  const int plain_end = stream.plain_end() - (stages - 1);
+#pragma unroll 1
+  while (step < stream.num_steps()) {
+    // Nearly all steps are plain; a loop of their own keeps the rare cases out of their registers.
+#pragma unroll 1
+    while (step >= plain_begin && step < plain_end && stream.IsAtHand(step + stages - 1)) {
+      const uint32_t stage = load_then_wait([&](int load, int at) { stream.LoadPlain(load, at); });
+      attention.template ClearStep<Traits::kFloat8>(stage);
+      ++step;
+    }
+    const uint32_t stage = load_then_wait([&](int load, int at) { stream.Load(load, at); });
     const bool in_flight = step >= stream.num_prefix();
     if (Traits::kFloat8 && !in_flight && item.plan.source != TokenSource::kCompact) {
-      attention.template Step<Traits::kFloat8>(stage, stream.PrefixToken(step), end, false);
+      attention.template EdgeStep<Traits::kFloat8>(stage, stream.PrefixToken(step), end);
     } else {
       if (Traits::kFloat8 && step == stream.num_prefix()) attention.ScaleOutput(item.value_scale);
       const int first = in_flight ? stream.TailRow(step) : stream.PrefixToken(step);
-      attention.template Step<false>(stage, first, in_flight ? tail_rows : end, in_flight);
+      attention.RowStep(stage, first, in_flight ? tail_rows : end, in_flight);
     }
+    ++step;
   }
   if (Traits::kFloat8 && stream.num_steps() == stream.num_prefix()) {
     attention.ScaleOutput(item.value_scale);
@@ -179,85 +205,40 @@ __device__ void RunLeaf(const VerifyArgs& args, const SharedMemory<Traits>& smem
   __syncthreads();
 }
 
-// Reports a partial result; the last of its pair sees to the combine. Called by the whole CTA.
+// Reports a partial result; the last of its pair sees to the combine. A CTA that has nothing else
+// to do stays to help. Called by the whole CTA, with `idle` in thread 0.
 template <class Traits>
-__device__ void ArriveAtPair(const VerifyArgs& args, const SharedMemory<Traits>& smem, int index) {
+__device__ void ArriveAtPair(const VerifyArgs& args, const SharedMemory<Traits>& smem, bool idle) {
   const PlanItem& item = smem.item->plan;
-  WorkCounters& counters = *args.counters;
-  __threadfence();
-  __syncthreads();
+  uint32_t* call = args.calls + item.pair;
+  uint32_t leaving = 0;
+  __syncthreads();  // all of this CTA's stores are made
   if (threadIdx.x == 0) {
-    bool combine = false;
-    if (atomicAdd(args.arrivals + item.pair, 1) == item.num_parts - 1) {
+    __threadfence();
+    const uint32_t before = atomicAdd(args.arrivals + item.pair, idle ? 0x10001u : 1u);
+    const uint32_t helpers = before >> 16;
+    int share = helpers;
+    int shares = 0;
+    if ((before & 0xffffu) + 1 == static_cast<uint32_t>(item.num_parts)) {
       args.arrivals[item.pair] = 0;
-      const int taken = ptx::LoadAcquire(&counters.next_item) + static_cast<int>(gridDim.x);
-      combine = taken < args.plan->num_items;
-      if (!combine) {
-        __threadfence();
-        atomicExch(args.ready + atomicAdd(&counters.published, 1), index + 1);
-      }
+      shares = helpers + 1;
       __threadfence();
-      atomicAdd(&counters.settled_pairs, 1);
+      if (helpers > 0) atomicExch(call, helpers << 16 | helpers);
+    } else if (idle) {
+      uint32_t called;
+      while ((called = ptx::LoadAcquire(call)) == 0) __nanosleep(20);
+      shares = (called >> 16) + 1;
+      leaving = atomicSub(call, 1);
     }
-    smem.item->decision = combine;
-  }
-  __syncthreads();
-  if (smem.item->decision) {
+    smem.item->share = share;
+    smem.item->shares = shares;
     __threadfence();
-    CombineParts<Traits>(args, item, 0, item.num_rows);
-  }
-}
-
-// Waits for entry `at` of the ready list: its item, or -1 when the list will not get that long.
-__device__ inline int AwaitReady(const VerifyArgs& args, int at) {
-  const int num_pairs = args.plan->num_split_pairs;
-  if (at >= num_pairs) return -1;
-  for (;;) {
-    const int entry = ptx::LoadAcquire(args.ready + at);
-    if (entry != 0) return entry - 1;
-    if (ptx::LoadAcquire(&args.counters->settled_pairs) == num_pairs &&
-        ptx::LoadAcquire(&args.counters->published) <= at) {
-      return -1;
-    }
-    __nanosleep(20);
-  }
-}
-
-// Combines published pairs, a few rows at a time, until all pairs are settled.
-template <class Traits>
-__device__ void ShareCombines(const VerifyArgs& args, const SharedMemory<Traits>& smem) {
-  constexpr int kSlices = Traits::kRowTile / kSliceRows;
-  for (;;) {
-    __syncthreads();
-    if (threadIdx.x == 0) {
-      const int slice = atomicAdd(&args.counters->next_slice, 1);
-      const int index = AwaitReady(args, slice / kSlices);
-      if (index >= 0) smem.item->plan = args.items[index];
-      smem.item->decision = index < 0 ? -1 : slice % kSlices;
-      __threadfence();
-    }
-    __syncthreads();
-    const int slice = smem.item->decision;
-    if (slice < 0) return;
-    const PlanItem& item = smem.item->plan;
-    const int row = slice * kSliceRows;
-    CombineParts<Traits>(args, item, row, min(row + kSliceRows, item.num_rows));
-  }
-}
-
-// The last CTA leaves the counters as it found them.
-__device__ inline void LeaveQueue(const VerifyArgs& args, int32_t* is_last) {
-  __syncthreads();
-  if (threadIdx.x == 0) {
-    __threadfence();
-    *is_last = atomicAdd(&args.counters->finished_ctas, 1) == static_cast<int>(gridDim.x) - 1;
   }
   __syncthreads();
-  if (!*is_last) return;
-  __threadfence();
-  for (int i = threadIdx.x; i < args.counters->published; i += blockDim.x) args.ready[i] = 0;
-  __syncthreads();
-  if (threadIdx.x == 0) *args.counters = WorkCounters{};
+  if (smem.item->shares > 0) {
+    CombineParts<Traits>(args, item, smem.item->share, smem.item->shares);
+  }
+  if ((leaving & 0xffffu) == 1) *call = 0;  // the last helper: all have read it
 }
 
 template <class Traits>
@@ -266,25 +247,33 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kCtasPerSm)
   extern __shared__ __align__(128) uint8_t shared_bytes[];
   const SharedMemory<Traits> smem(shared_bytes);
   const int num_items = args.plan->num_items;
+  WorkCounters& counters = *args.counters;
+  const uint32_t base = threadIdx.x == 0 ? counters.fetch_base : 0;
 
   int index = blockIdx.x;
   while (index < num_items) {
     int next = 0;
     if (threadIdx.x == 0) {
-      next = atomicAdd(&args.counters->next_item, 1) + static_cast<int>(gridDim.x);
+      const int fetch = static_cast<int>(atomicAdd(&counters.fetches, 1) - base);
+      // Every item asks once: the last to ask moves the base on for the next launch.
+      if (fetch == num_items - 1) counters.fetch_base = base + num_items;
+      next = fetch + static_cast<int>(gridDim.x);
     }
     OpenItem<Traits>(args, smem, index);
     for (int leaf = smem.item->plan.leaf_begin; leaf < smem.item->plan.leaf_end; ++leaf) {
       RunLeaf<Traits>(args, smem, leaf);
       FinishLeaf<Traits>(args, smem, leaf);
     }
-    if (smem.item->plan.num_parts > 1) ArriveAtPair<Traits>(args, smem, index);
+    if (smem.item->plan.num_parts > 1) {
+      const bool idle =
+          threadIdx.x == 0 && next >= num_items &&
+          ptx::LoadAcquire(&counters.fetches) - base == static_cast<uint32_t>(num_items);
+      ArriveAtPair<Traits>(args, smem, idle);
+    }
     if (threadIdx.x == 0) smem.item->next_item = next;
     __syncthreads();
     index = smem.item->next_item;
   }
-  if (args.plan->num_split_pairs > 0) ShareCombines<Traits>(args, smem);
-  LeaveQueue(args, &smem.item->decision);
 }
 
 }  // namespace nwor

@@ -44,18 +44,25 @@ struct VerifyTraits {
 // 16-byte chunks of a row are stored at chunk ^ Swizzle(row): eight consecutive rows then lie in
 // eight distinct bank groups for every supported row length.
 template <int kRowBytes>
-__device__ inline constexpr int Swizzle(int row) {
-  constexpr int kChunks = kRowBytes / 16;
-  if constexpr (kChunks % 8 == 0) return row & 7;
-  if constexpr (kChunks % 4 == 0) return (row >> 1) & 3;
-  if constexpr (kChunks % 2 == 0) return (row >> 2) & 1;
-  return 0;
-}
+struct RowSwizzle {
+  static constexpr int kChunks = kRowBytes / 16;
+  static constexpr int kShift = kChunks % 8 == 0 ? 0 : kChunks % 4 == 0 ? 1 : 2;
+  static constexpr int kMask = kChunks % 8 == 0   ? 7
+                               : kChunks % 4 == 0 ? 3
+                               : kChunks % 2 == 0 ? 1
+                                                  : 0;
 
-template <int kRowBytes>
-__device__ inline constexpr int ChunkOffset(int row, int chunk) {
-  return row * kRowBytes + ((chunk ^ Swizzle<kRowBytes>(row)) << 4);
-}
+  __device__ static constexpr int Of(int row) { return (row >> kShift) & kMask; }
+  __device__ static constexpr int Offset(int row, int chunk) {
+    return row * kRowBytes + ((chunk ^ Of(row)) << 4);
+  }
+  // The address `chunk` chunks on from `address` = base + Offset(row, c), where c and chunk have no
+  // bit in common and base is a multiple of 128. One xor with a constant: nothing to keep in
+  // registers.
+  __device__ static constexpr uint32_t Advance(uint32_t address, int chunk) {
+    return (address ^ ((chunk & kMask) << 4)) + (chunk & ~kMask) * 16;
+  }
+};
 
 // Everything a launch knows.
 struct VerifyArgs {
@@ -63,12 +70,13 @@ struct VerifyArgs {
   const PlanHeader* plan;
   const PlanItem* items;
   WorkCounters* counters;
-  int32_t* arrivals;
-  int32_t* ready;
+  uint32_t* arrivals;
+  uint32_t* calls;
   float2* states;
   float* outputs;
   int32_t stages;
   int32_t max_slots;
+  int32_t max_items;
 };
 
 // Rows that a row sees besides itself: its depth in the tree, its distance behind the prefix.
@@ -76,9 +84,26 @@ __device__ inline int RowDepth(const VerifyParams& p, int query_start, int row) 
   if (p.tree_mask == nullptr) return row;
   const uint64_t* mask = p.tree_mask + int64_t{query_start + row} * p.mask_words;
   int visible = 0;
+#pragma unroll 1
   for (int w = 0; w < p.mask_words; ++w) visible += __popcll(mask[w]);
   return visible - 1;
 }
+
+// Division of 0 <= n < 2^31 by a number found at run time, as a multiplication.
+struct Divisor {
+  uint32_t value, factor, shift;
+
+  __device__ static Divisor Of(int value) {
+    Divisor d;
+    d.value = value;
+    d.shift = 31 + (value == 1 ? 0 : 32 - __clz(value - 1));
+    d.factor = static_cast<uint32_t>((1ull << d.shift) / value + 1);
+    return d;
+  }
+  __device__ int Quotient(int n) const {
+    return static_cast<int>(static_cast<uint64_t>(static_cast<uint32_t>(n)) * factor >> shift);
+  }
+};
 
 // Where the prefix tokens of the current item lie; distances in bytes.
 struct TokenMap {
@@ -87,8 +112,8 @@ struct TokenMap {
   int64_t key_page, value_page;
   int64_t key_token, value_token;
   const int32_t* ids;  // of pages or blocks; null: contiguous
-  int32_t unit_tokens;
-  int32_t units_per_page;
+  Divisor unit_tokens;
+  Divisor units_per_page;
   int64_t num_pages;
 };
 
@@ -97,10 +122,13 @@ struct SharedItem {
   PlanItem plan;
   TokenMap tokens;
   int32_t next_item;
-  int32_t decision;
+  int32_t share;       // of the pair's combine that this CTA takes,
+  int32_t shares;      // one of so many; 0: none
   float prefix_scale;  // of a raw score, log2 units: scale, key scale and log2(e)
   float tail_scale;
   float value_scale;
+  float cap_inner;  // softcap: cap_outer * tanh(x), x = cap_inner * scaled score / 2, log2 units
+  float cap_outer;  // 0: no softcap
 };
 static_assert(sizeof(SharedItem) <= kItemBytes);
 

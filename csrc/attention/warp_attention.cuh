@@ -11,11 +11,12 @@ namespace nwor {
 template <class Traits>
 class WarpAttention {
   using Product = typename Traits::Product;
+  using RowLayout = RowSwizzle<Traits::kRowBytes>;
+  using PageLayout = RowSwizzle<Traits::kCacheRowBytes>;
   static constexpr int kRowFragments = Traits::kRowFragments;
   static constexpr int kTokenFragments = Traits::kTokenFragments;
   static constexpr int kChannelFragments = Traits::kHeadDim / 8;
   static constexpr int kInnerSteps = Traits::kInnerSteps;
-  static constexpr float kLog2E = 1.4426950408889634f;
   // A row's reference maximum follows its true maximum only when that runs ahead by this much
   // (log2 units): outputs are rescaled rarely, weights stay below 2^8.
   static constexpr float kMaxLead = 8.0f;
@@ -24,11 +25,13 @@ class WarpAttention {
   __device__ WarpAttention(const VerifyArgs& args, const SharedItem& item, uint32_t query,
                            const int32_t* positions, int first_row)
       : args_(args), item_(item), positions_(positions), first_row_(first_row) {
-    const int row = first_row + static_cast<int>(threadIdx.x % 16);
-    query_row_ = query + row * Traits::kRowBytes;
+    const int lane = threadIdx.x % 32;
+    query_ = query + RowLayout::Offset(first_row + lane % 16, lane / 16);
     if constexpr (Traits::kQueryInRegisters) {
 #pragma unroll
-      for (int k = 0; k < kInnerSteps; ++k) ptx::LoadMatrix4(query_[k], QueryAddress(0, k));
+      for (int k = 0; k < kInnerSteps; ++k) {
+        ptx::LoadMatrix4(fragments_[k], RowLayout::Advance(query_, 2 * k));
+      }
     }
 #pragma unroll
     for (int m = 0; m < kRowFragments; ++m) {
@@ -41,22 +44,27 @@ class WarpAttention {
     }
   }
 
-  // One step of tokens in a stage: kFloat8 pages, or 16-bit ones. Those at or past `end` do not
-  // exist. The tokens are in-flight rows of the request, or of its prefix.
+  // One step of prefix tokens that every row sees.
   template <bool kFloat8>
-  __device__ void Step(uint32_t stage, int first, int end, bool in_flight) {
-    constexpr int kFragments = kFloat8 ? kTokenFragments : Traits::kTailTokens / 8;
-    const float scale = kFloat8 ? item_.prefix_scale : item_.tail_scale;
-    float scores[kRowFragments][kFragments][4];
-    Scores<kFragments, kFloat8>(scores, stage);
-    SoftCap(scores, scale);
-    if (in_flight) {
-      MaskRows(scores, first, end);
-    } else {
-      MaskPrefix(scores, first, end);
-    }
-    Softmax(scores, args_.params.softcap == 0.0f ? scale : 1.0f);
-    AddValues<kFragments, kFloat8>(scores, stage + Traits::kStageBytes / 2);
+  __device__ void ClearStep(uint32_t stage) {
+    Step<kFloat8>(stage, [](auto&) {});
+  }
+
+  // One step of prefix tokens, of which those at or past `end` do not exist.
+  template <bool kFloat8>
+  __device__ void EdgeStep(uint32_t stage, int first, int end) {
+    Step<kFloat8>(stage, [&](auto& scores) { MaskPrefix(scores, first, end); });
+  }
+
+  // One step of 16-bit tokens: in-flight rows, of which `end` exist, or prefix tokens.
+  __device__ void RowStep(uint32_t stage, int first, int end, bool in_flight) {
+    Step<false>(stage, [&](auto& scores) {
+      if (in_flight) {
+        MaskRows(scores, first, end);
+      } else {
+        MaskPrefix(scores, first, end);
+      }
+    });
   }
 
   // Outputs so far were made of quantised values: brings them to the values' own scale.
@@ -88,7 +96,7 @@ class WarpAttention {
         }
         float* out_row = out + row * Traits::kMergeStride;
         if constexpr (Traits::kFloat8) {
-          // Fragment pairs hold even and odd channels of 16: see AddValues.
+          // Fragment pairs hold even and odd channels of 16: see ValueFragments.
 #pragma unroll
           for (int n = 0; n < kChannelFragments; n += 2) {
             const float4 four = {out_[m][n][half * 2], out_[m][n + 1][half * 2],
@@ -107,15 +115,85 @@ class WarpAttention {
   }
 
  private:
-  __device__ uint32_t QueryAddress(int fragment, int k) const {
-    const int lane = threadIdx.x % 32;
-    const int chunk = 2 * k + lane / 16;
-    return query_row_ + fragment * 16 * Traits::kRowBytes +
-           ((chunk ^ Swizzle<Traits::kRowBytes>(lane % 16)) << 4);
+  // Fragments are read from shared memory this many mma steps before they are used.
+  static constexpr int kLookAhead = 4;
+
+  template <bool kFloat8, typename ApplyMask>
+  __device__ void Step(uint32_t stage, ApplyMask mask) {
+    constexpr int kFragments = kFloat8 ? kTokenFragments : Traits::kTailTokens / 8;
+    const float scale = kFloat8 ? item_.prefix_scale : item_.tail_scale;
+    float scores[kRowFragments][kFragments][4];
+    Scores<kFragments, kFloat8>(scores, stage);
+    ValueFragments<kFragments, kFloat8> values(stage + Traits::kStageBytes / 2);
+    SoftCap(scores, scale);
+    mask(scores);
+    Softmax(scores, item_.cap_outer == 0.0f ? scale : 1.0f);
+    AddValues(scores, values);
   }
+
+  // B fragments of K, channels 16k..16k+15 of step k, as they lie in shared memory. Beside float8
+  // pages the inner channels are taken in the order in which a lane finds them there: 4c..4c+3 for
+  // lane c of four. Queries are stored so.
+  template <int kFragments, bool kFloat8>
+  struct KeyFragments {
+    static constexpr int kWords = kFloat8 ? kFragments : 2 * kFragments;
+    uint32_t address;
+    uint32_t raw[kLookAhead][kWords];
+
+    __device__ explicit KeyFragments(uint32_t keys) {
+      const int lane = threadIdx.x % 32;
+      if constexpr (kFloat8) {
+        address = keys + PageLayout::Offset(lane, 0);
+      } else if constexpr (Traits::kFloat8) {
+        address = keys + RowLayout::Offset(lane / 4, lane % 4 / 2) + lane % 2 * 8;
+      } else {
+        address = keys + RowLayout::Offset(lane % 8 + lane / 16 * 8, lane / 8 % 2);
+      }
+#pragma unroll
+      for (int k = 0; k < kLookAhead && k < kInnerSteps; ++k) Load(k);
+    }
+
+    __device__ void Load(int k) {
+      uint32_t(&r)[kWords] = raw[k % kLookAhead];
+      if constexpr (!kFloat8 && Traits::kFloat8) {
+#pragma unroll
+        for (int n = 0; n < kFragments; ++n) {
+          const uint2 four =
+              ptx::LoadShared64(RowLayout::Advance(address, 2 * k) + n * 8 * Traits::kRowBytes);
+          r[2 * n] = four.x;
+          r[2 * n + 1] = four.y;
+        }
+      } else {
+        constexpr int kRows = kFloat8 ? 32 : 16;  // tokens of one load
+        constexpr int kBytes = kFloat8 ? Traits::kCacheRowBytes : Traits::kRowBytes;
+        const uint32_t at =
+            kFloat8 ? PageLayout::Advance(address, k) : RowLayout::Advance(address, 2 * k);
+#pragma unroll
+        for (int i = 0; i < kWords / 4; ++i) {
+          uint32_t quad[4];
+          ptx::LoadMatrix4(quad, at + i * kRows * kBytes);
+#pragma unroll
+          for (int j = 0; j < 4; ++j) r[4 * i + j] = quad[j];
+        }
+      }
+    }
+
+    // Half of fragment n of step k.
+    __device__ uint32_t Get(int k, int n, int half) const {
+      const uint32_t(&r)[kWords] = raw[k % kLookAhead];
+      if constexpr (kFloat8) {
+        return ptx::Float8ToHalf2(half == 0 ? r[n] & 0xffffu : r[n] >> 16);
+      } else if constexpr (Traits::kFloat8) {
+        return ptx::ToHalf2<typename Traits::Row>(r[2 * n + half]);
+      } else {
+        return r[2 * n + half];
+      }
+    }
+  };
 
   template <int kFragments, bool kFloat8>
   __device__ void Scores(float (&scores)[kRowFragments][kFragments][4], uint32_t keys) const {
+    KeyFragments<kFragments, kFloat8> fragments(keys);
 #pragma unroll
     for (int m = 0; m < kRowFragments; ++m) {
 #pragma unroll
@@ -123,60 +201,32 @@ class WarpAttention {
         scores[m][n][0] = scores[m][n][1] = scores[m][n][2] = scores[m][n][3] = 0.0f;
       }
     }
+    uint32_t a[2][kRowFragments][4];
+    LoadQueries(a[0], 0);
 #pragma unroll
     for (int k = 0; k < kInnerSteps; ++k) {
-      uint32_t b[kFragments][2];
-      LoadKeys<kFragments, kFloat8>(b, keys, k);
+      if (k + 1 < kInnerSteps) LoadQueries(a[(k + 1) % 2], k + 1);
 #pragma unroll
-      for (int m = 0; m < kRowFragments; ++m) {
-        uint32_t a[4];
-        if constexpr (Traits::kQueryInRegisters) {
+      for (int n = 0; n < kFragments; ++n) {
+        const uint32_t b0 = fragments.Get(k, n, 0);
+        const uint32_t b1 = fragments.Get(k, n, 1);
 #pragma unroll
-          for (int i = 0; i < 4; ++i) a[i] = query_[k][i];
-        } else {
-          ptx::LoadMatrix4(a, QueryAddress(m, k));
+        for (int m = 0; m < kRowFragments; ++m) {
+          ptx::Mma<Product>(scores[m][n], a[k % 2][m], b0, b1);
         }
-#pragma unroll
-        for (int n = 0; n < kFragments; ++n) ptx::Mma<Product>(scores[m][n], a, b[n][0], b[n][1]);
       }
+      if (k + kLookAhead < kInnerSteps) fragments.Load(k + kLookAhead);
     }
   }
 
-  // B fragments of K, channels 16k..16k+15. Beside float8 pages the inner channels are taken in the
-  // order in which a lane finds them there: 4c..4c+3 for lane c of four. Queries are stored so.
-  template <int kFragments, bool kFloat8>
-  __device__ static void LoadKeys(uint32_t (&b)[kFragments][2], uint32_t keys, int k) {
-    const int lane = threadIdx.x % 32;
-    if constexpr (kFloat8) {
+  __device__ void LoadQueries(uint32_t (&a)[kRowFragments][4], int k) const {
 #pragma unroll
-      for (int n = 0; n < kFragments; n += 4) {
-        uint32_t r[4];
-        ptx::LoadMatrix4(r, keys + ChunkOffset<Traits::kCacheRowBytes>(n * 8 + lane, k));
+    for (int m = 0; m < kRowFragments; ++m) {
+      if constexpr (Traits::kQueryInRegisters) {
 #pragma unroll
-        for (int i = 0; i < 4; ++i) {
-          b[n + i][0] = ptx::Float8ToHalf2(r[i] & 0xffffu);
-          b[n + i][1] = ptx::Float8ToHalf2(r[i] >> 16);
-        }
-      }
-    } else if constexpr (Traits::kFloat8) {
-#pragma unroll
-      for (int n = 0; n < kFragments; ++n) {
-        const uint2 four = ptx::LoadShared64(
-            keys + ChunkOffset<Traits::kRowBytes>(n * 8 + lane / 4, 2 * k + lane % 4 / 2) +
-            lane % 2 * 8);
-        b[n][0] = ptx::ToHalf2<typename Traits::Row>(four.x);
-        b[n][1] = ptx::ToHalf2<typename Traits::Row>(four.y);
-      }
-    } else {
-#pragma unroll
-      for (int n = 0; n < kFragments; n += 2) {
-        uint32_t r[4];
-        const int row = n * 8 + lane % 8 + lane / 16 * 8;
-        ptx::LoadMatrix4(r, keys + ChunkOffset<Traits::kRowBytes>(row, 2 * k + lane / 8 % 2));
-        b[n][0] = r[0];
-        b[n][1] = r[1];
-        b[n + 1][0] = r[2];
-        b[n + 1][1] = r[3];
+        for (int i = 0; i < 4; ++i) a[m][i] = fragments_[k][i];
+      } else {
+        ptx::LoadMatrix4(a[m], RowLayout::Advance(query_, 2 * k) + m * 16 * Traits::kRowBytes);
       }
     }
   }
@@ -184,10 +234,9 @@ class WarpAttention {
   // logit = cap * tanh(score * scale / cap), in log2 units.
   template <int kFragments>
   __device__ void SoftCap(float (&scores)[kRowFragments][kFragments][4], float scale) const {
-    const float cap = args_.params.softcap;
-    if (cap == 0.0f) return;
-    const float inner = 2.0f * scale / cap;  // exp(2x) of the argument, as a power of two
-    const float outer = cap * kLog2E;
+    const float outer = item_.cap_outer;
+    if (outer == 0.0f) return;
+    const float inner = item_.cap_inner * scale;  // exp(2x) of tanh's argument, as a power of two
 #pragma unroll
     for (int m = 0; m < kRowFragments; ++m) {
 #pragma unroll
@@ -312,9 +361,80 @@ class WarpAttention {
     }
   }
 
+  // B fragments of V: 16 channels of 16 tokens at a time. Beside float8 pages even channels make up
+  // the first fragment and odd ones the second, the way a lane finds them there.
   template <int kFragments, bool kFloat8>
-  __device__ void AddValues(const float (&weights)[kRowFragments][kFragments][4], uint32_t values) {
-    const int lane = threadIdx.x % 32;
+  struct ValueFragments {
+    static constexpr int kPerLoad = kFloat8 ? 2 : 1;          // 16-token steps
+    static constexpr int kLoads = kFragments / 2 / kPerLoad;  // per 16 channels
+    static constexpr int kUnits = kChannelFragments / 2 * kLoads;
+    uint32_t address;
+    uint32_t raw[kLookAhead][4];
+
+    __device__ explicit ValueFragments(uint32_t values) {
+      const int lane = threadIdx.x % 32;
+      if constexpr (kFloat8) {
+        address = values + PageLayout::Offset(lane, 0);
+      } else if constexpr (Traits::kFloat8) {
+        address = values;
+      } else {
+        address = values + RowLayout::Offset(lane % 16, lane / 16);
+      }
+#pragma unroll
+      for (int unit = 0; unit < kLookAhead && unit < kUnits; ++unit) Load(unit);
+    }
+
+    __device__ void Load(int unit) {
+      uint32_t(&r)[4] = raw[unit % kLookAhead];
+      const int channels = unit / kLoads;  // of 16
+      const int tokens = unit % kLoads * kPerLoad * 16;
+      if constexpr (kFloat8) {
+        ptx::LoadMatrix4Transposed(
+            r, PageLayout::Advance(address, channels) + tokens * Traits::kCacheRowBytes);
+      } else if constexpr (Traits::kFloat8) {
+        const int lane = threadIdx.x % 32;
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          const int row = tokens + i / 2 * 8 + lane % 4 * 2 + i % 2;
+          const uint32_t two = ptx::LoadShared32(
+              address + RowLayout::Offset(row, 2 * channels + lane / 16) + lane / 4 % 4 * 4);
+          r[i] = ptx::ToHalf2<typename Traits::Row>(two);
+        }
+      } else {
+        ptx::LoadMatrix4Transposed(
+            r, RowLayout::Advance(address, 2 * channels) + tokens * Traits::kRowBytes);
+      }
+    }
+
+    // b[channel fragment][token half] of the unit's 16-token step.
+    __device__ void Get(uint32_t (&b)[2][2], int unit, int step) const {
+      const uint32_t(&r)[4] = raw[unit % kLookAhead];
+      if constexpr (kFloat8) {
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+          const uint32_t sorted = __byte_perm(r[2 * step + half], 0, 0x3120);
+          b[0][half] = ptx::Float8ToHalf2(sorted & 0xffffu);
+          b[1][half] = ptx::Float8ToHalf2(sorted >> 16);
+        }
+      } else if constexpr (Traits::kFloat8) {
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+          b[0][half] = __byte_perm(r[2 * half], r[2 * half + 1], 0x5410);
+          b[1][half] = __byte_perm(r[2 * half], r[2 * half + 1], 0x7632);
+        }
+      } else {
+        b[0][0] = r[0];
+        b[0][1] = r[1];
+        b[1][0] = r[2];
+        b[1][1] = r[3];
+      }
+    }
+  };
+
+  template <int kFragments, bool kFloat8>
+  __device__ void AddValues(const float (&weights)[kRowFragments][kFragments][4],
+                            ValueFragments<kFragments, kFloat8>& values) {
+    using Values = ValueFragments<kFragments, kFloat8>;
     uint32_t a[kRowFragments][kFragments / 2][4];
 #pragma unroll
     for (int m = 0; m < kRowFragments; ++m) {
@@ -329,64 +449,20 @@ class WarpAttention {
       }
     }
 #pragma unroll
-    for (int n = 0; n < kChannelFragments; n += 2) {
+    for (int unit = 0; unit < Values::kUnits; ++unit) {
+      const int n = unit / Values::kLoads * 2;
 #pragma unroll
-      for (int k = 0; k < kFragments / 2; ++k) {
-        uint32_t b[2][2];  // [channel fragment][token half]
-        if constexpr (kFloat8) {
-          if (k % 2 == 0) {
-            // Two steps of 16 tokens at a time; a lane gets channels 2c and 2c+1 of two tokens.
-            LoadMatrix(values + ChunkOffset<Traits::kCacheRowBytes>(k * 16 + lane, n / 2));
-          }
-          SplitChannels(b, k % 2);
-        } else if constexpr (Traits::kFloat8) {
-          LoadTailValues(b, values, k, n);
-        } else {
-          uint32_t r[4];
-          const int row = k * 16 + lane % 16;
-          ptx::LoadMatrix4Transposed(r,
-                                     values + ChunkOffset<Traits::kRowBytes>(row, n + lane / 16));
-          b[0][0] = r[0];
-          b[0][1] = r[1];
-          b[1][0] = r[2];
-          b[1][1] = r[3];
-        }
+      for (int step = 0; step < Values::kPerLoad; ++step) {
+        const int k = unit % Values::kLoads * Values::kPerLoad + step;
+        uint32_t b[2][2];
+        values.Get(b, unit, step);
 #pragma unroll
         for (int m = 0; m < kRowFragments; ++m) {
           ptx::Mma<Product>(out_[m][n], a[m][k], b[0][0], b[0][1]);
           ptx::Mma<Product>(out_[m][n + 1], a[m][k], b[1][0], b[1][1]);
         }
       }
-    }
-  }
-
-  __device__ void LoadMatrix(uint32_t address) { ptx::LoadMatrix4Transposed(quad_, address); }
-
-  // Even channels to fragment 0, odd ones to fragment 1.
-  __device__ void SplitChannels(uint32_t (&b)[2][2], int step) const {
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      const uint32_t sorted = __byte_perm(quad_[step * 2 + half], 0, 0x3120);
-      b[0][half] = ptx::Float8ToHalf2(sorted & 0xffffu);
-      b[1][half] = ptx::Float8ToHalf2(sorted >> 16);
-    }
-  }
-
-  // The same fragments from 16-bit rows.
-  __device__ static void LoadTailValues(uint32_t (&b)[2][2], uint32_t values, int k, int n) {
-    const int lane = threadIdx.x % 32;
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      uint32_t pair[2];
-#pragma unroll
-      for (int i = 0; i < 2; ++i) {
-        const int row = k * 16 + half * 8 + lane % 4 * 2 + i;
-        const uint32_t two = ptx::LoadShared32(
-            values + ChunkOffset<Traits::kRowBytes>(row, n + lane / 16) + lane / 4 % 4 * 4);
-        pair[i] = ptx::ToHalf2<typename Traits::Row>(two);
-      }
-      b[0][half] = __byte_perm(pair[0], pair[1], 0x5410);
-      b[1][half] = __byte_perm(pair[0], pair[1], 0x7632);
+      if (unit + kLookAhead < Values::kUnits) values.Load(unit + kLookAhead);
     }
   }
 
@@ -394,9 +470,8 @@ class WarpAttention {
   const SharedItem& item_;
   const int32_t* positions_;
   int first_row_;
-  uint32_t query_row_;
-  uint32_t query_[Traits::kQueryInRegisters ? kInnerSteps : 1][4];
-  uint32_t quad_[4];
+  uint32_t query_;  // where this lane finds its first part of Q
+  uint32_t fragments_[Traits::kQueryInRegisters ? kInnerSteps : 1][4];
   float max_[kRowFragments][2];
   float sum_[kRowFragments][2];  // this lane's share
   float out_[kRowFragments][kChannelFragments][4];
