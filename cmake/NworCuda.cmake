@@ -62,6 +62,7 @@ if(NWOR_WITH_CUDA OR NWOR_CHECK_KERNELS)
   nwor_cuda_architectures("${_list}" NWOR_CUDA_ARCHS)
   set(CMAKE_CUDA_COMPILER "${NWOR_NVCC}")
   set(CMAKE_CUDA_ARCHITECTURES "${NWOR_CUDA_ARCHS}")
+  set(CMAKE_CUDA_RUNTIME_LIBRARY Shared) # the one that torch has loaded
   enable_language(CUDA)
 endif()
 if(NWOR_WITH_CUDA)
