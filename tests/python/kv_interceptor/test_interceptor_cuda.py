@@ -1,0 +1,195 @@
+"""The interceptor over caches on a GPU: same flow, nothing waits, books kept on the device."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import nwor_specpv as nwor
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+
+LAYERS, PAGES, PAGE_SIZE, HEADS, DIM = 3, 8, 16, 2, 64
+
+
+class Engine:
+    """Caches, an interceptor over them and the rows of one step."""
+
+    def __init__(self, config: nwor.NworConfig | None = None, dtype=torch.bfloat16) -> None:
+        generator = torch.Generator("cuda").manual_seed(11)
+        shape = (PAGES, HEADS, PAGE_SIZE, 2 * DIM)
+        self.caches = [
+            torch.randn(shape, generator=generator, device="cuda", dtype=dtype)
+            for _ in range(LAYERS)
+        ]
+        self.before = [cache.clone() for cache in self.caches]
+        self.interceptor = nwor.Interceptor(config or nwor.NworConfig())
+        for layer, cache in enumerate(self.caches):
+            self.interceptor.bind_layer(str(layer), *nwor.cache_views(cache, "packed"))
+        self.generator = generator
+        self.dtype = dtype
+
+    def rows(self, count: int) -> torch.Tensor:
+        shape = (count, HEADS, DIM)
+        return torch.randn(shape, generator=self.generator, device="cuda", dtype=self.dtype)
+
+    def write_all(self, slots: list[int]) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        written = []
+        slot_mapping = torch.tensor(slots, device="cuda")
+        for layer in range(LAYERS):
+            key, value = self.rows(len(slots)), self.rows(len(slots))
+            outcome = self.interceptor.write(str(layer), key, value, slot_mapping)
+            assert outcome.action == "stage"
+            written.append((key, value))
+        return written
+
+    def commit(self, path: list[list[int]], counts: list[int], **kwargs):
+        return self.interceptor.commit(
+            torch.tensor(path, dtype=torch.int32, device="cuda"),
+            torch.tensor(counts, dtype=torch.int32, device="cuda"),
+            **kwargs,
+        )
+
+    def expect(self, written, destinations: dict[int, int]) -> None:
+        """Slot -> row for everything that must have changed; all other bytes are as before."""
+        for layer, (cache, before) in enumerate(zip(self.caches, self.before, strict=True)):
+            wanted = before.clone()
+            key, value = nwor.cache_views(wanted, "packed")
+            for slot, row in destinations.items():
+                key[slot // PAGE_SIZE, slot % PAGE_SIZE] = written[layer][0][row]
+                value[slot // PAGE_SIZE, slot % PAGE_SIZE] = written[layer][1][row]
+            assert torch.equal(cache.view(torch.int16), wanted.view(torch.int16))
+
+
+def test_drafts_reach_the_cache_only_by_commit() -> None:
+    engine = Engine()
+    checker = nwor.ContractChecker(engine.interceptor)
+    checker.snapshot()
+    assert engine.interceptor.begin(nwor.RoundPlan([4, 1, 3], [3, 0, 2])).stage
+    written = engine.write_all([20, 21, 22, 23, 60, 100, 101, 102])
+    engine.expect(written, {20: 0, 60: 4, 100: 5})
+    assert checker.verify_staged() == []
+    receipt = engine.commit([[1, 2, -1], [-1, -1, -1], [6, 7, -1]], [2, 0, 2])
+    assert receipt.ok
+    assert receipt.committed_tokens == 4
+    engine.expect(written, {20: 0, 21: 1, 22: 2, 60: 4, 100: 5, 101: 6, 102: 7})
+    assert checker.verify(receipt, [2, 0, 2]) == []
+    stats = engine.interceptor.stats()
+    assert (stats["staged_tokens"], stats["committed_tokens"], stats["rejected_tokens"]) == (
+        5,
+        4,
+        1,
+    )
+    per_token = LAYERS * 2 * HEADS * DIM * 2
+    assert stats["cache_bytes_written"] == 7 * per_token
+    assert stats["cache_bytes_avoided"] == per_token
+
+
+def test_a_tree_path_goes_to_consecutive_slots_in_request_rows() -> None:
+    engine = Engine()
+    engine.interceptor.begin(nwor.RoundPlan([1, 5], [0, 4], [[], [0, 0, 1, 2]]))
+    written = engine.write_all([7, 40, -1, -1, -1, -1])
+    slots = torch.tensor([[-1, -1], [41, 42]], device="cuda")
+    refused = engine.commit([[-1, -1], [2, 3]], [0, 2], slots=slots, rows="request", last=False)
+    assert not refused.ok
+    assert (refused.verdict.error, refused.verdict.request, refused.verdict.index) == (
+        "not_a_chain",
+        1,
+        1,
+    )
+    engine.expect(written, {7: 0, 40: 1})
+    assert engine.commit([[-1, -1], [2, 4]], [0, 2], slots=slots, rows="request").ok
+    engine.expect(written, {7: 0, 40: 1, 41: 3, 42: 5})
+
+
+def test_a_slot_mismatch_between_layers_refuses_the_commit() -> None:
+    engine = Engine()
+    engine.interceptor.begin(nwor.RoundPlan([3], [2]))
+    same, other = torch.tensor([4, 5, 6], device="cuda"), torch.tensor([4, 5, 9], device="cuda")
+    rows = [(engine.rows(3), engine.rows(3)) for _ in range(LAYERS)]
+    for layer in range(LAYERS):
+        slots = other if layer == 1 else same
+        engine.interceptor.write(str(layer), *rows[layer], slots)
+    receipt = engine.commit([[1, 2]], [2])
+    assert not receipt.ok
+    assert receipt.verdict.error == "slot_mismatch"
+    engine.expect(rows, {4: 0})
+    stats = engine.interceptor.stats()
+    assert (stats["committed_tokens"], stats["rejected_tokens"]) == (0, 2)
+
+
+def test_a_slot_out_of_range_is_not_written_and_refuses_the_commit() -> None:
+    engine = Engine()
+    engine.interceptor.begin(nwor.RoundPlan([3], [1]))
+    written = engine.write_all([PAGES * PAGE_SIZE, 5, 6])
+    receipt = engine.commit([[2]], [1])
+    assert receipt.verdict.error == "slot_range"
+    engine.expect(written, {5: 1})
+
+
+def test_chunks_continue_where_the_last_one_ended() -> None:
+    engine = Engine()
+    engine.interceptor.begin(nwor.RoundPlan([5], [4]))
+    written = engine.write_all([-1, 5, 6, 7, 8])
+    assert engine.commit([[1, 2]], [2], last=False).ok
+    assert engine.commit([[1, 2]], [2], last=False).verdict.error == "not_a_chain"
+    assert engine.commit([[3, 4]], [2]).ok
+    engine.expect(written, {5: 1, 6: 2, 7: 3, 8: 4})
+
+
+def test_rows_arrive_in_any_order() -> None:
+    engine = Engine()
+    engine.interceptor.begin(nwor.RoundPlan([4], [3]))
+    rows = [(engine.rows(4), engine.rows(4)) for _ in range(LAYERS)]
+    slots = torch.tensor([-1, 5, 6, 7], device="cuda")
+    for order in ([3, 1], [2, 0]):
+        index = torch.tensor(order, device="cuda")
+        for layer in (2, 0, 1):
+            key, value = rows[layer]
+            engine.interceptor.write(str(layer), key[index], value[index], slots[index], rows=order)
+    assert engine.commit([[1, 2, 3]], [3]).ok
+    engine.expect(rows, {5: 1, 6: 2, 7: 3})
+
+
+def test_metrics_count_what_the_device_committed() -> None:
+    before = nwor.Metrics().snapshot()
+    engine = Engine()
+    for accepted in (0, 1, 3):
+        engine.interceptor.begin(nwor.RoundPlan([4], [3]))
+        engine.write_all([20, 21, 22, 23])
+        engine.commit([[1, 2, 3]], [accepted])
+    del engine  # totals are folded in, not lost
+    after = nwor.Metrics().snapshot()
+    change = {
+        name: after[name] - before[name]
+        for name in (
+            "nwor_staged_tokens_total",
+            "nwor_committed_tokens_total",
+            "nwor_rejected_tokens_total",
+        )
+    }
+    assert list(change.values()) == [9, 4, 5]
+
+
+def test_nothing_waits_for_the_device() -> None:
+    engine = Engine()
+    engine.interceptor.begin(nwor.RoundPlan([4], [3]))  # allocates
+    engine.interceptor.abort()
+    path = torch.tensor([[1, 2, 3]], dtype=torch.int32, device="cuda")
+    counts = torch.tensor([2], dtype=torch.int32, device="cuda")
+    slots = torch.tensor([20, 21, 22, 23], device="cuda")
+    rows = [(engine.rows(4), engine.rows(4)) for _ in range(LAYERS)]
+    engine.interceptor.begin(nwor.RoundPlan([4], [3]))
+    for layer in range(LAYERS):
+        engine.interceptor.write(str(layer), *rows[layer], slots)
+    engine.interceptor.commit(path, counts)
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")  # a host sync now raises
+    try:
+        engine.interceptor.begin(nwor.RoundPlan([4], [3]))
+        for layer in range(LAYERS):
+            engine.interceptor.write(str(layer), *rows[layer], slots)
+        receipt = engine.interceptor.commit(path, counts)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert receipt.ok
