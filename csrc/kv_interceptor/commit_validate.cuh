@@ -42,7 +42,8 @@ __device__ inline uint32_t InsertSlot(uint32_t* cells, const BatchTable& batch, 
       static_cast<uint32_t>((static_cast<uint64_t>(slot) * 0x9e3779b97f4a7c15ULL) >> 32);
   uint32_t at = __umulhi(hash, static_cast<uint32_t>(batch.num_cells));
   while (true) {
-    uint32_t seen = *const_cast<volatile uint32_t*>(&cells[at]);
+    uint32_t seen = atomicCAS(&cells[at], kEmptyCell, word);
+    if (seen == kEmptyCell) return kNoFault;
     if (seen >> 16 != group_idx) {
       const uint32_t old = atomicCAS(&cells[at], seen, word);
       if (old == seen) return kNoFault;
