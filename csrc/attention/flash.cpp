@@ -112,7 +112,7 @@ AttentionState InFlight(Route route, const VerifyArguments& arguments) {
     rows.prefix_lens = at::zeros_like(arguments.prefix_lens);
     rows.compact_view.reset();
     rows.plan.reset();
-    rows.route = Name(Route::kCuda);
+    rows.route = Name(arguments.query.is_cuda() ? Route::kCuda : Route::kCpu);
     const VerifyOutputs outputs = MakeVerifyOutputs(arguments.query, /*with_lse=*/true);
     VerifyAttention(rows, outputs);
     return {outputs.out, outputs.lse};

@@ -5,6 +5,7 @@
 #include "attention/route.h"
 #include "attention/verify.h"
 #include "attention/verify_arguments.h"
+#include "export.h"
 
 // The FlashAttention routes on CUDA. Each computes attention to the prefix, which needs no mask,
 // with a FlashAttention kernel, attention among the in-flight rows by themselves, and merges the
@@ -16,13 +17,13 @@
 namespace nwor {
 
 // Marks the flash routes that this process has, and what they need of pages.
-void FindFlashRoutes(RouteAvailability* available);
+NWOR_EXPORT void FindFlashRoutes(RouteAvailability* available);
 
 // "flash_attn_3 is _vllm_fa3_C::fwd", or which ops were looked for in vain.
-std::string DescribeFlashRoute(Route route);
+NWOR_EXPORT std::string DescribeFlashRoute(Route route);
 
 // Runs a flash route. REQUIRES: ChooseRoute picked it for these arguments.
-void FlashVerify(Route route, const VerifyArguments& arguments, const CheckedVerify& checked,
-                 const VerifyOutputs& outputs);
+NWOR_EXPORT void FlashVerify(Route route, const VerifyArguments& arguments,
+                             const CheckedVerify& checked, const VerifyOutputs& outputs);
 
 }  // namespace nwor

@@ -82,7 +82,7 @@ NWOR_SIMD_INLINE To BitCast(const From& from) {
   return to;
 }
 
-NWOR_SIMD_INLINE Vec Broadcast(float x) { return Vec{} + x; }
+NWOR_SIMD_INLINE Vec Broadcast(float x) { return x - Vec{}; }  // x + 0 would lose the sign of -0
 
 NWOR_SIMD_INLINE Vec Load(const float* p) {
   Vec v;

@@ -3,6 +3,7 @@
 #include "attention/params.h"
 #include "attention/route.h"
 #include "attention/verify.h"
+#include "export.h"
 
 namespace nwor {
 
@@ -19,7 +20,7 @@ struct CheckedVerify {
 // Checks sizes, dtypes, devices and scalars; values inside index tensors are not looked at.
 // `outputs` may be null: a plan is made without. `plan_only`: key and value may be undefined.
 // Throws nwor::Error naming the argument, what was got and what was expected.
-CheckedVerify CheckVerifyArguments(const VerifyArguments& arguments, const VerifyOutputs* outputs,
-                                   bool plan_only);
+NWOR_EXPORT CheckedVerify CheckVerifyArguments(const VerifyArguments& arguments,
+                                               const VerifyOutputs* outputs, bool plan_only);
 
 }  // namespace nwor

@@ -1,0 +1,160 @@
+#include "attention/flash.h"
+
+#include <ATen/ATen.h>
+#include <gtest/gtest.h>
+#include <torch/library.h>
+
+#include <limits>
+
+#include "attention/verify.h"
+#include "attention/verify_arguments.h"
+
+// The flash routes around a stand-in for another package's kernel: ops of vLLM's names and schemas
+// whose implementation is a few lines of dense attention on the CPU. What is tested is ours:
+// finding an op, filling its schema by names, splitting prefix from rows, merging the two.
+
+namespace {
+
+int num_paged_calls = 0;
+
+// Dense attention of one request: q [R, H, D], k and v [N, Hkv, D]. As FlashAttention-2 does, a row
+// that sees nothing gets an LSE of +infinity.
+std::pair<at::Tensor, at::Tensor> Dense(const at::Tensor& q, const at::Tensor& k,
+                                        const at::Tensor& v, double scale, bool causal) {
+  const int64_t group = q.size(1) / k.size(1);
+  const at::Tensor keys = k.repeat_interleave(group, 1).to(at::kDouble).permute({1, 2, 0});
+  const at::Tensor values = v.repeat_interleave(group, 1).to(at::kDouble).transpose(0, 1);
+  if (k.size(0) == 0) {
+    return {at::zeros_like(q),
+            at::full({q.size(1), q.size(0)}, std::numeric_limits<float>::infinity())};
+  }
+  at::Tensor logits = at::matmul(q.to(at::kDouble).transpose(0, 1), keys) * scale;
+  if (causal) {
+    const at::Tensor hidden = at::ones({q.size(0), k.size(0)}, at::kBool).triu(1);
+    logits = logits.masked_fill(hidden, -std::numeric_limits<double>::infinity());
+  }
+  const at::Tensor out = at::matmul(logits.softmax(-1), values).transpose(0, 1).to(q.scalar_type());
+  return {out, logits.logsumexp(-1).to(at::kFloat)};
+}
+
+std::vector<at::Tensor> DenseVarlen(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
+                                    const at::Tensor& starts, const std::optional<at::Tensor>& lens,
+                                    const std::optional<at::Tensor>& table, double scale,
+                                    bool causal) {
+  at::Tensor out = at::empty_like(q);
+  at::Tensor lse = at::empty({q.size(1), q.size(0)}, at::kFloat);
+  if (table.has_value()) ++num_paged_calls;
+  for (int64_t b = 0; b + 1 < starts.size(0); ++b) {
+    const int64_t begin = starts[b].item<int32_t>(), count = starts[b + 1].item<int32_t>() - begin;
+    at::Tensor keys = k.dim() == 3 ? k.narrow(0, begin, count) : k;
+    at::Tensor values = v.dim() == 3 ? v.narrow(0, begin, count) : v;
+    if (table.has_value()) {
+      const int64_t length = (*lens)[b].item<int32_t>();
+      const int64_t pages = (length + k.size(1) - 1) / k.size(1);
+      const at::Tensor ids = (*table)[b].narrow(0, 0, pages).to(at::kLong);
+      keys = k.index_select(0, ids).flatten(0, 1).narrow(0, 0, length);
+      values = v.index_select(0, ids).flatten(0, 1).narrow(0, 0, length);
+    }
+    const auto [part, part_lse] = Dense(q.narrow(0, begin, count), keys, values, scale, causal);
+    out.narrow(0, begin, count).copy_(part);
+    lse.narrow(1, begin, count).copy_(part_lse);
+  }
+  return {out, lse};
+}
+
+using Maybe = std::optional<at::Tensor>;
+
+std::vector<at::Tensor> Flash3(at::Tensor q, const at::Tensor& k, const at::Tensor& v, const Maybe&,
+                               const Maybe&, const Maybe&, const Maybe&, const Maybe& starts,
+                               const Maybe&, const Maybe&, const Maybe&, const Maybe& lens,
+                               std::optional<int64_t>, std::optional<int64_t>, const Maybe& table,
+                               double scale, bool causal, int64_t left, int64_t right,
+                               double softcap, int64_t world_size) {
+  TORCH_CHECK(left == -1 && right == -1 && softcap == 0.0 && world_size == 1);
+  return DenseVarlen(q, k, v, *starts, lens, table, scale, causal);
+}
+
+std::tuple<at::Tensor, at::Tensor, at::Tensor> Flash2(
+    at::Tensor q, const at::Tensor& k, const at::Tensor& v, const Maybe&, const at::Tensor& starts,
+    const at::Tensor& key_starts, const Maybe& lens, const Maybe& table, int64_t, int64_t,
+    double dropout, double scale, bool, bool causal) {
+  TORCH_CHECK(dropout == 0.0 && key_starts.size(0) == starts.size(0));
+  const std::vector<at::Tensor> results = DenseVarlen(q, k, v, starts, lens, table, scale, causal);
+  return {results[0], results[1], at::empty({0})};
+}
+
+}  // namespace
+
+TORCH_LIBRARY(_vllm_fa3_C, library) {
+  library.def(
+      "fwd(Tensor! q, Tensor k, Tensor v, Tensor? k_new, Tensor? v_new, Tensor? q_v, Tensor!? out, "
+      "Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, Tensor? cu_seqlens_k_new, Tensor? seqused_q, "
+      "Tensor? seqused_k, int? max_seqlen_q, int? max_seqlen_k, Tensor? page_table, "
+      "float softmax_scale, bool is_causal, int window_size_left, int window_size_right, "
+      "float softcap, int cp_world_size) -> Tensor[]");
+  library.impl("fwd", torch::dispatch(c10::DispatchKey::CompositeExplicitAutograd, &Flash3));
+}
+
+TORCH_LIBRARY(_vllm_fa2_C, library) {
+  library.def(
+      "varlen_fwd(Tensor! q, Tensor k, Tensor v, Tensor? out_, Tensor cu_seqlens_q, "
+      "Tensor cu_seqlens_k, Tensor? seqused_k_, Tensor? block_table_, int max_seqlen_q, "
+      "int max_seqlen_k, float p_dropout, float softmax_scale, bool zero_tensors, bool is_causal) "
+      "-> (Tensor, Tensor, Tensor)");
+  library.impl("varlen_fwd", torch::dispatch(c10::DispatchKey::CompositeExplicitAutograd, &Flash2));
+}
+
+namespace nwor {
+namespace {
+
+VerifyArguments MakeArguments(bool tree) {
+  at::manual_seed(5);
+  VerifyArguments arguments;
+  arguments.query = at::randn({7, 4, 64});
+  arguments.key = at::randn({7, 2, 64});
+  arguments.value = at::randn({7, 2, 64});
+  arguments.key_cache = at::randn({6, 16, 2, 64});
+  arguments.value_cache = at::randn({6, 16, 2, 64});
+  const auto ints = at::TensorOptions().dtype(at::kInt);
+  arguments.block_table = at::tensor({3, 1, 5, 0, 2, 4}, ints).view({3, 2});
+  arguments.prefix_lens = at::tensor({32, 0, 9}, ints);
+  arguments.query_start = at::tensor({0, 4, 6, 7}, ints);
+  arguments.scale = 0.125;
+  if (tree) {
+    arguments.tree_mask = at::tensor({1, 3, 5, 11, 1, 2, 1}, at::kLong).view({7, 1});
+  }
+  return arguments;
+}
+
+class FlashRoutes : public ::testing::TestWithParam<std::tuple<Route, bool>> {};
+
+TEST_P(FlashRoutes, MergePrefixAndRowsToWhatOurKernelGives) {
+  const auto [route, tree] = GetParam();
+  const VerifyArguments arguments = MakeArguments(tree);
+  const VerifyOutputs expected = MakeVerifyOutputs(arguments.query, /*with_lse=*/true);
+  VerifyAttention(arguments, expected);
+
+  const VerifyOutputs outputs = MakeVerifyOutputs(arguments.query, /*with_lse=*/true);
+  const CheckedVerify checked = CheckVerifyArguments(arguments, &outputs, /*plan_only=*/false);
+  num_paged_calls = 0;
+  FlashVerify(route, arguments, checked, outputs);
+  EXPECT_EQ(num_paged_calls, 1);
+  EXPECT_LT((outputs.out - expected.out).abs().max().item<float>(), 1e-5);
+  EXPECT_LT((outputs.lse - expected.lse).abs().max().item<float>(), 1e-5);
+}
+
+INSTANTIATE_TEST_SUITE_P(Ops, FlashRoutes,
+                         ::testing::Combine(::testing::Values(Route::kFlash2, Route::kFlash3),
+                                            ::testing::Bool()));
+
+TEST(Flash, FindsRegisteredOpsAndNamesThem) {
+  RouteAvailability available;
+  FindFlashRoutes(&available);
+  EXPECT_TRUE(available.Has(Route::kFlash2));
+  EXPECT_TRUE(available.Has(Route::kFlash3));
+  EXPECT_EQ(DescribeFlashRoute(Route::kFlash3), "present: _vllm_fa3_C::fwd");
+  EXPECT_EQ(DescribeFlashRoute(Route::kFlash2), "present: _vllm_fa2_C::varlen_fwd");
+}
+
+}  // namespace
+}  // namespace nwor
