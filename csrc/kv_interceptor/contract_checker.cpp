@@ -258,7 +258,9 @@ void ContractChecker::Impl::NoteCommit(const CommitCall& call, const Receipt& re
   if (receipt.degraded != BypassReason::kNone) reasons_seen.insert(receipt.degraded);
 
   std::set<int> groups;
-  for (const auto& info : interceptor.layers()) groups.insert(info.group);
+  for (int layer = 0; layer < static_cast<int>(layers.size()); ++layer) {
+    if (IsReady(layer)) groups.insert(Info(layer).group);  // commit takes slots for these only
+  }
   const int64_t depth = call.path.dim() == 2 ? call.path.size(1) : 0;
   const std::vector<int64_t> path = OnHost(call.path), counts = OnHost(call.counts);
   std::vector<std::vector<int64_t>> given;

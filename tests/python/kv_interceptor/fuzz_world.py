@@ -14,7 +14,7 @@ import torch
 
 import nwor_specpv
 from kv_interceptor.cache_model import ELEMENT_BYTES, GUARD_BYTES, CacheModel, InterceptorModel
-from nwor_specpv import NworError
+from kv_interceptor.wrong_calls import WrongCalls
 
 TORCH_DTYPES = {
     "float32": torch.float32,
@@ -47,10 +47,14 @@ def torch_views(
     return rows[:, :, 0], rows[:, :, 2]
 
 
-class World:
+class World(WrongCalls):
     """One interceptor, its caches and the model beside it."""
 
-    def __init__(self, cache_dtype: str, rng: random.Random):
+    def __init__(
+        self, cache_dtype: str, rng: random.Random, *, tight: bool = False, checked: bool = False
+    ):
+        """tight: staging holds next to nothing, so rounds are written directly. checked: the
+        contract checker watches every round."""
         self.rng, self.cache_dtype = rng, cache_dtype
         self.tally: Counter[str] = Counter()  # what was really played
         fp8 = cache_dtype == "float8_e4m3fn"
@@ -101,9 +105,7 @@ class World:
             caches[name] = model
             self.slots_of_group[group] = pages * tokens
         self.model = InterceptorModel(caches, groups, self.row_dtype)
-        self.checker = (
-            nwor_specpv.ContractChecker(self.interceptor) if rng.random() < 0.04 else None
-        )
+        self.checker = nwor_specpv.ContractChecker(self.interceptor) if checked else None
 
     # ---- comparison ----
 
@@ -120,20 +122,6 @@ class World:
         stats = self.interceptor.stats()
         got = {key: stats[key] for key in self.model.counts}
         assert got == self.model.counts, f"counts: got {got}, the model has {self.model.counts}"
-
-    def refused(self, what: str, call, *args, **kwargs) -> None:
-        """A wrong call: NworError, and not a byte changes."""
-        try:
-            call(*args, **kwargs)
-        except NworError as error:
-            text = str(error)
-            assert ("got" in text and "expected" in text) or "commit:" in text, (
-                f"{what}: message {text!r}"
-            )
-        else:
-            raise AssertionError(f"{what}: was accepted")
-        self.check_bytes(what)
-        self.tally["refused: " + what] += 1
 
     # ---- a round ----
 
@@ -180,29 +168,39 @@ class World:
             self.call_out_of_round()
         if self.checker is not None:
             self.checker.snapshot()
+        if rng.random() < 0.02:
+            self.play_disabled_round()
         decision = interceptor.begin(nwor_specpv.RoundPlan(query_lens, num_drafts, parents))
         drafts = sum(num_drafts)
         if not self.tight:
             assert decision.stage == (drafts > 0), decision
         model.begin(query_lens, num_drafts, parents, decision.stage)
         self.tally["trees"] += bool(parents)
+        self.refusing = None
         slots = self.choose_slots(num_rows)
-        bad_at = rng.randrange(3) if bad_inputs else None
+        bad_at = rng.choice((0, 1, 2, 2)) if bad_inputs else None
         if bad_at == 0:
             self.bad_write(num_rows, slots)
-        self.write_layers(num_rows, slots, decision.epoch, bad_at == 1)
+        skipped = rng.choice(self.layers) if decision.stage and rng.random() < 0.03 else None
+        self.write_layers(num_rows, slots, decision.epoch, bad_at == 1, skipped)
         self.check_bytes("after the writes")
+        if any((layer, row) not in model.staged for layer in self.layers for row in model.parent):
+            self.refusing = "incomplete_staging" if decision.stage else None
         if self.checker is not None:
             assert self.checker.verify_staged() == []
+        receipt, emitted = None, []
+        if rng.random() < 0.04:
+            self.fall_back(num_rows, slots, decision.epoch)
         if not decision.stage or rng.random() < 0.12:
             interceptor.abort()
             model.end(aborted=True)
             self.tally["aborts" if decision.stage else "direct rounds"] += 1
-            receipt = None
-            emitted = []
-        else:
-            receipt, emitted = self.commit_round(query_lens, num_drafts, slots, bad_at == 2)
+        elif self.refusing is not None:
+            receipt = self.commit_refused(query_lens, num_drafts)
             model.end(aborted=False)
+        else:
+            receipt, emitted = self.commit_round(query_lens, num_drafts, bad_at == 2)
+            model.end(aborted=receipt is None)
         self.check_bytes("after the round")
         if self.checker is not None:
             assert self.checker.verify(receipt, emitted) == []
@@ -223,11 +221,18 @@ class World:
         return slots
 
     def write_layers(
-        self, num_rows: int, slots: dict[int, list[int]], epoch: int, bad: bool
+        self,
+        num_rows: int,
+        slots: dict[int, list[int]],
+        epoch: int,
+        bad: bool,
+        skipped: str | None,
     ) -> None:
         rng = self.rng
         jobs = []
         for layer in self.layers:
+            if layer == skipped:
+                continue
             order = list(range(num_rows))
             if rng.random() < 0.6:
                 jobs.append((layer, None))
@@ -282,7 +287,7 @@ class World:
             accepted.append(path)
         return accepted
 
-    def commit_round(self, query_lens, num_drafts, slots, bad: bool):
+    def commit_round(self, query_lens: list[int], num_drafts: list[int], bad: bool):
         rng = self.rng
         accepted = self.walk(query_lens, num_drafts)
         emitted = [len(path) for path in accepted]
@@ -324,6 +329,65 @@ class World:
                 }
             if last:
                 return receipt, emitted
+            if rng.random() < 0.1:  # what is committed stays
+                self.interceptor.abort()
+                self.tally["aborts after a chunk"] += 1
+                return None, [n - len(rest) for n, rest in zip(emitted, accepted, strict=True)]
+
+    def commit_refused(self, query_lens: list[int], num_drafts: list[int]):
+        """The commit of a round that cannot be: its receipt says why, and nothing changes."""
+        receipt = self.commit_chunk(self.walk(query_lens, num_drafts), None, last=True)
+        assert not receipt.ok
+        assert receipt.degraded == receipt.verdict.error == self.refusing
+        assert receipt.committed_tokens == 0
+        self.tally[f"fallback: {self.refusing}"] += 1
+        return receipt
+
+    # ---- what is left to the engine ----
+
+    def expect_bypass(self, reason: str, **call) -> None:
+        outcome = self.interceptor.write(**call)
+        assert (outcome.action, outcome.reason) == ("bypass", reason), outcome
+        self.check_bytes(reason)
+        self.tally[f"fallback: {reason}"] += 1
+
+    def fall_back(self, num_rows: int, slots: dict[int, list[int]], epoch: int) -> None:
+        rng, layer = self.rng, self.rng.choice(self.layers)
+        group = self.model.groups[layer]
+        key, value, _, _ = self.rows_tensor(num_rows)
+        mapping = torch.tensor(slots[group])
+        call = {"layer": layer, "key": key, "value": value, "slot_mapping": mapping}
+        kind = rng.randrange(4)
+        if kind == 0:
+            self.expect_bypass("stale_round", **call, epoch=epoch - 1)
+        elif kind == 1:
+            self.expect_bypass("fake_tensor", **(call | {"key": key.to("meta")}))
+        elif kind == 2:
+            self.expect_bypass("unbound_layer", **(call | {"layer": "nobody"}))
+        else:
+            known = [row for row in self.model.parent if (group, row) in self.model.slot_of]
+            if not known:
+                return
+            row = rng.choice(known)
+            other = (self.model.slot_of[group, row] + 1) % self.slots_of_group[group]
+            one = {"key": key[:1], "value": value[:1], "slot_mapping": torch.tensor([other])}
+            self.expect_bypass("slot_mismatch", **(call | one), rows=[row])
+            self.refusing = self.refusing or "slot_mismatch"
+
+    def play_disabled_round(self) -> None:
+        """Switched off, every write is left to the engine, and this engine does not write."""
+        query_lens, num_drafts, parents = self.plan()
+        self.interceptor.set_enabled(False)
+        decision = self.interceptor.begin(nwor_specpv.RoundPlan(query_lens, num_drafts, parents))
+        assert (decision.stage, decision.reason) == (False, "disabled")
+        for layer in self.layers:
+            key, value, _, _ = self.rows_tensor(sum(query_lens))
+            slots = torch.arange(sum(query_lens))
+            self.expect_bypass("disabled", layer=layer, key=key, value=value, slot_mapping=slots)
+        self.interceptor.abort()
+        self.interceptor.set_enabled(True)
+        self.model.begin(query_lens, num_drafts, parents, staging=False)
+        self.model.end(aborted=True)
 
     def commit_arguments(self, part, part_slots) -> dict:
         rng = self.rng
@@ -351,155 +415,3 @@ class World:
         if arguments["slots"] is not None and self.num_groups == 1 and self.rng.random() < 0.5:
             arguments["slots"] = arguments["slots"][0]
         return self.interceptor.commit(**arguments, last=last)
-
-    # ---- wrong calls ----
-
-    def call_out_of_round(self) -> None:
-        some = torch.zeros((1, 1), dtype=torch.int32)
-        key, value, _, _ = self.rows_tensor(1)
-        kind = self.rng.randrange(4)
-        if kind == 0:
-            self.refused("commit without begin", self.interceptor.commit, some, some[0])
-        elif kind == 1:
-            self.refused("abort without begin", self.interceptor.abort)
-        elif kind == 2:
-            self.refused(
-                "write without begin",
-                self.interceptor.write,
-                self.layers[0],
-                key,
-                value,
-                torch.tensor([0]),
-            )
-        else:
-            wrong = self.rng.choice(
-                (
-                    ([2], [2], []),
-                    ([2], [1], [[1]]),
-                    ([2], [1, 1], []),
-                    ([-1], [0], []),
-                    ([2], [-1], []),
-                )
-            )
-            self.refused("plan", self.interceptor.begin, nwor_specpv.RoundPlan(*wrong))
-
-    def bad_write(self, num_rows: int, slots: dict[int, list[int]]) -> None:
-        rng, layer = self.rng, self.rng.choice(self.layers)
-        group = self.model.groups[layer]
-        key, value, _, _ = self.rows_tensor(num_rows)
-        mapping = torch.tensor(slots[group])
-        call = {"layer": layer, "key": key, "value": value, "slot_mapping": mapping, "rows": None}
-        total = self.slots_of_group[group]
-
-        def poke(index: int, slot: int) -> torch.Tensor:
-            changed = mapping.clone()
-            changed[index] = slot
-            return changed
-
-        at = rng.randrange(num_rows)
-        kinds = {
-            "second begin": None,
-            "key dtype": {"key": key.double()},
-            "value dtype": {"value": value.double()},
-            "key rank": {"key": key[0]},
-            "key rows": {"key": torch.cat([key, key])},
-            "value rows": {"value": value[:-1]},
-            "heads": {"key": torch.cat([key, key], 1), "value": torch.cat([value, value], 1)},
-            "channels": {"key": key[..., :-1]},
-            "slot dtype": {"slot_mapping": mapping.int()},
-            "slot rank": {"slot_mapping": mapping[:, None]},
-            "slot count": {"slot_mapping": torch.cat([mapping, mapping])},
-            "slot stride": {"slot_mapping": mapping.repeat_interleave(2)[::2]},
-            "slot below -1": {"slot_mapping": poke(at, rng.choice((-2, -(2**40))))},
-            "slot beyond the cache": {"slot_mapping": poke(at, rng.choice((total, 2**33)))},
-            "row out of range": {"rows": [*range(num_rows - 1), num_rows]},
-            "row negative": {"rows": [*range(num_rows - 1), -1]},
-        }
-        if num_rows > 1:
-            kinds["row twice"] = {"rows": [0, 0, *range(2, num_rows)]}
-        direct = [
-            row
-            for row in range(num_rows)
-            if row not in self.model.parent and slots[group][row] >= 0
-        ]
-        if len(direct) > 1:
-            kinds["two rows to one slot"] = {
-                "slot_mapping": poke(direct[0], slots[group][direct[1]])
-            }
-        what = rng.choice(list(kinds))
-        if what == "second begin":
-            self.refused(what, self.interceptor.begin, nwor_specpv.RoundPlan([1], [0]))
-        elif what == "slot stride" and num_rows == 1:
-            return
-        else:
-            self.refused(what, self.interceptor.write, **(call | kinds[what]))
-
-    def bad_commit(self, part, part_slots) -> None:
-        rng = self.rng
-        call = self.commit_arguments(part, part_slots) | {"last": rng.random() < 0.5}
-        path, counts, slots = call["path"], call["counts"], call["slots"]
-        batch, depth = path.shape
-        kinds: dict[str, dict] = {
-            "path dtype": {"path": path.long()},
-            "path rank": {"path": path[None]},
-            "counts dtype": {"counts": counts.long()},
-            "counts size": {"counts": torch.cat([counts, counts])},
-            "counts rank": {"counts": counts[:, None]},
-            "path requests": {"path": torch.cat([path, path])},
-            "count beyond depth": {"counts": counts + depth + 1},
-            "negative count": {"counts": counts - depth - 1},
-            "rows": {"rows": "slot"},
-        }
-        if slots is not None:
-            kinds["slots dtype"] = {"slots": [s.int() for s in slots]}
-            kinds["slots rank"] = {"slots": [s[None] for s in slots]}
-            kinds["slots groups"] = {"slots": [*slots, slots[0]]}
-        full = [b for b, rows in enumerate(part) if rows]
-        if full:
-            b = rng.choice(full)
-            i = rng.randrange(len(part[b]))
-            for what, entry in (
-                ("row beyond the batch", 1000),
-                ("negative row", -1),
-                ("a root", 0),
-            ):
-                wrong = path.clone()
-                wrong[b, i] = (
-                    entry
-                    if what != "a root" or call["rows"] == "request"
-                    else self.model.first_row[b]
-                )
-                kinds[what] = {"path": wrong}
-            if len(part[b]) > 1:
-                wrong = path.clone()
-                wrong[b, : len(part[b])] = path[b, : len(part[b])].flip(0)
-                kinds["a path upwards"] = {"path": wrong}
-                wrong = path.clone()
-                wrong[b, 0] = path[b, 1]
-                kinds["a path that skips"] = {"path": wrong}
-            if slots is not None:
-                g = rng.randrange(len(slots))
-                total = self.slots_of_group[g]
-                for what, slot in (
-                    ("slot beyond", total),
-                    ("slot negative", -1),
-                    ("slot far", 2**40),
-                ):
-                    wrong = slots[g].clone()
-                    wrong[b, i] = slot
-                    kinds[what] = {"slots": [*slots[:g], wrong, *slots[g + 1 :]]}
-                places = [(b2, j) for b2 in full for j in range(len(part[b2])) if (b2, j) != (b, i)]
-                if places:
-                    wrong = slots[g].clone()
-                    wrong[b, i] = wrong[rng.choice(places)]
-                    kinds["one slot twice"] = {"slots": [*slots[:g], wrong, *slots[g + 1 :]]}
-        if batch > 1 and full and call["rows"] == "batch":
-            b, other = rng.sample(range(batch), 2)
-            if part[b] and not part[other]:
-                wrong_counts = counts.clone()
-                wrong_counts[other] = 1
-                wrong = path.clone()
-                wrong[other, 0] = path[b, 0]
-                kinds["a row of another request"] = {"path": wrong, "counts": wrong_counts}
-        what = rng.choice(list(kinds))
-        self.refused(what, self.interceptor.commit, **(call | kinds[what]))
