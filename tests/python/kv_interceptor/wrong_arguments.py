@@ -1,4 +1,4 @@
-"""Kinds of wrong arguments, by the kind of argument, and what must happen to a call that has one."""
+"""Kinds of wrong arguments, by kind of argument, and what must happen to a call that has one."""
 
 from __future__ import annotations
 
