@@ -147,7 +147,7 @@ NWOR_SIMD_INLINE Vec HalfToFloat(HalfBits bits) {
 #elif NWOR_SIMD_LEVEL == NWOR_SIMD_AVX2
   return _mm256_cvtph_ps(BitCast<__m128i>(bits));
 #elif NWOR_SIMD_LEVEL == NWOR_SIMD_AVX512
-  return _mm512_cvtph_ps(BitCast<__m256i>(bits));
+  return _mm512_maskz_cvtph_ps(0xffff, BitCast<__m256i>(bits));
 #else
   // Subnormals come from the integer, so that a flush-to-zero mode of the caller changes nothing.
   const BitVec wide = __builtin_convertvector(bits, BitVec);
@@ -230,7 +230,8 @@ NWOR_SIMD_INLINE void StoreAs(Half* p, Vec v) {
   const __m128i out = _mm256_cvtps_ph(v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
   std::memcpy(p, &out, sizeof(out));
 #elif NWOR_SIMD_LEVEL == NWOR_SIMD_AVX512
-  const __m256i out = _mm512_cvtps_ph(v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+  const __m256i out =
+      _mm512_maskz_cvtps_ph(0xffff, v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
   std::memcpy(p, &out, sizeof(out));
 #else
   for (int lane = 0; lane < kLanes; ++lane) {
