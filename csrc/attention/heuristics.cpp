@@ -52,24 +52,34 @@ int32_t ChooseRowTile(const VerifyShape& shape) {
   return std::min(tile, MaxRowTile(shape.head_dim));
 }
 
-// Stages and CTAs per SM for a row tile. Two CTAs hide each other's start and merge. False: too
-// big.
-bool FitSharedMemory(const VerifyShape& shape, const DeviceProps& device, int32_t row_tile,
-                     VerifyConfig* config) {
+// Shared memory of a CTA: what it always needs, a pipeline stage, what the stages must hold at
+// least.
+struct SharedNeed {
+  int32_t fixed, stage, least;
+  int32_t min_stages;
+  int32_t max_ctas_per_sm;
+};
+
+SharedNeed NeedOf(const VerifyShape& shape, bool warpgroup, int32_t row_tile) {
+  const int dim = shape.head_dim;
   const bool float8 = shape.cache_dtype == DType::kFloat8E4M3;
-  const int32_t ring = kStreams * StageBytes(shape.head_dim, float8);
-  const int32_t merge = MergeBytes(shape.head_dim, row_tile);
-  const int32_t fixed = QueryBytes(shape.head_dim, row_tile) + kItemBytes + RowStateBytes(row_tile);
-  const bool may_pair = CtaThreads(shape.head_dim, row_tile) == 32 * kStreams;
-  for (int32_t ctas = may_pair ? 2 : 1; ctas >= 1; --ctas) {
+  if (warpgroup) return {GroupFixedBytes(dim, float8), GroupStageBytes(dim, float8), 0, 2, 2};
+  const bool may_pair = CtaThreads(dim, row_tile) == 32 * kStreams;
+  return {QueryBytes(dim, row_tile) + kItemBytes + RowStateBytes(row_tile),
+          kStreams * StageBytes(dim, float8), MergeBytes(dim, row_tile), 1, may_pair ? 2 : 1};
+}
+
+// Two CTAs per SM hide each other's start and merge, where both can have a pipeline. False: too
+// big.
+bool FitSharedMemory(const SharedNeed& need, const DeviceProps& device, VerifyConfig* config) {
+  for (int32_t ctas = need.max_ctas_per_sm; ctas >= 1; --ctas) {
     const int32_t room =
         std::min(device.smem_per_sm_bytes / ctas - kReservedSmemBytes, device.smem_per_block_bytes);
-    const int32_t stages = std::min((room - fixed) / ring, kMaxStages);
-    if (stages < ctas || fixed + merge > room) continue;
-    config->row_tile = row_tile;
+    const int32_t stages = std::min((room - need.fixed) / need.stage, kMaxStages);
+    if (stages < std::max(need.min_stages, ctas) || need.fixed + need.least > room) continue;
     config->stages = stages;
     config->num_ctas = ctas * device.num_sms;
-    config->smem_bytes = fixed + std::max(stages * ring, merge);
+    config->smem_bytes = need.fixed + std::max(stages * need.stage, need.least);
     return true;
   }
   return false;
@@ -82,14 +92,16 @@ VerifyConfig ChooseVerifyConfig(const VerifyShape& shape, const DeviceProps& dev
   config.unsupported = FindUnsupported(shape, device);
   if (config.unsupported != nullptr) return config;
 
-  int32_t row_tile = ChooseRowTile(shape);
-  while (!FitSharedMemory(shape, device, row_tile, &config)) {
-    if (row_tile == 16) {
+  config.warpgroup = device.warpgroup_mma;
+  int32_t row_tile = config.warpgroup ? kGroupRows : ChooseRowTile(shape);
+  while (!FitSharedMemory(NeedOf(shape, config.warpgroup, row_tile), device, &config)) {
+    if (config.warpgroup || row_tile == 16) {
       config.unsupported = "more shared memory per block than the device has";
       return config;
     }
     row_tile /= 2;
   }
+  config.row_tile = row_tile;
 
   const int64_t group = shape.num_heads / shape.num_kv_heads;
   const int64_t tiles = CeilDiv(shape.num_rows * group, row_tile) + shape.num_requests;

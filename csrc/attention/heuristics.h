@@ -30,11 +30,14 @@ struct DeviceProps {
   int32_t compute_capability = 0;    // 80, 89, 90, ...
   int32_t smem_per_block_bytes = 0;  // with opt-in
   int32_t smem_per_sm_bytes = 0;
+  bool warpgroup_mma = false;  // sm_90, and the library was built for sm_90a
 };
 
-// How one launch is shaped. Row tile, stages and CTAs change speed, never a bit of the result.
+// How one launch is shaped. Row tile, stages and CTAs change speed, never a bit of the result; the
+// kind of kernel does, and follows from the device alone.
 struct VerifyConfig {
   const char* unsupported = nullptr;  // what is missing, or null: the kernels serve this shape
+  bool warpgroup = false;             // kernels for warpgroup matrix instructions
   int32_t row_tile = 0;               // packed rows per work item
   int32_t stages = 0;                 // pipeline depth per stream
   int32_t num_ctas = 0;               // persistent: fills the device once

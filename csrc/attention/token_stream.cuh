@@ -1,7 +1,6 @@
 #pragma once
 
-#include "attention/status.cuh"
-#include "attention/verify_traits.cuh"
+#include "attention/item.cuh"
 
 namespace nwor {
 
@@ -98,26 +97,11 @@ class TokenStream {
 
   // Finds where the next 32 blocks of this stream lie, one per lane.
   __device__ void LookUp(int first_block) {
-    const TokenMap& map = item_.tokens;
     const int block = first_block + static_cast<int>(threadIdx.x % 32);
     const int token = PrefixToken(block / kBlocks) + block % kBlocks * 16;
-    int64_t page = 0;
-    int64_t offset = token;
-    if (map.ids != nullptr) {
-      const int unit = map.unit_tokens.Quotient(token);
-      const int id = token < end_ ? map.ids[unit] : 0;
-      const int in_page = map.units_per_page.Quotient(id);
-      page = in_page;
-      offset = (id - in_page * static_cast<int>(map.units_per_page.value)) *
-                   static_cast<int>(map.unit_tokens.value) +
-               token - unit * static_cast<int>(map.unit_tokens.value);
-      if (id < 0 || page >= map.num_pages) {
-        ReportError(args_.params.status, VerifyStatus::kBadPage, item_.plan.request, id);
-        page = offset = 0;
-      }
-    }
-    key_offset_ = page * map.key_page + offset * map.key_token;
-    value_offset_ = page * map.value_page + offset * map.value_token;
+    const BlockOffsets at = LocateBlock(args_, item_, token, end_);
+    key_offset_ = at.key;
+    value_offset_ = at.value;
   }
 
   __device__ void LoadPrefix(int step, uint32_t stage) {

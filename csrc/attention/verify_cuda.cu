@@ -9,28 +9,23 @@
 #include "check.h"
 
 namespace nwor {
-
-// Defined in instantiations/, one per file.
-template <typename T, bool kFloat8, int kHeadDim>
-void LaunchVerifyTyped(const VerifyArgs& args, const VerifyConfig& config);
-
 namespace {
 
 template <typename T, bool kFloat8>
 void DispatchHeadDim(const VerifyArgs& args, const VerifyConfig& config) {
   switch (args.params.head_dim) {
     case 64:
-      return LaunchVerifyTyped<T, kFloat8, 64>(args, config);
+      return VerifyLauncher<T, kFloat8, 64>::Launch(args, config);
     case 80:
-      return LaunchVerifyTyped<T, kFloat8, 80>(args, config);
+      return VerifyLauncher<T, kFloat8, 80>::Launch(args, config);
     case 96:
-      return LaunchVerifyTyped<T, kFloat8, 96>(args, config);
+      return VerifyLauncher<T, kFloat8, 96>::Launch(args, config);
     case 128:
-      return LaunchVerifyTyped<T, kFloat8, 128>(args, config);
+      return VerifyLauncher<T, kFloat8, 128>::Launch(args, config);
     case 192:
-      return LaunchVerifyTyped<T, kFloat8, 192>(args, config);
+      return VerifyLauncher<T, kFloat8, 192>::Launch(args, config);
     case 256:
-      return LaunchVerifyTyped<T, kFloat8, 256>(args, config);
+      return VerifyLauncher<T, kFloat8, 256>::Launch(args, config);
   }
   NWOR_CHECK(false, "head_dim: got ", args.params.head_dim,
              ", expected 64, 80, 96, 128, 192 or 256");
@@ -67,6 +62,8 @@ DeviceProps QueryDeviceProps(int device) {
                                Attribute(cudaDevAttrComputeCapabilityMinor, device);
     props.smem_per_block_bytes = Attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin, device);
     props.smem_per_sm_bytes = Attribute(cudaDevAttrMaxSharedMemoryPerMultiprocessor, device);
+    props.warpgroup_mma = props.compute_capability == 90 &&
+                          VerifyLauncher<__nv_bfloat16, false, 128>::HasWarpgroupKernel();
     props.num_sms = Attribute(cudaDevAttrMultiProcessorCount, device);
   }
   return props;

@@ -1,41 +1,63 @@
 #pragma once
 
+#include "attention/group_kernel.cuh"
 #include "attention/verify_kernel.cuh"
 #include "check.h"
 
+// The launches of one combination of types and head size. Instantiated once per file in
+// instantiations/, which keeps the build parallel.
+
 namespace nwor {
 
-// Launches the kernel of config.row_tile. Instantiated once per file in instantiations/.
-template <typename T, bool kFloat8, int kHeadDim>
-void LaunchVerifyTyped(const VerifyArgs& args, const VerifyConfig& config);
-
-template <class Traits>
-void LaunchVerifyTile(const VerifyArgs& args, const VerifyConfig& config) {
-  const auto kernel = VerifyKernel<Traits>;
+inline void LaunchKernel(void (*kernel)(VerifyArgs), int threads, const VerifyArgs& args,
+                         const VerifyConfig& config) {
   cudaError_t error =
       cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, config.smem_bytes);
   if (error == cudaSuccess) {
     const auto stream = static_cast<cudaStream_t>(args.params.stream);
-    kernel<<<config.num_ctas, Traits::kThreads, config.smem_bytes, stream>>>(args);
+    kernel<<<config.num_ctas, threads, config.smem_bytes, stream>>>(args);
     error = cudaGetLastError();
   }
   NWOR_CHECK(error == cudaSuccess, "LaunchVerify: ", cudaGetErrorString(error));
 }
 
+template <class Traits>
+void LaunchTile(const VerifyArgs& args, const VerifyConfig& config) {
+  LaunchKernel(VerifyKernel<Traits>, Traits::kThreads, args, config);
+}
+
 template <typename T, bool kFloat8, int kHeadDim>
-void LaunchVerifyTyped(const VerifyArgs& args, const VerifyConfig& config) {
+void VerifyLauncher<T, kFloat8, kHeadDim>::Launch(const VerifyArgs& args,
+                                                  const VerifyConfig& config) {
+  if (config.warpgroup) {
+    using Traits = GroupTraits<T, kFloat8, kHeadDim>;
+    return LaunchKernel(GroupKernel<Traits>, Traits::kThreads, args, config);
+  }
   switch (config.row_tile) {
     case 16:
-      return LaunchVerifyTile<VerifyTraits<T, kFloat8, kHeadDim, 16>>(args, config);
+      return LaunchTile<VerifyTraits<T, kFloat8, kHeadDim, 16>>(args, config);
     case 32:
-      return LaunchVerifyTile<VerifyTraits<T, kFloat8, kHeadDim, 32>>(args, config);
+      return LaunchTile<VerifyTraits<T, kFloat8, kHeadDim, 32>>(args, config);
     case 64:
       if constexpr (MaxRowTile(kHeadDim) >= 64) {
-        return LaunchVerifyTile<VerifyTraits<T, kFloat8, kHeadDim, 64>>(args, config);
+        return LaunchTile<VerifyTraits<T, kFloat8, kHeadDim, 64>>(args, config);
       }
   }
   NWOR_CHECK(false, "config.row_tile: got ", config.row_tile, ", expected 16, 32 or ",
              MaxRowTile(kHeadDim));
+}
+
+template <typename T, bool kFloat8, int kHeadDim>
+bool VerifyLauncher<T, kFloat8, kHeadDim>::HasWarpgroupKernel() {
+  // Built for another target than sm_90a the kernel is empty: it asks for no dynamic shared memory
+  // and hardly any registers.
+  cudaFuncAttributes attributes;
+  const auto kernel = GroupKernel<GroupTraits<T, kFloat8, kHeadDim>>;
+  if (cudaFuncGetAttributes(&attributes, kernel) != cudaSuccess) {
+    cudaGetLastError();
+    return false;
+  }
+  return attributes.numRegs > 64;
 }
 
 }  // namespace nwor

@@ -6,6 +6,7 @@
 #include "attention/plan.h"
 #include "attention/ptx.cuh"
 #include "attention/tile_shape.h"
+#include "attention/warpgroup.cuh"
 
 namespace nwor {
 
@@ -17,6 +18,7 @@ struct VerifyTraits {
   using Row = T;
   using Product = std::conditional_t<kFloat8_, __half, T>;
 
+  static constexpr bool kSuperseded = wgmma::kAvailable;
   static constexpr bool kFloat8 = kFloat8_;
   static constexpr int kHeadDim = kHeadDim_;
   static constexpr int kRowTile = kRowTile_;
@@ -77,6 +79,14 @@ struct VerifyArgs {
   int32_t stages;
   int32_t max_slots;
   int32_t max_items;
+};
+
+// The launches of one combination of types and head size: defined in verify_launch.cuh.
+template <typename T, bool kFloat8, int kHeadDim>
+struct VerifyLauncher {
+  static void Launch(const VerifyArgs& args, const VerifyConfig& config);
+  // Whether the kernel for warpgroup matrix instructions was built for the current device.
+  static bool HasWarpgroupKernel();
 };
 
 // Rows that a row sees besides itself: its depth in the tree, its distance behind the prefix.

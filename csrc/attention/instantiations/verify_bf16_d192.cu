@@ -1,4 +1,3 @@
 #include "attention/verify_launch.cuh"
 
-template void nwor::LaunchVerifyTyped<__nv_bfloat16, false, 192>(const VerifyArgs&,
-                                                                 const VerifyConfig&);
+template struct nwor::VerifyLauncher<__nv_bfloat16, false, 192>;

@@ -1,3 +1,3 @@
 #include "attention/verify_launch.cuh"
 
-template void nwor::LaunchVerifyTyped<__half, false, 80>(const VerifyArgs&, const VerifyConfig&);
+template struct nwor::VerifyLauncher<__half, false, 80>;

@@ -1,3 +1,3 @@
 #include "attention/verify_launch.cuh"
 
-template void nwor::LaunchVerifyTyped<__half, true, 256>(const VerifyArgs&, const VerifyConfig&);
+template struct nwor::VerifyLauncher<__half, true, 256>;
