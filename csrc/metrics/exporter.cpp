@@ -171,10 +171,16 @@ struct Server {
   std::unique_ptr<prometheus::Exposer> exposer;
   std::vector<int> listeners;
 
-  // The server looks for the end of its days every two seconds, or when something happens to its
-  // sockets.
   ~Server() {
+    // The server looks for the end of its days every two seconds, or when something happens to its
+    // sockets.
     for (const int fd : listeners) shutdown(fd, SHUT_RDWR);
+    exposer.reset();
+    // Clients it accepted but did not come to serve would wait for ever: it leaves them open.
+    for (const int fd : address.FindAccepted()) {
+      shutdown(fd, SHUT_RDWR);  // for copies in forked children, too
+      close(fd);
+    }
   }
 };
 

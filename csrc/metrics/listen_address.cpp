@@ -83,24 +83,38 @@ std::string ListenAddress::WhyBusy() const {
   return reason;
 }
 
-std::vector<int> ListenAddress::FindListeners() const {
+template <typename Predicate>
+std::vector<int> ListenAddress::FindSockets(bool listening, const Predicate& fits) {
   std::vector<int> found;
   DIR* const folder = opendir("/proc/self/fd");
   if (folder == nullptr) return found;
   while (const dirent* entry = readdir(folder)) {
     if (entry->d_name[0] == '.') continue;
     const int fd = static_cast<int>(std::strtol(entry->d_name, nullptr, 10));
-    int listening = 0;
-    socklen_t size = sizeof(listening);
-    if (getsockopt(fd, SOL_SOCKET, SO_ACCEPTCONN, &listening, &size) != 0 || !listening) continue;
-    ListenAddress own;
-    socklen_t length = sizeof(own.storage_);
-    if (getsockname(fd, reinterpret_cast<sockaddr*>(&own.storage_), &length) != 0) continue;
-    const bool internet = own.storage_.ss_family == AF_INET || own.storage_.ss_family == AF_INET6;
-    if (internet && own.Text() == Text()) found.push_back(fd);
+    int accepts = 0;
+    socklen_t size = sizeof(accepts);
+    if (getsockopt(fd, SOL_SOCKET, SO_ACCEPTCONN, &accepts, &size) != 0) continue;
+    if ((accepts != 0) != listening) continue;
+    ListenAddress local;
+    socklen_t length = sizeof(local.storage_);
+    if (getsockname(fd, reinterpret_cast<sockaddr*>(&local.storage_), &length) != 0) continue;
+    const auto family = local.storage_.ss_family;
+    if ((family == AF_INET || family == AF_INET6) && fits(local)) found.push_back(fd);
   }
   closedir(folder);
   return found;
+}
+
+std::vector<int> ListenAddress::FindListeners() const {
+  return FindSockets(true, [&](const ListenAddress& local) { return local.Text() == Text(); });
+}
+
+std::vector<int> ListenAddress::FindAccepted() const {
+  // Who listens at every address accepts at the one that the client asked for.
+  const bool any = Host() == "0.0.0.0" || Host() == "::";
+  return FindSockets(false, [&](const ListenAddress& local) {
+    return local.port() == port() && (any || local.Host() == Host());
+  });
 }
 
 }  // namespace nwor

@@ -27,11 +27,17 @@ class NWOR_EXPORT ListenAddress {
   // Why nobody can listen here now, in the system's words; empty: it would work.
   std::string WhyBusy() const;
 
-  // File descriptors of this process that listen at exactly this address.
+  // Sockets of this process that listen at exactly this address.
   std::vector<int> FindListeners() const;
+
+  // Sockets of this process that clients reached through a listener at this address.
+  std::vector<int> FindAccepted() const;
 
  private:
   ListenAddress() = default;
+
+  template <typename Predicate>
+  static std::vector<int> FindSockets(bool listening, const Predicate& fits);
 
   sockaddr_storage storage_{};
 };

@@ -5,16 +5,19 @@
 #include <unistd.h>
 
 #include <atomic>
+#include <cerrno>
 #include <cstdlib>
 #include <functional>
 #include <sstream>
 #include <string>
 #include <thread>
+#include <vector>
 
 #include "build_info.h"
 #include "check.h"
 #include "metrics/counters.h"
 #include "metrics/http_get.h"
+#include "metrics/listen_address.h"
 
 namespace nwor {
 namespace {
@@ -175,6 +178,24 @@ TEST_F(Exporter, MovesToAnotherPortAndStaysWhenItCannot) {
   EXPECT_EQ(GetExporterStatus().port, free_port);
   EXPECT_NE(GetExporterStatus().problem, "");
   EXPECT_NE(HttpGet(free_port, "/metrics").find("nwor_rounds_total"), std::string::npos);
+}
+
+TEST_F(Exporter, LeavesNoClientWaitingWhenItStops) {
+  const int port = ServeMetrics("127.0.0.1", 0);
+  ASSERT_GT(port, 0);
+  const ListenAddress address("127.0.0.1", port);
+  // More than the server has threads, and none says what it wants.
+  std::vector<LoopbackSocket> clients;
+  for (int i = 0; i < 5; ++i) clients.push_back(LoopbackSocket::Connect(port));
+  while (address.FindAccepted().size() < clients.size()) std::this_thread::yield();
+  StopMetrics();
+  EXPECT_TRUE(address.FindAccepted().empty());
+  EXPECT_TRUE(address.FindListeners().empty());
+  for (const LoopbackSocket& client : clients) {
+    char byte = 0;
+    const ssize_t size = recv(client.fd(), &byte, 1, 0);
+    EXPECT_TRUE(size >= 0 || errno == ECONNRESET) << "the client still waits";
+  }
 }
 
 TEST_F(Exporter, RefusesWrongAddressesWithGotAndExpected) {
