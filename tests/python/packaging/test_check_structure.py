@@ -25,6 +25,7 @@ CLEAN = {
     "csrc/module.cpp": '#include "types.h"\n#include <pybind11/pybind11.h>\n',
     "python/nwor_specpv/__init__.py": "import torch\n",
     "python/nwor_specpv/vllm/plugin.py": "import vllm\n",
+    "python/nwor_specpv/bench/peers.py": "import vllm\n",
 }
 
 
@@ -130,6 +131,10 @@ VIOLATIONS = {
     "vLLM imported at the top": (
         {"python/nwor_specpv/status.py": "import sys\nimport vllm.platforms\n"},
         ["python/nwor_specpv/status.py:2: imports vllm.platforms: vLLM is imported only under"],
+    ),
+    "vLLM imported by another benchmark": (
+        {"python/nwor_specpv/bench/commit.py": "import vllm\n"},
+        ["python/nwor_specpv/bench/commit.py:1: imports vllm:"],
     ),
     "vLLM imported in a function": (
         {"python/nwor_specpv/a/b.py": "def f():\n    from vllm import LLM\n    return LLM\n"},
