@@ -67,7 +67,9 @@ struct CommitParams {
   int64_t* status = nullptr;              // int64[8], written by every commit
   int64_t* counters = nullptr;            // int64[kNumCommitCounters] added to, or null
   int64_t bytes_per_token = 0;            // over all layers, for the counters
-  uint32_t* ticket = nullptr;             // CUDA: one zeroed word, left zero; null is legal
+  // CUDA: one zeroed word, left zero. Needed when publishing must wait for every block: with tips,
+  // or when status and round_status are one; may be null otherwise.
+  uint32_t* ticket = nullptr;
 
   StreamHandle stream = nullptr;
 };

@@ -7,8 +7,8 @@
 #include "kv_interceptor/launch_check.h"
 
 // One launch, no grid barrier. Each block takes one plane (K or V of one layer) and its share of
-// the accepted rows: it starts to load them, validates the whole batch meanwhile, and stores only
-// when nothing is wrong anywhere.
+// the batch's rows: its warps start to load them, the block validates the whole batch meanwhile,
+// and stores only when nothing is wrong anywhere.
 
 namespace nwor {
 namespace {
@@ -36,80 +36,41 @@ __device__ Plane SelectPlane(const CommitTable<kLayers>& table, int plane_idx) {
           layer.scale_stride[side]};
 }
 
-// The accepted rows that fall to this block, in shared memory.
-struct Share {
-  int32_t* rows;      // staging rows
-  uint16_t* entries;  // their positions in the batch
-  uint32_t* cells;    // see InsertSlot
-};
-
 struct BlockState {
   uint32_t fault;
-  int32_t num_rows;  // of the share
   int32_t num_accepted;
   bool publishes;
 };
 
-// Fills the share; `next` is the thread's first entry, already on its way. Requests start at
-// different splits, so that shares are even whether many requests accept a little or few accept
-// much. Ends with a barrier; `state` is then valid.
-__device__ void CollectShare(const BatchTable& batch, Entry next, const Share& share,
-                             BlockState& state) {
-  const int32_t split = blockIdx.y, split_mask = gridDim.y - 1;
-#pragma unroll 1
-  for (int32_t i = threadIdx.x; i < batch.num_cells; i += kCommitThreads) {
-    share.cells[i] = kEmptyCell;
-  }
-  if (threadIdx.x == 0) state = {kNoFault, 0, 0, false};
-  __syncthreads();
-#pragma unroll 1
-  for (int32_t base = 0; base < batch.num_positions; base += kCommitThreads) {
-    const Entry entry = next;
-    const int32_t position = base + static_cast<int32_t>(threadIdx.x);
-    next = LoadEntry(batch, position + kCommitThreads);
-    int32_t row = -1;
-    if (entry.count_valid(batch) && entry.index < entry.count &&
-        ((entry.request + entry.index) & split_mask) == split) {
-      row = StagingRow(batch, entry.request, entry.path_entry);
-    }
-    const uint32_t lane = threadIdx.x % 32;
-    const uint32_t have = __ballot_sync(0xffffffff, row >= 0);
-    if (have == 0) continue;
-    int32_t at = 0;
-    if (lane == 0) at = atomicAdd(&state.num_rows, __popc(have));
-    at = __shfl_sync(0xffffffff, at, 0) + __popc(have & ((1u << lane) - 1));
-    if (row >= 0) {
-      share.rows[at] = row;
-      share.entries[at] = static_cast<uint16_t>(position);
-    }
-  }
-  __syncthreads();
-}
-
-// One slice of one row in the registers of a warp.
+// One slice of one accepted row in the registers of a warp. Which one follows from the unit alone,
+// so a warp has its row on the way before the block has looked at the batch.
 template <RowOp op>
 class WarpSlice {
  public:
-  __device__ void Load(const Plane& plane, const Share& share, int32_t unit, int32_t num_slices) {
-    const int32_t item = num_slices == 1 ? unit : unit / num_slices;
-    first_ = (unit - item * num_slices) * kCommitSliceVectors + threadIdx.x % 32;
-    const int32_t row = share.rows[item];
+  __device__ void Load(const BatchTable& batch, const Plane& plane, int32_t unit,
+                       int32_t num_slices) {
+    const int32_t position = num_slices == 1 ? unit : unit / num_slices;
+    first_ = (unit - position * num_slices) * kCommitSliceVectors + threadIdx.x % 32;
+    const Entry entry = LoadEntry(batch, position);
+    const bool accepted = entry.count_valid(batch) && entry.index < entry.count;
+    const int32_t row = accepted ? StagingRow(batch, entry.request, entry.path_entry) : -1;
+    moves_ = row >= 0;
+    if (!moves_) return;
     const RowsSide& side = plane.group.staged[plane.side];
     const char* from = plane.staged + row * side.row;
     const RowShape shape = plane.group.shape;
-    int64_t offsets[kCommitVectorsPerLane];
 #pragma unroll
     for (int i = 0; i < kCommitVectorsPerLane; ++i) {
-      offsets[i] = VectorPlace(shape, first_ + i * 32).Offset(side.head, VectorBytes(op).row);
+      const VectorPlace place(shape, first_ + i * 32);
+      if (first_ + i * 32 < shape.vectors_per_row) {
+        vectors_[i].Load(from + place.Offset(side.head, VectorBytes(op).row));
+      }
     }
-#pragma unroll
-    for (int i = 0; i < kCommitVectorsPerLane; ++i) {
-      if (first_ + i * 32 < shape.vectors_per_row) vectors_[i].Load(from + offsets[i]);
-    }
-    slot_ = DestinationSlot(plane.group, share.entries[item], row);
+    slot_ = DestinationSlot(plane.group, position, row);
   }
 
   __device__ void Store(const Plane& plane) const {
+    if (!moves_) return;
     const CacheStrides& strides = plane.group.cache[plane.side];
     char* to = plane.cache + SlotOffset(strides, plane.group.pages, slot_);
     const RowShape shape = plane.group.shape;
@@ -128,12 +89,14 @@ class WarpSlice {
   RowVector<op> vectors_[kCommitVectorsPerLane];
   int64_t slot_;
   int32_t first_;
+  bool moves_ = false;
 };
 
 // Ends with a barrier after which all threads know the same fault.
-__device__ uint32_t Verdict(const BatchTable& batch, const Share& share, BlockState& state) {
+__device__ uint32_t Verdict(const BatchTable& batch, uint32_t* cells, const Entry& first,
+                            BlockState& state) {
   int32_t num_accepted = 0;
-  const uint32_t fault = CheckShare(batch, share.cells, num_accepted);
+  const uint32_t fault = CheckShare(batch, cells, first, num_accepted);
   const uint32_t warp_fault = __reduce_min_sync(0xffffffff, fault);
   const int32_t warp_accepted = __reduce_add_sync(0xffffffff, num_accepted);
   if (threadIdx.x % 32 == 0) {
@@ -183,38 +146,36 @@ __device__ __noinline__ void Publish(const BatchTable& batch, const BlockState& 
 template <int kLayers, bool kUniform, RowOp kOp>
 __global__ void __launch_bounds__(kCommitThreads, kUniform ? kCommitBlocksPerSm : 3)
     CommitKernel(const __grid_constant__ CommitTable<kLayers> table) {
-  extern __shared__ uint32_t shared_words[];
+  extern __shared__ uint32_t cells[];  // see InsertSlot
   __shared__ BlockState state;
   const BatchTable& batch = table.batch;
   const Entry first = LoadEntry(batch, threadIdx.x);
-  const CommitShared layout = ChooseCommitShared(batch.num_positions);
-  const Share share{
-      reinterpret_cast<int32_t*>(shared_words),
-      reinterpret_cast<uint16_t*>(shared_words + layout.row_words + layout.cell_words),
-      shared_words + layout.row_words};
-  const Plane plane = SelectPlane(table, blockIdx.x);
-  CollectShare(batch, first, share, state);
+#pragma unroll 1
+  for (int32_t i = threadIdx.x; i < batch.num_cells; i += kCommitThreads) cells[i] = kEmptyCell;
+  if (threadIdx.x == 0) state = {kNoFault, 0, false};
 
+  const Plane plane = SelectPlane(table, blockIdx.x);
   const int32_t num_slices =
       (plane.group.shape.vectors_per_row + kCommitSliceVectors - 1) / kCommitSliceVectors;
-  const int32_t num_units = state.num_rows * num_slices;
-  int32_t unit = threadIdx.x / 32;
+  const int32_t num_units = batch.num_positions * num_slices;
+  int32_t unit = static_cast<int32_t>(blockIdx.y + threadIdx.x / 32 * gridDim.y);
   uint32_t fault = kNoFault;
   const auto move = [&](auto op, auto&& verdict) {
     WarpSlice<decltype(op)::value> slice;
-    if (unit < num_units) slice.Load(plane, share, unit, num_slices);
+    if (unit < num_units) slice.Load(batch, plane, unit, num_slices);
     fault = verdict();
     if (fault != kNoFault) return;
     while (unit < num_units) {
       slice.Store(plane);
-      unit += kCommitWarps;
-      if (unit < num_units) slice.Load(plane, share, unit, num_slices);
+      unit += static_cast<int32_t>(kCommitWarps * gridDim.y);
+      if (unit < num_units) slice.Load(batch, plane, unit, num_slices);
     }
   };
   // A block that has its verdict reads no input that publishing changes, so it may sign off before
   // its rows have arrived.
   const auto decide = [&] {
-    const uint32_t verdict = Verdict(batch, share, state);
+    __syncthreads();  // cells and state
+    const uint32_t verdict = Verdict(batch, cells, first, state);
     if (batch.ticket != nullptr && threadIdx.x == kCommitThreads - 1) {
       __threadfence();
       const uint32_t last = gridDim.x * gridDim.y - 1;
@@ -239,12 +200,12 @@ __global__ void __launch_bounds__(kCommitThreads, kUniform ? kCommitBlocksPerSm 
 
 template <int kLayers, bool kUniform, RowOp kOp>
 void Launch(const CommitTable<kLayers>& table, const CommitParams& params) {
-  const CommitShared shared = ChooseCommitShared(table.batch.num_positions);
+  const int64_t shared_bytes = int64_t{table.batch.num_cells} * 4;
   const auto kernel = CommitKernel<kLayers, kUniform, kOp>;
   constexpr int64_t kAlwaysAllowed = 48 * 1024 - sizeof(BlockState);
-  if (shared.bytes() > kAlwaysAllowed) {
+  if (shared_bytes > kAlwaysAllowed) {
     CheckCuda(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                                   static_cast<int>(shared.bytes())),
+                                   static_cast<int>(shared_bytes)),
               "commit kernel's shared memory");
   }
   int64_t max_slices = 1;
@@ -256,12 +217,12 @@ void Launch(const CommitTable<kLayers>& table, const CommitParams& params) {
   const int32_t num_planes = 2 * params.num_layers;
   const int64_t by_memory =
       CurrentDeviceAttribute(cudaDevAttrMaxSharedMemoryPerMultiprocessor) /
-      (shared.bytes() + CurrentDeviceAttribute(cudaDevAttrReservedSharedMemoryPerBlock) +
+      (shared_bytes + CurrentDeviceAttribute(cudaDevAttrReservedSharedMemoryPerBlock) +
        static_cast<int64_t>(sizeof(BlockState)));
   const int32_t splits = ChooseCommitSplits(
       num_planes, max_slices, CurrentDeviceAttribute(cudaDevAttrMultiProcessorCount),
       static_cast<int32_t>(std::clamp<int64_t>(by_memory, 1, kCommitBlocksPerSm)));
-  kernel<<<dim3(num_planes, splits), kCommitThreads, shared.bytes(),
+  kernel<<<dim3(num_planes, splits), kCommitThreads, shared_bytes,
            static_cast<cudaStream_t>(params.stream)>>>(table);
   CheckCuda(cudaGetLastError(), "commit kernel");
 }

@@ -14,7 +14,7 @@ inline int32_t StagingRow(const CommitParams& params, int32_t request, int32_t i
   if (row < 0) return -1;
   if (params.row_base != nullptr) row += params.row_base[request];
   if (params.row_map != nullptr) {
-    if (row >= params.num_map_rows) return -1;
+    if (row < 0 || row >= params.num_map_rows) return -1;
     row = params.row_map[row];
   }
   if (row < 0 || row >= params.num_staging_rows) return -1;

@@ -129,8 +129,9 @@ inline void CheckCommitParams(const CommitParams& params) {
                                                      group.geometry.dtype == DType::kFloat8E4M3),
                "staged_key: got ", Name(group.dtype), " rows for a cache of ",
                Name(group.geometry.dtype), ", expected one dtype, or a float8_e4m3fn cache");
-    NWOR_CHECK(group.slots != nullptr || group.row_slots != nullptr, "slots: got none for group ",
-               g, ", expected slots or row_slots");
+    NWOR_CHECK(group.slots != nullptr || group.row_slots != nullptr ||
+                   params.num_requests * params.depth == 0,
+               "slots: got none for group ", g, ", expected slots or row_slots");
   }
   for (int layer = 0; layer < params.num_layers; ++layer) {
     const CommitLayer& from = params.layers[layer];
@@ -195,7 +196,7 @@ inline BatchTable MakeBatchTable(const CommitParams& params) {
                       .num_staging_rows = params.num_staging_rows,
                       .num_map_rows = params.num_map_rows,
                       .num_groups = params.num_groups,
-                      .num_cells = ChooseCommitShared(params.num_requests * positions).cell_words,
+                      .num_cells = ChooseCommitCells(params.num_requests * positions),
                       .by_positions = SmallDivisor::By(static_cast<uint32_t>(positions)),
                       .groups = {}};
   for (int group = 0; group < params.num_groups; ++group) {

@@ -102,9 +102,10 @@ __device__ inline uint32_t CheckEntry(const BatchTable& batch, int g, uint32_t* 
   return fault;
 }
 
-// The share of one thread; the minimum over a block is the verdict. Adds accepted entries to
-// `num_accepted`. Contains barriers: all threads of the block must call it.
-__device__ inline uint32_t CheckShare(const BatchTable& batch, uint32_t* cells,
+// The share of one thread; the minimum over a block is the verdict. `first` is the entry of the
+// thread's own number, already on its way. Adds accepted entries to `num_accepted`. Contains
+// barriers: all threads of the block must call it.
+__device__ inline uint32_t CheckShare(const BatchTable& batch, uint32_t* cells, const Entry& first,
                                       int32_t& num_accepted) {
   uint32_t fault = CheckRound(batch);
 #pragma unroll 1
@@ -113,7 +114,8 @@ __device__ inline uint32_t CheckShare(const BatchTable& batch, uint32_t* cells,
 #pragma unroll 1
     for (int32_t position = threadIdx.x; position < batch.num_positions;
          position += kCommitThreads) {
-      const Entry entry = LoadEntry(batch, position);
+      const Entry entry =
+          position == static_cast<int32_t>(threadIdx.x) ? first : LoadEntry(batch, position);
       if (!entry.count_valid(batch)) {
         if (entry.index == 0) fault = min(fault, FaultAt(position, kCheckCount));
       } else if (entry.index < entry.count) {

@@ -2,6 +2,7 @@
 
 #include <ATen/ops/full.h>
 #include <ATen/ops/zeros.h>
+#include <c10/core/DeviceGuard.h>
 
 #include <algorithm>
 #include <chrono>
@@ -299,6 +300,7 @@ Outcome Interceptor::Impl::WriteLayer(BoundLayer& layer, const WriteCall& call) 
     }
   }
   {
+    const c10::DeviceGuard guard(device);
     const ScopedProfileRange range(ProfileRange::kStage);
     if (device.is_cpu()) {
       StageCpu(params);
@@ -363,6 +365,7 @@ Receipt Interceptor::Commit(const at::Tensor& path, const at::Tensor& counts,
   receipt.epoch = impl.epoch;
   receipt.status = at::zeros({kNumStatusWords}, at::dtype(at::kLong).device(device));
   if (impl.staging) {
+    const c10::DeviceGuard guard(device);
     const ScopedProfileRange range(ProfileRange::kCommit);
     impl.Commit(call, &receipt);
   }

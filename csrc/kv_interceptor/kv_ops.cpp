@@ -1,5 +1,7 @@
 #include "kv_interceptor/kv_ops.h"
 
+#include <c10/core/DeviceGuard.h>
+
 #include "check.h"
 #include "kv_interceptor/commit.h"
 #include "kv_interceptor/slot_set.h"
@@ -16,6 +18,7 @@ const T* Data(const at::Tensor& tensor) {
 
 // The op of a CPU-only build has no CUDA kernel behind it, so other devices do not get this far.
 void RunStage(const StageParams& params, at::Device device) {
+  const c10::DeviceGuard guard(device);
   const ScopedProfileRange range(ProfileRange::kStage);
   if (device.is_cpu()) {
     CheckStageOnCpu(params);
@@ -28,6 +31,7 @@ void RunStage(const StageParams& params, at::Device device) {
 }
 
 void RunCommit(const CommitParams& params, at::Device device) {
+  const c10::DeviceGuard guard(device);
   const ScopedProfileRange range(ProfileRange::kCommit);
   if (device.is_cpu()) {
     thread_local CommitUndoLog log;

@@ -72,10 +72,22 @@ class Caches:
 def bench_commit_cuda(tokens: int, layout: str, replays: int, write: peers.Peer) -> dict:
     row_bytes = 2 * LAYERS * HEADS * DIM * 2
     sets = max(4, ROTATING_BYTES // (tokens * row_bytes))
-    caches = Caches(layout, sets * tokens // PAGE_SIZE + 64, "cuda", torch.bfloat16)
-    staged = torch.randn(sets, 2, LAYERS, tokens, HEADS, DIM, device="cuda", dtype=torch.bfloat16)
-    slots = torch.randperm(caches.num_slots, device="cuda")[: sets * tokens].view(sets, -1)
     shape = (tokens // DEPTH, DEPTH)
+    # Each set has pages of its own; path, counts and slots are those of every set, and so in L2,
+    # where acceptance leaves them. A request's accepted tokens are consecutive within a page.
+    pages_per_set = 2 * shape[0]
+    caches = Caches(layout, sets * pages_per_set, "cuda", torch.bfloat16)
+    staged = torch.randn(sets, 2, LAYERS, tokens, HEADS, DIM, device="cuda", dtype=torch.bfloat16)
+    first = torch.randperm(pages_per_set, device="cuda")[: shape[0]] * PAGE_SIZE
+    first += torch.randint(PAGE_SIZE - DEPTH + 1, first.shape, device="cuda")
+    table = first[:, None] + torch.arange(DEPTH, device="cuda")
+    slots = table.flatten()
+
+    def pages_of(i: int, side: list[torch.Tensor]) -> list[torch.Tensor]:
+        return [cache[i * pages_per_set : (i + 1) * pages_per_set] for cache in side]
+
+    keys = [pages_of(i, caches.keys) for i in range(sets)]
+    values = [pages_of(i, caches.values) for i in range(sets)]
     path = torch.arange(tokens, dtype=torch.int32, device="cuda").view(shape)
     counts = torch.full((shape[0],), DEPTH, dtype=torch.int32, device="cuda")
     status = torch.zeros(8, dtype=torch.int64, device="cuda")
@@ -86,11 +98,11 @@ def bench_commit_cuda(tokens: int, layout: str, replays: int, write: peers.Peer)
             nwor_specpv.commit(
                 staged[i, 0],
                 staged[i, 1],
-                caches.keys,
-                caches.values,
+                keys[i],
+                values[i],
                 path,
                 counts,
-                slots[i].view(shape),
+                table,
                 status,
             )
 
@@ -103,9 +115,8 @@ def bench_commit_cuda(tokens: int, layout: str, replays: int, write: peers.Peer)
     def index_put() -> None:
         for i in range(sets):
             for layer in range(LAYERS):
-                place = (pages[i], offsets[i])
-                caches.keys[layer].index_put_(place, staged[i, 0, layer])
-                caches.values[layer].index_put_(place, staged[i, 1, layer])
+                keys[i][layer].index_put_((pages, offsets), staged[i, 0, layer])
+                values[i][layer].index_put_((pages, offsets), staged[i, 1, layer])
 
     def vllm() -> None:
         for i in range(sets):
@@ -113,15 +124,17 @@ def bench_commit_cuda(tokens: int, layout: str, replays: int, write: peers.Peer)
                 write.call(
                     staged[i, 0, layer],
                     staged[i, 1, layer],
-                    caches.keys[layer],
-                    caches.values[layer],
-                    slots[i],
+                    keys[i][layer],
+                    values[i][layer],
+                    slots,
                 )
 
     variants = {"commit": commit, "copy": copy, "index_put": index_put}
     if write.call is not None:
         variants["vllm"] = vllm
     everything = staged.permute(1, 2, 0, 3, 4, 5).reshape(2, LAYERS, sets * tokens, HEADS, DIM)
+    offset = torch.arange(sets, device="cuda") * pages_per_set * PAGE_SIZE
+    everywhere = (offset[:, None] + slots).flatten()
     graphs = {}
     for name, run in variants.items():
         graphs[name] = capture(run)
@@ -129,7 +142,7 @@ def bench_commit_cuda(tokens: int, layout: str, replays: int, write: peers.Peer)
             continue
         caches.reset()
         graphs[name].replay()
-        caches.check(everything, slots.flatten(), name)
+        caches.check(everything, everywhere, name)
     if status.tolist() != [0, 0, 0, 0, tokens, 0, 0, 0]:
         raise RuntimeError(f"commit: got status {status.tolist()}")
     timings = time_graphs(graphs, dict.fromkeys(graphs, sets), replays)
