@@ -176,7 +176,7 @@ class World(WrongCalls):
             assert decision.stage == (drafts > 0), decision
         model.begin(query_lens, num_drafts, parents, decision.stage)
         self.tally["trees"] += bool(parents)
-        self.refusing = None
+        self.refusing: set[str] = set()  # why this round cannot be committed
         slots = self.choose_slots(num_rows)
         bad_at = rng.choice((0, 1, 2, 2)) if bad_inputs else None
         if bad_at == 0:
@@ -184,8 +184,10 @@ class World(WrongCalls):
         skipped = rng.choice(self.layers) if decision.stage and rng.random() < 0.03 else None
         self.write_layers(num_rows, slots, decision.epoch, bad_at == 1, skipped)
         self.check_bytes("after the writes")
-        if any((layer, row) not in model.staged for layer in self.layers for row in model.parent):
-            self.refusing = "incomplete_staging" if decision.stage else None
+        if decision.stage and any(
+            (layer, row) not in model.staged for layer in self.layers for row in model.parent
+        ):
+            self.refusing.add("incomplete_staging")
         if self.checker is not None:
             assert self.checker.verify_staged() == []
         receipt, emitted = None, []
@@ -195,7 +197,7 @@ class World(WrongCalls):
             interceptor.abort()
             model.end(aborted=True)
             self.tally["aborts" if decision.stage else "direct rounds"] += 1
-        elif self.refusing is not None:
+        elif self.refusing:
             receipt = self.commit_refused(query_lens, num_drafts)
             model.end(aborted=False)
         else:
@@ -338,9 +340,10 @@ class World(WrongCalls):
         """The commit of a round that cannot be: its receipt says why, and nothing changes."""
         receipt = self.commit_chunk(self.walk(query_lens, num_drafts), None, last=True)
         assert not receipt.ok
-        assert receipt.degraded == receipt.verdict.error == self.refusing
+        assert receipt.degraded == receipt.verdict.error
+        assert receipt.degraded in self.refusing
         assert receipt.committed_tokens == 0
-        self.tally[f"fallback: {self.refusing}"] += 1
+        self.tally[f"fallback: {receipt.degraded}"] += 1
         return receipt
 
     # ---- what is left to the engine ----
@@ -372,7 +375,7 @@ class World(WrongCalls):
             other = (self.model.slot_of[group, row] + 1) % self.slots_of_group[group]
             one = {"key": key[:1], "value": value[:1], "slot_mapping": torch.tensor([other])}
             self.expect_bypass("slot_mismatch", **(call | one), rows=[row])
-            self.refusing = self.refusing or "slot_mismatch"
+            self.refusing.add("slot_mismatch")
 
     def play_disabled_round(self) -> None:
         """Switched off, every write is left to the engine, and this engine does not write."""
