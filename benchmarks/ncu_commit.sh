@@ -18,7 +18,7 @@ trap 'rm -rf "$work"' EXIT
 
 # Whole ranges of many rounds, caches as the rounds leave them. The program runs once per pass; its
 # ranges are the same each time.
-"$ncu" --replay-mode app-range --profile-from-start off --clock-control none --cache-control none \
+"$ncu" --replay-mode app-range --clock-control none --cache-control none \
   --metrics "$("$python" "$here/ncu_commit.py" metrics)" --csv --page raw \
   "$python" "$here/ncu_commit.py" drive "$work/plan.json" >"$work/raw.csv" || {
   cat "$work/raw.csv" >&2
