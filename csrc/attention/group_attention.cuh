@@ -117,20 +117,30 @@ class GroupAttention {
       float* group_slot = SlotOutput(fate.group_slot) + place;
       float* total_slot = SlotOutput(fate.total_slot) + place;
       auto* out = OutputRowPointer(row) + lane % 4 * 2;
+      // In batches: loads of one are all under way before the first is needed.
+      constexpr int kBatch = Traits::kHeadDim % 64 == 0 ? 8 : Traits::kHeadDim / 16;
 #pragma unroll
-      for (int n = 0; n < Traits::kHeadDim / 8; ++n) {
-        float2 value = {out_[n * 4 + half * 2], out_[n * 4 + half * 2 + 1]};
-        if (fate.fold_group) value = Fold(group_slot + n * 8, value, group_weight);
+      for (int first = 0; first < Traits::kHeadDim / 8; first += kBatch) {
+        float2 value[kBatch];
+#pragma unroll
+        for (int j = 0; j < kBatch; ++j) {
+          const int at = (first + j) * 4 + half * 2;
+          value[j] = {out_[at], out_[at + 1]};
+        }
+        if (fate.fold_group) Fold(value, group_slot + first * 8, group_weight);
         if (!fate.ends_group) {
-          __stcg(reinterpret_cast<float2*>(group_slot + n * 8), value);
+          Keep(value, group_slot + first * 8);
           continue;
         }
-        if (fate.fold_total) value = Fold(total_slot + n * 8, value, total_weight);
-        if (fate.is_output) {
-          *reinterpret_cast<uint32_t*>(out + n * 8) =
-              ptx::Pack<typename Traits::Row>(value.x * inverse, value.y * inverse);
-        } else {
-          __stcg(reinterpret_cast<float2*>(total_slot + n * 8), value);
+        if (fate.fold_total) Fold(value, total_slot + first * 8, total_weight);
+        if (!fate.is_output) {
+          Keep(value, total_slot + first * 8);
+          continue;
+        }
+#pragma unroll
+        for (int j = 0; j < kBatch; ++j) {
+          *reinterpret_cast<uint32_t*>(out + (first + j) * 8) =
+              ptx::Pack<typename Traits::Row>(value[j].x * inverse, value[j].y * inverse);
         }
       }
     }
@@ -149,10 +159,25 @@ class GroupAttention {
     return static_cast<typename Traits::Row*>(p.out) + at.row * p.out_strides.row +
            at.head * p.out_strides.head;
   }
-  __device__ static float2 Fold(const float* old, float2 later, float2 weight) {
-    const float2 before = __ldcg(reinterpret_cast<const float2*>(old));
-    return {__fmaf_rn(before.x, weight.x, __fmul_rn(later.x, weight.y)),
-            __fmaf_rn(before.y, weight.x, __fmul_rn(later.y, weight.y))};
+  template <int kCount>
+  __device__ static void Fold(float2 (&value)[kCount], const float* slot, float2 weight) {
+    float2 old[kCount];
+#pragma unroll
+    for (int j = 0; j < kCount; ++j) {
+      old[j] = __ldcg(reinterpret_cast<const float2*>(slot + j * 8));
+    }
+#pragma unroll
+    for (int j = 0; j < kCount; ++j) {
+      value[j].x = __fmaf_rn(old[j].x, weight.x, __fmul_rn(value[j].x, weight.y));
+      value[j].y = __fmaf_rn(old[j].y, weight.x, __fmul_rn(value[j].y, weight.y));
+    }
+  }
+  template <int kCount>
+  __device__ static void Keep(const float2 (&value)[kCount], float* slot) {
+#pragma unroll
+    for (int j = 0; j < kCount; ++j) {
+      __stcg(reinterpret_cast<float2*>(slot + j * 8), value[j]);
+    }
   }
 
   template <typename ApplyMask>

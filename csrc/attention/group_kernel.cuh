@@ -8,67 +8,110 @@
 
 namespace nwor {
 
-// One leaf up to the result in registers. Called by the whole CTA.
-template <class Traits>
-__device__ void RunGroupLeaf(const VerifyArgs& args, const SharedItem& item, uint32_t stages_at,
-                             uint32_t tiles_at, GroupAttention<Traits>& attention, int leaf) {
-  const int begin = item.plan.token_begin + leaf * item.plan.leaf_tokens;
-  const int end = max(begin, min(begin + item.plan.leaf_tokens, item.plan.prefix_tokens));
-  const int tail_rows = TailRows(args.params, item.plan, leaf);
-  GroupStream<Traits> stream(args, item, stages_at, tiles_at, begin, end, tail_rows);
+// Beside float8 caches: a step's raw tokens have arrived; they are widened; the tiles are complete.
+enum GroupBarrier : int { kRawReady = 1, kRawFree = 2, kTileReady = 3 };
 
-  // 16-bit tokens are read where they were copied to, so one stage is always in use; float8 tokens
-  // leave their stage as soon as they are widened.
+// The copying warp of a float8 item.
+template <class Traits>
+__device__ void FeedGroup(GroupStream<Traits>& stream, int stages) {
+#pragma unroll 1
+  for (int step = 0; step < stages; ++step) stream.Load(step, step);
+  const int plain_begin = stream.plain_begin();
+  const int plain_end = stream.plain_end();
+  int stage = 0;
+#pragma unroll 1
+  for (int step = 0; step < stream.num_steps(); ++step) {
+    ptx::WaitCopies(stages - 1);
+    ptx::NamedArrive(kRawReady, Traits::kThreads);
+    ptx::NamedBarrier(kRawFree, Traits::kThreads);
+    const int load = step + stages;
+    if (load >= plain_begin && load < plain_end && stream.IsAtHand(load)) {
+      stream.LoadPlain(load, stage);
+    } else {
+      stream.Load(load, stage);
+    }
+    stage = stage + 1 == stages ? 0 : stage + 1;
+  }
+}
+
+// All leaves of an item. The pipeline runs on from leaf to leaf: leaves are whole steps. Called by
+// the whole CTA.
+template <class Traits>
+__device__ void RunGroupItem(const VerifyArgs& args, const SharedItem& item, uint32_t stages_at,
+                             uint32_t tiles_at, const int32_t* positions) {
+  const PlanItem& plan = item.plan;
+  static_assert(kLeafAlign % Traits::kStepTokens == 0);
+  const int leaf_steps = plan.leaf_tokens / Traits::kStepTokens;
+  const int begin = plan.token_begin + plan.leaf_begin * plan.leaf_tokens;
+  const int end =
+      max(begin, min(plan.token_begin + plan.leaf_end * plan.leaf_tokens, plan.prefix_tokens));
+  const int tail_rows = TailRows(args.params, plan, plan.leaf_end - 1);
   const int stages = args.stages;
-  const int ahead = Traits::kFloat8 ? stages : stages - 1;
+  GroupStream<Traits> stream(args, item, stages_at, tiles_at, begin, end, tail_rows);
+  if (Traits::kFloat8 && threadIdx.x >= kGroupThreads) return FeedGroup(stream, stages);
+
+  // 16-bit tokens are read where they were copied to: one stage is always in use.
+  const int ahead = Traits::kFloat8 ? 0 : stages - 1;
 #pragma unroll 1
   for (int step = 0; step < ahead; ++step) stream.Load(step, step);
-  if (leaf == item.plan.leaf_begin) attention.LoadQueries();
-  attention.Clear();
+  GroupAttention<Traits> attention(args, item, positions);
+  attention.LoadQueries();
 
   int stage = 0;
   int step = 0;
   const auto next_tile = [&](auto load) {
-    ptx::WaitCopies(ahead - 1);
     if constexpr (Traits::kFloat8) {
-      __syncthreads();  // the tiles are no longer read
+      ptx::NamedBarrier(kRawReady, Traits::kThreads);  // and the tiles are no longer read
       stream.Widen(step, stage);
-      load(step + ahead, stage);
+      ptx::NamedArrive(kRawFree, Traits::kThreads);
+      wgmma::FenceShared();
+      ptx::NamedBarrier(kTileReady, kGroupThreads);
+    } else {
+      ptx::WaitCopies(ahead - 1);
+      __syncthreads();  // this step's tokens are there for all, the step before is read by none
+      load(step + ahead, stage == 0 ? stages - 1 : stage - 1);
     }
-    wgmma::FenceShared();
-    __syncthreads();  // this step's tokens are there for all, the step before is read by none
-    if constexpr (!Traits::kFloat8) load(step + ahead, stage == 0 ? stages - 1 : stage - 1);
     const uint32_t tile = stream.Tile(stage);
     stage = stage + 1 == stages ? 0 : stage + 1;
     return tile;
   };
   const int plain_begin = stream.plain_begin();
-  const int plain_end = stream.plain_end() - ahead;
 #pragma unroll 1
-  while (step < stream.num_steps()) {
-    // Nearly all steps are plain; a loop of their own keeps the rare cases out of their registers.
+  for (int leaf = plan.leaf_begin; leaf < plan.leaf_end; ++leaf) {
+    const bool last = leaf + 1 == plan.leaf_end;
+    const int leaf_end = last ? stream.num_steps() : step + leaf_steps;
+    const int plain_end = min(stream.plain_end() - ahead, leaf_end);
+    attention.Clear();
 #pragma unroll 1
-    while (step >= plain_begin && step < plain_end && stream.IsAtHand(step + ahead)) {
-      const uint32_t tile = next_tile([&](int load, int at) { stream.LoadPlain(load, at); });
-      attention.ClearStep(tile, item.prefix_scale);
+    while (step < leaf_end) {
+      // Nearly all steps are plain; a loop of their own keeps the rare cases out of their
+      // registers.
+#pragma unroll 1
+      while (step >= plain_begin && step < plain_end &&
+             (Traits::kFloat8 || stream.IsAtHand(step + ahead))) {
+        const uint32_t tile = next_tile([&](int load, int at) { stream.LoadPlain(load, at); });
+        attention.ClearStep(tile, item.prefix_scale);
+        ++step;
+      }
+      if (step == leaf_end) break;
+      const uint32_t tile = next_tile([&](int load, int at) { stream.Load(load, at); });
+      const bool in_flight = step >= stream.num_prefix();
+      if (Traits::kFloat8 && step == stream.num_prefix()) attention.ScaleOutput(item.value_scale);
+      attention.EdgeStep(tile, in_flight ? item.tail_scale : item.prefix_scale,
+                         in_flight ? stream.TailRow(step) : stream.PrefixToken(step),
+                         in_flight ? tail_rows : end, in_flight);
       ++step;
     }
-    const uint32_t tile = next_tile([&](int load, int at) { stream.Load(load, at); });
-    const bool in_flight = step >= stream.num_prefix();
-    if (Traits::kFloat8 && step == stream.num_prefix()) attention.ScaleOutput(item.value_scale);
-    attention.EdgeStep(tile, in_flight ? item.tail_scale : item.prefix_scale,
-                       in_flight ? stream.TailRow(step) : stream.PrefixToken(step),
-                       in_flight ? tail_rows : end, in_flight);
-    ++step;
+    // Outputs of a leaf that ends with prefix tokens have not been scaled yet.
+    if (Traits::kFloat8 && step <= stream.num_prefix()) attention.ScaleOutput(item.value_scale);
+    attention.Finish(leaf);
   }
-  if (Traits::kFloat8 && stream.num_steps() == stream.num_prefix()) {
-    attention.ScaleOutput(item.value_scale);
-  }
-  __syncthreads();  // the stages are free for the next leaf
+  ptx::WaitCopies<0>();
 }
 
 template <class Traits>
-__global__ void __launch_bounds__(Traits::kThreads, 2)
+__global__ void __launch_bounds__(Traits::kThreads,
+                                  GroupCtasPerSm(Traits::kHeadDim, Traits::kFloat8))
     GroupKernel(const __grid_constant__ VerifyArgs args) {
   if constexpr (Traits::kAvailable) {
     extern __shared__ __align__(1024) uint8_t shared_bytes[];
@@ -78,16 +121,8 @@ __global__ void __launch_bounds__(Traits::kThreads, 2)
     auto* item = reinterpret_cast<SharedItem*>(shared_bytes + args.stages * Traits::kStageBytes +
                                                tile_bytes);
     auto* positions = reinterpret_cast<int32_t*>(reinterpret_cast<uint8_t*>(item) + kItemBytes);
-    ServeQueue<Traits>(args, item, [&](int index) {
-      OpenItem<Traits>(args, index, item, positions);
-      __syncthreads();
-      GroupAttention<Traits> attention(args, *item, positions);
-#pragma unroll 1
-      for (int leaf = item->plan.leaf_begin; leaf < item->plan.leaf_end; ++leaf) {
-        RunGroupLeaf<Traits>(args, *item, stages, tiles, attention, leaf);
-        attention.Finish(leaf);
-      }
-    });
+    ServeQueue<Traits>(args, item, positions,
+                       [&] { RunGroupItem<Traits>(args, *item, stages, tiles, positions); });
   }
 }
 

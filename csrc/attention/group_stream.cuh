@@ -15,9 +15,9 @@ struct GroupTraits {
   static constexpr bool kFloat8 = kFloat8_;
   static constexpr int kHeadDim = kHeadDim_;
   static constexpr int kRowTile = kGroupRows;
-  static constexpr int kThreads = kGroupThreads;
-  static constexpr int kStepTokens = GroupStepTokens(kHeadDim);
-  static constexpr int kTileBytes = GroupTileBytes(kHeadDim);
+  static constexpr int kThreads = kGroupThreads + (kFloat8_ ? 32 : 0);
+  static constexpr int kStepTokens = GroupStepTokens(kHeadDim, kFloat8);
+  static constexpr int kTileBytes = GroupTileBytes(kHeadDim, kFloat8);
   static constexpr int kStageBytes = GroupStageBytes(kHeadDim, kFloat8);
   // The widest atom that divides a row.
   static constexpr int kAtomBytes = kHeadDim % 64 == 0 ? 128 : kHeadDim % 32 == 0 ? 64 : 32;
@@ -25,8 +25,11 @@ struct GroupTraits {
 };
 
 // Feeds the tiles of a warpgroup: tokens of the prefix through the page map, then in-flight rows.
-// Eight threads copy a token, 16 tokens (a block, never across pages) at a time: a thread keeps its
+// Eight threads copy a token, a block of 16 (never across pages) at a time: a thread keeps its
 // place in the block, so that all its addresses in shared memory differ by constants.
+//
+// Beside a float8 cache a warp of its own copies (Load, LoadPlain), and the warpgroup widens: the
+// fence between widening and the matrix unit would make it wait for copies of its own.
 template <class Traits>
 class GroupStream {
  public:
@@ -70,7 +73,7 @@ class GroupStream {
     for (int i = 0; i < kBlocks; ++i) {
       const int lane = (step * kBlocks + i) % 32;
       CopyBlock<true>(stage, i, __shfl_sync(0xffffffffu, key_offset_, lane),
-                      __shfl_sync(0xffffffffu, value_offset_, lane), true);
+                      __shfl_sync(0xffffffffu, value_offset_, lane), 0);
     }
     ptx::CommitCopies();
   }
@@ -83,10 +86,9 @@ class GroupStream {
       for (int i = 0; i < kBlocks; ++i) {
         const int block = step * kBlocks + i;
         if (block % 32 == 0) LookUp(block);
-        const int token = PrefixToken(step) + i * 16 + row();
         CopyBlock<false>(stage, i, __shfl_sync(0xffffffffu, key_offset_, block % 32),
                          __shfl_sync(0xffffffffu, value_offset_, block % 32),
-                         token >= window_begin() && token < end_);
+                         PrefixToken(step) + i * 16);
       }
     } else if (step < num_steps_ && !Traits::kFloat8) {
       ForWideBlocks(step, [&](int i, const char* key, const char* value, bool valid) {
@@ -111,7 +113,7 @@ class GroupStream {
 #pragma unroll
         for (int j = 0; j < kRawSpans; ++j) {
           if (!HasRawChunk(j)) break;
-          const uint32_t from = RawAddress(stage, i, j);
+          const uint32_t from = RawAddress(stage, i, j, row());
           const uint32_t to = tiles_ + WideOffset(i, j);
           WidenChunk(to, from);
           WidenChunk(to + Traits::kTileBytes, from + 2048);
@@ -143,6 +145,8 @@ class GroupStream {
   static constexpr int kSpans = (kChunks + 7) / 8;          // of eight chunks
   static constexpr int kRawChunks = Traits::kHeadDim / 16;  // of a float8 token
   static constexpr int kRawSpans = (kRawChunks + 7) / 8;
+  static constexpr int kLoaderRows =
+      Traits::kFloat8 ? 4 : 16;  // of a block that are copied at once
   static constexpr int kAtomChunks = Traits::kAtomBytes / 16;
   using Atom = RowSwizzle<Traits::kAtomBytes>;
 
@@ -166,30 +170,39 @@ class GroupStream {
     return first / kAtomChunks * Traits::kAtomStride + Atom::Offset(row(), first % kAtomChunks) +
            i * 16 * Traits::kAtomBytes + j * (16 / kAtomChunks) * Traits::kAtomStride;
   }
-  __device__ uint32_t RawAddress(int stage, int i, int j) const {
-    return stages_ + stage * Traits::kStageBytes + (i * kRawSpans + j) * 4096 + threadIdx.x * 16;
+  // In a stage of float8 tokens: the place of a block's row and this thread's chunk.
+  __device__ uint32_t RawAddress(int stage, int i, int j, int row) const {
+    return stages_ + stage * Traits::kStageBytes + (i * kRawSpans + j) * 4096 +
+           (row * 8 + chunk()) * 16;
   }
 
+  // Block i of a step, whose first token is `token`; all of it if kWhole.
   template <bool kWhole>
   __device__ void CopyBlock(int stage, int i, int64_t key_offset, int64_t value_offset,
-                            bool valid) const {
+                            int token) const {
     const TokenMap& map = item_.tokens;
-    const int64_t place = valid ? row() : 0;
-    const char* key = map.keys + key_offset + place * map.key_token + chunk() * 16;
-    const char* value = map.values + value_offset + place * map.value_token + chunk() * 16;
+    const int first_row = threadIdx.x / 8 % kLoaderRows;
 #pragma unroll
-    for (int j = 0; j < (Traits::kFloat8 ? kRawSpans : kSpans); ++j) {
-      if (!(Traits::kFloat8 ? HasRawChunk(j) : HasChunk(j))) break;
-      const uint32_t to = Traits::kFloat8
-                              ? RawAddress(stage, i, j)
-                              : stages_ + stage * Traits::kStageBytes + TileOffset(i, j);
-      const uint32_t value_to = to + (Traits::kFloat8 ? 2048 : Traits::kTileBytes);
-      if constexpr (kWhole) {
-        ptx::CopyAsync(to, key + j * 128, policy_);
-        ptx::CopyAsync(value_to, value + j * 128, policy_);
-      } else {
-        ptx::CopyAsync(to, key + j * 128, valid, policy_);
-        ptx::CopyAsync(value_to, value + j * 128, valid, policy_);
+    for (int pass = 0; pass < 16 / kLoaderRows; ++pass) {
+      const int row = first_row + pass * kLoaderRows;
+      const bool valid = kWhole || (token + row >= window_begin() && token + row < end_);
+      const int64_t place = valid ? row : 0;
+      const char* key = map.keys + key_offset + place * map.key_token + chunk() * 16;
+      const char* value = map.values + value_offset + place * map.value_token + chunk() * 16;
+#pragma unroll
+      for (int j = 0; j < (Traits::kFloat8 ? kRawSpans : kSpans); ++j) {
+        if (!(Traits::kFloat8 ? HasRawChunk(j) : HasChunk(j))) break;
+        const uint32_t to = Traits::kFloat8
+                                ? RawAddress(stage, i, j, row)
+                                : stages_ + stage * Traits::kStageBytes + TileOffset(i, j);
+        const uint32_t value_to = to + (Traits::kFloat8 ? 2048 : Traits::kTileBytes);
+        if constexpr (kWhole) {
+          ptx::CopyAsync(to, key + j * 128, policy_);
+          ptx::CopyAsync(value_to, value + j * 128, policy_);
+        } else {
+          ptx::CopyAsync(to, key + j * 128, valid, policy_);
+          ptx::CopyAsync(value_to, value + j * 128, valid, policy_);
+        }
       }
     }
   }

@@ -63,7 +63,10 @@ struct SharedNeed {
 SharedNeed NeedOf(const VerifyShape& shape, bool warpgroup, int32_t row_tile) {
   const int dim = shape.head_dim;
   const bool float8 = shape.cache_dtype == DType::kFloat8E4M3;
-  if (warpgroup) return {GroupFixedBytes(dim, float8), GroupStageBytes(dim, float8), 0, 2, 2};
+  if (warpgroup) {
+    return {GroupFixedBytes(dim, float8), GroupStageBytes(dim, float8), 0, 2,
+            GroupCtasPerSm(dim, float8)};
+  }
   const bool may_pair = CtaThreads(dim, row_tile) == 32 * kStreams;
   return {QueryBytes(dim, row_tile) + kItemBytes + RowStateBytes(row_tile),
           kStreams * StageBytes(dim, float8), MergeBytes(dim, row_tile), 1, may_pair ? 2 : 1};
@@ -110,7 +113,8 @@ VerifyConfig ChooseVerifyConfig(const VerifyShape& shape, const DeviceProps& dev
   config.max_pairs = static_cast<int32_t>(pairs);
   config.max_slots =
       static_cast<int32_t>(std::min(kSlotsPerCta * config.num_ctas, pairs * config.max_leaves));
-  config.max_items = config.max_slots + config.max_pairs;
+  // At least one per CTA: those without work find that out from an entry of their own.
+  config.max_items = std::max(config.max_slots + config.max_pairs, config.num_ctas);
   return config;
 }
 

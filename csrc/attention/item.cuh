@@ -12,11 +12,12 @@
 namespace nwor {
 
 template <class Traits>
-__device__ void MapTokens(const VerifyParams& p, SharedItem* item) {
+__device__ void MapTokens(const VerifyArgs& args, SharedItem* item) {
+  const VerifyParams& p = args.params;
   const PlanItem& plan = item->plan;
   TokenMap& map = item->tokens;
   map.ids = nullptr;
-  map.unit_tokens = map.units_per_page = Divisor::Of(1);
+  map.unit_tokens = map.units_per_page = Divisor{};
   map.num_pages = p.cache.geometry.num_pages;
   const int64_t head = plan.kv_head;
   if (plan.source == TokenSource::kCompact) {
@@ -37,11 +38,11 @@ __device__ void MapTokens(const VerifyParams& p, SharedItem* item) {
   map.value_token = g.value.token * kBytes;
   if (plan.source == TokenSource::kBlocks) {
     map.ids = p.view.blocks + (int64_t{plan.request} * p.num_kv_heads + head) * p.view.max_blocks;
-    map.unit_tokens = Divisor::Of(p.view.block_size);
-    map.units_per_page = Divisor::Of(g.page_size / p.view.block_size);
+    map.unit_tokens = args.block_tokens;
+    map.units_per_page = args.blocks_per_page;
   } else {
     map.ids = p.block_table + plan.request * p.table_stride;
-    map.unit_tokens = Divisor::Of(g.page_size);
+    map.unit_tokens = args.page_tokens;
   }
 }
 
@@ -61,8 +62,9 @@ __device__ void OpenItem(const VerifyArgs& args, int index, SharedItem* item, in
   }
   __syncthreads();
   const PlanItem& plan = item->plan;
+  if (plan.request < 0) return;
   if (threadIdx.x == 0) {
-    MapTokens<Traits>(p, item);
+    MapTokens<Traits>(args, item);
     const float scale = p.scale * 1.4426950408889634f;
     item->tail_scale = scale;
     item->prefix_scale = scale;
@@ -155,15 +157,22 @@ __device__ void ArriveAtPair(const VerifyArgs& args, SharedItem* shared, bool id
   if ((leaving & 0xffffu) == 1) *call = 0;  // the last helper: all have read it
 }
 
-// Takes items from the queue until it is empty: process(index) works on one, with `item` opened for
-// it, up to its output or partial result. Called by the whole CTA.
+// Takes items from the queue until it is empty. process() works on the one in `item`, up to its
+// output or partial result. Called by the whole CTA.
 template <class Traits, typename Process>
-__device__ void ServeQueue(const VerifyArgs& args, SharedItem* item, Process process) {
-  const int num_items = args.plan->num_items;
+__device__ void ServeQueue(const VerifyArgs& args, SharedItem* item, int32_t* positions,
+                           Process process) {
   WorkCounters& counters = *args.counters;
-  const uint32_t base = threadIdx.x == 0 ? counters.fetch_base : 0;
+  int num_items = 0;
+  uint32_t base = 0;
+  if (threadIdx.x == 0) {
+    num_items = args.plan->num_items;
+    base = counters.fetch_base;
+  }
   int index = blockIdx.x;
-  while (index < num_items) {
+  while (index >= 0) {
+    OpenItem<Traits>(args, index, item, positions);
+    if (item->plan.request < 0) return;
     int next = 0;
     if (threadIdx.x == 0) {
       const int fetch = static_cast<int>(atomicAdd(&counters.fetches, 1) - base);
@@ -171,14 +180,15 @@ __device__ void ServeQueue(const VerifyArgs& args, SharedItem* item, Process pro
       if (fetch == num_items - 1) counters.fetch_base = base + num_items;
       next = fetch + static_cast<int>(gridDim.x);
     }
-    process(index);
+    __syncthreads();
+    process();
     if (item->plan.num_parts > 1) {
       const bool idle =
           threadIdx.x == 0 && next >= num_items &&
           ptx::LoadAcquire(&counters.fetches) - base == static_cast<uint32_t>(num_items);
       ArriveAtPair<Traits>(args, item, idle);
     }
-    if (threadIdx.x == 0) item->next_item = next;
+    if (threadIdx.x == 0) item->next_item = next < num_items ? next : -1;
     __syncthreads();
     index = item->next_item;
   }

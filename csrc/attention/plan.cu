@@ -116,6 +116,11 @@ __device__ QueueSums SumQueue(const PlanRequest* requests, int num_requests, int
   return sums;
 }
 
+// Entries [begin, end) tell their CTAs that there is nothing to do. Called by the whole block.
+__device__ void MarkIdle(PlanItem* items, int begin, int end) {
+  for (int i = begin + threadIdx.x; i < end; i += kPlanThreads) items[i].request = -1;
+}
+
 __global__ void __launch_bounds__(kPlanThreads)
     PlanKernel(const __grid_constant__ VerifyParams p, const __grid_constant__ VerifyConfig config,
                uint8_t* plan, int32_t* counters, int num_counters) {
@@ -153,9 +158,13 @@ __global__ void __launch_bounds__(kPlanThreads)
       ReportError(p.status, VerifyStatus::kBadRowRange, 0, totals.pairs);
       *header = {};
     }
+    MarkIdle(items, 0, config.num_ctas);
     return;
   }
-  if (p.num_requests == 0 && threadIdx.x == 0) *header = {};
+  if (p.num_requests == 0) {
+    if (threadIdx.x == 0) *header = {};
+    MarkIdle(items, 0, config.num_ctas);
+  }
 
   for (int b = threadIdx.x; b < p.num_requests; b += kPlanThreads) {
     requests[b].demand =
@@ -169,12 +178,15 @@ __global__ void __launch_bounds__(kPlanThreads)
   for (int b = threadIdx.x / 32; b < p.num_requests; b += kPlanWarps) {
     const PlanRequest request = requests[b];
     const QueueSums sums = SumQueue(requests, p.num_requests, b, request.demand.item_tokens);
-    if (b == 0 && lane == 0) {
-      PlanHeader done = {};
-      done.num_items = sums.all.items;
-      done.num_split_pairs = sums.all.split_pairs;
-      done.leaves_per_item = leaves_per_item;
-      *header = done;
+    if (b == 0) {
+      for (int i = sums.all.items + lane; i < config.num_ctas; i += 32) items[i].request = -1;
+      if (lane == 0) {
+        PlanHeader done = {};
+        done.num_items = sums.all.items;
+        done.num_split_pairs = sums.all.split_pairs;
+        done.leaves_per_item = leaves_per_item;
+        *header = done;
+      }
     }
     const int packed_rows = request.num_rows * group;
     const int row_tiles = CeilDiv(packed_rows, config.row_tile);

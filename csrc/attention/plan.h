@@ -46,7 +46,7 @@ struct PlanRequest {
 };
 
 struct PlanItem {
-  int32_t request;
+  int32_t request;  // -1: nothing to do, in the entries up to one per CTA
   int32_t kv_head;
   int32_t row_begin;  // packed rows [row_begin, row_begin + num_rows) of the request
   int32_t num_rows;

@@ -87,7 +87,12 @@ void LaunchVerify(const VerifyParams& params, const VerifyConfig& config, const 
   args.outputs = reinterpret_cast<float*>(bytes + at.outputs);
   args.stages = config.stages;
   args.max_slots = config.max_slots;
-  args.max_items = config.max_items;
+  const int page_size = params.cache.geometry.page_size;
+  args.page_tokens = Divisor::Of(page_size);
+  if (params.view.blocks != nullptr) {
+    args.block_tokens = Divisor::Of(params.view.block_size);
+    args.blocks_per_page = Divisor::Of(page_size / params.view.block_size);
+  }
   if (params.dtype == DType::kFloat16) return DispatchCache<__half>(args, config);
   NWOR_CHECK(params.dtype == DType::kBFloat16, "dtype: got ", Name(params.dtype),
              ", expected float16 or bfloat16");

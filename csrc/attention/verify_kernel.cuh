@@ -128,11 +128,9 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kCtasPerSm)
   if constexpr (!Traits::kSuperseded) {
     extern __shared__ __align__(1024) uint8_t shared_bytes[];
     const SharedMemory<Traits> smem(shared_bytes);
-    ServeQueue<Traits>(args, smem.item, [&](int index) {
-      OpenItem<Traits>(args, index, smem.item, smem.rows->position);
+    ServeQueue<Traits>(args, smem.item, smem.rows->position, [&] {
       LoadQueries<Traits>(args.params, smem.item->plan, smem.query);
       ptx::CommitCopies();
-      __syncthreads();
       for (int leaf = smem.item->plan.leaf_begin; leaf < smem.item->plan.leaf_end; ++leaf) {
         RunLeaf<Traits>(args, smem, leaf);
         FinishLeaf<Traits>(args, smem, leaf);

@@ -66,6 +66,22 @@ struct RowSwizzle {
   }
 };
 
+// Division of 0 <= n < 2^31 by a number found at run time, as a multiplication.
+struct Divisor {
+  uint32_t value = 1, factor = 0x80000001u, shift = 31;
+
+  static Divisor Of(int value) {
+    Divisor d;
+    d.value = value;
+    while ((1ull << (d.shift - 31)) < d.value) ++d.shift;
+    d.factor = static_cast<uint32_t>((1ull << d.shift) / d.value + 1);
+    return d;
+  }
+  __device__ int Quotient(int n) const {
+    return static_cast<int>(static_cast<uint64_t>(static_cast<uint32_t>(n)) * factor >> shift);
+  }
+};
+
 // Everything a launch knows.
 struct VerifyArgs {
   VerifyParams params;
@@ -76,9 +92,9 @@ struct VerifyArgs {
   uint32_t* calls;
   float2* states;
   float* outputs;
+  Divisor page_tokens, block_tokens, blocks_per_page;
   int32_t stages;
   int32_t max_slots;
-  int32_t max_items;
 };
 
 // The launches of one combination of types and head size: defined in verify_launch.cuh.
@@ -98,22 +114,6 @@ __device__ inline int RowDepth(const VerifyParams& p, int query_start, int row) 
   for (int w = 0; w < p.mask_words; ++w) visible += __popcll(mask[w]);
   return visible - 1;
 }
-
-// Division of 0 <= n < 2^31 by a number found at run time, as a multiplication.
-struct Divisor {
-  uint32_t value, factor, shift;
-
-  __device__ static Divisor Of(int value) {
-    Divisor d;
-    d.value = value;
-    d.shift = 31 + (value == 1 ? 0 : 32 - __clz(value - 1));
-    d.factor = static_cast<uint32_t>((1ull << d.shift) / value + 1);
-    return d;
-  }
-  __device__ int Quotient(int n) const {
-    return static_cast<int>(static_cast<uint64_t>(static_cast<uint32_t>(n)) * factor >> shift);
-  }
-};
 
 // Where the prefix tokens of the current item lie; distances in bytes.
 struct TokenMap {
