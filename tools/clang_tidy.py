@@ -70,8 +70,11 @@ def reached_files(file: Path, contents: dict[Path, bytes]) -> list[Path]:
     return sorted(reached)
 
 
-def fingerprint(file: Path, command: str, common: bytes, contents: dict[Path, bytes]) -> str:
-    digest = hashlib.sha256(common + command.encode())
+def fingerprint(file: Path, command: str, version: bytes, contents: dict[Path, bytes]) -> str:
+    digest = hashlib.sha256(version + command.encode())
+    for folder in file.parents:
+        if folder.is_relative_to(ROOT) and (folder / ".clang-tidy").is_file():
+            digest.update((folder / ".clang-tidy").read_bytes())
     for reached in reached_files(file, contents):
         digest.update(reached.relative_to(ROOT).as_posix().encode() + b"\0")
         digest.update(hashlib.sha256(contents[reached]).digest())
@@ -95,7 +98,6 @@ def main() -> int:
 
     tool = find_clang_tidy()
     version = subprocess.run([tool, "--version"], capture_output=True, check=True).stdout
-    common = version + (ROOT / ".clang-tidy").read_bytes()
     build = options.build.resolve()
     commands = compile_commands(build)
     wanted = [file.resolve() for file in options.files] or sorted(commands)
@@ -105,7 +107,7 @@ def main() -> int:
 
     CACHE.mkdir(parents=True, exist_ok=True)
     contents: dict[Path, bytes] = {}
-    marks = {f: CACHE / fingerprint(f, commands[f], common, contents) for f in wanted}
+    marks = {f: CACHE / fingerprint(f, commands[f], version, contents) for f in wanted}
     pending = [file for file in wanted if not marks[file].exists()]
     print(f"clang-tidy: {len(pending)} of {len(wanted)} files to check", flush=True)
 

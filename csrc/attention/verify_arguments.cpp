@@ -32,7 +32,7 @@ bool IsAligned(const at::Tensor& tensor) {
 
 // Rows as a kernel can read them; a CUDA kernel wants them aligned, the CPU does not care.
 at::Tensor ReadableRows(const at::Tensor& rows) {
-  const at::Tensor contiguous = ContiguousChannels(rows);
+  at::Tensor contiguous = ContiguousChannels(rows);
   if (!rows.is_cuda() || IsAligned(contiguous)) return contiguous;
   return contiguous.clone(at::MemoryFormat::Contiguous);
 }

@@ -45,8 +45,9 @@ struct Alignment {
 
   void Add(const void* pointer) { bits |= reinterpret_cast<uintptr_t>(pointer); }
   void AddElements(std::initializer_list<int64_t> distances, DType dtype) {
-    for (int64_t distance : distances)
+    for (int64_t distance : distances) {
       bits |= static_cast<uint64_t>(distance * ElementBytes(dtype));
+    }
   }
   bool Allows(int64_t bytes) const { return bits % static_cast<uint64_t>(bytes) == 0; }
 };
