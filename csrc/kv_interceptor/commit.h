@@ -6,6 +6,7 @@
 
 #include "export.h"
 #include "kv_interceptor/cache_layout.h"
+#include "kv_interceptor/commit_counters.h"
 #include "kv_interceptor/commit_error.h"
 #include "kv_interceptor/stage.h"
 #include "types.h"
@@ -67,20 +68,12 @@ struct CommitParams {
   int64_t* status = nullptr;              // int64[8], written by every commit
   int64_t* counters = nullptr;            // int64[kNumCommitCounters] added to, or null
   int64_t bytes_per_token = 0;            // over all layers, for the counters
+  int64_t closing_tokens = -1;  // >= 0: this commit ends a round that staged so many tokens
   // CUDA: one zeroed word, left zero. Needed when publishing must wait for every block: with tips,
   // or when status and round_status are one; may be null otherwise.
   uint32_t* ticket = nullptr;
 
   StreamHandle stream = nullptr;
-};
-
-// Running totals that a commit adds to, on its own device.
-enum CommitCounter : int {
-  kCounterCommits = 0,
-  kCounterCommittedTokens = 1,
-  kCounterCommittedBytes = 2,
-  kCounterFailedCommits = 3,
-  kNumCommitCounters = 4,
 };
 
 // Writes rows into one layer's cache. The indirection exists so that tests can make a write fail.

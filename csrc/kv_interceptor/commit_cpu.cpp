@@ -115,10 +115,8 @@ void Publish(const CommitParams& params, const CommitVerdict& verdict, int64_t n
     params.status[kStatusCommitted] = num_tokens;
   }
   if (params.counters != nullptr) {
-    params.counters[kCounterCommits] += verdict.error == CommitError::kOk ? 1 : 0;
-    params.counters[kCounterFailedCommits] += verdict.error == CommitError::kOk ? 0 : 1;
-    params.counters[kCounterCommittedTokens] += num_tokens;
-    params.counters[kCounterCommittedBytes] += num_tokens * params.bytes_per_token;
+    AddCommit(params.counters, verdict.error == CommitError::kOk, num_tokens,
+              params.bytes_per_token, params.closing_tokens);
   }
   if (params.tips != nullptr && verdict.error == CommitError::kOk) {
     for (int32_t request = 0; request < params.num_requests; ++request) {

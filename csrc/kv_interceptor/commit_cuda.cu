@@ -2,6 +2,8 @@
 
 #include "kv_interceptor/commit.h"
 #include "kv_interceptor/commit_grid.h"
+#include "kv_interceptor/commit_move.cuh"
+#include "kv_interceptor/commit_small.cuh"
 #include "kv_interceptor/commit_table.cuh"
 #include "kv_interceptor/commit_validate.cuh"
 #include "kv_interceptor/launch_check.h"
@@ -13,83 +15,10 @@
 namespace nwor {
 namespace {
 
-// K or V of one layer, and the group it belongs to.
-struct Plane {
-  const GroupTable& group;
-  int side;
-  const char* staged;
-  char* cache;
-  const float* scales;
-  int32_t scale_stride;
-};
-
-template <int kLayers>
-__device__ Plane SelectPlane(const CommitTable<kLayers>& table, int plane_idx) {
-  const LayerTable& layer = table.layers[plane_idx / 2];
-  const GroupTable& group = table.batch.groups[layer.group];
-  const int side = plane_idx % 2;
-  return {group,
-          side,
-          group.staged[side].data + layer.staged_layer * group.staged_layer[side],
-          layer.cache[side],
-          layer.scales[side],
-          layer.scale_stride[side]};
-}
-
 struct BlockState {
   uint32_t fault;
   int32_t num_accepted;
   bool publishes;
-};
-
-// One slice of one accepted row in the registers of a warp. Which one follows from the unit alone,
-// so a warp has its row on the way before the block has looked at the batch.
-template <RowOp op>
-class WarpSlice {
- public:
-  __device__ void Load(const BatchTable& batch, const Plane& plane, int32_t unit,
-                       int32_t num_slices) {
-    const int32_t position = num_slices == 1 ? unit : unit / num_slices;
-    first_ = (unit - position * num_slices) * kCommitSliceVectors + threadIdx.x % 32;
-    const Entry entry = LoadEntry(batch, position);
-    const bool accepted = entry.count_valid(batch) && entry.index < entry.count;
-    const int32_t row = accepted ? StagingRow(batch, entry.request, entry.path_entry) : -1;
-    moves_ = row >= 0;
-    if (!moves_) return;
-    const RowsSide& side = plane.group.staged[plane.side];
-    const char* from = plane.staged + row * side.row;
-    const RowShape shape = plane.group.shape;
-#pragma unroll
-    for (int i = 0; i < kCommitVectorsPerLane; ++i) {
-      const VectorPlace place(shape, first_ + i * 32);
-      if (first_ + i * 32 < shape.vectors_per_row) {
-        vectors_[i].Load(from + place.Offset(side.head, VectorBytes(op).row));
-      }
-    }
-    slot_ = DestinationSlot(plane.group, position, row);
-  }
-
-  __device__ void Store(const Plane& plane) const {
-    if (!moves_) return;
-    const CacheStrides& strides = plane.group.cache[plane.side];
-    char* to = plane.cache + SlotOffset(strides, plane.group.pages, slot_);
-    const RowShape shape = plane.group.shape;
-#pragma unroll
-    for (int i = 0; i < kCommitVectorsPerLane; ++i) {
-      const VectorPlace place(shape, first_ + i * 32);
-      if (first_ + i * 32 < shape.vectors_per_row) {
-        const float scale =
-            plane.scales == nullptr ? 1.0f : plane.scales[place.head * plane.scale_stride];
-        vectors_[i].StoreCache(to + place.Offset(strides.head, VectorBytes(op).cache), scale);
-      }
-    }
-  }
-
- private:
-  RowVector<op> vectors_[kCommitVectorsPerLane];
-  int64_t slot_;
-  int32_t first_;
-  bool moves_ = false;
 };
 
 // Ends with a barrier after which all threads know the same fault.
@@ -105,40 +34,6 @@ __device__ uint32_t Verdict(const BatchTable& batch, uint32_t* cells, const Entr
   }
   __syncthreads();
   return state.fault;
-}
-
-// Tells the host and the next chunk. All threads of one block, after every block has its verdict.
-__device__ __noinline__ void Publish(const BatchTable& batch, const BlockState& state) {
-  const bool ok = state.fault == kNoFault;
-  const int64_t num_tokens = ok ? state.num_accepted : 0;
-  if (threadIdx.x == 0) {
-    const CommitVerdict verdict = Describe(batch, state.fault);
-    if (batch.status != nullptr) {
-      batch.status[kStatusCode] = static_cast<int64_t>(verdict.error);
-      batch.status[kStatusRequest] = verdict.request;
-      batch.status[kStatusIndex] = verdict.index;
-      batch.status[kStatusValue] = verdict.value;
-      batch.status[kStatusCommitted] = num_tokens;
-      for (int word = kStatusCommitted + 1; word < kNumStatusWords; ++word) batch.status[word] = 0;
-    }
-    if (batch.counters != nullptr) {
-      auto* counters = reinterpret_cast<unsigned long long*>(batch.counters);
-      atomicAdd(&counters[ok ? kCounterCommits : kCounterFailedCommits], 1ull);
-      atomicAdd(&counters[kCounterCommittedTokens], static_cast<unsigned long long>(num_tokens));
-      atomicAdd(&counters[kCounterCommittedBytes],
-                static_cast<unsigned long long>(num_tokens * batch.bytes_per_token));
-    }
-  }
-  if (batch.tips == nullptr || !ok) return;
-  const int32_t num_requests = batch.num_positions / batch.positions_per_request;
-#pragma unroll 1
-  for (int32_t request = threadIdx.x; request < num_requests; request += kCommitThreads) {
-    const int32_t count = batch.counts[request];
-    if (count > 0) {
-      const int32_t last = batch.path[request * batch.depth + count - 1];
-      batch.tips[request] = StagingRow(batch, request, last);
-    }
-  }
 }
 
 // kUniform: every group moves its rows by `op`, which is then known here; otherwise each block
@@ -162,13 +57,21 @@ __global__ void __launch_bounds__(kCommitThreads, kUniform ? kCommitBlocksPerSm 
   uint32_t fault = kNoFault;
   const auto move = [&](auto op, auto&& verdict) {
     WarpSlice<decltype(op)::value> slice;
-    if (unit < num_units) slice.Load(batch, plane, unit, num_slices);
+    const auto load = [&] {
+      const int32_t position = num_slices == 1 ? unit : unit / num_slices;
+      const Entry entry = LoadEntry(batch, position);
+      const bool accepted = entry.count_valid(batch) && entry.index < entry.count;
+      const int32_t row = accepted ? StagingRow(batch, entry.request, entry.path_entry) : -1;
+      const int64_t slot = row < 0 ? -1 : DestinationSlot(plane.group, position, row);
+      slice.Load(plane, row, slot, unit - position * num_slices);
+    };
+    if (unit < num_units) load();
     fault = verdict();
     if (fault != kNoFault) return;
     while (unit < num_units) {
       slice.Store(plane);
       unit += static_cast<int32_t>(kCommitWarps * gridDim.y);
-      if (unit < num_units) slice.Load(batch, plane, unit, num_slices);
+      if (unit < num_units) load();
     }
   };
   // A block that has its verdict reads no input that publishing changes, so it may sign off before
@@ -190,18 +93,58 @@ __global__ void __launch_bounds__(kCommitThreads, kUniform ? kCommitBlocksPerSm 
     DispatchRowOp(plane.group.op, [&](auto op) { move(op, [&] { return verdict; }); });
   }
 
-  if (batch.ticket == nullptr) {
-    if (blockIdx.x == 0 && blockIdx.y == 0) Publish(batch, state);
-    return;
+  const bool publishes = batch.ticket == nullptr && blockIdx.x == 0 && blockIdx.y == 0;
+  if (batch.ticket != nullptr) __syncthreads();  // state.publishes
+  if (publishes || state.publishes) {
+    Publish(batch, {state.fault, state.num_accepted}, threadIdx.x, kCommitThreads);
   }
-  __syncthreads();
-  if (state.publishes) Publish(batch, state);
 }
 
-template <int kLayers, bool kUniform, RowOp kOp>
-void Launch(const CommitTable<kLayers>& table, const CommitParams& params) {
-  const int64_t shared_bytes = int64_t{table.batch.num_cells} * 4;
-  const auto kernel = CommitKernel<kLayers, kUniform, kOp>;
+// At most kSmallCommitEntries entries, all moved 16 bytes at a time: each warp works by itself.
+template <int kLayers>
+__global__ void __launch_bounds__(kCommitThreads, kCommitBlocksPerSm)
+    SmallCommitKernel(const __grid_constant__ CommitTable<kLayers> table) {
+  const BatchTable& batch = table.batch;
+  const WarpBatch entries(batch);
+  const Plane plane = SelectPlane(table, blockIdx.x);
+  const int32_t num_slices =
+      (plane.group.shape.vectors_per_row + kCommitSliceVectors - 1) / kCommitSliceVectors;
+  const int32_t num_units = batch.num_positions * num_slices;
+  const uint32_t warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  int32_t unit = static_cast<int32_t>(blockIdx.y + warp * gridDim.y);
+
+  WarpSlice<RowOp::kCopy16> slice;
+  const auto load = [&] {
+    const int32_t position = num_slices == 1 ? unit : unit / num_slices;
+    const int32_t row = entries.Row(position);
+    slice.Load(plane, row, entries.Slot(plane.group, position, row), unit - position * num_slices);
+  };
+  if (unit < num_units) load();
+  const uint32_t fault = entries.Validate(batch);
+
+  // The last warp of a block has the least to move, often nothing.
+  bool publishes = blockIdx.x == 0 && blockIdx.y == 0 && warp == kCommitWarps - 1;
+  if (batch.ticket != nullptr) {
+    // A warp that has its verdict reads no input that publishing changes.
+    if (lane == 0) {
+      __threadfence();
+      const uint32_t last = gridDim.x * gridDim.y * kCommitWarps - 1;
+      publishes = atomicInc(batch.ticket, last) == last;
+    }
+    publishes = __shfl_sync(0xffffffff, publishes, 0);
+  }
+  if (publishes) Publish(batch, {fault, entries.NumAccepted()}, lane, 32);
+  if (fault != kNoFault) return;
+  while (unit < num_units) {
+    slice.Store(plane);
+    unit += static_cast<int32_t>(kCommitWarps * gridDim.y);
+    if (unit < num_units) load();
+  }
+}
+
+template <int kLayers>
+void Launch(void (*kernel)(CommitTable<kLayers>), const CommitTable<kLayers>& table,
+            const CommitParams& params, int64_t shared_bytes) {
   constexpr int64_t kAlwaysAllowed = 48 * 1024 - sizeof(BlockState);
   if (shared_bytes > kAlwaysAllowed) {
     CheckCuda(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
@@ -232,10 +175,13 @@ void Launch(const CommitParams& params) {
   const CommitTable<kLayers> table = MakeCommitTable<kLayers>(params);
   const bool copies = std::all_of(table.batch.groups, table.batch.groups + params.num_groups,
                                   [](const auto& group) { return group.op == RowOp::kCopy16; });
-  if (copies) {
-    Launch<kLayers, true, RowOp::kCopy16>(table, params);
+  const int64_t cell_bytes = int64_t{table.batch.num_cells} * 4;
+  if (copies && table.batch.num_positions <= kSmallCommitEntries) {
+    Launch<kLayers>(SmallCommitKernel<kLayers>, table, params, 0);
+  } else if (copies) {
+    Launch<kLayers>(CommitKernel<kLayers, true, RowOp::kCopy16>, table, params, cell_bytes);
   } else {
-    Launch<kLayers, false, RowOp::kCopy16>(table, params);
+    Launch<kLayers>(CommitKernel<kLayers, false, RowOp::kCopy16>, table, params, cell_bytes);
   }
 }
 

@@ -40,6 +40,7 @@ struct BatchTable {
   int64_t* counters;
   uint32_t* ticket;  // null: block 0 publishes
   int64_t bytes_per_token;
+  int64_t closing_tokens;
   int32_t depth;
   int32_t positions_per_request;  // max(depth, 1): a request without room still has a count
   int32_t num_positions;
@@ -190,6 +191,7 @@ inline BatchTable MakeBatchTable(const CommitParams& params) {
                       .counters = params.counters,
                       .ticket = PublishesLast(params) ? params.ticket : nullptr,
                       .bytes_per_token = params.bytes_per_token,
+                      .closing_tokens = params.closing_tokens,
                       .depth = params.depth,
                       .positions_per_request = positions,
                       .num_positions = params.num_requests * positions,

@@ -62,12 +62,13 @@ __device__ inline uint32_t InsertSlot(uint32_t* cells, const BatchTable& batch, 
   }
 }
 
-// True when the row before this entry on its path, or the tip of an earlier chunk, is its parent.
-__device__ inline bool Linked(const BatchTable& batch, const Entry& entry, int32_t position,
+// True when `before`, the row before this entry on its path, or the tip of an earlier chunk is its
+// parent.
+__device__ inline bool Linked(const BatchTable& batch, const Entry& entry, int32_t before,
                               int32_t row) {
   int32_t previous = -1;
   if (entry.index > 0) {
-    previous = StagingRow(batch, entry.request, batch.path[position - 1]);
+    previous = before;
   } else if (batch.tips != nullptr) {
     previous = batch.tips[entry.request];
   }
@@ -91,7 +92,9 @@ __device__ inline uint32_t CheckEntry(const BatchTable& batch, int g, uint32_t* 
   const int32_t row = StagingRow(batch, entry.request, entry.path_entry);
   if (row < 0) return FaultAt(position, kCheckPath);
   const int64_t slot = DestinationSlot(group, position, row);
-  uint32_t fault = Linked(batch, entry, position, row) ? kNoFault : FaultAt(position, kCheckChain);
+  const int32_t before =
+      entry.index > 0 ? StagingRow(batch, entry.request, batch.path[position - 1]) : -1;
+  uint32_t fault = Linked(batch, entry, before, row) ? kNoFault : FaultAt(position, kCheckChain);
   if (slot < 0 || slot >= group.pages.num_slots) {
     fault = min(fault, FaultAt(position, kCheckSlots + 2 * g));
   }

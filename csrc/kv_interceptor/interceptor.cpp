@@ -115,7 +115,9 @@ struct Interceptor::Impl {
   at::Tensor round_status;  // faults that writes of the round found on the device
 
   CommitUndoLog undo;
-  at::Tensor device_ticket;
+  // On CUDA: whether commits of the open round count there, and have settled its books there.
+  bool counts_on_device = false;
+  bool settled_on_device = false;
   CacheWriter* writer = &PlainCacheWriter();
   InterceptorObserver* observer = nullptr;
 
@@ -131,7 +133,8 @@ struct Interceptor::Impl {
   // The ranks' digests of this commit; with `refuse` this rank makes all of them disagree.
   at::Tensor Agree(const CommitParams& params, bool refuse) const;
   void CommitOnCpu(const CommitParams& params, Receipt* receipt);
-  void CommitOnCuda(CommitParams& params);
+  void CommitOnCuda(CommitParams& params, bool last);
+  int64_t StagedTokens() const;
   void CloseRound(bool aborted);
 };
 
@@ -154,6 +157,7 @@ void Interceptor::BindLayer(const std::string& name, const at::Tensor& key_cache
              "' while a round is open, expected commit or abort first");
   const BoundLayer& layer =
       impl_->table.Bind(name, key_cache, value_cache, group, k_scale, v_scale, dtype);
+  if (layer.ready && layer.key_cache.is_cuda()) impl_->books.UseDevice(layer.key_cache.device());
   if (!layer.unsupported.empty()) {
     impl_->books.Report(BypassReason::kUnsupportedLayout,
                         Concat("layer '", name, "': ", layer.unsupported));
@@ -197,6 +201,7 @@ Decision Interceptor::Begin(const RoundPlan& plan) {
     impl.round_status = at::zeros({kNumStatusWords}, at::dtype(at::kLong).device(device));
   }
   for (BoundLayer& layer : impl.table.layers()) layer.round = LayerRound::kSilent;
+  impl.counts_on_device = impl.settled_on_device = false;
   impl.round_open = true;
   decision.epoch = ++impl.epoch;
   if (impl.observer != nullptr) impl.observer->AfterBegin(plan, decision);
@@ -449,7 +454,7 @@ void Interceptor::Impl::Commit(const CommitCall& call, Receipt* receipt) {
   } else if (table.device().is_cpu()) {
     CommitOnCpu(params, receipt);
   } else {
-    CommitOnCuda(params);
+    CommitOnCuda(params, call.last);
   }
 }
 
@@ -487,15 +492,14 @@ void Interceptor::Impl::CommitOnCpu(const CommitParams& params, Receipt* receipt
   books.CountCommit(params.status[kStatusCommitted], params.bytes_per_token);
 }
 
-void Interceptor::Impl::CommitOnCuda(CommitParams& params) {
+void Interceptor::Impl::CommitOnCuda(CommitParams& params, bool last) {
 #ifdef NWOR_WITH_CUDA
-  const at::Device device = table.device();
-  if (!device_ticket.defined()) {
-    device_ticket = at::zeros({1}, at::dtype(at::kInt).device(device));
-  }
-  params.ticket = static_cast<uint32_t*>(device_ticket.mutable_data_ptr());
-  params.counters = books.DeviceCounters(device);
+  params.ticket = books.DeviceTicket();
+  params.counters = books.DeviceCounters();
+  params.closing_tokens = last ? StagedTokens() : -1;
   LaunchCommit(params);
+  counts_on_device = true;
+  settled_on_device = last;
 #endif
 }
 
@@ -505,14 +509,28 @@ void Interceptor::Abort() {
   if (impl_->observer != nullptr) impl_->observer->AfterAbort();
 }
 
-void Interceptor::Impl::CloseRound(bool aborted) {
-  // A token counts once, whichever layers of whichever groups have staged it.
+// A token counts once, whichever layers of whichever groups have staged it.
+int64_t Interceptor::Impl::StagedTokens() const {
   std::vector<bool> staged(rows.num_staging_rows(), false);
   for (const CacheGroup& group : table.groups()) {
     if (staging && group.staging != nullptr) group.staging->AddStagedRows(staged);
   }
-  const int64_t tokens = std::count(staged.begin(), staged.end(), true);
-  books.CloseRound(tokens, table.staged_bytes_per_token(), aborted, table.device().is_cuda());
+  return std::count(staged.begin(), staged.end(), true);
+}
+
+void Interceptor::Impl::CloseRound(bool aborted) {
+  if (counts_on_device && !settled_on_device) {
+    // Chunks were committed and the rest was given up: an empty commit settles the books there.
+    const c10::DeviceGuard guard(table.device());
+    const at::Tensor none = at::zeros({1, 1}, at::dtype(at::kInt).device(table.device()));
+    const at::Tensor no_slots = at::zeros({1, 1}, at::dtype(at::kLong).device(table.device()));
+    at::Tensor status = at::zeros({kNumStatusWords}, no_slots.options());
+    const std::vector<at::Tensor> slots(table.num_staging_groups(), no_slots);
+    CommitParams params = DescribeCommit({none, none, slots, RowSpace::kBatch, true}, status);
+    params.num_requests = 0;
+    CommitOnCuda(params, /*last=*/true);
+  }
+  books.CloseRound(StagedTokens(), table.staged_bytes_per_token(), aborted, counts_on_device);
   round_open = false;
 }
 

@@ -5,7 +5,25 @@
 #include "check.h"
 #include "kv_interceptor/commit.h"
 
+#ifdef NWOR_WITH_CUDA
+#include <c10/cuda/CUDAGraphsC10Utils.h>
+#include <c10/cuda/CUDAGuard.h>
+#endif
+
 namespace nwor {
+namespace {
+
+// A copy on the host, read on a stream of its own.
+at::Tensor ReadAside(const at::Tensor& words) {
+#ifdef NWOR_WITH_CUDA
+  const c10::cuda::CUDAStreamCaptureModeGuard relaxed(cudaStreamCaptureModeRelaxed);
+  const c10::cuda::CUDAStreamGuard aside(
+      c10::cuda::getStreamFromPool(/*isHighPriority=*/false, words.device().index()));
+#endif
+  return words.cpu();
+}
+
+}  // namespace
 
 RoundBooks::RoundBooks(bool strict) : strict_(strict) {
   source_id_ = Counters::Global().AddSource(
@@ -53,12 +71,19 @@ void RoundBooks::CountStagingBytes(int64_t delta) {
   totals_.staging_bytes += delta;
 }
 
-int64_t* RoundBooks::DeviceCounters(at::Device device) {
+void RoundBooks::UseDevice(at::Device device) {
   const std::lock_guard lock(mutex_);
-  if (!device_counters_.defined()) {
-    device_counters_ = at::zeros({kNumCommitCounters}, at::dtype(at::kLong).device(device));
-  }
-  return static_cast<int64_t*>(device_counters_.mutable_data_ptr());
+  if (device_words_.defined() && device_words_.device() == device) return;
+  const at::Tensor zeros = at::zeros({kNumCommitCounters + 1}, at::kLong);
+  device_words_ = zeros.to(device);  // blocking: readers are on other streams
+}
+
+int64_t* RoundBooks::DeviceCounters() const {
+  return static_cast<int64_t*>(device_words_.mutable_data_ptr());
+}
+
+uint32_t* RoundBooks::DeviceTicket() const {
+  return reinterpret_cast<uint32_t*>(DeviceCounters() + kNumCommitCounters);
 }
 
 void RoundBooks::CloseRound(int64_t tokens, int64_t bytes_per_token, bool aborted, bool on_device) {
@@ -70,11 +95,7 @@ void RoundBooks::CloseRound(int64_t tokens, int64_t bytes_per_token, bool aborte
   ++totals_.rounds;
   totals_.aborted_rounds += aborted ? 1 : 0;
   totals_.staged_tokens += tokens;
-  if (on_device) {
-    device_staged_tokens_ += tokens;
-    device_staged_bytes_ += tokens * bytes_per_token;
-    return;
-  }
+  if (on_device) return;
   const int64_t rejected = tokens - open_committed_;
   open_committed_ = 0;
   counters.Add(Counter::kRejectedTokens, rejected);
@@ -95,31 +116,22 @@ InterceptorStats RoundBooks::Read() const {
   return stats;
 }
 
-// What the device has committed of the rounds that were closed: the rest of them was rejected.
 void RoundBooks::AddDeviceTotals(CountersSnapshot& snapshot) const {
-  at::Tensor on_device;
-  int64_t staged_tokens = 0, staged_bytes = 0;
+  at::Tensor words;
   {
     const std::lock_guard lock(mutex_);
-    if (!device_counters_.defined() && device_staged_tokens_ == 0) return;
-    on_device = device_counters_;
-    staged_tokens = device_staged_tokens_;
-    staged_bytes = device_staged_bytes_;
+    words = device_words_;
   }
-  int64_t tokens = 0, bytes = 0;
-  if (on_device.defined()) {
-    const at::Tensor host = on_device.cpu();
-    const auto* words = static_cast<const int64_t*>(host.const_data_ptr());
-    tokens = words[kCounterCommittedTokens];
-    bytes = words[kCounterCommittedBytes];
-  }
+  if (!words.defined()) return;
+  const at::Tensor host = ReadAside(words);
+  const auto* totals = static_cast<const int64_t*>(host.const_data_ptr());
   const auto add = [&](Counter counter, int64_t amount) {
     snapshot.values[static_cast<size_t>(counter)] += amount;
   };
-  add(Counter::kCommittedTokens, tokens);
-  add(Counter::kRejectedTokens, staged_tokens - tokens);
-  add(Counter::kCacheBytesWritten, bytes);
-  add(Counter::kCacheBytesAvoided, staged_bytes - bytes);
+  add(Counter::kCommittedTokens, totals[kCounterCommittedTokens]);
+  add(Counter::kRejectedTokens, totals[kCounterRejectedTokens]);
+  add(Counter::kCacheBytesWritten, totals[kCounterCommittedBytes]);
+  add(Counter::kCacheBytesAvoided, totals[kCounterRejectedBytes]);
 }
 
 }  // namespace nwor

@@ -16,8 +16,9 @@
 // What one interceptor has done, in numbers: its own totals and its share of the process-wide
 // counters. For every closed round staged = committed + rejected.
 //
-// Commits on a GPU are counted there; the books know what was staged and ask the device for the
-// rest when somebody reads.
+// Commits on a GPU are counted there (commit_counters.h); the books ask the device when somebody
+// reads, on a stream of their own, so that reading neither waits for a round nor disturbs a
+// capture.
 //
 // Thread-safety: Read may be called from any thread, the rest from the round's thread.
 
@@ -52,10 +53,12 @@ class RoundBooks {
   void CountCommit(int64_t tokens, int64_t bytes_per_token);  // on the CPU
   void CountStagingBytes(int64_t delta);
 
-  // Where commits of this interceptor count on a GPU: int64[kNumCommitCounters], zeroed at first.
-  int64_t* DeviceCounters(at::Device device);
+  // Makes the words below on `device`, once, and waits until they are zero. REQUIRES: no capture.
+  void UseDevice(at::Device device);
+  int64_t* DeviceCounters() const;  // int64[kNumCommitCounters]
+  uint32_t* DeviceTicket() const;   // see CommitParams::ticket
 
-  // Settles a round that staged `tokens` tokens. `on_device`: its commits counted on the device.
+  // Settles a round that staged `tokens` tokens. `on_device`: its commits settle the rejected ones.
   void CloseRound(int64_t tokens, int64_t bytes_per_token, bool aborted, bool on_device);
 
   // May wait for the device.
@@ -70,10 +73,8 @@ class RoundBooks {
 
   mutable std::mutex mutex_;  // guards what follows
   InterceptorStats totals_;
-  int64_t open_committed_ = 0;        // tokens of the open round, CPU
-  int64_t device_staged_tokens_ = 0;  // of closed rounds whose commits count on the device
-  int64_t device_staged_bytes_ = 0;
-  at::Tensor device_counters_;
+  int64_t open_committed_ = 0;  // tokens of the open round, CPU
+  at::Tensor device_words_;     // int64: the counters, then the ticket
   int source_id_ = 0;
 };
 

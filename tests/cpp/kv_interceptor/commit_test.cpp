@@ -298,14 +298,24 @@ TEST_F(Commit, SucceedsAfterAFailureBecauseStagingIsIntact) {
   ExpectCommitted({{0, 5}, {1, 6}, {2, 7}, {3, 20}, {4, 21}});
 }
 
-TEST_F(Commit, CountsOnlyWhatItWrote) {
+TEST_F(Commit, CountsOnlyWhatItWroteAndSettlesTheRestOnClosing) {
   std::vector<int64_t> counters(kNumCommitCounters, 0);
   params_.counters = counters.data();
   params_.bytes_per_token = 100;
-  Run();
+  Run();  // five tokens, the round goes on
+  EXPECT_EQ(counters[kCounterRejectedTokens], 0);
   Accept({{0, 1}}, {2}, {{5, 5}});
-  Run();
-  EXPECT_EQ(counters, (std::vector<int64_t>{1, 5, 500, 1}));
+  Run();  // refused
+  Accept({{0, 1}}, {2}, {{5, 6}});
+  params_.closing_tokens = 10;
+  Run();  // two more of ten
+  EXPECT_EQ(counters[kCounterCommits], 2);
+  EXPECT_EQ(counters[kCounterFailedCommits], 1);
+  EXPECT_EQ(counters[kCounterCommittedTokens], 7);
+  EXPECT_EQ(counters[kCounterCommittedBytes], 700);
+  EXPECT_EQ(counters[kCounterRejectedTokens], 3);
+  EXPECT_EQ(counters[kCounterRejectedBytes], 300);
+  EXPECT_EQ(counters[kCounterOpenTokens], 0);
 }
 
 }  // namespace

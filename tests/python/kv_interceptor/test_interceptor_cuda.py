@@ -137,6 +137,17 @@ def test_chunks_continue_where_the_last_one_ended() -> None:
     engine.expect(written, {5: 1, 6: 2, 7: 3, 8: 4})
 
 
+def test_an_abort_after_a_chunk_settles_the_rest_as_rejected() -> None:
+    engine = Engine()
+    engine.interceptor.begin(nwor.RoundPlan([5], [4]))
+    written = engine.write_all([-1, 5, 6, 7, 8])
+    assert engine.commit([[1]], [1], last=False).ok
+    engine.interceptor.abort()
+    engine.expect(written, {5: 1})
+    stats = engine.interceptor.stats()
+    assert (stats["committed_tokens"], stats["rejected_tokens"]) == (1, 3)
+
+
 def test_rows_arrive_in_any_order() -> None:
     engine = Engine()
     engine.interceptor.begin(nwor.RoundPlan([4], [3]))

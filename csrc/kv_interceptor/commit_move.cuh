@@ -1,0 +1,122 @@
+#pragma once
+
+#include <cstdint>
+
+#include "kv_interceptor/commit_error.h"
+#include "kv_interceptor/commit_grid.h"
+#include "kv_interceptor/commit_table.cuh"
+#include "kv_interceptor/commit_validate.cuh"
+
+// What the commit kernels do once they know: move rows, and publish the result.
+
+namespace nwor {
+
+// K or V of one layer, and the group it belongs to.
+struct Plane {
+  const GroupTable& group;
+  int side;
+  const char* staged;
+  char* cache;
+  const float* scales;
+  int32_t scale_stride;
+};
+
+template <int kLayers>
+__device__ Plane SelectPlane(const CommitTable<kLayers>& table, int plane_idx) {
+  const LayerTable& layer = table.layers[plane_idx / 2];
+  const GroupTable& group = table.batch.groups[layer.group];
+  const int side = plane_idx % 2;
+  return {group,
+          side,
+          group.staged[side].data + layer.staged_layer * group.staged_layer[side],
+          layer.cache[side],
+          layer.scales[side],
+          layer.scale_stride[side]};
+}
+
+// One slice of one accepted row in the registers of a warp: on its way while the batch is
+// validated.
+template <RowOp op>
+class WarpSlice {
+ public:
+  // `row` < 0: there is nothing to move. `slice` counts slices within the row.
+  __device__ void Load(const Plane& plane, int32_t row, int64_t slot, int32_t slice) {
+    moves_ = row >= 0;
+    if (!moves_) return;
+    first_ = slice * kCommitSliceVectors + threadIdx.x % 32;
+    slot_ = slot;
+    const RowsSide& side = plane.group.staged[plane.side];
+    const char* from = plane.staged + row * side.row;
+    const RowShape shape = plane.group.shape;
+#pragma unroll
+    for (int i = 0; i < kCommitVectorsPerLane; ++i) {
+      const VectorPlace place(shape, first_ + i * 32);
+      if (first_ + i * 32 < shape.vectors_per_row) {
+        vectors_[i].Load(from + place.Offset(side.head, VectorBytes(op).row));
+      }
+    }
+  }
+
+  __device__ void Store(const Plane& plane) const {
+    if (!moves_) return;
+    const CacheStrides& strides = plane.group.cache[plane.side];
+    char* to = plane.cache + SlotOffset(strides, plane.group.pages, slot_);
+    const RowShape shape = plane.group.shape;
+#pragma unroll
+    for (int i = 0; i < kCommitVectorsPerLane; ++i) {
+      const VectorPlace place(shape, first_ + i * 32);
+      if (first_ + i * 32 < shape.vectors_per_row) {
+        const float scale =
+            plane.scales == nullptr ? 1.0f : plane.scales[place.head * plane.scale_stride];
+        vectors_[i].StoreCache(to + place.Offset(strides.head, VectorBytes(op).cache), scale);
+      }
+    }
+  }
+
+ private:
+  RowVector<op> vectors_[kCommitVectorsPerLane];
+  int64_t slot_;
+  int32_t first_;
+  bool moves_ = false;
+};
+
+// What validation found: the same in every block.
+struct BatchVerdict {
+  uint32_t fault;
+  int32_t num_accepted;
+};
+
+// Tells the host and the next chunk. `thread` of `num_threads` that publish together, after every
+// block has its verdict.
+__device__ __noinline__ void Publish(const BatchTable& batch, const BatchVerdict& found,
+                                     uint32_t thread, uint32_t num_threads) {
+  const bool ok = found.fault == kNoFault;
+  const int64_t num_tokens = ok ? found.num_accepted : 0;
+  if (thread == 0) {
+    const CommitVerdict verdict = Describe(batch, found.fault);
+    if (batch.status != nullptr) {
+      batch.status[kStatusCode] = static_cast<int64_t>(verdict.error);
+      batch.status[kStatusRequest] = verdict.request;
+      batch.status[kStatusIndex] = verdict.index;
+      batch.status[kStatusValue] = verdict.value;
+      batch.status[kStatusCommitted] = num_tokens;
+      for (int word = kStatusCommitted + 1; word < kNumStatusWords; ++word) batch.status[word] = 0;
+    }
+    if (batch.counters != nullptr) {
+      AddCommit(batch.counters, ok, num_tokens, batch.bytes_per_token, batch.closing_tokens);
+    }
+  }
+  if (batch.tips == nullptr || !ok) return;
+  const int32_t num_requests = batch.num_positions / batch.positions_per_request;
+#pragma unroll 1
+  for (int32_t request = static_cast<int32_t>(thread); request < num_requests;
+       request += static_cast<int32_t>(num_threads)) {
+    const int32_t count = batch.counts[request];
+    if (count > 0) {
+      const int32_t last = batch.path[request * batch.depth + count - 1];
+      batch.tips[request] = StagingRow(batch, request, last);
+    }
+  }
+}
+
+}  // namespace nwor
