@@ -127,7 +127,11 @@ NWOR_SIMD_INLINE Vec FmaRow(const float* p, Vec v, Vec c) {
 // maximum.
 template <typename V>
 NWOR_SIMD_INLINE V MaxOf(V a, V b) {
+#if NWOR_SIMD_LEVEL == NWOR_SIMD_NEON
+  return vmaxnmq_f32(a, b);
+#else
   return b > a ? b : a;
+#endif
 }
 
 // The larger of x and a number; NaN stays NaN.

@@ -110,7 +110,7 @@ class Schedule {
       for (int r = 0; r < rows.count; ++r) {
         from = std::min(from, visibility.VisibleFrom(rows.first + r));
       }
-      chunk.first_leaf = from / cpu::kLeafTokens;
+      chunk.first_leaf = std::max<int64_t>(from, 0) / cpu::kLeafTokens;
     }
     const int64_t leaves = (chunk.prefix_tokens + cpu::kLeafTokens - 1) / cpu::kLeafTokens;
     chunk.num_leaves = std::max<int64_t>(1, leaves - chunk.first_leaf);

@@ -4,10 +4,11 @@
 #include <cmath>
 #include <cstddef>
 #include <cstdint>
-#include <limits>
+#include <utility>
 
 #include "attention/cpu/prefix_reader.h"
 #include "attention/cpu/task.h"
+#include "attention/cpu/tile.h"
 #include "attention/cpu/visibility.h"
 #include "attention/simd.h"
 
@@ -15,213 +16,17 @@
 // and includes this file.
 //
 // A block of tokens meets all tiles of packed rows twice: for the scores, with K, and for the sums,
-// with V. Scores of a tile lie token-major, [token][4 rows], so that softmax works lane by row and
-// the sums broadcast straight from them. A chunk of one tile reads K and V where they lie; several
-// tiles share a copy of the block as float.
+// with V. Few tiles read K and V where they lie; many share a copy of the block as float.
 
 namespace nwor::NWOR_SIMD_NAMESPACE {
 
-using cpu::kTileRows;
 using cpu::RowChunk;
 using cpu::Scratch;
 using cpu::State;
 using cpu::TokenRange;
 
-constexpr float kLog2E = 1.4426950408889634f;
-constexpr float kMinusInfinity = -std::numeric_limits<float>::infinity();
-
-// Register tiles: tokens per score tile, registers of channels per sum tile.
-#if NWOR_SIMD_LEVEL == NWOR_SIMD_AVX2
-constexpr int kTileTokens = 2;
-constexpr int kTileVecs = 2;
-#else
-constexpr int kTileTokens = 4;
-constexpr int kTileVecs = 4;
-#endif
+constexpr int kDirectTokens = 16;  // rows of K or V read where they lie before the next tile turns
 constexpr int kPadTokens = 4;  // blocks are padded to a multiple, so that tiles need no remainder
-
-// ---- scores -----------------------------------------------------------------------------------
-
-// scores[t][r] = queries[r] . keys[t] for kRows of a tile's rows; other rows get 0.
-template <int kRows, int kTokens, typename T>
-NWOR_SIMD_INLINE void ScoreTile(const float* queries, const T* const* keys, int head_dim,
-                                float* scores) {
-  Vec sums[kTokens][kTileRows] = {};
-  for (int d = 0; d < head_dim; d += kLanes) {
-    Vec q[kRows];
-#pragma GCC unroll 4
-    for (int r = 0; r < kRows; ++r) {
-      q[r] = Load(queries + r * head_dim + d);
-    }
-#pragma GCC unroll 8
-    for (int t = 0; t < kTokens; ++t) {
-      const Vec k = LoadAs(keys[t] + d);
-#pragma GCC unroll 4
-      for (int r = 0; r < kRows; ++r) {
-        sums[t][r] = Fma(q[r], k, sums[t][r]);
-      }
-    }
-  }
-#pragma GCC unroll 8
-  for (int t = 0; t < kTokens; ++t) {
-    StoreQuad(scores + t * kTileRows, SumLanes(sums[t][0], sums[t][1], sums[t][2], sums[t][3]));
-  }
-}
-
-// The rows of K and V that come after the current block: fetched into L2 while it is worked on.
-struct RowsAhead {
-  const std::byte* keys[cpu::kMaxBlockTokens];
-  const std::byte* values[cpu::kMaxBlockTokens];
-  int count = 0;
-  int row_bytes = 0;
-
-  void Fetch(int begin, int end) const {
-    for (int i = begin; i < end && i < count; ++i) {
-      for (int byte = 0; byte < row_bytes; byte += 64) {
-        __builtin_prefetch(keys[i] + byte, 0, 2);
-        __builtin_prefetch(values[i] + byte, 0, 2);
-      }
-    }
-  }
-};
-
-template <int kRows, typename T>
-void ScoreBlock(const float* queries, const T* const* keys, int count, int head_dim,
-                const RowsAhead* ahead, float* scores) {
-  for (int t = 0; t < count; t += kTileTokens) {
-    if (ahead != nullptr) {
-      ahead->Fetch(t, t + kTileTokens);
-    }
-    ScoreTile<kRows, kTileTokens>(queries, keys + t, head_dim, scores + t * kTileRows);
-  }
-}
-
-// ---- softmax ----------------------------------------------------------------------------------
-
-struct Softmax {
-  float scale = 0.0f;    // of q.k to log2 units, without softcap
-  float softcap = 0.0f;  // in log2 units, 0: none
-  float inverse_cap = 0.0f;
-
-  explicit Softmax(const VerifyParams& params) {
-    scale = params.scale * kLog2E;
-    if (params.softcap > 0.0f) {
-      softcap = params.softcap * kLog2E;
-      inverse_cap = params.scale / params.softcap;
-    }
-  }
-
-  // Turns a tile's scores into weights, updates its maximum and sum, and says in `decay` by what
-  // the sums so far have to be multiplied. Scores past `count` are padding; row_bits, if given,
-  // points to the tokens each row sees.
-  void Apply(float* scores, int count, int padded, const uint64_t* const* row_bits, float* max,
-             float* sum, float* decay) const {
-    Vec largest = Broadcast(kMinusInfinity);
-    for (int i = 0; i < padded * kTileRows; i += kLanes) {
-      const Vec raw = Load(scores + i);
-      const Vec logit = softcap > 0.0f ? Tanh(raw * inverse_cap) * softcap : raw * scale;
-      Store(scores + i, logit);
-      largest = MaxOf(largest, logit);
-    }
-    if (row_bits != nullptr || count != padded) {
-      Hide(scores, count, padded, row_bits);
-      largest = Broadcast(kMinusInfinity);
-      for (int i = 0; i < padded * kTileRows; i += kLanes) {
-        largest = MaxOf(largest, Load(scores + i));
-      }
-    }
-    const Quad old_max = LoadQuad(max);
-    const Quad new_max = MaxOf(
-        old_max,
-        FoldRows(
-            largest, [](Quad a, Quad b) __attribute__((always_inline)) { return MaxOf(a, b); }));
-    // Rows that have seen nothing yet have no maximum to subtract.
-    const Quad base = new_max == kMinusInfinity ? Quad{} : new_max;
-    const Vec bases = RepeatRows(base);
-    Vec total = {};
-    for (int i = 0; i < padded * kTileRows; i += kLanes) {
-      const Vec weight = Exp2(Load(scores + i) - bases);
-      Store(scores + i, weight);
-      total += weight;
-    }
-    const Quad kept = FirstQuad(Exp2(RepeatRows(old_max - base)));
-    StoreQuad(max, new_max);
-    StoreQuad(decay, kept);
-    StoreQuad(sum,
-              LoadQuad(sum) * kept +
-                  FoldRows(
-                      total, [](Quad a, Quad b) __attribute__((always_inline)) { return a + b; }));
-  }
-
- private:
-  NWOR_SIMD_INLINE Quad FirstQuad(Vec v) {
-    Quad q;
-    std::memcpy(&q, &v, sizeof(q));
-    return q;
-  }
-
-  static void Hide(float* scores, int count, int padded, const uint64_t* const* row_bits) {
-    for (int i = count * kTileRows; i < padded * kTileRows; ++i) {
-      scores[i] = kMinusInfinity;
-    }
-    for (int r = 0; row_bits != nullptr && r < kTileRows; ++r) {
-      const uint64_t bits = *row_bits[r];
-      for (int t = 0; t < count; ++t) {
-        if ((bits >> t & 1) == 0) {
-          scores[t * kTileRows + r] = kMinusInfinity;
-        }
-      }
-    }
-  }
-};
-
-// ---- weighted sums ----------------------------------------------------------------------------
-
-// acc[r][d ..] = acc[r][d ..] * decay[r] + sum over tokens of weights[t][r] * values[t][d ..].
-template <int kRows, int kVecs, typename T>
-NWOR_SIMD_INLINE void SumTile(const float* weights, const T* const* values, int count, int d,
-                              const float* decay, int head_dim, float* acc) {
-  Vec sums[kRows][kVecs];
-#pragma GCC unroll 4
-  for (int r = 0; r < kRows; ++r) {
-#pragma GCC unroll 8
-    for (int c = 0; c < kVecs; ++c) {
-      sums[r][c] = Load(acc + r * head_dim + d + c * kLanes) * decay[r];
-    }
-  }
-  for (int t = 0; t < count; ++t) {
-    const T* value = values[t] + d;
-    const float* weight = weights + t * kTileRows;
-#pragma GCC unroll 8
-    for (int c = 0; c < kVecs; ++c) {
-      const Vec v = LoadAs(value + c * kLanes);
-      sums[0][c] = FmaRow<0>(weight, v, sums[0][c]);
-      if constexpr (kRows > 1) sums[1][c] = FmaRow<1>(weight, v, sums[1][c]);
-      if constexpr (kRows > 2) sums[2][c] = FmaRow<2>(weight, v, sums[2][c]);
-      if constexpr (kRows > 3) sums[3][c] = FmaRow<3>(weight, v, sums[3][c]);
-    }
-  }
-#pragma GCC unroll 4
-  for (int r = 0; r < kRows; ++r) {
-#pragma GCC unroll 8
-    for (int c = 0; c < kVecs; ++c) {
-      Store(acc + r * head_dim + d + c * kLanes, sums[r][c]);
-    }
-  }
-}
-
-template <int kRows, typename T>
-void SumBlock(const float* weights, const T* const* values, int count, const float* decay,
-              int head_dim, float* acc) {
-  constexpr int kVecs = kRows <= 2 ? 2 * kTileVecs : kTileVecs;
-  int d = 0;
-  for (; d + kVecs * kLanes <= head_dim; d += kVecs * kLanes) {
-    SumTile<kRows, kVecs>(weights, values, count, d, decay, head_dim, acc);
-  }
-  for (; d < head_dim; d += kLanes) {
-    SumTile<kRows, 1>(weights, values, count, d, decay, head_dim, acc);
-  }
-}
 
 // ---- one range --------------------------------------------------------------------------------
 
@@ -247,33 +52,76 @@ class RangeAttention {
       }
     }
     const cpu::PrefixReader prefix(params_, rows_.request);
-    const int64_t prefix_tokens = cpu::PrefixTokens(params_, rows_.request);
-    ahead_.row_bytes = head_dim_ * ElementBytes(prefix.dtype());
-    for (int64_t first = range.begin; first < range.end; first += block_tokens_) {
-      count_ = BlockAt(first, range.end);
-      const Cover cover = CoverOfPrefix(first);
-      if (cover == Cover::kNone) {
-        continue;
-      }
+    const int row_bytes = head_dim_ * ElementBytes(prefix.dtype());
+    int64_t first = NextSeenBlock(range.begin, range.end);
+    if (first < range.end) {
+      ReadBlock(prefix, first, range.end, 0, next_);
+    }
+    while (first < range.end) {
+      const int64_t following = NextSeenBlock(first + block_tokens_, range.end);
+      const Cover cover = CoverOfPrefix(first, BlockAt(first, range.end));
       for (head_ = 0; head_ < rows_.num_heads; ++head_) {
-        prefix.Read(rows_.first_head + head_, first, count_, keys_, values_);
-        // The next head's block, or the first head's of the next tokens.
-        const bool last = head_ + 1 == rows_.num_heads;
-        const int64_t ahead = last ? first + block_tokens_ : first;
-        ahead_.count = BlockAt(ahead, prefix_tokens);
-        prefix.Read(rows_.first_head + (last ? 0 : head_ + 1), ahead, ahead_.count, ahead_.keys,
-                    ahead_.values);
+        std::swap(block_, next_);
+        // What comes next is found now, so that it can be fetched meanwhile.
+        next_->count = 0;
+        if (head_ + 1 < rows_.num_heads) {
+          ReadBlock(prefix, first, range.end, head_ + 1, next_);
+        } else if (following < range.end) {
+          ReadBlock(prefix, following, range.end, 0, next_);
+        }
+        next_->row_bytes = row_bytes;
         Block(prefix.dtype(), cover == Cover::kSome);
       }
+      first = following;
     }
     if (range.then_rows) {
-      ahead_.count = 0;
+      next_->count = 0;
       InFlight();
     }
   }
 
  private:
   enum class Cover { kNone, kSome, kAll };  // how much of a block the chunk's rows see
+
+  // The K and V rows of one head's block, padded with zeros to a multiple of kPadTokens.
+  struct Rows {
+    const std::byte* keys[cpu::kMaxBlockTokens];
+    const std::byte* values[cpu::kMaxBlockTokens];
+    int count = 0;
+    int row_bytes = 0;
+
+    // Into L2, in portions while the block before is worked on.
+    void Fetch(int begin, int end) const {
+      for (int i = begin; i < end; ++i) {
+        for (int byte = 0; byte < row_bytes; byte += 64) {
+          __builtin_prefetch(keys[i] + byte, 0, 2);
+          __builtin_prefetch(values[i] + byte, 0, 2);
+        }
+      }
+    }
+  };
+
+  // The first block at or behind `first` that the window does not hide from all rows.
+  int64_t NextSeenBlock(int64_t first, int64_t end) {
+    while (first < end && CoverOfPrefix(first, BlockAt(first, end)) == Cover::kNone) {
+      first += block_tokens_;
+    }
+    return first;
+  }
+
+  void ReadBlock(const cpu::PrefixReader& prefix, int64_t first, int64_t end, int head,
+                 Rows* rows) const {
+    rows->count = BlockAt(first, end);
+    prefix.Read(rows_.first_head + head, first, rows->count, rows->keys, rows->values);
+    Pad(rows);
+  }
+
+  void Pad(Rows* rows) const {
+    const auto* zeros = reinterpret_cast<const std::byte*>(scratch_.zeros);
+    for (int i = rows->count; i % kPadTokens != 0; ++i) {
+      rows->keys[i] = rows->values[i] = zeros;
+    }
+  }
 
   void Clear() {
     const int rows = rows_.tiles() * kTileRows;
@@ -285,17 +133,17 @@ class RangeAttention {
   }
 
   // Fills scratch_.visible for the prefix block at `first` where the window hides some of it.
-  Cover CoverOfPrefix(int64_t first) {
+  Cover CoverOfPrefix(int64_t first, int count) {
     if (params_.window <= 0) {
       return Cover::kAll;
     }
-    const uint64_t full = cpu::LowBits(count_);
+    const uint64_t full = cpu::LowBits(count);
     uint64_t any = 0, all = full;
     for (int r = 0; r < rows_.count; ++r) {
       const int64_t hidden = scratch_.visible_from[r] - first;
       const uint64_t bits =
           hidden <= 0 ? full
-                      : (hidden >= count_ ? 0 : full & ~cpu::LowBits(static_cast<int>(hidden)));
+                      : (hidden >= count ? 0 : full & ~cpu::LowBits(static_cast<int>(hidden)));
       scratch_.visible[r] = bits;
       any |= bits;
       all &= bits;
@@ -303,13 +151,13 @@ class RangeAttention {
     return any == 0 ? Cover::kNone : (all == full ? Cover::kAll : Cover::kSome);
   }
 
-  Cover CoverOfRows(int first) {
-    const uint64_t full = cpu::LowBits(count_);
+  Cover CoverOfRows(int first, int count) {
+    const uint64_t full = cpu::LowBits(count);
     uint64_t any = 0, all = full;
     for (int r = 0; r < rows_.count; ++r) {
-      uint64_t bits = visibility_.RowBits(rows_.first + r, first, count_);
+      uint64_t bits = visibility_.RowBits(rows_.first + r, first, count);
       if (params_.window > 0) {
-        for (int i = 0; i < count_; ++i) {
+        for (int i = 0; i < count; ++i) {
           if (visibility_.Position(first + i) < scratch_.visible_from[r]) {
             bits &= ~(uint64_t{1} << i);
           }
@@ -326,16 +174,17 @@ class RangeAttention {
     // Without a mask the rows behind the chunk are hidden from all of it.
     const int end = params_.tree_mask == nullptr ? rows_.first + rows_.count : rows_.request_rows;
     for (int first = 0; first < end; first += block_tokens_) {
-      count_ = BlockAt(first, end);
-      const Cover cover = CoverOfRows(first);
+      block_->count = BlockAt(first, end);
+      const Cover cover = CoverOfRows(first, block_->count);
       if (cover == Cover::kNone) {
         continue;
       }
       for (head_ = 0; head_ < rows_.num_heads; ++head_) {
-        for (int i = 0; i < count_; ++i) {
-          keys_[i] = RowAt(params_.key, params_.key_strides, first + i);
-          values_[i] = RowAt(params_.value, params_.value_strides, first + i);
+        for (int i = 0; i < block_->count; ++i) {
+          block_->keys[i] = RowAt(params_.key, params_.key_strides, first + i);
+          block_->values[i] = RowAt(params_.value, params_.value_strides, first + i);
         }
+        Pad(block_);
         Block(params_.dtype, cover == Cover::kSome);
       }
     }
@@ -347,7 +196,7 @@ class RangeAttention {
     return static_cast<const std::byte*>(rows) + offset * ElementBytes(params_.dtype);
   }
 
-  // One block of tokens for one KV head: keys_, values_, count_, head_.
+  // block_, for the KV head head_.
   void Block(DType dtype, bool masked) {
     switch (dtype) {
       case DType::kFloat32:
@@ -370,19 +219,12 @@ class RangeAttention {
 
   template <typename T>
   void BlockOf(bool masked) {
-    if (masked || head_tiles_ > 1) {
+    constexpr int kDirectTiles = sizeof(T) == 4 ? 4 : 2;
+    if (masked || head_tiles_ > kDirectTiles) {
       return SharedBlock<T>(masked, 1.0f, 1.0f);
     }
-    const T* keys[cpu::kMaxBlockTokens];
-    const T* values[cpu::kMaxBlockTokens];
-    const T* zeros = reinterpret_cast<const T*>(scratch_.zeros);
-    const int padded = Padded();
-    for (int i = 0; i < padded; ++i) {
-      keys[i] = i < count_ ? reinterpret_cast<const T*>(keys_[i]) : zeros;
-      values[i] = i < count_ ? reinterpret_cast<const T*>(values_[i]) : zeros;
-    }
-    Scores(keys, false);
-    Sums(values);
+    Scores(reinterpret_cast<const T* const*>(block_->keys), false, kDirectTokens);
+    Sums(reinterpret_cast<const T* const*>(block_->values), kDirectTokens);
   }
 
   // A block that several tiles use, or that some rows do not see: copied as float first.
@@ -390,25 +232,24 @@ class RangeAttention {
   void SharedBlock(bool masked, float key_scale, float value_scale) {
     const float* tokens[cpu::kMaxBlockTokens];
     for (int i = 0; i < Padded(); ++i) {
-      tokens[i] =
-          i < count_ ? scratch_.tokens + static_cast<int64_t>(i) * head_dim_ : scratch_.zeros;
+      tokens[i] = i < block_->count ? TokenAt(i) : scratch_.zeros;
     }
-    Copy<T>(keys_, key_scale);
-    Scores(tokens, masked);
-    Copy<T>(values_, value_scale);
+    Copy<T>(block_->keys, key_scale);
+    Scores(tokens, masked, Padded());
+    Copy<T>(block_->values, value_scale);
     if (masked && !TokensAreFinite()) {
       SumsOfVisible(tokens);
     } else {
-      Sums(tokens);
+      Sums(tokens, block_->count);
     }
   }
 
   // Copies the block's rows as float.
   template <typename T>
   void Copy(const std::byte* const* rows, float scale) {
-    for (int i = 0; i < count_; ++i) {
+    for (int i = 0; i < block_->count; ++i) {
       const T* from = reinterpret_cast<const T*>(rows[i]);
-      float* to = scratch_.tokens + static_cast<int64_t>(i) * head_dim_;
+      float* to = TokenAt(i);
       for (int d = 0; d < head_dim_; d += kLanes) {
         Vec v = LoadAs(from + d);
         if constexpr (sizeof(T) == 1) {
@@ -420,56 +261,74 @@ class RangeAttention {
   }
 
   bool TokensAreFinite() const {
-    for (int64_t i = 0; i < static_cast<int64_t>(count_) * head_dim_; ++i) {
-      if (!std::isfinite(scratch_.tokens[i])) {
-        return false;
+    for (int i = 0; i < block_->count; ++i) {
+      for (int d = 0; d < head_dim_; ++d) {
+        if (!std::isfinite(TokenAt(i)[d])) {
+          return false;
+        }
       }
     }
     return true;
   }
 
+  // Rows of the copy are a register longer than D, so that neighbours do not meet in a cache bank.
+  float* TokenAt(int i) const { return scratch_.tokens + i * (head_dim_ + kLanes); }
+
+  // Scores and softmax of all tiles, `step` tokens at a time: rows of K that are read where they
+  // lie stay in L1 only while few others pass.
   template <typename T>
-  void Scores(const T* const* keys, bool masked) {
+  void Scores(const T* const* keys, bool masked, int step) {
     const int padded = Padded();
-    for (int tile = 0; tile < head_tiles_; ++tile) {
-      const float* queries = scratch_.queries + FirstRowOf(tile) * head_dim_;
-      float* scores = ScoresOf(tile);
-      const RowsAhead* ahead = tile == 0 ? &ahead_ : nullptr;
-      switch (RowsOf(tile)) {
-        case 1:
-          ScoreBlock<1>(queries, keys, padded, head_dim_, ahead, scores);
-          break;
-        case 2:
-          ScoreBlock<2>(queries, keys, padded, head_dim_, ahead, scores);
-          break;
-        default:
-          ScoreBlock<4>(queries, keys, padded, head_dim_, ahead, scores);
+    for (int begin = 0; begin < padded; begin += step) {
+      const int count = std::min(step, padded - begin);
+      next_->Fetch(next_->count * begin / padded, next_->count * (begin + count) / padded);
+      for (int tile = 0; tile < head_tiles_; ++tile) {
+        const float* queries = scratch_.queries + FirstRowOf(tile) * head_dim_;
+        float* scores = ScoresOf(tile) + begin * kTileRows;
+        switch (RowsOf(tile)) {
+          case 1:
+            ScoreBlock<1>(queries, keys + begin, count, head_dim_, scores);
+            break;
+          case 2:
+            ScoreBlock<2>(queries, keys + begin, count, head_dim_, scores);
+            break;
+          default:
+            ScoreBlock<4>(queries, keys + begin, count, head_dim_, scores);
+        }
       }
+    }
+    for (int tile = 0; tile < head_tiles_; ++tile) {
       const uint64_t* bits[kTileRows];
       for (int r = 0; r < kTileRows; ++r) {
         const int row = (tile * kTileRows + r) / rows_.group;
         bits[r] = scratch_.visible + (row < rows_.count ? row : rows_.count - 1);
       }
-      softmax_.Apply(scores, count_, padded, masked ? bits : nullptr, state_.max + FirstRowOf(tile),
-                     state_.sum + FirstRowOf(tile), scratch_.decay + tile * kTileRows);
+      softmax_.Apply(ScoresOf(tile), block_->count, padded, masked ? bits : nullptr,
+                     state_.max + FirstRowOf(tile), state_.sum + FirstRowOf(tile),
+                     scratch_.decay + tile * kTileRows);
     }
   }
 
+  // Weighted sums of all tiles, likewise.
   template <typename T>
-  void Sums(const T* const* values) {
-    for (int tile = 0; tile < head_tiles_; ++tile) {
-      const float* weights = ScoresOf(tile);
-      const float* decay = scratch_.decay + tile * kTileRows;
-      float* acc = state_.acc + FirstRowOf(tile) * head_dim_;
-      switch (RowsOf(tile)) {
-        case 1:
-          SumBlock<1>(weights, values, count_, decay, head_dim_, acc);
-          break;
-        case 2:
-          SumBlock<2>(weights, values, count_, decay, head_dim_, acc);
-          break;
-        default:
-          SumBlock<4>(weights, values, count_, decay, head_dim_, acc);
+  void Sums(const T* const* values, int step) {
+    constexpr float kKeep[kTileRows] = {1.0f, 1.0f, 1.0f, 1.0f};
+    for (int begin = 0; begin < block_->count; begin += step) {
+      const int count = std::min(step, block_->count - begin);
+      for (int tile = 0; tile < head_tiles_; ++tile) {
+        const float* weights = ScoresOf(tile) + begin * kTileRows;
+        const float* decay = begin == 0 ? scratch_.decay + tile * kTileRows : kKeep;
+        float* acc = state_.acc + FirstRowOf(tile) * head_dim_;
+        switch (RowsOf(tile)) {
+          case 1:
+            SumBlock<1>(weights, values + begin, count, decay, head_dim_, acc);
+            break;
+          case 2:
+            SumBlock<2>(weights, values + begin, count, decay, head_dim_, acc);
+            break;
+          default:
+            SumBlock<4>(weights, values + begin, count, decay, head_dim_, acc);
+        }
       }
     }
   }
@@ -482,7 +341,7 @@ class RangeAttention {
       const int tile = packed / kTileRows;
       const int lane = packed % kTileRows;
       int count = 0;
-      for (int t = 0; t < count_; ++t) {
+      for (int t = 0; t < block_->count; ++t) {
         if (scratch_.visible[packed / rows_.group] >> t & 1) {
           seen[count] = values[t];
           weights[count * kTileRows] = ScoresOf(tile)[t * kTileRows + lane];
@@ -497,7 +356,7 @@ class RangeAttention {
   int BlockAt(int64_t first, int64_t end) const {
     return static_cast<int>(std::clamp<int64_t>(end - first, 0, block_tokens_));
   }
-  int Padded() const { return (count_ + kPadTokens - 1) / kPadTokens * kPadTokens; }
+  int Padded() const { return (block_->count + kPadTokens - 1) / kPadTokens * kPadTokens; }
   int RowsOf(int tile) const {
     const int left = rows_.packed() - tile * kTileRows;
     return left < kTileRows ? left : kTileRows;
@@ -519,11 +378,10 @@ class RangeAttention {
   const int head_dim_;
   const int block_tokens_;
   const int head_tiles_;  // tiles of one KV head
-  RowsAhead ahead_;
-  int head_ = 0;   // of the chunk's KV heads, the current one
-  int count_ = 0;  // tokens in the current block
-  const std::byte* keys_[cpu::kMaxBlockTokens];
-  const std::byte* values_[cpu::kMaxBlockTokens];
+  int head_ = 0;          // of the chunk's KV heads, the current one
+  Rows rows_of_blocks_[2];
+  Rows* block_ = &rows_of_blocks_[0];  // the current block
+  Rows* next_ = &rows_of_blocks_[1];   // the one after it, if any
 };
 
 void Attend(const VerifyParams& params, const RowChunk& rows, const TokenRange& range,
@@ -538,10 +396,14 @@ void PackQueriesAs(const VerifyParams& params, const RowChunk& rows, Scratch& sc
   const int head_dim = params.head_dim;
   const int head_rows = rows.head_tiles() * kTileRows;
   for (int i = 0; i < rows.num_heads * head_rows; ++i) {
-    float* to = scratch.queries + static_cast<int64_t>(i) * head_dim;
+    const int tile = i / kTileRows;
+    float* to = scratch.queries + static_cast<int64_t>(tile) * kTileRows * head_dim +
+                i % kTileRows * kLanes;
     const int packed = i % head_rows;
     if (packed >= rows.packed()) {
-      std::memset(to, 0, sizeof(float) * head_dim);
+      for (int d = 0; d < head_dim; d += kLanes) {
+        Store(to + d * kTileRows, Vec{});
+      }
       continue;
     }
     const int64_t row = rows.request_row + rows.first + packed / rows.group;
@@ -549,7 +411,7 @@ void PackQueriesAs(const VerifyParams& params, const RowChunk& rows, Scratch& sc
     const T* from = static_cast<const T*>(params.query) + row * params.query_strides.row +
                     head * params.query_strides.head;
     for (int d = 0; d < head_dim; d += kLanes) {
-      Store(to + d, LoadAs(from + d));
+      Store(to + d * kTileRows, LoadAs(from + d));
     }
   }
 }

@@ -3,11 +3,13 @@
 // Everything below the pragma is compiled for avx2; headers shared with other files come before it.
 #include <immintrin.h>
 
+#include <algorithm>
 #include <cmath>
 #include <cstddef>
 #include <cstdint>
 #include <cstring>
 #include <limits>
+#include <utility>
 #include <vector>
 
 #include "attention/cpu/prefix_reader.h"

@@ -8,8 +8,8 @@ void Scratch::Prepare(const RowChunk& chunk, int head_dim) {
   const int64_t rows = static_cast<int64_t>(chunk.tiles()) * kTileRows;
   const int64_t head_rows = static_cast<int64_t>(chunk.head_tiles()) * kTileRows;
   const int64_t block_tokens = BlockTokens(head_dim);
-  const int64_t sizes[] = {rows * head_dim, block_tokens * head_dim, head_rows * block_tokens,
-                           head_rows, head_dim};
+  const int64_t sizes[] = {rows * head_dim, block_tokens * (head_dim + kMaxLanes),
+                           head_rows * block_tokens, head_rows, head_dim};
   int64_t total = 0;
   for (const int64_t size : sizes) {
     total += size;

@@ -20,6 +20,7 @@ inline constexpr int kTileRows = 4;         // packed rows that share a register
 inline constexpr int kLeafTokens = 512;     // prefix tokens per leaf of the merge tree
 inline constexpr int kMaxPackedRows = 256;  // per chunk, all heads: queries and sums stay in L2
 inline constexpr int kMaxBlockTokens = 64;  // one mask word
+inline constexpr int kMaxLanes = 16;        // of any instruction set
 
 // Tokens walked at a time: a block of float K (or V) stays in L1.
 constexpr int BlockTokens(int head_dim) { return head_dim <= 128 ? kMaxBlockTokens : 32; }
@@ -72,8 +73,8 @@ class Scratch {
   // Memory of `count` states, valid until the next call.
   float* States(int count, int tiles, int head_dim);
 
-  float* queries = nullptr;  // [tiles * kTileRows, D]
-  float* tokens = nullptr;   // [block_tokens, D] of K, then of V
+  float* queries = nullptr;  // [tiles, D / lanes, kTileRows, lanes]
+  float* tokens = nullptr;   // [block_tokens, D + lanes] of K, then of V
   float* scores = nullptr;   // [head_tiles, block_tokens, kTileRows]
   float* decay = nullptr;    // [head_tiles, kTileRows] what the block leaves of the old sums
   float* zeros = nullptr;    // [D] stands for tokens that pad a block

@@ -45,13 +45,9 @@ class Visibility {
     return prefix + seen - 1;
   }
 
-  // First position the row sees; 0 without a window.
+  // First position the row sees; negative where the window reaches beyond the start, 0 without one.
   int64_t VisibleFrom(int row) const {
-    if (params_.window <= 0) {
-      return 0;
-    }
-    const int64_t first = Position(row) - params_.window + 1;
-    return first < 0 ? 0 : first;
+    return params_.window <= 0 ? 0 : Position(row) - params_.window + 1;
   }
 
  private:
