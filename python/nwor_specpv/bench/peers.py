@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 
 VLLM_NAME = "vLLM reshape_and_cache_flash"
+VLLM_FLASH_NAME = "FA3 varlen (vLLM)"
 
 
 @dataclass(frozen=True)
@@ -31,3 +32,35 @@ def vllm_cache_write() -> Peer:
         op(key, value, key_cache, value_cache, slots, "auto", one, one)
 
     return Peer(VLLM_NAME, write)
+
+
+def vllm_flash_attention() -> Peer:
+    """FlashAttention-3 over pages as vLLM calls it, for a bench.attention.Inputs; chains only.
+
+    It reads the prefix's pages and nothing else, as if the rows' own K/V were among them.
+    """
+    try:
+        from vllm.vllm_flash_attn import flash_attn_varlen_func, is_fa_version_supported
+
+        if not is_fa_version_supported(3):
+            return Peer(VLLM_FLASH_NAME, None, "this device has no FlashAttention-3")
+    except Exception as error:
+        return Peer(VLLM_FLASH_NAME, None, f"{type(error).__name__}: {error}")
+
+    def attend(inputs) -> None:
+        flash_attn_varlen_func(
+            q=inputs.query,
+            k=inputs.cache[0],
+            v=inputs.cache[1],
+            out=inputs.out,
+            cu_seqlens_q=inputs.starts,
+            max_seqlen_q=inputs.case.rows,
+            seqused_k=inputs.lens,
+            max_seqlen_k=inputs.case.prefix,
+            softmax_scale=inputs.scale,
+            causal=True,
+            block_table=inputs.table,
+            fa_version=3,
+        )
+
+    return Peer(VLLM_FLASH_NAME, attend)
