@@ -9,7 +9,7 @@ namespace nwor {
 
 // exp2(max - top) where a state without tokens (-infinity) weighs nothing.
 __device__ inline float StateWeight(float max, float top) {
-  return exp2f(max - (top == -INFINITY ? 0.0f : top));
+  return ptx::Exp2(max - (top == -INFINITY ? 0.0f : top));
 }
 
 // Folds a later state (max, sum) into an earlier one; returns the weights (old, new).
@@ -169,54 +169,73 @@ template <class Traits>
 __device__ void CombineParts(const VerifyArgs& args, const PlanItem& item, int share, int shares) {
   constexpr int kTile = Traits::kRowTile;
   constexpr int kQuads = Traits::kHeadDim / 4;
-  constexpr int kBatch = 8;  // loads in flight per thread
-  const int leaves_per_part = args.plan->leaves_per_item;
-  const int parts_per_group = leaves_per_part >= kLeafGroup ? 1 : kLeafGroup;
+  // Per thread and round trip to memory: so many places of so many parts.
+  constexpr int kPlaces = 4;
+  constexpr int kBatch = 4;
+  static_assert(kBatch == kLeafGroup);
+  const int leaves_per_part = item.leaves_per_part();
   const int num_parts = item.num_parts;
   const int64_t first_slot = item.slot - item.leaf_begin / leaves_per_part;
   const float4* outputs =
       reinterpret_cast<const float4*>(args.outputs + first_slot * kTile * Traits::kHeadDim);
   const float2* states = args.states + first_slot * kTile;
-
   const int quads = item.num_rows * kQuads;
   const int end = (share + 1) * quads / shares;
-  for (int i = share * quads / shares + threadIdx.x; i < end; i += Traits::kThreads) {
-    const int row = i / kQuads;
-    float4 group, total;
-    float2 group_state, total_state;
-    for (int first = 0; first < num_parts; first += kBatch) {
-      float4 part[kBatch];
-      float2 state[kBatch];
+
+#pragma unroll 1
+  for (int first = share * quads / shares + threadIdx.x; first < end;
+       first += kPlaces * Traits::kThreads) {
+    float4 total[kPlaces], group[kPlaces];
+    float2 total_state[kPlaces], group_state[kPlaces];
+#pragma unroll 1
+    for (int batch = 0; batch < num_parts; batch += kBatch) {
+      float4 part[kBatch][kPlaces];
+      float2 state[kBatch][kPlaces];
 #pragma unroll
       for (int j = 0; j < kBatch; ++j) {
-        if (first + j >= num_parts) break;
-        part[j] = __ldcg(outputs + int64_t{first + j} * kTile * kQuads + i);
-        state[j] = __ldcg(states + (first + j) * kTile + row);
-      }
+        const int at = min(batch + j, num_parts - 1);
 #pragma unroll
-      for (int j = 0; j < kBatch; ++j) {
-        const int at = first + j;
-        if (at >= num_parts) break;
-        if (at % parts_per_group == 0) {
-          group = part[j];
-          group_state = state[j];
-        } else {
-          const float2 weight = FoldState(&group_state, state[j]);
-          group = FoldOutput(group, part[j], weight);
+        for (int k = 0; k < kPlaces; ++k) {
+          const int place = min(first + k * Traits::kThreads, end - 1);
+          part[j][k] = __ldcg(outputs + int64_t{at} * kTile * kQuads + place);
+          state[j][k] = __ldcg(states + at * kTile + place / kQuads);
         }
-        if (at % parts_per_group != parts_per_group - 1 && at + 1 < num_parts) continue;
-        if (at < parts_per_group) {
-          total = group;
-          total_state = group_state;
-        } else {
-          const float2 weight = FoldState(&total_state, group_state);
-          total = FoldOutput(total, group, weight);
+      }
+      // A batch is a group of leaves, or kBatch groups.
+#pragma unroll
+      for (int j = 0; j < kBatch; ++j) {
+        if (batch + j >= num_parts) break;
+        const bool ends_group =
+            leaves_per_part > 1 || j == kBatch - 1 || batch + j == num_parts - 1;
+#pragma unroll
+        for (int k = 0; k < kPlaces; ++k) {
+          if (leaves_per_part > 1 || j == 0) {
+            group[k] = part[j][k];
+            group_state[k] = state[j][k];
+          } else {
+            const float2 weight = FoldState(&group_state[k], state[j][k]);
+            group[k] = FoldOutput(group[k], part[j][k], weight);
+          }
+          if (!ends_group) continue;
+          if (batch == 0 && (j == 0 || leaves_per_part == 1)) {
+            total[k] = group[k];
+            total_state[k] = group_state[k];
+          } else {
+            const float2 weight = FoldState(&total_state[k], group_state[k]);
+            total[k] = FoldOutput(total[k], group[k], weight);
+          }
         }
       }
     }
-    WriteOutput<typename Traits::Row>(args.params, item, row, i % kQuads * 4, total,
-                                      InverseSum(total_state.y));
-    if (i % kQuads == 0) WriteLse(args.params, item, row, total_state);
+#pragma unroll
+    for (int k = 0; k < kPlaces; ++k) {
+      const int place = first + k * Traits::kThreads;
+      if (place >= end) break;
+      const int row = place / kQuads;
+      WriteOutput<typename Traits::Row>(args.params, item, row, place % kQuads * 4, total[k],
+                                        InverseSum(total_state[k].y));
+      if (place % kQuads == 0) WriteLse(args.params, item, row, total_state[k]);
+    }
   }
 }
 

@@ -56,14 +56,18 @@ class GroupAttention {
     for (int i = 0; i < Traits::kHeadDim / 2; ++i) out_[i] = 0.0f;
   }
 
-  // One step of prefix tokens that every row sees.
-  __device__ void ClearStep(uint32_t tile, float scale) {
-    Step(tile, scale, [](auto&) {});
+  // One step of prefix tokens that every row sees. meanwhile() runs while the matrix unit computes
+  // the scores.
+  template <typename Meanwhile>
+  __device__ void ClearStep(uint32_t tile, float scale, Meanwhile meanwhile) {
+    Step(tile, scale, meanwhile, [](auto&) {});
   }
 
   // One step of prefix tokens, of which those at or past `end` do not exist, or of in-flight rows.
-  __device__ void EdgeStep(uint32_t tile, float scale, int first, int end, bool in_flight) {
-    Step(tile, scale, [&](auto& scores) {
+  template <typename Meanwhile>
+  __device__ void EdgeStep(uint32_t tile, float scale, int first, int end, bool in_flight,
+                           Meanwhile meanwhile) {
+    Step(tile, scale, meanwhile, [&](auto& scores) {
       if (in_flight) {
         MaskRows(scores, first, end);
       } else {
@@ -83,65 +87,49 @@ class GroupAttention {
     const PlanItem& item = item_.plan;
     const LeafFate fate = FateOf(item, leaf, args_.max_slots);
     const int lane = threadIdx.x % 32;
+    float2 state[2];
+    float2 group_weight[2] = {}, total_weight[2] = {};
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       float total = sum_[half];
       total += __shfl_xor_sync(0xffffffffu, total, 1);
       total += __shfl_xor_sync(0xffffffffu, total, 2);
-      float2 state = {max_[half], total};
-      float2 group_weight = {}, total_weight = {};
+      state[half] = {max_[half], total};
       if (fate.fold_group) {
         float2 folded = group_state_[half];
-        group_weight = FoldState(&folded, state);
-        state = folded;
+        group_weight[half] = FoldState(&folded, state[half]);
+        state[half] = folded;
       }
-      group_state_[half] = state;
+      group_state_[half] = state[half];
       if (fate.fold_total) {
         float2 folded = total_state_[half];
-        total_weight = FoldState(&folded, state);
-        state = folded;
+        total_weight[half] = FoldState(&folded, state[half]);
+        state[half] = folded;
       }
-      if (fate.ends_group) total_state_[half] = state;
+      if (fate.ends_group) total_state_[half] = state[half];
+    }
+    if (fate.fold_group) FoldSlot(fate.group_slot, group_weight);
+    if (!fate.ends_group) return KeepSlot(fate.group_slot);
+    if (fate.fold_total) FoldSlot(fate.total_slot, total_weight);
+    if (!fate.is_output) KeepSlot(fate.total_slot);
+    if (!fate.ends_item) return;
 
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
       const int row = Row(half);
       if (row >= item.num_rows) continue;
-      if (fate.ends_item && lane % 4 == 0) {
-        if (fate.is_output) {
-          WriteLse(args_.params, item, row, state);
-        } else {
-          args_.states[int64_t{item.slot} * kGroupRows + row] = state;
-        }
+      if (!fate.is_output) {
+        if (lane % 4 == 0) args_.states[int64_t{item.slot} * kGroupRows + row] = state[half];
+        continue;
       }
-      const float inverse = InverseSum(state.y);
-      const int64_t place = int64_t{row} * Traits::kHeadDim + lane % 4 * 2;
-      float* group_slot = SlotOutput(fate.group_slot) + place;
-      float* total_slot = SlotOutput(fate.total_slot) + place;
+      if (lane % 4 == 0) WriteLse(args_.params, item, row, state[half]);
+      const float inverse = InverseSum(state[half].y);
       auto* out = OutputRowPointer(row) + lane % 4 * 2;
-      // In batches: loads of one are all under way before the first is needed.
-      constexpr int kBatch = Traits::kHeadDim % 64 == 0 ? 8 : Traits::kHeadDim / 16;
 #pragma unroll
-      for (int first = 0; first < Traits::kHeadDim / 8; first += kBatch) {
-        float2 value[kBatch];
-#pragma unroll
-        for (int j = 0; j < kBatch; ++j) {
-          const int at = (first + j) * 4 + half * 2;
-          value[j] = {out_[at], out_[at + 1]};
-        }
-        if (fate.fold_group) Fold(value, group_slot + first * 8, group_weight);
-        if (!fate.ends_group) {
-          Keep(value, group_slot + first * 8);
-          continue;
-        }
-        if (fate.fold_total) Fold(value, total_slot + first * 8, total_weight);
-        if (!fate.is_output) {
-          Keep(value, total_slot + first * 8);
-          continue;
-        }
-#pragma unroll
-        for (int j = 0; j < kBatch; ++j) {
-          *reinterpret_cast<uint32_t*>(out + (first + j) * 8) =
-              ptx::Pack<typename Traits::Row>(value[j].x * inverse, value[j].y * inverse);
-        }
+      for (int n = 0; n < Traits::kHeadDim / 8; ++n) {
+        const int at = n * 4 + half * 2;
+        *reinterpret_cast<uint32_t*>(out + n * 8) =
+            ptx::Pack<typename Traits::Row>(out_[at] * inverse, out_[at + 1] * inverse);
       }
     }
   }
@@ -150,8 +138,9 @@ class GroupAttention {
   __device__ static int Row(int half) {
     return threadIdx.x / 32 * 16 + half * 8 + threadIdx.x % 32 / 4;
   }
-  __device__ float* SlotOutput(int64_t slot) const {
-    return args_.outputs + slot * kGroupRows * Traits::kHeadDim;
+  // This thread's first place in a slot.
+  __device__ float* SlotPlace(int64_t slot) const {
+    return args_.outputs + (slot * kGroupRows + Row(0)) * Traits::kHeadDim + threadIdx.x % 4 * 2;
   }
   __device__ typename Traits::Row* OutputRowPointer(int row) const {
     const VerifyParams& p = args_.params;
@@ -159,29 +148,52 @@ class GroupAttention {
     return static_cast<typename Traits::Row*>(p.out) + at.row * p.out_strides.row +
            at.head * p.out_strides.head;
   }
-  template <int kCount>
-  __device__ static void Fold(float2 (&value)[kCount], const float* slot, float2 weight) {
-    float2 old[kCount];
+  // out_ = old * weight.x + out_ * weight.y, old from a slot: all its loads are under way at once.
+  __device__ void FoldSlot(int64_t slot, const float2 (&weight)[2]) {
+    constexpr int kAtOnce = Traits::kHeadDim > 128 ? Traits::kHeadDim / 16 : Traits::kHeadDim / 8;
+    const float* place = SlotPlace(slot);
 #pragma unroll
-    for (int j = 0; j < kCount; ++j) {
-      old[j] = __ldcg(reinterpret_cast<const float2*>(slot + j * 8));
-    }
+    for (int first = 0; first < Traits::kHeadDim / 8; first += kAtOnce) {
+      float2 old[2][kAtOnce];
 #pragma unroll
-    for (int j = 0; j < kCount; ++j) {
-      value[j].x = __fmaf_rn(old[j].x, weight.x, __fmul_rn(value[j].x, weight.y));
-      value[j].y = __fmaf_rn(old[j].y, weight.x, __fmul_rn(value[j].y, weight.y));
+      for (int half = 0; half < 2; ++half) {
+#pragma unroll
+        for (int n = 0; n < kAtOnce; ++n) {
+          old[half][n] = {0.0f, 0.0f};
+          if (Row(half) < item_.plan.num_rows) {
+            old[half][n] = __ldcg(reinterpret_cast<const float2*>(
+                place + half * 8 * Traits::kHeadDim + (first + n) * 8));
+          }
+        }
+      }
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+#pragma unroll
+        for (int n = 0; n < kAtOnce; ++n) {
+          const int at = (first + n) * 4 + half * 2;
+          const float2 w = weight[half];
+          out_[at] = __fmaf_rn(old[half][n].x, w.x, __fmul_rn(out_[at], w.y));
+          out_[at + 1] = __fmaf_rn(old[half][n].y, w.x, __fmul_rn(out_[at + 1], w.y));
+        }
+      }
     }
   }
-  template <int kCount>
-  __device__ static void Keep(const float2 (&value)[kCount], float* slot) {
+  __device__ void KeepSlot(int64_t slot) const {
+    float* place = SlotPlace(slot);
 #pragma unroll
-    for (int j = 0; j < kCount; ++j) {
-      __stcg(reinterpret_cast<float2*>(slot + j * 8), value[j]);
+    for (int half = 0; half < 2; ++half) {
+      if (Row(half) >= item_.plan.num_rows) continue;
+#pragma unroll
+      for (int n = 0; n < Traits::kHeadDim / 8; ++n) {
+        const int at = n * 4 + half * 2;
+        __stcg(reinterpret_cast<float2*>(place + half * 8 * Traits::kHeadDim + n * 8),
+               float2{out_[at], out_[at + 1]});
+      }
     }
   }
 
-  template <typename ApplyMask>
-  __device__ void Step(uint32_t tile, float scale, ApplyMask mask) {
+  template <typename Meanwhile, typename ApplyMask>
+  __device__ void Step(uint32_t tile, float scale, Meanwhile meanwhile, ApplyMask mask) {
     float scores[kStep / 2];
     wgmma::Fence();
 #pragma unroll
@@ -192,6 +204,7 @@ class GroupAttention {
           wgmma::Descriptor<Traits::kAtomBytes>(keys, 16, 8 * Traits::kAtomBytes), k > 0);
     }
     wgmma::Commit();
+    meanwhile();
     wgmma::Wait();
     wgmma::Pin(scores);
 

@@ -8,32 +8,6 @@
 
 namespace nwor {
 
-// Beside float8 caches: a step's raw tokens have arrived; they are widened; the tiles are complete.
-enum GroupBarrier : int { kRawReady = 1, kRawFree = 2, kTileReady = 3 };
-
-// The copying warp of a float8 item.
-template <class Traits>
-__device__ void FeedGroup(GroupStream<Traits>& stream, int stages) {
-#pragma unroll 1
-  for (int step = 0; step < stages; ++step) stream.Load(step, step);
-  const int plain_begin = stream.plain_begin();
-  const int plain_end = stream.plain_end();
-  int stage = 0;
-#pragma unroll 1
-  for (int step = 0; step < stream.num_steps(); ++step) {
-    ptx::WaitCopies(stages - 1);
-    ptx::NamedArrive(kRawReady, Traits::kThreads);
-    ptx::NamedBarrier(kRawFree, Traits::kThreads);
-    const int load = step + stages;
-    if (load >= plain_begin && load < plain_end && stream.IsAtHand(load)) {
-      stream.LoadPlain(load, stage);
-    } else {
-      stream.Load(load, stage);
-    }
-    stage = stage + 1 == stages ? 0 : stage + 1;
-  }
-}
-
 // All leaves of an item. The pipeline runs on from leaf to leaf: leaves are whole steps. Called by
 // the whole CTA.
 template <class Traits>
@@ -48,10 +22,10 @@ __device__ void RunGroupItem(const VerifyArgs& args, const SharedItem& item, uin
   const int tail_rows = TailRows(args.params, plan, plan.leaf_end - 1);
   const int stages = args.stages;
   GroupStream<Traits> stream(args, item, stages_at, tiles_at, begin, end, tail_rows);
-  if (Traits::kFloat8 && threadIdx.x >= kGroupThreads) return FeedGroup(stream, stages);
 
-  // 16-bit tokens are read where they were copied to: one stage is always in use.
-  const int ahead = Traits::kFloat8 ? 0 : stages - 1;
+  // 16-bit tokens are read where they were copied to, so one stage is always in use; float8 tokens
+  // leave their stage as soon as they are widened.
+  const int ahead = Traits::kFloat8 ? stages : stages - 1;
 #pragma unroll 1
   for (int step = 0; step < ahead; ++step) stream.Load(step, step);
   GroupAttention<Traits> attention(args, item, positions);
@@ -59,21 +33,24 @@ __device__ void RunGroupItem(const VerifyArgs& args, const SharedItem& item, uin
 
   int stage = 0;
   int step = 0;
-  const auto next_tile = [&](auto load) {
+  // Returns when the tile of the step is complete for all and the step before is read by none.
+  const auto await_tile = [&] {
+    ptx::WaitCopies(ahead - 1);
     if constexpr (Traits::kFloat8) {
-      ptx::NamedBarrier(kRawReady, Traits::kThreads);  // and the tiles are no longer read
+      __syncthreads();  // the tiles are no longer read
       stream.Widen(step, stage);
-      ptx::NamedArrive(kRawFree, Traits::kThreads);
       wgmma::FenceShared();
-      ptx::NamedBarrier(kTileReady, kGroupThreads);
-    } else {
-      ptx::WaitCopies(ahead - 1);
-      __syncthreads();  // this step's tokens are there for all, the step before is read by none
-      load(step + ahead, stage == 0 ? stages - 1 : stage - 1);
     }
-    const uint32_t tile = stream.Tile(stage);
+    __syncthreads();
+    return stream.Tile(stage);
+  };
+  // The stage that is free then: of the tokens just widened, or of the step before.
+  const auto free_stage = [&] {
+    return Traits::kFloat8 ? stage : stage == 0 ? stages - 1 : stage - 1;
+  };
+  const auto advance = [&] {
     stage = stage + 1 == stages ? 0 : stage + 1;
-    return tile;
+    ++step;
   };
   const int plain_begin = stream.plain_begin();
 #pragma unroll 1
@@ -87,20 +64,21 @@ __device__ void RunGroupItem(const VerifyArgs& args, const SharedItem& item, uin
       // Nearly all steps are plain; a loop of their own keeps the rare cases out of their
       // registers.
 #pragma unroll 1
-      while (step >= plain_begin && step < plain_end &&
-             (Traits::kFloat8 || stream.IsAtHand(step + ahead))) {
-        const uint32_t tile = next_tile([&](int load, int at) { stream.LoadPlain(load, at); });
-        attention.ClearStep(tile, item.prefix_scale);
-        ++step;
+      while (step >= plain_begin && step < plain_end && stream.IsAtHand(step + ahead)) {
+        const uint32_t tile = await_tile();
+        attention.ClearStep(tile, item.prefix_scale,
+                            [&] { stream.LoadPlain(step + ahead, free_stage()); });
+        advance();
       }
       if (step == leaf_end) break;
-      const uint32_t tile = next_tile([&](int load, int at) { stream.Load(load, at); });
+      const uint32_t tile = await_tile();
       const bool in_flight = step >= stream.num_prefix();
       if (Traits::kFloat8 && step == stream.num_prefix()) attention.ScaleOutput(item.value_scale);
       attention.EdgeStep(tile, in_flight ? item.tail_scale : item.prefix_scale,
                          in_flight ? stream.TailRow(step) : stream.PrefixToken(step),
-                         in_flight ? tail_rows : end, in_flight);
-      ++step;
+                         in_flight ? tail_rows : end, in_flight,
+                         [&] { stream.Load(step + ahead, free_stage()); });
+      advance();
     }
     // Outputs of a leaf that ends with prefix tokens have not been scaled yet.
     if (Traits::kFloat8 && step <= stream.num_prefix()) attention.ScaleOutput(item.value_scale);
@@ -110,8 +88,7 @@ __device__ void RunGroupItem(const VerifyArgs& args, const SharedItem& item, uin
 }
 
 template <class Traits>
-__global__ void __launch_bounds__(Traits::kThreads,
-                                  GroupCtasPerSm(Traits::kHeadDim, Traits::kFloat8))
+__global__ void __launch_bounds__(Traits::kThreads, 2)
     GroupKernel(const __grid_constant__ VerifyArgs args) {
   if constexpr (Traits::kAvailable) {
     extern __shared__ __align__(1024) uint8_t shared_bytes[];

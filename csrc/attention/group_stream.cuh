@@ -15,9 +15,9 @@ struct GroupTraits {
   static constexpr bool kFloat8 = kFloat8_;
   static constexpr int kHeadDim = kHeadDim_;
   static constexpr int kRowTile = kGroupRows;
-  static constexpr int kThreads = kGroupThreads + (kFloat8_ ? 32 : 0);
-  static constexpr int kStepTokens = GroupStepTokens(kHeadDim, kFloat8);
-  static constexpr int kTileBytes = GroupTileBytes(kHeadDim, kFloat8);
+  static constexpr int kThreads = kGroupThreads;
+  static constexpr int kStepTokens = GroupStepTokens(kHeadDim);
+  static constexpr int kTileBytes = GroupTileBytes(kHeadDim);
   static constexpr int kStageBytes = GroupStageBytes(kHeadDim, kFloat8);
   // The widest atom that divides a row.
   static constexpr int kAtomBytes = kHeadDim % 64 == 0 ? 128 : kHeadDim % 32 == 0 ? 64 : 32;
@@ -27,9 +27,6 @@ struct GroupTraits {
 // Feeds the tiles of a warpgroup: tokens of the prefix through the page map, then in-flight rows.
 // Eight threads copy a token, a block of 16 (never across pages) at a time: a thread keeps its
 // place in the block, so that all its addresses in shared memory differ by constants.
-//
-// Beside a float8 cache a warp of its own copies (Load, LoadPlain), and the warpgroup widens: the
-// fence between widening and the matrix unit would make it wait for copies of its own.
 template <class Traits>
 class GroupStream {
  public:
@@ -113,7 +110,7 @@ class GroupStream {
 #pragma unroll
         for (int j = 0; j < kRawSpans; ++j) {
           if (!HasRawChunk(j)) break;
-          const uint32_t from = RawAddress(stage, i, j, row());
+          const uint32_t from = RawAddress(stage, i, j);
           const uint32_t to = tiles_ + WideOffset(i, j);
           WidenChunk(to, from);
           WidenChunk(to + Traits::kTileBytes, from + 2048);
@@ -145,13 +142,15 @@ class GroupStream {
   static constexpr int kSpans = (kChunks + 7) / 8;          // of eight chunks
   static constexpr int kRawChunks = Traits::kHeadDim / 16;  // of a float8 token
   static constexpr int kRawSpans = (kRawChunks + 7) / 8;
-  static constexpr int kLoaderRows =
-      Traits::kFloat8 ? 4 : 16;  // of a block that are copied at once
   static constexpr int kAtomChunks = Traits::kAtomBytes / 16;
   using Atom = RowSwizzle<Traits::kAtomBytes>;
 
-  // This thread's token of a block and its first chunk.
-  __device__ static int row() { return threadIdx.x / 8; }
+  // This thread's token of a block and its first chunk. Beside float8 caches the eight threads of a
+  // token take its second half from the neighbouring token: the chunks they widen to then lie in
+  // distinct banks.
+  __device__ static int row() {
+    return Traits::kFloat8 ? threadIdx.x / 8 ^ (threadIdx.x % 8 / 4) : threadIdx.x / 8;
+  }
   __device__ static int chunk() { return threadIdx.x % 8; }
   __device__ static bool HasChunk(int j) { return kChunks % 8 == 0 || chunk() + 8 * j < kChunks; }
   __device__ static bool HasRawChunk(int j) {
@@ -170,10 +169,8 @@ class GroupStream {
     return first / kAtomChunks * Traits::kAtomStride + Atom::Offset(row(), first % kAtomChunks) +
            i * 16 * Traits::kAtomBytes + j * (16 / kAtomChunks) * Traits::kAtomStride;
   }
-  // In a stage of float8 tokens: the place of a block's row and this thread's chunk.
-  __device__ uint32_t RawAddress(int stage, int i, int j, int row) const {
-    return stages_ + stage * Traits::kStageBytes + (i * kRawSpans + j) * 4096 +
-           (row * 8 + chunk()) * 16;
+  __device__ uint32_t RawAddress(int stage, int i, int j) const {
+    return stages_ + stage * Traits::kStageBytes + (i * kRawSpans + j) * 4096 + threadIdx.x * 16;
   }
 
   // Block i of a step, whose first token is `token`; all of it if kWhole.
@@ -181,28 +178,23 @@ class GroupStream {
   __device__ void CopyBlock(int stage, int i, int64_t key_offset, int64_t value_offset,
                             int token) const {
     const TokenMap& map = item_.tokens;
-    const int first_row = threadIdx.x / 8 % kLoaderRows;
+    const bool valid = kWhole || (token + row() >= window_begin() && token + row() < end_);
+    const int64_t place = valid ? row() : 0;
+    const char* key = map.keys + key_offset + place * map.key_token + chunk() * 16;
+    const char* value = map.values + value_offset + place * map.value_token + chunk() * 16;
 #pragma unroll
-    for (int pass = 0; pass < 16 / kLoaderRows; ++pass) {
-      const int row = first_row + pass * kLoaderRows;
-      const bool valid = kWhole || (token + row >= window_begin() && token + row < end_);
-      const int64_t place = valid ? row : 0;
-      const char* key = map.keys + key_offset + place * map.key_token + chunk() * 16;
-      const char* value = map.values + value_offset + place * map.value_token + chunk() * 16;
-#pragma unroll
-      for (int j = 0; j < (Traits::kFloat8 ? kRawSpans : kSpans); ++j) {
-        if (!(Traits::kFloat8 ? HasRawChunk(j) : HasChunk(j))) break;
-        const uint32_t to = Traits::kFloat8
-                                ? RawAddress(stage, i, j, row)
-                                : stages_ + stage * Traits::kStageBytes + TileOffset(i, j);
-        const uint32_t value_to = to + (Traits::kFloat8 ? 2048 : Traits::kTileBytes);
-        if constexpr (kWhole) {
-          ptx::CopyAsync(to, key + j * 128, policy_);
-          ptx::CopyAsync(value_to, value + j * 128, policy_);
-        } else {
-          ptx::CopyAsync(to, key + j * 128, valid, policy_);
-          ptx::CopyAsync(value_to, value + j * 128, valid, policy_);
-        }
+    for (int j = 0; j < (Traits::kFloat8 ? kRawSpans : kSpans); ++j) {
+      if (!(Traits::kFloat8 ? HasRawChunk(j) : HasChunk(j))) break;
+      const uint32_t to = Traits::kFloat8
+                              ? RawAddress(stage, i, j)
+                              : stages_ + stage * Traits::kStageBytes + TileOffset(i, j);
+      const uint32_t value_to = to + (Traits::kFloat8 ? 2048 : Traits::kTileBytes);
+      if constexpr (kWhole) {
+        ptx::CopyAsync(to, key + j * 128, policy_);
+        ptx::CopyAsync(value_to, value + j * 128, policy_);
+      } else {
+        ptx::CopyAsync(to, key + j * 128, valid, policy_);
+        ptx::CopyAsync(value_to, value + j * 128, valid, policy_);
       }
     }
   }
@@ -256,10 +248,8 @@ class GroupStream {
     const auto high = [](uint32_t four) { return ptx::Float8ToHalf2(four >> 16); };
     const uint4 first = {low(v.x), high(v.x), low(v.y), high(v.y)};
     const uint4 second = {low(v.z), high(v.z), low(v.w), high(v.w)};
-    // Threads 4..7 of a token start with their second chunk: the eight then hit eight bank groups.
-    const bool swap = chunk() >= 4;
-    Store(swap ? to ^ 16 : to, swap ? second : first);
-    Store(swap ? to : to ^ 16, swap ? first : second);
+    Store(to, first);
+    Store(to ^ 16, second);
   }
 
   // Finds where the next 32 blocks lie, one per lane.

@@ -10,8 +10,9 @@ namespace {
 
 constexpr int32_t kReservedSmemBytes = 1024;  // the driver's own share of a block's shared memory
 constexpr int32_t kMaxStages = 6;
-constexpr int32_t kMaxLeaves = 64;
-constexpr int64_t kSlotsPerCta = 12;  // four leaves per group times three groups: see ChooseGrain
+constexpr int32_t kMaxLeaves = 36;
+// What ChooseGrain can ask for: four leaves, and one and a half times the groups of a prefix.
+constexpr int64_t kSlotsPerCta = 4 + (kMaxLeaves / kLeafGroup) * 3 / 2;
 
 constexpr int64_t CeilDiv(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
@@ -64,8 +65,7 @@ SharedNeed NeedOf(const VerifyShape& shape, bool warpgroup, int32_t row_tile) {
   const int dim = shape.head_dim;
   const bool float8 = shape.cache_dtype == DType::kFloat8E4M3;
   if (warpgroup) {
-    return {GroupFixedBytes(dim, float8), GroupStageBytes(dim, float8), 0, 2,
-            GroupCtasPerSm(dim, float8)};
+    return {GroupFixedBytes(dim, float8), GroupStageBytes(dim, float8), 0, 2, 2};
   }
   const bool may_pair = CtaThreads(dim, row_tile) == 32 * kStreams;
   return {QueryBytes(dim, row_tile) + kItemBytes + RowStateBytes(row_tile),
@@ -109,7 +109,7 @@ VerifyConfig ChooseVerifyConfig(const VerifyShape& shape, const DeviceProps& dev
   const int64_t group = shape.num_heads / shape.num_kv_heads;
   const int64_t tiles = CeilDiv(shape.num_rows * group, row_tile) + shape.num_requests;
   const int64_t pairs = tiles * shape.num_kv_heads;
-  config.max_leaves = std::clamp(device.num_sms / shape.num_kv_heads, 1, kMaxLeaves);
+  config.max_leaves = std::clamp(2 * device.num_sms / shape.num_kv_heads, 1, kMaxLeaves);
   config.max_pairs = static_cast<int32_t>(pairs);
   config.max_slots =
       static_cast<int32_t>(std::min(kSlotsPerCta * config.num_ctas, pairs * config.max_leaves));

@@ -68,15 +68,16 @@ constexpr LeafSplit SplitPrefix(int32_t tokens, int32_t max_leaves) {
   return {static_cast<int32_t>(leaf), static_cast<int32_t>(count < 1 ? 1 : count)};
 }
 
-// How much of a request one work item takes. Coarser items leave fewer partial results; finer ones
-// balance better. The result is the same: partials are folded in the same tree either way.
+// How much of a request one work item takes. Coarse items leave few partial results, fine ones end
+// evenly. The result is the same: partials are folded in the same tree either way.
 enum class ItemGrain : int32_t { kLeaf, kLeafGroup, kRequest };
 
-constexpr ItemGrain ChooseGrain(int64_t leaf_slots, int64_t group_slots, int64_t group_items,
-                                int64_t pairs, int32_t num_ctas, int32_t max_slots) {
-  const int64_t plenty = 3 * static_cast<int64_t>(num_ctas);
-  if (leaf_slots <= max_slots && group_items < plenty) return ItemGrain::kLeaf;
-  if (group_slots <= max_slots && pairs < plenty) return ItemGrain::kLeafGroup;
+// The queue goes from coarse to fine: a request's grain follows from the work that is still to come
+// when its turn is there, its own included. `work`, `span` and `group` count tokens: of all pairs
+// of the requests from this one on, of this request's prefix, and of kLeafGroup of its leaves.
+constexpr ItemGrain ChooseGrain(int64_t work, int64_t span, int64_t group, int32_t num_ctas) {
+  if (work <= group * num_ctas) return ItemGrain::kLeaf;
+  if (work <= span * num_ctas * 3 / 2) return ItemGrain::kLeafGroup;
   return ItemGrain::kRequest;
 }
 

@@ -15,10 +15,6 @@ namespace {
 constexpr int kPlanThreads = 512;
 constexpr int kPlanWarps = kPlanThreads / 32;
 
-struct Totals {
-  unsigned long long pairs, leaf_slots, group_slots, group_items;
-};
-
 __device__ int CeilDiv(int a, int b) { return (a + b - 1) / b; }
 
 __device__ int ClampLength(int value, int64_t limit, VerifyStatus code, int request,
@@ -73,8 +69,8 @@ __device__ PlanRequest ReadRequest(const VerifyParams& p, int b, int max_leaves)
   return request;
 }
 
-__device__ PlanDemand DemandOf(const PlanRequest& request, int group, int kv_heads, int row_tile,
-                               int leaves_per_item) {
+__device__ PlanDemand DemandOf(const PlanRequest& request, int group, int kv_heads, int row_tile) {
+  const int leaves_per_item = request.leaves_per_item;
   const int pairs = CeilDiv(request.num_rows * group, row_tile) * kv_heads;
   const int parts = CeilDiv(request.num_leaves, leaves_per_item);
   const int leaves = min(leaves_per_item, request.num_leaves);
@@ -130,32 +126,23 @@ __global__ void __launch_bounds__(kPlanThreads)
   PlanRequest* requests = reinterpret_cast<PlanRequest*>(plan + at.requests);
   PlanItem* items = reinterpret_cast<PlanItem*>(plan + at.items);
 
-  __shared__ Totals totals;
-  if (threadIdx.x == 0) totals = {};
+  __shared__ unsigned long long total_pairs, total_slots;
+  if (threadIdx.x == 0) total_pairs = total_slots = 0;
   __syncthreads();
   for (int i = threadIdx.x; i < num_counters; i += kPlanThreads) counters[i] = 0;
   for (int b = threadIdx.x; b < p.num_requests; b += kPlanThreads) {
-    const PlanRequest request = ReadRequest(p, b, config.max_leaves);
+    PlanRequest request = ReadRequest(p, b, config.max_leaves);
+    const int pairs = CeilDiv(request.num_rows * group, config.row_tile) * p.num_kv_heads;
+    const int span = request.prefix_tokens - request.token_begin;
+    request.work = int64_t{pairs} * (span + request.num_rows);
     requests[b] = request;
-    const PlanDemand leaf = DemandOf(request, group, p.num_kv_heads, config.row_tile, 1);
-    const PlanDemand grouped =
-        DemandOf(request, group, p.num_kv_heads, config.row_tile, kLeafGroup);
-    atomicAdd(&totals.pairs, static_cast<unsigned long long>(leaf.items / request.num_leaves));
-    atomicAdd(&totals.leaf_slots, static_cast<unsigned long long>(leaf.slots));
-    atomicAdd(&totals.group_slots, static_cast<unsigned long long>(grouped.slots));
-    atomicAdd(&totals.group_items, static_cast<unsigned long long>(grouped.items));
+    atomicAdd(&total_pairs, static_cast<unsigned long long>(pairs));
   }
   __syncthreads();
-
-  const ItemGrain grain = ChooseGrain(totals.leaf_slots, totals.group_slots, totals.group_items,
-                                      totals.pairs, config.num_ctas, config.max_slots);
-  const int leaves_per_item = grain == ItemGrain::kLeaf        ? 1
-                              : grain == ItemGrain::kLeafGroup ? kLeafGroup
-                                                               : config.max_leaves + 1;
   // Row ranges that overlap could ask for more than T rows allow.
-  if (totals.pairs > static_cast<unsigned long long>(config.max_pairs)) {
+  if (total_pairs > static_cast<unsigned long long>(config.max_pairs)) {
     if (threadIdx.x == 0) {
-      ReportError(p.status, VerifyStatus::kBadRowRange, 0, totals.pairs);
+      ReportError(p.status, VerifyStatus::kBadRowRange, 0, total_pairs);
       *header = {};
     }
     MarkIdle(items, 0, config.num_ctas);
@@ -167,8 +154,24 @@ __global__ void __launch_bounds__(kPlanThreads)
   }
 
   for (int b = threadIdx.x; b < p.num_requests; b += kPlanThreads) {
-    requests[b].demand =
-        DemandOf(requests[b], group, p.num_kv_heads, config.row_tile, leaves_per_item);
+    PlanRequest& request = requests[b];
+    int64_t work = 0;
+    for (int later = b; later < p.num_requests; ++later) work += requests[later].work;
+    const ItemGrain grain = ChooseGrain(work, request.prefix_tokens - request.token_begin,
+                                        int64_t{kLeafGroup} * request.leaf_tokens, config.num_ctas);
+    request.leaves_per_item = grain == ItemGrain::kLeaf        ? 1
+                              : grain == ItemGrain::kLeafGroup ? kLeafGroup
+                                                               : request.num_leaves;
+    request.demand = DemandOf(request, group, p.num_kv_heads, config.row_tile);
+    atomicAdd(&total_slots, static_cast<unsigned long long>(request.demand.slots));
+  }
+  __syncthreads();
+  if (total_slots > static_cast<unsigned long long>(config.max_slots)) {
+    // Whole requests need no slots.
+    for (int b = threadIdx.x; b < p.num_requests; b += kPlanThreads) {
+      requests[b].leaves_per_item = requests[b].num_leaves;
+      requests[b].demand = DemandOf(requests[b], group, p.num_kv_heads, config.row_tile);
+    }
   }
   __syncthreads();
 
@@ -184,12 +187,12 @@ __global__ void __launch_bounds__(kPlanThreads)
         PlanHeader done = {};
         done.num_items = sums.all.items;
         done.num_split_pairs = sums.all.split_pairs;
-        done.leaves_per_item = leaves_per_item;
         *header = done;
       }
     }
     const int packed_rows = request.num_rows * group;
     const int row_tiles = CeilDiv(packed_rows, config.row_tile);
+    const int leaves_per_item = request.leaves_per_item;
     const int parts = CeilDiv(request.num_leaves, leaves_per_item);
     for (int i = lane; i < request.demand.items; i += 32) {
       const int tile = i % row_tiles;

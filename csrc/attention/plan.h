@@ -3,6 +3,7 @@
 #include <cstdint>
 
 #include "attention/heuristics.h"
+#include "attention/tile_shape.h"
 
 // What the planner leaves for the attention kernel, as it lies in device memory. Plain data.
 //
@@ -20,8 +21,7 @@ enum class TokenSource : int32_t { kPages, kBlocks, kCompact };
 struct PlanHeader {
   int32_t num_items = 0;
   int32_t num_split_pairs = 0;  // pairs whose items leave partial results
-  int32_t leaves_per_item = 0;  // 1, kLeafGroup, or beyond any leaf count: whole requests
-  int32_t unused[61] = {};
+  int32_t unused[62] = {};
 };
 
 // What a request asks of the queue under the chosen grain.
@@ -41,8 +41,9 @@ struct PlanRequest {
   int32_t leaf_tokens;
   int32_t num_leaves;
   int32_t query_start;
-  int32_t unused;
+  int32_t leaves_per_item;  // 1, kLeafGroup, or all
   PlanDemand demand;
+  int64_t work;  // tokens of all its pairs
 };
 
 struct PlanItem {
@@ -62,9 +63,12 @@ struct PlanItem {
   int32_t slot;  // of this item's partial result; the pair's slots are consecutive; -1: none
   int32_t pair;
   int32_t num_parts;  // items of the pair
+
+  // Of the pair's items, the last one excepted. REQUIRES: num_parts > 1.
+  constexpr int32_t leaves_per_part() const { return num_parts == num_leaves ? 1 : kLeafGroup; }
 };
 
-static_assert(sizeof(PlanHeader) == 256 && sizeof(PlanRequest) == 48 && sizeof(PlanItem) == 64);
+static_assert(sizeof(PlanHeader) == 256 && sizeof(PlanRequest) == 56 && sizeof(PlanItem) == 64);
 
 // State that CTAs share. The planner clears it once; afterwards every launch leaves it ready for
 // the next one without a last CTA that cleans up: `fetches` only grows and `fetch_base` follows it.

@@ -141,11 +141,6 @@ __device__ inline uint32_t Float8ToHalf2(uint32_t pair) {
       __nv_cvt_fp8x2_to_halfraw2(static_cast<__nv_fp8x2_storage_t>(pair), __NV_E4M3));
 }
 
-// Counts this warp in at barrier `id` of `count / 32` warps and goes on.
-__device__ inline void NamedArrive(int id, int count) {
-  asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(count) : "memory");
-}
-
 // Threads of `count / 32` warps meet at barrier `id`.
 __device__ inline void NamedBarrier(int id, int count) {
   asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(count) : "memory");

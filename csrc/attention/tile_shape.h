@@ -49,27 +49,21 @@ constexpr int MergeBytes(int head_dim, int row_tile) {
 // ------
 
 inline constexpr int kGroupRows = 64;
-inline constexpr int kGroupThreads = 128;  // and a warp that copies, beside float8 caches
+inline constexpr int kGroupThreads = 128;
 
-// Tokens of a step, and the bytes of one step of K or V as the matrix unit reads it. Registers set
-// the limit: outputs at large head sizes, the fifth warp beside float8 caches.
-constexpr int GroupStepTokens(int head_dim, bool float8) {
-  return head_dim > 192 || float8 ? 32 : 64;
-}
-constexpr int GroupTileBytes(int head_dim, bool float8) {
-  return GroupStepTokens(head_dim, float8) * head_dim * 2;
-}
-
-constexpr int GroupCtasPerSm(int head_dim, bool float8) { return float8 && head_dim > 128 ? 1 : 2; }
+// Tokens of a step, and the bytes of one step of K or V as the matrix unit reads it. Large heads
+// leave registers for no more.
+constexpr int GroupStepTokens(int head_dim) { return head_dim > 192 ? 32 : 64; }
+constexpr int GroupTileBytes(int head_dim) { return GroupStepTokens(head_dim) * head_dim * 2; }
 
 // Bytes of one pipeline stage. Float8 tokens wait there as they are, 2 KB per 16 tokens, K or V,
 // and 128 channels; they are widened into a tile pair of their own.
 constexpr int GroupStageBytes(int head_dim, bool float8) {
-  if (!float8) return 2 * GroupTileBytes(head_dim, false);
-  return GroupStepTokens(head_dim, true) / 16 * ((head_dim + 127) / 128) * 2 * 2048;
+  if (!float8) return 2 * GroupTileBytes(head_dim);
+  return GroupStepTokens(head_dim) / 16 * ((head_dim + 127) / 128) * 2 * 2048;
 }
 constexpr int GroupFixedBytes(int head_dim, bool float8) {
-  return (float8 ? 2 * GroupTileBytes(head_dim, true) : 0) + kItemBytes + kGroupRows * 4;
+  return (float8 ? 2 * GroupTileBytes(head_dim) : 0) + kItemBytes + kGroupRows * 4;
 }
 
 }  // namespace nwor

@@ -2,10 +2,14 @@
 
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <cstdlib>
+#include <functional>
 #include <iostream>
+#include <queue>
 #include <random>
 #include <string>
+#include <vector>
 
 #include "attention/plan.h"
 #include "attention/tile_shape.h"
@@ -69,32 +73,70 @@ TEST(SplitPrefix, HoldsForAMillionTokens) {
   EXPECT_EQ(split.leaf_tokens, 1 << 16);
 }
 
-TEST(ChooseGrain, IsFineWhileItemsAreFewAndCoarseWhenTheyAbound) {
-  // One request of 16 leaves and 8 heads, then ever more of them.
-  const auto grain = [](int requests) {
-    const int64_t pairs = requests * 8;
-    return ChooseGrain(pairs * 16, pairs * 4, pairs * 4, pairs, 264, 3168);
-  };
-  EXPECT_EQ(grain(1), ItemGrain::kLeaf);
-  EXPECT_EQ(grain(64), ItemGrain::kLeafGroup);
-  EXPECT_EQ(grain(1000), ItemGrain::kRequest);
+// Grains of `requests` alike: 8 KV heads, one row tile each.
+std::vector<ItemGrain> Grains(int requests, int tokens, const VerifyConfig& config) {
+  const LeafSplit split = SplitPrefix(tokens, config.max_leaves);
+  std::vector<ItemGrain> grains;
+  for (int b = 0; b < requests; ++b) {
+    const int64_t work = int64_t{tokens} * 8 * (requests - b);
+    grains.push_back(
+        ChooseGrain(work, tokens, int64_t{kLeafGroup} * split.leaf_tokens, config.num_ctas));
+  }
+  return grains;
 }
 
-TEST(ChooseGrain, NeverAsksForMoreSlotsThanThereAre) {
-  for (int64_t pairs = 1; pairs < 100000; pairs = pairs * 3 / 2 + 1) {
-    for (const int64_t leaves : {1, 2, 5, 16, 64}) {
+TEST(ChooseGrain, IsFineForFewRequestsAndGoesFromCoarseToFineForMany) {
+  const VerifyConfig config = ChooseVerifyConfig(Shape(1, 8), kH200);
+  EXPECT_EQ(Grains(1, 32768, config).front(), ItemGrain::kLeaf);
+  EXPECT_EQ(Grains(32, 32768, config).front(), ItemGrain::kLeafGroup);
+  EXPECT_EQ(Grains(500, 32768, config).front(), ItemGrain::kRequest);
+  for (const int requests : {1, 5, 32, 100, 500}) {
+    const std::vector<ItemGrain> grains = Grains(requests, 32768, config);
+    EXPECT_EQ(grains.back(), ItemGrain::kLeaf);
+    EXPECT_TRUE(std::is_sorted(grains.rbegin(), grains.rend()));
+  }
+}
+
+TEST(ChooseGrain, StaysWithinTheSlotsOfTheWorkspace) {
+  for (const int tokens : {513, 2048, 4608, 32768, 131072, 1 << 20}) {
+    for (int requests = 1; requests < 2000; requests = requests * 5 / 4 + 1) {
+      const VerifyConfig config = ChooseVerifyConfig(Shape(requests, 8), kH200);
+      const int64_t leaves = SplitPrefix(tokens, config.max_leaves).num_leaves;
       const int64_t groups = (leaves + kLeafGroup - 1) / kLeafGroup;
-      const int64_t leaf_slots = leaves > 1 ? pairs * leaves : 0;
-      const int64_t group_slots = groups > 1 ? pairs * groups : 0;
-      const ItemGrain grain =
-          ChooseGrain(leaf_slots, group_slots, pairs * groups, pairs, 264, 1000);
-      if (grain == ItemGrain::kLeaf) {
-        EXPECT_LE(leaf_slots, 1000);
+      int64_t slots = 0;
+      for (const ItemGrain grain : Grains(requests, tokens, config)) {
+        if (grain == ItemGrain::kLeaf && leaves > 1) slots += 8 * leaves;
+        if (grain == ItemGrain::kLeafGroup && groups > 1) slots += 8 * groups;
       }
-      if (grain == ItemGrain::kLeafGroup) {
-        EXPECT_LE(group_slots, 1000);
-      }
+      EXPECT_LE(slots, config.max_slots) << requests << " x " << tokens;
     }
+  }
+}
+
+TEST(ChooseGrain, EndsEvenlyForBatchesThatDoNotFitTheDevice) {
+  // The queue's list schedule of equal-speed CTAs, against a perfect division of the work.
+  const VerifyConfig config = ChooseVerifyConfig(Shape(1, 8), kH200);
+  const LeafSplit split = SplitPrefix(32768, config.max_leaves);
+  for (int requests = 4; requests <= 40; ++requests) {
+    std::vector<int> items;
+    for (const ItemGrain grain : Grains(requests, 32768, config)) {
+      const int leaves = grain == ItemGrain::kLeaf        ? 1
+                         : grain == ItemGrain::kLeafGroup ? kLeafGroup
+                                                          : split.num_leaves;
+      for (int i = 0; i < 8 * split.num_leaves / leaves; ++i) items.push_back(leaves);
+    }
+    std::sort(items.rbegin(), items.rend());
+    std::priority_queue<int, std::vector<int>, std::greater<>> busy_until;
+    for (int i = 0; i < config.num_ctas; ++i) busy_until.push(0);
+    int end = 0;
+    for (const int leaves : items) {
+      const int done = busy_until.top() + leaves;
+      busy_until.pop();
+      busy_until.push(done);
+      end = std::max(end, done);
+    }
+    const double ideal = 8.0 * requests * split.num_leaves / config.num_ctas;
+    EXPECT_LE(end, ideal + 1.5) << requests << " requests";
   }
 }
 
