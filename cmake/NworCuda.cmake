@@ -64,6 +64,11 @@ if(NWOR_WITH_CUDA OR NWOR_CHECK_KERNELS)
   set(CMAKE_CUDA_ARCHITECTURES "${NWOR_CUDA_ARCHS}")
   set(CMAKE_CUDA_RUNTIME_LIBRARY Shared) # the one that torch has loaded
   enable_language(CUDA)
+  if(NOT "cuda_std_20" IN_LIST CMAKE_CUDA_COMPILE_FEATURES)
+    message(FATAL_ERROR
+      "CMake ${CMAKE_VERSION} does not know C++20 for nvcc ${CMAKE_CUDA_COMPILER_VERSION}. "
+      "Use a newer one (pip install --upgrade cmake), or NWOR_CUDA=OFF.")
+  endif()
 endif()
 if(NWOR_WITH_CUDA)
   string(REGEX MATCH "^[0-9]+" _nvcc_major "${CMAKE_CUDA_COMPILER_VERSION}")
