@@ -3,7 +3,6 @@
 #include "kv_interceptor/commit.h"
 #include "kv_interceptor/commit_grid.h"
 #include "kv_interceptor/commit_move.cuh"
-#include "kv_interceptor/commit_small.cuh"
 #include "kv_interceptor/commit_table.cuh"
 #include "kv_interceptor/commit_validate.cuh"
 #include "kv_interceptor/launch_check.h"
@@ -18,7 +17,6 @@ namespace {
 struct BlockState {
   uint32_t fault;
   int32_t num_accepted;
-  bool publishes;
 };
 
 // Ends with a barrier after which all threads know the same fault.
@@ -44,12 +42,13 @@ __global__ void __launch_bounds__(kCommitThreads, kUniform ? kCommitBlocksPerSm 
   extern __shared__ uint32_t cells[];  // see InsertSlot
   __shared__ BlockState state;
   const BatchTable& batch = table.batch;
+  const Plane plane = SelectPlane(table, blockIdx.x);
+  FetchParameters(batch, plane);
   const Entry first = LoadEntry(batch, threadIdx.x);
 #pragma unroll 1
   for (int32_t i = threadIdx.x; i < batch.num_cells; i += kCommitThreads) cells[i] = kEmptyCell;
-  if (threadIdx.x == 0) state = {kNoFault, 0, false};
+  if (threadIdx.x == 0) state = {kNoFault, 0};
 
-  const Plane plane = SelectPlane(table, blockIdx.x);
   const int32_t num_slices =
       (plane.group.shape.vectors_per_row + kCommitSliceVectors - 1) / kCommitSliceVectors;
   const int32_t num_units = batch.num_positions * num_slices;
@@ -75,15 +74,22 @@ __global__ void __launch_bounds__(kCommitThreads, kUniform ? kCommitBlocksPerSm 
     }
   };
   // A block that has its verdict reads no input that publishing changes, so it may sign off before
-  // its rows have arrived.
+  // its rows have arrived. The last warp does it: it has the least to move, often nothing.
   const auto decide = [&] {
     __syncthreads();  // cells and state
     const uint32_t verdict = Verdict(batch, cells, first, state);
-    if (batch.ticket != nullptr && threadIdx.x == kCommitThreads - 1) {
-      __threadfence();
+    const uint32_t warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    if (warp != kCommitWarps - 1) return verdict;
+    bool publishes = blockIdx.x == 0 && blockIdx.y == 0;
+    if (batch.ticket != nullptr) {
       const uint32_t last = gridDim.x * gridDim.y - 1;
-      state.publishes = atomicInc(batch.ticket, last) == last;
+      if (lane == 0) {
+        __threadfence();
+        publishes = atomicInc(batch.ticket, last) == last;
+      }
+      publishes = __shfl_sync(0xffffffff, publishes, 0);
     }
+    if (publishes) Publish(batch, {verdict, state.num_accepted}, lane, 32);
     return verdict;
   };
   if constexpr (kUniform) {
@@ -91,54 +97,6 @@ __global__ void __launch_bounds__(kCommitThreads, kUniform ? kCommitBlocksPerSm 
   } else {
     const uint32_t verdict = decide();
     DispatchRowOp(plane.group.op, [&](auto op) { move(op, [&] { return verdict; }); });
-  }
-
-  const bool publishes = batch.ticket == nullptr && blockIdx.x == 0 && blockIdx.y == 0;
-  if (batch.ticket != nullptr) __syncthreads();  // state.publishes
-  if (publishes || state.publishes) {
-    Publish(batch, {state.fault, state.num_accepted}, threadIdx.x, kCommitThreads);
-  }
-}
-
-// At most kSmallCommitEntries entries, all moved 16 bytes at a time: each warp works by itself.
-template <int kLayers>
-__global__ void __launch_bounds__(kCommitThreads, kCommitBlocksPerSm)
-    SmallCommitKernel(const __grid_constant__ CommitTable<kLayers> table) {
-  const BatchTable& batch = table.batch;
-  const WarpBatch entries(batch);
-  const Plane plane = SelectPlane(table, blockIdx.x);
-  const int32_t num_slices =
-      (plane.group.shape.vectors_per_row + kCommitSliceVectors - 1) / kCommitSliceVectors;
-  const int32_t num_units = batch.num_positions * num_slices;
-  const uint32_t warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-  int32_t unit = static_cast<int32_t>(blockIdx.y + warp * gridDim.y);
-
-  WarpSlice<RowOp::kCopy16> slice;
-  const auto load = [&] {
-    const int32_t position = num_slices == 1 ? unit : unit / num_slices;
-    const int32_t row = entries.Row(position);
-    slice.Load(plane, row, entries.Slot(plane.group, position, row), unit - position * num_slices);
-  };
-  if (unit < num_units) load();
-  const uint32_t fault = entries.Validate(batch);
-
-  // The last warp of a block has the least to move, often nothing.
-  bool publishes = blockIdx.x == 0 && blockIdx.y == 0 && warp == kCommitWarps - 1;
-  if (batch.ticket != nullptr) {
-    // A warp that has its verdict reads no input that publishing changes.
-    if (lane == 0) {
-      __threadfence();
-      const uint32_t last = gridDim.x * gridDim.y * kCommitWarps - 1;
-      publishes = atomicInc(batch.ticket, last) == last;
-    }
-    publishes = __shfl_sync(0xffffffff, publishes, 0);
-  }
-  if (publishes) Publish(batch, {fault, entries.NumAccepted()}, lane, 32);
-  if (fault != kNoFault) return;
-  while (unit < num_units) {
-    slice.Store(plane);
-    unit += static_cast<int32_t>(kCommitWarps * gridDim.y);
-    if (unit < num_units) load();
   }
 }
 
@@ -176,9 +134,7 @@ void Launch(const CommitParams& params) {
   const bool copies = std::all_of(table.batch.groups, table.batch.groups + params.num_groups,
                                   [](const auto& group) { return group.op == RowOp::kCopy16; });
   const int64_t cell_bytes = int64_t{table.batch.num_cells} * 4;
-  if (copies && table.batch.num_positions <= kSmallCommitEntries) {
-    Launch<kLayers>(SmallCommitKernel<kLayers>, table, params, 0);
-  } else if (copies) {
+  if (copies) {
     Launch<kLayers>(CommitKernel<kLayers, true, RowOp::kCopy16>, table, params, cell_bytes);
   } else {
     Launch<kLayers>(CommitKernel<kLayers, false, RowOp::kCopy16>, table, params, cell_bytes);

@@ -34,6 +34,18 @@ __device__ Plane SelectPlane(const CommitTable<kLayers>& table, int plane_idx) {
           layer.scale_stride[side]};
 }
 
+// Parameters lie in constant memory that is cold at every launch, a line each for batch, group and
+// layer. Asking for all of them at once makes that one miss instead of one after another.
+__device__ inline void FetchParameters(const BatchTable& batch, const Plane& plane) {
+  const GroupTable& group = plane.group;
+  const RowsSide& staged = group.staged[plane.side];
+  const CacheStrides& strides = group.cache[plane.side];
+  asm volatile("" ::"l"(batch.path), "l"(batch.counts), "l"(batch.round_status), "l"(batch.status),
+               "l"(group.slots), "l"(group.pages.num_slots), "r"(group.shape.vectors_per_row),
+               "l"(staged.row), "l"(strides.page), "l"(plane.staged), "l"(plane.cache),
+               "r"(batch.num_cells));
+}
+
 // One slice of one accepted row in the registers of a warp: on its way while the batch is
 // validated.
 template <RowOp op>

@@ -76,6 +76,7 @@ struct Entry {
   int32_t index;
   int32_t count;       // as given, possibly out of range
   int32_t path_entry;  // only of accepted entries
+  int64_t slot;        // its destination in group 0, when destinations were given
 
   __device__ bool count_valid(const BatchTable& batch) const {
     return count >= 0 && count <= batch.depth;
@@ -84,12 +85,15 @@ struct Entry {
 
 // Loads depend on nothing but the position, so several entries can be on their way at once.
 __device__ inline Entry LoadEntry(const BatchTable& batch, int32_t position) {
-  Entry entry{0, 0, 0, -1};
+  Entry entry{0, 0, 0, -1, -1};
   if (position >= batch.num_positions) return entry;
   entry.request = static_cast<int32_t>(Divide(position, batch.by_positions));
   entry.index = position - entry.request * batch.positions_per_request;
   entry.count = batch.counts[entry.request];
-  if (batch.depth > 0) entry.path_entry = batch.path[position];
+  if (batch.depth > 0) {
+    entry.path_entry = batch.path[position];
+    if (batch.groups[0].slots != nullptr) entry.slot = batch.groups[0].slots[position];
+  }
   return entry;
 }
 

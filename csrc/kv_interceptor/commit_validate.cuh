@@ -84,14 +84,14 @@ __device__ inline uint32_t CheckRound(const BatchTable& batch) {
   return kNoFault;
 }
 
-// Faults of one entry in one group, lowest first. Its slot is loaded before its links are: neither
-// load waits for the other.
+// Faults of one entry in one group, lowest first.
 __device__ inline uint32_t CheckEntry(const BatchTable& batch, int g, uint32_t* cells,
                                       const Entry& entry, int32_t position) {
   const GroupTable& group = batch.groups[g];
   const int32_t row = StagingRow(batch, entry.request, entry.path_entry);
   if (row < 0) return FaultAt(position, kCheckPath);
-  const int64_t slot = DestinationSlot(group, position, row);
+  const bool loaded = g == 0 && group.slots != nullptr;
+  const int64_t slot = loaded ? entry.slot : DestinationSlot(group, position, row);
   const int32_t before =
       entry.index > 0 ? StagingRow(batch, entry.request, batch.path[position - 1]) : -1;
   uint32_t fault = Linked(batch, entry, before, row) ? kNoFault : FaultAt(position, kCheckChain);
