@@ -155,7 +155,7 @@ class NWOR_EXPORT Interceptor {
   void SetEnabled(bool enabled, BypassReason reason = BypassReason::kDisabled);
 
   using Stats = InterceptorStats;
-  // May wait for the device (commits count there).
+  // Waits for what this thread has enqueued on the device, where commits count.
   Stats stats() const;
 
   Mode mode() const;

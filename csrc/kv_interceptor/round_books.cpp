@@ -23,6 +23,29 @@ at::Tensor ReadAside(const at::Tensor& words) {
   return words.cpu();
 }
 
+// Waits for what this thread has enqueued, unless it is capturing a graph: then nothing runs yet.
+void WaitForStream(at::Device device) {
+#ifdef NWOR_WITH_CUDA
+  const c10::cuda::CUDAGuard guard(device);
+  if (c10::cuda::currentStreamCaptureStatusMayInitCtx() == c10::cuda::CaptureStatus::None) {
+    c10::cuda::getCurrentCUDAStream(device.index()).synchronize();
+  }
+#endif
+}
+
+// Waits for all streams of the device. The process may be ending: a device that is gone has nothing
+// left to tell.
+void WaitForDevice(at::Device device) noexcept {
+#ifdef NWOR_WITH_CUDA
+  try {
+    const c10::cuda::CUDAGuard guard(device);
+    c10::cuda::device_synchronize();
+  } catch (const std::exception&) {
+    return;
+  }
+#endif
+}
+
 }  // namespace
 
 RoundBooks::RoundBooks(bool strict) : strict_(strict) {
@@ -31,6 +54,8 @@ RoundBooks::RoundBooks(bool strict) : strict_(strict) {
 }
 
 RoundBooks::~RoundBooks() {
+  // The last totals are folded into the process's counters, so they must be the last ones.
+  if (device_words_.defined()) WaitForDevice(device_words_.device());
   Counters::Global().RemoveSource(source_id_);
   Counters::Global().AddStagingBytes(-totals_.staging_bytes);
 }
@@ -105,6 +130,10 @@ void RoundBooks::CloseRound(int64_t tokens, int64_t bytes_per_token, bool aborte
 }
 
 InterceptorStats RoundBooks::Read() const {
+  {
+    const std::lock_guard lock(mutex_);
+    if (device_words_.defined()) WaitForStream(device_words_.device());
+  }
   CountersSnapshot device;
   AddDeviceTotals(device);
   const std::lock_guard lock(mutex_);

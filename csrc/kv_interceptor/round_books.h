@@ -61,7 +61,7 @@ class RoundBooks {
   // Settles a round that staged `tokens` tokens. `on_device`: its commits settle the rejected ones.
   void CloseRound(int64_t tokens, int64_t bytes_per_token, bool aborted, bool on_device);
 
-  // May wait for the device.
+  // Waits for what this thread has enqueued on the device, so that its own rounds are all in.
   InterceptorStats Read() const;
 
  private:

@@ -169,7 +169,7 @@ def test_metrics_count_what_the_device_committed() -> None:
         engine.interceptor.begin(nwor.RoundPlan([4], [3]))
         engine.write_all([20, 21, 22, 23])
         engine.commit([[1, 2, 3]], [accepted])
-    del engine  # totals are folded in, not lost
+    del engine  # waits for its commits; totals are folded in, not lost
     after = nwor.Metrics().snapshot()
     change = {
         name: after[name] - before[name]
