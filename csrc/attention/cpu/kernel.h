@@ -292,6 +292,9 @@ class RangeAttention {
           case 2:
             ScoreBlock<2>(queries, keys + begin, count, head_dim_, scores);
             break;
+          case 3:
+            ScoreBlock<3>(queries, keys + begin, count, head_dim_, scores);
+            break;
           default:
             ScoreBlock<4>(queries, keys + begin, count, head_dim_, scores);
         }
@@ -325,6 +328,9 @@ class RangeAttention {
             break;
           case 2:
             SumBlock<2>(weights, values + begin, count, decay, head_dim_, acc);
+            break;
+          case 3:
+            SumBlock<3>(weights, values + begin, count, decay, head_dim_, acc);
             break;
           default:
             SumBlock<4>(weights, values + begin, count, decay, head_dim_, acc);
