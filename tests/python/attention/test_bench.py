@@ -1,0 +1,44 @@
+"""`nwor-specpv bench attention` runs, checks itself, writes what it prints; no figure is judged."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from attention.steps import DEVICES
+from nwor_specpv.bench import attention
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_prints_a_line_per_case_and_writes_json(device: str, tmp_path: Path, capsys) -> None:
+    file = tmp_path / "report.json"
+    sizes = ["--prefix", "100", "--batch", "2", "--rows", "1,70", "--heads", "4/2"]
+    shape = ["--head-dim", "64", "--dtype", "bfloat16", "--mask", "chain", "tree"]
+    assert (
+        attention.main(["--device", device, *sizes, *shape, "--replays", "2", "--json", str(file)])
+        == 0
+    )
+    printed = capsys.readouterr().out
+    report = json.loads(file.read_text())
+    assert [(r["rows"], r["mask"]) for r in report["results"]] == [
+        (1, "chain"),
+        (1, "tree"),
+        (70, "chain"),
+        (70, "tree"),
+    ]
+    for result in report["results"]:
+        assert result["case"] in printed
+        assert result["max_error"]["ours"] < 0.02
+        assert result["ratio"].keys() == result["us"].keys() - {"ours", "read"}
+        assert result["route"].startswith(device)
+
+
+def test_a_wrong_result_stops_the_benchmark(monkeypatch: pytest.MonkeyPatch) -> None:
+    right = attention.verify_attention
+    monkeypatch.setattr(attention, "verify_attention", lambda *a, **k: right(*a, **k).add_(0.1))
+    with pytest.raises(AssertionError, match="error"):
+        attention.main(
+            ["--device", "cpu", "--prefix", "40", "--rows", "2", "--heads", "4/2", "--replays", "1"]
+        )
