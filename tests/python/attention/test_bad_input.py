@@ -220,13 +220,13 @@ def test_a_window_together_with_a_view(device: str, view: str) -> None:
 @pytest.mark.parametrize("device", DEVICES)
 def test_wrong_float8_scales(device: str) -> None:
     for name, scale in (
-        ("k_scale", torch.ones(3)),
-        ("v_scale", torch.ones(2, 1)),
-        ("k_scale", torch.ones(1, dtype=torch.float64)),
-        ("v_scale", torch.ones(4)[::2]),
+        ("k_scale", torch.ones(3, device=device)),
+        ("v_scale", torch.ones(2, 1, device=device)),
+        ("k_scale", torch.ones(1, device=device, dtype=torch.float64)),
+        ("v_scale", torch.ones(4, device=device)[::2]),
     ):
         arguments = good(device, cache_dtype=FP8)
-        arguments[name] = scale.to(device)
+        arguments[name] = scale
         expect_refusal(name, arguments, arguments["out"])
 
 
