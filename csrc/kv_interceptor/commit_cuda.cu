@@ -8,102 +8,115 @@
 #include "kv_interceptor/launch_check.h"
 
 // One launch, no grid barrier. Each block takes one plane (K or V of one layer) and its share of
-// the batch's rows: its warps start to load them, the block validates the whole batch meanwhile,
-// and stores only when nothing is wrong anywhere.
+// the batch's rows: its warps start to load them, the whole batch is validated meanwhile, and
+// stores only follow when nothing is wrong anywhere.
+//
+// Small batches are validated by a warp of their own: a warp that waits for its rows cannot think.
 
 namespace nwor {
 namespace {
 
-struct BlockState {
-  uint32_t fault;
-  int32_t num_accepted;
-};
-
-// Ends with a barrier after which all threads know the same fault.
-__device__ uint32_t Verdict(const BatchTable& batch, uint32_t* cells, const Entry& first,
-                            BlockState& state) {
-  int32_t num_accepted = 0;
-  const uint32_t fault = CheckShare(batch, cells, first, num_accepted);
-  const uint32_t warp_fault = __reduce_min_sync(0xffffffff, fault);
-  const int32_t warp_accepted = __reduce_add_sync(0xffffffff, num_accepted);
+// True in the one warp of the grid that publishes; asked by one warp of each block after the block
+// has its verdict. Such a block reads no input that publishing changes, so its rows may still be on
+// their way.
+__device__ bool PublishesNow(const BatchTable& batch) {
+  if (batch.ticket == nullptr) return blockIdx.x == 0 && blockIdx.y == 0;
+  const uint32_t last = gridDim.x * gridDim.y - 1;
+  bool publishes = false;
   if (threadIdx.x % 32 == 0) {
-    if (warp_fault != kNoFault) atomicMin(&state.fault, warp_fault);
-    if (warp_accepted != 0) atomicAdd(&state.num_accepted, warp_accepted);
+    __threadfence();
+    publishes = atomicInc(batch.ticket, last) == last;
   }
-  __syncthreads();
-  return state.fault;
+  return __shfl_sync(0xffffffff, publishes, 0);
 }
 
-// kUniform: every group moves its rows by `op`, which is then known here; otherwise each block
-// looks its op up, and loads only after the verdict.
+// A warp's part of a verdict, the same in all its lanes.
+template <typename Team>
+__device__ BatchVerdict CheckWarpShare(const BatchTable& batch, uint32_t* cells,
+                                       const Entry& first) {
+  int32_t num_accepted = 0;
+  const uint32_t fault = CheckShare<Team>(batch, cells, first, num_accepted);
+  return {__reduce_min_sync(0xffffffff, fault),
+          static_cast<int32_t>(__reduce_add_sync(0xffffffff, num_accepted))};
+}
+
+// The whole block validates; ends with a barrier after which all threads know the same verdict.
+__device__ BatchVerdict ValidateTogether(const BatchTable& batch, uint32_t* cells,
+                                         const Entry& first, BatchVerdict& found) {
+  ClearCells<BlockTeam>(batch, cells);
+  if (threadIdx.x == 0) found = {kNoFault, 0};
+  __syncthreads();
+  const BatchVerdict warp = CheckWarpShare<BlockTeam>(batch, cells, first);
+  if (threadIdx.x % 32 == 0) {
+    if (warp.fault != kNoFault) atomicMin(&found.fault, warp.fault);
+    if (warp.num_accepted != 0) atomicAdd(&found.num_accepted, warp.num_accepted);
+  }
+  __syncthreads();
+  return found;
+}
+
+// kUniform: every group moves its rows by kOp, which is then known here; otherwise each block looks
+// its op up, and loads only after the verdict.
 template <int kLayers, bool kUniform, RowOp kOp>
 __global__ void __launch_bounds__(kCommitThreads, kUniform ? kCommitBlocksPerSm : 3)
     CommitKernel(const __grid_constant__ CommitTable<kLayers> table) {
   extern __shared__ uint32_t cells[];  // see InsertSlot
-  __shared__ BlockState state;
+  __shared__ BatchVerdict found;
   const BatchTable& batch = table.batch;
   const Plane plane = SelectPlane(table, blockIdx.x);
-  FetchParameters(batch, plane);
-  const Entry first = LoadEntry(batch, threadIdx.x);
-#pragma unroll 1
-  for (int32_t i = threadIdx.x; i < batch.num_cells; i += kCommitThreads) cells[i] = kEmptyCell;
-  if (threadIdx.x == 0) state = {kNoFault, 0};
-
-  const int32_t num_slices =
-      (plane.group.shape.vectors_per_row + kCommitSliceVectors - 1) / kCommitSliceVectors;
-  const int32_t num_units = batch.num_positions * num_slices;
-  int32_t unit = static_cast<int32_t>(blockIdx.y + threadIdx.x / 32 * gridDim.y);
-  uint32_t fault = kNoFault;
-  const auto move = [&](auto op, auto&& verdict) {
-    WarpSlice<decltype(op)::value> slice;
-    const auto load = [&] {
-      const int32_t position = num_slices == 1 ? unit : unit / num_slices;
-      const Entry entry = LoadEntry(batch, position);
-      const bool accepted = entry.count_valid(batch) && entry.index < entry.count;
-      const int32_t row = accepted ? StagingRow(batch, entry.request, entry.path_entry) : -1;
-      const int64_t slot = row < 0 ? -1 : DestinationSlot(plane.group, position, row);
-      slice.Load(plane, row, slot, unit - position * num_slices);
-    };
-    if (unit < num_units) load();
-    fault = verdict();
-    if (fault != kNoFault) return;
-    while (unit < num_units) {
-      slice.Store(plane);
-      unit += static_cast<int32_t>(kCommitWarps * gridDim.y);
-      if (unit < num_units) load();
-    }
-  };
-  // A block that has its verdict reads no input that publishing changes, so it may sign off before
-  // its rows have arrived. The last warp does it: it has the least to move, often nothing.
+  const Entry first = LoadEntry(batch, static_cast<int32_t>(threadIdx.x));
   const auto decide = [&] {
-    __syncthreads();  // cells and state
-    const uint32_t verdict = Verdict(batch, cells, first, state);
-    const uint32_t warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-    if (warp != kCommitWarps - 1) return verdict;
-    bool publishes = blockIdx.x == 0 && blockIdx.y == 0;
-    if (batch.ticket != nullptr) {
-      const uint32_t last = gridDim.x * gridDim.y - 1;
-      if (lane == 0) {
-        __threadfence();
-        publishes = atomicInc(batch.ticket, last) == last;
-      }
-      publishes = __shfl_sync(0xffffffff, publishes, 0);
-    }
-    if (publishes) Publish(batch, {verdict, state.num_accepted}, lane, 32);
-    return verdict;
+    const BatchVerdict verdict = ValidateTogether(batch, cells, first, found);
+    // The last warp has the least to move, often nothing.
+    if (threadIdx.x / 32 == kCommitWarps - 1 && PublishesNow(batch)) Publish(batch, verdict);
+    return verdict.fault == kNoFault;
   };
   if constexpr (kUniform) {
-    move(std::integral_constant<RowOp, kOp>{}, decide);
-  } else {
-    const uint32_t verdict = decide();
-    DispatchRowOp(plane.group.op, [&](auto op) { move(op, [&] { return verdict; }); });
+    WarpShare<kOp> share(batch, plane);
+    share.Start();
+    if (decide()) share.Finish();
+  } else if (decide()) {
+    DispatchRowOp(plane.group.op, [&](auto op) {
+      WarpShare<decltype(op)::value> share(batch, plane);
+      share.Start();
+      share.Finish();
+    });
   }
 }
 
+// Where the verdict meets those who wait for it, from two places in the code.
+__device__ void MeetAtVerdict() {
+  asm volatile("barrier.sync 1, %0;" ::"n"(kSmallCommitThreads) : "memory");
+}
+
+// At most kSmallCommitEntries entries, all rows moved 16 bytes at a time.
 template <int kLayers>
-void Launch(void (*kernel)(CommitTable<kLayers>), const CommitTable<kLayers>& table,
+__global__ void __launch_bounds__(kSmallCommitThreads, kCommitBlocksPerSm)
+    SmallCommitKernel(const __grid_constant__ CommitTable<kLayers> table) {
+  __shared__ uint32_t cells[ChooseCommitCells(kSmallCommitEntries)];
+  __shared__ BatchVerdict found;
+  const BatchTable& batch = table.batch;
+  if (threadIdx.x >= kCommitThreads) {
+    const Entry first = LoadEntry(batch, static_cast<int32_t>(threadIdx.x % 32));
+    ClearCells<WarpTeam>(batch, cells);
+    __syncwarp();
+    const BatchVerdict verdict = CheckWarpShare<WarpTeam>(batch, cells, first);
+    if (threadIdx.x % 32 == 0) found = verdict;
+    MeetAtVerdict();
+    if (PublishesNow(batch)) Publish(batch, verdict);
+    return;
+  }
+  const Plane plane = SelectPlane(table, blockIdx.x);
+  WarpShare<RowOp::kCopy16> share(batch, plane);
+  share.Start();
+  MeetAtVerdict();
+  if (found.fault == kNoFault) share.Finish();
+}
+
+template <int kLayers>
+void Launch(void (*kernel)(CommitTable<kLayers>), int threads, const CommitTable<kLayers>& table,
             const CommitParams& params, int64_t shared_bytes) {
-  constexpr int64_t kAlwaysAllowed = 48 * 1024 - sizeof(BlockState);
+  constexpr int64_t kAlwaysAllowed = 48 * 1024 - sizeof(BatchVerdict);
   if (shared_bytes > kAlwaysAllowed) {
     CheckCuda(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
                                    static_cast<int>(shared_bytes)),
@@ -119,11 +132,11 @@ void Launch(void (*kernel)(CommitTable<kLayers>), const CommitTable<kLayers>& ta
   const int64_t by_memory =
       CurrentDeviceAttribute(cudaDevAttrMaxSharedMemoryPerMultiprocessor) /
       (shared_bytes + CurrentDeviceAttribute(cudaDevAttrReservedSharedMemoryPerBlock) +
-       static_cast<int64_t>(sizeof(BlockState)));
+       static_cast<int64_t>(sizeof(BatchVerdict)));
   const int32_t splits = ChooseCommitSplits(
       num_planes, max_slices, CurrentDeviceAttribute(cudaDevAttrMultiProcessorCount),
       static_cast<int32_t>(std::clamp<int64_t>(by_memory, 1, kCommitBlocksPerSm)));
-  kernel<<<dim3(num_planes, splits), kCommitThreads, shared_bytes,
+  kernel<<<dim3(num_planes, splits), threads, shared_bytes,
            static_cast<cudaStream_t>(params.stream)>>>(table);
   CheckCuda(cudaGetLastError(), "commit kernel");
 }
@@ -134,10 +147,15 @@ void Launch(const CommitParams& params) {
   const bool copies = std::all_of(table.batch.groups, table.batch.groups + params.num_groups,
                                   [](const auto& group) { return group.op == RowOp::kCopy16; });
   const int64_t cell_bytes = int64_t{table.batch.num_cells} * 4;
-  if (copies) {
-    Launch<kLayers>(CommitKernel<kLayers, true, RowOp::kCopy16>, table, params, cell_bytes);
+  const auto launch = [&](auto kernel, int threads, int64_t shared_bytes) {
+    Launch<kLayers>(kernel, threads, table, params, shared_bytes);
+  };
+  if (copies && table.batch.num_positions <= kSmallCommitEntries) {
+    launch(SmallCommitKernel<kLayers>, kSmallCommitThreads, 0);
+  } else if (copies) {
+    launch(CommitKernel<kLayers, true, RowOp::kCopy16>, kCommitThreads, cell_bytes);
   } else {
-    Launch<kLayers>(CommitKernel<kLayers, false, RowOp::kCopy16>, table, params, cell_bytes);
+    launch(CommitKernel<kLayers, false, RowOp::kCopy16>, kCommitThreads, cell_bytes);
   }
 }
 

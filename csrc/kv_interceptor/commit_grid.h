@@ -13,6 +13,9 @@ inline constexpr int kCommitVectorsPerLane = 4;
 // One warp's share of a row: a slice.
 inline constexpr int kCommitSliceVectors = 32 * kCommitVectorsPerLane;
 inline constexpr int kCommitBlocksPerSm = 4;
+// Batches of at most so many entries are validated by one more warp beside those that move rows.
+inline constexpr int kSmallCommitEntries = 64;
+inline constexpr int kSmallCommitThreads = kCommitThreads + 32;
 
 // Cells of the table in which every entry of the batch looks for others with its destination: half
 // again as many as entries, so that even a full batch finds a place in a few steps and 8192 entries

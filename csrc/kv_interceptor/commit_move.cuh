@@ -34,18 +34,6 @@ __device__ Plane SelectPlane(const CommitTable<kLayers>& table, int plane_idx) {
           layer.scale_stride[side]};
 }
 
-// Parameters lie in constant memory that is cold at every launch, a line each for batch, group and
-// layer. Asking for all of them at once makes that one miss instead of one after another.
-__device__ inline void FetchParameters(const BatchTable& batch, const Plane& plane) {
-  const GroupTable& group = plane.group;
-  const RowsSide& staged = group.staged[plane.side];
-  const CacheStrides& strides = group.cache[plane.side];
-  asm volatile("" ::"l"(batch.path), "l"(batch.counts), "l"(batch.round_status), "l"(batch.status),
-               "l"(group.slots), "l"(group.pages.num_slots), "r"(group.shape.vectors_per_row),
-               "l"(staged.row), "l"(strides.page), "l"(plane.staged), "l"(plane.cache),
-               "r"(batch.num_cells));
-}
-
 // One slice of one accepted row in the registers of a warp: on its way while the batch is
 // validated.
 template <RowOp op>
@@ -92,19 +80,62 @@ class WarpSlice {
   bool moves_ = false;
 };
 
+// The part of the rows of one plane that a warp moves: every so many slices, one at a time.
+template <RowOp op>
+class WarpShare {
+ public:
+  __device__ WarpShare(const BatchTable& batch, const Plane& plane)
+      : batch_(batch),
+        plane_(plane),
+        num_slices_((plane.group.shape.vectors_per_row + kCommitSliceVectors - 1) /
+                    kCommitSliceVectors),
+        num_units_(batch.num_positions * num_slices_),
+        unit_(static_cast<int32_t>(blockIdx.y + threadIdx.x / 32 * gridDim.y)) {}
+
+  // Starts the first slice, so that it is on its way while the batch is validated.
+  __device__ void Start() {
+    if (unit_ < num_units_) Load();
+  }
+
+  // Stores what was started and moves the rest. REQUIRES: the batch is valid.
+  __device__ void Finish() {
+    while (unit_ < num_units_) {
+      slice_.Store(plane_);
+      unit_ += static_cast<int32_t>(kCommitWarps * gridDim.y);
+      if (unit_ < num_units_) Load();
+    }
+  }
+
+ private:
+  __device__ void Load() {
+    const int32_t position = num_slices_ == 1 ? unit_ : unit_ / num_slices_;
+    const Entry entry = LoadEntry(batch_, position);
+    const bool accepted = entry.count_valid(batch_) && entry.index < entry.count;
+    const int32_t row = accepted ? StagingRow(batch_, entry.request, entry.path_entry) : -1;
+    const int64_t slot = row < 0 ? -1 : DestinationSlot(plane_.group, position, row);
+    slice_.Load(plane_, row, slot, unit_ - position * num_slices_);
+  }
+
+  const BatchTable& batch_;
+  const Plane& plane_;
+  const int32_t num_slices_;
+  const int32_t num_units_;
+  int32_t unit_;
+  WarpSlice<op> slice_;
+};
+
 // What validation found: the same in every block.
 struct BatchVerdict {
   uint32_t fault;
   int32_t num_accepted;
 };
 
-// Tells the host and the next chunk. `thread` of `num_threads` that publish together, after every
-// block has its verdict.
-__device__ __noinline__ void Publish(const BatchTable& batch, const BatchVerdict& found,
-                                     uint32_t thread, uint32_t num_threads) {
+// Tells the host and the next chunk. One warp of the grid, after every block has its verdict.
+__device__ __noinline__ void Publish(const BatchTable& batch, const BatchVerdict& found) {
+  const uint32_t lane = threadIdx.x % 32;
   const bool ok = found.fault == kNoFault;
   const int64_t num_tokens = ok ? found.num_accepted : 0;
-  if (thread == 0) {
+  if (lane == 0) {
     const CommitVerdict verdict = Describe(batch, found.fault);
     if (batch.status != nullptr) {
       batch.status[kStatusCode] = static_cast<int64_t>(verdict.error);
@@ -121,8 +152,7 @@ __device__ __noinline__ void Publish(const BatchTable& batch, const BatchVerdict
   if (batch.tips == nullptr || !ok) return;
   const int32_t num_requests = batch.num_positions / batch.positions_per_request;
 #pragma unroll 1
-  for (int32_t request = static_cast<int32_t>(thread); request < num_requests;
-       request += static_cast<int32_t>(num_threads)) {
+  for (int32_t request = static_cast<int32_t>(lane); request < num_requests; request += 32) {
     const int32_t count = batch.counts[request];
     if (count > 0) {
       const int32_t last = batch.path[request * batch.depth + count - 1];

@@ -105,20 +105,33 @@ __device__ inline uint32_t CheckEntry(const BatchTable& batch, int g, uint32_t* 
   return fault;
 }
 
-// The share of one thread; the minimum over a block is the verdict. `first` is the entry of the
-// thread's own number, already on its way. Adds accepted entries to `num_accepted`. Contains
-// barriers: all threads of the block must call it.
+// Threads that validate a batch together: a whole block, or one warp beside others that move rows.
+struct BlockTeam {
+  static constexpr uint32_t kSize = kCommitThreads;
+  __device__ static uint32_t Rank() { return threadIdx.x; }
+  __device__ static void Sync() { __syncthreads(); }
+};
+struct WarpTeam {
+  static constexpr uint32_t kSize = 32;
+  __device__ static uint32_t Rank() { return threadIdx.x % 32; }
+  __device__ static void Sync() { __syncwarp(); }
+};
+
+// The share of one thread; the minimum over the team is the verdict. `first` is the entry of the
+// thread's own rank, already on its way. Adds accepted entries to `num_accepted`. All threads of
+// the team must call it, after the cells are empty.
+template <typename Team>
 __device__ inline uint32_t CheckShare(const BatchTable& batch, uint32_t* cells, const Entry& first,
                                       int32_t& num_accepted) {
+  const auto rank = static_cast<int32_t>(Team::Rank());
   uint32_t fault = CheckRound(batch);
 #pragma unroll 1
   for (int g = 0; g < batch.num_groups; ++g) {
-    if (g > 0) __syncthreads();  // cells of the group before are no longer needed
+    if (g > 0) Team::Sync();  // cells of the group before are no longer needed
 #pragma unroll 1
-    for (int32_t position = threadIdx.x; position < batch.num_positions;
-         position += kCommitThreads) {
-      const Entry entry =
-          position == static_cast<int32_t>(threadIdx.x) ? first : LoadEntry(batch, position);
+    for (int32_t position = rank; position < batch.num_positions;
+         position += static_cast<int32_t>(Team::kSize)) {
+      const Entry entry = position == rank ? first : LoadEntry(batch, position);
       if (!entry.count_valid(batch)) {
         if (entry.index == 0) fault = min(fault, FaultAt(position, kCheckCount));
       } else if (entry.index < entry.count) {
@@ -128,6 +141,15 @@ __device__ inline uint32_t CheckShare(const BatchTable& batch, uint32_t* cells, 
     }
   }
   return fault;
+}
+
+template <typename Team>
+__device__ inline void ClearCells(const BatchTable& batch, uint32_t* cells) {
+#pragma unroll 1
+  for (int32_t i = static_cast<int32_t>(Team::Rank()); i < batch.num_cells;
+       i += static_cast<int32_t>(Team::kSize)) {
+    cells[i] = kEmptyCell;
+  }
 }
 
 // The words of a fault for status. One thread calls it, after the verdict.
