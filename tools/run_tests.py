@@ -87,7 +87,10 @@ def main() -> int:
     ctest += ["--no-tests=error", "--progress", "--parallel", str(len(os.sched_getaffinity(0)))]
     ctest += ["--output-junit", str(ctest_junit)]
     pytest_junit = CURRENT / "pytest.xml"
+    # A file stays with one worker: its tests share what they built.
+    workers = str(min(8, len(os.sched_getaffinity(0))))
     pytest = [str(BIN / "python"), "-m", "pytest", "-q", f"--junitxml={pytest_junit}"]
+    pytest += ["--numprocesses", workers, "--dist", "loadfile"]
     if not options.all:
         pytest += ["-m", "not slow"]
 

@@ -177,17 +177,17 @@ def test_wheel_holds_what_it_should_and_nothing_else(wheel: Path) -> None:
     assert f"{info}/licenses/LICENSE" in names
 
     inside = {name.removeprefix("nwor_specpv/") for name in names if not name.startswith(info)}
-    modules = {p.relative_to(PACKAGE).as_posix() for p in PACKAGE.rglob("*.py")}
-    headers = {f"include/{p.relative_to(ROOT / 'csrc')}" for p in (ROOT / "csrc").rglob("*.h")}
-    package = {"cmake/nwor_specpvConfig.cmake", "cmake/nwor_specpvConfigVersion.cmake"}
-    package |= {"libnwor_specpv.so", "_build_info.json", "py.typed"}
-    (extension,) = {name for name in inside if name.startswith("_C.")}
-    data = {
+    sources = {
         path.relative_to(PACKAGE).as_posix()
-        for path in PACKAGE.rglob("*.json")
-        if path.name != "_build_info.json"
+        for path in PACKAGE.rglob("*")
+        if path.is_file() and path.suffix not in (".so", ".pyc") and path.parent.name != "cmake"
     }
-    assert inside - data == modules | headers | package | {extension}
+    headers = {f"include/{p.relative_to(ROOT / 'csrc')}" for p in (ROOT / "csrc").rglob("*.h")}
+    built = {"libnwor_specpv.so", "_build_info.json"}
+    built |= {"cmake/nwor_specpvConfig.cmake", "cmake/nwor_specpvConfigVersion.cmake"}
+    (extension,) = {name for name in inside if name.startswith("_C.")}
+    assert {"__init__.py", "py.typed"} <= sources
+    assert inside == sources | headers | built | {extension}
 
 
 def test_wheel_is_relocatable(installed: Path) -> None:
