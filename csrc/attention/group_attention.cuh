@@ -285,8 +285,8 @@ class GroupAttention {
     const int lane = threadIdx.x % 32;
     int depth[2] = {0, 0};  // of key rows first + lane and + 32
     if (p.window > 0) {
-      depth[0] = RowDepth(p, item.query_start, min(first + lane, last_row));
-      depth[1] = RowDepth(p, item.query_start, min(first + lane + 32, last_row));
+      depth[0] = RowDepth(p, item, min(first + lane, last_row));
+      depth[1] = RowDepth(p, item, min(first + lane + 32, last_row));
     }
     Mask(scores, [&](int row) {
       const int query_row = min((item.row_begin + row) / group, last_row);

@@ -262,8 +262,7 @@ class GroupStream {
 
   // Tokens before it are outside every row's window.
   __device__ int window_begin() const {
-    const int window = args_.params.window;
-    return window > 0 ? item_.plan.prefix_tokens - window + 1 : 0;
+    return WindowBegin(args_.params, item_.plan.prefix_tokens);
   }
 
   const VerifyArgs& args_;

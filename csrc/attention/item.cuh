@@ -81,7 +81,7 @@ __device__ void OpenItem(const VerifyArgs& args, int index, SharedItem* item, in
     const int group = p.num_heads / p.num_kv_heads;
     const int row =
         min((plan.row_begin + static_cast<int>(threadIdx.x)) / group, plan.request_rows - 1);
-    positions[threadIdx.x] = plan.prefix_tokens + RowDepth(p, plan.query_start, row);
+    positions[threadIdx.x] = plan.prefix_tokens + RowDepth(p, plan, row);
   }
 }
 

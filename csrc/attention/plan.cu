@@ -58,11 +58,8 @@ __device__ PlanRequest ReadRequest(const VerifyParams& p, int b, int max_leaves)
         ClampLength(p.prefix_lens[b], room, VerifyStatus::kPrefixTooLong, b, p.status);
   }
 
-  // The first row stands at position prefix_tokens and later ones beyond it: what it cannot see
-  // through the window, no row can. Leaves start on whole steps.
-  if (p.window > 0 && request.prefix_tokens >= p.window) {
-    request.token_begin = (request.prefix_tokens - p.window + 1) / 32 * 32;
-  }
+  // Leaves start on whole steps.
+  request.token_begin = max(WindowBegin(p, request.prefix_tokens), 0) / 32 * 32;
   const LeafSplit split = SplitPrefix(request.prefix_tokens - request.token_begin, max_leaves);
   request.leaf_tokens = split.leaf_tokens;
   request.num_leaves = split.num_leaves;

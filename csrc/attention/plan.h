@@ -3,6 +3,7 @@
 #include <cstdint>
 
 #include "attention/heuristics.h"
+#include "attention/params.h"
 #include "attention/tile_shape.h"
 
 // What the planner leaves for the attention kernel, as it lies in device memory. Plain data.
@@ -17,6 +18,12 @@ namespace nwor {
 
 // Where a request's prefix tokens lie.
 enum class TokenSource : int32_t { kPages, kBlocks, kCompact };
+
+// The first prefix token that some row may see through the window; negative: all of them. A row
+// that sees no row, not even itself, stands one position before the others.
+constexpr int32_t WindowBegin(const VerifyParams& p, int32_t prefix_tokens) {
+  return p.window == 0 ? 0 : prefix_tokens - p.window + (p.tree_mask == nullptr ? 1 : 0);
+}
 
 struct PlanHeader {
   int32_t num_items = 0;

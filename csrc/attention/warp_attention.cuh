@@ -294,7 +294,7 @@ class WarpAttention {
     const int group = p.num_heads / p.num_kv_heads;
     const int last_row = item_.plan.request_rows - 1;
     const int key_row = min(first + static_cast<int>(threadIdx.x % 32), last_row);
-    const int depth = p.window > 0 ? RowDepth(p, item_.plan.query_start, key_row) : 0;
+    const int depth = p.window > 0 ? RowDepth(p, item_.plan, key_row) : 0;
     Mask(scores, [&](int row) {
       const int query_row = min((item_.plan.row_begin + row) / group, last_row);
       uint32_t seen = LowBits(query_row + 1 - first);
