@@ -83,6 +83,9 @@ class NWOR_EXPORT CacheWriter {
   // Copies or quantises one staged row (K and V) into `slot` of `cache`.
   virtual void WriteRow(const CacheLayout& cache, int64_t slot, const KvRowsView& row,
                         DType row_dtype) = 0;
+  // Whether WriteRow may throw. For a writer that cannot, no old bytes are kept: that would double
+  // what a commit moves.
+  virtual bool may_fail() const { return true; }
 };
 NWOR_EXPORT CacheWriter& PlainCacheWriter();
 
@@ -103,7 +106,8 @@ struct NWOR_EXPORT CommitUndoLog {
 };
 
 // Validates, then writes every row of every layer. If a write throws, everything written so far is
-// put back byte for byte and the verdict is kWriteFailed; staging is untouched either way.
+// put back byte for byte and the verdict is kWriteFailed; staging is untouched either way. The
+// plain writer copies memory and cannot throw.
 NWOR_EXPORT CommitVerdict CommitCpu(const CommitParams& params, CommitUndoLog& log,
                                     CacheWriter& writer = PlainCacheWriter());
 

@@ -1,6 +1,5 @@
-#include <ATen/Parallel.h>
-
 #include <algorithm>
+#include <atomic>
 #include <exception>
 #include <vector>
 
@@ -8,6 +7,7 @@
 #include "kv_interceptor/commit_path.h"
 #include "kv_interceptor/digest.h"
 #include "kv_interceptor/row_copy.h"
+#include "parallel.h"
 
 namespace nwor {
 namespace {
@@ -18,6 +18,7 @@ class PlainWriter final : public CacheWriter {
                 DType row_dtype) override {
     StoreRow(cache, slot, row, 0, row_dtype);
   }
+  bool may_fail() const override { return false; }
 };
 
 // One accepted row with its destinations, resolved once for all layers.
@@ -59,13 +60,16 @@ class LayerCommit {
            ElementBytes(group.geometry.dtype);
   }
 
-  // Keeps the old bytes of each destination, then writes it. May throw between any two rows.
+  // Writes each destination, its old bytes kept first if there is a log. May throw between any two
+  // rows.
   void Write(const std::vector<Move>& moves, CacheWriter& writer) {
     const int64_t row_bytes = ElementBytes(group_.dtype);
     for (const Move& move : moves) {
       const int64_t slot = move.slots[layer_.group];
-      Exchange(slot, /*restore=*/false);
-      ++num_logged_;
+      if (log_ != nullptr) {
+        Exchange(slot, /*restore=*/false);
+        ++num_logged_;
+      }
       KvRowsView row = staged_;
       row.key =
           static_cast<std::byte*>(staged_.key) + move.staging_row * staged_.key_row * row_bytes;
@@ -142,26 +146,29 @@ CommitVerdict CommitCpu(const CommitParams& params, CommitUndoLog& log, CacheWri
   const std::vector<Move> moves = ResolveMoves(params);
   const auto num_moves = static_cast<int64_t>(moves.size());
 
-  std::vector<int64_t> log_offsets(params.num_layers);
-  int64_t log_bytes = 0;
+  int64_t num_bytes = 0;  // of old and of new bytes
+  std::vector<int64_t> offsets(params.num_layers);
   for (int layer = 0; layer < params.num_layers; ++layer) {
-    log_offsets[layer] = log_bytes;
-    log_bytes += num_moves * 2 * LayerCommit::SideBytes(params.groups[params.layers[layer].group]);
+    offsets[layer] = num_bytes;
+    num_bytes += num_moves * 2 * LayerCommit::SideBytes(params.groups[params.layers[layer].group]);
   }
-  if (static_cast<int64_t>(log.bytes.size()) < log_bytes) log.bytes.resize(log_bytes);
+  const bool keeps_log = writer.may_fail();
+  if (keeps_log && static_cast<int64_t>(log.bytes.size()) < num_bytes) log.bytes.resize(num_bytes);
 
   std::vector<LayerCommit> layers;
   layers.reserve(params.num_layers);
   for (int layer = 0; layer < params.num_layers; ++layer) {
-    layers.emplace_back(params, layer, log.bytes.data() + log_offsets[layer]);
+    layers.emplace_back(params, layer, keeps_log ? log.bytes.data() + offsets[layer] : nullptr);
   }
-  // Layers are independent: each thread logs and writes its own.
-  constexpr int64_t kBytesPerTask = 128 * 1024;
-  const int64_t layer_bytes = std::max<int64_t>(1, log_bytes / std::max(1, params.num_layers));
-  const int64_t grain = std::max<int64_t>(1, kBytesPerTask / layer_bytes);
+  // Layers are independent: each thread logs and writes its own. Below so many bytes a second
+  // thread costs more than it copies.
+  constexpr int64_t kBytesPerThread = 128 * 1024;
+  std::atomic<int> next{0};
   try {
-    at::parallel_for(0, params.num_layers, grain, [&](int64_t begin, int64_t end) {
-      for (int64_t layer = begin; layer < end; ++layer) layers[layer].Write(moves, writer);
+    RunOnTorchThreads(1 + num_bytes / kBytesPerThread, [&] {
+      for (int layer = next.fetch_add(1); layer < params.num_layers; layer = next.fetch_add(1)) {
+        layers[layer].Write(moves, writer);
+      }
     });
   } catch (const std::exception&) {
     for (LayerCommit& layer : layers) layer.Undo(moves);

@@ -1,10 +1,10 @@
-#include <ATen/Parallel.h>
-
 #include <algorithm>
+#include <atomic>
 
 #include "kv_interceptor/commit_error.h"
 #include "kv_interceptor/row_copy.h"
 #include "kv_interceptor/stage.h"
+#include "parallel.h"
 
 namespace nwor {
 namespace {
@@ -71,12 +71,18 @@ void StageCpu(const StageParams& params) {
   const CacheGeometry& geometry = params.cache.geometry;
   const int64_t row_bytes =
       int64_t{2} * geometry.num_heads * geometry.head_dim * ElementBytes(params.dtype);
-  const int64_t grain = std::max<int64_t>(1, kBytesPerTask / std::max<int64_t>(1, row_bytes));
-  at::parallel_for(0, params.num_rows, grain, [&](int64_t begin, int64_t end) {
-    for (auto row = static_cast<int32_t>(begin); row < end; ++row) {
-      // Rows before the first fault were all found good.
-      if (row < first_fault || CheckRow(params, row).error == CommitError::kOk) {
-        StageRow(params, row);
+  const auto rows_per_take =
+      static_cast<int32_t>(std::max<int64_t>(1, kBytesPerTask / std::max<int64_t>(1, row_bytes)));
+  std::atomic<int32_t> next{0};
+  RunOnTorchThreads((params.num_rows + rows_per_take - 1) / rows_per_take, [&] {
+    for (int32_t first = next.fetch_add(rows_per_take); first < params.num_rows;
+         first = next.fetch_add(rows_per_take)) {
+      const int32_t end = std::min(first + rows_per_take, params.num_rows);
+      for (int32_t row = first; row < end; ++row) {
+        // Rows before the first fault were all found good.
+        if (row < first_fault || CheckRow(params, row).error == CommitError::kOk) {
+          StageRow(params, row);
+        }
       }
     }
   });
