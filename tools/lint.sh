@@ -20,6 +20,7 @@ format_check() {
 
 run structure "$bin/python" tools/check_structure.py
 run clang-format format_check
+run "README results" "$bin/python" tools/readme_results.py --check
 run "ruff check" "$bin/ruff" check -q .
 run "ruff format" "$bin/ruff" format -q --check .
 run clang-tidy "$bin/python" tools/clang_tidy.py
