@@ -33,8 +33,8 @@ def row(*cells: object) -> str:
 def commit_lines() -> Iterator[str]:
     data = load("h200/commit.json")
     yield (
-        f"Stage and commit on {data['device']}, torch {data['torch']}, commit `{data['revision']}`: "
-        f"32 layers, 8 KV heads, D 128, bf16, page 16, {data['layout']} cache, inside CUDA graphs "
+        f"Stage and commit on {data['device']}, torch {data['torch']}, commit `{data['revision']}`:"
+        f" 32 layers, 8 KV heads, D 128, bf16, page 16, {data['layout']} cache, inside CUDA graphs "
         f"over rotating data, median of {data['replays']}. A commit is one launch for all layers; "
         "vLLM's figure beside it is its 32 launches."
     )
@@ -85,8 +85,8 @@ def traffic_lines() -> Iterator[str]:
         f"Memory traffic of the K/V writes alone, by Nsight Compute, commit `{data['revision']}`: "
         f"{data['requests']} requests of 1 + {data['drafts']} rows, {megabytes:.1f} MB of K/V a "
         "round, MB per round. `engine` writes every row to the cache. `nwor` is everything staging "
-        "and commit do; `of it, cache` is the part that reaches the paged cache. **Cache writes fall "
-        "with the rejected share; total traffic does not: accepted rows are moved twice.**"
+        "and commit do; `of it, cache` is the part that reaches the paged cache. **Cache writes "
+        "fall with the rejected share; total traffic does not: accepted rows are moved twice.**"
     )
     yield ""
     schemes = {"engine": "engine", "nwor": "nwor", "nwor, cache only": "of it, cache"}
@@ -105,8 +105,8 @@ def attention_lines() -> Iterator[str]:
     data = load("h200/attention.json")
     environment = data["environment"]
     yield (
-        f"Verify attention on {environment['device']}, commit `{environment['commit']}`: 32/8 heads, "
-        "D 128, bf16, pages of 16 shuffled, K/V sets of at least 300 MB in turn. FA3 is vLLM's "
+        f"Verify attention on {environment['device']}, commit `{environment['commit']}`: "
+        "32/8 heads, D 128, bf16, pages of 16 shuffled, K/V sets of at least 300 MB in turn. FA3 is vLLM's "
         "FlashAttention-3 on the same pages (it has no tree mask); the read floor is a kernel that "
         "only reads the pages. **It does not beat FlashAttention-3 yet** (see Limits)."
     )
@@ -144,7 +144,7 @@ def main(arguments: list[str]) -> int:
     if "--check" in arguments:
         if made != text:
             print(
-                "README.md: its results are not those of benchmarks/results; run tools/readme_results.py"
+                "README.md does not say what benchmarks/results holds: run tools/readme_results.py"
             )
             return 1
         return 0
