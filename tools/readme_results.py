@@ -106,9 +106,9 @@ def attention_lines() -> Iterator[str]:
     environment = data["environment"]
     yield (
         f"Verify attention on {environment['device']}, commit `{environment['commit']}`: "
-        "32/8 heads, D 128, bf16, pages of 16 shuffled, K/V sets of at least 300 MB in turn. FA3 is "
-        "vLLM's FlashAttention-3 on the same pages (it has no tree mask); the read floor is a kernel that "
-        "only reads the pages. **It does not beat FlashAttention-3 yet** (see Limits)."
+        "32/8 heads, D 128, bf16, pages of 16 shuffled, K/V sets of at least 300 MB in turn. FA3 "
+        "is vLLM's FlashAttention-3 on the same pages (it has no tree mask); the read floor is a "
+        "kernel that only reads the pages. **It does not beat FlashAttention-3 yet** (see Limits)."
     )
     yield ""
     yield row("B x L", "rows", "ours us", "FA3 us", "ours / FA3", "of read floor", "tree / chain")
