@@ -20,20 +20,6 @@ uint64_t Mix(uint64_t hash, uint64_t word) {
   return hash ^ (hash >> 29);
 }
 
-at::ScalarType TorchDType(DType dtype) {
-  switch (dtype) {
-    case DType::kFloat32:
-      return at::kFloat;
-    case DType::kFloat16:
-      return at::kHalf;
-    case DType::kBFloat16:
-      return at::kBFloat16;
-    case DType::kFloat8E4M3:
-      return at::kFloat8_e4m3fn;
-  }
-  return at::kByte;
-}
-
 // Some pages of K or V, readable on the host.
 struct HostPages {
   at::Tensor owner;  // keeps a copy alive
@@ -51,7 +37,7 @@ HostPages ReadPages(const at::Device& device, const void* base, const CacheGeome
   const at::Tensor view =
       at::from_blob(const_cast<std::byte*>(first), {num_pages, tokens, heads, dim},
                     {strides.page, strides.token, strides.head, 1},
-                    at::TensorOptions().dtype(TorchDType(geometry.dtype)).device(device));
+                    at::TensorOptions().dtype(ToScalarType(geometry.dtype)).device(device));
   at::Tensor copy = view.contiguous().cpu();
   const auto* data = static_cast<const std::byte*>(copy.const_data_ptr());
   return {std::move(copy), data, {tokens * heads * dim, heads * dim, dim}};
@@ -169,7 +155,7 @@ RowHashes HashRows(const Interceptor::LayerInfo& layer, const at::Tensor& key,
   }
   // A small contiguous cache of one token per page takes the rows as a direct write would.
   const int64_t num_rows = k.size(0), row_size = k.size(1) * k.size(2);
-  const auto options = at::TensorOptions().dtype(TorchDType(geometry.dtype));
+  const auto options = at::TensorOptions().dtype(ToScalarType(geometry.dtype));
   const at::Tensor cached_key = at::empty(k.sizes(), options);
   const at::Tensor cached_value = at::empty(v.sizes(), options);
   const at::Device device = layer.key_cache.device();

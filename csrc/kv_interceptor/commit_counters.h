@@ -2,11 +2,7 @@
 
 #include <cstdint>
 
-#ifdef __CUDACC__
-#define NWOR_HOST_DEVICE __host__ __device__
-#else
-#define NWOR_HOST_DEVICE
-#endif
+#include "host_device.h"
 
 // Running totals that commits add to, where they run. Rejected tokens are settled by the commit
 // that closes a round, together with its committed ones, so that a reader at any moment sees totals

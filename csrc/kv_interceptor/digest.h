@@ -2,15 +2,11 @@
 
 #include <cstdint>
 
+#include "host_device.h"
+
 // The terms of a commit's digest, the same on host and device. A digest is the wrapping sum of its
 // terms, so threads may add them in any order; each term is mixed until every bit of its inputs
 // reaches every bit of it, so equal sums mean equal commits up to chance in 2^64.
-
-#ifdef __CUDACC__
-#define NWOR_HOST_DEVICE __host__ __device__
-#else
-#define NWOR_HOST_DEVICE
-#endif
 
 namespace nwor {
 

@@ -9,20 +9,6 @@
 namespace nwor {
 namespace {
 
-at::ScalarType ToScalarType(DType dtype) {
-  switch (dtype) {
-    case DType::kFloat32:
-      return at::kFloat;
-    case DType::kFloat16:
-      return at::kHalf;
-    case DType::kBFloat16:
-      return at::kBFloat16;
-    case DType::kFloat8E4M3:
-      return at::ScalarType::Float8_e4m3fn;
-  }
-  return at::ScalarType::Undefined;
-}
-
 // Whether we can write such a cache at all: a question of support, not of wrong use.
 std::string LayoutProblem(const at::Tensor& cache) {
   switch (cache.scalar_type()) {

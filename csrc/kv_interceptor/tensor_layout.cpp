@@ -94,6 +94,20 @@ DType CacheDType(const at::Tensor& tensor, const char* name) {
   return ToDType(tensor.scalar_type(), name, /*cache=*/true);
 }
 
+at::ScalarType ToScalarType(DType dtype) {
+  switch (dtype) {
+    case DType::kFloat32:
+      return at::kFloat;
+    case DType::kFloat16:
+      return at::kHalf;
+    case DType::kBFloat16:
+      return at::kBFloat16;
+    case DType::kFloat8E4M3:
+      return at::ScalarType::Float8_e4m3fn;
+  }
+  return at::ScalarType::Undefined;
+}
+
 std::string Describe(const at::Tensor& tensor) {
   return Concat(tensor.sizes(), " ", c10::toString(tensor.scalar_type()), " on ",
                 tensor.device().str());

@@ -17,6 +17,8 @@ namespace nwor {
 // float32, float16, bfloat16 rows; caches also float8_e4m3fn.
 NWOR_EXPORT DType RowDType(const at::Tensor& tensor, const char* name);
 NWOR_EXPORT DType CacheDType(const at::Tensor& tensor, const char* name);
+// And back.
+NWOR_EXPORT at::ScalarType ToScalarType(DType dtype);
 
 // "[4, 16, 8, 128] bfloat16 on cuda:0", for messages.
 NWOR_EXPORT std::string Describe(const at::Tensor& tensor);
