@@ -41,7 +41,12 @@ RowSpace ParseRowSpace(const std::string& rows) {
 std::vector<at::Tensor> ParseSlots(const py::object& slots) {
   if (slots.is_none()) return {};
   if (THPVariable_Check(slots.ptr())) return {slots.cast<at::Tensor>()};
-  return slots.cast<std::vector<at::Tensor>>();
+  try {
+    return slots.cast<std::vector<at::Tensor>>();
+  } catch (const py::cast_error&) {
+    throw Error(Concat("slots: got ", std::string(py::repr(slots)),
+                       ", expected a tensor, one tensor per cache group, or None"));
+  }
 }
 
 py::dict NonZeroReasons(const std::array<int64_t, kNumBypassReasons>& fallbacks) {

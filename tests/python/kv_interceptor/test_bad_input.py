@@ -447,6 +447,7 @@ INTERCEPTOR_COMMIT_KINDS = {
     "path: depth": lambda a: {"path": a["path"][:, :1].contiguous()},
     "path: more than fits a commit": lambda a: {"path": torch.zeros(2, 5000, dtype=INT32)},
     "slots: one tensor too many": lambda a: {"slots": [a["slots"], a["slots"]]},
+    "slots: numbers": lambda a: {"slots": [1, 2]},
     "rows: no such space": lambda a: {"rows": "tokens"},
     "counts: beyond the depth": poke("counts", 0, 3),
     "counts: negative": poke("counts", 1, -1),
