@@ -40,15 +40,15 @@ def test_ngrams_draft_what_followed_before() -> None:
     assert draft_by_ngrams([1, 2, 3], 4, 2) == DraftTree()
 
 
-@pytest.mark.parametrize(("length", "branches"), [(1, 1), (7, 1), (4, 3), (6, 8)])
+@pytest.mark.parametrize(("length", "branches"), [(7, 1), (4, 3)])
 @pytest.mark.parametrize("text", ["", "Tom and Sam. Tom and Sam. Tom and"])
 def test_speculation_gives_the_tokens_of_plain_decoding(
     model: TinyModel, text: str, length: int, branches: int
 ) -> None:
     prompt = Tokenizer().encode(text)
     with torch.inference_mode():
-        plain = decode_plain(model, prompt, 80)
-        run = Speculation(model).decode(prompt, 80, length, branches)
+        plain = decode_plain(model, prompt, 60)
+        run = Speculation(model).decode(prompt, 60, length, branches)
     assert run.tokens == plain.tokens
     assert run.violations == []
     stats = run.stats
