@@ -65,17 +65,18 @@ def build_environment() -> dict[str, str]:
     if cache.get("NWOR_CUDA_ARCH_LIST"):
         chosen["TORCH_CUDA_ARCH_LIST"] = cache["NWOR_CUDA_ARCH_LIST"]
     kept = {k: v for k, v in os.environ.items() if k not in ("NWOR_BUILD_TESTS", "CMAKE_ARGS")}
-    return kept | chosen
+    # cmake and ninja of this environment, for builds that run in another.
+    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
+    return kept | chosen | {"PATH": path}
 
 
 def run(
-    command: list[str], cwd: Path, env: dict[str, str] | None = None, timeout: int = 1800
+    command: list[str], cwd: Path, env: dict[str, str] | None = None, *, with_stderr: bool = False
 ) -> str:
-    result = subprocess.run(
-        command, cwd=cwd, env=env, capture_output=True, text=True, timeout=timeout
-    )
+    """What the command printed; with_stderr adds what pip -v passes on from the build."""
+    result = subprocess.run(command, cwd=cwd, env=env, capture_output=True, text=True, timeout=1800)
     assert result.returncode == 0, f"{command}\n{result.stdout[-4000:]}\n{result.stderr[-4000:]}"
-    return result.stdout
+    return result.stdout + (result.stderr if with_stderr else "")
 
 
 def build_wheel(source: Path, folder: Path) -> Path:
@@ -339,8 +340,11 @@ def copy(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 def environment(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A virtual environment with pip of its own that sees the packages of this one, but not us."""
     folder = tmp_path_factory.mktemp("environment") / "venv"
-    run([sys.executable, "-m", "venv", str(folder)], ROOT)
     import torch
+
+    run([sys.executable, "-m", "venv", str(folder)], ROOT)
+    # Older Pythons put an old setuptools into it, which would hide ours.
+    run([str(folder / "bin" / "python"), "-m", "pip", "uninstall", "-y", "setuptools"], ROOT)
 
     (site,) = (folder / "lib").glob("python*/site-packages")
     (site / "packages.pth").write_text(f"{Path(torch.__file__).parents[1]}\n")
@@ -364,11 +368,11 @@ def test_editable_install_rebuilds_only_what_changed(
 ) -> None:
     python = str(environment / "bin" / "python")
     command = [python, "-m", "pip", "install", "-v", "--no-build-isolation", "--no-deps", "-e", "."]
-    first = run(command, copy, build_environment())
+    first = run(command, copy, build_environment(), with_stderr=True)
     assert first.count("Building CXX object") > 5
     assert_used_from(probe(python, tmp_path / "nothing", tmp_path), copy / "python" / "nwor_specpv")
     changed = copy / "csrc" / "metrics" / "counters.cpp"
     changed.write_text(changed.read_text() + "\n// changed\n")
-    second = run(command, copy, build_environment())
+    second = run(command, copy, build_environment(), with_stderr=True)
     built = re.findall(r"Building \w+ object (\S+)", second)
     assert [name.endswith("metrics/counters.cpp.o") for name in built] == [True], built
