@@ -1,3 +1,5 @@
+#include "module.h"
+
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 #include <torch/csrc/autograd/python_variable.h>
@@ -12,7 +14,8 @@
 #include "metrics/exporter.h"
 
 // The Python face of the library's objects: configuration, interceptor, checker, metrics. No tensor
-// math here; ops are reached through torch.ops.
+// math here; ops are reached through torch.ops. Larger subsystems have a part of their own,
+// module_<folder>.cpp.
 
 namespace py = pybind11;
 
@@ -305,4 +308,5 @@ PYBIND11_MODULE(_C, m) {
   nwor::BindChecker(m);
   nwor::BindMetrics(m);
   nwor::BindAttention(m);
+  nwor::BindSpecPV(m);
 }

@@ -4,9 +4,10 @@
     tools/check_structure.py [repository root]
 
 * Includes in csrc/ go one way: root headers, metrics, kv_interceptor, attention, tree, specpv,
-  session, bindings (ops.cpp, module.cpp); no file includes itself by any detour.
-* Only csrc/ops.cpp registers torch ops, only csrc/module.cpp includes pybind11 or Python, only
-  csrc/metrics/exporter.cpp includes prometheus.
+  session, bindings (ops.cpp, module.cpp, module_<folder>.cpp and their module.h); no file includes
+  itself by any detour.
+* Only csrc/ops.cpp registers torch ops, only csrc/module.cpp and its parts csrc/module_<folder>.cpp
+  include pybind11 or Python, only csrc/metrics/exporter.cpp includes prometheus.
 * No .cu or .cuh reaches a torch header, neither itself nor through a header of ours.
 * vLLM is imported only under python/nwor_specpv/vllm, and as a peer by bench/peers.py.
 """
@@ -22,9 +23,11 @@ from pathlib import Path
 
 # Lower may not include higher. Files directly in csrc/ are layer 0, except the bindings.
 LAYERS = ("", "metrics", "kv_interceptor", "attention", "tree", "specpv", "session")
-BINDINGS = ("ops.cpp", "module.cpp")
+MODULE = re.compile(r"module(_[a-z]+)?\.(cpp|h)")
+BINDINGS = re.compile(rf"ops\.cpp|{MODULE.pattern}")
 # Of python/nwor_specpv: the integration, and the peer of the benchmarks.
 VLLM_IMPORTERS = ("vllm", "bench/peers.py")
+EXPORTER = re.compile("metrics/exporter.cpp")
 CPP_SUFFIXES = (".h", ".cuh", ".cpp", ".cu")
 
 REGISTRATION = re.compile(r"\b(TORCH_LIBRARY(?:_IMPL|_FRAGMENT)?|RegisterOperators)\b")
@@ -103,7 +106,7 @@ def resolve(csrc: Path, file: Path, name: str, *, quoted: bool) -> str | None:
 
 
 def layer(path: str) -> int | None:
-    if path in BINDINGS:
+    if BINDINGS.fullmatch(path):
         return len(LAYERS)
     folder, slash, _ = path.partition("/")
     name = folder if slash else ""
@@ -165,13 +168,18 @@ def check_cycles(sources: dict[str, Source]) -> Iterator[Violation]:
 
 def check_owners(sources: dict[str, Source]) -> Iterator[Violation]:
     rules = (
-        (PYTHON_HEADER, "module.cpp", "Python and pybind11"),
-        (PROMETHEUS_HEADER, "metrics/exporter.cpp", "prometheus"),
+        (PYTHON_HEADER, MODULE, "module.cpp", "Python and pybind11"),
+        (
+            PROMETHEUS_HEADER,
+            re.compile(r"metrics/exporter\.cpp"),
+            "metrics/exporter.cpp",
+            "prometheus",
+        ),
     )
     for source in sources.values():
-        for pattern, owner, subject in rules:
+        for pattern, owners, owner, subject in rules:
             for include in source.includes:
-                if source.path != owner and pattern.match(include.name):
+                if not owners.fullmatch(source.path) and pattern.match(include.name):
                     what = f"<{include.name}>: only csrc/{owner} includes {subject}"
                     yield Violation(source.path, include.line, what)
         for match in REGISTRATION.finditer(source.code):

@@ -20,6 +20,7 @@ except (ImportError, OSError) as error:
 from ._C import (
     BYPASS_REASONS,
     COMMIT_ERRORS,
+    Budget,
     CommitVerdict,
     ContractChecker,
     Decision,
@@ -28,6 +29,7 @@ from ._C import (
     Outcome,
     Receipt,
     RoundPlan,
+    SpecPVConfig,
     Violation,
 )
 from .attention import CompactView, PartialView, merge_states, verify_attention, verify_plan
@@ -44,6 +46,7 @@ __all__ = [
     "BYPASS_REASONS",
     "COMMIT_ERRORS",
     "LAYOUTS",
+    "Budget",
     "CommitVerdict",
     "CompactView",
     "ContractChecker",
@@ -57,6 +60,7 @@ __all__ = [
     "Receipt",
     "RoundPlan",
     "Settings",
+    "SpecPVConfig",
     "Violation",
     "cache_views",
     "commit",

@@ -31,10 +31,15 @@ _TRUE = ("1", "true", "yes", "on")
 _FALSE = ("0", "false", "no", "off")
 _NONE = ("", "none", "null", "off")
 _INT64_MAX = 2**63 - 1
+_BLOCKS_MAX = 2**20
+_TOKENS_MAX = 2**31
 
 
-def _key(default: Any, doc: str, *, low: int = 0, high: int = _INT64_MAX) -> Any:
-    return dataclasses.field(default=default, metadata={"doc": doc, "low": low, "high": high})
+def _key(
+    default: Any, doc: str, *, low: int = 0, high: int = _INT64_MAX, choices: tuple[str, ...] = ()
+) -> Any:
+    metadata = {"doc": doc, "low": low, "high": high, "choices": choices}
+    return dataclasses.field(default=default, metadata=metadata)
 
 
 @dataclass(frozen=True)
@@ -52,6 +57,50 @@ class Settings:
     metrics_host: str = _key("127.0.0.1", "address the Prometheus endpoint listens at")
     check_contract: bool = _key(False, "verify the commit contract after every round (slow)")
 
+    enable_specpv: bool = _key(False, "verify long contexts over a partial view")
+    specpv_block_size: int = _key(16, "tokens of a block; divides the page size", low=1, high=1024)
+    specpv_n_sink_blocks: int = _key(2, "first blocks, always seen", high=_BLOCKS_MAX)
+    specpv_n_retrieval_blocks: int = _key(256, "blocks chosen by score", high=_BLOCKS_MAX)
+    specpv_n_window_blocks: int = _key(8, "latest blocks, always seen", high=_BLOCKS_MAX)
+    specpv_n_spec_tokens_buf: int = _key(
+        20, "tokens of the tail beyond the rows of one tree", high=_TOKENS_MAX
+    )
+    specpv_partial_threshold: int = _key(
+        0, "context up to which every step is full", high=_TOKENS_MAX
+    )
+    specpv_full_refresh_interval: int = _key(
+        0, "partial steps between full ones at most; 0: as many as the tail holds", high=_TOKENS_MAX
+    )
+    specpv_selector: str = _key(
+        "specpv", "what a view consists of", choices=("specpv", "streaming", "sliding", "quest")
+    )
+    specpv_score: str = _key(
+        "auto", "how blocks are scored; auto: by the selector", choices=("auto", "specpv", "quest")
+    )
+    specpv_query_reduce: str = _key(
+        "mean", "over the rows of a tree", choices=("mean", "max", "last")
+    )
+    specpv_group_reduce: str = _key(
+        "mean", "over the query heads of a KV head", choices=("mean", "max")
+    )
+    specpv_selection: str = _key(
+        "per_head", "blocks for each KV head, or one list for all", choices=("per_head", "shared")
+    )
+    specpv_storage: str = _key(
+        "paged", "block lists into the cache, or a copy", choices=("paged", "compact")
+    )
+    specpv_rectify: str = _key(
+        "rectify",
+        "what a full step does to the tokens of partial ones",
+        choices=("rectify", "refresh", "lossless"),
+    )
+    specpv_budget: str = _key(
+        "fixed",
+        "blocks to retrieve, for all requests alike or by length",
+        choices=("fixed", "adaptive"),
+    )
+    specpv_offload: bool = _key(False, "the full cache lives in host memory; needs compact storage")
+
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
             _check(field.name, field, getattr(self, field.name))
@@ -65,6 +114,13 @@ class Settings:
             setattr(config, name, getattr(self, name))
         config.agreement_group = self.agreement_group
         return config
+
+    def specpv(self) -> _C.SpecPVConfig:
+        """The part partial verification takes, checked as a whole."""
+        from . import _C
+
+        names = [n for n in _FIELDS if n.startswith("specpv_") or n == "enable_specpv"]
+        return _C.SpecPVConfig(**{name: getattr(self, name) for name in names})
 
     def as_dict(self) -> dict[str, Any]:
         return dataclasses.asdict(self)
@@ -162,7 +218,7 @@ def _parse(field: dataclasses.Field[Any], text: str) -> Any:
             return int(word)
         except ValueError:
             return text
-    return text
+    return word if field.metadata["choices"] else text
 
 
 def _check(name: str, field: dataclasses.Field[Any], value: Any) -> None:
@@ -170,6 +226,10 @@ def _check(name: str, field: dataclasses.Field[Any], value: Any) -> None:
     low, high = field.metadata["low"], field.metadata["high"]
     if kind == "bool":
         expected, fits = "true or false", isinstance(value, bool)
+    elif field.metadata["choices"]:
+        choices = field.metadata["choices"]
+        expected = f"one of {', '.join(map(repr, choices))}"
+        fits = isinstance(value, str) and value in choices
     elif kind == "str":
         expected, fits = "a string", isinstance(value, str)
     else:

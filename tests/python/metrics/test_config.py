@@ -23,6 +23,23 @@ OTHER = {
     "metrics_port": 9400,
     "metrics_host": "0.0.0.0",
     "check_contract": True,
+    "enable_specpv": True,
+    "specpv_block_size": 8,
+    "specpv_n_sink_blocks": 3,
+    "specpv_n_retrieval_blocks": 64,
+    "specpv_n_window_blocks": 5,
+    "specpv_n_spec_tokens_buf": 33,
+    "specpv_partial_threshold": 9000,
+    "specpv_full_refresh_interval": 12,
+    "specpv_selector": "quest",
+    "specpv_score": "specpv",
+    "specpv_query_reduce": "last",
+    "specpv_group_reduce": "max",
+    "specpv_selection": "shared",
+    "specpv_storage": "compact",
+    "specpv_rectify": "lossless",
+    "specpv_budget": "adaptive",
+    "specpv_offload": True,
 }
 
 

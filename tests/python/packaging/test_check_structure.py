@@ -22,7 +22,9 @@ CLEAN = {
     "csrc/attention/verify.cu": '#include "attention/verify.cuh"\n#include <cuda_runtime.h>\n',
     "csrc/session/session.cpp": '#include "kv_interceptor/commit.h"\n',
     "csrc/ops.cpp": '#include "kv_interceptor/commit.h"\nTORCH_LIBRARY(nwor_specpv, m) {}\n',
-    "csrc/module.cpp": '#include "types.h"\n#include <pybind11/pybind11.h>\n',
+    "csrc/module.h": "#pragma once\n#include <pybind11/pybind11.h>\n",
+    "csrc/module.cpp": '#include "module.h"\n#include "types.h"\n',
+    "csrc/module_session.cpp": '#include "module.h"\n#include "kv_interceptor/commit.h"\n',
     "python/nwor_specpv/__init__.py": "import torch\n",
     "python/nwor_specpv/vllm/plugin.py": "import vllm\n",
     "python/nwor_specpv/bench/peers.py": "import vllm\n",
@@ -108,6 +110,14 @@ VIOLATIONS = {
     "pybind11 outside the module": (
         {"csrc/ops.cpp": "#include <pybind11/pybind11.h>\n"},
         ["csrc/ops.cpp:1: <pybind11/pybind11.h>: only csrc/module.cpp includes Python"],
+    ),
+    "pybind11 in a part of no folder": (
+        {"csrc/modules.cpp": "#include <pybind11/pybind11.h>\n"},
+        ["csrc/modules.cpp:1: <pybind11/pybind11.h>: only csrc/module.cpp includes Python"],
+    ),
+    "a folder includes a part of the module": (
+        {"csrc/session/bad.cpp": '#include "module.h"\n'},
+        ["csrc/session/bad.cpp:1: session may not include module.h (bindings)"],
     ),
     "torch's own door to pybind11": (
         {"csrc/session/bad.cpp": "#include <torch/extension.h>\n"},

@@ -1,0 +1,11 @@
+#pragma once
+
+#include <pybind11/pybind11.h>
+
+// The parts of the Python module: each adds its subsystem's classes and functions.
+
+namespace nwor {
+
+void BindSpecPV(pybind11::module_& m);  // module_specpv.cpp
+
+}  // namespace nwor
