@@ -309,4 +309,5 @@ PYBIND11_MODULE(_C, m) {
   nwor::BindMetrics(m);
   nwor::BindAttention(m);
   nwor::BindSpecPV(m);
+  nwor::BindSession(m);
 }

@@ -6,6 +6,7 @@
 
 namespace nwor {
 
+void BindSession(pybind11::module_& m);  // module_session.cpp
 void BindSpecPV(pybind11::module_& m);  // module_specpv.cpp
 
 }  // namespace nwor

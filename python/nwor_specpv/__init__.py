@@ -29,12 +29,13 @@ from ._C import (
     Outcome,
     Receipt,
     RoundPlan,
+    SlotAllocator,
     SpecPVConfig,
     Violation,
 )
 from .attention import CompactView, PartialView, merge_states, verify_attention, verify_plan
 from .config import Settings, load_config
-from .errors import NworError
+from .errors import CapacityError, DesyncError, NworError, UnknownSessionError
 from .layouts import LAYOUTS, cache_views
 from .metrics import Metrics
 from .ops import commit, write_kv
@@ -47,10 +48,12 @@ __all__ = [
     "COMMIT_ERRORS",
     "LAYOUTS",
     "Budget",
+    "CapacityError",
     "CommitVerdict",
     "CompactView",
     "ContractChecker",
     "Decision",
+    "DesyncError",
     "Interceptor",
     "Metrics",
     "NworConfig",
@@ -60,7 +63,9 @@ __all__ = [
     "Receipt",
     "RoundPlan",
     "Settings",
+    "SlotAllocator",
     "SpecPVConfig",
+    "UnknownSessionError",
     "Violation",
     "cache_views",
     "commit",
