@@ -76,7 +76,7 @@ py::dict AllocatorStatsDict(const AllocatorStats& stats) {
 }
 
 void BindAllocator(py::module_& m) {
-  py::class_<SlotAllocator::Backup>(m, "AllocatorState");
+  const py::class_<SlotAllocator::Backup> state(m, "AllocatorState", "What backup() remembers.");
 
   py::class_<SlotAllocator>(m, "SlotAllocator")
       .def(py::init<int64_t, int64_t>(), py::arg("num_pages"), py::arg("page_size"))
