@@ -1,4 +1,5 @@
 #include <ATen/ops/empty.h>
+#include <pybind11/functional.h>
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 #include <torch/csrc/autograd/python_variable.h>
@@ -7,6 +8,7 @@
 #include <cstring>
 
 #include "module.h"
+#include "session/chunked_verify.h"
 #include "session/session_error.h"
 #include "session/slot_allocator.h"
 
@@ -141,11 +143,47 @@ void BindAllocator(py::module_& m) {
       .def("stats", [](const SlotAllocator& self) { return AllocatorStatsDict(self.stats()); });
 }
 
+void BindChunks(py::module_& m) {
+  py::class_<ChainChunk>(m, "ChainChunk")
+      .def_readonly("first_row", &ChainChunk::first_row)
+      .def_readonly("tokens", &ChainChunk::tokens)
+      .def_readonly("next_draft", &ChainChunk::next_draft);
+  py::class_<ChunkedResult>(m, "ChunkedResult")
+      .def_readonly("accepted", &ChunkedResult::accepted)
+      .def_readonly("next_token", &ChunkedResult::next_token)
+      .def_readonly("chunks", &ChunkedResult::chunks)
+      .def_readonly("rows_run", &ChunkedResult::rows_run)
+      .def_readonly("rows_saved", &ChunkedResult::rows_saved);
+  m.def(
+      "verify_in_chunks",
+      [](const std::vector<int64_t>& chain,
+         const std::function<std::pair<int64_t, int64_t>(const ChainChunk&)>& verify,
+         int64_t chunk_rows) {
+        return VerifyInChunks(
+            chain,
+            [&](const ChainChunk& chunk) {
+              const auto [accepted, next_token] = verify(chunk);
+              return ChunkVerdict{accepted, next_token};
+            },
+            chunk_rows);
+      },
+      py::arg("chain"), py::arg("verify"), py::arg("chunk_rows") = kDefaultChunkRows,
+      "Verifies a chain (root first) in chunks; verify(chunk) returns (accepted, next_token).");
+  m.def(
+      "judge_greedy",
+      [](const ChainChunk& chunk, const std::vector<int64_t>& target_ids) {
+        const ChunkVerdict verdict = JudgeGreedy(chunk, target_ids);
+        return std::pair(verdict.accepted, verdict.next_token);
+      },
+      py::arg("chunk"), py::arg("target_ids"));
+}
+
 }  // namespace
 
 void BindSession(py::module_& m) {
   BindSessionErrors();
   BindAllocator(m);
+  BindChunks(m);
 }
 
 }  // namespace nwor

@@ -31,7 +31,10 @@ namespace nwor {
   X(kCacheBytesAvoided, "nwor_cache_bytes_avoided_total",                                         \
     "Bytes of rejected draft tokens that were not written to paged caches")                       \
   X(kContractViolations, "nwor_contract_violations_total",                                        \
-    "Violations reported by the contract checker")
+    "Violations reported by the contract checker")                                                \
+  X(kChunkRows, "nwor_chunk_rows_total", "Rows run by chunked verification")                      \
+  X(kChunkRowsSaved, "nwor_chunk_rows_saved_total",                                               \
+    "Rows of draft chains that chunked verification did not run")
 
 enum class Counter : int {
 #define NWOR_ENUMERATOR(name, metric, help) name,

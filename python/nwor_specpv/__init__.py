@@ -21,6 +21,8 @@ from ._C import (
     BYPASS_REASONS,
     COMMIT_ERRORS,
     Budget,
+    ChainChunk,
+    ChunkedResult,
     CommitVerdict,
     ContractChecker,
     Decision,
@@ -32,11 +34,14 @@ from ._C import (
     SlotAllocator,
     SpecPVConfig,
     Violation,
+    judge_greedy,
+    verify_in_chunks,
 )
 from .attention import CompactView, PartialView, merge_states, verify_attention, verify_plan
 from .config import Settings, load_config
 from .errors import CapacityError, DesyncError, NworError, UnknownSessionError
 from .layouts import LAYOUTS, cache_views
+from .methods import Method, get_method, method_names, register_method
 from .metrics import Metrics
 from .ops import commit, write_kv
 from .paths import get_cmake_dir, get_include
@@ -49,12 +54,15 @@ __all__ = [
     "LAYOUTS",
     "Budget",
     "CapacityError",
+    "ChainChunk",
+    "ChunkedResult",
     "CommitVerdict",
     "CompactView",
     "ContractChecker",
     "Decision",
     "DesyncError",
     "Interceptor",
+    "Method",
     "Metrics",
     "NworConfig",
     "NworError",
@@ -71,9 +79,14 @@ __all__ = [
     "commit",
     "get_cmake_dir",
     "get_include",
+    "get_method",
+    "judge_greedy",
     "load_config",
     "merge_states",
+    "method_names",
+    "register_method",
     "verify_attention",
+    "verify_in_chunks",
     "verify_plan",
     "write_kv",
 ]

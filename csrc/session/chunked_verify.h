@@ -1,0 +1,58 @@
+#pragma once
+
+#include <cstdint>
+#include <functional>
+#include <optional>
+#include <span>
+#include <vector>
+
+#include "export.h"
+
+// Chunked verification of a long draft chain: the next chunk is run only if everything before it
+// was accepted, so rows behind the first rejection are never run.
+//
+// A chunk is a round like any other. Its first row is a token known to be accepted (the root, or a
+// draft that the chunk before has just accepted), so it plays the root: written directly, while the
+// chunk's other rows are staged and committed by themselves. The last row's output already judges
+// the draft behind the chunk; that draft opens the next one.
+
+namespace nwor {
+
+inline constexpr int64_t kDefaultChunkRows = 8;
+
+struct ChainChunk {
+  int64_t first_row;                  // of the chain; row 0 is the root
+  std::vector<int64_t> tokens;        // its rows, the first one accepted already
+  std::optional<int64_t> next_draft;  // the draft behind the chunk, if the chain goes on
+};
+
+// What became of a chunk: how many of tokens[1], tokens[2], .., next_draft were accepted in a row,
+// and the target's token behind the last of them: a correction, or a bonus. When next_draft was
+// accepted too there is none yet, and next_token is not read.
+struct ChunkVerdict {
+  int64_t accepted;
+  int64_t next_token;
+};
+
+// Runs the chunk's rows, accepts, commits what was accepted of its own rows.
+using ChunkVerifier = std::function<ChunkVerdict(const ChainChunk&)>;
+
+struct ChunkedResult {
+  int64_t accepted = 0;  // drafts
+  int64_t next_token = -1;
+  int64_t chunks = 0;
+  int64_t rows_run = 0;
+  int64_t rows_saved = 0;  // of the chain's rows
+};
+
+// Verifies a chain (root first) with the outcome of one pass over all its rows. Counts rows run and
+// saved. An exception of `verify` passes through; what earlier chunks committed stays.
+// REQUIRES: a root; chunk_rows >= 1. Thread-safe if `verify` is.
+NWOR_EXPORT ChunkedResult VerifyInChunks(std::span<const int64_t> chain,
+                                         const ChunkVerifier& verify,
+                                         int64_t chunk_rows = kDefaultChunkRows);
+
+// The verdict when the target's choice after each row of the chunk is known.
+NWOR_EXPORT ChunkVerdict JudgeGreedy(const ChainChunk& chunk, std::span<const int64_t> target_ids);
+
+}  // namespace nwor
