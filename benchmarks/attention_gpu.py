@@ -126,7 +126,7 @@ class Pool:
         return cache.view(word)[page, slot].view(cache.dtype).float().double()
 
 
-@dataclass
+@dataclass(eq=False)  # sets are told apart by identity
 class Set:
     """Tensors of one call; the rows' K/V also lie in the cache behind the prefix, for the peers."""
 

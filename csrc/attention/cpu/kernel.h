@@ -25,7 +25,9 @@ using cpu::Scratch;
 using cpu::State;
 using cpu::TokenRange;
 
-constexpr int kDirectTokens = 16;  // rows of K or V read where they lie before the next tile turns
+// Rows of K or V read where they lie before the next of several tiles has its turn: they stay in
+// L1.
+constexpr int kDirectTokens = 16;
 constexpr int kPadTokens = 4;  // blocks are padded to a multiple, so that tiles need no remainder
 
 // ---- one range --------------------------------------------------------------------------------
@@ -52,7 +54,7 @@ class RangeAttention {
       }
     }
     const cpu::PrefixReader prefix(params_, rows_.request);
-    const int row_bytes = head_dim_ * ElementBytes(prefix.dtype());
+    next_bytes_ = ElementBytes(prefix.dtype());
     int64_t first = NextSeenBlock(range.begin, range.end);
     if (first < range.end) {
       ReadBlock(prefix, first, range.end, 0, next_);
@@ -69,7 +71,6 @@ class RangeAttention {
         } else if (following < range.end) {
           ReadBlock(prefix, following, range.end, 0, next_);
         }
-        next_->row_bytes = row_bytes;
         Block(prefix.dtype(), cover == Cover::kSome);
       }
       first = following;
@@ -83,22 +84,11 @@ class RangeAttention {
  private:
   enum class Cover { kNone, kSome, kAll };  // how much of a block the chunk's rows see
 
-  // The K and V rows of one head's block, padded with zeros to a multiple of kPadTokens.
+  // The K and V rows of one head's block, padded with zeros.
   struct Rows {
     const std::byte* keys[cpu::kMaxBlockTokens];
     const std::byte* values[cpu::kMaxBlockTokens];
     int count = 0;
-    int row_bytes = 0;
-
-    // Into L2, in portions while the block before is worked on.
-    void Fetch(int begin, int end) const {
-      for (int i = begin; i < end; ++i) {
-        for (int byte = 0; byte < row_bytes; byte += 64) {
-          __builtin_prefetch(keys[i] + byte, 0, 2);
-          __builtin_prefetch(values[i] + byte, 0, 2);
-        }
-      }
-    }
   };
 
   // The first block at or behind `first` that the window does not hide from all rows.
@@ -118,7 +108,7 @@ class RangeAttention {
 
   void Pad(Rows* rows) const {
     const auto* zeros = reinterpret_cast<const std::byte*>(scratch_.zeros);
-    for (int i = rows->count; i % kPadTokens != 0; ++i) {
+    for (int i = rows->count; i < block_tokens_; ++i) {
       rows->keys[i] = rows->values[i] = zeros;
     }
   }
@@ -223,8 +213,9 @@ class RangeAttention {
     if (masked || head_tiles_ > kDirectTiles) {
       return SharedBlock<T>(masked, 1.0f, 1.0f);
     }
-    Scores(reinterpret_cast<const T* const*>(block_->keys), false, kDirectTokens);
-    Sums(reinterpret_cast<const T* const*>(block_->values), kDirectTokens);
+    const int step = head_tiles_ == 1 ? cpu::kMaxBlockTokens : kDirectTokens;
+    Scores(reinterpret_cast<const T* const*>(block_->keys), false, step);
+    Sums(reinterpret_cast<const T* const*>(block_->values), step);
   }
 
   // A block that several tiles use, or that some rows do not see: copied as float first.
@@ -281,22 +272,22 @@ class RangeAttention {
     const int padded = Padded();
     for (int begin = 0; begin < padded; begin += step) {
       const int count = std::min(step, padded - begin);
-      next_->Fetch(next_->count * begin / padded, next_->count * (begin + count) / padded);
       for (int tile = 0; tile < head_tiles_; ++tile) {
         const float* queries = scratch_.queries + FirstRowOf(tile) * head_dim_;
         float* scores = ScoresOf(tile) + begin * kTileRows;
+        const Ahead ahead = tile == 0 ? Next(next_->keys).From(begin) : Ahead{};
         switch (RowsOf(tile)) {
           case 1:
-            ScoreBlock<1>(queries, keys + begin, count, head_dim_, scores);
+            ScoreBlock<1>(queries, keys + begin, count, head_dim_, ahead, scores);
             break;
           case 2:
-            ScoreBlock<2>(queries, keys + begin, count, head_dim_, scores);
+            ScoreBlock<2>(queries, keys + begin, count, head_dim_, ahead, scores);
             break;
           case 3:
-            ScoreBlock<3>(queries, keys + begin, count, head_dim_, scores);
+            ScoreBlock<3>(queries, keys + begin, count, head_dim_, ahead, scores);
             break;
           default:
-            ScoreBlock<4>(queries, keys + begin, count, head_dim_, scores);
+            ScoreBlock<4>(queries, keys + begin, count, head_dim_, ahead, scores);
         }
       }
     }
@@ -322,18 +313,19 @@ class RangeAttention {
         const float* weights = ScoresOf(tile) + begin * kTileRows;
         const float* decay = begin == 0 ? scratch_.decay + tile * kTileRows : kKeep;
         float* acc = state_.acc + FirstRowOf(tile) * head_dim_;
+        const Ahead ahead = tile == 0 ? Next(next_->values).From(begin) : Ahead{};
         switch (RowsOf(tile)) {
           case 1:
-            SumBlock<1>(weights, values + begin, count, decay, head_dim_, acc);
+            SumBlock<1>(weights, values + begin, count, decay, head_dim_, ahead, acc);
             break;
           case 2:
-            SumBlock<2>(weights, values + begin, count, decay, head_dim_, acc);
+            SumBlock<2>(weights, values + begin, count, decay, head_dim_, ahead, acc);
             break;
           case 3:
-            SumBlock<3>(weights, values + begin, count, decay, head_dim_, acc);
+            SumBlock<3>(weights, values + begin, count, decay, head_dim_, ahead, acc);
             break;
           default:
-            SumBlock<4>(weights, values + begin, count, decay, head_dim_, acc);
+            SumBlock<4>(weights, values + begin, count, decay, head_dim_, ahead, acc);
         }
       }
     }
@@ -354,11 +346,15 @@ class RangeAttention {
           ++count;
         }
       }
-      SumBlock<1>(weights, seen, count, scratch_.decay + packed, head_dim_,
+      SumBlock<1>(weights, seen, count, scratch_.decay + packed, head_dim_, Ahead{},
                   state_.acc + (FirstRowOf(0) + packed) * head_dim_);
     }
   }
 
+  // The rows of next_ that a walk over the current block fetches meanwhile.
+  Ahead Next(const std::byte* const* rows) const {
+    return {next_->count > 0 ? rows : nullptr, next_bytes_};
+  }
   int BlockAt(int64_t first, int64_t end) const {
     return static_cast<int>(std::clamp<int64_t>(end - first, 0, block_tokens_));
   }
@@ -384,6 +380,7 @@ class RangeAttention {
   const int head_dim_;
   const int block_tokens_;
   const int head_tiles_;  // tiles of one KV head
+  int next_bytes_ = 0;    // of an element of the prefix
   int head_ = 0;          // of the chunk's KV heads, the current one
   Rows rows_of_blocks_[2];
   Rows* block_ = &rows_of_blocks_[0];  // the current block

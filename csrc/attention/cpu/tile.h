@@ -21,7 +21,8 @@ using cpu::kTileRows;
 constexpr float kLog2E = 1.4426950408889634f;
 constexpr float kMinusInfinity = -std::numeric_limits<float>::infinity();
 
-// Register tiles: tokens per score tile, registers of channels per sum tile.
+// Register tiles of four rows: tokens per score tile, registers of channels per sum tile. Fewer
+// rows leave room for twice as much: more multiply-adds that do not wait for each other.
 #if NWOR_SIMD_LEVEL == NWOR_SIMD_AVX2
 constexpr int kTileTokens = 2;
 constexpr int kTileVecs = 2;
@@ -29,17 +30,46 @@ constexpr int kTileVecs = 2;
 constexpr int kTileTokens = 4;
 constexpr int kTileVecs = 4;
 #endif
+constexpr int TileTokens(int rows) { return rows < kTileRows ? 2 * kTileTokens : kTileTokens; }
+constexpr int TileVecs(int rows) { return rows < kTileRows ? 2 * kTileVecs : kTileVecs; }
+
+// What will be read next, fetched into L2 a line or two at a time between the multiply-adds. In one
+// burst the fetches would fill the miss queues, and the loads behind them would wait.
+struct Ahead {
+  const std::byte* const* rows = nullptr;  // one for each token walked meanwhile; null: nothing
+  int element_bytes = 0;
+
+  Ahead From(int token) const { return {rows == nullptr ? nullptr : rows + token, element_bytes}; }
+};
+
+constexpr int kLineBytes = 64;
+constexpr int kSoon = 8;  // tokens that a walk over values fetches ahead of itself into L1
 
 // ---- scores -----------------------------------------------------------------------------------
 
 // scores[t][r] = queries[r] . keys[t] for kRows of a tile's rows; other rows get 0. A tile's
 // queries lie interleaved, [D / kLanes][4 rows][kLanes]: one stream, and no two rows in one cache
 // bank.
-template <int kRows, int kTokens, typename T>
-NWOR_SIMD_INLINE void ScoreTile(const float* queries, const T* const* keys, int head_dim,
-                                float* scores) {
+//
+// kFetch: lines of the rows ahead are fetched into L2, and into L1 those of the tile that follows,
+// which begins at `soon`.
+template <int kRows, int kTokens, bool kFetch, typename T>
+NWOR_SIMD_INLINE void ScoreTile(const float* queries, const T* const* keys, const T* const* soon,
+                                int head_dim, const Ahead& ahead, float* scores) {
   Vec sums[kTokens][kTileRows] = {};
   for (int d = 0; d < head_dim; d += kLanes) {
+    if (kFetch && d * ahead.element_bytes % kLineBytes == 0) {
+#pragma GCC unroll 8
+      for (int t = 0; t < kTokens; ++t) {
+        __builtin_prefetch(ahead.rows[t] + d * ahead.element_bytes, 0, 2);
+      }
+    }
+    if (kFetch && d * static_cast<int>(sizeof(T)) % kLineBytes == 0) {
+#pragma GCC unroll 8
+      for (int t = 0; t < kTokens; ++t) {
+        __builtin_prefetch(soon[t] + d, 0, 3);
+      }
+    }
     Vec q[kRows];
 #pragma GCC unroll 4
     for (int r = 0; r < kRows; ++r) {
@@ -60,11 +90,29 @@ NWOR_SIMD_INLINE void ScoreTile(const float* queries, const T* const* keys, int 
   }
 }
 
+template <int kRows, bool kFetch, typename T>
+void ScoreTiles(const float* queries, const T* const* keys, int count, int head_dim,
+                const Ahead& ahead, float* scores) {
+  constexpr int kTokens = TileTokens(kRows);
+  int t = 0;
+  for (; t + kTokens <= count; t += kTokens) {
+    const T* const* soon = keys + (t + 2 * kTokens <= count ? t + kTokens : t);
+    ScoreTile<kRows, kTokens, kFetch>(queries, keys + t, soon, head_dim, ahead.From(t),
+                                      scores + t * kTileRows);
+  }
+  for (; t < count; t += kTileTokens) {
+    ScoreTile<kRows, kTileTokens, false>(queries, keys + t, keys + t, head_dim, ahead,
+                                         scores + t * kTileRows);
+  }
+}
+
 template <int kRows, typename T>
 void ScoreBlock(const float* queries, const T* const* keys, int count, int head_dim,
-                float* scores) {
-  for (int t = 0; t < count; t += kTileTokens) {
-    ScoreTile<kRows, kTileTokens>(queries, keys + t, head_dim, scores + t * kTileRows);
+                const Ahead& ahead, float* scores) {
+  if (ahead.rows != nullptr) {
+    ScoreTiles<kRows, true>(queries, keys, count, head_dim, ahead, scores);
+  } else {
+    ScoreTiles<kRows, false>(queries, keys, count, head_dim, ahead, scores);
   }
 }
 
@@ -150,9 +198,9 @@ struct Softmax {
 // ---- weighted sums ----------------------------------------------------------------------------
 
 // acc[r][d ..] = acc[r][d ..] * decay[r] + sum over tokens of weights[t][r] * values[t][d ..].
-template <int kRows, int kVecs, typename T>
+template <int kRows, int kVecs, bool kFetch, typename T>
 NWOR_SIMD_INLINE void SumTile(const float* weights, const T* const* values, int count, int d,
-                              const float* decay, int head_dim, float* acc) {
+                              const float* decay, int head_dim, const Ahead& ahead, float* acc) {
   Vec sums[kRows][kVecs];
 #pragma GCC unroll 4
   for (int r = 0; r < kRows; ++r) {
@@ -161,7 +209,16 @@ NWOR_SIMD_INLINE void SumTile(const float* weights, const T* const* values, int 
       sums[r][c] = Load(acc + r * head_dim + d + c * kLanes) * decay[r];
     }
   }
+  // The lines that begin in these channels of a row ahead.
+  const int ahead_end = (d + kVecs * kLanes) * ahead.element_bytes;
+  const int ahead_begin = (d * ahead.element_bytes + kLineBytes - 1) / kLineBytes * kLineBytes;
   for (int t = 0; t < count; ++t) {
+    if (kFetch) {
+      for (int byte = ahead_begin; byte < ahead_end; byte += kLineBytes) {
+        __builtin_prefetch(ahead.rows[t] + byte, 0, 2);
+      }
+      __builtin_prefetch(values[t + kSoon < count ? t + kSoon : t] + d, 0, 3);
+    }
     const T* value = values[t] + d;
     const float* weight = weights + t * kTileRows;
 #pragma GCC unroll 8
@@ -182,16 +239,26 @@ NWOR_SIMD_INLINE void SumTile(const float* weights, const T* const* values, int 
   }
 }
 
-template <int kRows, typename T>
-void SumBlock(const float* weights, const T* const* values, int count, const float* decay,
-              int head_dim, float* acc) {
-  constexpr int kVecs = kRows <= 2 ? 2 * kTileVecs : kTileVecs;
+template <int kRows, bool kFetch, typename T>
+void SumTiles(const float* weights, const T* const* values, int count, const float* decay,
+              int head_dim, const Ahead& ahead, float* acc) {
+  constexpr int kVecs = TileVecs(kRows);
   int d = 0;
   for (; d + kVecs * kLanes <= head_dim; d += kVecs * kLanes) {
-    SumTile<kRows, kVecs>(weights, values, count, d, decay, head_dim, acc);
+    SumTile<kRows, kVecs, kFetch>(weights, values, count, d, decay, head_dim, ahead, acc);
   }
   for (; d < head_dim; d += kLanes) {
-    SumTile<kRows, 1>(weights, values, count, d, decay, head_dim, acc);
+    SumTile<kRows, 1, kFetch>(weights, values, count, d, decay, head_dim, ahead, acc);
+  }
+}
+
+template <int kRows, typename T>
+void SumBlock(const float* weights, const T* const* values, int count, const float* decay,
+              int head_dim, const Ahead& ahead, float* acc) {
+  if (ahead.rows != nullptr) {
+    SumTiles<kRows, true>(weights, values, count, decay, head_dim, ahead, acc);
+  } else {
+    SumTiles<kRows, false>(weights, values, count, decay, head_dim, ahead, acc);
   }
 }
 
