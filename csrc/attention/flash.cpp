@@ -165,7 +165,8 @@ void FlashVerify(Route route, const VerifyArguments& arguments, const CheckedVer
   readable.value = checked.value;
   const AttentionState prefix = Prefix(route, readable, checked);
   const AttentionState rows = InFlight(route, readable);
-  MergeStatesInto({prefix.out, rows.out}, {prefix.lse, rows.lse}, outputs.out, outputs.lse);
+  MergeStatesInto({prefix.out, rows.out}, {prefix.lse, rows.lse}, outputs.out, outputs.lse,
+                  /*num_flash=*/1);
 }
 
 }  // namespace nwor

@@ -2,7 +2,6 @@
 
 #include <ATen/ops/_flash_attention_forward.h>
 
-#include <limits>
 #include <string_view>
 
 #include "check.h"
@@ -115,15 +114,13 @@ bool HasCudaKernel(const c10::OperatorHandle& op) {
          op.hasKernelForDispatchKey(c10::DispatchKey::CompositeImplicitAutograd);
 }
 
-// Kernels give the LSE as [heads, rows] and disagree about rows that saw nothing (+infinity in
-// FlashAttention-2): no finite row has an infinite LSE.
+// Kernels give the LSE as [heads, rows].
 at::Tensor RowMajorLse(const at::Tensor& lse, const FlashCall& call) {
   NWOR_CHECK(
       lse.dim() == 2 && lse.size(0) == call.query.size(1) && lse.size(1) == call.query.size(0),
       "flash attention: got an LSE of sizes ", lse.sizes(), ", expected [", call.query.size(1),
       ", ", call.query.size(0), "]");
-  const float infinity = std::numeric_limits<float>::infinity();
-  return lse.transpose(0, 1).masked_fill(lse.transpose(0, 1).eq(infinity), -infinity);
+  return lse.transpose(0, 1);
 }
 
 }  // namespace

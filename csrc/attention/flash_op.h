@@ -13,7 +13,7 @@ namespace nwor {
 
 struct AttentionState {
   at::Tensor out;  // [T, Hq, D]
-  at::Tensor lse;  // [T, Hq] float32, natural log; -infinity: nothing seen
+  at::Tensor lse;  // [T, Hq] float32, natural log; an infinity of either sign: nothing seen
 };
 
 // One variable-length call of a FlashAttention kernel.

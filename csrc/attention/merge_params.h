@@ -1,8 +1,10 @@
 #pragma once
 
 #include <cstdint>
+#include <limits>
 
 #include "attention/params.h"
+#include "host_device.h"
 #include "types.h"
 
 // Merging attention states over disjoint sets of tokens, as kernels take it: no torch, no CUDA.
@@ -21,6 +23,14 @@ struct MergeState {
   const float* lse = nullptr;  // [rows, heads]
   RowStrides out_strides;
   RowStrides lse_strides;
+  // FlashAttention-2 says +infinity of rows that saw nothing. Else that is a sum that overflowed.
+  bool infinity_is_nothing = false;
+
+  // An LSE as it was given, as the merge takes it.
+  NWOR_HOST_DEVICE constexpr float LseOf(float given) const {
+    constexpr float kInfinity = std::numeric_limits<float>::infinity();
+    return infinity_is_nothing && given == kInfinity ? -kInfinity : given;
+  }
 };
 
 struct MergeParams {

@@ -29,7 +29,8 @@ void MergeRow(const MergeParams& params, int64_t row, int64_t head) {
   float max = kMinusInfinity;
   for (int i = 0; i < params.num_states; ++i) {
     const MergeState& state = params.states[i];
-    weights[i] = state.lse[row * state.lse_strides.row + head * state.lse_strides.head];
+    weights[i] =
+        state.LseOf(state.lse[row * state.lse_strides.row + head * state.lse_strides.head]);
     max = std::max(max, weights[i]);
   }
   const float base = max == kMinusInfinity ? 0.0f : max;
@@ -111,7 +112,7 @@ void CheckStates(const std::vector<at::Tensor>& outs, const std::vector<at::Tens
 }
 
 void MergeGroup(const std::vector<at::Tensor>& outs, const std::vector<at::Tensor>& lses,
-                const at::Tensor& out, const at::Tensor& lse) {
+                const at::Tensor& out, const at::Tensor& lse, size_t num_flash) {
   MergeParams params;
   params.num_states = static_cast<int32_t>(outs.size());
   std::vector<at::Tensor> readable;  // keeps copies alive until the launch
@@ -120,7 +121,8 @@ void MergeGroup(const std::vector<at::Tensor>& outs, const std::vector<at::Tenso
     params.states[i] = {readable.back().const_data_ptr(),
                         static_cast<const float*>(lses[i].const_data_ptr()),
                         {readable.back().stride(0), readable.back().stride(1)},
-                        {lses[i].stride(0), lses[i].stride(1)}};
+                        {lses[i].stride(0), lses[i].stride(1)},
+                        i < num_flash};
   }
   params.out = out.mutable_data_ptr();
   params.out_strides = {out.stride(0), out.stride(1)};
@@ -155,16 +157,17 @@ void MergeStatesCpu(const MergeParams& params) {
 }
 
 void MergeStatesInto(const std::vector<at::Tensor>& outs, const std::vector<at::Tensor>& lses,
-                     const at::Tensor& out, const at::Tensor& lse) {
+                     const at::Tensor& out, const at::Tensor& lse, size_t num_flash) {
   CheckStates(outs, lses);
-  if (outs.size() <= kMaxMergeStates) return MergeGroup(outs, lses, out, lse);
+  if (outs.size() <= kMaxMergeStates) return MergeGroup(outs, lses, out, lse, num_flash);
   std::vector<at::Tensor> merged_outs, merged_lses;
   for (size_t begin = 0; begin < outs.size(); begin += kMaxMergeStates) {
     const size_t end = std::min(outs.size(), begin + kMaxMergeStates);
     merged_outs.push_back(at::empty(outs[0].sizes(), outs[0].options().dtype(at::kFloat)));
     merged_lses.push_back(at::empty(lses[0].sizes(), lses[0].options()));
     MergeGroup({outs.begin() + begin, outs.begin() + end},
-               {lses.begin() + begin, lses.begin() + end}, merged_outs.back(), merged_lses.back());
+               {lses.begin() + begin, lses.begin() + end}, merged_outs.back(), merged_lses.back(),
+               0);
   }
   MergeStatesInto(merged_outs, merged_lses, out, lse);
 }

@@ -30,7 +30,7 @@ __global__ void __launch_bounds__(kThreads) MergeStatesKernel(const MergeParams 
 
   const auto lse_of = [&](int i) {
     const MergeState& state = params.states[i];
-    return state.lse[row * state.lse_strides.row + head * state.lse_strides.head];
+    return state.LseOf(state.lse[row * state.lse_strides.row + head * state.lse_strides.head]);
   };
   float max = -INFINITY;
   for (int i = 0; i < params.num_states; ++i) max = fmaxf(max, lse_of(i));

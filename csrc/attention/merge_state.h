@@ -17,10 +17,11 @@ namespace nwor {
 NWOR_EXPORT std::pair<at::Tensor, at::Tensor> MergeStates(const std::vector<at::Tensor>& outs,
                                                           const std::vector<at::Tensor>& lses);
 
-// The same into tensors of the caller's; lse may be undefined.
+// The same into tensors of the caller's; lse may be undefined. Of the first `num_flash` states an
+// LSE of +infinity means that a row saw nothing. REQUIRES: num_flash == 0 or at most 32 states.
 NWOR_EXPORT void MergeStatesInto(const std::vector<at::Tensor>& outs,
                                  const std::vector<at::Tensor>& lses, const at::Tensor& out,
-                                 const at::Tensor& lse);
+                                 const at::Tensor& lse, size_t num_flash = 0);
 
 // The CPU implementation. REQUIRES: host memory, 1 <= num_states <= kMaxMergeStates.
 NWOR_EXPORT void MergeStatesCpu(const MergeParams& params);

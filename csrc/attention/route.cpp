@@ -159,12 +159,14 @@ std::string FeatureTable(const RouteRequest& request, const RouteAvailability& a
 
 RouteChoice ChooseRoute(const RouteRequest& request, const RouteAvailability& available,
                         std::string_view wanted) {
-  if (!wanted.empty() && wanted != "auto") {
+  const bool fast = wanted == "fast";
+  if (!wanted.empty() && wanted != "auto" && !fast) {
     const std::optional<Route> route = ParseRoute(wanted);
     if (!route.has_value()) {
       return Refuse(request, available,
                     "route: got '" + std::string(wanted) +
-                        "', expected auto, cpu, cuda, torch_flash, flash_attn_2 or flash_attn_3");
+                        "', expected auto, fast, cpu, cuda, torch_flash, flash_attn_2 or "
+                        "flash_attn_3");
     }
     if (!Serves(*route, request, available)) {
       return Refuse(request, available,
@@ -183,6 +185,11 @@ RouteChoice ChooseRoute(const RouteRequest& request, const RouteAvailability& av
         return {true, route, "prefill: more than 256 rows in a request"};
       }
     }
+  }
+  if (fast && request.max_rows * int64_t{request.group} >= kComputeBoundRows &&
+      request.table_tokens >= kMergePaysTokens && !request.compact_view &&
+      Serves(Route::kFlash3, request, available)) {
+    return {true, Route::kFlash3, "fast: bound by arithmetic, over a long prefix"};
   }
   if (Serves(Route::kCuda, request, available)) {
     return {true, Route::kCuda, "verification rows on a cuda device"};

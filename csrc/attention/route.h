@@ -57,8 +57,10 @@ struct RouteRequest {
   bool tree_mask = false;
   bool window = false;
   bool softcap = false;
-  bool aligned = true;   // pointers and strides are multiples of 16 bytes
-  int32_t max_rows = 1;  // rows of the longest request, as far as the host knows
+  bool aligned = true;       // pointers and strides are multiples of 16 bytes
+  int32_t max_rows = 1;      // rows of the longest request, as far as the host knows
+  int32_t group = 1;         // query heads per KV head
+  int64_t table_tokens = 0;  // room of the whole block table: an upper bound of all prefixes
   // What a kernel without pages would have to copy first: K and V of the whole block table.
   int64_t table_bytes = 0;
 };
@@ -85,8 +87,18 @@ struct RouteChoice {
 // Requests with more rows than this are prefill: compute-bound, FlashAttention's own ground.
 inline constexpr int32_t kPrefillRows = 256;
 
-// Picks a route. `wanted` is "auto" (or empty) or a route's name; a wanted route that cannot serve
-// the request is not replaced by another.
+// From so many packed rows (rows times query heads per KV head) verification is bound by
+// arithmetic, and from so many prefix tokens on the work pays for a kernel of another's and a
+// merge.
+inline constexpr int32_t kComputeBoundRows = 128;
+inline constexpr int64_t kMergePaysTokens = 32768;
+
+// Picks a route. `wanted` is "auto" (or empty), "fast" or a route's name; a named route that cannot
+// serve the request is not replaced by another.
+//
+// "auto" keeps what our kernels promise: a row's bits depend on its own request only. "fast" gives
+// that up where it pays: compute-bound verification over long prefixes goes to FlashAttention-3, if
+// there is one, whose split of the work depends on the batch. Elsewhere it is "auto".
 NWOR_EXPORT RouteChoice ChooseRoute(const RouteRequest& request, const RouteAvailability& available,
                                     std::string_view wanted = {});
 

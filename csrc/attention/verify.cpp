@@ -69,7 +69,7 @@ RouteChoice Choose(const VerifyArguments& arguments, const RouteRequest& request
     const char* variable = std::getenv(kRouteVariable);
     wanted = variable != nullptr ? variable : "";
   }
-  // Looking up other packages' ops takes a while; the two everyday cases do not need it.
+  // Looking up other packages' ops takes a while; the everyday cases do not need it.
   RouteAvailability available;
   available.Set(Route::kCpu, true);
   const bool plain = !request.cuda && (wanted.empty() || wanted == "auto" || wanted == "cpu");

@@ -52,7 +52,8 @@ struct VerifyArguments {
   int64_t max_rows = 0;
   std::optional<at::Tensor> plan;    // of PlanVerify, for these lengths; CUDA only
   std::optional<at::Tensor> status;  // [8] int64: what a CUDA kernel found wrong (VerifyStatus)
-  std::string route;                 // a route's name; empty: NWOR_SPECPV_ATTENTION_ROUTE, or auto
+  // A route's name, "auto" or "fast" (route.h); empty: NWOR_SPECPV_ATTENTION_ROUTE, or auto.
+  std::string route;
 };
 
 struct VerifyOutputs {

@@ -272,8 +272,10 @@ CheckedVerify CheckVerifyArguments(const VerifyArguments& arguments, const Verif
                     (IsAligned(arguments.key_cache) && IsAligned(arguments.value_cache) &&
                      (outputs == nullptr || IsAligned(outputs->out)));
   request.max_rows = MaxRows(arguments, params);
-  request.table_bytes = int64_t{2} * params.num_requests * params.max_pages * request.page_size *
-                        params.num_kv_heads * params.head_dim * ElementBytes(request.cache_dtype);
+  request.group = params.num_heads / params.num_kv_heads;
+  request.table_tokens = int64_t{params.num_requests} * params.max_pages * request.page_size;
+  request.table_bytes = int64_t{2} * request.table_tokens * params.num_kv_heads * params.head_dim *
+                        ElementBytes(request.cache_dtype);
   return checked;
 }
 

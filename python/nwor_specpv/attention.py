@@ -86,8 +86,9 @@ def verify_attention(
     `max_rows`: rows of the longest request, if known; chooses tile and route, never the result.
     `plan`: what `verify_plan` made for these lengths, so that a step's layers share it (CUDA).
     `status`: int64[8] that a CUDA kernel sets when it finds a length or page out of range.
-    `route`: a name of `route_report()`, instead of NWOR_SPECPV_ATTENTION_ROUTE or the automatic
-    choice. A FlashAttention route with a CompactView needs every request to use the view.
+    `route`: a name of `route_report()`, "auto" or "fast", instead of NWOR_SPECPV_ATTENTION_ROUTE.
+    "fast" gives compute-bound steps to FlashAttention-3, where a row's bits depend on the batch. A
+    FlashAttention route with a CompactView needs every request to use the view.
     """
     if out is None:
         out = torch.empty(query.shape, dtype=query.dtype, device=query.device)

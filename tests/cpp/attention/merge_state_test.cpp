@@ -64,6 +64,19 @@ TEST(MergeStates, NothingSeenGivesZerosAndMinusInfinity) {
   EXPECT_TRUE(at::equal(lse, nothing));
 }
 
+TEST(MergeStates, OfFlashAttentionAnInfiniteLseMeansNothingSeen) {
+  const at::Tensor garbage = at::full({1, 2, 8}, std::numeric_limits<float>::quiet_NaN());
+  const at::Tensor state = at::randn({1, 2, 8}), lse = at::randn({1, 2});
+  const at::Tensor infinite = at::full({1, 2}, kInfinity);
+  const at::Tensor out = at::empty({1, 2, 8}), merged = at::empty({1, 2});
+  MergeStatesInto({garbage, state}, {infinite, lse}, out, merged, /*num_flash=*/1);
+  EXPECT_TRUE(at::equal(out, state));
+  EXPECT_TRUE(at::equal(merged, lse));
+  // Of anyone else it is a sum that overflowed, and must show.
+  MergeStatesInto({garbage, state}, {infinite, lse}, out, merged);
+  EXPECT_FALSE(out.isfinite().any().item<bool>());
+}
+
 TEST(MergeStates, WritesIntoStridedMemoryOfTheCallers) {
   const at::Tensor state = at::randn({3, 2, 8}), lse = at::randn({3, 2});
   const at::Tensor room = at::full({3, 4, 8}, -7.0f);

@@ -170,6 +170,37 @@ def test_the_status_word_tells_of_lengths_beyond_the_table() -> None:
 
 
 @cuda_only
+@pytest.mark.parametrize(
+    ("fault", "code"),
+    [("rows", 2), ("blocks", 3), ("view", 3), ("compact", 3), ("page", 4), ("mask", 5)],
+)
+def test_the_status_word_tells_of_every_other_fault(fault: str, code: int) -> None:
+    """Nothing out of bounds is read, and the other request is computed as if nothing were wrong."""
+    view = {"blocks": "partial", "view": "partial", "compact": "compact"}.get(fault, "none")
+    rows = [3, 66] if fault == "mask" else [3, 2]
+    shape = Shape(rows, [90, 80], dtype=torch.float16, view=view, mask="tree", poison=False)
+    step = make_step(shape, 5, "cuda")
+    expected = step.run()[0]
+    given, chosen = step.arguments, step.options.get("view")
+    if fault == "rows":
+        given["query_start"][2] = 7
+    elif fault == "blocks":
+        chosen.num_blocks[1] = chosen.blocks.shape[2] + 1
+    elif fault == "view":
+        chosen.view_lens[1] = chosen.num_blocks[1] * 16 + 1
+    elif fault == "compact":
+        chosen.lens[1] = chosen.keys.shape[2] + 1
+    elif fault == "page":
+        given["block_table"][1, 2] = given["key_cache"].shape[0]
+    else:
+        step.tree_mask = step.tree_mask[:, :1].contiguous()
+    status = torch.zeros(8, dtype=torch.int64, device="cuda")
+    out = step.run(status=status)[0]
+    assert status[:2].tolist() == [code, 1]
+    assert torch.equal(out[:3], expected[:3])
+
+
+@cuda_only
 @pytest.mark.parametrize("mask", ["causal", "tree"])
 @pytest.mark.parametrize("view", ["none", "compact"])
 @pytest.mark.parametrize("rows", [[5, 5], [3, 8]])

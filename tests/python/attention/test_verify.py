@@ -276,6 +276,61 @@ def test_any_page_size_on_the_cpu() -> None:
 
 
 @pytest.mark.parametrize("device", DEVICES)
+def test_a_prefix_of_a_million_tokens(device: str) -> None:
+    """A few pages stand many times in the table: a token seen n times weighs n times as much."""
+    pages, size, entries, dim = 5, 128, 8192, 64
+    rng = np.random.default_rng(31)
+    dtype = row_dtypes(device)[0]
+
+    def noise(*shape: int) -> torch.Tensor:
+        return torch.from_numpy(rng.standard_normal(shape).astype(np.float32)).to(dtype)
+
+    cache, query, rows = noise(2, pages, size, 1, dim), noise(2, 3, dim), noise(2, 2, 1, dim)
+    table = torch.from_numpy(rng.integers(0, pages, (1, entries)).astype(np.int32))
+    length = entries * size - 5
+    counts = np.bincount(table[0].numpy(), minlength=pages)[:, None].repeat(size, 1)
+    counts[table[0, -1].item(), -5:] -= 1
+    out = verify_attention(
+        *(t.to(device) for t in (query, *rows, *cache, table)),
+        torch.tensor([length], dtype=torch.int32, device=device),
+        torch.tensor([0, 2], dtype=torch.int32, device=device),
+        None,
+        0.3,
+    )
+    keys, values = (cache[i, :, :, 0].double().numpy().reshape(-1, dim) for i in range(2))
+    own_keys, own_values = (rows[i, :, 0].double().numpy() for i in range(2))
+    for row in range(2):
+        for head in range(3):
+            q = query[row, head].double().numpy()
+            weights = np.exp(keys @ q * 0.3) * counts.reshape(-1)
+            own = np.exp(own_keys[: row + 1] @ q * 0.3)
+            total = weights @ values + own @ own_values[: row + 1]
+            expected = total / (weights.sum() + own.sum())
+            error = np.abs(out[row, head].cpu().double().numpy() - expected).max()
+            assert error < {torch.float32: 2e-5}.get(dtype, 2e-3)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_pages_beyond_the_reach_of_32_bits(device: str) -> None:
+    dtype = row_dtypes(device)[-1]
+    step = make_step(Shape([2], [40], kv_heads=1, heads=2, dtype=dtype), 17, device)
+    expected, expected_lse = step.run()
+    page = 16 * 64
+    used = step.arguments["block_table"][0, :3].long()
+    last = 2**32 // page  # 2^32 elements before it, never touched
+    for name in ("key_cache", "value_cache"):
+        far = torch.empty(last + 3, 16, 1, 64, dtype=dtype, device=device)
+        far[last:] = step.arguments[name][used]
+        step.arguments[name] = far
+    step.arguments["block_table"] = torch.tensor(
+        [[last, last + 1, last + 2]], dtype=torch.int32, device=device
+    )
+    out, lse = step.run()
+    assert torch.equal(out, expected)
+    assert torch.equal(lse, expected_lse)
+
+
+@pytest.mark.parametrize("device", DEVICES)
 def test_prefix_and_rows_apart_merge_to_the_whole(device: str) -> None:
     shape = Shape([4, 6], [300, 40], dtype=row_dtypes(device)[0], mask="tree")
     step = make_step(shape, 14, device)
