@@ -15,7 +15,6 @@ import json
 import math
 import platform
 import random
-import subprocess
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
@@ -24,6 +23,8 @@ from pathlib import Path
 import torch
 
 import nwor_specpv
+from nwor_specpv import _stamp
+from nwor_specpv.attention import last_route
 from nwor_specpv.bench.timing import Timing, capture, time_graphs
 
 HEADS, KV_HEADS, HEAD_DIM, PAGE = 32, 8, 128, 16
@@ -206,7 +207,7 @@ class Bench:
             view = nwor_specpv.PartialView(torch.stack(lists), counts, self.lens, PAGE)
         return Set(query, key, value, table, used, torch.empty_like(query), view)
 
-    def ours(self, s: Set, tree: bool) -> torch.Tensor:
+    def ours(self, s: Set, tree: bool, route: str = "cuda") -> torch.Tensor:
         return nwor_specpv.verify_attention(
             s.query,
             s.key,
@@ -221,8 +222,8 @@ class Bench:
             view=s.view,
             out=s.out,
             max_rows=self.case.rows,
-            plan=self.plans[tree],
-            route="cuda",
+            plan=self.plans[tree] if route == "cuda" else None,
+            route=route,
         )
 
     def reference(self, s: Set, tree: bool, request: int) -> torch.Tensor:
@@ -417,7 +418,10 @@ def measure(case: Case, peers: dict, replays: int, seed: int) -> dict:
         "ours tree": lambda s: bench.ours(s, True),
     }
     errors: dict[str, float] = {}
+    routes: dict[str, str] = {}
     left_out: dict[str, str] = {}
+    if case.section == "rows64":
+        variants["fast tree"] = lambda s: bench.ours(s, True, "fast")
     for name, call in peers.items():
         variants[name] = lambda s, call=call: call(bench, s)
     graphs, calls = {}, {}
@@ -428,8 +432,9 @@ def measure(case: Case, peers: dict, replays: int, seed: int) -> dict:
                 run(bench.sets[i % len(bench.sets)])
 
         try:
-            if name.startswith("ours"):
+            if name.startswith(("ours", "fast")):
                 errors[name] = bench.error(run, name.endswith("tree"))
+                routes[name] = last_route()
             elif name in PEERS and PEERS[name][1]:
                 errors[name] = bench.error(run, False)
             graphs[name] = capture(all_sets)
@@ -447,6 +452,7 @@ def measure(case: Case, peers: dict, replays: int, seed: int) -> dict:
         "kv_bytes": bench.bytes,
         "timings": {name: asdict(t) for name, t in timings.items()},
         "errors": errors,
+        "routes": routes,
         "left_out": left_out,
     }
 
@@ -490,15 +496,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print("attention_gpu: no CUDA device", file=sys.stderr)
         return 1
     peers, missing = find_peers()
-    commit = subprocess.run(
-        ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False
-    ).stdout.strip()
     environment = {
         "device": torch.cuda.get_device_name(),
         "torch": torch.__version__,
         "cuda": torch.version.cuda,
         "python": platform.python_version(),
-        "commit": commit or "unknown",
+        "commit": _stamp.read_stamp().revision,
         "seed": options.seed,
         "missing_peers": missing,
     }
@@ -521,9 +524,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         results.append(result)
         print(row(result), flush=True)
         torch.cuda.empty_cache()
-    if options.json:
-        document = {"environment": environment, "results": results}
-        options.json.write_text(json.dumps(document, indent=1))
+        if options.json:  # after every case: a run that is cut short keeps what it has
+            document = {"environment": environment, "results": results}
+            options.json.write_text(json.dumps(document, indent=1))
     return 0
 
 
