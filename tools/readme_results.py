@@ -229,8 +229,8 @@ def cpu_attention_lines() -> Iterator[str]:
     data = load("cpu/attention.json")
     yield (
         f"Verify attention on the {data['device']} (aarch64), commit `{data['revision']}`: how "
-        "many times as fast as torch's SDPA with a boolean mask, which gets contiguous K/V for free. "
-        "Goal 1.5 with 1 to 8 rows, 1.0 with 32."
+        "many times as fast as torch's SDPA with a boolean mask, which gets contiguous K/V for "
+        "free. Goal 1.5 with 1 to 8 rows, 1.0 with 32."
     )
     yield ""
     by_shape: dict[tuple[str, str, str, str], dict[int, float]] = {}
