@@ -1,0 +1,335 @@
+"""Conversion of models: a GGUF file made by hand, and the story model run from its folder."""
+
+from __future__ import annotations
+
+import json
+import random
+import struct
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from nwor_specpv import NworError
+from nwor_specpv.demo.tiny_model import TinyModel
+from nwor_specpv.models import folder, stories
+from nwor_specpv.models.gguf import GgufFile
+from nwor_specpv.models.llama import LlamaShape, pairs_to_halves
+from nwor_specpv.models.smollm2 import convert
+
+# ---- a GGUF writer of our own, in plain Python ----
+
+
+def gguf_string(text: str) -> bytes:
+    return struct.pack("<Q", len(text.encode())) + text.encode()
+
+
+def gguf_value(value: object) -> bytes:
+    if isinstance(value, str):
+        return struct.pack("<I", 8) + gguf_string(value)
+    if isinstance(value, float):
+        return struct.pack("<If", 6, value)
+    if isinstance(value, int):
+        return struct.pack("<II", 4, value)
+    assert isinstance(value, list)
+    if isinstance(value[0], str):
+        return struct.pack("<IIQ", 9, 8, len(value)) + b"".join(map(gguf_string, value))
+    return struct.pack("<IIQ", 9, 5, len(value)) + struct.pack(f"<{len(value)}i", *value)
+
+
+def gguf_file(
+    path: Path, meta: dict, tensors: dict[str, tuple[tuple[int, ...], int, bytes]]
+) -> Path:
+    """`tensors`: name -> (shape outermost first, type, bytes)."""
+    out = b"GGUF" + struct.pack("<IQQ", 3, len(tensors), len(meta))
+    for key, value in meta.items():
+        out += gguf_string(key) + gguf_value(value)
+    data = b""
+    for name, (shape, kind, raw) in tensors.items():
+        out += gguf_string(name) + struct.pack("<I", len(shape))
+        out += struct.pack(f"<{len(shape)}Q", *reversed(shape))
+        out += struct.pack("<IQ", kind, len(data))
+        data += raw + b"\0" * (-len(raw) % 32)
+    path.write_bytes(out + b"\0" * (-len(out) % 32) + data)
+    return path
+
+
+def half(value: float) -> float:
+    return struct.unpack("<e", struct.pack("<e", value))[0]
+
+
+def q4_1(rng: random.Random, blocks: int) -> tuple[bytes, list[float]]:
+    raw, values = b"", []
+    for _ in range(blocks):
+        scale, low = half(rng.uniform(0.01, 1)), half(rng.uniform(-4, 0))
+        nibbles = [rng.randrange(16) for _ in range(32)]
+        raw += struct.pack("<ee", scale, low)
+        raw += bytes(nibbles[i] | nibbles[i + 16] << 4 for i in range(16))
+        values += [np.float32(scale) * np.float32(n) + np.float32(low) for n in nibbles]
+    return raw, values
+
+
+def q8_0(rng: random.Random, blocks: int) -> tuple[bytes, list[float]]:
+    raw, values = b"", []
+    for _ in range(blocks):
+        scale = half(rng.uniform(0.001, 0.1))
+        numbers = [rng.randrange(-128, 128) for _ in range(32)]
+        raw += struct.pack("<e32b", scale, *numbers)
+        values += [np.float32(scale) * np.float32(n) for n in numbers]
+    return raw, values
+
+
+def test_every_format_is_read_as_written(tmp_path: Path) -> None:
+    rng = random.Random(7)
+    four, four_values = q4_1(rng, 6)
+    eight, eight_values = q8_0(rng, 4)
+    meta = {"general.architecture": "llama", "n": 3, "x": 0.5, "words": ["a", "ü"], "ids": [1, -2]}
+    path = gguf_file(
+        tmp_path / "m.gguf",
+        meta,
+        {
+            "q4": ((3, 64), 3, four),
+            "q8": ((2, 64), 8, eight),
+            "f32": ((3,), 0, struct.pack("<3f", 1, -2, 3.5)),
+            "f16": ((2, 2), 1, struct.pack("<4e", 1, 2, 3, -0.5)),
+            "bf16": ((2,), 30, struct.pack("<2H", 0x3F80, 0xC000)),
+        },
+    )
+    with GgufFile(path) as file:
+        assert file.metadata == meta
+        assert file.tensor("q4").tolist() == np.array(four_values).reshape(3, 64).tolist()
+        assert file.tensor("q8").tolist() == np.array(eight_values).reshape(2, 64).tolist()
+        assert file.tensor("f32").tolist() == [1, -2, 3.5]
+        assert file.tensor("f16").tolist() == [[1, 2], [3, -0.5]]
+        assert file.tensor("bf16").tolist() == [1, -2]
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"", "not a readable GGUF file"),
+        (b"GGML" + bytes(40), "expected GGUF version 2 or 3"),
+        (b"GGUF" + struct.pack("<IQQ", 9, 0, 0), "version 9, expected GGUF version 2 or 3"),
+        (b"GGUF" + struct.pack("<IQQ", 3, 5, 5), "not a readable GGUF file"),
+    ],
+)
+def test_other_files_are_refused(tmp_path: Path, content: bytes, message: str) -> None:
+    path = tmp_path / "m.gguf"
+    path.write_bytes(content)
+    with pytest.raises(NworError, match=message):
+        GgufFile(path)
+
+
+def test_a_cut_off_file_is_refused(tmp_path: Path) -> None:
+    path = gguf_file(tmp_path / "m.gguf", {"n": 1}, {"w": ((64,), 0, bytes(256))})
+    path.write_bytes(path.read_bytes()[:-1])
+    with pytest.raises(NworError, match=r"tensor w ends at .*, beyond the file's end"):
+        GgufFile(path)
+
+
+def test_an_unknown_tensor_type_is_named(tmp_path: Path) -> None:
+    with pytest.raises(NworError, match="tensor w has type 12, expected one of F32"):
+        GgufFile(gguf_file(tmp_path / "m.gguf", {"n": 1}, {"w": ((64,), 12, bytes(64))}))
+
+
+# ---- conversion ----
+
+SHAPE = LlamaShape(
+    vocabulary=4,
+    hidden=8,
+    intermediate=16,
+    num_layers=2,
+    num_heads=2,
+    num_kv_heads=1,
+    head_dim=4,
+    context=32,
+    rope_theta=1000.0,
+    norm_epsilon=2.0**-16,
+)
+GGUF_NAMES = {
+    "input_layernorm": "attn_norm",
+    "self_attn.q_proj": "attn_q",
+    "self_attn.k_proj": "attn_k",
+    "self_attn.v_proj": "attn_v",
+    "self_attn.o_proj": "attn_output",
+    "post_attention_layernorm": "ffn_norm",
+    "mlp.gate_proj": "ffn_gate",
+    "mlp.up_proj": "ffn_up",
+    "mlp.down_proj": "ffn_down",
+}
+
+
+def small_model(tmp_path: Path, **meta: object) -> tuple[Path, dict[str, torch.Tensor]]:
+    generator = torch.Generator().manual_seed(3)
+    weights = {n: torch.randn(s, generator=generator) for n, s in SHAPE.shapes().items()}
+    tensors = {}
+    for name, weight in weights.items():
+        layer, _, part = name.removeprefix("model.layers.").partition(".")
+        part = GGUF_NAMES.get(part.removesuffix(".weight"), "")
+        found = f"blk.{layer}.{part}.weight" if part else "output_norm.weight"
+        found = "token_embd.weight" if "embed" in name else found
+        tensors[found] = (tuple(weight.shape), 0, weight.numpy().tobytes())
+    described = {
+        "general.architecture": "llama",
+        "llama.vocab_size": SHAPE.vocabulary,
+        "llama.embedding_length": SHAPE.hidden,
+        "llama.feed_forward_length": SHAPE.intermediate,
+        "llama.block_count": SHAPE.num_layers,
+        "llama.attention.head_count": SHAPE.num_heads,
+        "llama.attention.head_count_kv": SHAPE.num_kv_heads,
+        "llama.context_length": SHAPE.context,
+        "llama.rope.freq_base": SHAPE.rope_theta,
+        "llama.attention.layer_norm_rms_epsilon": SHAPE.norm_epsilon,
+        "tokenizer.ggml.model": "gpt2",
+        "tokenizer.ggml.pre": "smollm",
+        "tokenizer.ggml.tokens": ["<|end|>", "a", "b", "ab"],
+        "tokenizer.ggml.token_type": [3, 1, 1, 1],
+        "tokenizer.ggml.merges": ["a b"],
+        "tokenizer.ggml.bos_token_id": 0,
+        "tokenizer.ggml.eos_token_id": 0,
+        "tokenizer.ggml.padding_token_id": 0,
+        "tokenizer.ggml.unknown_token_id": 0,
+        "tokenizer.chat_template": "{{ messages }}",
+    }
+    return gguf_file(tmp_path / "m.gguf", described | meta, tensors), weights
+
+
+def read_safetensors(path: Path) -> dict[str, torch.Tensor]:
+    data = path.read_bytes()
+    (length,) = struct.unpack_from("<Q", data)
+    header = json.loads(data[8 : 8 + length])
+    assert header.pop("__metadata__") == {"format": "pt"}
+    kinds = {"F32": torch.float32, "BF16": torch.bfloat16}
+    found = {}
+    for name, entry in header.items():
+        begin, end = (8 + length + at for at in entry["data_offsets"])
+        raw = torch.frombuffer(bytearray(data[begin:end]), dtype=kinds[entry["dtype"]])
+        found[name] = raw.view(entry["shape"])
+    return found
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_gguf_becomes_a_folder(tmp_path: Path, dtype: str) -> None:
+    source, weights = small_model(tmp_path)
+    told = []
+    made = convert(source, tmp_path / "model", dtype, lambda *args: told.append(args))
+    assert made == tmp_path / "model"
+    assert told[-1][:2] == (len(weights), len(weights))
+    found = read_safetensors(made / "model.safetensors")
+    assert list(found) == list(weights)
+    for name, weight in weights.items():
+        heads = 2 if "q_proj" in name else 1
+        if "q_proj" in name or "k_proj" in name:
+            # Rows 2i and 2i+1 of a head are a pair; halves want the even rows first.
+            split = [weight[h * 4 : h * 4 + 4] for h in range(heads)]
+            weight = torch.cat([part[i::2] for part in split for i in (0, 1)])
+        assert torch.equal(found[name], weight.to(getattr(torch, dtype)))
+    config = json.loads((made / "config.json").read_text())
+    assert config["num_key_value_heads"] == 1
+    assert config["head_dim"] == 4
+    assert config["dtype"] == dtype
+    tokenizer = json.loads((made / "tokenizer.json").read_text())
+    assert tokenizer["model"]["merges"] == [["a", "b"]]
+    assert [t["content"] for t in tokenizer["added_tokens"]] == ["<|end|>"]
+
+
+def test_another_architecture_is_refused(tmp_path: Path) -> None:
+    source, _ = small_model(tmp_path, **{"general.architecture": "gemma"})
+    with pytest.raises(NworError, match="got architecture 'gemma', expected 'llama'"):
+        convert(source, tmp_path / "model", "float32")
+    assert not (tmp_path / "model").exists()
+
+
+def test_a_failed_conversion_leaves_nothing(tmp_path: Path) -> None:
+    shapes = {"a": (2,), "b": (2,)}
+    with pytest.raises(NworError, match="fewer tensors than announced"):
+        folder.write_folder(tmp_path / "m", {}, shapes, [("a", torch.zeros(2))], "float32")
+    with pytest.raises(NworError, match="not the next one announced"):
+        folder.write_folder(tmp_path / "m", {}, shapes, [("b", torch.zeros(2))], "float32")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_first_of_two_conversions_wins(tmp_path: Path) -> None:
+    for content in ("first", "second"):
+        made = folder.write_folder(tmp_path / "m", {"x": content}, {}, [], "float32")
+    assert (made / "x").read_text() == "first"
+    assert [entry.name for entry in tmp_path.iterdir()] == ["m"]
+
+
+def test_an_unknown_dtype_is_named() -> None:
+    with pytest.raises(NworError, match="dtype: got 'int8', expected one of float32"):
+        folder.torch_dtype("int8")
+
+
+def test_the_cache_is_where_the_user_wants_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert folder.cache_root() == tmp_path / "nwor_specpv"
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    assert folder.cache_root() == tmp_path / "home" / ".cache" / "nwor_specpv"
+
+
+# ---- the story model ----
+
+
+def forward(weights: dict[str, torch.Tensor], config: dict, tokens: list[int]) -> torch.Tensor:
+    """Logits of a Llama folder, as transformers computes them: halves rotated, heads repeated."""
+    d, groups = config["head_dim"], config["num_attention_heads"] // config["num_key_value_heads"]
+    frequencies = config["rope_theta"] ** (-torch.arange(0, d, 2).double() / d)
+    angles = torch.outer(torch.arange(len(tokens)).double(), frequencies).repeat(1, 2)
+
+    def norm(x: torch.Tensor, name: str) -> torch.Tensor:
+        scaled = x / (x.pow(2).mean(-1, keepdim=True) + config["rms_norm_eps"]).sqrt()
+        return scaled * weights[name].double()
+
+    def project(x: torch.Tensor, name: str) -> torch.Tensor:
+        return x @ weights[f"{name}.weight"].double().T
+
+    def rotate(x: torch.Tensor) -> torch.Tensor:
+        swapped = torch.cat((-x[..., d // 2 :], x[..., : d // 2]), -1)
+        return x * angles.cos()[:, None] + swapped * angles.sin()[:, None]
+
+    x = weights["model.embed_tokens.weight"].double()[tokens]
+    visible = torch.ones(len(tokens), len(tokens)).tril().bool()
+    for layer in range(config["num_hidden_layers"]):
+        at = f"model.layers.{layer}"
+        h = norm(x, f"{at}.input_layernorm.weight")
+        q, k, v = (project(h, f"{at}.self_attn.{n}_proj").view(len(tokens), -1, d) for n in "qkv")
+        q, k, v = rotate(q), rotate(k).repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
+        scores = torch.einsum("thd,shd->hts", q, k) / d**0.5
+        probabilities = scores.masked_fill(~visible, -torch.inf).softmax(-1)
+        mixed = torch.einsum("hts,shd->thd", probabilities, v).flatten(1)
+        x = x + project(mixed, f"{at}.self_attn.o_proj")
+        h = norm(x, f"{at}.post_attention_layernorm.weight")
+        gate = torch.nn.functional.silu(project(h, f"{at}.mlp.gate_proj"))
+        x = x + project(gate * project(h, f"{at}.mlp.up_proj"), f"{at}.mlp.down_proj")
+    return norm(x, "model.norm.weight") @ weights["model.embed_tokens.weight"].double().T
+
+
+def test_the_widened_story_model_is_the_same_function(tmp_path: Path) -> None:
+    made = stories(destination=tmp_path / "stories")
+    config = json.loads((made / "config.json").read_text())
+    assert config["head_dim"] == 32
+    tokens = [1, 403, 407, 261, 378, 7, 300, 411]
+    logits = forward(read_safetensors(made / "model.safetensors"), config, tokens)
+
+    model = TinyModel()
+    groups = model.shape.num_heads // model.shape.num_kv_heads
+
+    def attend(_: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        k, v = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
+        scores = torch.einsum("thd,shd->hts", q, k) / model.shape.head_dim**0.5
+        scores = scores.masked_fill(~torch.ones(scores.shape[1:]).tril().bool(), -torch.inf)
+        return torch.einsum("hts,shd->thd", scores.softmax(-1), v)
+
+    expected = model.forward(torch.tensor(tokens), torch.arange(len(tokens)), attend)
+    assert (logits - expected).abs().max() < 2e-3
+    assert logits.argmax(-1).tolist() == expected.argmax(-1).tolist()
+
+
+def test_pairs_to_halves_moves_rows_only() -> None:
+    weight = torch.arange(12.0).view(6, 2).repeat(2, 1)
+    assert pairs_to_halves(weight, 2)[:6, 0].tolist() == [0, 4, 8, 2, 6, 10]
