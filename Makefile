@@ -8,7 +8,7 @@
 VENV_PYTHON := .venv/bin/python
 
 .DEFAULT_GOAL := help
-.PHONY: help setup build test test-all demo bench lint format clean
+.PHONY: help setup setup-vllm build test test-vllm test-all demo bench lint format clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -19,10 +19,16 @@ setup:  ## system packages, .venv and the pinned requirements
 build: setup  ## the libraries and the C++ tests, only what changed
 	@tools/build.sh
 
-test: build  ## everything but the slow tests: lint, GoogleTest, pytest
+setup-vllm: build  ## .venv-vllm: the real vLLM for the CPU, beside .venv
+	@tools/setup_vllm.sh
+
+test: build setup-vllm  ## everything but the slow tests: lint, GoogleTest, pytest, vLLM
 	@$(VENV_PYTHON) tools/run_tests.py
 
-test-all: build  ## everything, with the slow tests and a million fuzz rounds
+test-vllm: build setup-vllm  ## the real vLLM on the CPU, with the slow tests
+	@$(VENV_PYTHON) tools/run_tests.py --vllm
+
+test-all: build setup-vllm  ## everything, with the slow tests and a million fuzz rounds
 	@$(VENV_PYTHON) tools/run_tests.py --all
 
 demo: build  ## one real round trip, explained
@@ -40,8 +46,8 @@ format: setup  ## clang-format and ruff, in place
 	  xargs -r ls -d 2>/dev/null | xargs -r .venv/bin/clang-format -i
 	@.venv/bin/ruff check -q --fix . ; .venv/bin/ruff format -q .
 
-clean:  ## what was built; .venv stays
+clean:  ## what was built; .venv and .venv-vllm stay
 	@rm -rf build dist python/nwor_specpv.egg-info .pytest_cache .ruff_cache
 	@rm -rf python/nwor_specpv/*.so python/nwor_specpv/_build_info.json python/nwor_specpv/cmake
-	@rm -f .venv/.nwor-editable
-	@find . -name __pycache__ -type d -not -path './.venv/*' -prune -exec rm -rf {} +
+	@rm -f .venv/.nwor-editable .venv-vllm/.nwor-linked
+	@find . -name __pycache__ -type d -not -path './.venv*' -prune -exec rm -rf {} +

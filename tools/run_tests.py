@@ -1,11 +1,12 @@
 #!/usr/bin/env python3
-"""What `make test` and `make test-all` do after the build: lint, GoogleTest, pytest, a summary.
+"""What `make test` and its kin do after the build: lint, GoogleTest, pytest, vLLM, a summary.
 
-    tools/run_tests.py [--all]
+    tools/run_tests.py [--all | --vllm]
 
-All three run whatever the one before said. The last line counts what passed, failed and was
+All of them run whatever the one before said. The last line counts what passed, failed and was
 skipped; the exit status is 1 if anything failed. --all adds the tests marked slow and, unless the
-environment says otherwise, a million fuzz rounds.
+environment says otherwise, a million fuzz rounds. --vllm runs only the tests on the real vLLM, the
+slow ones too.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 BIN = ROOT / ".venv" / "bin"
+VLLM_BIN = ROOT / ".venv-vllm" / "bin"
 CURRENT = ROOT / "build" / "current"
 FUZZ_ROUNDS_ALL = "1000000"
 
@@ -75,36 +77,50 @@ def run(name: str, command: list[str], results: Path | None = None) -> Outcome:
     return Outcome(name, ok, time.monotonic() - start, counts)
 
 
+def run_googletest() -> Outcome:
+    command = [str(BIN / "ctest"), "--test-dir", str(CURRENT), "--output-on-failure"]
+    command += ["--no-tests=error", "--progress", "--parallel", str(len(os.sched_getaffinity(0)))]
+    return run("GoogleTest", command, CURRENT / "gtest")
+
+
+def run_pytest(*, slow: bool) -> Outcome:
+    results = CURRENT / "pytest"
+    # A file stays with one worker: its tests share what they built.
+    workers = str(min(8, len(os.sched_getaffinity(0))))
+    command = [str(BIN / "python"), "-m", "pytest", "-q", f"--junitxml={results / 'all.xml'}"]
+    command += ["--numprocesses", workers, "--dist", "loadfile"]
+    return run("pytest", command + ([] if slow else ["-m", "not slow"]), results)
+
+
+def run_vllm(*, slow: bool) -> Outcome:
+    """One process, because importing vLLM takes longer than starting an engine."""
+    results = CURRENT / "vllm"
+    command = [str(VLLM_BIN / "python"), "-m", "pytest", "-q", f"--junitxml={results / 'all.xml'}"]
+    folder = ROOT / "tests" / "vllm"
+    command += ["-c", str(folder / "pytest.ini"), str(folder)]
+    return run("vLLM", command + ([] if slow else ["-m", "not slow"]), results)
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument(
         "--all", action="store_true", help="the slow tests and a million rounds too"
     )
+    parser.add_argument("--vllm", action="store_true", help="only the tests on the real vLLM")
     options = parser.parse_args()
     if options.all:
         os.environ.setdefault("NWOR_FUZZ_ROUNDS", FUZZ_ROUNDS_ALL)
 
-    ctest = [str(BIN / "ctest"), "--test-dir", str(CURRENT), "--output-on-failure"]
-    ctest += ["--no-tests=error", "--progress", "--parallel", str(len(os.sched_getaffinity(0)))]
-    # A file stays with one worker: its tests share what they built.
-    workers = str(min(8, len(os.sched_getaffinity(0))))
-    pytest = [
-        str(BIN / "python"),
-        "-m",
-        "pytest",
-        "-q",
-        f"--junitxml={CURRENT / 'pytest' / 'all.xml'}",
-    ]
-    pytest += ["--numprocesses", workers, "--dist", "loadfile"]
-    if not options.all:
-        pytest += ["-m", "not slow"]
-
     start = time.monotonic()
-    outcomes = [
-        run("lint", [str(ROOT / "tools" / "lint.sh")]),
-        run("GoogleTest", ctest, CURRENT / "gtest"),
-        run("pytest", pytest, CURRENT / "pytest"),
-    ]
+    if options.vllm:
+        outcomes = [run_vllm(slow=True)]
+    else:
+        outcomes = [
+            run("lint", [str(ROOT / "tools" / "lint.sh")]),
+            run_googletest(),
+            run_pytest(slow=options.all),
+            run_vllm(slow=options.all),
+        ]
     passed = all(outcome.ok for outcome in outcomes)
     verdict = "PASSED" if passed else "FAILED"
     told = "; ".join(str(outcome) for outcome in outcomes)

@@ -1,0 +1,190 @@
+"""CPU_ATTN with our layout, write and attention.
+
+vLLM's own CPU kernels pack K and V for their instruction set, so single rows cannot be staged and
+put back there. Layers of the target model therefore keep plain rows (K beside V, the layout
+vLLM's GPU backends use) and attention is computed by our kernels; layers of a drafter, layers we do
+not support and engines without speculation stay with vLLM's own implementation.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import vllm.compilation.backends as model_tags
+from vllm.config import get_current_vllm_config, get_current_vllm_config_or_none
+from vllm.v1.attention.backend import CommonAttentionMetadata
+from vllm.v1.attention.backends.cpu_attn import (
+    CPUAttentionBackend,
+    CPUAttentionBackendImpl,
+    CPUAttentionMetadata,
+    CPUAttentionMetadataBuilder,
+)
+
+from nwor_specpv import cache_views, verify_attention
+from nwor_specpv.errors import NworError, logger
+
+from . import compat, rows
+from .engine import engine_of, write_direct
+from .support import layer_problem
+
+TARGET_MODEL = "backbone"  # vLLM's tag of the model that verifies
+
+
+@dataclass
+class NworCpuMetadata(CPUAttentionMetadata):
+    """vLLM's metadata and the tokens each request has in the cache before this step's rows."""
+
+    prefix_lens: torch.Tensor | None = None  # [B] int32
+
+
+class NworCpuBackend(CPUAttentionBackend):
+    """Chosen by vLLM on the CPU whatever is asked; stands aside where there is nothing to stage."""
+
+    @staticmethod
+    def get_impl_cls() -> type[CPUAttentionBackendImpl]:
+        config = get_current_vllm_config_or_none()
+        if config is None or model_tags.model_tag != TARGET_MODEL:
+            return CPUAttentionBackendImpl
+        return NworCpuImpl if engine_of(config).off is None else CPUAttentionBackendImpl
+
+    @staticmethod
+    def get_builder_cls() -> type[CPUAttentionMetadataBuilder]:
+        return NworCpuMetadataBuilder
+
+    @classmethod
+    def supports_kv_connector(cls) -> bool:
+        return False
+
+
+class NworCpuMetadataBuilder(CPUAttentionMetadataBuilder):
+    """Opens the round of a step. A builder without layers of ours is vLLM's own."""
+
+    def __init__(
+        self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device
+    ) -> None:
+        super().__init__(kv_cache_spec, layer_names, vllm_config, device)
+        layers = vllm_config.compilation_config.static_forward_context
+        self._own = [n for n in layer_names if isinstance(layers[n].impl, NworCpuImpl)]
+        if self._own:
+            self._engine = engine_of(vllm_config)
+            self._group = self._engine.add_group(self._own)
+
+    def build(
+        self,
+        common_prefix_len: int,
+        common_attn_metadata: CommonAttentionMetadata,
+        fast_build: bool = False,
+    ) -> CPUAttentionMetadata:
+        metadata = super().build(common_prefix_len, common_attn_metadata, fast_build)
+        if not self._own or fast_build:  # a fast build is the drafter's
+            return metadata
+        common = common_attn_metadata
+        lens = rows.query_lens(common.query_start_loc_cpu, common.num_reqs)
+        runner = self._engine.runner  # unknown until the first tokens are sampled: no drafts yet
+        scheduled = runner.input_batch.spec_token_ids if runner is not None else ()
+        drafts = rows.drafts_of_batch(lens, scheduled)
+        self._engine.begin(self._group, lens, drafts, common.slot_mapping)
+        prefix = common.seq_lens[: len(lens)] - torch.tensor(lens, dtype=torch.int32)
+        return NworCpuMetadata(**vars(metadata), prefix_lens=prefix)
+
+
+class NworCpuImpl(CPUAttentionBackendImpl):
+    """One layer of the target model. Construction gives vLLM's own class where we cannot serve."""
+
+    def __new__(
+        cls,
+        num_heads: int,
+        head_size: int,
+        scale: float,
+        num_kv_heads: int,
+        alibi_slopes: list[float] | None,
+        sliding_window: int | None,
+        kv_cache_dtype: str,
+        logits_soft_cap: float | None = None,
+        attn_type: str = "decoder",
+        kv_sharing_target_layer_name: str | None = None,
+        sinks: torch.Tensor | None = None,
+    ) -> Any:
+        problem = layer_problem(
+            attn_type=attn_type,
+            alibi=alibi_slopes is not None,
+            sinks=sinks is not None,
+            kv_sharing_target=kv_sharing_target_layer_name,
+            head_size=head_size,
+            quantised_cache=kv_cache_dtype.startswith("fp8"),
+        )
+        if problem is None:
+            return super().__new__(cls)
+        if engine_of(get_current_vllm_config()).settings.strict:
+            raise NworError(f"nwor_specpv: a layer has {problem}")
+        logger.warning("nwor_specpv leaves a layer to vLLM: %s", problem)
+        return CPUAttentionBackendImpl(
+            num_heads,
+            head_size,
+            scale,
+            num_kv_heads,
+            alibi_slopes,
+            sliding_window,
+            kv_cache_dtype,
+            logits_soft_cap,
+            attn_type,
+            kv_sharing_target_layer_name,
+            sinks,
+        )
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._engine = engine_of(get_current_vllm_config())
+
+    def do_kv_cache_update(
+        self,
+        layer: Any,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        kv_cache: torch.Tensor,
+        slot_mapping: torch.Tensor,
+    ) -> None:
+        key, value = key[: slot_mapping.shape[0]], value[: slot_mapping.shape[0]]
+        if not self._engine.write(layer.layer_name, key, value, slot_mapping):
+            write_direct(kv_cache, key, value, slot_mapping)
+
+    def forward(
+        self,
+        layer: Any,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        kv_cache: torch.Tensor,
+        attn_metadata: NworCpuMetadata | None,
+        output: torch.Tensor,
+        output_scale: torch.Tensor | None = None,
+        output_block_scale: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        if attn_metadata is None:  # profiling: shapes only
+            return output
+        if attn_metadata.causal is not True or output_scale is not None:
+            raise NworError(
+                f"layer {layer.layer_name}: got attention that is not causal, or a quantised "
+                "output, expected neither in a model that verifies drafts"
+            )
+        num_rows = attn_metadata.num_actual_tokens
+        key_cache, value_cache = cache_views(kv_cache, compat.CACHE_LAYOUT)
+        verify_attention(
+            query[:num_rows],
+            key[:num_rows],
+            value[:num_rows],
+            key_cache,
+            value_cache,
+            attn_metadata.block_table,
+            attn_metadata.prefix_lens,
+            attn_metadata.query_start_loc,
+            None,
+            self.scale,
+            window=max(0, self.sliding_window),
+            softcap=self.logits_soft_cap,
+            out=output[:num_rows],
+            max_rows=attn_metadata.max_query_len,
+        )
+        return output

@@ -1,0 +1,258 @@
+"""One vLLM engine in this process: its interceptor, the round of each step, the commit.
+
+A step is: `begin` when the attention metadata is built, `write` per layer as the model runs,
+`finish` when the runner knows what was accepted. Steps end in `finish` or are aborted by the next
+`begin` (an exception in the model, a request that vanished, a graph capture).
+
+Thread-safety: none; a vLLM worker runs its steps from one thread.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from nwor_specpv import ContractChecker, Interceptor, Metrics, RoundPlan, cache_views, write_kv
+from nwor_specpv.errors import NworError, logger
+
+from . import compat, rows, runner_hooks, support
+from .settings import read_settings
+
+# Path entries that one commit may have (see docs/commit.md).
+MAX_COMMIT_ENTRIES = 8192
+# The value of `agreement_group` that means this engine's tensor-parallel ranks.
+TENSOR_PARALLEL = "tp"
+
+
+@dataclass
+class Step:
+    """An open round and what the commit needs to know of it."""
+
+    plan: RoundPlan
+    staged: bool
+    num_drafts: torch.Tensor  # [B] int32 on the caches' device
+    first_draft: torch.Tensor  # [B] int32: row of the request
+    joined: set[int] = field(default_factory=set)  # groups whose metadata was built
+    slots: dict[int, torch.Tensor] = field(default_factory=dict)  # by group, [T]
+
+
+class Engine:
+    """Staging for one VllmConfig. `off` says why there is none."""
+
+    def __init__(self, vllm_config: Any) -> None:
+        self.vllm_config = weakref.ref(vllm_config)
+        self.layers = vllm_config.compilation_config.static_forward_context
+        self.settings = read_settings(vllm_config.additional_config)
+        self.setup = support.describe(vllm_config)
+        self.off = self._judge()
+        self.interceptor: Interceptor | None = None
+        self.checker: ContractChecker | None = None
+        self.violations: list[str] = []
+        self._groups: list[list[str]] = []  # layers that are ours, by group
+        self._bound: dict[str, int] = {}  # layer -> address of its cache
+        self._runner: Callable[[], Any] = lambda: None
+        self._step: Step | None = None
+
+    def _judge(self) -> str | None:
+        """Why staging is off for this engine; with `strict`, anything but a choice is an error."""
+        if not self.settings.enable_nwor:
+            return "switched off by enable_nwor"
+        if self.setup.speculation is None:
+            return "no speculation is configured"
+        problems = [str(refusal) for refusal in support.refusals(self.setup)]
+        hook_problem = runner_hooks.install()
+        if hook_problem is not None:
+            problems.append(f"{hook_problem}; install {' or '.join(compat.SUPPORTED)}")
+        if not problems:
+            logger.info("nwor_specpv: drafts of %s are staged", self.setup.speculation)
+            return None
+        text = " | ".join(problems)
+        if self.settings.strict:
+            raise NworError(f"nwor_specpv: {text}")
+        logger.warning("nwor_specpv is off: %s", text)
+        return text
+
+    # ---- set-up ---------------------------------------------------------------------------------
+
+    def add_group(self, layer_names: Sequence[str]) -> int:
+        """Registers layers that share one slot mapping; the same layers are the same group."""
+        names = list(layer_names)
+        if names in self._groups:
+            return self._groups.index(names)
+        self._groups.append(names)
+        return len(self._groups) - 1
+
+    def attach(self, runner: Any) -> None:
+        """Tells which model runner drives this engine: it knows the scheduler's drafts."""
+        if self._runner() is not runner:
+            self._runner = weakref.ref(runner)
+
+    @property
+    def runner(self) -> Any:
+        return self._runner()
+
+    def _bind(self) -> Interceptor:
+        """Binds every layer whose cache is new. REQUIRES: no open round."""
+        if self.interceptor is None:
+            self.interceptor = self._make_interceptor()
+        for group, names in enumerate(self._groups):
+            for name in names:
+                cache = self.layers[name].kv_cache
+                if self._bound.get(name) != cache.data_ptr():
+                    key_cache, value_cache = cache_views(cache, compat.CACHE_LAYOUT)
+                    self.interceptor.bind_layer(name, key_cache, value_cache, group)
+                    self._bound[name] = cache.data_ptr()
+        return self.interceptor
+
+    def _make_interceptor(self) -> Interceptor:
+        config = self.settings.nwor()
+        if config.agreement_group == TENSOR_PARALLEL:
+            from vllm.distributed.parallel_state import get_tp_group
+
+            config.agreement_group = get_tp_group().device_group.group_name
+        interceptor = Interceptor(config)
+        if self.settings.check_contract:
+            self.checker = ContractChecker(interceptor)
+        from vllm.distributed.parallel_state import get_world_group
+
+        rank = {"LOCAL_RANK": str(get_world_group().local_rank)}
+        Metrics().serve_settings(self.settings, rank)
+        return interceptor
+
+    # ---- the step -------------------------------------------------------------------------------
+
+    def begin(
+        self, group: int, lens: list[int], drafts: list[int], slot_mapping: torch.Tensor
+    ) -> Step:
+        """Opens the round of a step, or joins it where the engine has several cache groups."""
+        step = self._step
+        if step is not None and group not in step.joined and lens == list(step.plan.query_lens):
+            step.joined.add(group)
+            step.slots[group] = slot_mapping
+            return step
+        self.abort()
+        interceptor = self._bind()
+        if self.checker is not None:
+            self.checker.snapshot()
+        plan = RoundPlan(lens, drafts)
+        decision = interceptor.begin(plan)
+        counts = torch.tensor(drafts, dtype=torch.int32)
+        first = torch.tensor(lens, dtype=torch.int32) - counts
+        self._step = Step(plan, decision.stage, counts, first, {group}, {group: slot_mapping})
+        return self._step
+
+    def write(
+        self, layer: str, key: torch.Tensor, value: torch.Tensor, slot_mapping: torch.Tensor
+    ) -> bool:
+        """Routes one layer's rows; False: the caller writes them itself."""
+        if self._step is None or self.interceptor is None or layer not in self._bound:
+            return False
+        outcome = self.interceptor.write(layer, key, value, slot_mapping)
+        return outcome.action != "bypass" or outcome.reason == "stale_round"
+
+    def finish(self, accepted: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        """Commits what was accepted. `accepted` gives the counts [B] for the numbers of drafts."""
+        step, self._step = self._step, None
+        if step is None or self.interceptor is None:
+            return
+        counts = accepted(step.num_drafts)
+        if counts.shape != step.num_drafts.shape:
+            self.interceptor.abort()
+            raise NworError(
+                f"accepted tokens: got {counts.shape[0]} requests, expected the "
+                f"{step.num_drafts.shape[0]} of the step"
+            )
+        if self.checker is not None:
+            self._note(self.checker.verify_staged())
+        receipt = None
+        try:
+            receipt = self._commit(step, counts)
+            problem = receipt.problem if not receipt.ok else ""
+        except Exception as error:
+            logger.exception("nwor_specpv: the commit failed")
+            problem = f"{type(error).__name__}: {error}"
+        if problem and step.staged:
+            self._rescue(step, counts, problem)
+        if self.interceptor.stats()["round_open"]:
+            self.interceptor.abort()
+        if self.checker is not None and receipt is not None and not problem:
+            self._note(self.checker.verify(receipt, counts.tolist()))
+
+    def abort(self) -> None:
+        """Gives up the open step, if there is one: nothing of its drafts is written."""
+        if self._step is not None and self.interceptor is not None:
+            self._step = None
+            self.interceptor.abort()
+
+    def _commit(self, step: Step, counts: torch.Tensor) -> Any:
+        assert self.interceptor is not None
+        depth = max(1, max(step.plan.num_drafts, default=0))
+        path = rows.accepted_path(step.first_draft, counts, depth)
+        chunks = rows.chunk_depths(len(step.plan.query_lens), depth, MAX_COMMIT_ENTRIES)
+        for begin, end in chunks:
+            part = (counts - begin).clamp(0, end - begin)
+            receipt = self.interceptor.commit(
+                path[:, begin:end].contiguous(), part, rows="request", last=end == depth
+            )
+        return receipt
+
+    def _rescue(self, step: Step, counts: torch.Tensor, problem: str) -> None:
+        """Writes the accepted rows from staging, which a failed commit leaves as it was.
+
+        If that fails too its exception ends the step, and with it the requests: a token that was
+        emitted must not be missing from the cache.
+        """
+        assert self.interceptor is not None
+        logger.error("nwor_specpv: accepted rows are written one by one: %s", problem)
+        path = rows.accepted_path(step.first_draft, counts, max(step.plan.num_drafts))
+        starts = torch.tensor([0, *step.plan.query_lens], dtype=torch.int32).cumsum(0)[:-1]
+        batch_rows = (path + starts[:, None])[path >= 0].long()
+        stage_rows = torch.tensor(self.interceptor.stage_rows(), dtype=torch.int64)
+        for group, slots in step.slots.items():
+            keys, values = self.interceptor.staged(group)
+            chosen = stage_rows[batch_rows].to(keys.device)
+            destinations = slots[batch_rows.to(slots.device)]
+            for layer, name in enumerate(self._groups[group]):
+                write_direct(
+                    self.layers[name].kv_cache,
+                    keys[layer][chosen],
+                    values[layer][chosen],
+                    destinations,
+                )
+
+    def _note(self, violations: Sequence[Any]) -> None:
+        for violation in violations:
+            self.violations.append(repr(violation))
+            logger.error("nwor_specpv: contract broken: %r", violation)
+        if violations and self.settings.strict:
+            raise NworError(f"contract: {violations[0]!r}")
+
+
+def write_direct(
+    kv_cache: torch.Tensor, key: torch.Tensor, value: torch.Tensor, slots: torch.Tensor
+) -> None:
+    """Writes rows to their slots as an engine without staging would."""
+    key_cache, value_cache = cache_views(kv_cache, compat.CACHE_LAYOUT)
+    nowhere = torch.full(slots.shape, -1, dtype=torch.int32, device=slots.device)
+    write_kv(key, value, key_cache, value_cache, slots, nowhere, key[:0], value[:0])
+
+
+_current: Engine | None = None
+
+
+def engine_of(vllm_config: Any) -> Engine:
+    """The engine of this configuration; a process has one at a time, the newest."""
+    global _current
+    context = vllm_config.compilation_config.static_forward_context
+    if _current is None or _current.layers is not context:
+        _current = Engine(vllm_config)
+    return _current
+
+
+def current_engine() -> Engine | None:
+    """The newest engine of this process."""
+    return _current

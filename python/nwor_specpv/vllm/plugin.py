@@ -1,0 +1,34 @@
+"""The entry point: vLLM calls `register` in every process, possibly more than once.
+
+It names our backends and returns; what can be refused is judged when an engine is built, where its
+configuration is known. On CUDA users choose us (`--attention-backend CUSTOM`); the CPU platform has
+one backend whatever is asked, so there ours stands in its place.
+"""
+
+from __future__ import annotations
+
+from nwor_specpv.errors import NworError, logger
+
+from . import compat
+from .settings import read_settings
+
+CUDA_BACKEND = "nwor_specpv.vllm.cuda_backend.NworFlashBackend"
+CPU_BACKEND = "nwor_specpv.vllm.cpu_backend.NworCpuBackend"
+
+
+def register() -> None:
+    """Registers the backends with this process' vLLM. Calling it again changes nothing."""
+    from vllm.version import __version__ as version
+
+    problem = compat.version_problem(version)
+    if problem is not None:
+        if read_settings(None).strict:
+            raise NworError(f"nwor_specpv: {problem}")
+        logger.warning("nwor_specpv is off: %s", problem)
+        return
+    from vllm.platforms import current_platform
+    from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
+
+    register_backend(AttentionBackendEnum.CUSTOM, CUDA_BACKEND)
+    if current_platform.is_cpu():
+        register_backend(AttentionBackendEnum.CPU_ATTN, CPU_BACKEND)

@@ -1,0 +1,71 @@
+"""Rows of a step: which are drafts, which of them were accepted. Pure functions.
+
+Request b has `query_lens[b]` rows; its last `num_drafts[b]` are drafts. The row before them is its
+root: the last emitted token, or the last of a prefill chunk.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+
+import torch
+
+from nwor_specpv.errors import NworError
+
+
+def query_lens(query_start: torch.Tensor, num_requests: int) -> list[int]:
+    """Rows of each request from the running sum on the host."""
+    starts = query_start[: num_requests + 1].tolist()
+    return [end - start for start, end in itertools.pairwise(starts)]
+
+
+def drafts_of_batch(lens: Sequence[int], scheduled: Sequence[Sequence[int]]) -> list[int]:
+    """Draft rows of each request from the scheduler's draft tokens (model runner V1).
+
+    Requests of a padded batch beyond the scheduler's have none.
+    """
+    counts = [len(tokens) for tokens in scheduled[: len(lens)]]
+    counts += [0] * (len(lens) - len(counts))
+    for request, (count, length) in enumerate(zip(counts, lens, strict=True)):
+        if count and count >= length:
+            raise NworError(
+                f"drafts: got {count} for request {request} of {length} rows, expected fewer: "
+                "its first row is no draft"
+            )
+    return counts
+
+
+def drafts_of_decodes(lens: Sequence[int], prefilling: Sequence[bool]) -> list[int]:
+    """Draft rows of each request where all but the first row of a decode are drafts (runner V2)."""
+    return [
+        max(0, length - 1) if not busy else 0 for length, busy in zip(lens, prefilling, strict=True)
+    ]
+
+
+def accepted_by_tokens(sampled: torch.Tensor, num_drafts: torch.Tensor) -> torch.Tensor:
+    """Accepted drafts of each request: its sampled tokens [B, 1 + K], -1 padded, but for the last.
+
+    What is sampled for an unfinished prefill is thrown away by the engine; it has no drafts, so
+    nothing of it counts.
+    """
+    emitted = (sampled != -1).sum(dim=1, dtype=torch.int32)
+    return torch.minimum((emitted - 1).clamp_(min=0), num_drafts)
+
+
+def accepted_by_rejections(num_rejected: torch.Tensor, num_drafts: torch.Tensor) -> torch.Tensor:
+    """Accepted drafts of each request from the rejected ones."""
+    return (num_drafts - num_rejected.to(torch.int32)).clamp_(min=0)
+
+
+def accepted_path(first_draft: torch.Tensor, counts: torch.Tensor, depth: int) -> torch.Tensor:
+    """[B, depth] int32: rows of each request that were accepted, consecutive, -1 padded."""
+    steps = torch.arange(depth, dtype=torch.int32, device=counts.device)
+    path = first_draft[:, None] + steps
+    return path.masked_fill_(steps >= counts[:, None], -1)
+
+
+def chunk_depths(num_requests: int, depth: int, max_entries: int) -> list[tuple[int, int]]:
+    """Columns [begin, end) of the path per commit, so that none has more than `max_entries`."""
+    width = max(1, max_entries // max(1, num_requests))
+    return [(begin, min(begin + width, depth)) for begin in range(0, depth, width)]

@@ -1,0 +1,122 @@
+"""What of vLLM does not go together with staging yet: said at start, never found out in service.
+
+`describe` turns a vLLM configuration into plain values, `refusals` judges them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """Why staging stays off, and what to change for it to be on."""
+
+    reason: str
+    mend: str
+
+    def __str__(self) -> str:
+        return f"{self.reason}; {self.mend}"
+
+
+@dataclass(frozen=True)
+class Setup:
+    """The parts of a vLLM configuration that matter here."""
+
+    pipeline_parallel: int = 1
+    decode_context_parallel: int = 1
+    prefill_context_parallel: int = 1
+    dual_batch_overlap: bool = False
+    kv_connector: str | None = None
+    mla: bool = False
+    cascade_attention: bool = False
+    kv_sharing_fast_prefill: bool = False
+    speculation: str | None = None  # the drafter's method, None: no speculation
+    num_speculative_tokens: int = 0
+
+
+def describe(vllm_config: Any) -> Setup:
+    """The set-up of a VllmConfig."""
+    parallel, model = vllm_config.parallel_config, vllm_config.model_config
+    transfer, speculative = vllm_config.kv_transfer_config, vllm_config.speculative_config
+    return Setup(
+        pipeline_parallel=parallel.pipeline_parallel_size,
+        decode_context_parallel=parallel.decode_context_parallel_size,
+        prefill_context_parallel=parallel.prefill_context_parallel_size,
+        dual_batch_overlap=bool(parallel.enable_dbo),
+        kv_connector=transfer.kv_connector if transfer is not None else None,
+        mla=bool(model.use_mla),
+        cascade_attention=not model.disable_cascade_attn,
+        kv_sharing_fast_prefill=bool(vllm_config.cache_config.kv_sharing_fast_prefill),
+        speculation=speculative.method if speculative is not None else None,
+        num_speculative_tokens=(
+            (speculative.num_speculative_tokens or 0) if speculative is not None else 0
+        ),
+    )
+
+
+def refusals(setup: Setup) -> list[Refusal]:
+    """Everything that keeps staging off; empty: it may be on."""
+    return list(_refusals(setup))
+
+
+def _refusals(setup: Setup) -> Iterator[Refusal]:
+    if setup.pipeline_parallel > 1:
+        yield Refusal(
+            f"pipeline parallelism of {setup.pipeline_parallel}: earlier ranks learn too late what "
+            "was rejected",
+            "use --pipeline-parallel-size 1 and tensor parallelism",
+        )
+    if setup.decode_context_parallel > 1 or setup.prefill_context_parallel > 1:
+        yield Refusal(
+            "context parallelism: a rank holds only some of a draft's slots",
+            "use --decode-context-parallel-size 1 and --prefill-context-parallel-size 1",
+        )
+    if setup.dual_batch_overlap:
+        yield Refusal("dual batch overlap: two batches are in flight at once", "drop --enable-dbo")
+    if setup.kv_connector is not None:
+        yield Refusal(
+            f"KV connector {setup.kv_connector}: it saves a layer before drafts are committed",
+            "drop --kv-transfer-config",
+        )
+    if setup.mla:
+        yield Refusal(
+            "MLA: the cache holds latents, not K and V",
+            "serve this model without nwor_specpv",
+        )
+    if setup.cascade_attention:
+        yield Refusal(
+            "cascade attention: the shared prefix is computed elsewhere",
+            "leave --disable-cascade-attn at its default",
+        )
+    if setup.kv_sharing_fast_prefill:
+        yield Refusal(
+            "fast prefill with KV sharing: layers skip rows", "drop --kv-sharing-fast-prefill"
+        )
+
+
+def layer_problem(
+    *,
+    attn_type: str,
+    alibi: bool,
+    sinks: bool,
+    kv_sharing_target: str | None,
+    head_size: int,
+    quantised_cache: bool,
+) -> str | None:
+    """Why one layer cannot be computed or staged by us, or None."""
+    if attn_type != "decoder":
+        return f"attention of type {attn_type}"
+    if kv_sharing_target is not None:
+        return f"it shares the K/V of {kv_sharing_target}"
+    if alibi:
+        return "ALiBi slopes"
+    if sinks:
+        return "attention sinks"
+    if quantised_cache:
+        return "a quantised KV cache"
+    if head_size % 8 or head_size > 256:
+        return f"a head size of {head_size}"
+    return None

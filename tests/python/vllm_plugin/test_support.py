@@ -1,0 +1,127 @@
+"""What is refused, which versions and signatures are let in, what settings say: without vLLM."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+
+from nwor_specpv import NworError
+from nwor_specpv.vllm import compat, support
+from nwor_specpv.vllm.settings import read_settings
+
+FINE = support.Setup(speculation="ngram", num_speculative_tokens=4)
+
+
+def test_an_ordinary_set_up_is_let_in() -> None:
+    assert support.refusals(FINE) == []
+
+
+@pytest.mark.parametrize(
+    ("change", "reason", "mend"),
+    [
+        ({"pipeline_parallel": 2}, "pipeline parallelism of 2", "--pipeline-parallel-size 1"),
+        ({"decode_context_parallel": 2}, "context parallelism", "--decode-context-parallel-size 1"),
+        ({"prefill_context_parallel": 2}, "context parallelism", "--prefill-context-parallel-size"),
+        ({"dual_batch_overlap": True}, "dual batch overlap", "--enable-dbo"),
+        ({"kv_connector": "Nixl"}, "KV connector Nixl", "--kv-transfer-config"),
+        ({"mla": True}, "MLA", "without nwor_specpv"),
+        ({"cascade_attention": True}, "cascade attention", "--disable-cascade-attn"),
+        ({"kv_sharing_fast_prefill": True}, "fast prefill", "--kv-sharing-fast-prefill"),
+    ],
+)
+def test_each_refusal_names_reason_and_mend(change: dict, reason: str, mend: str) -> None:
+    (refusal,) = support.refusals(replace(FINE, **change))
+    assert reason in refusal.reason
+    assert mend in refusal.mend
+    assert str(refusal) == f"{refusal.reason}; {refusal.mend}"
+
+
+def test_every_problem_is_told_at_once() -> None:
+    found = support.refusals(replace(FINE, pipeline_parallel=4, mla=True, kv_connector="x"))
+    assert len(found) == 3
+
+
+def vllm_config(**speculation: object) -> SimpleNamespace:
+    return SimpleNamespace(
+        parallel_config=SimpleNamespace(
+            pipeline_parallel_size=2,
+            decode_context_parallel_size=1,
+            prefill_context_parallel_size=1,
+            enable_dbo=False,
+        ),
+        model_config=SimpleNamespace(use_mla=False, disable_cascade_attn=True),
+        cache_config=SimpleNamespace(kv_sharing_fast_prefill=False),
+        kv_transfer_config=None,
+        speculative_config=SimpleNamespace(**speculation) if speculation else None,
+    )
+
+
+def test_a_configuration_is_described_in_plain_values() -> None:
+    found = support.describe(vllm_config(method="eagle3", num_speculative_tokens=5))
+    assert found == support.Setup(
+        pipeline_parallel=2, speculation="eagle3", num_speculative_tokens=5
+    )
+    assert support.describe(vllm_config()).speculation is None
+    assert support.describe(vllm_config(method="x", num_speculative_tokens=None)) == support.Setup(
+        pipeline_parallel=2, speculation="x"
+    )
+
+
+@pytest.mark.parametrize(
+    ("change", "problem"),
+    [
+        ({}, None),
+        ({"attn_type": "encoder"}, "type encoder"),
+        ({"alibi": True}, "ALiBi"),
+        ({"sinks": True}, "sinks"),
+        ({"kv_sharing_target": "layers.0"}, "shares the K/V of layers.0"),
+        ({"head_size": 12}, "head size of 12"),
+        ({"head_size": 512}, "head size of 512"),
+        ({"quantised_cache": True}, "quantised"),
+    ],
+)
+def test_layers_we_cannot_serve(change: dict, problem: str | None) -> None:
+    layer = {
+        "attn_type": "decoder",
+        "alibi": False,
+        "sinks": False,
+        "kv_sharing_target": None,
+        "head_size": 64,
+        "quantised_cache": False,
+    }
+    found = support.layer_problem(**(layer | change))
+    assert found is None if problem is None else problem in found
+
+
+@pytest.mark.parametrize("version", ["0.26.0", "0.26.0+cpu"])
+def test_versions_that_were_read_are_let_in(version: str) -> None:
+    assert compat.version_problem(version) is None
+
+
+@pytest.mark.parametrize("version", ["0.25.1", "0.26.1", "0.27.0", "dev"])
+def test_other_versions_are_named(version: str) -> None:
+    assert compat.version_problem(version) == f"vLLM {version} is installed, expected 0.26.0"
+
+
+def test_a_changed_signature_is_told() -> None:
+    def method(self: object, tokens: object) -> None: ...
+
+    assert compat.signature_problem(method, ("self", "tokens")) is None
+    problem = compat.signature_problem(method, ("self", "tokens", "output"))
+    assert problem is not None
+    assert problem.endswith("method takes (self, tokens), expected (self, tokens, output)")
+
+
+def test_settings_of_an_engine() -> None:
+    config = {"nwor_specpv": {"strict": True}, "gdn_prefill_backend": "x"}
+    assert read_settings(config, {}).strict is True
+    assert read_settings({}, {"NWOR_SPECPV_STAGING_ROWS": "7"}).staging_rows == 7
+    assert read_settings(None, {}).enable_nwor is True
+    with pytest.raises(NworError, match=r"unknown key 'strickt'.*nearest is 'strict'"):
+        read_settings({"nwor_specpv": {"strickt": True}}, {})
+    with pytest.raises(NworError, match="got key 'nwor-specpv', expected 'nwor_specpv'"):
+        read_settings({"nwor-specpv": {}}, {})
+    with pytest.raises(NworError, match=r"NWOR_SPECPV_STAGING_ROW,.*NWOR_SPECPV_STAGING_ROWS"):
+        read_settings({}, {"NWOR_SPECPV_STAGING_ROW": "7"})

