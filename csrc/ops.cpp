@@ -7,6 +7,7 @@
 #include "attention/verify.h"
 #include "check.h"
 #include "kv_interceptor/kv_ops.h"
+#include "specpv/specpv_ops.h"
 
 // The torch ops: schemas, and one implementation each for CPU, CUDA and shape-only tensors. This is
 // the only file that registers anything with torch; what the ops do lives in their subsystem.
@@ -180,6 +181,96 @@ void RegisterAttentionFakes(torch::Library& library) {
   library.impl("merge_states", &MergeStatesFake);
 }
 
+// ---- partial verification ---------------------------------------------------------------------
+
+void BlockSummariesOp(const at::Tensor& key_cache, const at::Tensor& block_table,
+                      const at::Tensor& start_tokens, const at::Tensor& end_tokens, at::Tensor kmax,
+                      at::Tensor kmin, int64_t block_size, const OptionalTensor& k_scale,
+                      const OptionalTensor& done_blocks) {
+  WithTorchErrors([&] {
+    BlockSummaries(key_cache, block_table, start_tokens, end_tokens, kmax, kmin, block_size,
+                   k_scale, done_blocks);
+  });
+}
+
+void SelectBlocksOutOp(const at::Tensor& query, const at::Tensor& kmax, const at::Tensor& kmin,
+                       const at::Tensor& num_candidates, std::string_view score,
+                       std::string_view query_reduce, std::string_view group_reduce,
+                       std::string_view selection, const OptionalTensor& query_rows, at::Tensor ids,
+                       const OptionalTensor& scores) {
+  const SelectOptions options{score, query_reduce, group_reduce, selection};
+  WithTorchErrors(
+      [&] { SelectBlocks(query, kmax, kmin, num_candidates, options, query_rows, ids, scores); });
+}
+
+at::Tensor SelectBlocksFake(const at::Tensor& query, const at::Tensor& kmax, const at::Tensor& kmin,
+                            const at::Tensor& num_candidates, c10::SymInt k, std::string_view score,
+                            std::string_view query_reduce, std::string_view group_reduce,
+                            std::string_view selection, const OptionalTensor& query_rows) {
+  TORCH_CHECK_VALUE(query.dim() == 4 && kmax.dim() == 4, "query, kmax: got ", query.dim(), " and ",
+                    kmax.dim(), " dimensions, expected 4 each");
+  return at::empty_symint({query.sym_size(0), kmax.sym_size(2), k},
+                          query.options().dtype(at::kInt));
+}
+
+at::Tensor SelectBlocksOp(const at::Tensor& query, const at::Tensor& kmax, const at::Tensor& kmin,
+                          const at::Tensor& num_candidates, int64_t k, std::string_view score,
+                          std::string_view query_reduce, std::string_view group_reduce,
+                          std::string_view selection, const OptionalTensor& query_rows) {
+  TORCH_CHECK_VALUE(k >= 0 && k <= INT32_MAX, "k: got ", k, ", expected 0 or more");
+  at::Tensor ids = SelectBlocksFake(query, kmax, kmin, num_candidates, k, score, query_reduce,
+                                    group_reduce, selection, query_rows);
+  ids.fill_(-1);  // for requests without candidates, which keep theirs
+  SelectBlocksOutOp(query, kmax, kmin, num_candidates, score, query_reduce, group_reduce, selection,
+                    query_rows, ids, std::nullopt);
+  return ids;
+}
+
+void BuildViewOp(const at::Tensor& ids, const at::Tensor& block_table, const at::Tensor& full_lens,
+                 const at::Tensor& committed_lens, const at::Tensor& partial, at::Tensor blocks,
+                 at::Tensor num_blocks, at::Tensor view_lens, int64_t page_size, int64_t block_size,
+                 int64_t sink_blocks, int64_t window_blocks) {
+  WithTorchErrors([&] {
+    BuildView(ids, block_table, full_lens, committed_lens, partial, blocks, num_blocks, view_lens,
+              page_size, block_size, sink_blocks, window_blocks);
+  });
+}
+
+#define NWOR_SELECT_SCHEMA                                                               \
+  "str score='specpv', str query_reduce='mean', str group_reduce='mean', str selection=" \
+  "'per_head', Tensor? query_rows=None"
+
+void RegisterSpecPVSchemas(torch::Library& library) {
+  library.def(
+      "block_summaries(Tensor key_cache, Tensor block_table, Tensor start_tokens, "
+      "Tensor end_tokens, Tensor(a!) kmax, Tensor(b!) kmin, int block_size, "
+      "Tensor? k_scale=None, Tensor? done_blocks=None) -> ()");
+  library.def(
+      "select_blocks(Tensor query, Tensor kmax, Tensor kmin, Tensor num_candidates, "
+      "SymInt k, " NWOR_SELECT_SCHEMA ") -> Tensor");
+  library.def(
+      "select_blocks_out(Tensor query, Tensor kmax, Tensor kmin, Tensor "
+      "num_candidates, " NWOR_SELECT_SCHEMA ", *, Tensor(a!) ids, Tensor(b!)? scores=None) -> ()");
+  library.def(
+      "build_view(Tensor ids, Tensor block_table, Tensor full_lens, Tensor committed_lens, "
+      "Tensor partial, Tensor(a!) blocks, Tensor(b!) num_blocks, Tensor(c!) view_lens, "
+      "int page_size, int block_size, int sink_blocks, int window_blocks) -> ()");
+}
+
+void RegisterSpecPVKernels(torch::Library& library) {
+  library.impl("block_summaries", &BlockSummariesOp);
+  library.impl("select_blocks", &SelectBlocksOp);
+  library.impl("select_blocks_out", &SelectBlocksOutOp);
+  library.impl("build_view", &BuildViewOp);
+}
+
+void RegisterSpecPVFakes(torch::Library& library) {
+  for (const char* name : {"block_summaries", "select_blocks_out", "build_view"}) {
+    library.impl(name, torch::CppFunction::makeFromBoxedFunction<&IgnoreArguments>());
+  }
+  library.impl("select_blocks", &SelectBlocksFake);
+}
+
 // One implementation serves every device: it checks, then goes by the tensors' device.
 void RegisterKernels(torch::Library& library) {
   library.impl("write_kv", &WriteKvOp);
@@ -200,19 +291,23 @@ TORCH_LIBRARY(nwor_specpv, library) {
       "Tensor(b!)[] value_caches, Tensor path, Tensor counts, Tensor slots, Tensor(c!) status, "
       "Tensor? parents=None, Tensor[]? k_scales=None, Tensor[]? v_scales=None) -> ()");
   nwor::RegisterAttentionSchemas(library);
+  nwor::RegisterSpecPVSchemas(library);
 }
 
 TORCH_LIBRARY_IMPL(nwor_specpv, CPU, library) {
   nwor::RegisterKernels(library);
   nwor::RegisterAttentionKernels(library);
+  nwor::RegisterSpecPVKernels(library);
 }
 TORCH_LIBRARY_IMPL(nwor_specpv, Meta, library) {
   nwor::RegisterKernels(library);
   nwor::RegisterAttentionFakes(library);
+  nwor::RegisterSpecPVFakes(library);
 }
 #ifdef NWOR_WITH_CUDA
 TORCH_LIBRARY_IMPL(nwor_specpv, CUDA, library) {
   nwor::RegisterKernels(library);
   nwor::RegisterAttentionKernels(library);
+  nwor::RegisterSpecPVKernels(library);
 }
 #endif

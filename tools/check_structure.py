@@ -169,12 +169,7 @@ def check_cycles(sources: dict[str, Source]) -> Iterator[Violation]:
 def check_owners(sources: dict[str, Source]) -> Iterator[Violation]:
     rules = (
         (PYTHON_HEADER, MODULE, "module.cpp", "Python and pybind11"),
-        (
-            PROMETHEUS_HEADER,
-            re.compile(r"metrics/exporter\.cpp"),
-            "metrics/exporter.cpp",
-            "prometheus",
-        ),
+        (PROMETHEUS_HEADER, EXPORTER, EXPORTER.pattern, "prometheus"),
     )
     for source in sources.values():
         for pattern, owners, owner, subject in rules:

@@ -45,6 +45,7 @@ from .methods import Method, get_method, method_names, register_method
 from .metrics import Metrics
 from .ops import commit, write_kv
 from .paths import get_cmake_dir, get_include
+from .retrieval import block_summaries, build_view, select_blocks
 
 __version__ = _stamp.read_stamp().version
 
@@ -75,6 +76,8 @@ __all__ = [
     "SpecPVConfig",
     "UnknownSessionError",
     "Violation",
+    "block_summaries",
+    "build_view",
     "cache_views",
     "commit",
     "get_cmake_dir",
@@ -85,6 +88,7 @@ __all__ = [
     "merge_states",
     "method_names",
     "register_method",
+    "select_blocks",
     "verify_attention",
     "verify_in_chunks",
     "verify_plan",

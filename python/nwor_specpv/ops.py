@@ -12,8 +12,18 @@ import torch
 
 from ._call import call
 from .attention import merge_states, verify_attention, verify_plan
+from .retrieval import block_summaries, build_view, select_blocks
 
-__all__ = ["commit", "merge_states", "verify_attention", "verify_plan", "write_kv"]
+__all__ = [
+    "block_summaries",
+    "build_view",
+    "commit",
+    "merge_states",
+    "select_blocks",
+    "verify_attention",
+    "verify_plan",
+    "write_kv",
+]
 
 
 def write_kv(

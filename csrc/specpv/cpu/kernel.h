@@ -1,0 +1,245 @@
+#pragma once
+
+#include <algorithm>
+#include <cstddef>
+#include <cstdint>
+#include <cstring>
+#include <type_traits>
+
+#include "attention/simd.h"
+#include "specpv/cpu/kernels.h"
+
+// Extremes and scores once per instruction set: kernel_<set>.cpp chooses the level of simd.h and
+// includes this file.
+
+namespace nwor::NWOR_SIMD_NAMESPACE {
+
+using cpu::ExtremesTask;
+using cpu::kMaxHeadDim;
+using cpu::kMaxScoreRows;
+using cpu::ScoreTask;
+
+// -max(-a, -b): a NaN in b gives a, as MaxOf.
+NWOR_SIMD_INLINE Vec MinOf(Vec a, Vec b) { return -MaxOf(-a, -b); }
+
+// Fewer than kLanes elements, without reading or writing beyond them.
+template <typename T>
+NWOR_SIMD_INLINE Vec LoadSome(const T* p, int count) {
+  T padded[kLanes] = {};
+  std::memcpy(padded, p, static_cast<size_t>(count) * sizeof(T));
+  return LoadAs(padded);
+}
+template <typename T>
+NWOR_SIMD_INLINE void StoreSome(T* p, Vec v, int count) {
+  T padded[kLanes];
+  StoreAs(padded, v);
+  std::memcpy(p, padded, static_cast<size_t>(count) * sizeof(T));
+}
+
+// Calls `body` with a pointer to the storage type.
+template <typename Body>
+NWOR_SIMD_INLINE void WithRowType(DType dtype, Body&& body) {
+  switch (dtype) {
+    case DType::kFloat32:
+      return body(static_cast<const float*>(nullptr));
+    case DType::kFloat16:
+      return body(static_cast<const Half*>(nullptr));
+    case DType::kBFloat16:
+      return body(static_cast<const BFloat16*>(nullptr));
+    case DType::kFloat8E4M3:
+      return body(static_cast<const Float8E4M3*>(nullptr));
+  }
+}
+
+// ---- extremes -----------------------------------------------------------------------------------
+
+// kVecs registers of channels at a time, so that they stay in registers over all rows.
+template <int kVecs, typename In, typename Out>
+NWOR_SIMD_INLINE void StripExtremes(const ExtremesTask& task, int first, Out* kmax, Out* kmin) {
+  const Vec scale = Broadcast(task.scale);
+  Vec high[kVecs], low[kVecs];
+  for (int v = 0; v < kVecs; ++v) {
+    high[v] = low[v] =
+        LoadAs(reinterpret_cast<const In*>(task.rows[0]) + first + v * kLanes) * scale;
+  }
+  for (int row = 1; row < task.count; ++row) {
+    const In* channels = reinterpret_cast<const In*>(task.rows[row]) + first;
+    for (int v = 0; v < kVecs; ++v) {
+      const Vec k = LoadAs(channels + v * kLanes) * scale;
+      high[v] = MaxOf(high[v], k);
+      low[v] = MinOf(low[v], k);
+    }
+  }
+  for (int v = 0; v < kVecs; ++v) {
+    StoreAs(kmax + first + v * kLanes, high[v]);
+    StoreAs(kmin + first + v * kLanes, low[v]);
+  }
+}
+
+template <typename In, typename Out>
+void ExtremesAs(const ExtremesTask& task) {
+  Out* kmax = static_cast<Out*>(task.kmax);
+  Out* kmin = static_cast<Out*>(task.kmin);
+  constexpr int kStrip = 4;
+  int channel = 0;
+  for (; channel + kStrip * kLanes <= task.head_dim; channel += kStrip * kLanes) {
+    StripExtremes<kStrip, In>(task, channel, kmax, kmin);
+  }
+  for (; channel + kLanes <= task.head_dim; channel += kLanes) {
+    StripExtremes<1, In>(task, channel, kmax, kmin);
+  }
+  const int rest = task.head_dim - channel;
+  if (rest == 0) return;
+  const Vec scale = Broadcast(task.scale);
+  Vec high = LoadSome(reinterpret_cast<const In*>(task.rows[0]) + channel, rest) * scale;
+  Vec low = high;
+  for (int row = 1; row < task.count; ++row) {
+    const Vec k = LoadSome(reinterpret_cast<const In*>(task.rows[row]) + channel, rest) * scale;
+    high = MaxOf(high, k);
+    low = MinOf(low, k);
+  }
+  StoreSome(kmax + channel, high, rest);
+  StoreSome(kmin + channel, low, rest);
+}
+
+inline void Extremes(const ExtremesTask& task) {
+  WithRowType(task.row_dtype, [&](auto* in) {
+    using In = std::remove_cv_t<std::remove_pointer_t<decltype(in)>>;
+    switch (task.out_dtype) {
+      case DType::kFloat16:
+        return ExtremesAs<In, Half>(task);
+      case DType::kBFloat16:
+        return ExtremesAs<In, BFloat16>(task);
+      default:
+        return ExtremesAs<In, float>(task);
+    }
+  });
+}
+
+// ---- scores -------------------------------------------------------------------------------------
+
+constexpr int kTileBlocks = 2;
+// Registers of rows in a tile: with two blocks, their maxima and minima, four sums each.
+constexpr int kTileVecs = kLanes == 8 ? 2 : 4;
+
+template <typename T>
+NWOR_SIMD_INLINE void ReadChannels(const std::byte* from, int head_dim, float* to) {
+  const T* channels = reinterpret_cast<const T*>(from);
+  int c = 0;
+  for (; c + kLanes <= head_dim; c += kLanes) Store(to + c, LoadAs(channels + c));
+  if (c < head_dim) StoreSome(to + c, LoadSome(channels + c, head_dim - c), head_dim - c);
+}
+
+// Scores of kVecs registers of rows for kBlocks blocks.
+template <int kVecs, int kBlocks>
+NWOR_SIMD_INLINE void ScoreTile(const ScoreTask& task, const float (*kmax)[kMaxHeadDim],
+                                const float (*kmin)[kMaxHeadDim], int first_row,
+                                Vec (*scores)[kTileVecs]) {
+  Vec high[kBlocks][kVecs], low[kBlocks][kVecs];
+  for (int block = 0; block < kBlocks; ++block) {
+    for (int v = 0; v < kVecs; ++v) high[block][v] = low[block][v] = Vec{};
+  }
+  const float* upper = task.upper + first_row;
+  const float* lower = task.lower + first_row;
+  for (int c = 0; c < task.head_dim; ++c) {
+    for (int v = 0; v < kVecs; ++v) {
+      const Vec up = Load(upper + v * kLanes), down = Load(lower + v * kLanes);
+      for (int block = 0; block < kBlocks; ++block) {
+        high[block][v] = Fma(up, Broadcast(kmax[block][c]), high[block][v]);
+        low[block][v] = Fma(down, Broadcast(kmin[block][c]), low[block][v]);
+      }
+    }
+    upper += task.padded_rows;
+    lower += task.padded_rows;
+  }
+  for (int block = 0; block < kBlocks; ++block) {
+    for (int v = 0; v < kVecs; ++v) {
+      scores[block][v] =
+          task.add ? high[block][v] + low[block][v] : MaxOf(high[block][v], low[block][v]);
+    }
+  }
+}
+
+// Lanes from `count` on are zero: a row of padding scores NaN against a summary that is infinite.
+NWOR_SIMD_INLINE Vec WithoutPadding(Vec v, int count) {
+  for (int lane = count; lane < kLanes; ++lane) v[lane] = 0.0f;
+  return v;
+}
+
+// Rows to one score: over the queries of each head, then over the heads.
+inline float ReduceRows(const ScoreTask& task, const float* rows) {
+  float total = 0.0f;
+  for (int head = 0; head < task.num_groups; ++head) {
+    const float* row = rows + head * task.num_queries;
+    float score = row[0];
+    for (int q = 1; q < task.num_queries; ++q) {
+      score = task.query_max ? std::max(score, row[q]) : score + row[q];
+    }
+    total = head == 0 ? score : task.group_max ? std::max(total, score) : total + score;
+  }
+  return total;
+}
+
+template <typename T, int kBlocks>
+NWOR_SIMD_INLINE void ScoreSome(const ScoreTask& task, int first) {
+  alignas(64) float kmax[kBlocks][kMaxHeadDim], kmin[kBlocks][kMaxHeadDim];
+  alignas(64) float rows[kBlocks][kMaxScoreRows];
+  for (int block = 0; block < kBlocks; ++block) {
+    ReadChannels<T>(task.kmax + (first + block) * task.kmax_stride_bytes, task.head_dim,
+                    kmax[block]);
+    ReadChannels<T>(task.kmin + (first + block) * task.kmin_stride_bytes, task.head_dim,
+                    kmin[block]);
+  }
+  const bool sums = !task.query_max && !task.group_max;
+  const int num_rows = task.num_queries * task.num_groups;
+  Vec totals[kBlocks] = {};
+  for (int row = 0; row < task.padded_rows; row += kTileVecs * kLanes) {
+    Vec scores[kBlocks][kTileVecs];
+    const int vecs = std::min(kTileVecs, (task.padded_rows - row) / kLanes);
+    switch (vecs) {
+      case 1:
+        ScoreTile<1, kBlocks>(task, kmax, kmin, row, scores);
+        break;
+      case 2:
+        ScoreTile<2, kBlocks>(task, kmax, kmin, row, scores);
+        break;
+      case 3:
+        if constexpr (kTileVecs > 2) ScoreTile<3, kBlocks>(task, kmax, kmin, row, scores);
+        break;
+      default:
+        if constexpr (kTileVecs > 2) ScoreTile<4, kBlocks>(task, kmax, kmin, row, scores);
+        break;
+    }
+    for (int block = 0; block < kBlocks; ++block) {
+      for (int v = 0; v < vecs; ++v) {
+        if (sums) {
+          totals[block] += WithoutPadding(scores[block][v], num_rows - row - v * kLanes);
+        } else {
+          Store(rows[block] + row + v * kLanes, scores[block][v]);
+        }
+      }
+    }
+  }
+  for (int block = 0; block < kBlocks; ++block) {
+    float score = 0.0f;
+    if (sums) {
+      for (int lane = 0; lane < kLanes; ++lane) score += totals[block][lane];
+    } else {
+      score = ReduceRows(task, rows[block]);
+    }
+    task.scores[first + block] = score;
+  }
+}
+
+inline void ScoreBlocks(const ScoreTask& task) {
+  WithRowType(task.dtype, [&](auto* in) {
+    using T = std::remove_cv_t<std::remove_pointer_t<decltype(in)>>;
+    int block = 0;
+    for (; block + kTileBlocks <= task.num_blocks; block += kTileBlocks) {
+      ScoreSome<T, kTileBlocks>(task, block);
+    }
+    if (block < task.num_blocks) ScoreSome<T, 1>(task, block);
+  });
+}
+
+}  // namespace nwor::NWOR_SIMD_NAMESPACE

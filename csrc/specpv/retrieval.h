@@ -1,0 +1,88 @@
+#pragma once
+
+#include <bit>
+#include <cstdint>
+
+#include "export.h"
+#include "host_device.h"
+#include "specpv/config.h"
+#include "specpv/summaries.h"
+#include "types.h"
+
+// Retrieval: the k blocks whose summaries promise the most to the queries of a tree.
+//
+// Score of a query row and a block, in float32:
+//   specpv   max(q . kmax, q . kmin)
+//   quest    sum over channels of max(q * kmax, q * kmin), an upper bound of q . k
+// Rows are reduced over the queries of a query head (mean, max, or the last one alone), then over
+// the query heads of a KV head (mean, max). Means are left as sums: only their order matters.
+// Blocks of equal score go by their id, the lower first; -0 equals 0 and NaN is below everything.
+
+namespace nwor {
+
+struct SelectParams {
+  const void* query = nullptr;                               // [B, Q, Hq, D]
+  int64_t query_request = 0, query_row = 0, query_head = 0;  // strides in elements
+  // [B, 2] rows begin .. end - 1 of request b's queries count, or null: all Q.
+  const int32_t* query_rows = nullptr;
+  const void* kmax = nullptr;  // [B, N, Hkv, D]
+  const void* kmin = nullptr;
+  SummaryStrides kmax_strides, kmin_strides;
+  const int32_t* num_candidates = nullptr;  // [B] blocks to choose from; < 0: leave ids as they are
+  int32_t* ids = nullptr;                   // [B, Hkv, k] ascending, -1 padded
+  float* scores = nullptr;                  // [B, Hkv, N] scratch
+  DType query_dtype = DType::kFloat32;
+  DType dtype = DType::kFloat32;  // of the summaries
+  Score score = Score::kSpecPV;   // not kAuto
+  QueryReduce query_reduce = QueryReduce::kMean;
+  GroupReduce group_reduce = GroupReduce::kMean;
+  Selection selection = Selection::kPerHead;
+  int32_t num_requests = 0;  // B
+  int32_t num_queries = 0;   // Q
+  int32_t num_heads = 0;     // Hq
+  int32_t num_kv_heads = 0;  // Hkv
+  int32_t head_dim = 0;      // D
+  int32_t max_blocks = 0;    // N
+  int32_t k = 0;
+  StreamHandle stream = nullptr;
+};
+
+// A score as an unsigned number of the same order.
+NWOR_HOST_DEVICE inline uint32_t OrderedKey(float score) {
+  if (score != score) return 0;
+  const float positive_zero = score + 0.0f;
+#ifdef __CUDA_ARCH__
+  const uint32_t bits = __float_as_uint(positive_zero);
+#else
+  const auto bits = std::bit_cast<uint32_t>(positive_zero);
+#endif
+  return (bits & 0x80000000u) != 0 ? ~bits : bits | 0x80000000u;
+}
+
+// The rows of a request's queries that count. kLast: the last of them alone.
+struct QueryRange {
+  int32_t begin;
+  int32_t end;
+};
+NWOR_HOST_DEVICE inline QueryRange QueriesOf(const SelectParams& params, int32_t request) {
+  QueryRange range{0, params.num_queries};
+  if (params.query_rows != nullptr) {
+    range = {params.query_rows[2 * request], params.query_rows[2 * request + 1]};
+    if (range.begin < 0) range.begin = 0;
+    if (range.end > params.num_queries) range.end = params.num_queries;
+    if (range.end < range.begin) range.end = range.begin;
+  }
+  if (params.query_reduce == QueryReduce::kLast && range.end > range.begin) {
+    range.begin = range.end - 1;
+  }
+  return range;
+}
+
+// Throws Error naming the request when candidates or rows are out of range.
+NWOR_EXPORT void SelectBlocksCpu(const SelectParams& params);
+
+// Two launches: scores, then one thread block for each (request, KV head) that selects. Candidates
+// beyond N and rows beyond Q are left out.
+NWOR_EXPORT void LaunchSelectBlocks(const SelectParams& params);  // CUDA builds only
+
+}  // namespace nwor

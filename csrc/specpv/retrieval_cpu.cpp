@@ -1,0 +1,201 @@
+#include <c10/util/BFloat16.h>
+#include <c10/util/Half.h>
+
+#include <algorithm>
+#include <atomic>
+#include <functional>
+#include <vector>
+
+#include "check.h"
+#include "parallel.h"
+#include "specpv/cpu/kernels.h"
+#include "specpv/retrieval.h"
+
+namespace nwor {
+namespace {
+
+constexpr int32_t kChunkBlocks = 128;  // that one thread scores at a time
+
+void CheckValues(const SelectParams& params) {
+  for (int32_t b = 0; b < params.num_requests; ++b) {
+    const int32_t candidates = params.num_candidates[b];
+    NWOR_CHECK(candidates <= params.max_blocks, "num_candidates[", b, "]: got ", candidates,
+               ", expected at most the ", params.max_blocks, " blocks of kmax");
+    if (params.query_rows == nullptr || candidates < 0) continue;
+    const int32_t begin = params.query_rows[2 * b], end = params.query_rows[2 * b + 1];
+    NWOR_CHECK(0 <= begin && begin <= end && end <= params.num_queries, "query_rows[", b, "]: got ",
+               begin, " to ", end, ", expected within 0 to ", params.num_queries);
+  }
+}
+
+float QueryAt(const SelectParams& params, int64_t offset) {
+  switch (params.query_dtype) {
+    case DType::kFloat16:
+      return static_cast<const c10::Half*>(params.query)[offset];
+    case DType::kBFloat16:
+      return static_cast<const c10::BFloat16*>(params.query)[offset];
+    default:
+      return static_cast<const float*>(params.query)[offset];
+  }
+}
+
+// The queries of one KV head as the kernels take them. A sum over rows that can be taken before the
+// product with the summaries (quest is linear in its two halves) is taken here.
+struct PackedQueries {
+  std::vector<float> upper, lower;
+  int32_t padded_rows = 0;
+  int32_t num_queries = 0;
+  int32_t num_groups = 0;
+
+  void Pack(const SelectParams& params, int32_t request, int32_t kv_head, int lanes) {
+    const bool quest = params.score == Score::kQuest;
+    const bool fold_queries = quest && params.query_reduce == QueryReduce::kMean;
+    const bool fold_heads = fold_queries && params.group_reduce == GroupReduce::kMean;
+    const QueryRange range = QueriesOf(params, request);
+    const int32_t group = params.num_heads / params.num_kv_heads;
+    num_queries = fold_queries ? 1 : std::max(1, range.end - range.begin);
+    num_groups = fold_heads ? 1 : group;
+    padded_rows = (num_queries * num_groups + lanes - 1) / lanes * lanes;
+    upper.assign(static_cast<size_t>(padded_rows) * params.head_dim, 0.0f);
+    if (quest) lower.assign(upper.size(), 0.0f);
+    for (int32_t head = 0; head < group; ++head) {
+      for (int32_t q = range.begin; q < range.end; ++q) {
+        const int32_t row =
+            (fold_heads ? 0 : head) * num_queries + (fold_queries ? 0 : q - range.begin);
+        const int64_t from = request * params.query_request + q * params.query_row +
+                             (int64_t{kv_head} * group + head) * params.query_head;
+        for (int32_t c = 0; c < params.head_dim; ++c) {
+          const float x = QueryAt(params, from + c);
+          const size_t to = static_cast<size_t>(c) * padded_rows + row;
+          if (quest) {
+            (x > 0.0f ? upper : lower)[to] += x;
+          } else {
+            upper[to] = x;
+          }
+        }
+      }
+    }
+  }
+};
+
+// Work of one phase, dealt to threads by a counter.
+void ForEachUnit(int64_t num_units, const std::function<void(int64_t)>& run) {
+  std::atomic<int64_t> next{0};
+  RunOnTorchThreads(num_units, [&] {
+    for (int64_t unit = next.fetch_add(1); unit < num_units; unit = next.fetch_add(1)) run(unit);
+  });
+}
+
+const std::byte* SummaryAt(const void* base, const SummaryStrides& strides, int64_t request,
+                           int64_t block, int64_t head, DType dtype) {
+  return static_cast<const std::byte*>(base) +
+         (request * strides.request + block * strides.block + head * strides.head) *
+             ElementBytes(dtype);
+}
+
+void ScoreChunk(const SelectParams& params, const cpu::SpecPVKernels& kernels,
+                const PackedQueries& queries, int32_t request, int32_t kv_head, int32_t first) {
+  const int32_t blocks = std::min(kChunkBlocks, params.num_candidates[request] - first);
+  if (blocks <= 0) return;
+  const int64_t bytes = ElementBytes(params.dtype);
+  cpu::ScoreTask task;
+  task.upper = queries.upper.data();
+  task.lower = params.score == Score::kQuest ? queries.lower.data() : queries.upper.data();
+  task.padded_rows = queries.padded_rows;
+  task.num_queries = queries.num_queries;
+  task.num_groups = queries.num_groups;
+  task.add = params.score == Score::kQuest;
+  task.query_max = params.query_reduce == QueryReduce::kMax;
+  task.group_max = params.group_reduce == GroupReduce::kMax;
+  task.kmax = SummaryAt(params.kmax, params.kmax_strides, request, first, kv_head, params.dtype);
+  task.kmin = SummaryAt(params.kmin, params.kmin_strides, request, first, kv_head, params.dtype);
+  task.kmax_stride_bytes = params.kmax_strides.block * bytes;
+  task.kmin_stride_bytes = params.kmin_strides.block * bytes;
+  task.dtype = params.dtype;
+  task.head_dim = params.head_dim;
+  task.num_blocks = blocks;
+  task.scores = params.scores +
+                (int64_t{request} * params.num_kv_heads + kv_head) * params.max_blocks + first;
+  kernels.score(task);
+}
+
+// The k highest of `keys`, ids ascending into `out`, -1 behind them.
+void TakeHighest(const std::vector<uint32_t>& keys, int32_t k, std::vector<uint32_t>& scratch,
+                 int32_t* out) {
+  const auto count = static_cast<int32_t>(keys.size());
+  const int32_t taken = std::min(k, count);
+  int32_t written = 0;
+  if (taken > 0) {
+    scratch = keys;
+    std::nth_element(scratch.begin(), scratch.begin() + taken - 1, scratch.end(), std::greater<>());
+    const uint32_t least = scratch[taken - 1];
+    int32_t ties =
+        taken - static_cast<int32_t>(std::count_if(scratch.begin(), scratch.begin() + taken,
+                                                   [least](uint32_t key) { return key > least; }));
+    for (int32_t id = 0; id < count; ++id) {
+      if (keys[id] > least) {
+        out[written++] = id;
+      } else if (keys[id] == least && ties > 0) {
+        out[written++] = id;
+        --ties;
+      }
+    }
+  }
+  std::fill(out + written, out + k, -1);
+}
+
+void SelectRow(const SelectParams& params, int32_t request, int32_t kv_head) {
+  const int32_t candidates = params.num_candidates[request];
+  if (candidates < 0) return;
+  const bool shared = params.selection == Selection::kShared;
+  thread_local std::vector<uint32_t> keys, scratch;
+  keys.resize(candidates);
+  const float* scores =
+      params.scores + (int64_t{request} * params.num_kv_heads + kv_head) * params.max_blocks;
+  for (int32_t id = 0; id < candidates; ++id) {
+    float score = scores[id];
+    for (int32_t head = 1; shared && head < params.num_kv_heads; ++head) {
+      score += scores[int64_t{head} * params.max_blocks + id];
+    }
+    keys[id] = OrderedKey(score);
+  }
+  int32_t* ids = params.ids + (int64_t{request} * params.num_kv_heads + kv_head) * params.k;
+  TakeHighest(keys, params.k, scratch, ids);
+  for (int32_t head = 1; shared && head < params.num_kv_heads; ++head) {
+    std::copy_n(ids, params.k, ids + int64_t{head} * params.k);
+  }
+}
+
+}  // namespace
+
+void SelectBlocksCpu(const SelectParams& params) {
+  CheckValues(params);
+  const cpu::SpecPVKernels& kernels = cpu::ChooseSpecPVKernels();
+  const int64_t num_rows = int64_t{params.num_requests} * params.num_kv_heads;
+  thread_local std::vector<PackedQueries> packed;
+  if (static_cast<int64_t>(packed.size()) < num_rows) packed.resize(num_rows);
+  std::vector<PackedQueries>& queries = packed;  // of this thread, read by all
+
+  int32_t most = 0;
+  for (int32_t b = 0; b < params.num_requests; ++b) most = std::max(most, params.num_candidates[b]);
+  ForEachUnit(num_rows, [&](int64_t row) {
+    const auto request = static_cast<int32_t>(row / params.num_kv_heads);
+    if (params.num_candidates[request] <= 0) return;
+    queries[row].Pack(params, request, static_cast<int32_t>(row % params.num_kv_heads),
+                      kernels.lanes);
+  });
+  const int64_t chunks = (most + kChunkBlocks - 1) / kChunkBlocks;
+  ForEachUnit(num_rows * chunks, [&](int64_t unit) {
+    const int64_t row = unit / chunks;
+    ScoreChunk(params, kernels, queries[row], static_cast<int32_t>(row / params.num_kv_heads),
+               static_cast<int32_t>(row % params.num_kv_heads),
+               static_cast<int32_t>(unit % chunks) * kChunkBlocks);
+  });
+  const bool shared = params.selection == Selection::kShared;
+  ForEachUnit(shared ? params.num_requests : num_rows, [&](int64_t row) {
+    SelectRow(params, static_cast<int32_t>(shared ? row : row / params.num_kv_heads),
+              static_cast<int32_t>(shared ? 0 : row % params.num_kv_heads));
+  });
+}
+
+}  // namespace nwor

@@ -1,0 +1,151 @@
+#include <algorithm>
+#include <cstdint>
+#include <type_traits>
+
+#include "kv_interceptor/launch_check.h"
+#include "kv_interceptor/row_op.h"
+#include "specpv/element.cuh"
+#include "specpv/retrieval.h"
+#include "specpv/score_tensor.cuh"
+#include "specpv/selection.h"
+
+namespace nwor {
+namespace {
+
+constexpr int kPlainWarps = 8;
+
+// Any dtypes, any number of channels: one warp per block, channels over the lanes, rows in turn.
+template <typename Q, typename T>
+__global__ void __launch_bounds__(kPlainWarps * 32)
+    PlainScoreKernel(const __grid_constant__ SelectParams params) {
+  const auto kv_head = static_cast<int32_t>(blockIdx.y % params.num_kv_heads);
+  const auto request = static_cast<int32_t>(blockIdx.y / params.num_kv_heads);
+  const int32_t candidates = min(params.num_candidates[request], params.max_blocks);
+  const auto block = static_cast<int32_t>(blockIdx.x * kPlainWarps + threadIdx.x / 32);
+  if (block >= candidates) return;
+  const int lane = static_cast<int>(threadIdx.x % 32);
+  const int group = params.num_heads / params.num_kv_heads;
+  const T* high = static_cast<const T*>(params.kmax) + request * params.kmax_strides.request +
+                  block * params.kmax_strides.block + kv_head * params.kmax_strides.head;
+  const T* low = static_cast<const T*>(params.kmin) + request * params.kmin_strides.request +
+                 block * params.kmin_strides.block + kv_head * params.kmin_strides.head;
+  const QueryRange range = QueriesOf(params, request);
+  const bool quest = params.score == Score::kQuest;
+  float total = 0.0f;
+  for (int head = 0; head < group; ++head) {
+    float score = 0.0f;
+    for (int query = range.begin; query < range.end; ++query) {
+      const Q* row = static_cast<const Q*>(params.query) + request * params.query_request +
+                     query * params.query_row +
+                     (int64_t{kv_head} * group + head) * params.query_head;
+      float upper = 0.0f, lower = 0.0f;
+      for (int c = lane; c < params.head_dim; c += 32) {
+        const float q = ElementToFloat(row[c]);
+        upper += (quest ? fmaxf(q, 0.0f) : q) * ElementToFloat(high[c]);
+        lower += (quest ? fminf(q, 0.0f) : q) * ElementToFloat(low[c]);
+      }
+#pragma unroll
+      for (int mask = 16; mask > 0; mask /= 2) {
+        upper += __shfl_xor_sync(0xffffffff, upper, mask);
+        lower += __shfl_xor_sync(0xffffffff, lower, mask);
+      }
+      const float s = quest ? upper + lower : fmaxf(upper, lower);
+      const bool is_first = query == range.begin;
+      score = is_first ? s : params.query_reduce == QueryReduce::kMax ? fmaxf(score, s) : score + s;
+    }
+    total = head == 0                                  ? score
+            : params.group_reduce == GroupReduce::kMax ? fmaxf(total, score)
+                                                       : total + score;
+  }
+  if (lane == 0) {
+    params.scores[(int64_t{request} * params.num_kv_heads + kv_head) * params.max_blocks + block] =
+        total;
+  }
+}
+
+bool AllowsTensorCores(const SelectParams& params, int64_t shared_bytes, int64_t shared_limit) {
+  Alignment alignment;
+  alignment.Add(params.query);
+  alignment.Add(params.kmax);
+  alignment.Add(params.kmin);
+  alignment.AddElements({params.query_request, params.query_row, params.query_head}, params.dtype);
+  for (const SummaryStrides& strides : {params.kmax_strides, params.kmin_strides}) {
+    alignment.AddElements({strides.request, strides.block, strides.head}, params.dtype);
+  }
+  const int dim = params.head_dim;
+  return params.dtype == params.query_dtype && params.dtype != DType::kFloat32 &&
+         (dim == 64 || dim == 96 || dim == 128 || dim == 192 || dim == 256) &&
+         alignment.Allows(16) && shared_bytes <= shared_limit;
+}
+
+template <typename T, int kChunks>
+void LaunchTensorScore(const SelectParams& params, int64_t shared_bytes) {
+  const auto kernel = params.score == Score::kQuest ? TensorScoreKernel<T, kChunks, true>
+                                                    : TensorScoreKernel<T, kChunks, false>;
+  if (shared_bytes > 48 * 1024) {
+    CheckCuda(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                                   static_cast<int>(shared_bytes)),
+              "score kernel's shared memory");
+  }
+  constexpr int kBlocks = kTensorWarps * kTensorBlocks;
+  const dim3 grid(static_cast<unsigned>((params.max_blocks + kBlocks - 1) / kBlocks),
+                  static_cast<unsigned>(params.num_requests * params.num_kv_heads));
+  kernel<<<grid, kTensorWarps * 32, static_cast<size_t>(shared_bytes),
+           static_cast<cudaStream_t>(params.stream)>>>(params);
+}
+
+template <typename T>
+void LaunchTensorScore(const SelectParams& params, int64_t shared_bytes) {
+  switch (params.head_dim / kTensorChannels) {
+    case 2:
+      return LaunchTensorScore<T, 2>(params, shared_bytes);
+    case 3:
+      return LaunchTensorScore<T, 3>(params, shared_bytes);
+    case 4:
+      return LaunchTensorScore<T, 4>(params, shared_bytes);
+    case 6:
+      return LaunchTensorScore<T, 6>(params, shared_bytes);
+    default:
+      return LaunchTensorScore<T, 8>(params, shared_bytes);
+  }
+}
+
+void LaunchPlainScore(const SelectParams& params) {
+  const dim3 grid(static_cast<unsigned>((params.max_blocks + kPlainWarps - 1) / kPlainWarps),
+                  static_cast<unsigned>(params.num_requests * params.num_kv_heads));
+  WithElementType(params.query_dtype, [&](auto* query) {
+    using Q = std::remove_pointer_t<decltype(query)>;
+    WithElementType(params.dtype, [&](auto* summary) {
+      using T = std::remove_pointer_t<decltype(summary)>;
+      if constexpr (!std::is_same_v<Q, E4M3> && !std::is_same_v<T, E4M3>) {
+        PlainScoreKernel<Q, T>
+            <<<grid, kPlainWarps * 32, 0, static_cast<cudaStream_t>(params.stream)>>>(params);
+      }
+    });
+  });
+}
+
+}  // namespace
+
+void LaunchSelectBlocks(const SelectParams& params) {
+  if (params.max_blocks > 0) {
+    // Rows that count at most: with ranges the queries of all requests may lie in one tensor, and
+    // how many of them are one request's is known on the device alone.
+    const int queries = params.query_reduce == QueryReduce::kLast ? 1 : params.num_queries;
+    const int64_t padded = (queries + kTensorQueries - 1) / kTensorQueries * kTensorQueries;
+    const int64_t shared_bytes = params.num_heads / params.num_kv_heads * padded *
+                                 (int64_t{params.head_dim} * 2 + kQueryPadBytes);
+    const int64_t limit = CurrentDeviceAttribute(cudaDevAttrMaxSharedMemoryPerBlockOptin);
+    if (!AllowsTensorCores(params, shared_bytes, limit)) {
+      LaunchPlainScore(params);
+    } else if (params.dtype == DType::kFloat16) {
+      LaunchTensorScore<__half>(params, shared_bytes);
+    } else {
+      LaunchTensorScore<__nv_bfloat16>(params, shared_bytes);
+    }
+    CheckCuda(cudaGetLastError(), "score kernel");
+  }
+  LaunchTakeHighest(params);
+}
+
+}  // namespace nwor

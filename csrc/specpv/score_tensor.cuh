@@ -1,0 +1,198 @@
+#pragma once
+
+#include <cstdint>
+#include <type_traits>
+
+#include "specpv/element.cuh"
+#include "specpv/retrieval.h"
+
+// Scores on tensor cores: summaries of 16 blocks are the rows of A, eight queries of one head the
+// columns of B. Which channel is which step of k does not matter as long as A and B agree, so each
+// lane takes eight neighbouring channels with one load of 16 bytes and no shared memory is needed
+// for the summaries.
+
+namespace nwor {
+
+constexpr int kTensorWarps = 4;
+constexpr int kTensorBlocks = 16;    // rows of A
+constexpr int kTensorQueries = 8;    // columns of B
+constexpr int kTensorChannels = 32;  // of one load of a row by four lanes
+// Rows of queries are this much apart, so that two of them do not meet in one bank.
+constexpr int kQueryPadBytes = 64;
+
+template <typename T>
+__device__ inline void Mma(float (&c)[4], const uint32_t (&a)[4], const uint32_t (&b)[2]) {
+  if constexpr (std::is_same_v<T, __half>) {
+    asm volatile(
+        "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, "
+        "{%0,%1,%2,%3};"
+        : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
+  } else {
+    asm volatile(
+        "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, "
+        "{%8,%9}, {%0,%1,%2,%3};"
+        : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
+  }
+}
+
+// Two channels with the values of one sign kept, the others zero.
+template <typename T>
+__device__ inline uint32_t KeepSign(uint32_t pair, bool positive) {
+  using Pair = std::conditional_t<std::is_same_v<T, __half>, __half2, __nv_bfloat162>;
+  const Pair zero = reinterpret_cast<const Pair&>(static_cast<const uint32_t&>(0u));
+  const Pair x = reinterpret_cast<const Pair&>(pair);
+  const Pair kept = positive ? __hmax2(x, zero) : __hmin2(x, zero);
+  return reinterpret_cast<const uint32_t&>(kept);
+}
+
+template <typename T, int kChunks>
+struct TensorScore {
+  static constexpr int kDim = kChunks * kTensorChannels;
+  static constexpr int kRowBytes = kDim * 2 + kQueryPadBytes;
+
+  // Queries of one head padded to a multiple of eight.
+  __host__ __device__ static int PaddedQueries(int queries) {
+    return (queries + kTensorQueries - 1) / kTensorQueries * kTensorQueries;
+  }
+
+  // All queries of a KV head to shared memory: row [head * padded + query].
+  __device__ static void LoadQueries(const SelectParams& params, int32_t request, int32_t kv_head,
+                                     const QueryRange& range, int padded, char* shared) {
+    const int group = params.num_heads / params.num_kv_heads;
+    const int words = kDim / 8;  // of 16 bytes
+    for (int i = static_cast<int>(threadIdx.x); i < group * padded * words;
+         i += kTensorWarps * 32) {
+      const int row = i / words, word = i % words;
+      const int head = row / padded, query = range.begin + row % padded;
+      uint4 value = make_uint4(0, 0, 0, 0);
+      if (query < range.end) {
+        const T* from = static_cast<const T*>(params.query) + request * params.query_request +
+                        query * params.query_row +
+                        (int64_t{kv_head} * group + head) * params.query_head;
+        value = reinterpret_cast<const uint4*>(from)[word];
+      }
+      *reinterpret_cast<uint4*>(shared + row * kRowBytes + word * 16) = value;
+    }
+  }
+
+  // Eight channels of two rows of summaries, as loaded.
+  struct Rows {
+    uint4 words[2][kChunks];
+
+    __device__ void Load(const T* base, int64_t stride, int first, int last) {
+      const int lane = static_cast<int>(threadIdx.x % 32);
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        // Rows beyond the candidates read the last one again; their scores are not stored.
+        const int block = min(first + lane / 4 + half * 8, last);
+        const uint4* row = reinterpret_cast<const uint4*>(base + block * stride);
+#pragma unroll
+        for (int chunk = 0; chunk < kChunks; ++chunk) {
+          words[half][chunk] = __ldcs(row + chunk * 4 + lane % 4);
+        }
+      }
+    }
+
+    __device__ void Fragment(int chunk, int step, uint32_t (&a)[4]) const {
+      const uint4& top = words[0][chunk];
+      const uint4& bottom = words[1][chunk];
+      a[0] = step == 0 ? top.x : top.z;
+      a[1] = step == 0 ? bottom.x : bottom.z;
+      a[2] = step == 0 ? top.y : top.w;
+      a[3] = step == 0 ? bottom.y : bottom.w;
+    }
+  };
+};
+
+template <typename T, int kChunks, bool kQuest>
+__global__ void __launch_bounds__(kTensorWarps * 32)
+    TensorScoreKernel(const __grid_constant__ SelectParams params) {
+  using Tile = TensorScore<T, kChunks>;
+  extern __shared__ __align__(16) char shared[];
+  const auto kv_head = static_cast<int32_t>(blockIdx.y % params.num_kv_heads);
+  const auto request = static_cast<int32_t>(blockIdx.y / params.num_kv_heads);
+  const int32_t candidates = min(params.num_candidates[request], params.max_blocks);
+  const int first_of_cta = static_cast<int>(blockIdx.x) * kTensorWarps * kTensorBlocks;
+  if (first_of_cta >= candidates) return;
+  const int lane = static_cast<int>(threadIdx.x % 32);
+  const int first = first_of_cta + static_cast<int>(threadIdx.x / 32) * kTensorBlocks;
+
+  typename Tile::Rows high, low;
+  high.Load(static_cast<const T*>(params.kmax) + request * params.kmax_strides.request +
+                kv_head * params.kmax_strides.head,
+            params.kmax_strides.block, first, candidates - 1);
+  low.Load(static_cast<const T*>(params.kmin) + request * params.kmin_strides.request +
+               kv_head * params.kmin_strides.head,
+           params.kmin_strides.block, first, candidates - 1);
+  const QueryRange range = QueriesOf(params, request);
+  const int queries = range.end - range.begin;
+  const int padded = Tile::PaddedQueries(queries);
+  Tile::LoadQueries(params, request, kv_head, range, padded, shared);
+  __syncthreads();
+
+  const int group = params.num_heads / params.num_kv_heads;
+  const bool query_max = params.query_reduce == QueryReduce::kMax;
+  const bool group_max = params.group_reduce == GroupReduce::kMax;
+  float total[2] = {0.0f, 0.0f};  // of blocks lane / 4 and lane / 4 + 8
+#pragma unroll 1
+  for (int head = 0; head < group; ++head) {
+    float score[2] = {query_max ? -INFINITY : 0.0f, query_max ? -INFINITY : 0.0f};
+#pragma unroll 1
+    for (int tile = 0; tile < padded; tile += kTensorQueries) {
+      float c_high[4] = {}, c_low[4] = {};
+      const char* row = shared + (head * padded + tile + lane / 4) * Tile::kRowBytes;
+#pragma unroll
+      for (int chunk = 0; chunk < kChunks; ++chunk) {
+        const uint4 q = *reinterpret_cast<const uint4*>(row + chunk * 64 + lane % 4 * 16);
+#pragma unroll
+        for (int step = 0; step < 2; ++step) {
+          uint32_t a[4];
+          const uint32_t b[2] = {step == 0 ? q.x : q.z, step == 0 ? q.y : q.w};
+          if constexpr (kQuest) {
+            const uint32_t up[2] = {KeepSign<T>(b[0], true), KeepSign<T>(b[1], true)};
+            const uint32_t down[2] = {KeepSign<T>(b[0], false), KeepSign<T>(b[1], false)};
+            high.Fragment(chunk, step, a);
+            Mma<T>(c_high, a, up);
+            low.Fragment(chunk, step, a);
+            Mma<T>(c_low, a, down);
+          } else {
+            high.Fragment(chunk, step, a);
+            Mma<T>(c_high, a, b);
+            low.Fragment(chunk, step, a);
+            Mma<T>(c_low, a, b);
+          }
+        }
+      }
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const float s = kQuest ? c_high[i] + c_low[i] : fmaxf(c_high[i], c_low[i]);
+        if (tile + lane % 4 * 2 + i % 2 < queries) {
+          score[i / 2] = query_max ? fmaxf(score[i / 2], s) : score[i / 2] + s;
+        }
+      }
+    }
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+#pragma unroll
+      for (int mask = 1; mask <= 2; mask *= 2) {
+        const float other = __shfl_xor_sync(0xffffffff, score[half], mask);
+        score[half] = query_max ? fmaxf(score[half], other) : score[half] + other;
+      }
+      total[half] = head == 0   ? score[half]
+                    : group_max ? fmaxf(total[half], score[half])
+                                : total[half] + score[half];
+    }
+  }
+  if (lane % 4 < 2) {
+    const int block = first + lane / 4 + lane % 4 * 8;
+    if (block < candidates) {
+      params
+          .scores[(int64_t{request} * params.num_kv_heads + kv_head) * params.max_blocks + block] =
+          queries > 0 ? total[lane % 4] : 0.0f;
+    }
+  }
+}
+
+}  // namespace nwor

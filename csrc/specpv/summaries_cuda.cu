@@ -1,0 +1,192 @@
+#include <algorithm>
+#include <cstdint>
+#include <type_traits>
+
+#include "kv_interceptor/launch_check.h"
+#include "kv_interceptor/row_op.h"
+#include "specpv/element.cuh"
+#include "specpv/summaries.h"
+
+// One warp summarises one head of one block. kVector channels of a row fall to one lane, so the
+// lanes form groups that read several rows at once and meet at the end.
+
+namespace nwor {
+namespace {
+
+constexpr int kWarps = 8;
+constexpr int kLoadsInFlight = 4;
+
+// Where the rows of one head of one block lie.
+struct BlockRows {
+  const char* base;
+  const int32_t* table;  // of the request
+  int64_t first_token;
+  bool in_one_page;
+};
+
+template <typename In>
+__device__ const In* RowAt(const SummaryParams& params, const BlockRows& rows, int32_t index) {
+  const CacheGeometry& cache = params.cache.geometry;
+  if (rows.in_one_page) {
+    return reinterpret_cast<const In*>(rows.base) + index * cache.key.token;
+  }
+  const int64_t token = rows.first_token + index;
+  const int64_t page = rows.table[token / cache.page_size];
+  return reinterpret_cast<const In*>(rows.base) + page * cache.key.page +
+         token % cache.page_size * cache.key.token;
+}
+
+// False when a page is out of range: such a block is left out.
+template <typename In>
+__device__ bool FindRows(const SummaryParams& params, int32_t request, int32_t block, int32_t head,
+                         BlockRows* rows) {
+  const CacheGeometry& cache = params.cache.geometry;
+  rows->table = params.block_table + request * params.table_stride;
+  rows->first_token = params.start_tokens[request] + int64_t{block} * params.block_size;
+  const int64_t last_token = rows->first_token + params.block_size - 1;
+  const int64_t first_page = rows->first_token / cache.page_size;
+  const int64_t last_page = last_token / cache.page_size;
+  if (rows->first_token < 0 || last_page >= params.max_pages) return false;
+  for (int64_t i = first_page; i <= last_page; ++i) {
+    if (rows->table[i] < 0 || rows->table[i] >= cache.num_pages) return false;
+  }
+  rows->in_one_page = first_page == last_page;
+  const In* base = static_cast<const In*>(params.cache.key) + head * cache.key.head;
+  if (rows->in_one_page) {
+    base += rows->table[first_page] * cache.key.page +
+            (rows->first_token - first_page * cache.page_size) * cache.key.token;
+  }
+  rows->base = reinterpret_cast<const char*>(base);
+  return true;
+}
+
+template <typename In, typename Out, int kVector>
+__device__ void SummarizeBlock(const SummaryParams& params, int32_t request, int32_t block,
+                               int32_t head) {
+  BlockRows rows;
+  if (!FindRows<In>(params, request, block, head, &rows)) return;
+  const CacheGeometry& cache = params.cache.geometry;
+  const int lane = static_cast<int>(threadIdx.x % 32);
+  const int lanes_per_row = min(32, cache.head_dim / kVector);
+  const int num_groups = 32 / lanes_per_row;
+  const int group = lane / lanes_per_row;
+  float scale = 1.0f;
+  if (params.cache.scales.key != nullptr) {
+    scale = params.cache.scales.key[params.cache.scales.key_count == 1 ? 0 : head];
+  }
+  Out* const kmax = static_cast<Out*>(params.kmax) + request * params.kmax_strides.request +
+                    block * params.kmax_strides.block + head * params.kmax_strides.head;
+  Out* const kmin = static_cast<Out*>(params.kmin) + request * params.kmin_strides.request +
+                    block * params.kmin_strides.block + head * params.kmin_strides.head;
+  for (int first = lane % lanes_per_row * kVector; first < cache.head_dim;
+       first += lanes_per_row * kVector) {
+    float high[kVector], low[kVector];
+#pragma unroll
+    for (int i = 0; i < kVector; ++i) {
+      high[i] = -INFINITY;
+      low[i] = INFINITY;
+    }
+    // Lanes beyond the last whole group have nothing to read but take part in the meeting.
+    const int begin = group < num_groups ? group : params.block_size;
+    for (int row = begin; row < params.block_size; row += num_groups * kLoadsInFlight) {
+      Packet<In, kVector> packets[kLoadsInFlight];
+#pragma unroll
+      for (int i = 0; i < kLoadsInFlight; ++i) {
+        // The last row again instead of none: extremes do not mind.
+        const int index = min(row + i * num_groups, params.block_size - 1);
+        packets[i] =
+            *reinterpret_cast<const Packet<In, kVector>*>(RowAt<In>(params, rows, index) + first);
+      }
+#pragma unroll
+      for (int i = 0; i < kLoadsInFlight; ++i) {
+#pragma unroll
+        for (int j = 0; j < kVector; ++j) {
+          const float k = ElementToFloat(packets[i].element[j]) * scale;
+          high[j] = fmaxf(high[j], k);
+          low[j] = fminf(low[j], k);
+        }
+      }
+    }
+    for (int other = 1; other < num_groups; ++other) {
+#pragma unroll
+      for (int j = 0; j < kVector; ++j) {
+        const int from = lane + other * lanes_per_row;
+        const float theirs_high = __shfl_sync(0xffffffff, high[j], from % 32);
+        const float theirs_low = __shfl_sync(0xffffffff, low[j], from % 32);
+        if (group == 0) {
+          high[j] = fmaxf(high[j], theirs_high);
+          low[j] = fminf(low[j], theirs_low);
+        }
+      }
+    }
+    if (group == 0) {
+      Packet<Out, kVector> upper, lower;
+#pragma unroll
+      for (int j = 0; j < kVector; ++j) {
+        StoreElement(&upper.element[j], high[j]);
+        StoreElement(&lower.element[j], low[j]);
+      }
+      *reinterpret_cast<Packet<Out, kVector>*>(kmax + first) = upper;
+      *reinterpret_cast<Packet<Out, kVector>*>(kmin + first) = lower;
+    }
+  }
+}
+
+template <typename In, typename Out, int kVector>
+__global__ void __launch_bounds__(kWarps * 32)
+    SummarizeKernel(const __grid_constant__ SummaryParams params) {
+  const auto request = static_cast<int32_t>(blockIdx.y);
+  const int32_t done = params.done_blocks == nullptr ? 0 : max(0, params.done_blocks[request]);
+  const int32_t blocks = min(
+      params.max_blocks,
+      CompleteBlocks(params.start_tokens[request], params.end_tokens[request], params.block_size));
+  const int32_t heads = params.cache.geometry.num_heads;
+  const int64_t num_units = int64_t{max(0, blocks - done)} * heads;
+  for (int64_t unit = blockIdx.x * kWarps + threadIdx.x / 32; unit < num_units;
+       unit += int64_t{gridDim.x} * kWarps) {
+    SummarizeBlock<In, Out, kVector>(params, request, done + static_cast<int32_t>(unit / heads),
+                                     static_cast<int32_t>(unit % heads));
+  }
+}
+
+// Whether eight channels can move at once everywhere.
+bool AllowsVectors(const SummaryParams& params) {
+  const CacheGeometry& cache = params.cache.geometry;
+  Alignment in, out;
+  in.Add(params.cache.key);
+  in.AddElements({cache.key.page, cache.key.token, cache.key.head}, cache.dtype);
+  out.Add(params.kmax);
+  out.Add(params.kmin);
+  for (const SummaryStrides& strides : {params.kmax_strides, params.kmin_strides}) {
+    out.AddElements({strides.request, strides.block, strides.head}, params.dtype);
+  }
+  const int in_bytes = std::min(16, 8 * ElementBytes(cache.dtype));
+  // A row must fall to whole lanes: with more than 32 of them, the same number to each.
+  const int lanes = cache.head_dim / 8;
+  return cache.head_dim % 8 == 0 && (lanes <= 32 || lanes % 32 == 0) && in.Allows(in_bytes) &&
+         out.Allows(16);
+}
+
+}  // namespace
+
+void LaunchSummarizeBlocks(const SummaryParams& params) {
+  const int64_t units = int64_t{params.max_blocks} * params.cache.geometry.num_heads;
+  const int sms = CurrentDeviceAttribute(cudaDevAttrMultiProcessorCount);
+  const int64_t resident = std::max<int64_t>(1, int64_t{sms} * 8 / params.num_requests);
+  const dim3 grid(static_cast<unsigned>(std::min((units + kWarps - 1) / kWarps, resident)),
+                  static_cast<unsigned>(params.num_requests));
+  const bool vectors = AllowsVectors(params);
+  WithElementType(params.cache.geometry.dtype, [&](auto* in) {
+    using In = std::remove_pointer_t<decltype(in)>;
+    WithElementType(params.dtype, [&](auto* out) {
+      using Out = std::remove_pointer_t<decltype(out)>;
+      if constexpr (!std::is_same_v<Out, E4M3>) {
+        const auto kernel = vectors ? SummarizeKernel<In, Out, 8> : SummarizeKernel<In, Out, 1>;
+        kernel<<<grid, kWarps * 32, 0, static_cast<cudaStream_t>(params.stream)>>>(params);
+      }
+    });
+  });
+  CheckCuda(cudaGetLastError(), "summaries kernel");
+}
+
+}  // namespace nwor

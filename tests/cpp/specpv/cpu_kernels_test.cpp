@@ -1,0 +1,102 @@
+#include <gtest/gtest.h>
+
+#include <cmath>
+#include <random>
+#include <vector>
+
+#include "specpv/cpu/kernels.h"
+
+namespace nwor::cpu {
+namespace {
+
+std::vector<const SpecPVKernels*> AllKernels() {
+  return {&kGenericSpecPVKernels, &ChooseSpecPVKernels()};
+}
+
+// Every instruction set against sums in double, for sizes around the registers' and tiles'.
+TEST(SpecPVKernels, ScoresEqualSumsInDouble) {
+  std::mt19937 random(7);
+  std::normal_distribution<float> normal;
+  for (const SpecPVKernels* kernels : AllKernels()) {
+    for (const auto& [rows, dim, blocks] :
+         {std::tuple{1, 3, 1}, {4, 64, 5}, {9, 80, 2}, {17, 31, 7}, {40, 128, 4}}) {
+      const int padded = (rows + kernels->lanes - 1) / kernels->lanes * kernels->lanes;
+      std::vector<float> upper(padded * dim), lower(padded * dim), kmax(blocks * dim),
+          kmin(blocks * dim), scores(blocks);
+      for (int c = 0; c < dim; ++c) {
+        for (int r = 0; r < rows; ++r) {
+          upper[c * padded + r] = normal(random);
+          lower[c * padded + r] = normal(random);
+        }
+      }
+      for (float& x : kmax) x = normal(random);
+      for (float& x : kmin) x = normal(random);
+      for (const int mode : {0, 1, 2, 3}) {
+        ScoreTask task;
+        task.upper = upper.data();
+        task.lower = lower.data();
+        task.padded_rows = padded;
+        task.num_queries = rows;
+        task.num_groups = 1;
+        task.add = (mode & 1) != 0;
+        task.query_max = (mode & 2) != 0;
+        task.kmax = reinterpret_cast<const std::byte*>(kmax.data());
+        task.kmin = reinterpret_cast<const std::byte*>(kmin.data());
+        task.kmax_stride_bytes = task.kmin_stride_bytes = dim * 4;
+        task.head_dim = dim;
+        task.num_blocks = blocks;
+        task.scores = scores.data();
+        kernels->score(task);
+        for (int block = 0; block < blocks; ++block) {
+          double expected = 0;
+          for (int r = 0; r < rows; ++r) {
+            double high = 0, low = 0;
+            for (int c = 0; c < dim; ++c) {
+              high += double{upper[c * padded + r]} * kmax[block * dim + c];
+              low += double{lower[c * padded + r]} * kmin[block * dim + c];
+            }
+            const double score = task.add ? high + low : std::max(high, low);
+            expected = r == 0           ? score
+                       : task.query_max ? std::max(expected, score)
+                                        : expected + score;
+          }
+          EXPECT_NEAR(scores[block], expected, 1e-3) << kernels->name << " mode " << mode;
+        }
+      }
+    }
+  }
+}
+
+TEST(SpecPVKernels, ExtremesTouchNothingBeyondTheChannels) {
+  std::mt19937 random(11);
+  std::normal_distribution<float> normal;
+  for (const SpecPVKernels* kernels : AllKernels()) {
+    for (const int dim : {1, 3, 4, 16, 37, 64, 80}) {
+      for (const int count : {1, 2, 16}) {
+        std::vector<std::vector<float>> rows(count, std::vector<float>(dim));
+        std::vector<const std::byte*> pointers;
+        for (auto& row : rows) {
+          for (float& x : row) x = normal(random);
+          pointers.push_back(reinterpret_cast<const std::byte*>(row.data()));
+        }
+        std::vector<float> kmax(dim + 1, 99.0f), kmin(dim + 1, 99.0f);
+        kernels->extremes({pointers.data(), count, dim, DType::kFloat32, DType::kFloat32, -2.0f,
+                           kmax.data(), kmin.data()});
+        for (int c = 0; c < dim; ++c) {
+          float high = -INFINITY, low = INFINITY;
+          for (const auto& row : rows) {
+            high = std::max(high, row[c] * -2.0f);
+            low = std::min(low, row[c] * -2.0f);
+          }
+          EXPECT_EQ(kmax[c], high);
+          EXPECT_EQ(kmin[c], low);
+        }
+        EXPECT_EQ(kmax[dim], 99.0f);
+        EXPECT_EQ(kmin[dim], 99.0f);
+      }
+    }
+  }
+}
+
+}  // namespace
+}  // namespace nwor::cpu

@@ -1,0 +1,274 @@
+"""select_blocks against a float64 reference: exact on integers, ties included."""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import pytest
+import torch
+
+from nwor_specpv import NworError, select_blocks
+from specpv.contexts import DEVICES, best, scores_of, seeded
+
+REDUCTIONS = list(
+    itertools.product(
+        ["specpv", "quest"], ["mean", "max", "last"], ["mean", "max"], ["per_head", "shared"]
+    )
+)
+
+
+def whole(*shape: int) -> torch.Tensor:
+    """Small integers: every product and sum is exact in every dtype used."""
+    return torch.randint(-2, 3, shape).float()
+
+
+def expected_ids(
+    query: torch.Tensor,
+    kmax: torch.Tensor,
+    kmin: torch.Tensor,
+    candidates: list[int],
+    k: int,
+    score: str,
+    query_reduce: str,
+    group_reduce: str,
+    selection: str,
+    rows: list[tuple[int, int]] | None = None,
+) -> torch.Tensor:
+    lists = []
+    for b, count in enumerate(candidates):
+        begin, end = rows[b] if rows else (0, query.shape[1])
+        scores = scores_of(
+            query[b, begin:end].double().cpu().numpy(),
+            kmax[b, :count].double().cpu().numpy(),
+            kmin[b, :count].double().cpu().numpy(),
+            score,
+            query_reduce,
+            group_reduce,
+        )
+        # Means of integers divide by equal numbers: compare sums, which are exact.
+        factor = (end - begin if query_reduce == "mean" else 1) * (
+            query.shape[2] // kmax.shape[2] if group_reduce == "mean" else 1
+        )
+        scores = np.rint(scores * factor)
+        if selection == "shared":
+            scores = np.repeat(scores.sum(axis=0, keepdims=True), len(scores), axis=0)
+        lists.append([best(row, k) for row in scores])
+    return torch.tensor(lists, dtype=torch.int32)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize(("score", "query_reduce", "group_reduce", "selection"), REDUCTIONS)
+def test_exact_on_integers(
+    device: str, score: str, query_reduce: str, group_reduce: str, selection: str
+) -> None:
+    rng = seeded()
+    dtype = rng.choice([torch.float32, torch.float16, torch.bfloat16])
+    summary = rng.choice([dtype, torch.float32])
+    kv_heads, group = rng.choice([(1, 1), (2, 3), (3, 4), (2, 1)])
+    dim = rng.choice([3, 16, 64, 80, 128])
+    queries, blocks, batch = rng.randrange(1, 12), rng.randrange(1, 60), rng.randrange(1, 4)
+    k = rng.randrange(1, blocks + 4)
+    candidates = [rng.randrange(0, blocks + 1) for _ in range(batch)]
+    query = whole(batch, queries, kv_heads * group, dim)
+    kmin = whole(batch, blocks, kv_heads, dim)
+    kmax = kmin + torch.randint(0, 3, kmin.shape)
+    rows = None
+    if rng.random() < 0.5:
+        bounds = [sorted(rng.sample(range(queries + 1), 2)) for _ in range(batch)]
+        rows = [(begin, end) for begin, end in bounds]
+    wanted = expected_ids(
+        query, kmax, kmin, candidates, k, score, query_reduce, group_reduce, selection, rows
+    )
+    for b, count in enumerate(candidates):  # beyond the candidates nothing may be read
+        kmax[b, count:], kmin[b, count:] = float("nan"), float("nan")
+        if rows:
+            query[b, : rows[b][0]] = query[b, rows[b][1] :] = float("nan")
+    got = select_blocks(
+        query.to(device, dtype),
+        kmax.to(device, summary),
+        kmin.to(device, summary),
+        torch.tensor(candidates, dtype=torch.int32, device=device),
+        k,
+        score,
+        query_reduce,
+        group_reduce,
+        selection,
+        query_rows=None if rows is None else torch.tensor(rows, dtype=torch.int32, device=device),
+    )
+    assert got.dtype == torch.int32
+    assert torch.equal(got.cpu(), wanted)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("score", ["specpv", "quest"])
+def test_chosen_blocks_score_highest(device: str, score: str) -> None:
+    """Real numbers: no block left out scores more than one taken, beyond rounding."""
+    rng = seeded()
+    dtype = torch.float32 if device == "cpu" else torch.bfloat16
+    blocks, k = rng.randrange(200, 700), 37
+    query = torch.randn(2, 5, 8, 64).to(dtype)
+    kmin = torch.randn(2, blocks, 2, 64).to(dtype)
+    kmax = (kmin.float() + torch.rand(2, blocks, 2, 64)).to(dtype)
+    candidates = [blocks, blocks - 3]
+    ids = select_blocks(
+        query.to(device),
+        kmax.to(device),
+        kmin.to(device),
+        torch.tensor(candidates, dtype=torch.int32, device=device),
+        k,
+        score,
+    ).cpu()
+    for b, count in enumerate(candidates):
+        scores = scores_of(
+            query[b].double().numpy(),
+            kmax[b, :count].double().numpy(),
+            kmin[b, :count].double().numpy(),
+            score,
+            "mean",
+            "mean",
+        )
+        for head, row in enumerate(ids[b].tolist()):
+            assert row == sorted(set(row))
+            assert row[-1] < count
+            left_out = np.delete(scores[head], row)
+            assert scores[head][row].min() >= left_out.max() - 1e-4
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_equal_scores_go_to_the_lower_id(device: str) -> None:
+    ones = torch.ones(1, 1, 1, 64, device=device)
+    for blocks in (5, 64, 3000):
+        summary = torch.ones(1, blocks, 1, 64, device=device)
+        count = torch.tensor([blocks], dtype=torch.int32, device=device)
+        ids = select_blocks(ones, summary, summary, count, 4)
+        assert ids.tolist() == [[[0, 1, 2, 3]]]
+        summary[0, blocks - 1] = 2.0
+        ids = select_blocks(ones, summary, summary, count, 4)
+        assert ids.tolist() == [[[0, 1, 2, blocks - 1]]]
+        zero = torch.zeros_like(summary)
+        zero[0, ::2] = -0.0
+        assert select_blocks(ones, zero, zero, count, 2).tolist() == [[[0, 1]]]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_nan_is_below_everything_and_infinities_are_in_order(device: str) -> None:
+    query = torch.ones(1, 1, 1, 1, device=device)
+    values = [float("nan"), -float("inf"), 3.0, float("inf"), -5.0, float("nan"), 0.0]
+    summary = torch.tensor(values, device=device).reshape(1, -1, 1, 1)
+    count = torch.tensor([len(values)], dtype=torch.int32, device=device)
+    taken = [select_blocks(query, summary, summary, count, k).flatten().tolist() for k in (1, 3, 5)]
+    assert taken == [[3], [2, 3, 6], [1, 2, 3, 4, 6]]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_requests_without_a_number_keep_their_ids(device: str) -> None:
+    query = torch.ones(3, 1, 1, 64, device=device)
+    summary = torch.randn(3, 9, 1, 64, device=device)
+    ids = torch.full((3, 1, 4), 55, dtype=torch.int32, device=device)
+    candidates = torch.tensor([-1, 2, -1], dtype=torch.int32, device=device)
+    scores = torch.full((27,), float("nan"), device=device)
+    out = select_blocks(query, summary, summary, candidates, 4, out=ids, scores=scores)
+    assert out is ids
+    assert ids.tolist() == [[[55] * 4], [[0, 1, -1, -1]], [[55] * 4]]
+    assert (select_blocks(query, summary, summary, candidates, 4)[0] == -1).all()
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_any_strides(device: str) -> None:
+    rng = seeded()
+    query = whole(2, 4, 4, 64).to(device)
+    kmin = whole(2, 20, 2, 64).to(device)
+    kmax = kmin + 1
+    count = torch.tensor([20, 17], dtype=torch.int32, device=device)
+    wanted = select_blocks(query, kmax, kmin, count, 6)
+    heads_first = query.transpose(1, 2).contiguous().transpose(1, 2)
+    channels_last = kmax.transpose(2, 3).contiguous().transpose(2, 3)
+    both = torch.stack([kmin, kmin], dim=2)[:, :, rng.randrange(2)]
+    assert torch.equal(select_blocks(heads_first, channels_last, both, count, 6), wanted)
+    packed = query.flatten(0, 1)[None].expand(2, -1, -1, -1)  # rows of all requests together
+    rows = torch.tensor([[0, 4], [4, 8]], dtype=torch.int32, device=device)
+    assert torch.equal(select_blocks(packed, kmax, kmin, count, 6, query_rows=rows), wanted)
+
+
+def good() -> dict:
+    return {
+        "query": torch.randn(2, 3, 4, 16),
+        "kmax": torch.randn(2, 9, 2, 16),
+        "kmin": torch.randn(2, 9, 2, 16),
+        "num_candidates": torch.tensor([9, 4], dtype=torch.int32),
+        "k": 3,
+    }
+
+
+WRONG = {
+    "rank": ({"query": torch.zeros(2, 3, 16)}, "query"),
+    "heads": ({"query": torch.zeros(2, 3, 3, 16)}, "query: got 3 heads, expected a multiple"),
+    "channels": ({"query": torch.zeros(2, 3, 4, 8)}, "kmax: got sizes"),
+    "batch": ({"query": torch.zeros(1, 3, 4, 16)}, "kmax: got sizes"),
+    "kmin": ({"kmin": torch.zeros(2, 8, 2, 16)}, "kmin: got"),
+    "no rows": ({"query": torch.zeros(2, 0, 4, 16)}, "query: got no rows"),
+    "too many": (
+        {"num_candidates": torch.tensor([9, 10], dtype=torch.int32)},
+        r"num_candidates\[1\]: got 10",
+    ),
+    "k": ({"k": -1}, "k: got -1"),
+    "score": ({"score": "best"}, "score: got 'best', expected one of"),
+    "auto": ({"score": "auto"}, "score: got 'auto'"),
+    "query_reduce": ({"query_reduce": "min"}, "query_reduce: got 'min'"),
+    "group_reduce": ({"group_reduce": "last"}, "group_reduce: got 'last'"),
+    "selection": ({"selection": "each"}, "selection: got 'each'"),
+    "rows": (
+        {"query_rows": torch.tensor([[0, 3], [1, 4]], dtype=torch.int32)},
+        r"query_rows\[1\]: got 1 to 4",
+    ),
+    "dtype": ({"query": torch.zeros(2, 3, 4, 16, dtype=torch.float64)}, "query: got dtype"),
+    "out": ({"out": torch.zeros(2, 2, 4, dtype=torch.int32)}, "out: got sizes"),
+    "scores": (
+        {"out": torch.zeros(2, 2, 3, dtype=torch.int32), "scores": torch.zeros(35)},
+        "scores: got",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_wrong_use_is_named(name: str) -> None:
+    changes, message = WRONG[name]
+    with pytest.raises(NworError, match=message):
+        select_blocks(**(good() | changes))
+
+
+def test_nothing_to_select_is_legal() -> None:
+    assert select_blocks(**(good() | {"k": 0})).shape == (2, 2, 0)
+    arguments = good() | {"num_candidates": torch.zeros(2, dtype=torch.int32)}
+    assert (select_blocks(**arguments) == -1).all()
+
+
+def test_fakes_and_schemas() -> None:
+    ops = torch.ops.nwor_specpv
+    arguments = tuple(good().values())
+    torch.library.opcheck(ops.select_blocks.default, arguments)
+    ids, scores = torch.zeros(2, 2, 3, dtype=torch.int32), torch.zeros(36)
+    # Scratch holds what it likes afterwards, so outputs are compared without it.
+    torch.library.opcheck(ops.select_blocks_out.default, arguments[:4], {"ids": ids})
+    torch.library.opcheck(
+        ops.select_blocks_out.default,
+        arguments[:4],
+        {"ids": ids, "scores": scores},
+        test_utils=("test_faketensor",),
+    )
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_compiles_whole(dynamic: bool) -> None:
+    arguments = good()
+    ids = torch.zeros(2, 2, 3, dtype=torch.int32)
+
+    def refresh(query: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+        given = arguments | {"query": query * 2}
+        select_blocks(**given, out=ids)
+        return select_blocks(**given) + ids
+
+    expected = refresh(arguments["query"], ids)
+    compiled = torch.compile(refresh, fullgraph=True, dynamic=dynamic, backend="aot_eager")
+    assert torch.equal(compiled(arguments["query"], torch.zeros_like(ids)), expected)
