@@ -87,6 +87,7 @@ py::dict MetricsSnapshot() {
   py::dict dict;
   for (int i = 0; i < kNumCounters; ++i) dict[kCounterTexts[i].metric] = snapshot.values[i];
   dict["nwor_staging_bytes"] = snapshot.staging_bytes;
+  dict["nwor_sessions_live"] = snapshot.live_sessions;
   dict["nwor_fallback_total"] = NonZeroReasons(snapshot.fallbacks);
   int64_t count = 0;
   for (const int64_t bucket : snapshot.latency_buckets) count += bucket;

@@ -6,10 +6,15 @@
 #include <torch/csrc/utils/pybind.h>
 
 #include <cstring>
+#include <memory>
+#include <tuple>
+#include <type_traits>
+#include <utility>
 
 #include "module.h"
 #include "session/chunked_verify.h"
 #include "session/session_error.h"
+#include "session/session_store.h"
 #include "session/slot_allocator.h"
 
 // The Python face of slots and sessions.
@@ -178,12 +183,238 @@ void BindChunks(py::module_& m) {
       py::arg("chunk"), py::arg("target_ids"));
 }
 
+DraftTree ParseTree(const py::object& tree) {
+  if (py::isinstance<DraftTree>(tree)) return tree.cast<DraftTree>();
+  // A Tree of one request, as tree_from_parents makes it, or anything else with these attributes.
+  try {
+    const auto one = [&](const char* name, at::ScalarType dtype) {
+      const auto tensor = tree.attr(name).cast<at::Tensor>().to(at::kCPU, dtype).contiguous();
+      NWOR_CHECK(tensor.dim() == 1 || (tensor.dim() == 2 && tensor.size(0) == 1), "tree: got ",
+                 name, " of shape ", tensor.sizes(), ", expected those of one request");
+      return tensor;
+    };
+    const at::Tensor tokens = one("tokens", at::kLong), parents = one("parents", at::kInt);
+    const auto* token = tokens.const_data_ptr<int64_t>();
+    const auto* parent = parents.const_data_ptr<int32_t>();
+    return {{token, token + tokens.numel()}, {parent, parent + parents.numel()}};
+  } catch (const py::error_already_set&) {
+    throw Error(Concat("tree: got ", std::string(py::str(py::type::of(tree))),
+                       ", expected a DraftTree or a Tree of one request"));
+  }
+}
+
+VerifyRequest ParseRequest(const std::string& session, const py::object& tree,
+                           std::vector<int64_t> new_tokens, int64_t expected_prefix_len,
+                           int64_t chunk_rows) {
+  VerifyRequest request{session, {}, std::move(new_tokens), expected_prefix_len, chunk_rows};
+  if (tree.is_none()) {
+    if (!request.new_tokens.empty()) request.tree.tokens = {request.new_tokens.back()};
+  } else {
+    request.tree = ParseTree(tree);
+  }
+  return request;
+}
+
+void BindSessionValues(py::module_& m) {
+  py::class_<DraftTree>(m, "DraftTree")
+      .def(py::init(
+               [](std::vector<int64_t> tokens, const std::optional<std::vector<int32_t>>& parents) {
+                 DraftTree tree{std::move(tokens), parents.value_or(std::vector<int32_t>{})};
+                 NWOR_CHECK(!parents || !tree.parents.empty() || tree.tokens.empty(),
+                            "parents: got none, expected one for each token, or None for a chain");
+                 return tree;
+               }),
+           py::arg("tokens"), py::arg("parents") = py::none())
+      .def_readonly("tokens", &DraftTree::tokens)
+      .def_property_readonly("parents",
+                             [](const DraftTree& tree) {
+                               std::vector<int32_t> parents;
+                               for (int64_t row = 0; row < tree.num_rows(); ++row) {
+                                 parents.push_back(tree.parent(row));
+                               }
+                               return parents;
+                             })
+      .def("validate", &DraftTree::Validate)
+      .def("__len__", &DraftTree::num_rows);
+
+  py::class_<SessionBatch>(m, "SessionBatch")
+      .def_readonly("sessions", &SessionBatch::sessions)
+      .def_readonly("epoch", &SessionBatch::epoch)
+      .def_readonly("tokens", &SessionBatch::tokens)
+      .def_readonly("positions", &SessionBatch::positions)
+      .def_readonly("slot_mapping", &SessionBatch::slot_mapping)
+      .def_readonly("query_start", &SessionBatch::query_start)
+      .def_readonly("prefix_lens", &SessionBatch::prefix_lens)
+      .def_readonly("block_table", &SessionBatch::block_table)
+      .def_property_readonly("tree_mask",
+                             [](const SessionBatch& batch) -> std::optional<at::Tensor> {
+                               if (!batch.tree_mask.defined()) return std::nullopt;
+                               return batch.tree_mask;
+                             })
+      .def_readonly("tree_rows", &SessionBatch::tree_rows)
+      .def_readonly("tree_tokens", &SessionBatch::tree_tokens)
+      .def_readonly("tree_parents", &SessionBatch::tree_parents);
+
+  py::class_<VerifyResult>(m, "VerifyResult")
+      .def_readonly("accepted_rows", &VerifyResult::accepted_rows)
+      .def_readonly("tokens", &VerifyResult::tokens)
+      .def_readonly("next_token", &VerifyResult::next_token)
+      .def_readonly("cache_hit", &VerifyResult::cache_hit)
+      .def_readonly("length", &VerifyResult::length)
+      .def_readonly("rows_run", &VerifyResult::rows_run)
+      .def_readonly("rows_saved", &VerifyResult::rows_saved)
+      .def("__repr__", [](const VerifyResult& r) {
+        return Concat("VerifyResult(accepted=", r.accepted_rows.size(),
+                      ", next_token=", r.next_token, ", cache_hit=", r.cache_hit ? "True" : "False",
+                      ", length=", r.length, ")");
+      });
+
+  py::class_<VerifyRequest>(m, "VerifyRequest")
+      .def(py::init(&ParseRequest), py::arg("session"), py::arg("tree"), py::arg("new_tokens"),
+           py::arg("expected_prefix_len") = 0, py::arg("chunk_rows") = 0);
+
+  py::class_<SessionInfo>(m, "SessionInfo")
+      .def_readonly("session", &SessionInfo::session)
+      .def_readonly("length", &SessionInfo::length)
+      .def_readonly("bytes", &SessionInfo::bytes)
+      .def_readonly("idle_seconds", &SessionInfo::idle_seconds);
+}
+
+py::dict StoreStatsDict(const SessionStoreStats& stats) {
+  py::dict dict;
+  dict["live"] = stats.live;
+  dict["started"] = stats.started;
+  dict["ended"] = stats.ended;
+  dict["evicted"] = stats.evicted;
+  dict["expired"] = stats.expired;
+  dict["desyncs"] = stats.desyncs;
+  dict["cache_hits"] = stats.cache_hits;
+  dict["cache_misses"] = stats.cache_misses;
+  dict["forwards"] = stats.forwards;
+  dict["rows_run"] = stats.rows_run;
+  dict["rows_saved"] = stats.rows_saved;
+  dict["largest_batch"] = stats.largest_batch;
+  dict["held_bytes"] = stats.held_bytes;
+  dict["max_bytes"] = stats.max_bytes;
+  return dict;
+}
+
+// What a host's Python function raised. A pass that fails is told to the threads of all its
+// sessions, and pybind11's own exception can be raised in one thread only.
+class PythonFailure : public std::exception {
+ public:
+  // REQUIRES: the GIL.
+  explicit PythonFailure(const py::error_already_set& error)
+      : value_(new py::object(error.value()), [](py::object* last) {
+          const py::gil_scoped_acquire acquire;
+          delete last;
+        }) {}
+  const char* what() const noexcept override { return "a Python function raised"; }
+  void Raise() const { PyErr_SetObject(py::type::of(*value_).ptr(), value_->ptr()); }
+
+ private:
+  std::shared_ptr<py::object> value_;
+};
+
+// Calls a Python function from whichever thread leads a pass, and lets go of it under the GIL.
+template <typename Result, typename... Arguments>
+std::function<Result(Arguments...)> WithGil(py::function function) {
+  const std::shared_ptr<py::function> held(new py::function(std::move(function)),
+                                           [](py::function* last) {
+                                             const py::gil_scoped_acquire acquire;
+                                             delete last;
+                                           });
+  return [held](Arguments... arguments) -> Result {
+    const py::gil_scoped_acquire acquire;
+    const py::object result = [&] {
+      try {
+        return (*held)(arguments...);
+      } catch (const py::error_already_set& error) {
+        throw PythonFailure(error);
+      }
+    }();
+    if constexpr (std::is_same_v<Result, at::Tensor>) {
+      return result.is_none() ? at::Tensor() : result.template cast<at::Tensor>();
+    } else {
+      return result.template cast<Result>();
+    }
+  };
+}
+
+SessionAcceptor ParseAcceptor(const py::object& accept) {
+  if (accept.is_none()) return AcceptFirstChoice;
+  using Triple = std::tuple<at::Tensor, at::Tensor, at::Tensor>;
+  auto call = WithGil<Triple, const SessionBatch&, const at::Tensor&>(accept.cast<py::function>());
+  return [call = std::move(call)](const SessionBatch& batch, const at::Tensor& output) {
+    auto [path, counts, next_token] = call(batch, output);
+    return Acceptance{path, counts, next_token};
+  };
+}
+
+void BindStore(py::module_& m) {
+  py::register_local_exception_translator([](std::exception_ptr pointer) {
+    try {
+      if (pointer) std::rethrow_exception(pointer);
+    } catch (const PythonFailure& failure) {
+      failure.Raise();
+    }
+  });
+
+  const auto released = py::call_guard<py::gil_scoped_release>();
+  py::class_<SessionStore>(m, "SessionStore")
+      .def(
+          py::init([](Interceptor& interceptor, py::function forward, const py::object& accept,
+                      int64_t max_bytes, double ttl_seconds, int64_t vocab_size, int64_t max_length,
+                      int64_t max_sessions, int64_t max_batch, const py::object& clock) {
+            SessionConfig config{max_bytes,    ttl_seconds, vocab_size, max_length,
+                                 max_sessions, max_batch,   {}};
+            if (!clock.is_none()) config.clock = WithGil<double>(clock.cast<py::function>());
+            return std::make_unique<SessionStore>(
+                std::move(config), interceptor,
+                WithGil<at::Tensor, const SessionBatch&>(std::move(forward)),
+                ParseAcceptor(accept));
+          }),
+          py::arg("interceptor"), py::arg("forward"), py::arg("accept") = py::none(), py::kw_only(),
+          py::arg("max_bytes") = 0, py::arg("ttl_seconds") = 0.0, py::arg("vocab_size") = 0,
+          py::arg("max_length") = 0, py::arg("max_sessions") = 0,
+          py::arg("max_batch") = SessionConfig{}.max_batch, py::arg("clock") = py::none(),
+          py::keep_alive<1, 2>())
+      .def(
+          "verify",
+          [](SessionStore& self, const std::string& session, const py::object& tree,
+             std::vector<int64_t> new_tokens, int64_t expected_prefix_len, int64_t chunk_rows) {
+            const VerifyRequest request =
+                ParseRequest(session, tree, std::move(new_tokens), expected_prefix_len, chunk_rows);
+            const py::gil_scoped_release release;
+            return self.Verify(request);
+          },
+          py::arg("session"), py::arg("tree"), py::arg("new_tokens"),
+          py::arg("expected_prefix_len") = 0, py::arg("chunk_rows") = 0)
+      .def("verify_batch", &SessionStore::VerifyBatch, py::arg("requests"), released)
+      .def("rollback", &SessionStore::Rollback, py::arg("session"), py::arg("length"), released)
+      .def("fork", &SessionStore::Fork, py::arg("parent"), py::arg("child"),
+           py::arg("num_tokens") = py::none(), released)
+      .def("end_session", &SessionStore::End, py::arg("session"), released)
+      .def("sweep", &SessionStore::Sweep, released)
+      .def("info", &SessionStore::Info, py::arg("session"), released)
+      .def("list", &SessionStore::List, released)
+      .def("stats", [](const SessionStore& self) {
+        const SessionStoreStats stats = [&] {
+          const py::gil_scoped_release release;
+          return self.stats();
+        }();
+        return StoreStatsDict(stats);
+      });
+}
+
 }  // namespace
 
 void BindSession(py::module_& m) {
   BindSessionErrors();
   BindAllocator(m);
   BindChunks(m);
+  BindSessionValues(m);
+  BindStore(m);
 }
 
 }  // namespace nwor

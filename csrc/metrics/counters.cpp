@@ -108,6 +108,7 @@ CountersSnapshot Counters::Read() const {
   snapshot.latency_sum_seconds =
       static_cast<double>(latency_sum_nanoseconds_.load(kRelaxed)) * 1e-9;
   snapshot.staging_bytes = staging_bytes_.load(kRelaxed);
+  snapshot.live_sessions = live_sessions_.load(kRelaxed);
   for (RegisteredSource& source : sources_) {
     source.Refresh();
     Sum(source.last.values, snapshot.values);

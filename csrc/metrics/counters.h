@@ -34,7 +34,16 @@ namespace nwor {
     "Violations reported by the contract checker")                                                \
   X(kChunkRows, "nwor_chunk_rows_total", "Rows run by chunked verification")                      \
   X(kChunkRowsSaved, "nwor_chunk_rows_saved_total",                                               \
-    "Rows of draft chains that chunked verification did not run")
+    "Rows of draft chains that chunked verification did not run")                                 \
+  X(kSessionsStarted, "nwor_sessions_started_total", "Sessions started")                          \
+  X(kSessionsEnded, "nwor_sessions_ended_total", "Sessions ended by their clients")               \
+  X(kSessionsEvicted, "nwor_sessions_evicted_total", "Sessions evicted to make room")             \
+  X(kSessionsExpired, "nwor_sessions_expired_total", "Sessions taken away for being idle")        \
+  X(kSessionDesyncs, "nwor_session_desyncs_total",                                                \
+    "Verifies refused because client and session disagreed about the cached length")              \
+  X(kSessionHits, "nwor_session_cache_hits_total", "Verifies that found their session cached")    \
+  X(kSessionMisses, "nwor_session_cache_misses_total",                                            \
+    "Verifies that started a session, or asked for one that is not there")
 
 enum class Counter : int {
 #define NWOR_ENUMERATOR(name, metric, help) name,
@@ -64,6 +73,7 @@ struct CountersSnapshot {
   std::array<int64_t, kCommitLatencyBounds.size() + 1> latency_buckets{};  // not cumulative
   double latency_sum_seconds = 0;
   int64_t staging_bytes = 0;
+  int64_t live_sessions = 0;
 
   int64_t operator[](Counter counter) const { return values[static_cast<size_t>(counter)]; }
 };
@@ -72,7 +82,7 @@ struct CountersSnapshot {
 class NWOR_EXPORT Counters {
  public:
   // The process-wide counters that the exporter serves. Never destroyed. A forked child starts at
-  // zero, without sources; only staging_bytes carries over.
+  // zero, without sources; only the gauges carry over.
   static Counters& Global();
 
   void Add(Counter counter, int64_t amount) {
@@ -83,6 +93,9 @@ class NWOR_EXPORT Counters {
   }
   void AddStagingBytes(int64_t delta) {
     staging_bytes_.fetch_add(delta, std::memory_order_relaxed);
+  }
+  void AddLiveSessions(int64_t delta) {
+    live_sessions_.fetch_add(delta, std::memory_order_relaxed);
   }
   void ObserveCommitLatency(double seconds);
 
@@ -103,6 +116,7 @@ class NWOR_EXPORT Counters {
   std::array<std::atomic<int64_t>, kCommitLatencyBounds.size() + 1> latency_buckets_{};
   std::atomic<int64_t> latency_sum_nanoseconds_{0};
   std::atomic<int64_t> staging_bytes_{0};
+  std::atomic<int64_t> live_sessions_{0};
 
   struct RegisteredSource {
     int id;

@@ -139,6 +139,9 @@ class CountersCollectable : public prometheus::Collectable {
     families.push_back(Single("nwor_staging_bytes", "Memory held by staging buffers",
                               MetricType::Gauge, labels_,
                               static_cast<double>(snapshot.staging_bytes)));
+    families.push_back(Single("nwor_sessions_live", "Sessions that hold cached tokens",
+                              MetricType::Gauge, labels_,
+                              static_cast<double>(snapshot.live_sessions)));
     families.push_back(CommitLatency(snapshot, labels_));
     families.push_back(Build());
     AppendProcess(families);

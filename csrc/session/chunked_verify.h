@@ -45,6 +45,32 @@ struct ChunkedResult {
   int64_t rows_saved = 0;  // of the chain's rows
 };
 
+// The chunks of one chain, one after the other: for hosts that run chunks of several chains in one
+// forward pass. Counts rows run and saved.
+//
+// Thread-safety: none.
+class NWOR_EXPORT ChunkSchedule {
+ public:
+  // REQUIRES: a root; chunk_rows >= 1.
+  ChunkSchedule(std::vector<int64_t> chain, int64_t chunk_rows = kDefaultChunkRows);
+
+  bool done() const { return done_; }
+  // The chunk to run now. REQUIRES: not done.
+  const ChainChunk& chunk() const { return chunk_; }
+  // What became of it; there is a next one, or the chain is done.
+  void Report(const ChunkVerdict& verdict);
+  const ChunkedResult& result() const { return result_; }
+
+ private:
+  void Open(int64_t row);
+
+  const std::vector<int64_t> chain_;
+  const int64_t chunk_rows_;
+  ChainChunk chunk_;
+  ChunkedResult result_;
+  bool done_ = false;
+};
+
 // Verifies a chain (root first) with the outcome of one pass over all its rows. Counts rows run and
 // saved. An exception of `verify` passes through; what earlier chunks committed stays.
 // REQUIRES: a root; chunk_rows >= 1. Thread-safe if `verify` is.

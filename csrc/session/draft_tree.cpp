@@ -1,0 +1,34 @@
+#include "session/draft_tree.h"
+
+#include "check.h"
+
+namespace nwor {
+
+void DraftTree::Validate() const {
+  NWOR_CHECK(num_rows() >= 1, "tree: got no rows, expected a root at least");
+  NWOR_CHECK(num_rows() <= kMaxTreeRows, "tree: got ", num_rows(), " rows, expected at most ",
+             kMaxTreeRows);
+  NWOR_CHECK(parents.empty() || parents.size() == tokens.size(), "parents: got ", parents.size(),
+             " rows, expected ", tokens.size(), " as tokens, or none for a chain");
+  for (int64_t row = 0; row < num_rows(); ++row) {
+    const int32_t above = parent(row);
+    NWOR_CHECK(row == 0 ? above == -1 : above >= 0 && above < row, "parents: got ", above,
+               " for row ", row, ", expected ",
+               row == 0 ? "-1, the root's" : "an earlier row, one root only");
+  }
+}
+
+bool DraftTree::is_chain() const {
+  for (int64_t row = 1; row < num_rows(); ++row) {
+    if (parent(row) != row - 1) return false;
+  }
+  return true;
+}
+
+std::vector<int32_t> DraftTree::Depths() const {
+  std::vector<int32_t> depths(tokens.size(), 0);
+  for (int64_t row = 1; row < num_rows(); ++row) depths[row] = depths[parent(row)] + 1;
+  return depths;
+}
+
+}  // namespace nwor

@@ -1,0 +1,261 @@
+"""SessionStore in front of a real model: the same tokens as plain decoding, whatever is drafted."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+import torch
+
+from nwor_specpv import (
+    CapacityError,
+    DesyncError,
+    DraftTree,
+    Metrics,
+    NworError,
+    UnknownSessionError,
+    VerifyRequest,
+)
+from nwor_specpv.demo.decoding import decode_plain, draft_by_ngrams
+from nwor_specpv.demo.tiny_model import TinyModel, Tokenizer
+from session.tiny_server import TinyServer, page_bytes
+
+MODEL = TinyModel()
+PROMPT = Tokenizer().encode("Once upon a time, there was a little girl")
+LENGTH = 40
+PLAIN = PROMPT + decode_plain(MODEL, PROMPT, LENGTH + 20).tokens
+
+
+@pytest.fixture
+def server() -> TinyServer:
+    return TinyServer(model=MODEL)
+
+
+class Client:
+    """Keeps its own sequence; sends what is new."""
+
+    def __init__(self, server: TinyServer, name: str, tokens: list[int] | None = None) -> None:
+        self.store, self.name = server.store, name
+        self.tokens, self.cached = list(tokens or PROMPT), 0
+
+    def request(self, drafts: DraftTree | None = None, chunk_rows: int = 0) -> VerifyRequest:
+        return VerifyRequest(self.name, drafts, self.tokens[self.cached :], self.cached, chunk_rows)
+
+    def verify(self, drafts: DraftTree | None = None, chunk_rows: int = 0):
+        new = self.tokens[self.cached :]
+        return self.take(self.store.verify(self.name, drafts, new, self.cached, chunk_rows))
+
+    def take(self, result):
+        self.tokens += result.tokens
+        assert result.length == len(self.tokens)
+        self.cached = result.length
+        self.tokens.append(result.next_token)
+        return result
+
+
+def ngram_tree(tokens: list[int], branches: int) -> DraftTree:
+    tree = draft_by_ngrams(tokens, 4, branches)
+    return DraftTree([tokens[-1], *tree.tokens], [-1, *tree.parents])
+
+
+@pytest.mark.parametrize("branches", [0, 1, 3])
+def test_decodes_like_plain_decoding(server: TinyServer, branches: int) -> None:
+    client = Client(server, "one")
+    while len(client.tokens) < len(PROMPT) + LENGTH:
+        result = client.verify(ngram_tree(client.tokens, branches) if branches else None)
+        assert result.cache_hit == (client.cached > len(PROMPT) + len(result.tokens))
+    assert client.tokens == PLAIN[: len(client.tokens)]
+    stats = server.store.stats()
+    assert stats["live"] == 1
+    assert stats["cache_misses"] == 1
+
+
+def test_a_long_chain_in_chunks_equals_one_pass(server: TinyServer) -> None:
+    drafts = PLAIN[len(PROMPT) : len(PROMPT) + 30]
+    drafts[17] = (drafts[17] + 1) % 512
+    chain = DraftTree([PROMPT[-1], *drafts])
+    once, chunked = Client(server, "once"), Client(server, "chunked")
+    expected, result = once.verify(chain), chunked.verify(chain, chunk_rows=8)
+    assert chunked.tokens == once.tokens == PLAIN[: len(once.tokens)]
+    assert result.accepted_rows == expected.accepted_rows == list(range(1, 18))
+    assert (result.rows_saved, expected.rows_saved) == (31 - 24, 0)
+    once.verify()
+    chunked.verify()
+    assert chunked.tokens == once.tokens == PLAIN[: len(once.tokens)]
+
+
+def test_sessions_of_a_batch_share_a_pass(server: TinyServer) -> None:
+    prompts = [PROMPT, PROMPT[:4], PROMPT[:7]]
+    clients = [Client(server, str(i), prompt) for i, prompt in enumerate(prompts)]
+    for _ in range(5):
+        trees = [ngram_tree(client.tokens, 2) for client in clients]
+        requests = [client.request(tree) for client, tree in zip(clients, trees, strict=True)]
+        for client, result in zip(clients, server.store.verify_batch(requests), strict=True):
+            client.take(result)
+    assert server.batches == [["0", "1", "2"]] * 5
+    for client, prompt in zip(clients, prompts, strict=True):
+        plain = decode_plain(MODEL, prompt, 40).tokens
+        assert client.tokens == (prompt + plain)[: len(client.tokens)]
+
+
+def test_threads_share_passes(server: TinyServer) -> None:
+    clients = [Client(server, f"thread {i}", PROMPT[: 3 + i]) for i in range(4)]
+
+    def decode(client: Client) -> None:
+        for _ in range(6):
+            client.verify(ngram_tree(client.tokens, 2))
+
+    threads = [threading.Thread(target=decode, args=(client,)) for client in clients]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for i, client in enumerate(clients):
+        plain = decode_plain(MODEL, PROMPT[: 3 + i], 60).tokens
+        assert client.tokens == (PROMPT[: 3 + i] + plain)[: len(client.tokens)]
+
+
+def test_what_a_client_keeps_may_be_less(server: TinyServer) -> None:
+    client = Client(server, "a")
+    drafts = PLAIN[len(PROMPT) : len(PROMPT) + 12]
+    client.verify(DraftTree([PROMPT[-1], *drafts]))
+    server.store.rollback("a", len(PROMPT) + 3)
+    client.tokens, client.cached = client.tokens[: len(PROMPT) + 4], len(PROMPT) + 3
+    for _ in range(5):
+        client.verify()
+    assert client.tokens == PLAIN[: len(client.tokens)]
+
+
+def test_a_fork_goes_its_own_way(server: TinyServer) -> None:
+    client = Client(server, "a")
+    client.verify()
+    server.store.fork("a", "b")
+    other = Client(server, "b", client.tokens)
+    other.cached = client.cached
+    other.tokens[-1] = 300  # as sampling might have drawn
+    prompt = list(other.tokens)
+    for _ in range(6):
+        client.verify()
+        other.verify()
+    assert client.tokens == PLAIN[: len(client.tokens)]
+    plain = decode_plain(MODEL, prompt, 10).tokens
+    assert other.tokens == (prompt + plain)[: len(other.tokens)]
+
+
+def test_an_acceptor_of_ones_own(server: TinyServer) -> None:
+    def nothing(batch, logits):
+        choices = logits.argmax(-1)[batch.tree_rows[:, 0]]
+        sessions = len(batch.sessions)
+        path = torch.full((sessions, 1), -1, dtype=torch.int32)
+        return path, torch.zeros(sessions, dtype=torch.int32), choices
+
+    picky = TinyServer(model=MODEL, accept=nothing)
+    client = Client(picky, "a")
+    for _ in range(4):
+        result = client.verify(DraftTree([client.tokens[-1], *PLAIN[len(client.tokens) :][:3]]))
+        assert result.accepted_rows == []
+    assert client.tokens == PLAIN[: len(client.tokens)]
+
+
+def test_lengths_that_disagree_are_refused(server: TinyServer) -> None:
+    client = Client(server, "a")
+    client.verify()
+    before = Metrics().snapshot()["nwor_session_desyncs_total"]
+    with pytest.raises(DesyncError, match=f"got 3 for session 'a', which has {client.cached}"):
+        server.store.verify("a", None, [1], 3)
+    assert Metrics().snapshot()["nwor_session_desyncs_total"] == before + 1
+    with pytest.raises(UnknownSessionError, match="session 'b'"):
+        server.store.verify("b", None, [1], 3)
+    assert server.store.info("a").length == client.cached
+    client.verify()
+    assert client.tokens == PLAIN[: len(client.tokens)]
+
+
+def test_the_oldest_makes_room_and_says_so() -> None:
+    server = TinyServer(model=MODEL, max_bytes=3 * page_bytes(MODEL))
+    clients = [Client(server, name, PROMPT[:9]) for name in "abcd"]
+    for client in clients:
+        client.verify()
+    assert [info.session for info in server.store.list()] == ["b", "c", "d"]
+    assert server.store.stats()["evicted"] == 1
+    assert server.store.stats()["held_bytes"] == 3 * page_bytes(MODEL)
+    with pytest.raises(UnknownSessionError):
+        clients[0].verify()
+    with pytest.raises(CapacityError, match="expected at most"):
+        Client(server, "long", [1] * 100).verify()
+    assert server.store.stats()["live"] == 3
+
+
+def test_time_takes_idle_sessions() -> None:
+    now = [0.0]
+    server = TinyServer(model=MODEL, ttl_seconds=5, clock=lambda: now[0])
+    Client(server, "a").verify()
+    now[0] = 6
+    assert server.store.sweep() == 1
+    assert server.store.stats()["expired"] == 1
+    assert server.store.list() == []
+
+
+def test_what_the_model_raises_reaches_every_thread_and_changes_nothing(
+    server: TinyServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    client = Client(server, "a")
+    client.verify()
+    real, entered, go = MODEL.forward, threading.Event(), threading.Event()
+
+    def failing(*arguments):
+        entered.set()
+        go.wait(20)
+        raise KeyError("the model's own")
+
+    monkeypatch.setattr(MODEL, "forward", failing)
+    seen: list[BaseException] = []
+
+    def attempt(name: str) -> None:
+        try:
+            Client(server, name).verify()
+        except BaseException as error:
+            seen.append(error)
+
+    threads = [threading.Thread(target=attempt, args=(name,)) for name in "bcd"]
+    threads[0].start()
+    entered.wait(20)
+    for thread in threads[1:]:
+        thread.start()
+    go.set()
+    for thread in threads:
+        thread.join()
+    assert [type(error) for error in seen] == [KeyError] * 3
+    monkeypatch.setattr(MODEL, "forward", real)
+    assert server.store.stats()["live"] == 1
+    client.verify()
+    assert client.tokens == PLAIN[: len(client.tokens)]
+
+
+@pytest.mark.parametrize(
+    ("tree", "new_tokens", "message"),
+    [
+        (DraftTree([1, 2], [-1, 1]), [1], "parents: got 1 for row 1"),
+        (DraftTree([1] * 257), [1], "got 257 rows, expected at most 256"),
+        (DraftTree([1, 512]), [1], "tree: got token 512 at index 1, expected 0 to 511"),
+        (DraftTree([2, 3]), [1], "tree: got root token 2"),
+        (None, [], "new_tokens: got none"),
+        (None, [-1], "new_tokens: got token -1"),
+        ("tree", [1], "tree: got <class 'str'>, expected a DraftTree"),
+    ],
+)
+def test_wrong_arguments_are_named(server: TinyServer, tree, new_tokens, message: str) -> None:
+    with pytest.raises(NworError, match=message):
+        server.store.verify("a", tree, new_tokens)
+    assert server.store.stats()["live"] == 0
+    assert server.batches == []
+
+
+def test_an_end_comes_once(server: TinyServer) -> None:
+    Client(server, "a").verify()
+    server.store.end_session("a")
+    with pytest.raises(UnknownSessionError, match="got 'a'"):
+        server.store.end_session("a")
+    with pytest.raises(UnknownSessionError, match="got 'a'"):
+        server.store.info("a")
+    assert server.store.stats()["held_bytes"] == 0
