@@ -223,6 +223,20 @@ def fp8_lines() -> Iterator[str]:
         yield row(rows, f"{wide:.1f}", f"{narrow:.1f}", f"{wide / narrow:.2f}")
 
 
+def dram_lines() -> Iterator[str]:
+    if not (RESULTS / "h200" / "ncu_attention.json").exists():
+        return
+    data = load("h200/ncu_attention.json")
+    ratios = ", ".join(
+        f"{one['dram_read'] / one['kv_bytes']:.3f} ({one['name']}, {one['rows']} rows)"
+        for one in data["ranges"]
+    )
+    yield (
+        f"DRAM bytes read, by Nsight Compute, commit `{data['commit']}`, relative to the K/V that "
+        f"has to be read: {ratios}. Goal at most {data['goal']}."
+    )
+
+
 def cpu_attention_lines() -> Iterator[str]:
     if not (RESULTS / "cpu" / "attention.json").exists():
         return
@@ -267,6 +281,7 @@ def render() -> str:
         rows64_lines,
         odd_lines,
         fp8_lines,
+        dram_lines,
         cpu_attention_lines,
     )
     made = ("\n".join(section()) for section in sections)

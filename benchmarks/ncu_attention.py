@@ -1,0 +1,102 @@
+"""DRAM bytes that verify attention reads beside the K/V it has to read, by Nsight Compute.
+
+    drive PLAN          runs every shape, each inside a profiler range
+    table PLAN CSV      puts Nsight's raw page beside the plan: a table, and JSON with --json FILE
+
+`ncu_attention.sh` runs both. A range attends to K/V sets in turn, at least 300 MB of them, none
+twice, from an L2 that holds none of them: what exceeds the K/V's own size was read in vain.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+
+from ncu_commit import FLUSH_BYTES, METRICS, read_raw_page
+
+SHAPES = [((4608,), 8), ((32768,), 8), ((32768,) * 8, 8), ((32768,) * 8, 64)]
+GOAL = 1.05
+
+
+def drive(plan_path: Path) -> int:
+    import torch
+    from attention_gpu import Bench, Case
+
+    from nwor_specpv import _stamp
+
+    flush = torch.ones(FLUSH_BYTES // 4, device="cuda")
+    plan = []
+    for lens, rows in SHAPES:
+        case = Case("ncu", lens, rows)
+        bench = Bench(case, seed=1)
+        for profiled in (False, True):
+            flush.sum()
+            torch.cuda.synchronize()
+            if profiled:
+                torch.cuda.cudart().cudaProfilerStart()
+            for one in bench.sets:
+                bench.ours(one, tree=True)
+            torch.cuda.synchronize()
+            if profiled:
+                torch.cuda.cudart().cudaProfilerStop()
+        plan.append({"name": case.name, "rows": rows, "kv_bytes": bench.bytes * len(bench.sets)})
+        del bench
+        torch.cuda.empty_cache()
+    document = {
+        "device": torch.cuda.get_device_name(),
+        "torch": torch.__version__,
+        "commit": _stamp.read_stamp().revision,
+        "goal": GOAL,
+        "ranges": plan,
+    }
+    plan_path.write_text(json.dumps(document, indent=1))
+    return 0
+
+
+def table(plan_path: Path, csv_path: Path, json_path: Path | None) -> int:
+    plan = json.loads(plan_path.read_text())
+    measured = read_raw_page(csv_path)
+    if len(measured) != len(plan["ranges"]):
+        print(
+            f"{csv_path}: got {len(measured)} ranges, expected {len(plan['ranges'])}",
+            file=sys.stderr,
+        )
+        return 1
+    print(f"{plan['device']} · torch {plan['torch']} · commit {plan['commit']} · tree mask, bf16")
+    print(f"{'B x L':<14}{'rows':>5}{'K/V MB':>10}{'DRAM read MB':>14}{'read / K/V':>12}  goal")
+    for one, values in zip(plan["ranges"], measured, strict=True):
+        one.update(values)
+        ratio = values["dram_read"] / one["kv_bytes"]
+        verdict = "met" if ratio <= plan["goal"] else "missed"
+        print(
+            f"{one['name']:<14}{one['rows']:>5}{one['kv_bytes'] / 1e6:>10.1f}"
+            f"{values['dram_read'] / 1e6:>14.1f}{ratio:>12.3f}  {plan['goal']} {verdict}"
+        )
+    if json_path is not None:
+        json_path.write_text(json.dumps(plan, indent=1) + "\n")
+    return 0
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    commands = parser.add_subparsers(dest="command", required=True)
+    one = commands.add_parser("drive")
+    one.add_argument("plan", type=Path)
+    two = commands.add_parser("table")
+    two.add_argument("plan", type=Path)
+    two.add_argument("csv", type=Path)
+    two.add_argument("--json", type=Path)
+    commands.add_parser("metrics")
+    arguments = parser.parse_args()
+    if arguments.command == "drive":
+        return drive(arguments.plan)
+    if arguments.command == "table":
+        return table(arguments.plan, arguments.csv, arguments.json)
+    print(",".join(metric for metric, _ in METRICS.values()))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
