@@ -309,6 +309,7 @@ PYBIND11_MODULE(_C, m) {
   nwor::BindChecker(m);
   nwor::BindMetrics(m);
   nwor::BindAttention(m);
+  nwor::BindTree(m);
   nwor::BindSpecPV(m);
   nwor::BindSession(m);
 }

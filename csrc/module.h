@@ -7,6 +7,7 @@
 namespace nwor {
 
 void BindSession(pybind11::module_& m);  // module_session.cpp
-void BindSpecPV(pybind11::module_& m);  // module_specpv.cpp
+void BindSpecPV(pybind11::module_& m);   // module_specpv.cpp
+void BindTree(pybind11::module_& m);     // module_tree.cpp
 
 }  // namespace nwor

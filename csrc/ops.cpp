@@ -1,3 +1,5 @@
+#include "ops.h"
+
 #include <ATen/ops/empty.h>
 #include <torch/library.h>
 
@@ -10,21 +12,11 @@
 #include "specpv/specpv_ops.h"
 
 // The torch ops: schemas, and one implementation each for CPU, CUDA and shape-only tensors. This is
-// the only file that registers anything with torch; what the ops do lives in their subsystem.
+// the only file that registers anything with torch, in parts (ops_<folder>.cpp) where they are
+// many; what the ops do lives in their subsystem.
 
 namespace nwor {
 namespace {
-
-// torch knows its own exception types: Error becomes ValueError in Python, and nwor_specpv.ops
-// turns that into NworError.
-template <typename Function>
-decltype(auto) WithTorchErrors(Function&& function) {
-  try {
-    return std::forward<Function>(function)();
-  } catch (const Error& error) {
-    TORCH_CHECK_VALUE(false, error.what());
-  }
-}
 
 void WriteKvOp(const at::Tensor& key, const at::Tensor& value, at::Tensor key_cache,
                at::Tensor value_cache, const at::Tensor& slot_mapping, const at::Tensor& stage_rows,
@@ -57,8 +49,6 @@ void IgnoreArguments(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
 }
 
 // ---- attention --------------------------------------------------------------------------------
-
-using OptionalTensor = std::optional<at::Tensor>;
 
 // A view arrives as flat tensors: schemas know no structs. All of one view or none of it.
 void SetView(const OptionalTensor& blocks, const OptionalTensor& num_blocks,
@@ -291,23 +281,27 @@ TORCH_LIBRARY(nwor_specpv, library) {
       "Tensor(b!)[] value_caches, Tensor path, Tensor counts, Tensor slots, Tensor(c!) status, "
       "Tensor? parents=None, Tensor[]? k_scales=None, Tensor[]? v_scales=None) -> ()");
   nwor::RegisterAttentionSchemas(library);
+  nwor::RegisterTreeSchemas(library);
   nwor::RegisterSpecPVSchemas(library);
 }
 
 TORCH_LIBRARY_IMPL(nwor_specpv, CPU, library) {
   nwor::RegisterKernels(library);
   nwor::RegisterAttentionKernels(library);
+  nwor::RegisterTreeKernels(library);
   nwor::RegisterSpecPVKernels(library);
 }
 TORCH_LIBRARY_IMPL(nwor_specpv, Meta, library) {
   nwor::RegisterKernels(library);
   nwor::RegisterAttentionFakes(library);
+  nwor::RegisterTreeFakes(library);
   nwor::RegisterSpecPVFakes(library);
 }
 #ifdef NWOR_WITH_CUDA
 TORCH_LIBRARY_IMPL(nwor_specpv, CUDA, library) {
   nwor::RegisterKernels(library);
   nwor::RegisterAttentionKernels(library);
+  nwor::RegisterTreeKernels(library);
   nwor::RegisterSpecPVKernels(library);
 }
 #endif

@@ -4,8 +4,8 @@
     tools/check_structure.py [repository root]
 
 * Includes in csrc/ go one way: root headers, metrics, kv_interceptor, attention, tree, specpv,
-  session, bindings (ops.cpp, module.cpp, module_<folder>.cpp and their module.h); no file includes
-  itself by any detour.
+  session, bindings (ops.cpp, module.cpp, their parts ops_<folder>.cpp, module_<folder>.cpp, and
+  their ops.h, module.h); no file includes itself by any detour.
 * Only csrc/ops.cpp registers torch ops, only csrc/module.cpp and its parts csrc/module_<folder>.cpp
   include pybind11 or Python, only csrc/metrics/exporter.cpp includes prometheus.
 * No .cu or .cuh reaches a torch header, neither itself nor through a header of ours.
@@ -24,7 +24,8 @@ from pathlib import Path
 # Lower may not include higher. Files directly in csrc/ are layer 0, except the bindings.
 LAYERS = ("", "metrics", "kv_interceptor", "attention", "tree", "specpv", "session")
 MODULE = re.compile(r"module(_[a-z]+)?\.(cpp|h)")
-BINDINGS = re.compile(rf"ops\.cpp|{MODULE.pattern}")
+OPS = re.compile(r"ops(_[a-z]+)?\.(cpp|h)")
+BINDINGS = re.compile(rf"{OPS.pattern}|{MODULE.pattern}")
 # Of python/nwor_specpv: the integration, and the peer of the benchmarks.
 VLLM_IMPORTERS = ("vllm", "bench/peers.py")
 EXPORTER = re.compile("metrics/exporter.cpp")

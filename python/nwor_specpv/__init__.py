@@ -43,8 +43,16 @@ from ._C import (
     judge_greedy,
     verify_in_chunks,
 )
+from .acceptance import (
+    accept_chain_sampling,
+    accept_greedy,
+    accept_sampling,
+    accept_typical,
+    make_coins,
+)
 from .attention import CompactView, PartialView, merge_states, verify_attention, verify_plan
 from .config import Settings, load_config
+from .cut import FINISH_REASONS, Cut, GrammarCut, StopStrings, cut_on_host, cut_path
 from .errors import CapacityError, DesyncError, NworError, UnknownSessionError
 from .layouts import LAYOUTS, cache_views
 from .methods import Method, get_method, method_names, register_method
@@ -52,13 +60,28 @@ from .metrics import Metrics
 from .ops import commit, write_kv
 from .paths import get_cmake_dir, get_include
 from .retrieval import block_summaries, build_view, select_blocks
+from .target import target_probs
+from .tree import (
+    MAX_TREE_ROWS,
+    StaticTree,
+    Tree,
+    describe_status,
+    normalize_topology,
+    static_tree,
+    tree_from_chain,
+    tree_from_parents,
+    tree_from_topk,
+    tree_from_topology,
+)
 
 __version__ = _stamp.read_stamp().version
 
 __all__ = [
     "BYPASS_REASONS",
     "COMMIT_ERRORS",
+    "FINISH_REASONS",
     "LAYOUTS",
+    "MAX_TREE_ROWS",
     "Budget",
     "CapacityError",
     "ChainChunk",
@@ -66,9 +89,11 @@ __all__ = [
     "CommitVerdict",
     "CompactView",
     "ContractChecker",
+    "Cut",
     "Decision",
     "DesyncError",
     "DraftTree",
+    "GrammarCut",
     "Interceptor",
     "Method",
     "Metrics",
@@ -84,23 +109,41 @@ __all__ = [
     "Settings",
     "SlotAllocator",
     "SpecPVConfig",
+    "StaticTree",
+    "StopStrings",
+    "Tree",
     "UnknownSessionError",
     "VerifyRequest",
     "VerifyResult",
     "Violation",
+    "accept_chain_sampling",
+    "accept_greedy",
+    "accept_sampling",
+    "accept_typical",
     "block_summaries",
     "build_view",
     "cache_views",
     "commit",
+    "cut_on_host",
+    "cut_path",
+    "describe_status",
     "get_cmake_dir",
     "get_include",
     "get_method",
     "judge_greedy",
     "load_config",
+    "make_coins",
     "merge_states",
     "method_names",
+    "normalize_topology",
     "register_method",
     "select_blocks",
+    "static_tree",
+    "target_probs",
+    "tree_from_chain",
+    "tree_from_parents",
+    "tree_from_topk",
+    "tree_from_topology",
     "verify_attention",
     "verify_in_chunks",
     "verify_plan",

@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
 PROGRAM = "nwor-specpv"
-BENCHES = ("commit", "attention", "session")
+BENCHES = ("commit", "attention", "tree", "session")
 
 EXIT_OK, EXIT_FAILURE, EXIT_USAGE = 0, 1, 2
 

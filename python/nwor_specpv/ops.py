@@ -11,15 +11,35 @@ from collections.abc import Sequence
 import torch
 
 from ._call import call
+from .acceptance import (
+    accept_chain_sampling,
+    accept_greedy,
+    accept_sampling,
+    accept_typical,
+    make_coins,
+)
 from .attention import merge_states, verify_attention, verify_plan
+from .cut import cut_path
 from .retrieval import block_summaries, build_view, select_blocks
+from .target import target_probs
+from .tree import tree_from_chain, tree_from_parents, tree_from_topk
 
 __all__ = [
+    "accept_chain_sampling",
+    "accept_greedy",
+    "accept_sampling",
+    "accept_typical",
     "block_summaries",
     "build_view",
     "commit",
+    "cut_path",
+    "make_coins",
     "merge_states",
     "select_blocks",
+    "target_probs",
+    "tree_from_chain",
+    "tree_from_parents",
+    "tree_from_topk",
     "verify_attention",
     "verify_plan",
     "write_kv",

@@ -1,0 +1,34 @@
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <torch/library.h>
+
+#include <optional>
+#include <utility>
+
+#include "check.h"
+
+// What the parts of ops.cpp share. A part defines its subsystem's schemas, kernels and fakes;
+// ops.cpp registers them.
+
+namespace nwor {
+
+using OptionalTensor = std::optional<at::Tensor>;
+
+// torch knows its own exception types: Error becomes ValueError in Python, and nwor_specpv.ops
+// turns that into NworError.
+template <typename Function>
+decltype(auto) WithTorchErrors(Function&& function) {
+  try {
+    return std::forward<Function>(function)();
+  } catch (const Error& error) {
+    TORCH_CHECK_VALUE(false, error.what());
+  }
+}
+
+// ops_tree.cpp
+void RegisterTreeSchemas(torch::Library& library);
+void RegisterTreeKernels(torch::Library& library);
+void RegisterTreeFakes(torch::Library& library);
+
+}  // namespace nwor

@@ -1,0 +1,62 @@
+#pragma once
+
+#include <array>
+#include <cstdint>
+#include <string_view>
+
+#include "host_device.h"
+
+// What a tree, or an acceptance over one, found wrong on the device, where nothing can be thrown.
+// One 64-bit status word per request, 0 = fine. Plain data without torch: kernels include it.
+
+// X(enumerator, label, sentence)
+#define NWOR_TREE_FAULTS(X)                                                             \
+  X(kNone, "ok", "no fault")                                                            \
+  X(kRootParent, "root_parent", "row 0 is the root: its parent must be -1")             \
+  X(kSecondRoot, "second_root", "a row other than the first has no parent")             \
+  X(kParentRange, "parent_range", "a parent is not a row of the tree")                  \
+  X(kForwardParent, "forward_parent", "a parent does not come before its child")        \
+  X(kCycle, "cycle", "a row is its own ancestor")                                       \
+  X(kRowCount, "row_count", "a request has no row, or more rows than the tree")         \
+  X(kKeptRange, "kept_range", "a kept parent is not a candidate of the step before")    \
+  X(kScore, "score", "a score is NaN")                                                  \
+  X(kLink, "link", "a child or sibling link does not lead forward to a row")            \
+  X(kToken, "token", "a token id is outside the vocabulary")                            \
+  X(kProbability, "probability", "a probability is negative, NaN or above one")         \
+  X(kProbabilitySum, "probability_sum", "the probabilities of a row do not sum to one") \
+  X(kCoin, "coin", "a coin is outside [0, 1]")                                          \
+  X(kPath, "path", "a count or an accepted row is outside the tree")                    \
+  X(kParameter, "parameter", "a sampling parameter is out of range")                    \
+  X(kLogits, "logits", "a row has a NaN, an infinite logit, or no token left to choose")
+
+namespace nwor {
+
+enum class TreeFault : int32_t {
+#define NWOR_ENUMERATOR(name, label, text) name,
+  NWOR_TREE_FAULTS(NWOR_ENUMERATOR)
+#undef NWOR_ENUMERATOR
+};
+
+struct TreeFaultText {
+  std::string_view label;
+  std::string_view sentence;
+};
+
+inline constexpr std::array kTreeFaultTexts = {
+#define NWOR_TEXT(name, label, text) TreeFaultText{label, text},
+    NWOR_TREE_FAULTS(NWOR_TEXT)
+#undef NWOR_TEXT
+};
+
+constexpr std::string_view Sentence(TreeFault fault) {
+  return kTreeFaultTexts[static_cast<size_t>(fault)].sentence;
+}
+
+// bits 0..7 the fault, 8..31 the row (of the tree), 32..63 the offending value as 32 bits.
+NWOR_HOST_DEVICE constexpr int64_t PackFault(TreeFault fault, int32_t row, int32_t value) {
+  return static_cast<int64_t>(static_cast<uint64_t>(fault) |
+                              (static_cast<uint64_t>(row) & 0xFFFFFFu) << 8 |
+                              static_cast<uint64_t>(static_cast<uint32_t>(value)) << 32);
+}
+
+}  // namespace nwor

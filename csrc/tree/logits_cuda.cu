@@ -1,0 +1,254 @@
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+
+#include "kv_interceptor/launch_check.h"
+#include "tree/fault.h"
+#include "tree/logits_rule.h"
+#include "tree/probability.h"
+#include "tree/tree_params.h"
+
+// One block per row. The row is kept in `out` between passes, scaled: 0 for the largest logit, less
+// for the others. Thresholds of top-k and top-p are found by a radix descent over the ordered bits
+// of the scaled logits, 11 + 11 + 10 of them, with histograms of counts or masses; masses are
+// integers, so the order in which threads add them changes nothing.
+
+namespace nwor {
+namespace {
+
+constexpr int kThreads = 1024;
+constexpr int kBins = 2048;
+constexpr int kFilterBits = 1024;
+
+struct LogitsShared {
+  unsigned long long bins[kBins];
+  int64_t drafts[kMaxTreeRows];       // tokens between the root and this row
+  uint32_t filter[kFilterBits / 32];  // bit t % kFilterBits of every such token
+  int num_drafts;
+  float warp_max[kThreads / 32];
+  unsigned long long warp_sum[kThreads / 32];
+  int best;
+  uint32_t chosen_bin;
+  unsigned long long above;  // weight in the bins above the chosen one
+};
+
+__device__ float ReadLogit(const LogitsParams& params, int64_t index) {
+  switch (params.dtype) {
+    case DType::kFloat16:
+      return __half2float(static_cast<const __half*>(params.logits)[index]);
+    case DType::kBFloat16:
+      return __bfloat162float(static_cast<const __nv_bfloat16*>(params.logits)[index]);
+    default:
+      return static_cast<const float*>(params.logits)[index];
+  }
+}
+
+__device__ uint32_t KeyOf(float scaled) { return OrderedBits(__float_as_uint(scaled + 0.0f)); }
+
+__device__ unsigned long long MassOf(float scaled) { return FixedProbability(expf(scaled)); }
+
+__device__ float BlockMax(float value, LogitsShared& shared) {
+  for (int step = 16; step > 0; step /= 2) {
+    value = fmaxf(value, __shfl_xor_sync(0xFFFFFFFFu, value, step));
+  }
+  if (threadIdx.x % 32 == 0) shared.warp_max[threadIdx.x / 32] = value;
+  __syncthreads();
+  float all = shared.warp_max[0];
+  for (int warp = 1; warp < kThreads / 32; ++warp) all = fmaxf(all, shared.warp_max[warp]);
+  return all;
+}
+
+__device__ unsigned long long BlockSum(unsigned long long value, LogitsShared& shared) {
+  for (int step = 16; step > 0; step /= 2) value += __shfl_xor_sync(0xFFFFFFFFu, value, step);
+  __syncthreads();
+  if (threadIdx.x % 32 == 0) shared.warp_sum[threadIdx.x / 32] = value;
+  __syncthreads();
+  unsigned long long all = 0;
+  for (int warp = 0; warp < kThreads / 32; ++warp) all += shared.warp_sum[warp];
+  return all;
+}
+
+// The largest key such that what is at least it weighs at least `needed`. Only keys of `floor` and
+// more count. kMass: a token weighs its mass, else one.
+template <bool kMass>
+__device__ uint32_t FindThreshold(const float* row, int size, uint32_t floor,
+                                  unsigned long long needed, LogitsShared& shared) {
+  constexpr int kShifts[3] = {21, 10, 0};
+  constexpr int kWidths[3] = {11, 11, 10};
+  uint32_t prefix = 0;
+  unsigned long long missing = needed;
+  for (int level = 0; level < 3; ++level) {
+    const int shift = kShifts[level];
+    const uint32_t bins = 1u << kWidths[level];
+    for (int i = threadIdx.x; i < kBins; i += kThreads) shared.bins[i] = 0;
+    __syncthreads();
+    for (int v = threadIdx.x; v < size; v += kThreads) {
+      const uint32_t key = KeyOf(row[v]);
+      if (key < floor) continue;
+      if (level > 0 && (key ^ prefix) >> (shift + kWidths[level]) != 0) continue;
+      const unsigned long long weight = kMass ? MassOf(row[v]) : 1ull;
+      if (weight != 0) atomicAdd(&shared.bins[key >> shift & (bins - 1)], weight);
+    }
+    __syncthreads();
+    // From the top: the first bin that reaches what is missing. A warp adds up 32 pieces.
+    if (threadIdx.x < 32) {
+      const uint32_t lane = threadIdx.x;
+      const uint32_t piece = bins / 32;
+      unsigned long long own = 0;
+      for (uint32_t i = 0; i < piece; ++i) own += shared.bins[bins - 1 - (lane * piece + i)];
+      unsigned long long sum = own;
+      for (int step = 1; step < 32; step *= 2) {
+        const unsigned long long other = __shfl_up_sync(0xFFFFFFFFu, sum, step);
+        if (lane >= static_cast<uint32_t>(step)) sum += other;
+      }
+      const bool reaches = sum >= missing;
+      const uint32_t first = __ffs(static_cast<int>(__ballot_sync(0xFFFFFFFFu, reaches)));
+      // Where all together fall short, which rounding may cause, the lowest bin.
+      const uint32_t chosen = first == 0 ? 31 : first - 1;
+      if (lane == chosen) {
+        unsigned long long above = sum - own;
+        uint32_t bin = bins - 1 - lane * piece;
+        for (uint32_t i = 1; i < piece && above + shared.bins[bin] < missing; ++i) {
+          above += shared.bins[bin--];
+        }
+        shared.chosen_bin = bin;
+        shared.above = above;
+      }
+    }
+    __syncthreads();
+    prefix |= shared.chosen_bin << shift;
+    missing = missing > shared.above ? missing - shared.above : 1;
+    __syncthreads();
+  }
+  return prefix > floor ? prefix : floor;
+}
+
+__device__ void CollectDrafts(const LogitsParams& params, int64_t request, int row,
+                              LogitsShared& shared) {
+  if (threadIdx.x < kFilterBits / 32) shared.filter[threadIdx.x] = 0;
+  __syncthreads();
+  if (threadIdx.x != 0) return;
+  shared.num_drafts = 0;
+  if (params.tokens == nullptr) return;
+  const int64_t first = request * params.rows;
+  for (int at = row; at > 0;) {
+    const int64_t token = params.tokens[first + at];
+    shared.drafts[shared.num_drafts++] = token;
+    const auto bit = static_cast<uint32_t>(token) % kFilterBits;
+    shared.filter[bit / 32] |= 1u << (bit % 32);
+    // Only upwards, whatever the parents say: a walk that ends.
+    const int parent = params.parents[first + at];
+    at = parent < at ? parent : 0;
+  }
+}
+
+__device__ float LogitOf(const LogitsParams& params, const RowOptions& options, int64_t request,
+                         int row, int token, const LogitsShared& shared) {
+  float logit = ReadLogit(params, request * params.batch_stride + row * params.row_stride +
+                                      token * params.token_stride);
+  const int64_t size = params.vocabulary;
+  if (options.penalised) {
+    int count = params.output_counts == nullptr ? 0 : params.output_counts[request * size + token];
+    const uint32_t bit = static_cast<uint32_t>(token) % kFilterBits;
+    if ((shared.filter[bit / 32] >> (bit % 32) & 1) != 0) {
+      for (int i = 0; i < shared.num_drafts; ++i) count += shared.drafts[i] == token ? 1 : 0;
+    }
+    const bool in_prompt =
+        params.prompt_mask != nullptr && params.prompt_mask[request * size + token] != 0;
+    logit = Penalise(logit, options, count, in_prompt);
+  }
+  if (params.bitmask != nullptr) {
+    const int32_t word =
+        params.bitmask[request * params.bitmask_batch + row * params.bitmask_row + token / 32];
+    if ((static_cast<uint32_t>(word) >> (token % 32) & 1) == 0) return -INFINITY;
+  }
+  return logit;
+}
+
+__device__ void Refuse(const LogitsParams& params, int64_t request, int row, float* out,
+                       TreeFault fault, int value) {
+  for (int v = threadIdx.x; v < params.vocabulary; v += kThreads) out[v] = 0.0f;
+  if (threadIdx.x == 0 && params.status != nullptr) {
+    auto* word = reinterpret_cast<unsigned long long*>(params.status + request);
+    atomicCAS(word, 0ull, static_cast<unsigned long long>(PackFault(fault, row, value)));
+  }
+}
+
+__global__ void __launch_bounds__(kThreads)
+    TargetProbsKernel(const __grid_constant__ LogitsParams params) {
+  __shared__ LogitsShared shared;
+  const int64_t request = blockIdx.x / params.rows;
+  const int row = static_cast<int>(blockIdx.x % params.rows);
+  const int size = params.vocabulary;
+  float* out = params.out + static_cast<int64_t>(blockIdx.x) * size;
+  const RowOptions options = OptionsOf(params.options, request);
+  const int wrong = WrongOption(options);
+  if (wrong != 0) {
+    return Refuse(params, request, row, out, TreeFault::kParameter, wrong);
+  }
+  CollectDrafts(params, request, row, shared);
+  __syncthreads();
+
+  float largest = -INFINITY;
+  bool valid = true;
+  for (int v = threadIdx.x; v < size; v += kThreads) {
+    const float logit = LogitOf(params, options, request, row, v, shared);
+    valid &= !isnan(logit) && logit != INFINITY;
+    out[v] = logit;
+    largest = fmaxf(largest, logit);
+  }
+  valid = __syncthreads_and(valid) != 0;
+  largest = BlockMax(largest, shared);
+  if (!valid || largest == -INFINITY) {
+    return Refuse(params, request, row, out, TreeFault::kLogits, 0);
+  }
+  if (options.temperature == 0.0f) {
+    if (threadIdx.x == 0) shared.best = size;
+    __syncthreads();
+    for (int v = threadIdx.x; v < size; v += kThreads) {
+      if (out[v] == largest) {
+        atomicMin(&shared.best, v);
+        break;  // a thread's tokens ascend
+      }
+    }
+    __syncthreads();
+    for (int v = threadIdx.x; v < size; v += kThreads) out[v] = v == shared.best ? 1.0f : 0.0f;
+    return;
+  }
+
+  // From here on a thread reads what it wrote: its own tokens, v = threadIdx.x mod kThreads.
+  for (int v = threadIdx.x; v < size; v += kThreads) {
+    out[v] = (out[v] - largest) / options.temperature;
+  }
+  uint32_t threshold = 0;
+  if (options.top_k > 0 && options.top_k < size) {
+    threshold = FindThreshold<false>(out, size, 0, options.top_k, shared);
+  }
+  if (options.top_p < 1.0f) {
+    unsigned long long mass = 0;
+    for (int v = threadIdx.x; v < size; v += kThreads) {
+      if (KeyOf(out[v]) >= threshold) mass += MassOf(out[v]);
+    }
+    const auto total = static_cast<double>(BlockSum(mass, shared));
+    const auto needed = static_cast<unsigned long long>(ceil(options.top_p * total));
+    threshold = FindThreshold<true>(out, size, threshold, needed, shared);
+  }
+  unsigned long long mass = 0;
+  for (int v = threadIdx.x; v < size; v += kThreads) {
+    const float weight = KeyOf(out[v]) < threshold ? 0.0f : expf(out[v]);
+    out[v] = weight < options.min_p ? 0.0f : weight;
+    mass += FixedProbability(out[v]);
+  }
+  const auto scale = static_cast<float>(static_cast<double>(kProbabilityOne) /
+                                        static_cast<double>(BlockSum(mass, shared)));
+  for (int v = threadIdx.x; v < size; v += kThreads) out[v] *= scale;
+}
+
+}  // namespace
+
+void LaunchTargetProbs(const LogitsParams& params) {
+  const auto blocks = static_cast<unsigned>(int64_t{params.num_requests} * params.rows);
+  TargetProbsKernel<<<blocks, kThreads, 0, static_cast<cudaStream_t>(params.stream)>>>(params);
+  CheckCuda(cudaGetLastError(), "target_probs launch");
+}
+
+}  // namespace nwor

@@ -1,0 +1,35 @@
+#pragma once
+
+#include <cstdint>
+#include <vector>
+
+#include "export.h"
+
+// Trees as people and drafters write them down, put into the one form everything else takes: row 0
+// the root, every parent before its child. Host only; no state, thread-safe.
+
+namespace nwor {
+
+struct Topology {
+  std::vector<int32_t> parents;  // [R]; parents[0] = -1
+  std::vector<int32_t> source;   // [R]; the entry given for the row, -1 = a root that was added
+};
+
+// `parents`: one entry per node, the index of its parent or -1, in any order. With one -1 that node
+// is the root; with several, each is a draft below a root that is added (the last emitted token).
+// add_root says that the only -1 is a draft, too. Rows keep the order given as far as parents come
+// first. Throws nwor::Error naming the node for cycles, ranges, no root, or more than 256 rows.
+NWOR_EXPORT Topology NormalizeTopology(const std::vector<int32_t>& parents, bool add_root = false);
+
+struct StaticTopology {
+  std::vector<int32_t> parents;  // [R]; parents[0] = -1
+  std::vector<int32_t> depths;   // [R]
+  std::vector<int32_t> ranks;  // [R]; which of its depth's candidates a row holds, -1 for the root
+};
+
+// A fixed tree from its paths (Medusa's choices): {a, b, c} is candidate c of depth 3 below
+// candidate b of depth 2 below candidate a of depth 1. Every path's beginnings must be paths too.
+// Rows are ordered by depth, then by path. Throws nwor::Error naming the choice.
+NWOR_EXPORT StaticTopology TopologyFromChoices(const std::vector<std::vector<int32_t>>& choices);
+
+}  // namespace nwor

@@ -1,0 +1,152 @@
+"""Where sequences end: stop tokens and lengths on the device, strings and grammars on the host.
+
+What is cut is neither committed nor emitted: the path and the counts that come out of here are what
+`commit` takes, and the emitted tokens are what a user sees.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple, Protocol
+
+import torch
+
+from ._call import call
+from .errors import NworError
+
+__all__ = ["FINISH_REASONS", "Cut", "GrammarCut", "StopStrings", "cut_on_host", "cut_path"]
+
+FINISH_REASONS = ("", "stop", "length", "callback")
+
+# (request, this round's tokens) -> how many of them to keep and end there, or None to go on.
+Callback = Callable[[int, list[int]], int | None]
+
+
+class Cut(NamedTuple):
+    """An accepted run up to where its sequence ends."""
+
+    path: torch.Tensor  # [B, R] int32: rows to commit, -1 padded
+    counts: torch.Tensor  # [B] int32
+    next_token: torch.Tensor  # [B] int64: the last emitted token, -1 = nothing is emitted
+    emitted: torch.Tensor  # [B, R] int64: this round's tokens, -1 padded
+    num_emitted: torch.Tensor  # [B] int32
+    finish: torch.Tensor  # [B] int32: index of FINISH_REASONS, 0 = the sequence goes on
+
+
+def cut_path(
+    tokens: torch.Tensor,
+    path: torch.Tensor,
+    counts: torch.Tensor,
+    next_token: torch.Tensor,
+    *,
+    stop_ids: torch.Tensor | None = None,
+    max_new_tokens: torch.Tensor | None = None,
+    keep: torch.Tensor | None = None,
+    status: torch.Tensor | None = None,
+) -> Cut:
+    """Ends accepted runs at the first stop token, after `max_new_tokens`, or after `keep` tokens.
+
+    A run is the accepted drafts and `next_token`. The stop token itself is emitted. All emitted
+    tokens but the last are committed. `stop_ids` [n] or [B, n] (negative = none): EOS and others;
+    `max_new_tokens` [B]: how many may still be emitted; `keep` [B]: what a callback decided, -1 for
+    no opinion. No host sync, capturable.
+    """
+    op = torch.ops.nwor_specpv.cut_path.default
+    given = (tokens, path, counts, next_token, stop_ids, max_new_tokens, keep, status)
+    return Cut(*call(op, *given))
+
+
+def cut_on_host(
+    tokens: torch.Tensor,
+    path: torch.Tensor,
+    counts: torch.Tensor,
+    next_token: torch.Tensor,
+    callback: Callback | Sequence[Callback],
+    *,
+    stop_ids: torch.Tensor | None = None,
+    max_new_tokens: torch.Tensor | None = None,
+) -> Cut:
+    """`cut_path` with callbacks that see each request's tokens; the earliest cut counts.
+
+    Waits for the device once: strings and grammars are the host's. A later callback sees no more
+    than what the ones before it kept. A request that emits nothing is not shown.
+    """
+    rest = {"stop_ids": stop_ids, "max_new_tokens": max_new_tokens}
+    first = cut_path(tokens, path, counts, next_token, **rest)
+    callbacks = [callback] if callable(callback) else list(callback)
+    keep = []
+    for request, (row, length) in enumerate(
+        zip(first.emitted.tolist(), first.num_emitted.tolist(), strict=True)
+    ):
+        run, decided = row[:length], -1
+        for one in callbacks if length else ():
+            kept = one(request, list(run))
+            if kept is None:
+                continue
+            if not 0 <= kept <= len(run):
+                raise NworError(
+                    f"callback: got {kept} for request {request}, expected None or 0 .. {len(run)}"
+                )
+            run, decided = run[:kept], kept
+        keep.append(decided)
+    if all(decided < 0 for decided in keep):
+        return first
+    device = first.counts.device
+    limit = torch.tensor(keep, dtype=torch.int32, device=device)
+    return cut_path(tokens, path, counts, next_token, **rest, keep=limit)
+
+
+class StopStrings:
+    """A callback that ends a sequence once its text holds one of `strings`.
+
+    `decode` turns token ids into text. Keeps each request's tokens, since a string may span rounds;
+    `text(request)` is what was emitted, up to the stop string. `forget(request)` ends a request.
+    """
+
+    def __init__(self, strings: Sequence[str], decode: Callable[[list[int]], str]):
+        if isinstance(strings, str) or not strings or not all(strings):
+            raise NworError(f"strings: got {strings!r}, expected a list of strings, none empty")
+        self._strings = tuple(strings)
+        self._decode = decode
+        self._tokens: dict[int, list[int]] = {}
+
+    def __call__(self, request: int, tokens: list[int]) -> int | None:
+        history = self._tokens.setdefault(request, [])
+        for kept, token in enumerate(tokens, 1):
+            history.append(token)
+            if self._end(self._decode(history)) is not None:
+                return kept
+        return None
+
+    def text(self, request: int) -> str:
+        text = self._decode(self._tokens.get(request, []))
+        return text[: self._end(text)]
+
+    def forget(self, request: int) -> None:
+        self._tokens.pop(request, None)
+
+    def _end(self, text: str) -> int | None:
+        found = [text.find(string) for string in self._strings]
+        return min((at for at in found if at >= 0), default=None)
+
+
+class Matcher(Protocol):
+    """What a grammar must be able to do; xgrammar's GrammarMatcher is one."""
+
+    def accept_token(self, token_id: int) -> bool: ...
+
+
+class GrammarCut:
+    """A callback that ends a run before the first token its request's grammar refuses."""
+
+    def __init__(self, matchers: dict[int, Matcher] | Sequence[Matcher]):
+        self._matchers = matchers if isinstance(matchers, dict) else dict(enumerate(matchers))
+
+    def __call__(self, request: int, tokens: list[int]) -> int | None:
+        matcher = self._matchers.get(request)
+        if matcher is None:
+            return None
+        for kept, token in enumerate(tokens):
+            if not matcher.accept_token(token):
+                return kept
+        return None
