@@ -30,7 +30,7 @@ class Links {
 
   // 0, or the first link that does not lead forward.
   int64_t FindFault() const {
-    if (first_ == nullptr) {
+    if (first_ == nullptr || next_ == nullptr) {
       return end_ < 1 || end_ > rows_ ? PackFault(TreeFault::kRowCount, 0, end_ - 1) : 0;
     }
     // Almost always all is well, and vector instructions see it at once.

@@ -2,6 +2,7 @@
 
 #include <cstdint>
 
+#include "export.h"
 #include "types.h"
 
 // Draft trees as kernels take them: no torch, no CUDA.
@@ -70,7 +71,7 @@ void LaunchTreeFromParents(const ParentsParams& params);
 void LaunchTreeFromTopK(const TopKParams& params);
 
 // The same on host memory. Faults are in out.status; nothing throws.
-void TreeFromParentsCpu(const ParentsParams& params);
-void TreeFromTopKCpu(const TopKParams& params);
+NWOR_EXPORT void TreeFromParentsCpu(const ParentsParams& params);
+NWOR_EXPORT void TreeFromTopKCpu(const TopKParams& params);
 
 }  // namespace nwor

@@ -1,0 +1,131 @@
+#include "tree/tree.h"
+
+#include <ATen/ops/tensor.h>
+#include <gtest/gtest.h>
+
+#include <vector>
+
+#include "check.h"
+#include "tree/acceptance.h"
+#include "tree/cut.h"
+#include "tree/cut_params.h"
+#include "tree/fault.h"
+#include "tree/topology.h"
+#include "tree/tree_params.h"
+
+namespace nwor {
+namespace {
+
+at::Tensor Ints(const std::vector<int32_t>& values) {
+  return at::tensor(values, at::TensorOptions().dtype(at::kInt));
+}
+at::Tensor Longs(const std::vector<int64_t>& values) {
+  return at::tensor(values, at::TensorOptions().dtype(at::kLong));
+}
+
+std::vector<int64_t> List(const at::Tensor& tensor) {
+  const at::Tensor flat = tensor.to(at::kLong).flatten().contiguous();
+  return {flat.const_data_ptr<int64_t>(), flat.const_data_ptr<int64_t>() + flat.numel()};
+}
+
+// The builder's part below the tensors, on memory that is poisoned beforehand.
+struct RawTree {
+  explicit RawTree(const std::vector<int32_t>& given) : rows(static_cast<int>(given.size())) {
+    ParentsParams params;
+    params.parents = given.data();
+    params.prefix_lens = &prefix_len;
+    params.out.parents = parents.data();
+    params.out.positions = positions.data();
+    params.out.depths = depths.data();
+    params.out.mask = mask.data();
+    params.out.first_child = first_child.data();
+    params.out.next_sibling = next_sibling.data();
+    params.out.status = &status;
+    params.num_requests = 1;
+    params.rows = rows;
+    TreeFromParentsCpu(params);
+  }
+  int rows;
+  int32_t prefix_len = 100;
+  std::vector<int32_t> parents = std::vector<int32_t>(kMaxTreeRows + 1, 77);
+  std::vector<int64_t> positions = std::vector<int64_t>(kMaxTreeRows + 1, 77);
+  std::vector<int32_t> depths = std::vector<int32_t>(kMaxTreeRows + 1, 77);
+  std::vector<uint64_t> mask = std::vector<uint64_t>(kMaxTreeRows * kMaxTreeWords + 1, 77);
+  std::vector<int32_t> first_child = std::vector<int32_t>(kMaxTreeRows + 1, 77);
+  std::vector<int32_t> next_sibling = std::vector<int32_t>(kMaxTreeRows + 1, 77);
+  int64_t status = 77;
+};
+
+TEST(Tree, AChainOfTheLargestSizeSeesAllBefore) {
+  std::vector<int32_t> chain(kMaxTreeRows);
+  for (int i = 0; i < kMaxTreeRows; ++i) chain[i] = i - 1;
+  const RawTree tree(chain);
+  EXPECT_EQ(tree.status, 0);
+  EXPECT_EQ(tree.depths[255], 255);
+  EXPECT_EQ(tree.positions[255], 355);
+  for (int word = 0; word < 4; ++word) EXPECT_EQ(tree.mask[255 * 4 + word], ~uint64_t{0});
+  EXPECT_EQ(tree.mask[64 * 4 + 1], 1u);
+  EXPECT_EQ(tree.mask[64 * 4 + 2], 0u);
+  // And not a word beyond.
+  EXPECT_EQ(tree.parents[256], 77);
+  EXPECT_EQ(tree.mask[256 * 4], 77u);
+  EXPECT_EQ(tree.next_sibling[256], 77);
+}
+
+TEST(Tree, AnInvalidTreeIsItsRootAlone) {
+  const RawTree tree({-1, 0, 3, 2});
+  EXPECT_EQ(tree.status, PackFault(TreeFault::kCycle, 2, 3));
+  for (int row = 0; row < 4; ++row) {
+    EXPECT_EQ(tree.first_child[row], -1);
+    EXPECT_EQ(tree.next_sibling[row], -1);
+    EXPECT_EQ(tree.mask[row], uint64_t{1} << row);
+    EXPECT_EQ(tree.positions[row], 100);
+  }
+}
+
+TEST(Tree, TheTensorFaceThrowsWithTheRowNamed) {
+  try {
+    TreeFromParents(Ints({-1, 0, 2, 1}).view({1, 4}), Ints({5}));
+    FAIL() << "no error";
+  } catch (const Error& error) {
+    EXPECT_NE(std::string(error.what()).find("parents[0, 2]: got 2"), std::string::npos)
+        << error.what();
+  }
+}
+
+TEST(Tree, AcceptsCutsAndLeavesNothingBehindTheCut) {
+  //        0
+  //      1   2        tokens 10 11 12 13 14; the target wants 11, then 13, then 14, then 9
+  //      3
+  //      4
+  const at::Tensor tokens = Longs({10, 11, 12, 13, 14}).view({1, 5});
+  const Tree tree = TreeFromParents(Ints({-1, 0, 0, 1, 3}).view({1, 5}), Ints({7}), tokens);
+  const at::Tensor targets = Longs({11, 13, 0, 14, 9}).view({1, 5});
+  const Accepted accepted = AcceptGreedy(tree.tokens, targets, tree.first_child, tree.next_sibling);
+  EXPECT_EQ(List(accepted.path), (std::vector<int64_t>{1, 3, 4, -1, -1}));
+  EXPECT_EQ(List(accepted.counts), (std::vector<int64_t>{3}));
+  EXPECT_EQ(List(accepted.next_token), (std::vector<int64_t>{9}));
+  const Cut cut =
+      CutPath(tree.tokens, accepted.path, accepted.counts, accepted.next_token, Longs({13}));
+  EXPECT_EQ(List(cut.emitted), (std::vector<int64_t>{11, 13, -1, -1, -1}));
+  EXPECT_EQ(List(cut.path), (std::vector<int64_t>{1, -1, -1, -1, -1}));
+  EXPECT_EQ(List(cut.next_token), (std::vector<int64_t>{13}));
+  EXPECT_EQ(List(cut.finish), (std::vector<int64_t>{static_cast<int64_t>(FinishReason::kStop)}));
+}
+
+TEST(Topology, SeveralRootsGetOneAboveThem) {
+  const Topology topology = NormalizeTopology({-1, 0, -1, 2});
+  EXPECT_EQ(topology.parents, (std::vector<int32_t>{-1, 0, 1, 0, 3}));
+  EXPECT_EQ(topology.source, (std::vector<int32_t>{-1, 0, 1, 2, 3}));
+  EXPECT_THROW(NormalizeTopology({1, 0}), Error);
+}
+
+TEST(Topology, ChoicesNeedTheirBeginnings) {
+  const StaticTopology topology = TopologyFromChoices({{0, 1}, {0}, {2}});
+  EXPECT_EQ(topology.parents, (std::vector<int32_t>{-1, 0, 0, 1}));
+  EXPECT_EQ(topology.ranks, (std::vector<int32_t>{-1, 0, 2, 1}));
+  EXPECT_THROW(TopologyFromChoices({{1, 1}}), Error);
+}
+
+}  // namespace
+}  // namespace nwor
