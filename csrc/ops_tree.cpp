@@ -2,6 +2,7 @@
 #include <torch/library.h>
 
 #include <tuple>
+#include <utility>
 #include <vector>
 
 #include "ops.h"
@@ -79,10 +80,11 @@ TopKTensors TreeFromTopKFake(const std::vector<at::Tensor>& token_steps,
                              const std::vector<at::Tensor>& parent_steps,
                              const at::Tensor& root_tokens, const at::Tensor& prefix_lens,
                              c10::SymInt num_rows) {
+  const c10::SymInt rows = std::move(num_rows);
   const auto batch = root_tokens.sym_size(0);
   return std::tuple_cat(
-      std::tuple(at::empty_symint({batch, num_rows}, root_tokens.options().dtype(at::kLong))),
-      FakeTree(root_tokens, batch, num_rows));
+      std::tuple(at::empty_symint({batch, rows}, root_tokens.options().dtype(at::kLong))),
+      FakeTree(root_tokens, batch, rows));
 }
 
 AcceptedTensors AcceptGreedyOp(const at::Tensor& tokens, const at::Tensor& target_ids,
@@ -144,7 +146,8 @@ std::tuple<at::Tensor, at::Tensor> MakeCoinsFake(const at::Tensor& seeds,
                                                  c10::SymInt num_rows) {
   const auto options = seeds.options().dtype(at::kFloat);
   const auto batch = seeds.sym_size(0);
-  return {at::empty_symint({batch, num_rows}, options), at::empty_symint({batch}, options)};
+  return {at::empty_symint({batch, std::move(num_rows)}, options),
+          at::empty_symint({batch}, options)};
 }
 
 at::Tensor TargetProbsOp(const at::Tensor& logits, const OptionalTensor& temperature,
