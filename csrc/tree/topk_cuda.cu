@@ -59,9 +59,8 @@ __device__ void Load(const TopKParams& params, int64_t request, const Candidates
   const int total = NumCandidates(params.num_steps, k);
   for (int i = threadIdx.x; i < (params.num_steps - 1) * k; i += blockDim.x) {
     const int step = 1 + i / k;
-    const TopKParams::Step& in = params.steps[step];
     // With k = 1 there is one candidate to keep.
-    const int64_t kept = k == 1 ? step - 1 : in.kept[request * in.kept_stride + i % k];
+    const int64_t kept = k == 1 ? step - 1 : KeptParents(params, step, request)[i % k];
     const bool valid = kept >= FirstCandidate(step - 1, k) && kept < FirstCandidate(step, k);
     all.kept[i] = valid ? static_cast<int32_t>(kept) : 0;
     if (!valid) atomicMin(&shared.first_wrong, 2 * (k + i * k) + 1);
@@ -169,8 +168,7 @@ __global__ void __launch_bounds__(kMaxThreads)
     const int id = shared.first_wrong / 2;
     fault = PackFault(TreeFault::kScore, 0, id);
     if (shared.first_wrong % 2 == 1) {
-      const TopKParams::Step& in = params.steps[StepOf(id, k)];
-      const int64_t kept = in.kept[request * in.kept_stride + (id - k) / k % k];
+      const int64_t kept = KeptParents(params, StepOf(id, k), request)[(id - k) / k % k];
       fault = PackFault(TreeFault::kKeptRange, 0, static_cast<int32_t>(kept));
     }
   }

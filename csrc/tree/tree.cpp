@@ -2,6 +2,10 @@
 
 #include <ATen/ops/empty.h>
 
+#include <string>
+#include <tuple>
+#include <utility>
+
 #include "check.h"
 #include "kv_interceptor/tensor_layout.h"
 #include "tree/arguments.h"
@@ -75,32 +79,41 @@ void CheckPrefixLens(const at::Tensor& prefix_lens) {
   }
 }
 
-// Where each step's kept parents lie within the joined list. Each must lie within one tensor, which
-// they do however engines cut the list.
+// Finds k entries from `begin` on in the joined list, which must lie within one tensor: they do,
+// however engines cut the list.
+std::pair<const int64_t*, int64_t> FindEntries(const std::vector<at::Tensor>& parts, int64_t begin,
+                                               int64_t k, int step) {
+  for (size_t i = 0; i < parts.size(); ++i) {
+    const int64_t size = parts[i].size(1);
+    if (begin < size) {
+      NWOR_CHECK(begin + k <= size, "parent_steps[", i, "]: got ", size,
+                 " entries per request, expected all ", k, " parents of step ", step,
+                 " in one tensor");
+      return {static_cast<const int64_t*>(parts[i].const_data_ptr()) + begin, size};
+    }
+    begin -= size;
+  }
+  return {nullptr, 0};
+}
+
+// Where each step's kept parents lie within the joined list.
 void PlaceKept(const std::vector<at::Tensor>& parent_steps, TopKParams* params) {
-  const int k = params->k;
+  const int64_t k = params->k;
   if (k == 1 || params->num_steps == 1) return;
   int64_t width = 0;
   for (const at::Tensor& part : parent_steps) width += part.size(1);
-  const int64_t needed = static_cast<int64_t>(params->num_steps - 1) * k;
+  const int64_t needed = (params->num_steps - 1) * k;
   NWOR_CHECK(width >= needed && (width % k == 0 || width % k == 1), "parent_steps: got ", width,
              " entries per request, expected ", needed, " (", k,
-             " for each step after the first), ", "or one more with the root in front");
-  const int64_t skipped = width % k;
-  int64_t begin = 0;
-  int step = 1;
-  for (size_t i = 0; i < parent_steps.size() && step < params->num_steps; ++i) {
-    const int64_t size = parent_steps[i].size(1);
-    for (; step < params->num_steps; ++step) {
-      const int64_t at = skipped + static_cast<int64_t>(step - 1) * k - begin;
-      if (at >= size) break;
-      NWOR_CHECK(at >= 0 && at + k <= size, "parent_steps[", i, "]: got ", size,
-                 " entries per request, expected all ", k, " parents of step ", step,
-                 " in one tensor");
-      params->steps[step].kept = static_cast<const int64_t*>(parent_steps[i].const_data_ptr()) + at;
-      params->steps[step].kept_stride = size;
+             " for each step after the first), or one more with the root in front");
+  for (int step = 1; step < params->num_steps; ++step) {
+    TopKParams::Step& own = params->steps[step];
+    const int64_t begin = width % k + (step - 1) * k;
+    std::tie(own.kept, own.kept_stride) = FindEntries(parent_steps, begin, k, step);
+    if (width % k == 0 && width >= needed + k) {
+      std::tie(own.kept_after_roots, own.kept_after_roots_stride) =
+          FindEntries(parent_steps, begin + k, k, step);
     }
-    begin += size;
   }
 }
 

@@ -38,9 +38,9 @@ NWOR_EXPORT Tree TreeFromParents(const at::Tensor& parents, const at::Tensor& pr
 // tree_params.h), below a root. token_steps, score_steps: [B, k], then [B, k, k] or [B, k * k] per
 // step; scores have the parents' multiplied in (or added, if they are logarithms).
 // parent_steps, joined: the k candidate ids that each step but the last keeps as the parents of the
-// next, with or without one leading -1 for the root; further ones are not read, and with k = 1 none
-// are. Equal scores go to the lower id; a child that scores above its parent counts as its equal,
-// so no row is ever without its parent.
+// next, with or without -1 in front for the root (once, or k times); further ones are not read, and
+// with k = 1 none are. Equal scores go to the lower id; a child that scores above its parent counts
+// as its equal, so no row is ever without its parent.
 NWOR_EXPORT Tree TreeFromTopK(const std::vector<at::Tensor>& token_steps,
                               const std::vector<at::Tensor>& score_steps,
                               const std::vector<at::Tensor>& parent_steps,

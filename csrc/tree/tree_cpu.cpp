@@ -101,7 +101,7 @@ int64_t Collect(const TopKParams& params, int64_t request, std::vector<Candidate
       if (std::isnan(score)) return PackFault(TreeFault::kScore, 0, first + i);
       int32_t parent = -1;
       if (step > 0) {
-        const int64_t kept = k == 1 ? step - 1 : in.kept[request * in.kept_stride + i / k];
+        const int64_t kept = k == 1 ? step - 1 : KeptParents(params, step, request)[i / k];
         if (kept < FirstCandidate(step - 1, k) || kept >= first) {
           return PackFault(TreeFault::kKeptRange, 0, static_cast<int32_t>(kept));
         }

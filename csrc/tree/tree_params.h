@@ -3,6 +3,7 @@
 #include <cstdint>
 
 #include "export.h"
+#include "host_device.h"
 #include "types.h"
 
 // Draft trees as kernels take them: no torch, no CUDA.
@@ -49,6 +50,9 @@ struct TopKParams {
     const float* scores = nullptr;    // the same, the parents' multiplied in
     const int64_t* kept = nullptr;    // [B, k] at kept_stride: candidate ids of the step's parents
     int64_t kept_stride = 0;          // between requests
+    // The same if the list begins with k times -1, the parents of step 0; null if it cannot.
+    const int64_t* kept_after_roots = nullptr;
+    int64_t kept_after_roots_stride = 0;
   };
   Step steps[kMaxTreeSteps];             // kept is not read in step 0, nor where k = 1
   const int64_t* root_tokens = nullptr;  // [B]
@@ -65,6 +69,17 @@ constexpr int NumCandidates(int num_steps, int k) { return k + (num_steps - 1) *
 
 // First candidate id of a step, and of the one after it.
 constexpr int FirstCandidate(int step, int k) { return step == 0 ? 0 : k + (step - 1) * k * k; }
+
+// The parents of a step >= 1 in one request. REQUIRES: k > 1.
+NWOR_HOST_DEVICE inline const int64_t* KeptParents(const TopKParams& params, int step,
+                                                   int64_t request) {
+  const TopKParams::Step& first = params.steps[1];
+  const TopKParams::Step& own = params.steps[step];
+  const bool roots_first =
+      first.kept_after_roots != nullptr && first.kept[request * first.kept_stride] == -1;
+  return roots_first ? own.kept_after_roots + request * own.kept_after_roots_stride
+                     : own.kept + request * own.kept_stride;
+}
 
 // One launch each on params.stream; capturable. Defined in builds with CUDA.
 void LaunchTreeFromParents(const ParentsParams& params);

@@ -137,7 +137,8 @@ def tree_from_topk(
     Step 0 has k candidates, ids 0 .. k-1; step s has k * k, child b of kept parent a being id
     k + k*k*(s-1) + a*k + b. `token_steps`, `score_steps`: [B, k], then [B, k, k] or [B, k*k];
     scores have the parents' multiplied in. `parent_steps`, joined along the last dimension: the ids
-    each step keeps as parents of the next, k per step, with or without one leading -1.
+    each step keeps as parents of the next, k per step, with or without -1 in front for the root,
+    once or k times.
 
     Rows are ordered by candidate id, so parents come first. Equal scores go to the lower id. A
     child that scores above its parent counts as its equal: no row is left without its parent.

@@ -88,7 +88,7 @@ def step_inputs(device: str):
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("dynamic", [False, True])
+@pytest.mark.parametrize("dynamic", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_compiles_whole(device: str, dynamic: bool) -> None:
     given = step_inputs(device)
     compiled = torch.compile(step, fullgraph=True, dynamic=dynamic, backend="aot_eager")

@@ -239,6 +239,8 @@ def test_the_forms_engines_give_steps_in(device: str) -> None:
         (tokens, scores, kept[:2]),
         (tokens, scores, [torch.cat([root, kept[0]], 1), *kept[1:]]),  # EAGLE: -1 and step 0's
         (tokens, scores, [root, kept[0], kept[1]]),
+        (tokens, scores, [root.expand(2, 4), kept[0], kept[1]]),  # each step with its parents
+        (tokens, scores, [torch.cat([root.expand(2, 4), *kept], 1)]),
         (tokens, scores, [torch.cat([root, *kept[:2]], 1)]),
         (
             [tokens[0].int(), *(t.view(2, 4, 4) for t in tokens[1:])],
