@@ -121,18 +121,19 @@ void BindErrors() {
 void BindRounds(py::module_& m) {
   py::class_<NworConfig>(m, "NworConfig")
       .def(py::init([](bool enable_nwor, bool strict, int64_t staging_rows,
-                       int64_t max_staging_bytes, std::string agreement_group) {
-             return NworConfig{enable_nwor, strict, staging_rows, max_staging_bytes,
-                               std::move(agreement_group)};
+                       int64_t max_staging_bytes, int64_t graph_rows, std::string agreement_group) {
+             return NworConfig{enable_nwor,       strict,     staging_rows,
+                               max_staging_bytes, graph_rows, std::move(agreement_group)};
            }),
            py::kw_only(), py::arg("enable_nwor") = true, py::arg("strict") = false,
            py::arg("staging_rows") = NworConfig{}.staging_rows,
-           py::arg("max_staging_bytes") = NworConfig{}.max_staging_bytes,
+           py::arg("max_staging_bytes") = NworConfig{}.max_staging_bytes, py::arg("graph_rows") = 0,
            py::arg("agreement_group") = "")
       .def_readwrite("enable_nwor", &NworConfig::enable_nwor)
       .def_readwrite("strict", &NworConfig::strict)
       .def_readwrite("staging_rows", &NworConfig::staging_rows)
       .def_readwrite("max_staging_bytes", &NworConfig::max_staging_bytes)
+      .def_readwrite("graph_rows", &NworConfig::graph_rows)
       .def_readwrite("agreement_group", &NworConfig::agreement_group);
 
   py::class_<RoundPlan>(m, "RoundPlan")
@@ -194,7 +195,8 @@ void BindInterceptor(py::module_& m) {
       .def("bind_layer", &Interceptor::BindLayer, py::arg("name"), py::arg("key_cache"),
            py::arg("value_cache"), py::arg("group") = 0, py::arg("k_scale") = py::none(),
            py::arg("v_scale") = py::none(), py::arg("dtype") = py::none())
-      .def("begin", &Interceptor::Begin, py::arg("plan"))
+      .def("begin", &Interceptor::Begin, py::arg("plan"), py::arg("capture") = false)
+      .def("note_replay", &Interceptor::NoteReplay)
       .def("write", &Interceptor::Write, py::arg("layer"), py::arg("key"), py::arg("value"),
            py::arg("slot_mapping"), py::arg("rows") = py::none(), py::arg("epoch") = py::none())
       .def(

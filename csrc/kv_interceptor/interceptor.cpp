@@ -1,14 +1,17 @@
 #include "kv_interceptor/interceptor.h"
 
+#include <ATen/ops/empty.h>
 #include <ATen/ops/full.h>
 #include <ATen/ops/zeros.h>
 #include <c10/core/DeviceGuard.h>
 
 #include <algorithm>
 #include <chrono>
+#include <numeric>
 
 #include "check.h"
 #include "kv_interceptor/agreement.h"
+#include "kv_interceptor/commit_fault.h"
 #include "kv_interceptor/digest.h"
 #include "kv_interceptor/kv_ops.h"
 #include "kv_interceptor/round.h"
@@ -17,40 +20,6 @@
 
 namespace nwor {
 namespace {
-
-// Faults of the caller's input: on the CPU they are found before anything is written and thrown.
-bool IsInputFault(CommitError error) {
-  switch (error) {
-    case CommitError::kCountRange:
-    case CommitError::kPathRange:
-    case CommitError::kNotAChain:
-    case CommitError::kSlotRange:
-    case CommitError::kDuplicateSlot:
-      return true;
-    default:
-      return false;
-  }
-}
-
-// An input fault of a commit in the words of its arguments.
-std::string Explain(const CommitVerdict& verdict, const CommitParams& params) {
-  const std::string got = Concat("got ", verdict.value, " for request ", verdict.request);
-  const std::string at = Concat(got, " at index ", verdict.index);
-  const std::string_view label = Label(verdict.error);
-  switch (verdict.error) {
-    case CommitError::kCountRange:
-      return Concat("counts: ", got, ", expected 0 to ", params.depth, " (", label, ")");
-    case CommitError::kPathRange:
-      return Concat("path: ", at, ", expected a draft row of that request (", label, ")");
-    case CommitError::kNotAChain:
-      return Concat("path: ", at, ", expected a child of the row before it (", label, ")");
-    case CommitError::kSlotRange:
-      return Concat("slots: ", at, ", expected a slot of the cache, 0 to ",
-                    params.groups[0].geometry.num_slots() - 1, " (", label, ")");
-    default:
-      return Concat("slots: ", at, " once more, expected each destination once (", label, ")");
-  }
-}
 
 // One layer's rows of a write with the staging row of each.
 struct RowsToWrite {
@@ -117,6 +86,8 @@ struct Interceptor::Impl {
   CommitUndoLog undo;
   // On CUDA: whether commits of the open round count there, and have settled its books there.
   bool counts_on_device = false;
+  bool capturing = false;
+  at::Tensor fixed_tables;  // with graph_rows: where every round's tables stand
   bool settled_on_device = false;
   CacheWriter* writer = &PlainCacheWriter();
   InterceptorObserver* observer = nullptr;
@@ -141,6 +112,8 @@ struct Interceptor::Impl {
 Interceptor::Interceptor(NworConfig config) {
   NWOR_CHECK(config.staging_rows >= 0, "staging_rows: got ", config.staging_rows,
              ", expected 0 or more");
+  NWOR_CHECK(config.graph_rows >= 0 && config.graph_rows <= INT32_MAX / 8, "graph_rows: got ",
+             config.graph_rows, ", expected 0 to ", INT32_MAX / 8);
   NWOR_CHECK(config.max_staging_bytes > 0, "max_staging_bytes: got ", config.max_staging_bytes,
              ", expected more than 0");
   impl_ = std::make_unique<Impl>(std::move(config));
@@ -164,8 +137,11 @@ void Interceptor::BindLayer(const std::string& name, const at::Tensor& key_cache
   }
 }
 
-Decision Interceptor::Begin(const RoundPlan& plan) {
+Decision Interceptor::Begin(const RoundPlan& plan, bool capture) {
   Impl& impl = *impl_;
+  const int64_t graph_rows = impl.config.graph_rows;
+  NWOR_CHECK(!capture || graph_rows > 0,
+             "capture: got a round to capture, expected graph_rows above 0 in the configuration");
   NWOR_CHECK(!impl.round_open, "begin: got a second round while round ", impl.epoch,
              " is open, expected commit or abort first");
   CheckPlan(plan);
@@ -179,32 +155,47 @@ Decision Interceptor::Begin(const RoundPlan& plan) {
     decision.reason = BypassReason::kNotReady;
   } else if (num_drafts > 0) {
     const int64_t before = impl.table.staging_bytes();
-    decision.stage =
-        impl.table.Reserve(num_drafts, impl.config.staging_rows, impl.config.max_staging_bytes);
+    // Staging that captured graphs know must not move: it does not grow.
+    const int64_t rows = graph_rows > 0 ? impl.config.staging_rows : num_drafts;
+    decision.stage = num_drafts <= rows && impl.table.Reserve(rows, impl.config.staging_rows,
+                                                              impl.config.max_staging_bytes);
     impl.books.CountStagingBytes(impl.table.staging_bytes() - before);
     if (!decision.stage) {
       decision.reason = BypassReason::kCapacity;
       detail = Concat("got ", num_drafts, " draft rows, expected what fits into ",
                       impl.config.max_staging_bytes, " bytes");
+      if (graph_rows > 0) detail += Concat(" and staging_rows = ", impl.config.staging_rows);
     }
   }
-  if (decision.reason != BypassReason::kNone) impl.books.Report(decision.reason, detail);
+  if (decision.reason != BypassReason::kNone && !capture) {
+    impl.books.Report(decision.reason, detail);
+  }
 
   const at::Device device = impl.table.device();
-  impl.rows = RoundTables(plan, decision.stage, device);
+  const auto on_device = at::TensorOptions().device(device);
+  if (graph_rows > 0 && (!impl.fixed_tables.defined() || impl.fixed_tables.device() != device)) {
+    impl.fixed_tables = at::empty({RoundTables::FixedWords(graph_rows)}, on_device.dtype(at::kInt));
+    impl.round_status = at::zeros({kNumStatusWords}, on_device.dtype(at::kLong));
+  }
+  impl.rows = RoundTables(plan, decision.stage, device, impl.fixed_tables, graph_rows);
   impl.plan = plan;
   impl.staging = decision.stage;
   if (decision.stage) {
     for (const CacheGroup& group : impl.table.groups()) {
       if (group.staging != nullptr) group.staging->BeginRound(num_drafts);
     }
-    impl.round_status = at::zeros({kNumStatusWords}, at::dtype(at::kLong).device(device));
+    if (graph_rows > 0) {
+      impl.round_status.zero_();
+    } else {
+      impl.round_status = at::zeros({kNumStatusWords}, on_device.dtype(at::kLong));
+    }
   }
   for (BoundLayer& layer : impl.table.layers()) layer.round = LayerRound::kSilent;
   impl.counts_on_device = impl.settled_on_device = false;
   impl.round_open = true;
+  impl.capturing = capture;
   decision.epoch = ++impl.epoch;
-  if (impl.observer != nullptr) impl.observer->AfterBegin(plan, decision);
+  if (impl.observer != nullptr && !capture) impl.observer->AfterBegin(plan, decision);
   return decision;
 }
 
@@ -216,9 +207,10 @@ Outcome Interceptor::Write(const std::string& layer, const at::Tensor& key, cons
                            const std::optional<std::vector<int32_t>>& rows,
                            std::optional<int64_t> epoch) {
   const WriteCall call{layer, key, value, slot_mapping, rows};
-  if (impl_->observer != nullptr) impl_->observer->BeforeWrite(call);
+  const bool observed = impl_->observer != nullptr && !impl_->capturing;
+  if (observed) impl_->observer->BeforeWrite(call);
   const Outcome outcome = impl_->Write(call, epoch);
-  if (impl_->observer != nullptr) impl_->observer->AfterWrite(call, outcome);
+  if (observed) impl_->observer->AfterWrite(call, outcome);
   return outcome;
 }
 
@@ -258,7 +250,13 @@ Outcome Interceptor::Impl::WriteLayer(BoundLayer& layer, const WriteCall& call) 
 
   const RowsToWrite chosen = ChooseRows(rows.stage_rows(), call.rows);
   const auto num_rows = static_cast<int64_t>(chosen.stage_rows.size());
-  const at::Tensor key = ContiguousChannels(call.key), value = ContiguousChannels(call.value);
+  at::Tensor key = ContiguousChannels(call.key), value = ContiguousChannels(call.value);
+  at::Tensor slot_mapping = call.slot_mapping;
+  if (config.graph_rows > 0 && !call.rows.has_value()) {
+    for (at::Tensor* padded : {&key, &value, &slot_mapping}) {
+      if (padded->dim() > 0 && padded->size(0) > num_rows) *padded = padded->narrow(0, 0, num_rows);
+    }
+  }
 
   StageParams params;
   params.rows = DescribeRows(key, value, "key", "value", geometry.num_heads, geometry.head_dim);
@@ -267,7 +265,7 @@ Outcome Interceptor::Impl::WriteLayer(BoundLayer& layer, const WriteCall& call) 
   NWOR_CHECK(key.scalar_type() == group.dtype, "key: got dtype ", c10::toString(key.scalar_type()),
              ", expected ", c10::toString(group.dtype), " as the other rows of the group");
   CheckDevice(key, "key", device);
-  CheckIndex(call.slot_mapping, "slot_mapping", at::kLong, {num_rows}, device);
+  CheckIndex(slot_mapping, "slot_mapping", at::kLong, {num_rows}, device);
 
   at::Tensor chosen_on_device;
   if (call.rows.has_value()) {
@@ -277,14 +275,17 @@ Outcome Interceptor::Impl::WriteLayer(BoundLayer& layer, const WriteCall& call) 
     params.stage_rows = rows.device_stage_rows();
   }
   params.cache = layer.layout;
-  params.slot_mapping = static_cast<const int64_t*>(call.slot_mapping.const_data_ptr());
+  params.slot_mapping = static_cast<const int64_t*>(slot_mapping.const_data_ptr());
   params.num_rows = static_cast<int32_t>(num_rows);
   params.dtype = RowDType(key, "key");
   params.exclusive = true;
   params.stream = CurrentStream(device);
   if (staging) {
     params.staged = staging_buffer.LayerView(layer.staged_layer);
-    params.num_staging_rows = rows.num_staging_rows();
+    // A graph may be replayed with more drafts than it was captured with.
+    params.num_staging_rows = config.graph_rows > 0
+                                  ? static_cast<int32_t>(staging_buffer.capacity_rows())
+                                  : rows.num_staging_rows();
     params.group_slots = static_cast<int64_t*>(staging_buffer.slots().mutable_data_ptr());
     params.status = static_cast<int64_t*>(round_status.mutable_data_ptr());
   }
@@ -317,6 +318,7 @@ Outcome Interceptor::Impl::WriteLayer(BoundLayer& layer, const WriteCall& call) 
   }
 
   Outcome outcome{staging ? Action::kStage : Action::kDirect, BypassReason::kNone, 0};
+  if (capturing) return outcome;
   if (staging) {
     outcome.staged_rows = staging_buffer.MarkStaged(layer.staged_layer, chosen.staged);
   }
@@ -350,7 +352,8 @@ BypassReason Interceptor::Impl::CheckSlotsOnCpu(const BoundLayer& layer, const S
 Receipt Interceptor::Commit(const at::Tensor& path, const at::Tensor& counts,
                             const std::vector<at::Tensor>& slots, RowSpace rows, bool last) {
   Impl& impl = *impl_;
-  NWOR_CHECK(impl.round_open, "commit: got no open round, expected begin and writes first");
+  NWOR_CHECK(impl.round_open && !impl.capturing,
+             "commit: got no open round, expected begin and writes first");
   const auto started = std::chrono::steady_clock::now();
   const CommitCall call{path, counts, slots, rows, last};
   const at::Device device = impl.table.device();
@@ -474,7 +477,7 @@ at::Tensor Interceptor::Impl::Agree(const CommitParams& params, bool refuse) con
 
 void Interceptor::Impl::CommitOnCpu(const CommitParams& params, Receipt* receipt) {
   CommitVerdict verdict = ValidateCommit(params);
-  NWOR_CHECK(!IsInputFault(verdict.error), Explain(verdict, params));
+  NWOR_CHECK(!IsInputFault(verdict.error), ExplainInputFault(verdict, params));
   verdict = CommitCpu(params, undo, *writer);
   if (verdict.error == CommitError::kSlotMismatch) {
     receipt->degraded = BypassReason::kSlotMismatch;  // counted when the write fell back
@@ -503,8 +506,31 @@ void Interceptor::Impl::CommitOnCuda(CommitParams& params, bool last) {
 #endif
 }
 
+void Interceptor::NoteReplay() {
+  Impl& impl = *impl_;
+  NWOR_CHECK(impl.round_open && !impl.capturing && impl.config.graph_rows > 0,
+             "note_replay: got no open round of an interceptor with graph_rows, expected one");
+  std::vector<int32_t> staged(impl.rows.num_staging_rows());
+  std::iota(staged.begin(), staged.end(), 0);
+  for (BoundLayer& layer : impl.table.layers()) {
+    if (!layer.ready) continue;
+    NWOR_CHECK(layer.round == LayerRound::kSilent, "note_replay: layer '", layer.name,
+               "' has been written in this round, expected no write");
+    if (impl.staging) {
+      impl.table.groups()[layer.group].staging->MarkStaged(layer.staged_layer, staged);
+    }
+    layer.round = impl.staging ? LayerRound::kStaged : LayerRound::kDirect;
+    const auto num_direct = impl.rows.num_rows() - static_cast<int64_t>(staged.size());
+    impl.books.CountWrite(num_direct * layer.bytes_per_token(), !staged.empty());
+  }
+}
+
 void Interceptor::Abort() {
   NWOR_CHECK(impl_->round_open, "abort: got no open round, expected begin first");
+  if (impl_->capturing) {
+    impl_->round_open = impl_->capturing = false;
+    return;
+  }
   impl_->CloseRound(/*aborted=*/true);
   if (impl_->observer != nullptr) impl_->observer->AfterAbort();
 }

@@ -31,6 +31,10 @@ struct NworConfig {
   // Staging never takes more than this, over all groups; a round that needs more is written
   // directly.
   int64_t max_staging_bytes = int64_t{1} << 30;
+  // Above 0: writes may be captured in CUDA graphs of up to so many rows. Whatever a write touches
+  // on the device then keeps its address between rounds, and staging is staging_rows, reserved
+  // once.
+  int64_t graph_rows = 0;
   // Ask every rank of this torch.distributed group (its registered name) before a commit writes
   // anything; empty: no agreement.
   std::string agreement_group;
@@ -128,15 +132,22 @@ class NWOR_EXPORT Interceptor {
 
   // Opens a round. Decides once, before any write, whether drafts are staged: a round that does not
   // fit is written directly and says why. Throws when a round is open.
-  Decision Begin(const RoundPlan& plan);
+  // With `capture` the round's writes are only being captured: nothing of it is counted or seen by
+  // the observer, and Abort ends it. REQUIRES then: graph_rows.
+  Decision Begin(const RoundPlan& plan, bool capture = false);
 
   // Routes one layer's rows. key, value: [n, H, D]; slot_mapping: int64 [n], -1 = skip. `rows` says
   // which rows of the batch these are (default: all of them in order). A write with the epoch of
-  // another round is refused. Nothing is written when an argument is wrong.
+  // another round is refused. Nothing is written when an argument is wrong. With graph_rows set,
+  // rows beyond the plan's are padding and ignored.
   Outcome Write(const std::string& layer, const at::Tensor& key, const at::Tensor& value,
                 const at::Tensor& slot_mapping,
                 const std::optional<std::vector<int32_t>>& rows = std::nullopt,
                 std::optional<int64_t> epoch = std::nullopt);
+
+  // Tells that a captured graph has done the writes of every layer in this round. REQUIRES: a round
+  // is open, graph_rows is set, and no layer has been written.
+  void NoteReplay();
 
   // Moves the accepted rows to the caches of every layer, or none of them. path: int32 [B, depth],
   // -1 padded; counts: int32 [B]; slots: int64 [B, depth] destinations, one tensor per group in

@@ -34,16 +34,25 @@ void CheckPlan(const RoundPlan& plan) {
   }
 }
 
-at::Tensor ToDevice(const std::vector<int32_t>& values, at::Device device) {
+namespace {
+
+// Pinned memory comes from torch's cache, which reuses it only after a copy from it has run.
+at::Tensor ToHost(const std::vector<int32_t>& values, bool pinned) {
   const auto size = static_cast<int64_t>(values.size());
-  // Pinned memory comes from torch's cache, which reuses it only after the copy has run.
-  at::Tensor host =
-      at::empty({size}, at::TensorOptions().dtype(at::kInt).pinned_memory(device.is_cuda()));
+  at::Tensor host = at::empty({size}, at::TensorOptions().dtype(at::kInt).pinned_memory(pinned));
   std::memcpy(host.mutable_data_ptr(), values.data(), values.size() * sizeof(int32_t));
+  return host;
+}
+
+}  // namespace
+
+at::Tensor ToDevice(const std::vector<int32_t>& values, at::Device device) {
+  const at::Tensor host = ToHost(values, device.is_cuda());
   return device.is_cpu() ? host : host.to(device, /*non_blocking=*/true);
 }
 
-RoundTables::RoundTables(const RoundPlan& plan, bool stage, at::Device device)
+RoundTables::RoundTables(const RoundPlan& plan, bool stage, at::Device device,
+                         const at::Tensor& fixed, int64_t fixed_rows)
     : num_requests_(static_cast<int32_t>(plan.query_lens.size())) {
   CheckPlan(plan);
   stage_rows_.reserve(plan.num_rows());
@@ -63,12 +72,21 @@ RoundTables::RoundTables(const RoundPlan& plan, bool stage, at::Device device)
     }
     request_rows.push_back(num_staging_rows_);
   }
+  const bool in_place = num_rows() <= fixed_rows && num_requests_ <= fixed_rows;
+  table_rows_ = in_place ? fixed_rows : num_rows();
   std::vector<int32_t> tables = stage_rows_;
+  tables.resize(table_rows_, -1);
   tables.insert(tables.end(), row_base.begin(), row_base.end());
   tables.insert(tables.end(), request_rows.begin(), request_rows.end());
   tables.insert(tables.end(), parents.begin(), parents.end());
   tables.insert(tables.end(), num_requests_, -1);  // tips
-  device_ = ToDevice(tables, device);
+  if (in_place) {
+    // Ordered after the kernels of the round before, which read what is overwritten here.
+    device_ = fixed.narrow(0, 0, static_cast<int64_t>(tables.size()));
+    device_.copy_(ToHost(tables, device.is_cuda()), /*non_blocking=*/true);
+  } else {
+    device_ = ToDevice(tables, device);
+  }
 }
 
 int32_t* RoundTables::At(int64_t offset) const {

@@ -1,0 +1,39 @@
+#include "kv_interceptor/commit_fault.h"
+
+#include "check.h"
+
+namespace nwor {
+
+bool IsInputFault(CommitError error) {
+  switch (error) {
+    case CommitError::kCountRange:
+    case CommitError::kPathRange:
+    case CommitError::kNotAChain:
+    case CommitError::kSlotRange:
+    case CommitError::kDuplicateSlot:
+      return true;
+    default:
+      return false;
+  }
+}
+
+std::string ExplainInputFault(const CommitVerdict& verdict, const CommitParams& params) {
+  const std::string got = Concat("got ", verdict.value, " for request ", verdict.request);
+  const std::string at = Concat(got, " at index ", verdict.index);
+  const std::string_view label = Label(verdict.error);
+  switch (verdict.error) {
+    case CommitError::kCountRange:
+      return Concat("counts: ", got, ", expected 0 to ", params.depth, " (", label, ")");
+    case CommitError::kPathRange:
+      return Concat("path: ", at, ", expected a draft row of that request (", label, ")");
+    case CommitError::kNotAChain:
+      return Concat("path: ", at, ", expected a child of the row before it (", label, ")");
+    case CommitError::kSlotRange:
+      return Concat("slots: ", at, ", expected a slot of the cache, 0 to ",
+                    params.groups[0].geometry.num_slots() - 1, " (", label, ")");
+    default:
+      return Concat("slots: ", at, " once more, expected each destination once (", label, ")");
+  }
+}
+
+}  // namespace nwor
