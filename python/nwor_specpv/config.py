@@ -51,6 +51,9 @@ class Settings:
     staging_rows: int = _key(256, "draft rows to reserve when the first round opens")
     max_staging_bytes: int = _key(1 << 30, "most memory staging may take, over all groups", low=1)
     agreement_group: str = _key("", "torch.distributed group whose ranks agree before a commit")
+    attention_route: str = _key(
+        "", "route of verify attention (status lists them); empty: automatic"
+    )
     metrics_port: int | None = _key(
         None, "port of the Prometheus endpoint, plus the local rank; 0: any; none: off", high=65535
     )

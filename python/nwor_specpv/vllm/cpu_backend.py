@@ -26,10 +26,8 @@ from nwor_specpv import cache_views, verify_attention
 from nwor_specpv.errors import NworError, logger
 
 from . import compat, rows
-from .engine import engine_of, write_direct
+from .engine import TARGET_MODEL, engine_of, write_direct
 from .support import layer_problem
-
-TARGET_MODEL = "backbone"  # vLLM's tag of the model that verifies
 
 
 @dataclass
@@ -82,9 +80,7 @@ class NworCpuMetadataBuilder(CPUAttentionMetadataBuilder):
             return metadata
         common = common_attn_metadata
         lens = rows.query_lens(common.query_start_loc_cpu, common.num_reqs)
-        runner = self._engine.runner  # unknown until the first tokens are sampled: no drafts yet
-        scheduled = runner.input_batch.spec_token_ids if runner is not None else ()
-        drafts = rows.drafts_of_batch(lens, scheduled)
+        drafts = self._engine.drafts(lens, common)
         self._engine.begin(self._group, lens, drafts, common.slot_mapping)
         prefix = common.seq_lens[: len(lens)] - torch.tensor(lens, dtype=torch.int32)
         return NworCpuMetadata(**vars(metadata), prefix_lens=prefix)
@@ -146,9 +142,9 @@ class NworCpuImpl(CPUAttentionBackendImpl):
         kv_cache: torch.Tensor,
         slot_mapping: torch.Tensor,
     ) -> None:
-        key, value = key[: slot_mapping.shape[0]], value[: slot_mapping.shape[0]]
         if not self._engine.write(layer.layer_name, key, value, slot_mapping):
-            write_direct(kv_cache, key, value, slot_mapping)
+            num_rows = slot_mapping.shape[0]
+            write_direct(kv_cache, key[:num_rows], value[:num_rows], slot_mapping)
 
     def forward(
         self,

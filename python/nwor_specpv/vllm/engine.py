@@ -16,7 +16,15 @@ from typing import Any
 
 import torch
 
-from nwor_specpv import ContractChecker, Interceptor, Metrics, RoundPlan, cache_views, write_kv
+from nwor_specpv import (
+    COMMIT_ERRORS,
+    ContractChecker,
+    Interceptor,
+    Metrics,
+    RoundPlan,
+    cache_views,
+    write_kv,
+)
 from nwor_specpv.errors import NworError, logger
 
 from . import compat, rows, runner_hooks, support
@@ -24,6 +32,8 @@ from .settings import read_settings
 
 # Path entries that one commit may have (see docs/commit.md).
 MAX_COMMIT_ENTRIES = 8192
+# vLLM's tag of the model that verifies; drafters are built under other tags.
+TARGET_MODEL = "backbone"
 # The value of `agreement_group` that means this engine's tensor-parallel ranks.
 TENSOR_PARALLEL = "tp"
 
@@ -34,10 +44,12 @@ class Step:
 
     plan: RoundPlan
     staged: bool
+    capture: bool
     num_drafts: torch.Tensor  # [B] int32 on the caches' device
     first_draft: torch.Tensor  # [B] int32: row of the request
     joined: set[int] = field(default_factory=set)  # groups whose metadata was built
     slots: dict[int, torch.Tensor] = field(default_factory=dict)  # by group, [T]
+    num_writes: int = 0  # layers written by Python, none when a graph was replayed
 
 
 class Engine:
@@ -56,9 +68,17 @@ class Engine:
         self._bound: dict[str, int] = {}  # layer -> address of its cache
         self._runner: Callable[[], Any] = lambda: None
         self._step: Step | None = None
+        self._mail = StatusMail()
+        self._max_requests = vllm_config.scheduler_config.max_num_seqs
+        self._max_graph_rows = vllm_config.compilation_config.max_cudagraph_capture_size or 0
 
     def _judge(self) -> str | None:
         """Why staging is off for this engine; with `strict`, anything but a choice is an error."""
+        if self.settings.enable_specpv:
+            text = "enable_specpv: partial verification is not part of the vLLM plugin yet"
+            if self.settings.strict:
+                raise NworError(f"nwor_specpv: {text}; drop it")
+            logger.warning("nwor_specpv ignores %s", text)
         if not self.settings.enable_nwor:
             return "switched off by enable_nwor"
         if self.setup.speculation is None:
@@ -95,10 +115,20 @@ class Engine:
     def runner(self) -> Any:
         return self._runner()
 
-    def _bind(self) -> Interceptor:
+    def drafts(self, lens: Sequence[int], common: Any) -> list[int]:
+        """Draft rows of each request; none until the first tokens were sampled."""
+        runner = self._runner()
+        if runner is None:
+            return [0] * len(lens)
+        if hasattr(runner, "input_batch"):  # V1 keeps the scheduler's drafts there
+            return rows.drafts_of_batch(lens, runner.input_batch.spec_token_ids)
+        prefilling = common.is_prefilling.tolist()
+        return rows.drafts_of_decodes(lens, prefilling + [True] * (len(lens) - len(prefilling)))
+
+    def _bind(self, device: torch.device) -> Interceptor:
         """Binds every layer whose cache is new. REQUIRES: no open round."""
         if self.interceptor is None:
-            self.interceptor = self._make_interceptor()
+            self.interceptor = self._make_interceptor(device)
         for group, names in enumerate(self._groups):
             for name in names:
                 cache = self.layers[name].kv_cache
@@ -108,8 +138,12 @@ class Engine:
                     self._bound[name] = cache.data_ptr()
         return self.interceptor
 
-    def _make_interceptor(self) -> Interceptor:
+    def _make_interceptor(self, device: torch.device) -> Interceptor:
         config = self.settings.nwor()
+        if device.type == "cuda":
+            config.graph_rows = max(1, self._max_graph_rows)
+            most = self._max_requests * self.setup.num_speculative_tokens
+            config.staging_rows = max(config.staging_rows, most)
         if config.agreement_group == TENSOR_PARALLEL:
             from vllm.distributed.parallel_state import get_tp_group
 
@@ -126,24 +160,37 @@ class Engine:
     # ---- the step -------------------------------------------------------------------------------
 
     def begin(
-        self, group: int, lens: list[int], drafts: list[int], slot_mapping: torch.Tensor
-    ) -> Step:
-        """Opens the round of a step, or joins it where the engine has several cache groups."""
+        self,
+        group: int,
+        lens: list[int],
+        drafts: list[int],
+        slot_mapping: torch.Tensor,
+        capture: bool = False,
+    ) -> None:
+        """Opens the round of a step, or joins it where the engine has several cache groups.
+
+        With `capture` the step is only recorded into a CUDA graph; the next one ends it.
+        """
         step = self._step
-        if step is not None and group not in step.joined and lens == list(step.plan.query_lens):
+        if (
+            step is not None
+            and group not in step.joined
+            and step.capture is capture
+            and lens == list(step.plan.query_lens)
+        ):
             step.joined.add(group)
             step.slots[group] = slot_mapping
-            return step
+            return
         self.abort()
-        interceptor = self._bind()
-        if self.checker is not None:
+        interceptor = self._bind(slot_mapping.device)
+        if self.checker is not None and not capture:
             self.checker.snapshot()
         plan = RoundPlan(lens, drafts)
-        decision = interceptor.begin(plan)
-        counts = torch.tensor(drafts, dtype=torch.int32)
-        first = torch.tensor(lens, dtype=torch.int32) - counts
-        self._step = Step(plan, decision.stage, counts, first, {group}, {group: slot_mapping})
-        return self._step
+        staged = interceptor.begin(plan, capture).stage
+        counts, first = _to_device(
+            [drafts, [n - d for n, d in zip(lens, drafts, strict=True)]], slot_mapping.device
+        )
+        self._step = Step(plan, staged, capture, counts, first, {group}, {group: slot_mapping})
 
     def write(
         self, layer: str, key: torch.Tensor, value: torch.Tensor, slot_mapping: torch.Tensor
@@ -151,13 +198,18 @@ class Engine:
         """Routes one layer's rows; False: the caller writes them itself."""
         if self._step is None or self.interceptor is None or layer not in self._bound:
             return False
-        outcome = self.interceptor.write(layer, key, value, slot_mapping)
+        self._step.num_writes += 1
+        num_rows = slot_mapping.shape[0]
+        outcome = self.interceptor.write(layer, key[:num_rows], value[:num_rows], slot_mapping)
         return outcome.action != "bypass" or outcome.reason == "stale_round"
 
     def finish(self, accepted: Callable[[torch.Tensor], torch.Tensor]) -> None:
         """Commits what was accepted. `accepted` gives the counts [B] for the numbers of drafts."""
         step, self._step = self._step, None
         if step is None or self.interceptor is None:
+            return
+        if step.capture:
+            self.interceptor.abort()
             return
         counts = accepted(step.num_drafts)
         if counts.shape != step.num_drafts.shape:
@@ -168,18 +220,22 @@ class Engine:
             )
         if self.checker is not None:
             self._note(self.checker.verify_staged())
-        receipt = None
         try:
+            if step.num_writes == 0 and counts.is_cuda:
+                self.interceptor.note_replay()
             receipt = self._commit(step, counts)
-            problem = receipt.problem if not receipt.ok else ""
         except Exception as error:
             logger.exception("nwor_specpv: the commit failed")
-            problem = f"{type(error).__name__}: {error}"
-        if problem and step.staged:
-            self._rescue(step, counts, problem)
-        if self.interceptor.stats()["round_open"]:
+            if step.staged:
+                self._rescue(step, counts, f"{type(error).__name__}: {error}")
             self.interceptor.abort()
-        if self.checker is not None and receipt is not None and not problem:
+            return
+        if counts.is_cuda and self.checker is None:
+            self._mail.post(receipt)
+            return
+        if not receipt.ok and step.staged:
+            self._rescue(step, counts, receipt.problem)
+        elif self.checker is not None:
             self._note(self.checker.verify(receipt, counts.tolist()))
 
     def abort(self) -> None:
@@ -209,13 +265,13 @@ class Engine:
         assert self.interceptor is not None
         logger.error("nwor_specpv: accepted rows are written one by one: %s", problem)
         path = rows.accepted_path(step.first_draft, counts, max(step.plan.num_drafts))
-        starts = torch.tensor([0, *step.plan.query_lens], dtype=torch.int32).cumsum(0)[:-1]
+        starts = torch.tensor([0, *step.plan.query_lens], device=path.device).cumsum(0)[:-1]
         batch_rows = (path + starts[:, None])[path >= 0].long()
-        stage_rows = torch.tensor(self.interceptor.stage_rows(), dtype=torch.int64)
+        stage_rows = torch.tensor(self.interceptor.stage_rows(), device=path.device)
+        chosen = stage_rows[batch_rows].long()
         for group, slots in step.slots.items():
             keys, values = self.interceptor.staged(group)
-            chosen = stage_rows[batch_rows].to(keys.device)
-            destinations = slots[batch_rows.to(slots.device)]
+            destinations = slots[batch_rows]
             for layer, name in enumerate(self._groups[group]):
                 write_direct(
                     self.layers[name].kv_cache,
@@ -230,6 +286,47 @@ class Engine:
             logger.error("nwor_specpv: contract broken: %r", violation)
         if violations and self.settings.strict:
             raise NworError(f"contract: {violations[0]!r}")
+
+
+class StatusMail:
+    """Status words of commits on a GPU, read when they have arrived: nobody waits for them.
+
+    A fault there means that emitted tokens are missing from the cache. By the time it is known the
+    next step has used the staging, so all that is left is to say so and end.
+    """
+
+    def __init__(self) -> None:
+        self._words: torch.Tensor | None = None
+        self._arrived: torch.cuda.Event | None = None
+
+    def post(self, receipt: Any) -> None:
+        """Sends for the status of this commit, after looking at the last one's."""
+        self.check()
+        if self._arrived is not None:  # the last one is still on its way: it is waited for here
+            self._arrived.synchronize()
+            self.check()
+        if self._words is None:
+            self._words = torch.zeros(8, dtype=torch.int64, pin_memory=True)
+        self._words.copy_(receipt.status, non_blocking=True)
+        self._arrived = torch.cuda.Event()
+        self._arrived.record()
+
+    def check(self) -> None:
+        if self._arrived is None or self._words is None or not self._arrived.query():
+            return
+        self._arrived = None
+        code, request, index, value = self._words[:4].tolist()
+        if code != 0:
+            raise NworError(
+                f"commit: got {COMMIT_ERRORS[code]} for request {request}, index {index}, value "
+                f"{value}, expected every accepted row to be written"
+            )
+
+
+def _to_device(values: list[list[int]], device: torch.device) -> torch.Tensor:
+    """Small host lists on the device, without waiting."""
+    host = torch.tensor(values, dtype=torch.int32, pin_memory=device.type == "cuda")
+    return host.to(device, non_blocking=True)
 
 
 def write_direct(

@@ -43,6 +43,26 @@ def drafts_of_decodes(lens: Sequence[int], prefilling: Sequence[bool]) -> list[i
     ]
 
 
+def without_padding(lens: Sequence[int]) -> int:
+    """Requests before those that only fill a batch up: they have no rows and stand last."""
+    count = len(lens)
+    while count and lens[count - 1] == 0:
+        count -= 1
+    return count
+
+
+def verify_requests(lens: Sequence[int], drafts: Sequence[int], uniform_rows: int) -> int:
+    """How many requests at the front of the batch take the way of those that verify drafts.
+
+    All up to the last that has drafts. In a batch whose requests all have `uniform_rows` rows it is
+    all of them, padding included, drafts or not: a graph captured for it knows no other way.
+    """
+    if any(lens) and all(length in (0, uniform_rows) for length in lens):
+        return len(lens)
+    count = max((b + 1 for b, number in enumerate(drafts) if number), default=0)
+    return len(lens) if not any(lens[count:]) and count else count
+
+
 def accepted_by_tokens(sampled: torch.Tensor, num_drafts: torch.Tensor) -> torch.Tensor:
     """Accepted drafts of each request: its sampled tokens [B, 1 + K], -1 padded, but for the last.
 

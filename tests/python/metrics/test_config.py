@@ -20,6 +20,7 @@ OTHER = {
     "staging_rows": 17,
     "max_staging_bytes": 4096,
     "agreement_group": "tp",
+    "attention_route": "flash_attn_3",
     "metrics_port": 9400,
     "metrics_host": "0.0.0.0",
     "check_contract": True,

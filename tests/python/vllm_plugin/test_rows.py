@@ -36,6 +36,30 @@ def test_decodes_draft_all_but_their_first_row() -> None:
     assert rows.drafts_of_decodes([5, 1, 64, 0], [False, False, True, False]) == [4, 0, 0, 0]
 
 
+def test_padding_stands_last() -> None:
+    assert rows.without_padding([5, 5, 0, 0]) == 2
+    assert rows.without_padding([5, 0, 1]) == 3
+    assert rows.without_padding([0, 0]) == 0
+
+
+@pytest.mark.parametrize(
+    ("lens", "drafts", "expected"),
+    [
+        ([5, 5, 5], [4, 4, 4], 3),  # uniform
+        ([5, 5, 0], [4, 4, 0], 3),  # uniform with padding: a graph was captured for three
+        ([5, 5], [0, 0], 2),  # uniform, no drafts: the graph would be replayed all the same
+        ([5, 3, 40], [4, 2, 0], 2),  # a prefill behind
+        ([1, 3, 1, 40], [0, 2, 0, 0], 2),
+        ([1, 3, 1, 0], [0, 2, 0, 0], 2),
+        ([1, 3, 0], [0, 2, 0], 3),
+        ([1, 1, 0], [0, 0, 0], 0),  # nothing to verify
+        ([40], [0], 0),
+    ],
+)
+def test_requests_that_verify(lens: list[int], drafts: list[int], expected: int) -> None:
+    assert rows.verify_requests(lens, drafts, uniform_rows=5) == expected
+
+
 def test_accepted_rows_against_lists() -> None:
     print(f"seed={SEED}")
     rng = random.Random(SEED)

@@ -1,0 +1,293 @@
+"""vLLM's FlashAttention backend with our write, and our attention for the rows that verify drafts.
+
+Users choose it with `--attention-backend CUSTOM`. Requests that verify drafts stand first in a
+batch (vLLM orders it so); they go to our kernel, which reads their K/V in flight. Requests behind
+them, and steps without drafts, go to FlashAttention as ever. Batches in which every request has one
+row more than there are drafts are captured in full CUDA graphs; a graph is replayed without our
+Python, so everything it touches lies in buffers that keep their address, and `build`, which runs
+before every replay, fills them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import vllm.compilation.backends as model_tags
+from vllm.config import get_current_vllm_config, get_current_vllm_config_or_none
+from vllm.v1.attention.backend import AttentionCGSupport, CommonAttentionMetadata
+from vllm.v1.attention.backends.flash_attn import (
+    FlashAttentionBackend,
+    FlashAttentionImpl,
+    FlashAttentionMetadata,
+    FlashAttentionMetadataBuilder,
+)
+
+from nwor_specpv import cache_views, verify_attention, verify_plan
+from nwor_specpv.errors import NworError, logger
+
+from . import compat, rows
+from .engine import TARGET_MODEL, engine_of
+from .support import layer_problem
+
+
+@dataclass
+class VerifyPart:
+    """The requests at the front of the batch that our kernel serves."""
+
+    num_rows: int
+    max_rows: int  # of one request
+    block_table: torch.Tensor  # [B, pages]
+    prefix_lens: torch.Tensor  # [B] int32
+    query_start: torch.Tensor  # [B + 1] int32
+    plan: torch.Tensor
+
+
+@dataclass
+class NworFlashMetadata(FlashAttentionMetadata):
+    """vLLM's metadata of the whole batch, and its two parts."""
+
+    verify: VerifyPart | None = None
+    rest: FlashAttentionMetadata | None = None  # of the requests behind, None: there are none
+
+
+class NworFlashBackend(FlashAttentionBackend):
+    """Stands aside where there is nothing to stage: then it is FlashAttention under our name."""
+
+    @staticmethod
+    def get_name() -> str:
+        return "CUSTOM"
+
+    @staticmethod
+    def get_impl_cls() -> type[FlashAttentionImpl]:
+        config = get_current_vllm_config_or_none()
+        if config is None or model_tags.model_tag != TARGET_MODEL:
+            return FlashAttentionImpl
+        return NworFlashImpl if engine_of(config).off is None else FlashAttentionImpl
+
+    @staticmethod
+    def get_builder_cls() -> type[FlashAttentionMetadataBuilder]:
+        return NworFlashMetadataBuilder
+
+    @classmethod
+    def supports_kv_connector(cls) -> bool:
+        return False
+
+
+class NworFlashMetadataBuilder(FlashAttentionMetadataBuilder):
+    """Opens the round of a step and splits the batch. Without layers of ours it is vLLM's own."""
+
+    _cudagraph_support = AttentionCGSupport.UNIFORM_BATCH
+
+    @classmethod
+    def get_cudagraph_support(cls, vllm_config: Any, kv_cache_spec: Any) -> AttentionCGSupport:
+        engine = engine_of(vllm_config)
+        if engine.off is not None:
+            return FlashAttentionMetadataBuilder._cudagraph_support
+        # The checker looks at every write from outside, which a replayed graph does not allow.
+        return (
+            AttentionCGSupport.NEVER if engine.settings.check_contract else cls._cudagraph_support
+        )
+
+    def __init__(
+        self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device
+    ) -> None:
+        super().__init__(kv_cache_spec, layer_names, vllm_config, device)
+        layers = vllm_config.compilation_config.static_forward_context
+        self._own = [n for n in layer_names if isinstance(layers[n].impl, NworFlashImpl)]
+        if not self._own:
+            return
+        self.supports_update_block_table = False  # each group has a plan and slots of its own
+        self._init_reorder_batch_threshold(1, supports_spec_as_decode=True)
+        self._engine = engine_of(vllm_config)
+        self._group = self._engine.add_group(self._own)
+        self._layer = layers[self._own[0]]
+        self._uniform_rows = 1 + self._engine.setup.num_speculative_tokens
+        limit = max(vllm_config.scheduler_config.max_num_seqs, self.max_cudagraph_size or 0)
+        self._prefix_lens = torch.zeros(limit, dtype=torch.int32, device=device)
+        self._plans: dict[tuple[int, int, int], torch.Tensor] = {}
+
+    def build(
+        self,
+        common_prefix_len: int,
+        common_attn_metadata: CommonAttentionMetadata,
+        fast_build: bool = False,
+    ) -> FlashAttentionMetadata:
+        if not self._own or fast_build:  # a fast build is the drafter's
+            return super().build(common_prefix_len, common_attn_metadata, fast_build)
+        return self._build(common_attn_metadata, capture=False)
+
+    def build_for_cudagraph_capture(
+        self, common_attn_metadata: CommonAttentionMetadata
+    ) -> FlashAttentionMetadata:
+        if not self._own:
+            return super().build_for_cudagraph_capture(common_attn_metadata)
+        return self._build(common_attn_metadata, capture=True)
+
+    def use_cascade_attention(self, *args: Any, **kwargs: Any) -> bool:
+        return not self._own and super().use_cascade_attention(*args, **kwargs)
+
+    def _build(self, common: CommonAttentionMetadata, *, capture: bool) -> FlashAttentionMetadata:
+        lens = rows.query_lens(common.query_start_loc_cpu, common.num_reqs)
+        drafts = [max(0, n - 1) for n in lens] if capture else self._engine.drafts(lens, common)
+        real = rows.without_padding(lens)
+        self._engine.begin(self._group, lens[:real], drafts[:real], common.slot_mapping, capture)
+        count = rows.verify_requests(lens, drafts, self._uniform_rows)
+        if count == 0:
+            return super().build(0, common)
+        metadata = super().build(0, common, fast_build=True)
+        rest = None
+        num_rows = common.num_actual_tokens
+        if count < real:
+            num_rows = sum(lens[:count])
+            rest = super().build(0, self._behind(common, count, num_rows, max(lens[count:])))
+        verify = self._verify_part(common, count, num_rows, max(lens[:count]))
+        return NworFlashMetadata(**vars(metadata), verify=verify, rest=rest)
+
+    def _behind(
+        self, common: CommonAttentionMetadata, count: int, num_rows: int, max_query_len: int
+    ) -> CommonAttentionMetadata:
+        """The requests after the first `count`, whose rows begin at `num_rows`."""
+        return common.replace(
+            query_start_loc=common.query_start_loc[count:] - num_rows,
+            query_start_loc_cpu=common.query_start_loc_cpu[count:] - num_rows,
+            seq_lens=common.seq_lens[count:],
+            num_reqs=common.num_reqs - count,
+            num_actual_tokens=common.num_actual_tokens - num_rows,
+            max_query_len=max_query_len,
+            block_table_tensor=common.block_table_tensor[count:],
+            slot_mapping=common.slot_mapping[num_rows:],
+        )
+
+    def _verify_part(
+        self, common: CommonAttentionMetadata, count: int, num_rows: int, max_rows: int
+    ) -> VerifyPart:
+        start = common.query_start_loc[: count + 1]
+        prefix = self._prefix_lens[:count]
+        torch.sub(common.seq_lens[:count], start[1:], out=prefix).add_(start[:-1])
+        key_cache, _ = cache_views(self._layer.kv_cache, compat.CACHE_LAYOUT)
+        impl = self._layer.impl
+        # Planning looks at sizes only.
+        query = key_cache.new_empty(1, 1, impl.head_size)
+        query = query.expand(num_rows, impl.num_heads, impl.head_size)
+        block_table = common.block_table_tensor[:count]
+        shape = (count, num_rows, max_rows)
+        self._plans[shape] = plan = verify_plan(
+            query,
+            key_cache,
+            block_table,
+            prefix,
+            start,
+            window=impl.window,
+            max_rows=max_rows,
+            plan=self._plans.get(shape),
+        )
+        return VerifyPart(num_rows, max_rows, block_table, prefix, start, plan)
+
+
+class NworFlashImpl(FlashAttentionImpl):
+    """One layer of the target model. Construction gives vLLM's own class where we cannot serve."""
+
+    def __new__(
+        cls,
+        num_heads: int,
+        head_size: int,
+        scale: float,
+        num_kv_heads: int,
+        alibi_slopes: list[float] | None,
+        sliding_window: int | None,
+        kv_cache_dtype: str,
+        logits_soft_cap: float | None = None,
+        attn_type: str = "decoder",
+        kv_sharing_target_layer_name: str | None = None,
+        sinks: torch.Tensor | None = None,
+    ) -> Any:
+        problem = layer_problem(
+            attn_type=attn_type,
+            alibi=alibi_slopes is not None,
+            sinks=sinks is not None,
+            kv_sharing_target=kv_sharing_target_layer_name,
+            head_size=head_size,
+            quantised_cache=kv_cache_dtype.startswith("fp8"),
+        )
+        if problem is None:
+            return super().__new__(cls)
+        if engine_of(get_current_vllm_config()).settings.strict:
+            raise NworError(f"nwor_specpv: a layer has {problem}")
+        logger.warning("nwor_specpv leaves a layer to vLLM: %s", problem)
+        return FlashAttentionImpl(
+            num_heads,
+            head_size,
+            scale,
+            num_kv_heads,
+            alibi_slopes,
+            sliding_window,
+            kv_cache_dtype,
+            logits_soft_cap,
+            attn_type,
+            kv_sharing_target_layer_name,
+            sinks,
+        )
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._engine = engine_of(get_current_vllm_config())
+        self._route = self._engine.settings.attention_route
+        self.window = self.sliding_window[0] + 1 if self.sliding_window[0] >= 0 else 0
+
+    def do_kv_cache_update(
+        self,
+        layer: Any,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        kv_cache: torch.Tensor,
+        slot_mapping: torch.Tensor,
+    ) -> None:
+        if not self._engine.write(layer.layer_name, key, value, slot_mapping):
+            super().do_kv_cache_update(layer, key, value, kv_cache, slot_mapping)
+
+    def forward(
+        self,
+        layer: Any,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        kv_cache: torch.Tensor,
+        attn_metadata: FlashAttentionMetadata | None,
+        output: torch.Tensor,
+        output_scale: torch.Tensor | None = None,
+        output_block_scale: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        part = attn_metadata.verify if isinstance(attn_metadata, NworFlashMetadata) else None
+        if part is None:
+            scales = (output_scale, output_block_scale)
+            return super().forward(
+                layer, query, key, value, kv_cache, attn_metadata, output, *scales
+            )
+        if output_scale is not None or output_block_scale is not None:
+            raise NworError(f"layer {layer.layer_name}: got a quantised output, expected none")
+        key_cache, value_cache = cache_views(kv_cache, compat.CACHE_LAYOUT)
+        n = part.num_rows
+        verify_attention(
+            query[:n],
+            key[:n],
+            value[:n],
+            key_cache,
+            value_cache,
+            part.block_table,
+            part.prefix_lens,
+            part.query_start,
+            None,
+            self.scale,
+            window=self.window,
+            softcap=self.logits_soft_cap,
+            out=output[:n],
+            max_rows=part.max_rows,
+            plan=part.plan,
+            route=self._route,
+        )
+        if attn_metadata.rest is not None:
+            behind = (tensor[n:] for tensor in (query, key, value))
+            super().forward(layer, *behind, kv_cache, attn_metadata.rest, output[n:])
+        return output

@@ -1,0 +1,63 @@
+"""Runs one engine in a process of its own: python engine_process.py JOB.json RESULT.json.
+
+For what cannot share a process with the tests: vLLM without our plugin, and tensor parallelism,
+whose ranks are processes.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+FOLDER = Path(__file__).resolve().parent
+
+
+def run_job(folder: Path, job: dict[str, Any], **env: str) -> dict[str, Any]:
+    """Runs a job (see `main`) and returns its result."""
+    source, result = folder / "job.json", folder / "result.json"
+    source.write_text(json.dumps(job))
+    result.unlink(missing_ok=True)
+    done = subprocess.run(
+        [sys.executable, __file__, str(source), str(result)],
+        env=os.environ | {"PYTHONPATH": str(FOLDER)} | env,
+        capture_output=True,
+        text=True,
+        timeout=1500,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-6000:]
+    return json.loads(result.read_text())
+
+
+def rank_report(_: object) -> dict[str, Any]:
+    """What one rank counted; runs in the rank's own process."""
+    from nwor_specpv.vllm.engine import current_engine
+
+    engine = current_engine()
+    if engine is None or engine.interceptor is None:
+        return {"stats": None, "violations": []}
+    return {"stats": engine.interceptor.stats(), "violations": engine.violations}
+
+
+def main() -> None:
+    """job: start (arguments of engines.start), prompts, max_tokens, arrivals."""
+    from engines import drive, greedy, start
+
+    job = json.loads(Path(sys.argv[1]).read_text())
+    llm = start(job["start"].pop("nwor"), **job["start"])
+    story = drive(llm, job["prompts"], greedy(job["max_tokens"]), arrivals=job.get("arrivals"))
+    tokens = [story.tokens[str(i)] for i in range(len(job["prompts"]))]
+    loaded = [name for name in sys.modules if name.startswith("nwor_specpv.vllm.engine")]
+    ranks = llm.collective_rpc(rank_report)
+    result = {"tokens": tokens, "ranks": ranks, "plugin": bool(loaded)}
+    Path(sys.argv[2]).write_text(json.dumps(result))
+
+
+if __name__ == "__main__":
+    import conftest  # noqa: F401  (vLLM's environment)
+
+    main()
