@@ -45,7 +45,7 @@ def options(**more: object) -> dict:
     """The same for both sides."""
     return {
         "model": str(smollm2("float32")),
-        "max_model_len": 1024,
+        "max_model_len": 512,
         "kv_cache_memory_bytes": 64 << 20,
     } | more
 
@@ -88,7 +88,7 @@ def test_together_with_arrivals_chunks_and_prefix_hits(expected: list[list[int]]
 
 
 def test_preempted(expected: list[list[int]]) -> None:
-    llm = start(STAGED, **options(num_gpu_blocks_override=36, max_model_len=512))
+    llm = start(STAGED, **options(num_gpu_blocks_override=36))
     story = drive(llm, prompts(), greedy(MAX_TOKENS))
     assert counted(llm, "vllm:num_preemptions") > 0
     check(story.tokens, expected)

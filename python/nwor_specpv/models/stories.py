@@ -1,6 +1,6 @@
 """The shipped 260K-parameter story model as a Hugging Face folder, for engines that load by path.
 
-Its heads have 8 channels, fewer than serving engines support. Here they have 32: each rotated pair
+Its heads have 8 channels, fewer than serving engines support. Here they have more: a rotated pair
 keeps its frequency at a new place, the other channels are zero, and queries carry the factor that
 the larger head size takes away. The function computed is the same.
 """
@@ -17,13 +17,16 @@ from nwor_specpv.demo.tiny_model import TinyModel
 from .folder import Progress, cache_root, print_progress, write_folder
 from .llama import LlamaShape
 
-HEAD_DIM = 32
 _BOS, _EOS = 1, 2
 
 
-def stories(progress: Progress = print_progress, destination: Path | None = None) -> Path:
+def stories(
+    head_dim: int = 32,
+    progress: Progress = print_progress,
+    destination: Path | None = None,
+) -> Path:
     """The model's folder (float32, no tokenizer: token ids only), written if it is not there."""
-    destination = destination or cache_root() / "stories260k-float32"
+    destination = destination or cache_root() / f"stories260k-d{head_dim}-float32"
     if destination.is_dir():
         return destination
     model = TinyModel()
@@ -35,7 +38,7 @@ def stories(progress: Progress = print_progress, destination: Path | None = None
         num_layers=s.num_layers,
         num_heads=s.num_heads,
         num_kv_heads=s.num_kv_heads,
-        head_dim=HEAD_DIM,
+        head_dim=head_dim,
         context=s.context,
         rope_theta=10000.0,
         norm_epsilon=1e-5,
@@ -49,15 +52,15 @@ def stories(progress: Progress = print_progress, destination: Path | None = None
 
 def _tensors(model: TinyModel, shape: LlamaShape) -> Iterator[tuple[str, torch.Tensor]]:
     yield "model.embed_tokens.weight", model.embedding
-    narrow = model.shape.head_dim
+    wide = shape.head_dim
+    scores = (wide / model.shape.head_dim) ** 0.5
     for layer in range(shape.num_layers):
-        wide_scores = (HEAD_DIM / narrow) ** 0.5
         parts = {
             "input_layernorm": model.attention_norm[layer],
-            "self_attn.q_proj": widen_rotated(model.wq[layer], shape.num_heads) * wide_scores,
-            "self_attn.k_proj": widen_rotated(model.wk[layer], shape.num_kv_heads),
-            "self_attn.v_proj": widen(model.wv[layer], shape.num_kv_heads),
-            "self_attn.o_proj": widen(model.wo[layer].T.contiguous(), shape.num_heads).T,
+            "self_attn.q_proj": widen_rotated(model.wq[layer], shape.num_heads, wide) * scores,
+            "self_attn.k_proj": widen_rotated(model.wk[layer], shape.num_kv_heads, wide),
+            "self_attn.v_proj": widen(model.wv[layer], shape.num_kv_heads, wide),
+            "self_attn.o_proj": widen(model.wo[layer].T.contiguous(), shape.num_heads, wide).T,
             "post_attention_layernorm": model.ffn_norm[layer],
             "mlp.gate_proj": model.w1[layer],
             "mlp.up_proj": model.w3[layer],
@@ -68,22 +71,22 @@ def _tensors(model: TinyModel, shape: LlamaShape) -> Iterator[tuple[str, torch.T
     yield "model.norm.weight", model.final_norm
 
 
-def widen(weight: torch.Tensor, num_heads: int) -> torch.Tensor:
-    """Heads of `weight` [heads * D, columns] padded with zero rows to HEAD_DIM."""
+def widen(weight: torch.Tensor, num_heads: int, wide: int) -> torch.Tensor:
+    """Heads of `weight` [heads * D, columns] padded with zero rows to `wide` each."""
     heads = weight.view(num_heads, -1, weight.shape[-1])
-    out = weight.new_zeros(num_heads, HEAD_DIM, weight.shape[-1])
+    out = weight.new_zeros(num_heads, wide, weight.shape[-1])
     out[:, : heads.shape[1]] = heads
     return out.flatten(0, 1)
 
 
-def widen_rotated(weight: torch.Tensor, num_heads: int) -> torch.Tensor:
+def widen_rotated(weight: torch.Tensor, num_heads: int, wide: int) -> torch.Tensor:
     """The same for queries and keys: a pair of frequency theta^(-2i/D) goes where it keeps it.
 
-    In a head of HEAD_DIM rotated by halves that is channel i * HEAD_DIM / D and its partner half a
-    head further.
+    In a head of `wide` channels rotated by halves that is channel i * wide / D and its partner half
+    a head further.
     """
     pairs = weight.view(num_heads, -1, 2, weight.shape[-1])
-    stride = HEAD_DIM // (2 * pairs.shape[1])
-    out = weight.new_zeros(num_heads, 2, HEAD_DIM // 2, weight.shape[-1])
+    stride = wide // (2 * pairs.shape[1])
+    out = weight.new_zeros(num_heads, 2, wide // 2, weight.shape[-1])
     out[:, :, ::stride] = pairs.transpose(1, 2)
-    return out.reshape(num_heads * HEAD_DIM, -1)
+    return out.reshape(num_heads * wide, -1)

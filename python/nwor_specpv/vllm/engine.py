@@ -64,6 +64,7 @@ class Engine:
         self.interceptor: Interceptor | None = None
         self.checker: ContractChecker | None = None
         self.violations: list[str] = []
+        self.num_replays = 0  # steps whose writes a CUDA graph did
         self._groups: list[list[str]] = []  # layers that are ours, by group
         self._bound: dict[str, int] = {}  # layer -> address of its cache
         self._runner: Callable[[], Any] = lambda: None
@@ -223,6 +224,7 @@ class Engine:
         try:
             if step.num_writes == 0 and counts.is_cuda:
                 self.interceptor.note_replay()
+                self.num_replays += 1
             receipt = self._commit(step, counts)
         except Exception as error:
             logger.exception("nwor_specpv: the commit failed")

@@ -309,10 +309,11 @@ def forward(weights: dict[str, torch.Tensor], config: dict, tokens: list[int]) -
     return norm(x, "model.norm.weight") @ weights["model.embed_tokens.weight"].double().T
 
 
-def test_the_widened_story_model_is_the_same_function(tmp_path: Path) -> None:
-    made = stories(destination=tmp_path / "stories")
+@pytest.mark.parametrize("head_dim", [32, 64])
+def test_the_widened_story_model_is_the_same_function(tmp_path: Path, head_dim: int) -> None:
+    made = stories(head_dim, destination=tmp_path / "stories")
     config = json.loads((made / "config.json").read_text())
-    assert config["head_dim"] == 32
+    assert config["head_dim"] == head_dim
     tokens = [1, 403, 407, 261, 378, 7, 300, 411]
     logits = forward(read_safetensors(made / "model.safetensors"), config, tokens)
 

@@ -1,0 +1,102 @@
+"""Dashboard, alert rules and compose file name only what exists."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+from nwor_specpv import BYPASS_REASONS, Metrics
+from nwor_specpv.config import load_config
+
+DEPLOY = Path(__file__).resolve().parents[3] / "deploy"
+METRIC = re.compile(r"\b((?:nwor|specpv|process)_[a-z_]+)\b")
+
+
+def exposed() -> set[str]:
+    """Every series name of a scrape."""
+    text = Metrics().render()
+    return set(re.findall(r"^([a-zA-Z_:][a-zA-Z0-9_:]*)[{ ]", text, re.M))
+
+
+def dashboard() -> dict:
+    return json.loads((DEPLOY / "grafana" / "dashboards" / "nwor_specpv.json").read_text())
+
+
+def rules() -> list[dict]:
+    groups = yaml.safe_load((DEPLOY / "prometheus" / "alerts.yml").read_text())["groups"]
+    return [rule for group in groups for rule in group["rules"]]
+
+
+def expressions() -> list[str]:
+    found = [t["expr"] for panel in dashboard()["panels"] for t in panel["targets"]]
+    found += [variable["query"] for variable in dashboard()["templating"]["list"]]
+    return found + [rule["expr"] for rule in rules()]
+
+
+def test_every_metric_named_exists() -> None:
+    named = {name for text in expressions() for name in METRIC.findall(text)}
+    assert len(named) > 10
+    assert named - exposed() == set()
+
+
+def test_a_metric_that_does_not_exist_would_be_found() -> None:
+    assert set(METRIC.findall("sum(rate(nwor_no_such_total[5m]))")) - exposed()
+
+
+def test_every_reason_named_exists() -> None:
+    named = set()
+    for text in expressions():
+        for reasons in re.findall(r'reason=~?"([^"]+)"', text):
+            named |= set(reasons.split("|"))
+    assert named
+    assert named <= set(BYPASS_REASONS)
+
+
+def test_the_dashboard_is_what_its_script_writes() -> None:
+    script = [sys.executable, str(DEPLOY / "make_dashboard.py"), "--check"]
+    assert subprocess.run(script, check=False).returncode == 0
+    ids = [panel["id"] for panel in dashboard()["panels"]]
+    assert len(ids) == len(set(ids))
+
+
+def test_rules_say_what_to_do() -> None:
+    names = [rule["alert"] for rule in rules()]
+    assert len(names) == len(set(names))
+    for rule in rules():
+        assert rule["labels"]["severity"] in ("critical", "warning", "info")
+        assert rule["annotations"]["summary"]
+        assert rule["annotations"]["description"]
+
+
+@pytest.mark.skipif(shutil.which("promtool") is None, reason="promtool is not installed")
+def test_promtool_accepts_the_rules() -> None:
+    command = ["promtool", "check", "rules", str(DEPLOY / "prometheus" / "alerts.yml")]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_the_compose_file_starts_vllm_with_settings_we_accept() -> None:
+    compose = yaml.safe_load((DEPLOY / "compose.yaml").read_text())
+    (config,) = (
+        word.partition("=")[2]
+        for word in compose["services"]["vllm"]["command"]
+        if word.startswith("--additional-config")
+    )
+    settings = load_config(json.loads(config)["nwor_specpv"], env={})
+    scraped = yaml.safe_load((DEPLOY / "prometheus" / "prometheus.yml").read_text())
+    targets = [
+        t for job in scraped["scrape_configs"] for s in job["static_configs"] for t in s["targets"]
+    ]
+    assert f"vllm:{settings.metrics_port}" in targets
+    for service in compose["services"].values():
+        for volume in service.get("volumes", ()):
+            source = volume.split(":")[0]
+            if source.startswith("."):
+                assert (DEPLOY / source).exists(), source
