@@ -6,9 +6,9 @@
         --context 1024 8192 32768 --drafts 4 --acceptance-length 3 --json results.json
 
 `stories` and `smollm2` are real models; `llama-3.1-8b` has that model's shapes and dummy weights,
-with acceptance set by hand (`--acceptance-length`: mean tokens of a step, drafts and one more). Both
-engines live side by side and take turns, so that clocks and neighbours disturb them alike. A step's
-time is the time of a run divided by its steps; the first run of each is not counted.
+with acceptance set by hand (`--acceptance-length`: mean tokens of a step, one more than drafts).
+Both engines live side by side and take turns, so that clocks and neighbours disturb them alike. A
+step's time is the time of a run divided by its steps; the first run of each is not counted.
 """
 
 from __future__ import annotations

@@ -53,9 +53,8 @@ def main() -> int:
             for server in servers if number % 2 else servers[::-1]:
                 measure(args, server, counted=number > 0)
         report = {server.name: summarise(server) for server in servers}
-    print(
-        f"{args.clients} clients, {args.requests} requests of {args.tokens} tokens, {args.rounds} rounds"
-    )
+    size = f"{args.requests} requests of {args.tokens} tokens"
+    print(f"{args.clients} clients, {size}, {args.rounds} rounds")
     print("          tokens/s   first ms p50/p99       gap ms p50/p99")
     for name, row in report.items():
         first, gap = row["first_ms"], row["gap_ms"]

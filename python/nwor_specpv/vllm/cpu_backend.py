@@ -66,7 +66,7 @@ class NworCpuMetadataBuilder(CPUAttentionMetadataBuilder):
         layers = vllm_config.compilation_config.static_forward_context
         self._own = [n for n in layer_names if isinstance(layers[n].impl, NworCpuImpl)]
         if self._own:
-            self._engine = engine_of(vllm_config)
+            self._engine = layers[self._own[0]].impl.engine
             self._group = self._engine.add_group(self._own)
 
     def build(
@@ -132,7 +132,7 @@ class NworCpuImpl(CPUAttentionBackendImpl):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self._engine = engine_of(get_current_vllm_config())
+        self.engine = engine_of(get_current_vllm_config())
 
     def do_kv_cache_update(
         self,
@@ -142,7 +142,7 @@ class NworCpuImpl(CPUAttentionBackendImpl):
         kv_cache: torch.Tensor,
         slot_mapping: torch.Tensor,
     ) -> None:
-        if not self._engine.write(layer.layer_name, key, value, slot_mapping):
+        if not self.engine.write(layer.layer_name, key, value, slot_mapping):
             num_rows = slot_mapping.shape[0]
             write_direct(kv_cache, key[:num_rows], value[:num_rows], slot_mapping)
 

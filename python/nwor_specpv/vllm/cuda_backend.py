@@ -28,7 +28,7 @@ from nwor_specpv import cache_views, verify_attention, verify_plan
 from nwor_specpv.errors import NworError, logger
 
 from . import compat, rows
-from .engine import TARGET_MODEL, engine_of
+from .engine import TARGET_MODEL, current_engine, engine_of
 from .support import layer_problem
 
 
@@ -82,8 +82,8 @@ class NworFlashMetadataBuilder(FlashAttentionMetadataBuilder):
 
     @classmethod
     def get_cudagraph_support(cls, vllm_config: Any, kv_cache_spec: Any) -> AttentionCGSupport:
-        engine = engine_of(vllm_config)
-        if engine.off is not None:
+        engine = current_engine()
+        if engine is None or engine.off is not None:
             return FlashAttentionMetadataBuilder._cudagraph_support
         # The checker looks at every write from outside, which a replayed graph does not allow.
         return (
@@ -100,9 +100,9 @@ class NworFlashMetadataBuilder(FlashAttentionMetadataBuilder):
             return
         self.supports_update_block_table = False  # each group has a plan and slots of its own
         self._init_reorder_batch_threshold(1, supports_spec_as_decode=True)
-        self._engine = engine_of(vllm_config)
-        self._group = self._engine.add_group(self._own)
         self._layer = layers[self._own[0]]
+        self._engine = self._layer.impl.engine
+        self._group = self._engine.add_group(self._own)
         self._uniform_rows = 1 + self._engine.setup.num_speculative_tokens
         limit = max(vllm_config.scheduler_config.max_num_seqs, self.max_cudagraph_size or 0)
         self._prefix_lens = torch.zeros(limit, dtype=torch.int32, device=device)
@@ -232,8 +232,8 @@ class NworFlashImpl(FlashAttentionImpl):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self._engine = engine_of(get_current_vllm_config())
-        self._route = self._engine.settings.attention_route
+        self.engine = engine_of(get_current_vllm_config())
+        self._route = self.engine.settings.attention_route
         self.window = self.sliding_window[0] + 1 if self.sliding_window[0] >= 0 else 0
 
     def do_kv_cache_update(
@@ -244,7 +244,7 @@ class NworFlashImpl(FlashAttentionImpl):
         kv_cache: torch.Tensor,
         slot_mapping: torch.Tensor,
     ) -> None:
-        if not self._engine.write(layer.layer_name, key, value, slot_mapping):
+        if not self.engine.write(layer.layer_name, key, value, slot_mapping):
             super().do_kv_cache_update(layer, key, value, kv_cache, slot_mapping)
 
     def forward(
