@@ -240,9 +240,9 @@ def test_junit_counts_tell_skipped_from_passed(tmp_path: Path) -> None:
         "<testcase name='a' status='run'/><testcase name='b'/>"
         "<testcase name='c' status='fail'><failure message=''/></testcase>"
         "<testcase name='d'><error/></testcase>"
-        "<testcase name='e' status='notrun'><skipped message=''/></testcase>"
+        "<testcase name='e' status='run'><skipped message=''/></testcase>"
         "<testcase name='f'><skipped/></testcase>"
-        "<testcase name='g' status='disabled'/>"
+        "<testcase name='g' status='notrun'/>"
         "</testsuite></testsuites>"
     )
     counts = module.count_junit(path)
@@ -264,11 +264,18 @@ def test_a_run_is_good_only_if_something_passed(
     tmp_path: Path, status: int, xml: str | None, ok: bool
 ) -> None:
     module = load(TOOLS / "run_tests.py")
-    path = tmp_path / "junit.xml"
+    results = tmp_path / "results"
     code = f"import sys; from pathlib import Path; sys.exit({status})"
     if xml is not None:
-        code = f"import sys; open({str(path)!r}, 'w').write({xml!r}); sys.exit({status})"
-    assert module.run("tests", [sys.executable, "-c", code], path).ok is ok
+        path = str(results / "all.xml")
+        code = f"import sys; open({path!r}, 'w').write({xml!r}); sys.exit({status})"
+    assert module.run("tests", [sys.executable, "-c", code], results).ok is ok
+
+
+def test_results_of_an_earlier_run_do_not_count(tmp_path: Path) -> None:
+    module = load(TOOLS / "run_tests.py")
+    (tmp_path / "old.xml").write_text("<testsuite><testcase name='a'/></testsuite>")
+    assert not module.run("tests", [sys.executable, "-c", ""], tmp_path).ok
 
 
 # ---- clang_tidy.py ----
