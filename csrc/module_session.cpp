@@ -253,7 +253,9 @@ void BindSessionValues(py::module_& m) {
                              })
       .def_readonly("tree_rows", &SessionBatch::tree_rows)
       .def_readonly("tree_tokens", &SessionBatch::tree_tokens)
-      .def_readonly("tree_parents", &SessionBatch::tree_parents);
+      .def_readonly("tree_parents", &SessionBatch::tree_parents)
+      .def_readonly("first_child", &SessionBatch::first_child)
+      .def_readonly("next_sibling", &SessionBatch::next_sibling);
 
   py::class_<VerifyResult>(m, "VerifyResult")
       .def_readonly("accepted_rows", &VerifyResult::accepted_rows)
@@ -347,7 +349,7 @@ SessionAcceptor ParseAcceptor(const py::object& accept) {
   auto call = WithGil<Triple, const SessionBatch&, const at::Tensor&>(accept.cast<py::function>());
   return [call = std::move(call)](const SessionBatch& batch, const at::Tensor& output) {
     auto [path, counts, next_token] = call(batch, output);
-    return Acceptance{path, counts, next_token};
+    return Accepted{path, counts, next_token};
   };
 }
 

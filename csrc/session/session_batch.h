@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "export.h"
+#include "tree/acceptance.h"
 
 // What a session store hands to the host's model, and what it gets back.
 
@@ -27,10 +28,12 @@ struct SessionBatch {
   at::Tensor block_table;   // [B, max_pages] int32
   at::Tensor tree_mask;     // [T, W] int64, as VerifyAttention takes it; undefined: causal
 
-  // The trees, padded to the largest. R = 1 when no session has drafts.
-  at::Tensor tree_rows;     // [B, R] int64: the batch row of each; -1 = padding
-  at::Tensor tree_tokens;   // [B, R] int64; -1 = padding
+  // The trees as acceptance takes them, padded to the largest. R = 1 when no session has drafts.
+  at::Tensor tree_rows;     // [B, R] int64: the batch row of each; padding: that of the root
+  at::Tensor tree_tokens;   // [B, R] int64
   at::Tensor tree_parents;  // [B, R] int32; -1 = the root, or padding
+  at::Tensor first_child;   // [B, R] int32; -1 = none
+  at::Tensor next_sibling;  // [B, R] int32; -1 = none
 };
 
 // Runs the model: writes K/V of all rows through the interceptor, once per layer, and returns what
@@ -38,17 +41,11 @@ struct SessionBatch {
 // point), or whatever the store's Acceptor takes.
 using SessionForward = std::function<at::Tensor(const SessionBatch&)>;
 
-// Which drafts to accept. Rows are those of the tree: 0 is the root.
-struct Acceptance {
-  at::Tensor path;        // [B, R or less] int32: accepted drafts from the root on, -1 padded
-  at::Tensor counts;      // [B] int32
-  at::Tensor next_token;  // [B] int64: the correction or bonus token
-};
-
-// Judges a batch by what the forward pass returned. The store checks what it says.
-using SessionAcceptor = std::function<Acceptance(const SessionBatch&, const at::Tensor&)>;
+// Judges a batch by what the forward pass returned. The path may have fewer columns than R. The
+// store checks what it says.
+using SessionAcceptor = std::function<Accepted(const SessionBatch&, const at::Tensor&)>;
 
 // The default: a draft is accepted iff it is the target's first choice after its parent.
-NWOR_EXPORT Acceptance AcceptFirstChoice(const SessionBatch& batch, const at::Tensor& output);
+NWOR_EXPORT Accepted AcceptFirstChoice(const SessionBatch& batch, const at::Tensor& output);
 
 }  // namespace nwor

@@ -8,6 +8,7 @@
 
 #include "check.h"
 #include "session/session_error.h"
+#include "tree/tree.h"
 
 namespace nwor {
 namespace {
@@ -156,8 +157,8 @@ SessionBatch SessionRounds::Describe(std::span<Turn* const> turns,
     most_rows = std::max(most_rows, turn->num_rows());
     chains = chains && turn->tree.is_chain();
   }
-  std::vector<int64_t> tree_rows(num_turns * width, -1), tree_tokens(num_turns * width, -1);
-  std::vector<int32_t> tree_parents(num_turns * width, -1);
+  std::vector<int64_t> tree_rows, tree_tokens(num_turns * width, 0);
+  std::vector<int32_t> tree_parents(num_turns * width, -1), tree_sizes;
   for (int64_t b = 0; b < num_turns; ++b) {
     const Turn& turn = *turns[b];
     const int64_t prefix = turn.session->length, leading = turn.num_leading();
@@ -168,6 +169,8 @@ SessionBatch SessionRounds::Describe(std::span<Turn* const> turns,
       tokens.push_back(turn.direct[row]);
       positions.push_back(prefix + row);
     }
+    tree_rows.resize(b * width + width, static_cast<int64_t>(tokens.size()));
+    tree_sizes.push_back(static_cast<int32_t>(turn.tree.num_rows()));
     for (int64_t row = 0; row < turn.tree.num_rows(); ++row) {
       tree_rows[b * width + row] = static_cast<int64_t>(tokens.size());
       tree_tokens[b * width + row] = turn.tree.tokens[row];
@@ -192,6 +195,10 @@ SessionBatch SessionRounds::Describe(std::span<Turn* const> turns,
   batch.tree_rows = send(HostTensor(tree_rows, {num_turns, width}));
   batch.tree_tokens = send(HostTensor(tree_tokens, {num_turns, width}));
   batch.tree_parents = send(HostTensor(tree_parents, {num_turns, width}));
+  const Tree tree = TreeFromParents(batch.tree_parents, batch.prefix_lens, std::nullopt,
+                                    send(HostTensor(tree_sizes, {num_turns})));
+  batch.first_child = tree.first_child;
+  batch.next_sibling = tree.next_sibling;
   return batch;
 }
 
@@ -249,8 +256,7 @@ void SessionRounds::CheckAllLayersWrote() const {
   }
 }
 
-void SessionRounds::ReadAcceptance(const Acceptance& acceptance,
-                                   std::span<Turn* const> turns) const {
+void SessionRounds::ReadAcceptance(const Accepted& acceptance, std::span<Turn* const> turns) const {
   const auto num_turns = static_cast<int64_t>(turns.size());
   NWOR_CHECK(acceptance.path.defined() && acceptance.path.dim() == 2 &&
                  acceptance.path.size(0) == num_turns && acceptance.counts.defined() &&

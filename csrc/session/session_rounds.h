@@ -63,7 +63,7 @@ class SessionRounds {
   void RefreshBlockRow(Session& session);
   void CopyPages();
   void CheckAllLayersWrote() const;
-  void ReadAcceptance(const Acceptance& acceptance, std::span<Turn* const> turns) const;
+  void ReadAcceptance(const Accepted& acceptance, std::span<Turn* const> turns) const;
   void Commit(std::span<Turn* const> turns);
 
   Interceptor& interceptor_;

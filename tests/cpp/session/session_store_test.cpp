@@ -401,10 +401,10 @@ TEST(SessionStore, RefusesAModelThatForgetsALayerAndAnAcceptorThatInvents) {
   EXPECT_NE(MessageOf([&] { forgetful.Verify(client.Ask(Tokens{3})); }).find("layer 'layer.1'"),
             std::string::npos);
 
-  Acceptance invented;
+  Accepted invented;
   SessionStore inventive({}, target.interceptor(), target.AsForward(),
                          [&](const SessionBatch&, const at::Tensor&) { return invented; });
-  const auto expect = [&](Acceptance acceptance, const std::string& text) {
+  const auto expect = [&](Accepted acceptance, const std::string& text) {
     invented = std::move(acceptance);
     const std::string message = MessageOf([&] {
       inventive.Verify(client.Ask(DraftTree{{2, 3, 4, 5}, {-1, 0, 0, 2}}));

@@ -15,6 +15,8 @@ from nwor_specpv import (
     NworError,
     UnknownSessionError,
     VerifyRequest,
+    accept_sampling,
+    tree_from_parents,
 )
 from nwor_specpv.demo.decoding import decode_plain, draft_by_ngrams
 from nwor_specpv.demo.tiny_model import TinyModel, Tokenizer
@@ -155,6 +157,46 @@ def test_an_acceptor_of_ones_own(server: TinyServer) -> None:
         result = client.verify(DraftTree([client.tokens[-1], *PLAIN[len(client.tokens) :][:3]]))
         assert result.accepted_rows == []
     assert client.tokens == PLAIN[: len(client.tokens)]
+
+
+def test_sampling_is_an_acceptor() -> None:
+    """Cold enough to be greedy: the tokens are known, the way there is the sampler's."""
+
+    def sample(batch, logits):
+        probs = torch.softmax(logits * 1e4, -1)[batch.tree_rows]
+        coins = torch.full(batch.tree_tokens.shape, 0.5)
+        return accept_sampling(
+            batch.tree_tokens,
+            probs,
+            batch.first_child,
+            batch.next_sibling,
+            coins,
+            coins[:, 0].contiguous(),
+        )
+
+    server = TinyServer(model=MODEL, accept=sample)
+    clients = [Client(server, "a"), Client(server, "b", PROMPT[:6])]
+    for _ in range(6):
+        known = clients[0].tokens
+        right = PLAIN[len(known) : len(known) + 2]
+        tree = DraftTree([known[-1], (right[0] + 1) % 512, *right], [-1, 0, 0, 2])
+        requests = [clients[0].request(tree), clients[1].request()]
+        for client, result in zip(clients, server.store.verify_batch(requests), strict=True):
+            client.take(result)
+    assert clients[0].tokens == PLAIN[: len(clients[0].tokens)]
+    assert server.interceptor.stats()["committed_tokens"] == 12
+    plain = decode_plain(MODEL, PROMPT[:6], 10).tokens
+    assert clients[1].tokens == (PROMPT[:6] + plain)[: len(clients[1].tokens)]
+
+
+def test_a_tree_of_tensors_is_a_tree(server: TinyServer) -> None:
+    drafts = PLAIN[len(PROMPT) : len(PROMPT) + 2]
+    tokens = torch.tensor([[PROMPT[-1], 7, drafts[0], drafts[1]]])
+    parents = torch.tensor([[-1, 0, 0, 2]], dtype=torch.int32)
+    tree = tree_from_parents(parents, torch.tensor([0], dtype=torch.int32), tokens)
+    result = server.store.verify("a", tree, PROMPT)
+    assert result.accepted_rows == [2, 3]
+    assert result.tokens == drafts
 
 
 def test_lengths_that_disagree_are_refused(server: TinyServer) -> None:
