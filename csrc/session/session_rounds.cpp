@@ -292,7 +292,6 @@ void SessionRounds::ReadAcceptance(const Accepted& acceptance, std::span<Turn* c
 // Accepted rows go to the slots of the positions behind the root: a path through a tree is dense
 // from then on.
 void SessionRounds::Commit(std::span<Turn* const> turns) {
-  if (turns.empty()) return;
   const auto num_turns = static_cast<int64_t>(turns.size());
   size_t depth = 1;
   for (const Turn* turn : turns) depth = std::max(depth, turn->accepted.size());
@@ -310,7 +309,7 @@ void SessionRounds::Commit(std::span<Turn* const> turns) {
   }
   // A commit takes so many entries; a long path goes in consecutive parts.
   const auto columns = static_cast<int64_t>(depth);
-  const int64_t part = std::max<int64_t>(1, kMaxCommitRows / num_turns);
+  const int64_t part = std::max<int64_t>(1, kMaxCommitRows / std::max<int64_t>(1, num_turns));
   const at::Tensor paths = HostTensor(path, {num_turns, columns}).to(device_);
   const at::Tensor all_slots = HostTensor(slots, {num_turns, columns}).to(device_);
   const at::Tensor all_counts = HostTensor(counts, {num_turns}).to(device_);
