@@ -93,6 +93,22 @@ py::dict MetricsSnapshot() {
   for (const int64_t bucket : snapshot.latency_buckets) count += bucket;
   dict["nwor_commit_seconds_count"] = count;
   dict["nwor_commit_seconds_sum"] = snapshot.latency_sum_seconds;
+  py::dict full_steps;
+  for (int i = 1; i < kNumFullTriggers; ++i) {
+    if (snapshot.full_steps[i] > 0) {
+      full_steps[py::str(kFullTriggerTexts[i].label)] = snapshot.full_steps[i];
+    }
+  }
+  dict["specpv_full_steps_total"] = full_steps;
+  for (int i = 0; i < kNumSummaries; ++i) {
+    const std::string name = kSummaryTexts[i].metric;
+    dict[py::str(name + "_sum")] = snapshot.summary_sums[i];
+    dict[py::str(name + "_count")] = snapshot.summary_counts[i];
+  }
+  int64_t refreshes = 0;
+  for (const int64_t bucket : snapshot.refresh_buckets) refreshes += bucket;
+  dict["specpv_refresh_seconds_count"] = refreshes;
+  dict["specpv_refresh_seconds_sum"] = snapshot.refresh_sum_seconds;
   return dict;
 }
 

@@ -2,8 +2,14 @@
 #include <pybind11/stl.h>
 #include <torch/csrc/utils/pybind.h>
 
+#include <algorithm>
+
+#include "check.h"
 #include "module.h"
 #include "specpv/config.h"
+#include "specpv/partial_cache.h"
+#include "specpv/partial_store.h"
+#include "specpv/verify_policy.h"
 
 // The Python face of partial verification: its configuration, the state of requests, the policy.
 
@@ -49,6 +55,7 @@ void BindConfig(py::module_& m) {
       .def_readonly("retrieval_blocks", &Budget::retrieval_blocks)
       .def_readonly("window_blocks", &Budget::window_blocks)
       .def_readonly("tail_capacity", &Budget::tail_capacity)
+      .def_readonly("max_rows", &Budget::max_rows)
       .def_property_readonly("static_tokens", &Budget::static_tokens)
       .def_property_readonly("max_view_blocks", &Budget::max_view_blocks);
 
@@ -91,8 +98,155 @@ void BindConfig(py::module_& m) {
 #undef NWOR_PLAIN
 #undef NWOR_CHOICE
 
+FullTrigger ParseTrigger(std::string_view text) {
+  std::array<std::string_view, kNumFullTriggers> labels;
+  for (int i = 0; i < kNumFullTriggers; ++i) labels[i] = kFullTriggerTexts[i].label;
+  return ParseChoice<FullTrigger>("trigger", text, labels);
+}
+
+void BindSteps(py::module_& m) {
+  py::dict triggers;
+  for (const FullTriggerText& text : kFullTriggerTexts)
+    triggers[py::str(text.label)] = text.sentence;
+  m.attr("FULL_TRIGGERS") = triggers;
+
+  py::class_<StepDecision>(m, "StepDecision")
+      .def_property_readonly(
+          "kind", [](const StepDecision& d) { return ChoiceName(d.kind, kStepKindNames); })
+      .def_property_readonly("trigger", [](const StepDecision& d) { return Label(d.trigger); })
+      .def_readonly("num_rows", &StepDecision::num_rows)
+      .def_readonly("full_len", &StepDecision::full_len)
+      .def_readonly("committed_len", &StepDecision::committed_len)
+      .def_readonly("prefix_len", &StepDecision::prefix_len)
+      .def_readonly("refed_rows", &StepDecision::refed_rows)
+      .def_readonly("view_tokens", &StepDecision::view_tokens)
+      .def("__repr__", [](const StepDecision& d) {
+        return Concat("StepDecision(kind='", ChoiceName(d.kind, kStepKindNames), "', trigger='",
+                      Label(d.trigger), "', prefix_len=", d.prefix_len,
+                      ", refed_rows=", d.refed_rows, ", num_rows=", d.num_rows, ")");
+      });
+
+  py::class_<StepOutcome>(m, "StepOutcome")
+      .def_readonly("committed", &StepOutcome::committed)
+      .def_readonly("emitted", &StepOutcome::emitted)
+      .def_readonly("cut", &StepOutcome::cut);
+
+  py::class_<PartialCache, std::shared_ptr<PartialCache>>(m, "PartialCache")
+      .def(py::init<const SpecPVConfig&, int64_t, int64_t, int64_t>(), py::arg("config"),
+           py::arg("max_rows"), py::arg("prompt_tokens") = 0, py::arg("max_new_tokens") = 0)
+      .def("prefill", &PartialCache::Prefill, py::arg("num_tokens"))
+      .def("finish", &PartialCache::Finish, py::arg("decision"), py::arg("accepted"))
+      .def(
+          "require_full",
+          [](PartialCache& self, std::string_view trigger) {
+            self.RequireFull(ParseTrigger(trigger));
+          },
+          py::arg("trigger") = "policy")
+      .def("count_drift", &PartialCache::CountDrift, py::arg("rechecked"), py::arg("disagreed"))
+      .def_property_readonly("full_len", &PartialCache::full_len)
+      .def_property_readonly("committed_len", &PartialCache::committed_len)
+      .def_property_readonly("emitted_len", &PartialCache::emitted_len)
+      .def_property_readonly("tail_len", &PartialCache::tail_len)
+      .def_property_readonly("anchor_len", &PartialCache::anchor_len)
+      .def_property_readonly("partial_steps", &PartialCache::partial_steps)
+      .def_property_readonly("selected", &PartialCache::selected)
+      .def_property_readonly("view_tokens", &PartialCache::view_tokens)
+      .def_property_readonly("rechecked_tokens", &PartialCache::rechecked_tokens)
+      .def_property_readonly("disagreed_tokens", &PartialCache::disagreed_tokens)
+      .def_property_readonly("budget", &PartialCache::budget)
+      .def_property_readonly("required",
+                             [](const PartialCache& self) { return Label(self.required()); })
+      .def_property_readonly(
+          "segments",
+          [](const PartialCache& self) {
+            const ViewSegments segments = self.segments();
+            const auto size = self.budget().block_size;
+            py::dict tokens;
+            const auto span = [](int64_t begin, int64_t end) { return std::pair(begin, end); };
+            tokens["sink"] = span(0, std::min(segments.sink_blocks * size, self.committed_len()));
+            tokens["candidates"] = span(segments.sink_blocks * size, segments.window_begin * size);
+            tokens["window"] = span(segments.window_begin * size, self.full_len());
+            tokens["tail"] = span(self.full_len(), self.committed_len());
+            return tokens;
+          },
+          "Tokens [begin, end) of sink, candidates, window and tail.");
+
+  py::class_<VerifyPolicy>(m, "VerifyPolicy")
+      .def(py::init([](const SpecPVConfig& config, const py::object& callback) {
+             if (callback.is_none()) return std::make_unique<VerifyPolicy>(config);
+             // The cache as Python knows it, whatever class it has there.
+             return std::make_unique<VerifyPolicy>(config, [callback](const PartialCache& cache) {
+               return callback(py::cast(&cache, py::return_value_policy::reference)).cast<bool>();
+             });
+           }),
+           py::arg("config"), py::arg("callback") = py::none())
+      .def("decide", &VerifyPolicy::Decide, py::arg("cache"), py::arg("num_rows"));
+}
+
+std::vector<BatchEntry> ParseBatch(const py::sequence& batch) {
+  std::vector<BatchEntry> entries;
+  for (const py::handle item : batch) {
+    if (item.is_none()) {
+      entries.emplace_back();
+      continue;
+    }
+    try {
+      const auto pair = item.cast<std::pair<std::shared_ptr<StoredCache>, StepDecision>>();
+      entries.push_back({pair.first, pair.second});
+    } catch (const py::cast_error&) {
+      throw Error(Concat("batch[", entries.size(), "]: got ", std::string(py::repr(item)),
+                         ", expected (a cache of the store, its decision) or None"));
+    }
+  }
+  return entries;
+}
+
+void BindStore(py::module_& m) {
+  py::class_<StoredCache, PartialCache, std::shared_ptr<StoredCache>>(m, "StoredCache")
+      .def_property_readonly("row", &StoredCache::row)
+      .def_property_readonly("summarized_blocks", &StoredCache::summarized_blocks);
+
+  py::class_<PartialStore, std::shared_ptr<PartialStore>>(m, "_PartialStore")
+      .def(
+          py::init([](const SpecPVConfig& config, const std::vector<at::Tensor>& key_caches,
+                      const std::vector<at::Tensor>& value_caches, int64_t max_requests,
+                      int64_t max_tokens, int64_t max_rows, const std::vector<at::Tensor>& k_scales,
+                      std::optional<at::ScalarType> dtype) {
+            return PartialStore::Create(config, key_caches, value_caches,
+                                        {max_requests, max_tokens, max_rows, dtype}, k_scales);
+          }),
+          py::arg("config"), py::arg("key_caches"), py::arg("value_caches"), py::kw_only(),
+          py::arg("max_requests"), py::arg("max_tokens"), py::arg("max_rows"),
+          py::arg("k_scales") = std::vector<at::Tensor>{}, py::arg("dtype") = py::none())
+      .def("open", &PartialStore::Open, py::arg("prompt_tokens") = 0, py::arg("max_new_tokens") = 0)
+      .def(
+          "begin",
+          [](PartialStore& self, const py::sequence& batch) { self.Begin(ParseBatch(batch)); },
+          py::arg("batch"))
+      .def("build_views", &PartialStore::BuildViews, py::arg("block_table"))
+      .def("refresh_layer", &PartialStore::RefreshLayer, py::arg("layer"), py::arg("query"),
+           py::arg("block_table"), py::arg("query_rows") = py::none())
+      .def("mark_refreshed", &PartialStore::MarkRefreshed)
+      .def("blocks", &PartialStore::blocks, py::arg("layer"))
+      .def_property_readonly("num_blocks", &PartialStore::num_blocks)
+      .def_property_readonly("view_lens", &PartialStore::view_lens)
+      .def_property_readonly("kmax", &PartialStore::kmax)
+      .def_property_readonly("kmin", &PartialStore::kmin)
+      .def_property_readonly("ids", &PartialStore::ids)
+      .def_property_readonly("rows", &PartialStore::rows)
+      .def_property_readonly("committed_lens", &PartialStore::committed_lens)
+      .def_property_readonly("num_layers", &PartialStore::num_layers)
+      .def_property_readonly("free_rows", &PartialStore::free_rows)
+      .def_property_readonly("bytes", &PartialStore::bytes)
+      .def_property_readonly("budget", &PartialStore::budget);
+}
+
 }  // namespace
 
-void BindSpecPV(py::module_& m) { BindConfig(m); }
+void BindSpecPV(py::module_& m) {
+  BindConfig(m);
+  BindSteps(m);
+  BindStore(m);
+}
 
 }  // namespace nwor

@@ -176,10 +176,10 @@ void RegisterAttentionFakes(torch::Library& library) {
 void BlockSummariesOp(const at::Tensor& key_cache, const at::Tensor& block_table,
                       const at::Tensor& start_tokens, const at::Tensor& end_tokens, at::Tensor kmax,
                       at::Tensor kmin, int64_t block_size, const OptionalTensor& k_scale,
-                      const OptionalTensor& done_blocks) {
+                      const OptionalTensor& done_blocks, const OptionalTensor& rows) {
   WithTorchErrors([&] {
     BlockSummaries(key_cache, block_table, start_tokens, end_tokens, kmax, kmin, block_size,
-                   k_scale, done_blocks);
+                   k_scale, done_blocks, rows);
   });
 }
 
@@ -187,10 +187,11 @@ void SelectBlocksOutOp(const at::Tensor& query, const at::Tensor& kmax, const at
                        const at::Tensor& num_candidates, std::string_view score,
                        std::string_view query_reduce, std::string_view group_reduce,
                        std::string_view selection, const OptionalTensor& query_rows, at::Tensor ids,
-                       const OptionalTensor& scores) {
+                       const OptionalTensor& scores, const OptionalTensor& rows) {
   const SelectOptions options{score, query_reduce, group_reduce, selection};
-  WithTorchErrors(
-      [&] { SelectBlocks(query, kmax, kmin, num_candidates, options, query_rows, ids, scores); });
+  WithTorchErrors([&] {
+    SelectBlocks(query, kmax, kmin, num_candidates, options, query_rows, ids, scores, rows);
+  });
 }
 
 at::Tensor SelectBlocksFake(const at::Tensor& query, const at::Tensor& kmax, const at::Tensor& kmin,
@@ -212,17 +213,17 @@ at::Tensor SelectBlocksOp(const at::Tensor& query, const at::Tensor& kmax, const
                                     group_reduce, selection, query_rows);
   ids.fill_(-1);  // for requests without candidates, which keep theirs
   SelectBlocksOutOp(query, kmax, kmin, num_candidates, score, query_reduce, group_reduce, selection,
-                    query_rows, ids, std::nullopt);
+                    query_rows, ids, std::nullopt, std::nullopt);
   return ids;
 }
 
 void BuildViewOp(const at::Tensor& ids, const at::Tensor& block_table, const at::Tensor& full_lens,
                  const at::Tensor& committed_lens, const at::Tensor& partial, at::Tensor blocks,
                  at::Tensor num_blocks, at::Tensor view_lens, int64_t page_size, int64_t block_size,
-                 int64_t sink_blocks, int64_t window_blocks) {
+                 int64_t sink_blocks, int64_t window_blocks, const OptionalTensor& rows) {
   WithTorchErrors([&] {
     BuildView(ids, block_table, full_lens, committed_lens, partial, blocks, num_blocks, view_lens,
-              page_size, block_size, sink_blocks, window_blocks);
+              page_size, block_size, sink_blocks, window_blocks, rows);
   });
 }
 
@@ -234,17 +235,19 @@ void RegisterSpecPVSchemas(torch::Library& library) {
   library.def(
       "block_summaries(Tensor key_cache, Tensor block_table, Tensor start_tokens, "
       "Tensor end_tokens, Tensor(a!) kmax, Tensor(b!) kmin, int block_size, "
-      "Tensor? k_scale=None, Tensor? done_blocks=None) -> ()");
+      "Tensor? k_scale=None, Tensor? done_blocks=None, Tensor? rows=None) -> ()");
   library.def(
       "select_blocks(Tensor query, Tensor kmax, Tensor kmin, Tensor num_candidates, "
       "SymInt k, " NWOR_SELECT_SCHEMA ") -> Tensor");
   library.def(
       "select_blocks_out(Tensor query, Tensor kmax, Tensor kmin, Tensor "
-      "num_candidates, " NWOR_SELECT_SCHEMA ", *, Tensor(a!) ids, Tensor(b!)? scores=None) -> ()");
+      "num_candidates, " NWOR_SELECT_SCHEMA
+      ", *, Tensor(a!) ids, Tensor(b!)? scores=None, Tensor? rows=None) -> ()");
   library.def(
       "build_view(Tensor ids, Tensor block_table, Tensor full_lens, Tensor committed_lens, "
       "Tensor partial, Tensor(a!) blocks, Tensor(b!) num_blocks, Tensor(c!) view_lens, "
-      "int page_size, int block_size, int sink_blocks, int window_blocks) -> ()");
+      "int page_size, int block_size, int sink_blocks, int window_blocks, Tensor? rows=None) -> "
+      "()");
 }
 
 void RegisterSpecPVKernels(torch::Library& library) {

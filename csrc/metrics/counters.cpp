@@ -48,6 +48,11 @@ Counters& Counters::Global() {
                      Zero(self.fallbacks_);
                      Zero(self.latency_buckets_);
                      self.latency_sum_nanoseconds_.store(0, kRelaxed);
+                     Zero(self.refresh_buckets_);
+                     self.refresh_sum_nanoseconds_.store(0, kRelaxed);
+                     Zero(self.full_steps_);
+                     Zero(self.summary_sums_);
+                     Zero(self.summary_counts_);
                      self.sources_.clear();
                      self.sources_mutex_.unlock();
                    });
@@ -56,14 +61,28 @@ Counters& Counters::Global() {
   return *counters;
 }
 
-void Counters::ObserveCommitLatency(double seconds) {
+namespace {
+
+void ObserveLatency(double seconds,
+                    std::array<std::atomic<int64_t>, kCommitLatencyBounds.size() + 1>& buckets,
+                    std::atomic<int64_t>& sum_nanoseconds) {
   // Also false for NaN: a broken clock must not poison the sum.
   if (!(seconds > 0)) seconds = 0;
   const auto bucket =
       std::lower_bound(kCommitLatencyBounds.begin(), kCommitLatencyBounds.end(), seconds) -
       kCommitLatencyBounds.begin();
-  latency_buckets_[static_cast<size_t>(bucket)].fetch_add(1, kRelaxed);
-  latency_sum_nanoseconds_.fetch_add(Nanoseconds(seconds), kRelaxed);
+  buckets[static_cast<size_t>(bucket)].fetch_add(1, kRelaxed);
+  sum_nanoseconds.fetch_add(Nanoseconds(seconds), kRelaxed);
+}
+
+}  // namespace
+
+void Counters::ObserveCommitLatency(double seconds) {
+  ObserveLatency(seconds, latency_buckets_, latency_sum_nanoseconds_);
+}
+
+void Counters::ObserveRefreshLatency(double seconds) {
+  ObserveLatency(seconds, refresh_buckets_, refresh_sum_nanoseconds_);
 }
 
 void Counters::RegisteredSource::Refresh() {
@@ -94,6 +113,11 @@ void Counters::RemoveSource(int id) {
   Fold(found->last.fallbacks, fallbacks_);
   Fold(found->last.latency_buckets, latency_buckets_);
   latency_sum_nanoseconds_.fetch_add(Nanoseconds(found->last.latency_sum_seconds), kRelaxed);
+  Fold(found->last.refresh_buckets, refresh_buckets_);
+  refresh_sum_nanoseconds_.fetch_add(Nanoseconds(found->last.refresh_sum_seconds), kRelaxed);
+  Fold(found->last.full_steps, full_steps_);
+  Fold(found->last.summary_sums, summary_sums_);
+  Fold(found->last.summary_counts, summary_counts_);
   // staging_bytes is a gauge: memory that goes with the source.
   sources_.erase(found);
 }
@@ -107,6 +131,12 @@ CountersSnapshot Counters::Read() const {
   Load(latency_buckets_, snapshot.latency_buckets);
   snapshot.latency_sum_seconds =
       static_cast<double>(latency_sum_nanoseconds_.load(kRelaxed)) * 1e-9;
+  Load(refresh_buckets_, snapshot.refresh_buckets);
+  snapshot.refresh_sum_seconds =
+      static_cast<double>(refresh_sum_nanoseconds_.load(kRelaxed)) * 1e-9;
+  Load(full_steps_, snapshot.full_steps);
+  Load(summary_sums_, snapshot.summary_sums);
+  Load(summary_counts_, snapshot.summary_counts);
   snapshot.staging_bytes = staging_bytes_.load(kRelaxed);
   snapshot.live_sessions = live_sessions_.load(kRelaxed);
   for (RegisteredSource& source : sources_) {
@@ -115,6 +145,11 @@ CountersSnapshot Counters::Read() const {
     Sum(source.last.fallbacks, snapshot.fallbacks);
     Sum(source.last.latency_buckets, snapshot.latency_buckets);
     snapshot.latency_sum_seconds += source.last.latency_sum_seconds;
+    Sum(source.last.refresh_buckets, snapshot.refresh_buckets);
+    snapshot.refresh_sum_seconds += source.last.refresh_sum_seconds;
+    Sum(source.last.full_steps, snapshot.full_steps);
+    Sum(source.last.summary_sums, snapshot.summary_sums);
+    Sum(source.last.summary_counts, snapshot.summary_counts);
     snapshot.staging_bytes += source.last.staging_bytes;
   }
   return snapshot;

@@ -9,6 +9,7 @@
 
 #include "bypass_reason.h"
 #include "export.h"
+#include "full_trigger.h"
 
 // What the hot path counts: relaxed atomics, nothing else. The exporter and stats() read them.
 //
@@ -43,7 +44,14 @@ namespace nwor {
     "Verifies refused because client and session disagreed about the cached length")              \
   X(kSessionHits, "nwor_session_cache_hits_total", "Verifies that found their session cached")    \
   X(kSessionMisses, "nwor_session_cache_misses_total",                                            \
-    "Verifies that started a session, or asked for one that is not there")
+    "Verifies that started a session, or asked for one that is not there")                        \
+  X(kPartialSteps, "specpv_partial_steps_total", "Verification steps over a partial view")        \
+  X(kKvBytesRead, "specpv_kv_bytes_read_total", "K/V bytes of the context read by steps")         \
+  X(kKvBytesFull, "specpv_kv_bytes_full_total", "K/V bytes that full steps would have read")      \
+  X(kRecheckedTokens, "specpv_rechecked_tokens_total",                                            \
+    "Emitted tokens of partial steps that full attention looked at again")                        \
+  X(kDisagreedTokens, "specpv_disagreed_tokens_total",                                            \
+    "Those of them that full attention would have chosen differently")
 
 enum class Counter : int {
 #define NWOR_ENUMERATOR(name, metric, help) name,
@@ -62,7 +70,25 @@ inline constexpr std::array kCounterTexts = {
 };
 inline constexpr int kNumCounters = static_cast<int>(kCounterTexts.size());
 
-// Upper bounds of the commit latency histogram in seconds; the last bucket is +Inf.
+// Sum and count of something that each step has so much of.
+// X(enumerator, metric name without suffix, help)
+#define NWOR_SUMMARIES(X)                                                       \
+  X(kViewTokens, "specpv_view_tokens", "Tokens that a partial step attends to") \
+  X(kContextTokens, "specpv_context_tokens", "Tokens of its context, which a full step would see")
+
+enum class Summary : int {
+#define NWOR_ENUMERATOR(name, metric, help) name,
+  NWOR_SUMMARIES(NWOR_ENUMERATOR)
+#undef NWOR_ENUMERATOR
+};
+inline constexpr std::array kSummaryTexts = {
+#define NWOR_TEXT(name, metric, help) CounterText{metric, help},
+    NWOR_SUMMARIES(NWOR_TEXT)
+#undef NWOR_TEXT
+};
+inline constexpr int kNumSummaries = static_cast<int>(kSummaryTexts.size());
+
+// Upper bounds of the latency histograms (commit, refresh) in seconds; the last bucket is +Inf.
 inline constexpr std::array<double, 12> kCommitLatencyBounds = {2e-6, 5e-6, 1e-5, 2e-5, 5e-5, 1e-4,
                                                                 2e-4, 5e-4, 1e-3, 5e-3, 2e-2, 1e-1};
 
@@ -72,6 +98,11 @@ struct CountersSnapshot {
   std::array<int64_t, kNumBypassReasons> fallbacks{};                      // by BypassReason
   std::array<int64_t, kCommitLatencyBounds.size() + 1> latency_buckets{};  // not cumulative
   double latency_sum_seconds = 0;
+  std::array<int64_t, kCommitLatencyBounds.size() + 1> refresh_buckets{};
+  double refresh_sum_seconds = 0;
+  std::array<int64_t, kNumFullTriggers> full_steps{};  // by FullTrigger
+  std::array<int64_t, kNumSummaries> summary_sums{};
+  std::array<int64_t, kNumSummaries> summary_counts{};
   int64_t staging_bytes = 0;
   int64_t live_sessions = 0;
 
@@ -97,7 +128,15 @@ class NWOR_EXPORT Counters {
   void AddLiveSessions(int64_t delta) {
     live_sessions_.fetch_add(delta, std::memory_order_relaxed);
   }
+  void AddFullStep(FullTrigger trigger) {
+    full_steps_[static_cast<size_t>(trigger)].fetch_add(1, std::memory_order_relaxed);
+  }
+  void Observe(Summary summary, int64_t amount) {
+    summary_sums_[static_cast<size_t>(summary)].fetch_add(amount, std::memory_order_relaxed);
+    summary_counts_[static_cast<size_t>(summary)].fetch_add(1, std::memory_order_relaxed);
+  }
   void ObserveCommitLatency(double seconds);
+  void ObserveRefreshLatency(double seconds);
 
   // A source adds totals kept elsewhere (on a device) to a snapshot that starts at zero; it may
   // block on the device. One that throws is taken to stand where it last stood.
@@ -115,6 +154,11 @@ class NWOR_EXPORT Counters {
   std::array<std::atomic<int64_t>, kNumBypassReasons> fallbacks_{};
   std::array<std::atomic<int64_t>, kCommitLatencyBounds.size() + 1> latency_buckets_{};
   std::atomic<int64_t> latency_sum_nanoseconds_{0};
+  std::array<std::atomic<int64_t>, kCommitLatencyBounds.size() + 1> refresh_buckets_{};
+  std::atomic<int64_t> refresh_sum_nanoseconds_{0};
+  std::array<std::atomic<int64_t>, kNumFullTriggers> full_steps_{};
+  std::array<std::atomic<int64_t>, kNumSummaries> summary_sums_{};
+  std::array<std::atomic<int64_t>, kNumSummaries> summary_counts_{};
   std::atomic<int64_t> staging_bytes_{0};
   std::atomic<int64_t> live_sessions_{0};
 

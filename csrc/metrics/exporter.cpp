@@ -78,22 +78,50 @@ MetricFamily Fallbacks(const CountersSnapshot& snapshot, const Labels& labels) {
   return family;
 }
 
-MetricFamily CommitLatency(const CountersSnapshot& snapshot, const Labels& labels) {
+MetricFamily FullSteps(const CountersSnapshot& snapshot, const Labels& labels) {
+  MetricFamily family{"specpv_full_steps_total",
+                      "Verification steps over the whole context, by what made them full",
+                      MetricType::Counter,
+                      {}};
+  for (int i = 0; i < kNumFullTriggers; ++i) {
+    const auto trigger = static_cast<FullTrigger>(i);
+    if (trigger == FullTrigger::kNone) continue;
+    ClientMetric metric;
+    metric.label = labels;
+    metric.label.push_back({"trigger", std::string(Label(trigger))});
+    metric.counter.value = static_cast<double>(snapshot.full_steps[static_cast<size_t>(i)]);
+    family.metric.push_back(std::move(metric));
+  }
+  return family;
+}
+
+MetricFamily TokensOf(Summary summary, const CountersSnapshot& snapshot, const Labels& labels) {
+  const auto index = static_cast<size_t>(summary);
+  ClientMetric metric;
+  metric.label = labels;
+  metric.summary.sample_count = static_cast<uint64_t>(snapshot.summary_counts[index]);
+  metric.summary.sample_sum = static_cast<double>(snapshot.summary_sums[index]);
+  return {kSummaryTexts[index].metric,
+          kSummaryTexts[index].help,
+          MetricType::Summary,
+          {std::move(metric)}};
+}
+
+MetricFamily Latency(const char* name, const char* help,
+                     const std::array<int64_t, kCommitLatencyBounds.size() + 1>& buckets,
+                     double sum_seconds, const Labels& labels) {
   ClientMetric metric;
   metric.label = labels;
   uint64_t cumulative = 0;
-  for (size_t i = 0; i < snapshot.latency_buckets.size(); ++i) {
-    cumulative += static_cast<uint64_t>(snapshot.latency_buckets[i]);
+  for (size_t i = 0; i < buckets.size(); ++i) {
+    cumulative += static_cast<uint64_t>(buckets[i]);
     const double bound = i < kCommitLatencyBounds.size() ? kCommitLatencyBounds[i]
                                                          : std::numeric_limits<double>::infinity();
     metric.histogram.bucket.push_back({cumulative, bound});
   }
   metric.histogram.sample_count = cumulative;
-  metric.histogram.sample_sum = snapshot.latency_sum_seconds;
-  return {"nwor_commit_seconds",
-          "Host time of a commit call",
-          MetricType::Histogram,
-          {std::move(metric)}};
+  metric.histogram.sample_sum = sum_seconds;
+  return {name, help, MetricType::Histogram, {std::move(metric)}};
 }
 
 MetricFamily Build() {
@@ -142,7 +170,14 @@ class CountersCollectable : public prometheus::Collectable {
     families.push_back(Single("nwor_sessions_live", "Sessions that hold cached tokens",
                               MetricType::Gauge, labels_,
                               static_cast<double>(snapshot.live_sessions)));
-    families.push_back(CommitLatency(snapshot, labels_));
+    families.push_back(Latency("nwor_commit_seconds", "Host time of a commit call",
+                               snapshot.latency_buckets, snapshot.latency_sum_seconds, labels_));
+    families.push_back(FullSteps(snapshot, labels_));
+    for (int i = 0; i < kNumSummaries; ++i) {
+      families.push_back(TokensOf(static_cast<Summary>(i), snapshot, labels_));
+    }
+    families.push_back(Latency("specpv_refresh_seconds", "Host time of one layer's refresh",
+                               snapshot.refresh_buckets, snapshot.refresh_sum_seconds, labels_));
     families.push_back(Build());
     AppendProcess(families);
     return families;

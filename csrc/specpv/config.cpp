@@ -72,6 +72,7 @@ Budget ChooseBudget(const SpecPVConfig& config, int64_t max_rows, int64_t prompt
   budget.retrieval_blocks = retrieves ? config.specpv_n_retrieval_blocks : 0;
   budget.window_blocks = config.specpv_n_window_blocks;
   budget.tail_capacity = config.specpv_n_spec_tokens_buf + max_rows;
+  budget.max_rows = max_rows;
   if (config.specpv_budget == BudgetRule::kAdaptive && retrieves) {
     const int64_t blocks =
         (prompt_tokens + max_new_tokens + budget.block_size - 1) / budget.block_size;

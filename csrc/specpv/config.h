@@ -89,6 +89,7 @@ struct NWOR_EXPORT Budget {
   int64_t retrieval_blocks = 0;
   int64_t window_blocks = 0;
   int64_t tail_capacity = 0;  // tokens
+  int64_t max_rows = 1;       // of a tree
 
   int64_t sink_tokens() const { return sink_blocks * block_size; }
   int64_t window_tokens() const { return window_blocks * block_size; }
@@ -96,10 +97,12 @@ struct NWOR_EXPORT Budget {
   int64_t static_tokens() const {
     return (sink_blocks + retrieval_blocks + window_blocks) * block_size;
   }
-  // Blocks of the longest view: the window may begin in the middle of a block, the tail end in one.
+  // Blocks of the longest view. The window begins at or before a block's start, the tail ends
+  // within one; between them lie the rows that the last full step committed and, in lossless mode,
+  // the tail that it confirmed.
   int64_t max_view_blocks() const {
-    return sink_blocks + retrieval_blocks + window_blocks + 1 +
-           (tail_capacity + block_size - 1) / block_size;
+    return sink_blocks + retrieval_blocks + window_blocks + 2 +
+           (2 * tail_capacity + max_rows + block_size - 1) / block_size;
   }
 };
 

@@ -4,6 +4,7 @@
 
 #include "export.h"
 #include "host_device.h"
+#include "specpv/summaries.h"
 #include "types.h"
 
 // The view of a partial step, as verify attention takes it: per KV head a list of blocks inside the
@@ -39,7 +40,8 @@ NWOR_HOST_DEVICE inline ViewSegments SegmentsOf(int32_t full_len, int32_t commit
 }
 
 struct ViewParams {
-  const int32_t* ids = nullptr;             // [L, B, Hkv, k] candidates, ascending, -1 padded
+  const int32_t* ids = nullptr;             // [L, rows, Hkv, k] candidates, ascending, -1 padded
+  const int32_t* rows = nullptr;            // [B] row of request b in ids, or null: row b
   const int32_t* block_table = nullptr;     // [B, table_stride]
   const int32_t* full_lens = nullptr;       // [B] F
   const int32_t* committed_lens = nullptr;  // [B] N
@@ -51,6 +53,7 @@ struct ViewParams {
   int32_t max_pages = 0;
   int32_t num_layers = 0;    // L
   int32_t num_requests = 0;  // B
+  int32_t num_rows = 0;      // of ids
   int32_t num_kv_heads = 0;  // Hkv
   int32_t k = 0;
   int32_t max_blocks = 0;

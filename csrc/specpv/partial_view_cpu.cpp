@@ -5,8 +5,9 @@ namespace nwor {
 namespace {
 
 const int32_t* IdsOf(const ViewParams& params, int32_t layer, int32_t request, int32_t head) {
-  const int64_t row = (int64_t{layer} * params.num_requests + request) * params.num_kv_heads + head;
-  return params.ids + row * params.k;
+  const int32_t row = StoreRow(params.rows, request, params.num_rows);
+  return params.ids +
+         ((int64_t{layer} * params.num_rows + row) * params.num_kv_heads + head) * params.k;
 }
 
 int32_t CountIds(const int32_t* ids, int32_t k) {
@@ -71,6 +72,8 @@ void BuildViewCpu(const ViewParams& params) {
   for (int32_t b = 0; b < params.num_requests; ++b) {
     if (params.partial[b] == 0) continue;
     const int32_t full = params.full_lens[b], committed = params.committed_lens[b];
+    NWOR_CHECK(StoreRow(params.rows, b, params.num_rows) >= 0, "rows[", b, "]: got ",
+               params.rows[b], ", expected 0 to ", params.num_rows - 1);
     NWOR_CHECK(full >= 0 && full <= committed, "full_lens[", b, "]: got ", full,
                ", expected 0 to committed_lens[", b, "] = ", committed);
     CheckLists(

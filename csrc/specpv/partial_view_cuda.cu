@@ -16,12 +16,15 @@ __global__ void __launch_bounds__(kThreads)
   const auto layer = static_cast<int32_t>(blockIdx.y);
   const bool tells = layer == 0 && head == 0 && threadIdx.x == 0;
   const int64_t row = (int64_t{layer} * params.num_requests + request) * params.num_kv_heads + head;
-  const int32_t* ids = params.ids + row * params.k;
+  const int32_t store_row = StoreRow(params.rows, request, params.num_rows);
+  const int32_t* ids =
+      params.ids +
+      ((int64_t{layer} * params.num_rows + store_row) * params.num_kv_heads + head) * params.k;
   // Ids are padded behind: the first -1 tells how many there are.
   __shared__ int32_t retrieved;
   if (threadIdx.x == 0) retrieved = params.k;
   __syncthreads();
-  const bool partial = params.partial[request] != 0;
+  const bool partial = params.partial[request] != 0 && store_row >= 0;
   if (partial) {
     for (int32_t i = static_cast<int32_t>(threadIdx.x); i < params.k; i += kThreads) {
       if (ids[i] < 0) atomicMin(&retrieved, i);

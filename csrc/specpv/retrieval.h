@@ -25,11 +25,13 @@ struct SelectParams {
   int64_t query_request = 0, query_row = 0, query_head = 0;  // strides in elements
   // [B, 2] rows begin .. end - 1 of request b's queries count, or null: all Q.
   const int32_t* query_rows = nullptr;
-  const void* kmax = nullptr;  // [B, N, Hkv, D]
+  const void* kmax = nullptr;  // [rows, N, Hkv, D]; without a list of rows there are B
   const void* kmin = nullptr;
   SummaryStrides kmax_strides, kmin_strides;
+  const int32_t* rows = nullptr;            // [B] row of request b in the store, or null: row b
   const int32_t* num_candidates = nullptr;  // [B] blocks to choose from; < 0: leave ids as they are
-  int32_t* ids = nullptr;                   // [B, Hkv, k] ascending, -1 padded
+  const int32_t* limits = nullptr;          // [B] blocks request b may take, or null: k
+  int32_t* ids = nullptr;                   // [rows, Hkv, k] ascending, -1 padded
   float* scores = nullptr;                  // [B, Hkv, N] scratch
   DType query_dtype = DType::kFloat32;
   DType dtype = DType::kFloat32;  // of the summaries
@@ -43,6 +45,7 @@ struct SelectParams {
   int32_t num_kv_heads = 0;  // Hkv
   int32_t head_dim = 0;      // D
   int32_t max_blocks = 0;    // N
+  int32_t num_rows = 0;      // of kmax, kmin and ids
   int32_t k = 0;
   StreamHandle stream = nullptr;
 };
@@ -57,6 +60,14 @@ NWOR_HOST_DEVICE inline uint32_t OrderedKey(float score) {
   const auto bits = std::bit_cast<uint32_t>(positive_zero);
 #endif
   return (bits & 0x80000000u) != 0 ? ~bits : bits | 0x80000000u;
+}
+
+// How many blocks a request takes of `candidates`.
+NWOR_HOST_DEVICE inline int32_t BlocksToTake(const SelectParams& params, int32_t request,
+                                             int32_t candidates) {
+  int32_t taken = candidates < params.k ? candidates : params.k;
+  if (params.limits != nullptr && params.limits[request] < taken) taken = params.limits[request];
+  return taken < 0 ? 0 : taken;
 }
 
 // The rows of a request's queries that count. kLast: the last of them alone.

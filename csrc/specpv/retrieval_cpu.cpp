@@ -21,6 +21,8 @@ void CheckValues(const SelectParams& params) {
     const int32_t candidates = params.num_candidates[b];
     NWOR_CHECK(candidates <= params.max_blocks, "num_candidates[", b, "]: got ", candidates,
                ", expected at most the ", params.max_blocks, " blocks of kmax");
+    NWOR_CHECK(candidates < 0 || StoreRow(params.rows, b, params.num_rows) >= 0, "rows[", b,
+               "]: got ", params.rows[b], ", expected 0 to ", params.num_rows - 1);
     if (params.query_rows == nullptr || candidates < 0) continue;
     const int32_t begin = params.query_rows[2 * b], end = params.query_rows[2 * b + 1];
     NWOR_CHECK(0 <= begin && begin <= end && end <= params.num_queries, "query_rows[", b, "]: got ",
@@ -86,10 +88,10 @@ void ForEachUnit(int64_t num_units, const std::function<void(int64_t)>& run) {
   });
 }
 
-const std::byte* SummaryAt(const void* base, const SummaryStrides& strides, int64_t request,
+const std::byte* SummaryAt(const void* base, const SummaryStrides& strides, int64_t row,
                            int64_t block, int64_t head, DType dtype) {
   return static_cast<const std::byte*>(base) +
-         (request * strides.request + block * strides.block + head * strides.head) *
+         (row * strides.request + block * strides.block + head * strides.head) *
              ElementBytes(dtype);
 }
 
@@ -98,6 +100,7 @@ void ScoreChunk(const SelectParams& params, const cpu::SpecPVKernels& kernels,
   const int32_t blocks = std::min(kChunkBlocks, params.num_candidates[request] - first);
   if (blocks <= 0) return;
   const int64_t bytes = ElementBytes(params.dtype);
+  const int32_t row = StoreRow(params.rows, request, params.num_rows);
   cpu::ScoreTask task;
   task.upper = queries.upper.data();
   task.lower = params.score == Score::kQuest ? queries.lower.data() : queries.upper.data();
@@ -107,8 +110,8 @@ void ScoreChunk(const SelectParams& params, const cpu::SpecPVKernels& kernels,
   task.add = params.score == Score::kQuest;
   task.query_max = params.query_reduce == QueryReduce::kMax;
   task.group_max = params.group_reduce == GroupReduce::kMax;
-  task.kmax = SummaryAt(params.kmax, params.kmax_strides, request, first, kv_head, params.dtype);
-  task.kmin = SummaryAt(params.kmin, params.kmin_strides, request, first, kv_head, params.dtype);
+  task.kmax = SummaryAt(params.kmax, params.kmax_strides, row, first, kv_head, params.dtype);
+  task.kmin = SummaryAt(params.kmin, params.kmin_strides, row, first, kv_head, params.dtype);
   task.kmax_stride_bytes = params.kmax_strides.block * bytes;
   task.kmin_stride_bytes = params.kmin_strides.block * bytes;
   task.dtype = params.dtype;
@@ -119,11 +122,10 @@ void ScoreChunk(const SelectParams& params, const cpu::SpecPVKernels& kernels,
   kernels.score(task);
 }
 
-// The k highest of `keys`, ids ascending into `out`, -1 behind them.
-void TakeHighest(const std::vector<uint32_t>& keys, int32_t k, std::vector<uint32_t>& scratch,
-                 int32_t* out) {
+// The `taken` highest of `keys`, ids ascending into `out`, -1 behind them up to k.
+void TakeHighest(const std::vector<uint32_t>& keys, int32_t taken, int32_t k,
+                 std::vector<uint32_t>& scratch, int32_t* out) {
   const auto count = static_cast<int32_t>(keys.size());
-  const int32_t taken = std::min(k, count);
   int32_t written = 0;
   if (taken > 0) {
     scratch = keys;
@@ -159,8 +161,9 @@ void SelectRow(const SelectParams& params, int32_t request, int32_t kv_head) {
     }
     keys[id] = OrderedKey(score);
   }
-  int32_t* ids = params.ids + (int64_t{request} * params.num_kv_heads + kv_head) * params.k;
-  TakeHighest(keys, params.k, scratch, ids);
+  const int64_t row = StoreRow(params.rows, request, params.num_rows);
+  int32_t* ids = params.ids + (row * params.num_kv_heads + kv_head) * params.k;
+  TakeHighest(keys, BlocksToTake(params, request, candidates), params.k, scratch, ids);
   for (int32_t head = 1; shared && head < params.num_kv_heads; ++head) {
     std::copy_n(ids, params.k, ids + int64_t{head} * params.k);
   }

@@ -22,12 +22,13 @@ __global__ void __launch_bounds__(kPlainWarps * 32)
   const auto request = static_cast<int32_t>(blockIdx.y / params.num_kv_heads);
   const int32_t candidates = min(params.num_candidates[request], params.max_blocks);
   const auto block = static_cast<int32_t>(blockIdx.x * kPlainWarps + threadIdx.x / 32);
-  if (block >= candidates) return;
+  const int64_t row = StoreRow(params.rows, request, params.num_rows);
+  if (block >= candidates || row < 0) return;
   const int lane = static_cast<int>(threadIdx.x % 32);
   const int group = params.num_heads / params.num_kv_heads;
-  const T* high = static_cast<const T*>(params.kmax) + request * params.kmax_strides.request +
+  const T* high = static_cast<const T*>(params.kmax) + row * params.kmax_strides.request +
                   block * params.kmax_strides.block + kv_head * params.kmax_strides.head;
-  const T* low = static_cast<const T*>(params.kmin) + request * params.kmin_strides.request +
+  const T* low = static_cast<const T*>(params.kmin) + row * params.kmin_strides.request +
                  block * params.kmin_strides.block + kv_head * params.kmin_strides.head;
   const QueryRange range = QueriesOf(params, request);
   const bool quest = params.score == Score::kQuest;
@@ -35,12 +36,12 @@ __global__ void __launch_bounds__(kPlainWarps * 32)
   for (int head = 0; head < group; ++head) {
     float score = 0.0f;
     for (int query = range.begin; query < range.end; ++query) {
-      const Q* row = static_cast<const Q*>(params.query) + request * params.query_request +
-                     query * params.query_row +
-                     (int64_t{kv_head} * group + head) * params.query_head;
+      const Q* channels = static_cast<const Q*>(params.query) + request * params.query_request +
+                          query * params.query_row +
+                          (int64_t{kv_head} * group + head) * params.query_head;
       float upper = 0.0f, lower = 0.0f;
       for (int c = lane; c < params.head_dim; c += 32) {
-        const float q = ElementToFloat(row[c]);
+        const float q = ElementToFloat(channels[c]);
         upper += (quest ? fmaxf(q, 0.0f) : q) * ElementToFloat(high[c]);
         lower += (quest ? fminf(q, 0.0f) : q) * ElementToFloat(low[c]);
       }

@@ -115,15 +115,16 @@ __global__ void __launch_bounds__(kTensorWarps * 32)
   const auto request = static_cast<int32_t>(blockIdx.y / params.num_kv_heads);
   const int32_t candidates = min(params.num_candidates[request], params.max_blocks);
   const int first_of_cta = static_cast<int>(blockIdx.x) * kTensorWarps * kTensorBlocks;
-  if (first_of_cta >= candidates) return;
+  const int64_t store_row = StoreRow(params.rows, request, params.num_rows);
+  if (first_of_cta >= candidates || store_row < 0) return;
   const int lane = static_cast<int>(threadIdx.x % 32);
   const int first = first_of_cta + static_cast<int>(threadIdx.x / 32) * kTensorBlocks;
 
   typename Tile::Rows high, low;
-  high.Load(static_cast<const T*>(params.kmax) + request * params.kmax_strides.request +
+  high.Load(static_cast<const T*>(params.kmax) + store_row * params.kmax_strides.request +
                 kv_head * params.kmax_strides.head,
             params.kmax_strides.block, first, candidates - 1);
-  low.Load(static_cast<const T*>(params.kmin) + request * params.kmin_strides.request +
+  low.Load(static_cast<const T*>(params.kmin) + store_row * params.kmin_strides.request +
                kv_head * params.kmin_strides.head,
            params.kmin_strides.block, first, candidates - 1);
   const QueryRange range = QueriesOf(params, request);

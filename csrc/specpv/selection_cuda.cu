@@ -74,11 +74,12 @@ __global__ void __launch_bounds__(kThreads)
   const auto request =
       static_cast<int32_t>(shared_list ? blockIdx.x : blockIdx.x / params.num_kv_heads);
   const auto kv_head = static_cast<int32_t>(shared_list ? 0 : blockIdx.x % params.num_kv_heads);
-  if (params.num_candidates[request] < 0) return;
+  const int64_t store_row = StoreRow(params.rows, request, params.num_rows);
+  if (params.num_candidates[request] < 0 || store_row < 0) return;
   const int32_t count = min(params.num_candidates[request], params.max_blocks);
   const int64_t row = int64_t{request} * params.num_kv_heads + kv_head;
   const float* scores = params.scores + row * params.max_blocks;
-  const int32_t taken = min(params.k, count);
+  const int32_t taken = BlocksToTake(params, request, count);
   const auto key_at = [&](int32_t id) {
     if constexpr (kInShared) return keys[id];
     return KeyOf(params, scores, id);
@@ -130,12 +131,12 @@ __global__ void __launch_bounds__(kThreads)
   const auto ties = taken - static_cast<int32_t>(all & 0xffffffff);
   auto above_before = static_cast<int32_t>(before & 0xffffffff);
   auto equal_before = static_cast<int32_t>(before >> 32);
-  int32_t* ids = params.ids + row * params.k;
+  int32_t* ids = params.ids + (store_row * params.num_kv_heads + kv_head) * params.k;
   const int32_t lists = shared_list ? params.num_kv_heads : 1;
   const auto put = [&](int32_t position, int32_t id) {
     for (int32_t list = 0; list < lists; ++list) ids[int64_t{list} * params.k + position] = id;
   };
-  for (int32_t id = begin; id < end; ++id) {
+  for (int32_t id = begin; id < end && taken > 0; ++id) {
     const uint32_t key = key_at(id);
     const int32_t position = above_before + min(equal_before, ties);
     if (key > threshold) {

@@ -67,11 +67,13 @@ void CheckSummaries(const at::Tensor& kmax, const at::Tensor& kmin, at::Device d
              Describe(kmin), ", expected ", Describe(kmax), " as kmax");
 }
 
-void CheckSizes(const at::Tensor& summaries, int64_t requests, int64_t heads, int64_t channels) {
-  NWOR_CHECK(
-      summaries.size(0) == requests && summaries.size(2) == heads && summaries.size(3) == channels,
-      "kmax: got sizes ", summaries.sizes(), ", expected [", requests, ", blocks, ", heads, ", ",
-      channels, "]");
+void CheckSizes(const at::Tensor& summaries, int64_t requests, int64_t heads, int64_t channels,
+                const std::optional<at::Tensor>& rows) {
+  if (rows.has_value()) CheckIndex(*rows, "rows", at::kInt, {requests}, summaries.device());
+  NWOR_CHECK((summaries.size(0) == requests || rows.has_value()) && summaries.size(2) == heads &&
+                 summaries.size(3) == channels,
+             "kmax: got sizes ", summaries.sizes(), ", expected [", requests, ", blocks, ", heads,
+             ", ", channels, "]");
 }
 
 SummaryStrides StridesOf(const at::Tensor& summaries) {
@@ -83,7 +85,8 @@ SummaryStrides StridesOf(const at::Tensor& summaries) {
 void BlockSummaries(const at::Tensor& key_cache, const at::Tensor& block_table,
                     const at::Tensor& start_tokens, const at::Tensor& end_tokens, at::Tensor kmax,
                     at::Tensor kmin, int64_t block_size, const std::optional<at::Tensor>& k_scale,
-                    const std::optional<at::Tensor>& done_blocks) {
+                    const std::optional<at::Tensor>& done_blocks,
+                    const std::optional<at::Tensor>& rows) {
   SummaryParams params;
   params.cache = DescribeCache(key_cache, key_cache, k_scale);
   const at::Device device = key_cache.device();
@@ -93,7 +96,7 @@ void BlockSummaries(const at::Tensor& key_cache, const at::Tensor& block_table,
   const at::Tensor start = Lengths(start_tokens, "start_tokens", requests, device);
   const at::Tensor end = Lengths(end_tokens, "end_tokens", requests, device);
   CheckSummaries(kmax, kmin, device);
-  CheckSizes(kmax, requests, params.cache.geometry.num_heads, params.cache.geometry.head_dim);
+  CheckSizes(kmax, requests, params.cache.geometry.num_heads, params.cache.geometry.head_dim, rows);
   for (const auto& [tensor, name] : {std::pair{&kmax, "kmax"}, std::pair{&kmin, "kmin"}}) {
     NWOR_CHECK(tensor->size(3) == 1 || tensor->stride(3) == 1, name, ": got a stride of ",
                tensor->stride(3), " between channels, expected 1 (contiguous channels)");
@@ -108,6 +111,8 @@ void BlockSummaries(const at::Tensor& key_cache, const at::Tensor& block_table,
   params.start_tokens = Data<int32_t>(start);
   params.end_tokens = Data<int32_t>(end);
   if (done.defined()) params.done_blocks = Data<int32_t>(done);
+  if (rows.has_value()) params.rows = Data<int32_t>(*rows);
+  params.num_rows = static_cast<int32_t>(kmax.size(0));
   params.kmax = kmax.mutable_data_ptr();
   params.kmin = kmin.mutable_data_ptr();
   params.kmax_strides = StridesOf(kmax);
@@ -129,7 +134,8 @@ void BlockSummaries(const at::Tensor& key_cache, const at::Tensor& block_table,
 void SelectBlocks(const at::Tensor& query_in, const at::Tensor& kmax_in, const at::Tensor& kmin_in,
                   const at::Tensor& num_candidates, const SelectOptions& options,
                   const std::optional<at::Tensor>& query_rows, at::Tensor ids,
-                  const std::optional<at::Tensor>& scores_in) {
+                  const std::optional<at::Tensor>& scores_in, const std::optional<at::Tensor>& rows,
+                  const std::optional<at::Tensor>& limits) {
   SelectParams params;
   NWOR_CHECK(query_in.dim() == 4, "query: got sizes ", query_in.sizes(),
              ", expected [requests, rows, heads, channels]");
@@ -142,7 +148,7 @@ void SelectBlocks(const at::Tensor& query_in, const at::Tensor& kmax_in, const a
   const int64_t kv_heads = kmax.size(2), blocks = kmax.size(1);
   NWOR_CHECK(kv_heads >= 1 && heads >= 1 && heads % kv_heads == 0, "query: got ", heads,
              " heads, expected a multiple of the ", kv_heads, " KV heads of kmax");
-  CheckSizes(kmax, requests, kv_heads, channels);
+  CheckSizes(kmax, requests, kv_heads, channels, rows);
   NWOR_CHECK(channels >= 1 && channels <= cpu::kMaxHeadDim, "query: got ", channels,
              " channels, expected 1 to ", cpu::kMaxHeadDim);
   NWOR_CHECK(query.size(1) >= 1 || query_rows.has_value(),
@@ -160,7 +166,8 @@ void SelectBlocks(const at::Tensor& query_in, const at::Tensor& kmax_in, const a
   const at::Tensor candidates = Lengths(num_candidates, "num_candidates", requests, device);
   if (query_rows.has_value())
     CheckIndex(*query_rows, "query_rows", at::kInt, {requests, 2}, device);
-  CheckIndex(ids, "ids", at::kInt, {requests, kv_heads, -1}, device);
+  if (limits.has_value()) CheckIndex(*limits, "limits", at::kInt, {requests}, device);
+  CheckIndex(ids, "ids", at::kInt, {kmax.size(0), kv_heads, -1}, device);
   const int64_t needed = requests * kv_heads * blocks;
   if (scores_in.has_value()) {
     NWOR_CHECK(scores_in->scalar_type() == at::kFloat && scores_in->is_contiguous() &&
@@ -169,7 +176,7 @@ void SelectBlocks(const at::Tensor& query_in, const at::Tensor& kmax_in, const a
                " contiguous float32 elements");
     CheckDevice(*scores_in, "scores", device);
   }
-  if (ids.numel() == 0) return;
+  if (ids.numel() == 0 || requests == 0) return;
 
   const c10::DeviceGuard guard(device);
   at::Tensor scores =
@@ -179,11 +186,14 @@ void SelectBlocks(const at::Tensor& query_in, const at::Tensor& kmax_in, const a
   params.query_row = query.stride(1);
   params.query_head = query.stride(2);
   if (query_rows.has_value()) params.query_rows = Data<int32_t>(*query_rows);
+  if (rows.has_value()) params.rows = Data<int32_t>(*rows);
+  params.num_rows = static_cast<int32_t>(kmax.size(0));
   params.kmax = kmax.const_data_ptr();
   params.kmin = kmin.const_data_ptr();
   params.kmax_strides = StridesOf(kmax);
   params.kmin_strides = StridesOf(kmin);
   params.num_candidates = Data<int32_t>(candidates);
+  if (limits.has_value()) params.limits = Data<int32_t>(*limits);
   params.ids = MutableData<int32_t>(ids);
   params.scores = MutableData<float>(scores);
   params.dtype = RowDType(kmax, "kmax");
@@ -204,12 +214,13 @@ void SelectBlocks(const at::Tensor& query_in, const at::Tensor& kmax_in, const a
 void BuildView(const at::Tensor& ids, const at::Tensor& block_table, const at::Tensor& full_lens,
                const at::Tensor& committed_lens, const at::Tensor& partial, at::Tensor blocks,
                at::Tensor num_blocks, at::Tensor view_lens, int64_t page_size, int64_t block_size,
-               int64_t sink_blocks, int64_t window_blocks) {
+               int64_t sink_blocks, int64_t window_blocks, const std::optional<at::Tensor>& rows) {
   const at::Device device = blocks.device();
   const int64_t requests = CheckTable(block_table, device);
   CheckIndex(blocks, "blocks", at::kInt, {-1, requests, -1, -1}, device);
   const int64_t layers = blocks.size(0), heads = blocks.size(2);
-  CheckIndex(ids, "ids", at::kInt, {layers, requests, heads, -1}, device);
+  CheckIndex(ids, "ids", at::kInt, {layers, rows.has_value() ? -1 : requests, heads, -1}, device);
+  if (rows.has_value()) CheckIndex(*rows, "rows", at::kInt, {requests}, device);
   for (const auto& [tensor, name] :
        {std::pair{&full_lens, "full_lens"}, std::pair{&committed_lens, "committed_lens"},
         std::pair{&partial, "partial"},
@@ -229,6 +240,8 @@ void BuildView(const at::Tensor& ids, const at::Tensor& block_table, const at::T
 
   ViewParams params;
   params.ids = Data<int32_t>(ids);
+  if (rows.has_value()) params.rows = Data<int32_t>(*rows);
+  params.num_rows = static_cast<int32_t>(ids.size(1));
   params.block_table = Data<int32_t>(block_table);
   params.full_lens = Data<int32_t>(full_lens);
   params.committed_lens = Data<int32_t>(committed_lens);

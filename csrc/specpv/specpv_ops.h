@@ -10,6 +10,9 @@
 
 // Partial verification on tensors: arguments are checked, then the CPU's or the GPU's way is taken.
 // All throw Error and have written nothing then; on CUDA lengths and ids are not read by the host.
+//
+// With `rows` [B] int32 the summaries and ids belong to a store of any number of rows, and request
+// b has row rows[b] of it; without, there are B rows and request b has row b.
 
 namespace nwor {
 
@@ -22,7 +25,8 @@ NWOR_EXPORT void BlockSummaries(const at::Tensor& key_cache, const at::Tensor& b
                                 const at::Tensor& start_tokens, const at::Tensor& end_tokens,
                                 at::Tensor kmax, at::Tensor kmin, int64_t block_size,
                                 const std::optional<at::Tensor>& k_scale = std::nullopt,
-                                const std::optional<at::Tensor>& done_blocks = std::nullopt);
+                                const std::optional<at::Tensor>& done_blocks = std::nullopt,
+                                const std::optional<at::Tensor>& rows = std::nullopt);
 
 struct SelectOptions {
   std::string_view score = "specpv";
@@ -32,14 +36,17 @@ struct SelectOptions {
 };
 
 // The k best of the first num_candidates[b] blocks, see retrieval.h, into ids [B, Hkv, k] int32. A
-// request with a negative number of candidates keeps its ids.
+// request with a negative number of candidates keeps its ids; one with limits[b] (int32) takes no
+// more than so many.
 //   query [B, Q, Hq, D]   query_rows [B, 2] int32 or none   scores: float32 scratch of at least
 //   B * Hkv * N elements, or undefined: allocated
 NWOR_EXPORT void SelectBlocks(const at::Tensor& query, const at::Tensor& kmax,
                               const at::Tensor& kmin, const at::Tensor& num_candidates,
                               const SelectOptions& options,
                               const std::optional<at::Tensor>& query_rows, at::Tensor ids,
-                              const std::optional<at::Tensor>& scores);
+                              const std::optional<at::Tensor>& scores,
+                              const std::optional<at::Tensor>& rows = std::nullopt,
+                              const std::optional<at::Tensor>& limits = std::nullopt);
 
 // The views of a step for all layers, see partial_view.h.
 //   ids [L, B, Hkv, k] int32   full_lens, committed_lens, partial, num_blocks, view_lens [B] int32
@@ -48,6 +55,7 @@ NWOR_EXPORT void BuildView(const at::Tensor& ids, const at::Tensor& block_table,
                            const at::Tensor& full_lens, const at::Tensor& committed_lens,
                            const at::Tensor& partial, at::Tensor blocks, at::Tensor num_blocks,
                            at::Tensor view_lens, int64_t page_size, int64_t block_size,
-                           int64_t sink_blocks, int64_t window_blocks);
+                           int64_t sink_blocks, int64_t window_blocks,
+                           const std::optional<at::Tensor>& rows = std::nullopt);
 
 }  // namespace nwor

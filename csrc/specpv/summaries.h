@@ -32,17 +32,25 @@ struct SummaryParams {
   const int32_t* start_tokens = nullptr;  // [B]
   const int32_t* end_tokens = nullptr;    // [B]
   const int32_t* done_blocks = nullptr;   // [B] blocks that are summarised already, or null: none
-  void* kmax = nullptr;                   // [B, N, Hkv, D]
+  const int32_t* rows = nullptr;  // [B] row of request b in kmax and kmin, -1: none; or null: row b
+  void* kmax = nullptr;           // [B, N, Hkv, D]
   void* kmin = nullptr;
   SummaryStrides kmax_strides, kmin_strides;
   DType dtype = DType::kFloat32;  // of the summaries: float32, float16 or bfloat16
   int64_t table_stride = 0;
   int32_t max_pages = 0;   // columns of block_table
   int32_t max_blocks = 0;  // N
+  int32_t num_rows = 0;    // of kmax and kmin
   int32_t block_size = 0;
   int32_t num_requests = 0;
   StreamHandle stream = nullptr;
 };
+
+// A request's row of a store: -1 when there is none such.
+NWOR_HOST_DEVICE inline int32_t StoreRow(const int32_t* rows, int32_t request, int32_t num_rows) {
+  if (rows == nullptr) return request;
+  return rows[request] >= 0 && rows[request] < num_rows ? rows[request] : -1;
+}
 
 // Complete blocks of a request.
 NWOR_HOST_DEVICE inline int32_t CompleteBlocks(int32_t start, int32_t end, int32_t block_size) {

@@ -20,6 +20,9 @@ int32_t DoneBlocks(const SummaryParams& params, int32_t request) {
 }
 
 void CheckRequest(const SummaryParams& params, int32_t b) {
+  if (params.rows != nullptr && params.rows[b] == -1) return;
+  NWOR_CHECK(StoreRow(params.rows, b, params.num_rows) >= 0, "rows[", b, "]: got ", params.rows[b],
+             ", expected -1 to ", params.num_rows - 1);
   const CacheGeometry& cache = params.cache.geometry;
   const int64_t start = params.start_tokens[b], end = params.end_tokens[b];
   NWOR_CHECK(start >= 0, "start_tokens[", b, "]: got ", start, ", expected 0 or more");
@@ -60,6 +63,7 @@ class BlockSummary {
                  (page * cache.key.page + token % cache.page_size * cache.key.token) * bytes;
     }
     const int64_t out_bytes = ElementBytes(params_.dtype);
+    const int32_t row = StoreRow(params_.rows, request, params_.num_rows);
     const KvScales& scales = params_.cache.scales;
     cpu::ExtremesTask task;
     task.rows = rows_.data();
@@ -69,18 +73,18 @@ class BlockSummary {
     task.out_dtype = params_.dtype;
     for (int32_t head = 0; head < cache.num_heads; ++head) {
       task.scale = scales.key == nullptr ? 1.0f : scales.key[scales.key_count == 1 ? 0 : head];
-      task.kmax = At(params_.kmax, params_.kmax_strides, request, block, head, out_bytes);
-      task.kmin = At(params_.kmin, params_.kmin_strides, request, block, head, out_bytes);
+      task.kmax = At(params_.kmax, params_.kmax_strides, row, block, head, out_bytes);
+      task.kmin = At(params_.kmin, params_.kmin_strides, row, block, head, out_bytes);
       kernels_.extremes(task);
       for (const std::byte*& row : rows_) row += cache.key.head * bytes;
     }
   }
 
  private:
-  static void* At(void* base, const SummaryStrides& strides, int64_t request, int64_t block,
+  static void* At(void* base, const SummaryStrides& strides, int64_t row, int64_t block,
                   int64_t head, int64_t bytes) {
     return static_cast<std::byte*>(base) +
-           (request * strides.request + block * strides.block + head * strides.head) * bytes;
+           (row * strides.request + block * strides.block + head * strides.head) * bytes;
   }
 
   const SummaryParams& params_;
@@ -100,7 +104,7 @@ void SummarizeBlocksCpu(const SummaryParams& params) {
     ranges.push_back({num_units, done});
     const int32_t blocks =
         CompleteBlocks(params.start_tokens[b], params.end_tokens[b], params.block_size);
-    num_units += blocks > done ? blocks - done : 0;
+    if (StoreRow(params.rows, b, params.num_rows) >= 0 && blocks > done) num_units += blocks - done;
   }
   ranges.push_back({num_units, 0});
 

@@ -63,6 +63,7 @@ __device__ bool FindRows(const SummaryParams& params, int32_t request, int32_t b
 template <typename In, typename Out, int kVector>
 __device__ void SummarizeBlock(const SummaryParams& params, int32_t request, int32_t block,
                                int32_t head) {
+  const int64_t row = StoreRow(params.rows, request, params.num_rows);
   BlockRows rows;
   if (!FindRows<In>(params, request, block, head, &rows)) return;
   const CacheGeometry& cache = params.cache.geometry;
@@ -74,9 +75,9 @@ __device__ void SummarizeBlock(const SummaryParams& params, int32_t request, int
   if (params.cache.scales.key != nullptr) {
     scale = params.cache.scales.key[params.cache.scales.key_count == 1 ? 0 : head];
   }
-  Out* const kmax = static_cast<Out*>(params.kmax) + request * params.kmax_strides.request +
+  Out* const kmax = static_cast<Out*>(params.kmax) + row * params.kmax_strides.request +
                     block * params.kmax_strides.block + head * params.kmax_strides.head;
-  Out* const kmin = static_cast<Out*>(params.kmin) + request * params.kmin_strides.request +
+  Out* const kmin = static_cast<Out*>(params.kmin) + row * params.kmin_strides.request +
                     block * params.kmin_strides.block + head * params.kmin_strides.head;
   for (int first = lane % lanes_per_row * kVector; first < cache.head_dim;
        first += lanes_per_row * kVector) {
@@ -88,12 +89,12 @@ __device__ void SummarizeBlock(const SummaryParams& params, int32_t request, int
     }
     // Lanes beyond the last whole group have nothing to read but take part in the meeting.
     const int begin = group < num_groups ? group : params.block_size;
-    for (int row = begin; row < params.block_size; row += num_groups * kLoadsInFlight) {
+    for (int next = begin; next < params.block_size; next += num_groups * kLoadsInFlight) {
       Packet<In, kVector> packets[kLoadsInFlight];
 #pragma unroll
       for (int i = 0; i < kLoadsInFlight; ++i) {
         // The last row again instead of none: extremes do not mind.
-        const int index = min(row + i * num_groups, params.block_size - 1);
+        const int index = min(next + i * num_groups, params.block_size - 1);
         packets[i] =
             *reinterpret_cast<const Packet<In, kVector>*>(RowAt<In>(params, rows, index) + first);
       }
@@ -140,6 +141,7 @@ __global__ void __launch_bounds__(kWarps * 32)
   const int32_t blocks = min(
       params.max_blocks,
       CompleteBlocks(params.start_tokens[request], params.end_tokens[request], params.block_size));
+  if (StoreRow(params.rows, request, params.num_rows) < 0) return;
   const int32_t heads = params.cache.geometry.num_heads;
   const int64_t num_units = int64_t{max(0, blocks - done)} * heads;
   for (int64_t unit = blockIdx.x * kWarps + threadIdx.x / 32; unit < num_units;

@@ -20,6 +20,7 @@ except (ImportError, OSError) as error:
 from ._C import (
     BYPASS_REASONS,
     COMMIT_ERRORS,
+    FULL_TRIGGERS,
     Budget,
     ChainChunk,
     ChunkedResult,
@@ -30,6 +31,7 @@ from ._C import (
     Interceptor,
     NworConfig,
     Outcome,
+    PartialCache,
     Receipt,
     RoundPlan,
     SessionBatch,
@@ -37,6 +39,10 @@ from ._C import (
     SessionStore,
     SlotAllocator,
     SpecPVConfig,
+    StepDecision,
+    StepOutcome,
+    StoredCache,
+    VerifyPolicy,
     VerifyRequest,
     VerifyResult,
     Violation,
@@ -58,6 +64,7 @@ from .layouts import LAYOUTS, cache_views
 from .methods import Method, get_method, method_names, register_method
 from .metrics import Metrics
 from .ops import commit, write_kv
+from .partial import PartialStore
 from .paths import get_cmake_dir, get_include
 from .retrieval import block_summaries, build_view, select_blocks
 from .target import target_probs
@@ -80,6 +87,7 @@ __all__ = [
     "BYPASS_REASONS",
     "COMMIT_ERRORS",
     "FINISH_REASONS",
+    "FULL_TRIGGERS",
     "LAYOUTS",
     "MAX_TREE_ROWS",
     "Budget",
@@ -100,6 +108,8 @@ __all__ = [
     "NworConfig",
     "NworError",
     "Outcome",
+    "PartialCache",
+    "PartialStore",
     "PartialView",
     "Receipt",
     "RoundPlan",
@@ -110,9 +120,13 @@ __all__ = [
     "SlotAllocator",
     "SpecPVConfig",
     "StaticTree",
+    "StepDecision",
+    "StepOutcome",
     "StopStrings",
+    "StoredCache",
     "Tree",
     "UnknownSessionError",
+    "VerifyPolicy",
     "VerifyRequest",
     "VerifyResult",
     "Violation",

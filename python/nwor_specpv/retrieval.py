@@ -20,6 +20,8 @@ def block_summaries(
     block_size: int,
     k_scale: torch.Tensor | None = None,
     done_blocks: torch.Tensor | None = None,
+    *,
+    rows: torch.Tensor | None = None,
 ) -> None:
     """Channelwise maximum and minimum of K over each complete block of tokens.
 
@@ -28,6 +30,7 @@ def block_summaries(
     Rows below `done_blocks[b]` (int32) are there already and are left alone: as a block is always
     summarised whole, going on from there equals starting afresh, bit for bit. Summaries are
     float32, float16 or bfloat16; K of a float8 cache is multiplied by `k_scale` first.
+    With `rows` [B] int32 request b has row `rows[b]` of a larger `kmax`, `kmin`, not row b.
     """
     call(
         torch.ops.nwor_specpv.block_summaries.default,
@@ -40,6 +43,7 @@ def block_summaries(
         block_size,
         k_scale,
         done_blocks,
+        rows,
     )
 
 
@@ -57,6 +61,7 @@ def select_blocks(
     query_rows: torch.Tensor | None = None,
     out: torch.Tensor | None = None,
     scores: torch.Tensor | None = None,
+    rows: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """The `k` best of each request's first `num_candidates[b]` blocks: ids [B, Hkv, k] int32.
 
@@ -68,10 +73,13 @@ def select_blocks(
 
     `query_rows` [B, 2] int32: only rows begin to end - 1 of request b count. `out`: ids to write
     to, where a request with negative `num_candidates` keeps what it has; with `scores`, float32
-    scratch of B * Hkv * N elements, the call allocates nothing and can be captured.
+    scratch of B * Hkv * N elements, the call allocates nothing and can be captured. With `out`,
+    `rows` [B] int32 may say which row of `kmax`, `kmin` and `out` request b has.
     """
     reductions = (score, query_reduce, group_reduce, selection, query_rows)
     if out is None:
+        if rows is not None:
+            raise NworError("rows: got a tensor without out, expected out to be given with it")
         return call(
             torch.ops.nwor_specpv.select_blocks.default,
             query,
@@ -92,6 +100,7 @@ def select_blocks(
         *reductions,
         ids=out,
         scores=scores,
+        rows=rows,
     )
     return out
 
@@ -110,6 +119,7 @@ def build_view(
     block_size: int,
     sink_blocks: int,
     window_blocks: int,
+    rows: torch.Tensor | None = None,
 ) -> None:
     """The views of one step for all layers: sink, chosen blocks, window and tail, in token order.
 
@@ -117,7 +127,8 @@ def build_view(
     The window begins at `full_lens[b]` less the window, rounded down to a block, and runs into the
     tail up to `committed_lens[b]`. Writes `blocks` [L, B, Hkv, max_blocks], `num_blocks` [B] and
     `view_lens` [B] (all int32): one `PartialView` per layer. A request with `partial[b] == 0`, or
-    whose view would not fit, gets `num_blocks` -1: its whole prefix. One launch, capturable.
+    whose view would not fit, gets `num_blocks` -1: its whole prefix. With `rows` [B] int32 request
+    b has row `rows[b]` of `ids`. One launch, capturable.
     """
     call(
         torch.ops.nwor_specpv.build_view.default,
@@ -133,4 +144,5 @@ def build_view(
         block_size,
         sink_blocks,
         window_blocks,
+        rows,
     )

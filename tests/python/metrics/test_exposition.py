@@ -16,7 +16,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from metrics.rounds import BYTES_PER_TOKEN, play
 from nwor_specpv import BYPASS_REASONS, Interceptor, Metrics, NworConfig, RoundPlan, _stamp
 
-LABELS = {"rank", "mode", "reason", "le"}
+LABELS = {"rank", "mode", "reason", "trigger", "le"}
 BUILD_LABELS = {"version", "torch", "cuda", "architectures", "revision"}
 
 
@@ -103,9 +103,9 @@ def test_every_reason_has_a_series_before_it_happens(metrics: Metrics) -> None:
 
 def test_names_labels_and_types_keep_the_conventions(metrics: Metrics) -> None:
     for family in text_string_to_metric_families(metrics.render()):
-        assert family.name.startswith(("nwor_", "process_")), family.name
+        assert family.name.startswith(("nwor_", "specpv_", "process_")), family.name
         assert family.documentation, family.name
-        assert family.type in ("counter", "gauge", "histogram"), family.name
+        assert family.type in ("counter", "gauge", "histogram", "summary"), family.name
         allowed = BUILD_LABELS if family.name == "nwor_build_info" else LABELS
         for sample in family.samples:
             assert set(sample.labels) <= allowed, sample

@@ -1,0 +1,119 @@
+#include "specpv/partial_cache.h"
+
+#include <algorithm>
+
+#include "check.h"
+#include "metrics/counters.h"
+
+namespace nwor {
+namespace {
+
+const SpecPVConfig& Checked(const SpecPVConfig& config, int64_t max_rows, int64_t prompt_tokens,
+                            int64_t max_new_tokens) {
+  config.Validate();
+  NWOR_CHECK(max_rows >= 1, "max_rows: got ", max_rows,
+             ", expected at least 1, the root of a tree");
+  NWOR_CHECK(prompt_tokens >= 0, "prompt_tokens: got ", prompt_tokens, ", expected 0 or more");
+  NWOR_CHECK(max_new_tokens >= 0, "max_new_tokens: got ", max_new_tokens, ", expected 0 or more");
+  return config;
+}
+
+}  // namespace
+
+PartialCache::PartialCache(const SpecPVConfig& config, int64_t max_rows, int64_t prompt_tokens,
+                           int64_t max_new_tokens)
+    : config_(Checked(config, max_rows, prompt_tokens, max_new_tokens)),
+      budget_(ChooseBudget(config, max_rows, prompt_tokens, max_new_tokens)),
+      max_rows_(max_rows) {}
+
+void PartialCache::Prefill(int64_t num_tokens) {
+  NWOR_CHECK(num_tokens >= 0, "num_tokens: got ", num_tokens, ", expected 0 or more");
+  NWOR_CHECK(tail_len() == 0, "prefill: got a tail of ", tail_len(), " tokens, expected none");
+  full_len_ += num_tokens;
+  committed_len_ = emitted_len_ = full_len_;
+}
+
+StepOutcome PartialCache::Finish(const StepDecision& decision, int64_t accepted) {
+  NWOR_CHECK(decision.full_len == full_len_ && decision.committed_len == committed_len_,
+             "decision: got one of F = ", decision.full_len, ", N = ", decision.committed_len,
+             ", expected F = ", full_len_, ", N = ", committed_len_);
+  const bool lossless = config_.specpv_rectify == Rectify::kLossless;
+  const bool over_tail = lossless && decision.kind == StepKind::kFullRefresh;
+  const int64_t most = decision.num_rows - 1 + (over_tail ? decision.refed_rows : 0);
+  NWOR_CHECK(accepted >= 0 && accepted <= most, "accepted: got ", accepted, ", expected 0 to ",
+             most, ", the draft rows of the step");
+  CountStep(decision);
+  const int64_t before = committed_len_, tail_before = tail_len();
+  StepOutcome outcome;
+  if (decision.kind == StepKind::kPartial) {
+    committed_len_ += 1 + accepted;
+    ++partial_steps_;
+    if (tail_len() > budget_.tail_capacity) required_ = FullTrigger::kTailOverflow;
+    outcome.emitted = lossless ? 0 : 1 + accepted;
+  } else {
+    committed_len_ = (over_tail ? full_len_ : committed_len_) + 1 + accepted;
+    full_len_ = committed_len_;
+    outcome.cut = over_tail ? std::max<int64_t>(0, tail_before - 1 - accepted) : 0;
+    outcome.emitted = 1 + accepted;
+    partial_steps_ = 0;
+    const bool failed = required_ != decision.required;  // in this step
+    if (!failed) required_ = FullTrigger::kNone;
+    if (decision.kind == StepKind::kFullRefresh && !failed && !RefreshComplete()) {
+      required_ = FullTrigger::kRefreshFailure;
+    }
+    if (decision.kind == StepKind::kFullRefresh) {
+      selected_ = required_ == FullTrigger::kNone;
+      // What the step's own rows added was not there to choose from.
+      anchor_len_ = decision.anchor_len;
+    }
+  }
+  outcome.committed = committed_len_ - before;
+  emitted_len_ = lossless ? full_len_ : committed_len_;
+  return outcome;
+}
+
+void PartialCache::RequireFull(FullTrigger trigger) {
+  NWOR_CHECK(trigger != FullTrigger::kNone, "trigger: got 'none', expected a reason");
+  required_ = trigger;
+}
+
+void PartialCache::CountDrift(int64_t rechecked, int64_t disagreed) {
+  NWOR_CHECK(0 <= disagreed && disagreed <= rechecked, "disagreed: got ", disagreed, " of ",
+             rechecked, " rechecked tokens, expected 0 to as many");
+  rechecked_tokens_ += rechecked;
+  disagreed_tokens_ += disagreed;
+  Counters::Global().Add(Counter::kRecheckedTokens, rechecked);
+  Counters::Global().Add(Counter::kDisagreedTokens, disagreed);
+}
+
+ViewSegments PartialCache::segments() const {
+  return SegmentsOf(static_cast<int32_t>(anchor_len_), static_cast<int32_t>(committed_len_),
+                    static_cast<int32_t>(budget_.sink_blocks),
+                    static_cast<int32_t>(budget_.window_blocks),
+                    static_cast<int32_t>(budget_.block_size));
+}
+
+int64_t PartialCache::view_tokens() const {
+  const ViewSegments view = segments();
+  const int64_t retrieved = std::min<int64_t>(budget_.retrieval_blocks, view.candidates());
+  const int64_t blocks = view.sink_blocks + retrieved;
+  return std::min(committed_len_, blocks * budget_.block_size + committed_len_ -
+                                      view.window_begin * budget_.block_size);
+}
+
+void PartialCache::CountStep(const StepDecision& decision) const {
+  Counters& counters = Counters::Global();
+  const bool partial = decision.kind == StepKind::kPartial;
+  if (partial) {
+    counters.Add(Counter::kPartialSteps, 1);
+    counters.Observe(Summary::kViewTokens, decision.view_tokens);
+    counters.Observe(Summary::kContextTokens, decision.committed_len);
+  } else {
+    counters.AddFullStep(decision.trigger);
+  }
+  const int64_t read = partial ? decision.view_tokens : decision.prefix_len;
+  counters.Add(Counter::kKvBytesRead, read * bytes_per_token_);
+  counters.Add(Counter::kKvBytesFull, decision.committed_len * bytes_per_token_);
+}
+
+}  // namespace nwor

@@ -1,0 +1,212 @@
+"""Whole generations with a toy model: what each mode promises, on the host of toy_model.py."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+
+from nwor_specpv import Metrics, NworError, SpecPVConfig
+from specpv.contexts import seeded
+from specpv.toy_model import VOCAB, Host, Request, Weights, decode_plainly, plain_kv
+
+
+def configured(rng: random.Random, **values: object) -> SpecPVConfig:
+    defaults = {
+        "enable_specpv": True,
+        "specpv_block_size": rng.choice([4, 8]),
+        "specpv_n_sink_blocks": 1,
+        "specpv_n_retrieval_blocks": rng.randrange(1, 4),
+        "specpv_n_window_blocks": 1,
+        "specpv_n_spec_tokens_buf": rng.randrange(2, 10),
+        "specpv_selection": rng.choice(["per_head", "shared"]),
+        "specpv_selector": rng.choice(["specpv", "quest", "streaming", "sliding"]),
+    }
+    return SpecPVConfig(**(defaults | values))
+
+
+def prompts(rng: random.Random, count: int) -> list[list[int]]:
+    return [[rng.randrange(VOCAB) for _ in range(rng.randrange(40, 70))] for _ in range(count)]
+
+
+def start(rng: random.Random, config: SpecPVConfig, count: int = 2) -> Host:
+    host = Host(Weights(rng.randrange(1 << 30)), config, count, max_tokens=160)
+    for prompt in prompts(rng, count):
+        host.add(prompt, 24)
+    return host
+
+
+def tokens_in_cache(host: Host, request: Request, count: int) -> tuple[torch.Tensor, torch.Tensor]:
+    at = torch.tensor([host.slot(request, i) for i in range(count)])
+    flat = (host.keys.flatten(1, 2), host.values.flatten(1, 2))
+    return flat[0][:, at], flat[1][:, at]
+
+
+def test_lossless_equals_plain_decoding() -> None:
+    rng = seeded()
+    host = start(rng, configured(rng, specpv_rectify="lossless"))
+    plain = [decode_plainly(host.w, r.tokens, 24) for r in host.requests]
+    assert host.decode(24, rng) == plain
+    assert host.kinds["partial"] > 0
+    assert host.kinds["full_refresh"] > 0
+
+
+def test_partial_attention_alone_would_not_be_lossless() -> None:
+    """The test above can fail: without confirmation some token differs, sooner or later."""
+    rng = random.Random(3)
+    for seed in range(20):
+        torch.manual_seed(seed)
+        host = start(rng, configured(rng, specpv_rectify="rectify", specpv_selector="sliding"))
+        plain = [decode_plainly(host.w, r.tokens, 24) for r in host.requests]
+        if host.decode(24, rng) != plain:
+            return
+    pytest.fail("partial attention never made a difference")
+
+
+@pytest.mark.parametrize("mode", ["rectify", "lossless"])
+def test_after_a_full_refresh_the_cache_is_that_of_a_plain_pass(mode: str) -> None:
+    rng = seeded()
+    host = start(rng, configured(rng, specpv_rectify=mode))
+    checked = 0
+
+    def check(host: Host, request: Request) -> None:
+        nonlocal checked
+        if request.decision.kind == "partial":
+            return
+        length = request.cache.committed_len
+        _, keys, values = plain_kv(host.w, request.tokens[:length])
+        ours = tokens_in_cache(host, request, length)
+        assert torch.allclose(ours[0], keys, atol=1e-4)
+        assert torch.allclose(ours[1], values, atol=1e-4)
+        checked += request.decision.refed_rows > 0
+
+    host.after_step = check
+    host.decode(24, rng)
+    assert checked > 0
+
+
+def test_the_refresh_mode_keeps_the_tail_as_it_was_computed() -> None:
+    rng = seeded()
+    host = start(rng, configured(rng, specpv_rectify="refresh", specpv_selector="streaming"))
+    kept: dict[int, tuple] = {}
+
+    def check(host: Host, request: Request) -> None:
+        cache, before = request.cache, kept.get(id(request))
+        if before is not None:
+            now = tokens_in_cache(host, request, before[0].shape[1])
+            assert torch.equal(now[0], before[0])
+            assert torch.equal(now[1], before[1])
+        kept[id(request)] = tokens_in_cache(host, request, cache.committed_len)
+
+    host.after_step = check
+    host.decode(24, rng)
+    assert host.kinds["partial"] > 0
+
+
+def test_partial_steps_leave_everything_before_the_tail_alone() -> None:
+    rng = seeded()
+    host = start(rng, configured(rng), count=3)
+    before: dict[int, tuple] = {}
+
+    def check(host: Host, request: Request) -> None:
+        full = request.cache.full_len
+        if request.decision.kind == "partial":
+            now = tokens_in_cache(host, request, full)
+            assert torch.equal(now[0], before[id(request)][0])
+            assert torch.equal(now[1], before[id(request)][1])
+        before[id(request)] = tokens_in_cache(host, request, full)
+
+    host.after_step = check
+    host.decode(24, rng)
+    assert host.kinds["partial"] > 0
+
+
+def test_summaries_hold_verified_tokens_only_and_equal_those_from_scratch() -> None:
+    rng = seeded()
+    host = start(rng, configured(rng, specpv_selector="specpv"))
+    store, size = host.store, host.store.budget.block_size
+    sink = store.budget.sink_blocks * size
+    checked = 0
+
+    def check(host: Host, request: Request) -> None:
+        nonlocal checked
+        cache = request.cache
+        keys = tokens_in_cache(host, request, cache.full_len)[0]
+        for block in range(cache.summarized_blocks):
+            first = sink + block * size
+            assert first + size <= cache.full_len
+            rows = keys[:, first : first + size]
+            assert torch.equal(store.kmax[:, cache.row, block], rows.amax(1))
+            assert torch.equal(store.kmin[:, cache.row, block], rows.amin(1))
+            checked += 1
+
+    host.after_step = check
+    host.decode(24, rng)
+    assert checked > 0
+
+
+def test_drift_is_what_full_attention_would_have_chosen_differently() -> None:
+    rng = seeded()
+    host = start(rng, configured(rng, specpv_selector="sliding"), count=1)
+    (request,) = host.requests
+    expected = 0
+
+    def check(host: Host, request: Request) -> None:
+        nonlocal expected
+        decision = request.decision
+        if decision.refed_rows:
+            logits = plain_kv(host.w, request.tokens[: decision.committed_len])[0]
+            told = logits.argmax(-1).tolist()
+            for position in range(decision.full_len, decision.committed_len):
+                expected += told[position] != request.tokens[position + 1]
+
+    host.after_step = check
+    host.decode(24, rng)
+    assert request.drift == expected
+
+
+def test_a_request_that_goes_frees_its_row_at_once() -> None:
+    rng = seeded()
+    host = start(rng, configured(rng), count=2)
+    assert host.store.free_rows == 0
+    assert host.store.open() is None
+    host.step([[], []])
+    row = host.requests[0].cache.row
+    del host.requests[0]
+    assert host.store.free_rows == 1
+    again = host.store.open()
+    assert again.row == row
+    assert not again.selected
+
+
+def test_a_failed_refresh_makes_the_next_step_full() -> None:
+    rng = seeded()
+    host = start(rng, configured(rng, specpv_selector="specpv"), count=1)
+    (request,) = host.requests
+    before = Metrics().snapshot()["specpv_full_steps_total"].get("refresh_failure", 0)
+    refresh = host.store.refresh_layer
+    host.store.refresh_layer = lambda *arguments: None  # a host that forgets
+    host.step([[1, 2]])
+    assert request.decision.trigger == "first"
+    assert not request.cache.selected
+    host.store.begin([(request.cache, host.policy.decide(request.cache, 1))])
+    with pytest.raises(NworError, match="query"):
+        refresh(0, torch.zeros(1), torch.zeros(1, 20, dtype=torch.int32))
+    host.store.refresh_layer = refresh
+    host.step([[]])
+    assert request.decision.trigger == "refresh_failure"
+    assert request.cache.selected
+    after = Metrics().snapshot()["specpv_full_steps_total"]["refresh_failure"]
+    assert after == before + 1
+    host.step([[]])
+    assert request.decision.kind == "partial"
+
+
+def test_a_budget_that_covers_the_context_changes_nothing() -> None:
+    rng = seeded()
+    config = configured(rng, specpv_selector="specpv", specpv_n_retrieval_blocks=16)
+    host = start(rng, config, count=1)
+    (request,) = host.requests
+    plain = decode_plainly(host.w, request.tokens, 20)
+    assert host.decode(20, rng) == [plain]
