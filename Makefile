@@ -37,6 +37,7 @@ demo: build  ## one real round trip, explained
 bench: build  ## the benchmarks, with their peers
 	@$(VENV_PYTHON) -m nwor_specpv bench commit
 	@$(VENV_PYTHON) -m nwor_specpv bench attention
+	@$(VENV_PYTHON) -m nwor_specpv bench retrieval
 	@$(VENV_PYTHON) -m nwor_specpv bench tree
 
 lint: build  ## structure, clang-format, clang-tidy, ruff

@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
 PROGRAM = "nwor-specpv"
-BENCHES = ("commit", "attention", "tree", "session")
+BENCHES = ("commit", "attention", "retrieval", "tree", "session")
 
 EXIT_OK, EXIT_FAILURE, EXIT_USAGE = 0, 1, 2
 

@@ -1,0 +1,310 @@
+"""`nwor-specpv bench retrieval`: block summaries and refresh against their torch formulation.
+
+One request, one layer. A refresh of ours scores all candidates and writes the chosen blocks as a
+view into the paged cache. The torch formulation is einsum, topk and take_along_dim: it copies the
+chosen tokens' K and V, because ordinary attention cannot read them where they lie. Both get the
+same summaries; each run is checked in float64. On CUDA calls run inside a graph over rotating data.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import nwor_specpv
+from nwor_specpv import _stamp
+from nwor_specpv.retrieval import block_summaries, build_view, select_blocks
+
+from .timing import Timing, capture, time_calls, time_graphs
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+BLOCK, PAGE, SINK, WINDOW, BUDGET = 16, 16, 2, 8, 256
+ROTATING_BYTES = 300 << 20
+GOALS = {
+    ("cuda", "refresh"): "goal at 131072 tokens: at most 25 us",
+    ("cuda", "summaries"): "goal at 131072 tokens: at most 80 us",
+    ("cpu", "refresh"): "goal at 32768 tokens, D 64: at least 10 x the torch formulation",
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    tokens: int
+    rows: int
+    heads: int
+    kv_heads: int
+    dim: int
+    dtype: torch.dtype
+    score: str
+
+    def __str__(self) -> str:
+        name = str(self.dtype).removeprefix("torch.")
+        shape = f"{self.heads}/{self.kv_heads} heads, D {self.dim}, {name}"
+        return f"{self.tokens} tokens, {self.rows} rows, {shape}, {self.score}"
+
+    @property
+    def candidates(self) -> int:
+        return self.tokens // BLOCK - WINDOW - SINK
+
+    @property
+    def key_bytes(self) -> int:
+        return self.tokens * self.kv_heads * self.dim * self.dtype.itemsize
+
+
+class Inputs:
+    """One layer's cache in shuffled pages, and the same K and V contiguous for the peer."""
+
+    def __init__(self, case: Case, device: str, seed: int) -> None:
+        generator = torch.Generator(device=device).manual_seed(seed)
+
+        def random(*shape: int) -> torch.Tensor:
+            return torch.randn(shape, generator=generator, device=device).to(case.dtype)
+
+        self.case = case
+        pages = case.tokens // PAGE
+        order = torch.randperm(pages, generator=generator, device=device)
+        self.table = order.int()[None].contiguous()
+        self.key_cache = random(pages, PAGE, case.kv_heads, case.dim)
+        self.query = random(1, case.rows, case.heads, case.dim)
+        blocks = case.candidates
+        self.kmax = torch.empty(1, blocks, case.kv_heads, case.dim, dtype=case.dtype, device=device)
+        self.kmin = torch.empty_like(self.kmax)
+
+        def ints(*values: int) -> torch.Tensor:
+            return torch.tensor(values, dtype=torch.int32, device=device)
+
+        self.start, self.end = ints(SINK * BLOCK), ints((SINK + blocks) * BLOCK)
+        self.count, self.partial, self.length = ints(blocks), ints(1), ints(case.tokens)
+        self.k = min(BUDGET, blocks)
+        self.ids = torch.empty(1, case.kv_heads, self.k, dtype=torch.int32, device=device)
+        self.scores = torch.empty(case.kv_heads * blocks, device=device)
+        self.blocks = torch.empty(
+            1, 1, case.kv_heads, SINK + self.k + WINDOW + 2, dtype=torch.int32, device=device
+        )
+        self.num_blocks, self.view_lens = ints(0), ints(0)
+        self.summarize()
+
+    def contiguous_kv(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """[Hkv, candidates, BLOCK * D] in token order, as a contiguous cache holds it."""
+        case = self.case
+        keys = self.key_cache[self.table[0].long()].flatten(0, 1)
+        keys = keys[SINK * BLOCK :][: case.candidates * BLOCK].transpose(0, 1)
+        keys = keys.reshape(case.kv_heads, case.candidates, BLOCK * case.dim).contiguous()
+        return keys, keys.clone()
+
+    def summarize(self) -> None:
+        block_summaries(
+            self.key_cache, self.table, self.start, self.end, self.kmax, self.kmin, BLOCK
+        )
+
+    def refresh(self) -> None:
+        select_blocks(
+            self.query,
+            self.kmax,
+            self.kmin,
+            self.count,
+            self.k,
+            self.case.score,
+            out=self.ids,
+            scores=self.scores,
+        )
+        build_view(
+            self.ids[None],
+            self.table,
+            self.length,
+            self.length,
+            self.partial,
+            self.blocks,
+            self.num_blocks,
+            self.view_lens,
+            page_size=PAGE,
+            block_size=BLOCK,
+            sink_blocks=SINK,
+            window_blocks=WINDOW,
+        )
+
+
+def torch_refresh(inputs: Inputs) -> Callable[[], torch.Tensor]:
+    case = inputs.case
+    group = case.heads // case.kv_heads
+    keys, values = inputs.contiguous_kv()
+    query = inputs.query[0].reshape(case.rows, case.kv_heads, group, case.dim)
+
+    def run() -> torch.Tensor:
+        if case.score == "specpv":
+            upper = torch.einsum("qhgd,nhd->hgqn", query, inputs.kmax[0])
+            lower = torch.einsum("qhgd,nhd->hgqn", query, inputs.kmin[0])
+            rows = torch.maximum(upper, lower)
+        else:
+            rows = torch.einsum("qhgd,nhd->hgqn", query.clamp(min=0), inputs.kmax[0])
+            rows = rows + torch.einsum("qhgd,nhd->hgqn", query.clamp(max=0), inputs.kmin[0])
+        scores = rows.mean(2).mean(1)
+        chosen = scores.topk(inputs.k, dim=-1).indices.sort(-1).values
+        index = chosen[..., None].expand(-1, -1, keys.shape[-1])
+        return torch.take_along_dim(keys, index, 1), torch.take_along_dim(values, index, 1)
+
+    return run
+
+
+def torch_summaries(inputs: Inputs) -> Callable[[], torch.Tensor]:
+    case = inputs.case
+    keys = inputs.contiguous_kv()[0].reshape(case.kv_heads, case.candidates, BLOCK, case.dim)
+    return lambda: (keys.amax(2), keys.amin(2))
+
+
+def check(inputs: Inputs) -> float:
+    """How far a block left out scores above one taken, in float64; raises beyond rounding."""
+    case = inputs.case
+    inputs.summarize()
+    inputs.ids.fill_(-7)
+    inputs.refresh()
+    keys = inputs.contiguous_kv()[0].reshape(case.kv_heads, case.candidates, BLOCK, case.dim)
+    kmax, kmin = keys.amax(2), keys.amin(2)
+    if not (
+        torch.equal(inputs.kmax[0].transpose(0, 1), kmax)
+        and torch.equal(inputs.kmin[0].transpose(0, 1), kmin)
+    ):
+        raise AssertionError(f"{case}: summaries differ")
+    group = case.heads // case.kv_heads
+    query = inputs.query[0].double().reshape(case.rows, case.kv_heads, group, case.dim)
+    if case.score == "specpv":
+        upper = torch.einsum("qhgd,hnd->hgqn", query, kmax.double())
+        rows = torch.maximum(upper, torch.einsum("qhgd,hnd->hgqn", query, kmin.double()))
+    else:
+        rows = torch.einsum("qhgd,hnd->hgqn", query.clamp(min=0), kmax.double())
+        rows = rows + torch.einsum("qhgd,hnd->hgqn", query.clamp(max=0), kmin.double())
+    scores = rows.mean((1, 2))
+    taken = torch.zeros_like(scores, dtype=torch.bool).scatter_(1, inputs.ids[0].long(), True)
+    if int(taken.sum()) != case.kv_heads * inputs.k:
+        raise AssertionError(f"{case}: ids repeat")
+    least = scores.masked_fill(~taken, float("inf")).amin(1)
+    most = scores.masked_fill(taken, -float("inf")).amax(1)
+    error = float((most - least).clamp(min=0).max()) if inputs.k < case.candidates else 0.0
+    if error > 1e-2:
+        raise AssertionError(f"{case}: a block left out scores {error} more than one taken")
+    return error
+
+
+def bench(case: Case, device: str, replays: int) -> list[dict[str, Any]]:
+    error = check(Inputs(case, device, 0))
+    sets = 1
+    if device == "cuda":
+        sets = min(12, max(2, -(-ROTATING_BYTES // max(1, case.key_bytes // BLOCK * 2))))
+    inputs = [Inputs(case, device, seed) for seed in range(sets)]
+    results = []
+    for what, ours, peer in (
+        ("refresh", Inputs.refresh, torch_refresh),
+        ("summaries", Inputs.summarize, torch_summaries),
+    ):
+        variants: dict[str, list[Callable[[], Any]]] = {
+            "ours": [lambda i=i, run=ours: run(i) for i in inputs],
+            "torch": [peer(i) for i in inputs],
+        }
+        timings = _time(variants, device, replays)
+        us = {name: timing.median_us for name, timing in timings.items()}
+        results.append(
+            {
+                "what": what,
+                "case": str(case),
+                "tokens": case.tokens,
+                "us": us,
+                "spread_us": {name: timing.spread_us for name, timing in timings.items()},
+                "speedup": us["torch"] / us["ours"],
+                "gigabytes_per_second": case.key_bytes
+                / (1 if what == "summaries" else BLOCK / 2)
+                / us["ours"]
+                / 1e3,
+                "score_error": error,
+                "goal": GOALS.get((device, what), ""),
+            }
+        )
+    return results
+
+
+def _time(
+    variants: dict[str, list[Callable[[], Any]]], device: str, replays: int
+) -> dict[str, Timing]:
+    if device == "cuda":
+        graphs = {name: capture(lambda c=c: [f() for f in c]) for name, c in variants.items()}
+        return time_graphs(graphs, {name: len(c) for name, c in variants.items()}, replays)
+    return time_calls({name: calls[0] for name, calls in variants.items()}, replays)
+
+
+def describe(report: dict[str, Any]) -> str:
+    lines = [
+        f"device {report['device']} · torch {report['torch']} · commit {report['revision']} · "
+        f"blocks of {BLOCK}, budget {BUDGET}, one request and layer · "
+        f"median of {report['replays']}, spread in brackets",
+        f"{'':12}{'':58}{'ours us':>20}{'torch us':>20}{'torch / ours':>14}{'GB/s':>8}",
+    ]
+    for result in report["results"]:
+        us, spread = result["us"], result["spread_us"]
+        ours, peer = (f"{us[n]:.1f} [{spread[n]:.1f}]" for n in ("ours", "torch"))
+        lines.append(
+            f"{result['what']:<12}{result['case']:<58}{ours:>20}{peer:>20}"
+            f"{result['speedup']:>14.1f}{result['gigabytes_per_second']:>8.0f}"
+        )
+    lines += sorted({result["goal"] for result in report["results"] if result["goal"]})
+    return "\n".join(lines)
+
+
+def _numbers(text: str) -> list[int]:
+    return [int(part) for part in text.split(",")]
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="nwor-specpv bench retrieval", description=__doc__)
+    parser.add_argument("--device", choices=["cuda", "cpu"], help="default: cuda when there is one")
+    parser.add_argument("--tokens", type=_numbers, help="context lengths, comma-separated")
+    parser.add_argument("--rows", type=_numbers, default=[8], help="rows of the tree")
+    parser.add_argument("--heads", default="32/8", metavar="Hq/Hkv")
+    parser.add_argument("--head-dim", type=int)
+    parser.add_argument("--dtype", choices=sorted(DTYPES))
+    parser.add_argument("--score", nargs="*", choices=["specpv", "quest"], default=["specpv"])
+    parser.add_argument("--replays", type=int, help="default: 20 on CUDA, 9 on the CPU")
+    parser.add_argument("--threads", type=int, help="CPU threads, default: torch's")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures there too")
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    arguments = _parser().parse_args(argv)
+    device = arguments.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    cpu = device == "cpu"
+    replays = arguments.replays or (9 if cpu else 20)
+    if arguments.threads:
+        torch.set_num_threads(arguments.threads)
+    dtype = DTYPES[arguments.dtype or ("float32" if cpu else "bfloat16")]
+    heads, kv_heads = map(int, arguments.heads.split("/"))
+    dim = arguments.head_dim or (64 if cpu else 128)
+    results = []
+    for tokens in arguments.tokens or ([8192, 32768] if cpu else [32768, 131072]):
+        for rows in arguments.rows:
+            for score in arguments.score:
+                case = Case(tokens, rows, heads, kv_heads, dim, dtype, score)
+                results += bench(case, device, replays)
+    report = {
+        "device": f"CPU, {torch.get_num_threads()} threads"
+        if cpu
+        else torch.cuda.get_device_name(),
+        "torch": torch.__version__,
+        "revision": _stamp.read_stamp().revision,
+        "version": nwor_specpv.__version__,
+        "replays": replays,
+        "results": results,
+    }
+    print(describe(report))
+    if arguments.json:
+        arguments.json.write_text(json.dumps(report, indent=2) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
