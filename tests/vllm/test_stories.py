@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import logging
+from pathlib import Path
 
 import pytest
 import torch
@@ -137,6 +139,56 @@ def test_the_cache_holds_what_direct_writes_put_there_and_no_rejected_row() -> N
     assert 0 < len(slots) <= stats["rejected_tokens"]
 
 
+HYBRID = {
+    "architectures": ["Gemma2ForCausalLM"],
+    "model_type": "gemma2",
+    "hidden_activation": "gelu_pytorch_tanh",
+    "layer_types": ["sliding_attention", "full_attention"] * 2,
+    "sliding_window": 32,
+    "query_pre_attn_scalar": 32,
+    "attn_logit_softcapping": 50.0,
+    "final_logit_softcapping": 30.0,
+    "vocab_size": 512,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "max_position_embeddings": 512,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+    "torch_dtype": "float32",
+}
+WINDOW = HYBRID | {
+    "architectures": ["MistralForCausalLM"],
+    "model_type": "mistral",
+    "hidden_act": "silu",
+    "layer_types": ["sliding_attention"] * 4,
+    "sliding_window": 24,
+}
+
+
+@pytest.mark.parametrize(
+    ("config", "groups"),
+    [(HYBRID, 2), pytest.param(WINDOW, 1, marks=pytest.mark.slow)],
+    ids=["hybrid", "window"],
+)
+def test_each_cache_group_has_its_staging(tmp_path: Path, config: dict, groups: int) -> None:
+    """Random weights: sliding windows, softcaps, and layers of two groups that share memory."""
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    found = []
+    for nwor in (STOCK, STAGED):
+        model = {"model": str(tmp_path), "load_format": "dummy", "skip_tokenizer_init": True}
+        found.append(drive(start(nwor, **model), story_prompts(6), greedy(60)).tokens)
+    assert found[0] == found[1]
+    stats = check_books()
+    assert stats["groups"] == groups
+    assert (own_engine().checker is None) is (groups > 1)
+
+
+@pytest.mark.slow
 def test_logprobs_are_vllms() -> None:
     """Of the tokens emitted, and of the next best; float32, another order of summation."""
     found = []

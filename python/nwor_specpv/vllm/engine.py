@@ -9,6 +9,7 @@ Thread-safety: none; a vLLM worker runs its steps from one thread.
 
 from __future__ import annotations
 
+import dataclasses
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -137,7 +138,19 @@ class Engine:
                     key_cache, value_cache = cache_views(cache, compat.CACHE_LAYOUT)
                     self.interceptor.bind_layer(name, key_cache, value_cache, group)
                     self._bound[name] = cache.data_ptr()
+        if self.settings.check_contract and self.checker is None:
+            self._watch()
         return self.interceptor
+
+    def _watch(self) -> None:
+        """Sets the contract checker on the caches, if each layer has memory of its own."""
+        if len(set(self._bound.values())) < len(self._bound):
+            # vLLM lets layers of different groups share memory, block by block; the checker would
+            # take one layer's writes for damage to another.
+            logger.warning("nwor_specpv: check_contract is off, layers share cache memory")
+            self.settings = dataclasses.replace(self.settings, check_contract=False)
+            return
+        self.checker = ContractChecker(self.interceptor)
 
     def _make_interceptor(self, device: torch.device) -> Interceptor:
         config = self.settings.nwor()
@@ -150,8 +163,6 @@ class Engine:
 
             config.agreement_group = get_tp_group().device_group.group_name
         interceptor = Interceptor(config)
-        if self.settings.check_contract:
-            self.checker = ContractChecker(interceptor)
         from vllm.distributed.parallel_state import get_world_group
 
         rank = {"LOCAL_RANK": str(get_world_group().local_rank)}
