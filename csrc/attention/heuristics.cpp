@@ -10,9 +10,12 @@ namespace {
 
 constexpr int32_t kReservedSmemBytes = 1024;  // the driver's own share of a block's shared memory
 constexpr int32_t kMaxStages = 6;
-constexpr int32_t kMaxLeaves = 36;
-// What ChooseGrain can ask for: four leaves, and one and a half times the groups of a prefix.
-constexpr int64_t kSlotsPerCta = 4 + (kMaxLeaves / kLeafGroup) * 3 / 2;
+static_assert(kMaxStages <= kMaxTileStages);
+// Leaves of whole groups and blocks, as many as let one long request fill the device with groups.
+constexpr int32_t kMaxLeaves = 128;
+// What ChooseGrain can ask for: the blocks of a prefix, four groups, four leaves; some more of each
+// in the first round.
+constexpr int64_t kSlotsPerCta = kMaxLeaves / kLeafBlock + kLeafBlock / kLeafGroup + kLeafGroup + 3;
 
 constexpr int64_t CeilDiv(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
@@ -45,12 +48,12 @@ const char* FindUnsupported(const VerifyShape& shape, const DeviceProps& device)
 
 // The smallest tile that holds a typical request's packed rows: rows beyond are padding that costs
 // tensor work, rows left over cost another pass over the tokens.
-int32_t ChooseRowTile(const VerifyShape& shape) {
+int32_t ChooseRowTile(const VerifyShape& shape, int32_t largest) {
   const int64_t requests = std::max(shape.num_requests, 1);
   const int64_t rows = shape.rows_hint > 0 ? shape.rows_hint : CeilDiv(shape.num_rows, requests);
   const int64_t packed = rows * (shape.num_heads / shape.num_kv_heads);
   const int32_t tile = packed <= 16 ? 16 : packed <= 32 ? 32 : 64;
-  return std::min(tile, MaxRowTile(shape.head_dim));
+  return std::min(tile, largest);
 }
 
 // Shared memory of a CTA: what it always needs, a pipeline stage, what the stages must hold at
@@ -64,9 +67,7 @@ struct SharedNeed {
 SharedNeed NeedOf(const VerifyShape& shape, bool warpgroup, int32_t row_tile) {
   const int dim = shape.head_dim;
   const bool float8 = shape.cache_dtype == DType::kFloat8E4M3;
-  if (warpgroup) {
-    return {GroupFixedBytes(dim, float8), GroupStageBytes(dim, float8), 0, 2, 2};
-  }
+  if (warpgroup) return {TileFixedBytes(dim), 2 * TileBytes(dim), 0, 2, TileCtasPerSm(dim)};
   const bool may_pair = CtaThreads(dim, row_tile) == 32 * kStreams;
   return {QueryBytes(dim, row_tile) + kItemBytes + RowStateBytes(row_tile),
           kStreams * StageBytes(dim, float8), MergeBytes(dim, row_tile), 1, may_pair ? 2 : 1};
@@ -95,8 +96,10 @@ VerifyConfig ChooseVerifyConfig(const VerifyShape& shape, const DeviceProps& dev
   config.unsupported = FindUnsupported(shape, device);
   if (config.unsupported != nullptr) return config;
 
-  config.warpgroup = device.warpgroup_mma;
-  int32_t row_tile = config.warpgroup ? kGroupRows : ChooseRowTile(shape);
+  // Float8 tokens are widened in registers, on their way to the other matrix instruction.
+  config.warpgroup = device.warpgroup_mma && shape.cache_dtype != DType::kFloat8E4M3;
+  int32_t row_tile =
+      ChooseRowTile(shape, config.warpgroup ? kTileRows : MaxRowTile(shape.head_dim));
   while (!FitSharedMemory(NeedOf(shape, config.warpgroup, row_tile), device, &config)) {
     if (config.warpgroup || row_tile == 16) {
       config.unsupported = "more shared memory per block than the device has";
@@ -109,7 +112,9 @@ VerifyConfig ChooseVerifyConfig(const VerifyShape& shape, const DeviceProps& dev
   const int64_t group = shape.num_heads / shape.num_kv_heads;
   const int64_t tiles = CeilDiv(shape.num_rows * group, row_tile) + shape.num_requests;
   const int64_t pairs = tiles * shape.num_kv_heads;
-  config.max_leaves = std::clamp(2 * device.num_sms / shape.num_kv_heads, 1, kMaxLeaves);
+  // Kernels whose streams meet at the end of a leaf want longer ones.
+  config.min_leaf_tokens = config.warpgroup ? 256 : 512;
+  config.max_leaves = config.warpgroup ? kMaxLeaves : kMaxLeaves / 4;
   config.max_pairs = static_cast<int32_t>(pairs);
   config.max_slots =
       static_cast<int32_t>(std::min(kSlotsPerCta * config.num_ctas, pairs * config.max_leaves));

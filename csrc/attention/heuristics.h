@@ -34,7 +34,7 @@ struct DeviceProps {
 };
 
 // How one launch is shaped. Row tile, stages and CTAs change speed, never a bit of the result; the
-// kind of kernel does, and follows from the device alone.
+// kind of kernel and the leaves do, and follow from device and model alone.
 struct VerifyConfig {
   const char* unsupported = nullptr;  // what is missing, or null: the kernels serve this shape
   bool warpgroup = false;             // kernels for warpgroup matrix instructions
@@ -42,24 +42,24 @@ struct VerifyConfig {
   int32_t stages = 0;                 // pipeline depth per stream
   int32_t num_ctas = 0;               // persistent: fills the device once
   int32_t smem_bytes = 0;
-  int32_t max_leaves = 0;  // a prefix is cut into at most this many leaves
-  int32_t max_pairs = 0;   // (request, KV head, row tile) triples a step can have
-  int32_t max_slots = 0;   // partial results the workspace holds
-  int32_t max_items = 0;   // work items a plan can have
+  int32_t min_leaf_tokens = 0;  // a prefix is cut into leaves of at least so many tokens,
+  int32_t max_leaves = 0;       // into at most so many
+  int32_t max_pairs = 0;        // (request, KV head, row tile) triples a step can have
+  int32_t max_slots = 0;        // partial results the workspace holds
+  int32_t max_items = 0;        // work items a plan can have
 };
 
 // Leaves of a prefix span of `tokens` tokens. A function of the request's own span and of device
-// and model constants (max_leaves) only: that is what keeps results independent of the batch.
+// and model constants only: that is what keeps results independent of the batch.
 struct LeafSplit {
   int32_t leaf_tokens = 0;  // a multiple of kLeafAlign
   int32_t num_leaves = 1;   // at least 1: the last leaf also takes the in-flight rows
 };
-inline constexpr int32_t kMinLeafTokens = 512;
-inline constexpr int32_t kLeafAlign = 128;
+inline constexpr int32_t kLeafAlign = 64;
 
-constexpr LeafSplit SplitPrefix(int32_t tokens, int32_t max_leaves) {
+constexpr LeafSplit SplitPrefix(int32_t tokens, int32_t min_leaf_tokens, int32_t max_leaves) {
   const int64_t span = tokens;
-  int64_t leaves = (span + kMinLeafTokens - 1) / kMinLeafTokens;
+  int64_t leaves = (span + min_leaf_tokens - 1) / min_leaf_tokens;
   leaves = leaves < 1 ? 1 : (leaves > max_leaves ? max_leaves : leaves);
   int64_t leaf = (span + leaves - 1) / leaves;
   leaf = (leaf + kLeafAlign - 1) / kLeafAlign * kLeafAlign;
@@ -70,15 +70,48 @@ constexpr LeafSplit SplitPrefix(int32_t tokens, int32_t max_leaves) {
 
 // How much of a request one work item takes. Coarse items leave few partial results, fine ones end
 // evenly. The result is the same: partials are folded in the same tree either way.
-enum class ItemGrain : int32_t { kLeaf, kLeafGroup, kRequest };
+inline constexpr int32_t kLeafGroup = 4;   // leaves
+inline constexpr int32_t kLeafBlock = 16;  // leaves: groups of groups
+enum class ItemGrain : int32_t { kLeaf, kLeafGroup, kLeafBlock, kRequest };
 
-// The queue goes from coarse to fine: a request's grain follows from the work that is still to come
-// when its turn is there, its own included. `work`, `span` and `group` count tokens: of all pairs
-// of the requests from this one on, of this request's prefix, and of kLeafGroup of its leaves.
-constexpr ItemGrain ChooseGrain(int64_t work, int64_t span, int64_t group, int32_t num_ctas) {
-  if (work <= group * num_ctas) return ItemGrain::kLeaf;
-  if (work <= span * num_ctas * 3 / 2) return ItemGrain::kLeafGroup;
-  return ItemGrain::kRequest;
+constexpr int32_t LeavesPerItem(ItemGrain grain, int32_t num_leaves) {
+  switch (grain) {
+    case ItemGrain::kLeaf:
+      return 1;
+    case ItemGrain::kLeafGroup:
+      return kLeafGroup < num_leaves ? kLeafGroup : num_leaves;
+    case ItemGrain::kLeafBlock:
+      return kLeafBlock < num_leaves ? kLeafBlock : num_leaves;
+    case ItemGrain::kRequest:
+      break;
+  }
+  return num_leaves;
+}
+
+// What the choice of a request's grain looks at. Work counts tokens times pairs.
+struct GrainQuery {
+  int64_t work_all = 0;   // of the step
+  int64_t work_left = 0;  // of this request and those after it in the queue
+  int32_t started = 0;    // items of the requests before it
+  int32_t pairs = 0;      // of this request
+  LeafSplit split;
+  int32_t span = 0;  // tokens of its prefix
+};
+
+// The queue goes from coarse to fine. An item may be as large as what is left for each CTA when its
+// turn comes, or, if the first round of CTAs takes it, as large as what each CTA gets in all. Many
+// leaves are never items of their own: their partial results would cost more than an uneven end.
+constexpr ItemGrain ChooseGrain(const GrainQuery& query, int32_t num_ctas) {
+  for (ItemGrain grain = ItemGrain::kRequest; grain != ItemGrain::kLeaf;
+       grain = static_cast<ItemGrain>(static_cast<int32_t>(grain) - 1)) {
+    const int64_t leaves = LeavesPerItem(grain, query.split.num_leaves);
+    const int64_t whole = leaves * query.split.leaf_tokens;
+    const int64_t tokens = (whole < query.span ? whole : query.span) * num_ctas;
+    const int64_t items = (query.split.num_leaves + leaves - 1) / leaves * query.pairs;
+    if (tokens <= query.work_left) return grain;
+    if (query.started + items <= num_ctas && tokens * 20 <= query.work_all * 21) return grain;
+  }
+  return query.split.num_leaves > 2 * kLeafBlock ? ItemGrain::kLeafGroup : ItemGrain::kLeaf;
 }
 
 // Never throws: a shape the kernels do not serve comes back with `unsupported` set.

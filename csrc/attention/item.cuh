@@ -3,11 +3,9 @@
 #include "attention/fold.cuh"
 #include "attention/status.cuh"
 
-// A work item from the queue to shared memory, and its arrival when it is done: what all verify
-// kernels have in common. A Traits type here has Row, kFloat8, kHeadDim, kRowTile and kThreads.
-//
-// Waiting cannot deadlock: a CTA waits only once every item has been taken by a running CTA, and
-// the CTAs it waits for do not wait before they have arrived.
+// A work item from the queue to shared memory, and what happens when all are done: what all verify
+// kernels have in common. A Traits type here has Row, kFloat8, kHeadDim, kRowTile, kThreads and
+// Meet, a barrier for the CTA's kThreads first threads.
 
 namespace nwor {
 
@@ -50,12 +48,36 @@ __device__ inline float HeadScale(const float* scales, int count, int head) {
   return scales == nullptr ? 1.0f : scales[count > 1 ? head : 0];
 }
 
+// What follows from item->plan. Called by one thread.
+template <class Traits>
+__device__ void PrepareItem(const VerifyArgs& args, SharedItem* item) {
+  const VerifyParams& p = args.params;
+  const PlanItem& plan = item->plan;
+  MapTokens<Traits>(args, item);
+  const float scale = p.scale * 1.4426950408889634f;
+  item->tail_scale = scale;
+  item->prefix_scale = scale;
+  item->value_scale = 1.0f;
+  item->cap_outer = p.softcap * 1.4426950408889634f;
+  item->cap_inner = p.softcap == 0.0f ? 0.0f : 2.0f / p.softcap;
+  if (Traits::kFloat8 && plan.source != TokenSource::kCompact) {
+    const KvScales& scales = p.cache.scales;
+    item->prefix_scale = scale * HeadScale(scales.key, scales.key_count, plan.kv_head);
+    item->value_scale = HeadScale(scales.value, scales.value_count, plan.kv_head);
+  }
+}
+
+// Where a row of the item stands among the tokens.
+__device__ inline int RowPosition(const VerifyArgs& args, const PlanItem& plan, int row) {
+  const int query_row = min(args.group.Quotient(plan.row_begin + row), plan.request_rows - 1);
+  return plan.prefix_tokens + RowDepth(args.params, plan, query_row);
+}
+
 // Brings item `index` and what follows from it to shared memory, the rows' positions too if a
 // window asks for them. Called by the whole CTA, which must meet before it reads more than
 // item->plan.
 template <class Traits>
 __device__ void OpenItem(const VerifyArgs& args, int index, SharedItem* item, int32_t* positions) {
-  const VerifyParams& p = args.params;
   if (threadIdx.x < sizeof(PlanItem) / sizeof(int4)) {
     reinterpret_cast<int4*>(&item->plan)[threadIdx.x] =
         reinterpret_cast<const int4*>(args.items + index)[threadIdx.x];
@@ -63,54 +85,48 @@ __device__ void OpenItem(const VerifyArgs& args, int index, SharedItem* item, in
   __syncthreads();
   const PlanItem& plan = item->plan;
   if (plan.request < 0) return;
-  if (threadIdx.x == 0) {
-    MapTokens<Traits>(args, item);
-    const float scale = p.scale * 1.4426950408889634f;
-    item->tail_scale = scale;
-    item->prefix_scale = scale;
-    item->value_scale = 1.0f;
-    item->cap_outer = p.softcap * 1.4426950408889634f;
-    item->cap_inner = p.softcap == 0.0f ? 0.0f : 2.0f / p.softcap;
-    if (Traits::kFloat8 && plan.source != TokenSource::kCompact) {
-      const KvScales& scales = p.cache.scales;
-      item->prefix_scale = scale * HeadScale(scales.key, scales.key_count, plan.kv_head);
-      item->value_scale = HeadScale(scales.value, scales.value_count, plan.kv_head);
-    }
-  }
-  if (p.window > 0 && threadIdx.x < Traits::kRowTile) {
-    const int group = p.num_heads / p.num_kv_heads;
-    const int row =
-        min((plan.row_begin + static_cast<int>(threadIdx.x)) / group, plan.request_rows - 1);
-    positions[threadIdx.x] = plan.prefix_tokens + RowDepth(p, plan, row);
+  if (threadIdx.x == 0) PrepareItem<Traits>(args, item);
+  if (args.params.window > 0 && threadIdx.x < Traits::kRowTile) {
+    positions[threadIdx.x] = RowPosition(args, plan, threadIdx.x);
   }
 }
 
-// Byte offsets from the map's keys and values of a block of 16 prefix tokens that starts at
-// `token`. A block past `end`, or in a page that does not exist, is given some place that can be
-// read.
+// Where a block of 16 prefix tokens lies: a page and its first token there; the request and a token
+// of its compact view. A block past the end, or in a page that does not exist, is given some place
+// that can be read.
+struct BlockPlace {
+  int page, token;
+};
+// The id of the page or block that `token` lies in; anything past `end`.
+__device__ inline int ReadId(const SharedItem& item, int token, int end) {
+  const TokenMap& map = item.tokens;
+  return map.ids != nullptr && token < end ? map.ids[map.unit_tokens.Quotient(token)] : 0;
+}
+__device__ inline BlockPlace PlaceOf(const VerifyArgs& args, const SharedItem& item, int token,
+                                     int id) {
+  const TokenMap& map = item.tokens;
+  if (map.ids == nullptr) return {item.plan.request, token};
+  const int unit_tokens = map.unit_tokens.value;
+  const int page = map.units_per_page.Quotient(id);
+  if (id < 0 || page >= map.num_pages) {
+    ReportError(args.params.status, VerifyStatus::kBadPage, item.plan.request, id);
+    return {0, 0};
+  }
+  const int part = id - page * static_cast<int>(map.units_per_page.value);
+  return {page, part * unit_tokens + token - map.unit_tokens.Quotient(token) * unit_tokens};
+}
+
+// The same as byte offsets from the map's keys and values.
 struct BlockOffsets {
   int64_t key, value;
 };
 __device__ inline BlockOffsets LocateBlock(const VerifyArgs& args, const SharedItem& item,
                                            int token, int end) {
   const TokenMap& map = item.tokens;
-  int64_t page = 0;
-  int64_t offset = token;
-  if (map.ids != nullptr) {
-    const int unit_tokens = map.unit_tokens.value;
-    const int unit = map.unit_tokens.Quotient(token);
-    const int id = token < end ? map.ids[unit] : 0;
-    const int in_page = map.units_per_page.Quotient(id);
-    page = in_page;
-    offset = (id - in_page * static_cast<int>(map.units_per_page.value)) * unit_tokens + token -
-             unit * unit_tokens;
-    if (id < 0 || page >= map.num_pages) {
-      ReportError(args.params.status, VerifyStatus::kBadPage, item.plan.request, id);
-      page = offset = 0;
-    }
-  }
-  return {page * map.key_page + offset * map.key_token,
-          page * map.value_page + offset * map.value_token};
+  const BlockPlace at = PlaceOf(args, item, token, ReadId(item, token, end));
+  const int64_t page = map.ids == nullptr ? 0 : at.page;
+  return {page * map.key_page + at.token * map.key_token,
+          page * map.value_page + at.token * map.value_token};
 }
 
 // In-flight rows that the rows of an item may see in a leaf: only the last leaf has them. Without a
@@ -121,40 +137,87 @@ __device__ inline int TailRows(const VerifyParams& p, const PlanItem& item, int 
   return (item.row_begin + item.num_rows - 1) / (p.num_heads / p.num_kv_heads) + 1;
 }
 
-// Reports a partial result; the last of its pair sees to the combine. A CTA that has nothing else
-// to do stays to help. Called by the whole CTA, with `idle` in thread 0.
+// Asks for an item after the CTA's first one; the number is final once Settle has been called with
+// it. Every item asks once: the last to ask prepares the next launch. Called by one thread.
+__device__ inline uint32_t AskForItem(const VerifyArgs& args) {
+  return atomicAdd(&args.counters->fetches, 1);
+}
+__device__ inline int SettleItem(const VerifyArgs& args, const LaunchCounts& counts,
+                                 uint32_t fetch) {
+  WorkCounters& counters = *args.counters;
+  const int index = static_cast<int>(fetch - counts.fetch_base);
+  if (index == counts.num_items - 1) {
+    counters.round[(counts.launch + 1) % 2].done = 0;
+    counters.round[(counts.launch + 1) % 2].tickets = 0;
+    counters.launch = counts.launch + 1;
+    counters.fetch_base = counts.fetch_base + counts.num_items;
+  }
+  const int next = index + static_cast<int>(gridDim.x);
+  return next < counts.num_items ? next : -1;
+}
+
+// Reports that an item is done. Called by the whole CTA.
 template <class Traits>
-__device__ void ArriveAtPair(const VerifyArgs& args, SharedItem* shared, bool idle) {
-  const PlanItem& item = shared->plan;
-  uint32_t* call = args.calls + item.pair;
-  uint32_t leaving = 0;
-  __syncthreads();  // all of this CTA's stores are made
+__device__ void ReportDone(const VerifyArgs& args, const LaunchCounts& counts) {
+  Traits::Meet();  // all of this CTA's stores are made
+  if (threadIdx.x > 0 || counts.num_split_pairs == 0) return;
+  __threadfence();
+  atomicAdd(&args.counters->round[counts.launch % 2].done, 1);
+}
+
+// The combine of all partial results, once all items are done: CTAs that find no further item share
+// it, by tickets. A CTA takes one only when every item has been taken by a running CTA, so that
+// waiting for them cannot deadlock; the one that ends last is always there.
+inline constexpr uint32_t kNoTicket = 0xffffffffu;
+
+// Units of kThreads places that each pair is combined in.
+template <class Traits>
+__device__ int UnitsPerPair(const VerifyArgs& args) {
+  return (args.row_tile * (Traits::kHeadDim / 8) + Traits::kThreads - 1) / Traits::kThreads;
+}
+
+// Called by one thread.
+__device__ inline uint32_t TakeTicket(const VerifyArgs& args, const LaunchCounts& counts) {
+  const uint32_t taken = ptx::LoadAcquire(&args.counters->fetches) - counts.fetch_base;
+  if (taken != static_cast<uint32_t>(counts.num_items)) return kNoTicket;
+  return atomicAdd(&args.counters->round[counts.launch % 2].tickets, 1);
+}
+
+// Called by the whole CTA after its last item. shared->ticket is what TakeTicket has given, and if
+// it stands for a unit, shared->plan its pair.
+template <class Traits>
+__device__ void CombineAll(const VerifyArgs& args, SharedItem* shared) {
+  const LaunchCounts counts = shared->counts;
+  const int units_per_pair = UnitsPerPair<Traits>(args);
+  const uint32_t units = counts.num_split_pairs * units_per_pair;
+  auto& round = args.counters->round[counts.launch % 2];
+  if (units == 0) return;
+  uint32_t unit = shared->ticket;
+  bool first = unit < units;
+  Traits::Meet();
+  if (unit == kNoTicket) {
+    if (threadIdx.x == 0) shared->ticket = TakeTicket(args, counts);
+    Traits::Meet();
+    unit = shared->ticket;
+  }
+  if (unit >= units) return;
   if (threadIdx.x == 0) {
-    __threadfence();
-    const uint32_t before = atomicAdd(args.arrivals + item.pair, idle ? 0x10001u : 1u);
-    const uint32_t helpers = before >> 16;
-    int share = helpers;
-    int shares = 0;
-    if ((before & 0xffffu) + 1 == static_cast<uint32_t>(item.num_parts)) {
-      args.arrivals[item.pair] = 0;
-      shares = helpers + 1;
-      __threadfence();
-      if (helpers > 0) atomicExch(call, helpers << 16 | helpers);
-    } else if (idle) {
-      uint32_t called;
-      while ((called = ptx::LoadAcquire(call)) == 0) __nanosleep(20);
-      shares = (called >> 16) + 1;
-      leaving = atomicSub(call, 1);
+    while (ptx::LoadAcquire(&round.done) != static_cast<uint32_t>(counts.num_items)) {
     }
-    shared->share = share;
-    shared->shares = shares;
     __threadfence();
   }
-  __syncthreads();
-  if (shared->shares > 0) {
-    CombineParts<Traits>(args, item, shared->share, shared->shares);
+  while (true) {
+    Traits::Meet();
+    uint32_t next = 0;
+    if (threadIdx.x == 0) next = atomicAdd(&round.tickets, 1);
+    const PlanItem pair = first ? shared->plan : args.pairs[unit / units_per_pair];
+    CombineParts<Traits>(args, pair, unit % units_per_pair * Traits::kThreads);
+    first = false;
+    if (threadIdx.x == 0) shared->ticket = next;
+    Traits::Meet();
+    unit = shared->ticket;
+    if (unit >= units) return;
   }
-  if ((leaving & 0xffffu) == 1) *call = 0;  // the last helper: all have read it
 }
 
 // Takes items from the queue until it is empty. process() works on the one in `item`, up to its
@@ -162,36 +225,27 @@ __device__ void ArriveAtPair(const VerifyArgs& args, SharedItem* shared, bool id
 template <class Traits, typename Process>
 __device__ void ServeQueue(const VerifyArgs& args, SharedItem* item, int32_t* positions,
                            Process process) {
-  WorkCounters& counters = *args.counters;
-  int num_items = 0;
-  uint32_t base = 0;
-  if (threadIdx.x == 0) {
-    num_items = args.plan->num_items;
-    base = counters.fetch_base;
-  }
+  LaunchCounts counts;
+  if (threadIdx.x == 0) counts.Read(args);
   int index = blockIdx.x;
   while (index >= 0) {
     OpenItem<Traits>(args, index, item, positions);
     if (item->plan.request < 0) return;
-    int next = 0;
-    if (threadIdx.x == 0) {
-      const int fetch = static_cast<int>(atomicAdd(&counters.fetches, 1) - base);
-      // Every item asks once: the last to ask moves the base on for the next launch.
-      if (fetch == num_items - 1) counters.fetch_base = base + num_items;
-      next = fetch + static_cast<int>(gridDim.x);
-    }
+    uint32_t fetch = 0;
+    if (threadIdx.x == 0) fetch = AskForItem(args);
     __syncthreads();
     process();
-    if (item->plan.num_parts > 1) {
-      const bool idle =
-          threadIdx.x == 0 && next >= num_items &&
-          ptx::LoadAcquire(&counters.fetches) - base == static_cast<uint32_t>(num_items);
-      ArriveAtPair<Traits>(args, item, idle);
-    }
-    if (threadIdx.x == 0) item->next_item = next < num_items ? next : -1;
+    ReportDone<Traits>(args, counts);
+    if (threadIdx.x == 0) item->next_item = SettleItem(args, counts, fetch);
     __syncthreads();
     index = item->next_item;
   }
+  if (threadIdx.x == 0) {
+    item->counts = counts;
+    item->ticket = kNoTicket;
+  }
+  __syncthreads();
+  CombineAll<Traits>(args, item);
 }
 
 }  // namespace nwor

@@ -24,7 +24,7 @@ __device__ int ClampLength(int value, int64_t limit, VerifyStatus code, int requ
   return value < 0 ? 0 : static_cast<int>(limit);
 }
 
-__device__ PlanRequest ReadRequest(const VerifyParams& p, int b, int max_leaves) {
+__device__ PlanRequest ReadRequest(const VerifyParams& p, int b, const VerifyConfig& config) {
   PlanRequest request = {};
   const int begin = p.query_start[b];
   const int end = p.query_start[b + 1];
@@ -60,7 +60,8 @@ __device__ PlanRequest ReadRequest(const VerifyParams& p, int b, int max_leaves)
 
   // Leaves start on whole steps.
   request.token_begin = max(WindowBegin(p, request.prefix_tokens), 0) / 32 * 32;
-  const LeafSplit split = SplitPrefix(request.prefix_tokens - request.token_begin, max_leaves);
+  const LeafSplit split = SplitPrefix(request.prefix_tokens - request.token_begin,
+                                      config.min_leaf_tokens, config.max_leaves);
   request.leaf_tokens = split.leaf_tokens;
   request.num_leaves = split.num_leaves;
   return request;
@@ -109,6 +110,42 @@ __device__ QueueSums SumQueue(const PlanRequest* requests, int num_requests, int
   return sums;
 }
 
+__device__ GrainQuery QueryOf(const PlanRequest& request, int group, int kv_heads, int row_tile) {
+  GrainQuery query;
+  query.pairs = CeilDiv(request.num_rows * group, row_tile) * kv_heads;
+  query.split = {request.leaf_tokens, request.num_leaves};
+  query.span = request.prefix_tokens - request.token_begin;
+  return query;
+}
+
+__device__ int SetGrain(PlanRequest* request, const GrainQuery& query, int num_ctas) {
+  request->leaves_per_item = LeavesPerItem(ChooseGrain(query, num_ctas), request->num_leaves);
+  return CeilDiv(request->num_leaves, request->leaves_per_item) * query.pairs;
+}
+
+// Chooses the grains of the first requests, whose items the CTAs start with, one after the other;
+// returns how many they are. Called by one warp.
+__device__ int PlanFirstRound(PlanRequest* requests, int num_requests, int group, int kv_heads,
+                              const VerifyConfig& config) {
+  long long work = 0;
+  for (int b = threadIdx.x; b < num_requests; b += 32) work += requests[b].work;
+  for (int lane = 16; lane > 0; lane /= 2) work += __shfl_xor_sync(0xffffffffu, work, lane);
+  if (threadIdx.x > 0) return 0;
+  const int64_t all = work;
+  int64_t left = work;
+  int started = 0;
+  int b = 0;
+  for (; b < num_requests && started < config.num_ctas; ++b) {
+    GrainQuery query = QueryOf(requests[b], group, kv_heads, config.row_tile);
+    query.work_all = all;
+    query.work_left = left;
+    query.started = started;
+    started += SetGrain(&requests[b], query, config.num_ctas);
+    left -= requests[b].work;
+  }
+  return b;
+}
+
 // Entries [begin, end) tell their CTAs that there is nothing to do. Called by the whole block.
 __device__ void MarkIdle(PlanItem* items, int begin, int end) {
   for (int i = begin + threadIdx.x; i < end; i += kPlanThreads) items[i].request = -1;
@@ -122,13 +159,15 @@ __global__ void __launch_bounds__(kPlanThreads)
   PlanHeader* header = reinterpret_cast<PlanHeader*>(plan);
   PlanRequest* requests = reinterpret_cast<PlanRequest*>(plan + at.requests);
   PlanItem* items = reinterpret_cast<PlanItem*>(plan + at.items);
+  PlanItem* pairs = reinterpret_cast<PlanItem*>(plan + at.pairs);
 
   __shared__ unsigned long long total_pairs, total_slots;
+  __shared__ int first_round;
   if (threadIdx.x == 0) total_pairs = total_slots = 0;
   __syncthreads();
   for (int i = threadIdx.x; i < num_counters; i += kPlanThreads) counters[i] = 0;
   for (int b = threadIdx.x; b < p.num_requests; b += kPlanThreads) {
-    PlanRequest request = ReadRequest(p, b, config.max_leaves);
+    PlanRequest request = ReadRequest(p, b, config);
     const int pairs = CeilDiv(request.num_rows * group, config.row_tile) * p.num_kv_heads;
     const int span = request.prefix_tokens - request.token_begin;
     request.work = int64_t{pairs} * (span + request.num_rows);
@@ -150,17 +189,21 @@ __global__ void __launch_bounds__(kPlanThreads)
     MarkIdle(items, 0, config.num_ctas);
   }
 
+  if (threadIdx.x < 32) {
+    const int count = PlanFirstRound(requests, p.num_requests, group, p.num_kv_heads, config);
+    if (threadIdx.x == 0) first_round = count;
+  }
+  __syncthreads();
+  for (int b = first_round + threadIdx.x; b < p.num_requests; b += kPlanThreads) {
+    GrainQuery query = QueryOf(requests[b], group, p.num_kv_heads, config.row_tile);
+    for (int later = b; later < p.num_requests; ++later) query.work_left += requests[later].work;
+    query.started = config.num_ctas;
+    SetGrain(&requests[b], query, config.num_ctas);
+  }
+  __syncthreads();
   for (int b = threadIdx.x; b < p.num_requests; b += kPlanThreads) {
-    PlanRequest& request = requests[b];
-    int64_t work = 0;
-    for (int later = b; later < p.num_requests; ++later) work += requests[later].work;
-    const ItemGrain grain = ChooseGrain(work, request.prefix_tokens - request.token_begin,
-                                        int64_t{kLeafGroup} * request.leaf_tokens, config.num_ctas);
-    request.leaves_per_item = grain == ItemGrain::kLeaf        ? 1
-                              : grain == ItemGrain::kLeafGroup ? kLeafGroup
-                                                               : request.num_leaves;
-    request.demand = DemandOf(request, group, p.num_kv_heads, config.row_tile);
-    atomicAdd(&total_slots, static_cast<unsigned long long>(request.demand.slots));
+    requests[b].demand = DemandOf(requests[b], group, p.num_kv_heads, config.row_tile);
+    atomicAdd(&total_slots, static_cast<unsigned long long>(requests[b].demand.slots));
   }
   __syncthreads();
   if (total_slots > static_cast<unsigned long long>(config.max_slots)) {
@@ -214,6 +257,7 @@ __global__ void __launch_bounds__(kPlanThreads)
       item.pair = parts > 1 ? sums.before.split_pairs + pair : -1;
       item.num_parts = parts;
       items[sums.before.items + i] = item;
+      if (parts > 1 && part == 0) pairs[item.pair] = item;
     }
   }
 }

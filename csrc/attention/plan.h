@@ -9,10 +9,10 @@
 // What the planner leaves for the attention kernel, as it lies in device memory. Plain data.
 //
 // A request's prefix span is cut into leaves (SplitPrefix). Each leaf's (max, sum, output) is
-// computed from a fresh state, kLeafGroup leaves are folded in ascending order into a group, groups
-// are folded in ascending order into the result; the in-flight rows belong to the last leaf. A work
-// item is a leaf, a group or the whole request, for one KV head and row tile; the fold tree is the
-// same.
+// computed from a fresh state; leaves are folded in ascending order into groups of kLeafGroup,
+// groups into blocks of kLeafBlock leaves, blocks into the result; the in-flight rows belong to the
+// last leaf. A work item is a leaf, a group, a block or the whole request, for one KV head and row
+// tile; the fold tree is the same.
 
 namespace nwor {
 
@@ -48,7 +48,7 @@ struct PlanRequest {
   int32_t leaf_tokens;
   int32_t num_leaves;
   int32_t query_start;
-  int32_t leaves_per_item;  // 1, kLeafGroup, or all
+  int32_t leaves_per_item;  // 1, kLeafGroup, kLeafBlock, or all
   PlanDemand demand;
   int64_t work;  // tokens of all its pairs
 };
@@ -67,22 +67,32 @@ struct PlanItem {
   int32_t num_leaves;  // of the request
   int32_t leaf_begin;  // leaves [leaf_begin, leaf_end) are this item's
   int32_t leaf_end;
-  int32_t slot;  // of this item's partial result; the pair's slots are consecutive; -1: none
-  int32_t pair;
+  int32_t slot;       // of this item's partial result; the pair's slots are consecutive; -1: none
+  int32_t pair;       // among those that leave partial results, or -1
   int32_t num_parts;  // items of the pair
 
   // Of the pair's items, the last one excepted. REQUIRES: num_parts > 1.
-  constexpr int32_t leaves_per_part() const { return num_parts == num_leaves ? 1 : kLeafGroup; }
+  constexpr int32_t leaves_per_part() const {
+    if (num_parts == num_leaves) return 1;
+    return num_parts == (num_leaves + kLeafGroup - 1) / kLeafGroup ? kLeafGroup : kLeafBlock;
+  }
 };
 
 static_assert(sizeof(PlanHeader) == 256 && sizeof(PlanRequest) == 56 && sizeof(PlanItem) == 64);
 
 // State that CTAs share. The planner clears it once; afterwards every launch leaves it ready for
-// the next one without a last CTA that cleans up: `fetches` only grows and `fetch_base` follows it.
+// the next one: the CTA that asks for an item last, when the launch before is long over, prepares
+// the counters of the launch after.
 struct WorkCounters {
   uint32_t fetches;     // items asked for, by all launches: one per item processed
   uint32_t fetch_base;  // of them before the current launch
-  int32_t unused[62];
+  uint32_t launch;      // its number
+  uint32_t unused[29];
+  struct {
+    uint32_t done;     // items
+    uint32_t tickets;  // shares of the combine that have been taken
+    uint32_t unused[14];
+  } round[2];  // by the parity of the launch
 };
 static_assert(sizeof(WorkCounters) == 256);
 
@@ -92,28 +102,29 @@ constexpr int64_t Align256(int64_t bytes) { return (bytes + 255) / 256 * 256; }
 struct PlanOffsets {
   int64_t requests = sizeof(PlanHeader);
   int64_t items = 0;
+  int64_t pairs = 0;  // [max_pairs] the first item of each pair that leaves partial results
   int64_t end = 0;
 };
 constexpr PlanOffsets LocatePlan(int32_t num_requests, const VerifyConfig& config) {
   PlanOffsets at;
   at.items = at.requests + Align256(int64_t{sizeof(PlanRequest)} * num_requests);
-  at.end = at.items + Align256(int64_t{sizeof(PlanItem)} * config.max_items);
+  at.pairs = at.items + Align256(int64_t{sizeof(PlanItem)} * config.max_items);
+  at.end = at.pairs + Align256(int64_t{sizeof(PlanItem)} * config.max_pairs);
   return at;
 }
 
+// Behind the planned slots every CTA has some of its own, for items that fold several leaves: a
+// group, a block and the total.
+inline constexpr int32_t kOwnSlots = 3;
+
 struct WorkspaceOffsets {
-  int64_t arrivals = sizeof(WorkCounters);  // [max_pairs] parts done; helpers in the high half
-  int64_t calls = 0;    // [max_pairs] helpers called to combine, and yet to leave
-  int64_t states = 0;   // [slots, row_tile, 2] max (log2 units) and sum
-  int64_t outputs = 0;  // [slots, row_tile, head_dim]
+  int64_t states = sizeof(WorkCounters);  // [slots, row_tile, 2] max (log2 units) and sum
+  int64_t outputs = 0;                    // [slots, row_tile, head_dim]
   int64_t end = 0;
 };
 constexpr WorkspaceOffsets LocateWorkspace(int32_t head_dim, const VerifyConfig& config) {
-  // Behind the planned slots every CTA has two of its own, for items that fold several leaves.
-  const int64_t slots = int64_t{config.max_slots} + 2 * int64_t{config.num_ctas};
+  const int64_t slots = int64_t{config.max_slots} + int64_t{kOwnSlots} * config.num_ctas;
   WorkspaceOffsets at;
-  at.calls = at.arrivals + Align256(int64_t{4} * config.max_pairs);
-  at.states = at.calls + Align256(int64_t{4} * config.max_pairs);
   at.outputs = at.states + Align256(slots * config.row_tile * 2 * 4);
   at.end = at.outputs + Align256(slots * config.row_tile * head_dim * 4);
   return at;

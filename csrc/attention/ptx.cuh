@@ -5,6 +5,7 @@
 #include <cuda_fp8.h>
 
 #include <cstdint>
+#include <type_traits>
 
 // The instructions the verify kernels are built from, sm_80 and up.
 
@@ -22,6 +23,9 @@ __device__ inline uint64_t EvictFirstPolicy() {
 }
 
 // 16 bytes from global to shared memory.
+__device__ inline void CopyAsync(uint32_t target, const void* source) {
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(target), "l"(source) : "memory");
+}
 __device__ inline void CopyAsync(uint32_t target, const void* source, uint64_t policy) {
   asm volatile("cp.async.cg.shared.global.L2::cache_hint [%0], [%1], 16, %2;" ::"r"(target),
                "l"(source), "l"(policy)
@@ -78,6 +82,21 @@ __device__ inline uint2 LoadShared64(uint32_t address) {
   return value;
 }
 
+__device__ inline uint4 LoadShared128(uint32_t address) {
+  uint4 v;
+  asm volatile("ld.shared.v4.b32 {%0,%1,%2,%3}, [%4];"
+               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+               : "r"(address)
+               : "memory");
+  return v;
+}
+
+__device__ inline void StoreShared128(uint32_t address, uint4 v) {
+  asm volatile("st.shared.v4.b32 [%0], {%1,%2,%3,%4};" ::"r"(address), "r"(v.x), "r"(v.y), "r"(v.z),
+               "r"(v.w)
+               : "memory");
+}
+
 // c += a * b over 16 rows, 8 columns and 16 inner elements.
 template <typename T>
 __device__ inline void Mma(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1);
@@ -123,6 +142,31 @@ __device__ inline uint32_t Pack<__half>(float low, float high) {
   return Bits<uint32_t>(__floats2half2_rn(low, high));
 }
 
+template <typename T>
+__device__ inline float2 ToFloat2(uint32_t pair);
+template <>
+__device__ inline float2 ToFloat2<__nv_bfloat16>(uint32_t pair) {
+  return __bfloat1622float2(Bits<__nv_bfloat162>(pair));
+}
+template <>
+__device__ inline float2 ToFloat2<__half>(uint32_t pair) {
+  return __half22float2(Bits<__half2>(pair));
+}
+
+// Of two elements of type T: those that are infinite or NaN, whose exponent is all ones; the others
+// are zeros.
+template <typename T>
+__device__ inline uint32_t NonFinite(uint32_t pair) {
+  constexpr uint32_t kOnes = std::is_same_v<T, __half> ? 0x7c00u : 0x7f80u;
+  return ((pair & kOnes) == kOnes ? pair & 0xffffu : 0u) |
+         ((pair >> 16 & kOnes) == kOnes ? pair & 0xffff0000u : 0u);
+}
+template <typename T>
+__device__ inline uint4 NonFinite(uint4 eight) {
+  return {NonFinite<T>(eight.x), NonFinite<T>(eight.y), NonFinite<T>(eight.z),
+          NonFinite<T>(eight.w)};
+}
+
 // Two elements of type T as two halves.
 template <typename T>
 __device__ inline uint32_t ToHalf2(uint32_t pair);
@@ -144,6 +188,18 @@ __device__ inline uint32_t Float8ToHalf2(uint32_t pair) {
 // Threads of `count / 32` warps meet at barrier `id`.
 __device__ inline void NamedBarrier(int id, int count) {
   asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(count) : "memory");
+}
+
+// The same; tells all of them whether any of them brings true.
+__device__ inline bool NamedBarrierOr(int id, int count, bool value) {
+  uint32_t any;
+  asm volatile(
+      "{ .reg .pred p, q; setp.ne.u32 p, %1, 0; bar.red.or.pred q, %2, %3, p; "
+      "selp.u32 %0, 1, 0, q; }"
+      : "=r"(any)
+      : "r"(static_cast<uint32_t>(value)), "r"(id), "r"(count)
+      : "memory");
+  return any != 0;
 }
 
 __device__ inline uint32_t LoadAcquire(const uint32_t* pointer) {

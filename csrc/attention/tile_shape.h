@@ -13,7 +13,6 @@
 namespace nwor {
 
 inline constexpr int kStreams = 4;
-inline constexpr int kLeafGroup = 4;  // leaves folded before groups are folded: see plan.h
 
 // Tokens a warp takes per pipeline step. 16-bit tails in front of a float8 cache take half of it.
 constexpr int StepTokens(int head_dim, bool float8) { return head_dim <= 64 || float8 ? 32 : 16; }
@@ -38,32 +37,34 @@ constexpr int CtaThreads(int head_dim, int row_tile) {
 // Shared memory beside the stages: queries, and the rows' softmax states and merge weights.
 constexpr int QueryBytes(int head_dim, int row_tile) { return row_tile * head_dim * 2; }
 inline constexpr int kItemBytes = 256;
-constexpr int RowStateBytes(int row_tile) { return row_tile * 4 * (3 * kStreams + 10); }
+constexpr int RowStateBytes(int row_tile) { return row_tile * 4 * (3 * kStreams + 14); }
 
 // The streams' outputs, merged in the stages' memory at the end of a leaf; rows padded by 8.
 constexpr int MergeBytes(int head_dim, int row_tile) {
   return kStreams * row_tile * (head_dim + 8) * 4;
 }
 
-// ---- kernels for warpgroup matrix instructions (sm_90a): one warpgroup, 64 rows, no streams
-// ------
+// ---- tile kernels (sm_90a): one warpgroup computes 64 rows, a warp beside it brings the tokens
+// ----
 
-inline constexpr int kGroupRows = 64;
-inline constexpr int kGroupThreads = 128;
+inline constexpr int kTileRows = 64;
+inline constexpr int kTileConsumers = 128;  // threads that compute
+inline constexpr int kTileThreads = 256;    // of a CTA
+inline constexpr int kMaxTileStages = 6;
+// The registers of an SM do not suffice for two CTAs of the largest heads.
+constexpr int TileCtasPerSm(int head_dim) { return head_dim > 192 ? 1 : 2; }
 
-// Tokens of a step, and the bytes of one step of K or V as the matrix unit reads it. Large heads
-// leave registers for no more.
-constexpr int GroupStepTokens(int head_dim) { return head_dim > 192 ? 32 : 64; }
-constexpr int GroupTileBytes(int head_dim) { return GroupStepTokens(head_dim) * head_dim * 2; }
+// Tokens of a step, and the bytes of one step of K or V. Large heads leave registers for no more.
+constexpr int TileStepTokens(int head_dim) { return head_dim > 192 ? 32 : 64; }
+constexpr int TileBytes(int head_dim) { return TileStepTokens(head_dim) * head_dim * 2; }
+constexpr int TileQueryBytes(int head_dim) { return kTileRows * head_dim * 2; }
+// Of outputs that are being folded; large heads keep them in global memory.
+constexpr int TileFoldBytes(int head_dim) { return head_dim > 128 ? 0 : kTileRows * head_dim * 4; }
 
-// Bytes of one pipeline stage. Float8 tokens wait there as they are, 2 KB per 16 tokens, K or V,
-// and 128 channels; they are widened into a tile pair of their own.
-constexpr int GroupStageBytes(int head_dim, bool float8) {
-  if (!float8) return 2 * GroupTileBytes(head_dim);
-  return GroupStepTokens(head_dim) / 16 * ((head_dim + 127) / 128) * 2 * 2048;
-}
-constexpr int GroupFixedBytes(int head_dim, bool float8) {
-  return (float8 ? 2 * GroupTileBytes(head_dim) : 0) + kItemBytes + kGroupRows * 4;
+// Shared memory beside the stages: queries, folds, two items, barriers.
+constexpr int TileFixedBytes(int head_dim) {
+  return TileQueryBytes(head_dim) + TileFoldBytes(head_dim) + 2 * kItemBytes + 24 * kMaxTileStages +
+         2 * 16;
 }
 
 }  // namespace nwor

@@ -21,7 +21,8 @@
 // that may run at the same time need one workspace each and a plan call for each.
 //
 // Results are bitwise repeatable, and a row's result depends on its own request only.
-// A row that another row masks out must still be finite: 0 * NaN of an in-flight value is NaN.
+// An in-flight row may hold NaN and infinities: they reach the rows that see it. At the edge of a
+// window a value that is not finite also reaches rows of the same tile that no longer see it.
 
 namespace nwor {
 

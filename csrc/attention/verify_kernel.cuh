@@ -17,7 +17,8 @@ namespace nwor {
 // Queries: packed rows, zeros past the last. Beside float8 pages as halves, each 16 channels in the
 // order WarpAttention::LoadKeys asks for: pairs 0,2,4,6 then 1,3,5,7.
 template <class Traits>
-__device__ void LoadQueries(const VerifyParams& p, const PlanItem& item, uint8_t* query) {
+__device__ void LoadQueries(const VerifyArgs& args, const PlanItem& item, uint8_t* query) {
+  const VerifyParams& p = args.params;
   using Row = typename Traits::Row;
   using Layout = RowSwizzle<Traits::kRowBytes>;
   constexpr int kSpans = Traits::kHeadDim / 16;
@@ -26,7 +27,7 @@ __device__ void LoadQueries(const VerifyParams& p, const PlanItem& item, uint8_t
     const int row = i / kSpans;
     const int span = i % kSpans;
     const bool valid = row < item.num_rows;
-    const OutputRow at = LocateRow(p, item, valid ? row : 0);
+    const OutputRow at = LocateRow(args, item, valid ? row : 0);
     const auto* source = reinterpret_cast<const uint4*>(static_cast<const Row*>(p.query) +
                                                         at.row * p.query_strides.row +
                                                         at.head * p.query_strides.head + span * 16);
@@ -124,12 +125,12 @@ __device__ void RunLeaf(const VerifyArgs& args, const SharedMemory<Traits>& smem
 template <class Traits>
 __global__ void __launch_bounds__(Traits::kThreads, Traits::kCtasPerSm)
     VerifyKernel(const __grid_constant__ VerifyArgs args) {
-  // Where the library is built for sm_90a, group_kernel.cuh serves that device.
+  // Where the library is built for sm_90a, tile_kernel.cuh serves that device.
   if constexpr (!Traits::kSuperseded) {
     extern __shared__ __align__(1024) uint8_t shared_bytes[];
     const SharedMemory<Traits> smem(shared_bytes);
     ServeQueue<Traits>(args, smem.item, smem.rows->position, [&] {
-      LoadQueries<Traits>(args.params, smem.item->plan, smem.query);
+      LoadQueries<Traits>(args, smem.item->plan, smem.query);
       ptx::CommitCopies();
       for (int leaf = smem.item->plan.leaf_begin; leaf < smem.item->plan.leaf_end; ++leaf) {
         RunLeaf<Traits>(args, smem, leaf);

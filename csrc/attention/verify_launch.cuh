@@ -1,6 +1,6 @@
 #pragma once
 
-#include "attention/group_kernel.cuh"
+#include "attention/tile_kernel.cuh"
 #include "attention/verify_kernel.cuh"
 #include "check.h"
 
@@ -30,8 +30,9 @@ template <typename T, bool kFloat8, int kHeadDim>
 void VerifyLauncher<T, kFloat8, kHeadDim>::Launch(const VerifyArgs& args,
                                                   const VerifyConfig& config) {
   if (config.warpgroup) {
-    using Traits = GroupTraits<T, kFloat8, kHeadDim>;
-    return LaunchKernel(GroupKernel<Traits>, Traits::kThreads, args, config);
+    if constexpr (!kFloat8) {
+      return LaunchKernel(TileKernel<TileTraits<T, kHeadDim>>, kTileThreads, args, config);
+    }
   }
   switch (config.row_tile) {
     case 16:
@@ -49,15 +50,19 @@ void VerifyLauncher<T, kFloat8, kHeadDim>::Launch(const VerifyArgs& args,
 
 template <typename T, bool kFloat8, int kHeadDim>
 bool VerifyLauncher<T, kFloat8, kHeadDim>::HasWarpgroupKernel() {
-  // Built for another target than sm_90a the kernel is empty: it asks for no dynamic shared memory
-  // and hardly any registers.
-  cudaFuncAttributes attributes;
-  const auto kernel = GroupKernel<GroupTraits<T, kFloat8, kHeadDim>>;
-  if (cudaFuncGetAttributes(&attributes, kernel) != cudaSuccess) {
-    cudaGetLastError();
+  if constexpr (kFloat8) {
     return false;
+  } else {
+    // Built for another target than sm_90a the kernel is empty: it asks for no dynamic shared
+    // memory and hardly any registers.
+    cudaFuncAttributes attributes;
+    const auto kernel = TileKernel<TileTraits<T, kHeadDim>>;
+    if (cudaFuncGetAttributes(&attributes, kernel) != cudaSuccess) {
+      cudaGetLastError();
+      return false;
+    }
+    return attributes.numRegs > 64;
   }
-  return attributes.numRegs > 64;
 }
 
 }  // namespace nwor

@@ -1,5 +1,7 @@
 #pragma once
 
+#include <cuda.h>
+
 #include <type_traits>
 
 #include "attention/params.h"
@@ -18,8 +20,9 @@ struct VerifyTraits {
   using Row = T;
   using Product = std::conditional_t<kFloat8_, __half, T>;
 
-  static constexpr bool kSuperseded = wgmma::kAvailable;
+  static constexpr bool kSuperseded = wgmma::kAvailable && !kFloat8_;  // by tile_kernel.cuh
   static constexpr bool kFloat8 = kFloat8_;
+  static constexpr bool kTwoRows = false;
   static constexpr int kHeadDim = kHeadDim_;
   static constexpr int kRowTile = kRowTile_;
   static constexpr int kWarpRows = WarpRows(kHeadDim, kRowTile);
@@ -41,6 +44,8 @@ struct VerifyTraits {
   // Queries stay in registers where the outputs leave room for them.
   static constexpr bool kQueryInRegisters = kRowFragments == 1 && kHeadDim <= 128;
   static constexpr int kMergeStride = kHeadDim + 8;  // floats; keeps four rows in distinct banks
+
+  __device__ static void Meet() { __syncthreads(); }
 };
 
 // 16-byte chunks of a row are stored at chunk ^ Swizzle(row): eight consecutive rows then lie in
@@ -84,17 +89,19 @@ struct Divisor {
 
 // Everything a launch knows.
 struct VerifyArgs {
+  // Keys and values of the pages, then of the compact view, for tile kernels.
+  CUtensorMap maps[4];
   VerifyParams params;
   const PlanHeader* plan;
   const PlanItem* items;
+  const PlanItem* pairs;
   WorkCounters* counters;
-  uint32_t* arrivals;
-  uint32_t* calls;
   float2* states;
   float* outputs;
-  Divisor page_tokens, block_tokens, blocks_per_page;
+  Divisor page_tokens, block_tokens, blocks_per_page, group;
   int32_t stages;
   int32_t max_slots;
+  int32_t row_tile;  // rows of a slot
 };
 
 // The launches of one combination of types and head size: defined in verify_launch.cuh.
@@ -133,13 +140,29 @@ struct TokenMap {
   int64_t num_pages;
 };
 
+// What a CTA knows of the launch. Read before it asks for an item.
+struct LaunchCounts {
+  int num_items = 0;
+  int num_split_pairs = 0;  // that leave partial results
+  uint32_t fetch_base = 0;  // see WorkCounters
+  uint32_t launch = 0;
+
+  __device__ void Read(const VerifyArgs& args) {
+    num_items = args.plan->num_items;
+    num_split_pairs = args.plan->num_split_pairs;
+    fetch_base = args.counters->fetch_base;
+    launch = args.counters->launch;
+  }
+};
+
 // The current item, in shared memory.
 struct SharedItem {
   PlanItem plan;
   TokenMap tokens;
+  LaunchCounts counts;
   int32_t next_item;
-  int32_t share;       // of the pair's combine that this CTA takes,
-  int32_t shares;      // one of so many; 0: none
+  int32_t is_end;      // no item: there are no more
+  uint32_t ticket;     // of the combine; then plan is the pair's
   float prefix_scale;  // of a raw score, log2 units: scale, key scale and log2(e)
   float tail_scale;
   float value_scale;
@@ -155,8 +178,10 @@ struct RowStates {
   float sum[kStreams][kRowTile];
   float weight[kStreams][kRowTile];
   float2 group[kRowTile];         // max, sum of the leaves folded so far
-  float2 total[kRowTile];         // of the groups folded so far
+  float2 block[kRowTile];         // of the groups folded so far
+  float2 total[kRowTile];         // of the blocks folded so far
   float2 group_weight[kRowTile];  // old, new
+  float2 block_weight[kRowTile];
   float2 total_weight[kRowTile];
   float inverse_sum[kRowTile];
   int32_t position[kRowTile];

@@ -47,18 +47,19 @@ class WarpAttention {
   // One step of prefix tokens that every row sees.
   template <bool kFloat8>
   __device__ void ClearStep(uint32_t stage) {
-    Step<kFloat8>(stage, [](auto&) {});
+    Step<kFloat8, false>(stage, [](auto&) {});
   }
 
   // One step of prefix tokens, of which those at or past `end` do not exist.
   template <bool kFloat8>
   __device__ void EdgeStep(uint32_t stage, int first, int end) {
-    Step<kFloat8>(stage, [&](auto& scores) { MaskPrefix(scores, first, end); });
+    Step<kFloat8, false>(stage, [&](auto& scores) { MaskPrefix(scores, first, end); });
   }
 
   // One step of 16-bit tokens: in-flight rows, of which `end` exist, or prefix tokens.
   __device__ void RowStep(uint32_t stage, int first, int end, bool in_flight) {
-    Step<false>(stage, [&](auto& scores) {
+    apart_ = in_flight ? FindNonFinite(stage + Traits::kStageBytes / 2, end - first) : 0u;
+    Step<false, true>(stage, [&](auto& scores) {
       if (in_flight) {
         MaskRows(scores, first, end);
       } else {
@@ -118,7 +119,7 @@ class WarpAttention {
   // Fragments are read from shared memory this many mma steps before they are used.
   static constexpr int kLookAhead = 4;
 
-  template <bool kFloat8, typename ApplyMask>
+  template <bool kFloat8, bool kRows, typename ApplyMask>
   __device__ void Step(uint32_t stage, ApplyMask mask) {
     constexpr int kFragments = kFloat8 ? kTokenFragments : Traits::kTailTokens / 8;
     const float scale = kFloat8 ? item_.prefix_scale : item_.tail_scale;
@@ -127,8 +128,80 @@ class WarpAttention {
     ValueFragments<kFragments, kFloat8> values(stage + Traits::kStageBytes / 2);
     SoftCap(scores, scale);
     mask(scores);
+    uint32_t seen[kRowFragments][2];
+    if constexpr (kRows) CollectSeen(scores, seen);
     Softmax(scores, item_.cap_outer == 0.0f ? scale : 1.0f);
-    AddValues(scores, values);
+    if (kRows && apart_ != 0) AddNonFinite(seen, stage + Traits::kStageBytes / 2);
+    AddValues<kRows>(scores, values);
+  }
+
+  // An in-flight value that is not finite may reach only those rows that see it, but zero times it
+  // is NaN. Such values are rare: they are left out of the matrix product and added by hand. Bit j
+  // of the result: row j of the step, of which `count` exist, has one.
+  __device__ static uint32_t FindNonFinite(uint32_t values, int count) {
+    const int row = threadIdx.x % 32;
+    bool found = false;
+#pragma unroll 1
+    for (int i = 0; i < RowLayout::kChunks && row < min(count, Traits::kTailTokens); ++i) {
+      const uint4 v = ptx::LoadShared128(values + RowLayout::Offset(row, i));
+      found |= (NonFinite(v.x) | NonFinite(v.y) | NonFinite(v.z) | NonFinite(v.w)) != 0;
+    }
+    return __ballot_sync(0xffffffffu, found);
+  }
+
+  // Of two values of an in-flight row, as the matrix unit would take them.
+  __device__ static uint32_t NonFinite(uint32_t pair) {
+    if constexpr (Traits::kFloat8) pair = ptx::ToHalf2<typename Traits::Row>(pair);
+    return ptx::NonFinite<Product>(pair);
+  }
+
+  // Which of this lane's scores are not masked: bit 2n + i is token 8n + 2 * (lane % 4) + i.
+  template <int kFragments>
+  __device__ static void CollectSeen(const float (&scores)[kRowFragments][kFragments][4],
+                                     uint32_t (&seen)[kRowFragments][2]) {
+#pragma unroll
+    for (int m = 0; m < kRowFragments; ++m) {
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        seen[m][half] = 0;
+#pragma unroll
+        for (int i = 0; i < 2 * kFragments; ++i) {
+          const bool shown = !(scores[m][i / 2][half * 2 + i % 2] == -INFINITY);
+          seen[m][half] |= static_cast<uint32_t>(shown) << i;
+        }
+      }
+    }
+  }
+
+  // A weight is positive: it changes neither an infinity nor a NaN.
+  __device__ void AddNonFinite(const uint32_t (&seen)[kRowFragments][2], uint32_t values) {
+    const int lane = threadIdx.x % 32;
+#pragma unroll
+    for (int m = 0; m < kRowFragments; ++m) {
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+#pragma unroll 1
+        for (uint32_t rest = apart_; rest != 0; rest &= rest - 1) {
+          const int token = __ffs(static_cast<int>(rest)) - 1;
+          const uint32_t bits =
+              __shfl_sync(0xffffffffu, seen[m][half], (lane & ~3) | token % 8 / 2);
+          if ((bits >> (token / 8 * 2 + token % 2) & 1) == 0) continue;
+#pragma unroll
+          for (int n = 0; n < kChannelFragments; ++n) {
+#pragma unroll
+            for (int i = 0; i < 2; ++i) {
+              // As in Store.
+              const int channel = Traits::kFloat8 ? n / 2 * 16 + lane % 4 * 4 + 2 * i + n % 2
+                                                  : n * 8 + lane % 4 * 2 + i;
+              const uint32_t pair = ptx::LoadShared32(
+                  values + RowLayout::Offset(token, channel / 8) + channel % 8 / 2 * 4);
+              const float2 two = ptx::ToFloat2<Product>(NonFinite(pair));
+              out_[m][n][half * 2 + i] += channel % 2 == 0 ? two.x : two.y;
+            }
+          }
+        }
+      }
+    }
   }
 
   // B fragments of K, channels 16k..16k+15 of step k, as they lie in shared memory. Beside float8
@@ -431,7 +504,7 @@ class WarpAttention {
     }
   };
 
-  template <int kFragments, bool kFloat8>
+  template <bool kRows, int kFragments, bool kFloat8>
   __device__ void AddValues(const float (&weights)[kRowFragments][kFragments][4],
                             ValueFragments<kFragments, kFloat8>& values) {
     using Values = ValueFragments<kFragments, kFloat8>;
@@ -456,6 +529,13 @@ class WarpAttention {
         const int k = unit % Values::kLoads * Values::kPerLoad + step;
         uint32_t b[2][2];
         values.Get(b, unit, step);
+        if (kRows && apart_ != 0) {
+#pragma unroll
+          for (int half = 0; half < 2; ++half) {
+            b[0][half] ^= ptx::NonFinite<Product>(b[0][half]);
+            b[1][half] ^= ptx::NonFinite<Product>(b[1][half]);
+          }
+        }
 #pragma unroll
         for (int m = 0; m < kRowFragments; ++m) {
           ptx::Mma<Product>(out_[m][n], a[m][k], b[0][0], b[0][1]);
@@ -472,6 +552,7 @@ class WarpAttention {
   int first_row_;
   uint32_t query_;  // where this lane finds its first part of Q
   uint32_t fragments_[Traits::kQueryInRegisters ? kInnerSteps : 1][4];
+  uint32_t apart_ = 0;  // rows of the step of in-flight rows with values that are not finite
   float max_[kRowFragments][2];
   float sum_[kRowFragments][2];  // this lane's share
   float out_[kRowFragments][kChannelFragments][4];

@@ -139,6 +139,34 @@ NWOR_MULTIPLY(__half, "f16", 192, 96, NWOR_REST192)
 NWOR_MULTIPLY(__nv_bfloat16, "bf16", 256, 128, NWOR_REST256)
 NWOR_MULTIPLY(__half, "f16", 256, 128, NWOR_REST256)
 
+// The same with `a` in shared memory, rows along memory rows, and b's columns across them.
+template <typename T, int kColumns>
+struct MultiplyShared;
+
+#define NWOR_MULTIPLY_SHARED(kType, kName, kColumns, kAccs, kList, kOperands)                \
+  template <>                                                                                \
+  struct MultiplyShared<kType, kColumns> {                                                   \
+    __device__ static void Run(float (&d)[kAccs], uint64_t a, uint64_t b, bool accumulate) { \
+      asm volatile("{ .reg .pred p; " kOperands(kName, kColumns, kList) " }"                 \
+                   : NWOR_ACC##kAccs(d, 0)                                                   \
+                   : "l"(a), "l"(b), "r"(static_cast<int>(accumulate)));                     \
+    }                                                                                        \
+  };
+#define NWOR_SHARED32(kName, kColumns, kList)                                                     \
+  "setp.ne.b32 p, %18, 0; wgmma.mma_async.sync.aligned.m64n" #kColumns "k16.f32." kName "." kName \
+  " {" kList "}, %16, %17, p, 1, 1, 0, 0;"
+#define NWOR_SHARED64(kName, kColumns, kList)                                                     \
+  "setp.ne.b32 p, %34, 0; wgmma.mma_async.sync.aligned.m64n" #kColumns "k16.f32." kName "." kName \
+  " {" kList "}, %32, %33, p, 1, 1, 0, 0;"
+
+NWOR_MULTIPLY_SHARED(__nv_bfloat16, "bf16", 32, 16, NWOR_LIST32, NWOR_SHARED32)
+NWOR_MULTIPLY_SHARED(__half, "f16", 32, 16, NWOR_LIST32, NWOR_SHARED32)
+NWOR_MULTIPLY_SHARED(__nv_bfloat16, "bf16", 64, 32, NWOR_LIST64, NWOR_SHARED64)
+NWOR_MULTIPLY_SHARED(__half, "f16", 64, 32, NWOR_LIST64, NWOR_SHARED64)
+
+#undef NWOR_MULTIPLY_SHARED
+#undef NWOR_SHARED32
+#undef NWOR_SHARED64
 #undef NWOR_ACC8
 #undef NWOR_ACC16
 #undef NWOR_ACC32

@@ -41,8 +41,9 @@ TEST(SplitPrefix, CoversTheSpanWithLeavesOfWholeSteps) {
   for (int i = 0; i < 20000; ++i) {
     const int bits = std::uniform_int_distribution<>(0, 20)(random);
     const int tokens = std::uniform_int_distribution<>(0, 1 << bits)(random);
-    const int max_leaves = std::uniform_int_distribution<>(1, 64)(random);
-    const LeafSplit split = SplitPrefix(tokens, max_leaves);
+    const int max_leaves = std::uniform_int_distribution<>(1, 128)(random);
+    const int min_leaf = 64 * std::uniform_int_distribution<>(1, 16)(random);
+    const LeafSplit split = SplitPrefix(tokens, min_leaf, max_leaves);
     ASSERT_GE(split.num_leaves, 1);
     ASSERT_LE(split.num_leaves, max_leaves);
     ASSERT_EQ(split.leaf_tokens % kLeafAlign, 0);
@@ -56,59 +57,84 @@ TEST(SplitPrefix, CoversTheSpanWithLeavesOfWholeSteps) {
 }
 
 TEST(SplitPrefix, KeepsAnEmptyPrefixAsOneLeafForTheInFlightRows) {
-  EXPECT_EQ(SplitPrefix(0, 16).num_leaves, 1);
-  EXPECT_GT(SplitPrefix(0, 16).leaf_tokens, 0);
-}
-
-TEST(SplitPrefix, FillsTheDeviceOnceForOneLongRequest) {
-  const VerifyConfig config = ChooseVerifyConfig(Shape(1, 8), kH200);
-  const int items = SplitPrefix(32768, config.max_leaves).num_leaves * 8;
-  EXPECT_GT(items, kH200.num_sms * 9 / 10);
-  EXPECT_LE(items, config.num_ctas);
+  EXPECT_EQ(SplitPrefix(0, 256, 16).num_leaves, 1);
+  EXPECT_GT(SplitPrefix(0, 256, 16).leaf_tokens, 0);
 }
 
 TEST(SplitPrefix, HoldsForAMillionTokens) {
-  const LeafSplit split = SplitPrefix(1 << 20, 16);
+  const LeafSplit split = SplitPrefix(1 << 20, 256, 16);
   EXPECT_EQ(split.num_leaves, 16);
   EXPECT_EQ(split.leaf_tokens, 1 << 16);
 }
 
-// Grains of `requests` alike: 8 KV heads, one row tile each.
+// Grains of `requests` alike, as the planner asks for them: 8 KV heads, one row tile each.
 std::vector<ItemGrain> Grains(int requests, int tokens, const VerifyConfig& config) {
-  const LeafSplit split = SplitPrefix(tokens, config.max_leaves);
+  GrainQuery query;
+  query.pairs = 8;
+  query.split = SplitPrefix(tokens, config.min_leaf_tokens, config.max_leaves);
+  query.span = tokens;
+  query.work_all = query.work_left = int64_t{tokens} * 8 * requests;
   std::vector<ItemGrain> grains;
   for (int b = 0; b < requests; ++b) {
-    const int64_t work = int64_t{tokens} * 8 * (requests - b);
-    grains.push_back(
-        ChooseGrain(work, tokens, int64_t{kLeafGroup} * split.leaf_tokens, config.num_ctas));
+    grains.push_back(ChooseGrain(query, config.num_ctas));
+    const int leaves = LeavesPerItem(grains.back(), query.split.num_leaves);
+    query.started = std::min(query.started + (query.split.num_leaves + leaves - 1) / leaves * 8,
+                             config.num_ctas);
+    query.work_left -= int64_t{tokens} * 8;
   }
   return grains;
 }
 
+// Leaves of each item of the step, as the queue has them: long ones first.
+std::vector<int> Items(int requests, int tokens, const VerifyConfig& config) {
+  const int leaves = SplitPrefix(tokens, config.min_leaf_tokens, config.max_leaves).num_leaves;
+  std::vector<int> items;
+  for (const ItemGrain grain : Grains(requests, tokens, config)) {
+    const int per_item = LeavesPerItem(grain, leaves);
+    for (int first = 0; first < leaves; first += per_item) {
+      items.insert(items.end(), 8, std::min(per_item, leaves - first));
+    }
+  }
+  std::sort(items.rbegin(), items.rend());
+  return items;
+}
+
+TEST(ChooseGrain, FillsTheDeviceOnceForOneLongRequest) {
+  const VerifyConfig config = ChooseVerifyConfig(Shape(1, 8), kH200);
+  for (const int tokens : {32768, 131072, 1 << 20}) {
+    const size_t items = Items(1, tokens, config).size();
+    EXPECT_GT(items, kH200.num_sms * 9 / 10) << tokens;
+    EXPECT_LE(items, config.num_ctas) << tokens;
+  }
+}
+
 TEST(ChooseGrain, IsFineForFewRequestsAndGoesFromCoarseToFineForMany) {
   const VerifyConfig config = ChooseVerifyConfig(Shape(1, 8), kH200);
-  EXPECT_EQ(Grains(1, 32768, config).front(), ItemGrain::kLeaf);
-  EXPECT_EQ(Grains(32, 32768, config).front(), ItemGrain::kLeafGroup);
+  EXPECT_EQ(Grains(1, 4608, config).front(), ItemGrain::kLeaf);
+  EXPECT_EQ(Grains(1, 32768, config).front(), ItemGrain::kLeafGroup);
+  EXPECT_EQ(Grains(8, 32768, config).front(), ItemGrain::kLeafBlock);
   EXPECT_EQ(Grains(500, 32768, config).front(), ItemGrain::kRequest);
-  for (const int requests : {1, 5, 32, 100, 500}) {
+  for (const int requests : {1, 5, 17, 100, 500}) {
     const std::vector<ItemGrain> grains = Grains(requests, 32768, config);
-    EXPECT_EQ(grains.back(), ItemGrain::kLeaf);
+    EXPECT_EQ(grains.back(), ItemGrain::kLeafGroup);
     EXPECT_TRUE(std::is_sorted(grains.rbegin(), grains.rend()));
   }
 }
 
 TEST(ChooseGrain, StaysWithinTheSlotsOfTheWorkspace) {
-  for (const int tokens : {513, 2048, 4608, 32768, 131072, 1 << 20}) {
-    for (int requests = 1; requests < 2000; requests = requests * 5 / 4 + 1) {
-      const VerifyConfig config = ChooseVerifyConfig(Shape(requests, 8), kH200);
-      const int64_t leaves = SplitPrefix(tokens, config.max_leaves).num_leaves;
-      const int64_t groups = (leaves + kLeafGroup - 1) / kLeafGroup;
-      int64_t slots = 0;
-      for (const ItemGrain grain : Grains(requests, tokens, config)) {
-        if (grain == ItemGrain::kLeaf && leaves > 1) slots += 8 * leaves;
-        if (grain == ItemGrain::kLeafGroup && groups > 1) slots += 8 * groups;
+  for (const DeviceProps& device : {kH200, kA100}) {
+    for (const int tokens : {257, 513, 2048, 4608, 9000, 32768, 131072, 1 << 20}) {
+      for (int requests = 1; requests < 2000; requests = requests * 5 / 4 + 1) {
+        const VerifyConfig config = ChooseVerifyConfig(Shape(requests, 8), device);
+        const int leaves =
+            SplitPrefix(tokens, config.min_leaf_tokens, config.max_leaves).num_leaves;
+        int64_t slots = 0;
+        for (const ItemGrain grain : Grains(requests, tokens, config)) {
+          const int per_item = LeavesPerItem(grain, leaves);
+          if (per_item < leaves) slots += 8 * ((leaves + per_item - 1) / per_item);
+        }
+        EXPECT_LE(slots, config.max_slots) << requests << " x " << tokens;
       }
-      EXPECT_LE(slots, config.max_slots) << requests << " x " << tokens;
     }
   }
 }
@@ -116,27 +142,34 @@ TEST(ChooseGrain, StaysWithinTheSlotsOfTheWorkspace) {
 TEST(ChooseGrain, EndsEvenlyForBatchesThatDoNotFitTheDevice) {
   // The queue's list schedule of equal-speed CTAs, against a perfect division of the work.
   const VerifyConfig config = ChooseVerifyConfig(Shape(1, 8), kH200);
-  const LeafSplit split = SplitPrefix(32768, config.max_leaves);
+  const LeafSplit split = SplitPrefix(32768, config.min_leaf_tokens, config.max_leaves);
   for (int requests = 4; requests <= 40; ++requests) {
-    std::vector<int> items;
-    for (const ItemGrain grain : Grains(requests, 32768, config)) {
-      const int leaves = grain == ItemGrain::kLeaf        ? 1
-                         : grain == ItemGrain::kLeafGroup ? kLeafGroup
-                                                          : split.num_leaves;
-      for (int i = 0; i < 8 * split.num_leaves / leaves; ++i) items.push_back(leaves);
-    }
-    std::sort(items.rbegin(), items.rend());
     std::priority_queue<int, std::vector<int>, std::greater<>> busy_until;
     for (int i = 0; i < config.num_ctas; ++i) busy_until.push(0);
     int end = 0;
-    for (const int leaves : items) {
+    for (const int leaves : Items(requests, 32768, config)) {
       const int done = busy_until.top() + leaves;
       busy_until.pop();
       busy_until.push(done);
       end = std::max(end, done);
     }
     const double ideal = 8.0 * requests * split.num_leaves / config.num_ctas;
-    EXPECT_LE(end, ideal + 1.5) << requests << " requests";
+    EXPECT_LE(end, ideal + 1.5 * kLeafGroup) << requests << " requests";
+  }
+}
+
+TEST(PlanItem, KnowsTheLeavesOfItsPairsParts) {
+  for (int leaves = 2; leaves <= 128; ++leaves) {
+    for (const ItemGrain grain : {ItemGrain::kLeaf, ItemGrain::kLeafGroup, ItemGrain::kLeafBlock}) {
+      const int per_item = LeavesPerItem(grain, leaves);
+      PlanItem item = {};
+      item.num_leaves = leaves;
+      item.num_parts = (leaves + per_item - 1) / per_item;
+      if (item.num_parts == 1) continue;
+      // Other grains may give as many parts, but then of the same leaves.
+      EXPECT_EQ((leaves + item.leaves_per_part() - 1) / item.leaves_per_part(), item.num_parts);
+      EXPECT_EQ(item.leaves_per_part(), per_item) << leaves;
+    }
   }
 }
 
@@ -160,10 +193,13 @@ TEST(ChooseVerifyConfig, FitsSharedMemoryForEveryHeadSizeTypeAndDevice) {
   }
 }
 
-TEST(ChooseVerifyConfig, TakesTheKernelFromTheDeviceAlone) {
+TEST(ChooseVerifyConfig, TakesTheKernelFromDeviceAndCacheAlone) {
   for (const int rows : {1, 8, 200}) {
     EXPECT_TRUE(ChooseVerifyConfig(Shape(3, rows), kH200).warpgroup);
     EXPECT_FALSE(ChooseVerifyConfig(Shape(3, rows), kH200WithoutWarpgroups).warpgroup);
+    VerifyShape float8 = Shape(3, rows);
+    float8.cache_dtype = DType::kFloat8E4M3;
+    EXPECT_FALSE(ChooseVerifyConfig(float8, kH200).warpgroup);
   }
 }
 
@@ -172,6 +208,8 @@ TEST(ChooseVerifyConfig, TakesTheSmallestRowTileThatHoldsATypicalRequest) {
   EXPECT_EQ(ChooseVerifyConfig(Shape(8, 4), kA100).row_tile, 16);
   EXPECT_EQ(ChooseVerifyConfig(Shape(8, 8), kA100).row_tile, 32);
   EXPECT_EQ(ChooseVerifyConfig(Shape(8, 16), kH200WithoutWarpgroups).row_tile, 64);
+  EXPECT_EQ(ChooseVerifyConfig(Shape(8, 4), kH200).row_tile, 16);
+  EXPECT_EQ(ChooseVerifyConfig(Shape(8, 64), kH200).row_tile, 64);
 }
 
 TEST(ChooseVerifyConfig, NamesWhatIsMissing) {
@@ -198,7 +236,7 @@ TEST(ChooseVerifyConfig, NamesWhatIsMissing) {
 TEST(VerifyBytes, AreFixedBySizesTheHostKnows) {
   const VerifyShape shape = Shape(32, 8);
   const VerifyConfig config = ChooseVerifyConfig(shape, kH200);
-  const int64_t slots = config.max_slots + 2 * config.num_ctas;
+  const int64_t slots = config.max_slots + kOwnSlots * config.num_ctas;
   EXPECT_GT(VerifyWorkspaceBytes(shape, config), slots * config.row_tile * 128 * 4);
   EXPECT_LT(VerifyWorkspaceBytes(shape, config), slots * config.row_tile * 130 * 4 + (1 << 20));
   EXPECT_GE(VerifyPlanBytes(shape, config), int64_t{sizeof(PlanItem)} * config.max_items);
@@ -208,7 +246,7 @@ TEST(VerifyBytes, AreFixedBySizesTheHostKnows) {
 TEST(VerifyBytes, BoundPairsByRows) {
   // Rows of any raggedness: at most one partly filled tile per request.
   const VerifyConfig config = ChooseVerifyConfig(Shape(7, 100), kH200);
-  const int worst = 6 * 1 + (700 - 6) * 4 / 64 + 1;
+  const int worst = 6 * 1 + (700 - 6) * 4 / 64 + 1;  // rows of 64: the tile of such requests
   EXPECT_GE(config.max_pairs, worst * 8);
 }
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -213,19 +214,33 @@ def test_nan_in_a_used_slot_reaches_the_rows_that_see_it(
     assert torch.equal(torch.isnan(out).any(-1).cpu(), sees)
 
 
+@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
-def test_a_hidden_row_may_hold_anything(bad: float) -> None:
-    step = make_step(Shape([6], [20], mask="tree"), 9)
+@pytest.mark.parametrize("cache_dtype", [None, FP8])
+@pytest.mark.parametrize(("rows", "prefix", "head_dim"), [(6, 20, 64), (70, 700, 128)])
+def test_a_hidden_row_may_hold_anything(
+    device: str, bad: float, cache_dtype: torch.dtype | None, rows: int, prefix: int, head_dim: int
+) -> None:
+    shape = Shape([rows], [prefix], mask="tree", dtype=row_dtypes(device)[0], head_dim=head_dim)
+    step = make_step(replace(shape, cache_dtype=cache_dtype), 9, device)
     clean = step.run()[0]
-    hidden = 4
+    hidden = rows * 2 // 3
+    sees = torch.tensor([hidden in step.visible[0][row] for row in range(rows)])
+    assert sees.any()
+    assert not sees.all()
+
+    step.arguments["value"][hidden, :, 5] = bad
+    out = step.run()[0]
+    assert torch.equal(out[~sees], clean[~sees])
+    assert not torch.isfinite(out[sees][..., 5]).any()
+    others = [channel for channel in range(head_dim) if channel != 5]
+    assert torch.equal(out[sees][..., others], clean[sees][..., others])
+
     step.arguments["value"][hidden] = bad
     step.arguments["key"][hidden] = bad
     out = step.run()[0]
-    for row in range(6):
-        if hidden not in step.visible[0][row]:
-            assert torch.equal(out[row], clean[row])
-        else:
-            assert not torch.isfinite(out[row]).any()
+    assert torch.equal(out[~sees], clean[~sees])
+    assert not torch.isfinite(out[sees]).any()
 
 
 def test_a_token_outside_some_windows_may_hold_anything() -> None:
