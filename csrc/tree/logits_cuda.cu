@@ -7,10 +7,11 @@
 #include "tree/probability.h"
 #include "tree/tree_params.h"
 
-// One block per row. The row is kept in `out` between passes, scaled: 0 for the largest logit, less
-// for the others. Thresholds of top-k and top-p are found by a radix descent over the ordered bits
-// of the scaled logits, 11 + 11 + 10 of them, with histograms of counts or masses; masses are
-// integers, so the order in which threads add them changes nothing.
+// One block per row, in passes that read the logits: their maximum, what top-k and top-p need, the
+// sum, and the probabilities, which are written once. Thresholds of top-k and top-p are found by a
+// radix descent over the ordered bits of the scaled logits (0 for the largest, less for the
+// others), 11 + 11 + 10 of them, with histograms of counts or masses; masses are integers, so the
+// order in which threads add them changes nothing.
 
 namespace nwor {
 namespace {
@@ -67,61 +68,6 @@ __device__ unsigned long long BlockSum(unsigned long long value, LogitsShared& s
   return all;
 }
 
-// The largest key such that what is at least it weighs at least `needed`. Only keys of `floor` and
-// more count. kMass: a token weighs its mass, else one.
-template <bool kMass>
-__device__ uint32_t FindThreshold(const float* row, int size, uint32_t floor,
-                                  unsigned long long needed, LogitsShared& shared) {
-  constexpr int kShifts[3] = {21, 10, 0};
-  constexpr int kWidths[3] = {11, 11, 10};
-  uint32_t prefix = 0;
-  unsigned long long missing = needed;
-  for (int level = 0; level < 3; ++level) {
-    const int shift = kShifts[level];
-    const uint32_t bins = 1u << kWidths[level];
-    for (int i = threadIdx.x; i < kBins; i += kThreads) shared.bins[i] = 0;
-    __syncthreads();
-    for (int v = threadIdx.x; v < size; v += kThreads) {
-      const uint32_t key = KeyOf(row[v]);
-      if (key < floor) continue;
-      if (level > 0 && (key ^ prefix) >> (shift + kWidths[level]) != 0) continue;
-      const unsigned long long weight = kMass ? MassOf(row[v]) : 1ull;
-      if (weight != 0) atomicAdd(&shared.bins[key >> shift & (bins - 1)], weight);
-    }
-    __syncthreads();
-    // From the top: the first bin that reaches what is missing. A warp adds up 32 pieces.
-    if (threadIdx.x < 32) {
-      const uint32_t lane = threadIdx.x;
-      const uint32_t piece = bins / 32;
-      unsigned long long own = 0;
-      for (uint32_t i = 0; i < piece; ++i) own += shared.bins[bins - 1 - (lane * piece + i)];
-      unsigned long long sum = own;
-      for (int step = 1; step < 32; step *= 2) {
-        const unsigned long long other = __shfl_up_sync(0xFFFFFFFFu, sum, step);
-        if (lane >= static_cast<uint32_t>(step)) sum += other;
-      }
-      const bool reaches = sum >= missing;
-      const uint32_t first = __ffs(static_cast<int>(__ballot_sync(0xFFFFFFFFu, reaches)));
-      // Where all together fall short, which rounding may cause, the lowest bin.
-      const uint32_t chosen = first == 0 ? 31 : first - 1;
-      if (lane == chosen) {
-        unsigned long long above = sum - own;
-        uint32_t bin = bins - 1 - lane * piece;
-        for (uint32_t i = 1; i < piece && above + shared.bins[bin] < missing; ++i) {
-          above += shared.bins[bin--];
-        }
-        shared.chosen_bin = bin;
-        shared.above = above;
-      }
-    }
-    __syncthreads();
-    prefix |= shared.chosen_bin << shift;
-    missing = missing > shared.above ? missing - shared.above : 1;
-    __syncthreads();
-  }
-  return prefix > floor ? prefix : floor;
-}
-
 __device__ void CollectDrafts(const LogitsParams& params, int64_t request, int row,
                               LogitsShared& shared) {
   if (threadIdx.x < kFilterBits / 32) shared.filter[threadIdx.x] = 0;
@@ -164,6 +110,62 @@ __device__ float LogitOf(const LogitsParams& params, const RowOptions& options, 
   return logit;
 }
 
+// The largest key such that what is at least it weighs at least `needed`. Only keys of `floor` and
+// more count. kMass: a token weighs its mass, else one.
+template <bool kMass, typename Scaled>
+__device__ uint32_t FindThreshold(const Scaled& scaled, int size, uint32_t floor,
+                                  unsigned long long needed, LogitsShared& shared) {
+  constexpr int kShifts[3] = {21, 10, 0};
+  constexpr int kWidths[3] = {11, 11, 10};
+  uint32_t prefix = 0;
+  unsigned long long missing = needed;
+  for (int level = 0; level < 3; ++level) {
+    const int shift = kShifts[level];
+    const uint32_t bins = 1u << kWidths[level];
+    for (int i = threadIdx.x; i < kBins; i += kThreads) shared.bins[i] = 0;
+    __syncthreads();
+    for (int v = threadIdx.x; v < size; v += kThreads) {
+      const float value = scaled(v);
+      const uint32_t key = KeyOf(value);
+      if (key < floor) continue;
+      if (level > 0 && (key ^ prefix) >> (shift + kWidths[level]) != 0) continue;
+      const unsigned long long weight = kMass ? MassOf(value) : 1ull;
+      if (weight != 0) atomicAdd(&shared.bins[key >> shift & (bins - 1)], weight);
+    }
+    __syncthreads();
+    // From the top: the first bin that reaches what is missing. A warp adds up 32 pieces.
+    if (threadIdx.x < 32) {
+      const uint32_t lane = threadIdx.x;
+      const uint32_t piece = bins / 32;
+      unsigned long long own = 0;
+      for (uint32_t i = 0; i < piece; ++i) own += shared.bins[bins - 1 - (lane * piece + i)];
+      unsigned long long sum = own;
+      for (int step = 1; step < 32; step *= 2) {
+        const unsigned long long other = __shfl_up_sync(0xFFFFFFFFu, sum, step);
+        if (lane >= static_cast<uint32_t>(step)) sum += other;
+      }
+      const bool reaches = sum >= missing;
+      const uint32_t first = __ffs(static_cast<int>(__ballot_sync(0xFFFFFFFFu, reaches)));
+      // Where all together fall short, which rounding may cause, the lowest bin.
+      const uint32_t chosen = first == 0 ? 31 : first - 1;
+      if (lane == chosen) {
+        unsigned long long above = sum - own;
+        uint32_t bin = bins - 1 - lane * piece;
+        for (uint32_t i = 1; i < piece && above + shared.bins[bin] < missing; ++i) {
+          above += shared.bins[bin--];
+        }
+        shared.chosen_bin = bin;
+        shared.above = above;
+      }
+    }
+    __syncthreads();
+    prefix |= shared.chosen_bin << shift;
+    missing = missing > shared.above ? missing - shared.above : 1;
+    __syncthreads();
+  }
+  return prefix > floor ? prefix : floor;
+}
+
 __device__ void Refuse(const LogitsParams& params, int64_t request, int row, float* out,
                        TreeFault fault, int value) {
   for (int v = threadIdx.x; v < params.vocabulary; v += kThreads) out[v] = 0.0f;
@@ -188,12 +190,13 @@ __global__ void __launch_bounds__(kThreads)
   CollectDrafts(params, request, row, shared);
   __syncthreads();
 
+  const auto logit_of = [&](int v) { return LogitOf(params, options, request, row, v, shared); };
   float largest = -INFINITY;
   bool valid = true;
+#pragma unroll 4
   for (int v = threadIdx.x; v < size; v += kThreads) {
-    const float logit = LogitOf(params, options, request, row, v, shared);
+    const float logit = logit_of(v);
     valid &= !isnan(logit) && logit != INFINITY;
-    out[v] = logit;
     largest = fmaxf(largest, logit);
   }
   valid = __syncthreads_and(valid) != 0;
@@ -205,7 +208,7 @@ __global__ void __launch_bounds__(kThreads)
     if (threadIdx.x == 0) shared.best = size;
     __syncthreads();
     for (int v = threadIdx.x; v < size; v += kThreads) {
-      if (out[v] == largest) {
+      if (logit_of(v) == largest) {
         atomicMin(&shared.best, v);
         break;  // a thread's tokens ascend
       }
@@ -215,32 +218,34 @@ __global__ void __launch_bounds__(kThreads)
     return;
   }
 
-  // From here on a thread reads what it wrote: its own tokens, v = threadIdx.x mod kThreads.
-  for (int v = threadIdx.x; v < size; v += kThreads) {
-    out[v] = (out[v] - largest) / options.temperature;
-  }
+  const auto scaled = [&](int v) { return (logit_of(v) - largest) / options.temperature; };
   uint32_t threshold = 0;
   if (options.top_k > 0 && options.top_k < size) {
-    threshold = FindThreshold<false>(out, size, 0, options.top_k, shared);
+    threshold = FindThreshold<false>(scaled, size, 0, options.top_k, shared);
   }
   if (options.top_p < 1.0f) {
     unsigned long long mass = 0;
+#pragma unroll 4
     for (int v = threadIdx.x; v < size; v += kThreads) {
-      if (KeyOf(out[v]) >= threshold) mass += MassOf(out[v]);
+      const float value = scaled(v);
+      if (KeyOf(value) >= threshold) mass += MassOf(value);
     }
     const auto total = static_cast<double>(BlockSum(mass, shared));
     const auto needed = static_cast<unsigned long long>(ceil(options.top_p * total));
-    threshold = FindThreshold<true>(out, size, threshold, needed, shared);
+    threshold = FindThreshold<true>(scaled, size, threshold, needed, shared);
   }
+  const auto weight_of = [&](int v) {
+    const float value = scaled(v);
+    const float weight = KeyOf(value) < threshold ? 0.0f : expf(value);
+    return weight < options.min_p ? 0.0f : weight;
+  };
   unsigned long long mass = 0;
-  for (int v = threadIdx.x; v < size; v += kThreads) {
-    const float weight = KeyOf(out[v]) < threshold ? 0.0f : expf(out[v]);
-    out[v] = weight < options.min_p ? 0.0f : weight;
-    mass += FixedProbability(out[v]);
-  }
+#pragma unroll 4
+  for (int v = threadIdx.x; v < size; v += kThreads) mass += FixedProbability(weight_of(v));
   const auto scale = static_cast<float>(static_cast<double>(kProbabilityOne) /
                                         static_cast<double>(BlockSum(mass, shared)));
-  for (int v = threadIdx.x; v < size; v += kThreads) out[v] *= scale;
+#pragma unroll 4
+  for (int v = threadIdx.x; v < size; v += kThreads) out[v] = weight_of(v) * scale;
 }
 
 }  // namespace
