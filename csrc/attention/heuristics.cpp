@@ -52,7 +52,7 @@ int32_t ChooseRowTile(const VerifyShape& shape, int32_t largest) {
   const int64_t requests = std::max(shape.num_requests, 1);
   const int64_t rows = shape.rows_hint > 0 ? shape.rows_hint : CeilDiv(shape.num_rows, requests);
   const int64_t packed = rows * (shape.num_heads / shape.num_kv_heads);
-  const int32_t tile = packed <= 16 ? 16 : packed <= 32 ? 32 : 64;
+  const int32_t tile = packed <= 16 ? 16 : packed <= 32 ? 32 : packed <= 64 ? 64 : 128;
   return std::min(tile, largest);
 }
 
@@ -67,7 +67,10 @@ struct SharedNeed {
 SharedNeed NeedOf(const VerifyShape& shape, bool warpgroup, int32_t row_tile) {
   const int dim = shape.head_dim;
   const bool float8 = shape.cache_dtype == DType::kFloat8E4M3;
-  if (warpgroup) return {TileFixedBytes(dim), 2 * TileBytes(dim), 0, 2, TileCtasPerSm(dim)};
+  if (warpgroup) {
+    const int groups = TileGroups(row_tile);
+    return {TileFixedBytes(dim, groups), 2 * TileBytes(dim), 0, 2, TileCtasPerSm(dim, groups)};
+  }
   const bool may_pair = CtaThreads(dim, row_tile) == 32 * kStreams;
   return {QueryBytes(dim, row_tile) + kItemBytes + RowStateBytes(row_tile),
           kStreams * StageBytes(dim, float8), MergeBytes(dim, row_tile), 1, may_pair ? 2 : 1};
@@ -98,8 +101,9 @@ VerifyConfig ChooseVerifyConfig(const VerifyShape& shape, const DeviceProps& dev
 
   // Float8 tokens are widened in registers, on their way to the other matrix instruction.
   config.warpgroup = device.warpgroup_mma && shape.cache_dtype != DType::kFloat8E4M3;
+  const int32_t groups = device.wide_tiles ? MaxTileGroups(shape.head_dim) : 1;
   int32_t row_tile =
-      ChooseRowTile(shape, config.warpgroup ? kTileRows : MaxRowTile(shape.head_dim));
+      ChooseRowTile(shape, config.warpgroup ? groups * kTileRows : MaxRowTile(shape.head_dim));
   while (!FitSharedMemory(NeedOf(shape, config.warpgroup, row_tile), device, &config)) {
     if (config.warpgroup || row_tile == 16) {
       config.unsupported = "more shared memory per block than the device has";
@@ -115,6 +119,7 @@ VerifyConfig ChooseVerifyConfig(const VerifyShape& shape, const DeviceProps& dev
   // Kernels whose streams meet at the end of a leaf want longer ones.
   config.min_leaf_tokens = config.warpgroup ? 256 : 512;
   config.max_leaves = config.warpgroup ? kMaxLeaves : kMaxLeaves / 4;
+  config.wide_ctas = config.warpgroup && groups > 1 ? device.num_sms : 0;
   config.max_pairs = static_cast<int32_t>(pairs);
   config.max_slots =
       static_cast<int32_t>(std::min(kSlotsPerCta * config.num_ctas, pairs * config.max_leaves));

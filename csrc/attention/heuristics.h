@@ -31,6 +31,7 @@ struct DeviceProps {
   int32_t smem_per_block_bytes = 0;  // with opt-in
   int32_t smem_per_sm_bytes = 0;
   bool warpgroup_mma = false;  // sm_90, and the library was built for sm_90a
+  bool wide_tiles = false;     // tiles of 128 rows for more than 64 packed rows are wanted
 };
 
 // How one launch is shaped. Row tile, stages and CTAs change speed, never a bit of the result; the
@@ -44,9 +45,12 @@ struct VerifyConfig {
   int32_t smem_bytes = 0;
   int32_t min_leaf_tokens = 0;  // a prefix is cut into leaves of at least so many tokens,
   int32_t max_leaves = 0;       // into at most so many
-  int32_t max_pairs = 0;        // (request, KV head, row tile) triples a step can have
-  int32_t max_slots = 0;        // partial results the workspace holds
-  int32_t max_items = 0;        // work items a plan can have
+  // A request whose packed rows exceed a warpgroup's has fewer and longer leaves: one for each of
+  // so many CTAs, all its KV heads and row tiles together. 0: no difference is made.
+  int32_t wide_ctas = 0;
+  int32_t max_pairs = 0;  // (request, KV head, row tile) triples a step can have
+  int32_t max_slots = 0;  // partial results the workspace holds
+  int32_t max_items = 0;  // work items a plan can have
 };
 
 // Leaves of a prefix span of `tokens` tokens. A function of the request's own span and of device
@@ -66,6 +70,13 @@ constexpr LeafSplit SplitPrefix(int32_t tokens, int32_t min_leaf_tokens, int32_t
   leaf = leaf < kLeafAlign ? kLeafAlign : leaf;
   const int64_t count = (span + leaf - 1) / leaf;
   return {static_cast<int32_t>(leaf), static_cast<int32_t>(count < 1 ? 1 : count)};
+}
+
+// Leaves of a request whose packed rows exceed a warpgroup's: few and long, one for each of `ctas`
+// CTAs over its `pairs` of KV head and row tile. What bounds it is arithmetic, and folds cost some.
+inline constexpr int32_t kMinWideLeafTokens = 512;
+constexpr LeafSplit SplitWidePrefix(int32_t tokens, int32_t pairs, int32_t ctas) {
+  return SplitPrefix(tokens, kMinWideLeafTokens, ctas > pairs ? ctas / pairs : 1);
 }
 
 // How much of a request one work item takes. Coarse items leave few partial results, fine ones end

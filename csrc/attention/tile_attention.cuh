@@ -10,6 +10,7 @@ namespace nwor {
 // / 4 and + 8.
 template <class Traits>
 class TileAttention {
+ protected:
   using Product = typename Traits::Product;
   static constexpr int kStep = Traits::kStepTokens;
   static constexpr int kFragments = kStep / 8;
@@ -17,8 +18,8 @@ class TileAttention {
   static constexpr int kAtomSteps = Traits::kAtomBytes / 32;
   static constexpr int kOutputs = Traits::kHeadDim / 2;  // per thread
   // The leaves of a group are folded in registers where there are enough.
-  static constexpr bool kGroupInRegisters = Traits::kHeadDim <= 128;
-  static constexpr bool kBlockInShared = TileFoldBytes(Traits::kHeadDim) > 0;
+  static constexpr bool kGroupInRegisters = Traits::kHeadDim <= 128 && Traits::kGroups == 1;
+  static constexpr bool kBlockInShared = TileFoldBytes(Traits::kHeadDim, Traits::kGroups) > 0;
   // A row's reference maximum follows its true maximum only when that runs ahead by this much
   // (log2 units): outputs are rescaled rarely, weights stay below 2^8.
   static constexpr float kMaxLead = 8.0f;
@@ -177,7 +178,7 @@ class TileAttention {
     }
   }
 
- private:
+ protected:
   __device__ static int Row(int half) {
     return threadIdx.x / 32 * 16 + half * 8 + threadIdx.x % 32 / 4;
   }
@@ -219,12 +220,14 @@ class TileAttention {
   }
   __device__ void FoldShared(const float2 (&weight)[2]) {
 #pragma unroll
-    for (int n = 0; n < Traits::kHeadDim / 8; ++n) FoldQuad(n, folds_[n * kTileConsumers], weight);
+    for (int n = 0; n < Traits::kHeadDim / 8; ++n)
+      FoldQuad(n, folds_[n * Traits::kThreads], weight);
   }
   __device__ void KeepShared() {
 #pragma unroll
     for (int n = 0; n < Traits::kHeadDim / 8; ++n) {
-      folds_[n * kTileConsumers] = {out_[n * 4], out_[n * 4 + 1], out_[n * 4 + 2], out_[n * 4 + 3]};
+      folds_[n * Traits::kThreads] = {out_[n * 4], out_[n * 4 + 1], out_[n * 4 + 2],
+                                      out_[n * 4 + 3]};
     }
   }
 
@@ -252,27 +255,11 @@ class TileAttention {
     }
   }
 
-  __device__ void Scores(uint32_t tile) {
-    wgmma::Fence();
-#pragma unroll
-    for (int k = 0; k < kInnerSteps; ++k) {
-      const int in_atom = k % kAtomSteps * 32;
-      const uint32_t rows = query_ + k / kAtomSteps * (kTileRows * Traits::kAtomBytes) + in_atom;
-      const uint32_t keys = tile + k / kAtomSteps * Traits::kAtomStride + in_atom;
-      wgmma::MultiplyShared<Product, kStep>::Run(
-          scores_, wgmma::Descriptor<Traits::kAtomBytes>(rows, 16, 8 * Traits::kAtomBytes),
-          wgmma::Descriptor<Traits::kAtomBytes>(keys, 16, 8 * Traits::kAtomBytes), k > 0);
-    }
-    wgmma::Commit();
-    wgmma::Wait();
-    wgmma::Pin(scores_);
-  }
-
   // An in-flight value that is not finite may reach only those rows that see it, but zero times it
   // is NaN. Such values are rare: they become zeros for the matrix unit and are added by hand.
   __device__ void SetNonFiniteApart(uint32_t tile, int first, int end) {
     constexpr int kChunks = Traits::kHeadDim / 8;
-    constexpr int kThreadsPerRow = kTileConsumers / kStep;
+    constexpr int kThreadsPerRow = Traits::kThreads / kStep;
     const int row = threadIdx.x / kThreadsPerRow;
     bool found = false;
     if (row < end - first) {
@@ -287,7 +274,7 @@ class TileAttention {
                             {all.x ^ apart.x, all.y ^ apart.y, all.z ^ apart.z, all.w ^ apart.w});
       }
     }
-    if (!ptx::NamedBarrierOr(3, kTileConsumers, found)) return;
+    if (!ptx::NamedBarrierOr(3, Traits::kThreads, found)) return;
     wgmma::FenceShared();
     Traits::Meet();
     if (!has_rows_) return;
@@ -319,31 +306,57 @@ class TileAttention {
     }
   }
 
-  // Of the first kBlocks times 16 tokens.
-  template <int kBlocks>
-  __device__ void AddValues(uint32_t tile) {
-    uint32_t weights[kBlocks][4];
+  __device__ void Scores(uint32_t tile) {
+    const uint32_t rows = wgmma::DescriptorLow(query_, 16);
+    const uint32_t keys = wgmma::DescriptorLow(tile, 16);
+    wgmma::Fence();
 #pragma unroll
-    for (int k = 0; k < kBlocks; ++k) {
+    for (int k = 0; k < kInnerSteps; ++k) {
+      const int in_atom = k % kAtomSteps * 32;
+      const int atom = k / kAtomSteps;
+      wgmma::MultiplyShared<Product, kStep>::Run(
+          scores_, Descriptor(rows + (atom * kTileRows * Traits::kAtomBytes + in_atom) / 16),
+          Descriptor(keys + (atom * Traits::kAtomStride + in_atom) / 16), k > 0);
+    }
+    wgmma::Commit();
+    wgmma::Wait<0>();
+    wgmma::Pin(scores_);
+  }
+  // Of a matrix of tokens or rows.
+  __device__ static uint64_t Descriptor(uint32_t low) {
+    return wgmma::Descriptor<Traits::kAtomBytes>(low, 8 * Traits::kAtomBytes);
+  }
+
+  __device__ void PackWeights() {
+#pragma unroll
+    for (int k = 0; k < kStep / 16; ++k) {
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
         const int at = k * 8 + i * 2;
-        weights[k][i] = ptx::Pack<Product>(scores_[at], scores_[at + 1]);
+        weights_[k][i] = ptx::Pack<Product>(scores_[at], scores_[at + 1]);
       }
     }
-    wgmma::Pin(out_);
+  }
+
+  // Of the first kBlocks times 16 tokens.
+  template <int kBlocks>
+  __device__ void IssueValues(uint32_t tile) {
+    const uint32_t values = wgmma::DescriptorLow(tile, Traits::kAtomStride);
     wgmma::Fence();
 #pragma unroll
     for (int k = 0; k < kBlocks; ++k) {
-      const uint32_t values = tile + k * 16 * Traits::kAtomBytes;
       wgmma::Multiply<Product, Traits::kHeadDim, true>::Run(
-          out_, weights[k],
-          wgmma::Descriptor<Traits::kAtomBytes>(values, Traits::kAtomStride,
-                                                8 * Traits::kAtomBytes),
-          true);
+          out_, weights_[k], Descriptor(values + k * Traits::kAtomBytes), true);
     }
     wgmma::Commit();
-    wgmma::Wait();
+  }
+
+  template <int kBlocks>
+  __device__ void AddValues(uint32_t tile) {
+    PackWeights();
+    wgmma::Pin(out_);
+    IssueValues<kBlocks>(tile);
+    wgmma::Wait<0>();
     wgmma::Pin(out_);
   }
 
@@ -422,14 +435,28 @@ class TileAttention {
   // Turns scores into weights and updates the rows' maxima and sums. A masked score is -infinity.
   __device__ void Softmax(float scale) {
     float factor[2];
+    if (WeighScores(scale, factor)) Rescale(factor);
+  }
+  __device__ void Rescale(const float (&factor)[2]) {
+#pragma unroll
+    for (int i = 0; i < kOutputs; ++i) out_[i] *= factor[i / 2 % 2];
+  }
+
+  // All of it but the outputs: returns whether they have to be multiplied by `factor`.
+  __device__ bool WeighScores(float scale, float (&factor)[2]) {
     bool rescale = false;
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      float top = -INFINITY;
+      float tops[2][2];  // even and odd fragments: four chains at once
 #pragma unroll
       for (int n = 0; n < kFragments; ++n) {
-        top = fmaxf(top, fmaxf(scores_[n * 4 + half * 2], scores_[n * 4 + half * 2 + 1]));
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+          const float score = scores_[n * 4 + half * 2 + i];
+          tops[n % 2][i] = n < 2 ? score : fmaxf(tops[n % 2][i], score);
+        }
       }
+      float top = fmaxf(fmaxf(tops[0][0], tops[0][1]), fmaxf(tops[1][0], tops[1][1]));
       top = fmaxf(top, __shfl_xor_sync(0xffffffffu, top, 1));
       top = fmaxf(top, __shfl_xor_sync(0xffffffffu, top, 2)) * scale;
       const float before = max_[half];
@@ -439,21 +466,19 @@ class TileAttention {
       rescale |= ahead;
       max_[half] = after;
       const float base = after == -INFINITY ? 0.0f : after;
-      float total[2] = {0.0f, 0.0f};
+      float total[2];
 #pragma unroll
       for (int n = 0; n < kFragments; ++n) {
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
           float& score = scores_[n * 4 + half * 2 + i];
           score = ptx::Exp2(fmaf(score, scale, -base));
-          total[i] += score;
+          total[i] = n == 0 ? score : total[i] + score;
         }
       }
       sum_[half] = fmaf(sum_[half], factor[half], total[0] + total[1]);
     }
-    if (!__any_sync(0xffffffffu, rescale)) return;
-#pragma unroll
-    for (int i = 0; i < kOutputs; ++i) out_[i] *= factor[i / 2 % 2];
+    return __any_sync(0xffffffffu, rescale);
   }
 
   const VerifyArgs& args_;
@@ -466,6 +491,7 @@ class TileAttention {
   float sum_[2];  // this lane's share
   float2 group_state_[2], block_state_[2], total_state_[2];
   float scores_[kStep / 2];
+  uint32_t weights_[kStep / 16][4];
   float out_[kOutputs];
   float group_out_[kGroupInRegisters ? kOutputs : 1];
 };

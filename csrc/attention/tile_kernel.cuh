@@ -1,6 +1,7 @@
 #pragma once
 
 #include "attention/tile_attention.cuh"
+#include "attention/wide_attention.cuh"
 
 // The verify-attention kernel for sm_90a and 16-bit caches: persistent CTAs. One warpgroup takes
 // the planned items from a queue and keeps a ring of stages filled (tile_producer.cuh), on from
@@ -50,7 +51,11 @@ __device__ void RunTiles(const VerifyArgs& args, const TileMemory<Traits>& memor
       if (worked) CombineAll<Traits>(args, item);
       return;
     }
-    RunTileItem(args, memory, *item, &stage);
+    if constexpr (Traits::kGroups == 1) {
+      RunTileItem(args, memory, *item, &stage);
+    } else {
+      RunWideItem(args, memory, *item, &stage);
+    }
     ReportDone<Traits>(args, item->counts);
     worked = true;
     __syncwarp();
@@ -69,7 +74,8 @@ __device__ inline void TouchParameters(const VerifyArgs& args) {
 }
 
 template <class Traits>
-__global__ void __launch_bounds__(kTileThreads, TileCtasPerSm(Traits::kHeadDim))
+__global__ void __launch_bounds__(TileThreads(Traits::kGroups),
+                                  TileCtasPerSm(Traits::kHeadDim, Traits::kGroups))
     TileKernel(const __grid_constant__ VerifyArgs args) {
   if constexpr (Traits::kAvailable) {
     extern __shared__ __align__(1024) uint8_t shared_bytes[];
@@ -78,14 +84,16 @@ __global__ void __launch_bounds__(kTileThreads, TileCtasPerSm(Traits::kHeadDim))
     if (threadIdx.x == 0) memory.InitBarriers(args.stages);
     if (threadIdx.x / 32 == 1) TouchParameters(args);
     // Rows that no item has filled yet are multiplied all the same.
-    for (int i = threadIdx.x * 16; i < TileQueryBytes(Traits::kHeadDim); i += kTileThreads * 16) {
+    for (int i = threadIdx.x * 16; i < TileQueryBytes(Traits::kHeadDim, Traits::kGroups);
+         i += TileThreads(Traits::kGroups) * 16) {
       *reinterpret_cast<uint4*>(shared_bytes + args.stages * Traits::kStageBytes + i) = {};
     }
     wgmma::FenceShared();
     __syncthreads();
-    constexpr bool kMoveRegisters = TileCtasPerSm(Traits::kHeadDim) > 1;
-    if (threadIdx.x < kTileConsumers) {
-      if constexpr (kMoveRegisters) bulk::TakeRegisters<216>();
+    // One warpgroup of the largest heads gets along with its share.
+    constexpr bool kMoveRegisters = Traits::kHeadDim <= 192;
+    if (threadIdx.x < Traits::kThreads) {
+      if constexpr (kMoveRegisters) bulk::TakeRegisters<Traits::kGroups == 1 ? 216 : 232>();
       RunTiles<Traits>(args, memory);
     } else {
       if constexpr (kMoveRegisters) bulk::GiveRegisters<40>();

@@ -7,7 +7,8 @@
 namespace nwor {
 
 // What one tile kernel is compiled for: see VerifyTraits.
-template <typename T, int kHeadDim_>
+//   kGroups  warpgroups that compute
+template <typename T, int kHeadDim_, int kGroups_>
 struct TileTraits {
   using Row = T;
   using Product = T;
@@ -16,8 +17,9 @@ struct TileTraits {
   static constexpr bool kFloat8 = false;
   static constexpr bool kTwoRows = true;  // of a thread's outputs: see PartPlace
   static constexpr int kHeadDim = kHeadDim_;
-  static constexpr int kRowTile = kTileRows;
-  static constexpr int kThreads = kTileConsumers;  // of those that compute
+  static constexpr int kGroups = kGroups_;
+  static constexpr int kRowTile = kGroups * kTileRows;
+  static constexpr int kThreads = TileConsumers(kGroups);  // of those that compute
   static constexpr int kStepTokens = TileStepTokens(kHeadDim);
   static constexpr int kTileBytes = TileBytes(kHeadDim);  // of K or V of a step
   static constexpr int kStageBytes = 2 * kTileBytes;
@@ -38,8 +40,9 @@ struct TileMemory {
 
   __device__ TileMemory(uint8_t* base, int num_stages) {
     uint8_t* query_at = base + num_stages * Traits::kStageBytes;
-    folds = reinterpret_cast<float4*>(query_at + TileQueryBytes(Traits::kHeadDim));
-    uint8_t* rest = reinterpret_cast<uint8_t*>(folds) + TileFoldBytes(Traits::kHeadDim);
+    folds = reinterpret_cast<float4*>(query_at + TileQueryBytes(Traits::kHeadDim, Traits::kGroups));
+    uint8_t* rest =
+        reinterpret_cast<uint8_t*>(folds) + TileFoldBytes(Traits::kHeadDim, Traits::kGroups);
     stages = ptx::SharedAddress(base);
     query = ptx::SharedAddress(query_at);
     items = reinterpret_cast<SharedItem*>(rest);
@@ -66,11 +69,11 @@ struct TileMemory {
     for (int i = 0; i < num_stages; ++i) {
       bulk::InitBarrier(keys_full(i), kFillers);
       bulk::InitBarrier(values_full(i), kFillers);
-      bulk::InitBarrier(stage_empty(i), kTileConsumers / 32);
+      bulk::InitBarrier(stage_empty(i), Traits::kThreads / 32);
     }
     for (int i = 0; i < 2; ++i) {
       bulk::InitBarrier(item_full(i), 1);
-      bulk::InitBarrier(item_empty(i), kTileConsumers / 32);
+      bulk::InitBarrier(item_empty(i), Traits::kThreads / 32);
     }
     bulk::FenceBarriers();
   }
@@ -129,6 +132,13 @@ struct TileSpan {
   __device__ int PrefixStep(int step) const {
     return step < tail_end ? step : step - (tail_end - tail_begin);
   }
+  // The end of the plain steps that begin with `step` and have one behind them, if there are any.
+  __device__ int PlainEnd(int step) const {
+    const int prefix_step = PrefixStep(step);
+    if (IsTail(step) || prefix_step < plain_begin) return step;
+    const int end = min(num_steps - 1, step + plain_end - prefix_step);
+    return step < tail_begin ? min(end, tail_begin) : end;
+  }
   __device__ int PrefixToken(int prefix_step) const { return begin + prefix_step * kStep; }
   __device__ bool IsPlain(int prefix_step) const {
     return prefix_step >= plain_begin && prefix_step < plain_end;
@@ -144,7 +154,7 @@ class TileProducer {
       : args_(args),
         memory_(memory),
         policy_(ptx::EvictFirstPolicy()),
-        warp_(static_cast<int>(threadIdx.x) / 32 - kTileConsumers / 32) {
+        warp_(static_cast<int>(threadIdx.x) / 32 - Traits::kThreads / 32) {
     // The CTA's first item and the counts are read before anything waits.
     if (warp_ == 0) part_ = ReadItem(blockIdx.x);
     if (leads()) counts_.Read(args);
@@ -178,9 +188,9 @@ class TileProducer {
   static constexpr int kBlocks = Traits::kStepTokens / 16;
   static constexpr int kChunks = Traits::kHeadDim / 8;
 
-  __device__ static void Meet() { ptx::NamedBarrier(2, kTileThreads - kTileConsumers); }
+  __device__ static void Meet() { ptx::NamedBarrier(2, kTileProducers); }
 
-  __device__ static bool leads() { return threadIdx.x == kTileConsumers; }
+  __device__ static bool leads() { return threadIdx.x == Traits::kThreads; }
 
   // Lane l of the first warp reads the l-th part of an item. -1 is the end: there it reads the pair
   // that this CTA will combine.

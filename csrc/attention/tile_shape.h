@@ -44,27 +44,40 @@ constexpr int MergeBytes(int head_dim, int row_tile) {
   return kStreams * row_tile * (head_dim + 8) * 4;
 }
 
-// ---- tile kernels (sm_90a): one warpgroup computes 64 rows, a warp beside it brings the tokens
+// ---- tile kernels (sm_90a): one warpgroup, or two, compute 64 rows each, another brings the
+// tokens
 // ----
 
-inline constexpr int kTileRows = 64;
-inline constexpr int kTileConsumers = 128;  // threads that compute
-inline constexpr int kTileThreads = 256;    // of a CTA
+inline constexpr int kTileRows = 64;  // of a warpgroup
 inline constexpr int kMaxTileStages = 6;
-// The registers of an SM do not suffice for two CTAs of the largest heads.
-constexpr int TileCtasPerSm(int head_dim) { return head_dim > 192 ? 1 : 2; }
+// Warpgroups that compute, by row tile: larger heads leave registers for no second one.
+constexpr int TileGroups(int row_tile) { return row_tile > kTileRows ? 2 : 1; }
+constexpr int MaxTileGroups(int head_dim) { return head_dim <= 128 ? 2 : 1; }
+constexpr int TileConsumers(int groups) { return 128 * groups; }  // threads that compute
+inline constexpr int kTileProducers = 128;                        // that bring tokens
+constexpr int TileThreads(int groups) { return TileConsumers(groups) + kTileProducers; }
+// The registers of an SM do not suffice for two CTAs of the largest heads, or of two warpgroups.
+constexpr int TileCtasPerSm(int head_dim, int groups) {
+  return head_dim > 192 || groups > 1 ? 1 : 2;
+}
 
 // Tokens of a step, and the bytes of one step of K or V. Large heads leave registers for no more.
 constexpr int TileStepTokens(int head_dim) { return head_dim > 192 ? 32 : 64; }
 constexpr int TileBytes(int head_dim) { return TileStepTokens(head_dim) * head_dim * 2; }
-constexpr int TileQueryBytes(int head_dim) { return kTileRows * head_dim * 2; }
-// Of outputs that are being folded; large heads keep them in global memory.
-constexpr int TileFoldBytes(int head_dim) { return head_dim > 128 ? 0 : kTileRows * head_dim * 4; }
+// Two warpgroups keep Q in registers.
+constexpr int TileQueryBytes(int head_dim, int groups) {
+  return groups == 1 ? kTileRows * head_dim * 2 : 0;
+}
+// Of outputs that are being folded; large heads keep them in global memory, and so do two
+// warpgroups, which fold rarely.
+constexpr int TileFoldBytes(int head_dim, int groups) {
+  return head_dim > 128 || groups > 1 ? 0 : kTileRows * head_dim * 4;
+}
 
 // Shared memory beside the stages: queries, folds, two items, barriers.
-constexpr int TileFixedBytes(int head_dim) {
-  return TileQueryBytes(head_dim) + TileFoldBytes(head_dim) + 2 * kItemBytes + 24 * kMaxTileStages +
-         2 * 16;
+constexpr int TileFixedBytes(int head_dim, int groups) {
+  return TileQueryBytes(head_dim, groups) + TileFoldBytes(head_dim, groups) + 2 * kItemBytes +
+         24 * kMaxTileStages + 2 * 16;
 }
 
 }  // namespace nwor

@@ -31,7 +31,12 @@ void VerifyLauncher<T, kFloat8, kHeadDim>::Launch(const VerifyArgs& args,
                                                   const VerifyConfig& config) {
   if (config.warpgroup) {
     if constexpr (!kFloat8) {
-      return LaunchKernel(TileKernel<TileTraits<T, kHeadDim>>, kTileThreads, args, config);
+      if constexpr (MaxTileGroups(kHeadDim) > 1) {
+        if (config.row_tile > kTileRows) {
+          return LaunchKernel(TileKernel<TileTraits<T, kHeadDim, 2>>, TileThreads(2), args, config);
+        }
+      }
+      return LaunchKernel(TileKernel<TileTraits<T, kHeadDim, 1>>, TileThreads(1), args, config);
     }
   }
   switch (config.row_tile) {
@@ -56,7 +61,7 @@ bool VerifyLauncher<T, kFloat8, kHeadDim>::HasWarpgroupKernel() {
     // Built for another target than sm_90a the kernel is empty: it asks for no dynamic shared
     // memory and hardly any registers.
     cudaFuncAttributes attributes;
-    const auto kernel = TileKernel<TileTraits<T, kHeadDim>>;
+    const auto kernel = TileKernel<TileTraits<T, kHeadDim, 1>>;
     if (cudaFuncGetAttributes(&attributes, kernel) != cudaSuccess) {
       cudaGetLastError();
       return false;

@@ -16,18 +16,24 @@ inline constexpr bool kAvailable = false;
 // A matrix of 16-bit elements in shared memory, in atoms: kAtomBytes wide rows, 8 of them, swizzled
 // as RowSwizzle<kAtomBytes> does. `leading` is the distance between atoms side by side (used when
 // the columns of the product run along the rows in memory), `stride` between atoms one above the
-// other.
+// other. The lower half moves with the address: + bytes / 16.
+__device__ inline uint32_t DescriptorLow(uint32_t address, int leading) {
+  return static_cast<uint32_t>(leading >> 4) << 16 | (address & 0x3ffff) >> 4;
+}
 template <int kAtomBytes>
-__device__ inline uint64_t Descriptor(uint32_t address, int leading, int stride) {
+__device__ inline uint64_t Descriptor(uint32_t low, int stride) {
   static_assert(kAtomBytes == 128 || kAtomBytes == 64 || kAtomBytes == 32);
-  constexpr uint64_t kMode = kAtomBytes == 128 ? 1 : kAtomBytes == 64 ? 2 : 3;
-  return kMode << 62 | static_cast<uint64_t>(stride >> 4) << 32 |
-         static_cast<uint64_t>(leading >> 4) << 16 | (address & 0x3ffff) >> 4;
+  constexpr uint32_t kMode = kAtomBytes == 128 ? 1 : kAtomBytes == 64 ? 2 : 3;
+  return static_cast<uint64_t>(kMode << 30 | static_cast<uint32_t>(stride >> 4)) << 32 | low;
 }
 
 __device__ inline void Fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 __device__ inline void Commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
-__device__ inline void Wait() { asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory"); }
+// Waits until at most kPending committed groups are under way.
+template <int kPending = 0>
+__device__ inline void Wait() {
+  asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(kPending) : "memory");
+}
 
 // Orders this thread's ordinary shared-memory writes before the matrix unit's reads.
 __device__ inline void FenceShared() {

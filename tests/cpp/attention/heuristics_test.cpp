@@ -246,8 +246,44 @@ TEST(VerifyBytes, AreFixedBySizesTheHostKnows) {
 TEST(VerifyBytes, BoundPairsByRows) {
   // Rows of any raggedness: at most one partly filled tile per request.
   const VerifyConfig config = ChooseVerifyConfig(Shape(7, 100), kH200);
-  const int worst = 6 * 1 + (700 - 6) * 4 / 64 + 1;  // rows of 64: the tile of such requests
+  const int worst = 6 * 1 + (700 - 6) * 4 / config.row_tile + 1;
   EXPECT_GE(config.max_pairs, worst * 8);
+}
+
+constexpr DeviceProps kH200Wide{132, 90, 232448, 233472, true, true};
+
+TEST(ChooseVerifyConfig, TakesTwoWarpgroupsForManyRowsWhereAskedForAndRegistersAllow) {
+  for (const int head_dim : {64, 80, 96, 128}) {
+    const VerifyConfig wide = ChooseVerifyConfig(Shape(1, 64, 32, 8, head_dim), kH200Wide);
+    EXPECT_EQ(wide.row_tile, 2 * kTileRows) << head_dim;
+    EXPECT_EQ(wide.num_ctas, kH200.num_sms) << head_dim;
+    EXPECT_LE(wide.smem_bytes, kH200.smem_per_block_bytes) << head_dim;
+    EXPECT_GE(wide.stages, 4) << head_dim;
+    EXPECT_EQ(wide.wide_ctas, kH200.num_sms) << head_dim;
+    EXPECT_LE(ChooseVerifyConfig(Shape(1, 16, 32, 8, head_dim), kH200Wide).row_tile, kTileRows);
+    const VerifyConfig unasked = ChooseVerifyConfig(Shape(1, 64, 32, 8, head_dim), kH200);
+    EXPECT_EQ(unasked.row_tile, kTileRows) << head_dim;
+    EXPECT_EQ(unasked.wide_ctas, 0) << head_dim;
+  }
+  for (const int head_dim : {192, 256}) {
+    const VerifyConfig config = ChooseVerifyConfig(Shape(1, 64, 32, 8, head_dim), kH200Wide);
+    EXPECT_LE(config.row_tile, kTileRows);
+    EXPECT_EQ(config.wide_ctas, 0);
+  }
+  VerifyShape float8 = Shape(1, 64);
+  float8.cache_dtype = DType::kFloat8E4M3;
+  EXPECT_LE(ChooseVerifyConfig(float8, kH200Wide).row_tile, 64);
+}
+
+TEST(SplitWidePrefix, GivesOneRequestALeafForEveryCtaAndNoMore) {
+  constexpr int kPairs = 16;  // 8 KV heads, 256 packed rows
+  for (const int tokens : {4608, 32768, 131072, 1 << 20}) {
+    const LeafSplit split = SplitWidePrefix(tokens, kPairs, kH200.num_sms);
+    EXPECT_EQ(split.num_leaves, 8) << tokens;
+    EXPECT_LE(split.num_leaves * kPairs, kH200.num_sms) << tokens;
+  }
+  EXPECT_EQ(SplitWidePrefix(600, kPairs, kH200.num_sms).num_leaves, 2);
+  EXPECT_EQ(SplitWidePrefix(100000, 500, kH200.num_sms).num_leaves, 1);
 }
 
 }  // namespace

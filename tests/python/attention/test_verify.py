@@ -382,3 +382,30 @@ def test_reference_is_not_the_code() -> None:
     query = step.arguments["query"].transpose(0, 1)
     expected = torch.nn.functional.scaled_dot_product_attention(query, keys, values)
     assert np.abs(step.reference()[0] - expected.transpose(0, 1).numpy()).max() < 1e-5
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize(
+    ("head_dim", "window", "softcap"), [(64, 600, 0), (96, 0, 20), (128, 0, 0)]
+)
+def test_the_hint_of_rows_changes_no_bit(
+    device: str, head_dim: int, window: int, softcap: float
+) -> None:
+    """It chooses between row tiles; a small request may share a large one's, and the reverse."""
+    shape = Shape(
+        rows=[40, 3, 70],
+        prefix=[1100, 700, 40],
+        heads=8,
+        kv_heads=2,
+        head_dim=head_dim,
+        dtype=row_dtypes(device)[-1],
+        mask="tree",
+        window=window,
+        softcap=softcap,
+    )
+    step = make_step(shape, 23, device)
+    out, lse = step.run(max_rows=1)
+    assert_close(step, out, lse)
+    wide, wide_lse = step.run(max_rows=70)
+    assert torch.equal(wide, out)
+    assert torch.equal(wide_lse, lse)
