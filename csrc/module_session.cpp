@@ -203,10 +203,22 @@ DraftTree ParseTree(const py::object& tree) {
   }
 }
 
-VerifyRequest ParseRequest(const std::string& session, const py::object& tree,
+// A name, or a Session of nwor_specpv.session.
+std::string ParseSession(const py::object& session) {
+  const bool named = py::isinstance<py::str>(session);
+  const py::object name = named ? session : py::getattr(session, "name", py::none());
+  NWOR_CHECK(py::isinstance<py::str>(name), "session: got ", std::string(py::repr(session)),
+             ", expected a name or a Session");
+  return name.cast<std::string>();
+}
+
+VerifyRequest ParseRequest(const py::object& session, const py::object& tree,
                            std::vector<int64_t> new_tokens, int64_t expected_prefix_len,
-                           int64_t chunk_rows) {
-  VerifyRequest request{session, {}, std::move(new_tokens), expected_prefix_len, chunk_rows};
+                           int64_t chunk_rows, std::vector<int64_t> stop_ids,
+                           int64_t max_new_tokens) {
+  VerifyRequest request{ParseSession(session), {},         std::move(new_tokens),
+                        expected_prefix_len,   chunk_rows, std::move(stop_ids),
+                        max_new_tokens};
   if (tree.is_none()) {
     if (!request.new_tokens.empty()) request.tree.tokens = {request.new_tokens.back()};
   } else {
@@ -265,6 +277,11 @@ void BindSessionValues(py::module_& m) {
       .def_readonly("length", &VerifyResult::length)
       .def_readonly("rows_run", &VerifyResult::rows_run)
       .def_readonly("rows_saved", &VerifyResult::rows_saved)
+      .def_property_readonly("finish",
+                             [](const VerifyResult& r) -> std::optional<std::string> {
+                               if (r.finish == SessionFinish::kNone) return std::nullopt;
+                               return r.finish == SessionFinish::kStop ? "stop" : "length";
+                             })
       .def("__repr__", [](const VerifyResult& r) {
         return Concat("VerifyResult(accepted=", r.accepted_rows.size(),
                       ", next_token=", r.next_token, ", cache_hit=", r.cache_hit ? "True" : "False",
@@ -273,7 +290,8 @@ void BindSessionValues(py::module_& m) {
 
   py::class_<VerifyRequest>(m, "VerifyRequest")
       .def(py::init(&ParseRequest), py::arg("session"), py::arg("tree"), py::arg("new_tokens"),
-           py::arg("expected_prefix_len") = 0, py::arg("chunk_rows") = 0);
+           py::arg("expected_prefix_len") = 0, py::arg("chunk_rows") = 0,
+           py::arg("stop_ids") = std::vector<int64_t>{}, py::arg("max_new_tokens") = 0);
 
   py::class_<SessionInfo>(m, "SessionInfo")
       .def_readonly("session", &SessionInfo::session)
@@ -383,15 +401,18 @@ void BindStore(py::module_& m) {
           py::keep_alive<1, 2>())
       .def(
           "verify",
-          [](SessionStore& self, const std::string& session, const py::object& tree,
-             std::vector<int64_t> new_tokens, int64_t expected_prefix_len, int64_t chunk_rows) {
+          [](SessionStore& self, const py::object& session, const py::object& tree,
+             std::vector<int64_t> new_tokens, int64_t expected_prefix_len, int64_t chunk_rows,
+             std::vector<int64_t> stop_ids, int64_t max_new_tokens) {
             const VerifyRequest request =
-                ParseRequest(session, tree, std::move(new_tokens), expected_prefix_len, chunk_rows);
+                ParseRequest(session, tree, std::move(new_tokens), expected_prefix_len, chunk_rows,
+                             std::move(stop_ids), max_new_tokens);
             const py::gil_scoped_release release;
             return self.Verify(request);
           },
           py::arg("session"), py::arg("tree"), py::arg("new_tokens"),
-          py::arg("expected_prefix_len") = 0, py::arg("chunk_rows") = 0)
+          py::arg("expected_prefix_len") = 0, py::arg("chunk_rows") = 0,
+          py::arg("stop_ids") = std::vector<int64_t>{}, py::arg("max_new_tokens") = 0)
       .def("verify_batch", &SessionStore::VerifyBatch, py::arg("requests"), released)
       .def("rollback", &SessionStore::Rollback, py::arg("session"), py::arg("length"), released)
       .def("fork", &SessionStore::Fork, py::arg("parent"), py::arg("child"),

@@ -2,6 +2,7 @@
 
 #include <ATen/core/Tensor.h>
 
+#include <algorithm>
 #include <atomic>
 #include <cstdint>
 #include <exception>
@@ -39,21 +40,42 @@ struct Session {
   std::list<Session*>::iterator place;  // in the order of use
 };
 
+// Why a sequence ends.
+enum class SessionFinish : uint8_t { kNone, kStop, kLength };
+
 // One session's rows of one forward pass.
 struct Turn {
   Session* session = nullptr;
   std::vector<int64_t> direct;  // tokens to cache in any case; the last one is the tree's root
   DraftTree tree;
+  bool prompt_only = false;       // a piece of a prompt: what the target says is not looked at
+  std::vector<int64_t> stop_ids;  // the sequence ends behind the first of these
+  int64_t max_new_tokens = 0;     // or after so many; 0: any number
 
   // Filled by the pass.
   std::vector<int32_t> accepted;  // rows of the tree
   int64_t next_token = -1;
+  SessionFinish finish = SessionFinish::kNone;
   std::exception_ptr error;
   bool done = false;
 
   int64_t num_rows() const { return static_cast<int64_t>(direct.size()) + tree.num_drafts(); }
   // Rows before the root.
   int64_t num_leading() const { return static_cast<int64_t>(direct.size()) - 1; }
+
+  // Where the sequence ends inside the accepted run, the token there becomes the next one and what
+  // follows is dropped.
+  void CutAtTheEnd() {
+    for (size_t i = 0; i <= accepted.size() && !prompt_only; ++i) {
+      const int64_t token = i < accepted.size() ? tree.tokens[accepted[i]] : next_token;
+      const bool stop = std::find(stop_ids.begin(), stop_ids.end(), token) != stop_ids.end();
+      if (!stop && static_cast<int64_t>(i) + 1 != max_new_tokens) continue;
+      finish = stop ? SessionFinish::kStop : SessionFinish::kLength;
+      accepted.resize(i);
+      next_token = token;
+      return;
+    }
+  }
 };
 
 }  // namespace nwor

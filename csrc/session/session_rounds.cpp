@@ -286,6 +286,7 @@ void SessionRounds::ReadAcceptance(const Accepted& acceptance, std::span<Turn* c
     NWOR_CHECK(turn.next_token >= 0 && (vocab_size_ == 0 || turn.next_token < vocab_size_),
                "accept: got token ", turn.next_token, " for session '", turn.session->name,
                "', expected one of the vocabulary");
+    turn.CutAtTheEnd();
   }
 }
 

@@ -80,12 +80,15 @@ struct Progress {
   std::optional<ChunkSchedule> chunks;
   Turn turn;
   bool finished = false;
+  int64_t emitted = 0;  // by earlier chunks
   VerifyResult result;
 
   // The tokens and the tree of the next pass. Long prompts go ahead in pieces, without a tree.
   void PrepareTurn() {
     turn = Turn{};
     turn.session = session.get();
+    if (request->max_new_tokens > 0) turn.max_new_tokens = request->max_new_tokens - emitted;
+    turn.stop_ids = request->stop_ids;
     DraftTree tree = chunks ? DraftTree{chunks->chunk().tokens, {}} : request->tree;
     const std::vector<int64_t>& tokens = request->new_tokens;
     if (new_tokens_run == tokens.size()) {  // a later chunk: its first row is accepted
@@ -99,14 +102,15 @@ struct Progress {
     const int64_t piece = whole ? left : std::min(left - 1, kMaxTreeRows);
     turn.direct.assign(begin, begin + piece);
     turn.tree = whole ? std::move(tree) : DraftTree{{turn.direct.back()}, {}};
+    turn.prompt_only = !whole;
   }
 
   void Record() {
     result.rows_run += turn.num_rows();
-    const bool prompt_only = new_tokens_run + turn.direct.size() < request->new_tokens.size();
     new_tokens_run = std::min(new_tokens_run + turn.direct.size(), request->new_tokens.size());
-    if (prompt_only) return;
+    if (turn.prompt_only) return;
     const auto accepted = static_cast<int64_t>(turn.accepted.size());
+    result.finish = turn.finish;
     if (!chunks) {
       result.accepted_rows = turn.accepted;
       result.next_token = turn.next_token;
@@ -115,7 +119,9 @@ struct Progress {
     }
     const ChainChunk& chunk = chunks->chunk();
     const bool whole = accepted + 1 == static_cast<int64_t>(chunk.tokens.size());
-    const bool goes_on = whole && chunk.next_draft && *chunk.next_draft == turn.next_token;
+    const bool goes_on = whole && chunk.next_draft && *chunk.next_draft == turn.next_token &&
+                         turn.finish == SessionFinish::kNone;
+    emitted += accepted + (goes_on ? 1 : 0);
     chunks->Report({accepted + (goes_on ? 1 : 0), turn.next_token});
     if (!chunks->done()) return;
     for (int64_t row = 1; row <= chunks->result().accepted; ++row) {
@@ -309,6 +315,8 @@ void SessionStore::Impl::Check(const VerifyRequest& request) const {
              "', expected the root at least");
   NWOR_CHECK(request.expected_prefix_len >= 0, "expected_prefix_len: got ",
              request.expected_prefix_len, ", expected 0 or more");
+  NWOR_CHECK(request.max_new_tokens >= 0, "max_new_tokens: got ", request.max_new_tokens,
+             ", expected 0 (any number) or more");
   NWOR_CHECK(request.chunk_rows >= 0 && request.chunk_rows <= kMaxTreeRows, "chunk_rows: got ",
              request.chunk_rows, ", expected 0 (no chunks) to ", kMaxTreeRows);
   if (request.chunk_rows == 0) {

@@ -10,6 +10,7 @@
 #include "export.h"
 #include "kv_interceptor/interceptor.h"
 #include "session/draft_tree.h"
+#include "session/session.h"
 #include "session/session_batch.h"
 #include "session/session_error.h"
 
@@ -43,16 +44,22 @@ struct VerifyRequest {
   int64_t expected_prefix_len = 0;
   // Above 0: a chain is verified in chunks of so many rows (see chunked_verify.h).
   int64_t chunk_rows = 0;
+  // Where the sequence ends: behind the first of these tokens, or after so many new ones (0: any
+  // number). Accepted drafts behind the end are neither cached nor returned.
+  std::vector<int64_t> stop_ids = {};
+  int64_t max_new_tokens = 0;
 };
 
 struct VerifyResult {
   std::vector<int32_t> accepted_rows;  // of the tree, root excluded
   std::vector<int64_t> tokens;         // theirs
-  int64_t next_token = -1;             // the correction or bonus token; not cached yet
+  int64_t next_token = -1;             // the correction or bonus token, or the last; not cached
   bool cache_hit = false;              // the session was there
   int64_t length = 0;                  // cached now: the next expected_prefix_len
   int64_t rows_run = 0;                // new tokens and tree rows
   int64_t rows_saved = 0;              // by chunks
+  // Why next_token is the sequence's last one, if it is.
+  SessionFinish finish = SessionFinish::kNone;
 };
 
 struct SessionInfo {

@@ -67,6 +67,7 @@ from .ops import commit, write_kv
 from .partial import PartialStore
 from .paths import get_cmake_dir, get_include
 from .retrieval import block_summaries, build_view, select_blocks
+from .session import Session
 from .target import target_probs
 from .tree import (
     MAX_TREE_ROWS,
@@ -113,6 +114,7 @@ __all__ = [
     "PartialView",
     "Receipt",
     "RoundPlan",
+    "Session",
     "SessionBatch",
     "SessionInfo",
     "SessionStore",

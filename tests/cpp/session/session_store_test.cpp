@@ -3,6 +3,7 @@
 #include <ATen/ATen.h>
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <cstdlib>
 #include <random>
 
@@ -149,6 +150,61 @@ TEST(SessionStore, TakesChainsBeyondATreesRowsInChunks) {
   client.Take(store.Verify(request));
   EXPECT_EQ(client.cached_len, 301);
   client.ExpectPlainDecoding(1);
+}
+
+TEST(SessionStore, CachesNothingBehindTheEnd) {
+  for (const int64_t chunk_rows : {0, 1, 2, 3, 4, 5, 20}) {
+    SCOPED_TRACE(chunk_rows);
+    ToyTarget target;
+    SessionStore store({}, target.interceptor(), target.AsForward());
+    ToyClient client{"a", {1, 2, 3}};
+    const Tokens right = client.RightDrafts(12);
+    // By number: the third new token is the last.
+    VerifyRequest request = client.Ask(right);
+    request.chunk_rows = chunk_rows;
+    request.max_new_tokens = 3;
+    VerifyResult result = store.Verify(request);
+    EXPECT_EQ(result.finish, SessionFinish::kLength);
+    EXPECT_EQ(result.tokens, (Tokens{right[0], right[1]}));
+    EXPECT_EQ(result.next_token, right[2]);
+    EXPECT_EQ(store.Info("a").length, 5);
+    client.Take(result);
+    // By a token, wherever it first stands in what follows.
+    request = client.Ask(Tokens(right.begin() + 3, right.end()));
+    request.chunk_rows = chunk_rows;
+    request.max_new_tokens = 100;
+    request.stop_ids = {-1, right[7]};
+    const int64_t first = std::find(right.begin() + 3, right.end(), right[7]) - right.begin();
+    result = store.Verify(request);
+    EXPECT_EQ(result.finish, SessionFinish::kStop);
+    EXPECT_EQ(result.tokens, Tokens(right.begin() + 3, right.begin() + first));
+    EXPECT_EQ(result.next_token, right[7]);
+    EXPECT_EQ(store.Info("a").length, 3 + first);
+    client.Take(result);
+    client.Take(store.Verify(client.Ask(client.RightDrafts(2))));
+    client.ExpectPlainDecoding(3);
+  }
+}
+
+TEST(SessionStore, EndsByTheBonusTokenToo) {
+  ToyTarget target;
+  SessionStore store({}, target.interceptor(), target.AsForward());
+  ToyClient client{"a", {1, 2, 3}};
+  const Tokens right = client.RightDrafts(3);
+  VerifyRequest request = client.Ask(Tokens{right[0], right[1]});
+  request.max_new_tokens = 3;
+  VerifyResult result = store.Verify(request);
+  EXPECT_EQ(result.finish, SessionFinish::kLength);
+  EXPECT_EQ(result.next_token, right[2]);
+  EXPECT_EQ(result.tokens.size(), 2u);
+  ToyClient other{"b", {1, 2, 3}};
+  request = other.Ask(Tokens{});
+  request.stop_ids = {right[1]};
+  if (right[0] != right[1]) {
+    EXPECT_EQ(store.Verify(request).finish, SessionFinish::kNone);
+  }
+  request.max_new_tokens = -1;
+  EXPECT_THROW(store.Verify(request), Error);
 }
 
 TEST(SessionStore, RefusesALengthThatDisagreesAndRebuildsNothing) {

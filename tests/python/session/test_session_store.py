@@ -13,6 +13,7 @@ from nwor_specpv import (
     DraftTree,
     Metrics,
     NworError,
+    Session,
     UnknownSessionError,
     VerifyRequest,
     accept_sampling,
@@ -199,6 +200,41 @@ def test_a_tree_of_tensors_is_a_tree(server: TinyServer) -> None:
     assert result.tokens == drafts
 
 
+def test_a_handle_remembers_the_length(server: TinyServer) -> None:
+    with Session(server.store, "a") as session:
+        tokens = list(PROMPT)
+        for _ in range(4):
+            new = tokens[session.length :]
+            drafts = PLAIN[len(tokens) : len(tokens) + 2]
+            result = session.verify(DraftTree([new[-1], *drafts]), new)
+            tokens += [*result.tokens, result.next_token]
+        assert tokens == PLAIN[: len(tokens)]
+        assert session.info().length == session.length == len(tokens) - 1
+        fork = session.fork("b", 5)
+        session.rollback(7)
+        with pytest.raises(DesyncError):
+            server.store.verify(session, None, [1], 8)
+        assert server.store.verify(session, None, [PLAIN[7]], 7).next_token == PLAIN[8]
+        assert fork.verify(None, [PLAIN[5]]).next_token == (PROMPT + PLAIN)[6]
+    assert [info.session for info in server.store.list()] == ["b"]
+    fork.end()
+    with pytest.raises(UnknownSessionError):
+        fork.end()
+
+
+def test_nothing_behind_the_end_is_cached(server: TinyServer) -> None:
+    drafts = PLAIN[len(PROMPT) : len(PROMPT) + 8]
+    chain = DraftTree([PROMPT[-1], *drafts])
+    result = server.store.verify("a", chain, PROMPT, max_new_tokens=3)
+    assert (result.finish, result.tokens, result.next_token) == ("length", drafts[:2], drafts[2])
+    stop = drafts[4]
+    first = drafts.index(stop)
+    result = server.store.verify("b", chain, PROMPT, stop_ids=[stop], chunk_rows=2)
+    assert (result.finish, result.tokens, result.next_token) == ("stop", drafts[:first], stop)
+    assert server.store.info("b").length == len(PROMPT) + first
+    assert server.store.verify("c", None, PROMPT).finish is None
+
+
 def test_lengths_that_disagree_are_refused(server: TinyServer) -> None:
     client = Client(server, "a")
     client.verify()
@@ -289,6 +325,8 @@ def test_what_the_model_raises_reaches_every_thread_and_changes_nothing(
 def test_wrong_arguments_are_named(server: TinyServer, tree, new_tokens, message: str) -> None:
     with pytest.raises(NworError, match=message):
         server.store.verify("a", tree, new_tokens)
+    with pytest.raises(NworError, match="session: got 7"):
+        server.store.verify(7, None, [1])
     assert server.store.stats()["live"] == 0
     assert server.batches == []
 
