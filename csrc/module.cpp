@@ -52,6 +52,13 @@ std::vector<at::Tensor> ParseSlots(const py::object& slots) {
   }
 }
 
+BypassReason ParseReason(const std::string& label) {
+  for (int i = 0; i < kNumBypassReasons; ++i) {
+    if (kBypassReasonTexts[i].label == label) return static_cast<BypassReason>(i);
+  }
+  throw Error(Concat("reason: got '", label, "', expected a label of BYPASS_REASONS"));
+}
+
 py::dict NonZeroReasons(const std::array<int64_t, kNumBypassReasons>& fallbacks) {
   py::dict reasons;
   for (int i = 0; i < kNumBypassReasons; ++i) {
@@ -230,6 +237,12 @@ void BindInterceptor(py::module_& m) {
       .def(
           "set_enabled", [](Interceptor& self, bool enabled) { self.SetEnabled(enabled); },
           py::arg("enabled"))
+      .def(
+          "report_bypass",
+          [](Interceptor& self, const std::string& reason, const std::string& detail) {
+            self.ReportBypass(ParseReason(reason), detail);
+          },
+          py::arg("reason"), py::arg("detail") = "")
       .def("stats",
            [](const Interceptor& self) {
              Interceptor::Stats stats;

@@ -571,6 +571,11 @@ void Interceptor::SetEnabled(bool enabled, BypassReason reason) {
   if (switched_off) impl_->books.Report(reason, "switched off at run time");
 }
 
+void Interceptor::ReportBypass(BypassReason reason, std::string_view detail) {
+  NWOR_CHECK(reason != BypassReason::kNone, "reason: got none, expected why the host bypassed");
+  impl_->books.Report(reason, detail);
+}
+
 Interceptor::Stats Interceptor::stats() const {
   Stats stats = impl_->books.Read();
   stats.num_layers = static_cast<int>(impl_->table.layers().size());

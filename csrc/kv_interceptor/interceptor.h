@@ -6,6 +6,7 @@
 #include <memory>
 #include <optional>
 #include <string>
+#include <string_view>
 #include <vector>
 
 #include "bypass_reason.h"
@@ -164,6 +165,10 @@ class NWOR_EXPORT Interceptor {
 
   // Switches staging on or off between rounds; a reason is logged and counted.
   void SetEnabled(bool enabled, BypassReason reason = BypassReason::kDisabled);
+
+  // Counts, and logs the first time, a bypass that the host took by itself, such as writing
+  // accepted rows after a commit that threw. Throws when strict.
+  void ReportBypass(BypassReason reason, std::string_view detail);
 
   using Stats = InterceptorStats;
   // Waits for what this thread has enqueued on the device, where commits count.

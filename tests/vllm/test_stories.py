@@ -234,6 +234,7 @@ def test_a_failing_commit_degrades_and_the_engine_goes_on(
     assert [story.tokens[str(i)] for i in range(6)] == expected
     stats = engine.interceptor.stats()
     assert stats["aborted_rounds"] > 10
+    assert 0 < stats["fallbacks"]["commit_failure"] <= stats["aborted_rounds"]
     assert stats["committed_tokens"] > 0
 
 

@@ -223,6 +223,9 @@ class Engine:
         if step.capture:
             self.interceptor.abort()
             return
+        if not step.staged and self.checker is None:
+            self._close(step)
+            return
         counts = accepted(step.num_drafts)
         if counts.shape != step.num_drafts.shape:
             self.interceptor.abort()
@@ -233,23 +236,36 @@ class Engine:
         if self.checker is not None:
             self._note(self.checker.verify_staged())
         try:
-            if step.num_writes == 0 and counts.is_cuda:
-                self.interceptor.note_replay()
-                self.num_replays += 1
+            self._note_replay(step)
             receipt = self._commit(step, counts)
         except Exception as error:
             logger.exception("nwor_specpv: the commit failed")
-            if step.staged:
-                self._rescue(step, counts, f"{type(error).__name__}: {error}")
+            self._rescue(step, counts, f"{type(error).__name__}: {error}")
             self.interceptor.abort()
             return
         if counts.is_cuda and self.checker is None:
             self._mail.post(receipt)
             return
-        if not receipt.ok and step.staged:
+        if not receipt.ok:
             self._rescue(step, counts, receipt.problem)
         elif self.checker is not None:
             self._note(self.checker.verify(receipt, counts.tolist()))
+
+    def _close(self, step: Step) -> None:
+        """Ends a step that staged nothing: all its rows are in the cache."""
+        assert self.interceptor is not None
+        try:
+            self._note_replay(step)
+            self.interceptor.commit(step.first_draft[:, None], step.num_drafts)
+        except Exception:
+            logger.exception("nwor_specpv: a step without staged drafts could not be closed")
+            self.interceptor.abort()
+
+    def _note_replay(self, step: Step) -> None:
+        """Tells the interceptor of writes that a CUDA graph did: no layer has called us."""
+        if step.num_writes == 0 and step.num_drafts.is_cuda and self.interceptor is not None:
+            self.interceptor.note_replay()
+            self.num_replays += 1
 
     def abort(self) -> None:
         """Gives up the open step, if there is one: nothing of its drafts is written."""
@@ -276,6 +292,8 @@ class Engine:
         emitted must not be missing from the cache.
         """
         assert self.interceptor is not None
+        if not step.staged:
+            return
         logger.error("nwor_specpv: accepted rows are written one by one: %s", problem)
         path = rows.accepted_path(step.first_draft, counts, max(step.plan.num_drafts))
         starts = torch.tensor([0, *step.plan.query_lens], device=path.device).cumsum(0)[:-1]
@@ -292,6 +310,7 @@ class Engine:
                     values[layer][chosen],
                     destinations,
                 )
+        self.interceptor.report_bypass("commit_failure", problem)
 
     def _note(self, violations: Sequence[Any]) -> None:
         for violation in violations:

@@ -7,6 +7,8 @@ one backend whatever is asked, so there ours stands in its place.
 
 from __future__ import annotations
 
+import logging
+
 from nwor_specpv.errors import NworError, logger
 
 from . import compat
@@ -29,6 +31,16 @@ def register() -> None:
     from vllm.platforms import current_platform
     from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
+    _log_as_vllm_does()
     register_backend(AttentionBackendEnum.CUSTOM, CUDA_BACKEND)
     if current_platform.is_cpu():
         register_backend(AttentionBackendEnum.CPU_ATTN, CPU_BACKEND)
+
+
+def _log_as_vllm_does() -> None:
+    """Our lines go where vLLM's go, unless somebody has said where ours go."""
+    theirs = logging.getLogger("vllm")
+    if not logger.handlers:
+        for handler in theirs.handlers:
+            logger.addHandler(handler)
+        logger.setLevel(theirs.getEffectiveLevel())

@@ -125,6 +125,20 @@ TEST_F(InterceptorTest, TakesRowsInAnyOrderAndCountsDuplicatesOnce) {
   EXPECT_EQ(interceptor.stats().committed_tokens, 3);
 }
 
+TEST_F(InterceptorTest, CountsABypassOfTheHost) {
+  Interceptor interceptor{NworConfig{}};
+  int logged = 0;
+  interceptor.SetLogSink([&](BypassReason, std::string_view) { ++logged; });
+  for (int i = 0; i < 2; ++i) interceptor.ReportBypass(BypassReason::kCommitFailure, "by hand");
+  const auto index = static_cast<size_t>(BypassReason::kCommitFailure);
+  EXPECT_EQ(interceptor.stats().fallbacks[index], 2);
+  EXPECT_EQ(logged, 1);
+  EXPECT_THROW(interceptor.ReportBypass(BypassReason::kNone, ""), Error);
+  NworConfig strict;
+  strict.strict = true;
+  EXPECT_THROW(Interceptor{strict}.ReportBypass(BypassReason::kCommitFailure, ""), Error);
+}
+
 TEST_F(InterceptorTest, SaysIncompleteAndWritesNothingWhenALayerIsMissing) {
   Interceptor interceptor{NworConfig{}};
   Bind(interceptor);
