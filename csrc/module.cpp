@@ -59,6 +59,25 @@ BypassReason ParseReason(const std::string& label) {
   throw Error(Concat("reason: got '", label, "', expected a label of BYPASS_REASONS"));
 }
 
+// A nwor_specpv.CommitSummaries or None.
+SummaryTensors ParseSummaries(const py::object& summaries) {
+  if (summaries.is_none()) return {};
+  try {
+    const auto tensor = [&](const char* name) { return summaries.attr(name).cast<at::Tensor>(); };
+    return {tensor("kmax"),
+            tensor("kmin"),
+            tensor("block_table"),
+            tensor("full_lens"),
+            tensor("cached_lens"),
+            summaries.attr("summary_rows").cast<std::optional<at::Tensor>>(),
+            summaries.attr("block_size").cast<int64_t>(),
+            summaries.attr("start_token").cast<int64_t>()};
+  } catch (const std::exception& error) {
+    throw Error(Concat("summaries: got ", std::string(py::repr(py::type::of(summaries))),
+                       ", expected a CommitSummaries: ", error.what()));
+  }
+}
+
 py::dict NonZeroReasons(const std::array<int64_t, kNumBypassReasons>& fallbacks) {
   py::dict reasons;
   for (int i = 0; i < kNumBypassReasons; ++i) {
@@ -225,14 +244,16 @@ void BindInterceptor(py::module_& m) {
       .def(
           "commit",
           [](Interceptor& self, const at::Tensor& path, const at::Tensor& counts,
-             const py::object& slots, const std::string& rows, bool last) {
+             const py::object& slots, const std::string& rows, bool last,
+             const py::object& summaries) {
             const std::vector<at::Tensor> group_slots = ParseSlots(slots);
+            const SummaryTensors tensors = ParseSummaries(summaries);
             const RowSpace space = ParseRowSpace(rows);
             const py::gil_scoped_release release;  // may wait for other ranks
-            return self.Commit(path, counts, group_slots, space, last);
+            return self.Commit(path, counts, group_slots, space, last, tensors);
           },
           py::arg("path"), py::arg("counts"), py::arg("slots") = py::none(),
-          py::arg("rows") = "batch", py::arg("last") = true)
+          py::arg("rows") = "batch", py::arg("last") = true, py::arg("summaries") = py::none())
       .def("abort", &Interceptor::Abort)
       .def(
           "set_enabled", [](Interceptor& self, bool enabled) { self.SetEnabled(enabled); },

@@ -29,17 +29,29 @@ void WriteKvOp(const at::Tensor& key, const at::Tensor& value, at::Tensor key_ca
   });
 }
 
-void CommitOp(const at::Tensor& staged_key, const at::Tensor& staged_value,
-              const std::vector<at::Tensor>& key_caches,
-              const std::vector<at::Tensor>& value_caches, const at::Tensor& path,
-              const at::Tensor& counts, const at::Tensor& slots, at::Tensor status,
-              const std::optional<at::Tensor>& parents,
-              const std::optional<std::vector<at::Tensor>>& k_scales,
-              const std::optional<std::vector<at::Tensor>>& v_scales) {
+void CommitOp(
+    const at::Tensor& staged_key, const at::Tensor& staged_value,
+    const std::vector<at::Tensor>& key_caches, const std::vector<at::Tensor>& value_caches,
+    const at::Tensor& path, const at::Tensor& counts, const at::Tensor& slots, at::Tensor status,
+    const std::optional<at::Tensor>& parents,
+    const std::optional<std::vector<at::Tensor>>& k_scales,
+    const std::optional<std::vector<at::Tensor>>& v_scales, const std::optional<at::Tensor>& kmax,
+    const std::optional<at::Tensor>& kmin, const std::optional<at::Tensor>& block_table,
+    const std::optional<at::Tensor>& full_lens, const std::optional<at::Tensor>& cached_lens,
+    const std::optional<at::Tensor>& summary_rows, int64_t block_size, int64_t start_token) {
+  const at::Tensor none;
+  const SummaryTensors summaries{kmax.value_or(none),
+                                 kmin.value_or(none),
+                                 block_table.value_or(none),
+                                 full_lens.value_or(none),
+                                 cached_lens.value_or(none),
+                                 summary_rows,
+                                 block_size,
+                                 start_token};
   WithTorchErrors([&] {
     CommitStaged(staged_key, staged_value, key_caches, value_caches, path, counts, slots, status,
                  parents, k_scales.value_or(std::vector<at::Tensor>{}),
-                 v_scales.value_or(std::vector<at::Tensor>{}));
+                 v_scales.value_or(std::vector<at::Tensor>{}), summaries);
   });
 }
 
@@ -282,7 +294,10 @@ TORCH_LIBRARY(nwor_specpv, library) {
   library.def(
       "commit(Tensor staged_key, Tensor staged_value, Tensor(a!)[] key_caches, "
       "Tensor(b!)[] value_caches, Tensor path, Tensor counts, Tensor slots, Tensor(c!) status, "
-      "Tensor? parents=None, Tensor[]? k_scales=None, Tensor[]? v_scales=None) -> ()");
+      "Tensor? parents=None, Tensor[]? k_scales=None, Tensor[]? v_scales=None, *, "
+      "Tensor(d!)? kmax=None, Tensor(e!)? kmin=None, Tensor? block_table=None, "
+      "Tensor? full_lens=None, Tensor? cached_lens=None, Tensor? summary_rows=None, "
+      "int block_size=0, int start_token=0) -> ()");
   nwor::RegisterAttentionSchemas(library);
   nwor::RegisterTreeSchemas(library);
   nwor::RegisterSpecPVSchemas(library);

@@ -8,6 +8,7 @@
 #include "kv_interceptor/cache_layout.h"
 #include "kv_interceptor/commit_counters.h"
 #include "kv_interceptor/commit_error.h"
+#include "kv_interceptor/commit_summaries.h"
 #include "kv_interceptor/stage.h"
 #include "types.h"
 
@@ -69,6 +70,7 @@ struct CommitParams {
   int64_t* counters = nullptr;            // int64[kNumCommitCounters] added to, or null
   int64_t bytes_per_token = 0;            // over all layers, for the counters
   int64_t closing_tokens = -1;  // >= 0: this commit ends a round that staged so many tokens
+  CommitSummaries summaries;    // completed in the same launch; REQUIRES: one group
   // CUDA: one zeroed word, left zero. Needed when publishing must wait for every block: with tips,
   // or when status and round_status are one; may be null otherwise.
   uint32_t* ticket = nullptr;
@@ -99,6 +101,11 @@ struct CommitVerdict {
 
 // Reads host memory only; changes nothing. The reported fault is the first by (request, index).
 NWOR_EXPORT CommitVerdict ValidateCommit(const CommitParams& params);
+
+// Whether the pages of the blocks to be summarised are there; and the summaries themselves, after
+// the rows are in the caches. Host memory only.
+NWOR_EXPORT CommitVerdict ValidateSummaries(const CommitParams& params);
+NWOR_EXPORT void SummarizeCommitted(const CommitParams& params);
 
 // Old bytes of the destinations, kept between commits so that a commit allocates nothing.
 struct NWOR_EXPORT CommitUndoLog {

@@ -139,6 +139,8 @@ CacheWriter& PlainCacheWriter() {
 
 CommitVerdict CommitCpu(const CommitParams& params, CommitUndoLog& log, CacheWriter& writer) {
   CommitVerdict verdict = ValidateCommit(params);
+  const bool summarizes = params.summaries.kmax != nullptr;
+  if (verdict.error == CommitError::kOk && summarizes) verdict = ValidateSummaries(params);
   if (verdict.error != CommitError::kOk) {
     Publish(params, verdict, 0);
     return verdict;
@@ -176,6 +178,7 @@ CommitVerdict CommitCpu(const CommitParams& params, CommitUndoLog& log, CacheWri
     Publish(params, verdict, 0);
     return verdict;
   }
+  if (summarizes) SummarizeCommitted(params);
   Publish(params, verdict, num_moves);
   return verdict;
 }

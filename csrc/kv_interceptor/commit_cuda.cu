@@ -3,6 +3,7 @@
 #include "kv_interceptor/commit.h"
 #include "kv_interceptor/commit_grid.h"
 #include "kv_interceptor/commit_move.cuh"
+#include "kv_interceptor/commit_summaries.cuh"
 #include "kv_interceptor/commit_table.cuh"
 #include "kv_interceptor/commit_validate.cuh"
 #include "kv_interceptor/launch_check.h"
@@ -57,13 +58,14 @@ __device__ BatchVerdict ValidateTogether(const BatchTable& batch, uint32_t* cell
 
 // kUniform: every group moves its rows by kOp, which is then known here; otherwise each block looks
 // its op up, and loads only after the verdict.
-template <int kLayers, bool kUniform, RowOp kOp>
+// kSummaries: blocks of threads from summaries.num_planes on complete block summaries instead.
+template <int kLayers, bool kUniform, RowOp kOp, bool kSummaries>
 __global__ void __launch_bounds__(kCommitThreads, kUniform ? kCommitBlocksPerSm : 3)
-    CommitKernel(const __grid_constant__ CommitTable<kLayers> table) {
+    CommitKernel(const __grid_constant__ CommitTable<kLayers> table,
+                 const __grid_constant__ SummaryArgument<kSummaries> summaries) {
   extern __shared__ uint32_t cells[];  // see InsertSlot
   __shared__ BatchVerdict found;
   const BatchTable& batch = table.batch;
-  const Plane plane = SelectPlane(table, blockIdx.x);
   const Entry first = LoadEntry(batch, static_cast<int32_t>(threadIdx.x));
   const auto decide = [&] {
     const BatchVerdict verdict = ValidateTogether(batch, cells, first, found);
@@ -71,6 +73,13 @@ __global__ void __launch_bounds__(kCommitThreads, kUniform ? kCommitBlocksPerSm 
     if (threadIdx.x / 32 == kCommitWarps - 1 && PublishesNow(batch)) Publish(batch, verdict);
     return verdict.fault == kNoFault;
   };
+  if constexpr (kSummaries) {
+    if (blockIdx.x >= summaries.num_planes) {
+      if (decide()) SummarizeShare(batch, table.layers, summaries, kCommitWarps);
+      return;
+    }
+  }
+  const Plane plane = SelectPlane(table, blockIdx.x);
   if constexpr (kUniform) {
     WarpShare<kOp> share(batch, plane);
     share.Start();
@@ -90,9 +99,10 @@ __device__ void MeetAtVerdict() {
 }
 
 // At most kSmallCommitEntries entries, all rows moved 16 bytes at a time.
-template <int kLayers>
+template <int kLayers, bool kSummaries>
 __global__ void __launch_bounds__(kSmallCommitThreads, kCommitBlocksPerSm)
-    SmallCommitKernel(const __grid_constant__ CommitTable<kLayers> table) {
+    SmallCommitKernel(const __grid_constant__ CommitTable<kLayers> table,
+                      const __grid_constant__ SummaryArgument<kSummaries> summaries) {
   __shared__ uint32_t cells[ChooseCommitCells(kSmallCommitEntries)];
   __shared__ BatchVerdict found;
   const BatchTable& batch = table.batch;
@@ -106,6 +116,13 @@ __global__ void __launch_bounds__(kSmallCommitThreads, kCommitBlocksPerSm)
     if (PublishesNow(batch)) Publish(batch, verdict);
     return;
   }
+  if constexpr (kSummaries) {
+    if (blockIdx.x >= summaries.num_planes) {
+      MeetAtVerdict();
+      if (found.fault == kNoFault) SummarizeShare(batch, table.layers, summaries, kCommitWarps);
+      return;
+    }
+  }
   const Plane plane = SelectPlane(table, blockIdx.x);
   WarpShare<RowOp::kCopy16> share(batch, plane);
   share.Start();
@@ -113,9 +130,9 @@ __global__ void __launch_bounds__(kSmallCommitThreads, kCommitBlocksPerSm)
   if (found.fault == kNoFault) share.Finish();
 }
 
-template <int kLayers>
-void Launch(void (*kernel)(CommitTable<kLayers>), int threads, const CommitTable<kLayers>& table,
-            const CommitParams& params, int64_t shared_bytes) {
+template <int kLayers, bool kSummaries>
+void Launch(void (*kernel)(CommitTable<kLayers>, SummaryArgument<kSummaries>), int threads,
+            const CommitTable<kLayers>& table, const CommitParams& params, int64_t shared_bytes) {
   constexpr int64_t kAlwaysAllowed = 48 * 1024 - sizeof(BatchVerdict);
   if (shared_bytes > kAlwaysAllowed) {
     CheckCuda(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
@@ -136,26 +153,29 @@ void Launch(void (*kernel)(CommitTable<kLayers>), int threads, const CommitTable
   const int32_t splits = ChooseCommitSplits(
       num_planes, max_slices, CurrentDeviceAttribute(cudaDevAttrMultiProcessorCount),
       static_cast<int32_t>(std::clamp<int64_t>(by_memory, 1, kCommitBlocksPerSm)));
-  kernel<<<dim3(num_planes, splits), threads, shared_bytes,
-           static_cast<cudaStream_t>(params.stream)>>>(table);
+  SummaryArgument<kSummaries> summaries{};
+  if constexpr (kSummaries) summaries = MakeSummaryTable(params);
+  const auto blocks = static_cast<unsigned>(num_planes + (kSummaries ? params.num_layers : 0));
+  kernel<<<dim3(blocks, splits), threads, shared_bytes, static_cast<cudaStream_t>(params.stream)>>>(
+      table, summaries);
   CheckCuda(cudaGetLastError(), "commit kernel");
 }
 
-template <int kLayers>
+template <int kLayers, bool kSummaries>
 void Launch(const CommitParams& params) {
   const CommitTable<kLayers> table = MakeCommitTable<kLayers>(params);
   const bool copies = std::all_of(table.batch.groups, table.batch.groups + params.num_groups,
                                   [](const auto& group) { return group.op == RowOp::kCopy16; });
   const int64_t cell_bytes = int64_t{table.batch.num_cells} * 4;
   const auto launch = [&](auto kernel, int threads, int64_t shared_bytes) {
-    Launch<kLayers>(kernel, threads, table, params, shared_bytes);
+    Launch<kLayers, kSummaries>(kernel, threads, table, params, shared_bytes);
   };
   if (copies && table.batch.num_positions <= kSmallCommitEntries) {
-    launch(SmallCommitKernel<kLayers>, kSmallCommitThreads, 0);
+    launch(SmallCommitKernel<kLayers, kSummaries>, kSmallCommitThreads, 0);
   } else if (copies) {
-    launch(CommitKernel<kLayers, true, RowOp::kCopy16>, kCommitThreads, cell_bytes);
+    launch(CommitKernel<kLayers, true, RowOp::kCopy16, kSummaries>, kCommitThreads, cell_bytes);
   } else {
-    launch(CommitKernel<kLayers, false, RowOp::kCopy16>, kCommitThreads, cell_bytes);
+    launch(CommitKernel<kLayers, false, RowOp::kCopy16, kSummaries>, kCommitThreads, cell_bytes);
   }
 }
 
@@ -166,10 +186,13 @@ void LaunchCommit(const CommitParams& params) {
   NWOR_CHECK(params.ticket != nullptr || !PublishesLast(params),
              "ticket: got null, expected a zeroed word because tips are updated or status and "
              "round_status are one");
-  if (params.num_layers <= kUsualLayers) {
-    Launch<kUsualLayers>(params);
+  const bool usual = params.num_layers <= kUsualLayers;
+  if (params.summaries.kmax != nullptr) {
+    NWOR_CHECK(params.num_groups == 1, "summaries: got ", params.num_groups,
+               " cache groups, expected 1");
+    usual ? Launch<kUsualLayers, true>(params) : Launch<kMaxCommitLayers, true>(params);
   } else {
-    Launch<kMaxCommitLayers>(params);
+    usual ? Launch<kUsualLayers, false>(params) : Launch<kMaxCommitLayers, false>(params);
   }
 }
 

@@ -350,12 +350,13 @@ BypassReason Interceptor::Impl::CheckSlotsOnCpu(const BoundLayer& layer, const S
 // --------------------------------------------------------------------------------------
 
 Receipt Interceptor::Commit(const at::Tensor& path, const at::Tensor& counts,
-                            const std::vector<at::Tensor>& slots, RowSpace rows, bool last) {
+                            const std::vector<at::Tensor>& slots, RowSpace rows, bool last,
+                            const SummaryTensors& summaries) {
   Impl& impl = *impl_;
   NWOR_CHECK(impl.round_open && !impl.capturing,
              "commit: got no open round, expected begin and writes first");
   const auto started = std::chrono::steady_clock::now();
-  const CommitCall call{path, counts, slots, rows, last};
+  const CommitCall call{path, counts, slots, rows, last, summaries};
   const at::Device device = impl.table.device();
   const int64_t num_requests = impl.rows.num_requests();
   CheckIndex(path, "path", at::kInt, {num_requests, -1}, device);
@@ -444,6 +445,10 @@ void Interceptor::Impl::Commit(const CommitCall& call, Receipt* receipt) {
   std::string detail;
   const bool incomplete = FindIncomplete(&detail);
   CommitParams params = DescribeCommit(call, receipt->status);
+  if (!incomplete) {
+    params.summaries =
+        DescribeSummaries(call.summaries, params, rows.num_requests(), table.device());
+  }
   at::Tensor agreement;
   if (!config.agreement_group.empty()) {
     // Every rank asks before it looks at its own input, so that none waits for one that gave up.
@@ -552,7 +557,7 @@ void Interceptor::Impl::CloseRound(bool aborted) {
     const at::Tensor no_slots = at::zeros({1, 1}, at::dtype(at::kLong).device(table.device()));
     at::Tensor status = at::zeros({kNumStatusWords}, no_slots.options());
     const std::vector<at::Tensor> slots(table.num_staging_groups(), no_slots);
-    CommitParams params = DescribeCommit({none, none, slots, RowSpace::kBatch, true}, status);
+    CommitParams params = DescribeCommit({none, none, slots, RowSpace::kBatch, true, {}}, status);
     params.num_requests = 0;
     CommitOnCuda(params, /*last=*/true);
   }

@@ -15,6 +15,7 @@
 #include "kv_interceptor/layer_table.h"
 #include "kv_interceptor/round_books.h"
 #include "kv_interceptor/round_plan.h"
+#include "kv_interceptor/summary_tensors.h"
 
 // The one way in: an engine's K/V writes pass through here, draft rows wait in staging, and only
 // accepted ones reach the paged caches.
@@ -98,6 +99,7 @@ struct CommitCall {
   const std::vector<at::Tensor>& slots;
   RowSpace rows;
   bool last;
+  const SummaryTensors& summaries;
 };
 
 // Sees every call from outside, on the caller's thread; the contract checker is one. A call that
@@ -154,11 +156,13 @@ class NWOR_EXPORT Interceptor {
   // -1 padded; counts: int32 [B]; slots: int64 [B, depth] destinations, one tensor per group in
   // ascending group order, or none: each row goes to the slot it was written with. With last =
   // false the round stays open for the next consecutive chunk.
+  // summaries: block summaries that the same launch brings up to date, their layers those that
+  // staged in this round, in the order they were bound; one cache group only.
   // On the CPU a wrong path, count or slot throws before anything is written; on CUDA the receipt's
   // status says it and nothing is written.
   Receipt Commit(const at::Tensor& path, const at::Tensor& counts,
                  const std::vector<at::Tensor>& slots = {}, RowSpace rows = RowSpace::kBatch,
-                 bool last = true);
+                 bool last = true, const SummaryTensors& summaries = {});
 
   // Ends the round without writing; its drafts count as rejected. REQUIRES: a round is open.
   void Abort();

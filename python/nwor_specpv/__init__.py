@@ -57,13 +57,15 @@ from .acceptance import (
     make_coins,
 )
 from .attention import CompactView, PartialView, merge_states, verify_attention, verify_plan
+from .compact import CompactViews
 from .config import Settings, load_config
 from .cut import FINISH_REASONS, Cut, GrammarCut, StopStrings, cut_on_host, cut_path
 from .errors import CapacityError, DesyncError, NworError, UnknownSessionError
 from .layouts import LAYOUTS, cache_views
+from .lossless import TwoLevel, confirm_greedy, confirm_sampling
 from .methods import Method, get_method, method_names, register_method
 from .metrics import Metrics
-from .ops import commit, write_kv
+from .ops import CommitSummaries, commit, write_kv
 from .partial import PartialStore
 from .paths import get_cmake_dir, get_include
 from .retrieval import block_summaries, build_view, select_blocks
@@ -95,8 +97,10 @@ __all__ = [
     "CapacityError",
     "ChainChunk",
     "ChunkedResult",
+    "CommitSummaries",
     "CommitVerdict",
     "CompactView",
+    "CompactViews",
     "ContractChecker",
     "Cut",
     "Decision",
@@ -127,6 +131,7 @@ __all__ = [
     "StopStrings",
     "StoredCache",
     "Tree",
+    "TwoLevel",
     "UnknownSessionError",
     "VerifyPolicy",
     "VerifyRequest",
@@ -140,6 +145,8 @@ __all__ = [
     "build_view",
     "cache_views",
     "commit",
+    "confirm_greedy",
+    "confirm_sampling",
     "cut_on_host",
     "cut_path",
     "describe_status",

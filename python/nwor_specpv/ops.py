@@ -7,6 +7,7 @@ directly.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 
@@ -25,6 +26,7 @@ from .target import target_probs
 from .tree import tree_from_chain, tree_from_parents, tree_from_topk
 
 __all__ = [
+    "CommitSummaries",
     "accept_chain_sampling",
     "accept_greedy",
     "accept_sampling",
@@ -44,6 +46,24 @@ __all__ = [
     "verify_plan",
     "write_kv",
 ]
+
+
+@dataclass
+class CommitSummaries:
+    """Block summaries a commit completes: blocks that were not within `full_lens[b]` tokens.
+
+    Block i covers `block_size` tokens from `start_token + i * block_size` on. Requests with
+    `full_lens[b]` -1 (a partial step: rows are provisional) leave theirs alone.
+    """
+
+    kmax: torch.Tensor  # [L, rows, N, Hkv, D]
+    kmin: torch.Tensor
+    block_table: torch.Tensor  # [B, pages] int32
+    full_lens: torch.Tensor  # [B] int32: tokens verified before this step
+    cached_lens: torch.Tensor  # [B] int32: tokens in the cache before the accepted rows
+    block_size: int
+    start_token: int = 0
+    summary_rows: torch.Tensor | None = None  # [B] int32: row of request b, default b
 
 
 def write_kv(
@@ -100,6 +120,8 @@ def commit(
     parents: torch.Tensor | None = None,
     k_scales: Sequence[torch.Tensor] | None = None,
     v_scales: Sequence[torch.Tensor] | None = None,
+    *,
+    summaries: CommitSummaries | None = None,
 ) -> None:
     """Moves accepted rows from staging to the caches of every layer, or none of them.
 
@@ -107,7 +129,8 @@ def commit(
     `slots[b, i]` in all layers. `status` (int64[8]) becomes 0 or a CommitError code (see
     `nwor_specpv.COMMIT_ERRORS`), the offending request, index and value, and the tokens committed.
     `parents` [M] int32: staging row of each row's parent, -1 for the root; without it a path must
-    only ascend. One launch, no host sync, capturable in a CUDA graph.
+    only ascend. One launch, no host sync, capturable in a CUDA graph. `summaries`: block summaries
+    that the same launch brings up to date with the accepted rows of verified requests.
     """
     call(
         torch.ops.nwor_specpv.commit.default,
@@ -122,4 +145,5 @@ def commit(
         parents,
         None if k_scales is None else list(k_scales),
         None if v_scales is None else list(v_scales),
+        **({} if summaries is None else vars(summaries)),
     )

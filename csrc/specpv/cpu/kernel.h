@@ -119,6 +119,8 @@ inline void Extremes(const ExtremesTask& task) {
 // ---- scores -------------------------------------------------------------------------------------
 
 constexpr int kTileBlocks = 2;
+// Extremes of one block: the remainder of four channels reads a whole register too.
+constexpr int kChannelRoom = kMaxHeadDim + 4;
 // Registers of rows in a tile: with two blocks, their maxima and minima, four sums each.
 constexpr int kTileVecs = kLanes == 8 ? 2 : 4;
 
@@ -130,33 +132,65 @@ NWOR_SIMD_INLINE void ReadChannels(const std::byte* from, int head_dim, float* t
   if (c < head_dim) StoreSome(to + c, LoadSome(channels + c, head_dim - c), head_dim - c);
 }
 
-// Scores of kVecs registers of rows for kBlocks blocks.
-template <int kVecs, int kBlocks>
-NWOR_SIMD_INLINE void ScoreTile(const ScoreTask& task, const float (*kmax)[kMaxHeadDim],
-                                const float (*kmin)[kMaxHeadDim], int first_row,
-                                Vec (*scores)[kTileVecs]) {
-  Vec high[kBlocks][kVecs], low[kBlocks][kVecs];
-  for (int block = 0; block < kBlocks; ++block) {
-    for (int v = 0; v < kVecs; ++v) high[block][v] = low[block][v] = Vec{};
-  }
-  const float* upper = task.upper + first_row;
-  const float* lower = task.lower + first_row;
-  for (int c = 0; c < task.head_dim; ++c) {
-    for (int v = 0; v < kVecs; ++v) {
-      const Vec up = Load(upper + v * kLanes), down = Load(lower + v * kLanes);
-      for (int block = 0; block < kBlocks; ++block) {
-        high[block][v] = Fma(up, Broadcast(kmax[block][c]), high[block][v]);
-        low[block][v] = Fma(down, Broadcast(kmin[block][c]), low[block][v]);
+// Scores of kVecs registers of rows for kBlocks blocks. kSame: one set of queries for both
+// extremes, loaded once. Four channels at a time, so that their extremes are loaded as one
+// register.
+template <int kVecs, int kBlocks, bool kSame>
+struct ScoreTile {
+  NWOR_SIMD_INLINE void Run(const ScoreTask& task, const float (*kmax)[kChannelRoom],
+                            const float (*kmin)[kChannelRoom], int first_row,
+                            Vec (*scores)[kTileVecs]) {
+    Vec high[kBlocks][kVecs] = {}, low[kBlocks][kVecs] = {};
+    const float* upper = task.upper + first_row;
+    const float* lower = task.lower + first_row;
+    const int64_t stride = task.padded_rows;
+    int c = 0;
+    for (; c + 4 <= task.head_dim; c += 4) {
+      Step<0>(upper, lower, kmax, kmin, c, high, low);
+      Step<1>(upper + stride, lower + stride, kmax, kmin, c, high, low);
+      Step<2>(upper + 2 * stride, lower + 2 * stride, kmax, kmin, c, high, low);
+      Step<3>(upper + 3 * stride, lower + 3 * stride, kmax, kmin, c, high, low);
+      upper += 4 * stride;
+      lower += 4 * stride;
+    }
+    for (; c < task.head_dim; ++c) {
+      Step<0>(upper, lower, kmax, kmin, c, high, low);
+      upper += stride;
+      lower += stride;
+    }
+    for (int block = 0; block < kBlocks; ++block) {
+      for (int v = 0; v < kVecs; ++v) {
+        scores[block][v] =
+            task.add ? high[block][v] + low[block][v] : MaxOf(high[block][v], low[block][v]);
       }
     }
-    upper += task.padded_rows;
-    lower += task.padded_rows;
   }
-  for (int block = 0; block < kBlocks; ++block) {
+
+  // Channel c + kChannel. REQUIRES: extremes are readable up to c + 3.
+  template <int kChannel>
+  NWOR_SIMD_INLINE void Step(const float* upper, const float* lower,
+                             const float (*kmax)[kChannelRoom], const float (*kmin)[kChannelRoom],
+                             int c, Vec (*high)[kVecs], Vec (*low)[kVecs]) {
     for (int v = 0; v < kVecs; ++v) {
-      scores[block][v] =
-          task.add ? high[block][v] + low[block][v] : MaxOf(high[block][v], low[block][v]);
+      const Vec up = Load(upper + v * kLanes);
+      const Vec down = kSame ? up : Load(lower + v * kLanes);
+      for (int block = 0; block < kBlocks; ++block) {
+        high[block][v] = FmaRow<kChannel>(kmax[block] + c, up, high[block][v]);
+        low[block][v] = FmaRow<kChannel>(kmin[block] + c, down, low[block][v]);
+      }
     }
+  }
+};
+
+// The tile with the queries that the task has.
+template <int kVecs, int kBlocks>
+NWOR_SIMD_INLINE void RunTile(const ScoreTask& task, const float (*kmax)[kChannelRoom],
+                              const float (*kmin)[kChannelRoom], int first_row,
+                              Vec (*scores)[kTileVecs]) {
+  if (task.upper == task.lower) {
+    ScoreTile<kVecs, kBlocks, true>::Run(task, kmax, kmin, first_row, scores);
+  } else {
+    ScoreTile<kVecs, kBlocks, false>::Run(task, kmax, kmin, first_row, scores);
   }
 }
 
@@ -182,7 +216,7 @@ inline float ReduceRows(const ScoreTask& task, const float* rows) {
 
 template <typename T, int kBlocks>
 NWOR_SIMD_INLINE void ScoreSome(const ScoreTask& task, int first) {
-  alignas(64) float kmax[kBlocks][kMaxHeadDim], kmin[kBlocks][kMaxHeadDim];
+  alignas(64) float kmax[kBlocks][kChannelRoom], kmin[kBlocks][kChannelRoom];
   alignas(64) float rows[kBlocks][kMaxScoreRows];
   for (int block = 0; block < kBlocks; ++block) {
     ReadChannels<T>(task.kmax + (first + block) * task.kmax_stride_bytes, task.head_dim,
@@ -198,16 +232,16 @@ NWOR_SIMD_INLINE void ScoreSome(const ScoreTask& task, int first) {
     const int vecs = std::min(kTileVecs, (task.padded_rows - row) / kLanes);
     switch (vecs) {
       case 1:
-        ScoreTile<1, kBlocks>(task, kmax, kmin, row, scores);
+        RunTile<1, kBlocks>(task, kmax, kmin, row, scores);
         break;
       case 2:
-        ScoreTile<2, kBlocks>(task, kmax, kmin, row, scores);
+        RunTile<2, kBlocks>(task, kmax, kmin, row, scores);
         break;
       case 3:
-        if constexpr (kTileVecs > 2) ScoreTile<3, kBlocks>(task, kmax, kmin, row, scores);
+        if constexpr (kTileVecs > 2) RunTile<3, kBlocks>(task, kmax, kmin, row, scores);
         break;
       default:
-        if constexpr (kTileVecs > 2) ScoreTile<4, kBlocks>(task, kmax, kmin, row, scores);
+        if constexpr (kTileVecs > 2) RunTile<4, kBlocks>(task, kmax, kmin, row, scores);
         break;
     }
     for (int block = 0; block < kBlocks; ++block) {

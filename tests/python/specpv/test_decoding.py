@@ -203,6 +203,55 @@ def test_a_failed_refresh_makes_the_next_step_full() -> None:
     assert request.decision.kind == "partial"
 
 
+def test_compact_storage_decodes_as_paged_storage_does() -> None:
+    rng = seeded()
+    seed, story = rng.randrange(1 << 30), rng.randrange(1 << 30)
+    shown, copied = [], 0
+    for storage in ("paged", "compact"):
+        rng = random.Random(story)
+        torch.manual_seed(seed)
+        host = start(rng, configured(rng, specpv_storage=storage))
+        shown.append(host.decode(20, rng))
+        if host.compact is not None:
+            copied = host.compact.copied_tokens
+    assert shown[0] == shown[1]
+    assert host.kinds["partial"] > 0
+    # A refresh copies a view, the steps after it only what they add.
+    assert 0 < copied < 0.7 * host.kinds["partial"] * 60
+
+
+def test_a_failed_copy_falls_back_to_the_whole_prefix() -> None:
+    rng = seeded()
+    config = configured(rng, specpv_storage="compact", specpv_selector="specpv")
+    host = start(rng, config, count=2)
+    gather = host.compact._gather
+    calls = 0
+
+    def failing(layer: int, side: int, blocks: torch.Tensor) -> torch.Tensor:
+        nonlocal calls
+        calls += 1
+        if calls == 3:
+            raise RuntimeError("injected: the copy failed")
+        return gather(layer, side, blocks)
+
+    host.compact._gather = failing
+    counted = Metrics().snapshot()["specpv_full_steps_total"].get("offload_failure", 0)
+    host.step([[], []])
+    host.step([[], []])  # partial, and the copy of the first request fails half way
+    first, second = host.requests
+    assert first.decision.kind == second.decision.kind == "partial"
+    assert host.compact.view(0).lens.tolist()[0] == -1
+    assert host.compact.view(0).lens.tolist()[1] > 0
+    # It saw its whole prefix: the token is the one full attention chooses.
+    tokens = first.tokens
+    assert tokens[-1] == int(plain_kv(host.w, tokens[:-1])[0][-1].argmax())
+    host.step([[], []])
+    assert first.decision.trigger == "offload_failure"
+    assert second.decision.kind == "partial"
+    after = Metrics().snapshot()["specpv_full_steps_total"]["offload_failure"]
+    assert after == counted + 1
+
+
 def test_a_budget_that_covers_the_context_changes_nothing() -> None:
     rng = seeded()
     config = configured(rng, specpv_selector="specpv", specpv_n_retrieval_blocks=16)

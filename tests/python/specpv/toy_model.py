@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import torch
 
 from nwor_specpv import (
+    CompactViews,
     PartialStore,
     SpecPVConfig,
     StepDecision,
@@ -134,6 +135,9 @@ class Host:
             max_tokens=max_tokens,
             max_rows=self.max_rows,
         )
+        self.compact: CompactViews | None = None
+        if config.specpv_storage == "compact":
+            self.compact = CompactViews(self.store, list(self.keys), list(self.values))
         self.free = torch.randperm(self.num_pages).tolist()
         self.requests: list[Request] = []
         self.kinds: dict[str, int] = {}
@@ -189,13 +193,15 @@ class Host:
         )
         self.store.begin(batch)
         self.store.build_views(table)
+        if self.compact is not None:
+            self.compact.update(batch)
 
         def attend(layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
             cache = self.keys[layer], self.values[layer]
             write_kv(k, v, *cache, slot_mapping, stage_rows, staging[0, layer], staging[1, layer])
             packed = q[None].expand(len(self.requests), -1, -1, -1)
             self.store.refresh_layer(layer, packed, table, tree)
-            view = self.store.view(layer)
+            view = (self.compact or self.store).view(layer)
             scale = 1 / math.sqrt(DIM)
             return verify_attention(q, k, v, *cache, table, prefix, start, None, scale, view=view)
 
