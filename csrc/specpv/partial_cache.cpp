@@ -8,8 +8,8 @@
 namespace nwor {
 namespace {
 
-const SpecPVConfig& Checked(const SpecPVConfig& config, int64_t max_rows, int64_t prompt_tokens,
-                            int64_t max_new_tokens) {
+SpecPVConfig Checked(const SpecPVConfig& config, int64_t max_rows, int64_t prompt_tokens,
+                     int64_t max_new_tokens) {
   config.Validate();
   NWOR_CHECK(max_rows >= 1, "max_rows: got ", max_rows,
              ", expected at least 1, the root of a tree");

@@ -224,6 +224,15 @@ NWOR_SIMD_INLINE void ScoreSome(const ScoreTask& task, int first) {
     ReadChannels<T>(task.kmin + (first + block) * task.kmin_stride_bytes, task.head_dim,
                     kmin[block]);
   }
+  // Rows of one head lie far apart: no hardware prefetcher follows them.
+  constexpr int kAhead = 8;
+  for (int block = 0; block < kBlocks; ++block) {
+    const int64_t next = std::min(first + block + kAhead, task.num_blocks - 1);
+    for (int64_t byte = 0; byte < task.head_dim * static_cast<int64_t>(sizeof(T)); byte += 64) {
+      __builtin_prefetch(task.kmax + next * task.kmax_stride_bytes + byte);
+      __builtin_prefetch(task.kmin + next * task.kmin_stride_bytes + byte);
+    }
+  }
   const bool sums = !task.query_max && !task.group_max;
   const int num_rows = task.num_queries * task.num_groups;
   Vec totals[kBlocks] = {};
