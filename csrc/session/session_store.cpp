@@ -10,7 +10,7 @@
 
 #include "check.h"
 #include "metrics/counters.h"
-#include "session/chunked_verify.h"
+#include "session/progress.h"
 #include "session/session.h"
 #include "session/session_rounds.h"
 #include "session/slot_allocator.h"
@@ -68,70 +68,6 @@ void Count(Counter counter, int64_t* own) {
   Counters::Global().Add(counter, 1);
   ++*own;
 }
-
-// One request on its way through turns.
-struct Progress {
-  const VerifyRequest* request = nullptr;
-  std::shared_ptr<Session> session;
-  std::unique_lock<std::mutex> lock;
-  bool created = false;
-  int64_t length_before = 0;
-  size_t new_tokens_run = 0;
-  std::optional<ChunkSchedule> chunks;
-  Turn turn;
-  bool finished = false;
-  int64_t emitted = 0;  // by earlier chunks
-  VerifyResult result;
-
-  // The tokens and the tree of the next pass. Long prompts go ahead in pieces, without a tree.
-  void PrepareTurn() {
-    turn = Turn{};
-    turn.session = session.get();
-    if (request->max_new_tokens > 0) turn.max_new_tokens = request->max_new_tokens - emitted;
-    turn.stop_ids = request->stop_ids;
-    DraftTree tree = chunks ? DraftTree{chunks->chunk().tokens, {}} : request->tree;
-    const std::vector<int64_t>& tokens = request->new_tokens;
-    if (new_tokens_run == tokens.size()) {  // a later chunk: its first row is accepted
-      turn.direct = {tree.tokens[0]};
-      turn.tree = std::move(tree);
-      return;
-    }
-    const auto left = static_cast<int64_t>(tokens.size() - new_tokens_run);
-    const auto begin = tokens.begin() + static_cast<int64_t>(new_tokens_run);
-    const bool whole = left + tree.num_drafts() <= kMaxTreeRows;
-    const int64_t piece = whole ? left : std::min(left - 1, kMaxTreeRows);
-    turn.direct.assign(begin, begin + piece);
-    turn.tree = whole ? std::move(tree) : DraftTree{{turn.direct.back()}, {}};
-    turn.prompt_only = !whole;
-  }
-
-  void Record() {
-    result.rows_run += turn.num_rows();
-    new_tokens_run = std::min(new_tokens_run + turn.direct.size(), request->new_tokens.size());
-    if (turn.prompt_only) return;
-    const auto accepted = static_cast<int64_t>(turn.accepted.size());
-    result.finish = turn.finish;
-    if (!chunks) {
-      result.accepted_rows = turn.accepted;
-      result.next_token = turn.next_token;
-      finished = true;
-      return;
-    }
-    const ChainChunk& chunk = chunks->chunk();
-    const bool whole = accepted + 1 == static_cast<int64_t>(chunk.tokens.size());
-    const bool goes_on = whole && chunk.next_draft && *chunk.next_draft == turn.next_token &&
-                         turn.finish == SessionFinish::kNone;
-    emitted += accepted + (goes_on ? 1 : 0);
-    chunks->Report({accepted + (goes_on ? 1 : 0), turn.next_token});
-    if (!chunks->done()) return;
-    for (int64_t row = 1; row <= chunks->result().accepted; ++row) {
-      result.accepted_rows.push_back(static_cast<int32_t>(row));
-    }
-    result.next_token = chunks->result().next_token;
-    result.rows_saved = chunks->result().rows_saved;
-    finished = true;
-  }
-};
 
 }  // namespace
 

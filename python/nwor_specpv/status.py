@@ -88,10 +88,13 @@ def installed_version(package: str, *, module: str | None = None) -> str | None:
     """The version of an installed package, without importing it; None when it is not there."""
     if importlib.util.find_spec(module or package) is None:
         return None
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return "unknown version"
+    # vLLM for the CPU is a package of another name.
+    for name in (package, f"{package}-cpu"):
+        try:
+            return importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return "unknown version"
 
 
 def _read_stamp() -> _stamp.BuildStamp | None:

@@ -1,0 +1,36 @@
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <mutex>
+#include <optional>
+
+#include "session/chunked_verify.h"
+#include "session/session.h"
+#include "session/session_store.h"
+
+namespace nwor {
+
+// One request on its way through turns.
+struct Progress {
+  const VerifyRequest* request = nullptr;
+  std::shared_ptr<Session> session;
+  std::unique_lock<std::mutex> lock;
+  bool created = false;
+  int64_t length_before = 0;
+  size_t new_tokens_run = 0;
+  std::optional<ChunkSchedule> chunks;
+  Turn turn;
+  bool finished = false;
+  int64_t emitted = 0;  // by earlier chunks
+  VerifyResult result;
+
+  // Sets `turn` to the tokens and the tree of the next pass. Long prompts go ahead in pieces,
+  // without a tree.
+  void PrepareTurn();
+
+  // Takes what the pass left in `turn` into the result.
+  void Record();
+};
+
+}  // namespace nwor
