@@ -62,9 +62,9 @@ class Tamper final : public InterceptorObserver {
     Receipt changed = receipt;
     changed.status = receipt.status.clone();
     if (on_commit) on_commit(changed);
-    checker_.AfterCommit(
-        {path != nullptr ? *path : call.path, call.counts, call.slots, call.rows, call.last},
-        changed);
+    checker_.AfterCommit({path != nullptr ? *path : call.path, call.counts, call.slots, call.rows,
+                          call.last, call.summaries},
+                         changed);
   }
   void AfterAbort() override { checker_.AfterAbort(); }
 
