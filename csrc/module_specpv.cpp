@@ -106,8 +106,9 @@ FullTrigger ParseTrigger(std::string_view text) {
 
 void BindSteps(py::module_& m) {
   py::dict triggers;
-  for (const FullTriggerText& text : kFullTriggerTexts)
+  for (const FullTriggerText& text : kFullTriggerTexts) {
     triggers[py::str(text.label)] = text.sentence;
+  }
   m.attr("FULL_TRIGGERS") = triggers;
 
   py::class_<StepDecision>(m, "StepDecision")

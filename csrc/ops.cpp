@@ -212,7 +212,7 @@ at::Tensor SelectBlocksFake(const at::Tensor& query, const at::Tensor& kmax, con
                             std::string_view selection, const OptionalTensor& query_rows) {
   TORCH_CHECK_VALUE(query.dim() == 4 && kmax.dim() == 4, "query, kmax: got ", query.dim(), " and ",
                     kmax.dim(), " dimensions, expected 4 each");
-  return at::empty_symint({query.sym_size(0), kmax.sym_size(2), k},
+  return at::empty_symint({query.sym_size(0), kmax.sym_size(2), std::move(k)},
                           query.options().dtype(at::kInt));
 }
 

@@ -164,8 +164,9 @@ void SelectBlocks(const at::Tensor& query_in, const at::Tensor& kmax_in, const a
       ParseChoice<GroupReduce>("group_reduce", options.group_reduce, kGroupReduceNames);
   params.selection = ParseChoice<Selection>("selection", options.selection, kSelectionNames);
   const at::Tensor candidates = Lengths(num_candidates, "num_candidates", requests, device);
-  if (query_rows.has_value())
+  if (query_rows.has_value()) {
     CheckIndex(*query_rows, "query_rows", at::kInt, {requests, 2}, device);
+  }
   if (limits.has_value()) CheckIndex(*limits, "limits", at::kInt, {requests}, device);
   CheckIndex(ids, "ids", at::kInt, {kmax.size(0), kv_heads, -1}, device);
   const int64_t needed = requests * kv_heads * blocks;
