@@ -5,6 +5,7 @@
 #include "tree/fault.h"
 #include "tree/logits_rule.h"
 #include "tree/probability.h"
+#include "tree/threshold.h"
 #include "tree/tree_params.h"
 
 // One block per row, in passes that read the logits: their maximum, what top-k and top-p need, the
@@ -17,19 +18,18 @@ namespace nwor {
 namespace {
 
 constexpr int kThreads = 1024;
-constexpr int kBins = 2048;
 constexpr int kFilterBits = 1024;
 
 struct LogitsShared {
-  unsigned long long bins[kBins];
+  uint64_t partial[ThresholdSearch::kPivots][kThreads / 32];  // of each warp
+  uint32_t smallest[kThreads / 32];
+  uint32_t largest[kThreads / 32];
   int64_t drafts[kMaxTreeRows];       // tokens between the root and this row
   uint32_t filter[kFilterBits / 32];  // bit t % kFilterBits of every such token
   int num_drafts;
   float warp_max[kThreads / 32];
-  unsigned long long warp_sum[kThreads / 32];
+  uint64_t warp_sum[kThreads / 32];
   int best;
-  uint32_t chosen_bin;
-  unsigned long long above;  // weight in the bins above the chosen one
 };
 
 __device__ float ReadLogit(const LogitsParams& params, int64_t index) {
@@ -45,7 +45,7 @@ __device__ float ReadLogit(const LogitsParams& params, int64_t index) {
 
 __device__ uint32_t KeyOf(float scaled) { return OrderedBits(__float_as_uint(scaled + 0.0f)); }
 
-__device__ unsigned long long MassOf(float scaled) { return FixedProbability(expf(scaled)); }
+__device__ uint64_t MassOf(float scaled) { return FixedProbability(expf(scaled)); }
 
 __device__ float BlockMax(float value, LogitsShared& shared) {
   for (int step = 16; step > 0; step /= 2) {
@@ -58,12 +58,17 @@ __device__ float BlockMax(float value, LogitsShared& shared) {
   return all;
 }
 
-__device__ unsigned long long BlockSum(unsigned long long value, LogitsShared& shared) {
+__device__ uint64_t WarpSum(uint64_t value) {
   for (int step = 16; step > 0; step /= 2) value += __shfl_xor_sync(0xFFFFFFFFu, value, step);
+  return value;
+}
+
+__device__ uint64_t BlockSum(uint64_t value, LogitsShared& shared) {
+  value = WarpSum(value);
   __syncthreads();
   if (threadIdx.x % 32 == 0) shared.warp_sum[threadIdx.x / 32] = value;
   __syncthreads();
-  unsigned long long all = 0;
+  uint64_t all = 0;
   for (int warp = 0; warp < kThreads / 32; ++warp) all += shared.warp_sum[warp];
   return all;
 }
@@ -113,57 +118,57 @@ __device__ float LogitOf(const LogitsParams& params, const RowOptions& options, 
 // The largest key such that what is at least it weighs at least `needed`. Only keys of `floor` and
 // more count. kMass: a token weighs its mass, else one.
 template <bool kMass, typename Scaled>
-__device__ uint32_t FindThreshold(const Scaled& scaled, int size, uint32_t floor,
-                                  unsigned long long needed, LogitsShared& shared) {
-  constexpr int kShifts[3] = {21, 10, 0};
-  constexpr int kWidths[3] = {11, 11, 10};
-  uint32_t prefix = 0;
-  unsigned long long missing = needed;
-  for (int level = 0; level < 3; ++level) {
-    const int shift = kShifts[level];
-    const uint32_t bins = 1u << kWidths[level];
-    for (int i = threadIdx.x; i < kBins; i += kThreads) shared.bins[i] = 0;
-    __syncthreads();
+__device__ uint32_t FindThreshold(const Scaled& scaled, int size, uint32_t floor, uint64_t needed,
+                                  LogitsShared& shared) {
+  constexpr int kPivots = ThresholdSearch::kPivots;
+  const int lane = threadIdx.x % 32;
+  const int warp = threadIdx.x / 32;
+  ThresholdSearch search{floor, KeyOf(0.0f) + 1};
+  for (;;) {
+    uint32_t pivots[kPivots];
+    uint64_t weights[kPivots];
+#pragma unroll
+    for (int i = 0; i < kPivots; ++i) {
+      pivots[i] = search.Pivot(i);
+      weights[i] = 0;
+    }
+    uint32_t smallest = 0xFFFFFFFFu, largest = 0;
     for (int v = threadIdx.x; v < size; v += kThreads) {
       const float value = scaled(v);
       const uint32_t key = KeyOf(value);
-      if (key < floor) continue;
-      if (level > 0 && (key ^ prefix) >> (shift + kWidths[level]) != 0) continue;
-      const unsigned long long weight = kMass ? MassOf(value) : 1ull;
-      if (weight != 0) atomicAdd(&shared.bins[key >> shift & (bins - 1)], weight);
-    }
-    __syncthreads();
-    // From the top: the first bin that reaches what is missing. A warp adds up 32 pieces.
-    if (threadIdx.x < 32) {
-      const uint32_t lane = threadIdx.x;
-      const uint32_t piece = bins / 32;
-      unsigned long long own = 0;
-      for (uint32_t i = 0; i < piece; ++i) own += shared.bins[bins - 1 - (lane * piece + i)];
-      unsigned long long sum = own;
-      for (int step = 1; step < 32; step *= 2) {
-        const unsigned long long other = __shfl_up_sync(0xFFFFFFFFu, sum, step);
-        if (lane >= static_cast<uint32_t>(step)) sum += other;
-      }
-      const bool reaches = sum >= missing;
-      const uint32_t first = __ffs(static_cast<int>(__ballot_sync(0xFFFFFFFFu, reaches)));
-      // Where all together fall short, which rounding may cause, the lowest bin.
-      const uint32_t chosen = first == 0 ? 31 : first - 1;
-      if (lane == chosen) {
-        unsigned long long above = sum - own;
-        uint32_t bin = bins - 1 - lane * piece;
-        for (uint32_t i = 1; i < piece && above + shared.bins[bin] < missing; ++i) {
-          above += shared.bins[bin--];
-        }
-        shared.chosen_bin = bin;
-        shared.above = above;
+      const uint64_t weight = kMass ? MassOf(value) : 1;
+      if (key < search.lo || weight == 0) continue;
+#pragma unroll
+      for (int i = 0; i < kPivots; ++i) weights[i] += key >= pivots[i] ? weight : 0;
+      if (key < search.hi) {
+        smallest = min(smallest, key);
+        largest = max(largest, key);
       }
     }
+#pragma unroll
+    for (int i = 0; i < kPivots; ++i) {
+      weights[i] = WarpSum(weights[i]);
+      if (lane == 0) shared.partial[i][warp] = weights[i];
+    }
+    smallest = __reduce_min_sync(0xFFFFFFFFu, smallest);
+    largest = __reduce_max_sync(0xFFFFFFFFu, largest);
+    if (lane == 0) {
+      shared.smallest[warp] = smallest;
+      shared.largest[warp] = largest;
+    }
     __syncthreads();
-    prefix |= shared.chosen_bin << shift;
-    missing = missing > shared.above ? missing - shared.above : 1;
-    __syncthreads();
+    // Every warp adds up what the warps found, so no second barrier is needed before it is used.
+#pragma unroll
+    for (int i = 0; i < kPivots; ++i) {
+      weights[i] = WarpSum(lane < kThreads / 32 ? shared.partial[i][lane] : 0);
+    }
+    smallest = lane < kThreads / 32 ? shared.smallest[lane] : 0xFFFFFFFFu;
+    largest = lane < kThreads / 32 ? shared.largest[lane] : 0;
+    smallest = __reduce_min_sync(0xFFFFFFFFu, smallest);
+    largest = __reduce_max_sync(0xFFFFFFFFu, largest);
+    __syncthreads();  // before the next pass writes
+    if (search.Narrow(weights, needed, smallest, largest)) return search.lo;
   }
-  return prefix > floor ? prefix : floor;
 }
 
 __device__ void Refuse(const LogitsParams& params, int64_t request, int row, float* out,
@@ -224,14 +229,14 @@ __global__ void __launch_bounds__(kThreads)
     threshold = FindThreshold<false>(scaled, size, 0, options.top_k, shared);
   }
   if (options.top_p < 1.0f) {
-    unsigned long long mass = 0;
+    uint64_t mass = 0;
 #pragma unroll 4
     for (int v = threadIdx.x; v < size; v += kThreads) {
       const float value = scaled(v);
       if (KeyOf(value) >= threshold) mass += MassOf(value);
     }
     const auto total = static_cast<double>(BlockSum(mass, shared));
-    const auto needed = static_cast<unsigned long long>(ceil(options.top_p * total));
+    const auto needed = static_cast<uint64_t>(ceil(options.top_p * total));
     threshold = FindThreshold<true>(scaled, size, threshold, needed, shared);
   }
   const auto weight_of = [&](int v) {
@@ -239,7 +244,7 @@ __global__ void __launch_bounds__(kThreads)
     const float weight = KeyOf(value) < threshold ? 0.0f : expf(value);
     return weight < options.min_p ? 0.0f : weight;
   };
-  unsigned long long mass = 0;
+  uint64_t mass = 0;
 #pragma unroll 4
   for (int v = threadIdx.x; v < size; v += kThreads) mass += FixedProbability(weight_of(v));
   const auto scale = static_cast<float>(static_cast<double>(kProbabilityOne) /
