@@ -6,6 +6,7 @@
     compat       versions and signatures that were looked at
     rows         which rows are drafts, which of them were accepted: pure functions
     engine       one vLLM engine: its interceptor, the round of a step, the commit
+    layer        what layers of the target model share on every device
     cpu_backend  our layout, write and attention in place of CPU_ATTN
     cuda_backend vLLM's FlashAttention backend with our write and our attention for verify rows
     runner_hooks the one wrapped method of each model runner

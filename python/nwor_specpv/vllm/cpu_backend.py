@@ -12,8 +12,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import vllm.compilation.backends as model_tags
-from vllm.config import get_current_vllm_config, get_current_vllm_config_or_none
 from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm.v1.attention.backends.cpu_attn import (
     CPUAttentionBackend,
@@ -23,11 +21,11 @@ from vllm.v1.attention.backends.cpu_attn import (
 )
 
 from nwor_specpv import cache_views, verify_attention
-from nwor_specpv.errors import NworError, logger
+from nwor_specpv.errors import NworError
 
 from . import compat, rows
-from .engine import TARGET_MODEL, engine_of, write_direct
-from .support import layer_problem
+from .engine import write_direct
+from .layer import TargetLayer, choose_impl, engine_of_layer, own_layers
 
 
 @dataclass
@@ -42,10 +40,7 @@ class NworCpuBackend(CPUAttentionBackend):
 
     @staticmethod
     def get_impl_cls() -> type[CPUAttentionBackendImpl]:
-        config = get_current_vllm_config_or_none()
-        if config is None or model_tags.model_tag != TARGET_MODEL:
-            return CPUAttentionBackendImpl
-        return NworCpuImpl if engine_of(config).off is None else CPUAttentionBackendImpl
+        return choose_impl(NworCpuImpl)
 
     @staticmethod
     def get_builder_cls() -> type[CPUAttentionMetadataBuilder]:
@@ -63,10 +58,9 @@ class NworCpuMetadataBuilder(CPUAttentionMetadataBuilder):
         self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device
     ) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
-        layers = vllm_config.compilation_config.static_forward_context
-        self._own = [n for n in layer_names if isinstance(layers[n].impl, NworCpuImpl)]
+        self._own = own_layers(vllm_config, layer_names)
         if self._own:
-            self._engine = layers[self._own[0]].impl.engine
+            self._engine = engine_of_layer(vllm_config, self._own[0])
             self._group = self._engine.add_group(self._own)
 
     def build(
@@ -86,53 +80,10 @@ class NworCpuMetadataBuilder(CPUAttentionMetadataBuilder):
         return NworCpuMetadata(**vars(metadata), prefix_lens=prefix)
 
 
-class NworCpuImpl(CPUAttentionBackendImpl):
-    """One layer of the target model. Construction gives vLLM's own class where we cannot serve."""
+class NworCpuImpl(TargetLayer, CPUAttentionBackendImpl):
+    """One layer of the target model."""
 
-    def __new__(
-        cls,
-        num_heads: int,
-        head_size: int,
-        scale: float,
-        num_kv_heads: int,
-        alibi_slopes: list[float] | None,
-        sliding_window: int | None,
-        kv_cache_dtype: str,
-        logits_soft_cap: float | None = None,
-        attn_type: str = "decoder",
-        kv_sharing_target_layer_name: str | None = None,
-        sinks: torch.Tensor | None = None,
-    ) -> Any:
-        problem = layer_problem(
-            attn_type=attn_type,
-            alibi=alibi_slopes is not None,
-            sinks=sinks is not None,
-            kv_sharing_target=kv_sharing_target_layer_name,
-            head_size=head_size,
-            quantised_cache=kv_cache_dtype.startswith("fp8"),
-        )
-        if problem is None:
-            return super().__new__(cls)
-        if engine_of(get_current_vllm_config()).settings.strict:
-            raise NworError(f"nwor_specpv: a layer has {problem}")
-        logger.warning("nwor_specpv leaves a layer to vLLM: %s", problem)
-        return CPUAttentionBackendImpl(
-            num_heads,
-            head_size,
-            scale,
-            num_kv_heads,
-            alibi_slopes,
-            sliding_window,
-            kv_cache_dtype,
-            logits_soft_cap,
-            attn_type,
-            kv_sharing_target_layer_name,
-            sinks,
-        )
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self.engine = engine_of(get_current_vllm_config())
+    stock = CPUAttentionBackendImpl
 
     def do_kv_cache_update(
         self,

@@ -14,8 +14,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import vllm.compilation.backends as model_tags
-from vllm.config import get_current_vllm_config, get_current_vllm_config_or_none
 from vllm.v1.attention.backend import AttentionCGSupport, CommonAttentionMetadata
 from vllm.v1.attention.backends.flash_attn import (
     FlashAttentionBackend,
@@ -25,11 +23,11 @@ from vllm.v1.attention.backends.flash_attn import (
 )
 
 from nwor_specpv import cache_views, verify_attention, verify_plan
-from nwor_specpv.errors import NworError, logger
+from nwor_specpv.errors import NworError
 
 from . import compat, rows
-from .engine import TARGET_MODEL, current_engine, engine_of
-from .support import layer_problem
+from .engine import find_engine
+from .layer import TargetLayer, choose_impl, engine_of_layer, own_layers
 
 
 @dataclass
@@ -61,10 +59,7 @@ class NworFlashBackend(FlashAttentionBackend):
 
     @staticmethod
     def get_impl_cls() -> type[FlashAttentionImpl]:
-        config = get_current_vllm_config_or_none()
-        if config is None or model_tags.model_tag != TARGET_MODEL:
-            return FlashAttentionImpl
-        return NworFlashImpl if engine_of(config).off is None else FlashAttentionImpl
+        return choose_impl(NworFlashImpl)
 
     @staticmethod
     def get_builder_cls() -> type[FlashAttentionMetadataBuilder]:
@@ -82,7 +77,7 @@ class NworFlashMetadataBuilder(FlashAttentionMetadataBuilder):
 
     @classmethod
     def get_cudagraph_support(cls, vllm_config: Any, kv_cache_spec: Any) -> AttentionCGSupport:
-        engine = current_engine()
+        engine = find_engine(vllm_config)
         if engine is None or engine.off is not None:
             return FlashAttentionMetadataBuilder._cudagraph_support
         # The checker looks at every write from outside, which a replayed graph does not allow.
@@ -94,14 +89,13 @@ class NworFlashMetadataBuilder(FlashAttentionMetadataBuilder):
         self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device
     ) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
-        layers = vllm_config.compilation_config.static_forward_context
-        self._own = [n for n in layer_names if isinstance(layers[n].impl, NworFlashImpl)]
+        self._own = own_layers(vllm_config, layer_names)
         if not self._own:
             return
         self.supports_update_block_table = False  # each group has a plan and slots of its own
         self._init_reorder_batch_threshold(1, supports_spec_as_decode=True)
-        self._layer = layers[self._own[0]]
-        self._engine = self._layer.impl.engine
+        self._engine = engine_of_layer(vllm_config, self._own[0])
+        self._layer = self._engine.layers[self._own[0]]
         self._group = self._engine.add_group(self._own)
         self._uniform_rows = 1 + self._engine.setup.num_speculative_tokens
         limit = max(vllm_config.scheduler_config.max_num_seqs, self.max_cudagraph_size or 0)
@@ -186,53 +180,13 @@ class NworFlashMetadataBuilder(FlashAttentionMetadataBuilder):
         return VerifyPart(num_rows, max_rows, block_table, prefix, start, plan)
 
 
-class NworFlashImpl(FlashAttentionImpl):
-    """One layer of the target model. Construction gives vLLM's own class where we cannot serve."""
+class NworFlashImpl(TargetLayer, FlashAttentionImpl):
+    """One layer of the target model."""
 
-    def __new__(
-        cls,
-        num_heads: int,
-        head_size: int,
-        scale: float,
-        num_kv_heads: int,
-        alibi_slopes: list[float] | None,
-        sliding_window: int | None,
-        kv_cache_dtype: str,
-        logits_soft_cap: float | None = None,
-        attn_type: str = "decoder",
-        kv_sharing_target_layer_name: str | None = None,
-        sinks: torch.Tensor | None = None,
-    ) -> Any:
-        problem = layer_problem(
-            attn_type=attn_type,
-            alibi=alibi_slopes is not None,
-            sinks=sinks is not None,
-            kv_sharing_target=kv_sharing_target_layer_name,
-            head_size=head_size,
-            quantised_cache=kv_cache_dtype.startswith("fp8"),
-        )
-        if problem is None:
-            return super().__new__(cls)
-        if engine_of(get_current_vllm_config()).settings.strict:
-            raise NworError(f"nwor_specpv: a layer has {problem}")
-        logger.warning("nwor_specpv leaves a layer to vLLM: %s", problem)
-        return FlashAttentionImpl(
-            num_heads,
-            head_size,
-            scale,
-            num_kv_heads,
-            alibi_slopes,
-            sliding_window,
-            kv_cache_dtype,
-            logits_soft_cap,
-            attn_type,
-            kv_sharing_target_layer_name,
-            sinks,
-        )
+    stock = FlashAttentionImpl
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self.engine = engine_of(get_current_vllm_config())
         self._route = self.engine.settings.attention_route
         self.window = self.sliding_window[0] + 1 if self.sliding_window[0] >= 0 else 0
 

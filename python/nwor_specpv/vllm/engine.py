@@ -370,16 +370,28 @@ def write_direct(
     write_kv(key, value, key_cache, value_cache, slots, nowhere, key[:0], value[:0])
 
 
+# Engines that may still run, the newest last. Layers keep theirs alive; the newest is kept here,
+# too, for those who ask for it between steps.
+_engines: list[weakref.ref[Engine]] = []
 _current: Engine | None = None
 
 
 def engine_of(vllm_config: Any) -> Engine:
-    """The engine of this configuration; a process has one at a time, the newest."""
+    """The engine of this configuration, made at the first asking."""
     global _current
+    found = find_engine(vllm_config)
+    if found is None:
+        found = _current = Engine(vllm_config)
+        _engines[:] = [known for known in _engines if known() is not None]
+        _engines.append(weakref.ref(found))
+    return found
+
+
+def find_engine(vllm_config: Any) -> Engine | None:
+    """The engine of this configuration, if it was asked for before."""
     context = vllm_config.compilation_config.static_forward_context
-    if _current is None or _current.layers is not context:
-        _current = Engine(vllm_config)
-    return _current
+    known = (engine() for engine in reversed(_engines))
+    return next((e for e in known if e is not None and e.layers is context), None)
 
 
 def current_engine() -> Engine | None:

@@ -27,16 +27,16 @@ def install() -> str | None:
     from . import engine
 
     def finish_v1(runner: Any, output_token_ids: torch.Tensor, _: Any) -> None:
-        found = engine.current_engine()
-        if found is not None and found.off is None and _drives(runner, found):
+        found = engine.find_engine(runner.vllm_config)
+        if found is not None and found.off is None:
             found.attach(runner)
             found.finish(functools.partial(rows.accepted_by_tokens, output_token_ids))
 
     def finish_v2(
         runner: Any, _idx: Any, _tokens: Any, _num: Any, num_rejected: torch.Tensor, *_: Any
     ) -> None:
-        found = engine.current_engine()
-        if found is not None and found.off is None and _drives(runner, found):
+        found = engine.find_engine(runner.vllm_config)
+        if found is not None and found.off is None:
             found.attach(runner)
             found.finish(functools.partial(rows.accepted_by_rejections, num_rejected))
 
@@ -52,10 +52,6 @@ def install() -> str | None:
         ("self", "idx_mapping", "sampled_tokens", "num_sampled", "num_rejected", "query_start_loc"),
         finish_v2,
     )
-
-
-def _drives(runner: Any, found: Any) -> bool:
-    return runner.vllm_config.compilation_config.static_forward_context is found.layers
 
 
 def _wrap(

@@ -1,0 +1,68 @@
+"""What the layers of the target model share, whichever of vLLM's backends they extend."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Sequence
+from typing import Any, ClassVar
+
+import vllm.compilation.backends as model_tags
+from vllm.config import get_current_vllm_config, get_current_vllm_config_or_none
+
+from nwor_specpv.errors import NworError, logger
+
+from .engine import TARGET_MODEL, Engine, engine_of
+from .support import layer_problem
+
+
+class TargetLayer:
+    """Mixed into one of vLLM's attention implementations, named by `stock`.
+
+    Construction gives an object of `stock` itself for a layer that cannot be staged; with `strict`
+    it raises.
+    """
+
+    stock: ClassVar[type]
+    engine: Engine
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
+        given = inspect.signature(cls.stock).bind(*args, **kwargs)
+        given.apply_defaults()
+        of = given.arguments
+        problem = layer_problem(
+            attn_type=of["attn_type"],
+            alibi=of["alibi_slopes"] is not None,
+            sinks=of["sinks"] is not None,
+            kv_sharing_target=of["kv_sharing_target_layer_name"],
+            head_size=of["head_size"],
+            quantised_cache=of["kv_cache_dtype"].startswith("fp8"),
+        )
+        if problem is None:
+            return super().__new__(cls)
+        if engine_of(get_current_vllm_config()).settings.strict:
+            raise NworError(f"nwor_specpv: a layer has {problem}")
+        logger.warning("nwor_specpv leaves a layer to vLLM: %s", problem)
+        return cls.stock(*args, **kwargs)
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.engine = engine_of(get_current_vllm_config())
+
+
+def choose_impl(ours: type[TargetLayer]) -> type:
+    """Our class for layers of the target model where staging is on, vLLM's own elsewhere."""
+    config = get_current_vllm_config_or_none()
+    if config is None or model_tags.model_tag != TARGET_MODEL:
+        return ours.stock
+    return ours if engine_of(config).off is None else ours.stock
+
+
+def own_layers(vllm_config: Any, layer_names: Sequence[str]) -> list[str]:
+    """Those of a cache group's layers that stage."""
+    layers = vllm_config.compilation_config.static_forward_context
+    return [name for name in layer_names if isinstance(layers[name].impl, TargetLayer)]
+
+
+def engine_of_layer(vllm_config: Any, name: str) -> Engine:
+    """The engine that a layer of ours was built for."""
+    return vllm_config.compilation_config.static_forward_context[name].impl.engine
