@@ -1,0 +1,231 @@
+#include <ATen/ops/full.h>
+#include <ATen/ops/zeros.h>
+#include <c10/core/DeviceGuard.h>
+
+#include <algorithm>
+#include <chrono>
+
+#include "check.h"
+#include "kv_interceptor/agreement.h"
+#include "kv_interceptor/commit_fault.h"
+#include "kv_interceptor/digest.h"
+#include "kv_interceptor/interceptor_impl.h"
+#include "kv_interceptor/tensor_layout.h"
+#include "profiling.h"
+
+namespace nwor {
+
+CommitVerdict Receipt::verdict() const {
+  const at::Tensor host = status.cpu();
+  const auto* words = static_cast<const int64_t*>(host.const_data_ptr());
+  return {static_cast<CommitError>(words[kStatusCode]), words[kStatusRequest], words[kStatusIndex],
+          words[kStatusValue]};
+}
+
+bool Receipt::ok() const {
+  return degraded != BypassReason::kCommitLost && verdict().error == CommitError::kOk;
+}
+
+int64_t Receipt::committed_tokens() const {
+  const at::Tensor host = status.cpu();
+  return static_cast<const int64_t*>(host.const_data_ptr())[kStatusCommitted];
+}
+
+Receipt Interceptor::Commit(const at::Tensor& path, const at::Tensor& counts,
+                            const std::vector<at::Tensor>& slots, RowSpace rows, bool last,
+                            const SummaryTensors& summaries) {
+  Impl& impl = *impl_;
+  NWOR_CHECK(impl.round_open && !impl.capturing,
+             "commit: got no open round, expected begin and writes first");
+  const auto started = std::chrono::steady_clock::now();
+  const CommitCall call{path, counts, slots, rows, last, summaries};
+  const at::Device device = impl.table.device();
+  const int64_t num_requests = impl.rows.num_requests();
+  CheckIndex(path, "path", at::kInt, {num_requests, -1}, device);
+  CheckIndex(counts, "counts", at::kInt, {num_requests}, device);
+  NWOR_CHECK(path.numel() <= kMaxCommitRows, "path: got ", path.numel(),
+             " entries, expected at most ", kMaxCommitRows, ": commit in chunks");
+  NWOR_CHECK(slots.empty() || static_cast<int>(slots.size()) == impl.table.num_staging_groups(),
+             "slots: got ", slots.size(), " tensors, expected one for each of the ",
+             impl.table.num_staging_groups(), " cache groups");
+  for (const at::Tensor& group_slots : slots) {
+    CheckIndex(group_slots, "slots", at::kLong, {num_requests, path.size(1)}, device);
+  }
+
+  Receipt receipt;
+  receipt.epoch = impl.epoch;
+  receipt.status = at::zeros({kNumStatusWords}, at::dtype(at::kLong).device(device));
+  if (impl.staging) {
+    const c10::DeviceGuard guard(device);
+    const ScopedProfileRange range(ProfileRange::kCommit);
+    impl.Commit(call, &receipt);
+  }
+  if (last) impl.CloseRound(/*aborted=*/false);
+  const std::chrono::duration<double> elapsed = std::chrono::steady_clock::now() - started;
+  Counters::Global().ObserveCommitLatency(elapsed.count());
+  if (impl.observer != nullptr) impl.observer->AfterCommit(call, receipt);
+  return receipt;
+}
+
+// A layer that bypassed did its own write; every other layer must have staged every draft row, or
+// the commit would lose some.
+bool Interceptor::Impl::FindIncomplete(std::string* detail) const {
+  for (const BoundLayer& layer : table.layers()) {
+    if (!layer.ready || layer.round == LayerRound::kBypassed) continue;
+    const int64_t missing = table.groups()[layer.group].staging->MissingRows(layer.staged_layer);
+    if (missing == 0) continue;
+    *detail = Concat("layer '", layer.name, "' lacks ", missing, " of ", rows.num_staging_rows(),
+                     " draft rows");
+    return true;
+  }
+  return false;
+}
+
+CommitParams Interceptor::Impl::DescribeCommit(const CommitCall& call, at::Tensor& status) const {
+  CommitParams params;
+  params.path = static_cast<const int32_t*>(call.path.const_data_ptr());
+  params.counts = static_cast<const int32_t*>(call.counts.const_data_ptr());
+  params.num_requests = rows.num_requests();
+  params.depth = static_cast<int32_t>(call.path.size(1));
+  params.num_staging_rows = rows.num_staging_rows();
+  params.row_base = call.rows == RowSpace::kRequest ? rows.row_base() : nullptr;
+  params.row_map = rows.device_stage_rows();
+  params.num_map_rows = rows.num_rows();
+  params.request_rows = rows.request_rows();
+  params.parents = rows.parents();
+  params.tips = rows.tips();
+  params.round_status = static_cast<const int64_t*>(round_status.const_data_ptr());
+  params.status = static_cast<int64_t*>(status.mutable_data_ptr());
+  params.bytes_per_token = table.staged_bytes_per_token();
+  params.stream = CurrentStream(table.device());
+
+  std::vector<int> group_index(table.groups().size(), -1);
+  for (size_t g = 0; g < table.groups().size(); ++g) {
+    const CacheGroup& source = table.groups()[g];
+    if (source.staging == nullptr) continue;
+    CommitGroup& group = params.groups[params.num_groups];
+    group.staged = source.staging->LayerView(0);
+    group.staged_key_layer = source.staging->keys().stride(0);
+    group.staged_value_layer = source.staging->values().stride(0);
+    group.row_slots = static_cast<const int64_t*>(source.staging->slots().const_data_ptr());
+    if (!call.slots.empty()) {
+      group.slots = static_cast<const int64_t*>(call.slots[params.num_groups].const_data_ptr());
+    }
+    group.geometry = source.geometry;
+    group.dtype = RowDType(source.staging->keys(), "staging");
+    group_index[g] = params.num_groups++;
+  }
+  for (const BoundLayer& layer : table.layers()) {
+    if (layer.round != LayerRound::kStaged) continue;
+    params.layers[params.num_layers++] = {layer.layout.key, layer.layout.value, layer.layout.scales,
+                                          group_index[layer.group], layer.staged_layer};
+  }
+  return params;
+}
+
+void Interceptor::Impl::Commit(const CommitCall& call, Receipt* receipt) {
+  std::string detail;
+  const bool incomplete = FindIncomplete(&detail);
+  CommitParams params = DescribeCommit(call, receipt->status);
+  if (!incomplete) {
+    params.summaries =
+        DescribeSummaries(call.summaries, params, rows.num_requests(), table.device());
+  }
+  at::Tensor agreement;
+  if (!config.agreement_group.empty()) {
+    // Every rank asks before it looks at its own input, so that none waits for one that gave up.
+    agreement = Agree(params, incomplete);
+    params.agreement = static_cast<const int64_t*>(agreement.const_data_ptr());
+  }
+  if (incomplete) {
+    receipt->degraded = BypassReason::kIncompleteStaging;
+    receipt->status[kStatusCode].fill_(static_cast<int64_t>(CommitError::kIncompleteStaging));
+    receipt->problem = books.Report(BypassReason::kIncompleteStaging, detail);
+  } else if (table.device().is_cpu()) {
+    CommitOnCpu(params, receipt);
+  } else {
+    CommitOnCuda(params, call.last);
+  }
+}
+
+at::Tensor Interceptor::Impl::Agree(const CommitParams& params, bool refuse) const {
+  at::Tensor digest = at::full({2}, kDigestRefusal, at::dtype(at::kLong).device(table.device()));
+  auto* words = static_cast<int64_t*>(digest.mutable_data_ptr());
+  if (!refuse && table.device().is_cpu()) {
+    CommitDigestCpu(params, words);
+  } else if (!refuse) {
+#ifdef NWOR_WITH_CUDA
+    LaunchCommitDigest(params, words);
+#endif
+  }
+  AgreeOnDigest(config.agreement_group, digest);
+  return digest;
+}
+
+void Interceptor::Impl::CommitOnCpu(const CommitParams& params, Receipt* receipt) {
+  CommitVerdict verdict = ValidateCommit(params);
+  NWOR_CHECK(!IsInputFault(verdict.error), ExplainInputFault(verdict, params));
+  verdict = CommitCpu(params, undo, *writer);
+  if (verdict.error == CommitError::kSlotMismatch) {
+    receipt->degraded = BypassReason::kSlotMismatch;  // counted when the write fell back
+    receipt->problem = Sentence(verdict.error);
+  } else if (verdict.error == CommitError::kRankDisagreement) {
+    receipt->degraded = BypassReason::kRankDisagreement;
+    receipt->problem = books.Report(receipt->degraded, "nothing was written on any rank");
+  } else if (verdict.error == CommitError::kWriteFailed) {
+    // Staging is intact and every byte is back: write the accepted rows once more from there.
+    verdict = CommitCpu(params, undo, *writer);
+    receipt->degraded = verdict.error == CommitError::kOk ? BypassReason::kCommitFailure
+                                                          : BypassReason::kCommitLost;
+    receipt->problem = books.Report(receipt->degraded, "");
+  }
+  books.CountCommit(params.status[kStatusCommitted], params.bytes_per_token);
+}
+
+void Interceptor::Impl::CommitOnCuda(CommitParams& params, bool last) {
+#ifdef NWOR_WITH_CUDA
+  params.ticket = books.DeviceTicket();
+  params.counters = books.DeviceCounters();
+  params.closing_tokens = last ? StagedTokens() : -1;
+  LaunchCommit(params);
+  counts_on_device = true;
+  settled_on_device = last;
+#endif
+}
+
+void Interceptor::Abort() {
+  NWOR_CHECK(impl_->round_open, "abort: got no open round, expected begin first");
+  if (impl_->capturing) {
+    impl_->round_open = impl_->capturing = false;
+    return;
+  }
+  impl_->CloseRound(/*aborted=*/true);
+  if (impl_->observer != nullptr) impl_->observer->AfterAbort();
+}
+
+// A token counts once, whichever layers of whichever groups have staged it.
+int64_t Interceptor::Impl::StagedTokens() const {
+  std::vector<bool> staged(rows.num_staging_rows(), false);
+  for (const CacheGroup& group : table.groups()) {
+    if (staging && group.staging != nullptr) group.staging->AddStagedRows(staged);
+  }
+  return std::count(staged.begin(), staged.end(), true);
+}
+
+void Interceptor::Impl::CloseRound(bool aborted) {
+  if (counts_on_device && !settled_on_device) {
+    // Chunks were committed and the rest was given up: an empty commit settles the books there.
+    const c10::DeviceGuard guard(table.device());
+    const at::Tensor none = at::zeros({1, 1}, at::dtype(at::kInt).device(table.device()));
+    const at::Tensor no_slots = at::zeros({1, 1}, at::dtype(at::kLong).device(table.device()));
+    at::Tensor status = at::zeros({kNumStatusWords}, no_slots.options());
+    const std::vector<at::Tensor> slots(table.num_staging_groups(), no_slots);
+    CommitParams params = DescribeCommit({none, none, slots, RowSpace::kBatch, true, {}}, status);
+    params.num_requests = 0;
+    CommitOnCuda(params, /*last=*/true);
+  }
+  books.CloseRound(StagedTokens(), table.staged_bytes_per_token(), aborted, counts_on_device);
+  round_open = false;
+}
+
+}  // namespace nwor

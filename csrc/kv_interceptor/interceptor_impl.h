@@ -1,0 +1,59 @@
+#pragma once
+
+#include "kv_interceptor/interceptor.h"
+#include "kv_interceptor/round.h"
+
+// The interceptor's state, shared by the files that open a round, write and commit.
+
+namespace nwor {
+
+// One layer's rows of a write with the staging row of each.
+struct RowsToWrite {
+  std::vector<int32_t> stage_rows;  // -1: direct
+  std::vector<int32_t> staged;      // those that are not
+};
+
+struct Interceptor::Impl {
+  explicit Impl(NworConfig config_in)
+      : config(std::move(config_in)), enabled(config.enable_nwor), books(config.strict) {}
+
+  const NworConfig config;
+  bool enabled;
+  LayerTable table;
+  RoundBooks books;
+
+  // The open round, or the last one.
+  bool round_open = false;
+  bool staging = false;
+  int64_t epoch = 0;
+  RoundPlan plan;
+  RoundTables rows;
+  at::Tensor round_status;  // faults that writes of the round found on the device
+
+  CommitUndoLog undo;
+  // On CUDA: whether commits of the open round count there, and have settled its books there.
+  bool counts_on_device = false;
+  bool capturing = false;
+  at::Tensor fixed_tables;  // with graph_rows: where every round's tables stand
+  bool settled_on_device = false;
+  CacheWriter* writer = &PlainCacheWriter();
+  InterceptorObserver* observer = nullptr;
+
+  Outcome Bypass(BoundLayer* layer, BypassReason reason, std::string_view detail);
+  Outcome Write(const WriteCall& call, std::optional<int64_t> call_epoch);
+  Outcome WriteLayer(BoundLayer& layer, const WriteCall& call);
+  BypassReason CheckSlotsOnCpu(const BoundLayer& layer, const StageParams& params,
+                               const RowsToWrite& rows, std::string* detail) const;
+
+  CommitParams DescribeCommit(const CommitCall& call, at::Tensor& status) const;
+  bool FindIncomplete(std::string* detail) const;
+  void Commit(const CommitCall& call, Receipt* receipt);
+  // The ranks' digests of this commit; with `refuse` this rank makes all of them disagree.
+  at::Tensor Agree(const CommitParams& params, bool refuse) const;
+  void CommitOnCpu(const CommitParams& params, Receipt* receipt);
+  void CommitOnCuda(CommitParams& params, bool last);
+  int64_t StagedTokens() const;
+  void CloseRound(bool aborted);
+};
+
+}  // namespace nwor

@@ -1,0 +1,201 @@
+#include <c10/core/DeviceGuard.h>
+
+#include <algorithm>
+#include <numeric>
+
+#include "check.h"
+#include "kv_interceptor/interceptor_impl.h"
+#include "kv_interceptor/kv_ops.h"
+#include "kv_interceptor/tensor_layout.h"
+#include "profiling.h"
+
+namespace nwor {
+namespace {
+
+RowsToWrite ChooseRows(const std::vector<int32_t>& stage_rows_of_batch,
+                       const std::optional<std::vector<int32_t>>& rows) {
+  RowsToWrite chosen;
+  if (!rows.has_value()) {
+    chosen.stage_rows = stage_rows_of_batch;
+  } else {
+    const auto num_rows = static_cast<int32_t>(stage_rows_of_batch.size());
+    std::vector<bool> seen(num_rows, false);
+    for (const int32_t row : *rows) {
+      NWOR_CHECK(row >= 0 && row < num_rows, "rows: got row ", row, ", expected 0 to ",
+                 num_rows - 1);
+      NWOR_CHECK(!seen[row], "rows: got row ", row, " twice, expected each row once in a write");
+      seen[row] = true;
+      chosen.stage_rows.push_back(stage_rows_of_batch[row]);
+    }
+  }
+  std::copy_if(chosen.stage_rows.begin(), chosen.stage_rows.end(),
+               std::back_inserter(chosen.staged), [](int32_t row) { return row >= 0; });
+  return chosen;
+}
+
+}  // namespace
+
+Outcome Interceptor::Write(const std::string& layer, const at::Tensor& key, const at::Tensor& value,
+                           const at::Tensor& slot_mapping,
+                           const std::optional<std::vector<int32_t>>& rows,
+                           std::optional<int64_t> epoch) {
+  const WriteCall call{layer, key, value, slot_mapping, rows};
+  const bool observed = impl_->observer != nullptr && !impl_->capturing;
+  if (observed) impl_->observer->BeforeWrite(call);
+  const Outcome outcome = impl_->Write(call, epoch);
+  if (observed) impl_->observer->AfterWrite(call, outcome);
+  return outcome;
+}
+
+Outcome Interceptor::Impl::Bypass(BoundLayer* layer, BypassReason reason, std::string_view detail) {
+  books.Report(reason, detail);
+  if (layer != nullptr) layer->round = LayerRound::kBypassed;
+  return {Action::kBypass, reason, 0};
+}
+
+Outcome Interceptor::Impl::Write(const WriteCall& call, std::optional<int64_t> call_epoch) {
+  NWOR_CHECK(call.key.defined() && call.value.defined() && call.slot_mapping.defined(),
+             "key, value, slot_mapping: got nothing, expected tensors");
+  const std::string name = Concat("layer '", call.layer, "'");
+  BoundLayer* layer = table.Find(call.layer);
+  if (layer == nullptr) return Bypass(nullptr, BypassReason::kUnboundLayer, name);
+  if (IsFake(call.key) || IsFake(call.value) || IsFake(call.slot_mapping)) {
+    return Bypass(nullptr, BypassReason::kFakeTensor, name);
+  }
+  if (call_epoch.has_value() && (*call_epoch != epoch || !round_open)) {
+    return Bypass(nullptr, BypassReason::kStaleRound,
+                  Concat("got a write of round ", *call_epoch, ", the last one is ", epoch));
+  }
+  NWOR_CHECK(round_open, "write: got rows of ", name, " without an open round, expected begin");
+  if (!enabled) return Bypass(layer, BypassReason::kDisabled, "");
+  if (!layer->unsupported.empty()) {
+    return Bypass(layer, BypassReason::kUnsupportedLayout, Concat(name, ": ", layer->unsupported));
+  }
+  if (!layer->ready) return Bypass(layer, BypassReason::kNotReady, name);
+  return WriteLayer(*layer, call);
+}
+
+Outcome Interceptor::Impl::WriteLayer(BoundLayer& layer, const WriteCall& call) {
+  const CacheGroup& group = table.groups()[layer.group];
+  StagingBuffer& staging_buffer = *group.staging;
+  const at::Device device = staging_buffer.device();
+  const CacheGeometry& geometry = layer.layout.geometry;
+
+  const RowsToWrite chosen = ChooseRows(rows.stage_rows(), call.rows);
+  const auto num_rows = static_cast<int64_t>(chosen.stage_rows.size());
+  at::Tensor key = ContiguousChannels(call.key), value = ContiguousChannels(call.value);
+  at::Tensor slot_mapping = call.slot_mapping;
+  if (config.graph_rows > 0 && !call.rows.has_value()) {
+    for (at::Tensor* padded : {&key, &value, &slot_mapping}) {
+      if (padded->dim() > 0 && padded->size(0) > num_rows) *padded = padded->narrow(0, 0, num_rows);
+    }
+  }
+
+  StageParams params;
+  params.rows = DescribeRows(key, value, "key", "value", geometry.num_heads, geometry.head_dim);
+  NWOR_CHECK(key.size(0) == num_rows, "key: got ", key.size(0), " rows, expected ", num_rows,
+             call.rows.has_value() ? " as rows" : " as the round's plan");
+  NWOR_CHECK(key.scalar_type() == group.dtype, "key: got dtype ", c10::toString(key.scalar_type()),
+             ", expected ", c10::toString(group.dtype), " as the other rows of the group");
+  CheckDevice(key, "key", device);
+  CheckIndex(slot_mapping, "slot_mapping", at::kLong, {num_rows}, device);
+
+  at::Tensor chosen_on_device;
+  if (call.rows.has_value()) {
+    chosen_on_device = ToDevice(chosen.stage_rows, device);
+    params.stage_rows = static_cast<const int32_t*>(chosen_on_device.const_data_ptr());
+  } else {
+    params.stage_rows = rows.device_stage_rows();
+  }
+  params.cache = layer.layout;
+  params.slot_mapping = static_cast<const int64_t*>(slot_mapping.const_data_ptr());
+  params.num_rows = static_cast<int32_t>(num_rows);
+  params.dtype = RowDType(key, "key");
+  params.exclusive = true;
+  params.stream = CurrentStream(device);
+  if (staging) {
+    params.staged = staging_buffer.LayerView(layer.staged_layer);
+    // A graph may be replayed with more drafts than it was captured with.
+    params.num_staging_rows = config.graph_rows > 0
+                                  ? static_cast<int32_t>(staging_buffer.capacity_rows())
+                                  : rows.num_staging_rows();
+    params.group_slots = static_cast<int64_t*>(staging_buffer.slots().mutable_data_ptr());
+    params.status = static_cast<int64_t*>(round_status.mutable_data_ptr());
+  }
+
+  int64_t num_direct = num_rows - static_cast<int64_t>(chosen.staged.size());
+  if (device.is_cpu()) {
+    std::string detail;
+    const BypassReason problem = CheckSlotsOnCpu(layer, params, chosen, &detail);
+    if (problem != BypassReason::kNone) {
+      const Outcome outcome = Bypass(&layer, problem, detail);
+      // As on a GPU: when layers disagree about slots the round commits nothing, or a token would
+      // be in one layer and not in another.
+      params.status[kStatusCode] = static_cast<int64_t>(CommitError::kSlotMismatch);
+      return outcome;
+    }
+    for (int64_t i = 0; i < num_rows; ++i) {
+      num_direct -= chosen.stage_rows[i] < 0 && params.slot_mapping[i] < 0 ? 1 : 0;
+    }
+  }
+  {
+    const c10::DeviceGuard guard(device);
+    const ScopedProfileRange range(ProfileRange::kStage);
+    if (device.is_cpu()) {
+      StageCpu(params);
+    } else {
+#ifdef NWOR_WITH_CUDA
+      LaunchStage(params);
+#endif
+    }
+  }
+
+  Outcome outcome{staging ? Action::kStage : Action::kDirect, BypassReason::kNone, 0};
+  if (capturing) return outcome;
+  if (staging) {
+    outcome.staged_rows = staging_buffer.MarkStaged(layer.staged_layer, chosen.staged);
+  }
+  layer.round = staging ? LayerRound::kStaged : LayerRound::kDirect;
+  books.CountWrite(num_direct * layer.bytes_per_token(), !chosen.staged.empty());
+  return outcome;
+}
+
+// On the CPU the data is at hand: wrong slots are found before anything is written.
+BypassReason Interceptor::Impl::CheckSlotsOnCpu(const BoundLayer& layer, const StageParams& params,
+                                                const RowsToWrite& chosen,
+                                                std::string* detail) const {
+  CheckStageOnCpu(params);
+  if (params.group_slots == nullptr) return BypassReason::kNone;
+  for (int32_t i = 0; i < params.num_rows; ++i) {
+    const int32_t row = chosen.stage_rows[i];
+    if (row < 0) continue;
+    const int64_t recorded = params.group_slots[row];
+    if (recorded == kNoSlot || recorded == params.slot_mapping[i]) continue;
+    *detail = Concat("layer '", layer.name, "' gave slot ", params.slot_mapping[i],
+                     " for a draft row that has slot ", recorded, " in another layer of group ",
+                     layer.group);
+    return BypassReason::kSlotMismatch;
+  }
+  return BypassReason::kNone;
+}
+
+void Interceptor::NoteReplay() {
+  Impl& impl = *impl_;
+  NWOR_CHECK(impl.round_open && !impl.capturing && impl.config.graph_rows > 0,
+             "note_replay: got no open round of an interceptor with graph_rows, expected one");
+  std::vector<int32_t> staged(impl.rows.num_staging_rows());
+  std::iota(staged.begin(), staged.end(), 0);
+  for (BoundLayer& layer : impl.table.layers()) {
+    if (!layer.ready) continue;
+    NWOR_CHECK(layer.round == LayerRound::kSilent, "note_replay: layer '", layer.name,
+               "' has been written in this round, expected no write");
+    if (impl.staging) {
+      impl.table.groups()[layer.group].staging->MarkStaged(layer.staged_layer, staged);
+    }
+    layer.round = impl.staging ? LayerRound::kStaged : LayerRound::kDirect;
+    const auto num_direct = impl.rows.num_rows() - static_cast<int64_t>(staged.size());
+    impl.books.CountWrite(num_direct * layer.bytes_per_token(), !staged.empty());
+  }
+}
+
+}  // namespace nwor
