@@ -9,21 +9,19 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import json
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
-import nwor_specpv
-from nwor_specpv import _stamp, verify_attention, verify_plan
+from nwor_specpv import verify_attention, verify_plan
 from nwor_specpv.attention import last_route
 
 from . import peers
+from .report import add_machine_arguments, choose_device, machine, numbers, publish
 from .timing import Timing, capture, time_calls, time_graphs
 
 PAGE_SIZE = 16
@@ -292,23 +290,16 @@ def describe(report: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def _numbers(text: str) -> list[int]:
-    return [int(part) for part in text.split(",")]
-
-
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="nwor-specpv bench attention", description=__doc__)
-    parser.add_argument("--device", choices=["cuda", "cpu"], help="default: cuda when there is one")
-    parser.add_argument("--rows", type=_numbers, help="rows per request, comma-separated")
-    parser.add_argument("--batch", type=_numbers, help="requests")
-    parser.add_argument("--prefix", type=_numbers, help="tokens before the rows")
+    parser.add_argument("--rows", type=numbers, help="rows per request, comma-separated")
+    parser.add_argument("--batch", type=numbers, help="requests")
+    parser.add_argument("--prefix", type=numbers, help="tokens before the rows")
     parser.add_argument("--heads", nargs="*", metavar="Hq/Hkv", help="query and KV heads")
-    parser.add_argument("--head-dim", type=_numbers)
+    parser.add_argument("--head-dim", type=numbers)
     parser.add_argument("--dtype", nargs="*", choices=sorted(DTYPES))
     parser.add_argument("--mask", nargs="*", choices=["chain", "tree"], default=["tree"])
     parser.add_argument("--replays", type=int, help="default: 20 on CUDA, 9 on the CPU")
-    parser.add_argument("--threads", type=int, help="CPU threads, default: torch's")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures there too")
     return parser
 
 
@@ -332,11 +323,10 @@ def _cases(arguments: argparse.Namespace, device: str) -> list[Case]:
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = _parser()
+    add_machine_arguments(parser)
     arguments = parser.parse_args(argv)
-    device = arguments.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    device = choose_device(arguments)
     replays = arguments.replays or (20 if device == "cuda" else 9)
-    if arguments.threads:
-        torch.set_num_threads(arguments.threads)
     results, missing = [], []
     if device == "cuda":
         flash = peers.vllm_flash_attention()
@@ -344,25 +334,17 @@ def main(argv: Sequence[str] | None = None) -> int:
             missing.append(f"{flash.name} ({flash.missing})")
         for case in _cases(arguments, device):
             results += bench_cuda(case, arguments.mask, replays, flash)
-        name = torch.cuda.get_device_name()
     else:
         for case in _cases(arguments, device):
             results += bench_cpu(case, arguments.mask, replays)
-        name = f"CPU, {torch.get_num_threads()} threads"
     report = {
-        "device": name,
-        "torch": torch.__version__,
-        "revision": _stamp.read_stamp().revision,
-        "version": nwor_specpv.__version__,
+        **machine(device),
         "replays": replays,
         "results": results,
         "missing": missing,
         "goal": CPU_GOALS if device == "cpu" else "",
     }
-    print(describe(report))
-    if arguments.json:
-        arguments.json.write_text(json.dumps(report, indent=2) + "\n")
-    return 0
+    return publish(report, describe, arguments.json)
 
 
 if __name__ == "__main__":

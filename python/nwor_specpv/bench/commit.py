@@ -7,17 +7,16 @@ others; on the CPU a commit runs beside memcpy. Each run checks the bytes it wro
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 
 import torch
 
 import nwor_specpv
-from nwor_specpv import _stamp, cache_views
+from nwor_specpv import cache_views
 
 from . import peers
+from .report import add_machine_arguments, choose_device, machine, publish
 from .timing import Timing, capture, time_calls, time_graphs
 
 LAYERS, HEADS, DIM, PAGE_SIZE = 32, 8, 128, 16
@@ -317,17 +316,13 @@ def describe(report: dict) -> str:
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="nwor-specpv bench commit", description=__doc__)
-    parser.add_argument("--device", choices=["cuda", "cpu"], help="default: cuda when there is one")
     parser.add_argument("--layout", choices=sorted(nwor_specpv.LAYOUTS), default="packed")
     parser.add_argument("--replays", type=int, default=25)
-    parser.add_argument("--threads", type=int, help="CPU threads, default: torch's")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures there too")
+    add_machine_arguments(parser)
     arguments = parser.parse_args(argv)
     if arguments.replays < 20:
         parser.error(f"--replays: got {arguments.replays}, expected at least 20")
-    device = arguments.device or ("cuda" if torch.cuda.is_available() else "cpu")
-    if arguments.threads:
-        torch.set_num_threads(arguments.threads)
+    device = choose_device(arguments)
     torch.manual_seed(0)
 
     results, missing = [], []
@@ -338,25 +333,18 @@ def main(argv: Sequence[str] | None = None) -> int:
             missing.append(f"{write.name} ({write.missing})")
         results += [bench_commit_cuda(tokens, layout, replays, write) for tokens in COMMIT_TOKENS]
         results += [bench_stage_cuda(tokens, layout, replays, write) for tokens in STAGE_TOKENS]
-        name = torch.cuda.get_device_name()
     else:
         missing.append(f"{peers.VLLM_NAME} (runs on CUDA only)")
         results += [bench_commit_cpu(tokens, layout, replays) for tokens in COMMIT_TOKENS]
-        name = f"CPU, {torch.get_num_threads()} threads"
     report = {
-        "device": name,
-        "torch": torch.__version__,
-        "revision": _stamp.read_stamp().revision,
+        **machine(device),
         "layout": layout,
         "replays": replays,
         "goals": GOALS,
         "results": results,
         "missing": missing,
     }
-    print(describe(report))
-    if arguments.json:
-        arguments.json.write_text(json.dumps(report, indent=2) + "\n")
-    return 0
+    return publish(report, describe, arguments.json)
 
 
 if __name__ == "__main__":

@@ -9,19 +9,16 @@ same summaries; each run is checked in float64. On CUDA calls run inside a graph
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 
-import nwor_specpv
-from nwor_specpv import _stamp
 from nwor_specpv.retrieval import block_summaries, build_view, select_blocks
 
+from .report import add_machine_arguments, choose_device, machine, numbers, publish
 from .timing import Timing, capture, time_calls, time_graphs
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -255,32 +252,24 @@ def describe(report: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def _numbers(text: str) -> list[int]:
-    return [int(part) for part in text.split(",")]
-
-
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="nwor-specpv bench retrieval", description=__doc__)
-    parser.add_argument("--device", choices=["cuda", "cpu"], help="default: cuda when there is one")
-    parser.add_argument("--tokens", type=_numbers, help="context lengths, comma-separated")
-    parser.add_argument("--rows", type=_numbers, default=[8], help="rows of the tree")
+    parser.add_argument("--tokens", type=numbers, help="context lengths, comma-separated")
+    parser.add_argument("--rows", type=numbers, default=[8], help="rows of the tree")
     parser.add_argument("--heads", default="32/8", metavar="Hq/Hkv")
     parser.add_argument("--head-dim", type=int)
     parser.add_argument("--dtype", choices=sorted(DTYPES))
     parser.add_argument("--score", nargs="*", choices=["specpv", "quest"], default=["specpv"])
     parser.add_argument("--replays", type=int, help="default: 20 on CUDA, 9 on the CPU")
-    parser.add_argument("--threads", type=int, help="CPU threads, default: torch's")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures there too")
+    add_machine_arguments(parser)
     return parser
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     arguments = _parser().parse_args(argv)
-    device = arguments.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    device = choose_device(arguments)
     cpu = device == "cpu"
     replays = arguments.replays or (9 if cpu else 20)
-    if arguments.threads:
-        torch.set_num_threads(arguments.threads)
     dtype = DTYPES[arguments.dtype or ("float32" if cpu else "bfloat16")]
     heads, kv_heads = map(int, arguments.heads.split("/"))
     dim = arguments.head_dim or (64 if cpu else 128)
@@ -291,19 +280,11 @@ def main(argv: Sequence[str] | None = None) -> int:
                 case = Case(tokens, rows, heads, kv_heads, dim, dtype, score)
                 results += bench(case, device, replays)
     report = {
-        "device": f"CPU, {torch.get_num_threads()} threads"
-        if cpu
-        else torch.cuda.get_device_name(),
-        "torch": torch.__version__,
-        "revision": _stamp.read_stamp().revision,
-        "version": nwor_specpv.__version__,
+        **machine(device),
         "replays": replays,
         "results": results,
     }
-    print(describe(report))
-    if arguments.json:
-        arguments.json.write_text(json.dumps(report, indent=2) + "\n")
-    return 0
+    return publish(report, describe, arguments.json)
 
 
 if __name__ == "__main__":

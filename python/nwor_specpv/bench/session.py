@@ -9,17 +9,16 @@ checks lengths and slots.
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 import time
 from collections.abc import Callable, Sequence
-from pathlib import Path
 
 import torch
 
 import nwor_specpv
-from nwor_specpv import DraftTree, Interceptor, NworConfig, SessionStore, SlotAllocator, _stamp
+from nwor_specpv import DraftTree, Interceptor, NworConfig, SessionStore, SlotAllocator
 
+from .report import add_json_argument, machine, publish
 from .timing import Timing
 
 PAGE_SIZE, HEADS, DIM, DRAFTS = 16, 1, 8, 8
@@ -140,7 +139,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--short", type=int, default=1_000, help="tokens of the short sequence")
     parser.add_argument("--long", type=int, default=1_000_000, help="tokens of the long one")
     parser.add_argument("--replays", type=int, default=200)
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures there too")
+    add_json_argument(parser)
     arguments = parser.parse_args(argv)
     for name in ("short", "long", "replays"):
         least = 1 if name == "replays" else 2
@@ -160,18 +159,13 @@ def main(argv: Sequence[str] | None = None) -> int:
             "ratio": pair[1].median_us / pair[0].median_us,
         }
     report = {
-        "device": f"CPU, {torch.get_num_threads()} threads",
-        "torch": torch.__version__,
-        "revision": _stamp.read_stamp().revision,
+        **machine("cpu"),
         "lengths": lengths,
         "replays": arguments.replays,
         "goal": GOAL,
         "results": results,
     }
-    print(describe(report))
-    if arguments.json:
-        arguments.json.write_text(json.dumps(report, indent=2) + "\n")
-    return 0
+    return publish(report, describe, arguments.json)
 
 
 if __name__ == "__main__":

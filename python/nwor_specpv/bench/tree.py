@@ -7,18 +7,16 @@ CPU by the clock. Each run compares what it got with the plain Python formulatio
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 
 import nwor_specpv
-from nwor_specpv import _stamp
 
 from . import tree_peers
+from .report import add_machine_arguments, choose_device, machine, publish
 from .timing import Timing, capture, time_calls, time_graphs
 
 GOALS_US = {"build": 15.0, "greedy": 4.0, "sampling": 45.0}
@@ -249,41 +247,31 @@ def describe(report: dict) -> str:
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="nwor-specpv bench tree", description=__doc__)
-    parser.add_argument("--device", choices=["cuda", "cpu"], help="default: cuda when there is one")
     parser.add_argument("--requests", type=int, default=32)
     parser.add_argument("--rows", type=int, default=64)
     parser.add_argument("--best", type=int, default=8, help="the drafter's top-k")
     parser.add_argument("--steps", type=int, default=5)
     parser.add_argument("--vocabulary", type=int, help="default: 128256, on the CPU 32000")
     parser.add_argument("--replays", type=int, default=25)
-    parser.add_argument("--threads", type=int, help="CPU threads, default: torch's")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures there too")
+    add_machine_arguments(parser)
     arguments = parser.parse_args(argv)
     if arguments.replays < 1:
         parser.error(f"--replays: got {arguments.replays}, expected at least 1")
     if not 1 <= arguments.rows <= 64:
         parser.error(f"--rows: got {arguments.rows}, expected 1 .. 64 (plain torch has one word)")
-    device = arguments.device or ("cuda" if torch.cuda.is_available() else "cpu")
-    if arguments.threads:
-        torch.set_num_threads(arguments.threads)
+    device = choose_device(arguments)
     torch.manual_seed(0)
     vocabulary = arguments.vocabulary or (128256 if device == "cuda" else 32000)
     shape = Shape(arguments.requests, arguments.rows, arguments.best, arguments.steps, vocabulary)
-    cpu = f"CPU, {torch.get_num_threads()} threads"
     report = {
-        "device": torch.cuda.get_device_name() if device == "cuda" else cpu,
-        "torch": torch.__version__,
-        "revision": _stamp.read_stamp().revision,
+        **machine(device),
         "replays": arguments.replays,
         "shape": vars(shape),
         "goals": GOALS_US if device == "cuda" else dict.fromkeys(GOALS_US, CPU_GOAL),
         "goal_unit": "us" if device == "cuda" else "times plain Python",
         "results": bench(shape, device, arguments.replays),
     }
-    print(describe(report))
-    if arguments.json:
-        arguments.json.write_text(json.dumps(report, indent=2) + "\n")
-    return 0
+    return publish(report, describe, arguments.json)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,55 @@
+"""What every benchmark's command line and report have in common."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import nwor_specpv
+from nwor_specpv import _stamp
+
+
+def numbers(text: str) -> list[int]:
+    return [int(part) for part in text.split(",")]
+
+
+def add_json_argument(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures there too")
+
+
+def add_machine_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--device", choices=["cuda", "cpu"], help="default: cuda when there is one")
+    parser.add_argument("--threads", type=int, help="CPU threads, default: torch's")
+    add_json_argument(parser)
+
+
+def choose_device(arguments: argparse.Namespace) -> str:
+    """The device to measure; sets the number of threads that was asked for."""
+    if arguments.threads:
+        torch.set_num_threads(arguments.threads)
+    return arguments.device or ("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def machine(device: str) -> dict[str, Any]:
+    """Where figures come from: the head of every report."""
+    cpu = f"CPU, {torch.get_num_threads()} threads"
+    return {
+        "device": torch.cuda.get_device_name() if device == "cuda" else cpu,
+        "torch": torch.__version__,
+        "revision": _stamp.read_stamp().revision,
+        "version": nwor_specpv.__version__,
+    }
+
+
+def publish(
+    report: dict[str, Any], describe: Callable[[dict[str, Any]], str], path: Path | None
+) -> int:
+    print(describe(report))
+    if path is not None:
+        path.write_text(json.dumps(report, indent=2) + "\n")
+    return 0
