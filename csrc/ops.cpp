@@ -9,6 +9,7 @@
 #include "attention/verify.h"
 #include "check.h"
 #include "kv_interceptor/kv_ops.h"
+#include "linear/linear_rows.h"
 #include "specpv/specpv_ops.h"
 
 // The torch ops: schemas, and one implementation each for CPU, CUDA and shape-only tensors. This is
@@ -276,6 +277,22 @@ void RegisterSpecPVFakes(torch::Library& library) {
   library.impl("select_blocks", &SelectBlocksFake);
 }
 
+// ---- linear layers ----------------------------------------------------------------------------
+
+at::Tensor LinearRowsOp(const at::Tensor& input, const at::Tensor& weight,
+                        const OptionalTensor& bias) {
+  return WithTorchErrors([&]() -> at::Tensor { return LinearRows(input, weight, bias); });
+}
+
+at::Tensor LinearRowsFake(const at::Tensor& input, const at::Tensor& weight,
+                          const OptionalTensor& bias) {
+  TORCH_CHECK_VALUE(input.dim() >= 1 && weight.dim() == 2, "input, weight: got ", input.dim(),
+                    " and ", weight.dim(), " dimensions, expected 1 or more and 2");
+  std::vector<c10::SymInt> sizes = input.sym_sizes().vec();
+  sizes.back() = weight.sym_size(0);
+  return at::empty_symint(sizes, input.options());
+}
+
 // One implementation serves every device: it checks, then goes by the tensors' device.
 void RegisterKernels(torch::Library& library) {
   library.impl("write_kv", &WriteKvOp);
@@ -298,6 +315,7 @@ TORCH_LIBRARY(nwor_specpv, library) {
       "Tensor(d!)? kmax=None, Tensor(e!)? kmin=None, Tensor? block_table=None, "
       "Tensor? full_lens=None, Tensor? cached_lens=None, Tensor? summary_rows=None, "
       "int block_size=0, int start_token=0) -> ()");
+  library.def("linear_rows(Tensor input, Tensor weight, Tensor? bias=None) -> Tensor");
   nwor::RegisterAttentionSchemas(library);
   nwor::RegisterTreeSchemas(library);
   nwor::RegisterSpecPVSchemas(library);
@@ -305,12 +323,14 @@ TORCH_LIBRARY(nwor_specpv, library) {
 
 TORCH_LIBRARY_IMPL(nwor_specpv, CPU, library) {
   nwor::RegisterKernels(library);
+  library.impl("linear_rows", &nwor::LinearRowsOp);
   nwor::RegisterAttentionKernels(library);
   nwor::RegisterTreeKernels(library);
   nwor::RegisterSpecPVKernels(library);
 }
 TORCH_LIBRARY_IMPL(nwor_specpv, Meta, library) {
   nwor::RegisterKernels(library);
+  library.impl("linear_rows", &nwor::LinearRowsFake);
   nwor::RegisterAttentionFakes(library);
   nwor::RegisterTreeFakes(library);
   nwor::RegisterSpecPVFakes(library);
@@ -318,6 +338,7 @@ TORCH_LIBRARY_IMPL(nwor_specpv, Meta, library) {
 #ifdef NWOR_WITH_CUDA
 TORCH_LIBRARY_IMPL(nwor_specpv, CUDA, library) {
   nwor::RegisterKernels(library);
+  library.impl("linear_rows", &nwor::LinearRowsOp);
   nwor::RegisterAttentionKernels(library);
   nwor::RegisterTreeKernels(library);
   nwor::RegisterSpecPVKernels(library);

@@ -3,9 +3,9 @@
 
     tools/check_structure.py [repository root]
 
-* Includes in csrc/ go one way: root headers, metrics, kv_interceptor, attention, tree, specpv,
-  session, bindings (ops.cpp, module.cpp, their parts ops_<folder>.cpp, module_<folder>.cpp, and
-  their ops.h, module.h); no file includes itself by any detour.
+* Includes in csrc/ go one way: root headers, metrics, kv_interceptor, attention, linear, tree,
+  specpv, session, bindings (ops.cpp, module.cpp, their parts ops_<folder>.cpp,
+  module_<folder>.cpp, and their ops.h, module.h); no file includes itself by any detour.
 * Only csrc/ops.cpp registers torch ops, only csrc/module.cpp and its parts csrc/module_<folder>.cpp
   include pybind11 or Python, only csrc/metrics/exporter.cpp includes prometheus.
 * No .cu or .cuh reaches a torch header, neither itself nor through a header of ours.
@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 # Lower may not include higher. Files directly in csrc/ are layer 0, except the bindings.
-LAYERS = ("", "metrics", "kv_interceptor", "attention", "tree", "specpv", "session")
+LAYERS = ("", "metrics", "kv_interceptor", "attention", "linear", "tree", "specpv", "session")
 MODULE = re.compile(r"module(_[a-z]+)?\.(cpp|h)")
 OPS = re.compile(r"ops(_[a-z]+)?\.(cpp|h)")
 BINDINGS = re.compile(rf"{OPS.pattern}|{MODULE.pattern}")

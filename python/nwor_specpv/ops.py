@@ -35,6 +35,7 @@ __all__ = [
     "build_view",
     "commit",
     "cut_path",
+    "linear_rows",
     "make_coins",
     "merge_states",
     "select_blocks",
@@ -147,3 +148,14 @@ def commit(
         None if v_scales is None else list(v_scales),
         **({} if summaries is None else vars(summaries)),
     )
+
+
+def linear_rows(
+    input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None
+) -> torch.Tensor:
+    """A linear layer for few rows: `input` [.., K], `weight` [N, K], `bias` [N].
+
+    On the CPU a row has the same bits whatever the number of rows, sums are float32, and weights
+    are read once, as they lie; on CUDA it is torch's linear.
+    """
+    return call(torch.ops.nwor_specpv.linear_rows.default, input, weight, bias)

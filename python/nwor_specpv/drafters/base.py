@@ -63,6 +63,15 @@ class Drafter(ABC):
         row. The last of `tokens` is the next root: emitted, not run yet.
         """
 
+    def retract(self, request: Hashable, num_tokens: int) -> bool:
+        """Takes back the last `num_tokens` tokens that were observed, before the next `observe`.
+
+        A host that verifies over a partial view may find later that tokens do not stand. The next
+        root is the first of the tokens then observed; its features are not given again. False: the
+        drafter cannot, and the host begins the request anew.
+        """
+        return False
+
     @abstractmethod
     def draft(self, requests: Sequence[Hashable], tree: TreeConfig) -> list[DraftTree]:
         """One tree per request, its root first; the root alone where there is nothing to say."""

@@ -1,0 +1,97 @@
+#include "linear/linear_rows.h"
+
+#include <ATen/Parallel.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/linear.h>
+
+#include <algorithm>
+#include <atomic>
+#include <vector>
+
+#include "check.h"
+#include "linear/cpu/kernels.h"
+#include "parallel.h"
+
+namespace nwor {
+namespace {
+
+constexpr int64_t kStripOutputs = 40;
+// Below this a second thread costs more than it brings.
+constexpr int64_t kMinParallelWork = 1 << 16;
+
+std::optional<DType> SupportedType(at::ScalarType type) {
+  switch (type) {
+    case at::kFloat:
+      return DType::kFloat32;
+    case at::kHalf:
+      return DType::kFloat16;
+    case at::kBFloat16:
+      return DType::kBFloat16;
+    default:
+      return std::nullopt;
+  }
+}
+
+void CheckArguments(const at::Tensor& input, const at::Tensor& weight,
+                    const std::optional<at::Tensor>& bias) {
+  NWOR_CHECK(weight.dim() == 2, "weight: got ", weight.dim(), " dimensions, expected [N, K]");
+  NWOR_CHECK(input.dim() >= 1 && input.size(-1) == weight.size(1), "input: got sizes ",
+             input.sizes(), ", expected the last one ", weight.size(1));
+  NWOR_CHECK(input.scalar_type() == weight.scalar_type(), "input: got ", input.scalar_type(),
+             ", expected ", weight.scalar_type(), " as weight");
+  NWOR_CHECK(input.device() == weight.device(), "input: got device ", input.device().str(),
+             ", expected ", weight.device().str(), " as weight");
+  if (!bias.has_value()) return;
+  NWOR_CHECK(bias->dim() == 1 && bias->size(0) == weight.size(0), "bias: got sizes ", bias->sizes(),
+             ", expected [", weight.size(0), "]");
+  NWOR_CHECK(bias->scalar_type() == weight.scalar_type() && bias->device() == weight.device(),
+             "bias: got ", bias->scalar_type(), " on ", bias->device().str(), ", expected ",
+             weight.scalar_type(), " on ", weight.device().str(), " as weight");
+}
+
+void Run(const cpu::LinearTask& all, int64_t outputs) {
+  const cpu::LinearKernels& kernels = cpu::ChooseLinearKernels();
+  const int64_t strips = (outputs + kStripOutputs - 1) / kStripOutputs;
+  const bool alone = outputs * all.depth < kMinParallelWork;
+  std::atomic<int64_t> next{0};
+  RunOnTorchThreads(alone ? 1 : std::min<int64_t>(strips, at::get_num_threads()), [&] {
+    for (int64_t strip = next++; strip < strips; strip = next++) {
+      cpu::LinearTask task = all;
+      task.first = strip * kStripOutputs;
+      task.last = std::min(outputs, task.first + kStripOutputs);
+      kernels.linear(task);
+    }
+  });
+}
+
+}  // namespace
+
+at::Tensor LinearRows(const at::Tensor& input, const at::Tensor& weight,
+                      const std::optional<at::Tensor>& bias) {
+  CheckArguments(input, weight, bias);
+  const std::optional<DType> dtype = SupportedType(weight.scalar_type());
+  if (!input.device().is_cpu() || !dtype || !weight.is_contiguous()) {
+    return at::linear(input, weight, bias);
+  }
+  const at::Tensor rows = input.to(at::kFloat).contiguous();
+  std::vector<int64_t> sizes = input.sizes().vec();
+  sizes.back() = weight.size(0);
+  at::Tensor out = at::empty(sizes, input.options().dtype(at::kFloat));
+  cpu::LinearTask task;
+  task.x = rows.const_data_ptr<float>();
+  task.depth = weight.size(1);
+  task.rows = task.depth > 0 ? rows.numel() / task.depth : 0;
+  task.weight = weight.const_data_ptr();
+  task.dtype = *dtype;
+  task.out = out.mutable_data_ptr<float>();
+  task.out_stride = weight.size(0);
+  if (task.depth == 0) {
+    out.zero_();
+  } else if (task.rows > 0) {
+    Run(task, weight.size(0));
+  }
+  if (bias.has_value()) out.add_(*bias);
+  return out.to(input.scalar_type());
+}
+
+}  // namespace nwor

@@ -1,0 +1,102 @@
+#include <gtest/gtest.h>
+
+#include <cmath>
+#include <limits>
+#include <random>
+#include <vector>
+
+#include "linear/cpu/kernels.h"
+
+namespace nwor::cpu {
+namespace {
+
+std::vector<const LinearKernels*> AllKernels() {
+  return {&kGenericLinearKernels, &ChooseLinearKernels()};
+}
+
+struct Problem {
+  Problem(int64_t num_rows, int64_t num_outputs, int64_t num_channels, uint32_t seed)
+      : rows(num_rows),
+        outputs(num_outputs),
+        depth(num_channels),
+        x(num_rows * num_channels),
+        weight(num_outputs * num_channels),
+        out(num_rows * num_outputs + 1, std::numeric_limits<float>::quiet_NaN()) {
+    std::mt19937 random(seed);
+    std::normal_distribution<float> normal;
+    for (float& value : x) value = normal(random);
+    for (float& value : weight) value = normal(random);
+  }
+
+  LinearTask Task() {
+    LinearTask task;
+    task.x = x.data();
+    task.rows = rows;
+    task.depth = depth;
+    task.weight = weight.data();
+    task.last = outputs;
+    task.out = out.data();
+    task.out_stride = outputs;
+    return task;
+  }
+
+  int64_t rows, outputs, depth;
+  std::vector<float> x, weight, out;
+};
+
+TEST(LinearKernels, EqualSumsInDouble) {
+  for (const LinearKernels* kernels : AllKernels()) {
+    for (int64_t rows = 1; rows <= 14; ++rows) {
+      for (const auto& [outputs, depth] : {std::pair{1, 1}, {7, 3}, {41, 64}, {83, 37}, {8, 130}}) {
+        Problem problem(rows, outputs, depth, 7 + rows);
+        kernels->linear(problem.Task());
+        for (int64_t r = 0; r < rows; ++r) {
+          for (int64_t n = 0; n < outputs; ++n) {
+            double expected = 0, size = 0;
+            for (int64_t k = 0; k < depth; ++k) {
+              const double term = double{problem.x[r * depth + k]} * problem.weight[n * depth + k];
+              expected += term;
+              size += std::abs(term);
+            }
+            ASSERT_NEAR(problem.out[r * outputs + n], expected, 1e-6 * size + 1e-9)
+                << kernels->name << " rows " << rows << " outputs " << outputs;
+          }
+        }
+        EXPECT_TRUE(std::isnan(problem.out.back())) << "wrote beyond the last output";
+      }
+    }
+  }
+}
+
+TEST(LinearKernels, GiveARowTheSameBitsWhateverIsBesideIt) {
+  for (const LinearKernels* kernels : AllKernels()) {
+    for (int64_t rows = 2; rows <= 14; ++rows) {
+      Problem all(rows, 83, 70, 5);
+      kernels->linear(all.Task());
+      for (int64_t r = 0; r < rows; ++r) {
+        Problem one(1, 83, 70, 5);
+        one.weight = all.weight;
+        one.x.assign(all.x.begin() + r * 70, all.x.begin() + (r + 1) * 70);
+        kernels->linear(one.Task());
+        for (int64_t n = 0; n < 83; ++n) ASSERT_EQ(one.out[n], all.out[r * 83 + n]);
+      }
+    }
+  }
+}
+
+TEST(LinearKernels, TouchOnlyTheOutputsAskedFor) {
+  for (const LinearKernels* kernels : AllKernels()) {
+    Problem problem(3, 50, 20, 9);
+    LinearTask task = problem.Task();
+    task.first = 11;
+    task.last = 37;
+    kernels->linear(task);
+    for (int64_t i = 0; i < 150; ++i) {
+      const bool asked = i % 50 >= 11 && i % 50 < 37;
+      EXPECT_EQ(std::isnan(problem.out[i]), !asked) << i;
+    }
+  }
+}
+
+}  // namespace
+}  // namespace nwor::cpu
