@@ -5,6 +5,7 @@
 #include <algorithm>
 
 #include "check.h"
+#include "metrics/counters.h"
 #include "module.h"
 #include "specpv/config.h"
 #include "specpv/partial_cache.h"
@@ -242,9 +243,40 @@ void BindStore(py::module_& m) {
       .def_property_readonly("budget", &PartialStore::budget);
 }
 
+// For hosts that verify and draft with their own machinery and count for themselves.
+void BindCounting(py::module_& m) {
+  m.def(
+      "count",
+      [](std::string_view metric, int64_t amount) {
+        const auto found =
+            std::find_if(kCounterTexts.begin(), kCounterTexts.end(),
+                         [metric](const CounterText& text) { return text.metric == metric; });
+        NWOR_CHECK(found != kCounterTexts.end(), "metric: got '", metric,
+                   "', expected a counter of the metrics' list");
+        NWOR_CHECK(amount >= 0, "amount: got ", amount, ", expected 0 or more");
+        Counters::Global().Add(static_cast<Counter>(found - kCounterTexts.begin()), amount);
+      },
+      py::arg("metric"), py::arg("amount"));
+  m.def(
+      "count_full_steps",
+      [](std::string_view trigger, int64_t amount) {
+        const auto found =
+            std::find_if(kFullTriggerTexts.begin(), kFullTriggerTexts.end(),
+                         [trigger](const FullTriggerText& text) { return text.label == trigger; });
+        NWOR_CHECK(found != kFullTriggerTexts.end(), "trigger: got '", trigger,
+                   "', expected one of FULL_TRIGGERS");
+        for (int64_t i = 0; i < amount; ++i) {
+          Counters::Global().AddFullStep(
+              static_cast<FullTrigger>(found - kFullTriggerTexts.begin()));
+        }
+      },
+      py::arg("trigger"), py::arg("amount"));
+}
+
 }  // namespace
 
 void BindSpecPV(py::module_& m) {
+  BindCounting(m);
   BindConfig(m);
   BindSteps(m);
   BindStore(m);

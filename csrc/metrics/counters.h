@@ -51,7 +51,15 @@ namespace nwor {
   X(kRecheckedTokens, "specpv_rechecked_tokens_total",                                            \
     "Emitted tokens of partial steps that full attention looked at again")                        \
   X(kDisagreedTokens, "specpv_disagreed_tokens_total",                                            \
-    "Those of them that full attention would have chosen differently")
+    "Those of them that full attention would have chosen differently")                            \
+  X(kDraftPasses, "specpv_draft_passes_total", "Passes of the target over views, to draft")       \
+  X(kDraftedTokens, "specpv_drafted_tokens_total", "Tokens that the target drafted over views")   \
+  X(kConfirmedTokens, "specpv_confirmed_tokens_total",                                            \
+    "Those of them that a full step has confirmed")                                               \
+  X(kDraftFailures, "specpv_draft_failures_total", "Rounds of drafting over views that failed")   \
+  X(kProbedRows, "specpv_probed_rows_total",                                                      \
+    "Rows of full steps whose attention was computed over the view, too")                         \
+  X(kDeviatingRows, "specpv_deviating_rows_total", "Those of them that the view changed visibly")
 
 enum class Counter : int {
 #define NWOR_ENUMERATOR(name, metric, help) name,

@@ -103,6 +103,18 @@ class Settings:
         choices=("fixed", "adaptive"),
     )
     specpv_offload: bool = _key(False, "the full cache lives in host memory; needs compact storage")
+    specpv_draft_passes: int = _key(
+        0, "vLLM, lossless: partial passes per full step; 0: as many as pay", high=128
+    )
+    specpv_draft_lookup: int = _key(
+        4, "vLLM, lossless: tokens looked up in the text that a partial pass confirms", high=64
+    )
+    specpv_max_requests: int = _key(
+        8,
+        "vLLM: requests at once that have views; summaries take memory for each",
+        low=1,
+        high=4096,
+    )
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
@@ -122,7 +134,7 @@ class Settings:
         """The part partial verification takes, checked as a whole."""
         from . import _C
 
-        names = [n for n in _FIELDS if n.startswith("specpv_") or n == "enable_specpv"]
+        names = [name for name in _FIELDS if hasattr(_C.SpecPVConfig, name)]
         return _C.SpecPVConfig(**{name: getattr(self, name) for name in names})
 
     def as_dict(self) -> dict[str, Any]:

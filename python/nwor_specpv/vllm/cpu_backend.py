@@ -24,8 +24,9 @@ from nwor_specpv import cache_views, verify_attention
 from nwor_specpv.errors import NworError
 
 from . import compat, rows
-from .engine import write_direct
+from .engine import StepSeen, write_direct
 from .layer import TargetLayer, choose_impl, engine_of_layer, own_layers
+from .specpv.partial_pass import PartialPass
 
 
 @dataclass
@@ -76,6 +77,7 @@ class NworCpuMetadataBuilder(CPUAttentionMetadataBuilder):
         lens = rows.query_lens(common.query_start_loc_cpu, common.num_reqs)
         drafts = self._engine.drafts(lens, common)
         self._engine.begin(self._group, lens, drafts, common.slot_mapping)
+        self._engine.seen = StepSeen(lens, drafts, common.block_table_tensor)
         prefix = common.seq_lens[: len(lens)] - torch.tensor(lens, dtype=torch.int32)
         return NworCpuMetadata(**vars(metadata), prefix_lens=prefix)
 
@@ -111,6 +113,8 @@ class NworCpuImpl(TargetLayer, CPUAttentionBackendImpl):
     ) -> torch.Tensor:
         if attn_metadata is None:  # profiling: shapes only
             return output
+        if isinstance(attn_metadata, PartialPass):
+            return attn_metadata.attend(self, layer, query, key, value, kv_cache, output)
         if attn_metadata.causal is not True or output_scale is not None:
             raise NworError(
                 f"layer {layer.layer_name}: got attention that is not causal, or a quantised "

@@ -26,8 +26,9 @@ from nwor_specpv import cache_views, verify_attention, verify_plan
 from nwor_specpv.errors import NworError
 
 from . import compat, rows
-from .engine import find_engine
+from .engine import StepSeen, find_engine
 from .layer import TargetLayer, choose_impl, engine_of_layer, own_layers
+from .specpv.partial_pass import PartialPass
 
 
 @dataclass
@@ -127,6 +128,9 @@ class NworFlashMetadataBuilder(FlashAttentionMetadataBuilder):
         drafts = [max(0, n - 1) for n in lens] if capture else self._engine.drafts(lens, common)
         real = rows.without_padding(lens)
         self._engine.begin(self._group, lens[:real], drafts[:real], common.slot_mapping, capture)
+        if not capture:
+            table = common.block_table_tensor[:real]
+            self._engine.seen = StepSeen(lens[:real], drafts[:real], table)
         count = rows.verify_requests(lens, drafts, self._uniform_rows)
         if count == 0:
             return super().build(0, common)
@@ -213,6 +217,8 @@ class NworFlashImpl(TargetLayer, FlashAttentionImpl):
         output_scale: torch.Tensor | None = None,
         output_block_scale: torch.Tensor | None = None,
     ) -> torch.Tensor:
+        if isinstance(attn_metadata, PartialPass):
+            return attn_metadata.attend(self, layer, query, key, value, kv_cache, output)
         part = attn_metadata.verify if isinstance(attn_metadata, NworFlashMetadata) else None
         if part is None:
             scales = (output_scale, output_block_scale)

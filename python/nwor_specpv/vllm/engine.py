@@ -30,6 +30,7 @@ from nwor_specpv.errors import NworError, logger
 
 from . import compat, rows, runner_hooks, support
 from .settings import read_settings
+from .specpv import rules as long_context
 
 # Path entries that one commit may have (see docs/commit.md).
 MAX_COMMIT_ENTRIES = 8192
@@ -53,6 +54,15 @@ class Step:
     num_writes: int = 0  # layers written by Python, none when a graph was replayed
 
 
+@dataclass(frozen=True)
+class StepSeen:
+    """What the metadata of the latest step says of its requests, in their order."""
+
+    lens: list[int]  # rows
+    drafts: list[int]  # of them
+    block_table: torch.Tensor  # [B, pages] int32
+
+
 class Engine:
     """Staging for one VllmConfig. `off` says why there is none."""
 
@@ -62,6 +72,9 @@ class Engine:
         self.settings = read_settings(vllm_config.additional_config)
         self.setup = support.describe(vllm_config)
         self.off = self._judge()
+        if self.settings.enable_specpv:
+            long_context.judge(self.settings, long_context.describe(vllm_config), self.off)
+        self.seen: StepSeen | None = None
         self.interceptor: Interceptor | None = None
         self.checker: ContractChecker | None = None
         self.violations: list[str] = []
@@ -76,11 +89,6 @@ class Engine:
 
     def _judge(self) -> str | None:
         """Why staging is off for this engine; with `strict`, anything but a choice is an error."""
-        if self.settings.enable_specpv:
-            text = "enable_specpv: partial verification is not part of the vLLM plugin yet"
-            if self.settings.strict:
-                raise NworError(f"nwor_specpv: {text}; drop it")
-            logger.warning("nwor_specpv ignores %s", text)
         if not self.settings.enable_nwor:
             return "switched off by enable_nwor"
         if self.setup.speculation is None:
@@ -105,6 +113,12 @@ class Engine:
         names = list(layer_names)
         if names in self._groups:
             return self._groups.index(names)
+        if self._groups and self.settings.enable_specpv:
+            raise NworError(
+                "nwor_specpv, enable_specpv: layers in different cache groups "
+                f"({self._groups[0][0]} and {names[0]}), and a view is one list of blocks; serve "
+                "this model without enable_specpv"
+            )
         self._groups.append(names)
         return len(self._groups) - 1
 

@@ -2,24 +2,36 @@
 
 from __future__ import annotations
 
+import dataclasses
 import difflib
 import os
 from collections.abc import Mapping
 from typing import Any
 
-from nwor_specpv.config import Settings, load_config
+from nwor_specpv.config import ENV_PREFIX, Settings, load_config
 from nwor_specpv.errors import NworError
 
 KEY = "nwor_specpv"
+_RECTIFY = "specpv_rectify"
 
 
 def read_settings(additional_config: Any, env: Mapping[str, str] = os.environ) -> Settings:
     """The settings in vLLM's additional config, where other packages may have keys of their own."""
     if not isinstance(additional_config, Mapping):
-        return load_config(env=env)
+        return _load(None, env)
     if KEY not in additional_config:
         for other in additional_config:
             if difflib.get_close_matches(str(other).lower(), [KEY], cutoff=0.7):
                 raise NworError(f"additional_config: got key {other!r}, expected {KEY!r}")
-        return load_config(env=env)
-    return load_config(additional_config[KEY], env=env)
+        return _load(None, env)
+    return _load(additional_config[KEY], env)
+
+
+def _load(mapping: Any, env: Mapping[str, str]) -> Settings:
+    """As `load_config` has it, but where nobody said how to rectify it is lossless: vLLM feeds no
+    token twice, so the paper's way is not to be had there."""
+    settings = load_config(mapping, env=env)
+    said = isinstance(mapping, Mapping) and _RECTIFY in mapping
+    if said or f"{ENV_PREFIX}{_RECTIFY.upper()}" in env:
+        return settings
+    return dataclasses.replace(settings, specpv_rectify="lossless")

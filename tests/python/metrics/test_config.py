@@ -41,6 +41,9 @@ OTHER = {
     "specpv_rectify": "lossless",
     "specpv_budget": "adaptive",
     "specpv_offload": True,
+    "specpv_draft_passes": 3,
+    "specpv_draft_lookup": 0,
+    "specpv_max_requests": 2,
 }
 
 

@@ -1,0 +1,13 @@
+"""Partial verification in vLLM: long contexts without reading the whole cache at every step.
+
+    rules         what is refused at start, with the reason and the mend
+    views         per-request summaries, chosen blocks and views into the engine's cache
+    tail          K/V of unconfirmed drafts, in memory of our own
+    partial_pass  the target model over a view: what one forward pass of it needs
+    ngram         lookups in a request's own tokens, kept up to date as it grows
+    policy        how many partial passes pay, from measured costs and running acceptance
+    drafter       mode `lossless` on model runner V1: a proposer vLLM loads by its class path
+    refresh       mode `refresh`: the verify step itself attends to the view
+
+Nothing provisional enters the engine's cache, a summary or a prefix hash in mode `lossless`.
+"""

@@ -1,0 +1,373 @@
+"""Mode `lossless` on model runner V1: the target drafts for itself over a partial view.
+
+    --speculative-config '{"method": "custom_class", "num_speculative_tokens": 16,
+                           "model": "nwor_specpv.vllm.specpv.drafter.PartialViewDrafter"}'
+
+After every step vLLM asks `propose` for drafts. Requests longer than their view draft by partial
+passes of the target, each of which also confirms tokens looked up in the request's own text; the
+others draft by lookups alone. vLLM's next step verifies the drafts with full attention, samples and
+writes as ever, so what goes wrong here costs speed and never changes output.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from nwor_specpv import _C
+from nwor_specpv.errors import NworError, logger
+from nwor_specpv.vllm.engine import StepSeen, engine_of
+from nwor_specpv.vllm.layer import TargetLayer
+
+from . import rules
+from .ngram import NgramIndex
+from .partial_pass import PartialPass
+from .policy import Round, Running, StepCosts, choose_passes
+from .tail import Tail
+from .target import Target
+from .views import Batch, ViewStore
+
+_MAX_LOOKUP = 16  # tokens a lookup alone may draft
+
+
+@dataclass
+class Request:
+    """What is kept of a request while it stays in the batch."""
+
+    state: Any  # vLLM's own: another one under the same name is another request
+    lookup_length: int
+    index: NgramIndex = field(default_factory=NgramIndex)
+    row: int | None = None  # in the store of views
+    drafts: list[int] = field(default_factory=list)  # of the last proposal
+    by_view: bool = False  # they came from partial passes
+
+
+class PartialViewDrafter:
+    """Built by vLLM from its class path. Thread-safety: none; a worker has one step at a time."""
+
+    def __init__(self, vllm_config: Any) -> None:
+        self._vllm_config = vllm_config
+        self._engine = engine_of(vllm_config)
+        settings = self._settings = self._engine.settings
+        if not settings.enable_specpv:
+            raise NworError(
+                f"{rules.DRAFTER}: got enable_specpv false, expected --additional-config '{{\""
+                'nwor_specpv": {"enable_specpv": true}}\''
+            )
+        self._limit = vllm_config.speculative_config.num_speculative_tokens
+        self._config = settings.specpv()
+        # Shorter requests are seen whole by any view.
+        self._shortest = max(
+            settings.specpv_partial_threshold, self._config.budget(1 + self._limit).static_tokens
+        )
+        self._inner = settings.specpv_draft_lookup
+        self._max_len = vllm_config.model_config.max_model_len
+        self._requests: dict[str, Request] = {}
+        self._target: Target | None = None
+        self._store: ViewStore | None = None
+        self._tail: Tail | None = None
+        self._costs: StepCosts | None = None
+        self._proposed_at = 0.0
+        self._failed: set[str] = set()
+        self.agreement = Running(0.9)
+        self.lookup_agreement = Running(0.5)
+        self.lookup_tokens = Running(1.0)
+        self.tokens_per_pass = Running(1.5)
+        self.full_extra = Running(0.0, weight=1.0)
+
+    # ---- what vLLM calls ------------------------------------------------------------------------
+
+    def load_model(self, target: Any) -> None:
+        """vLLM has built the target. Its layers must be ours: nobody else reads views."""
+        layers = self._engine.layers
+        names = [name for name, layer in layers.items() if hasattr(layer, "impl")]
+        theirs = [name for name in names if not isinstance(layers[name].impl, TargetLayer)]
+        if theirs or not names:
+            raise NworError(
+                f"{rules.DRAFTER}: got {theirs[0] if theirs else 'no layer'} with vLLM's own "
+                "attention, expected ours in every layer; add --attention-backend CUSTOM, or serve "
+                "this model without enable_specpv"
+            )
+        for name in names:
+            window = getattr(layers[name], "sliding_window", None)
+            if window is not None and window > 0:
+                raise NworError(
+                    f"{rules.DRAFTER}: got a sliding window of {window} in {name}, expected layers "
+                    "that see the whole context; serve this model without enable_specpv"
+                )
+        self._target = Target(self._vllm_config, target, names)
+
+    @torch.inference_mode()
+    def propose(
+        self,
+        sampled_token_ids: list[list[int]],
+        num_tokens_no_spec: Any,
+        token_ids_cpu: Any,
+        slot_mappings: Any = None,
+    ) -> list[list[int]]:
+        """Drafts of every request of the step; none for those still in their prompt."""
+        started = time.perf_counter()
+        seen = self._engine.seen
+        count = len(sampled_token_ids)
+        drafts: list[list[int]] = [[] for _ in range(count)]
+        if seen is None or len(seen.lens) < count:
+            self._fail("no_step", "the step's metadata was not built by us")
+            return drafts
+        names = self._engine.runner.input_batch.req_ids[:count]
+        lens = [int(length) for length in num_tokens_no_spec[:count]]
+        self._learn(names, sampled_token_ids, lens, token_ids_cpu, seen)
+        active = [i for i in range(count) if sampled_token_ids[i] and lens[i] < self._max_len]
+        requests = [self._requests[name] for name in names]
+        try:
+            members = [i for i in active if self._has_view(requests[i], lens[i])]
+            passes = self._passes(members, [i for i in active if i not in members], lens)
+            self._observe(started, seen, lens)
+            chains = self._round(members, requests, lens, seen, passes) if passes else {}
+        except Exception as error:
+            self._fail(type(error).__name__, str(error))
+            members, chains = [], {key: [] for key in active}
+        for i in active:
+            request = requests[i]
+            request.by_view = i in chains
+            if i in chains:
+                request.drafts = chains[i]
+            else:
+                request.drafts = request.index.lookup([], min(request.lookup_length, self._limit))
+                self.lookup_tokens.add(len(request.drafts))
+            drafts[i] = request.drafts
+        self._proposed_at = time.perf_counter()
+        return drafts
+
+    # ---- requests -------------------------------------------------------------------------------
+
+    def _learn(
+        self,
+        names: Sequence[str],
+        sampled: list[list[int]],
+        lens: list[int],
+        token_ids: Any,
+        seen: StepSeen,
+    ) -> None:
+        """Brings requests up to date: who is here, what was accepted, which tokens are new."""
+        states = self._engine.runner.requests
+        for name in set(self._requests) - set(names):
+            self._drop(name)
+        for i, name in enumerate(names):
+            known = self._requests.get(name)
+            if known is not None and (
+                known.state is not states[name] or len(known.index) > lens[i]
+            ):
+                self._drop(name)
+                known = None
+            if known is None:
+                known = self._requests[name] = Request(states[name], max(1, self._inner))
+            if sampled[i] and known.drafts:
+                self._judge(known, seen.drafts[i], len(sampled[i]) - 1)
+            known.drafts = []
+            if sampled[i]:
+                known.index.extend(token_ids[i, len(known.index) : lens[i]].tolist())
+
+    def _judge(self, request: Request, scheduled: int, accepted: int) -> None:
+        """A full step has judged the last proposal; vLLM may have scheduled less of it."""
+        trials = accepted + (accepted < scheduled)
+        if request.by_view:
+            _C.count("specpv_confirmed_tokens_total", accepted)
+            if trials:
+                self.agreement.add(accepted, trials)
+            return
+        if trials:
+            self.lookup_agreement.add(accepted, trials)
+        whole = 0 < scheduled == accepted
+        grown = 2 * request.lookup_length if whole else self._inner
+        request.lookup_length = min(_MAX_LOOKUP, max(1, grown))
+
+    def _drop(self, name: str) -> None:
+        row = self._requests.pop(name).row
+        if row is not None and self._store is not None:
+            self._store.close(row)
+
+    def _has_view(self, request: Request, length: int) -> bool:
+        """Whether a request is longer than its view and has, or gets, a row."""
+        if length - 1 <= self._shortest:
+            return False
+        if self._store is None:
+            self._allocate()
+        assert self._store is not None
+        if request.row is None:
+            request.row = self._store.open()
+        return request.row is not None
+
+    def _allocate(self) -> None:
+        """Memory is taken when the first request is long enough: short ones pay nothing."""
+        assert self._target is not None
+        caches = self._target.key_caches()
+        batch = self._settings.specpv_max_requests
+        self._store = ViewStore(
+            self._config,
+            caches,
+            max_requests=batch,
+            max_batch=batch,
+            max_tokens=self._max_len,
+            max_rows=1 + self._limit,
+        )
+        self._tail = Tail(caches, batch, self._limit + 1 + self._inner)
+        taken = (self._store.bytes + self._tail.bytes) / 1e6
+        logger.info("nwor_specpv: views of %d requests take %.1f MB", batch, taken)
+
+    # ---- how many passes ------------------------------------------------------------------------
+
+    def _passes(self, members: list[int], others: list[int], lens: list[int]) -> int:
+        if not members:
+            return 0
+        fixed = self._settings.specpv_draft_passes
+        if fixed:
+            return fixed
+        assert self._store is not None
+        if self._costs is None:
+            self._costs = self._measure()
+        costs = StepCosts(
+            self._costs.base, self._costs.per_row, self._costs.per_token, self.full_extra.mean
+        )
+        known = Round(
+            contexts=[lens[i] for i in members],
+            view_tokens=self._store.budget.static_tokens,
+            others=sum(lens[i] for i in others),
+            num_others=len(others),
+            rows_per_pass=1 + self._inner,
+            tokens_per_pass=self.tokens_per_pass.mean,
+            agreement=min(self.agreement.mean, 0.999),
+            lookup_agreement=min(self.lookup_agreement.mean, 0.999),
+            lookup_tokens=self.lookup_tokens.mean,
+            max_drafts=self._limit,
+        )
+        return choose_passes(costs, known)
+
+    def _measure(self) -> StepCosts:
+        assert self._store is not None
+        assert self._target is not None
+        assert self._tail is not None
+        store, device = self._store, self._tail.keys.device
+        pages = store.key_caches[0].shape[0]
+        tokens = min(pages * store.page_size, 4 * store.budget.static_tokens)
+        table = torch.arange(-(-tokens // store.page_size), dtype=torch.int32, device=device)
+
+        def make_pass(rows: int, context: int) -> PartialPass:
+            store.num_blocks.fill_(-1)  # all of the context
+            ends = torch.tensor([0, rows], dtype=torch.int32, device=device)
+            return PartialPass(
+                store=store,
+                tail=self._tail,
+                layer_index=self._target.layer_index,
+                block_table=table[None],
+                prefix_lens=torch.tensor([context], dtype=torch.int32, device=device),
+                tail_lens=torch.zeros(1, dtype=torch.int32, device=device),
+                query_start=ends,
+                slots=torch.full((rows,), -1, dtype=torch.int64, device=device),
+                num_rows=rows,
+                has_tail=False,
+                select=False,
+            )
+
+        costs = self._target.measure(make_pass, tokens)
+        logger.info("nwor_specpv: measured %s", costs)
+        return costs
+
+    def _observe(self, now: float, seen: StepSeen, lens: list[int]) -> None:
+        """What a full step took beyond the model's passes: it is over when drafts are asked for."""
+        alone = self._vllm_config.parallel_config.tensor_parallel_size == 1
+        verifies = all(n == 1 + d for n, d in zip(seen.lens, seen.drafts, strict=True))
+        if self._costs is None or not self._proposed_at or not alone or not verifies:
+            return
+        run = self._costs.run(sum(seen.lens), sum(lens))
+        extra = now - self._proposed_at - run
+        self.full_extra.add(max(-self._costs.base, min(run, extra)))
+
+    # ---- a round of partial passes --------------------------------------------------------------
+
+    def _round(
+        self,
+        members: list[int],
+        requests: list[Request],
+        lens: list[int],
+        seen: StepSeen,
+        passes: int,
+    ) -> dict[int, list[int]]:
+        """The chains that `passes` partial passes give the members of the batch."""
+        store, tail, target = self._store, self._tail, self._target
+        assert store is not None
+        assert tail is not None
+        assert target is not None
+        device, size = tail.keys.device, len(members)
+
+        def ints(values: Any, dtype: torch.dtype = torch.int32) -> torch.Tensor:
+            return torch.tensor(values, dtype=dtype, device=device)
+
+        table = seen.block_table[ints(members, torch.int64)]
+        prefix = [lens[i] - 1 for i in members]  # the last token is not in the cache yet
+        prefix_lens = ints(prefix)
+        rows = ints([requests[i].row for i in members])
+        store.begin(Batch(table, rows, prefix_lens, torch.ones_like(rows)))
+        chains: list[list[int]] = [[] for _ in members]
+        kept = [0] * size
+        for number in range(passes):
+            busy = [len(chain) < self._limit for chain in chains]
+            if not any(busy):
+                break
+            guesses = [
+                requests[i].index.lookup(chain, self._inner) if more else []
+                for i, chain, more in zip(members, chains, busy, strict=True)
+            ]
+            num_rows = 1 + max(map(len, guesses))
+            tokens, positions, slots = [], [], []
+            for b, i in enumerate(members):
+                root = chains[b][-1] if chains[b] else requests[i].index.last
+                line = [root, *guesses[b]]
+                used = len(line) if busy[b] else 0
+                tokens += line + [root] * (num_rows - len(line))
+                first = prefix[b] + kept[b]
+                positions += [min(first + j, self._max_len - 1) for j in range(num_rows)]
+                slots += [tail.slot(b, kept[b] + j) if j < used else -1 for j in range(num_rows)]
+            passed = PartialPass(
+                store=store,
+                tail=tail,
+                layer_index=target.layer_index,
+                block_table=table,
+                prefix_lens=prefix_lens,
+                tail_lens=ints(kept),
+                query_start=ints([b * num_rows for b in range(size + 1)]),
+                slots=ints(slots, torch.int64),
+                num_rows=num_rows,
+                has_tail=number > 0,
+                select=number == 0,
+                query_rows=ints([[0, 1 + len(guess)] for guess in guesses]),
+            )
+            best = target.greedy(passed, tokens, positions)
+            _C.count("specpv_draft_passes_total", 1)
+            if number == 0:
+                store.end(size)
+            for b, guess in enumerate(guesses):
+                if not busy[b]:
+                    continue
+                line = best[b * num_rows : (b + 1) * num_rows]
+                right = 0
+                while right < len(guess) and guess[right] == line[right]:
+                    right += 1
+                chains[b] += [*guess[:right], line[right]]
+                kept[b] += 1 + right
+                self.tokens_per_pass.add(1 + right)
+        drafts = {i: chain[: self._limit] for i, chain in zip(members, chains, strict=True)}
+        _C.count("specpv_drafted_tokens_total", sum(map(len, drafts.values())))
+        return drafts
+
+    def _fail(self, reason: str, text: str) -> None:
+        """Drafts nothing this time; serving goes on. Each reason is logged once."""
+        _C.count("specpv_draft_failures_total", 1)
+        if reason not in self._failed:
+            self._failed.add(reason)
+            logger.warning(
+                "nwor_specpv: a partial pass failed and drafts nothing: %s: %s", reason, text
+            )

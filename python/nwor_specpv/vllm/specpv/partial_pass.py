@@ -1,0 +1,103 @@
+"""The target model over a view of its context: what its attention layers need for one pass.
+
+Rows see the request's view, the tail of drafts that earlier passes of the round have made, and one
+another. Nothing of them is written to the engine's cache: vLLM is given no slots, and K/V goes to
+the tail.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from nwor_specpv import cache_views, merge_states, verify_attention
+from nwor_specpv.vllm import compat
+
+from .tail import Tail
+from .views import ViewStore
+
+
+@dataclass
+class PartialPass:
+    """Stands where vLLM expects attention metadata. Every request has `num_rows` rows."""
+
+    store: ViewStore
+    tail: Tail
+    layer_index: dict[str, int]
+    block_table: torch.Tensor  # [B, pages] int32
+    prefix_lens: torch.Tensor  # [B] int32, confirmed tokens
+    tail_lens: torch.Tensor  # [B] int32
+    query_start: torch.Tensor  # [B + 1] int32
+    slots: torch.Tensor  # [B * num_rows] int64 in the tail, -1: not kept
+    num_rows: int
+    has_tail: bool
+    select: bool  # the first pass of a round: its queries choose the blocks
+    query_rows: torch.Tensor | None = None  # [B, 2] int32: rows that are no padding
+
+    @property
+    def num_requests(self) -> int:
+        return self.block_table.shape[0]
+
+    def attend(
+        self,
+        impl: Any,
+        layer: Any,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        kv_cache: torch.Tensor,
+        output: torch.Tensor,
+    ) -> torch.Tensor:
+        """Attention of one layer; `output` has a row for each of `query`."""
+        index, count = self.layer_index[layer.layer_name], self.num_requests
+        num_rows = count * self.num_rows
+        query, key, value = (tensor[:num_rows] for tensor in (query, key, value))
+        if self.select:
+            grouped = query.unflatten(0, (count, self.num_rows))
+            self.store.refresh_layer(index, grouped, self.query_rows)
+            self.store.build(count, index)
+        self.tail.write(index, key, value, self.slots)
+        key_cache, value_cache = cache_views(kv_cache, compat.CACHE_LAYOUT)
+        shared = {
+            "scale": impl.scale,
+            "softcap": impl.logits_soft_cap,
+            "max_rows": self.num_rows,
+            "return_lse": self.has_tail,
+        }
+        seen = verify_attention(
+            query,
+            key,
+            value,
+            key_cache,
+            value_cache,
+            self.block_table,
+            self.prefix_lens,
+            self.query_start,
+            None,
+            view=self.store.view(index, count),
+            **shared,
+            **({} if self.has_tail else {"out": output[:num_rows]}),
+        )
+        if self.has_tail:
+            drafts = verify_attention(
+                query,
+                key,
+                value,
+                self.tail.keys[index],
+                self.tail.values[index],
+                self.tail.block_table[:count],
+                self.tail_lens,
+                self.query_start,
+                self._unseen(num_rows),
+                **shared,
+            )
+            merged, _ = merge_states(*zip(seen, drafts, strict=True))
+            output[:num_rows].copy_(merged)
+        return output
+
+    def _unseen(self, num_rows: int) -> torch.Tensor:
+        """A mask under which rows do not see one another: the view's part has them already."""
+        words = -(-self.num_rows // 64)
+        return torch.zeros(num_rows, words, dtype=torch.int64, device=self.slots.device)

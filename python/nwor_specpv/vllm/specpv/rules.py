@@ -1,0 +1,141 @@
+"""What partial verification in vLLM asks of a set-up: judged at start, with reason and mend.
+
+Users have asked for it by name, so what does not fit stops the start; nothing is switched off
+behind their backs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from nwor_specpv.config import Settings
+from nwor_specpv.errors import NworError
+from nwor_specpv.vllm.support import Refusal
+
+DRAFTER = "nwor_specpv.vllm.specpv.drafter.PartialViewDrafter"
+# The longest chain vLLM's rejection sampler takes.
+MAX_DRAFTS = 128
+
+LOSSLESS, REFRESH = "lossless", "refresh"
+
+
+@dataclass(frozen=True)
+class LongContext:
+    """The parts of a vLLM configuration that matter to partial verification."""
+
+    drafter: str | None = None  # the speculative method, None: no speculation
+    drafter_class: str = ""
+    num_drafts: int = 0
+    runner_v2: bool = False
+    async_scheduling: bool = False
+    prefix_caching: bool = False
+    data_parallel: int = 1
+    lora: bool = False
+    multimodal: bool = False
+    max_model_len: int = 0
+
+
+def describe(vllm_config: Any) -> LongContext:
+    """The set-up of a VllmConfig."""
+    speculative, model = vllm_config.speculative_config, vllm_config.model_config
+    return LongContext(
+        drafter=speculative.method if speculative is not None else None,
+        drafter_class=str(speculative.model or "") if speculative is not None else "",
+        num_drafts=(speculative.num_speculative_tokens or 0) if speculative is not None else 0,
+        runner_v2=bool(vllm_config.use_v2_model_runner),
+        async_scheduling=bool(vllm_config.scheduler_config.async_scheduling),
+        prefix_caching=bool(vllm_config.cache_config.enable_prefix_caching),
+        data_parallel=vllm_config.parallel_config.data_parallel_size,
+        lora=vllm_config.lora_config is not None,
+        multimodal=bool(model.is_multimodal_model or model.uses_mrope),
+        max_model_len=model.max_model_len,
+    )
+
+
+def judge(settings: Settings, setup: LongContext, staging_off: str | None) -> None:
+    """Raises NworError with everything that keeps the mode asked for from working."""
+    problems = [str(refusal) for refusal in refusals(settings, setup, staging_off)]
+    if problems:
+        raise NworError(f"nwor_specpv, enable_specpv: {' | '.join(problems)}")
+
+
+def refusals(settings: Settings, setup: LongContext, staging_off: str | None) -> list[Refusal]:
+    """Everything that keeps the mode asked for from working; empty: it may start."""
+    return list(_refusals(settings, setup, staging_off))
+
+
+def _refusals(settings: Settings, setup: LongContext, staging_off: str | None) -> Iterator[Refusal]:
+    mode, ours = settings.specpv_rectify, setup.drafter_class == DRAFTER
+    if staging_off is not None:
+        yield Refusal(f"staging is off ({staging_off})", "mend that, or drop enable_specpv")
+    if mode not in (LOSSLESS, REFRESH):
+        yield Refusal(
+            f"specpv_rectify {mode!r}: vLLM feeds no token twice",
+            f"use {LOSSLESS!r} (the output of full attention) or {REFRESH!r} (not lossless)",
+        )
+    if settings.specpv_storage != "paged" or settings.specpv_offload:
+        yield Refusal(
+            "specpv_storage 'compact' or specpv_offload: views are lists of vLLM's own pages",
+            "use specpv_storage 'paged' without specpv_offload",
+        )
+    if settings.specpv_budget != "fixed":
+        yield Refusal(
+            f"specpv_budget {settings.specpv_budget!r}: vLLM's requests share one size of view",
+            "use specpv_budget 'fixed'",
+        )
+    if mode == LOSSLESS:
+        yield from _lossless(setup, ours=ours)
+    elif mode == REFRESH and ours:
+        yield Refusal(
+            f"the drafter {DRAFTER} in mode {mode!r}: it drafts for full steps",
+            f"use specpv_rectify {LOSSLESS!r}, or another drafter",
+        )
+    elif mode == REFRESH and setup.prefix_caching:
+        yield Refusal(
+            "mode 'refresh' with prefix caching: K/V of partial steps would be published to other "
+            "requests",
+            "add --no-enable-prefix-caching",
+        )
+    try:
+        config = settings.specpv()
+        config.validate_for(config.specpv_block_size, 1 + setup.num_drafts, setup.max_model_len)
+    except NworError as error:
+        yield Refusal(str(error), "give a smaller view, or a longer --max-model-len")
+
+
+def _lossless(setup: LongContext, *, ours: bool) -> Iterator[Refusal]:
+    if not ours:
+        yield Refusal(
+            f"mode 'lossless' with the drafter {setup.drafter!r}: there the target drafts itself",
+            f'use --speculative-config \'{{"method": "custom_class", "model": "{DRAFTER}", '
+            '"num_speculative_tokens": 16}\'',
+        )
+        return
+    if setup.runner_v2:
+        yield Refusal(
+            "model runner V2: it takes no drafter of a class", "set VLLM_USE_V2_MODEL_RUNNER=0"
+        )
+    if setup.async_scheduling:
+        yield Refusal(
+            "asynchronous scheduling: the drafter needs a step's tokens on the host",
+            "add --no-async-scheduling",
+        )
+    if setup.data_parallel > 1:
+        yield Refusal(
+            f"data parallelism of {setup.data_parallel}: ranks draft different numbers of passes",
+            "use --data-parallel-size 1",
+        )
+    if setup.lora:
+        yield Refusal("LoRA: adapters are set for a step's own rows", "drop --enable-lora")
+    if setup.multimodal:
+        yield Refusal(
+            "a multimodal model: drafts are plain text positions",
+            "serve this model without enable_specpv",
+        )
+    if setup.num_drafts > MAX_DRAFTS:
+        yield Refusal(
+            f"{setup.num_drafts} speculative tokens: vLLM's sampler takes {MAX_DRAFTS}",
+            f"use num_speculative_tokens {MAX_DRAFTS} or fewer",
+        )

@@ -1,0 +1,80 @@
+"""The target model as a drafter: runs partial passes and says what they cost."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from vllm.forward_context import set_forward_context
+
+from nwor_specpv import cache_views
+from nwor_specpv.errors import NworError
+from nwor_specpv.vllm import compat
+
+from .partial_pass import PartialPass
+from .policy import StepCosts, fit_costs
+
+_REPEATS = 2  # of a measured pass; the quickest counts
+
+
+class Target:
+    """vLLM's own model, called outside of its steps."""
+
+    def __init__(self, vllm_config: Any, model: Callable[..., Any], layers: list[str]) -> None:
+        self._config = vllm_config
+        self._model = model
+        self.layers = layers
+        self.layer_index = {name: index for index, name in enumerate(layers)}
+
+    def key_caches(self) -> list[torch.Tensor]:
+        """K of every layer, [P, S, Hkv, D] each; once vLLM has given them memory."""
+        context = self._config.compilation_config.static_forward_context
+        found = []
+        for name in self.layers:
+            cache = context[name].kv_cache
+            if cache.numel() == 0:
+                raise NworError(f"layer {name}: got no cache, expected vLLM to have made it")
+            found.append(cache_views(cache, compat.CACHE_LAYOUT)[0])
+        return found
+
+    def greedy(self, passed: PartialPass, tokens: list[int], positions: list[int]) -> list[int]:
+        """The likeliest next token after each row."""
+        device = passed.slots.device
+        metadata = dict.fromkeys(self.layers, passed)
+        # Without slots vLLM writes nothing: K/V of these rows is kept in the tail alone.
+        with set_forward_context(metadata, self._config, num_tokens=len(tokens), slot_mapping={}):
+            hidden = self._model(
+                input_ids=torch.tensor(tokens, dtype=torch.int32, device=device),
+                positions=torch.tensor(positions, dtype=torch.int64, device=device),
+            )
+        logits = self._model.compute_logits(hidden)
+        return logits.argmax(-1).tolist()
+
+    def measure(self, make_pass: Callable[[int, int], PartialPass], tokens: int) -> StepCosts:
+        """Costs of passes, from runs whose result nobody uses.
+
+        `make_pass(rows, tokens)`: one request that reads so many tokens of K/V.
+        """
+        rows = 8
+
+        def timed(num_rows: int, context: int) -> float:
+            passed = make_pass(num_rows, context)
+            best = float("inf")
+            for _ in range(1 + _REPEATS):
+                started = time.perf_counter()
+                self.greedy(passed, [0] * num_rows, [0] * num_rows)
+                best = min(best, time.perf_counter() - started)
+            return best
+
+        costs = fit_costs(timed(1, 0), timed(rows, 0), rows, timed(1, tokens), tokens)
+        return _rank_zeros(costs)
+
+
+def _rank_zeros(costs: StepCosts) -> StepCosts:
+    """The same on every tensor-parallel rank: they must choose alike."""
+    from vllm.distributed.parallel_state import get_tp_group
+
+    group = get_tp_group()
+    return group.broadcast_object(costs, src=0) if group.world_size > 1 else costs

@@ -1,0 +1,183 @@
+"""Pure parts of partial verification in vLLM: lookups, the policy, what is refused at start."""
+
+from __future__ import annotations
+
+import os
+import random
+from dataclasses import replace
+
+import pytest
+
+from nwor_specpv.config import load_config
+from nwor_specpv.errors import NworError
+from nwor_specpv.vllm.settings import read_settings
+from nwor_specpv.vllm.specpv.ngram import NgramIndex
+from nwor_specpv.vllm.specpv.policy import (
+    Round,
+    Running,
+    StepCosts,
+    choose_passes,
+    expected_accepted,
+    fit_costs,
+)
+from nwor_specpv.vllm.specpv.rules import DRAFTER, LongContext, judge, refusals
+
+SEED = int(os.environ.get("NWOR_TEST_SEED", random.randrange(2**31)))
+
+
+def slow_lookup(tokens: list[int], drafts: list[int], count: int) -> list[int]:
+    """Every earlier place, the longest match first, the latest of equals."""
+    text = tokens + drafts
+    for size in (4, 3, 2):
+        if len(text) < size:
+            continue
+        for stop in range(len(tokens) - 1, size - 1, -1):
+            if tokens[stop - size : stop] == text[-size:]:
+                return tokens[stop : stop + count]
+    return []
+
+
+def test_lookups_find_what_a_scan_finds() -> None:
+    print(f"seed={SEED}")
+    rng = random.Random(SEED)
+    for _ in range(60):
+        index, tokens = NgramIndex(), []
+        for _ in range(20):
+            new = [rng.randrange(4) for _ in range(rng.randrange(6))]
+            index.extend(new)
+            tokens += new
+            drafts = [rng.randrange(4) for _ in range(rng.randrange(4))]
+            count = rng.randrange(5)
+            assert index.lookup(drafts, count) == (
+                slow_lookup(tokens, drafts, count) if count else []
+            )
+        assert len(index) == len(tokens)
+
+
+def test_costs_are_fitted_and_never_negative() -> None:
+    costs = fit_costs(one_row=1.0, many_rows=1.7, rows=8, with_view=3.0, tokens=1000)
+    assert costs.run(1, 0) == pytest.approx(1.0)
+    assert costs.run(8, 0) == pytest.approx(1.7)
+    assert costs.run(1, 1000) == pytest.approx(3.0)
+    noisy = fit_costs(one_row=1.0, many_rows=0.9, rows=8, with_view=0.8, tokens=10)
+    assert (noisy.per_row, noisy.per_token) == (0, 0)
+
+
+def test_expected_accepted_is_the_mean_of_the_chain() -> None:
+    print(f"seed={SEED}")
+    rng = random.Random(SEED)
+    for agreement, drafts in ((0.9, 16), (0.5, 4), (1.0, 7), (0.0, 3)):
+        total = 0
+        for _ in range(20_000):
+            for _ in range(drafts):
+                if rng.random() >= agreement:
+                    break
+                total += 1
+        assert expected_accepted(agreement, drafts) == pytest.approx(total / 20_000, rel=0.05)
+
+
+# An 8B model on a large GPU: weights 3.4 ms, K/V at 4.4 TB/s, 131072 bytes a token.
+COSTS = StepCosts(base=3.4e-3, per_row=5e-6, per_token=131072 / 4.4e12, full_extra=1.5e-3)
+ROUND = Round(
+    contexts=[32768] * 8,
+    view_tokens=4256,
+    others=0,
+    num_others=0,
+    rows_per_pass=4,
+    tokens_per_pass=3.0,
+    agreement=0.95,
+    lookup_agreement=0.7,
+    lookup_tokens=3.0,
+    max_drafts=20,
+)
+
+
+@pytest.mark.parametrize(
+    ("change", "pays"),
+    [
+        ({}, True),
+        ({"contexts": [122_880] * 6}, True),
+        ({"contexts": [32768] * 24}, True),
+        ({"contexts": [4400]}, False),  # a view as long as the context
+        ({"agreement": 0.2}, False),
+        ({"contexts": []}, False),
+    ],
+)
+def test_passes_where_they_pay(change: dict, pays: bool) -> None:
+    passes = choose_passes(COSTS, replace(ROUND, **change))
+    assert (passes > 0) is pays
+    assert passes * ROUND.tokens_per_pass <= ROUND.max_drafts + ROUND.tokens_per_pass
+
+
+def test_longer_contexts_and_better_agreement_want_more_passes() -> None:
+    by_context = [
+        choose_passes(COSTS, replace(ROUND, contexts=[n] * 8)) for n in (8192, 32768, 131_072)
+    ]
+    by_agreement = [choose_passes(COSTS, replace(ROUND, agreement=p)) for p in (0.5, 0.9, 0.99)]
+    for passes in (by_context, by_agreement):
+        assert passes == sorted(passes)
+        assert passes[0] < passes[-1]
+
+
+def test_running_means_forget() -> None:
+    running = Running(0.9)
+    assert running.mean == pytest.approx(0.9)
+    for _ in range(1000):
+        running.add(1, 2)
+    assert running.mean == pytest.approx(0.5, abs=0.01)
+
+
+GOOD = LongContext(
+    drafter="custom_class", drafter_class=DRAFTER, num_drafts=16, max_model_len=32768
+)
+LOSSLESS = {"enable_specpv": True, "specpv_rectify": "lossless"}
+REFRESH = {"enable_specpv": True, "specpv_rectify": "refresh"}
+
+
+def test_a_good_set_up_is_let_in() -> None:
+    assert refusals(load_config(LOSSLESS), GOOD, None) == []
+    ngram = replace(GOOD, drafter="ngram", drafter_class="ngram", runner_v2=True)
+    assert refusals(load_config(REFRESH), ngram, None) == []
+
+
+@pytest.mark.parametrize(
+    ("settings", "change", "reason", "mend"),
+    [
+        (LOSSLESS, {"drafter_class": "eagle"}, "the target drafts itself", DRAFTER),
+        (LOSSLESS, {"runner_v2": True}, "model runner V2", "VLLM_USE_V2_MODEL_RUNNER=0"),
+        (LOSSLESS, {"async_scheduling": True}, "asynchronous", "--no-async-scheduling"),
+        (LOSSLESS, {"data_parallel": 2}, "data parallelism of 2", "--data-parallel-size 1"),
+        (LOSSLESS, {"lora": True}, "LoRA", "--enable-lora"),
+        (LOSSLESS, {"multimodal": True}, "multimodal", "without enable_specpv"),
+        (LOSSLESS, {"num_drafts": 200}, "200 speculative tokens", "128 or fewer"),
+        (LOSSLESS, {"max_model_len": 4096}, "view of 4256 tokens", "a smaller view"),
+        (LOSSLESS | {"specpv_storage": "compact"}, {}, "compact", "'paged'"),
+        (LOSSLESS | {"specpv_budget": "adaptive"}, {}, "adaptive", "'fixed'"),
+        (LOSSLESS | {"specpv_rectify": "rectify"}, {}, "no token twice", "'lossless'"),
+        (REFRESH, {"prefix_caching": True, "drafter_class": "e"}, "prefix caching", "--no-enable"),
+        (REFRESH, {}, "drafts for full steps", "'lossless'"),
+    ],
+)
+def test_what_is_refused_says_why_and_what_to_do(
+    settings: dict, change: dict, reason: str, mend: str
+) -> None:
+    found = refusals(load_config(settings), replace(GOOD, **change), None)
+    assert len(found) == 1
+    assert reason in found[0].reason
+    assert mend in found[0].mend
+    with pytest.raises(NworError, match="enable_specpv"):
+        judge(load_config(settings), replace(GOOD, **change), None)
+
+
+def test_staging_that_is_off_is_a_reason() -> None:
+    (found,) = refusals(load_config(LOSSLESS), GOOD, "cascade attention")
+    assert "cascade attention" in found.reason
+
+
+def test_lossless_unless_told_otherwise() -> None:
+    assert read_settings({"nwor_specpv": {"enable_specpv": True}}, {}).specpv_rectify == "lossless"
+    assert read_settings(None, {}).specpv_rectify == "lossless"
+    told = {"nwor_specpv": {"specpv_rectify": "refresh"}}
+    assert read_settings(told, {}).specpv_rectify == "refresh"
+    env = {"NWOR_SPECPV_SPECPV_RECTIFY": "rectify"}
+    assert read_settings({"nwor_specpv": {}}, env).specpv_rectify == "rectify"

@@ -1,0 +1,269 @@
+"""The target drafts for itself over a partial view; the real vLLM verifies. The story model.
+
+Output is plain vLLM's, token for token, whatever happens to the drafts.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from engines import STOCK, caches, counted, drive, greedy, own_engine, start, story_prompts
+from engines import stats as own_stats
+
+from nwor_specpv import Metrics
+from nwor_specpv.errors import NworError
+from nwor_specpv.models import stories
+from nwor_specpv.vllm.specpv.rules import DRAFTER
+
+SPECULATION = {"method": "custom_class", "model": DRAFTER, "num_speculative_tokens": 8}
+# A view of 96 tokens: one block of sink, three that are chosen, two of window.
+VIEW = {
+    "enable_specpv": True,
+    "specpv_n_sink_blocks": 1,
+    "specpv_n_retrieval_blocks": 3,
+    "specpv_n_window_blocks": 2,
+    "specpv_draft_passes": 3,
+    "check_contract": True,
+    "strict": True,
+}
+LENGTHS = (200, 40, 260, 150, 10, 230)  # two are shorter than the view
+MAX_TOKENS = 48
+
+
+def prompts() -> list[list[int]]:
+    return [(p * 40)[:n] for p, n in zip(story_prompts(6), LENGTHS, strict=True)]
+
+
+def begin(nwor: dict[str, Any] | None = None, **options: Any) -> Any:
+    return start(VIEW | (nwor or {}), speculation=SPECULATION, **options)
+
+
+@pytest.fixture(scope="module")
+def expected() -> list[list[int]]:
+    story = drive(start(STOCK, speculation=None), prompts(), greedy(MAX_TOKENS))
+    return [story.tokens[str(i)] for i in range(len(LENGTHS))]
+
+
+@pytest.fixture(autouse=True)
+def before() -> dict[str, Any]:
+    return Metrics().snapshot()
+
+
+def drafter() -> Any:
+    return own_engine().runner.drafter
+
+
+def grown(before: dict[str, Any], name: str) -> int:
+    return Metrics().snapshot()[f"specpv_{name}_total"] - before[f"specpv_{name}_total"]
+
+
+def check(story: Any, expected: list[list[int]], before: dict[str, Any]) -> None:
+    """The same tokens, nothing rejected in the cache, and the drafts did come from views."""
+    assert [story.tokens[str(i)] for i in range(len(expected))] == expected
+    assert own_engine().violations == []
+    assert own_stats()["fallbacks"] == {}
+    assert grown(before, "draft_passes") > 0
+    assert 0 < grown(before, "confirmed_tokens") <= grown(before, "drafted_tokens")
+    assert grown(before, "draft_failures") == 0
+
+
+def test_requests_of_many_lengths_in_one_batch(expected: list, before: dict) -> None:
+    llm = begin(max_num_batched_tokens=96)
+    check(drive(llm, prompts(), greedy(MAX_TOKENS), arrivals=[0, 0, 3, 9, 9, 20]), expected, before)
+    # Prompts again: their blocks are in the prefix cache, and hold nothing of the drafts.
+    hits = counted(llm, "vllm:prefix_cache_hits")
+    check(drive(llm, prompts(), greedy(MAX_TOKENS)), expected, before)
+    assert counted(llm, "vllm:prefix_cache_hits") > hits
+    # What is confirmed with these views is most of what was drafted.
+    assert grown(before, "confirmed_tokens") > 0.5 * grown(before, "drafted_tokens")
+
+
+def test_passes_by_measured_cost_without_lookups(expected: list, before: dict) -> None:
+    llm = begin({"specpv_draft_passes": 0, "specpv_draft_lookup": 0})
+    story = drive(llm, prompts(), greedy(MAX_TOKENS))
+    assert [story.tokens[str(i)] for i in range(6)] == expected
+    costs = drafter()._costs
+    assert costs is not None
+    assert costs.base > 0
+    # On a story model drafting cannot pay; told that K/V is dear, it does.
+    drafter()._costs = type(costs)(1e-4, 1e-6, 1e-4)
+    drafter()._observe = lambda *_: None
+    check(drive(llm, prompts(), greedy(MAX_TOKENS)), expected, before)
+
+
+def test_preempted_requests(expected: list, before: dict) -> None:
+    llm = begin(num_gpu_blocks_override=50, max_model_len=320)
+    check(drive(llm, prompts(), greedy(MAX_TOKENS)), expected, before)
+    assert counted(llm, "vllm:num_preemptions") > 0
+
+
+def test_aborts_stops_and_fewer_rows_than_requests(expected: list, before: dict) -> None:
+    """Two requests at a time have views; a row goes to the next when its request is gone."""
+    stop = expected[3][20]
+    params = [greedy(MAX_TOKENS) for _ in LENGTHS]
+    params[3] = greedy(MAX_TOKENS, stop_token_ids=[stop])
+    llm = begin({"specpv_max_requests": 2})
+    story = drive(llm, prompts(), params, aborts={4: "0"})
+    ended = expected[3].index(stop) + 1
+    wanted = [*expected[:3], expected[3][:ended], *expected[4:]]
+    wanted[0] = wanted[0][: len(story.tokens["0"])]
+    assert len(wanted[0]) < MAX_TOKENS
+    check(story, wanted, before)
+    assert story.finished["3"] == "stop"
+    drive(llm, [[1, 5]], greedy(2))
+    assert len(drafter()._store._free) == 2
+
+
+def test_drafting_changes_no_byte_of_the_cache(expected: list, before: dict) -> None:
+    llm = begin()
+    drive(llm, prompts()[:1], greedy(2))
+    ours, rounds = drafter(), []
+    draft = ours._round
+
+    def watched(*args: Any) -> Any:
+        held = caches()
+        found = draft(*args)
+        now = caches()
+        rounds.append(all(torch.equal(held[name], now[name]) for name in held))
+        return found
+
+    ours._round = watched
+    check(drive(llm, prompts(), greedy(MAX_TOKENS)), expected, before)
+    assert len(rounds) > 10
+    assert all(rounds)
+
+
+def test_summaries_are_of_confirmed_keys_alone(expected: list) -> None:
+    """At every round, and in every layer: from scratch, out of the cache, block by block."""
+    llm = begin()
+    drive(llm, prompts()[:1], greedy(2))
+    ours, looked_at = drafter(), []
+    draft = ours._round
+
+    def watched(members: Any, requests: Any, lens: Any, seen: Any, passes: int) -> Any:
+        found = draft(members, requests, lens, seen, passes)
+        store = ours._store
+        for i in members[:2]:
+            blocks = (lens[i] - 1) // 16 - 2 - 1  # whole, between sink and window
+            for layer in (0, 4):
+                keys = store.key_caches[layer][seen.block_table[i, 1 : 1 + blocks].long()]
+                row = requests[i].row
+                assert torch.equal(store.kmax[layer, row, :blocks], keys.amax(1))
+                assert torch.equal(store.kmin[layer, row, :blocks], keys.amin(1))
+            looked_at.append(blocks)
+        return found
+
+    ours._round = watched
+    story = drive(llm, prompts(), greedy(MAX_TOKENS))
+    assert [story.tokens[str(i)] for i in range(6)] == expected
+    assert len(looked_at) > 10
+
+
+def test_a_failing_pass_drafts_nothing_and_serving_goes_on(
+    expected: list, before: dict, caplog: pytest.LogCaptureFixture
+) -> None:
+    llm = begin()
+    drive(llm, prompts()[:1], greedy(2))
+    target, calls = drafter()._target, []
+    run = target.greedy
+
+    def failing(*args: Any) -> Any:
+        calls.append(len(calls))
+        if len(calls) % 3 == 0:
+            raise RuntimeError("injected")
+        return run(*args)
+
+    target.greedy = failing
+    failures = grown(before, "draft_failures")
+    with caplog.at_level(logging.WARNING, "nwor_specpv"):
+        story = drive(llm, prompts(), greedy(MAX_TOKENS))
+    assert [story.tokens[str(i)] for i in range(6)] == expected
+    assert own_engine().violations == []
+    assert grown(before, "draft_failures") - failures == len(calls) // 3 > 3
+    assert (
+        caplog.text.count("a partial pass failed and drafts nothing: RuntimeError: injected") == 1
+    )
+
+
+def expand_to_tokens(
+    values: torch.Tensor,
+    ends: torch.Tensor,
+    num_tokens: int,
+    replace_from: int = 0,
+    replace_to: int = 0,
+) -> torch.Tensor:
+    """A request's value for each of its drafts.
+
+    vLLM 0.26.0 leaves its result unwritten on the CPU when values are not int64, so temperatures
+    of verifying requests are whatever memory held, with any drafter.
+    """
+    values = torch.where(values == replace_from, replace_to, values)
+    counts = torch.diff(ends, prepend=ends.new_zeros(1))
+    assert int(counts.sum()) == num_tokens
+    return values.repeat_interleave(counts)
+
+
+def test_sampling_keeps_the_distribution(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The third token of many requests, with drafts and without: the same distribution.
+
+    Two-sample chi-square over the likelier tokens; the seed is fixed, so the verdict is.
+    """
+    from vllm import SamplingParams
+    from vllm.v1.sample import rejection_sampler
+
+    monkeypatch.setattr(rejection_sampler, "expand_batch_to_tokens", expand_to_tokens)
+    text = [token for prompt in story_prompts(6) for token in prompt]
+    prompt = (text + text[::-1] + text[::2])[:170]
+    found = []
+    for nwor, speculation in ((STOCK, None), (VIEW, SPECULATION)):
+        free = {"check_contract": False, "specpv_max_requests": 128} if speculation else {}
+        llm = start(nwor | free, speculation=speculation, max_num_seqs=128, seed=7)
+        params = SamplingParams(temperature=1.0, max_tokens=4, ignore_eos=True)
+        story = drive(llm, [prompt] * 768, params)
+        found.append(Counter(tokens[2] for tokens in story.tokens.values()))
+    ours, theirs = found[1], found[0]
+    kinds = [token for token in ours | theirs if ours[token] + theirs[token] >= 12]
+    rest = [sum(n for t, n in counts.items() if t not in kinds) for counts in found]
+    pairs = [(theirs[t], ours[t]) for t in kinds] + ([tuple(rest)] if sum(rest) >= 12 else [])
+    # Samples are of one size, so each pair is expected to be equal.
+    statistic = sum((a - b) ** 2 / (a + b) for a, b in pairs)
+    degrees = len(pairs) - 1
+    assert degrees >= 5
+    # Wilson and Hilferty: the 99.9 % quantile of chi-square.
+    limit = degrees * (1 - 2 / (9 * degrees) + 3.09 * (2 / (9 * degrees)) ** 0.5) ** 3
+    print(f"chi-square {statistic:.1f} of {degrees} degrees, limit {limit:.1f}")
+    assert statistic < limit
+
+
+def test_layers_it_cannot_serve_stop_the_start(tmp_path: Path) -> None:
+    config = json.loads((stories() / "config.json").read_text())
+    config |= {"architectures": ["MistralForCausalLM"], "model_type": "mistral"}
+    (tmp_path / "config.json").write_text(json.dumps(config | {"sliding_window": 32}))
+    model = {"model": str(tmp_path), "load_format": "dummy", "skip_tokenizer_init": True}
+    with pytest.raises(NworError, match=r"sliding window of 32.*without enable_specpv"):
+        begin(**model)
+    begin()
+    with pytest.raises(NworError, match="layers in different cache groups"):
+        own_engine().add_group(["another"])
+
+
+@pytest.mark.parametrize(
+    ("nwor", "speculation", "message"),
+    [
+        ({"enable_specpv": False}, SPECULATION, "got enable_specpv false"),
+        ({}, {"method": "ngram", "num_speculative_tokens": 4}, "custom_class.*PartialViewDrafter"),
+        ({"specpv_n_retrieval_blocks": 512}, SPECULATION, "view of 8240 tokens.*smaller view"),
+        ({"specpv_rectify": "rectify"}, SPECULATION, "feeds no token twice; use 'lossless'"),
+        ({"specpv_bloc_size": 8}, SPECULATION, "nearest is 'specpv_block_size'"),
+    ],
+    ids=["not enabled", "another drafter", "budget", "rectify", "unknown key"],
+)
+def test_what_cannot_work_stops_the_start(nwor: dict, speculation: dict, message: str) -> None:
+    with pytest.raises((NworError, RuntimeError), match=message):
+        start(VIEW | nwor, speculation=speculation)

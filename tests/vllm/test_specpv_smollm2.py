@@ -1,0 +1,109 @@
+"""SmolLM2-135M, float32, long prompts: drafts over views, and the tokens of plain vLLM.
+
+Prompts are this project's own texts and sources: chapters, a question about the beginning at the
+very end, code. Views are small, so most of the context is left out of them.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from engines import counted, drive, greedy, own_engine, start
+from engines import stats as own_stats
+
+from nwor_specpv import Metrics
+from nwor_specpv.models import smollm2
+from nwor_specpv.vllm.specpv.rules import DRAFTER
+
+pytestmark = pytest.mark.slow
+
+ROOT = Path(__file__).resolve().parents[2]
+MAX_TOKENS = 48
+SPECULATION = {"method": "custom_class", "model": DRAFTER, "num_speculative_tokens": 16}
+VIEW = {
+    "enable_specpv": True,
+    "specpv_n_sink_blocks": 2,
+    "specpv_n_retrieval_blocks": 16,
+    "specpv_n_window_blocks": 6,
+    "specpv_draft_passes": 6,
+    "strict": True,
+}
+
+
+def text(*names: str) -> str:
+    return "\n\n".join((ROOT / name).read_text() for name in names)
+
+
+def prompts() -> list[str]:
+    turn = "<|im_start|>user\n{}<|im_end|>\n<|im_start|>assistant\n"
+    book = text("docs/attention.md", "docs/trees.md")
+    return [
+        turn.format(f"{book[:4500]}\n\nContinue this text."),
+        turn.format(
+            f"The password is 'heliotrope'. Remember it.\n\n{book[3000:7000]}\n\n"
+            "What is the password that was named in the first line?"
+        ),
+        text("python/nwor_specpv/tree.py")[:4000],
+        turn.format("What is the capital of France?"),
+    ]
+
+
+def options(**more: Any) -> dict[str, Any]:
+    return {
+        "model": str(smollm2("float32")),
+        "max_model_len": 3072,
+        "max_num_batched_tokens": 1024,
+        "kv_cache_memory_bytes": 288 << 20,
+    } | more
+
+
+@pytest.fixture(scope="module")
+def expected() -> list[list[int]]:
+    llm = start({"enable_nwor": False}, speculation=None, **options())
+    story = drive(llm, prompts(), greedy(MAX_TOKENS))
+    return [story.tokens[str(i)] for i in range(4)]
+
+
+@pytest.mark.parametrize(
+    "nwor",
+    [
+        {},
+        {"specpv_draft_passes": 0, "specpv_selection": "shared"},
+        {"specpv_selector": "quest", "specpv_draft_lookup": 0, "specpv_draft_passes": 16},
+        {"specpv_selector": "streaming"},
+    ],
+    ids=["views", "by cost, shared lists", "quest, no lookups", "sinks and window"],
+)
+def test_long_prompts_give_plain_vllms_tokens(expected: list, nwor: dict) -> None:
+    before = Metrics().snapshot()
+    llm = start(VIEW | nwor, speculation=SPECULATION, **options())
+    story = drive(llm, prompts(), greedy(MAX_TOKENS), arrivals=[0, 0, 2, 2])
+    assert [story.tokens[str(i)] for i in range(4)] == expected
+    assert own_engine().violations == []
+    assert own_stats()["fallbacks"] == {}
+    now = Metrics().snapshot()
+    assert now["specpv_draft_failures_total"] == before["specpv_draft_failures_total"]
+    if nwor.get("specpv_draft_passes", 1):
+        drafted, confirmed = (
+            now[f"specpv_{name}_tokens_total"] - before[f"specpv_{name}_tokens_total"]
+            for name in ("drafted", "confirmed")
+        )
+        print(f"{confirmed} of {drafted} drafts confirmed, {story.steps} steps")
+        assert confirmed > 0.3 * drafted > 0
+
+
+def test_preempted_and_prefix_hits(expected: list) -> None:
+    llm = start(VIEW, speculation=SPECULATION, **options(num_gpu_blocks_override=200))
+    for _ in range(2):
+        story = drive(llm, prompts(), greedy(MAX_TOKENS))
+        assert [story.tokens[str(i)] for i in range(4)] == expected
+    assert counted(llm, "vllm:prefix_cache_hits") > 0
+    assert counted(llm, "vllm:num_preemptions") > 0
+
+
+def test_compiled_models_draft_too(expected: list) -> None:
+    llm = start(VIEW, speculation=SPECULATION, **options(enforce_eager=False))
+    story = drive(llm, prompts()[2:], greedy(24))
+    assert [story.tokens[str(i)] for i in range(2)] == [tokens[:24] for tokens in expected[2:]]
