@@ -59,23 +59,42 @@ BypassReason ParseReason(const std::string& label) {
   throw Error(Concat("reason: got '", label, "', expected a label of BYPASS_REASONS"));
 }
 
-// A nwor_specpv.CommitSummaries or None.
-SummaryTensors ParseSummaries(const py::object& summaries) {
-  if (summaries.is_none()) return {};
+// What `read` makes of a dataclass of nwor_specpv.ops, or nothing of None.
+template <typename Tensors, typename Read>
+Tensors ParseDataclass(const char* argument, const char* expected, const py::object& object,
+                       Read&& read) {
+  if (object.is_none()) return {};
   try {
-    const auto tensor = [&](const char* name) { return summaries.attr(name).cast<at::Tensor>(); };
-    return {tensor("kmax"),
-            tensor("kmin"),
-            tensor("block_table"),
-            tensor("full_lens"),
-            tensor("cached_lens"),
-            summaries.attr("summary_rows").cast<std::optional<at::Tensor>>(),
-            summaries.attr("block_size").cast<int64_t>(),
-            summaries.attr("start_token").cast<int64_t>()};
+    return read([&](const char* name) -> py::object { return object.attr(name); });
   } catch (const std::exception& error) {
-    throw Error(Concat("summaries: got ", std::string(py::repr(py::type::of(summaries))),
-                       ", expected a CommitSummaries: ", error.what()));
+    throw Error(Concat(argument, ": got ", std::string(py::repr(py::type::of(object))),
+                       ", expected a ", expected, ": ", error.what()));
   }
+}
+
+SummaryTensors ParseSummaries(const py::object& summaries) {
+  return ParseDataclass<SummaryTensors>(
+      "summaries", "CommitSummaries", summaries, [](const auto& field) -> SummaryTensors {
+        return {field("kmax").template cast<at::Tensor>(),
+                field("kmin").template cast<at::Tensor>(),
+                field("block_table").template cast<at::Tensor>(),
+                field("full_lens").template cast<at::Tensor>(),
+                field("cached_lens").template cast<at::Tensor>(),
+                field("summary_rows").template cast<std::optional<at::Tensor>>(),
+                field("block_size").template cast<int64_t>(),
+                field("start_token").template cast<int64_t>()};
+      });
+}
+
+TailTensors ParseTail(const py::object& tail) {
+  return ParseDataclass<TailTensors>(
+      "tail", "CommitTail", tail, [](const auto& field) -> TailTensors {
+        return {field("tail_keys").template cast<at::Tensor>(),
+                field("tail_values").template cast<at::Tensor>(),
+                field("tail_begin").template cast<at::Tensor>(),
+                field("root_slots").template cast<std::optional<at::Tensor>>(),
+                field("tail_held").template cast<std::optional<at::Tensor>>()};
+      });
 }
 
 py::dict NonZeroReasons(const std::array<int64_t, kNumBypassReasons>& fallbacks) {
@@ -245,15 +264,18 @@ void BindInterceptor(py::module_& m) {
           "commit",
           [](Interceptor& self, const at::Tensor& path, const at::Tensor& counts,
              const py::object& slots, const std::string& rows, bool last,
-             const py::object& summaries) {
+             const py::object& summaries, const py::object& tail) {
             const std::vector<at::Tensor> group_slots = ParseSlots(slots);
-            const SummaryTensors tensors = ParseSummaries(summaries);
+            const SummaryTensors summary_tensors = ParseSummaries(summaries);
+            const TailTensors tail_tensors = ParseTail(tail);
             const RowSpace space = ParseRowSpace(rows);
             const py::gil_scoped_release release;  // may wait for other ranks
-            return self.Commit(path, counts, group_slots, space, last, tensors);
+            return self.Commit(path, counts, group_slots, space, last, summary_tensors,
+                               tail_tensors);
           },
           py::arg("path"), py::arg("counts"), py::arg("slots") = py::none(),
-          py::arg("rows") = "batch", py::arg("last") = true, py::arg("summaries") = py::none())
+          py::arg("rows") = "batch", py::arg("last") = true, py::arg("summaries") = py::none(),
+          py::arg("tail") = py::none())
       .def("abort", &Interceptor::Abort)
       .def(
           "set_enabled", [](Interceptor& self, bool enabled) { self.SetEnabled(enabled); },

@@ -30,16 +30,21 @@ void WriteKvOp(const at::Tensor& key, const at::Tensor& value, at::Tensor key_ca
   });
 }
 
-void CommitOp(
-    const at::Tensor& staged_key, const at::Tensor& staged_value,
-    const std::vector<at::Tensor>& key_caches, const std::vector<at::Tensor>& value_caches,
-    const at::Tensor& path, const at::Tensor& counts, const at::Tensor& slots, at::Tensor status,
-    const std::optional<at::Tensor>& parents,
-    const std::optional<std::vector<at::Tensor>>& k_scales,
-    const std::optional<std::vector<at::Tensor>>& v_scales, const std::optional<at::Tensor>& kmax,
-    const std::optional<at::Tensor>& kmin, const std::optional<at::Tensor>& block_table,
-    const std::optional<at::Tensor>& full_lens, const std::optional<at::Tensor>& cached_lens,
-    const std::optional<at::Tensor>& summary_rows, int64_t block_size, int64_t start_token) {
+void CommitOp(const at::Tensor& staged_key, const at::Tensor& staged_value,
+              const std::vector<at::Tensor>& key_caches,
+              const std::vector<at::Tensor>& value_caches, const at::Tensor& path,
+              const at::Tensor& counts, const at::Tensor& slots, at::Tensor status,
+              const std::optional<at::Tensor>& parents,
+              const std::optional<std::vector<at::Tensor>>& k_scales,
+              const std::optional<std::vector<at::Tensor>>& v_scales,
+              const std::optional<at::Tensor>& kmax, const std::optional<at::Tensor>& kmin,
+              const std::optional<at::Tensor>& block_table,
+              const std::optional<at::Tensor>& full_lens,
+              const std::optional<at::Tensor>& cached_lens,
+              const std::optional<at::Tensor>& summary_rows, int64_t block_size,
+              int64_t start_token, const OptionalTensor& tail_keys,
+              const OptionalTensor& tail_values, const OptionalTensor& tail_begin,
+              const OptionalTensor& root_slots, const OptionalTensor& tail_held) {
   const at::Tensor none;
   const SummaryTensors summaries{kmax.value_or(none),
                                  kmin.value_or(none),
@@ -49,10 +54,12 @@ void CommitOp(
                                  summary_rows,
                                  block_size,
                                  start_token};
+  const TailTensors tail{tail_keys.value_or(none), tail_values.value_or(none),
+                         tail_begin.value_or(none), root_slots, tail_held};
   WithTorchErrors([&] {
     CommitStaged(staged_key, staged_value, key_caches, value_caches, path, counts, slots, status,
                  parents, k_scales.value_or(std::vector<at::Tensor>{}),
-                 v_scales.value_or(std::vector<at::Tensor>{}), summaries);
+                 v_scales.value_or(std::vector<at::Tensor>{}), summaries, tail);
   });
 }
 
@@ -314,7 +321,9 @@ TORCH_LIBRARY(nwor_specpv, library) {
       "Tensor? parents=None, Tensor[]? k_scales=None, Tensor[]? v_scales=None, *, "
       "Tensor(d!)? kmax=None, Tensor(e!)? kmin=None, Tensor? block_table=None, "
       "Tensor? full_lens=None, Tensor? cached_lens=None, Tensor? summary_rows=None, "
-      "int block_size=0, int start_token=0) -> ()");
+      "int block_size=0, int start_token=0, Tensor(f!)? tail_keys=None, "
+      "Tensor(g!)? tail_values=None, Tensor? tail_begin=None, Tensor? root_slots=None, "
+      "Tensor(h!)? tail_held=None) -> ()");
   library.def("linear_rows(Tensor input, Tensor weight, Tensor? bias=None) -> Tensor");
   nwor::RegisterAttentionSchemas(library);
   nwor::RegisterTreeSchemas(library);

@@ -9,6 +9,7 @@
 #include "kv_interceptor/commit_counters.h"
 #include "kv_interceptor/commit_error.h"
 #include "kv_interceptor/commit_summaries.h"
+#include "kv_interceptor/commit_tail.h"
 #include "kv_interceptor/stage.h"
 #include "types.h"
 
@@ -71,6 +72,7 @@ struct CommitParams {
   int64_t bytes_per_token = 0;            // over all layers, for the counters
   int64_t closing_tokens = -1;  // >= 0: this commit ends a round that staged so many tokens
   CommitSummaries summaries;    // completed in the same launch; REQUIRES: one group
+  CommitTail tail;              // fed in the same launch; REQUIRES: one group
   // CUDA: one zeroed word, left zero. Needed when publishing must wait for every block: with tips,
   // or when status and round_status are one; may be null otherwise.
   uint32_t* ticket = nullptr;
@@ -106,6 +108,9 @@ NWOR_EXPORT CommitVerdict ValidateCommit(const CommitParams& params);
 // the rows are in the caches. Host memory only.
 NWOR_EXPORT CommitVerdict ValidateSummaries(const CommitParams& params);
 NWOR_EXPORT void SummarizeCommitted(const CommitParams& params);
+
+// The tails of compact views, after the rows are in the caches. Host memory only.
+NWOR_EXPORT void FeedTail(const CommitParams& params);
 
 // Old bytes of the destinations, kept between commits so that a commit allocates nothing.
 struct NWOR_EXPORT CommitUndoLog {

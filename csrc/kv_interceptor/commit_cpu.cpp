@@ -179,6 +179,7 @@ CommitVerdict CommitCpu(const CommitParams& params, CommitUndoLog& log, CacheWri
     return verdict;
   }
   if (summarizes) SummarizeCommitted(params);
+  if (params.tail.keys != nullptr) FeedTail(params);
   Publish(params, verdict, num_moves);
   return verdict;
 }

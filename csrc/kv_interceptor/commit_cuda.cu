@@ -1,10 +1,12 @@
 #include <algorithm>
+#include <type_traits>
 
 #include "kv_interceptor/commit.h"
 #include "kv_interceptor/commit_grid.h"
 #include "kv_interceptor/commit_move.cuh"
 #include "kv_interceptor/commit_summaries.cuh"
 #include "kv_interceptor/commit_table.cuh"
+#include "kv_interceptor/commit_tail.cuh"
 #include "kv_interceptor/commit_validate.cuh"
 #include "kv_interceptor/launch_check.h"
 
@@ -13,9 +15,47 @@
 // stores only follow when nothing is wrong anywhere.
 //
 // Small batches are validated by a warp of their own: a warp that waits for its rows cannot think.
+//
+// A commit that serves partial views has rows of blocks beyond those that share the planes' rows:
+// they complete block summaries and copy row 0 of each request into its compact view.
 
 namespace nwor {
 namespace {
+
+struct ViewTable {
+  SummaryTable summaries;
+  TailTable tail;
+};
+struct NoViews {};
+template <bool kViews>
+using ViewArgument = std::conditional_t<kViews, ViewTable, NoViews>;
+
+template <bool kViews>
+__device__ const TailTable* TailOf(const ViewArgument<kViews>& views) {
+  if constexpr (kViews) {
+    return &views.tail;
+  } else {
+    return nullptr;
+  }
+}
+
+__device__ bool ServesViews(const BatchTable& batch) {
+  return blockIdx.y >= static_cast<unsigned>(batch.num_splits);
+}
+
+// What a block beyond the splits does once the batch is known to be valid: layers in turn.
+template <RowOp kOp, int kLayers>
+__device__ void ServeViews(const CommitTable<kLayers>& table, const ViewTable& views) {
+  const auto num_layers = static_cast<int32_t>(gridDim.x / 2);
+  const auto block = static_cast<int32_t>(
+      (blockIdx.y - static_cast<unsigned>(table.batch.num_splits)) * gridDim.x + blockIdx.x);
+  const auto num_blocks = static_cast<int32_t>((gridDim.y - table.batch.num_splits) * gridDim.x);
+  const int32_t layer = block % num_layers;
+  const int32_t warp = block / num_layers * kCommitWarps + static_cast<int32_t>(threadIdx.x / 32);
+  const int32_t num_warps = num_blocks / num_layers * kCommitWarps;
+  SummarizeShare(table.batch, table.layers[layer], layer, views.summaries, warp, num_warps);
+  FeedRoots<kOp>(table.batch, table.layers[layer], layer, views.tail, warp, num_warps);
+}
 
 // True in the one warp of the grid that publishes; asked by one warp of each block after the block
 // has its verdict. Such a block reads no input that publishing changes, so its rows may still be on
@@ -58,11 +98,10 @@ __device__ BatchVerdict ValidateTogether(const BatchTable& batch, uint32_t* cell
 
 // kUniform: every group moves its rows by kOp, which is then known here; otherwise each block looks
 // its op up, and loads only after the verdict.
-// kSummaries: blocks of threads from summaries.num_planes on complete block summaries instead.
-template <int kLayers, bool kUniform, RowOp kOp, bool kSummaries>
+template <int kLayers, bool kUniform, RowOp kOp, bool kViews>
 __global__ void __launch_bounds__(kCommitThreads, kUniform ? kCommitBlocksPerSm : 3)
     CommitKernel(const __grid_constant__ CommitTable<kLayers> table,
-                 const __grid_constant__ SummaryArgument<kSummaries> summaries) {
+                 const __grid_constant__ ViewArgument<kViews> views) {
   extern __shared__ uint32_t cells[];  // see InsertSlot
   __shared__ BatchVerdict found;
   const BatchTable& batch = table.batch;
@@ -73,20 +112,26 @@ __global__ void __launch_bounds__(kCommitThreads, kUniform ? kCommitBlocksPerSm 
     if (threadIdx.x / 32 == kCommitWarps - 1 && PublishesNow(batch)) Publish(batch, verdict);
     return verdict.fault == kNoFault;
   };
-  if constexpr (kSummaries) {
-    if (blockIdx.x >= summaries.num_planes) {
-      if (decide()) SummarizeShare(batch, table.layers, summaries, kCommitWarps);
+  if constexpr (kViews) {
+    if (ServesViews(batch)) {
+      if (!decide()) return;
+      if constexpr (kUniform) {
+        ServeViews<kOp>(table, views);
+      } else {
+        DispatchRowOp(batch.groups[0].op,
+                      [&](auto op) { ServeViews<decltype(op)::value>(table, views); });
+      }
       return;
     }
   }
   const Plane plane = SelectPlane(table, blockIdx.x);
   if constexpr (kUniform) {
-    WarpShare<kOp> share(batch, plane);
+    WarpShare<kOp, kViews> share(batch, plane, TailOf<kViews>(views));
     share.Start();
     if (decide()) share.Finish();
   } else if (decide()) {
     DispatchRowOp(plane.group.op, [&](auto op) {
-      WarpShare<decltype(op)::value> share(batch, plane);
+      WarpShare<decltype(op)::value, kViews> share(batch, plane, TailOf<kViews>(views));
       share.Start();
       share.Finish();
     });
@@ -99,10 +144,10 @@ __device__ void MeetAtVerdict() {
 }
 
 // At most kSmallCommitEntries entries, all rows moved 16 bytes at a time.
-template <int kLayers, bool kSummaries>
+template <int kLayers, bool kViews>
 __global__ void __launch_bounds__(kSmallCommitThreads, kCommitBlocksPerSm)
     SmallCommitKernel(const __grid_constant__ CommitTable<kLayers> table,
-                      const __grid_constant__ SummaryArgument<kSummaries> summaries) {
+                      const __grid_constant__ ViewArgument<kViews> views) {
   __shared__ uint32_t cells[ChooseCommitCells(kSmallCommitEntries)];
   __shared__ BatchVerdict found;
   const BatchTable& batch = table.batch;
@@ -116,23 +161,23 @@ __global__ void __launch_bounds__(kSmallCommitThreads, kCommitBlocksPerSm)
     if (PublishesNow(batch)) Publish(batch, verdict);
     return;
   }
-  if constexpr (kSummaries) {
-    if (blockIdx.x >= summaries.num_planes) {
+  if constexpr (kViews) {
+    if (ServesViews(batch)) {
       MeetAtVerdict();
-      if (found.fault == kNoFault) SummarizeShare(batch, table.layers, summaries, kCommitWarps);
+      if (found.fault == kNoFault) ServeViews<RowOp::kCopy16>(table, views);
       return;
     }
   }
   const Plane plane = SelectPlane(table, blockIdx.x);
-  WarpShare<RowOp::kCopy16> share(batch, plane);
+  WarpShare<RowOp::kCopy16, kViews> share(batch, plane, TailOf<kViews>(views));
   share.Start();
   MeetAtVerdict();
   if (found.fault == kNoFault) share.Finish();
 }
 
-template <int kLayers, bool kSummaries>
-void Launch(void (*kernel)(CommitTable<kLayers>, SummaryArgument<kSummaries>), int threads,
-            const CommitTable<kLayers>& table, const CommitParams& params, int64_t shared_bytes) {
+template <int kLayers, bool kViews>
+void Launch(void (*kernel)(CommitTable<kLayers>, ViewArgument<kViews>), int threads,
+            CommitTable<kLayers>& table, const CommitParams& params, int64_t shared_bytes) {
   constexpr int64_t kAlwaysAllowed = 48 * 1024 - sizeof(BatchVerdict);
   if (shared_bytes > kAlwaysAllowed) {
     CheckCuda(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
@@ -150,32 +195,38 @@ void Launch(void (*kernel)(CommitTable<kLayers>, SummaryArgument<kSummaries>), i
       CurrentDeviceAttribute(cudaDevAttrMaxSharedMemoryPerMultiprocessor) /
       (shared_bytes + CurrentDeviceAttribute(cudaDevAttrReservedSharedMemoryPerBlock) +
        static_cast<int64_t>(sizeof(BatchVerdict)));
-  const int32_t splits = ChooseCommitSplits(
-      num_planes, max_slices, CurrentDeviceAttribute(cudaDevAttrMultiProcessorCount),
-      static_cast<int32_t>(std::clamp<int64_t>(by_memory, 1, kCommitBlocksPerSm)));
-  SummaryArgument<kSummaries> summaries{};
-  if constexpr (kSummaries) summaries = MakeSummaryTable(params);
-  const auto blocks = static_cast<unsigned>(num_planes + (kSummaries ? params.num_layers : 0));
-  kernel<<<dim3(blocks, splits), threads, shared_bytes, static_cast<cudaStream_t>(params.stream)>>>(
-      table, summaries);
+  const int num_sms = CurrentDeviceAttribute(cudaDevAttrMultiProcessorCount);
+  const auto blocks_per_sm =
+      static_cast<int32_t>(std::clamp<int64_t>(by_memory, 1, kCommitBlocksPerSm));
+  int32_t splits = ChooseCommitSplits(num_planes, max_slices, num_sms, blocks_per_sm);
+  int32_t for_views = 0;
+  ViewArgument<kViews> views{};
+  if constexpr (kViews) {
+    views = {MakeSummaryTable(params), MakeTailTable(params)};
+    for_views = ChooseViewSplits(params.num_requests);
+    splits = LeaveRoom(splits, for_views, num_planes, num_sms, blocks_per_sm);
+  }
+  table.batch.num_splits = splits;
+  const dim3 grid(static_cast<unsigned>(num_planes), static_cast<unsigned>(splits + for_views));
+  kernel<<<grid, threads, shared_bytes, static_cast<cudaStream_t>(params.stream)>>>(table, views);
   CheckCuda(cudaGetLastError(), "commit kernel");
 }
 
-template <int kLayers, bool kSummaries>
+template <int kLayers, bool kViews>
 void Launch(const CommitParams& params) {
-  const CommitTable<kLayers> table = MakeCommitTable<kLayers>(params);
+  CommitTable<kLayers> table = MakeCommitTable<kLayers>(params);
   const bool copies = std::all_of(table.batch.groups, table.batch.groups + params.num_groups,
                                   [](const auto& group) { return group.op == RowOp::kCopy16; });
   const int64_t cell_bytes = int64_t{table.batch.num_cells} * 4;
   const auto launch = [&](auto kernel, int threads, int64_t shared_bytes) {
-    Launch<kLayers, kSummaries>(kernel, threads, table, params, shared_bytes);
+    Launch<kLayers, kViews>(kernel, threads, table, params, shared_bytes);
   };
   if (copies && table.batch.num_positions <= kSmallCommitEntries) {
-    launch(SmallCommitKernel<kLayers, kSummaries>, kSmallCommitThreads, 0);
+    launch(SmallCommitKernel<kLayers, kViews>, kSmallCommitThreads, 0);
   } else if (copies) {
-    launch(CommitKernel<kLayers, true, RowOp::kCopy16, kSummaries>, kCommitThreads, cell_bytes);
+    launch(CommitKernel<kLayers, true, RowOp::kCopy16, kViews>, kCommitThreads, cell_bytes);
   } else {
-    launch(CommitKernel<kLayers, false, RowOp::kCopy16, kSummaries>, kCommitThreads, cell_bytes);
+    launch(CommitKernel<kLayers, false, RowOp::kCopy16, kViews>, kCommitThreads, cell_bytes);
   }
 }
 
@@ -187,8 +238,8 @@ void LaunchCommit(const CommitParams& params) {
              "ticket: got null, expected a zeroed word because tips are updated or status and "
              "round_status are one");
   const bool usual = params.num_layers <= kUsualLayers;
-  if (params.summaries.kmax != nullptr) {
-    NWOR_CHECK(params.num_groups == 1, "summaries: got ", params.num_groups,
+  if (params.summaries.kmax != nullptr || params.tail.keys != nullptr) {
+    NWOR_CHECK(params.num_groups == 1, "summaries, tail: got ", params.num_groups,
                " cache groups, expected 1");
     usual ? Launch<kUsualLayers, true>(params) : Launch<kMaxCommitLayers, true>(params);
   } else {

@@ -5,6 +5,7 @@
 #include "kv_interceptor/commit_error.h"
 #include "kv_interceptor/commit_grid.h"
 #include "kv_interceptor/commit_table.cuh"
+#include "kv_interceptor/commit_tail.cuh"
 #include "kv_interceptor/commit_validate.cuh"
 
 // What the commit kernels do once they know: move rows, and publish the result.
@@ -35,14 +36,16 @@ __device__ Plane SelectPlane(const CommitTable<kLayers>& table, int plane_idx) {
 }
 
 // One slice of one accepted row in the registers of a warp: on its way while the batch is
-// validated.
-template <RowOp op>
+// validated. kViews: it may go to a compact view as well.
+template <RowOp op, bool kViews>
 class WarpSlice {
  public:
-  // `row` < 0: there is nothing to move. `slice` counts slices within the row.
-  __device__ void Load(const Plane& plane, int32_t row, int64_t slot, int32_t slice) {
+  // `row` < 0: there is nothing to move. `slice` counts slices within the row. `view`: where the
+  // row begins in a compact view, or null.
+  __device__ void Load(const Plane& plane, int32_t row, int64_t slot, int32_t slice, char* view) {
     moves_ = row >= 0;
     if (!moves_) return;
+    if constexpr (kViews) view_ = view;
     first_ = slice * kCommitSliceVectors + threadIdx.x % 32;
     slot_ = slot;
     const RowsSide& side = plane.group.staged[plane.side];
@@ -57,7 +60,7 @@ class WarpSlice {
     }
   }
 
-  __device__ void Store(const Plane& plane) const {
+  __device__ void Store(const Plane& plane, int64_t view_head) const {
     if (!moves_) return;
     const CacheStrides& strides = plane.group.cache[plane.side];
     char* to = plane.cache + SlotOffset(strides, plane.group.pages, slot_);
@@ -69,28 +72,36 @@ class WarpSlice {
         const float scale =
             plane.scales == nullptr ? 1.0f : plane.scales[place.head * plane.scale_stride];
         vectors_[i].StoreCache(to + place.Offset(strides.head, VectorBytes(op).cache), scale);
+        if constexpr (kViews) {
+          if (view_ != nullptr) {
+            vectors_[i].StoreView(view_ + place.Offset(view_head, VectorBytes(op).row), scale);
+          }
+        }
       }
     }
   }
 
  private:
   RowVector<op> vectors_[kCommitVectorsPerLane];
+  char* view_ = nullptr;
   int64_t slot_;
   int32_t first_;
   bool moves_ = false;
 };
 
 // The part of the rows of one plane that a warp moves: every so many slices, one at a time.
-template <RowOp op>
+template <RowOp op, bool kViews>
 class WarpShare {
  public:
-  __device__ WarpShare(const BatchTable& batch, const Plane& plane)
+  // `tail`: compact views that the rows go to as well, or null.
+  __device__ WarpShare(const BatchTable& batch, const Plane& plane, const TailTable* tail)
       : batch_(batch),
         plane_(plane),
+        tail_(tail),
         num_slices_((plane.group.shape.vectors_per_row + kCommitSliceVectors - 1) /
                     kCommitSliceVectors),
         num_units_(batch.num_positions * num_slices_),
-        unit_(static_cast<int32_t>(blockIdx.y + threadIdx.x / 32 * gridDim.y)) {}
+        unit_(static_cast<int32_t>(blockIdx.y + threadIdx.x / 32 * batch.num_splits)) {}
 
   // Starts the first slice, so that it is on its way while the batch is validated.
   __device__ void Start() {
@@ -100,8 +111,8 @@ class WarpShare {
   // Stores what was started and moves the rest. REQUIRES: the batch is valid.
   __device__ void Finish() {
     while (unit_ < num_units_) {
-      slice_.Store(plane_);
-      unit_ += static_cast<int32_t>(kCommitWarps * gridDim.y);
+      slice_.Store(plane_, kViews ? tail_->head : 0);
+      unit_ += kCommitWarps * batch_.num_splits;
       if (unit_ < num_units_) Load();
     }
   }
@@ -113,15 +124,24 @@ class WarpShare {
     const bool accepted = entry.count_valid(batch_) && entry.index < entry.count;
     const int32_t row = accepted ? StagingRow(batch_, entry.request, entry.path_entry) : -1;
     const int64_t slot = row < 0 ? -1 : DestinationSlot(plane_.group, position, row);
-    slice_.Load(plane_, row, slot, unit_ - position * num_slices_);
+    char* view = nullptr;
+    if constexpr (kViews) {
+      const int32_t first = row < 0 ? -1 : FirstInView(batch_, entry.request);
+      if (first >= 0) {
+        view = tail_->At(static_cast<int>(blockIdx.x / 2), plane_.side, entry.request,
+                         first + entry.index);
+      }
+    }
+    slice_.Load(plane_, row, slot, unit_ - position * num_slices_, view);
   }
 
   const BatchTable& batch_;
   const Plane& plane_;
+  const TailTable* tail_;
   const int32_t num_slices_;
   const int32_t num_units_;
   int32_t unit_;
-  WarpSlice<op> slice_;
+  WarpSlice<op, kViews> slice_;
 };
 
 // What validation found: the same in every block.
@@ -149,8 +169,16 @@ __device__ __noinline__ void Publish(const BatchTable& batch, const BatchVerdict
       AddCommit(batch.counters, ok, num_tokens, batch.bytes_per_token, batch.closing_tokens);
     }
   }
-  if (batch.tips == nullptr || !ok) return;
+  if (!ok) return;
   const int32_t num_requests = batch.num_positions / batch.positions_per_request;
+  if (batch.tail_held != nullptr) {
+#pragma unroll 1
+    for (int32_t request = static_cast<int32_t>(lane); request < num_requests; request += 32) {
+      const int32_t first = FirstInView(batch, request);
+      if (first >= 0) batch.tail_held[request] = first + batch.counts[request];
+    }
+  }
+  if (batch.tips == nullptr) return;
 #pragma unroll 1
   for (int32_t request = static_cast<int32_t>(lane); request < num_requests; request += 32) {
     const int32_t count = batch.counts[request];

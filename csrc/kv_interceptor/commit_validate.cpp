@@ -20,6 +20,19 @@ CommitVerdict CheckRound(const CommitParams& params) {
   return {};
 }
 
+// Room for a request's rows in its compact view, and the slot of the row that is not staged.
+CommitVerdict CheckTail(const CommitParams& params, int32_t request) {
+  const CommitTail& tail = params.tail;
+  if (tail.keys == nullptr || tail.begin[request] < 0) return {};
+  const int64_t root = tail.RootSlot(request);
+  const int64_t end = int64_t{tail.FirstRow(request)} + params.counts[request];
+  if (end > tail.capacity) return {CommitError::kTailFull, request, 0, end};
+  if (root >= params.groups[0].geometry.num_slots()) {
+    return {CommitError::kSlotRange, request, 0, root};
+  }
+  return {};
+}
+
 // One accepted entry: its row, its link to the entry before it, its destination in every group.
 CommitVerdict CheckEntry(const CommitParams& params, int32_t request, int32_t index,
                          int32_t previous, std::vector<SlotSet>& seen) {
@@ -56,6 +69,8 @@ CommitVerdict ValidateCommit(const CommitParams& params) {
     if (count < 0 || count > params.depth) {
       return {CommitError::kCountRange, request, 0, count};
     }
+    const CommitVerdict room = CheckTail(params, request);
+    if (room.error != CommitError::kOk) return room;
     int32_t previous = params.tips == nullptr ? -1 : params.tips[request];
     for (int32_t index = 0; index < count; ++index) {
       const CommitVerdict verdict = CheckEntry(params, request, index, previous, seen);

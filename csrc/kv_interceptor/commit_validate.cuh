@@ -14,9 +14,11 @@ namespace nwor {
 
 enum FaultCheck : uint32_t {
   kCheckCount = 0,
-  kCheckPath = 1,
-  kCheckChain = 2,
-  kCheckSlots = 3,  // + 2 * group for the range, one more for a duplicate
+  kCheckRoom = 1,
+  kCheckRoot = 2,
+  kCheckPath = 3,
+  kCheckChain = 4,
+  kCheckSlots = 5,  // + 2 * group for the range, one more for a duplicate
 };
 inline constexpr uint32_t kFaultBits = 8;
 inline constexpr uint32_t kRoundFault = 0;
@@ -84,6 +86,16 @@ __device__ inline uint32_t CheckRound(const BatchTable& batch) {
   return kNoFault;
 }
 
+// Room for a request's rows in its compact view, and the slot of the row that is not staged.
+__device__ inline uint32_t CheckTail(const BatchTable& batch, const Entry& entry,
+                                     int32_t position) {
+  const int32_t first = FirstInView(batch, entry.request);
+  if (first < 0) return kNoFault;
+  if (int64_t{first} + entry.count > batch.tail_capacity) return FaultAt(position, kCheckRoom);
+  const int64_t root = batch.root_slots == nullptr ? -1 : batch.root_slots[entry.request];
+  return root < batch.groups[0].pages.num_slots ? kNoFault : FaultAt(position, kCheckRoot);
+}
+
 // Faults of one entry in one group, lowest first.
 __device__ inline uint32_t CheckEntry(const BatchTable& batch, int g, uint32_t* cells,
                                       const Entry& entry, int32_t position) {
@@ -134,7 +146,12 @@ __device__ inline uint32_t CheckShare(const BatchTable& batch, uint32_t* cells, 
       const Entry entry = position == rank ? first : LoadEntry(batch, position);
       if (!entry.count_valid(batch)) {
         if (entry.index == 0) fault = min(fault, FaultAt(position, kCheckCount));
-      } else if (entry.index < entry.count) {
+        continue;
+      }
+      if (entry.index == 0 && batch.tail_begin != nullptr) {
+        fault = min(fault, CheckTail(batch, entry, position));
+      }
+      if (entry.index < entry.count) {
         num_accepted += g == 0;
         fault = min(fault, CheckEntry(batch, g, cells, entry, position));
       }
@@ -167,6 +184,13 @@ __device__ __noinline__ CommitVerdict Describe(const BatchTable& batch, uint32_t
   const uint32_t check = fault & ((1u << kFaultBits) - 1);
   const Entry entry = LoadEntry(batch, position);
   if (check == kCheckCount) return {CommitError::kCountRange, entry.request, 0, entry.count};
+  if (check == kCheckRoom) {
+    return {CommitError::kTailFull, entry.request, 0,
+            int64_t{FirstInView(batch, entry.request)} + entry.count};
+  }
+  if (check == kCheckRoot) {
+    return {CommitError::kSlotRange, entry.request, 0, batch.root_slots[entry.request]};
+  }
   if (check == kCheckPath || check == kCheckChain) {
     return {check == kCheckPath ? CommitError::kPathRange : CommitError::kNotAChain, entry.request,
             entry.index, entry.path_entry};

@@ -16,6 +16,7 @@
 #include "kv_interceptor/round_books.h"
 #include "kv_interceptor/round_plan.h"
 #include "kv_interceptor/summary_tensors.h"
+#include "kv_interceptor/tail_tensors.h"
 
 // The one way in: an engine's K/V writes pass through here, draft rows wait in staging, and only
 // accepted ones reach the paged caches.
@@ -100,6 +101,7 @@ struct CommitCall {
   RowSpace rows;
   bool last;
   const SummaryTensors& summaries;
+  const TailTensors& tail;
 };
 
 // Sees every call from outside, on the caller's thread; the contract checker is one. A call that
@@ -157,12 +159,14 @@ class NWOR_EXPORT Interceptor {
   // ascending group order, or none: each row goes to the slot it was written with. With last =
   // false the round stays open for the next consecutive chunk.
   // summaries: block summaries that the same launch brings up to date, their layers those that
-  // staged in this round, in the order they were bound; one cache group only.
-  // On the CPU a wrong path, count or slot throws before anything is written; on CUDA the receipt's
-  // status says it and nothing is written.
+  // staged in this round, in the order they were bound; one cache group only. tail: compact views
+  // that it feeds, likewise; of a later chunk `begin` counts the rows of those before, without
+  // root. On the CPU a wrong path, count or slot throws before anything is written; on CUDA the
+  // receipt's status says it and nothing is written.
   Receipt Commit(const at::Tensor& path, const at::Tensor& counts,
                  const std::vector<at::Tensor>& slots = {}, RowSpace rows = RowSpace::kBatch,
-                 bool last = true, const SummaryTensors& summaries = {});
+                 bool last = true, const SummaryTensors& summaries = {},
+                 const TailTensors& tail = {});
 
   // Ends the round without writing; its drafts count as rejected. REQUIRES: a round is open.
   void Abort();

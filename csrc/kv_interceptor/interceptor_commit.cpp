@@ -33,12 +33,12 @@ int64_t Receipt::committed_tokens() const {
 
 Receipt Interceptor::Commit(const at::Tensor& path, const at::Tensor& counts,
                             const std::vector<at::Tensor>& slots, RowSpace rows, bool last,
-                            const SummaryTensors& summaries) {
+                            const SummaryTensors& summaries, const TailTensors& tail) {
   Impl& impl = *impl_;
   NWOR_CHECK(impl.round_open && !impl.capturing,
              "commit: got no open round, expected begin and writes first");
   const auto started = std::chrono::steady_clock::now();
-  const CommitCall call{path, counts, slots, rows, last, summaries};
+  const CommitCall call{path, counts, slots, rows, last, summaries, tail};
   const at::Device device = impl.table.device();
   const int64_t num_requests = impl.rows.num_requests();
   CheckIndex(path, "path", at::kInt, {num_requests, -1}, device);
@@ -130,6 +130,7 @@ void Interceptor::Impl::Commit(const CommitCall& call, Receipt* receipt) {
   if (!incomplete) {
     params.summaries =
         DescribeSummaries(call.summaries, params, rows.num_requests(), table.device());
+    params.tail = DescribeTail(call.tail, params, rows.num_requests(), table.device());
   }
   at::Tensor agreement;
   if (!config.agreement_group.empty()) {
@@ -220,7 +221,7 @@ void Interceptor::Impl::CloseRound(bool aborted) {
     const at::Tensor no_slots = at::zeros({1, 1}, at::dtype(at::kLong).device(table.device()));
     at::Tensor status = at::zeros({kNumStatusWords}, no_slots.options());
     const std::vector<at::Tensor> slots(table.num_staging_groups(), no_slots);
-    CommitParams params = DescribeCommit({none, none, slots, RowSpace::kBatch, true, {}}, status);
+    CommitParams params = DescribeCommit({none, none, slots, RowSpace::kBatch, true, {}, {}}, status);
     params.num_requests = 0;
     CommitOnCuda(params, /*last=*/true);
   }

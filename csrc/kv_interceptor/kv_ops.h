@@ -8,6 +8,7 @@
 #include "export.h"
 #include "kv_interceptor/stage.h"
 #include "kv_interceptor/summary_tensors.h"
+#include "kv_interceptor/tail_tensors.h"
 
 // write_kv and commit as functions of tensors, for hosts that keep their own books (an engine
 // inside a CUDA graph); the Interceptor is the same flow with the books kept. csrc/ops.cpp
@@ -39,7 +40,7 @@ NWOR_EXPORT void CommitStaged(const at::Tensor& staged_key, const at::Tensor& st
                               const std::optional<at::Tensor>& parents,
                               const std::vector<at::Tensor>& k_scales,
                               const std::vector<at::Tensor>& v_scales,
-                              const SummaryTensors& summaries = {});
+                              const SummaryTensors& summaries = {}, const TailTensors& tail = {});
 
 // Throws Error for a slot or staging row of host memory that is out of range or named twice.
 void CheckStageOnCpu(const StageParams& params);

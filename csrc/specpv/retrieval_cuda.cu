@@ -2,9 +2,9 @@
 #include <cstdint>
 #include <type_traits>
 
+#include "kv_interceptor/element.cuh"
 #include "kv_interceptor/launch_check.h"
 #include "kv_interceptor/row_op.h"
-#include "specpv/element.cuh"
 #include "specpv/retrieval.h"
 #include "specpv/score_tensor.cuh"
 #include "specpv/selection.h"

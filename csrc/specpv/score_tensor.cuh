@@ -3,7 +3,7 @@
 #include <cstdint>
 #include <type_traits>
 
-#include "specpv/element.cuh"
+#include "kv_interceptor/element.cuh"
 #include "specpv/retrieval.h"
 
 // Scores on tensor cores: summaries of 16 blocks are the rows of A, eight queries of one head the

@@ -1,58 +1,46 @@
-#include <algorithm>
 #include <cstdint>
 
 #include "kv_interceptor/launch_check.h"
 #include "specpv/selection.h"
 
-// The k highest of a list of scores, by one block of threads: a radix select, two bits a step. The
-// keys lie in shared memory when they fit. Counting instead of a histogram: scores are close to
-// each other, and a histogram's atomics would meet in few bins.
+// The k highest of a list of scores, by one block of threads: a radix select over the range that
+// the scores have, not over all bits of a float. Scores of one list are close to each other; spread
+// over their own range they fall into different bins and the counts do not wait for each other.
 
 namespace nwor {
 namespace {
 
 constexpr int kThreads = 1024;
 constexpr int kWarps = kThreads / 32;
-constexpr int kBits = 2;
+constexpr int kBinBits = 11;
+constexpr int kBins = 1 << kBinBits;
+constexpr int kBinsPerThread = kBins / kThreads;
 
-// Counts of three thresholds in one number, 21 bits each.
-constexpr int kCountBits = 21;
-constexpr uint64_t kCountMask = (uint64_t{1} << kCountBits) - 1;
+// Sums over the threads before this one, and over all.
+struct Prefix {
+  uint64_t before;
+  uint64_t all;
+};
 
-__device__ uint64_t SumOfWarp(uint64_t value) {
-#pragma unroll
-  for (int mask = 16; mask > 0; mask /= 2) value += __shfl_xor_sync(0xffffffff, value, mask);
-  return value;
-}
-
-// The sum over the block, the same in every thread. `scratch` alternates between calls.
-__device__ uint64_t SumOfBlock(uint64_t value, uint64_t* scratch) {
-  const uint64_t of_warp = SumOfWarp(value);
-  if (threadIdx.x % 32 == 0) scratch[threadIdx.x / 32] = of_warp;
-  __syncthreads();
-  return SumOfWarp(scratch[threadIdx.x % 32]);
-}
-
-// The sum over the threads before this one.
-__device__ uint64_t SumBefore(uint64_t value, uint64_t* scratch) {
-  const unsigned lane = threadIdx.x % 32;
+// Ends with every thread past a barrier; `totals` may be used again after another one.
+__device__ Prefix ScanBlock(uint64_t value, uint64_t (&totals)[kWarps]) {
+  const unsigned lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   uint64_t inclusive = value;
 #pragma unroll
   for (int distance = 1; distance < 32; distance *= 2) {
     const uint64_t other = __shfl_up_sync(0xffffffff, inclusive, distance);
     if (lane >= distance) inclusive += other;
   }
-  if (lane == 31) scratch[threadIdx.x / 32] = inclusive;
+  if (lane == 31) totals[warp] = inclusive;
   __syncthreads();
-  uint64_t of_warps = scratch[lane];
+  uint64_t of_warps = totals[lane];
 #pragma unroll
   for (int distance = 1; distance < 32; distance *= 2) {
     const uint64_t other = __shfl_up_sync(0xffffffff, of_warps, distance);
     if (lane >= distance) of_warps += other;
   }
-  const unsigned warp = threadIdx.x / 32;
   const uint64_t before = __shfl_sync(0xffffffff, of_warps, warp == 0 ? 0 : warp - 1);
-  return inclusive - value + (warp == 0 ? 0 : before);
+  return {inclusive - value + (warp == 0 ? 0 : before), __shfl_sync(0xffffffff, of_warps, 31)};
 }
 
 __device__ uint32_t KeyOf(const SelectParams& params, const float* scores, int32_t id) {
@@ -65,11 +53,125 @@ __device__ uint32_t KeyOf(const SelectParams& params, const float* scores, int32
   return OrderedKey(score);
 }
 
-template <bool kInShared>
+// The keys of neighbouring ids that one thread looks after: in registers, or, for lists that are
+// too long (kKeys = 0), read again each time.
+template <int kKeys>
+class OwnKeys {
+ public:
+  __device__ OwnKeys(const SelectParams& params, const float* scores, int32_t count)
+      : params_(params), scores_(scores) {
+    const int32_t share = kKeys > 0 ? kKeys : (count + kThreads - 1) / kThreads;
+    begin_ = min(count, static_cast<int32_t>(threadIdx.x) * share);
+    size_ = min(count - begin_, share);
+    if constexpr (kKeys > 0) {
+#pragma unroll
+      for (int j = 0; j < kKeys; ++j) {
+        if (j < size_) keys_[j] = KeyOf(params, scores, begin_ + j);
+      }
+    }
+  }
+
+  // Calls body(id, key), ids ascending.
+  template <typename Body>
+  __device__ void ForEach(Body&& body) const {
+    if constexpr (kKeys > 0) {
+#pragma unroll
+      for (int j = 0; j < kKeys; ++j) {
+        if (j < size_) body(begin_ + j, keys_[j]);
+      }
+    } else {
+      for (int32_t j = 0; j < size_; ++j) body(begin_ + j, KeyOf(params_, scores_, begin_ + j));
+    }
+  }
+
+ private:
+  const SelectParams& params_;
+  const float* scores_;
+  int32_t begin_;
+  int32_t size_;
+  uint32_t keys_[kKeys > 0 ? kKeys : 1];
+};
+
+// Keys above `threshold` are taken, and of those equal to it the first `ties`.
+struct Cut {
+  uint32_t threshold;
+  int32_t ties;
+};
+
+struct SelectScratch {
+  uint64_t totals[2][kWarps];
+  uint32_t extremes[2][kWarps];
+  uint32_t bins[kBins];
+  uint32_t low;    // where the bin that the last key taken falls into begins
+  int32_t needed;  // keys to take from that bin
+  int32_t in_bin;  // of so many
+};
+
+template <int kKeys>
+__device__ Cut FindCut(const OwnKeys<kKeys>& keys, int32_t taken, SelectScratch& scratch) {
+  const unsigned lane = threadIdx.x % 32;
+  uint32_t least = 0xffffffff, most = 0;
+  keys.ForEach([&](int32_t, uint32_t key) {
+    least = min(least, key);
+    most = max(most, key);
+  });
+  least = __reduce_min_sync(0xffffffff, least);
+  most = __reduce_max_sync(0xffffffff, most);
+  if (lane == 0) {
+    scratch.extremes[0][threadIdx.x / 32] = least;
+    scratch.extremes[1][threadIdx.x / 32] = most;
+  }
+  for (int i = 0; i < kBinsPerThread; ++i) scratch.bins[threadIdx.x + i * kThreads] = 0;
+  __syncthreads();
+  uint32_t low = __reduce_min_sync(0xffffffff, scratch.extremes[0][lane]);
+  const uint32_t range = __reduce_max_sync(0xffffffff, scratch.extremes[1][lane]) - low;
+  int shift = max(0, 32 - __clz(static_cast<int>(range)) - kBinBits);
+  int32_t needed = taken;
+#pragma unroll 1
+  while (true) {
+    keys.ForEach([&](int32_t, uint32_t key) {
+      const uint32_t bin = (key - low) >> shift;
+      if (key >= low && bin < kBins) atomicAdd(&scratch.bins[bin], 1u);
+    });
+    __syncthreads();
+    // Bins from the highest down, neighbours to one thread, which empties them again.
+    uint32_t counts[kBinsPerThread];
+    uint64_t own = 0;
+    const int first = kBins - 1 - static_cast<int>(threadIdx.x) * kBinsPerThread;
+#pragma unroll
+    for (int i = 0; i < kBinsPerThread; ++i) {
+      counts[i] = scratch.bins[first - i];
+      scratch.bins[first - i] = 0;
+      own += counts[i];
+    }
+    const auto before = static_cast<int32_t>(ScanBlock(own, scratch.totals[0]).before);
+    if (before < needed && needed <= before + static_cast<int32_t>(own)) {
+      int32_t reached = before;
+#pragma unroll
+      for (int i = 0; i < kBinsPerThread; ++i) {
+        const auto in_bin = static_cast<int32_t>(counts[i]);
+        if (reached < needed && needed <= reached + in_bin) {
+          scratch.low = low + (static_cast<uint32_t>(first - i) << shift);
+          scratch.needed = needed - reached;
+          scratch.in_bin = in_bin;
+        }
+        reached += in_bin;
+      }
+    }
+    __syncthreads();
+    low = scratch.low;
+    needed = scratch.needed;
+    // A bin that is taken whole needs no closer look: `low` - 1 is below all of it.
+    if (scratch.in_bin == needed) return {low - 1, 0};
+    if (shift == 0) return {low, needed};
+    shift = max(0, shift - kBinBits);
+  }
+}
+
+template <int kKeys>
 __global__ void __launch_bounds__(kThreads)
     TakeHighestKernel(const __grid_constant__ SelectParams params) {
-  extern __shared__ uint32_t keys[];
-  __shared__ uint64_t scratch[2][kWarps];
+  __shared__ SelectScratch scratch;
   const bool shared_list = params.selection == Selection::kShared;
   const auto request =
       static_cast<int32_t>(shared_list ? blockIdx.x : blockIdx.x / params.num_kv_heads);
@@ -78,57 +180,17 @@ __global__ void __launch_bounds__(kThreads)
   if (params.num_candidates[request] < 0 || store_row < 0) return;
   const int32_t count = min(params.num_candidates[request], params.max_blocks);
   const int64_t row = int64_t{request} * params.num_kv_heads + kv_head;
-  const float* scores = params.scores + row * params.max_blocks;
   const int32_t taken = BlocksToTake(params, request, count);
-  const auto key_at = [&](int32_t id) {
-    if constexpr (kInShared) return keys[id];
-    return KeyOf(params, scores, id);
-  };
-  if constexpr (kInShared) {
-    for (int32_t id = static_cast<int32_t>(threadIdx.x); id < count; id += kThreads) {
-      keys[id] = KeyOf(params, scores, id);
-    }
-    __syncthreads();
-  }
+  const OwnKeys<kKeys> keys(params, params.scores + row * params.max_blocks, count);
+  // All of them: every key is at least 0, and so many may be equal to it.
+  Cut cut = {0, taken};
+  if (0 < taken && taken < count) cut = FindCut(keys, taken, scratch);
 
-  // The largest threshold that at least `taken` keys reach, from the highest bits down.
-  uint32_t threshold = 0;
-#pragma unroll 1
-  for (int step = 0; step < 32 / kBits && taken > 0 && taken < count; ++step) {
-    const int shift = 32 - kBits * (step + 1);
-    const uint32_t third = threshold | 3u << shift, second = threshold | 2u << shift;
-    const uint32_t first = threshold | 1u << shift;
-    uint64_t reached = 0;
-    for (int32_t id = static_cast<int32_t>(threadIdx.x); id < count; id += kThreads) {
-      const uint32_t key = key_at(id);
-      reached += (key >= first ? uint64_t{1} : 0) +
-                 (key >= second ? uint64_t{1} << kCountBits : 0) +
-                 (key >= third ? uint64_t{1} << 2 * kCountBits : 0);
-    }
-    reached = SumOfBlock(reached, scratch[step % 2]);
-    const auto needed = static_cast<uint64_t>(taken);
-    if (reached >> 2 * kCountBits >= needed) {
-      threshold = third;
-    } else if ((reached >> kCountBits & kCountMask) >= needed) {
-      threshold = second;
-    } else if ((reached & kCountMask) >= needed) {
-      threshold = first;
-    }
-  }
-
-  // Ids in order: those above the threshold, and of those at it the first so many.
-  const int32_t share = (count + kThreads - 1) / kThreads;
-  const int32_t begin = min(count, static_cast<int32_t>(threadIdx.x) * share);
-  const int32_t end = min(count, begin + share);
   uint64_t own = 0;  // above in the low half, equal in the high one
-  for (int32_t id = begin; id < end; ++id) {
-    const uint32_t key = key_at(id);
-    own += key > threshold ? 1 : key == threshold ? uint64_t{1} << 32 : 0;
-  }
-  __syncthreads();
-  const uint64_t all = SumOfBlock(own, scratch[0]);
-  const uint64_t before = SumBefore(own, scratch[1]);
-  const auto ties = taken - static_cast<int32_t>(all & 0xffffffff);
+  keys.ForEach([&](int32_t, uint32_t key) {
+    own += key > cut.threshold ? 1 : key == cut.threshold ? uint64_t{1} << 32 : 0;
+  });
+  const uint64_t before = ScanBlock(own, scratch.totals[1]).before;
   auto above_before = static_cast<int32_t>(before & 0xffffffff);
   auto equal_before = static_cast<int32_t>(before >> 32);
   int32_t* ids = params.ids + (store_row * params.num_kv_heads + kv_head) * params.k;
@@ -136,16 +198,17 @@ __global__ void __launch_bounds__(kThreads)
   const auto put = [&](int32_t position, int32_t id) {
     for (int32_t list = 0; list < lists; ++list) ids[int64_t{list} * params.k + position] = id;
   };
-  for (int32_t id = begin; id < end && taken > 0; ++id) {
-    const uint32_t key = key_at(id);
-    const int32_t position = above_before + min(equal_before, ties);
-    if (key > threshold) {
-      put(position, id);
-      ++above_before;
-    } else if (key == threshold) {
-      if (equal_before < ties) put(position, id);
-      ++equal_before;
-    }
+  if (taken > 0) {
+    keys.ForEach([&](int32_t id, uint32_t key) {
+      const int32_t position = above_before + min(equal_before, cut.ties);
+      if (key > cut.threshold) {
+        put(position, id);
+        ++above_before;
+      } else if (key == cut.threshold) {
+        if (equal_before < cut.ties) put(position, id);
+        ++equal_before;
+      }
+    });
   }
   for (int32_t i = taken + static_cast<int32_t>(threadIdx.x); i < params.k; i += kThreads) {
     put(i, -1);
@@ -158,21 +221,12 @@ void LaunchTakeHighest(const SelectParams& params) {
   const int lists = params.selection == Selection::kShared
                         ? params.num_requests
                         : params.num_requests * params.num_kv_heads;
-  const int64_t bytes = int64_t{params.max_blocks} * 4;
-  const int64_t reserved = 1024 + static_cast<int64_t>(2 * kWarps * sizeof(uint64_t));
-  const int64_t limit = CurrentDeviceAttribute(cudaDevAttrMaxSharedMemoryPerBlockOptin) - reserved;
-  const auto stream = static_cast<cudaStream_t>(params.stream);
-  if (bytes > limit) {
-    TakeHighestKernel<false><<<lists, kThreads, 0, stream>>>(params);
-  } else {
-    if (bytes > 48 * 1024 - reserved) {
-      CheckCuda(
-          cudaFuncSetAttribute(TakeHighestKernel<true>, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                               static_cast<int>(bytes)),
-          "selection kernel's shared memory");
-    }
-    TakeHighestKernel<true><<<lists, kThreads, static_cast<size_t>(bytes), stream>>>(params);
-  }
+  const int32_t keys = (params.max_blocks + kThreads - 1) / kThreads;
+  const auto kernel = keys <= 2    ? TakeHighestKernel<2>
+                      : keys <= 8  ? TakeHighestKernel<8>
+                      : keys <= 32 ? TakeHighestKernel<32>
+                                   : TakeHighestKernel<0>;
+  kernel<<<lists, kThreads, 0, static_cast<cudaStream_t>(params.stream)>>>(params);
   CheckCuda(cudaGetLastError(), "selection kernel");
 }
 

@@ -2,9 +2,10 @@
 #include <cstdint>
 #include <type_traits>
 
+#include "kv_interceptor/element.cuh"
+#include "kv_interceptor/extremes.cuh"
 #include "kv_interceptor/launch_check.h"
 #include "kv_interceptor/row_op.h"
-#include "specpv/element.cuh"
 #include "specpv/summaries.h"
 
 // One warp summarises one head of one block. kVector channels of a row fall to one lane, so the
@@ -14,7 +15,7 @@ namespace nwor {
 namespace {
 
 constexpr int kWarps = 8;
-constexpr int kLoadsInFlight = 4;
+constexpr int kBlocksPerSm = 4;
 
 // Where the rows of one head of one block lie.
 struct BlockRows {
@@ -24,12 +25,10 @@ struct BlockRows {
   bool in_one_page;
 };
 
+// REQUIRES: the block reaches over pages.
 template <typename In>
 __device__ const In* RowAt(const SummaryParams& params, const BlockRows& rows, int32_t index) {
   const CacheGeometry& cache = params.cache.geometry;
-  if (rows.in_one_page) {
-    return reinterpret_cast<const In*>(rows.base) + index * cache.key.token;
-  }
   const int64_t token = rows.first_token + index;
   const int64_t page = rows.table[token / cache.page_size];
   return reinterpret_cast<const In*>(rows.base) + page * cache.key.page +
@@ -60,7 +59,37 @@ __device__ bool FindRows(const SummaryParams& params, int32_t request, int32_t b
   return true;
 }
 
-template <typename In, typename Out, int kVector>
+// Takes channels from `first` on of rows `begin`, `begin` + `step` and so on in.
+template <typename In, int kLoadsInFlight, typename Extremes>
+__device__ void AddRows(const SummaryParams& params, const BlockRows& rows, int begin, int step,
+                        int first, float scale, Extremes& extremes) {
+  using Loaded = typename Extremes::Loaded;
+  if (!rows.in_one_page) {
+#pragma unroll 1
+    for (int index = begin; index < params.block_size; index += step) {
+      const In* from = RowAt<In>(params, rows, index) + first;
+      extremes.Add(*reinterpret_cast<const Loaded*>(from), scale);
+    }
+    return;
+  }
+  const int64_t token = params.cache.geometry.key.token;
+  const In* from = reinterpret_cast<const In*>(rows.base) + begin * token + first;
+#pragma unroll 1
+  for (int index = begin; index < params.block_size;) {
+    Loaded packets[kLoadsInFlight];
+#pragma unroll
+    for (int i = 0; i < kLoadsInFlight; ++i) {
+      packets[i] = *reinterpret_cast<const Loaded*>(from);
+      index += step;
+      // The last row again instead of none: extremes do not mind.
+      if (index < params.block_size) from += step * token;
+    }
+#pragma unroll
+    for (int i = 0; i < kLoadsInFlight; ++i) extremes.Add(packets[i], scale);
+  }
+}
+
+template <typename In, typename Out, int kVector, typename Extremes, int kLoadsInFlight>
 __device__ void SummarizeBlock(const SummaryParams& params, int32_t request, int32_t block,
                                int32_t head) {
   const int64_t row = StoreRow(params.rows, request, params.num_rows);
@@ -81,60 +110,19 @@ __device__ void SummarizeBlock(const SummaryParams& params, int32_t request, int
                     block * params.kmin_strides.block + head * params.kmin_strides.head;
   for (int first = lane % lanes_per_row * kVector; first < cache.head_dim;
        first += lanes_per_row * kVector) {
-    float high[kVector], low[kVector];
-#pragma unroll
-    for (int i = 0; i < kVector; ++i) {
-      high[i] = -INFINITY;
-      low[i] = INFINITY;
-    }
+    Extremes extremes;
     // Lanes beyond the last whole group have nothing to read but take part in the meeting.
     const int begin = group < num_groups ? group : params.block_size;
-    for (int next = begin; next < params.block_size; next += num_groups * kLoadsInFlight) {
-      Packet<In, kVector> packets[kLoadsInFlight];
-#pragma unroll
-      for (int i = 0; i < kLoadsInFlight; ++i) {
-        // The last row again instead of none: extremes do not mind.
-        const int index = min(next + i * num_groups, params.block_size - 1);
-        packets[i] =
-            *reinterpret_cast<const Packet<In, kVector>*>(RowAt<In>(params, rows, index) + first);
-      }
-#pragma unroll
-      for (int i = 0; i < kLoadsInFlight; ++i) {
-#pragma unroll
-        for (int j = 0; j < kVector; ++j) {
-          const float k = ElementToFloat(packets[i].element[j]) * scale;
-          high[j] = fmaxf(high[j], k);
-          low[j] = fminf(low[j], k);
-        }
-      }
-    }
+    AddRows<In, kLoadsInFlight>(params, rows, begin, num_groups, first, scale, extremes);
     for (int other = 1; other < num_groups; ++other) {
-#pragma unroll
-      for (int j = 0; j < kVector; ++j) {
-        const int from = lane + other * lanes_per_row;
-        const float theirs_high = __shfl_sync(0xffffffff, high[j], from % 32);
-        const float theirs_low = __shfl_sync(0xffffffff, low[j], from % 32);
-        if (group == 0) {
-          high[j] = fmaxf(high[j], theirs_high);
-          low[j] = fminf(low[j], theirs_low);
-        }
-      }
+      extremes.Meet((lane + other * lanes_per_row) % 32, group == 0);
     }
-    if (group == 0) {
-      Packet<Out, kVector> upper, lower;
-#pragma unroll
-      for (int j = 0; j < kVector; ++j) {
-        StoreElement(&upper.element[j], high[j]);
-        StoreElement(&lower.element[j], low[j]);
-      }
-      *reinterpret_cast<Packet<Out, kVector>*>(kmax + first) = upper;
-      *reinterpret_cast<Packet<Out, kVector>*>(kmin + first) = lower;
-    }
+    if (group == 0) extremes.Store(kmax + first, kmin + first);
   }
 }
 
-template <typename In, typename Out, int kVector>
-__global__ void __launch_bounds__(kWarps * 32)
+template <typename In, typename Out, int kVector, typename Extremes, int kLoadsInFlight>
+__global__ void __launch_bounds__(kWarps * 32, kBlocksPerSm)
     SummarizeKernel(const __grid_constant__ SummaryParams params) {
   const auto request = static_cast<int32_t>(blockIdx.y);
   const int32_t done = params.done_blocks == nullptr ? 0 : max(0, params.done_blocks[request]);
@@ -146,9 +134,24 @@ __global__ void __launch_bounds__(kWarps * 32)
   const int64_t num_units = int64_t{max(0, blocks - done)} * heads;
   for (int64_t unit = blockIdx.x * kWarps + threadIdx.x / 32; unit < num_units;
        unit += int64_t{gridDim.x} * kWarps) {
-    SummarizeBlock<In, Out, kVector>(params, request, done + static_cast<int32_t>(unit / heads),
-                                     static_cast<int32_t>(unit % heads));
+    SummarizeBlock<In, Out, kVector, Extremes, kLoadsInFlight>(
+        params, request, done + static_cast<int32_t>(unit / heads),
+        static_cast<int32_t>(unit % heads));
   }
+}
+
+template <typename In, typename Out>
+auto ChooseKernel(const SummaryParams& params, bool vectors) {
+  if (!vectors) return SummarizeKernel<In, Out, 1, FloatExtremes<In, Out, 1>, 4>;
+  if constexpr (std::is_same_v<In, Out> && sizeof(In) == 2) {
+    if (params.cache.scales.key == nullptr) {
+      // As many as one lane has of a block, so that all of it is on its way at once.
+      const int groups = 32 / std::min(32, params.cache.geometry.head_dim / 8);
+      return params.block_size > 4 * groups ? SummarizeKernel<In, Out, 8, PairExtremes<In>, 8>
+                                            : SummarizeKernel<In, Out, 8, PairExtremes<In>, 4>;
+    }
+  }
+  return SummarizeKernel<In, Out, 8, FloatExtremes<In, Out, 8>, 4>;
 }
 
 // Whether eight channels can move at once everywhere.
@@ -174,7 +177,8 @@ bool AllowsVectors(const SummaryParams& params) {
 void LaunchSummarizeBlocks(const SummaryParams& params) {
   const int64_t units = int64_t{params.max_blocks} * params.cache.geometry.num_heads;
   const int sms = CurrentDeviceAttribute(cudaDevAttrMultiProcessorCount);
-  const int64_t resident = std::max<int64_t>(1, int64_t{sms} * 8 / params.num_requests);
+  const int64_t resident =
+      std::max<int64_t>(1, int64_t{sms} * kBlocksPerSm * 2 / params.num_requests);
   const dim3 grid(static_cast<unsigned>(std::min((units + kWarps - 1) / kWarps, resident)),
                   static_cast<unsigned>(params.num_requests));
   const bool vectors = AllowsVectors(params);
@@ -183,7 +187,7 @@ void LaunchSummarizeBlocks(const SummaryParams& params) {
     WithElementType(params.dtype, [&](auto* out) {
       using Out = std::remove_pointer_t<decltype(out)>;
       if constexpr (!std::is_same_v<Out, E4M3>) {
-        const auto kernel = vectors ? SummarizeKernel<In, Out, 8> : SummarizeKernel<In, Out, 1>;
+        const auto kernel = ChooseKernel<In, Out>(params, vectors);
         kernel<<<grid, kWarps * 32, 0, static_cast<cudaStream_t>(params.stream)>>>(params);
       }
     });

@@ -65,7 +65,7 @@ from .layouts import LAYOUTS, cache_views
 from .lossless import TwoLevel, confirm_greedy, confirm_sampling
 from .methods import Method, get_method, method_names, register_method
 from .metrics import Metrics
-from .ops import CommitSummaries, commit, write_kv
+from .ops import CommitSummaries, CommitTail, commit, write_kv
 from .partial import PartialStore
 from .paths import get_cmake_dir, get_include
 from .retrieval import block_summaries, build_view, select_blocks
@@ -98,6 +98,7 @@ __all__ = [
     "ChainChunk",
     "ChunkedResult",
     "CommitSummaries",
+    "CommitTail",
     "CommitVerdict",
     "CompactView",
     "CompactViews",

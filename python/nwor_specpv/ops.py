@@ -27,6 +27,7 @@ from .tree import tree_from_chain, tree_from_parents, tree_from_topk
 
 __all__ = [
     "CommitSummaries",
+    "CommitTail",
     "accept_chain_sampling",
     "accept_greedy",
     "accept_sampling",
@@ -65,6 +66,22 @@ class CommitSummaries:
     block_size: int
     start_token: int = 0
     summary_rows: torch.Tensor | None = None  # [B] int32: row of request b, default b
+
+
+@dataclass
+class CommitTail:
+    """Compact views a commit feeds: accepted rows go to the caches and to the views, or to neither.
+
+    Row 0 of request b, which is in the cache already, becomes token `tail_begin[b]` of its view
+    (-1: the request is not fed), accepted rows the tokens after it; without a root slot they begin
+    there. `tail_held[b]` becomes the number of tokens the view then has.
+    """
+
+    tail_keys: torch.Tensor  # [L, B, Hkv, N, D] of the staged rows' dtype
+    tail_values: torch.Tensor
+    tail_begin: torch.Tensor  # [B] int32
+    root_slots: torch.Tensor | None = None  # [B] int64, -1: none
+    tail_held: torch.Tensor | None = None  # [B] int32
 
 
 def write_kv(
@@ -123,6 +140,7 @@ def commit(
     v_scales: Sequence[torch.Tensor] | None = None,
     *,
     summaries: CommitSummaries | None = None,
+    tail: CommitTail | None = None,
 ) -> None:
     """Moves accepted rows from staging to the caches of every layer, or none of them.
 
@@ -131,7 +149,8 @@ def commit(
     `nwor_specpv.COMMIT_ERRORS`), the offending request, index and value, and the tokens committed.
     `parents` [M] int32: staging row of each row's parent, -1 for the root; without it a path must
     only ascend. One launch, no host sync, capturable in a CUDA graph. `summaries`: block summaries
-    that the same launch brings up to date with the accepted rows of verified requests.
+    that the same launch brings up to date with the accepted rows of verified requests. `tail`:
+    compact views that it feeds; a view without room refuses the commit (`tail_full`).
     """
     call(
         torch.ops.nwor_specpv.commit.default,
@@ -147,6 +166,7 @@ def commit(
         None if k_scales is None else list(k_scales),
         None if v_scales is None else list(v_scales),
         **({} if summaries is None else vars(summaries)),
+        **({} if tail is None else vars(tail)),
     )
 
 

@@ -22,6 +22,14 @@ using cpu::ScoreTask;
 // -max(-a, -b): a NaN in b gives a, as MaxOf.
 NWOR_SIMD_INLINE Vec MinOf(Vec a, Vec b) { return -MaxOf(-a, -b); }
 
+NWOR_SIMD_INLINE Vec AbsOf(Vec v) { return MaxOf(v, -v); }
+
+NWOR_SIMD_INLINE float SumLanes(Vec v) {
+  float sum = 0.0f;
+  for (int lane = 0; lane < kLanes; ++lane) sum += v[lane];
+  return sum;
+}
+
 // Fewer than kLanes elements, without reading or writing beyond them.
 template <typename T>
 NWOR_SIMD_INLINE Vec LoadSome(const T* p, int count) {
@@ -214,6 +222,17 @@ inline float ReduceRows(const ScoreTask& task, const float* rows) {
   return total;
 }
 
+// Rows of one head lie far apart: no hardware prefetcher follows them.
+template <typename T>
+NWOR_SIMD_INLINE void FetchAhead(const ScoreTask& task, int block) {
+  constexpr int kAhead = 8;
+  const int64_t next = std::min(block + kAhead, task.num_blocks - 1);
+  for (int64_t byte = 0; byte < task.head_dim * static_cast<int64_t>(sizeof(T)); byte += 64) {
+    __builtin_prefetch(task.kmax + next * task.kmax_stride_bytes + byte);
+    __builtin_prefetch(task.kmin + next * task.kmin_stride_bytes + byte);
+  }
+}
+
 template <typename T, int kBlocks>
 NWOR_SIMD_INLINE void ScoreSome(const ScoreTask& task, int first) {
   alignas(64) float kmax[kBlocks][kChannelRoom], kmin[kBlocks][kChannelRoom];
@@ -223,15 +242,7 @@ NWOR_SIMD_INLINE void ScoreSome(const ScoreTask& task, int first) {
                     kmax[block]);
     ReadChannels<T>(task.kmin + (first + block) * task.kmin_stride_bytes, task.head_dim,
                     kmin[block]);
-  }
-  // Rows of one head lie far apart: no hardware prefetcher follows them.
-  constexpr int kAhead = 8;
-  for (int block = 0; block < kBlocks; ++block) {
-    const int64_t next = std::min(first + block + kAhead, task.num_blocks - 1);
-    for (int64_t byte = 0; byte < task.head_dim * static_cast<int64_t>(sizeof(T)); byte += 64) {
-      __builtin_prefetch(task.kmax + next * task.kmax_stride_bytes + byte);
-      __builtin_prefetch(task.kmin + next * task.kmin_stride_bytes + byte);
-    }
+    FetchAhead<T>(task, first + block);
   }
   const bool sums = !task.query_max && !task.group_max;
   const int num_rows = task.num_queries * task.num_groups;
@@ -264,13 +275,99 @@ NWOR_SIMD_INLINE void ScoreSome(const ScoreTask& task, int first) {
     }
   }
   for (int block = 0; block < kBlocks; ++block) {
-    float score = 0.0f;
-    if (sums) {
-      for (int lane = 0; lane < kLanes; ++lane) score += totals[block][lane];
-    } else {
-      score = ReduceRows(task, rows[block]);
+    task.scores[first + block] = sums ? SumLanes(totals[block]) : ReduceRows(task, rows[block]);
+  }
+}
+
+// ---- sums of maxima -----------------------------------------------------------------------------
+//
+// max(a, b) is half of (a + b) + |a - b|. Summed over rows, q . (kmax + kmin) is one product with
+// the sum of the queries, so that only q . (kmax - kmin) is taken row by row: half the work.
+
+constexpr int kSumBlocks = 4;
+
+// Each channel's sum over the rows.
+inline void SumQueries(const ScoreTask& task, float* sums) {
+  for (int c = 0; c < task.head_dim; ++c) {
+    const float* rows = task.upper + static_cast<int64_t>(c) * task.padded_rows;
+    Vec total = {};
+    for (int row = 0; row < task.padded_rows; row += kLanes) total += Load(rows + row);
+    sums[c] = SumLanes(total);
+  }
+}
+
+// kmax - kmin to `spread`; returns the product of `sums` and kmax + kmin.
+template <typename T>
+NWOR_SIMD_INLINE float ReadSpread(const ScoreTask& task, int block, const float* sums,
+                                  float* spread) {
+  const T* high = reinterpret_cast<const T*>(task.kmax + block * task.kmax_stride_bytes);
+  const T* low = reinterpret_cast<const T*>(task.kmin + block * task.kmin_stride_bytes);
+  Vec middle = {};
+  int c = 0;
+  for (; c + kLanes <= task.head_dim; c += kLanes) {
+    const Vec up = LoadAs(high + c), down = LoadAs(low + c);
+    Store(spread + c, up - down);
+    middle = Fma(Load(sums + c), up + down, middle);
+  }
+  if (const int rest = task.head_dim - c; rest > 0) {
+    const Vec up = LoadSome(high + c, rest), down = LoadSome(low + c, rest);
+    StoreSome(spread + c, up - down, rest);
+    middle = Fma(LoadSome(sums + c, rest), up + down, middle);
+  }
+  return SumLanes(middle);
+}
+
+// |q . spread| of kVecs registers of rows, added to `totals`.
+template <int kVecs, int kBlocks>
+NWOR_SIMD_INLINE void AddSpreads(const ScoreTask& task, const float (*spread)[kChannelRoom],
+                                 int first_row, Vec* totals) {
+  Vec products[kBlocks][kVecs] = {};
+  const float* queries = task.upper + first_row;
+  const auto step = [&]<int kChannel>(int c) {
+    for (int v = 0; v < kVecs; ++v) {
+      const Vec q = Load(queries + v * kLanes);
+      for (int block = 0; block < kBlocks; ++block) {
+        products[block][v] = FmaRow<kChannel>(spread[block] + c, q, products[block][v]);
+      }
     }
-    task.scores[first + block] = score;
+    queries += task.padded_rows;
+  };
+  int c = 0;
+  for (; c + 4 <= task.head_dim; c += 4) {
+    step.template operator()<0>(c);
+    step.template operator()<1>(c);
+    step.template operator()<2>(c);
+    step.template operator()<3>(c);
+  }
+  for (; c < task.head_dim; ++c) step.template operator()<0>(c);
+  for (int block = 0; block < kBlocks; ++block) {
+    for (int v = 0; v < kVecs; ++v) totals[block] += AbsOf(products[block][v]);
+  }
+}
+
+template <typename T, int kBlocks>
+NWOR_SIMD_INLINE void ScoreSums(const ScoreTask& task, const float* sums, int first) {
+  alignas(64) float spread[kBlocks][kChannelRoom];
+  float middle[kBlocks];
+  for (int block = 0; block < kBlocks; ++block) {
+    middle[block] = ReadSpread<T>(task, first + block, sums, spread[block]);
+    FetchAhead<T>(task, first + block);
+  }
+  Vec totals[kBlocks] = {};
+  int row = 0;
+  for (; row + kTileVecs * kLanes <= task.padded_rows; row += kTileVecs * kLanes) {
+    AddSpreads<kTileVecs, kBlocks>(task, spread, row, totals);
+  }
+  for (; row < task.padded_rows; row += kLanes) {
+    AddSpreads<1, kBlocks>(task, spread, row, totals);
+  }
+  for (int block = 0; block < kBlocks; ++block) {
+    const float score = 0.5f * (middle[block] + SumLanes(totals[block]));
+    if (score - score == 0.0f) {
+      task.scores[first + block] = score;
+    } else {  // infinite summaries cancel here where they do not in the maximum
+      ScoreSome<T, 1>(task, first + block);
+    }
   }
 }
 
@@ -278,6 +375,15 @@ inline void ScoreBlocks(const ScoreTask& task) {
   WithRowType(task.dtype, [&](auto* in) {
     using T = std::remove_cv_t<std::remove_pointer_t<decltype(in)>>;
     int block = 0;
+    if (task.upper == task.lower && !task.add && !task.query_max && !task.group_max) {
+      alignas(64) float sums[kMaxHeadDim];
+      SumQueries(task, sums);
+      for (; block + kSumBlocks <= task.num_blocks; block += kSumBlocks) {
+        ScoreSums<T, kSumBlocks>(task, sums, block);
+      }
+      for (; block < task.num_blocks; ++block) ScoreSums<T, 1>(task, sums, block);
+      return;
+    }
     for (; block + kTileBlocks <= task.num_blocks; block += kTileBlocks) {
       ScoreSome<T, kTileBlocks>(task, block);
     }

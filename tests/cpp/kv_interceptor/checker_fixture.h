@@ -63,7 +63,7 @@ class Tamper final : public InterceptorObserver {
     changed.status = receipt.status.clone();
     if (on_commit) on_commit(changed);
     checker_.AfterCommit({path != nullptr ? *path : call.path, call.counts, call.slots, call.rows,
-                          call.last, call.summaries},
+                          call.last, call.summaries, call.tail},
                          changed);
   }
   void AfterAbort() override { checker_.AfterAbort(); }

@@ -21,17 +21,20 @@ TEST(SpecPVKernels, ScoresEqualSumsInDouble) {
     for (const auto& [rows, dim, blocks] :
          {std::tuple{1, 3, 1}, {4, 64, 5}, {9, 80, 2}, {17, 31, 7}, {40, 128, 4}}) {
       const int padded = (rows + kernels->lanes - 1) / kernels->lanes * kernels->lanes;
-      std::vector<float> upper(padded * dim), lower(padded * dim), kmax(blocks * dim),
+      std::vector<float> upper(padded * dim), other(padded * dim), kmax(blocks * dim),
           kmin(blocks * dim), scores(blocks);
       for (int c = 0; c < dim; ++c) {
         for (int r = 0; r < rows; ++r) {
           upper[c * padded + r] = normal(random);
-          lower[c * padded + r] = normal(random);
+          other[c * padded + r] = normal(random);
         }
       }
       for (float& x : kmax) x = normal(random);
       for (float& x : kmin) x = normal(random);
-      for (const int mode : {0, 1, 2, 3}) {
+      // Bit 2: one set of queries for both extremes, which sums of maxima have a way of their own
+      // for.
+      for (const int mode : {0, 1, 2, 3, 4, 6}) {
+        const std::vector<float>& lower = (mode & 4) != 0 ? upper : other;
         ScoreTask task;
         task.upper = upper.data();
         task.lower = lower.data();
@@ -64,6 +67,31 @@ TEST(SpecPVKernels, ScoresEqualSumsInDouble) {
         }
       }
     }
+  }
+}
+
+// Infinite summaries: sums of maxima are what the maximum of each row gives, NaN or not.
+TEST(SpecPVKernels, InfiniteSummariesScoreAsTheyDoRowByRow) {
+  const float inf = INFINITY;
+  for (const SpecPVKernels* kernels : AllKernels()) {
+    const int rows = kernels->lanes;
+    const std::vector<float> queries(rows, 1.0f);  // one channel
+    const std::vector<float> kmax = {inf, 3.0f, -inf, inf, 2.0f, 1.0f};
+    const std::vector<float> kmin = {inf, 1.0f, -inf, -inf, 2.0f, -inf};
+    std::vector<float> scores(kmax.size());
+    ScoreTask task;
+    task.upper = task.lower = queries.data();
+    task.padded_rows = task.num_queries = rows;
+    task.num_groups = 1;
+    task.kmax = reinterpret_cast<const std::byte*>(kmax.data());
+    task.kmin = reinterpret_cast<const std::byte*>(kmin.data());
+    task.kmax_stride_bytes = task.kmin_stride_bytes = 4;
+    task.head_dim = 1;
+    task.num_blocks = static_cast<int32_t>(kmax.size());
+    task.scores = scores.data();
+    kernels->score(task);
+    const auto n = static_cast<float>(rows);
+    EXPECT_EQ(scores, (std::vector<float>{inf, 3.0f * n, -inf, inf, 2.0f * n, n})) << kernels->name;
   }
 }
 

@@ -1,0 +1,66 @@
+#pragma once
+
+#include <cstdint>
+
+#include "kv_interceptor/commit_table.cuh"
+
+// Compact views that a commit feeds, on the device. Accepted rows are stored twice by the warps
+// that move them; row 0 of each request is copied from the cache by warps of blocks beside those.
+
+namespace nwor {
+
+// Distances in bytes.
+struct TailTable {
+  char* data[2];  // K, V; null: no views
+  int64_t layer;
+  int64_t request;
+  int64_t head;
+  int64_t token;
+
+  __device__ char* At(int layer_idx, int side, int32_t request_idx, int32_t token_idx) const {
+    return data[side] + layer_idx * layer + request_idx * request + token_idx * token;
+  }
+};
+
+inline TailTable MakeTailTable(const CommitParams& params) {
+  const CommitTail& tail = params.tail;
+  const int64_t bytes = ElementBytes(params.groups[0].dtype);
+  return {{static_cast<char*>(tail.keys), static_cast<char*>(tail.values)},
+          tail.layer_stride * bytes,
+          tail.request_stride * bytes,
+          tail.head_stride * bytes,
+          tail.token_stride * bytes};
+}
+
+// The rows of one layer that are in the cache already, dealt to `num_warps` warps. REQUIRES: the
+// batch is valid.
+template <RowOp op>
+__device__ __noinline__ void FeedRoots(const BatchTable& batch, const LayerTable& layer,
+                                       int layer_idx, const TailTable& tail, int32_t warp,
+                                       int32_t num_warps) {
+  if (batch.tail_begin == nullptr || batch.root_slots == nullptr) return;
+  const GroupTable& group = batch.groups[0];
+  const int32_t num_requests = batch.num_positions / batch.positions_per_request;
+#pragma unroll 1
+  for (int32_t unit = warp; unit < 2 * num_requests; unit += num_warps) {
+    const int32_t request = unit / 2, side = unit % 2;
+    const int64_t slot = batch.root_slots[request];
+    const int32_t begin = batch.tail_begin[request];
+    if (begin < 0 || slot < 0) continue;
+    const CacheStrides& strides = group.cache[side];
+    const char* from = layer.cache[side] + SlotOffset(strides, group.pages, slot);
+    char* to = tail.At(layer_idx, side, request, begin);
+#pragma unroll 1
+    for (int32_t i = static_cast<int32_t>(threadIdx.x % 32); i < group.shape.vectors_per_row;
+         i += 32) {
+      const VectorPlace place(group.shape, i);
+      const float* scales = layer.scales[side];
+      const float scale = scales == nullptr ? 1.0f : scales[place.head * layer.scale_stride[side]];
+      RowVector<op> vector;
+      vector.LoadCache(from + place.Offset(strides.head, VectorBytes(op).cache), scale);
+      vector.StoreRow(to + place.Offset(tail.head, VectorBytes(op).row));
+    }
+  }
+}
+
+}  // namespace nwor
