@@ -10,6 +10,7 @@ import torch
 
 from nwor_specpv import (
     CommitSummaries,
+    CommitTail,
     Interceptor,
     NworConfig,
     NworError,
@@ -90,7 +91,12 @@ def make_round(rng: random.Random, device: str, dtype: torch.dtype, batch: int =
     )  # fmt: skip
 
 
-def run(round_: Round, summaries: CommitSummaries | None, slots: list | None = None) -> int:
+def run(
+    round_: Round,
+    summaries: CommitSummaries | None,
+    slots: list | None = None,
+    tail: CommitTail | None = None,
+) -> int:
     device = round_.staged.device
     depth = max(1, *(len(p) for p in round_.path))
     slots = slots or round_.slots()
@@ -108,6 +114,7 @@ def run(round_: Round, summaries: CommitSummaries | None, slots: list | None = N
         k_scales=None if scales[0] is None else scales,
         v_scales=None if scales[0] is None else scales,
         summaries=summaries,
+        tail=tail,
     )
     return int(status[0])
 
