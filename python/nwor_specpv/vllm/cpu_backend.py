@@ -20,13 +20,14 @@ from vllm.v1.attention.backends.cpu_attn import (
     CPUAttentionMetadataBuilder,
 )
 
-from nwor_specpv import cache_views, verify_attention
+from nwor_specpv import PartialView, cache_views, verify_attention
 from nwor_specpv.errors import NworError
 
 from . import compat, rows
 from .engine import StepSeen, write_direct
 from .layer import TargetLayer, choose_impl, engine_of_layer, own_layers
 from .specpv.partial_pass import PartialPass
+from .specpv.refresh import RefreshStep
 
 
 @dataclass
@@ -34,6 +35,7 @@ class NworCpuMetadata(CPUAttentionMetadata):
     """vLLM's metadata and the tokens each request has in the cache before this step's rows."""
 
     prefix_lens: torch.Tensor | None = None  # [B] int32
+    refresh: RefreshStep | None = None
 
 
 class NworCpuBackend(CPUAttentionBackend):
@@ -79,7 +81,10 @@ class NworCpuMetadataBuilder(CPUAttentionMetadataBuilder):
         self._engine.begin(self._group, lens, drafts, common.slot_mapping)
         self._engine.seen = StepSeen(lens, drafts, common.block_table_tensor)
         prefix = common.seq_lens[: len(lens)] - torch.tensor(lens, dtype=torch.int32)
-        return NworCpuMetadata(**vars(metadata), prefix_lens=prefix)
+        refresh = None
+        if self._engine.refresh is not None:
+            refresh = self._engine.refresh.step(self._own, lens, drafts, common, prefix)
+        return NworCpuMetadata(**vars(metadata), prefix_lens=prefix, refresh=refresh)
 
 
 class NworCpuImpl(TargetLayer, CPUAttentionBackendImpl):
@@ -121,21 +126,30 @@ class NworCpuImpl(TargetLayer, CPUAttentionBackendImpl):
                 "output, expected neither in a model that verifies drafts"
             )
         num_rows = attn_metadata.num_actual_tokens
+        refresh = attn_metadata.refresh
         key_cache, value_cache = cache_views(kv_cache, compat.CACHE_LAYOUT)
-        verify_attention(
-            query[:num_rows],
-            key[:num_rows],
-            value[:num_rows],
-            key_cache,
-            value_cache,
-            attn_metadata.block_table,
-            attn_metadata.prefix_lens,
-            attn_metadata.query_start_loc,
-            None,
-            self.scale,
-            window=max(0, self.sliding_window),
-            softcap=self.logits_soft_cap,
-            out=output[:num_rows],
-            max_rows=attn_metadata.max_query_len,
-        )
+
+        def attend(view: PartialView | None, out: torch.Tensor | None = None) -> torch.Tensor:
+            return verify_attention(
+                query[:num_rows],
+                key[:num_rows],
+                value[:num_rows],
+                key_cache,
+                value_cache,
+                attn_metadata.block_table,
+                attn_metadata.prefix_lens,
+                attn_metadata.query_start_loc,
+                None,
+                self.scale,
+                view=view,
+                window=max(0, self.sliding_window),
+                softcap=self.logits_soft_cap,
+                out=out,
+                max_rows=attn_metadata.max_query_len,
+            )
+
+        name, out = layer.layer_name, output[:num_rows]
+        attend(None if refresh is None else refresh.view(name), out)
+        if refresh is not None:
+            refresh.after(name, attend, query[:num_rows], out)
         return output

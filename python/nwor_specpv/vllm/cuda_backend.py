@@ -22,13 +22,14 @@ from vllm.v1.attention.backends.flash_attn import (
     FlashAttentionMetadataBuilder,
 )
 
-from nwor_specpv import cache_views, verify_attention, verify_plan
+from nwor_specpv import PartialView, cache_views, verify_attention, verify_plan
 from nwor_specpv.errors import NworError
 
 from . import compat, rows
 from .engine import StepSeen, find_engine
 from .layer import TargetLayer, choose_impl, engine_of_layer, own_layers
 from .specpv.partial_pass import PartialPass
+from .specpv.refresh import RefreshStep
 
 
 @dataclass
@@ -40,7 +41,8 @@ class VerifyPart:
     block_table: torch.Tensor  # [B, pages]
     prefix_lens: torch.Tensor  # [B] int32
     query_start: torch.Tensor  # [B + 1] int32
-    plan: torch.Tensor
+    plan: torch.Tensor | None = None
+    refresh: RefreshStep | None = None
 
 
 @dataclass
@@ -101,7 +103,7 @@ class NworFlashMetadataBuilder(FlashAttentionMetadataBuilder):
         self._uniform_rows = 1 + self._engine.setup.num_speculative_tokens
         limit = max(vllm_config.scheduler_config.max_num_seqs, self.max_cudagraph_size or 0)
         self._prefix_lens = torch.zeros(limit, dtype=torch.int32, device=device)
-        self._plans: dict[tuple[int, int, int], torch.Tensor] = {}
+        self._plans: dict[tuple[int, int, int, bool], torch.Tensor] = {}
 
     def build(
         self,
@@ -141,6 +143,11 @@ class NworFlashMetadataBuilder(FlashAttentionMetadataBuilder):
             num_rows = sum(lens[:count])
             rest = super().build(0, self._behind(common, count, num_rows, max(lens[count:])))
         verify = self._verify_part(common, count, num_rows, max(lens[:count]))
+        if self._engine.refresh is not None:
+            verify.refresh = self._engine.refresh.step(
+                self._own, lens[:count], drafts[:count], common, verify.prefix_lens, capture=capture
+            )
+        self._plan(verify)
         return NworFlashMetadata(**vars(metadata), verify=verify, rest=rest)
 
     def _behind(
@@ -164,24 +171,28 @@ class NworFlashMetadataBuilder(FlashAttentionMetadataBuilder):
         start = common.query_start_loc[: count + 1]
         prefix = self._prefix_lens[:count]
         torch.sub(common.seq_lens[:count], start[1:], out=prefix).add_(start[:-1])
+        block_table = common.block_table_tensor[:count]
+        return VerifyPart(num_rows, max_rows, block_table, prefix, start)
+
+    def _plan(self, part: VerifyPart) -> None:
+        """Plans the step's work once for all layers, in the buffer of its shape."""
         key_cache, _ = cache_views(self._layer.kv_cache, compat.CACHE_LAYOUT)
         impl = self._layer.impl
         # Planning looks at sizes only.
         query = key_cache.new_empty(1, 1, impl.head_size)
-        query = query.expand(num_rows, impl.num_heads, impl.head_size)
-        block_table = common.block_table_tensor[:count]
-        shape = (count, num_rows, max_rows)
-        self._plans[shape] = plan = verify_plan(
+        query = query.expand(part.num_rows, impl.num_heads, impl.head_size)
+        shape = (part.prefix_lens.shape[0], part.num_rows, part.max_rows, part.refresh is not None)
+        self._plans[shape] = part.plan = verify_plan(
             query,
             key_cache,
-            block_table,
-            prefix,
-            start,
+            part.block_table,
+            part.prefix_lens,
+            part.query_start,
+            view=part.refresh.view(self._own[0]) if part.refresh is not None else None,
             window=impl.window,
-            max_rows=max_rows,
+            max_rows=part.max_rows,
             plan=self._plans.get(shape),
         )
-        return VerifyPart(num_rows, max_rows, block_table, prefix, start, plan)
 
 
 class NworFlashImpl(TargetLayer, FlashAttentionImpl):
@@ -228,25 +239,33 @@ class NworFlashImpl(TargetLayer, FlashAttentionImpl):
         if output_scale is not None or output_block_scale is not None:
             raise NworError(f"layer {layer.layer_name}: got a quantised output, expected none")
         key_cache, value_cache = cache_views(kv_cache, compat.CACHE_LAYOUT)
-        n = part.num_rows
-        verify_attention(
-            query[:n],
-            key[:n],
-            value[:n],
-            key_cache,
-            value_cache,
-            part.block_table,
-            part.prefix_lens,
-            part.query_start,
-            None,
-            self.scale,
-            window=self.window,
-            softcap=self.logits_soft_cap,
-            out=output[:n],
-            max_rows=part.max_rows,
-            plan=part.plan,
-            route=self._route,
-        )
+        n, refresh, plan = part.num_rows, part.refresh, part.plan
+
+        def attend(view: PartialView | None, out: torch.Tensor | None = None) -> torch.Tensor:
+            return verify_attention(
+                query[:n],
+                key[:n],
+                value[:n],
+                key_cache,
+                value_cache,
+                part.block_table,
+                part.prefix_lens,
+                part.query_start,
+                None,
+                self.scale,
+                view=view,
+                window=self.window,
+                softcap=self.logits_soft_cap,
+                out=out,
+                max_rows=part.max_rows,
+                plan=plan if out is not None else None,  # made for the step's own views
+                route=self._route,
+            )
+
+        name = layer.layer_name
+        attend(None if refresh is None else refresh.view(name), output[:n])
+        if refresh is not None:
+            refresh.after(name, attend, query[:n], output[:n])
         if attn_metadata.rest is not None:
             behind = (tensor[n:] for tensor in (query, key, value))
             super().forward(layer, *behind, kv_cache, attn_metadata.rest, output[n:])

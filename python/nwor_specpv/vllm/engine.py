@@ -31,6 +31,7 @@ from nwor_specpv.errors import NworError, logger
 from . import compat, rows, runner_hooks, support
 from .settings import read_settings
 from .specpv import rules as long_context
+from .specpv.refresh import Refresh
 
 # Path entries that one commit may have (see docs/commit.md).
 MAX_COMMIT_ENTRIES = 8192
@@ -75,6 +76,8 @@ class Engine:
         if self.settings.enable_specpv:
             long_context.judge(self.settings, long_context.describe(vllm_config), self.off)
         self.seen: StepSeen | None = None
+        self.names: Sequence[str] = ()  # of a step's requests, in their order (runner V2)
+        self.refresh = self._make_refresh(vllm_config)
         self.interceptor: Interceptor | None = None
         self.checker: ContractChecker | None = None
         self.violations: list[str] = []
@@ -108,6 +111,19 @@ class Engine:
 
     # ---- set-up ---------------------------------------------------------------------------------
 
+    def _make_refresh(self, vllm_config: Any) -> Refresh | None:
+        """Mode `refresh`, if it was asked for."""
+        if not self.settings.enable_specpv or self.settings.specpv_rectify != long_context.REFRESH:
+            return None
+        problem = runner_hooks.install_names() if vllm_config.use_v2_model_runner else None
+        if problem is not None:
+            raise NworError(f"nwor_specpv, enable_specpv: {problem}")
+        logger.warning(
+            "nwor_specpv: mode 'refresh' is NOT lossless: verify steps attend to a partial view, "
+            "tokens may differ from vLLM's own"
+        )
+        return Refresh(self, vllm_config)
+
     def add_group(self, layer_names: Sequence[str]) -> int:
         """Registers layers that share one slot mapping; the same layers are the same group."""
         names = list(layer_names)
@@ -119,6 +135,8 @@ class Engine:
                 f"({self._groups[0][0]} and {names[0]}), and a view is one list of blocks; serve "
                 "this model without enable_specpv"
             )
+        if self.settings.enable_specpv:
+            long_context.judge_layers({name: self.layers.get(name) for name in names})
         self._groups.append(names)
         return len(self._groups) - 1
 
@@ -130,6 +148,11 @@ class Engine:
     @property
     def runner(self) -> Any:
         return self._runner()
+
+    def request_names(self) -> Sequence[str]:
+        """Names of the step's requests in their order; none before the first tokens."""
+        runner = self._runner()
+        return self.names if runner is None or self.names else runner.input_batch.req_ids
 
     def drafts(self, lens: Sequence[int], common: Any) -> list[int]:
         """Draft rows of each request; none until the first tokens were sampled."""
@@ -231,6 +254,8 @@ class Engine:
 
     def finish(self, accepted: Callable[[torch.Tensor], torch.Tensor]) -> None:
         """Commits what was accepted. `accepted` gives the counts [B] for the numbers of drafts."""
+        if self.refresh is not None:
+            self.refresh.finish()
         step, self._step = self._step, None
         if step is None or self.interceptor is None:
             return

@@ -54,6 +54,25 @@ def install() -> str | None:
     )
 
 
+def install_names() -> str | None:
+    """Wraps the method of runner V2 that orders a step's requests; V1 keeps their names itself."""
+    from . import engine
+
+    def name_v2(runner: Any, scheduler_output: Any, _: Any) -> None:
+        found = engine.find_engine(runner.vllm_config)
+        if found is not None:
+            module = importlib.import_module("vllm.v1.worker.gpu.model_runner")
+            rows_by_name = scheduler_output.num_scheduled_tokens
+            found.names = module.sort_batch_req_ids(rows_by_name, runner.decode_query_len)
+
+    return _wrap(
+        "vllm.v1.worker.gpu.model_runner",
+        "prepare_inputs",
+        ("self", "scheduler_output", "batch_desc"),
+        name_v2,
+    )
+
+
 def _wrap(
     module: str, method: str, parameters: tuple[str, ...], first: Callable[..., None]
 ) -> str | None:

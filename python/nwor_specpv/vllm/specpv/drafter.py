@@ -92,13 +92,6 @@ class PartialViewDrafter:
                 "attention, expected ours in every layer; add --attention-backend CUSTOM, or serve "
                 "this model without enable_specpv"
             )
-        for name in names:
-            window = getattr(layers[name], "sliding_window", None)
-            if window is not None and window > 0:
-                raise NworError(
-                    f"{rules.DRAFTER}: got a sliding window of {window} in {name}, expected layers "
-                    "that see the whole context; serve this model without enable_specpv"
-                )
         self._target = Target(self._vllm_config, target, names)
 
     @torch.inference_mode()

@@ -6,7 +6,7 @@ behind their backs.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -64,6 +64,17 @@ def judge(settings: Settings, setup: LongContext, staging_off: str | None) -> No
 def refusals(settings: Settings, setup: LongContext, staging_off: str | None) -> list[Refusal]:
     """Everything that keeps the mode asked for from working; empty: it may start."""
     return list(_refusals(settings, setup, staging_off))
+
+
+def judge_layers(layers: Mapping[str, Any]) -> None:
+    """Raises NworError for a layer that does not see the whole context."""
+    for name, layer in layers.items():
+        window = getattr(layer, "sliding_window", None)
+        if window is not None and window > 0:
+            raise NworError(
+                f"nwor_specpv, enable_specpv: got a sliding window of {window} in {name}, expected "
+                "layers that see the whole context; serve this model without enable_specpv"
+            )
 
 
 def _refusals(settings: Settings, setup: LongContext, staging_off: str | None) -> Iterator[Refusal]:

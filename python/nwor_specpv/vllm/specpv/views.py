@@ -112,6 +112,24 @@ class ViewStore:
         held = (self.kmax, self.kmin, self.ids, self._blocks, self._scores)
         return sum(tensor.nbytes for tensor in held)
 
+    @property
+    def anchors(self) -> torch.Tensor:
+        """Lengths at which rows have chosen, and a last place for requests without a row."""
+        return self._anchor
+
+    def rows(self, count: int) -> torch.Tensor:
+        """The rows of the step's requests, -1: none."""
+        return self._rows[:count]
+
+    def lens(self, count: int) -> torch.Tensor:
+        """The lengths of the step's requests."""
+        return self._lens[:count]
+
+    def places(self, count: int) -> torch.Tensor:
+        """`rows`, with the last place instead of -1."""
+        rows = self._rows[:count].long()
+        return torch.where(rows >= 0, rows, self.max_requests)
+
     # ---- a step ---------------------------------------------------------------------------------
 
     def begin(self, batch: Batch, partial: torch.Tensor | None = None) -> None:
@@ -125,7 +143,7 @@ class ViewStore:
         self._rows[:count] = batch.rows
         self._lens[:count] = batch.lens
         self._partial[:count] = 1 if partial is None else partial
-        rows = self._places(count)
+        rows = self.places(count)
         chosen = (batch.select != 0) & (batch.rows >= 0)
         window = (batch.lens // budget.block_size - budget.window_blocks).clamp(
             min=budget.sink_blocks
@@ -199,7 +217,7 @@ class ViewStore:
     def end(self, count: int) -> None:
         """What was chosen in this step stands: rows remember it. Without it nothing is remembered,
         and what was summarised is summarised again."""
-        places, candidates = self._places(count), self._candidates[:count]
+        places, candidates = self.places(count), self._candidates[:count]
         done = torch.maximum(self._step_done[:count], candidates)
         self._done.index_copy_(0, places, done)
         self._anchor.index_copy_(0, places, self._step_anchor[:count])
@@ -217,7 +235,3 @@ class ViewStore:
             self.view_lens[:count],
             self.budget.block_size,
         )
-
-    def _places(self, count: int) -> torch.Tensor:
-        rows = self._rows[:count].long()
-        return torch.where(rows >= 0, rows, self.max_requests)

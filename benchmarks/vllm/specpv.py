@@ -1,0 +1,270 @@
+#!/usr/bin/env python3
+"""Long contexts in vLLM: verify steps over a view against stock vLLM's, at a real model's shapes.
+
+    python benchmarks/vllm/specpv.py --sides stock refresh --cells 8x32768 6x122880 --json out.json
+
+Dummy weights of Llama-3.1-8B's shapes, an EAGLE3 head, acceptance set by hand. Prompts are not
+computed: K/V of the cache is random, and the model is left out of prefill steps, so that a cell
+takes seconds instead of minutes. Each side is a process of its own, as two caches of this size do
+not fit one GPU; `--rounds` repeats them in turns. A step's time is that of many steps divided by
+their number, after steps that are not counted.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+
+from offline import LLAMA_8B, eagle_head, write_config
+
+DRAFTS = 4
+PREFILL_ROWS = 1024  # steps with more rows are prefill
+SIDES = {
+    "stock": {"enable_nwor": False},
+    "refresh": {
+        "enable_specpv": True,
+        "specpv_rectify": "refresh",
+        "specpv_selection": "shared",
+        "specpv_n_spec_tokens_buf": 64,
+        "specpv_full_refresh_interval": 16,
+    },
+}
+
+
+def main() -> int:
+    args = parse()
+    if args.child:
+        return run_side(args)
+    found: dict[str, list[dict[str, Any]]] = {side: [] for side in args.sides}
+    for _ in range(args.rounds):
+        for side in args.sides:
+            with tempfile.NamedTemporaryFile(suffix=".json") as out:
+                command = [sys.executable, __file__, "--child", side, "--json", out.name]
+                command += ["--cells", *args.cells, "--steps", str(args.steps)]
+                command += ["--layers", str(args.layers)]
+                done = subprocess.run(command, check=False, timeout=args.timeout)
+                if done.returncode == 0:
+                    found[side].append(json.loads(Path(out.name).read_text()))
+            report(args, found)
+    return 0 if all(found.values()) else 1
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--sides", nargs="+", choices=sorted(SIDES), default=["stock", "refresh"])
+    parser.add_argument("--cells", nargs="+", default=["8x32768", "6x122880"])
+    parser.add_argument("--steps", type=int, default=48)
+    parser.add_argument("--rounds", type=int, default=1)
+    parser.add_argument("--layers", type=int, default=LLAMA_8B["num_hidden_layers"])
+    parser.add_argument("--timeout", type=float, default=600)
+    parser.add_argument("--json", default="")
+    parser.add_argument("--child", choices=sorted(SIDES), default="")
+    return parser.parse_args()
+
+
+def report(args: argparse.Namespace, found: dict[str, list[dict[str, Any]]]) -> None:
+    cells = {}
+    for cell in args.cells:
+        entry: dict[str, Any] = {}
+        for side, runs in found.items():
+            entry[side] = [run["cells"][cell] for run in runs if cell in run["cells"]]
+        medians = {
+            side: statistics.median(run["step_ms"] for run in runs)
+            for side, runs in entry.items()
+            if runs
+        }
+        entry["step_ms"] = medians
+        if "stock" in medians:
+            entry["ratio"] = {s: ms / medians["stock"] for s, ms in medians.items() if s != "stock"}
+        print(cell, {s: round(ms, 3) for s, ms in medians.items()}, entry.get("ratio"), flush=True)
+        cells[cell] = entry
+    if args.json:
+        device = next((run["device"] for runs in found.values() for run in runs), "")
+        counts = {side: runs[-1]["counts"] for side, runs in found.items() if runs}
+        settings = {side: SIDES[side] for side in found}
+        told = {"device": device, "drafts": DRAFTS, "acceptance_length": 3.0, "steps": args.steps}
+        told |= {"layers": args.layers, "settings": settings, "cells": cells, "counts": counts}
+        Path(args.json).write_text(json.dumps(told, indent=2) + "\n")
+
+
+def run_side(args: argparse.Namespace) -> int:
+    import torch
+
+    cells = [tuple(map(int, cell.split("x"))) for cell in args.cells]
+    with tempfile.TemporaryDirectory() as folder:
+        llm = start(args.child, cells, Path(folder), args.layers)
+        fill_caches(llm)
+        leave_prefill_out(llm)
+        clock = VerifyClock(llm)
+        result: dict[str, Any] = {"cells": {}, "device": torch.cuda.get_device_name()}
+        for batch, context in cells:
+            cell = measure(llm, clock, batch, context, args.steps)
+            print(f"  {args.child} {batch} x {context}: {cell['step_ms']:.3f} ms, verify "
+                  f"{cell['verify_ms']:.3f}", flush=True)  # fmt: skip
+            result["cells"][f"{batch}x{context}"] = cell
+            result["counts"] = counts()
+            Path(args.json).write_text(json.dumps(result))
+    return 0
+
+
+def start(side: str, cells: list[tuple[int, int]], folder: Path, layers: int) -> Any:
+    from vllm import LLM
+
+    batches = sorted({batch for batch, _ in cells})
+    longest = max(context for _, context in cells) + 1024
+    model = LLAMA_8B | {"num_hidden_layers": layers, "max_position_embeddings": longest}
+    settings = dict(SIDES[side])
+    if settings.get("enable_specpv"):
+        settings["specpv_max_requests"] = max(batches)
+    return LLM(
+        model=str(write_config(folder / "target", model)),
+        load_format="dummy",
+        skip_tokenizer_init=True,
+        max_model_len=longest,
+        max_num_seqs=max(batches),
+        max_num_batched_tokens=16384,
+        long_prefill_token_threshold=512,  # all requests end their prompts in the same step
+        enable_prefix_caching=False,
+        attention_backend="FLASH_ATTN" if side == "stock" else "CUSTOM",
+        kv_cache_memory_bytes=max(b * (c + 1024) for b, c in cells) * layers * 4096 + (4 << 30),
+        compilation_config={
+            "mode": 0,
+            "cudagraph_mode": "FULL_DECODE_ONLY",
+            "cudagraph_capture_sizes": [batch * (1 + DRAFTS) for batch in batches],
+        },
+        speculative_config={
+            "method": "eagle3",
+            "model": str(eagle_head(folder)),
+            "num_speculative_tokens": DRAFTS,
+            "rejection_sample_method": "synthetic",
+            "synthetic_acceptance_length": 3.0,
+        },
+        additional_config={"nwor_specpv": settings},
+    )
+
+
+def worker_runner(llm: Any) -> Any:
+    executor = llm.llm_engine.engine_core.engine_core.model_executor
+    return executor.driver_worker.worker.model_runner
+
+
+def fill_caches(llm: Any) -> None:
+    """Random K/V, layer by layer, in pieces."""
+    runner = worker_runner(llm)
+    for layer in runner.vllm_config.compilation_config.static_forward_context.values():
+        cache = getattr(layer, "kv_cache", None)
+        if cache is not None and cache.numel():
+            for piece in cache.flatten(0, 0).split(4096):
+                piece.normal_()
+
+
+def leave_prefill_out(llm: Any) -> None:
+    """Steps of many rows give zeros at once; what decode steps run is untouched."""
+    import torch
+
+    model = worker_runner(llm).model
+    forward = model.forward
+
+    def shortened(*args: Any, **kwargs: Any) -> Any:
+        tokens = kwargs.get("input_ids", args[0] if args else None)
+        if tokens is None or tokens.shape[0] < PREFILL_ROWS:
+            return forward(*args, **kwargs)
+        hidden = torch.zeros(
+            tokens.shape[0], LLAMA_8B["hidden_size"], dtype=torch.bfloat16, device=tokens.device
+        )
+        return hidden, [hidden] * 3  # EAGLE3 wants those of three layers
+
+    model.forward = shortened
+
+
+class VerifyClock:
+    """GPU time of the target's own graph in each step, without the drafter's."""
+
+    def __init__(self, llm: Any) -> None:
+        manager = worker_runner(llm).cudagraph_manager
+        replay = manager.run_fullgraph
+        self._events: list[tuple[Any, Any]] = []
+
+        def timed(*args: Any) -> Any:
+            import torch
+
+            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            start.record()
+            result = replay(*args)
+            end.record()
+            self._events.append((start, end))
+            return result
+
+        manager.run_fullgraph = timed
+
+    def reset(self) -> None:
+        self._events.clear()
+
+    def mean_ms(self) -> float:
+        spans = [start.elapsed_time(end) for start, end in self._events]
+        return sum(spans) / max(1, len(spans))
+
+
+def measure(llm: Any, clock: VerifyClock, batch: int, context: int, steps: int) -> dict[str, float]:
+    import torch
+    from vllm import SamplingParams
+
+    engine, rng = llm.llm_engine, random.Random(batch * context)
+    params = SamplingParams(temperature=0, max_tokens=900, ignore_eos=True)
+    names = []
+    for index in range(batch):
+        words = [rng.randrange(3, 30000) for _ in range(64)]
+        prompt = (words * (context // 64 + 1))[:context]
+        names.append(f"{context}-{index}-{time.monotonic_ns()}")
+        engine.add_request(names[-1], {"prompt_token_ids": prompt}, params)
+    lens: dict[str, int] = {}
+    while len(lens) < batch:
+        note(engine.step(), lens)
+    for _ in range(10):
+        note(engine.step(), lens)
+    torch.cuda.synchronize()
+    clock.reset()
+    before, started = sum(lens.values()), time.perf_counter()
+    for _ in range(steps):
+        note(engine.step(), lens)
+    torch.cuda.synchronize()
+    seconds = time.perf_counter() - started
+    verify_ms = clock.mean_ms()
+    tokens = sum(lens.values()) - before
+    engine.abort_request(names)
+    while engine.has_unfinished_requests():
+        engine.step()
+    told = {"step_ms": 1e3 * seconds / steps, "tokens_per_s": tokens / seconds}
+    return told | {"verify_ms": verify_ms}
+
+
+def note(outputs: Any, lens: dict[str, int]) -> None:
+    for output in outputs:
+        lens[output.request_id] = len(output.outputs[0].token_ids)
+
+
+def counts() -> dict[str, Any]:
+    from nwor_specpv import Metrics
+
+    return {
+        name: value
+        for name, value in Metrics().snapshot().items()
+        if value and name.startswith(("specpv_", "nwor_staged", "nwor_committed", "nwor_fallback"))
+    }
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,429 @@
+"""Mode `refresh`: the verify step itself attends to the view. Not lossless.
+
+Every request decides for itself, step by step: over the whole context with a new choice of blocks,
+or over the view. K/V of partial steps stays as partial attention made it; nothing is fed again.
+Decisions and views are device tensors (`num_blocks` -1: the whole context), so one captured graph
+is replayed for every mix.
+
+Drift is measured on full steps: in a few layers the rows' attention is computed over the old view,
+too, and rows whose output differs by more than a tenth are counted (specpv_deviating_rows_total of
+specpv_probed_rows_total).
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from nwor_specpv import _C, PartialView, build_view, cache_views
+from nwor_specpv.errors import logger
+from nwor_specpv.vllm import compat
+
+from .views import Batch, ViewStore
+
+_DEVIATES = 0.1  # of a row's attention output, in length
+_DRIFT_INTERVAL = 32  # steps between readings of the device's counts
+
+
+@dataclass
+class Request:
+    """What the host knows of a request that is in the batch."""
+
+    row: int
+    anchor: int = 0  # context when blocks were chosen last
+    steps: int = 0  # partial ones since then
+    selected: bool = False
+
+
+@dataclass(frozen=True)
+class Decision:
+    """What one request does in a step."""
+
+    row: int = -1
+    partial: bool = False
+    select: bool = False
+    probe: bool = False
+    trigger: str = "none"  # why it is full; of FULL_TRIGGERS
+
+
+@dataclass
+class RefreshStep:
+    """What a layer needs of the step that is open."""
+
+    views: RefreshViews
+    count: int  # requests, from the front of the batch
+    max_rows: int
+    index: torch.Tensor | None  # [count, rows] rows of the batch; None: every request has max_rows
+    query_rows: torch.Tensor | None  # [count, 2] int32
+    row_requests: torch.Tensor | None  # [rows] int64: whose row it is; None: as `index`
+    width: int  # rows of a request whose queries choose
+    selects: bool
+    probes: bool
+
+    def view(self, layer: str) -> PartialView:
+        return self.views.store.view(self.views.layer_index[layer], self.count)
+
+    def after(self, layer: str, attend: Any, query: torch.Tensor, output: torch.Tensor) -> None:
+        """Keeps the queries that choose blocks, and looks for drift.
+
+        `attend(view)`: the layer's attention over a view.
+        """
+        views = self.views
+        number = views.layer_index[layer]
+        if self.probes and number in views.probed_layers:
+            views.probe(number, self, attend, output)
+        if self.selects:
+            rows = query if self.index is None else query[self.index].flatten(0, 1)
+            views.queries(number, rows).copy_(rows)
+
+    def probing(self, num_rows: int) -> torch.Tensor:
+        """[rows]: not 0 for rows of requests that are looked at for drift."""
+        asked = self.views.probing[: self.count]
+        if self.row_requests is not None:
+            return asked[self.row_requests[:num_rows]]
+        return asked[:, None].expand(self.count, self.max_rows).reshape(-1)
+
+
+class RefreshViews:
+    """Views and decisions of one engine's requests. Thread-safety: none."""
+
+    def __init__(
+        self,
+        settings: Any,
+        layers: Sequence[str],
+        key_caches: list[torch.Tensor],
+        *,
+        max_batch: int,
+        max_tokens: int,
+        max_rows: int,
+    ) -> None:
+        self.layer_index = {name: number for number, name in enumerate(layers)}
+        self.store = ViewStore(
+            settings.specpv(),
+            key_caches,
+            max_requests=settings.specpv_max_requests,
+            max_batch=max_batch,
+            max_tokens=max_tokens,
+            max_rows=max_rows,
+        )
+        self._threshold = settings.specpv_partial_threshold
+        self._interval = settings.specpv_full_refresh_interval
+        self._bytes_per_token = 2 * sum(cache[0, 0].nbytes for cache in key_caches)
+        self._requests: dict[str, Request] = {}
+        self._open: list[Request] = []  # that select in the step that is open
+        self._step: RefreshStep | None = None
+        self._queries: torch.Tensor | None = None
+        self._max_queries = max_batch * max_rows
+        last = len(layers) - 1
+        self.probed_layers = sorted({last // 2, last})
+        store = self.store
+        shape = (len(self.probed_layers) * max_batch, *store.blocks(1).shape[2:])
+        self._probe_blocks = torch.full(shape, -1, dtype=torch.int32, device=key_caches[0].device)
+        self._probe_num_blocks = torch.zeros_like(store.num_blocks)
+        self._probe_lens = torch.zeros_like(store.view_lens)
+        self.probing = torch.zeros_like(store.view_lens)
+        self._drift = torch.zeros(2, dtype=torch.int64, device=key_caches[0].device)
+        self._counted = [0, 0]
+        self._mail: tuple[torch.Tensor, torch.cuda.Event] | None = None
+        self._steps = 0
+
+    # ---- decisions, on the host -----------------------------------------------------------------
+
+    def decide(
+        self,
+        names: Sequence[str],
+        contexts: Sequence[int],
+        lens: Sequence[int],
+        drafts: Sequence[int],
+    ) -> list[Decision]:
+        """What each request of the batch does. `contexts`: tokens before its rows, at most."""
+        self._forget(set(names))
+        return [
+            self._decide(name, context, rows, number)
+            for name, context, rows, number in zip(names, contexts, lens, drafts, strict=True)
+        ]
+
+    def _decide(self, name: str, context: int, rows: int, drafts: int) -> Decision:
+        budget = self.store.budget
+        if rows != 1 + drafts or context <= max(budget.static_tokens, self._threshold):
+            if name in self._requests:  # a prompt that goes on, or is computed again
+                self._requests[name].selected = False
+            return Decision(trigger="short_context")
+        request = self._requests.get(name)
+        if request is None:
+            row = self.store.open()
+            if row is None:
+                return Decision(trigger="policy")
+            request = self._requests[name] = Request(row)
+        trigger = "none"
+        if not request.selected:
+            trigger = "first"
+        elif context - request.anchor + rows > budget.tail_capacity:
+            trigger = "tail_full"
+        elif self._interval and request.steps >= self._interval:
+            trigger = "interval"
+        if trigger == "none":
+            request.steps += 1
+            return Decision(request.row, partial=True)
+        probe = request.selected and context - request.anchor <= budget.tail_capacity
+        request.anchor, request.steps, request.selected = context, 0, True
+        self._open.append(request)
+        return Decision(request.row, select=True, probe=probe, trigger=trigger)
+
+    def _forget(self, names: set[str]) -> None:
+        for name in self._requests.keys() - names:
+            self.store.close(self._requests.pop(name).row)
+
+    # ---- a step ---------------------------------------------------------------------------------
+
+    def begin(
+        self,
+        names: Sequence[str],
+        lens: Sequence[int],
+        drafts: Sequence[int],
+        contexts: Sequence[int],
+        prefix_lens: torch.Tensor,
+        block_table: torch.Tensor,
+    ) -> RefreshStep:
+        """Opens a step. `names` may be fewer than `lens`: those behind only fill the batch."""
+        self._give_up()  # a step that was begun and never finished
+        real = len(names)
+        decisions = self.decide(names, contexts[:real], lens[:real], drafts[:real])
+        self._count(decisions, contexts)
+        return self._tell(decisions, lens, prefix_lens, block_table)
+
+    def capture(
+        self, lens: Sequence[int], prefix_lens: torch.Tensor, block_table: torch.Tensor
+    ) -> RefreshStep:
+        """A step that is only recorded into a CUDA graph: it does all a step may do."""
+        step = self._tell([], lens, prefix_lens, block_table)
+        step.selects = step.probes = True
+        self._step = None
+        return step
+
+    def _tell(
+        self,
+        decisions: list[Decision],
+        lens: Sequence[int],
+        prefix_lens: torch.Tensor,
+        block_table: torch.Tensor,
+    ) -> RefreshStep:
+        store, count, device = self.store, len(lens), prefix_lens.device
+        decisions = decisions + [Decision()] * (count - len(decisions))
+        flags = _to_device(
+            [[d.row, d.select, d.partial, d.probe] for d in decisions], torch.int32, device
+        ).T.contiguous()
+        store.begin(Batch(block_table, flags[0], prefix_lens, flags[1]), flags[2])
+        probes = any(d.probe for d in decisions)
+        if probes or prefix_lens.is_cuda:  # a graph probes in every step
+            self._build_probe(count, flags[3], block_table)
+        store.build(count)
+        uniform = len(set(lens)) == 1
+        most = max(lens)
+        starts = [sum(lens[:b]) for b in range(count)]
+        selecting = [n for n, d in zip(lens, decisions, strict=True) if d.select]
+        width = max(selecting, default=1)
+        index = query_rows = None
+        if not uniform:
+            rows = [
+                [s + min(j, max(0, n - 1)) for j in range(width)]
+                for s, n in zip(starts, lens, strict=True)
+            ]
+            index = _to_device(rows, torch.int64, device)
+            query_rows = _to_device([[0, max(1, min(n, width))] for n in lens], torch.int32, device)
+        owners = None
+        if not uniform:
+            owned = [b for b, n in enumerate(lens) for _ in range(n)]
+            owners = _to_device(owned, torch.int64, device)
+        width = most if uniform else width
+        self._step = RefreshStep(
+            self, count, most, index, query_rows, owners, width, bool(selecting), probes
+        )
+        return self._step
+
+    def finish(self) -> None:
+        """The model has run: blocks are chosen by the queries that its layers left here.
+
+        Outside of the model's graph, so that steps in which nobody chooses do not pay for it.
+        """
+        step, self._step = self._step, None
+        if step is not None and self._open:
+            try:
+                for layer in range(len(self.layer_index)):
+                    rows = self._queries[layer, : step.count * step.width]
+                    grouped = rows.unflatten(0, (step.count, step.width))
+                    self.store.refresh_layer(layer, grouped, step.query_rows)
+                self.store.end(step.count)
+            except Exception as error:
+                logger.warning("nwor_specpv: no blocks chosen, steps stay full: %s", error)
+                self._give_up()
+        self._open = []
+        self._read_drift()
+
+    def _give_up(self) -> None:
+        """What was to be chosen was not: those requests have no view."""
+        for request in self._open:
+            request.selected = False
+        self._open = []
+
+    def queries(self, layer: int, rows: torch.Tensor) -> torch.Tensor:
+        """Where a layer leaves its queries for `finish`; the same memory in every step."""
+        if self._queries is None:
+            shape = (len(self.layer_index), self._max_queries, *rows.shape[1:])
+            self._queries = torch.zeros(shape, dtype=rows.dtype, device=rows.device)
+        return self._queries[layer, : rows.shape[0]]
+
+    # ---- drift ----------------------------------------------------------------------------------
+
+    def _build_probe(self, count: int, probing: torch.Tensor, block_table: torch.Tensor) -> None:
+        """The views that requests with a full step have had up to now, in a few layers."""
+        store = self.store
+        self.probing[:count] = probing
+        blocks = self._blocks(count)
+        anchors = store.anchors[store.places(count)]
+        for place, layer in enumerate(self.probed_layers):
+            build_view(
+                store.ids[layer : layer + 1],
+                block_table,
+                anchors,
+                store.lens(count),
+                self.probing[:count],
+                blocks[place : place + 1],
+                self._probe_num_blocks[:count],
+                self._probe_lens[:count],
+                page_size=store.page_size,
+                block_size=store.budget.block_size,
+                sink_blocks=store.budget.sink_blocks,
+                window_blocks=store.budget.window_blocks,
+                rows=store.rows(count),
+            )
+        # The others see nothing of their context here, instead of all of it.
+        absent = self._probe_num_blocks[:count] < 0
+        self.probing[:count].masked_fill_(absent, 0)
+        self._probe_num_blocks[:count].clamp_(min=0)
+        self._probe_lens[:count].masked_fill_(absent, 0)
+
+    def _blocks(self, count: int) -> torch.Tensor:
+        layers = len(self.probed_layers)
+        return self._probe_blocks[: layers * count].unflatten(0, (layers, count))
+
+    def probe(self, layer: int, step: RefreshStep, attend: Any, output: torch.Tensor) -> None:
+        """Counts the rows whose attention over the old view differs from that over everything."""
+        count = step.count
+        view = PartialView(
+            self._blocks(count)[self.probed_layers.index(layer)],
+            self._probe_num_blocks[:count],
+            self._probe_lens[:count],
+            self.store.budget.block_size,
+        )
+        seen = attend(view).flatten(1).float()
+        whole = output.flatten(1).float()
+        asked = step.probing(whole.shape[0]) != 0
+        far = (seen - whole).norm(dim=1) > _DEVIATES * whole.norm(dim=1)
+        self._drift[0] += asked.sum()
+        self._drift[1] += (asked & far).sum()
+
+    def _read_drift(self) -> None:
+        """Brings the device's counts to the metrics; on a GPU a little later, without waiting."""
+        self._steps += 1
+        if not self._drift.is_cuda:
+            self._note_drift(self._drift.tolist())
+        elif self._mail is not None and self._mail[1].query():
+            self._note_drift(self._mail[0].tolist())
+            self._mail = None
+        elif self._mail is None and self._steps % _DRIFT_INTERVAL == 0:
+            host = torch.empty(2, dtype=torch.int64, pin_memory=True)
+            host.copy_(self._drift, non_blocking=True)
+            arrived = torch.cuda.Event()
+            arrived.record()
+            self._mail = (host, arrived)
+
+    def _note_drift(self, now: list[int]) -> None:
+        probed, deviating = (new - old for new, old in zip(now, self._counted, strict=True))
+        _C.count("specpv_probed_rows_total", probed)
+        _C.count("specpv_deviating_rows_total", deviating)
+        self._counted = now
+
+    def _count(self, decisions: list[Decision], contexts: Sequence[int]) -> None:
+        view = self.store.budget.static_tokens
+        partial = [c for d, c in zip(decisions, contexts, strict=False) if d.partial]
+        whole = sum(contexts[: len(decisions)])
+        read = whole - sum(max(0, context - view) for context in partial)
+        _C.count("specpv_partial_steps_total", len(partial))
+        _C.count("specpv_kv_bytes_full_total", whole * self._bytes_per_token)
+        _C.count("specpv_kv_bytes_read_total", read * self._bytes_per_token)
+        for decision in decisions:
+            if not decision.partial:
+                _C.count_full_steps(decision.trigger, 1)
+
+
+class Refresh:
+    """Mode `refresh` of one engine: makes the views when caches are there, opens steps."""
+
+    def __init__(self, engine: Any, vllm_config: Any) -> None:
+        self._engine = weakref.ref(engine)
+        graphs = vllm_config.compilation_config.max_cudagraph_capture_size or 0
+        self._max_batch = max(vllm_config.scheduler_config.max_num_seqs, graphs)
+        self._max_tokens = vllm_config.model_config.max_model_len
+        self.views: RefreshViews | None = None
+
+    def step(
+        self,
+        layers: list[str],
+        lens: Sequence[int],
+        drafts: Sequence[int],
+        common: Any,
+        prefix_lens: torch.Tensor,
+        *,
+        capture: bool = False,
+    ) -> RefreshStep:
+        """The step of the first requests of a batch, as many as `lens` has.
+
+        Before vLLM's first tokens nobody knows their names, and all are full.
+        """
+        engine = self._engine()
+        if self.views is None:
+            self.views = self._make(engine, layers)
+        table = common.block_table_tensor[: len(lens)]
+        if capture:
+            return self.views.capture(lens, prefix_lens, table)
+        names = engine.request_names() if engine.runner is not None else ()
+        ends = common.seq_lens_cpu_upper_bound
+        if ends is None:
+            ends = common.seq_lens_cpu
+        contexts = [end - n for end, n in zip(ends[: len(lens)].tolist(), lens, strict=True)]
+        # Padding has no rows and stands last; requests behind these do not verify.
+        real = sum(1 for n in lens if n)
+        return self.views.begin(names[:real], lens, drafts, contexts, prefix_lens, table)
+
+    def finish(self) -> None:
+        """The model has run."""
+        if self.views is not None:
+            self.views.finish()
+
+    def _make(self, engine: Any, layers: list[str]) -> RefreshViews:
+        caches = [
+            cache_views(engine.layers[name].kv_cache, compat.CACHE_LAYOUT)[0] for name in layers
+        ]
+        views = RefreshViews(
+            engine.settings,
+            layers,
+            caches,
+            max_batch=self._max_batch,
+            max_tokens=self._max_tokens,
+            max_rows=1 + engine.setup.num_speculative_tokens,
+        )
+        taken = views.store.bytes / 1e6
+        logger.info(
+            "nwor_specpv: views of %d requests take %.1f MB", views.store.max_requests, taken
+        )
+        return views
+
+
+def _to_device(values: Any, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    host = torch.tensor(values, dtype=dtype, pin_memory=device.type == "cuda")
+    return host.to(device, non_blocking=True)

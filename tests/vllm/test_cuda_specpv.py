@@ -1,0 +1,107 @@
+"""Partial views in the real vLLM on a GPU: drafting on runner V1, verify steps on V2 in graphs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from engines import drive, greedy, own_engine, story_prompts
+from engines import stats as own_stats
+from test_cuda import GRAPHS, alike, begin, dummy_prompts, eagle3
+
+from nwor_specpv import Metrics
+from nwor_specpv.models import stories
+from nwor_specpv.vllm.specpv.rules import DRAFTER
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+
+VIEW = {
+    "enable_specpv": True,
+    "specpv_n_sink_blocks": 1,
+    "specpv_n_retrieval_blocks": 3,
+    "specpv_n_window_blocks": 2,
+    "specpv_draft_passes": 3,
+    "strict": True,
+}
+SPECULATION = {"method": "custom_class", "model": DRAFTER, "num_speculative_tokens": 8}
+LENGTHS = (200, 40, 260, 150, 10, 230)
+
+
+def grown(before: dict[str, Any], name: str) -> int:
+    return Metrics().snapshot()[name] - before[name]
+
+
+def test_the_target_drafts_over_views(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "0")
+    prompts = [(p * 40)[:n] for p, n in zip(story_prompts(6), LENGTHS, strict=True)]
+    model = {"model": str(stories(64)), "skip_tokenizer_init": True, "enforce_eager": True}
+    plain = begin({"enable_nwor": False}, speculation=None, attention_backend="FLASH_ATTN", **model)
+    theirs = drive(plain, prompts, greedy(48)).tokens
+    before = Metrics().snapshot()
+    llm = begin(VIEW | {"check_contract": True}, speculation=SPECULATION, **model)
+    ours = drive(llm, prompts, greedy(48)).tokens
+    assert own_engine().violations == []
+    assert own_stats()["fallbacks"] == {}
+    assert grown(before, "specpv_draft_failures_total") == 0
+    drafted = grown(before, "specpv_drafted_tokens_total")
+    confirmed = grown(before, "specpv_confirmed_tokens_total")
+    share = alike(ours, theirs)
+    print(f"{confirmed} of {drafted} confirmed; like plain vLLM before a difference: {share:.2f}")
+    assert confirmed > 0.5 * drafted > 0
+    assert share > 0.3  # bfloat16: another number of rows rounds otherwise
+
+
+REFRESH = {
+    "enable_specpv": True,
+    "specpv_rectify": "refresh",
+    "specpv_n_sink_blocks": 1,
+    "specpv_n_retrieval_blocks": 8,
+    "specpv_n_window_blocks": 4,
+    "specpv_full_refresh_interval": 3,
+    "strict": True,
+}
+
+
+def long_prompts() -> list[list[int]]:
+    lengths = (300, 500, 700, 40, 90, 400)
+    return [(p * 140)[:n] for p, n in zip(dummy_prompts(), lengths, strict=True)]
+
+
+def test_refresh_in_full_graphs(tmp_path: Path) -> None:
+    """One graph for every mix of full and partial requests, drift counted on the device."""
+    before = Metrics().snapshot()
+    llm = eagle3(tmp_path, REFRESH, enable_prefix_caching=False, **GRAPHS)
+    story = drive(llm, long_prompts(), greedy(120))
+    assert all(len(tokens) == 120 for tokens in story.tokens.values())
+    assert own_engine().num_replays > 20
+    assert own_stats()["fallbacks"] == {}
+    assert grown(before, "specpv_partial_steps_total") > 50
+    probed = grown(before, "specpv_probed_rows_total")
+    deviating = grown(before, "specpv_deviating_rows_total")
+    print(f"{deviating} of {probed} probed rows deviate")
+    assert probed > 0
+    assert not hasattr(own_engine().runner, "input_batch"), "the V1 runner was used"
+
+
+def test_refresh_with_views_of_everything(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Eager: each layer's output over such views is that over the whole context."""
+    from nwor_specpv.vllm.specpv import refresh
+
+    after, compared = refresh.RefreshStep.after, []
+
+    def watched(self: Any, layer: str, attend: Any, query: Any, output: Any) -> None:
+        if (self.views.store.num_blocks[: self.count] >= 0).any():
+            difference = (output - attend(None)).abs().max() / output.abs().max()
+            compared.append(difference.item())
+        after(self, layer, attend, query, output)
+
+    monkeypatch.setattr(refresh.RefreshStep, "after", watched)
+    # Chosen once, when all blocks between sink and window fit; what comes after is the tail.
+    nwor = REFRESH | {"specpv_n_retrieval_blocks": 20, "specpv_n_spec_tokens_buf": 100}
+    nwor["specpv_full_refresh_interval"] = 0
+    llm = eagle3(tmp_path, nwor, enable_prefix_caching=False, enforce_eager=True)
+    drive(llm, [p[:401] for p in long_prompts()[1:3]], greedy(40))
+    assert len(compared) > 20
+    assert max(compared) < 0.02

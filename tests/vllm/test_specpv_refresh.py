@@ -1,0 +1,158 @@
+"""Mode `refresh` in the real vLLM on the CPU: verify steps over the view, request by request."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import pytest
+import torch
+from engines import STOCK, counted, drive, greedy, own_engine, start, story_prompts
+from engines import stats as own_stats
+
+from nwor_specpv import Metrics
+from nwor_specpv.errors import NworError
+
+# A view of 96 tokens, as in the tests of mode lossless.
+VIEW = {
+    "enable_specpv": True,
+    "specpv_rectify": "refresh",
+    "specpv_n_sink_blocks": 1,
+    "specpv_n_retrieval_blocks": 3,
+    "specpv_n_window_blocks": 2,
+    "check_contract": True,
+    "strict": True,
+}
+LENGTHS = (200, 40, 260, 150, 10, 230)
+MAX_TOKENS = 48
+
+
+def prompts() -> list[list[int]]:
+    return [(p * 40)[:n] for p, n in zip(story_prompts(6), LENGTHS, strict=True)]
+
+
+def begin(nwor: dict[str, Any] | None = None, **options: Any) -> Any:
+    return start(VIEW | (nwor or {}), enable_prefix_caching=False, **options)
+
+
+@pytest.fixture(scope="module")
+def expected() -> list[list[int]]:
+    story = drive(start(STOCK), prompts(), greedy(MAX_TOKENS))
+    return [story.tokens[str(i)] for i in range(len(LENGTHS))]
+
+
+def grown(before: dict[str, Any], name: str) -> int:
+    return Metrics().snapshot()[name] - before[name]
+
+
+def check_books() -> None:
+    stats = own_stats()
+    assert stats["staged_tokens"] == stats["committed_tokens"] + stats["rejected_tokens"] > 0
+    assert stats["fallbacks"] == {}
+    assert own_engine().violations == []
+
+
+def test_a_budget_that_covers_the_context_is_full_attention_bit_for_bit(
+    expected: list[list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Views of all blocks: the same tokens, and every layer's output the same bits."""
+    llm = begin({"specpv_n_retrieval_blocks": 24, "specpv_full_refresh_interval": 3})
+    compared = watch_views(monkeypatch)
+    story = drive(llm, prompts(), greedy(MAX_TOKENS), arrivals=[0, 0, 3, 9, 9, 20])
+    assert [story.tokens[str(i)] for i in range(6)] == expected
+    assert len(compared) > 50
+    assert all(compared)
+    check_books()
+
+
+def watch_views(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
+    """Lets requests be partial though the view covers them; compares with no view at all."""
+    from nwor_specpv.vllm.specpv import refresh
+
+    compared = []
+    after, decide = refresh.RefreshStep.after, refresh.RefreshViews._decide
+
+    def watched(self: Any, layer: str, attend: Any, query: Any, output: Any) -> None:
+        if (self.views.store.num_blocks[: self.count] >= 0).any():
+            compared.append(torch.equal(output, attend(None)))
+        after(self, layer, attend, query, output)
+
+    class Small:
+        """A budget that calls little short, over the real one."""
+
+        static_tokens = 64
+
+        def __init__(self, budget: Any) -> None:
+            self._budget = budget
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(self._budget, name)
+
+    def decided(self: Any, *args: Any) -> Any:
+        budget, self.store.budget = self.store.budget, Small(self.store.budget)
+        try:
+            return decide(self, *args)
+        finally:
+            self.store.budget = budget
+
+    monkeypatch.setattr(refresh.RefreshStep, "after", watched)
+    monkeypatch.setattr(refresh.RefreshViews, "_decide", decided)
+    return compared
+
+
+def test_requests_decide_for_themselves(caplog: pytest.LogCaptureFixture) -> None:
+    before = Metrics().snapshot()
+    with caplog.at_level(logging.WARNING, "nwor_specpv"):
+        llm = begin({"specpv_full_refresh_interval": 4}, max_num_batched_tokens=96)
+    assert "mode 'refresh' is NOT lossless" in caplog.text
+    story = drive(llm, prompts(), greedy(MAX_TOKENS), arrivals=[0, 0, 3, 9, 9, 20])
+    assert all(len(tokens) == MAX_TOKENS for tokens in story.tokens.values())
+    check_books()
+    assert grown(before, "specpv_partial_steps_total") > 50
+    full = Metrics().snapshot()["specpv_full_steps_total"]
+    was = before["specpv_full_steps_total"]
+    new = {trigger: full[trigger] - was.get(trigger, 0) for trigger in full}
+    assert new["first"] == 4  # two requests are shorter than the view
+    assert new["interval"] + new.get("tail_full", 0) > 10
+    assert new["short_context"] > 10
+    read, whole = (grown(before, f"specpv_kv_bytes_{name}_total") for name in ("read", "full"))
+    assert 0.3 * whole < read < 0.9 * whole
+    # Drift was looked for in three layers of the full steps, and rows differ.
+    assert grown(before, "specpv_probed_rows_total") > 30
+    assert grown(before, "specpv_deviating_rows_total") <= grown(before, "specpv_probed_rows_total")
+
+
+def test_preempted_and_aborted_requests_give_their_rows_back() -> None:
+    llm = begin({"specpv_max_requests": 3}, num_gpu_blocks_override=50, max_model_len=320)
+    story = drive(llm, prompts(), greedy(MAX_TOKENS), aborts={6: "2"})
+    assert counted(llm, "vllm:num_preemptions") > 0
+    assert all(len(story.tokens[str(i)]) == MAX_TOKENS for i in (0, 1, 3, 4, 5))
+    drive(llm, [[1, 5]], greedy(2))
+    views = own_engine().refresh.views
+    assert len(views.store._free) == 3
+    check_books()
+
+
+def test_steps_stay_full_where_blocks_cannot_be_chosen(
+    expected: list[list[int]], caplog: pytest.LogCaptureFixture
+) -> None:
+    before = Metrics().snapshot()
+    llm = begin()
+    drive(llm, prompts()[1:2], greedy(4))
+    store = own_engine().refresh.views.store
+
+    def failing(*_: Any) -> None:
+        raise RuntimeError("injected")
+
+    store.refresh_layer = failing
+    with caplog.at_level(logging.WARNING, "nwor_specpv"):
+        story = drive(llm, prompts(), greedy(MAX_TOKENS))
+    assert "no blocks chosen, steps stay full: injected" in caplog.text
+    assert [story.tokens[str(i)] for i in range(6)] == expected
+    assert grown(before, "specpv_partial_steps_total") == 0
+    check_books()
+
+
+def test_prefix_caching_is_refused() -> None:
+    with pytest.raises(NworError, match=r"prefix caching.*--no-enable-prefix-caching"):
+        start(VIEW, enable_prefix_caching=True)
