@@ -1,0 +1,370 @@
+"""Trains an EAGLE3 head for a Llama on texts the target writes itself.
+
+    python -m nwor_specpv.train.eagle3 --out DIR --minutes 5 --device cuda
+
+Writes DIR/eagle3.safetensors and DIR/training.json, anew after every measurement. Without --target
+the head is SmolLM2-135M-Instruct's. The time is kept by the clock: about a quarter goes into
+writing texts, the rest into training, with a measurement on held-out prompts now and then.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from nwor_specpv.drafters.eagle3_head import Eagle3Head, HeadShape
+from nwor_specpv.errors import NworError
+
+from . import prompts
+from .corpus import Corpus, Manner, Writer
+from .measure import summary
+from .target import Target
+from .unroll import Unroll, make_batch, ranks, soft_loss
+
+
+@dataclass
+class Plan:
+    """Everything a run can be told. Sizes are for one large GPU; a test passes small ones."""
+
+    minutes: float = 5.0
+    rounds: int = 2  # times texts are written anew
+    collect_share: float = 0.25  # of the time
+    tokens: int = 12_600_000  # of a round at most: they are all kept, with their features
+    rows: int = 4096  # written at once
+    length: int = 512  # tokens of a row
+    batch_tokens: int = 16384
+    steps: int = 6  # unrolled
+    step_decay: float = 0.9  # how much less each step counts than the one before
+    intermediate: int = 2048
+    window: int = 512
+    draft_vocabulary: int = 16384
+    optimizer: str = "muon"
+    learning_rate: float = 5e-3
+    weight_decay: float = 0.02
+    label_temperature: float = 0.6  # at the end; 1 until `sharpen_from` of the training
+    sharpen_from: float = 0.4
+    measure_seconds: float = 60.0
+    measure_tokens: int = 160  # of an answer
+    updates: int = 0  # stop after so many; 0: when the time is over
+    seed: int = 0
+    manner: Manner = field(default_factory=Manner)
+
+
+class Training:
+    """One run: texts, head, optimiser and what was measured."""
+
+    def __init__(
+        self, target: Target, openings: list[Any], held_out: list[Any], plan: Plan, out: Path
+    ) -> None:
+        self.target, self.plan, self.out = target, plan, out
+        self.began = time.monotonic()
+        self.trained_seconds = 0.0
+        self.trained_tokens = self.updates = self.written_tokens = 0
+        self.history: list[dict[str, Any]] = []
+        torch.manual_seed(plan.seed)
+        self._writer = Writer(target, openings, plan.manner)
+        rows = max(1, plan.tokens // (plan.rows * plan.length)) * plan.rows
+        self._corpus = Corpus.empty(rows, plan.length, target)
+        self._held_out = self._write_held_out(held_out)
+        self._head: Eagle3Head | None = None
+
+    # ---- the parts of a run ----
+
+    def run(self) -> None:
+        plan = self.plan
+        seconds = plan.minutes * 60
+        for index in range(plan.rounds):
+            collected = self._collect(seconds * plan.collect_share / plan.rounds)
+            self.say(f"round {index + 1}: {collected.num_tokens:,} tokens written")
+            if self._head is None:
+                self._make_head(collected)
+            # Measuring and saving have their own time at the end.
+            left = seconds - (time.monotonic() - self.began)
+            later = seconds * plan.collect_share / plan.rounds * (plan.rounds - 1 - index)
+            share = max(0.0, left - later - 0.02 * seconds) / (plan.rounds - index)
+            self._train(collected, share, plan.rounds - index)
+        self.measure()
+
+    def _collect(self, seconds: float) -> Corpus:
+        """Rows written in that time; at least one pass, so that there is something to learn."""
+        plan, corpus = self.plan, self._corpus
+        begin = time.monotonic()
+        done = 0
+        while done + plan.rows <= corpus.tokens.shape[0]:
+            self._writer.write(corpus, done, plan.rows)
+            self._wait()
+            done += plan.rows
+            taken = time.monotonic() - begin
+            if taken * (1 + plan.rows / done) > seconds:
+                break
+        self.target.release()
+        self._empty()
+        found = corpus.rows(slice(0, done))
+        self.written_tokens += found.num_tokens
+        return found
+
+    def _make_head(self, corpus: Corpus) -> None:
+        target, plan = self.target, self.plan
+        counted = corpus.weight > 0
+        chosen = torch.cat([corpus.best[counted], corpus.tokens[:, 1:][counted[:, :-1]]]).long()
+        frequency = torch.bincount(chosen, minlength=target.vocabulary)
+        kept = frequency.argsort(descending=True, stable=True)[: plan.draft_vocabulary]
+        covered = frequency[kept].sum() / frequency.sum()
+        self.say(f"draft vocabulary: {len(kept)} tokens cover {float(covered):.4%}")
+        shape = HeadShape(
+            hidden=target.hidden,
+            intermediate=plan.intermediate,
+            num_heads=target.num_heads,
+            num_kv_heads=target.num_kv_heads,
+            head_dim=target.head_dim,
+            target_vocabulary=target.vocabulary,
+            feature_layers=target.feature_layers,
+            window=plan.window,
+            rope_theta=target.rope_theta,
+            norm_epsilon=target.norm_epsilon,
+        )
+        self._head = Eagle3Head(shape, initial_weights(shape, target), kept)
+        for weight in self._head.weights.values():
+            weight.requires_grad_()
+        self._output = target.embedding[kept].contiguous()
+        self._to_draft = torch.full((target.vocabulary,), -1, device=target.device)
+        self._to_draft[kept] = torch.arange(len(kept), device=target.device)
+        self._optimizers = list(make_optimizers(self._head, plan))
+        self.say(f"head: {self._head.num_parameters:,} parameters")
+
+    def _train(self, corpus: Corpus, seconds: float, rounds_left: int) -> None:
+        plan, begin, before = self.plan, time.monotonic(), self.trained_seconds
+        # The schedule runs over all rounds; those to come are taken to be as long as this one.
+        total = before + seconds * rounds_left
+        rows = max(1, plan.batch_tokens // plan.length)
+        said = measured = begin
+        for index in _shuffled(corpus.tokens.shape[0], rows, self.target.device):
+            now = time.monotonic()
+            if now - begin >= seconds or (plan.updates and self.updates >= plan.updates):
+                break
+            self.trained_seconds = before + now - begin
+            self._update(corpus.rows(index), self.trained_seconds / max(total, 1e-9))
+            self.updates += 1
+            self.trained_tokens += index.numel() * plan.length
+            if self.updates % 8 == 0:
+                self._wait()  # the clock is to see the device's time, not the queue's
+            if now - said > 15:
+                said = now
+                self.say(f"update {self.updates}, {self.trained_tokens:,} tokens")
+            if now - measured > plan.measure_seconds:
+                measured = now
+                self.measure()
+        self._wait()
+        self.trained_seconds = before + time.monotonic() - begin
+
+    def _update(self, rows: Corpus, progress: float) -> None:
+        plan, head = self.plan, self._head
+        rate = min(1.0, progress / 0.03, (1 - progress) / 0.65)
+        for optimizer in self._optimizers:
+            for group in optimizer.param_groups:
+                group["lr"] = group["peak"] * max(rate, 0.0)
+        sharper = max(0.0, progress - plan.sharpen_from) / (1 - plan.sharpen_from)
+        temperature = 1 - min(1.0, sharper) * (1 - plan.label_temperature)
+        working = head.to(self.target.dtype)
+        batch = self._batch(rows, working, temperature)
+        unroll, loss = Unroll(working, batch), 0.0
+        for step in range(plan.steps):
+            normed = unroll.step()[: -step - 1]
+            weight = batch.ahead(step)
+            weight = weight * (plan.step_decay**step / weight.sum().clamp(min=1.0))
+            loss = loss + soft_loss(normed, self._output, batch.probabilities[step + 1 :], weight)
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(list(head.weights.values()), 1.0)
+        for optimizer in self._optimizers:
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+
+    def measure(self) -> dict[str, Any]:
+        """Acceptance on the held-out prompts now; saves the head and everything measured so far."""
+        working = self._head.to(self.target.dtype)
+        held_out = self._held_out
+        placed = torch.cat(
+            [
+                ranks(working, self._batch(held_out.rows(part), working), self._output, 6).cpu()
+                for part in torch.arange(held_out.tokens.shape[0]).to(self.target.device).split(32)
+            ],
+            dim=1,
+        )
+        entry = {
+            "seconds": round(time.monotonic() - self.began, 1),
+            "updates": self.updates,
+            "trained_tokens": self.trained_tokens,
+            "written_tokens": self.written_tokens,
+            "held_out": summary(placed, held_out),
+        }
+        self.history.append(entry)
+        self._head.save(self.out / "eagle3.safetensors")
+        report = {
+            "plan": asdict(self.plan),
+            "parameters": self._head.num_parameters,
+            "device": _device_name(self.target.device),
+            "torch": torch.__version__,
+            "measured": self.history,
+        }
+        text = json.dumps(report, indent=1)
+        (self.out / "training.json").write_text(text + "\n", encoding="utf-8")
+        self.say(json.dumps(entry["held_out"]))
+        return entry
+
+    def say(self, sentence: str) -> None:
+        print(f"[{time.monotonic() - self.began:6.1f} s] {sentence}", file=sys.stderr, flush=True)
+
+    # ---- pieces ----
+
+    def _batch(self, rows: Corpus, working: Eagle3Head, temperature: float = 1.0) -> Any:
+        return make_batch(
+            rows, working, self.target.embedding, self._to_draft, self._output, temperature
+        )
+
+    def _write_held_out(self, held_out: list[Any]) -> Corpus:
+        plan = self.plan
+        limit = (plan.measure_tokens, plan.measure_tokens)
+        manner = Manner(1.0, 0.0, limit, 0.0, plan.manner.stop_tokens)
+        corpus = Corpus.empty(len(held_out), plan.length, self.target)
+        Writer(self.target, held_out, manner).write(corpus, 0, len(held_out))
+        self.target.release()
+        return corpus
+
+    def _wait(self) -> None:
+        if self.target.device.type == "cuda":
+            torch.cuda.synchronize(self.target.device)
+
+    def _empty(self) -> None:
+        if self.target.device.type == "cuda":
+            torch.cuda.empty_cache()
+
+
+def initial_weights(shape: HeadShape, target: Target) -> dict[str, torch.Tensor]:
+    """Small random matrices; the MLP and the last norm start as the target's last layer has them.
+
+    The output matrix is the target's and stays: what leads into it is known already.
+    """
+    weights = {}
+    for name, size in shape.sizes().items():
+        if name.endswith("norm"):
+            weights[name] = torch.ones(size)
+        else:
+            weights[name] = torch.randn(size) * size[-1] ** -0.5
+    weights["attention_output"] *= 0.5
+    weights["down"] *= 0.5
+    last = target.layers[-1]
+    kept = min(shape.intermediate, target.intermediate)
+    gate, up = weights["gate_up"].chunk(2)
+    own_gate, own_up = last["gate_up"].float().cpu().chunk(2)
+    gate[:kept], up[:kept] = own_gate[:kept], own_up[:kept]
+    weights["down"][:, :kept] = last["down"].float().cpu()[:, :kept]
+    weights["mlp_norm"] = last["mlp_norm"].float().cpu().clone()
+    weights["norm"] = target.norm.float().cpu().clone()
+    return {name: weight.to(target.device).contiguous() for name, weight in weights.items()}
+
+
+def make_optimizers(head: Eagle3Head, plan: Plan) -> Iterator[torch.optim.Optimizer]:
+    matrices = {name for name in head.weights if not name.endswith("norm")}
+    wide = [weight for name, weight in head.weights.items() if name in matrices]
+    others = [weight for name, weight in head.weights.items() if name not in matrices]
+    fused = wide[0].is_cuda
+    adam = {"betas": (0.9, 0.98), "fused": fused}
+    if plan.optimizer == "muon":
+        # Updates of the size AdamW's would have, so that one learning rate serves both.
+        yield torch.optim.Muon(
+            [{"params": wide, "peak": plan.learning_rate}],
+            lr=plan.learning_rate,
+            weight_decay=plan.weight_decay,
+            adjust_lr_fn="match_rms_adamw",
+        )
+    elif plan.optimizer == "adamw":
+        group = {"params": wide, "peak": plan.learning_rate}
+        yield torch.optim.AdamW([group], weight_decay=plan.weight_decay, **adam)
+    else:
+        raise NworError(f"optimizer: got {plan.optimizer!r}, expected muon or adamw")
+    group = {"params": others, "peak": min(plan.learning_rate, 2e-3)}
+    yield torch.optim.AdamW([group], weight_decay=0.0, **adam)
+
+
+def _shuffled(count: int, rows: int, device: torch.device) -> Iterator[torch.Tensor]:
+    """Row indices in batches, without end, every row once before any comes again."""
+    while True:
+        order = torch.randperm(count, device=device)
+        yield from (
+            order.split(rows) if count < 2 * rows else order[: count - count % rows].split(rows)
+        )
+
+
+def _device_name(device: torch.device) -> str:
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
+
+
+def read_prompts(path: Path) -> tuple[list[prompts.Opening], list[prompts.Opening]]:
+    """Openings and held-out prompts as `write_prompts` left them: ids, no tokenizer needed."""
+    try:
+        data = json.loads(path.read_text(encoding="utf-8"))
+        return tuple(
+            [prompts.Opening(**{**entry, "invented": tuple(entry["invented"])}) for entry in part]
+            for part in (data["openings"], data["held_out"])
+        )
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise NworError(f"{path}: not a file of prompts: {error}") from None
+
+
+def write_prompts(folder: Path, path: Path, count: int = 4096) -> None:
+    """Encodes the prompts with the tokenizer in `folder`, for a machine that has none."""
+    from tokenizers import Tokenizer
+
+    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+
+    def encode(text: str) -> list[int]:
+        return tokenizer.encode(text, add_special_tokens=False).ids
+
+    parts = {"openings": prompts.openings(encode, count), "held_out": prompts.held_out(encode)}
+    text = json.dumps({name: [asdict(entry) for entry in part] for name, part in parts.items()})
+    path.write_text(text, encoding="utf-8")
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="nwor_specpv.train.eagle3", description=__doc__)
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--target", type=Path, help="Hugging Face folder of a Llama")
+    parser.add_argument("--prompts", type=Path, help="encoded prompts; made there if missing")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    for name, value in asdict(Plan()).items():
+        if isinstance(value, (int, float, str)):
+            flag = f"--{name.replace('_', '-')}"
+            parser.add_argument(flag, type=type(value), default=value, help=f"{value}")
+    options = vars(parser.parse_args(arguments))
+    out, device = options.pop("out"), torch.device(options.pop("device"))
+    folder, path = options.pop("target"), options.pop("prompts")
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+        if folder is None:
+            from nwor_specpv.models import smollm2
+
+            folder = smollm2(str(dtype).removeprefix("torch."))
+        path = path or out / "prompts.json"
+        if not path.is_file():
+            write_prompts(folder, path)
+        openings, held_out = read_prompts(path)
+        target = Target(folder, device=device, dtype=dtype)
+        Training(target, openings, held_out, Plan(**options), out).run()
+    except NworError as error:
+        print(f"train.eagle3: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,290 @@
+"""Training of an EAGLE3 head: texts, the unrolled head, its gradient, and a whole run in small."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from pathlib import Path
+
+import pytest
+import torch
+
+from nwor_specpv import NworError
+from nwor_specpv.drafters.eagle3_head import Eagle3Head
+from nwor_specpv.models import stories
+from nwor_specpv.train import eagle3, measure, unroll
+from nwor_specpv.train.corpus import Corpus, Manner, Writer
+from nwor_specpv.train.prompts import KINDS, Opening, held_out, openings
+from nwor_specpv.train.target import Target
+
+STOP = 2
+
+
+@pytest.fixture(scope="module")
+def target() -> Target:
+    return Target(stories())
+
+
+@pytest.fixture
+def rng(request: pytest.FixtureRequest) -> torch.Generator:
+    seed = int(os.environ.get("NWOR_TEST_SEED", torch.seed() % 2**31))
+    print(f"seed={seed}")
+    torch.manual_seed(seed)
+    return torch.Generator().manual_seed(seed)
+
+
+def make_openings(rng: torch.Generator, count: int = 12) -> list[Opening]:
+    made = []
+    for index in range(count):
+        kind = KINDS[index % len(KINDS)]
+        tokens = torch.randint(3, 500, (1 + index % 4,), generator=rng).tolist()
+        made.append(Opening(kind, tokens, (2, 5), [7, 8, 9] if kind == "chat" else []))
+    return made
+
+
+def write(target: Target, rng: torch.Generator, rows: int = 6, length: int = 48) -> Corpus:
+    corpus = Corpus.empty(rows, length, target)
+    Writer(target, make_openings(rng), Manner(answer=(4, 12), stop_tokens=(1, STOP))).write(
+        corpus, 0, rows
+    )
+    return corpus
+
+
+def make_head(target: Target, corpus: Corpus, tmp_path: Path, **plan: object) -> eagle3.Training:
+    settings = {"rows": 2, "length": 48, "tokens": 96, "draft_vocabulary": 300, "window": 20}
+    training = eagle3.Training(
+        target, make_openings(torch.Generator()), [Opening("chat", [5, 6], (0, 0), [])],
+        eagle3.Plan(**{**settings, **plan}), tmp_path,
+    )  # fmt: skip
+    training._make_head(corpus)
+    return training
+
+
+def test_rows_hold_texts_as_the_target_would_write_them(
+    target: Target, rng: torch.Generator
+) -> None:
+    corpus = write(target, rng)
+    for row in range(corpus.tokens.shape[0]):
+        starts = sorted(set(corpus.start[row].tolist()))
+        assert starts[0] == 0
+        for begin, end in zip(starts, [*starts[1:], corpus.tokens.shape[1]], strict=True):
+            text = corpus.tokens[row, begin:end].long()
+            target.allocate(1, 48)
+            features, normed = target.step(text[None], 0, torch.zeros(1, dtype=torch.int64))
+            both = torch.cat([features, normed], dim=-1)[0]
+            torch.testing.assert_close(corpus.features[row, begin:end], both, rtol=2e-3, atol=2e-3)
+            chosen = target.logits(normed)[0].double()
+            own = chosen.gather(1, corpus.best[row, begin:end].long()[:, None])
+            assert (own >= chosen.max(-1, keepdim=True).values - 1e-3).all()
+
+
+def test_given_tokens_do_not_count_and_answers_count_fully(
+    target: Target, rng: torch.Generator
+) -> None:
+    corpus = Corpus.empty(1, 24, target)
+    opening = Opening("chat", [10, 11, 12], (3, 3), [7, 8, 9])
+    manner = Manner(greedy_share=1.0, answer=(5, 5), stop_tokens=(STOP,))
+    Writer(target, [opening], manner).write(corpus, 0, 1)
+    tokens, weight = corpus.tokens[0].tolist(), corpus.weight[0].tolist()
+    assert tokens[:3] == [10, 11, 12]
+    assert weight[:2] == [0, 0]
+    question = tokens[3:].index(7) + 3  # the end marker stands before, written or given
+    assert tokens[question : question + 3] == [7, 8, 9]
+    assert tokens[question - 1] == STOP
+    assert all(w in (0.0, 0.25) for w in weight[: question + 2])
+    answer = [at for at, w in enumerate(weight) if w == 1 and corpus.start[0, at] == 0]
+    assert answer[0] == question + 2
+    assert len(answer) <= 5
+    for at in answer:  # greedy: what came is what the target liked best
+        assert tokens[at + 1] == corpus.best[0, at]
+
+
+def slow_chain(
+    head: Eagle3Head, corpus: Corpus, row: int, anchor: int, steps: int, embedding: torch.Tensor
+) -> list[torch.Tensor]:
+    """The head at one row, an entry at a time, in float64 with loops; normalised outputs."""
+    shape, weights = head.shape, {n: w.detach().double() for n, w in head.weights.items()}
+
+    def norm(x: torch.Tensor, w: torch.Tensor | float) -> torch.Tensor:
+        return x / (x.square().mean() + shape.norm_epsilon).sqrt() * w
+
+    def turned(x: torch.Tensor, position: int) -> torch.Tensor:
+        out = x.clone()
+        half = shape.head_dim // 2
+        for head_index in range(x.shape[0]):
+            for i in range(half):
+                angle = position * shape.rope_theta ** (-2 * i / shape.head_dim)
+                a, b = x[head_index, i], x[head_index, i + half]
+                out[head_index, i] = a * math.cos(angle) - b * math.sin(angle)
+                out[head_index, i + half] = b * math.cos(angle) + a * math.sin(angle)
+        return out
+
+    begin = int(corpus.start[row, anchor])
+    first = max(begin, anchor - shape.window + 1)
+    size = len(shape.feature_layers) * shape.hidden
+    keys, values, outputs, hidden = [], [], [], None
+    for entry in range(first, anchor + steps):
+        if entry <= anchor:
+            parts = corpus.features[row, entry, :size].double().view(-1, shape.hidden)
+            normed = [norm(p, w) for p, w in zip(parts, weights["feature_norm"], strict=True)]
+            hidden = weights["fuse"] @ torch.cat(normed)
+        token = norm(embedding[int(corpus.tokens[row, entry + 1])].double(), weights["token_norm"])
+        both = torch.cat([token, norm(hidden, weights["hidden_norm"])])
+        q, k, v = (weights["query_key_value"] @ both).split(
+            [shape.query_size, shape.kv_size, shape.kv_size]
+        )
+        keys.append(turned(k.view(-1, shape.head_dim), entry))
+        values.append(v.view(-1, shape.head_dim))
+        if entry < anchor:
+            continue
+        q = turned(q.view(-1, shape.head_dim), entry)
+        attended = []
+        for index in range(shape.num_heads):
+            kv = index * shape.num_kv_heads // shape.num_heads
+            scores = torch.stack([q[index] @ k[kv] for k in keys]) / math.sqrt(shape.head_dim)
+            shares = scores.softmax(0)
+            attended.append(sum(s * v[kv] for s, v in zip(shares, values, strict=True)))
+        hidden = hidden + weights["attention_output"] @ torch.cat(attended)
+        gate, up = (weights["gate_up"] @ norm(hidden, weights["mlp_norm"])).chunk(2)
+        hidden = hidden + weights["down"] @ (gate * torch.sigmoid(gate) * up)
+        outputs.append(norm(hidden, weights["norm"]))
+    return outputs
+
+
+def test_unrolled_steps_see_what_a_drafted_chain_would_see(
+    target: Target, rng: torch.Generator, tmp_path: Path
+) -> None:
+    corpus = write(target, rng)
+    training = make_head(target, corpus, tmp_path)
+    head = training._head
+    batch = training._batch(corpus, head)
+    run = unroll.Unroll(head, batch)
+    outputs = [run.step().view(6, 48, -1) for _ in range(4)]
+    checked = 0
+    for row in range(6):
+        for anchor in torch.randint(0, 43, (4,), generator=rng).tolist():
+            if corpus.start[row, anchor] != corpus.start[row, anchor + 4]:
+                continue
+            wanted = slow_chain(head, corpus, row, anchor, 4, target.embedding)
+            for step, expected in enumerate(wanted):
+                got = outputs[step][row, anchor].double()
+                torch.testing.assert_close(got, expected, rtol=1e-3, atol=1e-3)
+                checked += 1
+    assert checked
+
+
+def test_gradient_is_that_of_the_cross_entropy(rng: torch.Generator) -> None:
+    normed = torch.randn(37, 8, dtype=torch.float64, requires_grad=True)
+    output = torch.randn(21, 8, dtype=torch.float64)
+    labels = torch.softmax(torch.randn(37, 21, dtype=torch.float64), -1)
+    weight = torch.rand(37, dtype=torch.float64)
+    unroll.soft_loss(normed, output, labels, weight, chunk=10).backward()
+    got, normed.grad = normed.grad, None
+    (-(labels * (normed @ output.T).log_softmax(-1)).sum(-1) * weight).sum().backward()
+    torch.testing.assert_close(got, normed.grad)
+
+
+def test_weights_ahead_stop_where_a_text_ends(
+    target: Target, rng: torch.Generator, tmp_path: Path
+) -> None:
+    corpus = write(target, rng)
+    training = make_head(target, corpus, tmp_path)
+    batch = training._batch(corpus, training._head)
+    kept = set(training._head.draft_to_target.tolist())
+    for step in range(3):
+        got = batch.ahead(step)
+        for place, value in enumerate(got.tolist()):
+            row, at = divmod(place, 48)
+            there = at + step + 1
+            counts = (
+                there < 48
+                and corpus.start[row, there] == corpus.start[row, at]
+                and int(corpus.best[row, there]) in kept
+            )
+            assert value == (float(corpus.weight[row, there]) if counts else 0.0)
+
+
+def test_walks_count_tokens_and_steps() -> None:
+    # One text: rows 2 .. 9 choose the answer. First guesses are right at entries 2, 3, 5.
+    ranks = torch.full((2, 1, 12), 9)
+    ranks[0, 0, [2, 3, 5]] = 0
+    ranks[0, 0, [6]] = 1
+    ranks[1, 0, [2, 6]] = 0
+    counts = torch.zeros(1, 12, dtype=torch.bool)
+    counts[0, 2:10] = True
+    start = torch.zeros(1, 12)
+    # 2: both depths right -> 3 tokens -> entry 5: one right -> entry 7, 8: none, 9 is the last.
+    assert measure.tokens_per_step(ranks, counts, start, (1, 1)) == (7, 4)
+    assert measure.tokens_per_step(ranks, counts, start, (2, 1)) == (7, 4)
+    assert measure.tokens_per_step(ranks, counts, start, (1,)) == (2 + 1 + 2 + 1 + 1, 5)
+
+
+def test_openings_are_of_every_kind_and_held_out_prompts_are_not_among_them() -> None:
+    texts: list[str] = []
+
+    def encode(text: str) -> list[int]:
+        texts.append(text)
+        return list(text.encode())
+
+    made = openings(encode, 400, seed=3)
+    shares = {kind: sum(o.kind == kind for o in made) / 400 for kind in KINDS}
+    assert shares == pytest.approx(
+        {"chat": 0.52, "story": 0.18, "code": 0.2, "text": 0.1}, abs=0.01
+    )
+    given = set(texts)
+    texts.clear()
+    kept = held_out(encode)
+    assert len(kept) == len(texts)
+    assert not given & set(texts)
+    assert all(opening.invented == (0, 0) for opening in kept)
+
+
+@pytest.mark.parametrize("optimizer", ["muon", "adamw"])
+def test_a_small_run_learns_and_leaves_a_head(
+    target: Target, rng: torch.Generator, tmp_path: Path, optimizer: str
+) -> None:
+    prompts = tmp_path / "prompts.json"
+    entries = [o.__dict__ for o in make_openings(rng, 8)]
+    kept = [{**o.__dict__, "invented": (0, 0)} for o in make_openings(rng, 3)]
+    prompts.write_text(json.dumps({"openings": entries, "held_out": kept}))
+    command = [
+        f"--out={tmp_path}", f"--target={stories()}", f"--prompts={prompts}", "--device=cpu",
+        "--minutes=0.05", "--rows=8", "--length=40", "--tokens=640", "--batch-tokens=160",
+        "--steps=3", "--intermediate=96", "--draft-vocabulary=256", f"--optimizer={optimizer}",
+        "--rounds=2", "--measure-seconds=0.5",
+    ]  # fmt: skip
+    assert eagle3.main(command) == 0
+    head = Eagle3Head.load(tmp_path / "eagle3.safetensors")
+    assert head.shape.intermediate == 96
+    assert head.draft_to_target.shape == (256,)
+    report = json.loads((tmp_path / "training.json").read_text())
+    first, last = report["measured"][0]["held_out"], report["measured"][-1]["held_out"]
+    assert set(last) == {kind for kind in KINDS if any(o["kind"] == kind for o in kept)}
+    assert report["measured"][-1]["updates"] > 4
+
+    def hits(measured: dict) -> float:
+        return sum(kind["top1_by_depth"][0] for kind in measured.values())
+
+    assert hits(last) > 0
+    assert hits(last) >= hits(first) - 0.5
+
+
+def test_wrong_use_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "prompts.json").write_text("{}")
+    command = [f"--out={tmp_path}", f"--target={stories()}", "--device=cpu"]
+    assert eagle3.main(command) == 2
+    said = capsys.readouterr().err
+    assert "not a file of prompts" in said
+    assert len(said.splitlines()) == 1
+    with pytest.raises(NworError, match="expected muon or adamw"):
+        list(
+            eagle3.make_optimizers(
+                _Weights({"fuse": torch.zeros(2, 2)}), eagle3.Plan(optimizer="sgd")
+            )
+        )
+
+
+class _Weights:
+    def __init__(self, weights: dict[str, torch.Tensor]) -> None:
+        self.weights = weights
