@@ -386,4 +386,5 @@ PYBIND11_MODULE(_C, m) {
   nwor::BindTree(m);
   nwor::BindSpecPV(m);
   nwor::BindSession(m);
+  nwor::BindDrafters(m);
 }

@@ -4,7 +4,7 @@
     tools/check_structure.py [repository root]
 
 * Includes in csrc/ go one way: root headers, metrics, kv_interceptor, attention, linear, tree,
-  specpv, session, bindings (ops.cpp, module.cpp, their parts ops_<folder>.cpp,
+  specpv, session, drafters, bindings (ops.cpp, module.cpp, their parts ops_<folder>.cpp,
   module_<folder>.cpp, and their ops.h, module.h); no file includes itself by any detour.
 * Only csrc/ops.cpp registers torch ops, only csrc/module.cpp and its parts csrc/module_<folder>.cpp
   include pybind11 or Python, only csrc/metrics/exporter.cpp includes prometheus.
@@ -22,7 +22,17 @@ from dataclasses import dataclass
 from pathlib import Path
 
 # Lower may not include higher. Files directly in csrc/ are layer 0, except the bindings.
-LAYERS = ("", "metrics", "kv_interceptor", "attention", "linear", "tree", "specpv", "session")
+LAYERS = (
+    "",
+    "metrics",
+    "kv_interceptor",
+    "attention",
+    "linear",
+    "tree",
+    "specpv",
+    "session",
+    "drafters",
+)
 MODULE = re.compile(r"module(_[a-z]+)?\.(cpp|h)")
 OPS = re.compile(r"ops(_[a-z]+)?\.(cpp|h)")
 BINDINGS = re.compile(rf"{OPS.pattern}|{MODULE.pattern}")

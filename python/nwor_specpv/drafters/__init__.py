@@ -1,5 +1,6 @@
 """Drafters: who proposes the tokens that the target verifies. One interface, found by name."""
 
 from .base import Drafter, TreeConfig
+from .registry import make_drafter, register_drafter
 
-__all__ = ["Drafter", "TreeConfig"]
+__all__ = ["Drafter", "TreeConfig", "make_drafter", "register_drafter"]

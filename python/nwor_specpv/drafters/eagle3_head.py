@@ -79,6 +79,7 @@ class Eagle3Head:
             if got != size:
                 raise NworError(f"weight {name}: got sizes {got}, expected {size}")
         self.shape, self.weights = shape, dict(weights)
+        self.linear = linear  # a drafter with few rows has a faster one
         self.draft_to_target = draft_to_target  # [draft vocabulary], the most frequent first
 
     @property
@@ -93,7 +94,7 @@ class Eagle3Head:
         """[.., layers * hidden] of the target -> [.., hidden]."""
         parts = features.unflatten(-1, self.weights["feature_norm"].shape)
         parts = self._norm(parts, None) * self.weights["feature_norm"]
-        return linear(parts.flatten(-2), self.weights["fuse"])
+        return self.linear(parts.flatten(-2), self.weights["fuse"])
 
     def project(
         self, embeddings: torch.Tensor, hidden: torch.Tensor
@@ -107,7 +108,7 @@ class Eagle3Head:
             ],
             dim=-1,
         )
-        projected = linear(both, self.weights["query_key_value"])
+        projected = self.linear(both, self.weights["query_key_value"])
         sizes = [shape.query_size, shape.kv_size, shape.kv_size]
         query, key, value = (
             part.unflatten(-1, (-1, shape.head_dim)) for part in projected.split(sizes, dim=-1)
@@ -116,10 +117,10 @@ class Eagle3Head:
 
     def finish(self, hidden: torch.Tensor, attended: torch.Tensor) -> torch.Tensor:
         """The layer's output from its input and what was attended to, [.., Hq * D]."""
-        hidden = hidden + linear(attended, self.weights["attention_output"])
+        hidden = hidden + self.linear(attended, self.weights["attention_output"])
         normed = self._norm(hidden, self.weights["mlp_norm"])
-        gate, up = linear(normed, self.weights["gate_up"]).chunk(2, dim=-1)
-        return hidden + linear(silu(gate) * up, self.weights["down"])
+        gate, up = self.linear(normed, self.weights["gate_up"]).chunk(2, dim=-1)
+        return hidden + self.linear(silu(gate) * up, self.weights["down"])
 
     def normalize(self, output: torch.Tensor) -> torch.Tensor:
         """What is multiplied with the target's output matrix."""

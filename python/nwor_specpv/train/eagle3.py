@@ -137,7 +137,7 @@ class Training:
         self._output = target.embedding[kept].contiguous()
         self._to_draft = torch.full((target.vocabulary,), -1, device=target.device)
         self._to_draft[kept] = torch.arange(len(kept), device=target.device)
-        self._optimizers = list(make_optimizers(self._head, plan))
+        self._optimizers: list[torch.optim.Optimizer] = []
         self.say(f"head: {self._head.num_parameters:,} parameters")
 
     def _train(self, corpus: Corpus, seconds: float, rounds_left: int) -> None:
@@ -151,7 +151,10 @@ class Training:
             if now - begin >= seconds or (plan.updates and self.updates >= plan.updates):
                 break
             self.trained_seconds = before + now - begin
-            self._update(corpus.rows(index), self.trained_seconds / max(total, 1e-9))
+            progress = self.trained_seconds / max(total, 1e-9)
+            if plan.updates:
+                progress = self.updates / plan.updates
+            self._update(corpus.rows(index), progress)
             self.updates += 1
             self.trained_tokens += index.numel() * plan.length
             if self.updates % 8 == 0:
@@ -167,6 +170,8 @@ class Training:
 
     def _update(self, rows: Corpus, progress: float) -> None:
         plan, head = self.plan, self._head
+        if not self._optimizers:
+            self._optimizers = list(make_optimizers(head, plan))
         rate = min(1.0, progress / 0.03, (1 - progress) / 0.65)
         for optimizer in self._optimizers:
             for group in optimizer.param_groups:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-import math
 import os
 from pathlib import Path
 
 import pytest
 import torch
 
+from drafters.slow_head import SlowHead
 from nwor_specpv import NworError
 from nwor_specpv.drafters.eagle3_head import Eagle3Head
 from nwor_specpv.models import stories
@@ -103,52 +103,18 @@ def test_given_tokens_do_not_count_and_answers_count_fully(
 def slow_chain(
     head: Eagle3Head, corpus: Corpus, row: int, anchor: int, steps: int, embedding: torch.Tensor
 ) -> list[torch.Tensor]:
-    """The head at one row, an entry at a time, in float64 with loops; normalised outputs."""
-    shape, weights = head.shape, {n: w.detach().double() for n, w in head.weights.items()}
-
-    def norm(x: torch.Tensor, w: torch.Tensor | float) -> torch.Tensor:
-        return x / (x.square().mean() + shape.norm_epsilon).sqrt() * w
-
-    def turned(x: torch.Tensor, position: int) -> torch.Tensor:
-        out = x.clone()
-        half = shape.head_dim // 2
-        for head_index in range(x.shape[0]):
-            for i in range(half):
-                angle = position * shape.rope_theta ** (-2 * i / shape.head_dim)
-                a, b = x[head_index, i], x[head_index, i + half]
-                out[head_index, i] = a * math.cos(angle) - b * math.sin(angle)
-                out[head_index, i + half] = b * math.cos(angle) + a * math.sin(angle)
-        return out
-
-    begin = int(corpus.start[row, anchor])
-    first = max(begin, anchor - shape.window + 1)
-    size = len(shape.feature_layers) * shape.hidden
-    keys, values, outputs, hidden = [], [], [], None
-    for entry in range(first, anchor + steps):
-        if entry <= anchor:
-            parts = corpus.features[row, entry, :size].double().view(-1, shape.hidden)
-            normed = [norm(p, w) for p, w in zip(parts, weights["feature_norm"], strict=True)]
-            hidden = weights["fuse"] @ torch.cat(normed)
-        token = norm(embedding[int(corpus.tokens[row, entry + 1])].double(), weights["token_norm"])
-        both = torch.cat([token, norm(hidden, weights["hidden_norm"])])
-        q, k, v = (weights["query_key_value"] @ both).split(
-            [shape.query_size, shape.kv_size, shape.kv_size]
-        )
-        keys.append(turned(k.view(-1, shape.head_dim), entry))
-        values.append(v.view(-1, shape.head_dim))
-        if entry < anchor:
-            continue
-        q = turned(q.view(-1, shape.head_dim), entry)
-        attended = []
-        for index in range(shape.num_heads):
-            kv = index * shape.num_kv_heads // shape.num_heads
-            scores = torch.stack([q[index] @ k[kv] for k in keys]) / math.sqrt(shape.head_dim)
-            shares = scores.softmax(0)
-            attended.append(sum(s * v[kv] for s, v in zip(shares, values, strict=True)))
-        hidden = hidden + weights["attention_output"] @ torch.cat(attended)
-        gate, up = (weights["gate_up"] @ norm(hidden, weights["mlp_norm"])).chunk(2)
-        hidden = hidden + weights["down"] @ (gate * torch.sigmoid(gate) * up)
-        outputs.append(norm(hidden, weights["norm"]))
+    """Normalised outputs of a chain that is drafted from one row, with the tokens that came."""
+    slow, outputs = SlowHead(head, embedding), []
+    first = max(int(corpus.start[row, anchor]), anchor - head.shape.window + 1)
+    hidden = None
+    for at in range(first, anchor + steps):
+        token = int(corpus.tokens[row, at + 1])
+        if at <= anchor:
+            hidden = slow.target_entry(corpus.features[row, at, : -head.shape.hidden], token)
+        else:
+            hidden = slow.entry(hidden, token)
+        if at >= anchor:
+            outputs.append(slow.normalized(hidden))
     return outputs
 
 
@@ -163,7 +129,7 @@ def test_unrolled_steps_see_what_a_drafted_chain_would_see(
     outputs = [run.step().view(6, 48, -1) for _ in range(4)]
     checked = 0
     for row in range(6):
-        for anchor in torch.randint(0, 43, (4,), generator=rng).tolist():
+        for anchor in torch.randint(0, 43, (2,), generator=rng).tolist():
             if corpus.start[row, anchor] != corpus.start[row, anchor + 4]:
                 continue
             wanted = slow_chain(head, corpus, row, anchor, 4, target.embedding)
@@ -240,7 +206,7 @@ def test_openings_are_of_every_kind_and_held_out_prompts_are_not_among_them() ->
     assert all(opening.invented == (0, 0) for opening in kept)
 
 
-@pytest.mark.parametrize("optimizer", ["muon", "adamw"])
+@pytest.mark.parametrize("optimizer", ["adamw", pytest.param("muon", marks=pytest.mark.slow)])
 def test_a_small_run_learns_and_leaves_a_head(
     target: Target, rng: torch.Generator, tmp_path: Path, optimizer: str
 ) -> None:
@@ -250,24 +216,22 @@ def test_a_small_run_learns_and_leaves_a_head(
     prompts.write_text(json.dumps({"openings": entries, "held_out": kept}))
     command = [
         f"--out={tmp_path}", f"--target={stories()}", f"--prompts={prompts}", "--device=cpu",
-        "--minutes=0.05", "--rows=8", "--length=40", "--tokens=640", "--batch-tokens=160",
-        "--steps=3", "--intermediate=96", "--draft-vocabulary=256", f"--optimizer={optimizer}",
-        "--rounds=2", "--measure-seconds=0.5",
+        "--rows=8", "--length=40", "--tokens=640", "--batch-tokens=160", "--steps=2",
+        "--intermediate=96", "--draft-vocabulary=256", f"--optimizer={optimizer}", "--updates=20",
+        "--learning-rate=0.01", "--rounds=2",
     ]  # fmt: skip
     assert eagle3.main(command) == 0
     head = Eagle3Head.load(tmp_path / "eagle3.safetensors")
     assert head.shape.intermediate == 96
     assert head.draft_to_target.shape == (256,)
     report = json.loads((tmp_path / "training.json").read_text())
-    first, last = report["measured"][0]["held_out"], report["measured"][-1]["held_out"]
-    assert set(last) == {kind for kind in KINDS if any(o["kind"] == kind for o in kept)}
-    assert report["measured"][-1]["updates"] > 4
-
-    def hits(measured: dict) -> float:
-        return sum(kind["top1_by_depth"][0] for kind in measured.values())
-
-    assert hits(last) > 0
-    assert hits(last) >= hits(first) - 0.5
+    (measured,) = report["measured"]
+    assert set(measured["held_out"]) == {o["kind"] for o in kept}
+    assert measured["updates"] == 20
+    assert measured["trained_tokens"] == 20 * 160
+    # A guess at random would be right once in hundreds.
+    hits = [kind["top1_by_depth"][0] for kind in measured["held_out"].values()]
+    assert sum(hits) / len(hits) > 0.04
 
 
 def test_wrong_use_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,0 +1,66 @@
+#pragma once
+
+#include <cstdint>
+#include <unordered_map>
+#include <vector>
+
+#include "export.h"
+#include "session/draft_tree.h"
+
+// What followed the last tokens of a text where they stood before: drafts without a model.
+
+namespace nwor {
+
+struct NWOR_EXPORT NgramOptions {
+  int64_t min_tokens = 2;    // fewer tokens in common are no match
+  int64_t max_tokens = 6;    // more are not told apart
+  int64_t max_matches = 16;  // places that are looked at, those with more in common first
+
+  // Throws Error: 1 <= min_tokens <= max_tokens <= 16, 1 <= max_matches <= 256.
+  void Validate() const;
+};
+
+// An index over one growing text. Adding a token takes time proportional to max_tokens, a draft
+// to max_matches and its depth, however long the text is.
+//
+// Thread-safety: const methods may run together; nothing else may run beside the others.
+class NWOR_EXPORT NgramIndex {
+ public:
+  explicit NgramIndex(const NgramOptions& options);
+
+  void Append(const std::vector<int64_t>& tokens);
+
+  // Takes back what was added last, to a text of `length` tokens. REQUIRES: 0 <= length <= size().
+  void Truncate(int64_t length);
+
+  int64_t size() const { return static_cast<int64_t>(tokens_.size()); }
+
+  // A tree below the text's last token, of at most `rows` rows and `depth` drafts in a row; a row
+  // has at most `top_k` children. Each match is a vote for what came after it, with four times the
+  // weight for every further token in common, and the rows with the most votes are taken. Where
+  // what came after a match runs into the text's end it goes on with itself, so that a text that
+  // repeats is repeated further. The root alone if nothing matches.
+  // REQUIRES: size() > 0, rows >= 1, depth >= 1, top_k >= 1; rows is cut to kMaxTreeRows.
+  DraftTree Draft(int64_t rows, int64_t depth, int64_t top_k) const;
+
+ private:
+  // All tokens sequences of one length: where each stood last, and where it stood before that.
+  struct Order {
+    std::unordered_map<uint64_t, int64_t> last;
+    std::vector<int64_t> previous;  // of the sequence that ends at each position; -1 = none
+  };
+  struct Match {
+    int64_t end;     // position of the last token in common
+    int64_t weight;  // of its vote
+  };
+
+  int64_t max_order(int64_t position) const;
+  bool Equal(int64_t position, int64_t other, int64_t count) const;
+  std::vector<Match> FindMatches() const;
+
+  NgramOptions options_;
+  std::vector<int64_t> tokens_;
+  std::vector<Order> orders_;  // of min_tokens .. max_tokens
+};
+
+}  // namespace nwor

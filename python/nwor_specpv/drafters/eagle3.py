@@ -1,0 +1,364 @@
+"""Drafts with an EAGLE3 head: trees grown a depth at a time, best guesses first.
+
+    drafter = Eagle3Drafter.for_target(model)            # the shipped head of SmolLM2-135M-Instruct
+
+Every request has a small cache of its own: keys and values of the head's one layer. What the target
+commits is added when the next tree is asked for; a tree's own entries lie behind and are
+overwritten. The head reads the last entries only, so drafting costs the same at any context.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from nwor_specpv.errors import NworError
+
+from .base import Drafter, TreeConfig
+from .eagle3_head import Eagle3Head, rotate
+
+if TYPE_CHECKING:
+    from nwor_specpv import DraftTree
+
+SHIPPED = Path(__file__).resolve().parent / "smollm2-135m-instruct-eagle3.safetensors"
+
+# Rows of a tree where neither host nor caller says how many.
+_DEFAULT_ROWS = 32
+# With more rows than this, torch's own product is faster than one made for few.
+_FEW_ROWS = 64
+# Entries kept beyond the window, so that some may be taken back.
+_SPARE_ENTRIES = 512
+
+
+@dataclass
+class _Request:
+    """What is known of one request."""
+
+    keys: torch.Tensor  # [Hkv, D, capacity], rotated
+    values: torch.Tensor  # [Hkv, capacity, D]
+    length: int = 0  # entries in the cache
+    position: int = 0  # of the next entry, for its rotation
+    root: int | None = None
+    hidden: torch.Tensor | None = None  # [hidden]: output of the last entry
+    pending: list[tuple[torch.Tensor, list[int]]] = field(default_factory=list)
+
+
+@dataclass
+class _Growth:
+    """Trees that are being grown, all requests at once: B requests, k rows a depth."""
+
+    tokens: list[torch.Tensor]  # [B, k], then [B, k * k]: candidates of each depth
+    scores: list[torch.Tensor]  # the same: logarithms, parents' added
+    parents: list[torch.Tensor]  # [B, k]: ids of the candidates that were grown further
+
+
+class Eagle3Drafter(Drafter):
+    """One head for all requests of a host. `dtype` is that of its products."""
+
+    def __init__(
+        self,
+        head: Eagle3Head,
+        embedding: torch.Tensor,
+        output: torch.Tensor | None = None,
+        *,
+        dtype: torch.dtype | None = None,
+        draft_vocabulary: int | None = None,
+    ) -> None:
+        """`embedding` and `output` [vocabulary, hidden] are the target's; the same if tied.
+
+        `draft_vocabulary` keeps only that many of the head's tokens, the most frequent ones.
+        """
+        shape = head.shape
+        for name, matrix in (("embedding", embedding), ("output", output)):
+            expected = (shape.target_vocabulary, shape.hidden)
+            if matrix is not None and tuple(matrix.shape) != expected:
+                raise NworError(
+                    f"{name}: got sizes {list(matrix.shape)}, expected {list(expected)}: "
+                    "this head was trained for another target"
+                )
+        size = head.draft_to_target.shape[0]
+        if draft_vocabulary is not None and not 1 <= draft_vocabulary <= size:
+            raise NworError(f"draft_vocabulary: got {draft_vocabulary}, expected 1 to {size}")
+        device = embedding.device
+        if dtype is None:
+            dtype = torch.bfloat16 if device.type == "cpu" else embedding.dtype
+        self.feature_layers = shape.feature_layers
+        self.vocab_size = shape.target_vocabulary
+        self._head = head.to(dtype, device)
+        self._head.linear = _linear
+        self._embedding = embedding.detach()
+        self._to_target = self._head.draft_to_target[:draft_vocabulary].contiguous()
+        matrix = embedding if output is None else output
+        self._output = matrix.detach()[self._to_target].to(dtype)
+        self._dtype, self._device = dtype, device
+        self._cos = self._sin = torch.empty(0)
+        self._requests: dict[Hashable, _Request] = {}
+
+    @classmethod
+    def for_target(cls, target: Any, weights: Path | str | None = None, **options: Any) -> Drafter:
+        """For a Hugging Face model, with the head in the file `weights` (default: the shipped)."""
+        path = Path(weights) if weights is not None else SHIPPED
+        if not path.is_file():
+            raise NworError(
+                f"weights: got {path}, which does not exist; expected an EAGLE3 head, as "
+                "`python -m nwor_specpv.train.eagle3` makes"
+            )
+        embedding = target.get_input_embeddings().weight
+        output = target.get_output_embeddings().weight
+        tied = output.data_ptr() == embedding.data_ptr()
+        return cls(Eagle3Head.load(path), embedding, None if tied else output, **options)
+
+    # ---- what a host calls ----
+
+    def begin(self, request: Hashable, prompt_ids: Sequence[int]) -> None:
+        del prompt_ids  # its rows come with `observe`
+        if request in self._requests:
+            raise NworError(f"request: got {request!r}, which has begun already")
+        shape, room = self._head.shape, self._head.shape.window + _SPARE_ENTRIES
+        kind = {"dtype": torch.float32, "device": self._device}
+        self._requests[request] = _Request(
+            torch.zeros(shape.num_kv_heads, shape.head_dim, room, **kind),
+            torch.zeros(shape.num_kv_heads, room, shape.head_dim, **kind),
+        )
+
+    def observe(
+        self, request: Hashable, tokens: Sequence[int], features: torch.Tensor | None
+    ) -> None:
+        state = self._state(request)
+        width = len(self.feature_layers) * self._head.shape.hidden
+        if features is None or tuple(features.shape) != (len(tokens), width):
+            got = None if features is None else list(features.shape)
+            raise NworError(f"features: got sizes {got}, expected {[len(tokens), width]}")
+        if tokens:
+            state.root = int(tokens[-1])
+            state.pending.append((features.detach(), list(tokens)))
+
+    def retract(self, request: Hashable, num_tokens: int) -> bool:
+        state = self._state(request)
+        while num_tokens and state.pending:
+            features, tokens = state.pending.pop()
+            kept = max(0, len(tokens) - num_tokens)
+            num_tokens -= len(tokens) - kept
+            if kept:
+                state.pending.append((features[:kept], tokens[:kept]))
+        if num_tokens > state.length:
+            return False
+        # Rows are to be observed again, and the root with them.
+        state.root = state.pending[-1][1][-1] if state.pending else None
+        state.length -= num_tokens
+        state.position -= num_tokens
+        return True
+
+    def draft(self, requests: Sequence[Hashable], tree: TreeConfig) -> list[DraftTree]:
+        states = [self._state(request) for request in requests]
+        for request, state in zip(requests, states, strict=True):
+            if state.root is None:
+                raise NworError(f"request: got {request!r}, of which nothing was observed yet")
+        if not states:
+            return []
+        with torch.inference_mode():
+            for state in states:
+                self._make_room(state, tree.depth * tree.top_k)
+            self._take_in(states)
+            rows = tree.rows or _DEFAULT_ROWS
+            return self._trees(states, self._grow(states, tree, rows), rows)
+
+    def end(self, request: Hashable) -> None:
+        self._requests.pop(request, None)
+
+    # ---- what the target has committed ----
+
+    def _take_in(self, states: list[_Request]) -> None:
+        """Entries of everything observed since the last tree; leaves the last one's output."""
+        busy = [state for state in states if state.pending]
+        if not busy:
+            return
+        window = self._head.shape.window
+        parts = []
+        for state in busy:
+            features = torch.cat([part for part, _ in state.pending])
+            tokens = [token for _, some in state.pending for token in some]
+            # Of a long prompt only what the head will look at.
+            state.position += max(0, len(tokens) - window)
+            parts.append((features[-window:].float(), tokens[-window:]))
+            state.pending.clear()
+        hidden = self._head.fuse(torch.cat([part for part, _ in parts]).to(self._dtype))
+        tokens = torch.tensor([t for _, some in parts for t in some], device=self._device)
+        sizes = [len(some) for _, some in parts]
+        places = [
+            torch.arange(state.position, state.position + size)
+            for state, size in zip(busy, sizes, strict=True)
+        ]
+        query, key, value = self._project(tokens, hidden, torch.cat(places))
+        ends = torch.tensor(sizes).cumsum(0) - 1
+        at, attended = 0, []
+        for state, size, end in zip(busy, sizes, ends.tolist(), strict=True):
+            self._append(state, key[at : at + size], value[at : at + size])
+            attended.append(self._attend(state, query[end : end + 1], None))
+            at += size
+        outputs = self._head.finish(hidden[ends], torch.cat(attended).to(self._dtype))
+        for state, output in zip(busy, outputs, strict=True):
+            state.hidden = output
+
+    def _make_room(self, state: _Request, more: int) -> None:
+        """Room for all pending entries of the window and `more`; the oldest entries go."""
+        window = self._head.shape.window
+        arriving = min(window, sum(len(tokens) for _, tokens in state.pending)) + more
+        capacity = state.keys.shape[2]
+        if state.length + arriving <= capacity:
+            return
+        kept = min(state.length, window)
+        capacity = max(capacity, kept + arriving)
+        keys, values = state.keys, state.values
+        state.keys = keys.new_zeros((*keys.shape[:2], capacity))
+        state.values = values.new_zeros((values.shape[0], capacity, values.shape[2]))
+        old = slice(state.length - kept, state.length)
+        state.keys[:, :, :kept] = keys[:, :, old]
+        state.values[:, :kept] = values[:, old]
+        state.length = kept
+
+    def _append(self, state: _Request, key: torch.Tensor, value: torch.Tensor) -> None:
+        begin, size = state.length, key.shape[0]
+        self._put(state, begin, key, value)
+        state.length = begin + size
+        state.position += size
+
+    @staticmethod
+    def _put(state: _Request, begin: int, key: torch.Tensor, value: torch.Tensor) -> None:
+        end = begin + key.shape[0]
+        state.keys[:, :, begin:end] = key.permute(1, 2, 0)
+        state.values[:, begin:end] = value.transpose(0, 1)
+
+    # ---- one pass of the head ----
+
+    def _project(
+        self, tokens: torch.Tensor, hidden: torch.Tensor, places: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        embeddings = self._embedding[tokens].to(self._dtype)
+        query, key, value = (part.float() for part in self._head.project(embeddings, hidden))
+        needed = int(places.max()) + 1
+        if needed > self._cos.shape[0]:
+            tables = self._head.rotation(max(2048, 2 * needed))
+            self._cos, self._sin = (table[:, None].to(self._device) for table in tables)
+        places = places.to(self._device)
+        cos, sin = self._cos[places], self._sin[places]
+        return rotate(query, cos, sin), rotate(key, cos, sin), value
+
+    def _attend(
+        self, state: _Request, query: torch.Tensor, seen: torch.Tensor | None
+    ) -> torch.Tensor:
+        """query [r, Hq, D] -> [r, Hq * D].
+
+        Over the window, and with `seen` [r, m] over the m entries behind the committed ones.
+        """
+        shape, rows = self._head.shape, query.shape[0]
+        first = max(0, state.length - shape.window)
+        last = state.length + (0 if seen is None else seen.shape[1])
+        grouped = query.unflatten(1, (shape.num_kv_heads, -1)).transpose(0, 1).flatten(1, 2)
+        scores = (grouped * shape.head_dim**-0.5) @ state.keys[:, :, first:last]
+        if seen is not None:
+            groups = shape.num_heads // shape.num_kv_heads
+            hidden = ~seen.repeat_interleave(groups, dim=0)
+            scores[:, :, state.length - first :].masked_fill_(hidden, float("-inf"))
+        attended = scores.softmax(-1) @ state.values[:, first:last]
+        return attended.unflatten(1, (rows, -1)).transpose(0, 1).reshape(rows, -1)
+
+    def _guess(self, hidden: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """The best `count` tokens after each row of [.., hidden], and their logarithms."""
+        scores = _linear(self._head.normalize(hidden), self._output).float()
+        best, index = scores.topk(count, dim=-1)
+        return self._to_target[index], best - scores.logsumexp(-1, keepdim=True)
+
+    # ---- trees ----
+
+    def _grow(self, states: list[_Request], tree: TreeConfig, rows: int) -> _Growth:
+        batch, width = len(states), min(tree.top_k, self._to_target.shape[0])
+        hidden = torch.stack([state.hidden for state in states])
+        tokens, scores = self._guess(hidden, width)  # [B, k]
+        growth = _Growth([tokens], [scores], [])
+        kept = torch.arange(width, device=self._device).expand(batch, width)
+        hidden = hidden[:, None].expand(-1, width, -1)
+        seen = torch.zeros(batch, width, 0, dtype=torch.bool, device=self._device)
+        own = torch.eye(width, dtype=torch.bool, device=self._device).expand(batch, -1, -1)
+        for depth in range(1, tree.depth):
+            if self._complete(growth, scores, rows):
+                break
+            seen = torch.cat([seen, own], dim=2)
+            hidden = self._step(states, tokens, hidden, seen, depth - 1)
+            more, chances = self._guess(hidden, width)  # [B, k, k]
+            chances = chances + scores[..., None]
+            growth.tokens.append(more.flatten(1))
+            growth.scores.append(chances.flatten(1))
+            growth.parents.append(kept)
+            scores, index = chances.flatten(1).topk(width, dim=-1)
+            tokens = growth.tokens[-1].gather(1, index)
+            above = index // width
+            hidden = hidden.gather(1, above[..., None].expand(-1, -1, hidden.shape[2]))
+            seen = seen.gather(1, above[..., None].expand(-1, -1, seen.shape[2]))
+            kept = index + width + width * width * (depth - 1)
+        return growth
+
+    @staticmethod
+    def _complete(growth: _Growth, best: torch.Tensor, rows: int) -> bool:
+        """Nothing that grows from candidates scored `best` could be among the rows to keep."""
+        scores = torch.cat(growth.scores, dim=1)
+        if scores.shape[1] < rows - 1:
+            return False
+        if rows < 2:
+            return True
+        worst = scores.topk(rows - 1, dim=1).values[:, -1]
+        return bool((best.amax(1) < worst).all())
+
+    def _step(
+        self,
+        states: list[_Request],
+        tokens: torch.Tensor,
+        hidden: torch.Tensor,
+        seen: torch.Tensor,
+        depth: int,
+    ) -> torch.Tensor:
+        """Outputs [B, k, hidden] of entries `tokens` [B, k] that stand `depth` rows ahead."""
+        batch, width = tokens.shape
+        places = torch.tensor([state.position + depth for state in states])
+        flat = hidden.flatten(0, 1)
+        places = places.repeat_interleave(width)
+        query, key, value = self._project(tokens.flatten(), flat, places)
+        attended = []
+        for index, state in enumerate(states):
+            rows = slice(index * width, (index + 1) * width)
+            self._put(state, state.length + depth * width, key[rows], value[rows])
+            attended.append(self._attend(state, query[rows], seen[index]))
+        output = self._head.finish(flat, torch.cat(attended).to(self._dtype))
+        return output.unflatten(0, (batch, width))
+
+    def _trees(self, states: list[_Request], growth: _Growth, rows: int) -> list[DraftTree]:
+        from nwor_specpv import DraftTree, tree_from_topk
+
+        candidates = sum(step.shape[1] for step in growth.tokens)
+        roots = torch.tensor([state.root for state in states], device=self._device)
+        built = tree_from_topk(
+            growth.tokens,
+            growth.scores,
+            growth.parents,
+            roots,
+            torch.zeros_like(roots, dtype=torch.int32),
+            min(rows, candidates + 1),
+        )
+        pairs = zip(built.tokens.tolist(), built.parents.tolist(), strict=True)
+        return [DraftTree(tokens, parents) for tokens, parents in pairs]
+
+    def _state(self, request: Hashable) -> _Request:
+        state = self._requests.get(request)
+        if state is None:
+            raise NworError(f"request: got {request!r}, which has not begun")
+        return state
+
+
+def _linear(rows: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    if rows.is_cpu and rows.numel() <= _FEW_ROWS * rows.shape[-1]:
+        return torch.ops.nwor_specpv.linear_rows.default(rows.contiguous(), weight)
+    return torch.nn.functional.linear(rows, weight)

@@ -1,0 +1,80 @@
+"""Drafts without a model: what followed the last tokens where they stood before in the text.
+
+The index is in C++ (csrc/drafters): a token is added in constant time, a draft looks at a bounded
+number of places, and matches that disagree become branches.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from typing import TYPE_CHECKING
+
+from nwor_specpv import _C
+from nwor_specpv.errors import NworError
+
+from .base import Drafter, TreeConfig
+
+if TYPE_CHECKING:
+    import torch
+
+    from nwor_specpv import DraftTree
+
+# Rows of a tree where neither host nor caller says how many.
+_DEFAULT_ROWS = 16
+
+
+class NgramDrafter(Drafter):
+    """One index for each request, over its prompt and its answer."""
+
+    def __init__(self, min_tokens: int = 2, max_tokens: int = 6, max_matches: int = 16) -> None:
+        """A match has `min_tokens` in common at least; beyond `max_tokens` all count the same."""
+        self._options = (min_tokens, max_tokens, max_matches)
+        _C.NgramIndex(*self._options)  # wrong options are refused here
+        self._texts: dict[Hashable, _C.NgramIndex] = {}
+        self._prompts: dict[Hashable, list[int]] = {}
+
+    def begin(self, request: Hashable, prompt_ids: Sequence[int]) -> None:
+        if request in self._texts:
+            raise NworError(f"request: got {request!r}, which has begun already")
+        text = _C.NgramIndex(*self._options)
+        text.append(list(prompt_ids))
+        self._texts[request] = text
+        self._prompts[request] = list(prompt_ids)
+
+    def observe(
+        self, request: Hashable, tokens: Sequence[int], features: torch.Tensor | None
+    ) -> None:
+        del features
+        text, tokens = self._text(request), list(tokens)
+        prompt = self._prompts.pop(request, None)
+        if prompt is not None and tokens:
+            # The rows of the prompt: what follows them is known, up to the first new token. Rows
+            # that were cached before were not run.
+            known = len(tokens) - 1
+            if known and tokens[:-1] != prompt[-known:]:
+                raise NworError(
+                    f"tokens: got {tokens[:4]}.. after the prompt, expected its own tokens"
+                )
+            tokens = tokens[-1:]
+        text.append(tokens)
+
+    def retract(self, request: Hashable, num_tokens: int) -> bool:
+        text = self._text(request)
+        if num_tokens > len(text):
+            return False
+        text.truncate(len(text) - num_tokens)
+        return True
+
+    def draft(self, requests: Sequence[Hashable], tree: TreeConfig) -> list[DraftTree]:
+        rows = tree.rows or _DEFAULT_ROWS
+        return [self._text(request).draft(rows, tree.depth, tree.top_k) for request in requests]
+
+    def end(self, request: Hashable) -> None:
+        self._texts.pop(request, None)
+        self._prompts.pop(request, None)
+
+    def _text(self, request: Hashable) -> _C.NgramIndex:
+        text = self._texts.get(request)
+        if text is None:
+            raise NworError(f"request: got {request!r}, which has not begun")
+        return text

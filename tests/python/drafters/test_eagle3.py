@@ -1,0 +1,207 @@
+"""The EAGLE3 drafter: its trees against a slow head, its caches, what it ships with."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+import torch
+
+from drafters.slow_head import slow_tree
+from nwor_specpv import NworError
+from nwor_specpv.drafters import TreeConfig, make_drafter
+from nwor_specpv.drafters.eagle3 import SHIPPED, Eagle3Drafter
+from nwor_specpv.drafters.eagle3_head import Eagle3Head, HeadShape
+
+SEED = int(os.environ.get("NWOR_TEST_SEED", torch.seed() % 2**31))
+VOCABULARY, HIDDEN = 90, 16
+WIDTH = 3 * HIDDEN
+
+
+def make_head(window: int = 9) -> Eagle3Head:
+    shape = HeadShape(
+        hidden=HIDDEN,
+        intermediate=24,
+        num_heads=4,
+        num_kv_heads=2,
+        head_dim=4,
+        target_vocabulary=VOCABULARY,
+        feature_layers=(0, 1, 2),
+        window=window,
+        rope_theta=100.0,
+        norm_epsilon=1e-5,
+    )
+    weights = {
+        name: torch.randn(size) * (0.3 if len(size) == 2 and name != "feature_norm" else 1.0)
+        for name, size in shape.sizes().items()
+    }
+    return Eagle3Head(shape, weights, torch.randperm(VOCABULARY)[:60])
+
+
+class Text:
+    """What a host would have told of one request."""
+
+    def __init__(self, length: int) -> None:
+        self.tokens = torch.randint(VOCABULARY, (length,)).tolist()
+        self.features = torch.randn(length, WIDTH)
+
+    def grow(self, count: int) -> tuple[list[int], torch.Tensor]:
+        more = Text(count)
+        self.tokens += more.tokens
+        self.features = torch.cat([self.features, more.features])
+        return more.tokens, more.features
+
+    def shrink(self, count: int) -> None:
+        keep = len(self.tokens) - count
+        self.tokens, self.features = self.tokens[:keep], self.features[:keep]
+
+
+def paths_of(tree: object) -> set[tuple[int, ...]]:
+    paths: list[tuple[int, ...]] = [()]
+    for token, parent in zip(tree.tokens[1:], tree.parents[1:], strict=True):
+        paths.append((*paths[parent], token))
+    return set(paths[1:])
+
+
+def check(
+    drafter: Eagle3Drafter, head: Eagle3Head, embedding: torch.Tensor, texts: dict[str, Text],
+    tree: TreeConfig,
+) -> None:  # fmt: skip
+    drafted = drafter.draft(list(texts), tree)
+    sizes = (tree.rows, tree.depth, tree.top_k)
+    for text, got in zip(texts.values(), drafted, strict=True):
+        got.validate()
+        assert got.tokens[0] == text.tokens[-1]
+        entries = (text.features, text.tokens)
+        expected = slow_tree(head, embedding, *entries, sizes)
+        paths = paths_of(got)
+        assert len(paths) == len(got.tokens) - 1 == len(expected)
+        if paths == set(expected):
+            continue
+        # Equal but for rounding: what differs scores as the last one that was taken.
+        every = slow_tree(head, embedding, *entries, (10**6, tree.depth, tree.top_k))
+        last = min(expected.values())
+        for path in paths ^ set(expected):
+            assert every[path] == pytest.approx(last, abs=1e-3)
+
+
+def test_trees_are_those_of_a_slow_head_through_every_change() -> None:
+    print(f"seed={SEED}")
+    torch.manual_seed(SEED)
+    head, embedding = make_head(), torch.randn(VOCABULARY, HIDDEN) * 0.5
+    drafter = Eagle3Drafter(head, embedding, dtype=torch.float32)
+    texts = {"a": Text(3), "b": Text(25)}  # less and more than the window
+    for name, text in texts.items():
+        drafter.begin(name, [])
+        drafter.observe(name, text.tokens, text.features)
+    for tree in (TreeConfig(9, 3, 3), TreeConfig(4, 5, 1), TreeConfig(6, 2, 4)):
+        check(drafter, head, embedding, texts, tree)
+        for name, text in texts.items():
+            for _ in range(2):
+                drafter.observe(name, *text.grow(int(torch.randint(1, 4, ()))))
+        # Some of what was observed is taken back before it was used, some afterwards.
+        texts["a"].shrink(2)
+        assert drafter.retract("a", 2)
+        drafter.observe("a", *texts["a"].grow(1))
+        check(drafter, head, embedding, {"a": texts["a"]}, TreeConfig(5, 2, 2))
+        texts["a"].shrink(1)
+        assert drafter.retract("a", 1)
+        drafter.observe("a", *texts["a"].grow(2))
+    drafter.end("a")
+    with pytest.raises(NworError, match="'a', which has not begun"):
+        drafter.draft(["a"], tree)
+
+
+def test_a_cache_that_is_full_keeps_the_window() -> None:
+    torch.manual_seed(SEED)
+    head, embedding = make_head(window=5), torch.randn(VOCABULARY, HIDDEN) * 0.5
+    drafter = Eagle3Drafter(head, embedding, dtype=torch.float32)
+    text = Text(4)
+    drafter.begin("a", [])
+    drafter.observe("a", text.tokens, text.features)
+    state = drafter._requests["a"]
+    for _ in range(40):  # far beyond the capacity of this small window
+        drafter.draft(["a"], TreeConfig(2, 1, 1))
+        for _ in range(16):
+            drafter.observe("a", *text.grow(1))
+            drafter._make_room(state, 0)
+            drafter._take_in([state])
+    # Entries see earlier ones only as keys and values, so a full cache shows in the next tree.
+    assert len(text.tokens) > state.keys.shape[2]
+    check(drafter, head, embedding, {"a": text}, TreeConfig(5, 2, 2))
+
+
+def test_growth_stops_where_deeper_rows_cannot_be_kept() -> None:
+    torch.manual_seed(SEED)
+    head, embedding = make_head(), torch.randn(VOCABULARY, HIDDEN) * 0.5
+    drafter = Eagle3Drafter(head, embedding, dtype=torch.float32)
+    text = Text(6)
+    drafter.begin("a", [])
+    drafter.observe("a", text.tokens, text.features)
+    steps = []
+    taken = drafter._step
+    drafter._step = lambda *args: steps.append(1) or taken(*args)
+    assert len(drafter.draft(["a"], TreeConfig(1, 8, 2))[0]) == 1
+    assert not steps
+    check(drafter, head, embedding, {"a": text}, TreeConfig(3, 8, 2))
+    assert len(steps) < 8
+
+
+def test_fewer_draft_tokens_are_the_most_frequent_ones() -> None:
+    torch.manual_seed(SEED)
+    head, embedding = make_head(), torch.randn(VOCABULARY, HIDDEN)
+    drafter = Eagle3Drafter(head, embedding, draft_vocabulary=4)
+    text = Text(3)
+    drafter.begin("a", [])
+    drafter.observe("a", text.tokens, text.features)
+    (tree,) = drafter.draft(["a"], TreeConfig(40, 4, 8))
+    assert set(tree.tokens[1:]) <= set(head.draft_to_target[:4].tolist())
+    assert len(tree.tokens) == 1 + 4 + 3 * 16 or len(tree.tokens) == 40
+
+
+def test_a_head_is_read_as_it_was_saved(tmp_path: Path) -> None:
+    torch.manual_seed(SEED)
+    head = make_head()
+    head.save(tmp_path / "head.safetensors", torch.float32)
+    again = Eagle3Head.load(tmp_path / "head.safetensors")
+    assert again.shape == head.shape
+    assert again.draft_to_target.tolist() == head.draft_to_target.tolist()
+    for name, weight in head.weights.items():
+        assert torch.equal(again.weights[name], weight)
+    data = (tmp_path / "head.safetensors").read_bytes()
+    (tmp_path / "cut.safetensors").write_bytes(data[:-100])
+    with pytest.raises(NworError, match="not a readable safetensors file"):
+        Eagle3Head.load(tmp_path / "cut.safetensors")
+
+
+def test_wrong_use_says_what_was_expected(tmp_path: Path) -> None:
+    head = make_head()
+    with pytest.raises(NworError, match=r"embedding: got sizes .* trained for another target"):
+        Eagle3Drafter(head, torch.zeros(VOCABULARY + 1, HIDDEN))
+    with pytest.raises(NworError, match="draft_vocabulary: got 61, expected 1 to 60"):
+        Eagle3Drafter(head, torch.zeros(VOCABULARY, HIDDEN), draft_vocabulary=61)
+    with pytest.raises(NworError, match=r"which does not exist; .*nwor_specpv.train.eagle3"):
+        make_drafter("eagle3", target=object(), weights=tmp_path / "none")
+    drafter = Eagle3Drafter(head, torch.zeros(VOCABULARY, HIDDEN))
+    drafter.begin("a", [1])
+    with pytest.raises(NworError, match="begun already"):
+        drafter.begin("a", [1])
+    with pytest.raises(NworError, match="of which nothing was observed"):
+        drafter.draft(["a"], TreeConfig())
+    with pytest.raises(NworError, match=r"features: got sizes None, expected \[1, 48\]"):
+        drafter.observe("a", [1], None)
+    assert not drafter.retract("a", 1)
+    weights = dict(head.weights) | {"down": torch.zeros(2, 2)}
+    with pytest.raises(NworError, match=r"weight down: got sizes \(2, 2\), expected \(16, 24\)"):
+        Eagle3Head(head.shape, weights, head.draft_to_target)
+
+
+def test_the_shipped_head_is_small_and_fits_its_model() -> None:
+    assert SHIPPED.stat().st_size <= 15_000_000
+    head = Eagle3Head.load(SHIPPED)
+    assert (head.shape.hidden, head.shape.target_vocabulary) == (576, 49152)
+    assert len(head.shape.feature_layers) == 3
+    assert head.num_parameters < 7_500_000
+    assert len(set(head.draft_to_target.tolist())) == len(head.draft_to_target)
+    assert all(bool(weight.isfinite().all()) for weight in head.weights.values())
