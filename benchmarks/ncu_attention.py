@@ -9,12 +9,11 @@ twice, from an L2 that holds none of them: what exceeds the K/V's own size was r
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 from pathlib import Path
 
-from ncu_commit import FLUSH_BYTES, METRICS, read_raw_page
+from ncu_ranges import FLUSH_BYTES, read_raw_page, run_command
 
 SHAPES = [((4608,), 8), ((32768,), 8), ((32768,) * 8, 8), ((32768,) * 8, 64)]
 GOAL = 1.05
@@ -79,24 +78,5 @@ def table(plan_path: Path, csv_path: Path, json_path: Path | None) -> int:
     return 0
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    commands = parser.add_subparsers(dest="command", required=True)
-    one = commands.add_parser("drive")
-    one.add_argument("plan", type=Path)
-    two = commands.add_parser("table")
-    two.add_argument("plan", type=Path)
-    two.add_argument("csv", type=Path)
-    two.add_argument("--json", type=Path)
-    commands.add_parser("metrics")
-    arguments = parser.parse_args()
-    if arguments.command == "drive":
-        return drive(arguments.plan)
-    if arguments.command == "table":
-        return table(arguments.plan, arguments.csv, arguments.json)
-    print(",".join(metric for metric, _ in METRICS.values()))
-    return 0
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run_command(__doc__, drive, table))

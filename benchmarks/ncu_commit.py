@@ -13,23 +13,16 @@ the paged cache (root rows and commit), with the rows staged beforehand.
 
 from __future__ import annotations
 
-import argparse
-import csv
 import json
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+from ncu_ranges import FLUSH_BYTES, read_raw_page, run_command
+
 LAYERS, HEADS, DIM, PAGE_SIZE = 32, 8, 128, 16
 REQUESTS, DRAFTS, ROUNDS = 16, 10, 20
 ACCEPTANCE = (0, 30, 70, 100)  # percent; ten drafts make each a whole number
-FLUSH_BYTES = 256 << 20
-METRICS = {
-    "dram_write": ("dram__bytes_write.sum", 1),
-    "dram_read": ("dram__bytes_read.sum", 1),
-    "l2_write": ("lts__t_sectors_op_write.sum", 32),
-    "l2_read": ("lts__t_sectors_op_read.sum", 32),
-}
 
 
 class Step:
@@ -172,24 +165,6 @@ def drive(plan_path: Path) -> int:
     return 0
 
 
-UNITS = {"byte": 1, "Kbyte": 1e3, "Mbyte": 1e6, "Gbyte": 1e9, "Tbyte": 1e12, "sector": 1, "": 1}
-
-
-def read_raw_page(path: Path) -> list[dict[str, float]]:
-    """The metrics of each range, in bytes. Lines before the header are the program's own."""
-    lines = path.read_text().splitlines()
-    start = next(i for i, line in enumerate(lines) if line.startswith('"ID"'))
-    header, units, *rows = csv.reader(lines[start:])
-    found = []
-    for row in rows:
-        values = {}
-        for name, (metric, scale) in METRICS.items():
-            at = header.index(metric)
-            values[name] = float(row[at].replace(",", "")) * UNITS[units[at]] * scale
-        found.append(values)
-    return found
-
-
 def table(plan_path: Path, csv_path: Path, json_path: Path | None) -> int:
     plan = json.loads(plan_path.read_text())
     measured = read_raw_page(csv_path)
@@ -228,24 +203,5 @@ def table(plan_path: Path, csv_path: Path, json_path: Path | None) -> int:
     return 0
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    commands = parser.add_subparsers(dest="command", required=True)
-    one = commands.add_parser("drive")
-    one.add_argument("plan", type=Path)
-    two = commands.add_parser("table")
-    two.add_argument("plan", type=Path)
-    two.add_argument("csv", type=Path)
-    two.add_argument("--json", type=Path)
-    commands.add_parser("metrics")
-    arguments = parser.parse_args()
-    if arguments.command == "drive":
-        return drive(arguments.plan)
-    if arguments.command == "table":
-        return table(arguments.plan, arguments.csv, arguments.json)
-    print(",".join(metric for metric, _ in METRICS.values()))
-    return 0
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run_command(__doc__, drive, table))
