@@ -65,7 +65,7 @@ class Schedule {
   }
 
  private:
-  static constexpr int kItemsPerThread = 8;
+  static constexpr int kItemsPerThread = 4;
   static constexpr int64_t kMinMultiplyAddsPerThread = 1 << 19;
 
   // All heads walk together, unless the batch is too small to give every thread a share.
