@@ -101,7 +101,7 @@ VerifyConfig ChooseVerifyConfig(const VerifyShape& shape, const DeviceProps& dev
 
   // Float8 tokens are widened in registers, on their way to the other matrix instruction.
   config.warpgroup = device.warpgroup_mma && shape.cache_dtype != DType::kFloat8E4M3;
-  const int32_t groups = device.wide_tiles ? MaxTileGroups(shape.head_dim) : 1;
+  const int32_t groups = MaxTileGroups(shape.head_dim);
   int32_t row_tile =
       ChooseRowTile(shape, config.warpgroup ? groups * kTileRows : MaxRowTile(shape.head_dim));
   while (!FitSharedMemory(NeedOf(shape, config.warpgroup, row_tile), device, &config)) {

@@ -31,7 +31,6 @@ struct DeviceProps {
   int32_t smem_per_block_bytes = 0;  // with opt-in
   int32_t smem_per_sm_bytes = 0;
   bool warpgroup_mma = false;  // sm_90, and the library was built for sm_90a
-  bool wide_tiles = false;     // tiles of 128 rows for more than 64 packed rows are wanted
 };
 
 // How one launch is shaped. Row tile, stages and CTAs change speed, never a bit of the result; the

@@ -1,9 +1,7 @@
 #include <cuda_runtime.h>
 
 #include <array>
-#include <cstdlib>
 #include <mutex>
-#include <string_view>
 
 #include "attention/plan.h"
 #include "attention/verify_cuda.h"
@@ -139,8 +137,6 @@ DeviceProps QueryDeviceProps(int device) {
     props.smem_per_sm_bytes = Attribute(cudaDevAttrMaxSharedMemoryPerMultiprocessor, device);
     props.warpgroup_mma = props.compute_capability == 90 &&
                           VerifyLauncher<__nv_bfloat16, false, 128>::HasWarpgroupKernel();
-    const char* wide = std::getenv("NWOR_SPECPV_WIDE_TILES");
-    props.wide_tiles = wide != nullptr && std::string_view(wide) == "1";
     props.num_sms = Attribute(cudaDevAttrMultiProcessorCount, device);
   }
   return props;

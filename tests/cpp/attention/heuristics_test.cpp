@@ -209,7 +209,7 @@ TEST(ChooseVerifyConfig, TakesTheSmallestRowTileThatHoldsATypicalRequest) {
   EXPECT_EQ(ChooseVerifyConfig(Shape(8, 8), kA100).row_tile, 32);
   EXPECT_EQ(ChooseVerifyConfig(Shape(8, 16), kH200WithoutWarpgroups).row_tile, 64);
   EXPECT_EQ(ChooseVerifyConfig(Shape(8, 4), kH200).row_tile, 16);
-  EXPECT_EQ(ChooseVerifyConfig(Shape(8, 64), kH200).row_tile, 64);
+  EXPECT_EQ(ChooseVerifyConfig(Shape(8, 64), kH200).row_tile, 128);
 }
 
 TEST(ChooseVerifyConfig, NamesWhatIsMissing) {
@@ -250,29 +250,24 @@ TEST(VerifyBytes, BoundPairsByRows) {
   EXPECT_GE(config.max_pairs, worst * 8);
 }
 
-constexpr DeviceProps kH200Wide{132, 90, 232448, 233472, true, true};
-
-TEST(ChooseVerifyConfig, TakesTwoWarpgroupsForManyRowsWhereAskedForAndRegistersAllow) {
+TEST(ChooseVerifyConfig, TakesTwoWarpgroupsForManyRowsWhereRegistersAllow) {
   for (const int head_dim : {64, 80, 96, 128}) {
-    const VerifyConfig wide = ChooseVerifyConfig(Shape(1, 64, 32, 8, head_dim), kH200Wide);
+    const VerifyConfig wide = ChooseVerifyConfig(Shape(1, 64, 32, 8, head_dim), kH200);
     EXPECT_EQ(wide.row_tile, 2 * kTileRows) << head_dim;
     EXPECT_EQ(wide.num_ctas, kH200.num_sms) << head_dim;
     EXPECT_LE(wide.smem_bytes, kH200.smem_per_block_bytes) << head_dim;
     EXPECT_GE(wide.stages, 4) << head_dim;
     EXPECT_EQ(wide.wide_ctas, kH200.num_sms) << head_dim;
-    EXPECT_LE(ChooseVerifyConfig(Shape(1, 16, 32, 8, head_dim), kH200Wide).row_tile, kTileRows);
-    const VerifyConfig unasked = ChooseVerifyConfig(Shape(1, 64, 32, 8, head_dim), kH200);
-    EXPECT_EQ(unasked.row_tile, kTileRows) << head_dim;
-    EXPECT_EQ(unasked.wide_ctas, 0) << head_dim;
+    EXPECT_LE(ChooseVerifyConfig(Shape(1, 16, 32, 8, head_dim), kH200).row_tile, kTileRows);
   }
   for (const int head_dim : {192, 256}) {
-    const VerifyConfig config = ChooseVerifyConfig(Shape(1, 64, 32, 8, head_dim), kH200Wide);
+    const VerifyConfig config = ChooseVerifyConfig(Shape(1, 64, 32, 8, head_dim), kH200);
     EXPECT_LE(config.row_tile, kTileRows);
     EXPECT_EQ(config.wide_ctas, 0);
   }
   VerifyShape float8 = Shape(1, 64);
   float8.cache_dtype = DType::kFloat8E4M3;
-  EXPECT_LE(ChooseVerifyConfig(float8, kH200Wide).row_tile, 64);
+  EXPECT_LE(ChooseVerifyConfig(float8, kH200).row_tile, 64);
 }
 
 TEST(SplitWidePrefix, GivesOneRequestALeafForEveryCtaAndNoMore) {
