@@ -31,7 +31,7 @@ test-vllm: build setup-vllm  ## the real vLLM on the CPU, with the slow tests
 test-all: build setup-vllm  ## everything, with the slow tests and a million fuzz rounds
 	@$(VENV_PYTHON) tools/run_tests.py --all
 
-demo: build  ## one real round trip, explained
+demo: build  ## a real model, four ways of decoding, one table and a report
 	@$(VENV_PYTHON) -m nwor_specpv demo
 
 bench: build  ## the benchmarks, with their peers
@@ -39,6 +39,7 @@ bench: build  ## the benchmarks, with their peers
 	@$(VENV_PYTHON) -m nwor_specpv bench attention
 	@$(VENV_PYTHON) -m nwor_specpv bench retrieval
 	@$(VENV_PYTHON) -m nwor_specpv bench tree
+	@$(VENV_PYTHON) -m nwor_specpv bench generate
 
 lint: build  ## structure, clang-format, clang-tidy, ruff
 	@tools/lint.sh

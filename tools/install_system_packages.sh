@@ -12,8 +12,8 @@ required=(
   libgtest-dev
   prometheus-cpp-dev libcivetweb-dev libcurl4-openssl-dev zlib1g-dev
 )
-# Faster rebuilds; a real Prometheus for the scrape test.
-optional=(ccache prometheus)
+# Faster rebuilds; a real Prometheus for the scrape test; a real browser for the report.
+optional=(ccache prometheus chromium)
 
 say() { printf 'system packages: %s\n' "$*"; }
 

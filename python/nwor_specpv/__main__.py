@@ -15,7 +15,13 @@ from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
 PROGRAM = "nwor-specpv"
-BENCHES = ("commit", "attention", "retrieval", "tree", "session")
+BENCHES = ("commit", "attention", "retrieval", "tree", "session", "generate")
+# Commands that read the rest of the line themselves, and the modules they are in.
+HOSTED = {
+    "generate": ("transformers.command", "go on with a prompt, with any drafter and mode"),
+    "report": ("report", "write a page about one run or a sweep"),
+    "demo": ("demo", "a real model, four ways of decoding, one table"),
+}
 
 EXIT_OK, EXIT_FAILURE, EXIT_USAGE = 0, 1, 2
 
@@ -31,7 +37,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = _build_parser()
     arguments, rest = parser.parse_known_args(sys.argv[1:] if argv is None else list(argv))
     if "run" not in arguments:
-        parser.error("a command is needed: status, doctor, bench or demo")
+        names = ", ".join(("status", "doctor", "bench", *HOSTED))
+        parser.error(f"a command is needed: {names}")
     if rest and not arguments.passes_rest:
         parser.error(f"unrecognized arguments: {' '.join(rest)}")
     try:
@@ -73,8 +80,9 @@ def _build_parser() -> argparse.ArgumentParser:
     for name in BENCHES:
         one = names.add_parser(name, add_help=False)
         one.set_defaults(passes_rest=True)
-    demo = commands.add_parser("demo", help="show a round from staging to commit", add_help=False)
-    demo.set_defaults(run=_demo, passes_rest=True)
+    for name, (_, text) in HOSTED.items():
+        hosted = commands.add_parser(name, help=text, add_help=False)
+        hosted.set_defaults(run=_hosted, passes_rest=True, hosted=name)
     return parser
 
 
@@ -99,8 +107,8 @@ def _bench(arguments: argparse.Namespace, rest: list[str]) -> int:
     return _dispatch(f"bench.{arguments.bench}", rest)
 
 
-def _demo(arguments: argparse.Namespace, rest: list[str]) -> int:
-    return _dispatch("demo", rest)
+def _hosted(arguments: argparse.Namespace, rest: list[str]) -> int:
+    return _dispatch(HOSTED[arguments.hosted][0], rest)
 
 
 def _dispatch(name: str, argv: list[str]) -> int:

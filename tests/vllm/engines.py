@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from nwor_specpv.demo.tiny_model import Tokenizer
 from nwor_specpv.models import stories
+from nwor_specpv.models.tiny_model import Tokenizer
 
 NGRAM = {
     "method": "ngram",

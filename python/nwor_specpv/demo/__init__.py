@@ -1,107 +1,131 @@
-"""`nwor-specpv demo`: a real model decodes a story with draft tokens that the cache never sees."""
+"""`nwor-specpv demo`: a real model, four ways of decoding, one table and a page about it.
+
+SmolLM2-135M-Instruct answers a question plainly, with n-gram drafts and with the trees of an EAGLE3
+head; then it reads a log of 4096 tokens and goes on with partial verification, without loss.
+"""
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 import time
+from pathlib import Path
+from typing import Any
 
-import torch
+from nwor_specpv.models import cache_root
+from nwor_specpv.report import write_page
 
-from .decoding import Run, Speculation, decode_plain
-from .tiny_model import TinyModel, Tokenizer
+from .texts import CHAT, long_prompt
 
-PROMPT = "Once upon a time, there was a little girl named Lily. She loved to play"
+_VIEW_TOKENS = 1024
 
 
 def main(argv: list[str]) -> int:
-    """Runs the three ways of decoding and prints what each did."""
-    parser = argparse.ArgumentParser(prog="nwor-specpv demo", description=__doc__)
-    parser.add_argument("--prompt", default=PROMPT)
+    from nwor_specpv.transformers.command import Parser, add_model_arguments, load
+
+    parser = Parser(prog="nwor-specpv demo", description=__doc__)
+    parser.add_argument("--prompt", default=CHAT[0])
     parser.add_argument("--max-new-tokens", type=int, default=160)
+    parser.add_argument("--context", type=int, default=4096, help="tokens of the long prompt")
+    parser.add_argument("--report", type=Path, help="where the page goes, default: the cache")
     parser.add_argument("--json", action="store_true", help="one JSON document and nothing else")
-    args = parser.parse_args(argv)
-
-    model, tokenizer = TinyModel(), Tokenizer()
-    prompt = tokenizer.encode(args.prompt)
-    room = model.shape.context - len(prompt)
-    if not 1 <= args.max_new_tokens <= room:
-        parser.error(
-            f"--max-new-tokens: got {args.max_new_tokens}, expected 1 to {room} "
-            f"(context {model.shape.context}, prompt {len(prompt)} tokens)"
-        )
-    with torch.inference_mode():
-        ways = {
-            "plain": lambda: decode_plain(model, prompt, args.max_new_tokens),
-            "chains of 4": lambda: Speculation(model).decode(prompt, args.max_new_tokens, 4, 1),
-            "trees, 3 x 4": lambda: Speculation(model).decode(prompt, args.max_new_tokens, 4, 3),
-        }
-        runs: dict[str, Run] = {}
-        seconds: dict[str, float] = {}
-        for name, way in ways.items():
-            started = time.perf_counter()
-            runs[name] = way()
-            seconds[name] = time.perf_counter() - started
-
-    plain = runs["plain"]
-    ok = all(run.tokens == plain.tokens and not run.violations for run in runs.values())
-    if args.json:
-        report = {
-            name: {
-                "tokens": len(run.tokens),
-                "steps": run.steps,
-                "seconds": seconds[name],
-                "same_tokens": run.tokens == plain.tokens,
-                "violations": [repr(violation) for violation in run.violations],
-                "stats": run.stats,
-            }
-            for name, run in runs.items()
-        }
-        text = tokenizer.decode(prompt + plain.tokens)
-        print(json.dumps({"text": text, "runs": report, "ok": ok}, indent=2))
-        return 0 if ok else 1
-    _print_report(tokenizer.decode(prompt + plain.tokens), runs)
+    add_model_arguments(parser)
+    arguments = parser.parse_args(argv)
+    started = time.perf_counter()
+    say = _quiet if arguments.json else _say
+    say("loading SmolLM2-135M-Instruct (converted once, 540 MB in the cache folder) ..")
+    model, tokenizer = load(arguments)
+    report = run(model, tokenizer, arguments, say)
+    path = arguments.report or cache_root() / "demo.html"
+    report["page"] = str(write_page(report, path))
+    report["seconds"] = time.perf_counter() - started
+    ok = all(one["same_tokens"] is not False for one in report["runs"])
+    if arguments.json:
+        print(json.dumps(report))
+    else:
+        print(describe(report))
     if not ok:
-        print("FAILED: a way of decoding gave other tokens or broke the contract", file=sys.stderr)
+        print("nwor-specpv: a way of decoding gave other tokens", file=sys.stderr)
     return 0 if ok else 1
 
 
-def _print_report(text: str, runs: dict[str, Run]) -> None:
-    plain = runs["plain"]
-    print(f"A 260K-parameter model tells a story, greedy, {len(plain.tokens)} tokens:\n")
-    print("  " + text.replace("\n", "\n  ") + "\n")
-    print("Drafts come from the story so far (n-grams). Draft K/V waits in staging; only accepted")
-    print("rows are committed to the paged cache, in every layer or in none.\n")
+def run(model: Any, tokenizer: Any, arguments: Any, say: Any) -> dict[str, Any]:
+    """Every way of decoding, and what each did."""
+    from nwor_specpv.bench.report import machine
+    from nwor_specpv.report.sweep import Mode, sweep
+    from nwor_specpv.transformers import Generator
+    from nwor_specpv.transformers.command import encode
+
+    first = Generator(model, tokenizer, "none")
+    say("measuring what verification steps cost ..")
+    costs = first.row_costs
+    say("answering a question, three ways ..")
+    short = sweep(
+        first,
+        [
+            Mode("NWOR, EAGLE3 trees", "eagle3"),
+            Mode("NWOR, n-gram", "ngram"),
+            Mode("plain decoding"),
+        ],
+        encode(tokenizer, arguments.prompt, raw=False),
+        arguments.max_new_tokens,
+    )
+    say(f"reading {arguments.context} tokens, then going on three ways ..")
+    long = sweep(
+        first,
+        [
+            Mode(f"SpecPV lossless, {arguments.context}", "eagle3", "lossless", _VIEW_TOKENS),
+            Mode(f"NWOR, EAGLE3 trees, {arguments.context}", "eagle3"),
+            Mode(f"plain decoding, {arguments.context}"),
+        ],
+        long_prompt(tokenizer, arguments.context),
+        min(64, arguments.max_new_tokens),
+    )
+    return {
+        "title": "nwor_specpv: the demo's report",
+        "model": "SmolLM2-135M-Instruct" if arguments.model is None else str(arguments.model),
+        "machine": machine(arguments.device),
+        "row_costs": costs,
+        "runs": [*reversed(short), *reversed(long)],
+    }
+
+
+def describe(report: dict[str, Any]) -> str:
+    """The answer and the table."""
+    runs = report["runs"]
+    text = "".join(piece for piece, _ in runs[0]["pieces"]).strip()
+    lines = ["", *("  " + line for line in text.splitlines()), ""]
     columns = (
-        ("decoding", 14),
-        ("steps", 7),
+        ("decoding", 28),
+        ("tokens/s", 10),
         ("tokens/step", 13),
         ("drafts", 8),
         ("accepted", 10),
-        ("never written", 15),
-        ("bytes avoided", 15),
+        ("cache writes avoided", 22),
         ("same tokens", 13),
-        ("contract", 9),
     )
-    print("".join(title.rjust(width) for title, width in columns))
-    for name, run in runs.items():
-        stats = run.stats
-        cells = [name, str(run.steps), f"{len(run.tokens) / run.steps:.2f}"]
-        if stats:
-            cells += [
-                str(stats["staged_tokens"]),
-                str(stats["committed_tokens"]),
-                str(stats["rejected_tokens"]),
-                f"{stats['cache_bytes_avoided']:,}",
-                "yes" if run.tokens == plain.tokens else "NO",
-                "kept" if not run.violations else "BROKEN",
-            ]
-        else:
-            cells += ["-", "-", "-", "-", "", ""]
-        print("".join(cell.rjust(width) for cell, (_, width) in zip(cells, columns, strict=True)))
-    print(
-        "\nA step is one pass of the model. 'never written' drafts were attended to and rejected:\n"
-        "no byte of theirs is in any layer's cache, checked after every step against hashes of\n"
-        "every cache slot ('contract')."
-    )
+    lines.append("".join(title.rjust(width) for title, width in columns))
+    for one in runs:
+        drafted = bool(one["drafts"])
+        cells = (
+            one["name"],
+            f"{one['tokens_per_second']:.1f}",
+            f"{one['tokens_per_step']:.2f}",
+            str(one["drafts"]) if drafted else "-",
+            str(one["accepted"]) if drafted else "-",
+            f"{one['cache_bytes_avoided'] / 1e6:.1f} MB" if drafted else "-",
+            {True: "yes", False: "NO", None: ""}[one["same_tokens"]],
+        )
+        lines.append(
+            "".join(cell.rjust(width) for cell, (_, width) in zip(cells, columns, strict=True))
+        )
+    lines += ["", f"report: {report['page']}  ({report['seconds']:.0f} s)"]
+    return "\n".join(lines)
+
+
+def _say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
+def _quiet(text: str) -> None:
+    pass

@@ -64,11 +64,11 @@ class Drafter(ABC):
         """
 
     def retract(self, request: Hashable, num_tokens: int) -> bool:
-        """Takes back the last `num_tokens` tokens that were observed, before the next `observe`.
+        """Takes back the last `num_tokens` tokens that were observed, with their rows.
 
-        A host that verifies over a partial view may find later that tokens do not stand. The next
-        root is the first of the tokens then observed; its features are not given again. False: the
-        drafter cannot, and the host begins the request anew.
+        A host that verifies over a partial view may find later that tokens do not stand; it then
+        observes those rows again, with what follows them now. False: the drafter cannot, and the
+        host begins the request anew.
         """
         return False
 

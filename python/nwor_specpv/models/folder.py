@@ -53,6 +53,25 @@ def write_folder(
     `tensors` yields every tensor of `shapes` in its order; only one is in memory at a time. The
     folder is built beside its place and renamed; where two processes do so the first one wins.
     """
+    needed = sum(torch.Size(shape).numel() for shape in shapes.values())
+    needed_mb = -(-needed * torch_dtype(dtype).itemsize // 1_000_000)
+    try:
+        return _write_beside(destination, files, shapes, tensors, dtype, progress)
+    except OSError as error:
+        raise NworError(
+            f"{destination}: cannot be written ({error.strerror or error}); it needs {needed_mb} "
+            "MB there: free them, or set XDG_CACHE_HOME to a folder that has them"
+        ) from error
+
+
+def _write_beside(
+    destination: Path,
+    files: Mapping[str, Any],
+    shapes: Mapping[str, tuple[int, ...]],
+    tensors: Iterable[tuple[str, torch.Tensor]],
+    dtype: str,
+    progress: Progress,
+) -> Path:
     destination.parent.mkdir(parents=True, exist_ok=True)
     staging = Path(tempfile.mkdtemp(dir=destination.parent, prefix=f".{destination.name}."))
     try:

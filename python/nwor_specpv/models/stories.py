@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch
 
-from nwor_specpv.demo.tiny_model import TinyModel
+from nwor_specpv.models.tiny_model import TinyModel
 
 from .folder import Progress, cache_root, print_progress, write_folder
 from .llama import LlamaShape

@@ -73,7 +73,10 @@ class _Layer(CacheLayerMixin):
 
 
 class _PagedCache(Cache):
-    """What both caches share: a pool of pages for all layers, and the books."""
+    """What both caches share: a pool of pages for all layers, and the books.
+
+    Sizes as the model has them: `num_heads` are KV heads.
+    """
 
     def __init__(
         self,
@@ -84,9 +87,7 @@ class _PagedCache(Cache):
         batch_size: int = 1,
         dtype: torch.dtype = torch.float32,
         device: torch.device | str = "cpu",
-        *,
-        page_size: int,
-        num_pages: int,
+        **options: Any,
     ) -> None:
         sizes = {
             "num_layers": num_layers,
@@ -101,6 +102,7 @@ class _PagedCache(Cache):
         self.num_layers, self.num_heads, self.head_dim = num_layers, num_heads, head_dim
         self.max_seq_len, self._batch_size = max_seq_len, batch_size
         self.dtype, self.device = dtype, torch.device(device)
+        num_pages, page_size = self._count_pages(**options)
         self._allocator = SlotAllocator(num_pages, page_size)
         self._pool = self._make_pool(num_pages, page_size)  # K and V: [L, P, S, H, D]
         self._no_rows = torch.empty(0, num_heads, head_dim, dtype=dtype, device=self.device)
@@ -433,6 +435,10 @@ class _PagedCache(Cache):
         if self._round is not None:
             raise NworError(f"{what}: got an open round, expected commit or abort_round first")
 
+    def _count_pages(self, **options: Any) -> tuple[int, int]:
+        """How many pages there are, and how many tokens each."""
+        raise NotImplementedError
+
     def _make_pool(self, num_pages: int, page_size: int) -> Pair:
         raise NotImplementedError
 
@@ -455,22 +461,12 @@ class _Round:
 class StaticKVCache(_PagedCache):
     """One piece of memory per sequence; reads are views of it.
 
-    Args as the model has them: `num_heads` are KV heads. The memory is taken here, once:
-    2 * num_layers * batch_size * num_heads * max_seq_len * head_dim elements.
+    The memory is taken at the start, once: 2 * num_layers * batch_size * num_heads * max_seq_len *
+    head_dim elements.
     """
 
-    def __init__(
-        self,
-        num_layers: int,
-        num_heads: int,
-        max_seq_len: int,
-        head_dim: int,
-        batch_size: int = 1,
-        dtype: torch.dtype = torch.float32,
-        device: torch.device | str = "cpu",
-    ) -> None:
-        shape = (num_layers, num_heads, max_seq_len, head_dim, batch_size)
-        super().__init__(*shape, dtype, device, page_size=max_seq_len, num_pages=batch_size)
+    def _count_pages(self) -> tuple[int, int]:
+        return self._batch_size, self.max_seq_len
 
     def _make_pool(self, num_pages: int, page_size: int) -> Pair:
         # A sequence is one page, stored as attention reads it: [L, B, H, S, D].
@@ -512,29 +508,16 @@ class VirtualKVCache(_PagedCache):
     """Pages, wherever they are; reads gather.
 
     `compact` only forgets slots, and the batch operations of beam search share pages until one of
-    the sequences writes. `num_pages`: default what the batch needs at its longest, twice over.
+    the sequences writes. Options: `page_size` (16), `num_pages` (what the batch needs at its
+    longest, twice over).
     """
 
-    def __init__(
-        self,
-        num_layers: int,
-        num_heads: int,
-        max_seq_len: int,
-        head_dim: int,
-        batch_size: int = 1,
-        dtype: torch.dtype = torch.float32,
-        device: torch.device | str = "cpu",
-        *,
-        page_size: int = 16,
-        num_pages: int | None = None,
-    ) -> None:
+    def _count_pages(self, *, page_size: int = 16, num_pages: int | None = None) -> tuple[int, int]:
         if not isinstance(page_size, int) or page_size < 1:
             raise NworError(f"page_size: got {page_size!r}, expected 1 or more")
-        shape = (num_layers, num_heads, max_seq_len, head_dim, batch_size)
-        pages = (
-            num_pages if num_pages is not None else 2 * batch_size * -(-max_seq_len // page_size)
-        )
-        super().__init__(*shape, dtype, device, page_size=page_size, num_pages=pages)
+        if num_pages is None:
+            num_pages = 2 * self._batch_size * -(-self.max_seq_len // page_size)
+        return num_pages, page_size
 
     def get_physical_indices(self, sequence: int = 0) -> torch.Tensor:
         """The slots of a sequence's tokens."""

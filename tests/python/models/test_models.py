@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import random
 import struct
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -12,11 +14,11 @@ import pytest
 import torch
 
 from nwor_specpv import NworError
-from nwor_specpv.demo.tiny_model import TinyModel
 from nwor_specpv.models import folder, stories
 from nwor_specpv.models.gguf import GgufFile
 from nwor_specpv.models.llama import LlamaShape, pairs_to_halves
 from nwor_specpv.models.smollm2 import convert
+from nwor_specpv.models.tiny_model import TinyModel
 
 # ---- a GGUF writer of our own, in plain Python ----
 
@@ -248,6 +250,34 @@ def test_a_failed_conversion_leaves_nothing(tmp_path: Path) -> None:
     with pytest.raises(NworError, match="not the next one announced"):
         folder.write_folder(tmp_path / "m", {}, shapes, [("b", torch.zeros(2))], "float32")
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_full_disk_leaves_nothing_and_names_the_mend(tmp_path: Path) -> None:
+    """No file may grow beyond 4000 bytes: writes fail in the middle of the weights."""
+    source, _ = small_model(tmp_path)
+    script = (
+        "import pathlib, resource, signal, sys\n"
+        "from nwor_specpv.errors import NworError\n"
+        "from nwor_specpv.models.smollm2 import convert\n"
+        "signal.signal(signal.SIGXFSZ, signal.SIG_IGN)\n"
+        "resource.setrlimit(resource.RLIMIT_FSIZE, (4000, 4000))\n"
+        "try:\n"
+        "    convert(pathlib.Path(sys.argv[1]), pathlib.Path(sys.argv[2]) / 'model', 'float32')\n"
+        "except NworError as error:\n"
+        "    print(error)\n"
+    )
+    cache = tmp_path / "cache"
+    done = subprocess.run(
+        [sys.executable, "-c", script, str(source), str(cache)], capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("\n") == 1
+    assert "model: cannot be written (File too large); it needs 1 MB there" in done.stdout
+    assert "XDG_CACHE_HOME" in done.stdout
+    assert list(cache.iterdir()) == []
+    # And the next try, with room, works.
+    convert(source, cache / "model", "float32")
+    assert (cache / "model" / "model.safetensors").is_file()
 
 
 def test_the_first_of_two_conversions_wins(tmp_path: Path) -> None:

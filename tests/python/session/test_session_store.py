@@ -19,9 +19,9 @@ from nwor_specpv import (
     accept_sampling,
     tree_from_parents,
 )
-from nwor_specpv.demo.decoding import decode_plain, draft_by_ngrams
-from nwor_specpv.demo.tiny_model import TinyModel, Tokenizer
+from nwor_specpv.models.tiny_model import TinyModel, Tokenizer
 from session.tiny_server import TinyServer, page_bytes
+from stories.decoding import decode_plain, draft_by_ngrams
 
 MODEL = TinyModel()
 PROMPT = Tokenizer().encode("Once upon a time, there was a little girl")

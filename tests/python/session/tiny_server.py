@@ -1,4 +1,4 @@
-"""A session store in front of the demo's real model, as a target worker would have it."""
+"""A session store in front of a real model, as a target worker would have it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from nwor_specpv import (
     SessionStore,
     verify_attention,
 )
-from nwor_specpv.demo.tiny_model import TinyModel
+from nwor_specpv.models.tiny_model import TinyModel
 
 PAGE_SIZE = 16
 

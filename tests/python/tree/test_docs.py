@@ -10,8 +10,8 @@ import pytest
 import torch
 
 import nwor_specpv as nwor
-from nwor_specpv.demo.decoding import decode_plain
-from nwor_specpv.demo.tiny_model import TinyModel, Tokenizer
+from nwor_specpv.models.tiny_model import TinyModel, Tokenizer
+from stories.decoding import decode_plain
 
 PAGE = Path(__file__).resolve().parents[3] / "docs" / "trees.md"
 EXAMPLES = re.findall(r"```python\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL)

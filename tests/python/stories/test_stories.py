@@ -1,16 +1,12 @@
-"""The demo's model is real, its three ways of decoding agree, and the contract is kept."""
+"""The story model is real, three ways of decoding with it agree, and the contract is kept."""
 
 from __future__ import annotations
-
-import json
-import subprocess
-import sys
 
 import pytest
 import torch
 
-from nwor_specpv.demo.decoding import DraftTree, Speculation, decode_plain, draft_by_ngrams
-from nwor_specpv.demo.tiny_model import TinyModel, Tokenizer
+from nwor_specpv.models.tiny_model import TinyModel, Tokenizer
+from stories.decoding import DraftTree, Speculation, decode_plain, draft_by_ngrams
 
 
 @pytest.fixture(scope="module")
@@ -55,18 +51,3 @@ def test_speculation_gives_the_tokens_of_plain_decoding(
     assert stats["staged_tokens"] == stats["committed_tokens"] + stats["rejected_tokens"]
     assert stats["committed_tokens"] > 0
     assert run.steps < plain.steps
-
-
-def test_command_line() -> None:
-    command = [sys.executable, "-m", "nwor_specpv", "demo"]
-    done = subprocess.run(
-        [*command, "--json", "--max-new-tokens", "40"], capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 0, done.stderr
-    report = json.loads(done.stdout)
-    assert report["ok"]
-    assert report["runs"]["chains of 4"]["same_tokens"]
-    wrong = subprocess.run(
-        [*command, "--max-new-tokens", "0"], capture_output=True, text=True, check=False
-    )
-    assert wrong.returncode == 2

@@ -14,8 +14,7 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 from nwor_specpv import ContractChecker, Interceptor, NworConfig, RoundPlan, verify_attention
-
-from .tiny_model import TinyModel
+from nwor_specpv.models.tiny_model import TinyModel
 
 PAGE_SIZE = 16
 # What ends a story: the model begins the next one.

@@ -1,0 +1,218 @@
+"""`nwor-specpv bench generate`: whole generations, against transformers' own, in one run.
+
+SmolLM2-135M-Instruct, greedy, batch 1, all in turn: transformers' generate, its prompt lookup, and
+ours with every drafter over chats and stories; then partial verification over a long context. Every
+run's tokens are compared with those of plain decoding.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from nwor_specpv.demo.texts import CHAT, STORY, long_prompt
+from nwor_specpv.transformers import Generator
+from nwor_specpv.transformers.command import Parser, add_model_arguments, encode, load, view_config
+
+from .report import add_json_argument, machine, publish
+
+GOALS = {
+    "eagle3 / transformers generate": 1.7,
+    "eagle3 / transformers prompt lookup": 1.0,
+    "rectify / nwor": 1.15,
+    "lossless / nwor": 1.0,
+}
+_LOOKUP = 10  # prompt_lookup_num_tokens, what transformers' documentation shows
+Run = Callable[[list[int], int], tuple[list[int], float, dict[str, Any]]]
+
+
+@dataclass
+class Samples:
+    """Of one way of decoding, over prompts and rounds."""
+
+    tokens: int = 0
+    seconds: float = 0.0
+    rates: list[float] = field(default_factory=list)
+    same: bool = True
+    steps: float = 0.0
+    stepped: int = 0
+    drift: list[float] = field(default_factory=list)
+
+    def add(self, ids: list[int], seconds: float, told: dict[str, Any], right: list[int]) -> None:
+        self.tokens += len(ids)
+        self.seconds += seconds
+        self.rates.append(len(ids) / seconds)
+        self.same &= ids == right
+        if told:
+            self.steps += told["steps"]
+            self.stepped += told["new_tokens"] - told["requests"]
+            if told["drift"] is not None:
+                self.drift.append(told["drift"])
+
+    def as_dict(self) -> dict[str, Any]:
+        return {
+            "tokens_per_second": self.tokens / self.seconds,
+            "median_tokens_per_second": statistics.median(self.rates),
+            "tokens_per_step": self.stepped / self.steps if self.steps else None,
+            "same_tokens": self.same,
+            "drift": statistics.mean(self.drift) if self.drift else None,
+        }
+
+
+def ours(generator: Generator, *, whole: bool) -> Run:
+    """`whole`: prompt and all, by the clock, nothing reused; else decoding alone."""
+
+    def run(prompt: list[int], count: int) -> tuple[list[int], float, dict[str, Any]]:
+        if whole:
+            generator.forget()
+        started = time.perf_counter()
+        generation = generator.generate(prompt, count)
+        seconds = time.perf_counter() - started
+        told = generation.stats.as_dict()
+        return generation.token_ids, seconds if whole else told["decode_seconds"], told
+
+    return run
+
+
+def theirs(model: Any, **options: Any) -> Run:
+    def run(prompt: list[int], count: int) -> tuple[list[int], float, dict[str, Any]]:
+        ids = torch.tensor([prompt], device=model.device)
+        started = time.perf_counter()
+        out = model.generate(
+            ids,
+            attention_mask=torch.ones_like(ids),
+            max_new_tokens=count,
+            do_sample=False,
+            **options,
+        )
+        seconds = time.perf_counter() - started
+        return out[0, len(prompt) :].tolist(), seconds, {}
+
+    return run
+
+
+def compare(
+    ways: dict[str, Run], prompts: list[list[int]], count: int, rounds: int, plain: Run
+) -> dict[str, dict[str, Any]]:
+    """Every way over every prompt, in turn; the first round warms up."""
+    samples = {name: Samples() for name in ways}
+    truths = [plain(prompt, count)[0] for prompt in prompts]
+    for turn in range(rounds + 1):
+        for prompt, right in zip(prompts, truths, strict=True):
+            for name, way in ways.items():
+                ids, seconds, told = way(prompt, count)
+                if turn:
+                    samples[name].add(ids, seconds, told, right)
+    return {name: own.as_dict() for name, own in samples.items()}
+
+
+def measure(model: Any, tokenizer: Any, arguments: Any) -> dict[str, Any]:
+    first = Generator(model, tokenizer, "none")
+    drafters = ("none", "ngram", "eagle3")
+    own = {name: Generator(drafter=name, cache_of=first) for name in drafters}
+    prompts = {
+        "chat": [encode(tokenizer, text, raw=False) for text in CHAT],
+        "story": [encode(tokenizer, text, raw=True) for text in STORY],
+    }
+    ways = {
+        "transformers generate": theirs(model),
+        "transformers prompt lookup": theirs(model, prompt_lookup_num_tokens=_LOOKUP),
+        **{name: ours(generator, whole=True) for name, generator in own.items()},
+    }
+    results = {
+        kind: compare(ways, some, arguments.tokens, arguments.rounds, ways["none"])
+        for kind, some in prompts.items()
+    }
+    long: dict[str, dict[str, Any]] = {}
+    if arguments.context:
+        viewing = {
+            mode: Generator(
+                drafter="eagle3",
+                specpv=view_config(mode, arguments.view_tokens),
+                cache_of=first,
+            )
+            for mode in ("rectify", "refresh", "lossless")
+        }
+        views = {
+            "nwor": ours(own["eagle3"], whole=False),
+            **{mode: ours(generator, whole=False) for mode, generator in viewing.items()},
+        }
+        prompt = long_prompt(tokenizer, arguments.context)
+        own["eagle3"].generate(prompt, 1)  # its features stay with the prefix
+        long = compare(views, [prompt], arguments.tokens, arguments.rounds, views["nwor"])
+    return {
+        **machine(arguments.device),
+        "model": "SmolLM2-135M-Instruct",
+        "dtype": arguments.dtype,
+        "tokens": arguments.tokens,
+        "rounds": arguments.rounds,
+        "context": arguments.context,
+        "view_tokens": arguments.view_tokens,
+        "row_costs_ms": {rows: 1000 * cost for rows, cost in first.row_costs.items()},
+        "short": results,
+        "long": long,
+        "ratios": ratios(results, long),
+        "goals": GOALS,
+    }
+
+
+def ratios(
+    short: dict[str, dict[str, Any]], long: dict[str, dict[str, Any]]
+) -> dict[str, dict[str, float]]:
+    """By what is run: ours over theirs, and modes over NWOR alone, tokens per second."""
+    found: dict[str, dict[str, float]] = {}
+    for kind, results in (*short.items(), ("long", long)):
+        found[kind] = {}
+        for goal in GOALS:
+            one, other = goal.split(" / ")
+            if one in results and other in results:
+                rate = results[one]["tokens_per_second"] / results[other]["tokens_per_second"]
+                found[kind][goal] = rate
+    return found
+
+
+def describe(report: dict[str, Any]) -> str:
+    lines = [
+        f"{report['model']}, {report['dtype']}, greedy, batch 1 on {report['device']}, "
+        f"torch {report['torch']}, commit {report['revision']}",
+        f"{report['tokens']} tokens, {report['rounds']} rounds over every prompt, in turn",
+        "",
+        f"{'':34}{'tokens/s':>10}{'tokens/step':>13}{'same tokens':>13}{'drift':>8}",
+    ]
+    sections = [*report["short"].items()]
+    if report["long"]:
+        sections.append(
+            (f"{report['context']} tokens, view {report['view_tokens']}", report["long"])
+        )
+    for title, results in sections:
+        lines.append(title)
+        for name, one in results.items():
+            step = "-" if one["tokens_per_step"] is None else f"{one['tokens_per_step']:.2f}"
+            drift = "-" if one["drift"] is None else f"{one['drift']:.3f}"
+            same = "yes" if one["same_tokens"] else "no"
+            rate = f"{one['tokens_per_second']:.1f}"
+            lines.append(f"  {name:32}{rate:>10}{step:>13}{same:>13}{drift:>8}")
+    lines.append("")
+    for kind, own in report["ratios"].items():
+        for name, value in own.items():
+            lines.append(f"{kind}: {name} = {value:.2f} (goal {report['goals'][name]})")
+    costs = ", ".join(f"{rows}: {cost:.1f}" for rows, cost in report["row_costs_ms"].items())
+    return "\n".join([*lines, f"ms of a step by its rows: {costs}"])
+
+
+def main(argv: list[str]) -> int:
+    parser = Parser(prog="nwor-specpv bench generate", description=__doc__)
+    parser.add_argument("--tokens", type=int, default=128)
+    parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--context", type=int, default=6144, help="of the long prompt; 0: none")
+    parser.add_argument("--view-tokens", type=int, default=1024)
+    add_model_arguments(parser)
+    add_json_argument(parser)
+    arguments = parser.parse_args(argv)
+    model, tokenizer = load(arguments)
+    return publish(measure(model, tokenizer, arguments), describe, arguments.json)

@@ -1,0 +1,403 @@
+"""One call of generate: prompts in, tokens out, step by step."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+import torch
+
+from nwor_specpv import NworError, PartialStore, SpecPVConfig, VerifyPolicy
+from nwor_specpv.drafters import Drafter, TreeConfig
+
+from .pace import Pacer
+from .request import Part, Request, pruned
+from .round import Round
+from .rows import RowChooser
+from .runner import ModelRunner
+from .sampling import Sampling, Verdict, confirm, cut_run, fold_seed, judge
+from .stats import Stats
+
+OnToken = Callable[[Request, list[int]], None]
+
+
+class Decoding:
+    """Requests that share forward passes. The runner's model is installed while this runs."""
+
+    def __init__(
+        self,
+        runner: ModelRunner,
+        drafter: Drafter | None,
+        sampling: Sampling,
+        tree: TreeConfig,
+        chooser: RowChooser | None,
+        stop_ids: frozenset[int],
+        stats: Stats,
+        on_tokens: OnToken,
+        *,
+        prefill_rows: int,
+        chunk_rows: int = 0,
+        specpv: tuple[SpecPVConfig, PartialStore] | None = None,
+        progress: Callable[[int, int], None] = lambda done, total: None,
+    ) -> None:
+        self._runner, self._drafter, self._sampling = runner, drafter, sampling
+        self._tree, self._chooser, self._stop_ids = tree, chooser, stop_ids
+        self._stats, self._on_tokens, self._progress = stats, on_tokens, progress
+        self._prefill_rows, self._chunk_rows = prefill_rows, chunk_rows
+        self._layers = drafter.feature_layers if drafter is not None else ()
+        self._partial = specpv[1] if specpv else None
+        self._policy = VerifyPolicy(specpv[0]) if specpv else None
+        self._lossless = bool(specpv) and specpv[0].specpv_rectify == "lossless"
+        self._pacer = Pacer() if self._lossless and sampling.greedy else None
+        self._switching = False
+        self._places = 0
+
+    def run(self, requests: list[Request]) -> None:
+        self._places = len(requests)
+        began = time.perf_counter()
+        for request in requests:
+            self._prefill(request)
+        prefilled = time.perf_counter()
+        self._stats.prefill_seconds = prefilled - began
+        while active := [request for request in requests if request.finish is None]:
+            self._step(active)
+        self._stats.decode_seconds = time.perf_counter() - prefilled
+
+    # ---- the prompt ------------------------------------------------------------------------------
+
+    def _prefill(self, request: Request) -> None:
+        """Runs what of the prompt is not cached; its last row gives the first token."""
+        tokens, reused = request.tokens, request.cached
+        if self._drafter is not None:
+            self._drafter.begin(request.key, tokens)
+        last = len(tokens) - 1
+        features = list(request.features)
+        while request.cached < len(tokens):
+            start = request.cached
+            root = min(start + self._prefill_rows, len(tokens)) - 1
+            part = Part(request, tokens[start:root], [tokens[root]], [-1], start)
+            round_ = self._run_round([part], None)
+            if round_.features is not None:
+                features.append(round_.features)
+            if root == last:
+                verdicts, _ = judge(
+                    self._sampling, round_.trees(), round_.tree_logits(), [request.seed]
+                )
+            self._commit(round_, [[]])
+            request.cached = root + 1
+            self._progress(request.cached - reused, len(tokens) - reused)
+        if self._partial is not None:
+            request.partial = self._partial.open(len(tokens), request.max_new_tokens)
+            if request.partial is not None:
+                request.partial.prefill(len(tokens))
+        request.features = features
+        first = verdicts[0].next_token
+        request.tokens.append(first)
+        request.depths.append(0)
+        self._stats.reused_tokens += reused
+        self._show(request)
+        if request.finish is None and self._drafter is not None:
+            joined = torch.cat(features) if features else None
+            if joined is not None:
+                request.features = [joined]
+            self._drafter.observe(request.key, request.tokens[1:], joined)
+
+    # ---- a step ----------------------------------------------------------------------------------
+
+    def _step(self, active: list[Request]) -> None:
+        began = time.perf_counter()
+        self._switch(active)
+        shown = self._stats.new_tokens
+        shape = self._shape(active)
+        parts = self._draft(active, shape)
+        drafted = time.perf_counter()
+        partial = self._decide(parts) if self._viewing else None
+        round_ = self._run_round(parts, partial)
+        verdicts = self._judge(round_)
+        self._finish(round_, verdicts)
+        seconds = time.perf_counter() - began
+        self._stats.draft_seconds += drafted - began
+        self._stats.passes += 1
+        confirming = any(part.fed for part in parts)
+        # The first step is also the drafter's first look at the prompt.
+        usual = not confirming and self._stats.passes > 1
+        if self._chooser is not None and self._drafter is not None and usual:
+            tokens = sum(len(v.path) + 1 for v in verdicts) / len(verdicts)
+            self._chooser.note(shape.rows, self._situation(active), tokens, seconds)
+        if self._pacer is not None:
+            told = self._stats.new_tokens - shown
+            self._switching |= self._pacer.note(told, seconds, confirming)
+
+    @property
+    def _viewing(self) -> bool:
+        return self._partial is not None and (self._pacer is None or self._pacer.viewing)
+
+    def _switch(self, active: list[Request]) -> None:
+        """From views to full steps or back, as soon as no tail waits for its confirmation."""
+        if not self._switching:
+            return
+        caches = [r.partial for r in active if r.partial is not None]
+        for cache in caches:
+            cache.require_full()
+        if all(cache.tail_len == 0 for cache in caches):
+            self._pacer.switch()
+            self._switching = False
+
+    def _situation(self, active: list[Request]) -> tuple[int, bool]:
+        return len(active), self._viewing
+
+    def _shape(self, active: list[Request]) -> TreeConfig:
+        if self._chooser is None or self._drafter is None:
+            return self._tree
+        return self._chooser.choose(self._tree, self._situation(active), len(active))
+
+    def _draft(self, active: list[Request], shape: TreeConfig) -> list[Part]:
+        asked = [r for r in active if r.room > 1 and not r.pending]
+        trees = {}
+        if self._drafter is not None and asked and shape.rows > 1:
+            drafted = self._drafter.draft([r.key for r in asked], shape)
+            if len(drafted) != len(asked):
+                raise NworError(f"drafter: got {len(drafted)} trees, expected {len(asked)}")
+            trees = {r.key: tree for r, tree in zip(asked, drafted, strict=True)}
+        parts = []
+        for request in active:
+            tokens, parents = [request.tokens[-1]], [-1]
+            if request.pending:
+                tokens += request.pending[: request.room - 1]
+                parents = [*range(-1, len(tokens) - 1)]
+            elif request.key in trees:
+                tree = trees[request.key]
+                if tree.tokens[0] != request.tokens[-1]:
+                    raise NworError(
+                        f"drafter: got a root of {tree.tokens[0]}, expected {request.tokens[-1]}"
+                    )
+                tokens, parents = pruned(tree, request.room - 1)
+                largest = max(tokens)
+                if largest >= self._runner.vocab_size or min(tokens) < 0:
+                    raise NworError(
+                        f"drafter: got token {largest}, expected ids below "
+                        f"{self._runner.vocab_size}: is it a drafter of this model?"
+                    )
+            part = Part(request, [], tokens, parents, request.cached)
+            self._chunk(part)
+            parts.append(part)
+        return parts
+
+    def _chunk(self, part: Part) -> None:
+        """Of a long chain only the first chunk is run; the rest waits for what it brings."""
+        request = part.request
+        request.pending = []
+        if self._chunk_rows and len(part.tokens) > self._chunk_rows and part.is_chain:
+            request.pending = part.tokens[self._chunk_rows :]
+            part.tokens = part.tokens[: self._chunk_rows]
+            part.parents = part.parents[: self._chunk_rows]
+
+    def _decide(self, parts: list[Part]) -> PartialStore:
+        """Full, full + refresh or partial, for each request of its own."""
+        batch: list = [None] * self._places
+        for part in parts:
+            cache = part.request.partial
+            if cache is None:
+                continue
+            if self._ending(part.request):
+                cache.require_full()
+            decision = self._policy.decide(cache, len(part.tokens))
+            part.decision = decision
+            part.prefix_len = decision.prefix_len
+            part.fed = part.request.tokens[decision.prefix_len : decision.committed_len]
+            part.want_fed_logits = bool(part.fed)
+            batch[part.request.index] = (cache, decision)
+            self._stats.step_kinds[decision.kind] += 1
+            if decision.kind == "partial":
+                there = decision.committed_len
+                self._stats.coverage.append((there, min(there, decision.view_tokens)))
+        self._partial.begin(batch)
+        places = [None] * self._places
+        for part in parts:
+            places[part.request.index] = part.request.key
+        self._partial.build_views(self._runner.cache.block_table(places))
+        return self._partial
+
+    def _ending(self, request: Request) -> bool:
+        """Lossless: the provisional tokens would end the sequence, so they have to be confirmed."""
+        if not self._lossless or request.shown == len(request.tokens):
+            return False
+        waiting = request.tokens[request.shown :]
+        return request.room <= 0 or not self._stop_ids.isdisjoint(waiting)
+
+    def _run_round(self, parts: list[Part], partial: PartialStore | None) -> Round:
+        round_ = Round(self._runner, parts, self._layers)
+        round_.run(partial, self._places)
+        return round_
+
+    # ---- verdicts --------------------------------------------------------------------------------
+
+    def _judge(self, round_: Round) -> list[Verdict]:
+        trees, logits = round_.trees(), round_.tree_logits()
+        seeds = [fold_seed(part.request.seed, part.request.cuts) for part in round_.parts]
+        verdicts, probs = judge(self._sampling, trees, logits, seeds)
+        for index, part in enumerate(round_.parts):
+            request = part.request
+            if part.fed and self._lossless:
+                verdicts[index] = self._confirm(round_, index, seeds[index])
+            elif part.fed:
+                self._count_drift(round_, index)
+            kind = part.decision.kind if part.decision else "full"
+            if self._lossless and kind == "partial" and probs is not None:
+                rows = [0, *verdicts[index].path]
+                request.tail_probs += [probs[index, row] for row in rows]
+        return verdicts
+
+    def _confirm(self, round_: Round, index: int, seed: int) -> Verdict:
+        part = round_.parts[index]
+        request = part.request
+        chain = part.fed + part.tokens[:1]
+        single = Round(self._runner, [part])
+        start = round_._logit_spans()[index][1]
+        logits = round_.logits[start : start + len(part.tokens)][None]
+        partial_probs = torch.stack(request.tail_probs)[None] if request.tail_probs else None
+        verdict, _ = confirm(
+            self._sampling,
+            chain,
+            round_.fed_logits(index),
+            partial_probs,
+            single.trees(),
+            logits,
+            seed,
+        )
+        request.tail_probs = []
+        return verdict
+
+    def _count_drift(self, round_: Round, index: int) -> None:
+        """The logits of rows fed again tell what full attention would have chosen."""
+        if not self._sampling.greedy:
+            return
+        part = round_.parts[index]
+        told = round_.fed_logits(index).argmax(-1).tolist()
+        said = (part.fed + part.tokens[:1])[1:]
+        disagreed = sum(a != b for a, b in zip(told, said, strict=True))
+        part.request.partial.count_drift(len(said), disagreed)
+        self._stats.rechecked_tokens += len(said)
+        self._stats.disagreed_tokens += disagreed
+
+    # ---- what stands -----------------------------------------------------------------------------
+
+    def _finish(self, round_: Round, verdicts: list[Verdict]) -> None:
+        paths, runs = [], []
+        for part, verdict in zip(round_.parts, verdicts, strict=True):
+            run = [part.tokens[row] for row in verdict.path] + [verdict.next_token]
+            kept, path = run, verdict.path
+            if verdict.whole:
+                count, _ = cut_run(run, self._stop_ids, max(1, part.request.room))
+                kept, path = run[:count], verdict.path[: count - 1]
+            else:
+                path = []
+            paths.append(path)
+            runs.append(kept)
+        self._commit(round_, paths)
+        for index, (part, verdict) in enumerate(zip(round_.parts, verdicts, strict=True)):
+            self._settle(round_, index, part, verdict, paths[index], runs[index])
+
+    def _settle(
+        self,
+        round_: Round,
+        index: int,
+        part: Part,
+        verdict: Verdict,
+        path: list[int],
+        run: list[int],
+    ) -> None:
+        request, stats = part.request, self._stats
+        start = round_.starts[index]
+        root = start + len(part.fed)
+        stats.steps += 1
+        stats.drafts += len(part.tokens) - 1
+        stats.accepted += len(path)
+        stats.accepted_lengths[len(path)] += 1
+        stats.rows[len(part.tokens)] += 1
+        self._go_on_with_chain(request, part, verdict, run)
+        if verdict.whole:
+            rows = [root, *(root + row for row in path)]
+            request.tokens += run
+            request.depths += [*range(1, len(path) + 1), 0][: len(run)]
+            request.cached = len(request.tokens) - 1
+        else:
+            kept = part.prefix_len + 1 + verdict.confirmed
+            lost = len(request.tokens) - kept
+            rows = [start + verdict.confirmed]
+            request.tokens[kept:] = run
+            request.depths[kept - request.prompt_len :] = [0]
+            request.cuts += 1
+            request.cached = kept
+            stats.cut_tokens += lost
+            self._runner.cache.allocator.truncate(request.key, kept)
+            self._retract(request, lost)
+        if part.decision is not None:
+            accepted = len(path)
+            if part.fed and self._lossless:
+                accepted += verdict.confirmed
+            request.partial.finish(part.decision, accepted)
+        elif request.partial is not None:  # a full step outside of its books
+            request.partial.prefill(1 + len(path))
+        if not self._lossless or part.decision is None or part.decision.kind != "partial":
+            self._show(request)
+        if request.finish is None and self._drafter is not None:
+            self._observe(request, rows, run, round_.features)
+
+    def _go_on_with_chain(
+        self, request: Request, part: Part, verdict: Verdict, run: list[int]
+    ) -> None:
+        """Chunked verification: the next chunk counts only if all of this one was accepted."""
+        if not request.pending:
+            return
+        accepted = verdict.whole and len(verdict.path) == len(part.tokens) - 1
+        if accepted and request.pending[0] == run[-1] and len(run) == len(verdict.path) + 1:
+            del request.pending[0]
+        else:
+            self._stats.rows_saved += len(request.pending)
+            request.pending = []
+
+    def _observe(
+        self, request: Request, rows: list[int], run: list[int], features: torch.Tensor | None
+    ) -> None:
+        seen = None
+        if features is not None:
+            seen = features[torch.tensor(rows, device=features.device)]
+            request.features.append(seen)
+        self._drafter.observe(request.key, run, seen)
+
+    def _retract(self, request: Request, count: int) -> None:
+        """Provisional tokens are taken back from the drafter too."""
+        if self._drafter is None:
+            return
+        if request.features:
+            joined = torch.cat(request.features)
+            request.features = [joined[: len(joined) - count]]
+        if not self._drafter.retract(request.key, count):
+            self._drafter.end(request.key)
+            self._drafter.begin(request.key, request.tokens[: request.prompt_len])
+            known = request.tokens[1 : request.cached]
+            self._drafter.observe(
+                request.key, known, request.features[0] if request.features else None
+            )
+
+    def _show(self, request: Request) -> None:
+        """Emits what is final, up to where the sequence ends."""
+        waiting = request.tokens[request.shown :]
+        room = request.max_new_tokens - (request.shown - request.prompt_len)
+        count, finish = cut_run(waiting, self._stop_ids, room)
+        if finish is not None:
+            del request.tokens[request.shown + count :]
+            del request.depths[request.shown + count - request.prompt_len :]
+        request.shown += count
+        request.finish = finish
+        self._stats.new_tokens += count
+        self._on_tokens(request, waiting[:count])
+
+    def _commit(self, round_: Round, paths: list[list[int]]) -> None:
+        try:
+            round_.commit(paths)
+        except BaseException:
+            round_.abort()
+            raise
+        self._stats.violations += round_.violations

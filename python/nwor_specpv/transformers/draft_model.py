@@ -1,0 +1,102 @@
+"""A smaller model as the drafter: it continues each request greedily, row by row."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from nwor_specpv import DraftTree, NworConfig
+from nwor_specpv.drafters import Drafter, TreeConfig
+
+from .loading import load_model
+from .request import Part, Request
+from .round import Round
+from .runner import ModelRunner
+
+_PREFILL_ROWS = 256
+
+
+class ModelDrafter(Drafter):
+    """Chains from any causal language model of transformers with the target's vocabulary.
+
+    It has a paged cache of its own; what was drafted and not accepted is a change of length.
+    """
+
+    def __init__(self, model: Any) -> None:
+        if isinstance(model, (str, Path)):
+            model, _ = load_model(model)
+        self._runner = ModelRunner(model, NworConfig())
+        self.vocab_size = self._runner.vocab_size
+        self._tokens: dict[Hashable, list[int]] = {}
+        self._keys: dict[Hashable, int] = {}
+        self._next = 0
+
+    def begin(self, request: Hashable, prompt_ids: Sequence[int]) -> None:
+        self._next += 1
+        self._keys[request] = self._next
+        self._tokens[request] = list(prompt_ids[:1])
+
+    def observe(
+        self, request: Hashable, tokens: Sequence[int], features: torch.Tensor | None
+    ) -> None:
+        self._tokens[request] += tokens
+
+    def retract(self, request: Hashable, num_tokens: int) -> bool:
+        del self._tokens[request][-num_tokens:]
+        self._truncate(request, len(self._tokens[request]) - 1)
+        return True
+
+    def end(self, request: Hashable) -> None:
+        key = self._keys.pop(request, None)
+        self._tokens.pop(request, None)
+        if key is not None and key in self._runner.cache.allocator:
+            self._runner.cache.allocator.free(key)
+
+    def draft(self, requests: Sequence[Hashable], tree: TreeConfig) -> list[DraftTree]:
+        depth = min(tree.depth, tree.rows - 1)
+        self._reserve(depth)
+        with self._runner.installed():
+            return [DraftTree(self._chain(request, depth)) for request in requests]
+
+    def _reserve(self, depth: int) -> None:
+        """Room for every request; a cache that grew is empty, and prompts are run again."""
+        size = self._runner.cache.page_size
+        needed = sum(len(tokens) + depth + size for tokens in self._tokens.values())
+        self._runner.reserve(max(needed, min(2 * needed, 4096 * len(self._tokens))))
+
+    def _chain(self, request: Hashable, depth: int) -> list[int]:
+        """The root and `depth` tokens after it."""
+        tokens = self._tokens[request]
+        allocator = self._runner.cache.allocator
+        key = self._keys[request]
+        cached = allocator.length(key) if key in allocator else 0
+        allocator.extend(key, 0)
+        limit = self._runner.context
+        chain = [tokens[-1]]
+        rows = tokens[cached:]
+        for _ in range(depth):
+            while len(rows) > _PREFILL_ROWS:
+                self._run(key, cached, rows[:_PREFILL_ROWS])
+                cached, rows = cached + _PREFILL_ROWS, rows[_PREFILL_ROWS:]
+            if cached + len(rows) > limit:
+                break
+            chain.append(self._run(key, cached, rows))
+            cached, rows = cached + len(rows), chain[-1:]
+        self._truncate(request, len(tokens))
+        return chain
+
+    def _run(self, key: int, prefix: int, rows: list[int]) -> int:
+        request = Request(key, 0, [], 0, 1, 0, 0)
+        round_ = Round(self._runner, [Part(request, rows[:-1], rows[-1:], [-1], prefix)])
+        round_.run(None, 1)
+        following = int(round_.tree_logits()[0, 0].argmax())
+        round_.commit([[]])
+        return following
+
+    def _truncate(self, request: Hashable, length: int) -> None:
+        allocator, key = self._runner.cache.allocator, self._keys[request]
+        if key in allocator and allocator.length(key) > length:
+            allocator.truncate(key, length)

@@ -1,0 +1,419 @@
+"""Text from a decoder model of transformers, faster and the same.
+
+    generator = Generator(model, tokenizer, drafter="eagle3")
+    generation = generator.generate(input_ids, max_new_tokens=200)
+    generation.token_ids, generation.text, generation.stats
+
+Drafts are verified in one pass and staged; what is accepted is committed to a paged cache. With a
+SpecPVConfig most steps over a long context look at a part of it (see docs/specpv.md).
+"""
+
+from __future__ import annotations
+
+import secrets
+import sys
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from nwor_specpv import NworConfig, NworError, PartialStore, SpecPVConfig
+from nwor_specpv.drafters import Drafter, TreeConfig
+
+from .decoding import Decoding
+from .drafting import make_drafter
+from .loading import load_model
+from .prefixes import KeptPrefixes
+from .request import Part, Request
+from .round import Round
+from .rows import SIZES, RowChooser
+from .runner import ModelRunner
+from .sampling import Sampling, fold_seed
+from .stats import Stats
+
+# Sampling depends on the tree, so its size must not depend on a clock.
+_SAMPLING_ROWS = {"cpu": 8, "cuda": 32}
+_PROGRESS_FROM = 1024  # tokens of a prompt from which on a bar is shown
+
+OnToken = Callable[..., None]
+
+
+@dataclass
+class Generation:
+    """Of one prompt, or lists of them for a list of prompts."""
+
+    token_ids: list[int] | list[list[int]]  # new tokens, the stop token included
+    text: str | list[str] | None  # None without a tokenizer
+    stats: Stats
+    finish: str | list[str] = ""  # "stop" or "length"
+    depths: list[int] | list[list[int]] = field(default_factory=list)  # 0: the target's own token
+
+
+class Generator:
+    """Generates with one model. Not thread-safe; the model is untouched between calls.
+
+    `model`: a causal language model of transformers, the folder of one, or None for
+    SmolLM2-135M-Instruct, whose tokenizer is then used too. `drafter`: "none", "ngram", "eagle3",
+    "draft_model" (with `draft_model`, a smaller model) or a Drafter. `cache_tokens`: size of the
+    cache; default: it grows with what is asked for. `check_contract`: every step is watched by a
+    ContractChecker, and `stats.violations` says what it found (slow). `cache_of`: another Generator
+    whose model, cache and kept prefixes this one shares, so that a long prompt runs once for both.
+    """
+
+    def __init__(
+        self,
+        model: Any = None,
+        tokenizer: Any = None,
+        drafter: str | Drafter = "ngram",
+        nwor: NworConfig | None = None,
+        specpv: SpecPVConfig | None = None,
+        *,
+        draft_model: Any = None,
+        page_size: int = 16,
+        cache_tokens: int | None = None,
+        prefill_rows: int = 256,
+        check_contract: bool = False,
+        cache_of: Generator | None = None,
+    ) -> None:
+        if cache_of is not None:
+            model, page_size = cache_of.model, cache_of._runner.cache.page_size
+            tokenizer = tokenizer if tokenizer is not None else cache_of.tokenizer
+        if model is None or isinstance(model, (str, Path)):
+            model, found = load_model(model)
+            tokenizer = tokenizer if tokenizer is not None else found
+        for name, value, low in (("page_size", page_size, 1), ("prefill_rows", prefill_rows, 1)):
+            if not isinstance(value, int) or value < low:
+                raise NworError(f"{name}: got {value!r}, expected {low} or more")
+        self._runner = (
+            cache_of._runner
+            if cache_of is not None
+            else ModelRunner(
+                model,
+                nwor or NworConfig(),
+                page_size=page_size,
+                cache_tokens=cache_tokens,
+                check_contract=check_contract,
+            )
+        )
+        self.tokenizer = tokenizer
+        self._specpv = specpv if specpv is not None and specpv.enable_specpv else None
+        self._check_specpv(page_size)
+        self._drafter = make_drafter(drafter, self._runner, draft_model)
+        self._prefill_rows = prefill_rows
+        self._kept = cache_of._kept if cache_of is not None else KeptPrefixes()
+        self._chooser: RowChooser | None = None
+
+    @property
+    def model(self) -> Any:
+        return self._runner.model
+
+    @property
+    def drafter(self) -> Drafter | None:
+        return self._drafter
+
+    @property
+    def row_costs(self) -> dict[int, float]:
+        """Seconds of a verification step by its rows, measured on the first use."""
+        if self._chooser is None:
+            self._chooser = RowChooser(self._measure())
+        return dict(self._chooser.costs)
+
+    def forget(self) -> None:
+        """Drops the prefixes that earlier calls have left in the cache."""
+        self._kept.make_room(self._runner.cache.allocator, sys.maxsize)
+
+    def generate(
+        self,
+        input_ids: Any,
+        max_new_tokens: int,
+        temperature: float = 0.0,
+        top_k: int = 0,
+        top_p: float = 1.0,
+        seed: int | None = None,
+        eos_token_id: int | Iterable[int] | None = None,
+        tree: TreeConfig | None = None,
+        on_token: OnToken | None = None,
+        *,
+        chunk_rows: int = 0,
+    ) -> Generation:
+        """Continues one prompt (ids, or a tensor [n] or [1, n]) or a list of prompts.
+
+        Ends after `max_new_tokens` or with `eos_token_id` (one or several; default: the model's
+        own, -1 for none). `tree.rows` 0 lets the generator choose. `on_token(token)` is called for
+        every new token, `on_token(token, request)` for lists of prompts. `chunk_rows`: chains
+        longer than that are verified chunk by chunk. Request i of a list samples with `seed` + i.
+        """
+        sampling = Sampling(float(temperature), top_k, float(top_p))
+        prompts, is_list = self._prompts(input_ids)
+        self._check_lengths(prompts, max_new_tokens, chunk_rows)
+        tree = tree or TreeConfig()
+        stops = self._stop_ids(eos_token_id)
+        first_seed = secrets.randbits(31) if seed is None else int(seed)
+        stats = Stats(requests=len(prompts), prompt_tokens=sum(map(len, prompts)))
+        stats.seed = None if sampling.greedy else first_seed
+        largest = self._largest_tree(tree, sampling)
+        requests = self._open(prompts, max_new_tokens, first_seed, largest)
+        before = self._runner.cache.interceptor.stats()
+        done = False
+        try:
+            with self._runner.installed(self._drafter.feature_layers if self._drafter else ()):
+                decoding = Decoding(
+                    self._runner,
+                    self._drafter,
+                    sampling,
+                    self._fixed_tree(tree, sampling),
+                    self._choose_rows(tree, sampling),
+                    stops,
+                    stats,
+                    _teller(on_token, is_list),
+                    prefill_rows=self._prefill_rows,
+                    chunk_rows=chunk_rows,
+                    specpv=self._open_store(requests, largest),
+                    progress=_progress_bar(),
+                )
+                decoding.run(requests)
+            done = True
+        finally:
+            self._close(requests, keep=done)
+        self._count(stats, before)
+        return self._result(requests, stats, is_list)
+
+    # ---- what is asked for -----------------------------------------------------------------------
+
+    def _prompts(self, input_ids: Any) -> tuple[list[list[int]], bool]:
+        if isinstance(input_ids, str):
+            raise NworError("input_ids: got text, expected token ids: tokenizer(text).input_ids")
+        if isinstance(input_ids, torch.Tensor):
+            if input_ids.dim() not in (1, 2) or input_ids.is_floating_point():
+                got = f"{list(input_ids.shape)} of {input_ids.dtype}"
+                raise NworError(f"input_ids: got {got}, expected token ids [n] or [batch, n]")
+            is_list = input_ids.dim() == 2 and input_ids.shape[0] != 1
+            rows = input_ids.reshape(-1, input_ids.shape[-1]).tolist()
+        else:
+            rows = [one.tolist() if hasattr(one, "tolist") else one for one in input_ids]
+            is_list = any(isinstance(one, Sequence) for one in rows)
+            rows = rows if is_list else [rows]
+        vocabulary = self._runner.vocab_size
+        for index, row in enumerate(rows):
+            if not isinstance(row, Sequence) or not row:
+                raise NworError(f"input_ids: prompt {index} is empty, expected at least one token")
+            wrong = next(
+                (t for t in row if not isinstance(t, int) or not 0 <= t < vocabulary), None
+            )
+            if wrong is not None:
+                raise NworError(
+                    f"input_ids: got {wrong!r} in prompt {index}, expected ids from 0 to "
+                    f"{vocabulary - 1}"
+                )
+        if not rows:
+            raise NworError("input_ids: got no prompts, expected at least one")
+        return [list(row) for row in rows], is_list
+
+    def _check_lengths(
+        self, prompts: list[list[int]], max_new_tokens: int, chunk_rows: int
+    ) -> None:
+        if not isinstance(max_new_tokens, int) or max_new_tokens < 1:
+            raise NworError(f"max_new_tokens: got {max_new_tokens!r}, expected 1 or more")
+        if not isinstance(chunk_rows, int) or chunk_rows < 0 or chunk_rows == 1:
+            raise NworError(f"chunk_rows: got {chunk_rows!r}, expected 0 (off) or 2 and more")
+        context = self._runner.context
+        for index, prompt in enumerate(prompts):
+            if len(prompt) + max_new_tokens > context:
+                raise NworError(
+                    f"max_new_tokens: got {max_new_tokens} after prompt {index} of {len(prompt)} "
+                    f"tokens, expected at most {max(0, context - len(prompt))}: the context of the "
+                    f"model is {context}"
+                )
+
+    def _stop_ids(self, eos_token_id: int | Iterable[int] | None) -> frozenset[int]:
+        if eos_token_id is None:
+            config = getattr(self.model, "generation_config", None)
+            eos_token_id = getattr(config, "eos_token_id", None)
+            if eos_token_id is None:
+                eos_token_id = self.model.config.get_text_config(decoder=True).eos_token_id
+        if eos_token_id is None:
+            return frozenset()
+        ids = [eos_token_id] if isinstance(eos_token_id, int) else list(eos_token_id)
+        if not all(isinstance(token, int) for token in ids):
+            raise NworError(f"eos_token_id: got {eos_token_id!r}, expected ids, or -1 for none")
+        return frozenset(token for token in ids if token >= 0)
+
+    # ---- trees -----------------------------------------------------------------------------------
+
+    def _largest_tree(self, tree: TreeConfig, sampling: Sampling) -> int:
+        if self._drafter is None:
+            return 1
+        if tree.rows:
+            return tree.rows
+        return SIZES[-1] if sampling.greedy else self._sampling_rows
+
+    @property
+    def _sampling_rows(self) -> int:
+        return _SAMPLING_ROWS.get(self._runner.device.type, 8)
+
+    def _fixed_tree(self, tree: TreeConfig, sampling: Sampling) -> TreeConfig:
+        if tree.rows or sampling.greedy:
+            return tree
+        return TreeConfig(self._sampling_rows, tree.depth, tree.top_k)
+
+    def _choose_rows(self, tree: TreeConfig, sampling: Sampling) -> RowChooser | None:
+        if tree.rows or not sampling.greedy or self._drafter is None:
+            return None
+        if self._chooser is None:
+            self._chooser = RowChooser(self._measure())
+        return self._chooser
+
+    def _measure(self) -> dict[int, float]:
+        """Seconds of passes of 1 to 32 rows, the better of two each."""
+        costs = {}
+        cache = self._runner.cache
+        with self._runner.installed():
+            for rows in SIZES:
+                times = []
+                for _ in range(3):
+                    request = self._new_request([0] * rows, 0, 1, 0)
+                    part = Part(request, [0] * (rows - 1), [0], [-1], 0, want_fed_logits=True)
+                    started = time.perf_counter()
+                    round_ = Round(self._runner, [part])
+                    round_.run(None, 1)
+                    round_.commit([[]])
+                    self._runner.synchronize()
+                    times.append(time.perf_counter() - started)
+                    cache.allocator.free(request.key)
+                costs[rows] = min(times[1:])
+        return costs
+
+    # ---- requests --------------------------------------------------------------------------------
+
+    def _open(
+        self, prompts: list[list[int]], max_new_tokens: int, seed: int, largest: int
+    ) -> list[Request]:
+        tokens = sum(map(len, prompts)) + len(prompts) * (max_new_tokens + 1)
+        size = self._runner.cache.page_size
+        # A page of its own for every end, and room for lossless tails to overshoot.
+        needed = tokens + len(prompts) * (2 * size + largest)
+        if self._runner.reserve(needed):
+            self._kept.clear()
+        else:
+            self._kept.make_room(self._runner.cache.allocator, needed)
+        return [
+            self._reuse(
+                self._new_request(prompt, index, max_new_tokens, fold_seed(seed, 0) + index)
+            )
+            for index, prompt in enumerate(prompts)
+        ]
+
+    def _new_request(self, prompt: list[int], index: int, new_tokens: int, seed: int) -> Request:
+        request = Request(
+            self._runner.new_key(), index, list(prompt), len(prompt), new_tokens, seed, len(prompt)
+        )
+        self._runner.cache.allocator.extend(request.key, 0)
+        return request
+
+    def _reuse(self, request: Request) -> Request:
+        """Starts with what an earlier sequence has cached of this prompt."""
+        allocator = self._runner.cache.allocator
+        found = self._kept.find(request.tokens, with_features=self._needs_features)
+        if found is not None:
+            kept, length = found
+            allocator.free(request.key)
+            allocator.fork(kept.key, request.key, length)
+            request.cached = length
+            if self._needs_features:
+                request.features = [kept.features[:length]]
+        return request
+
+    @property
+    def _needs_features(self) -> bool:
+        return self._drafter is not None and bool(self._drafter.feature_layers)
+
+    def _close(self, requests: list[Request], *, keep: bool) -> None:
+        cache = self._runner.cache
+        if cache.interceptor.stats()["round_open"]:
+            cache.interceptor.abort()
+        for request in requests:
+            if self._drafter is not None:
+                self._drafter.end(request.key)
+            if keep:
+                self._kept.add(cache.allocator, request, self._needs_features)
+            else:
+                cache.allocator.free(request.key)
+            request.partial = None
+
+    # ---- partial verification --------------------------------------------------------------------
+
+    def _check_specpv(self, page_size: int) -> None:
+        if self._specpv is None:
+            return
+        if self._runner.window:
+            raise NworError(
+                "specpv: got a model with sliding-window layers, expected full attention in every "
+                "layer: such layers see a window already"
+            )
+        if self._specpv.specpv_storage != "paged":
+            raise NworError("specpv_storage: got 'compact', expected 'paged' in this host")
+        self._specpv.validate_for(
+            page_size=page_size, max_rows=SIZES[-1], max_context=self._runner.context
+        )
+
+    def _open_store(
+        self, requests: list[Request], largest: int
+    ) -> tuple[SpecPVConfig, PartialStore] | None:
+        if self._specpv is None:
+            return None
+        cache = self._runner.cache
+        longest = max(len(r.tokens) + r.max_new_tokens for r in requests)
+        if self._specpv.budget(largest, longest).static_tokens >= longest:
+            return None  # the view covers everything
+        store = PartialStore(
+            self._specpv,
+            [key for key, _ in cache.caches],
+            [value for _, value in cache.caches],
+            max_requests=len(requests),
+            max_tokens=longest + 2 * largest + self._specpv.specpv_n_spec_tokens_buf,
+            max_rows=largest,
+        )
+        return self._specpv, store
+
+    # ---- results ---------------------------------------------------------------------------------
+
+    def _count(self, stats: Stats, before: dict[str, Any]) -> None:
+        after = self._runner.cache.interceptor.stats()
+        for name in ("cache_bytes_written", "cache_bytes_avoided", "rejected_tokens"):
+            setattr(stats, name, after[name] - before[name])
+
+    def _result(self, requests: list[Request], stats: Stats, is_list: bool) -> Generation:
+        ids = [request.new_tokens for request in requests]
+        ends = [request.finish or "" for request in requests]
+        depths = [request.depths for request in requests]
+        texts = None
+        if self.tokenizer is not None:
+            texts = [self.tokenizer.decode(one, skip_special_tokens=True) for one in ids]
+        if is_list:
+            return Generation(ids, texts, stats, ends, depths)
+        return Generation(ids[0], texts[0] if texts else None, stats, ends[0], depths[0])
+
+
+def _teller(on_token: OnToken | None, is_list: bool) -> Callable[[Request, list[int]], None]:
+    def tell(request: Request, tokens: list[int]) -> None:
+        if on_token is not None:
+            for token in tokens:
+                on_token(token, request.index) if is_list else on_token(token)
+
+    return tell
+
+
+def _progress_bar() -> Callable[[int, int], None]:
+    """A bar on stderr for long prompts, where somebody looks."""
+
+    def show(done: int, total: int) -> None:
+        if total >= _PROGRESS_FROM and sys.stderr.isatty():
+            filled = 30 * done // total
+            bar = "#" * filled + "." * (30 - filled)
+            end = "\r\033[K" if done == total else ""
+            print(f"\rprompt [{bar}] {done} of {total}{end}", end="", file=sys.stderr, flush=True)
+
+    return show

@@ -1,0 +1,86 @@
+"""Sequences whose pages stay after a call, so that the next prompt need not run them again."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from dataclasses import dataclass
+
+import torch
+
+from nwor_specpv import SlotAllocator
+
+from .request import Request
+
+_MOST = 8  # sequences kept
+
+
+@dataclass
+class Kept:
+    key: int
+    tokens: list[int]  # those whose K/V is cached and came from full attention
+    features: torch.Tensor | None
+
+
+class KeptPrefixes:
+    """The most recent sequences, oldest out first."""
+
+    def __init__(self) -> None:
+        self._kept: OrderedDict[int, Kept] = OrderedDict()
+
+    def clear(self) -> None:
+        """The cache they were in is gone."""
+        self._kept.clear()
+
+    def find(self, prompt: list[int], *, with_features: bool) -> tuple[Kept, int] | None:
+        """The sequence that shares the longest beginning. The prompt's last token is always run."""
+        best, length = None, 0
+        for kept in self._kept.values():
+            if with_features and kept.features is None:
+                continue
+            shared = _shared(kept.tokens, prompt, len(prompt) - 1)
+            if shared > length:
+                best, length = kept, shared
+        if best is None:
+            return None
+        self._kept.move_to_end(best.key)
+        return best, length
+
+    def add(self, allocator: SlotAllocator, request: Request, with_features: bool) -> None:
+        """Takes over the request's pages, up to what full attention has verified."""
+        length = min(request.cached, len(request.tokens))
+        if request.partial is not None:
+            length = min(length, request.partial.full_len)
+        features = None
+        if with_features and request.features:
+            features = torch.cat(request.features)
+            length = min(length, len(features))
+        if length < 1:
+            allocator.free(request.key)
+            return
+        allocator.truncate(request.key, length)
+        self._kept[request.key] = Kept(request.key, request.tokens[:length], features)
+        while len(self._kept) > _MOST:
+            self._drop_oldest(allocator)
+
+    def make_room(self, allocator: SlotAllocator, tokens: int) -> None:
+        """Drops the oldest until so many tokens fit. Whole pages: the caller has counted ends."""
+        while self._kept and allocator.stats()["free_slots"] < tokens:
+            self._drop_oldest(allocator)
+
+    def _drop_oldest(self, allocator: SlotAllocator) -> None:
+        key, _ = self._kept.popitem(last=False)
+        allocator.free(key)
+
+
+def _shared(one: list[int], other: list[int], most: int) -> int:
+    most = min(most, len(one), len(other))
+    if one[:most] == other[:most]:
+        return most
+    low, high = 0, most  # the first `low` are equal, the first `high` are not
+    while high - low > 1:
+        middle = (low + high) // 2
+        if one[low:middle] == other[low:middle]:
+            low = middle
+        else:
+            high = middle
+    return low

@@ -1,0 +1,74 @@
+"""One sequence of a generation, and one step's rows of it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+
+from nwor_specpv import DraftTree, StepDecision, StoredCache
+
+
+@dataclass
+class Request:
+    """`tokens` ends in the root: emitted or provisional, its K/V not in the cache yet."""
+
+    key: int
+    index: int  # among the prompts of the call
+    tokens: list[int]
+    prompt_len: int
+    max_new_tokens: int
+    seed: int
+    shown: int  # of tokens, what the user has; equal to all but in lossless mode
+    cached: int = 0  # tokens in the cache
+    finish: str | None = None
+    partial: StoredCache | None = None
+    pending: list[int] = field(default_factory=list)  # rest of a long chain, chunk by chunk
+    depths: list[int] = field(default_factory=list)  # of every new token: 0 = the target's own
+    features: list[torch.Tensor] = field(default_factory=list)
+    tail_probs: list[torch.Tensor] = field(default_factory=list)
+    cuts: int = 0  # how often a tail was cut: later coins are others
+
+    @property
+    def room(self) -> int:
+        """New tokens that may still follow."""
+        return self.max_new_tokens - (len(self.tokens) - self.prompt_len)
+
+    @property
+    def new_tokens(self) -> list[int]:
+        return self.tokens[self.prompt_len : self.shown]
+
+
+@dataclass
+class Part:
+    """A request's rows in a step: `fed` before the root, then the tree, its root first."""
+
+    request: Request
+    fed: list[int]
+    tokens: list[int]
+    parents: list[int]
+    prefix_len: int
+    decision: StepDecision | None = None
+    want_fed_logits: bool = False
+
+    @property
+    def num_rows(self) -> int:
+        return len(self.fed) + len(self.tokens)
+
+    @property
+    def is_chain(self) -> bool:
+        return all(parent == row - 1 for row, parent in enumerate(self.parents))
+
+
+def pruned(tree: DraftTree, depth: int) -> tuple[list[int], list[int]]:
+    """Tokens and parents of the rows down to `depth`."""
+    tokens, parents = tree.tokens, tree.parents
+    depths, kept, place = [0], [0], {0: 0}
+    for row in range(1, len(tokens)):
+        depths.append(depths[parents[row]] + 1)
+        if depths[row] <= depth:
+            place[row] = len(kept)
+            kept.append(row)
+    if len(kept) == len(tokens):
+        return list(tokens), list(parents)
+    return [tokens[row] for row in kept], [-1, *(place[parents[row]] for row in kept[1:])]

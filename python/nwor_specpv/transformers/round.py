@@ -1,0 +1,211 @@
+"""One round: the rows of a batch as tensors, the forward pass, the commit."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from nwor_specpv import NworError, PartialStore, RoundPlan, Tree, tree_from_parents
+
+from .attention import Step
+from .request import Part
+from .runner import ModelRunner
+
+
+class Round:
+    """begin -> run -> commit, over the parts of some requests; `abort` when something raises."""
+
+    def __init__(self, runner: ModelRunner, parts: list[Part], feature_layers: Sequence[int] = ()):
+        self._runner, self._cache = runner, runner.cache
+        self._feature_layers = feature_layers
+        self.parts = parts
+        self.starts = [0]
+        for part in parts:
+            self.starts.append(self.starts[-1] + part.num_rows)
+        self.logits: torch.Tensor | None = None
+        self.features: torch.Tensor | None = None
+        self.violations: list[str] = []
+
+    def run(self, partial: PartialStore | None, places: int) -> None:
+        """The forward pass. `places`: requests of the batch of `partial`, by their index."""
+        cache, parts = self._cache, self.parts
+        slots = [self._place(part) for part in parts]  # may copy a shared page
+        if cache.checker is not None:
+            cache.checker.snapshot()
+        step = self._step(slots, partial, places)
+        plan = RoundPlan(
+            [part.num_rows for part in parts],
+            [len(part.tokens) - 1 for part in parts],
+            []
+            if all(part.is_chain for part in parts)
+            else [[len(part.fed) + p for p in part.parents[1:]] for part in parts],
+        )
+        decision = cache.interceptor.begin(plan)
+        if any(plan.num_drafts) and not decision.stage:
+            cache.interceptor.abort()
+            raise NworError(
+                f"staging: got {plan.query_lens} rows, expected room for them ({decision.reason}); "
+                "raise max_staging_bytes or lower tree.rows"
+            )
+        try:
+            self.logits, self.features = self._runner.run(step, self._feature_layers)
+        except BaseException:
+            cache.interceptor.abort()
+            raise
+        if cache.checker is not None:
+            self.violations += map(repr, cache.checker.verify_staged())
+
+    def _place(self, part: Part) -> torch.Tensor:
+        """Slots of the rows that go to the cache: those before the root, and the root."""
+        key, last = part.request.key, part.prefix_len + len(part.fed) + 1
+        missing = last - self._cache.allocator.length(key)
+        if missing > 0:
+            self._cache.extend(key, missing)
+        return self._cache.allocator.slots(key, part.prefix_len, last)
+
+    def _step(self, slots: list[torch.Tensor], partial: PartialStore | None, places: int) -> Step:
+        cache, parts, device = self._cache, self.parts, self._runner.device
+        order: list[Part | None] = list(parts)
+        if partial is not None:
+            order = [None] * places
+            for part in parts:
+                order[part.request.index] = part
+        tokens, positions, wanted, bounds, prefixes, spans = [], [], [], [0], [], []
+        mapping = torch.full((self.starts[-1],), -1, dtype=torch.int64)
+        placed = dict(zip(map(id, parts), zip(slots, self.starts, strict=False), strict=True))
+        for part in order:
+            begin = bounds[-1]
+            if part is None:
+                bounds.append(begin)
+                prefixes.append(0)
+                spans.append([begin, begin])
+                continue
+            own, start = placed[id(part)]
+            assert start == begin
+            mapping[begin : begin + len(own)] = own
+            root = part.prefix_len + len(part.fed)
+            depths = [0]
+            for parent in part.parents[1:]:
+                depths.append(depths[parent] + 1)
+            tokens += part.fed + part.tokens
+            positions += range(part.prefix_len, root)
+            positions += (root + depth for depth in depths)
+            first = begin if part.want_fed_logits else begin + len(part.fed)
+            wanted += range(first, begin + part.num_rows)
+            bounds.append(begin + part.num_rows)
+            prefixes.append(part.prefix_len)
+            spans.append([begin + len(part.fed), bounds[-1]])
+        keys = [None if part is None else part.request.key for part in order]
+        return Step(
+            tokens=torch.tensor(tokens, device=device),
+            positions=torch.tensor(positions, device=device),
+            slots=mapping.to(device),
+            block_table=cache.block_table(keys),
+            prefix_lens=torch.tensor(prefixes, dtype=torch.int32, device=device),
+            query_start=torch.tensor(bounds, dtype=torch.int32, device=device),
+            tree_mask=self._mask(),
+            max_rows=max(part.num_rows for part in parts),
+            logit_rows=None if len(wanted) == len(tokens) else torch.tensor(wanted, device=device),
+            partial=partial,
+            tree_rows=None
+            if partial is None
+            else torch.tensor(spans, dtype=torch.int32, device=device),
+        )
+
+    def _mask(self) -> torch.Tensor | None:
+        if all(part.is_chain for part in self.parts):
+            return None
+        rows = []
+        for part in self.parts:
+            fed = len(part.fed)
+            rows.append([*range(-1, fed), *(fed + parent for parent in part.parents[1:])])
+        mask = _tree(rows, self._runner.device).mask
+        if len(rows) == 1:
+            return mask[0]
+        return torch.cat([own[: len(row)] for own, row in zip(mask, rows, strict=True)])
+
+    # ---- what came out ---------------------------------------------------------------------------
+
+    def trees(self) -> Tree:
+        """The trees alone, padded to the largest, for acceptance."""
+        return _tree(
+            [part.parents for part in self.parts],
+            self._runner.device,
+            [part.tokens for part in self.parts],
+            [part.prefix_len + len(part.fed) for part in self.parts],
+        )
+
+    def tree_logits(self) -> torch.Tensor:
+        """[B, R, V], padded with rows that nobody looks at."""
+        spans = self._logit_spans()
+        if len(spans) == 1:
+            return self.logits[spans[0][1] :][None]
+        rows = max(end - root for _, root, end in spans)
+        index = [[min(root + i, end - 1) for i in range(rows)] for _, root, end in spans]
+        return self.logits[torch.tensor(index, device=self.logits.device)]
+
+    def fed_logits(self, part_idx: int) -> torch.Tensor:
+        """[rows before the root, V] of a part that wanted them."""
+        first, root, _ = self._logit_spans()[part_idx]
+        return self.logits[first:root]
+
+    def _logit_spans(self) -> list[tuple[int, int, int]]:
+        """(first, root, end) of each part among the rows that have logits."""
+        spans, at = [], 0
+        for part in self.parts:
+            fed = len(part.fed) if part.want_fed_logits else 0
+            spans.append((at, at + fed, at + fed + len(part.tokens)))
+            at = spans[-1][2]
+        return spans
+
+    # ---- commit ----------------------------------------------------------------------------------
+
+    def commit(self, paths: list[list[int]]) -> None:
+        """Caches the accepted rows of each part's tree, in every layer or in none."""
+        cache, device = self._cache, self._runner.device
+        depth = max(1, *map(len, paths))
+        rows = torch.full((len(paths), depth), -1, dtype=torch.int32)
+        slots = torch.full((len(paths), depth), -1, dtype=torch.int64)
+        for index, (part, path) in enumerate(zip(self.parts, paths, strict=True)):
+            if path:
+                fed = len(part.fed)
+                rows[index, : len(path)] = torch.tensor([fed + row for row in path])
+                slots[index, : len(path)] = cache.extend(part.request.key, len(path))
+        counts = torch.tensor([len(path) for path in paths], dtype=torch.int32)
+        receipt = cache.interceptor.commit(
+            rows.to(device), counts.to(device), slots.to(device), rows="request"
+        )
+        if not receipt.ok:
+            raise NworError(
+                f"commit: got {receipt.verdict.error} {receipt.problem}, expected ok".rstrip()
+            )
+        if cache.checker is not None:
+            emitted = [len(path) for path in paths]
+            self.violations += map(repr, cache.checker.verify(receipt, emitted))
+
+    def abort(self) -> None:
+        if self._cache.interceptor.stats()["round_open"]:
+            self._cache.interceptor.abort()
+
+
+def _tree(
+    parents: list[list[int]],
+    device: torch.device,
+    tokens: list[list[int]] | None = None,
+    prefix_lens: list[int] | None = None,
+) -> Tree:
+    rows = max(map(len, parents))
+
+    def padded(lists: list[list[int]], value: int, dtype: torch.dtype) -> torch.Tensor:
+        full = [one + [value] * (rows - len(one)) for one in lists]
+        return torch.tensor(full, dtype=dtype, device=device)
+
+    lens = torch.tensor(prefix_lens or [0] * len(parents), dtype=torch.int32, device=device)
+    counts = torch.tensor([len(one) for one in parents], dtype=torch.int32, device=device)
+    return tree_from_parents(
+        padded(parents, 0, torch.int32),
+        lens,
+        None if tokens is None else padded(tokens, 0, torch.int64),
+        num_rows=counts,
+    )

@@ -1,0 +1,98 @@
+"""How many rows a verification step should have, from what steps cost and what they bring."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Hashable
+from dataclasses import dataclass, replace
+
+from nwor_specpv.drafters import TreeConfig
+
+# Sizes that are measured and tried. The first is plain decoding.
+SIZES = (1, 3, 5, 8, 12, 16, 24, 32)
+_CHAIN_ROWS = 5  # up to here a tree is a chain: breadth at small sizes costs depth
+_KEEP = 0.9  # weight of the past in running averages
+_HOPE = 1.4  # most that the next larger tree may bring
+_DOUBT = 1.0  # tokens that a size tried once may be better than it seemed
+
+
+@dataclass
+class _Arm:
+    tokens: float = 0.0
+    seconds: float = 0.0
+    tries: int = 0
+
+    def note(self, tokens: float, seconds: float) -> None:
+        if self.tries == 0:
+            self.tokens, self.seconds = tokens, seconds
+        else:
+            keep = min(_KEEP, self.tries / (self.tries + 1))
+            self.tokens = keep * self.tokens + (1 - keep) * tokens
+            # A step that was held up says less about its rows than one that was not.
+            keep = keep if seconds > self.seconds else 0.5
+            self.seconds = keep * self.seconds + (1 - keep) * min(seconds, 1.5 * self.seconds)
+        self.tries += 1
+
+    def hope(self, size: int) -> float:
+        """Tokens a second, the more generous the less is known. One row gives one token."""
+        doubt = _DOUBT / self.tries**0.5 if size > 1 else 0.0
+        return (self.tokens + doubt) / self.seconds
+
+
+class RowChooser:
+    """Tries sizes while decoding and stays with the one that gives the most tokens a second.
+
+    Starts from the measured cost of a step alone: a size whose step costs more than its tokens can
+    be worth is never tried.
+    """
+
+    def __init__(self, costs: dict[int, float]) -> None:
+        self.costs = dict(costs)  # rows of a pass -> seconds: the curve
+        self._arms: dict[Hashable, dict[int, _Arm]] = {}
+
+    def shape(self, tree: TreeConfig, rows: int) -> TreeConfig:
+        """`tree` with a number of rows, and what depth and breadth make of them."""
+        depth = min(tree.depth, max(1, rows - 1))
+        return replace(tree, rows=rows, depth=depth, top_k=1 if rows <= _CHAIN_ROWS else tree.top_k)
+
+    def choose(self, tree: TreeConfig, situation: Hashable, batch: int) -> TreeConfig:
+        """The next step's tree. Each `situation` (batch, with or without views) learns alone."""
+        arms = self._arms.setdefault(situation, {})
+        sizes = self._worth_trying(tree, batch)
+        tried = []
+        for size in sizes:  # from the smallest, each is tried before it is judged
+            arm = arms.setdefault(size, _Arm())
+            if arm.tries < 2:
+                best = max((arms[one].hope(one) for one in tried), default=0.0)
+                if not tried or self._promise(arms[tried[-1]], tried[-1], size, batch) > best:
+                    return self.shape(tree, size)
+                break
+            tried.append(size)
+        return self.shape(tree, max(tried, key=lambda size: arms[size].hope(size)))
+
+    def note(self, rows: int, situation: Hashable, tokens: float, seconds: float) -> None:
+        """A step for which `rows` were allowed gave `tokens` per request."""
+        self._arms.setdefault(situation, {}).setdefault(rows, _Arm()).note(tokens, seconds)
+
+    def _promise(self, smaller: _Arm, rows: int, larger: int, batch: int) -> float:
+        """Tokens a second that a larger tree can hope for."""
+        seconds = smaller.seconds * self.cost(larger * batch) / self.cost(rows * batch)
+        return _HOPE * smaller.tokens / seconds
+
+    def cost(self, rows: int) -> float:
+        """Seconds of a pass over `rows` rows, between and beyond the measured sizes by lines."""
+        known = sorted(self.costs)
+        for low, high in itertools.pairwise(known):
+            if rows <= high:
+                part = (rows - low) / (high - low)
+                return self.costs[low] + part * (self.costs[high] - self.costs[low])
+        return self.costs[known[-1]] * rows / known[-1]
+
+    def _worth_trying(self, tree: TreeConfig, batch: int) -> list[int]:
+        # No tree brings more than one token per row or per depth.
+        one = self.cost(batch)
+        return [
+            size
+            for size in SIZES
+            if size == 1 or self.cost(size * batch) / one < min(size, tree.depth + 1)
+        ]

@@ -1,0 +1,195 @@
+"""A decoder model of transformers over a paged cache: steps in, logits and features out."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+from nwor_specpv import CapacityError, NworConfig, NworError
+
+from .attention import NAME, Step
+from .linear import replacements, row_linear
+from .paged import PagedCache
+
+
+class ModelRunner:
+    """Owns a model's cache and runs it. One at a time; the model is only changed inside `run`."""
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        nwor: NworConfig,
+        *,
+        page_size: int = 16,
+        cache_tokens: int | None = None,
+        check_contract: bool = False,
+    ) -> None:
+        check_model(model)
+        self.model = model
+        self._nwor, self._page_size = nwor, page_size
+        self._fixed_tokens, self._check_contract = cache_tokens, check_contract
+        text = model.config.get_text_config(decoder=True)
+        self.num_layers = text.num_hidden_layers
+        self.num_kv_heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
+        self.head_dim = (
+            getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+        )
+        self.vocab_size = text.vocab_size
+        self.context = getattr(text, "max_position_embeddings", None) or 1 << 30
+        self.window = _window(text)
+        self.head = model.get_output_embeddings()
+        self.device = self.head.weight.device
+        self.dtype = next(p.dtype for p in model.parameters() if p.is_floating_point())
+        self._linears = replacements(model)
+        self._features: dict[int, torch.Tensor] = {}
+        self._cache: PagedCache | None = None
+        self._last_key = 0
+        if cache_tokens is not None:
+            self.reserve(cache_tokens)
+
+    @property
+    def cache(self) -> PagedCache:
+        if self._cache is None:
+            self.reserve(1)
+        return self._cache
+
+    def reserve(self, tokens: int) -> bool:
+        """Makes room for so many tokens. True: the cache is a new one, and empty."""
+        if self._cache is not None and self._cache.capacity >= tokens:
+            return False
+        if self._fixed_tokens is not None:
+            if tokens > self._fixed_tokens:
+                raise CapacityError(
+                    f"cache_tokens: got {self._fixed_tokens}, expected {tokens} or more for these "
+                    "prompts and max_new_tokens"
+                )
+            tokens = self._fixed_tokens
+        pages = max(64, -(-tokens // self._page_size))
+        self._cache = PagedCache(
+            self.num_layers,
+            self.num_kv_heads,
+            self.head_dim,
+            pages,
+            self._page_size,
+            self.dtype,
+            self.device,
+            self._nwor,
+            check_contract=self._check_contract,
+        )
+        return True
+
+    def new_key(self) -> int:
+        """A name for a request that no other has."""
+        self._last_key += 1
+        return self._last_key
+
+    def synchronize(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+    @contextmanager
+    def installed(self, feature_layers: Sequence[int] = ()) -> Iterator[None]:
+        """Inside, the model attends through us; afterwards it is as it was."""
+        config = self.model.config.get_text_config(decoder=True)
+        before, training = config._attn_implementation, self.model.training
+        layers = _decoder_layers(self.model)
+        with ExitStack() as stack:
+            stack.enter_context(torch.inference_mode())
+            stack.enter_context(row_linear(self._linears))
+            for index in feature_layers:
+                handle = layers[index].register_forward_hook(self._keep(index))
+                stack.callback(handle.remove)
+            stack.callback(self.model.train, training)
+            stack.callback(setattr, config, "_attn_implementation", before)
+            self.model.eval()
+            config._attn_implementation = NAME
+            yield
+
+    def _keep(self, index: int) -> Any:
+        def hook(module: torch.nn.Module, arguments: Any, output: Any) -> None:
+            self._features[index] = output[0] if isinstance(output, tuple) else output
+
+        return hook
+
+    def run(
+        self, step: Step, feature_layers: Sequence[int] = ()
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Logits of the rows asked for, and features of all rows. REQUIRES: an open round."""
+        cache = self.cache
+        step.caches = cache.caches
+        cache.step, cache.written = step, 0
+        try:
+            output = self.model(
+                input_ids=step.tokens[None],
+                position_ids=step.positions[None],
+                past_key_values=cache,
+                use_cache=True,
+                logits_to_keep=0 if step.logit_rows is None else step.logit_rows,
+                nwor_step=step,
+            )
+        finally:
+            cache.step = None
+        if cache.written != self.num_layers:
+            raise NworError(
+                f"model: {cache.written} of {self.num_layers} layers wrote K/V through the cache, "
+                "expected all: its attention does not go through transformers' interface"
+            )
+        features = None
+        if feature_layers:
+            features = torch.cat([self._features.pop(i)[0] for i in feature_layers], -1)
+        return output.logits[0], features
+
+
+def check_model(model: Any) -> None:
+    """Refuses what cannot be run, with what to use instead."""
+    if not isinstance(model, PreTrainedModel):
+        raise NworError(
+            f"model: got {type(model).__name__}, expected a causal language model of transformers"
+        )
+    name = type(model).__name__
+    if getattr(model.config, "is_encoder_decoder", False):
+        raise NworError(
+            f"model: got {name}, an encoder-decoder; use a decoder-only model (..ForCausalLM)"
+        )
+    if not model.can_generate() or model.get_output_embeddings() is None:
+        raise NworError(
+            f"model: got {name}, which generates no text; load it with AutoModelForCausalLM"
+        )
+    if not getattr(model, "_supports_attention_backend", False) or _decoder_layers(model) is None:
+        raise NworError(
+            f"model: got {name}, whose attention is not open to other implementations; use a model "
+            "that follows transformers' attention interface (Llama, Qwen2, Qwen3, Mistral, ..)"
+        )
+    text = model.config.get_text_config(decoder=True)
+    kinds = set(getattr(text, "layer_types", None) or ()) - {
+        "full_attention",
+        "sliding_attention",
+    }
+    if kinds:
+        raise NworError(f"model: got {name} with layers of {sorted(kinds)}, expected attention")
+    missing = [n for n, p in model.named_parameters() if p.device.type == "meta"]
+    if missing:
+        raise NworError(
+            f"model: got no weights for {missing[0]} and {len(missing) - 1} more; load the "
+            "checkpoint they are in"
+        )
+
+
+def _decoder_layers(model: PreTrainedModel) -> torch.nn.ModuleList | None:
+    layers = getattr(model.get_decoder(), "layers", None)
+    return layers if isinstance(layers, torch.nn.ModuleList) else None
+
+
+def _window(text: Any) -> int:
+    """The sliding window of some layer, 0 when every layer sees everything."""
+    kinds = getattr(text, "layer_types", None)
+    window = getattr(text, "sliding_window", None) or 0
+    if kinds is not None and "sliding_attention" not in kinds:
+        return 0
+    if getattr(text, "use_sliding_window", True) is False:
+        return 0
+    return window

@@ -1,0 +1,208 @@
+"""Wrong use of Generator and of its command line: one line that names the mend."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, BertConfig, BertModel, T5Config, T5Model
+
+from generate.tiny_models import FAMILIES, Oracle, tiny
+from nwor_specpv import DraftTree, NworError, SpecPVConfig
+from nwor_specpv import __main__ as cli
+from nwor_specpv.drafters import TreeConfig
+from nwor_specpv.transformers import Generator
+from nwor_specpv.transformers.command import view_config
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (([], 5), r"input_ids: (prompt 0 is empty|got no prompts)"),
+        (([[1, 2], []], 5), "input_ids: prompt 1 is empty"),
+        (("text", 5), "input_ids: got text, expected token ids"),
+        ((torch.zeros(2, 2, 2, dtype=torch.long), 5), r"input_ids: got \[2, 2, 2\]"),
+        ((torch.zeros(3), 5), r"input_ids: got \[3\] of torch.float32"),
+        (([1, 96], 5), "input_ids: got 96 in prompt 0, expected ids from 0 to 95"),
+        (([-1], 5), "input_ids: got -1 in prompt 0"),
+        (([1], 0), "max_new_tokens: got 0, expected 1 or more"),
+        (([1], 2.5), "max_new_tokens: got 2.5, expected 1 or more"),
+        (([1] * 500, 20), "max_new_tokens: got 20 after prompt 0 of 500 tokens, .* at most 12"),
+        (([1], 5, -0.1), "temperature: got -0.1, expected 0 or more"),
+        (([1], 5, float("nan")), "temperature: got nan"),
+        (([1], 5, 1.0, -2), "top_k: got -2"),
+        (([1], 5, 1.0, 0, 0.0), "top_p: got 0.0"),
+    ],
+)
+def test_wrong_arguments_are_named(arguments: tuple, message: str) -> None:
+    generator = Generator(tiny(), drafter="none")
+    with pytest.raises(NworError, match=message) as caught:
+        generator.generate(*arguments)
+    assert "\n" not in str(caught.value)
+    assert generator.generate([1, 2], 2).token_ids  # and nothing is left open
+
+
+def test_other_wrong_options() -> None:
+    generator = Generator(tiny(), drafter="none")
+    with pytest.raises(NworError, match="chunk_rows: got 1"):
+        generator.generate([1], 5, chunk_rows=1)
+    with pytest.raises(NworError, match="eos_token_id: got"):
+        generator.generate([1], 5, eos_token_id=["stop"])
+    with pytest.raises(NworError, match="rows: got 300, expected 0 to 256"):
+        TreeConfig(rows=300)
+    with pytest.raises(NworError, match="page_size: got 0"):
+        Generator(tiny(), drafter="none", page_size=0)
+    with pytest.raises(NworError, match="--view-tokens: got 100, expected 176 or more"):
+        view_config("lossless", 100)
+    config = SpecPVConfig(enable_specpv=True, specpv_storage="compact")
+    with pytest.raises(NworError, match="specpv_storage: got 'compact'"):
+        Generator(tiny(), drafter="none", specpv=config)
+
+
+def test_models_that_cannot_be_run_are_refused() -> None:
+    small = {"hidden_size": 32, "num_attention_heads": 2, "intermediate_size": 32}
+    bert = BertModel(BertConfig(**small, num_hidden_layers=1, vocab_size=50))
+    with pytest.raises(NworError, match="model: got BertModel, which generates no text"):
+        Generator(bert, drafter="none")
+    sizes = {"d_model": 32, "d_kv": 16, "d_ff": 32, "num_layers": 1, "num_heads": 2}
+    t5 = T5Model(T5Config(**sizes, vocab_size=50))
+    with pytest.raises(NworError, match="model: got T5Model, an encoder-decoder; use a decoder"):
+        Generator(t5, drafter="none")
+
+    class Closed(type(tiny())):
+        _supports_attention_backend = False
+
+    closed = Closed(tiny().config)
+    with pytest.raises(NworError, match="model: got Closed, whose attention is not open to other"):
+        Generator(closed, drafter="none")
+    with pytest.raises(NworError, match="model: got Linear, expected a causal language model"):
+        Generator(torch.nn.Linear(2, 2), drafter="none")
+    with torch.device("meta"):
+        empty = AutoModelForCausalLM.from_config(FAMILIES["llama"]())
+    with pytest.raises(NworError, match=r"model: got no weights for model.embed_tokens.weight"):
+        Generator(empty, drafter="none")
+
+
+def test_folders_without_a_model_are_named(tmp_path: Path) -> None:
+    with pytest.raises(NworError, match="model: got '/nowhere', expected the folder of a model"):
+        Generator("/nowhere", drafter="none")
+    with pytest.raises(NworError, match=r"has no config.json"):
+        Generator(tmp_path, drafter="none")
+    tiny().config.save_pretrained(tmp_path)
+    with pytest.raises(NworError, match=r"cannot be loaded: .*model.safetensors"):
+        Generator(tmp_path, drafter="none")
+    tiny().save_pretrained(tmp_path)
+    assert Generator(tmp_path, drafter="none").generate([1, 2, 3], 4).token_ids
+
+
+def test_drafters_of_another_model_are_refused() -> None:
+    with pytest.raises(
+        NworError, match="got 'telepathy', expected one of none, ngram, draft_model"
+    ):
+        Generator(tiny(), drafter="telepathy")
+    with pytest.raises(NworError, match="drafter: got int, expected a name or a Drafter"):
+        Generator(tiny(), drafter=3)
+    with pytest.raises(NworError, match="draft_model: got none, expected a smaller model"):
+        Generator(tiny(), drafter="draft_model")
+    config = FAMILIES["llama"]()
+    config.vocab_size = 97
+    other = AutoModelForCausalLM.from_config(config)
+    with pytest.raises(NworError, match="got a vocabulary of 97, expected 96 as the target"):
+        Generator(tiny(), drafter="draft_model", draft_model=other)
+    oracle = Oracle({}, random.Random(0), feature_layers=(0, 7))
+    with pytest.raises(NworError, match="features of layer 7, expected 0 to 2"):
+        Generator(tiny(), drafter=oracle)
+
+
+@pytest.mark.parametrize(
+    ("trees", "message"),
+    [
+        ([DraftTree([90, 1000], [-1, 0])], "drafter: got token 1000, expected ids below 96"),
+        ([], "drafter: got 0 trees, expected 1"),
+        ([DraftTree([95, 1], [-1, 0])], "drafter: got a root of 95"),
+    ],
+)
+def test_a_drafter_that_breaks_its_promise_is_named(trees: list, message: str) -> None:
+    class Wrong(Oracle):
+        def draft(self, requests, tree):
+            root = self.seen[requests[0]][-1]
+            return [
+                DraftTree([root, *t.tokens[1:]], t.parents) if t.tokens[0] == 90 else t
+                for t in trees
+            ]
+
+    generator = Generator(tiny(), drafter=Wrong({}, random.Random(0)))
+    prompt = [5, 6, 7]
+    assert generator.generate(prompt, 1).token_ids != [95]
+    with pytest.raises(NworError, match=message):
+        generator.generate(prompt, 8, tree=TreeConfig(rows=4, depth=3, top_k=1))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "line"),
+    [
+        ([], "one of the arguments --prompt --file is required"),
+        (["--prompt", "a", "--file", "b"], "argument --file: not allowed with argument --prompt"),
+        (["--file", "/nowhere/text"], "--file: got '/nowhere/text', which cannot be read"),
+        (["--prompt", "a", "--specpv", "maybe"], "argument --specpv: invalid choice: 'maybe'"),
+        (["--prompt", "a", "--dtype", "int4"], "dtype: got 'int4', expected one of float32"),
+        (["--prompt", "a", "--device", "tpu"], "--device: got 'tpu', expected cpu or cuda"),
+        (["--prompt", "a", "--threads", "0"], "--threads: got 0, expected 1 or more"),
+        (["--prompt", "a", "--model", "/nowhere"], "model: got '/nowhere', expected the folder"),
+        (["--prompt", "a", "--max-new-tokens", "x"], "argument --max-new-tokens: invalid int"),
+    ],
+)
+def test_the_command_line_says_it_in_one_line(
+    capsys: pytest.CaptureFixture[str], arguments: list[str], line: str
+) -> None:
+    try:
+        code = cli.main(["generate", *arguments])
+    except SystemExit as ended:
+        code = ended.code
+    out, err = capsys.readouterr()
+    assert (code, out, err.count("\n")) == (2, "", 1)
+    assert line in err
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny model with a tokenizer of one word per id."""
+    path = tmp_path_factory.mktemp("model")
+    tiny().save_pretrained(path)
+    words = {f"w{i}": i for i in range(96)}
+    tokenizer = {
+        "version": "1.0",
+        "added_tokens": [],
+        "pre_tokenizer": {"type": "Whitespace"},
+        "model": {"type": "WordLevel", "vocab": words, "unk_token": "w0"},
+    }
+    (path / "tokenizer.json").write_text(json.dumps(tokenizer))
+    config = {"tokenizer_class": "PreTrainedTokenizerFast"}
+    (path / "tokenizer_config.json").write_text(json.dumps(config))
+    return path
+
+
+def test_generate_prints_text_or_json(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    common = ["generate", "--model", str(folder), "--drafter", "none", "--max-new-tokens", "6"]
+    assert cli.main([*common, "--prompt", "w1 w2 w3", "--json"]) == 0
+    out, err = capsys.readouterr()
+    told = json.loads(out)
+    assert err == ""
+    assert set(told) == {"token_ids", "text", "finish", "stats"}
+    assert len(told["token_ids"]) == told["stats"]["new_tokens"] == 6
+    assert cli.main([*common, "--prompt", "w1 w2 w3"]) == 0
+    out, err = capsys.readouterr()
+    assert out == told["text"] + "\n"
+    assert err.startswith("6 tokens, ")
+    (folder / "prompt.txt").write_text("w1 w2 w3")
+    assert cli.main([*common, "--file", str(folder / "prompt.txt"), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["token_ids"] == told["token_ids"]
+    hot = [*common, "--prompt", "w1 w2 w3", "--temperature", "2", "--seed", "4", "--json"]
+    texts = []
+    for _ in range(2):
+        assert cli.main(hot) == 0
+        texts.append(json.loads(capsys.readouterr().out)["text"])
+    assert texts[0] == texts[1]

@@ -1,0 +1,271 @@
+"""Generator against plain decoding with transformers' own cache: tiny models of four families."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from generate.tiny_models import FAMILIES, Oracle, decode_plainly, random_prompt, tiny
+from nwor_specpv import NworConfig, NworError
+from nwor_specpv.drafters import TreeConfig
+from nwor_specpv.transformers import Generator
+from specpv.contexts import seeded
+
+TREES = {
+    "chain": TreeConfig(rows=5, depth=4, top_k=1),
+    "tree": TreeConfig(rows=14, depth=4, top_k=3),
+    "chosen": TreeConfig(),
+}
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)  # these models are too small to share
+    yield
+    torch.set_num_threads(before)
+
+
+def make(rng: random.Random, family: str = "llama", count: int = 3, **options):
+    """A model, prompts, how they go on, and a checked generator whose drafter knows it."""
+    model = tiny(family)
+    prompts = [random_prompt(rng) for _ in range(count)]
+    truths = {tuple(p): decode_plainly(model, p, 48) for p in prompts}
+    layers = options.pop("feature_layers", ())
+    drafter = options.pop("drafter", None) or Oracle(truths, rng, feature_layers=layers)
+    generator = Generator(model, drafter=drafter, check_contract=True, **options)
+    return generator, prompts, [truths[tuple(p)] for p in prompts]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("tree", TREES)
+def test_every_family_decodes_as_transformers_does(family: str, tree: str) -> None:
+    rng = seeded()
+    generator, prompts, truths = make(rng, family, feature_layers=(0, 2))
+    for prompt, truth in zip(prompts, truths, strict=True):
+        result = generator.generate(prompt, 40, tree=TREES[tree])
+        assert result.token_ids == truth[:40]
+        assert result.finish == "length"
+        assert result.stats.violations == []
+    batch = generator.generate(prompts, 40, tree=TREES[tree])
+    assert batch.token_ids == [truth[:40] for truth in truths]
+    assert batch.stats.violations == []
+    assert batch.stats.reused_tokens == sum(len(prompt) - 1 for prompt in prompts)
+
+
+def test_drafts_shorten_the_work_and_rejected_ones_touch_nothing() -> None:
+    rng = seeded()
+    generator, prompts, _ = make(rng, count=1)
+    stats = generator.generate(prompts[0], 40, tree=TREES["tree"]).stats
+    assert stats.steps < 39
+    assert stats.tokens_per_step == pytest.approx(39 / stats.steps)
+    assert stats.drafts == stats.accepted + stats.rejected_tokens
+    assert sum(stats.accepted_lengths.values()) == stats.steps
+    per_token = 2 * 3 * 2 * 16 * 4  # K and V, layers, heads, channels, bytes
+    assert stats.cache_bytes_avoided == stats.rejected_tokens * per_token
+    told = stats.as_dict()
+    assert told["accepted_lengths"] == {str(k): v for k, v in stats.accepted_lengths.items()}
+
+
+def test_features_are_those_of_the_layers_asked_for() -> None:
+    """Every committed row once, in order, whatever was drafted in between."""
+    rng = seeded()
+    model = tiny()
+    prompt = random_prompt(rng)
+    truth = decode_plainly(model, prompt, 48)
+    kept: list[torch.Tensor] = []
+
+    class Keeper(Oracle):
+        def end(self, request) -> None:
+            kept.append(torch.cat(self.features[request]))
+            super().end(request)
+
+    drafter = Keeper({tuple(prompt): truth}, rng, feature_layers=(0, 2))
+    generator = Generator(model, drafter=drafter)
+    result = generator.generate(prompt, 30, tree=TREES["tree"])
+    outputs: list[torch.Tensor] = []
+    hooks = [
+        model.model.layers[i].register_forward_hook(lambda m, a, out: outputs.append(out))
+        for i in (0, 2)
+    ]
+    with torch.no_grad():
+        model(torch.tensor([prompt + result.token_ids]), use_cache=False)
+    for hook in hooks:
+        hook.remove()
+    expected = torch.cat([out[0] for out in outputs], -1)
+    rows = kept[0]
+    torch.testing.assert_close(rows, expected[: len(rows)], atol=1e-4, rtol=1e-4)
+    # Prompt rows are not run again when they are in the cache, but their features are told again.
+    generator.generate(prompt, 30, tree=TREES["tree"])
+    torch.testing.assert_close(kept[1][: len(prompt)], rows[: len(prompt)], atol=1e-4, rtol=1e-4)
+
+
+def test_sequences_end_inside_an_accepted_run() -> None:
+    rng = seeded()
+    generator, prompts, truths = make(rng, count=2)
+    for prompt, truth in zip(prompts, truths, strict=True):
+        for at in (0, 1, 7, 20):
+            stop = truth[at]
+            first = truth.index(stop)
+            result = generator.generate(prompt, 40, eos_token_id=stop, tree=TREES["chain"])
+            assert result.token_ids == truth[: first + 1]
+            assert result.finish == "stop"
+            assert result.stats.violations == []
+        for count in (1, 2, 3, 11):
+            assert generator.generate(prompt, count, tree=TREES["tree"]).token_ids == truth[:count]
+    several = [truths[0][5], truths[1][6]]
+    batch = generator.generate(prompts, 40, eos_token_id=several)
+    for got, truth in zip(batch.token_ids, truths, strict=True):
+        end = min((truth.index(t) for t in several if t in truth[:40]), default=39)
+        assert got == truth[: end + 1]
+
+
+def test_long_chains_go_chunk_by_chunk_with_the_same_tokens() -> None:
+    rng = seeded()
+    generator, prompts, truths = make(rng, count=2)
+    tree = TreeConfig(rows=17, depth=16, top_k=1)
+    saved = 0
+    for prompt, truth in zip(prompts, truths, strict=True):
+        result = generator.generate(prompt, 40, tree=tree, chunk_rows=4)
+        assert result.token_ids == truth[:40]
+        assert max(result.stats.rows) <= 4
+        assert result.stats.violations == []
+        saved += result.stats.rows_saved
+    assert saved > 0
+    batch = generator.generate(prompts, 40, tree=tree, chunk_rows=3)
+    assert batch.token_ids == [truth[:40] for truth in truths]
+
+
+def test_tokens_stream_in_order_and_once() -> None:
+    rng = seeded()
+    generator, prompts, truths = make(rng, count=3)
+    heard: list[int] = []
+    generator.generate(prompts[0], 20, on_token=heard.append)
+    assert heard == truths[0][:20]
+    lists: list[list[int]] = [[], [], []]
+    generator.generate(prompts, 20, on_token=lambda token, request: lists[request].append(token))
+    assert lists == [truth[:20] for truth in truths]
+
+
+def test_prompts_go_in_chunks_of_any_size() -> None:
+    rng = seeded()
+    for rows in (1, 7, 16, 1000):
+        generator, prompts, truths = make(rng, prefill_rows=rows, page_size=4)
+        batch = generator.generate(prompts, 24)
+        assert batch.token_ids == [truth[:24] for truth in truths]
+        assert batch.stats.violations == []
+
+
+def test_a_prompt_that_goes_on_from_an_earlier_one_is_not_run_again() -> None:
+    rng = seeded()
+    model = tiny()
+    generator = Generator(model, drafter="none", check_contract=True)
+    prompt = random_prompt(rng, 20, 30)
+    first = generator.generate(prompt, 12)
+    longer = [*prompt, *first.token_ids, 3, 5]
+    second = generator.generate(longer, 12)
+    assert second.stats.reused_tokens == len(prompt) + 11  # the last token was never run
+    assert second.token_ids == decode_plainly(model, longer, 12)
+    other = [*prompt[:9], 1, 2]
+    third = generator.generate(other, 12)
+    assert third.stats.reused_tokens >= 9
+    assert third.token_ids == decode_plainly(model, other, 12)
+    assert second.stats.violations == third.stats.violations == []
+
+
+def test_the_cache_grows_and_old_sequences_make_room() -> None:
+    rng = seeded()
+    model = tiny()
+    generator = Generator(model, drafter="none", cache_tokens=1024)
+    for _ in range(12):
+        prompt = random_prompt(rng, 100, 160)
+        assert generator.generate(prompt, 5).token_ids == decode_plainly(model, prompt, 5)
+    with pytest.raises(NworError, match="cache_tokens: got 1024, expected"):
+        generator.generate([[1] * 300] * 4, 100)
+    grown = Generator(model, drafter="none")
+    grown.generate([1, 2, 3], 4)
+    long = random_prompt(rng, 400, 401)
+    assert grown.generate([long] * 4, 9).token_ids == [decode_plainly(model, long, 9)] * 4
+
+
+def test_the_model_is_as_it_was_outside() -> None:
+    model = tiny("qwen2")
+    before = {name: type(module) for name, module in model.named_modules()}
+    implementation = model.config._attn_implementation
+
+    class Failing(Oracle):
+        def draft(self, requests, tree):
+            raise RuntimeError("injected: the drafter failed")
+
+    generator = Generator(model, drafter=Failing({}, random.Random(0)))
+    with pytest.raises(RuntimeError, match="injected"):
+        generator.generate([1, 2, 3], 8, tree=TREES["chain"])
+    assert {name: type(module) for name, module in model.named_modules()} == before
+    assert model.config._attn_implementation == implementation
+    stats = generator._runner.cache.allocator.stats()
+    assert stats["held_slots"] == 0
+    # And it can be used again.
+    again = Generator(model, drafter="none")
+    assert again.generate([1, 2, 3], 8).token_ids == decode_plainly(model, [1, 2, 3], 8)
+
+
+def test_nothing_of_a_failed_call_stays() -> None:
+    rng = seeded()
+    generator, prompts, truths = make(rng, count=1)
+    calls = 0
+
+    def fail(token: int) -> None:
+        nonlocal calls
+        calls += 1
+        if calls == 5:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        generator.generate(prompts[0], 30, on_token=fail, tree=TREES["tree"])
+    result = generator.generate(prompts[0], 30, tree=TREES["tree"])
+    assert result.token_ids == truths[0][:30]
+    assert result.stats.violations == []
+
+
+def test_a_smaller_model_drafts() -> None:
+    rng = seeded()
+    model = tiny()
+    prompts = [random_prompt(rng) for _ in range(2)]
+    truths = [decode_plainly(model, p, 30) for p in prompts]
+    same = Generator(model, drafter="draft_model", draft_model=tiny(), check_contract=True)
+    for prompt, truth in zip(prompts, truths, strict=True):
+        result = same.generate(prompt, 30, tree=TREES["chain"])
+        assert result.token_ids == truth
+        assert result.stats.accepted_lengths[4] >= 5  # it drafts what it would say itself
+    other = Generator(model, drafter="draft_model", draft_model=tiny("qwen2", 1))
+    batch = other.generate(prompts, 30)
+    assert batch.token_ids == truths
+
+
+def test_the_curve_of_costs_is_there_to_look_at() -> None:
+    generator, _, _ = make(seeded(), count=1)
+    costs = generator.row_costs
+    assert list(costs) == sorted(costs)
+    assert costs[1] > 0
+    assert generator.row_costs == costs
+
+
+def test_a_round_that_does_not_fit_staging_is_refused_by_name() -> None:
+    rng = seeded()
+    generator, prompts, _ = make(rng, count=1, nwor=NworConfig(max_staging_bytes=1000))
+    with pytest.raises(NworError, match="max_staging_bytes"):
+        generator.generate(prompts[0], 10, tree=TREES["tree"])
+
+
+def test_ids_are_taken_in_every_form() -> None:
+    model = tiny()
+    generator = Generator(model, drafter="none")
+    truth = decode_plainly(model, [5, 6, 7], 6)
+    for form in ([5, 6, 7], torch.tensor([5, 6, 7]), torch.tensor([[5, 6, 7]])):
+        assert generator.generate(form, 6).token_ids == truth
+    two = generator.generate(torch.tensor([[5, 6, 7], [5, 6, 7]]), 6)
+    assert two.token_ids == [truth, truth]
+    assert generator.generate([torch.tensor([5, 6, 7]), [5, 6, 7]], 6).token_ids == [truth, truth]

@@ -1,0 +1,187 @@
+"""The report: complete, self-contained, and looked at in a real browser."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import subprocess
+from html.parser import HTMLParser
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from generate.png import read_png
+from generate.tiny_models import tiny
+from nwor_specpv import NworError
+from nwor_specpv import __main__ as cli
+from nwor_specpv.report import render, write_page
+from nwor_specpv.report.sweep import Mode, record, sweep
+from nwor_specpv.transformers import Generator
+
+SECTIONS = ["summary", "speed", "accepted", "bytes", "coverage", "drift", "rows"]
+
+
+def run(name: str, **values: object) -> dict:
+    base = {
+        "name": name,
+        "specpv": "off",
+        "prompt_tokens": 4000,
+        "new_tokens": 64,
+        "tokens_per_second": 31.5,
+        "tokens_per_step": 2.5,
+        "drafts": 90,
+        "accepted": 40,
+        "accepted_lengths": {"0": 5, "1": 9, "3": 11},
+        "cache_bytes_written": 4_000_000,
+        "cache_bytes_avoided": 9_500_000,
+        "coverage": [],
+        "drift": None,
+        "same_tokens": True,
+        "pieces": [("Once", 0), (" <upon>", 1), (" a", 2), (" & time", 3), ("\nthere", 7)],
+    }
+    return base | values
+
+
+REPORT = {
+    "title": "A report <of> runs",
+    "model": "a model",
+    "machine": {"device": "CPU, 2 threads"},
+    "row_costs": {"1": 0.03, "8": 0.04, "32": 0.11},
+    "runs": [
+        run("plain", drafts=0, accepted_lengths={}, same_tokens=None, tokens_per_second=20.0),
+        run("NWOR & trees"),
+        run("rectify", specpv="rectify", coverage=[(4000, 1024), (4040, 1030)], drift=0.02),
+        run("refresh", specpv="refresh", coverage=[(4000, 900)]),
+        run("lossless", specpv="lossless", coverage=[(4000, 1024)]),
+    ],
+}
+
+
+class Outline(HTMLParser):
+    """Sections, texts and everything that points somewhere."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sections: list[str] = []
+        self.open: list[str] = []
+        self.links: list[str] = []
+        self.depths: list[str] = []
+        self.text = ""
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        given = dict(attrs)
+        if tag != "meta":
+            self.open.append(tag)
+        if tag == "section":
+            self.sections.append(given["id"])
+        self.links += [v for k, v in attrs if k in ("src", "href", "xlink:href")]
+        if "data-depth" in given:
+            self.depths.append(given["data-depth"])
+        assert tag not in ("script", "link", "img", "iframe")
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        self.text += data
+
+
+def test_the_page_has_everything_and_fetches_nothing() -> None:
+    html = render(REPORT)
+    page = Outline()
+    page.feed(html)
+    assert page.open == []
+    assert page.links == []
+    assert "http" not in html.replace("<!doctype html>", "")
+    assert "url(" not in html
+    assert page.sections[: len(SECTIONS)] == SECTIONS
+    for text in ("A report <of> runs", "NWOR & trees", "31.5", "9.5 MB", "2.0 %", "yes"):
+        assert text in page.text
+    assert page.depths[:5] == ["0", "1", "2", "3", "7"]
+    assert "Once <upon> a & time" in page.text
+
+
+def test_a_report_without_drafts_or_views_says_so() -> None:
+    html = render(REPORT | {"runs": [REPORT["runs"][0]], "row_costs": None})
+    assert "No run had drafts." in html
+    assert html.count("No run verified partially.") == 2
+
+
+def test_runs_of_a_model_become_records() -> None:
+    class Numbers:
+        chat_template = None
+
+        def decode(self, ids: list[int], skip_special_tokens: bool = True) -> str:
+            return " ".join(map(str, ids))
+
+    first = Generator(tiny(), Numbers(), "none")
+    records = sweep(first, [Mode("again"), Mode("plain")], [1, 2, 3, 4, 5], 12)
+    assert [one["name"] for one in records] == ["again", "plain"]
+    assert records[0]["same_tokens"] is True
+    assert records[1]["reused_tokens"] == 4
+    text = "".join(piece for piece, _ in records[0]["pieces"])
+    assert text == Numbers().decode(records[0]["token_ids"])
+    assert render(REPORT | {"runs": json.loads(json.dumps(records))})
+    other = record(Mode("x"), first.generate([1, 2], 3), Numbers(), [1, 2, 3])
+    assert other["same_tokens"] is False
+
+
+def test_a_page_is_written_whole_or_not_at_all(tmp_path: Path) -> None:
+    target = tmp_path / "deep" / "page.html"
+    assert write_page(REPORT, target) == target
+    before = target.read_text()
+    with pytest.raises(KeyError):
+        write_page({"title": "half", "runs": [{}]}, target)
+    assert target.read_text() == before
+    assert [p.name for p in target.parent.iterdir()] == ["page.html"]
+    (tmp_path / "file").write_text("")
+    with pytest.raises((NworError, OSError)):
+        write_page(REPORT, tmp_path / "file" / "page.html")
+
+
+def test_recorded_runs_are_read_from_a_file(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source, target = tmp_path / "runs.json", tmp_path / "page.html"
+    source.write_text(json.dumps(REPORT))
+    arguments = ["report", "--from", str(source), "--out", str(target), "--json"]
+    assert cli.main(arguments) == 0
+    assert json.loads(capsys.readouterr().out) == {"page": str(target)}
+    source.write_text("{}")
+    assert cli.main(arguments) == 2
+    assert capsys.readouterr().err.startswith(f"nwor-specpv: --from: {source} has no runs")
+
+
+def test_a_browser_shows_it(tmp_path: Path) -> None:
+    chromium = shutil.which("chromium")
+    if chromium is None:
+        pytest.skip("chromium is not installed: apt-get install chromium")
+    page, picture = tmp_path / "page.html", tmp_path / "page.png"
+    page.write_text(render(REPORT), encoding="utf-8")
+    command = [
+        chromium,
+        "--headless",
+        "--no-sandbox",
+        "--disable-gpu",
+        "--hide-scrollbars",
+        "--disable-dev-shm-usage",
+        f"--user-data-dir={tmp_path / 'profile'}",
+        "--window-size=900,3000",
+        f"--screenshot={picture}",
+        page.as_uri(),
+    ]
+    home = os.environ | {"HOME": str(tmp_path)}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, env=home)
+    assert picture.is_file(), done.stderr[-500:]
+    pixels = read_png(picture)
+    assert pixels.shape[:2] == (3000, 900)
+    # Every bar of the first chart has its colour, and the drafts theirs.
+    for color in ("#4269d0", "#efb118", "#3ca951", "#ff725c", "#a463f2", "#d6f0d8"):
+        wanted = np.array([int(part, 16) for part in re.findall("..", color[1:])])
+        close = (np.abs(pixels.astype(int) - wanted).max(-1) <= 3).sum()
+        assert close > 50, color
+    ink = (pixels.astype(int).sum(-1) < 250).sum()
+    assert ink > 3000  # text was drawn

@@ -1,0 +1,161 @@
+"""The default model: every mode that claims it says what plain decoding says, token for token.
+
+The quick tests take two prompts; the sweep (slow) takes thirty with 200 tokens each.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+
+from nwor_specpv.demo.texts import CHAT, CODE, STORY, long_prompt
+from nwor_specpv.transformers import Generator, load_model
+from nwor_specpv.transformers.command import encode, view_config
+
+NUM_PROMPTS = int(os.environ.get("NWOR_SWEEP_PROMPTS") or 30)
+NEW_TOKENS = 200
+TOPICS = (
+    "Why is the sky blue?",
+    "List five uses of an old newspaper.",
+    "Explain photosynthesis to a child.",
+    "Write a poem about the sea.",
+    "What should I pack for a week in the mountains?",
+    "Tell me about the history of bread.",
+    "How do I learn to play the guitar?",
+    "Describe your favourite season and why people like it.",
+    "What is a prime number? Give examples.",
+    "Write an email asking for a day off.",
+    "How does a bicycle stay upright?",
+    "Summarise the story of Cinderella.",
+    "Give tips for sleeping better.",
+    "What is the difference between weather and climate?",
+    "Invent a name for a bakery and explain it.",
+    "How are mountains made?",
+    "Explain what a computer program is.",
+    "What do bees do in winter?",
+    "Write a dialogue between a cat and a dog.",
+    "How do you make pancakes?",
+)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)  # tests run side by side
+    yield
+    torch.set_num_threads(before)
+
+
+@cache
+def loaded() -> tuple[Any, Any]:
+    try:
+        return load_model()
+    except Exception as error:  # no network, and the weights are not installed
+        pytest.skip(f"SmolLM2-135M-Instruct is not here: {error}")
+
+
+@cache
+def prompts() -> list[list[int]]:
+    _, tokenizer = loaded()
+    found = [encode(tokenizer, text, raw=False) for text in (*CHAT, *TOPICS)]
+    found += [encode(tokenizer, text, raw=True) for text in (*STORY, *CODE)]
+    # Longer than the views of the tests below, and one that changes its topic at the end.
+    found += [long_prompt(tokenizer, count, seed) for count, seed in ((400, 2), (700, 3))]
+    turn = "\n\nNow something else: a list of prime numbers below 60: 2, 3, 5, 7,"
+    found.append(long_prompt(tokenizer, 350, 4) + tokenizer(turn).input_ids)
+    return found[-NUM_PROMPTS:]
+
+
+@cache
+def plain() -> Generator:
+    return Generator(*loaded(), drafter="none", check_contract=True)
+
+
+@cache
+def truth(index: int, count: int) -> list[int]:
+    return plain().generate(prompts()[index], count).token_ids
+
+
+def small_view(mode: str):
+    config = view_config(mode, 11 * 16, tail_tokens=24)
+    config.specpv_n_window_blocks = 4
+    return config
+
+
+MODES = {
+    "ngram": {"drafter": "ngram"},
+    "eagle3": {"drafter": "eagle3"},
+    "lossless": {"drafter": "eagle3", "specpv": "lossless"},
+}
+
+
+def generator(mode: str) -> Generator:
+    options = dict(MODES[mode])
+    if "specpv" in options:
+        options["specpv"] = small_view(options["specpv"])
+    return Generator(cache_of=plain(), **options)
+
+
+def test_plain_decoding_is_that_of_transformers() -> None:
+    model, _ = loaded()
+    prompt = prompts()[0]
+    with torch.inference_mode():
+        out = model.generate(torch.tensor([prompt]), max_new_tokens=24, do_sample=False)
+    assert truth(0, 24) == out[0, len(prompt) :].tolist()
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_every_mode_says_what_plain_decoding_says(mode: str) -> None:
+    made = generator(mode)
+    for index in (0, len(prompts()) - 1):
+        result = made.generate(prompts()[index], 16)
+        assert result.token_ids == truth(index, 24)[:16]
+        assert result.stats.violations == []
+
+
+def test_the_shipped_head_is_worth_its_rows() -> None:
+    stats = generator("eagle3").generate(prompts()[0], 24).stats
+    assert stats.tokens_per_step > 1.5
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", MODES)
+def test_sweep_one_by_one(mode: str) -> None:
+    made = generator(mode)
+    for index, prompt in enumerate(prompts()):
+        chunk = {"chunk_rows": 4} if mode == "ngram" and index % 2 else {}
+        result = made.generate(prompt, NEW_TOKENS, **chunk)
+        assert result.token_ids == truth(index, NEW_TOKENS), f"prompt {index}"
+        assert result.stats.violations == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ["eagle3", "lossless"])
+def test_sweep_in_batches_of_four(mode: str) -> None:
+    made = generator(mode)
+    every = prompts()
+    for first in range(0, len(every), 4):
+        batch = every[first : first + 4]
+        result = made.generate(batch, NEW_TOKENS)
+        expected = [truth(first + i, NEW_TOKENS) for i in range(len(batch))]
+        assert result.token_ids == expected, f"prompts from {first}"
+        assert result.stats.violations == []
+
+
+@pytest.mark.slow
+def test_sweep_of_stops_inside_accepted_runs() -> None:
+    made = generator("eagle3")
+    for index, prompt in enumerate(prompts()[:10]):
+        right = truth(index, NEW_TOKENS)
+        for at in (3, 17, 40):
+            if at >= len(right):
+                continue
+            end = right.index(right[at])
+            result = made.generate(prompt, NEW_TOKENS, eos_token_id=right[at])
+            assert result.token_ids == right[: end + 1]
+            assert result.finish == "stop"
