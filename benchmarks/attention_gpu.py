@@ -19,6 +19,7 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -290,26 +291,30 @@ def read_floor() -> Callable[[Bench, Set], object]:
     return run
 
 
+def paged_arguments(bench: Bench, s: Set) -> dict[str, Any]:
+    """What vLLM's paged kernels take, by the names they share."""
+    if bench.case.cache != "bfloat16" or bench.case.view:
+        raise NotImplementedError("bfloat16 pages only")
+    return {
+        "q": s.query,
+        "k": bench.pool.keys,
+        "v": bench.pool.values,
+        "out": s.out,
+        "cu_seqlens_q": bench.starts,
+        "max_seqlen_q": bench.case.rows,
+        "seqused_k": bench.all_lens,
+        "max_seqlen_k": max(bench.case.lens) + bench.case.rows,
+        "softmax_scale": HEAD_DIM**-0.5,
+        "causal": True,
+        "block_table": s.table,
+    }
+
+
 def flash_attention_3() -> Callable[[Bench, Set], torch.Tensor]:
     from vllm.vllm_flash_attn import flash_attn_varlen_func
 
     def run(bench: Bench, s: Set) -> torch.Tensor:
-        if bench.case.cache != "bfloat16" or bench.case.view:
-            raise NotImplementedError("bfloat16 pages only")
-        flash_attn_varlen_func(
-            q=s.query,
-            k=bench.pool.keys,
-            v=bench.pool.values,
-            out=s.out,
-            cu_seqlens_q=bench.starts,
-            max_seqlen_q=bench.case.rows,
-            seqused_k=bench.all_lens,
-            max_seqlen_k=max(bench.case.lens) + bench.case.rows,
-            softmax_scale=HEAD_DIM**-0.5,
-            causal=True,
-            block_table=s.table,
-            fa_version=3,
-        )
+        flash_attn_varlen_func(**paged_arguments(bench, s), fa_version=3)
         return s.out
 
     return run
@@ -322,21 +327,9 @@ def vllm_triton() -> Callable[[Bench, Set], torch.Tensor]:
         from vllm.attention.ops.triton_unified_attention import unified_attention
 
     def run(bench: Bench, s: Set) -> torch.Tensor:
-        if bench.case.cache != "bfloat16" or bench.case.view:
-            raise NotImplementedError("bfloat16 pages only")
         unified_attention(
-            q=s.query,
-            k=bench.pool.keys,
-            v=bench.pool.values,
-            out=s.out,
-            cu_seqlens_q=bench.starts,
-            max_seqlen_q=bench.case.rows,
-            seqused_k=bench.all_lens,
-            max_seqlen_k=max(bench.case.lens) + bench.case.rows,
-            softmax_scale=HEAD_DIM**-0.5,
-            causal=True,
+            **paged_arguments(bench, s),
             window_size=(-1, -1),
-            block_table=s.table,
             softcap=0.0,
             q_descale=None,
             k_descale=None,

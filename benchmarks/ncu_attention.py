@@ -13,7 +13,7 @@ import json
 import sys
 from pathlib import Path
 
-from ncu_ranges import FLUSH_BYTES, read_raw_page, run_command
+from ncu_ranges import FLUSH_BYTES, read_results, run_command
 
 SHAPES = [((4608,), 8), ((32768,), 8), ((32768,) * 8, 8), ((32768,) * 8, 64)]
 GOAL = 1.05
@@ -55,14 +55,7 @@ def drive(plan_path: Path) -> int:
 
 
 def table(plan_path: Path, csv_path: Path, json_path: Path | None) -> int:
-    plan = json.loads(plan_path.read_text())
-    measured = read_raw_page(csv_path)
-    if len(measured) != len(plan["ranges"]):
-        print(
-            f"{csv_path}: got {len(measured)} ranges, expected {len(plan['ranges'])}",
-            file=sys.stderr,
-        )
-        return 1
+    plan, measured = read_results(plan_path, csv_path)
     print(f"{plan['device']} · torch {plan['torch']} · commit {plan['commit']} · tree mask, bf16")
     print(f"{'B x L':<14}{'rows':>5}{'K/V MB':>10}{'DRAM read MB':>14}{'read / K/V':>12}  goal")
     for one, values in zip(plan["ranges"], measured, strict=True):

@@ -18,7 +18,7 @@ import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from ncu_ranges import FLUSH_BYTES, read_raw_page, run_command
+from ncu_ranges import FLUSH_BYTES, read_results, run_command
 
 LAYERS, HEADS, DIM, PAGE_SIZE = 32, 8, 128, 16
 REQUESTS, DRAFTS, ROUNDS = 16, 10, 20
@@ -166,14 +166,7 @@ def drive(plan_path: Path) -> int:
 
 
 def table(plan_path: Path, csv_path: Path, json_path: Path | None) -> int:
-    plan = json.loads(plan_path.read_text())
-    measured = read_raw_page(csv_path)
-    if len(measured) != len(plan["ranges"]):
-        print(
-            f"{csv_path}: got {len(measured)} ranges, expected {len(plan['ranges'])}",
-            file=sys.stderr,
-        )
-        return 1
+    plan, measured = read_results(plan_path, csv_path)
     results = []
     for one, values in zip(plan["ranges"], measured, strict=True):
         per_round = {name: value / plan["rounds"] for name, value in values.items()}

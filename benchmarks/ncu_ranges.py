@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import argparse
 import csv
+import json
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -35,6 +37,16 @@ def read_raw_page(path: Path) -> list[dict[str, float]]:
             values[name] = float(row[at].replace(",", "")) * UNITS[units[at]] * scale
         found.append(values)
     return found
+
+
+def read_results(plan_path: Path, csv_path: Path) -> tuple[dict, list[dict[str, float]]]:
+    """The plan and the metrics of its ranges, one for one."""
+    plan = json.loads(plan_path.read_text())
+    measured = read_raw_page(csv_path)
+    if len(measured) != len(plan["ranges"]):
+        found, expected = len(measured), len(plan["ranges"])
+        sys.exit(f"{csv_path}: got {found} ranges, expected {expected}")
+    return plan, measured
 
 
 def run_command(
