@@ -11,6 +11,7 @@
 #include "specpv/partial_cache.h"
 #include "specpv/partial_store.h"
 #include "specpv/verify_policy.h"
+#include "specpv/view_gather.h"
 
 // The Python face of partial verification: its configuration, the state of requests, the policy.
 
@@ -137,7 +138,8 @@ void BindSteps(py::module_& m) {
       .def(py::init<const SpecPVConfig&, int64_t, int64_t, int64_t>(), py::arg("config"),
            py::arg("max_rows"), py::arg("prompt_tokens") = 0, py::arg("max_new_tokens") = 0)
       .def("prefill", &PartialCache::Prefill, py::arg("num_tokens"))
-      .def("finish", &PartialCache::Finish, py::arg("decision"), py::arg("accepted"))
+      .def("finish", &PartialCache::Finish, py::arg("decision"), py::arg("accepted"),
+           py::arg("disagreed") = -1)
       .def(
           "require_full",
           [](PartialCache& self, std::string_view trigger) {
@@ -204,6 +206,13 @@ std::vector<BatchEntry> ParseBatch(const py::sequence& batch) {
 }
 
 void BindStore(py::module_& m) {
+  m.def(
+      "pinned_cache",
+      [](const std::vector<int64_t>& sizes, at::ScalarType dtype, const at::Device& device) {
+        return PinnedCache(sizes, dtype, device);
+      },
+      py::arg("sizes"), py::arg("dtype"), py::arg("device"));
+
   py::class_<StoredCache, PartialCache, std::shared_ptr<StoredCache>>(m, "StoredCache")
       .def_property_readonly("row", &StoredCache::row)
       .def_property_readonly("summarized_blocks", &StoredCache::summarized_blocks);
@@ -230,6 +239,7 @@ void BindStore(py::module_& m) {
            py::arg("block_table"), py::arg("query_rows") = py::none())
       .def("mark_refreshed", &PartialStore::MarkRefreshed)
       .def("blocks", &PartialStore::blocks, py::arg("layer"))
+      .def_property_readonly("all_blocks", &PartialStore::all_blocks)
       .def_property_readonly("num_blocks", &PartialStore::num_blocks)
       .def_property_readonly("view_lens", &PartialStore::view_lens)
       .def_property_readonly("kmax", &PartialStore::kmax)

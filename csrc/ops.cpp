@@ -11,6 +11,7 @@
 #include "kv_interceptor/kv_ops.h"
 #include "linear/linear_rows.h"
 #include "specpv/specpv_ops.h"
+#include "specpv/view_gather.h"
 
 // The torch ops: schemas, and one implementation each for CPU, CUDA and shape-only tensors. This is
 // the only file that registers anything with torch, in parts (ops_<folder>.cpp) where they are
@@ -247,6 +248,18 @@ void BuildViewOp(const at::Tensor& ids, const at::Tensor& block_table, const at:
   });
 }
 
+void GatherViewOp(const std::vector<at::Tensor>& key_caches,
+                  const std::vector<at::Tensor>& value_caches, const at::Tensor& blocks,
+                  at::Tensor lens, at::Tensor held, at::Tensor keys, at::Tensor values,
+                  int64_t block_size, const std::optional<std::vector<at::Tensor>>& k_scales,
+                  const std::optional<std::vector<at::Tensor>>& v_scales) {
+  WithTorchErrors([&] {
+    GatherView(key_caches, value_caches, blocks, lens, held, keys, values, block_size,
+               k_scales.value_or(std::vector<at::Tensor>{}),
+               v_scales.value_or(std::vector<at::Tensor>{}));
+  });
+}
+
 #define NWOR_SELECT_SCHEMA                                                               \
   "str score='specpv', str query_reduce='mean', str group_reduce='mean', str selection=" \
   "'per_head', Tensor? query_rows=None"
@@ -268,6 +281,10 @@ void RegisterSpecPVSchemas(torch::Library& library) {
       "Tensor partial, Tensor(a!) blocks, Tensor(b!) num_blocks, Tensor(c!) view_lens, "
       "int page_size, int block_size, int sink_blocks, int window_blocks, Tensor? rows=None) -> "
       "()");
+  library.def(
+      "gather_view(Tensor[] key_caches, Tensor[] value_caches, Tensor blocks, Tensor(a!) lens, "
+      "Tensor(b!) held, Tensor(c!) keys, Tensor(d!) values, int block_size, "
+      "Tensor[]? k_scales=None, Tensor[]? v_scales=None) -> ()");
 }
 
 void RegisterSpecPVKernels(torch::Library& library) {
@@ -275,10 +292,11 @@ void RegisterSpecPVKernels(torch::Library& library) {
   library.impl("select_blocks", &SelectBlocksOp);
   library.impl("select_blocks_out", &SelectBlocksOutOp);
   library.impl("build_view", &BuildViewOp);
+  library.impl("gather_view", &GatherViewOp);
 }
 
 void RegisterSpecPVFakes(torch::Library& library) {
-  for (const char* name : {"block_summaries", "select_blocks_out", "build_view"}) {
+  for (const char* name : {"block_summaries", "select_blocks_out", "build_view", "gather_view"}) {
     library.impl(name, torch::CppFunction::makeFromBoxedFunction<&IgnoreArguments>());
   }
   library.impl("select_blocks", &SelectBlocksFake);

@@ -33,7 +33,8 @@ void PartialCache::Prefill(int64_t num_tokens) {
   committed_len_ = emitted_len_ = full_len_;
 }
 
-StepOutcome PartialCache::Finish(const StepDecision& decision, int64_t accepted) {
+StepOutcome PartialCache::Finish(const StepDecision& decision, int64_t accepted,
+                                 int64_t disagreed) {
   NWOR_CHECK(decision.full_len == full_len_ && decision.committed_len == committed_len_,
              "decision: got one of F = ", decision.full_len, ", N = ", decision.committed_len,
              ", expected F = ", full_len_, ", N = ", committed_len_);
@@ -42,7 +43,10 @@ StepOutcome PartialCache::Finish(const StepDecision& decision, int64_t accepted)
   const int64_t most = decision.num_rows - 1 + (over_tail ? decision.refed_rows : 0);
   NWOR_CHECK(accepted >= 0 && accepted <= most, "accepted: got ", accepted, ", expected 0 to ",
              most, ", the draft rows of the step");
+  NWOR_CHECK(disagreed >= -1 && disagreed <= decision.refed_rows, "disagreed: got ", disagreed,
+             ", expected 0 to ", decision.refed_rows, ", the step's re-fed rows, or -1");
   CountStep(decision);
+  if (decision.refed_rows > 0) CountRefed(decision, accepted, disagreed);
   const int64_t before = committed_len_, tail_before = tail_len();
   StepOutcome outcome;
   if (decision.kind == StepKind::kPartial) {
@@ -70,6 +74,17 @@ StepOutcome PartialCache::Finish(const StepDecision& decision, int64_t accepted)
   outcome.committed = committed_len_ - before;
   emitted_len_ = lossless ? full_len_ : committed_len_;
   return outcome;
+}
+
+// Re-fed row i tells what should have followed it: the next token of the tail, for the last one the
+// tree's root. In lossless mode rows are judged until the first that disagrees.
+void PartialCache::CountRefed(const StepDecision& decision, int64_t accepted, int64_t disagreed) {
+  if (config_.specpv_rectify == Rectify::kLossless) {
+    const int64_t confirmed = std::min(accepted, decision.refed_rows);
+    CountDrift(std::min(confirmed + 1, decision.refed_rows), confirmed < decision.refed_rows);
+  } else if (disagreed >= 0) {
+    CountDrift(decision.refed_rows, disagreed);
+  }
 }
 
 void PartialCache::RequireFull(FullTrigger trigger) {

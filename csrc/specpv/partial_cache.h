@@ -47,15 +47,19 @@ class NWOR_EXPORT PartialCache {
   //                   lossless: N = F + 1 + accepted, then F = N
   //   partial         N += 1 + accepted; lossless: nothing is emitted yet
   // A partial step that committed more than the tail holds makes the next one full (tail_overflow).
+  // disagreed: of the step's re-fed rows, those at which full attention chooses another token than
+  // the one that was emitted; -1: not looked at. It is counted as drift (see CountDrift); in
+  // lossless mode `accepted` tells it and nothing is to be given.
   // Throws Error when the decision is not of this state.
-  StepOutcome Finish(const StepDecision& decision, int64_t accepted);
+  StepOutcome Finish(const StepDecision& decision, int64_t accepted, int64_t disagreed = -1);
 
   // The next step is to be full + refresh: something failed, or the host wants its tokens confirmed
   // (at the end of a lossless generation).
   void RequireFull(FullTrigger trigger);
 
-  // Drift: of `rechecked` emitted tokens full attention would have chosen `disagreed` differently.
-  // The logits of re-fed rows tell. Counted in the metrics, and here.
+  // Drift, for hosts that learn of it apart from a step's end: of `rechecked` emitted tokens full
+  // attention would have chosen `disagreed` differently. The logits of re-fed rows tell. Counted in
+  // the metrics, and here.
   void CountDrift(int64_t rechecked, int64_t disagreed);
 
   int64_t full_len() const { return full_len_; }            // F
@@ -86,6 +90,7 @@ class NWOR_EXPORT PartialCache {
 
  private:
   void CountStep(const StepDecision& decision) const;
+  void CountRefed(const StepDecision& decision, int64_t accepted, int64_t disagreed);
 
   const SpecPVConfig config_;
   const Budget budget_;

@@ -3,6 +3,7 @@
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_like.h>
 #include <ATen/ops/full.h>
+#include <c10/core/impl/VirtualGuardImpl.h>
 
 #include <algorithm>
 #include <chrono>
@@ -13,8 +14,31 @@
 #include "metrics/counters.h"
 #include "specpv/specpv_ops.h"
 
+#ifdef NWOR_WITH_CUDA
+#include <cuda_runtime_api.h>
+#endif
+
 namespace nwor {
 namespace {
+
+// A stream that is being captured runs nothing now: there is no time to be taken.
+bool IsCapturing(at::Device device) {
+#ifdef NWOR_WITH_CUDA
+  if (device.is_cuda()) {
+    cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
+    const auto stream = static_cast<cudaStream_t>(CurrentStream(device));
+    return cudaStreamIsCapturing(stream, &status) != cudaSuccess ||
+           status != cudaStreamCaptureStatusNone;
+  }
+#endif
+  return false;
+}
+
+std::unique_ptr<c10::Event> RecordNow(at::Device device) {
+  auto event = std::make_unique<c10::Event>(device.type(), c10::EventFlag::BACKEND_DEFAULT);
+  event->record(c10::impl::VirtualGuardImpl(device.type()).getStream(device));
+  return event;
+}
 
 // Rows of lens_: what a step tells the device of each request.
 enum Lens : int {
@@ -162,6 +186,7 @@ void PartialStore::Begin(const std::vector<BatchEntry>& batch) {
         std::max<int64_t>(cache.summarized_blocks(), segments.candidates()));
   }
   lens_.copy_(host, /*non_blocking=*/cuda);
+  ObserveEvents();
   batch_.clear();
   for (const BatchEntry& entry : batch) batch_.push_back({entry.cache, entry.decision.kind});
   refreshed_.assign(num_layers(), budget_.retrieval_blocks == 0);
@@ -180,6 +205,11 @@ void PartialStore::RefreshLayer(int64_t layer, const at::Tensor& query,
   NWOR_CHECK(layer >= 0 && layer < num_layers(), "layer: got ", layer, ", expected 0 to ",
              num_layers() - 1);
   if (budget_.retrieval_blocks == 0) return;
+  const at::Device device = lens_.device();
+  const bool observed = Refreshes();
+  const bool on_device =
+      observed && !device.is_cpu() && refresh_end_ == nullptr && !IsCapturing(device);
+  if (on_device) refresh_begin_ = RecordNow(device);
   const auto started = std::chrono::steady_clock::now();
   try {
     const std::optional<at::Tensor> scale =
@@ -203,8 +233,24 @@ void PartialStore::RefreshLayer(int64_t layer, const at::Tensor& query,
     throw;
   }
   refreshed_[layer] = true;
+  if (on_device) refresh_end_ = RecordNow(device);
+  if (!observed || !device.is_cpu()) return;
   const std::chrono::duration<double> elapsed = std::chrono::steady_clock::now() - started;
   Counters::Global().ObserveRefreshLatency(elapsed.count());
+}
+
+bool PartialStore::Refreshes() const {
+  return std::any_of(batch_.begin(), batch_.end(), [](const Begun& begun) {
+    return begun.kind == StepKind::kFullRefresh && !begun.cache.expired();
+  });
+}
+
+// What the device has measured meanwhile.
+void PartialStore::ObserveEvents() {
+  if (refresh_end_ == nullptr || !refresh_end_->query()) return;
+  Counters::Global().ObserveRefreshLatency(refresh_begin_->elapsedTime(*refresh_end_) * 1e-3);
+  refresh_begin_.reset();
+  refresh_end_.reset();
 }
 
 int64_t PartialStore::free_rows() const {

@@ -1,6 +1,7 @@
 #pragma once
 
 #include <ATen/core/Tensor.h>
+#include <c10/core/Event.h>
 
 #include <cstdint>
 #include <memory>
@@ -78,6 +79,7 @@ class NWOR_EXPORT PartialStore : public std::enable_shared_from_this<PartialStor
 
   // The view of a layer, as PartialView takes it.
   at::Tensor blocks(int64_t layer) const { return blocks_.select(0, layer); }
+  const at::Tensor& all_blocks() const { return blocks_; }  // [L, max_requests, Hkv, blocks]
   const at::Tensor& num_blocks() const { return num_blocks_; }
   const at::Tensor& view_lens() const { return view_lens_; }
   // [L, rows, N, Hkv, D] and [L, rows, Hkv, k]: for tests and for the commit.
@@ -96,6 +98,8 @@ class NWOR_EXPORT PartialStore : public std::enable_shared_from_this<PartialStor
   friend class StoredCache;
   PartialStore(const SpecPVConfig& config, const StoreOptions& options);
   void Release(int64_t row);
+  bool Refreshes() const;  // whether a request of the step does
+  void ObserveEvents();
 
   struct Begun {
     std::weak_ptr<StoredCache> cache;  // a request that is gone must not be kept by the last step
@@ -112,6 +116,8 @@ class NWOR_EXPORT PartialStore : public std::enable_shared_from_this<PartialStor
   at::Tensor lens_;  // [kNumLens, max_requests] int32
   std::vector<Begun> batch_;
   std::vector<bool> refreshed_;  // layers, in this step
+  // Around one layer's refresh on a device, until its time is known; the host does not wait for it.
+  std::unique_ptr<c10::Event> refresh_begin_, refresh_end_;
   mutable std::mutex free_rows_mutex_;
   std::vector<int64_t> free_rows_;
 };

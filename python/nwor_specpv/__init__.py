@@ -57,7 +57,7 @@ from .acceptance import (
     make_coins,
 )
 from .attention import CompactView, PartialView, merge_states, verify_attention, verify_plan
-from .compact import CompactViews
+from .compact import CompactViews, pinned_cache
 from .config import Settings, load_config
 from .cut import FINISH_REASONS, Cut, GrammarCut, StopStrings, cut_on_host, cut_path
 from .errors import CapacityError, DesyncError, NworError, UnknownSessionError
@@ -68,7 +68,7 @@ from .metrics import Metrics
 from .ops import CommitSummaries, CommitTail, commit, write_kv
 from .partial import PartialStore
 from .paths import get_cmake_dir, get_include
-from .retrieval import block_summaries, build_view, select_blocks
+from .retrieval import block_summaries, build_view, gather_view, select_blocks
 from .session import Session
 from .target import target_probs
 from .tree import (
@@ -151,6 +151,7 @@ __all__ = [
     "cut_on_host",
     "cut_path",
     "describe_status",
+    "gather_view",
     "get_cmake_dir",
     "get_include",
     "get_method",
@@ -160,6 +161,7 @@ __all__ = [
     "merge_states",
     "method_names",
     "normalize_topology",
+    "pinned_cache",
     "register_method",
     "select_blocks",
     "static_tree",

@@ -1,18 +1,42 @@
 """Compact storage: the tokens of partial views copied into contiguous memory.
 
 Needed when the full cache lives in host memory (`specpv_offload`) or in another dtype. A refresh
-copies a view's tokens once; after that only what was committed since is copied behind them.
+copies a view's tokens once; after that the commit that writes accepted rows to the full cache
+writes them behind the view as well.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
+from . import _C
 from .attention import CompactView
 from .errors import NworError
+from .ops import CommitTail
 from .partial import Batch, PartialStore
+from .retrieval import gather_view
 
-__all__ = ["CompactViews"]
+__all__ = ["CompactViews", "pinned_cache"]
+
+
+def pinned_cache(
+    sizes: Sequence[int], *, dtype: torch.dtype, device: torch.device | str
+) -> torch.Tensor:
+    """Memory for a paged cache that stays in the host's memory (`specpv_offload`).
+
+    The tensor is one of `device`: every op of this package reads and writes it in place, over the
+    bus. Full steps are therefore slow and partial steps, which read compact views, are not. On the
+    CPU it is ordinary memory.
+    """
+    try:
+        where = torch.device(device)
+        if where.type == "cuda" and where.index is None:
+            where = torch.device("cuda", torch.cuda.current_device())
+        return _C.pinned_cache(list(sizes), dtype, where)
+    except RuntimeError as error:
+        raise NworError(f"pinned_cache: {error}") from None
 
 
 class CompactViews:
@@ -22,10 +46,13 @@ class CompactViews:
         store.build_views(block_table)
         compact.update(batch)                              # gathers what is new
         verify_attention(..., view=compact.view(layer))
+        commit(..., tail=compact.tail(root_slots))         # accepted rows go behind the views
 
-    Caches may be in host memory (pinned, for copies that do not wait) while the views are on
-    `device`. A copy that fails makes its request see its whole prefix in this step and asks for a
-    full one next (`offload_failure`, counted).
+    What a view holds is device data that the commit moves on, so nothing is read back, and a commit
+    that was refused, or one without `tail`, only means that `update` copies those tokens later.
+    Caches may be of another dtype, or in pinned host memory. A copy that fails makes its requests
+    see their whole prefix in this step and asks for a full one next (`offload_failure`, counted).
+    A request should keep its place in the batch: its view is copied anew when it moves.
     """
 
     def __init__(
@@ -50,69 +77,68 @@ class CompactViews:
         first = key_caches[0]
         _, _, heads, dim = first.shape
         self._device = torch.device(device) if device is not None else first.device
-        size = store.budget.block_size
-        blocks = store.blocks(0).shape[-1]
         batch = store.num_blocks.shape[0]
-        shape = (2, store.num_layers, batch, heads, blocks * size, dim)
+        # The step's own rows join the tail before the next view is made.
+        room = store.blocks(0).shape[-1] * store.budget.block_size + store.budget.max_rows
+        shape = (2, store.num_layers, batch, heads, room, dim)
         default = torch.bfloat16 if first.dtype == torch.float8_e4m3fn else first.dtype
         self._kv = torch.empty(shape, dtype=dtype or default, device=self._device)
-        self._lens = torch.full((batch,), -1, dtype=torch.int32, device=self._device)
-        # What each place of the batch holds: whose tokens, selected when, how many.
-        self._held: list[tuple[object, int, int] | None] = [None] * batch
-        self.copied_tokens = 0
+        # Lengths of this step's views, and whether what a place holds is still of use.
+        self._step = torch.full((2, batch), -1, dtype=torch.int32, device=self._device)
+        self._held = torch.zeros(batch, dtype=torch.int32, device=self._device)
+        # What each place of the batch holds: whose tokens, selected when.
+        self._owners: list[tuple[object, int] | None] = [None] * batch
 
     def view(self, layer: int) -> CompactView:
         """The view of a layer; the same tensors in every step."""
-        return CompactView(self._kv[0, layer], self._kv[1, layer], self._lens)
+        return CompactView(self._kv[0, layer], self._kv[1, layer], self._step[0])
+
+    def tail(self, root_slots: torch.Tensor) -> CommitTail:
+        """For this step's commit. `root_slots` [batch] int64: the cache slot of each row 0."""
+        return CommitTail(self._kv[0], self._kv[1], self._step[0], root_slots, self._held)
+
+    @property
+    def held_tokens(self) -> torch.Tensor:
+        """[batch] int32: tokens that each view has now, on the device."""
+        return self._held
 
     def update(self, batch: Batch) -> None:
-        """Copies what the views of this step's partial requests have not copied yet."""
-        lens = [-1] * len(self._held)
+        """Copies what the views of this step's partial requests do not hold yet."""
+        lens, keep = [-1] * len(self._owners), [1] * len(self._owners)
         for place, entry in enumerate(batch):
             if entry is None or entry[1].kind != "partial":
                 continue
             cache, decision = entry
-            length = decision.view_tokens
-            held = self._held[place]
-            same = held is not None and held[0] is cache and held[1] == cache.anchor_len
-            begin = held[2] if same else 0
-            try:
-                if length > begin:
-                    self._copy(place, begin, length)
-            except (RuntimeError, ValueError, IndexError):
-                self._held[place] = None
-                cache.require_full("offload_failure")
-                continue
-            self._held[place] = (cache, cache.anchor_len, length)
-            lens[place] = length
-        self._lens.copy_(torch.tensor(lens, dtype=torch.int32))
+            owner = self._owners[place]
+            if owner is None or owner[0] is not cache or owner[1] != cache.anchor_len:
+                keep[place] = 0
+                self._owners[place] = cache, cache.anchor_len
+            lens[place] = decision.view_tokens
+        self._tell(lens, keep)
+        try:
+            self._gather()
+        except (RuntimeError, ValueError):
+            self._tell([-1] * len(lens), [0] * len(lens))
+            for place, entry in enumerate(batch):
+                if lens[place] >= 0:
+                    self._owners[place] = None
+                    entry[0].require_full("offload_failure")
 
-    def _copy(self, place: int, begin: int, end: int) -> None:
-        """Tokens begin to end - 1 of one place's view, in all layers."""
-        size = self._store.budget.block_size
-        first, last = begin // size, -(-end // size)
-        for layer in range(self._store.num_layers):
-            blocks = self._store.blocks(layer)[place, :, first:last]
-            for side in (0, 1):
-                tokens = self._gather(layer, side, blocks)
-                to = self._kv[side, layer, place, :, first * size : last * size]
-                to.copy_(tokens, non_blocking=True)
-        self.copied_tokens += end - begin
+    def _tell(self, lens: list[int], keep: list[int]) -> None:
+        pinned = self._device.type == "cuda"
+        told = torch.tensor([lens, keep], dtype=torch.int32, pin_memory=pinned)
+        self._step.copy_(told, non_blocking=True)
+        self._held.mul_(self._step[1])
 
-    def _gather(self, layer: int, side: int, blocks: torch.Tensor) -> torch.Tensor:
-        """[Hkv, tokens, D] of the blocks that each head sees, read where they lie."""
-        cache = self._caches[side][layer]
-        size = self._store.budget.block_size
-        parts = cache.shape[1] // size
-        ids = blocks.to(cache.device, torch.long)
-        offsets = torch.arange(size, device=cache.device)
-        pages = (ids // parts)[..., None]
-        slots = (ids % parts)[..., None] * size + offsets
-        heads = torch.arange(len(ids), device=cache.device)[:, None, None]
-        tokens = cache[pages, slots, heads].flatten(1, 2).to(self._kv.dtype)
-        scales = self._scales[side]
-        if scales is not None:
-            tokens = tokens * scales[layer].to(cache.device).reshape(-1, 1, 1).to(tokens.dtype)
-        if cache.device.type == "cpu" and self._device.type == "cuda":
-            tokens = tokens.pin_memory()
-        return tokens
+    def _gather(self) -> None:
+        gather_view(
+            *self._caches,
+            self._store.all_blocks,
+            self._step[0],
+            self._held,
+            self._kv[0],
+            self._kv[1],
+            block_size=self._store.budget.block_size,
+            k_scales=self._scales[0],
+            v_scales=self._scales[1],
+        )

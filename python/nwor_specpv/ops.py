@@ -21,7 +21,7 @@ from .acceptance import (
 )
 from .attention import merge_states, verify_attention, verify_plan
 from .cut import cut_path
-from .retrieval import block_summaries, build_view, select_blocks
+from .retrieval import block_summaries, build_view, gather_view, select_blocks
 from .target import target_probs
 from .tree import tree_from_chain, tree_from_parents, tree_from_topk
 
@@ -36,6 +36,7 @@ __all__ = [
     "build_view",
     "commit",
     "cut_path",
+    "gather_view",
     "linear_rows",
     "make_coins",
     "merge_states",

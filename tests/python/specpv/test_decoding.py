@@ -9,7 +9,17 @@ import torch
 
 from nwor_specpv import Metrics, NworError, SpecPVConfig
 from specpv.contexts import seeded
-from specpv.toy_model import VOCAB, Host, Request, Weights, decode_plainly, plain_kv
+from specpv.toy_model import (
+    DIM,
+    KV_HEADS,
+    LAYERS,
+    VOCAB,
+    Host,
+    Request,
+    Weights,
+    decode_plainly,
+    plain_kv,
+)
 
 
 def configured(rng: random.Random, **values: object) -> SpecPVConfig:
@@ -150,11 +160,13 @@ def test_drift_is_what_full_attention_would_have_chosen_differently() -> None:
     rng = seeded()
     host = start(rng, configured(rng, specpv_selector="sliding"), count=1)
     (request,) = host.requests
-    expected = 0
+    before = Metrics().snapshot()
+    expected = looked_at = 0
 
     def check(host: Host, request: Request) -> None:
-        nonlocal expected
+        nonlocal expected, looked_at
         decision = request.decision
+        looked_at += decision.refed_rows
         if decision.refed_rows:
             logits = plain_kv(host.w, request.tokens[: decision.committed_len])[0]
             told = logits.argmax(-1).tolist()
@@ -163,7 +175,45 @@ def test_drift_is_what_full_attention_would_have_chosen_differently() -> None:
 
     host.after_step = check
     host.decode(24, rng)
-    assert request.drift == expected
+    assert looked_at > 0
+    assert (request.cache.rechecked_tokens, request.cache.disagreed_tokens) == (looked_at, expected)
+    after = Metrics().snapshot()
+    for name, grown in (("rechecked", looked_at), ("disagreed", expected)):
+        key = f"specpv_{name}_tokens_total"
+        assert after[key] - before[key] == grown
+
+
+def test_what_is_read_and_what_full_steps_would_have_read_is_counted() -> None:
+    rng = seeded()
+    host = start(rng, configured(rng, specpv_selector="specpv"), count=2)
+    before = Metrics().snapshot()
+    per_token = 2 * LAYERS * KV_HEADS * DIM * 4
+    read = full = refreshes = partial = 0
+
+    def check(host: Host, request: Request) -> None:
+        nonlocal read, full, refreshes, partial
+        decision = request.decision
+        is_partial = decision.kind == "partial"
+        read += per_token * (decision.view_tokens if is_partial else decision.prefix_len)
+        full += per_token * decision.committed_len
+        refreshes += decision.kind == "full_refresh"
+        partial += is_partial
+
+    host.after_step = check
+    host.decode(24, rng)
+    after = Metrics().snapshot()
+
+    def grown(name: str) -> int:
+        return after[name] - before[name]
+
+    assert grown("specpv_kv_bytes_read_total") == read < full
+    assert grown("specpv_kv_bytes_full_total") == full
+    assert grown("specpv_partial_steps_total") == partial > 0
+    # A layer's refresh is timed when a request refreshes, and then once for the batch.
+    timed = grown("specpv_refresh_seconds_count")
+    assert 0 < timed <= LAYERS * refreshes
+    assert timed % LAYERS == 0
+    assert "specpv_refresh_seconds_bucket" in Metrics().render()
 
 
 def test_a_request_that_goes_frees_its_row_at_once() -> None:
@@ -206,50 +256,86 @@ def test_a_failed_refresh_makes_the_next_step_full() -> None:
 def test_compact_storage_decodes_as_paged_storage_does() -> None:
     rng = seeded()
     seed, story = rng.randrange(1 << 30), rng.randrange(1 << 30)
-    shown, copied = [], 0
+    shown = []
     for storage in ("paged", "compact"):
         rng = random.Random(story)
         torch.manual_seed(seed)
         host = start(rng, configured(rng, specpv_storage=storage))
         shown.append(host.decode(20, rng))
-        if host.compact is not None:
-            copied = host.compact.copied_tokens
     assert shown[0] == shown[1]
     assert host.kinds["partial"] > 0
-    # A refresh copies a view, the steps after it only what they add.
-    assert 0 < copied < 0.7 * host.kinds["partial"] * 60
 
 
-def test_a_failed_copy_falls_back_to_the_whole_prefix() -> None:
+def test_accepted_rows_reach_compact_views_from_the_commit_and_not_by_a_copy() -> None:
+    rng = seeded()
+    config = configured(rng, specpv_storage="compact", specpv_selector="specpv")
+    host = start(rng, config, count=2)
+    refreshed: set[int] = set()
+    gathered = 0
+    gather = host.compact._gather
+
+    def watch() -> None:
+        """Tokens are copied after a refresh; in all later steps the view is there already."""
+        nonlocal gathered
+        held = host.compact.held_tokens.tolist()
+        lens = host.compact.view(0).lens.tolist()
+        for place, request in enumerate(host.requests):
+            if request.decision.kind != "partial":
+                refreshed.add(place)
+                continue
+            assert held[place] == (0 if place in refreshed else lens[place])
+            gathered += place in refreshed
+            refreshed.discard(place)
+        gather()
+
+    host.compact._gather = watch
+    host.decode(24, rng)
+    assert gathered > 0
+    assert host.kinds["partial"] > gathered
+
+
+def test_a_commit_without_the_views_only_means_a_copy_later() -> None:
+    rng = seeded()
+    seed, story = rng.randrange(1 << 30), rng.randrange(1 << 30)
+    shown = []
+    for fed in (True, False):
+        rng = random.Random(story)
+        torch.manual_seed(seed)
+        host = start(rng, configured(rng, specpv_storage="compact", specpv_selector="specpv"))
+        if not fed:
+            host.compact.tail = lambda root_slots: None
+        shown.append(host.decode(20, rng))
+    assert shown[0] == shown[1]
+
+
+@pytest.mark.parametrize("failure", [RuntimeError, NworError])
+def test_a_failed_copy_falls_back_to_the_whole_prefix(failure: type[Exception]) -> None:
     rng = seeded()
     config = configured(rng, specpv_storage="compact", specpv_selector="specpv")
     host = start(rng, config, count=2)
     gather = host.compact._gather
-    calls = 0
 
-    def failing(layer: int, side: int, blocks: torch.Tensor) -> torch.Tensor:
-        nonlocal calls
-        calls += 1
-        if calls == 3:
-            raise RuntimeError("injected: the copy failed")
-        return gather(layer, side, blocks)
+    def failing() -> None:
+        raise failure("injected: the copy failed")
 
-    host.compact._gather = failing
     counted = Metrics().snapshot()["specpv_full_steps_total"].get("offload_failure", 0)
     host.step([[], []])
-    host.step([[], []])  # partial, and the copy of the first request fails half way
+    host.compact._gather = failing
+    host.step([[], []])
     first, second = host.requests
     assert first.decision.kind == second.decision.kind == "partial"
-    assert host.compact.view(0).lens.tolist()[0] == -1
-    assert host.compact.view(0).lens.tolist()[1] > 0
-    # It saw its whole prefix: the token is the one full attention chooses.
-    tokens = first.tokens
-    assert tokens[-1] == int(plain_kv(host.w, tokens[:-1])[0][-1].argmax())
+    assert host.compact.view(0).lens.tolist() == [-1, -1]
+    for request in (first, second):  # they saw everything: full attention chooses that token
+        tokens = request.tokens
+        assert tokens[-1] == int(plain_kv(host.w, tokens[:-1])[0][-1].argmax())
+    host.compact._gather = gather
     host.step([[], []])
-    assert first.decision.trigger == "offload_failure"
-    assert second.decision.kind == "partial"
+    assert first.decision.trigger == second.decision.trigger == "offload_failure"
     after = Metrics().snapshot()["specpv_full_steps_total"]["offload_failure"]
-    assert after == counted + 1
+    assert after == counted + 2
+    host.step([[], []])
+    assert first.decision.kind == "partial"
+    assert host.compact.view(0).lens.tolist()[0] > 0
 
 
 def test_a_budget_that_covers_the_context_changes_nothing() -> None:

@@ -127,7 +127,7 @@ def run_story(rng: random.Random, steps: int, seen: dict[str, int]) -> None:
     policy = VerifyPolicy(config, callback)
     cache = PartialCache(config, max_rows)
     cache.prefill(prompt)
-    shown = 0
+    shown, drift = 0, (0, 0)
     for _ in range(steps):
         rows = rng.randrange(1, max_rows + 1)
         asks[0] = rng.random() < 0.1
@@ -151,7 +151,15 @@ def run_story(rng: random.Random, steps: int, seen: dict[str, int]) -> None:
         seen[trigger] = seen.get(trigger, 0) + 1
         over_tail = kind == "full_refresh" and model.mode == "lossless"
         accepted = rng.randrange(rows + (len(model.tail) if over_tail else 0))
-        outcome = cache.finish(decision, accepted)
+        refed = decision.refed_rows
+        disagreed = rng.randrange(-1, refed + 1)
+        outcome = cache.finish(decision, accepted, disagreed)
+        if over_tail and refed:
+            stands = min(accepted, refed)
+            drift = drift[0] + min(stands + 1, refed), drift[1] + (stands < refed)
+        elif refed and disagreed >= 0:
+            drift = drift[0] + refed, drift[1] + disagreed
+        assert (cache.rechecked_tokens, cache.disagreed_tokens) == drift
         emitted = model.play(kind, accepted)
         shown += emitted
         assert outcome.emitted == emitted
@@ -214,6 +222,8 @@ def test_wrong_use_is_named() -> None:
     for accepted in (-1, 3):
         with pytest.raises(NworError, match=f"accepted: got {accepted}, expected 0 to 2"):
             cache.finish(decision, accepted)
+    with pytest.raises(NworError, match="disagreed: got 1, expected 0 to 0"):
+        cache.finish(decision, 2, 1)
     cache.finish(decision, 2)
     with pytest.raises(NworError, match=r"decision: got one of F = 42, N = 42, expected F = 42"):
         cache.finish(decision, 2)

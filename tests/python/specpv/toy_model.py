@@ -113,7 +113,6 @@ class Request:
     pages: list[int]
     decision: StepDecision | None = None
     drafts: list[int] | None = None
-    drift: int = 0
 
 
 class Host:
@@ -210,16 +209,14 @@ class Host:
 
     def accept(self, chosen: list[int], starts: list[int], staging: torch.Tensor) -> None:
         lossless = self.config.specpv_rectify == "lossless"
-        paths, slots, counts, outcomes = [], [], [], []
+        paths, slots, counts, outcomes, roots = [], [], [], [], []
         for request, first in zip(self.requests, starts, strict=False):
             decision = request.decision
             refed = decision.refed_rows
             begin = decision.committed_len - refed
             fed = request.tokens[begin : decision.committed_len + 1] + request.drafts
             answers = chosen[first : first + len(fed)]
-            request.drift += sum(
-                a != t for a, t in zip(answers[:refed], fed[1 : refed + 1], strict=True)
-            )
+            differ = sum(a != t for a, t in zip(answers[:refed], fed[1 : refed + 1], strict=True))
             at = 0 if lossless and decision.kind == "full_refresh" else refed
             accepted = 0
             while at + 1 < len(fed) and answers[at] == fed[at + 1]:
@@ -230,8 +227,10 @@ class Host:
             paths.append(path)
             slots.append([self.slot(request, begin + i) for i in range(refed + 1, at + 1)])
             counts.append(len(path))
+            roots.append(self.slot(request, decision.committed_len))
             tokens = request.tokens[:begin] + fed[: at + 1] + [answers[at]]
-            outcomes.append((request, decision, accepted, tokens))
+            differ = -1 if lossless else differ  # acceptance itself tells
+            outcomes.append((request, decision, accepted, differ, tokens))
         depth = max(1, max(counts))
         status = torch.zeros(8, dtype=torch.int64)
         commit(
@@ -243,10 +242,11 @@ class Host:
             torch.tensor(counts, dtype=torch.int32),
             torch.tensor([s + [-1] * (depth - len(s)) for s in slots]),
             status,
+            tail=None if self.compact is None else self.compact.tail(torch.tensor(roots)),
         )
         assert status[0] == 0
-        for request, decision, accepted, tokens in outcomes:
-            outcome = request.cache.finish(decision, accepted)
+        for request, decision, accepted, differ, tokens in outcomes:
+            outcome = request.cache.finish(decision, accepted, differ)
             request.tokens = tokens
             assert request.cache.committed_len == len(tokens) - 1
             if outcome.emitted:

@@ -1,0 +1,152 @@
+#include <c10/util/BFloat16.h>
+#include <c10/util/Half.h>
+
+#include <algorithm>
+#include <atomic>
+#include <cstring>
+
+#include "check.h"
+#include "kv_interceptor/fp8.h"
+#include "parallel.h"
+#include "specpv/view_gather_params.h"
+
+namespace nwor {
+namespace {
+
+// One list of one request: the blocks that hold tokens yet to be copied.
+struct List {
+  int32_t layer, request, head;
+};
+
+const int32_t* BlocksOf(const GatherParams& params, const List& list) {
+  const int64_t row =
+      (int64_t{list.layer} * params.num_requests + list.request) * params.geometry.num_heads +
+      list.head;
+  return params.blocks + row * params.max_blocks;
+}
+
+void CheckList(const GatherParams& params, const List& list) {
+  const int32_t parts = params.geometry.page_size / params.block_size;
+  const int32_t* blocks = BlocksOf(params, list);
+  const int32_t begin = params.held[list.request] / params.block_size;
+  const int32_t end = (params.lens[list.request] + params.block_size - 1) / params.block_size;
+  for (int32_t i = begin; i < end; ++i) {
+    NWOR_CHECK(blocks[i] >= 0 && blocks[i] < params.geometry.num_pages * parts, "blocks[",
+               list.layer, ", ", list.request, ", ", list.head, ", ", i, "]: got ", blocks[i],
+               ", expected 0 to ", params.geometry.num_pages * parts - 1);
+  }
+}
+
+template <typename T>
+float ToFloat(T x) {
+  return static_cast<float>(x);
+}
+
+template <typename In, typename Out>
+void ConvertRow(const void* from, void* to, int dim, float scale) {
+  for (int i = 0; i < dim; ++i) {
+    static_cast<Out*>(to)[i] =
+        static_cast<Out>(ToFloat<In>(static_cast<const In*>(from)[i]) * scale);
+  }
+}
+
+template <typename Out>
+void ConvertFloat8(const void* from, void* to, int dim, float scale) {
+  for (int i = 0; i < dim; ++i) {
+    static_cast<Out*>(to)[i] =
+        static_cast<Out>(DequantizeE4M3(static_cast<const uint8_t*>(from)[i]) * scale);
+  }
+}
+
+template <typename Out>
+void ReadRowAs(const void* from, DType from_dtype, void* to, int dim, float scale) {
+  switch (from_dtype) {
+    case DType::kFloat32:
+      return ConvertRow<float, Out>(from, to, dim, scale);
+    case DType::kFloat16:
+      return ConvertRow<c10::Half, Out>(from, to, dim, scale);
+    case DType::kBFloat16:
+      return ConvertRow<c10::BFloat16, Out>(from, to, dim, scale);
+    case DType::kFloat8E4M3:
+      return ConvertFloat8<Out>(from, to, dim, scale);
+  }
+}
+
+void ReadRow(const void* from, DType from_dtype, void* to, DType to_dtype, int dim, float scale) {
+  if (from_dtype == to_dtype) {
+    std::memcpy(to, from, static_cast<size_t>(dim) * ElementBytes(to_dtype));
+    return;
+  }
+  switch (to_dtype) {
+    case DType::kFloat16:
+      return ReadRowAs<c10::Half>(from, from_dtype, to, dim, scale);
+    case DType::kBFloat16:
+      return ReadRowAs<c10::BFloat16>(from, from_dtype, to, dim, scale);
+    default:
+      return ReadRowAs<float>(from, from_dtype, to, dim, scale);
+  }
+}
+
+float ScaleOf(const float* scales, int count, int head) {
+  return scales == nullptr ? 1.0f : scales[count == 1 ? 0 : head];
+}
+
+void CopyList(const GatherParams& params, const List& list) {
+  const CacheGeometry& geometry = params.geometry;
+  const GatherLayer& layer = params.layers[list.layer];
+  const int32_t parts = geometry.page_size / params.block_size;
+  const int32_t* blocks = BlocksOf(params, list);
+  const int64_t from_bytes = ElementBytes(geometry.dtype), to_bytes = ElementBytes(params.dtype);
+  const float k_scale = ScaleOf(layer.scales.key, layer.scales.key_count, list.head);
+  const float v_scale = ScaleOf(layer.scales.value, layer.scales.value_count, list.head);
+  for (int32_t token = params.held[list.request]; token < params.lens[list.request]; ++token) {
+    const int32_t block = blocks[token / params.block_size];
+    const int64_t page = block / parts;
+    const int64_t offset = block % parts * params.block_size + token % params.block_size;
+    const int64_t at = list.layer * params.layer_stride + list.request * params.request_stride +
+                       list.head * params.head_stride + token * params.token_stride;
+    const auto copy = [&](const void* cache, const KvStrides& strides, void* view, float scale) {
+      const int64_t from = page * strides.page + offset * strides.token + list.head * strides.head;
+      ReadRow(static_cast<const std::byte*>(cache) + from * from_bytes, geometry.dtype,
+              static_cast<std::byte*>(view) + at * to_bytes, params.dtype, geometry.head_dim,
+              scale);
+    };
+    copy(layer.key, geometry.key, params.keys, k_scale);
+    copy(layer.value, geometry.value, params.values, v_scale);
+  }
+}
+
+}  // namespace
+
+void GatherViewCpu(const GatherParams& params) {
+  for (int32_t b = 0; b < params.num_requests; ++b) {
+    if (params.lens[b] < 0) continue;
+    const int32_t most =
+        std::min<int64_t>(params.capacity, int64_t{params.max_blocks} * params.block_size);
+    NWOR_CHECK(params.lens[b] <= most, "lens[", b, "]: got ", params.lens[b], ", expected at most ",
+               most, ", the tokens that blocks and keys have room for");
+    NWOR_CHECK(params.held[b] >= 0, "held[", b, "]: got ", params.held[b], ", expected 0 or more");
+  }
+  const int32_t heads = params.geometry.num_heads;
+  const int64_t num_lists = int64_t{params.num_layers} * params.num_requests * heads;
+  const auto list_at = [&](int64_t index) {
+    return List{static_cast<int32_t>(index / heads / params.num_requests),
+                static_cast<int32_t>(index / heads % params.num_requests),
+                static_cast<int32_t>(index % heads)};
+  };
+  for (int64_t i = 0; i < num_lists; ++i) {
+    const List list = list_at(i);
+    if (params.lens[list.request] > params.held[list.request]) CheckList(params, list);
+  }
+  std::atomic<int64_t> next{0};
+  RunOnTorchThreads(num_lists, [&] {
+    for (int64_t i = next.fetch_add(1); i < num_lists; i = next.fetch_add(1)) {
+      CopyList(params, list_at(i));
+    }
+  });
+  for (int32_t b = 0; params.last && b < params.num_requests; ++b) {
+    if (params.lens[b] >= 0) params.held[b] = params.lens[b];
+  }
+}
+
+}  // namespace nwor
