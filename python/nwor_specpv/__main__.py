@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
 PROGRAM = "nwor-specpv"
-BENCHES = ("commit", "attention", "retrieval", "tree", "session", "generate")
+BENCHES = ("commit", "attention", "retrieval", "coverage", "tree", "session", "generate")
 # Commands that read the rest of the line themselves, and the modules they are in.
 HOSTED = {
     "generate": ("transformers.command", "go on with a prompt, with any drafter and mode"),
