@@ -25,31 +25,23 @@ namespace {
 struct ViewTable {
   SummaryTable summaries;
   TailTable tail;
+  uint32_t splits;  // blocks that share the rows of a plane; those beyond them serve the views
+
+  __device__ uint32_t num_splits() const { return splits; }
 };
-struct NoViews {};
+struct NoViews {
+  NoTail tail;
+  __device__ static uint32_t num_splits() { return gridDim.y; }
+};
 template <bool kViews>
 using ViewArgument = std::conditional_t<kViews, ViewTable, NoViews>;
-
-template <bool kViews>
-__device__ const TailTable* TailOf(const ViewArgument<kViews>& views) {
-  if constexpr (kViews) {
-    return &views.tail;
-  } else {
-    return nullptr;
-  }
-}
-
-__device__ bool ServesViews(const BatchTable& batch) {
-  return blockIdx.y >= static_cast<unsigned>(batch.num_splits);
-}
 
 // What a block beyond the splits does once the batch is known to be valid: layers in turn.
 template <RowOp kOp, int kLayers>
 __device__ void ServeViews(const CommitTable<kLayers>& table, const ViewTable& views) {
   const auto num_layers = static_cast<int32_t>(gridDim.x / 2);
-  const auto block = static_cast<int32_t>(
-      (blockIdx.y - static_cast<unsigned>(table.batch.num_splits)) * gridDim.x + blockIdx.x);
-  const auto num_blocks = static_cast<int32_t>((gridDim.y - table.batch.num_splits) * gridDim.x);
+  const auto block = static_cast<int32_t>((blockIdx.y - views.splits) * gridDim.x + blockIdx.x);
+  const auto num_blocks = static_cast<int32_t>((gridDim.y - views.splits) * gridDim.x);
   const int32_t layer = block % num_layers;
   const int32_t warp = block / num_layers * kCommitWarps + static_cast<int32_t>(threadIdx.x / 32);
   const int32_t num_warps = num_blocks / num_layers * kCommitWarps;
@@ -72,22 +64,23 @@ __device__ bool PublishesNow(const BatchTable& batch) {
 }
 
 // A warp's part of a verdict, the same in all its lanes.
-template <typename Team>
-__device__ BatchVerdict CheckWarpShare(const BatchTable& batch, uint32_t* cells,
+template <typename Team, typename Tail>
+__device__ BatchVerdict CheckWarpShare(const BatchTable& batch, const Tail& tail, uint32_t* cells,
                                        const Entry& first) {
   int32_t num_accepted = 0;
-  const uint32_t fault = CheckShare<Team>(batch, cells, first, num_accepted);
+  const uint32_t fault = CheckShare<Team>(batch, tail, cells, first, num_accepted);
   return {__reduce_min_sync(0xffffffff, fault),
           static_cast<int32_t>(__reduce_add_sync(0xffffffff, num_accepted))};
 }
 
 // The whole block validates; ends with a barrier after which all threads know the same verdict.
-__device__ BatchVerdict ValidateTogether(const BatchTable& batch, uint32_t* cells,
+template <typename Tail>
+__device__ BatchVerdict ValidateTogether(const BatchTable& batch, const Tail& tail, uint32_t* cells,
                                          const Entry& first, BatchVerdict& found) {
   ClearCells<BlockTeam>(batch, cells);
   if (threadIdx.x == 0) found = {kNoFault, 0};
   __syncthreads();
-  const BatchVerdict warp = CheckWarpShare<BlockTeam>(batch, cells, first);
+  const BatchVerdict warp = CheckWarpShare<BlockTeam>(batch, tail, cells, first);
   if (threadIdx.x % 32 == 0) {
     if (warp.fault != kNoFault) atomicMin(&found.fault, warp.fault);
     if (warp.num_accepted != 0) atomicAdd(&found.num_accepted, warp.num_accepted);
@@ -102,18 +95,21 @@ template <int kLayers, bool kUniform, RowOp kOp, bool kViews>
 __global__ void __launch_bounds__(kCommitThreads, kUniform ? kCommitBlocksPerSm : 3)
     CommitKernel(const __grid_constant__ CommitTable<kLayers> table,
                  const __grid_constant__ ViewArgument<kViews> views) {
+  using Tail = std::remove_cvref_t<decltype(views.tail)>;
   extern __shared__ uint32_t cells[];  // see InsertSlot
   __shared__ BatchVerdict found;
   const BatchTable& batch = table.batch;
   const Entry first = LoadEntry(batch, static_cast<int32_t>(threadIdx.x));
   const auto decide = [&] {
-    const BatchVerdict verdict = ValidateTogether(batch, cells, first, found);
+    const BatchVerdict verdict = ValidateTogether(batch, views.tail, cells, first, found);
     // The last warp has the least to move, often nothing.
-    if (threadIdx.x / 32 == kCommitWarps - 1 && PublishesNow(batch)) Publish(batch, verdict);
+    if (threadIdx.x / 32 == kCommitWarps - 1 && PublishesNow(batch)) {
+      Announce(batch, views.tail, verdict);
+    }
     return verdict.fault == kNoFault;
   };
   if constexpr (kViews) {
-    if (ServesViews(batch)) {
+    if (blockIdx.y >= views.splits) {
       if (!decide()) return;
       if constexpr (kUniform) {
         ServeViews<kOp>(table, views);
@@ -126,12 +122,12 @@ __global__ void __launch_bounds__(kCommitThreads, kUniform ? kCommitBlocksPerSm 
   }
   const Plane plane = SelectPlane(table, blockIdx.x);
   if constexpr (kUniform) {
-    WarpShare<kOp, kViews> share(batch, plane, TailOf<kViews>(views));
+    WarpShare<kOp, Tail> share(batch, plane, views.tail, views.num_splits());
     share.Start();
     if (decide()) share.Finish();
   } else if (decide()) {
     DispatchRowOp(plane.group.op, [&](auto op) {
-      WarpShare<decltype(op)::value, kViews> share(batch, plane, TailOf<kViews>(views));
+      WarpShare<decltype(op)::value, Tail> share(batch, plane, views.tail, views.num_splits());
       share.Start();
       share.Finish();
     });
@@ -148,6 +144,7 @@ template <int kLayers, bool kViews>
 __global__ void __launch_bounds__(kSmallCommitThreads, kCommitBlocksPerSm)
     SmallCommitKernel(const __grid_constant__ CommitTable<kLayers> table,
                       const __grid_constant__ ViewArgument<kViews> views) {
+  using Tail = std::remove_cvref_t<decltype(views.tail)>;
   __shared__ uint32_t cells[ChooseCommitCells(kSmallCommitEntries)];
   __shared__ BatchVerdict found;
   const BatchTable& batch = table.batch;
@@ -155,21 +152,21 @@ __global__ void __launch_bounds__(kSmallCommitThreads, kCommitBlocksPerSm)
     const Entry first = LoadEntry(batch, static_cast<int32_t>(threadIdx.x % 32));
     ClearCells<WarpTeam>(batch, cells);
     __syncwarp();
-    const BatchVerdict verdict = CheckWarpShare<WarpTeam>(batch, cells, first);
+    const BatchVerdict verdict = CheckWarpShare<WarpTeam>(batch, views.tail, cells, first);
     if (threadIdx.x % 32 == 0) found = verdict;
     MeetAtVerdict();
-    if (PublishesNow(batch)) Publish(batch, verdict);
+    if (PublishesNow(batch)) Announce(batch, views.tail, verdict);
     return;
   }
   if constexpr (kViews) {
-    if (ServesViews(batch)) {
+    if (blockIdx.y >= views.splits) {
       MeetAtVerdict();
       if (found.fault == kNoFault) ServeViews<RowOp::kCopy16>(table, views);
       return;
     }
   }
   const Plane plane = SelectPlane(table, blockIdx.x);
-  WarpShare<RowOp::kCopy16, kViews> share(batch, plane, TailOf<kViews>(views));
+  WarpShare<RowOp::kCopy16, Tail> share(batch, plane, views.tail, views.num_splits());
   share.Start();
   MeetAtVerdict();
   if (found.fault == kNoFault) share.Finish();
@@ -177,7 +174,7 @@ __global__ void __launch_bounds__(kSmallCommitThreads, kCommitBlocksPerSm)
 
 template <int kLayers, bool kViews>
 void Launch(void (*kernel)(CommitTable<kLayers>, ViewArgument<kViews>), int threads,
-            CommitTable<kLayers>& table, const CommitParams& params, int64_t shared_bytes) {
+            const CommitTable<kLayers>& table, const CommitParams& params, int64_t shared_bytes) {
   constexpr int64_t kAlwaysAllowed = 48 * 1024 - sizeof(BatchVerdict);
   if (shared_bytes > kAlwaysAllowed) {
     CheckCuda(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
@@ -202,11 +199,10 @@ void Launch(void (*kernel)(CommitTable<kLayers>, ViewArgument<kViews>), int thre
   int32_t for_views = 0;
   ViewArgument<kViews> views{};
   if constexpr (kViews) {
-    views = {MakeSummaryTable(params), MakeTailTable(params)};
     for_views = ChooseViewSplits(params.num_requests);
     splits = LeaveRoom(splits, for_views, num_planes, num_sms, blocks_per_sm);
+    views = {MakeSummaryTable(params), MakeTailTable(params), static_cast<uint32_t>(splits)};
   }
-  table.batch.num_splits = splits;
   const dim3 grid(static_cast<unsigned>(num_planes), static_cast<unsigned>(splits + for_views));
   kernel<<<grid, threads, shared_bytes, static_cast<cudaStream_t>(params.stream)>>>(table, views);
   CheckCuda(cudaGetLastError(), "commit kernel");
@@ -214,7 +210,7 @@ void Launch(void (*kernel)(CommitTable<kLayers>, ViewArgument<kViews>), int thre
 
 template <int kLayers, bool kViews>
 void Launch(const CommitParams& params) {
-  CommitTable<kLayers> table = MakeCommitTable<kLayers>(params);
+  const CommitTable<kLayers> table = MakeCommitTable<kLayers>(params);
   const bool copies = std::all_of(table.batch.groups, table.batch.groups + params.num_groups,
                                   [](const auto& group) { return group.op == RowOp::kCopy16; });
   const int64_t cell_bytes = int64_t{table.batch.num_cells} * 4;

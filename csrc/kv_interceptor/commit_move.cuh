@@ -1,6 +1,7 @@
 #pragma once
 
 #include <cstdint>
+#include <type_traits>
 
 #include "kv_interceptor/commit_error.h"
 #include "kv_interceptor/commit_grid.h"
@@ -90,18 +91,22 @@ class WarpSlice {
 };
 
 // The part of the rows of one plane that a warp moves: every so many slices, one at a time.
-template <RowOp op, bool kViews>
+template <RowOp op, typename Tail>
 class WarpShare {
+  static constexpr bool kViews = !std::is_same_v<Tail, NoTail>;
+
  public:
-  // `tail`: compact views that the rows go to as well, or null.
-  __device__ WarpShare(const BatchTable& batch, const Plane& plane, const TailTable* tail)
+  // `tail`: compact views that the rows go to as well. `num_splits`: blocks that share the plane.
+  __device__ WarpShare(const BatchTable& batch, const Plane& plane, const Tail& tail,
+                       uint32_t num_splits)
       : batch_(batch),
         plane_(plane),
         tail_(tail),
+        num_splits_(num_splits),
         num_slices_((plane.group.shape.vectors_per_row + kCommitSliceVectors - 1) /
                     kCommitSliceVectors),
         num_units_(batch.num_positions * num_slices_),
-        unit_(static_cast<int32_t>(blockIdx.y + threadIdx.x / 32 * batch.num_splits)) {}
+        unit_(static_cast<int32_t>(blockIdx.y + threadIdx.x / 32 * num_splits)) {}
 
   // Starts the first slice, so that it is on its way while the batch is validated.
   __device__ void Start() {
@@ -111,8 +116,8 @@ class WarpShare {
   // Stores what was started and moves the rest. REQUIRES: the batch is valid.
   __device__ void Finish() {
     while (unit_ < num_units_) {
-      slice_.Store(plane_, kViews ? tail_->head : 0);
-      unit_ += kCommitWarps * batch_.num_splits;
+      slice_.Store(plane_, tail_.head);
+      unit_ += static_cast<int32_t>(kCommitWarps * num_splits_);
       if (unit_ < num_units_) Load();
     }
   }
@@ -126,10 +131,10 @@ class WarpShare {
     const int64_t slot = row < 0 ? -1 : DestinationSlot(plane_.group, position, row);
     char* view = nullptr;
     if constexpr (kViews) {
-      const int32_t first = row < 0 ? -1 : FirstInView(batch_, entry.request);
+      const int32_t first = row < 0 ? -1 : tail_.FirstInView(entry.request);
       if (first >= 0) {
-        view = tail_->At(static_cast<int>(blockIdx.x / 2), plane_.side, entry.request,
-                         first + entry.index);
+        view = tail_.At(static_cast<int>(blockIdx.x / 2), plane_.side, entry.request,
+                        first + entry.index);
       }
     }
     slice_.Load(plane_, row, slot, unit_ - position * num_slices_, view);
@@ -137,7 +142,8 @@ class WarpShare {
 
   const BatchTable& batch_;
   const Plane& plane_;
-  const TailTable* tail_;
+  const Tail& tail_;
+  const uint32_t num_splits_;
   const int32_t num_slices_;
   const int32_t num_units_;
   int32_t unit_;
@@ -150,35 +156,32 @@ struct BatchVerdict {
   int32_t num_accepted;
 };
 
+// One thread of the grid.
+__device__ inline void WriteStatus(const BatchTable& batch, const CommitVerdict& verdict, bool ok,
+                                   int64_t num_tokens) {
+  if (batch.status != nullptr) {
+    batch.status[kStatusCode] = static_cast<int64_t>(verdict.error);
+    batch.status[kStatusRequest] = verdict.request;
+    batch.status[kStatusIndex] = verdict.index;
+    batch.status[kStatusValue] = verdict.value;
+    batch.status[kStatusCommitted] = num_tokens;
+    for (int word = kStatusCommitted + 1; word < kNumStatusWords; ++word) batch.status[word] = 0;
+  }
+  if (batch.counters != nullptr) {
+    AddCommit(batch.counters, ok, num_tokens, batch.bytes_per_token, batch.closing_tokens);
+  }
+}
+
 // Tells the host and the next chunk. One warp of the grid, after every block has its verdict.
 __device__ __noinline__ void Publish(const BatchTable& batch, const BatchVerdict& found) {
   const uint32_t lane = threadIdx.x % 32;
   const bool ok = found.fault == kNoFault;
   const int64_t num_tokens = ok ? found.num_accepted : 0;
   if (lane == 0) {
-    const CommitVerdict verdict = Describe(batch, found.fault);
-    if (batch.status != nullptr) {
-      batch.status[kStatusCode] = static_cast<int64_t>(verdict.error);
-      batch.status[kStatusRequest] = verdict.request;
-      batch.status[kStatusIndex] = verdict.index;
-      batch.status[kStatusValue] = verdict.value;
-      batch.status[kStatusCommitted] = num_tokens;
-      for (int word = kStatusCommitted + 1; word < kNumStatusWords; ++word) batch.status[word] = 0;
-    }
-    if (batch.counters != nullptr) {
-      AddCommit(batch.counters, ok, num_tokens, batch.bytes_per_token, batch.closing_tokens);
-    }
+    WriteStatus(batch, Describe(batch, found.fault), ok, num_tokens);
   }
-  if (!ok) return;
+  if (batch.tips == nullptr || !ok) return;
   const int32_t num_requests = batch.num_positions / batch.positions_per_request;
-  if (batch.tail_held != nullptr) {
-#pragma unroll 1
-    for (int32_t request = static_cast<int32_t>(lane); request < num_requests; request += 32) {
-      const int32_t first = FirstInView(batch, request);
-      if (first >= 0) batch.tail_held[request] = first + batch.counts[request];
-    }
-  }
-  if (batch.tips == nullptr) return;
 #pragma unroll 1
   for (int32_t request = static_cast<int32_t>(lane); request < num_requests; request += 32) {
     const int32_t count = batch.counts[request];
@@ -186,6 +189,21 @@ __device__ __noinline__ void Publish(const BatchTable& batch, const BatchVerdict
       const int32_t last = batch.path[request * batch.depth + count - 1];
       batch.tips[request] = StagingRow(batch, request, last);
     }
+  }
+}
+
+// The same where there are compact views to tell of.
+template <typename Tail>
+__device__ void Announce(const BatchTable& batch, const Tail& tail, const BatchVerdict& found) {
+  if constexpr (std::is_same_v<Tail, NoTail>) {
+    Publish(batch, found);
+  } else if (IsTailFault(found.fault)) {
+    if (threadIdx.x % 32 == 0) {
+      WriteStatus(batch, DescribeTailFault(batch, tail, found.fault), /*ok=*/false, 0);
+    }
+  } else {
+    Publish(batch, found);
+    if (found.fault == kNoFault) PublishHeld(batch, tail);
   }
 }
 

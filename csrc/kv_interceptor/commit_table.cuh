@@ -41,11 +41,6 @@ struct BatchTable {
   uint32_t* ticket;  // null: block 0 publishes
   int64_t bytes_per_token;
   int64_t closing_tokens;
-  const int32_t* tail_begin;  // null: no compact views; see commit_tail.h
-  const int64_t* root_slots;
-  int32_t* tail_held;
-  int32_t tail_capacity;
-  int32_t num_splits;  // blocks that share the rows of a plane; those beyond them serve the views
   int32_t depth;
   int32_t positions_per_request;  // max(depth, 1): a request without room still has a count
   int32_t num_positions;
@@ -117,13 +112,6 @@ __device__ inline int32_t StagingRow(const BatchTable& batch, int32_t request, i
     return -1;
   }
   return static_cast<int32_t>(row);
-}
-
-// Where a request's first accepted row goes in its compact view, -1: it is not fed.
-__device__ inline int32_t FirstInView(const BatchTable& batch, int32_t request) {
-  if (batch.tail_begin == nullptr || batch.tail_begin[request] < 0) return -1;
-  const bool has_root = batch.root_slots != nullptr && batch.root_slots[request] >= 0;
-  return batch.tail_begin[request] + (has_root ? 1 : 0);
 }
 
 __device__ inline int64_t DestinationSlot(const GroupTable& group, int32_t position,
@@ -214,11 +202,6 @@ inline BatchTable MakeBatchTable(const CommitParams& params) {
                       .ticket = PublishesLast(params) ? params.ticket : nullptr,
                       .bytes_per_token = params.bytes_per_token,
                       .closing_tokens = params.closing_tokens,
-                      .tail_begin = params.tail.keys == nullptr ? nullptr : params.tail.begin,
-                      .root_slots = params.tail.root_slots,
-                      .tail_held = params.tail.keys == nullptr ? nullptr : params.tail.held,
-                      .tail_capacity = params.tail.capacity,
-                      .num_splits = 1,
                       .depth = params.depth,
                       .positions_per_request = positions,
                       .num_positions = params.num_requests * positions,

@@ -6,6 +6,7 @@
 
 // Compact views that a commit feeds, on the device. Accepted rows are stored twice by the warps
 // that move them; row 0 of each request is copied from the cache by warps of blocks beside those.
+// None of this is compiled into the kernels of commits without views.
 
 namespace nwor {
 
@@ -16,10 +17,23 @@ struct TailTable {
   int64_t request;
   int64_t head;
   int64_t token;
+  CommitTail params;
 
   __device__ char* At(int layer_idx, int side, int32_t request_idx, int32_t token_idx) const {
     return data[side] + layer_idx * layer + request_idx * request + token_idx * token;
   }
+  // Where a request's first accepted row goes in its view, -1: it is not fed.
+  __device__ int32_t FirstInView(int32_t request_idx) const {
+    if (data[0] == nullptr || params.begin[request_idx] < 0) return -1;
+    return params.FirstRow(request_idx);
+  }
+};
+
+// A commit without views: every question about them is answered here, at compile time.
+struct NoTail {
+  static constexpr int64_t head = 0;
+  __device__ char* At(int, int, int32_t, int32_t) const { return nullptr; }
+  __device__ int32_t FirstInView(int32_t) const { return -1; }
 };
 
 inline TailTable MakeTailTable(const CommitParams& params) {
@@ -29,7 +43,20 @@ inline TailTable MakeTailTable(const CommitParams& params) {
           tail.layer_stride * bytes,
           tail.request_stride * bytes,
           tail.head_stride * bytes,
-          tail.token_stride * bytes};
+          tail.token_stride * bytes,
+          tail};
+}
+
+// Tells how many tokens the views have now. One warp, after the verdict.
+__device__ inline void PublishHeld(const BatchTable& batch, const TailTable& tail) {
+  if (tail.data[0] == nullptr || tail.params.held == nullptr) return;
+  const int32_t num_requests = batch.num_positions / batch.positions_per_request;
+#pragma unroll 1
+  for (int32_t request = static_cast<int32_t>(threadIdx.x % 32); request < num_requests;
+       request += 32) {
+    const int32_t first = tail.FirstInView(request);
+    if (first >= 0) tail.params.held[request] = first + batch.counts[request];
+  }
 }
 
 // The rows of one layer that are in the cache already, dealt to `num_warps` warps. REQUIRES: the
@@ -38,14 +65,14 @@ template <RowOp op>
 __device__ __noinline__ void FeedRoots(const BatchTable& batch, const LayerTable& layer,
                                        int layer_idx, const TailTable& tail, int32_t warp,
                                        int32_t num_warps) {
-  if (batch.tail_begin == nullptr || batch.root_slots == nullptr) return;
+  if (tail.data[0] == nullptr) return;
   const GroupTable& group = batch.groups[0];
   const int32_t num_requests = batch.num_positions / batch.positions_per_request;
 #pragma unroll 1
   for (int32_t unit = warp; unit < 2 * num_requests; unit += num_warps) {
     const int32_t request = unit / 2, side = unit % 2;
-    const int64_t slot = batch.root_slots[request];
-    const int32_t begin = batch.tail_begin[request];
+    const int64_t slot = tail.params.RootSlot(request);
+    const int32_t begin = tail.params.begin[request];
     if (begin < 0 || slot < 0) continue;
     const CacheStrides& strides = group.cache[side];
     const char* from = layer.cache[side] + SlotOffset(strides, group.pages, slot);

@@ -1,10 +1,12 @@
 #pragma once
 
 #include <cstdint>
+#include <type_traits>
 
 #include "kv_interceptor/commit_error.h"
 #include "kv_interceptor/commit_grid.h"
 #include "kv_interceptor/commit_table.cuh"
+#include "kv_interceptor/commit_tail.cuh"
 
 // The checks of a commit, done by every block on the whole batch. A fault is one number that orders
 // as the host validation meets faults: by request, then index, then check. All blocks see the same
@@ -14,17 +16,18 @@ namespace nwor {
 
 enum FaultCheck : uint32_t {
   kCheckCount = 0,
-  kCheckRoom = 1,
-  kCheckRoot = 2,
-  kCheckPath = 3,
-  kCheckChain = 4,
-  kCheckSlots = 5,  // + 2 * group for the range, one more for a duplicate
+  kCheckPath = 1,
+  kCheckChain = 2,
+  kCheckSlots = 3,  // + 2 * group for the range, one more for a duplicate
 };
 inline constexpr uint32_t kFaultBits = 8;
 inline constexpr uint32_t kRoundFault = 0;
 inline constexpr uint32_t kAgreementFault = 1;
 inline constexpr uint32_t kNoFault = 0xffffffff;
-static_assert(kCheckSlots + 2 * kMaxCommitGroups < (1u << kFaultBits));
+// Room in compact views is a fault of a request, found at its first entry: it orders before those
+// of its path but after its count, in the upper half of the checks of the position before.
+inline constexpr uint32_t kCheckRoom = 0xfe, kCheckRoot = 0xff;
+static_assert(kCheckSlots + 2 * kMaxCommitGroups < kCheckRoom);
 
 __device__ inline uint32_t FaultAt(int32_t position, uint32_t check) {
   return (static_cast<uint32_t>(position) + 1) << kFaultBits | check;
@@ -87,13 +90,20 @@ __device__ inline uint32_t CheckRound(const BatchTable& batch) {
 }
 
 // Room for a request's rows in its compact view, and the slot of the row that is not staged.
-__device__ inline uint32_t CheckTail(const BatchTable& batch, const Entry& entry,
+template <typename Tail>
+__device__ inline uint32_t CheckTail(const BatchTable& batch, const Tail& tail, const Entry& entry,
                                      int32_t position) {
-  const int32_t first = FirstInView(batch, entry.request);
-  if (first < 0) return kNoFault;
-  if (int64_t{first} + entry.count > batch.tail_capacity) return FaultAt(position, kCheckRoom);
-  const int64_t root = batch.root_slots == nullptr ? -1 : batch.root_slots[entry.request];
-  return root < batch.groups[0].pages.num_slots ? kNoFault : FaultAt(position, kCheckRoot);
+  if constexpr (!std::is_same_v<Tail, NoTail>) {
+    const int32_t first = tail.FirstInView(entry.request);
+    if (first < 0) return kNoFault;
+    if (int64_t{first} + entry.count > tail.params.capacity) {
+      return FaultAt(position - 1, kCheckRoom);
+    }
+    if (tail.params.RootSlot(entry.request) >= batch.groups[0].pages.num_slots) {
+      return FaultAt(position - 1, kCheckRoot);
+    }
+  }
+  return kNoFault;
 }
 
 // Faults of one entry in one group, lowest first.
@@ -132,9 +142,9 @@ struct WarpTeam {
 // The share of one thread; the minimum over the team is the verdict. `first` is the entry of the
 // thread's own rank, already on its way. Adds accepted entries to `num_accepted`. All threads of
 // the team must call it, after the cells are empty.
-template <typename Team>
-__device__ inline uint32_t CheckShare(const BatchTable& batch, uint32_t* cells, const Entry& first,
-                                      int32_t& num_accepted) {
+template <typename Team, typename Tail>
+__device__ inline uint32_t CheckShare(const BatchTable& batch, const Tail& tail, uint32_t* cells,
+                                      const Entry& first, int32_t& num_accepted) {
   const auto rank = static_cast<int32_t>(Team::Rank());
   uint32_t fault = CheckRound(batch);
 #pragma unroll 1
@@ -146,14 +156,14 @@ __device__ inline uint32_t CheckShare(const BatchTable& batch, uint32_t* cells, 
       const Entry entry = position == rank ? first : LoadEntry(batch, position);
       if (!entry.count_valid(batch)) {
         if (entry.index == 0) fault = min(fault, FaultAt(position, kCheckCount));
-        continue;
-      }
-      if (entry.index == 0 && batch.tail_begin != nullptr) {
-        fault = min(fault, CheckTail(batch, entry, position));
-      }
-      if (entry.index < entry.count) {
+      } else if (entry.index < entry.count) {
         num_accepted += g == 0;
         fault = min(fault, CheckEntry(batch, g, cells, entry, position));
+      }
+      if constexpr (!std::is_same_v<Tail, NoTail>) {
+        if (entry.index == 0 && entry.count_valid(batch)) {
+          fault = min(fault, CheckTail(batch, tail, entry, position));
+        }
       }
     }
   }
@@ -167,6 +177,20 @@ __device__ inline void ClearCells(const BatchTable& batch, uint32_t* cells) {
        i += static_cast<int32_t>(Team::kSize)) {
     cells[i] = kEmptyCell;
   }
+}
+
+// Whether a fault is one of compact views, and its words.
+__device__ inline bool IsTailFault(uint32_t fault) {
+  return fault != kNoFault && (fault & ((1u << kFaultBits) - 1)) >= kCheckRoom;
+}
+__device__ inline CommitVerdict DescribeTailFault(const BatchTable& batch, const TailTable& tail,
+                                                  uint32_t fault) {
+  const Entry entry = LoadEntry(batch, static_cast<int32_t>(fault >> kFaultBits));
+  if ((fault & 1) == (kCheckRoot & 1)) {
+    return {CommitError::kSlotRange, entry.request, 0, tail.params.RootSlot(entry.request)};
+  }
+  return {CommitError::kTailFull, entry.request, 0,
+          int64_t{tail.FirstInView(entry.request)} + entry.count};
 }
 
 // The words of a fault for status. One thread calls it, after the verdict.
@@ -184,13 +208,6 @@ __device__ __noinline__ CommitVerdict Describe(const BatchTable& batch, uint32_t
   const uint32_t check = fault & ((1u << kFaultBits) - 1);
   const Entry entry = LoadEntry(batch, position);
   if (check == kCheckCount) return {CommitError::kCountRange, entry.request, 0, entry.count};
-  if (check == kCheckRoom) {
-    return {CommitError::kTailFull, entry.request, 0,
-            int64_t{FirstInView(batch, entry.request)} + entry.count};
-  }
-  if (check == kCheckRoot) {
-    return {CommitError::kSlotRange, entry.request, 0, batch.root_slots[entry.request]};
-  }
   if (check == kCheckPath || check == kCheckChain) {
     return {check == kCheckPath ? CommitError::kPathRange : CommitError::kNotAChain, entry.request,
             entry.index, entry.path_entry};

@@ -224,7 +224,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     least = (SINK + WINDOW + 1) * BLOCK
     if min(arguments.budgets) < least or arguments.tokens < 2 * max(least, arguments.later):
         raise NworError(
-            f"--budgets, --tokens: got {arguments.budgets} and {arguments.tokens}, expected budgets "
+            f"--budgets, --tokens: got {arguments.budgets}, {arguments.tokens}, expected budgets "
             f"of at least {least} tokens (sink, window and a block) and a longer text"
         )
     recorded = record(read_text(arguments.text), arguments.tokens)
