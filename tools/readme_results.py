@@ -1,6 +1,6 @@
-"""Makes the README's tables and plot from benchmarks/results: no figure is typed by hand.
+"""Makes the README's tables and the plots from benchmarks/results: no figure is typed by hand.
 
-tools/readme_results.py            rewrites the part of README.md between the markers, and the plot
+tools/readme_results.py            rewrites the part of README.md between the markers, and the plots
 tools/readme_results.py --check    exits 1 if they are not what the results say
 """
 
@@ -11,12 +11,13 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+from coverage_plot import render as render_coverage
 from readme_plot import Line
 from readme_plot import render as render_plot
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
-PLOT = ROOT / "docs" / "attention.svg"
+PLOT, COVERAGE = ROOT / "docs" / "attention.svg", ROOT / "docs" / "coverage.svg"
 BEGIN, END = "<!-- results:begin", "<!-- results:end -->"
 PEERS = {
     "copy": "one copy kernel, same bytes",
@@ -325,12 +326,50 @@ def tree_us(data: dict, what: str) -> dict[str, float]:
     return next(one["us"] for one in data["results"] if one["what"] == what)
 
 
+def retrieval_lines() -> Iterator[str]:
+    cuda, cpu = load("h200/retrieval.json"), load("cpu/retrieval.json")
+    alone = load("h200/retrieval_kernels.json")
+    longest = max(alone["results"], key=lambda r: (r["tokens"], "summaries" in r["us"]))
+    yield (
+        f"Partial verification, one request and layer, 8 rows: a refresh (scores, choice, view of "
+        f"256 blocks) and a full build of the block summaries, on {cuda['device']} (32/8 heads, "
+        f"D 128, bf16, commit `{cuda['revision']}`, inside CUDA graphs) and on the "
+        f"{cpu['device']} (aarch64, D 64, float32, commit `{cpu['revision']}`). The peer is "
+        "einsum, topk and take_along_dim in torch, which copies the chosen tokens. The choice and "
+        f"the summaries have other kernels on CUDA since: at commit `{alone['revision']}`, in a "
+        f"program of their own, a refresh at {longest['tokens']} tokens took "
+        f"{longest['us']['refresh']:.1f} us and a full build {longest['us']['summaries']:.1f} us."
+    )
+    yield ""
+    yield row("", "tokens", "score", "ours us", "torch us", "torch / ours", "goal")
+    yield row(*["---"] * 7)
+    for data, kind in ((cuda, "H200"), (cpu, "CPU")):
+        for result in data["results"]:
+            score = result["case"].rsplit(", ", 1)[1]
+            if result["what"] == "summaries" and score == "quest":
+                continue  # the same work again
+            size, _, goal = result["goal"].partition(" tokens")
+            reached = result["tokens"] == int(size.rsplit(" ", 1)[-1]) if goal else False
+            yield row(
+                f"{result['what']}, {kind}",
+                result["tokens"],
+                score if result["what"] == "refresh" else "",
+                f"{result['us']['ours']:.1f}",
+                f"{result['us']['torch']:.1f}",
+                f"{result['speedup']:.1f}",
+                goal.rpartition(": ")[2].replace("at most", "<=").replace("at least", ">=")
+                if reached
+                else "",
+            )
+
+
 def render() -> str:
     sections = (
         commit_lines,
         cpu_commit_lines,
         traffic_lines,
         tree_lines,
+        retrieval_lines,
         attention_lines,
         rows64_lines,
         odd_lines,
@@ -349,6 +388,7 @@ def main(arguments: list[str]) -> int:
     marker, rest = rest.split("\n", 1)
     _, tail = rest.split(END)
     wanted = {readme: f"{head}{BEGIN}{marker}\n{render()}\n{END}{tail}", PLOT: plot()}
+    wanted[COVERAGE] = render_coverage(load("cpu/coverage.json"))
     if "--check" in arguments:
         stale = [
             str(path.relative_to(ROOT))
