@@ -221,7 +221,8 @@ void Interceptor::Impl::CloseRound(bool aborted) {
     const at::Tensor no_slots = at::zeros({1, 1}, at::dtype(at::kLong).device(table.device()));
     at::Tensor status = at::zeros({kNumStatusWords}, no_slots.options());
     const std::vector<at::Tensor> slots(table.num_staging_groups(), no_slots);
-    CommitParams params = DescribeCommit({none, none, slots, RowSpace::kBatch, true, {}, {}}, status);
+    CommitParams params =
+        DescribeCommit({none, none, slots, RowSpace::kBatch, true, {}, {}}, status);
     params.num_requests = 0;
     CommitOnCuda(params, /*last=*/true);
   }

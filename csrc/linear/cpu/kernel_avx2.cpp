@@ -1,31 +1,9 @@
 #if defined(__x86_64__)
 
-// Everything below the pragma is compiled for avx2; headers shared with other files come before it.
-#include <immintrin.h>
-
-#include <algorithm>
-#include <cstddef>
-#include <cstdint>
-#include <cstring>
-#include <limits>
-
 #include "linear/cpu/kernels.h"
 
-#if defined(__clang__)
-#pragma clang attribute push(__attribute__((target("avx2,fma,f16c"))), apply_to = function)
-#else
-#pragma GCC push_options
-#pragma GCC target("avx2,fma,f16c")
-#endif
-
-#define NWOR_SIMD_LEVEL NWOR_SIMD_AVX2
-#include "linear/cpu/kernel.h"
-
-#if defined(__clang__)
-#pragma clang attribute pop
-#else
-#pragma GCC pop_options
-#endif
+#define NWOR_SIMD_KERNEL "linear/cpu/kernel.h"
+#include "attention/simd_avx2.h"
 
 namespace nwor::cpu {
 

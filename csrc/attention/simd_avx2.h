@@ -1,0 +1,31 @@
+// Compiles the header that NWOR_SIMD_KERNEL names for AVX2, whatever the compiler's default.
+// Headers that other files share come before, or their inline functions would exist for this
+// machine alone: includers bring their own, those of the standard library that kernels use are
+// here.
+#include <immintrin.h>
+
+#include <algorithm>
+#include <cmath>
+#include <cstddef>
+#include <cstdint>
+#include <cstring>
+#include <limits>
+#include <type_traits>
+#include <utility>
+#include <vector>
+
+#if defined(__clang__)
+#pragma clang attribute push(__attribute__((target("avx2,fma,f16c"))), apply_to = function)
+#else
+#pragma GCC push_options
+#pragma GCC target("avx2,fma,f16c")
+#endif
+
+#define NWOR_SIMD_LEVEL NWOR_SIMD_AVX2
+#include NWOR_SIMD_KERNEL
+
+#if defined(__clang__)
+#pragma clang attribute pop
+#else
+#pragma GCC pop_options
+#endif
