@@ -9,12 +9,14 @@ overwritten. The head reads the last entries only, so drafting costs the same at
 
 from __future__ import annotations
 
+import math
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.nn.functional import linear, scaled_dot_product_attention
 
 from nwor_specpv.errors import NworError
 
@@ -32,14 +34,15 @@ _DEFAULT_ROWS = 32
 _FEW_ROWS = 64
 # Entries kept beyond the window, so that some may be taken back.
 _SPARE_ENTRIES = 512
+_MIN_PROBABILITY = 0.05
 
 
 @dataclass
 class _Request:
     """What is known of one request."""
 
-    keys: torch.Tensor  # [Hkv, D, capacity], rotated
-    values: torch.Tensor  # [Hkv, capacity, D]
+    keys: torch.Tensor  # [Hkv, capacity, D], rotated
+    values: torch.Tensor  # the same
     length: int = 0  # entries in the cache
     position: int = 0  # of the next entry, for its rotation
     root: int | None = None
@@ -67,10 +70,13 @@ class Eagle3Drafter(Drafter):
         *,
         dtype: torch.dtype | None = None,
         draft_vocabulary: int | None = None,
+        min_probability: float | None = None,
     ) -> None:
         """`embedding` and `output` [vocabulary, hidden] are the target's; the same if tied.
 
-        `draft_vocabulary` keeps only that many of the head's tokens, the most frequent ones.
+        `draft_vocabulary` keeps only that many of the head's tokens, the most frequent ones. Rows
+        that the head itself gives less than `min_probability` are left out: on the CPU, where
+        every row costs the target time, they do not pay (default there: 0.05, else 0).
         """
         shape = head.shape
         for name, matrix in (("embedding", embedding), ("output", output)):
@@ -84,17 +90,25 @@ class Eagle3Drafter(Drafter):
         if draft_vocabulary is not None and not 1 <= draft_vocabulary <= size:
             raise NworError(f"draft_vocabulary: got {draft_vocabulary}, expected 1 to {size}")
         device = embedding.device
+        if min_probability is None:
+            min_probability = _MIN_PROBABILITY if device.type == "cpu" else 0.0
+        if not 0 <= min_probability < 1:
+            raise NworError(f"min_probability: got {min_probability}, expected 0 to less than 1")
+        self._least = math.log(min_probability) if min_probability > 0 else float("-inf")
         if dtype is None:
             dtype = torch.bfloat16 if device.type == "cpu" else embedding.dtype
         self.feature_layers = shape.feature_layers
         self.vocab_size = shape.target_vocabulary
         self._head = head.to(dtype, device)
         self._head.linear = _linear
+        for name, weight in head.weights.items():
+            if name.endswith("norm"):
+                self._head.weights[name] = weight.to(device, torch.float32)
         self._embedding = embedding.detach()
         self._to_target = self._head.draft_to_target[:draft_vocabulary].contiguous()
         matrix = embedding if output is None else output
         self._output = matrix.detach()[self._to_target].to(dtype)
-        self._dtype, self._device = dtype, device
+        self._device = device
         self._cos = self._sin = torch.empty(0)
         self._requests: dict[Hashable, _Request] = {}
 
@@ -119,11 +133,8 @@ class Eagle3Drafter(Drafter):
         if request in self._requests:
             raise NworError(f"request: got {request!r}, which has begun already")
         shape, room = self._head.shape, self._head.shape.window + _SPARE_ENTRIES
-        kind = {"dtype": torch.float32, "device": self._device}
-        self._requests[request] = _Request(
-            torch.zeros(shape.num_kv_heads, shape.head_dim, room, **kind),
-            torch.zeros(shape.num_kv_heads, room, shape.head_dim, **kind),
-        )
+        keys = torch.zeros(shape.num_kv_heads, room, shape.head_dim, device=self._device)
+        self._requests[request] = _Request(keys, torch.zeros_like(keys))
 
     def observe(
         self, request: Hashable, tokens: Sequence[int], features: torch.Tensor | None
@@ -186,7 +197,7 @@ class Eagle3Drafter(Drafter):
             state.position += max(0, len(tokens) - window)
             parts.append((features[-window:].float(), tokens[-window:]))
             state.pending.clear()
-        hidden = self._head.fuse(torch.cat([part for part, _ in parts]).to(self._dtype))
+        hidden = self._head.fuse(torch.cat([part for part, _ in parts]))
         tokens = torch.tensor([t for _, some in parts for t in some], device=self._device)
         sizes = [len(some) for _, some in parts]
         places = [
@@ -200,7 +211,7 @@ class Eagle3Drafter(Drafter):
             self._append(state, key[at : at + size], value[at : at + size])
             attended.append(self._attend(state, query[end : end + 1], None))
             at += size
-        outputs = self._head.finish(hidden[ends], torch.cat(attended).to(self._dtype))
+        outputs = self._head.finish(hidden[ends], torch.cat(attended))
         for state, output in zip(busy, outputs, strict=True):
             state.hidden = output
 
@@ -208,17 +219,17 @@ class Eagle3Drafter(Drafter):
         """Room for all pending entries of the window and `more`; the oldest entries go."""
         window = self._head.shape.window
         arriving = min(window, sum(len(tokens) for _, tokens in state.pending)) + more
-        capacity = state.keys.shape[2]
+        capacity = state.keys.shape[1]
         if state.length + arriving <= capacity:
             return
         kept = min(state.length, window)
         capacity = max(capacity, kept + arriving)
-        keys, values = state.keys, state.values
-        state.keys = keys.new_zeros((*keys.shape[:2], capacity))
-        state.values = values.new_zeros((values.shape[0], capacity, values.shape[2]))
         old = slice(state.length - kept, state.length)
-        state.keys[:, :, :kept] = keys[:, :, old]
-        state.values[:, :kept] = values[:, old]
+        for name in ("keys", "values"):
+            before = getattr(state, name)
+            after = before.new_zeros((before.shape[0], capacity, before.shape[2]))
+            after[:, :kept] = before[:, old]
+            setattr(state, name, after)
         state.length = kept
 
     def _append(self, state: _Request, key: torch.Tensor, value: torch.Tensor) -> None:
@@ -230,7 +241,7 @@ class Eagle3Drafter(Drafter):
     @staticmethod
     def _put(state: _Request, begin: int, key: torch.Tensor, value: torch.Tensor) -> None:
         end = begin + key.shape[0]
-        state.keys[:, :, begin:end] = key.permute(1, 2, 0)
+        state.keys[:, begin:end] = key.transpose(0, 1)
         state.values[:, begin:end] = value.transpose(0, 1)
 
     # ---- one pass of the head ----
@@ -238,8 +249,7 @@ class Eagle3Drafter(Drafter):
     def _project(
         self, tokens: torch.Tensor, hidden: torch.Tensor, places: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        embeddings = self._embedding[tokens].to(self._dtype)
-        query, key, value = (part.float() for part in self._head.project(embeddings, hidden))
+        query, key, value = self._head.project(self._embedding[tokens].float(), hidden)
         needed = int(places.max()) + 1
         if needed > self._cos.shape[0]:
             tables = self._head.rotation(max(2048, 2 * needed))
@@ -259,19 +269,25 @@ class Eagle3Drafter(Drafter):
         first = max(0, state.length - shape.window)
         last = state.length + (0 if seen is None else seen.shape[1])
         grouped = query.unflatten(1, (shape.num_kv_heads, -1)).transpose(0, 1).flatten(1, 2)
-        scores = (grouped * shape.head_dim**-0.5) @ state.keys[:, :, first:last]
+        bias = None
         if seen is not None:
             groups = shape.num_heads // shape.num_kv_heads
-            hidden = ~seen.repeat_interleave(groups, dim=0)
-            scores[:, :, state.length - first :].masked_fill_(hidden, float("-inf"))
-        attended = scores.softmax(-1) @ state.values[:, first:last]
+            bias = grouped.new_zeros(rows * groups, last - first)
+            unseen = ~seen.repeat_interleave(groups, dim=0)
+            bias[:, state.length - first :].masked_fill_(unseen, float("-inf"))
+        attended = scaled_dot_product_attention(
+            grouped[None], state.keys[None, :, first:last], state.values[None, :, first:last], bias
+        )[0]
         return attended.unflatten(1, (rows, -1)).transpose(0, 1).reshape(rows, -1)
 
     def _guess(self, hidden: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
         """The best `count` tokens after each row of [.., hidden], and their logarithms."""
-        scores = _linear(self._head.normalize(hidden), self._output).float()
+        scores = self._head.linear(self._head.normalize(hidden), self._output)
         best, index = scores.topk(count, dim=-1)
-        return self._to_target[index], best - scores.logsumexp(-1, keepdim=True)
+        # The logarithm of the sum of exponentials, with the maximum that is known already.
+        top = best[..., :1]
+        total = (scores - top).exp_().sum(-1, keepdim=True).log_()
+        return self._to_target[index], best - top - total
 
     # ---- trees ----
 
@@ -302,15 +318,14 @@ class Eagle3Drafter(Drafter):
             kept = index + width + width * width * (depth - 1)
         return growth
 
-    @staticmethod
-    def _complete(growth: _Growth, best: torch.Tensor, rows: int) -> bool:
+    def _complete(self, growth: _Growth, best: torch.Tensor, rows: int) -> bool:
         """Nothing that grows from candidates scored `best` could be among the rows to keep."""
         scores = torch.cat(growth.scores, dim=1)
-        if scores.shape[1] < rows - 1:
-            return False
         if rows < 2:
             return True
-        worst = scores.topk(rows - 1, dim=1).values[:, -1]
+        worst = self._least
+        if scores.shape[1] >= rows - 1:
+            worst = scores.topk(rows - 1, dim=1).values[:, -1].clamp(min=worst)
         return bool((best.amax(1) < worst).all())
 
     def _step(
@@ -332,24 +347,27 @@ class Eagle3Drafter(Drafter):
             rows = slice(index * width, (index + 1) * width)
             self._put(state, state.length + depth * width, key[rows], value[rows])
             attended.append(self._attend(state, query[rows], seen[index]))
-        output = self._head.finish(flat, torch.cat(attended).to(self._dtype))
+        output = self._head.finish(flat, torch.cat(attended))
         return output.unflatten(0, (batch, width))
 
     def _trees(self, states: list[_Request], growth: _Growth, rows: int) -> list[DraftTree]:
         from nwor_specpv import DraftTree, tree_from_topk
 
-        candidates = sum(step.shape[1] for step in growth.tokens)
-        roots = torch.tensor([state.root for state in states], device=self._device)
-        built = tree_from_topk(
-            growth.tokens,
-            growth.scores,
-            growth.parents,
-            roots,
-            torch.zeros_like(roots, dtype=torch.int32),
-            min(rows, candidates + 1),
-        )
-        pairs = zip(built.tokens.tolist(), built.parents.tolist(), strict=True)
-        return [DraftTree(tokens, parents) for tokens, parents in pairs]
+        worth = (torch.cat(growth.scores, dim=1) >= self._least).sum(1).tolist()
+        trees = []
+        for index, (state, count) in enumerate(zip(states, worth, strict=True)):
+            one = slice(index, index + 1)
+            root = torch.tensor([state.root], device=self._device)
+            built = tree_from_topk(
+                [step[one] for step in growth.tokens],
+                [step[one] for step in growth.scores],
+                [step[one] for step in growth.parents],
+                root,
+                torch.zeros_like(root, dtype=torch.int32),
+                min(rows, count + 1),
+            )
+            trees.append(DraftTree(built.tokens[0].tolist(), built.parents[0].tolist()))
+        return trees
 
     def _state(self, request: Hashable) -> _Request:
         state = self._requests.get(request)
@@ -359,6 +377,8 @@ class Eagle3Drafter(Drafter):
 
 
 def _linear(rows: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """Products in the weights' type; what is between them stays float32."""
+    rows = rows.to(weight.dtype)
     if rows.is_cpu and rows.numel() <= _FEW_ROWS * rows.shape[-1]:
-        return torch.ops.nwor_specpv.linear_rows.default(rows.contiguous(), weight)
-    return torch.nn.functional.linear(rows, weight)
+        return torch.ops.nwor_specpv.linear_rows.default(rows.contiguous(), weight).float()
+    return linear(rows, weight).float()

@@ -48,14 +48,7 @@ class NgramDrafter(Drafter):
         text, tokens = self._text(request), list(tokens)
         prompt = self._prompts.pop(request, None)
         if prompt is not None and tokens:
-            # The rows of the prompt: what follows them is known, up to the first new token. Rows
-            # that were cached before were not run.
-            known = len(tokens) - 1
-            if known and tokens[:-1] != prompt[-known:]:
-                raise NworError(
-                    f"tokens: got {tokens[:4]}.. after the prompt, expected its own tokens"
-                )
-            tokens = tokens[-1:]
+            tokens = _after_prompt(prompt, tokens)
         text.append(tokens)
 
     def retract(self, request: Hashable, num_tokens: int) -> bool:
@@ -78,3 +71,14 @@ class NgramDrafter(Drafter):
         if text is None:
             raise NworError(f"request: got {request!r}, which has not begun")
         return text
+
+
+def _after_prompt(prompt: list[int], tokens: list[int]) -> list[int]:
+    """What is new in the first tokens observed: what follows the prompt's rows is mostly known."""
+    if tokens[: len(prompt) - 1] == prompt[1:]:
+        return tokens[len(prompt) - 1 :]
+    # Rows that were cached before were not run; the last one gave the first new token.
+    known = len(tokens) - 1
+    if known and tokens[:-1] != prompt[-known:]:
+        raise NworError(f"tokens: got {tokens[:4]}.. after the prompt, expected its own tokens")
+    return tokens[-1:]

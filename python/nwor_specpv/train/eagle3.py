@@ -324,15 +324,17 @@ def read_prompts(path: Path) -> tuple[list[prompts.Opening], list[prompts.Openin
         raise NworError(f"{path}: not a file of prompts: {error}") from None
 
 
-def write_prompts(folder: Path, path: Path, count: int = 4096) -> None:
-    """Encodes the prompts with the tokenizer in `folder`, for a machine that has none."""
+def prompt_encoder(folder: Path) -> prompts.Encode:
+    """From text to ids with the tokenizer in `folder`; needs the package tokenizers."""
     from tokenizers import Tokenizer
 
     tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    return lambda text: tokenizer.encode(text, add_special_tokens=False).ids
 
-    def encode(text: str) -> list[int]:
-        return tokenizer.encode(text, add_special_tokens=False).ids
 
+def write_prompts(folder: Path, path: Path, count: int = 4096) -> None:
+    """Encodes the prompts with the tokenizer in `folder`, for a machine that has none."""
+    encode = prompt_encoder(folder)
     parts = {"openings": prompts.openings(encode, count), "held_out": prompts.held_out(encode)}
     text = json.dumps({name: [asdict(entry) for entry in part] for name, part in parts.items()})
     path.write_text(text, encoding="utf-8")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from pathlib import Path
 
@@ -90,7 +91,7 @@ def test_trees_are_those_of_a_slow_head_through_every_change() -> None:
     print(f"seed={SEED}")
     torch.manual_seed(SEED)
     head, embedding = make_head(), torch.randn(VOCABULARY, HIDDEN) * 0.5
-    drafter = Eagle3Drafter(head, embedding, dtype=torch.float32)
+    drafter = Eagle3Drafter(head, embedding, dtype=torch.float32, min_probability=0.0)
     texts = {"a": Text(3), "b": Text(25)}  # less and more than the window
     for name, text in texts.items():
         drafter.begin(name, [])
@@ -116,7 +117,7 @@ def test_trees_are_those_of_a_slow_head_through_every_change() -> None:
 def test_a_cache_that_is_full_keeps_the_window() -> None:
     torch.manual_seed(SEED)
     head, embedding = make_head(window=5), torch.randn(VOCABULARY, HIDDEN) * 0.5
-    drafter = Eagle3Drafter(head, embedding, dtype=torch.float32)
+    drafter = Eagle3Drafter(head, embedding, dtype=torch.float32, min_probability=0.0)
     text = Text(4)
     drafter.begin("a", [])
     drafter.observe("a", text.tokens, text.features)
@@ -128,14 +129,14 @@ def test_a_cache_that_is_full_keeps_the_window() -> None:
             drafter._make_room(state, 0)
             drafter._take_in([state])
     # Entries see earlier ones only as keys and values, so a full cache shows in the next tree.
-    assert len(text.tokens) > state.keys.shape[2]
+    assert len(text.tokens) > state.keys.shape[1]
     check(drafter, head, embedding, {"a": text}, TreeConfig(5, 2, 2))
 
 
 def test_growth_stops_where_deeper_rows_cannot_be_kept() -> None:
     torch.manual_seed(SEED)
     head, embedding = make_head(), torch.randn(VOCABULARY, HIDDEN) * 0.5
-    drafter = Eagle3Drafter(head, embedding, dtype=torch.float32)
+    drafter = Eagle3Drafter(head, embedding, dtype=torch.float32, min_probability=0.0)
     text = Text(6)
     drafter.begin("a", [])
     drafter.observe("a", text.tokens, text.features)
@@ -148,10 +149,30 @@ def test_growth_stops_where_deeper_rows_cannot_be_kept() -> None:
     assert len(steps) < 8
 
 
+def test_rows_the_head_does_not_believe_in_are_left_out() -> None:
+    print(f"seed={SEED}")
+    torch.manual_seed(SEED)
+    head, embedding = make_head(), torch.randn(VOCABULARY, HIDDEN) * 0.5
+    texts = {name: Text(5) for name in "abcd"}
+    sizes = (10**6, 4, 3)
+    expected = [slow_tree(head, embedding, t.features, t.tokens, sizes) for t in texts.values()]
+    middle = sorted(score for one in expected for score in one.values())
+    least = math.exp(middle[int(0.8 * len(middle))] + 1e-3)  # not the score of any row
+    drafter = Eagle3Drafter(head, embedding, dtype=torch.float32, min_probability=least)
+    for name, text in texts.items():
+        drafter.begin(name, [])
+        drafter.observe(name, text.tokens, text.features)
+    drafted = drafter.draft(list(texts), TreeConfig(60, 4, 3))
+    assert all(len(tree) < 60 for tree in drafted)
+    for tree, all_rows in zip(drafted, expected, strict=True):
+        wanted = {path for path, score in all_rows.items() if score >= math.log(least)}
+        assert paths_of(tree) == wanted
+
+
 def test_fewer_draft_tokens_are_the_most_frequent_ones() -> None:
     torch.manual_seed(SEED)
     head, embedding = make_head(), torch.randn(VOCABULARY, HIDDEN)
-    drafter = Eagle3Drafter(head, embedding, draft_vocabulary=4)
+    drafter = Eagle3Drafter(head, embedding, draft_vocabulary=4, min_probability=0.0)
     text = Text(3)
     drafter.begin("a", [])
     drafter.observe("a", text.tokens, text.features)

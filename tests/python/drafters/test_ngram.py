@@ -94,6 +94,9 @@ def test_requests_do_not_see_each_other() -> None:
     drafter.observe("b", [9], None)  # most of its prompt was cached already
     one, other = drafter.draft(["a", "b"], TreeConfig(2, 1, 1))
     assert (one.tokens, other.tokens) == ([2, 3], [9, 9])
+    drafter.begin("c", [1, 2])  # told of a prompt and of what was answered to it at once
+    drafter.observe("c", [2, 7, 5, 7], None)
+    assert drafter.draft(["c"], TreeConfig(2, 1, 1))[0].tokens == [7, 5]
 
 
 def test_wrong_use_says_what_was_expected() -> None:

@@ -1,0 +1,194 @@
+"""Measures what a drafter's trees gain on texts the target wrote greedily.
+
+    python -m nwor_specpv.train.acceptance --json FILE
+
+Texts: the held-out prompts (chat, story, code), and answers to questions the target invents with a
+seed that training did not use. The drafter is the product's own; every text is decoded step by step
+as a host would, only that the target's choices are known already.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from nwor_specpv.drafters import Drafter, TreeConfig
+from nwor_specpv.drafters.eagle3 import SHIPPED, Eagle3Drafter
+from nwor_specpv.drafters.eagle3_head import Eagle3Head
+from nwor_specpv.drafters.ngram import NgramDrafter
+
+from . import prompts
+from .corpus import Corpus, Manner, Writer
+from .eagle3 import prompt_encoder
+from .measure import summary
+from .target import Target
+from .unroll import make_batch, ranks
+
+INVENTED = "chat, invented"
+TREES = {
+    "chain of 4": TreeConfig(rows=5, depth=4, top_k=1),
+    "8 rows": TreeConfig(rows=8, depth=4, top_k=3),
+    "16 rows": TreeConfig(rows=16, depth=6, top_k=4),
+    "32 rows": TreeConfig(rows=32, depth=8, top_k=6),
+}
+_LARGE = ("32 rows",)
+# Where training texts begin anew: any other number gives other openings and other questions.
+_SEED = 20_000
+
+
+def write_texts(
+    target: Target, openings: Sequence[prompts.Opening], answer_tokens: int, length: int
+) -> Corpus:
+    """A row for each opening: it, what is invented after it, and a greedy answer."""
+    corpus = Corpus.empty(len(openings), length, target)
+    limit = (answer_tokens, answer_tokens)
+    Writer(target, openings, Manner(greedy_share=1.0, answer=limit)).write(corpus, 0, len(openings))
+    return corpus
+
+
+@dataclass
+class Tally:
+    """Sums over steps."""
+
+    steps: int = 0
+    tokens: int = 0  # emitted, the target's own included
+    rows: int = 0  # verified, roots included
+
+    def report(self) -> dict[str, float]:
+        steps = max(1, self.steps)
+        return {"tokens": round(self.tokens / steps, 3), "rows": round(self.rows / steps, 2)}
+
+
+def walk(
+    drafter: Drafter, corpus: Corpus, row: int, tree: TreeConfig, hidden: int, tally: Tally
+) -> None:
+    """Decodes the row's first text step by step."""
+    tokens = corpus.tokens[row].tolist()
+    features = corpus.features[row, :, :-hidden]
+    counts = (corpus.weight[row] >= 1) & (corpus.start[row] == 0)
+    places = counts.nonzero().flatten().tolist()
+    if not places:
+        return
+    at, last = places[0], places[-1]  # rows whose choice of the next token is the answer's
+    drafter.begin(row, tokens[: at + 1])
+    drafter.observe(row, tokens[1 : at + 2], features[: at + 1])
+    while at + 1 <= last:
+        (drafted,) = drafter.draft([row], tree)
+        gain = min(_accepted(drafted.tokens, drafted.parents, tokens[at + 2 :]), last - at)
+        tally.steps += 1
+        tally.tokens += gain + 1
+        tally.rows += len(drafted)
+        end = at + 1 + gain + 1
+        if end + 1 > len(tokens):
+            break
+        drafter.observe(row, tokens[at + 2 : end + 1], features[at + 1 : end])
+        at += gain + 1
+    drafter.end(row)
+
+
+def _accepted(tokens: Sequence[int], parents: Sequence[int], truth: Sequence[int]) -> int:
+    row = 0
+    for count, token in enumerate(truth):
+        below = [
+            child
+            for child in range(row + 1, len(tokens))
+            if parents[child] == row and tokens[child] == token
+        ]
+        if not below:
+            return count
+        row = below[0]
+    return len(truth)
+
+
+def measure(
+    drafter: Drafter,
+    trees: Sequence[str],
+    texts: dict[str, Corpus],
+    hidden: int,
+    say: Callable[[str], None],
+) -> dict[str, dict[str, dict[str, float]]]:
+    """Tokens and rows per step, by tree and kind of text."""
+    found: dict[str, dict[str, dict[str, float]]] = {}
+    for name in trees:
+        found[name] = {}
+        for kind, corpus in texts.items():
+            tally = Tally()
+            for row in range(corpus.tokens.shape[0]):
+                walk(drafter, corpus, row, TREES[name], hidden, tally)
+            found[name][kind] = tally.report()
+        say(f"{name}: {found[name]}")
+    return found
+
+
+def by_depth(target: Target, head: Eagle3Head, corpus: Corpus) -> list[float]:
+    """How often the first guess is the target's choice, at depths 1 to 6."""
+    kept = head.draft_to_target
+    to_draft = torch.full((target.vocabulary,), -1)
+    to_draft[kept] = torch.arange(len(kept))
+    output = target.embedding[kept]
+    batch = make_batch(corpus, head, target.embedding, to_draft, output)
+    (found,) = summary(ranks(head, batch, output, 6), corpus).values()
+    return found["top1_by_depth"]
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="nwor_specpv.train.acceptance", description=__doc__)
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.add_argument("--weights", type=Path, default=SHIPPED)
+    parser.add_argument("--invented", type=int, default=32, help="questions the target invents")
+    parser.add_argument("--prompts", type=int, default=24, help="held-out prompts of a kind")
+    parser.add_argument("--answer-tokens", type=int, default=160)
+    parser.add_argument("--json", type=Path)
+    options = parser.parse_args(arguments)
+
+    def say(sentence: str) -> None:
+        print(sentence, file=sys.stderr, flush=True)
+
+    from nwor_specpv.models import smollm2
+
+    folder = smollm2("float32")
+    head = Eagle3Head.load(options.weights)
+    target = Target(folder, head.shape.feature_layers)
+    encode = prompt_encoder(folder)
+    torch.manual_seed(_SEED)
+    openings = prompts.openings(encode, 4 * options.invented, seed=_SEED)
+    parts = {INVENTED: [o for o in openings if o.kind == "chat"][: options.invented]}
+    for opening in prompts.held_out(encode):
+        parts.setdefault(opening.kind, []).append(opening)
+    texts = {}
+    for kind, part in parts.items():
+        part = part[: options.prompts] if kind != INVENTED else part
+        longest = max(len(o.tokens) + o.invented[1] + len(o.answer) + 1 for o in part)
+        texts[kind] = write_texts(
+            target, part, options.answer_tokens, longest + options.answer_tokens
+        )
+        say(f"{kind}: {len(part)} texts written")
+    working = head.to(torch.float32)
+    whole = Eagle3Drafter(head, target.embedding, min_probability=0.0)
+    default = Eagle3Drafter(head, target.embedding)
+    report: dict[str, Any] = {
+        "weights": options.weights.name,
+        "answer_tokens": options.answer_tokens,
+        "texts": {kind: corpus.tokens.shape[0] for kind, corpus in texts.items()},
+        "trees": {name: vars(tree) for name, tree in TREES.items()},
+        "top1_by_depth": {k: by_depth(target, working, c) for k, c in texts.items()},
+        "eagle3": measure(whole, list(TREES), texts, target.hidden, say),
+        "eagle3, unlikely rows left out": measure(default, _LARGE, texts, target.hidden, say),
+        "ngram": measure(NgramDrafter(), _LARGE, texts, target.hidden, say),
+    }
+    text = json.dumps(report, indent=1)
+    if options.json is not None:
+        options.json.write_text(text + "\n", encoding="utf-8")
+    print(text)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
