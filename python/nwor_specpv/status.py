@@ -24,6 +24,14 @@ from . import _broken, _stamp
 HOSTS = ("vllm", "transformers")
 
 _FALLBACK = re.compile(r'^nwor_fallback_total\{(?:[^}]*,)?reason="([^"]*)"[^}]*\}\s+(\S+)', re.M)
+_COUNTER = re.compile(r"^(\w+)(?:\{[^}]*\})?\s+(\S+)", re.M)
+_PARTIAL = (
+    "specpv_partial_steps_total",
+    "specpv_probed_rows_total",
+    "specpv_deviating_rows_total",
+    "specpv_rechecked_tokens_total",
+    "specpv_disagreed_tokens_total",
+)
 _TIMEOUT_S = 5.0
 
 
@@ -53,6 +61,7 @@ def collect(url: str | None = None) -> dict[str, Any]:
         "hosts": {name: installed_version(name) for name in HOSTS},
         "metrics": metrics,
         "bypasses": _bypasses(native, metrics.pop("fallbacks")),
+        "partial_steps": _partial_steps(native, metrics.pop("partial_steps")),
     }
 
 
@@ -80,6 +89,8 @@ def describe(status: dict[str, Any]) -> str:
     lines.append(("metrics", _describe_metrics(status["metrics"])))
     seen = [f"{b['count']} x {b['reason']}: {b['sentence']}" for b in status["bypasses"]]
     lines += [("bypassed", text) for text in seen or ["nothing"]]
+    if status["partial_steps"].get("partial_steps"):
+        lines.append(("partial steps", _describe_drift(status["partial_steps"])))
     width = max(len(name) for name, _ in lines)
     return "\n".join(f"{name:<{width}}  {text}" for name, text in lines)
 
@@ -154,7 +165,7 @@ def _metrics(native: ModuleType | None, url: str | None) -> dict[str, Any]:
     """This process' exporter, and the endpoint that was asked; `fallbacks` are its counts."""
     own = native.metrics_status() if native is not None else {"built": None, "serving": False}
     answer = {"built": own["built"], "serving": own["serving"], "url": None, "problem": None}
-    answer["fallbacks"] = None
+    answer["fallbacks"] = answer["partial_steps"] = None
     if own.get("problem"):
         answer["problem"] = own["problem"]
     if own["serving"]:
@@ -166,17 +177,48 @@ def _metrics(native: ModuleType | None, url: str | None) -> dict[str, Any]:
     if url is not None:
         answer["url"] = url
         try:
-            answer["fallbacks"] = read_fallbacks(url)
+            text = _read(url)
+            answer["fallbacks"] = _fallbacks(text)
+            answer["partial_steps"] = _counted(text)
             answer["serving"] = True
         except (OSError, ValueError) as error:
             answer["problem"] = f"{url} does not answer: {error}"
     return answer
 
 
-def read_fallbacks(url: str) -> dict[str, int]:
-    """Bypass counts of the server behind a metrics endpoint, summed over its ranks."""
+def _read(url: str) -> str:
     with urllib.request.urlopen(url, timeout=_TIMEOUT_S) as response:
-        text = response.read().decode("utf-8", errors="replace")
+        return response.read().decode("utf-8", errors="replace")
+
+
+def _counted(text: str) -> dict[str, int]:
+    """What steps over a partial view have done to the output, summed over a server's ranks."""
+    counts = dict.fromkeys(_PARTIAL, 0)
+    for name, value in _COUNTER.findall(text):
+        if name in counts:
+            counts[name] += int(float(value))
+    return counts
+
+
+def _partial_steps(native: ModuleType | None, counts: dict[str, int] | None) -> dict[str, int]:
+    """Verify steps over a partial view, and the drift that was seen."""
+    if counts is None:
+        snapshot = native.metrics_snapshot() if native is not None else {}
+        counts = {name: snapshot.get(name, 0) for name in _PARTIAL}
+    return {name.removeprefix("specpv_").removesuffix("_total"): counts[name] for name in _PARTIAL}
+
+
+def _describe_drift(counts: dict[str, int]) -> str:
+    text = f"{counts['partial_steps']}, NOT lossless unless specpv_rectify is lossless"
+    if counts["probed_rows"]:
+        text += f", {counts['deviating_rows']} of {counts['probed_rows']} probed rows deviate"
+    if counts["rechecked_tokens"]:
+        text += f", {counts['disagreed_tokens']} of {counts['rechecked_tokens']} tokens disagree"
+    return text
+
+
+def _fallbacks(text: str) -> dict[str, int]:
+    """Bypass counts of a server, summed over its ranks."""
     found = _FALLBACK.findall(text)
     if not found:
         raise ValueError("no nwor_fallback_total series there")

@@ -191,6 +191,30 @@ def test_a_failing_pass_drafts_nothing_and_serving_goes_on(
     )
 
 
+def test_without_memory_for_views_lookups_draft(
+    expected: list, before: dict, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    from nwor_specpv.vllm.specpv import drafter as module
+
+    def refuse(*_: Any, **__: Any) -> None:
+        raise torch.OutOfMemoryError("injected")
+
+    monkeypatch.setattr(module, "ViewStore", refuse)
+    llm = begin()
+    with caplog.at_level(logging.WARNING, "nwor_specpv"):
+        story = drive(llm, prompts(), greedy(MAX_TOKENS))
+    assert "no memory for views, requests draft by lookups alone" in caplog.text
+    assert [story.tokens[str(i)] for i in range(6)] == expected
+    assert grown(before, "draft_passes") == 0
+    assert grown(before, "draft_failures") == 1
+    assert own_stats()["committed_tokens"] > 0
+    # Nor does anything else that goes wrong in the drafter end a request.
+    monkeypatch.setattr(drafter(), "_learn", refuse)
+    story = drive(llm, prompts(), greedy(MAX_TOKENS))
+    assert [story.tokens[str(i)] for i in range(6)] == expected
+    assert grown(before, "draft_failures") > MAX_TOKENS
+
+
 def expand_to_tokens(
     values: torch.Tensor,
     ends: torch.Tensor,

@@ -213,6 +213,19 @@ def test_status_asks_a_running_server_for_its_counts(
     ]
 
 
+def test_status_says_that_partial_steps_are_not_lossless(served_text: list[str]) -> None:
+    assert "partial steps" not in status.describe(status.collect(served_text[0]))
+    served_text[1] += (
+        'specpv_partial_steps_total{rank="0"} 40\nspecpv_partial_steps_total{rank="1"} 2\n'
+        'specpv_probed_rows_total{rank="0"} 20\nspecpv_deviating_rows_total{rank="0"} 3\n'
+    )
+    report = status.collect(served_text[0])
+    assert report["partial_steps"]["partial_steps"] == 42
+    assert report["partial_steps"]["deviating_rows"] == 3
+    told = status.describe(report)
+    assert "42, NOT lossless unless specpv_rectify is lossless, 3 of 20 probed rows deviate" in told
+
+
 def test_status_finds_the_server_by_its_settings(
     served_text: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -7,7 +7,9 @@
     ngram         lookups in a request's own tokens, kept up to date as it grows
     policy        how many partial passes pay, from measured costs and running acceptance
     drafter       mode `lossless` on model runner V1: a proposer vLLM loads by its class path
+    target        the target model as a drafter: partial passes, and what they cost
     refresh       mode `refresh`: the verify step itself attends to the view
+    drift         what mode `refresh` does to attention, measured on its full steps
 
 Nothing provisional enters the engine's cache, a summary or a prefix hash in mode `lossless`.
 """

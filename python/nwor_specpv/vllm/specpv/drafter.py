@@ -104,25 +104,37 @@ class PartialViewDrafter:
     ) -> list[list[int]]:
         """Drafts of every request of the step; none for those still in their prompt."""
         started = time.perf_counter()
-        seen = self._engine.seen
-        count = len(sampled_token_ids)
-        drafts: list[list[int]] = [[] for _ in range(count)]
-        if seen is None or len(seen.lens) < count:
-            self._fail("no_step", "the step's metadata was not built by us")
-            return drafts
-        names = self._engine.runner.input_batch.req_ids[:count]
-        lens = [int(length) for length in num_tokens_no_spec[:count]]
-        self._learn(names, sampled_token_ids, lens, token_ids_cpu, seen)
-        active = [i for i in range(count) if sampled_token_ids[i] and lens[i] < self._max_len]
-        requests = [self._requests[name] for name in names]
         try:
-            members = [i for i in active if self._has_view(requests[i], lens[i])]
-            passes = self._passes(members, [i for i in active if i not in members], lens)
-            self._observe(started, seen, lens)
-            chains = self._round(members, requests, lens, seen, passes) if passes else {}
+            drafts = self._propose(sampled_token_ids, num_tokens_no_spec, token_ids_cpu, started)
         except Exception as error:
-            self._fail(type(error).__name__, str(error))
-            members, chains = [], {key: [] for key in active}
+            self._fail(error)
+            self._forget()  # whatever was half done
+            drafts = [[] for _ in sampled_token_ids]
+        self._proposed_at = time.perf_counter()
+        return drafts
+
+    def _propose(
+        self, sampled: list[list[int]], num_tokens: Any, token_ids: Any, started: float
+    ) -> list[list[int]]:
+        seen, count = self._engine.seen, len(sampled)
+        if seen is None or len(seen.lens) < count:
+            raise NworError("the step's metadata was not built by us")
+        names = self._engine.runner.input_batch.req_ids[:count]
+        lens = [int(length) for length in num_tokens[:count]]
+        self._learn(names, sampled, lens, token_ids, seen)
+        requests = [self._requests[name] for name in names]
+        active = [i for i in range(count) if sampled[i] and lens[i] < self._max_len]
+        members = [i for i in active if self._has_view(requests[i], lens[i])]
+        passes = self._passes(members, [i for i in active if i not in members], lens)
+        self._observe(started, seen, lens)
+        chains: dict[int, list[int]] = {}
+        if passes:
+            try:
+                chains = self._round(members, requests, lens, seen, passes)
+            except Exception as error:
+                self._fail(error)
+                chains = {i: [] for i in members}
+        drafts: list[list[int]] = [[] for _ in range(count)]
         for i in active:
             request = requests[i]
             request.by_view = i in chains
@@ -132,7 +144,6 @@ class PartialViewDrafter:
                 request.drafts = request.index.lookup([], min(request.lookup_length, self._limit))
                 self.lookup_tokens.add(len(request.drafts))
             drafts[i] = request.drafts
-        self._proposed_at = time.perf_counter()
         return drafts
 
     # ---- requests -------------------------------------------------------------------------------
@@ -178,6 +189,10 @@ class PartialViewDrafter:
         grown = 2 * request.lookup_length if whole else self._inner
         request.lookup_length = min(_MAX_LOOKUP, max(1, grown))
 
+    def _forget(self) -> None:
+        for name in list(self._requests):
+            self._drop(name)
+
     def _drop(self, name: str) -> None:
         row = self._requests.pop(name).row
         if row is not None and self._store is not None:
@@ -188,7 +203,13 @@ class PartialViewDrafter:
         if length - 1 <= self._shortest:
             return False
         if self._store is None:
-            self._allocate()
+            try:
+                self._allocate()
+            except Exception as error:
+                self._fail(error)
+                logger.warning("nwor_specpv: no memory for views, requests draft by lookups alone")
+                self._shortest = self._max_len
+                return False
         assert self._store is not None
         if request.row is None:
             request.row = self._store.open()
@@ -356,11 +377,10 @@ class PartialViewDrafter:
         _C.count("specpv_drafted_tokens_total", sum(map(len, drafts.values())))
         return drafts
 
-    def _fail(self, reason: str, text: str) -> None:
-        """Drafts nothing this time; serving goes on. Each reason is logged once."""
+    def _fail(self, error: Exception) -> None:
+        """Nothing is drafted this time; serving goes on. Each reason is logged once."""
         _C.count("specpv_draft_failures_total", 1)
-        if reason not in self._failed:
-            self._failed.add(reason)
-            logger.warning(
-                "nwor_specpv: a partial pass failed and drafts nothing: %s: %s", reason, text
-            )
+        reason = f"{type(error).__name__}: {error}"
+        if type(error).__name__ not in self._failed:
+            self._failed.add(type(error).__name__)
+            logger.warning("nwor_specpv: a partial pass failed and drafts nothing: %s", reason)

@@ -4,10 +4,6 @@ Every request decides for itself, step by step: over the whole context with a ne
 or over the view. K/V of partial steps stays as partial attention made it; nothing is fed again.
 Decisions and views are device tensors (`num_blocks` -1: the whole context), so one captured graph
 is replayed for every mix.
-
-Drift is measured on full steps: in a few layers the rows' attention is computed over the old view,
-too, and rows whose output differs by more than a tenth are counted (specpv_deviating_rows_total of
-specpv_probed_rows_total).
 """
 
 from __future__ import annotations
@@ -19,14 +15,12 @@ from typing import Any
 
 import torch
 
-from nwor_specpv import _C, PartialView, build_view, cache_views
+from nwor_specpv import _C, PartialView, cache_views
 from nwor_specpv.errors import logger
 from nwor_specpv.vllm import compat
 
+from .drift import DriftProbe
 from .views import Batch, ViewStore
-
-_DEVIATES = 0.1  # of a row's attention output, in length
-_DRIFT_INTERVAL = 32  # steps between readings of the device's counts
 
 
 @dataclass
@@ -74,18 +68,11 @@ class RefreshStep:
         """
         views = self.views
         number = views.layer_index[layer]
-        if self.probes and number in views.probed_layers:
-            views.probe(number, self, attend, output)
+        if self.probes and number in views.drift.layers:
+            views.drift.look(number, self.count, self.row_requests, attend, output)
         if self.selects:
             rows = query if self.index is None else query[self.index].flatten(0, 1)
             views.queries(number, rows).copy_(rows)
-
-    def probing(self, num_rows: int) -> torch.Tensor:
-        """[rows]: not 0 for rows of requests that are looked at for drift."""
-        asked = self.views.probing[: self.count]
-        if self.row_requests is not None:
-            return asked[self.row_requests[:num_rows]]
-        return asked[:, None].expand(self.count, self.max_rows).reshape(-1)
 
 
 class RefreshViews:
@@ -100,6 +87,8 @@ class RefreshViews:
         max_batch: int,
         max_tokens: int,
         max_rows: int,
+        num_heads: int,
+        dtype: torch.dtype,
     ) -> None:
         self.layer_index = {name: number for number, name in enumerate(layers)}
         self.store = ViewStore(
@@ -116,20 +105,12 @@ class RefreshViews:
         self._requests: dict[str, Request] = {}
         self._open: list[Request] = []  # that select in the step that is open
         self._step: RefreshStep | None = None
-        self._queries: torch.Tensor | None = None
-        self._max_queries = max_batch * max_rows
-        last = len(layers) - 1
-        self.probed_layers = sorted({last // 2, last})
-        store = self.store
-        shape = (len(self.probed_layers) * max_batch, *store.blocks(1).shape[2:])
-        self._probe_blocks = torch.full(shape, -1, dtype=torch.int32, device=key_caches[0].device)
-        self._probe_num_blocks = torch.zeros_like(store.num_blocks)
-        self._probe_lens = torch.zeros_like(store.view_lens)
-        self.probing = torch.zeros_like(store.view_lens)
-        self._drift = torch.zeros(2, dtype=torch.int64, device=key_caches[0].device)
-        self._counted = [0, 0]
-        self._mail: tuple[torch.Tensor, torch.cuda.Event] | None = None
-        self._steps = 0
+        self._queries = torch.zeros(
+            (len(layers), max_batch * max_rows, num_heads, key_caches[0].shape[3]),
+            dtype=dtype,
+            device=key_caches[0].device,
+        )
+        self.drift = DriftProbe(self.store, max_batch)
 
     # ---- decisions, on the host -----------------------------------------------------------------
 
@@ -220,7 +201,7 @@ class RefreshViews:
         store.begin(Batch(block_table, flags[0], prefix_lens, flags[1]), flags[2])
         probes = any(d.probe for d in decisions)
         if probes or prefix_lens.is_cuda:  # a graph probes in every step
-            self._build_probe(count, flags[3], block_table)
+            self.drift.build(block_table, flags[3])
         store.build(count)
         uniform = len(set(lens)) == 1
         most = max(lens)
@@ -262,7 +243,7 @@ class RefreshViews:
                 logger.warning("nwor_specpv: no blocks chosen, steps stay full: %s", error)
                 self._give_up()
         self._open = []
-        self._read_drift()
+        self.drift.read()
 
     def _give_up(self) -> None:
         """What was to be chosen was not: those requests have no view."""
@@ -272,81 +253,7 @@ class RefreshViews:
 
     def queries(self, layer: int, rows: torch.Tensor) -> torch.Tensor:
         """Where a layer leaves its queries for `finish`; the same memory in every step."""
-        if self._queries is None:
-            shape = (len(self.layer_index), self._max_queries, *rows.shape[1:])
-            self._queries = torch.zeros(shape, dtype=rows.dtype, device=rows.device)
         return self._queries[layer, : rows.shape[0]]
-
-    # ---- drift ----------------------------------------------------------------------------------
-
-    def _build_probe(self, count: int, probing: torch.Tensor, block_table: torch.Tensor) -> None:
-        """The views that requests with a full step have had up to now, in a few layers."""
-        store = self.store
-        self.probing[:count] = probing
-        blocks = self._blocks(count)
-        anchors = store.anchors[store.places(count)]
-        for place, layer in enumerate(self.probed_layers):
-            build_view(
-                store.ids[layer : layer + 1],
-                block_table,
-                anchors,
-                store.lens(count),
-                self.probing[:count],
-                blocks[place : place + 1],
-                self._probe_num_blocks[:count],
-                self._probe_lens[:count],
-                page_size=store.page_size,
-                block_size=store.budget.block_size,
-                sink_blocks=store.budget.sink_blocks,
-                window_blocks=store.budget.window_blocks,
-                rows=store.rows(count),
-            )
-        # The others see nothing of their context here, instead of all of it.
-        absent = self._probe_num_blocks[:count] < 0
-        self.probing[:count].masked_fill_(absent, 0)
-        self._probe_num_blocks[:count].clamp_(min=0)
-        self._probe_lens[:count].masked_fill_(absent, 0)
-
-    def _blocks(self, count: int) -> torch.Tensor:
-        layers = len(self.probed_layers)
-        return self._probe_blocks[: layers * count].unflatten(0, (layers, count))
-
-    def probe(self, layer: int, step: RefreshStep, attend: Any, output: torch.Tensor) -> None:
-        """Counts the rows whose attention over the old view differs from that over everything."""
-        count = step.count
-        view = PartialView(
-            self._blocks(count)[self.probed_layers.index(layer)],
-            self._probe_num_blocks[:count],
-            self._probe_lens[:count],
-            self.store.budget.block_size,
-        )
-        seen = attend(view).flatten(1).float()
-        whole = output.flatten(1).float()
-        asked = step.probing(whole.shape[0]) != 0
-        far = (seen - whole).norm(dim=1) > _DEVIATES * whole.norm(dim=1)
-        self._drift[0] += asked.sum()
-        self._drift[1] += (asked & far).sum()
-
-    def _read_drift(self) -> None:
-        """Brings the device's counts to the metrics; on a GPU a little later, without waiting."""
-        self._steps += 1
-        if not self._drift.is_cuda:
-            self._note_drift(self._drift.tolist())
-        elif self._mail is not None and self._mail[1].query():
-            self._note_drift(self._mail[0].tolist())
-            self._mail = None
-        elif self._mail is None and self._steps % _DRIFT_INTERVAL == 0:
-            host = torch.empty(2, dtype=torch.int64, pin_memory=True)
-            host.copy_(self._drift, non_blocking=True)
-            arrived = torch.cuda.Event()
-            arrived.record()
-            self._mail = (host, arrived)
-
-    def _note_drift(self, now: list[int]) -> None:
-        probed, deviating = (new - old for new, old in zip(now, self._counted, strict=True))
-        _C.count("specpv_probed_rows_total", probed)
-        _C.count("specpv_deviating_rows_total", deviating)
-        self._counted = now
 
     def _count(self, decisions: list[Decision], contexts: Sequence[int]) -> None:
         view = self.store.budget.static_tokens
@@ -367,8 +274,10 @@ class Refresh:
     def __init__(self, engine: Any, vllm_config: Any) -> None:
         self._engine = weakref.ref(engine)
         graphs = vllm_config.compilation_config.max_cudagraph_capture_size or 0
-        self._max_batch = max(vllm_config.scheduler_config.max_num_seqs, graphs)
+        rows = 1 + engine.setup.num_speculative_tokens  # of each request in a graph
+        self._max_batch = max(vllm_config.scheduler_config.max_num_seqs, -(-graphs // rows))
         self._max_tokens = vllm_config.model_config.max_model_len
+        self._dtype = vllm_config.model_config.dtype
         self.views: RefreshViews | None = None
 
     def step(
@@ -416,6 +325,8 @@ class Refresh:
             max_batch=self._max_batch,
             max_tokens=self._max_tokens,
             max_rows=1 + engine.setup.num_speculative_tokens,
+            num_heads=engine.layers[layers[0]].impl.num_heads,
+            dtype=self._dtype,
         )
         taken = views.store.bytes / 1e6
         logger.info(

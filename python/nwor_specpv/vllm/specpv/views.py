@@ -143,6 +143,7 @@ class ViewStore:
         self._rows[:count] = batch.rows
         self._lens[:count] = batch.lens
         self._partial[:count] = 1 if partial is None else partial
+        self._partial[:count].masked_fill_(batch.rows < 0, 0)
         rows = self.places(count)
         chosen = (batch.select != 0) & (batch.rows >= 0)
         window = (batch.lens // budget.block_size - budget.window_blocks).clamp(

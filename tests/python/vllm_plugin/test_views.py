@@ -1,0 +1,304 @@
+"""Views, tails and partial passes for vLLM, against slow references; no vLLM needed."""
+
+from __future__ import annotations
+
+import os
+import random
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from nwor_specpv import LAYOUTS, Metrics, PartialView, SpecPVConfig, cache_views
+from nwor_specpv.errors import NworError
+from nwor_specpv.vllm import compat
+from nwor_specpv.vllm.specpv.drift import DriftProbe
+from nwor_specpv.vllm.specpv.partial_pass import PartialPass
+from nwor_specpv.vllm.specpv.tail import Tail
+from nwor_specpv.vllm.specpv.views import Batch, ViewStore
+
+SEED = int(os.environ.get("NWOR_TEST_SEED", random.randrange(2**31)))
+
+BLOCK, PAGE, LAYERS, HEADS, QUERY_HEADS, DIM = 4, 8, 2, 2, 4, 16
+SINK, CHOSEN, WINDOW = 1, 3, 2
+
+
+@pytest.fixture(autouse=True)
+def _seed() -> None:
+    print(f"seed={SEED}")
+    torch.manual_seed(SEED)
+    random.seed(SEED)
+
+
+def config(**keys: Any) -> SpecPVConfig:
+    return SpecPVConfig(
+        **{
+            "enable_specpv": True,
+            "specpv_rectify": "lossless",
+            "specpv_block_size": BLOCK,
+            "specpv_n_sink_blocks": SINK,
+            "specpv_n_retrieval_blocks": CHOSEN,
+            "specpv_n_window_blocks": WINDOW,
+        }
+        | keys
+    )
+
+
+class Engine:
+    """Packed caches as vLLM has them, and requests with shuffled pages."""
+
+    def __init__(self, requests: int, tokens: int) -> None:
+        pages = -(-tokens // PAGE)
+        assert compat.CACHE_LAYOUT in LAYOUTS
+        self.caches = [
+            torch.randn(requests * pages + 1, HEADS, PAGE, 2 * DIM) for _ in range(LAYERS)
+        ]
+        self.key_caches = [cache_views(cache, compat.CACHE_LAYOUT)[0] for cache in self.caches]
+        order = torch.randperm(requests * pages).int() + 1
+        self.table = order.view(requests, pages).contiguous()
+
+    def keys(self, layer: int, request: int, length: int) -> torch.Tensor:
+        """[tokens, heads, channels] in token order."""
+        pages = self.key_caches[layer][self.table[request].long()]
+        return pages.flatten(0, 1)[:length]
+
+    def values(self, layer: int, request: int, length: int) -> torch.Tensor:
+        values = cache_views(self.caches[layer], compat.CACHE_LAYOUT)[1]
+        return values[self.table[request].long()].flatten(0, 1)[:length]
+
+    def store(self, max_requests: int, **keys: Any) -> ViewStore:
+        return ViewStore(
+            config(**keys),
+            self.key_caches,
+            max_requests=max_requests,
+            max_batch=8,
+            max_tokens=self.table.shape[1] * PAGE,
+            max_rows=9,
+        )
+
+
+def ints(values: list[int]) -> torch.Tensor:
+    return torch.tensor(values, dtype=torch.int32)
+
+
+def wanted_tokens(
+    engine: Engine, layer: int, request: int, length: int, query: torch.Tensor, head: int
+) -> list[int]:
+    """Tokens a head sees: sink, the best blocks by max(q . kmax, q . kmin), window and the rest."""
+    keys = engine.keys(layer, request, length).double()
+    begin = max(length // BLOCK - WINDOW, SINK)
+    group = QUERY_HEADS // HEADS
+    scores = []
+    for block in range(SINK, begin):
+        span = keys[block * BLOCK : (block + 1) * BLOCK, head]
+        high, low = span.amax(0), span.amin(0)
+        rows = query[:, head * group : (head + 1) * group].double()
+        scores.append((torch.maximum(rows @ high, rows @ low).mean().item(), -block))
+    best = sorted(-block for _, block in sorted(scores, reverse=True)[:CHOSEN])
+    blocks = [*range(min(SINK, begin)), *best]
+    tokens = [block * BLOCK + i for block in blocks for i in range(BLOCK)]
+    return tokens + list(range(begin * BLOCK, length))
+
+
+def seen_tokens(engine: Engine, view: PartialView, request: int, head: int) -> list[int]:
+    """Tokens of the request that a view lists, by where they lie in the cache."""
+    parts = PAGE // BLOCK
+    where = {int(page): number for number, page in enumerate(engine.table[request])}
+    tokens = []
+    for block in view.blocks[request, head, : int(view.num_blocks[request])].tolist():
+        first = where[block // parts] * PAGE + block % parts * BLOCK
+        tokens += range(first, first + BLOCK)
+    return tokens[: int(view.view_lens[request])]
+
+
+def test_growing_requests_see_what_a_scan_would_choose() -> None:
+    engine = Engine(requests=3, tokens=200)
+    store = engine.store(max_requests=5)
+    rows = [store.open() for _ in range(3)]
+    lens = [random.randint(30, 60) for _ in range(3)]
+    for _ in range(6):
+        batch = Batch(engine.table, ints(rows), ints(lens), ints([1, 1, 1]))
+        store.begin(batch)
+        for layer in range(LAYERS):
+            query = torch.randn(3, 4, QUERY_HEADS, DIM)
+            used = [random.randint(1, 4) for _ in range(3)]
+            store.refresh_layer(layer, query, ints([[0, n] for n in used]))
+            store.build(3, layer)
+            view = store.view(layer, 3)
+            for request, length in enumerate(lens):
+                blocks = max(length // BLOCK - WINDOW, SINK) - SINK
+                keys = engine.keys(layer, request, length)[SINK * BLOCK :][: blocks * BLOCK]
+                spans = keys.unflatten(0, (blocks, BLOCK))
+                assert torch.equal(store.kmax[layer, rows[request], :blocks], spans.amax(1))
+                assert torch.equal(store.kmin[layer, rows[request], :blocks], spans.amin(1))
+                for head in range(HEADS):
+                    got = seen_tokens(engine, view, request, head)
+                    chosen = query[request, : used[request]]
+                    assert got == wanted_tokens(engine, layer, request, length, chosen, head)
+        store.end(3)
+        lens = [length + random.randint(0, 20) for length in lens]
+
+
+def test_what_failed_is_summarised_again_and_rows_start_afresh() -> None:
+    engine = Engine(requests=2, tokens=120)
+    store = engine.store(max_requests=1)
+    row = store.open()
+    assert row == 0
+    assert store.open() is None
+    batch = Batch(engine.table[:1], ints([row]), ints([80]), ints([1]))
+    store.begin(batch)
+    store.refresh_layer(0, torch.randn(1, 1, QUERY_HEADS, DIM))  # layer 1 never comes: no end
+    assert store._done.tolist() == [0, 0]
+    store.begin(batch)
+    for layer in range(LAYERS):
+        store.refresh_layer(layer, torch.randn(1, 1, QUERY_HEADS, DIM))
+    store.end(1)
+    blocks = 80 // BLOCK - WINDOW - SINK
+    assert store._done[0] == blocks
+    assert store.anchors[0] == 80
+    store.close(row)
+    # Another request in the same row must not inherit summaries.
+    assert store.open() == 0
+    store.begin(Batch(engine.table[1:], ints([0]), ints([60]), ints([1])))
+    store.refresh_layer(0, torch.randn(1, 1, QUERY_HEADS, DIM))
+    blocks = 60 // BLOCK - WINDOW - SINK
+    keys = engine.keys(0, 1, 60)[SINK * BLOCK :][: blocks * BLOCK].unflatten(0, (blocks, BLOCK))
+    assert torch.equal(store.kmax[0, 0, :blocks], keys.amax(1))
+
+
+def test_requests_without_a_row_or_a_view_see_everything() -> None:
+    engine = Engine(requests=3, tokens=120)
+    store = engine.store(max_requests=2)
+    rows, lens = [store.open(), -1, store.open()], ints([80, 90, 100])
+    store.begin(Batch(engine.table, ints(rows), lens, ints([1, 1, 1])), ints([1, 1, 0]))
+    for layer in range(LAYERS):
+        store.refresh_layer(layer, torch.randn(3, 2, QUERY_HEADS, DIM))
+    store.build(3)
+    assert (store.num_blocks[:3] >= 0).tolist() == [True, False, False]
+    store.end(3)
+    assert store.anchors[: store.max_requests].tolist() in ([80, 100], [100, 80])
+
+
+def test_budgets_that_do_not_fit_are_refused() -> None:
+    engine = Engine(requests=1, tokens=60)
+    with pytest.raises(NworError, match="expected a view shorter than the longest context"):
+        engine.store(1, specpv_n_retrieval_blocks=100)
+    with pytest.raises(NworError, match="expected a divisor of the page size"):
+        engine.store(1, specpv_block_size=5)
+
+
+def dense(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+    """One row [Hq, D] over [tokens, Hkv, D], float64."""
+    group = QUERY_HEADS // HEADS
+    keys, values = (t.double().repeat_interleave(group, 1) for t in (keys, values))
+    weights = torch.einsum("hd,thd->ht", query.double(), keys).mul(DIM**-0.5).softmax(-1)
+    return torch.einsum("ht,thd->hd", weights, values)
+
+
+def test_passes_see_view_tail_and_one_another_and_write_the_tail_alone() -> None:
+    engine = Engine(requests=2, tokens=160)
+    held = [cache.clone() for cache in engine.caches]
+    store, tail = engine.store(max_requests=2), Tail(engine.key_caches, 8, 20)
+    lens = [101, 77]
+    rows = ints([store.open(), store.open()])
+    store.begin(Batch(engine.table, rows, ints(lens), ints([1, 1])))
+    names = [f"layer.{number}" for number in range(LAYERS)]
+    kept = [0, 0]
+    seen: dict[tuple[int, int, int], list[int]] = {}  # layer, request, head: tokens of the view
+    past: dict[tuple[int, int], list[tuple[torch.Tensor, torch.Tensor]]] = {}
+    for number in range(4):
+        num_rows = random.randint(1, 4)
+        takes = [random.randint(1, num_rows) for _ in range(2)]  # rows that are kept
+        slots = [
+            tail.slot(b, kept[b] + j) if j < takes[b] else -1
+            for b in range(2)
+            for j in range(num_rows)
+        ]
+        passed = PartialPass(
+            store=store,
+            tail=tail,
+            layer_index={name: layer for layer, name in enumerate(names)},
+            block_table=engine.table,
+            prefix_lens=ints(lens),
+            tail_lens=ints(kept),
+            query_start=ints([0, num_rows, 2 * num_rows]),
+            slots=torch.tensor(slots),
+            num_rows=num_rows,
+            has_tail=number > 0,
+            select=number == 0,
+        )
+        for layer, name in enumerate(names):
+            query = torch.randn(2 * num_rows, QUERY_HEADS, DIM)
+            key, value = torch.randn(2, 2 * num_rows, HEADS, DIM)
+            output = torch.full((2 * num_rows + 3, QUERY_HEADS, DIM), torch.nan)
+            impl = SimpleNamespace(scale=DIM**-0.5, logits_soft_cap=0.0)
+            where = SimpleNamespace(layer_name=name)
+            passed.attend(impl, where, query, key, value, engine.caches[layer], output)
+            for b in range(2):
+                for head in range(HEADS):
+                    if number == 0:
+                        view = store.view(layer, 2)
+                        seen[layer, b, head] = seen_tokens(engine, view, b, head)
+                for j in range(num_rows):
+                    row = b * num_rows + j
+                    for head in range(HEADS):
+                        tokens = seen[layer, b, head]
+                        before = past.get((layer, b), [])
+                        own = slice(b * num_rows, row + 1)
+                        keys = torch.cat(
+                            [
+                                engine.keys(layer, b, lens[b])[tokens],
+                                *(k[None] for k, _ in before),
+                                key[own],
+                            ]
+                        )
+                        values = torch.cat(
+                            [
+                                engine.values(layer, b, lens[b])[tokens],
+                                *(v[None] for _, v in before),
+                                value[own],
+                            ]
+                        )
+                        group = slice(head * 2, head * 2 + 2)
+                        expected = dense(query[row], keys, values)[group]
+                        got = output[row, group].double()
+                        assert torch.allclose(got, expected, atol=1e-5)
+                for j in range(takes[b]):
+                    row = b * num_rows + j
+                    past.setdefault((layer, b), []).append((key[row], value[row]))
+            assert output[2 * num_rows :].isnan().all()
+        kept = [n + take for n, take in zip(kept, takes, strict=True)]
+    assert all(torch.equal(a, b) for a, b in zip(held, engine.caches, strict=True))
+
+
+def test_drift_counts_rows_of_the_requests_that_were_asked_for() -> None:
+    engine = Engine(requests=3, tokens=120)
+    store = engine.store(max_requests=3)
+    probe = DriftProbe(store, 8)
+    rows, lens = ints([store.open() for _ in range(3)]), ints([80, 90, 100])
+    store.begin(Batch(engine.table, rows, lens, ints([1, 1, 1])))
+    for layer in range(LAYERS):
+        store.refresh_layer(layer, torch.randn(3, 2, QUERY_HEADS, DIM))
+    store.end(3)
+    store.begin(Batch(engine.table, rows, lens, ints([1, 0, 1])), ints([0, 1, 0]))
+    probe.build(engine.table, ints([1, 0, 1]))
+    output = torch.randn(6, QUERY_HEADS, DIM)
+    change = torch.tensor([1.0, 1.05, 3.0, 3.0, 1.2, 1.0])  # of rows; the request between: unasked
+    before = Metrics().snapshot()
+    for row_requests in (None, torch.tensor([0, 0, 1, 1, 2, 2])):
+        views = []
+
+        def attend(view: PartialView, views: list = views) -> torch.Tensor:
+            views.append(view)
+            return output * change[:, None, None]
+
+        probe.look(LAYERS - 1, 3, row_requests, attend, output)
+        (view,) = views
+        assert view.num_blocks.tolist()[1] == 0
+        assert view.view_lens.tolist()[1] == 0
+        assert view.view_lens.tolist()[0] == (SINK + CHOSEN + WINDOW) * BLOCK
+    probe.read()
+    now = Metrics().snapshot()
+    assert now["specpv_probed_rows_total"] - before["specpv_probed_rows_total"] == 8
+    assert now["specpv_deviating_rows_total"] - before["specpv_deviating_rows_total"] == 2
