@@ -178,8 +178,15 @@ class Training:
                 group["lr"] = group["peak"] * max(rate, 0.0)
         sharper = max(0.0, progress - plan.sharpen_from) / (1 - plan.sharpen_from)
         temperature = 1 - min(1.0, sharper) * (1 - plan.label_temperature)
-        working = head.to(self.target.dtype)
-        batch = self._batch(rows, working, temperature)
+        self._find_gradients(rows, temperature)
+        torch.nn.utils.clip_grad_norm_(list(head.weights.values()), 1.0)
+        for optimizer in self._optimizers:
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+
+    def _find_gradients(self, rows: Corpus, label_temperature: float) -> None:
+        plan, working = self.plan, self._head.to(self.target.dtype)
+        batch = self._batch(rows, working, label_temperature)
         unroll, loss = Unroll(working, batch), 0.0
         for step in range(plan.steps):
             normed = unroll.step()[: -step - 1]
@@ -187,10 +194,6 @@ class Training:
             weight = weight * (plan.step_decay**step / weight.sum().clamp(min=1.0))
             loss = loss + soft_loss(normed, self._output, batch.probabilities[step + 1 :], weight)
         loss.backward()
-        torch.nn.utils.clip_grad_norm_(list(head.weights.values()), 1.0)
-        for optimizer in self._optimizers:
-            optimizer.step()
-            optimizer.zero_grad(set_to_none=True)
 
     def measure(self) -> dict[str, Any]:
         """Acceptance on the held-out prompts now; saves the head and everything measured so far."""

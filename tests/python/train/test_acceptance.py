@@ -1,0 +1,92 @@
+"""Decoding texts step by step with a drafter, against the ranks that training measures."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Hashable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from nwor_specpv import DraftTree
+from nwor_specpv.drafters import Drafter, TreeConfig
+from nwor_specpv.drafters.eagle3 import Eagle3Drafter
+from nwor_specpv.models import stories
+from nwor_specpv.train import acceptance, eagle3, measure
+from nwor_specpv.train.prompts import Opening
+from nwor_specpv.train.target import Target
+
+SEED = int(os.environ.get("NWOR_TEST_SEED", torch.seed() % 2**31))
+
+
+class Knowing(Drafter):
+    """Proposes what really comes, `right` tokens of it, and a wrong one after."""
+
+    def __init__(self, text: Sequence[int], right: int) -> None:
+        self._text, self._right, self._at = list(text), right, 0
+
+    def begin(self, request: Hashable, prompt_ids: Sequence[int]) -> None:
+        assert list(prompt_ids) == self._text[: len(prompt_ids)]
+
+    def observe(self, request: Hashable, tokens: Sequence[int], features: Any) -> None:
+        assert len(tokens) == len(features)
+        self._at += len(tokens)
+        assert self._text[self._at] == tokens[-1]
+
+    def draft(self, requests: Sequence[Hashable], tree: TreeConfig) -> list[DraftTree]:
+        end = self._at + 1 + self._right
+        return [DraftTree([*self._text[self._at : end], -1])]
+
+    def end(self, request: Hashable) -> None: ...
+
+
+@pytest.fixture(scope="module")
+def target() -> Target:
+    return Target(stories())
+
+
+def openings(count: int) -> list[Opening]:
+    return [
+        Opening("chat", torch.randint(3, 500, (2 + index % 3,)).tolist(), (0, 0), [])
+        for index in range(count)
+    ]
+
+
+def test_a_step_gives_the_right_drafts_and_one_more(target: Target) -> None:
+    print(f"seed={SEED}")
+    torch.manual_seed(SEED)
+    corpus = acceptance.write_texts(target, openings(1), 24, 40)
+    for right in (0, 3):
+        tally = acceptance.Tally()
+        drafter = Knowing(corpus.tokens[0].tolist(), right)
+        acceptance.walk(drafter, corpus, 0, TreeConfig(), target.hidden, tally)
+        assert tally.rows == tally.steps * (right + 2)
+        assert abs(tally.tokens - tally.steps * (right + 1)) <= right
+        assert tally.tokens >= 20
+
+
+def test_chains_gain_what_the_ranks_say(target: Target, tmp_path: Path) -> None:
+    print(f"seed={SEED}")
+    torch.manual_seed(SEED)
+    corpus = acceptance.write_texts(target, openings(4), 24, 36)
+    plan = eagle3.Plan(rows=2, length=36, tokens=72, draft_vocabulary=400, intermediate=96)
+    training = eagle3.Training(target, openings(2), openings(1), plan, tmp_path)
+    training._make_head(corpus)
+    head = training._head
+    for _ in range(8):  # as it starts it knows nothing
+        training._find_gradients(corpus, 1.0)
+        for weight in head.weights.values():
+            weight.data -= 0.02 * weight.grad.sign()
+            weight.grad = None
+    found = eagle3.ranks(head, training._batch(corpus, head), training._output, 4)
+    counts, start = corpus.weight >= 1, corpus.start
+    expected = measure.tokens_per_step(found.view(4, 4, 36), counts, start, measure.CHAIN)
+    tally = acceptance.Tally()
+    drafter = Eagle3Drafter(head, target.embedding, dtype=torch.float32, min_probability=0.0)
+    for row in range(4):
+        tree = TreeConfig(rows=5, depth=4, top_k=1)
+        acceptance.walk(drafter, corpus, row, tree, target.hidden, tally)
+    assert (tally.tokens, tally.steps) == expected
+    assert tally.tokens > tally.steps  # it has learnt these texts
