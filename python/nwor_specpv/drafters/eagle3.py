@@ -35,6 +35,8 @@ _FEW_ROWS = 64
 # Entries kept beyond the window, so that some may be taken back.
 _SPARE_ENTRIES = 512
 _MIN_PROBABILITY = 0.05
+# The other half of a trained vocabulary costs a third of a guess there and is seldom right.
+_CPU_VOCABULARY = 8192
 
 
 @dataclass
@@ -47,6 +49,10 @@ class _Request:
     position: int = 0  # of the next entry, for its rotation
     root: int | None = None
     hidden: torch.Tensor | None = None  # [hidden]: output of the last entry
+    # Tokens of the text that the draft vocabulary lacks, the latest last, and their matrix.
+    own_ids: dict[int, None] = field(default_factory=dict)
+    own_tokens: torch.Tensor | None = None  # [E]
+    own_rows: torch.Tensor | None = None  # [E, hidden]
     pending: list[tuple[torch.Tensor, list[int]]] = field(default_factory=list)
 
 
@@ -70,13 +76,16 @@ class Eagle3Drafter(Drafter):
         *,
         dtype: torch.dtype | None = None,
         draft_vocabulary: int | None = None,
+        own_tokens: int = 256,
         min_probability: float | None = None,
     ) -> None:
         """`embedding` and `output` [vocabulary, hidden] are the target's; the same if tied.
 
-        `draft_vocabulary` keeps only that many of the head's tokens, the most frequent ones. Rows
-        that the head itself gives less than `min_probability` are left out: on the CPU, where
-        every row costs the target time, they do not pay (default there: 0.05, else 0).
+        `draft_vocabulary` keeps only that many of the head's tokens, the most frequent ones
+        (default on the CPU: 8192, else all); `own_tokens` of a request's text beyond those, the
+        latest, can be drafted too. Rows that the head itself gives less than `min_probability` are
+        left out: on the CPU, where every row costs the target time, they do not pay (default there:
+        0.05, else 0).
         """
         shape = head.shape
         for name, matrix in (("embedding", embedding), ("output", output)):
@@ -87,9 +96,13 @@ class Eagle3Drafter(Drafter):
                     "this head was trained for another target"
                 )
         size = head.draft_to_target.shape[0]
-        if draft_vocabulary is not None and not 1 <= draft_vocabulary <= size:
-            raise NworError(f"draft_vocabulary: got {draft_vocabulary}, expected 1 to {size}")
         device = embedding.device
+        if draft_vocabulary is None:
+            draft_vocabulary = min(size, _CPU_VOCABULARY) if device.type == "cpu" else size
+        if not 1 <= draft_vocabulary <= size:
+            raise NworError(f"draft_vocabulary: got {draft_vocabulary}, expected 1 to {size}")
+        if own_tokens < 0:
+            raise NworError(f"own_tokens: got {own_tokens}, expected 0 or more")
         if min_probability is None:
             min_probability = _MIN_PROBABILITY if device.type == "cpu" else 0.0
         if not 0 <= min_probability < 1:
@@ -106,8 +119,10 @@ class Eagle3Drafter(Drafter):
                 self._head.weights[name] = weight.to(device, torch.float32)
         self._embedding = embedding.detach()
         self._to_target = self._head.draft_to_target[:draft_vocabulary].contiguous()
-        matrix = embedding if output is None else output
-        self._output = matrix.detach()[self._to_target].to(dtype)
+        self._matrix = (embedding if output is None else output).detach()
+        self._output = self._matrix[self._to_target].to(dtype)
+        self._common = frozenset(self._to_target.tolist())
+        self._max_own = own_tokens
         self._device = device
         self._cos = self._sin = torch.empty(0)
         self._requests: dict[Hashable, _Request] = {}
@@ -129,12 +144,12 @@ class Eagle3Drafter(Drafter):
     # ---- what a host calls ----
 
     def begin(self, request: Hashable, prompt_ids: Sequence[int]) -> None:
-        del prompt_ids  # its rows come with `observe`
         if request in self._requests:
             raise NworError(f"request: got {request!r}, which has begun already")
         shape, room = self._head.shape, self._head.shape.window + _SPARE_ENTRIES
         keys = torch.zeros(shape.num_kv_heads, room, shape.head_dim, device=self._device)
         self._requests[request] = _Request(keys, torch.zeros_like(keys))
+        self._note_own(self._requests[request], prompt_ids)  # its rows come with `observe`
 
     def observe(
         self, request: Hashable, tokens: Sequence[int], features: torch.Tensor | None
@@ -147,6 +162,7 @@ class Eagle3Drafter(Drafter):
         if tokens:
             state.root = int(tokens[-1])
             state.pending.append((features.detach(), list(tokens)))
+            self._note_own(state, tokens)
 
     def retract(self, request: Hashable, num_tokens: int) -> bool:
         state = self._state(request)
@@ -182,6 +198,26 @@ class Eagle3Drafter(Drafter):
         self._requests.pop(request, None)
 
     # ---- what the target has committed ----
+
+    def _note_own(self, state: _Request, tokens: Sequence[int]) -> None:
+        """A rare token that stood in the text may come again."""
+        for token in tokens if self._max_own else ():
+            if token in self._common:
+                continue
+            known = token in state.own_ids
+            state.own_ids.pop(token, None)
+            state.own_ids[token] = None
+            if not known:
+                state.own_rows = None
+        while len(state.own_ids) > self._max_own:
+            state.own_ids.pop(next(iter(state.own_ids)))
+
+    def _own(self, state: _Request) -> tuple[torch.Tensor, torch.Tensor]:
+        """Ids and matrix of the request's own tokens, made when they have changed."""
+        if state.own_rows is None:
+            state.own_tokens = torch.tensor(list(state.own_ids), device=self._device)
+            state.own_rows = self._matrix[state.own_tokens].to(self._output.dtype)
+        return state.own_tokens, state.own_rows
 
     def _take_in(self, states: list[_Request]) -> None:
         """Entries of everything observed since the last tree; leaves the last one's output."""
@@ -280,21 +316,38 @@ class Eagle3Drafter(Drafter):
         )[0]
         return attended.unflatten(1, (rows, -1)).transpose(0, 1).reshape(rows, -1)
 
-    def _guess(self, hidden: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """The best `count` tokens after each row of [.., hidden], and their logarithms."""
-        scores = self._head.linear(self._head.normalize(hidden), self._output)
+    def _guess(
+        self, states: list[_Request], hidden: torch.Tensor, count: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The best `count` tokens after each row of [B, .., hidden], and their logarithms."""
+        normed = self._head.normalize(hidden)
+        scores, common = self._head.linear(normed, self._output), self._to_target.shape[0]
+        most = max(len(state.own_ids) for state in states)
+        if most:
+            more = scores.new_full((*scores.shape[:-1], most), float("-inf"))
+            ids = torch.zeros(len(states), most, dtype=torch.int64, device=self._device)
+            for index, state in enumerate(states):
+                if state.own_ids:
+                    tokens, rows = self._own(state)
+                    ids[index, : len(tokens)] = tokens
+                    more[index, ..., : len(tokens)] = self._head.linear(normed[index], rows)
+            scores = torch.cat([scores, more], dim=-1)
         best, index = scores.topk(count, dim=-1)
+        found = self._to_target[index.clamp(max=common - 1)]
+        if most:
+            own = (index - common).clamp(min=0).flatten(1)
+            found = torch.where(index < common, found, ids.gather(1, own).view_as(index))
         # The logarithm of the sum of exponentials, with the maximum that is known already.
         top = best[..., :1]
         total = (scores - top).exp_().sum(-1, keepdim=True).log_()
-        return self._to_target[index], best - top - total
+        return found, best - top - total
 
     # ---- trees ----
 
     def _grow(self, states: list[_Request], tree: TreeConfig, rows: int) -> _Growth:
         batch, width = len(states), min(tree.top_k, self._to_target.shape[0])
         hidden = torch.stack([state.hidden for state in states])
-        tokens, scores = self._guess(hidden, width)  # [B, k]
+        tokens, scores = self._guess(states, hidden, width)  # [B, k]
         growth = _Growth([tokens], [scores], [])
         kept = torch.arange(width, device=self._device).expand(batch, width)
         hidden = hidden[:, None].expand(-1, width, -1)
@@ -305,7 +358,7 @@ class Eagle3Drafter(Drafter):
                 break
             seen = torch.cat([seen, own], dim=2)
             hidden = self._step(states, tokens, hidden, seen, depth - 1)
-            more, chances = self._guess(hidden, width)  # [B, k, k]
+            more, chances = self._guess(states, hidden, width)  # [B, k, k]
             chances = chances + scores[..., None]
             growth.tokens.append(more.flatten(1))
             growth.scores.append(chances.flatten(1))

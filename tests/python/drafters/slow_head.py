@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 
@@ -13,11 +13,13 @@ from nwor_specpv.drafters.eagle3_head import Eagle3Head
 class SlowHead:
     """Entries are given one by one; each attends to the last `window` of them."""
 
-    def __init__(self, head: Eagle3Head, embedding: torch.Tensor) -> None:
+    def __init__(self, head: Eagle3Head, embedding: torch.Tensor, more: Sequence[int] = ()) -> None:
+        """`more`: tokens that can be guessed besides the draft vocabulary."""
         self.shape = head.shape
         self.weights = {name: w.detach().double() for name, w in head.weights.items()}
         self.embedding = embedding.detach().double()
-        self.output = self.embedding[head.draft_to_target]
+        self.ids = [*head.draft_to_target.tolist(), *more]
+        self.output = self.embedding[self.ids]
         self.keys: list[torch.Tensor] = []
         self.values: list[torch.Tensor] = []
 
@@ -85,17 +87,19 @@ def slow_tree(
     features: torch.Tensor,
     tokens: Sequence[int],
     sizes: tuple[int, int, int],
+    seen: Iterable[int] = (),
 ) -> dict[tuple[int, ...], float]:
     """Paths below the root and their logarithms: the best rows - 1 of depth x top_k growth.
 
-    `features` [n, ..] and `tokens` [n] are all entries; only the window's last ones are seen.
+    `features` [n, ..] and `tokens` [n] are all entries; the head looks at the window's last ones.
+    `seen` are all tokens of the text, which can be guessed besides the draft vocabulary.
     """
     rows, depth, width = sizes
-    slow = SlowHead(head, embedding)
+    common = set(head.draft_to_target.tolist())
+    slow = SlowHead(head, embedding, sorted(set(seen) - common))
     hidden = None
     for part, token in list(zip(features, tokens, strict=True))[-head.shape.window :]:
         hidden = slow.target_entry(part, int(token))
-    to_target = head.draft_to_target.tolist()
     kept = [((), 0.0, hidden, slow)]
     found: dict[tuple[int, ...], float] = {}
     for level in range(depth):
@@ -107,7 +111,7 @@ def slow_tree(
             chances = state.logarithms(output)
             best = chances.topk(width)
             for chance, index in zip(best.values.tolist(), best.indices.tolist(), strict=True):
-                grown.append(((*path, to_target[index]), score + chance, output, state))
+                grown.append(((*path, slow.ids[index]), score + chance, output, state))
         found |= {path: score for path, score, _, _ in grown}
         kept = sorted(grown, key=lambda one: -one[1])[:width]
     best_first = sorted(found.items(), key=lambda item: -item[1])

@@ -46,11 +46,13 @@ class Text:
     def __init__(self, length: int) -> None:
         self.tokens = torch.randint(VOCABULARY, (length,)).tolist()
         self.features = torch.randn(length, WIDTH)
+        self.seen = set(self.tokens)  # whatever was taken back later
 
     def grow(self, count: int) -> tuple[list[int], torch.Tensor]:
         more = Text(count)
         self.tokens += more.tokens
         self.features = torch.cat([self.features, more.features])
+        self.seen |= more.seen
         return more.tokens, more.features
 
     def shrink(self, count: int) -> None:
@@ -75,13 +77,13 @@ def check(
         got.validate()
         assert got.tokens[0] == text.tokens[-1]
         entries = (text.features, text.tokens)
-        expected = slow_tree(head, embedding, *entries, sizes)
+        expected = slow_tree(head, embedding, *entries, sizes, text.seen)
         paths = paths_of(got)
         assert len(paths) == len(got.tokens) - 1 == len(expected)
         if paths == set(expected):
             continue
         # Equal but for rounding: what differs scores as the last one that was taken.
-        every = slow_tree(head, embedding, *entries, (10**6, tree.depth, tree.top_k))
+        every = slow_tree(head, embedding, *entries, (10**6, tree.depth, tree.top_k), text.seen)
         last = min(expected.values())
         for path in paths ^ set(expected):
             assert every[path] == pytest.approx(last, abs=1e-3)
@@ -155,7 +157,9 @@ def test_rows_the_head_does_not_believe_in_are_left_out() -> None:
     head, embedding = make_head(), torch.randn(VOCABULARY, HIDDEN) * 0.5
     texts = {name: Text(5) for name in "abcd"}
     sizes = (10**6, 4, 3)
-    expected = [slow_tree(head, embedding, t.features, t.tokens, sizes) for t in texts.values()]
+    expected = [
+        slow_tree(head, embedding, t.features, t.tokens, sizes, t.seen) for t in texts.values()
+    ]
     middle = sorted(score for one in expected for score in one.values())
     least = math.exp(middle[int(0.8 * len(middle))] + 1e-3)  # not the score of any row
     drafter = Eagle3Drafter(head, embedding, dtype=torch.float32, min_probability=least)
@@ -172,13 +176,29 @@ def test_rows_the_head_does_not_believe_in_are_left_out() -> None:
 def test_fewer_draft_tokens_are_the_most_frequent_ones() -> None:
     torch.manual_seed(SEED)
     head, embedding = make_head(), torch.randn(VOCABULARY, HIDDEN)
-    drafter = Eagle3Drafter(head, embedding, draft_vocabulary=4, min_probability=0.0)
+    options = {"draft_vocabulary": 4, "own_tokens": 0, "min_probability": 0.0}
+    drafter = Eagle3Drafter(head, embedding, **options)
     text = Text(3)
     drafter.begin("a", [])
     drafter.observe("a", text.tokens, text.features)
     (tree,) = drafter.draft(["a"], TreeConfig(40, 4, 8))
     assert set(tree.tokens[1:]) <= set(head.draft_to_target[:4].tolist())
     assert len(tree.tokens) == 1 + 4 + 3 * 16 or len(tree.tokens) == 40
+
+
+def test_the_latest_rare_tokens_of_a_text_can_be_drafted() -> None:
+    torch.manual_seed(SEED)
+    head, embedding = make_head(), torch.randn(VOCABULARY, HIDDEN)
+    common = set(head.draft_to_target.tolist())
+    rare = [token for token in range(VOCABULARY) if token not in common]
+    drafter = Eagle3Drafter(head, embedding, own_tokens=3, min_probability=0.0)
+    drafter.begin("a", rare[:5])
+    drafter.observe("a", [rare[2], rare[7]], torch.randn(2, WIDTH))
+    (tree,) = drafter.draft(["a"], TreeConfig(61, 1, 60))  # 60 of the 63 there are
+    latest = [rare[4], rare[2], rare[7]]
+    assert drafter._own(drafter._requests["a"])[0].tolist() == latest
+    assert set(tree.tokens[1:]) < common | set(latest)
+    assert len(set(tree.tokens[1:])) == 60
 
 
 def test_a_head_is_read_as_it_was_saved(tmp_path: Path) -> None:
@@ -204,6 +224,10 @@ def test_wrong_use_says_what_was_expected(tmp_path: Path) -> None:
         Eagle3Drafter(head, torch.zeros(VOCABULARY, HIDDEN), draft_vocabulary=61)
     with pytest.raises(NworError, match=r"which does not exist; .*nwor_specpv.train.eagle3"):
         make_drafter("eagle3", target=object(), weights=tmp_path / "none")
+    with pytest.raises(NworError, match="own_tokens: got -1, expected 0 or more"):
+        Eagle3Drafter(head, torch.zeros(VOCABULARY, HIDDEN), own_tokens=-1)
+    with pytest.raises(NworError, match="min_probability: got 1, expected 0 to less than 1"):
+        Eagle3Drafter(head, torch.zeros(VOCABULARY, HIDDEN), min_probability=1)
     drafter = Eagle3Drafter(head, torch.zeros(VOCABULARY, HIDDEN))
     drafter.begin("a", [1])
     with pytest.raises(NworError, match="begun already"):
