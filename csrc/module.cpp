@@ -5,7 +5,6 @@
 #include <torch/csrc/autograd/python_variable.h>
 #include <torch/csrc/utils/pybind.h>
 
-#include "attention/verify.h"
 #include "build_info.h"
 #include "check.h"
 #include "kv_interceptor/contract_checker.h"
@@ -259,7 +258,8 @@ void BindInterceptor(py::module_& m) {
       .def("begin", &Interceptor::Begin, py::arg("plan"), py::arg("capture") = false)
       .def("note_replay", &Interceptor::NoteReplay)
       .def("write", &Interceptor::Write, py::arg("layer"), py::arg("key"), py::arg("value"),
-           py::arg("slot_mapping"), py::arg("rows") = py::none(), py::arg("epoch") = py::none())
+           py::arg("slot_mapping"), py::arg("rows") = py::none(), py::arg("epoch") = py::none(),
+           py::arg("defer") = false)
       .def(
           "commit",
           [](Interceptor& self, const at::Tensor& path, const at::Tensor& counts,
@@ -350,27 +350,6 @@ void BindMetrics(py::module_& m) {
   py::list errors;
   for (const CommitErrorText& text : kCommitErrorTexts) errors.append(text.label);
   m.attr("COMMIT_ERRORS") = errors;
-}
-
-void BindAttention(py::module_& m) {
-  m.def("last_attention_route", &LastRoute);
-  m.def("attention_routes", &DescribeRoutes);
-  m.def(
-      "verify_plan_bytes",
-      [](const at::Tensor& query, const at::Tensor& key_cache, const at::Tensor& block_table,
-         const at::Tensor& prefix_lens, const at::Tensor& query_start, int64_t block_size,
-         int64_t max_rows) {
-        VerifyArguments arguments;
-        arguments.query = query;
-        arguments.key_cache = key_cache;
-        arguments.block_table = block_table;
-        arguments.prefix_lens = prefix_lens;
-        arguments.query_start = query_start;
-        arguments.max_rows = max_rows;
-        return PlanBytes(arguments, block_size);
-      },
-      py::arg("query"), py::arg("key_cache"), py::arg("block_table"), py::arg("prefix_lens"),
-      py::arg("query_start"), py::arg("block_size") = 0, py::arg("max_rows") = 0);
 }
 
 }  // namespace

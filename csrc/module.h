@@ -6,9 +6,10 @@
 
 namespace nwor {
 
-void BindDrafters(pybind11::module_& m);  // module_drafters.cpp
-void BindSession(pybind11::module_& m);   // module_session.cpp
-void BindSpecPV(pybind11::module_& m);    // module_specpv.cpp
-void BindTree(pybind11::module_& m);      // module_tree.cpp
+void BindAttention(pybind11::module_& m);  // module_attention.cpp
+void BindDrafters(pybind11::module_& m);   // module_drafters.cpp
+void BindSession(pybind11::module_& m);    // module_session.cpp
+void BindSpecPV(pybind11::module_& m);     // module_specpv.cpp
+void BindTree(pybind11::module_& m);       // module_tree.cpp
 
 }  // namespace nwor

@@ -5,6 +5,7 @@
 
 #include <utility>
 
+#include "attention/merge_rows.h"
 #include "attention/merge_state.h"
 #include "attention/verify.h"
 #include "check.h"
@@ -159,6 +160,16 @@ std::tuple<at::Tensor, at::Tensor> MergeStatesFake(const std::vector<at::Tensor>
           at::empty_symint(lses[0].sym_sizes(), lses[0].options())};
 }
 
+void MergeRowsOp(const at::Tensor& query, const at::Tensor& key, const at::Tensor& value,
+                 const at::Tensor& prefix_out, const at::Tensor& prefix_lse,
+                 const at::Tensor& query_start, const OptionalTensor& tree_mask, double scale,
+                 at::Tensor out, const OptionalTensor& lse, double softcap) {
+  WithTorchErrors([&] {
+    MergeRows({query, key, value, prefix_out, prefix_lse, query_start, tree_mask, scale, softcap},
+              out, lse.value_or(at::Tensor()));
+  });
+}
+
 // Shared by the schemas that take a step's lengths and view.
 #define NWOR_STEP_SCHEMA \
   "Tensor block_table, Tensor prefix_lens, Tensor query_start, Tensor? tree_mask, "
@@ -177,12 +188,17 @@ void RegisterAttentionSchemas(torch::Library& library) {
   library.def("verify_plan(Tensor query, Tensor key_cache, " NWOR_STEP_SCHEMA
               "Tensor(a!) plan, *, " NWOR_VIEW_SCHEMA "int window=0, int max_rows=0) -> ()");
   library.def("merge_states(Tensor[] outs, Tensor[] lses) -> (Tensor, Tensor)");
+  library.def(
+      "merge_rows(Tensor query, Tensor key, Tensor value, Tensor prefix_out, Tensor prefix_lse, "
+      "Tensor query_start, Tensor? tree_mask, float scale, Tensor(a!) out, Tensor(b!)? lse=None, "
+      "*, float softcap=0.0) -> ()");
 }
 
 void RegisterAttentionKernels(torch::Library& library) {
   library.impl("verify_attention", &VerifyAttentionOp);
   library.impl("verify_plan", &VerifyPlanOp);
   library.impl("merge_states", &MergeStatesOp);
+  library.impl("merge_rows", &MergeRowsOp);
 }
 
 // Ops that only write their arguments have nothing to say about shapes.
@@ -190,6 +206,7 @@ void RegisterAttentionFakes(torch::Library& library) {
   library.impl("verify_attention", torch::CppFunction::makeFromBoxedFunction<&IgnoreArguments>());
   library.impl("verify_plan", torch::CppFunction::makeFromBoxedFunction<&IgnoreArguments>());
   library.impl("merge_states", &MergeStatesFake);
+  library.impl("merge_rows", torch::CppFunction::makeFromBoxedFunction<&IgnoreArguments>());
 }
 
 // ---- partial verification ---------------------------------------------------------------------

@@ -7,6 +7,8 @@ tools/readme_results.py --check    exits 1 if they are not what the results say
 from __future__ import annotations
 
 import json
+import math
+import statistics
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -363,8 +365,36 @@ def retrieval_lines() -> Iterator[str]:
             )
 
 
+def vllm_lines() -> Iterator[str]:
+    data = load("h200/vllm.json")
+    cells = [cell for run in data["runs"] for cell in run["cells"]]
+    ratios = [cell["ratio"] for cell in cells]
+    mean = math.exp(statistics.fmean(map(math.log, ratios)))
+    rates = sorted({cell["acceptance"] for cell in cells})
+    yield (
+        f"A verification step of vLLM {data['vllm']} with the plugin on {data['device']}, torch "
+        f"{data['torch']}, commit `{data['revision']}`: Llama-3.1-8B's shapes with dummy weights, "
+        "EAGLE3, model runner V2, full CUDA graphs, bf16; step time relative to vLLM's own "
+        "FlashAttention-3 backend in the same process, both taking turns, by the share of drafts "
+        f"accepted. Geometric mean {mean:.3f} (goal 1.00), worst {max(ratios):.3f} (goal 1.02)."
+    )
+    yield ""
+    told = [f"{rate:.0%}".replace("%", " %") for rate in rates]
+    yield row("drafts", "B x L", "vLLM ms", *told)
+    yield row(*["---"] * (3 + len(rates)))
+    for run in data["runs"]:
+        sizes = dict.fromkeys((cell["batch"], cell["context"]) for cell in run["cells"])
+        for batch, context in sizes:
+            found = [c for c in run["cells"] if (c["batch"], c["context"]) == (batch, context)]
+            stock = statistics.median(ms for cell in found for ms in cell["stock_ms"])
+            by_rate = {cell["acceptance"]: f"{cell['ratio']:.3f}" for cell in found}
+            shares = [by_rate.get(rate, "") for rate in rates]
+            yield row(run["arguments"]["drafts"], f"{batch} x {context}", f"{stock:.2f}", *shares)
+
+
 def render() -> str:
     sections = (
+        vllm_lines,
         commit_lines,
         cpu_commit_lines,
         traffic_lines,

@@ -12,29 +12,11 @@ namespace nwor {
 namespace {
 
 constexpr int64_t kMaxHeadDim = 512;
-constexpr int64_t kAlignBytes = 16;
 constexpr int64_t kMaxInt = std::numeric_limits<int32_t>::max();
 
 template <typename T>
 const T* Data(const at::Tensor& tensor) {
   return static_cast<const T*>(tensor.const_data_ptr());
-}
-
-bool IsAligned(const at::Tensor& tensor) {
-  if (reinterpret_cast<uintptr_t>(tensor.const_data_ptr()) % kAlignBytes != 0) return false;
-  for (int64_t dim = 0; dim + 1 < tensor.dim(); ++dim) {
-    if (tensor.size(dim) > 1 && tensor.stride(dim) * tensor.element_size() % kAlignBytes != 0) {
-      return false;
-    }
-  }
-  return true;
-}
-
-// Rows as a kernel can read them; a CUDA kernel wants them aligned, the CPU does not care.
-at::Tensor ReadableRows(const at::Tensor& rows) {
-  at::Tensor contiguous = ContiguousChannels(rows);
-  if (!rows.is_cuda() || IsAligned(contiguous)) return contiguous;
-  return contiguous.clone(at::MemoryFormat::Contiguous);
 }
 
 void CheckQuery(const at::Tensor& query, VerifyParams* params) {
@@ -76,8 +58,8 @@ void CheckRows(const VerifyArguments& arguments, VerifyParams* params, CheckedVe
                ": got ", rows->defined() ? Describe(*rows) : "nothing", ", expected [",
                params->num_rows, ", ", params->num_kv_heads, ", ", params->head_dim, "]");
   }
-  checked->key = ReadableRows(arguments.key);
-  checked->value = ReadableRows(arguments.value);
+  checked->key = AlignedRows(arguments.key);
+  checked->value = AlignedRows(arguments.value);
   const KvRowsView rows = DescribeRows(checked->key, checked->value, "key", "value",
                                        params->num_kv_heads, params->head_dim);
   NWOR_CHECK(RowDType(checked->key, "key") == params->dtype, "key: got dtype ",
@@ -155,8 +137,8 @@ void CheckCompactView(const CompactViewTensors& view, at::Device device, VerifyP
   NWOR_CHECK(view.keys.size(2) == view.values.size(2), "view.values: got ", view.values.size(2),
              " tokens, expected ", view.keys.size(2), " as view.keys");
   CheckIndex(view.lens, "view.lens", at::kInt, {params->num_requests}, device);
-  checked->compact_keys = ReadableRows(view.keys);
-  checked->compact_values = ReadableRows(view.values);
+  checked->compact_keys = AlignedRows(view.keys);
+  checked->compact_values = AlignedRows(view.values);
   if (checked->compact_keys.strides() != checked->compact_values.strides()) {
     checked->compact_keys = checked->compact_keys.contiguous();
     checked->compact_values = checked->compact_values.contiguous();
@@ -253,7 +235,7 @@ CheckedVerify CheckVerifyArguments(const VerifyArguments& arguments, const Verif
     params.status = static_cast<int64_t*>(arguments.status->mutable_data_ptr());
   }
   if (outputs != nullptr) CheckOutputs(arguments, *outputs, &params);
-  checked.query = plan_only ? arguments.query : ReadableRows(arguments.query);
+  checked.query = plan_only ? arguments.query : AlignedRows(arguments.query);
   params.query = checked.query.const_data_ptr();
   params.query_strides = {checked.query.stride(0), checked.query.stride(1)};
 

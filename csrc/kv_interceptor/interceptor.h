@@ -63,6 +63,12 @@ struct Outcome {
   int64_t staged_rows = 0;  // rows this call staged for the first time in this layer
 };
 
+// A layer's write whose launch was left to the caller, and the tensors it reads.
+struct DeferredWrite {
+  StageParams params;
+  at::Tensor key, value, slot_mapping;
+};
+
 // What rows a path names.
 enum class RowSpace : uint8_t {
   kBatch,    // rows of the batch, 0 .. T-1
@@ -145,10 +151,16 @@ class NWOR_EXPORT Interceptor {
   // which rows of the batch these are (default: all of them in order). A write with the epoch of
   // another round is refused. Nothing is written when an argument is wrong. With graph_rows set,
   // rows beyond the plan's are padding and ignored.
+  // With `defer` the write may wait for TakeDeferred, for a kernel that does it beside other work;
+  // a commit does what is still waiting, an abort drops it. REQUIRES then: nothing reads the rows
+  // from the cache before that, and key, value and slot_mapping stay as they are.
   Outcome Write(const std::string& layer, const at::Tensor& key, const at::Tensor& value,
                 const at::Tensor& slot_mapping,
                 const std::optional<std::vector<int32_t>>& rows = std::nullopt,
-                std::optional<int64_t> epoch = std::nullopt);
+                std::optional<int64_t> epoch = std::nullopt, bool defer = false);
+
+  // The layer's deferred write, which the caller now owes; nothing: it has been done.
+  std::optional<DeferredWrite> TakeDeferred(const std::string& layer);
 
   // Tells that a captured graph has done the writes of every layer in this round. REQUIRES: a round
   // is open, graph_rows is set, and no layer has been written.

@@ -55,6 +55,7 @@ Receipt Interceptor::Commit(const at::Tensor& path, const at::Tensor& counts,
   Receipt receipt;
   receipt.epoch = impl.epoch;
   receipt.status = at::zeros({kNumStatusWords}, at::dtype(at::kLong).device(device));
+  impl.DoDeferred();
   if (impl.staging) {
     const c10::DeviceGuard guard(device);
     const ScopedProfileRange range(ProfileRange::kCommit);
@@ -196,6 +197,7 @@ void Interceptor::Impl::CommitOnCuda(CommitParams& params, bool last) {
 
 void Interceptor::Abort() {
   NWOR_CHECK(impl_->round_open, "abort: got no open round, expected begin first");
+  impl_->deferred.clear();
   if (impl_->capturing) {
     impl_->round_open = impl_->capturing = false;
     return;

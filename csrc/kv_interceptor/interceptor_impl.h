@@ -1,5 +1,8 @@
 #pragma once
 
+#include <map>
+#include <string>
+
 #include "kv_interceptor/interceptor.h"
 #include "kv_interceptor/round.h"
 
@@ -39,6 +42,12 @@ struct Interceptor::Impl {
   CacheWriter* writer = &PlainCacheWriter();
   InterceptorObserver* observer = nullptr;
 
+  // Writes that wait for their caller to do them, by layer.
+  std::map<std::string, DeferredWrite> deferred;
+  bool defer = false;  // what the write at hand was asked for
+
+  static void Stage(const StageParams& params, at::Device device);
+  void DoDeferred();
   Outcome Bypass(BoundLayer* layer, BypassReason reason, std::string_view detail);
   Outcome Write(const WriteCall& call, std::optional<int64_t> call_epoch);
   Outcome WriteLayer(BoundLayer& layer, const WriteCall& call);

@@ -38,13 +38,41 @@ RowsToWrite ChooseRows(const std::vector<int32_t>& stage_rows_of_batch,
 Outcome Interceptor::Write(const std::string& layer, const at::Tensor& key, const at::Tensor& value,
                            const at::Tensor& slot_mapping,
                            const std::optional<std::vector<int32_t>>& rows,
-                           std::optional<int64_t> epoch) {
+                           std::optional<int64_t> epoch, bool defer) {
   const WriteCall call{layer, key, value, slot_mapping, rows};
   const bool observed = impl_->observer != nullptr && !impl_->capturing;
   if (observed) impl_->observer->BeforeWrite(call);
+  // An observer looks at the bytes as soon as the write returns.
+  impl_->defer = defer && !observed && !rows.has_value();
   const Outcome outcome = impl_->Write(call, epoch);
   if (observed) impl_->observer->AfterWrite(call, outcome);
   return outcome;
+}
+
+std::optional<DeferredWrite> Interceptor::TakeDeferred(const std::string& layer) {
+  auto node = impl_->deferred.extract(layer);
+  if (node.empty()) return std::nullopt;
+  return std::move(node.mapped());
+}
+
+void Interceptor::Impl::Stage(const StageParams& params, at::Device device) {
+  const c10::DeviceGuard guard(device);
+  const ScopedProfileRange range(ProfileRange::kStage);
+  if (device.is_cpu()) {
+    StageCpu(params);
+  } else {
+#ifdef NWOR_WITH_CUDA
+    LaunchStage(params);
+#endif
+  }
+}
+
+void Interceptor::Impl::DoDeferred() {
+  for (auto& [layer, write] : deferred) {
+    write.params.stream = CurrentStream(table.device());
+    Stage(write.params, table.device());
+  }
+  deferred.clear();
 }
 
 Outcome Interceptor::Impl::Bypass(BoundLayer* layer, BypassReason reason, std::string_view detail) {
@@ -138,16 +166,12 @@ Outcome Interceptor::Impl::WriteLayer(BoundLayer& layer, const WriteCall& call) 
       num_direct -= chosen.stage_rows[i] < 0 && params.slot_mapping[i] < 0 ? 1 : 0;
     }
   }
-  {
-    const c10::DeviceGuard guard(device);
-    const ScopedProfileRange range(ProfileRange::kStage);
-    if (device.is_cpu()) {
-      StageCpu(params);
-    } else {
-#ifdef NWOR_WITH_CUDA
-      LaunchStage(params);
-#endif
-    }
+  // A second write of the layer must not overtake the first.
+  if (deferred.contains(layer.name)) DoDeferred();
+  if (defer) {
+    deferred.emplace(layer.name, DeferredWrite{params, key, value, slot_mapping});
+  } else {
+    Stage(params, device);
   }
 
   Outcome outcome{staging ? Action::kStage : Action::kDirect, BypassReason::kNone, 0};

@@ -218,6 +218,23 @@ at::Tensor ContiguousChannels(const at::Tensor& tensor) {
                                                                              : tensor.contiguous();
 }
 
+bool IsAligned(const at::Tensor& tensor) {
+  constexpr int64_t kAlignBytes = 16;
+  if (reinterpret_cast<uintptr_t>(tensor.const_data_ptr()) % kAlignBytes != 0) return false;
+  for (int64_t dim = 0; dim + 1 < tensor.dim(); ++dim) {
+    if (tensor.size(dim) > 1 && tensor.stride(dim) * tensor.element_size() % kAlignBytes != 0) {
+      return false;
+    }
+  }
+  return true;
+}
+
+at::Tensor AlignedRows(const at::Tensor& rows) {
+  at::Tensor contiguous = ContiguousChannels(rows);
+  if (!rows.is_cuda() || IsAligned(contiguous)) return contiguous;
+  return contiguous.clone(at::MemoryFormat::Contiguous);
+}
+
 StreamHandle CurrentStream(at::Device device) {
 #ifdef NWOR_WITH_CUDA
   if (device.is_cuda()) return c10::cuda::getCurrentCUDAStream(device.index()).stream();

@@ -47,6 +47,11 @@ NWOR_EXPORT KvRowsView DescribeRows(const at::Tensor& key, const at::Tensor& val
 // The tensor itself, or a copy with contiguous channels. For inputs only.
 NWOR_EXPORT at::Tensor ContiguousChannels(const at::Tensor& tensor);
 
+// Whether every row begins at a multiple of 16 bytes, as CUDA kernels that read vectors want it.
+NWOR_EXPORT bool IsAligned(const at::Tensor& tensor);
+// Contiguous channels, and on CUDA aligned rows: the tensor itself, or a copy. For inputs only.
+NWOR_EXPORT at::Tensor AlignedRows(const at::Tensor& rows);
+
 // The current stream of the tensor's device; null on the CPU.
 NWOR_EXPORT StreamHandle CurrentStream(at::Device device);
 

@@ -56,7 +56,14 @@ from .acceptance import (
     accept_typical,
     make_coins,
 )
-from .attention import CompactView, PartialView, merge_states, verify_attention, verify_plan
+from .attention import (
+    CompactView,
+    PartialView,
+    merge_rows,
+    merge_states,
+    verify_attention,
+    verify_plan,
+)
 from .compact import CompactViews, pinned_cache
 from .config import Settings, load_config
 from .cut import FINISH_REASONS, Cut, GrammarCut, StopStrings, cut_on_host, cut_path
@@ -158,6 +165,7 @@ __all__ = [
     "judge_greedy",
     "load_config",
     "make_coins",
+    "merge_rows",
     "merge_states",
     "method_names",
     "normalize_topology",

@@ -16,6 +16,7 @@ __all__ = [
     "CompactView",
     "PartialView",
     "last_route",
+    "merge_rows",
     "merge_states",
     "route_report",
     "verify_attention",
@@ -180,6 +181,50 @@ def merge_states(
     if not outs:  # torch cannot tell a device from nothing
         raise NworError("outs: got no states, expected at least one")
     return call(torch.ops.nwor_specpv.merge_states.default, outs, lses)
+
+
+def merge_rows(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    prefix_out: torch.Tensor,
+    prefix_lse: torch.Tensor,
+    query_start: torch.Tensor,
+    tree_mask: torch.Tensor | None,
+    scale: float,
+    *,
+    softcap: float = 0.0,
+    out: torch.Tensor | None = None,
+    return_lse: bool = False,
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """Adds the rows in flight to attention that another kernel has computed over the prefix.
+
+    `prefix_out` [T, Hq, D] and `prefix_lse` [T, Hq] (natural log, float32, any strides) are
+    attention of every row to its prefix; an infinite LSE, of either sign, means that a row saw
+    nothing there. Rows see each other as in `verify_attention`. `out` may be `prefix_out`. Rows
+    that belong to no request are left as they are. One launch on CUDA.
+    """
+    if out is None:
+        out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
+    lse = None
+    if return_lse:
+        _require_rank(query, "query", 3, "[rows, heads, channels]")
+        lse = torch.empty(query.shape[:2], dtype=torch.float32, device=query.device)
+    call(
+        torch.ops.nwor_specpv.merge_rows.default,
+        query,
+        key,
+        value,
+        prefix_out,
+        prefix_lse,
+        query_start,
+        tree_mask,
+        scale,
+        out,
+        lse,
+        softcap=softcap,
+    )
+    return out if lse is None else (out, lse)
 
 
 def last_route() -> str:

@@ -19,7 +19,7 @@ from .acceptance import (
     accept_typical,
     make_coins,
 )
-from .attention import merge_states, verify_attention, verify_plan
+from .attention import merge_rows, merge_states, verify_attention, verify_plan
 from .cut import cut_path
 from .retrieval import block_summaries, build_view, gather_view, select_blocks
 from .target import target_probs
@@ -39,6 +39,7 @@ __all__ = [
     "gather_view",
     "linear_rows",
     "make_coins",
+    "merge_rows",
     "merge_states",
     "select_blocks",
     "target_probs",

@@ -16,25 +16,33 @@ from typing import Any
 FOLDER = Path(__file__).resolve().parent
 
 
-def run_job(folder: Path, job: dict[str, Any], **env: str) -> dict[str, Any]:
-    """Runs a job (see `main`) and returns its result."""
+def run_job(
+    folder: Path, job: dict[str, Any], path: Path | None = None, **env: str
+) -> dict[str, Any]:
+    """Runs a job (see `main`) and returns its result, with the process' output as `log`.
+
+    `path` stands before everything else on the Python path.
+    """
+    folders = [str(part) for part in (path, FOLDER, os.environ.get("PYTHONPATH")) if part]
     source, result = folder / "job.json", folder / "result.json"
     source.write_text(json.dumps(job))
     result.unlink(missing_ok=True)
     done = subprocess.run(
         [sys.executable, __file__, str(source), str(result)],
-        env=os.environ | {"PYTHONPATH": str(FOLDER)} | env,
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(folders)} | env,
         capture_output=True,
         text=True,
         timeout=1500,
         check=False,
     )
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-6000:]
-    return json.loads(result.read_text())
+    return json.loads(result.read_text()) | {"log": done.stdout + done.stderr}
 
 
 def rank_report(_: object) -> dict[str, Any]:
     """What one rank counted; runs in the rank's own process."""
+    if "nwor_specpv.vllm.engine" not in sys.modules:
+        return {"stats": None, "violations": []}
     from nwor_specpv.vllm.engine import current_engine
 
     engine = current_engine()

@@ -7,6 +7,7 @@ attention kernel rounds otherwise, so against vLLM's own only most tokens are al
 from __future__ import annotations
 
 import json
+import logging
 import random
 from pathlib import Path
 
@@ -15,7 +16,7 @@ import torch
 from engines import drive, greedy, own_engine, start, story_prompts
 from engines import stats as own_stats
 
-from nwor_specpv.models import stories
+from nwor_specpv.models import smollm2, stories
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 
@@ -65,9 +66,11 @@ def alike(found: dict[str, list[int]], expected: dict[str, list[int]]) -> float:
     return same / total
 
 
-def test_v1_keeps_the_contract() -> None:
+@pytest.mark.parametrize("route", ["", "cuda"], ids=["flash_prefix", "own_attention"])
+def test_v1_keeps_the_contract(route: str) -> None:
     """Eager, with prefills behind verifying requests and prefix hits; every byte is checked."""
-    llm = stories_on_gpu(CHECKED, enforce_eager=True, max_num_batched_tokens=48)
+    nwor = CHECKED | {"attention_route": route}
+    llm = stories_on_gpu(nwor, enforce_eager=True, max_num_batched_tokens=48)
     drive(llm, story_prompts(6), greedy(48), arrivals=[0, 1, 3, 3, 7, 12])
     drive(llm, story_prompts(6), greedy(24))
     check_books(graphs=False)
@@ -160,11 +163,58 @@ def test_v2_keeps_the_contract(tmp_path: Path) -> None:
     assert not hasattr(own_engine().runner, "input_batch"), "the V1 runner was used"
 
 
+def test_a_float8_cache_is_left_to_vllm(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Said at start, layer by layer; the engine serves, and nothing is staged."""
+    with caplog.at_level(logging.WARNING, "nwor_specpv"):
+        llm = eagle3(tmp_path, {}, enforce_eager=True, kv_cache_dtype="fp8")
+    assert "leaves a layer to vLLM: a quantised KV cache" in caplog.text
+    story = drive(llm, dummy_prompts(), greedy(20))
+    assert all(len(tokens) == 20 for tokens in story.tokens.values())
+    assert own_engine().interceptor is None
+
+
 def test_v2_in_full_graphs(tmp_path: Path) -> None:
     llm = eagle3(tmp_path, STRICT, **GRAPHS)
+    assert llm.llm_engine.vllm_config.scheduler_config.async_scheduling
     story = drive(llm, dummy_prompts(), greedy(60))
     assert all(len(tokens) == 60 for tokens in story.tokens.values())
     stats = check_books(graphs=True)
     # Two of four drafts are accepted on average; the last step of a request may be cut short.
     assert 0.3 < stats["committed_tokens"] / stats["staged_tokens"] < 0.7
     assert not hasattr(own_engine().runner, "input_batch"), "the V1 runner was used"
+
+
+# ---- SmolLM2, real weights ----
+
+CHATS = (
+    "Write the numbers from one to twenty in words, twice.",
+    "Repeat three times: the quick brown fox jumps over the lazy dog.",
+    "Name ten animals, one per line. Then name them again in the same order.",
+    "What is the capital of France?",
+)
+
+
+def test_smollm2_gives_vllms_logits() -> None:
+    """bfloat16, full graphs, n-grams: log-probabilities (float32) up to the first other token."""
+    turn = "<|im_start|>user\n{}<|im_end|>\n<|im_start|>assistant\n"
+    prompts = [turn.format(chat) for chat in CHATS]
+    sides = []
+    for backend, nwor in (("FLASH_ATTN", {"enable_nwor": False}), ("CUSTOM", STRICT)):
+        llm = begin(nwor, model=str(smollm2("bfloat16")), attention_backend=backend, **GRAPHS)
+        outputs = llm.generate(prompts, greedy(96, logprobs=1), use_tqdm=False)
+        sides.append([output.outputs[0] for output in outputs])
+    check_books(graphs=True)
+    differences, same = [], 0
+    for theirs, ours in zip(*sides, strict=True):
+        for index, (wanted, got) in enumerate(zip(theirs.token_ids, ours.token_ids, strict=True)):
+            if wanted != got:
+                break
+            same += 1
+            chosen = theirs.logprobs[index][wanted].logprob, ours.logprobs[index][got].logprob
+            differences.append(abs(chosen[0] - chosen[1]))
+    mean = sum(differences) / len(differences)
+    print(f"{same} of {96 * len(CHATS)} tokens before the first other one; log-probabilities "
+          f"differ by {mean:.5f} on average, {max(differences):.5f} at most")  # fmt: skip
+    assert same > 96
+    assert mean < 0.02
+    assert max(differences) < 0.3

@@ -3,95 +3,30 @@
 from __future__ import annotations
 
 import json
-import os
 import re
-import socket
 import subprocess
 import sys
 import time
 import urllib.error
-import urllib.request
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import psutil
 import pytest
-
-from nwor_specpv.models import smollm2
+from server import Server, complete, get, scrape, serve
 
 pytestmark = pytest.mark.slow
 
 
-def free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return listener.getsockname()[1]
-
-
-def get(url: str) -> str:
-    with urllib.request.urlopen(url, timeout=30) as response:
-        return response.read().decode()
-
-
-def scrape(url: str) -> dict[str, float]:
-    """Samples without labels other than rank, by name."""
-    found = re.findall(r'^(nwor_\w+)(?:\{rank="\d+"\})? (\S+)$', get(url), re.M)
-    return {name: float(value) for name, value in found}
-
-
 @pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, str]]:
-    """URLs of the API and of our metrics; the log is shown when a test fails."""
-    model, port, metrics = smollm2("float32"), free_port(), free_port()
-    log = tmp_path_factory.mktemp("server") / "log"
-    speculation = {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 4}
-    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model)]
-    command += ["--served-model-name", "smol", "--port", str(port), "--host", "127.0.0.1"]
-    command += ["--dtype", "float32", "--max-model-len", "1024", "--enforce-eager"]
-    command += ["--max-num-batched-tokens", "512", "--max-num-seqs", "8"]
-    command += ["--kv-cache-memory-bytes", str(256 << 20)]
-    command += ["--speculative-config", json.dumps(speculation)]
-    settings = {"metrics_port": metrics, "check_contract": True}
-    command += ["--additional-config", json.dumps({"nwor_specpv": settings})]
-    env = os.environ | {"VLLM_ENABLE_V1_MULTIPROCESSING": "1", "VLLM_LOGGING_LEVEL": "INFO"}
-    with log.open("w") as out:
-        process = subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT, env=env)
-        try:
-            wait_until_ready(process, f"http://127.0.0.1:{port}/health", log)
-            yield f"http://127.0.0.1:{port}", f"http://127.0.0.1:{metrics}/metrics"
-        finally:
-            process.terminate()
-            process.wait(timeout=60)
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    with serve(tmp_path_factory.mktemp("server"), check_contract=True) as running:
+        yield running
 
 
-def wait_until_ready(process: subprocess.Popen, url: str, log: Path) -> None:
-    deadline = time.monotonic() + 300
-    while time.monotonic() < deadline:
-        assert process.poll() is None, log.read_text()[-4000:]
-        try:
-            get(url)
-        except (urllib.error.URLError, ConnectionError):
-            time.sleep(0.5)
-        else:
-            return
-    raise AssertionError(log.read_text()[-4000:])
-
-
-def complete(url: str, prompt: str) -> str:
-    from openai import OpenAI
-
-    client = OpenAI(base_url=f"{url}/v1", api_key="none")
-    answer = client.chat.completions.create(
-        model="smol",
-        messages=[{"role": "user", "content": prompt}],
-        temperature=0,
-        max_tokens=48,
-    )
-    return answer.choices[0].message.content or ""
-
-
-def test_clients_are_served_while_metrics_are_scraped(server: tuple[str, str]) -> None:
-    url, metrics = server
+def test_clients_are_served_while_metrics_are_scraped(server: Server) -> None:
+    url, metrics = server.url, server.metrics
     prompts = [f"Write the number {i} ten times, separated by commas." for i in range(6)]
     with ThreadPoolExecutor(3) as pool:
         answers = [pool.submit(complete, url, prompt) for prompt in prompts]
@@ -124,10 +59,39 @@ def test_clients_are_served_while_metrics_are_scraped(server: tuple[str, str]) -
     assert drafts == last["nwor_staged_tokens_total"]
 
 
-def test_the_command_line_reads_the_running_server(server: tuple[str, str]) -> None:
-    command = [sys.executable, "-m", "nwor_specpv", "status", "--url", server[1], "--json"]
+def test_the_command_line_reads_the_running_server(server: Server) -> None:
+    command = [sys.executable, "-m", "nwor_specpv", "status", "--url", server.metrics, "--json"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stderr
     status = json.loads(done.stdout)
     assert status["metrics"]["serving"] is True
     assert status["bypasses"] == []
+
+
+def test_a_killed_worker_ends_its_requests_and_a_new_server_serves(tmp_path: Path) -> None:
+    """The engine's process is killed in the middle of a round: vLLM tells its clients and ends.
+
+    Staging dies with the process, and nothing of it outlives the process.
+    """
+    prompt = "Write the numbers from one to two hundred in words, separated by commas."
+    with serve(tmp_path) as running, ThreadPoolExecutor(2) as pool:
+        answers = [pool.submit(complete, running.url, prompt, 800) for _ in range(2)]
+        while not in_a_round(running.metrics):
+            assert not any(answer.done() for answer in answers)
+            time.sleep(0.1)
+        workers = psutil.Process(running.process.pid).children(recursive=True)
+        (core,) = [worker for worker in workers if "EngineCore" in worker.name()]
+        core.kill()
+        for answer in answers:
+            with pytest.raises(Exception, match=r"500|[Ee]ngine|[Cc]onnection"):
+                answer.result(timeout=120)
+        assert running.process.wait(timeout=120) is not None
+    with serve(tmp_path) as again:
+        assert complete(again.url, "Say hello.", 8)
+
+
+def in_a_round(metrics: str) -> bool:
+    try:
+        return scrape(metrics).get("nwor_staged_tokens_total", 0) > 0
+    except (urllib.error.URLError, ConnectionError):
+        return False

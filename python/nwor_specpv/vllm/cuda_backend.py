@@ -1,11 +1,15 @@
 """vLLM's FlashAttention backend with our write, and our attention for the rows that verify drafts.
 
 Users choose it with `--attention-backend CUSTOM`. Requests that verify drafts stand first in a
-batch (vLLM orders it so); they go to our kernel, which reads their K/V in flight. Requests behind
-them, and steps without drafts, go to FlashAttention as ever. Batches in which every request has one
-row more than there are drafts are captured in full CUDA graphs; a graph is replayed without our
-Python, so everything it touches lies in buffers that keep their address, and `build`, which runs
-before every replay, fills them.
+batch (vLLM orders it so). Their rows in flight are never read from the cache: FlashAttention-3
+attends to what is committed, and one kernel of ours adds the rows and does the layer's write beside
+it, so that a layer has as many launches as in vLLM. Where that does not serve (another
+FlashAttention, a sliding window, another `attention_route`) our own attention does all of it.
+Requests behind them, and steps without drafts, go to FlashAttention as ever.
+
+Batches in which every request has one row more than there are drafts are captured in full CUDA
+graphs; a graph is replayed without our Python, so everything it touches lies in buffers that keep
+their address, and `build`, which runs before every replay, fills them.
 """
 
 from __future__ import annotations
@@ -14,15 +18,17 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from vllm.utils.torch_utils import canonicalize_singleton_dim_strides
 from vllm.v1.attention.backend import AttentionCGSupport, CommonAttentionMetadata
 from vllm.v1.attention.backends.flash_attn import (
     FlashAttentionBackend,
     FlashAttentionImpl,
     FlashAttentionMetadata,
     FlashAttentionMetadataBuilder,
+    flash_attn_varlen_func,
 )
 
-from nwor_specpv import PartialView, cache_views, verify_attention, verify_plan
+from nwor_specpv import _C, PartialView, cache_views, verify_attention, verify_plan
 from nwor_specpv.errors import NworError
 
 from . import compat, rows
@@ -34,14 +40,15 @@ from .specpv.refresh import RefreshStep
 
 @dataclass
 class VerifyPart:
-    """The requests at the front of the batch that our kernel serves."""
+    """The requests at the front of the batch, which verify drafts."""
 
     num_rows: int
     max_rows: int  # of one request
     block_table: torch.Tensor  # [B, pages]
     prefix_lens: torch.Tensor  # [B] int32
     query_start: torch.Tensor  # [B + 1] int32
-    plan: torch.Tensor | None = None
+    plan: torch.Tensor | None = None  # for our attention, where a layer of the group needs it
+    prefix: FlashAttentionMetadata | None = None  # for FlashAttention over the prefix, likewise
     refresh: RefreshStep | None = None
 
 
@@ -100,6 +107,9 @@ class NworFlashMetadataBuilder(FlashAttentionMetadataBuilder):
         self._engine = engine_of_layer(vllm_config, self._own[0])
         self._layer = self._engine.layers[self._own[0]]
         self._group = self._engine.add_group(self._own)
+        impls = [self._engine.layers[name].impl for name in self._own]
+        self._plans_ours = not all(impl.flash_prefix for impl in impls)
+        self._plans_flash = any(impl.flash_prefix for impl in impls)
         self._uniform_rows = 1 + self._engine.setup.num_speculative_tokens
         limit = max(vllm_config.scheduler_config.max_num_seqs, self.max_cudagraph_size or 0)
         self._prefix_lens = torch.zeros(limit, dtype=torch.int32, device=device)
@@ -129,11 +139,18 @@ class NworFlashMetadataBuilder(FlashAttentionMetadataBuilder):
         lens = rows.query_lens(common.query_start_loc_cpu, common.num_reqs)
         drafts = [max(0, n - 1) for n in lens] if capture else self._engine.drafts(lens, common)
         real = rows.without_padding(lens)
-        self._engine.begin(self._group, lens[:real], drafts[:real], common.slot_mapping, capture)
+        count = rows.verify_requests(lens, drafts, self._uniform_rows)
+        self._engine.begin(
+            self._group,
+            lens[:real],
+            drafts[:real],
+            common.slot_mapping,
+            capture,
+            may_defer=count >= real,  # requests behind read their rows from the cache
+        )
         if not capture:
             table = common.block_table_tensor[:real]
             self._engine.seen = StepSeen(lens[:real], drafts[:real], table)
-        count = rows.verify_requests(lens, drafts, self._uniform_rows)
         if count == 0:
             return super().build(0, common)
         metadata = super().build(0, common, fast_build=True)
@@ -147,7 +164,12 @@ class NworFlashMetadataBuilder(FlashAttentionMetadataBuilder):
             verify.refresh = self._engine.refresh.step(
                 self._own, lens[:count], drafts[:count], common, verify.prefix_lens, capture=capture
             )
-        self._plan(verify)
+        if self._plans_ours:
+            self._plan(verify)
+        if self._plans_flash:
+            # vLLM keeps one schedule per builder: requests behind have it.
+            before = self._before(common, count, verify)
+            verify.prefix = super().build(0, before, fast_build=rest is not None)
         return NworFlashMetadata(**vars(metadata), verify=verify, rest=rest)
 
     def _behind(
@@ -173,6 +195,21 @@ class NworFlashMetadataBuilder(FlashAttentionMetadataBuilder):
         torch.sub(common.seq_lens[:count], start[1:], out=prefix).add_(start[:-1])
         block_table = common.block_table_tensor[:count]
         return VerifyPart(num_rows, max_rows, block_table, prefix, start)
+
+    def _before(
+        self, common: CommonAttentionMetadata, count: int, part: VerifyPart
+    ) -> CommonAttentionMetadata:
+        """The first `count` requests with their prefixes alone, which every row sees in whole."""
+        return common.replace(
+            query_start_loc=part.query_start,
+            query_start_loc_cpu=common.query_start_loc_cpu[: count + 1],
+            seq_lens=part.prefix_lens,
+            num_reqs=count,
+            num_actual_tokens=part.num_rows,
+            max_query_len=part.max_rows,
+            block_table_tensor=part.block_table,
+            causal=False,
+        )
 
     def _plan(self, part: VerifyPart) -> None:
         """Plans the step's work once for all layers, in the buffer of its shape."""
@@ -204,6 +241,12 @@ class NworFlashImpl(TargetLayer, FlashAttentionImpl):
         super().__init__(*args, **kwargs)
         self._route = self.engine.settings.attention_route
         self.window = self.sliding_window[0] + 1 if self.sliding_window[0] >= 0 else 0
+        self.flash_prefix = (
+            self._route in ("", "auto", "flash_attn_3")
+            and self.vllm_flash_attn_version == 3
+            and self.window == 0
+            and self.engine.refresh is None  # its views are read by our attention only
+        )
 
     def do_kv_cache_update(
         self,
@@ -213,7 +256,8 @@ class NworFlashImpl(TargetLayer, FlashAttentionImpl):
         kv_cache: torch.Tensor,
         slot_mapping: torch.Tensor,
     ) -> None:
-        if not self.engine.write(layer.layer_name, key, value, slot_mapping):
+        name = layer.layer_name
+        if not self.engine.write(name, key, value, slot_mapping, defer=self.flash_prefix):
             super().do_kv_cache_update(layer, key, value, kv_cache, slot_mapping)
 
     def forward(
@@ -263,10 +307,61 @@ class NworFlashImpl(TargetLayer, FlashAttentionImpl):
             )
 
         name = layer.layer_name
-        attend(None if refresh is None else refresh.view(name), output[:n])
+        if self.flash_prefix:
+            self._merge_rows(
+                name, query[:n], key[:n], value[:n], key_cache, value_cache, part, output[:n]
+            )
+        else:
+            attend(None if refresh is None else refresh.view(name), output[:n])
         if refresh is not None:
             refresh.after(name, attend, query[:n], output[:n])
         if attn_metadata.rest is not None:
             behind = (tensor[n:] for tensor in (query, key, value))
             super().forward(layer, *behind, kv_cache, attn_metadata.rest, output[n:])
         return output
+
+    def _merge_rows(
+        self,
+        name: str,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        key_cache: torch.Tensor,
+        value_cache: torch.Tensor,
+        part: VerifyPart,
+        output: torch.Tensor,
+    ) -> None:
+        """FlashAttention-3 over the prefix, then the rows in flight and the layer's write."""
+        prefix = part.prefix
+        assert prefix is not None
+        _, lse = flash_attn_varlen_func(
+            q=query,
+            k=canonicalize_singleton_dim_strides(key_cache),
+            v=canonicalize_singleton_dim_strides(value_cache),
+            out=output,
+            cu_seqlens_q=part.query_start,
+            max_seqlen_q=part.max_rows,
+            seqused_k=part.prefix_lens,
+            max_seqlen_k=prefix.max_seq_len,
+            softmax_scale=self.scale,
+            causal=False,
+            block_table=part.block_table,
+            softcap=self.logits_soft_cap,
+            return_softmax_lse=True,
+            scheduler_metadata=prefix.scheduler_metadata,
+            num_splits=prefix.max_num_splits,
+            fa_version=self.vllm_flash_attn_version,
+        )
+        _C.merge_rows_of_layer(
+            self.engine.interceptor,
+            name,
+            query,
+            key,
+            value,
+            output,
+            lse.transpose(0, 1),
+            part.query_start,
+            self.scale,
+            output,
+            softcap=self.logits_soft_cap,
+        )

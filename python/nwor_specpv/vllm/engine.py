@@ -49,10 +49,11 @@ class Step:
     staged: bool
     capture: bool
     num_drafts: torch.Tensor  # [B] int32 on the caches' device
-    first_draft: torch.Tensor  # [B] int32: row of the request
+    path: torch.Tensor  # [B, depth] int32: rows of the request, the first that may be accepted on
     joined: set[int] = field(default_factory=set)  # groups whose metadata was built
     slots: dict[int, torch.Tensor] = field(default_factory=dict)  # by group, [T]
     num_writes: int = 0  # layers written by Python, none when a graph was replayed
+    may_defer: bool = False  # nothing reads the step's rows from the cache
 
 
 @dataclass(frozen=True)
@@ -215,10 +216,12 @@ class Engine:
         drafts: list[int],
         slot_mapping: torch.Tensor,
         capture: bool = False,
+        may_defer: bool = False,
     ) -> None:
         """Opens the round of a step, or joins it where the engine has several cache groups.
 
-        With `capture` the step is only recorded into a CUDA graph; the next one ends it.
+        With `capture` the step is only recorded into a CUDA graph; the next one ends it. With
+        `may_defer` no row of the step is read from the cache, so layers may write late.
         """
         step = self._step
         if (
@@ -236,20 +239,34 @@ class Engine:
             self.checker.snapshot()
         plan = RoundPlan(lens, drafts)
         staged = interceptor.begin(plan, capture).stage
-        counts, first = _to_device(
-            [drafts, [n - d for n, d in zip(lens, drafts, strict=True)]], slot_mapping.device
-        )
-        self._step = Step(plan, staged, capture, counts, first, {group}, {group: slot_mapping})
+        counts, path = _on_device(*rows.draft_rows(lens, drafts), slot_mapping.device)
+        self._step = Step(plan, staged, capture, counts, path, {group}, {group: slot_mapping})
+        self._step.may_defer = may_defer and self.checker is None
 
     def write(
-        self, layer: str, key: torch.Tensor, value: torch.Tensor, slot_mapping: torch.Tensor
+        self,
+        layer: str,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        slot_mapping: torch.Tensor,
+        *,
+        defer: bool = False,
     ) -> bool:
-        """Routes one layer's rows; False: the caller writes them itself."""
+        """Routes one layer's rows; False: the caller writes them itself.
+
+        With `defer` the layer's attention does the write (`merge_rows_of_layer`), where it may.
+        """
         if self._step is None or self.interceptor is None or layer not in self._bound:
             return False
         self._step.num_writes += 1
         num_rows = slot_mapping.shape[0]
-        outcome = self.interceptor.write(layer, key[:num_rows], value[:num_rows], slot_mapping)
+        outcome = self.interceptor.write(
+            layer,
+            key[:num_rows],
+            value[:num_rows],
+            slot_mapping,
+            defer=defer and self._step.may_defer,
+        )
         return outcome.action != "bypass" or outcome.reason == "stale_round"
 
     def finish(self, accepted: Callable[[torch.Tensor], torch.Tensor]) -> None:
@@ -295,7 +312,7 @@ class Engine:
         assert self.interceptor is not None
         try:
             self._note_replay(step)
-            self.interceptor.commit(step.first_draft[:, None], step.num_drafts)
+            self.interceptor.commit(step.path, step.num_drafts)
         except Exception:
             logger.exception("nwor_specpv: a step without staged drafts could not be closed")
             self.interceptor.abort()
@@ -314,13 +331,14 @@ class Engine:
 
     def _commit(self, step: Step, counts: torch.Tensor) -> Any:
         assert self.interceptor is not None
-        depth = max(1, max(step.plan.num_drafts, default=0))
-        path = rows.accepted_path(step.first_draft, counts, depth)
+        depth = step.path.shape[1]
         chunks = rows.chunk_depths(len(step.plan.query_lens), depth, MAX_COMMIT_ENTRIES)
+        if len(chunks) == 1:  # every launch here is felt in a short step
+            return self.interceptor.commit(step.path, counts, rows="request")
         for begin, end in chunks:
             part = (counts - begin).clamp(0, end - begin)
             receipt = self.interceptor.commit(
-                path[:, begin:end].contiguous(), part, rows="request", last=end == depth
+                step.path[:, begin:end].contiguous(), part, rows="request", last=end == depth
             )
         return receipt
 
@@ -334,7 +352,7 @@ class Engine:
         if not step.staged:
             return
         logger.error("nwor_specpv: accepted rows are written one by one: %s", problem)
-        path = rows.accepted_path(step.first_draft, counts, max(step.plan.num_drafts))
+        path = rows.accepted_path(step.path, counts)
         starts = torch.tensor([0, *step.plan.query_lens], device=path.device).cumsum(0)[:-1]
         batch_rows = (path + starts[:, None])[path >= 0].long()
         stage_rows = torch.tensor(self.interceptor.stage_rows(), device=path.device)
@@ -394,10 +412,15 @@ class StatusMail:
             )
 
 
-def _to_device(values: list[list[int]], device: torch.device) -> torch.Tensor:
-    """Small host lists on the device, without waiting."""
-    host = torch.tensor(values, dtype=torch.int32, pin_memory=device.type == "cuda")
-    return host.to(device, non_blocking=True)
+def _on_device(
+    counts: list[int], path: list[list[int]], device: torch.device
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Numbers of drafts [B] and their rows [B, depth] on the device: one copy, no waiting."""
+    flat = counts + [row for request in path for row in request]
+    host = torch.tensor(flat, dtype=torch.int32, pin_memory=device.type == "cuda")
+    both = host.to(device, non_blocking=True)
+    depth = len(path[0]) if path else 1
+    return both[: len(counts)], both[len(counts) :].view(len(counts), depth)
 
 
 def write_direct(

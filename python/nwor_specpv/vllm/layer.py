@@ -14,6 +14,9 @@ from nwor_specpv.errors import NworError, logger
 from .engine import TARGET_MODEL, Engine, engine_of
 from .support import layer_problem
 
+# Caches that hold the model's numbers, as vLLM names them; all others hold codes.
+PLAIN_CACHES = ("auto", "float16", "bfloat16", "float32", "half", "float")
+
 
 class TargetLayer:
     """Mixed into one of vLLM's attention implementations, named by `stock`.
@@ -35,7 +38,7 @@ class TargetLayer:
             sinks=of["sinks"] is not None,
             kv_sharing_target=of["kv_sharing_target_layer_name"],
             head_size=of["head_size"],
-            quantised_cache=of["kv_cache_dtype"].startswith("fp8"),
+            quantised_cache=of["kv_cache_dtype"] not in PLAIN_CACHES,
         )
         if problem is None:
             return super().__new__(cls)

@@ -78,11 +78,24 @@ def accepted_by_rejections(num_rejected: torch.Tensor, num_drafts: torch.Tensor)
     return (num_drafts - num_rejected.to(torch.int32)).clamp_(min=0)
 
 
-def accepted_path(first_draft: torch.Tensor, counts: torch.Tensor, depth: int) -> torch.Tensor:
-    """[B, depth] int32: rows of each request that were accepted, consecutive, -1 padded."""
-    steps = torch.arange(depth, dtype=torch.int32, device=counts.device)
-    path = first_draft[:, None] + steps
-    return path.masked_fill_(steps >= counts[:, None], -1)
+def draft_rows(lens: Sequence[int], drafts: Sequence[int]) -> tuple[list[int], list[list[int]]]:
+    """Drafts of each request, and rows of the request from its first draft on, `depth` of them.
+
+    `depth` is that of the request with most drafts, at least 1; entries beyond a request's drafts
+    name no draft, and nobody accepts them.
+    """
+    depth = max(1, max(drafts, default=0))
+    path = [
+        list(range(length - count, length - count + depth))
+        for length, count in zip(lens, drafts, strict=True)
+    ]
+    return list(drafts), path
+
+
+def accepted_path(path: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
+    """[B, depth]: the first `counts[b]` entries of each request's path, -1 padded."""
+    steps = torch.arange(path.shape[1], dtype=torch.int32, device=counts.device)
+    return path.masked_fill(steps >= counts[:, None], -1)
 
 
 def chunk_depths(num_requests: int, depth: int, max_entries: int) -> list[tuple[int, int]]:

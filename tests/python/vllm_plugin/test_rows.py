@@ -77,9 +77,12 @@ def test_accepted_rows_against_lists() -> None:
         rejected = torch.tensor([d + 1 - count for d, count in zip(drafts, emitted, strict=True)])
         assert rows.accepted_by_rejections(rejected, num_drafts).tolist() == counts.tolist()
 
-        first = torch.tensor([n - d for n, d in zip(lens, drafts, strict=True)], dtype=torch.int32)
-        path = rows.accepted_path(first, counts, depth)
+        told, rows_of = rows.draft_rows(lens, drafts)
+        assert told == drafts
+        depth = max(1, *drafts)
+        path = rows.accepted_path(torch.tensor(rows_of, dtype=torch.int32), counts)
         assert path.dtype == torch.int32
+        assert path.shape == (requests, depth)
         for b, row in enumerate(path.tolist()):
             wanted = list(range(lens[b] - drafts[b], lens[b]))[: emitted[b] - 1]
             assert row == wanted + [-1] * (depth - len(wanted))

@@ -1,0 +1,150 @@
+#include "attention/merge_rows.h"
+
+#include <ATen/MemoryOverlap.h>
+#include <c10/core/DeviceGuard.h>
+
+#include <cmath>
+
+#include "check.h"
+#include "kv_interceptor/tensor_layout.h"
+#include "profiling.h"
+
+namespace nwor {
+namespace {
+
+constexpr int64_t kMaxHeadDim = 256;
+
+void CheckState(const at::Tensor& tensor, const char* name, const at::Tensor& query) {
+  NWOR_CHECK(tensor.defined() && tensor.sizes() == query.sizes() &&
+                 tensor.scalar_type() == query.scalar_type(),
+             name, ": got ", tensor.defined() ? Describe(tensor) : "nothing", ", expected ",
+             Describe(query), " as query");
+  CheckDevice(tensor, name, query.device());
+  NWOR_CHECK(tensor.stride(2) == 1, name, ": got a stride of ", tensor.stride(2),
+             " between channels, expected 1 (contiguous channels)");
+  NWOR_CHECK(!tensor.is_cuda() || IsAligned(tensor), name,
+             ": got rows that are not 16-byte aligned, expected aligned ones on cuda");
+}
+
+void CheckQuery(const at::Tensor& query, MergeRowsParams* params) {
+  NWOR_CHECK(query.defined() && query.dim() == 3 && query.size(1) > 0, "query: got ",
+             query.defined() ? Describe(query) : "nothing", ", expected [rows, heads, channels]");
+  params->dtype = RowDType(query, "query");
+  NWOR_CHECK(!query.is_cuda() || params->dtype != DType::kFloat32,
+             "query: got float32 on cuda, expected float16 or bfloat16");
+  NWOR_CHECK(query.size(2) > 0 && query.size(2) % 8 == 0 && query.size(2) <= kMaxHeadDim,
+             "query: got ", query.size(2), " channels, expected a multiple of 8 up to ",
+             kMaxHeadDim);
+  NWOR_CHECK(query.size(0) * query.size(1) <= INT32_MAX, "query: got ", query.size(0),
+             " rows, expected fewer");
+  params->num_rows = static_cast<int32_t>(query.size(0));
+  params->num_heads = static_cast<int32_t>(query.size(1));
+  params->head_dim = static_cast<int32_t>(query.size(2));
+}
+
+void CheckKeys(const MergeRowsArguments& arguments, const at::Tensor& key, const at::Tensor& value,
+               MergeRowsParams* params) {
+  const at::Tensor& query = arguments.query;
+  NWOR_CHECK(key.dim() == 3 && key.size(0) == query.size(0) && key.size(1) > 0 &&
+                 query.size(1) % key.size(1) == 0,
+             "key: got ", Describe(key), ", expected [", query.size(0),
+             ", heads, channels] with heads dividing the ", query.size(1), " of query");
+  NWOR_CHECK(key.scalar_type() == query.scalar_type(), "key: got dtype ",
+             c10::toString(key.scalar_type()), ", expected ", Name(params->dtype), " as query");
+  CheckDevice(key, "key", query.device());
+  const KvRowsView rows = DescribeRows(key, value, "key", "value", key.size(1), params->head_dim);
+  NWOR_CHECK(value.size(0) == query.size(0), "value: got ", value.size(0), " rows, expected ",
+             query.size(0), " as query");
+  params->num_kv_heads = static_cast<int32_t>(key.size(1));
+  params->key = rows.key;
+  params->value = rows.value;
+  params->key_strides = {rows.key_row, rows.key_head};
+  params->value_strides = {rows.value_row, rows.value_head};
+}
+
+void CheckLengths(const MergeRowsArguments& arguments, MergeRowsParams* params) {
+  const at::Device device = arguments.query.device();
+  const at::Tensor& start = arguments.query_start;
+  CheckIndex(start, "query_start", at::kInt, {-1}, device);
+  NWOR_CHECK(start.size(0) >= 1, "query_start: got nothing, expected one more than requests");
+  params->num_requests = static_cast<int32_t>(start.size(0) - 1);
+  params->query_start = static_cast<const int32_t*>(start.const_data_ptr());
+  if (arguments.tree_mask.has_value()) {
+    CheckIndex(*arguments.tree_mask, "tree_mask", at::kLong, {params->num_rows, -1}, device);
+    params->tree_mask = reinterpret_cast<const uint64_t*>(arguments.tree_mask->const_data_ptr());
+    params->mask_words = static_cast<int32_t>(arguments.tree_mask->size(1));
+  }
+  const at::Tensor& lse = arguments.prefix_lse;
+  NWOR_CHECK(lse.defined() && lse.dim() == 2 && lse.size(0) == params->num_rows &&
+                 lse.size(1) == params->num_heads && lse.scalar_type() == at::kFloat,
+             "prefix_lse: got ", lse.defined() ? Describe(lse) : "nothing", ", expected [",
+             params->num_rows, ", ", params->num_heads, "] Float");
+  CheckDevice(lse, "prefix_lse", device);
+  params->prefix_lse = static_cast<const float*>(lse.const_data_ptr());
+  params->prefix_lse_strides = {lse.stride(0), lse.stride(1)};
+  NWOR_CHECK(std::isfinite(arguments.scale), "scale: got ", arguments.scale,
+             ", expected a finite number");
+  NWOR_CHECK(std::isfinite(arguments.softcap) && arguments.softcap >= 0, "softcap: got ",
+             arguments.softcap, ", expected 0 (none) or more");
+  params->scale = static_cast<float>(arguments.scale);
+  params->softcap = static_cast<float>(arguments.softcap);
+}
+
+// Rows attend to each other's K and V, so `out` must not be among the inputs; prefix_out may, as
+// each row and head reads its own place of it before it writes there.
+void CheckOut(const MergeRowsArguments& arguments, const at::Tensor& out) {
+  for (const auto& [input, name] :
+       {std::pair{&arguments.query, "query"}, std::pair{&arguments.key, "key"},
+        std::pair{&arguments.value, "value"}}) {
+    const at::MemOverlapStatus overlap = at::get_overlap_status(out, *input);
+    NWOR_CHECK(overlap != at::MemOverlapStatus::Full && overlap != at::MemOverlapStatus::Partial,
+               "out: got memory of ", name, ", expected memory of its own, or prefix_out");
+  }
+  const bool in_place = out.is_same(arguments.prefix_out) ||
+                        (out.const_data_ptr() == arguments.prefix_out.const_data_ptr() &&
+                         out.strides() == arguments.prefix_out.strides());
+  NWOR_CHECK(in_place ||
+                 at::get_overlap_status(out, arguments.prefix_out) != at::MemOverlapStatus::Partial,
+             "out: got part of prefix_out, expected all of it or memory of its own");
+}
+
+}  // namespace
+
+void MergeRows(const MergeRowsArguments& arguments, const at::Tensor& out, const at::Tensor& lse,
+               const StageParams* write) {
+  MergeRowsParams params;
+  const at::Tensor& query = arguments.query;
+  CheckQuery(query, &params);
+  const at::Device device = query.device();
+  const at::Tensor readable_query = AlignedRows(query);
+  const at::Tensor key = AlignedRows(arguments.key), value = AlignedRows(arguments.value);
+  CheckKeys(arguments, key, value, &params);
+  CheckLengths(arguments, &params);
+  CheckState(arguments.prefix_out, "prefix_out", query);
+  CheckState(out, "out", query);
+  CheckOut(arguments, out);
+  if (lse.defined()) {
+    CheckIndex(lse, "lse", at::kFloat, {params.num_rows, params.num_heads}, device);
+    params.lse = static_cast<float*>(lse.mutable_data_ptr());
+  }
+  params.query = readable_query.const_data_ptr();
+  params.query_strides = {readable_query.stride(0), readable_query.stride(1)};
+  params.prefix_out = arguments.prefix_out.const_data_ptr();
+  params.prefix_strides = {arguments.prefix_out.stride(0), arguments.prefix_out.stride(1)};
+  params.out = out.mutable_data_ptr();
+  params.out_strides = {out.stride(0), out.stride(1)};
+  params.stream = CurrentStream(device);
+
+  const c10::DeviceGuard guard(device);
+  const ScopedProfileRange range(ProfileRange::kAttend);
+  if (device.is_cpu()) {
+    if (write != nullptr) StageCpu(*write);
+    MergeRowsCpu(params);
+    return;
+  }
+#ifdef NWOR_WITH_CUDA
+  LaunchMergeRows(params, write);
+#endif
+}
+
+}  // namespace nwor

@@ -1,0 +1,267 @@
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+
+#include <algorithm>
+
+#include "attention/merge_rows_params.h"
+#include "kv_interceptor/launch_check.h"
+#include "kv_interceptor/stage_row.cuh"
+
+namespace nwor {
+namespace {
+
+constexpr int kThreads = 128;
+constexpr int kWarps = kThreads / 32;
+constexpr int kRowsAtOnce = 8;  // in-flight rows whose K and V are on their way together
+constexpr int kChannels = 8;    // of one head that a lane holds: 16 bytes
+constexpr uint32_t kAll = 0xffffffff;
+
+__device__ float2 ToFloats(__half2 pair) { return __half22float2(pair); }
+__device__ float2 ToFloats(__nv_bfloat162 pair) { return __bfloat1622float2(pair); }
+__device__ void Put(__half2* to, float2 x) { *to = __float22half2_rn(x); }
+__device__ void Put(__nv_bfloat162* to, float2 x) { *to = __float22bfloat162_rn(x); }
+
+// A lane's channels of one row and head, as they lie in memory.
+template <typename Pair>
+struct Packed {
+  uint4 words;
+
+  __device__ void Load(const void* base, int64_t element) {
+    words = *reinterpret_cast<const uint4*>(static_cast<const Pair*>(base) + element / 2);
+  }
+  __device__ float2 pair(int i) const { return ToFloats(reinterpret_cast<const Pair*>(&words)[i]); }
+};
+
+// The lanes of one head sum up.
+template <int kLanes>
+__device__ float HeadSum(float x) {
+#pragma unroll
+  for (int step = kLanes / 2; step > 0; step /= 2) x += __shfl_xor_sync(kAll, x, step);
+  return x;
+}
+
+template <typename Pair>
+__device__ float Dot(const Packed<Pair>& a, const Packed<Pair>& b) {
+  float sum = 0.0f;
+#pragma unroll
+  for (int i = 0; i < kChannels / 2; ++i) {
+    const float2 x = a.pair(i), y = b.pair(i);
+    sum += x.x * y.x + x.y * y.y;
+  }
+  return sum;
+}
+
+// The request of a row, B when it belongs to none. Asked by a whole warp.
+__device__ int32_t RequestOf(const MergeRowsParams& params, int32_t row, int lane) {
+  int32_t request = 0;
+  while (request < params.num_requests) {
+    const int32_t b = request + lane;
+    const bool ended = b < params.num_requests && params.query_start[b + 1] <= row;
+    const int32_t count = __popc(__ballot_sync(kAll, ended));
+    request += count;
+    if (count < 32) break;
+  }
+  return request;
+}
+
+// A running softmax over one head: weights relative to `max`.
+template <typename Pair>
+struct State {
+  float2 out[kChannels / 2] = {};
+  float max = -INFINITY;
+  float sum = 0.0f;
+
+  __device__ void Scale(float by) {
+#pragma unroll
+    for (float2& pair : out) pair = make_float2(pair.x * by, pair.y * by);
+  }
+  // REQUIRES: score above -infinity.
+  __device__ void Rebase(float score) {
+    const float higher = fmaxf(max, score);
+    const float by = max == -INFINITY ? 0.0f : expf(max - higher);
+    Scale(by);
+    sum *= by;
+    max = higher;
+  }
+  __device__ void Add(float weight, const Packed<Pair>& value) {
+    sum += weight;
+#pragma unroll
+    for (int i = 0; i < kChannels / 2; ++i) {
+      const float2 pair = value.pair(i);
+      out[i].x += weight * pair.x;
+      out[i].y += weight * pair.y;
+    }
+  }
+};
+
+__device__ bool Sees(const MergeRowsParams& params, int32_t row, int32_t bit) {
+  if (params.tree_mask == nullptr) return true;
+  if (bit / 64 >= params.mask_words) return false;
+  return params.tree_mask[int64_t{row} * params.mask_words + bit / 64] >> (bit % 64) & 1;
+}
+
+// One warp: 32 / kLanes query heads of one row, from `first_head` on.
+template <typename Pair, int kLanes>
+__device__ void MergeRow(const MergeRowsParams& params, int32_t row, int32_t first_head) {
+  const int lane = threadIdx.x % 32;
+  const int32_t own = first_head + lane / kLanes;
+  const int32_t channel = lane % kLanes * kChannels;
+  const bool stores = own < params.num_heads && channel < params.head_dim;
+  // Lanes without work of their own do a neighbour's, so that all of them take part in sums.
+  const int32_t head = min(own, params.num_heads - 1);
+  const bool holds = channel < params.head_dim;
+  const int32_t kv_head = head / (params.num_heads / params.num_kv_heads);
+  const auto place = [&](const RowStrides& strides, int32_t of_row, int32_t of_head) {
+    return of_row * strides.row + of_head * strides.head + channel;
+  };
+  // What depends on the row alone is on its way before its request is known.
+  Packed<Pair> query{}, prefix{};
+  if (holds) {
+    query.Load(params.query, place(params.query_strides, row, head));
+    prefix.Load(params.prefix_out, place(params.prefix_strides, row, head));
+  }
+  const float prefix_lse =
+      params
+          .prefix_lse[row * params.prefix_lse_strides.row + head * params.prefix_lse_strides.head];
+  const int32_t request = RequestOf(params, row, lane);
+  if (request >= params.num_requests) return;
+  const int32_t begin = params.query_start[request];
+  const int32_t end = params.tree_mask == nullptr ? row + 1 : params.query_start[request + 1];
+
+  State<Pair> state;
+  if (!isinf(prefix_lse)) {
+    state.max = prefix_lse;
+    state.Add(1.0f, prefix);
+  }
+#pragma unroll 1
+  for (int32_t first = begin; first < end; first += kRowsAtOnce) {
+    Packed<Pair> keys[kRowsAtOnce] = {}, values[kRowsAtOnce] = {};
+    uint32_t visible = 0;  // the same in all lanes
+#pragma unroll
+    for (int j = 0; j < kRowsAtOnce; ++j) {
+      const int32_t other = first + j;
+      // Rows that are not seen are not read: what stands there is nobody's business.
+      if (other >= end || !Sees(params, row, other - begin)) continue;
+      visible |= 1u << j;
+      if (!holds) continue;
+      keys[j].Load(params.key, place(params.key_strides, other, kv_head));
+      values[j].Load(params.value, place(params.value_strides, other, kv_head));
+    }
+    float scores[kRowsAtOnce], highest = -INFINITY;
+#pragma unroll
+    for (int j = 0; j < kRowsAtOnce; ++j) {
+      if (!(visible >> j & 1)) continue;
+      float score = HeadSum<kLanes>(Dot(query, keys[j])) * params.scale;
+      if (params.softcap > 0.0f) score = params.softcap * tanhf(score / params.softcap);
+      scores[j] = score;
+      highest = fmaxf(highest, score);
+    }
+    if (highest > -INFINITY) state.Rebase(highest);
+#pragma unroll
+    for (int j = 0; j < kRowsAtOnce; ++j) {
+      if (visible >> j & 1) state.Add(expf(scores[j] - state.max), values[j]);
+    }
+  }
+  const bool nothing = state.sum == 0.0f;
+  state.Scale(nothing ? 0.0f : 1.0f / state.sum);
+  if (!stores) return;
+  Packed<Pair> result;
+#pragma unroll
+  for (int i = 0; i < kChannels / 2; ++i) {
+    Put(reinterpret_cast<Pair*>(&result.words) + i, state.out[i]);
+  }
+  *reinterpret_cast<uint4*>(static_cast<Pair*>(params.out) +
+                            place(params.out_strides, row, head) / 2) = result.words;
+  if (params.lse != nullptr && channel == 0) {
+    params.lse[int64_t{row} * params.num_heads + head] =
+        nothing ? -INFINITY : state.max + logf(state.sum);
+  }
+}
+
+template <int kLanes>
+__host__ __device__ int32_t WarpsPerRow(const MergeRowsParams& params) {
+  constexpr int32_t kHeads = 32 / kLanes;
+  return (params.num_heads + kHeads - 1) / kHeads;
+}
+
+// How blocks share the layer's write; zeros without one.
+struct WriteShare {
+  StageTable table;
+  int32_t num_blocks;
+  int32_t threads_per_row;
+  int32_t rows_per_block;
+};
+
+// The first write.num_blocks blocks write, K and V in turn; the others merge, one warp for some
+// query heads of a row. Neither waits for the other.
+template <typename Pair, int kLanes, bool kWrites>
+__global__ void __launch_bounds__(kThreads)
+    MergeRowsKernel(const __grid_constant__ MergeRowsParams params,
+                    const __grid_constant__ WriteShare write) {
+  if constexpr (kWrites) {
+    if (static_cast<int32_t>(blockIdx.x) < write.num_blocks) {
+      const int32_t within = threadIdx.x / write.threads_per_row;
+      const int32_t row = static_cast<int32_t>(blockIdx.x / 2) * write.rows_per_block + within;
+      if (within >= write.rows_per_block || row >= write.table.num_rows) return;
+      StageRow<RowOp::kCopy16>(write.table, row, blockIdx.x % 2,
+                               threadIdx.x % write.threads_per_row, write.threads_per_row);
+      return;
+    }
+  }
+  const int32_t block = static_cast<int32_t>(blockIdx.x) - (kWrites ? write.num_blocks : 0);
+  const int32_t warp = block * kWarps + static_cast<int32_t>(threadIdx.x / 32);
+  const int32_t warps_per_row = WarpsPerRow<kLanes>(params);
+  const int32_t row = warp / warps_per_row;
+  if (row >= params.num_rows) return;
+  MergeRow<Pair, kLanes>(params, row, (warp - row * warps_per_row) * (32 / kLanes));
+}
+
+WriteShare ShareWrite(const StageParams& params) {
+  WriteShare share{};
+  share.table = MakeStageTable(params, RowOp::kCopy16);
+  share.threads_per_row = std::min(share.table.shape.vectors_per_row, kThreads);
+  share.rows_per_block = kThreads / share.threads_per_row;
+  share.num_blocks = 2 * ((params.num_rows + share.rows_per_block - 1) / share.rows_per_block);
+  return share;
+}
+
+template <typename Pair, int kLanes>
+void Launch(const MergeRowsParams& params, const WriteShare& write) {
+  const int64_t warps = int64_t{params.num_rows} * WarpsPerRow<kLanes>(params);
+  const auto blocks = static_cast<unsigned>((warps + kWarps - 1) / kWarps + write.num_blocks);
+  const auto stream = static_cast<cudaStream_t>(params.stream);
+  if (blocks == 0) return;
+  if (write.num_blocks > 0) {
+    MergeRowsKernel<Pair, kLanes, true><<<blocks, kThreads, 0, stream>>>(params, write);
+  } else {
+    MergeRowsKernel<Pair, kLanes, false><<<blocks, kThreads, 0, stream>>>(params, write);
+  }
+  CheckCuda(cudaGetLastError(), "merge_rows kernel");
+}
+
+template <typename Pair>
+void LaunchFor(const MergeRowsParams& params, const WriteShare& write) {
+  if (params.head_dim <= 8 * kChannels) return Launch<Pair, 8>(params, write);
+  if (params.head_dim <= 16 * kChannels) return Launch<Pair, 16>(params, write);
+  return Launch<Pair, 32>(params, write);
+}
+
+}  // namespace
+
+void LaunchMergeRows(const MergeRowsParams& params, const StageParams* write) {
+  WriteShare share{};
+  if (write != nullptr && write->num_rows > 0) {
+    // Rows that need another op than the usual one have a launch of their own.
+    if (write->cache.geometry.dtype == write->dtype && ChooseStageOp(*write) == RowOp::kCopy16) {
+      share = ShareWrite(*write);
+    } else {
+      StageParams alone = *write;
+      alone.stream = params.stream;
+      LaunchStage(alone);
+    }
+  }
+  if (params.dtype == DType::kFloat16) return LaunchFor<__half2>(params, share);
+  return LaunchFor<__nv_bfloat162>(params, share);
+}
+
+}  // namespace nwor

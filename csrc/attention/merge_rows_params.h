@@ -1,0 +1,55 @@
+#pragma once
+
+#include <cstdint>
+
+#include "attention/params.h"
+#include "kv_interceptor/stage.h"
+#include "types.h"
+
+// In-flight rows added to attention that somebody else has computed over the prefix, as kernels
+// take it: no torch, no CUDA.
+//
+// Row t of request b attends to the rows of its own request that tree_mask shows, or to rows
+// query_start[b] .. t without one, and is merged with its prefix state by the LSEs, in float. A
+// prefix state whose LSE is infinite, of either sign, saw nothing and is not read. Rows of no
+// request are left alone.
+
+namespace nwor {
+
+struct MergeRowsParams {
+  const void* query = nullptr;  // [T, Hq, D]
+  const void* key = nullptr;    // [T, Hkv, D]
+  const void* value = nullptr;  // [T, Hkv, D]
+  RowStrides query_strides, key_strides, value_strides;
+
+  const void* prefix_out = nullptr;   // [T, Hq, D]; may be `out`
+  const float* prefix_lse = nullptr;  // [T, Hq] natural log
+  RowStrides prefix_strides, prefix_lse_strides;
+
+  void* out = nullptr;  // [T, Hq, D]
+  RowStrides out_strides;
+  float* lse = nullptr;  // [T, Hq] contiguous, or null
+
+  const int32_t* query_start = nullptr;  // [B + 1]
+  const uint64_t* tree_mask = nullptr;   // [T, mask_words], or null
+  int32_t mask_words = 0;
+
+  float scale = 1.0f;
+  float softcap = 0.0f;  // 0: none
+
+  int32_t num_requests = 0;  // B
+  int32_t num_rows = 0;      // T
+  int32_t num_heads = 0;     // Hq
+  int32_t num_kv_heads = 0;  // Hkv
+  int32_t head_dim = 0;      // D
+  DType dtype = DType::kBFloat16;
+
+  StreamHandle stream = nullptr;
+};
+
+// One launch, capturable; `write`: the layer's write, done beside it in the same launch, or null.
+// REQUIRES: float16 or bfloat16; D a multiple of 8 and at most 256; 16-byte aligned pointers, row
+// and head strides. Defined in builds with CUDA.
+void LaunchMergeRows(const MergeRowsParams& params, const StageParams* write);
+
+}  // namespace nwor

@@ -1,0 +1,238 @@
+"""merge_rows: rows in flight added to attention over the prefix, and the write it takes along."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from attention.steps import (
+    DEVICES,
+    HEAD_DIMS,
+    SEED,
+    Shape,
+    Step,
+    assert_close,
+    make_step,
+    row_dtypes,
+)
+from nwor_specpv import (
+    _C,
+    Interceptor,
+    NworConfig,
+    NworError,
+    RoundPlan,
+    cache_views,
+    merge_rows,
+)
+
+OPS = torch.ops.nwor_specpv
+INFINITY = float("inf")
+
+
+def prefix_state(step: Step) -> tuple[torch.Tensor, torch.Tensor]:
+    """Attention to the prefix alone, by the reference; nothing is seen by rows that see no row."""
+    blind = replace(step, visible=[[set() for _ in rows] for rows in step.visible])
+    out, lse = blind.reference()
+    query = step.arguments["query"]
+    return (
+        torch.from_numpy(out).to(query.dtype).to(query.device),
+        torch.from_numpy(lse).float().to(query.device),
+    )
+
+
+def run(step: Step, prefix_out: torch.Tensor, prefix_lse: torch.Tensor, **options):
+    names = ("query", "key", "value")
+    given = {name: step.arguments[name] for name in (*names, "query_start")}
+    return merge_rows(
+        **given,
+        prefix_out=prefix_out,
+        prefix_lse=prefix_lse,
+        tree_mask=step.tree_mask,
+        scale=step.scale,
+        softcap=step.shape.softcap,
+        return_lse=True,
+        **options,
+    )
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("mask", ["causal", "tree", "random"])
+def test_prefix_and_rows_are_what_verify_attention_promises(device: str, mask: str) -> None:
+    """Heads that do and do not divide a warp's, empty prefixes, poisoned memory, 70 rows."""
+    print(f"seed={SEED}")
+    dtypes = row_dtypes(device)
+    for index, head_dim in enumerate(HEAD_DIMS):
+        dtype = dtypes[index % len(dtypes)]
+        heads, kv_heads = [(4, 2), (9, 3), (8, 1)][index // 2]
+        shape = Shape(
+            rows=[5, 1, 70 if index == 0 else 9, 8, 2],
+            prefix=[19, 0, 17, 16, 1],
+            heads=heads,
+            kv_heads=kv_heads,
+            head_dim=head_dim,
+            dtype=dtype,
+            mask=mask,
+            softcap=0.0 if index % 2 else 20.0,
+        )
+        step = make_step(shape, SEED + index, device)
+        prefix_out, prefix_lse = prefix_state(step)
+        # What a kernel leaves where a row has no prefix is nobody's business.
+        prefix_out[torch.isinf(prefix_lse)] = float("nan")
+        out, lse = run(step, prefix_out, prefix_lse)
+        assert_close(step, out, lse)
+        # FlashAttention's order of the LSE, its other infinity, and in place.
+        other = torch.where(torch.isinf(prefix_lse), INFINITY, prefix_lse).t().contiguous().t()
+        again, _ = run(step, prefix_out, other, out=prefix_out)
+        assert again is prefix_out
+        assert torch.equal(again, out)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_rows_of_no_request_are_left_alone(device: str) -> None:
+    step = make_step(Shape([3, 4], [20, 9], dtype=row_dtypes(device)[0]), SEED, device)
+    prefix_out, prefix_lse = prefix_state(step)
+    step.arguments["query_start"] = torch.tensor([0, 3, 3], dtype=torch.int32, device=device)
+    out = torch.full_like(prefix_out, 7.0)
+    run(step, prefix_out, prefix_lse, out=out)
+    assert (out[3:] == 7.0).all()
+    assert not (out[:3] == 7.0).any()
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_torch_knows_the_op(device: str) -> None:
+    step = make_step(Shape([3, 2], [40, 20], dtype=row_dtypes(device)[0], mask="tree"), 1, device)
+    prefix_out, prefix_lse = prefix_state(step)
+    names = ("query", "key", "value")
+    given = tuple(step.arguments[name] for name in names)
+    tail = (step.arguments["query_start"], step.tree_mask, step.scale)
+    out, lse = torch.zeros_like(prefix_out), torch.zeros_like(prefix_lse)
+    arguments = (*given, prefix_out, prefix_lse, *tail, out, lse)
+    torch.library.opcheck(OPS.merge_rows.default, arguments)
+
+    def merged(*arguments: torch.Tensor) -> torch.Tensor:
+        return merge_rows(*arguments, *tail) * 2
+
+    compiled = torch.compile(merged, fullgraph=True, backend="aot_eager")
+    expected = merge_rows(*given, prefix_out, prefix_lse, *tail) * 2
+    assert torch.equal(compiled(*given, prefix_out, prefix_lse), expected)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"query": torch.zeros(3, 4)}, "query: got"),
+        ({"query": torch.zeros(3, 4, 12)}, "12 channels, expected a multiple of 8"),
+        ({"key": torch.zeros(2, 2, 64)}, "key: got"),
+        ({"key": torch.zeros(3, 3, 64)}, "heads dividing the 4 of query"),
+        ({"value": torch.zeros(3, 1, 64)}, "value: got"),
+        ({"value": torch.zeros(3, 2, 64, dtype=torch.float16)}, "value: got"),
+        ({"prefix_out": torch.zeros(3, 4, 32)}, "prefix_out: got"),
+        ({"prefix_lse": torch.zeros(4, 3)}, "prefix_lse: got"),
+        ({"prefix_lse": torch.zeros(3, 4, dtype=torch.float64)}, "prefix_lse: got"),
+        ({"query_start": torch.tensor([0, 3])}, "query_start: got"),
+        ({"tree_mask": torch.zeros(2, 1, dtype=torch.int64)}, "tree_mask: got"),
+        ({"scale": INFINITY}, "scale: got"),
+        ({"softcap": -1.0}, "softcap: got"),
+        ({"out": torch.zeros(3, 4, 32)}, "out: got"),
+    ],
+)
+def test_wrong_arguments_name_themselves(change: dict, message: str) -> None:
+    given = {
+        "query": torch.zeros(3, 4, 64),
+        "key": torch.zeros(3, 2, 64),
+        "value": torch.zeros(3, 2, 64),
+        "prefix_out": torch.zeros(3, 4, 64),
+        "prefix_lse": torch.zeros(3, 4),
+        "query_start": torch.tensor([0, 3], dtype=torch.int32),
+        "tree_mask": None,
+        "scale": 1.0,
+    }
+    with pytest.raises(NworError, match=message):
+        merge_rows(**(given | change))
+
+
+def test_out_must_not_be_an_input() -> None:
+    query = torch.zeros(3, 4, 64)
+    start = torch.tensor([0, 3], dtype=torch.int32)
+    with pytest.raises(NworError, match="out: got memory of query"):
+        merge_rows(
+            query, query, query, query.clone(), torch.zeros(3, 4), start, None, 1.0, out=query
+        )
+
+
+# ---- with the layer's write in the same launch ----
+
+
+def open_round(device: str, dtype: torch.dtype, head_dim: int):
+    """Two requests, of 1 + 4 and 1 + 2 rows; the interceptor, the cache and the rows."""
+    interceptor = Interceptor(NworConfig(strict=True))
+    cache = torch.zeros(6, 2, 16, 2 * head_dim, dtype=dtype, device=device)
+    interceptor.bind_layer("layer", *cache_views(cache, "packed"))
+    interceptor.begin(RoundPlan([5, 3], [4, 2]))
+    generator = torch.Generator().manual_seed(SEED)
+    rows = [torch.randn(8, heads, head_dim, generator=generator) for heads in (2, 2, 4)]
+    key, value, query = (tensor.to(dtype).to(device) for tensor in rows)
+    slots = torch.tensor([20, 21, 22, 23, 24, 50, 51, 52], device=device)
+    return interceptor, cache, key, value, query, slots
+
+
+def commit(interceptor: Interceptor, device: str) -> None:
+    path = torch.tensor([[1, 2, 3, 4], [1, 2, -1, -1]], dtype=torch.int32, device=device)
+    counts = torch.tensor([2, 1], dtype=torch.int32, device=device)
+    assert interceptor.commit(path, counts, rows="request").ok
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("head_dim", [64, 80, 128, 256])
+def test_a_deferred_write_is_done_with_the_rows(device: str, head_dim: int) -> None:
+    print(f"seed={SEED}")
+    for dtype in row_dtypes(device):
+        caches, outs = [], []
+        for defer in (False, True):
+            interceptor, cache, key, value, query, slots = open_round(device, dtype, head_dim)
+            outcome = interceptor.write("layer", key, value, slots, defer=defer)
+            assert (outcome.action, outcome.staged_rows) == ("stage", 6)
+            assert bool((cache == 0).all()) is defer
+            start = torch.tensor([0, 5, 8], dtype=torch.int32, device=device)
+            out = torch.zeros_like(query)
+            lse = torch.full((8, 4), -INFINITY, device=device)
+            _C.merge_rows_of_layer(
+                interceptor, "layer", query, key, value, out, lse, start, 0.125, out
+            )
+            plain = merge_rows(query, key, value, torch.zeros_like(query), lse, start, None, 0.125)
+            assert torch.equal(out, plain)
+            written = (cache.transpose(1, 2).flatten(0, 1) != 0).flatten(1).any(1)
+            assert written.nonzero().flatten().tolist() == [20, 50]  # each request's first row
+            staged_key, staged_value = interceptor.staged()
+            drafts = [1, 2, 3, 4, 6, 7]
+            assert torch.equal(staged_key[0, :6], key[drafts])
+            assert torch.equal(staged_value[0, :6], value[drafts])
+            commit(interceptor, device)
+            caches.append(cache)
+            outs.append(out)
+        assert torch.equal(*caches)
+        assert torch.equal(*outs)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_commit_does_what_was_deferred_and_an_abort_drops_it(device: str) -> None:
+    dtype = row_dtypes(device)[0]
+    interceptor, cache, key, value, _, slots = open_round(device, dtype, 64)
+    interceptor.write("layer", key, value, slots, defer=True)
+    commit(interceptor, device)
+    tokens = cache.transpose(1, 2).flatten(0, 1)
+    for row, slot in ((0, 20), (1, 21), (2, 22), (5, 50), (6, 51)):
+        assert torch.equal(tokens[slot], torch.cat([key[row], value[row]], dim=-1))
+    before = cache.clone()
+    interceptor.begin(RoundPlan([5, 3], [4, 2]))
+    interceptor.write("layer", key + 1, value + 1, slots, defer=True)
+    interceptor.abort()
+    interceptor.begin(RoundPlan([5, 3], [4, 2]))
+    interceptor.write("layer", key + 2, value + 2, slots, defer=True)
+    interceptor.write("layer", key + 3, value + 3, slots, defer=True)  # the first is done first
+    assert torch.equal(cache.transpose(1, 2).flatten(0, 1)[20, :, :64], key[0] + 2)
+    interceptor.abort()
+    changed = (cache != before).transpose(1, 2).flatten(0, 1).flatten(1).any(1)
+    assert changed.nonzero().flatten().tolist() == [20, 50]
