@@ -18,6 +18,7 @@ import torch
 
 from nwor_specpv.retrieval import block_summaries, build_view, select_blocks
 
+from .partial_step import Shape, bench_commit, bench_step
 from .report import add_machine_arguments, choose_device, machine, numbers, publish
 from .timing import Timing, capture, time_calls, time_graphs
 
@@ -128,32 +129,45 @@ class Inputs:
         )
 
 
-def torch_refresh(inputs: Inputs) -> Callable[[], torch.Tensor]:
+def choose_and_copy(
+    query: torch.Tensor,
+    kmax: torch.Tensor,
+    kmin: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    k: int,
+    quest: bool,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The torch formulation; what torch.compile gets too."""
+    if quest:
+        rows = torch.einsum("qhgd,nhd->hgqn", query.clamp(min=0), kmax)
+        rows = rows + torch.einsum("qhgd,nhd->hgqn", query.clamp(max=0), kmin)
+    else:
+        upper = torch.einsum("qhgd,nhd->hgqn", query, kmax)
+        rows = torch.maximum(upper, torch.einsum("qhgd,nhd->hgqn", query, kmin))
+    scores = rows.mean(2).mean(1)
+    chosen = scores.topk(k, dim=-1).indices.sort(-1).values
+    index = chosen[..., None].expand(-1, -1, keys.shape[-1])
+    return torch.take_along_dim(keys, index, 1), torch.take_along_dim(values, index, 1)
+
+
+def torch_refresh(inputs: Inputs, formulation: Callable = choose_and_copy) -> Callable[[], Any]:
     case = inputs.case
     group = case.heads // case.kv_heads
     keys, values = inputs.contiguous_kv()
     query = inputs.query[0].reshape(case.rows, case.kv_heads, group, case.dim)
-
-    def run() -> torch.Tensor:
-        if case.score == "specpv":
-            upper = torch.einsum("qhgd,nhd->hgqn", query, inputs.kmax[0])
-            lower = torch.einsum("qhgd,nhd->hgqn", query, inputs.kmin[0])
-            rows = torch.maximum(upper, lower)
-        else:
-            rows = torch.einsum("qhgd,nhd->hgqn", query.clamp(min=0), inputs.kmax[0])
-            rows = rows + torch.einsum("qhgd,nhd->hgqn", query.clamp(max=0), inputs.kmin[0])
-        scores = rows.mean(2).mean(1)
-        chosen = scores.topk(inputs.k, dim=-1).indices.sort(-1).values
-        index = chosen[..., None].expand(-1, -1, keys.shape[-1])
-        return torch.take_along_dim(keys, index, 1), torch.take_along_dim(values, index, 1)
-
-    return run
+    given = query, inputs.kmax[0], inputs.kmin[0], keys, values, inputs.k, case.score == "quest"
+    return lambda: formulation(*given)
 
 
-def torch_summaries(inputs: Inputs) -> Callable[[], torch.Tensor]:
+def extremes(keys: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    return keys.amax(2), keys.amin(2)
+
+
+def torch_summaries(inputs: Inputs, formulation: Callable = extremes) -> Callable[[], Any]:
     case = inputs.case
     keys = inputs.contiguous_kv()[0].reshape(case.kv_heads, case.candidates, BLOCK, case.dim)
-    return lambda: (keys.amax(2), keys.amin(2))
+    return lambda: formulation(keys)
 
 
 def check(inputs: Inputs) -> float:
@@ -189,21 +203,24 @@ def check(inputs: Inputs) -> float:
     return error
 
 
-def bench(case: Case, device: str, replays: int) -> list[dict[str, Any]]:
+def bench(case: Case, device: str, replays: int, compiled: bool = False) -> list[dict[str, Any]]:
     error = check(Inputs(case, device, 0))
     sets = 1
     if device == "cuda":
         sets = min(12, max(2, -(-ROTATING_BYTES // max(1, case.key_bytes // BLOCK * 2))))
     inputs = [Inputs(case, device, seed) for seed in range(sets)]
     results = []
-    for what, ours, peer in (
-        ("refresh", Inputs.refresh, torch_refresh),
-        ("summaries", Inputs.summarize, torch_summaries),
+    for what, ours, peer, formulation in (
+        ("refresh", Inputs.refresh, torch_refresh, choose_and_copy),
+        ("summaries", Inputs.summarize, torch_summaries, extremes),
     ):
         variants: dict[str, list[Callable[[], Any]]] = {
             "ours": [lambda i=i, run=ours: run(i) for i in inputs],
             "torch": [peer(i) for i in inputs],
         }
+        if compiled:
+            faster = torch.compile(formulation, dynamic=False)
+            variants["compiled"] = [peer(i, faster) for i in inputs]
         timings = _time(variants, device, replays)
         us = {name: timing.median_us for name, timing in timings.items()}
         results.append(
@@ -214,6 +231,7 @@ def bench(case: Case, device: str, replays: int) -> list[dict[str, Any]]:
                 "us": us,
                 "spread_us": {name: timing.spread_us for name, timing in timings.items()},
                 "speedup": us["torch"] / us["ours"],
+                **({"speedup_compiled": us["compiled"] / us["ours"]} if compiled else {}),
                 "gigabytes_per_second": case.key_bytes
                 / (1 if what == "summaries" else BLOCK / 2)
                 / us["ours"]
@@ -242,11 +260,17 @@ def describe(report: dict[str, Any]) -> str:
         f"{'':12}{'':58}{'ours us':>20}{'torch us':>20}{'torch / ours':>14}{'GB/s':>8}",
     ]
     for result in report["results"]:
+        if result["what"] in ("step", "commit"):
+            figures = ", ".join(f"{name} {us:.1f} us" for name, us in result["us"].items())
+            ratio = f" · full / partial {result['speedup']:.1f}" if "speedup" in result else ""
+            lines.append(f"{result['what']:<12}{result['case']}: {figures}{ratio}")
+            continue
         us, spread = result["us"], result["spread_us"]
         ours, peer = (f"{us[n]:.1f} [{spread[n]:.1f}]" for n in ("ours", "torch"))
         lines.append(
             f"{result['what']:<12}{result['case']:<58}{ours:>20}{peer:>20}"
             f"{result['speedup']:>14.1f}{result['gigabytes_per_second']:>8.0f}"
+            + (f"   compiled {us['compiled']:.1f}" if "compiled" in us else "")
         )
     lines += sorted({result["goal"] for result in report["results"] if result["goal"]})
     return "\n".join(lines)
@@ -261,6 +285,12 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--dtype", choices=sorted(DTYPES))
     parser.add_argument("--score", nargs="*", choices=["specpv", "quest"], default=["specpv"])
     parser.add_argument("--replays", type=int, help="default: 20 on CUDA, 9 on the CPU")
+    parser.add_argument("--compile", action="store_true", help="torch.compile'd peers as well")
+    parser.add_argument(
+        "--steps", type=numbers, help="contexts of whole steps, see partial_step.py"
+    )
+    parser.add_argument("--commits", type=numbers, help="requests of commits that serve views")
+    parser.add_argument("--layers", type=int, default=32, help="of steps and commits")
     add_machine_arguments(parser)
     return parser
 
@@ -278,7 +308,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         for rows in arguments.rows:
             for score in arguments.score:
                 case = Case(tokens, rows, heads, kv_heads, dim, dtype, score)
-                results += bench(case, device, replays)
+                results += bench(case, device, replays, arguments.compile)
+    shape = {"heads": heads, "kv_heads": kv_heads, "dim": dim, "dtype": dtype, "device": device}
+    shape["layers"] = arguments.layers
+    for tokens in arguments.steps or []:
+        results.append(bench_step(Shape(8, tokens, **shape), replays))
+    for requests in arguments.commits or []:
+        results.append(bench_commit(Shape(requests, 0, **shape), replays))
     report = {
         **machine(device),
         "replays": replays,

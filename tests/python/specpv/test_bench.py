@@ -27,6 +27,19 @@ def test_prints_a_line_per_case_and_writes_json(device: str, tmp_path: Path, cap
         assert result["us"]["torch"] > 0
 
 
+@pytest.mark.parametrize("device", DEVICES)
+def test_whole_steps_and_commits_that_serve_views(device: str, tmp_path: Path, capsys) -> None:
+    file = tmp_path / "report.json"
+    sizes = ["--tokens", "512", "--rows", "3", "--heads", "4/2", "--head-dim", "64"]
+    more = ["--steps", "1024", "--commits", "3", "--layers", "2", "--replays", "1"]
+    assert retrieval.main(["--device", device, *sizes, *more, "--json", str(file)]) == 0
+    step, commits = json.loads(file.read_text())["results"][-2:]
+    assert (step["what"], set(step["us"])) == ("step", {"full", "partial"})
+    assert commits["what"] == "commit"
+    assert {"alone", "partial step", "after a tail", "compact views"} <= set(commits["us"])
+    assert "full / partial" in capsys.readouterr().out
+
+
 def test_a_wrong_choice_stops_the_benchmark(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(retrieval, "BUDGET", 5)
     right = retrieval.select_blocks

@@ -1,0 +1,290 @@
+"""What partial verification changes in a step of many layers: its attention, and its commit.
+
+Part of `nwor-specpv bench retrieval`. Attention: every layer's verify attention over whole
+contexts, and over per-head views of the default budget with everything a partial step adds (views
+of all layers in one launch). Layers share a few caches in turn, each far larger than the L2 cache.
+Commit: accepted rows of all layers, alone, with block summaries that a partial step leaves alone,
+with those that a full step completes, and with compact views to feed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from nwor_specpv.attention import PartialView, verify_attention, verify_plan
+from nwor_specpv.layouts import cache_views
+from nwor_specpv.ops import CommitSummaries, CommitTail, commit
+from nwor_specpv.retrieval import build_view
+
+from .timing import Timing, capture, time_calls, time_graphs
+
+BLOCK, PAGE, SINK, WINDOW, BUDGET = 16, 16, 2, 8, 256
+TAIL = 60  # tokens that a full + refresh step verifies again, about as many as the tail holds
+GOALS = {
+    ("step", 8, 32768): "goal at 8 x 32768: full / partial at least 5",
+    ("step", 8, 131072): "goal at 8 x 131072: full / partial at least 20",
+    ("commit",): "goal: summaries at most 2 % of a commit",
+}
+
+
+@dataclass(frozen=True)
+class Shape:
+    requests: int
+    tokens: int
+    rows: int = 8
+    layers: int = 32
+    caches: int = 4  # that the layers share in turn
+    heads: int = 32
+    kv_heads: int = 8
+    dim: int = 128
+    dtype: torch.dtype = torch.bfloat16
+    device: str = "cuda"
+
+    def __str__(self) -> str:
+        name = str(self.dtype).removeprefix("torch.")
+        return (
+            f"{self.requests} x {self.tokens}, {self.rows} rows, {self.layers} layers, "
+            f"{self.heads}/{self.kv_heads} heads, D {self.dim}, {name}"
+        )
+
+    def ints(self, values: object) -> torch.Tensor:
+        return torch.tensor(values, dtype=torch.int32, device=self.device)
+
+    def noise(self, *sizes: int) -> torch.Tensor:
+        return torch.randn(sizes, dtype=self.dtype, device=self.device)
+
+
+class Step:
+    def __init__(self, shape: Shape) -> None:
+        self.shape = shape
+        pages = shape.tokens // PAGE
+        total = shape.requests * pages
+        order = torch.randperm(total, device=shape.device).int()
+        self.table = order.reshape(shape.requests, pages)
+        self.caches = [
+            cache_views(shape.noise(total, shape.kv_heads, PAGE, 2 * shape.dim), "packed")
+            for _ in range(min(shape.caches, shape.layers))
+        ]
+        rows = shape.requests * shape.rows
+        self.query = shape.noise(rows, shape.heads, shape.dim)
+        self.key, self.value = shape.noise(2, rows, shape.kv_heads, shape.dim)
+        self.out = torch.empty_like(self.query)
+        self.lens = shape.ints([shape.tokens] * shape.requests)
+        self.start = shape.ints(list(range(0, rows + 1, shape.rows)))
+        candidates = pages * PAGE // BLOCK - SINK - WINDOW
+        self.k = min(BUDGET, candidates)
+        lists = (shape.layers, shape.requests, shape.kv_heads)
+        scores = torch.rand(*lists, candidates, device=shape.device)
+        self.ids = scores.topk(self.k, -1).indices.sort(-1).values.int().contiguous()
+        del scores
+        room = SINK + self.k + WINDOW + 2
+        self.blocks = torch.zeros(*lists, room, dtype=torch.int32, device=shape.device)
+        self.num_blocks, self.view_lens = torch.zeros_like(self.lens), torch.zeros_like(self.lens)
+        self.partial = torch.ones_like(self.lens)
+        self.build()
+        self.plans = {
+            viewed: self.plan(self.view(0) if viewed else None) for viewed in (False, True)
+        }
+
+    def build(self) -> None:
+        build_view(
+            self.ids,
+            self.table,
+            self.lens,
+            self.lens,
+            self.partial,
+            self.blocks,
+            self.num_blocks,
+            self.view_lens,
+            page_size=PAGE,
+            block_size=BLOCK,
+            sink_blocks=SINK,
+            window_blocks=WINDOW,
+        )
+
+    def view(self, layer: int) -> PartialView:
+        return PartialView(self.blocks[layer], self.num_blocks, self.view_lens, BLOCK)
+
+    def plan(self, view: PartialView | None, plan: torch.Tensor | None = None) -> torch.Tensor:
+        given = self.query, self.caches[0][0], self.table, self.lens, self.start
+        return verify_plan(*given, view=view, plan=plan)
+
+    def attend(self, layer: int, view: PartialView | None) -> torch.Tensor:
+        return verify_attention(
+            self.query,
+            self.key,
+            self.value,
+            *self.caches[layer % len(self.caches)],
+            self.table,
+            self.lens,
+            self.start,
+            None,
+            self.shape.dim**-0.5,
+            view=view,
+            out=self.out,
+            plan=self.plans[view is not None],
+        )
+
+    def full(self) -> None:
+        self.plan(None, self.plans[False])
+        for layer in range(self.shape.layers):
+            self.attend(layer, None)
+
+    def viewed(self) -> None:
+        self.build()
+        self.plan(self.view(0), self.plans[True])
+        for layer in range(self.shape.layers):
+            self.attend(layer, self.view(layer))
+
+    def check(self) -> float:
+        """The largest error of one head of one request in the last layer, against float64."""
+        shape, layer, request, head = self.shape, self.shape.layers - 1, 0, 0
+        got = self.attend(layer, self.view(layer))[: shape.rows, 0].double()
+        keys, values = self.caches[layer % len(self.caches)]
+        blocks = self.blocks[layer, request, head, : int(self.num_blocks[request])].long()
+        parts = PAGE // BLOCK
+        seen = [
+            side[blocks // parts, :, head]
+            .unflatten(1, (parts, BLOCK))[
+                torch.arange(len(blocks), device=shape.device), blocks % parts
+            ]
+            .flatten(0, 1)
+            .double()
+            for side in (keys, values)
+        ]
+        own = [side[: shape.rows, head].double() for side in (self.key, self.value)]
+        scores = (
+            self.query[: shape.rows, 0].double() @ torch.cat([seen[0], own[0]]).T * shape.dim**-0.5
+        )
+        causal = torch.ones(shape.rows, shape.rows, device=shape.device).tril().bool()
+        visible = torch.ones(shape.rows, len(seen[0]), device=shape.device).bool()
+        scores = scores.masked_fill(~torch.cat([visible, causal], 1), -torch.inf)
+        error = float((scores.softmax(-1) @ torch.cat([seen[1], own[1]]) - got).abs().max())
+        if error > 2e-2:
+            raise AssertionError(f"{shape}: an output is off by {error}")
+        return error
+
+
+class Commits:
+    """One commit of all layers, in the forms that partial verification has."""
+
+    def __init__(self, shape: Shape, accepted: int = 4) -> None:
+        self.shape, self.accepted = shape, accepted
+        length = TAIL + 4 * BLOCK  # the end of a context: what lies before it does not matter
+        pages = -(-(length + shape.rows) // PAGE) + 1
+        total = shape.requests * pages
+        self.table = torch.randperm(total, device=shape.device).int()
+        self.table = self.table.reshape(shape.requests, pages)
+        memory = shape.noise(shape.layers, total, shape.kv_heads, PAGE, 2 * shape.dim)
+        self.keys, self.values = map(
+            list, zip(*(cache_views(layer, "packed") for layer in memory), strict=True)
+        )
+        rows = shape.requests * shape.rows
+        self.staged = shape.noise(2, shape.layers, rows, shape.kv_heads, shape.dim)
+        depth = shape.rows - 1
+        path = torch.full((shape.requests, depth), -1)
+        slots = torch.full((shape.requests, depth), -1)
+        table = self.table.cpu()
+        # The accepted rows complete a block in every request.
+        cached = -(-length // BLOCK) * BLOCK - accepted
+        for b in range(shape.requests):
+            path[b, :accepted] = b * shape.rows + 1 + torch.arange(accepted)
+            for i in range(accepted):
+                token = cached + i
+                slots[b, i] = int(table[b, token // PAGE]) * PAGE + token % PAGE
+        self.path, self.slots = path.int().to(shape.device), slots.to(shape.device)
+        self.counts = shape.ints([accepted] * shape.requests)
+        self.cached = shape.ints([cached] * shape.requests)
+        self.status = torch.zeros(8, dtype=torch.int64, device=shape.device)
+        summaries = (shape.layers, shape.requests, pages * PAGE // BLOCK, shape.kv_heads, shape.dim)
+        self.kmax = torch.zeros(summaries, dtype=shape.dtype, device=shape.device)
+        self.kmin = torch.zeros_like(self.kmax)
+        views = (2, shape.layers, shape.requests, shape.kv_heads, 64, shape.dim)
+        self.views = torch.zeros(views, dtype=shape.dtype, device=shape.device)
+        self.begin = torch.zeros_like(self.counts)
+        self.roots = torch.zeros(shape.requests, dtype=torch.int64, device=shape.device)
+        self.full = {
+            "partial step": shape.ints([-1] * shape.requests),
+            "one block each": self.cached - BLOCK + accepted,
+            "after a tail": self.cached - TAIL,
+        }
+
+    def run(self, form: str) -> None:
+        summaries = tail = None
+        if form in self.full:
+            summaries = CommitSummaries(
+                self.kmax, self.kmin, self.table, self.full[form], self.cached, BLOCK
+            )
+        if form == "compact views":
+            tail = CommitTail(self.views[0], self.views[1], self.begin, self.roots)
+        commit(
+            self.staged[0],
+            self.staged[1],
+            self.keys,
+            self.values,
+            self.path,
+            self.counts,
+            self.slots,
+            self.status,
+            summaries=summaries,
+            tail=tail,
+        )
+
+    def check(self) -> None:
+        for form in ("alone", *self.full, "compact views"):
+            self.run(form)
+            if int(self.status[0]) != 0:
+                raise AssertionError(f"{self.shape}: commit {form}: status {self.status.tolist()}")
+
+
+def _time(
+    variants: dict[str, Callable[[], None]], calls: int, device: str, replays: int
+) -> dict[str, Timing]:
+    if device == "cpu":
+        return time_calls(variants, replays)
+    graphs = {
+        name: capture(lambda run=run: [run() for _ in range(calls)])
+        for name, run in variants.items()
+    }
+    return time_graphs(graphs, dict.fromkeys(variants, calls), replays)
+
+
+def bench_step(shape: Shape, replays: int) -> dict[str, Any]:
+    step = Step(shape)
+    error = step.check()
+    timings = _time({"full": step.full, "partial": step.viewed}, 1, shape.device, replays)
+    us = {name: timing.median_us for name, timing in timings.items()}
+    return {
+        "what": "step",
+        "case": str(shape),
+        "requests": shape.requests,
+        "tokens": shape.tokens,
+        "us": us,
+        "spread_us": {name: timing.spread_us for name, timing in timings.items()},
+        "speedup": us["full"] / us["partial"],
+        "error": error,
+        "goal": GOALS.get(("step", shape.requests, shape.tokens), ""),
+    }
+
+
+def bench_commit(shape: Shape, replays: int) -> dict[str, Any]:
+    commits = Commits(shape)
+    commits.check()
+    forms = ("alone", *commits.full, "compact views")
+    variants = {form: (lambda form=form: commits.run(form)) for form in forms}
+    timings = _time(variants, 10, shape.device, replays)
+    us = {name: timing.median_us for name, timing in timings.items()}
+    return {
+        "what": "commit",
+        "case": str(shape),
+        "requests": shape.requests,
+        "tokens": shape.requests * commits.accepted,
+        "us": us,
+        "spread_us": {name: timing.spread_us for name, timing in timings.items()},
+        "relative": {form: us[form] / us["alone"] for form in forms},
+        "goal": GOALS[("commit",)],
+    }
