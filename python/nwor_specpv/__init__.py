@@ -67,6 +67,7 @@ from .attention import (
 from .compact import CompactViews, pinned_cache
 from .config import Settings, load_config
 from .cut import FINISH_REASONS, Cut, GrammarCut, StopStrings, cut_on_host, cut_path
+from .drafters import Drafter, TreeConfig, make_drafter, register_drafter
 from .errors import CapacityError, DesyncError, NworError, UnknownSessionError
 from .layouts import LAYOUTS, cache_views
 from .lossless import TwoLevel, confirm_greedy, confirm_sampling
@@ -114,6 +115,7 @@ __all__ = [
     "Decision",
     "DesyncError",
     "DraftTree",
+    "Drafter",
     "GrammarCut",
     "Interceptor",
     "Method",
@@ -139,6 +141,7 @@ __all__ = [
     "StopStrings",
     "StoredCache",
     "Tree",
+    "TreeConfig",
     "TwoLevel",
     "UnknownSessionError",
     "VerifyPolicy",
@@ -165,11 +168,13 @@ __all__ = [
     "judge_greedy",
     "load_config",
     "make_coins",
+    "make_drafter",
     "merge_rows",
     "merge_states",
     "method_names",
     "normalize_topology",
     "pinned_cache",
+    "register_drafter",
     "register_method",
     "select_blocks",
     "static_tree",
