@@ -30,14 +30,20 @@ void CheckValues(const SelectParams& params) {
   }
 }
 
-float QueryAt(const SelectParams& params, int64_t offset) {
+template <typename T>
+void ReadAs(const SelectParams& params, int64_t offset, float* channels) {
+  const T* from = static_cast<const T*>(params.query) + offset;
+  for (int32_t c = 0; c < params.head_dim; ++c) channels[c] = static_cast<float>(from[c]);
+}
+
+void ReadQuery(const SelectParams& params, int64_t offset, float* channels) {
   switch (params.query_dtype) {
     case DType::kFloat16:
-      return static_cast<const c10::Half*>(params.query)[offset];
+      return ReadAs<c10::Half>(params, offset, channels);
     case DType::kBFloat16:
-      return static_cast<const c10::BFloat16*>(params.query)[offset];
+      return ReadAs<c10::BFloat16>(params, offset, channels);
     default:
-      return static_cast<const float*>(params.query)[offset];
+      return ReadAs<float>(params, offset, channels);
   }
 }
 
@@ -60,14 +66,16 @@ struct PackedQueries {
     padded_rows = (num_queries * num_groups + lanes - 1) / lanes * lanes;
     upper.assign(static_cast<size_t>(padded_rows) * params.head_dim, 0.0f);
     if (quest) lower.assign(upper.size(), 0.0f);
+    float channels[cpu::kMaxHeadDim];
     for (int32_t head = 0; head < group; ++head) {
       for (int32_t q = range.begin; q < range.end; ++q) {
         const int32_t row =
             (fold_heads ? 0 : head) * num_queries + (fold_queries ? 0 : q - range.begin);
         const int64_t from = request * params.query_request + q * params.query_row +
                              (int64_t{kv_head} * group + head) * params.query_head;
+        ReadQuery(params, from, channels);
         for (int32_t c = 0; c < params.head_dim; ++c) {
-          const float x = QueryAt(params, from + c);
+          const float x = channels[c];
           const size_t to = static_cast<size_t>(c) * padded_rows + row;
           if (quest) {
             (x > 0.0f ? upper : lower)[to] += x;
@@ -188,11 +196,15 @@ void SelectBlocksCpu(const SelectParams& params) {
                       kernels.lanes);
   });
   const int64_t chunks = (most + kChunkBlocks - 1) / kChunkBlocks;
+  // Heads of one chunk follow each other: their summaries lie side by side, and what one head's
+  // lines bring along is there for the next.
   ForEachUnit(num_rows * chunks, [&](int64_t unit) {
-    const int64_t row = unit / chunks;
-    ScoreChunk(params, kernels, queries[row], static_cast<int32_t>(row / params.num_kv_heads),
-               static_cast<int32_t>(row % params.num_kv_heads),
-               static_cast<int32_t>(unit % chunks) * kChunkBlocks);
+    const int64_t head = unit % params.num_kv_heads;
+    const int64_t chunk = unit / params.num_kv_heads % chunks;
+    const int64_t request = unit / params.num_kv_heads / chunks;
+    ScoreChunk(params, kernels, queries[request * params.num_kv_heads + head],
+               static_cast<int32_t>(request), static_cast<int32_t>(head),
+               static_cast<int32_t>(chunk) * kChunkBlocks);
   });
   const bool shared = params.selection == Selection::kShared;
   ForEachUnit(shared ? params.num_requests : num_rows, [&](int64_t row) {

@@ -225,7 +225,7 @@ inline float ReduceRows(const ScoreTask& task, const float* rows) {
 // Rows of one head lie far apart: no hardware prefetcher follows them.
 template <typename T>
 NWOR_SIMD_INLINE void FetchAhead(const ScoreTask& task, int block) {
-  constexpr int kAhead = 8;
+  constexpr int kAhead = 16;
   const int64_t next = std::min(block + kAhead, task.num_blocks - 1);
   for (int64_t byte = 0; byte < task.head_dim * static_cast<int64_t>(sizeof(T)); byte += 64) {
     __builtin_prefetch(task.kmax + next * task.kmax_stride_bytes + byte);
