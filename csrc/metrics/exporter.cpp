@@ -176,7 +176,8 @@ class CountersCollectable : public prometheus::Collectable {
     for (int i = 0; i < kNumSummaries; ++i) {
       families.push_back(TokensOf(static_cast<Summary>(i), snapshot, labels_));
     }
-    families.push_back(Latency("specpv_refresh_seconds", "Time of one layer's refresh, on the device where it runs",
+    families.push_back(Latency("specpv_refresh_seconds",
+                               "Time of one layer's refresh, on the device where it runs",
                                snapshot.refresh_buckets, snapshot.refresh_sum_seconds, labels_));
     families.push_back(Build());
     AppendProcess(families);
