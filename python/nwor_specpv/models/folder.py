@@ -7,7 +7,8 @@ import os
 import shutil
 import sys
 import tempfile
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -53,10 +54,24 @@ def write_folder(
     `tensors` yields every tensor of `shapes` in its order; only one is in memory at a time. The
     folder is built beside its place and renamed; where two processes do so the first one wins.
     """
-    needed = sum(torch.Size(shape).numel() for shape in shapes.values())
-    needed_mb = -(-needed * torch_dtype(dtype).itemsize // 1_000_000)
+    with _explained(destination, shapes, dtype):
+        _write_beside(
+            destination,
+            files,
+            lambda path: _write_safetensors(path, shapes, tensors, dtype, progress),
+        )
+    return destination
+
+
+@contextmanager
+def _explained(
+    destination: Path, shapes: Mapping[str, tuple[int, ...]], dtype: str
+) -> Iterator[None]:
+    """A disk that is full, or cannot be written, in one line."""
+    elements = sum(torch.Size(shape).numel() for shape in shapes.values())
+    needed_mb = -(-elements * torch_dtype(dtype).itemsize // 1_000_000)
     try:
-        return _write_beside(destination, files, shapes, tensors, dtype, progress)
+        yield
     except OSError as error:
         raise NworError(
             f"{destination}: cannot be written ({error.strerror or error}); it needs {needed_mb} "
@@ -65,20 +80,15 @@ def write_folder(
 
 
 def _write_beside(
-    destination: Path,
-    files: Mapping[str, Any],
-    shapes: Mapping[str, tuple[int, ...]],
-    tensors: Iterable[tuple[str, torch.Tensor]],
-    dtype: str,
-    progress: Progress,
-) -> Path:
+    destination: Path, files: Mapping[str, Any], write_weights: Callable[[Path], None]
+) -> None:
     destination.parent.mkdir(parents=True, exist_ok=True)
     staging = Path(tempfile.mkdtemp(dir=destination.parent, prefix=f".{destination.name}."))
     try:
         for name, content in files.items():
             text = content if isinstance(content, str) else json.dumps(content, indent=2) + "\n"
             (staging / name).write_text(text, encoding="utf-8")
-        _write_safetensors(staging / "model.safetensors", shapes, tensors, dtype, progress)
+        write_weights(staging / "model.safetensors")
         staging.chmod(0o755)
         try:
             staging.rename(destination)
@@ -87,7 +97,6 @@ def _write_beside(
                 raise
     finally:
         shutil.rmtree(staging, ignore_errors=True)
-    return destination
 
 
 def _write_safetensors(

@@ -107,9 +107,7 @@ def test_drafters_of_another_model_are_refused() -> None:
         Generator(tiny(), drafter=3)
     with pytest.raises(NworError, match="draft_model: got none, expected a smaller model"):
         Generator(tiny(), drafter="draft_model")
-    config = FAMILIES["llama"]()
-    config.vocab_size = 97
-    other = AutoModelForCausalLM.from_config(config)
+    other = tiny(vocab_size=97)
     with pytest.raises(NworError, match="got a vocabulary of 97, expected 96 as the target"):
         Generator(tiny(), drafter="draft_model", draft_model=other)
     oracle = Oracle({}, random.Random(0), feature_layers=(0, 7))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
 
 import pytest
 import torch
@@ -19,14 +18,6 @@ TREES = {
     "tree": TreeConfig(rows=14, depth=4, top_k=3),
     "chosen": TreeConfig(),
 }
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)  # these models are too small to share
-    yield
-    torch.set_num_threads(before)
 
 
 def make(rng: random.Random, family: str = "llama", count: int = 3, **options):

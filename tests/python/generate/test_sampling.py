@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 from collections import Counter
-from collections.abc import Iterator
 
 import pytest
 import torch
@@ -16,14 +15,6 @@ from nwor_specpv.transformers import Generator
 from specpv.contexts import seeded
 
 PROMPT = [3, 14, 15, 92, 65]
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def drafter(rng: random.Random) -> Oracle:

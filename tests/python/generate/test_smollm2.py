@@ -6,7 +6,6 @@ The quick tests take two prompts; the sweep (slow) takes thirty with 200 tokens 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
 from functools import cache
 from typing import Any
 
@@ -41,14 +40,6 @@ TOPICS = (
     "Write a dialogue between a cat and a dog.",
     "How do you make pancakes?",
 )
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)  # tests run side by side
-    yield
-    torch.set_num_threads(before)
 
 
 @cache

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
 
 import pytest
 import torch
@@ -15,14 +14,6 @@ from nwor_specpv.transformers import Generator
 from specpv.contexts import seeded
 
 TREE = TreeConfig(rows=8, depth=4, top_k=2)
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def configured(mode: str, **values: object) -> SpecPVConfig:

@@ -35,17 +35,18 @@ _SIZES = {
     "pad_token_id": 0,
 }
 FAMILIES = {
-    "llama": lambda: LlamaConfig(**_SIZES),
-    "qwen2": lambda: Qwen2Config(**_SIZES),
-    "qwen3": lambda: Qwen3Config(**_SIZES, head_dim=32),
-    "mistral": lambda: MistralConfig(**_SIZES, sliding_window=24, head_dim=16),
+    "llama": lambda **sizes: LlamaConfig(**_SIZES | sizes),
+    "qwen2": lambda **sizes: Qwen2Config(**_SIZES | sizes),
+    "qwen3": lambda **sizes: Qwen3Config(**_SIZES | sizes, head_dim=32),
+    "mistral": lambda **sizes: MistralConfig(**_SIZES | sizes, sliding_window=24, head_dim=16),
 }
 
 
 @cache
-def tiny(family: str = "llama", seed: int = 0) -> PreTrainedModel:
+def tiny(family: str = "llama", seed: int = 0, **sizes: int) -> PreTrainedModel:
     torch.manual_seed(seed)
-    return AutoModelForCausalLM.from_config(FAMILIES[family](), dtype=torch.float32).eval()
+    config = FAMILIES[family](**sizes)
+    return AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
 
 
 @torch.no_grad()

@@ -6,8 +6,9 @@ import itertools
 
 import pytest
 import torch
-from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
+from transformers import DynamicCache, LlamaForCausalLM
 
+from generate.tiny_models import tiny
 from nwor_specpv import CapacityError, NworError
 from nwor_specpv.transformers import StaticKVCache, VirtualKVCache
 
@@ -17,21 +18,7 @@ MAX_LEN = 48
 
 @pytest.fixture(scope="module")
 def model() -> LlamaForCausalLM:
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=64,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=128,
-        initializer_range=0.3,
-        eos_token_id=None,
-        bos_token_id=None,
-        pad_token_id=0,
-    )
-    return LlamaForCausalLM(config).eval()
+    return tiny(hidden_size=32, num_hidden_layers=2)
 
 
 @pytest.fixture(params=KINDS, ids=lambda kind: kind.__name__)
