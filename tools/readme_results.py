@@ -1,6 +1,6 @@
 """Makes the README's tables and the plots from benchmarks/results: no figure is typed by hand.
 
-tools/readme_results.py            rewrites the part of README.md between the markers, and the plots
+tools/readme_results.py            rewrites the parts of README.md between the markers, and plots
 tools/readme_results.py --check    exits 1 if they are not what the results say
 """
 
@@ -14,13 +14,13 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from coverage_plot import render as render_coverage
+from readme_generate import demo_lines, generate_lines
 from readme_plot import Line
 from readme_plot import render as render_plot
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
 PLOT, COVERAGE = ROOT / "docs" / "attention.svg", ROOT / "docs" / "coverage.svg"
-BEGIN, END = "<!-- results:begin", "<!-- results:end -->"
 PEERS = {
     "copy": "one copy kernel, same bytes",
     "vllm": "vLLM `reshape_and_cache_flash`",
@@ -31,6 +31,10 @@ PEERS = {
 
 def load(name: str) -> dict:
     return json.loads((RESULTS / name).read_text(encoding="utf-8"))
+
+
+def find(name: str) -> dict | None:
+    return load(name) if (RESULTS / name).is_file() else None
 
 
 def row(*cells: object) -> str:
@@ -406,18 +410,26 @@ def render() -> str:
         fp8_lines,
         dram_lines,
         cpu_attention_lines,
+        lambda: generate_lines(find, row),
     )
     made = ("\n".join(section()) for section in sections)
     return "\n\n".join(text for text in made if text)
 
 
+def put(text: str, name: str, made: str) -> str:
+    """`text` with the part between the markers of that name replaced."""
+    begin, end = f"<!-- {name}:begin", f"<!-- {name}:end -->"
+    head, rest = text.split(begin)
+    marker, rest = rest.split("\n", 1)
+    _, tail = rest.split(end)
+    lines = f"{made}\n" if made else ""
+    return f"{head}{begin}{marker}\n{lines}{end}{tail}"
+
+
 def main(arguments: list[str]) -> int:
     readme = ROOT / "README.md"
-    text = readme.read_text(encoding="utf-8")
-    head, rest = text.split(BEGIN)
-    marker, rest = rest.split("\n", 1)
-    _, tail = rest.split(END)
-    wanted = {readme: f"{head}{BEGIN}{marker}\n{render()}\n{END}{tail}", PLOT: plot()}
+    text = put(readme.read_text(encoding="utf-8"), "results", render())
+    wanted = {readme: put(text, "demo", "\n".join(demo_lines(find))), PLOT: plot()}
     wanted[COVERAGE] = render_coverage(load("cpu/coverage.json"))
     if "--check" in arguments:
         stale = [

@@ -39,6 +39,7 @@ def main(argv: list[str]) -> int:
     path = arguments.report or cache_root() / "demo.html"
     report["page"] = str(write_page(report, path))
     report["seconds"] = time.perf_counter() - started
+    report["table"] = table(report)
     ok = all(one["same_tokens"] is not False for one in report["runs"])
     if arguments.json:
         print(json.dumps(report))
@@ -92,9 +93,12 @@ def run(model: Any, tokenizer: Any, arguments: Any, say: Any) -> dict[str, Any]:
 
 def describe(report: dict[str, Any]) -> str:
     """The answer and the table."""
-    runs = report["runs"]
-    text = "".join(piece for piece, _ in runs[0]["pieces"]).strip()
-    lines = ["", *("  " + line for line in text.splitlines()), ""]
+    text = "".join(piece for piece, _ in report["runs"][0]["pieces"]).strip()
+    lines = ["", *("  " + line for line in text.splitlines()), "", *table(report)]
+    return "\n".join([*lines, "", f"report: {report['page']}  ({report['seconds']:.0f} s)"])
+
+
+def table(report: dict[str, Any]) -> list[str]:
     columns = (
         ("decoding", 28),
         ("tokens/s", 10),
@@ -104,8 +108,8 @@ def describe(report: dict[str, Any]) -> str:
         ("cache writes avoided", 22),
         ("same tokens", 13),
     )
-    lines.append("".join(title.rjust(width) for title, width in columns))
-    for one in runs:
+    lines = ["".join(title.rjust(width) for title, width in columns)]
+    for one in report["runs"]:
         drafted = bool(one["drafts"])
         cells = (
             one["name"],
@@ -119,8 +123,7 @@ def describe(report: dict[str, Any]) -> str:
         lines.append(
             "".join(cell.rjust(width) for cell, (_, width) in zip(cells, columns, strict=True))
         )
-    lines += ["", f"report: {report['page']}  ({report['seconds']:.0f} s)"]
-    return "\n".join(lines)
+    return lines
 
 
 def _say(text: str) -> None:

@@ -12,6 +12,8 @@ from nwor_specpv.drafters import TreeConfig
 SIZES = (1, 3, 5, 8, 12, 16, 24, 32)
 _CHAIN_ROWS = 5  # up to here a tree is a chain: breadth at small sizes costs depth
 _KEEP = 0.9  # weight of the past in running averages
+_SLACK = 1.02  # by how much a step may be slower than the quickest before it and set a new mark
+_DRAFTING = 1.5  # most that a step with its drafting costs beside the pass alone
 _HOPE = 1.4  # most that the next larger tree may bring
 _DOUBT = 1.0  # tokens that a size tried once may be better than it seemed
 
@@ -19,24 +21,14 @@ _DOUBT = 1.0  # tokens that a size tried once may be better than it seemed
 @dataclass
 class _Arm:
     tokens: float = 0.0
-    seconds: float = 0.0
+    seconds: float = 0.0  # of the quickest steps: one that was held up says nothing about its rows
     tries: int = 0
 
     def note(self, tokens: float, seconds: float) -> None:
-        if self.tries == 0:
-            self.tokens, self.seconds = tokens, seconds
-        else:
-            keep = min(_KEEP, self.tries / (self.tries + 1))
-            self.tokens = keep * self.tokens + (1 - keep) * tokens
-            # A step that was held up says less about its rows than one that was not.
-            keep = keep if seconds > self.seconds else 0.5
-            self.seconds = keep * self.seconds + (1 - keep) * min(seconds, 1.5 * self.seconds)
+        keep = min(_KEEP, self.tries / (self.tries + 1))
+        self.tokens = keep * self.tokens + (1 - keep) * tokens
+        self.seconds = min(seconds, _SLACK * self.seconds) if self.tries else seconds
         self.tries += 1
-
-    def hope(self, size: int) -> float:
-        """Tokens a second, the more generous the less is known. One row gives one token."""
-        doubt = _DOUBT / self.tries**0.5 if size > 1 else 0.0
-        return (self.tokens + doubt) / self.seconds
 
 
 class RowChooser:
@@ -58,26 +50,38 @@ class RowChooser:
     def choose(self, tree: TreeConfig, situation: Hashable, batch: int) -> TreeConfig:
         """The next step's tree. Each `situation` (batch, with or without views) learns alone."""
         arms = self._arms.setdefault(situation, {})
-        sizes = self._worth_trying(tree, batch)
-        tried = []
-        for size in sizes:  # from the smallest, each is tried before it is judged
-            arm = arms.setdefault(size, _Arm())
-            if arm.tries < 2:
-                best = max((arms[one].hope(one) for one in tried), default=0.0)
-                if not tried or self._promise(arms[tried[-1]], tried[-1], size, batch) > best:
+        tried: list[int] = []
+        hopes: dict[int, float] = {}
+        for size in self._worth_trying(tree, batch):  # each is tried before it is judged
+            if arms.setdefault(size, _Arm()).tries < 2:
+                known = [arms[one].tokens / self._seconds(arms, one, batch) for one in tried]
+                if not tried or self._promise(arms, tried[-1], size, batch) > max(known):
                     return self.shape(tree, size)
                 break
             tried.append(size)
-        return self.shape(tree, max(tried, key=lambda size: arms[size].hope(size)))
+            hopes[size] = self._hope(arms, size, batch)
+        return self.shape(tree, max(hopes, key=hopes.get))
 
     def note(self, rows: int, situation: Hashable, tokens: float, seconds: float) -> None:
         """A step for which `rows` were allowed gave `tokens` per request."""
         self._arms.setdefault(situation, {}).setdefault(rows, _Arm()).note(tokens, seconds)
 
-    def _promise(self, smaller: _Arm, rows: int, larger: int, batch: int) -> float:
+    def _hope(self, arms: dict[int, _Arm], size: int, batch: int) -> float:
+        """Tokens a second, the more generous the less is known. One row gives one token."""
+        arm = arms[size]
+        doubt = _DOUBT / arm.tries**0.5 if size > 1 else 0.0
+        return (arm.tokens + doubt) / self._seconds(arms, size, batch)
+
+    def _seconds(self, arms: dict[int, _Arm], size: int, batch: int) -> float:
+        """As measured, or what the curve says when every try of this size was held up."""
+        likely = _DRAFTING * arms[1].seconds * self.cost(size * batch) / self.cost(batch)
+        return min(arms[size].seconds, likely)
+
+    def _promise(self, arms: dict[int, _Arm], tried: int, larger: int, batch: int) -> float:
         """Tokens a second that a larger tree can hope for."""
-        seconds = smaller.seconds * self.cost(larger * batch) / self.cost(rows * batch)
-        return _HOPE * smaller.tokens / seconds
+        seconds = self._seconds(arms, tried, batch)
+        seconds *= self.cost(larger * batch) / self.cost(tried * batch)
+        return _HOPE * arms[tried].tokens / seconds
 
     def cost(self, rows: int) -> float:
         """Seconds of a pass over `rows` rows, between and beyond the measured sizes by lines."""

@@ -1,0 +1,76 @@
+"""The number of rows: found on made-up machines with made-up drafters."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from nwor_specpv.drafters import TreeConfig
+from nwor_specpv.transformers.pace import Pacer
+from nwor_specpv.transformers.rows import SIZES, RowChooser
+
+# Seconds of a step by rows: a CPU whose cost grows early, and a GPU where rows are nearly free.
+CPU = dict(zip(SIZES, (0.030, 0.033, 0.037, 0.047, 0.060, 0.072, 0.100, 0.130), strict=True))
+GPU = {rows: 0.010 + 0.00002 * rows for rows in SIZES}
+TOKENS = dict(zip(SIZES, (1.0, 2.1, 2.6, 2.9, 3.1, 3.3, 3.5, 3.7), strict=True))
+
+
+def simulate(
+    seed: int, costs: dict[int, float], tokens: dict[int, float], *, held_up: float = 0.0
+) -> list[int]:
+    """Sizes chosen over 400 steps. A step that is held up takes two to twelve times as long."""
+    rng = random.Random(seed)
+    chooser = RowChooser(costs)
+    chosen = []
+    for _ in range(400):
+        rows = chooser.choose(TreeConfig(), (1, False), 1).rows
+        seconds = cost(costs, rows)
+        if rng.random() < held_up:
+            seconds *= rng.uniform(2, 12)
+        got = tokens[rows] if tokens[rows] == 1 else max(1.0, rng.gauss(tokens[rows], 0.8))
+        chooser.note(rows, (1, False), got, seconds)
+        chosen.append(rows)
+    return chosen
+
+
+def cost(costs: dict[int, float], rows: int) -> float:
+    return costs[rows] + (0.006 if rows > 1 else 0.0)
+
+
+@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("held_up", [0.0, 0.3])
+@pytest.mark.parametrize("costs", [CPU, GPU], ids=["cpu", "gpu"])
+def test_the_size_that_pays_is_found_also_on_a_busy_machine(
+    costs: dict[int, float], held_up: float, seed: int
+) -> None:
+    rates = {rows: TOKENS[rows] / cost(costs, rows) for rows in SIZES}
+    later = simulate(seed, costs, TOKENS, held_up=held_up)[200:]
+    assert sum(rates[rows] for rows in later) / len(later) > 0.8 * max(rates.values())
+
+
+def test_useless_drafts_end_in_plain_decoding() -> None:
+    later = simulate(1, CPU, dict.fromkeys(SIZES, 1.0))[200:]
+    assert later.count(1) > 150
+
+
+def test_depth_and_breadth_follow_the_rows() -> None:
+    chooser = RowChooser(CPU)
+    tree = TreeConfig(depth=6, top_k=4)
+    assert chooser.shape(tree, 5) == TreeConfig(5, 4, 1)
+    assert chooser.shape(tree, 12) == TreeConfig(12, 6, 4)
+    assert chooser.cost(10) == pytest.approx((0.047 + 0.060) / 2)
+    assert chooser.cost(64) == pytest.approx(0.260)
+
+
+@pytest.mark.parametrize(("viewing", "full"), [(2.0, 1.0), (1.0, 2.0)])
+def test_lossless_stays_with_the_faster_way(viewing: float, full: float) -> None:
+    pacer, shown = Pacer(), {True: 0, False: 0}
+    for step in range(2000):
+        rate = viewing if pacer.viewing else full
+        confirmed = pacer.viewing and step % 4 == 3
+        tokens = (12 if confirmed else 0) if pacer.viewing else 3
+        if pacer.note(tokens, 3 / rate, confirmed):
+            pacer.switch()
+        shown[pacer.viewing] += 1
+    assert shown[viewing > full] > 4 * shown[viewing < full]

@@ -1,0 +1,84 @@
+"""The README's parts about whole generations: the demo's table, and ours beside transformers'."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+# A recorded result by its name, None where there is none yet.
+Load = Callable[[str], dict | None]
+Row = Callable[..., str]
+
+WAYS = {
+    "transformers generate": "transformers' `generate`",
+    "transformers prompt lookup": "transformers' prompt lookup",
+    "none": "ours, no drafts",
+    "ngram": "ours, n-gram",
+    "eagle3": "ours, EAGLE3",
+    "nwor": "NWOR alone, EAGLE3",
+    "rectify": "SpecPV rectify",
+    "refresh": "SpecPV refresh",
+    "lossless": "SpecPV lossless",
+}
+
+
+def demo_lines(load: Load) -> Iterator[str]:
+    """What `make demo` printed when its report was recorded."""
+    data = load("cpu/demo.json")
+    if data is None:
+        return
+    yield f"`make demo` ends with (2 cores, aarch64, {data['seconds']:.0f} s):"
+    yield ""
+    yield "```"
+    yield from data["table"]
+    yield "```"
+
+
+def generate_lines(load: Load, row: Row) -> Iterator[str]:
+    data = load("cpu/generate.json")
+    if data is None:
+        return
+    yield (
+        f"Whole generations on the CPU, {data['device'].split(', ')[1]} (aarch64), commit "
+        f"`{data['revision']}`: {data['model']}, {data['dtype']}, greedy, batch 1, "
+        f"{data['tokens']} tokens, prompt included, all in turn in one run"
+        + (f" ({data['note']})" if data.get("note") else "")
+        + "."
+    )
+    yield ""
+    kinds = list(data["short"])
+    yield row("tokens per second", *kinds, *(f"tokens per step, {kind}" for kind in kinds))
+    yield row(*["---"] * (1 + 2 * len(kinds)))
+    for name in data["short"][kinds[0]]:
+        results = [data["short"][kind][name] for kind in kinds]
+        yield row(
+            WAYS[name],
+            *(f"{one['tokens_per_second']:.1f}" for one in results),
+            *(_step(one) for one in results),
+        )
+    yield ""
+    if data["long"]:
+        yield (
+            f"After {data['context']} tokens, decoding alone, views of {data['view_tokens']} "
+            "tokens:"
+        )
+        yield ""
+        yield row("", "tokens per second", "tokens per step", "same tokens", "drift")
+        yield row(*["---"] * 5)
+        for name, one in data["long"].items():
+            yield row(
+                WAYS[name],
+                f"{one['tokens_per_second']:.1f}",
+                _step(one),
+                "yes" if one["same_tokens"] else "no",
+                "-" if one["drift"] is None else f"{100 * one['drift']:.1f} %",
+            )
+        yield ""
+    yield row("ratio", "goal", *data["ratios"])
+    yield row(*["---"] * (2 + len(data["ratios"])))
+    for name, goal in data["goals"].items():
+        values = [own.get(name) for own in data["ratios"].values()]
+        yield row(name, goal, *("-" if v is None else f"{v:.2f}" for v in values))
+
+
+def _step(one: dict) -> str:
+    return "-" if one["tokens_per_step"] is None else f"{one['tokens_per_step']:.2f}"
