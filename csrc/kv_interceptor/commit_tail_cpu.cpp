@@ -1,42 +1,19 @@
-#include <c10/util/BFloat16.h>
-#include <c10/util/Half.h>
-
 #include <cstddef>
 
 #include "kv_interceptor/commit.h"
 #include "kv_interceptor/commit_path.h"
 #include "kv_interceptor/row_copy.h"
+#include "kv_interceptor/row_read.h"
 
 namespace nwor {
 namespace {
 
-// One side of a row of a float8 cache, as it is read back.
-template <typename T>
-void DequantizeHeads(HeadRuns to, HeadRuns from, const CacheGeometry& geometry, const float* scales,
-                     int num_scales) {
-  for (int head = 0; head < geometry.num_heads; ++head) {
-    const float scale = scales == nullptr ? 1.0f : scales[num_scales == 1 ? 0 : head];
-    const auto* codes = reinterpret_cast<const uint8_t*>(from.data + head * from.stride_bytes);
-    T* channels = reinterpret_cast<T*>(to.data + head * to.stride_bytes);
-    for (int i = 0; i < geometry.head_dim; ++i) {
-      channels[i] = static_cast<T>(DequantizeE4M3(codes[i]) * scale);
-    }
-  }
-}
-
+// One side of a row, as it is read back from the cache.
 void ReadBack(HeadRuns to, HeadRuns from, const CacheGeometry& geometry, DType dtype,
               const float* scales, int num_scales) {
-  if (geometry.dtype == dtype) {
-    CopyHeads(to, from, geometry.num_heads, int64_t{geometry.head_dim} * ElementBytes(dtype));
-    return;
-  }
-  switch (dtype) {
-    case DType::kFloat16:
-      return DequantizeHeads<c10::Half>(to, from, geometry, scales, num_scales);
-    case DType::kBFloat16:
-      return DequantizeHeads<c10::BFloat16>(to, from, geometry, scales, num_scales);
-    default:
-      return DequantizeHeads<float>(to, from, geometry, scales, num_scales);
+  for (int head = 0; head < geometry.num_heads; ++head) {
+    ReadHead(from.data + head * from.stride_bytes, geometry.dtype, to.data + head * to.stride_bytes,
+             dtype, geometry.head_dim, ScaleOfHead(scales, num_scales, head));
   }
 }
 

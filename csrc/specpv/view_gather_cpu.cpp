@@ -1,12 +1,8 @@
-#include <c10/util/BFloat16.h>
-#include <c10/util/Half.h>
-
 #include <algorithm>
 #include <atomic>
-#include <cstring>
 
 #include "check.h"
-#include "kv_interceptor/fp8.h"
+#include "kv_interceptor/row_read.h"
 #include "parallel.h"
 #include "specpv/view_gather_params.h"
 
@@ -37,68 +33,14 @@ void CheckList(const GatherParams& params, const List& list) {
   }
 }
 
-template <typename T>
-float ToFloat(T x) {
-  return static_cast<float>(x);
-}
-
-template <typename In, typename Out>
-void ConvertRow(const void* from, void* to, int dim, float scale) {
-  for (int i = 0; i < dim; ++i) {
-    static_cast<Out*>(to)[i] =
-        static_cast<Out>(ToFloat<In>(static_cast<const In*>(from)[i]) * scale);
-  }
-}
-
-template <typename Out>
-void ConvertFloat8(const void* from, void* to, int dim, float scale) {
-  for (int i = 0; i < dim; ++i) {
-    static_cast<Out*>(to)[i] =
-        static_cast<Out>(DequantizeE4M3(static_cast<const uint8_t*>(from)[i]) * scale);
-  }
-}
-
-template <typename Out>
-void ReadRowAs(const void* from, DType from_dtype, void* to, int dim, float scale) {
-  switch (from_dtype) {
-    case DType::kFloat32:
-      return ConvertRow<float, Out>(from, to, dim, scale);
-    case DType::kFloat16:
-      return ConvertRow<c10::Half, Out>(from, to, dim, scale);
-    case DType::kBFloat16:
-      return ConvertRow<c10::BFloat16, Out>(from, to, dim, scale);
-    case DType::kFloat8E4M3:
-      return ConvertFloat8<Out>(from, to, dim, scale);
-  }
-}
-
-void ReadRow(const void* from, DType from_dtype, void* to, DType to_dtype, int dim, float scale) {
-  if (from_dtype == to_dtype) {
-    std::memcpy(to, from, static_cast<size_t>(dim) * ElementBytes(to_dtype));
-    return;
-  }
-  switch (to_dtype) {
-    case DType::kFloat16:
-      return ReadRowAs<c10::Half>(from, from_dtype, to, dim, scale);
-    case DType::kBFloat16:
-      return ReadRowAs<c10::BFloat16>(from, from_dtype, to, dim, scale);
-    default:
-      return ReadRowAs<float>(from, from_dtype, to, dim, scale);
-  }
-}
-
-float ScaleOf(const float* scales, int count, int head) {
-  return scales == nullptr ? 1.0f : scales[count == 1 ? 0 : head];
-}
-
 void CopyList(const GatherParams& params, const List& list) {
   const CacheGeometry& geometry = params.geometry;
   const GatherLayer& layer = params.layers[list.layer];
   const int32_t parts = geometry.page_size / params.block_size;
   const int32_t* blocks = BlocksOf(params, list);
   const int64_t from_bytes = ElementBytes(geometry.dtype), to_bytes = ElementBytes(params.dtype);
-  const float k_scale = ScaleOf(layer.scales.key, layer.scales.key_count, list.head);
-  const float v_scale = ScaleOf(layer.scales.value, layer.scales.value_count, list.head);
+  const float k_scale = ScaleOfHead(layer.scales.key, layer.scales.key_count, list.head);
+  const float v_scale = ScaleOfHead(layer.scales.value, layer.scales.value_count, list.head);
   for (int32_t token = params.held[list.request]; token < params.lens[list.request]; ++token) {
     const int32_t block = blocks[token / params.block_size];
     const int64_t page = block / parts;
@@ -107,9 +49,9 @@ void CopyList(const GatherParams& params, const List& list) {
                        list.head * params.head_stride + token * params.token_stride;
     const auto copy = [&](const void* cache, const KvStrides& strides, void* view, float scale) {
       const int64_t from = page * strides.page + offset * strides.token + list.head * strides.head;
-      ReadRow(static_cast<const std::byte*>(cache) + from * from_bytes, geometry.dtype,
-              static_cast<std::byte*>(view) + at * to_bytes, params.dtype, geometry.head_dim,
-              scale);
+      ReadHead(static_cast<const std::byte*>(cache) + from * from_bytes, geometry.dtype,
+               static_cast<std::byte*>(view) + at * to_bytes, params.dtype, geometry.head_dim,
+               scale);
     };
     copy(layer.key, geometry.key, params.keys, k_scale);
     copy(layer.value, geometry.value, params.values, v_scale);

@@ -58,6 +58,18 @@ class Shape:
         return torch.randn(sizes, dtype=self.dtype, device=self.device)
 
 
+def build_views(
+    ids: torch.Tensor,
+    table: torch.Tensor,
+    lens: torch.Tensor,
+    partial: torch.Tensor,
+    *written: torch.Tensor,
+) -> None:
+    """Views of contexts that are verified to their ends, with the default sink and window."""
+    sizes = {"page_size": PAGE, "block_size": BLOCK, "sink_blocks": SINK, "window_blocks": WINDOW}
+    build_view(ids, table, lens, lens, partial, *written, **sizes)
+
+
 class Step:
     def __init__(self, shape: Shape) -> None:
         self.shape = shape
@@ -91,20 +103,8 @@ class Step:
         }
 
     def build(self) -> None:
-        build_view(
-            self.ids,
-            self.table,
-            self.lens,
-            self.lens,
-            self.partial,
-            self.blocks,
-            self.num_blocks,
-            self.view_lens,
-            page_size=PAGE,
-            block_size=BLOCK,
-            sink_blocks=SINK,
-            window_blocks=WINDOW,
-        )
+        lists = self.ids, self.table, self.lens, self.partial
+        build_views(*lists, self.blocks, self.num_blocks, self.view_lens)
 
     def view(self, layer: int) -> PartialView:
         return PartialView(self.blocks[layer], self.num_blocks, self.view_lens, BLOCK)

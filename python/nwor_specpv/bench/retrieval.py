@@ -16,14 +16,23 @@ from typing import Any
 
 import torch
 
-from nwor_specpv.retrieval import block_summaries, build_view, select_blocks
+from nwor_specpv.retrieval import block_summaries, select_blocks
 
-from .partial_step import Shape, bench_commit, bench_step
+from .partial_step import (
+    BLOCK,
+    BUDGET,
+    PAGE,
+    SINK,
+    WINDOW,
+    Shape,
+    bench_commit,
+    bench_step,
+    build_views,
+)
 from .report import add_machine_arguments, choose_device, machine, numbers, publish
 from .timing import Timing, capture, time_calls, time_graphs
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-BLOCK, PAGE, SINK, WINDOW, BUDGET = 16, 16, 2, 8, 256
 ROTATING_BYTES = 300 << 20
 GOALS = {
     ("cuda", "refresh"): "goal at 131072 tokens: at most 25 us",
@@ -113,20 +122,8 @@ class Inputs:
             out=self.ids,
             scores=self.scores,
         )
-        build_view(
-            self.ids[None],
-            self.table,
-            self.length,
-            self.length,
-            self.partial,
-            self.blocks,
-            self.num_blocks,
-            self.view_lens,
-            page_size=PAGE,
-            block_size=BLOCK,
-            sink_blocks=SINK,
-            window_blocks=WINDOW,
-        )
+        lists = self.ids[None], self.table, self.length, self.partial
+        build_views(*lists, self.blocks, self.num_blocks, self.view_lens)
 
 
 def choose_and_copy(
