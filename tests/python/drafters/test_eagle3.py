@@ -136,7 +136,7 @@ def test_a_cache_that_is_full_keeps_the_window() -> None:
 
 
 def test_growth_stops_where_deeper_rows_cannot_be_kept() -> None:
-    torch.manual_seed(SEED)
+    torch.manual_seed(0)  # a head that is sure of little
     head, embedding = make_head(), torch.randn(VOCABULARY, HIDDEN) * 0.5
     drafter = Eagle3Drafter(head, embedding, dtype=torch.float32, min_probability=0.0)
     text = Text(6)
@@ -148,7 +148,7 @@ def test_growth_stops_where_deeper_rows_cannot_be_kept() -> None:
     assert len(drafter.draft(["a"], TreeConfig(1, 8, 2))[0]) == 1
     assert not steps
     check(drafter, head, embedding, {"a": text}, TreeConfig(3, 8, 2))
-    assert len(steps) < 8
+    assert 1 <= len(steps) <= 3  # of the seven there could be
 
 
 def test_rows_the_head_does_not_believe_in_are_left_out() -> None:
