@@ -1,13 +1,13 @@
-"""Starts real vLLM engines and drives them step by step."""
+"""Starts real vLLM engines and drives them step by step.
+
+Nothing of ours is imported at the top: some jobs run where our library cannot be loaded.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
-
-from nwor_specpv.models import stories
-from nwor_specpv.models.tiny_model import Tokenizer
 
 NGRAM = {
     "method": "ngram",
@@ -31,6 +31,8 @@ _STORIES = (
 
 def story_prompts(count: int = 3) -> list[list[int]]:
     """Token ids of the shipped story model."""
+    from nwor_specpv.models.tiny_model import Tokenizer
+
     tokenizer = Tokenizer()
     return [tokenizer.encode(_STORIES[i % len(_STORIES)]) for i in range(count)]
 
@@ -52,6 +54,8 @@ def start(nwor: Mapping[str, Any], *, speculation: Any = NGRAM, model: str = "",
         "additional_config": {"nwor_specpv": dict(nwor)},
     }
     if not model:
+        from nwor_specpv.models import stories
+
         model = str(stories())
         defaults["skip_tokenizer_init"] = True
     return LLM(model=model, **(defaults | options))

@@ -11,6 +11,7 @@ from engine_process import run_job
 from engines import STAGED, story_prompts
 
 import nwor_specpv
+from nwor_specpv.models import stories
 from nwor_specpv.vllm import plugin
 
 PACKAGE = Path(nwor_specpv.__file__).parent
@@ -23,9 +24,8 @@ def broken_package(folder: Path, damage: str) -> Path:
     package = root / "nwor_specpv"
     if damage == "missing":
         (package / "libnwor_specpv.so").unlink()
-    elif damage == "truncated":
-        library = package / "libnwor_specpv.so"
-        library.write_bytes(library.read_bytes()[:4096])
+    elif damage == "damaged":
+        (package / "libnwor_specpv.so").write_bytes(b"no library at all")
     else:  # built for another torch, whose ABI need not be this one's
         stamp = package / "_build_info.json"
         stamp.write_text(json.dumps(json.loads(stamp.read_text()) | {"torch": "2.10.0"}))
@@ -37,7 +37,7 @@ def broken_package(folder: Path, damage: str) -> Path:
     ("damage", "sentence"),
     [
         ("missing", "nwor_specpv is not built"),
-        ("truncated", "cannot load"),
+        ("damaged", "cannot load"),
         ("other torch", "was built for torch 2.10.0, but torch"),
     ],
 )
@@ -46,7 +46,8 @@ def test_vllm_serves_without_a_library_that_does_not_fit(
 ) -> None:
     """The plugin fails to load, with a sentence; the engine is then vLLM's own."""
     root = broken_package(tmp_path, damage)
-    job = {"start": {"nwor": STAGED}, "prompts": story_prompts(1), "max_tokens": 8}
+    model = {"model": str(stories()), "skip_tokenizer_init": True}
+    job = {"start": {"nwor": STAGED, **model}, "prompts": story_prompts(1), "max_tokens": 8}
     result = run_job(tmp_path, job, path=root, VLLM_LOGGING_LEVEL="WARNING")
     assert len(result["tokens"][0]) == 8
     assert not result["plugin"]
