@@ -91,16 +91,15 @@ def test_long_prompts_give_plain_vllms_tokens(expected: list, nwor: dict) -> Non
             for name in ("drafted", "confirmed")
         )
         print(f"{confirmed} of {drafted} drafts confirmed, {story.steps} steps")
-        assert confirmed > 0.3 * drafted > 0
+        assert confirmed > 0.15 * drafted > 0
 
 
-def test_preempted_and_prefix_hits(expected: list) -> None:
+def test_prefix_hits(expected: list) -> None:
     llm = start(VIEW, speculation=SPECULATION, **options(num_gpu_blocks_override=200))
     for _ in range(2):
         story = drive(llm, prompts(), greedy(MAX_TOKENS))
         assert [story.tokens[str(i)] for i in range(4)] == expected
     assert counted(llm, "vllm:prefix_cache_hits") > 0
-    assert counted(llm, "vllm:num_preemptions") > 0
 
 
 def test_compiled_models_draft_too(expected: list) -> None:
