@@ -18,6 +18,8 @@ from .runner import ModelRunner
 from .sampling import Sampling, Verdict, confirm, cut_run, fold_seed, judge
 from .stats import Stats
 
+_SHORT = 1023
+
 OnToken = Callable[[Request, list[int]], None]
 
 
@@ -143,8 +145,10 @@ class Decoding:
             self._pacer.switch()
             self._switching = False
 
-    def _situation(self, active: list[Request]) -> tuple[int, bool]:
-        return len(active), self._viewing
+    def _situation(self, active: list[Request]) -> tuple[int, bool, int]:
+        """What a step's cost depends on beside its rows; contexts by powers of two from 1024 on."""
+        longest = max(len(request.tokens) for request in active)
+        return len(active), self._viewing, max(_SHORT, longest).bit_length()
 
     def _shape(self, active: list[Request]) -> TreeConfig:
         if self._chooser is None or self._drafter is None:

@@ -48,7 +48,7 @@ class RowChooser:
         return replace(tree, rows=rows, depth=depth, top_k=1 if rows <= _CHAIN_ROWS else tree.top_k)
 
     def choose(self, tree: TreeConfig, situation: Hashable, batch: int) -> TreeConfig:
-        """The next step's tree. Each `situation` (batch, with or without views) learns alone."""
+        """The next step's tree. Each `situation` (batch, views, context) learns alone."""
         arms = self._arms.setdefault(situation, {})
         tried: list[int] = []
         hopes: dict[int, float] = {}
