@@ -95,7 +95,8 @@ def start(args: argparse.Namespace, name: str) -> Server:
     command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", model]
     command += ["--served-model-name", "model", "--host", "127.0.0.1", "--port", str(port)]
     command += ["--speculative-config", json.dumps(drafts), *shlex.split(args.server_args)]
-    env = dict(os.environ)
+    # Two servers that bind their threads to the same cores would wait for each other.
+    env = {"VLLM_CPU_OMP_THREADS_BIND": "nobind"} | dict(os.environ)
     if name == "stock":
         env["VLLM_PLUGINS"] = "none"
     elif has_gpu():
