@@ -50,6 +50,18 @@ class CompactView:
 View = PartialView | CompactView
 
 
+def _results(
+    query: torch.Tensor, out: torch.Tensor | None, return_lse: bool
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """What an attention op writes to: `out` and, when asked for, the rows' LSE."""
+    if out is None:
+        out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
+    if not return_lse:
+        return out, None
+    _require_rank(query, "query", 3, "[rows, heads, channels]")
+    return out, torch.empty(query.shape[:2], dtype=torch.float32, device=query.device)
+
+
 def verify_attention(
     query: torch.Tensor,
     key: torch.Tensor,
@@ -91,12 +103,7 @@ def verify_attention(
     "fast" gives compute-bound steps to FlashAttention-3, where a row's bits depend on the batch. A
     FlashAttention route with a CompactView needs every request to use the view.
     """
-    if out is None:
-        out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
-    lse = None
-    if return_lse:
-        _require_rank(query, "query", 3, "[rows, heads, channels]")
-        lse = torch.empty(query.shape[:2], dtype=torch.float32, device=query.device)
+    out, lse = _results(query, out, return_lse)
     call(
         torch.ops.nwor_specpv.verify_attention.default,
         query,
@@ -204,12 +211,7 @@ def merge_rows(
     nothing there. Rows see each other as in `verify_attention`. `out` may be `prefix_out`. Rows
     that belong to no request are left as they are. One launch on CUDA.
     """
-    if out is None:
-        out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
-    lse = None
-    if return_lse:
-        _require_rank(query, "query", 3, "[rows, heads, channels]")
-        lse = torch.empty(query.shape[:2], dtype=torch.float32, device=query.device)
+    out, lse = _results(query, out, return_lse)
     call(
         torch.ops.nwor_specpv.merge_rows.default,
         query,
