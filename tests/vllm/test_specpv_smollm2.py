@@ -91,7 +91,9 @@ def test_long_prompts_give_plain_vllms_tokens(expected: list, nwor: dict) -> Non
             for name in ("drafted", "confirmed")
         )
         print(f"{confirmed} of {drafted} drafts confirmed, {story.steps} steps")
-        assert confirmed > 0.15 * drafted > 0
+        # Without retrieval the text in the middle is out of sight.
+        share = 0.15 if nwor.get("specpv_selector") == "streaming" else 0.3
+        assert confirmed > share * drafted > 0
 
 
 def test_prefix_hits(expected: list) -> None:
