@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Hashable
 from dataclasses import dataclass, replace
 
@@ -15,7 +16,7 @@ _KEEP = 0.9  # weight of the past in running averages
 _SLACK = 1.02  # by how much a step may be slower than the quickest before it and set a new mark
 _DRAFTING = 1.5  # most that a step with its drafting costs beside the pass alone
 _HOPE = 1.4  # most that the next larger tree may bring
-_DOUBT = 1.0  # tokens that a size tried once may be better than it seemed
+_DOUBT = 0.7  # tokens by which a size may be better than it seemed; grows while it is not tried
 
 
 @dataclass
@@ -67,9 +68,13 @@ class RowChooser:
         self._arms.setdefault(situation, {}).setdefault(rows, _Arm()).note(tokens, seconds)
 
     def _hope(self, arms: dict[int, _Arm], size: int, batch: int) -> float:
-        """Tokens a second, the more generous the less is known. One row gives one token."""
+        """Tokens a second, the more generous the less is known. One row gives one token.
+
+        What was judged long ago is doubted again: a few early misses end no drafter for good.
+        """
         arm = arms[size]
-        doubt = _DOUBT / arm.tries**0.5 if size > 1 else 0.0
+        steps = sum(other.tries for other in arms.values())
+        doubt = _DOUBT * math.sqrt(math.log(steps) / arm.tries) if size > 1 else 0.0
         return (arm.tokens + doubt) / self._seconds(arms, size, batch)
 
     def _seconds(self, arms: dict[int, _Arm], size: int, batch: int) -> float:

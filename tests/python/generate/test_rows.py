@@ -54,6 +54,19 @@ def test_useless_drafts_end_in_plain_decoding() -> None:
     assert later.count(1) > 150
 
 
+def test_a_drafter_that_misses_at_first_is_asked_again() -> None:
+    # Drafting so dear that three misses speak against it; afterwards it pays all the same.
+    chooser, drafted, later = RowChooser(CPU), 0, []
+    for step in range(160):
+        rows = chooser.choose(TreeConfig(), (1, False), 1).rows
+        drafted += rows > 1
+        tokens = TOKENS[rows] if drafted > 3 else 1.0
+        chooser.note(rows, (1, False), tokens, CPU[rows] + (0.02 if rows > 1 else 0.0))
+        if step >= 80:
+            later.append(rows)
+    assert later.count(1) < 40
+
+
 def test_depth_and_breadth_follow_the_rows() -> None:
     chooser = RowChooser(CPU)
     tree = TreeConfig(depth=6, top_k=4)
