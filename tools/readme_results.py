@@ -1,6 +1,6 @@
-"""Makes the README's tables and the plots from benchmarks/results: no figure is typed by hand.
+"""Makes the tables of README.md and docs/measured.md, and the plots, from benchmarks/results.
 
-tools/readme_results.py            rewrites the parts of README.md between the markers, and plots
+tools/readme_results.py            rewrites what stands between the markers, and the plots
 tools/readme_results.py --check    exits 1 if they are not what the results say
 """
 
@@ -10,7 +10,7 @@ import json
 import math
 import statistics
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 from coverage_plot import render as render_coverage
@@ -20,6 +20,7 @@ from readme_plot import render as render_plot
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
+README, MEASURED = ROOT / "README.md", ROOT / "docs" / "measured.md"
 PLOT, COVERAGE = ROOT / "docs" / "attention.svg", ROOT / "docs" / "coverage.svg"
 PEERS = {
     "copy": "one copy kernel, same bytes",
@@ -396,22 +397,23 @@ def vllm_lines() -> Iterator[str]:
             yield row(run["arguments"]["drafts"], f"{batch} x {context}", f"{stock:.2f}", *shares)
 
 
-def render() -> str:
-    sections = (
-        vllm_lines,
-        commit_lines,
-        cpu_commit_lines,
-        traffic_lines,
-        tree_lines,
-        retrieval_lines,
-        attention_lines,
-        rows64_lines,
-        odd_lines,
-        fp8_lines,
-        dram_lines,
-        cpu_attention_lines,
-        lambda: generate_lines(find, row),
-    )
+# What a reader of the README asks first; everything else is told in docs/measured.md.
+IN_README = (vllm_lines, attention_lines, lambda: generate_lines(find, row))
+IN_MEASURED = (
+    commit_lines,
+    cpu_commit_lines,
+    traffic_lines,
+    tree_lines,
+    retrieval_lines,
+    rows64_lines,
+    odd_lines,
+    fp8_lines,
+    dram_lines,
+    cpu_attention_lines,
+)
+
+
+def render(sections: Iterable[Callable[[], Iterator[str]]]) -> str:
     made = ("\n".join(section()) for section in sections)
     return "\n\n".join(text for text in made if text)
 
@@ -427,9 +429,13 @@ def put(text: str, name: str, made: str) -> str:
 
 
 def main(arguments: list[str]) -> int:
-    readme = ROOT / "README.md"
-    text = put(readme.read_text(encoding="utf-8"), "results", render())
-    wanted = {readme: put(text, "demo", "\n".join(demo_lines(find))), PLOT: plot()}
+    readme = put(README.read_text(encoding="utf-8"), "results", render(IN_README))
+    measured = put(MEASURED.read_text(encoding="utf-8"), "results", render(IN_MEASURED))
+    wanted = {
+        README: put(readme, "demo", "\n".join(demo_lines(find))),
+        MEASURED: measured,
+        PLOT: plot(),
+    }
     wanted[COVERAGE] = render_coverage(load("cpu/coverage.json"))
     if "--check" in arguments:
         stale = [
