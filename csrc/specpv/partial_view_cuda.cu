@@ -1,16 +1,21 @@
 #include <cstdint>
 
-#include "kv_interceptor/launch_check.h"
+#include "kv_interceptor/early_launch.cuh"
 #include "specpv/partial_view.h"
 
 namespace nwor {
 namespace {
 
-constexpr int kThreads = 128;
+// As many as a view of the default budget has blocks, so that they are looked up all at once.
+constexpr int kThreads = 288;
 
 // One block of threads for each list; the first list of a request also tells its lengths.
 __global__ void __launch_bounds__(kThreads)
     BuildViewKernel(const __grid_constant__ ViewParams params) {
+  __shared__ int32_t retrieved;
+  if (threadIdx.x == 0) retrieved = params.k;
+  AwaitLaunchAhead();
+  LetNextBegin();
   const auto head = static_cast<int32_t>(blockIdx.x % params.num_kv_heads);
   const auto request = static_cast<int32_t>(blockIdx.x / params.num_kv_heads);
   const auto layer = static_cast<int32_t>(blockIdx.y);
@@ -20,20 +25,20 @@ __global__ void __launch_bounds__(kThreads)
   const int32_t* ids =
       params.ids +
       ((int64_t{layer} * params.num_rows + store_row) * params.num_kv_heads + head) * params.k;
-  // Ids are padded behind: the first -1 tells how many there are.
-  __shared__ int32_t retrieved;
-  if (threadIdx.x == 0) retrieved = params.k;
-  __syncthreads();
+  // Lengths and ids are asked for together; what does not count is not looked at.
+  const int32_t committed = params.committed_lens[request];
+  const int32_t full = params.full_lens[request];
   const bool partial = params.partial[request] != 0 && store_row >= 0;
-  if (partial) {
+  __syncthreads();
+  if (store_row >= 0) {
+    // Ids are padded behind: the first -1 tells how many there are.
     for (int32_t i = static_cast<int32_t>(threadIdx.x); i < params.k; i += kThreads) {
       if (ids[i] < 0) atomicMin(&retrieved, i);
     }
   }
   __syncthreads();
-  const int32_t committed = params.committed_lens[request];
-  const ViewSegments segments = SegmentsOf(params.full_lens[request], committed, params.sink_blocks,
-                                           params.window_blocks, params.block_size);
+  const ViewSegments segments =
+      SegmentsOf(full, committed, params.sink_blocks, params.window_blocks, params.block_size);
   const int32_t chosen_end = segments.sink_blocks + retrieved;
   const int32_t total = chosen_end + segments.end - segments.window_begin;
   const bool fits = partial && total <= params.max_blocks && committed >= 0 &&
@@ -61,8 +66,7 @@ __global__ void __launch_bounds__(kThreads)
 void LaunchBuildView(const ViewParams& params) {
   const dim3 grid(static_cast<unsigned>(params.num_requests * params.num_kv_heads),
                   static_cast<unsigned>(params.num_layers));
-  BuildViewKernel<<<grid, kThreads, 0, static_cast<cudaStream_t>(params.stream)>>>(params);
-  CheckCuda(cudaGetLastError(), "view kernel");
+  LaunchEarly(BuildViewKernel, grid, kThreads, 0, params, "view kernel");
 }
 
 }  // namespace nwor

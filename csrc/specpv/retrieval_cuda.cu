@@ -2,6 +2,7 @@
 #include <cstdint>
 #include <type_traits>
 
+#include "kv_interceptor/early_launch.cuh"
 #include "kv_interceptor/element.cuh"
 #include "kv_interceptor/launch_check.h"
 #include "kv_interceptor/row_op.h"
@@ -13,11 +14,14 @@ namespace nwor {
 namespace {
 
 constexpr int kPlainWarps = 8;
+constexpr int kMaxResidentScores = 4;  // thread blocks of the tensor kernel on an SM
 
 // Any dtypes, any number of channels: one warp per block, channels over the lanes, rows in turn.
 template <typename Q, typename T>
 __global__ void __launch_bounds__(kPlainWarps * 32)
     PlainScoreKernel(const __grid_constant__ SelectParams params) {
+  AwaitLaunchAhead();
+  LetNextBegin();
   const auto kv_head = static_cast<int32_t>(blockIdx.y % params.num_kv_heads);
   const auto request = static_cast<int32_t>(blockIdx.y / params.num_kv_heads);
   const int32_t candidates = min(params.num_candidates[request], params.max_blocks);
@@ -64,7 +68,50 @@ __global__ void __launch_bounds__(kPlainWarps * 32)
   }
 }
 
-bool AllowsTensorCores(const SelectParams& params, int64_t shared_bytes, int64_t shared_limit) {
+// How the tensor kernel is laid out over thread blocks and shared memory. No warps: it does not
+// fit.
+struct TensorGrid {
+  int warps = 0;  // of a thread block
+  int64_t shared_bytes = 0;
+  int ctas = 0;  // of one KV head
+};
+
+TensorGrid ChooseTensorGrid(const SelectParams& params) {
+  const int64_t limit = CurrentDeviceAttribute(cudaDevAttrMaxSharedMemoryPerBlockOptin);
+  const int64_t of_sm = CurrentDeviceAttribute(cudaDevAttrMaxSharedMemoryPerMultiprocessor);
+  const int64_t reserved = CurrentDeviceAttribute(cudaDevAttrReservedSharedMemoryPerBlock);
+  // Rows that count at most: with ranges the queries of all requests may lie in one tensor, and
+  // how many of them are one request's is known on the device alone.
+  const int queries = params.query_reduce == QueryReduce::kLast ? 1 : params.num_queries;
+  const int64_t padded = (queries + kTensorQueries - 1) / kTensorQueries * kTensorQueries;
+  const int64_t row_bytes = int64_t{params.head_dim} * 2;
+  const int64_t query_bytes =
+      params.num_heads / params.num_kv_heads * padded * (row_bytes + kQueryPadBytes);
+  const int64_t ring_bytes = kTensorStages * 2 * kTensorBlocks * row_bytes;
+  const auto bytes = [&](int warps) { return query_bytes + warps * ring_bytes; };
+  TensorGrid grid;
+  // Small thread blocks start and end smoothly; queries that fill half of an SM's memory are better
+  // shared by more warps.
+  if (2 * (bytes(4) + reserved) <= of_sm) {
+    grid.warps = 4;
+  } else if (bytes(kMaxTensorWarps) <= limit) {
+    grid.warps = kMaxTensorWarps;
+  } else if (bytes(4) <= limit) {
+    grid.warps = 4;
+  }
+  if (grid.warps == 0) return grid;
+  grid.shared_bytes = bytes(grid.warps);
+  const int64_t resident =
+      std::clamp<int64_t>(of_sm / (grid.shared_bytes + reserved), 1, kMaxResidentScores);
+  const int64_t slots = CurrentDeviceAttribute(cudaDevAttrMultiProcessorCount) * resident;
+  const int64_t units = (params.max_blocks + kTensorBlocks - 1) / kTensorBlocks;
+  // One request alone fills the device once: refreshes of a batch seldom fall together.
+  grid.ctas = static_cast<int>(
+      std::clamp<int64_t>(slots / params.num_kv_heads, 1, (units + grid.warps - 1) / grid.warps));
+  return grid;
+}
+
+bool AllowsTensorCores(const SelectParams& params) {
   Alignment alignment;
   alignment.Add(params.query);
   alignment.Add(params.kmax);
@@ -75,39 +122,35 @@ bool AllowsTensorCores(const SelectParams& params, int64_t shared_bytes, int64_t
   }
   const int dim = params.head_dim;
   return params.dtype == params.query_dtype && params.dtype != DType::kFloat32 &&
-         (dim == 64 || dim == 96 || dim == 128 || dim == 192 || dim == 256) &&
-         alignment.Allows(16) && shared_bytes <= shared_limit;
+         (dim == 64 || dim == 96 || dim == 128 || dim == 192 || dim == 256) && alignment.Allows(16);
 }
 
 template <typename T, int kChunks>
-void LaunchTensorScore(const SelectParams& params, int64_t shared_bytes) {
+void LaunchTensorScore(const SelectParams& params, const TensorGrid& grid) {
   const auto kernel = params.score == Score::kQuest ? TensorScoreKernel<T, kChunks, true>
                                                     : TensorScoreKernel<T, kChunks, false>;
-  if (shared_bytes > 48 * 1024) {
-    CheckCuda(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                                   static_cast<int>(shared_bytes)),
-              "score kernel's shared memory");
-  }
-  constexpr int kBlocks = kTensorWarps * kTensorBlocks;
-  const dim3 grid(static_cast<unsigned>((params.max_blocks + kBlocks - 1) / kBlocks),
-                  static_cast<unsigned>(params.num_requests * params.num_kv_heads));
-  kernel<<<grid, kTensorWarps * 32, static_cast<size_t>(shared_bytes),
-           static_cast<cudaStream_t>(params.stream)>>>(params);
+  CheckCuda(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                                 static_cast<int>(grid.shared_bytes)),
+            "score kernel's shared memory");
+  const dim3 ctas(static_cast<unsigned>(grid.ctas * params.num_kv_heads),
+                  static_cast<unsigned>(params.num_requests));
+  LaunchEarly(kernel, ctas, grid.warps * 32, static_cast<size_t>(grid.shared_bytes), params,
+              "score kernel");
 }
 
 template <typename T>
-void LaunchTensorScore(const SelectParams& params, int64_t shared_bytes) {
+void LaunchTensorScore(const SelectParams& params, const TensorGrid& grid) {
   switch (params.head_dim / kTensorChannels) {
     case 2:
-      return LaunchTensorScore<T, 2>(params, shared_bytes);
+      return LaunchTensorScore<T, 2>(params, grid);
     case 3:
-      return LaunchTensorScore<T, 3>(params, shared_bytes);
+      return LaunchTensorScore<T, 3>(params, grid);
     case 4:
-      return LaunchTensorScore<T, 4>(params, shared_bytes);
+      return LaunchTensorScore<T, 4>(params, grid);
     case 6:
-      return LaunchTensorScore<T, 6>(params, shared_bytes);
+      return LaunchTensorScore<T, 6>(params, grid);
     default:
-      return LaunchTensorScore<T, 8>(params, shared_bytes);
+      return LaunchTensorScore<T, 8>(params, grid);
   }
 }
 
@@ -119,8 +162,7 @@ void LaunchPlainScore(const SelectParams& params) {
     WithElementType(params.dtype, [&](auto* summary) {
       using T = std::remove_pointer_t<decltype(summary)>;
       if constexpr (!std::is_same_v<Q, E4M3> && !std::is_same_v<T, E4M3>) {
-        PlainScoreKernel<Q, T>
-            <<<grid, kPlainWarps * 32, 0, static_cast<cudaStream_t>(params.stream)>>>(params);
+        LaunchEarly(PlainScoreKernel<Q, T>, grid, kPlainWarps * 32, 0, params, "score kernel");
       }
     });
   });
@@ -130,21 +172,14 @@ void LaunchPlainScore(const SelectParams& params) {
 
 void LaunchSelectBlocks(const SelectParams& params) {
   if (params.max_blocks > 0) {
-    // Rows that count at most: with ranges the queries of all requests may lie in one tensor, and
-    // how many of them are one request's is known on the device alone.
-    const int queries = params.query_reduce == QueryReduce::kLast ? 1 : params.num_queries;
-    const int64_t padded = (queries + kTensorQueries - 1) / kTensorQueries * kTensorQueries;
-    const int64_t shared_bytes = params.num_heads / params.num_kv_heads * padded *
-                                 (int64_t{params.head_dim} * 2 + kQueryPadBytes);
-    const int64_t limit = CurrentDeviceAttribute(cudaDevAttrMaxSharedMemoryPerBlockOptin);
-    if (!AllowsTensorCores(params, shared_bytes, limit)) {
+    const TensorGrid grid = AllowsTensorCores(params) ? ChooseTensorGrid(params) : TensorGrid{};
+    if (grid.warps == 0) {
       LaunchPlainScore(params);
     } else if (params.dtype == DType::kFloat16) {
-      LaunchTensorScore<__half>(params, shared_bytes);
+      LaunchTensorScore<__half>(params, grid);
     } else {
-      LaunchTensorScore<__nv_bfloat16>(params, shared_bytes);
+      LaunchTensorScore<__nv_bfloat16>(params, grid);
     }
-    CheckCuda(cudaGetLastError(), "score kernel");
   }
   LaunchTakeHighest(params);
 }

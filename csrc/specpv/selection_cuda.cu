@@ -1,6 +1,6 @@
 #include <cstdint>
 
-#include "kv_interceptor/launch_check.h"
+#include "kv_interceptor/early_launch.cuh"
 #include "specpv/selection.h"
 
 // The k highest of a list of scores, by one block of threads: a radix select over the range that
@@ -15,32 +15,27 @@ constexpr int kWarps = kThreads / 32;
 constexpr int kBinBits = 11;
 constexpr int kBins = 1 << kBinBits;
 constexpr int kBinsPerThread = kBins / kThreads;
+constexpr int kMaxRanked = 128;  // keys that are compared with each other instead of counted again
 
-// Sums over the threads before this one, and over all.
-struct Prefix {
-  uint64_t before;
-  uint64_t all;
-};
-
-// Ends with every thread past a barrier; `totals` may be used again after another one.
-__device__ Prefix ScanBlock(uint64_t value, uint64_t (&totals)[kWarps]) {
-  const unsigned lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-  uint64_t inclusive = value;
+// Sum over the lanes before this one.
+__device__ uint32_t SumBefore(uint32_t value) {
+  const unsigned lane = threadIdx.x % 32;
+  uint32_t inclusive = value;
 #pragma unroll
   for (int distance = 1; distance < 32; distance *= 2) {
-    const uint64_t other = __shfl_up_sync(0xffffffff, inclusive, distance);
+    const uint32_t other = __shfl_up_sync(0xffffffff, inclusive, distance);
     if (lane >= distance) inclusive += other;
   }
-  if (lane == 31) totals[warp] = inclusive;
+  return inclusive - value;
+}
+
+// The sum over the warps before this one of what each gives. Ends with every thread past a barrier;
+// `totals` may be used again after another one.
+__device__ uint32_t SumOfWarpsBefore(uint32_t of_warp, uint32_t (&totals)[kWarps]) {
+  const unsigned lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  if (lane == 0) totals[warp] = of_warp;
   __syncthreads();
-  uint64_t of_warps = totals[lane];
-#pragma unroll
-  for (int distance = 1; distance < 32; distance *= 2) {
-    const uint64_t other = __shfl_up_sync(0xffffffff, of_warps, distance);
-    if (lane >= distance) of_warps += other;
-  }
-  const uint64_t before = __shfl_sync(0xffffffff, of_warps, warp == 0 ? 0 : warp - 1);
-  return {inclusive - value + (warp == 0 ? 0 : before), __shfl_sync(0xffffffff, of_warps, 31)};
+  return __shfl_sync(0xffffffff, SumBefore(totals[lane]), static_cast<int>(warp));
 }
 
 __device__ uint32_t KeyOf(const SelectParams& params, const float* scores, int32_t id) {
@@ -53,67 +48,131 @@ __device__ uint32_t KeyOf(const SelectParams& params, const float* scores, int32
   return OrderedKey(score);
 }
 
-// The keys of neighbouring ids that one thread looks after: in registers, or, for lists that are
-// too long (kKeys = 0), read again each time.
+// The keys that one thread looks after: in registers, or, for lists that are too long (kKeys = 0),
+// read again each time. A warp has neighbouring ids, 32 of them at a step, so that ids ascend from
+// warp to warp, from step to step and from lane to lane.
 template <int kKeys>
 class OwnKeys {
  public:
   __device__ OwnKeys(const SelectParams& params, const float* scores, int32_t count)
-      : params_(params), scores_(scores) {
-    const int32_t share = kKeys > 0 ? kKeys : (count + kThreads - 1) / kThreads;
-    begin_ = min(count, static_cast<int32_t>(threadIdx.x) * share);
-    size_ = min(count - begin_, share);
+      : params_(params), scores_(scores), count_(count) {
+    steps_ = kKeys > 0 ? kKeys : (count + kThreads - 1) / kThreads;
+    first_ = static_cast<int32_t>(threadIdx.x / 32) * steps_ * 32 +
+             static_cast<int32_t>(threadIdx.x % 32);
     if constexpr (kKeys > 0) {
 #pragma unroll
       for (int j = 0; j < kKeys; ++j) {
-        if (j < size_) keys_[j] = KeyOf(params, scores, begin_ + j);
+        if (first_ + j * 32 < count_) keys_[j] = KeyOf(params, scores, first_ + j * 32);
       }
     }
   }
 
-  // Calls body(id, key), ids ascending.
+  // Calls body(id, key, valid) with all lanes of a warp, ids ascending. Neither counts when it is
+  // not valid.
   template <typename Body>
   __device__ void ForEach(Body&& body) const {
     if constexpr (kKeys > 0) {
 #pragma unroll
-      for (int j = 0; j < kKeys; ++j) {
-        if (j < size_) body(begin_ + j, keys_[j]);
-      }
+      for (int j = 0; j < kKeys; ++j) body(first_ + j * 32, keys_[j], first_ + j * 32 < count_);
     } else {
-      for (int32_t j = 0; j < size_; ++j) body(begin_ + j, KeyOf(params_, scores_, begin_ + j));
+#pragma unroll 1
+      for (int32_t j = 0; j < steps_; ++j) {
+        const int32_t id = first_ + j * 32;
+        const bool valid = id < count_;
+        body(id, valid ? KeyOf(params_, scores_, id) : 0, valid);
+      }
     }
   }
 
  private:
   const SelectParams& params_;
   const float* scores_;
-  int32_t begin_;
-  int32_t size_;
-  uint32_t keys_[kKeys > 0 ? kKeys : 1];
+  int32_t count_;
+  int32_t steps_;
+  int32_t first_;
+  uint32_t keys_[kKeys > 0 ? kKeys : 1] = {};
 };
 
-// Keys above `threshold` are taken, and of those equal to it the first `ties`.
+// Keys above `threshold` are taken, and of those equal to it the ids up to `last_id`.
 struct Cut {
   uint32_t threshold;
-  int32_t ties;
+  int32_t last_id;
+
+  __device__ bool Takes(uint32_t key, int32_t id) const {
+    return key > threshold || (key == threshold && id <= last_id);
+  }
 };
 
 struct SelectScratch {
-  uint64_t totals[2][kWarps];
+  uint32_t totals[2][kWarps];
   uint32_t extremes[2][kWarps];
   uint32_t bins[kBins];
   uint32_t low;    // where the bin that the last key taken falls into begins
   int32_t needed;  // keys to take from that bin
   int32_t in_bin;  // of so many
+  uint32_t num_ranked;
+  uint32_t ranked_keys[kMaxRanked];
+  int32_t ranked_ids[kMaxRanked];
+  Cut cut;
 };
 
+// The cut within a bin of few keys: the one that `needed` - 1 of them come before.
+template <int kKeys>
+__device__ Cut RankBin(const OwnKeys<kKeys>& keys, uint32_t low, int shift,
+                       SelectScratch& scratch) {
+  keys.ForEach([&](int32_t id, uint32_t key, bool valid) {
+    if (valid && key >= low && (key - low) >> shift == 0) {
+      const uint32_t at = atomicAdd(&scratch.num_ranked, 1u);
+      scratch.ranked_keys[at] = key;
+      scratch.ranked_ids[at] = id;
+    }
+  });
+  __syncthreads();
+  const auto own = static_cast<int32_t>(threadIdx.x);
+  const int32_t count = scratch.in_bin;
+  if (own < count) {
+    const uint32_t key = scratch.ranked_keys[own];
+    const int32_t id = scratch.ranked_ids[own];
+    int32_t before = 0;
+#pragma unroll 4
+    for (int32_t i = 0; i < count; ++i) {
+      const uint32_t other = scratch.ranked_keys[i];
+      before += other > key || (other == key && scratch.ranked_ids[i] < id) ? 1 : 0;
+    }
+    if (before == scratch.needed - 1) scratch.cut = {key, id};
+  }
+  __syncthreads();
+  return scratch.cut;
+}
+
+// The cut among many equal keys: the lowest `needed` ids of them.
+template <int kKeys>
+__device__ Cut CutTies(const OwnKeys<kKeys>& keys, uint32_t threshold, SelectScratch& scratch) {
+  uint32_t equal = 0;
+  keys.ForEach([&](int32_t, uint32_t key, bool valid) {
+    equal += __popc(__ballot_sync(0xffffffff, valid && key == threshold));
+  });
+  uint32_t before = SumOfWarpsBefore(equal, scratch.totals[1]);
+  const unsigned lower_lanes = (1u << threadIdx.x % 32) - 1;
+  const auto needed = static_cast<uint32_t>(scratch.needed);
+  keys.ForEach([&](int32_t id, uint32_t key, bool valid) {
+    const unsigned mask = __ballot_sync(0xffffffff, valid && key == threshold);
+    const uint32_t place = before + __popc(mask & lower_lanes);
+    if (valid && key == threshold && place + 1 == needed) scratch.cut = {threshold, id};
+    before += __popc(mask);
+  });
+  __syncthreads();
+  return scratch.cut;
+}
+
+// REQUIRES: 0 < taken < keys; bins and num_ranked are zero, unless a barrier is still to come.
 template <int kKeys>
 __device__ Cut FindCut(const OwnKeys<kKeys>& keys, int32_t taken, SelectScratch& scratch) {
   const unsigned lane = threadIdx.x % 32;
   uint32_t least = 0xffffffff, most = 0;
-  keys.ForEach([&](int32_t, uint32_t key) {
-    least = min(least, key);
-    most = max(most, key);
+  keys.ForEach([&](int32_t, uint32_t key, bool valid) {
+    least = valid ? min(least, key) : least;
+    most = valid ? max(most, key) : most;
   });
   least = __reduce_min_sync(0xffffffff, least);
   most = __reduce_max_sync(0xffffffff, most);
@@ -121,22 +180,22 @@ __device__ Cut FindCut(const OwnKeys<kKeys>& keys, int32_t taken, SelectScratch&
     scratch.extremes[0][threadIdx.x / 32] = least;
     scratch.extremes[1][threadIdx.x / 32] = most;
   }
-  for (int i = 0; i < kBinsPerThread; ++i) scratch.bins[threadIdx.x + i * kThreads] = 0;
   __syncthreads();
   uint32_t low = __reduce_min_sync(0xffffffff, scratch.extremes[0][lane]);
   const uint32_t range = __reduce_max_sync(0xffffffff, scratch.extremes[1][lane]) - low;
   int shift = max(0, 32 - __clz(static_cast<int>(range)) - kBinBits);
-  int32_t needed = taken;
+  auto needed = static_cast<uint32_t>(taken);
+  uint32_t num_bins = kBins;
 #pragma unroll 1
   while (true) {
-    keys.ForEach([&](int32_t, uint32_t key) {
+    keys.ForEach([&](int32_t, uint32_t key, bool valid) {
       const uint32_t bin = (key - low) >> shift;
-      if (key >= low && bin < kBins) atomicAdd(&scratch.bins[bin], 1u);
+      if (valid && key >= low && bin < num_bins) atomicAdd(&scratch.bins[bin], 1u);
     });
     __syncthreads();
     // Bins from the highest down, neighbours to one thread, which empties them again.
     uint32_t counts[kBinsPerThread];
-    uint64_t own = 0;
+    uint32_t own = 0;
     const int first = kBins - 1 - static_cast<int>(threadIdx.x) * kBinsPerThread;
 #pragma unroll
     for (int i = 0; i < kBinsPerThread; ++i) {
@@ -144,26 +203,29 @@ __device__ Cut FindCut(const OwnKeys<kKeys>& keys, int32_t taken, SelectScratch&
       scratch.bins[first - i] = 0;
       own += counts[i];
     }
-    const auto before = static_cast<int32_t>(ScanBlock(own, scratch.totals[0]).before);
-    if (before < needed && needed <= before + static_cast<int32_t>(own)) {
-      int32_t reached = before;
+    uint32_t reached = SumBefore(own);
+    const uint32_t of_warp = __shfl_sync(0xffffffff, reached + own, 31);
+    reached += SumOfWarpsBefore(of_warp, scratch.totals[0]);
+    if (reached < needed && needed <= reached + own) {
 #pragma unroll
       for (int i = 0; i < kBinsPerThread; ++i) {
-        const auto in_bin = static_cast<int32_t>(counts[i]);
-        if (reached < needed && needed <= reached + in_bin) {
+        if (reached < needed && needed <= reached + counts[i]) {
           scratch.low = low + (static_cast<uint32_t>(first - i) << shift);
-          scratch.needed = needed - reached;
-          scratch.in_bin = in_bin;
+          scratch.needed = static_cast<int32_t>(needed - reached);
+          scratch.in_bin = static_cast<int32_t>(counts[i]);
         }
-        reached += in_bin;
+        reached += counts[i];
       }
     }
     __syncthreads();
     low = scratch.low;
-    needed = scratch.needed;
-    // A bin that is taken whole needs no closer look: `low` - 1 is below all of it.
-    if (scratch.in_bin == needed) return {low - 1, 0};
-    if (shift == 0) return {low, needed};
+    needed = static_cast<uint32_t>(scratch.needed);
+    // A bin that is taken whole needs no closer look: nothing lies between it and its beginning.
+    if (scratch.in_bin == scratch.needed) return {low, 0x7fffffff};
+    if (scratch.in_bin <= kMaxRanked) return RankBin(keys, low, shift, scratch);
+    if (shift == 0) return CutTies(keys, low, scratch);
+    // Only the bin is looked at again: keys above it are taken already.
+    num_bins = 1u << min(shift, kBinBits);
     shift = max(0, shift - kBinBits);
   }
 }
@@ -172,44 +234,46 @@ template <int kKeys>
 __global__ void __launch_bounds__(kThreads)
     TakeHighestKernel(const __grid_constant__ SelectParams params) {
   __shared__ SelectScratch scratch;
+  for (int i = 0; i < kBinsPerThread; ++i) scratch.bins[threadIdx.x + i * kThreads] = 0;
+  if (threadIdx.x == 0) scratch.num_ranked = 0;
+  // The launch of the scores let this one begin when all before it had ended, so that only the
+  // scores have to be waited for.
+  if (params.max_blocks == 0) AwaitLaunchAhead();
   const bool shared_list = params.selection == Selection::kShared;
   const auto request =
       static_cast<int32_t>(shared_list ? blockIdx.x : blockIdx.x / params.num_kv_heads);
   const auto kv_head = static_cast<int32_t>(shared_list ? 0 : blockIdx.x % params.num_kv_heads);
   const int64_t store_row = StoreRow(params.rows, request, params.num_rows);
-  if (params.num_candidates[request] < 0 || store_row < 0) return;
   const int32_t count = min(params.num_candidates[request], params.max_blocks);
-  const int64_t row = int64_t{request} * params.num_kv_heads + kv_head;
   const int32_t taken = BlocksToTake(params, request, count);
+  const int64_t row = int64_t{request} * params.num_kv_heads + kv_head;
+  AwaitLaunchAhead();
+  LetNextBegin();
+  if (count < 0 || store_row < 0) return;
   const OwnKeys<kKeys> keys(params, params.scores + row * params.max_blocks, count);
-  // All of them: every key is at least 0, and so many may be equal to it.
-  Cut cut = {0, taken};
+  Cut cut = {0, taken == count ? 0x7fffffff : -1};  // all of them, or none
   if (0 < taken && taken < count) cut = FindCut(keys, taken, scratch);
 
-  uint64_t own = 0;  // above in the low half, equal in the high one
-  keys.ForEach([&](int32_t, uint32_t key) {
-    own += key > cut.threshold ? 1 : key == cut.threshold ? uint64_t{1} << 32 : 0;
+  const auto takes = [&](int32_t id, uint32_t key, bool valid) {
+    return valid && taken > 0 && cut.Takes(key, id);
+  };
+  uint32_t of_warp = 0;
+  keys.ForEach([&](int32_t id, uint32_t key, bool valid) {
+    of_warp += __popc(__ballot_sync(0xffffffff, takes(id, key, valid)));
   });
-  const uint64_t before = ScanBlock(own, scratch.totals[1]).before;
-  auto above_before = static_cast<int32_t>(before & 0xffffffff);
-  auto equal_before = static_cast<int32_t>(before >> 32);
+  // Not the totals that ties were counted in: no barrier lies between.
+  uint32_t before = SumOfWarpsBefore(of_warp, scratch.extremes[0]);
+  const unsigned lower_lanes = (1u << threadIdx.x % 32) - 1;
   int32_t* ids = params.ids + (store_row * params.num_kv_heads + kv_head) * params.k;
   const int32_t lists = shared_list ? params.num_kv_heads : 1;
   const auto put = [&](int32_t position, int32_t id) {
     for (int32_t list = 0; list < lists; ++list) ids[int64_t{list} * params.k + position] = id;
   };
-  if (taken > 0) {
-    keys.ForEach([&](int32_t id, uint32_t key) {
-      const int32_t position = above_before + min(equal_before, cut.ties);
-      if (key > cut.threshold) {
-        put(position, id);
-        ++above_before;
-      } else if (key == cut.threshold) {
-        if (equal_before < cut.ties) put(position, id);
-        ++equal_before;
-      }
-    });
-  }
+  keys.ForEach([&](int32_t id, uint32_t key, bool valid) {
+    const unsigned mask = __ballot_sync(0xffffffff, takes(id, key, valid));
+    if (takes(id, key, valid)) put(static_cast<int32_t>(before + __popc(mask & lower_lanes)), id);
+    before += __popc(mask);
+  });
   for (int32_t i = taken + static_cast<int32_t>(threadIdx.x); i < params.k; i += kThreads) {
     put(i, -1);
   }
@@ -226,8 +290,7 @@ void LaunchTakeHighest(const SelectParams& params) {
                       : keys <= 8  ? TakeHighestKernel<8>
                       : keys <= 32 ? TakeHighestKernel<32>
                                    : TakeHighestKernel<0>;
-  kernel<<<lists, kThreads, 0, static_cast<cudaStream_t>(params.stream)>>>(params);
-  CheckCuda(cudaGetLastError(), "selection kernel");
+  LaunchEarly(kernel, dim3(static_cast<unsigned>(lists)), kThreads, 0, params, "selection kernel");
 }
 
 }  // namespace nwor

@@ -127,15 +127,17 @@ at::Tensor PinnedCache(at::IntArrayRef sizes, at::ScalarType dtype, at::Device d
     size_t bytes = c10::elementSize(dtype);
     for (const int64_t size : sizes) bytes *= static_cast<size_t>(size);
     void* host = nullptr;
-    CheckCuda(cudaHostAlloc(&host, std::max<size_t>(bytes, 1),
-                            cudaHostAllocMapped | cudaHostAllocPortable),
-              "pinned cache");
+    const cudaError_t allocated = cudaHostAlloc(&host, std::max<size_t>(bytes, 1),
+                                                cudaHostAllocMapped | cudaHostAllocPortable);
+    // The runtime keeps it until somebody asks: the next launch must not be blamed for it.
+    if (allocated != cudaSuccess) static_cast<void>(cudaGetLastError());
+    CheckCuda(allocated, "pinned_cache");
     const auto release = [host](void*) { cudaFreeHost(host); };
     void* mapped = nullptr;
     if (const cudaError_t error = cudaHostGetDevicePointer(&mapped, host, 0);
         error != cudaSuccess) {
       cudaFreeHost(host);
-      CheckCuda(error, "pinned cache's device address");
+      CheckCuda(error, "pinned_cache's device address");
     }
     return at::from_blob(mapped, sizes, release, options, device);
   }

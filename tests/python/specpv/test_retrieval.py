@@ -135,6 +135,44 @@ def test_chosen_blocks_score_highest(device: str, score: str) -> None:
             assert scores[head][row].min() >= left_out.max() - 1e-4
 
 
+# Scores of a list, by what they are like: spread over many magnitudes or over a few neighbouring
+# floats, few or many equal ones.
+LISTS = {
+    "wide": lambda n: torch.randn(n) * 10 ** torch.empty(n).uniform_(-20, 20),
+    "near": lambda n: 300 + torch.randn(n),
+    "narrow": lambda n: torch.tensor(300.0).view(torch.int32) + torch.randint(4000, (n,)).int(),
+    "few": lambda n: torch.tensor(300.0).view(torch.int32) + torch.randint(3, (n,)).int(),
+    "two clusters": lambda n: torch.where(torch.rand(n) < 0.01, 1e9, 1.0) + torch.randn(n) / 2**18,
+    "signs": lambda n: torch.randn(n).round(decimals=2),
+    "missing": lambda n: torch.randn(n).masked_fill(torch.rand(n) < 0.9, float("nan")),
+}
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("like", LISTS)
+def test_long_lists_of_any_scores(device: str, like: str) -> None:
+    """One channel and one query of 1: a block's score is its summary, bit for bit."""
+    rng = seeded()
+    for blocks in (rng.randrange(1500, 2049), 8182, rng.randrange(8193, 40000)):
+        lists = [LISTS[like](blocks) for _ in range(2)]
+        values = torch.stack([v.view(torch.float32) for v in lists]).reshape(2, blocks, 1, 1)
+        k = rng.randrange(1, 600)
+        count = [blocks, rng.randrange(blocks)]
+        ids = select_blocks(
+            torch.ones(2, 1, 1, 1, device=device),
+            values.to(device),
+            values.to(device),
+            torch.tensor(count, dtype=torch.int32, device=device),
+            k,
+            out=torch.full((2, 1, k), -7, dtype=torch.int32, device=device),
+        ).cpu()
+        for b in range(2):
+            row = values[b, : count[b], 0, 0].double().nan_to_num(nan=-float("inf"))
+            order = torch.sort(row, descending=True, stable=True).indices[:k]
+            wanted = order.sort().values.tolist()
+            assert ids[b, 0].tolist() == wanted + [-1] * (k - len(wanted)), (blocks, k)
+
+
 @pytest.mark.parametrize("device", DEVICES)
 def test_equal_scores_go_to_the_lower_id(device: str) -> None:
     ones = torch.ones(1, 1, 1, 64, device=device)
