@@ -7,6 +7,7 @@ writes them behind the view as well.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
 
 import torch
@@ -15,7 +16,7 @@ from . import _C
 from .attention import CompactView
 from .errors import NworError
 from .ops import CommitTail
-from .partial import Batch, PartialStore
+from .partial import Batch, PartialStore, StoredCache
 from .retrieval import gather_view
 
 __all__ = ["CompactViews", "pinned_cache"]
@@ -86,8 +87,9 @@ class CompactViews:
         # Lengths of this step's views, and whether what a place holds is still of use.
         self._step = torch.full((2, batch), -1, dtype=torch.int32, device=self._device)
         self._held = torch.zeros(batch, dtype=torch.int32, device=self._device)
-        # What each place of the batch holds: whose tokens, selected when.
-        self._owners: list[tuple[object, int] | None] = [None] * batch
+        # What each place of the batch holds: whose tokens, selected when. A request that is gone
+        # must not be kept by its view.
+        self._owners: list[tuple[weakref.ref[StoredCache], int] | None] = [None] * batch
 
     def view(self, layer: int) -> CompactView:
         """The view of a layer; the same tensors in every step."""
@@ -110,9 +112,9 @@ class CompactViews:
                 continue
             cache, decision = entry
             owner = self._owners[place]
-            if owner is None or owner[0] is not cache or owner[1] != cache.anchor_len:
+            if owner is None or owner[0]() is not cache or owner[1] != cache.anchor_len:
                 keep[place] = 0
-                self._owners[place] = cache, cache.anchor_len
+                self._owners[place] = weakref.ref(cache), cache.anchor_len
             lens[place] = decision.view_tokens
         self._tell(lens, keep)
         try:

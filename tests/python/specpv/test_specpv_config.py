@@ -34,8 +34,25 @@ def test_every_choice_of_the_settings_is_one_of_the_library() -> None:
             assert getattr(SpecPVConfig(**{key: choice}), key) == choice
 
 
+def other_values() -> dict[str, Any]:
+    """Every key with something that is not its default, and that fits the others."""
+    values: dict[str, Any] = {}
+    for key, default in Settings().as_dict().items():
+        if key not in KEYS:
+            continue
+        choices = Settings.__dataclass_fields__[key].metadata["choices"]
+        if isinstance(default, bool):
+            values[key] = not default
+        elif isinstance(default, int):
+            values[key] = default + 7
+        else:
+            values[key] = next(choice for choice in reversed(choices) if choice != default)
+    return values
+
+
 def test_all_sources_give_the_same_configuration(tmp_path: Path) -> None:
-    values = {"enable_specpv": True, "specpv_n_retrieval_blocks": 32, "specpv_rectify": "lossless"}
+    values = other_values()
+    assert set(values) == set(KEYS)
     (tmp_path / "a.json").write_text(json.dumps(values))
     (tmp_path / "a.yaml").write_text("".join(f"{k}: {json.dumps(v)}\n" for k, v in values.items()))
     env = {f"NWOR_SPECPV_{k.upper()}": str(v) for k, v in values.items()}
@@ -45,9 +62,13 @@ def test_all_sources_give_the_same_configuration(tmp_path: Path) -> None:
         load_config(file=tmp_path / "a.yaml", env={}),
         load_config(env=env),
     ]
+    direct = SpecPVConfig(**values)
     for settings in sources:
         config = settings.specpv()
         assert {key: getattr(config, key) for key in values} == values
+        assert {key: getattr(direct, key) for key in values} == values
+    defaults = SpecPVConfig()
+    assert all(getattr(defaults, key) != value for key, value in values.items())
 
 
 WRONG: list[tuple[dict[str, Any], str]] = [

@@ -140,6 +140,9 @@ class Host:
         self.free = torch.randperm(self.num_pages).tolist()
         self.requests: list[Request] = []
         self.kinds: dict[str, int] = {}
+        self.triggers: dict[str, int] = {}
+        self.refusals = 0  # commits that had no room in a compact view
+        self.may_refuse = False
         self.after_step: Callable[[Host, Request], None] = lambda host, request: None
 
     def add(self, prompt: list[int], new_tokens: int) -> Request:
@@ -167,6 +170,7 @@ class Host:
             decision = self.policy.decide(cache, 1 + len(chain))
             request.decision, request.drafts = decision, chain
             self.kinds[decision.kind] = self.kinds.get(decision.kind, 0) + 1
+            self.triggers[decision.trigger] = self.triggers.get(decision.trigger, 0) + 1
             batch.append((cache, decision))
             first = decision.committed_len - decision.refed_rows
             fed = request.tokens[first : decision.committed_len + 1] + chain
@@ -199,13 +203,16 @@ class Host:
             cache = self.keys[layer], self.values[layer]
             write_kv(k, v, *cache, slot_mapping, stage_rows, staging[0, layer], staging[1, layer])
             packed = q[None].expand(len(self.requests), -1, -1, -1)
-            self.store.refresh_layer(layer, packed, table, tree)
+            self.refresh(layer, packed, table, tree)
             view = (self.compact or self.store).view(layer)
             scale = 1 / math.sqrt(DIM)
             return verify_attention(q, k, v, *cache, table, prefix, start, None, scale, view=view)
 
         logits = forward(self.w, rows, positions, attend)
         self.accept(logits.argmax(-1).tolist(), starts, staging)
+
+    def refresh(self, layer: int, *given: torch.Tensor) -> None:
+        self.store.refresh_layer(layer, *given)
 
     def accept(self, chosen: list[int], starts: list[int], staging: torch.Tensor) -> None:
         lossless = self.config.specpv_rectify == "lossless"
@@ -244,7 +251,12 @@ class Host:
             status,
             tail=None if self.compact is None else self.compact.tail(torch.tensor(roots)),
         )
-        assert status[0] == 0
+        if status[0] != 0:  # nothing was committed: the step is made again, over everything
+            assert self.may_refuse, status.tolist()
+            self.refusals += 1
+            for request in self.requests:
+                request.cache.require_full("tail_overflow")
+            return
         for request, decision, accepted, differ, tokens in outcomes:
             outcome = request.cache.finish(decision, accepted, differ)
             request.tokens = tokens
