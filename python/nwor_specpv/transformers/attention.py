@@ -6,13 +6,15 @@ hands through to the attention function of every layer.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 import torch
 from transformers import AttentionInterface
 
-from nwor_specpv import NworError, PartialStore, verify_attention
+from nwor_specpv import NworError, PartialStore, verify_attention, verify_plan
+
+from .gathered import gathered_attention
 
 NAME = "nwor_specpv"
 # What a layer may ask of attention beyond these would be left out in silence.
@@ -33,10 +35,19 @@ class Step:
     max_rows: int
     logit_rows: torch.Tensor | None = None  # rows whose logits are wanted; None: all
     caches: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)
-    epoch: int = 0
     partial: PartialStore | None = None
+    refreshing: bool = False  # blocks of some request are chosen anew
     tree_rows: torch.Tensor | None = None  # [B, 2] int32: the trees' rows, for a refresh
-    plan: torch.Tensor | None = None
+    plans: dict[int, torch.Tensor] = field(default_factory=dict)  # CUDA, by the layers' window
+
+    def to(self, device: torch.device) -> Step:
+        """With its tensors there."""
+        moved = {
+            one.name: value.to(device, non_blocking=True)
+            for one in fields(self)
+            if isinstance(value := getattr(self, one.name), torch.Tensor)
+        }
+        return replace(self, **moved)
 
 
 def attend(
@@ -66,10 +77,11 @@ def attend(
     rows = query[0].transpose(0, 1)
     view = None
     if step.partial is not None:
-        packed = rows[None].expand(step.block_table.shape[0], -1, -1, -1)
-        step.partial.refresh_layer(layer, packed, step.block_table, step.tree_rows)
+        if step.refreshing:
+            packed = rows[None].expand(step.block_table.shape[0], -1, -1, -1)
+            step.partial.refresh_layer(layer, packed, step.block_table, step.tree_rows)
         view = step.partial.view(layer)
-    out = verify_attention(
+    arguments = (
         rows,
         key[0].transpose(0, 1),
         value[0].transpose(0, 1),
@@ -79,13 +91,52 @@ def attend(
         step.query_start,
         step.tree_mask,
         scaling if scaling is not None else query.shape[-1] ** -0.5,
-        view=view,
-        window=sliding_window or 0,
-        softcap=softcap or 0.0,
-        max_rows=step.max_rows,
-        plan=step.plan,
     )
+    options = {
+        "view": view,
+        "window": sliding_window or 0,
+        "softcap": softcap or 0.0,
+        "max_rows": step.max_rows,
+    }
+    if not rows.is_cuda:
+        return _attend_on_cpu(step, arguments, options)[None], None
+    if rows.dtype == torch.float32:
+        out = gathered_attention(*arguments, positions=step.positions, **options)
+    else:
+        out = verify_attention(*arguments, **options, plan=_plan(step, rows, layer, view, options))
     return out[None], None
+
+
+def _attend_on_cpu(step: Step, arguments: tuple, options: dict[str, Any]) -> torch.Tensor:
+    """There rows are counted: those of a padded step that belong to no request are left out."""
+    total, own = len(step.tokens), int(step.query_start[-1])
+    if own == total:
+        return verify_attention(*arguments, **options)
+    rows, mask = [side[:own] for side in arguments[:3]], arguments[8]
+    mask = None if mask is None else mask[:own]
+    out = torch.zeros_like(arguments[0], memory_format=torch.contiguous_format)
+    verify_attention(*rows, *arguments[3:8], mask, arguments[9], **options, out=out[:own])
+    return out
+
+
+def _plan(
+    step: Step, rows: torch.Tensor, layer: int, view: Any, options: dict[str, Any]
+) -> torch.Tensor:
+    """The work of a step, shared out once for all layers of one window."""
+    window = options["window"]
+    if window not in step.plans:
+        step.plans[window] = verify_plan(
+            rows,
+            step.caches[layer][0],
+            step.block_table,
+            step.prefix_lens,
+            step.query_start,
+            step.tree_mask,
+            view=view,
+            window=window,
+            max_rows=step.max_rows,
+        )
+    return step.plans[window]
 
 
 AttentionInterface.register(NAME, attend)

@@ -78,7 +78,7 @@ class Decoding:
             start = request.cached
             root = min(start + self._prefill_rows, len(tokens)) - 1
             part = Part(request, tokens[start:root], [tokens[root]], [-1], start)
-            round_ = self._run_round([part], None)
+            round_ = self._run_round([part], None, graphs=False)
             if round_.features is not None:
                 features.append(round_.features)
             if root == last:
@@ -229,8 +229,10 @@ class Decoding:
         waiting = request.tokens[request.shown :]
         return request.room <= 0 or not self._stop_ids.isdisjoint(waiting)
 
-    def _run_round(self, parts: list[Part], partial: PartialStore | None) -> Round:
-        round_ = Round(self._runner, parts, self._layers)
+    def _run_round(
+        self, parts: list[Part], partial: PartialStore | None, *, graphs: bool = True
+    ) -> Round:
+        round_ = Round(self._runner, parts, self._layers, graphs=graphs)
         round_.run(partial, self._places)
         return round_
 
@@ -334,7 +336,7 @@ class Decoding:
             request.cuts += 1
             request.cached = kept
             stats.cut_tokens += lost
-            self._runner.cache.allocator.truncate(request.key, kept)
+            self._runner.cache.truncate(request.key, kept)
             self._retract(request, lost)
         if part.decision is not None:
             accepted = len(path)

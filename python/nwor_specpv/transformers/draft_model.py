@@ -17,6 +17,7 @@ from .round import Round
 from .runner import ModelRunner
 
 _PREFILL_ROWS = 256
+_FEW_ROWS = 16  # what a step leaves to run, and not a prompt
 
 
 class ModelDrafter(Drafter):
@@ -28,7 +29,8 @@ class ModelDrafter(Drafter):
     def __init__(self, model: Any) -> None:
         if isinstance(model, (str, Path)):
             model, _ = load_model(model)
-        self._runner = ModelRunner(model, NworConfig())
+        on_gpu = getattr(getattr(model, "device", None), "type", "") == "cuda"
+        self._runner = ModelRunner(model, NworConfig(), graphs=on_gpu)
         self.vocab_size = self._runner.vocab_size
         self._tokens: dict[Hashable, list[int]] = {}
         self._keys: dict[Hashable, int] = {}
@@ -90,13 +92,14 @@ class ModelDrafter(Drafter):
 
     def _run(self, key: int, prefix: int, rows: list[int]) -> int:
         request = Request(key, 0, [], 0, 1, 0, 0)
-        round_ = Round(self._runner, [Part(request, rows[:-1], rows[-1:], [-1], prefix)])
+        part = Part(request, rows[:-1], rows[-1:], [-1], prefix)
+        round_ = Round(self._runner, [part], graphs=len(rows) <= _FEW_ROWS)
         round_.run(None, 1)
         following = int(round_.tree_logits()[0, 0].argmax())
         round_.commit([[]])
         return following
 
     def _truncate(self, request: Hashable, length: int) -> None:
-        allocator, key = self._runner.cache.allocator, self._keys[request]
-        if key in allocator and allocator.length(key) > length:
-            allocator.truncate(key, length)
+        cache, key = self._runner.cache, self._keys[request]
+        if key in cache.allocator and cache.allocator.length(key) > length:
+            cache.truncate(key, length)

@@ -13,6 +13,7 @@ from __future__ import annotations
 import secrets
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -26,6 +27,7 @@ from nwor_specpv.drafters import Drafter, TreeConfig
 from .decoding import Decoding
 from .drafting import make_drafter
 from .loading import load_model
+from .paged import PagedCache
 from .prefixes import KeptPrefixes
 from .request import Part, Request
 from .round import Round
@@ -59,8 +61,9 @@ class Generator:
     SmolLM2-135M-Instruct, whose tokenizer is then used too. `drafter`: "none", "ngram", "eagle3",
     "draft_model" (with `draft_model`, a smaller model) or a Drafter. `cache_tokens`: size of the
     cache; default: it grows with what is asked for. `check_contract`: every step is watched by a
-    ContractChecker, and `stats.violations` says what it found (slow). `cache_of`: another Generator
-    whose model, cache and kept prefixes this one shares, so that a long prompt runs once for both.
+    ContractChecker, and `stats.violations` says what it found (slow). `cuda_graphs`: steps are
+    captured by their shape and replayed; default: on CUDA. `cache_of`: another Generator whose
+    model, cache and kept prefixes this one shares, so that a long prompt runs once for both.
     """
 
     def __init__(
@@ -76,6 +79,7 @@ class Generator:
         cache_tokens: int | None = None,
         prefill_rows: int = 256,
         check_contract: bool = False,
+        cuda_graphs: bool | None = None,
         cache_of: Generator | None = None,
     ) -> None:
         if cache_of is not None:
@@ -96,6 +100,9 @@ class Generator:
                 page_size=page_size,
                 cache_tokens=cache_tokens,
                 check_contract=check_contract,
+                graphs=getattr(model, "device", None) is not None and model.device.type == "cuda"
+                if cuda_graphs is None
+                else cuda_graphs,
             )
         )
         self.tokenizer = tokenizer
@@ -105,6 +112,7 @@ class Generator:
         self._prefill_rows = prefill_rows
         self._kept = cache_of._kept if cache_of is not None else KeptPrefixes()
         self._chooser: RowChooser | None = None
+        self._store: tuple[PagedCache, PartialStore, tuple[int, int, int]] | None = None
 
     @property
     def model(self) -> Any:
@@ -156,7 +164,7 @@ class Generator:
         stats.seed = None if sampling.greedy else first_seed
         largest = self._largest_tree(tree, sampling)
         requests = self._open(prompts, max_new_tokens, first_seed, largest)
-        before = self._runner.cache.interceptor.stats()
+        before = self._counts()
         done = False
         try:
             with self._runner.installed(self._drafter.feature_layers if self._drafter else ()):
@@ -299,7 +307,7 @@ class Generator:
         size = self._runner.cache.page_size
         # A page of its own for every end, and room for lossless tails to overshoot.
         needed = tokens + len(prompts) * (2 * size + largest)
-        if self._runner.reserve(needed):
+        if self._runner.reserve(needed, len(prompts) * largest):
             self._kept.clear()
         else:
             self._kept.make_room(self._runner.cache.allocator, needed)
@@ -372,22 +380,38 @@ class Generator:
         longest = max(len(r.tokens) + r.max_new_tokens for r in requests)
         if self._specpv.budget(largest, longest).static_tokens >= longest:
             return None  # the view covers everything
+        tokens = longest + 2 * largest + self._specpv.specpv_n_spec_tokens_buf
+        if self._store is not None:  # graphs that were captured over its views go on
+            of, store, (places, most, rows) = self._store
+            if of is cache and (places, rows) == (len(requests), largest) and tokens <= most:
+                return self._specpv, store
+            if of.graphs is not None:
+                of.graphs.drop(store)
         store = PartialStore(
             self._specpv,
             [key for key, _ in cache.caches],
             [value for _, value in cache.caches],
             max_requests=len(requests),
-            max_tokens=longest + 2 * largest + self._specpv.specpv_n_spec_tokens_buf,
+            max_tokens=tokens,
             max_rows=largest,
         )
+        self._store = (cache, store, (len(requests), tokens, largest))
         return self._specpv, store
 
     # ---- results ---------------------------------------------------------------------------------
 
-    def _count(self, stats: Stats, before: dict[str, Any]) -> None:
-        after = self._runner.cache.interceptor.stats()
+    def _counts(self) -> tuple[dict[str, Any], int, Counter[str]]:
+        cache = self._runner.cache
+        graphs = cache.graphs
+        replays, eager = (0, Counter()) if graphs is None else (graphs.replays, graphs.eager)
+        return cache.interceptor.stats(), replays, Counter(eager)
+
+    def _count(self, stats: Stats, before: tuple[dict[str, Any], int, Counter[str]]) -> None:
+        after = self._counts()
         for name in ("cache_bytes_written", "cache_bytes_avoided", "rejected_tokens"):
-            setattr(stats, name, after[name] - before[name])
+            setattr(stats, name, after[0][name] - before[0][name])
+        stats.graph_replays = after[1] - before[1]
+        stats.eager_passes = after[2] - before[2]
 
     def _result(self, requests: list[Request], stats: Stats, is_list: bool) -> Generation:
         ids = [request.new_tokens for request in requests]

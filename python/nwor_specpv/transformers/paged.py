@@ -11,6 +11,7 @@ from transformers.cache_utils import Cache
 from nwor_specpv import ContractChecker, Interceptor, NworConfig, NworError, SlotAllocator
 
 from .attention import Step
+from .graphs import StepGraphs
 
 
 class PagedCache(Cache):
@@ -32,6 +33,7 @@ class PagedCache(Cache):
         config: NworConfig,
         *,
         check_contract: bool = False,
+        graphs: bool = False,
     ) -> None:
         super().__init__(layers=[])
         shape = (num_layers, num_pages, page_size, num_heads, head_dim)
@@ -43,12 +45,15 @@ class PagedCache(Cache):
         self.num_layers, self.page_size, self.device = num_layers, page_size, device
         self.num_pages = num_pages
         self.allocator = SlotAllocator(num_pages, page_size)
-        self.interceptor = Interceptor(config)
+        self.interceptor = Interceptor(config)  # whose graph_rows are those of the graphs
         self.caches = [(self.keys[layer], self.values[layer]) for layer in range(num_layers)]
         self._names = [str(layer) for layer in range(num_layers)]
         for name, pair in zip(self._names, self.caches, strict=True):
             self.interceptor.bind_layer(name, *pair)
         self.checker = ContractChecker(self.interceptor) if check_contract else None
+        self.staging_rows = config.staging_rows
+        self.graphs = StepGraphs(device, self.caches, self.interceptor) if graphs else None
+        self._tables = _BlockTables(self.allocator, device)
         self.step: Step | None = None
         self.written = 0
 
@@ -87,11 +92,62 @@ class PagedCache(Cache):
                 side[:, target] = side[:, source]
         return slots
 
+    def truncate(self, request: Hashable, length: int) -> None:
+        """Keeps the first tokens of a request."""
+        self.allocator.truncate(request, length)
+        self._tables.forget_from(request, length // self.page_size)
+
     def block_table(self, requests: list[Hashable | None]) -> torch.Tensor:
-        """[len(requests), longest] int32 on the cache's device; None: a request without rows."""
-        pages = [[] if r is None else self.allocator.pages(r) for r in requests]
-        longest = max(1, *(len(row) for row in pages))
-        table = torch.zeros(len(pages), longest, dtype=torch.int32)
-        for row, own in zip(table, pages, strict=True):
-            row[: len(own)] = torch.tensor(own, dtype=torch.int32)
-        return table.to(self.device)
+        """[len(requests), pages] int32 on the cache's device; None: a request without rows.
+
+        Entries past a request's pages hold anything. It is good until the next call.
+        """
+        return self._tables.of(requests)
+
+
+class _BlockTables:
+    """The table of the batch that was asked for last; from step to step a few pages join it."""
+
+    def __init__(self, allocator: SlotAllocator, device: torch.device) -> None:
+        self._allocator, self._device = allocator, device
+        self._requests: list[Hashable | None] = []
+        self._known: dict[Hashable, int] = {}  # pages that are in the table
+        self._host = self._table = torch.zeros(0, 0, dtype=torch.int32)
+
+    def forget_from(self, request: Hashable, page: int) -> None:
+        if request in self._known:
+            self._known[request] = min(self._known[request], page)
+
+    def of(self, requests: list[Hashable | None]) -> torch.Tensor:
+        if requests != self._requests:
+            self._requests, self._known = list(requests), {}
+        fresh = []
+        for row, request in enumerate(requests):
+            if request is None:
+                continue
+            # The last page may be another one by now: a copy of one that was shared.
+            first = max(0, self._known.get(request, 0) - 1)
+            pages = self._allocator.pages(request, first)
+            fresh.append((row, first, pages))
+            self._known[request] = first + len(pages)
+        longest = max((first + len(pages) for _, first, pages in fresh), default=0)
+        if len(requests) != self._host.shape[0] or longest > self._host.shape[1]:
+            self._grow(len(requests), longest)
+            fresh = [
+                (row, 0, self._allocator.pages(request))
+                for row, request in enumerate(requests)
+                if request is not None
+            ]
+        for row, first, pages in fresh:
+            new, span = torch.tensor(pages, dtype=torch.int32), slice(first, first + len(pages))
+            if not torch.equal(self._host[row, span], new):
+                self._host[row, span] = new
+                if self._table is not self._host:
+                    self._table[row, span].copy_(new)
+        return self._table
+
+    def _grow(self, rows: int, pages: int) -> None:
+        pages = max(16, pages + pages // 8)
+        self._host = torch.zeros(rows, pages, dtype=torch.int32)
+        on_host = self._device.type == "cpu"
+        self._table = self._host if on_host else torch.zeros_like(self._host, device=self._device)

@@ -16,8 +16,16 @@ from .runner import ModelRunner
 class Round:
     """begin -> run -> commit, over the parts of some requests; `abort` when something raises."""
 
-    def __init__(self, runner: ModelRunner, parts: list[Part], feature_layers: Sequence[int] = ()):
-        self._runner, self._cache = runner, runner.cache
+    def __init__(
+        self,
+        runner: ModelRunner,
+        parts: list[Part],
+        feature_layers: Sequence[int] = (),
+        *,
+        graphs: bool = True,
+    ) -> None:
+        """`graphs`: the pass may be a captured one, where the runner has such."""
+        self._runner, self._cache, self._graphs = runner, runner.cache, graphs
         self._feature_layers = feature_layers
         self.parts = parts
         self.starts = [0]
@@ -41,6 +49,7 @@ class Round:
             if all(part.is_chain for part in parts)
             else [[len(part.fed) + p for p in part.parents[1:]] for part in parts],
         )
+        fixed = self._runner.prepare(step, self._feature_layers) if self._graphs else None
         decision = cache.interceptor.begin(plan)
         if any(plan.num_drafts) and not decision.stage:
             cache.interceptor.abort()
@@ -49,7 +58,7 @@ class Round:
                 "raise max_staging_bytes or lower tree.rows"
             )
         try:
-            self.logits, self.features = self._runner.run(step, self._feature_layers)
+            self.logits, self.features = self._runner.run(step, self._feature_layers, fixed)
         except BaseException:
             cache.interceptor.abort()
             raise
@@ -65,7 +74,8 @@ class Round:
         return self._cache.allocator.slots(key, part.prefix_len, last)
 
     def _step(self, slots: list[torch.Tensor], partial: PartialStore | None, places: int) -> Step:
-        cache, parts, device = self._cache, self.parts, self._runner.device
+        """On the host, but for the block table."""
+        cache, parts = self._cache, self.parts
         order: list[Part | None] = list(parts)
         if partial is not None:
             order = [None] * places
@@ -98,19 +108,20 @@ class Round:
             spans.append([begin + len(part.fed), bounds[-1]])
         keys = [None if part is None else part.request.key for part in order]
         return Step(
-            tokens=torch.tensor(tokens, device=device),
-            positions=torch.tensor(positions, device=device),
-            slots=mapping.to(device),
+            tokens=torch.tensor(tokens),
+            positions=torch.tensor(positions),
+            slots=mapping,
             block_table=cache.block_table(keys),
-            prefix_lens=torch.tensor(prefixes, dtype=torch.int32, device=device),
-            query_start=torch.tensor(bounds, dtype=torch.int32, device=device),
+            prefix_lens=torch.tensor(prefixes, dtype=torch.int32),
+            query_start=torch.tensor(bounds, dtype=torch.int32),
             tree_mask=self._mask(),
             max_rows=max(part.num_rows for part in parts),
-            logit_rows=None if len(wanted) == len(tokens) else torch.tensor(wanted, device=device),
+            logit_rows=None if len(wanted) == len(tokens) else torch.tensor(wanted),
             partial=partial,
-            tree_rows=None
-            if partial is None
-            else torch.tensor(spans, dtype=torch.int32, device=device),
+            refreshing=any(
+                part.decision is not None and part.decision.kind == "full_refresh" for part in parts
+            ),
+            tree_rows=None if partial is None else torch.tensor(spans, dtype=torch.int32),
         )
 
     def _mask(self) -> torch.Tensor | None:
@@ -120,7 +131,7 @@ class Round:
         for part in self.parts:
             fed = len(part.fed)
             rows.append([*range(-1, fed), *(fed + parent for parent in part.parents[1:])])
-        mask = _tree(rows, self._runner.device).mask
+        mask = _tree(rows, torch.device("cpu")).mask
         if len(rows) == 1:
             return mask[0]
         return torch.cat([own[: len(row)] for own, row in zip(mask, rows, strict=True)])

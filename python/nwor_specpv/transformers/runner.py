@@ -12,6 +12,7 @@ from transformers import PreTrainedModel
 from nwor_specpv import CapacityError, NworConfig, NworError
 
 from .attention import NAME, Step
+from .graphs import MOST_ROWS
 from .linear import replacements, row_linear
 from .paged import PagedCache
 
@@ -27,11 +28,13 @@ class ModelRunner:
         page_size: int = 16,
         cache_tokens: int | None = None,
         check_contract: bool = False,
+        graphs: bool = False,
     ) -> None:
         check_model(model)
         self.model = model
         self._nwor, self._page_size = nwor, page_size
         self._fixed_tokens, self._check_contract = cache_tokens, check_contract
+        self._graphs = graphs and not check_contract  # the checker looks at every layer's write
         text = model.config.get_text_config(decoder=True)
         self.num_layers = text.num_hidden_layers
         self.num_kv_heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
@@ -57,9 +60,16 @@ class ModelRunner:
             self.reserve(1)
         return self._cache
 
-    def reserve(self, tokens: int) -> bool:
-        """Makes room for so many tokens. True: the cache is a new one, and empty."""
-        if self._cache is not None and self._cache.capacity >= tokens:
+    def reserve(self, tokens: int, drafts: int = 0) -> bool:
+        """Makes room for so many tokens, and for steps of so many drafts.
+
+        True: the cache is a new one, and empty.
+        """
+        if (
+            self._cache is not None
+            and self._cache.capacity >= tokens
+            and (not self._graphs or self._cache.staging_rows >= drafts)
+        ):
             return False
         if self._fixed_tokens is not None:
             if tokens > self._fixed_tokens:
@@ -68,7 +78,10 @@ class ModelRunner:
                     "prompts and max_new_tokens"
                 )
             tokens = self._fixed_tokens
+        if self._cache is not None:
+            tokens = max(tokens, self._cache.capacity)
         pages = max(64, -(-tokens // self._page_size))
+        self._cache = None  # its memory first
         self._cache = PagedCache(
             self.num_layers,
             self.num_kv_heads,
@@ -77,10 +90,25 @@ class ModelRunner:
             self._page_size,
             self.dtype,
             self.device,
-            self._nwor,
+            self._config(drafts),
             check_contract=self._check_contract,
+            graphs=self._graphs,
         )
         return True
+
+    def _config(self, drafts: int) -> NworConfig:
+        """As asked for; staging that graphs know cannot grow, so it is as large as it will be."""
+        if not self._graphs:
+            return self._nwor
+        own = self._nwor
+        return NworConfig(
+            enable_nwor=own.enable_nwor,
+            strict=own.strict,
+            staging_rows=max(own.staging_rows, drafts),
+            max_staging_bytes=own.max_staging_bytes,
+            graph_rows=MOST_ROWS,
+            agreement_group=own.agreement_group,
+        )
 
     def new_key(self) -> int:
         """A name for a request that no other has."""
@@ -115,10 +143,27 @@ class ModelRunner:
 
         return hook
 
+    def prepare(self, step: Step, feature_layers: Sequence[int] = ()) -> Any:
+        """What `run` takes as `fixed`. REQUIRES: no open round."""
+        graphs = self.cache.graphs
+        if graphs is None:
+            return None
+        layers = tuple(feature_layers)
+        return graphs.prepare(step, layers, lambda one: self._forward(one, layers))
+
     def run(
-        self, step: Step, feature_layers: Sequence[int] = ()
+        self, step: Step, feature_layers: Sequence[int] = (), fixed: Any = None
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Logits of the rows asked for, and features of all rows. REQUIRES: an open round."""
+        if fixed is not None:
+            return self.cache.graphs.run(
+                fixed, step, lambda one: self._forward(one, feature_layers)
+            )
+        return self._forward(step.to(self.device), feature_layers)
+
+    def _forward(
+        self, step: Step, feature_layers: Sequence[int]
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
         cache = self.cache
         step.caches = cache.caches
         cache.step, cache.written = step, 0

@@ -33,6 +33,8 @@ class Stats:
     rechecked_tokens: int = 0
     disagreed_tokens: int = 0  # of those, what full attention would have chosen otherwise
     cut_tokens: int = 0  # lossless: accepted by partial steps, refused by a full one
+    graph_replays: int = 0  # passes that were replayed CUDA graphs
+    eager_passes: Counter[str] = field(default_factory=Counter)  # why others were not, on CUDA
     violations: list[str] = field(default_factory=list)
     seed: int | None = None
 
@@ -64,7 +66,7 @@ class Stats:
             for name, value in vars(self).items()
             if not isinstance(value, (Counter, list))
         }
-        for name in ("accepted_lengths", "rows", "step_kinds"):
+        for name in ("accepted_lengths", "rows", "step_kinds", "eager_passes"):
             counts = getattr(self, name)
             told[name] = {str(key): counts[key] for key in sorted(counts)}
         for name in ("tokens_per_step", "tokens_per_second", "view_coverage", "drift"):

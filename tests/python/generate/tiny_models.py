@@ -53,11 +53,11 @@ def tiny(family: str = "llama", seed: int = 0, **sizes: int) -> PreTrainedModel:
 def decode_plainly(model: PreTrainedModel, prompt: list[int], count: int) -> list[int]:
     """Greedy, one token a step, with transformers' own cache and attention."""
     past = DynamicCache(config=model.config)
-    tokens, rows = list(prompt), torch.tensor([prompt])
+    tokens, rows = list(prompt), torch.tensor([prompt], device=model.device)
     for _ in range(count):
         logits = model(rows, past_key_values=past).logits
         tokens.append(int(logits[0, -1].argmax()))
-        rows = torch.tensor([tokens[-1:]])
+        rows = torch.tensor([tokens[-1:]], device=model.device)
     return tokens[len(prompt) :]
 
 
