@@ -1,15 +1,17 @@
 """Whole steps of the transformers host, full and partial, over long made-up contexts.
 
-    python benchmarks/generate_gpu.py --json FILE            # on a GPU, Llama-3.1-8B's shapes
+    python benchmarks/generate_gpu.py --json FILE     # on a GPU, shapes of two models
 
 Weights are random and the context's K/V too: what is measured is time, with an acceptance that is
-set. A step is everything from the batch's tensors to the commit.
+set. A step is everything from the batch's tensors to the commit: lists, copies, a captured pass,
+the argmax read back, the commit and its receipt.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import statistics
 import sys
 import time
 from pathlib import Path
@@ -35,6 +37,16 @@ LLAMA_8B = {
     "max_position_embeddings": 1 << 18,
     "rope_theta": 500000.0,
 }
+SMOLLM2 = LLAMA_8B | {
+    "vocab_size": 49152,
+    "hidden_size": 576,
+    "intermediate_size": 1536,
+    "num_hidden_layers": 30,
+    "num_attention_heads": 9,
+    "num_key_value_heads": 3,
+    "rope_theta": 100000.0,
+    "tie_word_embeddings": True,
+}
 TINY = LLAMA_8B | {
     "vocab_size": 128,
     "hidden_size": 256,
@@ -43,6 +55,8 @@ TINY = LLAMA_8B | {
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
 }
+MODELS = {"llama-3.1-8b": LLAMA_8B, "smollm2-135m": SMOLLM2, "tiny": TINY}
+_ROOM = 1024  # tokens that the measured steps add
 GOAL = 1.8  # times as fast as a full step, at 8 x 32768
 
 
@@ -51,9 +65,10 @@ class Steps:
 
     def __init__(self, runner: ModelRunner, batch: int, context: int, rows: int, accepted: int):
         self._runner, self._rows, self._accepted = runner, rows, accepted
-        runner.reserve(batch * (context + 4096))
-        for side in (runner.cache.keys, runner.cache.values):
-            side.normal_()
+        if runner.reserve(batch * (context + _ROOM), batch * rows):
+            for side in (runner.cache.keys, runner.cache.values):
+                for layer in side:
+                    layer.normal_()
         self._requests = []
         for index in range(batch):
             request = Request(runner.new_key(), index, [0] * (context + 1), context, 1, 0, 0)
@@ -63,6 +78,7 @@ class Steps:
 
     def end(self) -> None:
         for request in self._requests:
+            request.partial = None
             self._runner.cache.allocator.free(request.key)
 
     def run(self, store: PartialStore | None, policy: VerifyPolicy | None) -> str:
@@ -100,7 +116,7 @@ class Steps:
             [key for key, _ in caches],
             [value for _, value in caches],
             max_requests=len(self._requests),
-            max_tokens=context + 4096,
+            max_tokens=context + _ROOM,
             max_rows=self._rows,
         )
         for request in self._requests:
@@ -111,63 +127,98 @@ class Steps:
 
 def measure(runner: ModelRunner, batch: int, context: int, arguments: Any) -> dict[str, Any]:
     config = SpecPVConfig(enable_specpv=True, specpv_rectify=arguments.mode)
-    if arguments.tiny:
-        config.specpv_n_retrieval_blocks = 4
+    if arguments.view_blocks:
+        config.specpv_n_retrieval_blocks = arguments.view_blocks
     steps = Steps(runner, batch, context, arguments.rows, arguments.accepted)
+    graphs = runner.cache.graphs
     taken: dict[str, list[float]] = {"full": [], "partial": [], "full_refresh": []}
+    before = graphs.replays if graphs else 0
 
     def run(count: int, store: PartialStore | None, policy: VerifyPolicy | None) -> None:
-        for turn in range(count):
+        for _ in range(count):
             runner.synchronize()
             started = time.perf_counter()
             kind = steps.run(store, policy)
             runner.synchronize()
-            if turn >= 2:
-                taken[kind].append(time.perf_counter() - started)
+            taken[kind].append(time.perf_counter() - started)
 
     with runner.installed():
         run(arguments.steps, None, None)
-        run(3 * arguments.steps, steps.open_views(config, context), VerifyPolicy(config))
+        store = steps.open_views(config, context)
+        run(3 * arguments.steps, store, VerifyPolicy(config))
     steps.end()
-    return {
+    if graphs:
+        graphs.drop(store)
+    # The first step of a kind runs without a graph and the second captures one.
+    ms = {kind: 1000 * statistics.median(times[2:]) for kind, times in taken.items() if times[2:]}
+    result = {
         "batch": batch,
         "context": context,
-        "ms": {kind: 1000 * min(times) for kind, times in taken.items() if times},
+        "view_tokens": store.budget.static_tokens,
+        "ms": ms,
         "steps": {kind: len(times) for kind, times in taken.items()},
+        "replays": graphs.replays - before if graphs else 0,
+        "problem": graphs.problem if graphs else None,
     }
+    if len(ms) == len(taken):
+        # A view's life: partial steps until the tail is full, then one full step with its rows.
+        partial = (len(taken["partial"]) + 1) // max(1, len(taken["full_refresh"]) - 1)
+        mean = (partial * ms["partial"] + ms["full_refresh"]) / (partial + 1)
+        result |= {
+            "partial_steps_per_refresh": partial,
+            "full / partial": ms["full"] / ms["partial"],
+            "full / mean with refreshes": ms["full"] / mean,
+        }
+    return result
+
+
+def load(name: str, device: str) -> ModelRunner:
+    dtype = torch.bfloat16 if device == "cuda" else torch.float32
+    with torch.device(device):
+        model = AutoModelForCausalLM.from_config(LlamaConfig(**MODELS[name]), dtype=dtype).eval()
+    return ModelRunner(model, NworConfig(), graphs=device == "cuda")
+
+
+def describe(result: dict[str, Any]) -> str:
+    times = result.get("ms", {})
+    told = ", ".join(f"{kind} {ms:.2f} ms" for kind, ms in times.items())
+    ratio = result.get("full / partial", 0.0)
+    mean = result.get("full / mean with refreshes", 0.0)
+    return (
+        f"{result['batch']} x {result['context']}: {told or result['problem']}, full/partial "
+        f"{ratio:.2f}, with refreshes {mean:.2f}, {result.get('replays', 0)} replays"
+    )
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--models", default="smollm2-135m,llama-3.1-8b")
     parser.add_argument("--contexts", type=numbers, default=[8192, 32768, 131072])
     parser.add_argument("--batches", type=numbers, default=[1, 8])
     parser.add_argument("--rows", type=int, default=8)
     parser.add_argument("--accepted", type=int, default=3)
     parser.add_argument("--steps", type=int, default=12)
     parser.add_argument("--mode", default="rectify", choices=["rectify", "refresh"])
-    parser.add_argument("--tiny", action="store_true", help="a model that any machine runs")
+    parser.add_argument("--view-blocks", type=int, help="retrieved blocks, default: 256")
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    dtype = torch.bfloat16 if device == "cuda" else torch.float32
-    with torch.device(device):
-        config = LlamaConfig(**(TINY if arguments.tiny else LLAMA_8B))
-        model = AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
-    runner = ModelRunner(model, NworConfig())
-    report = machine(device) | {"mode": arguments.mode, "goal": GOAL, "results": []}
-    for context in arguments.contexts:
-        for batch in arguments.batches:
-            try:
-                result = measure(runner, batch, context, arguments)
-            except torch.OutOfMemoryError:
-                result = {"batch": batch, "context": context, "problem": "not enough memory"}
-            report["results"].append(result)
-            times = result.get("ms", {})
-            told = ", ".join(f"{kind} {ms:.2f} ms" for kind, ms in times.items())
-            ratio = times.get("full", 0) / times["partial"] if "partial" in times else 0
-            print(f"{batch} x {context}: {told or result['problem']}, full/partial {ratio:.2f}")
-            if arguments.json is not None:
-                arguments.json.write_text(json.dumps(report, indent=2) + "\n")
+    told = {name: getattr(arguments, name) for name in ("mode", "rows", "accepted")}
+    report = machine(device) | told | {"goal at 8 x 32768": GOAL, "models": {}}
+    for name in arguments.models.split(","):
+        results = report["models"][name] = []
+        runner = None  # the last model's memory first
+        runner = load(name, device)
+        for context in arguments.contexts:
+            for batch in arguments.batches:
+                try:
+                    result = measure(runner, batch, context, arguments)
+                except torch.OutOfMemoryError:
+                    result = {"batch": batch, "context": context, "problem": "not enough memory"}
+                results.append(result)
+                print(f"{name} {describe(result)}", flush=True)
+                if arguments.json is not None:
+                    arguments.json.write_text(json.dumps(report, indent=2) + "\n")
     return 0
 
 
