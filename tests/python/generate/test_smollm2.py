@@ -21,6 +21,8 @@ from nwor_specpv.transformers.command import encode, view_config
 
 NUM_PROMPTS = int(os.environ.get("NWOR_SWEEP_PROMPTS") or 30)
 NEW_TOKENS = 200
+PART = 8  # prompts of one test, so that tests can run side by side
+PARTS = range(0, NUM_PROMPTS, PART)
 TOPICS = (
     "Why is the sky blue?",
     "List five uses of an old newspaper.",
@@ -78,13 +80,14 @@ def checked() -> Generator:
 
 
 @cache
-def truths(count: int) -> list[list[int]]:
-    """How every prompt goes on. Prompts run eight at a time: in float32 a row's bits are the same
-    whatever is beside it, which `test_a_batch_says_what_each_prompt_says_alone` holds it to."""
-    every, found = prompts(), []
-    for first in range(0, len(every), 8):
-        found += plain().generate(every[first : first + 8], count).token_ids
-    return found
+def truths(first: int) -> list[list[int]]:
+    """How the prompts of a part go on. They run side by side: in float32 a row's bits are the same
+    whatever is beside it, which `test_a_part_says_what_its_prompts_say_alone` holds it to."""
+    return plain().generate(part(first), NEW_TOKENS).token_ids
+
+
+def part(first: int) -> list[list[int]]:
+    return prompts()[first : first + PART]
 
 
 @cache
@@ -156,37 +159,40 @@ def test_the_shipped_head_is_worth_its_rows() -> None:
 
 
 @pytest.mark.slow
-def test_a_batch_says_what_each_prompt_says_alone() -> None:
-    for index in (0, NUM_PROMPTS // 2, NUM_PROMPTS - 2, NUM_PROMPTS - 1):
-        assert truths(NEW_TOKENS)[index] == truth(index, NEW_TOKENS), f"prompt {index}"
+@pytest.mark.parametrize("first", PARTS)
+def test_a_part_says_what_its_prompts_say_alone(first: int) -> None:
+    for index in (0, len(part(first)) - 1):
+        assert truths(first)[index] == truth(first + index, NEW_TOKENS), f"prompt {first + index}"
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("first", PARTS)
 @pytest.mark.parametrize("mode", MODES)
-def test_sweep_one_by_one(mode: str) -> None:
-    for index, prompt in enumerate(prompts()):
+def test_sweep_one_by_one(mode: str, first: int) -> None:
+    for index, prompt in enumerate(part(first)):
         result = generator(mode).generate(prompt, NEW_TOKENS, **CALLS.get(mode, {}))
-        assert result.token_ids == truths(NEW_TOKENS)[index], f"prompt {index}"
+        assert result.token_ids == truths(first)[index], f"prompt {first + index}"
         assert result.stats.violations == []
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("first", PARTS)
 @pytest.mark.parametrize("mode", MODES)
-def test_sweep_in_batches_of_four(mode: str) -> None:
-    every = prompts()
-    for first in range(0, len(every), 4):
-        batch = every[first : first + 4]
+def test_sweep_in_batches_of_four(mode: str, first: int) -> None:
+    for begin in range(0, len(part(first)), 4):
+        batch = part(first)[begin : begin + 4]
         result = generator(mode).generate(batch, NEW_TOKENS, **CALLS.get(mode, {}))
-        expected = truths(NEW_TOKENS)[first : first + 4]
-        assert result.token_ids == expected, f"prompts from {first}"
+        expected = truths(first)[begin : begin + 4]
+        assert result.token_ids == expected, f"prompts from {first + begin}"
         assert result.stats.violations == []
 
 
 @pytest.mark.slow
-def test_sweep_of_stops_inside_accepted_runs() -> None:
+@pytest.mark.parametrize("first", PARTS)
+def test_sweep_of_stops_inside_accepted_runs(first: int) -> None:
     made = generator("eagle3")
-    for index, prompt in enumerate(prompts()[:10]):
-        right = truths(NEW_TOKENS)[index]
+    for index, prompt in enumerate(part(first)[::2]):
+        right = truths(first)[2 * index]
         for at in (3, 17, 40):
             if at >= len(right):
                 continue
