@@ -16,9 +16,10 @@ namespace {
 void MergeRowsOfLayer(Interceptor& interceptor, const std::string& layer, const at::Tensor& query,
                       const at::Tensor& key, const at::Tensor& value, const at::Tensor& prefix_out,
                       const at::Tensor& prefix_lse, const at::Tensor& query_start, double scale,
-                      const at::Tensor& out, double softcap) {
+                      const at::Tensor& out, double softcap, int64_t rows_per_request) {
   const std::optional<DeferredWrite> write = interceptor.TakeDeferred(layer);
-  MergeRows({query, key, value, prefix_out, prefix_lse, query_start, std::nullopt, scale, softcap},
+  MergeRows({query, key, value, prefix_out, prefix_lse, query_start, std::nullopt, scale, softcap,
+             rows_per_request, /*rows_ready=*/true},
             out, {}, write.has_value() ? &write->params : nullptr);
 }
 
@@ -46,8 +47,10 @@ void BindAttention(py::module_& m) {
   m.def("merge_rows_of_layer", &MergeRowsOfLayer, py::arg("interceptor"), py::arg("layer"),
         py::arg("query"), py::arg("key"), py::arg("value"), py::arg("prefix_out"),
         py::arg("prefix_lse"), py::arg("query_start"), py::arg("scale"), py::arg("out"),
-        py::arg("softcap") = 0.0,
-        "merge_rows for chains, with the layer's deferred write in the same launch.");
+        py::arg("softcap") = 0.0, py::arg("rows_per_request") = 0,
+        "merge_rows for chains, with the layer's deferred write in the same launch. On CUDA query, "
+        "key and value must have been written before the launch ahead of it, the attention to the "
+        "prefix, began.");
 }
 
 }  // namespace nwor

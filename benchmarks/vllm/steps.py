@@ -103,7 +103,7 @@ def main() -> int:
     return 0
 
 
-def parse() -> argparse.Namespace:
+def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--model", default="llama-3.1-8b", help="or stories, smollm2, a path")
     parser.add_argument("--layers", type=int, default=0, help="fewer layers than the model has")
@@ -122,7 +122,7 @@ def parse() -> argparse.Namespace:
         "--profile", action="store_true", help="for ncu.sh: one eager step per engine and rate"
     )
     parser.add_argument("--json", default="", help="write the results there, cell by cell")
-    return parser.parse_args()
+    return parser.parse_args(arguments)
 
 
 # ---- engines ----
@@ -252,10 +252,7 @@ def measure(
                 side.step_ms.append(run(side, steps))
         cells.append(summarise(sides, batch, context, rate))
     for side in sides:
-        names = list(side.engine.output_processor.request_states)
-        side.engine.abort_request(names, internal=True)
-        while side.engine.has_unfinished_requests():
-            side.engine.step()
+        drop_requests(side)
     return cells
 
 
@@ -282,6 +279,13 @@ def add_requests(side: Side, batch: int, context: int) -> None:
     begun: set[str] = set()
     while len(begun) < batch:
         begun |= {output.request_id for output in side.engine.step()}
+
+
+def drop_requests(side: Side) -> None:
+    names = list(side.engine.output_processor.request_states)
+    side.engine.abort_request(names, internal=True)
+    while side.engine.has_unfinished_requests():
+        side.engine.step()
 
 
 def set_acceptance(side: Side, rate: float) -> None:

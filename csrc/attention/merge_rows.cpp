@@ -74,6 +74,11 @@ void CheckLengths(const MergeRowsArguments& arguments, MergeRowsParams* params) 
     params->tree_mask = reinterpret_cast<const uint64_t*>(arguments.tree_mask->const_data_ptr());
     params->mask_words = static_cast<int32_t>(arguments.tree_mask->size(1));
   }
+  NWOR_CHECK(arguments.rows_per_request >= 0 && arguments.rows_per_request <= INT32_MAX &&
+                 (arguments.rows_per_request == 0 || !arguments.tree_mask.has_value()),
+             "rows_per_request: got ", arguments.rows_per_request,
+             ", expected 0, or a number of rows and no tree_mask");
+  params->rows_per_request = static_cast<int32_t>(arguments.rows_per_request);
   const at::Tensor& lse = arguments.prefix_lse;
   NWOR_CHECK(lse.defined() && lse.dim() == 2 && lse.size(0) == params->num_rows &&
                  lse.size(1) == params->num_heads && lse.scalar_type() == at::kFloat,
@@ -127,6 +132,11 @@ void MergeRows(const MergeRowsArguments& arguments, const at::Tensor& out, const
     CheckIndex(lse, "lse", at::kFloat, {params.num_rows, params.num_heads}, device);
     params.lse = static_cast<float*>(lse.mutable_data_ptr());
   }
+  // Copies that were made just now are not ready.
+  params.rows_ready = arguments.rows_ready &&
+                      readable_query.const_data_ptr() == query.const_data_ptr() &&
+                      key.const_data_ptr() == arguments.key.const_data_ptr() &&
+                      value.const_data_ptr() == arguments.value.const_data_ptr();
   params.query = readable_query.const_data_ptr();
   params.query_strides = {readable_query.stride(0), readable_query.stride(1)};
   params.prefix_out = arguments.prefix_out.const_data_ptr();

@@ -32,6 +32,14 @@ struct Packed {
   __device__ float2 pair(int i) const { return ToFloats(reinterpret_cast<const Pair*>(&words)[i]); }
 };
 
+// A launch may begin while the one ahead of it ends, see Launch: what that one wrote is there after
+// this, and every thread comes here, so that this launch does not end before it.
+__device__ void WaitForLaunchAhead() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+
 // The lanes of one head sum up.
 template <int kLanes>
 __device__ float HeadSum(float x) {
@@ -114,25 +122,19 @@ __device__ void MergeRow(const MergeRowsParams& params, int32_t row, int32_t fir
   const auto place = [&](const RowStrides& strides, int32_t of_row, int32_t of_head) {
     return of_row * strides.row + of_head * strides.head + channel;
   };
-  // What depends on the row alone is on its way before its request is known.
   Packed<Pair> query{}, prefix{};
-  if (holds) {
-    query.Load(params.query, place(params.query_strides, row, head));
-    prefix.Load(params.prefix_out, place(params.prefix_strides, row, head));
+  if (holds) query.Load(params.query, place(params.query_strides, row, head));
+  int32_t begin = row, end = row + 1;
+  if (params.rows_per_request > 0) {
+    begin -= row % params.rows_per_request;
+  } else {
+    const int32_t request = RequestOf(params, row, lane);
+    if (request >= params.num_requests) return;
+    begin = params.query_start[request];
+    if (params.tree_mask != nullptr) end = params.query_start[request + 1];
   }
-  const float prefix_lse =
-      params
-          .prefix_lse[row * params.prefix_lse_strides.row + head * params.prefix_lse_strides.head];
-  const int32_t request = RequestOf(params, row, lane);
-  if (request >= params.num_requests) return;
-  const int32_t begin = params.query_start[request];
-  const int32_t end = params.tree_mask == nullptr ? row + 1 : params.query_start[request + 1];
 
   State<Pair> state;
-  if (!isinf(prefix_lse)) {
-    state.max = prefix_lse;
-    state.Add(1.0f, prefix);
-  }
 #pragma unroll 1
   for (int32_t first = begin; first < end; first += kRowsAtOnce) {
     Packed<Pair> keys[kRowsAtOnce] = {}, values[kRowsAtOnce] = {};
@@ -161,6 +163,15 @@ __device__ void MergeRow(const MergeRowsParams& params, int32_t row, int32_t fir
     for (int j = 0; j < kRowsAtOnce; ++j) {
       if (visible >> j & 1) state.Add(expf(scores[j] - state.max), values[j]);
     }
+  }
+  if (params.rows_ready) WaitForLaunchAhead();
+  const float prefix_lse =
+      params
+          .prefix_lse[row * params.prefix_lse_strides.row + head * params.prefix_lse_strides.head];
+  if (holds) prefix.Load(params.prefix_out, place(params.prefix_strides, row, head));
+  if (!isinf(prefix_lse)) {
+    state.Rebase(prefix_lse);
+    state.Add(expf(prefix_lse - state.max), prefix);
   }
   const bool nothing = state.sum == 0.0f;
   state.Scale(nothing ? 0.0f : 1.0f / state.sum);
@@ -195,9 +206,7 @@ struct WriteShare {
 // The first write.num_blocks blocks write, K and V in turn; the others merge, one warp for some
 // query heads of a row. Neither waits for the other.
 template <typename Pair, int kLanes, bool kWrites>
-__global__ void __launch_bounds__(kThreads)
-    MergeRowsKernel(const __grid_constant__ MergeRowsParams params,
-                    const __grid_constant__ WriteShare write) {
+__device__ void DoShare(const MergeRowsParams& params, const WriteShare& write) {
   if constexpr (kWrites) {
     if (static_cast<int32_t>(blockIdx.x) < write.num_blocks) {
       const int32_t within = threadIdx.x / write.threads_per_row;
@@ -216,6 +225,15 @@ __global__ void __launch_bounds__(kThreads)
   MergeRow<Pair, kLanes>(params, row, (warp - row * warps_per_row) * (32 / kLanes));
 }
 
+template <typename Pair, int kLanes, bool kWrites>
+__global__ void __launch_bounds__(kThreads)
+    MergeRowsKernel(const __grid_constant__ MergeRowsParams params,
+                    const __grid_constant__ WriteShare write) {
+  if (!params.rows_ready) WaitForLaunchAhead();
+  DoShare<Pair, kLanes, kWrites>(params, write);
+  WaitForLaunchAhead();
+}
+
 WriteShare ShareWrite(const StageParams& params) {
   WriteShare share{};
   share.table = MakeStageTable(params, RowOp::kCopy16);
@@ -225,18 +243,40 @@ WriteShare ShareWrite(const StageParams& params) {
   return share;
 }
 
+// Whether a kernel knows how to wait for the launch ahead: code for sm_90 and later, which runs on
+// such devices only.
+bool KnowsToWait(const void* kernel) {
+  cudaFuncAttributes attributes;
+  CheckCuda(cudaFuncGetAttributes(&attributes, kernel), "merge_rows kernel's attributes");
+  return attributes.ptxVersion >= 90;
+}
+
+template <typename Pair, int kLanes, bool kWrites>
+void LaunchKernel(unsigned blocks, const MergeRowsParams& params, const WriteShare& write) {
+  const auto kernel = MergeRowsKernel<Pair, kLanes, kWrites>;
+  static const bool begins_early = KnowsToWait(reinterpret_cast<const void*>(kernel));
+  cudaLaunchAttribute early{};
+  early.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  early.val.programmaticStreamSerializationAllowed = 1;
+  cudaLaunchConfig_t config{};
+  config.gridDim = blocks;
+  config.blockDim = kThreads;
+  config.stream = static_cast<cudaStream_t>(params.stream);
+  config.attrs = &early;
+  config.numAttrs = begins_early ? 1 : 0;
+  CheckCuda(cudaLaunchKernelEx(&config, kernel, params, write), "merge_rows kernel");
+}
+
 template <typename Pair, int kLanes>
 void Launch(const MergeRowsParams& params, const WriteShare& write) {
   const int64_t warps = int64_t{params.num_rows} * WarpsPerRow<kLanes>(params);
   const auto blocks = static_cast<unsigned>((warps + kWarps - 1) / kWarps + write.num_blocks);
-  const auto stream = static_cast<cudaStream_t>(params.stream);
   if (blocks == 0) return;
   if (write.num_blocks > 0) {
-    MergeRowsKernel<Pair, kLanes, true><<<blocks, kThreads, 0, stream>>>(params, write);
+    LaunchKernel<Pair, kLanes, true>(blocks, params, write);
   } else {
-    MergeRowsKernel<Pair, kLanes, false><<<blocks, kThreads, 0, stream>>>(params, write);
+    LaunchKernel<Pair, kLanes, false>(blocks, params, write);
   }
-  CheckCuda(cudaGetLastError(), "merge_rows kernel");
 }
 
 template <typename Pair>

@@ -21,7 +21,9 @@ struct MergeRowsArguments {
   at::Tensor query_start;               // [B + 1] int32
   std::optional<at::Tensor> tree_mask;  // [T, W] int64; none: causal among the rows
   double scale = 1.0;
-  double softcap = 0.0;  // 0: none
+  double softcap = 0.0;          // 0: none
+  int64_t rows_per_request = 0;  // above 0: every request has so many, query_start is not read
+  bool rows_ready = false;       // see MergeRowsParams
 };
 
 // Writes out [T, Hq, D], which may be prefix_out, and lse [T, Hq] (natural log; may be undefined).

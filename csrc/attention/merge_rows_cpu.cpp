@@ -20,13 +20,27 @@ const T* At(const void* base, const RowStrides& strides, int64_t row, int64_t he
   return static_cast<const T*>(base) + row * strides.row + head * strides.head;
 }
 
+struct RowSpan {
+  int32_t begin, end;
+};
+
+int32_t NumRequests(const MergeRowsParams& params) {
+  const int32_t each = params.rows_per_request;
+  return each > 0 ? (params.num_rows + each - 1) / each : params.num_requests;
+}
+
+RowSpan RowsOf(const MergeRowsParams& params, int32_t request) {
+  const int32_t each = params.rows_per_request;
+  if (each > 0) return {request * each, std::min((request + 1) * each, params.num_rows)};
+  return {params.query_start[request], params.query_start[request + 1]};
+}
+
 // The rows of row `row`'s request that it sees.
-void FindVisible(const MergeRowsParams& params, int32_t request, int32_t row,
+void FindVisible(const MergeRowsParams& params, RowSpan request, int32_t row,
                  std::vector<int32_t>* visible) {
   visible->clear();
-  const int32_t begin = params.query_start[request], end = params.query_start[request + 1];
-  for (int32_t other = begin; other < end; ++other) {
-    const int32_t bit = other - begin;
+  for (int32_t other = request.begin; other < request.end; ++other) {
+    const int32_t bit = other - request.begin;
     const bool sees =
         params.tree_mask == nullptr
             ? other <= row
@@ -93,9 +107,10 @@ void MergeAs(const MergeRowsParams& params) {
   RunOnTorchThreads(1 + products / 65536, [&] {
     std::vector<int32_t> visible;
     std::vector<float> scores, total(params.head_dim);
-    for (int32_t b = next.fetch_add(1); b < params.num_requests; b = next.fetch_add(1)) {
-      for (int32_t row = params.query_start[b]; row < params.query_start[b + 1]; ++row) {
-        FindVisible(params, b, row, &visible);
+    for (int32_t b = next.fetch_add(1); b < NumRequests(params); b = next.fetch_add(1)) {
+      const RowSpan request = RowsOf(params, b);
+      for (int32_t row = request.begin; row < request.end; ++row) {
+        FindVisible(params, request, row, &visible);
         for (int32_t head = 0; head < params.num_heads; ++head) {
           MergeHead<T>(params, row, head, visible, &scores, &total);
         }

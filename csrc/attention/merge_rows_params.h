@@ -37,6 +37,13 @@ struct MergeRowsParams {
   float scale = 1.0f;
   float softcap = 0.0f;  // 0: none
 
+  // Above 0: every request has so many rows, and query_start is not read. Chains only.
+  int32_t rows_per_request = 0;
+  // CUDA: query, key and value were written before the launch ahead of this one began, so that they
+  // may be read while it still runs. What that launch reads is not written by this one before it
+  // has ended, except for caches and staging of the rows in flight.
+  bool rows_ready = false;
+
   int32_t num_requests = 0;  // B
   int32_t num_rows = 0;      // T
   int32_t num_heads = 0;     // Hq

@@ -65,14 +65,16 @@ struct CommitParams {
   int32_t* tips =
       nullptr;  // [B] last committed staging row of an earlier chunk, -1 = root; updated
 
-  const int64_t* round_status = nullptr;  // faults of the round's writes; nonzero code refuses
-  const int64_t* agreement = nullptr;     // [2] max over ranks of digest and of ~digest, or null
-  int64_t* status = nullptr;              // int64[8], written by every commit
-  int64_t* counters = nullptr;            // int64[kNumCommitCounters] added to, or null
-  int64_t bytes_per_token = 0;            // over all layers, for the counters
-  int64_t closing_tokens = -1;  // >= 0: this commit ends a round that staged so many tokens
-  CommitSummaries summaries;    // completed in the same launch; REQUIRES: one group
-  CommitTail tail;              // fed in the same launch; REQUIRES: one group
+  int64_t* round_status = nullptr;     // faults of the round's writes; nonzero code refuses
+  const int64_t* agreement = nullptr;  // [2] max over ranks of digest and of ~digest, or null
+  int64_t* status = nullptr;           // int64[8], written by every commit
+  int64_t* counters = nullptr;         // int64[kNumCommitCounters] added to, or null
+  int64_t bytes_per_token = 0;         // over all layers, for the counters
+  // >= 0: this commit ends a round that staged so many tokens. On CUDA it then leaves tips and
+  // round_status as the next round wants them, -1 and 0, so that beginning one is no launch.
+  int64_t closing_tokens = -1;
+  CommitSummaries summaries;  // completed in the same launch; REQUIRES: one group
+  CommitTail tail;            // fed in the same launch; REQUIRES: one group
   // CUDA: one zeroed word, left zero. Needed when publishing must wait for every block: with tips,
   // or when status and round_status are one; may be null otherwise.
   uint32_t* ticket = nullptr;

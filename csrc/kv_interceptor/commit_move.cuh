@@ -172,6 +172,19 @@ __device__ inline void WriteStatus(const BatchTable& batch, const CommitVerdict&
   }
 }
 
+// Leaves nothing of the round behind. One warp of the grid, after every block has its verdict and
+// the fault has been described.
+__device__ inline void ClearRound(const BatchTable& batch, uint32_t lane) {
+  __syncwarp();
+  if (batch.round_status != nullptr && lane < kNumStatusWords) batch.round_status[lane] = 0;
+  if (batch.tips == nullptr) return;
+  const int32_t num_requests = batch.num_positions / batch.positions_per_request;
+#pragma unroll 1
+  for (int32_t request = static_cast<int32_t>(lane); request < num_requests; request += 32) {
+    batch.tips[request] = -1;
+  }
+}
+
 // Tells the host and the next chunk. One warp of the grid, after every block has its verdict.
 __device__ __noinline__ void Publish(const BatchTable& batch, const BatchVerdict& found) {
   const uint32_t lane = threadIdx.x % 32;
@@ -180,6 +193,7 @@ __device__ __noinline__ void Publish(const BatchTable& batch, const BatchVerdict
   if (lane == 0) {
     WriteStatus(batch, Describe(batch, found.fault), ok, num_tokens);
   }
+  if (batch.closing_tokens >= 0) return ClearRound(batch, lane);
   if (batch.tips == nullptr || !ok) return;
   const int32_t num_requests = batch.num_positions / batch.positions_per_request;
 #pragma unroll 1
@@ -201,6 +215,7 @@ __device__ void Announce(const BatchTable& batch, const Tail& tail, const BatchV
     if (threadIdx.x % 32 == 0) {
       WriteStatus(batch, DescribeTailFault(batch, tail, found.fault), /*ok=*/false, 0);
     }
+    if (batch.closing_tokens >= 0) ClearRound(batch, threadIdx.x % 32);
   } else {
     Publish(batch, found);
     if (found.fault == kNoFault) PublishHeld(batch, tail);

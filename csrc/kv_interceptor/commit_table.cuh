@@ -34,7 +34,7 @@ struct BatchTable {
   const int32_t* request_rows;
   const int32_t* parents;
   int32_t* tips;
-  const int64_t* round_status;
+  int64_t* round_status;
   const int64_t* agreement;
   int64_t* status;
   int64_t* counters;

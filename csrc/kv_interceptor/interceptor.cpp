@@ -76,20 +76,26 @@ Decision Interceptor::Begin(const RoundPlan& plan, bool capture) {
   if (graph_rows > 0 && (!impl.fixed_tables.defined() || impl.fixed_tables.device() != device)) {
     impl.fixed_tables = at::empty({RoundTables::FixedWords(graph_rows)}, on_device.dtype(at::kInt));
     impl.round_status = at::zeros({kNumStatusWords}, on_device.dtype(at::kLong));
+    impl.left_clean = false;
   }
-  impl.rows = RoundTables(plan, decision.stage, device, impl.fixed_tables, graph_rows);
-  impl.plan = plan;
-  impl.staging = decision.stage;
+  const bool like_the_last = impl.left_clean && decision.stage == impl.staging &&
+                             impl.rows.in_place() && plan == impl.plan;
+  if (!like_the_last) {
+    impl.rows = RoundTables(plan, decision.stage, device, impl.fixed_tables, graph_rows);
+    impl.plan = plan;
+    impl.staging = decision.stage;
+  }
   if (decision.stage) {
     for (const CacheGroup& group : impl.table.groups()) {
       if (group.staging != nullptr) group.staging->BeginRound(num_drafts);
     }
     if (graph_rows > 0) {
-      impl.round_status.zero_();
+      if (!impl.left_clean) impl.round_status.zero_();
     } else {
       impl.round_status = at::zeros({kNumStatusWords}, on_device.dtype(at::kLong));
     }
   }
+  impl.left_clean = false;
   for (BoundLayer& layer : impl.table.layers()) layer.round = LayerRound::kSilent;
   impl.counts_on_device = impl.settled_on_device = false;
   impl.round_open = true;

@@ -1,3 +1,4 @@
+#include <ATen/ops/empty.h>
 #include <ATen/ops/full.h>
 #include <ATen/ops/zeros.h>
 #include <c10/core/DeviceGuard.h>
@@ -54,7 +55,10 @@ Receipt Interceptor::Commit(const at::Tensor& path, const at::Tensor& counts,
 
   Receipt receipt;
   receipt.epoch = impl.epoch;
-  receipt.status = at::zeros({kNumStatusWords}, at::dtype(at::kLong).device(device));
+  const auto words = at::dtype(at::kLong).device(device);
+  // A commit on a GPU writes all of it.
+  receipt.status = impl.staging && device.is_cuda() ? at::empty({kNumStatusWords}, words)
+                                                    : at::zeros({kNumStatusWords}, words);
   impl.DoDeferred();
   if (impl.staging) {
     const c10::DeviceGuard guard(device);
@@ -95,7 +99,7 @@ CommitParams Interceptor::Impl::DescribeCommit(const CommitCall& call, at::Tenso
   params.request_rows = rows.request_rows();
   params.parents = rows.parents();
   params.tips = rows.tips();
-  params.round_status = static_cast<const int64_t*>(round_status.const_data_ptr());
+  params.round_status = static_cast<int64_t*>(round_status.mutable_data_ptr());
   params.status = static_cast<int64_t*>(status.mutable_data_ptr());
   params.bytes_per_token = table.staged_bytes_per_token();
   params.stream = CurrentStream(table.device());
@@ -141,6 +145,7 @@ void Interceptor::Impl::Commit(const CommitCall& call, Receipt* receipt) {
   }
   if (incomplete) {
     receipt->degraded = BypassReason::kIncompleteStaging;
+    receipt->status.zero_();
     receipt->status[kStatusCode].fill_(static_cast<int64_t>(CommitError::kIncompleteStaging));
     receipt->problem = books.Report(BypassReason::kIncompleteStaging, detail);
   } else if (table.device().is_cpu()) {
@@ -192,6 +197,7 @@ void Interceptor::Impl::CommitOnCuda(CommitParams& params, bool last) {
   LaunchCommit(params);
   counts_on_device = true;
   settled_on_device = last;
+  left_clean = last && config.graph_rows > 0 && params.num_requests == rows.num_requests();
 #endif
 }
 

@@ -38,6 +38,9 @@ struct Interceptor::Impl {
   bool counts_on_device = false;
   bool capturing = false;
   at::Tensor fixed_tables;  // with graph_rows: where every round's tables stand
+  // On CUDA, with graph_rows: whether the last commit has left round_status and tips as a round
+  // finds them, so that a round like the last one finds its tables, too.
+  bool left_clean = false;
   bool settled_on_device = false;
   CacheWriter* writer = &PlainCacheWriter();
   InterceptorObserver* observer = nullptr;

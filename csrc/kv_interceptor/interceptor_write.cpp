@@ -147,6 +147,7 @@ Outcome Interceptor::Impl::WriteLayer(BoundLayer& layer, const WriteCall& call) 
     params.num_staging_rows = config.graph_rows > 0
                                   ? static_cast<int32_t>(staging_buffer.capacity_rows())
                                   : rows.num_staging_rows();
+    params.records = staging_buffer.ReplacesSlots(!call.rows.has_value());
     params.group_slots = static_cast<int64_t*>(staging_buffer.slots().mutable_data_ptr());
     params.status = static_cast<int64_t*>(round_status.mutable_data_ptr());
   }
@@ -166,8 +167,8 @@ Outcome Interceptor::Impl::WriteLayer(BoundLayer& layer, const WriteCall& call) 
       num_direct -= chosen.stage_rows[i] < 0 && params.slot_mapping[i] < 0 ? 1 : 0;
     }
   }
-  // A second write of the layer must not overtake the first.
-  if (deferred.contains(layer.name)) DoDeferred();
+  // A second write of the layer must not overtake the first, nor any the one that records slots.
+  DoDeferred();
   if (defer) {
     deferred.emplace(layer.name, DeferredWrite{params, key, value, slot_mapping});
   } else {

@@ -72,15 +72,15 @@ RoundTables::RoundTables(const RoundPlan& plan, bool stage, at::Device device,
     }
     request_rows.push_back(num_staging_rows_);
   }
-  const bool in_place = num_rows() <= fixed_rows && num_requests_ <= fixed_rows;
-  table_rows_ = in_place ? fixed_rows : num_rows();
+  in_place_ = num_rows() <= fixed_rows && num_requests_ <= fixed_rows;
+  table_rows_ = in_place_ ? fixed_rows : num_rows();
   std::vector<int32_t> tables = stage_rows_;
   tables.resize(table_rows_, -1);
   tables.insert(tables.end(), row_base.begin(), row_base.end());
   tables.insert(tables.end(), request_rows.begin(), request_rows.end());
   tables.insert(tables.end(), parents.begin(), parents.end());
   tables.insert(tables.end(), num_requests_, -1);  // tips
-  if (in_place) {
+  if (in_place_) {
     // Ordered after the kernels of the round before, which read what is overwritten here.
     device_ = fixed.narrow(0, 0, static_cast<int64_t>(tables.size()));
     device_.copy_(ToHost(tables, device.is_cuda()), /*non_blocking=*/true);

@@ -30,6 +30,9 @@ class NWOR_EXPORT RoundTables {
   int32_t num_requests() const { return num_requests_; }
   int32_t num_rows() const { return static_cast<int32_t>(stage_rows_.size()); }
   int32_t num_staging_rows() const { return num_staging_rows_; }
+  bool in_place() const {
+    return in_place_;
+  }  // in `fixed`, where the next round's may overwrite it
 
   // On the caches' device.
   const int32_t* device_stage_rows() const { return At(0); }                          // [T]
@@ -46,6 +49,7 @@ class NWOR_EXPORT RoundTables {
   std::vector<int32_t> stage_rows_;
   int32_t num_requests_ = 0;
   int32_t num_staging_rows_ = 0;
+  bool in_place_ = false;
   int64_t table_rows_ = 0;  // entries of the first table, at least num_rows()
   at::Tensor device_;       // all tables one after another, int32
 };

@@ -16,6 +16,8 @@ struct RoundPlan {
   // A parent comes before its child. Empty: chains, each row the child of the one before it.
   std::vector<std::vector<int32_t>> parents;
 
+  bool operator==(const RoundPlan&) const = default;
+
   int64_t num_rows() const {
     return std::accumulate(query_lens.begin(), query_lens.end(), int64_t{0});
   }

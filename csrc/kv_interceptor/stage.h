@@ -36,6 +36,7 @@ struct StageParams {
   // [M] one slot buffer for all layers of the group, or null: the first layer that brings a staging
   // row records its slot where kNoSlot stood, a later one must bring the same (kSlotMismatch).
   int64_t* group_slots = nullptr;
+  bool records = false;       // what stands in group_slots is of an earlier round: overwrite it
   int64_t* status = nullptr;  // int64[8] (commit_error.h) or null: the first fault of the round
 
   StreamHandle stream = nullptr;

@@ -27,7 +27,7 @@ RowFault CheckRow(const StageParams& params, int32_t row) {
   if (stage_row < -1 || stage_row >= params.num_staging_rows) {
     return {CommitError::kPathRange, stage_row};
   }
-  if (params.group_slots != nullptr && stage_row >= 0) {
+  if (params.group_slots != nullptr && !params.records && stage_row >= 0) {
     const int64_t recorded = params.group_slots[stage_row];
     if (recorded != kNoSlot && recorded != slot) return {CommitError::kSlotMismatch, slot};
   }

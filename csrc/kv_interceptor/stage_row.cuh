@@ -23,6 +23,7 @@ struct StageTable {
   const int64_t* slot_mapping;
   const int32_t* stage_rows;
   int64_t* group_slots;
+  bool records;
   int64_t* status;
   int32_t num_rows;
   int32_t num_staging_rows;
@@ -46,7 +47,7 @@ __device__ inline RowFault CheckRanges(const StageTable& table, int64_t slot, in
 // True when another layer brought this staging row with another slot. Whether the row's own thread
 // has recorded the slot yet makes no difference.
 __device__ inline bool Mismatch(const StageTable& table, int64_t slot, int32_t stage_row) {
-  if (table.group_slots == nullptr || stage_row < 0) return false;
+  if (table.group_slots == nullptr || table.records || stage_row < 0) return false;
   const int64_t recorded = table.group_slots[stage_row];
   return recorded != kNoSlot && recorded != slot;
 }
@@ -160,6 +161,7 @@ inline StageTable MakeStageTable(const StageParams& params, RowOp op) {
   table.slot_mapping = params.slot_mapping;
   table.stage_rows = params.stage_rows;
   table.group_slots = params.group_slots;
+  table.records = params.records;
   table.status = params.status;
   table.num_rows = params.num_rows;
   table.num_staging_rows = params.num_staging_rows;

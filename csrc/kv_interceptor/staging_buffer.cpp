@@ -3,6 +3,7 @@
 #include <ATen/ops/empty.h>
 
 #include <algorithm>
+#include <utility>
 
 #include "check.h"
 
@@ -45,9 +46,17 @@ void StagingBuffer::BeginRound(int64_t num_rows) {
   NWOR_CHECK(num_rows <= capacity_rows_, "num_rows: got ", num_rows, ", expected at most ",
              capacity_rows_, " (reserved)");
   round_rows_ = num_rows;
-  slots_.fill_(kNoSlot);
+  slots_are_old_ = true;
   for (auto& layer : staged_) layer.assign(num_rows, false);
   std::fill(num_staged_.begin(), num_staged_.end(), 0);
+}
+
+bool StagingBuffer::ReplacesSlots(bool brings_every_row) {
+  const bool old = std::exchange(slots_are_old_, false);
+  // On a GPU filling is a launch, which a step of few microseconds feels.
+  const bool replaces = old && brings_every_row && device_.is_cuda();
+  if (old && !replaces) slots_.fill_(kNoSlot);
+  return replaces;
 }
 
 int64_t StagingBuffer::MarkStaged(int layer, const std::vector<int32_t>& rows) {

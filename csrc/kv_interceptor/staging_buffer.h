@@ -34,6 +34,10 @@ class NWOR_EXPORT StagingBuffer {
   // the epoch check catches, not a crash.
   void BeginRound(int64_t num_rows);
 
+  // Asked before a write of the round. True: slots of the last round still stand there, and the
+  // write, which brings every row, replaces them. Otherwise they are gone by now.
+  bool ReplacesSlots(bool brings_every_row);
+
   // Notes that `layer` staged these rows; returns how many it had not staged yet in this round.
   int64_t MarkStaged(int layer, const std::vector<int32_t>& rows);
 
@@ -46,7 +50,8 @@ class NWOR_EXPORT StagingBuffer {
 
   const at::Tensor& keys() const { return keys_; }  // [L, M, H, D]
   const at::Tensor& values() const { return values_; }
-  const at::Tensor& slots() const { return slots_; }  // [M] int64, kNoSlot until a layer records it
+  // [M] int64, kNoSlot until a layer records it; before the round's first write those of the last.
+  const at::Tensor& slots() const { return slots_; }
   int num_layers() const { return num_layers_; }
   int64_t capacity_rows() const { return capacity_rows_; }
   int64_t round_rows() const { return round_rows_; }
@@ -65,6 +70,7 @@ class NWOR_EXPORT StagingBuffer {
   int64_t capacity_rows_ = 0;
   int64_t round_rows_ = 0;
   at::Tensor keys_, values_, slots_;
+  bool slots_are_old_ = true;
   std::vector<std::vector<bool>> staged_;  // [layer][row]
   std::vector<int64_t> num_staged_;        // [layer]
 };

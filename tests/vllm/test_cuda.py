@@ -13,7 +13,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from engines import drive, greedy, own_engine, start, story_prompts
+from configs import HYBRID, MTP, WINDOW
+from engines import NGRAM, drive, greedy, own_engine, start, story_prompts
 from engines import stats as own_stats
 
 from nwor_specpv.models import smollm2, stories
@@ -94,6 +95,38 @@ def test_v1_in_full_graphs_is_what_direct_writes_give() -> None:
     share = alike(runs["staged"], theirs)
     print(f"tokens like vLLM's own before the first difference: {share:.2f}")
     assert share > 0.3
+
+
+# ---- windows, and models that predict further tokens themselves ----
+
+
+@pytest.mark.parametrize("kind", ["window", "hybrid"])
+def test_windows_are_what_direct_writes_give(tmp_path: Path, kind: str) -> None:
+    """Made-up weights in full graphs, requests with and without drafts in one step."""
+    config = {"window": WINDOW, "hybrid": HYBRID}[kind] | {"torch_dtype": "bfloat16"}
+    model = {"model": str(write_config(tmp_path, config)), "load_format": "dummy"}
+    runs = []
+    for nwor in (DIRECT, STRICT):
+        llm = begin(nwor, **model, skip_tokenizer_init=True, **GRAPHS)
+        story = drive(llm, story_prompts(6), greedy(60), arrivals=[0, 0, 3, 3, 9, 30])
+        runs.append(story.tokens)
+    stats = own_stats()
+    assert runs[0] == runs[1]
+    assert stats["staged_tokens"] == stats["committed_tokens"] + stats["rejected_tokens"] > 0
+    assert stats["fallbacks"] == {}
+    assert stats["groups"] == (2 if kind == "hybrid" else 1)
+
+
+def test_mtp_keeps_the_contract(tmp_path: Path) -> None:
+    model = {"model": str(write_config(tmp_path, MTP | {"torch_dtype": "bfloat16"}))}
+    model |= {"load_format": "dummy", "skip_tokenizer_init": True}
+    speculation = {"method": "mtp", "num_speculative_tokens": 1}
+    llm = begin(CHECKED, speculation=speculation, enforce_eager=True, **model)
+    drive(llm, story_prompts(6), greedy(40), arrivals=[0, 1, 3, 3, 7, 12])
+    assert own_stats()["staged_tokens"] > 0
+    assert own_stats()["fallbacks"] == {}
+    assert own_engine().violations == []
+    assert len(own_engine()._bound) == MTP["num_hidden_layers"]
 
 
 # ---- dummy weights at a real model's shapes, EAGLE3 and the V2 runner ----
@@ -194,16 +227,32 @@ CHATS = (
 )
 
 
-def test_smollm2_gives_vllms_logits() -> None:
-    """bfloat16, full graphs, n-grams: log-probabilities (float32) up to the first other token."""
+def drafters(folder: Path) -> dict[str, dict]:
+    """N-grams, for model runner V1, and an EAGLE3 head of made-up weights, for V2."""
+    config = json.loads((Path(smollm2("bfloat16")) / "config.json").read_text())
+    head = {"architectures": ["LlamaForCausalLMEagle3"], "num_hidden_layers": 1}
+    head |= {"draft_vocab_size": config["vocab_size"], "tie_word_embeddings": False}
+    made_up = {"method": "eagle3", "model": str(write_config(folder, config | head))}
+    made_up |= {"num_speculative_tokens": 3, "draft_load_config": {"load_format": "dummy"}}
+    return {"ngram": NGRAM, "eagle3": made_up}
+
+
+@pytest.mark.parametrize("method", ["ngram", "eagle3"])
+def test_smollm2_gives_vllms_logits(tmp_path: Path, method: str) -> None:
+    """bfloat16, full graphs: log-probabilities (float32) up to the first other token."""
     turn = "<|im_start|>user\n{}<|im_end|>\n<|im_start|>assistant\n"
     prompts = [turn.format(chat) for chat in CHATS]
+    speculation = drafters(tmp_path)[method]
     sides = []
     for backend, nwor in (("FLASH_ATTN", {"enable_nwor": False}), ("CUSTOM", STRICT)):
-        llm = begin(nwor, model=str(smollm2("bfloat16")), attention_backend=backend, **GRAPHS)
+        model = {"model": str(smollm2("bfloat16")), "attention_backend": backend}
+        llm = begin(nwor, speculation=speculation, **model, **GRAPHS)
         outputs = llm.generate(prompts, greedy(96, logprobs=1), use_tqdm=False)
         sides.append([output.outputs[0] for output in outputs])
-    check_books(graphs=True)
+    assert hasattr(own_engine().runner, "input_batch") is (method == "ngram")
+    assert own_engine().num_replays > 0
+    assert own_stats()["rejected_tokens"] > 0
+    assert own_stats()["fallbacks"] == {}
     differences, same = [], 0
     for theirs, ours in zip(*sides, strict=True):
         for index, (wanted, got) in enumerate(zip(theirs.token_ids, ours.token_ids, strict=True)):
@@ -213,8 +262,9 @@ def test_smollm2_gives_vllms_logits() -> None:
             chosen = theirs.logprobs[index][wanted].logprob, ours.logprobs[index][got].logprob
             differences.append(abs(chosen[0] - chosen[1]))
     mean = sum(differences) / len(differences)
-    print(f"{same} of {96 * len(CHATS)} tokens before the first other one; log-probabilities "
-          f"differ by {mean:.5f} on average, {max(differences):.5f} at most")  # fmt: skip
+    most = max(differences)
+    print(f"{method}: {same} of {96 * len(CHATS)} tokens before the first other one; "
+          f"log-probabilities differ by {mean:.5f} on average, {most:.5f} at most")  # fmt: skip
     assert same > 96
     assert mean < 0.02
-    assert max(differences) < 0.3
+    assert most < 0.3

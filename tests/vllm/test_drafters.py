@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from configs import MTP
 from engines import STAGED, STOCK, drive, greedy, own_engine, start, story_prompts
 from engines import stats as own_stats
 from safetensors.torch import save_file
@@ -47,6 +48,22 @@ def test_layers_of_a_head_are_never_staged(tmp_path: Path, method: str) -> None:
     assert ours == set(engine._bound)
     assert stats["staged_tokens"] == stats["committed_tokens"] + stats["rejected_tokens"] > 0
     assert stats["rejected_tokens"] > stats["committed_tokens"]
+    assert engine.violations == []
+
+
+@pytest.mark.slow
+def test_a_model_that_predicts_further_tokens_itself(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(MTP))
+    model = {"model": str(tmp_path), "load_format": "dummy", "skip_tokenizer_init": True}
+    speculation = {"method": "mtp", "num_speculative_tokens": 1}
+    found = []
+    for nwor in (STOCK, STAGED):
+        llm = start(nwor, speculation=speculation, **model)
+        found.append(drive(llm, story_prompts(6), greedy(MAX_TOKENS)).tokens)
+    assert found[0] == found[1]
+    engine, stats = own_engine(), own_stats()
+    assert len(engine._bound) == MTP["num_hidden_layers"] == len(engine.layers) - 1
+    assert stats["staged_tokens"] == stats["committed_tokens"] + stats["rejected_tokens"] > 0
     assert engine.violations == []
 
 

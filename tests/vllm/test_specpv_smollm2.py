@@ -104,6 +104,20 @@ def test_prefix_hits(expected: list) -> None:
     assert counted(llm, "vllm:prefix_cache_hits") > 0
 
 
+def test_preempted(expected: list) -> None:
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(str(smollm2("float32")))
+    texts = prompts()[:3]
+    # Room for every prompt and little more: all are admitted, and they cannot all grow.
+    blocks = sum(-(-len(tokenizer(text).input_ids) // 16) for text in texts)
+    llm = start(VIEW, speculation=SPECULATION, **options(num_gpu_blocks_override=blocks + 4))
+    story = drive(llm, texts, greedy(MAX_TOKENS))
+    assert [story.tokens[str(i)] for i in range(3)] == expected[:3]
+    assert counted(llm, "vllm:num_preemptions") > 0
+    assert own_engine().violations == []
+
+
 def test_compiled_models_draft_too(expected: list) -> None:
     llm = start(VIEW, speculation=SPECULATION, **options(enforce_eager=False))
     story = drive(llm, prompts()[2:], greedy(24))

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from configs import HYBRID, WINDOW
 from engines import (
     DIRECT,
     STAGED,
@@ -137,37 +138,6 @@ def test_the_cache_holds_what_direct_writes_put_there_and_no_rejected_row() -> N
     # The same slots in every layer: rejected, and not yet reached by a later token.
     (slots,) = left_out
     assert 0 < len(slots) <= stats["rejected_tokens"]
-
-
-HYBRID = {
-    "architectures": ["Gemma2ForCausalLM"],
-    "model_type": "gemma2",
-    "hidden_activation": "gelu_pytorch_tanh",
-    "layer_types": ["sliding_attention", "full_attention"] * 2,
-    "sliding_window": 32,
-    "query_pre_attn_scalar": 32,
-    "attn_logit_softcapping": 50.0,
-    "final_logit_softcapping": 30.0,
-    "vocab_size": 512,
-    "hidden_size": 64,
-    "intermediate_size": 128,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 32,
-    "max_position_embeddings": 512,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-    "pad_token_id": 0,
-    "torch_dtype": "float32",
-}
-WINDOW = HYBRID | {
-    "architectures": ["MistralForCausalLM"],
-    "model_type": "mistral",
-    "hidden_act": "silu",
-    "layer_types": ["sliding_attention"] * 4,
-    "sliding_window": 24,
-}
 
 
 @pytest.mark.parametrize(

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from vllm import envs
 from vllm.utils.torch_utils import canonicalize_singleton_dim_strides
 from vllm.v1.attention.backend import AttentionCGSupport, CommonAttentionMetadata
 from vllm.v1.attention.backends.flash_attn import (
@@ -26,6 +27,7 @@ from vllm.v1.attention.backends.flash_attn import (
     FlashAttentionMetadata,
     FlashAttentionMetadataBuilder,
     flash_attn_varlen_func,
+    get_scheduler_metadata,
 )
 
 from nwor_specpv import _C, PartialView, cache_views, verify_attention, verify_plan
@@ -39,16 +41,26 @@ from .specpv.refresh import RefreshStep
 
 
 @dataclass
+class PrefixSchedule:
+    """How FlashAttention-3 shares out the attention of verifying rows to what is committed."""
+
+    max_prefix: int
+    max_splits: int  # 0: as FlashAttention likes
+    metadata: torch.Tensor | None  # None: FlashAttention plans in every layer
+
+
+@dataclass
 class VerifyPart:
     """The requests at the front of the batch, which verify drafts."""
 
     num_rows: int
     max_rows: int  # of one request
+    uniform: bool  # so many rows has every request, but for those that only fill the batch up
     block_table: torch.Tensor  # [B, pages]
     prefix_lens: torch.Tensor  # [B] int32
     query_start: torch.Tensor  # [B + 1] int32
     plan: torch.Tensor | None = None  # for our attention, where a layer of the group needs it
-    prefix: FlashAttentionMetadata | None = None  # for FlashAttention over the prefix, likewise
+    prefix: PrefixSchedule | None = None  # for FlashAttention over the prefix, likewise
     refresh: RefreshStep | None = None
 
 
@@ -114,6 +126,26 @@ class NworFlashMetadataBuilder(FlashAttentionMetadataBuilder):
         limit = max(vllm_config.scheduler_config.max_num_seqs, self.max_cudagraph_size or 0)
         self._prefix_lens = torch.zeros(limit, dtype=torch.int32, device=device)
         self._plans: dict[tuple[int, int, int, bool], torch.Tensor] = {}
+        # Where graphs find the schedule of prefixes; vLLM's own is that of the requests behind.
+        self._schedules = self.aot_schedule
+        self._schedule = (
+            torch.zeros_like(self.scheduler_metadata)
+            if self.use_full_cuda_graph and self.aot_schedule
+            else None
+        )
+        self._scheduled = 0  # words of it in use
+        self._find_window(vllm_config)
+
+    def _find_window(self, vllm_config: Any) -> None:
+        """What vLLM's builder finds at its first build, if that schedules; ours need not."""
+        layers = vllm_config.compilation_config.static_forward_context.values()
+        impls = [getattr(layer, "impl", None) for layer in layers]
+        windows = {i.sliding_window for i in impls if isinstance(i, FlashAttentionImpl)}
+        self.aot_sliding_window = (-1, -1)
+        if len(windows) == 1:
+            self.aot_sliding_window = windows.pop() or (-1, -1)
+        elif windows:
+            self.aot_schedule = False
 
     def build(
         self,
@@ -159,7 +191,7 @@ class NworFlashMetadataBuilder(FlashAttentionMetadataBuilder):
         if count < real:
             num_rows = sum(lens[:count])
             rest = super().build(0, self._behind(common, count, num_rows, max(lens[count:])))
-        verify = self._verify_part(common, count, num_rows, max(lens[:count]))
+        verify = self._verify_part(common, lens[:count], num_rows)
         if self._engine.refresh is not None:
             verify.refresh = self._engine.refresh.step(
                 self._own, lens[:count], drafts[:count], common, verify.prefix_lens, capture=capture
@@ -167,9 +199,7 @@ class NworFlashMetadataBuilder(FlashAttentionMetadataBuilder):
         if self._plans_ours:
             self._plan(verify)
         if self._plans_flash:
-            # vLLM keeps one schedule per builder: requests behind have it.
-            before = self._before(common, count, verify)
-            verify.prefix = super().build(0, before, fast_build=rest is not None)
+            verify.prefix = self._prefix_schedule(common, verify)
         return NworFlashMetadata(**vars(metadata), verify=verify, rest=rest)
 
     def _behind(
@@ -188,28 +218,49 @@ class NworFlashMetadataBuilder(FlashAttentionMetadataBuilder):
         )
 
     def _verify_part(
-        self, common: CommonAttentionMetadata, count: int, num_rows: int, max_rows: int
+        self, common: CommonAttentionMetadata, lens: list[int], num_rows: int
     ) -> VerifyPart:
+        count, max_rows = len(lens), max(lens)
         start = common.query_start_loc[: count + 1]
         prefix = self._prefix_lens[:count]
-        torch.sub(common.seq_lens[:count], start[1:], out=prefix).add_(start[:-1])
+        if min(lens) == max_rows:  # every launch here is felt in a short step
+            torch.sub(common.seq_lens[:count], max_rows, out=prefix)
+        else:
+            torch.sub(common.seq_lens[:count], start[1:], out=prefix).add_(start[:-1])
+        uniform = all(length in (0, max_rows) for length in lens)
         block_table = common.block_table_tensor[:count]
-        return VerifyPart(num_rows, max_rows, block_table, prefix, start)
+        return VerifyPart(num_rows, max_rows, uniform, block_table, prefix, start)
 
-    def _before(
-        self, common: CommonAttentionMetadata, count: int, part: VerifyPart
-    ) -> CommonAttentionMetadata:
-        """The first `count` requests with their prefixes alone, which every row sees in whole."""
-        return common.replace(
-            query_start_loc=part.query_start,
-            query_start_loc_cpu=common.query_start_loc_cpu[: count + 1],
-            seq_lens=part.prefix_lens,
-            num_reqs=count,
-            num_actual_tokens=part.num_rows,
-            max_query_len=part.max_rows,
-            block_table_tensor=part.block_table,
+    def _prefix_schedule(self, common: CommonAttentionMetadata, part: VerifyPart) -> PrefixSchedule:
+        """As vLLM's builder makes one, for prefixes alone, which every row sees in whole."""
+        in_graph = self.use_full_cuda_graph and part.num_rows <= (self.max_cudagraph_size or 0)
+        splits = self.max_num_splits if in_graph else 0
+        if envs.VLLM_BATCH_INVARIANT:
+            return PrefixSchedule(common.max_seq_len, 1, None)
+        if not self._schedules:
+            return PrefixSchedule(common.max_seq_len, splits, None)
+        count = part.prefix_lens.shape[0]
+        made = get_scheduler_metadata(
+            batch_size=count,
+            max_seqlen_q=part.max_rows,
+            max_seqlen_k=common.max_seq_len,
+            num_heads_q=self.num_heads_q,
+            num_heads_kv=self.num_heads_kv,
+            headdim=self.headdim,
+            cache_seqlens=part.prefix_lens,
+            qkv_dtype=self.kv_cache_dtype,
+            cu_seqlens_q=part.query_start,
+            page_size=self.block_size,
             causal=False,
+            num_splits=splits,
         )
+        if self._schedule is not None:
+            size = made.shape[0]
+            self._schedule[:size] = made
+            if size < self._scheduled:  # nothing of a larger batch may stand behind
+                self._schedule[size : self._scheduled] = 0
+            self._scheduled, made = size, self._schedule[:size]
+        return PrefixSchedule(common.max_seq_len, splits, made)
 
     def _plan(self, part: VerifyPart) -> None:
         """Plans the step's work once for all layers, in the buffer of its shape."""
@@ -342,14 +393,14 @@ class NworFlashImpl(TargetLayer, FlashAttentionImpl):
             cu_seqlens_q=part.query_start,
             max_seqlen_q=part.max_rows,
             seqused_k=part.prefix_lens,
-            max_seqlen_k=prefix.max_seq_len,
+            max_seqlen_k=prefix.max_prefix,
             softmax_scale=self.scale,
             causal=False,
             block_table=part.block_table,
             softcap=self.logits_soft_cap,
             return_softmax_lse=True,
-            scheduler_metadata=prefix.scheduler_metadata,
-            num_splits=prefix.max_num_splits,
+            scheduler_metadata=prefix.metadata,
+            num_splits=prefix.max_splits,
             fa_version=self.vllm_flash_attn_version,
         )
         _C.merge_rows_of_layer(
@@ -364,4 +415,5 @@ class NworFlashImpl(TargetLayer, FlashAttentionImpl):
             self.scale,
             output,
             softcap=self.logits_soft_cap,
+            rows_per_request=part.max_rows if part.uniform else 0,
         )

@@ -87,6 +87,7 @@ class Engine:
         self._bound: dict[str, int] = {}  # layer -> address of its cache
         self._runner: Callable[[], Any] = lambda: None
         self._step: Step | None = None
+        self._rows: tuple[Any, torch.Tensor, torch.Tensor] | None = None  # of the last step
         self._mail = StatusMail()
         self._max_requests = vllm_config.scheduler_config.max_num_seqs
         self._max_graph_rows = vllm_config.compilation_config.max_cudagraph_capture_size or 0
@@ -239,9 +240,18 @@ class Engine:
             self.checker.snapshot()
         plan = RoundPlan(lens, drafts)
         staged = interceptor.begin(plan, capture).stage
-        counts, path = _on_device(*rows.draft_rows(lens, drafts), slot_mapping.device)
+        counts, path = self._rows_on_device(lens, drafts, slot_mapping.device)
         self._step = Step(plan, staged, capture, counts, path, {group}, {group: slot_mapping})
         self._step.may_defer = may_defer and self.checker is None
+
+    def _rows_on_device(
+        self, lens: list[int], drafts: list[int], device: torch.device
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Numbers of drafts and their rows; steps like the last one share what it had."""
+        key = (lens, drafts, device)
+        if self._rows is None or self._rows[0] != key:
+            self._rows = (key, *_on_device(*rows.draft_rows(lens, drafts), device))
+        return self._rows[1:]
 
     def write(
         self,
@@ -386,24 +396,32 @@ class StatusMail:
 
     def __init__(self) -> None:
         self._words: torch.Tensor | None = None
+        self._status: torch.Tensor | None = None  # on its way; None: nothing is
+        self._committed: torch.cuda.Event | None = None
         self._arrived: torch.cuda.Event | None = None
+        self._aside: torch.cuda.Stream | None = None  # a copy would hold up the step's kernels
 
     def post(self, receipt: Any) -> None:
         """Sends for the status of this commit, after looking at the last one's."""
         self.check()
-        if self._arrived is not None:  # the last one is still on its way: it is waited for here
+        if self._status is not None:  # the last one is still on its way: it is waited for here
             self._arrived.synchronize()
             self.check()
         if self._words is None:
             self._words = torch.zeros(8, dtype=torch.int64, pin_memory=True)
-        self._words.copy_(receipt.status, non_blocking=True)
-        self._arrived = torch.cuda.Event()
-        self._arrived.record()
+            self._committed, self._arrived = torch.cuda.Event(), torch.cuda.Event()
+            self._aside = torch.cuda.Stream(receipt.status.device)
+        self._status = receipt.status
+        self._committed.record()
+        with torch.cuda.stream(self._aside):
+            self._committed.wait()
+            self._words.copy_(self._status, non_blocking=True)
+            self._arrived.record()
 
     def check(self) -> None:
-        if self._arrived is None or self._words is None or not self._arrived.query():
+        if self._status is None or self._words is None or not self._arrived.query():
             return
-        self._arrived = None
+        self._status = None
         code, request, index, value = self._words[:4].tolist()
         if code != 0:
             raise NworError(

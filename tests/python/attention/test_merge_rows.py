@@ -101,6 +101,23 @@ def test_rows_of_no_request_are_left_alone(device: str) -> None:
 
 
 @pytest.mark.parametrize("device", DEVICES)
+def test_rows_that_the_host_has_counted(device: str) -> None:
+    """With `rows_per_request` nobody looks at query_start; the last request may be cut short."""
+    for rows in ([5, 5, 5], [8, 8], [9, 9, 4], [1, 1, 1]):
+        shape = Shape(rows, [19, 0, 33][: len(rows)], dtype=row_dtypes(device)[0])
+        step = make_step(shape, SEED, device)
+        prefix_out, prefix_lse = prefix_state(step)
+        expected, _ = run(step, prefix_out, prefix_lse)
+        given = [step.arguments[name] for name in ("query", "key", "value")]
+        nonsense = torch.full((2,), 12345, dtype=torch.int32, device=device)
+        out = torch.full_like(prefix_out, float("nan"))
+        interceptor = Interceptor(NworConfig())
+        arguments = (*given, prefix_out, prefix_lse, nonsense, step.scale, out)
+        _C.merge_rows_of_layer(interceptor, "layer", *arguments, rows_per_request=rows[0])
+        assert torch.equal(out, expected)
+
+
+@pytest.mark.parametrize("device", DEVICES)
 def test_torch_knows_the_op(device: str) -> None:
     step = make_step(Shape([3, 2], [40, 20], dtype=row_dtypes(device)[0], mask="tree"), 1, device)
     prefix_out, prefix_lse = prefix_state(step)

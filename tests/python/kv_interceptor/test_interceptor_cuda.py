@@ -148,6 +148,51 @@ def test_an_abort_after_a_chunk_settles_the_rest_as_rejected() -> None:
     assert (stats["committed_tokens"], stats["rejected_tokens"]) == (1, 3)
 
 
+def test_rounds_find_nothing_of_one_another() -> None:
+    """With graph_rows a round like the last one sends no tables and clears nothing: the commit has.
+
+    Slots, faults, tips of chunks and aborted rounds come before rounds that must not see them.
+    """
+    engine = Engine(nwor.NworConfig(graph_rows=16, staging_rows=16))
+    plan, path = nwor.RoundPlan([5], [4]), [[1, 2, 3, 4]]
+
+    def begin(first_slot: int, rounds: nwor.RoundPlan = plan):
+        engine.before = [cache.clone() for cache in engine.caches]
+        engine.interceptor.begin(rounds)
+        count = sum(rounds.query_lens)
+        return engine.write_all(list(range(first_slot, first_slot + count)))
+
+    def accept(first_slot: int, count: int) -> None:
+        written = begin(first_slot)
+        assert engine.commit(path, [count]).ok
+        engine.expect(written, {first_slot + row: row for row in range(count + 1)})
+
+    accept(10, 2)
+    accept(10, 4)
+    accept(40, 4)  # other slots for the same staging rows
+    engine.interceptor.begin(plan)
+    slots = torch.arange(40, 45, device="cuda")
+    for layer in range(LAYERS):
+        engine.interceptor.write(str(layer), engine.rows(5), engine.rows(5), slots + layer)
+    assert engine.commit(path, [1]).verdict.error == "slot_mismatch"
+    accept(50, 3)
+    begin(60)
+    assert engine.commit([[1, 2]], [2], last=False).ok
+    assert engine.commit([[3, 4]], [2]).ok
+    accept(70, 1)
+    begin(80)
+    assert engine.commit([[1, 2]], [2], last=False).ok
+    engine.interceptor.abort()
+    accept(90, 4)
+    begin(90)
+    engine.interceptor.abort()
+    accept(20, 0)
+    written = begin(30, nwor.RoundPlan([3, 3], [2, 2]))
+    assert engine.commit([[1, 2], [4, 5]], [1, 2]).ok
+    engine.expect(written, {30: 0, 31: 1, 33: 3, 34: 4, 35: 5})
+    accept(100, 4)
+
+
 def test_rows_arrive_in_any_order() -> None:
     engine = Engine()
     engine.interceptor.begin(nwor.RoundPlan([4], [3]))
