@@ -196,10 +196,26 @@ def test_v2_keeps_the_contract(tmp_path: Path) -> None:
     assert not hasattr(own_engine().runner, "input_batch"), "the V1 runner was used"
 
 
-def test_a_float8_cache_is_left_to_vllm(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_float8_cache_is_staged(tmp_path: Path) -> None:
+    """FlashAttention attends to codes, rows in flight are exact, and commits quantise them."""
+    llm = eagle3(tmp_path, CHECKED, enforce_eager=True, kv_cache_dtype="fp8")
+    drive(llm, dummy_prompts(), greedy(40), arrivals=[0, 1, 3, 3, 7, 12])
+    check_books(graphs=False)
+    runs = []
+    for nwor in (DIRECT, STRICT):
+        llm = eagle3(tmp_path, nwor, kv_cache_dtype="fp8", **GRAPHS)
+        runs.append(drive(llm, dummy_prompts(), greedy(40)).tokens)
+    check_books(graphs=True)
+    assert runs[0] == runs[1]
+
+
+def test_a_float8_cache_is_left_to_vllm_by_our_own_attention(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     """Said at start, layer by layer; the engine serves, and nothing is staged."""
     with caplog.at_level(logging.WARNING, "nwor_specpv"):
-        llm = eagle3(tmp_path, {}, enforce_eager=True, kv_cache_dtype="fp8")
+        nwor = {"attention_route": "cuda"}
+        llm = eagle3(tmp_path, nwor, enforce_eager=True, kv_cache_dtype="fp8")
     assert "leaves a layer to vLLM: a quantised KV cache" in caplog.text
     story = drive(llm, dummy_prompts(), greedy(20))
     assert all(len(tokens) == 20 for tokens in story.tokens.values())

@@ -102,7 +102,8 @@ class NworCpuImpl(TargetLayer, CPUAttentionBackendImpl):
     ) -> None:
         if not self.engine.write(layer.layer_name, key, value, slot_mapping):
             num_rows = slot_mapping.shape[0]
-            write_direct(kv_cache, key[:num_rows], value[:num_rows], slot_mapping)
+            caches = cache_views(kv_cache, compat.CACHE_LAYOUT)
+            write_direct(caches, key[:num_rows], value[:num_rows], slot_mapping)
 
     def forward(
         self,

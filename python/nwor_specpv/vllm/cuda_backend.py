@@ -14,11 +14,13 @@ their address, and `build`, which runs before every replay, fills them.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from vllm import envs
+from vllm.config import get_current_vllm_config
 from vllm.utils.torch_utils import canonicalize_singleton_dim_strides
 from vllm.v1.attention.backend import AttentionCGSupport, CommonAttentionMetadata
 from vllm.v1.attention.backends.flash_attn import (
@@ -27,6 +29,7 @@ from vllm.v1.attention.backends.flash_attn import (
     FlashAttentionMetadata,
     FlashAttentionMetadataBuilder,
     flash_attn_varlen_func,
+    get_flash_attn_version,
     get_scheduler_metadata,
 )
 
@@ -34,10 +37,15 @@ from nwor_specpv import _C, PartialView, cache_views, verify_attention, verify_p
 from nwor_specpv.errors import NworError
 
 from . import compat, rows
-from .engine import StepSeen, find_engine
-from .layer import TargetLayer, choose_impl, engine_of_layer, own_layers
+from .engine import StepSeen, engine_of, find_engine
+from .layer import TargetLayer, choose_impl, engine_of_layer, holds_codes, own_layers
 from .specpv.partial_pass import PartialPass
 from .specpv.refresh import RefreshStep
+
+# Values of `attention_route` that leave prefixes to FlashAttention-3.
+FLASH_ROUTES = ("", "auto", "flash_attn_3")
+# Quantised caches that we commit to, as vLLM names them.
+FLOAT8 = ("fp8", "fp8_e4m3")
 
 
 @dataclass
@@ -126,6 +134,8 @@ class NworFlashMetadataBuilder(FlashAttentionMetadataBuilder):
         limit = max(vllm_config.scheduler_config.max_num_seqs, self.max_cudagraph_size or 0)
         self._prefix_lens = torch.zeros(limit, dtype=torch.int32, device=device)
         self._plans: dict[tuple[int, int, int, bool], torch.Tensor] = {}
+        codes = holds_codes(vllm_config.cache_config.cache_dtype)
+        self._prefix_dtype = torch.float8_e4m3fn if codes else self.kv_cache_dtype
         # Where graphs find the schedule of prefixes; vLLM's own is that of the requests behind.
         self._schedules = self.aot_schedule
         self._schedule = (
@@ -248,7 +258,7 @@ class NworFlashMetadataBuilder(FlashAttentionMetadataBuilder):
             num_heads_kv=self.num_heads_kv,
             headdim=self.headdim,
             cache_seqlens=part.prefix_lens,
-            qkv_dtype=self.kv_cache_dtype,
+            qkv_dtype=self._prefix_dtype,
             cu_seqlens_q=part.query_start,
             page_size=self.block_size,
             causal=False,
@@ -288,12 +298,24 @@ class NworFlashImpl(TargetLayer, FlashAttentionImpl):
 
     stock = FlashAttentionImpl
 
+    @classmethod
+    def takes_codes(cls, arguments: Mapping[str, Any]) -> bool:
+        settings = engine_of(get_current_vllm_config()).settings
+        return (
+            arguments["kv_cache_dtype"] in FLOAT8
+            and arguments["sliding_window"] is None
+            and get_flash_attn_version(head_size=arguments["head_size"]) == 3
+            and settings.attention_route in FLASH_ROUTES
+            and not settings.enable_specpv
+        )
+
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._route = self.engine.settings.attention_route
+        self._codes = holds_codes(self.kv_cache_dtype)
         self.window = self.sliding_window[0] + 1 if self.sliding_window[0] >= 0 else 0
         self.flash_prefix = (
-            self._route in ("", "auto", "flash_attn_3")
+            self._route in FLASH_ROUTES
             and self.vllm_flash_attn_version == 3
             and self.window == 0
             and self.engine.refresh is None  # its views are read by our attention only
@@ -333,16 +355,36 @@ class NworFlashImpl(TargetLayer, FlashAttentionImpl):
             )
         if output_scale is not None or output_block_scale is not None:
             raise NworError(f"layer {layer.layer_name}: got a quantised output, expected none")
-        key_cache, value_cache = cache_views(kv_cache, compat.CACHE_LAYOUT)
-        n, refresh, plan = part.num_rows, part.refresh, part.plan
+        name, n = layer.layer_name, part.num_rows
+        if self.flash_prefix:
+            self._merge_rows(layer, query[:n], key[:n], value[:n], kv_cache, part, output[:n])
+        else:
+            self._attend(name, query[:n], key[:n], value[:n], kv_cache, part, output[:n])
+        if attn_metadata.rest is not None:
+            behind = (tensor[n:] for tensor in (query, key, value))
+            super().forward(layer, *behind, kv_cache, attn_metadata.rest, output[n:])
+        return output
+
+    def _attend(
+        self,
+        name: str,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        kv_cache: torch.Tensor,
+        part: VerifyPart,
+        output: torch.Tensor,
+    ) -> None:
+        """Our attention for all of it."""
+        caches = cache_views(kv_cache, compat.CACHE_LAYOUT)
+        refresh, plan = part.refresh, part.plan
 
         def attend(view: PartialView | None, out: torch.Tensor | None = None) -> torch.Tensor:
             return verify_attention(
-                query[:n],
-                key[:n],
-                value[:n],
-                key_cache,
-                value_cache,
+                query,
+                key,
+                value,
+                *caches,
                 part.block_table,
                 part.prefix_lens,
                 part.query_start,
@@ -357,34 +399,35 @@ class NworFlashImpl(TargetLayer, FlashAttentionImpl):
                 route=self._route,
             )
 
-        name = layer.layer_name
-        if self.flash_prefix:
-            self._merge_rows(
-                name, query[:n], key[:n], value[:n], key_cache, value_cache, part, output[:n]
-            )
-        else:
-            attend(None if refresh is None else refresh.view(name), output[:n])
+        attend(None if refresh is None else refresh.view(name), output)
         if refresh is not None:
-            refresh.after(name, attend, query[:n], output[:n])
-        if attn_metadata.rest is not None:
-            behind = (tensor[n:] for tensor in (query, key, value))
-            super().forward(layer, *behind, kv_cache, attn_metadata.rest, output[n:])
-        return output
+            refresh.after(name, attend, query, output)
 
     def _merge_rows(
         self,
-        name: str,
+        layer: Any,
         query: torch.Tensor,
         key: torch.Tensor,
         value: torch.Tensor,
-        key_cache: torch.Tensor,
-        value_cache: torch.Tensor,
+        kv_cache: torch.Tensor,
         part: VerifyPart,
         output: torch.Tensor,
     ) -> None:
-        """FlashAttention-3 over the prefix, then the rows in flight and the layer's write."""
-        prefix = part.prefix
+        """FlashAttention-3 over the prefix, then the rows in flight and the layer's write.
+
+        Queries of a quantised cache are quantised, too; K and V of the rows in flight are not yet.
+        """
+        prefix, plain_query, descale = part.prefix, query, {}
         assert prefix is not None
+        if self._codes:
+            kv_cache = kv_cache.view(torch.float8_e4m3fn)
+            shape = (part.prefix_lens.shape[0], self.num_kv_heads)
+            descale = {"k_descale": layer._k_scale.expand(shape)}
+            descale["v_descale"] = layer._v_scale.expand(shape)
+            if query.dtype != output.dtype:
+                descale["q_descale"] = layer._q_scale.expand(shape)
+                plain_query = query.to(output.dtype).mul_(layer._q_scale)
+        key_cache, value_cache = cache_views(kv_cache, compat.CACHE_LAYOUT)
         _, lse = flash_attn_varlen_func(
             q=query,
             k=canonicalize_singleton_dim_strides(key_cache),
@@ -402,11 +445,12 @@ class NworFlashImpl(TargetLayer, FlashAttentionImpl):
             scheduler_metadata=prefix.metadata,
             num_splits=prefix.max_splits,
             fa_version=self.vllm_flash_attn_version,
+            **descale,
         )
         _C.merge_rows_of_layer(
             self.engine.interceptor,
-            name,
-            query,
+            layer.layer_name,
+            plain_query,
             key,
             value,
             output,

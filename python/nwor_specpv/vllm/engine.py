@@ -89,6 +89,7 @@ class Engine:
         self._step: Step | None = None
         self._rows: tuple[Any, torch.Tensor, torch.Tensor] | None = None  # of the last step
         self._mail = StatusMail()
+        self._dtype = vllm_config.model_config.dtype  # of K and V before a cache quantises them
         self._max_requests = vllm_config.scheduler_config.max_num_seqs
         self._max_graph_rows = vllm_config.compilation_config.max_cudagraph_capture_size or 0
 
@@ -174,8 +175,9 @@ class Engine:
             for name in names:
                 cache = self.layers[name].kv_cache
                 if self._bound.get(name) != cache.data_ptr():
-                    key_cache, value_cache = cache_views(cache, compat.CACHE_LAYOUT)
-                    self.interceptor.bind_layer(name, key_cache, value_cache, group)
+                    caches, scales = views_of(self.layers[name])
+                    dtype = self._dtype if scales else None
+                    self.interceptor.bind_layer(name, *caches, group, *scales, dtype=dtype)
                     self._bound[name] = cache.data_ptr()
         if self.settings.check_contract and self.checker is None:
             self._watch()
@@ -371,12 +373,9 @@ class Engine:
             keys, values = self.interceptor.staged(group)
             destinations = slots[batch_rows]
             for layer, name in enumerate(self._groups[group]):
-                write_direct(
-                    self.layers[name].kv_cache,
-                    keys[layer][chosen],
-                    values[layer][chosen],
-                    destinations,
-                )
+                caches, scales = views_of(self.layers[name])
+                chosen_rows = keys[layer][chosen], values[layer][chosen]
+                write_direct(caches, *chosen_rows, destinations, *scales)
         self.interceptor.report_bypass("commit_failure", problem)
 
     def _note(self, violations: Sequence[Any]) -> None:
@@ -441,13 +440,27 @@ def _on_device(
     return both[: len(counts)], both[len(counts) :].view(len(counts), depth)
 
 
+def views_of(
+    layer: Any,
+) -> tuple[tuple[torch.Tensor, torch.Tensor], tuple[torch.Tensor, ...]]:
+    """K and V of a layer's cache; of a quantised one also the scales of both."""
+    cache = layer.kv_cache
+    if cache.dtype != torch.uint8:
+        return cache_views(cache, compat.CACHE_LAYOUT), ()
+    codes = cache_views(cache.view(torch.float8_e4m3fn), compat.CACHE_LAYOUT)
+    return codes, (layer._k_scale, layer._v_scale)
+
+
 def write_direct(
-    kv_cache: torch.Tensor, key: torch.Tensor, value: torch.Tensor, slots: torch.Tensor
+    caches: tuple[torch.Tensor, torch.Tensor],
+    key: torch.Tensor,
+    value: torch.Tensor,
+    slots: torch.Tensor,
+    *scales: torch.Tensor,
 ) -> None:
     """Writes rows to their slots as an engine without staging would."""
-    key_cache, value_cache = cache_views(kv_cache, compat.CACHE_LAYOUT)
     nowhere = torch.full(slots.shape, -1, dtype=torch.int32, device=slots.device)
-    write_kv(key, value, key_cache, value_cache, slots, nowhere, key[:0], value[:0])
+    write_kv(key, value, *caches, slots, nowhere, key[:0], value[:0], *scales)
 
 
 # Engines that may still run, the newest last. Layers keep theirs alive; the newest is kept here,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 import vllm.compilation.backends as model_tags
@@ -38,7 +38,7 @@ class TargetLayer:
             sinks=of["sinks"] is not None,
             kv_sharing_target=of["kv_sharing_target_layer_name"],
             head_size=of["head_size"],
-            quantised_cache=of["kv_cache_dtype"] not in PLAIN_CACHES,
+            quantised_cache=holds_codes(of["kv_cache_dtype"]) and not cls.takes_codes(of),
         )
         if problem is None:
             return super().__new__(cls)
@@ -47,9 +47,19 @@ class TargetLayer:
         logger.warning("nwor_specpv leaves a layer to vLLM: %s", problem)
         return cls.stock(*args, **kwargs)
 
+    @classmethod
+    def takes_codes(cls, arguments: Mapping[str, Any]) -> bool:
+        """Whether a layer built with these arguments works on the quantised cache they ask for."""
+        return False
+
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.engine = engine_of(get_current_vllm_config())
+
+
+def holds_codes(kv_cache_dtype: str) -> bool:
+    """Whether a cache that vLLM names so is quantised."""
+    return kv_cache_dtype not in PLAIN_CACHES
 
 
 def choose_impl(ours: type[TargetLayer]) -> type:

@@ -234,6 +234,36 @@ def test_a_deferred_write_is_done_with_the_rows(device: str, head_dim: int) -> N
 
 
 @pytest.mark.parametrize("device", DEVICES)
+def test_a_deferred_write_to_a_float8_cache(device: str) -> None:
+    """The root is quantised by the write, drafts by the commit, and rows in flight not at all."""
+    dtype = row_dtypes(device)[-1]
+    _, _, key, value, query, slots = open_round(device, dtype, 64)
+    scales = [torch.tensor(scale, device=device) for scale in (0.5, 2.0)]
+    start = torch.tensor([0, 5, 8], dtype=torch.int32, device=device)
+    lse = torch.full((8, 4), -INFINITY, device=device)
+    expected = merge_rows(query, key, value, torch.zeros_like(query), lse, start, None, 0.125)
+    for defer in (False, True):
+        interceptor = Interceptor(NworConfig(strict=True))
+        cache = torch.zeros(6, 2, 16, 128, dtype=torch.float8_e4m3fn, device=device)
+        views = cache_views(cache, "packed")
+        interceptor.bind_layer("layer", *views, 0, *scales, dtype=dtype)
+        interceptor.begin(RoundPlan([5, 3], [4, 2]))
+        interceptor.write("layer", key, value, slots, defer=defer)
+        out = torch.zeros_like(query)
+        arguments = (query, key, value, out, lse, start, 0.125, out)
+        _C.merge_rows_of_layer(interceptor, "layer", *arguments)
+        assert torch.equal(out, expected)
+        commit(interceptor, device)
+        tokens = cache.transpose(1, 2).flatten(0, 1).float()
+        for row, slot in ((0, 20), (1, 21), (2, 22), (5, 50), (6, 51)):
+            for side, (rows, scale) in enumerate(zip((key, value), scales, strict=True)):
+                codes = (rows[row].float() / scale).clamp(-448, 448).to(torch.float8_e4m3fn)
+                assert torch.equal(tokens[slot, :, 64 * side : 64 * side + 64], codes.float())
+        left = [slot for slot in range(96) if slot not in (20, 21, 22, 50, 51)]
+        assert not tokens[left].any()
+
+
+@pytest.mark.parametrize("device", DEVICES)
 def test_a_commit_does_what_was_deferred_and_an_abort_drops_it(device: str) -> None:
     dtype = row_dtypes(device)[0]
     interceptor, cache, key, value, _, slots = open_round(device, dtype, 64)
