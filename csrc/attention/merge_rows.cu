@@ -4,7 +4,7 @@
 #include <algorithm>
 
 #include "attention/merge_rows_params.h"
-#include "kv_interceptor/launch_check.h"
+#include "kv_interceptor/early_launch.cuh"
 #include "kv_interceptor/stage_row.cuh"
 
 namespace nwor {
@@ -31,14 +31,6 @@ struct Packed {
   }
   __device__ float2 pair(int i) const { return ToFloats(reinterpret_cast<const Pair*>(&words)[i]); }
 };
-
-// A launch may begin while the one ahead of it ends, see Launch: what that one wrote is there after
-// this, and every thread comes here, so that this launch does not end before it.
-__device__ void WaitForLaunchAhead() {
-#if __CUDA_ARCH__ >= 900
-  asm volatile("griddepcontrol.wait;" ::: "memory");
-#endif
-}
 
 // The lanes of one head sum up.
 template <int kLanes>
@@ -164,7 +156,7 @@ __device__ void MergeRow(const MergeRowsParams& params, int32_t row, int32_t fir
       if (visible >> j & 1) state.Add(expf(scores[j] - state.max), values[j]);
     }
   }
-  if (params.rows_ready) WaitForLaunchAhead();
+  if (params.rows_ready) AwaitLaunchAhead();
   const float prefix_lse =
       params
           .prefix_lse[row * params.prefix_lse_strides.row + head * params.prefix_lse_strides.head];
@@ -203,6 +195,12 @@ struct WriteShare {
   int32_t rows_per_block;
 };
 
+struct MergeTable {
+  MergeRowsParams rows;
+  WriteShare write;
+  StreamHandle stream;
+};
+
 // The first write.num_blocks blocks write, K and V in turn; the others merge, one warp for some
 // query heads of a row. Neither waits for the other.
 template <typename Pair, int kLanes, bool kWrites>
@@ -227,11 +225,10 @@ __device__ void DoShare(const MergeRowsParams& params, const WriteShare& write) 
 
 template <typename Pair, int kLanes, bool kWrites>
 __global__ void __launch_bounds__(kThreads)
-    MergeRowsKernel(const __grid_constant__ MergeRowsParams params,
-                    const __grid_constant__ WriteShare write) {
-  if (!params.rows_ready) WaitForLaunchAhead();
-  DoShare<Pair, kLanes, kWrites>(params, write);
-  WaitForLaunchAhead();
+    MergeRowsKernel(const __grid_constant__ MergeTable table) {
+  if (!table.rows.rows_ready) AwaitLaunchAhead();
+  DoShare<Pair, kLanes, kWrites>(table.rows, table.write);
+  AwaitLaunchAhead();
 }
 
 WriteShare ShareWrite(const StageParams& params) {
@@ -243,40 +240,15 @@ WriteShare ShareWrite(const StageParams& params) {
   return share;
 }
 
-// Whether a kernel knows how to wait for the launch ahead: code for sm_90 and later, which runs on
-// such devices only.
-bool KnowsToWait(const void* kernel) {
-  cudaFuncAttributes attributes;
-  CheckCuda(cudaFuncGetAttributes(&attributes, kernel), "merge_rows kernel's attributes");
-  return attributes.ptxVersion >= 90;
-}
-
-template <typename Pair, int kLanes, bool kWrites>
-void LaunchKernel(unsigned blocks, const MergeRowsParams& params, const WriteShare& write) {
-  const auto kernel = MergeRowsKernel<Pair, kLanes, kWrites>;
-  static const bool begins_early = KnowsToWait(reinterpret_cast<const void*>(kernel));
-  cudaLaunchAttribute early{};
-  early.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-  early.val.programmaticStreamSerializationAllowed = 1;
-  cudaLaunchConfig_t config{};
-  config.gridDim = blocks;
-  config.blockDim = kThreads;
-  config.stream = static_cast<cudaStream_t>(params.stream);
-  config.attrs = &early;
-  config.numAttrs = begins_early ? 1 : 0;
-  CheckCuda(cudaLaunchKernelEx(&config, kernel, params, write), "merge_rows kernel");
-}
-
 template <typename Pair, int kLanes>
 void Launch(const MergeRowsParams& params, const WriteShare& write) {
   const int64_t warps = int64_t{params.num_rows} * WarpsPerRow<kLanes>(params);
   const auto blocks = static_cast<unsigned>((warps + kWarps - 1) / kWarps + write.num_blocks);
   if (blocks == 0) return;
-  if (write.num_blocks > 0) {
-    LaunchKernel<Pair, kLanes, true>(blocks, params, write);
-  } else {
-    LaunchKernel<Pair, kLanes, false>(blocks, params, write);
-  }
+  const auto kernel = write.num_blocks > 0 ? MergeRowsKernel<Pair, kLanes, true>
+                                           : MergeRowsKernel<Pair, kLanes, false>;
+  const MergeTable table{params, write, params.stream};
+  LaunchEarly(kernel, dim3(blocks), kThreads, 0, table, "merge_rows kernel");
 }
 
 template <typename Pair>

@@ -28,6 +28,13 @@ __device__ inline void LetNextBegin() {
 #endif
 }
 
+// Whether AwaitLaunchAhead in this kernel waits: code made for sm_80 runs on later devices, too.
+inline bool WaitsForLaunchAhead(const void* kernel) {
+  cudaFuncAttributes attributes;
+  CheckCuda(cudaFuncGetAttributes(&attributes, kernel), "cudaFuncGetAttributes");
+  return attributes.ptxVersion >= 90;
+}
+
 // REQUIRES: `kernel` calls AwaitLaunchAhead. Legal while the stream is being captured.
 template <typename Params>
 void LaunchEarly(void (*kernel)(Params), dim3 grid, int threads, size_t shared_bytes,
@@ -41,7 +48,7 @@ void LaunchEarly(void (*kernel)(Params), dim3 grid, int threads, size_t shared_b
   launch.dynamicSmemBytes = shared_bytes;
   launch.stream = static_cast<cudaStream_t>(params.stream);
   launch.attrs = &attribute;
-  launch.numAttrs = CurrentDeviceAttribute(cudaDevAttrComputeCapabilityMajor) >= 9 ? 1 : 0;
+  launch.numAttrs = WaitsForLaunchAhead(reinterpret_cast<const void*>(kernel)) ? 1 : 0;
   CheckCuda(cudaLaunchKernelEx(&launch, kernel, params), what);
 }
 
