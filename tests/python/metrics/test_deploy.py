@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -11,11 +12,13 @@ from pathlib import Path
 
 import pytest
 import yaml
+from packaging.requirements import Requirement
 
 from nwor_specpv import BYPASS_REASONS, Metrics
 from nwor_specpv.config import load_config
 
-DEPLOY = Path(__file__).resolve().parents[3] / "deploy"
+ROOT = Path(__file__).resolve().parents[3]
+DEPLOY = ROOT / "deploy"
 METRIC = re.compile(r"\b((?:nwor|specpv|process)_[a-z_]+)\b")
 
 
@@ -100,3 +103,35 @@ def test_the_compose_file_starts_vllm_with_settings_we_accept() -> None:
             source = volume.split(":")[0]
             if source.startswith("."):
                 assert (DEPLOY / source).exists(), source
+
+
+def instructions(dockerfile: str) -> list[tuple[str, str]]:
+    """(keyword, arguments), continued lines joined."""
+    lines = dockerfile.replace("\\\n", " ").splitlines()
+    words = (line.split(None, 1) for line in lines if line.strip() and line[0] != "#")
+    return [(keyword, rest) for keyword, rest in words]
+
+
+def test_the_dockerfile_builds_what_the_plugin_needs() -> None:
+    """Its image is built where there is a registry; what can be wrong without one is looked at."""
+    found = instructions((DEPLOY / "Dockerfile").read_text())
+    known = {"FROM", "ARG", "RUN", "COPY", "ENTRYPOINT"}
+    assert {keyword for keyword, _ in found} <= known
+    (base,) = (rest for keyword, rest in found if keyword == "FROM")
+    assert found[0] == ("FROM", base)
+    compat = (ROOT / "python" / "nwor_specpv" / "vllm" / "compat.py").read_text()
+    assert f'"{base.rpartition(":v")[2]}"' in re.search(r"SUPPORTED = \((.*)\)", compat)[1]
+    runs = [rest for keyword, rest in found if keyword == "RUN"]
+    for run in runs:
+        assert subprocess.run(["bash", "-n", "-c", run], check=False).returncode == 0, run
+    for keyword, rest in found:
+        if keyword == "ARG":
+            assert any(f"${{{rest.partition('=')[0]}}}" in run for run in runs)
+        if keyword == "ENTRYPOINT":
+            assert json.loads(rest)[:3] == ["python3", "-m", "vllm.entrypoints.openai.api_server"]
+    # --no-build-isolation: the image has to bring what a build asks for, beside vLLM's torch.
+    project = (ROOT / "pyproject.toml").read_text()
+    wanted = json.loads(re.search(r"^requires = (\[.*\])$", project, re.M)[1])
+    installed = shlex.split(next(run for run in runs if "pip install" in run))
+    for name in (Requirement(requirement).name for requirement in wanted):
+        assert any(re.match(rf"{name}\b", word) for word in installed), name
