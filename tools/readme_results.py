@@ -397,12 +397,34 @@ def vllm_lines() -> Iterator[str]:
             yield row(run["arguments"]["drafts"], f"{batch} x {context}", f"{stock:.2f}", *shares)
 
 
+def vllm_traffic_lines() -> Iterator[str]:
+    data = find("h200/vllm_traffic.json")
+    if data is None:
+        return
+    first = data["pieces"][0]
+    yield (
+        f"What a verification step of vLLM moves, by Nsight Compute on {data['device']}, commit "
+        f"`{data['revision']}`: {first['layers']} layers of Llama-3.1-8B's shapes, "
+        f"{first['batch']} x {first['context']}, {first['drafts']} drafts, eager, the EAGLE3 head "
+        "included; MB per step. `cache` is what reaches the target's paged cache."
+    )
+    yield ""
+    yield row("accepted", "", "kernels", "cache", "DRAM read", "DRAM written")
+    yield row(*["---"] * 6)
+    for piece in data["pieces"]:
+        names = ("cache_bytes", "dram_read_bytes", "dram_write_bytes")
+        megabytes = (f"{piece[name] / 1e6:.2f}" for name in names)
+        accepted = f"{piece['acceptance']:.0%}".replace("%", " %")
+        yield row(accepted, piece["side"], piece["kernels"], *megabytes)
+
+
 # What a reader of the README asks first; everything else is told in docs/measured.md.
 IN_README = (vllm_lines, attention_lines, lambda: generate_lines(find, row))
 IN_MEASURED = (
     commit_lines,
     cpu_commit_lines,
     traffic_lines,
+    vllm_traffic_lines,
     tree_lines,
     retrieval_lines,
     rows64_lines,

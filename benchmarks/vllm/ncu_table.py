@@ -21,16 +21,16 @@ SECTOR_BYTES = 32
 
 
 def main() -> int:
-    kernels, told, result = (Path(name) for name in sys.argv[1:4])
-    pieces = [
-        json.loads(line[6:]) for line in told.read_text().splitlines() if line[:6] == "piece "
-    ]
+    kernels, output, result = (Path(name) for name in sys.argv[1:4])
+    lines = output.read_text().splitlines()
+    pieces = [json.loads(line[6:]) for line in lines if line[:6] == "piece "]
     sums = cut(read(kernels))
     if len(sums) != len(pieces):
         print(f"got {len(sums)} pieces of the kernel list, expected {len(pieces)}", file=sys.stderr)
         return 1
     rows = [piece | found for piece, found in zip(pieces, sums, strict=True)]
-    result.write_text(json.dumps(rows, indent=1))
+    told = json.loads(next(line[5:] for line in lines if line[:5] == "told "))
+    result.write_text(json.dumps(told | {"pieces": rows}, indent=1))
     for row in rows:
         writes = ", ".join(f"{k} {v / 1e6:.2f}" for k, v in row["l2_write_bytes"].items())
         read_mb, written_mb = row["dram_read_bytes"] / 1e6, row["dram_write_bytes"] / 1e6

@@ -43,6 +43,8 @@ os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
 
 from offline import LLAMA_8B, eagle_head, resolve, write_config
 
+from nwor_specpv import _stamp
+
 BLOCK = 16
 WARM_STEPS = 6
 # Weights twice, activations, graphs; the rest of the device is cache.
@@ -71,6 +73,7 @@ class Side:
 def main() -> int:
     args = parse()
     import torch
+    import vllm
 
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else platform.machine()
     with tempfile.TemporaryDirectory() as folder:
@@ -86,6 +89,8 @@ def main() -> int:
         result: dict[str, Any] = {
             "device": device,
             "torch": torch.__version__,
+            "vllm": vllm.version.__version__,
+            "revision": _stamp.read_stamp().revision,
             "arguments": vars(args) | {"json": ""},
             "start_s": starts,
             "cells": [],
@@ -364,6 +369,16 @@ def staging_stats(sides: list[Side]) -> dict[str, Any]:
     return stats | {"replays": engine.num_replays}
 
 
+def bytes_per_token(side: Side) -> int:
+    """K and V of one token in the target's layers."""
+    from nwor_specpv.vllm.engine import find_engine
+
+    engine = find_engine(side.engine.vllm_config)
+    assert engine is not None
+    caches = [engine.layers[name].kv_cache for name in engine.own_layers]
+    return sum(cache[0].nbytes // BLOCK for cache in caches)
+
+
 # ---- under a profiler ----
 
 
@@ -375,6 +390,8 @@ def profile(args: argparse.Namespace, sides: list[Side]) -> None:
     """
     import torch
 
+    told = {"device": torch.cuda.get_device_name(), "revision": _stamp.read_stamp().revision}
+    print("told", json.dumps(told))
     runtime = torch.cuda.cudart()
     marker = torch.zeros(1, device="cuda")
     for context in args.context:
@@ -391,6 +408,8 @@ def profile(args: argparse.Namespace, sides: list[Side]) -> None:
                     run(side, 1)
                     runtime.cudaProfilerStop()
                     counted = staging_stats(sides)["cache_bytes_written"] - before
+                    if side.name == "stock":  # every row goes there
+                        counted = batch * (1 + args.drafts) * bytes_per_token(sides[1])
                     piece = {"side": side.name, "batch": batch, "context": context}
                     piece |= {"acceptance": rate, "drafts": args.drafts, "layers": args.layers}
                     print("piece", json.dumps(piece | {"cache_bytes": counted}), flush=True)

@@ -152,6 +152,11 @@ class Engine:
     def runner(self) -> Any:
         return self._runner()
 
+    @property
+    def own_layers(self) -> list[str]:
+        """Names of the layers whose caches are bound."""
+        return list(self._bound)
+
     def request_names(self) -> Sequence[str]:
         """Names of the step's requests in their order; none before the first tokens."""
         runner = self._runner()
