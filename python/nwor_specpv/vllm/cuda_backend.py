@@ -36,7 +36,7 @@ from vllm.v1.attention.backends.flash_attn import (
 from nwor_specpv import _C, PartialView, cache_views, verify_attention, verify_plan
 from nwor_specpv.errors import NworError
 
-from . import compat, rows
+from . import compat, prefix_schedule, rows
 from .engine import StepSeen, engine_of, find_engine
 from .layer import TargetLayer, choose_impl, engine_of_layer, holds_codes, own_layers
 from .specpv.partial_pass import PartialPass
@@ -144,6 +144,7 @@ class NworFlashMetadataBuilder(FlashAttentionMetadataBuilder):
             else None
         )
         self._scheduled = 0  # words of it in use
+        self._num_sms = torch.cuda.get_device_properties(device).multi_processor_count
         self._find_window(vllm_config)
 
     def _find_window(self, vllm_config: Any) -> None:
@@ -263,6 +264,7 @@ class NworFlashMetadataBuilder(FlashAttentionMetadataBuilder):
             page_size=self.block_size,
             causal=False,
             num_splits=splits,
+            sm_margin=self._sm_margin(common, part, splits),
         )
         if self._schedule is not None:
             size = made.shape[0]
@@ -271,6 +273,20 @@ class NworFlashMetadataBuilder(FlashAttentionMetadataBuilder):
                 self._schedule[size : self._scheduled] = 0
             self._scheduled, made = size, self._schedule[:size]
         return PrefixSchedule(common.max_seq_len, splits, made)
+
+    def _sm_margin(self, common: CommonAttentionMetadata, part: VerifyPart, splits: int) -> int:
+        """SMs that FlashAttention-3 is to leave alone; below 0: it is told of more than there are.
+
+        Without a number of splits that planner and kernel share, the planner's own way is taken.
+        """
+        lens = common.seq_lens_cpu_upper_bound
+        packed = part.max_rows * (self.num_heads_q // self.num_heads_kv)
+        if splits == 0 or lens is None or packed > prefix_schedule.MAX_ROWS:
+            return 0
+        count = part.prefix_lens.shape[0]
+        tokens = max(0, int(lens[:count].sum()) - part.num_rows)
+        sizes = (count, part.num_rows, self.num_heads_kv, self._num_sms, splits)
+        return self._num_sms - prefix_schedule.pretended_sms(tokens, *sizes)
 
     def _plan(self, part: VerifyPart) -> None:
         """Plans the step's work once for all layers, in the buffer of its shape."""
