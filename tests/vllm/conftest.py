@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import sys
 from collections.abc import Iterator
 
 import pytest
@@ -18,6 +19,11 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 @pytest.fixture(autouse=True)
 def _one_engine_at_a_time() -> Iterator[None]:
-    """Engines of a test are gone before the next one starts: their caches are not small."""
+    """Engines of a test are gone before the next one starts: their caches are not small.
+
+    An engine freezes what vLLM has read from the environment; the next one reads it anew.
+    """
     yield
     gc.collect()
+    if "vllm.envs" in sys.modules:
+        sys.modules["vllm.envs"].disable_envs_cache()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,7 @@ import pytest
 import torch
 from engines import drive, greedy, own_engine, story_prompts
 from engines import stats as own_stats
-from test_cuda import GRAPHS, alike, begin, dummy_prompts, eagle3
+from test_cuda import GRAPHS, alike, begin, dummy_prompts, eagle3, write_config
 
 from nwor_specpv import Metrics
 from nwor_specpv.models import stories
@@ -51,6 +52,58 @@ def test_the_target_drafts_over_views(monkeypatch: pytest.MonkeyPatch) -> None:
     print(f"{confirmed} of {drafted} confirmed; like plain vLLM before a difference: {share:.2f}")
     assert confirmed > 0.5 * drafted > 0
     assert share > 0.3  # bfloat16: another number of rows rounds otherwise
+
+
+SCHEDULER = "nwor_specpv.vllm.specpv.scheduler.LongContextScheduler"
+
+
+def story_head(folder: Path) -> dict[str, Any]:
+    """Speculation with an EAGLE3 head for the story model that knows nothing."""
+    config = json.loads((Path(stories(64)) / "config.json").read_text())
+    config |= {"architectures": ["LlamaForCausalLMEagle3"], "num_hidden_layers": 1}
+    config |= {"draft_vocab_size": config["vocab_size"]}
+    config["eagle_config"] = {"eagle_aux_hidden_state_layer_ids": [1, 2, 3]}
+    head = {"method": "eagle3", "model": str(write_config(folder / "head", config))}
+    head |= {"num_speculative_tokens": 8, "draft_load_config": {"load_format": "dummy"}}
+    return head
+
+
+@pytest.mark.parametrize("sampled", [False, True], ids=["greedy", "sampled"])
+@pytest.mark.parametrize("graphs", [False, True], ids=["eager", "graphs"])
+def test_head_and_target_draft_in_turns(tmp_path: Path, graphs: bool, sampled: bool) -> None:
+    """Model runner V2. The head is wrong throughout, so a pass gives a token; most are right."""
+    prompts = [(p * 40)[:n] for p, n in zip(story_prompts(6), LENGTHS, strict=True)]
+    model = {"model": str(stories(64)), "skip_tokenizer_init": True, "enforce_eager": True}
+    model |= GRAPHS if graphs else {}
+    head = story_head(tmp_path)
+    params = greedy(48, temperature=1.0, seed=3) if sampled else greedy(48)
+    if sampled:
+        head["draft_sample_method"] = "probabilistic"
+    else:
+        stock = {"enable_nwor": False}
+        plain = begin(stock, speculation=head, attention_backend="FLASH_ATTN", **model)
+        theirs = drive(plain, prompts, params).tokens
+        del plain
+    before = Metrics().snapshot()
+    nwor = VIEW | {"specpv_draft_lookup": 3, "specpv_draft_passes": 4}
+    nwor |= {} if graphs else {"check_contract": True}
+    llm = begin(nwor, speculation=head, scheduler_cls=SCHEDULER, **model)
+    assert llm.llm_engine.vllm_config.scheduler_config.async_scheduling
+    ours = drive(llm, prompts, params, arrivals=[0, 0, 3, 3, 9, 12]).tokens
+    assert not hasattr(own_engine().runner, "input_batch"), "the V1 runner was used"
+    assert all(len(tokens) == 48 for tokens in ours.values())
+    assert own_engine().violations == []
+    assert own_stats()["fallbacks"] == {}
+    assert grown(before, "specpv_draft_failures_total") == 0
+    assert (own_engine().num_replays > 0) is graphs
+    drafted = grown(before, "specpv_drafted_tokens_total")
+    confirmed = grown(before, "specpv_confirmed_tokens_total")
+    print(f"{confirmed} of {drafted} confirmed")
+    assert confirmed > (0.3 if sampled else 0.5) * drafted > 0
+    if not sampled:
+        share = alike(ours, theirs)
+        print(f"like vLLM's own before a difference: {share:.2f}")
+        assert share > 0.3  # bfloat16: another attention kernel rounds otherwise
 
 
 REFRESH = {

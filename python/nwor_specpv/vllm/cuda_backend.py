@@ -130,7 +130,7 @@ class NworFlashMetadataBuilder(FlashAttentionMetadataBuilder):
         impls = [self._engine.layers[name].impl for name in self._own]
         self._plans_ours = not all(impl.flash_prefix for impl in impls)
         self._plans_flash = any(impl.flash_prefix for impl in impls)
-        self._uniform_rows = 1 + self._engine.setup.num_speculative_tokens
+        self._uniform_rows = self._engine.uniform_rows
         limit = max(vllm_config.scheduler_config.max_num_seqs, self.max_cudagraph_size or 0)
         self._prefix_lens = torch.zeros(limit, dtype=torch.int32, device=device)
         self._plans: dict[tuple[int, int, int, bool], torch.Tensor] = {}
@@ -182,7 +182,8 @@ class NworFlashMetadataBuilder(FlashAttentionMetadataBuilder):
         lens = rows.query_lens(common.query_start_loc_cpu, common.num_reqs)
         drafts = [max(0, n - 1) for n in lens] if capture else self._engine.drafts(lens, common)
         real = rows.without_padding(lens)
-        count = rows.verify_requests(lens, drafts, self._uniform_rows)
+        uniform = lens[0] if lens and lens[0] in self._uniform_rows else self._uniform_rows[0]
+        count = rows.verify_requests(lens, drafts, uniform)
         self._engine.begin(
             self._group,
             lens[:real],

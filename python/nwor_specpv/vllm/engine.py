@@ -28,9 +28,10 @@ from nwor_specpv import (
 )
 from nwor_specpv.errors import NworError, logger
 
-from . import compat, rows, runner_hooks, support
+from . import compat, rows, runner_hooks, speculators, support
 from .settings import read_settings
 from .specpv import rules as long_context
+from .specpv.lengths import Lengths, head_drafts
 from .specpv.refresh import Refresh
 
 # Path entries that one commit may have (see docs/commit.md).
@@ -78,7 +79,9 @@ class Engine:
             long_context.judge(self.settings, long_context.describe(vllm_config), self.off)
         self.seen: StepSeen | None = None
         self.names: Sequence[str] = ()  # of a step's requests, in their order (runner V2)
+        self.num_drafts = 0  # that the scheduler wants for the next step (runner V2)
         self.refresh = self._make_refresh(vllm_config)
+        self.lengths = self._make_lengths(vllm_config)
         self.interceptor: Interceptor | None = None
         self.checker: ContractChecker | None = None
         self.violations: list[str] = []
@@ -126,6 +129,25 @@ class Engine:
             "tokens may differ from vLLM's own"
         )
         return Refresh(self, vllm_config)
+
+    def _make_lengths(self, vllm_config: Any) -> Lengths | None:
+        """How long rounds are, in mode `lossless` with a head (runner V2)."""
+        lossless = self.settings.specpv_rectify == long_context.LOSSLESS
+        if not self.settings.enable_specpv or not lossless or not vllm_config.use_v2_model_runner:
+            return None
+        problem = runner_hooks.install_names() or speculators.problem
+        if problem is not None:
+            raise NworError(f"nwor_specpv, enable_specpv: {problem}")
+        alone = vllm_config.parallel_config.world_size == 1
+        return Lengths(self.settings, self.setup.num_speculative_tokens, alone=alone)
+
+    @property
+    def uniform_rows(self) -> tuple[int, ...]:
+        """Rows that every request of a batch in a full CUDA graph may have."""
+        most = self.setup.num_speculative_tokens
+        if self.lengths is None:
+            return (1 + most,)
+        return (1 + most, 1 + head_drafts(self.settings, most))
 
     def add_group(self, layer_names: Sequence[str]) -> int:
         """Registers layers that share one slot mapping; the same layers are the same group."""

@@ -11,7 +11,7 @@ import logging
 
 from nwor_specpv.errors import NworError, logger
 
-from . import compat
+from . import compat, speculators
 from .settings import read_settings
 
 CUDA_BACKEND = "nwor_specpv.vllm.cuda_backend.NworFlashBackend"
@@ -32,6 +32,7 @@ def register() -> None:
     from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
     _log_as_vllm_does()
+    speculators.install()
     register_backend(AttentionBackendEnum.CUSTOM, CUDA_BACKEND)
     if current_platform.is_cpu():
         register_backend(AttentionBackendEnum.CPU_ATTN, CPU_BACKEND)

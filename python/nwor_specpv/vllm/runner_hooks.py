@@ -55,7 +55,10 @@ def install() -> str | None:
 
 
 def install_names() -> str | None:
-    """Wraps the method of runner V2 that orders a step's requests; V1 keeps their names itself."""
+    """Wraps the method of runner V2 that orders a step's requests; V1 keeps their names itself.
+
+    It is told, too, how many drafts the scheduler wants for the next step.
+    """
     from . import engine
 
     def name_v2(runner: Any, scheduler_output: Any, _: Any) -> None:
@@ -64,6 +67,7 @@ def install_names() -> str | None:
             module = importlib.import_module("vllm.v1.worker.gpu.model_runner")
             rows_by_name = scheduler_output.num_scheduled_tokens
             found.names = module.sort_batch_req_ids(rows_by_name, runner.decode_query_len)
+            found.num_drafts = scheduler_output.num_spec_tokens_to_schedule
 
     return _wrap(
         "vllm.v1.worker.gpu.model_runner",

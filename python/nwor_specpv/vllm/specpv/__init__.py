@@ -8,6 +8,11 @@
     policy        how many partial passes pay, from measured costs and running acceptance
     drafter       mode `lossless` on model runner V1: a proposer vLLM loads by its class path
     target        the target model as a drafter: partial passes, and what they cost
+    chain         chains of drafts that grow on the device
+    rounds        head and partial pass in turns, as two graphs
+    speculator    mode `lossless` on model runner V2, in the place of vLLM's EAGLE speculator
+    lengths       how many drafts and passes pay there
+    scheduler     vLLM's scheduler with as many drafts as pay
     refresh       mode `refresh`: the verify step itself attends to the view
     drift         what mode `refresh` does to attention, measured on its full steps
 

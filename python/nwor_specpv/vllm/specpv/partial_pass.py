@@ -35,6 +35,10 @@ class PartialPass:
     has_tail: bool
     select: bool  # the first pass of a round: its queries choose the blocks
     query_rows: torch.Tensor | None = None  # [B, 2] int32: rows that are no padding
+    # Made once for all layers, where the lengths are known before the first: see `Rounds`.
+    view_plan: torch.Tensor | None = None
+    tail_plan: torch.Tensor | None = None
+    unseen: torch.Tensor | None = None  # a mask under which rows do not see one another
 
     @property
     def num_requests(self) -> int:
@@ -77,6 +81,7 @@ class PartialPass:
             self.query_start,
             None,
             view=self.store.view(index, count),
+            plan=self.view_plan,
             **shared,
             **({} if self.has_tail else {"out": output[:num_rows]}),
         )
@@ -91,6 +96,7 @@ class PartialPass:
                 self.tail_lens,
                 self.query_start,
                 self._unseen(num_rows),
+                plan=self.tail_plan,
                 **shared,
             )
             merged, _ = merge_states(*zip(seen, drafts, strict=True))
@@ -98,6 +104,8 @@ class PartialPass:
         return output
 
     def _unseen(self, num_rows: int) -> torch.Tensor:
-        """A mask under which rows do not see one another: the view's part has them already."""
+        """The mask of the tail's part: the view's part has the rows already."""
+        if self.unseen is not None:
+            return self.unseen
         words = -(-self.num_rows // 64)
         return torch.zeros(num_rows, words, dtype=torch.int64, device=self.slots.device)

@@ -18,6 +18,8 @@ DRAFTER = "nwor_specpv.vllm.specpv.drafter.PartialViewDrafter"
 # The longest chain vLLM's rejection sampler takes.
 MAX_DRAFTS = 128
 
+# Methods whose heads take turns with partial passes on model runner V2.
+HEADS = ("eagle", "eagle3")
 LOSSLESS, REFRESH = "lossless", "refresh"
 
 
@@ -97,7 +99,7 @@ def _refusals(settings: Settings, setup: LongContext, staging_off: str | None) -
             "use specpv_budget 'fixed'",
         )
     if mode == LOSSLESS:
-        yield from _lossless(setup, ours=ours)
+        yield from _lossless(setup, max(1, settings.specpv_draft_lookup), ours=ours)
     elif mode == REFRESH and ours:
         yield Refusal(
             f"the drafter {DRAFTER} in mode {mode!r}: it drafts for full steps",
@@ -116,19 +118,25 @@ def _refusals(settings: Settings, setup: LongContext, staging_off: str | None) -
         yield Refusal(str(error), "give a smaller view, or a longer --max-model-len")
 
 
-def _lossless(setup: LongContext, *, ours: bool) -> Iterator[Refusal]:
-    if not ours:
+def _lossless(setup: LongContext, guesses: int, *, ours: bool) -> Iterator[Refusal]:
+    head = setup.runner_v2 and setup.drafter in HEADS
+    if not ours and not head:
         yield Refusal(
             f"mode 'lossless' with the drafter {setup.drafter!r}: there the target drafts itself",
-            f'use --speculative-config \'{{"method": "custom_class", "model": "{DRAFTER}", '
-            '"num_speculative_tokens": 16}\'',
+            "use a head of method 'eagle3' on model runner V2, or --speculative-config "
+            f'\'{{"method": "custom_class", "model": "{DRAFTER}", "num_speculative_tokens": 16}}\'',
         )
         return
-    if setup.runner_v2:
+    if head and setup.num_drafts <= guesses:
+        yield Refusal(
+            f"{setup.num_drafts} speculative tokens: the head alone drafts {guesses} of them",
+            "use num_speculative_tokens 16, or a smaller specpv_draft_lookup",
+        )
+    if ours and setup.runner_v2:
         yield Refusal(
             "model runner V2: it takes no drafter of a class", "set VLLM_USE_V2_MODEL_RUNNER=0"
         )
-    if setup.async_scheduling:
+    if ours and setup.async_scheduling:
         yield Refusal(
             "asynchronous scheduling: the drafter needs a step's tokens on the host",
             "add --no-async-scheduling",

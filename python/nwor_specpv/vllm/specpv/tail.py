@@ -24,6 +24,7 @@ class Tail:
         self.values = torch.zeros_like(self.keys)
         pages = torch.arange(max_batch, dtype=torch.int32, device=first.device)
         self.block_table = pages[:, None].contiguous()
+        self._nowhere = torch.full_like(self.keys[0, :, :, 0, 0], -1, dtype=torch.int32).flatten()
 
     @property
     def bytes(self) -> int:
@@ -36,6 +37,6 @@ class Tail:
     def write(
         self, layer: int, key: torch.Tensor, value: torch.Tensor, slots: torch.Tensor
     ) -> None:
-        nowhere = torch.full_like(slots, -1, dtype=torch.int32)
+        nowhere = self._nowhere[: slots.shape[0]]  # nothing is staged
         keys, values = self.keys[layer], self.values[layer]
         write_kv(key, value, keys, values, slots, nowhere, key[:0], value[:0])

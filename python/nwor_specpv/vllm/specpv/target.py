@@ -42,15 +42,27 @@ class Target:
     def greedy(self, passed: PartialPass, tokens: list[int], positions: list[int]) -> list[int]:
         """The likeliest next token after each row."""
         device = passed.slots.device
+        hidden, _ = self.forward(
+            passed,
+            torch.tensor(tokens, dtype=torch.int32, device=device),
+            torch.tensor(positions, dtype=torch.int64, device=device),
+        )
+        return self.logits(hidden).argmax(-1).tolist()
+
+    def forward(
+        self, passed: PartialPass, tokens: torch.Tensor, positions: torch.Tensor
+    ) -> tuple[torch.Tensor, list[torch.Tensor] | None]:
+        """Hidden states of each row, and those of inner layers where a head wants them."""
         metadata = dict.fromkeys(self.layers, passed)
         # Without slots vLLM writes nothing: K/V of these rows is kept in the tail alone.
-        with set_forward_context(metadata, self._config, num_tokens=len(tokens), slot_mapping={}):
-            hidden = self._model(
-                input_ids=torch.tensor(tokens, dtype=torch.int32, device=device),
-                positions=torch.tensor(positions, dtype=torch.int64, device=device),
-            )
-        logits = self._model.compute_logits(hidden)
-        return logits.argmax(-1).tolist()
+        with set_forward_context(
+            metadata, self._config, num_tokens=tokens.shape[0], slot_mapping={}
+        ):
+            found = self._model(input_ids=tokens.to(torch.int32), positions=positions)
+        return found if isinstance(found, tuple) else (found, None)
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        return self._model.compute_logits(hidden)
 
     def measure(self, make_pass: Callable[[int, int], PartialPass], tokens: int) -> StepCosts:
         """Costs of passes, from runs whose result nobody uses.

@@ -1,0 +1,163 @@
+"""How many drafts a step verifies, and how many partial passes make them (model runner V2).
+
+Either the head drafts alone, `specpv_draft_lookup` tokens, or a round of passes drafts
+`num_speculative_tokens`: other lengths would need graphs of their own. The scheduler decides for
+the next step, the worker follows it. Costs are measured where there is one rank, whose process the
+scheduler shares; elsewhere everybody must come to the same answer alone, so batch times context
+decides.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from nwor_specpv import _C
+
+from .policy import Round, Running, StepCosts, choose_passes
+
+if TYPE_CHECKING:
+    from .chain import Chains
+
+# Tokens of batch times context from which rounds pay on a large GPU, where nothing was measured.
+PAYS_FROM = 150_000
+# Seconds of a full step beyond the model's passes: sampling, scheduling.
+_FULL_EXTRA = 1.5e-3
+_LOOK_INTERVAL = 8  # steps between looks at what was accepted of the head's own drafts
+
+
+def head_drafts(settings: Any, limit: int) -> int:
+    """Tokens that the head drafts before the target looks at them."""
+    return max(1, min(settings.specpv_draft_lookup, limit))
+
+
+class Lengths:
+    """The choice of one engine. Thread-safety: none."""
+
+    def __init__(self, settings: Any, limit: int, *, alone: bool) -> None:
+        self._fixed = settings.specpv_draft_passes
+        self._limit = limit
+        self._guesses = head_drafts(settings, limit)
+        config = settings.specpv()
+        self.view_tokens = config.budget(1 + self._guesses).static_tokens
+        self._shortest = max(settings.specpv_partial_threshold, self.view_tokens)
+        self._alone = alone
+        self._costs: StepCosts | None = None
+        self._given_up = False
+        self.agreement = Running(0.95)
+        self.head_agreement = Running(0.7)
+        self.tokens_per_pass = Running(0.7 * (1 + self._guesses))
+
+    def number(self, contexts: Sequence[int]) -> int:
+        """Drafts that requests of these lengths get next."""
+        return self._limit if self.passes(contexts) else self._guesses
+
+    def passes(self, contexts: Sequence[int]) -> int:
+        """Partial passes that make them; 0: the head drafts alone."""
+        long = [tokens for tokens in contexts if tokens > self._shortest]
+        if self._given_up or not long:
+            return 0
+        if self._fixed:
+            return self._fixed
+        if self._costs is None:
+            pays = sum(long) >= PAYS_FROM
+            return -(-self._limit // max(1, round(0.7 * (1 + self._guesses)))) if pays else 0
+        known = Round(
+            contexts=long,
+            view_tokens=self.view_tokens,
+            others=sum(contexts) - sum(long),
+            num_others=len(contexts) - len(long),
+            rows_per_pass=1 + self._guesses,
+            tokens_per_pass=self.tokens_per_pass.mean,
+            agreement=min(self.agreement.mean, 0.999),
+            lookup_agreement=min(self.head_agreement.mean, 0.999),
+            lookup_tokens=self._guesses,
+            max_drafts=self._limit,
+        )
+        return choose_passes(self._costs, known)
+
+    def learn(self, costs: StepCosts) -> None:
+        """What passes were measured to cost here."""
+        if self._alone:
+            self._costs = StepCosts(costs.base, costs.per_row, costs.per_token, _FULL_EXTRA)
+
+    def give_up(self) -> None:
+        """Rounds have failed: the head drafts alone."""
+        self._given_up = True
+
+    def observe(self, counts: Sequence[int]) -> None:
+        """What `AcceptanceCounts` has counted since the last time."""
+        confirmed, judged, head_confirmed, head_judged, tokens, passes = counts
+        _C.count("specpv_confirmed_tokens_total", confirmed)
+        _C.count("specpv_drafted_tokens_total", tokens)
+        if judged:
+            self.agreement.add(confirmed, judged)
+        if head_judged:
+            self.head_agreement.add(head_confirmed, head_judged)
+        if passes:
+            self.tokens_per_pass.add(tokens, passes)
+
+
+class AcceptanceCounts:
+    """Counts on the device what full steps accepted; read a little later, without waiting."""
+
+    def __init__(self, device: torch.device, observe: Any) -> None:
+        self._counts = torch.zeros(6, dtype=torch.int64, device=device)
+        self._told = [0] * 6
+        self._observe = observe
+        self._mail: tuple[torch.Tensor, Any] | None = None
+        self._steps = 0
+        self._round: tuple[Chains, list[str], int] | None = None  # whose drafts are verified next
+        self._names: list[str] = []
+
+    def drafted(self, chains: Chains | None, names: list[str], passes: int) -> None:
+        """Drafts of these requests were made, by a round or by the head alone (None)."""
+        self._round = (chains, names, passes) if chains is not None else None
+        self._names = names
+
+    def judged(self, names: list[str], lens: Sequence[int], num_rejected: torch.Tensor) -> None:
+        """A full step had `lens[b]` drafts of each request and rejected some of them."""
+        self._steps += 1
+        if names != self._names or not names:
+            return
+        if self._round is None and self._steps % _LOOK_INTERVAL:  # short steps feel every launch
+            return
+        scheduled = lens[0]
+        if any(number != scheduled for number in lens) or scheduled == 0:
+            return
+        accepted = (scheduled - num_rejected[: len(names)]).clamp(min=0)
+        if self._round is None:
+            ended = accepted < scheduled
+            self._counts[2] += accepted.sum()
+            self._counts[3] += (accepted + ended).sum()
+        else:
+            chains, _, passes = self._round
+            ends = chains.lens[: len(names)].clamp(max=scheduled)
+            active = chains.active[: len(names)]
+            confirmed = torch.minimum(accepted, ends)
+            self._counts[0] += (confirmed * active).sum()
+            self._counts[1] += ((confirmed + (accepted < ends)) * active).sum()
+            self._counts[4] += (chains.lens[: len(names)] * active).sum()
+            self._counts[5] += active.sum() * passes
+        self._read()
+
+    def _read(self) -> None:
+        if not self._counts.is_cuda:
+            self._tell(self._counts.tolist())
+            return
+        if self._mail is not None and self._mail[1].query():
+            self._tell(self._mail[0].tolist())
+            self._mail = None
+        if self._mail is None:
+            host = torch.empty(6, dtype=torch.int64, pin_memory=True)
+            host.copy_(self._counts, non_blocking=True)
+            arrived = torch.cuda.Event()
+            arrived.record()
+            self._mail = (host, arrived)
+
+    def _tell(self, now: list[int]) -> None:
+        new = [after - before for after, before in zip(now, self._told, strict=True)]
+        self._told = now
+        self._observe(new)

@@ -1,0 +1,161 @@
+"""A round of drafting on the device: head and partial pass in turns, the chain grows.
+
+    first   the head goes on from the full step, then a pass that chooses blocks by its queries
+    later   the head takes up what the pass has said, then a pass over the same view
+
+Neither reads anything on the host, so each is one captured graph per batch size. K/V of the passes
+lies in the tail, never in the engine's cache.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+
+from nwor_specpv import verify_plan
+
+from .chain import Chains
+from .partial_pass import PartialPass
+from .tail import Tail
+from .views import Batch, ViewStore
+
+
+class Head(Protocol):
+    """The trained head, whose K/V has slots of its own in the engine's cache."""
+
+    def go_on(self, count: int) -> torch.Tensor:
+        """[count, rows - 1]: guesses after the full step's rows, which it has seen."""
+
+    def take_up(self, chains: Chains, count: int, hidden: torch.Tensor) -> torch.Tensor:
+        """The same after the rows of a pass, of which `chains.accepted` + 1 count."""
+
+
+class PartialTarget(Protocol):
+    """The target model over views."""
+
+    def run(
+        self,
+        passed: PartialPass,
+        tokens: torch.Tensor,
+        positions: torch.Tensor,
+        columns: torch.Tensor,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """What it says after every row, [rows] int64, and what the head wants of each row."""
+
+
+class Rounds:
+    """Rounds of one engine. `begin`, then `first`, then `later` as often as wanted."""
+
+    def __init__(
+        self,
+        chains: Chains,
+        store: ViewStore,
+        tail: Tail,
+        layer_index: dict[str, int],
+        num_heads: int,
+        target: PartialTarget,
+        head: Head,
+    ) -> None:
+        self.chains, self.store, self.tail = chains, store, tail
+        self._layer_index = layer_index
+        self._num_heads = num_heads
+        self._target, self._head = target, head
+        batch, device = chains.prefix.shape[0], chains.prefix.device
+        self._starts = torch.arange(batch + 1, dtype=torch.int32, device=device) * chains.rows
+        # Under it rows do not see one another: the view's part of attention has them already.
+        words = -(-chains.rows // 64)
+        self._unseen = torch.zeros(batch * chains.rows, words, dtype=torch.int64, device=device)
+        self._hidden: torch.Tensor | None = None
+
+    def begin(
+        self,
+        block_table: torch.Tensor,
+        rows: torch.Tensor,
+        prefix: torch.Tensor,
+        active: torch.Tensor,
+        roots: torch.Tensor,
+    ) -> None:
+        """Opens a round. [B] each but for the table [padded B, pages]; row -1: no view.
+
+        A request that takes no part, is not longer than a view, or has no row sees its whole
+        context.
+        """
+        count, padded = rows.shape[0], block_table.shape[0]
+        self.chains.begin(prefix, active, roots)
+        all_rows = torch.full((padded,), -1, dtype=torch.int32, device=rows.device)
+        lens = self.chains.prefix[:padded]
+        long = lens[:count] > self.store.budget.static_tokens
+        all_rows[:count] = torch.where(long & active, rows, -1)
+        self.store.begin(Batch(block_table, all_rows, lens, torch.ones_like(all_rows)))
+
+    def first(self, block_table: torch.Tensor) -> None:
+        """The first pass of a round."""
+        count = block_table.shape[0]
+        self.chains.guess(self.chains.tokens[:count, 0].clone(), self._head.go_on(count))
+        self._pass(block_table, first=True)
+        self.store.end(count)
+
+    def later(self, block_table: torch.Tensor) -> None:
+        """Another pass."""
+        count = block_table.shape[0]
+        assert self._hidden is not None
+        guesses = self._head.take_up(self.chains, count, self._hidden)
+        self.chains.guess(self.chains.next_roots(count), guesses)
+        self._pass(block_table, first=False)
+
+    def _pass(self, block_table: torch.Tensor, *, first: bool) -> None:
+        chains, count = self.chains, block_table.shape[0]
+        passed = PartialPass(
+            store=self.store,
+            tail=self.tail,
+            layer_index=self._layer_index,
+            block_table=block_table,
+            prefix_lens=chains.prefix[:count],
+            tail_lens=chains.lens[:count].clone(),  # as they are before the chain grows
+            query_start=self._starts[: count + 1],
+            slots=chains.slots(count, self.tail.capacity),
+            num_rows=chains.rows,
+            has_tail=not first,
+            select=first,
+        )
+        if not first:
+            self._plan(passed)
+        said, hidden = self._target.run(
+            passed,
+            chains.tokens[:count].flatten(),
+            chains.positions(count).flatten(),
+            chains.columns(count).flatten(),
+        )
+        # Of the same address in every pass: the next one is a graph of its own.
+        if self._hidden is None:
+            most = chains.prefix.shape[0] * chains.rows
+            self._hidden = hidden.new_zeros(most, *hidden.shape[1:])
+        self._hidden[: hidden.shape[0]] = hidden
+        chains.extend(said.view(count, chains.rows))
+
+    def _plan(self, passed: PartialPass) -> None:
+        """One plan for all layers: their views have the same lengths, and so have their tails."""
+        key_cache = self.store.key_caches[0]
+        count, num_rows = passed.num_requests, passed.num_requests * passed.num_rows
+        query = key_cache.new_empty(1, 1, key_cache.shape[3])
+        query = query.expand(num_rows, self._num_heads, key_cache.shape[3])
+        shape = (passed.prefix_lens, passed.query_start)
+        passed.unseen = self._unseen[:num_rows]
+        passed.view_plan = verify_plan(
+            query,
+            key_cache,
+            passed.block_table,
+            *shape,
+            view=self.store.view(0, count),
+            max_rows=passed.num_rows,
+        )
+        passed.tail_plan = verify_plan(
+            query,
+            self.tail.keys[0],
+            self.tail.block_table[:count],
+            passed.tail_lens,
+            passed.query_start,
+            passed.unseen,
+            max_rows=passed.num_rows,
+        )

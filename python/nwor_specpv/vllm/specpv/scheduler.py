@@ -1,0 +1,41 @@
+"""vLLM's asynchronous scheduler, with as many drafts in the next step as pay.
+
+    --scheduler-cls nwor_specpv.vllm.specpv.scheduler.LongContextScheduler
+
+Requests in short contexts verify the head's few drafts, as in vLLM; where rounds of partial passes
+pay, they verify long chains. It changes one number that vLLM's scheduler has for this purpose.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+
+from nwor_specpv.vllm.engine import find_engine
+from nwor_specpv.vllm.settings import read_settings
+
+from .lengths import Lengths
+
+
+class LongContextScheduler(AsyncScheduler):
+    """Decides before each step how many drafts the next one has. Thread-safety: none."""
+
+    def _update_after_schedule(self, scheduler_output: Any) -> None:
+        contexts = [
+            self.requests[name].num_computed_tokens + number
+            for name, number in scheduler_output.num_scheduled_tokens.items()
+        ]
+        if contexts:
+            scheduler_output.num_spec_tokens_to_schedule = self._choice().number(contexts)
+        super()._update_after_schedule(scheduler_output)
+
+    def _choice(self) -> Lengths:
+        """The worker's own where it is in this process: it knows costs and acceptance."""
+        engine = find_engine(self.vllm_config)
+        if engine is not None and engine.lengths is not None:
+            return engine.lengths
+        if not hasattr(self, "_lengths"):
+            settings = read_settings(self.vllm_config.additional_config)
+            self._lengths = Lengths(settings, self.num_spec_tokens, alone=False)
+        return self._lengths

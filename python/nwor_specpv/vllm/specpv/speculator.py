@@ -1,0 +1,498 @@
+"""Mode `lossless` on model runner V2: an EAGLE head and partial passes of the target in turns.
+
+    --speculative-config '{"method": "eagle3", "model": HEAD, "num_speculative_tokens": 16}'
+    --scheduler-cls nwor_specpv.vllm.specpv.scheduler.LongContextScheduler
+
+vLLM's own speculator drafts `specpv_draft_lookup` tokens with the head. In a round the target
+confirms them over its views, the head goes on from there, and so on, until the chain has
+`num_speculative_tokens` drafts; vLLM's next step verifies them with full attention. Nothing of it
+is read on the host, so asynchronous scheduling stays on. Where rounds do not pay, the head drafts
+alone, as in vLLM.
+
+It stands in the place of one name, `init_speculator`: see `vllm/speculators.py`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from vllm.config.compilation import CUDAGraphMode
+from vllm.distributed.parallel_state import graph_capture
+from vllm.forward_context import set_forward_context
+from vllm.v1.attention.backend import CommonAttentionMetadata
+from vllm.v1.worker.gpu.sample.gumbel import gumbel_sample
+from vllm.v1.worker.gpu.spec_decode.autoregressive.cudagraph_utils import (
+    SpeculatorCudaGraphManager,
+)
+from vllm.v1.worker.gpu.spec_decode.eagle.speculator import EagleSpeculator
+
+from nwor_specpv import _C
+from nwor_specpv.errors import NworError, logger
+from nwor_specpv.vllm.engine import engine_of
+from nwor_specpv.vllm.layer import TargetLayer
+
+from .chain import Chains, slots_of, window_of
+from .lengths import AcceptanceCounts, Lengths, head_drafts
+from .partial_pass import PartialPass
+from .policy import fit_costs
+from .rounds import Rounds
+from .tail import Tail
+from .target import Target
+from .views import ViewStore
+
+_REPEATS = 3  # of a measured pass; the quickest counts
+# What draft logits hold for tokens that a draft is not: their probability is 0.
+_NEVER = -1e30
+
+
+class PartialViewSpeculator(EagleSpeculator):
+    """vLLM's EAGLE speculator, which drafts further with the target's help. Thread-safety: none."""
+
+    def __init__(self, vllm_config: Any, device: torch.device) -> None:
+        super().__init__(vllm_config, device)
+        self._engine = engine_of(vllm_config)
+        settings = self._engine.settings
+        self._limit = self.num_speculative_steps
+        self._guesses = head_drafts(settings, self._limit)
+        self._lengths: Lengths = self._engine.lengths
+        self._target: Target | None = None
+        self._rounds: Rounds | None = None
+        self._graphs: dict[tuple[str, int], torch.cuda.CUDAGraph] = {}
+        self._rows: dict[str, int] = {}  # of the store, by request
+        self._counts = AcceptanceCounts(device, self._lengths.observe)
+        self._offer_lengths()
+
+    def _offer_lengths(self) -> None:
+        """Steps verify either few drafts or all: vLLM captures graphs of both kinds."""
+        most = self.max_num_reqs
+        self._dynamic = [(1, most, self._guesses), (most, most, self._limit)]
+        self.speculative_config.num_speculative_tokens_per_batch_size = self._dynamic
+
+    # ---- what vLLM calls ------------------------------------------------------------------------
+
+    def load_model(self, target_model: Any) -> None:
+        super().load_model(target_model)
+        layers = self._engine.layers
+        names = [name for name in layers if name not in self.draft_attn_layer_names]
+        names = [name for name in names if hasattr(layers[name], "impl")]
+        theirs = [name for name in names if not isinstance(layers[name].impl, TargetLayer)]
+        if theirs or not names:
+            raise NworError(
+                f"nwor_specpv, enable_specpv: got {theirs[0] if theirs else 'no layer'} with "
+                "vLLM's own attention, expected ours in every layer of the target; add "
+                "--attention-backend CUSTOM, or serve this model without enable_specpv"
+            )
+        self._target = Target(self.vllm_config, target_model, names)
+
+    def init_cudagraph_manager(self, cudagraph_mode: CUDAGraphMode) -> None:
+        # The target's manager was made just before, for both lengths; the head's for its single
+        # rows knows one length only, and the scheduler must not take ours for vLLM's own.
+        self.speculative_config.num_speculative_tokens_per_batch_size = None
+        super().init_cudagraph_manager(cudagraph_mode)
+        self.speculative_config.num_speculative_tokens_per_batch_size = self._dynamic
+        self.prefill_cudagraph_manager = SpeculatorCudaGraphManager(
+            self.vllm_config, self.device, cudagraph_mode, self._limit + 1
+        )
+        self.speculative_config.num_speculative_tokens_per_batch_size = None
+
+    def capture(self) -> None:
+        super().capture()
+        manager = self.prefill_cudagraph_manager
+        sizes = {desc.num_reqs for desc in manager.graphs} if manager is not None else set()
+        if not sizes:
+            return
+        try:
+            self._capture_rounds(sorted(sizes, reverse=True))
+            self._measure(sorted(sizes))
+        except Exception as error:
+            self._fail(error)
+
+    @torch.inference_mode()
+    def propose(
+        self,
+        input_batch: Any,
+        attn_metadata: Any,
+        slot_mappings: Any,
+        last_hidden_states: torch.Tensor,
+        aux_hidden_states: list[torch.Tensor] | None,
+        num_sampled: torch.Tensor,
+        num_rejected: torch.Tensor,
+        last_sampled: torch.Tensor,
+        next_prefill_tokens: torch.Tensor,
+        temperature: torch.Tensor,
+        seeds: torch.Tensor,
+        num_tokens_across_dp: torch.Tensor | None = None,
+        dummy_run: bool = False,
+        skip_attn_for_dummy_run: bool = False,
+        mm_inputs: Any = None,
+        is_profile: bool = False,
+    ) -> torch.Tensor:
+        count, passes, wanted = input_batch.num_reqs, 0, self._limit
+        real = not dummy_run and not is_profile
+        if real:
+            wanted = self._engine.num_drafts or self._limit
+            lens = (input_batch.num_scheduled_tokens - 1).tolist()
+            self._counts.judged(input_batch.req_ids, lens, num_rejected)
+            if wanted > self._guesses:
+                ends = input_batch.seq_lens_cpu_upper_bound[:count].tolist()
+                passes = self._lengths.passes(ends)
+        with self._steps(1 if passes else wanted):
+            super().propose(
+                input_batch,
+                attn_metadata,
+                slot_mappings,
+                last_hidden_states,
+                aux_hidden_states,
+                num_sampled,
+                num_rejected,
+                last_sampled,
+                next_prefill_tokens,
+                temperature,
+                seeds,
+                num_tokens_across_dp,
+                dummy_run,
+                skip_attn_for_dummy_run,
+                mm_inputs,
+                is_profile,
+            )
+        if passes:
+            try:
+                self._round(input_batch, passes, num_sampled, num_rejected, last_sampled)
+            except Exception as error:
+                self._fail(error)
+                self.draft_tokens[:count] = 0
+                passes = 0
+        if real:
+            chains = self._rounds.chains if passes and self._rounds is not None else None
+            self._counts.drafted(chains, input_batch.req_ids, passes)
+        return self.draft_tokens[:count]
+
+    @contextlib.contextmanager
+    def _steps(self, number: int) -> Iterator[None]:
+        """The head drafts so many tokens."""
+        self.num_speculative_steps = number
+        try:
+            yield
+        finally:
+            self.num_speculative_steps = self._limit
+
+    def _fail(self, error: Exception) -> None:
+        """The head drafts alone from now on; serving goes on."""
+        _C.count("specpv_draft_failures_total", 1)
+        self._lengths.give_up()
+        logger.warning(
+            "nwor_specpv: partial passes failed, the head drafts alone: %s: %s",
+            type(error).__name__,
+            error,
+        )
+
+    # ---- a round --------------------------------------------------------------------------------
+
+    def _round(
+        self,
+        input_batch: Any,
+        passes: int,
+        num_sampled: torch.Tensor,
+        num_rejected: torch.Tensor,
+        last_sampled: torch.Tensor,
+    ) -> None:
+        rounds, count = self._ready(), input_batch.num_reqs
+        padded = self._padded(count)
+        table = self._table(padded)
+        rows = self._view_rows(input_batch.req_ids, input_batch.seq_lens_cpu_upper_bound.tolist())
+        host = torch.tensor(rows, dtype=torch.int32, pin_memory=self.device.type == "cuda")
+        prefix = input_batch.seq_lens[:count] - num_rejected[:count]
+        roots = last_sampled[input_batch.idx_mapping].view(count)
+        active = num_sampled[:count] > 0
+        rounds.begin(table, host.to(self.device, non_blocking=True), prefix, active, roots)
+        if self.draft_logits is not None:
+            self._certain(passes + self._guesses)
+        for number in range(passes):
+            kind = "first" if number == 0 else "later"
+            graph = self._graphs.get((kind, padded))
+            if graph is not None:
+                graph.replay()
+            else:
+                getattr(rounds, kind)(table)
+        self.draft_tokens[:count] = rounds.chains.drafts[:count, : self._limit]
+        _C.count("specpv_draft_passes_total", passes)
+
+    def _certain(self, filled: int) -> None:
+        """Drafts that no pass may reach are token 0 with certainty: sampling must know."""
+        assert self.draft_logits is not None
+        assert self._rounds is not None
+        rest = self.draft_logits[:, filled:]
+        rest.fill_(_NEVER)
+        rest[..., 0] = 0
+        self._rounds.chains.drafts[:, filled:] = 0
+
+    def _padded(self, count: int) -> int:
+        sizes = [size for kind, size in self._graphs if kind == "first" and size >= count]
+        return min(sizes, default=count)
+
+    def _view_rows(self, names: list[str], ends: list[int]) -> list[int]:
+        """The rows of requests that are longer than a view, -1 for the others."""
+        assert self._rounds is not None
+        store = self._rounds.store
+        for name in self._rows.keys() - set(names):
+            store.close(self._rows.pop(name))
+        found = []
+        for name, end in zip(names, ends, strict=False):
+            if name not in self._rows and end > store.budget.static_tokens:
+                row = store.open()
+                if row is not None:
+                    self._rows[name] = row
+            found.append(self._rows.get(name, -1))
+        return found
+
+    def _table(self, count: int) -> torch.Tensor:
+        group = self._group_of(self._target.layers[0])
+        return self.block_tables.input_block_tables[group][:count]
+
+    def _group_of(self, layer: str) -> int:
+        groups = self.kv_cache_config.kv_cache_groups
+        return next(i for i, group in enumerate(groups) if layer in group.layer_names)
+
+    # ---- set-up ---------------------------------------------------------------------------------
+
+    def _ready(self) -> Rounds:
+        """Memory is taken when the first round is near: whoever has no long requests pays none."""
+        if self._rounds is not None:
+            return self._rounds
+        settings, target = self._engine.settings, self._target
+        assert target is not None
+        caches = target.key_caches()
+        rows = 1 + self._guesses
+        store = ViewStore(
+            settings.specpv(),
+            caches,
+            max_requests=settings.specpv_max_requests,
+            max_batch=self.max_num_reqs,
+            max_tokens=self.max_model_len,
+            max_rows=rows,
+        )
+        tail = Tail(caches, self.max_num_reqs, self._limit + rows)
+        chains = Chains(self.max_num_reqs, rows, self._limit, self.max_model_len, self.device)
+        heads = self._engine.layers[target.layers[0]].impl.num_heads
+        self._rounds = Rounds(
+            chains,
+            store,
+            tail,
+            target.layer_index,
+            heads,
+            SampledTarget(self, target),
+            EagleHead(self, chains),
+        )
+        taken = (store.bytes + tail.bytes) / 1e6
+        logger.info("nwor_specpv: views of %d requests take %.1f MB", store.max_requests, taken)
+        return self._rounds
+
+    def _capture_rounds(self, sizes: list[int]) -> None:
+        rounds = self._ready()
+        nobody = torch.zeros(0, dtype=torch.int32, device=self.device)
+        manager = self.prefill_cudagraph_manager
+        assert manager is not None
+        with graph_capture(device=self.device):
+            for size in sizes:
+                table = self._table(size)
+                rounds.begin(table, nobody, nobody, nobody.bool(), nobody.long())
+                for kind in ("first", "later"):
+                    run = getattr(rounds, kind)
+                    run(table)
+                    graph = torch.cuda.CUDAGraph()
+                    with torch.cuda.graph(graph, manager.pool):
+                        run(table)
+                    self._graphs[kind, size] = graph
+        logger.info("nwor_specpv: rounds captured for batches of %s", sizes[::-1])
+
+    def _measure(self, sizes: list[int]) -> None:
+        """Costs of a pass, from replays over an empty cache whose result nobody uses."""
+        rounds = self._ready()
+        pages = rounds.store.key_caches[0].shape[0]
+        page_size = rounds.store.page_size
+        small, large = sizes[0], sizes[-1]
+        table = self._table(small)
+        saved = table.clone()
+        per_request = min(pages // small, table.shape[1], 32768 // page_size)
+        for request in range(small):
+            first = request * per_request
+            table[request, :per_request] = torch.arange(
+                first, first + per_request, dtype=torch.int32, device=self.device
+            )
+        tokens = per_request * page_size - self._limit
+
+        def timed(size: int, context: int) -> float:
+            lens = torch.full((size,), context, dtype=torch.int32, device=self.device)
+            nowhere = torch.full_like(lens, -1)
+            active = torch.ones_like(lens, dtype=torch.bool)
+            best = float("inf")
+            for _ in range(1 + _REPEATS):
+                rounds.begin(self._table(size), nowhere, lens, active, lens.long() * 0)
+                self._graphs["first", size].replay()
+                start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+                start.record()
+                self._graphs["later", size].replay()
+                end.record()
+                end.synchronize()
+                best = min(best, 1e-3 * start.elapsed_time(end))
+            return best
+
+        empty, rows = timed(small, 0), 1 + self._guesses
+        full = timed(small, max(1, tokens))
+        more = timed(large, 0) if large > small else empty
+        costs = fit_costs(
+            empty, more, max(1, (large - small) * rows) + 1, full, small * max(1, tokens)
+        )
+        table.copy_(saved)
+        self._lengths.learn(costs)
+        logger.info("nwor_specpv: measured %s", costs)
+
+
+class SampledTarget:
+    """vLLM's target over views, and its tokens: the likeliest, or drawn as requests ask for."""
+
+    def __init__(self, speculator: PartialViewSpeculator, target: Target) -> None:
+        self._speculator, self._model = speculator, target
+
+    def run(
+        self,
+        passed: PartialPass,
+        tokens: torch.Tensor,
+        positions: torch.Tensor,
+        columns: torch.Tensor,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        spec = self._speculator
+        hidden, wanted = self._model.forward(passed, tokens, positions)
+        logits = self._model.logits(hidden)
+        if wanted is not None:
+            combined = spec.model.combine_hidden_states(torch.cat(wanted, dim=-1))
+        else:
+            combined = hidden
+        if spec.draft_logits is None:
+            return logits.argmax(dim=-1), combined
+        requests = spec.idx_mapping[: passed.num_requests, None].expand(-1, passed.num_rows)
+        # Rows that make no draft leave no logits.
+        requests = torch.where(columns < spec._limit, requests.reshape(-1), -1)
+        said = gumbel_sample(
+            logits,
+            requests,
+            spec.temperature,
+            spec.seeds,
+            positions,  # of the row, as the full step will have it
+            apply_temperature=True,
+            output_processed_logits=spec.draft_logits,
+            output_processed_logits_col=columns.clamp(max=spec._limit - 1),
+            use_fp64=spec.use_fp64_gumbel,
+        )
+        return said.clamp(0, logits.shape[-1] - 1), combined
+
+
+class EagleHead:
+    """The head on rows of ours, over buffers that keep their address."""
+
+    def __init__(self, speculator: PartialViewSpeculator, chains: Chains) -> None:
+        self._speculator, self._chains = speculator, chains
+        self._layers = sorted(speculator.draft_attn_layer_names)
+        self._group = speculator._group_of(self._layers[0])
+        self._page_size = speculator.block_tables.kernel_block_sizes[self._group]
+        batch = chains.prefix.shape[0]
+        self._starts = torch.arange(batch + 1, dtype=torch.int32)
+        self._starts_device = self._starts.to(speculator.device)
+        # In rounds it sees as much of the context as the target does, the latest tokens: it would
+        # read the whole of its cache for every guess otherwise.
+        view = speculator._lengths.view_tokens + chains.limit + chains.rows
+        self._pages = 1 - (-view // self._page_size)
+
+    def go_on(self, count: int) -> torch.Tensor:
+        spec = self._speculator
+        first = spec.draft_tokens[:count, 0]
+        hidden = spec.hidden_states[:count]
+        return self._draft(count, first, hidden, self._chains.prefix[:count])
+
+    def take_up(self, chains: Chains, count: int, hidden: torch.Tensor) -> torch.Tensor:
+        rows, start, accepted = chains.rows, chains.starts[:count], chains.accepted[:count]
+        steps = torch.arange(rows, dtype=torch.int32, device=start.device)
+        positions = (start[:, None] + steps).clamp(max=self._speculator.max_model_len - 1)
+        last, state = self._run(
+            count,
+            rows,
+            chains.said[:count].flatten(),
+            positions.long(),
+            hidden[: count * rows],
+        )
+        at = torch.arange(count, device=start.device) * rows + accepted
+        first = self._sample(last[at], count, positions.flatten()[at])
+        return self._draft(count, first, state[at], start + accepted + 1)
+
+    def _draft(
+        self, count: int, first: torch.Tensor, hidden: torch.Tensor, start: torch.Tensor
+    ) -> torch.Tensor:
+        """[count, guesses]: `first` and what follows; it stands at `start` + 1 in the text."""
+        guesses = [first]
+        for number in range(1, self._chains.rows - 1):
+            positions = (start + number - 1).clamp(max=self._speculator.max_model_len - 1)
+            last, hidden = self._run(count, 1, guesses[-1], positions[:, None].long(), hidden)
+            guesses.append(self._sample(last, count, positions))
+        return torch.stack(guesses, dim=1)
+
+    def _run(
+        self,
+        count: int,
+        rows: int,
+        tokens: torch.Tensor,
+        positions: torch.Tensor,
+        hidden: torch.Tensor,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The head over `rows` rows of each request, at positions [count, rows] that follow one
+        another; K/V goes to its own cache, as far as vLLM has reserved slots."""
+        spec, chains = self._speculator, self._chains
+        table = spec.block_tables.input_block_tables[self._group][:count]
+        ends = torch.where(chains.active[:count], chains.prefix[:count] + chains.limit, 0)
+        ends = ends.clamp(max=spec.max_model_len)
+        slots = slots_of(positions, ends, table, self._page_size).flatten()
+        lens = (positions[:, 0] + rows).clamp(max=spec.max_model_len)
+        table, lens = window_of(table, lens, self._page_size, self._pages)
+        common = CommonAttentionMetadata(
+            query_start_loc=self._starts_device[: count + 1] * rows,
+            query_start_loc_cpu=self._starts[: count + 1] * rows,
+            seq_lens=lens,
+            max_seq_len=min(spec.max_model_len, self._pages * self._page_size),
+            num_reqs=count,
+            num_actual_tokens=count * rows,
+            max_query_len=rows,
+            block_table_tensor=table,
+            slot_mapping=slots,
+        )
+        builder = spec.attn_groups[self._group][0].get_metadata_builder(0)
+        # Without a schedule made in advance: it would be one of the lengths at capture.
+        metadata = builder.build(0, common, fast_build=True)
+        with set_forward_context(
+            dict.fromkeys(self._layers, metadata),
+            spec.vllm_config,
+            num_tokens=count * rows,
+            slot_mapping=dict.fromkeys(self._layers, slots),
+        ):
+            found = spec.model(
+                input_ids=tokens.to(torch.int32),
+                positions=positions.flatten(),
+                hidden_states=hidden,
+                inputs_embeds=None,
+            )
+        return found if isinstance(found, tuple) else (found, found)
+
+    def _sample(self, hidden: torch.Tensor, count: int, positions: torch.Tensor) -> torch.Tensor:
+        spec = self._speculator
+        if spec.draft_logits is None:
+            return spec._greedy_sample_draft(hidden)
+        return gumbel_sample(
+            spec.model.compute_logits(hidden),
+            spec.idx_mapping[:count],
+            spec.temperature,
+            spec.seeds,
+            positions.long() + 1,
+            apply_temperature=True,
+            use_fp64=spec.use_fp64_gumbel,
+        )

@@ -1,0 +1,69 @@
+"""Which speculator model runner V2 builds: ours in mode `lossless`, vLLM's own otherwise.
+
+One name is replaced, `init_speculator`, after its parameters were compared with those that were
+read. It goes when vLLM lets speculators be named by their class.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import sys
+from collections.abc import Callable
+from typing import Any
+
+from . import compat
+from .settings import read_settings
+
+_PACKAGE = "vllm.v1.worker.gpu.spec_decode"
+_RUNNER = "vllm.v1.worker.gpu.model_runner"  # has the name, too, once it is imported
+_NAME = "init_speculator"
+_MARK = "_nwor_specpv_replaced"
+
+problem: str | None = f"{_PACKAGE}.{_NAME} has not been replaced"
+
+
+def install() -> None:
+    """Replaces the name wherever it is; what keeps us from it is left in `problem`."""
+    global problem
+    try:
+        package = importlib.import_module(_PACKAGE)
+        original = getattr(package, _NAME)
+    except (ImportError, AttributeError) as error:
+        problem = f"{_PACKAGE}.{_NAME} is not there: {error}"
+        return
+    if not getattr(original, _MARK, False):
+        problem = compat.signature_problem(original, ("vllm_config", "device"))
+        if problem is not None:
+            return
+        setattr(package, _NAME, _choosing(original))
+    runner = sys.modules.get(_RUNNER)
+    if runner is not None:
+        setattr(runner, _NAME, getattr(package, _NAME))
+    problem = None
+
+
+def wanted(vllm_config: Any) -> bool:
+    """Whether this engine drafts by rounds: mode `lossless` with an EAGLE head."""
+    settings = read_settings(vllm_config.additional_config)
+    speculative = vllm_config.speculative_config
+    return (
+        settings.enable_specpv
+        and settings.enable_nwor
+        and settings.specpv_rectify == "lossless"
+        and speculative is not None
+        and speculative.method in ("eagle", "eagle3")
+    )
+
+
+def _choosing(original: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
+    @functools.wraps(original)
+    def init_speculator(vllm_config: Any, device: Any) -> Any:
+        if not wanted(vllm_config):
+            return original(vllm_config, device)
+        from .specpv.speculator import PartialViewSpeculator
+
+        return PartialViewSpeculator(vllm_config, device)
+
+    setattr(init_speculator, _MARK, True)
+    return init_speculator

@@ -1,0 +1,359 @@
+"""Rounds of head and partial passes on the device, against models written in plain Python."""
+
+from __future__ import annotations
+
+import os
+import random
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from nwor_specpv import SpecPVConfig
+from nwor_specpv.vllm.specpv.chain import Chains, matching_guesses, slots_of, window_of
+from nwor_specpv.vllm.specpv.partial_pass import PartialPass
+from nwor_specpv.vllm.specpv.rounds import Rounds
+from nwor_specpv.vllm.specpv.tail import Tail
+from nwor_specpv.vllm.specpv.views import ViewStore
+
+SEED = int(os.environ.get("NWOR_TEST_SEED", random.randrange(2**31)))
+POISON = 777_777
+VOCABULARY = 50
+PAGE = 16
+
+
+@pytest.fixture(autouse=True)
+def _seed() -> None:
+    print(f"seed={SEED}")
+    torch.manual_seed(SEED)
+    random.seed(SEED)
+
+
+def next_token(text: list[int]) -> int:
+    """A language model: any change of the last six tokens changes what it says."""
+    state = 17
+    for token in text[-6:]:
+        state = (state * 31 + token + 7) % 1_000_003
+    return state % VOCABULARY
+
+
+def continued(text: list[int], count: int) -> list[int]:
+    text = list(text)
+    for _ in range(count):
+        text.append(next_token(text))
+    return text[-count:] if count else []
+
+
+class Texts:
+    """What requests have said, tails by slot, and a head that is right now and then."""
+
+    def __init__(self, texts: list[list[int]], skill: float) -> None:
+        self.texts, self.skill = texts, skill
+        self.capacity = 0
+        self.tail: list[int] = []
+        self.chains: Chains | None = None
+        self.known = [list(text) for text in texts]  # what the head has been told
+        self.runs = 0
+
+    # ---- the target ----
+
+    def run(
+        self,
+        passed: PartialPass,
+        tokens: torch.Tensor,
+        positions: torch.Tensor,
+        columns: torch.Tensor,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        self.runs += 1
+        rows, said = passed.num_rows, []
+        slots = passed.slots.tolist()
+        for row, (token, slot) in enumerate(zip(tokens.tolist(), slots, strict=True)):
+            if slot >= 0:
+                assert row // rows == slot // self.capacity, "another request's tail"
+                self.tail[slot] = token
+        for b in range(passed.num_requests):
+            prefix, length = int(passed.prefix_lens[b]), int(passed.tail_lens[b])
+            first = b * rows
+            live = b < len(self.texts) and prefix > 0
+            seen = self.texts[b][:prefix] if live else []
+            seen = seen + self.tail[b * self.capacity : b * self.capacity + length] if live else []
+            for j in range(rows):
+                seen = [*seen, int(tokens[first + j])]
+                if live:
+                    assert int(positions[first + j]) == len(seen) - 1
+                said.append(next_token(seen))
+        # What the head wants of a row: where it stands.
+        return torch.tensor(said), positions[:, None].float()
+
+    # ---- the head ----
+
+    def go_on(self, count: int) -> torch.Tensor:
+        return self._guesses(count)
+
+    def take_up(self, chains: Chains, count: int, hidden: torch.Tensor) -> torch.Tensor:
+        for b in range(min(count, len(self.texts))):
+            if not chains.active[b]:
+                continue
+            start, right = int(chains.starts[b]), int(chains.accepted[b])
+            if start + right + 1 > int(chains.prefix[b] + chains.lens[b]):
+                continue  # it was full before: nothing of it counts
+            for j in range(right + 1):
+                assert hidden[b * chains.rows + j, 0] == start + j
+                token = int(chains.said[b, j])
+                self.known[b] = [*self.known[b][: start + j + 1], token]
+        return self._guesses(count)
+
+    def _guesses(self, count: int) -> torch.Tensor:
+        assert self.chains is not None
+        width = self.chains.rows - 1
+        found = torch.randint(0, VOCABULARY, (count, width))
+        for b in range(min(count, len(self.texts))):
+            right = continued(self.known[b], width)
+            for j in range(width):
+                if random.random() < self.skill:
+                    found[b, j] = right[j]
+        return found
+
+
+def make_rounds(world: Texts, *, batch: int, rows: int, limit: int, max_len: int = 4096) -> Rounds:
+    config = SpecPVConfig(
+        enable_specpv=True,
+        specpv_rectify="lossless",
+        specpv_n_sink_blocks=1,
+        specpv_n_retrieval_blocks=1,
+        specpv_n_window_blocks=1,
+    )
+    caches = [torch.zeros(8, PAGE, 1, 16) for _ in range(2)]
+    store = ViewStore(
+        config, caches, max_requests=batch, max_batch=batch, max_tokens=max_len, max_rows=rows
+    )
+    tail = Tail(caches, batch, limit + rows)
+    assert tail.capacity >= limit + rows - 1
+    world.capacity = tail.capacity
+    world.tail = [POISON] * (len(world.texts) * tail.capacity)
+    chains = world.chains = Chains(batch, rows, limit, max_len, torch.device("cpu"))
+    for buffer in (chains.tokens, chains.drafts, chains.said):
+        buffer.fill_(POISON)
+    return Rounds(chains, store, tail, {"a": 0, "b": 1}, 1, world, world)
+
+
+@pytest.mark.parametrize("skill", [0.0, 0.7, 1.0])
+@pytest.mark.parametrize(("rows", "limit"), [(2, 5), (5, 16), (4, 15)])
+def test_chains_are_what_the_target_says(rows: int, limit: int, skill: float) -> None:
+    """Whatever the head guesses, the chain is the target's own text, as far as it goes."""
+    for _ in range(6):
+        real, padded = random.randint(1, 4), 5
+        texts = [
+            [random.randrange(VOCABULARY) for _ in range(random.randint(2, 90))]
+            for _ in range(real)
+        ]
+        world = Texts(texts, skill)
+        rounds = make_rounds(world, batch=6, rows=rows, limit=limit)
+        active = torch.tensor([random.random() < 0.8 for _ in range(real)])
+        prefix = torch.tensor([len(text) - 1 for text in texts], dtype=torch.int32)
+        roots = torch.tensor([text[-1] for text in texts])
+        table = torch.zeros(padded, 6, dtype=torch.int32)
+        view_rows = torch.arange(real, dtype=torch.int32)
+        rounds.begin(table, view_rows, prefix, active, roots)
+        rounds.first(table)
+        passes = random.randint(1, 6)
+        for _ in range(passes - 1):
+            rounds.later(table)
+        chains = rounds.chains
+        assert world.runs == passes
+        for b, text in enumerate(texts):
+            length = int(chains.lens[b])
+            if not active[b]:
+                assert length == 0
+                continue
+            assert length >= min(passes, limit)
+            if skill == 1.0:
+                assert length >= min(limit, passes * rows)
+            drafts = chains.drafts[b, : min(length, limit)].tolist()
+            assert drafts == continued(text, len(drafts))
+            # Drafts behind the chain are something the target has said, if a pass has been there.
+            reached = min(limit, passes + rows - 1)
+            assert all(0 <= token < VOCABULARY for token in chains.drafts[b, :reached].tolist())
+        assert not chains.active[real:].any()
+        assert chains.lens[real:].sum() == 0
+
+
+def test_requests_that_take_no_part_write_nothing() -> None:
+    world = Texts([[1, 2, 3], [4, 5, 6]], 1.0)
+    rounds = make_rounds(world, batch=4, rows=4, limit=12)
+    table = torch.zeros(4, 6, dtype=torch.int32)
+    nobody = torch.zeros(0, dtype=torch.int32)
+    rounds.chains.tokens.zero_()
+    rounds.begin(table, nobody, nobody, nobody.bool(), nobody.long())
+    rounds.first(table)
+    rounds.later(table)
+    assert set(world.tail) == {POISON}
+    assert rounds.chains.lens.sum() == 0
+
+
+def test_who_sees_a_view() -> None:
+    """Long requests with a row; the others see their whole context."""
+    world = Texts([[1] * 200] * 4, 1.0)
+    rounds = make_rounds(world, batch=5, rows=4, limit=12)
+    static = rounds.store.budget.static_tokens
+    prefix = torch.tensor([static + 1, static, static + 50, static + 9], dtype=torch.int32)
+    active = torch.tensor([True, True, True, False])
+    table = torch.zeros(5, 20, dtype=torch.int32)
+    roots = torch.zeros(4, dtype=torch.int64)
+    given = torch.tensor([3, 1, -1, 2], dtype=torch.int32)
+    rounds.begin(table, given, prefix, active, roots)
+    assert rounds.store.rows(5).tolist() == [3, -1, -1, -1, -1]
+    assert rounds.store.lens(5).tolist() == [static + 1, static, static + 50, 0, 0]
+
+
+def test_guesses_match_from_the_first_on() -> None:
+    for _ in range(50):
+        count, width = random.randint(1, 5), random.randint(1, 6)
+        said = torch.randint(0, 2, (count, width + 1))
+        guesses = torch.randint(0, 2, (count, width))
+        expected = []
+        for b in range(count):
+            right = 0
+            while right < width and said[b, right] == guesses[b, right]:
+                right += 1
+            expected.append(right)
+        assert matching_guesses(said, guesses).tolist() == expected
+
+
+def test_chains_stop_at_their_limit_and_at_the_models_length() -> None:
+    chains = Chains(3, 4, 6, 100, torch.device("cpu"))
+    prefix = torch.tensor([95, 10], dtype=torch.int32)
+    chains.begin(prefix, torch.tensor([True, True]), torch.tensor([1, 1]))
+    assert chains.positions(2).tolist() == [[95, 96, 97, 98], [10, 11, 12, 13]]
+    for lens, opened in ((4, True), (6, False)):
+        chains.guess(torch.tensor([1, 1]), torch.tensor([[2, 3, 4]] * 2))
+        chains.extend(torch.tensor([[2, 3, 4, 5], [9, 9, 9, 9]]))
+        assert chains.lens[:2].tolist()[0] == min(8, 4 * (lens // 4 + (lens > 4)))
+        assert bool(chains.open(2)[0]) is opened
+    assert chains.lens[:2].tolist() == [8, 2]
+    assert chains.positions(2).max() == 99
+    assert chains.slots(2, 16).tolist() == [-1] * 4 + [18, 19, 20, 21]
+    assert chains.columns(2).tolist() == [[6, 7, 8, 9], [2, 3, 4, 5]]
+    before = chains.drafts[0, :6].tolist()
+    chains.extend(torch.tensor([[7, 7, 7, 7], [9, 9, 9, 9]]))
+    assert chains.drafts[0, :6].tolist() == before == [2, 3, 4, 5, 2, 3]
+    assert chains.lens[:2].tolist() == [8, 3]
+
+
+def test_slots_of_positions() -> None:
+    for _ in range(30):
+        count, pages, size = random.randint(1, 4), random.randint(1, 5), random.choice([1, 4, 16])
+        table = torch.randperm(count * pages).view(count, pages).int()
+        positions = torch.randint(0, pages * size + 5, (count, 3))
+        ends = torch.randint(0, pages * size + 1, (count,)).int()
+        found = slots_of(positions, ends, table, size).tolist()
+        for b in range(count):
+            for j in range(3):
+                position = int(positions[b, j])
+                if position >= int(ends[b]):
+                    assert found[b][j] == -1
+                else:
+                    page = int(table[b, position // size])
+                    assert found[b][j] == page * size + position % size
+
+
+def test_the_latest_pages() -> None:
+    for _ in range(30):
+        count, pages, size = random.randint(1, 4), random.randint(1, 9), random.choice([1, 4, 16])
+        table = torch.randperm(count * pages).view(count, pages).int()
+        lens = torch.randint(1, pages * size + 1, (count,))
+        most = random.randint(1, 10)
+        found, left = window_of(table, lens, size, most)
+        for b in range(count):
+            whole = [int(table[b, p // size]) * size + p % size for p in range(int(lens[b]))]
+            kept = int(left[b])
+            got = [int(found[b, p // size]) * size + p % size for p in range(kept)]
+            assert got == whole[len(whole) - kept :]
+            assert kept == len(whole) or kept > (most - 1) * size
+
+
+def test_a_row_too_many_is_found() -> None:
+    """A fault put in on purpose shows: the comparison above can fail."""
+    world = Texts([[1, 2, 3, 4, 5, 6, 7]], 0.5)
+    rounds = make_rounds(world, batch=2, rows=4, limit=12)
+    chains = rounds.chains
+    table = torch.zeros(2, 6, dtype=torch.int32)
+    one = torch.tensor([6], dtype=torch.int32)
+    rounds.begin(table, one * 0, one, torch.tensor([True]), torch.tensor([7]))
+    rounds.first(table)
+    chains.lens[:1] += 1
+    passed = SimpleNamespace(num_requests=1, num_rows=4, slots=chains.slots(1, world.capacity))
+    passed.prefix_lens, passed.tail_lens = chains.prefix, chains.lens
+    said, _ = world.run(
+        passed,  # type: ignore[arg-type]
+        chains.tokens[:1].flatten(),
+        chains.positions(1).flatten(),
+        chains.columns(1),
+    )
+    chains.extend(said.view(1, 4))
+    drafts = chains.drafts[0, : int(chains.lens[0])].tolist()
+    assert drafts != continued(world.texts[0], len(drafts))
+
+
+def fake_settings(**keys: Any) -> Any:
+    from nwor_specpv.config import load_config
+
+    return load_config({"enable_specpv": True, "specpv_rectify": "lossless"} | keys)
+
+
+def test_lengths_follow_batch_times_context_without_costs() -> None:
+    from nwor_specpv.vllm.specpv.lengths import Lengths
+
+    lengths = Lengths(fake_settings(), 16, alone=False)
+    assert lengths.number([4096]) == 4
+    assert lengths.number([32768] * 4) == 4
+    assert lengths.number([32768] * 8) == 16
+    assert lengths.number([122_880] * 6) == 16
+    assert lengths.number([4000] * 100) == 4, "requests that views cover whole do not count"
+    assert 4 <= lengths.passes([32768] * 8) <= 16
+    lengths.give_up()
+    assert lengths.number([32768] * 8) == 4
+
+
+def test_lengths_follow_measured_costs() -> None:
+    from nwor_specpv.vllm.specpv.lengths import Lengths
+    from nwor_specpv.vllm.specpv.policy import StepCosts
+
+    costs = StepCosts(base=5e-3, per_row=5e-6, per_token=131072 / 4.4e12)
+    lengths = Lengths(fake_settings(), 16, alone=True)
+    lengths.learn(costs)
+    assert lengths.number([4096]) == 4
+    assert lengths.number([122_880] * 6) == 16
+    for _ in range(200):  # partial drafts that are nearly always wrong are not worth their time
+        lengths.observe([1, 10, 0, 0, 30, 10])
+    assert lengths.number([122_880] * 6) == 4
+    several = Lengths(fake_settings(), 16, alone=False)
+    several.learn(costs)  # ranks and the scheduler must come to the same answer
+    assert several.number([32768] * 8) == 16
+    fixed = Lengths(fake_settings(specpv_draft_passes=3), 16, alone=True)
+    assert fixed.passes([5000]) == 3
+    assert fixed.passes([1000]) == 0
+
+
+def test_acceptance_is_counted_by_who_drafted() -> None:
+    from nwor_specpv.vllm.specpv import lengths
+
+    seen: list[list[int]] = []
+    counts = lengths.AcceptanceCounts(torch.device("cpu"), seen.append)
+    chains = SimpleNamespace(
+        lens=torch.tensor([12, 20, 5, 0]), active=torch.tensor([True, True, True, False])
+    )
+    names = ["x", "y", "z"]
+    for number in range(lengths._LOOK_INTERVAL + 1):
+        by_round = number >= lengths._LOOK_INTERVAL
+        counts.drafted(chains if by_round else None, names, 6 if by_round else 0)
+        # 16 drafts each; of "x" 12 are chain and all are accepted, of "z" 2 of 5.
+        rejected = torch.tensor([4, 0, 14])
+        counts.judged(names, [16] * 3, rejected)
+    assert seen == [[0, 0, 12 + 16 + 2, 13 + 16 + 3, 0, 0], [30, 12 + 16 + 3, 0, 0, 37, 18]]
+    before = len(seen)
+    for _ in range(3 * lengths._LOOK_INTERVAL):
+        counts.judged(["y", "x", "z"], [16] * 3, rejected)  # another batch: not compared
+        counts.judged(names, [16, 16, 3], rejected)
+    assert len(seen) == before
