@@ -1,13 +1,14 @@
 #!/usr/bin/env python3
-"""Long contexts in vLLM: verify steps over a view against stock vLLM's, at a real model's shapes.
+"""Long contexts in vLLM against stock vLLM, at a real model's shapes.
 
-    python benchmarks/vllm/specpv.py --sides stock refresh --cells 8x32768 6x122880 --json out.json
+    python benchmarks/vllm/specpv.py --sides stock refresh lossless --cells 8x32768 6x122880
 
-Dummy weights of Llama-3.1-8B's shapes, an EAGLE3 head, acceptance set by hand. Prompts are not
-computed: K/V of the cache is random, and the model is left out of prefill steps, so that a cell
-takes seconds instead of minutes. Each side is a process of its own, as two caches of this size do
-not fit one GPU; `--rounds` repeats them in turns. A step's time is that of many steps divided by
-their number, after steps that are not counted.
+Dummy weights of Llama-3.1-8B's shapes, an EAGLE3 head, acceptance set by hand: of the head's four
+drafts two are right, in vLLM's steps and in partial passes alike, and a draft of a round is
+confirmed with `--agreement`. Prompts are not computed: K/V of the cache is random, and the model is
+left out of prefill steps, so that a cell takes seconds instead of minutes. Each side is a process
+of its own, as two caches of this size do not fit one GPU; `--rounds` repeats them in turns. A
+step's time is that of many steps divided by their number, after steps that are not counted.
 """
 
 from __future__ import annotations
@@ -30,7 +31,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 from offline import LLAMA_8B, eagle_head, write_config
 
-DRAFTS = 4
+DRAFTS = 4  # of the head
+RIGHT = 2  # of them, every time
+ROUND = 15  # drafts of a round: five passes with the head's right guesses
 PREFILL_ROWS = 1024  # steps with more rows are prefill
 SIDES = {
     "stock": {"enable_nwor": False},
@@ -41,7 +44,13 @@ SIDES = {
         "specpv_n_spec_tokens_buf": 64,
         "specpv_full_refresh_interval": 16,
     },
+    "lossless": {
+        "enable_specpv": True,
+        "specpv_selection": "shared",
+        "specpv_draft_lookup": DRAFTS,
+    },
 }
+SCHEDULER = "nwor_specpv.vllm.specpv.scheduler.LongContextScheduler"
 
 
 def main() -> int:
@@ -54,7 +63,8 @@ def main() -> int:
             with tempfile.NamedTemporaryFile(suffix=".json") as out:
                 command = [sys.executable, __file__, "--child", side, "--json", out.name]
                 command += ["--cells", *args.cells, "--steps", str(args.steps)]
-                command += ["--layers", str(args.layers)]
+                command += ["--layers", str(args.layers), "--passes", str(args.passes)]
+                command += ["--agreement", str(args.agreement), "--memory", str(args.memory)]
                 done = subprocess.run(command, check=False, timeout=args.timeout)
                 if done.returncode == 0:
                     found[side].append(json.loads(Path(out.name).read_text()))
@@ -69,6 +79,9 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=48)
     parser.add_argument("--rounds", type=int, default=1)
     parser.add_argument("--layers", type=int, default=LLAMA_8B["num_hidden_layers"])
+    parser.add_argument("--agreement", type=float, default=0.95)
+    parser.add_argument("--passes", type=int, default=0, help="of a round; 0: as many as pay")
+    parser.add_argument("--memory", type=float, default=0.9, help="share of the GPU's memory")
     parser.add_argument("--timeout", type=float, default=600)
     parser.add_argument("--json", default="")
     parser.add_argument("--child", choices=sorted(SIDES), default="")
@@ -89,7 +102,13 @@ def report(args: argparse.Namespace, found: dict[str, list[dict[str, Any]]]) -> 
         entry["step_ms"] = medians
         if "stock" in medians:
             entry["ratio"] = {s: ms / medians["stock"] for s, ms in medians.items() if s != "stock"}
-        print(cell, {s: round(ms, 3) for s, ms in medians.items()}, entry.get("ratio"), flush=True)
+            rates = {
+                side: statistics.median(run["tokens_per_s"] for run in entry[side])
+                for side in medians
+            }
+            entry["speed"] = {s: r / rates["stock"] for s, r in rates.items() if s != "stock"}
+        print(cell, {s: round(ms, 3) for s, ms in medians.items()}, entry.get("ratio"),
+              entry.get("speed"), flush=True)  # fmt: skip
         cells[cell] = entry
     if args.json:
         device = next((run["device"] for runs in found.values() for run in runs), "")
@@ -97,6 +116,7 @@ def report(args: argparse.Namespace, found: dict[str, list[dict[str, Any]]]) -> 
         settings = {side: SIDES[side] for side in found}
         told = {"device": device, "drafts": DRAFTS, "acceptance_length": 3.0, "steps": args.steps}
         told |= {"layers": args.layers, "settings": settings, "cells": cells, "counts": counts}
+        told |= {"round_drafts": ROUND, "agreement": args.agreement, "passes": args.passes}
         Path(args.json).write_text(json.dumps(told, indent=2) + "\n")
 
 
@@ -105,9 +125,13 @@ def run_side(args: argparse.Namespace) -> int:
 
     cells = [tuple(map(int, cell.split("x"))) for cell in args.cells]
     with tempfile.TemporaryDirectory() as folder:
-        llm = start(args.child, cells, Path(folder), args.layers)
+        if args.child == "lossless":
+            set_guesses()
+        llm = start(args.child, cells, Path(folder), args)
         fill_caches(llm)
         leave_prefill_out(llm)
+        if args.child == "lossless":
+            set_acceptance(llm, args.agreement)
         clock = VerifyClock(llm)
         result: dict[str, Any] = {"cells": {}, "device": torch.cuda.get_device_name()}
         for batch, context in cells:
@@ -120,15 +144,22 @@ def run_side(args: argparse.Namespace) -> int:
     return 0
 
 
-def start(side: str, cells: list[tuple[int, int]], folder: Path, layers: int) -> Any:
+def start(side: str, cells: list[tuple[int, int]], folder: Path, args: argparse.Namespace) -> Any:
     from vllm import LLM
 
+    layers, lengths = args.layers, [DRAFTS]
     batches = sorted({batch for batch, _ in cells})
     longest = max(context for _, context in cells) + 1024
     model = LLAMA_8B | {"num_hidden_layers": layers, "max_position_embeddings": longest}
     settings = dict(SIDES[side])
     if settings.get("enable_specpv"):
         settings["specpv_max_requests"] = max(batches)
+    options: dict[str, Any] = {}
+    if side == "lossless":
+        settings["specpv_draft_passes"] = args.passes
+        options["scheduler_cls"] = SCHEDULER
+        lengths = [DRAFTS, ROUND]
+    rates = [1.0] * RIGHT + [0.0] * (max(lengths) - RIGHT)
     return LLM(
         model=str(write_config(folder / "target", model)),
         load_format="dummy",
@@ -138,22 +169,57 @@ def start(side: str, cells: list[tuple[int, int]], folder: Path, layers: int) ->
         max_num_batched_tokens=16384,
         long_prefill_token_threshold=512,  # all requests end their prompts in the same step
         enable_prefix_caching=False,
+        gpu_memory_utilization=args.memory,
         attention_backend="FLASH_ATTN" if side == "stock" else "CUSTOM",
         kv_cache_memory_bytes=max(b * (c + 1024) for b, c in cells) * layers * 4096 + (4 << 30),
         compilation_config={
             "mode": 0,
             "cudagraph_mode": "FULL_DECODE_ONLY",
-            "cudagraph_capture_sizes": [batch * (1 + DRAFTS) for batch in batches],
+            "cudagraph_capture_sizes": [b * (1 + n) for b in batches for n in lengths],
         },
         speculative_config={
             "method": "eagle3",
             "model": str(eagle_head(folder)),
-            "num_speculative_tokens": DRAFTS,
+            "num_speculative_tokens": max(lengths),
             "rejection_sample_method": "synthetic",
-            "synthetic_acceptance_length": 3.0,
+            "synthetic_acceptance_rates": rates,
         },
         additional_config={"nwor_specpv": settings},
+        **options,
     )
+
+
+def set_guesses() -> None:
+    """Partial passes find the same number of the head's guesses right every time."""
+    import torch
+
+    from nwor_specpv.vllm.specpv import chain
+
+    def synthetic(said: torch.Tensor, _: torch.Tensor) -> torch.Tensor:
+        return torch.full_like(said[:, 0], RIGHT, dtype=torch.int32)
+
+    chain.matching_guesses = synthetic
+
+
+def set_acceptance(llm: Any, agreement: float) -> None:
+    """What full steps accept: the head's right guesses, or drafts of a round one by one."""
+    import torch
+
+    runner = worker_runner(llm)
+    speculator, rates = runner.speculator, runner.rejection_sampler.synthetic_conditional_rates
+    by_head, by_round = torch.zeros_like(rates), torch.zeros_like(rates)
+    by_head[:RIGHT] = 1
+    propose = speculator.propose
+
+    def followed(*args: Any, **kwargs: Any) -> Any:
+        drafts = propose(*args, **kwargs)
+        made = speculator.latest_passes * (1 + RIGHT)
+        by_round.zero_()
+        by_round[:made] = agreement  # nothing behind the chain
+        rates.copy_(by_round if made else by_head)
+        return drafts
+
+    speculator.propose = followed
 
 
 def worker_runner(llm: Any) -> Any:
@@ -248,6 +314,7 @@ def measure(llm: Any, clock: VerifyClock, batch: int, context: int, steps: int) 
     while engine.has_unfinished_requests():
         engine.step()
     told = {"step_ms": 1e3 * seconds / steps, "tokens_per_s": tokens / seconds}
+    told["passes"] = getattr(worker_runner(llm).speculator, "latest_passes", 0)
     return told | {"verify_ms": verify_ms}
 
 

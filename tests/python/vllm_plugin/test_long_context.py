@@ -132,18 +132,25 @@ GOOD = LongContext(
 )
 LOSSLESS = {"enable_specpv": True, "specpv_rectify": "lossless"}
 REFRESH = {"enable_specpv": True, "specpv_rectify": "refresh"}
+HEAD = {"drafter": "eagle3", "drafter_class": "h", "runner_v2": True, "async_scheduling": True}
 
 
 def test_a_good_set_up_is_let_in() -> None:
     assert refusals(load_config(LOSSLESS), GOOD, None) == []
     ngram = replace(GOOD, drafter="ngram", drafter_class="ngram", runner_v2=True)
     assert refusals(load_config(REFRESH), ngram, None) == []
+    assert refusals(load_config(LOSSLESS), replace(GOOD, **HEAD), None) == []
 
 
 @pytest.mark.parametrize(
     ("settings", "change", "reason", "mend"),
     [
         (LOSSLESS, {"drafter_class": "eagle"}, "the target drafts itself", DRAFTER),
+        (LOSSLESS, HEAD | {"runner_v2": False}, "the target drafts itself", "model runner V2"),
+        (LOSSLESS, HEAD | {"drafter": "mtp"}, "the target drafts itself", "'eagle3'"),
+        (LOSSLESS, HEAD | {"num_drafts": 4}, "the head alone drafts 4", "num_speculative_tokens"),
+        (LOSSLESS, HEAD | {"data_parallel": 2}, "data parallelism of 2", "--data-parallel-size 1"),
+        (LOSSLESS, HEAD | {"lora": True}, "LoRA", "--enable-lora"),
         (LOSSLESS, {"runner_v2": True}, "model runner V2", "VLLM_USE_V2_MODEL_RUNNER=0"),
         (LOSSLESS, {"async_scheduling": True}, "asynchronous", "--no-async-scheduling"),
         (LOSSLESS, {"data_parallel": 2}, "data parallelism of 2", "--data-parallel-size 1"),

@@ -22,12 +22,13 @@ class LongContextScheduler(AsyncScheduler):
     """Decides before each step how many drafts the next one has. Thread-safety: none."""
 
     def _update_after_schedule(self, scheduler_output: Any) -> None:
-        contexts = [
-            self.requests[name].num_computed_tokens + number
-            for name, number in scheduler_output.num_scheduled_tokens.items()
-        ]
-        if contexts:
-            scheduler_output.num_spec_tokens_to_schedule = self._choice().number(contexts)
+        contexts = []
+        for name, number in scheduler_output.num_scheduled_tokens.items():
+            request = self.requests[name]
+            end = request.num_computed_tokens + number
+            if end >= request.num_tokens + request.num_output_placeholders:  # it gets a token
+                contexts.append(end)
+        scheduler_output.num_spec_tokens_to_schedule = self._choice().number(contexts)
         super()._update_after_schedule(scheduler_output)
 
     def _choice(self) -> Lengths:

@@ -62,6 +62,7 @@ class PartialViewSpeculator(EagleSpeculator):
         self._rounds: Rounds | None = None
         self._graphs: dict[tuple[str, int], torch.cuda.CUDAGraph] = {}
         self._rows: dict[str, int] = {}  # of the store, by request
+        self.latest_passes = 0  # of the latest drafts; 0: the head's alone
         self._counts = AcceptanceCounts(device, self._lengths.observe)
         self._offer_lengths()
 
@@ -138,7 +139,10 @@ class PartialViewSpeculator(EagleSpeculator):
             self._counts.judged(input_batch.req_ids, lens, num_rejected)
             if wanted > self._guesses:
                 ends = input_batch.seq_lens_cpu_upper_bound[:count].tolist()
-                passes = self._lengths.passes(ends)
+                prompts = input_batch.prefill_len_np.tolist()
+                passes = self._lengths.passes(
+                    [end for end, prompt in zip(ends, prompts, strict=True) if end >= prompt]
+                )
         with self._steps(1 if passes else wanted):
             super().propose(
                 input_batch,
@@ -165,6 +169,7 @@ class PartialViewSpeculator(EagleSpeculator):
                 self._fail(error)
                 self.draft_tokens[:count] = 0
                 passes = 0
+        self.latest_passes = passes
         if real:
             chains = self._rounds.chains if passes and self._rounds is not None else None
             self._counts.drafted(chains, input_batch.req_ids, passes)
