@@ -210,6 +210,107 @@ def test_rounds_with_a_perfect_head_fill_the_chain(monkeypatch: pytest.MonkeyPat
             texts = world.texts = [text + continued(text, 1 + accepted) for text in texts]
 
 
+def propose(spec: PartialViewSpeculator, batch: Any, **more: Any) -> torch.Tensor:
+    count = batch.num_reqs
+    told = dict.fromkeys(list(inspect.signature(PartialViewSpeculator.propose).parameters)[2:12])
+    told |= {"num_sampled": torch.ones(count).int(), "num_rejected": torch.zeros(count).int()}
+    told["last_sampled"] = torch.zeros(BATCH, 1).long()
+    return spec.propose(batch, **(told | more))
+
+
+def test_who_drafts_how_much(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The head as many tokens as the scheduler wants, or one and then the round."""
+    world = World([[1] * 300, [2] * 20])
+    spec = make(world, monkeypatch)
+    steps, rounds = [], []
+    monkeypatch.setattr(
+        module.EagleSpeculator,
+        "propose",
+        lambda self, *_: steps.append(self.num_speculative_steps),
+    )
+    monkeypatch.setattr(spec, "_round", lambda batch, passes, *_: rounds.append(passes))
+    batch = step(world, spec, [299, 19], [0, 0])
+    batch.prefill_len_np = torch.tensor([300, 20]).numpy()
+    batch.num_scheduled_tokens = torch.tensor([1, 1]).numpy()
+    spec._counts = SimpleNamespace(judged=lambda *_: None, drafted=lambda *_: None)
+    spec.num_speculative_steps = LIMIT
+    batch.prefill_len_np[:] = 0
+    for wanted, dummy in ((LIMIT, False), (ROWS - 1, False), (0, False), (LIMIT, True)):
+        spec._engine.num_drafts = wanted
+        assert propose(spec, batch, dummy_run=dummy).shape == (2, LIMIT)
+    assert steps == [1, ROWS - 1, 1, LIMIT]  # 0: a scheduler that says nothing
+    assert rounds == [3, 3]
+    batch.prefill_len_np[:] = 1000  # all are in the midst of their prompts
+    spec._engine.num_drafts = LIMIT
+    propose(spec, batch)
+    assert rounds == [3, 3]
+    assert spec.num_speculative_steps == LIMIT
+
+
+def test_a_failing_pass_drafts_nothing_and_serving_goes_on(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from nwor_specpv import Metrics
+
+    world = World([[1] * 300])
+    spec = make(world, monkeypatch)
+    monkeypatch.setattr(module.EagleSpeculator, "propose", lambda *_: None)
+
+    def fail(*_: Any) -> Any:
+        raise RuntimeError("out of memory")
+
+    monkeypatch.setattr(world, "forward", fail, raising=False)
+    batch = step(world, spec, [299], [0])
+    batch.prefill_len_np = torch.tensor([0]).numpy()
+    batch.num_scheduled_tokens = torch.tensor([1]).numpy()
+    spec._counts = SimpleNamespace(judged=lambda *_: None, drafted=lambda *_: None)
+    spec._engine.num_drafts = LIMIT
+    spec.draft_tokens.fill_(7)
+    before = Metrics().snapshot()["specpv_draft_failures_total"]
+    for _ in range(2):
+        assert propose(spec, batch).shape == (1, LIMIT)
+    assert Metrics().snapshot()["specpv_draft_failures_total"] == before + 1
+    assert spec.draft_tokens[0].tolist() == [0] * LIMIT
+    assert spec.latest_passes == 0
+    assert spec._lengths.number([10**6]) == ROWS - 1
+
+
+def test_the_scheduler_asks_for_as_many_drafts_as_pay(monkeypatch: pytest.MonkeyPatch) -> None:
+    from nwor_specpv.vllm.specpv import scheduler as ours
+
+    told = []
+    monkeypatch.setattr(
+        ours.AsyncScheduler,
+        "_update_after_schedule",
+        lambda _, output: told.append(output.num_spec_tokens_to_schedule),
+    )
+    scheduler = ours.LongContextScheduler.__new__(ours.LongContextScheduler)
+    scheduler.num_spec_tokens = 16
+    compilation = SimpleNamespace(static_forward_context={})
+    scheduler.vllm_config = SimpleNamespace(
+        additional_config={"nwor_specpv": {"enable_specpv": True}}, compilation_config=compilation
+    )
+
+    def request(computed: int, tokens: int, placeholders: int = 0) -> Any:
+        return SimpleNamespace(
+            num_computed_tokens=computed, num_tokens=tokens, num_output_placeholders=placeholders
+        )
+
+    cases = [
+        ({"a": (request(3000, 3001), 1)}, 4),
+        ({"a": (request(200_000, 200_001), 1)}, 16),
+        ({"a": (request(200_000, 200_018, 3), 21)}, 16),
+        ({"a": (request(200_000, 300_000), 512)}, 4),  # a prompt that is not done yet
+        ({"a": (request(200_000, 300_000), 512), "b": (request(160_000, 160_001), 17)}, 16),
+        ({}, 4),
+    ]
+    for requests, expected in cases:
+        scheduler.requests = {name: found for name, (found, _) in requests.items()}
+        rows = {name: number for name, (_, number) in requests.items()}
+        scheduler._update_after_schedule(SimpleNamespace(num_scheduled_tokens=rows))
+        assert told[-1] == expected, requests
+
+
 def test_rows_of_views_go_to_long_requests_and_come_back(monkeypatch: pytest.MonkeyPatch) -> None:
     spec = make(World([]), monkeypatch)
     store = spec._ready().store
