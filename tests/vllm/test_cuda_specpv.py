@@ -10,6 +10,7 @@ import pytest
 import torch
 from engines import drive, greedy, own_engine, story_prompts
 from engines import stats as own_stats
+from safetensors.torch import save_file
 from test_cuda import GRAPHS, alike, begin, dummy_prompts, eagle3, write_config
 
 from nwor_specpv import Metrics
@@ -62,10 +63,32 @@ def story_head(folder: Path) -> dict[str, Any]:
     config = json.loads((Path(stories(64)) / "config.json").read_text())
     config |= {"architectures": ["LlamaForCausalLMEagle3"], "num_hidden_layers": 1}
     config |= {"draft_vocab_size": config["vocab_size"]}
+    config["eagle_aux_hidden_state_layer_ids"] = [1, 2, 3]
     config["eagle_config"] = {"eagle_aux_hidden_state_layer_ids": [1, 2, 3]}
-    head = {"method": "eagle3", "model": str(write_config(folder / "head", config))}
-    head |= {"num_speculative_tokens": 8, "draft_load_config": {"load_format": "dummy"}}
-    return head
+    path = write_config(folder / "head", config)
+    hidden, inner, size = config["hidden_size"], config["intermediate_size"], config["head_dim"]
+    queries, keys = config["num_attention_heads"] * size, config["num_key_value_heads"] * size
+    shapes = {
+        "fc": (hidden, 3 * hidden),
+        "lm_head": (config["vocab_size"], hidden),
+        "midlayer.self_attn.q_proj": (queries, 2 * hidden),
+        "midlayer.self_attn.k_proj": (keys, 2 * hidden),
+        "midlayer.self_attn.v_proj": (keys, 2 * hidden),
+        "midlayer.self_attn.o_proj": (hidden, queries),
+        "midlayer.mlp.gate_proj": (inner, hidden),
+        "midlayer.mlp.up_proj": (inner, hidden),
+        "midlayer.mlp.down_proj": (hidden, inner),
+    }
+    generator = torch.Generator().manual_seed(2)
+    weights = {
+        f"{name}.weight": (0.05 * torch.randn(shape, generator=generator)).bfloat16()
+        for name, shape in shapes.items()
+    }
+    norms = ("hidden_norm", "input_layernorm", "post_attention_layernorm")
+    for name in ("norm", *(f"midlayer.{norm}" for norm in norms)):
+        weights[f"{name}.weight"] = torch.ones(hidden, dtype=torch.bfloat16)
+    save_file(weights, path / "model.safetensors")
+    return {"method": "eagle3", "model": str(path), "num_speculative_tokens": 8}
 
 
 @pytest.mark.parametrize("sampled", [False, True], ids=["greedy", "sampled"])
