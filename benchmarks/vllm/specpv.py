@@ -14,6 +14,8 @@ step's time is that of many steps divided by their number, after steps that are 
 from __future__ import annotations
 
 import argparse
+import contextlib
+import fcntl
 import json
 import os
 import random
@@ -22,6 +24,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -82,6 +85,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--agreement", type=float, default=0.95)
     parser.add_argument("--passes", type=int, default=0, help="of a round; 0: as many as pay")
     parser.add_argument("--memory", type=float, default=0.9, help="share of the GPU's memory")
+    parser.add_argument("--lock", default="", help="a file: sides started at once take turns")
     parser.add_argument("--timeout", type=float, default=600)
     parser.add_argument("--json", default="")
     parser.add_argument("--child", choices=sorted(SIDES), default="")
@@ -135,7 +139,8 @@ def run_side(args: argparse.Namespace) -> int:
         clock = VerifyClock(llm)
         result: dict[str, Any] = {"cells": {}, "device": torch.cuda.get_device_name()}
         for batch, context in cells:
-            cell = measure(llm, clock, batch, context, args.steps)
+            with taking_turns(args.lock):
+                cell = measure(llm, clock, batch, context, args.steps)
             print(f"  {args.child} {batch} x {context}: {cell['step_ms']:.3f} ms, verify "
                   f"{cell['verify_ms']:.3f}", flush=True)  # fmt: skip
             result["cells"][f"{batch}x{context}"] = cell
@@ -220,6 +225,17 @@ def set_acceptance(llm: Any, agreement: float) -> None:
         return drafts
 
     speculator.propose = followed
+
+
+@contextlib.contextmanager
+def taking_turns(path: str) -> Iterator[None]:
+    """One measurement at a time, where two engines fit the GPU and were started side by side."""
+    if not path:
+        yield
+        return
+    with Path(path).open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
 
 
 def worker_runner(llm: Any) -> Any:

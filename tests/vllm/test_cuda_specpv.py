@@ -62,7 +62,7 @@ def story_head(folder: Path) -> dict[str, Any]:
     """Speculation with an EAGLE3 head for the story model that knows nothing."""
     config = json.loads((Path(stories(64)) / "config.json").read_text())
     config |= {"architectures": ["LlamaForCausalLMEagle3"], "num_hidden_layers": 1}
-    config |= {"draft_vocab_size": config["vocab_size"]}
+    config |= {"draft_vocab_size": config["vocab_size"], "tie_word_embeddings": False}
     config["eagle_aux_hidden_state_layer_ids"] = [1, 2, 3]
     config["eagle_config"] = {"eagle_aux_hidden_state_layer_ids": [1, 2, 3]}
     path = write_config(folder / "head", config)
