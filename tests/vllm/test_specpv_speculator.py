@@ -8,26 +8,34 @@ are, so chains that grow by whole passes show that they are.
 from __future__ import annotations
 
 import contextlib
+import importlib
 import inspect
 import os
 import random
 from collections.abc import Iterator
 from types import SimpleNamespace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
 
-pytest.importorskip("vllm.v1.worker.gpu.spec_decode")
-
 from nwor_specpv import SpecPVConfig
 from nwor_specpv.vllm import speculators
-from nwor_specpv.vllm.specpv import speculator as module
 from nwor_specpv.vllm.specpv.lengths import Lengths
-from nwor_specpv.vllm.specpv.speculator import PartialViewSpeculator
+
+if TYPE_CHECKING:
+    from nwor_specpv.vllm.specpv.speculator import PartialViewSpeculator
+
+module: Any = None  # vLLM is not imported while tests are collected: pytest would log twice
 
 SEED = int(os.environ.get("NWOR_TEST_SEED", random.randrange(2**31)))
 WORDS, PAGE, ROWS, LIMIT, BATCH, MAX_LEN = 50, 16, 4, 15, 6, 400
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _imported() -> None:
+    global module
+    module = importlib.import_module("nwor_specpv.vllm.specpv.speculator")
 
 
 def next_token(text: list[int]) -> int:
@@ -139,7 +147,8 @@ def make(world: World, monkeypatch: pytest.MonkeyPatch) -> PartialViewSpeculator
         specpv_draft_lookup=ROWS - 1,
         specpv_partial_threshold=0,
     )
-    spec = PartialViewSpeculator.__new__(PartialViewSpeculator)
+    ours = module.PartialViewSpeculator
+    spec = ours.__new__(ours)
     layer = SimpleNamespace(impl=SimpleNamespace(num_heads=1))
     spec._engine = SimpleNamespace(settings=settings, layers={"target.0": layer})
     spec._limit, spec._guesses = LIMIT, ROWS - 1
@@ -210,9 +219,92 @@ def test_rounds_with_a_perfect_head_fill_the_chain(monkeypatch: pytest.MonkeyPat
             texts = world.texts = [text + continued(text, 1 + accepted) for text in texts]
 
 
+def test_rounds_in_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is recorded for a batch size is replayed for smaller batches, padded."""
+    random.seed(SEED)
+    world = World([[random.randrange(WORDS) for _ in range(n)] for n in (100, 260)])
+    spec = make(world, monkeypatch)
+    replayed = []
+
+    def record(run: Any) -> Any:
+        size = run.args[0].shape[0]
+        return SimpleNamespace(replay=lambda: (replayed.append(size), run()))
+
+    monkeypatch.setattr(module, "graph_capture", lambda device: contextlib.nullcontext())
+    monkeypatch.setattr(torch.accelerator, "synchronize", lambda: None)
+    monkeypatch.setattr(spec, "_record", record)
+    monkeypatch.setattr(module.EagleSpeculator, "capture", lambda _: None)
+    manager = SimpleNamespace(graphs=[SimpleNamespace(num_reqs=n) for n in (1, 4, 4, 6)])
+    spec.prefill_cudagraph_manager = manager
+    saved = spec.block_tables.input_block_tables[0].clone()
+    spec._lengths._fixed = 0
+    world.texts += [[]] * (BATCH - 2)  # they fill the batch up
+    world.forward, forward = lambda *args: forward_of_nobody(*args), world.forward
+    spec.capture()
+    assert sorted(spec._graphs) == [(kind, n) for kind in ("first", "later") for n in (1, 4, 6)]
+    assert spec._lengths._costs is not None
+    assert torch.equal(spec.block_tables.input_block_tables[0], saved)
+    replayed.clear()
+    world.forward, world.texts = forward, world.texts[:2]
+    batch = step(world, spec, [99, 259], [0, 3])
+    roots = torch.tensor([[text[-1]] for text in world.texts])
+    spec._round(batch, 3, torch.ones(2).int(), torch.tensor([0, 3]), roots)
+    assert replayed == [4, 4, 4]
+    for b, text in enumerate(world.texts):
+        assert spec.draft_tokens[b, : 3 * ROWS].tolist() == continued(text, 3 * ROWS)
+
+
+def forward_of_nobody(passed: Any, tokens: Any, positions: Any) -> tuple[torch.Tensor, list[Any]]:
+    """A target that says 0 to everything, for rounds whose result nobody uses."""
+    states = torch.zeros(tokens.shape[0], 1)
+    return states, [states]
+
+
+def test_graphs_of_both_lengths_are_offered(monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM's own managers: full graphs for few drafts and for whole chains, single rows for the
+    head."""
+    from vllm.config.compilation import CUDAGraphMode
+    from vllm.v1.worker.gpu import cudagraph_utils
+
+    group = SimpleNamespace(is_first_rank=True, is_last_rank=True)
+    monkeypatch.setattr(cudagraph_utils, "get_pp_group", lambda: group)
+    monkeypatch.setattr(cudagraph_utils, "is_breakable_cudagraph_enabled", lambda: False)
+    platform = SimpleNamespace(get_global_graph_pool=lambda: None)
+    monkeypatch.setattr(cudagraph_utils, "current_platform", platform)
+    spec = make(World([]), monkeypatch)
+    speculative = SimpleNamespace(num_speculative_tokens_per_batch_size=None)
+    speculative.uses_dynamic_speculative_decoding = lambda: (
+        speculative.num_speculative_tokens_per_batch_size is not None
+    )
+    spec.speculative_config, spec.num_speculative_steps = speculative, LIMIT
+    spec.vllm_config = SimpleNamespace(
+        speculative_config=speculative,
+        num_speculative_tokens=LIMIT,
+        scheduler_config=SimpleNamespace(max_num_seqs=BATCH),
+        parallel_config=SimpleNamespace(data_parallel_size=1, tensor_parallel_size=1),
+        compilation_config=SimpleNamespace(
+            cudagraph_capture_sizes=[1, 2, 4, 8, 16, 32, 64, 96], max_cudagraph_capture_size=96
+        ),
+    )
+    spec._offer_lengths()
+    assert speculative.uses_dynamic_speculative_decoding()
+    spec.init_cudagraph_manager(CUDAGraphMode.FULL_DECODE_ONLY)
+    assert not speculative.uses_dynamic_speculative_decoding(), "vLLM's scheduler would take it"
+    full = spec.prefill_cudagraph_manager._capture_descs[CUDAGraphMode.FULL]
+    by_rows = {rows: set() for rows in (ROWS, 1 + LIMIT)}
+    for desc in full:
+        by_rows[desc.uniform_token_count].add(desc.num_reqs)
+    assert by_rows[1 + LIMIT] >= {1, 2, 4, 6}
+    assert by_rows[ROWS] >= {1, 2, 4}
+    single = spec.decode_cudagraph_manager._capture_descs[CUDAGraphMode.FULL]
+    assert {desc.uniform_token_count for desc in single} == {1}
+
+
 def propose(spec: PartialViewSpeculator, batch: Any, **more: Any) -> torch.Tensor:
     count = batch.num_reqs
-    told = dict.fromkeys(list(inspect.signature(PartialViewSpeculator.propose).parameters)[2:12])
+    told = dict.fromkeys(
+        list(inspect.signature(module.PartialViewSpeculator.propose).parameters)[2:12]
+    )
     told |= {"num_sampled": torch.ones(count).int(), "num_rejected": torch.zeros(count).int()}
     told["last_sampled"] = torch.zeros(BATCH, 1).long()
     return spec.propose(batch, **(told | more))
@@ -324,7 +416,7 @@ def test_rows_of_views_go_to_long_requests_and_come_back(monkeypatch: pytest.Mon
 
 
 def test_our_propose_is_called_as_vllms() -> None:
-    ours = inspect.signature(PartialViewSpeculator.propose).parameters
+    ours = inspect.signature(module.PartialViewSpeculator.propose).parameters
     theirs = inspect.signature(module.EagleSpeculator.propose).parameters
     assert list(ours) == list(theirs)
 

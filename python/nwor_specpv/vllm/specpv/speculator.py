@@ -15,7 +15,9 @@ It stands in the place of one name, `init_speculator`: see `vllm/speculators.py`
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+import functools
+import time
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -298,20 +300,22 @@ class PartialViewSpeculator(EagleSpeculator):
     def _capture_rounds(self, sizes: list[int]) -> None:
         rounds = self._ready()
         nobody = torch.zeros(0, dtype=torch.int32, device=self.device)
-        manager = self.prefill_cudagraph_manager
-        assert manager is not None
         with graph_capture(device=self.device):
             for size in sizes:
                 table = self._table(size)
                 rounds.begin(table, nobody, nobody, nobody.bool(), nobody.long())
                 for kind in ("first", "later"):
-                    run = getattr(rounds, kind)
-                    run(table)
-                    graph = torch.cuda.CUDAGraph()
-                    with torch.cuda.graph(graph, manager.pool):
-                        run(table)
-                    self._graphs[kind, size] = graph
+                    run = functools.partial(getattr(rounds, kind), table)
+                    run()
+                    self._graphs[kind, size] = self._record(run)
         logger.info("nwor_specpv: rounds captured for batches of %s", sizes[::-1])
+
+    def _record(self, run: Callable[[], None]) -> torch.cuda.CUDAGraph:
+        manager, graph = self.prefill_cudagraph_manager, torch.cuda.CUDAGraph()
+        assert manager is not None
+        with torch.cuda.graph(graph, manager.pool):
+            run()
+        return graph
 
     def _measure(self, sizes: list[int]) -> None:
         """Costs of a pass, from replays over an empty cache whose result nobody uses."""
@@ -337,12 +341,11 @@ class PartialViewSpeculator(EagleSpeculator):
             for _ in range(1 + _REPEATS):
                 rounds.begin(self._table(size), nowhere, lens, active, lens.long() * 0)
                 self._graphs["first", size].replay()
-                start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-                start.record()
+                torch.accelerator.synchronize()
+                started = time.perf_counter()
                 self._graphs["later", size].replay()
-                end.record()
-                end.synchronize()
-                best = min(best, 1e-3 * start.elapsed_time(end))
+                torch.accelerator.synchronize()
+                best = min(best, time.perf_counter() - started)
             return best
 
         empty, rows = timed(small, 0), 1 + self._guesses
