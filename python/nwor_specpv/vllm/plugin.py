@@ -42,6 +42,8 @@ def _log_as_vllm_does() -> None:
     """Our lines go where vLLM's go, unless somebody has said where ours go."""
     theirs = logging.getLogger("vllm")
     if not logger.handlers:
+        above = logging.getLogger().handlers  # they get our lines anyway
         for handler in theirs.handlers:
-            logger.addHandler(handler)
+            if handler not in above:
+                logger.addHandler(handler)
         logger.setLevel(theirs.getEffectiveLevel())
