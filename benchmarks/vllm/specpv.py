@@ -300,7 +300,7 @@ class VerifyClock:
         return sum(spans) / max(1, len(spans))
 
 
-def measure(llm: Any, clock: VerifyClock, batch: int, context: int, steps: int) -> dict[str, float]:
+def measure(llm: Any, clock: VerifyClock, batch: int, context: int, steps: int) -> dict[str, Any]:
     import torch
     from vllm import SamplingParams
 
@@ -329,8 +329,10 @@ def measure(llm: Any, clock: VerifyClock, batch: int, context: int, steps: int) 
     engine.abort_request(names)
     while engine.has_unfinished_requests():
         engine.step()
-    told = {"step_ms": 1e3 * seconds / steps, "tokens_per_s": tokens / seconds}
-    told["passes"] = getattr(worker_runner(llm).speculator, "latest_passes", 0)
+    told: dict[str, Any] = {"step_ms": 1e3 * seconds / steps, "tokens_per_s": tokens / seconds}
+    speculator = worker_runner(llm).speculator
+    if hasattr(speculator, "lengths"):
+        told |= {"passes": speculator.latest_passes, "measured": repr(speculator.lengths.costs)}
     return told | {"verify_ms": verify_ms}
 
 

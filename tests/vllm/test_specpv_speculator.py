@@ -133,7 +133,9 @@ class World:
 
 
 def make(world: World, monkeypatch: pytest.MonkeyPatch) -> PartialViewSpeculator:
-    monkeypatch.setattr(module, "set_forward_context", world.forward_context)
+    from nwor_specpv.vllm.specpv import round_models
+
+    monkeypatch.setattr(round_models, "set_forward_context", world.forward_context)
     settings = SimpleNamespace(
         specpv=lambda: SpecPVConfig(
             enable_specpv=True,
@@ -151,8 +153,8 @@ def make(world: World, monkeypatch: pytest.MonkeyPatch) -> PartialViewSpeculator
     spec = ours.__new__(ours)
     layer = SimpleNamespace(impl=SimpleNamespace(num_heads=1))
     spec._engine = SimpleNamespace(settings=settings, layers={"target.0": layer})
-    spec._limit, spec._guesses = LIMIT, ROWS - 1
-    spec._lengths = Lengths(settings, LIMIT, alone=True)
+    spec.limit, spec._guesses = LIMIT, ROWS - 1
+    spec.lengths = Lengths(settings, LIMIT, alone=True)
     spec._target, spec._rounds, spec._graphs, spec._rows = world, None, {}, {}
     spec.max_num_reqs, spec.max_model_len = BATCH, MAX_LEN
     spec.device = torch.device("cpu")
@@ -237,12 +239,12 @@ def test_rounds_in_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
     manager = SimpleNamespace(graphs=[SimpleNamespace(num_reqs=n) for n in (1, 4, 4, 6)])
     spec.prefill_cudagraph_manager = manager
     saved = spec.block_tables.input_block_tables[0].clone()
-    spec._lengths._fixed = 0
+    spec.lengths._fixed = 0
     world.texts += [[]] * (BATCH - 2)  # they fill the batch up
     world.forward, forward = lambda *args: forward_of_nobody(*args), world.forward
     spec.capture()
     assert sorted(spec._graphs) == [(kind, n) for kind in ("first", "later") for n in (1, 4, 6)]
-    assert spec._lengths._costs is not None
+    assert spec.lengths.costs is not None
     assert torch.equal(spec.block_tables.input_block_tables[0], saved)
     replayed.clear()
     world.forward, world.texts = forward, world.texts[:2]
@@ -364,7 +366,7 @@ def test_a_failing_pass_drafts_nothing_and_serving_goes_on(
     assert Metrics().snapshot()["specpv_draft_failures_total"] == before + 1
     assert spec.draft_tokens[0].tolist() == [0] * LIMIT
     assert spec.latest_passes == 0
-    assert spec._lengths.number([10**6]) == ROWS - 1
+    assert spec.lengths.number([10**6]) == ROWS - 1
 
 
 def test_the_scheduler_asks_for_as_many_drafts_as_pay(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,6 +10,7 @@
     target        the target model as a drafter: partial passes, and what they cost
     chain         chains of drafts that grow on the device
     rounds        head and partial pass in turns, as two graphs
+    round_models  vLLM's target and head on a round's rows
     speculator    mode `lossless` on model runner V2, in the place of vLLM's EAGLE speculator
     lengths       how many drafts and passes pay there
     scheduler     vLLM's scheduler with as many drafts as pay

@@ -44,7 +44,7 @@ class Lengths:
         self.view_tokens = config.budget(1 + self._guesses).static_tokens
         self._shortest = max(settings.specpv_partial_threshold, self.view_tokens)
         self._alone = alone
-        self._costs: StepCosts | None = None
+        self.costs: StepCosts | None = None
         self._given_up = False
         self.agreement = Running(0.95)
         self.head_agreement = Running(0.7)
@@ -61,7 +61,7 @@ class Lengths:
             return 0
         if self._fixed:
             return self._fixed
-        if self._costs is None:
+        if self.costs is None:
             pays = sum(long) >= PAYS_FROM
             return -(-self._limit // max(1, round(0.7 * (1 + self._guesses)))) if pays else 0
         known = Round(
@@ -76,12 +76,12 @@ class Lengths:
             lookup_tokens=self._guesses,
             max_drafts=self._limit,
         )
-        return choose_passes(self._costs, known)
+        return choose_passes(self.costs, known)
 
     def learn(self, costs: StepCosts) -> None:
         """What passes were measured to cost here."""
         if self._alone:
-            self._costs = StepCosts(costs.base, costs.per_row, costs.per_token, _FULL_EXTRA)
+            self.costs = StepCosts(costs.base, costs.per_row, costs.per_token, _FULL_EXTRA)
 
     def give_up(self) -> None:
         """Rounds have failed: the head drafts alone."""

@@ -23,9 +23,6 @@ from typing import Any
 import torch
 from vllm.config.compilation import CUDAGraphMode
 from vllm.distributed.parallel_state import graph_capture
-from vllm.forward_context import set_forward_context
-from vllm.v1.attention.backend import CommonAttentionMetadata
-from vllm.v1.worker.gpu.sample.gumbel import gumbel_sample
 from vllm.v1.worker.gpu.spec_decode.autoregressive.cudagraph_utils import (
     SpeculatorCudaGraphManager,
 )
@@ -36,10 +33,10 @@ from nwor_specpv.errors import NworError, logger
 from nwor_specpv.vllm.engine import engine_of
 from nwor_specpv.vllm.layer import TargetLayer
 
-from .chain import Chains, slots_of, window_of
+from .chain import Chains
 from .lengths import AcceptanceCounts, Lengths, head_drafts
-from .partial_pass import PartialPass
 from .policy import fit_costs
+from .round_models import EagleHead, SampledTarget
 from .rounds import Rounds
 from .tail import Tail
 from .target import Target
@@ -57,21 +54,21 @@ class PartialViewSpeculator(EagleSpeculator):
         super().__init__(vllm_config, device)
         self._engine = engine_of(vllm_config)
         settings = self._engine.settings
-        self._limit = self.num_speculative_steps
-        self._guesses = head_drafts(settings, self._limit)
-        self._lengths: Lengths = self._engine.lengths
+        self.limit = self.num_speculative_steps
+        self._guesses = head_drafts(settings, self.limit)
+        self.lengths: Lengths = self._engine.lengths
         self._target: Target | None = None
         self._rounds: Rounds | None = None
         self._graphs: dict[tuple[str, int], torch.cuda.CUDAGraph] = {}
         self._rows: dict[str, int] = {}  # of the store, by request
         self.latest_passes = 0  # of the latest drafts; 0: the head's alone
-        self._counts = AcceptanceCounts(device, self._lengths.observe)
+        self._counts = AcceptanceCounts(device, self.lengths.observe)
         self._offer_lengths()
 
     def _offer_lengths(self) -> None:
         """Steps verify either few drafts or all: vLLM captures graphs of both kinds."""
         most = self.max_num_reqs
-        self._dynamic = [(1, most, self._guesses), (most, most, self._limit)]
+        self._dynamic = [(1, most, self._guesses), (most, most, self.limit)]
         self.speculative_config.num_speculative_tokens_per_batch_size = self._dynamic
 
     # ---- what vLLM calls ------------------------------------------------------------------------
@@ -97,7 +94,7 @@ class PartialViewSpeculator(EagleSpeculator):
         super().init_cudagraph_manager(cudagraph_mode)
         self.speculative_config.num_speculative_tokens_per_batch_size = self._dynamic
         self.prefill_cudagraph_manager = SpeculatorCudaGraphManager(
-            self.vllm_config, self.device, cudagraph_mode, self._limit + 1
+            self.vllm_config, self.device, cudagraph_mode, self.limit + 1
         )
         self.speculative_config.num_speculative_tokens_per_batch_size = None
 
@@ -133,16 +130,16 @@ class PartialViewSpeculator(EagleSpeculator):
         mm_inputs: Any = None,
         is_profile: bool = False,
     ) -> torch.Tensor:
-        count, passes, wanted = input_batch.num_reqs, 0, self._limit
+        count, passes, wanted = input_batch.num_reqs, 0, self.limit
         real = not dummy_run and not is_profile
         if real:
-            wanted = self._engine.num_drafts or self._limit
+            wanted = self._engine.num_drafts or self.limit
             lens = (input_batch.num_scheduled_tokens - 1).tolist()
             self._counts.judged(input_batch.req_ids, lens, num_rejected)
             if wanted > self._guesses:
                 ends = input_batch.seq_lens_cpu_upper_bound[:count].tolist()
                 prompts = input_batch.prefill_len_np.tolist()
-                passes = self._lengths.passes(
+                passes = self.lengths.passes(
                     [end for end, prompt in zip(ends, prompts, strict=True) if end >= prompt]
                 )
         with self._steps(1 if passes else wanted):
@@ -184,12 +181,12 @@ class PartialViewSpeculator(EagleSpeculator):
         try:
             yield
         finally:
-            self.num_speculative_steps = self._limit
+            self.num_speculative_steps = self.limit
 
     def _fail(self, error: Exception) -> None:
         """The head drafts alone from now on; serving goes on."""
         _C.count("specpv_draft_failures_total", 1)
-        self._lengths.give_up()
+        self.lengths.give_up()
         logger.warning(
             "nwor_specpv: partial passes failed, the head drafts alone: %s: %s",
             type(error).__name__,
@@ -224,7 +221,7 @@ class PartialViewSpeculator(EagleSpeculator):
                 graph.replay()
             else:
                 getattr(rounds, kind)(table)
-        self.draft_tokens[:count] = rounds.chains.drafts[:count, : self._limit]
+        self.draft_tokens[:count] = rounds.chains.drafts[:count, : self.limit]
         _C.count("specpv_draft_passes_total", passes)
 
     def _certain(self, filled: int) -> None:
@@ -256,10 +253,10 @@ class PartialViewSpeculator(EagleSpeculator):
         return found
 
     def _table(self, count: int) -> torch.Tensor:
-        group = self._group_of(self._target.layers[0])
+        group = self.group_of(self._target.layers[0])
         return self.block_tables.input_block_tables[group][:count]
 
-    def _group_of(self, layer: str) -> int:
+    def group_of(self, layer: str) -> int:
         groups = self.kv_cache_config.kv_cache_groups
         return next(i for i, group in enumerate(groups) if layer in group.layer_names)
 
@@ -281,8 +278,8 @@ class PartialViewSpeculator(EagleSpeculator):
             max_tokens=self.max_model_len,
             max_rows=rows,
         )
-        tail = Tail(caches, self.max_num_reqs, self._limit + rows)
-        chains = Chains(self.max_num_reqs, rows, self._limit, self.max_model_len, self.device)
+        tail = Tail(caches, self.max_num_reqs, self.limit + rows)
+        chains = Chains(self.max_num_reqs, rows, self.limit, self.max_model_len, self.device)
         heads = self._engine.layers[target.layers[0]].impl.num_heads
         self._rounds = Rounds(
             chains,
@@ -331,7 +328,7 @@ class PartialViewSpeculator(EagleSpeculator):
             table[request, :per_request] = torch.arange(
                 first, first + per_request, dtype=torch.int32, device=self.device
             )
-        tokens = per_request * page_size - self._limit
+        tokens = per_request * page_size - self.limit
 
         def timed(size: int, context: int) -> float:
             lens = torch.full((size,), context, dtype=torch.int32, device=self.device)
@@ -355,152 +352,5 @@ class PartialViewSpeculator(EagleSpeculator):
             empty, more, max(1, (large - small) * rows) + 1, full, small * max(1, tokens)
         )
         table.copy_(saved)
-        self._lengths.learn(costs)
+        self.lengths.learn(costs)
         logger.info("nwor_specpv: measured %s", costs)
-
-
-class SampledTarget:
-    """vLLM's target over views, and its tokens: the likeliest, or drawn as requests ask for."""
-
-    def __init__(self, speculator: PartialViewSpeculator, target: Target) -> None:
-        self._speculator, self._model = speculator, target
-
-    def run(
-        self,
-        passed: PartialPass,
-        tokens: torch.Tensor,
-        positions: torch.Tensor,
-        columns: torch.Tensor,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        spec = self._speculator
-        hidden, wanted = self._model.forward(passed, tokens, positions)
-        logits = self._model.logits(hidden)
-        if wanted is not None:
-            combined = spec.model.combine_hidden_states(torch.cat(wanted, dim=-1))
-        else:
-            combined = hidden
-        if spec.draft_logits is None:
-            return logits.argmax(dim=-1), combined
-        requests = spec.idx_mapping[: passed.num_requests, None].expand(-1, passed.num_rows)
-        # Rows that make no draft leave no logits.
-        requests = torch.where(columns < spec._limit, requests.reshape(-1), -1)
-        said = gumbel_sample(
-            logits,
-            requests,
-            spec.temperature,
-            spec.seeds,
-            positions,  # of the row, as the full step will have it
-            apply_temperature=True,
-            output_processed_logits=spec.draft_logits,
-            output_processed_logits_col=columns.clamp(max=spec._limit - 1),
-            use_fp64=spec.use_fp64_gumbel,
-        )
-        return said.clamp(0, logits.shape[-1] - 1), combined
-
-
-class EagleHead:
-    """The head on rows of ours, over buffers that keep their address."""
-
-    def __init__(self, speculator: PartialViewSpeculator, chains: Chains) -> None:
-        self._speculator, self._chains = speculator, chains
-        self._layers = sorted(speculator.draft_attn_layer_names)
-        self._group = speculator._group_of(self._layers[0])
-        self._page_size = speculator.block_tables.kernel_block_sizes[self._group]
-        batch = chains.prefix.shape[0]
-        self._starts = torch.arange(batch + 1, dtype=torch.int32)
-        self._starts_device = self._starts.to(speculator.device)
-        # In rounds it sees as much of the context as the target does, the latest tokens: it would
-        # read the whole of its cache for every guess otherwise.
-        view = speculator._lengths.view_tokens + chains.limit + chains.rows
-        self._pages = 1 - (-view // self._page_size)
-
-    def go_on(self, count: int) -> torch.Tensor:
-        spec = self._speculator
-        first = spec.draft_tokens[:count, 0]
-        hidden = spec.hidden_states[:count]
-        return self._draft(count, first, hidden, self._chains.prefix[:count])
-
-    def take_up(self, chains: Chains, count: int, hidden: torch.Tensor) -> torch.Tensor:
-        rows, start, accepted = chains.rows, chains.starts[:count], chains.accepted[:count]
-        steps = torch.arange(rows, dtype=torch.int32, device=start.device)
-        positions = (start[:, None] + steps).clamp(max=self._speculator.max_model_len - 1)
-        last, state = self._run(
-            count,
-            rows,
-            chains.said[:count].flatten(),
-            positions.long(),
-            hidden[: count * rows],
-        )
-        at = torch.arange(count, device=start.device) * rows + accepted
-        first = self._sample(last[at], count, positions.flatten()[at])
-        return self._draft(count, first, state[at], start + accepted + 1)
-
-    def _draft(
-        self, count: int, first: torch.Tensor, hidden: torch.Tensor, start: torch.Tensor
-    ) -> torch.Tensor:
-        """[count, guesses]: `first` and what follows; it stands at `start` + 1 in the text."""
-        guesses = [first]
-        for number in range(1, self._chains.rows - 1):
-            positions = (start + number - 1).clamp(max=self._speculator.max_model_len - 1)
-            last, hidden = self._run(count, 1, guesses[-1], positions[:, None].long(), hidden)
-            guesses.append(self._sample(last, count, positions))
-        return torch.stack(guesses, dim=1)
-
-    def _run(
-        self,
-        count: int,
-        rows: int,
-        tokens: torch.Tensor,
-        positions: torch.Tensor,
-        hidden: torch.Tensor,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The head over `rows` rows of each request, at positions [count, rows] that follow one
-        another; K/V goes to its own cache, as far as vLLM has reserved slots."""
-        spec, chains = self._speculator, self._chains
-        table = spec.block_tables.input_block_tables[self._group][:count]
-        ends = torch.where(chains.active[:count], chains.prefix[:count] + chains.limit, 0)
-        ends = ends.clamp(max=spec.max_model_len)
-        slots = slots_of(positions, ends, table, self._page_size).flatten()
-        lens = (positions[:, 0] + rows).clamp(max=spec.max_model_len)
-        table, lens = window_of(table, lens, self._page_size, self._pages)
-        common = CommonAttentionMetadata(
-            query_start_loc=self._starts_device[: count + 1] * rows,
-            query_start_loc_cpu=self._starts[: count + 1] * rows,
-            seq_lens=lens,
-            max_seq_len=min(spec.max_model_len, self._pages * self._page_size),
-            num_reqs=count,
-            num_actual_tokens=count * rows,
-            max_query_len=rows,
-            block_table_tensor=table,
-            slot_mapping=slots,
-        )
-        builder = spec.attn_groups[self._group][0].get_metadata_builder(0)
-        # Without a schedule made in advance: it would be one of the lengths at capture.
-        metadata = builder.build(0, common, fast_build=True)
-        with set_forward_context(
-            dict.fromkeys(self._layers, metadata),
-            spec.vllm_config,
-            num_tokens=count * rows,
-            slot_mapping=dict.fromkeys(self._layers, slots),
-        ):
-            found = spec.model(
-                input_ids=tokens.to(torch.int32),
-                positions=positions.flatten(),
-                hidden_states=hidden,
-                inputs_embeds=None,
-            )
-        return found if isinstance(found, tuple) else (found, found)
-
-    def _sample(self, hidden: torch.Tensor, count: int, positions: torch.Tensor) -> torch.Tensor:
-        spec = self._speculator
-        if spec.draft_logits is None:
-            return spec._greedy_sample_draft(hidden)
-        return gumbel_sample(
-            spec.model.compute_logits(hidden),
-            spec.idx_mapping[:count],
-            spec.temperature,
-            spec.seeds,
-            positions.long() + 1,
-            apply_temperature=True,
-            use_fp64=spec.use_fp64_gumbel,
-        )

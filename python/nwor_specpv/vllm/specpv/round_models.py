@@ -1,0 +1,167 @@
+"""The two models of a round as vLLM has them: the target over views, and the EAGLE head.
+
+Both run on rows of ours, inside captured graphs: whatever they touch keeps its address.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from vllm.forward_context import set_forward_context
+from vllm.v1.attention.backend import CommonAttentionMetadata
+from vllm.v1.worker.gpu.sample.gumbel import gumbel_sample
+
+from .chain import Chains, slots_of, window_of
+from .partial_pass import PartialPass
+from .target import Target
+
+if TYPE_CHECKING:
+    from .speculator import PartialViewSpeculator
+
+
+class SampledTarget:
+    """vLLM's target over views, and its tokens: the likeliest, or drawn as requests ask for."""
+
+    def __init__(self, speculator: PartialViewSpeculator, target: Target) -> None:
+        self._speculator, self._model = speculator, target
+
+    def run(
+        self,
+        passed: PartialPass,
+        tokens: torch.Tensor,
+        positions: torch.Tensor,
+        columns: torch.Tensor,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        spec = self._speculator
+        hidden, wanted = self._model.forward(passed, tokens, positions)
+        logits = self._model.logits(hidden)
+        if wanted is not None:
+            combined = spec.model.combine_hidden_states(torch.cat(wanted, dim=-1))
+        else:
+            combined = hidden
+        if spec.draft_logits is None:
+            return logits.argmax(dim=-1), combined
+        requests = spec.idx_mapping[: passed.num_requests, None].expand(-1, passed.num_rows)
+        # Rows that make no draft leave no logits.
+        requests = torch.where(columns < spec.limit, requests.reshape(-1), -1)
+        said = gumbel_sample(
+            logits,
+            requests,
+            spec.temperature,
+            spec.seeds,
+            positions,  # of the row, as the full step will have it
+            apply_temperature=True,
+            output_processed_logits=spec.draft_logits,
+            output_processed_logits_col=columns.clamp(max=spec.limit - 1),
+            use_fp64=spec.use_fp64_gumbel,
+        )
+        return said.clamp(0, logits.shape[-1] - 1), combined
+
+
+class EagleHead:
+    """The head on rows of ours, over buffers that keep their address."""
+
+    def __init__(self, speculator: PartialViewSpeculator, chains: Chains) -> None:
+        self._speculator, self._chains = speculator, chains
+        self._layers = sorted(speculator.draft_attn_layer_names)
+        self._group = speculator.group_of(self._layers[0])
+        self._page_size = speculator.block_tables.kernel_block_sizes[self._group]
+        batch = chains.prefix.shape[0]
+        self._starts = torch.arange(batch + 1, dtype=torch.int32)
+        self._starts_device = self._starts.to(speculator.device)
+        # In rounds it sees as much of the context as the target does, the latest tokens: it would
+        # read the whole of its cache for every guess otherwise.
+        view = speculator.lengths.view_tokens + chains.limit + chains.rows
+        self._pages = 1 - (-view // self._page_size)
+
+    def go_on(self, count: int) -> torch.Tensor:
+        spec = self._speculator
+        first = spec.draft_tokens[:count, 0]
+        hidden = spec.hidden_states[:count]
+        return self._draft(count, first, hidden, self._chains.prefix[:count])
+
+    def take_up(self, chains: Chains, count: int, hidden: torch.Tensor) -> torch.Tensor:
+        rows, start, accepted = chains.rows, chains.starts[:count], chains.accepted[:count]
+        steps = torch.arange(rows, dtype=torch.int32, device=start.device)
+        positions = (start[:, None] + steps).clamp(max=self._speculator.max_model_len - 1)
+        last, state = self._run(
+            count,
+            rows,
+            chains.said[:count].flatten(),
+            positions.long(),
+            hidden[: count * rows],
+        )
+        at = torch.arange(count, device=start.device) * rows + accepted
+        first = self._sample(last[at], count, positions.flatten()[at])
+        return self._draft(count, first, state[at], start + accepted + 1)
+
+    def _draft(
+        self, count: int, first: torch.Tensor, hidden: torch.Tensor, start: torch.Tensor
+    ) -> torch.Tensor:
+        """[count, guesses]: `first` and what follows; it stands at `start` + 1 in the text."""
+        guesses = [first]
+        for number in range(1, self._chains.rows - 1):
+            positions = (start + number - 1).clamp(max=self._speculator.max_model_len - 1)
+            last, hidden = self._run(count, 1, guesses[-1], positions[:, None].long(), hidden)
+            guesses.append(self._sample(last, count, positions))
+        return torch.stack(guesses, dim=1)
+
+    def _run(
+        self,
+        count: int,
+        rows: int,
+        tokens: torch.Tensor,
+        positions: torch.Tensor,
+        hidden: torch.Tensor,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The head over `rows` rows of each request, at positions [count, rows] that follow one
+        another; K/V goes to its own cache, as far as vLLM has reserved slots."""
+        spec, chains = self._speculator, self._chains
+        table = spec.block_tables.input_block_tables[self._group][:count]
+        ends = torch.where(chains.active[:count], chains.prefix[:count] + chains.limit, 0)
+        ends = ends.clamp(max=spec.max_model_len)
+        slots = slots_of(positions, ends, table, self._page_size).flatten()
+        lens = (positions[:, 0] + rows).clamp(max=spec.max_model_len)
+        table, lens = window_of(table, lens, self._page_size, self._pages)
+        common = CommonAttentionMetadata(
+            query_start_loc=self._starts_device[: count + 1] * rows,
+            query_start_loc_cpu=self._starts[: count + 1] * rows,
+            seq_lens=lens,
+            max_seq_len=min(spec.max_model_len, self._pages * self._page_size),
+            num_reqs=count,
+            num_actual_tokens=count * rows,
+            max_query_len=rows,
+            block_table_tensor=table,
+            slot_mapping=slots,
+        )
+        builder = spec.attn_groups[self._group][0].get_metadata_builder(0)
+        # Without a schedule made in advance: it would be one of the lengths at capture.
+        metadata = builder.build(0, common, fast_build=True)
+        with set_forward_context(
+            dict.fromkeys(self._layers, metadata),
+            spec.vllm_config,
+            num_tokens=count * rows,
+            slot_mapping=dict.fromkeys(self._layers, slots),
+        ):
+            found = spec.model(
+                input_ids=tokens.to(torch.int32),
+                positions=positions.flatten(),
+                hidden_states=hidden,
+                inputs_embeds=None,
+            )
+        return found if isinstance(found, tuple) else (found, found)
+
+    def _sample(self, hidden: torch.Tensor, count: int, positions: torch.Tensor) -> torch.Tensor:
+        spec = self._speculator
+        if spec.draft_logits is None:
+            return spec._greedy_sample_draft(hidden)
+        return gumbel_sample(
+            spec.model.compute_logits(hidden),
+            spec.idx_mapping[:count],
+            spec.temperature,
+            spec.seeds,
+            positions.long() + 1,
+            apply_temperature=True,
+            use_fp64=spec.use_fp64_gumbel,
+        )
