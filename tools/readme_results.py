@@ -397,6 +397,41 @@ def vllm_lines() -> Iterator[str]:
             yield row(run["arguments"]["drafts"], f"{batch} x {context}", f"{stock:.2f}", *shares)
 
 
+LONG_GOALS = {  # step time of mode refresh, tokens per second of mode lossless, to vLLM's
+    "1x4096": (None, 0.99),
+    "8x32768": (0.60, 1.15),
+    "24x32768": (None, 1.4),
+    "6x122880": (0.35, 1.7),
+}
+
+
+def long_context_lines() -> Iterator[str]:
+    data = load("h200/vllm_specpv.json")
+    yield (
+        f"Long contexts in vLLM on {data['device']}: Llama-3.1-8B's shapes with dummy weights, an "
+        "EAGLE3 head, acceptance set by hand (two of the head's four drafts, drafts of a round one "
+        f"by one with {data.get('agreement', 0.95)}). {data['note']}"
+    )
+    yield ""
+    yield row("B x L", "vLLM ms", "refresh ms", "of vLLM's", "goal", "lossless tokens/s", "goal")
+    yield row(*["---"] * 7)
+    for cell, (step_goal, speed_goal) in LONG_GOALS.items():
+        found = data["cells"].get(cell)
+        if found is None:
+            continue
+        ms, ratio = found["step_ms"], found.get("ratio", {}).get("refresh")
+        speed = found.get("speed", {}).get("lossless")
+        yield row(
+            cell.replace("x", " x "),
+            f"{ms['stock']:.2f}" if "stock" in ms else "",
+            f"{ms['refresh']:.2f}" if "refresh" in ms else "not run",
+            f"{ratio:.2f}" if ratio is not None else "",
+            f"<= {step_goal}" if step_goal is not None else "",
+            f"{speed:.2f} x vLLM's" if speed is not None else "not run",
+            f">= {speed_goal}",
+        )
+
+
 def vllm_traffic_lines() -> Iterator[str]:
     data = find("h200/vllm_traffic.json")
     if data is None:
@@ -425,6 +460,7 @@ IN_MEASURED = (
     cpu_commit_lines,
     traffic_lines,
     vllm_traffic_lines,
+    long_context_lines,
     tree_lines,
     retrieval_lines,
     rows64_lines,
