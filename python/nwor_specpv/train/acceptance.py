@@ -10,7 +10,9 @@ as a host would, only that the target's choices are known already.
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
+import math
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -53,17 +55,32 @@ def write_texts(
     return corpus
 
 
+def shorten(corpus: Corpus, answer_tokens: int) -> Corpus:
+    """The same texts, of whose answers only the first tokens count."""
+    answer = (corpus.weight >= 1) & (corpus.start == 0)
+    beyond = answer & (answer.cumsum(dim=1) > answer_tokens)
+    return dataclasses.replace(corpus, weight=corpus.weight.masked_fill(beyond, 0.0))
+
+
 @dataclass
 class Tally:
-    """Sums over steps."""
+    """Sums over the steps of a text, or of several."""
 
     steps: int = 0
     tokens: int = 0  # emitted, the target's own included
     rows: int = 0  # verified, roots included
 
-    def report(self) -> dict[str, float]:
-        steps = max(1, self.steps)
-        return {"tokens": round(self.tokens / steps, 3), "rows": round(self.rows / steps, 2)}
+
+def report(tallies: Sequence[Tally]) -> dict[str, float]:
+    """Of one tally a text: tokens and rows per step, and the standard error of the tokens."""
+    steps = max(1, sum(tally.steps for tally in tallies))
+    tokens = sum(tally.tokens for tally in tallies) / steps
+    # Texts differ more than a text's steps do: they are what was drawn.
+    squares = sum((tally.tokens - tokens * tally.steps) ** 2 for tally in tallies)
+    count = len(tallies)
+    error = math.sqrt(squares * count / max(1, count - 1)) / steps
+    rows = sum(tally.rows for tally in tallies) / steps
+    return {"tokens": round(tokens, 3), "error": round(error, 3), "rows": round(rows, 2)}
 
 
 def walk(
@@ -114,15 +131,15 @@ def measure(
     hidden: int,
     say: Callable[[str], None],
 ) -> dict[str, dict[str, dict[str, float]]]:
-    """Tokens and rows per step, by tree and kind of text."""
+    """Tokens (with their standard error) and rows per step, by tree and kind of text."""
     found: dict[str, dict[str, dict[str, float]]] = {}
     for name in trees:
         found[name] = {}
         for kind, corpus in texts.items():
-            tally = Tally()
-            for row in range(corpus.tokens.shape[0]):
+            tallies = [Tally() for _ in range(corpus.tokens.shape[0])]
+            for row, tally in enumerate(tallies):
                 walk(drafter, corpus, row, TREES[name], hidden, tally)
-            found[name][kind] = tally.report()
+            found[name][kind] = report(tallies)
         say(f"{name}: {found[name]}")
     return found
 
@@ -144,7 +161,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--weights", type=Path, default=SHIPPED)
     parser.add_argument("--invented", type=int, default=32, help="questions the target invents")
     parser.add_argument("--prompts", type=int, default=24, help="held-out prompts of a kind")
-    parser.add_argument("--answer-tokens", type=int, default=160)
+    parser.add_argument("--answer-tokens", type=int, nargs="+", default=[96, 200])
     parser.add_argument("--json", type=Path)
     options = parser.parse_args(arguments)
 
@@ -162,29 +179,32 @@ def main(arguments: list[str] | None = None) -> int:
     parts = {INVENTED: [o for o in openings if o.kind == "chat"][: options.invented]}
     for opening in prompts.held_out(encode):
         parts.setdefault(opening.kind, []).append(opening)
-    texts = {}
+    longest_answer = max(options.answer_tokens)
+    written = {}
     for kind, part in parts.items():
         part = part[: options.prompts] if kind != INVENTED else part
         longest = max(len(o.tokens) + o.invented[1] + len(o.answer) + 1 for o in part)
-        texts[kind] = write_texts(
-            target, part, options.answer_tokens, longest + options.answer_tokens
-        )
+        written[kind] = write_texts(target, part, longest_answer, longest + longest_answer)
         say(f"{kind}: {len(part)} texts written")
     working = head.to(torch.float32)
     every = {"draft_vocabulary": len(head.draft_to_target), "min_probability": 0.0}
     whole = Eagle3Drafter(head, target.embedding, **every)
     default = Eagle3Drafter(head, target.embedding)
-    report: dict[str, Any] = {
+    found: dict[str, Any] = {
         "weights": options.weights.name,
-        "answer_tokens": options.answer_tokens,
-        "texts": {kind: corpus.tokens.shape[0] for kind, corpus in texts.items()},
+        "texts": {kind: corpus.tokens.shape[0] for kind, corpus in written.items()},
         "trees": {name: vars(tree) for name, tree in TREES.items()},
-        "top1_by_depth": {k: by_depth(target, working, c) for k, c in texts.items()},
-        "eagle3": measure(whole, list(TREES), texts, target.hidden, say),
-        "eagle3 as on the CPU": measure(default, _CPU_TREES, texts, target.hidden, say),
-        "ngram": measure(NgramDrafter(), _CPU_TREES, texts, target.hidden, say),
     }
-    text = json.dumps(report, indent=1)
+    for count in options.answer_tokens:
+        texts = {kind: shorten(corpus, count) for kind, corpus in written.items()}
+        say(f"answers of {count} tokens at most")
+        found[f"{count} answer tokens"] = {
+            "top1_by_depth": {k: by_depth(target, working, c) for k, c in texts.items()},
+            "eagle3": measure(whole, list(TREES), texts, target.hidden, say),
+            "eagle3 as on the CPU": measure(default, _CPU_TREES, texts, target.hidden, say),
+            "ngram": measure(NgramDrafter(), _CPU_TREES, texts, target.hidden, say),
+        }
+    text = json.dumps(found, indent=1)
     if options.json is not None:
         options.json.write_text(text + "\n", encoding="utf-8")
     print(text)

@@ -57,9 +57,9 @@ class Corpus:
 class Manner:
     """How texts are continued and what of them counts."""
 
-    greedy_share: float = 0.6  # of answers; the others are drawn
+    greedy_share: float = 0.7  # of answers; the others are drawn
     temperature: float = 0.7  # of those
-    answer: tuple[int, int] = (160, 360)  # the limit of an answer's length
+    answer: tuple[int, int] = (96, 280)  # the limit of an answer's length
     invented_weight: float = 0.25
     stop_tokens: tuple[int, ...] = (0, 2)  # <|endoftext|>, <|im_end|>
 

@@ -27,7 +27,7 @@ from . import prompts
 from .corpus import Corpus, Manner, Writer
 from .measure import summary
 from .target import Target
-from .unroll import Unroll, make_batch, ranks, soft_loss
+from .unroll import Batch, Unroll, make_batch, ranks, soft_loss
 
 
 @dataclass
@@ -42,10 +42,13 @@ class Plan:
     length: int = 512  # tokens of a row
     batch_tokens: int = 16384
     steps: int = 6  # unrolled
+    early_steps: int = 6  # until `deepen_from` of the training
+    deepen_from: float = 0.0
     step_decay: float = 0.9  # how much less each step counts than the one before
     intermediate: int = 2048
     window: int = 512
-    draft_vocabulary: int = 16384
+    draft_vocabulary: int = 16384  # trained: the most frequent tokens
+    listed_vocabulary: int = 0  # in the file if more: rarer ones, which may be drafted too
     optimizer: str = "muon"
     learning_rate: float = 5e-3
     weight_decay: float = 0.02
@@ -55,6 +58,7 @@ class Plan:
     measure_tokens: int = 160  # of an answer
     updates: int = 0  # stop after so many; 0: when the time is over
     seed: int = 0
+    start: str = ""  # file of a head of the same shape to go on from
     manner: Manner = field(default_factory=Manner)
 
 
@@ -116,9 +120,11 @@ class Training:
         counted = corpus.weight > 0
         chosen = torch.cat([corpus.best[counted], corpus.tokens[:, 1:][counted[:, :-1]]]).long()
         frequency = torch.bincount(chosen, minlength=target.vocabulary)
-        kept = frequency.argsort(descending=True, stable=True)[: plan.draft_vocabulary]
-        covered = frequency[kept].sum() / frequency.sum()
-        self.say(f"draft vocabulary: {len(kept)} tokens cover {float(covered):.4%}")
+        listed = max(plan.draft_vocabulary, plan.listed_vocabulary)
+        kept = frequency.argsort(descending=True, stable=True)[:listed]
+        trained = kept[: plan.draft_vocabulary]
+        covered = frequency[trained].sum() / frequency.sum()
+        self.say(f"draft vocabulary: {len(trained)} tokens cover {float(covered):.4%}")
         shape = HeadShape(
             hidden=target.hidden,
             intermediate=plan.intermediate,
@@ -131,14 +137,31 @@ class Training:
             rope_theta=target.rope_theta,
             norm_epsilon=target.norm_epsilon,
         )
-        self._head = Eagle3Head(shape, initial_weights(shape, target), kept)
+        weights = self._started(shape) if plan.start else initial_weights(shape, target)
+        self._head = Eagle3Head(shape, weights, kept)
         for weight in self._head.weights.values():
             weight.requires_grad_()
-        self._output = target.embedding[kept].contiguous()
-        self._to_draft = torch.full((target.vocabulary,), -1, device=target.device)
-        self._to_draft[kept] = torch.arange(len(kept), device=target.device)
+        self._trained, self._listed = (self._vocabulary(tokens) for tokens in (trained, kept))
         self._optimizers: list[torch.optim.Optimizer] = []
         self.say(f"head: {self._head.num_parameters:,} parameters")
+        if plan.start:
+            self.measure()
+
+    def _started(self, shape: HeadShape) -> dict[str, torch.Tensor]:
+        """Weights of the head to go on from."""
+        head = Eagle3Head.load(Path(self.plan.start))
+        if head.shape != shape:
+            raise NworError(f"start: got a head of {head.shape}, expected {shape}")
+        return {
+            name: weight.to(self.target.device, torch.float32)
+            for name, weight in head.weights.items()
+        }
+
+    def _vocabulary(self, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Draft ids of all tokens, -1 for none, and the output matrix."""
+        to_draft = torch.full((self.target.vocabulary,), -1, device=self.target.device)
+        to_draft[tokens] = torch.arange(len(tokens), device=self.target.device)
+        return to_draft, self.target.embedding[tokens].contiguous()
 
     def _train(self, corpus: Corpus, seconds: float, rounds_left: int) -> None:
         plan, begin, before = self.plan, time.monotonic(), self.trained_seconds
@@ -178,45 +201,44 @@ class Training:
                 group["lr"] = group["peak"] * max(rate, 0.0)
         sharper = max(0.0, progress - plan.sharpen_from) / (1 - plan.sharpen_from)
         temperature = 1 - min(1.0, sharper) * (1 - plan.label_temperature)
-        self._find_gradients(rows, temperature)
+        steps = plan.steps if progress >= plan.deepen_from else plan.early_steps
+        self._find_gradients(rows, steps, temperature)
         torch.nn.utils.clip_grad_norm_(list(head.weights.values()), 1.0)
         for optimizer in self._optimizers:
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
 
-    def _find_gradients(self, rows: Corpus, label_temperature: float) -> None:
+    def _find_gradients(self, rows: Corpus, steps: int, label_temperature: float) -> None:
         plan, working = self.plan, self._head.to(self.target.dtype)
-        batch = self._batch(rows, working, label_temperature)
+        batch = self._batch(rows, working, self._trained, label_temperature)
         unroll, loss = Unroll(working, batch), 0.0
-        for step in range(plan.steps):
+        for step in range(steps):
             normed = unroll.step()[: -step - 1]
             weight = batch.ahead(step)
             weight = weight * (plan.step_decay**step / weight.sum().clamp(min=1.0))
-            loss = loss + soft_loss(normed, self._output, batch.probabilities[step + 1 :], weight)
+            loss = loss + soft_loss(
+                normed, self._trained[1], batch.probabilities[step + 1 :], weight
+            )
         loss.backward()
 
     def measure(self) -> dict[str, Any]:
         """Acceptance on the held-out prompts now; saves the head and everything measured so far."""
         working = self._head.to(self.target.dtype)
         held_out = self._held_out
-        placed = torch.cat(
-            [
-                ranks(working, self._batch(held_out.rows(part), working), self._output, 6).cpu()
-                for part in torch.arange(held_out.tokens.shape[0]).to(self.target.device).split(32)
-            ],
-            dim=1,
-        )
+        parts = torch.arange(held_out.tokens.shape[0]).to(self.target.device).split(32)
+        batches = (self._batch(held_out.rows(part), working, self._listed) for part in parts)
+        placed = [ranks(working, batch, self._listed[1], 6).cpu() for batch in batches]
         entry = {
             "seconds": round(time.monotonic() - self.began, 1),
             "updates": self.updates,
             "trained_tokens": self.trained_tokens,
             "written_tokens": self.written_tokens,
-            "held_out": summary(placed, held_out),
+            "held_out": summary(torch.cat(placed, dim=1), held_out),
         }
         self.history.append(entry)
         self._head.save(self.out / "eagle3.safetensors")
         report = {
-            "plan": asdict(self.plan),
+            "plan": {**asdict(self.plan), "start": Path(self.plan.start).name},
             "parameters": self._head.num_parameters,
             "device": _device_name(self.target.device),
             "torch": torch.__version__,
@@ -232,10 +254,14 @@ class Training:
 
     # ---- pieces ----
 
-    def _batch(self, rows: Corpus, working: Eagle3Head, temperature: float = 1.0) -> Any:
-        return make_batch(
-            rows, working, self.target.embedding, self._to_draft, self._output, temperature
-        )
+    def _batch(
+        self,
+        rows: Corpus,
+        working: Eagle3Head,
+        vocabulary: tuple[torch.Tensor, torch.Tensor],
+        temperature: float = 1.0,
+    ) -> Batch:
+        return make_batch(rows, working, self.target.embedding, *vocabulary, temperature)
 
     def _write_held_out(self, held_out: list[Any]) -> Corpus:
         plan = self.plan
@@ -335,10 +361,14 @@ def prompt_encoder(folder: Path) -> prompts.Encode:
     return lambda text: tokenizer.encode(text, add_special_tokens=False).ids
 
 
-def write_prompts(folder: Path, path: Path, count: int = 4096) -> None:
-    """Encodes the prompts with the tokenizer in `folder`, for a machine that has none."""
+def write_prompts(folder: Path, path: Path, count: int = 16384) -> None:
+    """Encodes the prompts with the tokenizer in `folder`, for a machine that has none.
+
+    To `count` openings come five everyday questions for every eight.
+    """
     encode = prompt_encoder(folder)
-    parts = {"openings": prompts.openings(encode, count), "held_out": prompts.held_out(encode)}
+    begun = [*prompts.openings(encode, count), *prompts.asked(encode, count * 5 // 8)]
+    parts = {"openings": begun, "held_out": prompts.held_out(encode)}
     text = json.dumps({name: [asdict(entry) for entry in part] for name, part in parts.items()})
     path.write_text(text, encoding="utf-8")
 

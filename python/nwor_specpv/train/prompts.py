@@ -2,7 +2,8 @@
 
 The target writes its own training data. A text begins with a few given words, goes on with some
 that are sampled at temperature 1 (a user's question, the rest of a first sentence, a signature) and
-is then continued by the target as it would answer. Held-out prompts are whole and never trained on.
+is then continued by the target as it would answer. Everyday questions (`questions`) are given whole
+or cut short. Held-out prompts are whole and never trained on.
 """
 
 from __future__ import annotations
@@ -11,6 +12,8 @@ import itertools
 import random
 from collections.abc import Callable
 from dataclasses import dataclass
+
+from .questions import question
 
 KINDS = ("chat", "story", "code", "text")
 # How many of a hundred texts are of each kind.
@@ -249,6 +252,26 @@ def openings(encode: Encode, count: int = 4096, seed: int = 0) -> list[Opening]:
         }[kind]
         made.append(Opening(kind, encode(_fill(rng.choice(form), rng)), invented, []))
     return made
+
+
+def asked(encode: Encode, count: int = 2560, seed: int = 0) -> list[Opening]:
+    """`count` different chats with everyday questions; of a quarter the rest is made up."""
+    rng = random.Random(seed)
+    between = encode("\n<|im_start|>assistant\n")
+    made: dict[tuple[str, str], Opening] = {}
+    while len(made) < count:
+        text, system = question(rng), rng.choice(_SYSTEMS)
+        if (text, system) in made:
+            continue
+        if rng.random() >= 0.25:
+            opening = Opening("chat", encode(chat_prompt(text, system)), (0, 0), [])
+        else:
+            words = text.split(" ")
+            words = words[: rng.randint(2, max(2, len(words) - 1))]
+            tokens = encode(_chat_opening(" ".join(words), system))
+            opening = Opening("chat", tokens, (6, 32), between)
+        made[text, system] = opening
+    return list(made.values())
 
 
 def held_out(encode: Encode) -> list[Opening]:

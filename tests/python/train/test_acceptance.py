@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import statistics
 from collections.abc import Hashable, Sequence
 from pathlib import Path
 from typing import Any
@@ -76,11 +77,12 @@ def test_chains_gain_what_the_ranks_say(target: Target, tmp_path: Path) -> None:
     training._make_head(corpus)
     head = training._head
     for _ in range(8):  # as it starts it knows nothing
-        training._find_gradients(corpus, 1.0)
+        training._find_gradients(corpus, plan.steps, 1.0)
         for weight in head.weights.values():
             weight.data -= 0.02 * weight.grad.sign()
             weight.grad = None
-    found = eagle3.ranks(head, training._batch(corpus, head), training._output, 4)
+    batch = training._batch(corpus, head, training._listed)
+    found = eagle3.ranks(head, batch, training._listed[1], 4)
     counts, start = corpus.weight >= 1, corpus.start
     expected = measure.tokens_per_step(found.view(4, 4, 36), counts, start, measure.CHAIN)
     tally = acceptance.Tally()
@@ -90,3 +92,23 @@ def test_chains_gain_what_the_ranks_say(target: Target, tmp_path: Path) -> None:
         acceptance.walk(drafter, corpus, row, tree, target.hidden, tally)
     assert (tally.tokens, tally.steps) == expected
     assert tally.tokens > tally.steps  # it has learnt these texts
+
+
+def test_shorter_answers_are_the_first_tokens_of_longer_ones(target: Target) -> None:
+    corpus = acceptance.write_texts(target, openings(3), 24, 40)
+    short = acceptance.shorten(corpus, 5)
+    for row in range(3):
+        was = [at for at in range(40) if corpus.weight[row, at] >= 1 and corpus.start[row, at] == 0]
+        now = [at for at in range(40) if short.weight[row, at] >= 1 and short.start[row, at] == 0]
+        assert now == was[:5]
+        assert len(was) > 5
+    assert short.tokens is corpus.tokens
+
+
+def test_error_is_that_of_a_mean_where_texts_have_equal_steps() -> None:
+    tokens = [20, 26, 23, 31, 25]
+    tallies = [acceptance.Tally(steps=10, tokens=count, rows=50) for count in tokens]
+    means = [count / 10 for count in tokens]
+    expected = statistics.stdev(means) / len(means) ** 0.5
+    found = acceptance.report(tallies)
+    assert found == {"tokens": 2.5, "error": pytest.approx(expected, abs=5e-4), "rows": 5.0}

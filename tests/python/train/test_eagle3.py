@@ -13,9 +13,9 @@ from drafters.slow_head import SlowHead
 from nwor_specpv import NworError
 from nwor_specpv.drafters.eagle3_head import Eagle3Head
 from nwor_specpv.models import stories
-from nwor_specpv.train import eagle3, measure, unroll
+from nwor_specpv.train import eagle3, measure, questions, unroll
 from nwor_specpv.train.corpus import Corpus, Manner, Writer
-from nwor_specpv.train.prompts import KINDS, Opening, held_out, openings
+from nwor_specpv.train.prompts import KINDS, Opening, asked, held_out, openings
 from nwor_specpv.train.target import Target
 
 STOP = 2
@@ -124,7 +124,7 @@ def test_unrolled_steps_see_what_a_drafted_chain_would_see(
     corpus = write(target, rng)
     training = make_head(target, corpus, tmp_path)
     head = training._head
-    batch = training._batch(corpus, head)
+    batch = training._batch(corpus, head, training._trained)
     run = unroll.Unroll(head, batch)
     outputs = [run.step().view(6, 48, -1) for _ in range(4)]
     checked = 0
@@ -156,8 +156,8 @@ def test_weights_ahead_stop_where_a_text_ends(
 ) -> None:
     corpus = write(target, rng)
     training = make_head(target, corpus, tmp_path)
-    batch = training._batch(corpus, training._head)
-    kept = set(training._head.draft_to_target.tolist())
+    batch = training._batch(corpus, training._head, training._trained)
+    kept = set(training._head.draft_to_target[:300].tolist())
     for step in range(3):
         got = batch.ahead(step)
         for place, value in enumerate(got.tolist()):
@@ -194,11 +194,23 @@ def test_openings_are_of_every_kind_and_held_out_prompts_are_not_among_them() ->
         return list(text.encode())
 
     made = openings(encode, 400, seed=3)
+    given = set(texts)
     shares = {kind: sum(o.kind == kind for o in made) / 400 for kind in KINDS}
     assert shares == pytest.approx(
         {"chat": 0.52, "story": 0.18, "code": 0.2, "text": 0.1}, abs=0.01
     )
-    given = set(texts)
+    texts.clear()
+    chats = asked(encode, 300, seed=3)
+    assert len({tuple(o.tokens) for o in chats if o.invented == (0, 0)}) > 200
+    assert any(o.invented[1] and o.answer for o in chats)
+    topics = (
+        "season", "soup", "vaccine", "landlord", "bacteri", "recursi", "coffee shop", "curie",
+        "fibonacci", "bicycle", "lighthouse", "refrigerator", "autumn", "hiking", "romeo", "guitar",
+        "save water", "photosynthesis", "tuple", "a raise", "leader", "medieval",
+    )  # fmt: skip
+    entries = " ".join(entry for group in questions._ENTRIES.values() for entry in group).lower()
+    assert not [topic for topic in topics if topic in entries]
+    given |= set(texts)
     texts.clear()
     kept = held_out(encode)
     assert len(kept) == len(texts)
@@ -218,12 +230,14 @@ def test_a_small_run_learns_and_leaves_a_head(
         f"--out={tmp_path}", f"--target={stories()}", f"--prompts={prompts}", "--device=cpu",
         "--rows=8", "--length=40", "--tokens=640", "--batch-tokens=160", "--steps=2",
         "--intermediate=96", "--draft-vocabulary=256", f"--optimizer={optimizer}", "--updates=20",
-        "--learning-rate=0.01", "--rounds=2",
+        "--learning-rate=0.01", "--rounds=2", "--listed-vocabulary=300", "--early-steps=1",
+        "--deepen-from=0.5",
     ]  # fmt: skip
     assert eagle3.main(command) == 0
     head = Eagle3Head.load(tmp_path / "eagle3.safetensors")
     assert head.shape.intermediate == 96
-    assert head.draft_to_target.shape == (256,)
+    assert head.draft_to_target.shape == (300,)
+    assert len(set(head.draft_to_target.tolist())) == 300
     report = json.loads((tmp_path / "training.json").read_text())
     (measured,) = report["measured"]
     assert set(measured["held_out"]) == {o["kind"] for o in kept}
@@ -232,6 +246,22 @@ def test_a_small_run_learns_and_leaves_a_head(
     # A guess at random would be right once in hundreds.
     hits = [kind["top1_by_depth"][0] for kind in measured["held_out"].values()]
     assert sum(hits) / len(hits) > 0.04
+
+
+def test_a_run_goes_on_from_a_head(target: Target, rng: torch.Generator, tmp_path: Path) -> None:
+    corpus, small = write(target, rng), {"intermediate": 32, "rounds": 1, "measure_tokens": 8}
+    start = tmp_path / "start.safetensors"
+    make_head(target, corpus, tmp_path, **small)._head.save(start)
+    small |= {"start": str(start), "updates": 1, "learning_rate": 0.0, "steps": 2}
+    again = make_head(target, corpus, tmp_path, **small)
+    assert [entry["updates"] for entry in again.history] == [0]  # measured before it goes on
+    again.run()
+    assert again.updates == 1
+    begun = Eagle3Head.load(start)
+    for name, weight in Eagle3Head.load(tmp_path / "eagle3.safetensors").weights.items():
+        torch.testing.assert_close(weight, begun.weights[name], rtol=0, atol=0)
+    with pytest.raises(NworError, match=r"start: got a head of .*window=20.*expected.*window=21"):
+        make_head(target, corpus, tmp_path, **small, window=21)
 
 
 def test_wrong_use_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
