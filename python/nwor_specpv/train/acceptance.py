@@ -64,11 +64,20 @@ def shorten(corpus: Corpus, answer_tokens: int) -> Corpus:
 
 @dataclass
 class Tally:
-    """Sums over the steps of a text, or of several."""
+    """Sums over the steps of a text, as if its answer ended after `limit` tokens."""
 
+    limit: int | None = None
     steps: int = 0
     tokens: int = 0  # emitted, the target's own included
     rows: int = 0  # verified, roots included
+
+    def add(self, done: int, most: int, accepted: int, rows: int) -> None:
+        """A step where `done` of `most` tokens stand already, and the drafts that were right."""
+        left = min(most, (self.limit or most + 1) - 1) - done
+        if left > 0:
+            self.steps += 1
+            self.tokens += min(accepted, left) + 1
+            self.rows += rows
 
 
 def report(tallies: Sequence[Tally]) -> dict[str, float]:
@@ -84,9 +93,9 @@ def report(tallies: Sequence[Tally]) -> dict[str, float]:
 
 
 def walk(
-    drafter: Drafter, corpus: Corpus, row: int, tree: TreeConfig, hidden: int, tally: Tally
+    drafter: Drafter, corpus: Corpus, row: int, tree: TreeConfig, hidden: int, *tallies: Tally
 ) -> None:
-    """Decodes the row's first text step by step."""
+    """Decodes the row's first text step by step, once for all tallies."""
     tokens = corpus.tokens[row].tolist()
     features = corpus.features[row, :, :-hidden]
     counts = (corpus.weight[row] >= 1) & (corpus.start[row] == 0)
@@ -99,9 +108,8 @@ def walk(
     while at + 1 <= last:
         (drafted,) = drafter.draft([row], tree)
         gain = min(_accepted(drafted.tokens, drafted.parents, tokens[at + 2 :]), last - at)
-        tally.steps += 1
-        tally.tokens += gain + 1
-        tally.rows += len(drafted)
+        for tally in tallies:
+            tally.add(at - places[0], last - places[0], gain, len(drafted))
         end = at + 1 + gain + 1
         if end + 1 > len(tokens):
             break
@@ -128,19 +136,22 @@ def measure(
     drafter: Drafter,
     trees: Sequence[str],
     texts: dict[str, Corpus],
+    limits: Sequence[int],
     hidden: int,
     say: Callable[[str], None],
-) -> dict[str, dict[str, dict[str, float]]]:
-    """Tokens (with their standard error) and rows per step, by tree and kind of text."""
-    found: dict[str, dict[str, dict[str, float]]] = {}
+) -> dict[int, dict[str, dict[str, dict[str, float]]]]:
+    """Tokens (with their standard error) and rows per step, by limit, tree and kind of text."""
+    found: dict[int, dict[str, dict[str, dict[str, float]]]] = {limit: {} for limit in limits}
     for name in trees:
-        found[name] = {}
         for kind, corpus in texts.items():
-            tallies = [Tally() for _ in range(corpus.tokens.shape[0])]
-            for row, tally in enumerate(tallies):
-                walk(drafter, corpus, row, TREES[name], hidden, tally)
-            found[name][kind] = report(tallies)
-        say(f"{name}: {found[name]}")
+            rows = range(corpus.tokens.shape[0])
+            tallies = {limit: [Tally(limit) for _ in rows] for limit in limits}
+            for row in rows:
+                mine = [tallies[limit][row] for limit in limits]
+                walk(drafter, corpus, row, TREES[name], hidden, *mine)
+            for limit in limits:
+                found[limit].setdefault(name, {})[kind] = report(tallies[limit])
+            say(f"{name}, {kind}: { {limit: found[limit][name][kind] for limit in limits} }")
     return found
 
 
@@ -179,12 +190,12 @@ def main(arguments: list[str] | None = None) -> int:
     parts = {INVENTED: [o for o in openings if o.kind == "chat"][: options.invented]}
     for opening in prompts.held_out(encode):
         parts.setdefault(opening.kind, []).append(opening)
-    longest_answer = max(options.answer_tokens)
+    limits = options.answer_tokens
     written = {}
     for kind, part in parts.items():
         part = part[: options.prompts] if kind != INVENTED else part
         longest = max(len(o.tokens) + o.invented[1] + len(o.answer) + 1 for o in part)
-        written[kind] = write_texts(target, part, longest_answer, longest + longest_answer)
+        written[kind] = write_texts(target, part, max(limits), longest + max(limits))
         say(f"{kind}: {len(part)} texts written")
     working = head.to(torch.float32)
     every = {"draft_vocabulary": len(head.draft_to_target), "min_probability": 0.0}
@@ -195,14 +206,16 @@ def main(arguments: list[str] | None = None) -> int:
         "texts": {kind: corpus.tokens.shape[0] for kind, corpus in written.items()},
         "trees": {name: vars(tree) for name, tree in TREES.items()},
     }
-    for count in options.answer_tokens:
-        texts = {kind: shorten(corpus, count) for kind, corpus in written.items()}
-        say(f"answers of {count} tokens at most")
-        found[f"{count} answer tokens"] = {
+    measured = {
+        "eagle3": measure(whole, list(TREES), written, limits, target.hidden, say),
+        "eagle3 as on the CPU": measure(default, _CPU_TREES, written, limits, target.hidden, say),
+        "ngram": measure(NgramDrafter(), _CPU_TREES, written, limits, target.hidden, say),
+    }
+    for limit in limits:
+        texts = {kind: shorten(corpus, limit) for kind, corpus in written.items()}
+        found[f"answers of {limit} tokens"] = {
             "top1_by_depth": {k: by_depth(target, working, c) for k, c in texts.items()},
-            "eagle3": measure(whole, list(TREES), texts, target.hidden, say),
-            "eagle3 as on the CPU": measure(default, _CPU_TREES, texts, target.hidden, say),
-            "ngram": measure(NgramDrafter(), _CPU_TREES, texts, target.hidden, say),
+            **{name: by_limit[limit] for name, by_limit in measured.items()},
         }
     text = json.dumps(found, indent=1)
     if options.json is not None:

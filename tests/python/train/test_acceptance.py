@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import statistics
 from collections.abc import Hashable, Sequence
@@ -103,6 +104,15 @@ def test_shorter_answers_are_the_first_tokens_of_longer_ones(target: Target) -> 
         assert now == was[:5]
         assert len(was) > 5
     assert short.tokens is corpus.tokens
+    # A walk over the whole answer knows what a walk over the shorter one would have found.
+    for right in (0, 2, 5):
+        for limit in (1, 2, 5, 9, 99):
+            part = acceptance.shorten(corpus, limit)
+            expected, got = acceptance.Tally(), acceptance.Tally(limit)
+            for texts, tally in ((part, expected), (corpus, got)):
+                drafter = Knowing(corpus.tokens[0].tolist(), right)
+                acceptance.walk(drafter, texts, 0, TreeConfig(), target.hidden, tally)
+            assert got == dataclasses.replace(expected, limit=limit)
 
 
 def test_error_is_that_of_a_mean_where_texts_have_equal_steps() -> None:
