@@ -59,6 +59,7 @@ class Plan:
     updates: int = 0  # stop after so many; 0: when the time is over
     seed: int = 0
     start: str = ""  # file of a head of the same shape to go on from
+    keep_start: float = 0.0  # its share in the weights at the end: what it knew is kept better
     manner: Manner = field(default_factory=Manner)
 
 
@@ -68,6 +69,8 @@ class Training:
     def __init__(
         self, target: Target, openings: list[Any], held_out: list[Any], plan: Plan, out: Path
     ) -> None:
+        if plan.keep_start and not plan.start:
+            raise NworError(f"keep_start: got {plan.keep_start} without a head, expected a start")
         self.target, self.plan, self.out = target, plan, out
         self.began = time.monotonic()
         self.trained_seconds = 0.0
@@ -96,6 +99,11 @@ class Training:
             share = max(0.0, left - later - 0.02 * seconds) / (plan.rounds - index)
             self._train(collected, share, plan.rounds - index)
         self.measure()
+        if plan.keep_start:
+            with torch.no_grad():
+                for name, begun in self._started(self._head.shape).items():
+                    self._head.weights[name].lerp_(begun, plan.keep_start)
+            self.measure()
 
     def _collect(self, seconds: float) -> Corpus:
         """Rows written in that time; at least one pass, so that there is something to learn."""
@@ -148,7 +156,7 @@ class Training:
             self.measure()
 
     def _started(self, shape: HeadShape) -> dict[str, torch.Tensor]:
-        """Weights of the head to go on from."""
+        """Weights of the head to go on from, or to average with."""
         head = Eagle3Head.load(Path(self.plan.start))
         if head.shape != shape:
             raise NworError(f"start: got a head of {head.shape}, expected {shape}")

@@ -260,6 +260,16 @@ def test_a_run_goes_on_from_a_head(target: Target, rng: torch.Generator, tmp_pat
     begun = Eagle3Head.load(start)
     for name, weight in Eagle3Head.load(tmp_path / "eagle3.safetensors").weights.items():
         torch.testing.assert_close(weight, begun.weights[name], rtol=0, atol=0)
+    mixed = make_head(target, corpus, tmp_path, **{**small, "keep_start": 0.25})
+    trained = {name: torch.randn_like(weight) for name, weight in mixed._head.weights.items()}
+    for name, weight in mixed._head.weights.items():
+        weight.data.copy_(trained[name])
+    mixed.run()
+    for name, weight in mixed._head.weights.items():
+        expected = 0.75 * trained[name] + 0.25 * begun.weights[name].float()
+        torch.testing.assert_close(weight.detach(), expected)
+    with pytest.raises(NworError, match=r"keep_start: got 0.5 without a head"):
+        make_head(target, corpus, tmp_path, keep_start=0.5)
     with pytest.raises(NworError, match=r"start: got a head of .*window=20.*expected.*window=21"):
         make_head(target, corpus, tmp_path, **small, window=21)
 
