@@ -252,7 +252,7 @@ def test_a_run_goes_on_from_a_head(target: Target, rng: torch.Generator, tmp_pat
     corpus, small = write(target, rng), {"intermediate": 32, "rounds": 1, "measure_tokens": 8}
     start = tmp_path / "start.safetensors"
     make_head(target, corpus, tmp_path, **small)._head.save(start)
-    small |= {"start": str(start), "updates": 1, "learning_rate": 0.0, "steps": 2}
+    small |= {"start": str(start), "updates": 1, "learning_rate": 0.0, "optimizer": "adamw"}
     again = make_head(target, corpus, tmp_path, **small)
     assert [entry["updates"] for entry in again.history] == [0]  # measured before it goes on
     again.run()
