@@ -40,6 +40,14 @@ __device__ float HeadSum(float x) {
   return x;
 }
 
+// Their highest.
+template <int kLanes>
+__device__ float HeadMax(float x) {
+#pragma unroll
+  for (int step = kLanes / 2; step > 0; step /= 2) x = fmaxf(x, __shfl_xor_sync(kAll, x, step));
+  return x;
+}
+
 template <typename Pair>
 __device__ float Dot(const Packed<Pair>& a, const Packed<Pair>& b) {
   float sum = 0.0f;
@@ -94,10 +102,15 @@ struct State {
   }
 };
 
-__device__ bool Sees(const MergeRowsParams& params, int32_t row, int32_t bit) {
-  if (params.tree_mask == nullptr) return true;
-  if (bit / 64 >= params.mask_words) return false;
-  return params.tree_mask[int64_t{row} * params.mask_words + bit / 64] >> (bit % 64) & 1;
+// Which of the `count` rows from the request's row `first` on are seen, one bit each.
+static_assert(64 % kRowsAtOnce == 0);
+__device__ uint32_t Visible(const MergeRowsParams& params, int32_t row, int32_t first,
+                            int32_t count) {
+  const uint32_t all = (1u << min(count, kRowsAtOnce)) - 1;
+  if (params.tree_mask == nullptr) return all;
+  if (first / 64 >= params.mask_words) return 0;
+  const uint64_t word = params.tree_mask[int64_t{row} * params.mask_words + first / 64];
+  return static_cast<uint32_t>(word >> (first % 64)) & all;
 }
 
 // One warp: 32 / kLanes query heads of one row, from `first_head` on.
@@ -130,30 +143,31 @@ __device__ void MergeRow(const MergeRowsParams& params, int32_t row, int32_t fir
 #pragma unroll 1
   for (int32_t first = begin; first < end; first += kRowsAtOnce) {
     Packed<Pair> keys[kRowsAtOnce] = {}, values[kRowsAtOnce] = {};
-    uint32_t visible = 0;  // the same in all lanes
+    const uint32_t visible = Visible(params, row, first - begin, end - first);  // of all lanes
 #pragma unroll
     for (int j = 0; j < kRowsAtOnce; ++j) {
-      const int32_t other = first + j;
       // Rows that are not seen are not read: what stands there is nobody's business.
-      if (other >= end || !Sees(params, row, other - begin)) continue;
-      visible |= 1u << j;
-      if (!holds) continue;
-      keys[j].Load(params.key, place(params.key_strides, other, kv_head));
-      values[j].Load(params.value, place(params.value_strides, other, kv_head));
+      if (!(visible >> j & 1) || !holds) continue;
+      keys[j].Load(params.key, place(params.key_strides, first + j, kv_head));
+      values[j].Load(params.value, place(params.value_strides, first + j, kv_head));
     }
-    float scores[kRowsAtOnce], highest = -INFINITY;
+    // Lane j of a head keeps row j's score, so that what follows is there once, not for every row:
+    // the code is fetched from memory behind attention that has filled the caches.
+    float score = -INFINITY;
 #pragma unroll
     for (int j = 0; j < kRowsAtOnce; ++j) {
       if (!(visible >> j & 1)) continue;
-      float score = HeadSum<kLanes>(Dot(query, keys[j])) * params.scale;
-      if (params.softcap > 0.0f) score = params.softcap * tanhf(score / params.softcap);
-      scores[j] = score;
-      highest = fmaxf(highest, score);
+      const float sum = HeadSum<kLanes>(Dot(query, keys[j])) * params.scale;
+      if (lane % kLanes == j) score = sum;
     }
+    const bool keeps = lane % kLanes < kRowsAtOnce && (visible >> (lane % kLanes) & 1);
+    if (params.softcap > 0.0f && keeps) score = params.softcap * tanhf(score / params.softcap);
+    const float highest = HeadMax<kLanes>(score);
     if (highest > -INFINITY) state.Rebase(highest);
+    const float weight = expf(score - state.max);
 #pragma unroll
     for (int j = 0; j < kRowsAtOnce; ++j) {
-      if (visible >> j & 1) state.Add(expf(scores[j] - state.max), values[j]);
+      if (visible >> j & 1) state.Add(__shfl_sync(kAll, weight, j, kLanes), values[j]);
     }
   }
   if (params.rows_ready) AwaitLaunchAhead();
