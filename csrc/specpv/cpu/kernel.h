@@ -285,6 +285,8 @@ NWOR_SIMD_INLINE void ScoreSome(const ScoreTask& task, int first) {
 // the sum of the queries, so that only q . (kmax - kmin) is taken row by row: half the work.
 
 constexpr int kSumBlocks = 4;
+// With 16 sums of four lanes the compiler lets one of them go through memory in every step.
+constexpr int kSumVecs = kLanes == 4 ? 2 : kTileVecs;
 
 // Each channel's sum over the rows.
 inline void SumQueries(const ScoreTask& task, float* sums) {
@@ -355,8 +357,8 @@ NWOR_SIMD_INLINE void ScoreSums(const ScoreTask& task, const float* sums, int fi
   }
   Vec totals[kBlocks] = {};
   int row = 0;
-  for (; row + kTileVecs * kLanes <= task.padded_rows; row += kTileVecs * kLanes) {
-    AddSpreads<kTileVecs, kBlocks>(task, spread, row, totals);
+  for (; row + kSumVecs * kLanes <= task.padded_rows; row += kSumVecs * kLanes) {
+    AddSpreads<kSumVecs, kBlocks>(task, spread, row, totals);
   }
   for (; row < task.padded_rows; row += kLanes) {
     AddSpreads<1, kBlocks>(task, spread, row, totals);
