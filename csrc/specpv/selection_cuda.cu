@@ -16,6 +16,8 @@ constexpr int kBinBits = 11;
 constexpr int kBins = 1 << kBinBits;
 constexpr int kBinsPerThread = kBins / kThreads;
 constexpr int kMaxRanked = 128;  // keys that are compared with each other instead of counted again
+constexpr int kMaxKept = kThreads;  // keys left after sifting: one to a thread
+constexpr int kLeastToSift = 8;     // keys of a thread that make it worth while
 
 // Sum over the lanes before this one.
 __device__ uint32_t SumBefore(uint32_t value) {
@@ -93,6 +95,21 @@ class OwnKeys {
   uint32_t keys_[kKeys > 0 ? kKeys : 1] = {};
 };
 
+// What sifting has left: one key to a thread, with its place instead of its id.
+class KeptKey {
+ public:
+  __device__ KeptKey(uint32_t key, bool valid) : key_(key), valid_(valid) {}
+
+  template <typename Body>
+  __device__ void ForEach(Body&& body) const {
+    body(static_cast<int32_t>(threadIdx.x), key_, valid_);
+  }
+
+ private:
+  uint32_t key_;
+  bool valid_;
+};
+
 // Keys above `threshold` are taken, and of those equal to it the ids up to `last_id`.
 struct Cut {
   uint32_t threshold;
@@ -113,13 +130,14 @@ struct SelectScratch {
   uint32_t num_ranked;
   uint32_t ranked_keys[kMaxRanked];
   int32_t ranked_ids[kMaxRanked];
+  uint32_t kept_keys[kMaxKept];
+  int32_t kept_ids[kMaxKept];
   Cut cut;
 };
 
 // The cut within a bin of few keys: the one that `needed` - 1 of them come before.
-template <int kKeys>
-__device__ Cut RankBin(const OwnKeys<kKeys>& keys, uint32_t low, int shift,
-                       SelectScratch& scratch) {
+template <typename Keys>
+__device__ Cut RankBin(const Keys& keys, uint32_t low, int shift, SelectScratch& scratch) {
   keys.ForEach([&](int32_t id, uint32_t key, bool valid) {
     if (valid && key >= low && (key - low) >> shift == 0) {
       const uint32_t at = atomicAdd(&scratch.num_ranked, 1u);
@@ -146,8 +164,8 @@ __device__ Cut RankBin(const OwnKeys<kKeys>& keys, uint32_t low, int shift,
 }
 
 // The cut among many equal keys: the lowest `needed` ids of them.
-template <int kKeys>
-__device__ Cut CutTies(const OwnKeys<kKeys>& keys, uint32_t threshold, SelectScratch& scratch) {
+template <typename Keys>
+__device__ Cut CutTies(const Keys& keys, uint32_t threshold, SelectScratch& scratch) {
   uint32_t equal = 0;
   keys.ForEach([&](int32_t, uint32_t key, bool valid) {
     equal += __popc(__ballot_sync(0xffffffff, valid && key == threshold));
@@ -165,9 +183,14 @@ __device__ Cut CutTies(const OwnKeys<kKeys>& keys, uint32_t threshold, SelectScr
   return scratch.cut;
 }
 
-// REQUIRES: 0 < taken < keys; bins and num_ranked are zero, unless a barrier is still to come.
+// Keys from `low` to low + `range`, both included.
+struct KeyRange {
+  uint32_t low;
+  uint32_t range;
+};
+
 template <int kKeys>
-__device__ Cut FindCut(const OwnKeys<kKeys>& keys, int32_t taken, SelectScratch& scratch) {
+__device__ KeyRange FindRange(const OwnKeys<kKeys>& keys, SelectScratch& scratch) {
   const unsigned lane = threadIdx.x % 32;
   uint32_t least = 0xffffffff, most = 0;
   keys.ForEach([&](int32_t, uint32_t key, bool valid) {
@@ -181,9 +204,65 @@ __device__ Cut FindCut(const OwnKeys<kKeys>& keys, int32_t taken, SelectScratch&
     scratch.extremes[1][threadIdx.x / 32] = most;
   }
   __syncthreads();
-  uint32_t low = __reduce_min_sync(0xffffffff, scratch.extremes[0][lane]);
-  const uint32_t range = __reduce_max_sync(0xffffffff, scratch.extremes[1][lane]) - low;
-  int shift = max(0, 32 - __clz(static_cast<int>(range)) - kBinBits);
+  const uint32_t low = __reduce_min_sync(0xffffffff, scratch.extremes[0][lane]);
+  return {low, __reduce_max_sync(0xffffffff, scratch.extremes[1][lane]) - low};
+}
+
+// Keeps few keys of many, all that may be taken among them: a key counts in the first place as the
+// highest of its thread, and those below what enough threads reach are left out. Returns how many
+// were kept, in scratch, ids ascending, or -1: too many, and nothing has changed.
+template <int kKeys>
+__device__ int32_t Sift(const OwnKeys<kKeys>& keys, int32_t count, int32_t taken,
+                        SelectScratch& scratch, KeyRange* kept) {
+  const unsigned lane = threadIdx.x % 32;
+  const auto warp = static_cast<int32_t>(threadIdx.x / 32);
+  // Warps in which every thread has a key share what is to be reached.
+  const int32_t whole_warps = count / (kKeys * 32);
+  const int32_t share = whole_warps == 0 ? 33 : (taken + whole_warps - 1) / whole_warps;
+  if (share > 32) return -1;
+  uint32_t highest = 0;
+  keys.ForEach([&](int32_t, uint32_t key, bool valid) { highest = max(highest, valid ? key : 0); });
+  const uint32_t most = __reduce_max_sync(0xffffffff, highest);
+  uint32_t bound = most;
+  // Equal ones go at once, which makes the bound lower than need be.
+  for (int32_t i = 1; i < share; ++i) {
+    highest = highest == bound ? 0 : highest;
+    bound = __reduce_max_sync(0xffffffff, highest);
+  }
+  if (lane == 0) {
+    scratch.extremes[0][warp] = warp < whole_warps ? bound : 0xffffffff;
+    scratch.extremes[1][warp] = most;
+  }
+  __syncthreads();
+  const uint32_t low = __reduce_min_sync(0xffffffff, scratch.extremes[0][lane]);
+  *kept = {low, __reduce_max_sync(0xffffffff, scratch.extremes[1][lane]) - low};
+  uint32_t of_warp = 0;
+  keys.ForEach([&](int32_t, uint32_t key, bool valid) {
+    of_warp += __popc(__ballot_sync(0xffffffff, valid && key >= low));
+  });
+  uint32_t before = SumOfWarpsBefore(of_warp, scratch.totals[0]);
+  const auto all = static_cast<int32_t>(__reduce_add_sync(0xffffffff, scratch.totals[0][lane]));
+  if (all > kMaxKept) return -1;
+  const unsigned lower_lanes = (1u << lane) - 1;
+  keys.ForEach([&](int32_t id, uint32_t key, bool valid) {
+    const unsigned mask = __ballot_sync(0xffffffff, valid && key >= low);
+    if (valid && key >= low) {
+      const uint32_t place = before + __popc(mask & lower_lanes);
+      scratch.kept_keys[place] = key;
+      scratch.kept_ids[place] = id;
+    }
+    before += __popc(mask);
+  });
+  __syncthreads();
+  return all;
+}
+
+// REQUIRES: 0 < taken < keys; all keys lie in `range`; bins and num_ranked are zero.
+template <typename Keys>
+__device__ Cut FindCut(const Keys& keys, const KeyRange& range, int32_t taken,
+                       SelectScratch& scratch) {
+  uint32_t low = range.low;
+  int shift = max(0, 32 - __clz(static_cast<int>(range.range)) - kBinBits);
   auto needed = static_cast<uint32_t>(taken);
   uint32_t num_bins = kBins;
 #pragma unroll 1
@@ -230,6 +309,24 @@ __device__ Cut FindCut(const OwnKeys<kKeys>& keys, int32_t taken, SelectScratch&
   }
 }
 
+// Calls put(position, id) for every key that the cut takes, positions and ids ascending.
+template <typename Keys, typename Put>
+__device__ void WriteTaken(const Keys& keys, const Cut& cut, SelectScratch& scratch, Put&& put) {
+  uint32_t of_warp = 0;
+  keys.ForEach([&](int32_t id, uint32_t key, bool valid) {
+    of_warp += __popc(__ballot_sync(0xffffffff, valid && cut.Takes(key, id)));
+  });
+  // Not the totals that ties were counted in: no barrier lies between.
+  uint32_t before = SumOfWarpsBefore(of_warp, scratch.extremes[0]);
+  const unsigned lower_lanes = (1u << threadIdx.x % 32) - 1;
+  keys.ForEach([&](int32_t id, uint32_t key, bool valid) {
+    const bool takes = valid && cut.Takes(key, id);
+    const unsigned mask = __ballot_sync(0xffffffff, takes);
+    if (takes) put(static_cast<int32_t>(before + __popc(mask & lower_lanes)), id);
+    before += __popc(mask);
+  });
+}
+
 template <int kKeys>
 __global__ void __launch_bounds__(kThreads)
     TakeHighestKernel(const __grid_constant__ SelectParams params) {
@@ -251,32 +348,30 @@ __global__ void __launch_bounds__(kThreads)
   LetNextBegin();
   if (count < 0 || store_row < 0) return;
   const OwnKeys<kKeys> keys(params, params.scores + row * params.max_blocks, count);
-  Cut cut = {0, taken == count ? 0x7fffffff : -1};  // all of them, or none
-  if (0 < taken && taken < count) cut = FindCut(keys, taken, scratch);
-
-  const auto takes = [&](int32_t id, uint32_t key, bool valid) {
-    return valid && taken > 0 && cut.Takes(key, id);
-  };
-  uint32_t of_warp = 0;
-  keys.ForEach([&](int32_t id, uint32_t key, bool valid) {
-    of_warp += __popc(__ballot_sync(0xffffffff, takes(id, key, valid)));
-  });
-  // Not the totals that ties were counted in: no barrier lies between.
-  uint32_t before = SumOfWarpsBefore(of_warp, scratch.extremes[0]);
-  const unsigned lower_lanes = (1u << threadIdx.x % 32) - 1;
   int32_t* ids = params.ids + (store_row * params.num_kv_heads + kv_head) * params.k;
   const int32_t lists = shared_list ? params.num_kv_heads : 1;
   const auto put = [&](int32_t position, int32_t id) {
     for (int32_t list = 0; list < lists; ++list) ids[int64_t{list} * params.k + position] = id;
   };
-  keys.ForEach([&](int32_t id, uint32_t key, bool valid) {
-    const unsigned mask = __ballot_sync(0xffffffff, takes(id, key, valid));
-    if (takes(id, key, valid)) put(static_cast<int32_t>(before + __popc(mask & lower_lanes)), id);
-    before += __popc(mask);
-  });
   for (int32_t i = taken + static_cast<int32_t>(threadIdx.x); i < params.k; i += kThreads) {
     put(i, -1);
   }
+  if (taken == 0) return;
+  if (taken == count) return WriteTaken(keys, {0, 0x7fffffff}, scratch, put);
+  if constexpr (kKeys >= kLeastToSift) {
+    KeyRange range;
+    const int32_t kept = Sift(keys, count, taken, scratch, &range);
+    if (kept >= 0) {
+      const auto place = static_cast<int32_t>(threadIdx.x);
+      const KeptKey key(place < kept ? scratch.kept_keys[place] : 0, place < kept);
+      const Cut cut = kept == taken ? Cut{0, 0x7fffffff} : FindCut(key, range, taken, scratch);
+      return WriteTaken(key, cut, scratch, [&](int32_t position, int32_t from) {
+        put(position, scratch.kept_ids[from]);
+      });
+    }
+  }
+  const KeyRange range = FindRange(keys, scratch);
+  WriteTaken(keys, FindCut(keys, range, taken, scratch), scratch, put);
 }
 
 }  // namespace
