@@ -37,7 +37,8 @@ def configured(rng: random.Random, **values: object) -> SpecPVConfig:
 
 
 def prompts(rng: random.Random, count: int) -> list[list[int]]:
-    return [[rng.randrange(VOCAB) for _ in range(rng.randrange(40, 70))] for _ in range(count)]
+    """Each longer than the longest view of `configured`, 40 tokens."""
+    return [[rng.randrange(VOCAB) for _ in range(rng.randrange(44, 70))] for _ in range(count)]
 
 
 def start(rng: random.Random, config: SpecPVConfig, count: int = 2) -> Host:
