@@ -21,14 +21,20 @@ __device__ inline void FenceBarriers() {
   asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
 }
 
-__device__ inline void Arrive(uint32_t barrier) {
-  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
+__device__ inline void Arrive(uint32_t barrier, int count = 1) {
+  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(count)
+               : "memory");
 }
 
-// Arrives, and has the phase wait for so many bytes of the copy engine.
-__device__ inline void ArriveExpecting(uint32_t barrier, int bytes) {
-  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes)
+// Has the phase wait for so many bytes of the copy engine. Then the thread must arrive.
+__device__ inline void Expect(uint32_t barrier, int bytes) {
+  asm volatile("mbarrier.expect_tx.relaxed.cta.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(bytes)
                : "memory");
+}
+
+// Arrives once when all copies that this thread has made with ptx::CopyAsync are complete.
+__device__ inline void ArriveAfterCopies(uint32_t barrier) {
+  asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(barrier) : "memory");
 }
 
 // Waits for the end of the given phase (its parity).
@@ -56,6 +62,12 @@ __device__ inline void CopyBox(uint32_t target, const CUtensorMap* map, uint32_t
 
 __device__ inline void PrefetchMap(const CUtensorMap* map) {
   asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
+}
+
+// A launch may begin before the one ahead of it has ended: up to here it touches nothing that
+// others write. The launch behind may begin at once.
+__device__ inline void AwaitLaunchAhead() {
+  asm volatile("griddepcontrol.wait; griddepcontrol.launch_dependents;" ::: "memory");
 }
 
 // The warpgroup's registers per thread from here on.

@@ -77,33 +77,33 @@ __device__ inline void WriteLse(const VerifyArgs& args, const PlanItem& item, in
 struct LeafFate {
   bool fold_group;  // into the leaves of its group so far
   bool ends_group;  // then
-  bool fold_block;  //   into the groups of its block so far
-  bool ends_block;  //   then
-  bool fold_total;  //     into the blocks so far (items of whole requests)
+  bool fold_total;  //   into the groups so far (items of whole requests)
   bool ends_item;
   bool is_output;      // the request's result, else a partial one
   int64_t group_slot;  // where kernels that do not keep it elsewhere keep the group
-  int64_t block_slot;
   int64_t total_slot;
 };
 
 __device__ inline LeafFate FateOf(const PlanItem& item, int leaf, int max_slots) {
   LeafFate fate;
   const bool whole = item.num_parts == 1;
+  const int group = LeafGroup(item.num_leaves);
   const int64_t own = int64_t{max_slots} + int64_t{kOwnSlots} * blockIdx.x;
-  const int group = leaf / kLeafGroup;
-  fate.fold_group = leaf > item.leaf_begin && leaf % kLeafGroup != 0;
+  fate.fold_group = leaf > item.leaf_begin && leaf % group != 0;
   fate.ends_item = leaf + 1 == item.leaf_end;
-  fate.ends_group = fate.ends_item || leaf % kLeafGroup == kLeafGroup - 1;
-  fate.fold_block =
-      fate.ends_group && group > item.leaf_begin / kLeafGroup && leaf % kLeafBlock >= kLeafGroup;
-  fate.ends_block = fate.ends_item || leaf % kLeafBlock == kLeafBlock - 1;
-  fate.fold_total = fate.ends_block && whole && leaf >= kLeafBlock;
+  fate.ends_group = fate.ends_item || leaf % group == group - 1;
+  fate.fold_total = fate.ends_group && whole && leaf >= group;
   fate.is_output = fate.ends_item && whole;
   fate.group_slot = own;
-  fate.block_slot = whole ? own + 1 : item.slot;
-  fate.total_slot = whole ? own + 2 : item.slot;
+  fate.total_slot = whole ? own + 1 : item.slot;
   return fate;
+}
+
+// Where a row's state lies in a slot. Tile kernels (kTwoRows) keep rows r and r + 8 side by side.
+template <class Traits>
+__device__ int StateOffset(int row) {
+  if constexpr (!Traits::kTwoRows) return row;
+  return row / 16 * 16 + row % 8 * 2 + row / 8 % 2;
 }
 
 // Merges the streams' states and outputs of one leaf (in shared memory) and sends them on.
@@ -133,23 +133,17 @@ __device__ void FinishLeaf(const VerifyArgs& args, const SharedMemory<Traits>& s
       state = folded;
     }
     rows.group[row] = state;
-    if (fate.fold_block) {
-      float2 folded = rows.block[row];
-      rows.block_weight[row] = FoldState(&folded, state);
-      state = folded;
-    }
-    if (fate.ends_group) rows.block[row] = state;
     if (fate.fold_total) {
       float2 folded = rows.total[row];
       rows.total_weight[row] = FoldState(&folded, state);
       state = folded;
     }
-    if (fate.ends_block) rows.total[row] = state;
+    if (fate.ends_group) rows.total[row] = state;
     if (fate.is_output) {
       rows.inverse_sum[row] = InverseSum(state.y);
       WriteLse(args, item, row, state);
     } else if (fate.ends_item) {
-      args.states[int64_t{item.slot} * kTile + row] = state;
+      args.states[int64_t{item.slot} * kTile + StateOffset<Traits>(row)] = state;
     }
   }
   __syncthreads();
@@ -158,7 +152,6 @@ __device__ void FinishLeaf(const VerifyArgs& args, const SharedMemory<Traits>& s
     return reinterpret_cast<float4*>(args.outputs + index * kTile * Traits::kHeadDim);
   };
   float4* group_slot = slot(fate.group_slot);
-  float4* block_slot = slot(fate.block_slot);
   float4* total_slot = slot(fate.total_slot);
   for (int i = threadIdx.x; i < item.num_rows * kQuads; i += Traits::kThreads) {
     const int row = i / kQuads;
@@ -179,11 +172,6 @@ __device__ void FinishLeaf(const VerifyArgs& args, const SharedMemory<Traits>& s
       __stcg(group_slot + i, value);
       continue;
     }
-    if (fate.fold_block) value = FoldOutput(__ldcg(block_slot + i), value, rows.block_weight[row]);
-    if (!fate.ends_block) {
-      __stcg(block_slot + i, value);
-      continue;
-    }
     if (fate.fold_total) value = FoldOutput(__ldcg(total_slot + i), value, rows.total_weight[row]);
     if (fate.is_output) {
       WriteOutput<typename Traits::Row>(args, item, row, channel, value, rows.inverse_sum[row]);
@@ -192,135 +180,6 @@ __device__ void FinishLeaf(const VerifyArgs& args, const SharedMemory<Traits>& s
     }
   }
   __syncthreads();
-}
-
-// Partial results of a pair, as the threads of its items' CTAs left them in a slot: quads of one
-// row, or of tile kernels (kTwoRows) two values of row and two of row + 8. A place is two quads of
-// the same rows, half of the channels apart.
-template <class Traits>
-struct PartPlace {
-  static constexpr int kRows = Traits::kTwoRows ? 2 : 1;
-  static constexpr int kChannels = 4 / kRows;  // of a quad and row
-  // Quads of a row, or of a pair of rows and one of the four threads that have it.
-  static constexpr int kQuads = Traits::kHeadDim / (Traits::kTwoRows ? 8 : 4);
-  float4 output[2];
-  float2 state[kRows];
-
-  // Threads whose outputs a tile kernel's item leaves behind.
-  __device__ static int Threads(int num_rows) { return (num_rows + 15) / 16 * 32; }
-  __device__ static int CountPlaces(int num_rows) {
-    return (Traits::kTwoRows ? Threads(num_rows) : num_rows) * (kQuads / 2);
-  }
-
-  // Of place `at`: its (first) row, its first quad, and the quad's first channel.
-  __device__ static int Row(int at, int num_rows) {
-    if constexpr (!Traits::kTwoRows) return at / (kQuads / 2);
-    const int thread = at % Threads(num_rows);
-    return thread / 32 * 16 + thread % 32 / 4;
-  }
-  __device__ static int Quad(int at, int num_rows) {
-    return Traits::kTwoRows ? at / Threads(num_rows) : at % (kQuads / 2);
-  }
-  __device__ static int Channel(int at, int quad) {
-    return Traits::kTwoRows ? quad * 8 + at % 4 * 2 : quad * 4;
-  }
-  // Where the quad lies in a slot of `tile` rows.
-  __device__ static int Offset(int at, int quad, int num_rows, int tile) {
-    if constexpr (!Traits::kTwoRows) return Row(at, num_rows) * kQuads + quad;
-    return quad * (tile * 2) + at % Threads(num_rows);
-  }
-
-  __device__ void Fold(const PartPlace& later) {
-    const float2 upper = FoldState(&state[0], later.state[0]);
-    const float2 lower =
-        Traits::kTwoRows ? FoldState(&state[kRows - 1], later.state[kRows - 1]) : upper;
-#pragma unroll
-    for (int i = 0; i < 2; ++i) output[i] = FoldRows(output[i], later.output[i], upper, lower);
-  }
-
-  // Quad `quad` is output[i].
-  __device__ void Write(const VerifyArgs& args, const PlanItem& item, int row, int channel,
-                        int i) const {
-    using T = typename Traits::Row;
-    const float values[4] = {output[i].x, output[i].y, output[i].z, output[i].w};
-#pragma unroll
-    for (int r = 0; r < kRows; ++r) {
-      const int at_row = row + 8 * r;
-      if (at_row >= item.num_rows) break;
-      const OutputRow at = LocateRow(args, item, at_row);
-      const RowStrides strides = args.params.out_strides;
-      const float factor = InverseSum(state[r].y);
-      T* out = static_cast<T*>(args.params.out) + at.row * strides.row + at.head * strides.head;
-#pragma unroll
-      for (int c = 0; c < kChannels; c += 2) {
-        *reinterpret_cast<uint32_t*>(out + channel + c) = ptx::Pack<T>(
-            values[r * kChannels + c] * factor, values[r * kChannels + c + 1] * factor);
-      }
-      if (channel == 0) WriteLse(args, item, at_row, state[r]);
-    }
-  }
-};
-
-// Folds the partial results of a pair, kThreads places from `first` on, and writes the output.
-// `item` is the pair's first. Called by the whole CTA once all parts are there.
-template <class Traits>
-__device__ void CombineParts(const VerifyArgs& args, const PlanItem& item, int first) {
-  using Place = PartPlace<Traits>;
-  constexpr int kBatch = 10;  // parts per round trip to memory
-  const int at = first + static_cast<int>(threadIdx.x);
-  if (at >= Place::CountPlaces(item.num_rows)) return;
-  const int leaves_per_part = item.leaves_per_part();
-  const int num_parts = item.num_parts;
-  const int64_t tile = args.row_tile;
-  const int row = Place::Row(at, item.num_rows);
-  const int quad = Place::Quad(at, item.num_rows);
-  const float4* slot =
-      reinterpret_cast<const float4*>(args.outputs + item.slot * tile * Traits::kHeadDim);
-  const float4* low = slot + Place::Offset(at, quad, item.num_rows, tile);
-  const float4* high = slot + Place::Offset(at, quad + Place::kQuads / 2, item.num_rows, tile);
-  const float2* states = args.states + item.slot * tile + row;
-  const int64_t slot_quads = tile * (Traits::kHeadDim / 4);
-  Place total, block, group;
-#pragma unroll 1
-  for (int batch = 0; batch < num_parts; batch += kBatch) {
-    Place part[kBatch];
-#pragma unroll
-    for (int j = 0; j < kBatch; ++j) {
-      const int64_t index = min(batch + j, num_parts - 1);
-      part[j].output[0] = __ldcg(low + index * slot_quads);
-      part[j].output[1] = __ldcg(high + index * slot_quads);
-#pragma unroll
-      for (int r = 0; r < Place::kRows; ++r) {
-        part[j].state[r] = __ldcg(states + index * tile + 8 * r);
-      }
-    }
-#pragma unroll
-    for (int j = 0; j < kBatch; ++j) {
-      const int leaf = (batch + j) * leaves_per_part;
-      if (batch + j >= num_parts) break;
-      if (leaf % kLeafGroup == 0) {
-        group = part[j];
-      } else {
-        group.Fold(part[j]);
-      }
-      const bool last = batch + j == num_parts - 1;
-      const int next = leaf + leaves_per_part;
-      if (!last && next % kLeafGroup != 0) continue;
-      if (leaf % kLeafBlock < kLeafGroup) {
-        block = group;
-      } else {
-        block.Fold(group);
-      }
-      if (!last && next % kLeafBlock != 0) continue;
-      if (leaf < kLeafBlock) {
-        total = block;
-      } else {
-        total.Fold(block);
-      }
-    }
-  }
-  total.Write(args, item, row, Place::Channel(at, quad), 0);
-  total.Write(args, item, row, Place::Channel(at, quad + Place::kQuads / 2), 1);
 }
 
 }  // namespace nwor

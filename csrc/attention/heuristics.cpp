@@ -9,13 +9,11 @@ namespace nwor {
 namespace {
 
 constexpr int32_t kReservedSmemBytes = 1024;  // the driver's own share of a block's shared memory
-constexpr int32_t kMaxStages = 6;
-static_assert(kMaxStages <= kMaxTileStages);
-// Leaves of whole groups and blocks, as many as let one long request fill the device with groups.
-constexpr int32_t kMaxLeaves = 128;
-// What ChooseGrain can ask for: the blocks of a prefix, four groups, four leaves; some more of each
-// in the first round.
-constexpr int64_t kSlotsPerCta = kMaxLeaves / kLeafBlock + kLeafBlock / kLeafGroup + kLeafGroup + 3;
+constexpr int32_t kMaxStages = 6;  // of kernels that are not tile kernels: see WaitCopies
+constexpr int32_t kMaxLeaves = 32;
+// What ChooseGrain can ask for: the groups of a prefix, the leaves of one; some more of each in the
+// first round.
+constexpr int64_t kSlotsPerCta = kMaxGroups + 2 * LeafGroup(24) + 3;
 
 constexpr int64_t CeilDiv(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
@@ -60,7 +58,7 @@ int32_t ChooseRowTile(const VerifyShape& shape, int32_t largest) {
 // least.
 struct SharedNeed {
   int32_t fixed, stage, least;
-  int32_t min_stages;
+  int32_t min_stages, max_stages;
   int32_t max_ctas_per_sm;
 };
 
@@ -68,12 +66,16 @@ SharedNeed NeedOf(const VerifyShape& shape, bool warpgroup, int32_t row_tile) {
   const int dim = shape.head_dim;
   const bool float8 = shape.cache_dtype == DType::kFloat8E4M3;
   if (warpgroup) {
-    const int groups = TileGroups(row_tile);
-    return {TileFixedBytes(dim, groups), 2 * TileBytes(dim), 0, 2, TileCtasPerSm(dim, groups)};
+    return {TileFixedBytes(dim, row_tile),           2 * TileBytes(dim), 0, 2, kMaxTileStages,
+            TileCtasPerSm(dim, TileGroups(row_tile))};
   }
   const bool may_pair = CtaThreads(dim, row_tile) == 32 * kStreams;
   return {QueryBytes(dim, row_tile) + kItemBytes + RowStateBytes(row_tile),
-          kStreams * StageBytes(dim, float8), MergeBytes(dim, row_tile), 1, may_pair ? 2 : 1};
+          kStreams * StageBytes(dim, float8),
+          MergeBytes(dim, row_tile),
+          1,
+          kMaxStages,
+          may_pair ? 2 : 1};
 }
 
 // Two CTAs per SM hide each other's start and merge, where both can have a pipeline. False: too
@@ -82,7 +84,7 @@ bool FitSharedMemory(const SharedNeed& need, const DeviceProps& device, VerifyCo
   for (int32_t ctas = need.max_ctas_per_sm; ctas >= 1; --ctas) {
     const int32_t room =
         std::min(device.smem_per_sm_bytes / ctas - kReservedSmemBytes, device.smem_per_block_bytes);
-    const int32_t stages = std::min((room - need.fixed) / need.stage, kMaxStages);
+    const int32_t stages = std::min((room - need.fixed) / need.stage, need.max_stages);
     if (stages < std::max(need.min_stages, ctas) || need.fixed + need.least > room) continue;
     config->stages = stages;
     config->num_ctas = ctas * device.num_sms;
@@ -117,8 +119,9 @@ VerifyConfig ChooseVerifyConfig(const VerifyShape& shape, const DeviceProps& dev
   const int64_t tiles = CeilDiv(shape.num_rows * group, row_tile) + shape.num_requests;
   const int64_t pairs = tiles * shape.num_kv_heads;
   // Kernels whose streams meet at the end of a leaf want longer ones.
-  config.min_leaf_tokens = config.warpgroup ? 256 : 512;
-  config.max_leaves = config.warpgroup ? kMaxLeaves : kMaxLeaves / 4;
+  config.min_leaf_tokens = config.warpgroup ? 384 : 512;
+  config.max_leaves = kMaxLeaves;
+  config.fill_leaves = config.warpgroup ? config.num_ctas / shape.num_kv_heads : 0;
   config.wide_ctas = config.warpgroup && groups > 1 ? device.num_sms : 0;
   config.max_pairs = static_cast<int32_t>(pairs);
   config.max_slots =

@@ -44,6 +44,7 @@ struct VerifyConfig {
   int32_t smem_bytes = 0;
   int32_t min_leaf_tokens = 0;  // a prefix is cut into leaves of at least so many tokens,
   int32_t max_leaves = 0;       // into at most so many
+  int32_t fill_leaves = 0;      // leaves of all KV heads of one request for all CTAs, one each
   // A request whose packed rows exceed a warpgroup's has fewer and longer leaves: one for each of
   // so many CTAs, all its KV heads and row tiles together. 0: no difference is made.
   int32_t wide_ctas = 0;
@@ -60,9 +61,13 @@ struct LeafSplit {
 };
 inline constexpr int32_t kLeafAlign = 64;
 
-constexpr LeafSplit SplitPrefix(int32_t tokens, int32_t min_leaf_tokens, int32_t max_leaves) {
+// Of a few more leaves than fill the device once, some CTAs would work on two and most on one:
+// then the leaves are longer.
+constexpr LeafSplit SplitPrefix(int32_t tokens, int32_t min_leaf_tokens, int32_t max_leaves,
+                                int32_t fill_leaves = 0) {
   const int64_t span = tokens;
   int64_t leaves = (span + min_leaf_tokens - 1) / min_leaf_tokens;
+  if (leaves > fill_leaves && leaves <= 2 * fill_leaves) leaves = fill_leaves;
   leaves = leaves < 1 ? 1 : (leaves > max_leaves ? max_leaves : leaves);
   int64_t leaf = (span + leaves - 1) / leaves;
   leaf = (leaf + kLeafAlign - 1) / kLeafAlign * kLeafAlign;
@@ -80,18 +85,21 @@ constexpr LeafSplit SplitWidePrefix(int32_t tokens, int32_t pairs, int32_t ctas)
 
 // How much of a request one work item takes. Coarse items leave few partial results, fine ones end
 // evenly. The result is the same: partials are folded in the same tree either way.
-inline constexpr int32_t kLeafGroup = 4;   // leaves
-inline constexpr int32_t kLeafBlock = 16;  // leaves: groups of groups
-enum class ItemGrain : int32_t { kLeaf, kLeafGroup, kLeafBlock, kRequest };
+enum class ItemGrain : int32_t { kLeaf, kLeafGroup, kRequest };
+
+// Leaves of a group: a request has four groups of equal length, or eight.
+inline constexpr int32_t kMaxGroups = 8;
+constexpr int32_t LeafGroup(int32_t num_leaves) {
+  const int32_t groups = num_leaves > 24 ? kMaxGroups : kMaxGroups / 2;
+  return (num_leaves + groups - 1) / groups;
+}
 
 constexpr int32_t LeavesPerItem(ItemGrain grain, int32_t num_leaves) {
   switch (grain) {
     case ItemGrain::kLeaf:
       return 1;
     case ItemGrain::kLeafGroup:
-      return kLeafGroup < num_leaves ? kLeafGroup : num_leaves;
-    case ItemGrain::kLeafBlock:
-      return kLeafBlock < num_leaves ? kLeafBlock : num_leaves;
+      return LeafGroup(num_leaves);
     case ItemGrain::kRequest:
       break;
   }
@@ -109,8 +117,9 @@ struct GrainQuery {
 };
 
 // The queue goes from coarse to fine. An item may be as large as what is left for each CTA when its
-// turn comes, or, if the first round of CTAs takes it, as large as what each CTA gets in all. Many
-// leaves are never items of their own: their partial results would cost more than an uneven end.
+// turn comes; or, if the first round of CTAs takes it, as large as what each CTA gets in all; or as
+// large as its share in two rounds, if these are all.
+inline constexpr int32_t kEvenRounds = 2;
 constexpr ItemGrain ChooseGrain(const GrainQuery& query, int32_t num_ctas) {
   for (ItemGrain grain = ItemGrain::kRequest; grain != ItemGrain::kLeaf;
        grain = static_cast<ItemGrain>(static_cast<int32_t>(grain) - 1)) {
@@ -119,9 +128,13 @@ constexpr ItemGrain ChooseGrain(const GrainQuery& query, int32_t num_ctas) {
     const int64_t tokens = (whole < query.span ? whole : query.span) * num_ctas;
     const int64_t items = (query.split.num_leaves + leaves - 1) / leaves * query.pairs;
     if (tokens <= query.work_left) return grain;
-    if (query.started + items <= num_ctas && tokens * 20 <= query.work_all * 21) return grain;
+    for (int64_t rounds = 1; rounds <= kEvenRounds; ++rounds) {
+      const bool fits = query.started + items <= rounds * num_ctas;
+      const bool is_all = rounds == 1 || rounds * tokens * 21 >= query.work_all * 20;
+      if (fits && is_all && rounds * tokens * 20 <= query.work_all * 21) return grain;
+    }
   }
-  return query.split.num_leaves > 2 * kLeafBlock ? ItemGrain::kLeafGroup : ItemGrain::kLeaf;
+  return ItemGrain::kLeaf;
 }
 
 // Never throws: a shape the kernels do not serve comes back with `unsupported` set.

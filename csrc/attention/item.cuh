@@ -1,6 +1,6 @@
 #pragma once
 
-#include "attention/fold.cuh"
+#include "attention/combine.cuh"
 #include "attention/status.cuh"
 
 // A work item from the queue to shared memory, and what happens when all are done: what all verify
@@ -9,13 +9,29 @@
 
 namespace nwor {
 
-template <class Traits>
-__device__ void MapTokens(const VerifyArgs& args, SharedItem* item) {
+// Where the ids of the item's pages or blocks are. Called by one thread.
+__device__ inline void MapIds(const VerifyArgs& args, SharedItem* item) {
   const VerifyParams& p = args.params;
   const PlanItem& plan = item->plan;
   TokenMap& map = item->tokens;
   map.ids = nullptr;
   map.unit_tokens = map.units_per_page = Divisor{};
+  if (plan.source == TokenSource::kBlocks) {
+    const int64_t list = int64_t{plan.request} * p.num_kv_heads + plan.kv_head;
+    map.ids = p.view.blocks + list * p.view.max_blocks;
+    map.unit_tokens = args.block_tokens;
+    map.units_per_page = args.blocks_per_page;
+  } else if (plan.source == TokenSource::kPages) {
+    map.ids = p.block_table + plan.request * p.table_stride;
+    map.unit_tokens = args.page_tokens;
+  }
+}
+
+template <class Traits>
+__device__ void MapTokens(const VerifyArgs& args, SharedItem* item) {
+  const VerifyParams& p = args.params;
+  const PlanItem& plan = item->plan;
+  TokenMap& map = item->tokens;
   map.num_pages = p.cache.geometry.num_pages;
   const int64_t head = plan.kv_head;
   if (plan.source == TokenSource::kCompact) {
@@ -34,21 +50,13 @@ __device__ void MapTokens(const VerifyArgs& args, SharedItem* item) {
   map.value_page = g.value.page * kBytes;
   map.key_token = g.key.token * kBytes;
   map.value_token = g.value.token * kBytes;
-  if (plan.source == TokenSource::kBlocks) {
-    map.ids = p.view.blocks + (int64_t{plan.request} * p.num_kv_heads + head) * p.view.max_blocks;
-    map.unit_tokens = args.block_tokens;
-    map.units_per_page = args.blocks_per_page;
-  } else {
-    map.ids = p.block_table + plan.request * p.table_stride;
-    map.unit_tokens = args.page_tokens;
-  }
 }
 
 __device__ inline float HeadScale(const float* scales, int count, int head) {
   return scales == nullptr ? 1.0f : scales[count > 1 ? head : 0];
 }
 
-// What follows from item->plan. Called by one thread.
+// What follows from item->plan, after MapIds. Called by one thread.
 template <class Traits>
 __device__ void PrepareItem(const VerifyArgs& args, SharedItem* item) {
   const VerifyParams& p = args.params;
@@ -85,7 +93,10 @@ __device__ void OpenItem(const VerifyArgs& args, int index, SharedItem* item, in
   __syncthreads();
   const PlanItem& plan = item->plan;
   if (plan.request < 0) return;
-  if (threadIdx.x == 0) PrepareItem<Traits>(args, item);
+  if (threadIdx.x == 0) {
+    MapIds(args, item);
+    PrepareItem<Traits>(args, item);
+  }
   if (args.params.window > 0 && threadIdx.x < Traits::kRowTile) {
     positions[threadIdx.x] = RowPosition(args, plan, threadIdx.x);
   }
@@ -137,8 +148,13 @@ __device__ inline int TailRows(const VerifyParams& p, const PlanItem& item, int 
   return (item.row_begin + item.num_rows - 1) / (p.num_heads / p.num_kv_heads) + 1;
 }
 
-// Asks for an item after the CTA's first one; the number is final once Settle has been called with
-// it. Every item asks once: the last to ask prepares the next launch. Called by one thread.
+// Tells the others that this CTA runs and has a first item. Called by one thread.
+__device__ inline void ReportStart(const VerifyArgs& args, const LaunchCounts& counts) {
+  if (counts.num_split_pairs > 0) atomicAdd(&args.counters->round[counts.launch % 2].started, 1);
+}
+
+// Asks for an item after the CTA's first one; the number is final once SettleItem has been called
+// with it. Every item asks once: the last to ask prepares the next launch. Called by one thread.
 __device__ inline uint32_t AskForItem(const VerifyArgs& args) {
   return atomicAdd(&args.counters->fetches, 1);
 }
@@ -147,8 +163,7 @@ __device__ inline int SettleItem(const VerifyArgs& args, const LaunchCounts& cou
   WorkCounters& counters = *args.counters;
   const int index = static_cast<int>(fetch - counts.fetch_base);
   if (index == counts.num_items - 1) {
-    counters.round[(counts.launch + 1) % 2].done = 0;
-    counters.round[(counts.launch + 1) % 2].tickets = 0;
+    counters.round[(counts.launch + 1) % 2] = {};
     counters.launch = counts.launch + 1;
     counters.fetch_base = counts.fetch_base + counts.num_items;
   }
@@ -156,86 +171,26 @@ __device__ inline int SettleItem(const VerifyArgs& args, const LaunchCounts& cou
   return next < counts.num_items ? next : -1;
 }
 
-// Reports that an item is done. Called by the whole CTA.
-template <class Traits>
-__device__ void ReportDone(const VerifyArgs& args, const LaunchCounts& counts) {
-  Traits::Meet();  // all of this CTA's stores are made
-  if (threadIdx.x > 0 || counts.num_split_pairs == 0) return;
-  __threadfence();
-  atomicAdd(&args.counters->round[counts.launch % 2].done, 1);
-}
-
-// The combine of all partial results, once all items are done: CTAs that find no further item share
-// it, by tickets. A CTA takes one only when every item has been taken by a running CTA, so that
-// waiting for them cannot deadlock; the one that ends last is always there.
-inline constexpr uint32_t kNoTicket = 0xffffffffu;
-
-// Units of kThreads places that each pair is combined in.
-template <class Traits>
-__device__ int UnitsPerPair(const VerifyArgs& args) {
-  return (args.row_tile * (Traits::kHeadDim / 8) + Traits::kThreads - 1) / Traits::kThreads;
-}
-
-// Called by one thread.
-__device__ inline uint32_t TakeTicket(const VerifyArgs& args, const LaunchCounts& counts) {
-  const uint32_t taken = ptx::LoadAcquire(&args.counters->fetches) - counts.fetch_base;
-  if (taken != static_cast<uint32_t>(counts.num_items)) return kNoTicket;
-  return atomicAdd(&args.counters->round[counts.launch % 2].tickets, 1);
-}
-
-// Called by the whole CTA after its last item. shared->ticket is what TakeTicket has given, and if
-// it stands for a unit, shared->plan its pair.
-template <class Traits>
-__device__ void CombineAll(const VerifyArgs& args, SharedItem* shared) {
-  const LaunchCounts counts = shared->counts;
-  const int units_per_pair = UnitsPerPair<Traits>(args);
-  const uint32_t units = counts.num_split_pairs * units_per_pair;
-  auto& round = args.counters->round[counts.launch % 2];
-  if (units == 0) return;
-  uint32_t unit = shared->ticket;
-  bool first = unit < units;
-  Traits::Meet();
-  if (unit == kNoTicket) {
-    if (threadIdx.x == 0) shared->ticket = TakeTicket(args, counts);
-    Traits::Meet();
-    unit = shared->ticket;
-  }
-  if (unit >= units) return;
-  if (threadIdx.x == 0) {
-    while (ptx::LoadAcquire(&round.done) != static_cast<uint32_t>(counts.num_items)) {
-    }
-    __threadfence();
-  }
-  while (true) {
-    Traits::Meet();
-    uint32_t next = 0;
-    if (threadIdx.x == 0) next = atomicAdd(&round.tickets, 1);
-    const PlanItem pair = first ? shared->plan : args.pairs[unit / units_per_pair];
-    CombineParts<Traits>(args, pair, unit % units_per_pair * Traits::kThreads);
-    first = false;
-    if (threadIdx.x == 0) shared->ticket = next;
-    Traits::Meet();
-    unit = shared->ticket;
-    if (unit >= units) return;
-  }
-}
-
 // Takes items from the queue until it is empty. process() works on the one in `item`, up to its
-// output or partial result. Called by the whole CTA.
+// output or partial result; the combine has `buffer`. Called by the whole CTA.
 template <class Traits, typename Process>
 __device__ void ServeQueue(const VerifyArgs& args, SharedItem* item, int32_t* positions,
-                           Process process) {
+                           const CombineBuffer& buffer, Process process) {
   LaunchCounts counts;
   if (threadIdx.x == 0) counts.Read(args);
   int index = blockIdx.x;
-  while (index >= 0) {
+  int num_items = 0;
+  for (; index >= 0; ++num_items) {
     OpenItem<Traits>(args, index, item, positions);
     if (item->plan.request < 0) return;
     uint32_t fetch = 0;
-    if (threadIdx.x == 0) fetch = AskForItem(args);
+    if (threadIdx.x == 0) {
+      if (num_items == 0) ReportStart(args, counts);
+      fetch = AskForItem(args);
+    }
     __syncthreads();
     process();
-    ReportDone<Traits>(args, counts);
+    __syncthreads();
     if (threadIdx.x == 0) item->next_item = SettleItem(args, counts, fetch);
     __syncthreads();
     index = item->next_item;
@@ -245,7 +200,7 @@ __device__ void ServeQueue(const VerifyArgs& args, SharedItem* item, int32_t* po
     item->ticket = kNoTicket;
   }
   __syncthreads();
-  CombineAll<Traits>(args, item);
+  CombineAll<Traits>(args, item, num_items, buffer);
 }
 
 }  // namespace nwor

@@ -62,7 +62,8 @@ __device__ PlanRequest ReadRequest(const VerifyParams& p, int b, const VerifyCon
   request.token_begin = max(WindowBegin(p, request.prefix_tokens), 0) / 32 * 32;
   const int span = request.prefix_tokens - request.token_begin;
   const int packed = request.num_rows * (p.num_heads / p.num_kv_heads);
-  LeafSplit split = SplitPrefix(span, config.min_leaf_tokens, config.max_leaves);
+  LeafSplit split =
+      SplitPrefix(span, config.min_leaf_tokens, config.max_leaves, config.fill_leaves);
   if (config.wide_ctas > 0 && packed > kTileRows) {
     const int pairs = CeilDiv(packed, 2 * kTileRows) * p.num_kv_heads;
     split = SplitWidePrefix(span, pairs, config.wide_ctas);
@@ -140,7 +141,7 @@ __device__ int PlanFirstRound(PlanRequest* requests, int num_requests, int group
   int64_t left = work;
   int started = 0;
   int b = 0;
-  for (; b < num_requests && started < config.num_ctas; ++b) {
+  for (; b < num_requests && started < kEvenRounds * config.num_ctas; ++b) {
     GrainQuery query = QueryOf(requests[b], group, kv_heads, config.row_tile);
     query.work_all = all;
     query.work_left = left;
@@ -202,7 +203,7 @@ __global__ void __launch_bounds__(kPlanThreads)
   for (int b = first_round + threadIdx.x; b < p.num_requests; b += kPlanThreads) {
     GrainQuery query = QueryOf(requests[b], group, p.num_kv_heads, config.row_tile);
     for (int later = b; later < p.num_requests; ++later) query.work_left += requests[later].work;
-    query.started = config.num_ctas;
+    query.started = kEvenRounds * config.num_ctas;
     SetGrain(&requests[b], query, config.num_ctas);
   }
   __syncthreads();

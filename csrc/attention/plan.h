@@ -9,10 +9,9 @@
 // What the planner leaves for the attention kernel, as it lies in device memory. Plain data.
 //
 // A request's prefix span is cut into leaves (SplitPrefix). Each leaf's (max, sum, output) is
-// computed from a fresh state; leaves are folded in ascending order into groups of kLeafGroup,
-// groups into blocks of kLeafBlock leaves, blocks into the result; the in-flight rows belong to the
-// last leaf. A work item is a leaf, a group, a block or the whole request, for one KV head and row
-// tile; the fold tree is the same.
+// computed from a fresh state; leaves are folded in ascending order into groups (LeafGroup),
+// groups into the result; the in-flight rows belong to the last leaf. A work item is a leaf, a
+// group or the whole request, for one KV head and row tile; the fold tree is the same.
 
 namespace nwor {
 
@@ -48,7 +47,7 @@ struct PlanRequest {
   int32_t leaf_tokens;
   int32_t num_leaves;
   int32_t query_start;
-  int32_t leaves_per_item;  // 1, kLeafGroup, kLeafBlock, or all
+  int32_t leaves_per_item;  // 1, LeafGroup, or all
   PlanDemand demand;
   int64_t work;  // tokens of all its pairs
 };
@@ -73,8 +72,7 @@ struct PlanItem {
 
   // Of the pair's items, the last one excepted. REQUIRES: num_parts > 1.
   constexpr int32_t leaves_per_part() const {
-    if (num_parts == num_leaves) return 1;
-    return num_parts == (num_leaves + kLeafGroup - 1) / kLeafGroup ? kLeafGroup : kLeafBlock;
+    return num_parts == num_leaves ? 1 : LeafGroup(num_leaves);
   }
 };
 
@@ -89,9 +87,10 @@ struct WorkCounters {
   uint32_t launch;      // its number
   uint32_t unused[29];
   struct {
+    uint32_t started;  // CTAs that have their first item
     uint32_t done;     // items
     uint32_t tickets;  // shares of the combine that have been taken
-    uint32_t unused[14];
+    uint32_t unused[13];
   } round[2];  // by the parity of the launch
 };
 static_assert(sizeof(WorkCounters) == 256);
@@ -114,8 +113,8 @@ constexpr PlanOffsets LocatePlan(int32_t num_requests, const VerifyConfig& confi
 }
 
 // Behind the planned slots every CTA has some of its own, for items that fold several leaves: a
-// group, a block and the total.
-inline constexpr int32_t kOwnSlots = 3;
+// group and the total.
+inline constexpr int32_t kOwnSlots = 2;
 
 struct WorkspaceOffsets {
   int64_t states = sizeof(WorkCounters);  // [slots, row_tile, 2] max (log2 units) and sum

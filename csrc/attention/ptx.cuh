@@ -33,6 +33,12 @@ __device__ inline void CopyAsync(uint32_t target, const void* source, uint64_t p
 }
 
 // The same; zeros when !valid, and then source is not read.
+__device__ inline void CopyAsync(uint32_t target, const void* source, bool valid) {
+  const int bytes = valid ? 16 : 0;
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(target), "l"(source),
+               "r"(bytes)
+               : "memory");
+}
 __device__ inline void CopyAsync(uint32_t target, const void* source, bool valid, uint64_t policy) {
   const int bytes = valid ? 16 : 0;
   asm volatile("cp.async.cg.shared.global.L2::cache_hint [%0], [%1], 16, %2, %3;" ::"r"(target),
@@ -72,7 +78,7 @@ __device__ inline void LoadMatrix4Transposed(uint32_t (&r)[4], uint32_t address)
 
 __device__ inline uint32_t LoadShared32(uint32_t address) {
   uint32_t value;
-  asm volatile("ld.shared.b32 %0, [%1];" : "=r"(value) : "r"(address));
+  asm volatile("ld.shared.b32 %0, [%1];" : "=r"(value) : "r"(address) : "memory");
   return value;
 }
 
@@ -95,6 +101,10 @@ __device__ inline void StoreShared128(uint32_t address, uint4 v) {
   asm volatile("st.shared.v4.b32 [%0], {%1,%2,%3,%4};" ::"r"(address), "r"(v.x), "r"(v.y), "r"(v.z),
                "r"(v.w)
                : "memory");
+}
+
+__device__ inline void StoreShared32(uint32_t address, uint32_t value) {
+  asm volatile("st.shared.b32 [%0], %1;" ::"r"(address), "r"(value) : "memory");
 }
 
 // c += a * b over 16 rows, 8 columns and 16 inner elements.
@@ -202,6 +212,10 @@ __device__ inline bool NamedBarrierOr(int id, int count, bool value) {
   return any != 0;
 }
 
+// Adds; whoever sees that by LoadAcquire sees what this thread has done or seen before.
+__device__ inline void AddRelease(uint32_t* pointer, uint32_t value) {
+  asm volatile("red.release.gpu.global.add.u32 [%0], %1;" ::"l"(pointer), "r"(value) : "memory");
+}
 __device__ inline uint32_t LoadAcquire(const uint32_t* pointer) {
   uint32_t value;
   asm volatile("ld.acquire.gpu.global.b32 %0, [%1];" : "=r"(value) : "l"(pointer) : "memory");

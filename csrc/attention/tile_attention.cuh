@@ -1,70 +1,48 @@
 #pragma once
 
-#include "attention/tile_producer.cuh"
+#include "attention/tile_memory.cuh"
 
 namespace nwor {
 
-// A warpgroup's 64 rows against an item's tokens, one step at a time: scores, online softmax,
-// weighted values; Q, K and V are read by the matrix unit where they lie, everything else is in
-// registers. Rows are packed: row = q * group + head. Warp w has rows 16w..16w+15, a lane rows lane
-// / 4 and + 8.
+// A warpgroup's 64 rows against an item's tokens, one step at a time and each step in parts: the
+// matrix unit works on the values of the step before and on the scores of the step behind while a
+// step's weights are computed. K and V are read by the matrix unit where they lie, everything else
+// is in registers; Q is where it costs less. Rows are packed: row = q * group + head. Warp w has
+// rows 16w..16w+15, a lane rows lane / 4 and + 8.
+//
+// StartScores, AwaitScores<0> for the first step; for every step Weigh, StartScores of the next,
+// StartValues, AwaitScores<1>; AwaitValues before Finish.
 template <class Traits>
 class TileAttention {
- protected:
   using Product = typename Traits::Product;
   static constexpr int kStep = Traits::kStepTokens;
   static constexpr int kFragments = kStep / 8;
   static constexpr int kInnerSteps = Traits::kHeadDim / 16;
   static constexpr int kAtomSteps = Traits::kAtomBytes / 32;
   static constexpr int kOutputs = Traits::kHeadDim / 2;  // per thread
-  // The leaves of a group are folded in registers where there are enough.
-  static constexpr bool kGroupInRegisters = Traits::kHeadDim <= 128 && Traits::kGroups == 1;
-  static constexpr bool kBlockInShared = TileFoldBytes(Traits::kHeadDim, Traits::kGroups) > 0;
+  static constexpr bool kQueryInRegisters = Traits::kQueryInRegisters;
+  static constexpr bool kFoldsInShared = TileFolds(Traits::kHeadDim, Traits::kRowTile) > 0;
   // A row's reference maximum follows its true maximum only when that runs ahead by this much
   // (log2 units): outputs are rescaled rarely, weights stay below 2^8.
   static constexpr float kMaxLead = 8.0f;
 
  public:
-  __device__ TileAttention(const VerifyArgs& args, const SharedItem& item, uint32_t query,
-                           float4* folds)
+  __device__ TileAttention(const VerifyArgs& args, const TileMemory<Traits>& memory, int slot)
       : args_(args),
-        item_(item),
-        query_(query),
-        folds_(folds + threadIdx.x),
-        has_rows_(Row(0) - Row(0) % 16 < item.plan.num_rows) {
+        memory_(memory),
+        item_(*memory.item(slot)),
+        folds_(memory.folds + threadIdx.x),
+        has_rows_(Row(0) - Row(0) % 16 < item_.plan.num_rows) {
     const bool window = args.params.window > 0;
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      position_[half] = window ? RowPosition(args, item.plan, Row(half)) : 0;
+      position_[half] = window ? RowPosition(args, item_.plan, Row(half)) : 0;
     }
-  }
-
-  // Brings the item's rows of Q to shared memory; rows beyond keep what was there.
-  __device__ void LoadQueries() const {
-    using Atom = RowSwizzle<Traits::kAtomBytes>;
-    constexpr int kChunks = Traits::kHeadDim / 8;
-    constexpr int kAtomChunks = Traits::kAtomBytes / 16;
-    const VerifyParams& p = args_.params;
-    const PlanItem& item = item_.plan;
-    Traits::Meet();  // the queries before are no longer read
-#pragma unroll 2
-    for (int i = threadIdx.x; i < item.num_rows * kChunks; i += Traits::kThreads) {
-      const int row = i / kChunks;
-      const int chunk = i % kChunks;
-      const int packed = item.row_begin + row;
-      const int query_row = args_.group.Quotient(packed);
-      const int64_t head = int64_t{item.kv_head - query_row} * args_.group.value + packed;
-      const auto* source = static_cast<const typename Traits::Row*>(p.query) +
-                           int64_t{item.query_start + query_row} * p.query_strides.row +
-                           head * p.query_strides.head + chunk * 8;
-      ptx::CopyAsync(query_ + chunk / kAtomChunks * (kTileRows * Traits::kAtomBytes) +
-                         Atom::Offset(row, chunk % kAtomChunks),
-                     source);
+    if constexpr (TileMemory<Traits>::kQueryBytes == 0) {
+      LoadQueries();
+    } else if constexpr (kQueryInRegisters) {
+      ReadQueries();
     }
-    ptx::CommitCopies();
-    ptx::WaitCopies<0>();
-    wgmma::FenceShared();
-    Traits::Meet();
   }
 
   // An empty state, for a new leaf.
@@ -75,26 +53,113 @@ class TileAttention {
     for (int i = 0; i < kOutputs; ++i) out_[i] = 0.0f;
   }
 
-  // One step of tokens. Unless it is plain, tokens from `end` on do not exist, and not every row
-  // sees all of them: `first` is its first prefix token or in-flight row.
-  __device__ void Step(const TileMemory<Traits>& memory, const RingPlace& stage, bool plain,
-                       bool in_flight, int first, int end) {
-    bulk::Wait(memory.keys_full(stage.at), stage.parity);
-    Scores(memory.keys(stage.at));
+  __device__ void StartScores(const RingPlace& stage) {
+    bulk::Wait(memory_.keys_full(stage.at), stage.parity);
+    const uint32_t keys = wgmma::DescriptorLow(memory_.keys(stage.at), 16);
+    const uint32_t rows = wgmma::DescriptorLow(memory_.query, 16);
+    wgmma::Fence();
+#pragma unroll
+    for (int k = 0; k < kInnerSteps; ++k) {
+      const int in_atom = k % kAtomSteps * 32;
+      const int atom = k / kAtomSteps;
+      const uint64_t b = Descriptor(keys + (atom * Traits::kAtomStride + in_atom) / 16);
+      if constexpr (kQueryInRegisters) {
+        wgmma::Multiply<Product, kStep, false>::Run(scores_, query_[k], b, k > 0);
+      } else {
+        wgmma::MultiplyShared<Product, kStep>::Run(
+            scores_, Descriptor(rows + (atom * kTileRows * Traits::kAtomBytes + in_atom) / 16), b,
+            k > 0);
+      }
+    }
+    wgmma::Commit();
+  }
+  // Waits until no more than kPending groups of products are under way.
+  template <int kPending>
+  __device__ void AwaitScores() {
+    wgmma::Wait<kPending>();
+    wgmma::Pin(scores_);
+  }
+  __device__ void AwaitValues() {
+    wgmma::Wait<0>();
+    wgmma::Pin(out_);
+  }
+
+  // Turns scores into weights. The values of the step before are in when it returns.
+  __device__ void Weigh() {
+    float factor[2];
+    bool rescale = false;
+    // Of two warpgroups hardly a warp has none: the branch would cost more than it saves.
+    if (Traits::kGroups > 1 || has_rows_) {
+      rescale = WeighScores(ScoreScale(), factor);
+      // Sums of weights are not negative: the branch keeps the assembler from moving the wait to
+      // before the weights.
+      if (sum_[0] + sum_[1] < 0.0f) __nanosleep(1);
+    }
+    AwaitValues();
+    if (rescale) Rescale(factor);
+    PackWeights();
+  }
+  // The same where tokens from `end` on do not exist, and not every row sees all of them: `first`
+  // is the step's first prefix token or in-flight row.
+  __device__ void WeighEdge(bool in_flight, int first, int end) {
+    const float scale = ScoreScale();
+    Mask(in_flight, first, end);
+    float factor[2];
+    const bool rescale = WeighScores(scale, factor);
+    AwaitValues();
+    if (rescale) Rescale(factor);
+    PackWeights();
+  }
+
+  template <int kBlocks>
+  __device__ void StartValues(const RingPlace& stage) {
+    bulk::Wait(memory_.values_full(stage.at), stage.parity);
+    const uint32_t values = wgmma::DescriptorLow(memory_.values(stage.at), Traits::kAtomStride);
+    wgmma::Fence();
+#pragma unroll
+    for (int k = 0; k < kBlocks; ++k) {
+      wgmma::Multiply<Product, Traits::kHeadDim, true>::Run(
+          out_, weights_[k], Descriptor(values + k * Traits::kAtomBytes), true);
+    }
+    wgmma::Commit();
+  }
+
+  // Between WeighEdge and StartValues of a step of in-flight rows. A value that is not finite may
+  // reach only those rows that see it, but zero times it is NaN. Such values are rare: they become
+  // zeros for the matrix unit and are added by hand.
+  __device__ void SetNonFiniteApart(const RingPlace& stage, int first, int end) {
+    bulk::Wait(memory_.values_full(stage.at), stage.parity);
+    const uint32_t tile = memory_.values(stage.at);
+    constexpr int kChunks = Traits::kHeadDim / 8;
+    constexpr int kThreadsPerRow = Traits::kThreads / kStep;
+    const int row = threadIdx.x / kThreadsPerRow;
+    bool found = false;
+    if (row < end - first) {
+#pragma unroll 1
+      for (int i = threadIdx.x % kThreadsPerRow; i < kChunks; i += kThreadsPerRow) {
+        const uint32_t address = tile + ChunkOffset<Traits>(row, i);
+        const uint4 all = ptx::LoadShared128(address);
+        const uint4 apart = ptx::NonFinite<Product>(all);
+        if ((apart.x | apart.y | apart.z | apart.w) == 0) continue;
+        found = true;
+        ptx::StoreShared128(address,
+                            {all.x ^ apart.x, all.y ^ apart.y, all.z ^ apart.z, all.w ^ apart.w});
+      }
+    }
+    if (!ptx::NamedBarrierOr(3, Traits::kThreads, found)) return;
+    wgmma::FenceShared();
+    Traits::Meet();
     if (has_rows_) {
-      const float scale = item_.prefix_scale;
-      SoftCap(scale);
-      if (!plain) Mask(in_flight, first, end);
-      Softmax(item_.cap_outer == 0.0f ? scale : 1.0f);
+      uint64_t seen[2];
+      SeenTokens(true, first, end, seen);
+#pragma unroll 1
+      for (int token = 0; token < kStep; ++token) {
+        const bool visible[2] = {(seen[0] >> token & 1) != 0, (seen[1] >> token & 1) != 0};
+        if (!visible[0] && !visible[1]) continue;
+        AddNonFinite(first + token, visible);
+      }
     }
-    bulk::Wait(memory.values_full(stage.at), stage.parity);
-    if (in_flight) SetNonFiniteApart(memory.values(stage.at), first, end);
-    if (plain || end - first > 16) {
-      AddValues<kStep / 16>(memory.values(stage.at));
-    } else {
-      AddValues<1>(memory.values(stage.at));
-    }
-    if (threadIdx.x % 32 == 0) bulk::Arrive(memory.stage_empty(stage.at));
+    wgmma::Pin(out_);
   }
 
   // Sends the leaf's result on, see FinishLeaf: every thread keeps the states of its rows.
@@ -113,57 +178,31 @@ class TileAttention {
     }
     if (fate.fold_group) {
       FoldStates(state, group_state_, weight);
-      if constexpr (kGroupInRegisters) {
-#pragma unroll
-        for (int i = 0; i < kOutputs; ++i) {
-          const float2 w = weight[i / 2 % 2];
-          out_[i] = __fmaf_rn(group_out_[i], w.x, __fmul_rn(out_[i], w.y));
-        }
-      } else {
-        FoldSlot(fate.group_slot, weight);
-      }
+      Fold(0, fate.group_slot, weight);
     }
-    Keep(group_state_, state);
     if (!fate.ends_group) {
-      if constexpr (kGroupInRegisters) {
-#pragma unroll
-        for (int i = 0; i < kOutputs; ++i) group_out_[i] = out_[i];
-      } else {
-        KeepSlot(fate.group_slot);
-      }
-      return;
-    }
-    if (fate.fold_block) {
-      FoldStates(state, block_state_, weight);
-      if constexpr (kBlockInShared) {
-        FoldShared(weight);
-      } else {
-        FoldSlot(fate.block_slot, weight);
-      }
-    }
-    Keep(block_state_, state);
-    if (!fate.ends_block) {
-      if constexpr (kBlockInShared) {
-        KeepShared();
-      } else {
-        KeepSlot(fate.block_slot);
-      }
-      return;
+      Keep(group_state_, state);
+      return Keep(0, fate.group_slot);
     }
     if (fate.fold_total) {
       FoldStates(state, total_state_, weight);
-      FoldSlot(fate.total_slot, weight);
+      Fold(1, fate.total_slot, weight);
     }
-    Keep(total_state_, state);
+    if (!fate.ends_item) {
+      Keep(total_state_, state);
+      return Keep(1, fate.total_slot);
+    }
     if (!fate.is_output) KeepSlot(fate.total_slot);
-    if (!fate.ends_item) return;
 
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const int row = Row(half);
       if (row >= item.num_rows) continue;
       if (!fate.is_output) {
-        if (lane % 4 == 0) args_.states[int64_t{item.slot} * args_.row_tile + row] = state[half];
+        if (lane % 4 == 0) {
+          args_.states[int64_t{item.slot} * args_.row_tile + StateOffset<Traits>(row)] =
+              state[half];
+        }
         continue;
       }
       if (lane % 4 == 0) WriteLse(args_, item, row, state[half]);
@@ -178,11 +217,44 @@ class TileAttention {
     }
   }
 
- protected:
+ private:
+  // This thread's part of Q: A fragments of the matrix instruction, from shared memory. Rows that
+  // do not exist are whatever is there.
+  __device__ void ReadQueries() {
+    const int row = threadIdx.x / 32 * 16 + threadIdx.x % 16;
+#pragma unroll
+    for (int k = 0; k < kInnerSteps; ++k) {
+      const int chunk = 2 * k + static_cast<int>(threadIdx.x % 32 / 16);
+      ptx::LoadMatrix4(query_[k], memory_.query + QueryOffset<Traits>(row, chunk));
+    }
+  }
+
+  // The same from global memory; zeros past the last row.
+  __device__ void LoadQueries() {
+    const VerifyParams& p = args_.params;
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const bool valid = Row(half) < item_.plan.num_rows;
+      const OutputRow at = LocateRow(args_, item_.plan, valid ? Row(half) : 0);
+      const auto* source = static_cast<const typename Traits::Row*>(p.query) +
+                           at.row * p.query_strides.row + at.head * p.query_strides.head +
+                           threadIdx.x % 4 * 2;
+#pragma unroll
+      for (int k = 0; k < kInnerSteps; ++k) {
+#pragma unroll
+        for (int high = 0; high < 2; ++high) {
+          uint32_t two = 0;
+          if (valid) two = *reinterpret_cast<const uint32_t*>(source + 16 * k + 8 * high);
+          query_[k][2 * high + half] = two;
+        }
+      }
+    }
+  }
+
   __device__ static int Row(int half) {
     return threadIdx.x / 32 * 16 + half * 8 + threadIdx.x % 32 / 4;
   }
-  // This thread's first place in a slot: see TilePlace.
+  // This thread's first place in a slot: see CombinedRows.
   __device__ float4* SlotPlace(int64_t slot) const {
     return reinterpret_cast<float4*>(args_.outputs + slot * args_.row_tile * Traits::kHeadDim) +
            threadIdx.x;
@@ -218,31 +290,51 @@ class TileAttention {
     out_[n * 4 + 2] = folded.z;
     out_[n * 4 + 3] = folded.w;
   }
-  __device__ void FoldShared(const float2 (&weight)[2]) {
+  __device__ void FoldShared(const float4* old, const float2 (&weight)[2]) {
+    if (!has_rows_) return;
 #pragma unroll
-    for (int n = 0; n < Traits::kHeadDim / 8; ++n)
-      FoldQuad(n, folds_[n * Traits::kThreads], weight);
+    for (int n = 0; n < Traits::kHeadDim / 8; ++n) FoldQuad(n, old[n * PlaceStride()], weight);
   }
-  __device__ void KeepShared() {
+  __device__ void KeepShared(float4* kept) const {
+    if (!has_rows_) return;
 #pragma unroll
     for (int n = 0; n < Traits::kHeadDim / 8; ++n) {
-      folds_[n * Traits::kThreads] = {out_[n * 4], out_[n * 4 + 1], out_[n * 4 + 2],
-                                      out_[n * 4 + 3]};
+      kept[n * PlaceStride()] = {out_[n * 4], out_[n * 4 + 1], out_[n * 4 + 2], out_[n * 4 + 3]};
+    }
+  }
+
+  __device__ int FoldQuads() const { return args_.row_tile * (Traits::kHeadDim / 4); }
+
+  // Folds what Keep has kept, of the group (0) or of the request (1), in shared memory or in a
+  // slot.
+  __device__ void Fold(int kept, int64_t slot, const float2 (&weight)[2]) {
+    if (kFoldsInShared && kept < TileFolds(Traits::kHeadDim, args_.row_tile)) {
+      FoldShared(folds_ + kept * FoldQuads(), weight);
+    } else {
+      FoldSlot(slot, weight);
+    }
+  }
+  __device__ void Keep(int kept, int64_t slot) {
+    if (kFoldsInShared && kept < TileFolds(Traits::kHeadDim, args_.row_tile)) {
+      KeepShared(folds_ + kept * FoldQuads());
+    } else {
+      KeepSlot(slot);
     }
   }
 
   // out_ = old * weight.x + out_ * weight.y, old from a slot: many loads are under way at once.
   __device__ void FoldSlot(int64_t slot, const float2 (&weight)[2]) {
     if (!has_rows_) return;
-    constexpr int kAtOnce = Traits::kHeadDim / 16;
+    constexpr int kAtOnce = 8;
     const float4* place = SlotPlace(slot);
 #pragma unroll
     for (int first = 0; first < Traits::kHeadDim / 8; first += kAtOnce) {
+      const int count = min(kAtOnce, Traits::kHeadDim / 8 - first);
       float4 old[kAtOnce];
 #pragma unroll
-      for (int n = 0; n < kAtOnce; ++n) old[n] = __ldcg(place + (first + n) * PlaceStride());
+      for (int n = 0; n < count; ++n) old[n] = __ldcg(place + (first + n) * PlaceStride());
 #pragma unroll
-      for (int n = 0; n < kAtOnce; ++n) FoldQuad(first + n, old[n], weight);
+      for (int n = 0; n < count; ++n) FoldQuad(first + n, old[n], weight);
     }
   }
   __device__ void KeepSlot(int64_t slot) const {
@@ -252,39 +344,6 @@ class TileAttention {
     for (int n = 0; n < Traits::kHeadDim / 8; ++n) {
       const float4 four = {out_[n * 4], out_[n * 4 + 1], out_[n * 4 + 2], out_[n * 4 + 3]};
       __stcg(place + n * PlaceStride(), four);
-    }
-  }
-
-  // An in-flight value that is not finite may reach only those rows that see it, but zero times it
-  // is NaN. Such values are rare: they become zeros for the matrix unit and are added by hand.
-  __device__ void SetNonFiniteApart(uint32_t tile, int first, int end) {
-    constexpr int kChunks = Traits::kHeadDim / 8;
-    constexpr int kThreadsPerRow = Traits::kThreads / kStep;
-    const int row = threadIdx.x / kThreadsPerRow;
-    bool found = false;
-    if (row < end - first) {
-#pragma unroll 1
-      for (int i = threadIdx.x % kThreadsPerRow; i < kChunks; i += kThreadsPerRow) {
-        const uint32_t address = tile + ChunkOffset<Traits>(row, i);
-        const uint4 all = ptx::LoadShared128(address);
-        const uint4 apart = ptx::NonFinite<Product>(all);
-        if ((apart.x | apart.y | apart.z | apart.w) == 0) continue;
-        found = true;
-        ptx::StoreShared128(address,
-                            {all.x ^ apart.x, all.y ^ apart.y, all.z ^ apart.z, all.w ^ apart.w});
-      }
-    }
-    if (!ptx::NamedBarrierOr(3, Traits::kThreads, found)) return;
-    wgmma::FenceShared();
-    Traits::Meet();
-    if (!has_rows_) return;
-    uint64_t seen[2];
-    SeenTokens(true, first, end, seen);
-#pragma unroll 1
-    for (int token = 0; token < kStep; ++token) {
-      const bool visible[2] = {(seen[0] >> token & 1) != 0, (seen[1] >> token & 1) != 0};
-      if (!visible[0] && !visible[1]) continue;
-      AddNonFinite(first + token, visible);
     }
   }
 
@@ -306,22 +365,6 @@ class TileAttention {
     }
   }
 
-  __device__ void Scores(uint32_t tile) {
-    const uint32_t rows = wgmma::DescriptorLow(query_, 16);
-    const uint32_t keys = wgmma::DescriptorLow(tile, 16);
-    wgmma::Fence();
-#pragma unroll
-    for (int k = 0; k < kInnerSteps; ++k) {
-      const int in_atom = k % kAtomSteps * 32;
-      const int atom = k / kAtomSteps;
-      wgmma::MultiplyShared<Product, kStep>::Run(
-          scores_, Descriptor(rows + (atom * kTileRows * Traits::kAtomBytes + in_atom) / 16),
-          Descriptor(keys + (atom * Traits::kAtomStride + in_atom) / 16), k > 0);
-    }
-    wgmma::Commit();
-    wgmma::Wait<0>();
-    wgmma::Pin(scores_);
-  }
   // Of a matrix of tokens or rows.
   __device__ static uint64_t Descriptor(uint32_t low) {
     return wgmma::Descriptor<Traits::kAtomBytes>(low, 8 * Traits::kAtomBytes);
@@ -338,32 +381,16 @@ class TileAttention {
     }
   }
 
-  // Of the first kBlocks times 16 tokens.
-  template <int kBlocks>
-  __device__ void IssueValues(uint32_t tile) {
-    const uint32_t values = wgmma::DescriptorLow(tile, Traits::kAtomStride);
-    wgmma::Fence();
-#pragma unroll
-    for (int k = 0; k < kBlocks; ++k) {
-      wgmma::Multiply<Product, Traits::kHeadDim, true>::Run(
-          out_, weights_[k], Descriptor(values + k * Traits::kAtomBytes), true);
-    }
-    wgmma::Commit();
-  }
-
-  template <int kBlocks>
-  __device__ void AddValues(uint32_t tile) {
-    PackWeights();
-    wgmma::Pin(out_);
-    IssueValues<kBlocks>(tile);
-    wgmma::Wait<0>();
-    wgmma::Pin(out_);
+  // What makes scores logits in log2 units. With a cap they become that here.
+  __device__ float ScoreScale() {
+    if (item_.cap_outer == 0.0f) return item_.prefix_scale;
+    SoftCap(item_.prefix_scale);
+    return 1.0f;
   }
 
   // logit = cap * tanh(score * scale / cap), in log2 units.
   __device__ void SoftCap(float scale) {
     const float outer = item_.cap_outer;
-    if (outer == 0.0f) return;
     const float inner = item_.cap_inner * scale;  // exp(2x) of tanh's argument, as a power of two
 #pragma unroll
     for (int i = 0; i < kStep / 2; ++i) {
@@ -432,19 +459,16 @@ class TileAttention {
     }
   }
 
-  // Turns scores into weights and updates the rows' maxima and sums. A masked score is -infinity.
-  __device__ void Softmax(float scale) {
-    float factor[2];
-    if (WeighScores(scale, factor)) Rescale(factor);
-  }
   __device__ void Rescale(const float (&factor)[2]) {
 #pragma unroll
     for (int i = 0; i < kOutputs; ++i) out_[i] *= factor[i / 2 % 2];
   }
 
-  // All of it but the outputs: returns whether they have to be multiplied by `factor`.
+  // Turns scores into weights and updates the rows' maxima and sums; a masked score is -infinity.
+  // Returns whether the outputs have to be multiplied by `factor`.
   __device__ bool WeighScores(float scale, float (&factor)[2]) {
     bool rescale = false;
+    float row_top[2];
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       float tops[2][2];  // even and odd fragments: four chains at once
@@ -456,9 +480,18 @@ class TileAttention {
           tops[n % 2][i] = n < 2 ? score : fmaxf(tops[n % 2][i], score);
         }
       }
-      float top = fmaxf(fmaxf(tops[0][0], tops[0][1]), fmaxf(tops[1][0], tops[1][1]));
-      top = fmaxf(top, __shfl_xor_sync(0xffffffffu, top, 1));
-      top = fmaxf(top, __shfl_xor_sync(0xffffffffu, top, 2)) * scale;
+      row_top[half] = fmaxf(fmaxf(tops[0][0], tops[0][1]), fmaxf(tops[1][0], tops[1][1]));
+    }
+#pragma unroll
+    for (int lanes = 1; lanes <= 2; lanes *= 2) {
+      const float other[2] = {__shfl_xor_sync(0xffffffffu, row_top[0], lanes),
+                              __shfl_xor_sync(0xffffffffu, row_top[1], lanes)};
+      row_top[0] = fmaxf(row_top[0], other[0]);
+      row_top[1] = fmaxf(row_top[1], other[1]);
+    }
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const float top = row_top[half] * scale;
       const float before = max_[half];
       const bool ahead = top > before + kMaxLead;
       const float after = ahead ? top : before;
@@ -482,18 +515,18 @@ class TileAttention {
   }
 
   const VerifyArgs& args_;
+  const TileMemory<Traits>& memory_;
   const SharedItem& item_;
-  uint32_t query_;
   float4* folds_;
   bool has_rows_;  // whether any of this warp's rows exists
   int position_[2];
   float max_[2];
   float sum_[2];  // this lane's share
-  float2 group_state_[2], block_state_[2], total_state_[2];
+  float2 group_state_[2], total_state_[2];
+  uint32_t query_[kQueryInRegisters ? kInnerSteps : 1][4];
   float scores_[kStep / 2];
   uint32_t weights_[kStep / 16][4];
   float out_[kOutputs];
-  float group_out_[kGroupInRegisters ? kOutputs : 1];
 };
 
 }  // namespace nwor

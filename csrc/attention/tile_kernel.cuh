@@ -1,66 +1,142 @@
 #pragma once
 
 #include "attention/tile_attention.cuh"
-#include "attention/wide_attention.cuh"
+#include "attention/tile_edges.cuh"
+#include "attention/tile_loader.cuh"
+#include "attention/tile_opener.cuh"
 
-// The verify-attention kernel for sm_90a and 16-bit caches: persistent CTAs. One warpgroup takes
-// the planned items from a queue and keeps a ring of stages filled (tile_producer.cuh), on from
-// item to item; another computes (tile_attention.cuh). They meet at barriers of the ring only.
+// The verify-attention kernel for sm_90a and 16-bit caches: persistent CTAs. The warps of one
+// warpgroup keep a ring of stages filled, on from item to item: one takes the planned items from a
+// queue (tile_opener.cuh), two drive the copy engine (tile_loader.cuh), one copies what that cannot
+// (tile_edges.cuh). Another warpgroup, or two, compute (tile_attention.cuh). They meet at barriers
+// of the rings only.
 
 namespace nwor {
 
-// All leaves of an item, up to its output or partial result. Called by the computing threads.
+// All leaves of the item in `slot`, up to its output or partial result. Called by the computing
+// threads.
 template <class Traits>
-__device__ void RunTileItem(const VerifyArgs& args, const TileMemory<Traits>& memory,
-                            const SharedItem& item, RingPlace* stage) {
-  const PlanItem& plan = item.plan;
+__device__ void RunTileItem(const VerifyArgs& args, const TileMemory<Traits>& memory, int slot,
+                            RingPlace* stage) {
   static_assert(kLeafAlign % Traits::kStepTokens == 0);
+  constexpr int kBlocks = Traits::kStepTokens / 16;
+  const PlanItem& plan = memory.item(slot)->plan;
   const int leaf_steps = plan.leaf_tokens / Traits::kStepTokens;
   const TileSpan<Traits> span(args.params, plan);
-  TileAttention<Traits> attention(args, item, memory.query, memory.folds);
-  attention.LoadQueries();
-
+  TileAttention<Traits> attention(args, memory, slot);
+  if (TileMemory<Traits>::kQueryBytes > 0 && Traits::kQueryInRegisters) {
+    bulk::Arrive(memory.query_empty());
+  }
+  // One thread speaks for its warp where only the matrix unit has read.
+  const auto release = [&](uint32_t empty) {
+    if (threadIdx.x % 32 == 0) bulk::Arrive(empty, 32);
+  };
   int step = 0;
+  int used = -1;           // the stage whose values are under way
+  bool used_edge = false;  // threads have touched them themselves
+  const auto release_values = [&] {
+    if (used < 0) return;
+    if (used_edge) {
+      bulk::Arrive(memory.values_empty(used));
+    } else {
+      release(memory.values_empty(used));
+    }
+  };
+  // Called when the values of the step before are in. Returns this step's stage.
+  const auto advance = [&](bool edge) {
+    release_values();
+    const RingPlace now = *stage;
+    used = now.at;
+    used_edge = edge;
+    stage->Advance(args.stages);
+    return now;
+  };
+  const auto first_scores = [&] {
+    attention.StartScores(*stage);
+    attention.template AwaitScores<0>();
+    release(memory.keys_empty(stage->at));
+  };
+  if (span.num_steps > 0) first_scores();
 #pragma unroll 1
   for (int leaf = plan.leaf_begin; leaf < plan.leaf_end; ++leaf) {
-    const bool last = leaf + 1 == plan.leaf_end;
-    const int leaf_end = last ? span.num_steps : step + leaf_steps;
+    const int leaf_end = leaf + 1 == plan.leaf_end ? span.num_steps : step + leaf_steps;
     attention.Clear();
 #pragma unroll 1
-    for (; step < leaf_end; ++step) {
+    while (step < leaf_end) {
+      // Nearly all steps are plain, and another one follows.
+      const int plain_end = min(leaf_end, span.PlainEnd(step));
+#pragma unroll 1
+      for (; step < plain_end; ++step) {
+        attention.Weigh();
+        const RingPlace now = advance(false);
+        attention.StartScores(*stage);
+        attention.template StartValues<kBlocks>(now);
+        attention.template AwaitScores<1>();
+        release(memory.keys_empty(stage->at));
+        // One warpgroup waits for tokens rather than for the matrix unit: its values make room for
+        // the next ones at once. Two have something to compute meanwhile.
+        if constexpr (Traits::kGroups == 1) {
+          attention.AwaitValues();
+          release(memory.values_empty(now.at));
+          used = -1;
+        }
+      }
+      if (step == leaf_end) break;
       const bool in_flight = span.IsTail(step);
-      const int prefix_step = span.PrefixStep(step);
-      attention.Step(memory, *stage, !in_flight && span.IsPlain(prefix_step), in_flight,
-                     in_flight ? span.TailRow(step) : span.PrefixToken(prefix_step),
-                     in_flight ? span.tail_rows : span.end);
-      stage->Advance(args.stages);
+      const int first = in_flight ? span.TailRow(step) : span.PrefixToken(span.PrefixStep(step));
+      const int end = in_flight ? span.tail_rows : span.end;
+      attention.WeighEdge(in_flight, first, end);
+      const RingPlace now = advance(true);
+      if (in_flight) attention.SetNonFiniteApart(now, first, end);
+      if (end - first > 16) {
+        attention.template StartValues<kBlocks>(now);
+      } else {
+        attention.template StartValues<1>(now);
+      }
+      attention.AwaitValues();
+      if (++step < span.num_steps) first_scores();
     }
+    attention.AwaitValues();
     attention.Finish(leaf);
   }
+  release_values();
 }
 
 // The computing threads' walk over the items.
 template <class Traits>
 __device__ void RunTiles(const VerifyArgs& args, const TileMemory<Traits>& memory) {
-  RingPlace slot, stage;
-  bool worked = false;
+  RingPlace slot, stage, query;
+  int num_items = 0;
   while (true) {
     bulk::Wait(memory.item_full(slot.at), slot.parity);
     SharedItem* item = memory.item(slot.at);
     if (item->is_end) {
-      if (worked) CombineAll<Traits>(args, item);
+      if (num_items > 0) CombineAll<Traits>(args, item, num_items, memory.combine_buffer());
       return;
     }
-    if constexpr (Traits::kGroups == 1) {
-      RunTileItem(args, memory, *item, &stage);
-    } else {
-      RunWideItem(args, memory, *item, &stage);
+    if constexpr (TileMemory<Traits>::kQueryBytes > 0) {
+      bulk::Wait(memory.query_full(), query.parity);
+      query.Advance(1);
+      if constexpr (!Traits::kQueryInRegisters) wgmma::FenceShared();
     }
-    ReportDone<Traits>(args, item->counts);
-    worked = true;
-    __syncwarp();
-    if (threadIdx.x % 32 == 0) bulk::Arrive(memory.item_empty(slot.at));
+    RunTileItem(args, memory, slot.at, &stage);
+    ++num_items;
+    if constexpr (!Traits::kQueryInRegisters) bulk::Arrive(memory.query_empty());
+    bulk::Arrive(memory.item_empty(slot.at));
     slot.Advance(2);
+  }
+}
+
+// What a warp of those that bring tokens does. `thread` counts their threads.
+template <class Traits>
+__device__ void RunProducer(const VerifyArgs& args, const TileMemory<Traits>& memory, int thread,
+                            TileOpener<Traits>* opener) {
+  if (thread < 64) {
+    TileLoader<Traits>(args, memory, thread >= 32).Run();
+  } else if (thread < 96) {
+    opener->Run();
+  } else {
+    TileEdges<Traits>(args, memory).Run();
   }
 }
 
@@ -79,25 +155,27 @@ __global__ void __launch_bounds__(TileThreads(Traits::kGroups),
     TileKernel(const __grid_constant__ VerifyArgs args) {
   if constexpr (Traits::kAvailable) {
     extern __shared__ __align__(1024) uint8_t shared_bytes[];
-    const TileMemory<Traits> memory(shared_bytes, args.stages);
-    TileProducer<Traits> producer(args, memory);
+    const TileMemory<Traits> memory(shared_bytes, args);
     if (threadIdx.x == 0) memory.InitBarriers(args.stages);
     if (threadIdx.x / 32 == 1) TouchParameters(args);
-    // Rows that no item has filled yet are multiplied all the same.
-    for (int i = threadIdx.x * 16; i < TileQueryBytes(Traits::kHeadDim, Traits::kGroups);
-         i += TileThreads(Traits::kGroups) * 16) {
-      *reinterpret_cast<uint4*>(shared_bytes + args.stages * Traits::kStageBytes + i) = {};
+    // A map that describes nothing must not be touched.
+    if (threadIdx.x / 2 == 32 && args.params.cache.geometry.num_pages > 0) {
+      bulk::PrefetchMap(args.maps + threadIdx.x % 2);
     }
-    wgmma::FenceShared();
+    bulk::AwaitLaunchAhead();
+    const int producer = static_cast<int>(threadIdx.x) - Traits::kThreads;
+    TileOpener<Traits> opener(args, memory, producer / 32 == 2);
     __syncthreads();
-    // One warpgroup of the largest heads gets along with its share.
-    constexpr bool kMoveRegisters = Traits::kHeadDim <= 192;
+    // One warpgroup of large heads, alone on its SM, gets along with its share.
+    constexpr bool kMoveRegisters = Traits::kHeadDim <= 128;
+    constexpr int kLess = 56;
+    constexpr int kMore = Traits::kGroups == 1 ? 256 - kLess : 224;
     if (threadIdx.x < Traits::kThreads) {
-      if constexpr (kMoveRegisters) bulk::TakeRegisters<Traits::kGroups == 1 ? 216 : 232>();
+      if constexpr (kMoveRegisters) bulk::TakeRegisters<kMore>();
       RunTiles<Traits>(args, memory);
     } else {
-      if constexpr (kMoveRegisters) bulk::GiveRegisters<40>();
-      producer.Run();
+      if constexpr (kMoveRegisters) bulk::GiveRegisters<kLess>();
+      RunProducer<Traits>(args, memory, producer, &opener);
     }
   }
 }

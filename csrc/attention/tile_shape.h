@@ -37,7 +37,7 @@ constexpr int CtaThreads(int head_dim, int row_tile) {
 // Shared memory beside the stages: queries, and the rows' softmax states and merge weights.
 constexpr int QueryBytes(int head_dim, int row_tile) { return row_tile * head_dim * 2; }
 inline constexpr int kItemBytes = 256;
-constexpr int RowStateBytes(int row_tile) { return row_tile * 4 * (3 * kStreams + 14); }
+constexpr int RowStateBytes(int row_tile) { return row_tile * 4 * (3 * kStreams + 10); }
 
 // The streams' outputs, merged in the stages' memory at the end of a leaf; rows padded by 8.
 constexpr int MergeBytes(int head_dim, int row_tile) {
@@ -45,8 +45,7 @@ constexpr int MergeBytes(int head_dim, int row_tile) {
 }
 
 // ---- tile kernels (sm_90a): one warpgroup, or two, compute 64 rows each, another brings the
-// tokens
-// ----
+// tokens ----
 
 inline constexpr int kTileRows = 64;  // of a warpgroup
 inline constexpr int kMaxTileStages = 6;
@@ -55,29 +54,39 @@ constexpr int TileGroups(int row_tile) { return row_tile > kTileRows ? 2 : 1; }
 constexpr int MaxTileGroups(int head_dim) { return head_dim <= 128 ? 2 : 1; }
 constexpr int TileConsumers(int groups) { return 128 * groups; }  // threads that compute
 inline constexpr int kTileProducers = 128;                        // that bring tokens
+inline constexpr int kTileFillers = 32;                           // of these, that touch them
 constexpr int TileThreads(int groups) { return TileConsumers(groups) + kTileProducers; }
-// The registers of an SM do not suffice for two CTAs of the largest heads, or of two warpgroups.
+// A warpgroup computes a step's scores, softmax and values one after the other: two CTAs hide that.
+// The registers of an SM do not suffice for two of large heads, or of two warpgroups.
 constexpr int TileCtasPerSm(int head_dim, int groups) {
-  return head_dim > 192 || groups > 1 ? 1 : 2;
+  return head_dim > 128 || groups > 1 ? 1 : 2;
 }
 
 // Tokens of a step, and the bytes of one step of K or V. Large heads leave registers for no more.
 constexpr int TileStepTokens(int head_dim) { return head_dim > 192 ? 32 : 64; }
 constexpr int TileBytes(int head_dim) { return TileStepTokens(head_dim) * head_dim * 2; }
-// Two warpgroups keep Q in registers.
+// Large heads leave no registers for Q.
+constexpr bool TileQueryInRegisters(int head_dim) { return head_dim <= 128; }
+// Two warpgroups read Q from global memory.
 constexpr int TileQueryBytes(int head_dim, int groups) {
-  return groups == 1 ? kTileRows * head_dim * 2 : 0;
+  return groups > 1 ? 0 : kTileRows * head_dim * 2;
 }
-// Of outputs that are being folded; large heads keep them in global memory, and so do two
-// warpgroups, which fold rarely.
-constexpr int TileFoldBytes(int head_dim, int groups) {
-  return head_dim > 128 || groups > 1 ? 0 : kTileRows * head_dim * 4;
+// Outputs that are being folded, of a group (the first) and of a request (the second), as many as
+// there is shared memory for. Large heads keep them in global memory, and so do two warpgroups,
+// which fold rarely.
+constexpr int TileFolds(int head_dim, int row_tile) {
+  return head_dim > 128 || TileGroups(row_tile) > 1 ? 0 : row_tile > 32 ? 1 : 2;
 }
+constexpr int TileFoldBytes(int head_dim, int row_tile) { return row_tile * head_dim * 4; }
 
-// Shared memory beside the stages: queries, folds, two items, barriers.
-constexpr int TileFixedBytes(int head_dim, int groups) {
-  return TileQueryBytes(head_dim, groups) + TileFoldBytes(head_dim, groups) + 2 * kItemBytes +
-         24 * kMaxTileStages + 2 * 16;
+inline constexpr int kTileItemBytes = 208;
+// Ids of pages for the next steps: two windows of them.
+inline constexpr int kTileIdBytes = 2 * 32 * 4;
+// Shared memory beside the stages: queries, folds, two items, ids, barriers.
+constexpr int TileFixedBytes(int head_dim, int row_tile) {
+  return TileQueryBytes(head_dim, TileGroups(row_tile)) +
+         TileFolds(head_dim, row_tile) * TileFoldBytes(head_dim, row_tile) + 2 * kTileItemBytes +
+         kTileIdBytes + 32 * kMaxTileStages + 6 * 16;
 }
 
 }  // namespace nwor

@@ -8,9 +8,8 @@
 //
 //   item:  queries to shared memory; per leaf: streams (token_stream.cuh) feed warps
 //          (warp_attention.cuh), whose results are merged (fold.cuh); out goes the output, or a
-//          partial result and an arrival.
-//   pair:  the CTA that arrives last combines the partial results, together with those that arrived
-//          before it and found no further item to work on.
+//          partial result.
+//   pair:  CTAs that find no further item combine the partial results once all of them are there.
 
 namespace nwor {
 
@@ -129,7 +128,9 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kCtasPerSm)
   if constexpr (!Traits::kSuperseded) {
     extern __shared__ __align__(1024) uint8_t shared_bytes[];
     const SharedMemory<Traits> smem(shared_bytes);
-    ServeQueue<Traits>(args, smem.item, smem.rows->position, [&] {
+    const CombineBuffer buffer = {ptx::SharedAddress(smem.stages),
+                                  args.stages * kStreams * Traits::kStageBytes};
+    ServeQueue<Traits>(args, smem.item, smem.rows->position, buffer, [&] {
       LoadQueries<Traits>(args, smem.item->plan, smem.query);
       ptx::CommitCopies();
       for (int leaf = smem.item->plan.leaf_begin; leaf < smem.item->plan.leaf_end; ++leaf) {

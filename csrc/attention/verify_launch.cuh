@@ -9,21 +9,30 @@
 
 namespace nwor {
 
-inline void LaunchKernel(void (*kernel)(VerifyArgs), int threads, const VerifyArgs& args,
-                         const VerifyConfig& config) {
+// `early`: the kernel waits itself for the launch ahead of it (bulk::AwaitLaunchAhead).
+inline void LaunchKernel(void (*kernel)(VerifyArgs), int threads, bool early,
+                         const VerifyArgs& args, const VerifyConfig& config) {
   cudaError_t error =
       cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, config.smem_bytes);
   if (error == cudaSuccess) {
-    const auto stream = static_cast<cudaStream_t>(args.params.stream);
-    kernel<<<config.num_ctas, threads, config.smem_bytes, stream>>>(args);
-    error = cudaGetLastError();
+    cudaLaunchAttribute attribute;
+    attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+    attribute.val.programmaticStreamSerializationAllowed = 1;
+    cudaLaunchConfig_t launch = {};
+    launch.gridDim = config.num_ctas;
+    launch.blockDim = threads;
+    launch.dynamicSmemBytes = config.smem_bytes;
+    launch.stream = static_cast<cudaStream_t>(args.params.stream);
+    launch.attrs = &attribute;
+    launch.numAttrs = early ? 1 : 0;
+    error = cudaLaunchKernelEx(&launch, kernel, args);
   }
   NWOR_CHECK(error == cudaSuccess, "LaunchVerify: ", cudaGetErrorString(error));
 }
 
 template <class Traits>
 void LaunchTile(const VerifyArgs& args, const VerifyConfig& config) {
-  LaunchKernel(VerifyKernel<Traits>, Traits::kThreads, args, config);
+  LaunchKernel(VerifyKernel<Traits>, Traits::kThreads, false, args, config);
 }
 
 template <typename T, bool kFloat8, int kHeadDim>
@@ -33,10 +42,12 @@ void VerifyLauncher<T, kFloat8, kHeadDim>::Launch(const VerifyArgs& args,
     if constexpr (!kFloat8) {
       if constexpr (MaxTileGroups(kHeadDim) > 1) {
         if (config.row_tile > kTileRows) {
-          return LaunchKernel(TileKernel<TileTraits<T, kHeadDim, 2>>, TileThreads(2), args, config);
+          return LaunchKernel(TileKernel<TileTraits<T, kHeadDim, 2>>, TileThreads(2), true, args,
+                              config);
         }
       }
-      return LaunchKernel(TileKernel<TileTraits<T, kHeadDim, 1>>, TileThreads(1), args, config);
+      return LaunchKernel(TileKernel<TileTraits<T, kHeadDim, 1>>, TileThreads(1), true, args,
+                          config);
     }
   }
   switch (config.row_tile) {

@@ -178,10 +178,8 @@ struct RowStates {
   float sum[kStreams][kRowTile];
   float weight[kStreams][kRowTile];
   float2 group[kRowTile];         // max, sum of the leaves folded so far
-  float2 block[kRowTile];         // of the groups folded so far
-  float2 total[kRowTile];         // of the blocks folded so far
+  float2 total[kRowTile];         // of the groups folded so far
   float2 group_weight[kRowTile];  // old, new
-  float2 block_weight[kRowTile];
   float2 total_weight[kRowTile];
   float inverse_sum[kRowTile];
   int32_t position[kRowTile];

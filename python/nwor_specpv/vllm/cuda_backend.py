@@ -47,8 +47,6 @@ FLASH_ROUTES = ("", "auto", "flash_attn_3")
 # Quantised caches that we commit to, as vLLM names them.
 FLOAT8 = ("fp8", "fp8_e4m3")
 
-Inputs = tuple[torch.Tensor, torch.Tensor, torch.Tensor]  # Q, K and V of the same rows
-
 
 @dataclass
 class PrefixSchedule:
@@ -374,25 +372,35 @@ class NworFlashImpl(TargetLayer, FlashAttentionImpl):
             )
         if output_scale is not None or output_block_scale is not None:
             raise NworError(f"layer {layer.layer_name}: got a quantised output, expected none")
-        n = part.num_rows
-        attend = self._merge_rows if self.flash_prefix else self._attend
-        attend(layer, (query[:n], key[:n], value[:n]), kv_cache, part, output[:n])
+        name, n = layer.layer_name, part.num_rows
+        if self.flash_prefix:
+            self._merge_rows(layer, query[:n], key[:n], value[:n], kv_cache, part, output[:n])
+        else:
+            self._attend(name, query[:n], key[:n], value[:n], kv_cache, part, output[:n])
         if attn_metadata.rest is not None:
             behind = (tensor[n:] for tensor in (query, key, value))
             super().forward(layer, *behind, kv_cache, attn_metadata.rest, output[n:])
         return output
 
     def _attend(
-        self, layer: Any, qkv: Inputs, kv_cache: torch.Tensor, part: VerifyPart, out: torch.Tensor
+        self,
+        name: str,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        kv_cache: torch.Tensor,
+        part: VerifyPart,
+        output: torch.Tensor,
     ) -> None:
         """Our attention for all of it."""
-        name = layer.layer_name
         caches = cache_views(kv_cache, compat.CACHE_LAYOUT)
         refresh, plan = part.refresh, part.plan
 
-        def attend(view: PartialView | None, into: torch.Tensor | None = None) -> torch.Tensor:
+        def attend(view: PartialView | None, out: torch.Tensor | None = None) -> torch.Tensor:
             return verify_attention(
-                *qkv,
+                query,
+                key,
+                value,
                 *caches,
                 part.block_table,
                 part.prefix_lens,
@@ -402,24 +410,30 @@ class NworFlashImpl(TargetLayer, FlashAttentionImpl):
                 view=view,
                 window=self.window,
                 softcap=self.logits_soft_cap,
-                out=into,
+                out=out,
                 max_rows=part.max_rows,
-                plan=plan if into is not None else None,  # made for the step's own views
+                plan=plan if out is not None else None,  # made for the step's own views
                 route=self._route,
             )
 
-        attend(None if refresh is None else refresh.view(name), out)
+        attend(None if refresh is None else refresh.view(name), output)
         if refresh is not None:
-            refresh.after(name, attend, qkv[0], out)
+            refresh.after(name, attend, query, output)
 
     def _merge_rows(
-        self, layer: Any, qkv: Inputs, kv_cache: torch.Tensor, part: VerifyPart, out: torch.Tensor
+        self,
+        layer: Any,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        kv_cache: torch.Tensor,
+        part: VerifyPart,
+        output: torch.Tensor,
     ) -> None:
         """FlashAttention-3 over the prefix, then the rows in flight and the layer's write.
 
         Queries of a quantised cache are quantised, too; K and V of the rows in flight are not yet.
         """
-        query, key, value = qkv
         prefix, plain_query, descale = part.prefix, query, {}
         assert prefix is not None
         if self._codes:
@@ -427,15 +441,15 @@ class NworFlashImpl(TargetLayer, FlashAttentionImpl):
             shape = (part.prefix_lens.shape[0], self.num_kv_heads)
             descale = {"k_descale": layer._k_scale.expand(shape)}
             descale["v_descale"] = layer._v_scale.expand(shape)
-            if query.dtype != out.dtype:
+            if query.dtype != output.dtype:
                 descale["q_descale"] = layer._q_scale.expand(shape)
-                plain_query = query.to(out.dtype).mul_(layer._q_scale)
+                plain_query = query.to(output.dtype).mul_(layer._q_scale)
         key_cache, value_cache = cache_views(kv_cache, compat.CACHE_LAYOUT)
         _, lse = flash_attn_varlen_func(
             q=query,
             k=canonicalize_singleton_dim_strides(key_cache),
             v=canonicalize_singleton_dim_strides(value_cache),
-            out=out,
+            out=output,
             cu_seqlens_q=part.query_start,
             max_seqlen_q=part.max_rows,
             seqused_k=part.prefix_lens,
@@ -456,11 +470,11 @@ class NworFlashImpl(TargetLayer, FlashAttentionImpl):
             plain_query,
             key,
             value,
-            out,
+            output,
             lse.transpose(0, 1),
             part.query_start,
             self.scale,
-            out,
+            output,
             softcap=self.logits_soft_cap,
             rows_per_request=part.max_rows if part.uniform else 0,
         )

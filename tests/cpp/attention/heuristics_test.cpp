@@ -43,7 +43,8 @@ TEST(SplitPrefix, CoversTheSpanWithLeavesOfWholeSteps) {
     const int tokens = std::uniform_int_distribution<>(0, 1 << bits)(random);
     const int max_leaves = std::uniform_int_distribution<>(1, 128)(random);
     const int min_leaf = 64 * std::uniform_int_distribution<>(1, 16)(random);
-    const LeafSplit split = SplitPrefix(tokens, min_leaf, max_leaves);
+    const int fill = std::uniform_int_distribution<>(0, 140)(random);
+    const LeafSplit split = SplitPrefix(tokens, min_leaf, max_leaves, fill);
     ASSERT_GE(split.num_leaves, 1);
     ASSERT_LE(split.num_leaves, max_leaves);
     ASSERT_EQ(split.leaf_tokens % kLeafAlign, 0);
@@ -67,11 +68,29 @@ TEST(SplitPrefix, HoldsForAMillionTokens) {
   EXPECT_EQ(split.leaf_tokens, 1 << 16);
 }
 
+LeafSplit Split(int tokens, const VerifyConfig& config) {
+  return SplitPrefix(tokens, config.min_leaf_tokens, config.max_leaves, config.fill_leaves);
+}
+
+TEST(SplitPrefix, NeverLeavesASecondRoundToAFewCtas) {
+  for (const int kv_heads : {1, 2, 4, 8, 16}) {
+    const VerifyConfig config = ChooseVerifyConfig(Shape(1, 8, 32, kv_heads), kH200);
+    const int two_rounds = 2 * config.fill_leaves * config.min_leaf_tokens;
+    for (int tokens = 0; tokens <= two_rounds; tokens += 64) {
+      EXPECT_LE(Split(tokens, config).num_leaves * kv_heads, config.num_ctas)
+          << tokens << " tokens, " << kv_heads << " heads";
+    }
+  }
+  const VerifyConfig config = ChooseVerifyConfig(Shape(1, 8), kH200);
+  EXPECT_EQ(Split(4608, config).num_leaves, 12);
+  EXPECT_EQ(Split(32768, config).num_leaves, 32);
+}
+
 // Grains of `requests` alike, as the planner asks for them: 8 KV heads, one row tile each.
 std::vector<ItemGrain> Grains(int requests, int tokens, const VerifyConfig& config) {
   GrainQuery query;
   query.pairs = 8;
-  query.split = SplitPrefix(tokens, config.min_leaf_tokens, config.max_leaves);
+  query.split = Split(tokens, config);
   query.span = tokens;
   query.work_all = query.work_left = int64_t{tokens} * 8 * requests;
   std::vector<ItemGrain> grains;
@@ -79,7 +98,7 @@ std::vector<ItemGrain> Grains(int requests, int tokens, const VerifyConfig& conf
     grains.push_back(ChooseGrain(query, config.num_ctas));
     const int leaves = LeavesPerItem(grains.back(), query.split.num_leaves);
     query.started = std::min(query.started + (query.split.num_leaves + leaves - 1) / leaves * 8,
-                             config.num_ctas);
+                             kEvenRounds * config.num_ctas);
     query.work_left -= int64_t{tokens} * 8;
   }
   return grains;
@@ -87,7 +106,7 @@ std::vector<ItemGrain> Grains(int requests, int tokens, const VerifyConfig& conf
 
 // Leaves of each item of the step, as the queue has them: long ones first.
 std::vector<int> Items(int requests, int tokens, const VerifyConfig& config) {
-  const int leaves = SplitPrefix(tokens, config.min_leaf_tokens, config.max_leaves).num_leaves;
+  const int leaves = Split(tokens, config).num_leaves;
   std::vector<int> items;
   for (const ItemGrain grain : Grains(requests, tokens, config)) {
     const int per_item = LeavesPerItem(grain, leaves);
@@ -111,12 +130,12 @@ TEST(ChooseGrain, FillsTheDeviceOnceForOneLongRequest) {
 TEST(ChooseGrain, IsFineForFewRequestsAndGoesFromCoarseToFineForMany) {
   const VerifyConfig config = ChooseVerifyConfig(Shape(1, 8), kH200);
   EXPECT_EQ(Grains(1, 4608, config).front(), ItemGrain::kLeaf);
-  EXPECT_EQ(Grains(1, 32768, config).front(), ItemGrain::kLeafGroup);
-  EXPECT_EQ(Grains(8, 32768, config).front(), ItemGrain::kLeafBlock);
+  EXPECT_EQ(Grains(1, 32768, config).front(), ItemGrain::kLeaf);
+  EXPECT_EQ(Grains(8, 32768, config).front(), ItemGrain::kLeafGroup);
   EXPECT_EQ(Grains(500, 32768, config).front(), ItemGrain::kRequest);
   for (const int requests : {1, 5, 17, 100, 500}) {
     const std::vector<ItemGrain> grains = Grains(requests, 32768, config);
-    EXPECT_EQ(grains.back(), ItemGrain::kLeafGroup);
+    EXPECT_EQ(grains.back(), ItemGrain::kLeaf);
     EXPECT_TRUE(std::is_sorted(grains.rbegin(), grains.rend()));
   }
 }
@@ -126,8 +145,7 @@ TEST(ChooseGrain, StaysWithinTheSlotsOfTheWorkspace) {
     for (const int tokens : {257, 513, 2048, 4608, 9000, 32768, 131072, 1 << 20}) {
       for (int requests = 1; requests < 2000; requests = requests * 5 / 4 + 1) {
         const VerifyConfig config = ChooseVerifyConfig(Shape(requests, 8), device);
-        const int leaves =
-            SplitPrefix(tokens, config.min_leaf_tokens, config.max_leaves).num_leaves;
+        const int leaves = Split(tokens, config).num_leaves;
         int64_t slots = 0;
         for (const ItemGrain grain : Grains(requests, tokens, config)) {
           const int per_item = LeavesPerItem(grain, leaves);
@@ -142,7 +160,7 @@ TEST(ChooseGrain, StaysWithinTheSlotsOfTheWorkspace) {
 TEST(ChooseGrain, EndsEvenlyForBatchesThatDoNotFitTheDevice) {
   // The queue's list schedule of equal-speed CTAs, against a perfect division of the work.
   const VerifyConfig config = ChooseVerifyConfig(Shape(1, 8), kH200);
-  const LeafSplit split = SplitPrefix(32768, config.min_leaf_tokens, config.max_leaves);
+  const LeafSplit split = Split(32768, config);
   for (int requests = 4; requests <= 40; ++requests) {
     std::priority_queue<int, std::vector<int>, std::greater<>> busy_until;
     for (int i = 0; i < config.num_ctas; ++i) busy_until.push(0);
@@ -154,13 +172,29 @@ TEST(ChooseGrain, EndsEvenlyForBatchesThatDoNotFitTheDevice) {
       end = std::max(end, done);
     }
     const double ideal = 8.0 * requests * split.num_leaves / config.num_ctas;
-    EXPECT_LE(end, ideal + 1.5 * kLeafGroup) << requests << " requests";
+    EXPECT_LE(end, ideal + 1.5) << requests << " requests";
   }
+}
+
+TEST(LeafGroup, GivesGroupsOfEqualLengthThatFewEnoughItemsCover) {
+  for (int leaves = 1; leaves <= 132; ++leaves) {
+    const int group = LeafGroup(leaves);
+    const int groups = (leaves + group - 1) / group;
+    EXPECT_LE(groups, kMaxGroups) << leaves;
+    EXPECT_GE(group * groups, leaves);
+    EXPECT_LT(group * (groups - 1), leaves);
+  }
+  // Eight requests of 4608 tokens: an item for every CTA, all of them of the same length.
+  const VerifyConfig config = ChooseVerifyConfig(Shape(8, 8), kH200);
+  const std::vector<int> items = Items(8, 4608, config);
+  EXPECT_EQ(items.size(), 256u);
+  EXPECT_EQ(items.front(), items.back());
+  EXPECT_LE(items.size(), static_cast<size_t>(config.num_ctas));
 }
 
 TEST(PlanItem, KnowsTheLeavesOfItsPairsParts) {
   for (int leaves = 2; leaves <= 128; ++leaves) {
-    for (const ItemGrain grain : {ItemGrain::kLeaf, ItemGrain::kLeafGroup, ItemGrain::kLeafBlock}) {
+    for (const ItemGrain grain : {ItemGrain::kLeaf, ItemGrain::kLeafGroup}) {
       const int per_item = LeavesPerItem(grain, leaves);
       PlanItem item = {};
       item.num_leaves = leaves;
@@ -189,6 +223,16 @@ TEST(ChooseVerifyConfig, FitsSharedMemoryForEveryHeadSizeTypeAndDevice) {
           EXPECT_LE(ctas_per_sm * (config.smem_bytes + 1024), device.smem_per_sm_bytes);
         }
       }
+    }
+  }
+}
+
+TEST(ChooseVerifyConfig, GivesAnSmTwoCtasOfTwoStagesForUsualRows) {
+  for (const int head_dim : {64, 80, 96, 128}) {
+    for (const int rows : {1, 8, 16}) {
+      const VerifyConfig config = ChooseVerifyConfig(Shape(4, rows, 32, 8, head_dim), kH200);
+      EXPECT_EQ(config.num_ctas, 2 * kH200.num_sms) << head_dim << " " << rows;
+      EXPECT_GE(config.stages, 2) << head_dim << " " << rows;
     }
   }
 }
