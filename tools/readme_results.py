@@ -317,13 +317,15 @@ def tree_us(data: dict, what: str) -> dict[str, float]:
 
 def retrieval_lines() -> Iterator[str]:
     cuda, cpu = load("h200/retrieval.json"), load("cpu/retrieval.json")
+    peers = load("h200/retrieval_compiled.json")
+    compiled = {(r["what"], r["case"]): r["us"]["compiled"] for r in peers["results"]}
     yield (
         f"Partial verification, one request and layer, 8 rows: a refresh (scores, choice, view of "
         f"256 blocks) and a full build of the block summaries, on {cuda['device']} (32/8 heads, "
         f"D 128, bf16, commit `{cuda['revision']}`, inside CUDA graphs) and on the "
         f"{cpu['device']} (aarch64, D 64, float32, commit `{cpu['revision']}`). The peer is "
         "einsum, topk and take_along_dim in torch, which copies the chosen tokens, as it is and "
-        "by torch.compile."
+        f"by torch.compile (commit `{peers['revision']}`, the same kind of machine)."
     )
     yield ""
     yield row("", "tokens", "score", "ours us", "torch us", "compiled us", "torch / ours", "goal")
@@ -338,13 +340,14 @@ def retrieval_lines() -> Iterator[str]:
             size, _, goal = result["goal"].partition(" tokens")
             reached = result["tokens"] == int(size.rsplit(" ", 1)[-1]) if goal else False
             us = result["us"]
+            faster = compiled.get((result["what"], result["case"]))
             yield row(
                 f"{result['what']}, {kind}",
                 result["tokens"],
                 score if result["what"] == "refresh" else "",
                 f"{us['ours']:.1f}",
                 f"{us['torch']:.1f}",
-                f"{us['compiled']:.1f}" if "compiled" in us else "",
+                "" if faster is None else f"{faster:.1f}",
                 f"{result['speedup']:.1f}",
                 goal.rpartition(": ")[2].replace("at most", "<=").replace("at least", ">=")
                 if reached
