@@ -1,8 +1,8 @@
 """`nwor-specpv bench generate`: whole generations, against transformers' own, in one run.
 
 SmolLM2-135M-Instruct, greedy, batch 1, all in turn: transformers' generate, its prompt lookup, and
-ours with every drafter over chats and stories; then partial verification over a long context. Every
-run's tokens are compared with those of plain decoding.
+ours with every drafter over chats and stories; then partial verification over two long contexts.
+Every run's tokens are compared with those of plain decoding.
 """
 
 from __future__ import annotations
@@ -111,6 +111,13 @@ def compare(
     return {name: own.as_dict() for name, own in samples.items()}
 
 
+def long_prompts(tokenizer: Any, num_tokens: int) -> list[list[int]]:
+    """A log that is to be gone on with, and another one in a chat, with a question about it."""
+    log = tokenizer.decode(long_prompt(tokenizer, num_tokens - 32, seed=2))
+    asked = log.removesuffix("Summary:").rstrip()
+    return [long_prompt(tokenizer, num_tokens), encode(tokenizer, asked, raw=False)]
+
+
 def measure(model: Any, tokenizer: Any, arguments: Any) -> dict[str, Any]:
     first = Generator(model, tokenizer, "none")
     drafters = ("none", "ngram", "eagle3")
@@ -142,9 +149,8 @@ def measure(model: Any, tokenizer: Any, arguments: Any) -> dict[str, Any]:
             "nwor": ours(own["eagle3"], whole=False),
             **{mode: ours(generator, whole=False) for mode, generator in viewing.items()},
         }
-        prompt = long_prompt(tokenizer, arguments.context)
-        own["eagle3"].generate(prompt, 1)  # its features stay with the prefix
-        long = compare(views, [prompt], arguments.tokens, arguments.rounds, views["nwor"])
+        prompts = long_prompts(tokenizer, arguments.context)
+        long = compare(views, prompts, arguments.tokens, arguments.rounds, views["nwor"])
     return {
         **machine(arguments.device),
         "model": "SmolLM2-135M-Instruct",
