@@ -82,3 +82,38 @@ def generate_lines(load: Load, row: Row) -> Iterator[str]:
 
 def _step(one: dict) -> str:
     return "-" if one["tokens_per_step"] is None else f"{one['tokens_per_step']:.2f}"
+
+
+def gpu_lines(load: Load, row: Row) -> Iterator[str]:
+    """Full and partial steps of the transformers host over long contexts, on a GPU."""
+    data = load("h200/generate.json")
+    if data is None:
+        return
+    views = next(iter(data["models"].values()))[0]["view_tokens"]
+    yield (
+        f"Steps of the transformers host on {data['device']}, commit `{data['revision']}`: random "
+        f"bfloat16 weights, {data['rows']} rows and {data['accepted']} accepted drafts for every "
+        f"request, views of {views} tokens, passes replayed from CUDA graphs; median ms from the "
+        "batch's lists to the commit's receipt. A view lives for some partial steps, then a full "
+        "step feeds its tail again: `with refreshes` is the mean over both."
+        + (f" Note: {data['note']}." if data.get("note") else "")
+    )
+    yield ""
+    yield row("shapes", "B x L", "full", "partial", "refresh", "full / partial", "with refreshes")
+    yield row(*["---"] * 7)
+    for model, results in data["models"].items():
+        for result in results:
+            size = f"{result['batch']} x {result['context']}"
+            ms = result.get("ms", {})
+            if len(ms) < 3:
+                yield row(model, size, result.get("problem") or "not run", "", "", "", "")
+                continue
+            yield row(
+                model,
+                size,
+                *(f"{ms[kind]:.2f}" for kind in ("full", "partial", "full_refresh")),
+                f"{result['full / partial']:.2f}",
+                f"{result['full / mean with refreshes']:.2f}",
+            )
+    yield ""
+    yield f"Goal at 8 x 32768: a full step takes at least {data['goal at 8 x 32768']} partial ones."

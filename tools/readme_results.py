@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 from coverage_plot import render as render_coverage
-from readme_generate import demo_lines, generate_lines
+from readme_generate import demo_lines, generate_lines, gpu_lines
 from readme_plot import Line
 from readme_plot import render as render_plot
 
@@ -474,7 +474,12 @@ def vllm_traffic_lines() -> Iterator[str]:
 
 
 # What a reader of the README asks first; everything else is told in docs/measured.md.
-IN_README = (vllm_lines, attention_lines, lambda: generate_lines(find, row))
+IN_README = (
+    vllm_lines,
+    attention_lines,
+    lambda: generate_lines(find, row),
+    lambda: gpu_lines(find, row),
+)
 IN_MEASURED = (
     commit_lines,
     cpu_commit_lines,

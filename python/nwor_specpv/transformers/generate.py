@@ -313,14 +313,16 @@ class Generator:
         needed = tokens + len(prompts) * (2 * size + largest)
         if self._runner.reserve(needed, len(prompts) * largest):
             self._kept.clear()
-        else:
-            self._kept.make_room(self._runner.cache.allocator, needed)
-        return [
+        requests = [
             self._reuse(
                 self._new_request(prompt, index, max_new_tokens, fold_seed(seed, 0) + index)
             )
             for index, prompt in enumerate(prompts)
         ]
+        # What was found is held by now: room is for the rest, and makes nothing run again.
+        found = sum(request.cached // size * size for request in requests)
+        self._kept.make_room(self._runner.cache.allocator, needed - found)
+        return requests
 
     def _new_request(self, prompt: list[int], index: int, new_tokens: int, seed: int) -> Request:
         request = Request(

@@ -182,6 +182,22 @@ def test_the_cache_grows_and_old_sequences_make_room() -> None:
     assert grown.generate([long] * 4, 9).token_ids == [decode_plainly(model, long, 9)] * 4
 
 
+def test_a_prompt_that_fills_the_cache_is_found_again() -> None:
+    rng = seeded()
+    model = tiny()
+    generator = Generator(model, drafter="none", check_contract=True)
+    for prompt in (random_prompt(rng, 300, 301), random_prompt(rng, 300, 301)):
+        for turn in range(3):  # a cache of just this size: the prompt stays, others go
+            batch = generator.generate([prompt] * 4, 9)
+            assert batch.token_ids == [decode_plainly(model, prompt, 9)] * 4
+            assert batch.stats.violations == []
+            assert batch.stats.reused_tokens == (4 * 299 if turn else 0)
+    other = random_prompt(rng, 300, 301)
+    batch = generator.generate([prompt, other, prompt, other], 9)
+    assert batch.token_ids == [decode_plainly(model, one, 9) for one in (prompt, other)] * 2
+    assert batch.stats.violations == []
+
+
 def test_the_model_is_as_it_was_outside() -> None:
     model = tiny("qwen2")
     before = {name: type(module) for name, module in model.named_modules()}
