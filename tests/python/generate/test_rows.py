@@ -7,7 +7,6 @@ import random
 import pytest
 
 from nwor_specpv.drafters import TreeConfig
-from nwor_specpv.transformers.pace import Pacer
 from nwor_specpv.transformers.rows import SIZES, RowChooser
 
 # Seconds of a step by rows: a CPU whose cost grows early, and a GPU where rows are nearly free.
@@ -74,16 +73,3 @@ def test_depth_and_breadth_follow_the_rows() -> None:
     assert chooser.shape(tree, 12) == TreeConfig(12, 6, 4)
     assert chooser.cost(10) == pytest.approx((0.047 + 0.060) / 2)
     assert chooser.cost(64) == pytest.approx(0.260)
-
-
-@pytest.mark.parametrize(("viewing", "full"), [(2.0, 1.0), (1.0, 2.0)])
-def test_lossless_stays_with_the_faster_way(viewing: float, full: float) -> None:
-    pacer, shown = Pacer(), {True: 0, False: 0}
-    for step in range(2000):
-        rate = viewing if pacer.viewing else full
-        confirmed = pacer.viewing and step % 4 == 3
-        tokens = (12 if confirmed else 0) if pacer.viewing else 3
-        if pacer.note(tokens, 3 / rate, confirmed):
-            pacer.switch()
-        shown[pacer.viewing] += 1
-    assert shown[viewing > full] > 4 * shown[viewing < full]

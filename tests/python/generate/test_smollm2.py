@@ -119,6 +119,7 @@ def generator(mode: str) -> Generator:
     options = dict(MODES[mode])
     if "specpv" in options:
         options["specpv"] = small_view(options["specpv"])
+        options["pace"] = False  # views all the way, whether they pay or not
     if mode == "draft_model":
         options["draft_model"] = first_layers(2)
     return Generator(cache_of=checked(), **options)
