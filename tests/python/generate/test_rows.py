@@ -73,3 +73,14 @@ def test_depth_and_breadth_follow_the_rows() -> None:
     assert chooser.shape(tree, 12) == TreeConfig(12, 6, 4)
     assert chooser.cost(10) == pytest.approx((0.047 + 0.060) / 2)
     assert chooser.cost(64) == pytest.approx(0.260)
+
+
+def test_a_curve_measured_on_a_busy_machine_does_not_end_drafting() -> None:
+    wrong = {rows: 0.030 * (1 if rows == 1 else 12) for rows in SIZES}
+    chooser, later = RowChooser(wrong), []
+    for step in range(120):
+        rows = chooser.choose(TreeConfig(), (1, False), 1).rows
+        chooser.note(rows, (1, False), TOKENS[rows], cost(CPU, rows))
+        if step >= 60:
+            later.append(rows)
+    assert later.count(1) < 20
