@@ -10,7 +10,7 @@ import torch
 from nwor_specpv import NworError, PartialStore, SpecPVConfig, VerifyPolicy
 from nwor_specpv.drafters import Drafter, TreeConfig
 
-from .pace import Pacer
+from .pace import Pacer, Size
 from .request import Part, Request, pruned
 from .round import Round
 from .rows import RowChooser
@@ -40,6 +40,7 @@ class Decoding:
         prefill_rows: int,
         chunk_rows: int = 0,
         specpv: tuple[SpecPVConfig, PartialStore] | None = None,
+        pacer: Pacer | None = None,
         progress: Callable[[int, int], None] = lambda done, total: None,
     ) -> None:
         self._runner, self._drafter, self._sampling = runner, drafter, sampling
@@ -50,7 +51,7 @@ class Decoding:
         self._partial = specpv[1] if specpv else None
         self._policy = VerifyPolicy(specpv[0]) if specpv else None
         self._lossless = bool(specpv) and specpv[0].specpv_rectify == "lossless"
-        self._pacer = Pacer() if self._lossless and sampling.greedy else None
+        self._pacer = pacer
         self._switching = False
         self._places = 0
 
@@ -109,7 +110,7 @@ class Decoding:
     def _step(self, active: list[Request]) -> None:
         began = time.perf_counter()
         self._switch(active)
-        shown = self._stats.new_tokens
+        shown, cut = self._stats.new_tokens, self._stats.cut_tokens
         shape = self._shape(active)
         parts = self._draft(active, shape)
         drafted = time.perf_counter()
@@ -127,8 +128,32 @@ class Decoding:
             tokens = sum(len(v.path) + 1 for v in verdicts) / len(verdicts)
             self._chooser.note(shape.rows, self._situation(active), tokens, seconds)
         if self._pacer is not None:
+            lost = self._stats.cut_tokens - cut
             told = self._stats.new_tokens - shown
-            self._switching |= self._pacer.note(told, seconds, confirming)
+            self._note_pace(parts, verdicts, told, lost, seconds, drafted - began)
+
+    def _note_pace(
+        self,
+        parts: list[Part],
+        verdicts: list[Verdict],
+        shown: int,
+        lost: int,
+        seconds: float,
+        drafting: float,
+    ) -> None:
+        pacer, batch = self._pacer, len(parts)
+        size = Size(batch, self._partial.budget.static_tokens, self._partial.budget.tail_capacity)
+        fed = sum(len(part.fed) for part in parts) / batch
+        kinds = {part.decision.kind for part in parts if part.decision is not None}
+        if not pacer.viewing:
+            rows = sum(len(part.tokens) for part in parts) / batch
+            tokens = sum(len(verdict.path) + 1 for verdict in verdicts) / batch
+            context = max(len(part.request.tokens) for part in parts)
+            self._switching |= pacer.full_step(size, context, rows, tokens, seconds, drafting)
+        elif fed:
+            self._switching |= pacer.confirmation(size, shown / batch, lost, fed, seconds)
+        elif kinds == {"partial"}:
+            pacer.partial_step(seconds)
 
     @property
     def _viewing(self) -> bool:
@@ -203,7 +228,7 @@ class Decoding:
             cache = part.request.partial
             if cache is None:
                 continue
-            if self._ending(part.request):
+            if self._ending(part.request) or (self._pacer is not None and self._pacer.hurry):
                 cache.require_full()
             decision = self._policy.decide(cache, len(part.tokens))
             part.decision = decision

@@ -10,6 +10,7 @@ SpecPVConfig most steps over a long context look at a part of it (see docs/specp
 
 from __future__ import annotations
 
+import math
 import secrets
 import sys
 import time
@@ -27,6 +28,7 @@ from nwor_specpv.drafters import Drafter, TreeConfig
 from .decoding import Decoding
 from .drafting import make_drafter
 from .loading import load_model
+from .pace import Pacer
 from .paged import PagedCache
 from .prefixes import KeptPrefixes
 from .request import Part, Request
@@ -62,7 +64,8 @@ class Generator:
     "draft_model" (with `draft_model`, a smaller model) or a Drafter. `cache_tokens`: size of the
     cache; default: it grows with what is asked for. `check_contract`: every step is watched by a
     ContractChecker, and `stats.violations` says what it found (slow). `cuda_graphs`: steps are
-    captured by their shape and replayed; default: on CUDA. `cache_of`: another Generator whose
+    captured by their shape and replayed; default: on CUDA. `pace`: greedy lossless verification
+    uses its views only where they pay; False: always. `cache_of`: another Generator whose
     model, cache and kept prefixes this one shares, so that a long prompt runs once for both.
     """
 
@@ -80,6 +83,7 @@ class Generator:
         prefill_rows: int = 256,
         check_contract: bool = False,
         cuda_graphs: bool | None = None,
+        pace: bool = True,
         cache_of: Generator | None = None,
     ) -> None:
         if cache_of is not None:
@@ -109,7 +113,8 @@ class Generator:
         self._specpv = specpv if specpv is not None and specpv.enable_specpv else None
         self._check_specpv(page_size)
         self._drafter = make_drafter(drafter, self._runner, draft_model)
-        self._prefill_rows = prefill_rows
+        self._prefill_rows, self._pace = prefill_rows, pace
+        self._pacers: dict[tuple[int, int], Pacer] = {}
         self._kept = cache_of._kept if cache_of is not None else KeptPrefixes()
         self._chooser: RowChooser | None = None
         self._store: tuple[PagedCache, PartialStore, tuple[int, int, int]] | None = None
@@ -180,6 +185,7 @@ class Generator:
                     prefill_rows=self._prefill_rows,
                     chunk_rows=chunk_rows,
                     specpv=self._open_store(requests, largest),
+                    pacer=self._pacer(requests, sampling),
                     progress=_progress_bar(),
                 )
                 decoding.run(requests)
@@ -277,24 +283,22 @@ class Generator:
     def _measure(self) -> dict[int, float]:
         """Seconds of passes of 1 to 32 rows, the best of four each.
 
-        Fewer rows never cost more: a size that was held up every time is as quick as the next.
+        Sizes take turns, so that what holds the machine up for a while holds up all of them. Fewer
+        rows never cost more: a size that was held up every time is as quick as the next.
         """
-        costs = {}
+        costs = dict.fromkeys(SIZES, math.inf)
         cache = self._runner.cache
         with self._runner.installed():
-            for rows in SIZES:
-                times = []
-                for _ in range(4):
-                    request = self._new_request([0] * rows, 0, 1, 0)
-                    part = Part(request, [0] * (rows - 1), [0], [-1], 0, want_fed_logits=True)
-                    started = time.perf_counter()
-                    round_ = Round(self._runner, [part])
-                    round_.run(None, 1)
-                    round_.commit([[]])
-                    self._runner.synchronize()
-                    times.append(time.perf_counter() - started)
-                    cache.allocator.free(request.key)
-                costs[rows] = min(times)
+            for rows in SIZES * 4:
+                request = self._new_request([0] * rows, 0, 1, 0)
+                part = Part(request, [0] * (rows - 1), [0], [-1], 0, want_fed_logits=True)
+                started = time.perf_counter()
+                round_ = Round(self._runner, [part])
+                round_.run(None, 1)
+                round_.commit([[]])
+                self._runner.synchronize()
+                costs[rows] = min(costs[rows], time.perf_counter() - started)
+                cache.allocator.free(request.key)
         least = [min(costs[more] for more in SIZES if more >= rows) for rows in SIZES]
         return dict(zip(SIZES, least, strict=True))
 
@@ -397,6 +401,24 @@ class Generator:
         )
         self._store = (cache, store, (len(requests), tokens, largest))
         return self._specpv, store
+
+    def _pacer(self, requests: list[Request], sampling: Sampling) -> Pacer | None:
+        """What was learnt about views over contexts of such lengths."""
+        config = self._specpv
+        if config is None or config.specpv_rectify != "lossless":
+            return None
+        if not (self._pace and sampling.greedy):
+            return None
+        longest = max(len(request.tokens) for request in requests)
+        pacer = self._pacers.setdefault(
+            (len(requests), longest.bit_length()),
+            Pacer(
+                None if self._chooser is None else self._chooser.cost,
+                rows_cost=self._runner.device.type == "cpu",
+            ),
+        )
+        pacer.begin()
+        return pacer
 
     # ---- results ---------------------------------------------------------------------------------
 

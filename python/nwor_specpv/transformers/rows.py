@@ -56,7 +56,8 @@ class RowChooser:
         for size in self._worth_trying(tree, batch):  # each is tried before it is judged
             if arms.setdefault(size, _Arm()).tries < 2:
                 known = [arms[one].tokens / self._seconds(arms, one, batch) for one in tried]
-                if not tried or self._promise(arms, tried[-1], size, batch) > max(known):
+                smallest = size <= SIZES[1]
+                if smallest or self._promise(arms, tried[-1], size, batch) > max(known):
                     return self.shape(tree, size)
                 break
             tried.append(size)
@@ -98,10 +99,11 @@ class RowChooser:
         return self.costs[known[-1]] * rows / known[-1]
 
     def _worth_trying(self, tree: TreeConfig, batch: int) -> list[int]:
-        # No tree brings more than one token per row or per depth.
+        # No tree brings more than one token per row or per depth. The smallest is tried whatever
+        # the curve says: a machine that was busy while it was measured must not end all drafting.
         one = self.cost(batch)
         return [
             size
             for size in SIZES
-            if size == 1 or self.cost(size * batch) / one < min(size, tree.depth + 1)
+            if size <= SIZES[1] or self.cost(size * batch) / one < min(size, tree.depth + 1)
         ]

@@ -113,3 +113,53 @@ def test_wrong_use_says_what_was_expected() -> None:
     assert not drafter.retract("x", 100)
     drafter.end("x")
     drafter.end("x")
+
+
+def lookup_chain(text: list[int], depth: int) -> list[int]:
+    """Prompt lookup by the same least match: what followed the last three or two tokens before."""
+    for count in (3, 2):
+        for start in range(len(text) - count - 1, -1, -1):
+            if text[start : start + count] == text[-count:]:
+                return text[start + count : start + count + depth]
+    return []
+
+
+def a_log(rng: random.Random, days: int) -> list[int]:
+    """Lines of one pattern with changing words, as token ids."""
+    line: list[int] = []
+    for day in range(days):
+        who, what = rng.randrange(100, 108), rng.randrange(200, 206)
+        line += [1, 300 + day, 2, who, what, 3, 4, 400 + rng.randrange(12), 5, 6, 7]
+        line += [8, 9, 500 + rng.randrange(90), 10, 11]
+    return line
+
+
+@pytest.mark.parametrize("rows", [5, 8, 16])
+def test_steps_bring_what_prompt_lookup_brings(rows: int) -> None:
+    """Verified against a text that is known: tokens per step, a correction or bonus included."""
+    print(f"seed={SEED}")
+    text = a_log(random.Random(SEED), 60)
+    begin, depth = 320, rows - 1
+    at, steps = begin, 0
+    while at < len(text):
+        chain = lookup_chain(text[:at], depth)
+        agreed = next((i for i, t in enumerate(chain) if text[at + i : at + i + 1] != [t]), None)
+        at += (len(chain) if agreed is None else agreed) + 1
+        steps += 1
+    theirs = (len(text) - begin) / steps
+    drafter = make_drafter("ngram")
+    drafter.begin("log", text[: begin - 1])
+    drafter.observe("log", text[1:begin], None)
+    at, steps = begin, 0
+    while at < len(text):
+        (tree,) = drafter.draft(["log"], TreeConfig(rows=rows, depth=depth, top_k=4))
+        drafted = set(paths_of(tree.tokens, tree.parents))
+        coming = tuple(text[at : at + depth])
+        taken = next((n for n in range(len(coming), 0, -1) if coming[:n] in drafted), 0)
+        run = text[at : at + taken + 1]
+        drafter.observe("log", run, None)
+        at += len(run)
+        steps += 1
+    ours = (len(text) - begin) / steps
+    assert ours > 0.95 * theirs  # which of the words that change come again is chance
+    assert ours > 1.5

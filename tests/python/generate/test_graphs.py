@@ -75,7 +75,7 @@ def test_captured_views_are_those_of_the_step(device: str) -> None:
     """Lossless tokens stand only if every replay sees its own views, tails and choices."""
     rng = seeded()
     generator, prompts, truths = make(
-        rng, device, lengths=(70, 120), specpv=configured("lossless"), count=2
+        rng, device, lengths=(70, 120), specpv=configured("lossless"), count=2, pace=False
     )
     tree = TreeConfig(rows=8, depth=4, top_k=2)
     for graphs in (True, False):

@@ -119,6 +119,7 @@ def generator(mode: str) -> Generator:
     options = dict(MODES[mode])
     if "specpv" in options:
         options["specpv"] = small_view(options["specpv"])
+        options["pace"] = False  # views all the way, whether they pay or not
     if mode == "draft_model":
         options["draft_model"] = first_layers(2)
     return Generator(cache_of=checked(), **options)
@@ -154,7 +155,8 @@ def test_every_mode_says_what_plain_decoding_says(mode: str) -> None:
 
 
 def test_the_shipped_head_is_worth_its_rows() -> None:
-    stats = generator("eagle3").generate(prompts()[0], 24).stats
+    # A size that is given: which one is chosen is a matter of the machine's load.
+    stats = generator("eagle3").generate(prompts()[0], 24, tree=TreeConfig(rows=8)).stats
     assert stats.tokens_per_step > 1.5
 
 

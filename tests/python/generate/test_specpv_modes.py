@@ -34,7 +34,7 @@ def make(rng: random.Random, config: SpecPVConfig, count: int = 2, **options):
     prompts = [random_prompt(rng, 70, 120) for _ in range(count)]
     truths = {tuple(p): decode_plainly(model, p, 40) for p in prompts}
     drafter = Oracle(truths, rng, feature_layers=(1,), **options)
-    generator = Generator(model, drafter=drafter, specpv=config, check_contract=True)
+    generator = Generator(model, drafter=drafter, specpv=config, check_contract=True, pace=False)
     return generator, prompts, [truths[tuple(p)] for p in prompts]
 
 
