@@ -21,14 +21,13 @@ import torch
 from nwor_specpv import _C
 from nwor_specpv.errors import NworError, logger
 from nwor_specpv.vllm.engine import StepSeen, engine_of
-from nwor_specpv.vllm.layer import TargetLayer
 
 from . import rules
 from .ngram import NgramIndex
 from .partial_pass import PartialPass
 from .policy import Round, Running, StepCosts, choose_passes
 from .tail import Tail
-from .target import Target
+from .target import Target, own_layers
 from .views import Batch, ViewStore
 
 _MAX_LOOKUP = 16  # tokens a lookup alone may draft
@@ -83,15 +82,7 @@ class PartialViewDrafter:
 
     def load_model(self, target: Any) -> None:
         """vLLM has built the target. Its layers must be ours: nobody else reads views."""
-        layers = self._engine.layers
-        names = [name for name, layer in layers.items() if hasattr(layer, "impl")]
-        theirs = [name for name in names if not isinstance(layers[name].impl, TargetLayer)]
-        if theirs or not names:
-            raise NworError(
-                f"{rules.DRAFTER}: got {theirs[0] if theirs else 'no layer'} with vLLM's own "
-                "attention, expected ours in every layer; add --attention-backend CUSTOM, or serve "
-                "this model without enable_specpv"
-            )
+        names = own_layers(self._engine.layers)
         self._target = Target(self._vllm_config, target, names)
 
     @torch.inference_mode()

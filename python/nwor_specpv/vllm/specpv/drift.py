@@ -13,6 +13,7 @@ import torch
 
 from nwor_specpv import _C, PartialView, build_view
 
+from .late_counts import LateCounts
 from .views import ViewStore
 
 _DEVIATES = 0.1
@@ -35,9 +36,7 @@ class DriftProbe:
         self._num_blocks = torch.zeros_like(store.num_blocks)
         self._lens = torch.zeros_like(store.view_lens)
         self._asked = torch.zeros_like(store.view_lens)
-        self._counts = torch.zeros(2, dtype=torch.int64, device=device)
-        self._told = [0, 0]
-        self._mail: tuple[torch.Tensor, torch.cuda.Event] | None = None
+        self._counts = LateCounts(2, device)
         self._steps = 0
 
     def build(self, block_table: torch.Tensor, asked: torch.Tensor) -> None:
@@ -92,29 +91,16 @@ class DriftProbe:
         else:
             asked = asked[:, None].expand(count, whole.shape[0] // count).reshape(-1)
         far = (seen - whole).norm(dim=1) > _DEVIATES * whole.norm(dim=1)
-        self._counts[0] += asked.sum()
-        self._counts[1] += (asked & far).sum()
+        self._counts.counts[0] += asked.sum()
+        self._counts.counts[1] += (asked & far).sum()
 
     def read(self) -> None:
         """Brings the counts to the metrics; on a GPU a little later, without waiting."""
         self._steps += 1
-        if not self._counts.is_cuda:
-            self._tell(self._counts.tolist())
-        elif self._mail is not None and self._mail[1].query():
-            self._tell(self._mail[0].tolist())
-            self._mail = None
-        elif self._mail is None and self._steps % _READ_INTERVAL == 0:
-            host = torch.empty(2, dtype=torch.int64, pin_memory=True)
-            host.copy_(self._counts, non_blocking=True)
-            arrived = torch.cuda.Event()
-            arrived.record()
-            self._mail = (host, arrived)
-
-    def _tell(self, now: list[int]) -> None:
-        probed, deviating = (new - old for new, old in zip(now, self._told, strict=True))
-        _C.count("specpv_probed_rows_total", probed)
-        _C.count("specpv_deviating_rows_total", deviating)
-        self._told = now
+        new = self._counts.read(send=self._steps % _READ_INTERVAL == 0)
+        if new is not None:
+            _C.count("specpv_probed_rows_total", new[0])
+            _C.count("specpv_deviating_rows_total", new[1])
 
     def _blocks(self, count: int) -> torch.Tensor:
         layers = len(self.layers)

@@ -16,6 +16,7 @@ import torch
 
 from nwor_specpv import _C
 
+from .late_counts import LateCounts
 from .policy import Round, Running, StepCosts, choose_passes
 
 if TYPE_CHECKING:
@@ -104,10 +105,8 @@ class AcceptanceCounts:
     """Counts on the device what full steps accepted; read a little later, without waiting."""
 
     def __init__(self, device: torch.device, observe: Any) -> None:
-        self._counts = torch.zeros(6, dtype=torch.int64, device=device)
-        self._told = [0] * 6
+        self._counts = LateCounts(6, device)
         self._observe = observe
-        self._mail: tuple[torch.Tensor, Any] | None = None
         self._steps = 0
         self._round: tuple[Chains, list[str], int] | None = None  # whose drafts are verified next
         self._names: list[str] = []
@@ -128,36 +127,20 @@ class AcceptanceCounts:
         if any(number != scheduled for number in lens) or scheduled == 0:
             return
         accepted = (scheduled - num_rejected[: len(names)]).clamp(min=0)
+        counts = self._counts.counts
         if self._round is None:
             ended = accepted < scheduled
-            self._counts[2] += accepted.sum()
-            self._counts[3] += (accepted + ended).sum()
+            counts[2] += accepted.sum()
+            counts[3] += (accepted + ended).sum()
         else:
             chains, _, passes = self._round
             ends = chains.lens[: len(names)].clamp(max=scheduled)
             active = chains.active[: len(names)]
             confirmed = torch.minimum(accepted, ends)
-            self._counts[0] += (confirmed * active).sum()
-            self._counts[1] += ((confirmed + (accepted < ends)) * active).sum()
-            self._counts[4] += (chains.lens[: len(names)] * active).sum()
-            self._counts[5] += active.sum() * passes
-        self._read()
-
-    def _read(self) -> None:
-        if not self._counts.is_cuda:
-            self._tell(self._counts.tolist())
-            return
-        if self._mail is not None and self._mail[1].query():
-            self._tell(self._mail[0].tolist())
-            self._mail = None
-        if self._mail is None:
-            host = torch.empty(6, dtype=torch.int64, pin_memory=True)
-            host.copy_(self._counts, non_blocking=True)
-            arrived = torch.cuda.Event()
-            arrived.record()
-            self._mail = (host, arrived)
-
-    def _tell(self, now: list[int]) -> None:
-        new = [after - before for after, before in zip(now, self._told, strict=True)]
-        self._told = now
-        self._observe(new)
+            counts[0] += (confirmed * active).sum()
+            counts[1] += ((confirmed + (accepted < ends)) * active).sum()
+            counts[4] += (chains.lens[: len(names)] * active).sum()
+            counts[5] += active.sum() * passes
+        new = self._counts.read()
+        if new is not None:
+            self._observe(new)

@@ -29,9 +29,8 @@ from vllm.v1.worker.gpu.spec_decode.autoregressive.cudagraph_utils import (
 from vllm.v1.worker.gpu.spec_decode.eagle.speculator import EagleSpeculator
 
 from nwor_specpv import _C
-from nwor_specpv.errors import NworError, logger
+from nwor_specpv.errors import logger
 from nwor_specpv.vllm.engine import engine_of
-from nwor_specpv.vllm.layer import TargetLayer
 
 from .chain import Chains
 from .lengths import AcceptanceCounts, Lengths, head_drafts
@@ -39,7 +38,7 @@ from .policy import fit_costs
 from .round_models import EagleHead, SampledTarget
 from .rounds import Rounds
 from .tail import Tail
-from .target import Target
+from .target import Target, own_layers
 from .views import ViewStore
 
 _REPEATS = 3  # of a measured pass; the quickest counts
@@ -75,16 +74,7 @@ class PartialViewSpeculator(EagleSpeculator):
 
     def load_model(self, target_model: Any) -> None:
         super().load_model(target_model)
-        layers = self._engine.layers
-        names = [name for name in layers if name not in self.draft_attn_layer_names]
-        names = [name for name in names if hasattr(layers[name], "impl")]
-        theirs = [name for name in names if not isinstance(layers[name].impl, TargetLayer)]
-        if theirs or not names:
-            raise NworError(
-                f"nwor_specpv, enable_specpv: got {theirs[0] if theirs else 'no layer'} with "
-                "vLLM's own attention, expected ours in every layer of the target; add "
-                "--attention-backend CUSTOM, or serve this model without enable_specpv"
-            )
+        names = own_layers(self._engine.layers, besides=self.draft_attn_layer_names)
         self._target = Target(self.vllm_config, target_model, names)
 
     def init_cudagraph_manager(self, cudagraph_mode: CUDAGraphMode) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import torch
@@ -12,11 +12,30 @@ from vllm.forward_context import set_forward_context
 from nwor_specpv import cache_views
 from nwor_specpv.errors import NworError
 from nwor_specpv.vllm import compat
+from nwor_specpv.vllm.layer import TargetLayer
 
 from .partial_pass import PartialPass
 from .policy import StepCosts, fit_costs
 
 _REPEATS = 2  # of a measured pass; the quickest counts
+
+
+def own_layers(layers: Mapping[str, Any], besides: Collection[str] = ()) -> list[str]:
+    """The target's layers, all of which must be ours: nobody else reads views.
+
+    `besides`: layers of a drafter, which are vLLM's own.
+    """
+    names = [
+        name for name, layer in layers.items() if hasattr(layer, "impl") and name not in besides
+    ]
+    theirs = [name for name in names if not isinstance(layers[name].impl, TargetLayer)]
+    if theirs or not names:
+        raise NworError(
+            f"nwor_specpv, enable_specpv: got {theirs[0] if theirs else 'no layer'} with vLLM's "
+            "own attention, expected ours in every layer of the target; add --attention-backend "
+            "CUSTOM, or serve this model without enable_specpv"
+        )
+    return names
 
 
 class Target:
