@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from html import escape
 from typing import Any
 
-from readme_plot import STYLE
+from .attention_plot import STYLE
 
 WIDTH, HEIGHT, LEFT, RIGHT, TOP, BOTTOM = 760, 430, 62, 22, 84, 46
 LEAST = 0.1  # where the axis of shares begins

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
-# A recorded result by its name, None where there is none yet.
-Load = Callable[[str], dict | None]
-Row = Callable[..., str]
+from .records import find, row
 
 WAYS = {
     "transformers generate": "transformers' `generate`",
@@ -21,9 +19,9 @@ WAYS = {
 }
 
 
-def demo_lines(load: Load) -> Iterator[str]:
+def demo_lines() -> Iterator[str]:
     """What `make demo` printed when its report was recorded."""
-    data = load("cpu/demo.json")
+    data = find("cpu/demo.json")
     if data is None:
         return
     yield f"`make demo` ends with (2 cores, aarch64, {data['seconds']:.0f} s):"
@@ -33,8 +31,8 @@ def demo_lines(load: Load) -> Iterator[str]:
     yield "```"
 
 
-def generate_lines(load: Load, row: Row) -> Iterator[str]:
-    data = load("cpu/generate.json")
+def generate_lines() -> Iterator[str]:
+    data = find("cpu/generate.json")
     if data is None:
         return
     yield (
@@ -84,9 +82,9 @@ def _step(one: dict) -> str:
     return "-" if one["tokens_per_step"] is None else f"{one['tokens_per_step']:.2f}"
 
 
-def gpu_lines(load: Load, row: Row) -> Iterator[str]:
+def gpu_lines() -> Iterator[str]:
     """Full and partial steps of the transformers host over long contexts, on a GPU."""
-    data = load("h200/generate.json")
+    data = find("h200/generate.json")
     if data is None:
         return
     views = next(iter(data["models"].values()))[0]["view_tokens"]

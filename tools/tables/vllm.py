@@ -1,0 +1,95 @@
+"""Steps of vLLM with the plugin."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Iterator
+
+from .records import find, load, row
+
+
+def vllm_lines() -> Iterator[str]:
+    data = load("h200/vllm.json")
+    cells = [cell for run in data["runs"] for cell in run["cells"]]
+    ratios = [cell["ratio"] for cell in cells]
+    mean = math.exp(statistics.fmean(map(math.log, ratios)))
+    rates = sorted({cell["acceptance"] for cell in cells})
+    seconds = [run["start_s"] for run in data["runs"]]
+    starts = " and ".join(f"{start['nwor']} against {start['stock']}" for start in seconds)
+    yield (
+        f"A verification step of vLLM {data['vllm']} with the plugin on {data['device']}, torch "
+        f"{data['torch']}, commit `{data['revision']}`: Llama-3.1-8B's shapes with dummy weights, "
+        "EAGLE3, model runner V2, full CUDA graphs, bf16; step time relative to vLLM's own "
+        "FlashAttention-3 backend in the same process, both taking turns, by the share of drafts "
+        f"accepted. Geometric mean {mean:.3f} (goal 1.00), worst {max(ratios):.3f} (goal 1.02). "
+        f"Starting an engine takes {starts} s (goal: at most 3 s more)."
+    )
+    yield ""
+    told = [f"{rate:.0%}".replace("%", " %") for rate in rates]
+    yield row("drafts", "B x L", "vLLM ms", *told)
+    yield row(*["---"] * (3 + len(rates)))
+    for run in data["runs"]:
+        sizes = dict.fromkeys((cell["batch"], cell["context"]) for cell in run["cells"])
+        for batch, context in sizes:
+            found = [c for c in run["cells"] if (c["batch"], c["context"]) == (batch, context)]
+            stock = statistics.median(ms for cell in found for ms in cell["stock_ms"])
+            by_rate = {cell["acceptance"]: f"{cell['ratio']:.3f}" for cell in found}
+            shares = [by_rate.get(rate, "") for rate in rates]
+            yield row(run["arguments"]["drafts"], f"{batch} x {context}", f"{stock:.2f}", *shares)
+
+
+LONG_GOALS = {  # step time of mode refresh, tokens per second of mode lossless, to vLLM's
+    "1x4096": (None, 0.99),
+    "8x32768": (0.60, 1.15),
+    "24x32768": (None, 1.4),
+    "6x122880": (0.35, 1.7),
+}
+
+
+def long_context_lines() -> Iterator[str]:
+    data = load("h200/vllm_specpv.json")
+    yield (
+        f"Long contexts in vLLM on {data['device']}: Llama-3.1-8B's shapes with dummy weights, an "
+        "EAGLE3 head, acceptance set by hand (two of the head's four drafts, drafts of a round one "
+        f"by one with {data.get('agreement', 0.95)}). {data['note']}"
+    )
+    yield ""
+    yield row("B x L", "vLLM ms", "refresh ms", "of vLLM's", "goal", "lossless tokens/s", "goal")
+    yield row(*["---"] * 7)
+    for cell, (step_goal, speed_goal) in LONG_GOALS.items():
+        found = data["cells"].get(cell)
+        if found is None:
+            continue
+        ms, ratio = found["step_ms"], found.get("ratio", {}).get("refresh")
+        speed = found.get("speed", {}).get("lossless")
+        yield row(
+            cell.replace("x", " x "),
+            f"{ms['stock']:.2f}" if "stock" in ms else "",
+            f"{ms['refresh']:.2f}" if "refresh" in ms else "not run",
+            f"{ratio:.2f}" if ratio is not None else "",
+            f"<= {step_goal}" if step_goal is not None else "",
+            f"{speed:.2f} x vLLM's" if speed is not None else "not run",
+            f">= {speed_goal}",
+        )
+
+
+def vllm_traffic_lines() -> Iterator[str]:
+    data = find("h200/vllm_traffic.json")
+    if data is None:
+        return
+    first = data["pieces"][0]
+    yield (
+        f"What a verification step of vLLM moves, by Nsight Compute on {data['device']}, commit "
+        f"`{data['revision']}`: {first['layers']} layers of Llama-3.1-8B's shapes, "
+        f"{first['batch']} x {first['context']}, {first['drafts']} drafts, eager, the EAGLE3 head "
+        "included; MB per step. `cache` is what reaches the target's paged cache."
+    )
+    yield ""
+    yield row("accepted", "", "kernels", "cache", "DRAM read", "DRAM written")
+    yield row(*["---"] * 6)
+    for piece in data["pieces"]:
+        names = ("cache_bytes", "dram_read_bytes", "dram_write_bytes")
+        megabytes = (f"{piece[name] / 1e6:.2f}" for name in names)
+        accepted = f"{piece['acceptance']:.0%}".replace("%", " %")
+        yield row(accepted, piece["side"], piece["kernels"], *megabytes)
