@@ -6,7 +6,7 @@ import json
 from collections.abc import Iterator
 
 from .attention_plot import Line, render
-from .records import RESULTS, load, row
+from .records import RESULTS, head, load, row
 
 
 class Attention:
@@ -47,8 +47,9 @@ def attention_lines() -> Iterator[str]:
     yield ""
     yield "![Verify attention, 8 rows, relative to the read floor](docs/attention.svg)"
     yield ""
-    yield row("B x L", "rows", "ours us", "FA3 us", "ours / FA3", "of read floor", "tree / chain")
-    yield row(*["---"] * 7)
+    yield from head(
+        "B x L", "rows", "ours us", "FA3 us", "ours / FA3", "of read floor", "tree / chain"
+    )
     for result in results:
         case, us = result["case"], medians(result)
         peer = us.get("FA3")
@@ -74,8 +75,7 @@ def rows64_lines() -> Iterator[str]:
         "kernel for the rows of the tree, and their merge. FA3 alone computes a chain."
     )
     yield ""
-    yield row("B x L", "chain", "tree", "fast, tree", "FA3", "tree / FA3", "TFLOP/s")
-    yield row(*["---"] * 7)
+    yield from head("B x L", "chain", "tree", "fast, tree", "FA3", "tree / FA3", "TFLOP/s")
     for result in results:
         us = medians(result)
         peer, fast = us.get("FA3"), us.get("fast tree")
@@ -102,8 +102,7 @@ def odd_lines() -> Iterator[str]:
         f"`{data.commits['odd']}`, TB/s of K/V read. Goal at least 4.1."
     )
     yield ""
-    yield row("B", *(len(r["case"]["lens"]) for r in results))
-    yield row(*["---"] * (len(results) + 1))
+    yield from head("B", *(len(r["case"]["lens"]) for r in results))
     for label, name in (("ours", "ours"), ("FA3", "FA3")):
         rates = [(r["kv_bytes"], medians(r).get(name)) for r in results]
         if not any(us for _, us in rates):
@@ -119,8 +118,7 @@ def fp8_lines() -> Iterator[str]:
     commit = data.commits["fp8"]
     yield f"Float8 cache, 8 x 32768, commit `{commit}`. Goal: at least 1.7 times as fast as bf16."
     yield ""
-    yield row("rows", "bf16 us", "float8 us", "bf16 / float8")
-    yield row(*["---"] * 4)
+    yield from head("rows", "bf16 us", "float8 us", "bf16 / float8")
     by_rows: dict[int, dict[str, float]] = {}
     for result in results:
         case = result["case"]
@@ -160,8 +158,7 @@ def cpu_attention_lines() -> Iterator[str]:
         shape = (dtype, heads, dim, size)
         by_shape.setdefault(shape, {})[result["rows"]] = 1 / result["ratio"]["SDPA"]
     rows = sorted({count for ratios in by_shape.values() for count in ratios})
-    yield row("", *(f"{count} row{'s' * (count > 1)}" for count in rows))
-    yield row(*["---"] * (len(rows) + 1))
+    yield from head("", *(f"{count} row{'s' * (count > 1)}" for count in rows))
     for shape, ratios in by_shape.items():
         yield row(", ".join(shape), *(f"{ratios[count]:.1f}" for count in rows))
 

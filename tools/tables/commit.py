@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from .records import load, row
+from .records import head, load, row
 
 PEERS = {
     "copy": "one copy kernel, same bytes",
@@ -23,8 +23,7 @@ def commit_lines() -> Iterator[str]:
         "vLLM's figure beside it is its 32 launches."
     )
     yield ""
-    yield row("", "tokens", "ours us", "peer", "peer us", "ours / peer", "goal")
-    yield row(*["---"] * 7)
+    yield from head("", "tokens", "ours us", "peer", "peer us", "ours / peer", "goal")
     for result in data["results"]:
         ours = result["what"]
         for peer in ("vllm", "copy"):
@@ -50,8 +49,7 @@ def cpu_commit_lines() -> Iterator[str]:
         "speed relative to one memcpy of the same bytes, goal at least 0.6."
     )
     yield ""
-    yield row("tokens", "ours us", "memcpy us", "memcpy / ours")
-    yield row(*["---"] * 4)
+    yield from head("tokens", "ours us", "memcpy us", "memcpy / ours")
     for result in data["results"]:
         us = result["us"]
         yield row(
@@ -74,8 +72,7 @@ def traffic_lines() -> Iterator[str]:
     )
     yield ""
     schemes = {"engine": "engine", "nwor": "nwor", "nwor, cache only": "of it, cache"}
-    yield row("acceptance", "scheme", "L2 writes", "DRAM writes", "DRAM reads")
-    yield row(*["---"] * 5)
+    yield from head("acceptance", "scheme", "L2 writes", "DRAM writes", "DRAM reads")
     for entry in data["ranges"]:
         traffic = entry["bytes_per_round"]
         yield row(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from .records import find, row
+from .records import find, head, row
 
 WAYS = {
     "transformers generate": "transformers' `generate`",
@@ -44,8 +44,7 @@ def generate_lines() -> Iterator[str]:
     )
     yield ""
     kinds = list(data["short"])
-    yield row("tokens per second", *kinds, *(f"tokens per step, {kind}" for kind in kinds))
-    yield row(*["---"] * (1 + 2 * len(kinds)))
+    yield from head("tokens per second", *kinds, *(f"tokens per step, {kind}" for kind in kinds))
     for name in data["short"][kinds[0]]:
         results = [data["short"][kind][name] for kind in kinds]
         yield row(
@@ -60,8 +59,7 @@ def generate_lines() -> Iterator[str]:
             "tokens:"
         )
         yield ""
-        yield row("", "tokens per second", "tokens per step", "same tokens", "drift")
-        yield row(*["---"] * 5)
+        yield from head("", "tokens per second", "tokens per step", "same tokens", "drift")
         for name, one in data["long"].items():
             yield row(
                 WAYS[name],
@@ -71,8 +69,7 @@ def generate_lines() -> Iterator[str]:
                 "-" if one["drift"] is None else f"{100 * one['drift']:.1f} %",
             )
         yield ""
-    yield row("ratio", "goal", *data["ratios"])
-    yield row(*["---"] * (2 + len(data["ratios"])))
+    yield from head("ratio", "goal", *data["ratios"])
     for name, goal in data["goals"].items():
         values = [own.get(name) for own in data["ratios"].values()]
         yield row(name, goal, *("-" if v is None else f"{v:.2f}" for v in values))
@@ -97,8 +94,9 @@ def gpu_lines() -> Iterator[str]:
         + (f" Note: {data['note']}." if data.get("note") else "")
     )
     yield ""
-    yield row("shapes", "B x L", "full", "partial", "refresh", "full / partial", "with refreshes")
-    yield row(*["---"] * 7)
+    yield from head(
+        "shapes", "B x L", "full", "partial", "refresh", "full / partial", "with refreshes"
+    )
     for model, results in data["models"].items():
         for result in results:
             size = f"{result['batch']} x {result['context']}"

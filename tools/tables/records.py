@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent.parent
@@ -19,3 +20,9 @@ def find(name: str) -> dict | None:
 
 def row(*cells: object) -> str:
     return "| " + " | ".join(str(cell) for cell in cells) + " |"
+
+
+def head(*titles: object) -> Iterator[str]:
+    """A table's first two lines."""
+    yield row(*titles)
+    yield row(*["---"] * len(titles))

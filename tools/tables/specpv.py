@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from .records import load, row
+from .records import head, load, row
 
 
 def retrieval_lines() -> Iterator[str]:
@@ -20,8 +20,9 @@ def retrieval_lines() -> Iterator[str]:
         f"by torch.compile (commit `{peers['revision']}`, the same kind of machine)."
     )
     yield ""
-    yield row("", "tokens", "score", "ours us", "torch us", "compiled us", "torch / ours", "goal")
-    yield row(*["---"] * 8)
+    yield from head(
+        "", "tokens", "score", "ours us", "torch us", "compiled us", "torch / ours", "goal"
+    )
     for data, kind in ((cuda, "H200"), (cpu, "CPU")):
         for result in data["results"]:
             if result["what"] not in ("refresh", "summaries"):
@@ -54,8 +55,7 @@ def retrieval_lines() -> Iterator[str]:
             "over views of 4256 tokens (with what makes the views and the plan):"
         )
         yield ""
-        yield row("context", "full us", "partial us", "full / partial", "goal")
-        yield row(*["---"] * 5)
+        yield from head("context", "full us", "partial us", "full / partial", "goal")
         for result in steps:
             yield row(
                 f"{result['requests']} x {result['tokens']}",
@@ -72,8 +72,7 @@ def retrieval_lines() -> Iterator[str]:
             "serving partial verification makes of it:"
         )
         yield ""
-        yield row("requests", "alone us", *forms)
-        yield row(*["---"] * (2 + len(forms)))
+        yield from head("requests", "alone us", *forms)
         for result in commits:
             more = (f"{(result['relative'][form] - 1) * 100:+.1f} %" for form in forms)
             yield row(result["requests"], f"{result['us']['alone']:.1f}", *more)

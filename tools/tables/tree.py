@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from .records import load, row
+from .records import head, load, row
 
 
 def tree_lines() -> Iterator[str]:
@@ -20,8 +20,7 @@ def tree_lines() -> Iterator[str]:
         "reads the rows it ends in."
     )
     yield ""
-    yield row("", "H200 us", "goal", "plain torch", "CPU us", "plain torch", "plain Python")
-    yield row(*["---"] * 7)
+    yield from head("", "H200 us", "goal", "plain torch", "CPU us", "plain torch", "plain Python")
     labels = {"build": "`tree_from_topk`", "greedy": "`accept_greedy`"}
     labels["sampling"] = "`accept_sampling`"
     for what, label in labels.items():

@@ -6,7 +6,7 @@ import math
 import statistics
 from collections.abc import Iterator
 
-from .records import find, load, row
+from .records import find, head, load, row
 
 
 def vllm_lines() -> Iterator[str]:
@@ -27,8 +27,7 @@ def vllm_lines() -> Iterator[str]:
     )
     yield ""
     told = [f"{rate:.0%}".replace("%", " %") for rate in rates]
-    yield row("drafts", "B x L", "vLLM ms", *told)
-    yield row(*["---"] * (3 + len(rates)))
+    yield from head("drafts", "B x L", "vLLM ms", *told)
     for run in data["runs"]:
         sizes = dict.fromkeys((cell["batch"], cell["context"]) for cell in run["cells"])
         for batch, context in sizes:
@@ -55,8 +54,9 @@ def long_context_lines() -> Iterator[str]:
         f"by one with {data.get('agreement', 0.95)}). {data['note']}"
     )
     yield ""
-    yield row("B x L", "vLLM ms", "refresh ms", "of vLLM's", "goal", "lossless tokens/s", "goal")
-    yield row(*["---"] * 7)
+    yield from head(
+        "B x L", "vLLM ms", "refresh ms", "of vLLM's", "goal", "lossless tokens/s", "goal"
+    )
     for cell, (step_goal, speed_goal) in LONG_GOALS.items():
         found = data["cells"].get(cell)
         if found is None:
@@ -86,8 +86,7 @@ def vllm_traffic_lines() -> Iterator[str]:
         "included; MB per step. `cache` is what reaches the target's paged cache."
     )
     yield ""
-    yield row("accepted", "", "kernels", "cache", "DRAM read", "DRAM written")
-    yield row(*["---"] * 6)
+    yield from head("accepted", "", "kernels", "cache", "DRAM read", "DRAM written")
     for piece in data["pieces"]:
         names = ("cache_bytes", "dram_read_bytes", "dram_write_bytes")
         megabytes = (f"{piece[name] / 1e6:.2f}" for name in names)
