@@ -7,7 +7,7 @@ not cut at all, and then they come in waves: 24 requests with 8 KV heads are 192
 SMs as these become free, so finer ones fill the waves. The planner has no option for it, but it
 cuts finer when it is told of more SMs than there are.
 
-Measured by benchmarks/vllm/prefix_schedule.py.
+The costs below are estimates, from counting waves; benchmarks/vllm/prefix_schedule.py times cuts.
 """
 
 from __future__ import annotations
