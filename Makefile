@@ -31,7 +31,8 @@ test-vllm: build setup-vllm  ## the real vLLM on the CPU, with the slow tests
 test-all: build setup-vllm  ## everything, with the slow tests and a million fuzz rounds
 	@$(VENV_PYTHON) tools/run_tests.py --all
 
-demo: build  ## a real model, four ways of decoding, one table and a report
+demo: setup  ## a real model, four ways of decoding, one table and a report
+	@NWOR_BUILD_TESTS=OFF tools/build.sh
 	@$(VENV_PYTHON) -m nwor_specpv demo
 
 bench: build  ## the benchmarks, with their peers

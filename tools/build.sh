@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # What `make build` does: an incremental CMake build of the libraries and the GoogleTest suite, placed into
 # python/nwor_specpv, and an editable install the first time. build/current points to the CMake folder.
+# NWOR_BUILD_TESTS=OFF leaves the suite out: whoever wants to see the demo need not wait for it.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
@@ -36,7 +37,7 @@ choose_architectures() {
 }
 
 choose_architectures
-export NWOR_BUILD_TESTS=ON
+export NWOR_BUILD_TESTS="${NWOR_BUILD_TESTS:-ON}"
 "$python" setup.py -q build_ext --inplace
 
 # The editable install only names this folder; it is made anew when the package's description changes.
