@@ -22,7 +22,8 @@ from transformers import LlamaConfig
 from transformers.models.auto import AutoModelForCausalLM
 
 from nwor_specpv import NworConfig, PartialStore, SpecPVConfig, VerifyPolicy
-from nwor_specpv.bench.report import machine, numbers
+from nwor_specpv._parser import counts
+from nwor_specpv.bench.report import machine
 from nwor_specpv.transformers.request import Part, Request
 from nwor_specpv.transformers.round import Round
 from nwor_specpv.transformers.runner import ModelRunner
@@ -193,8 +194,8 @@ def describe(result: dict[str, Any]) -> str:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--models", default="smollm2-135m,llama-3.1-8b")
-    parser.add_argument("--contexts", type=numbers, default=[8192, 32768, 131072])
-    parser.add_argument("--batches", type=numbers, default=[1, 8])
+    parser.add_argument("--contexts", type=counts, default=[8192, 32768, 131072])
+    parser.add_argument("--batches", type=counts, default=[1, 8])
     parser.add_argument("--rows", type=int, default=8)
     parser.add_argument("--accepted", type=int, default=3)
     parser.add_argument("--steps", type=int, default=12)

@@ -12,10 +12,19 @@ import json
 import os
 import sys
 from collections.abc import Callable, Sequence
-from typing import Any, NoReturn
+from typing import Any
 
-PROGRAM = "nwor-specpv"
-BENCHES = ("commit", "attention", "retrieval", "coverage", "tree", "session", "generate")
+from ._parser import EXIT_USAGE, PROGRAM, Parser
+
+BENCHES = {
+    "commit": "stage and commit, beside the writes they replace",
+    "attention": "verify attention, beside what users have today",
+    "retrieval": "choosing blocks and whole partial steps",
+    "coverage": "what partial views see of a real model's attention",
+    "tree": "trees and acceptance, beside plain Python and torch",
+    "session": "rollback of short and long sequences",
+    "generate": "whole generations, beside transformers' own",
+}
 # Commands that read the rest of the line themselves, and the modules they are in.
 HOSTED = {
     "generate": ("transformers.command", "go on with a prompt, with any drafter and mode"),
@@ -23,19 +32,14 @@ HOSTED = {
     "demo": ("demo", "a real model, four ways of decoding, one table"),
 }
 
-EXIT_OK, EXIT_FAILURE, EXIT_USAGE = 0, 1, 2
-
-
-class _Parser(argparse.ArgumentParser):
-    """Wrong use is one line on stderr."""
-
-    def error(self, message: str) -> NoReturn:
-        self.exit(EXIT_USAGE, f"{PROGRAM}: {' '.join(message.split())}; see {self.prog} --help\n")
+EXIT_OK, EXIT_FAILURE = 0, 1
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = _build_parser()
     arguments, rest = parser.parse_known_args(sys.argv[1:] if argv is None else list(argv))
+    if arguments.version:
+        return _version()
     if "run" not in arguments:
         names = ", ".join(("status", "doctor", "bench", *HOSTED))
         parser.error(f"a command is needed: {names}")
@@ -60,8 +64,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _build_parser() -> argparse.ArgumentParser:
-    parser = _Parser(prog=PROGRAM, description="Speculative decoding without writes on reject.")
-    commands = parser.add_subparsers(metavar="command", parser_class=_Parser)
+    parser = Parser(prog=PROGRAM, description="Speculative decoding without writes on reject.")
+    parser.add_argument("--version", action="store_true", help="show the version and exit")
+    commands = parser.add_subparsers(metavar="command", parser_class=Parser)
 
     def add(name: str, run: Callable[[Any, list[str]], int], text: str) -> argparse.ArgumentParser:
         command = commands.add_parser(name, help=text, description=text)
@@ -77,8 +82,8 @@ def _build_parser() -> argparse.ArgumentParser:
     bench = add("bench", _bench, "measure against peers")
     names = bench.add_subparsers(metavar="{" + ",".join(BENCHES) + "}", dest="bench")
     names.required = True
-    for name in BENCHES:
-        one = names.add_parser(name, add_help=False)
+    for name, text in BENCHES.items():
+        one = names.add_parser(name, help=text, add_help=False)
         one.set_defaults(passes_rest=True)
     for name, (_, text) in HOSTED.items():
         hosted = commands.add_parser(name, help=text, add_help=False)
@@ -86,12 +91,24 @@ def _build_parser() -> argparse.ArgumentParser:
     return parser
 
 
+def _version() -> int:
+    from . import _stamp
+
+    try:
+        print(f"{PROGRAM} {_stamp.read_stamp().version}")
+    except _stamp.StampMismatch as error:
+        print(f"{PROGRAM}: {error}", file=sys.stderr)
+        return EXIT_FAILURE
+    return EXIT_OK
+
+
 def _status(arguments: argparse.Namespace, rest: list[str]) -> int:
     from . import status
 
     report = status.collect(arguments.url)
     print(json.dumps(report, indent=2) if arguments.json else status.describe(report))
-    return EXIT_OK if report["ok"] else EXIT_FAILURE
+    answered = arguments.url is None or report["metrics"]["serving"]
+    return EXIT_OK if report["ok"] and answered else EXIT_FAILURE
 
 
 def _doctor(arguments: argparse.Namespace, rest: list[str]) -> int:

@@ -18,10 +18,11 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 from nwor_specpv import verify_attention, verify_plan
+from nwor_specpv._parser import Parser, count, counts, heads
 from nwor_specpv.attention import last_route
 
 from . import peers
-from .report import add_machine_arguments, choose_device, machine, numbers, publish
+from .report import add_machine_arguments, choose_device, machine, publish
 from .timing import Timing, capture, time_calls, time_graphs
 
 PAGE_SIZE = 16
@@ -290,33 +291,35 @@ def describe(report: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="nwor-specpv bench attention", description=__doc__)
-    parser.add_argument("--rows", type=numbers, help="rows per request, comma-separated")
-    parser.add_argument("--batch", type=numbers, help="requests")
-    parser.add_argument("--prefix", type=numbers, help="tokens before the rows")
-    parser.add_argument("--heads", nargs="*", metavar="Hq/Hkv", help="query and KV heads")
-    parser.add_argument("--head-dim", type=numbers)
+def _parser() -> Parser:
+    parser = Parser(prog="nwor-specpv bench attention", description=__doc__)
+    parser.add_argument("--rows", type=counts, help="rows per request, comma-separated")
+    parser.add_argument("--batch", type=counts, help="requests")
+    parser.add_argument("--prefix", type=counts, help="tokens before the rows")
+    parser.add_argument(
+        "--heads", nargs="*", type=heads, metavar="Hq/Hkv", help="query and KV heads"
+    )
+    parser.add_argument("--head-dim", type=counts)
     parser.add_argument("--dtype", nargs="*", choices=sorted(DTYPES))
     parser.add_argument("--mask", nargs="*", choices=["chain", "tree"], default=["tree"])
-    parser.add_argument("--replays", type=int, help="default: 20 on CUDA, 9 on the CPU")
+    parser.add_argument("--replays", type=count, help="default: 20 on CUDA, 9 on the CPU")
     return parser
 
 
 def _cases(arguments: argparse.Namespace, device: str) -> list[Case]:
     cpu = device == "cpu"
     dtypes = arguments.dtype or (["float32", "bfloat16"] if cpu else ["bfloat16"])
-    heads = arguments.heads or (["32/8", "9/3"] if cpu else ["32/8"])
+    pairs = arguments.heads or ([(32, 8), (9, 3)] if cpu else [(32, 8)])
     grid = itertools.product(
         dtypes,
-        heads,
+        pairs,
         arguments.head_dim or ([64, 128] if cpu else [128]),
         arguments.batch or ([1] if cpu else [1, 8, 32]),
         arguments.prefix or ([4096, 32768] if cpu else [4608, 32768]),
         arguments.rows or ([1, 2, 4, 8, 32] if cpu else [8, 64]),
     )
     return [
-        Case(batch, prefix, rows, *map(int, pair.split("/")), dim, DTYPES[dtype])
+        Case(batch, prefix, rows, *pair, dim, DTYPES[dtype])
         for dtype, pair, dim, batch, prefix, rows in grid
     ]
 

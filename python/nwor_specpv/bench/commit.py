@@ -6,7 +6,6 @@ others; on the CPU a commit runs beside memcpy. Each run checks the bytes it wro
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Sequence
 
@@ -14,6 +13,7 @@ import torch
 
 import nwor_specpv
 from nwor_specpv import cache_views
+from nwor_specpv._parser import Parser, count
 
 from . import peers
 from .report import add_machine_arguments, choose_device, machine, publish
@@ -315,9 +315,9 @@ def describe(report: dict) -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="nwor-specpv bench commit", description=__doc__)
+    parser = Parser(prog="nwor-specpv bench commit", description=__doc__)
     parser.add_argument("--layout", choices=sorted(nwor_specpv.LAYOUTS), default="packed")
-    parser.add_argument("--replays", type=int, default=25)
+    parser.add_argument("--replays", type=count, default=25)
     add_machine_arguments(parser)
     arguments = parser.parse_args(argv)
     if arguments.replays < 20:

@@ -10,7 +10,6 @@ exist, found by looking at the attention itself (oracle).
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -18,10 +17,11 @@ from typing import Any
 
 import torch
 
+from nwor_specpv._parser import Parser, count, counts
 from nwor_specpv.errors import NworError
 from nwor_specpv.retrieval import block_summaries, select_blocks
 
-from .report import add_json_argument, choose_device, machine, numbers, publish
+from .report import add_json_argument, choose_device, machine, publish
 
 BLOCK, SINK, WINDOW, ROWS = 16, 2, 8, 8
 BUDGETS = [256, 384, 512, 768, 1024, 1536, 2048, 3072, 4096]
@@ -206,13 +206,13 @@ def describe(report: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="nwor-specpv bench coverage", description=__doc__)
+def _parser() -> Parser:
+    parser = Parser(prog="nwor-specpv bench coverage", description=__doc__)
     parser.add_argument("--text", type=Path, help="default: the excerpt in benchmarks/data")
-    parser.add_argument("--tokens", type=int, default=6144)
-    parser.add_argument("--budgets", type=numbers, default=BUDGETS, help="tokens a view shows")
-    parser.add_argument("--later", type=int, default=64, help="tokens until the rows in brackets")
-    parser.add_argument("--threads", type=int, help="CPU threads, default: torch's")
+    parser.add_argument("--tokens", type=count, default=6144)
+    parser.add_argument("--budgets", type=counts, default=BUDGETS, help="tokens a view shows")
+    parser.add_argument("--later", type=count, default=64, help="tokens until the rows in brackets")
+    parser.add_argument("--threads", type=count, help="CPU threads, default: torch's")
     add_json_argument(parser)
     return parser
 

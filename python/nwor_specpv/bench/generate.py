@@ -15,9 +15,10 @@ from typing import Any
 
 import torch
 
+from nwor_specpv._parser import Parser, count
 from nwor_specpv.demo.texts import CHAT, STORY, long_prompt
 from nwor_specpv.transformers import Generator
-from nwor_specpv.transformers.command import Parser, add_model_arguments, encode, load, view_config
+from nwor_specpv.transformers.command import add_model_arguments, encode, load, view_config
 
 from .report import add_json_argument, machine, publish
 
@@ -213,10 +214,10 @@ def describe(report: dict[str, Any]) -> str:
 
 def main(argv: list[str]) -> int:
     parser = Parser(prog="nwor-specpv bench generate", description=__doc__)
-    parser.add_argument("--tokens", type=int, default=128)
-    parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--tokens", type=count, default=128)
+    parser.add_argument("--rounds", type=count, default=2)
     parser.add_argument("--context", type=int, default=6144, help="of the long prompt; 0: none")
-    parser.add_argument("--view-tokens", type=int, default=1024)
+    parser.add_argument("--view-tokens", type=count, default=1024)
     add_model_arguments(parser)
     add_json_argument(parser)
     arguments = parser.parse_args(argv)

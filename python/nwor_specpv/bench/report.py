@@ -12,19 +12,26 @@ import torch
 
 import nwor_specpv
 from nwor_specpv import _stamp
+from nwor_specpv._parser import count, output_file, require_device
 
-
-def numbers(text: str) -> list[int]:
-    return [int(part) for part in text.split(",")]
+# `--json` alone: to stdout, instead of the table.
+_STDOUT = Path("-")
 
 
 def add_json_argument(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures there too")
+    parser.add_argument(
+        "--json",
+        type=output_file,
+        nargs="?",
+        const=_STDOUT,
+        metavar="FILE",
+        help="one JSON document and nothing else; with FILE the table, and the document there",
+    )
 
 
 def add_machine_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--device", choices=["cuda", "cpu"], help="default: cuda when there is one")
-    parser.add_argument("--threads", type=int, help="CPU threads, default: torch's")
+    parser.add_argument("--threads", type=count, help="CPU threads, default: torch's")
     add_json_argument(parser)
 
 
@@ -32,7 +39,10 @@ def choose_device(arguments: argparse.Namespace) -> str:
     """The device to measure; sets the number of threads that was asked for."""
     if arguments.threads:
         torch.set_num_threads(arguments.threads)
-    return arguments.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    if arguments.device:
+        require_device(arguments.device)
+        return arguments.device
+    return "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def machine(device: str) -> dict[str, Any]:
@@ -49,7 +59,8 @@ def machine(device: str) -> dict[str, Any]:
 def publish(
     report: dict[str, Any], describe: Callable[[dict[str, Any]], str], path: Path | None
 ) -> int:
-    print(describe(report))
-    if path is not None:
-        path.write_text(json.dumps(report, indent=2) + "\n")
+    document = json.dumps(report, indent=2)
+    print(document if path == _STDOUT else describe(report))
+    if path is not None and path != _STDOUT:
+        path.write_text(document + "\n")
     return 0

@@ -8,7 +8,6 @@ same summaries; each run is checked in float64. On CUDA calls run inside a graph
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -16,6 +15,7 @@ from typing import Any
 
 import torch
 
+from nwor_specpv._parser import Parser, count, counts, heads
 from nwor_specpv.retrieval import block_summaries, select_blocks
 
 from .partial_step import (
@@ -29,7 +29,7 @@ from .partial_step import (
     bench_step,
     build_views,
 )
-from .report import add_machine_arguments, choose_device, machine, numbers, publish
+from .report import add_machine_arguments, choose_device, machine, publish
 from .timing import Timing, capture, time_calls, time_graphs
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -273,21 +273,19 @@ def describe(report: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="nwor-specpv bench retrieval", description=__doc__)
-    parser.add_argument("--tokens", type=numbers, help="context lengths, comma-separated")
-    parser.add_argument("--rows", type=numbers, default=[8], help="rows of the tree")
-    parser.add_argument("--heads", default="32/8", metavar="Hq/Hkv")
-    parser.add_argument("--head-dim", type=int)
+def _parser() -> Parser:
+    parser = Parser(prog="nwor-specpv bench retrieval", description=__doc__)
+    parser.add_argument("--tokens", type=counts, help="context lengths, comma-separated")
+    parser.add_argument("--rows", type=counts, default=[8], help="rows of the tree")
+    parser.add_argument("--heads", type=heads, default=(32, 8), metavar="Hq/Hkv")
+    parser.add_argument("--head-dim", type=count)
     parser.add_argument("--dtype", choices=sorted(DTYPES))
     parser.add_argument("--score", nargs="*", choices=["specpv", "quest"], default=["specpv"])
-    parser.add_argument("--replays", type=int, help="default: 20 on CUDA, 9 on the CPU")
+    parser.add_argument("--replays", type=count, help="default: 20 on CUDA, 9 on the CPU")
     parser.add_argument("--compile", action="store_true", help="torch.compile'd peers as well")
-    parser.add_argument(
-        "--steps", type=numbers, help="contexts of whole steps, see partial_step.py"
-    )
-    parser.add_argument("--commits", type=numbers, help="requests of commits that serve views")
-    parser.add_argument("--layers", type=int, default=32, help="of steps and commits")
+    parser.add_argument("--steps", type=counts, help="contexts of whole steps, see partial_step.py")
+    parser.add_argument("--commits", type=counts, help="requests of commits that serve views")
+    parser.add_argument("--layers", type=count, default=32, help="of steps and commits")
     add_machine_arguments(parser)
     return parser
 
@@ -298,15 +296,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     cpu = device == "cpu"
     replays = arguments.replays or (9 if cpu else 20)
     dtype = DTYPES[arguments.dtype or ("float32" if cpu else "bfloat16")]
-    heads, kv_heads = map(int, arguments.heads.split("/"))
+    num_heads, kv_heads = arguments.heads
     dim = arguments.head_dim or (64 if cpu else 128)
     results = []
     for tokens in arguments.tokens or ([8192, 32768] if cpu else [32768, 131072]):
         for rows in arguments.rows:
             for score in arguments.score:
-                case = Case(tokens, rows, heads, kv_heads, dim, dtype, score)
+                case = Case(tokens, rows, num_heads, kv_heads, dim, dtype, score)
                 results += bench(case, device, replays, arguments.compile)
-    shape = {"heads": heads, "kv_heads": kv_heads, "dim": dim, "dtype": dtype, "device": device}
+    shape = {"heads": num_heads, "kv_heads": kv_heads, "dim": dim, "dtype": dtype, "device": device}
     shape["layers"] = arguments.layers
     for tokens in arguments.steps or []:
         results.append(bench_step(Shape(8, tokens, **shape), replays))

@@ -8,7 +8,6 @@ checks lengths and slots.
 
 from __future__ import annotations
 
-import argparse
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -17,6 +16,7 @@ import torch
 
 import nwor_specpv
 from nwor_specpv import DraftTree, Interceptor, NworConfig, SessionStore, SlotAllocator
+from nwor_specpv._parser import Parser, count
 
 from .report import add_json_argument, machine, publish
 from .timing import Timing
@@ -135,16 +135,15 @@ def describe(report: dict) -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="nwor-specpv bench session", description=__doc__)
-    parser.add_argument("--short", type=int, default=1_000, help="tokens of the short sequence")
-    parser.add_argument("--long", type=int, default=1_000_000, help="tokens of the long one")
-    parser.add_argument("--replays", type=int, default=200)
+    parser = Parser(prog="nwor-specpv bench session", description=__doc__)
+    parser.add_argument("--short", type=count, default=1_000, help="tokens of the short sequence")
+    parser.add_argument("--long", type=count, default=1_000_000, help="tokens of the long one")
+    parser.add_argument("--replays", type=count, default=200)
     add_json_argument(parser)
     arguments = parser.parse_args(argv)
-    for name in ("short", "long", "replays"):
-        least = 1 if name == "replays" else 2
-        if getattr(arguments, name) < least:
-            parser.error(f"--{name}: got {getattr(arguments, name)}, expected at least {least}")
+    for name in ("short", "long"):
+        if getattr(arguments, name) < 2:
+            parser.error(f"--{name}: got {getattr(arguments, name)}, expected at least 2")
     lengths = (arguments.short, arguments.long)
     variants = {
         f"{name}@{length}": make(length) for name, make in VARIANTS.items() for length in lengths

@@ -6,7 +6,6 @@ CPU by the clock. Each run compares what it got with the plain Python formulatio
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -14,6 +13,7 @@ from dataclasses import dataclass
 import torch
 
 import nwor_specpv
+from nwor_specpv._parser import Parser, count
 
 from . import tree_peers
 from .report import add_machine_arguments, choose_device, machine, publish
@@ -246,18 +246,16 @@ def describe(report: dict) -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="nwor-specpv bench tree", description=__doc__)
-    parser.add_argument("--requests", type=int, default=32)
-    parser.add_argument("--rows", type=int, default=64)
-    parser.add_argument("--best", type=int, default=8, help="the drafter's top-k")
-    parser.add_argument("--steps", type=int, default=5)
-    parser.add_argument("--vocabulary", type=int, help="default: 128256, on the CPU 32000")
-    parser.add_argument("--replays", type=int, default=25)
+    parser = Parser(prog="nwor-specpv bench tree", description=__doc__)
+    parser.add_argument("--requests", type=count, default=32)
+    parser.add_argument("--rows", type=count, default=64)
+    parser.add_argument("--best", type=count, default=8, help="the drafter's top-k")
+    parser.add_argument("--steps", type=count, default=5)
+    parser.add_argument("--vocabulary", type=count, help="default: 128256, on the CPU 32000")
+    parser.add_argument("--replays", type=count, default=25)
     add_machine_arguments(parser)
     arguments = parser.parse_args(argv)
-    if arguments.replays < 1:
-        parser.error(f"--replays: got {arguments.replays}, expected at least 1")
-    if not 1 <= arguments.rows <= 64:
+    if arguments.rows > 64:
         parser.error(f"--rows: got {arguments.rows}, expected 1 .. 64 (plain torch has one word)")
     device = choose_device(arguments)
     torch.manual_seed(0)

@@ -12,6 +12,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+from nwor_specpv._parser import Parser, count
 from nwor_specpv.models import cache_root
 from nwor_specpv.report import write_page
 
@@ -21,12 +22,12 @@ _VIEW_TOKENS = 1024
 
 
 def main(argv: list[str]) -> int:
-    from nwor_specpv.transformers.command import Parser, add_model_arguments, load
+    from nwor_specpv.transformers.command import add_model_arguments, load
 
     parser = Parser(prog="nwor-specpv demo", description=__doc__)
     parser.add_argument("--prompt", default=CHAT[0])
-    parser.add_argument("--max-new-tokens", type=int, default=160)
-    parser.add_argument("--context", type=int, default=4096, help="tokens of the long prompt")
+    parser.add_argument("--max-new-tokens", type=count, default=160)
+    parser.add_argument("--context", type=count, default=4096, help="tokens of the long prompt")
     parser.add_argument("--report", type=Path, help="where the page goes, default: the cache")
     parser.add_argument("--json", action="store_true", help="one JSON document and nothing else")
     add_model_arguments(parser)

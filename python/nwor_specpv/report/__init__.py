@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+from nwor_specpv._parser import Parser, count
 from nwor_specpv.errors import NworError
 
 from .page import render
@@ -17,13 +18,13 @@ DEFAULT = Path("nwor_specpv_report.html")
 
 
 def main(argv: list[str]) -> int:
-    from nwor_specpv.transformers.command import Parser, add_model_arguments
+    from nwor_specpv.transformers.command import add_model_arguments
 
     parser = Parser(prog="nwor-specpv report", description=__doc__)
     parser.add_argument("--from", dest="source", type=Path, metavar="FILE", help="recorded runs")
     parser.add_argument("--out", type=Path, default=DEFAULT, help=f"default: {DEFAULT}")
     parser.add_argument("--prompt", default=PROMPT)
-    parser.add_argument("--max-new-tokens", type=int, default=128)
+    parser.add_argument("--max-new-tokens", type=count, default=128)
     parser.add_argument(
         "--modes", default="eagle3,ngram,none", help="drafters, with :MODE for partial verification"
     )
@@ -39,9 +40,9 @@ def main(argv: list[str]) -> int:
 def write_page(report: dict[str, Any], path: Path) -> Path:
     """Writes the page beside its place first: it is there whole or not at all."""
     text = render(report)
-    path.parent.mkdir(parents=True, exist_ok=True)
     beside = path.with_name(f".{path.name}.part")
     try:
+        path.parent.mkdir(parents=True, exist_ok=True)
         beside.write_text(text, encoding="utf-8")
         beside.replace(path)
     except OSError as error:

@@ -6,27 +6,20 @@ import argparse
 import json
 import sys
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 from nwor_specpv import NworError, SpecPVConfig
+from nwor_specpv._parser import Parser, count, require_device
 
 MODES = ("off", "rectify", "refresh", "lossless")
 _BLOCK, _SINK, _WINDOW = 16, 2, 8
-
-
-class Parser(argparse.ArgumentParser):
-    """Wrong use is one line on stderr and exit status 2."""
-
-    def error(self, message: str) -> NoReturn:
-        line = " ".join(message.split())
-        self.exit(2, f"nwor-specpv: {line}; see {self.prog} --help\n")
 
 
 def add_model_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", type=Path, help="folder of a model, default: SmolLM2-135M")
     parser.add_argument("--dtype", default="float32", help="float32 (default), bfloat16, float16")
     parser.add_argument("--device", default="cpu", help="cpu (default) or cuda")
-    parser.add_argument("--threads", type=int, help="CPU threads, default: torch's")
+    parser.add_argument("--threads", type=count, help="CPU threads, default: torch's")
 
 
 def view_config(mode: str, view_tokens: int, tail_tokens: int | None = None) -> SpecPVConfig | None:
@@ -61,13 +54,8 @@ def load(arguments: argparse.Namespace) -> tuple[Any, Any]:
 
     torch_dtype(arguments.dtype)
     if arguments.threads is not None:
-        if arguments.threads < 1:
-            raise NworError(f"--threads: got {arguments.threads}, expected 1 or more")
         torch.set_num_threads(arguments.threads)
-    if arguments.device not in ("cpu", "cuda"):
-        raise NworError(f"--device: got {arguments.device!r}, expected cpu or cuda")
-    if arguments.device == "cuda" and not torch.cuda.is_available():
-        raise NworError("--device: got cuda, but torch finds no GPU here; use --device cpu")
+    require_device(arguments.device)
     model, tokenizer = load_model(arguments.model, arguments.dtype, arguments.device)
     if tokenizer is None:
         raise NworError(f"model: {arguments.model} has no tokenizer, expected tokenizer.json in it")

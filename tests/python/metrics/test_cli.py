@@ -15,6 +15,7 @@ from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 
 import pytest
+import torch
 
 import nwor_specpv
 from nwor_specpv import (
@@ -111,6 +112,15 @@ def broken_package(tmp_path: Path) -> Path:
         (("bench",), "the following arguments are required"),
         (("bench", "frobnicate"), "invalid choice: 'frobnicate'"),
         (("status", "--url"), "argument --url: expected one argument"),
+        (("bench", "commit", "--frobnicate"), "unrecognized arguments: --frobnicate"),
+        (("bench", "commit", "--replays", "x"), "--replays: got 'x', expected a whole number"),
+        (("bench", "attention", "--rows", "4,0"), "--rows: got 0, expected 1 or more"),
+        (("bench", "attention", "--heads", "9/2"), "--heads: got '9/2', expected query and KV"),
+        (("bench", "retrieval", "--heads", "8"), "--heads: got '8', expected query and KV heads"),
+        (("bench", "tree", "--threads", "-1"), "--threads: got -1, expected 1 or more"),
+        (("bench", "session", "--json", "/no/such/folder/x"), "a file in a folder that exists"),
+        (("demo", "--context", "0"), "--context: got 0, expected 1 or more"),
+        (("report", "--max-new-tokens", "0"), "--max-new-tokens: got 0, expected 1 or more"),
     ],
 )
 def test_wrong_use_is_one_line_and_exit_2(
@@ -129,6 +139,30 @@ def test_help_is_no_failure(capsys: pytest.CaptureFixture[str]) -> None:
     assert (code, err) == (0, "")
     for command in ("status", "doctor", "bench", "generate", "report", "demo"):
         assert command in out
+
+
+def test_version_is_that_of_the_build(capsys: pytest.CaptureFixture[str]) -> None:
+    assert call(capsys, "--version") == (0, f"nwor-specpv {nwor_specpv.__version__}\n", "")
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_a_benchmark_without_its_gpu_says_so(capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, err = call(capsys, "bench", "tree", "--device", "cuda")
+    assert (code, out) == (2, "")
+    assert err == "nwor-specpv: --device: got cuda, but torch finds no GPU here; use --device cpu\n"
+
+
+def test_a_benchmark_gives_its_figures_as_one_document(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    small = ("bench", "session", "--short", "4", "--long", "8", "--replays", "1", "--json")
+    code, out, err = call(capsys, *small)
+    assert (code, err) == (0, "")
+    assert set(json.loads(out)["results"])
+    code, out, err = call(capsys, *small, str(tmp_path / "figures.json"))
+    assert (code, err) == (0, "")
+    assert "torch" in out
+    assert json.loads((tmp_path / "figures.json").read_text())["lengths"] == [4, 8]
 
 
 def test_status_json_is_one_document_and_nothing_else() -> None:
@@ -244,6 +278,14 @@ def test_status_says_when_the_server_does_not_answer(served_text: list[str]) -> 
     served_text[1] = "something_else 1\n"
     assert "no nwor_fallback_total" in status.collect(served_text[0])["metrics"]["problem"]
     assert "does not answer" in status.collect("nonsense")["metrics"]["problem"]
+
+
+def test_asking_a_server_that_does_not_answer_is_a_failure(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    code, out, _ = call(capsys, "status", "--url", "nonsense")
+    assert code == 1
+    assert "nonsense does not answer" in out
 
 
 def test_status_shows_wrong_settings(monkeypatch: pytest.MonkeyPatch) -> None:
