@@ -173,6 +173,7 @@ class Generator:
         done = False
         try:
             with self._runner.installed(self._drafter.feature_layers if self._drafter else ()):
+                views = self._open_store(requests, largest)
                 decoding = Decoding(
                     self._runner,
                     self._drafter,
@@ -184,8 +185,8 @@ class Generator:
                     _teller(on_token, is_list),
                     prefill_rows=self._prefill_rows,
                     chunk_rows=chunk_rows,
-                    specpv=self._open_store(requests, largest),
-                    pacer=self._pacer(requests, sampling),
+                    specpv=views,
+                    pacer=None if views is None else self._pacer(requests, sampling),
                     progress=_progress_bar(),
                 )
                 decoding.run(requests)

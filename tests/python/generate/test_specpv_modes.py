@@ -29,12 +29,12 @@ def configured(mode: str, **values: object) -> SpecPVConfig:
     return SpecPVConfig(**(sizes | values))
 
 
-def make(rng: random.Random, config: SpecPVConfig, count: int = 2, **options):
+def make(rng: random.Random, config: SpecPVConfig, count: int = 2, pace: bool = False, **options):
     model = tiny()
     prompts = [random_prompt(rng, 70, 120) for _ in range(count)]
     truths = {tuple(p): decode_plainly(model, p, 40) for p in prompts}
     drafter = Oracle(truths, rng, feature_layers=(1,), **options)
-    generator = Generator(model, drafter=drafter, specpv=config, check_contract=True, pace=False)
+    generator = Generator(model, drafter=drafter, specpv=config, check_contract=True, pace=pace)
     return generator, prompts, [truths[tuple(p)] for p in prompts]
 
 
@@ -64,11 +64,14 @@ def test_lossless_ends_where_plain_decoding_ends() -> None:
     assert len(result.depths) == len(result.token_ids)
 
 
-@pytest.mark.parametrize("mode", ["rectify", "refresh", "lossless"])
-def test_a_view_that_covers_the_context_changes_nothing(mode: str) -> None:
+@pytest.mark.parametrize(
+    ("mode", "pace"),
+    [("rectify", False), ("refresh", False), ("lossless", False), ("lossless", True)],
+)
+def test_a_view_that_covers_the_context_changes_nothing(mode: str, pace: bool) -> None:
     rng = seeded()
     config = configured(mode, specpv_n_retrieval_blocks=40)
-    generator, prompts, truths = make(rng, config)
+    generator, prompts, truths = make(rng, config, pace=pace)
     batch = generator.generate(prompts, 24, tree=TREE)
     assert batch.token_ids == [truth[:24] for truth in truths]
     assert batch.stats.violations == []
