@@ -95,6 +95,32 @@ def test_aborted_requests_leave_the_others_alone(expected: list[list[int]]) -> N
     check_books()
 
 
+def test_only_drafts_are_staged(expected: list[list[int]], monkeypatch: pytest.MonkeyPatch) -> None:
+    """In every round: rows of a prompt and each request's row 0 go to the cache at once."""
+    from nwor_specpv.vllm.engine import Engine
+
+    begin, mixed = Engine.begin, []
+
+    def look(self: Engine, group: int, lens: list, drafts: list, *rest: object) -> None:
+        begin(self, group, lens, drafts, *rest)
+        staged = [row >= 0 for row in self.interceptor.stage_rows()]
+        wanted = [
+            row >= count - number
+            for count, number in zip(lens, drafts, strict=True)
+            for row in range(count)
+        ]
+        assert staged == wanted
+        prompts = [c > 1 and n == 0 for c, n in zip(lens, drafts, strict=True)]
+        mixed.append(any(drafts) and any(prompts))
+
+    monkeypatch.setattr(Engine, "begin", look)
+    llm = start(STAGED, max_num_batched_tokens=24)
+    story = drive(llm, story_prompts(6), greedy(30), arrivals=[0, 1, 3, 3, 7, 12])
+    assert [story.tokens[str(i)] for i in range(6)] == [tokens[:30] for tokens in expected]
+    assert any(mixed), "no step had drafts and a prompt"
+    check_books()
+
+
 def test_a_draft_model_is_never_staged(expected: list[list[int]]) -> None:
     """The model drafts for itself, so nearly all is accepted; its own layers are vLLM's."""
     speculation = {"method": "draft_model", "model": str(stories()), "num_speculative_tokens": 3}
@@ -208,6 +234,47 @@ def test_a_failing_commit_degrades_and_the_engine_goes_on(
     assert stats["committed_tokens"] > 0
 
 
+def test_accepted_tokens_that_cannot_be_written_end_the_step(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Neither by the commit nor row by row: the requests must not go on, and it is counted."""
+    from nwor_specpv.vllm import engine as module
+
+    def fail(*_: object) -> None:
+        raise RuntimeError("no write either")
+
+    llm = start({})
+    drive(llm, story_prompts(1), greedy(2))
+    engine = own_engine()
+    engine.interceptor = FailingCommit(engine.interceptor, set(range(1, 100)))
+    monkeypatch.setattr(module, "write_direct", fail)
+    with pytest.raises(RuntimeError, match="no write either"):
+        drive(llm, story_prompts(6), greedy())
+    stats = engine.interceptor.stats()
+    assert stats["fallbacks"] == {"commit_lost": 1}
+    assert not stats["round_open"]
+
+
+def test_rounds_that_do_not_fit_into_staging_are_written_directly(
+    expected: list[list[int]],
+) -> None:
+    """Staging for eight rows: rounds of one or two requests are staged, those of more are not."""
+    llm = start({"check_contract": True, "staging_rows": 4, "max_staging_bytes": 9 * 5128})
+    story = drive(llm, story_prompts(6), greedy(), arrivals=[0, 20, 40, 40, 40, 40])
+    assert [story.tokens[str(i)] for i in range(6)] == expected
+    stats = own_stats()
+    assert stats["fallbacks"].keys() == {"capacity"}
+    assert stats["staged_tokens"] == stats["committed_tokens"] + stats["rejected_tokens"] > 0
+    assert stats["committed_tokens"] > 0
+    assert own_engine().violations == []
+
+
+def test_strict_makes_a_bypass_an_error() -> None:
+    llm = start({"strict": True, "max_staging_bytes": 1})
+    with pytest.raises(NworError, match="than staging may hold"):
+        drive(llm, story_prompts(2), greedy())
+
+
 def test_a_step_that_dies_in_the_model_is_aborted_by_the_next(expected: list[list[int]]) -> None:
     llm = start({"strict": True})
     drive(llm, story_prompts(1), greedy(2))
@@ -237,25 +304,6 @@ def test_without_speculation_vllm_is_left_alone() -> None:
     assert own_engine().off == "no speculation is configured"
     assert own_engine().interceptor is None
     assert "Nwor" not in {type(layer.impl).__name__[:4] for layer in own_engine().layers.values()}
-
-
-def test_what_is_not_supported_is_refused(caplog: pytest.LogCaptureFixture) -> None:
-    with pytest.raises(NworError, match=r"cascade attention.*leave --disable-cascade-attn"):
-        refuse({"strict": True})
-    with caplog.at_level(logging.WARNING, "nwor_specpv"):
-        engine = refuse({})
-    assert "nwor_specpv is off: cascade attention" in caplog.text
-    assert engine.off is not None
-
-
-def refuse(nwor: dict) -> object:
-    """Our judgement of a configuration the CPU platform would have corrected."""
-    from nwor_specpv.vllm.engine import Engine
-
-    config = start(STOCK).llm_engine.vllm_config
-    config.model_config.disable_cascade_attn = False
-    config.additional_config = {"nwor_specpv": nwor}
-    return Engine(config)
 
 
 def test_the_plugin_registers_more_than_once() -> None:

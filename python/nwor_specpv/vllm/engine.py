@@ -335,16 +335,27 @@ class Engine:
             receipt = self._commit(step, counts)
         except Exception as error:
             logger.exception("nwor_specpv: the commit failed")
-            self._rescue(step, counts, f"{type(error).__name__}: {error}")
-            self.interceptor.abort()
+            try:
+                self._rescue(step, counts, f"{type(error).__name__}: {error}")
+            finally:
+                self.interceptor.abort()
             return
         if counts.is_cuda and self.checker is None:
-            self._mail.post(receipt)
+            self._post(receipt)
             return
         if not receipt.ok:
             self._rescue(step, counts, receipt.problem)
         elif self.checker is not None:
             self._note(self.checker.verify(receipt, counts.tolist()))
+
+    def _post(self, receipt: Any) -> None:
+        """Sends for a commit's status; a fault in the last one's is counted and raised."""
+        assert self.interceptor is not None
+        try:
+            self._mail.post(receipt)
+        except NworError as error:
+            self.interceptor.report_bypass("commit_lost", str(error))
+            raise
 
     def _close(self, step: Step) -> None:
         """Ends a step that staged nothing: all its rows are in the cache."""
@@ -391,6 +402,15 @@ class Engine:
         if not step.staged:
             return
         logger.error("nwor_specpv: accepted rows are written one by one: %s", problem)
+        try:
+            self._write_accepted(step, counts)
+        except Exception as error:
+            self.interceptor.report_bypass("commit_lost", f"{type(error).__name__}: {error}")
+            raise
+        self.interceptor.report_bypass("commit_failure", problem)
+
+    def _write_accepted(self, step: Step, counts: torch.Tensor) -> None:
+        assert self.interceptor is not None
         path = rows.accepted_path(step.path, counts)
         starts = torch.tensor([0, *step.plan.query_lens], device=path.device).cumsum(0)[:-1]
         batch_rows = (path + starts[:, None])[path >= 0].long()
@@ -403,7 +423,6 @@ class Engine:
                 caches, scales = views_of(self.layers[name])
                 chosen_rows = keys[layer][chosen], values[layer][chosen]
                 write_direct(caches, *chosen_rows, destinations, *scales)
-        self.interceptor.report_bypass("commit_failure", problem)
 
     def _note(self, violations: Sequence[Any]) -> None:
         for violation in violations:

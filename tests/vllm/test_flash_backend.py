@@ -1,0 +1,190 @@
+"""Our CUDA backend on the CPU, over a FlashAttention-3 written in torch: the Python of every step.
+
+How batches are split, what FlashAttention is asked for, who writes which row and what is committed
+do not need a GPU; kernels and replayed graphs do (test_cuda.py).
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from configs import HYBRID
+from engines import (
+    DIRECT,
+    STAGED,
+    STOCK,
+    drive,
+    greedy,
+    own_engine,
+    start,
+    story_prompts,
+)
+from engines import stats as own_stats
+from flash_double import FLASH_ATTN, NUM_SMS, Calls, flash_attention
+
+from nwor_specpv.vllm import plugin
+
+ARRIVALS = [0, 1, 3, 3, 7, 20]  # prefills stand behind requests that verify
+LAYERS = 5
+SIDES = {
+    "checked": STAGED,
+    "deferred": {"strict": True},  # without the checker attention does the write
+    "own_attention": {"strict": True, "attention_route": "cpu"},
+}
+
+
+def run(nwor: dict, **options: object) -> tuple[dict, dict]:
+    """Tokens by request and the caches by layer, while all are at work: no block is used twice."""
+    llm = start(nwor, max_num_batched_tokens=48, **options)
+    story = drive(llm, story_prompts(6), greedy(200), arrivals=ARRIVALS, max_steps=45)
+    assert not story.finished
+    layers = llm.llm_engine.vllm_config.compilation_config.static_forward_context
+    return story.tokens, {name: layer.kv_cache.clone() for name, layer in layers.items()}
+
+
+@pytest.fixture(scope="module")
+def stock() -> tuple[dict, dict]:
+    """Of vLLM's own FlashAttention backend."""
+    with flash_attention(FLASH_ATTN) as calls:
+        found = run(STOCK)
+        assert calls.attended
+    return found
+
+
+@pytest.mark.parametrize("side", SIDES)
+def test_tokens_and_committed_rows_are_those_of_vllms_backend(side: str, stock: tuple) -> None:
+    wanted, theirs = stock
+    with flash_attention(plugin.CUDA_BACKEND) as calls:
+        tokens, written = run(SIDES[side])
+    assert tokens == wanted
+    stats = check_books()
+    check_calls(calls, verify_steps=stats["stage_operations"] // LAYERS, side=side)
+    check_caches(written, theirs, stats["rejected_tokens"])
+
+
+def check_books() -> dict:
+    stats = own_stats()
+    assert stats["staged_tokens"] == stats["committed_tokens"] + stats["rejected_tokens"]
+    assert stats["committed_tokens"] > 0
+    assert stats["fallbacks"] == {}
+    assert own_engine().violations == []
+    return stats
+
+
+def check_calls(calls: Calls, *, verify_steps: int, side: str) -> None:
+    """Prefixes alone for verifying rows, once a layer and step; rows behind as vLLM asks."""
+    prefixes = [call for call in calls.attended if call["causal"] is False]
+    assert len(prefixes) == (0 if side == "own_attention" else LAYERS * verify_steps)
+    for call in prefixes:
+        assert call["return_softmax_lse"]
+        lens = call["cu_seqlens_q"].diff()
+        assert (call["seqused_k"] > 0).all()
+        assert call["q"].shape[0] == int(lens.sum())
+    behind = [call for call in calls.attended if call["causal"] is True]
+    assert behind
+    schedules = [plan for plan in calls.planned if plan["causal"] is False]
+    assert len(schedules) == len(prefixes) // LAYERS
+
+
+def check_caches(ours: dict, theirs: dict, most_rejected: int) -> None:
+    """Rows that we wrote are what vLLM wrote there; the rest are rejected, the same everywhere.
+
+    The first layer bit for bit, codes in every layer. Later layers come from attention that is
+    summed in another order.
+    """
+    assert ours.keys() == theirs.keys()
+    left_out = set()
+    for number, name in enumerate(ours):
+        wrote, wanted = (c[name].transpose(1, 2).flatten(0, 1) for c in (ours, theirs))
+        empty = (wrote == 0).all(dim=(1, 2))
+        if number == 0 or wrote.dtype == torch.uint8:
+            assert torch.equal(wrote[~empty], wanted[~empty])
+        else:
+            torch.testing.assert_close(wrote[~empty], wanted[~empty], rtol=1e-4, atol=1e-4)
+        rejected = empty & (wanted != 0).any(dim=(1, 2))
+        left_out.add(tuple(rejected.nonzero().flatten().tolist()))
+    (slots,) = left_out
+    assert 0 < len(slots) <= most_rejected
+
+
+def test_windows_are_ours_and_full_layers_flash_attentions(tmp_path: Path) -> None:
+    """Two cache groups in one step, softcaps, made-up weights."""
+    (tmp_path / "config.json").write_text(json.dumps(HYBRID))
+    model = {"model": str(tmp_path), "load_format": "dummy", "skip_tokenizer_init": True}
+    found = []
+    for backend, nwor in ((FLASH_ATTN, STOCK), (plugin.CUDA_BACKEND, {"strict": True})):
+        with flash_attention(backend) as calls:
+            found.append(run(nwor, **model)[0])
+    assert found[0] == found[1]
+    assert check_books()["groups"] == 2
+    impls = [layer.impl for layer in own_engine().layers.values()]
+    assert [impl.flash_prefix for impl in impls] == [False, True] * 2
+    assert {call["softcap"] for call in calls.attended if not call["causal"]} == {50.0}
+
+
+def test_a_float8_cache_is_staged_and_quantised_by_the_commit() -> None:
+    """The same run staged and written directly: the same tokens, the same codes."""
+    runs = []
+    with flash_attention(plugin.CUDA_BACKEND) as calls:
+        for nwor in (DIRECT, STAGED):
+            runs.append(run(nwor, kv_cache_dtype="fp8"))
+    stats = check_books()
+    assert {layer.kv_cache.dtype for layer in own_engine().layers.values()} == {torch.uint8}
+    assert {call["k"].dtype for call in calls.attended} == {torch.float8_e4m3fn}
+    (direct_tokens, direct), (tokens, staged) = runs
+    assert tokens == direct_tokens
+    check_caches(staged, direct, stats["rejected_tokens"])
+
+
+# ---- what graphs find ----
+
+
+def common(lens: list[int], context: int) -> SimpleNamespace:
+    """A batch in which each request has so many tokens before its rows; 0 rows: padding."""
+    start = torch.tensor([0, *lens]).cumsum(0).int()
+    seq = torch.tensor([context + n if n else 0 for n in lens], dtype=torch.int32)
+    table = torch.zeros(len(lens), 4, dtype=torch.int32)
+    return SimpleNamespace(
+        query_start_loc=start, query_start_loc_cpu=start, seq_lens=seq, max_seq_len=int(seq.max()),
+        seq_lens_cpu_upper_bound=seq.clone(), block_table_tensor=table,
+    )  # fmt: skip
+
+
+def test_schedules_of_graphs_keep_their_place() -> None:
+    """A graph reads the plan where it was captured; nothing of a larger batch stands behind."""
+    from vllm.config import CUDAGraphMode
+
+    with flash_attention(plugin.CUDA_BACKEND) as calls:
+        llm = start({"strict": True})
+        drive(llm, story_prompts(1), greedy(4))
+        config = llm.llm_engine.vllm_config
+        config.compilation_config.cudagraph_mode = CUDAGraphMode.FULL_DECODE_ONLY
+        config.compilation_config.max_cudagraph_capture_size = 240
+        runner = own_engine().runner
+        (group,) = (g for groups in runner.attn_groups for g in groups)
+        layers = list(group.layer_names)
+        builder = type(group.metadata_builders[0])(
+            group.kv_cache_spec, layers, config, torch.device("cpu")
+        )
+        places = set()
+        for lens, finer in (([5] * 24, True), ([5] * 8, False), ([5, 5, 5, 0], False)):
+            calls.planned.clear()
+            batch = common(lens, 30720)
+            part = builder._verify_part(batch, lens, sum(lens))
+            schedule = builder._prefix_schedule(batch, part)
+            (plan,) = calls.planned
+            assert plan["num_splits"] == schedule.max_splits == builder.max_num_splits > 1
+            assert plan["sm_margin"] <= 0
+            assert (plan["sm_margin"] < 0) is finer, NUM_SMS
+            assert part.uniform
+            assert part.prefix_lens.tolist()[:3] == [30720] * 3
+            places.add((schedule.metadata.data_ptr(), part.prefix_lens.data_ptr()))
+            buffer = schedule.metadata.untyped_storage()
+            whole = torch.empty(0, dtype=torch.int32).set_(buffer)
+            assert whole[: schedule.metadata.shape[0]].all()
+            assert not whole[schedule.metadata.shape[0] :].any()
+        assert len(places) == 1
