@@ -10,7 +10,6 @@
 #include "attention/verify.h"
 #include "check.h"
 #include "kv_interceptor/kv_ops.h"
-#include "linear/linear_rows.h"
 #include "specpv/specpv_ops.h"
 #include "specpv/view_gather.h"
 
@@ -319,22 +318,6 @@ void RegisterSpecPVFakes(torch::Library& library) {
   library.impl("select_blocks", &SelectBlocksFake);
 }
 
-// ---- linear layers ----------------------------------------------------------------------------
-
-at::Tensor LinearRowsOp(const at::Tensor& input, const at::Tensor& weight,
-                        const OptionalTensor& bias) {
-  return WithTorchErrors([&]() -> at::Tensor { return LinearRows(input, weight, bias); });
-}
-
-at::Tensor LinearRowsFake(const at::Tensor& input, const at::Tensor& weight,
-                          const OptionalTensor& bias) {
-  TORCH_CHECK_VALUE(input.dim() >= 1 && weight.dim() == 2, "input, weight: got ", input.dim(),
-                    " and ", weight.dim(), " dimensions, expected 1 or more and 2");
-  std::vector<c10::SymInt> sizes = input.sym_sizes().vec();
-  sizes.back() = weight.sym_size(0);
-  return at::empty_symint(sizes, input.options());
-}
-
 // One implementation serves every device: it checks, then goes by the tensors' device.
 void RegisterKernels(torch::Library& library) {
   library.impl("write_kv", &WriteKvOp);
@@ -359,7 +342,7 @@ TORCH_LIBRARY(nwor_specpv, library) {
       "int block_size=0, int start_token=0, Tensor(f!)? tail_keys=None, "
       "Tensor(g!)? tail_values=None, Tensor? tail_begin=None, Tensor? root_slots=None, "
       "Tensor(h!)? tail_held=None) -> ()");
-  library.def("linear_rows(Tensor input, Tensor weight, Tensor? bias=None) -> Tensor");
+  nwor::RegisterDecoderSchemas(library);
   nwor::RegisterAttentionSchemas(library);
   nwor::RegisterTreeSchemas(library);
   nwor::RegisterSpecPVSchemas(library);
@@ -367,14 +350,14 @@ TORCH_LIBRARY(nwor_specpv, library) {
 
 TORCH_LIBRARY_IMPL(nwor_specpv, CPU, library) {
   nwor::RegisterKernels(library);
-  library.impl("linear_rows", &nwor::LinearRowsOp);
+  nwor::RegisterDecoderKernels(library);
   nwor::RegisterAttentionKernels(library);
   nwor::RegisterTreeKernels(library);
   nwor::RegisterSpecPVKernels(library);
 }
 TORCH_LIBRARY_IMPL(nwor_specpv, Meta, library) {
   nwor::RegisterKernels(library);
-  library.impl("linear_rows", &nwor::LinearRowsFake);
+  nwor::RegisterDecoderFakes(library);
   nwor::RegisterAttentionFakes(library);
   nwor::RegisterTreeFakes(library);
   nwor::RegisterSpecPVFakes(library);
@@ -382,7 +365,7 @@ TORCH_LIBRARY_IMPL(nwor_specpv, Meta, library) {
 #ifdef NWOR_WITH_CUDA
 TORCH_LIBRARY_IMPL(nwor_specpv, CUDA, library) {
   nwor::RegisterKernels(library);
-  library.impl("linear_rows", &nwor::LinearRowsOp);
+  nwor::RegisterDecoderKernels(library);
   nwor::RegisterAttentionKernels(library);
   nwor::RegisterTreeKernels(library);
   nwor::RegisterSpecPVKernels(library);

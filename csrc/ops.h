@@ -26,6 +26,11 @@ decltype(auto) WithTorchErrors(Function&& function) {
   }
 }
 
+// ops_decoder.cpp
+void RegisterDecoderSchemas(torch::Library& library);
+void RegisterDecoderKernels(torch::Library& library);
+void RegisterDecoderFakes(torch::Library& library);
+
 // ops_tree.cpp
 void RegisterTreeSchemas(torch::Library& library);
 void RegisterTreeKernels(torch::Library& library);

@@ -3,8 +3,8 @@
 
     tools/check_structure.py [repository root]
 
-* Includes in csrc/ go one way: root headers, metrics, kv_interceptor, attention, linear, tree,
-  specpv, session, drafters, bindings (ops.cpp, module.cpp, their parts ops_<folder>.cpp,
+* Includes in csrc/ go one way: root headers, metrics, kv_interceptor, attention, linear, decoder,
+  tree, specpv, session, drafters, bindings (ops.cpp, module.cpp, their parts ops_<folder>.cpp,
   module_<folder>.cpp, and their ops.h, module.h); no file includes itself by any detour.
 * Only csrc/ops.cpp registers torch ops, only csrc/module.cpp and its parts csrc/module_<folder>.cpp
   include pybind11 or Python, only csrc/metrics/exporter.cpp includes prometheus.
@@ -28,6 +28,7 @@ LAYERS = (
     "kv_interceptor",
     "attention",
     "linear",
+    "decoder",
     "tree",
     "specpv",
     "session",

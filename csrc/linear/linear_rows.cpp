@@ -1,23 +1,16 @@
 #include "linear/linear_rows.h"
 
-#include <ATen/Parallel.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/linear.h>
 
-#include <algorithm>
-#include <atomic>
 #include <vector>
 
 #include "check.h"
 #include "linear/cpu/kernels.h"
-#include "parallel.h"
+#include "linear/strips.h"
 
 namespace nwor {
 namespace {
-
-constexpr int64_t kStripOutputs = 40;
-// Below this a second thread costs more than it brings.
-constexpr int64_t kMinParallelWork = 1 << 16;
 
 std::optional<DType> SupportedType(at::ScalarType type) {
   switch (type) {
@@ -51,16 +44,11 @@ void CheckArguments(const at::Tensor& input, const at::Tensor& weight,
 
 void Run(const cpu::LinearTask& all, int64_t outputs) {
   const cpu::LinearKernels& kernels = cpu::ChooseLinearKernels();
-  const int64_t strips = (outputs + kStripOutputs - 1) / kStripOutputs;
-  const bool alone = outputs * all.depth < kMinParallelWork;
-  std::atomic<int64_t> next{0};
-  RunOnTorchThreads(alone ? 1 : std::min<int64_t>(strips, at::get_num_threads()), [&] {
-    for (int64_t strip = next++; strip < strips; strip = next++) {
-      cpu::LinearTask task = all;
-      task.first = strip * kStripOutputs;
-      task.last = std::min(outputs, task.first + kStripOutputs);
-      kernels.linear(task);
-    }
+  ForStrips({&outputs, 1}, all.depth, [&](size_t, int64_t first, int64_t last) {
+    cpu::LinearTask task = all;
+    task.first = first;
+    task.last = last;
+    kernels.linear(task);
   });
 }
 

@@ -21,6 +21,7 @@ from .acceptance import (
 )
 from .attention import merge_rows, merge_states, verify_attention, verify_plan
 from .cut import cut_path
+from .decoder import attention_inputs, layer_output, linear_rows
 from .retrieval import block_summaries, build_view, gather_view, select_blocks
 from .target import target_probs
 from .tree import tree_from_chain, tree_from_parents, tree_from_topk
@@ -32,11 +33,13 @@ __all__ = [
     "accept_greedy",
     "accept_sampling",
     "accept_typical",
+    "attention_inputs",
     "block_summaries",
     "build_view",
     "commit",
     "cut_path",
     "gather_view",
+    "layer_output",
     "linear_rows",
     "make_coins",
     "merge_rows",
@@ -170,14 +173,3 @@ def commit(
         **({} if summaries is None else vars(summaries)),
         **({} if tail is None else vars(tail)),
     )
-
-
-def linear_rows(
-    input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None
-) -> torch.Tensor:
-    """A linear layer for few rows: `input` [.., K], `weight` [N, K], `bias` [N].
-
-    On the CPU a row has the same bits whatever the number of rows, sums are float32, and weights
-    are read once, as they lie; on CUDA it is torch's linear.
-    """
-    return call(torch.ops.nwor_specpv.linear_rows.default, input, weight, bias)

@@ -7,7 +7,8 @@
 
 namespace nwor::cpu {
 
-const LinearKernels kAvx2LinearKernels = {"avx2", simd_avx2::kLanes, &simd_avx2::Multiply};
+const LinearKernels kAvx2LinearKernels = {"avx2", simd_avx2::kLanes, &simd_avx2::Multiply,
+                                          &simd_avx2::Gate};
 
 }  // namespace nwor::cpu
 

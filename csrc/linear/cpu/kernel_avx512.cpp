@@ -7,7 +7,8 @@
 
 namespace nwor::cpu {
 
-const LinearKernels kAvx512LinearKernels = {"avx512", simd_avx512::kLanes, &simd_avx512::Multiply};
+const LinearKernels kAvx512LinearKernels = {"avx512", simd_avx512::kLanes, &simd_avx512::Multiply,
+                                            &simd_avx512::Gate};
 
 }  // namespace nwor::cpu
 

@@ -5,6 +5,6 @@
 namespace nwor::cpu {
 
 const LinearKernels kGenericLinearKernels = {"generic", simd_generic::kLanes,
-                                             &simd_generic::Multiply};
+                                             &simd_generic::Multiply, &simd_generic::Gate};
 
 }  // namespace nwor::cpu

@@ -5,7 +5,8 @@
 
 namespace nwor::cpu {
 
-const LinearKernels kNeonLinearKernels = {"neon", simd_neon::kLanes, &simd_neon::Multiply};
+const LinearKernels kNeonLinearKernels = {"neon", simd_neon::kLanes, &simd_neon::Multiply,
+                                          &simd_neon::Gate};
 
 }  // namespace nwor::cpu
 

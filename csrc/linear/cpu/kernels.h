@@ -5,8 +5,8 @@
 #include "export.h"
 #include "types.h"
 
-// The inner loop of a linear layer for a few rows, compiled once per instruction set (see
-// attention/simd.h) and chosen at run time.
+// The inner loops of linear layers for a few rows and of the gate between two, compiled once per
+// instruction set (see attention/simd.h) and chosen at run time.
 
 namespace nwor::cpu {
 
@@ -27,6 +27,8 @@ struct LinearKernels {
   const char* name;
   int lanes;
   void (*linear)(const LinearTask&);
+  // gate[i] = silu(gate[i]) * up[i]. An element's result depends on its own two values alone.
+  void (*gate)(float* gate, const float* up, int64_t count);
 };
 
 extern NWOR_EXPORT const LinearKernels kGenericLinearKernels;

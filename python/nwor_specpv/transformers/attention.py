@@ -72,9 +72,29 @@ def attend(
             raise NworError(
                 f"model: got a layer that asks for {name}, which verify attention has not"
             )
-    step = nwor_step
-    layer = module.layer_idx
-    rows = query[0].transpose(0, 1)
+    out = attend_rows(
+        nwor_step,
+        module.layer_idx,
+        *(side[0].transpose(0, 1) for side in (query, key, value)),
+        scaling if scaling is not None else query.shape[-1] ** -0.5,
+        window=sliding_window or 0,
+        softcap=softcap or 0.0,
+    )
+    return out[None], None
+
+
+def attend_rows(
+    step: Step,
+    layer: int,
+    rows: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    scale: float,
+    *,
+    window: int = 0,
+    softcap: float = 0.0,
+) -> torch.Tensor:
+    """Attention of one layer: rows [T, Hq, D], key and value [T, Hkv, D] -> [T, Hq, D]."""
     view = None
     if step.partial is not None:
         if step.refreshing:
@@ -83,28 +103,21 @@ def attend(
         view = step.partial.view(layer)
     arguments = (
         rows,
-        key[0].transpose(0, 1),
-        value[0].transpose(0, 1),
+        key,
+        value,
         *step.caches[layer],
         step.block_table,
         step.prefix_lens,
         step.query_start,
         step.tree_mask,
-        scaling if scaling is not None else query.shape[-1] ** -0.5,
+        scale,
     )
-    options = {
-        "view": view,
-        "window": sliding_window or 0,
-        "softcap": softcap or 0.0,
-        "max_rows": step.max_rows,
-    }
+    options = {"view": view, "window": window, "softcap": softcap, "max_rows": step.max_rows}
     if not rows.is_cuda:
-        return _attend_on_cpu(step, arguments, options)[None], None
+        return _attend_on_cpu(step, arguments, options)
     if rows.dtype == torch.float32:
-        out = gathered_attention(*arguments, positions=step.positions, **options)
-    else:
-        out = verify_attention(*arguments, **options, plan=_plan(step, rows, layer, view, options))
-    return out[None], None
+        return gathered_attention(*arguments, positions=step.positions, **options)
+    return verify_attention(*arguments, **options, plan=_plan(step, rows, layer, view, options))
 
 
 def _attend_on_cpu(step: Step, arguments: tuple, options: dict[str, Any]) -> torch.Tensor:

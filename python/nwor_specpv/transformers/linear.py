@@ -32,25 +32,27 @@ def replacements(model: nn.Module) -> list[tuple[nn.Module, str, nn.Module, RowL
     found = []
     for parent in model.modules():
         for name, child in parent._modules.items():
-            if type(child) is nn.Linear and _supported(child):
+            if is_plain(child):
                 found.append((parent, name, child, RowLinear(child)))
     return found
 
 
-def _supported(linear: nn.Linear) -> bool:
-    weight = linear.weight
+def is_plain(module: nn.Module) -> bool:
+    """A linear layer on the CPU and nothing more."""
+    if type(module) is not nn.Linear or module._forward_hooks or module._forward_pre_hooks:
+        return False
     dtypes = (torch.float32, torch.float16, torch.bfloat16)
-    hooked = linear._forward_hooks or linear._forward_pre_hooks
-    return weight.device.type == "cpu" and weight.dtype in dtypes and not hooked
+    return module.weight.device.type == "cpu" and module.weight.dtype in dtypes
 
 
 @contextmanager
-def row_linear(found: list[tuple[nn.Module, str, nn.Module, RowLinear]]) -> Iterator[None]:
-    """Our layers are in place inside; outside the model is as it was."""
+def in_place(found: list[tuple[nn.Module, str, nn.Module, nn.Module]]) -> Iterator[None]:
+    """Our modules are in place inside; outside everything is as it was. May be nested."""
+    before = [(parent, name, parent._modules[name]) for parent, name, _, _ in found]
     for parent, name, _, ours in found:
         parent._modules[name] = ours
     try:
         yield
     finally:
-        for parent, name, theirs, _ in found:
-            parent._modules[name] = theirs
+        for parent, name, module in before:
+            parent._modules[name] = module

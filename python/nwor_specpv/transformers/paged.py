@@ -17,8 +17,8 @@ from .graphs import StepGraphs
 class PagedCache(Cache):
     """K/V of many requests of different lengths, in pages. Not thread-safe.
 
-    A model writes through `update`, the only way in: rows of the current step go to their slots,
-    drafts to staging.
+    A model writes through `update`, our layers through `write`, which it calls: rows of the
+    current step go to their slots, drafts to staging.
     """
 
     def __init__(
@@ -69,15 +69,17 @@ class PagedCache(Cache):
         cache_kwargs: dict[str, Any] | None = None,
         **kwargs: Any,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        step = self.step
-        if step is None:
-            raise NworError("update: got no step; this cache is filled by a Generator only")
-        rows = (side[0].transpose(0, 1) for side in (key_states, value_states))
-        outcome = self.interceptor.write(self._names[layer_idx], *rows, step.slots)
-        if outcome.action == "bypass":
-            raise NworError(f"write: the interceptor refused layer {layer_idx}: {outcome.reason}")
-        self.written += 1
+        self.write(layer_idx, *(side[0].transpose(0, 1) for side in (key_states, value_states)))
         return key_states, value_states
+
+    def write(self, layer: int, key: torch.Tensor, value: torch.Tensor) -> None:
+        """K/V [T, H, D] of the current step's rows."""
+        if self.step is None:
+            raise NworError("update: got no step; this cache is filled by a Generator only")
+        outcome = self.interceptor.write(self._names[layer], key, value, self.step.slots)
+        if outcome.action == "bypass":
+            raise NworError(f"write: the interceptor refused layer {layer}: {outcome.reason}")
+        self.written += 1
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         return 0  # of no single request; positions are always given

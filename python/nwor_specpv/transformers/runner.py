@@ -13,7 +13,9 @@ from nwor_specpv import CapacityError, NworConfig, NworError
 
 from .attention import NAME, Step
 from .graphs import MOST_ROWS
-from .linear import replacements, row_linear
+from .layers import Replacement, untouched
+from .layers import replacements as layer_replacements
+from .linear import in_place, replacements
 from .paged import PagedCache
 
 
@@ -48,6 +50,7 @@ class ModelRunner:
         self.device = self.head.weight.device
         self.dtype = next(p.dtype for p in model.parameters() if p.is_floating_point())
         self._linears = replacements(model)
+        self._layers: list[Replacement] | None = None
         self._features: dict[int, torch.Tensor] = {}
         self._cache: PagedCache | None = None
         self._last_key = 0
@@ -127,14 +130,17 @@ class ModelRunner:
         layers = _decoder_layers(self.model)
         with ExitStack() as stack:
             stack.enter_context(torch.inference_mode())
-            stack.enter_context(row_linear(self._linears))
-            for index in feature_layers:
-                handle = layers[index].register_forward_hook(self._keep(index))
-                stack.callback(handle.remove)
             stack.callback(self.model.train, training)
             stack.callback(setattr, config, "_attn_implementation", before)
             self.model.eval()
             config._attn_implementation = NAME
+            if self._layers is None:
+                self._layers = layer_replacements(layers, config)
+            stack.enter_context(in_place(untouched(self._layers)))
+            stack.enter_context(in_place(self._linears))
+            for index in feature_layers:
+                handle = layers[index].register_forward_hook(self._keep(index))
+                stack.callback(handle.remove)
             yield
 
     def _keep(self, index: int) -> Any:

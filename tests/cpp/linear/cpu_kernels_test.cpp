@@ -98,5 +98,33 @@ TEST(LinearKernels, TouchOnlyTheOutputsAskedFor) {
   }
 }
 
+TEST(LinearKernels, GateAsInDouble) {
+  for (const LinearKernels* kernels : AllKernels()) {
+    for (const int64_t count : {1, 3, 8, 41}) {
+      std::mt19937 random(static_cast<uint32_t>(count));
+      std::normal_distribution<float> normal(0, 30);
+      std::vector<float> gate(count + 1), up(count + 1);
+      for (int64_t i = 0; i <= count; ++i) gate[i] = normal(random), up[i] = normal(random);
+      std::vector<float> out = gate;
+      kernels->gate(out.data(), up.data(), count);
+      for (int64_t i = 0; i < count; ++i) {
+        const double expected = gate[i] / (1 + std::exp(-double{gate[i]})) * up[i];
+        // The exponent is rounded to float, which tells in proportion to its size.
+        const double part = 4e-7 + 1.2e-7 * std::abs(gate[i]);
+        ASSERT_NEAR(out[i], expected, part * std::abs(expected) + 1e-30) << kernels->name;
+      }
+      EXPECT_EQ(out[count], gate[count]) << "wrote beyond the last value";
+    }
+    std::vector<float> edges = {-1e30f, 1e30f, 0.0f, -200.0f, std::nanf("")};
+    const std::vector<float> ones(edges.size(), 1.0f);
+    kernels->gate(edges.data(), ones.data(), static_cast<int64_t>(edges.size()));
+    EXPECT_NEAR(edges[0], 0, 1e-7);
+    EXPECT_EQ(edges[1], 1e30f);
+    EXPECT_EQ(edges[2], 0);
+    EXPECT_NEAR(edges[3], 0, 1e-30);
+    EXPECT_TRUE(std::isnan(edges[4]));
+  }
+}
+
 }  // namespace
 }  // namespace nwor::cpu

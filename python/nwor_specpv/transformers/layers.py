@@ -1,0 +1,187 @@
+"""A model's decoder layers while a Generator runs it: few rows go through two ops of ours.
+
+Around attention a layer of the Llama family is some fifty small operations, which on a CPU cost
+more than the arithmetic of a few rows. `attention_inputs` and `layer_output` are the same in two.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from .attention import Step, attend_rows
+from .linear import MAX_ROWS, is_plain
+
+_attention_inputs = torch.ops.nwor_specpv.attention_inputs.default
+_layer_output = torch.ops.nwor_specpv.layer_output.default
+# Norm, attention with rotary halves, norm, gated MLP, two residual connections, nothing else.
+_KNOWN = {
+    "transformers.models.llama.modeling_llama": "LlamaDecoderLayer",
+    "transformers.models.mistral.modeling_mistral": "MistralDecoderLayer",
+    "transformers.models.qwen2.modeling_qwen2": "Qwen2DecoderLayer",
+    "transformers.models.qwen3.modeling_qwen3": "Qwen3DecoderLayer",
+}
+_CLOSE = 1e-4  # of the largest output, between their layer and ours
+
+Replacement = tuple[nn.ModuleList, str, nn.Module, "RowLayer"]
+
+
+class RowLayer(nn.Module):
+    """Stands in for a decoder layer and shares its parameters; many rows it leaves to that."""
+
+    def __init__(self, layer: nn.Module, window: int) -> None:
+        super().__init__()
+        self.layer = layer
+        attention, mlp = layer.self_attn, layer.mlp
+        norms = [getattr(attention, name, None) for name in ("q_norm", "k_norm")]
+        self._index, self._scaling, self._window = attention.layer_idx, attention.scaling, window
+        projections = (attention.q_proj, attention.k_proj, attention.v_proj)
+        self._inputs = (
+            layer.input_layernorm.weight,
+            layer.input_layernorm.variance_epsilon,
+            *(one.weight for one in projections),
+            *(one.bias for one in projections),
+            *(None if norm is None else norm.weight for norm in norms),
+        )
+        self._outputs = (
+            attention.o_proj.weight,
+            attention.o_proj.bias,
+            layer.post_attention_layernorm.weight,
+            layer.post_attention_layernorm.variance_epsilon,
+            mlp.gate_proj.weight,
+            mlp.up_proj.weight,
+            mlp.down_proj.weight,
+        )
+
+    def forward(
+        self,
+        hidden_states: torch.Tensor,
+        *arguments: Any,
+        position_embeddings: tuple[torch.Tensor, torch.Tensor],
+        past_key_values: Any,
+        nwor_step: Step,
+        **more: Any,
+    ) -> torch.Tensor:
+        if hidden_states.shape[1] > MAX_ROWS:
+            return self.layer(
+                hidden_states,
+                *arguments,
+                position_embeddings=position_embeddings,
+                past_key_values=past_key_values,
+                nwor_step=nwor_step,
+                **more,
+            )
+        rows = hidden_states[0]
+        cos, sin = position_embeddings
+        query, key, value = _attention_inputs(rows, cos[0], sin[0], *self._inputs)
+        past_key_values.write(self._index, key, value)
+        attended = attend_rows(
+            nwor_step, self._index, query, key, value, self._scaling, window=self._window
+        )
+        return _layer_output(rows, attended.flatten(1), *self._outputs)[None]
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:  # what a model asks its layers for
+            return getattr(super().__getattr__("layer"), name)
+
+
+def replacements(layers: nn.ModuleList, text: Any) -> list[Replacement]:
+    """(list, name, its layer, ours) of the layers that ours gives the same for.
+
+    `text`: the model's config, whose attention is ours. Of each kind one layer is run both ways:
+    what a release of transformers has changed is left to it.
+    """
+    found: list[Replacement] = []
+    agreed: dict[int, bool] = {}
+    for name, layer in layers._modules.items():
+        if not _known(layer, text):
+            continue
+        window = _window(layer, text)
+        ours = RowLayer(layer, window)
+        if window not in agreed:
+            agreed[window] = _agree(layer, ours, text)
+        if agreed[window]:
+            found.append((layers, name, layer, ours))
+    return found
+
+
+def untouched(found: list[Replacement]) -> list[Replacement]:
+    """Without the layers that somebody looks into by now."""
+    return [one for one in found if not _hooked(one[2])]
+
+
+def _known(layer: nn.Module, text: Any) -> bool:
+    """A layer of a class that we know, with nothing added to it."""
+    kind = type(layer)
+    if _KNOWN.get(kind.__module__) != kind.__name__ or text.hidden_act not in ("silu", "swish"):
+        return False
+    if _hooked(layer):
+        return False
+    attention, mlp = layer.self_attn, layer.mlp
+    projections = (attention.q_proj, attention.k_proj, attention.v_proj, attention.o_proj)
+    gated = (mlp.gate_proj, mlp.up_proj, mlp.down_proj)
+    own = all(is_plain(one) and one.weight.dtype == torch.float32 for one in projections + gated)
+    return own and all(one.bias is None for one in gated)
+
+
+def _hooked(layer: nn.Module) -> bool:
+    return any(one._forward_hooks or one._forward_pre_hooks for one in layer.modules())
+
+
+def _window(layer: nn.Module, text: Any) -> int:
+    """As the layer hands it to attention: by itself, or for all layers alike."""
+    if hasattr(layer.self_attn, "sliding_window"):
+        return layer.self_attn.sliding_window or 0
+    alike = type(layer).__name__ == "MistralDecoderLayer"
+    return (getattr(text, "sliding_window", None) or 0) if alike else 0
+
+
+class _NoCache:
+    """Takes the rows of a trial and keeps none."""
+
+    def update(self, key: torch.Tensor, value: torch.Tensor, *_: Any, **__: Any) -> tuple:
+        return key, value
+
+    def write(self, layer: int, key: torch.Tensor, value: torch.Tensor) -> None:
+        pass
+
+
+@torch.inference_mode()
+def _agree(layer: nn.Module, ours: RowLayer, text: Any, rows: int = 3) -> bool:
+    """Both layers over a few rows that see each other alone."""
+    attention = layer.self_attn
+    random = torch.Generator().manual_seed(0)
+    hidden = torch.randn(1, rows, text.hidden_size, generator=random)
+    angles = torch.randn(1, rows, attention.head_dim // 2, generator=random).repeat(1, 1, 2)
+    heads = attention.k_proj.out_features // attention.head_dim
+    cache = torch.zeros(1, 16, heads, attention.head_dim)
+    step = Step(
+        tokens=torch.zeros(rows, dtype=torch.int64),
+        positions=torch.arange(rows),
+        slots=torch.full((rows,), -1),
+        block_table=torch.zeros(1, 1, dtype=torch.int32),
+        prefix_lens=torch.zeros(1, dtype=torch.int32),
+        query_start=torch.tensor([0, rows], dtype=torch.int32),
+        tree_mask=None,
+        max_rows=rows,
+        caches=[(cache, cache)] * (attention.layer_idx + 1),
+    )
+    theirs, own = (
+        one(
+            hidden,
+            attention_mask=None,
+            position_embeddings=(angles.cos(), angles.sin()),
+            position_ids=step.positions[None],
+            past_key_values=_NoCache(),
+            use_cache=True,
+            nwor_step=step,
+        )
+        for one in (layer, ours)
+    )
+    return theirs.shape == own.shape and bool(
+        (theirs - own).abs().max() <= _CLOSE * theirs.abs().max()
+    )
