@@ -22,15 +22,21 @@ constexpr float kLog2E = 1.4426950408889634f;
 constexpr float kMinusInfinity = -std::numeric_limits<float>::infinity();
 
 // Register tiles of four rows: tokens per score tile, registers of channels per sum tile. Fewer
-// rows leave room for twice as much: more multiply-adds that do not wait for each other.
+// rows leave room for up to twice as much: more multiply-adds that do not wait for each other.
+// Three rows of eight tokens would be 24 sums beside queries and keys, and some of 32 registers
+// would live in memory.
 #if NWOR_SIMD_LEVEL == NWOR_SIMD_AVX2
 constexpr int kTileTokens = 2;
+constexpr int kTileTokensOfThree = 4;
 constexpr int kTileVecs = 2;
 #else
 constexpr int kTileTokens = 4;
+constexpr int kTileTokensOfThree = 6;
 constexpr int kTileVecs = 4;
 #endif
-constexpr int TileTokens(int rows) { return rows < kTileRows ? 2 * kTileTokens : kTileTokens; }
+constexpr int TileTokens(int rows) {
+  return rows == kTileRows ? kTileTokens : rows == 3 ? kTileTokensOfThree : 2 * kTileTokens;
+}
 constexpr int TileVecs(int rows) { return rows < kTileRows ? 2 * kTileVecs : kTileVecs; }
 
 // What will be read next, fetched into L2 a line or two at a time between the multiply-adds. In one
@@ -90,6 +96,7 @@ NWOR_SIMD_INLINE void ScoreTile(const float* queries, const T* const* keys, cons
   }
 }
 
+// REQUIRES: count is a multiple of 4.
 template <int kRows, bool kFetch, typename T>
 void ScoreTiles(const float* queries, const T* const* keys, int count, int head_dim,
                 const Ahead& ahead, float* scores) {
@@ -100,9 +107,16 @@ void ScoreTiles(const float* queries, const T* const* keys, int count, int head_
     ScoreTile<kRows, kTokens, kFetch>(queries, keys + t, soon, head_dim, ahead.From(t),
                                       scores + t * kTileRows);
   }
-  for (; t < count; t += kTileTokens) {
+  for (; t + kTileTokens <= count; t += kTileTokens) {
     ScoreTile<kRows, kTileTokens, false>(queries, keys + t, keys + t, head_dim, ahead,
                                          scores + t * kTileRows);
+  }
+  if constexpr (kTokens % kTileTokens != 0) {
+    static_assert(kTokens % kTileTokens == 2 && kTileTokens == 4);
+    if (t < count) {
+      ScoreTile<kRows, 2, false>(queries, keys + t, keys + t, head_dim, ahead,
+                                 scores + t * kTileRows);
+    }
   }
 }
 

@@ -73,6 +73,7 @@ class Inputs:
         self.cache = noise(*shape)
         order = torch.randperm(num_pages, device=device, generator=generator)
         self.cache[:, order[-1]] = float("nan")
+        self.key_cache, self.value_cache = self.cache.unbind()
         self.table = order[:-1].view(case.batch, pages).int()
         self.query = noise(total, case.heads, case.head_dim)
         self.key = noise(total, case.kv_heads, case.head_dim)
@@ -102,8 +103,8 @@ class Inputs:
             self.query,
             self.key,
             self.value,
-            self.cache[0],
-            self.cache[1],
+            self.key_cache,
+            self.value_cache,
             self.table,
             self.lens,
             self.starts,
@@ -117,7 +118,7 @@ class Inputs:
     def plan(self, mask: str) -> torch.Tensor:
         return verify_plan(
             self.query,
-            self.cache[0],
+            self.key_cache,
             self.table,
             self.lens,
             self.starts,

@@ -50,8 +50,8 @@ def vllm_flash_attention() -> Peer:
     def attend(inputs) -> None:
         flash_attn_varlen_func(
             q=inputs.query,
-            k=inputs.cache[0],
-            v=inputs.cache[1],
+            k=inputs.key_cache,
+            v=inputs.value_cache,
             out=inputs.out,
             cu_seqlens_q=inputs.starts,
             max_seqlen_q=inputs.case.rows,

@@ -1,0 +1,158 @@
+"""What docs/attention.md promises of shapes, memory and batches, each by a step made for it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch.nn.functional import scaled_dot_product_attention
+
+from attention.steps import (
+    DEVICES,
+    FP8,
+    HEAD_DIMS,
+    LAYOUTS,
+    Shape,
+    Step,
+    assert_close,
+    make_step,
+    row_dtypes,
+)
+from nwor_specpv import CompactView, PartialView
+
+PAGE_SIZES = (16, 32, 64, 128, 256, 1040)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("head_dim", HEAD_DIMS)
+def test_every_head_size_with_every_page_size_layout_and_dtype(device: str, head_dim: int) -> None:
+    """Each page size once, and among them each layout, each dtype and a float8 cache."""
+    for i, page_size in enumerate(PAGE_SIZES):
+        dtypes = row_dtypes(device)
+        shape = Shape(
+            rows=[2, 1],
+            prefix=[page_size + 3, 2 * page_size if page_size < 200 else 40],
+            heads=6,
+            kv_heads=2,
+            head_dim=head_dim,
+            page_size=page_size,
+            dtype=dtypes[i % len(dtypes)],
+            cache_dtype=FP8 if i % 3 == 2 else None,
+            scales="head" if i == 2 else "none",
+            layout=LAYOUTS[i % len(LAYOUTS)],
+            mask="tree",
+        )
+        step = make_step(shape, 100 * head_dim + i, device)
+        assert_close(step, *step.run())
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("packed", [1, 2, 3, 4, 5])
+def test_every_length_up_to_a_block_and_beyond(device: str, packed: int) -> None:
+    """Tiles of one to four packed rows and of two leave other remainders of tokens each."""
+    for prefix in range(71):
+        shape = Shape([1], [prefix], heads=packed, kv_heads=1, dtype=row_dtypes(device)[0])
+        step = make_step(shape, prefix, device)
+        assert_close(step, *step.run())
+
+
+def reordered(step: Step, order: list[int]) -> Step:
+    """The step with its requests in another order, in the same caches."""
+    starts = step.arguments["query_start"].tolist()
+    device = step.arguments["query"].device
+    rows = [t for b in order for t in range(starts[b], starts[b + 1])]
+    arguments = dict(step.arguments)
+    for name in ("query", "key", "value"):
+        arguments[name] = arguments[name][rows]
+    for name in ("block_table", "prefix_lens"):
+        arguments[name] = arguments[name][order]
+    lengths = [starts[b + 1] - starts[b] for b in order]
+    arguments["query_start"] = torch.tensor(
+        [sum(lengths[:i]) for i in range(len(order) + 1)], dtype=torch.int32, device=device
+    )
+    view = step.options["view"]
+    options = dict(step.options)
+    if isinstance(view, PartialView):
+        options["view"] = PartialView(
+            view.blocks[order], view.num_blocks[order], view.view_lens[order], view.block_size
+        )
+    else:
+        options["view"] = CompactView(view.keys[order], view.values[order], view.lens[order])
+    return replace(step, arguments=arguments, tree_mask=step.tree_mask[rows], options=options)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("view", ["mixed_partial", "mixed_compact"])
+def test_whole_prefixes_and_views_in_any_order_of_requests(device: str, view: str) -> None:
+    """The mix is that of each alone; order and repetition of requests change no bit."""
+    shape = Shape(
+        rows=[3, 1, 9, 2],
+        prefix=[700, 64, 130, 1100],
+        heads=6,
+        kv_heads=2,
+        dtype=row_dtypes(device)[-1],
+        mask="tree",
+        view=view,
+    )
+    steps = (make_step(shape, seed, device) for seed in range(50))
+    counts = "num_blocks" if view == "mixed_partial" else "lens"
+
+    def mixed(step: Step) -> bool:
+        used = getattr(step.options["view"], counts)
+        return bool((used > 0).any() and (used == -1).any())
+
+    step = next(s for s in steps if mixed(s))
+    out, lse = step.run()
+    assert_close(step, out, lse)
+    starts = step.arguments["query_start"].tolist()
+    for order in ([3, 2, 1, 0], [1, 3, 0, 2], [2, 2, 0, 3, 1, 0]):
+        rows = [t for b in order for t in range(starts[b], starts[b + 1])]
+        again, again_lse = reordered(step, order).run()
+        assert torch.equal(again, out[rows]), order
+        assert torch.equal(again_lse, lse[rows]), order
+
+
+def moved(tensor: torch.Tensor) -> torch.Tensor:
+    """The same values and strides, one element further on: aligned to nothing."""
+    reach = sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True)) + 1
+    memory = torch.empty(reach + 1, dtype=tensor.dtype, device=tensor.device)
+    view = memory[1:].as_strided(tensor.shape, tensor.stride())
+    return view.copy_(tensor)
+
+
+@pytest.mark.parametrize("view", ["none", "compact"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_memory_aligned_to_an_element_gives_the_same_bits(dtype: torch.dtype, view: str) -> None:
+    shape = Shape([3, 2], [150, 40], dtype=dtype, mask="tree", view=view, layout="packed")
+    step = make_step(shape, 7)
+    expected = step.run()
+    for name in ("query", "key", "value", "key_cache", "value_cache"):
+        step.arguments[name] = moved(step.arguments[name])
+        assert step.arguments[name].data_ptr() % 16 != 0
+    if view == "compact":
+        given = step.options["view"]
+        step.options["view"] = CompactView(moved(given.keys), moved(given.values), given.lens)
+    got = step.run(out=moved(torch.zeros_like(expected[0])))
+    for one, other in zip(got, expected, strict=True):
+        assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_the_error_on_the_cpu_is_at_most_that_of_torchs_attention(dtype: torch.dtype) -> None:
+    """Mean and largest error, against float64, of the same rows over the same tokens."""
+    shape = Shape([1], [1500], heads=8, kv_heads=2, dtype=dtype, head_dim=128, poison=False)
+    step = make_step(shape, 8)
+    slots = torch.tensor(step.seen[0][0])
+    keys, values = (
+        torch.cat([step.arguments[cache].flatten(0, 1)[slots], step.arguments[rows]]).transpose(
+            0, 1
+        )[None]
+        for cache, rows in (("key_cache", "key"), ("value_cache", "value"))
+    )
+    query = step.arguments["query"].transpose(0, 1)[None]
+    theirs = scaled_dot_product_attention(query, keys, values, enable_gqa=True)[0].transpose(0, 1)
+    expected = torch.from_numpy(step.reference()[0])
+    ours, their = ((out.double() - expected).abs() for out in (step.run()[0], theirs))
+    assert ours.mean() <= 1.05 * their.mean(), (ours.mean(), their.mean())
+    assert ours.max() <= 1.25 * their.max(), (ours.max(), their.max())
