@@ -1,5 +1,6 @@
 #if defined(__x86_64__)
 
+#include "attention/cpu/block_cover.h"
 #include "attention/cpu/prefix_reader.h"
 #include "attention/cpu/task.h"
 #include "attention/cpu/visibility.h"

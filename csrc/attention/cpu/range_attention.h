@@ -1,0 +1,349 @@
+#pragma once
+
+#include <algorithm>
+#include <cmath>
+#include <cstddef>
+#include <cstdint>
+#include <utility>
+
+#include "attention/cpu/block_cover.h"
+#include "attention/cpu/prefix_reader.h"
+#include "attention/cpu/task.h"
+#include "attention/cpu/tile.h"
+#include "attention/simd.h"
+
+// One range of tokens and the rows of a chunk. Compiled once per instruction set, see kernel.h.
+//
+// A block of tokens meets all tiles of packed rows twice: for the scores, with K, and for the sums,
+// with V. Few tiles read K and V where they lie; many share a copy of the block as float.
+
+namespace nwor::NWOR_SIMD_NAMESPACE {
+
+using cpu::Cover;
+using cpu::RowChunk;
+using cpu::Scratch;
+using cpu::State;
+using cpu::TokenRange;
+
+// Rows of K or V read where they lie before the next of several tiles has its turn: they stay in
+// L1.
+constexpr int kDirectTokens = 16;
+constexpr int kPadTokens = 4;  // blocks are padded to a multiple, so that tiles need no remainder
+
+class RangeAttention {
+ public:
+  RangeAttention(const VerifyParams& params, const RowChunk& rows, Scratch& scratch,
+                 const State& state)
+      : params_(params),
+        rows_(rows),
+        scratch_(scratch),
+        state_(state),
+        softmax_(params),
+        cover_(params, rows, scratch),
+        head_dim_(params.head_dim),
+        block_tokens_(cpu::BlockTokens(params.head_dim)),
+        head_tiles_(rows.head_tiles()) {}
+
+  void Run(const TokenRange& range) {
+    Clear();
+    cover_.Begin();
+    const cpu::PrefixReader prefix(params_, rows_.request);
+    next_bytes_ = ElementBytes(prefix.dtype());
+    int64_t first = NextSeenBlock(range.begin, range.end);
+    if (first < range.end) {
+      ReadBlock(prefix, first, range.end, 0, next_);
+    }
+    while (first < range.end) {
+      const int64_t following = NextSeenBlock(first + block_tokens_, range.end);
+      const Cover cover = cover_.OfPrefix(first, BlockAt(first, range.end));
+      for (head_ = 0; head_ < rows_.num_heads; ++head_) {
+        std::swap(block_, next_);
+        // What comes next is found now, so that it can be fetched meanwhile.
+        next_->count = 0;
+        if (head_ + 1 < rows_.num_heads) {
+          ReadBlock(prefix, first, range.end, head_ + 1, next_);
+        } else if (following < range.end) {
+          ReadBlock(prefix, following, range.end, 0, next_);
+        }
+        Block(prefix.dtype(), cover == Cover::kSome);
+      }
+      first = following;
+    }
+    if (range.then_rows) {
+      next_->count = 0;
+      InFlight();
+    }
+  }
+
+ private:
+  // The K and V rows of one head's block, padded with zeros.
+  struct Rows {
+    const std::byte* keys[cpu::kMaxBlockTokens];
+    const std::byte* values[cpu::kMaxBlockTokens];
+    int count = 0;
+  };
+
+  // The first block at or behind `first` that the window does not hide from all rows.
+  int64_t NextSeenBlock(int64_t first, int64_t end) {
+    while (first < end && cover_.OfPrefix(first, BlockAt(first, end)) == Cover::kNone) {
+      first += block_tokens_;
+    }
+    return first;
+  }
+
+  void ReadBlock(const cpu::PrefixReader& prefix, int64_t first, int64_t end, int head,
+                 Rows* rows) const {
+    rows->count = BlockAt(first, end);
+    prefix.Read(rows_.first_head + head, first, rows->count, rows->keys, rows->values);
+    Pad(rows);
+  }
+
+  void Pad(Rows* rows) const {
+    const auto* zeros = reinterpret_cast<const std::byte*>(scratch_.zeros);
+    for (int i = rows->count; i < block_tokens_; ++i) {
+      rows->keys[i] = rows->values[i] = zeros;
+    }
+  }
+
+  void Clear() {
+    const int rows = rows_.tiles() * kTileRows;
+    for (int i = 0; i < rows; ++i) {
+      state_.max[i] = kMinusInfinity;
+      state_.sum[i] = 0.0f;
+    }
+    std::memset(state_.acc, 0, sizeof(float) * rows * head_dim_);
+  }
+
+  void InFlight() {
+    // Without a mask the rows behind the chunk are hidden from all of it.
+    const int end = params_.tree_mask == nullptr ? rows_.first + rows_.count : rows_.request_rows;
+    for (int first = 0; first < end; first += block_tokens_) {
+      block_->count = BlockAt(first, end);
+      const Cover cover = cover_.OfRows(first, block_->count);
+      if (cover == Cover::kNone) {
+        continue;
+      }
+      for (head_ = 0; head_ < rows_.num_heads; ++head_) {
+        for (int i = 0; i < block_->count; ++i) {
+          block_->keys[i] = RowAt(params_.key, params_.key_strides, first + i);
+          block_->values[i] = RowAt(params_.value, params_.value_strides, first + i);
+        }
+        Pad(block_);
+        Block(params_.dtype, cover == Cover::kSome);
+      }
+    }
+  }
+
+  const std::byte* RowAt(const void* rows, const RowStrides& strides, int row) const {
+    const int64_t offset =
+        (rows_.request_row + row) * strides.row + (rows_.first_head + head_) * strides.head;
+    return static_cast<const std::byte*>(rows) + offset * ElementBytes(params_.dtype);
+  }
+
+  // block_, for the KV head head_.
+  void Block(DType dtype, bool masked) {
+    switch (dtype) {
+      case DType::kFloat32:
+        return BlockOf<float>(masked);
+      case DType::kFloat16:
+        return BlockOf<Half>(masked);
+      case DType::kBFloat16:
+        return BlockOf<BFloat16>(masked);
+      case DType::kFloat8E4M3: {
+        const KvScales& scales = params_.cache.scales;
+        return SharedBlock<Float8E4M3>(masked, ScaleOf(scales.key, scales.key_count),
+                                       ScaleOf(scales.value, scales.value_count));
+      }
+    }
+  }
+
+  float ScaleOf(const float* scales, int count) const {
+    return scales == nullptr ? 1.0f : scales[count == 1 ? 0 : rows_.first_head + head_];
+  }
+
+  template <typename T>
+  void BlockOf(bool masked) {
+    constexpr int kDirectTiles = sizeof(T) == 4 ? 4 : 2;
+    if (masked || head_tiles_ > kDirectTiles) {
+      return SharedBlock<T>(masked, 1.0f, 1.0f);
+    }
+    const int step = head_tiles_ == 1 ? cpu::kMaxBlockTokens : kDirectTokens;
+    Scores(reinterpret_cast<const T* const*>(block_->keys), false, step);
+    Sums(reinterpret_cast<const T* const*>(block_->values), step);
+  }
+
+  // A block that several tiles use, or that some rows do not see: copied as float first.
+  template <typename T>
+  void SharedBlock(bool masked, float key_scale, float value_scale) {
+    const float* tokens[cpu::kMaxBlockTokens];
+    for (int i = 0; i < Padded(); ++i) {
+      tokens[i] = i < block_->count ? TokenAt(i) : scratch_.zeros;
+    }
+    Copy<T>(block_->keys, key_scale);
+    Scores(tokens, masked, Padded());
+    Copy<T>(block_->values, value_scale);
+    if (masked && !TokensAreFinite()) {
+      SumsOfVisible(tokens);
+    } else {
+      Sums(tokens, block_->count);
+    }
+  }
+
+  // Copies the block's rows as float.
+  template <typename T>
+  void Copy(const std::byte* const* rows, float scale) {
+    for (int i = 0; i < block_->count; ++i) {
+      const T* from = reinterpret_cast<const T*>(rows[i]);
+      float* to = TokenAt(i);
+      for (int d = 0; d < head_dim_; d += kLanes) {
+        Vec v = LoadAs(from + d);
+        if constexpr (sizeof(T) == 1) {
+          v *= scale;
+        }
+        Store(to + d, v);
+      }
+    }
+  }
+
+  bool TokensAreFinite() const {
+    for (int i = 0; i < block_->count; ++i) {
+      for (int d = 0; d < head_dim_; ++d) {
+        if (!std::isfinite(TokenAt(i)[d])) {
+          return false;
+        }
+      }
+    }
+    return true;
+  }
+
+  // Rows of the copy are a register longer than D, so that neighbours do not meet in a cache bank.
+  float* TokenAt(int i) const { return scratch_.tokens + i * (head_dim_ + kLanes); }
+
+  // Scores and softmax of all tiles, `step` tokens at a time: rows of K that are read where they
+  // lie stay in L1 only while few others pass.
+  template <typename T>
+  void Scores(const T* const* keys, bool masked, int step) {
+    const int padded = Padded();
+    for (int begin = 0; begin < padded; begin += step) {
+      const int count = std::min(step, padded - begin);
+      for (int tile = 0; tile < head_tiles_; ++tile) {
+        const float* queries = scratch_.queries + FirstRowOf(tile) * head_dim_;
+        float* scores = ScoresOf(tile) + begin * kTileRows;
+        const Ahead ahead = tile == 0 ? Next(next_->keys).From(begin) : Ahead{};
+        switch (RowsOf(tile)) {
+          case 1:
+            ScoreBlock<1>(queries, keys + begin, count, head_dim_, ahead, scores);
+            break;
+          case 2:
+            ScoreBlock<2>(queries, keys + begin, count, head_dim_, ahead, scores);
+            break;
+          case 3:
+            ScoreBlock<3>(queries, keys + begin, count, head_dim_, ahead, scores);
+            break;
+          default:
+            ScoreBlock<4>(queries, keys + begin, count, head_dim_, ahead, scores);
+        }
+      }
+    }
+    for (int tile = 0; tile < head_tiles_; ++tile) {
+      const uint64_t* bits[kTileRows];
+      for (int r = 0; r < kTileRows; ++r) {
+        const int row = (tile * kTileRows + r) / rows_.group;
+        bits[r] = scratch_.visible + (row < rows_.count ? row : rows_.count - 1);
+      }
+      softmax_.Apply(ScoresOf(tile), block_->count, padded, masked ? bits : nullptr,
+                     state_.max + FirstRowOf(tile), state_.sum + FirstRowOf(tile),
+                     scratch_.decay + tile * kTileRows);
+    }
+  }
+
+  // Weighted sums of all tiles, likewise.
+  template <typename T>
+  void Sums(const T* const* values, int step) {
+    constexpr float kKeep[kTileRows] = {1.0f, 1.0f, 1.0f, 1.0f};
+    for (int begin = 0; begin < block_->count; begin += step) {
+      const int count = std::min(step, block_->count - begin);
+      for (int tile = 0; tile < head_tiles_; ++tile) {
+        const float* weights = ScoresOf(tile) + begin * kTileRows;
+        const float* decay = begin == 0 ? scratch_.decay + tile * kTileRows : kKeep;
+        float* acc = state_.acc + FirstRowOf(tile) * head_dim_;
+        const Ahead ahead = tile == 0 ? Next(next_->values).From(begin) : Ahead{};
+        switch (RowsOf(tile)) {
+          case 1:
+            SumBlock<1>(weights, values + begin, count, decay, head_dim_, ahead, acc);
+            break;
+          case 2:
+            SumBlock<2>(weights, values + begin, count, decay, head_dim_, ahead, acc);
+            break;
+          case 3:
+            SumBlock<3>(weights, values + begin, count, decay, head_dim_, ahead, acc);
+            break;
+          default:
+            SumBlock<4>(weights, values + begin, count, decay, head_dim_, ahead, acc);
+        }
+      }
+    }
+  }
+
+  // Row by row over the tokens it sees: a weight of zero would still turn an infinity into a NaN.
+  void SumsOfVisible(const float* const* values) {
+    const float* seen[cpu::kMaxBlockTokens];
+    float weights[cpu::kMaxBlockTokens * kTileRows] = {};
+    for (int packed = 0; packed < rows_.packed(); ++packed) {
+      const int tile = packed / kTileRows;
+      const int lane = packed % kTileRows;
+      int count = 0;
+      for (int t = 0; t < block_->count; ++t) {
+        if (scratch_.visible[packed / rows_.group] >> t & 1) {
+          seen[count] = values[t];
+          weights[count * kTileRows] = ScoresOf(tile)[t * kTileRows + lane];
+          ++count;
+        }
+      }
+      SumBlock<1>(weights, seen, count, scratch_.decay + packed, head_dim_, Ahead{},
+                  state_.acc + (FirstRowOf(0) + packed) * head_dim_);
+    }
+  }
+
+  // The rows of next_ that a walk over the current block fetches meanwhile.
+  Ahead Next(const std::byte* const* rows) const {
+    return {next_->count > 0 ? rows : nullptr, next_bytes_};
+  }
+  int BlockAt(int64_t first, int64_t end) const {
+    return static_cast<int>(std::clamp<int64_t>(end - first, 0, block_tokens_));
+  }
+  int Padded() const { return (block_->count + kPadTokens - 1) / kPadTokens * kPadTokens; }
+  int RowsOf(int tile) const {
+    const int left = rows_.packed() - tile * kTileRows;
+    return left < kTileRows ? left : kTileRows;
+  }
+  float* ScoresOf(int tile) const {
+    return scratch_.scores + static_cast<int64_t>(tile) * block_tokens_ * kTileRows;
+  }
+  // Row of the chunk's queries and states with which a tile of the current head begins.
+  int64_t FirstRowOf(int tile) const {
+    return static_cast<int64_t>(head_ * head_tiles_ + tile) * kTileRows;
+  }
+
+  const VerifyParams& params_;
+  const RowChunk& rows_;
+  Scratch& scratch_;
+  const State& state_;
+  const Softmax softmax_;
+  const cpu::BlockCover cover_;
+  const int head_dim_;
+  const int block_tokens_;
+  const int head_tiles_;  // tiles of one KV head
+  int next_bytes_ = 0;    // of an element of the prefix
+  int head_ = 0;          // of the chunk's KV heads, the current one
+  Rows rows_of_blocks_[2];
+  Rows* block_ = &rows_of_blocks_[0];  // the current block
+  Rows* next_ = &rows_of_blocks_[1];   // the one after it, if any
+};
+
+void Attend(const VerifyParams& params, const RowChunk& rows, const TokenRange& range,
+            Scratch& scratch, const State& state) {
+  RangeAttention(params, rows, scratch, state).Run(range);
+}
+
+}  // namespace nwor::NWOR_SIMD_NAMESPACE
