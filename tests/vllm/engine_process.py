@@ -51,12 +51,34 @@ def rank_report(_: object) -> dict[str, Any]:
     return {"stats": engine.interceptor.stats(), "violations": engine.violations}
 
 
+def disagree(_: object) -> None:
+    """Rank 1 tells the commit of a row too few, once; runs in the rank's own process."""
+    from vllm.distributed.parallel_state import get_tp_group
+
+    from nwor_specpv.vllm.engine import current_engine
+
+    if get_tp_group().rank_in_group != 1:
+        return
+    steps = current_engine().steps
+    commit = steps._commit
+
+    def wrong(step: Any, counts: Any) -> Any:
+        if not counts.any():
+            return commit(step, counts)
+        steps._commit = commit
+        return commit(step, (counts - 1).clamp(min=0))
+
+    steps._commit = wrong
+
+
 def main() -> None:
-    """job: start (arguments of engines.start), prompts, max_tokens, arrivals."""
+    """job: start (arguments of engines.start), prompts, max_tokens, arrivals, disagree."""
     from engines import drive, greedy, start
 
     job = json.loads(Path(sys.argv[1]).read_text())
     llm = start(job["start"].pop("nwor"), **job["start"])
+    if job.get("disagree"):
+        llm.collective_rpc(disagree)
     story = drive(llm, job["prompts"], greedy(job["max_tokens"]), arrivals=job.get("arrivals"))
     tokens = [story.tokens[str(i)] for i in range(len(job["prompts"]))]
     loaded = [name for name in sys.modules if name.startswith("nwor_specpv.vllm.engine")]

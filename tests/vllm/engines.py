@@ -134,4 +134,4 @@ def counted(llm: Any, name: str) -> float:
 
 def caches() -> dict[str, Any]:
     """Copies of the target model's K/V caches by layer."""
-    return {name: own_engine().layers[name].kv_cache.clone() for name in own_engine()._bound}
+    return {name: own_engine().layers[name].kv_cache.clone() for name in own_engine().own_layers}

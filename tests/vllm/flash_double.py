@@ -12,7 +12,7 @@ import inspect
 import itertools
 import math
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
@@ -100,10 +100,12 @@ def _choose_anew() -> None:
 @contextmanager
 def _names_of_ours(names: dict[str, Any]) -> Iterator[None]:
     """The same for our modules, which import them by name, possibly before."""
-    import nwor_specpv.vllm.cuda_backend as ours
+    from nwor_specpv.vllm import flash_layer, prefix_planner
 
-    known = {name: value for name, value in names.items() if hasattr(ours, name)}
-    with mock.patch.multiple(ours, **known):
+    with ExitStack() as stack:
+        for ours in (flash_layer, prefix_planner):
+            known = {name: value for name, value in names.items() if hasattr(ours, name)}
+            stack.enter_context(mock.patch.multiple(ours, **known))
         yield
 
 
@@ -147,6 +149,7 @@ def _attend(given: SimpleNamespace) -> Any:
     assert given.out.shape == given.q.shape == (starts[-1], *given.q.shape[1:])
     heads, kv_heads = given.q.shape[1], given.k.shape[2]
     group = heads // kv_heads
+    scale = given.softmax_scale or given.q.shape[2] ** -0.5
 
     def scaled(tensor: torch.Tensor, descale: torch.Tensor | None, request: int) -> torch.Tensor:
         """[T, H, D] in float32, codes by the scales of their request and KV head."""
@@ -169,7 +172,7 @@ def _attend(given: SimpleNamespace) -> Any:
             for cache, descale in ((given.k, given.k_descale), (given.v, given.v_descale))
         )
         query = scaled(given.q[rows], given.q_descale, b)
-        scores = torch.einsum("qhd,khd->hqk", query, keys) * given.softmax_scale
+        scores = torch.einsum("qhd,khd->hqk", query, keys) * scale
         if given.softcap:
             scores = given.softcap * torch.tanh(scores / given.softcap)
         behind = torch.arange(length - count, length)[:, None] - torch.arange(length)[None]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -15,6 +16,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+
+import psutil
 
 from nwor_specpv.models import smollm2
 
@@ -68,8 +71,21 @@ def serve(folder: Path, **settings: object) -> Iterator[Server]:
             wait_until_ready(process, f"{url}/health", log)
             yield Server(url, f"http://127.0.0.1:{metrics}/metrics", process, log)
         finally:
-            process.terminate()
-            process.wait(timeout=60)
+            stop(process)
+
+
+def stop(process: subprocess.Popen) -> None:
+    """Ends a server and, if it does not go, every process of it: none outlives its test."""
+    if process.poll() is not None:
+        return
+    family = [process, *psutil.Process(process.pid).children(recursive=True)]
+    process.terminate()
+    try:
+        process.wait(timeout=60)
+    finally:
+        for member in family:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                member.kill()
 
 
 def wait_until_ready(process: subprocess.Popen, url: str, log: Path) -> None:

@@ -104,6 +104,7 @@ def test_v1_in_full_graphs_is_what_direct_writes_give() -> None:
 def test_windows_are_what_direct_writes_give(tmp_path: Path, kind: str) -> None:
     """Made-up weights in full graphs, requests with and without drafts in one step."""
     config = {"window": WINDOW, "hybrid": HYBRID}[kind] | {"torch_dtype": "bfloat16"}
+    config |= {"head_dim": 64, "query_pre_attn_scalar": 64}  # of which our attention has kernels
     model = {"model": str(write_config(tmp_path, config)), "load_format": "dummy"}
     runs = []
     for nwor in (DIRECT, STRICT):
@@ -115,10 +116,12 @@ def test_windows_are_what_direct_writes_give(tmp_path: Path, kind: str) -> None:
     assert stats["staged_tokens"] == stats["committed_tokens"] + stats["rejected_tokens"] > 0
     assert stats["fallbacks"] == {}
     assert stats["groups"] == (2 if kind == "hybrid" else 1)
+    assert len(own_engine().own_layers) == config["num_hidden_layers"]
 
 
 def test_mtp_keeps_the_contract(tmp_path: Path) -> None:
-    model = {"model": str(write_config(tmp_path, MTP | {"torch_dtype": "bfloat16"}))}
+    config = MTP | {"torch_dtype": "bfloat16", "hidden_size": 256, "head_dim": 64}
+    model = {"model": str(write_config(tmp_path, config))}
     model |= {"load_format": "dummy", "skip_tokenizer_init": True}
     speculation = {"method": "mtp", "num_speculative_tokens": 1}
     llm = begin(CHECKED, speculation=speculation, enforce_eager=True, **model)
@@ -126,7 +129,7 @@ def test_mtp_keeps_the_contract(tmp_path: Path) -> None:
     assert own_stats()["staged_tokens"] > 0
     assert own_stats()["fallbacks"] == {}
     assert own_engine().violations == []
-    assert len(own_engine()._bound) == MTP["num_hidden_layers"]
+    assert len(own_engine().own_layers) == MTP["num_hidden_layers"]
 
 
 # ---- dummy weights at a real model's shapes, EAGLE3 and the V2 runner ----

@@ -45,7 +45,7 @@ def test_layers_of_a_head_are_never_staged(tmp_path: Path, method: str) -> None:
     ours = {name for name, layer in engine.layers.items() if "Nwor" in type(layer.impl).__name__}
     assert len(ours) == story_config()["num_hidden_layers"]
     assert len(engine.layers) == len(ours) + 1
-    assert ours == set(engine._bound)
+    assert ours == set(engine.own_layers)
     assert stats["staged_tokens"] == stats["committed_tokens"] + stats["rejected_tokens"] > 0
     assert stats["rejected_tokens"] > stats["committed_tokens"]
     assert engine.violations == []
@@ -62,7 +62,7 @@ def test_a_model_that_predicts_further_tokens_itself(tmp_path: Path) -> None:
         found.append(drive(llm, story_prompts(6), greedy(MAX_TOKENS)).tokens)
     assert found[0] == found[1]
     engine, stats = own_engine(), own_stats()
-    assert len(engine._bound) == MTP["num_hidden_layers"] == len(engine.layers) - 1
+    assert len(engine.own_layers) == MTP["num_hidden_layers"] == len(engine.layers) - 1
     assert stats["staged_tokens"] == stats["committed_tokens"] + stats["rejected_tokens"] > 0
     assert engine.violations == []
 

@@ -7,6 +7,7 @@ do not need a GPU; kernels and replayed graphs do (test_cuda.py).
 from __future__ import annotations
 
 import json
+import logging
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -26,6 +27,7 @@ from engines import (
 from engines import stats as own_stats
 from flash_double import FLASH_ATTN, NUM_SMS, Calls, flash_attention
 
+from nwor_specpv.models import stories
 from nwor_specpv.vllm import plugin
 
 ARRIVALS = [0, 1, 3, 3, 7, 20]  # prefills stand behind requests that verify
@@ -39,7 +41,8 @@ SIDES = {
 
 def run(nwor: dict, **options: object) -> tuple[dict, dict]:
     """Tokens by request and the caches by layer, while all are at work: no block is used twice."""
-    llm = start(nwor, max_num_batched_tokens=48, **options)
+    model = {"model": str(stories(64)), "skip_tokenizer_init": True}  # heads of a size we have
+    llm = start(nwor, max_num_batched_tokens=48, **(model | options))
     story = drive(llm, story_prompts(6), greedy(200), arrivals=ARRIVALS, max_steps=45)
     assert not story.finished
     layers = llm.llm_engine.vllm_config.compilation_config.static_forward_context
@@ -111,18 +114,27 @@ def check_caches(ours: dict, theirs: dict, most_rejected: int) -> None:
     assert 0 < len(slots) <= most_rejected
 
 
-def test_windows_are_ours_and_full_layers_flash_attentions(tmp_path: Path) -> None:
-    """Two cache groups in one step, softcaps, made-up weights."""
-    (tmp_path / "config.json").write_text(json.dumps(HYBRID))
+@pytest.mark.parametrize(("head_size", "ours"), [(64, True), (32, False)])
+def test_windows_are_ours_and_full_layers_flash_attentions(
+    tmp_path: Path, head_size: int, ours: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Two cache groups in one step, softcaps, made-up weights.
+
+    Where our attention has no kernel for the head size, windows are left to vLLM at start.
+    """
+    (tmp_path / "config.json").write_text(json.dumps(HYBRID | {"head_dim": head_size}))
     model = {"model": str(tmp_path), "load_format": "dummy", "skip_tokenizer_init": True}
     found = []
-    for backend, nwor in ((FLASH_ATTN, STOCK), (plugin.CUDA_BACKEND, {"strict": True})):
-        with flash_attention(backend) as calls:
+    for backend, nwor in ((FLASH_ATTN, STOCK), (plugin.CUDA_BACKEND, {"strict": ours})):
+        with flash_attention(backend) as calls, caplog.at_level(logging.WARNING, "nwor_specpv"):
             found.append(run(nwor, **model)[0])
     assert found[0] == found[1]
-    assert check_books()["groups"] == 2
+    assert check_books()["groups"] == (2 if ours else 1)
+    left = "leaves a layer to vLLM: a head size of 32, and our attention has 64, 80"
+    assert (left in caplog.text) is not ours
+    assert len(own_engine().own_layers) == (4 if ours else 2)
     impls = [layer.impl for layer in own_engine().layers.values()]
-    assert [impl.flash_prefix for impl in impls] == [False, True] * 2
+    assert [getattr(impl, "flash_prefix", False) for impl in impls] == [False, True] * 2
     assert {call["softcap"] for call in calls.attended if not call["causal"]} == {50.0}
 
 
@@ -175,7 +187,9 @@ def test_schedules_of_graphs_keep_their_place() -> None:
             calls.planned.clear()
             batch = common(lens, 30720)
             part = builder._verify_part(batch, lens, sum(lens))
-            schedule = builder._prefix_schedule(batch, part)
+            schedule = builder._prefixes.plan(
+                batch, part.prefix_lens, part.query_start, part.num_rows, part.max_rows
+            )
             (plan,) = calls.planned
             assert plan["num_splits"] == schedule.max_splits == builder.max_num_splits > 1
             assert plan["sm_margin"] <= 0

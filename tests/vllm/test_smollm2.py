@@ -94,12 +94,26 @@ def test_preempted(expected: list[list[int]]) -> None:
     check(story.tokens, expected)
 
 
+def test_aborts_in_the_middle(expected: list[list[int]]) -> None:
+    llm = start(STAGED, **options())
+    arrivals = [i // 4 * 5 for i in range(len(QUESTIONS))]
+    gone = {4: "1", 11: "6", 23: "13", 24: "2"}
+    story = drive(llm, prompts(), greedy(MAX_TOKENS), arrivals=arrivals, aborts=gone)
+    left = [i for i in range(len(QUESTIONS)) if str(i) not in gone.values()]
+    check({str(n): story.tokens[str(i)] for n, i in enumerate(left)}, [expected[i] for i in left])
+    for name in gone.values():
+        tokens = story.tokens.get(name, [])
+        assert len(tokens) < MAX_TOKENS
+        assert tokens == expected[int(name)][: len(tokens)]
+
+
 def test_a_draft_model(expected: list[list[int]]) -> None:
     """SmolLM2 drafts for itself; greedy tokens do not depend on the drafter."""
     speculation = {"method": "draft_model", "model": options()["model"]}
     llm = start(STAGED, speculation=speculation | {"num_speculative_tokens": 3}, **options())
-    story = drive(llm, prompts()[:8], greedy(MAX_TOKENS))
-    stats = check(story.tokens, expected[:8])
+    arrivals = [i // 4 * 3 for i in range(len(QUESTIONS))]
+    story = drive(llm, prompts(), greedy(MAX_TOKENS), arrivals=arrivals)
+    stats = check(story.tokens, expected)
     assert stats["committed_tokens"] > stats["rejected_tokens"]
 
 

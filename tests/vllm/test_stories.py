@@ -97,13 +97,13 @@ def test_aborted_requests_leave_the_others_alone(expected: list[list[int]]) -> N
 
 def test_only_drafts_are_staged(expected: list[list[int]], monkeypatch: pytest.MonkeyPatch) -> None:
     """In every round: rows of a prompt and each request's row 0 go to the cache at once."""
-    from nwor_specpv.vllm.engine import Engine
+    from nwor_specpv.vllm.steps import Steps
 
-    begin, mixed = Engine.begin, []
+    begin, mixed = Steps.begin, []
 
-    def look(self: Engine, group: int, lens: list, drafts: list, *rest: object) -> None:
+    def look(self: Steps, group: int, lens: list, drafts: list, *rest: object) -> None:
         begin(self, group, lens, drafts, *rest)
-        staged = [row >= 0 for row in self.interceptor.stage_rows()]
+        staged = [row >= 0 for row in own_engine().interceptor.stage_rows()]
         wanted = [
             row >= count - number
             for count, number in zip(lens, drafts, strict=True)
@@ -113,7 +113,7 @@ def test_only_drafts_are_staged(expected: list[list[int]], monkeypatch: pytest.M
         prompts = [c > 1 and n == 0 for c, n in zip(lens, drafts, strict=True)]
         mixed.append(any(drafts) and any(prompts))
 
-    monkeypatch.setattr(Engine, "begin", look)
+    monkeypatch.setattr(Steps, "begin", look)
     llm = start(STAGED, max_num_batched_tokens=24)
     story = drive(llm, story_prompts(6), greedy(30), arrivals=[0, 1, 3, 3, 7, 12])
     assert [story.tokens[str(i)] for i in range(6)] == [tokens[:30] for tokens in expected]
@@ -129,7 +129,7 @@ def test_a_draft_model_is_never_staged(expected: list[list[int]]) -> None:
     assert [story.tokens[str(i)] for i in range(6)] == expected
     engine = own_engine()
     ours = {name for name, layer in engine.layers.items() if "Nwor" in type(layer.impl).__name__}
-    assert ours == set(engine._bound)
+    assert ours == set(engine.own_layers)
     assert ours
     assert not any("draft" in name for name in ours)
     assert any("draft" in name for name in engine.layers)
@@ -223,7 +223,8 @@ def test_a_failing_commit_degrades_and_the_engine_goes_on(
     llm = start({})
     drive(llm, story_prompts(1), greedy(2))  # makes the interceptor
     engine = own_engine()
-    engine.interceptor = FailingCommit(engine.interceptor, set(range(3, 60, 2)))
+    staging = engine.staging
+    staging.interceptor = FailingCommit(staging.interceptor, set(range(3, 60, 2)))
     with caplog.at_level(logging.ERROR, "nwor_specpv"):
         story = drive(llm, story_prompts(6), greedy())
     assert "accepted rows are written one by one: RuntimeError: injected" in caplog.text
@@ -238,7 +239,7 @@ def test_accepted_tokens_that_cannot_be_written_end_the_step(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Neither by the commit nor row by row: the requests must not go on, and it is counted."""
-    from nwor_specpv.vllm import engine as module
+    from nwor_specpv.vllm import steps
 
     def fail(*_: object) -> None:
         raise RuntimeError("no write either")
@@ -246,8 +247,9 @@ def test_accepted_tokens_that_cannot_be_written_end_the_step(
     llm = start({})
     drive(llm, story_prompts(1), greedy(2))
     engine = own_engine()
-    engine.interceptor = FailingCommit(engine.interceptor, set(range(1, 100)))
-    monkeypatch.setattr(module, "write_direct", fail)
+    staging = engine.staging
+    staging.interceptor = FailingCommit(staging.interceptor, set(range(1, 100)))
+    monkeypatch.setattr(steps, "write_direct", fail)
     with pytest.raises(RuntimeError, match="no write either"):
         drive(llm, story_prompts(6), greedy())
     stats = engine.interceptor.stats()
@@ -279,7 +281,7 @@ def test_a_step_that_dies_in_the_model_is_aborted_by_the_next(expected: list[lis
     llm = start({"strict": True})
     drive(llm, story_prompts(1), greedy(2))
     engine = own_engine()
-    engine.begin(0, [5, 5], [4, 4], torch.arange(10))
+    engine.steps.begin(0, [5, 5], [4, 4], torch.arange(10))
     story = drive(llm, story_prompts(6), greedy())
     assert [story.tokens[str(i)] for i in range(6)] == expected
     assert engine.interceptor.stats()["aborted_rounds"] == 1

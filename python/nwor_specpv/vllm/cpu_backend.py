@@ -24,7 +24,8 @@ from nwor_specpv import PartialView, cache_views, verify_attention
 from nwor_specpv.errors import NworError
 
 from . import compat, rows
-from .engine import StepSeen, write_direct
+from .caches import write_direct
+from .engine import StepSeen
 from .layer import TargetLayer, choose_impl, engine_of_layer, own_layers
 from .specpv.partial_pass import PartialPass
 from .specpv.refresh import RefreshStep
@@ -78,7 +79,7 @@ class NworCpuMetadataBuilder(CPUAttentionMetadataBuilder):
         common = common_attn_metadata
         lens = rows.query_lens(common.query_start_loc_cpu, common.num_reqs)
         drafts = self._engine.drafts(lens, common)
-        self._engine.begin(self._group, lens, drafts, common.slot_mapping)
+        self._engine.steps.begin(self._group, lens, drafts, common.slot_mapping)
         self._engine.seen = StepSeen(lens, drafts, common.block_table_tensor)
         prefix = common.seq_lens[: len(lens)] - torch.tensor(lens, dtype=torch.int32)
         refresh = None
@@ -100,7 +101,7 @@ class NworCpuImpl(TargetLayer, CPUAttentionBackendImpl):
         kv_cache: torch.Tensor,
         slot_mapping: torch.Tensor,
     ) -> None:
-        if not self.engine.write(layer.layer_name, key, value, slot_mapping):
+        if not self.engine.steps.write(layer.layer_name, key, value, slot_mapping):
             num_rows = slot_mapping.shape[0]
             caches = cache_views(kv_cache, compat.CACHE_LAYOUT)
             write_direct(caches, key[:num_rows], value[:num_rows], slot_mapping)

@@ -40,6 +40,7 @@ class TargetLayer:
             head_size=of["head_size"],
             quantised_cache=holds_codes(of["kv_cache_dtype"]) and not cls.takes_codes(of),
         )
+        problem = problem or cls.device_problem(of)
         if problem is None:
             return super().__new__(cls)
         if engine_of(get_current_vllm_config()).settings.strict:
@@ -51,6 +52,11 @@ class TargetLayer:
     def takes_codes(cls, arguments: Mapping[str, Any]) -> bool:
         """Whether a layer built with these arguments works on the quantised cache they ask for."""
         return False
+
+    @classmethod
+    def device_problem(cls, arguments: Mapping[str, Any]) -> str | None:
+        """Why a layer built with these arguments cannot be computed on this device, or None."""
+        return None
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
 
-from nwor_specpv import NworError
+from nwor_specpv import NworError, verify_attention
 from nwor_specpv.vllm import compat, support
 from nwor_specpv.vllm.settings import read_settings
 
@@ -125,3 +128,20 @@ def test_settings_of_an_engine() -> None:
         read_settings({"nwor-specpv": {}}, {})
     with pytest.raises(NworError, match=r"NWOR_SPECPV_STAGING_ROW,.*NWOR_SPECPV_STAGING_ROWS"):
         read_settings({}, {"NWOR_SPECPV_STAGING_ROW": "7"})
+
+
+def test_head_sizes_that_our_attention_has_on_cuda() -> None:
+    """The plugin's list against what the library says of its own route."""
+    text = Path(support.__file__).with_name("flash_layer.py").read_text(encoding="utf-8")
+    (listed,) = re.findall(r"^KERNEL_HEAD_SIZES = \((.*)\)$", text, re.MULTILINE)
+    served = []
+    for size in range(8, 257, 8):
+        rows = torch.zeros(1, 1, size, dtype=torch.bfloat16)
+        cache = torch.zeros(1, 16, 1, size, dtype=torch.bfloat16)
+        where = [torch.tensor(values, dtype=torch.int32) for values in ([[0]], [1], [0, 1])]
+        with pytest.raises(NworError) as refusal:
+            verify_attention(rows, rows, rows, cache, cache, *where, None, 1.0, route="cuda")
+        (missing,) = re.findall(r"^cuda\b.* missing (.*)$", str(refusal.value), re.MULTILINE)
+        if "head size" not in missing:
+            served.append(size)
+    assert served == [int(word) for word in listed.split(", ")]

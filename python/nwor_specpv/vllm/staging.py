@@ -1,0 +1,93 @@
+"""The interceptor of one engine, over the caches of its layers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from nwor_specpv import ContractChecker, Interceptor, Metrics
+from nwor_specpv.config import Settings
+from nwor_specpv.errors import NworError, logger
+
+from .caches import views_of
+
+# The value of `agreement_group` that means this engine's tensor-parallel ranks.
+TENSOR_PARALLEL = "tp"
+
+
+class Staging:
+    """Groups of layers that stage, bound to an interceptor as soon as they have caches.
+
+    Thread-safety: none.
+    """
+
+    def __init__(
+        self, layers: Mapping[str, Any], settings: Settings, vllm_config: Any, num_drafts: int
+    ) -> None:
+        self.layers = layers
+        self.groups: list[list[str]] = []  # names of layers that share one slot mapping
+        self.bound: dict[str, int] = {}  # layer -> address of its cache
+        self.interceptor: Interceptor | None = None
+        self.checker: ContractChecker | None = None
+        self.violations: list[str] = []
+        self._settings = settings
+        self._watched = settings.check_contract
+        self._dtype = vllm_config.model_config.dtype  # of K and V before a cache quantises them
+        self._max_drafts = vllm_config.scheduler_config.max_num_seqs * num_drafts
+        self._max_graph_rows = vllm_config.compilation_config.max_cudagraph_capture_size or 0
+
+    def serve_metrics(self) -> None:
+        """Opens this worker's endpoint, if one was asked for. REQUIRES: vLLM knows its rank."""
+        if self._settings.metrics_port is None:
+            return
+        from vllm.distributed.parallel_state import get_world_group
+
+        rank = {"LOCAL_RANK": str(get_world_group().local_rank)}
+        Metrics().serve_settings(self._settings, rank)
+
+    def bind(self, device: torch.device) -> Interceptor:
+        """Binds every layer whose cache is new. REQUIRES: no open round."""
+        if self.interceptor is None:
+            self.interceptor = self._make_interceptor(device)
+        for group, names in enumerate(self.groups):
+            for name in names:
+                cache = self.layers[name].kv_cache
+                if self.bound.get(name) != cache.data_ptr():
+                    caches, scales = views_of(self.layers[name])
+                    dtype = self._dtype if scales else None
+                    self.interceptor.bind_layer(name, *caches, group, *scales, dtype=dtype)
+                    self.bound[name] = cache.data_ptr()
+        if self._watched and self.checker is None:
+            self._watch()
+        return self.interceptor
+
+    def note(self, violations: Sequence[Any]) -> None:
+        """Remembers what the checker found, says it, and raises with `strict`."""
+        for violation in violations:
+            self.violations.append(repr(violation))
+            logger.error("nwor_specpv: contract broken: %r", violation)
+        if violations and self._settings.strict:
+            raise NworError(f"contract: {violations[0]!r}")
+
+    def _watch(self) -> None:
+        """Sets the contract checker on the caches, if each layer has memory of its own."""
+        if len(set(self.bound.values())) < len(self.bound):
+            # vLLM lets layers of different groups share memory, block by block; the checker would
+            # take one layer's writes for damage to another.
+            logger.warning("nwor_specpv: check_contract is off, layers share cache memory")
+            self._watched = False
+            return
+        self.checker = ContractChecker(self.interceptor)
+
+    def _make_interceptor(self, device: torch.device) -> Interceptor:
+        config = self._settings.nwor()
+        if device.type == "cuda":
+            config.graph_rows = max(1, self._max_graph_rows)
+            config.staging_rows = max(config.staging_rows, self._max_drafts)
+        if config.agreement_group == TENSOR_PARALLEL:
+            from vllm.distributed.parallel_state import get_tp_group
+
+            config.agreement_group = get_tp_group().device_group.group_name
+        return Interceptor(config)

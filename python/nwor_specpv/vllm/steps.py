@@ -1,0 +1,252 @@
+"""The round of each step: opened with its metadata, written by layers, committed or given up.
+
+A step is: `begin` when the attention metadata is built, `write` per layer as the model runs,
+`finish` when the runner knows what was accepted. Steps end in `finish` or are aborted by the next
+`begin` (an exception in the model, a request that vanished, a graph capture).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from nwor_specpv import Interceptor, RoundPlan
+from nwor_specpv.errors import NworError, logger
+
+from . import rows
+from .caches import views_of, write_direct
+from .staging import Staging
+from .status_mail import StatusMail
+
+# Path entries that one commit may have (see docs/commit.md).
+MAX_COMMIT_ENTRIES = 8192
+
+
+@dataclass
+class Step:
+    """An open round and what the commit needs to know of it."""
+
+    interceptor: Interceptor
+    plan: RoundPlan
+    staged: bool
+    capture: bool
+    num_drafts: torch.Tensor  # [B] int32 on the caches' device
+    path: torch.Tensor  # [B, depth] int32: rows of the request, the first that may be accepted on
+    joined: set[int] = field(default_factory=set)  # groups whose metadata was built
+    slots: dict[int, torch.Tensor] = field(default_factory=dict)  # by group, [T]
+    num_writes: int = 0  # layers written by Python, none when a graph was replayed
+    may_defer: bool = False  # nothing reads the step's rows from the cache
+
+
+class Steps:
+    """The steps of one engine. Thread-safety: none; a vLLM worker runs them from one thread."""
+
+    def __init__(self, staging: Staging) -> None:
+        self.num_replays = 0  # steps whose writes a CUDA graph did
+        self._staging = staging
+        self._step: Step | None = None
+        self._rows: tuple[Any, torch.Tensor, torch.Tensor] | None = None  # of the last step
+        self._mail = StatusMail()
+
+    # ---- opening and writing --------------------------------------------------------------------
+
+    def begin(
+        self,
+        group: int,
+        lens: list[int],
+        drafts: list[int],
+        slot_mapping: torch.Tensor,
+        capture: bool = False,
+        may_defer: bool = False,
+    ) -> None:
+        """Opens the round of a step, or joins it where the engine has several cache groups.
+
+        With `capture` the step is only recorded into a CUDA graph; the next one ends it. With
+        `may_defer` no row of the step is read from the cache, so layers may write late.
+        """
+        step = self._step
+        if (
+            step is not None
+            and group not in step.joined
+            and step.capture is capture
+            and lens == list(step.plan.query_lens)
+        ):
+            step.joined.add(group)
+            step.slots[group] = slot_mapping
+            return
+        self.abort()
+        interceptor = self._staging.bind(slot_mapping.device)
+        if self._staging.checker is not None and not capture:
+            self._staging.checker.snapshot()
+        plan = RoundPlan(lens, drafts)
+        staged = interceptor.begin(plan, capture).stage
+        counts, path = self._rows_on_device(lens, drafts, slot_mapping.device)
+        self._step = Step(
+            interceptor,
+            plan,
+            staged,
+            capture,
+            counts,
+            path,
+            {group},
+            {group: slot_mapping},
+            may_defer=may_defer and self._staging.checker is None,
+        )
+
+    def _rows_on_device(
+        self, lens: list[int], drafts: list[int], device: torch.device
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Numbers of drafts and their rows; steps like the last one share what it had."""
+        key = (lens, drafts, device)
+        if self._rows is None or self._rows[0] != key:
+            self._rows = (key, *_on_device(*rows.draft_rows(lens, drafts), device))
+        return self._rows[1:]
+
+    def write(
+        self,
+        layer: str,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        slot_mapping: torch.Tensor,
+        *,
+        defer: bool = False,
+    ) -> bool:
+        """Routes one layer's rows; False: the caller writes them itself.
+
+        With `defer` the layer's attention does the write (`merge_rows_of_layer`), where it may.
+        """
+        step = self._step
+        if step is None or layer not in self._staging.bound:
+            return False
+        step.num_writes += 1
+        num_rows = slot_mapping.shape[0]
+        outcome = step.interceptor.write(
+            layer, key[:num_rows], value[:num_rows], slot_mapping, defer=defer and step.may_defer
+        )
+        return outcome.action != "bypass" or outcome.reason == "stale_round"
+
+    # ---- ending ---------------------------------------------------------------------------------
+
+    def finish(self, accepted: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        """Commits what was accepted. `accepted` gives the counts [B] for the numbers of drafts."""
+        step, self._step = self._step, None
+        if step is None:
+            return
+        checker = self._staging.checker
+        if step.capture:
+            step.interceptor.abort()
+            return
+        if not step.staged and checker is None:
+            self._close(step)
+            return
+        counts = accepted(step.num_drafts)
+        if counts.shape != step.num_drafts.shape:
+            step.interceptor.abort()
+            raise NworError(
+                f"accepted tokens: got {counts.shape[0]} requests, expected the "
+                f"{step.num_drafts.shape[0]} of the step"
+            )
+        if checker is not None:
+            self._staging.note(checker.verify_staged())
+        try:
+            self._note_replay(step)
+            receipt = self._commit(step, counts)
+        except Exception as error:
+            logger.exception("nwor_specpv: the commit failed")
+            try:
+                self._rescue(step, counts, f"{type(error).__name__}: {error}")
+            finally:
+                step.interceptor.abort()
+            return
+        if counts.is_cuda and checker is None:
+            self._post(step, receipt)
+            return
+        if not receipt.ok:
+            self._rescue(step, counts, receipt.problem)
+        elif checker is not None:
+            self._staging.note(checker.verify(receipt, counts.tolist()))
+
+    def abort(self) -> None:
+        """Gives up the open step, if there is one: nothing of its drafts is written."""
+        step, self._step = self._step, None
+        if step is not None:
+            step.interceptor.abort()
+
+    def _post(self, step: Step, receipt: Any) -> None:
+        """Sends for a commit's status; a fault in the last one's is counted and raised."""
+        try:
+            self._mail.post(receipt)
+        except NworError as error:
+            step.interceptor.report_bypass("commit_lost", str(error))
+            raise
+
+    def _close(self, step: Step) -> None:
+        """Ends a step that staged nothing: all its rows are in the cache."""
+        try:
+            self._note_replay(step)
+            step.interceptor.commit(step.path, step.num_drafts)
+        except Exception:
+            logger.exception("nwor_specpv: a step without staged drafts could not be closed")
+            step.interceptor.abort()
+
+    def _note_replay(self, step: Step) -> None:
+        """Tells the interceptor of writes that a CUDA graph did: no layer has called us."""
+        if step.num_writes == 0 and step.num_drafts.is_cuda:
+            step.interceptor.note_replay()
+            self.num_replays += 1
+
+    def _commit(self, step: Step, counts: torch.Tensor) -> Any:
+        depth = step.path.shape[1]
+        chunks = rows.chunk_depths(len(step.plan.query_lens), depth, MAX_COMMIT_ENTRIES)
+        if len(chunks) == 1:  # every launch here is felt in a short step
+            return step.interceptor.commit(step.path, counts, rows="request")
+        for begin, end in chunks:
+            part = (counts - begin).clamp(0, end - begin)
+            receipt = step.interceptor.commit(
+                step.path[:, begin:end].contiguous(), part, rows="request", last=end == depth
+            )
+        return receipt
+
+    def _rescue(self, step: Step, counts: torch.Tensor, problem: str) -> None:
+        """Writes the accepted rows from staging, which a failed commit leaves as it was.
+
+        If that fails too its exception ends the step, and with it the requests: a token that was
+        emitted must not be missing from the cache.
+        """
+        if not step.staged:
+            return
+        logger.error("nwor_specpv: accepted rows are written one by one: %s", problem)
+        try:
+            self._write_accepted(step, counts)
+        except Exception as error:
+            step.interceptor.report_bypass("commit_lost", f"{type(error).__name__}: {error}")
+            raise
+        step.interceptor.report_bypass("commit_failure", problem)
+
+    def _write_accepted(self, step: Step, counts: torch.Tensor) -> None:
+        path = rows.accepted_path(step.path, counts)
+        starts = torch.tensor([0, *step.plan.query_lens], device=path.device).cumsum(0)[:-1]
+        batch_rows = (path + starts[:, None])[path >= 0].long()
+        stage_rows = torch.tensor(step.interceptor.stage_rows(), device=path.device)
+        chosen = stage_rows[batch_rows].long()
+        for group, slots in step.slots.items():
+            keys, values = step.interceptor.staged(group)
+            destinations = slots[batch_rows]
+            for layer, name in enumerate(self._staging.groups[group]):
+                caches, scales = views_of(self._staging.layers[name])
+                chosen_rows = keys[layer][chosen], values[layer][chosen]
+                write_direct(caches, *chosen_rows, destinations, *scales)
+
+
+def _on_device(
+    counts: list[int], path: list[list[int]], device: torch.device
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Numbers of drafts [B] and their rows [B, depth] on the device: one copy, no waiting."""
+    flat = counts + [row for request in path for row in request]
+    host = torch.tensor(flat, dtype=torch.int32, pin_memory=device.type == "cuda")
+    both = host.to(device, non_blocking=True)
+    depth = len(path[0]) if path else 1
+    return both[: len(counts)], both[len(counts) :].view(len(counts), depth)
