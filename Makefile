@@ -19,7 +19,8 @@ setup:  ## system packages, .venv and the pinned requirements
 build: setup  ## the libraries and the C++ tests, only what changed
 	@tools/build.sh
 
-setup-vllm: build  ## .venv-vllm: the real vLLM for the CPU, beside .venv
+setup-vllm: setup  ## .venv-vllm: the real vLLM for the CPU, beside .venv
+	@NWOR_BUILD_TESTS=OFF tools/build.sh
 	@tools/setup_vllm.sh
 
 test: build setup-vllm  ## everything but the slow tests: lint, GoogleTest, pytest, vLLM

@@ -20,9 +20,14 @@ from typing import Any
 
 import steps
 
+# What torch's profiler calls work of the device.
+KINDS = ("kernel", "gpu_memcpy", "gpu_memset")
+
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--model", default="llama-3.1-8b", help="or stories, smollm2, a path")
+    parser.add_argument("--method", choices=("eagle3", "ngram"), default="eagle3")
     parser.add_argument("--drafts", type=int, default=4)
     parser.add_argument("--cells", nargs="+", default=["1x1024", "8x8192", "24x32768"])
     parser.add_argument("--acceptance", type=float, default=0.7)
@@ -33,6 +38,8 @@ def main() -> int:
     cells = [tuple(int(n) for n in cell.split("x")) for cell in args.cells]
     options = steps.parse(
         [
+            f"--model={args.model}",
+            f"--method={args.method}",
             f"--drafts={args.drafts}",
             "--batch", *(str(batch) for batch, _ in cells),
             "--context", *(str(context) for _, context in cells),
@@ -58,16 +65,19 @@ def main() -> int:
 
 def trace(side: steps.Side, count: int) -> dict[str, Any]:
     """Launches and microseconds per step, by kernel."""
+    import torch
     from torch.profiler import ProfilerActivity, profile
 
+    activity = ProfilerActivity.CUDA if torch.cuda.is_available() else ProfilerActivity.CPU
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "trace.json"
-        with profile(activities=[ProfilerActivity.CUDA]) as tracer:
+        with profile(activities=[activity]) as tracer:
             steps.run(side, count)
         tracer.export_chrome_trace(str(path))
         events = json.loads(path.read_text())["traceEvents"]
-    kinds = ("kernel", "gpu_memcpy", "gpu_memset")
-    events = sorted((e for e in events if e.get("cat") in kinds), key=lambda event: event["ts"])
+    events = sorted((e for e in events if e.get("cat") in KINDS), key=lambda event: event["ts"])
+    if not events:
+        raise SystemExit("the profiler saw no work of the device: kernels are counted on a GPU")
     kernels: dict[str, list[float]] = collections.defaultdict(lambda: [0, 0.0])
     reached = events[0]["ts"]
     between = 0.0

@@ -15,8 +15,8 @@ from typing import Any
 
 MARKER = "erfinv"
 # Kernels that write K/V, by a word of their names.
-WRITERS = {"reshape_and_cache": "vLLM write", "MergeRows": "merge_rows", "Stage": "stage",
-           "Commit": "commit"}  # fmt: skip
+WRITERS = {"reshape_and_cache": "vLLM write", "MergeRowsKernel": "merge_rows",
+           "StageKernel": "stage", "CommitKernel": "commit"}  # fmt: skip
 SECTOR_BYTES = 32
 
 

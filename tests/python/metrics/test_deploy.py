@@ -85,6 +85,88 @@ def test_promtool_accepts_the_rules() -> None:
     assert done.returncode == 0, done.stdout + done.stderr
 
 
+@pytest.mark.skipif(shutil.which("promtool") is None, reason="promtool is not installed")
+def test_promtool_accepts_the_configuration(tmp_path: Path) -> None:
+    """With the rules where this machine has them."""
+    text = (DEPLOY / "prometheus" / "prometheus.yml").read_text()
+    here = str(DEPLOY / "prometheus" / "alerts.yml")
+    (tmp_path / "prometheus.yml").write_text(text.replace("/etc/prometheus/alerts.yml", here))
+    command = ["promtool", "check", "config", str(tmp_path / "prometheus.yml")]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+# Alert -> series, minute by minute, that raise it; without them it keeps still.
+RAISED = {
+    "NworContractViolated": {"nwor_contract_violations_total": "0x30 1x60"},
+    "NworAcceptedTokensLost": {'nwor_fallback_total{reason="commit_lost"}': "0x30 1x60"},
+    "NworRanksDisagree": {'nwor_fallback_total{reason="rank_disagreement"}': "0x30 1x60"},
+    "NworCommitsFail": {'nwor_fallback_total{reason="slot_mismatch"}': "0x30 1x60"},
+    "NworStagingTooSmall": {
+        'nwor_fallback_total{reason="capacity"}': "0+10x90",
+        "nwor_rounds_total": "0+100x90",
+    },
+    "NworRoundsAborted": {
+        "nwor_aborted_rounds_total": "0+2x90",
+        "nwor_rounds_total": "0+100x90",
+    },
+    "NworFewDraftsAccepted": {
+        "nwor_committed_tokens_total": "0+5x90",
+        "nwor_staged_tokens_total": "0+100x90",
+    },
+}
+STILL = {
+    "nwor_contract_violations_total": "1x90",
+    'nwor_fallback_total{reason="commit_lost"}': "0x90",
+    'nwor_fallback_total{reason="capacity"}': "0+1x90",
+    "nwor_aborted_rounds_total": "0x90",
+    "nwor_rounds_total": "0+100x90",
+    "nwor_committed_tokens_total": "0+60x90",
+    "nwor_staged_tokens_total": "0+100x90",
+}
+
+
+@pytest.mark.skipif(shutil.which("promtool") is None, reason="promtool is not installed")
+def test_each_rule_is_raised_by_its_fault_and_by_nothing_else(tmp_path: Path) -> None:
+    assert RAISED.keys() == {rule["alert"] for rule in rules()}
+    cases = [case(name, series, {name}) for name, series in RAISED.items()]
+    tests = {
+        "rule_files": [str(DEPLOY / "prometheus" / "alerts.yml")],
+        "evaluation_interval": "1m",
+        "tests": [*cases, case("all is well", STILL, set())],
+    }
+    (tmp_path / "tests.yml").write_text(yaml.safe_dump(tests))
+    command = ["promtool", "test", "rules", str(tmp_path / "tests.yml")]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def case(name: str, series: dict[str, str], raised: set[str]) -> dict:
+    """Some minutes after a fault has happened, or while it lasts: which alerts are on."""
+    on = [{"labels": f'{{alertname="{alert}"}}', "value": 1} for alert in sorted(raised)]
+    return {
+        "name": name,
+        "interval": "1m",
+        "input_series": [{"series": k, "values": v} for k, v in series.items()],
+        "promql_expr_test": [
+            {
+                "expr": 'sum by (alertname) (ALERTS{alertstate="firing"})',
+                "eval_time": "35m" if any("1x60" in v for v in series.values()) else "85m",
+                "exp_samples": on,
+            }
+        ],
+    }
+
+
+def test_the_image_gets_no_leftovers_of_this_machine() -> None:
+    """What git ignores was built here, for this machine; a build in the image must not find it."""
+    ignored = [line.strip("/") for line in (ROOT / ".gitignore").read_text().splitlines()]
+    kept_out = (ROOT / ".dockerignore").read_text().splitlines()
+    for pattern in ignored:
+        if pattern and not pattern.startswith("#"):
+            assert {pattern, f"**/{pattern}"} & set(kept_out), pattern
+
+
 def test_the_compose_file_starts_vllm_with_settings_we_accept() -> None:
     compose = yaml.safe_load((DEPLOY / "compose.yaml").read_text())
     (config,) = (

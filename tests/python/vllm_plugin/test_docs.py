@@ -1,0 +1,58 @@
+"""docs/vllm.md: settings with their defaults, every bypass reason; and the way in, without vLLM."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.metadata
+import re
+import sys
+from pathlib import Path
+
+from nwor_specpv import BYPASS_REASONS
+from nwor_specpv.config import Settings
+from nwor_specpv.vllm.settings import read_settings
+
+PAGE = (Path(__file__).resolve().parents[3] / "docs" / "vllm.md").read_text(encoding="utf-8")
+# Words of the page for values that are no literals.
+WORDS = {"off": None, "true": True, "false": False, "1 GiB": 1 << 30, '""': ""}
+# Reasons that vLLM's way of calling us leaves no room for, or that are a choice and no news.
+SILENT = {"none", "disabled", "fake_tensor", "unbound_layer", "stale_round"}
+
+
+def documented_defaults() -> dict[str, str]:
+    """Key -> default of both tables of settings; several keys of a row share its columns."""
+    found = {}
+    for keys, values in re.findall(r"^\| ((?:`[a-z_]+`(?:, )?)+) \| (.*?) \|", PAGE, re.MULTILINE):
+        names = re.findall(r"`([a-z_]+)`", keys)
+        columns = values.split(", ") if len(names) > 1 else [values]
+        found |= dict(zip(names, columns, strict=True))
+    return found
+
+
+def test_settings_have_the_defaults_that_the_page_says() -> None:
+    known = {field.name for field in dataclasses.fields(Settings)}
+    defaults = read_settings({}, {})
+    documented = documented_defaults()
+    assert len(documented) > 10
+    assert documented.keys() <= known
+    for name, text in documented.items():
+        told = WORDS[text] if text in WORDS else int(text) if text.isdecimal() else text
+        assert told == getattr(defaults, name), name
+
+
+def test_every_reason_that_users_can_meet_is_in_troubleshooting() -> None:
+    table = PAGE[PAGE.index("## Troubleshooting") :]
+    named = set(re.findall(r"^\| reason `([a-z_]+)`", table, re.MULTILINE))
+    assert named == BYPASS_REASONS.keys() - SILENT
+
+
+def test_the_way_in_is_registered_and_needs_no_vllm() -> None:
+    """vLLM calls it in every process it starts, so naming it must import little."""
+    (point,) = (
+        point
+        for point in importlib.metadata.entry_points(group="vllm.general_plugins")
+        if point.name == "nwor_specpv"
+    )
+    assert point.value == "nwor_specpv.vllm.plugin:register"
+    assert callable(point.load())
+    assert "vllm" not in sys.modules

@@ -1,0 +1,151 @@
+"""The benchmarks run from end to end on small sizes; what they measure is not looked at."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import json
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from flash_double import FLASH_ATTN, flash_attention
+
+FOLDER = Path(__file__).resolve().parents[2] / "benchmarks" / "vllm"
+
+
+@pytest.fixture
+def benchmark(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., ModuleType]]:
+    """Imports one of them, its arguments on the command line."""
+    import vllm.v1.worker.gpu.attn_utils as allocation
+
+    monkeypatch.syspath_prepend(str(FOLDER))
+    shared = "_allocate_kv_cache"  # by two engines of a benchmark, and by nobody afterwards
+    monkeypatch.setattr(allocation, shared, getattr(allocation, shared))
+    before = set(sys.modules)
+
+    def load(name: str, *arguments: object) -> ModuleType:
+        monkeypatch.setattr(sys, "argv", [name, *map(str, arguments)])
+        return importlib.import_module(name)
+
+    yield load
+    for name in set(sys.modules) - before:
+        if Path(getattr(sys.modules[name], "__file__", None) or "/").parent == FOLDER:
+            del sys.modules[name]
+
+
+SMALL = ("--model", "stories", "--method", "ngram")
+
+
+@pytest.mark.slow
+def test_steps(benchmark: Callable[..., ModuleType], tmp_path: Path) -> None:
+    out = tmp_path / "steps.json"
+    size = ("--batch", 1, 3, "--context", 128, "--acceptance", 0.5, "--steps", 3, "--turns", 1)
+    assert benchmark("steps", *SMALL, *size, "--json", out).main() == 0
+    found = json.loads(out.read_text())
+    assert [(cell["batch"], cell["acceptance"]) for cell in found["cells"]] == [(1, 0.5), (3, 0.5)]
+    assert found["stats"]["fallbacks"] == {}
+
+
+@pytest.mark.slow
+def test_offline(benchmark: Callable[..., ModuleType], tmp_path: Path) -> None:
+    out = tmp_path / "offline.json"
+    size = ("--batch", 2, "--context", 64, "--tokens", 8, "--runs", 1)
+    assert benchmark("offline", *SMALL, *size, "--json", out).main() == 0
+    (cell,) = json.loads(out.read_text())["cells"]
+    assert cell["ratio"] > 0
+
+
+@pytest.mark.slow
+def test_kernels(
+    benchmark: Callable[..., ModuleType],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    """Operators of the CPU stand in for kernels: attention is vLLM's on one side, ours on one."""
+    out = tmp_path / "kernels.json"
+    module = benchmark("kernels", *SMALL, "--cells", "2x128", "--steps", 2, "--json", out)
+    monkeypatch.setattr(module, "KINDS", ("cpu_op",))
+    assert module.main() == 0
+    stock, nwor = json.loads(out.read_text())
+    assert (stock["side"], nwor["side"]) == ("stock", "nwor")
+    for side in (stock, nwor):
+        assert 0 <= side["between_us"] < side["span_us"]
+    theirs = "_C::cpu_attention_with_kv_cache"
+    assert theirs in stock["kernels"]
+    assert theirs not in nwor["kernels"]
+    assert theirs in capfd.readouterr().out
+
+
+def on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tensors meant for a GPU are made here; graphs run when they are captured."""
+    for name in ("randn", "arange", "full"):
+        make = getattr(torch, name)
+
+        def made(*args: Any, make: Callable = make, **options: Any) -> torch.Tensor:
+            return make(*args, **(options | {"device": "cpu"}))
+
+        monkeypatch.setattr(torch, name, made)
+    event = SimpleNamespace(record=lambda: None, synchronize=lambda: None, elapsed_time=lambda _: 1)
+    for name, value in {
+        "CUDAGraph": lambda: SimpleNamespace(replay=lambda: None),
+        "graph": lambda _: contextlib.nullcontext(),
+        "Event": lambda **_: event,
+        "synchronize": lambda: None,
+        "get_device_name": lambda: "none",
+    }.items():
+        monkeypatch.setattr(torch.cuda, name, value)
+
+
+def test_prefix_schedule(
+    benchmark: Callable[..., ModuleType], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Its calls of FlashAttention, bound to vLLM's signatures."""
+    out = tmp_path / "schedule.json"
+    with flash_attention(FLASH_ATTN) as calls:
+        module = benchmark("prefix_schedule", "--times", 1, 2, "--replays", 1, "--json", out)
+        monkeypatch.setattr(module, "CELLS", [(1, 64), (3, 96)])
+        on_cpu(monkeypatch)
+        assert module.main() == 0
+    cells = json.loads(out.read_text())["cells"]
+    assert [(c["batch"], c["tokens"], c["rows"]) for c in cells] == [
+        (1, 64, 5), (1, 64, 8), (3, 96, 5), (3, 96, 8)
+    ]  # fmt: skip
+    assert [plan["sm_margin"] for plan in calls.planned[:3]] == [0, 0, -132]
+    assert [plan["causal"] for plan in calls.planned[:3]] == [True, False, False]
+
+
+def test_ncu_table(benchmark: Callable[..., ModuleType], tmp_path: Path) -> None:
+    """Kernels between two markers are a step; those before the first belong to none."""
+    names = [
+        "elementwise<at::native::abs>",
+        "elementwise<at::native::erfinv_kernel_cuda>",
+        "vllm::reshape_and_cache_flash_kernel<float>",
+        "flash::MainloopStages<2>",
+        "elementwise<at::native::erfinv_kernel_cuda>",
+        "void nwor::MergeRowsKernel<8>",
+        "void nwor::SmallCommitKernel<32>",
+    ]
+    columns = ("ID", "Kernel Name", "dram__bytes_read.sum", "dram__bytes_write.sum")
+    columns += ("lts__t_sectors_op_write.sum",)
+    rows = [columns, ("", "", "byte", "byte", "sector")]
+    rows += [(str(n), name, "1,000", "10", "2") for n, name in enumerate(names)]
+    kernels, output, result = (tmp_path / name for name in ("k.csv", "o.txt", "r.json"))
+    text = "\n".join(",".join(f'"{value}"' for value in row) for row in rows)
+    kernels.write_text("==PROF== Connected\n" + text + "\n")
+    piece = {"batch": 8, "context": 64, "acceptance": 0.0}
+    pieces = [{"side": side} | piece for side in ("stock", "nwor")]
+    lines = ["told " + json.dumps({"device": "none"})]
+    lines += ["piece " + json.dumps(piece) for piece in pieces]
+    output.write_text("starts\n" + "\n".join(lines))
+    assert benchmark("ncu_table", kernels, output, result).main() == 0
+    stock, nwor = json.loads(result.read_text())["pieces"]
+    assert stock["l2_write_bytes"] == {"vLLM write": 64}
+    assert nwor["l2_write_bytes"] == {"merge_rows": 64, "commit": 64}
+    assert (stock["kernels"], nwor["kernels"]) == (2, 2)
+    assert stock["dram_read_bytes"] == 2000
