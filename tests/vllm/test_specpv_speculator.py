@@ -132,7 +132,7 @@ class World:
         return self.compute_logits(states)
 
 
-def make(world: World, monkeypatch: pytest.MonkeyPatch) -> PartialViewSpeculator:
+def make(world: Any, monkeypatch: pytest.MonkeyPatch, batch: int = BATCH) -> PartialViewSpeculator:
     from nwor_specpv.vllm.specpv import round_models
 
     monkeypatch.setattr(round_models, "set_forward_context", world.forward_context)
@@ -156,20 +156,25 @@ def make(world: World, monkeypatch: pytest.MonkeyPatch) -> PartialViewSpeculator
     spec.limit, spec._guesses = LIMIT, ROWS - 1
     spec.lengths = Lengths(settings, LIMIT, alone=True)
     spec._target, spec._rounds, spec._graphs, spec._rows = world, None, {}, {}
-    spec.max_num_reqs, spec.max_model_len = BATCH, MAX_LEN
+    spec.max_num_reqs, spec.max_model_len = batch, MAX_LEN
     spec.device = torch.device("cpu")
-    spec.vllm_config, spec.model, spec.draft_logits = None, world, None
+    spec.vllm_config, spec.model, spec.draft_logits, spec._offered = None, world, None, True
     spec.use_local_argmax_reduction = False
     spec.draft_attn_layer_names = {"head.0"}
     groups = [SimpleNamespace(layer_names=[*world.layers, "head.0"])]
     spec.kv_cache_config = SimpleNamespace(kv_cache_groups=groups)
     pages = MAX_LEN // PAGE
-    table = (torch.randperm(BATCH * pages) + 1).int().view(BATCH, pages)
+    table = (torch.randperm(batch * pages) + 1).int().view(batch, pages)
     spec.block_tables = SimpleNamespace(input_block_tables=[table], kernel_block_sizes=[PAGE])
     builder = SimpleNamespace(build=lambda _, common, fast_build: common)
     spec.attn_groups = [[SimpleNamespace(get_metadata_builder=lambda _: builder)]]
-    spec.draft_tokens = torch.zeros(BATCH, LIMIT, dtype=torch.int64)
-    spec.hidden_states = torch.zeros(BATCH, 1)
+    spec.draft_tokens = torch.zeros(batch, LIMIT, dtype=torch.int64)
+    spec.hidden_states = torch.zeros(batch, 1)
+    spec.idx_mapping = torch.arange(batch, dtype=torch.int32)
+    spec.temperature = torch.ones(batch)
+    spec.seeds = torch.arange(batch)
+    spec.draft_seeds = torch.zeros_like(spec.seeds)
+    spec.use_fp64_gumbel = False
     return spec
 
 
@@ -300,6 +305,16 @@ def test_graphs_of_both_lengths_are_offered(monkeypatch: pytest.MonkeyPatch) -> 
     assert by_rows[ROWS] >= {1, 2, 4}
     single = spec.decode_cudagraph_manager._capture_descs[CUDAGraphMode.FULL]
     assert {desc.uniform_token_count for desc in single} == {1}
+    # Every batch of either kind finds a graph, the smallest that holds it.
+    manager = spec.prefill_cudagraph_manager
+    manager._graphs_captured = True
+    for rows, batches in by_rows.items():
+        for count in range(1, max(batches) + 1):
+            desc = manager.dispatch(count, count * rows, rows, 0)
+            assert desc.cg_mode == CUDAGraphMode.FULL, (rows, count)
+            assert desc.uniform_token_count == rows
+            assert desc.num_reqs == min(n for n in batches if n >= count)
+    assert manager.dispatch(3, 3 * ROWS + 1, None, 0).cg_mode == CUDAGraphMode.NONE
 
 
 def propose(spec: PartialViewSpeculator, batch: Any, **more: Any) -> torch.Tensor:

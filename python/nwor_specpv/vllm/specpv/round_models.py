@@ -12,6 +12,8 @@ from vllm.forward_context import set_forward_context
 from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm.v1.worker.gpu.sample.gumbel import gumbel_sample
 
+from nwor_specpv.errors import NworError
+
 from .chain import Chains, slots_of, window_of
 from .partial_pass import PartialPass
 from .target import Target
@@ -42,6 +44,11 @@ class SampledTarget:
             combined = hidden
         if spec.draft_logits is None:
             return logits.argmax(dim=-1), combined
+        if logits.shape[-1] != spec.draft_logits.shape[-1]:
+            raise NworError(
+                f"draft_sample_method 'probabilistic': got {logits.shape[-1]} logits of the target "
+                f"and {spec.draft_logits.shape[-1]} of the head, expected as many"
+            )
         requests = spec.idx_mapping[: passed.num_requests, None].expand(-1, passed.num_rows)
         # Rows that make no draft leave no logits.
         requests = torch.where(columns < spec.limit, requests.reshape(-1), -1)
@@ -49,7 +56,7 @@ class SampledTarget:
             logits,
             requests,
             spec.temperature,
-            spec.seeds,
+            spec.draft_seeds,
             positions,  # of the row, as the full step will have it
             apply_temperature=True,
             output_processed_logits=spec.draft_logits,
@@ -160,7 +167,7 @@ class EagleHead:
             spec.model.compute_logits(hidden),
             spec.idx_mapping[:count],
             spec.temperature,
-            spec.seeds,
+            spec.draft_seeds,
             positions.long() + 1,
             apply_temperature=True,
             use_fp64=spec.use_fp64_gumbel,

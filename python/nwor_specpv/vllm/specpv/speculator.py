@@ -44,6 +44,9 @@ from .views import ViewStore
 _REPEATS = 3  # of a measured pass; the quickest counts
 # What draft logits hold for tokens that a draft is not: their probability is 0.
 _NEVER = -1e30
+# vLLM's sampler draws what replaces a rejected draft with the noise of the request's seed and the
+# position. Drafts with the same noise would not be independent of it, so they have another seed.
+_OTHER_SEED = 0x5DEECE66D1CE4E5
 
 
 class PartialViewSpeculator(EagleSpeculator):
@@ -60,8 +63,10 @@ class PartialViewSpeculator(EagleSpeculator):
         self._rounds: Rounds | None = None
         self._graphs: dict[tuple[str, int], torch.cuda.CUDAGraph] = {}
         self._rows: dict[str, int] = {}  # of the store, by request
+        self.draft_seeds = torch.zeros_like(self.seeds)  # of rounds
         self.latest_passes = 0  # of the latest drafts; 0: the head's alone
         self._counts = AcceptanceCounts(device, self.lengths.observe)
+        self._offered = False
         self._offer_lengths()
 
     def _offer_lengths(self) -> None:
@@ -86,6 +91,7 @@ class PartialViewSpeculator(EagleSpeculator):
         self.prefill_cudagraph_manager = SpeculatorCudaGraphManager(
             self.vllm_config, self.device, cudagraph_mode, self.limit + 1
         )
+        offer_larger_graphs(self.prefill_cudagraph_manager)
         self.speculative_config.num_speculative_tokens_per_batch_size = None
 
     def capture(self) -> None:
@@ -123,6 +129,9 @@ class PartialViewSpeculator(EagleSpeculator):
         count, passes, wanted = input_batch.num_reqs, 0, self.limit
         real = not dummy_run and not is_profile
         if real:
+            if not self._offered:  # the target's manager, too, as soon as its runner is known
+                self._offered = True
+                offer_larger_graphs(getattr(self._engine.runner, "cudagraph_manager", None))
             wanted = self._engine.num_drafts or self.limit
             lens = (input_batch.num_scheduled_tokens - 1).tolist()
             self._counts.judged(input_batch.req_ids, lens, num_rejected)
@@ -157,6 +166,7 @@ class PartialViewSpeculator(EagleSpeculator):
             except Exception as error:
                 self._fail(error)
                 self.draft_tokens[:count] = 0
+                self._certain(input_batch.idx_mapping, 0)
                 passes = 0
         self.latest_passes = passes
         if real:
@@ -203,7 +213,9 @@ class PartialViewSpeculator(EagleSpeculator):
         active = num_sampled[:count] > 0
         rounds.begin(table, host.to(self.device, non_blocking=True), prefix, active, roots)
         if self.draft_logits is not None:
-            self._certain(passes + self._guesses)
+            torch.bitwise_xor(self.seeds, _OTHER_SEED, out=self.draft_seeds)
+            self._certain(input_batch.idx_mapping, passes + self._guesses)
+            rounds.chains.drafts[:, passes + self._guesses :] = 0
         for number in range(passes):
             kind = "first" if number == 0 else "later"
             graph = self._graphs.get((kind, padded))
@@ -214,14 +226,15 @@ class PartialViewSpeculator(EagleSpeculator):
         self.draft_tokens[:count] = rounds.chains.drafts[:count, : self.limit]
         _C.count("specpv_draft_passes_total", passes)
 
-    def _certain(self, filled: int) -> None:
-        """Drafts that no pass may reach are token 0 with certainty: sampling must know."""
-        assert self.draft_logits is not None
-        assert self._rounds is not None
-        rest = self.draft_logits[:, filled:]
-        rest.fill_(_NEVER)
-        rest[..., 0] = 0
-        self._rounds.chains.drafts[:, filled:] = 0
+    def _certain(self, requests: torch.Tensor, filled: int) -> None:
+        """Drafts from the `filled`th on are token 0 with certainty: sampling must know.
+
+        `requests` [B]: those of the round; drafts of others may still wait for their full step.
+        """
+        if self.draft_logits is not None and filled < self.limit:
+            rest, own = self.draft_logits[:, filled:], requests.long()
+            rest[own] = _NEVER
+            rest[own, :, 0] = 0
 
     def _padded(self, count: int) -> int:
         sizes = [size for kind, size in self._graphs if kind == "first" and size >= count]
@@ -344,3 +357,20 @@ class PartialViewSpeculator(EagleSpeculator):
         table.copy_(saved)
         self.lengths.learn(costs)
         logger.info("nwor_specpv: measured %s", costs)
+
+
+def offer_larger_graphs(manager: Any) -> None:
+    """Lets a batch be padded to any larger graph of its own number of rows.
+
+    vLLM looks at the graphs of the next larger number of tokens only. With two numbers of rows that
+    graph is often the other kind's, and the step would run without a graph.
+    """
+    if manager is None:
+        return
+    found = {desc for descs in manager._candidates.values() for desc in descs}
+    # In vLLM's order among those of one size: full graphs first.
+    ordered = sorted(found, key=lambda desc: (desc.num_tokens, desc.uniform_token_count is None))
+    for tokens, loras in list(manager._candidates):
+        manager._candidates[tokens, loras] = [
+            desc for desc in ordered if desc.num_tokens >= tokens and desc.num_active_loras == loras
+        ]
