@@ -23,12 +23,20 @@ def run_job(
 
     `path` stands before everything else on the Python path.
     """
+    result, log = run_script(folder, job, Path(__file__), path, **env)
+    return result | {"log": log}
+
+
+def run_script(
+    folder: Path, job: Any, script: Path, path: Path | None = None, **env: str
+) -> tuple[Any, str]:
+    """Runs `script JOB.json RESULT.json`: its result and what it printed."""
     folders = [str(part) for part in (path, FOLDER, os.environ.get("PYTHONPATH")) if part]
     source, result = folder / "job.json", folder / "result.json"
     source.write_text(json.dumps(job))
     result.unlink(missing_ok=True)
     done = subprocess.run(
-        [sys.executable, __file__, str(source), str(result)],
+        [sys.executable, str(script), str(source), str(result)],
         env=os.environ | {"PYTHONPATH": os.pathsep.join(folders)} | env,
         capture_output=True,
         text=True,
@@ -36,7 +44,7 @@ def run_job(
         check=False,
     )
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-6000:]
-    return json.loads(result.read_text()) | {"log": done.stdout + done.stderr}
+    return json.loads(result.read_text()), done.stdout + done.stderr
 
 
 def rank_report(_: object) -> dict[str, Any]:

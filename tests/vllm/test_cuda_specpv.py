@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +9,8 @@ import pytest
 import torch
 from engines import drive, greedy, own_engine, story_prompts
 from engines import stats as own_stats
-from safetensors.torch import save_file
-from test_cuda import GRAPHS, alike, begin, dummy_prompts, eagle3, write_config
+from heads import story_head
+from test_cuda import GRAPHS, alike, begin, dummy_prompts, eagle3
 
 from nwor_specpv import Metrics
 from nwor_specpv.models import stories
@@ -56,39 +55,6 @@ def test_the_target_drafts_over_views(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 SCHEDULER = "nwor_specpv.vllm.specpv.scheduler.LongContextScheduler"
-
-
-def story_head(folder: Path) -> dict[str, Any]:
-    """Speculation with an EAGLE3 head for the story model that knows nothing."""
-    config = json.loads((Path(stories(64)) / "config.json").read_text())
-    config |= {"architectures": ["LlamaForCausalLMEagle3"], "num_hidden_layers": 1}
-    config |= {"draft_vocab_size": config["vocab_size"], "tie_word_embeddings": False}
-    config["eagle_aux_hidden_state_layer_ids"] = [1, 2, 3]
-    config["eagle_config"] = {"eagle_aux_hidden_state_layer_ids": [1, 2, 3]}
-    path = write_config(folder / "head", config)
-    hidden, inner, size = config["hidden_size"], config["intermediate_size"], config["head_dim"]
-    queries, keys = config["num_attention_heads"] * size, config["num_key_value_heads"] * size
-    shapes = {
-        "fc": (hidden, 3 * hidden),
-        "lm_head": (config["vocab_size"], hidden),
-        "midlayer.self_attn.q_proj": (queries, 2 * hidden),
-        "midlayer.self_attn.k_proj": (keys, 2 * hidden),
-        "midlayer.self_attn.v_proj": (keys, 2 * hidden),
-        "midlayer.self_attn.o_proj": (hidden, queries),
-        "midlayer.mlp.gate_proj": (inner, hidden),
-        "midlayer.mlp.up_proj": (inner, hidden),
-        "midlayer.mlp.down_proj": (hidden, inner),
-    }
-    generator = torch.Generator().manual_seed(2)
-    weights = {
-        f"{name}.weight": (0.05 * torch.randn(shape, generator=generator)).bfloat16()
-        for name, shape in shapes.items()
-    }
-    norms = ("hidden_norm", "input_layernorm", "post_attention_layernorm")
-    for name in ("norm", *(f"midlayer.{norm}" for norm in norms)):
-        weights[f"{name}.weight"] = torch.ones(hidden, dtype=torch.bfloat16)
-    save_file(weights, path / "model.safetensors")
-    return {"method": "eagle3", "model": str(path), "num_speculative_tokens": 8}
 
 
 @pytest.mark.parametrize("sampled", [False, True], ids=["greedy", "sampled"])

@@ -1,0 +1,155 @@
+"""Model runner V2 itself, on the CPU: an EAGLE3 head and partial passes of the target in turns.
+
+vLLM's runner, scheduler, speculator and sampler are the real ones, with asynchronous scheduling;
+their Triton kernels run in Triton's interpreter (`triton_cpu.py`), and rounds are recorded and
+replayed as CUDA graphs are (`recorded_graph.py`). Output is plain vLLM's, token for token.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from engine_process import run_script
+from engines import STOCK, drive, greedy, start, story_prompts
+
+pytestmark = pytest.mark.slow
+
+SCHEDULER = "nwor_specpv.vllm.specpv.scheduler.LongContextScheduler"
+SCRIPT = Path(__file__).with_name("runner_v2_process.py")
+# A view of 96 tokens, as in the tests of model runner V1.
+VIEW = {
+    "enable_specpv": True,
+    "specpv_n_sink_blocks": 1,
+    "specpv_n_retrieval_blocks": 3,
+    "specpv_n_window_blocks": 2,
+    "specpv_draft_passes": 3,
+    "specpv_draft_lookup": 3,
+    "check_contract": True,
+    "strict": True,
+}
+LENGTHS = (200, 40, 260, 150, 10, 230)  # two are shorter than the view
+MAX_TOKENS = 24
+
+
+def prompts() -> list[list[int]]:
+    return [(p * 40)[:n] for p, n in zip(story_prompts(6), LENGTHS, strict=True)]
+
+
+@pytest.fixture(scope="module")
+def expected() -> dict[str, list[int]]:
+    return drive(start(STOCK, speculation=None), prompts(), greedy(MAX_TOKENS)).tokens
+
+
+def job(nwor: dict[str, Any] | None = None, **more: Any) -> dict[str, Any]:
+    options = {"nwor": VIEW | (nwor or {}), "scheduler_cls": SCHEDULER} | more.pop("start", {})
+    options["speculation"] = {"num_speculative_tokens": 10} | more.pop("speculation", {})
+    return {"start": options, "prompts": prompts(), "params": {"max_tokens": MAX_TOKENS}} | more
+
+
+def truth(expected: dict[str, list[int]]) -> list[list[int]]:
+    return [prompt + expected[str(i)] for i, prompt in enumerate(prompts())]
+
+
+def run(folder: Path, *jobs: dict[str, Any]) -> list[dict[str, Any]]:
+    found, log = run_script(folder, list(jobs), SCRIPT)
+    print(log[-2000:])
+    return found
+
+
+def check(found: dict[str, Any]) -> None:
+    """The runner and the speculator are those that were asked for, and nothing went wrong."""
+    assert found["runner"] == "vllm.v1.worker.cpu.model_runner"
+    assert found["speculator"] == "PartialViewSpeculator"
+    assert found["async"]
+    assert found["violations"] == []
+    assert found["fallbacks"] == {}
+    assert found["rounds"] > 0
+    assert found["cache_written_by_rounds"] == 0
+    assert "specpv_draft_failures_total" not in found["grown"]
+
+
+def test_rounds_in_graphs(tmp_path: Path, expected: dict[str, list[int]]) -> None:
+    (found,) = run(
+        tmp_path,
+        job(truth=truth(expected), graphs=[6, 2, 1], arrivals=[0, 0, 0, 1, 2, 3]),
+    )
+    check(found)
+    assert found["tokens"] == [expected]
+    assert found["replays"] > 3 * found["rounds"]  # those of the measurement, too
+    assert found["costs"] > 0
+    # Passes confirm more than a token each, and full steps most of what they drafted.
+    assert found["tokens_per_pass"] > 1.5
+    assert found["steps"][0] < 0.6 * MAX_TOKENS
+    assert found["rows_left"] < 8
+
+
+def test_what_happens_to_requests(tmp_path: Path, expected: dict[str, list[int]]) -> None:
+    """Preempted, aborted, and again from the prefix cache; a head that is always wrong."""
+    tight = {"num_gpu_blocks_override": 50, "max_model_len": 320}
+    preempted, aborted, again = run(
+        tmp_path,
+        job(start=tight),
+        job({"specpv_max_requests": 2}, aborts={4: "0"}, truth=truth(expected)),
+        job({"specpv_draft_passes": 0}, rounds=2, truth=truth(expected), graphs=[8, 1]),
+    )
+    check(preempted)
+    assert preempted["tokens"] == [expected]
+    assert preempted["counts"]["num_preemptions"] > 0
+    check(aborted)
+    cut = aborted["tokens"][0].pop("0")
+    assert cut == expected["0"][: len(cut)]
+    assert len(cut) < MAX_TOKENS
+    assert aborted["tokens"] == [{name: t for name, t in expected.items() if name != "0"}]
+    assert again["tokens"] == [expected, expected]
+    assert again["counts"]["prefix_cache_hits"] > 0
+    assert again["violations"] == []
+    assert again["cache_written_by_rounds"] == 0
+
+
+def test_failing_passes_leave_the_head_alone(
+    tmp_path: Path, expected: dict[str, list[int]]
+) -> None:
+    greedy_run, sampled = run(
+        tmp_path,
+        job(fault=5),
+        job(
+            fault=5,
+            speculation={"draft_sample_method": "probabilistic"},
+            params={"max_tokens": 8, "temperature": 0.7, "seed": 5},
+        ),
+    )
+    for found in (greedy_run, sampled):
+        assert found["grown"]["specpv_draft_failures_total"] == 1
+        assert found["violations"] == []
+        assert found["cache_written_by_rounds"] == 0
+    assert greedy_run["tokens"] == [expected]
+    assert all(len(tokens) == 8 for tokens in sampled["tokens"][0].values())
+
+
+def test_drafts_at_temperatures_are_drawn_from_their_logits(
+    tmp_path: Path, expected: dict[str, list[int]]
+) -> None:
+    """Every draft is the one its logits and the noise of its place give: what vLLM's sampler is
+    told is what was drawn from. Requests at temperature 0 in the same set-up stay greedy."""
+    sampling = {"draft_sample_method": "probabilistic"}
+    drawn, plain = run(
+        tmp_path,
+        job(
+            speculation=sampling,
+            params={"max_tokens": 12, "temperature": 0.8, "seed": 3},
+            graphs=[6, 1],
+        ),
+        job(speculation=sampling, truth=truth(expected)),
+    )
+    check(drawn)
+    number, right = drawn["drawn"]
+    assert number == right > 60
+    check(plain)
+    assert plain["tokens"] == [expected]
+
+
+def test_the_reference_samples_as_vllms_kernels(tmp_path: Path) -> None:
+    (found,) = run(tmp_path, {"kernels": 48})
+    assert found == {"drawn": 1.0, "logits": True, "verified": 1.0, "lengths": [1, 2, 3, 4, 5]}
