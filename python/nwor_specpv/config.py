@@ -109,6 +109,11 @@ class Settings:
     specpv_draft_lookup: int = _key(
         4, "vLLM, lossless: tokens looked up in the text that a partial pass confirms", high=64
     )
+    specpv_draft_select_interval: int = _key(
+        1,
+        "vLLM, lossless without a head: partial passes after which blocks are chosen anew; 0: once",
+        high=128,
+    )
     specpv_max_requests: int = _key(
         8,
         "vLLM: requests at once that have views; summaries take memory for each",

@@ -5,10 +5,12 @@ Output is plain vLLM's, token for token, whatever happens to the drafts.
 
 from __future__ import annotations
 
+import inspect
 import json
 import logging
 from collections import Counter
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -73,13 +75,37 @@ def check(story: Any, expected: list[list[int]], before: dict[str, Any]) -> None
     assert grown(before, "draft_failures") == 0
 
 
-def test_requests_of_many_lengths_in_one_batch(expected: list, before: dict) -> None:
+def published_blocks(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
+    """Of every call that publishes blocks to the prefix cache: tokens in them, tokens confirmed."""
+    from vllm.v1.core.block_pool import BlockPool
+
+    publish, found = BlockPool.cache_full_blocks, []
+
+    def watched(self: Any, *args: Any, **kwargs: Any) -> None:
+        given = inspect.signature(publish).bind(self, *args, **kwargs).arguments
+        request = given["request"]
+        # Drafts are no tokens of a request until a full step has accepted them.
+        assert len(request.all_token_ids) == request.num_prompt_tokens + request.num_output_tokens
+        found.append((given["num_full_blocks"] * given["block_size"], request.num_tokens))
+        publish(self, *args, **kwargs)
+
+    monkeypatch.setattr(BlockPool, "cache_full_blocks", watched)
+    return found
+
+
+def test_requests_of_many_lengths_in_one_batch(
+    expected: list, before: dict, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    published = published_blocks(monkeypatch)
     llm = begin(max_num_batched_tokens=96)
     check(drive(llm, prompts(), greedy(MAX_TOKENS), arrivals=[0, 0, 3, 9, 9, 20]), expected, before)
     # Prompts again: their blocks are in the prefix cache, and hold nothing of the drafts.
     hits = counted(llm, "vllm:prefix_cache_hits")
     check(drive(llm, prompts(), greedy(MAX_TOKENS)), expected, before)
     assert counted(llm, "vllm:prefix_cache_hits") > hits
+    # Nor was any of them published before full steps had confirmed all of its tokens.
+    assert len(published) > 20
+    assert all(tokens <= confirmed for tokens, confirmed in published)
     # What is confirmed with these views is most of what was drafted.
     assert grown(before, "confirmed_tokens") > 0.5 * grown(before, "drafted_tokens")
 
@@ -275,6 +301,21 @@ def test_layers_it_cannot_serve_stop_the_start(tmp_path: Path) -> None:
     begin()
     with pytest.raises(NworError, match="layers in different cache groups"):
         own_engine().add_group(["another"])
+
+
+def test_a_target_with_another_attention_stops_the_start() -> None:
+    """As on a GPU without --attention-backend CUSTOM; a head's own layers are vLLM's."""
+    from nwor_specpv.vllm.specpv.target import own_layers
+
+    begin()
+    layers = dict(own_engine().layers)
+    assert own_layers(layers) == list(layers)
+    layers["theirs"] = SimpleNamespace(impl=object())
+    assert own_layers(layers, besides={"theirs"}) == [name for name in layers if name != "theirs"]
+    with pytest.raises(NworError, match=r"got theirs with vLLM's own.*--attention-backend CUSTOM"):
+        own_layers(layers)
+    with pytest.raises(NworError, match="got no layer"):
+        own_layers({})
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,12 @@ import pytest
 from nwor_specpv import NworError, Settings, SpecPVConfig, load_config
 
 # What only the vLLM plugin asks is no business of the library.
-VLLM_ONLY = {"specpv_draft_passes", "specpv_draft_lookup", "specpv_max_requests"}
+VLLM_ONLY = {
+    "specpv_draft_passes",
+    "specpv_draft_lookup",
+    "specpv_draft_select_interval",
+    "specpv_max_requests",
+}
 KEYS = [
     key
     for key in Settings().as_dict()

@@ -307,6 +307,7 @@ class PartialViewDrafter:
         assert tail is not None
         assert target is not None
         device, size = tail.keys.device, len(members)
+        interval = self._settings.specpv_draft_select_interval
 
         def ints(values: Any, dtype: torch.dtype = torch.int32) -> torch.Tensor:
             return torch.tensor(values, dtype=dtype, device=device)
@@ -347,7 +348,7 @@ class PartialViewDrafter:
                 slots=ints(slots, torch.int64),
                 num_rows=num_rows,
                 has_tail=number > 0,
-                select=number == 0,
+                select=number == 0 or (interval > 0 and number % interval == 0),
                 query_rows=ints([[0, 1 + len(guess)] for guess in guesses]),
             )
             best = target.greedy(passed, tokens, positions)

@@ -33,7 +33,7 @@ class PartialPass:
     slots: torch.Tensor  # [B * num_rows] int64 in the tail, -1: not kept
     num_rows: int
     has_tail: bool
-    select: bool  # the first pass of a round: its queries choose the blocks
+    select: bool  # the pass' queries choose the blocks, in the first pass of a round at least
     query_rows: torch.Tensor | None = None  # [B, 2] int32: rows that are no padding
     # Made once for all layers, where the lengths are known before the first: see `Rounds`.
     view_plan: torch.Tensor | None = None
