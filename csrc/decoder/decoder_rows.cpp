@@ -12,11 +12,11 @@
 #include <cmath>
 #include <cstring>
 #include <initializer_list>
-#include <span>
 #include <vector>
 
 #include "check.h"
 #include "linear/cpu/kernels.h"
+#include "linear/linear_rows.h"
 #include "linear/strips.h"
 
 namespace nwor {
@@ -38,21 +38,32 @@ void CheckLayer(const char* name, const LinearLayer& layer, int64_t inputs) {
   CheckVector(name, layer.bias, layer.weight.size(0));
 }
 
-// Of one type and device with `hidden`, so that either path may take them.
-void CheckAlike(const at::Tensor& hidden, std::initializer_list<std::optional<at::Tensor>> others) {
-  for (const std::optional<at::Tensor>& other : others) {
-    if (!other.has_value()) continue;
-    NWOR_CHECK(other->scalar_type() == hidden.scalar_type() && other->device() == hidden.device(),
-               "hidden: got ", hidden.scalar_type(), " on ", hidden.device().str(), ", expected ",
-               other->scalar_type(), " on ", other->device().str(), " as the weights");
-  }
+using Tensors = std::initializer_list<std::optional<at::Tensor>>;
+
+// Vectors are of one type with `hidden`, matrices of one among themselves: hidden's, or half of
+// its size where hidden is float32.
+void CheckAlike(const at::Tensor& hidden, Tensors vectors, Tensors matrices) {
+  const at::ScalarType own = hidden.scalar_type();
+  const at::ScalarType wide = (*matrices.begin())->scalar_type();
+  const bool mixed = own == at::kFloat && LinearWeightType(**matrices.begin()).has_value();
+  const auto check = [&](const std::optional<at::Tensor>& other, at::ScalarType type) {
+    if (!other.has_value()) return;
+    NWOR_CHECK(other->scalar_type() == type && other->device() == hidden.device(), "hidden: got ",
+               own, " on ", hidden.device().str(), ", expected ", other->scalar_type(), " on ",
+               other->device().str(), " as the weights");
+  };
+  for (const std::optional<at::Tensor>& vector : vectors) check(vector, own);
+  for (const std::optional<at::Tensor>& matrix : matrices) check(matrix, mixed ? wide : own);
 }
 
-bool IsPlain(std::initializer_list<std::optional<at::Tensor>> tensors) {
-  return std::all_of(tensors.begin(), tensors.end(), [](const std::optional<at::Tensor>& one) {
-    return !one.has_value() ||
-           (one->device().is_cpu() && one->scalar_type() == at::kFloat && one->is_contiguous());
-  });
+// What the CPU's own loops take.
+bool IsPlain(const at::Tensor& hidden, Tensors vectors, Tensors matrices) {
+  const auto contiguous = [](const std::optional<at::Tensor>& one) {
+    return !one.has_value() || one->is_contiguous();
+  };
+  return hidden.device().is_cpu() && hidden.scalar_type() == at::kFloat && hidden.size(0) > 0 &&
+         hidden.is_contiguous() && std::all_of(vectors.begin(), vectors.end(), contiguous) &&
+         std::all_of(matrices.begin(), matrices.end(), contiguous);
 }
 
 const float* Data(const at::Tensor& tensor) { return tensor.const_data_ptr<float>(); }
@@ -102,7 +113,8 @@ struct Products {
   const float* x;
   int64_t rows;
   int64_t depth;
-  std::vector<const float*> weights;
+  DType dtype;  // of the matrices
+  std::vector<const void*> weights;
   std::vector<int64_t> outputs;
   std::vector<float*> outs;  // [rows, outputs]
 
@@ -112,6 +124,7 @@ struct Products {
     task.rows = rows;
     task.depth = depth;
     task.weight = weights[matrix];
+    task.dtype = dtype;
     task.first = first;
     task.last = last;
     task.out = outs[matrix];
@@ -131,17 +144,19 @@ std::array<at::Tensor, 3> AttentionInputsOnCpu(const at::Tensor& hidden,
                                                const at::Tensor& cos, const at::Tensor& sin) {
   const int64_t rows = hidden.size(0), size = hidden.size(1), dim = cos.size(1);
   at::Tensor normed = at::empty_like(hidden);
-  for (int64_t r = 0; r < rows; ++r) {
-    Normalize(Data(hidden) + r * size, Data(weights.norm), size, weights.epsilon,
-              normed.mutable_data_ptr<float>() + r * size);
+  const int64_t part = weights.norm.size(-1);
+  for (int64_t at = 0; at < rows * size; at += part) {
+    Normalize(Data(hidden) + at, Data(weights.norm) + at % size, part, weights.epsilon,
+              normed.mutable_data_ptr<float>() + at);
   }
   const std::array<const LinearLayer*, 3> layers = {&weights.query, &weights.key, &weights.value};
   std::array<at::Tensor, 3> results;
-  Products products{Data(normed), rows, size, {}, {}, {}};
+  const DType dtype = *LinearWeightType(weights.query.weight);
+  Products products{Data(normed), rows, size, dtype, {}, {}, {}};
   for (size_t i = 0; i < layers.size(); ++i) {
     const int64_t outputs = layers[i]->weight.size(0);
     results[i] = at::empty({rows, outputs / dim, dim}, hidden.options());
-    products.weights.push_back(Data(layers[i]->weight));
+    products.weights.push_back(layers[i]->weight.const_data_ptr());
     products.outputs.push_back(outputs);
     products.outs.push_back(results[i].mutable_data_ptr<float>());
   }
@@ -169,7 +184,9 @@ at::Tensor LayerOutputOnCpu(const at::Tensor& hidden, const at::Tensor& attended
   const int64_t intermediate = weights.gate.size(0);
   at::Tensor out = at::empty_like(hidden);
   float* sums = out.mutable_data_ptr<float>();
-  Products{Data(attended), rows, attended.size(1), {Data(weights.attention.weight)}, {size}, {sums}}
+  const DType dtype = *LinearWeightType(weights.gate);
+  const at::Tensor& first = weights.attention.weight;
+  Products{Data(attended), rows, attended.size(1), dtype, {first.const_data_ptr()}, {size}, {sums}}
       .MultiplyAll();
   at::Tensor space = at::empty({rows, 2 * size + 2 * intermediate}, hidden.options());
   float* normed = space.mutable_data_ptr<float>();
@@ -182,9 +199,13 @@ at::Tensor LayerOutputOnCpu(const at::Tensor& hidden, const at::Tensor& attended
     AddTo(row, Data(hidden) + r * size, size);
     Normalize(row, Data(weights.norm), size, weights.epsilon, normed + r * size);
   }
-  const Products gated{
-      normed,    rows, size, {Data(weights.gate), Data(weights.up)}, {intermediate, intermediate},
-      {gate, up}};
+  const Products gated{normed,
+                       rows,
+                       size,
+                       dtype,
+                       {weights.gate.const_data_ptr(), weights.up.const_data_ptr()},
+                       {intermediate, intermediate},
+                       {gate, up}};
   // A strip of gates and its strip of ups together: what they give is multiplied where it lies.
   ForStrips({&intermediate, 1}, 2 * size, [&](size_t, int64_t first, int64_t last) {
     gated.Multiply(0, first, last);
@@ -194,7 +215,8 @@ at::Tensor LayerOutputOnCpu(const at::Tensor& hidden, const at::Tensor& attended
       cpu::ChooseLinearKernels().gate(gate + at, up + at, last - first);
     }
   });
-  Products{gate, rows, intermediate, {Data(weights.down)}, {size}, {down}}.MultiplyAll();
+  Products{gate, rows, intermediate, dtype, {weights.down.const_data_ptr()}, {size}, {down}}
+      .MultiplyAll();
   AddTo(sums, down, rows * size);
   return out;
 }
@@ -203,8 +225,16 @@ at::Tensor LayerOutputOnCpu(const at::Tensor& hidden, const at::Tensor& attended
 
 at::Tensor NormalizeAnywhere(const at::Tensor& values, const at::Tensor& weight, double epsilon) {
   const at::Tensor wide = values.to(at::kFloat);
-  const at::Tensor mean = wide.square().mean(-1, /*keepdim=*/true);
-  return weight * (wide * at::rsqrt(mean + epsilon)).to(values.scalar_type());
+  const at::Tensor parts = wide.unflatten(-1, {-1, weight.size(-1)});
+  const at::Tensor mean = parts.square().mean(-1, /*keepdim=*/true);
+  const at::Tensor normed = (parts * at::rsqrt(mean + epsilon)).to(values.scalar_type());
+  return (weight * normed).flatten(-2);
+}
+
+at::Tensor LinearAnywhere(const at::Tensor& rows, const at::Tensor& weight,
+                          const std::optional<at::Tensor>& bias = std::nullopt) {
+  const at::Tensor out = at::linear(rows.to(weight.scalar_type()), weight).to(rows.scalar_type());
+  return bias.has_value() ? out + *bias : out;
 }
 
 at::Tensor RotateAnywhere(const at::Tensor& values, const at::Tensor& cos, const at::Tensor& sin) {
@@ -225,7 +255,9 @@ std::array<at::Tensor, 3> AttentionInputs(const at::Tensor& hidden,
   NWOR_CHECK(sin.sizes() == cos.sizes(), "sin: got sizes ", sin.sizes(), ", expected ", cos.sizes(),
              " as cos");
   const int64_t dim = cos.size(1);
-  CheckVector("norm", weights.norm, size);
+  NWOR_CHECK((weights.norm.dim() == 1 || weights.norm.dim() == 2) && weights.norm.numel() == size,
+             "norm: got sizes ", weights.norm.sizes(), ", expected [", size, "] or [parts, ", size,
+             " / parts]");
   CheckVector("query_norm", weights.query_norm, dim);
   CheckVector("key_norm", weights.key_norm, dim);
   CheckLayer("query", weights.query, size);
@@ -235,24 +267,20 @@ std::array<at::Tensor, 3> AttentionInputs(const at::Tensor& hidden,
     NWOR_CHECK(layer->weight.size(0) % dim == 0, "weight: got ", layer->weight.size(0),
                " outputs, expected a multiple of the head size ", dim);
   }
-  const std::initializer_list<std::optional<at::Tensor>> all = {weights.norm,
-                                                                weights.query.weight,
-                                                                weights.query.bias,
-                                                                weights.key.weight,
-                                                                weights.key.bias,
-                                                                weights.value.weight,
-                                                                weights.value.bias,
-                                                                weights.query_norm,
-                                                                weights.key_norm,
-                                                                cos,
-                                                                sin};
-  CheckAlike(hidden, all);
-  if (IsPlain(all) && IsPlain({hidden}) && rows > 0) {
-    return AttentionInputsOnCpu(hidden, weights, cos, sin);
-  }
+  const Tensors vectors = {weights.norm,
+                           weights.query.bias,
+                           weights.key.bias,
+                           weights.value.bias,
+                           weights.query_norm,
+                           weights.key_norm,
+                           cos,
+                           sin};
+  const Tensors matrices = {weights.query.weight, weights.key.weight, weights.value.weight};
+  CheckAlike(hidden, vectors, matrices);
+  if (IsPlain(hidden, vectors, matrices)) return AttentionInputsOnCpu(hidden, weights, cos, sin);
   const at::Tensor normed = NormalizeAnywhere(hidden, weights.norm, weights.epsilon);
   const auto project = [&](const LinearLayer& layer) {
-    return at::linear(normed, layer.weight, layer.bias).unflatten(-1, {-1, dim});
+    return LinearAnywhere(normed, layer.weight, layer.bias).unflatten(-1, {-1, dim});
   };
   at::Tensor query = project(weights.query), key = project(weights.key);
   if (weights.query_norm) query = NormalizeAnywhere(query, *weights.query_norm, weights.epsilon);
@@ -276,23 +304,16 @@ at::Tensor LayerOutput(const at::Tensor& hidden, const at::Tensor& attended,
   CheckMatrix("down", weights.down, weights.gate.size(0));
   NWOR_CHECK(weights.down.size(0) == size, "down: got ", weights.down.size(0),
              " outputs, expected ", size);
-  const std::initializer_list<std::optional<at::Tensor>> all = {attended,
-                                                                weights.attention.weight,
-                                                                weights.attention.bias,
-                                                                weights.norm,
-                                                                weights.gate,
-                                                                weights.up,
-                                                                weights.down};
-  CheckAlike(hidden, all);
-  if (IsPlain(all) && IsPlain({hidden}) && rows > 0) {
-    return LayerOutputOnCpu(hidden, attended, weights);
-  }
+  const Tensors vectors = {attended, weights.attention.bias, weights.norm};
+  const Tensors matrices = {weights.attention.weight, weights.gate, weights.up, weights.down};
+  CheckAlike(hidden, vectors, matrices);
+  if (IsPlain(hidden, vectors, matrices)) return LayerOutputOnCpu(hidden, attended, weights);
   const at::Tensor sums =
-      hidden + at::linear(attended, weights.attention.weight, weights.attention.bias);
+      hidden + LinearAnywhere(attended, weights.attention.weight, weights.attention.bias);
   const at::Tensor normed = NormalizeAnywhere(sums, weights.norm, weights.epsilon);
   const at::Tensor gated =
-      at::silu(at::linear(normed, weights.gate)) * at::linear(normed, weights.up);
-  return sums + at::linear(gated, weights.down);
+      at::silu(LinearAnywhere(normed, weights.gate)) * LinearAnywhere(normed, weights.up);
+  return sums + LinearAnywhere(gated, weights.down);
 }
 
 }  // namespace nwor

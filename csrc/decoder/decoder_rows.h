@@ -11,8 +11,8 @@
 // attention, and what is after it. Between them the caller stages K/V and attends.
 //
 // On the CPU in float32 each half is one call that reads every weight once, as it lies, and a
-// row's result does not depend on how many rows there are. Elsewhere, in other types and for other
-// layouts, it is put together from torch's own operations.
+// row's result does not depend on how many rows there are; the matrices may be float16 or bfloat16.
+// Elsewhere, in other types and for other layouts, it is put together from torch's own operations.
 //
 // Thread-safety: const arguments; run on torch's threads. Throw Error for wrong shapes and types.
 
@@ -25,7 +25,7 @@ struct LinearLayer {
 };
 
 struct AttentionInputWeights {
-  at::Tensor norm;  // [hidden], root mean square
+  at::Tensor norm;  // root mean square, [hidden]; [parts, hidden / parts]: every part of its own
   double epsilon = 0;
   LinearLayer query;
   LinearLayer key;

@@ -13,7 +13,8 @@ def linear_rows(
     """A linear layer for few rows: `input` [.., K], `weight` [N, K], `bias` [N].
 
     On the CPU a row has the same bits whatever the number of rows, sums are float32, and weights
-    are read once, as they lie; on CUDA it is torch's linear.
+    are read once, as they lie; on CUDA it is torch's linear. float32 rows may meet weights of
+    float16 or bfloat16.
     """
     return call(torch.ops.nwor_specpv.linear_rows.default, input, weight, bias)
 
@@ -35,9 +36,11 @@ def attention_inputs(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """What a Llama-like layer attends with: normalized, projected, rotated.
 
-    `hidden` [T, hidden], `cos` and `sin` [T, D], weights [outputs, hidden]; `query_norm` and
-    `key_norm` [D] normalize every head. Returns query [T, Hq, D], key and value [T, Hkv, D]. On
-    the CPU in float32 a row has the same bits whatever the number of rows.
+    `hidden` [T, hidden], `cos` and `sin` [T, D], `norm` [hidden] or, for parts that are normalized
+    alone, [parts, hidden / parts], weights [outputs, hidden], also of float16 or bfloat16 where
+    `hidden` is float32; `query_norm` and `key_norm` [D] normalize every head. Returns query
+    [T, Hq, D], key and value [T, Hkv, D]. On the CPU in float32 a row has the same bits whatever
+    the number of rows.
     """
     return call(
         torch.ops.nwor_specpv.attention_inputs.default,

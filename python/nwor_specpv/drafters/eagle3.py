@@ -32,6 +32,8 @@ SHIPPED = Path(__file__).resolve().parent / "smollm2-135m-instruct-eagle3.safete
 _DEFAULT_ROWS = 32
 # With more rows than this, torch's own product is faster than one made for few.
 _FEW_ROWS = 64
+_attention_inputs = torch.ops.nwor_specpv.attention_inputs.default
+_layer_output = torch.ops.nwor_specpv.layer_output.default
 # Entries kept beyond the window, so that some may be taken back.
 _SPARE_ENTRIES = 512
 _MIN_PROBABILITY = 0.05
@@ -117,6 +119,20 @@ class Eagle3Drafter(Drafter):
         for name, weight in head.weights.items():
             if name.endswith("norm"):
                 self._head.weights[name] = weight.to(device, torch.float32)
+        own = self._head.weights
+        norms = torch.stack([own["token_norm"], own["hidden_norm"]])
+        split = [shape.query_size, shape.kv_size, shape.kv_size]
+        self._inputs = (norms, shape.norm_epsilon, *own["query_key_value"].split(split))
+        gate, up = own["gate_up"].split(shape.intermediate)
+        self._outputs = (
+            own["attention_output"],
+            None,
+            own["mlp_norm"],
+            shape.norm_epsilon,
+            gate,
+            up,
+            own["down"],
+        )
         self._embedding = embedding.detach()
         self._to_target = self._head.draft_to_target[:draft_vocabulary].contiguous()
         self._matrix = (embedding if output is None else output).detach()
@@ -247,7 +263,7 @@ class Eagle3Drafter(Drafter):
             self._append(state, key[at : at + size], value[at : at + size])
             attended.append(self._attend(state, query[end : end + 1], None))
             at += size
-        outputs = self._head.finish(hidden[ends], torch.cat(attended))
+        outputs = self._finish(hidden[ends], torch.cat(attended))
         for state, output in zip(busy, outputs, strict=True):
             state.hidden = output
 
@@ -285,14 +301,20 @@ class Eagle3Drafter(Drafter):
     def _project(
         self, tokens: torch.Tensor, hidden: torch.Tensor, places: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        query, key, value = self._head.project(self._embedding[tokens].float(), hidden)
         needed = int(places.max()) + 1
         if needed > self._cos.shape[0]:
             tables = self._head.rotation(max(2048, 2 * needed))
-            self._cos, self._sin = (table[:, None].to(self._device) for table in tables)
+            self._cos, self._sin = (table.to(self._device) for table in tables)
         places = places.to(self._device)
-        cos, sin = self._cos[places], self._sin[places]
+        embeddings, cos, sin = self._embedding[tokens].float(), self._cos[places], self._sin[places]
+        if len(tokens) <= _FEW_ROWS:
+            return _attention_inputs(torch.cat([embeddings, hidden], -1), cos, sin, *self._inputs)
+        query, key, value = self._head.project(embeddings, hidden)
+        cos, sin = cos[:, None], sin[:, None]
         return rotate(query, cos, sin), rotate(key, cos, sin), value
+
+    def _finish(self, hidden: torch.Tensor, attended: torch.Tensor) -> torch.Tensor:
+        return _layer_output(hidden, attended, *self._outputs)
 
     def _attend(
         self, state: _Request, query: torch.Tensor, seen: torch.Tensor | None
@@ -400,7 +422,7 @@ class Eagle3Drafter(Drafter):
             rows = slice(index * width, (index + 1) * width)
             self._put(state, state.length + depth * width, key[rows], value[rows])
             attended.append(self._attend(state, query[rows], seen[index]))
-        output = self._head.finish(flat, torch.cat(attended))
+        output = self._finish(flat, torch.cat(attended))
         return output.unflatten(0, (batch, width))
 
     def _trees(self, states: list[_Request], growth: _Growth, rows: int) -> list[DraftTree]:
@@ -430,8 +452,7 @@ class Eagle3Drafter(Drafter):
 
 
 def _linear(rows: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """Products in the weights' type; what is between them stays float32."""
-    rows = rows.to(weight.dtype)
+    """Products of the weights' type; what is between them stays float32."""
     if rows.is_cpu and rows.numel() <= _FEW_ROWS * rows.shape[-1]:
-        return torch.ops.nwor_specpv.linear_rows.default(rows.contiguous(), weight).float()
-    return linear(rows, weight).float()
+        return torch.ops.nwor_specpv.linear_rows.default(rows, weight)
+    return linear(rows.to(weight.dtype), weight).float()

@@ -172,6 +172,54 @@ def test_other_types_and_layouts_go_through_torch(kind: str) -> None:
             assert error < (0.1 if kind == "bfloat16" else 1e-4)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_matrices_may_be_narrower_than_rows(dtype: torch.dtype) -> None:
+    """The bits are those of the same values in float32: they are widened and no more."""
+    rng = seeded()
+    sizes = Sizes(rng)
+    first = input_arguments(sizes, bias=True, head_norms=True)
+    second = output_arguments(sizes, bias=True)
+    matrices = ("query", "key", "value", "attention", "gate", "up", "down")
+    for op, own in ((attention_inputs, first), (layer_output, second)):
+        narrow = {name: v.to(dtype) if name in matrices else v for name, v in own.items()}
+        wide = {name: v.float() if name in matrices else v for name, v in narrow.items()}
+        got, wanted = (
+            result if isinstance(result, tuple) else (result,)
+            for result in (op(**narrow), op(**wide))
+        )
+        for a, b in zip(got, wanted, strict=True):
+            assert a.dtype == torch.float32
+            assert torch.equal(a, b)
+        strided = {**narrow, "hidden": torch.stack([own["hidden"]] * 2, -1)[..., 0]}
+        through_torch = op(**strided)
+        through_torch = through_torch if isinstance(through_torch, tuple) else (through_torch,)
+        for a, b in zip(through_torch, wanted, strict=True):
+            assert (a - b).abs().max() < 0.1 * b.abs().max()
+
+
+def test_parts_of_a_row_are_normalized_alone() -> None:
+    rng = seeded()
+    for layout in ("rows", "strided"):
+        sizes = Sizes(rng)
+        sizes.hidden *= 3
+        own = input_arguments(sizes, bias=False, head_norms=False)
+        weight = torch.randn(3, sizes.hidden // 3)
+        parts = own["hidden"].tolist()
+        size = sizes.hidden // 3
+        normed = [
+            [
+                value
+                for i in range(3)
+                for value in normalized(row[i * size : (i + 1) * size], weight[i].tolist())
+            ]
+            for row in parts
+        ]
+        if layout == "strided":
+            own["hidden"] = torch.stack([own["hidden"]] * 2, -1)[..., 0]
+        got = attention_inputs(**{**own, "norm": weight})[2]
+        assert_near(got.flatten(1), [product(row, own["value"], None) for row in normed], "value")
+
+
 def test_values_that_are_not_numbers_stay_in_their_row() -> None:
     rng = seeded()
     sizes = Sizes(rng)
@@ -208,6 +256,8 @@ def test_torch_knows_them() -> None:
         ("value_bias", torch.zeros(3), "value: got sizes"),
         ("query_norm", torch.zeros(5), "query_norm: got sizes"),
         ("hidden", torch.zeros(3, 8).double(), "hidden: got Double on cpu, expected Float"),
+        ("key", torch.zeros(4, 8).half(), "hidden: got Float on cpu, expected Half"),
+        ("norm", torch.zeros(8).half(), "hidden: got Float on cpu, expected Half"),
     ],
 )
 def test_wrong_inputs_are_named(name: str, value: torch.Tensor, message: str) -> None:

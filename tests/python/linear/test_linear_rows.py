@@ -37,6 +37,19 @@ def test_a_row_has_the_same_bits_alone_and_among_others(dtype: torch.dtype) -> N
         assert torch.equal(linear_rows(x[:count], weight), every[:count])
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_weights_may_be_narrower_than_rows(dtype: torch.dtype) -> None:
+    seeded()
+    x, weight, bias = torch.randn(5, 70), torch.randn(33, 70).to(dtype), torch.randn(33).to(dtype)
+    got = linear_rows(x, weight, bias)
+    assert got.dtype == torch.float32
+    assert torch.equal(got, linear_rows(x, weight.float(), bias.float()))
+    across = torch.stack([weight, weight], -1)[..., 0]  # not contiguous: torch's own product
+    torch.testing.assert_close(linear_rows(x, across, bias), got, atol=0.2, rtol=0.02)
+    with pytest.raises(NworError, match="input: got"):
+        linear_rows(x.to(dtype), weight.float())
+
+
 def test_layouts_of_all_kinds() -> None:
     seeded()
     wide = torch.randn(6, 80)
