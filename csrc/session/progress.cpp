@@ -8,7 +8,7 @@ namespace nwor {
 
 void Progress::PrepareTurn() {
   turn = Turn{};
-  turn.session = session.get();
+  turn.session = &*session;
   if (request->max_new_tokens > 0) turn.max_new_tokens = request->max_new_tokens - emitted;
   turn.stop_ids = request->stop_ids;
   DraftTree tree = chunks ? DraftTree{chunks->chunk().tokens, {}} : request->tree;

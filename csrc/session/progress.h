@@ -1,23 +1,19 @@
 #pragma once
 
 #include <cstdint>
-#include <memory>
-#include <mutex>
 #include <optional>
 
 #include "session/chunked_verify.h"
 #include "session/session.h"
 #include "session/session_store.h"
+#include "session/session_table.h"
 
 namespace nwor {
 
 // One request on its way through turns.
 struct Progress {
   const VerifyRequest* request = nullptr;
-  std::shared_ptr<Session> session;
-  std::unique_lock<std::mutex> lock;
-  bool created = false;
-  int64_t length_before = 0;
+  HeldSession session;
   size_t new_tokens_run = 0;
   std::optional<ChunkSchedule> chunks;
   Turn turn;

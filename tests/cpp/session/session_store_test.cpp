@@ -7,20 +7,12 @@
 #include <cstdlib>
 #include <random>
 
+#include "message_of.h"
 #include "metrics/counters.h"
 #include "session/toy_target.h"
 
 namespace nwor {
 namespace {
-
-std::string MessageOf(const std::function<void()>& call) {
-  try {
-    call();
-  } catch (const Error& error) {
-    return error.what();
-  }
-  return "nothing was thrown";
-}
 
 uint64_t Seed() {
   const char* const given = std::getenv("NWOR_TEST_SEED");
@@ -303,6 +295,18 @@ TEST(SessionStore, EvictsTheLeastRecentlyUsedByBytes) {
   }
 }
 
+TEST(SessionStore, KeepsNoRoomForDraftsThatWereRejected) {
+  ToyTarget target(2, 4);
+  SessionStore store({}, target.interceptor(), target.AsForward());
+  ToyClient client{"a", {1}};
+  for (int round = 0; round < 3; ++round) {
+    Tokens wrong = client.RightDrafts(4);
+    wrong[0] = (wrong[0] + 1) % ToyTarget::kVocab;
+    client.Take(store.Verify(client.Ask(wrong)));  // room for all four beyond the root each time
+  }
+  client.ExpectPlainDecoding(1);
+}
+
 TEST(SessionStore, TakesAwayWhatIsIdle) {
   ToyTarget target;
   double now = 100;
@@ -454,8 +458,10 @@ TEST(SessionStore, RefusesAModelThatForgetsALayerAndAnAcceptorThatInvents) {
     return batch.tokens;
   });
   ToyClient client{"a", {1, 2}};
-  EXPECT_NE(MessageOf([&] { forgetful.Verify(client.Ask(Tokens{3})); }).find("layer 'layer.1'"),
-            std::string::npos);
+  for (const Tokens& drafts : {Tokens{3}, Tokens{}}) {  // without drafts nothing is to be committed
+    const std::string message = MessageOf([&] { forgetful.Verify(client.Ask(drafts)); });
+    EXPECT_NE(message.find("forward: got no write of layer 'layer.1'"), std::string::npos);
+  }
 
   Accepted invented;
   SessionStore inventive({}, target.interceptor(), target.AsForward(),

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <atomic>
+#include <barrier>
 #include <condition_variable>
 #include <cstdlib>
 #include <functional>
@@ -153,6 +154,56 @@ TEST(SessionThreads, OneOfThoseWhoExpectTheSameLengthWins) {
   EXPECT_EQ(won, 1);
   EXPECT_EQ(lost, 5);
   EXPECT_EQ(store.Info("a").length, 6);
+}
+
+TEST(SessionThreads, AWaiterStartsAfreshWhenTheStarterFails) {
+  ToyTarget target;
+  Gate gate;
+  std::atomic<int> passes{0};
+  SessionStore store({}, target.interceptor(), [&](const SessionBatch& batch) {
+    if (passes++ > 0) return target.Forward(batch);
+    gate.Pass();
+    throw std::runtime_error("the first pass fails");
+  });
+  ToyClient client{"a", {1, 2, 3}};
+  std::thread starter(
+      [&] { EXPECT_THROW(store.Verify(client.Ask(Tokens{})), std::runtime_error); });
+  gate.AwaitArrival();
+  std::thread waiter([&] {
+    client.Take(store.Verify(client.Ask(client.RightDrafts(2))));
+    client.ExpectPlainDecoding(3);
+  });
+  std::this_thread::sleep_for(std::chrono::milliseconds(20));
+  gate.Open();
+  starter.join();
+  waiter.join();
+  EXPECT_EQ(store.Info("a").length, 5);
+  EXPECT_EQ(store.stats().started, 1);
+}
+
+TEST(SessionThreads, OneOfThoseWhoStartTheSameSessionWins) {
+  ToyTarget target;
+  SessionStore store({}, target.interceptor(), target.AsForward());
+  constexpr int kThreads = 4, kRounds = 50;
+  std::barrier start(kThreads);
+  std::atomic<int> won{0}, lost{0};
+  InThreads(kThreads, [&](int i) {
+    for (int round = 0; round < kRounds; ++round) {
+      const ToyClient client{Concat("round ", round), {1, 2, 3 + i}};
+      start.arrive_and_wait();
+      try {
+        EXPECT_EQ(store.Verify(client.Ask(Tokens{})).length, 3);
+        ++won;
+      } catch (const DesyncError&) {
+        ++lost;
+      }
+      start.arrive_and_wait();
+      if (i == 0) store.End(client.session);
+    }
+  });
+  EXPECT_EQ(won, kRounds);
+  EXPECT_EQ(lost, kRounds * (kThreads - 1));
+  EXPECT_EQ(store.stats().held_bytes, 0);
 }
 
 TEST(SessionThreads, AnythingAtOnceLeavesEverySessionRightOrGone) {

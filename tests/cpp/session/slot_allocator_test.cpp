@@ -6,6 +6,7 @@
 #include <string>
 #include <vector>
 
+#include "message_of.h"
 #include "session/session_error.h"
 
 namespace nwor {
@@ -17,15 +18,6 @@ void ExpectBalanced(const SlotAllocator& allocator) {
   const AllocatorStats stats = allocator.stats();
   EXPECT_EQ(stats.free_slots + stats.held_slots, stats.total_slots);
   EXPECT_EQ(stats.free_pages + stats.held_pages, stats.total_pages);
-}
-
-std::string MessageOf(const std::function<void()>& call) {
-  try {
-    call();
-  } catch (const Error& error) {
-    return error.what();
-  }
-  return "nothing was thrown";
 }
 
 TEST(SlotAllocator, FillsAPageBeforeItTakesTheNext) {

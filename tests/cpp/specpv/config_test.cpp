@@ -2,19 +2,10 @@
 
 #include <gtest/gtest.h>
 
-#include <functional>
+#include "message_of.h"
 
 namespace nwor {
 namespace {
-
-std::string MessageOf(const std::function<void()>& call) {
-  try {
-    call();
-  } catch (const Error& error) {
-    return error.what();
-  }
-  return "nothing was thrown";
-}
 
 TEST(SpecPVConfig, DefaultsAreThoseOfTheDesign) {
   const SpecPVConfig config;

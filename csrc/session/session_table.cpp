@@ -1,0 +1,321 @@
+#include "session/session_table.h"
+
+#include <algorithm>
+
+#include "check.h"
+#include "metrics/counters.h"
+#include "session/session_error.h"
+
+namespace nwor {
+namespace {
+
+// The layers a store can serve have one slot space.
+const std::vector<Interceptor::LayerInfo>& CheckedLayers(const Interceptor& interceptor) {
+  const std::vector<Interceptor::LayerInfo>& layers = interceptor.layers();
+  NWOR_CHECK(!layers.empty(), "interceptor: got no bound layers, expected those of the model");
+  NWOR_CHECK(interceptor.mode() == Mode::kStage,
+             "interceptor: got one that is switched off, expected enable_nwor");
+  for (const Interceptor::LayerInfo& layer : layers) {
+    NWOR_CHECK(layer.ready, "interceptor: got layer '", layer.name, "' ",
+               layer.unsupported.empty() ? "without memory" : layer.unsupported,
+               ", expected caches that can be staged for");
+    NWOR_CHECK(layer.group == layers[0].group, "interceptor: got layers of cache groups ",
+               layers[0].group, " and ", layer.group, ", expected one group");
+  }
+  return layers;
+}
+
+int64_t BytesPerPage(const std::vector<Interceptor::LayerInfo>& layers) {
+  int64_t bytes = 0;
+  for (const Interceptor::LayerInfo& layer : layers) {
+    bytes += layer.bytes_per_token() * layer.key_cache.size(1);
+  }
+  return bytes;
+}
+
+void Count(Counter counter, int64_t* own) {
+  Counters::Global().Add(counter, 1);
+  ++*own;
+}
+
+UnknownSessionError NotHere(const std::string& session) {
+  return UnknownSessionError(
+      Concat("session: got '", session, "', expected one that was started and has not ended"));
+}
+
+}  // namespace
+
+// ---- holding -----------------------------------------------------------------------------------
+
+HeldSession::HeldSession(SessionTable* table, std::shared_ptr<Session> session, bool started)
+    : table_(table), session_(std::move(session)), started_(started) {
+  ++session_->users;
+}
+
+HeldSession& HeldSession::operator=(HeldSession&& other) noexcept {
+  Release();
+  table_ = other.table_;
+  session_ = std::move(other.session_);
+  lock_ = std::move(other.lock_);
+  started_ = other.started_;
+  return *this;
+}
+
+void HeldSession::Release() {
+  if (session_ == nullptr) return;
+  {
+    const std::lock_guard guard(table_->mutex_);
+    --session_->users;
+  }
+  if (lock_.owns_lock()) lock_.unlock();
+  session_.reset();
+}
+
+HeldSession SessionTable::Hold(const std::string& name) {
+  HeldSession held;
+  {
+    const std::lock_guard guard(mutex_);
+    const std::shared_ptr<Session> found = Find(name);
+    if (found == nullptr) throw NotHere(name);
+    held = HeldSession(this, found, /*started=*/false);
+  }
+  held.lock_ = std::unique_lock(held->mutex);
+  if (held->ended) throw NotHere(name);
+  return held;
+}
+
+HeldSession SessionTable::HoldOrStart(const std::string& name, int64_t cached_len) {
+  while (true) {
+    HeldSession held;
+    {
+      const std::lock_guard guard(mutex_);
+      std::shared_ptr<Session> session = Find(name);
+      const bool starts = session == nullptr;
+      if (starts) {
+        Count(Counter::kSessionMisses, &stats_.cache_misses);
+        if (cached_len > 0) {
+          throw UnknownSessionError(Concat("session '", name, "': got ", cached_len,
+                                           " tokens expected to be cached, but it is not here "
+                                           "(ended, evicted or never started); expected the whole "
+                                           "prompt"));
+        }
+        session = Make(name);
+        allocator_.Extend(session->key, 0);
+        Add(session);
+      }
+      held = HeldSession(this, std::move(session), starts);
+      // Before anybody else can find it: who starts a session is the first to use it.
+      if (starts) held.lock_ = std::unique_lock(held->mutex, std::try_to_lock);
+    }
+    if (!held.started()) held.lock_ = std::unique_lock(held->mutex);
+    if (held->ended) continue;  // while this one waited: look again
+    if (held->length == cached_len) return held;
+    {
+      const std::lock_guard guard(mutex_);
+      Count(Counter::kSessionDesyncs, &stats_.desyncs);
+    }
+    throw DesyncError(Concat("expected_prefix_len: got ", cached_len, " for session '", name,
+                             "', which has ", held->length.load(),
+                             " tokens cached; expected that, a rollback, "
+                             "or the end of the session and the whole prompt"));
+  }
+}
+
+// ---- what holders do ---------------------------------------------------------------------------
+
+void SessionTable::CutBack(Session& session, int64_t length) {
+  const std::lock_guard guard(mutex_);
+  allocator_.Truncate(session.key, length);
+  session.length = length;
+  session.block_row_pages = std::min(session.block_row_pages, allocator_.num_pages(session.key));
+}
+
+void SessionTable::Fork(const Session& parent, const std::string& child,
+                        std::optional<int64_t> num_tokens) {
+  const std::lock_guard guard(mutex_);
+  NWOR_CHECK(Find(child) == nullptr, "child: got '", child,
+             "', which is a session already, expected a new name");
+  const int64_t length = num_tokens.value_or(parent.length);
+  NWOR_CHECK(length >= 0 && length <= parent.length, "num_tokens: got ", length,
+             ", expected 0 to the ", parent.length.load(), " cached tokens of '", parent.name, "'");
+  const std::shared_ptr<Session> fork = Make(child);
+  allocator_.Fork(parent.key, fork->key, length);
+  fork->length = length;
+  Add(fork);
+  Count(Counter::kSessionsStarted, &stats_.started);
+}
+
+void SessionTable::End(Session& session) {
+  Drop(session);
+  const std::lock_guard guard(mutex_);
+  Count(Counter::kSessionsEnded, &stats_.ended);
+}
+
+void SessionTable::Drop(Session& session) {
+  session.ended = true;
+  const std::lock_guard guard(mutex_);
+  Remove(session);
+}
+
+void SessionTable::NoteVerified(Session& session, bool started, int64_t rows_saved) {
+  const std::lock_guard guard(mutex_);
+  Touch(session);
+  stats_.rows_saved += rows_saved;
+  started ? Count(Counter::kSessionsStarted, &stats_.started)
+          : Count(Counter::kSessionHits, &stats_.cache_hits);
+}
+
+int64_t SessionTable::Sweep() {
+  const std::lock_guard guard(mutex_);
+  return RemoveIdle();
+}
+
+// ---- pages -------------------------------------------------------------------------------------
+
+std::vector<int64_t> SessionTable::Extend(Session& session, int64_t num_tokens, int64_t ahead) {
+  const std::lock_guard guard(mutex_);
+  const int64_t needed = allocator_.PagesToExtend(session.key, num_tokens + ahead);
+  const auto room = [&] { return page_limit_ - allocator_.stats().held_pages - pages_ahead_; };
+  // What can never fit costs nobody else their session.
+  const bool possible = allocator_.num_pages(session.key) + needed <= page_limit_;
+  while (possible && room() < needed && EvictOldest()) {
+  }
+  if (room() < needed) {
+    throw CapacityError(Concat("session '", session.name, "': got a need of ", needed,
+                               " pages, expected at most ", room(), " of ", page_limit_,
+                               " that are free or can be evicted"));
+  }
+  const int64_t before = allocator_.stats().held_pages;
+  std::vector<int64_t> slots = allocator_.Extend(session.key, num_tokens);
+  pages_ahead_ += needed - (allocator_.stats().held_pages - before);
+  return slots;
+}
+
+std::vector<int64_t> SessionTable::Accept(Session& session, int64_t num_tokens) {
+  const std::lock_guard guard(mutex_);
+  return allocator_.Extend(session.key, num_tokens);
+}
+
+void SessionTable::Settle() {
+  const std::lock_guard guard(mutex_);
+  pages_ahead_ = 0;
+}
+
+std::vector<int32_t> SessionTable::Pages(const Session& session, int64_t first_page) {
+  const std::lock_guard guard(mutex_);
+  return allocator_.Pages(session.key, first_page);
+}
+
+std::vector<PageCopy> SessionTable::TakeCopies() {
+  const std::lock_guard guard(mutex_);
+  return allocator_.TakeCopies();
+}
+
+// ---- the table ---------------------------------------------------------------------------------
+
+SessionTable::SessionTable(const SessionConfig& config, const Interceptor& interceptor)
+    : config_(config),
+      bytes_per_page_(BytesPerPage(CheckedLayers(interceptor))),
+      allocator_(interceptor.layers()[0].key_cache.size(0),
+                 interceptor.layers()[0].key_cache.size(1)),
+      page_limit_(config.max_bytes == 0 ? allocator_.stats().total_pages
+                                        : std::min(allocator_.stats().total_pages,
+                                                   config.max_bytes / bytes_per_page_)) {
+  NWOR_CHECK(page_limit_ > 0, "max_bytes: got ", config.max_bytes, ", expected at least ",
+             bytes_per_page_, " bytes for one page of all layers");
+}
+
+SessionTable::~SessionTable() {
+  Counters::Global().AddLiveSessions(-static_cast<int64_t>(sessions_.size()));
+}
+
+std::shared_ptr<Session> SessionTable::Find(const std::string& name) const {
+  const auto found = sessions_.find(name);
+  return found == sessions_.end() ? nullptr : found->second;
+}
+
+std::shared_ptr<Session> SessionTable::Make(const std::string& name) {
+  if (config_.max_sessions > 0 && static_cast<int64_t>(sessions_.size()) >= config_.max_sessions &&
+      !EvictOldest()) {
+    throw CapacityError(Concat("session '", name, "': got one more than ", config_.max_sessions,
+                               " sessions, all of them in use, expected room for it"));
+  }
+  return std::make_shared<Session>(name, next_key_++);
+}
+
+void SessionTable::Add(const std::shared_ptr<Session>& session) {
+  sessions_.emplace(session->name, session);
+  session->place = order_.insert(order_.end(), session.get());
+  Touch(*session);
+  Counters::Global().AddLiveSessions(1);
+}
+
+// Its pages go with it. The last reference may be the table's.
+void SessionTable::Remove(Session& session) {
+  allocator_.Free(session.key);
+  order_.erase(session.place);
+  Counters::Global().AddLiveSessions(-1);
+  sessions_.erase(sessions_.find(session.name));
+}
+
+void SessionTable::Touch(Session& session) {
+  session.last_used = config_.clock();
+  order_.splice(order_.end(), order_, session.place);
+}
+
+bool SessionTable::EvictOldest() {
+  const auto oldest = std::find_if(order_.begin(), order_.end(),
+                                   [](const Session* session) { return session->users == 0; });
+  if (oldest == order_.end()) return false;
+  Remove(**oldest);
+  Count(Counter::kSessionsEvicted, &stats_.evicted);
+  return true;
+}
+
+int64_t SessionTable::RemoveIdle() {
+  if (config_.ttl_seconds == 0) return 0;
+  const double now = config_.clock();
+  int64_t removed = 0;
+  for (auto next = order_.begin(); next != order_.end();) {
+    Session& session = **next++;
+    if (now - session.last_used < config_.ttl_seconds) break;
+    if (session.users > 0) continue;
+    Remove(session);
+    Count(Counter::kSessionsExpired, &stats_.expired);
+    ++removed;
+  }
+  return removed;
+}
+
+// ---- reading -----------------------------------------------------------------------------------
+
+SessionInfo SessionTable::Describe(const Session& session, double now) const {
+  return {session.name, session.length, allocator_.num_pages(session.key) * bytes_per_page_,
+          now - session.last_used};
+}
+
+std::vector<SessionInfo> SessionTable::List() const {
+  const std::lock_guard guard(mutex_);
+  const double now = config_.clock();
+  std::vector<SessionInfo> list;
+  for (const Session* session : order_) list.push_back(Describe(*session, now));
+  return list;
+}
+
+SessionInfo SessionTable::Info(const std::string& name) const {
+  const std::lock_guard guard(mutex_);
+  const std::shared_ptr<Session> found = Find(name);
+  if (found == nullptr) throw NotHere(name);
+  return Describe(*found, config_.clock());
+}
+
+SessionStoreStats SessionTable::stats() const {
+  const std::lock_guard guard(mutex_);
+  SessionStoreStats stats = stats_;
+  stats.live = static_cast<int64_t>(sessions_.size());
+  stats.held_bytes = allocator_.stats().held_pages * bytes_per_page_;
+  stats.max_bytes = page_limit_ * bytes_per_page_;
+  return stats;
+}
+
+}  // namespace nwor
