@@ -173,20 +173,22 @@ void Interceptor::Impl::CommitOnCpu(const CommitParams& params, Receipt* receipt
   CommitVerdict verdict = ValidateCommit(params);
   NWOR_CHECK(!IsInputFault(verdict.error), ExplainInputFault(verdict, params));
   verdict = CommitCpu(params, undo, *writer);
+  const bool failed = verdict.error == CommitError::kWriteFailed;
+  // Staging is intact and every byte is back: write the accepted rows once more from there.
+  if (failed) verdict = CommitCpu(params, undo, *writer);
+  // Before anything is reported, which throws if strict: what is in the cache counts.
+  books.CountCommit(params.status[kStatusCommitted], params.bytes_per_token);
   if (verdict.error == CommitError::kSlotMismatch) {
     receipt->degraded = BypassReason::kSlotMismatch;  // counted when the write fell back
     receipt->problem = Sentence(verdict.error);
   } else if (verdict.error == CommitError::kRankDisagreement) {
     receipt->degraded = BypassReason::kRankDisagreement;
     receipt->problem = books.Report(receipt->degraded, "nothing was written on any rank");
-  } else if (verdict.error == CommitError::kWriteFailed) {
-    // Staging is intact and every byte is back: write the accepted rows once more from there.
-    verdict = CommitCpu(params, undo, *writer);
+  } else if (failed) {
     receipt->degraded = verdict.error == CommitError::kOk ? BypassReason::kCommitFailure
                                                           : BypassReason::kCommitLost;
     receipt->problem = books.Report(receipt->degraded, "");
   }
-  books.CountCommit(params.status[kStatusCommitted], params.bytes_per_token);
 }
 
 void Interceptor::Impl::CommitOnCuda(CommitParams& params, bool last) {

@@ -46,9 +46,9 @@ class NWOR_EXPORT VerifyPolicy {
   explicit VerifyPolicy(const SpecPVConfig& config, PolicyCallback callback = nullptr);
 
   // For a tree of num_rows rows. Reads host state only. Rules, the first that holds:
-  //   a fault of an earlier step                              full + refresh, its trigger
   //   switched off, or the context within the view's tokens
   //     or within specpv_partial_threshold                    full (with a tail: full + refresh)
+  //   a fault of an earlier step                              full + refresh, its trigger
   //   nothing was selected yet                                full + refresh, first
   //   tail + rows beyond the tail's capacity                  full + refresh, tail_full
   //   specpv_full_refresh_interval partial steps were done    full + refresh, interval

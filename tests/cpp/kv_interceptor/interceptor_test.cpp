@@ -260,6 +260,23 @@ TEST_F(InterceptorTest, WritesAcceptedRowsFromStagingWhenTheCommitFailsOnce) {
   EXPECT_EQ(interceptor.stats().committed_tokens, 2);
 }
 
+TEST_F(InterceptorTest, CountsWhatIsCommittedAlsoWhenStrictReportsTheFailure) {
+  NworConfig config;
+  config.strict = true;
+  Interceptor interceptor{config};
+  Bind(interceptor, 1);
+  FailOnce writer(1);
+  interceptor.SetCacheWriter(&writer);
+  interceptor.Begin({{3}, {2}, {}});
+  const at::Tensor key = Rows(3);
+  interceptor.Write(Layer(0), key, Rows(3), Slots({-1, 5, 6}));
+  EXPECT_THROW(interceptor.Commit(Ints({1}).view({1, 1}), Ints({1})), Error);
+  EXPECT_TRUE(at::equal(KeySlot(0, 5), key[1]));
+  interceptor.Abort();
+  EXPECT_EQ(interceptor.stats().committed_tokens, 1);
+  EXPECT_EQ(interceptor.stats().rejected_tokens, 1);
+}
+
 TEST_F(InterceptorTest, SaysLostAndChangesNothingWhenTheCommitFailsAgain) {
   Interceptor interceptor{NworConfig{}};
   Bind(interceptor);
@@ -313,6 +330,35 @@ TEST_F(InterceptorTest, BypassesCachesItCannotWriteAndSaysSo) {
   interceptor.Begin({{2}, {1}, {}});
   EXPECT_EQ(interceptor.Write(Layer(0), Rows(2), Rows(2), Slots({4, 5})).reason,
             BypassReason::kUnsupportedLayout);
+}
+
+TEST_F(InterceptorTest, CommitsTheOtherLayersWhenOneCannotBeStaged) {
+  Interceptor interceptor{NworConfig{}};
+  Bind(interceptor, 2);
+  const at::Tensor foreign = at::zeros({kPages, kPageSize, kHeads, kDim}, at::kChar);
+  interceptor.BindLayer("foreign", foreign, foreign);
+  ASSERT_TRUE(interceptor.Begin({{2}, {1}, {}}).stage);
+  const at::Tensor key = Rows(2);
+  for (int layer = 0; layer < 2; ++layer) {
+    interceptor.Write(Layer(layer), key, Rows(2), Slots({4, 5}));
+  }
+  EXPECT_EQ(interceptor.Write("foreign", Rows(2), Rows(2), Slots({4, 5})).action, Action::kBypass);
+  EXPECT_TRUE(interceptor.Commit(Ints({1}).view({1, 1}), Ints({1})).ok());
+  for (int layer = 0; layer < 2; ++layer) EXPECT_TRUE(at::equal(KeySlot(layer, 5), key[1]));
+  EXPECT_TRUE(at::equal(foreign, at::zeros_like(foreign)));
+}
+
+TEST_F(InterceptorTest, ReportsOnceThatItWasSwitchedOff) {
+  Interceptor interceptor{NworConfig{}};
+  const auto reported = [&] {
+    return interceptor.stats().fallbacks[static_cast<int>(BypassReason::kDisabled)];
+  };
+  interceptor.SetEnabled(true);
+  EXPECT_EQ(reported(), 0);
+  interceptor.SetEnabled(false);
+  EXPECT_EQ(reported(), 1);
+  interceptor.SetEnabled(false);
+  EXPECT_EQ(reported(), 1);
 }
 
 TEST_F(InterceptorTest, AnswersMetaTensorsWithoutTouchingData) {

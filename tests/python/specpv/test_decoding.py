@@ -133,24 +133,28 @@ def test_partial_steps_leave_everything_before_the_tail_alone() -> None:
     assert host.kinds["partial"] > 0
 
 
+def check_summaries(host: Host, request: Request) -> int:
+    """Of verified tokens only, and as they would be from scratch. Returns how many there are."""
+    store, cache, size = host.store, request.cache, host.store.budget.block_size
+    sink = store.budget.sink_blocks * size
+    keys = tokens_in_cache(host, request, cache.full_len)[0]
+    for block in range(cache.summarized_blocks):
+        first = sink + block * size
+        assert first + size <= cache.full_len
+        rows = keys[:, first : first + size]
+        assert torch.equal(store.kmax[:, cache.row, block], rows.amax(1))
+        assert torch.equal(store.kmin[:, cache.row, block], rows.amin(1))
+    return cache.summarized_blocks
+
+
 def test_summaries_hold_verified_tokens_only_and_equal_those_from_scratch() -> None:
     rng = seeded()
     host = start(rng, configured(rng, specpv_selector="specpv"))
-    store, size = host.store, host.store.budget.block_size
-    sink = store.budget.sink_blocks * size
     checked = 0
 
     def check(host: Host, request: Request) -> None:
         nonlocal checked
-        cache = request.cache
-        keys = tokens_in_cache(host, request, cache.full_len)[0]
-        for block in range(cache.summarized_blocks):
-            first = sink + block * size
-            assert first + size <= cache.full_len
-            rows = keys[:, first : first + size]
-            assert torch.equal(store.kmax[:, cache.row, block], rows.amax(1))
-            assert torch.equal(store.kmin[:, cache.row, block], rows.amin(1))
-            checked += 1
+        checked += check_summaries(host, request)
 
     host.after_step = check
     host.decode(24, rng)
@@ -248,6 +252,7 @@ def test_a_failed_refresh_makes_the_next_step_full() -> None:
     host.step([[]])
     assert request.decision.trigger == "refresh_failure"
     assert request.cache.selected
+    assert check_summaries(host, request) > 0  # none is believed that was to be made and was not
     after = Metrics().snapshot()["specpv_full_steps_total"]["refresh_failure"]
     assert after == before + 1
     host.step([[]])

@@ -82,6 +82,21 @@ def random_call(rows: int, vocabulary: int, batch: int, rng: random.Random):
 
 
 @pytest.mark.parametrize("device", DEVICES)
+def test_a_coin_at_the_end_of_a_piece_belongs_to_the_next(device: str) -> None:
+    """Pieces of the mass are half open: [0, 1/4) is the first child's, [1/4, 3/4) the second's."""
+    probs = torch.tensor([[0.25, 0.5, 0.125, 0.125]], device=device).expand(1, 3, 4)
+    links = batch_links([[-1, 0, 0]], device)
+    tokens = torch.tensor([[3, 0, 1]], device=device)
+    below = 0.25 - 2.0**-26  # the next float32
+    cases = [(0.0, [1]), (below, [1]), (0.25, [2]), (0.5, [2]), (0.75, []), (1.0, [])]
+    for coin, taken in cases:
+        coins = torch.tensor([[coin, 0.0, 0.0]], device=device)
+        final = torch.tensor([0.0], device=device)
+        path, counts, _ = accept_sampling(tokens, probs, *links, coins, final)
+        assert path[0, : int(counts[0])].tolist() == taken, coin
+
+
+@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize(
     ("rows", "vocabulary"), [(1, 1), (2, 5), (12, 30), (64, 1023), (65, 1025), (30, 5000), (256, 9)]
 )
