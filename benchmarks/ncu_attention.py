@@ -21,7 +21,7 @@ GOAL = 1.05
 
 def drive(plan_path: Path) -> int:
     import torch
-    from attention_gpu import Bench, Case
+    from attention_inputs import Bench, Case
 
     from nwor_specpv import _stamp
 
