@@ -5,9 +5,11 @@
     python benchmarks/vllm/specpv_acceptance.py --plot docs/specpv_acceptance.svg --json out.json
 
 SmolLM2-135M in float32 on the real vLLM for the CPU, greedy, mode lossless, 16 drafts by 16 partial
-passes and no lookups. Requests of two kinds, from several passages of a text: a book goes on, and a
-question at its end is about its beginning. Their prompts are computed once; every kind of view
-starts from the same cache. Few tokens of each, as small models soon repeat themselves.
+passes and no lookups. Requests of two kinds, from several passages of a text: a book goes on, at
+several places, and questions at its end are about its beginning. The engine writes their
+continuations once. Then rounds of drafts start at the same places of the same continuations with
+every kind of view; what a full step would confirm of a round is what it has in common with the
+continuation. Standard errors are those of the requests' means: places of one request are alike.
 """
 
 from __future__ import annotations
@@ -15,10 +17,16 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import math
+import operator
 import os
 import statistics
 import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import takewhile
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
@@ -30,6 +38,19 @@ BLOCK = 16
 SINK, WINDOW = 2, 8  # blocks
 KINDS = ("specpv", "quest", "sinks + window", "sliding")
 TASKS = ("book", "question")
+STARTS = 4  # where a book goes on, of each passage
+QUESTIONS = (
+    "What is the name of the horse, how old is it, and which village did it come from? Answer in "
+    "full sentences.",
+    "Who owns the horse, and what does it pull? Answer in full sentences.",
+    "Repeat what was said about the horse at the very beginning, word for word.",
+    "Write a letter to the miller about his horse: its name, its age, its village and its cart.",
+)
+# What a trial of this approach had found before, with the same model and texts of its own.
+TRIAL = {
+    "specpv": {"512": [7.0, 5.0], "1024": [10.9, 8.4], "2048": [13.2, 11.7]},
+    "sinks + window": {"512": [6.5, 1.8], "1024": [9.5, 2.3]},
+}
 COLOURS = {"specpv": "s0", "quest": "s1", "sinks + window": "s2", "sliding": "s3"}
 
 
@@ -38,23 +59,33 @@ def main() -> int:
     if args.plot:
         Path(args.plot).write_text(draw(json.loads(Path(args.json).read_text())))
         return 0
-    llm = start(args.context, len(TASKS) * args.passages)
-    tokenizer = llm.get_tokenizer()
-    prompts = make_prompts(tokenizer, Path(args.text).read_text(), args.context, args.passages)
-    result: dict[str, Any] = {"model": "SmolLM2-135M-Instruct", "dtype": "float32"}
-    result |= {"context": args.context, "drafts": DRAFTS, "tokens": args.tokens}
-    result |= {"text": Path(args.text).name, "cells": []}
-    for budget in args.budgets:
-        for kind in KINDS:
-            began = time.monotonic()
-            cell = {"budget": budget, "view": kind} | measure(
-                llm, prompts, kind, budget, args.tokens
-            )
-            result["cells"].append(cell)
-            Path(args.json).write_text(json.dumps(result, indent=2) + "\n")
-            means = ", ".join(f"{task} {cell[task]['mean_accepted']:.1f}" for task in TASKS)
-            print(f"{budget:5} {kind:15} {means}  ({time.monotonic() - began:.0f} s)", flush=True)
+    requests = args.passages * (STARTS + len(QUESTIONS))
+    llm = start(args.context, requests)
+    text = Path(args.text).read_text()
+    prompts = make_prompts(llm.get_tokenizer(), text, args.context, args.passages)
+    record(args, drafter_of(llm), write_on(llm, prompts, max(args.places) + DRAFTS))
     return 0
+
+
+def record(args: argparse.Namespace, drafter: Any, batch: Batch) -> None:
+    """Measures cell by cell and writes what there is after each."""
+    result: dict[str, Any] = {"model": "SmolLM2-135M-Instruct", "dtype": "float32"}
+    result |= {"context": args.context, "drafts": DRAFTS, "text": Path(args.text).name}
+    result |= {"passages": args.passages, "places": args.places, "trial": TRIAL}
+    result |= {"select_interval": args.select_interval, "cells": []}
+    for budget in args.budgets:
+        for kind in args.kinds:
+            began = time.monotonic()
+            cell = {"budget": budget, "view": kind}
+            keys = {"specpv_draft_select_interval": args.select_interval}
+            cell |= measure(drafter, batch, args.places, keys | view_settings(kind, budget))
+            result["cells"].append(cell)
+            Path(args.json).write_text(json.dumps(result, indent=1) + "\n")
+            told = ", ".join(
+                f"{task} {cell[task]['mean_accepted']:.2f} +- {cell[task]['standard_error']:.2f}"
+                for task in TASKS
+            )
+            print(f"{budget:5} {kind:15} {told}  ({time.monotonic() - began:.0f} s)", flush=True)
 
 
 def parse() -> argparse.Namespace:
@@ -62,8 +93,10 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--text", default="", help="a long text in English")
     parser.add_argument("--context", type=int, default=6000)
     parser.add_argument("--budgets", type=int, nargs="+", default=[256, 512, 1024, 2048])
+    parser.add_argument("--kinds", nargs="+", choices=KINDS, default=KINDS)
+    parser.add_argument("--select-interval", type=int, default=1, help="passes; 0: chosen once")
     parser.add_argument("--passages", type=int, default=2)
-    parser.add_argument("--tokens", type=int, default=24, help="of each request")
+    parser.add_argument("--places", type=int, nargs="+", default=[0, 18, 36, 54])
     parser.add_argument("--json", required=True)
     parser.add_argument("--plot", default="", help="draw a recorded result instead")
     return parser.parse_args()
@@ -113,53 +146,113 @@ def start(context: int, requests: int) -> Any:
     )
 
 
+def drafter_of(llm: Any) -> Any:
+    worker = llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker
+    return worker.model_runner.drafter
+
+
 def make_prompts(
     tokenizer: Any, text: str, context: int, passages: int
 ) -> list[tuple[str, list[int]]]:
-    """Task and token ids; lengths are about `context` and all different: they tell requests."""
+    """Task and token ids, of about `context` tokens; those of a passage share their beginnings."""
     head = tokenizer.encode(
         "<|im_start|>user\nThe name of the horse is Arkady, it is seven years old and it came from "
-        "the village of Sosnovka. Keep this in mind while you read.\n\n"
-    )
-    tail = tokenizer.encode(
-        "\n\nWhat is the name of the horse, how old is it, and which village did it come from? "
-        "Answer in full sentences.<|im_end|>\n<|im_start|>assistant\n"
+        "the village of Sosnovka. It belongs to the miller Yefim and pulls a green cart. Keep this "
+        "in mind while you read.\n\n"
     )
     prompts = []
     for passage in range(passages):
         start = len(text) * (1 + passage) // (2 + passages)
         book = tokenizer.encode(text[start : start + 8 * context])
-        length = context - 2 * passage
-        asked = head + book[: length - 1 - len(head) - len(tail)] + tail
-        prompts += [("book", book[:length]), ("question", asked)]
+        prompts += [("book", book[: context - 48 * number]) for number in range(STARTS)]
+        for question in QUESTIONS:
+            turn = f"\n\n{question}<|im_end|>\n<|im_start|>assistant\n"
+            asked = head + book[: context - 100 - len(head)] + tokenizer.encode(turn)
+            prompts.append(("question", asked))
     return prompts
 
 
-def measure(
-    llm: Any, prompts: list[tuple[str, list[int]]], kind: str, budget: int, tokens: int
-) -> dict[str, Any]:
-    """Accepted drafts of every full step, by task."""
+@dataclass
+class Batch:
+    """Requests that stay where they are: their texts with continuations, and their pages."""
+
+    tasks: list[str]
+    prompts: list[int]  # tokens
+    texts: list[list[int]]
+    block_table: Any
+
+
+def write_on(llm: Any, prompts: list[tuple[str, list[int]]], tokens: int) -> Batch:
+    """Lets the engine write `tokens` after each prompt, and keeps all of it in the cache."""
     from vllm import SamplingParams
 
-    found: dict[str, list[int]] = {task: [] for task in TASKS}
-    worker = llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker
-    drafter = worker.model_runner.drafter
-    reconfigure(drafter, view_settings(kind, budget))
-    tasks = {len(prompt): task for task, prompt in prompts}
-    judge = type(drafter)._judge
-
-    def watched(request: Any, scheduled: int, accepted: int) -> None:
-        if request.by_view and scheduled == DRAFTS:
-            found[tasks[request.state.num_prompt_tokens]].append(accepted)
-        judge(drafter, request, scheduled, accepted)
-
-    drafter._judge = watched
+    drafter, engine = drafter_of(llm), llm.llm_engine
+    longest = drafter._shortest
+    drafter._shortest = 10**9  # lookups alone
     params = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True)
-    llm.generate([{"prompt_token_ids": p} for _, p in prompts], params, use_tqdm=False)
-    return {
-        task: {"mean_accepted": statistics.mean(accepted or [0]), "accepted": accepted}
-        for task, accepted in found.items()
-    }
+    found = llm.generate([{"prompt_token_ids": p} for _, p in prompts], params, use_tqdm=False)
+    said = [list(output.outputs[0].token_ids) for output in found]
+    texts = [prompt + tokens for (_, prompt), tokens in zip(prompts, said, strict=True)]
+    propose = drafter.propose
+    drafter.propose = lambda sampled, *_, **__: [[] for _ in sampled]
+    params = SamplingParams(temperature=0, max_tokens=64, ignore_eos=True)
+    for number, text in enumerate(texts):
+        engine.add_request(str(number), {"prompt_token_ids": text}, params)
+    begun: set[str] = set()
+    while len(begun) < len(prompts):  # then none has ended
+        begun |= {output.request_id for output in engine.step() if output.outputs[0].token_ids}
+    drafter.propose, drafter._shortest = propose, longest
+    names = drafter._engine.runner.input_batch.req_ids[: len(prompts)]
+    order = [int(name.partition("-")[0]) for name in names]
+    return Batch(
+        [prompts[i][0] for i in order],
+        [len(prompts[i][1]) for i in order],
+        [texts[i] for i in order],
+        drafter._engine.seen.block_table.clone(),
+    )
+
+
+def measure(
+    drafter: Any, batch: Batch, places: Sequence[int], keys: dict[str, Any]
+) -> dict[str, Any]:
+    """What full steps would accept of rounds that start `places` tokens after the prompts."""
+    import torch
+
+    reconfigure(drafter, keys)
+    drafter._allocate()
+    count, seen = len(batch.texts), SimpleNamespace(block_table=batch.block_table)
+    rows = [drafter._store.open() for _ in range(count)]
+    accepted: list[list[int]] = [[] for _ in range(count)]
+    for place in places:
+        lens = [prompt + place for prompt in batch.prompts]
+        requests = [
+            SimpleNamespace(row=row, index=Root(text[length - 1]))
+            for row, text, length in zip(rows, batch.texts, lens, strict=True)
+        ]
+        with torch.inference_mode():
+            chains = drafter._round(list(range(count)), requests, lens, seen, DRAFTS)
+        for number, (text, length) in enumerate(zip(batch.texts, lens, strict=True)):
+            following = text[length : length + DRAFTS]
+            same = map(operator.eq, chains[number], following)
+            accepted[number].append(sum(takewhile(bool, same)))
+    found: dict[str, Any] = {}
+    for task in TASKS:
+        mine = [run for run, kind in zip(accepted, batch.tasks, strict=True) if kind == task]
+        means = [statistics.mean(run) for run in mine]
+        error = statistics.stdev(means) / math.sqrt(len(means)) if len(means) > 1 else 0.0
+        found[task] = {"mean_accepted": statistics.mean(means), "standard_error": error}
+        found[task]["accepted"] = mine
+    return found
+
+
+@dataclass
+class Root:
+    """Stands for a request's index of its own tokens: the last one, and no lookups."""
+
+    last: int
+
+    def lookup(self, *_: Any) -> list[int]:
+        return []
 
 
 def reconfigure(drafter: Any, keys: dict[str, Any]) -> None:
@@ -190,7 +283,7 @@ def draw(result: dict[str, Any]) -> str:
         x0 = left + panel * step
 
         def place(index: int, value: float, x0: int = x0) -> str:
-            x = x0 + 20 + index * (width - 40) / (len(budgets) - 1)
+            x = x0 + 20 + index * (width - 40) / max(1, len(budgets) - 1)
             return f"{x:.1f},{top + height * (1 - value / DRAFTS):.1f}"
 
         said = "a book goes on" if task == "book" else "a question about the beginning"
@@ -205,11 +298,17 @@ def draw(result: dict[str, Any]) -> str:
                 f'<text x="{x}" y="{top + height + 20}" text-anchor="middle">{budget}</text>'
             )
         for kind in KINDS:
-            points = [
-                place(budgets.index(cell["budget"]), cell[task]["mean_accepted"])
-                for cell in result["cells"]
-                if cell["view"] == kind
-            ]
+            cells = sorted(
+                (cell for cell in result["cells"] if cell["view"] == kind),
+                key=lambda cell: cell["budget"],
+            )
+            points = []
+            for cell in cells:
+                index, found = budgets.index(cell["budget"]), cell[task]
+                points.append(place(index, found["mean_accepted"]))
+                ends = [found["mean_accepted"] + s * found["standard_error"] for s in (-1, 1)]
+                bar = " ".join(place(index, min(DRAFTS, end)) for end in ends)
+                lines.append(f'<polyline class="{COLOURS[kind]}" opacity="0.4" points="{bar}"/>')
             lines.append(f'<polyline class="{COLOURS[kind]}" points="{" ".join(points)}"/>')
     for index, kind in enumerate(KINDS):
         x = left + index * 170
@@ -219,7 +318,8 @@ def draw(result: dict[str, Any]) -> str:
         )
         lines.append(f'<text x="{x + 32}" y="{top + height + 56}">{kind}</text>')
     lines.append(
-        f'<text x="{left}" y="{top + height + 84}">tokens of the view, without the drafts</text>'
+        f'<text x="{left}" y="{top + height + 84}">tokens of the view, without the drafts; bars: a '
+        "standard error up and down</text>"
     )
     return "\n".join([*lines, "</svg>", ""])
 

@@ -29,7 +29,7 @@ from recorded_graph import RecordedGraph, record
 
 from nwor_specpv import Metrics
 
-COUNTERS = ("num_preemptions", "prefix_cache_hits")  # of vLLM's own, that runs report
+PREEMPTIONS = "vllm:num_preemptions"
 
 
 def main() -> None:
@@ -58,7 +58,8 @@ def run(job: dict[str, Any], head: dict[str, Any]) -> dict[str, Any]:
     if job.get("fault"):
         fail_from(speculator, job["fault"])
     written, drawn, grew = watch_rounds(speculator)
-    before, known = Metrics().snapshot(), {n: counted(llm, f"vllm:{n}") for n in COUNTERS}
+    hits = watch_prefix_hits(llm)
+    before, preempted = Metrics().snapshot(), counted(llm, PREEMPTIONS)
     params = greedy(**job["params"])
     aborts = {int(step): name for step, name in job.get("aborts", {}).items()}
     stories = [
@@ -67,7 +68,6 @@ def run(job: dict[str, Any], head: dict[str, Any]) -> dict[str, Any]:
     ]
     now = Metrics().snapshot()
     grown = {name: now[name] - before[name] for name in now if isinstance(now[name], int | float)}
-    counts = {name: counted(llm, f"vllm:{name}") - known[name] for name in COUNTERS}
     replays = [graph.replays for graph in speculator._graphs.values()]
     return found | {
         "tokens": [story.tokens for story in stories],
@@ -78,7 +78,8 @@ def run(job: dict[str, Any], head: dict[str, Any]) -> dict[str, Any]:
         "violations": own_engine().violations,
         "fallbacks": own_stats()["fallbacks"],
         "grown": {name: value for name, value in grown.items() if value},
-        "counts": counts,
+        "preemptions": counted(llm, PREEMPTIONS) - preempted,
+        "prefix_hits": sum(hits),
         "replays": sum(replays),
         "rounds": len(written),
         "cache_written_by_rounds": sum(written),
@@ -166,6 +167,20 @@ def watch_rounds(speculator: Any) -> tuple[list[bool], list[bool], list[float]]:
 
     speculator._round = watched
     return written, drawn, grew
+
+
+def watch_prefix_hits(llm: Any) -> list[int]:
+    """Tokens that each request found in the prefix cache. vLLM's own counter stays behind here."""
+    manager = llm.llm_engine.engine_core.engine_core.scheduler.kv_cache_manager
+    find, found = manager.get_computed_blocks, []
+
+    def watched(request: Any) -> Any:
+        result = find(request)
+        found.append(result[1])
+        return result
+
+    manager.get_computed_blocks = watched
+    return found
 
 
 def check_draws(speculator: Any, batch: Any) -> list[bool]:

@@ -96,14 +96,14 @@ def test_what_happens_to_requests(tmp_path: Path, expected: dict[str, list[int]]
     )
     check(preempted)
     assert preempted["tokens"] == [expected]
-    assert preempted["counts"]["num_preemptions"] > 0
+    assert preempted["preemptions"] > 0
     check(aborted)
     cut = aborted["tokens"][0].pop("0")
     assert cut == expected["0"][: len(cut)]
     assert len(cut) < MAX_TOKENS
     assert aborted["tokens"] == [{name: t for name, t in expected.items() if name != "0"}]
     assert again["tokens"] == [expected, expected]
-    assert again["counts"]["prefix_cache_hits"] > 0
+    assert again["prefix_hits"] > 0
     assert again["violations"] == []
     assert again["cache_written_by_rounds"] == 0
 
