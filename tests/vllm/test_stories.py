@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import json
 import logging
+import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -317,6 +320,29 @@ def test_the_plugin_registers_more_than_once() -> None:
         plugin.register()
     assert AttentionBackendEnum.CPU_ATTN.get_path() == plugin.CPU_BACKEND
     assert AttentionBackendEnum.CUSTOM.get_path() == plugin.CUDA_BACKEND
+
+
+@pytest.mark.slow
+def test_registering_imports_next_to_nothing() -> None:
+    """vLLM calls it in every process; what is replaced there waits until vLLM imports it."""
+    program = """
+import sys
+from vllm.platforms import current_platform
+from vllm.v1.attention.backends import registry
+from nwor_specpv.vllm import plugin, speculators
+current_platform.is_cpu()
+before = set(sys.modules)
+plugin.register()
+plugin.register()
+print("imported", len(set(sys.modules) - before))
+import vllm.v1.worker.gpu.spec_decode
+print("problem", speculators.problem)
+"""
+    command = [sys.executable, "-c", program]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert int(re.search(r"^imported (\d+)$", done.stdout, re.MULTILINE)[1]) < 20
+    assert "problem None" in done.stdout
 
 
 def test_each_runner_has_one_wrapped_method() -> None:

@@ -32,7 +32,7 @@ def register() -> None:
     from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
     _log_as_vllm_does()
-    speculators.install()
+    speculators.prepare()
     register_backend(AttentionBackendEnum.CUSTOM, CUDA_BACKEND)
     if current_platform.is_cpu():
         register_backend(AttentionBackendEnum.CPU_ATTN, CPU_BACKEND)

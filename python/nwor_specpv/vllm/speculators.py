@@ -9,7 +9,11 @@ from __future__ import annotations
 import functools
 import importlib
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from importlib.abc import MetaPathFinder
+from importlib.machinery import ModuleSpec
+from importlib.util import find_spec
+from types import ModuleType
 from typing import Any
 
 from . import compat
@@ -23,11 +27,44 @@ _MARK = "_nwor_specpv_replaced"
 problem: str | None = f"{_PACKAGE}.{_NAME} has not been replaced"
 
 
+def prepare() -> None:
+    """Has the name replaced when vLLM imports its package: that takes seconds, and only workers do.
+
+    Calling it again changes nothing.
+    """
+    if _PACKAGE in sys.modules:
+        install()
+    elif not any(isinstance(finder, _Awaiting) for finder in sys.meta_path):
+        sys.meta_path.insert(0, _Awaiting())
+
+
+class _Awaiting(MetaPathFinder):
+    """Sees the package being imported, once, and lets the others do it."""
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        if fullname != _PACKAGE:
+            return None
+        sys.meta_path.remove(self)
+        spec = find_spec(fullname)
+        if spec is None or spec.loader is None:
+            return spec
+        execute = spec.loader.exec_module
+
+        def exec_module(module: ModuleType) -> None:
+            execute(module)
+            install()
+
+        spec.loader.exec_module = exec_module  # type: ignore[method-assign]
+        return spec
+
+
 def install() -> None:
     """Replaces the name wherever it is; what keeps us from it is left in `problem`."""
     global problem
     try:
-        package = importlib.import_module(_PACKAGE)
+        package = sys.modules.get(_PACKAGE) or importlib.import_module(_PACKAGE)
         original = getattr(package, _NAME)
     except (ImportError, AttributeError) as error:
         problem = f"{_PACKAGE}.{_NAME} is not there: {error}"
