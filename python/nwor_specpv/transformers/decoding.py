@@ -125,8 +125,9 @@ class Decoding:
         # The first step is also the drafter's first look at the prompt.
         usual = not confirming and self._stats.passes > 1
         if self._chooser is not None and self._drafter is not None and usual:
-            tokens = sum(len(v.path) + 1 for v in verdicts) / len(verdicts)
-            self._chooser.note(shape.rows, self._situation(active), tokens, seconds)
+            runs = [len(verdict.path) + 1 for verdict in verdicts]
+            tokens = sum(runs) / len(runs)
+            self._chooser.note(shape.rows, self._situation(active), tokens, seconds, runs)
         if self._pacer is not None:
             lost = self._stats.cut_tokens - cut
             told = self._stats.new_tokens - shown

@@ -6,6 +6,7 @@ more than the arithmetic of a few rows. `attention_inputs` and `layer_output` ar
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import torch
@@ -104,6 +105,12 @@ def replacements(layers: nn.ModuleList, text: Any) -> list[Replacement]:
         ours = RowLayer(layer, window)
         if window not in agreed:
             agreed[window] = _agree(layer, ours, text)
+            if not agreed[window]:
+                warnings.warn(
+                    f"{type(layer).__name__} of this transformers computes something else than "
+                    "nwor_specpv knows: the model's own layers run, with slower steps on the CPU",
+                    stacklevel=2,
+                )
         if agreed[window]:
             found.append((layers, name, layer, ours))
     return found

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Hashable
-from dataclasses import dataclass, replace
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, field, replace
 
 from nwor_specpv.drafters import TreeConfig
 
 # Sizes that are measured and tried. The first is plain decoding.
 SIZES = (1, 3, 5, 8, 12, 16, 24, 32)
 _CHAIN_ROWS = 5  # up to here a tree is a chain: breadth at small sizes costs depth
+_CHAINS = tuple(size for size in SIZES if 1 < size <= _CHAIN_ROWS)
 _KEEP = 0.9  # weight of the past in running averages
 _SLACK = 1.02  # by how much a step may be slower than the quickest before it and set a new mark
 _DRAFTING = 1.5  # most that a step with its drafting costs beside the pass alone
@@ -19,15 +20,30 @@ _HOPE = 1.4  # most that the next larger tree may bring
 _DOUBT = 0.7  # tokens by which a size may be better than it seemed; grows while it is not tried
 
 
+class _Mean:
+    """Of the latest values above all."""
+
+    def __init__(self) -> None:
+        self.value, self.count = 0.0, 0
+
+    def add(self, value: float) -> None:
+        keep = min(_KEEP, self.count / (self.count + 1))
+        self.value = keep * self.value + (1 - keep) * value
+        self.count += 1
+
+
 @dataclass
 class _Arm:
-    tokens: float = 0.0
+    gain: _Mean = field(default_factory=_Mean)  # tokens of a step
     seconds: float = 0.0  # of the quickest steps: one that was held up says nothing about its rows
     tries: int = 0
 
+    @property
+    def tokens(self) -> float:
+        return self.gain.value
+
     def note(self, tokens: float, seconds: float) -> None:
-        keep = min(_KEEP, self.tries / (self.tries + 1))
-        self.tokens = keep * self.tokens + (1 - keep) * tokens
+        self.gain.add(tokens)
         self.seconds = min(seconds, _SLACK * self.seconds) if self.tries else seconds
         self.tries += 1
 
@@ -42,6 +58,7 @@ class RowChooser:
     def __init__(self, costs: dict[int, float]) -> None:
         self.costs = dict(costs)  # rows of a pass -> seconds: the curve
         self._arms: dict[Hashable, dict[int, _Arm]] = {}
+        self._right: dict[Hashable, _Mean] = {}  # share of chains' drafts that were right
 
     def shape(self, tree: TreeConfig, rows: int) -> TreeConfig:
         """`tree` with a number of rows, and what depth and breadth make of them."""
@@ -64,9 +81,40 @@ class RowChooser:
             hopes[size] = self._hope(arms, size, batch)
         return self.shape(tree, max(hopes, key=hopes.get))
 
-    def note(self, rows: int, situation: Hashable, tokens: float, seconds: float) -> None:
-        """A step for which `rows` were allowed gave `tokens` per request."""
-        self._arms.setdefault(situation, {}).setdefault(rows, _Arm()).note(tokens, seconds)
+    def note(
+        self,
+        rows: int,
+        situation: Hashable,
+        tokens: float,
+        seconds: float,
+        runs: Sequence[int] = (),
+    ) -> None:
+        """A step for which `rows` were allowed gave `tokens` per request; `runs`: to each."""
+        arms = self._arms.setdefault(situation, {})
+        arms.setdefault(rows, _Arm()).note(tokens, seconds)
+        if runs and rows in _CHAINS:
+            right = self._right.setdefault(situation, _Mean())
+            self._learn_from_chain(arms, right, rows, runs)
+
+    @staticmethod
+    def _learn_from_chain(
+        arms: dict[int, _Arm], right: _Mean, rows: int, runs: Sequence[int]
+    ) -> None:
+        """Chains begin alike: what one gave says what a shorter or longer one would have.
+
+        A longer one would have gone on only where all of this one was right, and then with the
+        share of drafts that are `right` of late. So a text that becomes easier or harder is
+        noticed at every size, whichever is used.
+        """
+        for run in runs:
+            for draft in range(1, min(run + 1, rows)):
+                right.add(1.0 if draft < run else 0.0)
+        for other in (size for size in _CHAINS if size != rows):
+            if other not in arms:
+                continue
+            more = sum(right.value**drafts for drafts in range(1, other - rows + 1))
+            told = [min(run, other) + (more if run == rows else 0.0) for run in runs]
+            arms[other].gain.add(sum(told) / len(told))
 
     def _hope(self, arms: dict[int, _Arm], size: int, batch: int) -> float:
         """Tokens a second, the more generous the less is known. One row gives one token.

@@ -66,6 +66,47 @@ def test_a_drafter_that_misses_at_first_is_asked_again() -> None:
     assert later.count(1) < 40
 
 
+def chain(rng: random.Random, rows: int, right: float) -> int:
+    """Tokens of a step with a chain whose every draft is right with that probability."""
+    run = 1
+    while run < rows and rng.random() < right:
+        run += 1
+    return run
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_chains_learn_from_each_other_when_a_text_becomes_easier_or_harder(seed: int) -> None:
+    """Rows that pay while drafts are right, and dear enough not to while they are wrong."""
+    costs = {rows: 0.030 * (1 + 0.02 * rows) if rows <= 5 else 1.0 for rows in SIZES}
+    rng, chooser, chosen = random.Random(seed), RowChooser(costs), []
+    for step in range(300):
+        rows = chooser.choose(TreeConfig(), (1, False), 1).rows
+        run = chain(rng, rows, 0.95 if 100 <= step < 200 else 0.3)
+        seconds = costs[rows] + 0.003 * (rows - 1)
+        chooser.note(rows, (1, False), run, seconds, [run])
+        chosen.append(rows)
+    assert chosen[130:200].count(5) > 50
+    assert chosen[240:].count(5) < 20
+
+
+def test_what_a_chain_gives_counts_for_the_others() -> None:
+    chooser, here = RowChooser(CPU), (2, False)
+    chooser.note(5, here, 4.5, 0.05, [5, 4])  # eight drafts, of which one was wrong
+    chooser.note(3, here, 1.0, 0.04, [1, 1])  # two more
+    arms = chooser._arms[here]
+    assert arms[5].tokens == pytest.approx((4.5 + 1.0) / 2)  # it would have failed as early
+    chooser.note(3, here, 2.5, 0.04, [3, 2])  # and four, of which three are right
+    right = (7 + 0 + 3) / (8 + 2 + 4)  # but for the weight of the latest
+    gone_on = right + right**2
+    assert arms[5].tokens == pytest.approx((4.5 + 1.0 + (3 + gone_on + 2) / 2) / 3, abs=0.15)
+    assert arms[3].tokens == pytest.approx((1.0 + 2.5) / 2)
+    chooser.note(5, here, 4.0, 0.05, [5, 3])
+    assert arms[3].tokens == pytest.approx((1.0 + 2.5 + 3.0) / 3)
+    assert (arms[3].tries, arms[5].tries) == (2, 2)
+    chooser.note(8, here, 4.0, 0.06, [4, 4])  # a tree's tokens say nothing about chains
+    assert arms[3].tokens == pytest.approx((1.0 + 2.5 + 3.0) / 3)
+
+
 def test_depth_and_breadth_follow_the_rows() -> None:
     chooser = RowChooser(CPU)
     tree = TreeConfig(depth=6, top_k=4)
