@@ -152,4 +152,7 @@ def test_drafts_at_temperatures_are_drawn_from_their_logits(
 
 def test_the_reference_samples_as_vllms_kernels(tmp_path: Path) -> None:
     (found,) = run(tmp_path, {"kernels": 48})
-    assert found == {"drawn": 1.0, "logits": True, "verified": 1.0, "lengths": [1, 2, 3, 4, 5]}
+    lengths = found.pop("lengths")
+    assert found == {"drawn": 1.0, "logits": True, "verified": 1.0}
+    # Rows whose first draft is rejected, whose drafts are all accepted, and some between.
+    assert {1, 5} < set(lengths)
