@@ -15,7 +15,7 @@ import secrets
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -66,7 +66,8 @@ class Generator:
     ContractChecker, and `stats.violations` says what it found (slow). `cuda_graphs`: steps are
     captured by their shape and replayed; default: on CUDA. `pace`: greedy lossless verification
     uses its views only where they pay; False: always. `cache_of`: another Generator whose
-    model, cache and kept prefixes this one shares, so that a long prompt runs once for both.
+    model, cache and kept prefixes this one shares, so that a long prompt runs once for both; with
+    the same drafter also what was learnt about rows.
     """
 
     def __init__(
@@ -116,7 +117,10 @@ class Generator:
         self._prefill_rows, self._pace = prefill_rows, pace
         self._pacers: dict[tuple[int, int], Pacer] = {}
         self._kept = cache_of._kept if cache_of is not None else KeptPrefixes()
-        self._chooser: RowChooser | None = None
+        # What was measured and learnt about rows, by the drafter it was learnt with.
+        self._choosers: dict[Hashable, RowChooser] = {} if cache_of is None else cache_of._choosers
+        named = isinstance(drafter, str)
+        self._learnt_with: Hashable = (drafter, draft_model) if named else self._drafter
         self._store: tuple[PagedCache, PartialStore, tuple[int, int, int]] | None = None
 
     @property
@@ -130,9 +134,15 @@ class Generator:
     @property
     def row_costs(self) -> dict[int, float]:
         """Seconds of a verification step by its rows, measured on the first use."""
-        if self._chooser is None:
-            self._chooser = RowChooser(self._measure())
-        return dict(self._chooser.costs)
+        return dict(self._rows_chooser().costs)
+
+    def _rows_chooser(self) -> RowChooser:
+        """Generators that share a cache share it too, if their drafters are alike."""
+        if self._learnt_with not in self._choosers:
+            known = next(iter(self._choosers.values()), None)
+            costs = self._measure() if known is None else known.costs
+            self._choosers[self._learnt_with] = RowChooser(costs)
+        return self._choosers[self._learnt_with]
 
     def forget(self) -> None:
         """Drops the prefixes that earlier calls have left in the cache."""
@@ -277,9 +287,7 @@ class Generator:
     def _choose_rows(self, tree: TreeConfig, sampling: Sampling) -> RowChooser | None:
         if tree.rows or not sampling.greedy or self._drafter is None:
             return None
-        if self._chooser is None:
-            self._chooser = RowChooser(self._measure())
-        return self._chooser
+        return self._rows_chooser()
 
     def _measure(self) -> dict[int, float]:
         """Seconds of passes of 1 to 32 rows, the best of four each.
@@ -413,10 +421,11 @@ class Generator:
         if not (self._pace and sampling.greedy):
             return None
         longest = max(len(request.tokens) for request in requests)
+        chooser = self._choosers.get(self._learnt_with)
         pacer = self._pacers.setdefault(
             (len(requests), longest.bit_length()),
             Pacer(
-                None if self._chooser is None else self._chooser.cost,
+                None if chooser is None else chooser.cost,
                 rows_cost=self._runner.device.type == "cpu",
             ),
         )

@@ -260,6 +260,26 @@ def test_the_curve_of_costs_is_there_to_look_at() -> None:
     assert generator.row_costs == costs
 
 
+def test_what_was_learnt_about_rows_is_shared_with_the_cache(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    measured = []
+    measure = Generator._measure
+    monkeypatch.setattr(Generator, "_measure", lambda self: measured.append(self) or measure(self))
+    first = Generator(tiny(), drafter="ngram")
+    alike = Generator(drafter="ngram", cache_of=first)
+    other = Generator(drafter="none", cache_of=first)
+    own = [Generator(drafter=Oracle({}, random.Random(0)), cache_of=first) for _ in range(2)]
+    first.generate([1, 2, 3, 1, 2, 3], 12)
+    assert alike._rows_chooser() is first._rows_chooser()
+    assert alike._rows_chooser()._arms  # from steps of the first
+    strangers = [one._rows_chooser() for one in (first, other, *own)]
+    assert len({id(one) for one in strangers}) == 4
+    assert all(one.row_costs == first.row_costs for one in (alike, other, *own))
+    assert measured == [first]
+    assert Generator(tiny(), drafter="ngram")._rows_chooser() is not first._rows_chooser()
+
+
 def test_a_round_that_does_not_fit_staging_is_refused_by_name() -> None:
     rng = seeded()
     generator, prompts, _ = make(rng, count=1, nwor=NworConfig(max_staging_bytes=1000))
