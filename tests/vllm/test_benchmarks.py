@@ -21,15 +21,15 @@ FOLDER = Path(__file__).resolve().parents[2] / "benchmarks" / "vllm"
 @pytest.fixture
 def benchmark(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., ModuleType]]:
     """Imports one of them, its arguments on the command line."""
-    import vllm.v1.worker.gpu.attn_utils as allocation
-
     monkeypatch.syspath_prepend(str(FOLDER))
-    shared = "_allocate_kv_cache"  # by two engines of a benchmark, and by nobody afterwards
-    monkeypatch.setattr(allocation, shared, getattr(allocation, shared))
     before = set(sys.modules)
 
     def load(name: str, *arguments: object) -> ModuleType:
         monkeypatch.setattr(sys, "argv", [name, *map(str, arguments)])
+        if name in ("steps", "kernels"):  # both engines share caches, and nobody afterwards
+            allocation = importlib.import_module("vllm.v1.worker.gpu.attn_utils")
+            shared = "_allocate_kv_cache"
+            monkeypatch.setattr(allocation, shared, getattr(allocation, shared))
         return importlib.import_module(name)
 
     yield load
@@ -102,6 +102,7 @@ def on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(torch.cuda, name, value)
 
 
+@pytest.mark.slow
 def test_prefix_schedule(
     benchmark: Callable[..., ModuleType], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

@@ -114,7 +114,9 @@ def check_caches(ours: dict, theirs: dict, most_rejected: int) -> None:
     assert 0 < len(slots) <= most_rejected
 
 
-@pytest.mark.parametrize(("head_size", "ours"), [(64, True), (32, False)])
+@pytest.mark.parametrize(
+    ("head_size", "ours"), [(64, True), pytest.param(32, False, marks=pytest.mark.slow)]
+)
 def test_windows_are_ours_and_full_layers_flash_attentions(
     tmp_path: Path, head_size: int, ours: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
