@@ -10,13 +10,12 @@
 
 #include <algorithm>
 #include <cmath>
-#include <cstring>
 #include <initializer_list>
 #include <vector>
 
 #include "check.h"
+#include "kv_interceptor/tensor_layout.h"
 #include "linear/cpu/kernels.h"
-#include "linear/linear_rows.h"
 #include "linear/strips.h"
 
 namespace nwor {
@@ -44,8 +43,8 @@ using Tensors = std::initializer_list<std::optional<at::Tensor>>;
 // its size where hidden is float32.
 void CheckAlike(const at::Tensor& hidden, Tensors vectors, Tensors matrices) {
   const at::ScalarType own = hidden.scalar_type();
-  const at::ScalarType wide = (*matrices.begin())->scalar_type();
-  const bool mixed = own == at::kFloat && LinearWeightType(**matrices.begin()).has_value();
+  const at::ScalarType first = (*matrices.begin())->scalar_type();
+  const bool mixed = own == at::kFloat && FloatDType(first).has_value();
   const auto check = [&](const std::optional<at::Tensor>& other, at::ScalarType type) {
     if (!other.has_value()) return;
     NWOR_CHECK(other->scalar_type() == type && other->device() == hidden.device(), "hidden: got ",
@@ -53,7 +52,7 @@ void CheckAlike(const at::Tensor& hidden, Tensors vectors, Tensors matrices) {
                other->device().str(), " as the weights");
   };
   for (const std::optional<at::Tensor>& vector : vectors) check(vector, own);
-  for (const std::optional<at::Tensor>& matrix : matrices) check(matrix, mixed ? wide : own);
+  for (const std::optional<at::Tensor>& matrix : matrices) check(matrix, mixed ? first : own);
 }
 
 // What the CPU's own loops take.
@@ -151,7 +150,7 @@ std::array<at::Tensor, 3> AttentionInputsOnCpu(const at::Tensor& hidden,
   }
   const std::array<const LinearLayer*, 3> layers = {&weights.query, &weights.key, &weights.value};
   std::array<at::Tensor, 3> results;
-  const DType dtype = *LinearWeightType(weights.query.weight);
+  const DType dtype = *FloatDType(weights.query.weight.scalar_type());
   Products products{Data(normed), rows, size, dtype, {}, {}, {}};
   for (size_t i = 0; i < layers.size(); ++i) {
     const int64_t outputs = layers[i]->weight.size(0);
@@ -184,7 +183,7 @@ at::Tensor LayerOutputOnCpu(const at::Tensor& hidden, const at::Tensor& attended
   const int64_t intermediate = weights.gate.size(0);
   at::Tensor out = at::empty_like(hidden);
   float* sums = out.mutable_data_ptr<float>();
-  const DType dtype = *LinearWeightType(weights.gate);
+  const DType dtype = *FloatDType(weights.gate.scalar_type());
   const at::Tensor& first = weights.attention.weight;
   Products{Data(attended), rows, attended.size(1), dtype, {first.const_data_ptr()}, {size}, {sums}}
       .MultiplyAll();

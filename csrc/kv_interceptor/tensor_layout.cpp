@@ -13,21 +13,11 @@ namespace nwor {
 namespace {
 
 DType ToDType(at::ScalarType type, const char* name, bool cache) {
-  switch (type) {
-    case at::kFloat:
-      return DType::kFloat32;
-    case at::kHalf:
-      return DType::kFloat16;
-    case at::kBFloat16:
-      return DType::kBFloat16;
-    case at::ScalarType::Float8_e4m3fn:
-      if (cache) return DType::kFloat8E4M3;
-      [[fallthrough]];
-    default:
-      throw Error(Concat(name, ": got dtype ", c10::toString(type),
-                         ", expected float32, float16 or bfloat16",
-                         cache ? " or float8_e4m3fn" : ""));
-  }
+  if (cache && type == at::ScalarType::Float8_e4m3fn) return DType::kFloat8E4M3;
+  const std::optional<DType> found = FloatDType(type);
+  NWOR_CHECK(found.has_value(), name, ": got dtype ", c10::toString(type),
+             ", expected float32, float16 or bfloat16", cache ? " or float8_e4m3fn" : "");
+  return *found;
 }
 
 std::string SizesText(at::IntArrayRef sizes) {
@@ -85,6 +75,19 @@ KvStrides StridesOf(const at::Tensor& cache) {
 }
 
 }  // namespace
+
+std::optional<DType> FloatDType(at::ScalarType type) {
+  switch (type) {
+    case at::kFloat:
+      return DType::kFloat32;
+    case at::kHalf:
+      return DType::kFloat16;
+    case at::kBFloat16:
+      return DType::kBFloat16;
+    default:
+      return std::nullopt;
+  }
+}
 
 DType RowDType(const at::Tensor& tensor, const char* name) {
   return ToDType(tensor.scalar_type(), name, /*cache=*/false);

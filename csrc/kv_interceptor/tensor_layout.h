@@ -14,7 +14,9 @@
 
 namespace nwor {
 
-// float32, float16, bfloat16 rows; caches also float8_e4m3fn.
+// float32, float16 and bfloat16; nothing for other types.
+NWOR_EXPORT std::optional<DType> FloatDType(at::ScalarType type);
+// The same, with an error for other types; caches also float8_e4m3fn.
 NWOR_EXPORT DType RowDType(const at::Tensor& tensor, const char* name);
 NWOR_EXPORT DType CacheDType(const at::Tensor& tensor, const char* name);
 // And back.

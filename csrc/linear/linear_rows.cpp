@@ -6,6 +6,7 @@
 #include <vector>
 
 #include "check.h"
+#include "kv_interceptor/tensor_layout.h"
 #include "linear/cpu/kernels.h"
 #include "linear/strips.h"
 
@@ -17,7 +18,8 @@ void CheckArguments(const at::Tensor& input, const at::Tensor& weight,
   NWOR_CHECK(weight.dim() == 2, "weight: got ", weight.dim(), " dimensions, expected [N, K]");
   NWOR_CHECK(input.dim() >= 1 && input.size(-1) == weight.size(1), "input: got sizes ",
              input.sizes(), ", expected the last one ", weight.size(1));
-  const bool mixed = input.scalar_type() == at::kFloat && LinearWeightType(weight).has_value();
+  const bool mixed =
+      input.scalar_type() == at::kFloat && FloatDType(weight.scalar_type()).has_value();
   NWOR_CHECK(mixed || input.scalar_type() == weight.scalar_type(), "input: got ",
              input.scalar_type(), ", expected ", weight.scalar_type(), " as weight");
   NWOR_CHECK(input.device() == weight.device(), "input: got device ", input.device().str(),
@@ -42,23 +44,10 @@ void Run(const cpu::LinearTask& all, int64_t outputs) {
 
 }  // namespace
 
-std::optional<DType> LinearWeightType(const at::Tensor& weight) {
-  switch (weight.scalar_type()) {
-    case at::kFloat:
-      return DType::kFloat32;
-    case at::kHalf:
-      return DType::kFloat16;
-    case at::kBFloat16:
-      return DType::kBFloat16;
-    default:
-      return std::nullopt;
-  }
-}
-
 at::Tensor LinearRows(const at::Tensor& input, const at::Tensor& weight,
                       const std::optional<at::Tensor>& bias) {
   CheckArguments(input, weight, bias);
-  const std::optional<DType> dtype = LinearWeightType(weight);
+  const std::optional<DType> dtype = FloatDType(weight.scalar_type());
   if (!input.device().is_cpu() || !dtype || !weight.is_contiguous()) {
     return at::linear(input.to(weight.scalar_type()), weight, bias).to(input.scalar_type());
   }

@@ -5,7 +5,6 @@
 #include <optional>
 
 #include "export.h"
-#include "types.h"
 
 // A linear layer for the few rows of a verification step.
 
@@ -20,8 +19,5 @@ namespace nwor {
 // Thread-safety: const arguments; runs on torch's threads. Throws Error for wrong shapes and types.
 NWOR_EXPORT at::Tensor LinearRows(const at::Tensor& input, const at::Tensor& weight,
                                   const std::optional<at::Tensor>& bias = std::nullopt);
-
-// The type of a weight matrix, if the kernels take it.
-std::optional<DType> LinearWeightType(const at::Tensor& weight);
 
 }  // namespace nwor

@@ -7,9 +7,10 @@ from typing import Any
 
 import pytest
 import torch
-from engines import drive, greedy, own_engine, story_prompts
+from engines import drive, greedy, own_engine
 from engines import stats as own_stats
 from heads import story_head
+from small_views import SMALL_VIEW, prompts
 from test_cuda import GRAPHS, alike, begin, dummy_prompts, eagle3
 
 from nwor_specpv import Metrics
@@ -18,16 +19,8 @@ from nwor_specpv.vllm.specpv.rules import DRAFTER
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 
-VIEW = {
-    "enable_specpv": True,
-    "specpv_n_sink_blocks": 1,
-    "specpv_n_retrieval_blocks": 3,
-    "specpv_n_window_blocks": 2,
-    "specpv_draft_passes": 3,
-    "strict": True,
-}
+VIEW = SMALL_VIEW | {"specpv_draft_passes": 3}
 SPECULATION = {"method": "custom_class", "model": DRAFTER, "num_speculative_tokens": 8}
-LENGTHS = (200, 40, 260, 150, 10, 230)
 
 
 def grown(before: dict[str, Any], name: str) -> int:
@@ -36,13 +29,12 @@ def grown(before: dict[str, Any], name: str) -> int:
 
 def test_the_target_drafts_over_views(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "0")
-    prompts = [(p * 40)[:n] for p, n in zip(story_prompts(6), LENGTHS, strict=True)]
     model = {"model": str(stories(64)), "skip_tokenizer_init": True, "enforce_eager": True}
     plain = begin({"enable_nwor": False}, speculation=None, attention_backend="FLASH_ATTN", **model)
-    theirs = drive(plain, prompts, greedy(48)).tokens
+    theirs = drive(plain, prompts(), greedy(48)).tokens
     before = Metrics().snapshot()
     llm = begin(VIEW | {"check_contract": True}, speculation=SPECULATION, **model)
-    ours = drive(llm, prompts, greedy(48)).tokens
+    ours = drive(llm, prompts(), greedy(48)).tokens
     assert own_engine().violations == []
     assert own_stats()["fallbacks"] == {}
     assert grown(before, "specpv_draft_failures_total") == 0
@@ -61,7 +53,6 @@ SCHEDULER = "nwor_specpv.vllm.specpv.scheduler.LongContextScheduler"
 @pytest.mark.parametrize("graphs", [False, True], ids=["eager", "graphs"])
 def test_head_and_target_draft_in_turns(tmp_path: Path, graphs: bool, sampled: bool) -> None:
     """Model runner V2. The head is wrong throughout, so a pass gives a token; most are right."""
-    prompts = [(p * 40)[:n] for p, n in zip(story_prompts(6), LENGTHS, strict=True)]
     model = {"model": str(stories(64)), "skip_tokenizer_init": True, "enforce_eager": True}
     model |= GRAPHS if graphs else {}
     head = story_head(tmp_path)
@@ -71,14 +62,14 @@ def test_head_and_target_draft_in_turns(tmp_path: Path, graphs: bool, sampled: b
     else:
         stock = {"enable_nwor": False}
         plain = begin(stock, speculation=head, attention_backend="FLASH_ATTN", **model)
-        theirs = drive(plain, prompts, params).tokens
+        theirs = drive(plain, prompts(), params).tokens
         del plain
     before = Metrics().snapshot()
     nwor = VIEW | {"specpv_draft_lookup": 3, "specpv_draft_passes": 4}
     nwor |= {} if graphs else {"check_contract": True}
     llm = begin(nwor, speculation=head, scheduler_cls=SCHEDULER, **model)
     assert llm.llm_engine.vllm_config.scheduler_config.async_scheduling
-    ours = drive(llm, prompts, params, arrivals=[0, 0, 3, 3, 9, 12]).tokens
+    ours = drive(llm, prompts(), params, arrivals=[0, 0, 3, 3, 9, 12]).tokens
     assert not hasattr(own_engine().runner, "input_batch"), "the V1 runner was used"
     assert all(len(tokens) == 48 for tokens in ours.values())
     assert own_engine().violations == []

@@ -12,29 +12,19 @@ from typing import Any
 
 import pytest
 from engine_process import run_script
-from engines import STOCK, drive, greedy, start, story_prompts
+from engines import STOCK, drive, greedy, start
+from small_views import SMALL_VIEW, prompts
 
 pytestmark = pytest.mark.slow
 
 SCHEDULER = "nwor_specpv.vllm.specpv.scheduler.LongContextScheduler"
 SCRIPT = Path(__file__).with_name("runner_v2_process.py")
-# A view of 96 tokens, as in the tests of model runner V1.
-VIEW = {
-    "enable_specpv": True,
-    "specpv_n_sink_blocks": 1,
-    "specpv_n_retrieval_blocks": 3,
-    "specpv_n_window_blocks": 2,
+VIEW = SMALL_VIEW | {
     "specpv_draft_passes": 3,
     "specpv_draft_lookup": 3,
     "check_contract": True,
-    "strict": True,
 }
-LENGTHS = (200, 40, 260, 150, 10, 230)  # two are shorter than the view
 MAX_TOKENS = 24
-
-
-def prompts() -> list[list[int]]:
-    return [(p * 40)[:n] for p, n in zip(story_prompts(6), LENGTHS, strict=True)]
 
 
 @pytest.fixture(scope="module")

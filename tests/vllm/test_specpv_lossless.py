@@ -17,6 +17,7 @@ import pytest
 import torch
 from engines import STOCK, caches, counted, drive, greedy, own_engine, start, story_prompts
 from engines import stats as own_stats
+from small_views import LENGTHS, SMALL_VIEW, prompts
 
 from nwor_specpv import Metrics
 from nwor_specpv.errors import NworError
@@ -24,22 +25,8 @@ from nwor_specpv.models import stories
 from nwor_specpv.vllm.specpv.rules import DRAFTER
 
 SPECULATION = {"method": "custom_class", "model": DRAFTER, "num_speculative_tokens": 8}
-# A view of 96 tokens: one block of sink, three that are chosen, two of window.
-VIEW = {
-    "enable_specpv": True,
-    "specpv_n_sink_blocks": 1,
-    "specpv_n_retrieval_blocks": 3,
-    "specpv_n_window_blocks": 2,
-    "specpv_draft_passes": 3,
-    "check_contract": True,
-    "strict": True,
-}
-LENGTHS = (200, 40, 260, 150, 10, 230)  # two are shorter than the view
+VIEW = SMALL_VIEW | {"specpv_draft_passes": 3, "check_contract": True}
 MAX_TOKENS = 48
-
-
-def prompts() -> list[list[int]]:
-    return [(p * 40)[:n] for p, n in zip(story_prompts(6), LENGTHS, strict=True)]
 
 
 def begin(nwor: dict[str, Any] | None = None, **options: Any) -> Any:

@@ -7,28 +7,15 @@ from typing import Any
 
 import pytest
 import torch
-from engines import STOCK, counted, drive, greedy, own_engine, start, story_prompts
+from engines import STOCK, counted, drive, greedy, own_engine, start
 from engines import stats as own_stats
+from small_views import LENGTHS, SMALL_VIEW, prompts
 
 from nwor_specpv import Metrics
 from nwor_specpv.errors import NworError
 
-# A view of 96 tokens, as in the tests of mode lossless.
-VIEW = {
-    "enable_specpv": True,
-    "specpv_rectify": "refresh",
-    "specpv_n_sink_blocks": 1,
-    "specpv_n_retrieval_blocks": 3,
-    "specpv_n_window_blocks": 2,
-    "check_contract": True,
-    "strict": True,
-}
-LENGTHS = (200, 40, 260, 150, 10, 230)
+VIEW = SMALL_VIEW | {"specpv_rectify": "refresh", "check_contract": True}
 MAX_TOKENS = 48
-
-
-def prompts() -> list[list[int]]:
-    return [(p * 40)[:n] for p, n in zip(story_prompts(6), LENGTHS, strict=True)]
 
 
 def begin(nwor: dict[str, Any] | None = None, **options: Any) -> Any:

@@ -14,6 +14,7 @@ from torch import nn
 
 from .attention import Step, attend_rows
 from .linear import MAX_ROWS, is_plain
+from .stand_ins import StandIn
 
 _attention_inputs = torch.ops.nwor_specpv.attention_inputs.default
 _layer_output = torch.ops.nwor_specpv.layer_output.default
@@ -25,8 +26,6 @@ _KNOWN = {
     "transformers.models.qwen3.modeling_qwen3": "Qwen3DecoderLayer",
 }
 _CLOSE = 1e-4  # of the largest output, between their layer and ours
-
-Replacement = tuple[nn.ModuleList, str, nn.Module, "RowLayer"]
 
 
 class RowLayer(nn.Module):
@@ -90,13 +89,13 @@ class RowLayer(nn.Module):
             return getattr(super().__getattr__("layer"), name)
 
 
-def replacements(layers: nn.ModuleList, text: Any) -> list[Replacement]:
-    """(list, name, its layer, ours) of the layers that ours gives the same for.
+def row_layers(layers: nn.ModuleList, text: Any) -> list[StandIn]:
+    """For the layers that ours gives the same for.
 
     `text`: the model's config, whose attention is ours. Of each kind one layer is run both ways:
     what a release of transformers has changed is left to it.
     """
-    found: list[Replacement] = []
+    found: list[StandIn] = []
     agreed: dict[int, bool] = {}
     for name, layer in layers._modules.items():
         if not _known(layer, text):
@@ -112,13 +111,13 @@ def replacements(layers: nn.ModuleList, text: Any) -> list[Replacement]:
                     stacklevel=2,
                 )
         if agreed[window]:
-            found.append((layers, name, layer, ours))
+            found.append(StandIn(layers, name, layer, ours))
     return found
 
 
-def untouched(found: list[Replacement]) -> list[Replacement]:
+def untouched(found: list[StandIn]) -> list[StandIn]:
     """Without the layers that somebody looks into by now."""
-    return [one for one in found if not _hooked(one[2])]
+    return [one for one in found if not _hooked(one.theirs)]
 
 
 def _known(layer: nn.Module, text: Any) -> bool:

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-
 import torch
 from torch import nn
+
+from .stand_ins import StandIn
 
 _linear_rows = torch.ops.nwor_specpv.linear_rows.default
 # Beyond this torch's own product is faster; prefill is always torch's.
@@ -27,14 +26,14 @@ class RowLinear(nn.Module):
         return nn.functional.linear(rows, self.weight, self.bias)
 
 
-def replacements(model: nn.Module) -> list[tuple[nn.Module, str, nn.Module, RowLinear]]:
-    """(parent, name, its linear layer, ours) of every plain linear layer on the CPU."""
-    found = []
-    for parent in model.modules():
-        for name, child in parent._modules.items():
-            if is_plain(child):
-                found.append((parent, name, child, RowLinear(child)))
-    return found
+def row_linears(model: nn.Module) -> list[StandIn]:
+    """For every plain linear layer on the CPU."""
+    return [
+        StandIn(parent, name, child, RowLinear(child))
+        for parent in model.modules()
+        for name, child in parent._modules.items()
+        if is_plain(child)
+    ]
 
 
 def is_plain(module: nn.Module) -> bool:
@@ -43,16 +42,3 @@ def is_plain(module: nn.Module) -> bool:
         return False
     dtypes = (torch.float32, torch.float16, torch.bfloat16)
     return module.weight.device.type == "cpu" and module.weight.dtype in dtypes
-
-
-@contextmanager
-def in_place(found: list[tuple[nn.Module, str, nn.Module, nn.Module]]) -> Iterator[None]:
-    """Our modules are in place inside; outside everything is as it was. May be nested."""
-    before = [(parent, name, parent._modules[name]) for parent, name, _, _ in found]
-    for parent, name, _, ours in found:
-        parent._modules[name] = ours
-    try:
-        yield
-    finally:
-        for parent, name, module in before:
-            parent._modules[name] = module

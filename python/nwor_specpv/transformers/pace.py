@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from .running_mean import RunningMean
+
 _KEEP = 0.7  # weight of the past in running averages
 _WATCHED = 6  # full steps before views are thought of
 _PROMISE = 1.15  # gain that an estimate must show before views are tried
@@ -25,14 +27,8 @@ class Size:
     tail_rows: int  # slack of a tail and the largest tree
 
 
-class _Mean:
-    def __init__(self) -> None:
-        self.value, self.count = 0.0, 0
-
-    def add(self, value: float) -> None:
-        keep = min(_KEEP, self.count / (self.count + 1))
-        self.value = keep * self.value + (1 - keep) * value
-        self.count += 1
+def _mean() -> RunningMean:
+    return RunningMean(_KEEP)
 
 
 class Pacer:
@@ -54,9 +50,9 @@ class Pacer:
         self._begin_watching()
 
     def _begin_watching(self) -> None:
-        self._full, self._drafting, self._partial = _Mean(), _Mean(), _Mean()
-        self._tokens, self._rows, self._fed = _Mean(), _Mean(), _Mean()
-        self._viewed = _Mean()  # tokens a second of whole tails
+        self._full, self._drafting, self._partial = _mean(), _mean(), _mean()
+        self._tokens, self._rows, self._fed = _mean(), _mean(), _mean()
+        self._viewed = _mean()  # tokens a second of whole tails
 
     def begin(self) -> None:
         """A new call: no tail is waiting, and what its first steps cost is looked at afresh."""
@@ -124,7 +120,7 @@ class Pacer:
             self._trial = False
             tail = max(1.0, size.tail_rows - self._rows.value)
             pays = not lost and self._gain(self._partial.value, self._fed.value, tail) > _WORTH
-            self._viewed = _Mean()
+            self._viewed = _mean()
         if pays:
             self._rest = _REST
             return False

@@ -9,6 +9,8 @@ from dataclasses import dataclass, field, replace
 
 from nwor_specpv.drafters import TreeConfig
 
+from .running_mean import RunningMean
+
 # Sizes that are measured and tried. The first is plain decoding.
 SIZES = (1, 3, 5, 8, 12, 16, 24, 32)
 _CHAIN_ROWS = 5  # up to here a tree is a chain: breadth at small sizes costs depth
@@ -20,21 +22,13 @@ _HOPE = 1.4  # most that the next larger tree may bring
 _DOUBT = 0.7  # tokens by which a size may be better than it seemed; grows while it is not tried
 
 
-class _Mean:
-    """Of the latest values above all."""
-
-    def __init__(self) -> None:
-        self.value, self.count = 0.0, 0
-
-    def add(self, value: float) -> None:
-        keep = min(_KEEP, self.count / (self.count + 1))
-        self.value = keep * self.value + (1 - keep) * value
-        self.count += 1
+def _mean() -> RunningMean:
+    return RunningMean(_KEEP)
 
 
 @dataclass
 class _Arm:
-    gain: _Mean = field(default_factory=_Mean)  # tokens of a step
+    gain: RunningMean = field(default_factory=_mean)  # tokens of a step
     seconds: float = 0.0  # of the quickest steps: one that was held up says nothing about its rows
     tries: int = 0
 
@@ -58,7 +52,7 @@ class RowChooser:
     def __init__(self, costs: dict[int, float]) -> None:
         self.costs = dict(costs)  # rows of a pass -> seconds: the curve
         self._arms: dict[Hashable, dict[int, _Arm]] = {}
-        self._right: dict[Hashable, _Mean] = {}  # share of chains' drafts that were right
+        self._right: dict[Hashable, RunningMean] = {}  # share of chains' drafts that were right
 
     def shape(self, tree: TreeConfig, rows: int) -> TreeConfig:
         """`tree` with a number of rows, and what depth and breadth make of them."""
@@ -93,12 +87,12 @@ class RowChooser:
         arms = self._arms.setdefault(situation, {})
         arms.setdefault(rows, _Arm()).note(tokens, seconds)
         if runs and rows in _CHAINS:
-            right = self._right.setdefault(situation, _Mean())
+            right = self._right.setdefault(situation, _mean())
             self._learn_from_chain(arms, right, rows, runs)
 
     @staticmethod
     def _learn_from_chain(
-        arms: dict[int, _Arm], right: _Mean, rows: int, runs: Sequence[int]
+        arms: dict[int, _Arm], right: RunningMean, rows: int, runs: Sequence[int]
     ) -> None:
         """Chains begin alike: what one gave says what a shorter or longer one would have.
 

@@ -13,10 +13,10 @@ from nwor_specpv import CapacityError, NworConfig, NworError
 
 from .attention import NAME, Step
 from .graphs import MOST_ROWS
-from .layers import Replacement, untouched
-from .layers import replacements as layer_replacements
-from .linear import in_place, replacements
+from .layers import row_layers, untouched
+from .linear import row_linears
 from .paged import PagedCache
+from .stand_ins import StandIn, in_place
 
 
 class ModelRunner:
@@ -49,8 +49,8 @@ class ModelRunner:
         self.head = model.get_output_embeddings()
         self.device = self.head.weight.device
         self.dtype = next(p.dtype for p in model.parameters() if p.is_floating_point())
-        self._linears = replacements(model)
-        self._layers: list[Replacement] | None = None
+        self._linears = row_linears(model)
+        self._layers: list[StandIn] | None = None
         self._features: dict[int, torch.Tensor] = {}
         self._cache: PagedCache | None = None
         self._last_key = 0
@@ -135,7 +135,7 @@ class ModelRunner:
             self.model.eval()
             config._attn_implementation = NAME
             if self._layers is None:
-                self._layers = layer_replacements(layers, config)
+                self._layers = row_layers(layers, config)
             stack.enter_context(in_place(untouched(self._layers)))
             stack.enter_context(in_place(self._linears))
             for index in feature_layers:
