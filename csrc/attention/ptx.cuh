@@ -212,6 +212,11 @@ __device__ inline bool NamedBarrierOr(int id, int count, bool value) {
   return any != 0;
 }
 
+// Brings the line to this SM's cache.
+__device__ inline void Prefetch(const void* pointer) {
+  asm volatile("prefetch.global.L1 [%0];" ::"l"(pointer));
+}
+
 // Adds; whoever sees that by LoadAcquire sees what this thread has done or seen before.
 __device__ inline void AddRelease(uint32_t* pointer, uint32_t value) {
   asm volatile("red.release.gpu.global.add.u32 [%0], %1;" ::"l"(pointer), "r"(value) : "memory");

@@ -19,6 +19,7 @@ class TileEdges {
       const SharedItem& item = *memory_.item(slot.at);
       if (item.is_end) return;
       const TileSpan<Traits> span(args_.params, item.plan);
+      if (span.tail_rows > 0) FetchMask(item.plan);
 #pragma unroll 1
       for (int step = 0; step < span.num_steps; ++step) {
         const int prefix_step = span.PrefixStep(step);
@@ -39,6 +40,18 @@ class TileEdges {
 
  private:
   static constexpr int kChunks = Traits::kHeadDim / 8;
+
+  // Brings the rows' masks to the SM's cache: the computing warps ask for them behind all tokens
+  // that are under way.
+  __device__ void FetchMask(const PlanItem& plan) const {
+    const VerifyParams& p = args_.params;
+    if (p.tree_mask == nullptr) return;
+    const int first = args_.group.Quotient(plan.row_begin);
+    const int last = args_.group.Quotient(plan.row_begin + plan.num_rows - 1);
+    const uint64_t* words = p.tree_mask + int64_t{plan.query_start + first} * p.mask_words;
+    const int count = (last - first + 1) * p.mask_words;
+    for (int i = threadIdx.x % 32; i < count; i += 32) ptx::Prefetch(words + i);
+  }
 
   // Rows that do not exist, or that no row sees, become zeros in V and stay undefined in K. Of a
   // step of up to 16 tokens no more are used. `first` is the step's first prefix token or in-flight
