@@ -76,6 +76,13 @@ struct TensorGrid {
   int ctas = 0;  // of one KV head
 };
 
+// Whether the sum of a KV head's scores is that of one row: see TensorScore::SumQueries. Three
+// numbers of 8 bits make a float only where they have its exponents.
+bool ScoresBySums(const SelectParams& params) {
+  return params.score == Score::kQuest && params.dtype == DType::kBFloat16 &&
+         params.query_reduce != QueryReduce::kMax && params.group_reduce == GroupReduce::kMean;
+}
+
 TensorGrid ChooseTensorGrid(const SelectParams& params) {
   const int64_t limit = CurrentDeviceAttribute(cudaDevAttrMaxSharedMemoryPerBlockOptin);
   const int64_t of_sm = CurrentDeviceAttribute(cudaDevAttrMaxSharedMemoryPerMultiprocessor);
@@ -85,8 +92,9 @@ TensorGrid ChooseTensorGrid(const SelectParams& params) {
   const int queries = params.query_reduce == QueryReduce::kLast ? 1 : params.num_queries;
   const int64_t padded = (queries + kTensorQueries - 1) / kTensorQueries * kTensorQueries;
   const int64_t row_bytes = int64_t{params.head_dim} * 2;
-  const int64_t query_bytes =
-      params.num_heads / params.num_kv_heads * padded * (row_bytes + kQueryPadBytes);
+  const int64_t query_rows =
+      params.num_heads / params.num_kv_heads * padded + (ScoresBySums(params) ? kSumRows : 0);
+  const int64_t query_bytes = query_rows * (row_bytes + kQueryPadBytes);
   const int64_t ring_bytes = kTensorStages * 2 * kTensorBlocks * row_bytes;
   const auto bytes = [&](int warps) { return query_bytes + warps * ring_bytes; };
   TensorGrid grid;
@@ -127,8 +135,10 @@ bool AllowsTensorCores(const SelectParams& params) {
 
 template <typename T, int kChunks>
 void LaunchTensorScore(const SelectParams& params, const TensorGrid& grid) {
-  const auto kernel = params.score == Score::kQuest ? TensorScoreKernel<T, kChunks, true>
-                                                    : TensorScoreKernel<T, kChunks, false>;
+  constexpr bool kMayHaveSums = std::is_same_v<T, __nv_bfloat16>;
+  const auto kernel = params.score != Score::kQuest ? TensorScoreKernel<T, kChunks, false, false>
+                      : ScoresBySums(params) ? TensorScoreKernel<T, kChunks, true, kMayHaveSums>
+                                             : TensorScoreKernel<T, kChunks, true, false>;
   CheckCuda(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
                                  static_cast<int>(grid.shared_bytes)),
             "score kernel's shared memory");

@@ -21,6 +21,9 @@ constexpr int kTensorQueries = 8;    // columns of B
 constexpr int kTensorChannels = 32;  // of one load of a row by four lanes
 // Rows of queries are this much apart, so that two of them do not meet in one bank.
 constexpr int kQueryPadBytes = 64;
+// A sum of queries as that many numbers of 8 bits each: together they are as exact as a float.
+constexpr int kSumTerms = 3;
+constexpr int kSumRows = 2 * kSumTerms;  // of the positive values, then of the negative ones
 
 template <typename T>
 __device__ inline void Mma(float (&c)[4], const uint32_t (&a)[4], const uint32_t (&b)[2]) {
@@ -82,6 +85,38 @@ struct TensorScore {
     }
   }
 
+  // With means over queries and over heads quest is linear: the sum of all scores of a KV head is
+  // that of one row, the sum of its queries' positive values against kmax and that of the negative
+  // ones against kmin. Each sum is kSumTerms rows of bfloat16. Called by all threads, between
+  // barriers.
+  __device__ static void SumQueries(const char* queries, int num_heads, int num_queries, int padded,
+                                    char* sums) {
+    for (int channel = static_cast<int>(threadIdx.x); channel < kDim;
+         channel += static_cast<int>(blockDim.x)) {
+      float rest[2] = {0.0f, 0.0f};
+#pragma unroll 1
+      for (int head = 0; head < num_heads; ++head) {
+        const char* row = queries + head * padded * kRowBytes + channel * 2;
+#pragma unroll 8
+        for (int query = 0; query < num_queries; ++query) {
+          const float x = ElementToFloat(*reinterpret_cast<const T*>(row + query * kRowBytes));
+          rest[0] += fmaxf(x, 0.0f);
+          rest[1] += fminf(x, 0.0f);
+        }
+      }
+#pragma unroll
+      for (int sign = 0; sign < 2; ++sign) {
+#pragma unroll
+        for (int term = 0; term < kSumTerms; ++term) {
+          T part;
+          StoreElement(&part, rest[sign]);
+          rest[sign] -= ElementToFloat(part);
+          *reinterpret_cast<T*>(sums + (sign * kSumTerms + term) * kRowBytes + channel * 2) = part;
+        }
+      }
+    }
+  }
+
   // Where a word of a unit's row lies. Rows of a multiple of 128 bytes would meet in one bank: odd
   // ones have their halves of 64 bytes exchanged.
   __device__ static int Place(int row, int word) {
@@ -126,6 +161,45 @@ struct TensorScore {
       a[3] = step == 0 ? bottom.y : bottom.w;
     }
   };
+
+  // The same as Score for quest with both means, from the sums of SumQueries. False, and `total`
+  // means nothing, where a score is not finite: what infinities give depends on the single rows.
+  __device__ static bool ScoreSums(const char* sums, const Rows& high, const Rows& low,
+                                   float (&total)[2]) {
+    const int lane = static_cast<int>(threadIdx.x % 32);
+    float c_high[4] = {}, c_low[4] = {};
+    // Columns beyond the terms repeat the last one; nobody looks at them.
+    const char* up = sums + min(lane / 4, kSumTerms - 1) * kRowBytes + lane % 4 * 16;
+    const char* down = up + kSumTerms * kRowBytes;
+#pragma unroll
+    for (int chunk = 0; chunk < kChunks; ++chunk) {
+      const uint4 p = *reinterpret_cast<const uint4*>(up + chunk * 64);
+      const uint4 n = *reinterpret_cast<const uint4*>(down + chunk * 64);
+#pragma unroll
+      for (int step = 0; step < 2; ++step) {
+        uint32_t a[4];
+        const uint32_t b_up[2] = {step == 0 ? p.x : p.z, step == 0 ? p.y : p.w};
+        const uint32_t b_down[2] = {step == 0 ? n.x : n.z, step == 0 ? n.y : n.w};
+        high.Fragment(chunk, step, a);
+        Mma<T>(c_high, a, b_up);
+        low.Fragment(chunk, step, a);
+        Mma<T>(c_low, a, b_down);
+      }
+    }
+    bool finite = true;
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      // Terms 0 and 1 are columns of the first of four lanes, term 2 is one of the second.
+      const float even = c_high[half * 2] + c_low[half * 2];
+      const float odd = c_high[half * 2 + 1] + c_low[half * 2 + 1];
+      float sum = lane % 4 == 0 ? even + odd : lane % 4 == 1 ? even : 0.0f;
+      finite &= lane % 4 > 1 || isfinite(sum);
+      sum += __shfl_xor_sync(0xffffffff, sum, 1);
+      sum += __shfl_xor_sync(0xffffffff, sum, 2);
+      total[half] = sum;
+    }
+    return __all_sync(0xffffffff, finite);
+  }
 
   // Scores of blocks lane / 4 and lane / 4 + 8 of a unit, whole in each of four lanes.
   template <bool kQuest>
@@ -190,8 +264,8 @@ struct TensorScore {
 
 // Units of 16 blocks are dealt to the warps of all thread blocks of a head; each warp has its own
 // ring of units on their way and waits for nobody. Thread blocks of different heads alternate: what
-// they read at one time lies side by side.
-template <typename T, int kChunks, bool kQuest>
+// they read at one time lies side by side. kSums: see SumQueries.
+template <typename T, int kChunks, bool kQuest, bool kSums>
 __global__ void __launch_bounds__(kMaxTensorWarps * 32, kChunks <= 4 ? 2 : 1)
     TensorScoreKernel(const __grid_constant__ SelectParams params) {
   using Tile = TensorScore<T, kChunks>;
@@ -215,8 +289,9 @@ __global__ void __launch_bounds__(kMaxTensorWarps * 32, kChunks <= 4 ? 2 : 1)
 
   const int lane = static_cast<int>(threadIdx.x % 32), warp = static_cast<int>(threadIdx.x / 32);
   const int group = params.num_heads / params.num_kv_heads;
+  char* const sums = shared + group * padded * Tile::kRowBytes;
   char* const ring =
-      shared + group * padded * Tile::kRowBytes + warp * kTensorStages * 2 * Tile::kUnitBytes;
+      sums + (kSums ? kSumRows * Tile::kRowBytes : 0) + warp * kTensorStages * 2 * Tile::kUnitBytes;
   const T* kmax = static_cast<const T*>(params.kmax) + store_row * params.kmax_strides.request +
                   kv_head * params.kmax_strides.head;
   const T* kmin = static_cast<const T*>(params.kmin) + store_row * params.kmin_strides.request +
@@ -235,6 +310,10 @@ __global__ void __launch_bounds__(kMaxTensorWarps * 32, kChunks <= 4 ? 2 : 1)
   for (int i = 0; i < kTensorStages; ++i) load(unit + i * step, ring + i * 2 * Tile::kUnitBytes);
   ptx::WaitCopies<kTensorStages>();
   __syncthreads();
+  if constexpr (kSums) {
+    Tile::SumQueries(shared, group, queries, padded, sums);
+    __syncthreads();
+  }
 
   float* const scores =
       params.scores + (int64_t{request} * params.num_kv_heads + kv_head) * params.max_blocks;
@@ -251,7 +330,9 @@ __global__ void __launch_bounds__(kMaxTensorWarps * 32, kChunks <= 4 ? 2 : 1)
     load(unit + kTensorStages * step, at);
     stage = stage + 1 == kTensorStages ? 0 : stage + 1;
     float total[2] = {0.0f, 0.0f};
-    Tile::template Score<kQuest>(params, shared, queries, high, low, total);
+    if (!kSums || !Tile::ScoreSums(sums, high, low, total)) {
+      Tile::template Score<kQuest>(params, shared, queries, high, low, total);
+    }
     const int block = unit * kTensorBlocks + lane / 4 + lane % 4 * 8;
     const float own = lane % 4 == 0 ? total[0] : total[1];
     if (lane % 4 < 2 && block < candidates) scores[block] = queries > 0 ? own : 0.0f;
