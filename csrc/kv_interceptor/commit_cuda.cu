@@ -16,8 +16,9 @@
 //
 // Small batches are validated by a warp of their own: a warp that waits for its rows cannot think.
 //
-// A commit that serves partial views has rows of blocks beyond those that share the planes' rows:
-// they complete block summaries and copy row 0 of each request into its compact view.
+// A commit that serves partial views has no blocks of its own for them: whoever validates also sees
+// whether any request completes a block or has a row 0 to copy, and only then do the warps that
+// moved rows share out that work, when their own stores are on their way.
 
 namespace nwor {
 namespace {
@@ -25,26 +26,48 @@ namespace {
 struct ViewTable {
   SummaryTable summaries;
   TailTable tail;
-  uint32_t splits;  // blocks that share the rows of a plane; those beyond them serve the views
 
-  __device__ uint32_t num_splits() const { return splits; }
+  // Whether a valid batch leaves something to do for this request beyond moving its rows.
+  __device__ bool Wants(const BatchTable& batch, int32_t request) const {
+    if (summaries.to.kmax != nullptr) {
+      const CompletedBlocks own = FindCompleted(summaries.to, request, batch.counts[request]);
+      if (own.first < own.last) return true;
+    }
+    return tail.data[0] != nullptr && tail.params.begin[request] >= 0 &&
+           tail.params.RootSlot(request) >= 0;
+  }
 };
 struct NoViews {
   NoTail tail;
-  __device__ static uint32_t num_splits() { return gridDim.y; }
 };
 template <bool kViews>
 using ViewArgument = std::conditional_t<kViews, ViewTable, NoViews>;
 
-// What a block beyond the splits does once the batch is known to be valid: layers in turn.
+// This thread's part of the question whether views want anything. It is asked before the batch is
+// known to be valid: a count may be anything, and the answer then means nothing.
+template <typename Team, typename Views>
+__device__ bool WantsShare(const BatchTable& batch, const Views& views) {
+  bool wants = false;
+  if constexpr (!std::is_same_v<Views, NoViews>) {
+    const int32_t num_requests = batch.num_positions / batch.positions_per_request;
+#pragma unroll 1
+    for (auto request = static_cast<int32_t>(Team::Rank()); request < num_requests;
+         request += static_cast<int32_t>(Team::kSize)) {
+      wants |= views.Wants(batch, request);
+    }
+  }
+  return wants;
+}
+
+// What all warps of a layer's two planes do once the batch is known to be valid. Neighbouring units
+// go to different blocks: they take the same time.
 template <RowOp kOp, int kLayers>
 __device__ void ServeViews(const CommitTable<kLayers>& table, const ViewTable& views) {
-  const auto num_layers = static_cast<int32_t>(gridDim.x / 2);
-  const auto block = static_cast<int32_t>((blockIdx.y - views.splits) * gridDim.x + blockIdx.x);
-  const auto num_blocks = static_cast<int32_t>((gridDim.y - views.splits) * gridDim.x);
-  const int32_t layer = block % num_layers;
-  const int32_t warp = block / num_layers * kCommitWarps + static_cast<int32_t>(threadIdx.x / 32);
-  const int32_t num_warps = num_blocks / num_layers * kCommitWarps;
+  const auto layer = static_cast<int32_t>(blockIdx.x / 2);
+  const auto num_blocks = static_cast<int32_t>(2 * gridDim.y);
+  const auto block = static_cast<int32_t>(blockIdx.x % 2 * gridDim.y + blockIdx.y);
+  const int32_t warp = static_cast<int32_t>(threadIdx.x / 32) * num_blocks + block;
+  const int32_t num_warps = num_blocks * kCommitWarps;
   SummarizeShare(table.batch, table.layers[layer], layer, views.summaries, warp, num_warps);
   FeedRoots<kOp>(table.batch, table.layers[layer], layer, views.tail, warp, num_warps);
 }
@@ -73,14 +96,22 @@ __device__ BatchVerdict CheckWarpShare(const BatchTable& batch, const Tail& tail
           static_cast<int32_t>(__reduce_add_sync(0xffffffff, num_accepted))};
 }
 
-// The whole block validates; ends with a barrier after which all threads know the same verdict.
-template <typename Tail>
-__device__ BatchVerdict ValidateTogether(const BatchTable& batch, const Tail& tail, uint32_t* cells,
-                                         const Entry& first, BatchVerdict& found) {
+// The whole block validates; ends with a barrier after which all threads know the same verdict, and
+// in `wanted` whether views want anything.
+template <typename Views>
+__device__ BatchVerdict ValidateTogether(const BatchTable& batch, const Views& views,
+                                         uint32_t* cells, const Entry& first, BatchVerdict& found,
+                                         bool& wanted) {
   ClearCells<BlockTeam>(batch, cells);
-  if (threadIdx.x == 0) found = {kNoFault, 0};
+  constexpr bool kViews = !std::is_same_v<Views, NoViews>;
+  if (threadIdx.x == 0) {
+    found = {kNoFault, 0};
+    if constexpr (kViews) wanted = false;
+  }
+  const bool wants = WantsShare<BlockTeam>(batch, views);
   __syncthreads();
-  const BatchVerdict warp = CheckWarpShare<BlockTeam>(batch, tail, cells, first);
+  if (kViews && wants) wanted = true;
+  const BatchVerdict warp = CheckWarpShare<BlockTeam>(batch, views.tail, cells, first);
   if (threadIdx.x % 32 == 0) {
     if (warp.fault != kNoFault) atomicMin(&found.fault, warp.fault);
     if (warp.num_accepted != 0) atomicAdd(&found.num_accepted, warp.num_accepted);
@@ -98,38 +129,34 @@ __global__ void __launch_bounds__(kCommitThreads, kUniform ? kCommitBlocksPerSm 
   using Tail = std::remove_cvref_t<decltype(views.tail)>;
   extern __shared__ uint32_t cells[];  // see InsertSlot
   __shared__ BatchVerdict found;
+  __shared__ bool wanted;
   const BatchTable& batch = table.batch;
   const Entry first = LoadEntry(batch, static_cast<int32_t>(threadIdx.x));
   const auto decide = [&] {
-    const BatchVerdict verdict = ValidateTogether(batch, views.tail, cells, first, found);
+    const BatchVerdict verdict = ValidateTogether(batch, views, cells, first, found, wanted);
     // The last warp has the least to move, often nothing.
     if (threadIdx.x / 32 == kCommitWarps - 1 && PublishesNow(batch)) {
       Announce(batch, views.tail, verdict);
     }
     return verdict.fault == kNoFault;
   };
-  if constexpr (kViews) {
-    if (blockIdx.y >= views.splits) {
-      if (!decide()) return;
-      if constexpr (kUniform) {
-        ServeViews<kOp>(table, views);
-      } else {
-        DispatchRowOp(batch.groups[0].op,
-                      [&](auto op) { ServeViews<decltype(op)::value>(table, views); });
-      }
-      return;
-    }
-  }
   const Plane plane = SelectPlane(table, blockIdx.x);
   if constexpr (kUniform) {
-    WarpShare<kOp, Tail> share(batch, plane, views.tail, views.num_splits());
+    WarpShare<kOp, Tail> share(batch, plane, views.tail);
     share.Start();
-    if (decide()) share.Finish();
+    if (!decide()) return;
+    share.Finish();
+    if constexpr (kViews) {
+      if (wanted) ServeViews<kOp>(table, views);
+    }
   } else if (decide()) {
     DispatchRowOp(plane.group.op, [&](auto op) {
-      WarpShare<decltype(op)::value, Tail> share(batch, plane, views.tail, views.num_splits());
+      WarpShare<decltype(op)::value, Tail> share(batch, plane, views.tail);
       share.Start();
       share.Finish();
+      if constexpr (kViews) {
+        if (wanted) ServeViews<decltype(op)::value>(table, views);
+      }
     });
   }
 }
@@ -147,29 +174,32 @@ __global__ void __launch_bounds__(kSmallCommitThreads, kCommitBlocksPerSm)
   using Tail = std::remove_cvref_t<decltype(views.tail)>;
   __shared__ uint32_t cells[ChooseCommitCells(kSmallCommitEntries)];
   __shared__ BatchVerdict found;
+  __shared__ bool wanted;
   const BatchTable& batch = table.batch;
   if (threadIdx.x >= kCommitThreads) {
     const Entry first = LoadEntry(batch, static_cast<int32_t>(threadIdx.x % 32));
+    const bool wants = WantsShare<WarpTeam>(batch, views);
     ClearCells<WarpTeam>(batch, cells);
     __syncwarp();
     const BatchVerdict verdict = CheckWarpShare<WarpTeam>(batch, views.tail, cells, first);
+    if constexpr (kViews) {
+      const bool any = __any_sync(0xffffffff, wants);
+      if (threadIdx.x % 32 == 0) wanted = any;
+    }
     if (threadIdx.x % 32 == 0) found = verdict;
     MeetAtVerdict();
     if (PublishesNow(batch)) Announce(batch, views.tail, verdict);
     return;
   }
-  if constexpr (kViews) {
-    if (blockIdx.y >= views.splits) {
-      MeetAtVerdict();
-      if (found.fault == kNoFault) ServeViews<RowOp::kCopy16>(table, views);
-      return;
-    }
-  }
   const Plane plane = SelectPlane(table, blockIdx.x);
-  WarpShare<RowOp::kCopy16, Tail> share(batch, plane, views.tail, views.num_splits());
+  WarpShare<RowOp::kCopy16, Tail> share(batch, plane, views.tail);
   share.Start();
   MeetAtVerdict();
-  if (found.fault == kNoFault) share.Finish();
+  if (found.fault != kNoFault) return;
+  share.Finish();
+  if constexpr (kViews) {
+    if (wanted) ServeViews<RowOp::kCopy16>(table, views);
+  }
 }
 
 template <int kLayers, bool kViews>
@@ -195,15 +225,10 @@ void Launch(void (*kernel)(CommitTable<kLayers>, ViewArgument<kViews>), int thre
   const int num_sms = CurrentDeviceAttribute(cudaDevAttrMultiProcessorCount);
   const auto blocks_per_sm =
       static_cast<int32_t>(std::clamp<int64_t>(by_memory, 1, kCommitBlocksPerSm));
-  int32_t splits = ChooseCommitSplits(num_planes, max_slices, num_sms, blocks_per_sm);
-  int32_t for_views = 0;
+  const int32_t splits = ChooseCommitSplits(num_planes, max_slices, num_sms, blocks_per_sm);
   ViewArgument<kViews> views{};
-  if constexpr (kViews) {
-    for_views = ChooseViewSplits(params.num_requests);
-    splits = LeaveRoom(splits, for_views, num_planes, num_sms, blocks_per_sm);
-    views = {MakeSummaryTable(params), MakeTailTable(params), static_cast<uint32_t>(splits)};
-  }
-  const dim3 grid(static_cast<unsigned>(num_planes), static_cast<unsigned>(splits + for_views));
+  if constexpr (kViews) views = {MakeSummaryTable(params), MakeTailTable(params)};
+  const dim3 grid(static_cast<unsigned>(num_planes), static_cast<unsigned>(splits));
   kernel<<<grid, threads, shared_bytes, static_cast<cudaStream_t>(params.stream)>>>(table, views);
   CheckCuda(cudaGetLastError(), "commit kernel");
 }

@@ -37,14 +37,4 @@ constexpr int32_t ChooseCommitSplits(int32_t num_planes, int64_t num_slices, int
   return static_cast<int32_t>(std::max<int64_t>(1, std::min(wanted, resident)));
 }
 
-// Rows of blocks that serve partial views beside those splits: completed blocks are few.
-constexpr int32_t ChooseViewSplits(int32_t num_requests) { return num_requests > 8 ? 2 : 1; }
-
-// The splits that are left when so many more rows of blocks must be resident too.
-constexpr int32_t LeaveRoom(int32_t splits, int32_t more, int32_t num_planes, int32_t num_sms,
-                            int32_t blocks_per_sm) {
-  const int32_t resident = num_sms * blocks_per_sm / std::max(1, num_planes);
-  return std::max(1, std::min(splits, resident - more));
-}
-
 }  // namespace nwor

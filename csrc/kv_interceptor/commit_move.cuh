@@ -96,17 +96,15 @@ class WarpShare {
   static constexpr bool kViews = !std::is_same_v<Tail, NoTail>;
 
  public:
-  // `tail`: compact views that the rows go to as well. `num_splits`: blocks that share the plane.
-  __device__ WarpShare(const BatchTable& batch, const Plane& plane, const Tail& tail,
-                       uint32_t num_splits)
+  // `tail`: compact views that the rows go to as well.
+  __device__ WarpShare(const BatchTable& batch, const Plane& plane, const Tail& tail)
       : batch_(batch),
         plane_(plane),
         tail_(tail),
-        num_splits_(num_splits),
         num_slices_((plane.group.shape.vectors_per_row + kCommitSliceVectors - 1) /
                     kCommitSliceVectors),
         num_units_(batch.num_positions * num_slices_),
-        unit_(static_cast<int32_t>(blockIdx.y + threadIdx.x / 32 * num_splits)) {}
+        unit_(static_cast<int32_t>(blockIdx.y + threadIdx.x / 32 * gridDim.y)) {}
 
   // Starts the first slice, so that it is on its way while the batch is validated.
   __device__ void Start() {
@@ -117,7 +115,7 @@ class WarpShare {
   __device__ void Finish() {
     while (unit_ < num_units_) {
       slice_.Store(plane_, tail_.head);
-      unit_ += static_cast<int32_t>(kCommitWarps * num_splits_);
+      unit_ += static_cast<int32_t>(kCommitWarps * gridDim.y);
       if (unit_ < num_units_) Load();
     }
   }
@@ -143,7 +141,6 @@ class WarpShare {
   const BatchTable& batch_;
   const Plane& plane_;
   const Tail& tail_;
-  const uint32_t num_splits_;
   const int32_t num_slices_;
   const int32_t num_units_;
   int32_t unit_;

@@ -10,9 +10,9 @@
 #include "kv_interceptor/commit_table.cuh"
 #include "kv_interceptor/extremes.cuh"
 
-// Summaries of the blocks that a commit completes, by blocks of threads of their own beside those
-// that move rows: tokens before the commit come from the cache, accepted ones from staging, so
-// nobody waits for a row to arrive.
+// Summaries of the blocks that a commit completes, by the warps that have moved its rows: tokens
+// before the commit come from the cache, accepted ones from staging, so nobody waits for a row to
+// arrive.
 
 namespace nwor {
 

@@ -5,7 +5,7 @@
 #include "kv_interceptor/commit_table.cuh"
 
 // Compact views that a commit feeds, on the device. Accepted rows are stored twice by the warps
-// that move them; row 0 of each request is copied from the cache by warps of blocks beside those.
+// that move them; row 0 of each request is copied from the cache by the same warps afterwards.
 // None of this is compiled into the kernels of commits without views.
 
 namespace nwor {
