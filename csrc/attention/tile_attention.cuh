@@ -1,6 +1,7 @@
 #pragma once
 
 #include "attention/tile_memory.cuh"
+#include "attention/tile_sight.cuh"
 
 namespace nwor {
 
@@ -32,11 +33,11 @@ class TileAttention {
         memory_(memory),
         item_(*memory.item(slot)),
         folds_(memory.folds + threadIdx.x),
-        has_rows_(Row(0) - Row(0) % 16 < item_.plan.num_rows) {
+        has_rows_(TileRow(0) - TileRow(0) % 16 < item_.plan.num_rows) {
     const bool window = args.params.window > 0;
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      position_[half] = window ? RowPosition(args, item_.plan, Row(half)) : 0;
+      position_[half] = window ? RowPosition(args, item_.plan, TileRow(half)) : 0;
     }
     if constexpr (TileMemory<Traits>::kQueryBytes == 0) {
       LoadQueries();
@@ -151,7 +152,7 @@ class TileAttention {
     Traits::Meet();
     if (has_rows_) {
       uint64_t seen[2];
-      SeenTokens(true, first, end, seen);
+      SeenTokens<Traits>(args_, item_.plan, position_, true, first, end, seen);
 #pragma unroll 1
       for (int token = 0; token < kStep; ++token) {
         const bool visible[2] = {(seen[0] >> token & 1) != 0, (seen[1] >> token & 1) != 0};
@@ -196,7 +197,7 @@ class TileAttention {
 
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      const int row = Row(half);
+      const int row = TileRow(half);
       if (row >= item.num_rows) continue;
       if (!fate.is_output) {
         if (lane % 4 == 0) {
@@ -234,8 +235,8 @@ class TileAttention {
     const VerifyParams& p = args_.params;
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      const bool valid = Row(half) < item_.plan.num_rows;
-      const OutputRow at = LocateRow(args_, item_.plan, valid ? Row(half) : 0);
+      const bool valid = TileRow(half) < item_.plan.num_rows;
+      const OutputRow at = LocateRow(args_, item_.plan, valid ? TileRow(half) : 0);
       const auto* source = static_cast<const typename Traits::Row*>(p.query) +
                            at.row * p.query_strides.row + at.head * p.query_strides.head +
                            threadIdx.x % 4 * 2;
@@ -251,9 +252,6 @@ class TileAttention {
     }
   }
 
-  __device__ static int Row(int half) {
-    return threadIdx.x / 32 * 16 + half * 8 + threadIdx.x % 32 / 4;
-  }
   // This thread's first place in a slot: see CombinedRows.
   __device__ float4* SlotPlace(int64_t slot) const {
     return reinterpret_cast<float4*>(args_.outputs + slot * args_.row_tile * Traits::kHeadDim) +
@@ -399,15 +397,10 @@ class TileAttention {
     }
   }
 
-  // Bits 0 .. count-1; count may lie outside 0..64.
-  __device__ static uint64_t LowBits(int count) {
-    return count <= 0 ? 0ull : count >= 64 ? ~0ull : (1ull << count) - 1;
-  }
-
   // Masks what a row does not see.
   __device__ void Mask(bool in_flight, int first, int end) {
     uint64_t seen[2];  // bit j: the step's token j
-    SeenTokens(in_flight, first, end, seen);
+    SeenTokens<Traits>(args_, item_.plan, position_, in_flight, first, end, seen);
     const int lane = threadIdx.x % 32;
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
@@ -418,43 +411,6 @@ class TileAttention {
         const uint32_t word = words[n / 4] >> (n % 4 * 8);
         if (!(word & 1)) scores_[n * 4 + half * 2] = -INFINITY;
         if (!(word & 2)) scores_[n * 4 + half * 2 + 1] = -INFINITY;
-      }
-    }
-  }
-
-  __device__ void SeenTokens(bool in_flight, int first, int end, uint64_t (&seen)[2]) const {
-    const VerifyParams& p = args_.params;
-    const PlanItem& item = item_.plan;
-    const int last_row = item.request_rows - 1;
-    const int lane = threadIdx.x % 32;
-    const bool windowed_rows = in_flight && p.window > 0;
-    int depth[2] = {0, 0};  // of key rows first + lane and + 32
-    if (windowed_rows) {
-      depth[0] = RowDepth(p, item, min(first + lane, last_row));
-      depth[1] = RowDepth(p, item, min(first + lane + 32, last_row));
-    }
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      seen[half] = LowBits(end - first);
-      if (!in_flight) {
-        if (p.window > 0) seen[half] &= ~LowBits(position_[half] - p.window + 1 - first);
-        continue;
-      }
-      const int query_row = min(args_.group.Quotient(item.row_begin + Row(half)), last_row);
-      if (p.tree_mask == nullptr) {
-        seen[half] &= LowBits(query_row + 1 - first);
-      } else {
-        // A step's rows lie in one mask word: steps start at multiples of 32 or 64.
-        const int64_t at = item.query_start + query_row;
-        seen[half] &= p.tree_mask[at * p.mask_words + first / 64] >> (first % 64);
-      }
-      if (windowed_rows) {
-        const int oldest = position_[half] - item.prefix_tokens - p.window + 1;
-#pragma unroll 1
-        for (int j = 0; j < kStep; ++j) {
-          const int other = __shfl_sync(0xffffffffu, j < 32 ? depth[0] : depth[1], j % 32);
-          if (other < oldest) seen[half] &= ~(1ull << j);
-        }
       }
     }
   }
