@@ -195,6 +195,20 @@ __device__ inline uint32_t Float8ToHalf2(uint32_t pair) {
       __nv_cvt_fp8x2_to_halfraw2(static_cast<__nv_fp8x2_storage_t>(pair), __NV_E4M3));
 }
 
+// The same of the upper two of four bytes. The conversion reads half a register by itself, unless
+// the half was made by a shift.
+__device__ inline uint32_t UpperFloat8ToHalf2(uint32_t quad) {
+#if __CUDA_ARCH__ >= 890
+  uint32_t halves;
+  asm("{ .reg .b16 low, high; mov.b32 {low, high}, %1; cvt.rn.f16x2.e4m3x2 %0, high; }"
+      : "=r"(halves)
+      : "r"(quad));
+  return halves;
+#else
+  return Float8ToHalf2(quad >> 16);
+#endif
+}
+
 // Threads of `count / 32` warps meet at barrier `id`.
 __device__ inline void NamedBarrier(int id, int count) {
   asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(count) : "memory");

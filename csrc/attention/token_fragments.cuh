@@ -65,7 +65,7 @@ struct KeyFragments {
   __device__ uint32_t Get(int k, int n, int half) const {
     const uint32_t(&r)[kWords] = raw[k % kLookAhead];
     if constexpr (kFloat8) {
-      return ptx::Float8ToHalf2(half == 0 ? r[n] & 0xffffu : r[n] >> 16);
+      return half == 0 ? ptx::Float8ToHalf2(r[n] & 0xffffu) : ptx::UpperFloat8ToHalf2(r[n]);
     } else if constexpr (Traits::kFloat8) {
       return ptx::ToHalf2<typename Traits::Row>(r[2 * n + half]);
     } else {
@@ -129,7 +129,7 @@ struct ValueFragments {
       for (int half = 0; half < 2; ++half) {
         const uint32_t sorted = __byte_perm(r[2 * step + half], 0, 0x3120);
         b[0][half] = ptx::Float8ToHalf2(sorted & 0xffffu);
-        b[1][half] = ptx::Float8ToHalf2(sorted >> 16);
+        b[1][half] = ptx::UpperFloat8ToHalf2(sorted);
       }
     } else if constexpr (Traits::kFloat8) {
 #pragma unroll
