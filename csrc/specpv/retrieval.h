@@ -41,6 +41,8 @@ struct SelectParams {
   Selection selection = Selection::kPerHead;
   int32_t num_requests = 0;  // B
   int32_t num_queries = 0;   // Q
+  // Rows of query_rows that one request has at most, 0: unknown. Chooses the way, never the result.
+  int32_t max_rows = 0;
   int32_t num_heads = 0;     // Hq
   int32_t num_kv_heads = 0;  // Hkv
   int32_t head_dim = 0;      // D

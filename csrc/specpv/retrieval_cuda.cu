@@ -68,12 +68,12 @@ __global__ void __launch_bounds__(kPlainWarps * 32)
   }
 }
 
-// How the tensor kernel is laid out over thread blocks and shared memory. No warps: it does not
-// fit.
+// How the tensor kernel is laid out over thread blocks and shared memory.
 struct TensorGrid {
   int warps = 0;  // of a thread block
+  int query_room = 0;
   int64_t shared_bytes = 0;
-  int ctas = 0;  // of one KV head
+  int ctas = 0;  // of one KV head, for all requests together
 };
 
 // Whether the sum of a KV head's scores is that of one row: see TensorScore::SumQueries. Three
@@ -83,20 +83,25 @@ bool ScoresBySums(const SelectParams& params) {
          params.query_reduce != QueryReduce::kMax && params.group_reduce == GroupReduce::kMean;
 }
 
+// Rows of a head that count in one request at most. With ranges the queries of all requests may lie
+// in one tensor, and only the caller knows how few of them are one's.
+int64_t MostQueries(const SelectParams& params) {
+  if (params.query_reduce == QueryReduce::kLast) return 1;
+  if (params.query_rows == nullptr || params.max_rows <= 0) return params.num_queries;
+  return std::min(params.max_rows, params.num_queries);
+}
+
 TensorGrid ChooseTensorGrid(const SelectParams& params) {
   const int64_t limit = CurrentDeviceAttribute(cudaDevAttrMaxSharedMemoryPerBlockOptin);
   const int64_t of_sm = CurrentDeviceAttribute(cudaDevAttrMaxSharedMemoryPerMultiprocessor);
   const int64_t reserved = CurrentDeviceAttribute(cudaDevAttrReservedSharedMemoryPerBlock);
-  // Rows that count at most: with ranges the queries of all requests may lie in one tensor, and
-  // how many of them are one request's is known on the device alone.
-  const int queries = params.query_reduce == QueryReduce::kLast ? 1 : params.num_queries;
-  const int64_t padded = (queries + kTensorQueries - 1) / kTensorQueries * kTensorQueries;
   const int64_t row_bytes = int64_t{params.head_dim} * 2;
-  const int64_t query_rows =
-      params.num_heads / params.num_kv_heads * padded + (ScoresBySums(params) ? kSumRows : 0);
-  const int64_t query_bytes = query_rows * (row_bytes + kQueryPadBytes);
+  const int64_t query_bytes =
+      params.num_heads / params.num_kv_heads * (row_bytes + kQueryPadBytes);  // one of every head
+  const int64_t sum_bytes = ScoresBySums(params) ? kSumRows * (row_bytes + kQueryPadBytes) : 0;
   const int64_t ring_bytes = kTensorStages * 2 * kTensorBlocks * row_bytes;
-  const auto bytes = [&](int warps) { return query_bytes + warps * ring_bytes; };
+  int64_t room = (MostQueries(params) + kTensorQueries - 1) / kTensorQueries * kTensorQueries;
+  const auto bytes = [&](int warps) { return room * query_bytes + sum_bytes + warps * ring_bytes; };
   TensorGrid grid;
   // Small thread blocks start and end smoothly; queries that fill half of an SM's memory are better
   // shared by more warps.
@@ -104,18 +109,22 @@ TensorGrid ChooseTensorGrid(const SelectParams& params) {
     grid.warps = 4;
   } else if (bytes(kMaxTensorWarps) <= limit) {
     grid.warps = kMaxTensorWarps;
-  } else if (bytes(4) <= limit) {
+  } else {
     grid.warps = 4;
+    while (grid.warps > 1 && sum_bytes + grid.warps * ring_bytes > limit) grid.warps /= 2;
+    const int64_t fitting = (limit - sum_bytes - grid.warps * ring_bytes) / query_bytes;
+    room = std::min(room, fitting / kTensorQueries * kTensorQueries);
   }
-  if (grid.warps == 0) return grid;
+  grid.query_room = static_cast<int>(room);
   grid.shared_bytes = bytes(grid.warps);
   const int64_t resident =
       std::clamp<int64_t>(of_sm / (grid.shared_bytes + reserved), 1, kMaxResidentScores);
   const int64_t slots = CurrentDeviceAttribute(cudaDevAttrMultiProcessorCount) * resident;
   const int64_t units = (params.max_blocks + kTensorBlocks - 1) / kTensorBlocks;
-  // One request alone fills the device once: refreshes of a batch seldom fall together.
+  // The device is filled once, whoever refreshes: thread blocks are shared out on the device.
+  const int64_t useful = params.num_requests * ((units + grid.warps - 1) / grid.warps);
   grid.ctas = static_cast<int>(
-      std::clamp<int64_t>(slots / params.num_kv_heads, 1, (units + grid.warps - 1) / grid.warps));
+      std::max<int64_t>(std::min(slots / params.num_kv_heads, useful), params.num_requests));
   return grid;
 }
 
@@ -142,10 +151,9 @@ void LaunchTensorScore(const SelectParams& params, const TensorGrid& grid) {
   CheckCuda(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
                                  static_cast<int>(grid.shared_bytes)),
             "score kernel's shared memory");
-  const dim3 ctas(static_cast<unsigned>(grid.ctas * params.num_kv_heads),
-                  static_cast<unsigned>(params.num_requests));
-  LaunchEarly(kernel, ctas, grid.warps * 32, static_cast<size_t>(grid.shared_bytes), params,
-              "score kernel");
+  const dim3 ctas(static_cast<unsigned>(grid.ctas * params.num_kv_heads));
+  LaunchEarly(kernel, ctas, grid.warps * 32, static_cast<size_t>(grid.shared_bytes),
+              TensorScoreParams{params, grid.query_room}, "score kernel");
 }
 
 template <typename T>
@@ -182,13 +190,12 @@ void LaunchPlainScore(const SelectParams& params) {
 
 void LaunchSelectBlocks(const SelectParams& params) {
   if (params.max_blocks > 0) {
-    const TensorGrid grid = AllowsTensorCores(params) ? ChooseTensorGrid(params) : TensorGrid{};
-    if (grid.warps == 0) {
+    if (!AllowsTensorCores(params)) {
       LaunchPlainScore(params);
     } else if (params.dtype == DType::kFloat16) {
-      LaunchTensorScore<__half>(params, grid);
+      LaunchTensorScore<__half>(params, ChooseTensorGrid(params));
     } else {
-      LaunchTensorScore<__nv_bfloat16>(params, grid);
+      LaunchTensorScore<__nv_bfloat16>(params, ChooseTensorGrid(params));
     }
   }
   LaunchTakeHighest(params);

@@ -7,10 +7,10 @@
 #include "kv_interceptor/early_launch.cuh"
 #include "kv_interceptor/element.cuh"
 #include "specpv/retrieval.h"
+#include "specpv/score_share.cuh"
 
 // Scores on tensor cores: summaries of 16 blocks are the rows of A, eight queries of one head the
-// columns of B. Which channel is which step of k does not matter as long as A and B agree, so each
-// lane takes eight neighbouring channels as one word of 16 bytes.
+// columns of B. Both are brought to the lanes as matrices of eight rows and eight channels.
 
 namespace nwor {
 
@@ -18,9 +18,12 @@ constexpr int kMaxTensorWarps = 8;
 constexpr int kTensorStages = 2;     // units on their way in a warp's ring
 constexpr int kTensorBlocks = 16;    // rows of A
 constexpr int kTensorQueries = 8;    // columns of B
-constexpr int kTensorChannels = 32;  // of one load of a row by four lanes
-// Rows of queries are this much apart, so that two of them do not meet in one bank.
-constexpr int kQueryPadBytes = 64;
+constexpr int kTensorChannels = 32;  // of four matrices, two steps of k
+// Tiles of queries multiplied side by side: an mma waits for the one before it on the same sums,
+// and each tile has two of its own.
+constexpr int kTilesAbreast = 4;
+// Rows of queries are this much apart, so that no two of a matrix meet in one bank.
+constexpr int kQueryPadBytes = 16;
 // A sum of queries as that many numbers of 8 bits each: together they are as exact as a float.
 constexpr int kSumTerms = 3;
 constexpr int kSumRows = 2 * kSumTerms;  // of the positive values, then of the negative ones
@@ -52,6 +55,12 @@ __device__ inline uint32_t KeepSign(uint32_t pair, bool positive) {
   return reinterpret_cast<const uint32_t&>(kept);
 }
 
+struct TensorScoreParams : SelectParams {
+  // Queries of one head that shared memory has room for, a multiple of kTensorQueries. Those of a
+  // request that has more are read from where they lie.
+  int32_t query_room = 0;
+};
+
 template <typename T, int kChunks>
 struct TensorScore {
   static constexpr int kDim = kChunks * kTensorChannels;
@@ -65,20 +74,30 @@ struct TensorScore {
   static constexpr int kWords = kDim / 8;                      // of 16 bytes in a row
   static constexpr int kUnitBytes = kTensorBlocks * kDim * 2;  // of one of the two summaries
 
-  // All queries of a KV head on their way to shared memory: row [head * padded + query].
-  __device__ static void LoadQueries(const SelectParams& params, int32_t request, int32_t kv_head,
-                                     const QueryRange& range, int padded, char* shared) {
-    const int group = params.num_heads / params.num_kv_heads;
+  // A KV head's queries where they lie. Strides in bytes.
+  struct FarQueries {
+    const char* first;
+    int64_t head, row;
+
+    __device__ FarQueries(const SelectParams& params, int32_t request, int32_t kv_head, int begin)
+        : head(params.query_head * 2), row(params.query_row * 2) {
+      const int64_t group = params.num_heads / params.num_kv_heads;
+      first = static_cast<const char*>(params.query) + request * params.query_request * 2 +
+              begin * row + kv_head * group * head;
+    }
+  };
+
+  // All of them on their way to shared memory: row [head * padded + query].
+  __device__ static void LoadQueries(const FarQueries& from, int group, int queries, int padded,
+                                     char* shared) {
     for (int i = static_cast<int>(threadIdx.x); i < group * padded * kWords;
          i += static_cast<int>(blockDim.x)) {
       const int row = i / kWords, word = i % kWords;
-      const int head = row / padded, query = range.begin + row % padded;
+      const int head = row / padded, query = row % padded;
       char* const to = shared + row * kRowBytes + word * 16;
-      if (query < range.end) {
-        const T* from = static_cast<const T*>(params.query) + request * params.query_request +
-                        query * params.query_row +
-                        (int64_t{kv_head} * group + head) * params.query_head;
-        ptx::CopyAsync(ptx::SharedAddress(to), reinterpret_cast<const uint4*>(from) + word);
+      if (query < queries) {
+        ptx::CopyAsync(ptx::SharedAddress(to),
+                       from.first + head * from.head + query * from.row + word * 16);
       } else {
         *reinterpret_cast<uint4*>(to) = make_uint4(0, 0, 0, 0);
       }
@@ -89,17 +108,17 @@ struct TensorScore {
   // that of one row, the sum of its queries' positive values against kmax and that of the negative
   // ones against kmin. Each sum is kSumTerms rows of bfloat16. Called by all threads, between
   // barriers.
-  __device__ static void SumQueries(const char* queries, int num_heads, int num_queries, int padded,
-                                    char* sums) {
+  __device__ static void SumQueries(const char* queries, int64_t head_bytes, int64_t row_bytes,
+                                    int num_heads, int num_queries, char* sums) {
     for (int channel = static_cast<int>(threadIdx.x); channel < kDim;
          channel += static_cast<int>(blockDim.x)) {
       float rest[2] = {0.0f, 0.0f};
 #pragma unroll 1
       for (int head = 0; head < num_heads; ++head) {
-        const char* row = queries + head * padded * kRowBytes + channel * 2;
+        const char* row = queries + head * head_bytes + channel * 2;
 #pragma unroll 8
         for (int query = 0; query < num_queries; ++query) {
-          const float x = ElementToFloat(*reinterpret_cast<const T*>(row + query * kRowBytes));
+          const float x = ElementToFloat(*reinterpret_cast<const T*>(row + query * row_bytes));
           rest[0] += fmaxf(x, 0.0f);
           rest[1] += fminf(x, 0.0f);
         }
@@ -117,10 +136,10 @@ struct TensorScore {
     }
   }
 
-  // Where a word of a unit's row lies. Rows of a multiple of 128 bytes would meet in one bank: odd
-  // ones have their halves of 64 bytes exchanged.
+  // Where a word of a unit's row lies: words are exchanged so that those of eight rows do not meet
+  // in one bank.
   __device__ static int Place(int row, int word) {
-    return (row * kWords + (kChunks % 2 == 0 ? word ^ (row % 2 * 4) : word)) * 16;
+    return (row * kWords + (word ^ (kChunks % 2 == 0 ? row % 8 : row / 2 % 4))) * 16;
   }
 
   // One warp brings the summaries of 16 blocks, whole rows at a time.
@@ -136,54 +155,34 @@ struct TensorScore {
     }
   }
 
-  // Eight channels of two rows of summaries.
-  struct Rows {
-    uint4 words[2][kChunks];
-
-    __device__ void Read(const char* unit) {
-      const int lane = static_cast<int>(threadIdx.x % 32);
-#pragma unroll
-      for (int half = 0; half < 2; ++half) {
-#pragma unroll
-        for (int chunk = 0; chunk < kChunks; ++chunk) {
-          words[half][chunk] = *reinterpret_cast<const uint4*>(
-              unit + Place(lane / 4 + half * 8, chunk * 4 + lane % 4));
-        }
-      }
-    }
-
-    __device__ void Fragment(int chunk, int step, uint32_t (&a)[4]) const {
-      const uint4& top = words[0][chunk];
-      const uint4& bottom = words[1][chunk];
-      a[0] = step == 0 ? top.x : top.z;
-      a[1] = step == 0 ? bottom.x : bottom.z;
-      a[2] = step == 0 ? top.y : top.w;
-      a[3] = step == 0 ? bottom.y : bottom.w;
-    }
-  };
+  // A of step `step` of k, of a unit's rows in shared memory. The same as LoadMatrix4 at
+  // Place(lane % 16, step * 2 + lane / 16), with few addresses for all steps.
+  __device__ static void ReadUnit(uint32_t unit, int step, uint32_t (&a)[4]) {
+    constexpr int kTurns = kChunks % 2 == 0 ? 4 : 2;  // words are exchanged within so many steps
+    const int lane = static_cast<int>(threadIdx.x % 32);
+    const int place = Place(lane % 16, lane / 16) ^ (step % kTurns * 32);
+    ptx::LoadMatrix4(a, unit + place + step / kTurns * kTurns * 32);
+  }
 
   // The same as Score for quest with both means, from the sums of SumQueries. False, and `total`
   // means nothing, where a score is not finite: what infinities give depends on the single rows.
-  __device__ static bool ScoreSums(const char* sums, const Rows& high, const Rows& low,
-                                   float (&total)[2]) {
+  __device__ static bool ScoreSums(uint32_t sums, uint32_t high, uint32_t low, float (&total)[2]) {
     const int lane = static_cast<int>(threadIdx.x % 32);
     float c_high[4] = {}, c_low[4] = {};
     // Columns beyond the terms repeat the last one; nobody looks at them.
-    const char* up = sums + min(lane / 4, kSumTerms - 1) * kRowBytes + lane % 4 * 16;
-    const char* down = up + kSumTerms * kRowBytes;
+    const uint32_t up = sums + min(lane % 8, kSumTerms - 1) * kRowBytes + lane / 8 * 16;
 #pragma unroll
     for (int chunk = 0; chunk < kChunks; ++chunk) {
-      const uint4 p = *reinterpret_cast<const uint4*>(up + chunk * 64);
-      const uint4 n = *reinterpret_cast<const uint4*>(down + chunk * 64);
+      uint32_t p[4], n[4];
+      ptx::LoadMatrix4(p, up + chunk * 64);
+      ptx::LoadMatrix4(n, up + kSumTerms * kRowBytes + chunk * 64);
 #pragma unroll
       for (int step = 0; step < 2; ++step) {
         uint32_t a[4];
-        const uint32_t b_up[2] = {step == 0 ? p.x : p.z, step == 0 ? p.y : p.w};
-        const uint32_t b_down[2] = {step == 0 ? n.x : n.z, step == 0 ? n.y : n.w};
-        high.Fragment(chunk, step, a);
-        Mma<T>(c_high, a, b_up);
-        low.Fragment(chunk, step, a);
-        Mma<T>(c_low, a, b_down);
+        ReadUnit(high, chunk * 2 + step, a);
+        Mma<T>(c_high, a, {p[step * 2], p[step * 2 + 1]});
+        ReadUnit(low, chunk * 2 + step, a);
+        Mma<T>(c_low, a, {n[step * 2], n[step * 2 + 1]});
       }
     }
     bool finite = true;
@@ -194,109 +193,170 @@ struct TensorScore {
       const float odd = c_high[half * 2 + 1] + c_low[half * 2 + 1];
       float sum = lane % 4 == 0 ? even + odd : lane % 4 == 1 ? even : 0.0f;
       finite &= lane % 4 > 1 || isfinite(sum);
-      sum += __shfl_xor_sync(0xffffffff, sum, 1);
-      sum += __shfl_xor_sync(0xffffffff, sum, 2);
-      total[half] = sum;
+      total[half] = OverLanes(sum, false);
     }
     return __all_sync(0xffffffff, finite);
   }
 
-  // Scores of blocks lane / 4 and lane / 4 + 8 of a unit, whole in each of four lanes.
-  template <bool kQuest>
-  __device__ static void Score(const SelectParams& params, const char* queries, int num_queries,
-                               const Rows& high, const Rows& low, float (&total)[2]) {
+  // The sum or the highest of what the four lanes of a row have.
+  __device__ static float OverLanes(float value, bool highest) {
+#pragma unroll
+    for (int mask = 1; mask <= 2; mask *= 2) {
+      const float other = __shfl_xor_sync(0xffffffff, value, mask);
+      value = highest ? fmaxf(value, other) : value + other;
+    }
+    return value;
+  }
+
+  // Where a lane reads its part of a tile's rows: in shared memory, or where they lie.
+  template <bool kNear>
+  using TileRows = std::conditional_t<kNear, uint32_t, const char*>;
+
+  // B of a chunk's two steps of k.
+  template <bool kNear>
+  __device__ static void ReadQueries(TileRows<kNear> rows, int chunk, uint32_t (&b)[4]) {
+    if constexpr (kNear) {
+      ptx::LoadMatrix4(b, rows + chunk * 64);
+    } else {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        b[i] = *reinterpret_cast<const uint32_t*>(rows + chunk * 64 + i * 16);
+      }
+    }
+  }
+
+  // The products of some tiles with a unit's summaries.
+  template <bool kQuest, bool kNear>
+  __device__ static void MultiplyTiles(const TileRows<kNear> (&rows)[kTilesAbreast], uint32_t high,
+                                       uint32_t low, float (&c_high)[kTilesAbreast][4],
+                                       float (&c_low)[kTilesAbreast][4]) {
+#pragma unroll(kNear ? kChunks : 1)
+    for (int chunk = 0; chunk < kChunks; ++chunk) {
+      uint32_t b[kTilesAbreast][4];
+#pragma unroll
+      for (int i = 0; i < kTilesAbreast; ++i) ReadQueries<kNear>(rows[i], chunk, b[i]);
+#pragma unroll
+      for (int step = 0; step < 2; ++step) {
+        uint32_t a_high[4], a_low[4];
+        ReadUnit(high, chunk * 2 + step, a_high);
+        ReadUnit(low, chunk * 2 + step, a_low);
+#pragma unroll
+        for (int i = 0; i < kTilesAbreast; ++i) {
+          const uint32_t x = b[i][step * 2], y = b[i][step * 2 + 1];
+          if constexpr (kQuest) {
+            Mma<T>(c_high[i], a_high, {KeepSign<T>(x, true), KeepSign<T>(y, true)});
+            Mma<T>(c_low[i], a_low, {KeepSign<T>(x, false), KeepSign<T>(y, false)});
+          } else {
+            Mma<T>(c_high[i], a_high, {x, y});
+            Mma<T>(c_low[i], a_low, {x, y});
+          }
+        }
+      }
+    }
+  }
+
+  // Scores of blocks lane / 4 and lane / 4 + 8 of a unit, whole in each of four lanes. kNear: the
+  // queries are those of LoadQueries in shared memory at `near`.
+  template <bool kQuest, bool kNear>
+  __device__ static void Score(const SelectParams& params, uint32_t near, const FarQueries& far,
+                               int group, int num_queries, uint32_t high, uint32_t low,
+                               float (&total)[2]) {
     const int lane = static_cast<int>(threadIdx.x % 32);
-    const int padded = PaddedQueries(num_queries);
-    const int group = params.num_heads / params.num_kv_heads;
+    const int head_tiles = PaddedQueries(num_queries) / kTensorQueries;
+    const int tiles = group * head_tiles;
     const bool query_max = params.query_reduce == QueryReduce::kMax;
     const bool group_max = params.group_reduce == GroupReduce::kMax;
+    // A sum of sums does not care where a head ends.
+    const bool by_heads = query_max || group_max;
+    // NaN gives way to any number in a maximum and stays where there is none.
+    const float none = query_max ? NAN : 0.0f;
+    float score[2] = {none, none};
+    total[0] = total[1] = group_max ? NAN : 0.0f;
+    int tile = 0;  // of its head
 #pragma unroll 1
-    for (int head = 0; head < group; ++head) {
-      float score[2] = {query_max ? -INFINITY : 0.0f, query_max ? -INFINITY : 0.0f};
-#pragma unroll 1
-      for (int tile = 0; tile < padded; tile += kTensorQueries) {
-        float c_high[4] = {}, c_low[4] = {};
-        const char* row = queries + (head * padded + tile + lane / 4) * kRowBytes;
+    for (int first = 0; first < tiles; first += kTilesAbreast) {
+      TileRows<kNear> rows[kTilesAbreast];
 #pragma unroll
-        for (int chunk = 0; chunk < kChunks; ++chunk) {
-          const uint4 q = *reinterpret_cast<const uint4*>(row + chunk * 64 + lane % 4 * 16);
-#pragma unroll
-          for (int step = 0; step < 2; ++step) {
-            uint32_t a[4];
-            const uint32_t b[2] = {step == 0 ? q.x : q.z, step == 0 ? q.y : q.w};
-            if constexpr (kQuest) {
-              const uint32_t up[2] = {KeepSign<T>(b[0], true), KeepSign<T>(b[1], true)};
-              const uint32_t down[2] = {KeepSign<T>(b[0], false), KeepSign<T>(b[1], false)};
-              high.Fragment(chunk, step, a);
-              Mma<T>(c_high, a, up);
-              low.Fragment(chunk, step, a);
-              Mma<T>(c_low, a, down);
-            } else {
-              high.Fragment(chunk, step, a);
-              Mma<T>(c_high, a, b);
-              low.Fragment(chunk, step, a);
-              Mma<T>(c_low, a, b);
-            }
-          }
+      for (int i = 0; i < kTilesAbreast; ++i) {
+        // Tiles beyond the last are the last again; nobody looks at them.
+        const int at = min(first + i, tiles - 1);
+        if constexpr (kNear) {
+          rows[i] = near + (at * kTensorQueries + lane % 8) * kRowBytes + lane / 8 * 16;
+        } else {
+          // Nor at columns beyond the queries.
+          const int query = min(at % head_tiles * kTensorQueries + lane / 4, num_queries - 1);
+          rows[i] = far.first + at / head_tiles * far.head + query * far.row + lane % 4 * 4;
         }
+      }
+      float c_high[kTilesAbreast][4] = {}, c_low[kTilesAbreast][4] = {};
+      MultiplyTiles<kQuest, kNear>(rows, high, low, c_high, c_low);
 #pragma unroll
-        for (int i = 0; i < 4; ++i) {
-          const float s = kQuest ? c_high[i] + c_low[i] : fmaxf(c_high[i], c_low[i]);
-          if (tile + lane % 4 * 2 + i % 2 < num_queries) {
-            score[i / 2] = query_max ? fmaxf(score[i / 2], s) : score[i / 2] + s;
+      for (int i = 0; i < kTilesAbreast; ++i) {
+        const bool counts = first + i < tiles;
+#pragma unroll
+        for (int j = 0; j < 4; ++j) {
+          const float s = kQuest ? c_high[i][j] + c_low[i][j] : fmaxf(c_high[i][j], c_low[i][j]);
+          const int query = tile * kTensorQueries + lane % 4 * 2 + j % 2;
+          const float counted = counts && query < num_queries ? s : none;
+          score[j / 2] = query_max ? fmaxf(score[j / 2], counted) : score[j / 2] + counted;
+        }
+        tile = tile + 1 == head_tiles ? 0 : tile + 1;
+        if (by_heads && counts && tile == 0) {
+#pragma unroll
+          for (int half = 0; half < 2; ++half) {
+            const float of_head = OverLanes(score[half], query_max);
+            total[half] = group_max ? fmaxf(total[half], of_head) : total[half] + of_head;
+            score[half] = none;
           }
         }
       }
+    }
+    if (!by_heads) {
 #pragma unroll
-      for (int half = 0; half < 2; ++half) {
-#pragma unroll
-        for (int mask = 1; mask <= 2; mask *= 2) {
-          const float other = __shfl_xor_sync(0xffffffff, score[half], mask);
-          score[half] = query_max ? fmaxf(score[half], other) : score[half] + other;
-        }
-        total[half] = head == 0   ? score[half]
-                      : group_max ? fmaxf(total[half], score[half])
-                                  : total[half] + score[half];
-      }
+      for (int half = 0; half < 2; ++half) total[half] = OverLanes(score[half], false);
     }
   }
 };
 
-// Units of 16 blocks are dealt to the warps of all thread blocks of a head; each warp has its own
-// ring of units on their way and waits for nobody. Thread blocks of different heads alternate: what
-// they read at one time lies side by side. kSums: see SumQueries.
+// Thread blocks are shared out by requests (score_share.cuh), a request's units of 16 blocks are
+// dealt to the warps of all thread blocks that it has for a head; each warp has its own ring of
+// units on their way and waits for nobody. Thread blocks of different heads alternate: what they
+// read at one time lies side by side. kSums: see SumQueries.
 template <typename T, int kChunks, bool kQuest, bool kSums>
 __global__ void __launch_bounds__(kMaxTensorWarps * 32, kChunks <= 4 ? 2 : 1)
-    TensorScoreKernel(const __grid_constant__ SelectParams params) {
+    TensorScoreKernel(const __grid_constant__ TensorScoreParams params) {
   using Tile = TensorScore<T, kChunks>;
   extern __shared__ __align__(16) char shared[];
   AwaitLaunchAhead();
   LetNextBegin();
   const auto kv_head = static_cast<int32_t>(blockIdx.x % params.num_kv_heads);
-  const auto cta = static_cast<int>(blockIdx.x / params.num_kv_heads);
-  const auto num_ctas = static_cast<int>(gridDim.x / params.num_kv_heads);
-  const auto request = static_cast<int32_t>(blockIdx.y);
-  const int32_t candidates = min(params.num_candidates[request], params.max_blocks);
-  const int64_t store_row = StoreRow(params.rows, request, params.num_rows);
+  const RequestShare share =
+      FindShare(params, static_cast<int32_t>(blockIdx.x / params.num_kv_heads),
+                static_cast<int32_t>(gridDim.x / params.num_kv_heads), kTensorBlocks);
   const int num_warps = static_cast<int>(blockDim.x / 32);
+  const int32_t candidates = share.candidates;
   const int units = (candidates + kTensorBlocks - 1) / kTensorBlocks;
-  if (cta * num_warps >= units || store_row < 0) return;
-  const QueryRange range = QueriesOf(params, request);
+  if (share.request < 0 || share.cta * num_warps >= units) return;
+  const QueryRange range = QueriesOf(params, share.request);
   const int queries = range.end - range.begin;
-  const int padded = Tile::PaddedQueries(queries);
-  Tile::LoadQueries(params, request, kv_head, range, padded, shared);
+  const int group = params.num_heads / params.num_kv_heads;
+  const typename Tile::FarQueries far(params, share.request, kv_head, range.begin);
+  const bool near = queries <= params.query_room;
+  const int padded = near ? Tile::PaddedQueries(queries) : 0;
+  if (near) Tile::LoadQueries(far, group, queries, padded, shared);
   ptx::CommitCopies();
 
   const int lane = static_cast<int>(threadIdx.x % 32), warp = static_cast<int>(threadIdx.x / 32);
-  const int group = params.num_heads / params.num_kv_heads;
   char* const sums = shared + group * padded * Tile::kRowBytes;
   char* const ring =
       sums + (kSums ? kSumRows * Tile::kRowBytes : 0) + warp * kTensorStages * 2 * Tile::kUnitBytes;
-  const T* kmax = static_cast<const T*>(params.kmax) + store_row * params.kmax_strides.request +
+  const T* kmax = static_cast<const T*>(params.kmax) +
+                  share.store_row * params.kmax_strides.request +
                   kv_head * params.kmax_strides.head;
-  const T* kmin = static_cast<const T*>(params.kmin) + store_row * params.kmin_strides.request +
+  const T* kmin = static_cast<const T*>(params.kmin) +
+                  share.store_row * params.kmin_strides.request +
                   kv_head * params.kmin_strides.head;
-  const int step = num_ctas * num_warps;
+  const int step = share.num_ctas * num_warps;
   const auto load = [&](int unit, char* to) {
     if (unit < units) {
       const int first = unit * kTensorBlocks;
@@ -305,34 +365,41 @@ __global__ void __launch_bounds__(kMaxTensorWarps * 32, kChunks <= 4 ? 2 : 1)
     }
     ptx::CommitCopies();
   };
-  int unit = cta * num_warps + warp;
+  int unit = share.cta * num_warps + warp;
 #pragma unroll
   for (int i = 0; i < kTensorStages; ++i) load(unit + i * step, ring + i * 2 * Tile::kUnitBytes);
   ptx::WaitCopies<kTensorStages>();
   __syncthreads();
   if constexpr (kSums) {
-    Tile::SumQueries(shared, group, queries, padded, sums);
+    if (near) {
+      Tile::SumQueries(shared, padded * Tile::kRowBytes, Tile::kRowBytes, group, queries, sums);
+    } else {
+      Tile::SumQueries(far.first, far.head, far.row, group, queries, sums);
+    }
     __syncthreads();
   }
 
   float* const scores =
-      params.scores + (int64_t{request} * params.num_kv_heads + kv_head) * params.max_blocks;
+      params.scores + (int64_t{share.request} * params.num_kv_heads + kv_head) * params.max_blocks;
   int stage = 0;
 #pragma unroll 1
   for (; unit < units; unit += step) {
     char* const at = ring + stage * 2 * Tile::kUnitBytes;
+    const uint32_t high = ptx::SharedAddress(at), low = high + Tile::kUnitBytes;
     ptx::WaitCopies<kTensorStages - 1>();
     __syncwarp();
-    typename Tile::Rows high, low;
-    high.Read(at);
-    low.Read(at + Tile::kUnitBytes);
+    float total[2] = {0.0f, 0.0f};
+    if (!kSums || !Tile::ScoreSums(ptx::SharedAddress(sums), high, low, total)) {
+      const uint32_t rows = ptx::SharedAddress(shared);
+      if (near) {
+        Tile::template Score<kQuest, true>(params, rows, far, group, queries, high, low, total);
+      } else {
+        Tile::template Score<kQuest, false>(params, rows, far, group, queries, high, low, total);
+      }
+    }
     __syncwarp();
     load(unit + kTensorStages * step, at);
     stage = stage + 1 == kTensorStages ? 0 : stage + 1;
-    float total[2] = {0.0f, 0.0f};
-    if (!kSums || !Tile::ScoreSums(sums, high, low, total)) {
-      Tile::template Score<kQuest>(params, shared, queries, high, low, total);
-    }
     const int block = unit * kTensorBlocks + lane / 4 + lane % 4 * 8;
     const float own = lane % 4 == 0 ? total[0] : total[1];
     if (lane % 4 < 2 && block < candidates) scores[block] = queries > 0 ? own : 0.0f;

@@ -163,6 +163,8 @@ void SelectBlocks(const at::Tensor& query_in, const at::Tensor& kmax_in, const a
   params.group_reduce =
       ParseChoice<GroupReduce>("group_reduce", options.group_reduce, kGroupReduceNames);
   params.selection = ParseChoice<Selection>("selection", options.selection, kSelectionNames);
+  NWOR_CHECK(options.max_rows >= 0 && options.max_rows <= kMaxInt, "max_rows: got ",
+             options.max_rows, ", expected 0 (unknown) or more");
   const at::Tensor candidates = Lengths(num_candidates, "num_candidates", requests, device);
   if (query_rows.has_value()) {
     CheckIndex(*query_rows, "query_rows", at::kInt, {requests, 2}, device);
@@ -200,6 +202,7 @@ void SelectBlocks(const at::Tensor& query_in, const at::Tensor& kmax_in, const a
   params.dtype = RowDType(kmax, "kmax");
   params.num_requests = static_cast<int32_t>(requests);
   params.num_queries = static_cast<int32_t>(query.size(1));
+  params.max_rows = static_cast<int32_t>(options.max_rows);
   params.num_heads = static_cast<int32_t>(heads);
   params.num_kv_heads = static_cast<int32_t>(kv_heads);
   params.head_dim = static_cast<int32_t>(channels);

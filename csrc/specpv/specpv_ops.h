@@ -33,6 +33,8 @@ struct SelectOptions {
   std::string_view query_reduce = "mean";
   std::string_view group_reduce = "mean";
   std::string_view selection = "per_head";
+  // Rows that count in one request at most, 0: unknown. Chooses the way, never the result.
+  int64_t max_rows = 0;
 };
 
 // The k best of the first num_candidates[b] blocks, see retrieval.h, into ids [B, Hkv, k] int32. A
