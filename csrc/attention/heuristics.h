@@ -117,17 +117,23 @@ struct GrainQuery {
 };
 
 // The queue goes from coarse to fine. An item may be as large as what is left for each CTA when its
-// turn comes; or, if the first round of CTAs takes it, as large as what each CTA gets in all; or as
-// large as its share in two rounds, if these are all.
+// turn comes; or, if the first round of CTAs takes it, as large as what each CTA gets in all, or as
+// many leaves as some CTA would get of them one by one (and a fifth more than its share at most);
+// or as large as its share in two rounds, if these are all.
 inline constexpr int32_t kEvenRounds = 2;
 constexpr ItemGrain ChooseGrain(const GrainQuery& query, int32_t num_ctas) {
   for (ItemGrain grain = ItemGrain::kRequest; grain != ItemGrain::kLeaf;
        grain = static_cast<ItemGrain>(static_cast<int32_t>(grain) - 1)) {
-    const int64_t leaves = LeavesPerItem(grain, query.split.num_leaves);
-    const int64_t whole = leaves * query.split.leaf_tokens;
+    const int32_t leaves = LeavesPerItem(grain, query.split.num_leaves);
+    const int64_t whole = int64_t{leaves} * query.split.leaf_tokens;
     const int64_t tokens = (whole < query.span ? whole : query.span) * num_ctas;
-    const int64_t items = (query.split.num_leaves + leaves - 1) / leaves * query.pairs;
+    const int64_t items = int64_t{(query.split.num_leaves + leaves - 1) / leaves} * query.pairs;
     if (tokens <= query.work_left) return grain;
+    const int64_t fewer = (whole - query.split.leaf_tokens) * num_ctas;
+    if (query.started + items <= num_ctas && fewer < query.work_all &&
+        tokens * 5 <= query.work_all * 6) {
+      return grain;
+    }
     for (int64_t rounds = 1; rounds <= kEvenRounds; ++rounds) {
       const bool fits = query.started + items <= rounds * num_ctas;
       const bool is_all = rounds == 1 || rounds * tokens * 21 >= query.work_all * 20;

@@ -3,6 +3,7 @@
 #include <gtest/gtest.h>
 
 #include <algorithm>
+#include <cmath>
 #include <cstdlib>
 #include <functional>
 #include <iostream>
@@ -190,6 +191,20 @@ TEST(LeafGroup, GivesGroupsOfEqualLengthThatFewEnoughItemsCover) {
   EXPECT_EQ(items.size(), 256u);
   EXPECT_EQ(items.front(), items.back());
   EXPECT_LE(items.size(), static_cast<size_t>(config.num_ctas));
+}
+
+TEST(ChooseGrain, TakesGroupsWhereLeavesWouldEndNoEarlier) {
+  const VerifyConfig config = ChooseVerifyConfig(Shape(8, 8), kH200);
+  // Partial views of the default budget, with tails of any length: leaves one by one are three to
+  // the CTA that gets most of them, which is a group.
+  for (int tokens = 4096; tokens <= 4608; tokens += 16) {
+    const std::vector<int> items = Items(8, tokens, config);
+    EXPECT_LE(items.size(), static_cast<size_t>(config.num_ctas)) << tokens;
+    const double share = 8.0 * 8 * Split(tokens, config).num_leaves / config.num_ctas;
+    EXPECT_LE(items.front(), std::ceil(share)) << tokens;
+  }
+  // Half of them would leave half of the device without work.
+  EXPECT_GT(Items(4, 4256, config).size(), static_cast<size_t>(config.num_ctas));
 }
 
 TEST(PlanItem, KnowsTheLeavesOfItsPairsParts) {
