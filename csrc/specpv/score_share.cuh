@@ -27,12 +27,13 @@ struct Claim {
   uint32_t units = 0;
 };
 
-// What a request asks for.
+// What a request asks for. Not kept in the L1 cache: see HintUnits.
 __device__ inline Claim ReadClaim(const SelectParams& params, int32_t request, int unit_blocks) {
   Claim claim;
   if (request >= params.num_requests) return claim;
-  claim.candidates = min(params.num_candidates[request], params.max_blocks);
-  claim.store_row = StoreRow(params.rows, request, params.num_rows);
+  claim.candidates = min(__ldcg(params.num_candidates + request), params.max_blocks);
+  claim.store_row = params.rows == nullptr ? request : __ldcg(params.rows + request);
+  if (params.rows != nullptr && claim.store_row >= params.num_rows) claim.store_row = -1;
   if (claim.candidates > 0 && claim.store_row >= 0) {
     claim.units = static_cast<uint32_t>((claim.candidates + unit_blocks - 1) / unit_blocks);
   }

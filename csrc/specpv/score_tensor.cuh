@@ -142,6 +142,21 @@ struct TensorScore {
     return (row * kWords + (word ^ (kChunks % 2 == 0 ? row % 8 : row / 2 % 4))) * 16;
   }
 
+  // A request's summaries of one KV head.
+  struct Summaries {
+    const T* high;
+    const T* low;
+    int64_t high_block, low_block;  // strides
+
+    __device__ Summaries(const SelectParams& params, int32_t store_row, int32_t kv_head)
+        : high_block(params.kmax_strides.block), low_block(params.kmin_strides.block) {
+      high = static_cast<const T*>(params.kmax) + store_row * params.kmax_strides.request +
+             kv_head * params.kmax_strides.head;
+      low = static_cast<const T*>(params.kmin) + store_row * params.kmin_strides.request +
+            kv_head * params.kmin_strides.head;
+    }
+  };
+
   // One warp brings the summaries of 16 blocks, whole rows at a time.
   __device__ static void LoadUnit(const T* base, int64_t stride, int first, int last, char* to) {
     const int lane = static_cast<int>(threadIdx.x % 32);
@@ -318,6 +333,32 @@ struct TensorScore {
   }
 };
 
+// Brings the first units of a thread block to the L2 cache while the launch ahead still runs: of
+// what all heads have of them, side by side in memory, a part for each head. What that launch
+// writes may be read here as it was before: `share` is a guess, within the tensors whatever it is.
+__device__ inline void HintUnits(const SelectParams& params, const RequestShare& share,
+                                 int32_t kv_head) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+  const int num_warps = static_cast<int>(blockDim.x / 32);
+  const int warp = static_cast<int>(threadIdx.x / 32), lane = static_cast<int>(threadIdx.x % 32);
+  if (share.request < 0 || lane >= 2 * kTensorStages) return;
+  const SummaryStrides& strides = lane % 2 == 0 ? params.kmax_strides : params.kmin_strides;
+  if (strides.head != params.head_dim ||
+      strides.block != int64_t{params.num_kv_heads} * params.head_dim) {
+    return;
+  }
+  const int unit = (share.cta + lane / 2 * share.num_ctas) * num_warps + warp;
+  const int64_t part = int64_t{kTensorBlocks} * params.head_dim;
+  const int64_t begin = unit * kTensorBlocks * strides.block + kv_head * part;
+  const int64_t elements = min(part, share.candidates * strides.block - begin);
+  if (elements <= 0) return;
+  const void* from = lane % 2 == 0 ? params.kmax : params.kmin;
+  const char* at = static_cast<const char*>(from) + (share.store_row * strides.request + begin) * 2;
+  asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(at),
+               "r"(static_cast<uint32_t>(elements * 2)));
+#endif
+}
+
 // Thread blocks are shared out by requests (score_share.cuh), a request's units of 16 blocks are
 // dealt to the warps of all thread blocks that it has for a head; each warp has its own ring of
 // units on their way and waits for nobody. Thread blocks of different heads alternate: what they
@@ -327,13 +368,15 @@ __global__ void __launch_bounds__(kMaxTensorWarps * 32, kChunks <= 4 ? 2 : 1)
     TensorScoreKernel(const __grid_constant__ TensorScoreParams params) {
   using Tile = TensorScore<T, kChunks>;
   extern __shared__ __align__(16) char shared[];
+  const auto kv_head = static_cast<int32_t>(blockIdx.x % params.num_kv_heads);
+  const auto cta = static_cast<int32_t>(blockIdx.x / params.num_kv_heads);
+  const auto num_ctas = static_cast<int32_t>(gridDim.x / params.num_kv_heads);
+  const int warp = static_cast<int>(threadIdx.x / 32);
+  const int num_warps = static_cast<int>(blockDim.x / 32);
+  HintUnits(params, FindShare(params, cta, num_ctas, kTensorBlocks), kv_head);
   AwaitLaunchAhead();
   LetNextBegin();
-  const auto kv_head = static_cast<int32_t>(blockIdx.x % params.num_kv_heads);
-  const RequestShare share =
-      FindShare(params, static_cast<int32_t>(blockIdx.x / params.num_kv_heads),
-                static_cast<int32_t>(gridDim.x / params.num_kv_heads), kTensorBlocks);
-  const int num_warps = static_cast<int>(blockDim.x / 32);
+  const RequestShare share = FindShare(params, cta, num_ctas, kTensorBlocks);
   const int32_t candidates = share.candidates;
   const int units = (candidates + kTensorBlocks - 1) / kTensorBlocks;
   if (share.request < 0 || share.cta * num_warps >= units) return;
@@ -346,22 +389,18 @@ __global__ void __launch_bounds__(kMaxTensorWarps * 32, kChunks <= 4 ? 2 : 1)
   if (near) Tile::LoadQueries(far, group, queries, padded, shared);
   ptx::CommitCopies();
 
-  const int lane = static_cast<int>(threadIdx.x % 32), warp = static_cast<int>(threadIdx.x / 32);
+  const int lane = static_cast<int>(threadIdx.x % 32);
   char* const sums = shared + group * padded * Tile::kRowBytes;
   char* const ring =
       sums + (kSums ? kSumRows * Tile::kRowBytes : 0) + warp * kTensorStages * 2 * Tile::kUnitBytes;
-  const T* kmax = static_cast<const T*>(params.kmax) +
-                  share.store_row * params.kmax_strides.request +
-                  kv_head * params.kmax_strides.head;
-  const T* kmin = static_cast<const T*>(params.kmin) +
-                  share.store_row * params.kmin_strides.request +
-                  kv_head * params.kmin_strides.head;
+  const typename Tile::Summaries summaries(params, share.store_row, kv_head);
   const int step = share.num_ctas * num_warps;
   const auto load = [&](int unit, char* to) {
     if (unit < units) {
       const int first = unit * kTensorBlocks;
-      Tile::LoadUnit(kmax, params.kmax_strides.block, first, candidates - 1, to);
-      Tile::LoadUnit(kmin, params.kmin_strides.block, first, candidates - 1, to + Tile::kUnitBytes);
+      Tile::LoadUnit(summaries.high, summaries.high_block, first, candidates - 1, to);
+      Tile::LoadUnit(summaries.low, summaries.low_block, first, candidates - 1,
+                     to + Tile::kUnitBytes);
     }
     ptx::CommitCopies();
   };
