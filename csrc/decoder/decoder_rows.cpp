@@ -306,7 +306,8 @@ std::array<at::Tensor, 3> AttentionInputs(const at::Tensor& hidden,
   at::Tensor query = project(weights.query), key = project(weights.key);
   if (weights.query_norm) query = NormalizeAnywhere(query, *weights.query_norm, weights.epsilon);
   if (weights.key_norm) key = NormalizeAnywhere(key, *weights.key_norm, weights.epsilon);
-  return {RotateAnywhere(query, cos, sin), RotateAnywhere(key, cos, sin), project(weights.value)};
+  return {RotateAnywhere(query, cos, sin).contiguous(), RotateAnywhere(key, cos, sin).contiguous(),
+          project(weights.value).contiguous()};
 }
 
 at::Tensor LayerOutput(const at::Tensor& hidden, const at::Tensor& attended,
@@ -337,7 +338,7 @@ at::Tensor LayerOutput(const at::Tensor& hidden, const at::Tensor& attended,
   const at::Tensor normed = NormalizeAnywhere(sums, weights.norm, weights.epsilon);
   const at::Tensor gated =
       at::silu(LinearAnywhere(normed, weights.gate)) * LinearAnywhere(normed, weights.up);
-  return sums + LinearAnywhere(gated, weights.down);
+  return (sums + LinearAnywhere(gated, weights.down)).contiguous();
 }
 
 }  // namespace nwor

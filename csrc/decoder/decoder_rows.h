@@ -17,6 +17,8 @@
 // which is added before its product is rounded. In other types, and on the CPU for other layouts,
 // all of it is put together from torch's own operations.
 //
+// Results are contiguous, whatever the arguments' layouts.
+//
 // Thread-safety: const arguments; run on torch's threads. Throw Error for wrong shapes and types.
 
 namespace nwor {
