@@ -224,9 +224,10 @@ void BlockSummariesOp(const at::Tensor& key_cache, const at::Tensor& block_table
 void SelectBlocksOutOp(const at::Tensor& query, const at::Tensor& kmax, const at::Tensor& kmin,
                        const at::Tensor& num_candidates, std::string_view score,
                        std::string_view query_reduce, std::string_view group_reduce,
-                       std::string_view selection, const OptionalTensor& query_rows, at::Tensor ids,
-                       const OptionalTensor& scores, const OptionalTensor& rows) {
-  const SelectOptions options{score, query_reduce, group_reduce, selection};
+                       std::string_view selection, const OptionalTensor& query_rows,
+                       int64_t max_rows, at::Tensor ids, const OptionalTensor& scores,
+                       const OptionalTensor& rows) {
+  const SelectOptions options{score, query_reduce, group_reduce, selection, max_rows};
   WithTorchErrors([&] {
     SelectBlocks(query, kmax, kmin, num_candidates, options, query_rows, ids, scores, rows);
   });
@@ -235,7 +236,8 @@ void SelectBlocksOutOp(const at::Tensor& query, const at::Tensor& kmax, const at
 at::Tensor SelectBlocksFake(const at::Tensor& query, const at::Tensor& kmax, const at::Tensor& kmin,
                             const at::Tensor& num_candidates, c10::SymInt k, std::string_view score,
                             std::string_view query_reduce, std::string_view group_reduce,
-                            std::string_view selection, const OptionalTensor& query_rows) {
+                            std::string_view selection, const OptionalTensor& query_rows,
+                            int64_t max_rows) {
   TORCH_CHECK_VALUE(query.dim() == 4 && kmax.dim() == 4, "query, kmax: got ", query.dim(), " and ",
                     kmax.dim(), " dimensions, expected 4 each");
   return at::empty_symint({query.sym_size(0), kmax.sym_size(2), std::move(k)},
@@ -245,13 +247,14 @@ at::Tensor SelectBlocksFake(const at::Tensor& query, const at::Tensor& kmax, con
 at::Tensor SelectBlocksOp(const at::Tensor& query, const at::Tensor& kmax, const at::Tensor& kmin,
                           const at::Tensor& num_candidates, int64_t k, std::string_view score,
                           std::string_view query_reduce, std::string_view group_reduce,
-                          std::string_view selection, const OptionalTensor& query_rows) {
+                          std::string_view selection, const OptionalTensor& query_rows,
+                          int64_t max_rows) {
   TORCH_CHECK_VALUE(k >= 0 && k <= INT32_MAX, "k: got ", k, ", expected 0 or more");
   at::Tensor ids = SelectBlocksFake(query, kmax, kmin, num_candidates, k, score, query_reduce,
-                                    group_reduce, selection, query_rows);
+                                    group_reduce, selection, query_rows, max_rows);
   ids.fill_(-1);  // for requests without candidates, which keep theirs
   SelectBlocksOutOp(query, kmax, kmin, num_candidates, score, query_reduce, group_reduce, selection,
-                    query_rows, ids, std::nullopt, std::nullopt);
+                    query_rows, max_rows, ids, std::nullopt, std::nullopt);
   return ids;
 }
 
@@ -279,7 +282,7 @@ void GatherViewOp(const std::vector<at::Tensor>& key_caches,
 
 #define NWOR_SELECT_SCHEMA                                                               \
   "str score='specpv', str query_reduce='mean', str group_reduce='mean', str selection=" \
-  "'per_head', Tensor? query_rows=None"
+  "'per_head', Tensor? query_rows=None, int max_rows=0"
 
 void RegisterSpecPVSchemas(torch::Library& library) {
   library.def(

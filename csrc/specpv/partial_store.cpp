@@ -220,7 +220,8 @@ void PartialStore::RefreshLayer(int64_t layer, const at::Tensor& query,
     const SelectOptions options{ChoiceName(config_.score(), kScoreNames),
                                 ChoiceName(config_.specpv_query_reduce, kQueryReduceNames),
                                 ChoiceName(config_.specpv_group_reduce, kGroupReduceNames),
-                                ChoiceName(config_.specpv_selection, kSelectionNames)};
+                                ChoiceName(config_.specpv_selection, kSelectionNames),
+                                options_.max_rows};
     SelectBlocks(query, kmax_[layer], kmin_[layer], lens_[kCandidates], options, query_rows,
                  ids_[layer], scores_, rows, lens_[kLimit]);
   } catch (const std::exception&) {

@@ -66,8 +66,8 @@ class NWOR_EXPORT PartialStore : public std::enable_shared_from_this<PartialStor
   // For requests that refresh in this step: summaries of what was committed before it, then the
   // choice of blocks for the steps to come. Call it after the layer's K/V of re-fed rows is in the
   // cache. query [max_requests, rows, Hq, D] after RoPE; query_rows [max_requests, 2] int32: which
-  // of the rows are the tree's (default: all). When it throws, the requests that were to refresh
-  // will be full again (refresh_failure).
+  // of the rows are the tree's, of which the first max_rows count (default: all rows). When it
+  // throws, the requests that were to refresh will be full again (refresh_failure).
   void RefreshLayer(int64_t layer, const at::Tensor& query, const at::Tensor& block_table,
                     const std::optional<at::Tensor>& query_rows = std::nullopt);
 

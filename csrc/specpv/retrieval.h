@@ -41,6 +41,7 @@ struct SelectParams {
   Selection selection = Selection::kPerHead;
   int32_t num_requests = 0;  // B
   int32_t num_queries = 0;   // Q
+  int32_t max_rows = 0;      // of one request's queries, where less than Q; 0: not known
   int32_t num_heads = 0;     // Hq
   int32_t num_kv_heads = 0;  // Hkv
   int32_t head_dim = 0;      // D
@@ -70,6 +71,14 @@ NWOR_HOST_DEVICE inline int32_t BlocksToTake(const SelectParams& params, int32_t
   return taken < 0 ? 0 : taken;
 }
 
+// Rows of one request's queries at most. The rows of all requests may lie in one tensor, and which
+// of them are one request's is known on the device alone: without max_rows it may be all.
+NWOR_HOST_DEVICE inline int32_t MostRows(const SelectParams& params) {
+  if (params.query_reduce == QueryReduce::kLast) return 1;
+  return params.max_rows > 0 && params.max_rows < params.num_queries ? params.max_rows
+                                                                     : params.num_queries;
+}
+
 // The rows of a request's queries that count. kLast: the last of them alone.
 struct QueryRange {
   int32_t begin;
@@ -86,6 +95,8 @@ NWOR_HOST_DEVICE inline QueryRange QueriesOf(const SelectParams& params, int32_t
   if (params.query_reduce == QueryReduce::kLast && range.end > range.begin) {
     range.begin = range.end - 1;
   }
+  const int32_t most = MostRows(params);
+  if (range.end - range.begin > most) range.end = range.begin + most;
   return range;
 }
 

@@ -87,10 +87,7 @@ TensorGrid ChooseTensorGrid(const SelectParams& params) {
   const int64_t limit = CurrentDeviceAttribute(cudaDevAttrMaxSharedMemoryPerBlockOptin);
   const int64_t of_sm = CurrentDeviceAttribute(cudaDevAttrMaxSharedMemoryPerMultiprocessor);
   const int64_t reserved = CurrentDeviceAttribute(cudaDevAttrReservedSharedMemoryPerBlock);
-  // Rows that count at most: with ranges the queries of all requests may lie in one tensor, and
-  // how many of them are one request's is known on the device alone.
-  const int queries = params.query_reduce == QueryReduce::kLast ? 1 : params.num_queries;
-  const int64_t padded = (queries + kTensorQueries - 1) / kTensorQueries * kTensorQueries;
+  const int64_t padded = (MostRows(params) + kTensorQueries - 1) / kTensorQueries * kTensorQueries;
   const int64_t row_bytes = int64_t{params.head_dim} * 2;
   const int64_t query_rows =
       params.num_heads / params.num_kv_heads * padded + (ScoresBySums(params) ? kSumRows : 0);

@@ -33,6 +33,9 @@ struct SelectOptions {
   std::string_view query_reduce = "mean";
   std::string_view group_reduce = "mean";
   std::string_view selection = "per_head";
+  // Rows of query_rows at most, those beyond are left out; 0: all of Q. Where many requests share
+  // one tensor of queries, kernels have room for so many and not for all of them.
+  int64_t max_rows = 0;
 };
 
 // The k best of the first num_candidates[b] blocks, see retrieval.h, into ids [B, Hkv, k] int32. A

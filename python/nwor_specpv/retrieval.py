@@ -61,6 +61,7 @@ def select_blocks(
     selection: str = "per_head",
     *,
     query_rows: torch.Tensor | None = None,
+    max_rows: int = 0,
     out: torch.Tensor | None = None,
     scores: torch.Tensor | None = None,
     rows: torch.Tensor | None = None,
@@ -73,12 +74,13 @@ def select_blocks(
     `max`). With `selection="shared"` all heads get the list of the scores summed over heads.
     Ids ascend and are padded with -1; equal scores go to the lower id.
 
-    `query_rows` [B, 2] int32: only rows begin to end - 1 of request b count. `out`: ids to write
+    `query_rows` [B, 2] int32: only rows begin to end - 1 of request b count; of these the first
+    `max_rows`, if not 0, which makes many requests' rows in one `query` cheap. `out`: ids to write
     to, where a request with negative `num_candidates` keeps what it has; with `scores`, float32
     scratch of B * Hkv * N elements, the call allocates nothing and can be captured. With `out`,
     `rows` [B] int32 may say which row of `kmax`, `kmin` and `out` request b has.
     """
-    reductions = (score, query_reduce, group_reduce, selection, query_rows)
+    reductions = (score, query_reduce, group_reduce, selection, query_rows, max_rows)
     if out is None:
         if rows is not None:
             raise NworError("rows: got a tensor without out, expected out to be given with it")
