@@ -162,11 +162,12 @@ std::tuple<at::Tensor, at::Tensor> MergeStatesFake(const std::vector<at::Tensor>
 void MergeRowsOp(const at::Tensor& query, const at::Tensor& key, const at::Tensor& value,
                  const at::Tensor& prefix_out, const at::Tensor& prefix_lse,
                  const at::Tensor& query_start, const OptionalTensor& tree_mask, double scale,
-                 at::Tensor out, const OptionalTensor& lse, double softcap) {
-  WithTorchErrors([&] {
-    MergeRows({query, key, value, prefix_out, prefix_lse, query_start, tree_mask, scale, softcap},
-              out, lse.value_or(at::Tensor()));
-  });
+                 at::Tensor out, const OptionalTensor& lse, double softcap,
+                 const OptionalTensor& token_lens) {
+  MergeRowsArguments arguments{query,       key,       value, prefix_out, prefix_lse,
+                               query_start, tree_mask, scale, softcap};
+  arguments.token_lens = token_lens;
+  WithTorchErrors([&] { MergeRows(arguments, out, lse.value_or(at::Tensor())); });
 }
 
 // Shared by the schemas that take a step's lengths and view.
@@ -190,7 +191,7 @@ void RegisterAttentionSchemas(torch::Library& library) {
   library.def(
       "merge_rows(Tensor query, Tensor key, Tensor value, Tensor prefix_out, Tensor prefix_lse, "
       "Tensor query_start, Tensor? tree_mask, float scale, Tensor(a!) out, Tensor(b!)? lse=None, "
-      "*, float softcap=0.0) -> ()");
+      "*, float softcap=0.0, Tensor? token_lens=None) -> ()");
 }
 
 void RegisterAttentionKernels(torch::Library& library) {

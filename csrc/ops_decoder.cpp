@@ -1,5 +1,4 @@
 #include <ATen/ops/empty.h>
-#include <ATen/ops/empty_like.h>
 #include <torch/library.h>
 
 #include <tuple>
@@ -72,7 +71,7 @@ at::Tensor LayerOutputFake(const at::Tensor& hidden, const at::Tensor& attended,
                            const at::Tensor& attention, const OptionalTensor& attention_bias,
                            const at::Tensor& norm, double epsilon, const at::Tensor& gate,
                            const at::Tensor& up, const at::Tensor& down) {
-  return at::empty_like(hidden);
+  return at::empty_symint(hidden.sym_sizes(), hidden.options());
 }
 
 }  // namespace

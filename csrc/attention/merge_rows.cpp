@@ -45,21 +45,35 @@ void CheckQuery(const at::Tensor& query, MergeRowsParams* params) {
 void CheckKeys(const MergeRowsArguments& arguments, const at::Tensor& key, const at::Tensor& value,
                MergeRowsParams* params) {
   const at::Tensor& query = arguments.query;
-  NWOR_CHECK(key.dim() == 3 && key.size(0) == query.size(0) && key.size(1) > 0 &&
+  const int64_t rows_of_key = arguments.token_lens && key.dim() == 3 ? key.size(0) : query.size(0);
+  NWOR_CHECK(key.dim() == 3 && key.size(0) == rows_of_key && key.size(1) > 0 &&
                  query.size(1) % key.size(1) == 0,
-             "key: got ", Describe(key), ", expected [", query.size(0),
+             "key: got ", Describe(key), ", expected [", rows_of_key,
              ", heads, channels] with heads dividing the ", query.size(1), " of query");
   NWOR_CHECK(key.scalar_type() == query.scalar_type(), "key: got dtype ",
              c10::toString(key.scalar_type()), ", expected ", Name(params->dtype), " as query");
   CheckDevice(key, "key", query.device());
   const KvRowsView rows = DescribeRows(key, value, "key", "value", key.size(1), params->head_dim);
-  NWOR_CHECK(value.size(0) == query.size(0), "value: got ", value.size(0), " rows, expected ",
-             query.size(0), " as query");
+  NWOR_CHECK(value.size(0) == rows_of_key, "value: got ", value.size(0), " rows, expected ",
+             rows_of_key, " as ", arguments.token_lens ? "key" : "query");
   params->num_kv_heads = static_cast<int32_t>(key.size(1));
   params->key = rows.key;
   params->value = rows.value;
   params->key_strides = {rows.key_row, rows.key_head};
   params->value_strides = {rows.value_row, rows.value_head};
+}
+
+// REQUIRES: num_requests is known.
+void CheckTokens(const MergeRowsArguments& arguments, MergeRowsParams* params) {
+  const int64_t requests = params->num_requests, tokens = arguments.key.size(0);
+  CheckIndex(*arguments.token_lens, "token_lens", at::kInt, {requests}, arguments.query.device());
+  NWOR_CHECK(!arguments.tree_mask.has_value() && arguments.rows_per_request == 0,
+             "token_lens: got tree_mask or rows_per_request too, expected neither");
+  NWOR_CHECK(tokens <= INT32_MAX && (requests == 0 ? tokens == 0 : tokens % requests == 0),
+             "key: got ", tokens, " tokens, expected as many for each of the ", requests,
+             " requests");
+  params->token_lens = static_cast<const int32_t*>(arguments.token_lens->const_data_ptr());
+  params->token_room = requests == 0 ? 0 : static_cast<int32_t>(tokens / requests);
 }
 
 void CheckLengths(const MergeRowsArguments& arguments, MergeRowsParams* params) {
@@ -79,6 +93,7 @@ void CheckLengths(const MergeRowsArguments& arguments, MergeRowsParams* params) 
              "rows_per_request: got ", arguments.rows_per_request,
              ", expected 0, or a number of rows and no tree_mask");
   params->rows_per_request = static_cast<int32_t>(arguments.rows_per_request);
+  if (arguments.token_lens.has_value()) CheckTokens(arguments, params);
   const at::Tensor& lse = arguments.prefix_lse;
   NWOR_CHECK(lse.defined() && lse.dim() == 2 && lse.size(0) == params->num_rows &&
                  lse.size(1) == params->num_heads && lse.scalar_type() == at::kFloat,

@@ -135,8 +135,13 @@ __device__ void MergeRow(const MergeRowsParams& params, int32_t row, int32_t fir
   } else {
     const int32_t request = RequestOf(params, row, lane);
     if (request >= params.num_requests) return;
-    begin = params.query_start[request];
-    if (params.tree_mask != nullptr) end = params.query_start[request + 1];
+    if (params.token_lens != nullptr) {
+      begin = request * params.token_room;
+      end = begin + min(params.token_lens[request], params.token_room);
+    } else {
+      begin = params.query_start[request];
+      if (params.tree_mask != nullptr) end = params.query_start[request + 1];
+    }
   }
 
   State<Pair> state;

@@ -14,8 +14,8 @@ namespace nwor {
 
 struct MergeRowsArguments {
   at::Tensor query;                     // [T, Hq, D] float32 (CPU), float16, bfloat16
-  at::Tensor key;                       // [T, Hkv, D]
-  at::Tensor value;                     // [T, Hkv, D]
+  at::Tensor key;                       // [T, Hkv, D]; with token_lens [B * room, Hkv, D]
+  at::Tensor value;                     // as key
   at::Tensor prefix_out;                // [T, Hq, D]
   at::Tensor prefix_lse;                // [T, Hq] float32, any strides; infinite: saw nothing
   at::Tensor query_start;               // [B + 1] int32
@@ -24,6 +24,9 @@ struct MergeRowsArguments {
   double softcap = 0.0;          // 0: none
   int64_t rows_per_request = 0;  // above 0: every request has so many, query_start is not read
   bool rows_ready = false;       // see MergeRowsParams
+  // [B] int32: key and value hold further tokens of the requests, so many of each, instead of the
+  // rows; more than there is room for count as that. No tree_mask then.
+  std::optional<at::Tensor> token_lens = std::nullopt;
 };
 
 // Writes out [T, Hq, D], which may be prefix_out, and lse [T, Hq] (natural log; may be undefined).

@@ -35,10 +35,15 @@ RowSpan RowsOf(const MergeRowsParams& params, int32_t request) {
   return {params.query_start[request], params.query_start[request + 1]};
 }
 
-// The rows of row `row`'s request that it sees.
-void FindVisible(const MergeRowsParams& params, RowSpan request, int32_t row,
+// The rows of K and V that row `row` of request `b` sees.
+void FindVisible(const MergeRowsParams& params, int32_t b, RowSpan request, int32_t row,
                  std::vector<int32_t>* visible) {
   visible->clear();
+  if (params.token_lens != nullptr) {
+    const int32_t count = std::clamp(params.token_lens[b], 0, params.token_room);
+    for (int32_t i = 0; i < count; ++i) visible->push_back(b * params.token_room + i);
+    return;
+  }
   for (int32_t other = request.begin; other < request.end; ++other) {
     const int32_t bit = other - request.begin;
     const bool sees =
@@ -110,7 +115,7 @@ void MergeAs(const MergeRowsParams& params) {
     for (int32_t b = next.fetch_add(1); b < NumRequests(params); b = next.fetch_add(1)) {
       const RowSpan request = RowsOf(params, b);
       for (int32_t row = request.begin; row < request.end; ++row) {
-        FindVisible(params, request, row, &visible);
+        FindVisible(params, b, request, row, &visible);
         for (int32_t head = 0; head < params.num_heads; ++head) {
           MergeHead<T>(params, row, head, visible, &scores, &total);
         }

@@ -13,13 +13,16 @@
 // query_start[b] .. t without one, and is merged with its prefix state by the LSEs, in float. A
 // prefix state whose LSE is infinite, of either sign, saw nothing and is not read. Rows of no
 // request are left alone.
+//
+// With token_lens, key and value are not of the rows but of further tokens: all rows of request b
+// attend to the token_lens[b] ones from b * token_room on.
 
 namespace nwor {
 
 struct MergeRowsParams {
   const void* query = nullptr;  // [T, Hq, D]
-  const void* key = nullptr;    // [T, Hkv, D]
-  const void* value = nullptr;  // [T, Hkv, D]
+  const void* key = nullptr;    // [T, Hkv, D], or [B * token_room, Hkv, D]
+  const void* value = nullptr;  // as key
   RowStrides query_strides, key_strides, value_strides;
 
   const void* prefix_out = nullptr;   // [T, Hq, D]; may be `out`
@@ -33,6 +36,8 @@ struct MergeRowsParams {
   const int32_t* query_start = nullptr;  // [B + 1]
   const uint64_t* tree_mask = nullptr;   // [T, mask_words], or null
   int32_t mask_words = 0;
+  const int32_t* token_lens = nullptr;  // [B], or null; none of tree_mask, rows_per_request then
+  int32_t token_room = 0;               // rows of key and value per request
 
   float scale = 1.0f;
   float softcap = 0.0f;  // 0: none

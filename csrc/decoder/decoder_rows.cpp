@@ -14,6 +14,7 @@
 #include <vector>
 
 #include "check.h"
+#include "decoder/decoder_rows_cuda.h"
 #include "kv_interceptor/tensor_layout.h"
 #include "linear/cpu/kernels.h"
 #include "linear/strips.h"
@@ -64,6 +65,22 @@ bool IsPlain(const at::Tensor& hidden, Tensors vectors, Tensors matrices) {
          hidden.is_contiguous() && std::all_of(vectors.begin(), vectors.end(), contiguous) &&
          std::all_of(matrices.begin(), matrices.end(), contiguous);
 }
+
+#ifdef NWOR_WITH_CUDA
+// What the CUDA kernels take: any layout, nothing empty, products whose values an int32 counts.
+bool IsForKernels(const at::Tensor& hidden, Tensors vectors, Tensors matrices) {
+  constexpr int64_t kMostValues = int64_t{1} << 29;  // three projections are counted together
+  const auto filled = [](const std::optional<at::Tensor>& one) {
+    return !one.has_value() || one->numel() > 0;
+  };
+  const auto fits = [&](const std::optional<at::Tensor>& one) {
+    return filled(one) && hidden.size(0) * one->size(0) <= kMostValues;
+  };
+  return hidden.is_cuda() && FloatDType(hidden.scalar_type()).has_value() && hidden.numel() > 0 &&
+         std::all_of(vectors.begin(), vectors.end(), filled) &&
+         std::all_of(matrices.begin(), matrices.end(), fits);
+}
+#endif
 
 const float* Data(const at::Tensor& tensor) { return tensor.const_data_ptr<float>(); }
 
@@ -277,6 +294,11 @@ std::array<at::Tensor, 3> AttentionInputs(const at::Tensor& hidden,
   const Tensors matrices = {weights.query.weight, weights.key.weight, weights.value.weight};
   CheckAlike(hidden, vectors, matrices);
   if (IsPlain(hidden, vectors, matrices)) return AttentionInputsOnCpu(hidden, weights, cos, sin);
+#ifdef NWOR_WITH_CUDA
+  if (IsForKernels(hidden, vectors, matrices)) {
+    return AttentionInputsOnCuda(hidden, weights, cos, sin);
+  }
+#endif
   const at::Tensor normed = NormalizeAnywhere(hidden, weights.norm, weights.epsilon);
   const auto project = [&](const LinearLayer& layer) {
     return LinearAnywhere(normed, layer.weight, layer.bias).unflatten(-1, {-1, dim});
@@ -284,7 +306,8 @@ std::array<at::Tensor, 3> AttentionInputs(const at::Tensor& hidden,
   at::Tensor query = project(weights.query), key = project(weights.key);
   if (weights.query_norm) query = NormalizeAnywhere(query, *weights.query_norm, weights.epsilon);
   if (weights.key_norm) key = NormalizeAnywhere(key, *weights.key_norm, weights.epsilon);
-  return {RotateAnywhere(query, cos, sin), RotateAnywhere(key, cos, sin), project(weights.value)};
+  return {RotateAnywhere(query, cos, sin).contiguous(), RotateAnywhere(key, cos, sin).contiguous(),
+          project(weights.value).contiguous()};
 }
 
 at::Tensor LayerOutput(const at::Tensor& hidden, const at::Tensor& attended,
@@ -307,12 +330,15 @@ at::Tensor LayerOutput(const at::Tensor& hidden, const at::Tensor& attended,
   const Tensors matrices = {weights.attention.weight, weights.gate, weights.up, weights.down};
   CheckAlike(hidden, vectors, matrices);
   if (IsPlain(hidden, vectors, matrices)) return LayerOutputOnCpu(hidden, attended, weights);
+#ifdef NWOR_WITH_CUDA
+  if (IsForKernels(hidden, vectors, matrices)) return LayerOutputOnCuda(hidden, attended, weights);
+#endif
   const at::Tensor sums =
       hidden + LinearAnywhere(attended, weights.attention.weight, weights.attention.bias);
   const at::Tensor normed = NormalizeAnywhere(sums, weights.norm, weights.epsilon);
   const at::Tensor gated =
       at::silu(LinearAnywhere(normed, weights.gate)) * LinearAnywhere(normed, weights.up);
-  return sums + LinearAnywhere(gated, weights.down);
+  return (sums + LinearAnywhere(gated, weights.down)).contiguous();
 }
 
 }  // namespace nwor

@@ -12,7 +12,12 @@
 //
 // On the CPU in float32 each half is one call that reads every weight once, as it lies, and a
 // row's result does not depend on how many rows there are; the matrices may be float16 or bfloat16.
-// Elsewhere, in other types and for other layouts, it is put together from torch's own operations.
+// On CUDA products are torch's, and what stands between two of them is one kernel; results are
+// rounded where torch's operations one by one round them, but for the last residual connection,
+// which is added before its product is rounded. In other types, and on the CPU for other layouts,
+// all of it is put together from torch's own operations.
+//
+// Results are contiguous, whatever the arguments' layouts.
 //
 // Thread-safety: const arguments; run on torch's threads. Throw Error for wrong shapes and types.
 

@@ -4,6 +4,7 @@
 #include <ATen/ops/empty.h>
 #include <c10/core/DeviceGuard.h>
 
+#include <algorithm>
 #include <limits>
 
 #include "check.h"
@@ -156,6 +157,7 @@ void SelectBlocks(const at::Tensor& query_in, const at::Tensor& kmax_in, const a
   NWOR_CHECK(query_rows.has_value() || query.size(1) * (heads / kv_heads) <= cpu::kMaxScoreRows,
              "query: got ", query.size(1), " rows of ", heads / kv_heads,
              " heads each, expected at most ", cpu::kMaxScoreRows, " together");
+  NWOR_CHECK(options.max_rows >= 0, "max_rows: got ", options.max_rows, ", expected 0 or more");
   params.score = ParseChoice<Score>("score", options.score, kScoreNames);
   NWOR_CHECK(params.score != Score::kAuto, "score: got 'auto', expected 'specpv' or 'quest'");
   params.query_reduce =
@@ -163,8 +165,6 @@ void SelectBlocks(const at::Tensor& query_in, const at::Tensor& kmax_in, const a
   params.group_reduce =
       ParseChoice<GroupReduce>("group_reduce", options.group_reduce, kGroupReduceNames);
   params.selection = ParseChoice<Selection>("selection", options.selection, kSelectionNames);
-  NWOR_CHECK(options.max_rows >= 0 && options.max_rows <= kMaxInt, "max_rows: got ",
-             options.max_rows, ", expected 0 (unknown) or more");
   const at::Tensor candidates = Lengths(num_candidates, "num_candidates", requests, device);
   if (query_rows.has_value()) {
     CheckIndex(*query_rows, "query_rows", at::kInt, {requests, 2}, device);
@@ -202,7 +202,9 @@ void SelectBlocks(const at::Tensor& query_in, const at::Tensor& kmax_in, const a
   params.dtype = RowDType(kmax, "kmax");
   params.num_requests = static_cast<int32_t>(requests);
   params.num_queries = static_cast<int32_t>(query.size(1));
-  params.max_rows = static_cast<int32_t>(options.max_rows);
+  if (query_rows.has_value()) {
+    params.max_rows = static_cast<int32_t>(std::min(options.max_rows, query.size(1)));
+  }
   params.num_heads = static_cast<int32_t>(heads);
   params.num_kv_heads = static_cast<int32_t>(kv_heads);
   params.head_dim = static_cast<int32_t>(channels);

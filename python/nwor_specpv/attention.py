@@ -201,6 +201,7 @@ def merge_rows(
     scale: float,
     *,
     softcap: float = 0.0,
+    token_lens: torch.Tensor | None = None,
     out: torch.Tensor | None = None,
     return_lse: bool = False,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
@@ -210,6 +211,10 @@ def merge_rows(
     attention of every row to its prefix; an infinite LSE, of either sign, means that a row saw
     nothing there. Rows see each other as in `verify_attention`. `out` may be `prefix_out`. Rows
     that belong to no request are left as they are. One launch on CUDA.
+
+    With `token_lens` [B] int32, `key` and `value` [B * room, Hkv, D] hold further tokens of the
+    requests instead of the rows, and every row of request b sees `token_lens[b]` of its own: drafts
+    that an earlier pass has made.
     """
     out, lse = _results(query, out, return_lse)
     call(
@@ -225,6 +230,7 @@ def merge_rows(
         out,
         lse,
         softcap=softcap,
+        token_lens=token_lens,
     )
     return out if lse is None else (out, lse)
 

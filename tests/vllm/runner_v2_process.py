@@ -111,9 +111,9 @@ def guess_from(runner: Any, prompts: list[list[int]], texts: list[list[int]]) ->
                 truth[index, : len(text)] = torch.tensor(text)
         return propose(batch, *args, **kwargs)
 
-    def drafted(self: Any, count: int, first: Any, hidden: Any, at: torch.Tensor) -> torch.Tensor:
-        guesses = draft(self, count, first, hidden, at)
-        places = at[:, None].long() + 1 + torch.arange(guesses.shape[1])
+    def drafted(self: Any, count: int, first: Any, hidden: Any, stretch: Any, at: Any) -> Any:
+        guesses = draft(self, count, first, hidden, stretch, at)
+        places = stretch.start[:, None] + at + 1 + torch.arange(guesses.shape[1])
         requests = spec.idx_mapping[:count].long().clamp(min=0)
         right = truth[requests[:, None], places]
         return torch.where(places * 7919 % 4 != 0, right, guesses)

@@ -11,10 +11,19 @@ from engines import drive, greedy, own_engine
 from engines import stats as own_stats
 from heads import story_head
 from small_views import SMALL_VIEW, prompts
-from test_cuda import GRAPHS, alike, begin, dummy_prompts, eagle3
+from test_cuda import (
+    GRAPHS,
+    TURN,
+    alike,
+    begin,
+    check_log_probabilities,
+    dummy_prompts,
+    eagle3,
+    smollm2_head,
+)
 
 from nwor_specpv import Metrics
-from nwor_specpv.models import stories
+from nwor_specpv.models import smollm2, stories
 from nwor_specpv.vllm.specpv.rules import DRAFTER
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
@@ -84,6 +93,51 @@ def test_head_and_target_draft_in_turns(tmp_path: Path, graphs: bool, sampled: b
         share = alike(ours, theirs)
         print(f"like vLLM's own before a difference: {share:.2f}")
         assert share > 0.3  # bfloat16: another attention kernel rounds otherwise
+
+
+BOOK = Path(__file__).resolve().parents[2] / "benchmarks" / "data" / "war_and_peace.txt"
+# Of 1500 tokens and more: a view of 400.
+BOOK_VIEW = {
+    "enable_specpv": True,
+    "specpv_n_sink_blocks": 2,
+    "specpv_n_retrieval_blocks": 16,
+    "specpv_n_window_blocks": 6,
+    "specpv_draft_lookup": 4,
+    "specpv_draft_passes": 3,
+    "strict": True,
+}
+
+
+@pytest.mark.parametrize("runner", ["v1", "v2"])
+def test_smollm2_reads_a_book(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, runner: str) -> None:
+    """Full graphs, mixed lengths; V1 drafts by n-grams and passes, V2 with the shipped head."""
+    book = BOOK.read_text()
+    asked = "The password is 'heliotrope'.\n\n{}\n\nWhat is the password?"
+    texts = (f"{book[:9000]}\n\nContinue.", asked.format(book[9000:15000]), "Name ten animals.")
+    texts = [TURN.format(text) for text in texts]
+    monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "1" if runner == "v2" else "0")
+    speculation, more = SPECULATION, {}
+    if runner == "v2":
+        speculation, more = smollm2_head(tmp_path, 12), {"scheduler_cls": SCHEDULER}
+    model = {"model": str(smollm2("bfloat16")), "max_model_len": 4096}
+    model |= {"max_num_batched_tokens": 4096, "kv_cache_memory_bytes": 512 << 20} | GRAPHS
+    stock = {"speculation": None, "attention_backend": "FLASH_ATTN"}
+    before, sides = Metrics().snapshot(), []
+    for nwor, options in (
+        ({"enable_nwor": False}, stock),
+        (BOOK_VIEW, {"speculation": speculation}),
+    ):
+        llm = begin(nwor, **(model | options | (more if nwor is BOOK_VIEW else {})))
+        outputs = llm.generate(texts, greedy(64, logprobs=1), use_tqdm=False)
+        sides.append([output.outputs[0] for output in outputs])
+        del llm
+    assert own_stats()["fallbacks"] == {}
+    assert grown(before, "specpv_draft_failures_total") == 0
+    drafted = grown(before, "specpv_drafted_tokens_total")
+    confirmed = grown(before, "specpv_confirmed_tokens_total")
+    print(f"{runner}: {confirmed} of {drafted} confirmed")
+    assert confirmed > 0.5 * drafted > 0
+    check_log_probabilities(*sides, runner)
 
 
 REFRESH = {

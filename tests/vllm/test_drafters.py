@@ -12,7 +12,8 @@ from engines import STAGED, STOCK, drive, greedy, own_engine, start, story_promp
 from engines import stats as own_stats
 from safetensors.torch import save_file
 
-from nwor_specpv.models import stories
+from nwor_specpv.drafters.vllm_head import write_vllm_head
+from nwor_specpv.models import smollm2, stories
 
 MAX_TOKENS = 40
 
@@ -49,6 +50,25 @@ def test_layers_of_a_head_are_never_staged(tmp_path: Path, method: str) -> None:
     assert stats["staged_tokens"] == stats["committed_tokens"] + stats["rejected_tokens"] > 0
     assert stats["rejected_tokens"] > stats["committed_tokens"]
     assert engine.violations == []
+
+
+@pytest.mark.slow
+def test_the_shipped_head_drafts_for_its_model(tmp_path: Path) -> None:
+    target = smollm2("float32")
+    head = write_vllm_head(tmp_path, target)
+    speculation = {"method": "eagle3", "model": str(head), "num_speculative_tokens": 4}
+    turn = "<|im_start|>user\n{}<|im_end|>\n<|im_start|>assistant\n"
+    asked = ("What is the capital of France?", "How does rain form?", "Tell me a story of a cat.")
+    found = []
+    for nwor, method in ((STOCK, None), (STAGED, speculation)):
+        llm = start(nwor, speculation=method, model=str(target), kv_cache_memory_bytes=64 << 20)
+        found.append(drive(llm, [turn.format(q) for q in asked], greedy(MAX_TOKENS)).tokens)
+    assert found[0] == found[1]
+    stats = own_stats()
+    assert stats["staged_tokens"] == stats["committed_tokens"] + stats["rejected_tokens"]
+    # A step of four drafts has more than 0.6 right ones; a head that is loaded wrongly has none.
+    assert stats["committed_tokens"] > 0.6 * stats["staged_tokens"] / 4
+    assert own_engine().violations == []
 
 
 @pytest.mark.slow

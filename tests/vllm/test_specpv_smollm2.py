@@ -1,7 +1,7 @@
 """SmolLM2-135M, float32, long prompts: drafts over views, and the tokens of plain vLLM.
 
-Prompts are this project's own texts and sources: chapters, a question about the beginning at the
-very end, code. Views are small, so most of the context is left out of them.
+Prompts are chapters of a book, a question about the beginning at the very end, and code. Views are
+small, so most of the context is left out of them.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def text(*names: str) -> str:
 
 def prompts() -> list[str]:
     turn = "<|im_start|>user\n{}<|im_end|>\n<|im_start|>assistant\n"
-    book = text("docs/attention.md", "docs/trees.md")
+    book = text("benchmarks/data/war_and_peace.txt")
     return [
         turn.format(f"{book[:4500]}\n\nContinue this text."),
         turn.format(

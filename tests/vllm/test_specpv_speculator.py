@@ -151,8 +151,7 @@ def make(world: Any, monkeypatch: pytest.MonkeyPatch, batch: int = BATCH) -> Par
     )
     ours = module.PartialViewSpeculator
     spec = ours.__new__(ours)
-    layer = SimpleNamespace(impl=SimpleNamespace(num_heads=1))
-    spec._engine = SimpleNamespace(settings=settings, layers={"target.0": layer})
+    spec._engine = SimpleNamespace(settings=settings, layers={"target.0": None})
     spec.limit, spec._guesses = LIMIT, ROWS - 1
     spec.lengths = Lengths(settings, LIMIT, alone=True)
     spec._target, spec._rounds, spec._graphs, spec._rows = world, None, {}, {}

@@ -19,6 +19,7 @@ import torch
 from nwor_specpv import Interceptor, NworError, PartialStore, RoundPlan
 
 from .attention import Step
+from .packed import num_words, views
 
 _SIZES = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)
 MOST_ROWS = _SIZES[-1]  # a step of more is compute-bound, and launches hide behind the work
@@ -131,23 +132,12 @@ class StepGraphs:
             "query_start": (torch.int32, (places + 1,)),
             "tree_rows": (torch.int32, (places, 2)),
         }
-        # One piece of memory, so that one copy brings a step to the device.
-        words_of = {
-            name: -(-torch.Size(size).numel() * dtype.itemsize // 8)
-            for name, (dtype, size) in sizes.items()
-        }
-        count = sum(words_of.values())
+        count = num_words(sizes)
         small = (
             torch.zeros(count, dtype=torch.int64, pin_memory=self._on_gpu),
             torch.zeros(count, dtype=torch.int64, device=self._device),
         )
-        parts: tuple[dict[str, torch.Tensor], ...] = ({}, {})
-        at = 0
-        for name, (dtype, size) in sizes.items():
-            numel, taken = torch.Size(size).numel(), words_of[name]
-            for side, memory in zip(parts, small, strict=True):
-                side[name] = memory[at : at + taken].view(dtype)[:numel].view(size)
-            at += taken
+        parts = [views(memory, sizes) for memory in small]
         if not shape.tree:
             for side in parts:
                 side["tree_mask"] = None

@@ -1,7 +1,8 @@
 """A model's decoder layers while a Generator runs it: few rows go through two ops of ours.
 
-Around attention a layer of the Llama family is some fifty small operations, which on a CPU cost
-more than the arithmetic of a few rows. `attention_inputs` and `layer_output` are the same in two.
+Around attention a layer of the Llama family is some fifty small operations, which cost more than
+the arithmetic of a few rows. `attention_inputs` and `layer_output` are the same in two: on the CPU
+for float32, on CUDA also for float16 and bfloat16.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import torch
 from torch import nn
 
 from .attention import Step, attend_rows
+from .graphs import MOST_ROWS
 from .linear import MAX_ROWS, is_plain
 from .stand_ins import StandIn
 
@@ -25,7 +27,11 @@ _KNOWN = {
     "transformers.models.qwen2.modeling_qwen2": "Qwen2DecoderLayer",
     "transformers.models.qwen3.modeling_qwen3": "Qwen3DecoderLayer",
 }
-_CLOSE = 1e-4  # of the largest output, between their layer and ours
+# Where ours are worth it, and for how many rows.
+_DTYPES = {"cpu": (torch.float32,), "cuda": (torch.float32, torch.float16, torch.bfloat16)}
+_MAX_ROWS = {"cpu": MAX_ROWS, "cuda": MOST_ROWS}
+# Between their layer and ours, of the outputs' length: some roundings.
+_CLOSE = {torch.float32: 1e-4, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
 
 
 class RowLayer(nn.Module):
@@ -37,6 +43,7 @@ class RowLayer(nn.Module):
         attention, mlp = layer.self_attn, layer.mlp
         norms = [getattr(attention, name, None) for name in ("q_norm", "k_norm")]
         self._index, self._scaling, self._window = attention.layer_idx, attention.scaling, window
+        self._max_rows = _MAX_ROWS[attention.q_proj.weight.device.type]
         projections = (attention.q_proj, attention.k_proj, attention.v_proj)
         self._inputs = (
             layer.input_layernorm.weight,
@@ -64,7 +71,7 @@ class RowLayer(nn.Module):
         nwor_step: Step,
         **more: Any,
     ) -> torch.Tensor:
-        if hidden_states.shape[1] > MAX_ROWS:
+        if hidden_states.shape[1] > self._max_rows:
             return self.layer(
                 hidden_states,
                 *arguments,
@@ -107,7 +114,7 @@ def row_layers(layers: nn.ModuleList, text: Any) -> list[StandIn]:
             if not agreed[window]:
                 warnings.warn(
                     f"{type(layer).__name__} of this transformers computes something else than "
-                    "nwor_specpv knows: the model's own layers run, with slower steps on the CPU",
+                    "nwor_specpv knows: the model's own layers run, with slower steps",
                     stacklevel=2,
                 )
         if agreed[window]:
@@ -130,12 +137,19 @@ def _known(layer: nn.Module, text: Any) -> bool:
     attention, mlp = layer.self_attn, layer.mlp
     projections = (attention.q_proj, attention.k_proj, attention.v_proj, attention.o_proj)
     gated = (mlp.gate_proj, mlp.up_proj, mlp.down_proj)
-    own = all(is_plain(one) and one.weight.dtype == torch.float32 for one in projections + gated)
-    return own and all(one.bias is None for one in gated)
+    if not all(map(is_plain, projections + gated)) or any(one.bias is not None for one in gated):
+        return False
+    weights = {(one.device, one.dtype) for one in layer.parameters()}
+    device, dtype = weights.pop()
+    return not weights and dtype in _DTYPES.get(device.type, ())
 
 
 def _hooked(layer: nn.Module) -> bool:
-    return any(one._forward_hooks or one._forward_pre_hooks for one in layer.modules())
+    """Hooks, or another `forward` of a module's own, as libraries put it there."""
+    return any(
+        one._forward_hooks or one._forward_pre_hooks or "forward" in vars(one)
+        for one in layer.modules()
+    )
 
 
 def _window(layer: nn.Module, text: Any) -> int:
@@ -160,11 +174,15 @@ class _NoCache:
 def _agree(layer: nn.Module, ours: RowLayer, text: Any, rows: int = 3) -> bool:
     """Both layers over a few rows that see each other alone."""
     attention = layer.self_attn
+    weight = attention.q_proj.weight
+    device, dtype = weight.device, weight.dtype
     random = torch.Generator().manual_seed(0)
-    hidden = torch.randn(1, rows, text.hidden_size, generator=random)
+    # Small, so that of the output much is what the layer adds.
+    hidden = (torch.randn(1, rows, text.hidden_size, generator=random) / 16).to(device, dtype)
     angles = torch.randn(1, rows, attention.head_dim // 2, generator=random).repeat(1, 1, 2)
+    turns = tuple(one.to(device, dtype) for one in (angles.cos(), angles.sin()))
     heads = attention.k_proj.out_features // attention.head_dim
-    cache = torch.zeros(1, 16, heads, attention.head_dim)
+    cache = torch.zeros(1, 16, heads, attention.head_dim, dtype=dtype, device=device)
     step = Step(
         tokens=torch.zeros(rows, dtype=torch.int64),
         positions=torch.arange(rows),
@@ -175,19 +193,19 @@ def _agree(layer: nn.Module, ours: RowLayer, text: Any, rows: int = 3) -> bool:
         tree_mask=None,
         max_rows=rows,
         caches=[(cache, cache)] * (attention.layer_idx + 1),
-    )
+    ).to(device)
     theirs, own = (
         one(
             hidden,
             attention_mask=None,
-            position_embeddings=(angles.cos(), angles.sin()),
+            position_embeddings=turns,
             position_ids=step.positions[None],
             past_key_values=_NoCache(),
             use_cache=True,
             nwor_step=step,
-        )
+        ).double()
         for one in (layer, ours)
     )
-    return theirs.shape == own.shape and bool(
-        (theirs - own).abs().max() <= _CLOSE * theirs.abs().max()
-    )
+    if theirs.shape != own.shape:
+        return False
+    return bool((theirs - own).norm() <= _CLOSE[dtype] * theirs.norm())

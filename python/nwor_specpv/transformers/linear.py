@@ -32,13 +32,12 @@ def row_linears(model: nn.Module) -> list[StandIn]:
         StandIn(parent, name, child, RowLinear(child))
         for parent in model.modules()
         for name, child in parent._modules.items()
-        if is_plain(child)
+        if is_plain(child) and child.weight.device.type == "cpu"
     ]
 
 
 def is_plain(module: nn.Module) -> bool:
-    """A linear layer on the CPU and nothing more."""
+    """A linear layer and nothing more."""
     if type(module) is not nn.Linear or module._forward_hooks or module._forward_pre_hooks:
         return False
-    dtypes = (torch.float32, torch.float16, torch.bfloat16)
-    return module.weight.device.type == "cpu" and module.weight.dtype in dtypes
+    return module.weight.dtype in (torch.float32, torch.float16, torch.bfloat16)

@@ -9,6 +9,7 @@ import torch
 from nwor_specpv import NworError, PartialStore, RoundPlan, Tree, tree_from_parents
 
 from .attention import Step
+from .packed import brought
 from .request import Part
 from .runner import ModelRunner
 
@@ -153,6 +154,8 @@ class Round:
         if len(spans) == 1:
             return self.logits[spans[0][1] :][None]
         rows = max(end - root for _, root, end in spans)
+        if all(first == root and end - root == rows for first, root, end in spans):
+            return self.logits.unflatten(0, (len(spans), rows))
         index = [[min(root + i, end - 1) for i in range(rows)] for _, root, end in spans]
         return self.logits[torch.tensor(index, device=self.logits.device)]
 
@@ -174,7 +177,7 @@ class Round:
 
     def commit(self, paths: list[list[int]]) -> None:
         """Caches the accepted rows of each part's tree, in every layer or in none."""
-        cache, device = self._cache, self._runner.device
+        cache = self._cache
         depth = max(1, *map(len, paths))
         rows = torch.full((len(paths), depth), -1, dtype=torch.int32)
         slots = torch.full((len(paths), depth), -1, dtype=torch.int64)
@@ -184,9 +187,8 @@ class Round:
                 rows[index, : len(path)] = torch.tensor([fed + row for row in path])
                 slots[index, : len(path)] = cache.extend(part.request.key, len(path))
         counts = torch.tensor([len(path) for path in paths], dtype=torch.int32)
-        receipt = cache.interceptor.commit(
-            rows.to(device), counts.to(device), slots.to(device), rows="request"
-        )
+        there = brought({"rows": rows, "counts": counts, "slots": slots}, self._runner.device)
+        receipt = cache.interceptor.commit(*there.values(), rows="request")
         if not receipt.ok:
             raise NworError(
                 f"commit: got {receipt.verdict.error} {receipt.problem}, expected ok".rstrip()
@@ -208,15 +210,18 @@ def _tree(
 ) -> Tree:
     rows = max(map(len, parents))
 
-    def padded(lists: list[list[int]], value: int, dtype: torch.dtype) -> torch.Tensor:
-        full = [one + [value] * (rows - len(one)) for one in lists]
-        return torch.tensor(full, dtype=dtype, device=device)
+    def padded(lists: list[list[int]], dtype: torch.dtype) -> torch.Tensor:
+        return torch.tensor([one + [0] * (rows - len(one)) for one in lists], dtype=dtype)
 
-    lens = torch.tensor(prefix_lens or [0] * len(parents), dtype=torch.int32, device=device)
-    counts = torch.tensor([len(one) for one in parents], dtype=torch.int32, device=device)
+    there = brought(
+        {
+            "parents": padded(parents, torch.int32),
+            "prefix_lens": torch.tensor(prefix_lens or [0] * len(parents), dtype=torch.int32),
+            "num_rows": torch.tensor([len(one) for one in parents], dtype=torch.int32),
+        }
+        | ({} if tokens is None else {"tokens": padded(tokens, torch.int64)}),
+        device,
+    )
     return tree_from_parents(
-        padded(parents, 0, torch.int32),
-        lens,
-        None if tokens is None else padded(tokens, 0, torch.int64),
-        num_rows=counts,
+        there["parents"], there["prefix_lens"], there.get("tokens"), num_rows=there["num_rows"]
     )

@@ -21,8 +21,9 @@ from nwor_specpv.errors import NworError
 from . import compat
 from .engine import engine_of
 from .flash_metadata import NworFlashMetadata, VerifyPart
-from .layer import TargetLayer, holds_codes
+from .layer import TargetLayer
 from .specpv.partial_pass import PartialPass
+from .support import holds_codes
 
 # Values of `attention_route` that leave prefixes to FlashAttention-3.
 FLASH_ROUTES = ("", "auto", "flash_attn_3")

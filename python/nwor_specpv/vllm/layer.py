@@ -12,10 +12,7 @@ from vllm.config import get_current_vllm_config, get_current_vllm_config_or_none
 from nwor_specpv.errors import NworError, logger
 
 from .engine import TARGET_MODEL, Engine, engine_of
-from .support import layer_problem
-
-# Caches that hold the model's numbers, as vLLM names them; all others hold codes.
-PLAIN_CACHES = ("auto", "float16", "bfloat16", "float32", "half", "float")
+from .support import holds_codes, layer_problem
 
 
 class TargetLayer:
@@ -61,11 +58,6 @@ class TargetLayer:
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.engine = engine_of(get_current_vllm_config())
-
-
-def holds_codes(kv_cache_dtype: str) -> bool:
-    """Whether a cache that vLLM names so is quantised."""
-    return kv_cache_dtype not in PLAIN_CACHES
 
 
 def choose_impl(ours: type[TargetLayer]) -> type:

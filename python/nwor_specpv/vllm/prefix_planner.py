@@ -13,7 +13,7 @@ from vllm.v1.attention.backends.flash_attn import (
 )
 
 from . import prefix_schedule
-from .layer import holds_codes
+from .support import holds_codes
 
 
 @dataclass

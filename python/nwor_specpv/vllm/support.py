@@ -9,6 +9,14 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+# Caches that hold the model's numbers, as vLLM names them; all others hold codes.
+_PLAIN_CACHES = ("auto", "float16", "bfloat16", "float32", "half", "float")
+
+
+def holds_codes(kv_cache_dtype: str) -> bool:
+    """Whether a cache that vLLM names so is quantised."""
+    return kv_cache_dtype not in _PLAIN_CACHES
+
 
 @dataclass(frozen=True)
 class Refusal:

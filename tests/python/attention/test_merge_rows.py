@@ -118,6 +118,68 @@ def test_rows_that_the_host_has_counted(device: str) -> None:
 
 
 @pytest.mark.parametrize("device", DEVICES)
+def test_further_tokens_instead_of_the_rows(device: str) -> None:
+    """All rows of a request see its own tokens, as many as are said; what lies behind is not read.
+
+    The merge is written out in float64, token by token.
+    """
+    print(f"seed={SEED}")
+    random = torch.Generator().manual_seed(SEED)
+    for index, head_dim in enumerate(HEAD_DIMS):
+        dtype = row_dtypes(device)[index % len(row_dtypes(device))]
+        rows, room, lens = [5, 1, 0, 7], 21, [20, 0, 4, 100 if index % 2 else 9]
+        start = torch.tensor([0, 5, 6, 6, 13], dtype=torch.int32)
+        heads, kv_heads, softcap = 6, 2, 0.0 if index % 2 else 15.0
+
+        def draw(*shape: int, dtype: torch.dtype = dtype) -> torch.Tensor:
+            return torch.randn(shape, generator=random).to(dtype)
+
+        query, prefix_out = draw(15, heads, head_dim), draw(15, heads, head_dim)
+        key, value = draw(4, room, kv_heads, head_dim), draw(4, room, kv_heads, head_dim)
+        prefix_lse = 3 * torch.randn(15, heads, generator=random)
+        prefix_lse[3, 1], prefix_lse[5] = -INFINITY, INFINITY  # saw nothing
+        for request, count in enumerate(lens):
+            key[request, count:], value[request, count:] = float("nan"), float("nan")
+        expected = torch.full(query.shape, 7.0, dtype=torch.float64)
+        scale = head_dim**-0.5
+        for request, count in enumerate(rows):
+            for row in range(int(start[request]), int(start[request]) + count):
+                for head in range(heads):
+                    own = head // (heads // kv_heads)
+                    seen = min(lens[request], room)
+                    tokens = key[request, :seen, own].double()
+                    scores = tokens @ query[row, head].double() * scale
+                    if softcap:
+                        scores = softcap * (scores / softcap).tanh()
+                    states = [*zip(scores, value[request, :seen, own].double(), strict=True)]
+                    if prefix_lse[row, head].isfinite():
+                        states.append((prefix_lse[row, head].double(), prefix_out[row, head]))
+                    weights = torch.stack([score for score, _ in states] or [scores.new_zeros(())])
+                    shares = weights.softmax(0)[: len(states)]
+                    merged = [
+                        share * state.double()
+                        for share, (_, state) in zip(shares, states, strict=True)
+                    ]
+                    expected[row, head] = sum(merged, torch.zeros(head_dim, dtype=torch.float64))
+        out = torch.full_like(query, 7.0).to(device)
+        merge_rows(
+            query.to(device),
+            key.flatten(0, 1).to(device),
+            value.flatten(0, 1).to(device),
+            prefix_out.to(device),
+            prefix_lse.to(device),
+            start.to(device),
+            None,
+            scale,
+            softcap=softcap,
+            token_lens=torch.tensor(lens, dtype=torch.int32, device=device),
+            out=out,
+        )
+        close = {torch.float32: 1e-5, torch.float16: 3e-3, torch.bfloat16: 2e-2}[dtype]
+        torch.testing.assert_close(out.cpu().double(), expected, atol=close, rtol=close)
+
+
+@pytest.mark.parametrize("device", DEVICES)
 def test_torch_knows_the_op(device: str) -> None:
     step = make_step(Shape([3, 2], [40, 20], dtype=row_dtypes(device)[0], mask="tree"), 1, device)
     prefix_out, prefix_lse = prefix_state(step)
@@ -153,6 +215,21 @@ def test_torch_knows_the_op(device: str) -> None:
         ({"scale": INFINITY}, "scale: got"),
         ({"softcap": -1.0}, "softcap: got"),
         ({"out": torch.zeros(3, 4, 32)}, "out: got"),
+        ({"token_lens": torch.zeros(2, dtype=torch.int32)}, "token_lens: got"),
+        (
+            {
+                "query_start": torch.tensor([0, 1, 3], dtype=torch.int32),
+                "token_lens": torch.zeros(2, dtype=torch.int32),
+            },
+            "3 tokens, expected as many for each of the 2 requests",
+        ),
+        (
+            {
+                "tree_mask": torch.zeros(3, 1, dtype=torch.int64),
+                "token_lens": torch.zeros(1, dtype=torch.int32),
+            },
+            "token_lens: got tree_mask",
+        ),
     ],
 )
 def test_wrong_arguments_name_themselves(change: dict, message: str) -> None:

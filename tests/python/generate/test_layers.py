@@ -3,17 +3,28 @@
 from __future__ import annotations
 
 import copy
+import warnings
+from functools import cache
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from transformers import PreTrainedModel
+from transformers.models.auto import AutoModelForCausalLM
 
-from generate.tiny_models import FAMILIES, decode_plainly, tiny
+from generate.tiny_models import FAMILIES, decode_plainly, random_prompt, tiny
 from nwor_specpv import NworConfig
+from nwor_specpv.drafters import TreeConfig
 from nwor_specpv.transformers import Generator, layers
 from nwor_specpv.transformers.layers import RowLayer
+from nwor_specpv.transformers.request import Part, Request
+from nwor_specpv.transformers.round import Round
 from nwor_specpv.transformers.runner import ModelRunner
+from specpv.contexts import seeded
+
+cuda_only = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+HALVES = (torch.float16, torch.bfloat16)
 
 
 def stand_ins(model: Any) -> list[int]:
@@ -99,9 +110,9 @@ def test_a_hook_is_called_for_every_step() -> None:
     assert seen == [3, 1, 1, 1]
 
 
-def test_many_rows_are_left_to_the_layer(monkeypatch: pytest.MonkeyPatch) -> None:
-    model, prompt = tiny(), [1 + i % 90 for i in range(100)]
-    counts = []
+def count_calls(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The rows of every call of ours from now on."""
+    counts: list[int] = []
     op = layers._attention_inputs
 
     def counted(rows: torch.Tensor, *more: Any) -> Any:
@@ -109,10 +120,113 @@ def test_many_rows_are_left_to_the_layer(monkeypatch: pytest.MonkeyPatch) -> Non
         return op(rows, *more)
 
     monkeypatch.setattr(layers, "_attention_inputs", counted)
+    return counts
+
+
+def test_many_rows_are_left_to_the_layer(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, prompt = tiny(), [1 + i % 90 for i in range(100)]
+    counts = count_calls(monkeypatch)
     result = Generator(model, drafter="none").generate(prompt, 5)
     assert result.token_ids == decode_plainly(model, prompt, 5)
     assert set(counts) == {1, 3}  # steps, and the one trial of three rows
 
 
 def test_other_types_are_left_alone() -> None:
-    assert stand_ins(copy.deepcopy(tiny()).to(torch.bfloat16)) == []
+    model = copy.deepcopy(tiny())
+    model.model.layers[1].input_layernorm.bfloat16()
+    assert stand_ins(model) == [0, 2]
+    assert stand_ins(model.to(torch.bfloat16)) == []
+
+
+def test_a_layer_with_a_forward_of_its_own_is_left_alone() -> None:
+    """As libraries put it there that move weights about."""
+    model = copy.deepcopy(tiny())
+    projection = model.model.layers[0].mlp.up_proj
+    own = projection.forward
+    projection.forward = lambda rows: own(rows)
+    assert stand_ins(model) == [1, 2]
+
+
+# ---- CUDA ----------------------------------------------------------------------------------------
+
+
+@cache
+def on_cuda(family: str, dtype: torch.dtype) -> PreTrainedModel:
+    """With heads that the attention kernels have."""
+    config = FAMILIES[family]()
+    config.head_dim = 64
+    torch.manual_seed(1)
+    return AutoModelForCausalLM.from_config(config, dtype=torch.float32).to("cuda", dtype).eval()
+
+
+def logits_of(model: PreTrainedModel, prompt: list[int], *, ours: bool) -> torch.Tensor:
+    """Of all rows of a prompt, in one pass."""
+    runner = ModelRunner(model, NworConfig())
+    if not ours:
+        runner._layers = []
+    runner.reserve(len(prompt))
+    request = Request(runner.new_key(), 0, list(prompt), len(prompt), 1, 0, 0)
+    runner.cache.allocator.extend(request.key, len(prompt))
+    part = Part(request, prompt[:-1], prompt[-1:], [-1], 0)
+    part.want_fed_logits = True
+    with runner.installed():
+        round_ = Round(runner, [part])
+        round_.run(None, 1)
+        round_.commit([[]])
+    return round_.logits.double()
+
+
+@cuda_only
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("dtype", [torch.float32, *HALVES], ids=str)
+def test_cuda_layers_are_ours_and_as_near_to_the_truth(family: str, dtype: torch.dtype) -> None:
+    prompt = random_prompt(seeded(), 30, 70)
+    model = on_cuda(family, dtype)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)  # that ours are something else
+        assert stand_ins(model) == [0, 1, 2]
+    wide = copy.deepcopy(model).double()
+    with torch.no_grad():
+        truth = wide(torch.tensor([prompt], device="cuda")).logits[0]
+    ours, theirs = (
+        ((logits_of(model, prompt, ours=own) - truth).norm() / truth.norm())
+        for own in (True, False)
+    )
+    assert ours <= 1.5 * theirs + 1e-5, (ours, theirs)
+
+
+@cuda_only
+@pytest.mark.parametrize("dtype", [torch.float32, *HALVES], ids=str)
+def test_cuda_layers_that_are_hooked_or_changed_are_left_alone(
+    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = copy.deepcopy(on_cuda("llama", dtype))
+    handle = model.model.layers[1].mlp.register_forward_hook(lambda *_: None)
+    assert stand_ins(model) == [0, 2]
+    handle.remove()
+    kind = type(model.model.layers[0])
+    own = kind.forward
+    monkeypatch.setattr(kind, "forward", lambda self, *a, **more: own(self, *a, **more) * 1.25)
+    with pytest.warns(UserWarning, match="LlamaDecoderLayer .* computes something else"):
+        assert stand_ins(model) == []
+
+
+@cuda_only
+@pytest.mark.parametrize("dtype", [torch.float32, *HALVES], ids=str)
+def test_cuda_graphs_are_captured_through_ours(
+    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rng = seeded()
+    model = on_cuda("llama", dtype)
+    prompts = [random_prompt(rng, 30, 70) for _ in range(3)]
+    counts = count_calls(monkeypatch)
+    generator = Generator(model, drafter="ngram", cuda_graphs=True)
+    tree = TreeConfig(rows=4, depth=3, top_k=1)
+    result = generator.generate(prompts, 40, tree=tree)
+    assert result.stats.graph_replays > 10
+    called = len(counts)
+    again = generator.generate(prompts, 40, tree=tree)  # prefixes are kept, graphs are there
+    if dtype == torch.float32:
+        assert again.token_ids == result.token_ids
+    replayed, launched = again.stats.graph_replays, (len(counts) - called) // 3
+    assert replayed > launched

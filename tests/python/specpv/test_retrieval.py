@@ -229,6 +229,40 @@ def test_any_strides(device: str) -> None:
     assert torch.equal(select_blocks(packed, kmax, kmin, count, 6, query_rows=rows), wanted)
 
 
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("query_reduce", ["mean", "max", "last"])
+def test_rows_of_many_requests_in_one_tensor(device: str, query_reduce: str) -> None:
+    """As many as no kernel has room for: it goes by the most that one request has."""
+    rng = seeded()
+    requests, rows, most = 9, 40, 8
+    query = whole(1, requests * rows, 8, 64).expand(requests, -1, -1, -1)
+    kmin = whole(requests, 70, 2, 64)
+    kmax = kmin + 1
+    candidates = [rng.randrange(1, 71) for _ in range(requests)]
+    spans = []
+    for b in range(requests):
+        begin = b * rows + rng.randrange(rows - most)
+        spans.append((begin, begin + rng.randrange(1, most + 1)))
+    wanted = expected_ids(
+        query, kmax, kmin, candidates, 6, "specpv", query_reduce, "mean", "per_head", spans
+    )
+    given = {
+        "query": query[:1].to(device, torch.bfloat16).expand(requests, -1, -1, -1),
+        "kmax": kmax.to(device, torch.bfloat16),
+        "kmin": kmin.to(device, torch.bfloat16),
+        "num_candidates": torch.tensor(candidates, dtype=torch.int32, device=device),
+        "k": 6,
+        "query_reduce": query_reduce,
+    }
+
+    def choose(spans: list[tuple[int, int]], max_rows: int) -> torch.Tensor:
+        ranges = torch.tensor(spans, dtype=torch.int32, device=device)
+        return select_blocks(**given, query_rows=ranges, max_rows=max_rows).cpu()
+
+    for max_rows in (most, 0, 3):  # what is said of the rows must not change what is chosen
+        assert torch.equal(choose(spans, max_rows), wanted)
+
+
 def good() -> dict:
     return {
         "query": torch.randn(2, 3, 4, 16),
@@ -261,6 +295,7 @@ WRONG = {
         r"query_rows\[1\]: got 1 to 4",
     ),
     "dtype": ({"query": torch.zeros(2, 3, 4, 16, dtype=torch.float64)}, "query: got dtype"),
+    "max_rows": ({"max_rows": -1}, "max_rows: got -1"),
     "out": ({"out": torch.zeros(2, 2, 4, dtype=torch.int32)}, "out: got sizes"),
     "scores": (
         {"out": torch.zeros(2, 2, 3, dtype=torch.int32), "scores": torch.zeros(35)},

@@ -156,6 +156,7 @@ def test_a_good_set_up_is_let_in() -> None:
         (LOSSLESS, {"data_parallel": 2}, "data parallelism of 2", "--data-parallel-size 1"),
         (LOSSLESS, {"lora": True}, "LoRA", "--enable-lora"),
         (LOSSLESS, {"multimodal": True}, "multimodal", "without enable_specpv"),
+        (LOSSLESS, {"cache_dtype": "fp8"}, "a cache of fp8", "--kv-cache-dtype auto"),
         (LOSSLESS, {"num_drafts": 200}, "200 speculative tokens", "128 or fewer"),
         (LOSSLESS, {"max_model_len": 4096}, "view of 4256 tokens", "a smaller view"),
         (LOSSLESS | {"specpv_storage": "compact"}, {}, "compact", "'paged'"),

@@ -135,7 +135,7 @@ def make_rounds(world: Texts, *, batch: int, rows: int, limit: int, max_len: int
     chains = world.chains = Chains(batch, rows, limit, max_len, torch.device("cpu"))
     for buffer in (chains.tokens, chains.drafts, chains.said):
         buffer.fill_(POISON)
-    return Rounds(chains, store, tail, {"a": 0, "b": 1}, 1, world, world)
+    return Rounds(chains, store, tail, {"a": 0, "b": 1}, world, world)
 
 
 @pytest.mark.parametrize("skill", [0.0, 0.7, 1.0])

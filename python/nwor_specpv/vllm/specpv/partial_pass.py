@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from nwor_specpv import cache_views, merge_states, verify_attention
+from nwor_specpv import cache_views, merge_rows, verify_attention, verify_plan
 from nwor_specpv.vllm import compat
 
 from .tail import Tail
@@ -35,10 +35,7 @@ class PartialPass:
     has_tail: bool
     select: bool  # the pass' queries choose the blocks, in the first pass of a round at least
     query_rows: torch.Tensor | None = None  # [B, 2] int32: rows that are no padding
-    # Made once for all layers, where the lengths are known before the first: see `Rounds`.
-    view_plan: torch.Tensor | None = None
-    tail_plan: torch.Tensor | None = None
-    unseen: torch.Tensor | None = None  # a mask under which rows do not see one another
+    plan: torch.Tensor | None = None  # of all layers: their views have the same lengths
 
     @property
     def num_requests(self) -> int:
@@ -64,48 +61,37 @@ class PartialPass:
             self.store.build(count, index)
         self.tail.write(index, key, value, self.slots)
         key_cache, value_cache = cache_views(kv_cache, compat.CACHE_LAYOUT)
-        shared = {
-            "scale": impl.scale,
-            "softcap": impl.logits_soft_cap,
-            "max_rows": self.num_rows,
-            "return_lse": self.has_tail,
-        }
+        view, out = self.store.view(index, count), output[:num_rows]
+        where = (self.block_table, self.prefix_lens, self.query_start)
+        if self.plan is None:
+            self.plan = verify_plan(query, key_cache, *where, view=view, max_rows=self.num_rows)
         seen = verify_attention(
             query,
             key,
             value,
             key_cache,
             value_cache,
-            self.block_table,
-            self.prefix_lens,
-            self.query_start,
+            *where,
             None,
-            view=self.store.view(index, count),
-            plan=self.view_plan,
-            **shared,
-            **({} if self.has_tail else {"out": output[:num_rows]}),
+            scale=impl.scale,
+            softcap=impl.logits_soft_cap,
+            max_rows=self.num_rows,
+            view=view,
+            plan=self.plan,
+            out=out,
+            return_lse=self.has_tail,
         )
         if self.has_tail:
-            drafts = verify_attention(
+            merge_rows(
                 query,
-                key,
-                value,
-                self.tail.keys[index],
-                self.tail.values[index],
-                self.tail.block_table[:count],
-                self.tail_lens,
+                self.tail.keys[index, :count].flatten(0, 1),
+                self.tail.values[index, :count].flatten(0, 1),
+                *seen,
                 self.query_start,
-                self._unseen(num_rows),
-                plan=self.tail_plan,
-                **shared,
+                None,
+                impl.scale,
+                softcap=impl.logits_soft_cap,
+                token_lens=self.tail_lens,
+                out=out,
             )
-            merged, _ = merge_states(*zip(seen, drafts, strict=True))
-            output[:num_rows].copy_(merged)
         return output
-
-    def _unseen(self, num_rows: int) -> torch.Tensor:
-        """The mask of the tail's part: the view's part has the rows already."""
-        if self.unseen is not None:
-            return self.unseen
-        words = -(-self.num_rows // 64)
-        return torch.zeros(num_rows, words, dtype=torch.int64, device=self.slots.device)

@@ -5,6 +5,7 @@ Both run on rows of ours, inside captured graphs: whatever they touch keeps its 
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
@@ -66,6 +67,16 @@ class SampledTarget:
         return said.clamp(0, logits.shape[-1] - 1), combined
 
 
+@dataclass(frozen=True)
+class Stretch:
+    """Positions of the text from `start` on that one turn of the head may reach."""
+
+    start: torch.Tensor  # [B] int64
+    slots: torch.Tensor  # [B, positions] int64 in the head's own cache, -1: none reserved
+    table: torch.Tensor  # [B, pages] int32: the pages that the head sees
+    before: torch.Tensor  # [B] tokens of the text before those pages
+
+
 class EagleHead:
     """The head on rows of ours, over buffers that keep their address."""
 
@@ -74,9 +85,14 @@ class EagleHead:
         self._layers = sorted(speculator.draft_attn_layer_names)
         self._group = speculator.group_of(self._layers[0])
         self._page_size = speculator.block_tables.kernel_block_sizes[self._group]
-        batch = chains.prefix.shape[0]
-        self._starts = torch.arange(batch + 1, dtype=torch.int32)
-        self._starts_device = self._starts.to(speculator.device)
+        batch, device = chains.prefix.shape[0], speculator.device
+        self._starts = {
+            rows: torch.arange(batch + 1, dtype=torch.int32) * rows for rows in (1, chains.rows)
+        }
+        self._starts_device = {rows: start.to(device) for rows, start in self._starts.items()}
+        # A turn takes up a pass' rows, and then guesses from the last right one on.
+        self._reach = 2 * chains.rows
+        self._steps = torch.arange(self._reach, device=device)
         # In rounds it sees as much of the context as the target does, the latest tokens: it would
         # read the whole of its cache for every guess otherwise.
         view = speculator.lengths.view_tokens + chains.limit + chains.rows
@@ -84,62 +100,74 @@ class EagleHead:
 
     def go_on(self, count: int) -> torch.Tensor:
         spec = self._speculator
-        first = spec.draft_tokens[:count, 0]
-        hidden = spec.hidden_states[:count]
-        return self._draft(count, first, hidden, self._chains.prefix[:count])
+        stretch = self._stretch(count, self._chains.prefix[:count])
+        at = self._steps[:1].expand(count, 1)
+        return self._draft(count, spec.draft_tokens[:count, 0], spec.hidden_states[:count],
+                           stretch, at)  # fmt: skip
 
     def take_up(self, chains: Chains, count: int, hidden: torch.Tensor) -> torch.Tensor:
-        rows, start, accepted = chains.rows, chains.starts[:count], chains.accepted[:count]
-        steps = torch.arange(rows, dtype=torch.int32, device=start.device)
-        positions = (start[:, None] + steps).clamp(max=self._speculator.max_model_len - 1)
-        last, state = self._run(
-            count,
-            rows,
-            chains.said[:count].flatten(),
-            positions.long(),
-            hidden[: count * rows],
-        )
-        at = torch.arange(count, device=start.device) * rows + accepted
-        first = self._sample(last[at], count, positions.flatten()[at])
-        return self._draft(count, first, state[at], start + accepted + 1)
+        rows, accepted = chains.rows, chains.accepted[:count]
+        stretch = self._stretch(count, chains.starts[:count])
+        at = self._steps[:rows].expand(count, rows)
+        said = chains.said[:count].flatten()
+        last, state = self._run(count, said, hidden[: count * rows], stretch, at)
+        row = self._starts_device[rows][:count] + accepted
+        after = accepted[:, None] + 1
+        first = self._sample(last[row], count, stretch.start + accepted)
+        return self._draft(count, first, state[row], stretch, after)
+
+    def _stretch(self, count: int, start: torch.Tensor) -> Stretch:
+        spec, chains = self._speculator, self._chains
+        table = spec.block_tables.input_block_tables[self._group][:count]
+        ends = torch.where(chains.active[:count], chains.prefix[:count] + chains.limit, 0)
+        ends = ends.clamp(max=spec.max_model_len)
+        start = start.long()
+        positions = start[:, None] + self._steps
+        slots = slots_of(positions, ends, table, self._page_size)
+        most = (start + self._reach).clamp(max=spec.max_model_len)
+        seen, tokens = window_of(table, most, self._page_size, self._pages)
+        return Stretch(start, slots, seen, most - tokens)
 
     def _draft(
-        self, count: int, first: torch.Tensor, hidden: torch.Tensor, start: torch.Tensor
+        self,
+        count: int,
+        first: torch.Tensor,
+        hidden: torch.Tensor,
+        stretch: Stretch,
+        at: torch.Tensor,
     ) -> torch.Tensor:
-        """[count, guesses]: `first` and what follows; it stands at `start` + 1 in the text."""
+        """[count, guesses]: `first`, whose entry is at place `at` [count, 1], and what follows."""
         guesses = [first]
         for number in range(1, self._chains.rows - 1):
-            positions = (start + number - 1).clamp(max=self._speculator.max_model_len - 1)
-            last, hidden = self._run(count, 1, guesses[-1], positions[:, None].long(), hidden)
-            guesses.append(self._sample(last, count, positions))
+            last, hidden = self._run(count, guesses[-1], hidden, stretch, at)
+            guesses.append(self._sample(last, count, stretch.start + at[:, 0]))
+            if number < self._chains.rows - 2:
+                at = at + 1
         return torch.stack(guesses, dim=1)
 
     def _run(
         self,
         count: int,
-        rows: int,
         tokens: torch.Tensor,
-        positions: torch.Tensor,
         hidden: torch.Tensor,
+        stretch: Stretch,
+        at: torch.Tensor,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The head over `rows` rows of each request, at positions [count, rows] that follow one
-        another; K/V goes to its own cache, as far as vLLM has reserved slots."""
-        spec, chains = self._speculator, self._chains
-        table = spec.block_tables.input_block_tables[self._group][:count]
-        ends = torch.where(chains.active[:count], chains.prefix[:count] + chains.limit, 0)
-        ends = ends.clamp(max=spec.max_model_len)
-        slots = slots_of(positions, ends, table, self._page_size).flatten()
-        lens = (positions[:, 0] + rows).clamp(max=spec.max_model_len)
-        table, lens = window_of(table, lens, self._page_size, self._pages)
+        """The head over rows at places `at` [count, rows] of the stretch, which follow one another;
+        K/V goes to its own cache, as far as vLLM has reserved slots."""
+        spec, rows = self._speculator, at.shape[1]
+        positions = (stretch.start[:, None] + at).clamp(max=spec.max_model_len - 1)
+        slots = stretch.slots.gather(1, at.long()).flatten()
+        lens = (positions[:, 0] + rows).clamp(max=spec.max_model_len) - stretch.before
         common = CommonAttentionMetadata(
-            query_start_loc=self._starts_device[: count + 1] * rows,
-            query_start_loc_cpu=self._starts[: count + 1] * rows,
-            seq_lens=lens,
+            query_start_loc=self._starts_device[rows][: count + 1],
+            query_start_loc_cpu=self._starts[rows][: count + 1],
+            seq_lens=lens.to(torch.int32),
             max_seq_len=min(spec.max_model_len, self._pages * self._page_size),
             num_reqs=count,
             num_actual_tokens=count * rows,
             max_query_len=rows,
-            block_table_tensor=table,
+            block_table_tensor=stretch.table,
             slot_mapping=slots,
         )
         builder = spec.attn_groups[self._group][0].get_metadata_builder(0)

@@ -13,8 +13,6 @@ from typing import Protocol
 
 import torch
 
-from nwor_specpv import verify_plan
-
 from .chain import Chains
 from .partial_pass import PartialPass
 from .tail import Tail
@@ -53,19 +51,14 @@ class Rounds:
         store: ViewStore,
         tail: Tail,
         layer_index: dict[str, int],
-        num_heads: int,
         target: PartialTarget,
         head: Head,
     ) -> None:
         self.chains, self.store, self.tail = chains, store, tail
         self._layer_index = layer_index
-        self._num_heads = num_heads
         self._target, self._head = target, head
         batch, device = chains.prefix.shape[0], chains.prefix.device
         self._starts = torch.arange(batch + 1, dtype=torch.int32, device=device) * chains.rows
-        # Under it rows do not see one another: the view's part of attention has them already.
-        words = -(-chains.rows // 64)
-        self._unseen = torch.zeros(batch * chains.rows, words, dtype=torch.int64, device=device)
         self._hidden: torch.Tensor | None = None
 
     def begin(
@@ -119,8 +112,6 @@ class Rounds:
             has_tail=not first,
             select=first,
         )
-        if not first:
-            self._plan(passed)
         said, hidden = self._target.run(
             passed,
             chains.tokens[:count].flatten(),
@@ -133,29 +124,3 @@ class Rounds:
             self._hidden = hidden.new_zeros(most, *hidden.shape[1:])
         self._hidden[: hidden.shape[0]] = hidden
         chains.extend(said.view(count, chains.rows))
-
-    def _plan(self, passed: PartialPass) -> None:
-        """One plan for all layers: their views have the same lengths, and so have their tails."""
-        key_cache = self.store.key_caches[0]
-        count, num_rows = passed.num_requests, passed.num_requests * passed.num_rows
-        query = key_cache.new_empty(1, 1, key_cache.shape[3])
-        query = query.expand(num_rows, self._num_heads, key_cache.shape[3])
-        shape = (passed.prefix_lens, passed.query_start)
-        passed.unseen = self._unseen[:num_rows]
-        passed.view_plan = verify_plan(
-            query,
-            key_cache,
-            passed.block_table,
-            *shape,
-            view=self.store.view(0, count),
-            max_rows=passed.num_rows,
-        )
-        passed.tail_plan = verify_plan(
-            query,
-            self.tail.keys[0],
-            self.tail.block_table[:count],
-            passed.tail_lens,
-            passed.query_start,
-            passed.unseen,
-            max_rows=passed.num_rows,
-        )

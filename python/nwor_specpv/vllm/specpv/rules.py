@@ -12,7 +12,7 @@ from typing import Any
 
 from nwor_specpv.config import Settings
 from nwor_specpv.errors import NworError
-from nwor_specpv.vllm.support import Refusal
+from nwor_specpv.vllm.support import Refusal, holds_codes
 
 DRAFTER = "nwor_specpv.vllm.specpv.drafter.PartialViewDrafter"
 # The longest chain vLLM's rejection sampler takes.
@@ -37,6 +37,7 @@ class LongContext:
     lora: bool = False
     multimodal: bool = False
     max_model_len: int = 0
+    cache_dtype: str = "auto"
 
 
 def describe(vllm_config: Any) -> LongContext:
@@ -53,6 +54,7 @@ def describe(vllm_config: Any) -> LongContext:
         lora=vllm_config.lora_config is not None,
         multimodal=bool(model.is_multimodal_model or model.uses_mrope),
         max_model_len=model.max_model_len,
+        cache_dtype=str(vllm_config.cache_config.cache_dtype),
     )
 
 
@@ -92,6 +94,11 @@ def _refusals(settings: Settings, setup: LongContext, staging_off: str | None) -
         yield Refusal(
             "specpv_storage 'compact' or specpv_offload: views are lists of vLLM's own pages",
             "use specpv_storage 'paged' without specpv_offload",
+        )
+    if holds_codes(setup.cache_dtype):
+        yield Refusal(
+            f"a cache of {setup.cache_dtype}: views read K/V as the model computes it",
+            "use --kv-cache-dtype auto, or drop enable_specpv",
         )
     if settings.specpv_budget != "fixed":
         yield Refusal(

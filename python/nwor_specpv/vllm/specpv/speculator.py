@@ -283,13 +283,11 @@ class PartialViewSpeculator(EagleSpeculator):
         )
         tail = Tail(caches, self.max_num_reqs, self.limit + rows)
         chains = Chains(self.max_num_reqs, rows, self.limit, self.max_model_len, self.device)
-        heads = self._engine.layers[target.layers[0]].impl.num_heads
         self._rounds = Rounds(
             chains,
             store,
             tail,
             target.layer_index,
-            heads,
             SampledTarget(self, target),
             EagleHead(self, chains),
         )
@@ -323,10 +321,10 @@ class PartialViewSpeculator(EagleSpeculator):
         pages = rounds.store.key_caches[0].shape[0]
         page_size = rounds.store.page_size
         small, large = sizes[0], sizes[-1]
-        table = self._table(small)
+        table = self._table(large)
         saved = table.clone()
-        per_request = min(pages // small, table.shape[1], 32768 // page_size)
-        for request in range(small):
+        per_request = min(pages // large, table.shape[1], 32768 // page_size)
+        for request in range(large):
             first = request * per_request
             table[request, :per_request] = torch.arange(
                 first, first + per_request, dtype=torch.int32, device=self.device
@@ -349,10 +347,11 @@ class PartialViewSpeculator(EagleSpeculator):
             return best
 
         empty, rows = timed(small, 0), 1 + self._guesses
-        full = timed(small, max(1, tokens))
         more = timed(large, 0) if large > small else empty
+        # Of the largest batch: one request alone does not fill the memory's bandwidth.
+        read = timed(large, max(1, tokens)) - more
         costs = fit_costs(
-            empty, more, max(1, (large - small) * rows) + 1, full, small * max(1, tokens)
+            empty, more, max(1, (large - small) * rows) + 1, empty + read, large * max(1, tokens)
         )
         table.copy_(saved)
         self.lengths.learn(costs)
