@@ -405,7 +405,7 @@ __global__ void __launch_bounds__(kMaxTensorWarps * 32, kChunks <= 4 ? 2 : 1)
     ptx::CommitCopies();
   };
   int unit = share.cta * num_warps + warp;
-#pragma unroll
+#pragma unroll 1
   for (int i = 0; i < kTensorStages; ++i) load(unit + i * step, ring + i * 2 * Tile::kUnitBytes);
   ptx::WaitCopies<kTensorStages>();
   __syncthreads();
