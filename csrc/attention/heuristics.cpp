@@ -66,7 +66,7 @@ SharedNeed NeedOf(const VerifyShape& shape, bool warpgroup, int32_t row_tile) {
   const int dim = shape.head_dim;
   const bool float8 = shape.cache_dtype == DType::kFloat8E4M3;
   if (warpgroup) {
-    return {TileFixedBytes(dim, row_tile),           2 * TileBytes(dim), 0, 2, kMaxTileStages,
+    return {TileFixedBytes(dim, row_tile),           TileStageBytes(dim), 0, 2, kMaxTileStages,
             TileCtasPerSm(dim, TileGroups(row_tile))};
   }
   const bool may_pair = CtaThreads(dim, row_tile) == 32 * kStreams;

@@ -191,13 +191,13 @@ __device__ void ServeQueue(const VerifyArgs& args, SharedItem* item, int32_t* po
     __syncthreads();
     process();
     __syncthreads();
-    if (threadIdx.x == 0) item->next_item = SettleItem(args, counts, fetch);
+    if (threadIdx.x == 0) item->queue.next_item = SettleItem(args, counts, fetch);
     __syncthreads();
-    index = item->next_item;
+    index = item->queue.next_item;
   }
   if (threadIdx.x == 0) {
-    item->counts = counts;
-    item->ticket = kNoTicket;
+    item->queue.counts = counts;
+    item->queue.ticket = kNoTicket;
   }
   __syncthreads();
   CombineAll<Traits>(args, item, num_items, buffer);

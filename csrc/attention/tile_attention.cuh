@@ -100,11 +100,10 @@ class TileAttention {
     if (rescale) Rescale(factor);
     PackWeights();
   }
-  // The same where tokens from `end` on do not exist, and not every row sees all of them: `first`
-  // is the step's first prefix token or in-flight row.
-  __device__ void WeighEdge(bool in_flight, int first, int end) {
+  // The same where some tokens do not exist, or not every row sees all of them.
+  __device__ void WeighEdge(const StepSight& step) {
     const float scale = ScoreScale();
-    Mask(in_flight, first, end);
+    Mask(step);
     float factor[2];
     const bool rescale = WeighScores(scale, factor);
     AwaitValues();
@@ -128,14 +127,14 @@ class TileAttention {
   // Between WeighEdge and StartValues of a step of in-flight rows. A value that is not finite may
   // reach only those rows that see it, but zero times it is NaN. Such values are rare: they become
   // zeros for the matrix unit and are added by hand.
-  __device__ void SetNonFiniteApart(const RingPlace& stage, int first, int end) {
+  __device__ void SetNonFiniteApart(const RingPlace& stage, const StepSight& step) {
     bulk::Wait(memory_.values_full(stage.at), stage.parity);
     const uint32_t tile = memory_.values(stage.at);
     constexpr int kChunks = Traits::kHeadDim / 8;
     constexpr int kThreadsPerRow = Traits::kThreads / kStep;
     const int row = threadIdx.x / kThreadsPerRow;
     bool found = false;
-    if (row < end - first) {
+    if (row < step.end - step.first) {
 #pragma unroll 1
       for (int i = threadIdx.x % kThreadsPerRow; i < kChunks; i += kThreadsPerRow) {
         const uint32_t address = tile + ChunkOffset<Traits>(row, i);
@@ -152,12 +151,12 @@ class TileAttention {
     Traits::Meet();
     if (has_rows_) {
       uint64_t seen[2];
-      SeenTokens<Traits>(args_, item_.plan, position_, true, first, end, seen);
+      SeenTokens<Traits>(args_, item_.plan, position_, step, seen);
 #pragma unroll 1
       for (int token = 0; token < kStep; ++token) {
         const bool visible[2] = {(seen[0] >> token & 1) != 0, (seen[1] >> token & 1) != 0};
         if (!visible[0] && !visible[1]) continue;
-        AddNonFinite(first + token, visible);
+        AddNonFinite(step.first + token, visible);
       }
     }
     wgmma::Pin(out_);
@@ -398,9 +397,9 @@ class TileAttention {
   }
 
   // Masks what a row does not see.
-  __device__ void Mask(bool in_flight, int first, int end) {
+  __device__ void Mask(const StepSight& step) {
     uint64_t seen[2];  // bit j: the step's token j
-    SeenTokens<Traits>(args_, item_.plan, position_, in_flight, first, end, seen);
+    SeenTokens<Traits>(args_, item_.plan, position_, step, seen);
     const int lane = threadIdx.x % 32;
 #pragma unroll
     for (int half = 0; half < 2; ++half) {

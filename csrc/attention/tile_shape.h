@@ -79,14 +79,19 @@ constexpr int TileFolds(int head_dim, int row_tile) {
 }
 constexpr int TileFoldBytes(int head_dim, int row_tile) { return row_tile * head_dim * 4; }
 
-inline constexpr int kTileItemBytes = 208;
+inline constexpr int kTileItemBytes = 176;
 // Ids of pages for the next steps: two windows of them.
 inline constexpr int kTileIdBytes = 2 * 32 * 4;
+// Beside the tokens a stage has barriers and, for in-flight rows, a word of the tree mask for each
+// of so many query rows: those of a row tile where four heads or more share a KV head.
+inline constexpr int kTileMaskRows = 16;
+inline constexpr int kTileStageRest = 32 + 8 * kTileMaskRows;
+constexpr int TileStageBytes(int head_dim) { return 2 * TileBytes(head_dim) + kTileStageRest; }
 // Shared memory beside the stages: queries, folds, two items, ids, barriers.
 constexpr int TileFixedBytes(int head_dim, int row_tile) {
   return TileQueryBytes(head_dim, TileGroups(row_tile)) +
          TileFolds(head_dim, row_tile) * TileFoldBytes(head_dim, row_tile) + 2 * kTileItemBytes +
-         kTileIdBytes + 32 * kMaxTileStages + 6 * 16;
+         kTileIdBytes + 6 * 16;
 }
 
 }  // namespace nwor

@@ -155,21 +155,28 @@ struct LaunchCounts {
   }
 };
 
+// What follows an item.
+struct QueueEnd {
+  LaunchCounts counts;
+  int32_t next_item;
+  uint32_t ticket;  // of the combine; then the item's plan is the pair's
+};
+
 // The current item, in shared memory.
 struct SharedItem {
   PlanItem plan;
-  TokenMap tokens;
-  LaunchCounts counts;
-  int32_t next_item;
+  union {
+    TokenMap tokens;
+    QueueEnd queue;  // when the tokens are no longer needed
+  };
   int32_t is_end;      // no item: there are no more
-  uint32_t ticket;     // of the combine; then plan is the pair's
   float prefix_scale;  // of a raw score, log2 units: scale, key scale and log2(e)
   float tail_scale;
   float value_scale;
   float cap_inner;  // softcap: cap_outer * tanh(x), x = cap_inner * scaled score / 2, log2 units
   float cap_outer;  // 0: no softcap
 };
-static_assert(sizeof(SharedItem) <= kItemBytes);
+static_assert(sizeof(SharedItem) <= kItemBytes && sizeof(SharedItem) <= kTileItemBytes);
 
 // Per row: softmax states of the streams, weights of the merges, position.
 template <int kRowTile>
