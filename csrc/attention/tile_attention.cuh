@@ -303,10 +303,13 @@ class TileAttention {
   __device__ int FoldQuads() const { return args_.row_tile * (Traits::kHeadDim / 4); }
 
   // Folds what Keep has kept, of the group (0) or of the request (1), in shared memory or in a
-  // slot.
+  // slot. The request's is folded when the group's is no longer needed: from a slot it comes there,
+  // behind all tokens that are under way, but in one trip.
   __device__ void Fold(int kept, int64_t slot, const float2 (&weight)[2]) {
-    if (kFoldsInShared && kept < TileFolds(Traits::kHeadDim, args_.row_tile)) {
-      FoldShared(folds_ + kept * FoldQuads(), weight);
+    if constexpr (kFoldsInShared) {
+      const bool here = kept < TileFolds(Traits::kHeadDim, args_.row_tile);
+      if (!here) BringSlot(slot);
+      FoldShared(folds_ + (here ? kept : 0) * FoldQuads(), weight);
     } else {
       FoldSlot(slot, weight);
     }
@@ -317,6 +320,20 @@ class TileAttention {
     } else {
       KeepSlot(slot);
     }
+  }
+
+  // This thread's places of a slot to its first ones in shared memory.
+  __device__ void BringSlot(int64_t slot) {
+    if (!has_rows_) return;
+    const float4* place = SlotPlace(slot);
+    const uint32_t to = ptx::SharedAddress(folds_);
+    constexpr int kBytes = sizeof(float4);
+#pragma unroll
+    for (int n = 0; n < Traits::kHeadDim / 8; ++n) {
+      ptx::CopyAsync(to + n * PlaceStride() * kBytes, place + n * PlaceStride());
+    }
+    ptx::CommitCopies();
+    ptx::WaitCopies<0>();
   }
 
   // out_ = old * weight.x + out_ * weight.y, old from a slot: many loads are under way at once.

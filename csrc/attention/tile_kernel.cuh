@@ -41,6 +41,7 @@ __device__ void RunTileItem(const VerifyArgs& args, const TileMemory<Traits>& me
     } else {
       release(memory.values_empty(used));
     }
+    used = -1;
   };
   // Called when the values of the step before are in. Returns this step's stage.
   const auto advance = [&](bool edge) {
@@ -96,12 +97,13 @@ __device__ void RunTileItem(const VerifyArgs& args, const TileMemory<Traits>& me
         attention.template StartValues<1>(now);
       }
       attention.AwaitValues();
+      release_values();
       if (++step < span.num_steps) first_scores();
     }
     attention.AwaitValues();
+    release_values();
     attention.Finish(leaf);
   }
-  release_values();
 }
 
 // The computing threads' walk over the items.
