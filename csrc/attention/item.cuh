@@ -132,9 +132,9 @@ struct BlockOffsets {
   int64_t key, value;
 };
 __device__ inline BlockOffsets LocateBlock(const VerifyArgs& args, const SharedItem& item,
-                                           int token, int end) {
+                                           int token, int id) {
   const TokenMap& map = item.tokens;
-  const BlockPlace at = PlaceOf(args, item, token, ReadId(item, token, end));
+  const BlockPlace at = PlaceOf(args, item, token, id);
   const int64_t page = map.ids == nullptr ? 0 : at.page;
   return {page * map.key_page + at.token * map.key_token,
           page * map.value_page + at.token * map.value_token};

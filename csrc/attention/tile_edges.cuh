@@ -103,7 +103,7 @@ class TileEdges {
               key_row, value_row};
     }
     BlockOffsets at = {};
-    if (exists) at = LocateBlock(args_, item, token, span.end);
+    if (exists) at = LocateBlock(args_, item, token, ReadId(item, token, span.end));
     return {map.keys + at.key, map.values + at.value, map.key_token, map.value_token};
   }
 

@@ -39,6 +39,10 @@ constexpr int QueryBytes(int head_dim, int row_tile) { return row_tile * head_di
 inline constexpr int kItemBytes = 256;
 constexpr int RowStateBytes(int row_tile) { return row_tile * 4 * (3 * kStreams + 10); }
 
+// Whether the first stages of a leaf are filled while the one before is merged: with more rows
+// there are no registers to spare for it.
+constexpr bool StartsLeavesEarly(int row_tile) { return row_tile == 16; }
+
 // The streams' outputs, merged in the stages' memory at the end of a leaf; rows padded by 8.
 constexpr int MergeBytes(int head_dim, int row_tile) {
   return kStreams * row_tile * (head_dim + 8) * 4;

@@ -29,6 +29,7 @@ struct VerifyTraits {
   static constexpr int kRowSplits = RowSplits(kHeadDim, kRowTile);
   static constexpr int kThreads = CtaThreads(kHeadDim, kRowTile);
   static constexpr int kCtasPerSm = kThreads == 32 * kStreams ? 2 : 1;
+  static constexpr bool kStartsEarly = StartsLeavesEarly(kRowTile);
 
   static constexpr int kStepTokens = StepTokens(kHeadDim, kFloat8);
   // Of a step of 16-bit tokens: in-flight rows and compact views keep the rows' type.
@@ -99,7 +100,7 @@ struct VerifyArgs {
   float2* states;
   float* outputs;
   Divisor page_tokens, block_tokens, blocks_per_page, group;
-  int32_t stages;
+  int32_t stages, early_stages;
   int32_t max_slots;
   int32_t row_tile;  // rows of a slot
 };
@@ -193,7 +194,8 @@ struct RowStates {
 };
 static_assert(sizeof(RowStates<16>) == RowStateBytes(16));
 
-// The dynamic shared memory of a CTA. The merge buffer takes the stages' place between leaves.
+// The dynamic shared memory of a CTA. Between leaves the merge buffer takes the place of the stages
+// behind those that are filled early.
 template <class Traits>
 struct SharedMemory {
   SharedItem* item;
@@ -202,13 +204,14 @@ struct SharedMemory {
   uint8_t* stages;
   float* merge;
 
-  __device__ explicit SharedMemory(uint8_t* base) {
+  __device__ SharedMemory(uint8_t* base, const VerifyArgs& args) {
     item = reinterpret_cast<SharedItem*>(base);
     query = base + kItemBytes;
     rows = reinterpret_cast<RowStates<Traits::kRowTile>*>(
         query + QueryBytes(Traits::kHeadDim, Traits::kRowTile));
     stages = reinterpret_cast<uint8_t*>(rows) + RowStateBytes(Traits::kRowTile);
-    merge = reinterpret_cast<float*>(stages);
+    const int early = Traits::kStartsEarly ? args.early_stages : 0;
+    merge = reinterpret_cast<float*>(stages + early * kStreams * Traits::kStageBytes);
   }
 };
 
