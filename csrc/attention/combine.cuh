@@ -225,24 +225,25 @@ __device__ inline uint32_t TakeTicket(const VerifyArgs& args, const LaunchCounts
 }
 
 // Called by the whole CTA after its last of `num_items` items: none of them has been reported yet.
-// shared->ticket is what TakeTicket has given, and if it stands for a unit, shared->plan its pair.
+// shared->queue.ticket is what TakeTicket has given, and if it stands for a unit, shared->plan its
+// pair.
 template <class Traits>
 __device__ void CombineAll(const VerifyArgs& args, SharedItem* shared, int num_items,
                            const CombineBuffer& buffer) {
-  const LaunchCounts counts = shared->counts;
+  const LaunchCounts counts = shared->queue.counts;
   if (counts.num_split_pairs == 0) return;
   auto& round = args.counters->round[counts.launch % 2];
   Traits::Meet();  // all of this CTA's stores are made
   if (threadIdx.x == 0) ptx::AddRelease(&round.done, num_items);
   const int units_per_pair = UnitsPerPair<Traits>(args);
   const uint32_t units = counts.num_split_pairs * units_per_pair;
-  uint32_t unit = shared->ticket;
+  uint32_t unit = shared->queue.ticket;
   bool first = unit < units;
   if (unit == kNoTicket) {
     Traits::Meet();
-    if (threadIdx.x == 0) shared->ticket = TakeTicket(args, counts);
+    if (threadIdx.x == 0) shared->queue.ticket = TakeTicket(args, counts);
     Traits::Meet();
-    unit = shared->ticket;
+    unit = shared->queue.ticket;
   }
   if (unit >= units) return;
   if (threadIdx.x == 0) {
@@ -258,9 +259,9 @@ __device__ void CombineAll(const VerifyArgs& args, SharedItem* shared, int num_i
     const int row = CombinedRows<Traits>::Row(index);
     if (row < pair.num_rows) CombineRows<Traits>(args, pair, row, buffer);
     first = false;
-    if (threadIdx.x == 0) shared->ticket = next;
+    if (threadIdx.x == 0) shared->queue.ticket = next;
     Traits::Meet();
-    unit = shared->ticket;
+    unit = shared->queue.ticket;
     if (unit >= units) return;
   }
 }

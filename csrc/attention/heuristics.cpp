@@ -60,14 +60,20 @@ struct SharedNeed {
   int32_t fixed, stage, least;
   int32_t min_stages, max_stages;
   int32_t max_ctas_per_sm;
+  bool starts_early;
 };
 
 SharedNeed NeedOf(const VerifyShape& shape, bool warpgroup, int32_t row_tile) {
   const int dim = shape.head_dim;
   const bool float8 = shape.cache_dtype == DType::kFloat8E4M3;
   if (warpgroup) {
-    return {TileFixedBytes(dim, row_tile),           2 * TileBytes(dim), 0, 2, kMaxTileStages,
-            TileCtasPerSm(dim, TileGroups(row_tile))};
+    return {TileFixedBytes(dim, row_tile),
+            TileStageBytes(dim),
+            0,
+            2,
+            kMaxTileStages,
+            TileCtasPerSm(dim, TileGroups(row_tile)),
+            false};
   }
   const bool may_pair = CtaThreads(dim, row_tile) == 32 * kStreams;
   return {QueryBytes(dim, row_tile) + kItemBytes + RowStateBytes(row_tile),
@@ -75,7 +81,8 @@ SharedNeed NeedOf(const VerifyShape& shape, bool warpgroup, int32_t row_tile) {
           MergeBytes(dim, row_tile),
           1,
           kMaxStages,
-          may_pair ? 2 : 1};
+          may_pair ? 2 : 1,
+          StartsLeavesEarly(row_tile)};
 }
 
 // Two CTAs per SM hide each other's start and merge, where both can have a pipeline. False: too
@@ -88,7 +95,11 @@ bool FitSharedMemory(const SharedNeed& need, const DeviceProps& device, VerifyCo
     if (stages < std::max(need.min_stages, ctas) || need.fixed + need.least > room) continue;
     config->stages = stages;
     config->num_ctas = ctas * device.num_sms;
-    config->smem_bytes = need.fixed + std::max(stages * need.stage, need.least);
+    // The merge buffer takes the place of the others.
+    const int32_t apart = (room - need.fixed - need.least) / need.stage;
+    config->early_stages = need.starts_early ? std::min(apart, stages - 1) : 0;
+    config->smem_bytes =
+        need.fixed + std::max(stages * need.stage, config->early_stages * need.stage + need.least);
     return true;
   }
   return false;

@@ -40,6 +40,7 @@ struct VerifyConfig {
   bool warpgroup = false;             // kernels for warpgroup matrix instructions
   int32_t row_tile = 0;               // packed rows per work item
   int32_t stages = 0;                 // pipeline depth per stream
+  int32_t early_stages = 0;           // of them, filled while the leaf before is merged
   int32_t num_ctas = 0;               // persistent: fills the device once
   int32_t smem_bytes = 0;
   int32_t min_leaf_tokens = 0;  // a prefix is cut into leaves of at least so many tokens,

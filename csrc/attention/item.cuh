@@ -132,9 +132,9 @@ struct BlockOffsets {
   int64_t key, value;
 };
 __device__ inline BlockOffsets LocateBlock(const VerifyArgs& args, const SharedItem& item,
-                                           int token, int end) {
+                                           int token, int id) {
   const TokenMap& map = item.tokens;
-  const BlockPlace at = PlaceOf(args, item, token, ReadId(item, token, end));
+  const BlockPlace at = PlaceOf(args, item, token, id);
   const int64_t page = map.ids == nullptr ? 0 : at.page;
   return {page * map.key_page + at.token * map.key_token,
           page * map.value_page + at.token * map.value_token};
@@ -191,13 +191,13 @@ __device__ void ServeQueue(const VerifyArgs& args, SharedItem* item, int32_t* po
     __syncthreads();
     process();
     __syncthreads();
-    if (threadIdx.x == 0) item->next_item = SettleItem(args, counts, fetch);
+    if (threadIdx.x == 0) item->queue.next_item = SettleItem(args, counts, fetch);
     __syncthreads();
-    index = item->next_item;
+    index = item->queue.next_item;
   }
   if (threadIdx.x == 0) {
-    item->counts = counts;
-    item->ticket = kNoTicket;
+    item->queue.counts = counts;
+    item->queue.ticket = kNoTicket;
   }
   __syncthreads();
   CombineAll<Traits>(args, item, num_items, buffer);

@@ -32,6 +32,11 @@ __device__ inline void CopyAsync(uint32_t target, const void* source, uint64_t p
                : "memory");
 }
 
+// 8 bytes.
+__device__ inline void CopyAsync8(uint32_t target, const void* source) {
+  asm volatile("cp.async.ca.shared.global [%0], [%1], 8;" ::"r"(target), "l"(source) : "memory");
+}
+
 // The same; zeros when !valid, and then source is not read.
 __device__ inline void CopyAsync(uint32_t target, const void* source, bool valid) {
   const int bytes = valid ? 16 : 0;
@@ -224,11 +229,6 @@ __device__ inline bool NamedBarrierOr(int id, int count, bool value) {
       : "r"(static_cast<uint32_t>(value)), "r"(id), "r"(count)
       : "memory");
   return any != 0;
-}
-
-// Brings the line to this SM's cache.
-__device__ inline void Prefetch(const void* pointer) {
-  asm volatile("prefetch.global.L1 [%0];" ::"l"(pointer));
 }
 
 // Adds; whoever sees that by LoadAcquire sees what this thread has done or seen before.

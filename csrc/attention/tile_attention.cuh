@@ -100,11 +100,10 @@ class TileAttention {
     if (rescale) Rescale(factor);
     PackWeights();
   }
-  // The same where tokens from `end` on do not exist, and not every row sees all of them: `first`
-  // is the step's first prefix token or in-flight row.
-  __device__ void WeighEdge(bool in_flight, int first, int end) {
+  // The same where some tokens do not exist, or not every row sees all of them.
+  __device__ void WeighEdge(const StepSight& step) {
     const float scale = ScoreScale();
-    Mask(in_flight, first, end);
+    Mask(step);
     float factor[2];
     const bool rescale = WeighScores(scale, factor);
     AwaitValues();
@@ -128,14 +127,14 @@ class TileAttention {
   // Between WeighEdge and StartValues of a step of in-flight rows. A value that is not finite may
   // reach only those rows that see it, but zero times it is NaN. Such values are rare: they become
   // zeros for the matrix unit and are added by hand.
-  __device__ void SetNonFiniteApart(const RingPlace& stage, int first, int end) {
+  __device__ void SetNonFiniteApart(const RingPlace& stage, const StepSight& step) {
     bulk::Wait(memory_.values_full(stage.at), stage.parity);
     const uint32_t tile = memory_.values(stage.at);
     constexpr int kChunks = Traits::kHeadDim / 8;
     constexpr int kThreadsPerRow = Traits::kThreads / kStep;
     const int row = threadIdx.x / kThreadsPerRow;
     bool found = false;
-    if (row < end - first) {
+    if (row < step.end - step.first) {
 #pragma unroll 1
       for (int i = threadIdx.x % kThreadsPerRow; i < kChunks; i += kThreadsPerRow) {
         const uint32_t address = tile + ChunkOffset<Traits>(row, i);
@@ -152,12 +151,12 @@ class TileAttention {
     Traits::Meet();
     if (has_rows_) {
       uint64_t seen[2];
-      SeenTokens<Traits>(args_, item_.plan, position_, true, first, end, seen);
+      SeenTokens<Traits>(args_, item_.plan, position_, step, seen);
 #pragma unroll 1
       for (int token = 0; token < kStep; ++token) {
         const bool visible[2] = {(seen[0] >> token & 1) != 0, (seen[1] >> token & 1) != 0};
         if (!visible[0] && !visible[1]) continue;
-        AddNonFinite(first + token, visible);
+        AddNonFinite(step.first + token, visible);
       }
     }
     wgmma::Pin(out_);
@@ -304,10 +303,13 @@ class TileAttention {
   __device__ int FoldQuads() const { return args_.row_tile * (Traits::kHeadDim / 4); }
 
   // Folds what Keep has kept, of the group (0) or of the request (1), in shared memory or in a
-  // slot.
+  // slot. The request's is folded when the group's is no longer needed: from a slot it comes there,
+  // behind all tokens that are under way, but in one trip.
   __device__ void Fold(int kept, int64_t slot, const float2 (&weight)[2]) {
-    if (kFoldsInShared && kept < TileFolds(Traits::kHeadDim, args_.row_tile)) {
-      FoldShared(folds_ + kept * FoldQuads(), weight);
+    if constexpr (kFoldsInShared) {
+      const bool here = kept < TileFolds(Traits::kHeadDim, args_.row_tile);
+      if (!here) BringSlot(slot);
+      FoldShared(folds_ + (here ? kept : 0) * FoldQuads(), weight);
     } else {
       FoldSlot(slot, weight);
     }
@@ -318,6 +320,20 @@ class TileAttention {
     } else {
       KeepSlot(slot);
     }
+  }
+
+  // This thread's places of a slot to its first ones in shared memory.
+  __device__ void BringSlot(int64_t slot) {
+    if (!has_rows_) return;
+    const float4* place = SlotPlace(slot);
+    const uint32_t to = ptx::SharedAddress(folds_);
+    constexpr int kBytes = sizeof(float4);
+#pragma unroll
+    for (int n = 0; n < Traits::kHeadDim / 8; ++n) {
+      ptx::CopyAsync(to + n * PlaceStride() * kBytes, place + n * PlaceStride());
+    }
+    ptx::CommitCopies();
+    ptx::WaitCopies<0>();
   }
 
   // out_ = old * weight.x + out_ * weight.y, old from a slot: many loads are under way at once.
@@ -398,9 +414,9 @@ class TileAttention {
   }
 
   // Masks what a row does not see.
-  __device__ void Mask(bool in_flight, int first, int end) {
+  __device__ void Mask(const StepSight& step) {
     uint64_t seen[2];  // bit j: the step's token j
-    SeenTokens<Traits>(args_, item_.plan, position_, in_flight, first, end, seen);
+    SeenTokens<Traits>(args_, item_.plan, position_, step, seen);
     const int lane = threadIdx.x % 32;
 #pragma unroll
     for (int half = 0; half < 2; ++half) {

@@ -19,7 +19,6 @@ class TileEdges {
       const SharedItem& item = *memory_.item(slot.at);
       if (item.is_end) return;
       const TileSpan<Traits> span(args_.params, item.plan);
-      if (span.tail_rows > 0) FetchMask(item.plan);
 #pragma unroll 1
       for (int step = 0; step < span.num_steps; ++step) {
         const int prefix_step = span.PrefixStep(step);
@@ -41,16 +40,13 @@ class TileEdges {
  private:
   static constexpr int kChunks = Traits::kHeadDim / 8;
 
-  // Brings the rows' masks to the SM's cache: the computing warps ask for them behind all tokens
-  // that are under way.
-  __device__ void FetchMask(const PlanItem& plan) const {
-    const VerifyParams& p = args_.params;
-    if (p.tree_mask == nullptr) return;
-    const int first = args_.group.Quotient(plan.row_begin);
-    const int last = args_.group.Quotient(plan.row_begin + plan.num_rows - 1);
-    const uint64_t* words = p.tree_mask + int64_t{plan.query_start + first} * p.mask_words;
-    const int count = (last - first + 1) * p.mask_words;
-    for (int i = threadIdx.x % 32; i < count; i += 32) ptx::Prefetch(words + i);
+  // What the item's rows see of the in-flight rows from `first` on.
+  __device__ void CopyMask(const PlanItem& plan, int first, int stage) const {
+    const StageMask mask(args_, plan);
+    const int lane = threadIdx.x % 32;
+    if (args_.params.tree_mask == nullptr || !mask.fits() || lane >= mask.count) return;
+    ptx::CopyAsync8(memory_.mask(stage) + lane * 8,
+                    StageMask::Word(args_.params, plan, mask.first + lane, first));
   }
 
   // Rows that do not exist, or that no row sees, become zeros in V and stay undefined in K. Of a
@@ -62,6 +58,7 @@ class TileEdges {
     const VerifyParams& p = args_.params;
     const int tokens = (in_flight ? span.tail_rows : span.end) - first;
     const int blocks = tokens > 16 ? TileSpan<Traits>::kBlocks : 1;
+    if (in_flight) CopyMask(item.plan, first, stage);
     for (int block = 0; block < blocks; ++block) {
       const int token = first + block * 16;
       const int valid_begin = (in_flight ? 0 : WindowBegin(p, item.plan.prefix_tokens)) - token;
@@ -106,7 +103,7 @@ class TileEdges {
               key_row, value_row};
     }
     BlockOffsets at = {};
-    if (exists) at = LocateBlock(args_, item, token, span.end);
+    if (exists) at = LocateBlock(args_, item, token, ReadId(item, token, span.end));
     return {map.keys + at.key, map.values + at.value, map.key_token, map.value_token};
   }
 

@@ -41,6 +41,7 @@ __device__ void RunTileItem(const VerifyArgs& args, const TileMemory<Traits>& me
     } else {
       release(memory.values_empty(used));
     }
+    used = -1;
   };
   // Called when the values of the step before are in. Returns this step's stage.
   const auto advance = [&](bool edge) {
@@ -82,24 +83,27 @@ __device__ void RunTileItem(const VerifyArgs& args, const TileMemory<Traits>& me
         }
       }
       if (step == leaf_end) break;
-      const bool in_flight = span.IsTail(step);
-      const int first = in_flight ? span.TailRow(step) : span.PrefixToken(span.PrefixStep(step));
-      const int end = in_flight ? span.tail_rows : span.end;
-      attention.WeighEdge(in_flight, first, end);
+      StepSight sight;
+      sight.in_flight = span.IsTail(step);
+      sight.first = sight.in_flight ? span.TailRow(step) : span.PrefixToken(span.PrefixStep(step));
+      sight.end = sight.in_flight ? span.tail_rows : span.end;
+      sight.mask = memory.mask(stage->at);
+      attention.WeighEdge(sight);
       const RingPlace now = advance(true);
-      if (in_flight) attention.SetNonFiniteApart(now, first, end);
-      if (end - first > 16) {
+      if (sight.in_flight) attention.SetNonFiniteApart(now, sight);
+      if (sight.end - sight.first > 16) {
         attention.template StartValues<kBlocks>(now);
       } else {
         attention.template StartValues<1>(now);
       }
       attention.AwaitValues();
+      release_values();
       if (++step < span.num_steps) first_scores();
     }
     attention.AwaitValues();
+    release_values();
     attention.Finish(leaf);
   }
-  release_values();
 }
 
 // The computing threads' walk over the items.

@@ -96,7 +96,7 @@ struct TileSpan {
 // The dynamic shared memory of a CTA, as addresses.
 template <class Traits>
 struct TileMemory {
-  uint32_t stages, query, ids, barriers;
+  uint32_t stages, query, ids, barriers, stage_rests;
   float4* folds;      // of the computing threads: see TileFolds
   SharedItem* items;  // two: one is opened while the other is worked on
 
@@ -113,6 +113,7 @@ struct TileMemory {
     items = reinterpret_cast<SharedItem*>(rest);
     ids = ptx::SharedAddress(rest + 2 * kTileItemBytes);
     barriers = ids + kTileIdBytes;
+    stage_rests = barriers + 6 * 16;
   }
 
   // What the combine may use: stages, queries and folds.
@@ -125,18 +126,18 @@ struct TileMemory {
   __device__ uint32_t keys(int stage) const { return stages + stage * Traits::kStageBytes; }
   __device__ uint32_t values(int stage) const { return keys(stage) + Traits::kTileBytes; }
   // Full: tokens, an item, queries are there. Empty: they have been used.
-  __device__ uint32_t keys_full(int stage) const { return barriers + stage * 32; }
+  __device__ uint32_t keys_full(int stage) const { return stage_rests + stage * kTileStageRest; }
   __device__ uint32_t values_full(int stage) const { return keys_full(stage) + 8; }
   __device__ uint32_t keys_empty(int stage) const { return keys_full(stage) + 16; }
   __device__ uint32_t values_empty(int stage) const { return keys_full(stage) + 24; }
-  __device__ uint32_t item_full(int slot) const {
-    return barriers + 32 * kMaxTileStages + slot * 16;
-  }
+  __device__ uint32_t item_full(int slot) const { return barriers + slot * 16; }
   __device__ uint32_t item_empty(int slot) const { return item_full(slot) + 8; }
   __device__ uint32_t query_full() const { return item_full(2); }
   __device__ uint32_t query_empty() const { return item_full(2) + 8; }
   __device__ uint32_t ids_full(int window) const { return item_full(3) + window * 16; }
   __device__ uint32_t ids_empty(int window) const { return ids_full(window) + 8; }
+  // The words of the tree mask for the stage's in-flight rows: see StageMask.
+  __device__ uint32_t mask(int stage) const { return keys_full(stage) + 32; }
   // Edges: a step for threads to fill is next; they know it.
   __device__ uint32_t edge_given() const { return item_full(5); }
   __device__ uint32_t edge_taken() const { return item_full(5) + 8; }
@@ -161,6 +162,23 @@ struct TileMemory {
     bulk::InitBarrier(query_full(), 32);
     bulk::InitBarrier(query_empty(), Traits::kThreads);
     bulk::FenceBarriers();
+  }
+};
+
+// The words of the tree mask for a step of in-flight rows: one for each of the item's query rows
+// [first, first + count). They come with the step's tokens, which are under way for microseconds,
+// unless they are too many for a stage.
+struct StageMask {
+  int first, count;
+
+  __device__ StageMask(const VerifyArgs& args, const PlanItem& item)
+      : first(args.group.Quotient(item.row_begin)),
+        count(args.group.Quotient(item.row_begin + item.num_rows - 1) - first + 1) {}
+  __device__ bool fits() const { return count <= kTileMaskRows; }
+  // The word of row `row` of those that holds in-flight row `other`, in global memory.
+  __device__ static const uint64_t* Word(const VerifyParams& p, const PlanItem& item, int row,
+                                         int other) {
+    return p.tree_mask + int64_t{item.query_start + row} * p.mask_words + other / 64;
   }
 };
 

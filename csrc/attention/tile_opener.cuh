@@ -100,9 +100,12 @@ class TileOpener {
       first_id = ReadWindow(*item, TileSpan<Traits>(args_.params, item->plan), 0);
     }
     if (lane() == 0) {
-      item->ticket = ticket_;
-      item->counts = counts_;
-      if (!item->is_end) PrepareItem<Traits>(args_, item);
+      if (item->is_end) {
+        item->queue.counts = counts_;
+        item->queue.ticket = ticket_;
+      } else {
+        PrepareItem<Traits>(args_, item);
+      }
     }
     __syncwarp();
     bulk::Arrive(memory_.item_full(slot_.at));

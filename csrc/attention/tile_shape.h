@@ -39,6 +39,10 @@ constexpr int QueryBytes(int head_dim, int row_tile) { return row_tile * head_di
 inline constexpr int kItemBytes = 256;
 constexpr int RowStateBytes(int row_tile) { return row_tile * 4 * (3 * kStreams + 10); }
 
+// Whether the first stages of a leaf are filled while the one before is merged: with more rows
+// there are no registers to spare for it.
+constexpr bool StartsLeavesEarly(int row_tile) { return row_tile == 16; }
+
 // The streams' outputs, merged in the stages' memory at the end of a leaf; rows padded by 8.
 constexpr int MergeBytes(int head_dim, int row_tile) {
   return kStreams * row_tile * (head_dim + 8) * 4;
@@ -79,14 +83,19 @@ constexpr int TileFolds(int head_dim, int row_tile) {
 }
 constexpr int TileFoldBytes(int head_dim, int row_tile) { return row_tile * head_dim * 4; }
 
-inline constexpr int kTileItemBytes = 208;
+inline constexpr int kTileItemBytes = 176;
 // Ids of pages for the next steps: two windows of them.
 inline constexpr int kTileIdBytes = 2 * 32 * 4;
+// Beside the tokens a stage has barriers and, for in-flight rows, a word of the tree mask for each
+// of so many query rows: those of a row tile where four heads or more share a KV head.
+inline constexpr int kTileMaskRows = 16;
+inline constexpr int kTileStageRest = 32 + 8 * kTileMaskRows;
+constexpr int TileStageBytes(int head_dim) { return 2 * TileBytes(head_dim) + kTileStageRest; }
 // Shared memory beside the stages: queries, folds, two items, ids, barriers.
 constexpr int TileFixedBytes(int head_dim, int row_tile) {
   return TileQueryBytes(head_dim, TileGroups(row_tile)) +
          TileFolds(head_dim, row_tile) * TileFoldBytes(head_dim, row_tile) + 2 * kTileItemBytes +
-         kTileIdBytes + 32 * kMaxTileStages + 6 * 16;
+         kTileIdBytes + 6 * 16;
 }
 
 }  // namespace nwor

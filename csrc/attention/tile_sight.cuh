@@ -16,16 +16,23 @@ __device__ inline uint64_t LowBits(int count) {
   return count <= 0 ? 0ull : count >= 64 ? ~0ull : (1ull << count) - 1;
 }
 
-// Bit j of seen: this thread's row of that half, at position[half], sees token j of the step whose
-// first prefix token or in-flight row is `first`; from `end` on there are none. Called by whole
-// warps.
+// A step as the computing threads see it.
+struct StepSight {
+  bool in_flight;
+  int first, end;  // its first prefix token or in-flight row; from `end` on there are none
+  uint32_t mask;   // of its stage
+};
+
+// Bit j of seen: this thread's row of that half, at position[half], sees token j of the step.
+// Called by whole warps.
 template <class Traits>
 __device__ void SeenTokens(const VerifyArgs& args, const PlanItem& item, const int (&position)[2],
-                           bool in_flight, int first, int end, uint64_t (&seen)[2]) {
+                           const StepSight& step, uint64_t (&seen)[2]) {
   const VerifyParams& p = args.params;
+  const int first = step.first;
   const int last_row = item.request_rows - 1;
   const int lane = threadIdx.x % 32;
-  const bool windowed_rows = in_flight && p.window > 0;
+  const bool windowed_rows = step.in_flight && p.window > 0;
   int depth[2] = {0, 0};  // of key rows first + lane and + 32
   if (windowed_rows) {
     depth[0] = RowDepth(p, item, min(first + lane, last_row));
@@ -33,18 +40,26 @@ __device__ void SeenTokens(const VerifyArgs& args, const PlanItem& item, const i
   }
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
-    seen[half] = LowBits(end - first);
-    if (!in_flight) {
+    seen[half] = LowBits(step.end - first);
+    if (!step.in_flight) {
       if (p.window > 0) seen[half] &= ~LowBits(position[half] - p.window + 1 - first);
       continue;
     }
-    const int query_row = min(args.group.Quotient(item.row_begin + TileRow(half)), last_row);
+    // Rows that do not exist may see anything.
+    const StageMask mask(args, item);
+    const int row =
+        min(args.group.Quotient(item.row_begin + TileRow(half)) - mask.first, mask.count - 1);
     if (p.tree_mask == nullptr) {
-      seen[half] &= LowBits(query_row + 1 - first);
+      seen[half] &= LowBits(mask.first + row + 1 - first);
     } else {
       // A step's rows lie in one mask word: steps start at multiples of 32 or 64.
-      const int64_t at = item.query_start + query_row;
-      seen[half] &= p.tree_mask[at * p.mask_words + first / 64] >> (first % 64);
+      uint64_t word;
+      if (mask.fits()) {
+        word = ptx::Bits<uint64_t>(ptx::LoadShared64(step.mask + row * 8));
+      } else {
+        word = *StageMask::Word(p, item, mask.first + row, first);
+      }
+      seen[half] &= word >> (first % 64);
     }
     if (windowed_rows) {
       const int oldest = position[half] - item.prefix_tokens - p.window + 1;

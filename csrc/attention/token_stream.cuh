@@ -9,23 +9,31 @@ namespace nwor {
 template <class Traits>
 class TokenStream {
  public:
-  // Tokens [begin, end) of the prefix and the request's first tail_rows rows.
   __device__ TokenStream(const VerifyArgs& args, const SharedItem& item, uint32_t stages,
-                         int stream, int begin, int end, int tail_rows)
+                         int stream)
       : args_(args),
         item_(item),
         stages_(stages),
         stream_(stream),
-        begin_(begin),
-        end_(end),
-        tail_rows_(tail_rows),
         wide_(Traits::kFloat8 && item.plan.source == TokenSource::kCompact),
-        policy_(ptx::EvictFirstPolicy()) {
-    const int prefix = (end - begin + PrefixStepTokens() - 1) / PrefixStepTokens();
-    const int tail = (tail_rows + Traits::kTailTokens - 1) / Traits::kTailTokens;
+        policy_(ptx::EvictFirstPolicy()) {}
+
+  // Turns to a leaf. Where leaves start early it returns what Begin has to be called with before
+  // steps are loaded: that is on its way from global memory.
+  __device__ int Open(int leaf) {
+    const PlanItem& plan = item_.plan;
+    begin_ = plan.token_begin + leaf * plan.leaf_tokens;
+    end_ = max(min(begin_ + plan.leaf_tokens, plan.prefix_tokens), begin_);
+    tail_rows_ = TailRows(args_.params, plan, leaf);
+    const int prefix = (end_ - begin_ + PrefixStepTokens() - 1) / PrefixStepTokens();
+    const int tail = (tail_rows_ + Traits::kTailTokens - 1) / Traits::kTailTokens;
     prefix_total_ = prefix;
     num_prefix_ = Share(prefix);
     num_steps_ = Share(prefix + tail);
+    return Traits::kStartsEarly ? ReadId(item_, BlockToken(0), end_) : 0;
+  }
+  __device__ void Begin(int id) {
+    if (Traits::kStartsEarly && num_prefix_ > 0 && !wide_) Locate(0, id);
   }
 
   // Steps [plain_begin, plain_end) hold whole blocks of prefix tokens that every row sees.
@@ -40,6 +48,8 @@ class TokenStream {
     return wide_ ? 0 : Share((end_ - begin_) / Traits::kStepTokens);
   }
 
+  __device__ int tail_rows() const { return tail_rows_; }
+  __device__ int prefix_end() const { return end_; }
   __device__ int num_prefix() const { return num_prefix_; }
   __device__ int num_steps() const { return num_steps_; }
 
@@ -95,13 +105,19 @@ class TokenStream {
   }
   __device__ int Share(int steps) const { return (steps - stream_ + kStreams - 1) / kStreams; }
 
-  // Finds where the next 32 blocks of this stream lie, one per lane.
-  __device__ void LookUp(int first_block) {
+  // This lane's of 32 blocks of this stream.
+  __device__ int BlockToken(int first_block) const {
     const int block = first_block + static_cast<int>(threadIdx.x % 32);
-    const int token = PrefixToken(block / kBlocks) + block % kBlocks * 16;
-    const BlockOffsets at = LocateBlock(args_, item_, token, end_);
+    return PrefixToken(block / kBlocks) + block % kBlocks * 16;
+  }
+  // Finds where they lie.
+  __device__ void Locate(int first_block, int id) {
+    const BlockOffsets at = LocateBlock(args_, item_, BlockToken(first_block), id);
     key_offset_ = at.key;
     value_offset_ = at.value;
+  }
+  __device__ void LookUp(int first_block) {
+    Locate(first_block, ReadId(item_, BlockToken(first_block), end_));
   }
 
   __device__ void LoadPrefix(int step, uint32_t stage) {
@@ -109,7 +125,7 @@ class TokenStream {
 #pragma unroll
     for (int i = 0; i < kBlocks; ++i) {
       const int block = step * kBlocks + i;
-      if (block % 32 == 0) LookUp(block);
+      if (block % 32 == 0 && !(Traits::kStartsEarly && block == 0)) LookUp(block);
       const int64_t key_offset = __shfl_sync(0xffffffffu, key_offset_, block % 32);
       const int64_t value_offset = __shfl_sync(0xffffffffu, value_offset_, block % 32);
       const int token = PrefixToken(step) + i * 16;

@@ -158,6 +158,7 @@ void LaunchVerify(const VerifyParams& params, const VerifyConfig& config, const 
   args.states = reinterpret_cast<float2*>(bytes + at.states);
   args.outputs = reinterpret_cast<float*>(bytes + at.outputs);
   args.stages = config.stages;
+  args.early_stages = config.early_stages;
   args.max_slots = config.max_slots;
   args.row_tile = config.row_tile;
   args.group = Divisor::Of(params.num_heads / params.num_kv_heads);

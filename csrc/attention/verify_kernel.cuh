@@ -46,10 +46,13 @@ __device__ void LoadQueries(const VerifyArgs& args, const PlanItem& item, uint8_
   }
 }
 
-// One leaf up to the streams' results in the merge buffer. Called by the whole CTA.
+// One leaf up to the streams' results in the merge buffer. `stream` has begun with it, and the
+// first `started` steps are under way; those of the leaf behind are when it returns, up to
+// args.early_stages of them. Called by the whole CTA.
 template <class Traits>
-__device__ void RunLeaf(const VerifyArgs& args, const SharedMemory<Traits>& smem, int leaf) {
-  const VerifyParams& p = args.params;
+__device__ void RunLeaf(const VerifyArgs& args, const SharedMemory<Traits>& smem, int leaf,
+                        int started, TokenStream<Traits>* tokens) {
+  TokenStream<Traits>& stream = *tokens;
   const SharedItem& item = *smem.item;
   const int warp = threadIdx.x / 32;
   const int stream_idx = warp / Traits::kRowSplits;
@@ -62,15 +65,9 @@ __device__ void RunLeaf(const VerifyArgs& args, const SharedMemory<Traits>& smem
     }
   };
 
-  const int begin = item.plan.token_begin + leaf * item.plan.leaf_tokens;
-  const int end = min(begin + item.plan.leaf_tokens, item.plan.prefix_tokens);
-  const int tail_rows = TailRows(p, item.plan, leaf);
-  TokenStream<Traits> stream(args, item, ptx::SharedAddress(smem.stages), stream_idx, begin,
-                             max(end, begin), tail_rows);
-
   const int stages = args.stages;
 #pragma unroll 1
-  for (int step = 0; step < stages - 1; ++step) stream.Load(step, step);
+  for (int step = started; step < stages - 1; ++step) stream.Load(step, step);
   if (leaf == item.plan.leaf_begin) {
     ptx::WaitCopies(stages - 1);  // the queries', made before the stages'
     __syncthreads();
@@ -104,20 +101,30 @@ __device__ void RunLeaf(const VerifyArgs& args, const SharedMemory<Traits>& smem
     const uint32_t stage = load_then_wait([&](int load, int at) { stream.Load(load, at); });
     const bool in_flight = step >= stream.num_prefix();
     if (Traits::kFloat8 && !in_flight && item.plan.source != TokenSource::kCompact) {
-      attention.template EdgeStep<Traits::kFloat8>(stage, stream.PrefixToken(step), end);
+      attention.template EdgeStep<Traits::kFloat8>(stage, stream.PrefixToken(step),
+                                                   stream.prefix_end());
     } else {
       if (Traits::kFloat8 && step == stream.num_prefix()) attention.ScaleOutput(item.value_scale);
       const int first = in_flight ? stream.TailRow(step) : stream.PrefixToken(step);
-      attention.RowStep(stage, first, in_flight ? tail_rows : end, in_flight);
+      attention.RowStep(stage, first, in_flight ? stream.tail_rows() : stream.prefix_end(),
+                        in_flight);
     }
     ++step;
   }
   if (Traits::kFloat8 && stream.num_steps() == stream.num_prefix()) {
     attention.ScaleOutput(item.value_scale);
   }
-  __syncthreads();  // all stages are drained: the merge buffer takes their place
+  int first_id = 0;
+  const bool starts_next = Traits::kStartsEarly && leaf + 1 < item.plan.leaf_end;
+  if (starts_next) first_id = stream.Open(leaf + 1);
+  __syncthreads();  // all stages are drained: the merge buffer takes the place of some
   attention.Store(smem.rows->max[stream_idx], smem.rows->sum[stream_idx],
                   smem.merge + stream_idx * Traits::kRowTile * Traits::kMergeStride);
+  if (starts_next) {
+    stream.Begin(first_id);
+#pragma unroll 1
+    for (int step = 0; step < args.early_stages; ++step) stream.Load(step, step);
+  }
   __syncthreads();
 }
 
@@ -127,14 +134,19 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kCtasPerSm)
   // Where the library is built for sm_90a, tile_kernel.cuh serves that device.
   if constexpr (!Traits::kSuperseded) {
     extern __shared__ __align__(1024) uint8_t shared_bytes[];
-    const SharedMemory<Traits> smem(shared_bytes);
+    const SharedMemory<Traits> smem(shared_bytes, args);
     const CombineBuffer buffer = {ptx::SharedAddress(smem.stages),
                                   args.stages * kStreams * Traits::kStageBytes};
     ServeQueue<Traits>(args, smem.item, smem.rows->position, buffer, [&] {
       LoadQueries<Traits>(args, smem.item->plan, smem.query);
       ptx::CommitCopies();
-      for (int leaf = smem.item->plan.leaf_begin; leaf < smem.item->plan.leaf_end; ++leaf) {
-        RunLeaf<Traits>(args, smem, leaf);
+      const PlanItem& plan = smem.item->plan;
+      TokenStream<Traits> stream(args, *smem.item, ptx::SharedAddress(smem.stages),
+                                 threadIdx.x / 32 / Traits::kRowSplits);
+      for (int leaf = plan.leaf_begin; leaf < plan.leaf_end; ++leaf) {
+        const bool started = Traits::kStartsEarly && leaf > plan.leaf_begin;
+        if (!started) stream.Begin(stream.Open(leaf));
+        RunLeaf<Traits>(args, smem, leaf, started ? args.early_stages : 0, &stream);
         FinishLeaf<Traits>(args, smem, leaf);
       }
     });

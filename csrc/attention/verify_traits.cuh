@@ -29,6 +29,7 @@ struct VerifyTraits {
   static constexpr int kRowSplits = RowSplits(kHeadDim, kRowTile);
   static constexpr int kThreads = CtaThreads(kHeadDim, kRowTile);
   static constexpr int kCtasPerSm = kThreads == 32 * kStreams ? 2 : 1;
+  static constexpr bool kStartsEarly = StartsLeavesEarly(kRowTile);
 
   static constexpr int kStepTokens = StepTokens(kHeadDim, kFloat8);
   // Of a step of 16-bit tokens: in-flight rows and compact views keep the rows' type.
@@ -99,7 +100,7 @@ struct VerifyArgs {
   float2* states;
   float* outputs;
   Divisor page_tokens, block_tokens, blocks_per_page, group;
-  int32_t stages;
+  int32_t stages, early_stages;
   int32_t max_slots;
   int32_t row_tile;  // rows of a slot
 };
@@ -155,21 +156,28 @@ struct LaunchCounts {
   }
 };
 
+// What follows an item.
+struct QueueEnd {
+  LaunchCounts counts;
+  int32_t next_item;
+  uint32_t ticket;  // of the combine; then the item's plan is the pair's
+};
+
 // The current item, in shared memory.
 struct SharedItem {
   PlanItem plan;
-  TokenMap tokens;
-  LaunchCounts counts;
-  int32_t next_item;
+  union {
+    TokenMap tokens;
+    QueueEnd queue;  // when the tokens are no longer needed
+  };
   int32_t is_end;      // no item: there are no more
-  uint32_t ticket;     // of the combine; then plan is the pair's
   float prefix_scale;  // of a raw score, log2 units: scale, key scale and log2(e)
   float tail_scale;
   float value_scale;
   float cap_inner;  // softcap: cap_outer * tanh(x), x = cap_inner * scaled score / 2, log2 units
   float cap_outer;  // 0: no softcap
 };
-static_assert(sizeof(SharedItem) <= kItemBytes);
+static_assert(sizeof(SharedItem) <= kItemBytes && sizeof(SharedItem) <= kTileItemBytes);
 
 // Per row: softmax states of the streams, weights of the merges, position.
 template <int kRowTile>
@@ -186,7 +194,8 @@ struct RowStates {
 };
 static_assert(sizeof(RowStates<16>) == RowStateBytes(16));
 
-// The dynamic shared memory of a CTA. The merge buffer takes the stages' place between leaves.
+// The dynamic shared memory of a CTA. Between leaves the merge buffer takes the place of the stages
+// behind those that are filled early.
 template <class Traits>
 struct SharedMemory {
   SharedItem* item;
@@ -195,13 +204,14 @@ struct SharedMemory {
   uint8_t* stages;
   float* merge;
 
-  __device__ explicit SharedMemory(uint8_t* base) {
+  __device__ SharedMemory(uint8_t* base, const VerifyArgs& args) {
     item = reinterpret_cast<SharedItem*>(base);
     query = base + kItemBytes;
     rows = reinterpret_cast<RowStates<Traits::kRowTile>*>(
         query + QueryBytes(Traits::kHeadDim, Traits::kRowTile));
     stages = reinterpret_cast<uint8_t*>(rows) + RowStateBytes(Traits::kRowTile);
-    merge = reinterpret_cast<float*>(stages);
+    const int early = Traits::kStartsEarly ? args.early_stages : 0;
+    merge = reinterpret_cast<float*>(stages + early * kStreams * Traits::kStageBytes);
   }
 };
 

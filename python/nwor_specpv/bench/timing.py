@@ -43,18 +43,30 @@ def capture(run: Callable[[], None]) -> torch.cuda.CUDAGraph:
     return graph
 
 
+def cold_l2() -> Callable[[], object]:
+    """Reads a buffer of twice the device's L2: what lay there before is gone."""
+    size = 2 * torch.cuda.get_device_properties(torch.cuda.current_device()).L2_cache_size
+    buffer = torch.zeros(size // 4, dtype=torch.float32, device="cuda")
+    return buffer.amax
+
+
 def time_graphs(
-    graphs: dict[str, torch.cuda.CUDAGraph], calls: dict[str, int], replays: int
+    graphs: dict[str, torch.cuda.CUDAGraph],
+    calls: dict[str, int],
+    replays: int,
+    before: Callable[[], object] | None = None,
 ) -> dict[str, Timing]:
     """Replays the graphs in turn; a graph's time is divided by its number of calls.
 
     A sleeping kernel holds the device back while the host enqueues, so that no launch gap of the
-    host is measured.
+    host is measured. `before` is called ahead of every replay, outside of what is measured.
     """
     samples: dict[str, list[float]] = {name: [] for name in graphs}
     for turn in range(replays + 2):
         for name, graph in graphs.items():
             start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            if before is not None:
+                before()
             torch.cuda._sleep(400_000)
             start.record()
             graph.replay()

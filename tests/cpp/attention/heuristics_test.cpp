@@ -252,6 +252,35 @@ TEST(ChooseVerifyConfig, GivesAnSmTwoCtasOfTwoStagesForUsualRows) {
   }
 }
 
+TEST(ChooseVerifyConfig, KeepsEarlyStagesApartFromTheMergeBuffer) {
+  for (const DeviceProps& device : {kH200WithoutWarpgroups, kA100, kL40}) {
+    for (const int head_dim : {64, 80, 96, 128, 192, 256}) {
+      for (const DType cache : {DType::kBFloat16, DType::kFloat8E4M3}) {
+        for (const int rows : {1, 4, 8, 16, 64}) {
+          VerifyShape shape = Shape(4, rows, 32, 8, head_dim);
+          shape.cache_dtype = cache;
+          const VerifyConfig config = ChooseVerifyConfig(shape, device);
+          const int stage = kStreams * StageBytes(head_dim, cache == DType::kFloat8E4M3);
+          const int fixed =
+              QueryBytes(head_dim, config.row_tile) + kItemBytes + RowStateBytes(config.row_tile);
+          EXPECT_LT(config.early_stages, config.stages);
+          EXPECT_GE(config.early_stages, 0);
+          EXPECT_LE(fixed + config.stages * stage, config.smem_bytes);
+          EXPECT_LE(fixed + config.early_stages * stage + MergeBytes(head_dim, config.row_tile),
+                    config.smem_bytes);
+          if (config.row_tile > 16) {
+            EXPECT_EQ(config.early_stages, 0);
+          }
+        }
+      }
+    }
+  }
+  VerifyShape float8 = Shape(8, 1, 32, 8, 128);
+  float8.cache_dtype = DType::kFloat8E4M3;
+  EXPECT_EQ(ChooseVerifyConfig(float8, kH200).stages, 3);
+  EXPECT_EQ(ChooseVerifyConfig(float8, kH200).early_stages, 2);
+}
+
 TEST(ChooseVerifyConfig, TakesTheKernelFromDeviceAndCacheAlone) {
   for (const int rows : {1, 8, 200}) {
     EXPECT_TRUE(ChooseVerifyConfig(Shape(3, rows), kH200).warpgroup);

@@ -71,13 +71,13 @@ def reordered(step: Step, order: list[int]) -> Step:
     arguments["query_start"] = torch.tensor(
         [sum(lengths[:i]) for i in range(len(order) + 1)], dtype=torch.int32, device=device
     )
-    view = step.options["view"]
+    view = step.options.get("view")
     options = dict(step.options)
     if isinstance(view, PartialView):
         options["view"] = PartialView(
             view.blocks[order], view.num_blocks[order], view.view_lens[order], view.block_size
         )
-    else:
+    if isinstance(view, CompactView):
         options["view"] = CompactView(view.keys[order], view.values[order], view.lens[order])
     return replace(step, arguments=arguments, tree_mask=step.tree_mask[rows], options=options)
 
@@ -111,6 +111,37 @@ def test_whole_prefixes_and_views_in_any_order_of_requests(device: str, view: st
         again, again_lse = reordered(step, order).run()
         assert torch.equal(again, out[rows]), order
         assert torch.equal(again_lse, lse[rows]), order
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize(
+    ("rows", "heads", "cache_dtype"),
+    [(1, 16, None), (8, 16, None), (16, 16, None), (40, 4, None), (1, 16, FP8), (8, 16, FP8)],
+)
+def test_a_batch_that_fills_the_device_changes_no_bit(
+    device: str, rows: int, heads: int, cache_dtype: torch.dtype | None
+) -> None:
+    """Some of its requests are a work item each, others several, and a CTA takes many in turn."""
+    shape = Shape(
+        rows=[rows, 3, rows],
+        prefix=[1700, 0, 300],
+        heads=heads,
+        kv_heads=4,
+        head_dim=128,
+        dtype=row_dtypes(device)[-1],
+        cache_dtype=cache_dtype,
+        mask="tree",
+    )
+    step = make_step(shape, rows, device)
+    out, lse = step.run()
+    assert_close(step, out, lse)
+    starts = step.arguments["query_start"].tolist()
+    for copies in (2,) if device == "cpu" else (2, 24, 70):
+        order = [0, 1, 2] * copies
+        at = [t for b in order for t in range(starts[b], starts[b + 1])]
+        again, again_lse = reordered(step, order).run()
+        assert torch.equal(again, out[at]), copies
+        assert torch.equal(again_lse, lse[at]), copies
 
 
 def moved(tensor: torch.Tensor) -> torch.Tensor:
