@@ -65,7 +65,7 @@ def make_round(
 ) -> Round:
     """`sizes`: of a block and of a page."""
     size, page_size = sizes or rng.choice([(4, 8), (8, 8), (4, 4)])
-    dim = rng.choice([16, 64, 80])
+    dim = rng.choice([16, 64, 80, 128])
     row_dtype = torch.float32 if dtype == FLOAT8 and device == "cpu" else dtype
     row_dtype = torch.bfloat16 if dtype == FLOAT8 and device == "cuda" else row_dtype
     cached = [rng.randrange(1, max(40, 2 * size + 8)) for _ in range(batch)]
