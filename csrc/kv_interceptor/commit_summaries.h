@@ -47,11 +47,6 @@ struct SummaryLengths {
   int32_t cached = 0;
 };
 
-NWOR_HOST_DEVICE inline SummaryLengths LoadLengths(const CommitSummaries& summaries, int32_t b) {
-  return {summaries.rows == nullptr ? b : summaries.rows[b], summaries.full_lens[b],
-          summaries.cached_lens[b]};
-}
-
 NWOR_HOST_DEVICE inline CompletedBlocks FindCompleted(const CommitSummaries& summaries,
                                                       const SummaryLengths& lengths,
                                                       int32_t num_accepted) {
@@ -66,9 +61,11 @@ NWOR_HOST_DEVICE inline CompletedBlocks FindCompleted(const CommitSummaries& sum
   return blocks;
 }
 
-NWOR_HOST_DEVICE inline CompletedBlocks FindCompleted(const CommitSummaries& summaries, int32_t b,
-                                                      int32_t num_accepted) {
-  return FindCompleted(summaries, LoadLengths(summaries, b), num_accepted);
+inline CompletedBlocks FindCompleted(const CommitSummaries& summaries, int32_t b,
+                                     int32_t num_accepted) {
+  const SummaryLengths lengths = {summaries.rows == nullptr ? b : summaries.rows[b],
+                                  summaries.full_lens[b], summaries.cached_lens[b]};
+  return FindCompleted(summaries, lengths, num_accepted);
 }
 
 }  // namespace nwor

@@ -24,16 +24,18 @@ struct SummaryUnit {
 
 // What a warp's lanes know of the requests `base` to base + 31, one each.
 struct LaneRequests {
-  SummaryLengths lengths;
+  SummaryLengths lengths;  // without the row where rows are not given
   int32_t count = -1;
 
   LaneRequests() = default;
-  // Loads depend on nothing but the number of the request.
+  // Loads depend on nothing but the number of the request, and nothing here waits for them.
   __device__ LaneRequests(const BatchTable& batch, const SummaryTable& table, int32_t base) {
     const int32_t request = base + static_cast<int32_t>(threadIdx.x % 32);
     if (request >= NumRequests(batch)) return;
     count = batch.counts[request];
-    lengths = LoadLengths(table.to, request);
+    lengths.full = table.to.full_lens[request];
+    lengths.cached = table.to.cached_lens[request];
+    if (table.to.rows != nullptr) lengths.row = table.to.rows[request];
   }
 };
 
@@ -54,6 +56,7 @@ struct LayerSummaries {
 #pragma unroll 1
     for (int32_t base = 0;;) {
       CompletedBlocks own;
+      if (table.to.rows == nullptr) requests.lengths.row = base + lane;
       if (requests.count >= 0 && requests.count <= batch.depth) {
         own = FindCompleted(table.to, requests.lengths, requests.count);
       }
