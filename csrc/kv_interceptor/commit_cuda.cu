@@ -5,6 +5,7 @@
 #include "kv_interceptor/commit_grid.h"
 #include "kv_interceptor/commit_move.cuh"
 #include "kv_interceptor/commit_summaries.cuh"
+#include "kv_interceptor/commit_summary_share.cuh"
 #include "kv_interceptor/commit_table.cuh"
 #include "kv_interceptor/commit_tail.cuh"
 #include "kv_interceptor/commit_validate.cuh"
@@ -16,9 +17,9 @@
 //
 // Small batches are validated by a warp of their own: a warp that waits for its rows cannot think.
 //
-// A commit that serves partial views has no blocks of its own for them: whoever validates also sees
-// whether any request completes a block or has a row 0 to copy, and only then do the warps that
-// moved rows share out that work, when their own stores are on their way.
+// A commit that serves partial views has no blocks of its own for them: the warps that move rows
+// find out by themselves whether they have a block to complete or a row 0 to copy, while they wait
+// for the verdict or for their rows, and do it when their own stores are on their way.
 
 namespace nwor {
 namespace {
@@ -26,16 +27,6 @@ namespace {
 struct ViewTable {
   SummaryTable summaries;
   TailTable tail;
-
-  // Whether a valid batch leaves something to do for this request beyond moving its rows.
-  __device__ bool Wants(const BatchTable& batch, int32_t request) const {
-    if (summaries.to.kmax != nullptr) {
-      const CompletedBlocks own = FindCompleted(summaries.to, request, batch.counts[request]);
-      if (own.first < own.last) return true;
-    }
-    return tail.data[0] != nullptr && tail.params.begin[request] >= 0 &&
-           tail.params.RootSlot(request) >= 0;
-  }
 };
 struct NoViews {
   NoTail tail;
@@ -43,34 +34,61 @@ struct NoViews {
 template <bool kViews>
 using ViewArgument = std::conditional_t<kViews, ViewTable, NoViews>;
 
-// This thread's part of the question whether views want anything. It is asked before the batch is
-// known to be valid: a count may be anything, and the answer then means nothing.
-template <typename Team, typename Views>
-__device__ bool WantsShare(const BatchTable& batch, const Views& views) {
-  bool wants = false;
-  if constexpr (!std::is_same_v<Views, NoViews>) {
-    const int32_t num_requests = batch.num_positions / batch.positions_per_request;
-#pragma unroll 1
-    for (auto request = static_cast<int32_t>(Team::Rank()); request < num_requests;
-         request += static_cast<int32_t>(Team::kSize)) {
-      wants |= views.Wants(batch, request);
+// What one of the warps of a layer's two planes does for partial views. Neighbouring units go to
+// different blocks: they take the same time.
+template <int kLayers>
+class ViewShare {
+ public:
+  // The first loads are on their way when it has been made.
+  __device__ ViewShare(const CommitTable<kLayers>& table, const ViewTable& views)
+      : table_(table),
+        views_(views),
+        num_warps_(2 * gridDim.y * kCommitWarps),
+        warp_((threadIdx.x / 32 * 2 + blockIdx.x % 2) * gridDim.y + blockIdx.y),
+        requests_(views.summaries.to.kmax == nullptr
+                      ? LaneRequests()
+                      : LaneRequests(table.batch, views.summaries, 0)),
+        summaries_({table.batch, layer(), views.summaries, layer_idx()}, warp_, num_warps_) {}
+
+  // May be called before the batch is known to be valid.
+  __device__ void Start() {
+    if (views_.summaries.to.kmax != nullptr) summaries_.Start(requests_);
+  }
+
+  // REQUIRES: the batch is valid, and Start was called.
+  __device__ void FinishSummaries() {
+    if (views_.summaries.to.kmax != nullptr) summaries_.Finish();
+  }
+
+  // REQUIRES: the batch is valid.
+  template <RowOp kOp>
+  __device__ void CopyRoots() const {
+    if (views_.tail.data[0] != nullptr) {
+      FeedRoots<kOp>(table_.batch, layer(), layer_idx(), views_.tail, warp_, num_warps_);
     }
   }
-  return wants;
-}
 
-// What all warps of a layer's two planes do once the batch is known to be valid. Neighbouring units
-// go to different blocks: they take the same time.
-template <RowOp kOp, int kLayers>
-__device__ void ServeViews(const CommitTable<kLayers>& table, const ViewTable& views) {
-  const auto layer = static_cast<int32_t>(blockIdx.x / 2);
-  const auto num_blocks = static_cast<int32_t>(2 * gridDim.y);
-  const auto block = static_cast<int32_t>(blockIdx.x % 2 * gridDim.y + blockIdx.y);
-  const int32_t warp = static_cast<int32_t>(threadIdx.x / 32) * num_blocks + block;
-  const int32_t num_warps = num_blocks * kCommitWarps;
-  SummarizeShare(table.batch, table.layers[layer], layer, views.summaries, warp, num_warps);
-  FeedRoots<kOp>(table.batch, table.layers[layer], layer, views.tail, warp, num_warps);
-}
+ private:
+  __device__ static int layer_idx() { return static_cast<int>(blockIdx.x / 2); }
+  __device__ const LayerTable& layer() const { return table_.layers[layer_idx()]; }
+
+  const CommitTable<kLayers>& table_;
+  const ViewTable& views_;
+  const uint32_t num_warps_;
+  const uint32_t warp_;
+  const LaneRequests requests_;
+  SummaryShare summaries_;
+};
+struct NoViewShare {
+  template <typename Table>
+  __device__ NoViewShare(const Table&, const NoViews&) {}
+  __device__ void Start() {}
+  __device__ void FinishSummaries() {}
+  template <RowOp kOp>
+  __device__ void CopyRoots() const {}
+};
+template <int kLayers, bool kViews>
+using ViewShareOf = std::conditional_t<kViews, ViewShare<kLayers>, NoViewShare>;
 
 // True in the one warp of the grid that publishes; asked by one warp of each block after the block
 // has its verdict. Such a block reads no input that publishing changes, so its rows may still be on
@@ -96,22 +114,14 @@ __device__ BatchVerdict CheckWarpShare(const BatchTable& batch, const Tail& tail
           static_cast<int32_t>(__reduce_add_sync(0xffffffff, num_accepted))};
 }
 
-// The whole block validates; ends with a barrier after which all threads know the same verdict, and
-// in `wanted` whether views want anything.
-template <typename Views>
-__device__ BatchVerdict ValidateTogether(const BatchTable& batch, const Views& views,
-                                         uint32_t* cells, const Entry& first, BatchVerdict& found,
-                                         bool& wanted) {
+// The whole block validates; ends with a barrier after which all threads know the same verdict.
+template <typename Tail>
+__device__ BatchVerdict ValidateTogether(const BatchTable& batch, const Tail& tail, uint32_t* cells,
+                                         const Entry& first, BatchVerdict& found) {
   ClearCells<BlockTeam>(batch, cells);
-  constexpr bool kViews = !std::is_same_v<Views, NoViews>;
-  if (threadIdx.x == 0) {
-    found = {kNoFault, 0};
-    if constexpr (kViews) wanted = false;
-  }
-  const bool wants = WantsShare<BlockTeam>(batch, views);
+  if (threadIdx.x == 0) found = {kNoFault, 0};
   __syncthreads();
-  if (kViews && wants) wanted = true;
-  const BatchVerdict warp = CheckWarpShare<BlockTeam>(batch, views.tail, cells, first);
+  const BatchVerdict warp = CheckWarpShare<BlockTeam>(batch, tail, cells, first);
   if (threadIdx.x % 32 == 0) {
     if (warp.fault != kNoFault) atomicMin(&found.fault, warp.fault);
     if (warp.num_accepted != 0) atomicAdd(&found.num_accepted, warp.num_accepted);
@@ -129,11 +139,10 @@ __global__ void __launch_bounds__(kCommitThreads, kUniform ? kCommitBlocksPerSm 
   using Tail = std::remove_cvref_t<decltype(views.tail)>;
   extern __shared__ uint32_t cells[];  // see InsertSlot
   __shared__ BatchVerdict found;
-  __shared__ bool wanted;
   const BatchTable& batch = table.batch;
   const Entry first = LoadEntry(batch, static_cast<int32_t>(threadIdx.x));
   const auto decide = [&] {
-    const BatchVerdict verdict = ValidateTogether(batch, views, cells, first, found, wanted);
+    const BatchVerdict verdict = ValidateTogether(batch, views.tail, cells, first, found);
     // The last warp has the least to move, often nothing.
     if (threadIdx.x / 32 == kCommitWarps - 1 && PublishesNow(batch)) {
       Announce(batch, views.tail, verdict);
@@ -141,23 +150,27 @@ __global__ void __launch_bounds__(kCommitThreads, kUniform ? kCommitBlocksPerSm 
     return verdict.fault == kNoFault;
   };
   const Plane plane = SelectPlane(table, blockIdx.x);
+  ViewShareOf<kLayers, kViews> view_share(table, views);
   if constexpr (kUniform) {
     WarpShare<kOp, Tail> share(batch, plane, views.tail);
     share.Start();
     if (!decide()) return;
-    share.Finish();
     if constexpr (kViews) {
-      if (wanted) ServeViews<kOp>(table, views);
+      if (share.more()) share.Advance();  // the next rows are on their way in the meantime
+      view_share.Start();
     }
+    share.Finish();
+    view_share.FinishSummaries();
+    view_share.template CopyRoots<kOp>();
   } else if (decide()) {
     DispatchRowOp(plane.group.op, [&](auto op) {
       WarpShare<decltype(op)::value, Tail> share(batch, plane, views.tail);
       share.Start();
       share.Finish();
-      if constexpr (kViews) {
-        if (wanted) ServeViews<decltype(op)::value>(table, views);
-      }
+      view_share.template CopyRoots<decltype(op)::value>();
     });
+    view_share.Start();
+    view_share.FinishSummaries();
   }
 }
 
@@ -174,32 +187,27 @@ __global__ void __launch_bounds__(kSmallCommitThreads, kCommitBlocksPerSm)
   using Tail = std::remove_cvref_t<decltype(views.tail)>;
   __shared__ uint32_t cells[ChooseCommitCells(kSmallCommitEntries)];
   __shared__ BatchVerdict found;
-  __shared__ bool wanted;
   const BatchTable& batch = table.batch;
   if (threadIdx.x >= kCommitThreads) {
     const Entry first = LoadEntry(batch, static_cast<int32_t>(threadIdx.x % 32));
-    const bool wants = WantsShare<WarpTeam>(batch, views);
     ClearCells<WarpTeam>(batch, cells);
     __syncwarp();
     const BatchVerdict verdict = CheckWarpShare<WarpTeam>(batch, views.tail, cells, first);
-    if constexpr (kViews) {
-      const bool any = __any_sync(0xffffffff, wants);
-      if (threadIdx.x % 32 == 0) wanted = any;
-    }
     if (threadIdx.x % 32 == 0) found = verdict;
     MeetAtVerdict();
     if (PublishesNow(batch)) Announce(batch, views.tail, verdict);
     return;
   }
   const Plane plane = SelectPlane(table, blockIdx.x);
+  ViewShareOf<kLayers, kViews> view_share(table, views);
   WarpShare<RowOp::kCopy16, Tail> share(batch, plane, views.tail);
   share.Start();
+  view_share.Start();
   MeetAtVerdict();
   if (found.fault != kNoFault) return;
   share.Finish();
-  if constexpr (kViews) {
-    if (wanted) ServeViews<RowOp::kCopy16>(table, views);
-  }
+  view_share.FinishSummaries();
+  view_share.template CopyRoots<RowOp::kCopy16>();
 }
 
 template <int kLayers, bool kViews>

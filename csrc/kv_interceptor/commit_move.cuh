@@ -41,12 +41,10 @@ __device__ Plane SelectPlane(const CommitTable<kLayers>& table, int plane_idx) {
 template <RowOp op, bool kViews>
 class WarpSlice {
  public:
-  // `row` < 0: there is nothing to move. `slice` counts slices within the row. `view`: where the
-  // row begins in a compact view, or null.
-  __device__ void Load(const Plane& plane, int32_t row, int64_t slot, int32_t slice, char* view) {
+  // `row` < 0: there is nothing to move. `slice` counts slices within the row.
+  __device__ void Load(const Plane& plane, int32_t row, int64_t slot, int32_t slice) {
     moves_ = row >= 0;
     if (!moves_) return;
-    if constexpr (kViews) view_ = view;
     first_ = slice * kCommitSliceVectors + threadIdx.x % 32;
     slot_ = slot;
     const RowsSide& side = plane.group.staged[plane.side];
@@ -60,6 +58,9 @@ class WarpSlice {
       }
     }
   }
+
+  // Where the row begins in a compact view, or null.
+  __device__ void GoesTo(char* view) { view_ = view; }
 
   __device__ void Store(const Plane& plane, int64_t view_head) const {
     if (!moves_) return;
@@ -111,31 +112,36 @@ class WarpShare {
     if (unit_ < num_units_) Load();
   }
 
+  __device__ bool more() const { return unit_ < num_units_; }
+
+  // Stores what was started and starts the next. REQUIRES: the batch is valid, and more().
+  __device__ void Advance() {
+    slice_.Store(plane_, tail_.head);
+    unit_ += static_cast<int32_t>(kCommitWarps * gridDim.y);
+    if (more()) Load();
+  }
+
   // Stores what was started and moves the rest. REQUIRES: the batch is valid.
   __device__ void Finish() {
-    while (unit_ < num_units_) {
-      slice_.Store(plane_, tail_.head);
-      unit_ += static_cast<int32_t>(kCommitWarps * gridDim.y);
-      if (unit_ < num_units_) Load();
-    }
+    while (more()) Advance();
   }
 
  private:
   __device__ void Load() {
     const int32_t position = num_slices_ == 1 ? unit_ : unit_ / num_slices_;
     const Entry entry = LoadEntry(batch_, position);
+    [[maybe_unused]] TailEntry in_view;
+    if constexpr (kViews) in_view = tail_.Load(entry.request);
     const bool accepted = entry.count_valid(batch_) && entry.index < entry.count;
     const int32_t row = accepted ? StagingRow(batch_, entry.request, entry.path_entry) : -1;
     const int64_t slot = row < 0 ? -1 : DestinationSlot(plane_.group, position, row);
-    char* view = nullptr;
+    slice_.Load(plane_, row, slot, unit_ - position * num_slices_);
     if constexpr (kViews) {
-      const int32_t first = row < 0 ? -1 : tail_.FirstInView(entry.request);
-      if (first >= 0) {
-        view = tail_.At(static_cast<int>(blockIdx.x / 2), plane_.side, entry.request,
-                        first + entry.index);
-      }
+      const int32_t first = in_view.FirstRow();
+      slice_.GoesTo(first < 0 ? nullptr
+                              : tail_.At(static_cast<int>(blockIdx.x / 2), plane_.side,
+                                         entry.request, first + entry.index));
     }
-    slice_.Load(plane_, row, slot, unit_ - position * num_slices_, view);
   }
 
   const BatchTable& batch_;

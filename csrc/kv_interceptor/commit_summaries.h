@@ -40,18 +40,32 @@ struct CompletedBlocks {
   int32_t last = 0;
 };
 
-NWOR_HOST_DEVICE inline CompletedBlocks FindCompleted(const CommitSummaries& summaries, int32_t b,
+// What decides about the blocks of one request.
+struct SummaryLengths {
+  int32_t row = -1;
+  int32_t full = -1;
+  int32_t cached = 0;
+};
+
+NWOR_HOST_DEVICE inline CompletedBlocks FindCompleted(const CommitSummaries& summaries,
+                                                      const SummaryLengths& lengths,
                                                       int32_t num_accepted) {
   CompletedBlocks blocks;
-  blocks.row = summaries.rows == nullptr ? b : summaries.rows[b];
-  const int32_t full = summaries.full_lens[b];
-  if (full < 0 || blocks.row < 0 || blocks.row >= summaries.num_rows) return blocks;
-  const int32_t end = summaries.cached_lens[b] + num_accepted - summaries.start_token;
-  const int32_t begin = full - summaries.start_token;
+  blocks.row = lengths.row;
+  if (lengths.full < 0 || blocks.row < 0 || blocks.row >= summaries.num_rows) return blocks;
+  const int32_t end = lengths.cached + num_accepted - summaries.start_token;
+  const int32_t begin = lengths.full - summaries.start_token;
   blocks.first = begin > 0 ? begin / summaries.block_size : 0;
   blocks.last = end > 0 ? end / summaries.block_size : 0;
   if (blocks.last > summaries.max_blocks) blocks.last = summaries.max_blocks;
   return blocks;
+}
+
+inline CompletedBlocks FindCompleted(const CommitSummaries& summaries, int32_t b,
+                                     int32_t num_accepted) {
+  const SummaryLengths lengths = {summaries.rows == nullptr ? b : summaries.rows[b],
+                                  summaries.full_lens[b], summaries.cached_lens[b]};
+  return FindCompleted(summaries, lengths, num_accepted);
 }
 
 }  // namespace nwor

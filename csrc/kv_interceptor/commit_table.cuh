@@ -97,6 +97,10 @@ __device__ inline Entry LoadEntry(const BatchTable& batch, int32_t position) {
   return entry;
 }
 
+__device__ inline int32_t NumRequests(const BatchTable& batch) {
+  return static_cast<int32_t>(Divide(batch.num_positions, batch.by_positions));
+}
+
 // The staging row that a path entry names, or -1 when it names none.
 __device__ inline int32_t StagingRow(const BatchTable& batch, int32_t request, int32_t path_entry) {
   if (path_entry < 0) return -1;

@@ -90,18 +90,16 @@ __device__ inline uint32_t CheckRound(const BatchTable& batch) {
 }
 
 // Room for a request's rows in its compact view, and the slot of the row that is not staged.
-template <typename Tail>
-__device__ inline uint32_t CheckTail(const BatchTable& batch, const Tail& tail, const Entry& entry,
+__device__ inline uint32_t CheckTail(const BatchTable& batch, const TailTable& tail,
+                                     const TailEntry& in_view, const Entry& entry,
                                      int32_t position) {
-  if constexpr (!std::is_same_v<Tail, NoTail>) {
-    const int32_t first = tail.FirstInView(entry.request);
-    if (first < 0) return kNoFault;
-    if (int64_t{first} + entry.count > tail.params.capacity) {
-      return FaultAt(position - 1, kCheckRoom);
-    }
-    if (tail.params.RootSlot(entry.request) >= batch.groups[0].pages.num_slots) {
-      return FaultAt(position - 1, kCheckRoot);
-    }
+  const int32_t first = in_view.FirstRow();
+  if (first < 0) return kNoFault;
+  if (int64_t{first} + entry.count > tail.params.capacity) {
+    return FaultAt(position - 1, kCheckRoom);
+  }
+  if (in_view.root_slot >= batch.groups[0].pages.num_slots) {
+    return FaultAt(position - 1, kCheckRoot);
   }
   return kNoFault;
 }
@@ -145,6 +143,7 @@ struct WarpTeam {
 template <typename Team, typename Tail>
 __device__ inline uint32_t CheckShare(const BatchTable& batch, const Tail& tail, uint32_t* cells,
                                       const Entry& first, int32_t& num_accepted) {
+  constexpr bool kViews = !std::is_same_v<Tail, NoTail>;
   const auto rank = static_cast<int32_t>(Team::Rank());
   uint32_t fault = CheckRound(batch);
 #pragma unroll 1
@@ -154,15 +153,17 @@ __device__ inline uint32_t CheckShare(const BatchTable& batch, const Tail& tail,
     for (int32_t position = rank; position < batch.num_positions;
          position += static_cast<int32_t>(Team::kSize)) {
       const Entry entry = position == rank ? first : LoadEntry(batch, position);
+      [[maybe_unused]] TailEntry in_view;
+      if constexpr (kViews) in_view = tail.Load(entry.request);
       if (!entry.count_valid(batch)) {
         if (entry.index == 0) fault = min(fault, FaultAt(position, kCheckCount));
       } else if (entry.index < entry.count) {
         num_accepted += g == 0;
         fault = min(fault, CheckEntry(batch, g, cells, entry, position));
       }
-      if constexpr (!std::is_same_v<Tail, NoTail>) {
+      if constexpr (kViews) {
         if (entry.index == 0 && entry.count_valid(batch)) {
-          fault = min(fault, CheckTail(batch, tail, entry, position));
+          fault = min(fault, CheckTail(batch, tail, in_view, entry, position));
         }
       }
     }
@@ -190,7 +191,7 @@ __device__ inline CommitVerdict DescribeTailFault(const BatchTable& batch, const
     return {CommitError::kSlotRange, entry.request, 0, tail.params.RootSlot(entry.request)};
   }
   return {CommitError::kTailFull, entry.request, 0,
-          int64_t{tail.FirstInView(entry.request)} + entry.count};
+          int64_t{tail.Load(entry.request).FirstRow()} + entry.count};
 }
 
 // The words of a fault for status. One thread calls it, after the verdict.

@@ -13,6 +13,12 @@
 namespace nwor {
 namespace {
 
+#ifdef NWOR_WITH_CUDA
+bool Capturing() {
+  return c10::cuda::currentStreamCaptureStatusMayInitCtx() != c10::cuda::CaptureStatus::None;
+}
+#endif
+
 // A copy on the host, read on a stream of its own.
 at::Tensor ReadAside(const at::Tensor& words) {
 #ifdef NWOR_WITH_CUDA
@@ -23,23 +29,23 @@ at::Tensor ReadAside(const at::Tensor& words) {
   return words.cpu();
 }
 
-// Waits for what this thread has enqueued, unless it is capturing a graph: then nothing runs yet.
-void WaitForStream(at::Device device) {
+// A copy on the host, read behind everything that this thread has enqueued; aside while it captures
+// a graph, since then nothing runs yet.
+at::Tensor ReadInOrder(const at::Tensor& words) {
 #ifdef NWOR_WITH_CUDA
-  const c10::cuda::CUDAGuard guard(device);
-  if (c10::cuda::currentStreamCaptureStatusMayInitCtx() == c10::cuda::CaptureStatus::None) {
-    c10::cuda::getCurrentCUDAStream(device.index()).synchronize();
-  }
+  const c10::cuda::CUDAGuard guard(words.device());
+  if (!Capturing()) return words.cpu();
 #endif
+  return ReadAside(words);
 }
 
-// Waits for all streams of the device. The process may be ending: a device that is gone has nothing
-// left to tell.
+// Waits for all streams of the device, unless this thread captures a graph, which that would break.
+// The process may be ending: a device that is gone has nothing left to tell.
 void WaitForDevice(at::Device device) noexcept {
 #ifdef NWOR_WITH_CUDA
   try {
     const c10::cuda::CUDAGuard guard(device);
-    c10::cuda::device_synchronize();
+    if (!Capturing()) c10::cuda::device_synchronize();
   } catch (const std::exception&) {
     return;
   }
@@ -50,12 +56,17 @@ void WaitForDevice(at::Device device) noexcept {
 
 RoundBooks::RoundBooks(bool strict) : strict_(strict) {
   source_id_ = Counters::Global().AddSource(
-      [this](CountersSnapshot& snapshot) { AddDeviceTotals(snapshot); });
+      [this](CountersSnapshot& snapshot) { AddDeviceTotals(snapshot, /*in_order=*/false); });
 }
 
 RoundBooks::~RoundBooks() {
-  // The last totals are folded into the process's counters, so they must be the last ones.
+  // The last totals are folded into the process's counters, so they must be the last ones: other
+  // streams are waited for, and this thread's own is what they are read on.
   if (device_words_.defined()) WaitForDevice(device_words_.device());
+  {
+    const std::lock_guard lock(mutex_);
+    closing_ = true;
+  }
   Counters::Global().RemoveSource(source_id_);
   Counters::Global().AddStagingBytes(-totals_.staging_bytes);
 }
@@ -130,12 +141,8 @@ void RoundBooks::CloseRound(int64_t tokens, int64_t bytes_per_token, bool aborte
 }
 
 InterceptorStats RoundBooks::Read() const {
-  {
-    const std::lock_guard lock(mutex_);
-    if (device_words_.defined()) WaitForStream(device_words_.device());
-  }
   CountersSnapshot device;
-  AddDeviceTotals(device);
+  AddDeviceTotals(device, /*in_order=*/true);
   const std::lock_guard lock(mutex_);
   InterceptorStats stats = totals_;
   stats.committed_tokens += device[Counter::kCommittedTokens];
@@ -145,14 +152,15 @@ InterceptorStats RoundBooks::Read() const {
   return stats;
 }
 
-void RoundBooks::AddDeviceTotals(CountersSnapshot& snapshot) const {
+void RoundBooks::AddDeviceTotals(CountersSnapshot& snapshot, bool in_order) const {
   at::Tensor words;
   {
     const std::lock_guard lock(mutex_);
     words = device_words_;
+    in_order |= closing_;
   }
   if (!words.defined()) return;
-  const at::Tensor host = ReadAside(words);
+  const at::Tensor host = in_order ? ReadInOrder(words) : ReadAside(words);
   const auto* totals = static_cast<const int64_t*>(host.const_data_ptr());
   const auto add = [&](Counter counter, int64_t amount) {
     snapshot.values[static_cast<size_t>(counter)] += amount;

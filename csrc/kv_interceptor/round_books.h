@@ -65,7 +65,8 @@ class RoundBooks {
   InterceptorStats Read() const;
 
  private:
-  void AddDeviceTotals(CountersSnapshot& snapshot) const;
+  // `in_order`: behind what this thread has enqueued, instead of on a stream of its own.
+  void AddDeviceTotals(CountersSnapshot& snapshot, bool in_order) const;
 
   const bool strict_;
   LogSink log_sink_;
@@ -75,6 +76,7 @@ class RoundBooks {
   InterceptorStats totals_;
   int64_t open_committed_ = 0;  // tokens of the open round, CPU
   at::Tensor device_words_;     // int64: the counters, then the ticket
+  bool closing_ = false;        // the next reading is the last one
   int source_id_ = 0;
 };
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import weakref
+
 import pytest
 import torch
 
@@ -10,6 +12,7 @@ import nwor_specpv as nwor
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 
 LAYERS, PAGES, PAGE_SIZE, HEADS, DIM = 3, 8, 16, 2, 64
+LATE = 200_000_000  # cycles: the device is some 100 ms behind the host
 
 
 class Engine:
@@ -213,9 +216,12 @@ def test_metrics_count_what_the_device_committed() -> None:
     for accepted in (0, 1, 3):
         engine.interceptor.begin(nwor.RoundPlan([4], [3]))
         engine.write_all([20, 21, 22, 23])
-        engine.commit([[1, 2, 3]], [accepted])
+        receipt = engine.commit([[1, 2, 3]], [accepted])
+    gone = weakref.ref(engine.interceptor)
     del engine  # waits for its commits; totals are folded in, not lost
+    assert gone() is None
     after = nwor.Metrics().snapshot()
+    assert receipt.committed_tokens == 3
     change = {
         name: after[name] - before[name]
         for name in (
@@ -225,6 +231,58 @@ def test_metrics_count_what_the_device_committed() -> None:
         )
     }
     assert list(change.values()) == [9, 4, 5]
+
+
+def commit_once(accepted: int) -> None:
+    """The first launch of a kernel takes the host long: tests of a late device come after it."""
+    engine = Engine()
+    engine.interceptor.begin(nwor.RoundPlan([4], [3]))
+    engine.write_all([20, 21, 22, 23])
+    assert engine.commit([[1, 2, 3]], [accepted]).ok
+
+
+@pytest.mark.parametrize("stream", ["own", "other"])
+def test_commits_of_a_late_device_are_not_lost(stream: str) -> None:
+    """An interceptor goes before its last commit has begun, on this thread's stream or another."""
+    names = ("nwor_committed_tokens_total", "nwor_rejected_tokens_total")
+    commit_once(accepted=3)
+    path = torch.tensor([[1, 2, 3]], dtype=torch.int32, device="cuda")
+    counts = torch.tensor([2], dtype=torch.int32, device="cuda")
+    before = nwor.Metrics().snapshot()
+    engine = Engine()
+    gone = weakref.ref(engine.interceptor)
+    engine.interceptor.begin(nwor.RoundPlan([4], [3]))
+    engine.write_all([20, 21, 22, 23])
+    torch.cuda.synchronize()
+    work = torch.cuda.current_stream() if stream == "own" else torch.cuda.Stream()
+    with torch.cuda.stream(work):
+        torch.cuda._sleep(LATE)
+        receipt = engine.interceptor.commit(path, counts)
+        done = torch.cuda.Event()
+        done.record()
+    assert not done.query(), "the device was not late"
+    del engine
+    assert gone() is None
+    assert done.query(), "the last totals were read before the last commit"
+    after = nwor.Metrics().snapshot()
+    assert [after[name] - before[name] for name in names] == [2, 1]
+    assert receipt.committed_tokens == 2
+
+
+def test_totals_wait_for_this_threads_commits_and_metrics_for_none() -> None:
+    name = "nwor_committed_tokens_total"
+    commit_once(accepted=1)
+    path = torch.tensor([[1, 2, 3]], dtype=torch.int32, device="cuda")
+    counts = torch.tensor([3], dtype=torch.int32, device="cuda")
+    engine = Engine()
+    engine.interceptor.begin(nwor.RoundPlan([4], [3]))
+    engine.write_all([20, 21, 22, 23])
+    before = nwor.Metrics().snapshot()[name]
+    torch.cuda._sleep(LATE)
+    engine.interceptor.commit(path, counts)
+    assert nwor.Metrics().snapshot()[name] == before
+    assert engine.interceptor.stats()["committed_tokens"] == 3
+    assert nwor.Metrics().snapshot()[name] == before + 3
 
 
 def test_nothing_waits_for_the_device() -> None:

@@ -55,12 +55,20 @@ class Round:
         ]
 
 
-def make_round(rng: random.Random, device: str, dtype: torch.dtype, batch: int = 3) -> Round:
-    size, page_size = rng.choice([(4, 8), (8, 8), (4, 4)])
-    dim = rng.choice([16, 64, 80])
+def make_round(
+    rng: random.Random,
+    device: str,
+    dtype: torch.dtype,
+    batch: int = 3,
+    sizes: tuple[int, int] | None = None,
+    heads: int = 2,
+) -> Round:
+    """`sizes`: of a block and of a page."""
+    size, page_size = sizes or rng.choice([(4, 8), (8, 8), (4, 4)])
+    dim = rng.choice([16, 64, 80, 128])
     row_dtype = torch.float32 if dtype == FLOAT8 and device == "cpu" else dtype
     row_dtype = torch.bfloat16 if dtype == FLOAT8 and device == "cuda" else row_dtype
-    cached = [rng.randrange(1, 40) for _ in range(batch)]
+    cached = [rng.randrange(1, max(40, 2 * size + 8)) for _ in range(batch)]
     counts = [rng.randrange(0, 7) for _ in range(batch)]
     rows = sum(counts) + 4
     order = rng.sample(range(rows), sum(counts))
@@ -75,6 +83,7 @@ def make_round(rng: random.Random, device: str, dtype: torch.dtype, batch: int =
         layers.append(
             make_pages(
                 [c + n for c, n in zip(cached, counts, strict=True)],
+                heads=heads,
                 dim=dim,
                 page_size=page_size,
                 dtype=dtype,
@@ -83,7 +92,7 @@ def make_round(rng: random.Random, device: str, dtype: torch.dtype, batch: int =
                 scales=2 if dtype == FLOAT8 else 0,
             )
         )
-    staged = torch.randn(2, 2, rows, 2, dim).to(device, row_dtype)
+    staged = torch.randn(2, 2, rows, heads, dim).to(device, row_dtype)
     full = [rng.choice([-1, rng.randrange(0, c + 1)]) for c in cached]
     return Round(
         layers, staged, path, cached, full, size, size * rng.randrange(0, 3),
@@ -135,38 +144,93 @@ def hook(round_: Round, dtype: torch.dtype) -> CommitSummaries:
     )
 
 
+def check_fresh(round_: Round, summaries: CommitSummaries) -> None:
+    """Every block that was due is as a fresh computation has it; all others are untouched."""
+    device = round_.staged.device
+    for layer, pages in enumerate(round_.layers):
+        fresh = torch.full_like(summaries.kmax[layer], POISON)
+        low = fresh.clone()
+        block_summaries(
+            pages.key,
+            pages.table,
+            ints([round_.start] * len(round_.path), device),
+            ints(round_.lengths(), device),
+            fresh,
+            low,
+            round_.size,
+            pages.k_scale,
+            rows=summaries.summary_rows,
+        )
+        touched = torch.zeros(fresh.shape[:2], dtype=torch.bool)
+        for b, (full, length) in enumerate(zip(round_.full, round_.lengths(), strict=True)):
+            if full >= 0:
+                done = max(0, full - round_.start) // round_.size
+                last = max(0, length - round_.start) // round_.size
+                touched[round_.rows[b], done:last] = True
+        for got, wanted in ((summaries.kmax[layer], fresh), (summaries.kmin[layer], low)):
+            assert torch.equal(got[touched], wanted[touched])
+            assert (got[~touched] == POISON).all()
+
+
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16, FLOAT8])
 def test_completed_blocks_equal_a_fresh_computation(device: str, dtype: torch.dtype) -> None:
     rng = seeded()
     for batch in (1, 3, 3, rng.choice([3, 40])):
         round_ = make_round(rng, device, dtype, batch)
-        out = torch.float32 if dtype == FLOAT8 else dtype
-        summaries = hook(round_, out)
+        summaries = hook(round_, torch.float32 if dtype == FLOAT8 else dtype)
         assert run(round_, summaries) == 0
-        for layer, pages in enumerate(round_.layers):
-            fresh = torch.full_like(summaries.kmax[layer], POISON)
-            low = fresh.clone()
-            block_summaries(
-                pages.key,
-                pages.table,
-                ints([round_.start] * len(round_.path), device),
-                ints(round_.lengths(), device),
-                fresh,
-                low,
-                round_.size,
-                pages.k_scale,
-                rows=summaries.summary_rows,
-            )
-            touched = torch.zeros(fresh.shape[:2], dtype=torch.bool)
-            for b, (full, length) in enumerate(zip(round_.full, round_.lengths(), strict=True)):
-                if full >= 0:
-                    done = max(0, full - round_.start) // round_.size
-                    last = max(0, length - round_.start) // round_.size
-                    touched[round_.rows[b], done:last] = True
-            for got, wanted in ((summaries.kmax[layer], fresh), (summaries.kmin[layer], low)):
-                assert torch.equal(got[touched], wanted[touched])
-                assert (got[~touched] == POISON).all()
+        check_fresh(round_, summaries)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize(
+    ("batch", "sizes", "heads"),
+    [(70, (4, 4), 3), (9, (32, 16), 5), (3, (64, 16), 2), (2, (48, 8), 1), (33, (16, 16), 8)],
+    ids=["three warps of requests", "a lane each", "two warps", "one and a half", "many heads"],
+)
+def test_blocks_of_many_requests_and_of_many_tokens(
+    device: str, batch: int, sizes: tuple[int, int], heads: int
+) -> None:
+    rng = seeded()
+    round_ = make_round(rng, device, torch.bfloat16, batch, sizes, heads)
+    round_.start = 0
+    # None, all and some of the requests are due, and the last one alone.
+    own = list(round_.full)
+    for full in ([-1] * batch, [0] * batch, own, [-1] * (batch - 1) + [0]):
+        round_.full = full
+        summaries = hook(round_, torch.bfloat16)
+        assert run(round_, summaries) == 0
+        check_fresh(round_, summaries)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+@pytest.mark.parametrize("count", [-1, -(2**31), 7, 1 << 20, 2**31 - 1])
+def test_counts_out_of_range_lead_nowhere_on_cuda(count: int) -> None:
+    """Blocks are looked for before counts are known to be right: nothing may be read beyond."""
+    rng, device = seeded(), "cuda"
+    for batch in (3, 40):
+        round_ = make_round(rng, device, torch.bfloat16, batch)
+        round_.full = [0] * batch
+        summaries = hook(round_, torch.bfloat16)
+        depth = max(1, *(len(p) for p in round_.path))
+        counts = [len(p) for p in round_.path]
+        counts[rng.randrange(batch)] = count if count != 7 else depth + 1
+        status = torch.zeros(8, dtype=torch.int64, device=device)
+        commit(
+            round_.staged[0],
+            round_.staged[1],
+            [layer.key for layer in round_.layers],
+            [layer.value for layer in round_.layers],
+            ints([p + [-1] * (depth - len(p)) for p in round_.path], device),
+            ints(counts, device),
+            torch.tensor([s + [-1] * (depth - len(s)) for s in round_.slots()], device=device),
+            status,
+            summaries=summaries,
+        )
+        assert int(status[0]) != 0
+        assert (summaries.kmax == POISON).all()
+        assert (summaries.kmin == POISON).all()
 
 
 @pytest.mark.parametrize("device", DEVICES)
