@@ -5,10 +5,12 @@
 
 Dummy weights of Llama-3.1-8B's shapes, an EAGLE3 head, acceptance set by hand: of the head's four
 drafts two are right, in vLLM's steps and in partial passes alike, and a draft of a round is
-confirmed with `--agreement`. Prompts are not computed: K/V of the cache is random, and the model is
-left out of prefill steps, so that a cell takes seconds instead of minutes. Each side is a process
-of its own, as two caches of this size do not fit one GPU; `--rounds` repeats them in turns. A
-step's time is that of many steps divided by their number, after steps that are not counted.
+confirmed with `--agreement`. The head has an output matrix of its own for 32000 tokens, as trained
+ones have; vLLM gives heads of dummy weights the target's. Prompts are not computed: K/V of the
+cache is random, and the model is left out of prefill steps, so that a cell takes seconds instead of
+minutes. Each side is a process of its own, as two caches of this size do not fit one GPU;
+`--rounds` repeats them in turns. A step's time is that of many steps divided by their number, after
+steps that are not counted.
 """
 
 from __future__ import annotations
@@ -151,7 +153,9 @@ def run_side(args: argparse.Namespace) -> int:
 
 def start(side: str, cells: list[tuple[int, int]], folder: Path, args: argparse.Namespace) -> Any:
     from vllm import LLM
+    from vllm.model_executor.models.llama_eagle3 import Eagle3LlamaForCausalLM
 
+    Eagle3LlamaForCausalLM.has_own_lm_head = True
     layers, lengths = args.layers, [DRAFTS]
     batches = sorted({batch for batch, _ in cells})
     longest = max(context for _, context in cells) + 1024

@@ -155,6 +155,7 @@ def make(world: Any, monkeypatch: pytest.MonkeyPatch, batch: int = BATCH) -> Par
     spec.limit, spec._guesses = LIMIT, ROWS - 1
     spec.lengths = Lengths(settings, LIMIT, alone=True)
     spec._target, spec._rounds, spec._graphs, spec._rows = world, None, {}, {}
+    spec._chosen_at = {}
     spec.max_num_reqs, spec.max_model_len = batch, MAX_LEN
     spec.device = torch.device("cpu")
     spec.vllm_config, spec.model, spec.draft_logits, spec._offered = None, world, None, True
@@ -247,7 +248,9 @@ def test_rounds_in_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
     world.texts += [[]] * (BATCH - 2)  # they fill the batch up
     world.forward, forward = lambda *args: forward_of_nobody(*args), world.forward
     spec.capture()
-    assert sorted(spec._graphs) == [(kind, n) for kind in ("first", "later") for n in (1, 4, 6)]
+    assert sorted(spec._graphs) == [
+        (kind, n) for kind in ("first", "kept", "later") for n in (1, 4, 6)
+    ]
     assert spec.lengths.costs is not None
     assert torch.equal(spec.block_tables.input_block_tables[0], saved)
     replayed.clear()

@@ -155,8 +155,9 @@ def test_chains_are_what_the_target_says(rows: int, limit: int, skill: float) ->
         roots = torch.tensor([text[-1] for text in texts])
         table = torch.zeros(padded, 6, dtype=torch.int32)
         view_rows = torch.arange(real, dtype=torch.int32)
-        rounds.begin(table, view_rows, prefix, active, roots)
-        rounds.first(table)
+        select = random.random() < 0.5
+        rounds.begin(table, view_rows, prefix, active, roots, select=select)
+        (rounds.first if select else rounds.kept)(table)
         passes = random.randint(1, 6)
         for _ in range(passes - 1):
             rounds.later(table)
@@ -205,6 +206,30 @@ def test_who_sees_a_view() -> None:
     rounds.begin(table, given, prefix, active, roots)
     assert rounds.store.rows(5).tolist() == [3, -1, -1, -1, -1]
     assert rounds.store.lens(5).tolist() == [static + 1, static, static + 50, 0, 0]
+
+
+def test_a_choice_serves_later_rounds_for_a_while() -> None:
+    """Whoever has none, or has grown beyond the tail since, sees everything in such rounds."""
+    world = Texts([[1] * 400] * 3, 1.0)
+    rounds = make_rounds(world, batch=3, rows=4, limit=12)
+    store, room = rounds.store, rounds.store.budget.tail_capacity
+    table = torch.zeros(3, 40, dtype=torch.int32)
+    roots, everybody = torch.zeros(3, dtype=torch.int64), torch.tensor([True] * 3)
+    rows = torch.tensor([store.open() for _ in range(3)], dtype=torch.int32)
+    lens = torch.tensor([100, 120, 140], dtype=torch.int32)
+    rounds.begin(table, rows, lens, torch.tensor([True, True, False]), roots)
+    rounds.first(table)
+    rounds.begin(table, rows, lens + room, everybody, roots, select=False)
+    assert store.rows(3).tolist() == [rows[0], rows[1], -1]
+    rounds.kept(table)
+    # The window is where it was, and what came after it is seen too.
+    held = store.view_lens[:3].tolist()
+    first = (100 // PAGE - 1) * PAGE  # the window's first token
+    assert held[0] == PAGE + 100 + room - first  # the sink; this target chooses nothing
+    grown = torch.tensor([room + 1, 0, 0], dtype=torch.int32)
+    rounds.begin(table, rows, lens + grown, everybody, roots, select=False)
+    assert store.rows(3).tolist() == [-1, rows[1], -1]
+    assert store.anchors[rows[0]] == 100
 
 
 def test_guesses_match_from_the_first_on() -> None:

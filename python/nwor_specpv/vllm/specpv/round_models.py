@@ -23,6 +23,9 @@ if TYPE_CHECKING:
     from .speculator import PartialViewSpeculator
 
 
+_HEAD_TOKENS = 1024  # that a head sees in a round, at most
+
+
 class SampledTarget:
     """vLLM's target over views, and its tokens: the likeliest, or drawn as requests ask for."""
 
@@ -93,9 +96,9 @@ class EagleHead:
         # A turn takes up a pass' rows, and then guesses from the last right one on.
         self._reach = 2 * chains.rows
         self._steps = torch.arange(self._reach, device=device)
-        # In rounds it sees as much of the context as the target does, the latest tokens: it would
-        # read the whole of its cache for every guess otherwise.
-        view = speculator.lengths.view_tokens + chains.limit + chains.rows
+        # In rounds it sees the latest tokens only: it would read the whole of its cache for every
+        # guess otherwise.
+        view = min(speculator.lengths.view_tokens, _HEAD_TOKENS) + chains.limit + chains.rows
         self._pages = 1 - (-view // self._page_size)
 
     def go_on(self, count: int) -> torch.Tensor:

@@ -1,6 +1,7 @@
 """A round of drafting on the device: head and partial pass in turns, the chain grows.
 
     first   the head goes on from the full step, then a pass that chooses blocks by its queries
+    kept    the same over the blocks of an earlier round, and all that came after them
     later   the head takes up what the pass has said, then a pass over the same view
 
 Neither reads anything on the host, so each is one captured graph per batch size. K/V of the passes
@@ -43,7 +44,7 @@ class PartialTarget(Protocol):
 
 
 class Rounds:
-    """Rounds of one engine. `begin`, then `first`, then `later` as often as wanted."""
+    """Rounds of one engine. `begin`, then `first` or `kept`, then `later` as often as wanted."""
 
     def __init__(
         self,
@@ -68,8 +69,12 @@ class Rounds:
         prefix: torch.Tensor,
         active: torch.Tensor,
         roots: torch.Tensor,
+        *,
+        select: bool = True,
     ) -> None:
         """Opens a round. [B] each but for the table [padded B, pages]; row -1: no view.
+
+        `select`: `first` follows, else `kept`.
 
         A request that takes no part, is not longer than a view, or has no row sees its whole
         context.
@@ -78,16 +83,28 @@ class Rounds:
         self.chains.begin(prefix, active, roots)
         all_rows = torch.full((padded,), -1, dtype=torch.int32, device=rows.device)
         lens = self.chains.prefix[:padded]
-        long = lens[:count] > self.store.budget.static_tokens
-        all_rows[:count] = torch.where(long & active, rows, -1)
-        self.store.begin(Batch(block_table, all_rows, lens, torch.ones_like(all_rows)))
+        takes = active & (lens[:count] > self.store.budget.static_tokens)
+        if not select:  # whoever has no choice, or too old a one, sees everything
+            anchors = self.store.anchors[rows.long()]
+            since = lens[:count] - anchors
+            takes &= (anchors > 0) & (since >= 0) & (since <= self.store.budget.tail_capacity)
+        all_rows[:count] = torch.where(takes, rows, -1)
+        chooses = torch.full_like(all_rows, int(select))
+        self.store.begin(Batch(block_table, all_rows, lens, chooses))
 
     def first(self, block_table: torch.Tensor) -> None:
         """The first pass of a round."""
         count = block_table.shape[0]
         self.chains.guess(self.chains.tokens[:count, 0].clone(), self._head.go_on(count))
-        self._pass(block_table, first=True)
+        self._pass(block_table, first=True, select=True)
         self.store.end(count)
+
+    def kept(self, block_table: torch.Tensor) -> None:
+        """The first pass of a round that chooses no blocks."""
+        count = block_table.shape[0]
+        self.chains.guess(self.chains.tokens[:count, 0].clone(), self._head.go_on(count))
+        self.store.build(count)
+        self._pass(block_table, first=True, select=False)
 
     def later(self, block_table: torch.Tensor) -> None:
         """Another pass."""
@@ -95,9 +112,9 @@ class Rounds:
         assert self._hidden is not None
         guesses = self._head.take_up(self.chains, count, self._hidden)
         self.chains.guess(self.chains.next_roots(count), guesses)
-        self._pass(block_table, first=False)
+        self._pass(block_table, first=False, select=False)
 
-    def _pass(self, block_table: torch.Tensor, *, first: bool) -> None:
+    def _pass(self, block_table: torch.Tensor, *, first: bool, select: bool) -> None:
         chains, count = self.chains, block_table.shape[0]
         passed = PartialPass(
             store=self.store,
@@ -110,7 +127,7 @@ class Rounds:
             slots=chains.slots(count, self.tail.capacity),
             num_rows=chains.rows,
             has_tail=not first,
-            select=first,
+            select=select,
         )
         said, hidden = self._target.run(
             passed,

@@ -42,6 +42,8 @@ from .target import Target, own_layers
 from .views import ViewStore
 
 _REPEATS = 3  # of a measured pass; the quickest counts
+# Rounds that a choice of blocks serves: what comes after it is seen as it is, so a few tokens more.
+_ROUNDS_PER_CHOICE = 4
 # What draft logits hold for tokens that a draft is not: their probability is 0.
 _NEVER = -1e30
 # vLLM's sampler draws what replaces a rejected draft with the noise of the request's seed and the
@@ -63,6 +65,7 @@ class PartialViewSpeculator(EagleSpeculator):
         self._rounds: Rounds | None = None
         self._graphs: dict[tuple[str, int], torch.cuda.CUDAGraph] = {}
         self._rows: dict[str, int] = {}  # of the store, by request
+        self._chosen_at: dict[str, int] = {}  # lengths at most, when they chose blocks
         self.draft_seeds = torch.zeros_like(self.seeds)  # of rounds
         self.latest_passes = 0  # of the latest drafts; 0: the head's alone
         self._counts = AcceptanceCounts(device, self.lengths.observe)
@@ -211,13 +214,15 @@ class PartialViewSpeculator(EagleSpeculator):
         prefix = input_batch.seq_lens[:count] - num_rejected[:count]
         roots = last_sampled[input_batch.idx_mapping].view(count)
         active = num_sampled[:count] > 0
-        rounds.begin(table, host.to(self.device, non_blocking=True), prefix, active, roots)
+        select = self._chooses(input_batch.req_ids, input_batch.seq_lens_cpu_upper_bound.tolist())
+        device_rows = host.to(self.device, non_blocking=True)
+        rounds.begin(table, device_rows, prefix, active, roots, select=select)
         if self.draft_logits is not None:
             torch.bitwise_xor(self.seeds, _OTHER_SEED, out=self.draft_seeds)
             self._certain(input_batch.idx_mapping, passes + self._guesses)
             rounds.chains.drafts[:, passes + self._guesses :] = 0
         for number in range(passes):
-            kind = "first" if number == 0 else "later"
+            kind = "later" if number else "first" if select else "kept"
             graph = self._graphs.get((kind, padded))
             if graph is not None:
                 graph.replay()
@@ -246,6 +251,7 @@ class PartialViewSpeculator(EagleSpeculator):
         store = self._rounds.store
         for name in self._rows.keys() - set(names):
             store.close(self._rows.pop(name))
+            self._chosen_at.pop(name, None)
         found = []
         for name, end in zip(names, ends, strict=False):
             if name not in self._rows and end > store.budget.static_tokens:
@@ -254,6 +260,18 @@ class PartialViewSpeculator(EagleSpeculator):
                     self._rows[name] = row
             found.append(self._rows.get(name, -1))
         return found
+
+    def _chooses(self, names: list[str], ends: list[int]) -> bool:
+        """Whether blocks are chosen in this round, by all: one has no choice yet, or an old one."""
+        assert self._rounds is not None
+        # Lengths are known at most: each may be too large by a step's drafts.
+        room = self._rounds.store.budget.tail_capacity - self.limit - 1
+        long = [(name, end) for name, end in zip(names, ends, strict=False) if name in self._rows]
+        if all(name in self._chosen_at and end - self._chosen_at[name] <= room
+               for name, end in long):  # fmt: skip
+            return False
+        self._chosen_at.update(long)
+        return True
 
     def _table(self, count: int) -> torch.Tensor:
         group = self.group_of(self._target.layers[0])
@@ -279,7 +297,7 @@ class PartialViewSpeculator(EagleSpeculator):
             max_requests=settings.specpv_max_requests,
             max_batch=self.max_num_reqs,
             max_tokens=self.max_model_len,
-            max_rows=rows,
+            max_rows=rows + _ROUNDS_PER_CHOICE * self.limit,
         )
         tail = Tail(caches, self.max_num_reqs, self.limit + rows)
         chains = Chains(self.max_num_reqs, rows, self.limit, self.max_model_len, self.device)
@@ -302,7 +320,7 @@ class PartialViewSpeculator(EagleSpeculator):
             for size in sizes:
                 table = self._table(size)
                 rounds.begin(table, nobody, nobody, nobody.bool(), nobody.long())
-                for kind in ("first", "later"):
+                for kind in ("first", "kept", "later"):
                     run = functools.partial(getattr(rounds, kind), table)
                     run()
                     self._graphs[kind, size] = self._record(run)
