@@ -61,7 +61,7 @@ __device__ void RunLeaf(const VerifyArgs& args, const SharedMemory<Traits>& smem
     if constexpr (Traits::kRowSplits == 1) {
       __syncwarp();
     } else {
-      ptx::NamedBarrier(1 + stream_idx, 32 * Traits::kRowSplits);
+      ptx::GroupBarrier<1, kStreams, 32 * Traits::kRowSplits>(stream_idx);
     }
   };
 
