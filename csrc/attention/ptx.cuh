@@ -16,17 +16,6 @@ __device__ inline uint32_t SharedAddress(const void* pointer) {
 }
 
 // Cache-line policy for tokens that are read once: they leave the L2 before anything else does.
-__device__ inline uint64_t TokenPolicy(int kind) {
-  uint64_t policy;
-  if (kind == 0) {
-    asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
-  } else if (kind == 1) {
-    asm("createpolicy.fractional.L2::evict_normal.b64 %0, 1.0;" : "=l"(policy));
-  } else {
-    asm("createpolicy.fractional.L2::evict_unchanged.b64 %0, 1.0;" : "=l"(policy));
-  }
-  return policy;
-}
 __device__ inline uint64_t EvictFirstPolicy() {
   uint64_t policy;
   asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));

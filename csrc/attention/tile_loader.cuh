@@ -11,7 +11,7 @@ template <class Traits>
 class TileLoader {
  public:
   __device__ TileLoader(const VerifyArgs& args, const TileMemory<Traits>& memory, bool values)
-      : args_(args), memory_(memory), policy_(ptx::TokenPolicy(args.token_policy)), values_(values ? 1 : 0) {}
+      : args_(args), memory_(memory), policy_(ptx::EvictFirstPolicy()), values_(values ? 1 : 0) {}
 
   __device__ void Run() {
     while (true) {

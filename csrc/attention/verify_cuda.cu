@@ -1,4 +1,3 @@
-#include <cstdlib>
 #include <cuda_runtime.h>
 
 #include <array>
@@ -162,8 +161,6 @@ void LaunchVerify(const VerifyParams& params, const VerifyConfig& config, const 
   args.early_stages = config.early_stages;
   args.max_slots = config.max_slots;
   args.row_tile = config.row_tile;
-  static const int policy = std::getenv("NWOR_L2") ? std::atoi(std::getenv("NWOR_L2")) : 0;
-  args.token_policy = policy;
   args.group = Divisor::Of(params.num_heads / params.num_kv_heads);
   const int page_size = params.cache.geometry.page_size;
   args.page_tokens = Divisor::Of(page_size);

@@ -103,7 +103,6 @@ struct VerifyArgs {
   int32_t stages, early_stages;
   int32_t max_slots;
   int32_t row_tile;  // rows of a slot
-  int32_t token_policy = 0;
 };
 
 // The launches of one combination of types and head size: defined in verify_launch.cuh.
