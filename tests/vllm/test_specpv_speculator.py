@@ -342,8 +342,11 @@ def test_who_drafts_how_much(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(spec, "_round", lambda batch, passes, *_: rounds.append(passes))
     batch = step(world, spec, [299, 19], [0, 0])
     batch.prefill_len_np = torch.tensor([300, 20]).numpy()
-    batch.num_scheduled_tokens = torch.tensor([1, 1]).numpy()
-    spec._counts = SimpleNamespace(judged=lambda *_: None, drafted=lambda *_: None)
+    batch.num_draft_tokens_per_req = None
+    judged: list[list[int]] = []
+    spec._counts = SimpleNamespace(
+        judged=lambda _, drafts, __: judged.append(drafts), drafted=lambda *_: None
+    )
     spec.num_speculative_steps = LIMIT
     batch.prefill_len_np[:] = 0
     for wanted, dummy in ((LIMIT, False), (ROWS - 1, False), (0, False), (LIMIT, True)):
@@ -356,6 +359,11 @@ def test_who_drafts_how_much(monkeypatch: pytest.MonkeyPatch) -> None:
     propose(spec, batch)
     assert rounds == [3, 3]
     assert spec.num_speculative_steps == LIMIT
+    # Rows of prompts are nobody's drafts: they must not look like a head that is always right.
+    assert judged == []
+    batch.num_draft_tokens_per_req = torch.tensor([2, 0, 7]).numpy()
+    propose(spec, batch)
+    assert judged == [[2, 0]]
 
 
 def test_a_failing_pass_drafts_nothing_and_serving_goes_on(
@@ -373,7 +381,7 @@ def test_a_failing_pass_drafts_nothing_and_serving_goes_on(
     monkeypatch.setattr(world, "forward", fail, raising=False)
     batch = step(world, spec, [299], [0])
     batch.prefill_len_np = torch.tensor([0]).numpy()
-    batch.num_scheduled_tokens = torch.tensor([1]).numpy()
+    batch.num_draft_tokens_per_req = None
     spec._counts = SimpleNamespace(judged=lambda *_: None, drafted=lambda *_: None)
     spec._engine.num_drafts = LIMIT
     spec.draft_tokens.fill_(7)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from typing import Any
 
 import pytest
 import torch
@@ -212,13 +213,17 @@ def test_rows_arrive_in_any_order() -> None:
 
 def test_metrics_count_what_the_device_committed() -> None:
     before = nwor.Metrics().snapshot()
-    engine = Engine()
-    for accepted in (0, 1, 3):
-        engine.interceptor.begin(nwor.RoundPlan([4], [3]))
-        engine.write_all([20, 21, 22, 23])
-        receipt = engine.commit([[1, 2, 3]], [accepted])
-    gone = weakref.ref(engine.interceptor)
-    del engine  # waits for its commits; totals are folded in, not lost
+
+    def rounds() -> tuple[weakref.ref, Any]:
+        # In a frame of its own: what has looked at a frame's locals may keep what they were.
+        engine = Engine()
+        for accepted in (0, 1, 3):
+            engine.interceptor.begin(nwor.RoundPlan([4], [3]))
+            engine.write_all([20, 21, 22, 23])
+            receipt = engine.commit([[1, 2, 3]], [accepted])
+        return weakref.ref(engine.interceptor), receipt
+
+    gone, receipt = rounds()  # waits for its commits; totals are folded in, not lost
     assert gone() is None
     after = nwor.Metrics().snapshot()
     assert receipt.committed_tokens == 3
@@ -249,19 +254,22 @@ def test_commits_of_a_late_device_are_not_lost(stream: str) -> None:
     path = torch.tensor([[1, 2, 3]], dtype=torch.int32, device="cuda")
     counts = torch.tensor([2], dtype=torch.int32, device="cuda")
     before = nwor.Metrics().snapshot()
-    engine = Engine()
-    gone = weakref.ref(engine.interceptor)
-    engine.interceptor.begin(nwor.RoundPlan([4], [3]))
-    engine.write_all([20, 21, 22, 23])
-    torch.cuda.synchronize()
-    work = torch.cuda.current_stream() if stream == "own" else torch.cuda.Stream()
-    with torch.cuda.stream(work):
-        torch.cuda._sleep(LATE)
-        receipt = engine.interceptor.commit(path, counts)
-        done = torch.cuda.Event()
-        done.record()
-    assert not done.query(), "the device was not late"
-    del engine
+    done = torch.cuda.Event()
+
+    def late_round() -> tuple[weakref.ref, Any]:
+        engine = Engine()
+        engine.interceptor.begin(nwor.RoundPlan([4], [3]))
+        engine.write_all([20, 21, 22, 23])
+        torch.cuda.synchronize()
+        work = torch.cuda.current_stream() if stream == "own" else torch.cuda.Stream()
+        with torch.cuda.stream(work):
+            torch.cuda._sleep(LATE)
+            receipt = engine.interceptor.commit(path, counts)
+            done.record()
+        assert not done.query(), "the device was not late"
+        return weakref.ref(engine.interceptor), receipt
+
+    gone, receipt = late_round()
     assert gone() is None
     assert done.query(), "the last totals were read before the last commit"
     after = nwor.Metrics().snapshot()

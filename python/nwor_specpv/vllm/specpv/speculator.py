@@ -136,8 +136,9 @@ class PartialViewSpeculator(EagleSpeculator):
                 self._offered = True
                 offer_larger_graphs(getattr(self._engine.runner, "cudagraph_manager", None))
             wanted = self._engine.num_drafts or self.limit
-            lens = (input_batch.num_scheduled_tokens - 1).tolist()
-            self._counts.judged(input_batch.req_ids, lens, num_rejected)
+            drafts = input_batch.num_draft_tokens_per_req  # None: rows of prompts alone
+            if drafts is not None:
+                self._counts.judged(input_batch.req_ids, drafts[:count].tolist(), num_rejected)
             if wanted > self._guesses:
                 ends = input_batch.seq_lens_cpu_upper_bound[:count].tolist()
                 prompts = input_batch.prefill_len_np.tolist()
