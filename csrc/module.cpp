@@ -96,12 +96,14 @@ TailTensors ParseTail(const py::object& tail) {
       });
 }
 
-py::dict NonZeroReasons(const std::array<int64_t, kNumBypassReasons>& fallbacks) {
-  py::dict reasons;
-  for (int i = 0; i < kNumBypassReasons; ++i) {
-    if (fallbacks[i] > 0) reasons[py::str(kBypassReasonTexts[i].label)] = fallbacks[i];
+// By label, what has happened; those before `first` mean that nothing did.
+template <typename Texts, typename Counts>
+py::dict NonZero(const Texts& texts, const Counts& counts, size_t first = 0) {
+  py::dict found;
+  for (size_t i = first; i < counts.size(); ++i) {
+    if (counts[i] > 0) found[py::str(texts[i].label)] = counts[i];
   }
-  return reasons;
+  return found;
 }
 
 py::dict StatsDict(const Interceptor::Stats& stats) {
@@ -115,7 +117,7 @@ py::dict StatsDict(const Interceptor::Stats& stats) {
   dict["cache_bytes_written"] = stats.cache_bytes_written;
   dict["cache_bytes_avoided"] = stats.cache_bytes_avoided;
   dict["staging_bytes"] = stats.staging_bytes;
-  dict["fallbacks"] = NonZeroReasons(stats.fallbacks);
+  dict["fallbacks"] = NonZero(kBypassReasonTexts, stats.fallbacks);
   dict["layers"] = stats.num_layers;
   dict["groups"] = stats.num_groups;
   dict["epoch"] = stats.epoch;
@@ -132,18 +134,13 @@ py::dict MetricsSnapshot() {
   for (int i = 0; i < kNumCounters; ++i) dict[kCounterTexts[i].metric] = snapshot.values[i];
   dict["nwor_staging_bytes"] = snapshot.staging_bytes;
   dict["nwor_sessions_live"] = snapshot.live_sessions;
-  dict["nwor_fallback_total"] = NonZeroReasons(snapshot.fallbacks);
+  dict["nwor_fallback_total"] = NonZero(kBypassReasonTexts, snapshot.fallbacks);
   int64_t count = 0;
   for (const int64_t bucket : snapshot.latency_buckets) count += bucket;
   dict["nwor_commit_seconds_count"] = count;
   dict["nwor_commit_seconds_sum"] = snapshot.latency_sum_seconds;
-  py::dict full_steps;
-  for (int i = 1; i < kNumFullTriggers; ++i) {
-    if (snapshot.full_steps[i] > 0) {
-      full_steps[py::str(kFullTriggerTexts[i].label)] = snapshot.full_steps[i];
-    }
-  }
-  dict["specpv_full_steps_total"] = full_steps;
+  dict["specpv_full_steps_total"] = NonZero(kFullTriggerTexts, snapshot.full_steps, 1);
+  dict["specpv_draft_failures_total"] = NonZero(kDraftFailureTexts, snapshot.draft_failures);
   for (int i = 0; i < kNumSummaries; ++i) {
     const std::string name = kSummaryTexts[i].metric;
     dict[py::str(name + "_sum")] = snapshot.summary_sums[i];

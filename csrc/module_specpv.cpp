@@ -281,6 +281,14 @@ void BindCounting(py::module_& m) {
         }
       },
       py::arg("trigger"), py::arg("amount"));
+  m.def(
+      "count_draft_failure",
+      [](std::string_view reason) {
+        std::array<std::string_view, kNumDraftFailures> labels;
+        for (int i = 0; i < kNumDraftFailures; ++i) labels[i] = kDraftFailureTexts[i].label;
+        Counters::Global().AddDraftFailure(ParseChoice<DraftFailure>("reason", reason, labels));
+      },
+      py::arg("reason"));
 }
 
 }  // namespace

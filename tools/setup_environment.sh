@@ -53,6 +53,9 @@ make_venv() {
   stop "$python cannot make a virtual environment; install python3-venv (Debian: apt-get install python3-venv)"
 }
 
+# uv trusts the system's certificates, as pip does: networks that open TLS have their own.
+export UV_SYSTEM_CERTS="${UV_SYSTEM_CERTS:-1}"
+
 install_requirements() {
   if [[ ! -x "$venv/bin/uv" ]]; then
     say "installing uv $uv_version"

@@ -51,6 +51,7 @@ Counters& Counters::Global() {
                      Zero(self.refresh_buckets_);
                      self.refresh_sum_nanoseconds_.store(0, kRelaxed);
                      Zero(self.full_steps_);
+                     Zero(self.draft_failures_);
                      Zero(self.summary_sums_);
                      Zero(self.summary_counts_);
                      self.sources_.clear();
@@ -116,6 +117,7 @@ void Counters::RemoveSource(int id) {
   Fold(found->last.refresh_buckets, refresh_buckets_);
   refresh_sum_nanoseconds_.fetch_add(Nanoseconds(found->last.refresh_sum_seconds), kRelaxed);
   Fold(found->last.full_steps, full_steps_);
+  Fold(found->last.draft_failures, draft_failures_);
   Fold(found->last.summary_sums, summary_sums_);
   Fold(found->last.summary_counts, summary_counts_);
   // staging_bytes is a gauge: memory that goes with the source.
@@ -135,6 +137,7 @@ CountersSnapshot Counters::Read() const {
   snapshot.refresh_sum_seconds =
       static_cast<double>(refresh_sum_nanoseconds_.load(kRelaxed)) * 1e-9;
   Load(full_steps_, snapshot.full_steps);
+  Load(draft_failures_, snapshot.draft_failures);
   Load(summary_sums_, snapshot.summary_sums);
   Load(summary_counts_, snapshot.summary_counts);
   snapshot.staging_bytes = staging_bytes_.load(kRelaxed);
@@ -148,6 +151,7 @@ CountersSnapshot Counters::Read() const {
     Sum(source.last.refresh_buckets, snapshot.refresh_buckets);
     snapshot.refresh_sum_seconds += source.last.refresh_sum_seconds;
     Sum(source.last.full_steps, snapshot.full_steps);
+    Sum(source.last.draft_failures, snapshot.draft_failures);
     Sum(source.last.summary_sums, snapshot.summary_sums);
     Sum(source.last.summary_counts, snapshot.summary_counts);
     snapshot.staging_bytes += source.last.staging_bytes;

@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "bypass_reason.h"
+#include "draft_failure.h"
 #include "export.h"
 #include "full_trigger.h"
 
@@ -56,7 +57,6 @@ namespace nwor {
   X(kDraftedTokens, "specpv_drafted_tokens_total", "Tokens that the target drafted over views")   \
   X(kConfirmedTokens, "specpv_confirmed_tokens_total",                                            \
     "Those of them that a full step has confirmed")                                               \
-  X(kDraftFailures, "specpv_draft_failures_total", "Rounds of drafting over views that failed")   \
   X(kProbedRows, "specpv_probed_rows_total",                                                      \
     "Rows of full steps whose attention was computed over the view, too")                         \
   X(kDeviatingRows, "specpv_deviating_rows_total", "Those of them that the view changed visibly")
@@ -108,7 +108,8 @@ struct CountersSnapshot {
   double latency_sum_seconds = 0;
   std::array<int64_t, kCommitLatencyBounds.size() + 1> refresh_buckets{};
   double refresh_sum_seconds = 0;
-  std::array<int64_t, kNumFullTriggers> full_steps{};  // by FullTrigger
+  std::array<int64_t, kNumFullTriggers> full_steps{};       // by FullTrigger
+  std::array<int64_t, kNumDraftFailures> draft_failures{};  // by DraftFailure
   std::array<int64_t, kNumSummaries> summary_sums{};
   std::array<int64_t, kNumSummaries> summary_counts{};
   int64_t staging_bytes = 0;
@@ -139,6 +140,9 @@ class NWOR_EXPORT Counters {
   void AddFullStep(FullTrigger trigger) {
     full_steps_[static_cast<size_t>(trigger)].fetch_add(1, std::memory_order_relaxed);
   }
+  void AddDraftFailure(DraftFailure reason) {
+    draft_failures_[static_cast<size_t>(reason)].fetch_add(1, std::memory_order_relaxed);
+  }
   void Observe(Summary summary, int64_t amount) {
     summary_sums_[static_cast<size_t>(summary)].fetch_add(amount, std::memory_order_relaxed);
     summary_counts_[static_cast<size_t>(summary)].fetch_add(1, std::memory_order_relaxed);
@@ -165,6 +169,7 @@ class NWOR_EXPORT Counters {
   std::array<std::atomic<int64_t>, kCommitLatencyBounds.size() + 1> refresh_buckets_{};
   std::atomic<int64_t> refresh_sum_nanoseconds_{0};
   std::array<std::atomic<int64_t>, kNumFullTriggers> full_steps_{};
+  std::array<std::atomic<int64_t>, kNumDraftFailures> draft_failures_{};
   std::array<std::atomic<int64_t>, kNumSummaries> summary_sums_{};
   std::array<std::atomic<int64_t>, kNumSummaries> summary_counts_{};
   std::atomic<int64_t> staging_bytes_{0};

@@ -61,38 +61,36 @@ MetricFamily Single(const char* name, const char* help, MetricType type, const L
   return {name, help, type, {std::move(metric)}};
 }
 
-MetricFamily Fallbacks(const CountersSnapshot& snapshot, const Labels& labels) {
-  MetricFamily family{"nwor_fallback_total",
-                      "Fallbacks to the engine's own way, by reason",
-                      MetricType::Counter,
-                      {}};
-  for (int i = 0; i < kNumBypassReasons; ++i) {
-    const auto reason = static_cast<BypassReason>(i);
-    if (reason == BypassReason::kNone) continue;
+// A counter with one more label. `texts` name its values in the order of `counts`; those before
+// `first` mean that nothing happened.
+template <typename Texts, typename Counts>
+MetricFamily ByLabel(const char* name, const char* help, const char* label, const Texts& texts,
+                     const Counts& counts, size_t first, const Labels& labels) {
+  MetricFamily family{name, help, MetricType::Counter, {}};
+  for (size_t i = first; i < counts.size(); ++i) {
     ClientMetric metric;
     metric.label = labels;
-    metric.label.push_back({"reason", std::string(Label(reason))});
-    metric.counter.value = static_cast<double>(snapshot.fallbacks[static_cast<size_t>(i)]);
+    metric.label.push_back({label, std::string(texts[i].label)});
+    metric.counter.value = static_cast<double>(counts[i]);
     family.metric.push_back(std::move(metric));
   }
   return family;
 }
 
+MetricFamily Fallbacks(const CountersSnapshot& snapshot, const Labels& labels) {
+  return ByLabel("nwor_fallback_total", "Fallbacks to the engine's own way, by reason", "reason",
+                 kBypassReasonTexts, snapshot.fallbacks, 1, labels);
+}
+
 MetricFamily FullSteps(const CountersSnapshot& snapshot, const Labels& labels) {
-  MetricFamily family{"specpv_full_steps_total",
-                      "Verification steps over the whole context, by what made them full",
-                      MetricType::Counter,
-                      {}};
-  for (int i = 0; i < kNumFullTriggers; ++i) {
-    const auto trigger = static_cast<FullTrigger>(i);
-    if (trigger == FullTrigger::kNone) continue;
-    ClientMetric metric;
-    metric.label = labels;
-    metric.label.push_back({"trigger", std::string(Label(trigger))});
-    metric.counter.value = static_cast<double>(snapshot.full_steps[static_cast<size_t>(i)]);
-    family.metric.push_back(std::move(metric));
-  }
-  return family;
+  return ByLabel("specpv_full_steps_total",
+                 "Verification steps over the whole context, by what made them full", "trigger",
+                 kFullTriggerTexts, snapshot.full_steps, 1, labels);
+}
+
+MetricFamily DraftFailures(const CountersSnapshot& snapshot, const Labels& labels) {
+  return ByLabel("specpv_draft_failures_total", "Rounds of drafting over views that failed",
+                 "reason", kDraftFailureTexts, snapshot.draft_failures, 0, labels);
 }
 
 MetricFamily TokensOf(Summary summary, const CountersSnapshot& snapshot, const Labels& labels) {
@@ -173,6 +171,7 @@ class CountersCollectable : public prometheus::Collectable {
     families.push_back(Latency("nwor_commit_seconds", "Host time of a commit call",
                                snapshot.latency_buckets, snapshot.latency_sum_seconds, labels_));
     families.push_back(FullSteps(snapshot, labels_));
+    families.push_back(DraftFailures(snapshot, labels_));
     for (int i = 0; i < kNumSummaries; ++i) {
       families.push_back(TokensOf(static_cast<Summary>(i), snapshot, labels_));
     }

@@ -61,6 +61,16 @@ def start(nwor: Mapping[str, Any], *, speculation: Any = NGRAM, model: str = "",
     return LLM(model=model, **(defaults | options))
 
 
+def draft_failures(before: dict[str, Any]) -> dict[str, int]:
+    """Failed drafting over views since the snapshot `before`, by reason."""
+    from nwor_specpv import Metrics
+
+    name = "specpv_draft_failures_total"
+    now = Metrics().snapshot()[name]
+    grown = {reason: count - before[name].get(reason, 0) for reason, count in now.items()}
+    return {reason: count for reason, count in grown.items() if count}
+
+
 def greedy(max_tokens: int = 80, **more: Any):
     from vllm import SamplingParams
 

@@ -22,7 +22,7 @@ import conftest  # noqa: F401  (vLLM's environment)
 import reference_sampling
 import torch
 import triton_cpu
-from engines import caches, counted, drive, greedy, own_engine, start
+from engines import caches, counted, draft_failures, drive, greedy, own_engine, start
 from engines import stats as own_stats
 from heads import story_head
 from recorded_graph import RecordedGraph, record
@@ -78,6 +78,7 @@ def run(job: dict[str, Any], head: dict[str, Any]) -> dict[str, Any]:
         "violations": own_engine().violations,
         "fallbacks": own_stats()["fallbacks"],
         "grown": {name: value for name, value in grown.items() if value},
+        "failures": draft_failures(before),
         "preemptions": counted(llm, PREEMPTIONS) - preempted,
         "prefix_hits": sum(hits),
         "replays": sum(replays),

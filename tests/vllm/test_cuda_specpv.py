@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from engines import drive, greedy, own_engine
+from engines import draft_failures, drive, greedy, own_engine
 from engines import stats as own_stats
 from heads import story_head
 from small_views import SMALL_VIEW, prompts
@@ -46,7 +46,7 @@ def test_the_target_drafts_over_views(monkeypatch: pytest.MonkeyPatch) -> None:
     ours = drive(llm, prompts(), greedy(48)).tokens
     assert own_engine().violations == []
     assert own_stats()["fallbacks"] == {}
-    assert grown(before, "specpv_draft_failures_total") == 0
+    assert draft_failures(before) == {}
     drafted = grown(before, "specpv_drafted_tokens_total")
     confirmed = grown(before, "specpv_confirmed_tokens_total")
     share = alike(ours, theirs)
@@ -83,7 +83,7 @@ def test_head_and_target_draft_in_turns(tmp_path: Path, graphs: bool, sampled: b
     assert all(len(tokens) == 48 for tokens in ours.values())
     assert own_engine().violations == []
     assert own_stats()["fallbacks"] == {}
-    assert grown(before, "specpv_draft_failures_total") == 0
+    assert draft_failures(before) == {}
     assert (own_engine().num_replays > 0) is graphs
     drafted = grown(before, "specpv_drafted_tokens_total")
     confirmed = grown(before, "specpv_confirmed_tokens_total")
@@ -132,7 +132,7 @@ def test_smollm2_reads_a_book(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, r
         sides.append([output.outputs[0] for output in outputs])
         del llm
     assert own_stats()["fallbacks"] == {}
-    assert grown(before, "specpv_draft_failures_total") == 0
+    assert draft_failures(before) == {}
     drafted = grown(before, "specpv_drafted_tokens_total")
     confirmed = grown(before, "specpv_confirmed_tokens_total")
     print(f"{runner}: {confirmed} of {drafted} confirmed")

@@ -385,10 +385,10 @@ def test_a_failing_pass_drafts_nothing_and_serving_goes_on(
     spec._counts = SimpleNamespace(judged=lambda *_: None, drafted=lambda *_: None)
     spec._engine.num_drafts = LIMIT
     spec.draft_tokens.fill_(7)
-    before = Metrics().snapshot()["specpv_draft_failures_total"]
+    before = Metrics().snapshot()["specpv_draft_failures_total"].get("error", 0)
     for _ in range(2):
         assert propose(spec, batch).shape == (1, LIMIT)
-    assert Metrics().snapshot()["specpv_draft_failures_total"] == before + 1
+    assert Metrics().snapshot()["specpv_draft_failures_total"]["error"] == before + 1
     assert spec.draft_tokens[0].tolist() == [0] * LIMIT
     assert spec.latest_passes == 0
     assert spec.lengths.number([10**6]) == ROWS - 1
@@ -477,3 +477,39 @@ def test_the_name_is_replaced_once_and_only_for_us(monkeypatch: pytest.MonkeyPat
     monkeypatch.undo()
     speculators.install()
     assert speculators.problem is None
+
+
+@pytest.mark.parametrize("case", ["own vocabulary", "the target's matrix", "two ranks", "no ids"])
+def test_the_heads_best_guess_is_vllms(case: str) -> None:
+    """By vLLM's own way, scores spread over the target's vocabulary, or by a shorter one."""
+    from nwor_specpv.vllm.specpv.round_models import EagleHead
+
+    random = torch.Generator().manual_seed(3)
+    own, all_tokens, size = 12, 40, 8
+    ids = torch.randperm(all_tokens, generator=random)[:own].sort().values - torch.arange(own)
+    matrix = torch.randn(
+        all_tokens if case == "the target's matrix" else own, size, generator=random
+    )
+    asked = []
+
+    def greedy(hidden: torch.Tensor) -> torch.Tensor:
+        asked.append(len(hidden))
+        scores = torch.full((len(hidden), all_tokens), float("-inf"))
+        scores[:, torch.arange(own) + ids] = hidden @ matrix[:own].T
+        return scores.argmax(-1)
+
+    model = SimpleNamespace(
+        draft_id_to_target_id=None if case == "no ids" else ids,
+        logits_processor=lambda weight, hidden: hidden @ weight.T,
+        lm_head=matrix,
+    )
+    ranks = SimpleNamespace(tensor_parallel_size=2 if case == "two ranks" else 1)
+    head = EagleHead.__new__(EagleHead)
+    head._speculator = SimpleNamespace(
+        model=model,
+        _greedy_sample_draft=greedy,
+        vllm_config=SimpleNamespace(parallel_config=ranks),
+    )
+    hidden = torch.randn(50, size, generator=random)
+    assert head._likeliest(hidden).tolist() == greedy(hidden).tolist()
+    assert len(asked) == (1 if case == "own vocabulary" else 2)

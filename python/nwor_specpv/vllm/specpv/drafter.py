@@ -23,6 +23,7 @@ from nwor_specpv.errors import NworError, logger
 from nwor_specpv.vllm.engine import StepSeen, engine_of
 
 from . import rules
+from .failures import count_failure
 from .ngram import NgramIndex
 from .partial_pass import PartialPass
 from .policy import Round, Running, StepCosts, choose_passes
@@ -371,7 +372,7 @@ class PartialViewDrafter:
 
     def _fail(self, error: Exception) -> None:
         """Nothing is drafted this time; serving goes on. Each reason is logged once."""
-        _C.count("specpv_draft_failures_total", 1)
+        count_failure(error)
         reason = f"{type(error).__name__}: {error}"
         if type(error).__name__ not in self._failed:
             self._failed.add(type(error).__name__)

@@ -193,7 +193,7 @@ class EagleHead:
     def _sample(self, hidden: torch.Tensor, count: int, positions: torch.Tensor) -> torch.Tensor:
         spec = self._speculator
         if spec.draft_logits is None:
-            return spec._greedy_sample_draft(hidden)
+            return self._likeliest(hidden)
         return gumbel_sample(
             spec.model.compute_logits(hidden),
             spec.idx_mapping[:count],
@@ -203,3 +203,15 @@ class EagleHead:
             apply_temperature=True,
             use_fp64=spec.use_fp64_gumbel,
         )
+
+    def _likeliest(self, hidden: torch.Tensor) -> torch.Tensor:
+        """The head's best guesses. vLLM spreads its scores over the target's vocabulary first."""
+        spec = self._speculator
+        ids = getattr(spec.model, "draft_id_to_target_id", None)
+        if ids is None or spec.vllm_config.parallel_config.tensor_parallel_size > 1:
+            return spec._greedy_sample_draft(hidden)
+        scores = spec.model.logits_processor(spec.model.lm_head, hidden)
+        if scores.shape[-1] != ids.shape[0]:  # the target's own output matrix
+            return spec._greedy_sample_draft(hidden)
+        best = scores.argmax(dim=-1)
+        return best + ids[best]

@@ -33,6 +33,7 @@ from nwor_specpv.errors import logger
 from nwor_specpv.vllm.engine import engine_of
 
 from .chain import Chains
+from .failures import count_failure
 from .lengths import AcceptanceCounts, Lengths, head_drafts
 from .policy import fit_costs
 from .round_models import EagleHead, SampledTarget
@@ -107,7 +108,7 @@ class PartialViewSpeculator(EagleSpeculator):
             self._capture_rounds(sorted(sizes, reverse=True))
             self._measure(sorted(sizes))
         except Exception as error:
-            self._fail(error)
+            self._fail(error, "start")
 
     @torch.inference_mode()
     def propose(
@@ -187,9 +188,9 @@ class PartialViewSpeculator(EagleSpeculator):
         finally:
             self.num_speculative_steps = self.limit
 
-    def _fail(self, error: Exception) -> None:
+    def _fail(self, error: Exception, reason: str = "") -> None:
         """The head drafts alone from now on; serving goes on."""
-        _C.count("specpv_draft_failures_total", 1)
+        count_failure(error, reason)
         self.lengths.give_up()
         logger.warning(
             "nwor_specpv: partial passes failed, the head drafts alone: %s: %s",
