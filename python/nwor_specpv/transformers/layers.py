@@ -208,4 +208,7 @@ def _agree(layer: nn.Module, ours: RowLayer, text: Any, rows: int = 3) -> bool:
     )
     if theirs.shape != own.shape:
         return False
-    return bool((theirs - own).norm() <= _CLOSE[dtype] * theirs.norm())
+    difference = theirs - own
+    if dtype == torch.float32 and difference.abs().max() > _CLOSE[dtype] * theirs.abs().max():
+        return False  # a single value that is off
+    return bool(difference.norm() <= _CLOSE[dtype] * theirs.norm())

@@ -43,7 +43,7 @@ from .target import Target, own_layers
 from .views import ViewStore
 
 _REPEATS = 3  # of a measured pass; the quickest counts
-# Rounds that a choice of blocks serves: what comes after it is seen as it is, so a few tokens more.
+# Rounds that a choice of blocks serves at least: what comes after it is seen as it is.
 _ROUNDS_PER_CHOICE = 4
 # What draft logits hold for tokens that a draft is not: their probability is 0.
 _NEVER = -1e30
