@@ -192,6 +192,7 @@ def step(world: World, spec: PartialViewSpeculator, prefix: list[int], rejected:
         req_ids=[str(b) for b in range(count)],
         seq_lens=ends,
         seq_lens_cpu_upper_bound=ends,
+        prefill_len_np=torch.zeros(count, dtype=torch.int32).numpy(),
         idx_mapping=torch.arange(count),
     )
 
@@ -392,6 +393,21 @@ def test_a_failing_pass_drafts_nothing_and_serving_goes_on(
     assert spec.draft_tokens[0].tolist() == [0] * LIMIT
     assert spec.latest_passes == 0
     assert spec.lengths.number([10**6]) == ROWS - 1
+
+
+def test_when_blocks_are_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By somebody new, or when one has grown; a request within its prompt has no say yet."""
+    spec = make(World([[1] * 300]), monkeypatch)
+    spec._ready()
+    room = spec._rounds.store.budget.tail_capacity - LIMIT - 1
+    spec._rows = {"a": 0, "b": 1}
+    assert spec._chooses(["a", "b", "short"], [200, 150, 20], [200, 300, 20])
+    assert spec._chosen_at == {"a": 200}
+    assert not spec._chooses(["a", "b"], [200 + room, 160], [200, 300])
+    assert spec._chooses(["a", "b"], [200 + room, 300], [200, 300])
+    assert spec._chosen_at == {"a": 200 + room, "b": 300}
+    assert not spec._chooses(["a", "b"], [200 + room, 300 + room], [200, 300])
+    assert spec._chooses(["a", "b"], [200 + room, 301 + room], [200, 300])
 
 
 def test_the_scheduler_asks_for_as_many_drafts_as_pay(monkeypatch: pytest.MonkeyPatch) -> None:

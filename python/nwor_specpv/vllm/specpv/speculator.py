@@ -211,12 +211,13 @@ class PartialViewSpeculator(EagleSpeculator):
         rounds, count = self._ready(), input_batch.num_reqs
         padded = self._padded(count)
         table = self._table(padded)
-        rows = self._view_rows(input_batch.req_ids, input_batch.seq_lens_cpu_upper_bound.tolist())
+        names, ends = input_batch.req_ids, input_batch.seq_lens_cpu_upper_bound.tolist()
+        rows = self._view_rows(names, ends)
         host = torch.tensor(rows, dtype=torch.int32, pin_memory=self.device.type == "cuda")
         prefix = input_batch.seq_lens[:count] - num_rejected[:count]
         roots = last_sampled[input_batch.idx_mapping].view(count)
         active = num_sampled[:count] > 0
-        select = self._chooses(input_batch.req_ids, input_batch.seq_lens_cpu_upper_bound.tolist())
+        select = self._chooses(names, ends, input_batch.prefill_len_np.tolist())
         device_rows = host.to(self.device, non_blocking=True)
         rounds.begin(table, device_rows, prefix, active, roots, select=select)
         if self.draft_logits is not None:
@@ -263,12 +264,16 @@ class PartialViewSpeculator(EagleSpeculator):
             found.append(self._rows.get(name, -1))
         return found
 
-    def _chooses(self, names: list[str], ends: list[int]) -> bool:
-        """Whether blocks are chosen in this round, by all: one has no choice yet, or an old one."""
+    def _chooses(self, names: list[str], ends: list[int], prompts: list[int]) -> bool:
+        """Whether blocks are chosen in this round, by all: one has no choice yet, or an old one.
+
+        Who is in the midst of a prompt takes no part, and chooses nothing.
+        """
         assert self._rounds is not None
         # Lengths are known at most: each may be too large by a step's drafts.
         room = self._rounds.store.budget.tail_capacity - self.limit - 1
-        long = [(name, end) for name, end in zip(names, ends, strict=False) if name in self._rows]
+        told = zip(names, ends, prompts, strict=False)
+        long = [(name, end) for name, end, prompt in told if name in self._rows and end >= prompt]
         if all(name in self._chosen_at and end - self._chosen_at[name] <= room
                for name, end in long):  # fmt: skip
             return False
