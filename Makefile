@@ -8,6 +8,8 @@
 VENV_PYTHON := .venv/bin/python
 
 .DEFAULT_GOAL := help
+# Targets share one build folder and two environments: make -j must not work on them twice at once.
+.NOTPARALLEL:
 .PHONY: help setup setup-vllm build test test-vllm test-all demo bench lint format clean
 
 help:  ## list the targets

@@ -37,10 +37,10 @@ find_python() {
 }
 
 make_venv() {
-  local python
+  local python why
   python="$(find_python)"
   say "making $venv with $("$python" --version) ($python)"
-  if "$python" -m venv "$venv" >/dev/null 2>&1; then
+  if why="$("$python" -m venv "$venv" 2>&1)"; then
     return
   fi
   # Debian keeps ensurepip in python3-venv; an environment without pip still works if some pip can fill it.
@@ -50,7 +50,8 @@ make_venv() {
     return
   fi
   rm -rf "$venv"
-  stop "$python cannot make a virtual environment; install python3-venv (Debian: apt-get install python3-venv)"
+  printf '%s\n' "$why" | tail -n 5 >&2
+  stop "$python cannot make a virtual environment; most often python3-venv is missing (Debian: apt-get install python3-venv)"
 }
 
 # uv trusts the system's certificates, as pip does: networks that open TLS have their own.

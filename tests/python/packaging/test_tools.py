@@ -145,11 +145,13 @@ def test_setup_refuses_an_unusable_interpreter(checkout: Path, tmp_path: Path) -
 
 def test_setup_says_when_venv_is_missing(checkout: Path, tmp_path: Path) -> None:
     # Python as Debian ships it without python3-venv, and without pip: it runs, but makes nothing.
-    fake(tmp_path / "bin", "python-bare", '[ "$1" = -c ] && exit 0; [ "$1" = --version ] || exit 1')
+    bare = 'case "$1" in -c | --version) exit 0 ;; esac; echo ensurepip is not here; exit 1'
+    fake(tmp_path / "bin", "python-bare", bare)
     result = run(
         checkout / "tools" / "setup_environment.sh", tmp_path / "bin", PYTHON="python-bare"
     )
     assert result.returncode == 1
+    assert "ensurepip is not here" in result.stderr  # what Python said, whatever the reason was
     assert "apt-get install python3-venv" in result.stderr
     assert not (checkout / ".venv").exists()
 
@@ -234,6 +236,29 @@ def test_vllm_is_installed_once_and_linked_to_this_checkout(
     (vllm_checkout / "pyproject.toml").write_text("# changed\n")
     assert run(script, tmp_path).returncode == 0
     assert len(log.read_text().splitlines()) == 5  # linked again, installed no more
+
+
+# ---- .ci/run ----
+
+
+def test_the_check_gets_make_where_there_is_none(tmp_path: Path) -> None:
+    bin_, root = tmp_path / "bin", tmp_path / "checkout"
+    bin_.mkdir()
+    for name in ("dirname", "cat", "chmod"):
+        (bin_ / name).symlink_to(shutil.which(name) or name)
+    for name in (".ci", "tools"):
+        (root / name).mkdir(parents=True)
+    shutil.copy(ROOT / ".ci" / "run", root / ".ci")
+    script = f'printf "#!/bin/sh\\necho made $*" > "{bin_}/make"; chmod +x "{bin_}/make"'
+    fake(root / "tools", "install_system_packages.sh", script.replace("$*", "\\$*"))
+    result = subprocess.run(
+        [BASH, str(root / ".ci" / "run")],
+        env={"PATH": str(bin_)},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert (result.returncode, result.stdout) == (0, "made test\n"), result.stderr
 
 
 # ---- build.sh ----
