@@ -28,13 +28,20 @@ import os, platform, sys; platform.machine() == "aarch64" and (sys.setdlopenflag
 END
 }
 
+add() {
+  if ! "$uv" pip install -q --python "$venv/bin/python" "$@"; then
+    say "uv could not; trying pip, which reads pip's own configuration"
+    .venv/bin/python -m pip --python "$venv/bin/python" install -q --disable-pip-version-check "$@"
+  fi
+}
+
 install() {
   local site
   rm -rf "$venv"
   say "making $venv; vLLM and its packages are large: minutes the first time"
   "$uv" venv -q --python .venv/bin/python "$venv"
-  "$uv" pip install -q --python "$venv/bin/python" -r "$requirements"
-  "$uv" pip install -q --python "$venv/bin/python" --no-deps "${wheels[@]}"
+  add -r "$requirements"
+  add --no-deps "${wheels[@]}"
   site="$("$venv/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')"
   write_start_file "$site"
 }

