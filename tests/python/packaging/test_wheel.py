@@ -274,9 +274,19 @@ def test_a_cpp_engine_links_the_wheel(installed: Path, tmp_path: Path) -> None:
 
     run([*configure, f"-DNWOR_TORCH_DIR={torch_dir}"], tmp_path)
     run([cmake, "--build", str(tmp_path / "b")], tmp_path)
-    said = run([str(tmp_path / "b" / "consumer")], tmp_path).split()
-    assert said[:2] == [project_version(), torch.__version__]
-    assert int(said[2]) > 0
+    built, round_ = run([str(tmp_path / "b" / "consumer")], tmp_path).splitlines()
+    assert built == f"{project_version()} {torch.__version__}"
+    assert round_ == "2 committed, rejected never written"
+
+
+def test_the_page_about_cpp_shows_that_engine() -> None:
+    page = (ROOT / "docs" / "cpp.md").read_text(encoding="utf-8")
+    source = Path(__file__).parent / "consumer"
+    assert (source / "main.cpp").read_text(encoding="utf-8") in page
+    lines = (source / "CMakeLists.txt").read_text(encoding="utf-8").splitlines(keepends=True)
+    assert "".join(line for line in lines if not line.startswith("#")) in page
+    for header in re.findall(r"`([a-z_/]+\.h)`", page):
+        assert (ROOT / "csrc" / header).is_file(), header
 
 
 # ---- what goes wrong ----
