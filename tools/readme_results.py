@@ -9,7 +9,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterable, Iterator
 
-from tables import attention, commit, coverage_plot, generate, specpv, tree, vllm
+from tables import attention, commit, coverage_plot, gains, generate, specpv, tree, vllm
 from tables.records import ROOT, load
 
 README, MEASURED = ROOT / "README.md", ROOT / "docs" / "measured.md"
@@ -55,6 +55,7 @@ def put(text: str, name: str, made: str) -> str:
 
 def main(arguments: list[str]) -> int:
     readme = put(README.read_text(encoding="utf-8"), "results", render(IN_README))
+    readme = put(readme, "gains", "\n".join(gains.gains_lines()))
     measured = put(MEASURED.read_text(encoding="utf-8"), "results", render(IN_MEASURED))
     wanted = {
         README: put(readme, "demo", "\n".join(generate.demo_lines())),
