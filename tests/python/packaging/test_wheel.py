@@ -13,6 +13,7 @@ import shutil
 import struct
 import subprocess
 import sys
+import tarfile
 import zipfile
 from collections.abc import Iterator
 from importlib import metadata
@@ -359,6 +360,23 @@ def environment(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (site,) = (folder / "lib").glob("python*/site-packages")
     (site / "packages.pth").write_text(f"{Path(torch.__file__).parents[1]}\n")
     return folder
+
+
+def test_source_archive_has_what_a_build_needs(copy: Path, tmp_path: Path) -> None:
+    code = "import sys; from setuptools import build_meta; build_meta.build_sdist(sys.argv[1])"
+    run([sys.executable, "-c", code, str(tmp_path)], copy)
+    (path,) = tmp_path.glob("*.tar.gz")
+    with tarfile.open(path) as archive:
+        inside = {name.partition("/")[2] for name in archive.getnames()}
+    folders = ("csrc", "cmake", "tests/cpp", "python/nwor_specpv")
+    needed = {
+        file.relative_to(copy).as_posix()
+        for folder in folders
+        for file in (copy / folder).rglob("*")
+        if file.is_file() and not file.name.startswith(".")
+    }
+    assert needed - inside == set()
+    assert {"CMakeLists.txt", "setup.py", "pyproject.toml", "LICENSE", "README.md"} <= inside
 
 
 @pytest.mark.slow
