@@ -12,6 +12,7 @@
 #include "check.h"
 #include "kv_interceptor/tensor_layout.h"
 #include "metrics/counters.h"
+#include "profiling.h"
 #include "specpv/specpv_ops.h"
 
 #ifdef NWOR_WITH_CUDA
@@ -205,6 +206,7 @@ void PartialStore::RefreshLayer(int64_t layer, const at::Tensor& query,
   NWOR_CHECK(layer >= 0 && layer < num_layers(), "layer: got ", layer, ", expected 0 to ",
              num_layers() - 1);
   if (budget_.retrieval_blocks == 0) return;
+  const ScopedProfileRange range(ProfileRange::kRefresh);
   const at::Device device = lens_.device();
   const bool observed = Refreshes();
   const bool on_device =
