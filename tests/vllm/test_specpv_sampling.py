@@ -93,6 +93,7 @@ def emit(
             req_ids=[str(i) for i in range(REQUESTS)],
             seq_lens=prefix.int(),
             seq_lens_cpu_upper_bound=prefix,
+            prefill_len_np=torch.zeros(REQUESTS, dtype=torch.int32).numpy(),
             idx_mapping=rows,
         )
         ones = torch.ones(REQUESTS).int()
