@@ -161,6 +161,8 @@ class NWOR_EXPORT Interceptor {
 
   // The layer's deferred write, which the caller now owes; nothing: it has been done.
   std::optional<DeferredWrite> TakeDeferred(const std::string& layer);
+  // Gives it back undone: it waits again. REQUIRES: nothing has been written since it was taken.
+  void ReturnDeferred(const std::string& layer, DeferredWrite write);
 
   // Tells that a captured graph has done the writes of every layer in this round. REQUIRES: a round
   // is open, graph_rows is set, and no layer has been written.

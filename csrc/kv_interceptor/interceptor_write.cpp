@@ -55,6 +55,10 @@ std::optional<DeferredWrite> Interceptor::TakeDeferred(const std::string& layer)
   return std::move(node.mapped());
 }
 
+void Interceptor::ReturnDeferred(const std::string& layer, DeferredWrite write) {
+  impl_->deferred.insert_or_assign(layer, std::move(write));
+}
+
 void Interceptor::Impl::Stage(const StageParams& params, at::Device device) {
   const c10::DeviceGuard guard(device);
   const ScopedProfileRange range(ProfileRange::kStage);
