@@ -134,6 +134,7 @@ void Interceptor::SetCacheWriter(CacheWriter* writer) {
   impl_->writer = writer == nullptr ? &PlainCacheWriter() : writer;
 }
 void Interceptor::SetObserver(InterceptorObserver* observer) { impl_->observer = observer; }
+InterceptorObserver* Interceptor::observer() const { return impl_->observer; }
 const std::vector<Interceptor::LayerInfo>& Interceptor::layers() const {
   return impl_->table.layers();
 }

@@ -218,6 +218,7 @@ class NWOR_EXPORT Interceptor {
 
   // At most one; null takes it away. Free when there is none.
   void SetObserver(InterceptorObserver* observer);
+  InterceptorObserver* observer() const;
 
   // Replaces how the CPU path writes cache rows; for fault injection in tests.
   void SetCacheWriter(CacheWriter* writer);
