@@ -176,7 +176,8 @@ class NWOR_EXPORT Interceptor {
   // staged in this round, in the order they were bound; one cache group only. tail: compact views
   // that it feeds, likewise; of a later chunk `begin` counts the rows of those before, without
   // root. On the CPU a wrong path, count or slot throws before anything is written; on CUDA the
-  // receipt's status says it and nothing is written.
+  // receipt's status says it and nothing is written. A view without room for the rows is in the
+  // status on either.
   Receipt Commit(const at::Tensor& path, const at::Tensor& counts,
                  const std::vector<at::Tensor>& slots = {}, RowSpace rows = RowSpace::kBatch,
                  bool last = true, const SummaryTensors& summaries = {},
