@@ -228,10 +228,14 @@ void BindRounds(py::module_& m) {
       .def_readonly("index", &CommitVerdict::index)
       .def_readonly("value", &CommitVerdict::value);
 
+  // Others may run while it waits for the device.
+  const auto waiting = [](auto read) {
+    return py::cpp_function(read, py::call_guard<py::gil_scoped_release>());
+  };
   py::class_<Receipt>(m, "Receipt")
-      .def_property_readonly("ok", &Receipt::ok)
-      .def_property_readonly("verdict", &Receipt::verdict)
-      .def_property_readonly("committed_tokens", &Receipt::committed_tokens)
+      .def_property_readonly("ok", waiting(&Receipt::ok))
+      .def_property_readonly("verdict", waiting(&Receipt::verdict))
+      .def_property_readonly("committed_tokens", waiting(&Receipt::committed_tokens))
       .def_property_readonly("degraded", [](const Receipt& r) { return Label(r.degraded); })
       .def_readonly("problem", &Receipt::problem)
       .def_readonly("status", &Receipt::status)

@@ -17,10 +17,15 @@ void MergeRowsOfLayer(Interceptor& interceptor, const std::string& layer, const 
                       const at::Tensor& key, const at::Tensor& value, const at::Tensor& prefix_out,
                       const at::Tensor& prefix_lse, const at::Tensor& query_start, double scale,
                       const at::Tensor& out, double softcap, int64_t rows_per_request) {
-  const std::optional<DeferredWrite> write = interceptor.TakeDeferred(layer);
-  MergeRows({query, key, value, prefix_out, prefix_lse, query_start, std::nullopt, scale, softcap,
-             rows_per_request, /*rows_ready=*/true},
-            out, {}, write.has_value() ? &write->params : nullptr);
+  std::optional<DeferredWrite> write = interceptor.TakeDeferred(layer);
+  try {
+    MergeRows({query, key, value, prefix_out, prefix_lse, query_start, std::nullopt, scale, softcap,
+               rows_per_request, /*rows_ready=*/true},
+              out, {}, write.has_value() ? &write->params : nullptr);
+  } catch (...) {
+    if (write.has_value()) interceptor.ReturnDeferred(layer, std::move(*write));
+    throw;
+  }
 }
 
 }  // namespace

@@ -33,13 +33,15 @@ namespace {
 SpecPVConfig MakeConfig(const py::kwargs& values) {
   const py::object config = py::cast(SpecPVConfig{});
   for (const auto& [name, value] : values) {
-    if (!py::hasattr(config, name)) {
-      throw Error(Concat("SpecPVConfig: got an unknown name '", std::string(py::str(name)),
-                         "', expected enable_specpv or specpv_*, see Settings"));
-    }
+    const auto unknown = [name = std::string(py::str(name))] {
+      return Error(Concat("SpecPVConfig: got an unknown name '", name,
+                          "', expected enable_specpv or specpv_*, see Settings"));
+    };
+    if (!py::hasattr(config, name)) throw unknown();
     try {
       py::setattr(config, name, value);
     } catch (py::error_already_set& error) {
+      if (error.matches(PyExc_AttributeError)) throw unknown();  // a method's name
       if (!error.matches(PyExc_TypeError)) throw;
       throw Error(Concat(std::string(py::str(name)), ": got ", std::string(py::repr(value)),
                          ", expected a value of its type"));

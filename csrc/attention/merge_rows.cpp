@@ -110,6 +110,18 @@ void CheckLengths(const MergeRowsArguments& arguments, MergeRowsParams* params) 
   params->softcap = static_cast<float>(arguments.softcap);
 }
 
+// On the CPU the values are at hand. Rows before the first and behind the last start are nobody's.
+void CheckStarts(const MergeRowsParams& params) {
+  if (params.rows_per_request > 0) return;
+  int32_t before = 0;
+  for (int32_t b = 0; b <= params.num_requests; ++b) {
+    const int32_t start = params.query_start[b];
+    NWOR_CHECK(start >= before && start <= params.num_rows, "query_start[", b, "]: got ", start,
+               ", expected ", before, " to ", params.num_rows, ", the rows of query");
+    before = start;
+  }
+}
+
 // Rows attend to each other's K and V, so `out` must not be among the inputs; prefix_out may, as
 // each row and head reads its own place of it before it writes there.
 void CheckOut(const MergeRowsArguments& arguments, const at::Tensor& out) {
@@ -163,6 +175,7 @@ void MergeRows(const MergeRowsArguments& arguments, const at::Tensor& out, const
   const c10::DeviceGuard guard(device);
   const ScopedProfileRange range(ProfileRange::kAttend);
   if (device.is_cpu()) {
+    CheckStarts(params);
     if (write != nullptr) StageCpu(*write);
     MergeRowsCpu(params);
     return;

@@ -2,9 +2,9 @@
 
 #include <ATen/ops/empty.h>
 
-#include <atomic>
 #include <cstdlib>
 #include <mutex>
+#include <optional>
 
 #include "attention/flash.h"
 #include "attention/route.h"
@@ -30,21 +30,19 @@ constexpr const char* kRouteVariable = "NWOR_SPECPV_ATTENTION_ROUTE";
 class LatestChoice {
  public:
   void Set(const RouteChoice& choice) {
-    const int next = static_cast<int>(choice.route);
-    if (route_.exchange(next, std::memory_order_relaxed) == next) return;
     const std::lock_guard lock(mutex_);
+    if (route_ == choice.route && reason_ == choice.reason) return;
+    route_ = choice.route;
     reason_ = choice.reason;
   }
   std::string Text() const {
-    const int route = route_.load(std::memory_order_relaxed);
-    if (route < 0) return "none";
     const std::lock_guard lock(mutex_);
-    return Concat(Name(static_cast<Route>(route)), " (", reason_, ")");
+    return route_.has_value() ? Concat(Name(*route_), " (", reason_, ")") : "none";
   }
 
  private:
-  std::atomic<int> route_{-1};
   mutable std::mutex mutex_;
+  std::optional<Route> route_;
   std::string reason_;
 };
 

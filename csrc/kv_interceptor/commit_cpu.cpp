@@ -1,6 +1,5 @@
 #include <algorithm>
 #include <atomic>
-#include <exception>
 #include <vector>
 
 #include "kv_interceptor/commit.h"
@@ -172,7 +171,7 @@ CommitVerdict CommitCpu(const CommitParams& params, CommitUndoLog& log, CacheWri
         layers[layer].Write(moves, writer);
       }
     });
-  } catch (const std::exception&) {
+  } catch (...) {
     for (LayerCommit& layer : layers) layer.Undo(moves);
     verdict = {CommitError::kWriteFailed, 0, 0, 0};
     Publish(params, verdict, 0);

@@ -45,6 +45,7 @@ void ContractChecker::Impl::CheckStagedWrite(const WriteCall& call, const Outcom
   std::unordered_set<int64_t> direct_slots;
   for (size_t i = 0; i < rows.size(); ++i) {
     const int64_t row = rows[i], slot = slots[i];
+    if (!round.Contains(row)) continue;  // padding, which a write with graph_rows ignores
     const bool draft = round.open && round.IsDraft(row);
     const bool has_stage_row =
         row < static_cast<int64_t>(stage_rows.size()) && stage_rows[row] >= 0;
@@ -211,7 +212,10 @@ ContractChecker::ContractChecker(Interceptor& interceptor)
   interceptor.SetObserver(this);
 }
 
-ContractChecker::~ContractChecker() { impl_->interceptor.SetObserver(nullptr); }
+ContractChecker::~ContractChecker() {
+  // Another may have taken its place.
+  if (impl_->interceptor.observer() == this) impl_->interceptor.SetObserver(nullptr);
+}
 
 void ContractChecker::Snapshot() {
   NWOR_CHECK(!impl_->interceptor.round().open,

@@ -30,6 +30,8 @@ void Interceptor::BindLayer(const std::string& name, const at::Tensor& key_cache
              "' while a round is open, expected commit or abort first");
   const BoundLayer& layer =
       impl_->table.Bind(name, key_cache, value_cache, group, k_scale, v_scale, dtype);
+  impl_->books.SetLayers(static_cast<int>(impl_->table.layers().size()),
+                         impl_->table.num_staging_groups());
   if (layer.ready && layer.key_cache.is_cuda()) impl_->books.UseDevice(layer.key_cache.device());
   if (!layer.unsupported.empty()) {
     impl_->books.Report(BypassReason::kUnsupportedLayout,
@@ -54,12 +56,11 @@ Decision Interceptor::Begin(const RoundPlan& plan, bool capture) {
   } else if (num_drafts > 0 && !impl.table.any_ready()) {
     decision.reason = BypassReason::kNotReady;
   } else if (num_drafts > 0) {
-    const int64_t before = impl.table.staging_bytes();
     // Staging that captured graphs know must not move: it does not grow.
     const int64_t rows = graph_rows > 0 ? impl.config.staging_rows : num_drafts;
     decision.stage = num_drafts <= rows && impl.table.Reserve(rows, impl.config.staging_rows,
                                                               impl.config.max_staging_bytes);
-    impl.books.CountStagingBytes(impl.table.staging_bytes() - before);
+    impl.books.SetStagingBytes(impl.table.staging_bytes());
     if (!decision.stage) {
       decision.reason = BypassReason::kCapacity;
       detail = Concat("got ", num_drafts, " draft rows, expected what fits into ",
@@ -101,6 +102,7 @@ Decision Interceptor::Begin(const RoundPlan& plan, bool capture) {
   impl.round_open = true;
   impl.capturing = capture;
   decision.epoch = ++impl.epoch;
+  impl.books.SetRound(impl.epoch, /*open=*/true);
   if (impl.observer != nullptr && !capture) impl.observer->AfterBegin(plan, decision);
   return decision;
 }
@@ -118,14 +120,7 @@ void Interceptor::ReportBypass(BypassReason reason, std::string_view detail) {
   impl_->books.Report(reason, detail);
 }
 
-Interceptor::Stats Interceptor::stats() const {
-  Stats stats = impl_->books.Read();
-  stats.num_layers = static_cast<int>(impl_->table.layers().size());
-  stats.num_groups = impl_->table.num_staging_groups();
-  stats.epoch = impl_->epoch;
-  stats.round_open = impl_->round_open;
-  return stats;
-}
+Interceptor::Stats Interceptor::stats() const { return impl_->books.Read(); }
 
 Mode Interceptor::mode() const { return impl_->enabled ? Mode::kStage : Mode::kDisabled; }
 const NworConfig& Interceptor::config() const { return impl_->config; }
@@ -134,6 +129,7 @@ void Interceptor::SetCacheWriter(CacheWriter* writer) {
   impl_->writer = writer == nullptr ? &PlainCacheWriter() : writer;
 }
 void Interceptor::SetObserver(InterceptorObserver* observer) { impl_->observer = observer; }
+InterceptorObserver* Interceptor::observer() const { return impl_->observer; }
 const std::vector<Interceptor::LayerInfo>& Interceptor::layers() const {
   return impl_->table.layers();
 }

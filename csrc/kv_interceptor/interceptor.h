@@ -161,6 +161,8 @@ class NWOR_EXPORT Interceptor {
 
   // The layer's deferred write, which the caller now owes; nothing: it has been done.
   std::optional<DeferredWrite> TakeDeferred(const std::string& layer);
+  // Gives it back undone: it waits again. REQUIRES: nothing has been written since it was taken.
+  void ReturnDeferred(const std::string& layer, DeferredWrite write);
 
   // Tells that a captured graph has done the writes of every layer in this round. REQUIRES: a round
   // is open, graph_rows is set, and no layer has been written.
@@ -174,7 +176,8 @@ class NWOR_EXPORT Interceptor {
   // staged in this round, in the order they were bound; one cache group only. tail: compact views
   // that it feeds, likewise; of a later chunk `begin` counts the rows of those before, without
   // root. On the CPU a wrong path, count or slot throws before anything is written; on CUDA the
-  // receipt's status says it and nothing is written.
+  // receipt's status says it and nothing is written. A view without room for the rows is in the
+  // status on either.
   Receipt Commit(const at::Tensor& path, const at::Tensor& counts,
                  const std::vector<at::Tensor>& slots = {}, RowSpace rows = RowSpace::kBatch,
                  bool last = true, const SummaryTensors& summaries = {},
@@ -216,6 +219,7 @@ class NWOR_EXPORT Interceptor {
 
   // At most one; null takes it away. Free when there is none.
   void SetObserver(InterceptorObserver* observer);
+  InterceptorObserver* observer() const;
 
   // Replaces how the CPU path writes cache rows; for fault injection in tests.
   void SetCacheWriter(CacheWriter* writer);

@@ -208,6 +208,7 @@ void Interceptor::Abort() {
   impl_->deferred.clear();
   if (impl_->capturing) {
     impl_->round_open = impl_->capturing = false;
+    impl_->books.SetRound(impl_->epoch, /*open=*/false);
     return;
   }
   impl_->CloseRound(/*aborted=*/true);
@@ -237,6 +238,7 @@ void Interceptor::Impl::CloseRound(bool aborted) {
     CommitOnCuda(params, /*last=*/true);
   }
   books.CloseRound(StagedTokens(), table.staged_bytes_per_token(), aborted, counts_on_device);
+  books.SetRound(epoch, /*open=*/false);
   round_open = false;
 }
 

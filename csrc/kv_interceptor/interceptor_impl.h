@@ -1,5 +1,6 @@
 #pragma once
 
+#include <atomic>
 #include <map>
 #include <string>
 
@@ -21,7 +22,7 @@ struct Interceptor::Impl {
       : config(std::move(config_in)), enabled(config.enable_nwor), books(config.strict) {}
 
   const NworConfig config;
-  bool enabled;
+  std::atomic<bool> enabled;  // mode() may be asked from any thread
   LayerTable table;
   RoundBooks books;
 

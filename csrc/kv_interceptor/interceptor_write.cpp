@@ -55,6 +55,10 @@ std::optional<DeferredWrite> Interceptor::TakeDeferred(const std::string& layer)
   return std::move(node.mapped());
 }
 
+void Interceptor::ReturnDeferred(const std::string& layer, DeferredWrite write) {
+  impl_->deferred.insert_or_assign(layer, std::move(write));
+}
+
 void Interceptor::Impl::Stage(const StageParams& params, at::Device device) {
   const c10::DeviceGuard guard(device);
   const ScopedProfileRange range(ProfileRange::kStage);
@@ -208,12 +212,14 @@ void Interceptor::NoteReplay() {
   Impl& impl = *impl_;
   NWOR_CHECK(impl.round_open && !impl.capturing && impl.config.graph_rows > 0,
              "note_replay: got no open round of an interceptor with graph_rows, expected one");
+  for (const BoundLayer& layer : impl.table.layers()) {
+    NWOR_CHECK(!layer.ready || layer.round == LayerRound::kSilent, "note_replay: layer '",
+               layer.name, "' has been written in this round, expected no write");
+  }
   std::vector<int32_t> staged(impl.rows.num_staging_rows());
   std::iota(staged.begin(), staged.end(), 0);
   for (BoundLayer& layer : impl.table.layers()) {
     if (!layer.ready) continue;
-    NWOR_CHECK(layer.round == LayerRound::kSilent, "note_replay: layer '", layer.name,
-               "' has been written in this round, expected no write");
     if (impl.staging) {
       impl.table.groups()[layer.group].staging->MarkStaged(layer.staged_layer, staged);
     }

@@ -146,11 +146,14 @@ bool LayerTable::Reserve(int64_t num_rows, int64_t preferred_rows, int64_t max_b
                                                        : group.staging->BytesFor(rows);
     }
     if (needed > max_bytes) continue;
+    // A group may take more than it needs of what no group needs.
+    int64_t spare = max_bytes - needed;
     for (const CacheGroup& group : groups_) {
       if (group.staging == nullptr) continue;
-      const int64_t before = group.staging->capacity_rows() >= rows ? group.staging->memory_bytes()
-                                                                    : group.staging->BytesFor(rows);
-      group.staging->Reserve(rows, max_bytes - (needed - before));
+      const int64_t own = group.staging->capacity_rows() >= rows ? group.staging->memory_bytes()
+                                                                 : group.staging->BytesFor(rows);
+      group.staging->Reserve(rows, own + spare);
+      spare -= group.staging->memory_bytes() - own;
     }
     return true;
   }

@@ -101,10 +101,22 @@ void RoundBooks::CountCommit(int64_t tokens, int64_t bytes_per_token) {
   totals_.cache_bytes_written += tokens * bytes_per_token;
 }
 
-void RoundBooks::CountStagingBytes(int64_t delta) {
-  Counters::Global().AddStagingBytes(delta);
+void RoundBooks::SetStagingBytes(int64_t bytes) {
   const std::lock_guard lock(mutex_);
-  totals_.staging_bytes += delta;
+  Counters::Global().AddStagingBytes(bytes - totals_.staging_bytes);
+  totals_.staging_bytes = bytes;
+}
+
+void RoundBooks::SetLayers(int num_layers, int num_groups) {
+  const std::lock_guard lock(mutex_);
+  totals_.num_layers = num_layers;
+  totals_.num_groups = num_groups;
+}
+
+void RoundBooks::SetRound(int64_t epoch, bool open) {
+  const std::lock_guard lock(mutex_);
+  totals_.epoch = epoch;
+  totals_.round_open = open;
 }
 
 void RoundBooks::UseDevice(at::Device device) {

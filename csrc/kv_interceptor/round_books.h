@@ -51,7 +51,11 @@ class RoundBooks {
 
   void CountWrite(int64_t direct_bytes, bool staged);
   void CountCommit(int64_t tokens, int64_t bytes_per_token);  // on the CPU
-  void CountStagingBytes(int64_t delta);
+
+  // What the interceptor is and does now, for readers on other threads.
+  void SetStagingBytes(int64_t bytes);
+  void SetLayers(int num_layers, int num_groups);
+  void SetRound(int64_t epoch, bool open);
 
   // Makes the words below on `device`, once, and waits until they are zero. REQUIRES: no capture.
   void UseDevice(at::Device device);

@@ -34,10 +34,16 @@ bool StagingBuffer::Reserve(int64_t num_rows, int64_t max_bytes) {
   int64_t target = std::max(num_rows, 2 * capacity_rows_);
   if (BytesFor(target) > max_bytes) target = num_rows;
   if (BytesFor(target) > max_bytes) return false;
+  // What was there goes first: there need not be room for both. When memory runs out half way
+  // there is no staging, rather than keys and values of two sizes.
+  keys_ = values_ = slots_ = at::Tensor();
+  capacity_rows_ = 0;
   const auto options = at::TensorOptions().dtype(dtype_).device(device_);
-  keys_ = at::empty({num_layers_, target, num_kv_heads_, head_dim_}, options);
-  values_ = at::empty(keys_.sizes(), options);
+  at::Tensor keys = at::empty({num_layers_, target, num_kv_heads_, head_dim_}, options);
+  at::Tensor values = at::empty(keys.sizes(), options);
   slots_ = at::empty({target}, options.dtype(at::kLong));
+  keys_ = std::move(keys);
+  values_ = std::move(values);
   capacity_rows_ = target;
   return true;
 }

@@ -27,7 +27,8 @@ class NWOR_EXPORT StagingBuffer {
   int AddLayer();
 
   // Makes room for num_rows rows in every layer. Returns false, and changes nothing, when that
-  // would take more than max_bytes. REQUIRES: no round is open.
+  // would take more than max_bytes. Throws when memory runs out; then there is room for none.
+  // REQUIRES: no round is open.
   bool Reserve(int64_t num_rows, int64_t max_bytes);
 
   // Forgets what the last round staged. The memory stays, so a reader of old bytes is a bug that

@@ -13,7 +13,8 @@ namespace {
 
 std::atomic<int64_t> allocators{0};
 
-int64_t DivideUp(int64_t value, int64_t by) { return (value + by - 1) / by; }
+// Of numbers up to the largest there is.
+int64_t DivideUp(int64_t value, int64_t by) { return value / by + (value % by > 0 ? 1 : 0); }
 
 }  // namespace
 

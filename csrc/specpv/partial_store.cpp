@@ -183,13 +183,14 @@ void PartialStore::Begin(const std::vector<BatchEntry>& batch) {
     lens[kDone][i] = static_cast<int32_t>(std::min(
         cache.summarized_blocks(),
         std::max<int64_t>(0, cache.full_len() - budget_.sink_tokens()) / budget_.block_size));
-    cache.set_summarized_blocks(
-        std::max<int64_t>(cache.summarized_blocks(), segments.candidates()));
   }
   lens_.copy_(host, /*non_blocking=*/cuda);
   ObserveEvents();
   batch_.clear();
-  for (const BatchEntry& entry : batch) batch_.push_back({entry.cache, entry.decision.kind});
+  for (size_t i = 0; i < batch.size(); ++i) {
+    const int64_t candidates = lens[kCandidates][static_cast<int64_t>(i)];
+    batch_.push_back({batch[i].cache, batch[i].decision.kind, candidates});
+  }
   refreshed_.assign(num_layers(), budget_.retrieval_blocks == 0);
 }
 
@@ -236,6 +237,7 @@ void PartialStore::RefreshLayer(int64_t layer, const at::Tensor& query,
     throw;
   }
   refreshed_[layer] = true;
+  if (refreshed()) NoteSummaries();
   if (on_device) refresh_end_ = RecordNow(device);
   if (!observed || !device.is_cpu()) return;
   const std::chrono::duration<double> elapsed = std::chrono::steady_clock::now() - started;
@@ -270,7 +272,19 @@ int64_t PartialStore::bytes() const {
   return total;
 }
 
-void PartialStore::MarkRefreshed() { refreshed_.assign(num_layers(), true); }
+void PartialStore::MarkRefreshed() {
+  refreshed_.assign(num_layers(), true);
+  NoteSummaries();
+}
+
+// A step that was begun may never be run: only when all layers are done are its blocks summarised.
+void PartialStore::NoteSummaries() {
+  for (const Begun& begun : batch_) {
+    const std::shared_ptr<StoredCache> cache = begun.cache.lock();
+    if (cache == nullptr || begun.kind != StepKind::kFullRefresh) continue;
+    cache->set_summarized_blocks(std::max(cache->summarized_blocks(), begun.candidates));
+  }
+}
 
 bool PartialStore::refreshed() const {
   return std::all_of(refreshed_.begin(), refreshed_.end(), [](bool done) { return done; });

@@ -99,11 +99,13 @@ class NWOR_EXPORT PartialStore : public std::enable_shared_from_this<PartialStor
   PartialStore(const SpecPVConfig& config, const StoreOptions& options);
   void Release(int64_t row);
   bool Refreshes() const;  // whether a request of the step does
+  void NoteSummaries();
   void ObserveEvents();
 
   struct Begun {
     std::weak_ptr<StoredCache> cache;  // a request that is gone must not be kept by the last step
     StepKind kind = StepKind::kFull;
+    int64_t candidates = -1;  // blocks that are summarised when it has refreshed
   };
 
   const SpecPVConfig config_;
@@ -129,7 +131,7 @@ class NWOR_EXPORT StoredCache : public PartialCache {
   ~StoredCache() override;
 
   int64_t row() const { return row_; }
-  // Complete blocks whose summaries are there.
+  // Complete blocks whose summaries are there, in every layer.
   int64_t summarized_blocks() const { return summarized_blocks_; }
   void set_summarized_blocks(int64_t blocks) { summarized_blocks_ = blocks; }
 

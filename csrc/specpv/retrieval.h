@@ -91,7 +91,8 @@ NWOR_HOST_DEVICE inline QueryRange QueriesOf(const SelectParams& params, int32_t
   return range;
 }
 
-// Throws Error naming the request when candidates or rows are out of range.
+// Throws Error naming the request when candidates or rows are out of range, or a maximum is to be
+// taken of more rows than cpu::kMaxScoreRows.
 NWOR_EXPORT void SelectBlocksCpu(const SelectParams& params);
 
 // Two launches: scores, then one thread block for each (request, KV head) that selects. Candidates

@@ -16,7 +16,27 @@ namespace {
 
 constexpr int32_t kChunkBlocks = 128;  // that one thread scores at a time
 
+// Rows of one KV head as the kernels score them. A sum over rows that can be taken before the
+// product with the summaries (quest is linear in its two halves) is taken there.
+struct RowFold {
+  bool queries = false;  // all queries of a head are one row,
+  bool heads = false;    // all heads, too
+  int32_t num_queries = 0;
+  int32_t num_groups = 0;
+
+  RowFold(const SelectParams& params, int32_t request) {
+    const QueryRange range = QueriesOf(params, request);
+    queries = params.score == Score::kQuest && params.query_reduce == QueryReduce::kMean;
+    heads = queries && params.group_reduce == GroupReduce::kMean;
+    num_queries = queries ? 1 : std::max(1, range.end - range.begin);
+    num_groups = heads ? 1 : params.num_heads / params.num_kv_heads;
+  }
+};
+
 void CheckValues(const SelectParams& params) {
+  // Sums are taken as rows are scored; a maximum is taken of all of them.
+  const bool keeps_rows =
+      params.query_reduce == QueryReduce::kMax || params.group_reduce == GroupReduce::kMax;
   for (int32_t b = 0; b < params.num_requests; ++b) {
     const int32_t candidates = params.num_candidates[b];
     NWOR_CHECK(candidates <= params.max_blocks, "num_candidates[", b, "]: got ", candidates,
@@ -27,6 +47,10 @@ void CheckValues(const SelectParams& params) {
     const int32_t begin = params.query_rows[2 * b], end = params.query_rows[2 * b + 1];
     NWOR_CHECK(0 <= begin && begin <= end && end <= params.num_queries, "query_rows[", b, "]: got ",
                begin, " to ", end, ", expected within 0 to ", params.num_queries);
+    const RowFold rows(params, b);
+    NWOR_CHECK(!keeps_rows || int64_t{rows.num_queries} * rows.num_groups <= cpu::kMaxScoreRows,
+               "query_rows[", b, "]: got ", rows.num_queries, " rows of ", rows.num_groups,
+               " heads each, expected at most ", cpu::kMaxScoreRows, " together for a maximum");
   }
 }
 
@@ -47,8 +71,7 @@ void ReadQuery(const SelectParams& params, int64_t offset, float* channels) {
   }
 }
 
-// The queries of one KV head as the kernels take them. A sum over rows that can be taken before the
-// product with the summaries (quest is linear in its two halves) is taken here.
+// The queries of one KV head as the kernels take them.
 struct PackedQueries {
   std::vector<float> upper, lower;
   int32_t padded_rows = 0;
@@ -57,12 +80,11 @@ struct PackedQueries {
 
   void Pack(const SelectParams& params, int32_t request, int32_t kv_head, int lanes) {
     const bool quest = params.score == Score::kQuest;
-    const bool fold_queries = quest && params.query_reduce == QueryReduce::kMean;
-    const bool fold_heads = fold_queries && params.group_reduce == GroupReduce::kMean;
+    const RowFold fold(params, request);
     const QueryRange range = QueriesOf(params, request);
     const int32_t group = params.num_heads / params.num_kv_heads;
-    num_queries = fold_queries ? 1 : std::max(1, range.end - range.begin);
-    num_groups = fold_heads ? 1 : group;
+    num_queries = fold.num_queries;
+    num_groups = fold.num_groups;
     padded_rows = (num_queries * num_groups + lanes - 1) / lanes * lanes;
     upper.assign(static_cast<size_t>(padded_rows) * params.head_dim, 0.0f);
     if (quest) lower.assign(upper.size(), 0.0f);
@@ -70,7 +92,7 @@ struct PackedQueries {
     for (int32_t head = 0; head < group; ++head) {
       for (int32_t q = range.begin; q < range.end; ++q) {
         const int32_t row =
-            (fold_heads ? 0 : head) * num_queries + (fold_queries ? 0 : q - range.begin);
+            (fold.heads ? 0 : head) * num_queries + (fold.queries ? 0 : q - range.begin);
         const int64_t from = request * params.query_request + q * params.query_row +
                              (int64_t{kv_head} * group + head) * params.query_head;
         ReadQuery(params, from, channels);

@@ -99,22 +99,27 @@ void GatherView(const std::vector<at::Tensor>& key_caches,
   params.block_size = static_cast<int32_t>(block_size);
   params.stream = CurrentStream(device);
   const c10::DeviceGuard guard(device);
-  for (size_t first = 0; first < num_layers; first += kMaxGatherLayers) {
-    const size_t count = std::min<size_t>(kMaxGatherLayers, num_layers - first);
-    std::copy_n(layers.begin() + static_cast<int64_t>(first), count, params.layers.begin());
-    params.num_layers = static_cast<int32_t>(count);
-    params.last = first + count == num_layers;
-    params.blocks =
-        static_cast<const int32_t*>(blocks.select(0, static_cast<int64_t>(first)).const_data_ptr());
-    params.keys = keys.select(0, static_cast<int64_t>(first)).mutable_data_ptr();
-    params.values = values.select(0, static_cast<int64_t>(first)).mutable_data_ptr();
-    if (device.is_cpu()) {
-      GatherViewCpu(params);
-    } else {
-#ifdef NWOR_WITH_CUDA
-      LaunchGatherView(params);
-#endif
+  const auto for_all_layers = [&](void (*run)(const GatherParams&)) {
+    for (size_t first = 0; first < num_layers; first += kMaxGatherLayers) {
+      const auto at = static_cast<int64_t>(first);
+      const size_t count = std::min<size_t>(kMaxGatherLayers, num_layers - first);
+      std::copy_n(layers.begin() + at, count, params.layers.begin());
+      params.first_layer = static_cast<int32_t>(first);
+      params.num_layers = static_cast<int32_t>(count);
+      params.last = first + count == num_layers;
+      params.blocks = static_cast<const int32_t*>(blocks.select(0, at).const_data_ptr());
+      params.keys = keys.select(0, at).mutable_data_ptr();
+      params.values = values.select(0, at).mutable_data_ptr();
+      run(params);
     }
+  };
+  if (device.is_cpu()) {
+    for_all_layers(CheckGatherCpu);
+    for_all_layers(GatherViewCpu);
+  } else {
+#ifdef NWOR_WITH_CUDA
+    for_all_layers(LaunchGatherView);
+#endif
   }
 }
 

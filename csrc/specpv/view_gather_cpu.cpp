@@ -28,8 +28,8 @@ void CheckList(const GatherParams& params, const List& list) {
   const int32_t end = (params.lens[list.request] + params.block_size - 1) / params.block_size;
   for (int32_t i = begin; i < end; ++i) {
     NWOR_CHECK(blocks[i] >= 0 && blocks[i] < params.geometry.num_pages * parts, "blocks[",
-               list.layer, ", ", list.request, ", ", list.head, ", ", i, "]: got ", blocks[i],
-               ", expected 0 to ", params.geometry.num_pages * parts - 1);
+               params.first_layer + list.layer, ", ", list.request, ", ", list.head, ", ", i,
+               "]: got ", blocks[i], ", expected 0 to ", params.geometry.num_pages * parts - 1);
   }
 }
 
@@ -58,9 +58,20 @@ void CopyList(const GatherParams& params, const List& list) {
   }
 }
 
+int64_t NumLists(const GatherParams& params) {
+  return int64_t{params.num_layers} * params.num_requests * params.geometry.num_heads;
+}
+
+List ListAt(const GatherParams& params, int64_t index) {
+  const int32_t heads = params.geometry.num_heads;
+  return {static_cast<int32_t>(index / heads / params.num_requests),
+          static_cast<int32_t>(index / heads % params.num_requests),
+          static_cast<int32_t>(index % heads)};
+}
+
 }  // namespace
 
-void GatherViewCpu(const GatherParams& params) {
+void CheckGatherCpu(const GatherParams& params) {
   for (int32_t b = 0; b < params.num_requests; ++b) {
     if (params.lens[b] < 0) continue;
     const int32_t most =
@@ -69,21 +80,18 @@ void GatherViewCpu(const GatherParams& params) {
                most, ", the tokens that blocks and keys have room for");
     NWOR_CHECK(params.held[b] >= 0, "held[", b, "]: got ", params.held[b], ", expected 0 or more");
   }
-  const int32_t heads = params.geometry.num_heads;
-  const int64_t num_lists = int64_t{params.num_layers} * params.num_requests * heads;
-  const auto list_at = [&](int64_t index) {
-    return List{static_cast<int32_t>(index / heads / params.num_requests),
-                static_cast<int32_t>(index / heads % params.num_requests),
-                static_cast<int32_t>(index % heads)};
-  };
-  for (int64_t i = 0; i < num_lists; ++i) {
-    const List list = list_at(i);
+  for (int64_t i = 0; i < NumLists(params); ++i) {
+    const List list = ListAt(params, i);
     if (params.lens[list.request] > params.held[list.request]) CheckList(params, list);
   }
+}
+
+void GatherViewCpu(const GatherParams& params) {
+  const int64_t num_lists = NumLists(params);
   std::atomic<int64_t> next{0};
   RunOnTorchThreads(num_lists, [&] {
     for (int64_t i = next.fetch_add(1); i < num_lists; i = next.fetch_add(1)) {
-      CopyList(params, list_at(i));
+      CopyList(params, ListAt(params, i));
     }
   });
   for (int32_t b = 0; params.last && b < params.num_requests; ++b) {

@@ -28,6 +28,7 @@ struct GatherParams {
   void* values = nullptr;
   int64_t layer_stride = 0, request_stride = 0, head_stride = 0, token_stride = 0;
   DType dtype = DType::kBFloat16;  // of the views: float32, float16 or bfloat16
+  int32_t first_layer = 0;         // of all layers, for messages
   int32_t num_layers = 0;
   int32_t num_requests = 0;
   int32_t max_blocks = 0;
@@ -37,6 +38,9 @@ struct GatherParams {
   StreamHandle stream = nullptr;
 };
 
+// Throws Error for a length or block out of range.
+void CheckGatherCpu(const GatherParams& params);
+// REQUIRES: CheckGatherCpu passes.
 void GatherViewCpu(const GatherParams& params);
 void LaunchGatherView(const GatherParams& params);  // CUDA builds only
 

@@ -27,6 +27,7 @@ class FailingWriter final : public CacheWriter {
       const int64_t page = slot / kPageSize, token = slot % kPageSize;
       std::memset(static_cast<float*>(cache.key) + (page * kPageSize + token) * kRowFloats, 0x5a,
                   kRowFloats * 2);
+      if (fail_at_ % 2 == 1) throw call;  // NOLINT(bugprone-std-exception-baseclass)
       throw std::runtime_error("injected");
     }
     PlainCacheWriter().WriteRow(cache, slot, row, row_dtype);

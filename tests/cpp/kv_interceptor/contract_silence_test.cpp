@@ -1,5 +1,6 @@
 #include <cstdlib>
 #include <iostream>
+#include <memory>
 #include <random>
 
 #include "kv_interceptor/checker_fixture.h"
@@ -105,6 +106,35 @@ TEST_F(ContractSilence, AboutARoundThatDoesNotFit) {
   EXPECT_SILENT(checker.VerifyStaged());
   small.Abort();
   EXPECT_SILENT(checker.Verify(nullptr));
+}
+
+TEST_F(ContractSilence, AboutPaddingBeyondThePlan) {
+  NworConfig config;
+  config.graph_rows = 12;
+  Interceptor padded{config};
+  for (size_t layer = 0; layer < keys_.size(); ++layer) {
+    padded.BindLayer(Name(static_cast<int>(layer)), keys_[layer], values_[layer]);
+  }
+  ContractChecker checker{padded};
+  checker.Snapshot();
+  padded.Begin({{3}, {2}, {}});
+  // What a graph's padding holds is of some step before.
+  for (size_t layer = 0; layer < keys_.size(); ++layer) {
+    padded.Write(Name(static_cast<int>(layer)), Rows(5), Rows(5), Slots({4, 5, 6, 12, 13}));
+  }
+  EXPECT_SILENT(checker.VerifyStaged());
+  padded.Abort();
+  EXPECT_SILENT(checker.Verify(nullptr));
+}
+
+TEST_F(ContractSilence, OfAnEarlierCheckerThatEnds) {
+  auto earlier = std::make_unique<ContractChecker>(interceptor_);
+  ContractChecker checker{interceptor_};
+  earlier.reset();
+  checker.Snapshot();
+  BeginAndWrite();
+  const Receipt receipt = Accept(2);
+  EXPECT_SILENT(checker.Verify(&receipt, {2, 0}));
 }
 
 TEST_F(ContractSilence, AcceptsHonestHostBooks) {

@@ -127,6 +127,15 @@ TEST_F(GraphRowsTest, AReplayAfterAWriteIsAnError) {
   EXPECT_THROW(interceptor_.NoteReplay(), Error);
 }
 
+TEST_F(GraphRowsTest, AReplayThatIsRefusedMarksNoLayer) {
+  interceptor_.Begin({{2}, {1}, {}});
+  interceptor_.Write(Name(1), Rows(2), Rows(2), at::tensor({4, 5}, at::kLong));
+  EXPECT_THROW(interceptor_.NoteReplay(), Error);
+  const Receipt receipt = interceptor_.Commit(Ints({1}).view({1, 1}), Ints({1}));
+  EXPECT_EQ(receipt.degraded, BypassReason::kIncompleteStaging);
+  EXPECT_EQ(interceptor_.stats().stage_operations, 1);
+}
+
 TEST_F(GraphRowsTest, ACapturedRoundIsNotCounted) {
   EXPECT_TRUE(interceptor_.Begin({{3}, {2}, {}}, /*capture=*/true).stage);
   for (int layer = 0; layer < kLayers; ++layer) {

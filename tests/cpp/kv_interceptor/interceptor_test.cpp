@@ -185,6 +185,25 @@ TEST_F(InterceptorTest, GrowsBetweenRoundsAndReportsItsMemory) {
   interceptor.Abort();
 }
 
+TEST_F(InterceptorTest, GroupsTogetherTakeNoMoreThanStagingMay) {
+  const int64_t row_bytes = 2 * kHeads * kDim * 4 + 8;  // of one layer
+  NworConfig config;
+  config.staging_rows = 4;
+  config.max_staging_bytes = 14 * row_bytes;
+  Interceptor interceptor{config};
+  for (const int group : {0, 1}) {
+    const at::Tensor cache = at::zeros({kPages, kPageSize, kHeads, kDim});
+    interceptor.BindLayer(Layer(group), cache, cache.clone(), group);
+  }
+  interceptor.Begin({{2}, {1}, {}});
+  EXPECT_EQ(interceptor.stats().staging_bytes, 2 * 4 * row_bytes);
+  interceptor.Abort();
+  // Twice as many for one group fit beside what the other needs, for both they do not.
+  EXPECT_TRUE(interceptor.Begin({{6}, {5}, {}}).stage);
+  EXPECT_EQ(interceptor.stats().staging_bytes, (8 + 5) * row_bytes);
+  interceptor.Abort();
+}
+
 TEST_F(InterceptorTest, RefusesALateWriteOfAnOldRound) {
   Interceptor interceptor{NworConfig{}};
   Bind(interceptor, 1);

@@ -95,5 +95,16 @@ TEST(StagingBuffer, TakesNoMoreBytesThanItMay) {
   EXPECT_EQ(buffer.capacity_rows(), 22);
 }
 
+TEST(StagingBuffer, HasNothingHalfMadeWhenMemoryRunsOut) {
+  StagingBuffer buffer(1, kDim, at::kFloat, at::kCPU);
+  buffer.AddLayer();
+  ASSERT_TRUE(buffer.Reserve(4, INT64_MAX));
+  EXPECT_ANY_THROW(buffer.Reserve(int64_t{1} << 50, INT64_MAX));
+  EXPECT_EQ(buffer.capacity_rows(), 0);
+  EXPECT_EQ(buffer.memory_bytes(), 0);
+  EXPECT_TRUE(buffer.Reserve(5, INT64_MAX));
+  EXPECT_EQ(buffer.memory_bytes(), buffer.BytesFor(5));
+}
+
 }  // namespace
 }  // namespace nwor

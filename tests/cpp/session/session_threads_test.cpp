@@ -181,6 +181,31 @@ TEST(SessionThreads, AWaiterStartsAfreshWhenTheStarterFails) {
   EXPECT_EQ(store.stats().started, 1);
 }
 
+TEST(SessionThreads, TheInterceptorIsAskedMeanwhile) {
+  ToyTarget target(256, 4);
+  Interceptor& interceptor = target.interceptor();
+  SessionStore store({}, interceptor, target.AsForward());
+  std::atomic<bool> done{false};
+  std::thread reader([&] {
+    int64_t epoch = 0;
+    while (!done) {
+      const Interceptor::Stats stats = interceptor.stats();
+      EXPECT_GE(stats.epoch, epoch);
+      EXPECT_GE(stats.staged_tokens, stats.rejected_tokens);
+      EXPECT_EQ(interceptor.mode(), Mode::kStage);
+      epoch = stats.epoch;
+    }
+  });
+  ToyClient client{"a", {1, 2, 3}};
+  for (int round = 0; round < 30; ++round) {
+    client.Take(store.Verify(client.Ask(client.RightDrafts(4))));
+  }
+  done = true;
+  reader.join();
+  EXPECT_EQ(interceptor.stats().epoch, 30);
+  EXPECT_FALSE(interceptor.stats().round_open);
+}
+
 TEST(SessionThreads, OneOfThoseWhoStartTheSameSessionWins) {
   ToyTarget target;
   SessionStore store({}, target.interceptor(), target.AsForward());

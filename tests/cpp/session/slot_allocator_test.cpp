@@ -3,6 +3,7 @@
 #include <gtest/gtest.h>
 
 #include <functional>
+#include <limits>
 #include <string>
 #include <vector>
 
@@ -171,6 +172,9 @@ TEST(SlotAllocator, NamesWhatIsWrongAndChangesNothing) {
   SlotAllocator other(2, 4);
   expect([&] { allocator.Extend(1, 4); }, "got a need of 1 for request 1, expected at most the 0");
   expect([&] { allocator.Extend(2, int64_t{1} << 62); }, "expected at most the 0 free of 2");
+  constexpr int64_t kLargest = std::numeric_limits<int64_t>::max();
+  expect([&] { allocator.Extend(2, kLargest); }, "expected at most the 0 free of 2");
+  expect([&] { allocator.Extend(1, kLargest); }, "expected at most the 0 free of 2");
   expect([&] { allocator.Extend(1, -1); }, "num_tokens: got -1");
   expect([&] { allocator.Free("1"); }, "request: got '1'");
   expect([&] { allocator.Free(1, std::vector<bool>(6, true)); }, "mask: got 6 entries");

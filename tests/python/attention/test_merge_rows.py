@@ -211,6 +211,18 @@ def test_torch_knows_the_op(device: str) -> None:
         ({"prefix_lse": torch.zeros(4, 3)}, "prefix_lse: got"),
         ({"prefix_lse": torch.zeros(3, 4, dtype=torch.float64)}, "prefix_lse: got"),
         ({"query_start": torch.tensor([0, 3])}, "query_start: got"),
+        (
+            {"query_start": torch.tensor([0, 4], dtype=torch.int32)},
+            r"query_start\[1\]: got 4, expected 0 to 3",
+        ),
+        (
+            {"query_start": torch.tensor([-1, 3], dtype=torch.int32)},
+            r"query_start\[0\]: got -1, expected 0 to 3",
+        ),
+        (
+            {"query_start": torch.tensor([0, 2, 1], dtype=torch.int32)},
+            r"query_start\[2\]: got 1, expected 2 to 3",
+        ),
         ({"tree_mask": torch.zeros(2, 1, dtype=torch.int64)}, "tree_mask: got"),
         ({"scale": INFINITY}, "scale: got"),
         ({"softcap": -1.0}, "softcap: got"),
@@ -308,6 +320,25 @@ def test_a_deferred_write_is_done_with_the_rows(device: str, head_dim: int) -> N
             outs.append(out)
         assert torch.equal(*caches)
         assert torch.equal(*outs)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_deferred_write_waits_on_when_the_rows_are_refused(device: str) -> None:
+    interceptor, cache, key, value, query, slots = open_round(device, row_dtypes(device)[-1], 64)
+    interceptor.write("layer", key, value, slots, defer=True)
+    start = torch.tensor([0, 5, 8], dtype=torch.int32, device=device)
+    lse = torch.full((8, 4), -INFINITY, device=device)
+    out = torch.zeros_like(query)
+    with pytest.raises(NworError, match="scale: got"):
+        _C.merge_rows_of_layer(
+            interceptor, "layer", query, key, value, out, lse, start, INFINITY, out
+        )
+    commit(interceptor, device)
+    tokens = cache.transpose(1, 2).flatten(0, 1)  # [slots, heads, K and V]
+    for row, slot in enumerate(slots.tolist()):
+        expected = torch.cat([key[row], value[row]], -1)
+        accepted = row in (0, 1, 2, 5, 6)
+        assert torch.equal(tokens[slot], expected if accepted else torch.zeros_like(expected))
 
 
 @pytest.mark.parametrize("device", DEVICES)

@@ -212,6 +212,14 @@ def test_torchs_flash_attention_agrees(mask: str, view: str, rows: list[int]) ->
     assert attention_module.last_route().startswith("torch_flash")
 
 
+def test_the_last_route_is_told_with_the_reason_of_the_last_call() -> None:
+    step = make_step(Shape([2], [5], heads=4, kv_heads=2), 6, "cpu")
+    step.run(route="cpu")
+    assert attention_module.last_route() == "cpu (asked for)"
+    step.run()
+    assert attention_module.last_route() == "cpu (tensors on the cpu)"
+
+
 @cuda_only
 def test_prefill_goes_to_flash_attention() -> None:
     shape = Shape([300, 2], [70, 40], heads=4, kv_heads=2, dtype=torch.bfloat16)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 
 import pytest
@@ -257,6 +258,26 @@ def test_a_failed_refresh_makes_the_next_step_full() -> None:
     assert after == before + 1
     host.step([[]])
     assert request.decision.kind == "partial"
+
+
+def test_blocks_of_a_step_that_was_begun_and_not_run_are_not_taken_for_summarised() -> None:
+    rng = seeded()
+    host = start(rng, configured(rng, specpv_selector="specpv"), count=1)
+    (request,) = host.requests
+    host.store.kmax.fill_(math.nan)
+    host.store.kmin.fill_(math.nan)
+    host.store.begin([(request.cache, host.policy.decide(request.cache, 1))])
+    assert request.cache.summarized_blocks == 0
+    host.step([[]])
+    assert request.decision.kind == "full_refresh"
+    assert check_summaries(host, request) > 0
+    # Nor those of a step whose last layer was left out.
+    refresh = host.store.refresh_layer
+    request.cache.require_full()
+    known = request.cache.summarized_blocks
+    host.store.refresh_layer = lambda layer, *given: refresh(layer, *given) if layer == 0 else None
+    host.step([[]])
+    assert (request.cache.required, request.cache.summarized_blocks) == ("refresh_failure", known)
 
 
 def test_compact_storage_decodes_as_paged_storage_does() -> None:

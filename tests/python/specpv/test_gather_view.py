@@ -176,6 +176,26 @@ def test_a_block_or_length_out_of_range_raises_and_nothing_is_written() -> None:
     assert held.tolist() == [0, 0, 0]
 
 
+def test_a_wrong_block_of_the_last_of_many_layers_writes_nothing_either() -> None:
+    """More layers than one launch takes on CUDA are copied in several parts."""
+    layers = 70
+    cache = torch.randn(2, 4, 1, 8)
+    blocks = torch.zeros(layers, 1, 1, 2, dtype=torch.int32)
+    keys = torch.full((layers, 1, 1, 8, 8), POISON)
+    values, lens, held = keys.clone(), ints([5], "cpu"), ints([0], "cpu")
+    given = ([cache] * layers, [cache] * layers, blocks, lens, held, keys, values)
+    blocks[69, 0, 0, 1] = 2
+    with pytest.raises(NworError, match=r"blocks\[69, 0, 0, 1\]: got 2, expected 0 to 1"):
+        gather_view(*given, block_size=4)
+    assert (keys == POISON).all()
+    assert (values == POISON).all()
+    assert held.tolist() == [0]
+    blocks[69, 0, 0, 1] = 1
+    gather_view(*given, block_size=4)
+    assert torch.equal(keys[69, 0, 0, :5], torch.cat([cache[0, :, 0], cache[1, :1, 0]]))
+    assert held.tolist() == [5]
+
+
 @pytest.mark.skipif("cuda" not in DEVICES, reason="no CUDA device")
 def test_on_cuda_a_view_that_cannot_be_made_becomes_the_whole_prefix() -> None:
     views = Views(random.Random(4), "cuda", torch.bfloat16)

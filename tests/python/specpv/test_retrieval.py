@@ -263,6 +263,29 @@ def test_rows_of_many_requests_in_one_tensor(device: str, query_reduce: str) -> 
         assert torch.equal(choose(spans, max_rows), wanted)
 
 
+@pytest.mark.parametrize(("score", "query_reduce", "group_reduce", "selection"), REDUCTIONS)
+def test_as_many_rows_as_there_may_be(
+    score: str, query_reduce: str, group_reduce: str, selection: str
+) -> None:
+    """Maxima look at 4096 rows of heads at most, sums and last rows at any number."""
+    seeded()
+    kept = "max" in (query_reduce, group_reduce) and query_reduce != "last"
+    rows = 2048 if kept and (score, query_reduce) != ("quest", "mean") else 5000
+    query, kmax = whole(1, rows, 4, 8), whole(1, 6, 2, 8)
+    kmin = kmax - whole(1, 6, 2, 8).abs()
+    reductions = (score, query_reduce, group_reduce, selection)
+    ids = select_blocks(
+        query,
+        kmax,
+        kmin,
+        torch.tensor([6], dtype=torch.int32),
+        3,
+        *reductions,
+        query_rows=torch.tensor([[0, rows]], dtype=torch.int32),
+    )
+    assert torch.equal(ids, expected_ids(query, kmax, kmin, [6], 3, *reductions))
+
+
 def good() -> dict:
     return {
         "query": torch.randn(2, 3, 4, 16),
@@ -293,6 +316,14 @@ WRONG = {
     "rows": (
         {"query_rows": torch.tensor([[0, 3], [1, 4]], dtype=torch.int32)},
         r"query_rows\[1\]: got 1 to 4",
+    ),
+    "many rows": (
+        {
+            "query": torch.zeros(2, 4096, 4, 16),
+            "query_rows": torch.tensor([[0, 2048], [0, 2049]], dtype=torch.int32),
+            "query_reduce": "max",
+        },
+        r"query_rows\[1\]: got 2049 rows of 2 heads each, expected at most 4096",
     ),
     "dtype": ({"query": torch.zeros(2, 3, 4, 16, dtype=torch.float64)}, "query: got dtype"),
     "max_rows": ({"max_rows": -1}, "max_rows: got -1"),

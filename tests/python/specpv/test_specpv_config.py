@@ -94,9 +94,10 @@ def test_wrong_values_are_named(values: dict[str, Any], message: str) -> None:
         assert "expected" in str(caught.value)
 
 
-def test_an_unknown_name_is_refused() -> None:
-    with pytest.raises(NworError, match="unknown name 'specpv_blocksize'"):
-        SpecPVConfig(specpv_blocksize=16)
+@pytest.mark.parametrize("name", ["specpv_blocksize", "budget", "validate"])
+def test_an_unknown_name_is_refused(name: str) -> None:
+    with pytest.raises(NworError, match=f"unknown name '{name}'"):
+        SpecPVConfig(**{name: 16})
 
 
 def test_keys_that_do_not_fit_each_other_are_refused_when_used() -> None:
