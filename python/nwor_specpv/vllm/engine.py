@@ -20,6 +20,7 @@ from nwor_specpv.errors import NworError, logger
 from . import compat, rows, runner_hooks, speculators, support
 from .settings import read_settings
 from .specpv import rules as long_context
+from .specpv.failures import DraftFailures
 from .specpv.lengths import Lengths, head_drafts
 from .specpv.refresh import Refresh
 from .staging import Staging
@@ -54,6 +55,7 @@ class Engine:
         self.num_drafts = 0  # that the scheduler wants for the next step (runner V2)
         self.refresh = self._make_refresh(vllm_config)
         self.lengths = self._make_lengths(vllm_config)
+        self.draft_failures = DraftFailures()
         most = self.setup.num_speculative_tokens
         self.staging = Staging(self.layers, self.settings, vllm_config, most)
         self.steps = Steps(self.staging)
