@@ -63,6 +63,11 @@ class Staging:
             self._watch()
         return self.interceptor
 
+    def release(self) -> None:
+        """Lets go of every cache; the next `bind` starts afresh. REQUIRES: no open round."""
+        self.interceptor = self.checker = None
+        self.bound.clear()
+
     def note(self, violations: Sequence[Any]) -> None:
         """Remembers what the checker found, says it, and raises with `strict`."""
         for violation in violations:
