@@ -36,9 +36,10 @@ def _one_engine_at_a_time() -> Iterator[None]:
 def _collect() -> None:
     """Frees what nobody uses, and what vLLM has hidden from the collector: all of an engine.
 
-    Not so on a GPU. Engines keep their graphs in one pool of memory there, and torch lets no new
-    graph into a pool that has lost all its graphs while cuBLAS has a workspace in it.
+    Engines keep their graphs in one pool of memory. torch lets no graph into a pool that has lost
+    all its graphs while some of its memory is in use, so those to come have another.
     """
-    if gc.get_freeze_count() and not sys.modules["torch"].cuda.is_available():
-        gc.unfreeze()
+    gc.unfreeze()
     gc.collect()
+    if "vllm.platforms" in sys.modules:
+        type(sys.modules["vllm.platforms"].current_platform)._global_graph_pool = None

@@ -182,6 +182,25 @@ def test_the_target_drafts_over_views() -> None:
     assert confirmed > 0.5 * drafted > 0
 
 
+@pytest.mark.parametrize("backend", [plugin.CPU_BACKEND, plugin.CUDA_BACKEND], ids=["cpu", "cuda"])
+def test_sizes_that_vllm_tries_are_no_steps(backend: str) -> None:
+    """After graphs are captured it runs the model without metadata, on fewer rows than the last
+    graph has; the step of that graph is still open."""
+    from vllm.config import CUDAGraphMode
+
+    with flash_attention(backend):
+        llm = start(STAGED, model=str(stories(64)), skip_tokenizer_init=True)
+        before = drive(llm, story_prompts(3), greedy(12)).tokens
+        caches = {name: layer.kv_cache.clone() for name, layer in own_engine().layers.items()}
+        own_engine().steps.begin(0, [9, 9], [8, 8], torch.arange(18))
+        own_engine().runner._dummy_run(8, cudagraph_runtime_mode=CUDAGraphMode.NONE)
+        for name, layer in own_engine().layers.items():
+            assert torch.equal(layer.kv_cache, caches[name])
+        assert drive(llm, story_prompts(3), greedy(12)).tokens == before
+    assert own_stats()["fallbacks"] == {}
+    assert own_engine().violations == []
+
+
 # ---- what graphs find ----
 
 
