@@ -108,6 +108,32 @@ PANELS = (
         "Of the worker processes.",
     ),
     Panel(
+        "Drafts over views",
+        "short",
+        (
+            (rate("specpv_drafted_tokens_total"), "drafted"),
+            (rate("specpv_confirmed_tokens_total"), "confirmed"),
+        ),
+        "Tokens per second that the target drafted for itself, mode lossless.",
+    ),
+    Panel(
+        "Failed drafting over views",
+        "short",
+        ((f"sum by (reason) (specpv_draft_failures_total{{{JOB}}})", "{{reason}}"),),
+        "Since the worker started; the log says what failed.",
+    ),
+    Panel(
+        "Drift",
+        "percentunit",
+        (
+            (
+                f"{rate('specpv_deviating_rows_total')} / {rate('specpv_probed_rows_total')}",
+                "deviating of probed rows",
+            ),
+        ),
+        "Mode refresh: rows whose attention over the view differs by more than a tenth.",
+    ),
+    Panel(
         "Builds",
         "short",
         ((f"count by (version, revision) (nwor_build_info{{{JOB}}})", "{{version}} {{revision}}"),),

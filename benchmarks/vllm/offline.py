@@ -129,6 +129,10 @@ def start(args: argparse.Namespace, folder: Path, most: int, *, nwor: bool) -> A
     if torch.cuda.is_available():
         options["attention_backend"] = "CUSTOM" if nwor else "FLASH_ATTN"
         options["gpu_memory_utilization"] = 0.44
+        # Given: to find the size itself model runner V1 tries graphs, and drops those of every
+        # engine in the process afterwards.
+        total = torch.cuda.get_device_properties(0).total_memory
+        options["kv_cache_memory_bytes"] = int(0.3 * total)
         if not args.eager:
             graphs = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}
             options["compilation_config"] = graphs

@@ -47,6 +47,8 @@ def main() -> int:
         for name in ("stock", "nwor"):
             servers.append(start(args, name))
             stack.callback(stop, servers[-1].process)
+            if has_gpu():  # a server that starts measures how much memory is free
+                wait_until_ready(servers[-1])
         for server in servers:
             wait_until_ready(server)
         for number in range(args.rounds + 1):
@@ -95,6 +97,8 @@ def start(args: argparse.Namespace, name: str) -> Server:
     command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", model]
     command += ["--served-model-name", "model", "--host", "127.0.0.1", "--port", str(port)]
     command += ["--speculative-config", json.dumps(drafts), *shlex.split(args.server_args)]
+    if has_gpu() and "--gpu-memory-utilization" not in args.server_args:
+        command += ["--gpu-memory-utilization", "0.4"]  # both have to fit
     # Two servers that bind their threads to the same cores would wait for each other.
     env = {"VLLM_CPU_OMP_THREADS_BIND": "nobind"} | dict(os.environ)
     if name == "stock":

@@ -346,13 +346,20 @@ def note(outputs: Any, lens: dict[str, int]) -> None:
 
 
 def counts() -> dict[str, Any]:
+    """What was counted, and what went wrong in drafting: the head may have drafted alone."""
     from nwor_specpv import Metrics
+    from nwor_specpv.vllm.engine import current_engine
 
-    return {
+    found = {
         name: value
         for name, value in Metrics().snapshot().items()
         if value and name.startswith(("specpv_", "nwor_staged", "nwor_committed", "nwor_fallback"))
     }
+    engine = current_engine()
+    if engine is not None and engine.draft_failures.latest:
+        found["draft_failure"] = engine.draft_failures.latest
+        print(f"  drafting over views failed: {engine.draft_failures.latest}", flush=True)
+    return found
 
 
 if __name__ == "__main__":

@@ -23,7 +23,23 @@ def _one_engine_at_a_time() -> Iterator[None]:
 
     An engine freezes what vLLM has read from the environment; the next one reads it anew.
     """
+    if hasattr(sys, "last_traceback"):  # of a test that failed: its frames hold engines
+        for name in ("last_type", "last_value", "last_traceback", "last_exc"):
+            vars(sys).pop(name, None)
+        _collect()
     yield
-    gc.collect()
+    _collect()
     if "vllm.envs" in sys.modules:
         sys.modules["vllm.envs"].disable_envs_cache()
+
+
+def _collect() -> None:
+    """Frees what nobody uses, and what vLLM has hidden from the collector: all of an engine.
+
+    Engines keep their graphs in one pool of memory. torch lets no graph into a pool that has lost
+    all its graphs while some of its memory is in use, so those to come have another.
+    """
+    gc.unfreeze()
+    gc.collect()
+    if "vllm.platforms" in sys.modules:
+        type(sys.modules["vllm.platforms"].current_platform)._global_graph_pool = None

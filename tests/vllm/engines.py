@@ -71,6 +71,14 @@ def draft_failures(before: dict[str, Any]) -> dict[str, int]:
     return {reason: count for reason, count in grown.items() if count}
 
 
+def check_drafting(before: dict[str, Any]) -> None:
+    """No drafting over views has failed since the snapshot `before`; if some has, it says how."""
+    failed = draft_failures(before)
+    assert failed == {}, (
+        f"drafting failed {failed}, at last by {own_engine().draft_failures.latest}"
+    )
+
+
 def greedy(max_tokens: int = 80, **more: Any):
     from vllm import SamplingParams
 

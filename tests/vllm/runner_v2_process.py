@@ -79,6 +79,7 @@ def run(job: dict[str, Any], head: dict[str, Any]) -> dict[str, Any]:
         "fallbacks": own_stats()["fallbacks"],
         "grown": {name: value for name, value in grown.items() if value},
         "failures": draft_failures(before),
+        "latest_failure": own_engine().draft_failures.latest,
         "preemptions": counted(llm, PREEMPTIONS) - preempted,
         "prefix_hits": sum(hits),
         "replays": sum(replays),

@@ -98,6 +98,16 @@ def test_v1_in_full_graphs_is_what_direct_writes_give() -> None:
     assert share > 0.3
 
 
+def test_v1_starts_with_more_rows_in_a_graph_than_requests() -> None:
+    """The smallest graph has nine rows; vLLM then tries its sampler on four requests."""
+    speculation = NGRAM | {"num_speculative_tokens": 8}
+    llm = stories_on_gpu(STRICT, speculation=speculation, max_num_seqs=4, **GRAPHS)
+    story = drive(llm, story_prompts(4), greedy(60))
+    assert all(len(tokens) == 60 for tokens in story.tokens.values())
+    assert own_stats()["staged_tokens"] > 0
+    assert own_stats()["fallbacks"] == {}
+
+
 # ---- windows, and models that predict further tokens themselves ----
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from engines import draft_failures, drive, greedy, own_engine
+from engines import NGRAM, check_drafting, drive, greedy, own_engine
 from engines import stats as own_stats
 from heads import story_head
 from small_views import SMALL_VIEW, prompts
@@ -46,7 +46,7 @@ def test_the_target_drafts_over_views(monkeypatch: pytest.MonkeyPatch) -> None:
     ours = drive(llm, prompts(), greedy(48)).tokens
     assert own_engine().violations == []
     assert own_stats()["fallbacks"] == {}
-    assert draft_failures(before) == {}
+    check_drafting(before)
     drafted = grown(before, "specpv_drafted_tokens_total")
     confirmed = grown(before, "specpv_confirmed_tokens_total")
     share = alike(ours, theirs)
@@ -83,7 +83,7 @@ def test_head_and_target_draft_in_turns(tmp_path: Path, graphs: bool, sampled: b
     assert all(len(tokens) == 48 for tokens in ours.values())
     assert own_engine().violations == []
     assert own_stats()["fallbacks"] == {}
-    assert draft_failures(before) == {}
+    check_drafting(before)
     assert (own_engine().num_replays > 0) is graphs
     drafted = grown(before, "specpv_drafted_tokens_total")
     confirmed = grown(before, "specpv_confirmed_tokens_total")
@@ -125,17 +125,23 @@ def test_smollm2_reads_a_book(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, r
     before, sides = Metrics().snapshot(), []
     for nwor, options in (
         ({"enable_nwor": False}, stock),
-        (BOOK_VIEW, {"speculation": speculation}),
+        (BOOK_VIEW, {"speculation": speculation} | more),
     ):
-        llm = begin(nwor, **(model | options | (more if nwor is BOOK_VIEW else {})))
+        llm = begin(nwor, **(model | options))
         outputs = llm.generate(texts, greedy(64, logprobs=1), use_tqdm=False)
         sides.append([output.outputs[0] for output in outputs])
+        lengths = [len(side.token_ids) for side in sides[-1]]
+        free = torch.cuda.mem_get_info()[0] >> 30
+        print(f"{runner}, {nwor}: {lengths} tokens, {free} GiB are free", flush=True)
+        if nwor is BOOK_VIEW:
+            assert hasattr(own_engine().runner, "input_batch") is (runner == "v1")
         del llm
+    check_drafting(before)
     assert own_stats()["fallbacks"] == {}
-    assert draft_failures(before) == {}
     drafted = grown(before, "specpv_drafted_tokens_total")
     confirmed = grown(before, "specpv_confirmed_tokens_total")
-    print(f"{runner}: {confirmed} of {drafted} confirmed")
+    replays = own_engine().num_replays
+    print(f"{runner}: {confirmed} of {drafted} confirmed, {replays} steps were replayed")
     assert confirmed > 0.5 * drafted > 0
     check_log_probabilities(*sides, runner)
 
@@ -170,6 +176,23 @@ def test_refresh_in_full_graphs(tmp_path: Path) -> None:
     print(f"{deviating} of {probed} probed rows deviate")
     assert probed > 0
     assert not hasattr(own_engine().runner, "input_batch"), "the V1 runner was used"
+
+
+def test_refresh_where_vllm_finds_the_size_of_its_caches(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Model runner V1 then captures graphs on caches of few blocks, and makes others afterwards."""
+    monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "0")
+    before = Metrics().snapshot()
+    model = {"model": str(stories(64)), "skip_tokenizer_init": True, "speculation": NGRAM}
+    memory = {"kv_cache_memory_bytes": None, "gpu_memory_utilization": 0.1}
+    nwor = SMALL_VIEW | {"specpv_rectify": "refresh"}
+    llm = begin(nwor, enable_prefix_caching=False, **(model | memory | GRAPHS))
+    story = drive(llm, prompts(), greedy(48))
+    assert all(len(tokens) == 48 for tokens in story.tokens.values())
+    assert own_stats()["fallbacks"] == {}
+    assert grown(before, "specpv_partial_steps_total") > 0
+    engine = own_engine()
+    caches = [layer.kv_cache.data_ptr() for layer in engine.layers.values()]
+    assert [cache.data_ptr() for cache in engine.refresh.views.store.key_caches] == caches
 
 
 def test_refresh_with_views_of_everything(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

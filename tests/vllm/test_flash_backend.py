@@ -18,6 +18,7 @@ from engines import (
     DIRECT,
     STAGED,
     STOCK,
+    check_drafting,
     drive,
     greedy,
     own_engine,
@@ -26,9 +27,12 @@ from engines import (
 )
 from engines import stats as own_stats
 from flash_double import FLASH_ATTN, NUM_SMS, Calls, flash_attention
+from small_views import SMALL_VIEW, prompts
 
+from nwor_specpv import Metrics
 from nwor_specpv.models import stories
 from nwor_specpv.vllm import plugin
+from nwor_specpv.vllm.specpv.rules import DRAFTER
 
 ARRIVALS = [0, 1, 3, 3, 7, 20]  # prefills stand behind requests that verify
 LAYERS = 5
@@ -152,6 +156,49 @@ def test_a_float8_cache_is_staged_and_quantised_by_the_commit() -> None:
     (direct_tokens, direct), (tokens, staged) = runs
     assert tokens == direct_tokens
     check_caches(staged, direct, stats["rejected_tokens"])
+
+
+def test_the_target_drafts_over_views() -> None:
+    """Mode lossless on model runner V1: verifying requests of many lengths, passes in between."""
+    model = {"model": str(stories(64)), "skip_tokenizer_init": True}
+    with flash_attention(FLASH_ATTN):
+        plain = start(STOCK, speculation=None, **model)
+        wanted = drive(plain, prompts(), greedy(32)).tokens
+    speculation = {"method": "custom_class", "model": DRAFTER, "num_speculative_tokens": 8}
+    before = Metrics().snapshot()
+    with flash_attention(plugin.CUDA_BACKEND) as calls:
+        llm = start(SMALL_VIEW | {"specpv_draft_passes": 3}, speculation=speculation, **model)
+        found = drive(llm, prompts(), greedy(32), arrivals=[0, 0, 3, 3, 9, 12]).tokens
+    assert found == wanted
+    check_drafting(before)
+    check_books()
+    rows = {tuple(c["cu_seqlens_q"].diff().tolist()) for c in calls.attended if not c["causal"]}
+    assert any(len(set(lens)) > 1 for lens in rows)
+    now = Metrics().snapshot()
+    drafted, confirmed = (
+        now[f"specpv_{name}_tokens_total"] - before[f"specpv_{name}_tokens_total"]
+        for name in ("drafted", "confirmed")
+    )
+    assert confirmed > 0.5 * drafted > 0
+
+
+@pytest.mark.parametrize("backend", [plugin.CPU_BACKEND, plugin.CUDA_BACKEND], ids=["cpu", "cuda"])
+def test_sizes_that_vllm_tries_are_no_steps(backend: str) -> None:
+    """After graphs are captured it runs the model without metadata, on fewer rows than the last
+    graph has; the step of that graph is still open."""
+    from vllm.config import CUDAGraphMode
+
+    with flash_attention(backend):
+        llm = start(STAGED, model=str(stories(64)), skip_tokenizer_init=True)
+        before = drive(llm, story_prompts(3), greedy(12)).tokens
+        caches = {name: layer.kv_cache.clone() for name, layer in own_engine().layers.items()}
+        own_engine().steps.begin(0, [9, 9], [8, 8], torch.arange(18))
+        own_engine().runner._dummy_run(8, cudagraph_runtime_mode=CUDAGraphMode.NONE)
+        for name, layer in own_engine().layers.items():
+            assert torch.equal(layer.kv_cache, caches[name])
+        assert drive(llm, story_prompts(3), greedy(12)).tokens == before
+    assert own_stats()["fallbacks"] == {}
+    assert own_engine().violations == []
 
 
 # ---- what graphs find ----

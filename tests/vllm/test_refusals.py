@@ -35,6 +35,16 @@ def with_latents(patch: pytest.MonkeyPatch, config: Any) -> None:
     patch.setattr(type(config.model_config), "use_mla", property(lambda _: True))
 
 
+def with_writes_in_pieces(patch: pytest.MonkeyPatch, config: Any) -> None:
+    """As use_inductor_graph_partition has it: graphs end at attention, writes are in them."""
+    from vllm.config import CompilationMode, CUDAGraphMode
+
+    compilation = config.compilation_config
+    patch.setattr(compilation, "mode", CompilationMode.VLLM_COMPILE)
+    patch.setattr(compilation, "cudagraph_mode", CUDAGraphMode.FULL_AND_PIECEWISE)
+    patch.setattr(compilation, "splitting_ops", list(compilation._attention_ops))
+
+
 def with_another_runner(patch: pytest.MonkeyPatch, _: Any) -> None:
     from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
@@ -50,6 +60,7 @@ REFUSED: dict[str, tuple[Change, str]] = {
     "latents": (with_latents, "MLA"),
     "cascade": (of("model_config", "disable_cascade_attn", False), "cascade attention"),
     "sharing": (of("cache_config", "kv_sharing_fast_prefill", True), "fast prefill"),
+    "pieces": (with_writes_in_pieces, "K/V writes within piecewise CUDA graphs"),
     "signature": (
         with_another_runner,
         "takes (self, output_token_ids), expected (self, output_token_ids, scheduler_output)",
@@ -83,6 +94,19 @@ def test_what_does_not_go_together_is_refused(
 def test_the_same_configuration_is_let_in_unchanged(config: Any) -> None:
     """Or the test above would show nothing."""
     assert support.refusals(support.describe(config)) == []
+
+
+@pytest.mark.parametrize("partition", [False, True])
+def test_pieces_that_vllm_makes_by_default_are_let_in(partition: bool) -> None:
+    """Compiled, on a GPU: writes stand between graphs, unless inductor makes the pieces."""
+    from vllm.config import CompilationConfig
+
+    graphs = CompilationConfig(
+        mode=3, cudagraph_mode="FULL_AND_PIECEWISE", use_inductor_graph_partition=partition
+    )
+    graphs.set_splitting_ops_for_v1(all2all_backend="allgather_reducescatter")
+    assert graphs.splitting_ops_contain_attention()
+    assert support._writes_in_pieces(graphs) is partition
 
 
 def test_flags_that_we_tell_users_to_change_are_vllms() -> None:

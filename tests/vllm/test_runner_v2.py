@@ -57,7 +57,7 @@ def check(found: dict[str, Any]) -> None:
     assert found["fallbacks"] == {}
     assert found["rounds"] > 0
     assert found["cache_written_by_rounds"] == 0
-    assert found["failures"] == {}
+    assert found["failures"] == {}, found["latest_failure"]
 
 
 def test_rounds_in_graphs(tmp_path: Path, expected: dict[str, list[int]]) -> None:

@@ -18,6 +18,7 @@ import torch
 from engines import (
     STOCK,
     caches,
+    check_drafting,
     counted,
     draft_failures,
     drive,
@@ -69,7 +70,7 @@ def check(story: Any, expected: list[list[int]], before: dict[str, Any]) -> None
     assert own_stats()["fallbacks"] == {}
     assert grown(before, "draft_passes") > 0
     assert 0 < grown(before, "confirmed_tokens") <= grown(before, "drafted_tokens")
-    assert draft_failures(before) == {}
+    check_drafting(before)
 
 
 def published_blocks(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
@@ -124,6 +125,38 @@ def test_preempted_requests(expected: list, before: dict) -> None:
     llm = begin(num_gpu_blocks_override=50, max_model_len=320)
     check(drive(llm, prompts(), greedy(MAX_TOKENS)), expected, before)
     assert counted(llm, "vllm:num_preemptions") > 0
+
+
+def test_drafts_that_vllm_makes_up_are_not_taken_for_ours(expected: list, before: dict) -> None:
+    """One request near the longest context keeps vLLM from asking; it verifies zeros meanwhile."""
+    longest = 280
+    llm = begin(max_model_len=longest)
+    drive(llm, prompts()[:1], greedy(2))
+    ours, judged, zeros = drafter(), [], []
+    judge, propose = ours._judge, ours._propose
+
+    def scheduled(name: str) -> list[int]:
+        batch = own_engine().runner.input_batch
+        index = batch.req_id_to_index.get(name)
+        return [] if index is None else list(batch.spec_token_ids[index])
+
+    def proposing(*args: Any) -> Any:
+        zeros.extend(name for name in ours._requests if scheduled(name) == [0] * 8)
+        return propose(*args)
+
+    def watched(request: Any, count: int, accepted: int) -> None:
+        name = next(name for name, known in ours._requests.items() if known is request)
+        assert scheduled(name) == request.drafts[:count]
+        judged.append(count)
+        judge(request, count, accepted)
+
+    ours._judge, ours._propose = watched, proposing
+    # The third has room for 20 tokens, and ends long before the first.
+    story = drive(llm, prompts()[:3], greedy(MAX_TOKENS))
+    wanted = [*expected[:2], expected[2][: longest - LENGTHS[2]]]
+    assert zeros
+    check(story, wanted, before)
+    assert len(judged) > 5
 
 
 def test_aborts_stops_and_fewer_rows_than_requests(expected: list, before: dict) -> None:
@@ -203,34 +236,43 @@ def test_a_failing_pass_drafts_nothing_and_serving_goes_on(
         return run(*args)
 
     target.greedy = failing
-    assert draft_failures(before) == {}
+    check_drafting(before)
     with caplog.at_level(logging.WARNING, "nwor_specpv"):
         story = drive(llm, prompts(), greedy(MAX_TOKENS))
     assert [story.tokens[str(i)] for i in range(6)] == expected
     assert own_engine().violations == []
     assert len(calls) // 3 > 3
     assert draft_failures(before) == {"error": len(calls) // 3}
-    assert (
-        caplog.text.count("a partial pass failed and drafts nothing: RuntimeError: injected") == 1
-    )
+    said = "a partial pass failed and drafts nothing: RuntimeError: injected"
+    assert [record.getMessage() for record in caplog.records].count(f"nwor_specpv: {said}") == 1
+    assert 'raise RuntimeError("injected")' in caplog.text  # where it was
+    with pytest.raises(AssertionError, match=r"\{'error': \d+\}, at last by RuntimeError: inj"):
+        check_drafting(before)
 
 
+@pytest.mark.parametrize("part", ["ViewStore", "Tail"])
 def test_without_memory_for_views_lookups_draft(
-    expected: list, before: dict, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    part: str,
+    expected: list,
+    before: dict,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     from nwor_specpv.vllm.specpv import drafter as module
 
     def refuse(*_: Any, **__: Any) -> None:
         raise torch.OutOfMemoryError("injected")
 
-    monkeypatch.setattr(module, "ViewStore", refuse)
+    monkeypatch.setattr(module, part, refuse)
     llm = begin()
     with caplog.at_level(logging.WARNING, "nwor_specpv"):
         story = drive(llm, prompts(), greedy(MAX_TOKENS))
-    assert "no memory for views, requests draft by lookups alone" in caplog.text
+    said = "no views, requests draft by lookups alone: OutOfMemoryError: injected"
+    assert said in caplog.text
     assert [story.tokens[str(i)] for i in range(6)] == expected
     assert grown(before, "draft_passes") == 0
     assert draft_failures(before) == {"out_of_memory": 1}
+    assert drafter()._store is None  # nor does the half of it keep its memory
     assert own_stats()["committed_tokens"] > 0
     # Nor does anything else that goes wrong in the drafter end a request.
     monkeypatch.setattr(drafter(), "_learn", refuse)

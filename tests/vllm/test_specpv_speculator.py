@@ -21,6 +21,7 @@ import torch
 
 from nwor_specpv import SpecPVConfig
 from nwor_specpv.vllm import speculators
+from nwor_specpv.vllm.specpv.failures import DraftFailures
 from nwor_specpv.vllm.specpv.lengths import Lengths
 
 if TYPE_CHECKING:
@@ -151,7 +152,9 @@ def make(world: Any, monkeypatch: pytest.MonkeyPatch, batch: int = BATCH) -> Par
     )
     ours = module.PartialViewSpeculator
     spec = ours.__new__(ours)
-    spec._engine = SimpleNamespace(settings=settings, layers={"target.0": None})
+    spec._engine = SimpleNamespace(
+        settings=settings, layers={"target.0": None}, draft_failures=DraftFailures()
+    )
     spec.limit, spec._guesses = LIMIT, ROWS - 1
     spec.lengths = Lengths(settings, LIMIT, alone=True)
     spec._target, spec._rounds, spec._graphs, spec._rows = world, None, {}, {}
@@ -390,6 +393,7 @@ def test_a_failing_pass_drafts_nothing_and_serving_goes_on(
     for _ in range(2):
         assert propose(spec, batch).shape == (1, LIMIT)
     assert Metrics().snapshot()["specpv_draft_failures_total"]["error"] == before + 1
+    assert spec._engine.draft_failures.latest == "RuntimeError: out of memory"
     assert spec.draft_tokens[0].tolist() == [0] * LIMIT
     assert spec.latest_passes == 0
     assert spec.lengths.number([10**6]) == ROWS - 1

@@ -101,7 +101,7 @@ class NworCpuImpl(TargetLayer, CPUAttentionBackendImpl):
         kv_cache: torch.Tensor,
         slot_mapping: torch.Tensor,
     ) -> None:
-        if not self.engine.steps.write(layer.layer_name, key, value, slot_mapping):
+        if not self.write(layer, key, value, slot_mapping):
             num_rows = slot_mapping.shape[0]
             caches = cache_views(kv_cache, compat.CACHE_LAYOUT)
             write_direct(caches, key[:num_rows], value[:num_rows], slot_mapping)

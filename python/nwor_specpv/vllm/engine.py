@@ -20,6 +20,7 @@ from nwor_specpv.errors import NworError, logger
 from . import compat, rows, runner_hooks, speculators, support
 from .settings import read_settings
 from .specpv import rules as long_context
+from .specpv.failures import DraftFailures
 from .specpv.lengths import Lengths, head_drafts
 from .specpv.refresh import Refresh
 from .staging import Staging
@@ -54,6 +55,7 @@ class Engine:
         self.num_drafts = 0  # that the scheduler wants for the next step (runner V2)
         self.refresh = self._make_refresh(vllm_config)
         self.lengths = self._make_lengths(vllm_config)
+        self.draft_failures = DraftFailures()
         most = self.setup.num_speculative_tokens
         self.staging = Staging(self.layers, self.settings, vllm_config, most)
         self.steps = Steps(self.staging)
@@ -115,10 +117,14 @@ class Engine:
         return (1 + most, 1 + head_drafts(self.settings, most))
 
     def add_group(self, layer_names: Sequence[str]) -> int:
-        """Registers layers that share one slot mapping; the same layers are the same group."""
+        """Registers layers that share one slot mapping; the same layers are the same group.
+
+        When they come again vLLM is about to make other caches: it had tried graphs on small ones.
+        """
         names = list(layer_names)
         groups = self.staging.groups
         if names in groups:
+            self._forget_caches()
             return groups.index(names)
         if groups and self.settings.enable_specpv:
             raise NworError(
@@ -130,6 +136,13 @@ class Engine:
             long_context.judge_layers({name: self.layers.get(name) for name in names})
         groups.append(names)
         return len(groups) - 1
+
+    def _forget_caches(self) -> None:
+        """Lets go of them, so that their memory is there for the ones to come."""
+        self.steps.abort()
+        self.staging.release()
+        if self.refresh is not None:
+            self.refresh.views = None
 
     def attach(self, runner: Any) -> None:
         """Tells which model runner drives this engine: it knows the scheduler's drafts."""

@@ -81,8 +81,7 @@ class NworFlashImpl(TargetLayer, FlashAttentionImpl):
         kv_cache: torch.Tensor,
         slot_mapping: torch.Tensor,
     ) -> None:
-        name = layer.layer_name
-        if not self.engine.steps.write(name, key, value, slot_mapping, defer=self.flash_prefix):
+        if not self.write(layer, key, value, slot_mapping, defer=self.flash_prefix):
             super().do_kv_cache_update(layer, key, value, kv_cache, slot_mapping)
 
     def forward(

@@ -6,8 +6,10 @@ import inspect
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
+import torch
 import vllm.compilation.backends as model_tags
 from vllm.config import get_current_vllm_config, get_current_vllm_config_or_none
+from vllm.forward_context import get_forward_context
 
 from nwor_specpv.errors import NworError, logger
 
@@ -58,6 +60,24 @@ class TargetLayer:
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.engine = engine_of(get_current_vllm_config())
+
+    def write(
+        self,
+        layer: Any,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        slot_mapping: torch.Tensor,
+        *,
+        defer: bool = False,
+    ) -> bool:
+        """Routes the rows of the open step; False: the caller writes them itself.
+
+        A run without metadata is no step: vLLM tries sizes, also after it has captured graphs, and
+        gives slots that are nowhere.
+        """
+        if get_forward_context().attn_metadata is None:
+            return False
+        return self.engine.steps.write(layer.layer_name, key, value, slot_mapping, defer=defer)
 
 
 def choose_impl(ours: type[TargetLayer]) -> type:

@@ -63,6 +63,11 @@ class Staging:
             self._watch()
         return self.interceptor
 
+    def release(self) -> None:
+        """Lets go of every cache; the next `bind` starts afresh. REQUIRES: no open round."""
+        self.interceptor = self.checker = None
+        self.bound.clear()
+
     def note(self, violations: Sequence[Any]) -> None:
         """Remembers what the checker found, says it, and raises with `strict`."""
         for violation in violations:
@@ -81,13 +86,46 @@ class Staging:
             return
         self.checker = ContractChecker(self.interceptor)
 
+    def _rows_to_reserve(self, config: Any) -> int:
+        """Drafts of a full batch, as far as there is room; it does not grow."""
+        wanted = max(config.staging_rows, self._max_drafts)
+        room = config.max_staging_bytes // self._bytes_per_row()
+        found = rows_in_room(wanted, config.graph_rows, room)
+        if room < wanted:
+            logger.warning(
+                "nwor_specpv: max_staging_bytes has room for %d drafts, a full batch has %d: steps "
+                "with more than %d are written directly",
+                room,
+                self._max_drafts,
+                found if found <= room else 0,
+            )
+        return found
+
+    def _bytes_per_row(self) -> int:
+        """What staging takes for a draft, over all layers, and its slot in each group."""
+        found = 8 * len(self.groups)
+        for name in (name for names in self.groups for name in names):
+            (key, value), scales = views_of(self.layers[name])
+            size = (self._dtype if scales else key.dtype).itemsize
+            found += size * (key[0, 0].numel() + value[0, 0].numel())
+        return found
+
     def _make_interceptor(self, device: torch.device) -> Interceptor:
         config = self._settings.nwor()
         if device.type == "cuda":
             config.graph_rows = max(1, self._max_graph_rows)
-            config.staging_rows = max(config.staging_rows, self._max_drafts)
+            config.staging_rows = self._rows_to_reserve(config)
         if config.agreement_group == TENSOR_PARALLEL:
             from vllm.distributed.parallel_state import get_tp_group
 
             config.agreement_group = get_tp_group().device_group.group_name
         return Interceptor(config)
+
+
+def rows_in_room(wanted: int, graph_rows: int, room: int) -> int:
+    """Draft rows to reserve: `wanted`, or what there is room for.
+
+    A graph is captured with staging or without it, so those of a graph must fit, or nothing does:
+    then `wanted` is asked for all the same, and never had.
+    """
+    return room if graph_rows <= room < wanted else wanted

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -41,6 +42,7 @@ class Setup:
     mla: bool = False
     cascade_attention: bool = False
     kv_sharing_fast_prefill: bool = False
+    writes_in_pieces: bool = False
     speculation: str | None = None  # the drafter's method, None: no speculation
     num_speculative_tokens: int = 0
 
@@ -58,11 +60,23 @@ def describe(vllm_config: Any) -> Setup:
         mla=bool(model.use_mla),
         cascade_attention=not model.disable_cascade_attn,
         kv_sharing_fast_prefill=bool(vllm_config.cache_config.kv_sharing_fast_prefill),
+        writes_in_pieces=_writes_in_pieces(vllm_config.compilation_config),
         speculation=speculative.method if speculative is not None else None,
         num_speculative_tokens=(
             (speculative.num_speculative_tokens or 0) if speculative is not None else 0
         ),
     )
+
+
+def _writes_in_pieces(compilation: Any) -> bool:
+    """Whether writes of K/V may be in CUDA graphs that end at attention layers."""
+    mode = compilation.cudagraph_mode
+    if mode is None or mode.name in ("NONE", "FULL_DECODE_ONLY"):
+        return False
+    if os.environ.get("VLLM_USE_BREAKABLE_CUDAGRAPH") == "1":
+        return True
+    pieces = compilation.is_attention_compiled_piecewise()
+    return pieces and not compilation.splitting_ops_contain_kv_cache_update()
 
 
 def refusals(setup: Setup) -> list[Refusal]:
@@ -98,6 +112,14 @@ def _refusals(setup: Setup) -> Iterator[Refusal]:
         yield Refusal(
             "cascade attention: the shared prefix is computed elsewhere",
             "leave --disable-cascade-attn at its default",
+        )
+    if setup.writes_in_pieces:
+        yield Refusal(
+            "K/V writes within piecewise CUDA graphs: when one is replayed nobody asks which rows "
+            "are drafts",
+            "leave use_inductor_graph_partition and splitting_ops of --compilation-config, and "
+            "VLLM_USE_BREAKABLE_CUDAGRAPH, as they are by default, or use cudagraph_mode "
+            "FULL_DECODE_ONLY",
         )
     if setup.kv_sharing_fast_prefill:
         yield Refusal(

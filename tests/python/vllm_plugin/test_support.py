@@ -32,6 +32,7 @@ def test_an_ordinary_set_up_is_let_in() -> None:
         ({"mla": True}, "MLA", "without nwor_specpv"),
         ({"cascade_attention": True}, "cascade attention", "--disable-cascade-attn"),
         ({"kv_sharing_fast_prefill": True}, "fast prefill", "--kv-sharing-fast-prefill"),
+        ({"writes_in_pieces": True}, "piecewise CUDA graphs", "cudagraph_mode FULL_DECODE_ONLY"),
     ],
 )
 def test_each_refusal_names_reason_and_mend(change: dict, reason: str, mend: str) -> None:
@@ -46,8 +47,18 @@ def test_every_problem_is_told_at_once() -> None:
     assert len(found) == 3
 
 
+def compilation(mode: str = "NONE", *, pieces: bool = False, split: bool = True) -> SimpleNamespace:
+    """Graphs of a mode; of pieces that end at attention, and before each write if `split`."""
+    return SimpleNamespace(
+        cudagraph_mode=SimpleNamespace(name=mode),
+        is_attention_compiled_piecewise=lambda: pieces,
+        splitting_ops_contain_kv_cache_update=lambda: split,
+    )
+
+
 def vllm_config(**speculation: object) -> SimpleNamespace:
     return SimpleNamespace(
+        compilation_config=compilation(),
         parallel_config=SimpleNamespace(
             pipeline_parallel_size=2,
             decode_context_parallel_size=1,
@@ -70,6 +81,32 @@ def test_a_configuration_is_described_in_plain_values() -> None:
     assert support.describe(vllm_config(method="x", num_speculative_tokens=None)) == support.Setup(
         pipeline_parallel=2, speculation="x"
     )
+
+
+@pytest.mark.parametrize("breakable", ["0", "1"])
+@pytest.mark.parametrize(
+    ("graphs", "refused", "refused_if_breakable"),
+    [
+        (compilation(), False, False),
+        (compilation("FULL_AND_PIECEWISE", pieces=True), False, True),
+        (compilation("FULL_AND_PIECEWISE", pieces=True, split=False), True, True),
+        (compilation("FULL", split=False), False, True),
+        (compilation("FULL_DECODE_ONLY", pieces=True, split=False), False, False),
+    ],
+    ids=["none", "vLLM's default", "partitioned", "full", "decodes"],
+)
+def test_writes_in_pieces_are_noticed(
+    graphs: SimpleNamespace,
+    refused: bool,
+    refused_if_breakable: bool,
+    breakable: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("VLLM_USE_BREAKABLE_CUDAGRAPH", breakable)
+    config = vllm_config()
+    config.compilation_config = graphs
+    wanted = refused_if_breakable if breakable == "1" else refused
+    assert support.describe(config).writes_in_pieces is wanted
 
 
 @pytest.mark.parametrize(

@@ -15,6 +15,7 @@
     lengths       how many drafts and passes pay there
     scheduler     vLLM's scheduler with as many drafts as pay
     refresh       mode `refresh`: the verify step itself attends to the view
+    failures      drafting that failed: counted, logged, the latest kept
     late_counts   counts of the device, read without waiting
     drift         what mode `refresh` does to attention, measured on its full steps
 

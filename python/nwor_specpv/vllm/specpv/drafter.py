@@ -23,7 +23,6 @@ from nwor_specpv.errors import NworError, logger
 from nwor_specpv.vllm.engine import StepSeen, engine_of
 
 from . import rules
-from .failures import count_failure
 from .ngram import NgramIndex
 from .partial_pass import PartialPass
 from .policy import Round, Running, StepCosts, choose_passes
@@ -72,7 +71,6 @@ class PartialViewDrafter:
         self._tail: Tail | None = None
         self._costs: StepCosts | None = None
         self._proposed_at = 0.0
-        self._failed: set[str] = set()
         self.agreement = Running(0.9)
         self.lookup_agreement = Running(0.5)
         self.lookup_tokens = Running(1.0)
@@ -161,7 +159,9 @@ class PartialViewDrafter:
                 known = None
             if known is None:
                 known = self._requests[name] = Request(states[name], max(1, self._inner))
-            if sampled[i] and known.drafts:
+            # Near the longest context vLLM takes drafts of its own making and asks nobody.
+            asked = lens[i] - len(known.index) == len(sampled[i])
+            if sampled[i] and known.drafts and asked:
                 self._judge(known, seen.drafts[i], len(sampled[i]) - 1)
             known.drafts = []
             if sampled[i]:
@@ -198,8 +198,7 @@ class PartialViewDrafter:
             try:
                 self._allocate()
             except Exception as error:
-                self._fail(error)
-                logger.warning("nwor_specpv: no memory for views, requests draft by lookups alone")
+                self._fail(error, "no views, requests draft by lookups alone")
                 self._shortest = self._max_len
                 return False
         assert self._store is not None
@@ -212,7 +211,7 @@ class PartialViewDrafter:
         assert self._target is not None
         caches = self._target.key_caches()
         batch = self._settings.specpv_max_requests
-        self._store = ViewStore(
+        store = ViewStore(
             self._config,
             caches,
             max_requests=batch,
@@ -220,8 +219,9 @@ class PartialViewDrafter:
             max_tokens=self._max_len,
             max_rows=1 + self._limit,
         )
-        self._tail = Tail(caches, batch, self._limit + 1 + self._inner)
-        taken = (self._store.bytes + self._tail.bytes) / 1e6
+        tail = Tail(caches, batch, self._limit + 1 + self._inner)
+        self._store, self._tail = store, tail
+        taken = (store.bytes + tail.bytes) / 1e6
         logger.info("nwor_specpv: views of %d requests take %.1f MB", batch, taken)
 
     # ---- how many passes ------------------------------------------------------------------------
@@ -370,10 +370,8 @@ class PartialViewDrafter:
         _C.count("specpv_drafted_tokens_total", sum(map(len, drafts.values())))
         return drafts
 
-    def _fail(self, error: Exception) -> None:
-        """Nothing is drafted this time; serving goes on. Each reason is logged once."""
-        count_failure(error)
-        reason = f"{type(error).__name__}: {error}"
-        if type(error).__name__ not in self._failed:
-            self._failed.add(type(error).__name__)
-            logger.warning("nwor_specpv: a partial pass failed and drafts nothing: %s", reason)
+    def _fail(
+        self, error: Exception, consequence: str = "a partial pass failed and drafts nothing"
+    ) -> None:
+        """Nothing is drafted over views this time; serving goes on."""
+        self._engine.draft_failures.add(error, consequence)

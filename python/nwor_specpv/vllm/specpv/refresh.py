@@ -105,6 +105,7 @@ class RefreshViews:
         self._requests: dict[str, Request] = {}
         self._open: list[Request] = []  # that select in the step that is open
         self._step: RefreshStep | None = None
+        self._problem = ""  # why blocks could not be chosen, as logged last
         self._queries = torch.zeros(
             (len(layers), max_batch * max_rows, num_heads, key_caches[0].shape[3]),
             dtype=dtype,
@@ -240,10 +241,17 @@ class RefreshViews:
                     self.store.refresh_layer(layer, grouped, step.query_rows)
                 self.store.end(step.count)
             except Exception as error:
-                logger.warning("nwor_specpv: no blocks chosen, steps stay full: %s", error)
+                self._tell_problem(error)
                 self._give_up()
         self._open = []
         self.drift.read()
+
+    def _tell_problem(self, error: Exception) -> None:
+        """Once, and not in every step that it keeps full."""
+        problem = f"{type(error).__name__}: {error}"
+        if problem != self._problem:
+            self._problem = problem
+            logger.warning("nwor_specpv: no blocks chosen, steps stay full: %s", problem)
 
     def _give_up(self) -> None:
         """What was to be chosen was not: those requests have no view."""

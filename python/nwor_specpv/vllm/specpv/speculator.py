@@ -33,7 +33,6 @@ from nwor_specpv.errors import logger
 from nwor_specpv.vllm.engine import engine_of
 
 from .chain import Chains
-from .failures import count_failure
 from .lengths import AcceptanceCounts, Lengths, head_drafts
 from .policy import fit_costs
 from .round_models import EagleHead, SampledTarget
@@ -190,13 +189,9 @@ class PartialViewSpeculator(EagleSpeculator):
 
     def _fail(self, error: Exception, reason: str = "") -> None:
         """The head drafts alone from now on; serving goes on."""
-        count_failure(error, reason)
         self.lengths.give_up()
-        logger.warning(
-            "nwor_specpv: partial passes failed, the head drafts alone: %s: %s",
-            type(error).__name__,
-            error,
-        )
+        consequence = "partial passes failed, the head drafts alone"
+        self._engine.draft_failures.add(error, consequence, reason)
 
     # ---- a round --------------------------------------------------------------------------------
 
