@@ -163,7 +163,11 @@ def _window(layer: nn.Module, text: Any) -> int:
 class _NoCache:
     """Takes the rows of a trial and keeps none."""
 
+    def __init__(self, step: Step) -> None:
+        self._step = step
+
     def update(self, key: torch.Tensor, value: torch.Tensor, *_: Any, **__: Any) -> tuple:
+        self._step.cached_kv = (key, value)
         return key, value
 
     def write(self, layer: int, key: torch.Tensor, value: torch.Tensor) -> None:
@@ -200,7 +204,7 @@ def _agree(layer: nn.Module, ours: RowLayer, text: Any, rows: int = 3) -> bool:
             attention_mask=None,
             position_embeddings=turns,
             position_ids=step.positions[None],
-            past_key_values=_NoCache(),
+            past_key_values=_NoCache(step),
             use_cache=True,
             nwor_step=step,
         ).double()

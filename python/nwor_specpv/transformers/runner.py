@@ -182,8 +182,9 @@ class ModelRunner:
                 logits_to_keep=0 if step.logit_rows is None else step.logit_rows,
                 nwor_step=step,
             )
+            cache.expect_attention()
         finally:
-            cache.step = None
+            cache.step = step.cached_kv = None
         if cache.written != self.num_layers:
             raise NworError(
                 f"model: {cache.written} of {self.num_layers} layers wrote K/V through the cache, "

@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import random
 from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, BertConfig, BertModel, T5Config, T5Model
+from transformers import (
+    CONFIG_MAPPING,
+    AutoModelForCausalLM,
+    BertConfig,
+    BertModel,
+    T5Config,
+    T5Model,
+)
 
 from generate.tiny_models import FAMILIES, Oracle, tiny
 from nwor_specpv import DraftTree, NworError, SpecPVConfig
@@ -84,6 +92,53 @@ def test_models_that_cannot_be_run_are_refused() -> None:
         empty = AutoModelForCausalLM.from_config(FAMILIES["llama"]())
     with pytest.raises(NworError, match=r"model: got no weights for model.embed_tokens.weight"):
         Generator(empty, drafter="none")
+
+
+@pytest.mark.parametrize(
+    ("family", "sizes", "message"),
+    [
+        ("diffllama", {}, "a DiffLlamaAttention that attends with other K/V than it caches"),
+        ("doge", {}, "a layer that asks for attention_mask, which verify attention has not"),
+        ("nemotron", {}, "a NemotronAttention that hands on no keywords, expected nwor_step"),
+        (
+            "deepseek_v3",
+            {"kv_lora_rank": 8, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8},
+            r"got key states of \[1, 1, 3, 8\] from layer 0, expected \[1, 2, 3, 8\]",
+        ),
+    ],
+)
+def test_models_whose_attention_is_another_one_are_refused(
+    family: str, sizes: dict[str, int], message: str
+) -> None:
+    """They take our function and would say something else with it."""
+    small = {
+        "vocab_size": 96,
+        "hidden_size": 32,
+        "intermediate_size": 32,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+    }
+    model = AutoModelForCausalLM.from_config(CONFIG_MAPPING[family](**small | sizes))
+    generator = Generator(model, drafter="none")
+    with pytest.raises(NworError, match=message) as caught:
+        generator.generate([1, 2, 3], 4)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_layer_that_attends_by_itself_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It fills the cache and never asks us what is in it."""
+    model = copy.deepcopy(tiny("qwen3"))
+    attention = model.model.layers[1].self_attn
+
+    def forward(hidden_states, past_key_values, **more):
+        rows = torch.zeros(1, 2, hidden_states.shape[1], 32)
+        past_key_values.update(rows, rows, 1)
+        return hidden_states, None
+
+    monkeypatch.setattr(attention, "forward", forward)
+    with pytest.raises(NworError, match="a layer that attends by itself, expected all to go"):
+        Generator(model, drafter="none").generate([1, 2, 3], 4)
 
 
 def test_folders_without_a_model_are_named(tmp_path: Path) -> None:
