@@ -145,7 +145,10 @@ class Generator:
         return self._choosers[self._learnt_with]
 
     def forget(self) -> None:
-        """Drops the prefixes that earlier calls have left in the cache."""
+        """Drops the prefixes that earlier calls have left in the cache.
+
+        To be called when the model's weights have changed: what is cached is of the old ones.
+        """
         self._kept.make_room(self._runner.cache.allocator, sys.maxsize)
 
     def generate(

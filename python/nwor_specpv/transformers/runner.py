@@ -14,7 +14,7 @@ from nwor_specpv import CapacityError, NworConfig, NworError
 from .attention import NAME, Step
 from .graphs import MOST_ROWS
 from .layers import row_layers, untouched
-from .linear import row_linears
+from .linear import plain_ones, row_linears
 from .paged import PagedCache
 from .stand_ins import StandIn, in_place
 
@@ -137,7 +137,7 @@ class ModelRunner:
             if self._layers is None:
                 self._layers = row_layers(layers, config)
             stack.enter_context(in_place(untouched(self._layers)))
-            stack.enter_context(in_place(self._linears))
+            stack.enter_context(in_place(plain_ones(self._linears)))
             for index in feature_layers:
                 handle = layers[index].register_forward_hook(self._keep(index))
                 stack.callback(handle.remove)
