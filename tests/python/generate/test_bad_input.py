@@ -6,6 +6,7 @@ import copy
 import json
 import random
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -22,8 +23,11 @@ from generate.tiny_models import FAMILIES, Oracle, tiny
 from nwor_specpv import DraftTree, NworError, SpecPVConfig
 from nwor_specpv import __main__ as cli
 from nwor_specpv.drafters import TreeConfig
-from nwor_specpv.transformers import Generator
+from nwor_specpv.models import safetensors
+from nwor_specpv.transformers import Generator, load_model
 from nwor_specpv.transformers.command import view_config
+
+UP = "model.layers.1.mlp.up_proj.weight"
 
 
 @pytest.mark.parametrize(
@@ -151,6 +155,42 @@ def test_folders_without_a_model_are_named(tmp_path: Path) -> None:
         Generator(tmp_path, drafter="none")
     tiny().save_pretrained(tmp_path)
     assert Generator(tmp_path, drafter="none").generate([1, 2, 3], 4).token_ids
+    with pytest.raises(NworError, match="^dtype: got 'int4', expected one of float32"):
+        load_model(tmp_path, "int4")
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (lambda w: w.pop(UP), f"has no weights for {UP}; fetch or convert it again"),
+        (lambda w: [w.pop(k) for k in list(w)[3:]], "has no weights for .* and [0-9]+ more; fetch"),
+        (lambda w: w.update({UP: torch.zeros(3, 3)}), f"has weights of another size for {UP}; "),
+    ],
+)
+def test_weights_that_are_not_all_there_are_named(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], damage: Any, message: str
+) -> None:
+    """Not made up, which is what transformers does."""
+    tiny().save_pretrained(tmp_path)
+    file = tmp_path / "model.safetensors"
+    weights, metadata = safetensors.load(file)
+    damage(weights)
+    safetensors.save(file, weights, metadata)
+    capfd.readouterr()
+    with pytest.raises(NworError, match=message):
+        load_model(tmp_path)
+    assert capfd.readouterr() == ("", "")
+
+
+def test_files_that_are_cut_off_are_named(tmp_path: Path) -> None:
+    tiny().save_pretrained(tmp_path)
+    (tmp_path / "tokenizer.json").write_text("{")
+    with pytest.raises(NworError, match=f"the tokenizer in {tmp_path} cannot be loaded: Expecting"):
+        load_model(tmp_path)
+    file = tmp_path / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-100])
+    with pytest.raises(NworError, match=f"{tmp_path} cannot be loaded: .*; fetch or convert"):
+        load_model(tmp_path)
 
 
 def test_drafters_of_another_model_are_refused() -> None:
