@@ -34,7 +34,7 @@ class ModelRunner:
     ) -> None:
         check_model(model)
         self.model = model
-        self._nwor, self._page_size = nwor, page_size
+        self._nwor, self.page_size = nwor, page_size
         self._fixed_tokens, self._check_contract = cache_tokens, check_contract
         self._graphs = graphs and not check_contract  # the checker looks at every layer's write
         text = model.config.get_text_config(decoder=True)
@@ -56,6 +56,10 @@ class ModelRunner:
         self._last_key = 0
         if cache_tokens is not None:
             self.reserve(cache_tokens)
+
+    @property
+    def has_cache(self) -> bool:
+        return self._cache is not None
 
     @property
     def cache(self) -> PagedCache:
@@ -83,14 +87,14 @@ class ModelRunner:
             tokens = self._fixed_tokens
         if self._cache is not None:
             tokens = max(tokens, self._cache.capacity)
-        pages = max(64, -(-tokens // self._page_size))
+        pages = max(64, -(-tokens // self.page_size))
         self._cache = None  # its memory first
         self._cache = PagedCache(
             self.num_layers,
             self.num_kv_heads,
             self.head_dim,
             pages,
-            self._page_size,
+            self.page_size,
             self.dtype,
             self.device,
             self._config(drafts),

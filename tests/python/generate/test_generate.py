@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import random
+from pathlib import Path
 
 import pytest
 import torch
@@ -10,7 +12,7 @@ import torch
 from generate.tiny_models import FAMILIES, Oracle, decode_plainly, random_prompt, tiny
 from nwor_specpv import NworConfig, NworError
 from nwor_specpv.drafters import TreeConfig
-from nwor_specpv.transformers import Generator
+from nwor_specpv.transformers import Generator, runner
 from specpv.contexts import seeded
 
 TREES = {
@@ -237,6 +239,25 @@ def test_nothing_of_a_failed_call_stays() -> None:
     assert result.stats.violations == []
 
 
+def test_a_cache_that_cannot_grow_fails_one_call_and_not_the_next(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model = tiny()
+    generator = Generator(model, drafter="none")
+    generator.generate([1, 2, 3], 4)
+
+    def no_memory(*_: object, **__: object) -> None:
+        raise MemoryError("injected: no room for a larger cache")
+
+    for use in (lambda: generator.generate([1, 2, 3], 4), generator.forget):
+        with monkeypatch.context() as patched:
+            patched.setattr(runner, "PagedCache", no_memory)
+            with pytest.raises(MemoryError, match="injected"):
+                generator.generate([[1] * 400] * 8, 9)
+        use()
+        assert generator.generate([1, 2, 3], 4).token_ids == decode_plainly(model, [1, 2, 3], 4)
+
+
 def test_a_smaller_model_drafts() -> None:
     rng = seeded()
     model = tiny()
@@ -250,6 +271,37 @@ def test_a_smaller_model_drafts() -> None:
     other = Generator(model, drafter="draft_model", draft_model=tiny("qwen2", 1))
     batch = other.generate(prompts, 30)
     assert batch.token_ids == truths
+
+
+def test_a_smaller_model_is_loaded_in_the_type_of_the_target(tmp_path: Path) -> None:
+    tiny("qwen2").save_pretrained(tmp_path)
+    model = copy.deepcopy(tiny()).to(torch.bfloat16)
+    generator = Generator(model, drafter="draft_model", draft_model=tmp_path)
+    assert generator.drafter._runner.dtype == torch.bfloat16
+
+
+def test_a_smaller_model_drafts_up_to_the_end_of_its_own_context() -> None:
+    small = tiny("qwen2", max_position_embeddings=24)
+    generator = Generator(tiny(), drafter="draft_model", draft_model=small)
+    drafter, ran = generator.drafter, []
+    run = drafter._run
+    drafter._run = lambda key, prefix, rows: (
+        ran.append(prefix + len(rows)) or run(key, prefix, rows)
+    )
+    for length in (15, 300):
+        prompt = [1 + i % 90 for i in range(length)]
+        result = generator.generate(prompt, 30, tree=TREES["chain"])
+        assert result.token_ids == decode_plainly(tiny(), prompt, 30)
+    assert max(ran) == 24
+
+
+def test_a_smaller_model_drafts_the_same_when_it_is_asked_again() -> None:
+    drafter = Generator(tiny(), drafter="draft_model", draft_model=tiny("qwen2")).drafter
+    drafter.begin("request", [5, 6, 7])
+    drafter.observe("request", [6, 7, 8], None)
+    trees = [drafter.draft(["request"], TREES["chain"])[0].tokens for _ in range(2)]
+    assert trees[0] == trees[1]
+    assert len(trees[0]) == 5
 
 
 def test_the_curve_of_costs_is_there_to_look_at() -> None:
