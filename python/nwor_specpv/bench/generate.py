@@ -231,5 +231,6 @@ def main(argv: list[str]) -> int:
     add_model_arguments(parser)
     add_json_argument(parser)
     arguments = parser.parse_args(argv)
+    view_config("rectify", arguments.view_tokens)  # refused before the work
     model, tokenizer = load(arguments)
     return publish(measure(model, tokenizer, arguments), describe, arguments.json)
