@@ -30,7 +30,8 @@ def main(argv: list[str]) -> int:
     parser.add_argument(
         "--modes",
         default="eagle3,ngram,none",
-        help="drafters, with :MODE for partial verification, default: eagle3,ngram,none",
+        help="drafters, with :MODE for partial verification; the last is what the others' tokens "
+        "are compared with; default: eagle3,ngram,none",
     )
     parser.add_argument("--json", action="store_true", help="print the page's path as JSON")
     add_model_arguments(parser)

@@ -206,7 +206,7 @@ class Generator:
         before = self._counts()
         done = False
         try:
-            with self._runner.installed(self._drafter.feature_layers if self._drafter else ()):
+            with self._runner.installed(self._feature_layers):
                 views = self._open_store(requests, largest)
                 decoding = Decoding(
                     self._runner,
@@ -384,19 +384,19 @@ class Generator:
     def _reuse(self, request: Request) -> Request:
         """Starts with what an earlier sequence has cached of this prompt."""
         allocator = self._runner.cache.allocator
-        found = self._kept.find(request.tokens, with_features=self._needs_features)
+        found = self._kept.find(request.tokens, self._feature_layers)
         if found is not None:
             kept, length = found
             allocator.free(request.key)
             allocator.fork(kept.key, request.key, length)
             request.cached = length
-            if self._needs_features:
+            if self._feature_layers:
                 request.features = [kept.features[:length]]
         return request
 
     @property
-    def _needs_features(self) -> bool:
-        return self._drafter is not None and bool(self._drafter.feature_layers)
+    def _feature_layers(self) -> tuple[int, ...]:
+        return () if self._drafter is None else tuple(self._drafter.feature_layers)
 
     def _close(self, requests: list[Request], *, keep: bool) -> None:
         cache = self._runner.cache
@@ -406,7 +406,7 @@ class Generator:
             if self._drafter is not None:
                 self._drafter.end(request.key)
             if keep:
-                self._kept.add(cache.allocator, request, self._needs_features)
+                self._kept.add(cache.allocator, request, self._feature_layers)
             else:
                 cache.allocator.free(request.key)
             request.partial = None

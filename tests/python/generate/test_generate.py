@@ -169,6 +169,23 @@ def test_a_prompt_that_goes_on_from_an_earlier_one_is_not_run_again() -> None:
     assert second.stats.violations == third.stats.violations == []
 
 
+def test_prefixes_are_shared_by_drafters_that_want_other_features() -> None:
+    """What is cached serves whoever wants the same layers, or none."""
+    rng = seeded()
+    model, prompt = tiny(), random_prompt(rng, 20, 30)
+    truths = {tuple(prompt): decode_plainly(model, prompt, 20)}
+    first = Generator(model, drafter=Oracle(truths, rng, feature_layers=(0, 2)))
+    reused = []
+    for layers in ((0, 2), (1,), (2, 0), (), (1,)):
+        drafter = Oracle(truths, rng, feature_layers=layers)
+        generator = first if not reused else Generator(drafter=drafter, cache_of=first)
+        result = generator.generate(prompt, 20, tree=TREES["tree"])
+        assert result.token_ids == truths[tuple(prompt)]
+        reused.append(result.stats.reused_tokens)
+    known = len(prompt) - 1
+    assert reused == [0, 0, 0, known, known]
+
+
 def test_the_cache_grows_and_old_sequences_make_room() -> None:
     rng = seeded()
     model = tiny()
