@@ -196,7 +196,8 @@ class ModelRunner:
             )
         features = None
         if feature_layers:
-            features = torch.cat([self._features.pop(i)[0] for i in feature_layers], -1)
+            features = torch.cat([self._features[i][0] for i in feature_layers], -1)
+            self._features.clear()
         return output.logits[0], features
 
 
