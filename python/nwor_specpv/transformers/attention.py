@@ -73,6 +73,11 @@ def attend(
             "as a Generator gives it; use a model that hands them to its attention"
         )
     _take_cached(module, nwor_step, key, value)
+    if more.get("is_causal", getattr(module, "is_causal", True)) is False:
+        raise NworError(
+            f"model: got a {type(module).__name__} whose tokens see what follows them; use a "
+            "causal language model"
+        )
     asked = {"attention_mask": attention_mask, **more}  # a mask of its own: no one else makes any
     for name in _REFUSED:
         if asked.get(name) is not None:

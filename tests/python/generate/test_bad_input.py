@@ -138,6 +138,11 @@ def test_models_that_cannot_be_run_are_refused() -> None:
         ("doge", {}, "a layer that asks for attention_mask, which verify attention has not"),
         ("nemotron", {}, "a NemotronAttention that hands on no keywords, expected nwor_step"),
         (
+            "gemma3_text",
+            {"use_bidirectional_attention": True},
+            "a Gemma3Attention whose tokens see what follows them",
+        ),
+        (
             "deepseek_v3",
             {"kv_lora_rank": 8, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8},
             r"got key states of \[1, 1, 3, 8\] from layer 0, expected \[1, 2, 3, 8\]",
@@ -145,7 +150,7 @@ def test_models_that_cannot_be_run_are_refused() -> None:
     ],
 )
 def test_models_whose_attention_is_another_one_are_refused(
-    family: str, sizes: dict[str, int], message: str
+    family: str, sizes: dict[str, Any], message: str
 ) -> None:
     """They take our function and would say something else with it."""
     small = {

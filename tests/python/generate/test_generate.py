@@ -8,8 +8,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
-from generate.tiny_models import FAMILIES, Oracle, decode_plainly, random_prompt, tiny
+from generate.tiny_models import FAMILIES, SIZES, Oracle, decode_plainly, random_prompt, tiny
 from nwor_specpv import NworConfig, NworError
 from nwor_specpv.drafters import TreeConfig
 from nwor_specpv.transformers import Generator, runner
@@ -47,6 +48,22 @@ def test_every_family_decodes_as_transformers_does(family: str, tree: str) -> No
     assert batch.token_ids == [truth[:40] for truth in truths]
     assert batch.stats.violations == []
     assert batch.stats.reused_tokens == sum(len(prompt) - 1 for prompt in prompts)
+
+
+@pytest.mark.parametrize("family", ["cohere2", "granite", "mixtral", "olmo2", "phi3"])
+def test_other_families_with_that_attention_are_run_too(family: str) -> None:
+    rng = seeded()
+    more = {"sliding_window": 24} if family == "cohere2" else {}
+    config = CONFIG_MAPPING[family](**SIZES | more)
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    prompt = random_prompt(rng, 30, 60)
+    truth = decode_plainly(model, prompt, 24)
+    drafter = Oracle({tuple(prompt): truth}, rng)
+    generator = Generator(model, drafter=drafter, check_contract=True)
+    result = generator.generate(prompt, 20, eos_token_id=-1, tree=TREES["tree"])
+    assert result.token_ids == truth[:20]
+    assert result.stats.violations == []
 
 
 def test_drafts_shorten_the_work_and_rejected_ones_touch_nothing() -> None:
