@@ -53,10 +53,13 @@ def _model_drafter(model: Any, target: ModelRunner) -> Drafter:
     """One from a folder is loaded to where the target is, in its type."""
     from .draft_model import ModelDrafter
 
-    if isinstance(model, (str, Path)):
-        dtype = str(target.dtype).removeprefix("torch.")
-        model, _ = load_model(model, dtype, target.device)
-    return ModelDrafter(model)
+    try:
+        if isinstance(model, (str, Path)):
+            dtype = str(target.dtype).removeprefix("torch.")
+            model, _ = load_model(model, dtype, target.device)
+        return ModelDrafter(model)
+    except NworError as error:  # which of the two models it is
+        raise NworError(f"draft_model: {error}") from None
 
 
 def _check(drafter: Drafter | None, runner: ModelRunner) -> None:

@@ -13,6 +13,8 @@ from nwor_specpv import NworError
 from nwor_specpv.models import smollm2
 from nwor_specpv.models.folder import torch_dtype
 
+from .runner import check_model
+
 _MEND = "fetch or convert it again"
 
 
@@ -30,6 +32,7 @@ def load_model(
         raise NworError(f"model: {folder} has no config.json, expected a Hugging Face model folder")
     with _quiet():
         model, found = _load_weights(folder, wanted)
+    check_model(model)  # before its weights: an encoder has none for what generates
     # What is missing or of another size transformers leaves random, and says so in a table.
     for keys, problem in (
         (sorted(found["missing_keys"]), "no weights for"),

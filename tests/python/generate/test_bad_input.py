@@ -220,6 +220,14 @@ def test_weights_that_are_not_all_there_are_named(
     assert capfd.readouterr() == ("", "")
 
 
+def test_a_folder_of_an_encoder_is_refused_as_one(tmp_path: Path) -> None:
+    """Not for the weights that it has none of."""
+    small = {"hidden_size": 32, "num_attention_heads": 2, "intermediate_size": 32}
+    BertModel(BertConfig(**small, num_hidden_layers=1, vocab_size=50)).save_pretrained(tmp_path)
+    with pytest.raises(NworError, match="got BertLMHeadModel, whose attention is not open to oth"):
+        load_model(tmp_path)
+
+
 def test_files_that_are_cut_off_are_named(tmp_path: Path) -> None:
     tiny().save_pretrained(tmp_path)
     (tmp_path / "tokenizer.json").write_text("{")
@@ -240,6 +248,8 @@ def test_drafters_of_another_model_are_refused() -> None:
         Generator(tiny(), drafter=3)
     with pytest.raises(NworError, match="draft_model: got none, expected a smaller model"):
         Generator(tiny(), drafter="draft_model")
+    with pytest.raises(NworError, match="draft_model: model: got '/nowhere', expected the folder"):
+        Generator(tiny(), drafter="draft_model", draft_model="/nowhere")
     with pytest.raises(NworError, match="got one beside the drafter 'ngram', which uses none"):
         Generator(tiny(), drafter="ngram", draft_model=tiny("qwen2"))
     with pytest.raises(
