@@ -379,6 +379,12 @@ def write_prompts(folder: Path, path: Path, count: int = 16384) -> None:
     To `count` openings come five everyday questions for every eight.
     """
     encode = prompt_encoder(folder)
+    ends = tuple(tuple(encode(text)) for text in ("<|endoftext|>", "<|im_end|>"))
+    if ends != tuple((token,) for token in Manner.stop_tokens):
+        raise NworError(
+            f"{folder}: got a tokenizer whose <|endoftext|> and <|im_end|> are {ends}, expected "
+            f"{Manner.stop_tokens}: texts are written in SmolLM2's form of a chat"
+        )
     begun = [*prompts.openings(encode, count), *prompts.asked(encode, count * 5 // 8)]
     parts = {"openings": begun, "held_out": prompts.held_out(encode)}
     text = json.dumps({name: [asdict(entry) for entry in part] for name, part in parts.items()})

@@ -314,9 +314,14 @@ def test_wrong_use_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str
     said = capsys.readouterr().err
     assert "not a file of prompts" in said
     assert len(said.splitlines()) == 1
+    other = tmp_path / "other"
+    other.mkdir()
+    words = {"type": "WordLevel", "vocab": {"a": 0, "b": 1}, "unk_token": "a"}
+    (other / "tokenizer.json").write_text(json.dumps({"version": "1.0", "model": words}))
     for wrong, line in (
         (["--device=frob"], "--device: got 'frob', expected cpu or cuda"),
         (["--device=cpu", f"--target={tmp_path}"], "got no tokenizer.json, expected a Hugging"),
+        (["--device=cpu", f"--target={other}"], "got a tokenizer whose <|endoftext|> and <|im_end"),
     ):
         assert eagle3.main([f"--out={tmp_path / 'new'}", *wrong]) == 2
         assert line in capsys.readouterr().err
