@@ -183,12 +183,11 @@ def load(name: str, device: str) -> ModelRunner:
 def describe(result: dict[str, Any]) -> str:
     times = result.get("ms", {})
     told = ", ".join(f"{kind} {ms:.2f} ms" for kind, ms in times.items())
-    ratio = result.get("full / partial", 0.0)
-    mean = result.get("full / mean with refreshes", 0.0)
-    return (
-        f"{result['batch']} x {result['context']}: {told or result['problem']}, full/partial "
-        f"{ratio:.2f}, with refreshes {mean:.2f}, {result.get('replays', 0)} replays"
-    )
+    text = f"{result['batch']} x {result['context']}: {told or result['problem']}"
+    if "full / partial" in result:
+        text += f", full/partial {result['full / partial']:.2f}"
+        text += f", with refreshes {result['full / mean with refreshes']:.2f}"
+    return f"{text}, {result.get('replays', 0)} replays"
 
 
 def main() -> int:
@@ -203,10 +202,14 @@ def main() -> int:
     parser.add_argument("--view-blocks", type=int, help="retrieved blocks, default: 256")
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
+    names = arguments.models.split(",")
+    for name in names:
+        if name not in MODELS:
+            parser.error(f"--models: got {name!r}, expected some of {', '.join(MODELS)}")
     device = "cuda" if torch.cuda.is_available() else "cpu"
     told = {name: getattr(arguments, name) for name in ("mode", "rows", "accepted")}
     report = machine(device) | told | {"goal at 8 x 32768": GOAL, "models": {}}
-    for name in arguments.models.split(","):
+    for name in names:
         results = report["models"][name] = []
         runner = None  # the last model's memory first
         runner = load(name, device)

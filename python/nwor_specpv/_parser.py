@@ -28,6 +28,11 @@ def count(text: str) -> int:
     return value
 
 
+def count_or_zero(text: str) -> int:
+    """The same where 0 has a meaning."""
+    return 0 if text.strip() == "0" else count(text)
+
+
 def counts(text: str) -> list[int]:
     """Several of them, comma-separated."""
     return [count(part) for part in text.split(",")]

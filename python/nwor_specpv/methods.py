@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import difflib
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -127,11 +127,15 @@ def get_method(name: str) -> Method:
     found = _methods.get(name) if isinstance(name, str) else None
     if found is not None:
         return found
-    valid = method_names()
+    raise unknown_name("method", name, method_names())
+
+
+def unknown_name(what: str, name: object, valid: Sequence[str]) -> NworError:
+    """The error for it, with the nearest name there is."""
     word = str(name).strip().lower()
     (nearest,) = difflib.get_close_matches(word, valid, n=1, cutoff=0.0)
-    raise NworError(
-        f"method: got {name!r}, expected one of {', '.join(valid)}; the nearest is {nearest!r}"
+    return NworError(
+        f"{what}: got {name!r}, expected one of {', '.join(valid)}; the nearest is {nearest!r}"
     )
 
 

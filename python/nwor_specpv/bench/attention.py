@@ -298,11 +298,17 @@ def _parser() -> Parser:
     parser.add_argument("--batch", type=counts, help="requests")
     parser.add_argument("--prefix", type=counts, help="tokens before the rows")
     parser.add_argument(
-        "--heads", nargs="*", type=heads, metavar="Hq/Hkv", help="query and KV heads"
+        "--heads", nargs="+", type=heads, metavar="Hq/Hkv", help="query and KV heads"
     )
-    parser.add_argument("--head-dim", type=counts)
-    parser.add_argument("--dtype", nargs="*", choices=sorted(DTYPES))
-    parser.add_argument("--mask", nargs="*", choices=["chain", "tree"], default=["tree"])
+    parser.add_argument("--head-dim", type=counts, help="channels of a head, comma-separated")
+    parser.add_argument("--dtype", nargs="+", choices=sorted(DTYPES), help="of rows and cache")
+    parser.add_argument(
+        "--mask",
+        nargs="+",
+        choices=["chain", "tree"],
+        default=["tree"],
+        help="among the rows, default: tree",
+    )
     parser.add_argument("--replays", type=count, help="default: 20 on CUDA, 9 on the CPU")
     return parser
 
@@ -339,6 +345,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         for case in _cases(arguments, device):
             results += bench_cuda(case, arguments.mask, replays, flash)
     else:
+        missing.append(f"{peers.VLLM_FLASH_NAME} (runs on CUDA only)")
         for case in _cases(arguments, device):
             results += bench_cpu(case, arguments.mask, replays)
     report = {

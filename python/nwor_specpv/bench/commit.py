@@ -316,8 +316,13 @@ def describe(report: dict) -> str:
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = Parser(prog="nwor-specpv bench commit", description=__doc__)
-    parser.add_argument("--layout", choices=sorted(nwor_specpv.LAYOUTS), default="packed")
-    parser.add_argument("--replays", type=count, default=25)
+    parser.add_argument(
+        "--layout",
+        choices=sorted(nwor_specpv.LAYOUTS),
+        default="packed",
+        help="of the cache, default: packed",
+    )
+    parser.add_argument("--replays", type=count, default=25, help="20 or more, default: 25")
     add_machine_arguments(parser)
     arguments = parser.parse_args(argv)
     if arguments.replays < 20:

@@ -62,7 +62,10 @@ def read_text(path: Path | None) -> str:
                 "--text: got none, and the excerpt that comes with a checkout (benchmarks/data) is "
                 "not here, expected a text file"
             )
-    return path.read_text(encoding="utf-8")
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise NworError(f"--text: got {str(path)!r}, which cannot be read: {error}") from None
 
 
 def record(text: str, tokens: int) -> Recorded:
@@ -209,7 +212,7 @@ def describe(report: dict[str, Any]) -> str:
 def _parser() -> Parser:
     parser = Parser(prog="nwor-specpv bench coverage", description=__doc__)
     parser.add_argument("--text", type=Path, help="default: the excerpt in benchmarks/data")
-    parser.add_argument("--tokens", type=count, default=6144)
+    parser.add_argument("--tokens", type=count, default=6144, help="of the text, default: 6144")
     parser.add_argument("--budgets", type=counts, default=BUDGETS, help="tokens a view shows")
     parser.add_argument("--later", type=count, default=64, help="tokens until the rows in brackets")
     parser.add_argument("--threads", type=count, help="CPU threads, default: torch's")
@@ -226,6 +229,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         raise NworError(
             f"--budgets, --tokens: got {arguments.budgets}, {arguments.tokens}, expected budgets "
             f"of at least {least} tokens (sink, window and a block) and a longer text"
+        )
+    if min(arguments.budgets) >= arguments.tokens:
+        raise NworError(
+            f"--budgets: got {arguments.budgets}, expected less than the {arguments.tokens} tokens "
+            "of the text"
         )
     recorded = record(read_text(arguments.text), arguments.tokens)
     report = {

@@ -15,10 +15,16 @@ from typing import Any
 
 import torch
 
-from nwor_specpv._parser import Parser, count
+from nwor_specpv._parser import Parser, count, count_or_zero
 from nwor_specpv.demo.texts import CHAT, STORY, long_prompt
 from nwor_specpv.transformers import Generator
-from nwor_specpv.transformers.command import add_model_arguments, encode, load, view_config
+from nwor_specpv.transformers.command import (
+    add_model_arguments,
+    encode,
+    load,
+    model_name,
+    view_config,
+)
 
 from .report import add_json_argument, machine, publish
 
@@ -154,7 +160,7 @@ def measure(model: Any, tokenizer: Any, arguments: Any) -> dict[str, Any]:
         long = compare(views, prompts, arguments.tokens, arguments.rounds, views["nwor"])
     return {
         **machine(arguments.device),
-        "model": "SmolLM2-135M-Instruct",
+        "model": model_name(arguments),
         "dtype": arguments.dtype,
         "tokens": arguments.tokens,
         "rounds": arguments.rounds,
@@ -214,12 +220,17 @@ def describe(report: dict[str, Any]) -> str:
 
 def main(argv: list[str]) -> int:
     parser = Parser(prog="nwor-specpv bench generate", description=__doc__)
-    parser.add_argument("--tokens", type=count, default=128)
-    parser.add_argument("--rounds", type=count, default=2)
-    parser.add_argument("--context", type=int, default=6144, help="of the long prompt; 0: none")
-    parser.add_argument("--view-tokens", type=count, default=1024)
+    parser.add_argument("--tokens", type=count, default=128, help="new ones of a run, default: 128")
+    parser.add_argument("--rounds", type=count, default=2, help="after one to warm up, default: 2")
+    parser.add_argument(
+        "--context", type=count_or_zero, default=6144, help="of the long prompts; 0: none"
+    )
+    parser.add_argument(
+        "--view-tokens", type=count, default=1024, help="what a partial step sees, default: 1024"
+    )
     add_model_arguments(parser)
     add_json_argument(parser)
     arguments = parser.parse_args(argv)
+    view_config("rectify", arguments.view_tokens)  # refused before the work
     model, tokenizer = load(arguments)
     return publish(measure(model, tokenizer, arguments), describe, arguments.json)

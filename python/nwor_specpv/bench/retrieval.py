@@ -279,10 +279,22 @@ def _parser() -> Parser:
     parser = Parser(prog="nwor-specpv bench retrieval", description=__doc__)
     parser.add_argument("--tokens", type=counts, help="context lengths, comma-separated")
     parser.add_argument("--rows", type=counts, default=[8], help="rows of the tree")
-    parser.add_argument("--heads", type=heads, default=(32, 8), metavar="Hq/Hkv")
-    parser.add_argument("--head-dim", type=count)
-    parser.add_argument("--dtype", choices=sorted(DTYPES))
-    parser.add_argument("--score", nargs="*", choices=["specpv", "quest"], default=["specpv"])
+    parser.add_argument(
+        "--heads",
+        type=heads,
+        default=(32, 8),
+        metavar="Hq/Hkv",
+        help="query and KV heads, default: 32/8",
+    )
+    parser.add_argument("--head-dim", type=count, help="channels of a head")
+    parser.add_argument("--dtype", choices=sorted(DTYPES), help="of rows and cache")
+    parser.add_argument(
+        "--score",
+        nargs="+",
+        choices=["specpv", "quest"],
+        default=["specpv"],
+        help="how blocks are scored, default: specpv",
+    )
     parser.add_argument("--replays", type=count, help="default: 20 on CUDA, 9 on the CPU")
     parser.add_argument("--compile", action="store_true", help="torch.compile'd peers as well")
     parser.add_argument("--steps", type=counts, help="contexts of whole steps, see partial_step.py")
@@ -293,7 +305,13 @@ def _parser() -> Parser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    arguments = _parser().parse_args(argv)
+    parser = _parser()
+    arguments = parser.parse_args(argv)
+    least = (SINK + WINDOW + 1) * BLOCK
+    for name in ("tokens", "steps"):
+        few = [tokens for tokens in getattr(arguments, name) or [] if tokens < least]
+        if few:
+            parser.error(f"--{name}: got {few[0]}, expected {least} or more: sink, window, a block")
     device = choose_device(arguments)
     cpu = device == "cpu"
     replays = arguments.replays or (9 if cpu else 20)

@@ -138,7 +138,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = Parser(prog="nwor-specpv bench session", description=__doc__)
     parser.add_argument("--short", type=count, default=1_000, help="tokens of the short sequence")
     parser.add_argument("--long", type=count, default=1_000_000, help="tokens of the long one")
-    parser.add_argument("--replays", type=count, default=200)
+    parser.add_argument("--replays", type=count, default=200, help="default: 200")
     add_json_argument(parser)
     arguments = parser.parse_args(argv)
     for name in ("short", "long"):

@@ -247,19 +247,21 @@ def describe(report: dict) -> str:
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = Parser(prog="nwor-specpv bench tree", description=__doc__)
-    parser.add_argument("--requests", type=count, default=32)
-    parser.add_argument("--rows", type=count, default=64)
-    parser.add_argument("--best", type=count, default=8, help="the drafter's top-k")
-    parser.add_argument("--steps", type=count, default=5)
+    parser.add_argument("--requests", type=count, default=32, help="of a batch, default: 32")
+    parser.add_argument("--rows", type=count, default=64, help="of a tree, default: 64, the most")
+    parser.add_argument("--best", type=count, default=8, help="the drafter's top-k, default: 8")
+    parser.add_argument("--steps", type=count, default=5, help="of the drafter, default: 5")
     parser.add_argument("--vocabulary", type=count, help="default: 128256, on the CPU 32000")
-    parser.add_argument("--replays", type=count, default=25)
+    parser.add_argument("--replays", type=count, default=25, help="default: 25")
     add_machine_arguments(parser)
     arguments = parser.parse_args(argv)
-    if arguments.rows > 64:
-        parser.error(f"--rows: got {arguments.rows}, expected 1 .. 64 (plain torch has one word)")
+    if not 2 <= arguments.rows <= 64:
+        parser.error(f"--rows: got {arguments.rows}, expected 2 .. 64 (plain torch has one word)")
     device = choose_device(arguments)
     torch.manual_seed(0)
     vocabulary = arguments.vocabulary or (128256 if device == "cuda" else 32000)
+    if vocabulary < arguments.best:
+        parser.error(f"--vocabulary: got {vocabulary}, expected at least --best {arguments.best}")
     shape = Shape(arguments.requests, arguments.rows, arguments.best, arguments.steps, vocabulary)
     report = {
         **machine(device),

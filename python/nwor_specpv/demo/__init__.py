@@ -14,7 +14,7 @@ from typing import Any
 
 from nwor_specpv._parser import Parser, count
 from nwor_specpv.models import cache_root
-from nwor_specpv.report import write_page
+from nwor_specpv.report import check_place, write_page
 
 from .texts import CHAT, long_prompt
 
@@ -22,22 +22,26 @@ _VIEW_TOKENS = 1024
 
 
 def main(argv: list[str]) -> int:
-    from nwor_specpv.transformers.command import add_model_arguments, load
+    from nwor_specpv.transformers.command import add_model_arguments, load, model_name
 
     parser = Parser(prog="nwor-specpv demo", description=__doc__)
-    parser.add_argument("--prompt", default=CHAT[0])
-    parser.add_argument("--max-new-tokens", type=count, default=160)
-    parser.add_argument("--context", type=count, default=4096, help="tokens of the long prompt")
+    parser.add_argument("--prompt", default=CHAT[0], help="the question")
+    parser.add_argument("--max-new-tokens", type=count, default=160, help="default: 160")
+    parser.add_argument(
+        "--context", type=count, default=4096, help="tokens of the long prompt, default: 4096"
+    )
     parser.add_argument("--report", type=Path, help="where the page goes, default: the cache")
     parser.add_argument("--json", action="store_true", help="one JSON document and nothing else")
     add_model_arguments(parser)
     arguments = parser.parse_args(argv)
     started = time.perf_counter()
     say = _quiet if arguments.json else _say
-    say("loading SmolLM2-135M-Instruct (converted once, 540 MB in the cache folder) ..")
+    path = arguments.report or cache_root() / "demo.html"
+    check_place(path)
+    once = "" if arguments.model else " (converted once, 540 MB in the cache folder)"
+    say(f"loading {model_name(arguments)}{once} ..")
     model, tokenizer = load(arguments)
     report = run(model, tokenizer, arguments, say)
-    path = arguments.report or cache_root() / "demo.html"
     report["page"] = str(write_page(report, path))
     report["seconds"] = time.perf_counter() - started
     report["table"] = table(report)
@@ -56,7 +60,7 @@ def run(model: Any, tokenizer: Any, arguments: Any, say: Any) -> dict[str, Any]:
     from nwor_specpv.bench.report import machine
     from nwor_specpv.report.sweep import Mode, sweep
     from nwor_specpv.transformers import Generator
-    from nwor_specpv.transformers.command import encode
+    from nwor_specpv.transformers.command import encode, model_name
 
     first = Generator(model, tokenizer, "none")
     say("measuring what verification steps cost ..")
@@ -85,7 +89,7 @@ def run(model: Any, tokenizer: Any, arguments: Any, say: Any) -> dict[str, Any]:
     )
     return {
         "title": "nwor_specpv: the demo's report",
-        "model": "SmolLM2-135M-Instruct" if arguments.model is None else str(arguments.model),
+        "model": model_name(arguments),
         "machine": machine(arguments.device),
         "row_costs": costs,
         "runs": [*reversed(short), *reversed(long)],

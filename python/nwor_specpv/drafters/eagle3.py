@@ -152,10 +152,19 @@ class Eagle3Drafter(Drafter):
                 f"weights: got {path}, which does not exist; expected an EAGLE3 head, as "
                 "`python -m nwor_specpv.train.eagle3` makes"
             )
+        head = Eagle3Head.load(path)
         embedding = target.get_input_embeddings().weight
+        expected = (head.shape.target_vocabulary, head.shape.hidden)
+        if tuple(embedding.shape) != expected:
+            got = "vocabulary {} and hidden size {}"
+            raise NworError(
+                f"drafter: got a target of {got.format(*embedding.shape)}, but {path.name} is a "
+                f"head for {got.format(*expected)}; use the drafter 'ngram', or train a head: "
+                "python -m nwor_specpv.train.eagle3"
+            )
         output = target.get_output_embeddings().weight
         tied = output.data_ptr() == embedding.data_ptr()
-        return cls(Eagle3Head.load(path), embedding, None if tied else output, **options)
+        return cls(head, embedding, None if tied else output, **options)
 
     # ---- what a host calls ----
 

@@ -10,7 +10,13 @@ from collections.abc import Callable
 from typing import Any
 
 from nwor_specpv.errors import NworError
-from nwor_specpv.methods import Method, get_method, register_method
+from nwor_specpv.methods import (
+    Method,
+    get_method,
+    method_names,
+    register_method,
+    unknown_name,
+)
 
 from .base import Drafter
 
@@ -35,18 +41,27 @@ def register_drafter(
     return register_method(made, replace=replace)
 
 
+def drafter_names() -> tuple[str, ...]:
+    """What `make_drafter` takes: built-in drafters first, then registered ones."""
+    return tuple(
+        name for name in method_names() if name in _BUILT_IN or get_method(name).factory is not None
+    )
+
+
 def make_drafter(name: str, target: Any = None, **options: Any) -> Drafter:
     """The drafter of that name; an unknown one is an error with the nearest name there is.
 
     `target` is the host's model, for drafters that share its matrices.
     """
+    if name not in method_names():
+        raise unknown_name("drafter", name, drafter_names())
     method = get_method(name)
     factory = method.factory or _BUILT_IN.get(name)
     if factory is None:
         needs = " and ".join(method.needs()) or "nothing"
         raise NworError(
             f"drafter: got {name!r}, which needs {needs} and is made by its host; expected one of "
-            f"{', '.join(_BUILT_IN)}, a registered one, or a Drafter"
+            f"{', '.join(drafter_names())}, or a Drafter"
         )
     try:
         drafter = factory(target=target, **options)

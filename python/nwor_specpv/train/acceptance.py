@@ -25,6 +25,7 @@ from nwor_specpv.drafters import Drafter, TreeConfig
 from nwor_specpv.drafters.eagle3 import SHIPPED, Eagle3Drafter
 from nwor_specpv.drafters.eagle3_head import Eagle3Head
 from nwor_specpv.drafters.ngram import NgramDrafter
+from nwor_specpv.errors import NworError
 
 from . import prompts
 from .corpus import Corpus, Manner, Writer
@@ -167,13 +168,23 @@ def by_depth(target: Target, head: Eagle3Head, corpus: Corpus) -> list[float]:
 
 
 def main(arguments: list[str] | None = None) -> int:
+    try:
+        return run(arguments)
+    except NworError as error:
+        print(f"train.acceptance: {error}", file=sys.stderr)
+        return 2
+
+
+def run(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="nwor_specpv.train.acceptance", description=__doc__)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.add_argument("--weights", type=Path, default=SHIPPED)
+    parser.add_argument("--weights", type=Path, default=SHIPPED, help="default: the shipped head")
     parser.add_argument("--invented", type=int, default=32, help="questions the target invents")
     parser.add_argument("--prompts", type=int, default=24, help="held-out prompts of a kind")
-    parser.add_argument("--answer-tokens", type=int, nargs="+", default=[96, 200])
-    parser.add_argument("--json", type=Path)
+    parser.add_argument(
+        "--answer-tokens", type=int, nargs="+", default=[96, 200], help="default: 96 200"
+    )
+    parser.add_argument("--json", type=Path, help="a file for the figures, beside stdout")
     options = parser.parse_args(arguments)
 
     def say(sentence: str) -> None:
@@ -181,8 +192,8 @@ def main(arguments: list[str] | None = None) -> int:
 
     from nwor_specpv.models import smollm2
 
-    folder = smollm2("float32")
     head = Eagle3Head.load(options.weights)
+    folder = smollm2("float32")
     target = Target(folder, head.shape.feature_layers)
     encode = prompt_encoder(folder)
     torch.manual_seed(_SEED)

@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 
+from nwor_specpv._parser import require_device
 from nwor_specpv.drafters.eagle3_head import Eagle3Head, HeadShape
 from nwor_specpv.errors import NworError
 
@@ -365,7 +366,10 @@ def prompt_encoder(folder: Path) -> prompts.Encode:
     """From text to ids with the tokenizer in `folder`; needs the package tokenizers."""
     from tokenizers import Tokenizer
 
-    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    path = folder / "tokenizer.json"
+    if not path.is_file():
+        raise NworError(f"{folder}: got no tokenizer.json, expected a Hugging Face model folder")
+    tokenizer = Tokenizer.from_file(str(path))
     return lambda text: tokenizer.encode(text, add_special_tokens=False).ids
 
 
@@ -375,6 +379,12 @@ def write_prompts(folder: Path, path: Path, count: int = 16384) -> None:
     To `count` openings come five everyday questions for every eight.
     """
     encode = prompt_encoder(folder)
+    ends = tuple(tuple(encode(text)) for text in ("<|endoftext|>", "<|im_end|>"))
+    if ends != tuple((token,) for token in Manner.stop_tokens):
+        raise NworError(
+            f"{folder}: got a tokenizer whose <|endoftext|> and <|im_end|> are {ends}, expected "
+            f"{Manner.stop_tokens}: texts are written in SmolLM2's form of a chat"
+        )
     begun = [*prompts.openings(encode, count), *prompts.asked(encode, count * 5 // 8)]
     parts = {"openings": begun, "held_out": prompts.held_out(encode)}
     text = json.dumps({name: [asdict(entry) for entry in part] for name, part in parts.items()})
@@ -384,18 +394,23 @@ def write_prompts(folder: Path, path: Path, count: int = 16384) -> None:
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="nwor_specpv.train.eagle3", description=__doc__)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--out", type=Path, required=True, help="folder of the head and its card")
     parser.add_argument("--target", type=Path, help="Hugging Face folder of a Llama")
     parser.add_argument("--prompts", type=Path, help="encoded prompts; made there if missing")
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    there = "cuda" if torch.cuda.is_available() else "cpu"
+    parser.add_argument(
+        "--device", default=there, help="cpu or cuda, default: cuda if there is one"
+    )
     for name, value in asdict(Plan()).items():
         if isinstance(value, (int, float, str)):
             flag = f"--{name.replace('_', '-')}"
-            parser.add_argument(flag, type=type(value), default=value, help=f"{value}")
+            parser.add_argument(flag, type=type(value), default=value, help=f"default: {value}")
     options = vars(parser.parse_args(arguments))
-    out, device = options.pop("out"), torch.device(options.pop("device"))
+    out, device = options.pop("out"), options.pop("device")
     folder, path = options.pop("target"), options.pop("prompts")
     try:
+        require_device(device)
+        device = torch.device(device)
         out.mkdir(parents=True, exist_ok=True)
         dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
         if folder is None:

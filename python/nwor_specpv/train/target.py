@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch.nn.functional import linear, rms_norm, scaled_dot_product_attention, silu
@@ -28,10 +29,7 @@ class Target:
         device: torch.device | str = "cpu",
         dtype: torch.dtype = torch.float32,
     ) -> None:
-        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-        if config.get("model_type") != "llama" or not config.get("tie_word_embeddings"):
-            got = config.get("model_type")
-            raise NworError(f"{folder}: got {got!r}, expected a llama with tied embeddings")
+        config = _read_config(folder)
         self.vocabulary, self.hidden = config["vocab_size"], config["hidden_size"]
         self.intermediate, self.num_layers = (
             config["intermediate_size"],
@@ -43,7 +41,7 @@ class Target:
         )
         self.head_dim = config.get("head_dim") or self.hidden // self.num_heads
         self.context = config["max_position_embeddings"]
-        self.rope_theta = config.get("rope_theta", 10000.0)
+        self.rope_theta = _rope(config).get("rope_theta", config.get("rope_theta", 10000.0))
         self.norm_epsilon = config["rms_norm_eps"]
         self.feature_layers = feature_layers or published_layers(self.num_layers)
         self.device, self.dtype = torch.device(device), dtype
@@ -175,6 +173,32 @@ def multiply_float(rows: torch.Tensor, matrix: torch.Tensor) -> torch.Tensor:
         flat = torch.mm(rows.reshape(-1, rows.shape[-1]), matrix.T, out_dtype=torch.float32)
         return flat.unflatten(0, rows.shape[:-1])
     return linear(rows.float(), matrix.float())
+
+
+def _read_config(folder: Path) -> dict[str, Any]:
+    """Of a Llama as this file runs it; what it would compute otherwise is refused."""
+    try:
+        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise NworError(f"{folder}: got no config.json that can be read: {error}") from None
+    if config.get("model_type") != "llama" or not config.get("tie_word_embeddings"):
+        got = config.get("model_type")
+        raise NworError(f"{folder}: got {got!r}, expected a llama with tied embeddings")
+    rope = _rope(config)
+    for name, got, expected in (
+        ("hidden_act", config.get("hidden_act", "silu"), "silu"),
+        ("attention_bias", bool(config.get("attention_bias")), False),
+        ("mlp_bias", bool(config.get("mlp_bias")), False),
+        ("rope_type", rope.get("rope_type", rope.get("type", "default")), "default"),
+    ):
+        if got != expected:
+            raise NworError(f"{folder}: got {name} {got!r}, expected {expected!r}")
+    return config
+
+
+def _rope(config: dict[str, Any]) -> dict[str, Any]:
+    """As transformers 5 writes it, or as it was before."""
+    return config.get("rope_parameters") or config.get("rope_scaling") or {}
 
 
 def _layer(weights: dict[str, torch.Tensor], index: int) -> dict[str, torch.Tensor]:

@@ -18,7 +18,7 @@ from .gathered import gathered_attention
 
 NAME = "nwor_specpv"
 # What a layer may ask of attention beyond these would be left out in silence.
-_REFUSED = ("s_aux", "sinks", "position_bias", "block_mask")
+_REFUSED = ("attention_mask", "s_aux", "sinks", "position_bias", "block_mask")
 
 
 @dataclass
@@ -39,6 +39,8 @@ class Step:
     refreshing: bool = False  # blocks of some request are chosen anew
     tree_rows: torch.Tensor | None = None  # [B, 2] int32: the trees' rows, for a refresh
     plans: dict[int, torch.Tensor] = field(default_factory=dict)  # CUDA, by the layers' window
+    # What a layer has put into the cache and is to attend with; None: it has done so.
+    cached_kv: tuple[torch.Tensor, torch.Tensor] | None = None
 
     def to(self, device: torch.device) -> Step:
         """With its tensors there."""
@@ -66,11 +68,22 @@ def attend(
 ) -> tuple[torch.Tensor, None]:
     """Attention of one layer over pages and rows in flight; its K/V was written before."""
     if nwor_step is None:
-        raise NworError("nwor_step: got none; this attention runs inside a Generator only")
+        raise NworError(
+            f"model: got a {type(module).__name__} that hands on no keywords, expected nwor_step "
+            "as a Generator gives it; use a model that hands them to its attention"
+        )
+    _take_cached(module, nwor_step, key, value)
+    if more.get("is_causal", getattr(module, "is_causal", True)) is False:
+        raise NworError(
+            f"model: got a {type(module).__name__} whose tokens see what follows them; use a "
+            "causal language model"
+        )
+    asked = {"attention_mask": attention_mask, **more}  # a mask of its own: no one else makes any
     for name in _REFUSED:
-        if more.get(name) is not None:
+        if asked.get(name) is not None:
             raise NworError(
-                f"model: got a layer that asks for {name}, which verify attention has not"
+                f"model: got a layer that asks for {name}, which verify attention has not; use a "
+                "model without"
             )
     out = attend_rows(
         nwor_step,
@@ -81,6 +94,18 @@ def attend(
         softcap=softcap or 0.0,
     )
     return out[None], None
+
+
+def _take_cached(
+    module: torch.nn.Module, step: Step, key: torch.Tensor, value: torch.Tensor
+) -> None:
+    """Later steps read K/V from the cache: it has to be what this one attends with."""
+    cached, step.cached_kv = step.cached_kv, None
+    if cached is None or key is not cached[0] or value is not cached[1]:
+        raise NworError(
+            f"model: got a {type(module).__name__} that attends with other K/V than it caches; use "
+            "a model that hands what the cache's update returns to attention, once"
+        )
 
 
 def attend_rows(

@@ -22,6 +22,11 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--threads", type=count, help="CPU threads, default: torch's")
 
 
+def model_name(arguments: argparse.Namespace) -> str:
+    """As reports call it."""
+    return "SmolLM2-135M-Instruct" if arguments.model is None else str(arguments.model)
+
+
 def view_config(mode: str, view_tokens: int, tail_tokens: int | None = None) -> SpecPVConfig | None:
     """Partial verification over views of so many tokens; None when it is off."""
     if mode == "off":
@@ -75,30 +80,38 @@ def main(argv: list[str]) -> int:
     source = parser.add_mutually_exclusive_group(required=True)
     source.add_argument("--prompt", help="the text to answer or to go on with")
     source.add_argument("--file", type=Path, help="a file with it")
-    parser.add_argument("--max-new-tokens", type=int, default=200)
-    parser.add_argument("--drafter", default="eagle3", help="none, ngram, draft_model, eagle3")
+    parser.add_argument("--max-new-tokens", type=count, default=200, help="default: 200")
+    parser.add_argument(
+        "--drafter", default="eagle3", help="none, ngram, draft_model or eagle3 (default)"
+    )
     parser.add_argument("--draft-model", type=Path, help="folder of the smaller model")
-    parser.add_argument("--specpv", choices=MODES, default="off", help="partial verification")
-    parser.add_argument("--view-tokens", type=int, default=1024, help="what a partial step sees")
+    parser.add_argument(
+        "--specpv", choices=MODES, default="off", help="partial verification, default: off"
+    )
+    parser.add_argument(
+        "--view-tokens", type=count, default=1024, help="what a partial step sees, default: 1024"
+    )
     parser.add_argument("--temperature", type=float, default=0.0, help="0 (default): greedy")
-    parser.add_argument("--top-k", type=int, default=0)
-    parser.add_argument("--top-p", type=float, default=1.0)
-    parser.add_argument("--seed", type=int)
+    parser.add_argument("--top-k", type=int, default=0, help="likeliest tokens only; 0: all")
+    parser.add_argument("--top-p", type=float, default=1.0, help="likeliest mass only; 1: all")
+    parser.add_argument("--seed", type=int, help="of sampling, default: another one each time")
     parser.add_argument("--raw", action="store_true", help="go on with the text, no chat")
     parser.add_argument("--json", action="store_true", help="one JSON document and nothing else")
     add_model_arguments(parser)
     arguments = parser.parse_args(argv)
 
+    from .drafting import check_drafter
     from .generate import Generator
+    from .sampling import Sampling
 
+    # What needs no model is looked at before one is loaded.
     text = arguments.prompt if arguments.file is None else _read(arguments.file)
+    check_drafter(arguments.drafter, arguments.draft_model)
+    Sampling(arguments.temperature, arguments.top_k, arguments.top_p)
+    specpv = view_config(arguments.specpv, arguments.view_tokens)
     model, tokenizer = load(arguments)
     generator = Generator(
-        model,
-        tokenizer,
-        arguments.drafter,
-        specpv=view_config(arguments.specpv, arguments.view_tokens),
-        draft_model=arguments.draft_model,
+        model, tokenizer, arguments.drafter, specpv=specpv, draft_model=arguments.draft_model
     )
     stream = None if arguments.json else TextStream(tokenizer)
     generation = generator.generate(

@@ -202,11 +202,12 @@ class Decoding:
                         f"drafter: got a root of {tree.tokens[0]}, expected {request.tokens[-1]}"
                     )
                 tokens, parents = pruned(tree, request.room - 1)
-                largest = max(tokens)
-                if largest >= self._runner.vocab_size or min(tokens) < 0:
+                size = self._runner.vocab_size
+                wrong = next((token for token in tokens if not 0 <= token < size), None)
+                if wrong is not None:
                     raise NworError(
-                        f"drafter: got token {largest}, expected ids below "
-                        f"{self._runner.vocab_size}: is it a drafter of this model?"
+                        f"drafter: got token {wrong}, expected ids from 0 to {size - 1}: is it a "
+                        "drafter of this model?"
                     )
             part = Part(request, [], tokens, parents, request.cached)
             self._chunk(part)

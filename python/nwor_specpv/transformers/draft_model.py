@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -11,7 +10,6 @@ import torch
 from nwor_specpv import DraftTree, NworConfig
 from nwor_specpv.drafters import Drafter, TreeConfig
 
-from .loading import load_model
 from .request import Part, Request
 from .round import Round
 from .runner import ModelRunner
@@ -27,8 +25,6 @@ class ModelDrafter(Drafter):
     """
 
     def __init__(self, model: Any) -> None:
-        if isinstance(model, (str, Path)):
-            model, _ = load_model(model)
         on_gpu = getattr(getattr(model, "device", None), "type", "") == "cuda"
         self._runner = ModelRunner(model, NworConfig(), graphs=on_gpu)
         self.vocab_size = self._runner.vocab_size
@@ -72,12 +68,15 @@ class ModelDrafter(Drafter):
     def _chain(self, request: Hashable, depth: int) -> list[int]:
         """The root and `depth` tokens after it."""
         tokens = self._tokens[request]
+        chain = [tokens[-1]]
+        limit = self._runner.context
+        if len(tokens) > limit:  # of the target's only
+            return chain
         allocator = self._runner.cache.allocator
         key = self._keys[request]
+        self._truncate(request, len(tokens) - 1)  # the root's row is run, also a second time
         cached = allocator.length(key) if key in allocator else 0
         allocator.extend(key, 0)
-        limit = self._runner.context
-        chain = [tokens[-1]]
         rows = tokens[cached:]
         for _ in range(depth):
             while len(rows) > _PREFILL_ROWS:

@@ -2,35 +2,64 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 from nwor_specpv import NworError
 from nwor_specpv.drafters import Drafter
 from nwor_specpv.drafters import make_drafter as by_name
+from nwor_specpv.drafters.registry import drafter_names
+from nwor_specpv.methods import method_names, unknown_name
 
+from .loading import load_model
 from .runner import ModelRunner
+
+
+def check_drafter(drafter: str | Drafter, draft_model: Any) -> None:
+    """Whether the two go together; needs no target."""
+    if not isinstance(drafter, (str, Drafter)):
+        raise NworError(f"drafter: got {type(drafter).__name__}, expected a name or a Drafter")
+    if isinstance(drafter, str):
+        own = ("none", "draft_model", *drafter_names())
+        valid = [name for name in method_names() if name in own]
+        if drafter not in valid:
+            raise unknown_name("drafter", drafter, valid)
+    needed = isinstance(drafter, str) and drafter == "draft_model"
+    if needed and draft_model is None:
+        raise NworError("draft_model: got none, expected a smaller model with the same vocabulary")
+    if not needed and draft_model is not None:
+        raise NworError(
+            f"draft_model: got one beside the drafter {drafter!r}, which uses none; expected the "
+            "drafter 'draft_model'"
+        )
 
 
 def make_drafter(drafter: str | Drafter, runner: ModelRunner, draft_model: Any) -> Drafter | None:
     """None for "none". Checks that target and drafter have one vocabulary."""
-    if isinstance(drafter, str) and drafter == "none":
-        made = None
-    elif isinstance(drafter, str) and drafter == "draft_model":
-        from .draft_model import ModelDrafter
-
-        if draft_model is None:
-            raise NworError(
-                "draft_model: got none, expected a smaller model with the same vocabulary"
-            )
-        made = ModelDrafter(draft_model)
-    elif isinstance(drafter, str):
-        made = by_name(drafter, target=runner.model)
-    elif isinstance(drafter, Drafter):
+    check_drafter(drafter, draft_model)
+    if isinstance(drafter, Drafter):
         made = drafter
+    elif drafter == "none":
+        made = None
+    elif drafter == "draft_model":
+        made = _model_drafter(draft_model, runner)
     else:
-        raise NworError(f"drafter: got {type(drafter).__name__}, expected a name or a Drafter")
+        made = by_name(drafter, target=runner.model)
     _check(made, runner)
     return made
+
+
+def _model_drafter(model: Any, target: ModelRunner) -> Drafter:
+    """One from a folder is loaded to where the target is, in its type."""
+    from .draft_model import ModelDrafter
+
+    try:
+        if isinstance(model, (str, Path)):
+            dtype = str(target.dtype).removeprefix("torch.")
+            model, _ = load_model(model, dtype, target.device)
+        return ModelDrafter(model)
+    except NworError as error:  # which of the two models it is
+        raise NworError(f"draft_model: {error}") from None
 
 
 def _check(drafter: Drafter | None, runner: ModelRunner) -> None:

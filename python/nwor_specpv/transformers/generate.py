@@ -15,8 +15,9 @@ import secrets
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from numbers import Integral
 from pathlib import Path
 from typing import Any
 
@@ -87,15 +88,31 @@ class Generator:
         pace: bool = True,
         cache_of: Generator | None = None,
     ) -> None:
+        if nwor is not None and not nwor.enable_nwor:
+            raise NworError(
+                "enable_nwor: got False, expected True: this host has no other way into its cache; "
+                "drafter='none' decodes plainly"
+            )
         if cache_of is not None:
-            model, page_size = cache_of.model, cache_of._runner.cache.page_size
+            _check_shared(
+                model=model if model is not cache_of.model else None,
+                nwor=nwor,
+                cache_tokens=cache_tokens,
+                check_contract=check_contract or None,
+                cuda_graphs=cuda_graphs,
+            )
+            model, page_size = cache_of.model, cache_of._runner.page_size
             tokenizer = tokenizer if tokenizer is not None else cache_of.tokenizer
         if model is None or isinstance(model, (str, Path)):
             model, found = load_model(model)
             tokenizer = tokenizer if tokenizer is not None else found
-        for name, value, low in (("page_size", page_size, 1), ("prefill_rows", prefill_rows, 1)):
-            if not isinstance(value, int) or value < low:
-                raise NworError(f"{name}: got {value!r}, expected {low} or more")
+        for name, value in (
+            ("page_size", page_size),
+            ("prefill_rows", prefill_rows),
+            ("cache_tokens", 1 if cache_tokens is None else cache_tokens),
+        ):
+            if not isinstance(value, int) or value < 1:
+                raise NworError(f"{name}: got {value!r}, expected 1 or more")
         self._runner = (
             cache_of._runner
             if cache_of is not None
@@ -145,7 +162,10 @@ class Generator:
         return self._choosers[self._learnt_with]
 
     def forget(self) -> None:
-        """Drops the prefixes that earlier calls have left in the cache."""
+        """Drops the prefixes that earlier calls have left in the cache.
+
+        To be called when the model's weights have changed: what is cached is of the old ones.
+        """
         self._kept.make_room(self._runner.cache.allocator, sys.maxsize)
 
     def generate(
@@ -169,10 +189,14 @@ class Generator:
         every new token, `on_token(token, request)` for lists of prompts. `chunk_rows`: chains
         longer than that are verified chunk by chunk. Request i of a list samples with `seed` + i.
         """
-        sampling = Sampling(float(temperature), top_k, float(top_p))
+        sampling = Sampling(temperature, top_k, top_p)
         prompts, is_list = self._prompts(input_ids)
         self._check_lengths(prompts, max_new_tokens, chunk_rows)
         tree = tree or TreeConfig()
+        if not isinstance(tree, TreeConfig):
+            raise NworError(f"tree: got {type(tree).__name__}, expected a TreeConfig")
+        if not isinstance(seed, Integral | None):
+            raise NworError(f"seed: got {seed!r}, expected a whole number or None")
         stops = self._stop_ids(eos_token_id)
         first_seed = secrets.randbits(31) if seed is None else int(seed)
         stats = Stats(requests=len(prompts), prompt_tokens=sum(map(len, prompts)))
@@ -182,7 +206,7 @@ class Generator:
         before = self._counts()
         done = False
         try:
-            with self._runner.installed(self._drafter.feature_layers if self._drafter else ()):
+            with self._runner.installed(self._feature_layers):
                 views = self._open_store(requests, largest)
                 decoding = Decoding(
                     self._runner,
@@ -211,19 +235,25 @@ class Generator:
     def _prompts(self, input_ids: Any) -> tuple[list[list[int]], bool]:
         if isinstance(input_ids, str):
             raise NworError("input_ids: got text, expected token ids: tokenizer(text).input_ids")
+        if not isinstance(input_ids, Iterable) or isinstance(input_ids, Mapping):
+            got = type(input_ids).__name__
+            raise NworError(f"input_ids: got {got}, expected token ids or lists of them")
         if isinstance(input_ids, torch.Tensor):
-            if input_ids.dim() not in (1, 2) or input_ids.is_floating_point():
+            wrong = input_ids.is_floating_point() or input_ids.dtype == torch.bool
+            if input_ids.dim() not in (1, 2) or wrong:
                 got = f"{list(input_ids.shape)} of {input_ids.dtype}"
                 raise NworError(f"input_ids: got {got}, expected token ids [n] or [batch, n]")
             is_list = input_ids.dim() == 2 and input_ids.shape[0] != 1
-            rows = input_ids.reshape(-1, input_ids.shape[-1]).tolist()
+            rows = (input_ids if input_ids.dim() == 2 else input_ids[None]).tolist()
         else:
             rows = [one.tolist() if hasattr(one, "tolist") else one for one in input_ids]
             is_list = any(isinstance(one, Sequence) for one in rows)
             rows = rows if is_list else [rows]
         vocabulary = self._runner.vocab_size
         for index, row in enumerate(rows):
-            if not isinstance(row, Sequence) or not row:
+            if not isinstance(row, Sequence):
+                raise NworError(f"input_ids: got {row!r} among lists, expected prompts of ids")
+            if not row:
                 raise NworError(f"input_ids: prompt {index} is empty, expected at least one token")
             wrong = next(
                 (t for t in row if not isinstance(t, int) or not 0 <= t < vocabulary), None
@@ -246,10 +276,15 @@ class Generator:
             raise NworError(f"chunk_rows: got {chunk_rows!r}, expected 0 (off) or 2 and more")
         context = self._runner.context
         for index, prompt in enumerate(prompts):
+            if len(prompt) >= context:
+                raise NworError(
+                    f"input_ids: got {len(prompt)} tokens in prompt {index}, expected fewer than "
+                    f"{context}, the context of the model; shorten the prompt"
+                )
             if len(prompt) + max_new_tokens > context:
                 raise NworError(
                     f"max_new_tokens: got {max_new_tokens} after prompt {index} of {len(prompt)} "
-                    f"tokens, expected at most {max(0, context - len(prompt))}: the context of the "
+                    f"tokens, expected at most {context - len(prompt)}: the context of the "
                     f"model is {context}"
                 )
 
@@ -261,7 +296,8 @@ class Generator:
                 eos_token_id = self.model.config.get_text_config(decoder=True).eos_token_id
         if eos_token_id is None:
             return frozenset()
-        ids = [eos_token_id] if isinstance(eos_token_id, int) else list(eos_token_id)
+        several = isinstance(eos_token_id, Iterable)
+        ids = list(eos_token_id) if several else [eos_token_id]
         if not all(isinstance(token, int) for token in ids):
             raise NworError(f"eos_token_id: got {eos_token_id!r}, expected ids, or -1 for none")
         return frozenset(token for token in ids if token >= 0)
@@ -317,14 +353,19 @@ class Generator:
         self, prompts: list[list[int]], max_new_tokens: int, seed: int, largest: int
     ) -> list[Request]:
         tokens = sum(map(len, prompts)) + len(prompts) * (max_new_tokens + 1)
-        size = self._runner.cache.page_size
+        size = self._runner.page_size
         # A page of its own for every end, and room for lossless tails to overshoot.
         needed = tokens + len(prompts) * (2 * size + largest)
-        if self._runner.reserve(needed, len(prompts) * largest):
-            self._kept.clear()
+        try:
+            if self._runner.reserve(needed, len(prompts) * largest):
+                self._kept.clear()
+        except BaseException:  # no memory for a larger cache, and the old one is gone
+            if not self._runner.has_cache:
+                self._kept.clear()
+            raise
         requests = [
             self._reuse(
-                self._new_request(prompt, index, max_new_tokens, fold_seed(seed, 0) + index)
+                self._new_request(prompt, index, max_new_tokens, fold_seed(seed + index, 0))
             )
             for index, prompt in enumerate(prompts)
         ]
@@ -343,19 +384,19 @@ class Generator:
     def _reuse(self, request: Request) -> Request:
         """Starts with what an earlier sequence has cached of this prompt."""
         allocator = self._runner.cache.allocator
-        found = self._kept.find(request.tokens, with_features=self._needs_features)
+        found = self._kept.find(request.tokens, self._feature_layers)
         if found is not None:
             kept, length = found
             allocator.free(request.key)
             allocator.fork(kept.key, request.key, length)
             request.cached = length
-            if self._needs_features:
+            if self._feature_layers:
                 request.features = [kept.features[:length]]
         return request
 
     @property
-    def _needs_features(self) -> bool:
-        return self._drafter is not None and bool(self._drafter.feature_layers)
+    def _feature_layers(self) -> tuple[int, ...]:
+        return () if self._drafter is None else tuple(self._drafter.feature_layers)
 
     def _close(self, requests: list[Request], *, keep: bool) -> None:
         cache = self._runner.cache
@@ -365,7 +406,7 @@ class Generator:
             if self._drafter is not None:
                 self._drafter.end(request.key)
             if keep:
-                self._kept.add(cache.allocator, request, self._needs_features)
+                self._kept.add(cache.allocator, request, self._feature_layers)
             else:
                 cache.allocator.free(request.key)
             request.partial = None
@@ -457,6 +498,13 @@ class Generator:
         if is_list:
             return Generation(ids, texts, stats, ends, depths)
         return Generation(ids[0], texts[0] if texts else None, stats, ends[0], depths[0])
+
+
+def _check_shared(**given: Any) -> None:
+    """What a Generator has with its model and cache is not asked for again beside them."""
+    name = next((name for name, value in given.items() if value is not None), None)
+    if name is not None:
+        raise NworError(f"{name}: got one beside cache_of, expected none: it is that generator's")
 
 
 def _teller(on_token: OnToken | None, is_list: bool) -> Callable[[Request, list[int]], None]:

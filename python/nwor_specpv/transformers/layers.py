@@ -7,6 +7,7 @@ for float32, on CUDA also for float16 and bfloat16.
 
 from __future__ import annotations
 
+import operator
 import warnings
 from typing import Any
 
@@ -16,7 +17,7 @@ from torch import nn
 from .attention import Step, attend_rows
 from .graphs import MOST_ROWS
 from .linear import MAX_ROWS, is_plain
-from .stand_ins import StandIn
+from .stand_ins import StandIn, is_hooked
 
 _attention_inputs = torch.ops.nwor_specpv.attention_inputs.default
 _layer_output = torch.ops.nwor_specpv.layer_output.default
@@ -61,6 +62,16 @@ class RowLayer(nn.Module):
             mlp.up_proj.weight,
             mlp.down_proj.weight,
         )
+        self._made_of = [(one, _parts(one)) for one in layer.modules()]
+
+    @property
+    def is_current(self) -> bool:
+        """Whether the layer still is what ours was made of; adapters replace its parts."""
+        for one, before in self._made_of:
+            now = _parts(one)
+            if len(now) != len(before) or not all(map(operator.is_, now, before)):
+                return False
+        return not any(is_hooked(one) for one, _ in self._made_of)
 
     def forward(
         self,
@@ -96,6 +107,11 @@ class RowLayer(nn.Module):
             return getattr(super().__getattr__("layer"), name)
 
 
+def _parts(module: nn.Module) -> list[nn.Module | nn.Parameter | None]:
+    """Its own, not those of its modules."""
+    return [*module._modules.values(), *module._parameters.values()]
+
+
 def row_layers(layers: nn.ModuleList, text: Any) -> list[StandIn]:
     """For the layers that ours gives the same for.
 
@@ -123,8 +139,8 @@ def row_layers(layers: nn.ModuleList, text: Any) -> list[StandIn]:
 
 
 def untouched(found: list[StandIn]) -> list[StandIn]:
-    """Without the layers that somebody looks into by now."""
-    return [one for one in found if not _hooked(one.theirs)]
+    """Without the layers that somebody looks into or has changed by now."""
+    return [one for one in found if one.is_there and one.ours.is_current]
 
 
 def _known(layer: nn.Module, text: Any) -> bool:
@@ -132,7 +148,7 @@ def _known(layer: nn.Module, text: Any) -> bool:
     kind = type(layer)
     if _KNOWN.get(kind.__module__) != kind.__name__ or text.hidden_act not in ("silu", "swish"):
         return False
-    if _hooked(layer):
+    if any(map(is_hooked, layer.modules())):
         return False
     attention, mlp = layer.self_attn, layer.mlp
     projections = (attention.q_proj, attention.k_proj, attention.v_proj, attention.o_proj)
@@ -142,14 +158,6 @@ def _known(layer: nn.Module, text: Any) -> bool:
     weights = {(one.device, one.dtype) for one in layer.parameters()}
     device, dtype = weights.pop()
     return not weights and dtype in _DTYPES.get(device.type, ())
-
-
-def _hooked(layer: nn.Module) -> bool:
-    """Hooks, or another `forward` of a module's own, as libraries put it there."""
-    return any(
-        one._forward_hooks or one._forward_pre_hooks or "forward" in vars(one)
-        for one in layer.modules()
-    )
 
 
 def _window(layer: nn.Module, text: Any) -> int:
@@ -163,7 +171,11 @@ def _window(layer: nn.Module, text: Any) -> int:
 class _NoCache:
     """Takes the rows of a trial and keeps none."""
 
+    def __init__(self, step: Step) -> None:
+        self._step = step
+
     def update(self, key: torch.Tensor, value: torch.Tensor, *_: Any, **__: Any) -> tuple:
+        self._step.cached_kv = (key, value)
         return key, value
 
     def write(self, layer: int, key: torch.Tensor, value: torch.Tensor) -> None:
@@ -200,7 +212,7 @@ def _agree(layer: nn.Module, ours: RowLayer, text: Any, rows: int = 3) -> bool:
             attention_mask=None,
             position_embeddings=turns,
             position_ids=step.positions[None],
-            past_key_values=_NoCache(),
+            past_key_values=_NoCache(step),
             use_cache=True,
             nwor_step=step,
         ).double()

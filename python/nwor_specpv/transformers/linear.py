@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from .stand_ins import StandIn
+from .stand_ins import StandIn, is_hooked
 
 _linear_rows = torch.ops.nwor_specpv.linear_rows.default
 # Beyond this torch's own product is faster; prefill is always torch's.
@@ -19,6 +19,10 @@ class RowLinear(nn.Module):
         super().__init__()
         self.in_features, self.out_features = linear.in_features, linear.out_features
         self.weight, self.bias = linear.weight, linear.bias
+
+    def shares(self, linear: nn.Linear) -> bool:
+        """Whether these still are the parameters of `linear`."""
+        return self.weight is linear.weight and self.bias is linear.bias
 
     def forward(self, rows: torch.Tensor) -> torch.Tensor:
         if rows.numel() <= MAX_ROWS * self.in_features:
@@ -36,8 +40,17 @@ def row_linears(model: nn.Module) -> list[StandIn]:
     ]
 
 
+def plain_ones(found: list[StandIn]) -> list[StandIn]:
+    """Without those that somebody looks into or has changed by now."""
+    return [
+        one
+        for one in found
+        if one.is_there and is_plain(one.theirs) and one.ours.shares(one.theirs)
+    ]
+
+
 def is_plain(module: nn.Module) -> bool:
     """A linear layer and nothing more."""
-    if type(module) is not nn.Linear or module._forward_hooks or module._forward_pre_hooks:
+    if type(module) is not nn.Linear or is_hooked(module):
         return False
     return module.weight.dtype in (torch.float32, torch.float16, torch.bfloat16)

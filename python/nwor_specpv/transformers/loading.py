@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +11,11 @@ import torch
 
 from nwor_specpv import NworError
 from nwor_specpv.models import smollm2
+from nwor_specpv.models.folder import torch_dtype
+
+from .runner import check_model
+
+_MEND = "fetch or convert it again"
 
 
 def load_model(
@@ -17,35 +24,79 @@ def load_model(
     device: str | torch.device = "cpu",
 ) -> tuple[Any, Any]:
     """(model, tokenizer or None) from a Hugging Face folder; None: SmolLM2-135M-Instruct."""
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-    from transformers.utils import logging
-
+    wanted = torch_dtype(dtype)
     folder = Path(source) if source is not None else smollm2(dtype)
     if not folder.is_dir():
         raise NworError(f"model: got {str(folder)!r}, expected the folder of a model")
     if not (folder / "config.json").is_file():
         raise NworError(f"model: {folder} has no config.json, expected a Hugging Face model folder")
-    bars = logging.is_progress_bar_enabled()
-    logging.disable_progress_bar()
+    with _quiet():
+        model, found = _load_weights(folder, wanted)
+    check_model(model)  # before its weights: an encoder has none for what generates
+    # What is missing or of another size transformers leaves random, and says so in a table.
+    for keys, problem in (
+        (sorted(found["missing_keys"]), "no weights for"),
+        (sorted(key for key, *_ in found["mismatched_keys"]), "weights of another size for"),
+    ):
+        if keys:
+            more = f" and {len(keys) - 1} more" if len(keys) > 1 else ""
+            raise NworError(f"model: {folder} has {problem} {keys[0]}{more}; {_MEND}")
+    return model.to(device).eval(), _load_tokenizer(folder)
+
+
+def _load_weights(folder: Path, dtype: torch.dtype) -> tuple[Any, dict[str, Any]]:
+    from safetensors import SafetensorError
+    from transformers import AutoModelForCausalLM
+
     try:
-        model = AutoModelForCausalLM.from_pretrained(
-            folder, dtype=getattr(torch, dtype), local_files_only=True
+        return AutoModelForCausalLM.from_pretrained(
+            folder,
+            dtype=dtype,
+            local_files_only=True,
+            ignore_mismatched_sizes=True,
+            output_loading_info=True,
         )
-    except OSError as error:  # what transformers says when weights are missing
-        raise NworError(f"model: {folder} cannot be loaded: {_first_line(error)}") from None
+    except (OSError, SafetensorError) as error:  # files that are missing or cut off
+        raise NworError(
+            f"model: {folder} cannot be loaded: {_first_line(error)}; {_MEND}"
+        ) from None
     except ValueError as error:
         raise NworError(
             f"model: {folder} holds no decoder model that transformers can load: "
             f"{_first_line(error)}"
         ) from None
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Without transformers' bars and tables."""
+    from transformers.utils import logging
+
+    bars, verbosity = logging.is_progress_bar_enabled(), logging.get_verbosity()
+    logging.disable_progress_bar()
+    logging.set_verbosity_error()
+    try:
+        yield
     finally:
+        logging.set_verbosity(verbosity)
         if bars:
             logging.enable_progress_bar()
-    tokenizer = None
-    if (folder / "tokenizer.json").is_file() or (folder / "tokenizer_config.json").is_file():
-        tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
-    return model.to(device).eval(), tokenizer
+
+
+def _load_tokenizer(folder: Path) -> Any:
+    """None where the folder has none."""
+    from transformers import AutoTokenizer
+
+    names = ("tokenizer.json", "tokenizer_config.json")
+    if not any((folder / name).is_file() for name in names):
+        return None
+    try:
+        return AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    except Exception as error:
+        raise NworError(
+            f"model: the tokenizer in {folder} cannot be loaded: {_first_line(error)}; {_MEND}"
+        ) from None
 
 
 def _first_line(error: Exception) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]
+    return (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")

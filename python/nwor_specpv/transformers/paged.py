@@ -69,8 +69,27 @@ class PagedCache(Cache):
         cache_kwargs: dict[str, Any] | None = None,
         **kwargs: Any,
     ) -> tuple[torch.Tensor, torch.Tensor]:
+        heads, dim = self.keys.shape[3:]
+        expected = [1, heads, key_states.shape[2], dim]
+        for name, states in (("key", key_states), ("value", value_states)):
+            if list(states.shape) != expected:
+                raise NworError(
+                    f"model: got {name} states of {list(states.shape)} from layer {layer_idx}, "
+                    f"expected {expected} by its configuration; use a model that caches K and V of "
+                    "every KV head"
+                )
+        self.expect_attention()
         self.write(layer_idx, *(side[0].transpose(0, 1) for side in (key_states, value_states)))
+        self.step.cached_kv = (key_states, value_states)
         return key_states, value_states
+
+    def expect_attention(self) -> None:
+        """Raises when a layer has written K/V and then not attended through us."""
+        if self.step is not None and self.step.cached_kv is not None:
+            raise NworError(
+                "model: got a layer that attends by itself, expected all to go through "
+                "transformers' attention interface; use a model whose layers do"
+            )
 
     def write(self, layer: int, key: torch.Tensor, value: torch.Tensor) -> None:
         """K/V [T, H, D] of the current step's rows."""

@@ -19,6 +19,7 @@ class Kept:
     key: int
     tokens: list[int]  # those whose K/V is cached and came from full attention
     features: torch.Tensor | None
+    layers: tuple[int, ...]  # whose outputs they are
 
 
 class KeptPrefixes:
@@ -31,11 +32,14 @@ class KeptPrefixes:
         """The cache they were in is gone."""
         self._kept.clear()
 
-    def find(self, prompt: list[int], *, with_features: bool) -> tuple[Kept, int] | None:
-        """The sequence that shares the longest beginning. The prompt's last token is always run."""
+    def find(self, prompt: list[int], layers: tuple[int, ...]) -> tuple[Kept, int] | None:
+        """The sequence that shares the longest beginning, with features of `layers` if any.
+
+        The prompt's last token is always run.
+        """
         best, length = None, 0
         for kept in self._kept.values():
-            if with_features and kept.features is None:
+            if layers and kept.layers != layers:
                 continue
             shared = _shared(kept.tokens, prompt, len(prompt) - 1)
             if shared > length:
@@ -45,20 +49,22 @@ class KeptPrefixes:
         self._kept.move_to_end(best.key)
         return best, length
 
-    def add(self, allocator: SlotAllocator, request: Request, with_features: bool) -> None:
+    def add(self, allocator: SlotAllocator, request: Request, layers: tuple[int, ...]) -> None:
         """Takes over the request's pages, up to what full attention has verified."""
         length = min(request.cached, len(request.tokens))
         if request.partial is not None:
             length = min(length, request.partial.full_len)
         features = None
-        if with_features and request.features:
+        if layers and request.features:
             features = torch.cat(request.features)
             length = min(length, len(features))
         if length < 1:
             allocator.free(request.key)
             return
         allocator.truncate(request.key, length)
-        self._kept[request.key] = Kept(request.key, request.tokens[:length], features)
+        tokens = request.tokens[:length]
+        layers = () if features is None else layers
+        self._kept[request.key] = Kept(request.key, tokens, features, layers)
         while len(self._kept) > _MOST:
             self._drop_oldest(allocator)
 

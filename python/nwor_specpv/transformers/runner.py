@@ -14,7 +14,7 @@ from nwor_specpv import CapacityError, NworConfig, NworError
 from .attention import NAME, Step
 from .graphs import MOST_ROWS
 from .layers import row_layers, untouched
-from .linear import row_linears
+from .linear import plain_ones, row_linears
 from .paged import PagedCache
 from .stand_ins import StandIn, in_place
 
@@ -34,7 +34,7 @@ class ModelRunner:
     ) -> None:
         check_model(model)
         self.model = model
-        self._nwor, self._page_size = nwor, page_size
+        self._nwor, self.page_size = nwor, page_size
         self._fixed_tokens, self._check_contract = cache_tokens, check_contract
         self._graphs = graphs and not check_contract  # the checker looks at every layer's write
         text = model.config.get_text_config(decoder=True)
@@ -56,6 +56,10 @@ class ModelRunner:
         self._last_key = 0
         if cache_tokens is not None:
             self.reserve(cache_tokens)
+
+    @property
+    def has_cache(self) -> bool:
+        return self._cache is not None
 
     @property
     def cache(self) -> PagedCache:
@@ -83,14 +87,14 @@ class ModelRunner:
             tokens = self._fixed_tokens
         if self._cache is not None:
             tokens = max(tokens, self._cache.capacity)
-        pages = max(64, -(-tokens // self._page_size))
+        pages = max(64, -(-tokens // self.page_size))
         self._cache = None  # its memory first
         self._cache = PagedCache(
             self.num_layers,
             self.num_kv_heads,
             self.head_dim,
             pages,
-            self._page_size,
+            self.page_size,
             self.dtype,
             self.device,
             self._config(drafts),
@@ -137,7 +141,7 @@ class ModelRunner:
             if self._layers is None:
                 self._layers = row_layers(layers, config)
             stack.enter_context(in_place(untouched(self._layers)))
-            stack.enter_context(in_place(self._linears))
+            stack.enter_context(in_place(plain_ones(self._linears)))
             for index in feature_layers:
                 handle = layers[index].register_forward_hook(self._keep(index))
                 stack.callback(handle.remove)
@@ -182,8 +186,9 @@ class ModelRunner:
                 logits_to_keep=0 if step.logit_rows is None else step.logit_rows,
                 nwor_step=step,
             )
+            cache.expect_attention()
         finally:
-            cache.step = None
+            cache.step = step.cached_kv = None
         if cache.written != self.num_layers:
             raise NworError(
                 f"model: {cache.written} of {self.num_layers} layers wrote K/V through the cache, "
@@ -191,7 +196,8 @@ class ModelRunner:
             )
         features = None
         if feature_layers:
-            features = torch.cat([self._features.pop(i)[0] for i in feature_layers], -1)
+            features = torch.cat([self._features[i][0] for i in feature_layers], -1)
+            self._features.clear()
         return output.logits[0], features
 
 

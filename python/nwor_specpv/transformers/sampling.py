@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from numbers import Real
 
 import torch
 
@@ -31,6 +32,10 @@ class Sampling:
     top_p: float = 1.0
 
     def __post_init__(self) -> None:
+        for name in ("temperature", "top_p"):
+            value = getattr(self, name)
+            if not isinstance(value, Real):
+                raise NworError(f"{name}: got {value!r}, expected a number")
         if not (math.isfinite(self.temperature) and self.temperature >= 0):
             raise NworError(f"temperature: got {self.temperature!r}, expected 0 or more")
         if not isinstance(self.top_k, int) or self.top_k < 0:
@@ -45,7 +50,7 @@ class Sampling:
     def probabilities(self, logits: torch.Tensor) -> torch.Tensor:
         """[B, R, V] from [B, R, V]."""
         return target_probs(
-            logits, temperature=self.temperature, top_k=self.top_k, top_p=self.top_p
+            logits, temperature=float(self.temperature), top_k=self.top_k, top_p=float(self.top_p)
         )
 
 

@@ -16,6 +16,11 @@ class StandIn:
     theirs: nn.Module
     ours: nn.Module
 
+    @property
+    def is_there(self) -> bool:
+        """Whether the model still has the module that ours stands in for."""
+        return self.parent._modules[self.name] is self.theirs
+
 
 @contextmanager
 def in_place(stand_ins: Iterable[StandIn]) -> Iterator[None]:
@@ -29,3 +34,9 @@ def in_place(stand_ins: Iterable[StandIn]) -> Iterator[None]:
     finally:
         for one, module in zip(stand_ins, before, strict=True):
             one.parent._modules[one.name] = module
+
+
+def is_hooked(module: nn.Module) -> bool:
+    """Hooks, or another `forward` of its own, as libraries put it there."""
+    hooks = module._forward_hooks or module._forward_pre_hooks
+    return bool(hooks) or "forward" in vars(module)

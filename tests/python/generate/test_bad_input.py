@@ -2,20 +2,32 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import random
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, BertConfig, BertModel, T5Config, T5Model
+from transformers import (
+    CONFIG_MAPPING,
+    AutoModelForCausalLM,
+    BertConfig,
+    BertModel,
+    T5Config,
+    T5Model,
+)
 
 from generate.tiny_models import FAMILIES, Oracle, tiny
-from nwor_specpv import DraftTree, NworError, SpecPVConfig
+from nwor_specpv import DraftTree, NworConfig, NworError, SpecPVConfig
 from nwor_specpv import __main__ as cli
 from nwor_specpv.drafters import TreeConfig
-from nwor_specpv.transformers import Generator
+from nwor_specpv.models import safetensors
+from nwor_specpv.transformers import Generator, load_model, loading
 from nwor_specpv.transformers.command import view_config
+
+UP = "model.layers.1.mlp.up_proj.weight"
 
 
 @pytest.mark.parametrize(
@@ -26,15 +38,26 @@ from nwor_specpv.transformers.command import view_config
         (("text", 5), "input_ids: got text, expected token ids"),
         ((torch.zeros(2, 2, 2, dtype=torch.long), 5), r"input_ids: got \[2, 2, 2\]"),
         ((torch.zeros(3), 5), r"input_ids: got \[3\] of torch.float32"),
+        ((None, 5), "input_ids: got NoneType, expected token ids or lists of them"),
+        (({"input_ids": [1]}, 5), "input_ids: got dict, expected token ids"),
+        ((torch.zeros(0, dtype=torch.long), 5), "input_ids: prompt 0 is empty"),
+        ((torch.zeros(0, 2, dtype=torch.long), 5), "input_ids: got no prompts"),
+        ((torch.ones(2, dtype=torch.bool), 5), r"input_ids: got \[2\] of torch.bool"),
+        (([[1, 2], 3], 5), "input_ids: got 3 among lists, expected prompts of ids"),
         (([1, 96], 5), "input_ids: got 96 in prompt 0, expected ids from 0 to 95"),
         (([-1], 5), "input_ids: got -1 in prompt 0"),
         (([1], 0), "max_new_tokens: got 0, expected 1 or more"),
         (([1], 2.5), "max_new_tokens: got 2.5, expected 1 or more"),
+        (([1] * 512, 1), "input_ids: got 512 tokens in prompt 0, expected fewer than 512, the con"),
         (([1] * 500, 20), "max_new_tokens: got 20 after prompt 0 of 500 tokens, .* at most 12"),
+        (([1], 5, None), "temperature: got None, expected a number"),
         (([1], 5, -0.1), "temperature: got -0.1, expected 0 or more"),
         (([1], 5, float("nan")), "temperature: got nan"),
         (([1], 5, 1.0, -2), "top_k: got -2"),
         (([1], 5, 1.0, 0, 0.0), "top_p: got 0.0"),
+        (([1], 5, 1.0, 0, 1.0, "x"), "seed: got 'x', expected a whole number or None"),
+        (([1], 5, 0.0, 0, 1.0, 1, 2.5), "eos_token_id: got 2.5, expected ids, or -1 for none"),
+        (([1], 5, 0.0, 0, 1.0, 1, None, 8), "tree: got int, expected a TreeConfig"),
     ],
 )
 def test_wrong_arguments_are_named(arguments: tuple, message: str) -> None:
@@ -55,11 +78,33 @@ def test_other_wrong_options() -> None:
         TreeConfig(rows=300)
     with pytest.raises(NworError, match="page_size: got 0"):
         Generator(tiny(), drafter="none", page_size=0)
+    with pytest.raises(NworError, match="cache_tokens: got -1, expected 1 or more"):
+        Generator(tiny(), drafter="none", cache_tokens=-1)
+    with pytest.raises(NworError, match="enable_nwor: got False, expected True: this host has no"):
+        Generator(tiny(), drafter="none", nwor=NworConfig(enable_nwor=False))
     with pytest.raises(NworError, match="--view-tokens: got 100, expected 176 or more"):
         view_config("lossless", 100)
     config = SpecPVConfig(enable_specpv=True, specpv_storage="compact")
     with pytest.raises(NworError, match="specpv_storage: got 'compact'"):
         Generator(tiny(), drafter="none", specpv=config)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("model", tiny("qwen2")),
+        ("nwor", NworConfig()),
+        ("cache_tokens", 4096),
+        ("check_contract", True),
+        ("cuda_graphs", False),
+    ],
+)
+def test_what_is_shared_is_not_asked_for_again(name: str, value: Any) -> None:
+    """It would be ignored."""
+    first = Generator(tiny(), drafter="none")
+    with pytest.raises(NworError, match=f"{name}: got one beside cache_of"):
+        Generator(drafter="none", cache_of=first, **{name: value})
+    assert Generator(first.model, drafter="none", cache_of=first).model is first.model
 
 
 def test_models_that_cannot_be_run_are_refused() -> None:
@@ -86,6 +131,58 @@ def test_models_that_cannot_be_run_are_refused() -> None:
         Generator(empty, drafter="none")
 
 
+@pytest.mark.parametrize(
+    ("family", "sizes", "message"),
+    [
+        ("diffllama", {}, "a DiffLlamaAttention that attends with other K/V than it caches"),
+        ("doge", {}, "a layer that asks for attention_mask, which verify attention has not"),
+        ("nemotron", {}, "a NemotronAttention that hands on no keywords, expected nwor_step"),
+        (
+            "gemma3_text",
+            {"use_bidirectional_attention": True},
+            "a Gemma3Attention whose tokens see what follows them",
+        ),
+        (
+            "deepseek_v3",
+            {"kv_lora_rank": 8, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8},
+            r"got key states of \[1, 1, 3, 8\] from layer 0, expected \[1, 2, 3, 8\]",
+        ),
+    ],
+)
+def test_models_whose_attention_is_another_one_are_refused(
+    family: str, sizes: dict[str, Any], message: str
+) -> None:
+    """They take our function and would say something else with it."""
+    small = {
+        "vocab_size": 96,
+        "hidden_size": 32,
+        "intermediate_size": 32,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+    }
+    model = AutoModelForCausalLM.from_config(CONFIG_MAPPING[family](**small | sizes))
+    generator = Generator(model, drafter="none")
+    with pytest.raises(NworError, match=message) as caught:
+        generator.generate([1, 2, 3], 4)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_layer_that_attends_by_itself_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It fills the cache and never asks us what is in it."""
+    model = copy.deepcopy(tiny("qwen3"))
+    attention = model.model.layers[1].self_attn
+
+    def forward(hidden_states, past_key_values, **more):
+        rows = torch.zeros(1, 2, hidden_states.shape[1], 32)
+        past_key_values.update(rows, rows, 1)
+        return hidden_states, None
+
+    monkeypatch.setattr(attention, "forward", forward)
+    with pytest.raises(NworError, match="a layer that attends by itself, expected all to go"):
+        Generator(model, drafter="none").generate([1, 2, 3], 4)
+
+
 def test_folders_without_a_model_are_named(tmp_path: Path) -> None:
     with pytest.raises(NworError, match="model: got '/nowhere', expected the folder of a model"):
         Generator("/nowhere", drafter="none")
@@ -96,6 +193,50 @@ def test_folders_without_a_model_are_named(tmp_path: Path) -> None:
         Generator(tmp_path, drafter="none")
     tiny().save_pretrained(tmp_path)
     assert Generator(tmp_path, drafter="none").generate([1, 2, 3], 4).token_ids
+    with pytest.raises(NworError, match=r"^dtype: got 'int4', expected one of float32"):
+        load_model(tmp_path, "int4")
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (lambda w: w.pop(UP), f"has no weights for {UP}; fetch or convert it again"),
+        (lambda w: [w.pop(k) for k in list(w)[3:]], "has no weights for .* and [0-9]+ more; fetch"),
+        (lambda w: w.update({UP: torch.zeros(3, 3)}), f"has weights of another size for {UP}; "),
+    ],
+)
+def test_weights_that_are_not_all_there_are_named(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], damage: Any, message: str
+) -> None:
+    """Not made up, which is what transformers does."""
+    tiny().save_pretrained(tmp_path)
+    file = tmp_path / "model.safetensors"
+    weights, metadata = safetensors.load(file)
+    damage(weights)
+    safetensors.save(file, weights, metadata)
+    capfd.readouterr()
+    with pytest.raises(NworError, match=message):
+        load_model(tmp_path)
+    assert capfd.readouterr() == ("", "")
+
+
+def test_a_folder_of_an_encoder_is_refused_as_one(tmp_path: Path) -> None:
+    """Not for the weights that it has none of."""
+    small = {"hidden_size": 32, "num_attention_heads": 2, "intermediate_size": 32}
+    BertModel(BertConfig(**small, num_hidden_layers=1, vocab_size=50)).save_pretrained(tmp_path)
+    with pytest.raises(NworError, match="got BertLMHeadModel, whose attention is not open to oth"):
+        load_model(tmp_path)
+
+
+def test_files_that_are_cut_off_are_named(tmp_path: Path) -> None:
+    tiny().save_pretrained(tmp_path)
+    (tmp_path / "tokenizer.json").write_text("{")
+    with pytest.raises(NworError, match=f"the tokenizer in {tmp_path} cannot be loaded: Expecting"):
+        load_model(tmp_path)
+    file = tmp_path / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-100])
+    with pytest.raises(NworError, match=f"{tmp_path} cannot be loaded: .*; fetch or convert"):
+        load_model(tmp_path)
 
 
 def test_drafters_of_another_model_are_refused() -> None:
@@ -107,6 +248,14 @@ def test_drafters_of_another_model_are_refused() -> None:
         Generator(tiny(), drafter=3)
     with pytest.raises(NworError, match="draft_model: got none, expected a smaller model"):
         Generator(tiny(), drafter="draft_model")
+    with pytest.raises(NworError, match="draft_model: model: got '/nowhere', expected the folder"):
+        Generator(tiny(), drafter="draft_model", draft_model="/nowhere")
+    with pytest.raises(NworError, match="got one beside the drafter 'ngram', which uses none"):
+        Generator(tiny(), drafter="ngram", draft_model=tiny("qwen2"))
+    with pytest.raises(
+        NworError, match=r"a target of vocabulary 96 .* use the drafter 'ngram', or"
+    ):
+        Generator(tiny(), drafter="eagle3")
     other = tiny(vocab_size=97)
     with pytest.raises(NworError, match="got a vocabulary of 97, expected 96 as the target"):
         Generator(tiny(), drafter="draft_model", draft_model=other)
@@ -118,7 +267,8 @@ def test_drafters_of_another_model_are_refused() -> None:
 @pytest.mark.parametrize(
     ("trees", "message"),
     [
-        ([DraftTree([90, 1000], [-1, 0])], "drafter: got token 1000, expected ids below 96"),
+        ([DraftTree([90, 1000], [-1, 0])], "drafter: got token 1000, expected ids from 0 to 95"),
+        ([DraftTree([90, 5, -7], [-1, 0, 1])], "drafter: got token -7, expected ids from 0 to 95"),
         ([], "drafter: got 0 trees, expected 1"),
         ([DraftTree([95, 1], [-1, 0])], "drafter: got a root of 95"),
     ],
@@ -150,12 +300,23 @@ def test_a_drafter_that_breaks_its_promise_is_named(trees: list, message: str) -
         (["--prompt", "a", "--device", "tpu"], "--device: got 'tpu', expected cpu or cuda"),
         (["--prompt", "a", "--threads", "0"], "--threads: got 0, expected 1 or more"),
         (["--prompt", "a", "--model", "/nowhere"], "model: got '/nowhere', expected the folder"),
-        (["--prompt", "a", "--max-new-tokens", "x"], "argument --max-new-tokens: invalid int"),
+        (["--prompt", "a", "--max-new-tokens", "x"], "--max-new-tokens: got 'x', expected a whole"),
+        (["--prompt", "a", "--max-new-tokens", "0"], "--max-new-tokens: got 0, expected 1 or more"),
+        (["--prompt", "a", "--drafter", "telepathy"], "drafter: got 'telepathy', expected one of"),
+        (["--prompt", "a", "--drafter", "draft_model"], "draft_model: got none, expected a small"),
+        (["--prompt", "a", "--draft-model", "b"], "got one beside the drafter 'eagle3', which use"),
+        (["--prompt", "a", "--specpv", "lossless", "--view-tokens", "9"], "--view-tokens: got 9, "),
+        (["--prompt", "a", "--temperature", "-1"], "temperature: got -1.0, expected 0 or more"),
+        (["--prompt", "a", "--top-p", "2"], "top_p: got 2.0, expected more than 0, at most 1"),
     ],
 )
-def test_the_command_line_says_it_in_one_line(
-    capsys: pytest.CaptureFixture[str], arguments: list[str], line: str
+def test_the_command_line_says_it_in_one_line_and_loads_no_model(
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    arguments: list[str],
+    line: str,
 ) -> None:
+    monkeypatch.setattr(loading, "_load_weights", lambda *_: pytest.fail("loaded a model"))
     try:
         code = cli.main(["generate", *arguments])
     except SystemExit as ended:

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import copy
 import random
+from pathlib import Path
 
 import pytest
 import torch
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
-from generate.tiny_models import FAMILIES, Oracle, decode_plainly, random_prompt, tiny
+from generate.tiny_models import FAMILIES, SIZES, Oracle, decode_plainly, random_prompt, tiny
 from nwor_specpv import NworConfig, NworError
 from nwor_specpv.drafters import TreeConfig
-from nwor_specpv.transformers import Generator
+from nwor_specpv.transformers import Generator, runner
 from specpv.contexts import seeded
 
 TREES = {
@@ -45,6 +48,22 @@ def test_every_family_decodes_as_transformers_does(family: str, tree: str) -> No
     assert batch.token_ids == [truth[:40] for truth in truths]
     assert batch.stats.violations == []
     assert batch.stats.reused_tokens == sum(len(prompt) - 1 for prompt in prompts)
+
+
+@pytest.mark.parametrize("family", ["cohere2", "granite", "mixtral", "olmo2", "phi3"])
+def test_other_families_with_that_attention_are_run_too(family: str) -> None:
+    rng = seeded()
+    more = {"sliding_window": 24} if family == "cohere2" else {}
+    config = CONFIG_MAPPING[family](**SIZES | more)
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    prompt = random_prompt(rng, 30, 60)
+    truth = decode_plainly(model, prompt, 24)
+    drafter = Oracle({tuple(prompt): truth}, rng)
+    generator = Generator(model, drafter=drafter, check_contract=True)
+    result = generator.generate(prompt, 20, eos_token_id=-1, tree=TREES["tree"])
+    assert result.token_ids == truth[:20]
+    assert result.stats.violations == []
 
 
 def test_drafts_shorten_the_work_and_rejected_ones_touch_nothing() -> None:
@@ -167,6 +186,23 @@ def test_a_prompt_that_goes_on_from_an_earlier_one_is_not_run_again() -> None:
     assert second.stats.violations == third.stats.violations == []
 
 
+def test_prefixes_are_shared_by_drafters_that_want_other_features() -> None:
+    """What is cached serves whoever wants the same layers, or none."""
+    rng = seeded()
+    model, prompt = tiny(), random_prompt(rng, 20, 30)
+    truths = {tuple(prompt): decode_plainly(model, prompt, 20)}
+    first = Generator(model, drafter=Oracle(truths, rng, feature_layers=(0, 2)))
+    reused = []
+    for layers in ((0, 2), (1,), (2, 0), (), (1,)):
+        drafter = Oracle(truths, rng, feature_layers=layers)
+        generator = first if not reused else Generator(drafter=drafter, cache_of=first)
+        result = generator.generate(prompt, 20, tree=TREES["tree"])
+        assert result.token_ids == truths[tuple(prompt)]
+        reused.append(result.stats.reused_tokens)
+    known = len(prompt) - 1
+    assert reused == [0, 0, 0, known, known]
+
+
 def test_the_cache_grows_and_old_sequences_make_room() -> None:
     rng = seeded()
     model = tiny()
@@ -237,6 +273,25 @@ def test_nothing_of_a_failed_call_stays() -> None:
     assert result.stats.violations == []
 
 
+def test_a_cache_that_cannot_grow_fails_one_call_and_not_the_next(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model = tiny()
+    generator = Generator(model, drafter="none")
+    generator.generate([1, 2, 3], 4)
+
+    def no_memory(*_: object, **__: object) -> None:
+        raise MemoryError("injected: no room for a larger cache")
+
+    for use in (lambda: generator.generate([1, 2, 3], 4), generator.forget):
+        with monkeypatch.context() as patched:
+            patched.setattr(runner, "PagedCache", no_memory)
+            with pytest.raises(MemoryError, match="injected"):
+                generator.generate([[1] * 400] * 8, 9)
+        use()
+        assert generator.generate([1, 2, 3], 4).token_ids == decode_plainly(model, [1, 2, 3], 4)
+
+
 def test_a_smaller_model_drafts() -> None:
     rng = seeded()
     model = tiny()
@@ -250,6 +305,37 @@ def test_a_smaller_model_drafts() -> None:
     other = Generator(model, drafter="draft_model", draft_model=tiny("qwen2", 1))
     batch = other.generate(prompts, 30)
     assert batch.token_ids == truths
+
+
+def test_a_smaller_model_is_loaded_in_the_type_of_the_target(tmp_path: Path) -> None:
+    tiny("qwen2").save_pretrained(tmp_path)
+    model = copy.deepcopy(tiny()).to(torch.bfloat16)
+    generator = Generator(model, drafter="draft_model", draft_model=tmp_path)
+    assert generator.drafter._runner.dtype == torch.bfloat16
+
+
+def test_a_smaller_model_drafts_up_to_the_end_of_its_own_context() -> None:
+    small = tiny("qwen2", max_position_embeddings=24)
+    generator = Generator(tiny(), drafter="draft_model", draft_model=small)
+    drafter, ran = generator.drafter, []
+    run = drafter._run
+    drafter._run = lambda key, prefix, rows: (
+        ran.append(prefix + len(rows)) or run(key, prefix, rows)
+    )
+    for length in (15, 300):
+        prompt = [1 + i % 90 for i in range(length)]
+        result = generator.generate(prompt, 30, tree=TREES["chain"])
+        assert result.token_ids == decode_plainly(tiny(), prompt, 30)
+    assert max(ran) == 24
+
+
+def test_a_smaller_model_drafts_the_same_when_it_is_asked_again() -> None:
+    drafter = Generator(tiny(), drafter="draft_model", draft_model=tiny("qwen2")).drafter
+    drafter.begin("request", [5, 6, 7])
+    drafter.observe("request", [6, 7, 8], None)
+    trees = [drafter.draft(["request"], TREES["chain"])[0].tokens for _ in range(2)]
+    assert trees[0] == trees[1]
+    assert len(trees[0]) == 5
 
 
 def test_the_curve_of_costs_is_there_to_look_at() -> None:

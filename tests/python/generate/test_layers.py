@@ -110,6 +110,60 @@ def test_a_hook_is_called_for_every_step() -> None:
     assert seen == [3, 1, 1, 1]
 
 
+class Adapted(nn.Module):
+    """A linear layer and something beside it, as adapters are put there."""
+
+    def __init__(self, base: nn.Linear) -> None:
+        super().__init__()
+        self.base = base
+        self.more = nn.Linear(base.in_features, base.out_features, bias=False)
+        self.weight = base.weight
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        return self.base(rows) + self.more(rows)
+
+
+def adapt(model: PreTrainedModel) -> None:
+    attention = model.model.layers[1].self_attn
+    attention.q_proj = Adapted(attention.q_proj)
+
+
+def adapt_head(model: PreTrainedModel) -> None:
+    model.lm_head = Adapted(model.lm_head)
+
+
+def replace_weight(model: PreTrainedModel) -> None:
+    model.model.layers[2].mlp.up_proj.weight = nn.Parameter(torch.randn(96, 64))
+
+
+def replace_head(model: PreTrainedModel) -> None:
+    model.lm_head.weight = nn.Parameter(torch.randn(96, 64))
+
+
+def hook_head(model: PreTrainedModel) -> None:
+    model.lm_head.register_forward_hook(lambda module, rows, out: -out)
+
+
+def own_forward(model: PreTrainedModel) -> None:
+    forward = model.lm_head.forward
+    model.lm_head.forward = lambda rows: -forward(rows)
+
+
+@pytest.mark.parametrize(
+    "change", [adapt, adapt_head, replace_weight, replace_head, hook_head, own_forward]
+)
+def test_a_model_that_changed_after_the_first_call_is_run_as_it_is(change: Any) -> None:
+    torch.manual_seed(2)
+    model = copy.deepcopy(tiny())
+    generator = Generator(model, drafter="none")
+    before = generator.generate([1, 2, 3], 8).token_ids
+    change(model)
+    generator.forget()
+    truth = decode_plainly(model, [1, 2, 3], 8)
+    assert truth != before
+    assert generator.generate([1, 2, 3], 8).token_ids == truth
+
+
 def count_calls(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The rows of every call of ours from now on."""
     counts: list[int] = []

@@ -19,7 +19,7 @@ from nwor_specpv import NworError
 from nwor_specpv import __main__ as cli
 from nwor_specpv.report import render, write_page
 from nwor_specpv.report.sweep import Mode, record, sweep
-from nwor_specpv.transformers import Generator
+from nwor_specpv.transformers import Generator, command
 
 SECTIONS = ["summary", "speed", "accepted", "bytes", "coverage", "drift", "rows"]
 
@@ -138,8 +138,27 @@ def test_a_page_is_written_whole_or_not_at_all(tmp_path: Path) -> None:
     assert target.read_text() == before
     assert [p.name for p in target.parent.iterdir()] == ["page.html"]
     (tmp_path / "file").write_text("")
-    with pytest.raises((NworError, OSError)):
-        write_page(REPORT, tmp_path / "file" / "page.html")
+    inside = tmp_path / "file" / "page.html"
+    with pytest.raises(NworError, match=f"page: got '{inside}', which cannot be written"):
+        write_page(REPORT, inside)
+
+
+def test_a_page_that_cannot_be_written_is_found_out_before_the_work(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(command, "load", lambda arguments: pytest.fail("began the work"))
+    (tmp_path / "file").write_text("")
+    for out in (tmp_path, tmp_path / "file" / "page.html"):
+        for arguments in (["report", "--out", str(out)], ["demo", "--report", str(out)]):
+            assert cli.main(arguments) == 2
+            line = f"page: got '{out}', expected a file in a folder to write to"
+            assert capsys.readouterr().err == f"nwor-specpv: {line}\n"
+    for modes, line in (
+        ("none,eagel3", "drafter: got 'eagel3', expected one of none, ngram"),
+        ("none:lossles", "specpv_rectify: got 'lossles'"),
+    ):
+        assert cli.main(["report", "--out", str(tmp_path / "page.html"), "--modes", modes]) == 2
+        assert line in capsys.readouterr().err
 
 
 def test_recorded_runs_are_read_from_a_file(
@@ -153,6 +172,10 @@ def test_recorded_runs_are_read_from_a_file(
     source.write_text("{}")
     assert cli.main(arguments) == 2
     assert capsys.readouterr().err.startswith(f"nwor-specpv: --from: {source} has no runs")
+    for report in ({"runs": []}, {"title": "a", "runs": [{}]}, {"title": "a", "runs": ["b"]}):
+        source.write_text(json.dumps(report))
+        assert cli.main(arguments) == 2
+        assert f"--from: {source} is no record of runs" in capsys.readouterr().err
 
 
 def test_a_browser_shows_it(tmp_path: Path) -> None:

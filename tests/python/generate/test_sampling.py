@@ -8,9 +8,10 @@ from collections import Counter
 import pytest
 import torch
 
-from generate.tiny_models import Oracle, decode_plainly, tiny
+from generate.tiny_models import VOCAB, Oracle, decode_plainly, tiny
 from nwor_specpv import SpecPVConfig
 from nwor_specpv.drafters import TreeConfig
+from nwor_specpv.drafters.ngram import NgramDrafter
 from nwor_specpv.transformers import Generator
 from specpv.contexts import seeded
 
@@ -39,6 +40,18 @@ def test_the_same_seed_gives_the_same_text_whatever_is_beside_it() -> None:
     ]
     assert again[0].token_ids == again[1].token_ids
     assert again[0].stats.seed == 6
+
+
+def test_seeds_are_alike_beside_others_and_with_drafts() -> None:
+    """A drafter that looks at its own request only, trees, and seeds at the end of their range."""
+    generator = Generator(tiny(), drafter=NgramDrafter(min_tokens=1))
+    prompts = [list(range(VOCAB)), list(range(VOCAB))[::-1], list(range(0, VOCAB, 2))]
+    for seed in (5, -1, 2**63 - 1, 2**64 - 1, 2**70):
+        batch = generator.generate(prompts, 20, temperature=0.9, seed=seed)
+        assert batch.stats.drafts > 0
+        for index, prompt in enumerate(prompts):
+            alone = generator.generate(prompt, 20, temperature=0.9, seed=seed + index)
+            assert alone.token_ids == batch.token_ids[index]
 
 
 @torch.no_grad()

@@ -14,8 +14,10 @@ from typing import Any
 import pytest
 import torch
 
+from nwor_specpv import NworError
 from nwor_specpv.demo.texts import CHAT, CODE, STORY, long_prompt
 from nwor_specpv.drafters import TreeConfig
+from nwor_specpv.models import smollm2
 from nwor_specpv.transformers import Generator, load_model
 from nwor_specpv.transformers.command import encode, view_config
 
@@ -50,9 +52,10 @@ TOPICS = (
 @cache
 def loaded() -> tuple[Any, Any]:
     try:
-        return load_model()
-    except Exception as error:  # no network, and the weights are not installed
+        smollm2()
+    except NworError as error:  # no network, and the weights are not installed
         pytest.skip(f"SmolLM2-135M-Instruct is not here: {error}")
+    return load_model()
 
 
 @cache

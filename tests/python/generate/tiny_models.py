@@ -21,7 +21,7 @@ from nwor_specpv import DraftTree
 from nwor_specpv.drafters import Drafter, TreeConfig
 
 VOCAB = 96
-_SIZES = {
+SIZES = {
     "vocab_size": VOCAB,
     "hidden_size": 64,
     "intermediate_size": 96,
@@ -35,10 +35,10 @@ _SIZES = {
     "pad_token_id": 0,
 }
 FAMILIES = {
-    "llama": lambda **sizes: LlamaConfig(**_SIZES | sizes),
-    "qwen2": lambda **sizes: Qwen2Config(**_SIZES | sizes),
-    "qwen3": lambda **sizes: Qwen3Config(**_SIZES | sizes, head_dim=32),
-    "mistral": lambda **sizes: MistralConfig(**_SIZES | sizes, sliding_window=24, head_dim=16),
+    "llama": lambda **sizes: LlamaConfig(**SIZES | sizes),
+    "qwen2": lambda **sizes: Qwen2Config(**SIZES | sizes),
+    "qwen3": lambda **sizes: Qwen3Config(**SIZES | sizes, head_dim=32),
+    "mistral": lambda **sizes: MistralConfig(**SIZES | sizes, sliding_window=24, head_dim=16),
 }
 
 

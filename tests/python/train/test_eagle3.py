@@ -8,12 +8,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from drafters.slow_head import SlowHead
 from nwor_specpv import NworError
 from nwor_specpv.drafters.eagle3_head import Eagle3Head
 from nwor_specpv.models import stories
-from nwor_specpv.train import eagle3, measure, questions, unroll
+from nwor_specpv.train import acceptance, eagle3, measure, questions, unroll
 from nwor_specpv.train.corpus import Corpus, Manner, Writer
 from nwor_specpv.train.prompts import KINDS, Opening, asked, held_out, openings
 from nwor_specpv.train.target import Target
@@ -275,6 +276,37 @@ def test_a_run_goes_on_from_a_head(target: Target, rng: torch.Generator, tmp_pat
         make_head(target, corpus, tmp_path, **small, window=21)
 
 
+def test_a_target_is_run_as_its_folder_says_or_refused(tmp_path: Path) -> None:
+    """Of transformers' own making: the rotation stands elsewhere there than in our folders."""
+    config = {
+        "vocab_size": 32,
+        "hidden_size": 16,
+        "intermediate_size": 16,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "tie_word_embeddings": True,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 500.0},
+    }
+    LlamaForCausalLM(LlamaConfig(**config)).save_pretrained(tmp_path)
+    target = Target(tmp_path)
+    assert target.rope_theta == 500.0
+    file = tmp_path / "config.json"
+    saved = json.loads(file.read_text())
+    scaled = {"rope_type": "llama3", "rope_theta": 500.0, "factor": 8.0}
+    for change, line in (
+        ({"rope_parameters": scaled}, "got rope_type 'llama3', expected 'default'"),
+        ({"rope_parameters": None, "rope_scaling": scaled}, "got rope_type 'llama3'"),
+        ({"attention_bias": True}, "got attention_bias True, expected False"),
+        ({"hidden_act": "gelu"}, "got hidden_act 'gelu', expected 'silu'"),
+        ({"tie_word_embeddings": False}, "expected a llama with tied embeddings"),
+    ):
+        file.write_text(json.dumps(saved | change))
+        with pytest.raises(NworError, match=line):
+            Target(tmp_path)
+    with pytest.raises(NworError, match=r"got no config.json that can be read"):
+        Target(tmp_path / "nowhere")
+
+
 def test_wrong_use_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "prompts.json").write_text("{}")
     command = [f"--out={tmp_path}", f"--target={stories()}", "--device=cpu"]
@@ -282,6 +314,19 @@ def test_wrong_use_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str
     said = capsys.readouterr().err
     assert "not a file of prompts" in said
     assert len(said.splitlines()) == 1
+    other = tmp_path / "other"
+    other.mkdir()
+    words = {"type": "WordLevel", "vocab": {"a": 0, "b": 1}, "unk_token": "a"}
+    (other / "tokenizer.json").write_text(json.dumps({"version": "1.0", "model": words}))
+    for wrong, line in (
+        (["--device=frob"], "--device: got 'frob', expected cpu or cuda"),
+        (["--device=cpu", f"--target={tmp_path}"], "got no tokenizer.json, expected a Hugging"),
+        (["--device=cpu", f"--target={other}"], "got a tokenizer whose <|endoftext|> and <|im_end"),
+    ):
+        assert eagle3.main([f"--out={tmp_path / 'new'}", *wrong]) == 2
+        assert line in capsys.readouterr().err
+    assert acceptance.main(["--weights=/nowhere"]) == 2
+    assert capsys.readouterr().err.startswith("train.acceptance: /nowhere: cannot be read")
     with pytest.raises(NworError, match="expected muon or adamw"):
         list(
             eagle3.make_optimizers(
