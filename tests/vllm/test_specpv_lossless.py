@@ -33,6 +33,7 @@ from small_views import LENGTHS, SMALL_VIEW, prompts
 from nwor_specpv import Metrics
 from nwor_specpv.errors import NworError
 from nwor_specpv.models import stories
+from nwor_specpv.vllm.specpv.failures import RankError
 from nwor_specpv.vllm.specpv.rules import DRAFTER
 
 SPECULATION = {"method": "custom_class", "model": DRAFTER, "num_speculative_tokens": 8}
@@ -248,6 +249,24 @@ def test_a_failing_pass_drafts_nothing_and_serving_goes_on(
     assert 'raise RuntimeError("injected")' in caplog.text  # where it was
     with pytest.raises(AssertionError, match=r"\{'error': \d+\}, at last by RuntimeError: inj"):
         check_drafting(before)
+
+
+def test_a_pass_that_fails_on_one_of_several_ranks_ends_the_worker(
+    expected: list, before: dict, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The other ranks may wait in the midst of it. What we refuse they refuse, too."""
+    llm = begin()
+    drive(llm, prompts()[:1], greedy(2))
+    monkeypatch.setattr(own_engine().draft_failures, "_alone", False)
+    errors = iter([NworError("refused"), RuntimeError("injected")])
+
+    def failing(*_: Any) -> Any:
+        raise next(errors)
+
+    monkeypatch.setattr(drafter()._target, "greedy", failing)
+    with pytest.raises(RankError, match=r"one of several ranks.*RuntimeError: injected"):
+        drive(llm, prompts(), greedy(MAX_TOKENS))
+    assert draft_failures(before) == {"refused": 1, "error": 1}
 
 
 @pytest.mark.parametrize("part", ["ViewStore", "Tail"])

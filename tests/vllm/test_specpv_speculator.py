@@ -153,7 +153,7 @@ def make(world: Any, monkeypatch: pytest.MonkeyPatch, batch: int = BATCH) -> Par
     ours = module.PartialViewSpeculator
     spec = ours.__new__(ours)
     spec._engine = SimpleNamespace(
-        settings=settings, layers={"target.0": None}, draft_failures=DraftFailures()
+        settings=settings, layers={"target.0": None}, draft_failures=DraftFailures(alone=True)
     )
     spec.limit, spec._guesses = LIMIT, ROWS - 1
     spec.lengths = Lengths(settings, LIMIT, alone=True)

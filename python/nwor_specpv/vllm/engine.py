@@ -55,7 +55,8 @@ class Engine:
         self.num_drafts = 0  # that the scheduler wants for the next step (runner V2)
         self.refresh = self._make_refresh(vllm_config)
         self.lengths = self._make_lengths(vllm_config)
-        self.draft_failures = DraftFailures()
+        alone = vllm_config.parallel_config.world_size == 1
+        self.draft_failures = DraftFailures(alone=alone)
         most = self.setup.num_speculative_tokens
         self.staging = Staging(self.layers, self.settings, vllm_config, most)
         self.steps = Steps(self.staging)
