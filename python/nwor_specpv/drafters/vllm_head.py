@@ -16,6 +16,7 @@ from pathlib import Path
 
 import torch
 
+from nwor_specpv._parser import EXIT_USAGE, PROGRAM, Parser
 from nwor_specpv.errors import NworError
 from nwor_specpv.models import safetensors, smollm2
 
@@ -83,7 +84,17 @@ def _tensors(head: Eagle3Head, output: torch.Tensor) -> dict[str, torch.Tensor]:
     return tensors | {"d2t": head.draft_to_target - own}
 
 
+def main(arguments: list[str]) -> int:
+    parser = Parser(prog="nwor_specpv.drafters.vllm_head", description=__doc__)
+    parser.add_argument("folder", type=Path, help="where the head goes")
+    folder = parser.parse_args(arguments).folder
+    try:
+        print(write_vllm_head(folder, smollm2("bfloat16")))
+    except (NworError, OSError) as error:
+        print(f"{PROGRAM}: {error}", file=sys.stderr)
+        return EXIT_USAGE if isinstance(error, NworError) else 1
+    return 0
+
+
 if __name__ == "__main__":
-    if len(sys.argv) != 2:
-        sys.exit("expected one argument: the folder to write")
-    print(write_vllm_head(Path(sys.argv[1]), smollm2("bfloat16")))
+    sys.exit(main(sys.argv[1:]))

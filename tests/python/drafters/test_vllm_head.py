@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from nwor_specpv import NworError
+from nwor_specpv.drafters import vllm_head
 from nwor_specpv.drafters.eagle3_head import Eagle3Head, HeadShape
 from nwor_specpv.drafters.vllm_head import write_vllm_head
 from nwor_specpv.models import safetensors
@@ -93,3 +94,20 @@ def test_another_target_is_refused(tmp_path: Path) -> None:
     with pytest.raises(NworError, match="trained for another target"):
         write_vllm_head(tmp_path / "out", target, path)
     assert not (tmp_path / "out").exists()
+
+
+def test_what_goes_wrong_on_the_command_line_is_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    target, _ = make_target(tmp_path / "target", 65)
+    monkeypatch.setattr(vllm_head, "smollm2", lambda _: target)
+    assert vllm_head.main([str(tmp_path / "out")]) == 2
+    monkeypatch.setattr(vllm_head, "smollm2", lambda _: tmp_path / "nowhere")
+    assert vllm_head.main([str(tmp_path / "out")]) == 1
+    with pytest.raises(SystemExit, match="2"):
+        vllm_head.main([])
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == 3
+    assert "trained for another target" in lines[0]
+    assert "config.json" in lines[1]
+    assert "folder" in lines[2]
