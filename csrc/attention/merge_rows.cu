@@ -139,8 +139,9 @@ __device__ void MergeRow(const MergeRowsParams& params, int32_t row, int32_t fir
       begin = request * params.token_room;
       end = begin + min(params.token_lens[request], params.token_room);
     } else {
-      begin = params.query_start[request];
-      if (params.tree_mask != nullptr) end = params.query_start[request + 1];
+      // Starts are device data: whatever they say, only rows that are there are read.
+      begin = max(params.query_start[request], 0);
+      if (params.tree_mask != nullptr) end = min(params.query_start[request + 1], params.num_rows);
     }
   }
 
