@@ -100,6 +100,18 @@ def test_rows_of_no_request_are_left_alone(device: str) -> None:
     assert not (out[:3] == 7.0).any()
 
 
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+def test_cuda_reads_no_rows_beyond_the_last() -> None:
+    """There starts are device data that nobody has looked at; the mask lets all rows be seen."""
+    step = make_step(Shape([3, 4], [20, 9], dtype=torch.float16, mask="tree"), SEED, "cuda")
+    prefix_out, prefix_lse = prefix_state(step)
+    step.tree_mask.fill_(-1)
+    expected, _ = run(step, prefix_out, prefix_lse)
+    step.arguments["query_start"] = torch.tensor([0, 3, 60], dtype=torch.int32, device="cuda")
+    out, _ = run(step, prefix_out, prefix_lse)
+    assert torch.equal(out, expected)
+
+
 @pytest.mark.parametrize("device", DEVICES)
 def test_rows_that_the_host_has_counted(device: str) -> None:
     """With `rows_per_request` nobody looks at query_start; the last request may be cut short."""
