@@ -75,7 +75,17 @@ def norm_reference(rows: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     return (parts * weight / (squares + EPSILON).sqrt()[..., None]).reshape(rows.shape)
 
 
-def inputs_reference(own: Arguments) -> list[torch.Tensor]:
+def trust(rows: torch.Tensor) -> torch.Tensor:
+    """How far values are to be trusted that a norm makes of these, whose errors are those of values
+    about 1: by their size, at most 1. Nearly nothing, it is all rounding errors afterwards."""
+    return rows.square().mean(-1, keepdim=True).sqrt().clamp(max=1.0)
+
+
+# What is expected, and how far it is to be trusted.
+Expected = tuple[torch.Tensor, torch.Tensor]
+
+
+def inputs_reference(own: Arguments) -> list[Expected]:
     """In float64; a rotation by indices: channel i turns against its partner."""
     own = in_double(own)
     normed, dim = norm_reference(own["hidden"], own["norm"]), own["cos"].shape[1]
@@ -86,24 +96,26 @@ def inputs_reference(own: Arguments) -> list[torch.Tensor]:
         out = torch.einsum("ti,oi->to", normed, own[name])
         if own.get(f"{name}_bias") is not None:
             out = out + own[f"{name}_bias"]
-        heads = out.reshape(len(out), -1, dim)
+        heads, trusted = out.reshape(len(out), -1, dim), torch.ones(())
         if own.get(f"{name}_norm") is not None:
+            trusted = trust(heads)
             heads = norm_reference(heads, own[f"{name}_norm"])
         if name != "value":
             turned = heads[..., partner] * sign
             heads = heads * own["cos"][:, None] + turned * own["sin"][:, None]
-        results.append(heads)
+        results.append((heads, trusted))
     return results
 
 
-def output_reference(own: Arguments) -> list[torch.Tensor]:
+def output_reference(own: Arguments) -> list[Expected]:
     own = in_double(own)
     sums = own["hidden"] + torch.einsum("ti,oi->to", own["attended"], own["attention"])
     if own["attention_bias"] is not None:
         sums = sums + own["attention_bias"]
     normed = norm_reference(sums, own["norm"])
     gate, up = (torch.einsum("ti,oi->to", normed, own[name]) for name in ("gate", "up"))
-    return [sums + torch.einsum("ti,oi->to", gate * torch.sigmoid(gate) * up, own["down"])]
+    out = sums + torch.einsum("ti,oi->to", gate * torch.sigmoid(gate) * up, own["down"])
+    return [(out, trust(sums))]
 
 
 def results_of(op: Callable, own: Arguments) -> list[torch.Tensor]:
@@ -114,11 +126,15 @@ def results_of(op: Callable, own: Arguments) -> list[torch.Tensor]:
 def assert_close(op: Callable, own: Arguments, what: str) -> None:
     reference = inputs_reference if op is attention_inputs else output_reference
     matrices = own["value" if op is attention_inputs else "down"].dtype
-    for index, (got, wanted) in enumerate(zip(results_of(op, own), reference(own), strict=True)):
+    expected = reference(own)
+    for index, (got, (wanted, trusted)) in enumerate(
+        zip(results_of(op, own), expected, strict=True)
+    ):
         assert got.dtype == own["hidden"].dtype
         assert got.shape == wanted.shape
         assert got.is_contiguous()
-        error = (got.double().cpu() - wanted).abs().max() / wanted.abs().max()
+        error = ((got.double().cpu() - wanted).abs() * trusted).max()
+        error /= wanted.abs().max().clamp(min=1.0)  # a few values may nearly cancel out
         assert error < CLOSE[matrices], f"{what}, {index}: {error}"
 
 
