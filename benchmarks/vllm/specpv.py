@@ -38,7 +38,7 @@ from offline import LLAMA_8B, eagle_head, write_config
 
 DRAFTS = 4  # of the head
 RIGHT = 2  # of them, every time
-ROUND = 15  # drafts of a round: five passes with the head's right guesses
+ROUND = 15  # drafts of a round: four passes, the head's right guesses, and one more
 PREFILL_ROWS = 1024  # steps with more rows are prefill
 SIDES = {
     "stock": {"enable_nwor": False},
@@ -224,7 +224,8 @@ def set_acceptance(llm: Any, agreement: float) -> None:
         drafts = propose(*args, **kwargs)
         made = speculator.latest_passes * (1 + RIGHT)
         by_round.zero_()
-        by_round[:made] = agreement  # nothing behind the chain
+        by_round[:made] = agreement
+        by_round[made : made + RIGHT] = 1  # the head's guesses behind the chain
         rates.copy_(by_round if made else by_head)
         return drafts
 

@@ -5,6 +5,7 @@ Output is plain vLLM's, token for token, whatever happens to the drafts.
 
 from __future__ import annotations
 
+import functools
 import inspect
 import json
 import logging
@@ -120,6 +121,51 @@ def test_passes_by_measured_cost_without_lookups(expected: list, before: dict) -
     drafter()._costs = type(costs)(1e-4, 1e-6, 1e-4)
     drafter()._observe = lambda *_: None
     check(drive(llm, prompts(), greedy(MAX_TOKENS)), expected, before)
+
+
+def test_lookups_follow_the_chain_and_are_judged_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    from nwor_specpv.vllm.specpv.drafter import PartialViewDrafter, Request
+
+    ours = PartialViewDrafter.__new__(PartialViewDrafter)
+    ours._limit, ours._inner = 8, 3
+    told: list[tuple[str, int, int]] = []
+    for name in ("agreement", "lookup_agreement"):
+        add = functools.partial(lambda name, *counts: told.append((name, *counts)), name)
+        setattr(ours, name, SimpleNamespace(add=add))
+    # Of a chain of 4 with 3 lookups behind it vLLM has scheduled so many, and accepted so many.
+    for scheduled, accepted, expected in (
+        (7, 2, [("agreement", 2, 3)]),
+        (7, 4, [("agreement", 4, 4), ("lookup_agreement", 0, 1)]),
+        (7, 6, [("agreement", 4, 4), ("lookup_agreement", 2, 3)]),
+        (7, 7, [("agreement", 4, 4), ("lookup_agreement", 3, 3)]),
+        (4, 4, [("agreement", 4, 4)]),
+        (3, 3, [("agreement", 3, 3)]),
+        (0, 0, []),
+    ):
+        told.clear()
+        ours._judge(Request(None, 3, by_view=4), scheduled, accepted)
+        assert told == expected, (scheduled, accepted)
+    told.clear()
+    ours._judge(Request(None, 3), 5, 2)
+    assert told == [("lookup_agreement", 2, 3)]
+
+    # The last tokens of a chain were seen before: what came after them follows.
+    llm = begin()
+    drive(llm, prompts()[:1], greedy(2))
+    ours, found = drafter(), []
+    monkeypatch.setattr(ours, "_round", lambda members, *_: {i: [71, 72] for i in members})
+    learn = ours._learn
+
+    def learning(names: Any, *args: Any) -> None:
+        learn(names, *args)
+        for name in names:
+            ours._requests[name].index.lookup = lambda chain, count: [*chain, 73, 74, 75][:count]
+
+    monkeypatch.setattr(ours, "_learn", learning)
+    propose = ours._propose
+    monkeypatch.setattr(ours, "_propose", lambda *args: found.append(propose(*args)) or found[-1])
+    drive(llm, prompts()[:1], greedy(4))
+    assert [[71, 72, 71, 72, 73, 74][: 2 + ours._inner]] in found
 
 
 def test_preempted_requests(expected: list, before: dict) -> None:

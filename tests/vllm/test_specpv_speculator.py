@@ -222,10 +222,10 @@ def test_rounds_with_a_perfect_head_fill_the_chain(monkeypatch: pytest.MonkeyPat
             spec._round(batch, passes, sampled, torch.tensor(rejected), roots)
             for b, text in enumerate(texts):
                 if sampled[b]:
-                    reached = min(LIMIT, passes * ROWS)
+                    assert int(spec._rounds.chains.lens[b]) >= min(LIMIT, passes * ROWS)
+                    reached = min(LIMIT, passes * ROWS + ROWS - 1)
                     expected = continued(text, reached)
                     assert spec.draft_tokens[b, :reached].tolist() == expected
-                    assert int(spec._rounds.chains.lens[b]) >= reached
             accepted = random.randint(0, LIMIT)
             texts = world.texts = [text + continued(text, 1 + accepted) for text in texts]
 
@@ -253,7 +253,7 @@ def test_rounds_in_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
     world.forward, forward = lambda *args: forward_of_nobody(*args), world.forward
     spec.capture()
     assert sorted(spec._graphs) == [
-        (kind, n) for kind in ("first", "kept", "later") for n in (1, 4, 6)
+        (kind, n) for kind in ("close", "first", "kept", "later") for n in (1, 4, 6)
     ]
     assert spec.lengths.costs is not None
     assert torch.equal(spec.block_tables.input_block_tables[0], saved)
@@ -262,7 +262,7 @@ def test_rounds_in_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
     batch = step(world, spec, [99, 259], [0, 3])
     roots = torch.tensor([[text[-1]] for text in world.texts])
     spec._round(batch, 3, torch.ones(2).int(), torch.tensor([0, 3]), roots)
-    assert replayed == [4, 4, 4]
+    assert replayed == [4, 4, 4, 4]
     for b, text in enumerate(world.texts):
         assert spec.draft_tokens[b, : 3 * ROWS].tolist() == continued(text, 3 * ROWS)
 

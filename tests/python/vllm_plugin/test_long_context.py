@@ -77,7 +77,7 @@ def test_expected_accepted_is_the_mean_of_the_chain() -> None:
 
 
 # An 8B model on a large GPU: weights 3.4 ms, K/V at 4.4 TB/s, 131072 bytes a token.
-COSTS = StepCosts(base=3.4e-3, per_row=5e-6, per_token=131072 / 4.4e12, full_extra=1.5e-3)
+COSTS = StepCosts(base=3.4e-3, per_row=5e-6, per_token=131072 / 4.4e12, full_extra=0.3e-3)
 ROUND = Round(
     contexts=[32768] * 8,
     view_tokens=4256,
@@ -107,6 +107,14 @@ def test_passes_where_they_pay(change: dict, pays: bool) -> None:
     passes = choose_passes(COSTS, replace(ROUND, **change))
     assert (passes > 0) is pays
     assert passes * ROUND.tokens_per_pass <= ROUND.max_drafts + ROUND.tokens_per_pass
+
+
+def test_lookups_behind_the_chain_count() -> None:
+    """Chains of fewer passes leave room for more of them, and rightly guessed they are free."""
+    known = replace(ROUND, max_drafts=9, agreement=0.9)
+    without = replace(known, lookup_tokens=0.0)
+    assert choose_passes(COSTS, without) == 3, "a chain as long as there is room"
+    assert 0 < choose_passes(COSTS, known) < 3
 
 
 def test_longer_contexts_and_better_agreement_want_more_passes() -> None:

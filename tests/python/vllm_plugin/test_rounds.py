@@ -55,6 +55,8 @@ class Texts:
         self.chains: Chains | None = None
         self.known = [list(text) for text in texts]  # what the head has been told
         self.runs = 0
+        self.closed = False
+        self.guessed = torch.zeros(0)
 
     # ---- the target ----
 
@@ -91,7 +93,10 @@ class Texts:
     def go_on(self, count: int) -> torch.Tensor:
         return self._guesses(count)
 
-    def take_up(self, chains: Chains, count: int, hidden: torch.Tensor) -> torch.Tensor:
+    def take_up(
+        self, chains: Chains, count: int, hidden: torch.Tensor, *, last: bool
+    ) -> torch.Tensor:
+        self.closed = last
         for b in range(min(count, len(self.texts))):
             if not chains.active[b]:
                 continue
@@ -113,6 +118,7 @@ class Texts:
             for j in range(width):
                 if random.random() < self.skill:
                     found[b, j] = right[j]
+        self.guessed = found
         return found
 
 
@@ -162,7 +168,12 @@ def test_chains_are_what_the_target_says(rows: int, limit: int, skill: float) ->
         for _ in range(passes - 1):
             rounds.later(table)
         chains = rounds.chains
+        before, lens = chains.drafts.clone(), chains.lens.clone()
+        assert not world.closed
+        rounds.close(table)
+        assert world.closed
         assert world.runs == passes
+        assert torch.equal(chains.lens, lens), "guesses that nobody has confirmed are no chain"
         for b, text in enumerate(texts):
             length = int(chains.lens[b])
             if not active[b]:
@@ -173,9 +184,13 @@ def test_chains_are_what_the_target_says(rows: int, limit: int, skill: float) ->
                 assert length >= min(limit, passes * rows)
             drafts = chains.drafts[b, : min(length, limit)].tolist()
             assert drafts == continued(text, len(drafts))
-            # Drafts behind the chain are something the target has said, if a pass has been there.
-            reached = min(limit, passes + rows - 1)
-            assert all(0 <= token < VOCABULARY for token in chains.drafts[b, :reached].tolist())
+            # Then come the head's guesses, as many as there is room for, and nothing else is new.
+            behind = chains.drafts[b, length:limit].tolist()
+            assert behind[: rows - 1] == world.guessed[b, : len(behind)].tolist()
+            assert behind[rows - 1 :] == before[b, length + rows - 1 : limit].tolist()
+            if skill == 1.0:
+                reached = min(limit, length + rows - 1)
+                assert chains.drafts[b, :reached].tolist() == continued(text, reached)
         assert not chains.active[real:].any()
         assert chains.lens[real:].sum() == 0
 
@@ -336,7 +351,8 @@ def test_lengths_follow_batch_times_context_without_costs() -> None:
     assert lengths.number([32768] * 8) == 16
     assert lengths.number([122_880] * 6) == 16
     assert lengths.number([4000] * 100) == 4, "requests that views cover whole do not count"
-    assert 4 <= lengths.passes([32768] * 8) <= 16
+    # 4 tokens a pass; 4 guesses of the head follow.
+    assert lengths.passes([32768] * 8) == 3
     lengths.give_up()
     assert lengths.number([32768] * 8) == 4
 
@@ -367,18 +383,23 @@ def test_acceptance_is_counted_by_who_drafted() -> None:
     seen: list[list[int]] = []
     counts = lengths.AcceptanceCounts(torch.device("cpu"), seen.append)
     chains = SimpleNamespace(
-        lens=torch.tensor([12, 20, 5, 0]), active=torch.tensor([True, True, True, False])
+        lens=torch.tensor([10, 20, 5, 12, 9, 0]),
+        active=torch.tensor([True, True, True, True, False, False]),
+        rows=5,
     )
-    names = ["x", "y", "z"]
+    names = ["x", "y", "z", "v", "w"]
     for number in range(lengths._LOOK_INTERVAL + 1):
         by_round = number >= lengths._LOOK_INTERVAL
         counts.drafted(chains if by_round else None, names, 6 if by_round else 0)
-        # 16 drafts each; of "x" 12 are chain and all are accepted, of "z" 2 of 5.
-        rejected = torch.tensor([4, 0, 14])
-        counts.judged(names, [16] * 3, rejected)
-    assert seen == [[0, 0, 12 + 16 + 2, 13 + 16 + 3, 0, 0], [30, 12 + 16 + 3, 0, 0, 37, 18]]
+        # 16 drafts each. Of "x" all 10 of the chain are accepted, and 2 of 4 guesses behind it; of
+        # "y" a whole chain that leaves no room for any; of "z" 2 of 5; of "v" all 12 and all 4.
+        rejected = torch.tensor([4, 0, 14, 0, 0])
+        counts.judged(names, [16] * 5, rejected)
+    head = [12 + 16 + 2 + 16 + 16, 13 + 16 + 3 + 16 + 16]
+    chain = [10 + 16 + 2 + 12, 10 + 16 + 3 + 12]
+    assert seen == [[0, 0, *head, 0, 0], [*chain, 2 + 4, 3 + 4, 47, 24]]
     before = len(seen)
     for _ in range(3 * lengths._LOOK_INTERVAL):
-        counts.judged(["y", "x", "z"], [16] * 3, rejected)  # another batch: not compared
-        counts.judged(names, [16, 16, 3], rejected)
+        counts.judged(["y", "x", "z"], [16] * 3, rejected[:3])  # another batch: not compared
+        counts.judged(names, [16, 16, 3, 16, 16], rejected)
     assert len(seen) == before

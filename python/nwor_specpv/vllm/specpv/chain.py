@@ -67,7 +67,7 @@ class Chains:
         return torch.where(self.open(count)[:, None], place, -1).flatten().long()
 
     def columns(self, count: int) -> torch.Tensor:
-        """[count, rows]: which drafts the pass to come makes; not below `limit`: none."""
+        """[count, rows]: which drafts follow the chain; not below `limit`: none."""
         start = torch.where(self.open(count), self.lens[:count], self.limit)
         return start[:, None] + self._steps
 
@@ -85,6 +85,11 @@ class Chains:
     def next_roots(self, count: int) -> torch.Tensor:
         """[count] int64: the last token of each chain after `extend`."""
         return self.said[:count].gather(1, self.accepted[:count, None].long())[:, 0]
+
+    def close(self, guesses: torch.Tensor) -> None:
+        """Guesses [count, rows - 1] that follow the chains; only the full step looks at them."""
+        count = guesses.shape[0]
+        self.drafts[:count].scatter_(1, self.columns(count)[:, :-1].long(), guesses)
 
     def guess(self, roots: torch.Tensor, guesses: torch.Tensor) -> None:
         """The rows of the pass to come: roots [count] and the head's guesses [count, rows - 1]."""

@@ -4,9 +4,10 @@
                            "model": "nwor_specpv.vllm.specpv.drafter.PartialViewDrafter"}'
 
 After every step vLLM asks `propose` for drafts. Requests longer than their view draft by partial
-passes of the target, each of which also confirms tokens looked up in the request's own text; the
-others draft by lookups alone. vLLM's next step verifies the drafts with full attention, samples and
-writes as ever, so what goes wrong here costs speed and never changes output.
+passes of the target, each of which also confirms tokens looked up in the request's own text; what
+is looked up behind the last one follows. The others draft by lookups alone. vLLM's next step
+verifies the drafts with full attention, samples and writes as ever, so what goes wrong here costs
+speed and never changes output.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ class Request:
     index: NgramIndex = field(default_factory=NgramIndex)
     row: int | None = None  # in the store of views
     drafts: list[int] = field(default_factory=list)  # of the last proposal
-    by_view: bool = False  # they came from partial passes
+    by_view: int = 0  # so many of them, the first, came from partial passes
 
 
 class PartialViewDrafter:
@@ -126,10 +127,11 @@ class PartialViewDrafter:
                 chains = {i: [] for i in members}
         drafts: list[list[int]] = [[] for _ in range(count)]
         for i in active:
-            request = requests[i]
-            request.by_view = i in chains
-            if i in chains:
-                request.drafts = chains[i]
+            request, chain = requests[i], chains.get(i)
+            request.by_view = len(chain or [])
+            if chain is not None:
+                behind = min(self._inner, self._limit - len(chain)) if chain else 0
+                request.drafts = chain + request.index.lookup(chain, behind)
             else:
                 request.drafts = request.index.lookup([], min(request.lookup_length, self._limit))
                 self.lookup_tokens.add(len(request.drafts))
@@ -169,14 +171,16 @@ class PartialViewDrafter:
 
     def _judge(self, request: Request, scheduled: int, accepted: int) -> None:
         """A full step has judged the last proposal; vLLM may have scheduled less of it."""
-        trials = accepted + (accepted < scheduled)
-        if request.by_view:
-            _C.count("specpv_confirmed_tokens_total", accepted)
-            if trials:
-                self.agreement.add(accepted, trials)
+        chain = min(request.by_view, scheduled)
+        if chain:
+            confirmed = min(accepted, chain)
+            _C.count("specpv_confirmed_tokens_total", confirmed)
+            self.agreement.add(confirmed, confirmed + (accepted < chain))
+        if chain <= accepted and chain < scheduled:  # lookups were judged, too
+            found = accepted - chain
+            self.lookup_agreement.add(found, found + (accepted < scheduled))
+        if chain:
             return
-        if trials:
-            self.lookup_agreement.add(accepted, trials)
         whole = 0 < scheduled == accepted
         grown = 2 * request.lookup_length if whole else self._inner
         request.lookup_length = min(_MAX_LOOKUP, max(1, grown))

@@ -24,8 +24,8 @@ if TYPE_CHECKING:
 
 # Tokens of batch times context from which rounds pay on a large GPU, where nothing was measured.
 PAYS_FROM = 150_000
-# Seconds of a full step beyond the model's passes: sampling, scheduling.
-_FULL_EXTRA = 1.5e-3
+# Seconds of a full step beyond those of a pass, which has a turn of the head as well: sampling.
+_FULL_EXTRA = 0.3e-3
 _LOOK_INTERVAL = 8  # steps between looks at what was accepted of the head's own drafts
 
 
@@ -63,8 +63,11 @@ class Lengths:
         if self._fixed:
             return self._fixed
         if self.costs is None:
-            pays = sum(long) >= PAYS_FROM
-            return -(-self._limit // max(1, round(0.7 * (1 + self._guesses)))) if pays else 0
+            if sum(long) < PAYS_FROM:
+                return 0
+            # The head's last guesses follow the chain.
+            chain = max(1, self._limit - self._guesses)
+            return -(-chain // max(1, round(0.7 * (1 + self._guesses))))
         known = Round(
             contexts=long,
             view_tokens=self.view_tokens,
@@ -139,6 +142,12 @@ class AcceptanceCounts:
             confirmed = torch.minimum(accepted, ends)
             counts[0] += (confirmed * active).sum()
             counts[1] += ((confirmed + (accepted < ends)) * active).sum()
+            # The head's guesses behind a chain are judged where all of it was right.
+            guesses = (scheduled - ends).clamp(max=chains.rows - 1)
+            right = torch.minimum(accepted - ends, guesses)
+            reached = active & (right >= 0)
+            counts[2] += (right * reached).sum()
+            counts[3] += ((right + (right < guesses)) * reached).sum()
             counts[4] += (chains.lens[: len(names)] * active).sum()
             counts[5] += active.sum() * passes
         new = self._counts.read()

@@ -2,6 +2,7 @@
 
 A round is m partial passes and one full step. A pass yields some tokens (its own and the lookups it
 confirms); each stands with probability `agreement`, and the first that does not ends the round.
+Behind them are lookups that no pass has seen, as far as drafts may go.
 m = 0 means lookups alone: short contexts and small batches, where reading the view instead of the
 context saves less than a pass costs.
 """
@@ -94,8 +95,11 @@ def choose_passes(costs: StepCosts, known: Round) -> int:
             drafts = known.lookup_tokens
             gained = expected_accepted(known.lookup_agreement, drafts)
         else:
-            drafts = min(known.max_drafts, passes * known.tokens_per_pass)
-            gained = expected_accepted(known.agreement, drafts)
+            chain = min(known.max_drafts, passes * known.tokens_per_pass)
+            behind = min(known.max_drafts - chain, known.lookup_tokens)
+            drafts = chain + behind
+            gained = expected_accepted(known.agreement, chain)
+            gained += known.agreement**chain * expected_accepted(known.lookup_agreement, behind)
         rows = requests * (1 + drafts) + known.num_others * (1 + known.lookup_tokens)
         spent = costs.full(rows, whole)
         spent += passes * costs.run(requests * known.rows_per_pass, view)

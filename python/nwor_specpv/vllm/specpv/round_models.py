@@ -26,6 +26,36 @@ if TYPE_CHECKING:
 _HEAD_TOKENS = 1024  # that a head sees in a round, at most
 
 
+def _draw(
+    spec: PartialViewSpeculator,
+    logits: torch.Tensor,
+    requests: torch.Tensor,
+    positions: torch.Tensor,
+    columns: torch.Tensor | None,
+) -> torch.Tensor:
+    """Tokens as requests [rows] ask for. Of those that are drafts of the full step, its sampler
+    has to know the logits: `columns` [rows] tells which, those not below the limit are none."""
+    kept: dict[str, torch.Tensor] = {}
+    if columns is not None:
+        requests = torch.where(columns < spec.limit, requests, -1)
+        kept["output_processed_logits"] = spec.draft_logits
+        kept["output_processed_logits_col"] = columns.clamp(max=spec.limit - 1)
+    return gumbel_sample(
+        logits,
+        requests,
+        spec.temperature,
+        spec.draft_seeds,
+        positions,
+        apply_temperature=True,
+        use_fp64=spec.use_fp64_gumbel,
+        **kept,
+    )
+
+
+def _column(columns: torch.Tensor | None, number: int) -> torch.Tensor | None:
+    return None if columns is None else columns[:, number]
+
+
 class SampledTarget:
     """vLLM's target over views, and its tokens: the likeliest, or drawn as requests ask for."""
 
@@ -54,19 +84,8 @@ class SampledTarget:
                 f"and {spec.draft_logits.shape[-1]} of the head, expected as many"
             )
         requests = spec.idx_mapping[: passed.num_requests, None].expand(-1, passed.num_rows)
-        # Rows that make no draft leave no logits.
-        requests = torch.where(columns < spec.limit, requests.reshape(-1), -1)
-        said = gumbel_sample(
-            logits,
-            requests,
-            spec.temperature,
-            spec.draft_seeds,
-            positions,  # of the row, as the full step will have it
-            apply_temperature=True,
-            output_processed_logits=spec.draft_logits,
-            output_processed_logits_col=columns.clamp(max=spec.limit - 1),
-            use_fp64=spec.use_fp64_gumbel,
-        )
+        # Positions are the rows', as the full step will have them.
+        said = _draw(spec, logits, requests.reshape(-1), positions, columns)
         return said.clamp(0, logits.shape[-1] - 1), combined
 
 
@@ -108,16 +127,19 @@ class EagleHead:
         return self._draft(count, spec.draft_tokens[:count, 0], spec.hidden_states[:count],
                            stretch, at)  # fmt: skip
 
-    def take_up(self, chains: Chains, count: int, hidden: torch.Tensor) -> torch.Tensor:
+    def take_up(
+        self, chains: Chains, count: int, hidden: torch.Tensor, *, last: bool
+    ) -> torch.Tensor:
         rows, accepted = chains.rows, chains.accepted[:count]
         stretch = self._stretch(count, chains.starts[:count])
         at = self._steps[:rows].expand(count, rows)
         said = chains.said[:count].flatten()
-        last, state = self._run(count, said, hidden[: count * rows], stretch, at)
+        outputs, states = self._run(count, said, hidden[: count * rows], stretch, at)
         row = self._starts_device[rows][:count] + accepted
+        columns = chains.columns(count) if last else None
+        first = self._sample(outputs[row], stretch.start + accepted, _column(columns, 0))
         after = accepted[:, None] + 1
-        first = self._sample(last[row], count, stretch.start + accepted)
-        return self._draft(count, first, state[row], stretch, after)
+        return self._draft(count, first, states[row], stretch, after, columns)
 
     def _stretch(self, count: int, start: torch.Tensor) -> Stretch:
         spec, chains = self._speculator, self._chains
@@ -138,12 +160,17 @@ class EagleHead:
         hidden: torch.Tensor,
         stretch: Stretch,
         at: torch.Tensor,
+        columns: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """[count, guesses]: `first`, whose entry is at place `at` [count, 1], and what follows."""
+        """[count, guesses]: `first`, whose entry is at place `at` [count, 1], and what follows.
+
+        `columns` [count, rows]: which drafts of the full step they are, None: no drafts of it.
+        """
         guesses = [first]
         for number in range(1, self._chains.rows - 1):
-            last, hidden = self._run(count, guesses[-1], hidden, stretch, at)
-            guesses.append(self._sample(last, count, stretch.start + at[:, 0]))
+            outputs, hidden = self._run(count, guesses[-1], hidden, stretch, at)
+            column = _column(columns, number)
+            guesses.append(self._sample(outputs, stretch.start + at[:, 0], column))
             if number < self._chains.rows - 2:
                 at = at + 1
         return torch.stack(guesses, dim=1)
@@ -190,19 +217,15 @@ class EagleHead:
             )
         return found if isinstance(found, tuple) else (found, found)
 
-    def _sample(self, hidden: torch.Tensor, count: int, positions: torch.Tensor) -> torch.Tensor:
+    def _sample(
+        self, hidden: torch.Tensor, positions: torch.Tensor, column: torch.Tensor | None
+    ) -> torch.Tensor:
         spec = self._speculator
         if spec.draft_logits is None:
             return self._likeliest(hidden)
-        return gumbel_sample(
-            spec.model.compute_logits(hidden),
-            spec.idx_mapping[:count],
-            spec.temperature,
-            spec.draft_seeds,
-            positions.long() + 1,
-            apply_temperature=True,
-            use_fp64=spec.use_fp64_gumbel,
-        )
+        requests = spec.idx_mapping[: hidden.shape[0]]
+        logits = spec.model.compute_logits(hidden)
+        return _draw(spec, logits, requests, positions.long() + 1, column)
 
     def _likeliest(self, hidden: torch.Tensor) -> torch.Tensor:
         """The head's best guesses. vLLM spreads its scores over the target's vocabulary first."""

@@ -3,8 +3,9 @@
     first   the head goes on from the full step, then a pass that chooses blocks by its queries
     kept    the same over the blocks of an earlier round, and all that came after them
     later   the head takes up what the pass has said, then a pass over the same view
+    close   the head takes it up once more: its guesses follow the chain as they are
 
-Neither reads anything on the host, so each is one captured graph per batch size. K/V of the passes
+None reads anything on the host, so each is one captured graph per batch size. K/V of the passes
 lies in the tail, never in the engine's cache.
 """
 
@@ -26,8 +27,13 @@ class Head(Protocol):
     def go_on(self, count: int) -> torch.Tensor:
         """[count, rows - 1]: guesses after the full step's rows, which it has seen."""
 
-    def take_up(self, chains: Chains, count: int, hidden: torch.Tensor) -> torch.Tensor:
-        """The same after the rows of a pass, of which `chains.accepted` + 1 count."""
+    def take_up(
+        self, chains: Chains, count: int, hidden: torch.Tensor, *, last: bool
+    ) -> torch.Tensor:
+        """The same after the rows of a pass, of which `chains.accepted` + 1 count.
+
+        `last`: no pass follows, the full step judges these guesses.
+        """
 
 
 class PartialTarget(Protocol):
@@ -44,7 +50,7 @@ class PartialTarget(Protocol):
 
 
 class Rounds:
-    """Rounds of one engine. `begin`, then `first` or `kept`, then `later` as often as wanted."""
+    """Rounds of one engine: `begin`, `first` or `kept`, `later` as often as wanted, `close`."""
 
     def __init__(
         self,
@@ -110,9 +116,15 @@ class Rounds:
         """Another pass."""
         count = block_table.shape[0]
         assert self._hidden is not None
-        guesses = self._head.take_up(self.chains, count, self._hidden)
+        guesses = self._head.take_up(self.chains, count, self._hidden, last=False)
         self.chains.guess(self.chains.next_roots(count), guesses)
         self._pass(block_table, first=False, select=False)
+
+    def close(self, block_table: torch.Tensor) -> None:
+        """After the last pass. The full step has rows for these guesses in any case."""
+        count = block_table.shape[0]
+        assert self._hidden is not None
+        self.chains.close(self._head.take_up(self.chains, count, self._hidden, last=True))
 
     def _pass(self, block_table: torch.Tensor, *, first: bool, select: bool) -> None:
         chains, count = self.chains, block_table.shape[0]

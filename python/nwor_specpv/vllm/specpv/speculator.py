@@ -4,10 +4,10 @@
     --scheduler-cls nwor_specpv.vllm.specpv.scheduler.LongContextScheduler
 
 vLLM's own speculator drafts `specpv_draft_lookup` tokens with the head. In a round the target
-confirms them over its views, the head goes on from there, and so on, until the chain has
-`num_speculative_tokens` drafts; vLLM's next step verifies them with full attention. Nothing of it
-is read on the host, so asynchronous scheduling stays on. Where rounds do not pay, the head drafts
-alone, as in vLLM.
+confirms them over its views, the head goes on from there, and so on, for as many passes as pay; the
+head's last guesses follow the chain unconfirmed, up to `num_speculative_tokens` drafts in all.
+vLLM's next step verifies them with full attention. Nothing of it is read on the host, so
+asynchronous scheduling stays on. Where rounds do not pay, the head drafts alone, as in vLLM.
 
 It stands in the place of one name, `init_speculator`: see `vllm/speculators.py`.
 """
@@ -219,8 +219,7 @@ class PartialViewSpeculator(EagleSpeculator):
             torch.bitwise_xor(self.seeds, _OTHER_SEED, out=self.draft_seeds)
             self._certain(input_batch.idx_mapping, passes + self._guesses)
             rounds.chains.drafts[:, passes + self._guesses :] = 0
-        for number in range(passes):
-            kind = "later" if number else "first" if select else "kept"
+        for kind in ("first" if select else "kept", *["later"] * (passes - 1), "close"):
             graph = self._graphs.get((kind, padded))
             if graph is not None:
                 graph.replay()
@@ -322,7 +321,7 @@ class PartialViewSpeculator(EagleSpeculator):
             for size in sizes:
                 table = self._table(size)
                 rounds.begin(table, nobody, nobody, nobody.bool(), nobody.long())
-                for kind in ("first", "kept", "later"):
+                for kind in ("first", "kept", "later", "close"):
                     run = functools.partial(getattr(rounds, kind), table)
                     run()
                     self._graphs[kind, size] = self._record(run)
