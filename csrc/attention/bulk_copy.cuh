@@ -7,8 +7,9 @@
 #include "attention/ptx.cuh"
 
 // Barriers in shared memory that count arrivals and bytes, and the copy engine that arrives there:
-// sm_90 and up. A barrier goes through phases 0, 1, 0, ...; it starts in phase 0 and passes to the
-// next one when `count` arrivals and all announced bytes have come.
+// sm_90 and up (InitBarrier, Wait and Meet: sm_80). A barrier goes through phases 0, 1, 0, ...; it
+// starts in phase 0 and passes to the next one when `count` arrivals and all announced bytes have
+// come.
 
 namespace nwor::bulk {
 
@@ -42,12 +43,25 @@ __device__ inline void Wait(uint32_t barrier, uint32_t parity) {
   uint32_t done;
   do {
     asm volatile(
+#if __CUDA_ARCH__ >= 900
         "{ .reg .pred p; mbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2; "
+#else
+        "{ .reg .pred p; mbarrier.test_wait.parity.shared::cta.b64 p, [%1], %2; "
+#endif
         "selp.u32 %0, 1, 0, p; }"
         : "=r"(done)
         : "r"(barrier), "r"(parity)
         : "memory");
   } while (done == 0);
+}
+
+// The `count` threads of a barrier, whole warps, meet in the given phase (its parity). Each of them
+// sees what the others have done before.
+__device__ inline void Meet(uint32_t barrier, uint32_t parity) {
+  asm volatile("{ .reg .b64 state; mbarrier.arrive.shared::cta.b64 state, [%0]; }" ::"r"(barrier)
+               : "memory");
+  Wait(barrier, parity);
+  __syncwarp();
 }
 
 // A box of a tensor of four dimensions: (channel, token, head, page).

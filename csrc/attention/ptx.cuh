@@ -219,20 +219,6 @@ __device__ inline void NamedBarrier(int id, int count) {
   asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(count) : "memory");
 }
 
-// The same for kGroups such groups of threads: group `index` meets at barrier kFirst + index. The
-// ids stand in the instructions: no more barriers are taken than these, and tools see which.
-template <int kFirst, int kGroups, int kCount>
-__device__ inline void GroupBarrier(int index) {
-  constexpr int kHalf = kGroups / 2;
-  if constexpr (kGroups == 1) {
-    asm volatile("bar.sync %0, %1;" ::"n"(kFirst), "n"(kCount) : "memory");
-  } else if (index < kHalf) {
-    GroupBarrier<kFirst, kHalf, kCount>(index);
-  } else {
-    GroupBarrier<kFirst + kHalf, kGroups - kHalf, kCount>(index - kHalf);
-  }
-}
-
 // The same; tells all of them whether any of them brings true.
 __device__ inline bool NamedBarrierOr(int id, int count, bool value) {
   uint32_t any;

@@ -36,7 +36,7 @@ constexpr int CtaThreads(int head_dim, int row_tile) {
 
 // Shared memory beside the stages: queries, and the rows' softmax states and merge weights.
 constexpr int QueryBytes(int head_dim, int row_tile) { return row_tile * head_dim * 2; }
-inline constexpr int kItemBytes = 256;
+inline constexpr int kItemBytes = 256;  // and the streams' barriers
 constexpr int RowStateBytes(int row_tile) { return row_tile * 4 * (3 * kStreams + 10); }
 
 // Whether the first stages of a leaf are filled while the one before is merged: with more rows

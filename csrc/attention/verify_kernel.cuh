@@ -1,5 +1,6 @@
 #pragma once
 
+#include "attention/bulk_copy.cuh"
 #include "attention/item.cuh"
 #include "attention/token_stream.cuh"
 #include "attention/warp_attention.cuh"
@@ -57,11 +58,14 @@ __device__ void RunLeaf(const VerifyArgs& args, const SharedMemory<Traits>& smem
   const int warp = threadIdx.x / 32;
   const int stream_idx = warp / Traits::kRowSplits;
   const int first_row = warp % Traits::kRowSplits * Traits::kWarpRows;
-  const auto meet = [&] {
+  // At a barrier in shared memory: racecheck loses track of everything where some of a CTA's warps
+  // meet by bar.sync. Every step meets twice: its phases are always 0 and 1.
+  const uint32_t barrier = ptx::SharedAddress(smem.barriers + stream_idx);
+  const auto meet = [&](uint32_t parity) {
     if constexpr (Traits::kRowSplits == 1) {
       __syncwarp();
     } else {
-      ptx::GroupBarrier<1, kStreams, 32 * Traits::kRowSplits>(stream_idx);
+      bulk::Meet(barrier, parity);
     }
   };
 
@@ -78,11 +82,11 @@ __device__ void RunLeaf(const VerifyArgs& args, const SharedMemory<Traits>& smem
   int drain = 0;
   int step = 0;
   const auto load_then_wait = [&](auto load) {
-    meet();  // the stage to fill is no longer read
+    meet(0);  // the stage to fill is no longer read
     load(step + stages - 1, fill);
     fill = fill + 1 == stages ? 0 : fill + 1;
     ptx::WaitCopies(stages - 1);
-    meet();  // this step's copies are visible to all warps of the stream
+    meet(1);  // this step's copies are visible to all warps of the stream
     const uint32_t stage = stream.StageAddress(drain);
     drain = drain + 1 == stages ? 0 : drain + 1;
     return stage;
@@ -135,6 +139,10 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kCtasPerSm)
   if constexpr (!Traits::kSuperseded) {
     extern __shared__ __align__(1024) uint8_t shared_bytes[];
     const SharedMemory<Traits> smem(shared_bytes, args);
+    if (Traits::kRowSplits > 1 && threadIdx.x < kStreams) {
+      // ServeQueue has the CTA meet before a stream does.
+      bulk::InitBarrier(ptx::SharedAddress(smem.barriers + threadIdx.x), 32 * Traits::kRowSplits);
+    }
     const CombineBuffer buffer = {ptx::SharedAddress(smem.stages),
                                   args.stages * kStreams * Traits::kStageBytes};
     ServeQueue<Traits>(args, smem.item, smem.rows->position, buffer, [&] {

@@ -177,7 +177,8 @@ struct SharedItem {
   float cap_inner;  // softcap: cap_outer * tanh(x), x = cap_inner * scaled score / 2, log2 units
   float cap_outer;  // 0: no softcap
 };
-static_assert(sizeof(SharedItem) <= kItemBytes && sizeof(SharedItem) <= kTileItemBytes);
+static_assert(sizeof(SharedItem) + 8 * kStreams <= kItemBytes &&
+              sizeof(SharedItem) <= kTileItemBytes);
 
 // Per row: softmax states of the streams, weights of the merges, position.
 template <int kRowTile>
@@ -199,6 +200,7 @@ static_assert(sizeof(RowStates<16>) == RowStateBytes(16));
 template <class Traits>
 struct SharedMemory {
   SharedItem* item;
+  uint64_t* barriers;  // of the streams, unused where they have one warp each
   RowStates<Traits::kRowTile>* rows;
   uint8_t* query;
   uint8_t* stages;
@@ -206,6 +208,7 @@ struct SharedMemory {
 
   __device__ SharedMemory(uint8_t* base, const VerifyArgs& args) {
     item = reinterpret_cast<SharedItem*>(base);
+    barriers = reinterpret_cast<uint64_t*>(item + 1);
     query = base + kItemBytes;
     rows = reinterpret_cast<RowStates<Traits::kRowTile>*>(
         query + QueryBytes(Traits::kHeadDim, Traits::kRowTile));
