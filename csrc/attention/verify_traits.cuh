@@ -177,8 +177,9 @@ struct SharedItem {
   float cap_inner;  // softcap: cap_outer * tanh(x), x = cap_inner * scaled score / 2, log2 units
   float cap_outer;  // 0: no softcap
 };
-static_assert(sizeof(SharedItem) + 8 * kStreams <= kItemBytes &&
+static_assert(sizeof(SharedItem) + sizeof(uint64_t) * kStreams <= kItemBytes &&
               sizeof(SharedItem) <= kTileItemBytes);
+static_assert(sizeof(SharedItem) % alignof(uint64_t) == 0, "barriers stand behind it");
 
 // Per row: softmax states of the streams, weights of the merges, position.
 template <int kRowTile>
