@@ -8,6 +8,7 @@ import sys
 from collections.abc import Iterator
 
 import pytest
+import torch
 
 # In this process: engines start in a second once vLLM is imported, and tests can look inside.
 os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
@@ -37,9 +38,13 @@ def _collect() -> None:
     """Frees what nobody uses, and what vLLM has hidden from the collector: all of an engine.
 
     Engines keep their graphs in one pool of memory. torch lets no graph into a pool that has lost
-    all its graphs while some of its memory is in use, so those to come have another.
+    all its graphs while some of its memory is in use, so those to come have another. Workspaces of
+    cuBLAS, too: they would be freed at the next capture, while vLLM measures what is free.
     """
     gc.unfreeze()
     gc.collect()
+    if torch.cuda.is_initialized():
+        torch._C._cuda_clearCublasWorkspaces()
+        torch.cuda.empty_cache()
     if "vllm.platforms" in sys.modules:
         type(sys.modules["vllm.platforms"].current_platform)._global_graph_pool = None

@@ -27,6 +27,7 @@ from engines import (
 )
 from engines import stats as own_stats
 from flash_double import FLASH_ATTN, NUM_SMS, Calls, flash_attention
+from heads import story_head
 from small_views import SMALL_VIEW, prompts
 
 from nwor_specpv import Metrics
@@ -180,6 +181,54 @@ def test_the_target_drafts_over_views() -> None:
         for name in ("drafted", "confirmed")
     )
     assert confirmed > 0.5 * drafted > 0
+
+
+@pytest.mark.parametrize("mode", ["refresh", "plain"])
+def test_heads_see_as_much_as_a_view_holds(tmp_path: Path, mode: str) -> None:
+    """In mode refresh; the target's layers, whose metadata they share, are left alone."""
+    model = {"model": str(stories(64)), "skip_tokenizer_init": True, "enable_prefix_caching": False}
+    head = story_head(tmp_path, torch.float32)
+    nwor = SMALL_VIEW | {"specpv_rectify": "refresh"} if mode == "refresh" else STAGED
+    with flash_attention(plugin.CUDA_BACKEND) as calls:
+        llm = start(nwor, speculation=head, **model)
+        drive(llm, prompts(), greedy(24), arrivals=[0, 0, 3, 3, 9, 12])
+    check_books()
+    layers = own_engine().layers
+    (cache,) = (
+        layer.kv_cache for name, layer in layers.items() if name not in own_engine().own_layers
+    )
+    by_head = [call for call in calls.attended if call["k"].data_ptr() == cache.data_ptr()]
+    others = [call for call in calls.attended if call["k"].data_ptr() != cache.data_ptr()]
+    assert {tuple(call.get("window_size") or (-1, -1)) for call in others} <= {(-1, -1)}
+    assert len(by_head) > 24
+    latest = (own_engine().refresh.view_tokens - 1, 0) if mode == "refresh" else (-1, -1)
+    assert {tuple(call["window_size"]) for call in by_head} == {latest}
+
+
+def test_schedules_of_a_heads_own_are_of_its_window() -> None:
+    """Model runner V2 has a builder for the head alone."""
+    from nwor_specpv.vllm.flash_head import HeadFlashImpl, head_window
+
+    impl = HeadFlashImpl.__new__(HeadFlashImpl)
+    impl.latest = (95, 0)
+    made = SimpleNamespace(scheduler_metadata=torch.zeros(1), sliding_window=(-1, -1))
+    assert impl._shortened(made) is made, "the schedule would not fit the window"
+    made.scheduler_metadata = None
+    assert impl._shortened(made).sliding_window == (95, 0)
+    assert made.sliding_window == (-1, -1)
+
+    def layers(**latest: tuple[int, int] | None) -> SimpleNamespace:
+        impls = {
+            name: SimpleNamespace(impl=SimpleNamespace(latest=window) if window else None)
+            for name, window in latest.items()
+        }
+        return SimpleNamespace(compilation_config=SimpleNamespace(static_forward_context=impls))
+
+    config = layers(target=None, head=(95, 0), second=(95, 0), other=(10, 0))
+    assert head_window(config, ["head"]) == (95, 0)
+    assert head_window(config, ["head", "second"]) == (95, 0)
+    for names in (["target"], ["target", "head"], ["head", "other"]):
+        assert head_window(config, names) is None, names
 
 
 @pytest.mark.parametrize("backend", [plugin.CPU_BACKEND, plugin.CUDA_BACKEND], ids=["cpu", "cuda"])

@@ -17,6 +17,7 @@ from vllm.v1.attention.backends.flash_attn import (
 )
 
 from .flash_builder import NworFlashMetadataBuilder
+from .flash_head import HeadFlashImpl
 from .flash_layer import NworFlashImpl
 from .layer import choose_impl
 
@@ -30,7 +31,7 @@ class NworFlashBackend(FlashAttentionBackend):
 
     @staticmethod
     def get_impl_cls() -> type[FlashAttentionImpl]:
-        return choose_impl(NworFlashImpl)
+        return choose_impl(NworFlashImpl, head=HeadFlashImpl)
 
     @staticmethod
     def get_builder_cls() -> type[FlashAttentionMetadataBuilder]:

@@ -26,8 +26,9 @@ from .specpv.refresh import Refresh
 from .staging import Staging
 from .steps import Steps
 
-# vLLM's tag of the model that verifies; drafters are built under other tags.
+# vLLM's tags of the model that verifies, and of EAGLE and MTP heads; other drafters have others.
 TARGET_MODEL = "backbone"
+HEAD_MODEL = "eagle_head"
 
 
 @dataclass(frozen=True)

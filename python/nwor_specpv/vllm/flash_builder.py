@@ -21,6 +21,7 @@ from nwor_specpv import cache_views, verify_plan
 
 from . import compat, rows
 from .engine import StepSeen, find_engine
+from .flash_head import head_window
 from .flash_metadata import NworFlashMetadata, VerifyPart
 from .layer import engine_of_layer, own_layers
 from .prefix_planner import PrefixPlanner
@@ -46,6 +47,9 @@ class NworFlashMetadataBuilder(FlashAttentionMetadataBuilder):
     ) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
         self._own = own_layers(vllm_config, layer_names)
+        self._latest = head_window(vllm_config, layer_names)
+        if self._latest is not None:
+            self.aot_sliding_window = self._latest  # schedules that it makes in advance are such
         if not self._own:
             return
         self.supports_update_block_table = False  # each group has a plan and slots of its own
@@ -81,7 +85,10 @@ class NworFlashMetadataBuilder(FlashAttentionMetadataBuilder):
         fast_build: bool = False,
     ) -> FlashAttentionMetadata:
         if not self._own or fast_build:  # a fast build is the drafter's
-            return super().build(common_prefix_len, common_attn_metadata, fast_build)
+            metadata = super().build(common_prefix_len, common_attn_metadata, fast_build)
+            if self._latest is not None:
+                metadata.sliding_window = self._latest
+            return metadata
         return self._build(common_attn_metadata, capture=False)
 
     def build_for_cudagraph_capture(

@@ -13,7 +13,7 @@ from vllm.forward_context import get_forward_context
 
 from nwor_specpv.errors import NworError, logger
 
-from .engine import TARGET_MODEL, Engine, engine_of
+from .engine import HEAD_MODEL, TARGET_MODEL, Engine, engine_of, find_engine
 from .support import holds_codes, layer_problem
 
 
@@ -80,10 +80,18 @@ class TargetLayer:
         return self.engine.steps.write(layer.layer_name, key, value, slot_mapping, defer=defer)
 
 
-def choose_impl(ours: type[TargetLayer]) -> type:
-    """Our class for layers of the target model where staging is on, vLLM's own elsewhere."""
+def choose_impl(ours: type[TargetLayer], head: type | None = None) -> type:
+    """Our class for layers of the target model where staging is on, vLLM's own elsewhere.
+
+    `head`: for those of an EAGLE head, where the target attends to views.
+    """
     config = get_current_vllm_config_or_none()
-    if config is None or model_tags.model_tag != TARGET_MODEL:
+    if config is None:
+        return ours.stock
+    if model_tags.model_tag == HEAD_MODEL and head is not None:
+        engine = find_engine(config)
+        return head if engine is not None and engine.refresh is not None else ours.stock
+    if model_tags.model_tag != TARGET_MODEL:
         return ours.stock
     return ours if engine_of(config).off is None else ours.stock
 

@@ -15,6 +15,7 @@ from nwor_specpv.errors import NworError
 from nwor_specpv.vllm import compat
 from nwor_specpv.vllm.specpv.drift import DriftProbe
 from nwor_specpv.vllm.specpv.partial_pass import PartialPass
+from nwor_specpv.vllm.specpv.refresh import RefreshViews
 from nwor_specpv.vllm.specpv.tail import Tail
 from nwor_specpv.vllm.specpv.views import Batch, ViewStore
 
@@ -272,6 +273,89 @@ def test_passes_see_view_tail_and_one_another_and_write_the_tail_alone() -> None
     assert all(torch.equal(a, b) for a, b in zip(held, engine.caches, strict=True))
 
 
+def test_steps_without_a_choice_are_told_less() -> None:
+    """The same views, whether the device or the host knows that nobody chooses."""
+    engine = Engine(requests=3, tokens=120)
+    store = engine.store(max_requests=3)
+    rows, lens = ints([store.open() for _ in range(3)]), ints([80, 90, 100])
+    store.begin(Batch(engine.table, rows, lens, ints([1, 1, 1])))
+    for layer in range(LAYERS):
+        store.refresh_layer(layer, torch.randn(3, 2, QUERY_HEADS, DIM))
+    store.end(3)
+    found = []
+    for selects in (True, False):
+        store.begin(
+            Batch(engine.table, rows, lens + 3, ints([0, 0, 0])), ints([1, 0, 1]), selects=selects
+        )
+        for tensor in (store.num_blocks, store.view_lens):
+            tensor.fill_(-7)
+        store.build(3)
+        built = (store.num_blocks[:3], store.view_lens[:3], store.blocks(3)[:, [0, 2]])
+        found.append([tensor.clone() for tensor in built])
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+    assert found[0][0].tolist()[1] == -1
+
+
+def refresh_views(engine: Engine) -> RefreshViews:
+    keys = {"specpv_rectify": "refresh", "specpv_n_spec_tokens_buf": 8}
+    settings = SimpleNamespace(
+        specpv=lambda: config(**keys),
+        specpv_max_requests=2,
+        specpv_partial_threshold=0,
+        specpv_full_refresh_interval=2,
+    )
+    return RefreshViews(
+        settings,
+        [str(layer) for layer in range(LAYERS)],
+        engine.key_caches,
+        max_batch=4,
+        max_tokens=120,
+        max_rows=2,
+        num_heads=QUERY_HEADS,
+        dtype=torch.float32,
+    )
+
+
+def test_views_of_mode_refresh_come_and_go() -> None:
+    """First full, then partial, full again after two; nobody keeps a view of requests before."""
+    engine = Engine(requests=3, tokens=120)
+    views = refresh_views(engine)
+    store, launches = views.store, []
+    begin = store.begin
+    store.begin = lambda *args, **keys: (launches.append(keys["selects"]), begin(*args, **keys))
+
+    def step(names: list[str], lens: list[int]) -> list[int]:
+        count = len(names)
+        opened = views.begin(
+            names, [2] * count, [1] * count, lens, ints(lens), engine.table[:count].contiguous()
+        )
+        for layer in range(LAYERS):
+            query = torch.randn(2 * count, QUERY_HEADS, DIM)
+            if opened.selects:
+                views.queries(layer, query).copy_(query)
+        views.finish()
+        return store.num_blocks[:count].tolist()
+
+    assert step(["short"], [10]) == [-1]
+    assert launches == [], "where nobody has a view, there is nothing to tell"
+    whole, seen = [-1, -1, -1], SINK + CHOSEN + WINDOW
+    assert step(["short", "a", "b"], [12, 80, 90]) == whole
+    for lens in ([12, 81, 91], [12, 82, 92]):
+        short, first, second = step(["short", "a", "b"], lens)
+        assert short == -1
+        assert min(first, second) >= seen
+    assert step(["short", "a", "b"], [12, 83, 93]) == whole
+    assert step(["short", "a", "b"], [12, 84, 94])[1] >= seen
+    assert launches == [True, False, False, True, False]
+    # Others at the same places see everything, and the device is told so once.
+    assert step(["short", "third", "fourth"], [12, 20, 20]) == whole
+    assert store.num_blocks.tolist() == [-1] * 4
+    store.num_blocks.fill_(5)
+    step(["short"], [12])
+    assert store.num_blocks.tolist() == [5] * 4
+    assert len(launches) == 5
+
+
 def test_drift_counts_rows_of_the_requests_that_were_asked_for() -> None:
     engine = Engine(requests=3, tokens=120)
     store = engine.store(max_requests=3)
@@ -298,6 +382,10 @@ def test_drift_counts_rows_of_the_requests_that_were_asked_for() -> None:
         assert view.num_blocks.tolist()[1] == 0
         assert view.view_lens.tolist()[1] == 0
         assert view.view_lens.tolist()[0] == (SINK + CHOSEN + WINDOW) * BLOCK
+    probe.rest()
+    views.clear()
+    probe.look(LAYERS - 1, 3, None, attend, output)  # as a graph does: it counts nobody
+    assert views[0].view_lens.tolist() == views[0].num_blocks.tolist() == [0, 0, 0]
     probe.read()
     now = Metrics().snapshot()
     assert now["specpv_probed_rows_total"] - before["specpv_probed_rows_total"] == 8

@@ -36,12 +36,14 @@ class DriftProbe:
         self._num_blocks = torch.zeros_like(store.num_blocks)
         self._lens = torch.zeros_like(store.view_lens)
         self._asked = torch.zeros_like(store.view_lens)
+        self._looks = False  # somebody is asked for in the views below
         self._counts = LateCounts(2, device)
         self._steps = 0
 
     def build(self, block_table: torch.Tensor, asked: torch.Tensor) -> None:
         """The views that requests have now, before they choose anew. `asked` [B]: 1: look at it."""
         store, count = self._store, asked.shape[0]
+        self._looks = True
         self._asked[:count] = asked
         blocks, anchors = self._blocks(count), store.anchors[store.places(count)]
         for place, layer in enumerate(self.layers):
@@ -65,6 +67,13 @@ class DriftProbe:
         self._asked[:count].masked_fill_(absent, 0)
         self._num_blocks[:count].clamp_(min=0)
         self._lens[:count].masked_fill_(absent, 0)
+
+    def rest(self) -> None:
+        """Nobody is asked for; a graph looks all the same."""
+        if self._looks:
+            self._looks = False
+            for tensor in (self._asked, self._num_blocks, self._lens):
+                tensor.zero_()
 
     def look(
         self,

@@ -105,6 +105,7 @@ class RefreshViews:
         self._requests: dict[str, Request] = {}
         self._open: list[Request] = []  # that select in the step that is open
         self._step: RefreshStep | None = None
+        self._any_views = False  # the device knows of requests that have one
         self._problem = ""  # why blocks could not be chosen, as logged last
         self._queries = torch.zeros(
             (len(layers), max_batch * max_rows, num_heads, key_caches[0].shape[3]),
@@ -194,16 +195,10 @@ class RefreshViews:
         prefix_lens: torch.Tensor,
         block_table: torch.Tensor,
     ) -> RefreshStep:
-        store, count, device = self.store, len(lens), prefix_lens.device
+        count, device = len(lens), prefix_lens.device
         decisions = decisions + [Decision()] * (count - len(decisions))
-        flags = _to_device(
-            [[d.row, d.select, d.partial, d.probe] for d in decisions], torch.int32, device
-        ).T.contiguous()
-        store.begin(Batch(block_table, flags[0], prefix_lens, flags[1]), flags[2])
+        self._make_views(decisions, prefix_lens, block_table)
         probes = any(d.probe for d in decisions)
-        if probes or prefix_lens.is_cuda:  # a graph probes in every step
-            self.drift.build(block_table, flags[3])
-        store.build(count)
         uniform = len(set(lens)) == 1
         most = max(lens)
         starts = [sum(lens[:b]) for b in range(count)]
@@ -226,6 +221,29 @@ class RefreshViews:
             self, count, most, index, query_rows, owners, width, bool(selecting), probes
         )
         return self._step
+
+    def _make_views(
+        self, decisions: list[Decision], prefix_lens: torch.Tensor, block_table: torch.Tensor
+    ) -> None:
+        """Views of the step on the device; short steps feel every launch."""
+        store = self.store
+        if all(d.row < 0 for d in decisions):
+            if self._any_views:
+                store.num_blocks.fill_(-1)
+            self._any_views = False
+            self.drift.rest()
+            return
+        self._any_views = True
+        told = [[d.row, d.select, d.partial, d.probe] for d in decisions]
+        flags = _to_device(told, torch.int32, prefix_lens.device).T.contiguous()
+        selects = any(d.select for d in decisions)
+        batch = Batch(block_table, flags[0], prefix_lens, flags[1])
+        store.begin(batch, flags[2], selects=selects)
+        if any(d.probe for d in decisions):
+            self.drift.build(block_table, flags[3])
+        else:
+            self.drift.rest()
+        store.build(len(decisions))
 
     def finish(self) -> None:
         """The model has run: blocks are chosen by the queries that its layers left here.
@@ -286,6 +304,7 @@ class Refresh:
         self._max_batch = max(vllm_config.scheduler_config.max_num_seqs, -(-graphs // rows))
         self._max_tokens = vllm_config.model_config.max_model_len
         self._dtype = vllm_config.model_config.dtype
+        self.view_tokens = engine.settings.specpv().budget(rows).static_tokens
         self.views: RefreshViews | None = None
 
     def step(

@@ -96,7 +96,7 @@ class Rounds:
             takes &= (anchors > 0) & (since >= 0) & (since <= self.store.budget.tail_capacity)
         all_rows[:count] = torch.where(takes, rows, -1)
         chooses = torch.full_like(all_rows, int(select))
-        self.store.begin(Batch(block_table, all_rows, lens, chooses))
+        self.store.begin(Batch(block_table, all_rows, lens, chooses), selects=select)
 
     def first(self, block_table: torch.Tensor) -> None:
         """The first pass of a round."""

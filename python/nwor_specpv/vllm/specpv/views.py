@@ -132,11 +132,13 @@ class ViewStore:
 
     # ---- a step ---------------------------------------------------------------------------------
 
-    def begin(self, batch: Batch, partial: torch.Tensor | None = None) -> None:
+    def begin(
+        self, batch: Batch, partial: torch.Tensor | None = None, *, selects: bool = True
+    ) -> None:
         """Tells the device what the requests do. `partial` [B]: 1: sees the view; default: all.
 
         A request that selects is anchored at its length; `build` uses the anchor of the choice its
-        row has by then.
+        row has by then. `selects`: False if the host knows that nobody does, which saves launches.
         """
         budget, count = self.budget, batch.rows.shape[0]
         self._table = batch.block_table
@@ -145,6 +147,9 @@ class ViewStore:
         self._partial[:count] = 1 if partial is None else partial
         self._partial[:count].masked_fill_(batch.rows < 0, 0)
         rows = self.places(count)
+        if not selects:
+            self._step_anchor[:count] = self._anchor[rows]
+            return
         chosen = (batch.select != 0) & (batch.rows >= 0)
         window = (batch.lens // budget.block_size - budget.window_blocks).clamp(
             min=budget.sink_blocks
