@@ -1,7 +1,7 @@
 """Runs one engine in a process of its own: python engine_process.py JOB.json RESULT.json.
 
-For what cannot share a process with the tests: vLLM without our plugin, and tensor parallelism,
-whose ranks are processes.
+For what cannot share a process with the tests: vLLM without our plugin, tensor parallelism, whose
+ranks are processes, and vLLM that measures how much memory is free.
 """
 
 from __future__ import annotations
@@ -56,7 +56,14 @@ def rank_report(_: object) -> dict[str, Any]:
     engine = current_engine()
     if engine is None or engine.interceptor is None:
         return {"stats": None, "violations": []}
-    return {"stats": engine.interceptor.stats(), "violations": engine.violations}
+    found = {"stats": engine.interceptor.stats(), "violations": engine.violations}
+    if engine.refresh is not None:
+        seen = engine.refresh.views.store.key_caches
+        caches = [engine.layers[name].kv_cache for name in engine.own_layers]
+        found["views_are_of_the_caches"] = [c.data_ptr() for c in seen] == [
+            c.data_ptr() for c in caches
+        ]
+    return found
 
 
 def disagree(_: object) -> None:

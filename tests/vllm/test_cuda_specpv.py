@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from engine_process import run_job
 from engines import NGRAM, check_drafting, drive, greedy, own_engine
 from engines import stats as own_stats
 from heads import story_head
@@ -178,21 +179,23 @@ def test_refresh_in_full_graphs(tmp_path: Path) -> None:
     assert not hasattr(own_engine().runner, "input_batch"), "the V1 runner was used"
 
 
-def test_refresh_where_vllm_finds_the_size_of_its_caches(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Model runner V1 then captures graphs on caches of few blocks, and makes others afterwards."""
-    monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "0")
-    before = Metrics().snapshot()
-    model = {"model": str(stories(64)), "skip_tokenizer_init": True, "speculation": NGRAM}
-    memory = {"kv_cache_memory_bytes": None, "gpu_memory_utilization": 0.1}
+def test_refresh_where_vllm_finds_the_size_of_its_caches(tmp_path: Path) -> None:
+    """Model runner V1 then captures graphs on caches of few blocks, and makes others afterwards.
+
+    In a process of its own: what engines before it have left is freed while vLLM measures, which
+    it does not allow. Nobody else may use the GPU meanwhile.
+    """
     nwor = SMALL_VIEW | {"specpv_rectify": "refresh"}
-    llm = begin(nwor, enable_prefix_caching=False, **(model | memory | GRAPHS))
-    story = drive(llm, prompts(), greedy(48))
-    assert all(len(tokens) == 48 for tokens in story.tokens.values())
-    assert own_stats()["fallbacks"] == {}
-    assert grown(before, "specpv_partial_steps_total") > 0
-    engine = own_engine()
-    caches = [layer.kv_cache.data_ptr() for layer in engine.layers.values()]
-    assert [cache.data_ptr() for cache in engine.refresh.views.store.key_caches] == caches
+    options = {"model": str(stories(64)), "skip_tokenizer_init": True, "speculation": NGRAM}
+    options |= {"kv_cache_memory_bytes": None, "gpu_memory_utilization": 0.1}
+    options |= {"dtype": "bfloat16", "attention_backend": "CUSTOM", "enable_prefix_caching": False}
+    job = {"start": {"nwor": nwor} | options | GRAPHS, "prompts": prompts(), "max_tokens": 48}
+    found = run_job(tmp_path, job, VLLM_USE_V2_MODEL_RUNNER="0")
+    assert [len(tokens) for tokens in found["tokens"]] == [48] * len(prompts())
+    (rank,) = found["ranks"]
+    assert rank["stats"]["fallbacks"] == {}
+    assert rank["stats"]["committed_tokens"] > 0
+    assert rank["views_are_of_the_caches"]
 
 
 def test_refresh_with_views_of_everything(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
