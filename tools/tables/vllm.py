@@ -57,27 +57,32 @@ LONG_GOALS = {  # step time of mode refresh, tokens per second of mode lossless,
 def long_context_lines() -> Iterator[str]:
     data = load("h200/vllm_specpv.json")
     yield (
-        f"Long contexts in vLLM on {data['device']}: Llama-3.1-8B's shapes with dummy weights, an "
-        "EAGLE3 head, acceptance set by hand (two of the head's four drafts, drafts of a round one "
-        f"by one with {data.get('agreement', 0.95)}). {data['note']}"
+        f"Long contexts in vLLM on {data['device']}, commit `{data['commit']}`: Llama-3.1-8B's "
+        "shapes with dummy weights, an EAGLE3 head, acceptance set by hand (two of the head's four "
+        f"drafts, drafts of partial passes one by one with {data['agreement']}). {data['note']}"
     )
     yield ""
     yield from head(
-        "B x L", "vLLM ms", "refresh ms", "of vLLM's", "goal", "lossless tokens/s", "goal"
-    )
+        "B x L", "vLLM ms", "refresh ms", "of vLLM's", "goal",
+        "vLLM tokens/s", "lossless", "passes", "times vLLM's", "goal",
+    )  # fmt: skip
     for cell, (step_goal, speed_goal) in LONG_GOALS.items():
-        found = data["cells"].get(cell)
-        if found is None:
-            continue
-        ms, ratio = found["step_ms"], found.get("ratio", {}).get("refresh")
-        speed = found.get("speed", {}).get("lossless")
+        found = data["cells"][cell]
+        ms = found["step_ms"]
+        rates = {
+            side: statistics.median(run["tokens_per_s"] for run in found[side])
+            for side in ("stock", "lossless")
+        }
         yield row(
             cell.replace("x", " x "),
-            f"{ms['stock']:.2f}" if "stock" in ms else "",
-            f"{ms['refresh']:.2f}" if "refresh" in ms else "not run",
-            f"{ratio:.2f}" if ratio is not None else "",
+            f"{ms['stock']:.2f}",
+            f"{ms['refresh']:.2f}" if "refresh" in ms else "",
+            f"{found['ratio']['refresh']:.2f}" if "refresh" in ms else "",
             f"<= {step_goal}" if step_goal is not None else "",
-            f"{speed:.2f} x vLLM's" if speed is not None else "not run",
+            f"{rates['stock']:.0f}",
+            f"{rates['lossless']:.0f}",
+            found["lossless"][-1]["passes"],
+            f"{found['speed']['lossless']:.3g}",
             f">= {speed_goal}",
         )
 
