@@ -128,6 +128,12 @@ def table(report: dict[str, Any]) -> list[str]:
         lines.append(
             "".join(cell.rjust(width) for cell, (_, width) in zip(cells, columns, strict=True))
         )
+    for one in report["runs"]:
+        if one["specpv"] == "lossless" and not one["step_kinds"]:
+            lines.append(
+                f"{one['name']}: views do not pay here, by what steps were measured to cost; it "
+                "took full steps"
+            )
     return lines
 
 

@@ -17,6 +17,7 @@ from generate.png import read_png
 from generate.tiny_models import tiny
 from nwor_specpv import NworError
 from nwor_specpv import __main__ as cli
+from nwor_specpv.demo import table
 from nwor_specpv.report import render, write_page
 from nwor_specpv.report.sweep import Mode, record, sweep
 from nwor_specpv.transformers import Generator, command
@@ -159,6 +160,16 @@ def test_a_page_that_cannot_be_written_is_found_out_before_the_work(
     ):
         assert cli.main(["report", "--out", str(tmp_path / "page.html"), "--modes", modes]) == 2
         assert line in capsys.readouterr().err
+
+
+def test_the_demos_table_says_where_views_did_not_pay() -> None:
+    full, partial = (
+        run(name, specpv="lossless", step_kinds=kinds)
+        for name, kinds in (("full", {}), ("partial", {"partial": 3}))
+    )
+    lines = table({"runs": [full, partial, run("plain", step_kinds={})]})
+    assert len(lines) == 5
+    assert lines[-1].startswith("full: views do not pay here")
 
 
 def test_recorded_runs_are_read_from_a_file(
