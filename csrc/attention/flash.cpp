@@ -5,6 +5,7 @@
 
 #include <algorithm>
 
+#include "attention/flash_bounds.h"
 #include "attention/flash_op.h"
 #include "attention/merge_state.h"
 #include "check.h"
@@ -29,12 +30,10 @@ bool IsUniform(const VerifyArguments& arguments) {
          (arguments.max_rows > 0 && arguments.max_rows * requests == arguments.query.size(0));
 }
 
-// The prefix as contiguous tokens per request, for a kernel without pages. Entries that are not
-// used may be garbage: they are clamped, and what they bring lies beyond the lengths.
+// The prefix as contiguous tokens per request, for a kernel without pages.
 void GatherPages(const VerifyArguments& arguments, FlashCall* call) {
   const at::Tensor& table = arguments.block_table;
-  const at::Tensor pages =
-      table.clamp(0, std::max<int64_t>(arguments.key_cache.size(0) - 1, 0)).flatten().to(at::kLong);
+  const at::Tensor pages = table.flatten().to(at::kLong);
   const int64_t tokens = table.size(1) * arguments.key_cache.size(1);
   call->key = arguments.key_cache.index_select(0, pages).flatten(0, 1);
   call->value = arguments.value_cache.index_select(0, pages).flatten(0, 1);
@@ -159,7 +158,7 @@ std::string DescribeFlashRoute(Route route) {
 void FlashVerify(Route route, const VerifyArguments& arguments, const CheckedVerify& checked,
                  const VerifyOutputs& outputs) {
   // Kernels of others want what ours takes with any strides: rows with contiguous channels.
-  VerifyArguments readable = arguments;
+  VerifyArguments readable = WithinBounds(arguments);
   readable.query = checked.query;
   readable.key = checked.key;
   readable.value = checked.value;

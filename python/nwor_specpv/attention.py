@@ -96,12 +96,14 @@ def verify_attention(
 
     Returns `out` [T, Hq, D], and with `return_lse` also the natural-log LSE [T, Hq] (float32).
 
-    `max_rows`: rows of the longest request, if known; chooses tile and route, never the result.
+    `max_rows`: rows of the longest request, if known; chooses tile and route. Our own kernels give
+    the same result with a wrong one, FlashAttention's rely on it.
     `plan`: what `verify_plan` made for these lengths, so that a step's layers share it (CUDA).
     `status`: int64[8] that a CUDA kernel sets when it finds a length or page out of range.
     `route`: a name of `route_report()`, "auto" or "fast", instead of NWOR_SPECPV_ATTENTION_ROUTE.
     "fast" gives compute-bound steps to FlashAttention-3, where a row's bits depend on the batch. A
-    FlashAttention route with a CompactView needs every request to use the view.
+    FlashAttention route with a CompactView needs every request to use the view; one that does not
+    is reported in `status`.
     """
     out, lse = _results(query, out, return_lse)
     call(

@@ -6,8 +6,10 @@
 
 #include <limits>
 
+#include "attention/flash_bounds.h"
 #include "attention/verify.h"
 #include "attention/verify_arguments.h"
+#include "attention/verify_cuda.h"
 
 // The flash routes around a stand-in for another package's kernel: ops of vLLM's names and schemas
 // whose implementation is a few lines of dense attention on the CPU. What is tested is ours:
@@ -146,6 +148,78 @@ TEST_P(FlashRoutes, MergePrefixAndRowsToWhatOurKernelGives) {
 INSTANTIATE_TEST_SUITE_P(Ops, FlashRoutes,
                          ::testing::Combine(::testing::Values(Route::kFlash2, Route::kFlash3),
                                             ::testing::Bool()));
+
+std::vector<int64_t> Told(const at::Tensor& status) {
+  const int64_t* told = status.const_data_ptr<int64_t>();
+  return {told, told + 3};
+}
+
+// What FlashVerify gives, and the first three words of its status.
+std::pair<at::Tensor, std::vector<int64_t>> RunFlash(VerifyArguments arguments) {
+  arguments.status = at::zeros({8}, at::kLong);
+  const VerifyOutputs outputs = MakeVerifyOutputs(arguments.query, /*with_lse=*/false);
+  const CheckedVerify checked = CheckVerifyArguments(arguments, &outputs, /*plan_only=*/false);
+  FlashVerify(Route::kFlash3, arguments, checked, outputs);
+  return {outputs.out, Told(*arguments.status)};
+}
+
+TEST(Flash, SeesAsMuchAsThereIsAndTellsOfTheRest) {
+  const VerifyArguments good = MakeArguments(/*tree=*/false);
+  const auto [expected, quiet] = RunFlash(good);
+  EXPECT_EQ(quiet, (std::vector<int64_t>{0, 0, 0}));
+  const auto changed = [&](at::Tensor VerifyArguments::*field, int64_t at, int value) {
+    VerifyArguments arguments = good;
+    arguments.*field = (good.*field).clone();
+    (arguments.*field).flatten()[at] = value;
+    return RunFlash(arguments);
+  };
+  const auto told = [](VerifyStatus code, int64_t request, int64_t value) {
+    return std::vector<int64_t>{static_cast<int64_t>(code), request, value};
+  };
+  // The first request fills its pages: a longer one is that one.
+  const auto [longer, too_long] = changed(&VerifyArguments::prefix_lens, 0, 33);
+  EXPECT_EQ(too_long, told(VerifyStatus::kPrefixTooLong, 0, 33));
+  EXPECT_TRUE(at::equal(longer, expected));
+  const auto [shorter, negative] = changed(&VerifyArguments::prefix_lens, 1, -2);
+  EXPECT_EQ(negative, told(VerifyStatus::kPrefixTooLong, 1, -2));
+  EXPECT_TRUE(at::equal(shorter, expected));
+  // The third request has 9 tokens, so its second entry (5) is not used; its first (4) is.
+  const auto [unused, nobody] = changed(&VerifyArguments::block_table, 5, 1 << 30);
+  EXPECT_EQ(nobody, told(VerifyStatus::kOk, 0, 0));
+  EXPECT_TRUE(at::equal(unused, expected));
+  EXPECT_EQ(changed(&VerifyArguments::block_table, 4, 6).second,
+            told(VerifyStatus::kBadPage, 2, 6));
+  EXPECT_EQ(changed(&VerifyArguments::block_table, 0, -1).second,
+            told(VerifyStatus::kBadPage, 0, -1));
+  EXPECT_EQ(changed(&VerifyArguments::query_start, 3, 8).second,
+            told(VerifyStatus::kBadRowRange, 2, 8));
+  EXPECT_EQ(changed(&VerifyArguments::query_start, 1, 7).second,
+            told(VerifyStatus::kBadRowRange, 1, 6));
+}
+
+TEST(Flash, KeepsTheFirstErrorItTellsOf) {
+  VerifyArguments arguments = MakeArguments(/*tree=*/false);
+  arguments.prefix_lens = at::tensor({90, 0, 80}, at::kInt);
+  EXPECT_EQ(RunFlash(arguments).second, (std::vector<int64_t>{1, 0, 90}));
+  arguments.query_start = at::tensor({0, 4, 6, 9}, at::kInt);
+  EXPECT_EQ(RunFlash(arguments).second, (std::vector<int64_t>{2, 2, 9}));
+}
+
+TEST(Flash, TellsOfRequestsThatDoNotUseTheCompactView) {
+  VerifyArguments arguments = MakeArguments(/*tree=*/false);
+  const at::Tensor keys = at::randn({3, 2, 12, 64});
+  for (const auto& [lens, expected] :
+       {std::pair{std::vector<int>{12, 0, 5}, std::vector<int64_t>{0, 0, 0}},
+        std::pair{std::vector<int>{12, -1, 5}, std::vector<int64_t>{3, 1, -1}},
+        std::pair{std::vector<int>{12, 0, 13}, std::vector<int64_t>{3, 2, 13}}}) {
+    arguments.compact_view = {keys, keys, at::tensor(lens, at::kInt)};
+    arguments.status = at::zeros({8}, at::kLong);
+    const VerifyArguments safe = WithinBounds(arguments);
+    EXPECT_EQ(Told(*arguments.status), expected);
+    EXPECT_GE(safe.compact_view->lens.min().item<int>(), 0);
+    EXPECT_LE(safe.compact_view->lens.max().item<int>(), 12);
+  }
+}
 
 TEST(Flash, FindsRegisteredOpsAndNamesThem) {
   RouteAvailability available;
