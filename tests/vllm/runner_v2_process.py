@@ -113,8 +113,11 @@ def guess_from(runner: Any, prompts: list[list[int]], texts: list[list[int]]) ->
                 truth[index, : len(text)] = torch.tensor(text)
         return propose(batch, *args, **kwargs)
 
-    def drafted(self: Any, count: int, first: Any, hidden: Any, stretch: Any, at: Any) -> Any:
-        guesses = draft(self, count, first, hidden, stretch, at)
+    def drafted(self: Any, count: int, *args: Any) -> Any:
+        guesses = draft(self, count, *args)
+        _, _, stretch, at, *columns = args
+        if spec.draft_logits is not None and columns and columns[0] is not None:
+            return guesses  # the sampler has been told their logits
         places = stretch.start[:, None] + at + 1 + torch.arange(guesses.shape[1])
         requests = spec.idx_mapping[:count].long().clamp(min=0)
         right = truth[requests[:, None], places]
@@ -188,7 +191,8 @@ def watch_prefix_hits(llm: Any) -> list[int]:
 def check_draws(speculator: Any, batch: Any) -> list[bool]:
     chains, found = speculator._rounds.chains, []
     for b, request in enumerate(batch.idx_mapping.tolist()):
-        count = min(int(chains.lens[b]), speculator.limit)
+        behind = chains.rows - 1 if chains.active[b] else 0  # the head's guesses
+        count = min(int(chains.lens[b]) + behind, speculator.limit)
         places = chains.prefix[b] + torch.arange(count)
         seeds = speculator.draft_seeds[request].expand(count).contiguous()
         logits = speculator.draft_logits[request, :count]

@@ -158,6 +158,23 @@ def test_steps_stay_full_where_blocks_cannot_be_chosen(
     check_books()
 
 
+def test_steps_stay_full_where_views_cannot_be_made(
+    expected: list[list[int]], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Memory that is not there is told once, and serving goes on."""
+    from nwor_specpv.vllm.specpv import refresh
+
+    def fail(*_: Any, **__: Any) -> Any:
+        raise RuntimeError("out of memory")
+
+    monkeypatch.setattr(refresh, "RefreshViews", fail)
+    with caplog.at_level(logging.WARNING, "nwor_specpv"):
+        story = drive(begin(), prompts(), greedy(MAX_TOKENS))
+    assert [story.tokens[str(i)] for i in range(6)] == expected
+    assert caplog.text.count("no views, all steps are full: out of memory") == 1
+    check_books()
+
+
 def test_prefix_caching_is_refused() -> None:
     with pytest.raises(NworError, match=r"prefix caching.*--no-enable-prefix-caching"):
         start(VIEW, enable_prefix_caching=True)

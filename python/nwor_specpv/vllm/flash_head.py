@@ -52,7 +52,7 @@ class HeadFlashImpl(FlashAttentionImpl):
 
     def _shortened(self, metadata: FlashAttentionMetadata | None) -> FlashAttentionMetadata | None:
         """The metadata may be the target's as well. If it has a schedule, that is either one of
-        the head's own (`head_window`) or one of prompts, which the head sees whole."""
+        the head's own (`head_window`) or one of whole contexts (prompts), and is kept."""
         if metadata is None or self.latest is None or metadata.scheduler_metadata is not None:
             return metadata
         shortened = copy.copy(metadata)

@@ -21,7 +21,7 @@ class TargetLayer:
     """Mixed into one of vLLM's attention implementations, named by `stock`.
 
     Construction gives an object of `stock` itself for a layer that cannot be staged; with `strict`
-    it raises.
+    or `enable_specpv` it raises.
     """
 
     stock: ClassVar[type]
@@ -42,7 +42,8 @@ class TargetLayer:
         problem = problem or cls.device_problem(of)
         if problem is None:
             return super().__new__(cls)
-        if engine_of(get_current_vllm_config()).settings.strict:
+        settings = engine_of(get_current_vllm_config()).settings
+        if settings.strict or settings.enable_specpv:  # views need every layer
             raise NworError(f"nwor_specpv: a layer has {problem}")
         logger.warning("nwor_specpv leaves a layer to vLLM: %s", problem)
         return cls.stock(*args, **kwargs)

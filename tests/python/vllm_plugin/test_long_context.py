@@ -88,6 +88,7 @@ ROUND = Round(
     agreement=0.95,
     lookup_agreement=0.7,
     lookup_tokens=3.0,
+    tokens_behind=3.0,
     max_drafts=20,
 )
 
@@ -112,7 +113,7 @@ def test_passes_where_they_pay(change: dict, pays: bool) -> None:
 def test_lookups_behind_the_chain_count() -> None:
     """Chains of fewer passes leave room for more of them, and rightly guessed they are free."""
     known = replace(ROUND, max_drafts=9, agreement=0.9)
-    without = replace(known, lookup_tokens=0.0)
+    without = replace(known, tokens_behind=0.0)
     assert choose_passes(COSTS, without) == 3, "a chain as long as there is room"
     assert 0 < choose_passes(COSTS, known) < 3
 
@@ -166,6 +167,8 @@ def test_a_good_set_up_is_let_in() -> None:
         (LOSSLESS, {"multimodal": True}, "multimodal", "without enable_specpv"),
         (LOSSLESS, {"cache_dtype": "fp8"}, "a cache of fp8", "--kv-cache-dtype auto"),
         (LOSSLESS, {"num_drafts": 200}, "200 speculative tokens", "128 or fewer"),
+        (LOSSLESS, {"page_size": 24}, "specpv_block_size 16 in pages of 24", "--block-size"),
+        (REFRESH, {"page_size": 8, "drafter_class": "e"}, "in pages of 8 tokens", "divides them"),
         (LOSSLESS, {"max_model_len": 4096}, "view of 4256 tokens", "a smaller view"),
         (LOSSLESS | {"specpv_storage": "compact"}, {}, "compact", "'paged'"),
         (LOSSLESS | {"specpv_budget": "adaptive"}, {}, "adaptive", "'fixed'"),

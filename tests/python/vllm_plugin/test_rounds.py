@@ -122,7 +122,9 @@ class Texts:
         return found
 
 
-def make_rounds(world: Texts, *, batch: int, rows: int, limit: int, max_len: int = 4096) -> Rounds:
+def make_rounds(
+    world: Texts, *, batch: int, rows: int, limit: int, max_len: int = 4096, by_root: bool = False
+) -> Rounds:
     config = SpecPVConfig(
         enable_specpv=True,
         specpv_rectify="lossless",
@@ -141,7 +143,7 @@ def make_rounds(world: Texts, *, batch: int, rows: int, limit: int, max_len: int
     chains = world.chains = Chains(batch, rows, limit, max_len, torch.device("cpu"))
     for buffer in (chains.tokens, chains.drafts, chains.said):
         buffer.fill_(POISON)
-    return Rounds(chains, store, tail, {"a": 0, "b": 1}, world, world)
+    return Rounds(chains, store, tail, {"a": 0, "b": 1}, world, world, by_root=by_root)
 
 
 @pytest.mark.parametrize("skill", [0.0, 0.7, 1.0])
@@ -193,6 +195,27 @@ def test_chains_are_what_the_target_says(rows: int, limit: int, skill: float) ->
                 assert chains.drafts[b, :reached].tolist() == continued(text, reached)
         assert not chains.active[real:].any()
         assert chains.lens[real:].sum() == 0
+
+
+@pytest.mark.parametrize("by_root", [False, True])
+def test_who_chooses_blocks(by_root: bool) -> None:
+    """Where tokens are drawn, guesses have no say: they share the noise of what is drawn."""
+    world = Texts([[1, 2, 3]], 1.0)
+    rounds = make_rounds(world, batch=4, rows=4, limit=12, by_root=by_root)
+    table, one = torch.zeros(2, 6, dtype=torch.int32), torch.tensor([2], dtype=torch.int32)
+    run, asked = world.run, []
+
+    def watched(passed: PartialPass, *args: Any) -> Any:
+        rows = passed.query_rows
+        asked.append((passed.select, None if rows is None else rows.tolist()))
+        return run(passed, *args)
+
+    world.run = watched
+    rounds.begin(table, one * 0, one, torch.tensor([True]), torch.tensor([3]))
+    rounds.first(table)
+    rounds.later(table)
+    rounds.kept(table)
+    assert asked == [(True, [[0, 1]] * 2 if by_root else None), (False, None), (False, None)]
 
 
 def test_requests_that_take_no_part_write_nothing() -> None:
@@ -397,7 +420,7 @@ def test_acceptance_is_counted_by_who_drafted() -> None:
         counts.judged(names, [16] * 5, rejected)
     head = [12 + 16 + 2 + 16 + 16, 13 + 16 + 3 + 16 + 16]
     chain = [10 + 16 + 2 + 12, 10 + 16 + 3 + 12]
-    assert seen == [[0, 0, *head, 0, 0], [*chain, 2 + 4, 3 + 4, 47, 24]]
+    assert seen == [[0, 0, *head, 0, 0], [*chain, 2 + 4, 3 + 4, 10 + 16 + 5 + 12, 24]]
     before = len(seen)
     for _ in range(3 * lengths._LOOK_INTERVAL):
         counts.judged(["y", "x", "z"], [16] * 3, rejected[:3])  # another batch: not compared

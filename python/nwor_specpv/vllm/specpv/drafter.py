@@ -252,6 +252,7 @@ class PartialViewDrafter:
             agreement=min(self.agreement.mean, 0.999),
             lookup_agreement=min(self.lookup_agreement.mean, 0.999),
             lookup_tokens=self.lookup_tokens.mean,
+            tokens_behind=min(self._inner, self.lookup_tokens.mean),
             max_drafts=self._limit,
         )
         return choose_passes(costs, known)

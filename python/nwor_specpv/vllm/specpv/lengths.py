@@ -78,6 +78,7 @@ class Lengths:
             agreement=min(self.agreement.mean, 0.999),
             lookup_agreement=min(self.head_agreement.mean, 0.999),
             lookup_tokens=self._guesses,
+            tokens_behind=self._guesses,
             max_drafts=self._limit,
         )
         return choose_passes(self.costs, known)
@@ -148,7 +149,7 @@ class AcceptanceCounts:
             reached = active & (right >= 0)
             counts[2] += (right * reached).sum()
             counts[3] += ((right + (right < guesses)) * reached).sum()
-            counts[4] += (chains.lens[: len(names)] * active).sum()
+            counts[4] += (ends * active).sum()
             counts[5] += active.sum() * passes
         new = self._counts.read()
         if new is not None:

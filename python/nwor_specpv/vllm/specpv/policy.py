@@ -79,6 +79,7 @@ class Round:
     agreement: float
     lookup_agreement: float
     lookup_tokens: float  # tokens a lookup alone yields
+    tokens_behind: float  # of a lookup behind a chain
     max_drafts: int
 
 
@@ -96,7 +97,7 @@ def choose_passes(costs: StepCosts, known: Round) -> int:
             gained = expected_accepted(known.lookup_agreement, drafts)
         else:
             chain = min(known.max_drafts, passes * known.tokens_per_pass)
-            behind = min(known.max_drafts - chain, known.lookup_tokens)
+            behind = min(known.max_drafts - chain, known.tokens_behind)
             drafts = chain + behind
             gained = expected_accepted(known.agreement, chain)
             gained += known.agreement**chain * expected_accepted(known.lookup_agreement, behind)

@@ -306,6 +306,7 @@ class Refresh:
         self._dtype = vllm_config.model_config.dtype
         self.view_tokens = engine.settings.specpv().budget(rows).static_tokens
         self.views: RefreshViews | None = None
+        self._without = False  # views could not be made while requests were served
 
     def step(
         self,
@@ -316,14 +317,24 @@ class Refresh:
         prefix_lens: torch.Tensor,
         *,
         capture: bool = False,
-    ) -> RefreshStep:
-        """The step of the first requests of a batch, as many as `lens` has.
+    ) -> RefreshStep | None:
+        """The step of the first requests of a batch, as many as `lens` has; None: there are no
+        views.
 
         Before vLLM's first tokens nobody knows their names, and all are full.
         """
         engine = self._engine()
+        if self._without:
+            return None
         if self.views is None:
-            self.views = self._make(engine, layers)
+            try:
+                self.views = self._make(engine, layers)
+            except Exception as error:
+                if capture:  # vLLM is starting: whoever starts it learns why
+                    raise
+                self._without = True
+                logger.warning("nwor_specpv: no views, all steps are full: %s", error)
+                return None
         table = common.block_table_tensor[: len(lens)]
         if capture:
             return self.views.capture(lens, prefix_lens, table)

@@ -60,12 +60,18 @@ class Rounds:
         layer_index: dict[str, int],
         target: PartialTarget,
         head: Head,
+        *,
+        by_root: bool = False,
     ) -> None:
+        """`by_root`: the root alone chooses blocks, not the guesses. Where tokens are drawn, a view
+        must not depend on the noise that draws them: guesses have the same."""
         self.chains, self.store, self.tail = chains, store, tail
         self._layer_index = layer_index
         self._target, self._head = target, head
         batch, device = chains.prefix.shape[0], chains.prefix.device
         self._starts = torch.arange(batch + 1, dtype=torch.int32, device=device) * chains.rows
+        self._roots = torch.tensor([[0, 1]] * batch, dtype=torch.int32, device=device)
+        self._by_root = by_root
         self._hidden: torch.Tensor | None = None
 
     def begin(
@@ -140,6 +146,7 @@ class Rounds:
             num_rows=chains.rows,
             has_tail=not first,
             select=select,
+            query_rows=self._roots[:count] if select and self._by_root else None,
         )
         said, hidden = self._target.run(
             passed,

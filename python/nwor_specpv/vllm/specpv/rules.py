@@ -38,6 +38,7 @@ class LongContext:
     multimodal: bool = False
     max_model_len: int = 0
     cache_dtype: str = "auto"
+    page_size: int = 0  # tokens; 0: not known yet
 
 
 def describe(vllm_config: Any) -> LongContext:
@@ -55,6 +56,7 @@ def describe(vllm_config: Any) -> LongContext:
         multimodal=bool(model.is_multimodal_model or model.uses_mrope),
         max_model_len=model.max_model_len,
         cache_dtype=str(vllm_config.cache_config.cache_dtype),
+        page_size=vllm_config.cache_config.block_size or 0,
     )
 
 
@@ -117,6 +119,11 @@ def _refusals(settings: Settings, setup: LongContext, staging_off: str | None) -
             "mode 'refresh' with prefix caching: K/V of partial steps would be published to other "
             "requests",
             "add --no-enable-prefix-caching",
+        )
+    if setup.page_size % settings.specpv_block_size:
+        yield Refusal(
+            f"specpv_block_size {settings.specpv_block_size} in pages of {setup.page_size} tokens",
+            "use a specpv_block_size that divides them, or another --block-size",
         )
     try:
         config = settings.specpv()

@@ -285,7 +285,7 @@ class PartialViewSpeculator(EagleSpeculator):
     # ---- set-up ---------------------------------------------------------------------------------
 
     def _ready(self) -> Rounds:
-        """Memory is taken when the first round is near: whoever has no long requests pays none."""
+        """Memory is taken when the first round is near, or when rounds are captured."""
         if self._rounds is not None:
             return self._rounds
         settings, target = self._engine.settings, self._target
@@ -309,6 +309,7 @@ class PartialViewSpeculator(EagleSpeculator):
             target.layer_index,
             SampledTarget(self, target),
             EagleHead(self, chains),
+            by_root=self.draft_logits is not None,
         )
         taken = (store.bytes + tail.bytes) / 1e6
         logger.info("nwor_specpv: views of %d requests take %.1f MB", store.max_requests, taken)
