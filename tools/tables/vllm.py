@@ -96,7 +96,7 @@ def vllm_traffic_lines() -> Iterator[str]:
         f"What a verification step of vLLM moves, by Nsight Compute on {data['device']}, commit "
         f"`{data['revision']}`: {first['layers']} layers of Llama-3.1-8B's shapes, "
         f"{first['batch']} x {first['context']}, {first['drafts']} drafts, eager, the EAGLE3 head "
-        "included; MB per step. `cache` is what reaches the target's paged cache."
+        "included; MB per step. `cache` is what reaches the target's paged cache, as counted."
     )
     yield ""
     yield from head("accepted", "", "kernels", "cache", "DRAM read", "DRAM written")
