@@ -48,8 +48,8 @@ struct VerifyArguments {
   std::optional<at::Tensor> v_scale;
   int64_t window = 0;    // 0: none; not together with a view
   double softcap = 0.0;  // 0: none
-  // Rows of the longest request, if the host knows: chooses tile and route. FlashAttention's kernels
-  // rely on it. 0: taken from T and B.
+  // Rows of the longest request, if the host knows: chooses tile and route. FlashAttention's
+  // kernels rely on it. 0: taken from T and B.
   int64_t max_rows = 0;
   std::optional<at::Tensor> plan;    // of PlanVerify, for these lengths; CUDA only
   std::optional<at::Tensor> status;  // [8] int64: what a CUDA kernel found wrong (VerifyStatus)
