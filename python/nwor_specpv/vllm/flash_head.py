@@ -1,7 +1,7 @@
 """A drafting head on CUDA in mode `refresh`: of a long request it sees the latest tokens only.
 
 It would read its whole cache for every draft otherwise, which is most of what is left to save once
-the target attends to views. What the head sees changes which tokens are drafted, and nothing else.
+the target attends to views. What the head sees changes what is drafted, and how much is accepted.
 """
 
 from __future__ import annotations
