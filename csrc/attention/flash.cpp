@@ -17,10 +17,12 @@ at::Tensor EvenStarts(int64_t count, int64_t step, const at::Tensor& like) {
   return at::arange(0, (count + 1) * step, step, like.options().dtype(at::kInt));
 }
 
-// Rows of the longest request; the number of all rows is always enough.
+// Rows of the longest request; the number of all rows is always enough. At least 2: FlashAttention
+// 2 takes 1 to mean that every request has one row, and does not look at the starts.
 int64_t MaxQuery(const VerifyArguments& arguments) {
-  return arguments.max_rows > 0 ? std::min(arguments.max_rows, arguments.query.size(0))
-                                : arguments.query.size(0);
+  const int64_t rows = arguments.query.size(0);
+  const int64_t longest = arguments.max_rows > 0 ? std::min(arguments.max_rows, rows) : rows;
+  return std::max<int64_t>(longest, 2);
 }
 
 // Every request has `max_rows` rows: no request has more, and together they have that many.

@@ -92,7 +92,11 @@ std::string Join(const std::vector<RouteFeature>& features, const RouteRequest& 
 
 RouteChoice Refuse(const RouteRequest& request, const RouteAvailability& available,
                    const std::string& why) {
-  return {false, Route::kCpu, why + "\n" + FeatureTable(request, available)};
+  const char* advice = request.aligned
+                           ? ""
+                           : "\nkey_cache, value_cache or out: got rows that do not begin at "
+                             "multiples of 16 bytes, expected them to (a clone's do)";
+  return {false, Route::kCpu, why + "\n" + FeatureTable(request, available) + advice};
 }
 
 // Flash routes leave the in-flight rows of a tree to our own kernels.

@@ -78,9 +78,11 @@ std::vector<at::Tensor> Flash3(at::Tensor q, const at::Tensor& k, const at::Tens
 
 std::tuple<at::Tensor, at::Tensor, at::Tensor> Flash2(
     at::Tensor q, const at::Tensor& k, const at::Tensor& v, const Maybe&, const at::Tensor& starts,
-    const at::Tensor& key_starts, const Maybe& lens, const Maybe& table, int64_t, int64_t,
+    const at::Tensor& key_starts, const Maybe& lens, const Maybe& table, int64_t max_query, int64_t,
     double dropout, double scale, bool, bool causal) {
   TORCH_CHECK(dropout == 0.0 && key_starts.size(0) == starts.size(0));
+  // The real one would fold the heads of what it takes for one row per request.
+  TORCH_CHECK(max_query > 1);
   const std::vector<at::Tensor> results = DenseVarlen(q, k, v, starts, lens, table, scale, causal);
   return {results[0], results[1], at::empty({0})};
 }
@@ -143,6 +145,24 @@ TEST_P(FlashRoutes, MergePrefixAndRowsToWhatOurKernelGives) {
   EXPECT_EQ(num_paged_calls, 1);
   EXPECT_LT((outputs.out - expected.out).abs().max().item<float>(), 1e-5);
   EXPECT_LT((outputs.lse - expected.lse).abs().max().item<float>(), 1e-5);
+}
+
+TEST_P(FlashRoutes, TakeRequestsWithoutRowsBesideThoseWithOne) {
+  const auto [route, tree] = GetParam();
+  VerifyArguments arguments = MakeArguments(tree);
+  for (at::Tensor* rows : {&arguments.query, &arguments.key, &arguments.value}) {
+    *rows = rows->narrow(0, 0, 2);
+  }
+  if (tree) arguments.tree_mask = at::ones({2, 1}, at::kLong);
+  arguments.query_start = at::tensor({0, 1, 1, 2}, at::kInt);
+  arguments.max_rows = 1;
+  const VerifyOutputs expected = MakeVerifyOutputs(arguments.query, /*with_lse=*/true);
+  VerifyAttention(arguments, expected);
+
+  const VerifyOutputs outputs = MakeVerifyOutputs(arguments.query, /*with_lse=*/true);
+  const CheckedVerify checked = CheckVerifyArguments(arguments, &outputs, /*plan_only=*/false);
+  FlashVerify(route, arguments, checked, outputs);
+  EXPECT_LT((outputs.out - expected.out).abs().max().item<float>(), 1e-5);
 }
 
 INSTANTIATE_TEST_SUITE_P(Ops, FlashRoutes,

@@ -156,6 +156,10 @@ TEST(Route, EveryFeatureIsServedBySomeRouteAndNamed) {
   RouteRequest request = OnCuda();
   request.aligned = false;
   EXPECT_EQ(ChooseRoute(request, Everything()).route, Route::kTorchFlash);
+  request.tree_mask = true;
+  const RouteChoice refused = ChooseRoute(request, Everything());
+  EXPECT_FALSE(refused.ok);
+  EXPECT_NE(refused.reason.find("multiples of 16 bytes"), std::string::npos) << refused.reason;
   request.aligned = true;
   request.cache_dtype = DType::kFloat8E4M3;
   request.block_size = 32;
