@@ -222,6 +222,14 @@ def make_step(shape: Shape, seed: int, device: str = "cpu") -> Step:
     return Step(shape, arguments, None if mask is None else mask.to(device), options, seen, visible)
 
 
+def moved(tensor: torch.Tensor) -> torch.Tensor:
+    """The same values and strides, one element further on: aligned to nothing."""
+    reach = sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True)) + 1
+    memory = torch.empty(reach + 1, dtype=tensor.dtype, device=tensor.device)
+    view = memory[1:].as_strided(tensor.shape, tensor.stride())
+    return view.copy_(tensor)
+
+
 def _to_device(value: Any, device: str) -> Any:
     if isinstance(value, torch.Tensor):
         return value.to(device)

@@ -93,7 +93,7 @@ SHAPES: list[tuple[str, str, Callable[[Arguments], Any]]] = [
     ("out", "out", lambda a: a["query"]),
     ("status", "status", lambda a: torch.zeros(7, dtype=INT64, device=a["out"].device)),
     ("route", "route", lambda a: "fastest"),
-    ("route", "route", lambda a: "flash_attn_3"),
+    ("route", "route", lambda a: "cpu" if a["query"].is_cuda else "flash_attn_3"),
     ("view", "view", lambda a: "everything"),
 ]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -17,11 +18,14 @@ from attention.steps import (
     Step,
     assert_close,
     make_step,
+    moved,
     row_dtypes,
 )
-from nwor_specpv import CompactView, PartialView
+from nwor_specpv import CompactView, NworError, PartialView
+from nwor_specpv.attention import last_route
 
 PAGE_SIZES = (16, 32, 64, 128, 256, 1040)
+cuda_only = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -113,13 +117,21 @@ def test_whole_prefixes_and_views_in_any_order_of_requests(device: str, view: st
         assert torch.equal(again_lse, lse[rows]), order
 
 
+# Packed rows choose the row tile: 16, 32, 64 or 128. Over a float8 cache two warps share a stream
+# of tokens from 64 rows on, with heads of more than 128 channels from 32 on.
+BATCHES = [
+    *[(rows, 16, 128, None) for rows in (1, 8, 16)],
+    (40, 4, 128, None),
+    *[(rows, 16, 128, FP8) for rows in (1, 8, 16)],
+    (40, 4, 128, FP8),
+    *[(rows, 16, dim, FP8) for dim in (64, 80, 96, 192, 256) for rows in (2, 8, 13)],
+]
+
+
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize(
-    ("rows", "heads", "cache_dtype"),
-    [(1, 16, None), (8, 16, None), (16, 16, None), (40, 4, None), (1, 16, FP8), (8, 16, FP8)],
-)
+@pytest.mark.parametrize(("rows", "heads", "head_dim", "cache_dtype"), BATCHES)
 def test_a_batch_that_fills_the_device_changes_no_bit(
-    device: str, rows: int, heads: int, cache_dtype: torch.dtype | None
+    device: str, rows: int, heads: int, head_dim: int, cache_dtype: torch.dtype | None
 ) -> None:
     """Some of its requests are a work item each, others several, and a CTA takes many in turn."""
     shape = Shape(
@@ -127,9 +139,10 @@ def test_a_batch_that_fills_the_device_changes_no_bit(
         prefix=[1700, 0, 300],
         heads=heads,
         kv_heads=4,
-        head_dim=128,
+        head_dim=head_dim,
         dtype=row_dtypes(device)[-1],
         cache_dtype=cache_dtype,
+        scales="head" if cache_dtype is FP8 and rows == 8 else "none",
         mask="tree",
     )
     step = make_step(shape, rows, device)
@@ -144,12 +157,37 @@ def test_a_batch_that_fills_the_device_changes_no_bit(
         assert torch.equal(again_lse, lse[at]), copies
 
 
-def moved(tensor: torch.Tensor) -> torch.Tensor:
-    """The same values and strides, one element further on: aligned to nothing."""
-    reach = sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True)) + 1
-    memory = torch.empty(reach + 1, dtype=tensor.dtype, device=tensor.device)
-    view = memory[1:].as_strided(tensor.shape, tensor.stride())
-    return view.copy_(tensor)
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("head_dim", HEAD_DIMS)
+@pytest.mark.parametrize("rows", [3, 6, 14])
+def test_float8_repeats_bit_for_bit_alone_and_in_a_batch(
+    device: str, head_dim: int, rows: int
+) -> None:
+    """Every row tile; leaves of one prefix on several CTAs; the hint of rows chooses another."""
+    shape = Shape(
+        rows=[rows, 1, rows],
+        prefix=[2600, 700, 33],
+        heads=8,
+        kv_heads=2,
+        head_dim=head_dim,
+        dtype=row_dtypes(device)[-1],
+        cache_dtype=FP8,
+        scales="tensor",
+        mask="tree",
+    )
+    step = make_step(shape, head_dim + rows, device)
+    out, lse = step.run()
+    assert_close(step, out, lse)
+    for changes in ({}, {}, {"max_rows": 1}, {"max_rows": 70}):
+        again, again_lse = step.run(**changes)
+        assert torch.equal(again, out), changes
+        assert torch.equal(again_lse, lse), changes
+    starts = step.arguments["query_start"].tolist()
+    for request in range(3):
+        own = slice(starts[request], starts[request + 1])
+        alone, alone_lse = step.only(request).run()
+        assert torch.equal(alone, out[own]), request
+        assert torch.equal(alone_lse, lse[own]), request
 
 
 @pytest.mark.parametrize("view", ["none", "compact"])
@@ -167,6 +205,115 @@ def test_memory_aligned_to_an_element_gives_the_same_bits(dtype: torch.dtype, vi
     got = step.run(out=moved(torch.zeros_like(expected[0])))
     for one, other in zip(got, expected, strict=True):
         assert torch.equal(one, other)
+
+
+def spread(tensor: torch.Tensor) -> torch.Tensor:
+    """The same values with channels that others follow: rows begin at odd multiples of 8 bytes."""
+    more = 8 // tensor.element_size()
+    memory = torch.empty(*tensor.shape[:-1], tensor.shape[-1] + more, dtype=tensor.dtype)
+    return memory.to(tensor.device)[..., :-more].copy_(tensor)
+
+
+MISALIGNED = pytest.mark.parametrize("misaligned", [moved, spread])
+ROWS = ("query", "key", "value")
+CACHES = ("key_cache", "value_cache")
+
+
+@cuda_only
+@MISALIGNED
+@pytest.mark.parametrize("view", ["none", "partial", "compact"])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_cuda_reads_misaligned_rows_and_views(
+    misaligned: Callable[[torch.Tensor], torch.Tensor], dtype: torch.dtype, view: str
+) -> None:
+    shape = Shape([3, 2], [150, 40], dtype=dtype, mask="tree", view=view, layout="packed")
+    step = make_step(shape, 7, "cuda")
+    expected = step.run()
+    for name in ROWS:
+        step.arguments[name] = misaligned(step.arguments[name])
+    if view == "compact":
+        given = step.options["view"]
+        keys, values = misaligned(given.keys), misaligned(given.values)
+        step.options["view"] = CompactView(keys, values, given.lens)
+    for got, wanted in zip(step.run(), expected, strict=True):
+        assert torch.equal(got, wanted)
+    assert last_route().startswith("cuda")
+
+
+@cuda_only
+@MISALIGNED
+@pytest.mark.parametrize("names", [CACHES, CACHES[:1], CACHES[1:], ("out",), (*CACHES, "out")])
+def test_cuda_copies_misaligned_caches_for_chains_and_refuses_them_for_trees(
+    misaligned: Callable[[torch.Tensor], torch.Tensor], names: tuple[str, ...]
+) -> None:
+    """LibTorch's FlashAttention gets a copy of the pages; rows of a tree need our kernels."""
+    chain = make_step(Shape([3, 2], [150, 40], dtype=torch.bfloat16), 7, "cuda")
+    tree = make_step(Shape([3, 2], [150, 40], dtype=torch.bfloat16, mask="tree"), 7, "cuda")
+    outs = {}
+    for step in (chain, tree):
+        out = torch.full_like(step.arguments["query"], 7.0)
+        outs[step.shape.mask] = misaligned(out) if "out" in names else out
+        for name in names:
+            if name != "out":
+                step.arguments[name] = misaligned(step.arguments[name])
+    assert_close(chain, *chain.run(out=outs["causal"], max_rows=3))
+    assert last_route() == "torch_flash (our kernels do not serve this request)"
+    for step, route in ((tree, "auto"), (tree, "cuda"), (chain, "cuda")):
+        out = outs[step.shape.mask].fill_(7.0)
+        with pytest.raises(NworError) as refusal:
+            step.run(out=out, route=route)
+        assert "missing memory that is not 16-byte aligned" in str(refusal.value)
+        assert "expected them to (a clone's do)" in str(refusal.value)
+        assert (out == 7.0).all()
+
+
+@cuda_only
+@pytest.mark.parametrize("head_dim", [64, 80, 128])
+def test_cuda_refuses_misaligned_float8_caches(head_dim: int) -> None:
+    shape = Shape([3], [150], dtype=torch.bfloat16, cache_dtype=FP8, head_dim=head_dim)
+    step = make_step(shape, 7, "cuda")
+    assert_close(step, *step.run())
+    step.arguments["value_cache"] = moved(step.arguments["value_cache"])
+    with pytest.raises(NworError, match="multiples of 16 bytes"):
+        step.run()
+
+
+@cuda_only
+@pytest.mark.parametrize("mask", ["causal", "tree"])
+@pytest.mark.parametrize("cache_dtype", [None, FP8])
+@pytest.mark.parametrize("rows", [255, 256, 257])
+def test_cuda_computes_256_rows_and_leaves_more_to_prefill(
+    rows: int, cache_dtype: torch.dtype | None, mask: str
+) -> None:
+    shape = Shape(
+        rows=[rows, 2, rows],
+        prefix=[130, 700, 0],
+        heads=4,
+        kv_heads=1,
+        head_dim=128,
+        dtype=torch.bfloat16,
+        cache_dtype=cache_dtype,
+        mask=mask,
+    )
+    step = make_step(shape, rows, "cuda")
+    status = torch.zeros(8, dtype=torch.int64, device="cuda")
+    out, lse = step.run(max_rows=rows, status=status)
+    assert_close(step, out, lse)
+    assert status.tolist() == [0] * 8
+    is_prefill = rows > 256 and mask == "causal" and cache_dtype is None
+    assert last_route().startswith("cuda") != is_prefill, last_route()
+    ours, ours_lse = step.run(max_rows=rows, route="cuda")
+    if is_prefill:
+        assert_close(step, ours, ours_lse)
+    else:
+        assert torch.equal(ours, out)
+        assert torch.equal(ours_lse, lse)
+    starts = step.arguments["query_start"].tolist()
+    for request in range(3):
+        own = slice(starts[request], starts[request + 1])
+        alone, alone_lse = step.only(request).run(route="cuda")
+        assert torch.equal(alone, ours[own]), request
+        assert torch.equal(alone_lse, ours_lse[own]), request
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])

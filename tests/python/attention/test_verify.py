@@ -76,7 +76,7 @@ def test_lengths_at_page_block_and_split_boundaries(device: str, prefix: int) ->
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("rows", [63, 64, 65, 128, 200, 257, 300])
+@pytest.mark.parametrize("rows", [63, 64, 65, 128, 200, 255, 256, 257, 300])
 @pytest.mark.parametrize("mask", ["causal", "tree"])
 def test_many_rows(device: str, rows: int, mask: str) -> None:
     dtype = row_dtypes(device)[0]
