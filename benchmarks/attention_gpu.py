@@ -1,13 +1,17 @@
 """Verify attention on a CUDA device against its peers: the shapes of speculative verification.
 
     python benchmarks/attention_gpu.py [--sections k1,odd,ragged,view,fp8,rows64] [--json FILE]
+    python benchmarks/attention_gpu.py --sections errors [--json FILE]
 
 Protocol: K/V sets of at least 300 MB in turn, shuffled pages of 16 tokens, all calls of a variant
 in one CUDA graph, variants alternating, the median of --replays replays with the range of the
 middle 80 % in brackets. Ahead of each replay the L2 is filled with something else: variants read
 the same tokens, and some leave the ends of all requests there for the next one. Every row is
-checked against float64 in the same run. A peer that is not there is named, with the reason. Peers
-compute a chain: they have no tree mask.
+checked against float64 in the same run: mean, root mean square and maximum over all rows and heads
+of the shortest and the longest request of one set. A peer that is not there is named, with the
+reason. Peers compute a chain, as they have no tree mask, but for FlashInfer's, which has one.
+
+The section errors does that check alone, for every shape of the others: no timings, one K/V set.
 """
 
 from __future__ import annotations
@@ -21,7 +25,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 import torch
-from attention_inputs import HEAD_DIM, HEADS, KV_HEADS, PAGE, Bench, Case, Set
+from attention_inputs import HEAD_DIM, HEADS, KV_HEADS, PAGE, Bench, Case, Errors, Set
 from attention_peers import PEERS, find_peers
 
 from nwor_specpv import _stamp
@@ -37,6 +41,9 @@ GOALS_US = {
     (32, 32768): 960.0,
     (1, 131072): 127.0,
 }
+SECTIONS = ("k1", "odd", "ragged", "view", "fp8", "rows64")
+KINDS = ("mean", "rms", "max")
+ERRORS_OF = "all rows and heads of the shortest and the longest request of one K/V set"
 
 
 def cases(sections: Sequence[str]) -> list[Case]:
@@ -70,50 +77,86 @@ def cases(sections: Sequence[str]) -> list[Case]:
     return found
 
 
-def measure(case: Case, peers: dict, replays: int, seed: int) -> dict:
-    bench = Bench(case, seed)
+def variants_of(bench: Bench, peers: dict) -> dict[str, Callable[[Set], object]]:
     variants: dict[str, Callable[[Set], object]] = {
         "ours": lambda s: bench.ours(s, False),
         "ours tree": lambda s: bench.ours(s, True),
     }
-    errors: dict[str, float] = {}
-    routes: dict[str, str] = {}
-    left_out: dict[str, str] = {}
-    if case.section == "rows64":
+    if bench.case.section == "rows64":
         variants["fast tree"] = lambda s: bench.ours(s, True, "fast")
     for name, call in peers.items():
         variants[name] = lambda s, call=call: call(bench, s)
+    return variants
+
+
+def find_errors(bench: Bench, name: str, run: Callable[[Set], object]) -> Errors | None:
+    """None: what the variant gives is not comparable with ours."""
+    if name.startswith(("ours", "fast")):
+        return bench.errors(run, name.endswith("tree"))
+    compared = PEERS[name][1]
+    return None if compared is None else bench.errors(run, compared == "tree")
+
+
+def measure(case: Case, peers: dict, replays: int, seed: int) -> dict:
+    """One shape; without replays its errors alone."""
+    bench = Bench(case, seed, most_sets=None if replays else 1)
+    errors: dict[str, Errors] = {}
+    routes: dict[str, str] = {}
+    left_out: dict[str, str] = {}
     graphs, calls = {}, {}
-    for name, run in list(variants.items()):
+    for name, run in variants_of(bench, peers).items():
 
         def all_sets(run=run) -> None:
             for i in range(bench.calls):
                 run(bench.sets[i % len(bench.sets)])
 
         try:
+            found = find_errors(bench, name, run)
+            if found is not None:
+                errors[name] = found
             if name.startswith(("ours", "fast")):
-                errors[name] = bench.error(run, name.endswith("tree"))
                 routes[name] = last_route()
-            elif name in PEERS and PEERS[name][1]:
-                errors[name] = bench.error(run, False)
-            graphs[name] = capture(all_sets)
-            calls[name] = bench.calls
+            if replays:
+                graphs[name] = capture(all_sets)
+                calls[name] = bench.calls
         except NotImplementedError as error:
             left_out[name] = str(error)
         except Exception as error:
             if name.startswith("ours"):
                 raise
             left_out[name] = f"{type(error).__name__}: {error}"
-    timings = time_graphs(graphs, calls, replays, before=cold_l2())
+    timings = time_graphs(graphs, calls, replays, before=cold_l2()) if replays else {}
     return {
         "case": asdict(case),
         "name": case.name,
         "kv_bytes": bench.bytes,
         "timings": {name: asdict(t) for name, t in timings.items()},
-        "errors": errors,
+        "errors": {name: found.max for name, found in errors.items()},
+        "error_stats": {name: asdict(found) for name, found in errors.items()},
         "routes": routes,
         "left_out": left_out,
     }
+
+
+def label(result: dict) -> str:
+    case = result["case"]
+    name = result["name"] + (" view" if case["view"] else "")
+    return name + (" fp8" if case["cache"].startswith("float8") else "")
+
+
+def error_row(result: dict) -> str:
+    stats = result["error_stats"]
+
+    def shown(name: str) -> str:
+        if name not in stats:
+            return f"{'-':<27}"
+        return "".join(f"{stats[name][kind]:<9.1e}" for kind in KINDS)
+
+    ratios = "-"
+    if "FA3" in stats:
+        ratios = " ".join(f"{stats['ours'][kind] / stats['FA3'][kind]:.3f}" for kind in KINDS)
+    columns = "".join(shown(name) for name in ("ours", "ours tree", "FA3"))
+    return f"{label(result):<24}{result['case']['rows']:>5}  {columns}{ratios}"
 
 
 def row(result: dict) -> str:
@@ -135,22 +178,25 @@ def row(result: dict) -> str:
         error += f" (FA3 {errors['FA3']:.1e})"
     goal = case["goal_us"]
     mark = "" if goal is None else f"{goal:.0f} {'met' if ours <= goal else 'missed'}"
-    name = result["name"] + (" view" if case["view"] else "")
-    name += " fp8" if case["cache"].startswith("float8") else ""
     return (
-        f"{name:<24}{case['rows']:>5}  {shown('ours'):<17}{shown('FA3'):<17}"
-        f"{shown('FA2 folded'):<17}{ratio:<10}{floor:<15}{us['ours tree'] / ours:<12.3f}"
+        f"{label(result):<24}{case['rows']:>5}  {shown('ours'):<17}{shown('FA3'):<17}"
+        f"{shown('FA2 folded'):<17}{shown('FlashInfer'):<17}{shown('FlashInfer tree'):<19}"
+        f"{ratio:<10}{floor:<15}{us['ours tree'] / ours:<12.3f}"
         f"{result['kv_bytes'] / ours / 1e6:<7.2f}{mark:<13}{error}"
     )
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--sections", default="k1,odd,ragged,view,fp8,rows64")
+    parser.add_argument("--sections", default=",".join(SECTIONS), help="or errors, alone")
     parser.add_argument("--replays", type=int, default=20)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--json", type=Path)
     options = parser.parse_args(arguments)
+    sections = options.sections.split(",")
+    errors_only = sections == ["errors"]
+    if not errors_only and not set(sections) <= set(SECTIONS):
+        parser.error(f"--sections: got {options.sections}, expected some of {SECTIONS}, or errors")
     if not torch.cuda.is_available():
         print("attention_gpu: no CUDA device", file=sys.stderr)
         return 1
@@ -163,6 +209,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "commit": _stamp.read_stamp().revision,
         "seed": options.seed,
         "missing_peers": missing,
+        "errors_of": ERRORS_OF,
     }
     print(
         f"device {environment['device']} · torch {torch.__version__}"
@@ -172,16 +219,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     for name, reason in missing.items():
         print(f"missing: {name}: {reason}")
-    print(
-        f"{'B x L':<24}{'rows':>5}  {'ours us':<17}{'FA3 us':<17}{'FA2 folded us':<17}"
-        f"{'ours/FA3':<10}{'of read floor':<15}{'tree/chain':<12}{'TB/s':<7}"
-        f"{'goal us':<13}max err (fp64)"
-    )
+    if errors_only:
+        kinds = "".join(f"{name + ' ' + kind:<9}" for name in ("", "tree", "FA3") for kind in KINDS)
+        print(f"{'B x L':<24}{'rows':>5}  {kinds}ours / FA3")
+    else:
+        print(
+            f"{'B x L':<24}{'rows':>5}  {'ours us':<17}{'FA3 us':<17}{'FA2 folded us':<17}"
+            f"{'FlashInfer us':<17}{'FlashInfer tree us':<19}"
+            f"{'ours/FA3':<10}{'of read floor':<15}{'tree/chain':<12}{'TB/s':<7}"
+            f"{'goal us':<13}max err (fp64)"
+        )
     results = []
-    for case in cases(options.sections.split(",")):
-        result = measure(case, peers, options.replays, options.seed)
+    for case in cases(SECTIONS if errors_only else sections):
+        result = measure(case, peers, 0 if errors_only else options.replays, options.seed)
         results.append(result)
-        print(row(result), flush=True)
+        print(error_row(result) if errors_only else row(result), flush=True)
         torch.cuda.empty_cache()
         if options.json:  # after every case: a run that is cut short keeps what it has
             document = {"environment": environment, "results": results}

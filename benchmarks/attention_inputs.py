@@ -83,8 +83,17 @@ class Set:
     view: nwor_specpv.PartialView | None
 
 
+@dataclass(frozen=True)
+class Errors:
+    """Of an output against float64: absolute differences over rows, heads and channels."""
+
+    mean: float
+    rms: float
+    max: float
+
+
 class Bench:
-    def __init__(self, case: Case, seed: int) -> None:
+    def __init__(self, case: Case, seed: int, most_sets: int | None = None) -> None:
         self.case = case
         rng = random.Random(seed)
         torch.manual_seed(seed)
@@ -95,6 +104,8 @@ class Bench:
         token_bytes = 2 * KV_HEADS * HEAD_DIM * dtype.itemsize
         self.bytes = case.tokens * token_bytes
         num_sets = max(1, math.ceil(SET_BYTES / self.bytes))
+        if most_sets is not None:
+            num_sets = min(num_sets, most_sets)
         self.pool = Pool(dtype, num_sets * sum(pages))
         order = torch.randperm(num_sets * sum(pages), dtype=torch.int32)
         self.lens = torch.tensor(case.lens, dtype=torch.int32, device=DEVICE)
@@ -124,6 +135,7 @@ class Bench:
             for tree in (False, True)
         }
         self.calls = max(num_sets, 8 if self.bytes < SET_BYTES else 1)
+        self.references: dict[tuple[bool, int], torch.Tensor] = {}
 
     def _make_set(self, table: torch.Tensor, used: torch.Tensor) -> Set:
         case = self.case
@@ -194,12 +206,24 @@ class Bench:
             out[:, head] = scores.masked_fill(~seen, -math.inf).softmax(-1) @ v
         return out
 
-    def error(self, run: Callable[[Set], torch.Tensor], tree: bool) -> float:
-        """The largest error of the shortest and the longest request of the last set."""
+    def errors(self, run: Callable[[Set], torch.Tensor], tree: bool) -> Errors:
+        """Of the shortest and the longest request of the last set, all their rows and heads."""
         s = self.sets[-1]
         s.out.fill_(math.nan)
         out = run(s).view(-1, self.case.rows, HEADS, HEAD_DIM)
-        requests = {self.case.lens.index(f(self.case.lens)) for f in (min, max)}
-        return max(
-            (out[b].double() - self.reference(s, tree, b)).abs().max().item() for b in requests
-        )
+        wrong = torch.cat([(out[b].double() - self.expected(tree, b)).flatten() for b in self.ends])
+        mean, rms = wrong.abs().mean().item(), wrong.square().mean().sqrt().item()
+        return Errors(mean, rms, wrong.abs().max().item())
+
+    @property
+    def ends(self) -> list[int]:
+        lens = self.case.lens
+        return sorted({lens.index(min(lens)), lens.index(max(lens))})
+
+    def expected(self, tree: bool, request: int) -> torch.Tensor:
+        """The reference of the last set, computed once."""
+        found = self.references.get((tree, request))
+        if found is None:
+            found = self.reference(self.sets[-1], tree, request)
+            self.references[tree, request] = found
+        return found

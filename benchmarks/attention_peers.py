@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
+import math
 from collections.abc import Callable
 from typing import Any
 
 import torch
-from attention_inputs import DEVICE, HEAD_DIM, HEADS, KV_HEADS, Bench, Set
+from attention_inputs import DEVICE, HEAD_DIM, HEADS, KV_HEADS, PAGE, Bench, Set
 
 
 def read_floor() -> Callable[[Bench, Set], object]:
@@ -128,12 +130,81 @@ def flash_attention_2_folded() -> Callable[[Bench, Set], object]:
     return run
 
 
-PEERS: dict[str, tuple[Callable[[], Callable[[Bench, Set], object]], bool]] = {
-    # name: (maker, whether its output is comparable with our chain)
-    "read": (read_floor, False),
-    "FA3": (flash_attention_3, True),
-    "FA2 folded": (flash_attention_2_folded, False),
-    "vLLM Triton": (vllm_triton, True),
+def flash_infer(tree: bool) -> Callable[[Bench, Set], torch.Tensor]:
+    """FlashInfer's paged prefill, planned when a set is first seen: never inside a graph.
+
+    Its kernels for Hopper do not split a prefix, so that a few rows leave most of the device idle;
+    those named fa2 do, and take a mask. Wrappers are not made for graphs of their own (those pad
+    their grids): a graph here replays the lengths it was planned for.
+    """
+    import flashinfer
+
+    wrappers: dict[Set, Any] = {}
+    workspace = torch.empty(256 << 20, dtype=torch.uint8, device=DEVICE)
+
+    def plan(bench: Bench, s: Set) -> Any:
+        case = bench.case
+        lens = [n + case.rows for n in case.lens]
+        counts = [math.ceil(n / PAGE) for n in lens]
+        starts = [case.rows * b for b in range(len(lens) + 1)]
+        ends = list(itertools.accumulate(counts, initial=0))
+        pages = torch.cat([s.table[b, :count] for b, count in enumerate(counts)])
+        mask = None
+        if tree:
+            j = torch.arange(case.rows, device=DEVICE)
+            seen = (bench.tree[:, j // 64] >> (j % 64) & 1).bool().split(case.rows)
+            ones = [rows.new_ones(case.rows, n) for rows, n in zip(seen, case.lens, strict=True)]
+            both = zip(ones, seen, strict=True)
+            mask = torch.cat([torch.cat(parts, 1).flatten() for parts in both])
+
+        def ints(values: list[int]) -> torch.Tensor:
+            return torch.tensor(values, dtype=torch.int32, device=DEVICE)
+
+        wrapper = flashinfer.BatchPrefillWithPagedKVCacheWrapper(workspace, "NHD", backend="fa2")
+        wrapper.plan(
+            ints(starts),
+            ints(ends),
+            pages,
+            ints([(n - 1) % PAGE + 1 for n in lens]),
+            HEADS,
+            KV_HEADS,
+            HEAD_DIM,
+            PAGE,
+            custom_mask=mask,
+            causal=not tree,
+            sm_scale=HEAD_DIM**-0.5,
+            q_data_type=torch.bfloat16,
+        )
+        return wrapper
+
+    def run(bench: Bench, s: Set) -> torch.Tensor:
+        if bench.case.cache != "bfloat16" or bench.case.view:
+            raise NotImplementedError("bfloat16 pages only")
+        if s not in wrappers:
+            if wrappers.keys() - set(bench.sets):  # of another case
+                wrappers.clear()
+            wrappers[s] = plan(bench, s)
+        return wrappers[s].run(s.query, (bench.pool.keys, bench.pool.values), out=s.out)
+
+    return run
+
+
+def flash_infer_chain() -> Callable[[Bench, Set], torch.Tensor]:
+    return flash_infer(tree=False)
+
+
+def flash_infer_tree() -> Callable[[Bench, Set], torch.Tensor]:
+    return flash_infer(tree=True)
+
+
+PEERS: dict[str, tuple[Callable[[], Callable[[Bench, Set], object]], str | None]] = {
+    # name: (maker, which of ours its output is comparable with)
+    "read": (read_floor, None),
+    "FA3": (flash_attention_3, "chain"),
+    "FA2 folded": (flash_attention_2_folded, None),
+    "vLLM Triton": (vllm_triton, "chain"),
+    "FlashInfer": (flash_infer_chain, "chain"),
+    "FlashInfer tree": (flash_infer_tree, "tree"),
 }
 
 

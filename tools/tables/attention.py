@@ -15,11 +15,18 @@ class Attention:
     def __init__(self) -> None:
         self.sections: dict[str, list[dict]] = {}
         self.commits: dict[str, str] = {}
+        self.errors: list[dict] = []  # results with the errors of each variant, timed or not
+        self.errors_commit = ""
         self.device = ""
         for path in sorted((RESULTS / "h200").glob("attention*.json")):
             data = json.loads(path.read_text(encoding="utf-8"))
             self.device = data["environment"]["device"]
             for result in data["results"]:
+                if "error_stats" in result:
+                    self.errors.append(result)
+                    self.errors_commit = data["environment"]["commit"]
+                if not result["timings"]:
+                    continue
                 section = result["case"]["section"]
                 self.sections.setdefault(section, []).append(result)
                 self.commits[section] = data["environment"]["commit"]
@@ -30,6 +37,32 @@ class Attention:
 
 def medians(result: dict) -> dict[str, float]:
     return {name: timing["median_us"] for name, timing in result["timings"].items()}
+
+
+def error_text(data: Attention) -> str:
+    """The range of errors relative to FlashAttention-3's, over all shapes that have both."""
+    found = [r["error_stats"] for r in data.errors if "FA3" in r["error_stats"]]
+    if not found:
+        return ""
+    ranges = []
+    for kind, name in (("mean", "mean"), ("rms", "root mean square"), ("max", "largest error")):
+        ratios = [stats["ours"][kind] / stats["FA3"][kind] for stats in found]
+        ranges.append(f"{name} {min(ratios):.2f} to {max(ratios):.2f} times")
+    return (
+        f" Errors against float64, relative to FA3's on the same data, over {len(found)} shapes "
+        f"(commit `{data.errors_commit}`): {', '.join(ranges)}."
+    )
+
+
+def flash_infer_text(compared: list[dict[str, float]]) -> str:
+    """How FlashInfer fares, where it was there."""
+    parts = []
+    for ours, peer in (("ours", "FlashInfer"), ("ours tree", "FlashInfer tree")):
+        ratios = [us[peer] / us[ours] for us in compared if peer in us]
+        if ratios:
+            kind = "trees" if peer.endswith("tree") else "chains"
+            parts.append(f"{kind} {min(ratios):.2f} to {max(ratios):.2f} times as long as ours")
+    return f" FlashInfer's paged prefill takes for {', for '.join(parts)}." if parts else ""
 
 
 def attention_lines() -> Iterator[str]:
@@ -45,13 +78,16 @@ def attention_lines() -> Iterator[str]:
         "FlashAttention-3 on the same pages (it has no tree mask), the read floor a kernel that "
         f"only reads them, all in turn in one process. Faster than FA3 in {wins} of "
         f"{len(compared)} rows (goal: in all), at or below its goal in {met} of {len(goals)}."
+        f"{flash_infer_text(compared)}{error_text(data)}"
     )
     yield ""
     yield "![Verify attention, 8 rows, relative to the read floor](docs/attention.svg)"
     yield ""
+    others = [n for n in ("FlashInfer", "FlashInfer tree") if any(n in us for us in compared)]
     yield from head(
         *("B x L", "rows", "ours us", "goal us", "FA3 us", "ours / FA3"),
         *("of read floor", "tree / chain"),
+        *(f"{name} us" for name in others),
     )
     for result in results:
         case, us = result["case"], medians(result)
@@ -65,6 +101,7 @@ def attention_lines() -> Iterator[str]:
             f"{us['ours'] / peer:.2f}" if peer else "-",
             f"{100 * us['read'] / us['ours']:.0f} %",
             f"{us['ours tree'] / us['ours']:.2f}",
+            *(f"{us[name]:.1f}" if name in us else "-" for name in others),
         )
 
 
