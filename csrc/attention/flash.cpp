@@ -1,6 +1,7 @@
 #include "attention/flash.h"
 
 #include <ATen/ops/arange.h>
+#include <ATen/ops/searchsorted.h>
 #include <ATen/ops/zeros_like.h>
 
 #include <algorithm>
@@ -25,7 +26,8 @@ int64_t MaxQuery(const VerifyArguments& arguments) {
   return std::max<int64_t>(longest, 2);
 }
 
-// Every request has `max_rows` rows: no request has more, and together they have that many.
+// There is room for `max_rows` rows of every request and for no more. Some may have fewer, when
+// rows that belong to no request fill the batch up.
 bool IsUniform(const VerifyArguments& arguments) {
   const int64_t requests = arguments.block_table.size(0);
   return requests == 1 ||
@@ -44,6 +46,24 @@ void GatherPages(const VerifyArguments& arguments, FlashCall* call) {
   call->max_key = tokens;
 }
 
+// A batch as `rows` rows of each request: where they are in the batch, and where the batch's rows
+// are among them. Rows of no request are some row or other.
+struct RowPlaces {
+  at::Tensor of_requests;
+  at::Tensor of_batch;
+};
+RowPlaces PlaceRows(const at::Tensor& query_start, int64_t requests, int64_t rows) {
+  const at::Tensor starts = query_start.to(at::kLong);
+  const at::Tensor begins = starts.narrow(0, 0, requests), ends = starts.narrow(0, 1, requests);
+  const int64_t last = requests * rows - 1;
+  const at::Tensor batch = at::arange(requests * rows, begins.options());
+  const at::Tensor request =
+      at::searchsorted(ends, batch, /*out_int32=*/false, /*right=*/true).clamp_max(requests - 1);
+  const at::Tensor within = batch.sub(begins.index_select(0, request));
+  return {begins.unsqueeze(1).add(batch.narrow(0, 0, rows)).clamp(0, last).flatten(),
+          request.mul(rows).add(within).clamp(0, last)};
+}
+
 // All rows and query heads of a KV head as the heads of one query token, and every (request, KV
 // head) as a sequence: the kernel reads K and V once for all of them, in place.
 AttentionState FoldedCompact(const VerifyArguments& arguments, const CheckedVerify& checked,
@@ -53,8 +73,10 @@ AttentionState FoldedCompact(const VerifyArguments& arguments, const CheckedVeri
   const int64_t head_dim = keys.size(3);
   const int64_t rows = arguments.query.size(0) / requests;
   const int64_t group = arguments.query.size(1) / kv_heads;
+  const RowPlaces places = PlaceRows(arguments.query_start, requests, rows);
   FlashCall call = base;
-  call.query = arguments.query.reshape({requests, rows, kv_heads, group, head_dim})
+  call.query = arguments.query.index_select(0, places.of_requests)
+                   .view({requests, rows, kv_heads, group, head_dim})
                    .transpose(1, 2)
                    .reshape({requests * kv_heads, rows * group, head_dim});
   call.key = keys.contiguous().view({requests * kv_heads * tokens, 1, head_dim});
@@ -66,7 +88,7 @@ AttentionState FoldedCompact(const VerifyArguments& arguments, const CheckedVeri
   call.max_key = tokens;
   AttentionState state = CallTorchFlash(call);
   const auto unfold = [&](const at::Tensor& folded, at::IntArrayRef sizes) {
-    return folded.transpose(1, 2).reshape(sizes);
+    return folded.transpose(1, 2).reshape(sizes).index_select(0, places.of_batch);
   };
   state.out = unfold(state.out.reshape({requests, kv_heads, rows, group, head_dim}),
                      arguments.query.sizes());

@@ -286,6 +286,27 @@ def test_a_compact_view_and_its_faults(mask: str, rows: list[int], fault: str) -
     expect_right(step, out, lse, alone)
 
 
+@pytest.mark.parametrize("mask", ["causal", "tree"])
+@pytest.mark.parametrize("rows", [[4, 3, 4], [1, 4, 2], [0, 4, 4], [2, 0, 1]])
+def test_a_batch_of_fewer_rows_is_filled_up(mask: str, rows: list[int]) -> None:
+    """As graphs of one size replay it: four rows for each request, some of them nobody's."""
+    shape = Shape(rows, [90, 40, 130], 8, 2, 128, dtype=torch.bfloat16, mask=mask, view="compact")
+    step = make_step(shape, 74, "cuda")
+    alone = {b: step.only(b) for b in range(3) if rows[b]}
+    spare = 12 - sum(rows)
+    for name in ("query", "key", "value"):
+        given = step.arguments[name]
+        filler = torch.full((spare, *given.shape[1:]), torch.nan, dtype=given.dtype, device="cuda")
+        step.arguments[name] = torch.cat((given, filler))
+    if step.tree_mask is not None:
+        zeros = step.tree_mask.new_zeros(spare, step.tree_mask.shape[1])
+        step.tree_mask = torch.cat((step.tree_mask, zeros))
+    status = new_status()
+    out, lse = step.run(route="torch_flash", max_rows=4, status=status)
+    assert status.tolist() == [0] * 8
+    expect_right(step, out, lse, alone)
+
+
 def test_a_mix_of_view_and_pages_is_told_of_and_ours_computes_it() -> None:
     shape = Shape([3, 2, 4], [90, 40, 130], dtype=torch.bfloat16, mask="tree", view="mixed_compact")
     steps = (make_step(shape, seed, "cuda") for seed in range(50))
