@@ -5,17 +5,12 @@
 #include <cstdint>
 
 #include "attention/ptx.cuh"
+#include "kv_interceptor/shared_barrier.cuh"
 
-// Barriers in shared memory that count arrivals and bytes, and the copy engine that arrives there:
-// sm_90 and up (InitBarrier, Wait and Meet: sm_80). A barrier goes through phases 0, 1, 0, ...; it
-// starts in phase 0 and passes to the next one when `count` arrivals and all announced bytes have
-// come.
+// Barriers in shared memory that count bytes as well as arrivals, and the copy engine that arrives
+// there: sm_90 and up. A phase ends when all announced bytes have come, too.
 
 namespace nwor::bulk {
-
-__device__ inline void InitBarrier(uint32_t barrier, int count) {
-  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(count) : "memory");
-}
 
 // Makes barriers visible to the copy engine; then the CTA must meet.
 __device__ inline void FenceBarriers() {
@@ -36,32 +31,6 @@ __device__ inline void Expect(uint32_t barrier, int bytes) {
 // Arrives once when all copies that this thread has made with ptx::CopyAsync are complete.
 __device__ inline void ArriveAfterCopies(uint32_t barrier) {
   asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(barrier) : "memory");
-}
-
-// Waits for the end of the given phase (its parity).
-__device__ inline void Wait(uint32_t barrier, uint32_t parity) {
-  uint32_t done;
-  do {
-    asm volatile(
-#if __CUDA_ARCH__ >= 900
-        "{ .reg .pred p; mbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2; "
-#else
-        "{ .reg .pred p; mbarrier.test_wait.parity.shared::cta.b64 p, [%1], %2; "
-#endif
-        "selp.u32 %0, 1, 0, p; }"
-        : "=r"(done)
-        : "r"(barrier), "r"(parity)
-        : "memory");
-  } while (done == 0);
-}
-
-// The `count` threads of a barrier, whole warps, meet in the given phase (its parity). Each of them
-// sees what the others have done before.
-__device__ inline void Meet(uint32_t barrier, uint32_t parity) {
-  asm volatile("{ .reg .b64 state; mbarrier.arrive.shared::cta.b64 state, [%0]; }" ::"r"(barrier)
-               : "memory");
-  Wait(barrier, parity);
-  __syncwarp();
 }
 
 // A box of a tensor of four dimensions: (channel, token, head, page).

@@ -5,10 +5,11 @@
 #include "kv_interceptor/commit_grid.h"
 #include "kv_interceptor/commit_move.cuh"
 #include "kv_interceptor/commit_summaries.cuh"
-#include "kv_interceptor/commit_summary_share.cuh"
+#include "kv_interceptor/commit_summary_warp.cuh"
 #include "kv_interceptor/commit_table.cuh"
 #include "kv_interceptor/commit_tail.cuh"
 #include "kv_interceptor/commit_validate.cuh"
+#include "kv_interceptor/commit_verdict.cuh"
 #include "kv_interceptor/launch_check.h"
 
 // One launch, no grid barrier. Each block takes one plane (K or V of one layer) and its share of
@@ -17,78 +18,47 @@
 //
 // Small batches are validated by a warp of their own: a warp that waits for its rows cannot think.
 //
-// A commit that serves partial views has no blocks of its own for them: the warps that move rows
-// find out by themselves whether they have a block to complete or a row 0 to copy, while they wait
-// for the verdict or for their rows, and do it when their own stores are on their way.
+// Block summaries have a warp of their own, too: it starts at once and shares nothing with those
+// that move rows but the verdict. Rows 0 of compact views are copied by the latter, when their own
+// stores are on their way.
 
 namespace nwor {
 namespace {
 
-struct ViewTable {
+// What a commit does for partial views.
+struct NoViews {
+  static constexpr bool kSummaries = false;
+  static constexpr int kBlocksPerSm = kCommitBlocksPerSm;
+  NoTail tail;
+};
+struct SummaryViews {
+  static constexpr bool kSummaries = true;
+  static constexpr int kBlocksPerSm = kCommitBlocksPerSm;
+  SummaryTable summaries;
+  NoTail tail;
+};
+struct AllViews {
+  static constexpr bool kSummaries = true;  // possibly none: then their warp is not launched
+  static constexpr int kBlocksPerSm = 3;    // warps that store rows twice need more registers
   SummaryTable summaries;
   TailTable tail;
 };
-struct NoViews {
-  NoTail tail;
-};
-template <bool kViews>
-using ViewArgument = std::conditional_t<kViews, ViewTable, NoViews>;
+static_assert(sizeof(CommitTable<kUsualViewLayers>) + sizeof(AllViews) <= 4096);
 
-// What one of the warps of a layer's two planes does for partial views. Neighbouring units go to
-// different blocks: they take the same time.
-template <int kLayers>
-class ViewShare {
- public:
-  // The first loads are on their way when it has been made.
-  __device__ ViewShare(const CommitTable<kLayers>& table, const ViewTable& views)
-      : table_(table),
-        views_(views),
-        num_warps_(2 * gridDim.y * kCommitWarps),
-        warp_((threadIdx.x / 32 * 2 + blockIdx.x % 2) * gridDim.y + blockIdx.y),
-        requests_(views.summaries.to.kmax == nullptr
-                      ? LaneRequests()
-                      : LaneRequests(table.batch, views.summaries, 0)),
-        summaries_({table.batch, layer(), views.summaries, layer_idx()}, warp_, num_warps_) {}
+template <typename Views>
+inline constexpr int kExtraThreads = Views::kSummaries ? kSummaryThreads : 0;
 
-  // May be called before the batch is known to be valid.
-  __device__ void Start() {
-    if (views_.summaries.to.kmax != nullptr) summaries_.Start(requests_);
+// Copies rows 0 of the layer's requests. REQUIRES: the batch is valid.
+template <RowOp kOp, int kLayers, typename Tail>
+__device__ void CopyRoots(const CommitTable<kLayers>& table, const Tail& tail) {
+  if constexpr (!std::is_same_v<Tail, NoTail>) {
+    if (tail.data[0] == nullptr) return;
+    const auto layer = static_cast<int>(blockIdx.x / 2);
+    const uint32_t warp = (threadIdx.x / 32 * 2 + blockIdx.x % 2) * gridDim.y + blockIdx.y;
+    FeedRoots<kOp>(table.batch, table.layers[layer], layer, tail, warp,
+                   2 * gridDim.y * kCommitWarps);
   }
-
-  // REQUIRES: the batch is valid, and Start was called.
-  __device__ void FinishSummaries() {
-    if (views_.summaries.to.kmax != nullptr) summaries_.Finish();
-  }
-
-  // REQUIRES: the batch is valid.
-  template <RowOp kOp>
-  __device__ void CopyRoots() const {
-    if (views_.tail.data[0] != nullptr) {
-      FeedRoots<kOp>(table_.batch, layer(), layer_idx(), views_.tail, warp_, num_warps_);
-    }
-  }
-
- private:
-  __device__ static int layer_idx() { return static_cast<int>(blockIdx.x / 2); }
-  __device__ const LayerTable& layer() const { return table_.layers[layer_idx()]; }
-
-  const CommitTable<kLayers>& table_;
-  const ViewTable& views_;
-  const uint32_t num_warps_;
-  const uint32_t warp_;
-  const LaneRequests requests_;
-  SummaryShare summaries_;
-};
-struct NoViewShare {
-  template <typename Table>
-  __device__ NoViewShare(const Table&, const NoViews&) {}
-  __device__ void Start() {}
-  __device__ void FinishSummaries() {}
-  template <RowOp kOp>
-  __device__ void CopyRoots() const {}
-};
-template <int kLayers, bool kViews>
-using ViewShareOf = std::conditional_t<kViews, ViewShare<kLayers>, NoViewShare>;
+}
 
 // True in the one warp of the grid that publishes; asked by one warp of each block after the block
 // has its verdict. Such a block reads no input that publishing changes, so its rows may still be on
@@ -114,106 +84,104 @@ __device__ BatchVerdict CheckWarpShare(const BatchTable& batch, const Tail& tail
           static_cast<int32_t>(__reduce_add_sync(0xffffffff, num_accepted))};
 }
 
-// The whole block validates; ends with a barrier after which all threads know the same verdict.
-template <typename Tail>
-__device__ BatchVerdict ValidateTogether(const BatchTable& batch, const Tail& tail, uint32_t* cells,
-                                         const Entry& first, BatchVerdict& found) {
-  ClearCells<BlockTeam>(batch, cells);
-  if (threadIdx.x == 0) found = {kNoFault, 0};
-  __syncthreads();
-  const BatchVerdict warp = CheckWarpShare<BlockTeam>(batch, tail, cells, first);
-  if (threadIdx.x % 32 == 0) {
-    if (warp.fault != kNoFault) atomicMin(&found.fault, warp.fault);
-    if (warp.num_accepted != 0) atomicAdd(&found.num_accepted, warp.num_accepted);
-  }
-  __syncthreads();
-  return found;
-}
-
 // kUniform: every group moves its rows by kOp, which is then known here; otherwise each block looks
-// its op up, and loads only after the verdict.
-template <int kLayers, bool kUniform, RowOp kOp, bool kViews>
-__global__ void __launch_bounds__(kCommitThreads, kUniform ? kCommitBlocksPerSm : 3)
+// its op up, and loads only after the verdict. The warps that move rows validate together.
+template <int kLayers, bool kUniform, RowOp kOp, typename Views>
+__global__ void __launch_bounds__(kCommitThreads + kExtraThreads<Views>,
+                                  Views::kBlocksPerSm - (kUniform ? 0 : 1))
     CommitKernel(const __grid_constant__ CommitTable<kLayers> table,
-                 const __grid_constant__ ViewArgument<kViews> views) {
+                 const __grid_constant__ Views views) {
   using Tail = std::remove_cvref_t<decltype(views.tail)>;
   extern __shared__ uint32_t cells[];  // see InsertSlot
-  __shared__ BatchVerdict found;
+  __shared__ VerdictPost post;
+  if constexpr (Views::kSummaries) {
+    if (threadIdx.x >= kCommitThreads) {
+      return CompleteSummaries(table, views.summaries, post, kCommitWarps);
+    }
+  }
   const BatchTable& batch = table.batch;
+  const Plane plane = SelectPlane(table, blockIdx.x);
   const Entry first = LoadEntry(batch, static_cast<int32_t>(threadIdx.x));
+  const auto open = [&] {
+    ClearCells<BlockTeam>(batch, cells);
+    post.Open(kCommitWarps);
+  };
   const auto decide = [&] {
-    const BatchVerdict verdict = ValidateTogether(batch, views.tail, cells, first, found);
+    post.Add(CheckWarpShare<BlockTeam>(batch, views.tail, cells, first));
+    const BatchVerdict verdict = post.Await();
     // The last warp has the least to move, often nothing.
     if (threadIdx.x / 32 == kCommitWarps - 1 && PublishesNow(batch)) {
       Announce(batch, views.tail, verdict);
     }
     return verdict.fault == kNoFault;
   };
-  const Plane plane = SelectPlane(table, blockIdx.x);
-  ViewShareOf<kLayers, kViews> view_share(table, views);
   if constexpr (kUniform) {
     WarpShare<kOp, Tail> share(batch, plane, views.tail);
-    share.Start();
+    const Entry first_row = share.LoadFirst();
+    open();
+    share.Start(first_row);
     if (!decide()) return;
-    if constexpr (kViews) {
-      if (share.more()) share.Advance();  // the next rows are on their way in the meantime
-      view_share.Start();
-    }
     share.Finish();
-    view_share.FinishSummaries();
-    view_share.template CopyRoots<kOp>();
-  } else if (decide()) {
+    CopyRoots<kOp>(table, views.tail);
+  } else {
+    open();
+    if (!decide()) return;
     DispatchRowOp(plane.group.op, [&](auto op) {
       WarpShare<decltype(op)::value, Tail> share(batch, plane, views.tail);
-      share.Start();
+      share.Start(share.LoadFirst());
       share.Finish();
-      view_share.template CopyRoots<decltype(op)::value>();
+      CopyRoots<decltype(op)::value>(table, views.tail);
     });
-    view_share.Start();
-    view_share.FinishSummaries();
   }
 }
 
-// Where the verdict meets those who wait for it, from two places in the code.
-__device__ void MeetAtVerdict() {
-  asm volatile("barrier.sync 1, %0;" ::"n"(kSmallCommitThreads) : "memory");
-}
-
 // At most kSmallCommitEntries entries, all rows moved 16 bytes at a time.
-template <int kLayers, bool kViews>
-__global__ void __launch_bounds__(kSmallCommitThreads, kCommitBlocksPerSm)
+template <int kLayers, typename Views>
+__global__ void __launch_bounds__(kSmallCommitThreads + kExtraThreads<Views>, Views::kBlocksPerSm)
     SmallCommitKernel(const __grid_constant__ CommitTable<kLayers> table,
-                      const __grid_constant__ ViewArgument<kViews> views) {
+                      const __grid_constant__ Views views) {
   using Tail = std::remove_cvref_t<decltype(views.tail)>;
   __shared__ uint32_t cells[ChooseCommitCells(kSmallCommitEntries)];
-  __shared__ BatchVerdict found;
+  __shared__ VerdictPost post;
+  if constexpr (Views::kSummaries) {
+    if (threadIdx.x >= kSmallCommitThreads) {
+      return CompleteSummaries(table, views.summaries, post, 1);
+    }
+  }
   const BatchTable& batch = table.batch;
   if (threadIdx.x >= kCommitThreads) {
     const Entry first = LoadEntry(batch, static_cast<int32_t>(threadIdx.x % 32));
     ClearCells<WarpTeam>(batch, cells);
-    __syncwarp();
+    post.Open(1);
     const BatchVerdict verdict = CheckWarpShare<WarpTeam>(batch, views.tail, cells, first);
-    if (threadIdx.x % 32 == 0) found = verdict;
-    MeetAtVerdict();
+    post.Add(verdict);
     if (PublishesNow(batch)) Announce(batch, views.tail, verdict);
     return;
   }
   const Plane plane = SelectPlane(table, blockIdx.x);
-  ViewShareOf<kLayers, kViews> view_share(table, views);
   WarpShare<RowOp::kCopy16, Tail> share(batch, plane, views.tail);
-  share.Start();
-  view_share.Start();
-  MeetAtVerdict();
-  if (found.fault != kNoFault) return;
+  const Entry first = share.LoadFirst();
+  post.Open(1);
+  share.Start(first);
+  if (post.Await().fault != kNoFault) return;
   share.Finish();
-  view_share.FinishSummaries();
-  view_share.template CopyRoots<RowOp::kCopy16>();
+  CopyRoots<RowOp::kCopy16>(table, views.tail);
 }
 
-template <int kLayers, bool kViews>
-void Launch(void (*kernel)(CommitTable<kLayers>, ViewArgument<kViews>), int threads,
+template <typename Views>
+Views MakeViews(const CommitParams& params) {
+  Views views{};
+  if constexpr (Views::kSummaries) views.summaries = MakeSummaryTable(params);
+  if constexpr (std::is_same_v<Views, AllViews>) views.tail = MakeTailTable(params);
+  return views;
+}
+
+template <int kLayers, typename Views>
+void Launch(void (*kernel)(CommitTable<kLayers>, Views), int threads,
             const CommitTable<kLayers>& table, const CommitParams& params, int64_t shared_bytes) {
-  constexpr int64_t kAlwaysAllowed = 48 * 1024 - sizeof(BatchVerdict);
+  constexpr int64_t kOwnBytes =
+      sizeof(VerdictPost) + (Views::kSummaries ? sizeof(SummaryStages) : 0);
+  constexpr int64_t kAlwaysAllowed = 48 * 1024 - kOwnBytes;
   if (shared_bytes > kAlwaysAllowed) {
     CheckCuda(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
                                    static_cast<int>(shared_bytes)),
@@ -228,35 +196,49 @@ void Launch(void (*kernel)(CommitTable<kLayers>, ViewArgument<kViews>), int thre
   const int32_t num_planes = 2 * params.num_layers;
   const int64_t by_memory =
       CurrentDeviceAttribute(cudaDevAttrMaxSharedMemoryPerMultiprocessor) /
-      (shared_bytes + CurrentDeviceAttribute(cudaDevAttrReservedSharedMemoryPerBlock) +
-       static_cast<int64_t>(sizeof(BatchVerdict)));
+      (shared_bytes + CurrentDeviceAttribute(cudaDevAttrReservedSharedMemoryPerBlock) + kOwnBytes);
   const int num_sms = CurrentDeviceAttribute(cudaDevAttrMultiProcessorCount);
   const auto blocks_per_sm =
-      static_cast<int32_t>(std::clamp<int64_t>(by_memory, 1, kCommitBlocksPerSm));
-  const int32_t splits = ChooseCommitSplits(num_planes, max_slices, num_sms, blocks_per_sm);
-  ViewArgument<kViews> views{};
-  if constexpr (kViews) views = {MakeSummaryTable(params), MakeTailTable(params)};
+      static_cast<int32_t>(std::clamp<int64_t>(by_memory, 1, Views::kBlocksPerSm));
+  int32_t splits = ChooseCommitSplits(num_planes, max_slices, num_sms, blocks_per_sm);
+  const Views views = MakeViews<Views>(params);
+  if constexpr (Views::kSummaries) {
+    if (views.summaries.to.kmax != nullptr) {
+      threads += kSummaryThreads;
+      const int64_t units =
+          ExpectSummaryUnits(params.num_requests, params.depth, views.summaries.to.block_size,
+                             views.summaries.num_heads);
+      splits = ChooseSummarySplits(splits, num_planes, units, num_sms, blocks_per_sm);
+    }
+  }
   const dim3 grid(static_cast<unsigned>(num_planes), static_cast<unsigned>(splits));
   kernel<<<grid, threads, shared_bytes, static_cast<cudaStream_t>(params.stream)>>>(table, views);
   CheckCuda(cudaGetLastError(), "commit kernel");
 }
 
-template <int kLayers, bool kViews>
+template <int kLayers, typename Views>
 void Launch(const CommitParams& params) {
   const CommitTable<kLayers> table = MakeCommitTable<kLayers>(params);
   const bool copies = std::all_of(table.batch.groups, table.batch.groups + params.num_groups,
                                   [](const auto& group) { return group.op == RowOp::kCopy16; });
   const int64_t cell_bytes = int64_t{table.batch.num_cells} * 4;
-  const auto launch = [&](auto kernel, int threads, int64_t shared_bytes) {
-    Launch<kLayers, kViews>(kernel, threads, table, params, shared_bytes);
-  };
   if (copies && table.batch.num_positions <= kSmallCommitEntries) {
-    launch(SmallCommitKernel<kLayers, kViews>, kSmallCommitThreads, 0);
+    Launch(SmallCommitKernel<kLayers, Views>, kSmallCommitThreads, table, params, 0);
   } else if (copies) {
-    launch(CommitKernel<kLayers, true, RowOp::kCopy16, kViews>, kCommitThreads, cell_bytes);
+    Launch(CommitKernel<kLayers, true, RowOp::kCopy16, Views>, kCommitThreads, table, params,
+           cell_bytes);
   } else {
-    launch(CommitKernel<kLayers, false, RowOp::kCopy16, kViews>, kCommitThreads, cell_bytes);
+    // Built for all views or none: what it gains from less is not worth a kernel.
+    using Built = std::conditional_t<Views::kSummaries, AllViews, NoViews>;
+    Launch(CommitKernel<kLayers, false, RowOp::kCopy16, Built>, kCommitThreads, table, params,
+           cell_bytes);
   }
+}
+
+template <int kUsual, typename Views>
+void LaunchForLayers(const CommitParams& params) {
+  params.num_layers <= kUsual ? Launch<kUsual, Views>(params)
+                              : Launch<kMaxCommitLayers, Views>(params);
 }
 
 }  // namespace
@@ -266,13 +248,15 @@ void LaunchCommit(const CommitParams& params) {
   NWOR_CHECK(params.ticket != nullptr || !PublishesLast(params),
              "ticket: got null, expected a zeroed word because tips are updated or status and "
              "round_status are one");
-  const bool usual = params.num_layers <= kUsualLayers;
-  if (params.summaries.kmax != nullptr || params.tail.keys != nullptr) {
-    NWOR_CHECK(params.num_groups == 1, "summaries, tail: got ", params.num_groups,
-               " cache groups, expected 1");
-    usual ? Launch<kUsualLayers, true>(params) : Launch<kMaxCommitLayers, true>(params);
+  const bool summarises = params.summaries.kmax != nullptr, feeds = params.tail.keys != nullptr;
+  NWOR_CHECK(params.num_groups == 1 || !(summarises || feeds), "summaries, tail: got ",
+             params.num_groups, " cache groups, expected 1");
+  if (feeds) {
+    LaunchForLayers<kUsualViewLayers, AllViews>(params);
+  } else if (summarises) {
+    LaunchForLayers<kUsualViewLayers, SummaryViews>(params);
   } else {
-    usual ? Launch<kUsualLayers, false>(params) : Launch<kMaxCommitLayers, false>(params);
+    LaunchForLayers<kUsualLayers, NoViews>(params);
   }
 }
 

@@ -16,6 +16,8 @@ inline constexpr int kCommitBlocksPerSm = 4;
 // Batches of at most so many entries are validated by one more warp beside those that move rows.
 inline constexpr int kSmallCommitEntries = 64;
 inline constexpr int kSmallCommitThreads = kCommitThreads + 32;
+// One warp more in each block of a commit that completes summaries.
+inline constexpr int kSummaryThreads = 32;
 
 // Cells of the table in which every entry of the batch looks for others with its destination: half
 // again as many as entries, so that even a full batch finds a place in a few steps and 8192 entries
@@ -35,6 +37,22 @@ constexpr int32_t ChooseCommitSplits(int32_t num_planes, int64_t num_slices, int
   const int64_t wanted = std::max(one_slice_per_warp, one_block_per_sm);
   const int64_t resident = int64_t{num_sms} * blocks_per_sm / std::max(1, num_planes);
   return static_cast<int32_t>(std::max<int64_t>(1, std::min(wanted, resident)));
+}
+
+// How many units of summaries (one head of one block) a layer has to complete in a usual commit:
+// blocks of requests at all phases of a block's life, of whose rows half is accepted.
+constexpr int64_t ExpectSummaryUnits(int32_t num_requests, int32_t depth, int32_t block_size,
+                                     int32_t num_heads) {
+  const int64_t accepted = (int64_t{num_requests} * (depth + 1) + 1) / 2;
+  return (accepted + block_size - 1) / block_size * num_heads;
+}
+
+// More splits, if need be, so that each of a layer's units has a warp of its own: a block has one
+// for them, and two planes share a layer. Again as far as all blocks are resident at once.
+constexpr int32_t ChooseSummarySplits(int32_t row_splits, int32_t num_planes, int64_t num_units,
+                                      int32_t num_sms, int32_t blocks_per_sm) {
+  const int64_t resident = int64_t{num_sms} * blocks_per_sm / std::max(1, num_planes);
+  return std::max(row_splits, static_cast<int32_t>(std::min((num_units + 1) / 2, resident)));
 }
 
 }  // namespace nwor

@@ -7,7 +7,7 @@
 #include "kv_interceptor/commit_grid.h"
 #include "kv_interceptor/commit_table.cuh"
 #include "kv_interceptor/commit_tail.cuh"
-#include "kv_interceptor/commit_validate.cuh"
+#include "kv_interceptor/commit_verdict.cuh"
 
 // What the commit kernels do once they know: move rows, and publish the result.
 
@@ -107,29 +107,29 @@ class WarpShare {
         num_units_(batch.num_positions * num_slices_),
         unit_(static_cast<int32_t>(blockIdx.y + threadIdx.x / 32 * gridDim.y)) {}
 
+  // The entry of the first slice, for Start.
+  __device__ Entry LoadFirst() const { return LoadEntry(batch_, Position()); }
+
   // Starts the first slice, so that it is on its way while the batch is validated.
-  __device__ void Start() {
-    if (unit_ < num_units_) Load();
-  }
-
-  __device__ bool more() const { return unit_ < num_units_; }
-
-  // Stores what was started and starts the next. REQUIRES: the batch is valid, and more().
-  __device__ void Advance() {
-    slice_.Store(plane_, tail_.head);
-    unit_ += static_cast<int32_t>(kCommitWarps * gridDim.y);
-    if (more()) Load();
+  __device__ void Start(const Entry& first) {
+    if (more()) Load(first);
   }
 
   // Stores what was started and moves the rest. REQUIRES: the batch is valid.
   __device__ void Finish() {
-    while (more()) Advance();
+    while (more()) {
+      slice_.Store(plane_, tail_.head);
+      unit_ += static_cast<int32_t>(kCommitWarps * gridDim.y);
+      if (more()) Load(LoadEntry(batch_, Position()));
+    }
   }
 
  private:
-  __device__ void Load() {
-    const int32_t position = num_slices_ == 1 ? unit_ : unit_ / num_slices_;
-    const Entry entry = LoadEntry(batch_, position);
+  __device__ bool more() const { return unit_ < num_units_; }
+  __device__ int32_t Position() const { return num_slices_ == 1 ? unit_ : unit_ / num_slices_; }
+
+  __device__ void Load(const Entry& entry) {
+    const int32_t position = Position();
     [[maybe_unused]] TailEntry in_view;
     if constexpr (kViews) in_view = tail_.Load(entry.request);
     const bool accepted = entry.count_valid(batch_) && entry.index < entry.count;
@@ -151,12 +151,6 @@ class WarpShare {
   const int32_t num_units_;
   int32_t unit_;
   WarpSlice<op, kViews> slice_;
-};
-
-// What validation found: the same in every block.
-struct BatchVerdict {
-  uint32_t fault;
-  int32_t num_accepted;
 };
 
 // One thread of the grid.

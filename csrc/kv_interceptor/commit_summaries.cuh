@@ -4,6 +4,7 @@
 #include <cuda_fp16.h>
 #include <cuda_fp8.h>
 
+#include <algorithm>
 #include <cstdint>
 
 #include "kv_interceptor/commit_summaries.h"
@@ -15,6 +16,16 @@
 
 namespace nwor {
 
+// How a warp reads a block whose channels are all of one 16-bit type: eight channels to a lane,
+// several rows at once, in parts that have a lane for each token.
+struct PairReading {
+  uint32_t lanes_per_row = 0;  // 0: channels are not of that kind
+  int32_t rows_at_once = 0;
+  int32_t part_tokens = 0;
+  int32_t num_packets = 0;  // that a lane reads of a part
+  int32_t num_parts = 0;
+};
+
 struct SummaryTable {
   CommitSummaries to;
   int64_t num_pages;
@@ -22,9 +33,18 @@ struct SummaryTable {
   int32_t head_dim;
   DType row_dtype;
   DType cache_dtype;
-  bool pairs;  // all of one 16-bit type, eight channels at a time
-  bool usual;  // pairs, in blocks that have a lane for each token
+  int32_t block_shift;  // -1: the block size is no power of two
+  PairReading pairs;
 };
+
+inline constexpr int kPartPackets = 8;  // at most
+
+inline PairReading ChoosePairReading(int32_t head_dim, int32_t block_size) {
+  const int32_t lanes = head_dim / 8, rows = 32 / lanes;
+  const int32_t tokens = std::min({block_size, rows * kPartPackets, 32});
+  return {static_cast<uint32_t>(lanes), rows, tokens, (tokens + rows - 1) / rows,
+          (block_size + tokens - 1) / tokens};
+}
 
 inline SummaryTable MakeSummaryTable(const CommitParams& params) {
   const CommitGroup& group = params.groups[0];
@@ -40,17 +60,17 @@ inline SummaryTable MakeSummaryTable(const CommitParams& params) {
   alignment.Add(to.kmin);
   alignment.AddElements({to.layer_stride, to.row_stride, to.block_stride, to.head_stride},
                         to.dtype);
-  const bool pairs = group.dtype == group.geometry.dtype && group.dtype == to.dtype &&
-                     ElementBytes(to.dtype) == 2 && dim % 8 == 0 && dim <= 256 &&
-                     alignment.Allows(16);
+  const bool pairs = to.kmax != nullptr && group.dtype == group.geometry.dtype &&
+                     group.dtype == to.dtype && ElementBytes(to.dtype) == 2 && dim % 8 == 0 &&
+                     dim <= 256 && alignment.Allows(16);
   return {to,
           group.geometry.num_pages,
           group.geometry.num_heads,
           dim,
           group.dtype,
           group.geometry.dtype,
-          pairs,
-          pairs && to.block_size <= 32};
+          ExactLog2(to.block_size),
+          pairs ? ChoosePairReading(dim, to.block_size) : PairReading()};
 }
 
 __device__ inline float ReadFloat(const char* row, int channel, DType dtype) {
@@ -88,18 +108,20 @@ __device__ inline const char* KeyRow(const BatchTable& batch, const LayerTable& 
                                      int32_t token, int32_t head) {
   const CommitSummaries& to = table.to;
   const GroupTable& group = batch.groups[0];
-  if (token < cached) {
-    const int32_t index = group.pages.page_shift >= 0 ? token >> group.pages.page_shift
-                                                      : token / group.pages.page_size;
-    const int64_t page =
-        index < to.max_pages ? to.block_table[request * to.table_stride + index] : -1;
-    if (page < 0 || page >= table.num_pages) return nullptr;
-    return layer.cache[0] + page * group.cache[0].page +
-           (token - index * group.pages.page_size) * group.cache[0].token +
+  const bool is_cached = token < cached;
+  const int32_t page_idx =
+      group.pages.page_shift >= 0 ? token >> group.pages.page_shift : token / group.pages.page_size;
+  // A page or a path entry, by one load: lanes with the one do not wait for those with the other.
+  const int32_t* named = is_cached ? to.block_table + request * to.table_stride + page_idx
+                                   : batch.path + request * batch.depth + token - cached;
+  const int32_t name = is_cached && page_idx >= to.max_pages ? -1 : *named;
+  if (is_cached) {
+    if (name < 0 || name >= table.num_pages) return nullptr;
+    return layer.cache[0] + name * group.cache[0].page +
+           (token - page_idx * group.pages.page_size) * group.cache[0].token +
            head * group.cache[0].head;
   }
-  const int32_t entry = batch.path[request * batch.depth + token - cached];
-  const int64_t staged = StagingRow(batch, request, entry);
+  const int64_t staged = StagingRow(batch, request, name);
   if (staged < 0) return nullptr;
   return group.staged[0].data + layer.staged_layer * group.staged_layer[0] +
          staged * group.staged[0].row + head * group.staged[0].head;
@@ -145,28 +167,6 @@ __device__ inline void AddPlainRows(const LaneRows& rows, const SummaryTable& ta
     }
     *high = fmaxf(*high, k);
     *low = fminf(*low, k);
-  }
-}
-
-// Eight channels of 16 bits to a lane, as many rows at once as there are groups of lanes.
-template <typename T>
-__device__ void AddPairRows(const LaneRows& rows, int lanes_per_row, PairExtremes<T>& extremes) {
-  constexpr int kLoadsInFlight = 4;
-  const int lane = static_cast<int>(threadIdx.x % 32);
-  const int num_groups = 32 / lanes_per_row;
-  const int group = lane / lanes_per_row;
-#pragma unroll 1
-  for (int first = 0; first < rows.count(); first += num_groups * kLoadsInFlight) {
-    typename PairExtremes<T>::Loaded packets[kLoadsInFlight];
-#pragma unroll
-    for (int i = 0; i < kLoadsInFlight; ++i) {
-      // The last row again instead of none: extremes do not mind.
-      const int index = min(first + i * num_groups + group, rows.count() - 1);
-      const char* row = rows.At(index) + lane % lanes_per_row * sizeof(packets[0]);
-      packets[i] = PairExtremes<T>::Load(row);
-    }
-#pragma unroll
-    for (int i = 0; i < kLoadsInFlight; ++i) extremes.Add(packets[i], 1.0f);
   }
 }
 

@@ -47,16 +47,23 @@ struct SummaryLengths {
   int32_t cached = 0;
 };
 
+// `block_shift`: log2 of the block size, -1: no power of two, or not known.
 NWOR_HOST_DEVICE inline CompletedBlocks FindCompleted(const CommitSummaries& summaries,
                                                       const SummaryLengths& lengths,
-                                                      int32_t num_accepted) {
+                                                      int32_t num_accepted,
+                                                      int32_t block_shift = -1) {
   CompletedBlocks blocks;
   blocks.row = lengths.row;
   if (lengths.full < 0 || blocks.row < 0 || blocks.row >= summaries.num_rows) return blocks;
   const int32_t end = lengths.cached + num_accepted - summaries.start_token;
   const int32_t begin = lengths.full - summaries.start_token;
-  blocks.first = begin > 0 ? begin / summaries.block_size : 0;
-  blocks.last = end > 0 ? end / summaries.block_size : 0;
+  if (block_shift >= 0) {
+    blocks.first = begin > 0 ? begin >> block_shift : 0;
+    blocks.last = end > 0 ? end >> block_shift : 0;
+  } else {
+    blocks.first = begin > 0 ? begin / summaries.block_size : 0;
+    blocks.last = end > 0 ? end / summaries.block_size : 0;
+  }
   if (blocks.last > summaries.max_blocks) blocks.last = summaries.max_blocks;
   return blocks;
 }

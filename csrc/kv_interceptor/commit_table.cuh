@@ -61,6 +61,7 @@ struct LayerTable {
 };
 
 inline constexpr int kUsualLayers = 64;
+inline constexpr int kUsualViewLayers = 56;  // in commits that serve partial views
 
 template <int kLayers>
 struct CommitTable {

@@ -67,8 +67,8 @@ __device__ inline void PublishHeld(const BatchTable& batch, const TailTable& tai
   }
 }
 
-// The rows of one layer that are in the cache already, dealt to `num_warps` warps, the last ones
-// first: the first ones may have summaries to complete. REQUIRES: the batch is valid.
+// The rows of one layer that are in the cache already, dealt to `num_warps` warps. REQUIRES: the
+// batch is valid.
 template <RowOp op>
 __device__ __noinline__ void FeedRoots(const BatchTable& batch, const LayerTable& layer,
                                        int layer_idx, const TailTable& tail, uint32_t warp,
@@ -77,7 +77,7 @@ __device__ __noinline__ void FeedRoots(const BatchTable& batch, const LayerTable
   const RowShape shape = group.shape;
   const auto num_units = static_cast<uint32_t>(2 * NumRequests(batch));
 #pragma unroll 1
-  for (uint32_t unit = num_warps - 1 - warp; unit < num_units; unit += num_warps) {
+  for (uint32_t unit = warp; unit < num_units; unit += num_warps) {
     const auto request = static_cast<int32_t>(unit / 2);
     const auto side = static_cast<int>(unit % 2);
     const TailEntry entry = tail.Load(request);

@@ -125,7 +125,8 @@ __device__ inline uint32_t CheckEntry(const BatchTable& batch, int g, uint32_t* 
   return fault;
 }
 
-// Threads that validate a batch together: a whole block, or one warp beside others that move rows.
+// Threads that validate a batch together: all that move rows, or one warp beside them. They sync
+// only between groups; a block with more threads than BlockTeam has but one (see LaunchCommit).
 struct BlockTeam {
   static constexpr uint32_t kSize = kCommitThreads;
   __device__ static uint32_t Rank() { return threadIdx.x; }

@@ -81,7 +81,7 @@ TEST(ExactLog2, OfPowersOfTwoOnly) {
 }
 
 TEST(CommitGrid, LargestBatchFitsEverySupportedDevice) {
-  constexpr int64_t kSharedOfSm89 = 99 * 1024, kBlockState = 64;
+  constexpr int64_t kSharedOfSm89 = 99 * 1024, kBlockState = 18 * 1024;  // with summaries' stages
   EXPECT_LE(ChooseCommitCells(kMaxCommitRows) * 4 + kBlockState, kSharedOfSm89);
   EXPECT_LE(ChooseCommitCells(64) * 4, 1024);
 }
@@ -104,6 +104,32 @@ TEST(CommitGrid, FillsTheDeviceButNotMore) {
       const int splits = ChooseCommitSplits(planes, slices, kSms, kBlocks);
       EXPECT_GE(splits, 1);
       if (splits > 1) {
+        EXPECT_LE(int64_t{planes} * splits, kSms * kBlocks);
+      }
+    }
+  }
+}
+
+TEST(CommitGrid, SummariesAskForAWarpPerUnit) {
+  constexpr int kSms = 132, kBlocks = 4;
+  // 8 requests of 8 rows: half of 64 rows accepted, two blocks of 16 tokens, 8 heads.
+  EXPECT_EQ(ExpectSummaryUnits(8, 7, 16, 8), 16);
+  EXPECT_EQ(ExpectSummaryUnits(1, 7, 16, 8), 8);  // at least one block
+  EXPECT_EQ(ExpectSummaryUnits(1, 0, 16, 2), 2);
+  EXPECT_EQ(ExpectSummaryUnits(0, 7, 16, 8), 0);
+  EXPECT_EQ(ExpectSummaryUnits(kMaxCommitRows, 0, 1, 256), int64_t{kMaxCommitRows} / 2 * 256);
+  // Two planes share a layer's units.
+  EXPECT_EQ(ChooseSummarySplits(1, 64, 8, kSms, kBlocks), 4);
+  EXPECT_EQ(ChooseSummarySplits(2, 64, 7, kSms, kBlocks), 4);
+  EXPECT_EQ(ChooseSummarySplits(8, 64, 16, kSms, kBlocks), 8);
+  EXPECT_EQ(ChooseSummarySplits(2, 64, 1 << 20, kSms, kBlocks), 8);
+  EXPECT_EQ(ChooseSummarySplits(3, 64, 0, kSms, kBlocks), 3);
+  for (int planes : {2, 6, 60, 64, 160, 512, 1024}) {
+    for (int64_t units : {0, 1, 9, 64, 100'000}) {
+      const int rows = ChooseCommitSplits(planes, 56, kSms, kBlocks);
+      const int splits = ChooseSummarySplits(rows, planes, units, kSms, kBlocks);
+      EXPECT_GE(splits, rows);  // never fewer than the rows want
+      if (splits > rows) {
         EXPECT_LE(int64_t{planes} * splits, kSms * kBlocks);
       }
     }

@@ -62,13 +62,15 @@ def make_round(
     batch: int = 3,
     sizes: tuple[int, int] | None = None,
     heads: int = 2,
+    tokens: int | None = None,
 ) -> Round:
-    """`sizes`: of a block and of a page."""
+    """`sizes`: of a block and of a page. `tokens`: of each request, about; None: a few blocks."""
     size, page_size = sizes or rng.choice([(4, 8), (8, 8), (4, 4)])
-    dim = rng.choice([16, 64, 80, 128])
+    dim = rng.choice([16, 64, 80, 128, 256])
     row_dtype = torch.float32 if dtype == FLOAT8 and device == "cpu" else dtype
     row_dtype = torch.bfloat16 if dtype == FLOAT8 and device == "cuda" else row_dtype
-    cached = [rng.randrange(1, max(40, 2 * size + 8)) for _ in range(batch)]
+    most = tokens or max(40, 2 * size + 8)
+    cached = [rng.randrange(tokens - 8 if tokens else 1, most) for _ in range(batch)]
     counts = [rng.randrange(0, 7) for _ in range(batch)]
     rows = sum(counts) + 4
     order = rng.sample(range(rows), sum(counts))
@@ -144,8 +146,13 @@ def hook(round_: Round, dtype: torch.dtype) -> CommitSummaries:
     )
 
 
-def check_fresh(round_: Round, summaries: CommitSummaries) -> None:
-    """Every block that was due is as a fresh computation has it; all others are untouched."""
+def check_fresh(
+    round_: Round, summaries: CommitSummaries, left_out: tuple[tuple[int, int], ...] = ()
+) -> None:
+    """Every block that was due is as a fresh computation has it; all others are untouched.
+
+    `left_out`: (request, block) that were due all the same.
+    """
     device = round_.staged.device
     for layer, pages in enumerate(round_.layers):
         fresh = torch.full_like(summaries.kmax[layer], POISON)
@@ -167,6 +174,8 @@ def check_fresh(round_: Round, summaries: CommitSummaries) -> None:
                 done = max(0, full - round_.start) // round_.size
                 last = max(0, length - round_.start) // round_.size
                 touched[round_.rows[b], done:last] = True
+        for b, block in left_out:
+            touched[round_.rows[b], block] = False
         for got, wanted in ((summaries.kmax[layer], fresh), (summaries.kmin[layer], low)):
             assert torch.equal(got[touched], wanted[touched])
             assert (got[~touched] == POISON).all()
@@ -204,6 +213,61 @@ def test_blocks_of_many_requests_and_of_many_tokens(
         check_fresh(round_, summaries)
 
 
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("sizes", [(4, 4), (16, 16), (32, 16), (64, 16)], ids=str)
+def test_a_request_that_completes_many_blocks_at_once(
+    device: str, dtype: torch.dtype, sizes: tuple[int, int]
+) -> None:
+    """Many times more of them, head by head, than a commit of so few rows has warps."""
+    rng = seeded()
+    for batch in (1, 2):
+        round_ = make_round(rng, device, dtype, batch, sizes, heads=8, tokens=14 * sizes[0])
+        round_.full, round_.start = [0] * batch, 0
+        summaries = hook(round_, dtype)
+        assert run(round_, summaries) == 0
+        check_fresh(round_, summaries)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("batch", [3, 40])
+def test_summaries_and_views_in_one_commit(device: str, dtype: torch.dtype, batch: int) -> None:
+    rng = seeded()
+    round_ = make_round(rng, device, dtype, batch, (16, 16), heads=3)
+    round_.full = [rng.choice([-1, 0]) for _ in range(batch)]
+    shape = (2, batch, 3, 12, round_.staged.shape[-1])
+    tails = [
+        CommitTail(*torch.full((2, *shape), POISON, dtype=dtype, device=device), begin)
+        for begin in ints([[rng.choice([-1, 2]) for _ in range(batch)]] * 2, device)
+    ]
+    summaries = hook(round_, dtype)
+    assert run(round_, summaries, tail=tails[0]) == 0
+    check_fresh(round_, summaries)
+    assert run(round_, None, tail=tails[1]) == 0
+    assert torch.equal(tails[0].tail_keys, tails[1].tail_keys)
+    assert torch.equal(tails[0].tail_values, tails[1].tail_values)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("page", [-1, 1 << 20])
+@pytest.mark.parametrize("size", [16, 64])
+def test_blocks_without_a_page_are_left_out_on_cuda(
+    dtype: torch.dtype, page: int, size: int
+) -> None:
+    rng = seeded()
+    for batch in (2, 40):
+        round_ = make_round(rng, "cuda", dtype, batch, (size, 16), tokens=3 * size)
+        round_.full, round_.start = [0] * batch, 0
+        summaries = hook(round_, dtype)
+        summaries.block_table = summaries.block_table.clone()
+        request, block = rng.randrange(batch), rng.randrange(2)
+        summaries.block_table[request, block * size // 16 + rng.randrange(size // 16)] = page
+        assert run(round_, summaries) == 0
+        check_fresh(round_, summaries, ((request, block),))
+
+
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 @pytest.mark.parametrize("count", [-1, -(2**31), 7, 1 << 20, 2**31 - 1])
 def test_counts_out_of_range_lead_nowhere_on_cuda(count: int) -> None:
@@ -234,10 +298,11 @@ def test_counts_out_of_range_lead_nowhere_on_cuda(count: int) -> None:
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_a_refused_commit_leaves_summaries_alone(device: str) -> None:
+@pytest.mark.parametrize("batch", [3, 40])
+def test_a_refused_commit_leaves_summaries_alone(device: str, batch: int) -> None:
     rng = seeded()
-    round_ = make_round(rng, device, torch.bfloat16)
-    round_.full = [0] * 3
+    round_ = make_round(rng, device, torch.bfloat16, batch)
+    round_.full = [0] * batch
     round_.path[0] = [0, 1]
     slots = round_.slots()
     slots[0][1] = 1 << 30

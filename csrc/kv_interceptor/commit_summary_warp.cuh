@@ -1,0 +1,304 @@
+#pragma once
+
+#include <cuda_pipeline_primitives.h>
+
+#include <cstdint>
+
+#include "kv_interceptor/commit_summaries.cuh"
+#include "kv_interceptor/commit_table.cuh"
+#include "kv_interceptor/commit_verdict.cuh"
+#include "kv_interceptor/extremes.cuh"
+
+// Summaries of the blocks that a commit completes, by one warp of each thread block beside those
+// that move rows. A unit is one head of one block. Every warp finds its own units from the
+// requests' lengths, so that nobody has to be asked, and has K of several of them on its way, the
+// first ones while the batch is validated.
+
+namespace nwor {
+
+// One head of one completed block. Blocks with a page out of range are left out.
+struct SummaryUnit {
+  int32_t request = -1;  // < 0: there is none
+  int32_t row;           // < 0: a page of it is out of range
+  int32_t block;
+  int32_t head;
+  int32_t cached;  // tokens of the request in the cache before this commit
+};
+
+// What a warp's lanes know of the requests `base` to base + 31, one each.
+struct LaneRequests {
+  SummaryLengths lengths;  // without the row where rows are not given
+  int32_t count = -1;
+
+  LaneRequests() = default;
+  // Loads depend on nothing but the number of the request, and nothing here waits for them.
+  __device__ LaneRequests(const BatchTable& batch, const SummaryTable& table, int32_t base) {
+    const int32_t request = base + static_cast<int32_t>(threadIdx.x % 32);
+    if (request >= NumRequests(batch)) return;
+    count = batch.counts[request];
+    lengths.full = table.to.full_lens[request];
+    lengths.cached = table.to.cached_lens[request];
+    if (table.to.rows != nullptr) lengths.row = table.to.rows[request];
+  }
+};
+
+// The summaries of one layer. All lanes of a warp call its methods together.
+struct LayerSummaries {
+  const BatchTable& batch;
+  const LayerTable& layer;
+  const SummaryTable& table;
+  int layer_idx;
+
+  // Head `head` of the `wanted`-th block. `requests`: the first 32. The batch need not be valid:
+  // counts beyond the depth complete nothing.
+  __device__ SummaryUnit Find(uint32_t wanted, int32_t head, LaneRequests requests) const {
+    const uint32_t lane = threadIdx.x % 32, lanes_below = (1u << lane) - 1;
+#pragma unroll 1
+    for (int32_t base = 0; base < NumRequests(batch); base += 32) {
+      if (base > 0) requests = LaneRequests(batch, table, base);
+      if (table.to.rows == nullptr) requests.lengths.row = base + static_cast<int32_t>(lane);
+      CompletedBlocks own;
+      if (requests.count >= 0 && requests.count <= batch.depth) {
+        own = FindCompleted(table.to, requests.lengths, requests.count, table.block_shift);
+      }
+      const auto num_own = static_cast<uint32_t>(max(own.last - own.first, 0));
+      uint32_t before = 0, num_blocks = 0;  // of lanes below, of all lanes; a bit at a time
+#pragma unroll 1
+      for (int bit = 0; __any_sync(0xffffffff, num_own >> bit != 0); ++bit) {
+        const uint32_t lanes = __ballot_sync(0xffffffff, (num_own >> bit & 1) != 0);
+        before += static_cast<uint32_t>(__popc(lanes & lanes_below)) << bit;
+        num_blocks += static_cast<uint32_t>(__popc(lanes)) << bit;
+      }
+      if (wanted < num_blocks) {
+        const int source = 31 - __clz(__ballot_sync(0xffffffff, num_own > 0 && before <= wanted));
+        return {base + source, __shfl_sync(0xffffffff, own.row, source),
+                __shfl_sync(0xffffffff, own.first + static_cast<int32_t>(wanted - before), source),
+                head, __shfl_sync(0xffffffff, requests.lengths.cached, source)};
+      }
+      wanted -= num_blocks;
+    }
+    return {};
+  }
+
+  // K of at most `count` tokens, no more than lanes, from the block's token `first` on.
+  __device__ LaneRows KeyRows(const SummaryUnit& unit, int32_t first, int32_t count) const {
+    count = min(count, table.to.block_size - first);
+    const auto lane = static_cast<int32_t>(threadIdx.x % 32);
+    return {lane < count ? KeyRow(batch, layer, table, unit.request, unit.cached,
+                                  FirstToken(unit) + first + lane, unit.head)
+                         : nullptr,
+            count};
+  }
+  __device__ int32_t FirstToken(const SummaryUnit& unit) const {
+    return table.to.start_token + unit.block * table.to.block_size;
+  }
+  __device__ int64_t OutAt(const SummaryUnit& unit) const {
+    const CommitSummaries& to = table.to;
+    return layer_idx * to.layer_stride + unit.row * to.row_stride + unit.block * to.block_stride +
+           unit.head * to.head_stride;
+  }
+
+  __device__ void SummarizePlain(const SummaryUnit& unit) const {
+    const float scale =
+        layer.scales[0] == nullptr ? 1.0f : layer.scales[0][unit.head * layer.scale_stride[0]];
+    const int32_t cached = unit.cached - FirstToken(unit);
+#pragma unroll 1
+    for (int base = 0; base < table.head_dim; base += 32) {
+      const int channel = base + static_cast<int>(threadIdx.x % 32);
+      float high = -INFINITY, low = INFINITY;
+#pragma unroll 1
+      for (int first = 0; first < table.to.block_size; first += 32) {
+        const LaneRows rows = KeyRows(unit, first, 32);
+        if (!rows.whole()) return;
+        AddPlainRows(rows, table, cached - first, scale, channel, &high, &low);
+      }
+      if (channel < table.head_dim) {
+        WriteFloat(table.to.kmax, OutAt(unit) + channel, table.to.dtype, high);
+        WriteFloat(table.to.kmin, OutAt(unit) + channel, table.to.dtype, low);
+      }
+    }
+  }
+};
+
+// Which of a layer's units are a warp's, one after the other. Neighbouring units go to neighbouring
+// blocks of the grid, which are not on one SM.
+struct UnitShare {
+  uint32_t block;
+  uint32_t head;
+
+  __device__ explicit UnitShare(uint32_t num_heads) {
+    Select(2 * blockIdx.y + blockIdx.x % 2, num_heads);
+  }
+  __device__ void Advance(uint32_t num_heads) {
+    Select(block * num_heads + head + 2 * gridDim.y, num_heads);
+  }
+
+ private:
+  __device__ void Select(uint32_t unit, uint32_t num_heads) {
+    block = unit / num_heads;
+    head = unit % num_heads;
+  }
+};
+
+// Channels of any type. REQUIRES: the batch is valid.
+__device__ __noinline__ void SummarizeAny(LayerSummaries summaries) {
+  const LaneRequests requests(summaries.batch, summaries.table, 0);
+  const auto num_heads = static_cast<uint32_t>(summaries.table.num_heads);
+#pragma unroll 1
+  for (UnitShare share(num_heads);; share.Advance(num_heads)) {
+    const SummaryUnit unit =
+        summaries.Find(share.block, static_cast<int32_t>(share.head), requests);
+    if (unit.request < 0) return;
+    summaries.SummarizePlain(unit);
+  }
+}
+
+// What a warp has on its way: parts of units. A lane reads only what it copied itself.
+struct SummaryStages {
+  static constexpr uint32_t kParts = 4;
+  uint4 packets[kParts][kPartPackets][32];
+  // Where the unit's summary goes; kLeftOut: a page is out of range; kMore: it has more parts.
+  int64_t out_at[kParts][32];
+  static constexpr int64_t kLeftOut = -1, kMore = -2;
+};
+
+// Channels of one 16-bit type.
+template <typename T>
+class PairSummaries {
+ public:
+  __device__ PairSummaries(const LayerSummaries& summaries, const LaneRequests& requests,
+                           SummaryStages& stages)
+      : summaries_(summaries),
+        requests_(requests),
+        stages_(stages),
+        row_(static_cast<int>(lane() / pairs().lanes_per_row)),
+        byte_(lane() % pairs().lanes_per_row * sizeof(uint4)),
+        share_(static_cast<uint32_t>(summaries.table.num_heads)) {}
+
+  // Nothing is written unless the verdict allows it. Until it is there, what is read is within
+  // bounds and goes nowhere.
+  __device__ void Complete(const VerdictPost& post) {
+    PairExtremes<T> extremes;
+#pragma unroll 1
+    for (uint32_t step = 0;; ++step) {
+      if (step == num_started_) Start();
+      __pipeline_commit();
+      if (step + 1 < kParts) continue;
+      if (step + 1 == num_started_ + kParts) return;
+      __pipeline_wait_prior(kParts - 1);
+      const uint32_t stage = (step + 1) % kParts;
+      AddPart(stage, extremes);
+      const int64_t out_at = stages_.out_at[stage][lane()];
+      if (out_at == SummaryStages::kMore) continue;
+      if (post.Await().fault != kNoFault) break;
+      Store(extremes, out_at);
+      extremes = {};
+    }
+    __pipeline_wait_prior(0);  // the block must not end before its copies
+  }
+
+ private:
+  static constexpr uint32_t kParts = SummaryStages::kParts;
+
+  __device__ static uint32_t lane() { return threadIdx.x % 32; }
+  __device__ const PairReading& pairs() const { return summaries_.table.pairs; }
+
+  // Starts the next part, if there is one.
+  __device__ void Start() {
+    if (part_ == 0) {
+      unit_ = summaries_.Find(share_.block, static_cast<int32_t>(share_.head), requests_);
+    }
+    if (unit_.request < 0) return;
+    const uint32_t stage = num_started_++ % kParts;
+    const LaneRows rows =
+        summaries_.KeyRows(unit_, part_ * pairs().part_tokens, pairs().part_tokens);
+    if (rows.whole()) {
+      CopyRows(rows, stage);
+    } else {
+      unit_.row = -1;
+    }
+    const bool more = ++part_ < pairs().num_parts;
+    stages_.out_at[stage][lane()] = more            ? SummaryStages::kMore
+                                    : unit_.row < 0 ? SummaryStages::kLeftOut
+                                                    : summaries_.OutAt(unit_);
+    if (more) return;
+    part_ = 0;
+    share_.Advance(static_cast<uint32_t>(summaries_.table.num_heads));
+  }
+
+  // Addresses first, a few at a time, so that copies follow each other closely.
+  __device__ void CopyRows(const LaneRows& rows, uint32_t stage) const {
+    constexpr int kAtOnce = 4;
+    const auto to =
+        static_cast<uint32_t>(__cvta_generic_to_shared(&stages_.packets[stage][0][lane()]));
+#pragma unroll
+    for (int first = 0; first < kPartPackets; first += kAtOnce) {
+      const char* from[kAtOnce];
+#pragma unroll
+      for (int i = 0; i < kAtOnce; ++i) {
+        // The last row again instead of none: extremes do not mind.
+        const int row = (first + i) * pairs().rows_at_once + row_;
+        from[i] = rows.At(min(row, rows.count() - 1)) + byte_;
+      }
+#pragma unroll
+      for (int i = 0; i < kAtOnce; ++i) {
+        if (first + i < pairs().num_packets) {
+          const auto offset = static_cast<uint32_t>((first + i) * sizeof(stages_.packets[0][0]));
+          asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to + offset), "l"(from[i])
+                       : "memory");
+        }
+      }
+    }
+  }
+
+  __device__ void AddPart(uint32_t stage, PairExtremes<T>& extremes) const {
+#pragma unroll
+    for (int i = 0; i < kPartPackets; ++i) {
+      if (i >= pairs().num_packets) return;
+      const uint4 words = stages_.packets[stage][i][lane()];
+      extremes.Add({{words.x, words.y, words.z, words.w}}, 1.0f);
+    }
+  }
+
+  __device__ void Store(PairExtremes<T>& extremes, int64_t out_at) const {
+    const auto lanes_per_row = static_cast<int>(pairs().lanes_per_row);
+#pragma unroll 1
+    for (int other = 1; other < pairs().rows_at_once; ++other) {
+      extremes.Meet((static_cast<int>(lane()) + other * lanes_per_row) % 32, row_ == 0);
+    }
+    if (row_ != 0 || out_at == SummaryStages::kLeftOut) return;
+    const int64_t at = out_at + lane() * 8;
+    const CommitSummaries& to = summaries_.table.to;
+    extremes.Store(static_cast<T*>(to.kmax) + at, static_cast<T*>(to.kmin) + at);
+  }
+
+  const LayerSummaries summaries_;
+  const LaneRequests requests_;
+  SummaryStages& stages_;
+  const int row_;        // of those that the warp reads at once, the lane's
+  const uint32_t byte_;  // and where in it the lane reads
+  UnitShare share_;      // the unit at hand
+  SummaryUnit unit_;
+  int32_t part_ = 0;  // of it, the next to start
+  uint32_t num_started_ = 0;
+};
+
+// The summaries of one layer's units, as far as they are this warp's.
+template <int kLayers>
+__device__ void CompleteSummaries(const CommitTable<kLayers>& table, const SummaryTable& summaries,
+                                  VerdictPost& post, int num_deciders) {
+  __shared__ SummaryStages stages;
+  const LaneRequests requests(table.batch, summaries, 0);
+  post.Open(num_deciders);
+  const auto layer = static_cast<int>(blockIdx.x / 2);
+  const LayerSummaries units = {table.batch, table.layers[layer], summaries, layer};
+  if (summaries.pairs.lanes_per_row == 0) {
+    if (post.Await().fault == kNoFault) SummarizeAny(units);
+  } else if (summaries.row_dtype == DType::kFloat16) {
+    PairSummaries<__half>(units, requests, stages).Complete(post);
+  } else {
+    PairSummaries<__nv_bfloat16>(units, requests, stages).Complete(post);
+  }
+}
+
+}  // namespace nwor
