@@ -22,10 +22,11 @@ def prompts() -> list[list[int]]:
     return [(p * 40)[:n] for p, n in zip(story_prompts(6), LENGTHS, strict=True)]
 
 
-def varied_prompt() -> list[int]:
-    """A prompt longer than the view, after which many things may follow."""
+def varied_prompt(length: int = 170) -> list[int]:
+    """A prompt longer than the view. After 170 tokens all but the next one, after 153 the next one
+    as well may be many."""
     text = [token for prompt in story_prompts(6) for token in prompt]
-    return (text + text[::-1] + text[::2])[:170]
+    return (text + text[::-1] + text[::2])[:length]
 
 
 def cover_all(monkeypatch: pytest.MonkeyPatch, tokens: int = 64) -> None:
