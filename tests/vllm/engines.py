@@ -5,9 +5,13 @@ Nothing of ours is imported at the top: some jobs run where our library cannot b
 
 from __future__ import annotations
 
+import gc
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
+
+import torch
 
 NGRAM = {
     "method": "ngram",
@@ -94,6 +98,9 @@ class Story:
     tokens: dict[str, list[int]] = field(default_factory=dict)
     finished: dict[str, str] = field(default_factory=dict)
     steps: int = 0
+    outputs: dict[str, Any] = field(default_factory=dict)  # vLLM's own, with log-probabilities
+    lengths: dict[str, list[int]] = field(default_factory=dict)  # whenever tokens had come
+    cached: dict[str, int] = field(default_factory=dict)  # tokens found in the prefix cache
 
 
 def drive(
@@ -125,9 +132,13 @@ def drive(
         if story.steps in aborts:
             engine.abort_request([aborts[story.steps]])
         for output in engine.step():
-            story.tokens[output.request_id] = list(output.outputs[0].token_ids)
+            name, completion = output.request_id, output.outputs[0]
+            story.tokens[name] = list(completion.token_ids)
+            story.outputs[name] = completion
+            story.lengths.setdefault(name, []).append(len(completion.token_ids))
+            story.cached[name] = output.num_cached_tokens or 0
             if output.finished:
-                story.finished[output.request_id] = str(output.outputs[0].finish_reason)
+                story.finished[name] = str(completion.finish_reason)
         story.steps += 1
     return story
 
@@ -153,3 +164,22 @@ def counted(llm: Any, name: str) -> float:
 def caches() -> dict[str, Any]:
     """Copies of the target model's K/V caches by layer."""
     return {name: own_engine().layers[name].kv_cache.clone() for name in own_engine().own_layers}
+
+
+def release_engines() -> None:
+    """Engines that nobody uses are gone: their caches are not small.
+
+    An engine freezes what vLLM has read from the environment; the next one reads it anew. Engines
+    keep their graphs in one pool of memory. torch lets no graph into a pool that has lost all its
+    graphs while some of its memory is in use, so those to come have another. Workspaces of cuBLAS,
+    too: they would be freed at the next capture, while vLLM measures what is free.
+    """
+    gc.unfreeze()  # vLLM has hidden all of an engine from the collector
+    gc.collect()
+    if torch.cuda.is_initialized():
+        torch._C._cuda_clearCublasWorkspaces()
+        torch.cuda.empty_cache()
+    if "vllm.platforms" in sys.modules:
+        type(sys.modules["vllm.platforms"].current_platform)._global_graph_pool = None
+    if "vllm.envs" in sys.modules:
+        sys.modules["vllm.envs"].disable_envs_cache()

@@ -136,6 +136,7 @@ def test_smollm2_reads_a_book(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, r
         print(f"{runner}, {nwor}: {lengths} tokens, {free} GiB are free", flush=True)
         if nwor is BOOK_VIEW:
             assert hasattr(own_engine().runner, "input_batch") is (runner == "v1")
+            check_stop_strings(llm, texts, sides[-1])
         del llm
     check_drafting(before)
     assert own_stats()["fallbacks"] == {}
@@ -145,6 +146,26 @@ def test_smollm2_reads_a_book(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, r
     print(f"{runner}: {confirmed} of {drafted} confirmed, {replays} steps were replayed")
     assert confirmed > 0.5 * drafted > 0
     check_log_probabilities(*sides, runner)
+
+
+def check_stop_strings(llm: Any, texts: list[str], outputs: list[Any]) -> None:
+    """Prompts again, which are in the prefix cache: requests end at a word of their own text, amid
+    what a step gave, and nothing comes behind it."""
+    long = [[word for word in output.text.split()[1:] if len(word) > 3] for output in outputs]
+    words = [found[len(found) // 3] if found else "nothing" for found in long]
+    params = [greedy(64, stop=[word]) for word in words]
+    again = llm.generate(texts, params, use_tqdm=False)
+    assert again[0].num_cached_tokens > 1000
+    ended = []
+    for word, before, (found,) in zip(words, outputs, (o.outputs for o in again), strict=True):
+        assert word not in found.text
+        if found.finish_reason == "stop":
+            assert found.stop_reason == word
+            ended.append(before.text.startswith(found.text))
+        else:
+            assert len(found.token_ids) == 64
+    print(f"{words}: {len(ended)} requests have ended there, {sum(ended)} as before")
+    assert any(ended)
 
 
 REFRESH = {

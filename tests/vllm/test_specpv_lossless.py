@@ -9,13 +9,14 @@ import functools
 import inspect
 import json
 import logging
-from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import chi_square
 import pytest
 import torch
+from disturbances import NUM_VIEWS, TIGHT, disturb
 from engines import (
     STOCK,
     caches,
@@ -26,10 +27,9 @@ from engines import (
     greedy,
     own_engine,
     start,
-    story_prompts,
 )
 from engines import stats as own_stats
-from small_views import LENGTHS, SMALL_VIEW, prompts
+from small_views import LENGTHS, SMALL_VIEW, prompts, varied_prompt
 
 from nwor_specpv import Metrics
 from nwor_specpv.errors import NworError
@@ -223,6 +223,18 @@ def test_aborts_stops_and_fewer_rows_than_requests(expected: list, before: dict)
     assert len(drafter()._store._free) == 2
 
 
+def test_what_happens_to_requests_leaves_nothing_behind(expected: list, before: dict) -> None:
+    """Alone and all at once, preempted, found in the prefix cache, aborted, stopped; one engine."""
+    found = disturb(begin({"specpv_max_requests": NUM_VIEWS}, **TIGHT))
+    assert len(found.outputs) > 3 * len(LENGTHS)
+    for i, output in found.outputs:
+        assert list(output.token_ids) == expected[i][: len(output.token_ids)]
+    assert found.stops >= 2
+    assert own_engine().violations == []
+    assert own_stats()["fallbacks"] == {}
+    check_drafting(before)
+
+
 def test_drafting_changes_no_byte_of_the_cache(expected: list, before: dict) -> None:
     llm = begin()
     drive(llm, prompts()[:1], greedy(2))
@@ -373,26 +385,18 @@ def test_sampling_keeps_the_distribution(monkeypatch: pytest.MonkeyPatch) -> Non
     from vllm.v1.sample import rejection_sampler
 
     monkeypatch.setattr(rejection_sampler, "expand_batch_to_tokens", expand_to_tokens)
-    text = [token for prompt in story_prompts(6) for token in prompt]
-    prompt = (text + text[::-1] + text[::2])[:170]
+    prompt = varied_prompt()
     found = []
     for nwor, speculation in ((STOCK, None), (VIEW, SPECULATION)):
         free = {"check_contract": False, "specpv_max_requests": 128} if speculation else {}
         llm = start(nwor | free, speculation=speculation, max_num_seqs=128, seed=7)
         params = SamplingParams(temperature=1.0, max_tokens=4, ignore_eos=True)
         story = drive(llm, [prompt] * 768, params)
-        found.append(Counter(tokens[2] for tokens in story.tokens.values()))
-    ours, theirs = found[1], found[0]
-    kinds = [token for token in ours | theirs if ours[token] + theirs[token] >= 12]
-    rest = [sum(n for t, n in counts.items() if t not in kinds) for counts in found]
-    pairs = [(theirs[t], ours[t]) for t in kinds] + ([tuple(rest)] if sum(rest) >= 12 else [])
-    # Samples are of one size, so each pair is expected to be equal.
-    statistic = sum((a - b) ** 2 / (a + b) for a, b in pairs)
-    degrees = len(pairs) - 1
-    assert degrees >= 5
-    # Wilson and Hilferty: the 99.9 % quantile of chi-square.
-    limit = degrees * (1 - 2 / (9 * degrees) + 3.09 * (2 / (9 * degrees)) ** 0.5) ** 3
+        found.append([tokens[2] for tokens in story.tokens.values()])
+    statistic, degrees = chi_square.two_samples(*found)
+    limit = chi_square.quantile(degrees)
     print(f"chi-square {statistic:.1f} of {degrees} degrees, limit {limit:.1f}")
+    assert degrees >= 5
     assert statistic < limit
 
 

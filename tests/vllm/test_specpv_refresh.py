@@ -9,7 +9,7 @@ import pytest
 import torch
 from engines import STOCK, counted, drive, greedy, own_engine, start
 from engines import stats as own_stats
-from small_views import LENGTHS, SMALL_VIEW, prompts
+from small_views import LENGTHS, SMALL_VIEW, cover_all, prompts
 
 from nwor_specpv import Metrics
 from nwor_specpv.errors import NworError
@@ -57,33 +57,15 @@ def watch_views(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     from nwor_specpv.vllm.specpv import refresh
 
     compared = []
-    after, decide = refresh.RefreshStep.after, refresh.RefreshViews._decide
+    after = refresh.RefreshStep.after
 
     def watched(self: Any, layer: str, attend: Any, query: Any, output: Any) -> None:
         if (self.views.store.num_blocks[: self.count] >= 0).any():
             compared.append(torch.equal(output, attend(None)))
         after(self, layer, attend, query, output)
 
-    class Small:
-        """A budget that calls little short, over the real one."""
-
-        static_tokens = 64
-
-        def __init__(self, budget: Any) -> None:
-            self._budget = budget
-
-        def __getattr__(self, name: str) -> Any:
-            return getattr(self._budget, name)
-
-    def decided(self: Any, *args: Any) -> Any:
-        budget, self.store.budget = self.store.budget, Small(self.store.budget)
-        try:
-            return decide(self, *args)
-        finally:
-            self.store.budget = budget
-
     monkeypatch.setattr(refresh.RefreshStep, "after", watched)
-    monkeypatch.setattr(refresh.RefreshViews, "_decide", decided)
+    cover_all(monkeypatch)
     return compared
 
 

@@ -1,0 +1,294 @@
+"""Partial views in the real vLLM on a GPU: mode `refresh` with a real model over a book, what
+happens to requests in mode `lossless`, and tokens that are drawn.
+
+What plain vLLM gives is computed once; `closeness.py` says what may differ. The story model runs in
+float16, which rounds eight times finer than bfloat16.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import chi_square
+import closeness
+import pytest
+import torch
+from disturbances import MAX_TOKENS, NUM_VIEWS, TIGHT, disturb, wanted
+from engines import NGRAM, check_drafting, drive, greedy, own_engine, release_engines
+from engines import stats as own_stats
+from heads import story_head
+from small_views import SMALL_VIEW, cover_all, prompts, varied_prompt
+from test_cuda import (
+    GRAPHS,
+    TURN,
+    alike,
+    begin,
+    check_log_probabilities,
+    smollm2_head,
+    stories_on_gpu,
+)
+from test_cuda_specpv import BOOK, REFRESH, SCHEDULER, SPECULATION, grown
+
+from nwor_specpv import Metrics
+from nwor_specpv.models import smollm2
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+
+STOCK = {"speculation": None, "attention_backend": "FLASH_ATTN"}
+PLAIN = {"enable_nwor": False}
+
+
+# ---- mode `refresh`, SmolLM2 over a book ----
+
+# Covers the shorter texts, and less than half of the longer ones.
+BOOK_VIEW = REFRESH | {
+    "specpv_n_sink_blocks": 2,
+    "specpv_n_retrieval_blocks": 150,
+    "specpv_n_window_blocks": 6,
+    "specpv_full_refresh_interval": 4,
+}
+BOOK_OPTIONS = {
+    "max_model_len": 8192,
+    "max_num_batched_tokens": 8192,
+    "kv_cache_memory_bytes": 1 << 30,
+    "enable_prefix_caching": False,
+}
+LENGTHS = (64, 64, 64)
+LONGER_LENGTHS = (96, 96, 32)
+
+
+def texts(first: int, second: int) -> list[str]:
+    """A book that goes on, a question about its beginning, a short question."""
+    book = BOOK.read_text()
+    asked = "The password is 'heliotrope'.\n\n{}\n\nWhat is the password?"
+    told = (
+        f"{book[:first]}\n\nContinue.",
+        asked.format(book[9000 : 9000 + second]),
+        "Name ten animals.",
+    )
+    return [TURN.format(text) for text in told]
+
+
+def read(llm: Any, asked: list[str], lengths: tuple[int, ...]) -> list[Any]:
+    params = [greedy(count, logprobs=1) for count in lengths]
+    outputs = [output.outputs[0] for output in llm.generate(asked, params, use_tqdm=False)]
+    assert [len(output.token_ids) for output in outputs] == list(lengths)
+    return outputs
+
+
+@dataclass
+class Books:
+    """What plain vLLM says."""
+
+    covered: list[Any]
+    longer: list[Any]
+
+
+COVERED, LONGER = (9000, 6000), (27000, 24000)  # characters
+
+
+@pytest.fixture(scope="module")
+def books() -> Books:
+    llm = begin(PLAIN, model=str(smollm2("bfloat16")), **(BOOK_OPTIONS | STOCK | GRAPHS))
+    found = Books(read(llm, texts(*COVERED), LENGTHS), read(llm, texts(*LONGER), LONGER_LENGTHS))
+    del llm
+    release_engines()
+    return found
+
+
+def watch_replays(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """How many requests saw views in each step that was replayed from a graph."""
+    from nwor_specpv.vllm.specpv.refresh import RefreshViews
+    from nwor_specpv.vllm.steps import Steps
+
+    count, note = RefreshViews._count, Steps._note_replay
+    latest, replayed = [0], []
+
+    def counting(self: Any, decisions: list[Any], contexts: Any) -> None:
+        latest[0] = sum(decision.partial for decision in decisions)
+        count(self, decisions, contexts)
+
+    def noting(self: Any, step: Any) -> None:
+        before = self.num_replays
+        note(self, step)
+        if self.num_replays > before:
+            replayed.append(latest[0])
+
+    monkeypatch.setattr(RefreshViews, "_count", counting)
+    monkeypatch.setattr(Steps, "_note_replay", noting)
+    return replayed
+
+
+def counts(before: dict[str, Any]) -> tuple[int, int, int]:
+    """Partial steps of requests, rows in which drift was looked for, and those that differ."""
+    names = ("partial_steps", "probed_rows", "deviating_rows")
+    partial, probed, deviating = (grown(before, f"specpv_{name}_total") for name in names)
+    return partial, probed, deviating
+
+
+@pytest.mark.parametrize("runner", ["v1", "v2"])
+def test_refresh_reads_a_book(
+    books: Books, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, runner: str
+) -> None:
+    """Full graphs, mixed lengths; V1 drafts by n-grams, V2 with the shipped head.
+
+    Partial steps over views that hold everything give plain vLLM's log-probabilities; then texts
+    that outgrow the view.
+    """
+    from nwor_specpv.vllm.specpv import drift
+
+    monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "1" if runner == "v2" else "0")
+    replayed = watch_replays(monkeypatch)
+    speculation = smollm2_head(tmp_path) if runner == "v2" else NGRAM
+    model = {"model": str(smollm2("bfloat16")), "speculation": speculation}
+    llm = begin(BOOK_VIEW, **(model | BOOK_OPTIONS | GRAPHS))
+    monkeypatch.setattr(drift, "_READ_INTERVAL", 1)
+
+    with monkeypatch.context() as patch:
+        cover_all(patch, tokens=256)
+        before = Metrics().snapshot()
+        ours = read(llm, texts(*COVERED), LENGTHS)
+    assert hasattr(own_engine().runner, "input_batch") is (runner == "v1")
+    partial, probed, deviating = counts(before)
+    print(
+        f"{runner}, all in view: {partial} partial steps, {sum(replayed)} of them replayed, "
+        f"{deviating} of {probed} rows deviate"
+    )
+    check_log_probabilities(books.covered, ours, f"{runner}, all in view")
+    assert partial > 8
+    assert sum(replayed) > 0
+    assert probed > 0
+    assert deviating == 0
+
+    replayed.clear()
+    before = Metrics().snapshot()
+    ours = read(llm, texts(*LONGER), LONGER_LENGTHS)
+    partial, probed, deviating = counts(before)
+    pairs = zip(books.longer, ours, strict=True)
+    print(
+        f"{runner}, longer: {partial} partial steps, {sum(replayed)} of them replayed, "
+        f"{deviating} of {probed} rows deviate; with plain vLLM's: {closeness.compare(pairs)}"
+    )
+    assert partial > 15
+    assert sum(replayed) > 10
+    assert probed > 0
+    assert own_stats()["committed_tokens"] > 0
+    assert own_stats()["fallbacks"] == {}
+
+
+# ---- mode `lossless`, the story model ----
+
+VIEW = SMALL_VIEW | {"specpv_draft_passes": 3, "specpv_max_requests": NUM_VIEWS}
+# The head is wrong throughout, so that a pass gives a token.
+HEAD_VIEW = VIEW | {"specpv_draft_lookup": 3, "specpv_draft_passes": 4}
+HALF = {"dtype": "float16"}
+EAGER = {"enforce_eager": True}
+CROWD, SAMPLES = 256, 8192  # requests at once, and in all
+CROWDED = EAGER | {
+    "max_num_seqs": CROWD,
+    "max_num_batched_tokens": 8192,
+    "kv_cache_memory_bytes": 512 << 20,
+}
+
+
+def draw(llm: Any, first_seed: int) -> list[list[int]]:
+    """Four tokens of each of many requests, which differ in their seeds."""
+    found = []
+    for first in range(first_seed, first_seed + SAMPLES, CROWD):
+        params = [greedy(4, temperature=1.0, seed=first + i) for i in range(CROWD)]
+        story = drive(llm, [varied_prompt(153)] * CROWD, params)
+        found += [story.tokens[str(i)] for i in range(CROWD)]
+    assert all(len(tokens) == 4 for tokens in found)
+    return found
+
+
+@dataclass
+class Stories:
+    """What plain vLLM says."""
+
+    greedy: dict[str, Any]
+    drawn: list[list[int]]
+
+
+@pytest.fixture(scope="module")
+def plain() -> Stories:
+    llm = stories_on_gpu(PLAIN, **(CROWDED | STOCK | HALF))
+    found = Stories(drive(llm, prompts(), wanted()).outputs, draw(llm, 1 + SAMPLES))
+    del llm
+    release_engines()
+    return found
+
+
+@pytest.mark.parametrize("kind", ["v1-eager", "v2-eager", "v2-graphs"])
+def test_what_happens_to_requests(
+    plain: Stories, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    """Preempted, found in the prefix cache, aborted, stopped: tokens are plain vLLM's."""
+    runner, _, graphs = kind.partition("-")
+    monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "1" if runner == "v2" else "0")
+    nwor, options = VIEW, {"speculation": SPECULATION}
+    if runner == "v2":
+        nwor, options = HEAD_VIEW, {"speculation": story_head(tmp_path, torch.float16)}
+        options["scheduler_cls"] = SCHEDULER
+    if graphs == "graphs":
+        options |= GRAPHS
+    else:
+        nwor, options = nwor | {"check_contract": True}, options | EAGER
+    before = Metrics().snapshot()
+    llm = stories_on_gpu(nwor, **(options | TIGHT | HALF))
+    found = disturb(llm)
+    assert hasattr(own_engine().runner, "input_batch") is (runner == "v1")
+    assert own_engine().violations == []
+    assert own_stats()["fallbacks"] == {}
+    assert (own_engine().num_replays > 0) is (graphs == "graphs")
+    check_drafting(before)
+    drafted, confirmed = (
+        grown(before, f"specpv_{name}_tokens_total") for name in ("drafted", "confirmed")
+    )
+    close = closeness.compare((plain.greedy[str(i)], output) for i, output in found.outputs)
+    calm = {str(i): list(output.token_ids) for i, output in found.outputs[: len(prompts())]}
+    together = found.outputs[len(prompts()) : 2 * len(prompts())]
+    share = alike({str(i): list(output.token_ids) for i, output in together}, calm)
+    print(
+        f"{kind}: {found.preemptions} preemptions, {found.cached} tokens of prompts were cached, "
+        f"{found.cut} cut, {found.stops} stops, {confirmed} of {drafted} confirmed\n"
+        f"plain vLLM: {close}\npreempted as alone before a difference: {share:.2f}"
+    )
+    assert len(found.outputs) > 3 * len(prompts())
+    assert all(len(tokens) == MAX_TOKENS for tokens in calm.values())
+    assert confirmed > 0.5 * drafted > 0
+    # Two computations of this model in float16 are 0.0015 apart on average, 0.024 at most.
+    close.check(mean=0.005, most=0.1, share=0.5)
+    assert share > 0.5
+
+
+def test_drawn_tokens_keep_the_distribution(plain: Stories, tmp_path: Path) -> None:
+    """Model runner V2, head and passes in turns: tokens follow the distribution of plain vLLM's.
+
+    Pairs of neighbours, by chi-square; seeds are fixed, so the verdict is.
+    """
+    head = story_head(tmp_path, torch.float16) | {"draft_sample_method": "probabilistic"}
+    before = Metrics().snapshot()
+    nwor = HEAD_VIEW | {"specpv_max_requests": CROWD}
+    llm = stories_on_gpu(nwor, speculation=head, scheduler_cls=SCHEDULER, **(CROWDED | HALF))
+    ours = draw(llm, 1)
+    assert not hasattr(own_engine().runner, "input_batch"), "the V1 runner was used"
+    assert own_stats()["fallbacks"] == {}
+    check_drafting(before)
+    drafted, confirmed = (
+        grown(before, f"specpv_{name}_tokens_total") for name in ("drafted", "confirmed")
+    )
+    print(
+        f"{confirmed} of {drafted} confirmed, {grown(before, 'specpv_draft_passes_total')} passes"
+    )
+    assert 0.1 * drafted < confirmed < drafted
+    for place in range(3):
+        sides = [[tuple(t[place : place + 2]) for t in side] for side in (ours, plain.drawn)]
+        statistic, degrees = chi_square.two_samples(*sides)
+        assert degrees >= 20
+        limit = chi_square.quantile(degrees, deviations=3.72)
+        print(f"tokens {place}, {place + 1}: chi-square {statistic:.1f} of {degrees} degrees, "
+              f"limit {limit:.1f}")  # fmt: skip
+        assert statistic < limit
