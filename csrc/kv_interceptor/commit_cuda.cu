@@ -19,8 +19,8 @@
 // Small batches are validated by a warp of their own: a warp that waits for its rows cannot think.
 //
 // Block summaries have a warp of their own, too: it starts at once and shares nothing with those
-// that move rows but the verdict. Rows 0 of compact views are copied by the latter, when their own
-// stores are on their way.
+// that move rows but the verdict. These help it afterwards if many blocks are due. Rows 0 of
+// compact views are copied by the latter, when their own stores are on their way.
 
 namespace nwor {
 namespace {
@@ -45,6 +45,9 @@ struct AllViews {
 };
 static_assert(sizeof(CommitTable<kUsualViewLayers>) + sizeof(AllViews) <= 4096);
 
+struct NoHelp {};
+template <typename Views>
+using HelpOf = std::conditional_t<Views::kSummaries, SummaryHelp, NoHelp>;
 template <typename Views>
 inline constexpr int kExtraThreads = Views::kSummaries ? kSummaryThreads : 0;
 
@@ -94,10 +97,12 @@ __global__ void __launch_bounds__(kCommitThreads + kExtraThreads<Views>,
   using Tail = std::remove_cvref_t<decltype(views.tail)>;
   extern __shared__ uint32_t cells[];  // see InsertSlot
   __shared__ VerdictPost post;
+  __shared__ HelpOf<Views> help;
   if constexpr (Views::kSummaries) {
     if (threadIdx.x >= kCommitThreads) {
-      return CompleteSummaries(table, views.summaries, post, kCommitWarps);
+      return CompleteSummaries(table, views.summaries, post, kCommitWarps, help);
     }
+    help.Init();
   }
   const BatchTable& batch = table.batch;
   const Plane plane = SelectPlane(table, blockIdx.x);
@@ -123,6 +128,7 @@ __global__ void __launch_bounds__(kCommitThreads + kExtraThreads<Views>,
     if (!decide()) return;
     share.Finish();
     CopyRoots<kOp>(table, views.tail);
+    if constexpr (Views::kSummaries) HelpWithSummaries(table, views.summaries, help);
   } else {
     open();
     if (!decide()) return;
@@ -132,6 +138,7 @@ __global__ void __launch_bounds__(kCommitThreads + kExtraThreads<Views>,
       share.Finish();
       CopyRoots<decltype(op)::value>(table, views.tail);
     });
+    if constexpr (Views::kSummaries) HelpWithSummaries(table, views.summaries, help);
   }
 }
 
@@ -143,10 +150,12 @@ __global__ void __launch_bounds__(kSmallCommitThreads + kExtraThreads<Views>, Vi
   using Tail = std::remove_cvref_t<decltype(views.tail)>;
   __shared__ uint32_t cells[ChooseCommitCells(kSmallCommitEntries)];
   __shared__ VerdictPost post;
+  __shared__ HelpOf<Views> help;
   if constexpr (Views::kSummaries) {
     if (threadIdx.x >= kSmallCommitThreads) {
-      return CompleteSummaries(table, views.summaries, post, 1);
+      return CompleteSummaries(table, views.summaries, post, 1, help);
     }
+    help.Init();
   }
   const BatchTable& batch = table.batch;
   if (threadIdx.x >= kCommitThreads) {
@@ -166,6 +175,7 @@ __global__ void __launch_bounds__(kSmallCommitThreads + kExtraThreads<Views>, Vi
   if (post.Await().fault != kNoFault) return;
   share.Finish();
   CopyRoots<RowOp::kCopy16>(table, views.tail);
+  if constexpr (Views::kSummaries) HelpWithSummaries(table, views.summaries, help);
 }
 
 template <typename Views>
@@ -180,7 +190,7 @@ template <int kLayers, typename Views>
 void Launch(void (*kernel)(CommitTable<kLayers>, Views), int threads,
             const CommitTable<kLayers>& table, const CommitParams& params, int64_t shared_bytes) {
   constexpr int64_t kOwnBytes =
-      sizeof(VerdictPost) + (Views::kSummaries ? sizeof(SummaryStages) : 0);
+      sizeof(VerdictPost) + (Views::kSummaries ? sizeof(SummaryStages) + sizeof(SummaryHelp) : 0);
   constexpr int64_t kAlwaysAllowed = 48 * 1024 - kOwnBytes;
   if (shared_bytes > kAlwaysAllowed) {
     CheckCuda(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,

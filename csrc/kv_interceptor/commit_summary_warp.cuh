@@ -4,6 +4,7 @@
 
 #include <cstdint>
 
+#include "kv_interceptor/commit_grid.h"
 #include "kv_interceptor/commit_summaries.cuh"
 #include "kv_interceptor/commit_table.cuh"
 #include "kv_interceptor/commit_verdict.cuh"
@@ -12,7 +13,8 @@
 // Summaries of the blocks that a commit completes, by one warp of each thread block beside those
 // that move rows. A unit is one head of one block. Every warp finds its own units from the
 // requests' lengths, so that nobody has to be asked, and has K of several of them on its way, the
-// first ones while the batch is validated.
+// first ones while the batch is validated. Where there are more than a few units for each of these
+// warps, as after a tail was fed again, those that move rows help when they have done so.
 
 namespace nwor {
 
@@ -49,9 +51,11 @@ struct LayerSummaries {
   const SummaryTable& table;
   int layer_idx;
 
-  // Head `head` of the `wanted`-th block. `requests`: the first 32. The batch need not be valid:
-  // counts beyond the depth complete nothing.
-  __device__ SummaryUnit Find(uint32_t wanted, int32_t head, LaneRequests requests) const {
+  // The unit of that number. `requests`: the first 32. The batch need not be valid: counts beyond
+  // the depth complete nothing.
+  __device__ SummaryUnit Find(uint32_t number, LaneRequests requests) const {
+    const auto num_heads = static_cast<uint32_t>(table.num_heads);
+    uint32_t wanted = number / num_heads;  // of all blocks
     const uint32_t lane = threadIdx.x % 32, lanes_below = (1u << lane) - 1;
 #pragma unroll 1
     for (int32_t base = 0; base < NumRequests(batch); base += 32) {
@@ -73,7 +77,8 @@ struct LayerSummaries {
         const int source = 31 - __clz(__ballot_sync(0xffffffff, num_own > 0 && before <= wanted));
         return {base + source, __shfl_sync(0xffffffff, own.row, source),
                 __shfl_sync(0xffffffff, own.first + static_cast<int32_t>(wanted - before), source),
-                head, __shfl_sync(0xffffffff, requests.lengths.cached, source)};
+                static_cast<int32_t>(number % num_heads),
+                __shfl_sync(0xffffffff, requests.lengths.cached, source)};
       }
       wanted -= num_blocks;
     }
@@ -98,6 +103,54 @@ struct LayerSummaries {
            unit.head * to.head_stride;
   }
 
+  // `row`: of those that the warp reads at once, the lane's.
+  template <typename T>
+  __device__ void StorePairs(PairExtremes<T>& extremes, int row, int64_t out_at) const {
+    const auto lane = static_cast<int>(threadIdx.x % 32);
+    const auto lanes_per_row = static_cast<int>(table.pairs.lanes_per_row);
+#pragma unroll 1
+    for (int other = 1; other < table.pairs.rows_at_once; ++other) {
+      extremes.Meet((lane + other * lanes_per_row) % 32, row == 0);
+    }
+    if (row != 0 || out_at < 0) return;
+    const int64_t at = out_at + lane * 8;
+    extremes.Store(static_cast<T*>(table.to.kmax) + at, static_cast<T*>(table.to.kmin) + at);
+  }
+
+  template <typename T>
+  __device__ void SummarizePairs(const SummaryUnit& unit) const {
+    constexpr int kAtOnce = 4;
+    const PairReading& pairs = table.pairs;
+    const uint32_t lane = threadIdx.x % 32, byte = lane % pairs.lanes_per_row * sizeof(uint4);
+    const auto row = static_cast<int>(lane / pairs.lanes_per_row);
+    PairExtremes<T> extremes;
+#pragma unroll 1
+    for (int32_t part = 0; part < pairs.num_parts; ++part) {
+      const LaneRows rows = KeyRows(unit, part * pairs.part_tokens, pairs.part_tokens);
+      if (!rows.whole()) return;
+#pragma unroll 1
+      for (int first = 0; first < pairs.num_packets; first += kAtOnce) {
+        typename PairExtremes<T>::Loaded packets[kAtOnce];
+#pragma unroll
+        for (int i = 0; i < kAtOnce; ++i) {
+          // The last row again instead of none: extremes do not mind.
+          const int index = min((first + i) * pairs.rows_at_once + row, rows.count() - 1);
+          packets[i] = PairExtremes<T>::Load(rows.At(index) + byte);
+        }
+#pragma unroll
+        for (int i = 0; i < kAtOnce; ++i) extremes.Add(packets[i], 1.0f);
+      }
+    }
+    StorePairs(extremes, row, OutAt(unit));
+  }
+
+  __device__ void Summarize(const SummaryUnit& unit) const {
+    if (table.pairs.lanes_per_row == 0) return SummarizePlain(unit);
+    if (table.row_dtype == DType::kFloat16) return SummarizePairs<__half>(unit);
+    SummarizePairs<__nv_bfloat16>(unit);
+  }
+
+ private:
   __device__ void SummarizePlain(const SummaryUnit& unit) const {
     const float scale =
         layer.scales[0] == nullptr ? 1.0f : layer.scales[0][unit.head * layer.scale_stride[0]];
@@ -122,34 +175,81 @@ struct LayerSummaries {
 
 // Which of a layer's units are a warp's, one after the other. Neighbouring units go to neighbouring
 // blocks of the grid, which are not on one SM.
-struct UnitShare {
-  uint32_t block;
-  uint32_t head;
+class UnitShare {
+ public:
+  static constexpr uint32_t kOwn = 2;  // of each summary warp; those beyond are the others'
 
-  __device__ explicit UnitShare(uint32_t num_heads) {
-    Select(2 * blockIdx.y + blockIdx.x % 2, num_heads);
+  __device__ static UnitShare OfSummaryWarp() { return {Block(), NumBlocks()}; }
+  __device__ static UnitShare OfOtherWarp() {
+    return {NumOwn() + threadIdx.x / 32 * NumBlocks() + Block(), kCommitWarps * NumBlocks()};
   }
-  __device__ void Advance(uint32_t num_heads) {
-    Select(block * num_heads + head + 2 * gridDim.y, num_heads);
+  // Units of all summary warps of a layer.
+  __device__ static uint32_t NumOwn() { return kOwn * NumBlocks(); }
+
+  __device__ uint32_t unit() const { return unit_; }
+  __device__ void Advance() { unit_ += step_; }
+
+ private:
+  __device__ UnitShare(uint32_t unit, uint32_t step) : unit_(unit), step_(step) {}
+  // Of the thread blocks of a layer's two planes.
+  __device__ static uint32_t NumBlocks() { return 2 * gridDim.y; }
+  __device__ static uint32_t Block() { return 2 * blockIdx.y + blockIdx.x % 2; }
+
+  uint32_t unit_;
+  uint32_t step_;
+};
+
+// Where the warps that move rows learn whether they have to help. In shared memory.
+class SummaryHelp {
+ public:
+  // Before the block meets.
+  __device__ void Init() {
+    if (threadIdx.x == 0) bulk::InitBarrier(Address(), 1);
+  }
+  // By the summary warp, once, and early.
+  __device__ void Tell(bool wanted) {
+    if (threadIdx.x % 32 != 0) return;
+    wanted_ = wanted;
+    bulk::ArriveOnce(Address());
+  }
+  __device__ bool Await() const {
+    bulk::Wait(Address(), 0);
+    return wanted_;
   }
 
  private:
-  __device__ void Select(uint32_t unit, uint32_t num_heads) {
-    block = unit / num_heads;
-    head = unit % num_heads;
+  __device__ uint32_t Address() const {
+    return static_cast<uint32_t>(__cvta_generic_to_shared(&barrier_));
   }
+
+  uint64_t barrier_;
+  bool wanted_;
 };
 
-// Channels of any type. REQUIRES: the batch is valid.
-__device__ __noinline__ void SummarizeAny(LayerSummaries summaries) {
-  const LaneRequests requests(summaries.batch, summaries.table, 0);
-  const auto num_heads = static_cast<uint32_t>(summaries.table.num_heads);
+// Whether there are more units than are the summary warps'.
+__device__ inline bool WantsHelp(const LayerSummaries& summaries, const LaneRequests& requests) {
+  return summaries.Find(UnitShare::NumOwn(), requests).request >= 0;
+}
+
+template <int kLayers>
+__device__ LayerSummaries SummariesOfBlock(const CommitTable<kLayers>& table,
+                                           const SummaryTable& summaries) {
+  const auto layer = static_cast<int>(blockIdx.x / 2);
+  return {table.batch, table.layers[layer], summaries, layer};
+}
+
+// The units of the summary warp, or of one that `helps`. REQUIRES: the batch is valid.
+template <int kLayers>
+__device__ __noinline__ void Summarize(const CommitTable<kLayers>& table,
+                                       const SummaryTable& summaries, bool helps) {
+  const LayerSummaries layer = SummariesOfBlock(table, summaries);
+  const LaneRequests requests(table.batch, summaries, 0);
+  UnitShare share = helps ? UnitShare::OfOtherWarp() : UnitShare::OfSummaryWarp();
 #pragma unroll 1
-  for (UnitShare share(num_heads);; share.Advance(num_heads)) {
-    const SummaryUnit unit =
-        summaries.Find(share.block, static_cast<int32_t>(share.head), requests);
+  for (; helps || share.unit() < UnitShare::NumOwn(); share.Advance()) {
+    const SummaryUnit unit = layer.Find(share.unit(), requests);
     if (unit.request < 0) return;
-    summaries.SummarizePlain(unit);
+    layer.Summarize(unit);
   }
 }
 
@@ -173,16 +273,17 @@ class PairSummaries {
         stages_(stages),
         row_(static_cast<int>(lane() / pairs().lanes_per_row)),
         byte_(lane() % pairs().lanes_per_row * sizeof(uint4)),
-        share_(static_cast<uint32_t>(summaries.table.num_heads)) {}
+        share_(UnitShare::OfSummaryWarp()) {}
 
   // Nothing is written unless the verdict allows it. Until it is there, what is read is within
   // bounds and goes nowhere.
-  __device__ void Complete(const VerdictPost& post) {
+  __device__ void Complete(const VerdictPost& post, SummaryHelp& help) {
     PairExtremes<T> extremes;
 #pragma unroll 1
     for (uint32_t step = 0;; ++step) {
       if (step == num_started_) Start();
       __pipeline_commit();
+      if (step == 0) help.Tell(num_started_ > 0 && WantsHelp(summaries_, requests_));
       if (step + 1 < kParts) continue;
       if (step + 1 == num_started_ + kParts) return;
       __pipeline_wait_prior(kParts - 1);
@@ -191,7 +292,7 @@ class PairSummaries {
       const int64_t out_at = stages_.out_at[stage][lane()];
       if (out_at == SummaryStages::kMore) continue;
       if (post.Await().fault != kNoFault) break;
-      Store(extremes, out_at);
+      summaries_.StorePairs(extremes, row_, out_at);
       extremes = {};
     }
     __pipeline_wait_prior(0);  // the block must not end before its copies
@@ -206,7 +307,8 @@ class PairSummaries {
   // Starts the next part, if there is one.
   __device__ void Start() {
     if (part_ == 0) {
-      unit_ = summaries_.Find(share_.block, static_cast<int32_t>(share_.head), requests_);
+      unit_ = share_.unit() < UnitShare::NumOwn() ? summaries_.Find(share_.unit(), requests_)
+                                                  : SummaryUnit();
     }
     if (unit_.request < 0) return;
     const uint32_t stage = num_started_++ % kParts;
@@ -223,7 +325,7 @@ class PairSummaries {
                                                     : summaries_.OutAt(unit_);
     if (more) return;
     part_ = 0;
-    share_.Advance(static_cast<uint32_t>(summaries_.table.num_heads));
+    share_.Advance();
   }
 
   // Addresses first, a few at a time, so that copies follow each other closely.
@@ -260,18 +362,6 @@ class PairSummaries {
     }
   }
 
-  __device__ void Store(PairExtremes<T>& extremes, int64_t out_at) const {
-    const auto lanes_per_row = static_cast<int>(pairs().lanes_per_row);
-#pragma unroll 1
-    for (int other = 1; other < pairs().rows_at_once; ++other) {
-      extremes.Meet((static_cast<int>(lane()) + other * lanes_per_row) % 32, row_ == 0);
-    }
-    if (row_ != 0 || out_at == SummaryStages::kLeftOut) return;
-    const int64_t at = out_at + lane() * 8;
-    const CommitSummaries& to = summaries_.table.to;
-    extremes.Store(static_cast<T*>(to.kmax) + at, static_cast<T*>(to.kmin) + at);
-  }
-
   const LayerSummaries summaries_;
   const LaneRequests requests_;
   SummaryStages& stages_;
@@ -283,22 +373,31 @@ class PairSummaries {
   uint32_t num_started_ = 0;
 };
 
-// The summaries of one layer's units, as far as they are this warp's.
+// What the summary warp does.
 template <int kLayers>
 __device__ void CompleteSummaries(const CommitTable<kLayers>& table, const SummaryTable& summaries,
-                                  VerdictPost& post, int num_deciders) {
+                                  VerdictPost& post, int num_deciders, SummaryHelp& help) {
   __shared__ SummaryStages stages;
   const LaneRequests requests(table.batch, summaries, 0);
   post.Open(num_deciders);
-  const auto layer = static_cast<int>(blockIdx.x / 2);
-  const LayerSummaries units = {table.batch, table.layers[layer], summaries, layer};
+  const LayerSummaries units = SummariesOfBlock(table, summaries);
   if (summaries.pairs.lanes_per_row == 0) {
-    if (post.Await().fault == kNoFault) SummarizeAny(units);
+    help.Tell(WantsHelp(units, requests));
+    if (post.Await().fault != kNoFault) return;
+    Summarize(table, summaries, /*helps=*/false);
   } else if (summaries.row_dtype == DType::kFloat16) {
-    PairSummaries<__half>(units, requests, stages).Complete(post);
+    PairSummaries<__half>(units, requests, stages).Complete(post, help);
   } else {
-    PairSummaries<__nv_bfloat16>(units, requests, stages).Complete(post);
+    PairSummaries<__nv_bfloat16>(units, requests, stages).Complete(post, help);
   }
+}
+
+// What a warp does that has moved its rows. REQUIRES: the batch is valid.
+template <int kLayers>
+__device__ void HelpWithSummaries(const CommitTable<kLayers>& table, const SummaryTable& summaries,
+                                  const SummaryHelp& help) {
+  if (summaries.to.kmax == nullptr || !help.Await()) return;
+  Summarize(table, summaries, /*helps=*/true);
 }
 
 }  // namespace nwor

@@ -68,6 +68,11 @@ struct PairExtremes {
   };
   uint32_t high[4], low[4];
 
+  // Global memory, read once.
+  __device__ static Loaded Load(const char* row) {
+    const uint4 words = __ldcg(reinterpret_cast<const uint4*>(row));
+    return {{words.x, words.y, words.z, words.w}};
+  }
   __device__ PairExtremes() {
     constexpr uint32_t kInfinity = std::is_same_v<T, __half> ? 0x7c007c00u : 0x7f807f80u;
 #pragma unroll
