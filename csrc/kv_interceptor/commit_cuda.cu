@@ -96,7 +96,7 @@ __global__ void __launch_bounds__(kCommitThreads + kExtraThreads<Views>,
                  const __grid_constant__ Views views) {
   using Tail = std::remove_cvref_t<decltype(views.tail)>;
   extern __shared__ uint32_t cells[];  // see InsertSlot
-  __shared__ VerdictPost post;
+  __shared__ VerdictPost<Views::kSummaries> post;
   __shared__ HelpOf<Views> help;
   if constexpr (Views::kSummaries) {
     if (threadIdx.x >= kCommitThreads) {
@@ -149,7 +149,7 @@ __global__ void __launch_bounds__(kSmallCommitThreads + kExtraThreads<Views>, Vi
                       const __grid_constant__ Views views) {
   using Tail = std::remove_cvref_t<decltype(views.tail)>;
   __shared__ uint32_t cells[ChooseCommitCells(kSmallCommitEntries)];
-  __shared__ VerdictPost post;
+  __shared__ VerdictPost<Views::kSummaries> post;
   __shared__ HelpOf<Views> help;
   if constexpr (Views::kSummaries) {
     if (threadIdx.x >= kSmallCommitThreads) {
@@ -164,6 +164,7 @@ __global__ void __launch_bounds__(kSmallCommitThreads + kExtraThreads<Views>, Vi
     post.Open(1);
     const BatchVerdict verdict = CheckWarpShare<WarpTeam>(batch, views.tail, cells, first);
     post.Add(verdict);
+    if constexpr (!Views::kSummaries) post.Await();
     if (PublishesNow(batch)) Announce(batch, views.tail, verdict);
     return;
   }
@@ -190,7 +191,8 @@ template <int kLayers, typename Views>
 void Launch(void (*kernel)(CommitTable<kLayers>, Views), int threads,
             const CommitTable<kLayers>& table, const CommitParams& params, int64_t shared_bytes) {
   constexpr int64_t kOwnBytes =
-      sizeof(VerdictPost) + (Views::kSummaries ? sizeof(SummaryStages) + sizeof(SummaryHelp) : 0);
+      sizeof(VerdictPost<true>) +
+      (Views::kSummaries ? sizeof(SummaryStages) + sizeof(SummaryHelp) : 0);
   constexpr int64_t kAlwaysAllowed = 48 * 1024 - kOwnBytes;
   if (shared_bytes > kAlwaysAllowed) {
     CheckCuda(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,

@@ -277,7 +277,7 @@ class PairSummaries {
 
   // Nothing is written unless the verdict allows it. Until it is there, what is read is within
   // bounds and goes nowhere.
-  __device__ void Complete(const VerdictPost& post, SummaryHelp& help) {
+  __device__ void Complete(const VerdictPost<true>& post, SummaryHelp& help) {
     PairExtremes<T> extremes;
 #pragma unroll 1
     for (uint32_t step = 0;; ++step) {
@@ -376,7 +376,7 @@ class PairSummaries {
 // What the summary warp does.
 template <int kLayers>
 __device__ void CompleteSummaries(const CommitTable<kLayers>& table, const SummaryTable& summaries,
-                                  VerdictPost& post, int num_deciders, SummaryHelp& help) {
+                                  VerdictPost<true>& post, int num_deciders, SummaryHelp& help) {
   __shared__ SummaryStages stages;
   const LaneRequests requests(table.batch, summaries, 0);
   post.Open(num_deciders);

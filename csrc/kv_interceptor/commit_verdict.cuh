@@ -15,7 +15,9 @@ struct BatchVerdict {
   int32_t num_accepted;
 };
 
-// In shared memory. Who waits is waited for by nobody: a warp that is late delays itself only.
+// In shared memory. kLate: a warp that waits may be late and delays itself only; otherwise all
+// threads of the block wait, at its own barrier.
+template <bool kLate>
 class VerdictPost {
  public:
   // All threads of the block meet here, from several places in the code. `num_deciders` warps will
@@ -23,7 +25,7 @@ class VerdictPost {
   __device__ void Open(int num_deciders) {
     if (threadIdx.x == 0) {
       found_ = {kNoFault, 0};
-      bulk::InitBarrier(Address(), num_deciders);
+      if constexpr (kLate) bulk::InitBarrier(Address(), num_deciders);
     }
     asm volatile("barrier.sync 0;" ::: "memory");
   }
@@ -33,12 +35,16 @@ class VerdictPost {
     if (threadIdx.x % 32 != 0) return;
     if (part.fault != kNoFault) atomicMin(&found_.fault, part.fault);
     if (part.num_accepted != 0) atomicAdd(&found_.num_accepted, part.num_accepted);
-    bulk::ArriveOnce(Address());
+    if constexpr (kLate) bulk::ArriveOnce(Address());
   }
 
   // Waits until all parts are there.
   __device__ BatchVerdict Await() const {
-    bulk::Wait(Address(), 0);
+    if constexpr (kLate) {
+      bulk::Wait(Address(), 0);
+    } else {
+      asm volatile("barrier.sync 0;" ::: "memory");
+    }
     return found_;
   }
 
