@@ -177,7 +177,7 @@ struct LayerSummaries {
 // blocks of the grid, which are not on one SM.
 class UnitShare {
  public:
-  static constexpr uint32_t kOwn = 2;  // of each summary warp; those beyond are the others'
+  static constexpr uint32_t kOwn = 4;  // of each summary warp; those beyond are the others'
 
   __device__ static UnitShare OfSummaryWarp() { return {Block(), NumBlocks()}; }
   __device__ static UnitShare OfOtherWarp() {
