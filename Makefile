@@ -45,7 +45,7 @@ bench: build  ## the benchmarks, with their peers
 	@$(VENV_PYTHON) -m nwor_specpv bench tree
 	@$(VENV_PYTHON) -m nwor_specpv bench generate
 
-lint: build  ## structure, clang-format, clang-tidy, ruff
+lint: build  ## structure, clang-format, clang-tidy over everything, ruff
 	@tools/lint.sh
 
 format: setup  ## clang-format and ruff, in place

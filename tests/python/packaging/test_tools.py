@@ -435,3 +435,41 @@ def test_tidy_never_remembers_a_finding(
     for expected in (["a.cpp", "b.cpp"], ["b.cpp"]):
         assert checked(module, root) == (1, expected)
         assert "found it" in capsys.readouterr().out
+
+
+def test_tidy_since_a_clean_commit_checks_what_differs(
+    tidy_tree: tuple[ModuleType, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module, root = tidy_tree
+    (root / ".gitignore").write_text("/build/\n/log\n/clean\n")
+    who = ["-c", "user.name=a", "-c", "user.email=a@b"]
+
+    def git(*arguments: str) -> str:
+        command = ["git", *who, *arguments]
+        return subprocess.run(command, cwd=root, check=True, capture_output=True, text=True).stdout
+
+    git("init", "-q")
+    git("add", "-A")
+    git("commit", "-qm", "all")
+    (root / "clean").write_text(git("rev-parse", "HEAD"))
+    monkeypatch.setattr(sys, "argv", ["clang_tidy.py", "--jobs", "1", "--since", f"{root}/clean"])
+    assert checked(module, root) == (0, [])
+    (root / "csrc" / "types.h").write_text("int u;\n")
+    assert checked(module, root) == (0, ["a.cpp"])
+    git("commit", "-qam", "changed")  # and committed: it still differs from what was clean
+    shutil.rmtree(root / "build" / "clang-tidy")
+    assert checked(module, root) == (0, ["a.cpp"])
+    (root / "csrc" / "metrics" / "b.cpp").write_text("bad\n")
+    assert checked(module, root) == (1, ["b.cpp"])
+    (root / "csrc" / "metrics" / "b.cpp").write_text("int b;\n")
+    for name in ("CMakeLists.txt", ".clang-tidy"):  # new, and changed: nothing is taken for granted
+        shutil.rmtree(root / "build" / "clang-tidy")
+        (root / name).write_text("Checks: y\n")
+        assert checked(module, root) == (0, ["a.cpp", "b.cpp"])
+        git("add", "-A")
+        git("commit", "-qm", name)
+        (root / "clean").write_text(git("rev-parse", "HEAD"))
+    shutil.rmtree(root / "build" / "clang-tidy")
+    assert checked(module, root) == (0, [])
+    (root / "clean").write_text("0123456789\n")  # unknown, as in a shallow clone
+    assert checked(module, root) == (0, ["a.cpp", "b.cpp"])
