@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
 # What `make lint` does. Every check runs, whatever the one before it said; the status is 1 if any failed.
 # clang-tidy needs the compile commands of a build (make build). `lint.sh --changed`, which `make test` runs, leaves
-# to `make lint` what does not differ from the commit in clang_tidy.clean, at which it found nothing.
+# to `make lint` what does not differ from the commit in clang_tidy.clean, at which it found nothing. To move that on,
+# after a clean `make lint` of what is committed: git rev-parse HEAD > tools/clang_tidy.clean
 set -uo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 bin=.venv/bin

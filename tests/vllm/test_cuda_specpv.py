@@ -111,7 +111,10 @@ BOOK_VIEW = {
 
 @pytest.mark.parametrize("runner", ["v1", "v2"])
 def test_smollm2_reads_a_book(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, runner: str) -> None:
-    """Full graphs, mixed lengths; V1 drafts by n-grams and passes, V2 with the shipped head."""
+    """Mixed lengths; V1 drafts by n-grams and passes, V2 with the shipped head and in full graphs.
+
+    V1's requests draft different numbers of tokens: such steps are no case for vLLM's full graphs.
+    """
     book = BOOK.read_text()
     asked = "The password is 'heliotrope'.\n\n{}\n\nWhat is the password?"
     texts = (f"{book[:9000]}\n\nContinue.", asked.format(book[9000:15000]), "Name ten animals.")
@@ -145,6 +148,7 @@ def test_smollm2_reads_a_book(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, r
     replays = own_engine().num_replays
     print(f"{runner}: {confirmed} of {drafted} confirmed, {replays} steps were replayed")
     assert confirmed > 0.5 * drafted > 0
+    assert replays > 0 or runner == "v1"
     check_log_probabilities(*sides, runner)
 
 

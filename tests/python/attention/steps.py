@@ -81,6 +81,15 @@ class Step:
     def reference(self) -> tuple[np.ndarray, np.ndarray]:
         return _reference(self)
 
+    def with_lengths(self, lengths: list[int]) -> Step:
+        """The same step in the same memory, over as many tokens: `prefix_lens` is set to them."""
+        self.arguments["prefix_lens"].copy_(torch.tensor(lengths, dtype=torch.int32))
+        seen = [
+            [slots[:length] for slots in heads]
+            for heads, length in zip(self.seen, lengths, strict=True)
+        ]
+        return replace(self, shape=replace(self.shape, prefix=lengths), seen=seen)
+
     def only(self, request: int) -> Step:
         """The same step with one of its requests alone, in the same memory."""
         start = self.arguments["query_start"].tolist()

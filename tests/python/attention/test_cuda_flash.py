@@ -16,6 +16,7 @@ import torch
 from attention.steps import FP8, Shape, Step, assert_close, make_step, moved
 from nwor_specpv import CompactView, NworError, verify_plan
 from nwor_specpv.attention import last_route, route_report
+from nwor_specpv.bench.timing import capture
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 
@@ -221,22 +222,9 @@ def test_a_graph_replays_with_other_lengths_and_tells_of_bad_ones(route: str) ->
     def run() -> None:
         step.run(route=route, max_rows=300, status=status, out=out, return_lse=False)
 
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        run()
-    torch.cuda.current_stream().wait_stream(side)
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        run()
+    graph = capture(run)
     for lengths in ([70, 400], [0, 1], [64, 0], [17, 399]):
-        step.arguments["prefix_lens"].copy_(torch.tensor(lengths, dtype=torch.int32))
-        seen = [
-            [slots[:length] for slots in heads]
-            for heads, length in zip(step.seen, lengths, strict=True)
-        ]
-        short = replace(step, shape=replace(shape, prefix=lengths), seen=seen)
+        short = step.with_lengths(lengths)
         out.fill_(float("nan"))
         graph.replay()
         assert_close(short, out)

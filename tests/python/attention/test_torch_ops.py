@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -17,6 +15,7 @@ from nwor_specpv import (
     verify_plan,
 )
 from nwor_specpv import attention as attention_module
+from nwor_specpv.bench.timing import capture
 
 OPS = torch.ops.nwor_specpv
 cuda_only = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
@@ -139,18 +138,9 @@ def test_a_graph_replays_with_other_lengths(planned: bool) -> None:
             verify_plan(*given, step.tree_mask, plan=plan)
         step.run(out=out, plan=plan, return_lse=False)
 
-    run()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        run()
+    graph = capture(run)
     for lengths in ([1500, 900], [0, 1], [1499, 17], [512, 513], [16, 900]):
-        step.arguments["prefix_lens"].copy_(torch.tensor(lengths, dtype=torch.int32))
-        seen = [
-            [slots[:length] for slots in heads]
-            for heads, length in zip(step.seen, lengths, strict=True)
-        ]
-        short = replace(step, shape=replace(shape, prefix=lengths), seen=seen)
+        short = step.with_lengths(lengths)
         out.fill_(float("nan"))
         graph.replay()
         assert_close(short, out)
