@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -464,4 +465,12 @@ def _linear(rows: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     """Products of the weights' type; what is between them stays float32."""
     if rows.is_cpu and rows.numel() <= _FEW_ROWS * rows.shape[-1]:
         return torch.ops.nwor_specpv.linear_rows.default(rows, weight)
+    if rows.is_cpu and weight.dtype == torch.bfloat16 and not _multiplies_bfloat16():
+        return linear(rows, weight.float())
     return linear(rows.to(weight.dtype), weight).float()
+
+
+@cache
+def _multiplies_bfloat16() -> bool:
+    """Whether this CPU does; elsewhere torch warns at length and takes its slowest product."""
+    return torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported()

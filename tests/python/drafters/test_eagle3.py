@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import warnings
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,7 @@ import torch
 
 from drafters.slow_head import slow_tree
 from nwor_specpv import NworError
-from nwor_specpv.drafters import TreeConfig, make_drafter
+from nwor_specpv.drafters import TreeConfig, eagle3, make_drafter
 from nwor_specpv.drafters.eagle3 import SHIPPED, Eagle3Drafter
 from nwor_specpv.drafters.eagle3_head import Eagle3Head, HeadShape
 
@@ -250,3 +251,29 @@ def test_the_shipped_head_is_small_and_fits_its_model() -> None:
     assert head.num_parameters < 7_500_000
     assert len(set(head.draft_to_target.tolist())) == len(head.draft_to_target)
     assert all(bool(weight.isfinite().all()) for weight in head.weights.values())
+
+
+@pytest.mark.parametrize("rows", [3, 200])
+@pytest.mark.parametrize("multiplies", [True, False])
+def test_products_of_bfloat16_weights(
+    monkeypatch: pytest.MonkeyPatch, rows: int, multiplies: bool
+) -> None:
+    """By whatever way they are made, and without torch's warning where the CPU has none."""
+    native = eagle3._multiplies_bfloat16()
+    if multiplies and not native:
+        pytest.skip("this CPU does not multiply bfloat16")
+    monkeypatch.setattr(eagle3, "_multiplies_bfloat16", lambda: multiplies)
+    given, weight = torch.randn(rows, 96), torch.randn(40, 96).bfloat16()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        found = eagle3._linear(given, weight)
+    assert found.dtype == torch.float32
+    expected = given.double() @ weight.double().T
+    assert (found - expected).abs().max() < 0.02 * expected.abs().max()
+
+
+def test_long_contexts_are_read_without_a_warning_of_torch() -> None:
+    """Its bfloat16 product warns, with a trace, where the CPU has none."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        eagle3._linear(torch.randn(200, 96), torch.randn(40, 96).bfloat16())
