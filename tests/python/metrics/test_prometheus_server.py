@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import http
 import json
 import os
 import re
@@ -62,8 +63,10 @@ class Server:
         try:
             found = self.query(expression)
         except urllib.error.HTTPError as error:
+            if error.code == http.HTTPStatus.SERVICE_UNAVAILABLE:  # it has just been started
+                return None
             pytest.fail(f"{expression}: {error.read().decode()}")
-        except (urllib.error.URLError, ConnectionError):
+        except (urllib.error.URLError, ConnectionError, TimeoutError):
             return None
         return float(found[0]["value"][1]) if len(found) == 1 else None
 
