@@ -1,5 +1,5 @@
 """Partial views in the real vLLM on a GPU: mode `refresh` with a real model over a book, what
-happens to requests in mode `lossless`, and tokens that are drawn.
+happens to requests in mode `lossless`, of that model too, and tokens that are drawn.
 
 What plain vLLM gives is computed once; `closeness.py` says what may differ. The story model runs in
 float16, which rounds eight times finer than bfloat16.
@@ -15,11 +15,12 @@ import chi_square
 import closeness
 import pytest
 import torch
-from disturbances import MAX_TOKENS, NUM_VIEWS, TIGHT, disturb, wanted
+from disturbances import BOOK, MAX_TOKENS, Disturbed, Script, passages, wanted
+from disturbances import stories as story_script
 from engines import NGRAM, check_drafting, drive, greedy, own_engine, release_engines
 from engines import stats as own_stats
 from heads import story_head
-from small_views import SMALL_VIEW, cover_all, prompts, varied_prompt
+from small_views import SMALL_VIEW, cover_all, varied_prompt
 from test_cuda import (
     GRAPHS,
     TURN,
@@ -29,7 +30,7 @@ from test_cuda import (
     smollm2_head,
     stories_on_gpu,
 )
-from test_cuda_specpv import BOOK, REFRESH, SCHEDULER, SPECULATION, grown
+from test_cuda_specpv import REFRESH, SCHEDULER, SPECULATION, VIEW_OF_400, grown
 
 from nwor_specpv import Metrics
 from nwor_specpv.models import smollm2
@@ -180,7 +181,8 @@ def test_refresh_reads_a_book(
 
 # ---- mode `lossless`, the story model ----
 
-VIEW = SMALL_VIEW | {"specpv_draft_passes": 3, "specpv_max_requests": NUM_VIEWS}
+STORIES = story_script()
+VIEW = SMALL_VIEW | {"specpv_draft_passes": 3, "specpv_max_requests": STORIES.num_views}
 # The head is wrong throughout, so that a pass gives a token.
 HEAD_VIEW = VIEW | {"specpv_draft_lookup": 3, "specpv_draft_passes": 4}
 HALF = {"dtype": "float16"}
@@ -215,10 +217,39 @@ class Stories:
 @pytest.fixture(scope="module")
 def plain() -> Stories:
     llm = stories_on_gpu(PLAIN, **(CROWDED | STOCK | HALF))
-    found = Stories(drive(llm, prompts(), wanted()).outputs, draw(llm, 1 + SAMPLES))
+    outputs = drive(llm, STORIES.prompts, wanted()).outputs
+    found = Stories(outputs, draw(llm, 1 + SAMPLES))
     del llm
     release_engines()
     return found
+
+
+def check_disturbed(
+    name: str, script: Script, found: Disturbed, plain: dict[str, Any], before: dict[str, Any]
+) -> closeness.Closeness:
+    """What must hold on any engine; how close its tokens are to plain vLLM's is returned."""
+    assert own_engine().violations == []
+    assert own_stats()["fallbacks"] == {}
+    check_drafting(before)
+    drafted, confirmed = (
+        grown(before, f"specpv_{kind}_tokens_total") for kind in ("drafted", "confirmed")
+    )
+    count = len(script.prompts)
+    close = closeness.compare((plain[str(i)], output) for i, output in found.outputs)
+    calm = {str(i): list(output.token_ids) for i, output in found.outputs[:count]}
+    together = {str(i): list(output.token_ids) for i, output in found.outputs[count : 2 * count]}
+    share = alike(together, calm)
+    print(
+        f"{name}: {found.preemptions} preemptions, {found.cached} tokens of prompts were cached, "
+        f"{found.cut} cut, {found.stops} stops, {confirmed} of {drafted} confirmed, "
+        f"{own_engine().num_replays} steps were replayed\n"
+        f"plain vLLM: {close}\npreempted as alone before a difference: {share:.2f}"
+    )
+    assert len(found.outputs) > 3 * count
+    assert all(len(tokens) == MAX_TOKENS for tokens in calm.values())
+    assert confirmed > 0.5 * drafted > 0
+    assert share > 0.5
+    return close
 
 
 @pytest.mark.parametrize("kind", ["v1-eager", "v2-eager", "v2-graphs"])
@@ -237,31 +268,12 @@ def test_what_happens_to_requests(
     else:
         nwor, options = nwor | {"check_contract": True}, options | EAGER
     before = Metrics().snapshot()
-    llm = stories_on_gpu(nwor, **(options | TIGHT | HALF))
-    found = disturb(llm)
+    found = STORIES.run(stories_on_gpu(nwor, **(options | STORIES.options | HALF)))
     assert hasattr(own_engine().runner, "input_batch") is (runner == "v1")
-    assert own_engine().violations == []
-    assert own_stats()["fallbacks"] == {}
     assert (own_engine().num_replays > 0) is (graphs == "graphs")
-    check_drafting(before)
-    drafted, confirmed = (
-        grown(before, f"specpv_{name}_tokens_total") for name in ("drafted", "confirmed")
-    )
-    close = closeness.compare((plain.greedy[str(i)], output) for i, output in found.outputs)
-    calm = {str(i): list(output.token_ids) for i, output in found.outputs[: len(prompts())]}
-    together = found.outputs[len(prompts()) : 2 * len(prompts())]
-    share = alike({str(i): list(output.token_ids) for i, output in together}, calm)
-    print(
-        f"{kind}: {found.preemptions} preemptions, {found.cached} tokens of prompts were cached, "
-        f"{found.cut} cut, {found.stops} stops, {confirmed} of {drafted} confirmed\n"
-        f"plain vLLM: {close}\npreempted as alone before a difference: {share:.2f}"
-    )
-    assert len(found.outputs) > 3 * len(prompts())
-    assert all(len(tokens) == MAX_TOKENS for tokens in calm.values())
-    assert confirmed > 0.5 * drafted > 0
+    close = check_disturbed(kind, STORIES, found, plain.greedy, before)
     # Two computations of this model in float16 are 0.0015 apart on average, 0.024 at most.
     close.check(mean=0.005, most=0.1, share=0.5)
-    assert share > 0.5
 
 
 def test_drawn_tokens_keep_the_distribution(plain: Stories, tmp_path: Path) -> None:
@@ -292,3 +304,56 @@ def test_drawn_tokens_keep_the_distribution(plain: Stories, tmp_path: Path) -> N
         print(f"tokens {place}, {place + 1}: chi-square {statistic:.1f} of {degrees} degrees, "
               f"limit {limit:.1f}")  # fmt: skip
         assert statistic < limit
+
+
+# ---- mode `lossless`, SmolLM2 over a book ----
+
+# As many passes as drafts: every request that has a view drafts as many tokens, and vLLM replays
+# full graphs where all requests of a step do, on V1 too.
+DRAFTS = SPECULATION["num_speculative_tokens"]
+V1_VIEW = VIEW_OF_400 | {"specpv_draft_passes": DRAFTS}
+
+
+@dataclass
+class Passages:
+    """What plain vLLM says."""
+
+    script: Script
+    greedy: dict[str, Any]
+
+
+@pytest.fixture(scope="module")
+def read_passages() -> Passages:
+    options = {
+        "model": str(smollm2("bfloat16")),
+        "max_model_len": 2048,
+        "max_num_batched_tokens": 8192,
+    }
+    llm = begin(PLAIN, kv_cache_memory_bytes=1 << 30, **(options | STOCK | GRAPHS))
+    script = passages(llm.get_tokenizer())
+    found = Passages(script, drive(llm, script.prompts, wanted()).outputs)
+    del llm
+    release_engines()
+    return found
+
+
+@pytest.mark.parametrize("runner", ["v1", "v2"])
+def test_what_happens_to_requests_of_smollm2(
+    read_passages: Passages, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, runner: str
+) -> None:
+    """The same in full graphs; V1 drafts by lookups and passes, V2 with the shipped head."""
+    monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "1" if runner == "v2" else "0")
+    script = read_passages.script
+    nwor, options = V1_VIEW, {"speculation": SPECULATION}
+    if runner == "v2":
+        nwor = VIEW_OF_400
+        options = {"speculation": smollm2_head(tmp_path, DRAFTS), "scheduler_cls": SCHEDULER}
+    options |= {"model": str(smollm2("bfloat16")), "kv_cache_memory_bytes": 1 << 30}
+    before = Metrics().snapshot()
+    llm = begin(
+        nwor | {"specpv_max_requests": script.num_views}, **(options | script.options | GRAPHS)
+    )
+    found = script.run(llm)
+    assert hasattr(own_engine().runner, "input_batch") is (runner == "v1")
+    assert own_engine().num_replays > 0
+    check_disturbed(f"SmolLM2, {runner}", script, found, read_passages.greedy, before).check()

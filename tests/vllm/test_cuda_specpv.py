@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from disturbances import BOOK
 from engine_process import run_job
 from engines import NGRAM, check_drafting, drive, greedy, own_engine
 from engines import stats as own_stats
@@ -96,9 +97,8 @@ def test_head_and_target_draft_in_turns(tmp_path: Path, graphs: bool, sampled: b
         assert share > 0.3  # bfloat16: another attention kernel rounds otherwise
 
 
-BOOK = Path(__file__).resolve().parents[2] / "benchmarks" / "data" / "war_and_peace.txt"
-# Of 1500 tokens and more: a view of 400.
-BOOK_VIEW = {
+# Of 384 tokens, and what is drafted.
+VIEW_OF_400 = {
     "enable_specpv": True,
     "specpv_n_sink_blocks": 2,
     "specpv_n_retrieval_blocks": 16,
@@ -129,7 +129,7 @@ def test_smollm2_reads_a_book(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, r
     before, sides = Metrics().snapshot(), []
     for nwor, options in (
         ({"enable_nwor": False}, stock),
-        (BOOK_VIEW, {"speculation": speculation} | more),
+        (VIEW_OF_400, {"speculation": speculation} | more),
     ):
         llm = begin(nwor, **(model | options))
         outputs = llm.generate(texts, greedy(64, logprobs=1), use_tqdm=False)
@@ -137,7 +137,7 @@ def test_smollm2_reads_a_book(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, r
         lengths = [len(side.token_ids) for side in sides[-1]]
         free = torch.cuda.mem_get_info()[0] >> 30
         print(f"{runner}, {nwor}: {lengths} tokens, {free} GiB are free", flush=True)
-        if nwor is BOOK_VIEW:
+        if nwor is VIEW_OF_400:
             assert hasattr(own_engine().runner, "input_batch") is (runner == "v1")
             check_stop_strings(llm, texts, sides[-1])
         del llm

@@ -14,9 +14,9 @@ from types import SimpleNamespace
 from typing import Any
 
 import chi_square
+import disturbances
 import pytest
 import torch
-from disturbances import NUM_VIEWS, TIGHT, disturb
 from engines import (
     STOCK,
     caches,
@@ -225,7 +225,8 @@ def test_aborts_stops_and_fewer_rows_than_requests(expected: list, before: dict)
 
 def test_what_happens_to_requests_leaves_nothing_behind(expected: list, before: dict) -> None:
     """Alone and all at once, preempted, found in the prefix cache, aborted, stopped; one engine."""
-    found = disturb(begin({"specpv_max_requests": NUM_VIEWS}, **TIGHT))
+    script = disturbances.stories()
+    found = script.run(begin({"specpv_max_requests": script.num_views}, **script.options))
     assert len(found.outputs) > 3 * len(LENGTHS)
     for i, output in found.outputs:
         assert list(output.token_ids) == expected[i][: len(output.token_ids)]

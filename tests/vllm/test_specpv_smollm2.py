@@ -9,8 +9,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import disturbances
 import pytest
-from engines import check_drafting, counted, drive, greedy, own_engine, start
+from engines import check_drafting, drive, greedy, own_engine, release_engines, start
 from engines import stats as own_stats
 
 from nwor_specpv import Metrics
@@ -96,26 +97,27 @@ def test_long_prompts_give_plain_vllms_tokens(expected: list, nwor: dict) -> Non
         assert confirmed > share * drafted > 0
 
 
-def test_prefix_hits(expected: list) -> None:
-    llm = start(VIEW, speculation=SPECULATION, **options(num_gpu_blocks_override=200))
-    for _ in range(2):
-        story = drive(llm, prompts(), greedy(MAX_TOKENS))
-        assert [story.tokens[str(i)] for i in range(4)] == expected
-    assert counted(llm, "vllm:prefix_cache_hits") > 0
-
-
-def test_preempted(expected: list) -> None:
+def test_what_happens_to_requests() -> None:
+    """Alone and all at once, preempted, found in the prefix cache, aborted, stopped; one engine."""
     from transformers import AutoTokenizer
 
-    tokenizer = AutoTokenizer.from_pretrained(str(smollm2("float32")))
-    texts = prompts()[:3]
-    # Room for every prompt and little more: all are admitted, and they cannot all grow.
-    blocks = sum(-(-len(tokenizer(text).input_ids) // 16) for text in texts)
-    llm = start(VIEW, speculation=SPECULATION, **options(num_gpu_blocks_override=blocks + 4))
-    story = drive(llm, texts, greedy(MAX_TOKENS))
-    assert [story.tokens[str(i)] for i in range(3)] == expected[:3]
-    assert counted(llm, "vllm:num_preemptions") > 0
+    script = disturbances.passages(AutoTokenizer.from_pretrained(str(smollm2("float32"))))
+    llm = start({"enable_nwor": False}, speculation=None, **options())
+    expected = drive(llm, script.prompts, greedy(MAX_TOKENS)).tokens
+    del llm
+    release_engines()
+    before = Metrics().snapshot()
+    nwor = VIEW | {"specpv_max_requests": script.num_views, "specpv_draft_passes": 3}
+    speculation = SPECULATION | {"num_speculative_tokens": 8}
+    llm = start(nwor, speculation=speculation, **options(**script.options))
+    found = script.run(llm)
+    assert len(found.outputs) > 3 * len(script.prompts)
+    for i, output in found.outputs:
+        assert list(output.token_ids) == expected[str(i)][: len(output.token_ids)]
+    print(f"{found.preemptions} preemptions, {found.cached} cached, {found.stops} stops")
     assert own_engine().violations == []
+    assert own_stats()["fallbacks"] == {}
+    check_drafting(before)
 
 
 def test_compiled_models_draft_too(expected: list) -> None:
