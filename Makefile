@@ -10,7 +10,7 @@ VENV_PYTHON := .venv/bin/python
 .DEFAULT_GOAL := help
 # Targets share one build folder and two environments: make -j must not work on them twice at once.
 .NOTPARALLEL:
-.PHONY: help setup setup-vllm build test test-vllm test-all demo bench lint format clean
+.PHONY: help setup setup-vllm build test test-vllm test-all test-gpu demo bench lint format clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -33,6 +33,9 @@ test-vllm: build setup-vllm  ## the real vLLM on the CPU, with the slow tests
 
 test-all: build setup-vllm  ## everything, with the slow tests and a million fuzz rounds
 	@$(VENV_PYTHON) tools/run_tests.py --all
+
+test-gpu: build  ## on a GPU: its tests, plain and under memcheck and racecheck
+	@$(VENV_PYTHON) tools/gpu_tests.py
 
 demo: setup  ## a real model, four ways of decoding, one table and a report
 	@NWOR_BUILD_TESTS=OFF tools/build.sh

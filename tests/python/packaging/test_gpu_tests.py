@@ -1,0 +1,117 @@
+"""tools/gpu_tests.py, with tests of its own and a made-up compute-sanitizer."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+TOOL = Path(__file__).resolve().parents[3] / "tools" / "gpu_tests.py"
+
+TESTS = """
+import os, time
+import pytest
+
+CACHED = os.environ.get("PYTORCH_NO_CUDA_MEMORY_CACHING") is None
+TOOL = os.environ.get("SANITIZED", "plain")
+
+@pytest.mark.parametrize("n", range(6))
+def test_cuda(n):
+    assert CACHED is (TOOL != "memcheck")
+
+def test_cuda_graph():
+    assert CACHED
+
+def test_of_the_cpu():
+    raise AssertionError
+
+def test_cuda_absent():
+    pytest.skip("not here")
+"""
+SANITIZER = """#!/bin/sh
+export SANITIZED=$2
+while [ "$1" != 9 ]; do shift; done
+shift
+"$@"
+code=$?
+{summary}
+exit $code
+"""
+CLEAN = """
+case $SANITIZED in
+  memcheck) echo "========= ERROR SUMMARY: 0 errors";;
+  racecheck) echo "========= RACECHECK SUMMARY: 0 hazards displayed (0 errors, 0 warnings)";;
+esac
+"""
+
+
+@pytest.fixture
+def tool(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    spec = importlib.util.spec_from_file_location("nwor_gpu_tests", TOOL)
+    module = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, spec.name, module)
+    spec.loader.exec_module(module)
+    module.ROOT = tmp_path
+    for folder in ("logs", "bin"):
+        (tmp_path / folder).mkdir()
+    monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}{os.pathsep}{os.environ['PATH']}")
+    monkeypatch.delenv("PYTEST_ADDOPTS", raising=False)
+    return module
+
+
+def outcomes(
+    tool: ModuleType, tests: str, checks: list[str], summary: str = CLEAN, seconds: float = 60
+) -> dict[str, Any]:
+    sanitizer = tool.ROOT / "bin" / "compute-sanitizer"
+    sanitizer.write_text(SANITIZER.format(summary=summary))
+    sanitizer.chmod(0o755)
+    (tool.ROOT / "test_some.py").write_text(tests)
+    names = tool.collect(["test_some.py"], "cuda")
+    assert all("of_the_cpu" not in name for name in names)
+    found = tool.run(checks, names, 2, seconds, tool.ROOT / "logs")
+    return {outcome.check: outcome for outcome in found}
+
+
+def test_every_check_runs_every_test(tool: ModuleType) -> None:
+    found = outcomes(tool, TESTS, ["plain", "memcheck", "racecheck"])
+    for outcome in found.values():
+        assert outcome.troubles == []
+        assert outcome.ok
+        assert (outcome.counts["passed"], outcome.counts["skipped"]) == (7, 1)
+        assert outcome.counts["failed"] == outcome.counts["not run"] == outcome.findings == 0
+
+
+def test_a_finding_is_no_success(tool: ModuleType) -> None:
+    summary = 'echo "========= ERROR SUMMARY: 2 errors"; code=9'
+    found = outcomes(tool, TESTS, ["plain", "memcheck"], summary)
+    assert found["plain"].ok
+    assert not found["memcheck"].ok
+    assert found["memcheck"].findings % 2 == 0
+    assert found["memcheck"].findings > 0
+
+
+def test_a_sanitizer_that_says_nothing_is_no_success(tool: ModuleType) -> None:
+    found = outcomes(tool, TESTS, ["racecheck"], summary=":")
+    assert not found["racecheck"].ok
+    assert "has said nothing" in found["racecheck"].troubles[0]
+
+
+def test_what_fails_or_ends_its_process_is_named(tool: ModuleType) -> None:
+    tests = "import os\ndef test_cuda_fails(): assert False\ndef test_cuda_ends(): os._exit(3)\n"
+    (outcome,) = outcomes(tool, tests, ["plain"]).values()
+    assert not outcome.ok
+    assert outcome.counts == {"failed": 1, "not run": 1}
+    assert "failed: test_some.py::test_cuda_fails" in outcome.troubles
+    assert any("ended with 3" in trouble for trouble in outcome.troubles)
+
+
+def test_what_has_not_run_in_time_is_counted(tool: ModuleType) -> None:
+    tests = "import time\ndef test_cuda_fast(): pass\ndef test_cuda_slow(): time.sleep(600)\n"
+    (outcome,) = outcomes(tool, tests, ["plain"], seconds=20).values()
+    assert not outcome.ok
+    assert outcome.counts == {"passed": 1, "not run": 1}

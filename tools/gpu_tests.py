@@ -1,0 +1,206 @@
+#!/usr/bin/env python3
+"""The tests that need a GPU, plain and under compute-sanitizer, several processes at once.
+
+    tools/gpu_tests.py [--checks plain memcheck racecheck] [--jobs 4] [--minutes 30] [--json FILE]
+                       [-k EXPRESSION] [PATHS ...]
+
+Every check deals the tests out to `jobs` processes, and all checks run side by side. What has not
+run when the time is up is counted as such. The sanitizer looks at this project's kernels alone. The
+exit status is 0 if every test has passed in every check and nothing was found.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import IO
+
+ROOT = Path(__file__).resolve().parent.parent
+SANITIZERS = ("memcheck", "racecheck")
+DEFAULT_PATHS = [f"tests/python/{name}" for name in ("attention", "kv_interceptor", "specpv",
+                 "tree", "decoder", "generate")]  # fmt: skip
+DEFAULT_TESTS = "cuda or graph or captured or kernels or torch_ops"
+# torch's caching would hide accesses beyond a tensor, but graphs cannot be captured without it.
+_CAPTURES = re.compile(r"graph|captur")
+_NO_CACHE = {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
+_FOUND = re.compile(r"(?:ERROR SUMMARY: (\d+) error|RACECHECK SUMMARY: (\d+) hazard)")
+_VERDICT = re.compile(r"^(\S+::.*?) (PASSED|FAILED|ERROR|SKIPPED|XFAIL)", re.MULTILINE)
+_KINDS = {"PASSED": "passed", "FAILED": "failed", "ERROR": "failed", "SKIPPED": "skipped",
+          "XFAIL": "skipped"}  # fmt: skip
+
+
+@dataclass
+class Shard:
+    """Tests that one process runs, and what it wrote."""
+
+    check: str
+    tests: list[str]
+    environment: dict[str, str]
+    log: Path
+    process: subprocess.Popen | None = None
+    output: IO[str] | None = None
+
+    def start(self) -> None:
+        command = [sys.executable, "-m", "pytest", "-v", "-p", "no:cacheprovider", "-p", "no:xdist"]
+        if self.check in SANITIZERS:
+            command = [
+                *("compute-sanitizer", "--tool", self.check, "--kernel-name", "kns=nwor"),
+                *("--print-limit", "40", "--error-exitcode", "9", *command),
+            ]
+        self.output = self.log.open("w")
+        self.process = subprocess.Popen(
+            [*command, *self.tests],
+            cwd=ROOT,
+            env=os.environ | self.environment,
+            stdout=self.output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+
+    def stop(self) -> None:
+        """Ends what still runs, children too."""
+        assert self.process is not None
+        assert self.output is not None
+        if self.process.poll() is None:
+            os.killpg(self.process.pid, signal.SIGKILL)
+            self.process.wait()
+        self.output.close()
+
+
+@dataclass
+class Outcome:
+    """Of one check: tests by what became of them, and the sanitizer's findings."""
+
+    check: str
+    seconds: float
+    counts: Counter[str] = field(default_factory=Counter)
+    findings: int = 0
+    troubles: list[str] = field(default_factory=list)
+
+    @property
+    def ok(self) -> bool:
+        bad = self.counts["failed"] + self.counts["not run"] + self.findings + len(self.troubles)
+        return not bad and self.counts["passed"] > 0
+
+    def take(self, shard: Shard) -> None:
+        assert shard.process is not None
+        text = shard.log.read_text(errors="replace")
+        seen: dict[str, str] = {}
+        for name, verdict in _VERDICT.findall(text):
+            kind = _KINDS[verdict]
+            if seen.get(name) != "failed":  # its teardown may have failed as well
+                seen[name] = kind
+        self.counts += Counter(seen.values())
+        self.counts["not run"] += len(set(shard.tests) - seen.keys())
+        summaries = [int(errors or hazards) for errors, hazards in _FOUND.findall(text)]
+        self.findings += sum(summaries)
+        failed = [name for name, kind in seen.items() if kind == "failed"]
+        self.troubles += [f"failed: {name}" for name in failed]
+        code = shard.process.returncode
+        ended = code == 0 or (code in (1, 9) and (failed or sum(summaries)))
+        if not ended:
+            self.troubles.append(f"a process ended with {code}, see {shard.log}")
+        elif shard.check in SANITIZERS and not summaries:
+            self.troubles.append(f"{shard.check} has said nothing, see {shard.log}")
+
+    def __str__(self) -> str:
+        told = ", ".join(f"{n} {kind}" for kind, n in sorted(self.counts.items()) if n)
+        found = f", {self.findings} findings" if self.check in SANITIZERS else ""
+        return f"{self.check}: {told}{found} ({self.seconds:.0f} s)"
+
+
+def collect(paths: list[str], expression: str) -> list[str]:
+    command = [sys.executable, "-m", "pytest", "--collect-only", "-q", "-p", "no:cacheprovider"]
+    done = subprocess.run(
+        [*command, "-k", expression, *paths], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    tests = [line for line in done.stdout.splitlines() if "::" in line]
+    if done.returncode or not tests:
+        sys.exit(f"gpu_tests: no tests were collected\n{done.stdout[-2000:]}{done.stderr[-2000:]}")
+    return tests
+
+
+def deal(check: str, tests: list[str], jobs: int, folder: Path) -> list[Shard]:
+    """Neighbours take about as long, so they go to different processes."""
+    parts = [({}, tests)]
+    if check == "memcheck":
+        captures = [test for test in tests if _CAPTURES.search(test)]
+        parts = [({}, captures), (_NO_CACHE, [test for test in tests if test not in captures])]
+    shards: list[Shard] = []
+    for environment, part in parts:
+        count = min(len(part), max(1, round(jobs * len(part) / len(tests))))
+        for index in range(count):
+            log = folder / f"{check}_{len(shards)}.log"
+            shards.append(Shard(check, part[index::count], environment, log))
+    return shards
+
+
+def run(
+    checks: list[str], tests: list[str], jobs: int, seconds: float, logs: Path
+) -> list[Outcome]:
+    shards = [shard for check in checks for shard in deal(check, tests, jobs, logs)]
+    start = time.monotonic()
+    ends: dict[str, float] = {}
+    try:
+        for shard in shards:
+            shard.start()
+        while time.monotonic() - start < seconds:
+            running = {s.check for s in shards if s.process and s.process.poll() is None}
+            for check in set(checks) - running - ends.keys():
+                ends[check] = time.monotonic() - start
+            if not running:
+                break
+            time.sleep(0.2)
+    finally:
+        for shard in shards:
+            if shard.process is not None:
+                shard.stop()
+    outcomes = []
+    for check in checks:
+        outcome = Outcome(check, ends.get(check, seconds))
+        for shard in shards:
+            if shard.check == check:
+                outcome.take(shard)
+        outcomes.append(outcome)
+    return outcomes
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    known = ("plain", *SANITIZERS)
+    parser.add_argument("--checks", nargs="+", choices=known, default=list(known))
+    parser.add_argument("--jobs", type=int, default=4, help="processes of a check (default: 4)")
+    parser.add_argument("--minutes", type=float, default=30.0, help="then all is ended")
+    parser.add_argument("--logs", type=Path, help="a folder for what the processes write")
+    parser.add_argument("--json", type=Path, help="a file for the outcome")
+    parser.add_argument("-k", dest="expression", default=DEFAULT_TESTS, help="as pytest takes it")
+    parser.add_argument("paths", nargs="*", default=DEFAULT_PATHS)
+    options = parser.parse_args()
+
+    tests = collect(options.paths, options.expression)
+    logs = options.logs or Path(tempfile.mkdtemp(prefix="nwor_gpu_tests_"))
+    logs.mkdir(parents=True, exist_ok=True)
+    print(f"{len(tests)} tests, {options.jobs} processes for each of {options.checks}; {logs}")
+    outcomes = run(options.checks, tests, max(1, options.jobs), 60 * options.minutes, logs)
+    for outcome in outcomes:
+        print(outcome)
+        for trouble in outcome.troubles:
+            print(f"  {trouble}")
+    if options.json:
+        told = [vars(outcome) | {"ok": outcome.ok} for outcome in outcomes]
+        options.json.write_text(json.dumps(told, indent=1) + "\n")
+    return 0 if all(outcome.ok for outcome in outcomes) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
