@@ -7,11 +7,15 @@ All of them run whatever the one before said. The last line counts what passed, 
 skipped; the exit status is 1 if anything failed. --all adds the tests marked slow and, unless the
 environment says otherwise, a million fuzz rounds, and lets clang-tidy see what has not changed.
 --vllm runs only the tests on the real vLLM, the slow ones too.
+
+Random cases are drawn from NWOR_TEST_SEED. Unless it is given, the sources decide it, so that a
+verdict on them can be repeated; with --all every test draws its own.
 """
 
 from __future__ import annotations
 
 import argparse
+import hashlib
 import os
 import subprocess
 import sys
@@ -26,6 +30,7 @@ BIN = ROOT / ".venv" / "bin"
 VLLM_BIN = ROOT / ".venv-vllm" / "bin"
 CURRENT = ROOT / "build" / "current"
 FUZZ_ROUNDS_ALL = "1000000"
+SOURCE_SUFFIXES = {".py", ".h", ".cpp", ".cu", ".cuh"}
 
 
 @dataclass
@@ -77,6 +82,16 @@ def run(name: str, command: list[str], results: Path | None = None) -> Outcome:
     return Outcome(name, ok, time.monotonic() - start, counts)
 
 
+def seed_of(root: Path) -> int:
+    """A number that changes with any source and is the same for the same ones everywhere."""
+    sources = (p for part in ("csrc", "python", "tests") for p in (root / part).rglob("*"))
+    digest = hashlib.sha256()
+    for path in sorted(p for p in sources if p.suffix in SOURCE_SUFFIXES):
+        digest.update(path.relative_to(root).as_posix().encode())
+        digest.update(path.read_bytes())
+    return int(digest.hexdigest()[:8], 16) >> 1  # any generator takes 31 bits
+
+
 def run_googletest() -> Outcome:
     command = [str(BIN / "ctest"), "--test-dir", str(CURRENT), "--output-on-failure"]
     command += ["--no-tests=error", "--progress", "--parallel", str(len(os.sched_getaffinity(0)))]
@@ -110,6 +125,9 @@ def main() -> int:
     options = parser.parse_args()
     if options.all:
         os.environ.setdefault("NWOR_FUZZ_ROUNDS", FUZZ_ROUNDS_ALL)
+    else:
+        os.environ.setdefault("NWOR_TEST_SEED", str(seed_of(ROOT)))
+        print(f"random cases: NWOR_TEST_SEED={os.environ['NWOR_TEST_SEED']}")
 
     start = time.monotonic()
     if options.vllm:

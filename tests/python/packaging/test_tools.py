@@ -376,6 +376,21 @@ def test_results_of_an_earlier_run_do_not_count(tmp_path: Path) -> None:
     assert not module.run("tests", [sys.executable, "-c", ""], tmp_path).ok
 
 
+def test_random_cases_change_with_the_sources_alone(tmp_path: Path) -> None:
+    module = load(TOOLS / "run_tests.py")
+    seeds = []
+    for place in ("one", "other"):
+        for name in ("csrc/a.cpp", "python/b.py", "tests/cpp/c.h"):
+            path = tmp_path / place / name
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(name)
+        seeds.append(module.seed_of(tmp_path / place))
+    (tmp_path / "one" / "python" / "built.so").write_text("")
+    assert seeds == [module.seed_of(tmp_path / "one")] * 2
+    (tmp_path / "one" / "tests" / "cpp" / "c.h").write_text("changed")
+    assert module.seed_of(tmp_path / "one") != seeds[0]
+
+
 # ---- clang_tidy.py ----
 
 
