@@ -17,6 +17,7 @@ The section errors does that check alone, for every shape of the others: no timi
 from __future__ import annotations
 
 import argparse
+import faulthandler
 import json
 import platform
 import sys
@@ -193,6 +194,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--json", type=Path)
     options = parser.parse_args(arguments)
+    faulthandler.enable()  # a process that a fault ends says where it was
     sections = options.sections.split(",")
     errors_only = sections == ["errors"]
     if not errors_only and not set(sections) <= set(SECTIONS):

@@ -10,6 +10,9 @@
 #include "attention/flash_op.h"
 #include "attention/merge_state.h"
 #include "check.h"
+#ifdef NWOR_WITH_CUDA
+#include "attention/verify_cuda.h"
+#endif
 
 namespace nwor {
 namespace {
@@ -156,23 +159,39 @@ AttentionState InFlight(Route route, const VerifyArguments& arguments) {
   return CallFlashOp(*op, call);
 }
 
+// FlashAttention-3 is registered on every device, but has kernels for those of capability 9 alone;
+// on others it ends the process.
+bool HasKernels(Route route, int32_t capability) {
+  return route != Route::kFlash3 || capability == 0 || capability / 10 == 9;
+}
+
 }  // namespace
 
-void FindFlashRoutes(RouteAvailability* available) {
+int32_t ComputeCapability(at::Device device) {
+#ifdef NWOR_WITH_CUDA
+  if (device.is_cuda()) return QueryDeviceProps(device.index()).compute_capability;
+#endif
+  return 0;
+}
+
+void FindFlashRoutes(RouteAvailability* available, int32_t capability) {
   available->Set(Route::kTorchFlash, HasTorchFlash());
   for (const Route route : {Route::kFlash2, Route::kFlash3}) {
     const std::optional<FlashOp> op = FindFlashOp(route);
-    available->Set(route, op.has_value());
+    available->Set(route, op.has_value() && HasKernels(route, capability));
     if (op.has_value()) available->page_multiple[static_cast<int>(route)] = op->page_multiple;
   }
 }
 
-std::string DescribeFlashRoute(Route route) {
+std::string DescribeFlashRoute(Route route, int32_t capability) {
   if (route == Route::kTorchFlash) {
     return HasTorchFlash() ? "present: aten::_flash_attention_forward"
                            : "absent: this torch is built without CUDA";
   }
   const std::optional<FlashOp> op = FindFlashOp(route);
+  if (op.has_value() && !HasKernels(route, capability)) {
+    return "absent: " + op->name + " is for devices of compute capability 9";
+  }
   if (op.has_value()) return "present: " + op->name;
   std::string text = "absent: not registered with torch:";
   for (const std::string& name : FlashOpNames(route)) text += " " + name;

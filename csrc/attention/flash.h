@@ -16,11 +16,15 @@
 
 namespace nwor {
 
-// Marks the flash routes that this process has, and what they need of pages.
-NWOR_EXPORT void FindFlashRoutes(RouteAvailability* available);
+// Of a CUDA device, 90 for 9.0. 0: not known, as of other devices and in builds without CUDA.
+NWOR_EXPORT int32_t ComputeCapability(at::Device device);
 
-// "flash_attn_3 is _vllm_fa3_C::fwd", or which ops were looked for in vain.
-NWOR_EXPORT std::string DescribeFlashRoute(Route route);
+// Marks the flash routes that this process has for devices of a compute capability, and what they
+// need of pages.
+NWOR_EXPORT void FindFlashRoutes(RouteAvailability* available, int32_t capability);
+
+// "present: _vllm_fa3_C::fwd", or why not: which ops were looked for in vain.
+NWOR_EXPORT std::string DescribeFlashRoute(Route route, int32_t capability);
 
 // Runs a flash route. REQUIRES: ChooseRoute picked it for these arguments.
 NWOR_EXPORT void FlashVerify(Route route, const VerifyArguments& arguments,

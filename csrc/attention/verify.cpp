@@ -51,13 +51,13 @@ LatestChoice& Latest() {
   return latest;
 }
 
-RouteAvailability FindRoutes() {
+RouteAvailability FindRoutes(at::Device device) {
   RouteAvailability available;
   available.Set(Route::kCpu, true);
 #ifdef NWOR_WITH_CUDA
   available.Set(Route::kCuda, true);
 #endif
-  FindFlashRoutes(&available);
+  FindFlashRoutes(&available, ComputeCapability(device));
   return available;
 }
 
@@ -79,7 +79,7 @@ RouteChoice Choose(const VerifyArguments& arguments, const RouteRequest& request
 #else
   const bool verification = false;
 #endif
-  if (!plain && !verification) available = FindRoutes();
+  if (!plain && !verification) available = FindRoutes(arguments.query.device());
   RouteChoice choice = ChooseRoute(request, available, wanted);
   NWOR_CHECK(choice.ok, choice.reason);
   return choice;
@@ -218,15 +218,20 @@ std::string LastRoute() { return Latest().Text(); }
 std::string DescribeRoutes() {
   std::string sets;
   for (const std::string& name : VerifyCpuInstructionSets(128)) sets += " " + name;
+  at::Device device = at::kCPU;
 #ifdef NWOR_WITH_CUDA
-  const char* cuda = c10::cuda::device_count() > 0 ? "present" : "built in, but no CUDA device";
+  const bool found = c10::cuda::device_count() > 0;
+  const char* cuda = found ? "present" : "built in, but no CUDA device";
+  if (found) device = at::Device(at::kCUDA, c10::cuda::current_device());
 #else
   const char* cuda = "absent: this library was built without CUDA";
 #endif
-  return Concat(Name(Route::kCpu), ": present:", sets, "\n", Name(Route::kCuda), ": ", cuda, "\n",
-                Name(Route::kTorchFlash), ": ", DescribeFlashRoute(Route::kTorchFlash), "\n",
-                Name(Route::kFlash2), ": ", DescribeFlashRoute(Route::kFlash2), "\n",
-                Name(Route::kFlash3), ": ", DescribeFlashRoute(Route::kFlash3));
+  std::string text =
+      Concat(Name(Route::kCpu), ": present:", sets, "\n", Name(Route::kCuda), ": ", cuda);
+  for (const Route route : {Route::kTorchFlash, Route::kFlash2, Route::kFlash3}) {
+    text += Concat("\n", Name(route), ": ", DescribeFlashRoute(route, ComputeCapability(device)));
+  }
+  return text;
 }
 
 }  // namespace nwor

@@ -26,6 +26,27 @@ std::string SizesText(at::IntArrayRef sizes) {
   return text.str();
 }
 
+// Below 0: any size.
+bool HasSizes(const at::Tensor& tensor, std::initializer_list<int64_t> sizes) {
+  if (tensor.dim() != static_cast<int64_t>(sizes.size())) return false;
+  int64_t dim = 0;
+  for (const int64_t size : sizes) {
+    if (size >= 0 && tensor.size(dim) != size) return false;
+    ++dim;
+  }
+  return true;
+}
+
+std::string ExpectedSizes(std::initializer_list<int64_t> sizes) {
+  std::string text = "[";
+  const char* separator = "";
+  for (const int64_t size : sizes) {
+    text += separator + (size < 0 ? std::string("any") : std::to_string(size));
+    separator = ", ";
+  }
+  return text + "]";
+}
+
 // Of a tensor that is traced with symbolic sizes numel() throws, while sizes() become numbers.
 int64_t NumElements(const at::Tensor& tensor) { return c10::multiply_integers(tensor.sizes()); }
 
@@ -135,16 +156,8 @@ void CheckIndex(const at::Tensor& tensor, const char* name, at::ScalarType dtype
   NWOR_CHECK(tensor.defined(), name, ": got nothing, expected a tensor");
   NWOR_CHECK(tensor.scalar_type() == dtype, name, ": got dtype ",
              c10::toString(tensor.scalar_type()), ", expected ", c10::toString(dtype));
-  bool same = tensor.dim() == static_cast<int64_t>(sizes.size());
-  int64_t dim = 0;
-  std::ostringstream expected;
-  for (const int64_t size : sizes) {
-    same = same && (size < 0 || tensor.size(dim) == size);
-    expected << (dim == 0 ? "" : ", ") << (size < 0 ? std::string("any") : std::to_string(size));
-    ++dim;
-  }
-  NWOR_CHECK(same, name, ": got sizes ", SizesText(tensor.sizes()), ", expected [", expected.str(),
-             "]");
+  NWOR_CHECK(HasSizes(tensor, sizes), name, ": got sizes ", SizesText(tensor.sizes()),
+             ", expected ", ExpectedSizes(sizes));
   NWOR_CHECK(tensor.is_contiguous(), name, ": got strides ", SizesText(tensor.strides()),
              ", expected contiguous");
   CheckDevice(tensor, name, device);

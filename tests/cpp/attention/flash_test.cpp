@@ -5,15 +5,16 @@
 #include <torch/library.h>
 
 #include <limits>
+#include <map>
 
 #include "attention/flash_bounds.h"
 #include "attention/verify.h"
 #include "attention/verify_arguments.h"
 #include "attention/verify_cuda.h"
 
-// The flash routes around a stand-in for another package's kernel: ops of vLLM's names and schemas
-// whose implementation is a few lines of dense attention on the CPU. What is tested is ours:
-// finding an op, filling its schema by names, splitting prefix from rows, merging the two.
+// The flash routes around a stand-in for another package's kernel: ops of vLLM 0.26's names and
+// schemas whose implementation is a few lines of dense attention on the CPU. What is tested is
+// ours: finding an op, filling its schema by names, splitting prefix from rows, merging the two.
 
 namespace {
 
@@ -66,14 +67,52 @@ std::vector<at::Tensor> DenseVarlen(const at::Tensor& q, const at::Tensor& k, co
 
 using Maybe = std::optional<at::Tensor>;
 
-std::vector<at::Tensor> Flash3(at::Tensor q, const at::Tensor& k, const at::Tensor& v, const Maybe&,
-                               const Maybe&, const Maybe&, const Maybe&, const Maybe& starts,
-                               const Maybe&, const Maybe&, const Maybe&, const Maybe& lens,
-                               std::optional<int64_t>, std::optional<int64_t>, const Maybe& table,
-                               double scale, bool causal, int64_t left, int64_t right,
-                               double softcap, int64_t world_size) {
-  TORCH_CHECK(left == -1 && right == -1 && softcap == 0.0 && world_size == 1);
-  return DenseVarlen(q, k, v, *starts, lens, table, scale, causal);
+// Takes its arguments as they come, checks them as the real one does, and wants those that we do
+// not use to mean nothing.
+void Flash3(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
+  std::map<std::string, c10::IValue> given;
+  const std::vector<c10::Argument>& arguments = op.schema().arguments();
+  for (auto argument = arguments.rbegin(); argument != arguments.rend(); ++argument) {
+    given[argument->name()] = torch::jit::pop(*stack);
+  }
+  const auto maybe = [&](const char* name) { return given.at(name).toOptional<at::Tensor>(); };
+  const at::Tensor starts = *maybe("cu_seqlens_q");
+  const Maybe lens = maybe("seqused_k"), table = maybe("page_table");
+  const auto is_list = [](const at::Tensor& tensor, int64_t size) {
+    return tensor.scalar_type() == at::kInt && tensor.is_contiguous() && tensor.dim() == 1 &&
+           tensor.size(0) == size;
+  };
+  const int64_t requests = starts.size(0) - 1;
+  TORCH_CHECK(is_list(starts, requests + 1));
+  TORCH_CHECK(maybe("cu_seqlens_k").has_value() != table.has_value());
+  if (table.has_value()) {
+    TORCH_CHECK(is_list(*lens, requests) && table->scalar_type() == at::kInt);
+    TORCH_CHECK(table->size(0) == requests && table->stride(1) == 1);
+  } else {
+    TORCH_CHECK(is_list(*maybe("cu_seqlens_k"), requests + 1) && !lens.has_value());
+  }
+  for (const char* name :
+       {"k_new", "v_new", "q_v", "out", "cu_seqlens_k_new", "seqused_q", "kv_batch_idx",
+        "leftpad_k", "rotary_cos", "rotary_sin", "seqlens_rotary", "q_descale", "k_descale",
+        "v_descale", "scheduler_metadata", "pack_gqa", "s_aux", "cp_tot_seqused_k"}) {
+    TORCH_CHECK(given.at(name).isNone(), name);
+  }
+  for (const char* name : {"num_splits", "sm_margin", "cp_rank"}) {
+    TORCH_CHECK(given.at(name).toInt() == 0, name);
+  }
+  for (const char* name : {"window_size_left", "window_size_right"}) {
+    TORCH_CHECK(given.at(name).toInt() == -1, name);
+  }
+  TORCH_CHECK(given.at("cp_world_size").toInt() == 1 && given.at("softcap").toDouble() == 0.0);
+  const int64_t rows = starts.diff().max().item<int>();
+  const int64_t tokens = table.has_value() ? lens->max().item<int>() : rows;
+  TORCH_CHECK(given.at("max_seqlen_q").toInt() >= rows);
+  TORCH_CHECK(given.at("max_seqlen_k").toInt() >= tokens);
+  std::vector<at::Tensor> results = DenseVarlen(
+      given.at("q").toTensor(), given.at("k").toTensor(), given.at("v").toTensor(), starts, lens,
+      table, given.at("softmax_scale").toDouble(), given.at("is_causal").toBool());
+  results.resize(4);  // those of splits are undefined without any
+  torch::jit::push(*stack, results);
 }
 
 std::tuple<at::Tensor, at::Tensor, at::Tensor> Flash2(
@@ -94,9 +133,14 @@ TORCH_LIBRARY(_vllm_fa3_C, library) {
       "fwd(Tensor! q, Tensor k, Tensor v, Tensor? k_new, Tensor? v_new, Tensor? q_v, Tensor!? out, "
       "Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, Tensor? cu_seqlens_k_new, Tensor? seqused_q, "
       "Tensor? seqused_k, int? max_seqlen_q, int? max_seqlen_k, Tensor? page_table, "
+      "Tensor? kv_batch_idx, Tensor? leftpad_k, Tensor? rotary_cos, Tensor? rotary_sin, "
+      "Tensor? seqlens_rotary, Tensor? q_descale, Tensor? k_descale, Tensor? v_descale, "
       "float softmax_scale, bool is_causal, int window_size_left, int window_size_right, "
-      "float softcap, int cp_world_size) -> Tensor[]");
-  library.impl("fwd", torch::dispatch(c10::DispatchKey::CompositeExplicitAutograd, &Flash3));
+      "float softcap, bool is_rotary_interleaved, Tensor? scheduler_metadata, int num_splits, "
+      "bool? pack_gqa, int sm_margin, Tensor? s_aux, int cp_world_size, int cp_rank, "
+      "Tensor? cp_tot_seqused_k) -> Tensor[]");
+  library.impl("fwd", torch::dispatch(c10::DispatchKey::CompositeExplicitAutograd,
+                                      torch::CppFunction::makeFromBoxedFunction<&Flash3>()));
 }
 
 TORCH_LIBRARY(_vllm_fa2_C, library) {
@@ -243,11 +287,24 @@ TEST(Flash, TellsOfRequestsThatDoNotUseTheCompactView) {
 
 TEST(Flash, FindsRegisteredOpsAndNamesThem) {
   RouteAvailability available;
-  FindFlashRoutes(&available);
-  EXPECT_TRUE(available.Has(Route::kFlash2));
-  EXPECT_TRUE(available.Has(Route::kFlash3));
-  EXPECT_EQ(DescribeFlashRoute(Route::kFlash3), "present: _vllm_fa3_C::fwd");
-  EXPECT_EQ(DescribeFlashRoute(Route::kFlash2), "present: _vllm_fa2_C::varlen_fwd");
+  for (const int32_t capability : {ComputeCapability(at::kCPU), 90}) {
+    FindFlashRoutes(&available, capability);
+    EXPECT_TRUE(available.Has(Route::kFlash2));
+    EXPECT_TRUE(available.Has(Route::kFlash3));
+    EXPECT_EQ(DescribeFlashRoute(Route::kFlash3, capability), "present: _vllm_fa3_C::fwd");
+    EXPECT_EQ(DescribeFlashRoute(Route::kFlash2, capability), "present: _vllm_fa2_C::varlen_fwd");
+  }
+}
+
+TEST(Flash, FlashAttention3IsAbsentWhereItHasNoKernels) {
+  for (const int32_t capability : {80, 89, 100, 120}) {
+    RouteAvailability available;
+    FindFlashRoutes(&available, capability);
+    EXPECT_TRUE(available.Has(Route::kFlash2));
+    EXPECT_FALSE(available.Has(Route::kFlash3));
+    EXPECT_EQ(DescribeFlashRoute(Route::kFlash3, capability),
+              "absent: _vllm_fa3_C::fwd is for devices of compute capability 9");
+  }
 }
 
 }  // namespace

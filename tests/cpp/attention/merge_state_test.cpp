@@ -7,6 +7,7 @@
 #include <limits>
 
 #include "check.h"
+#include "message_of.h"
 
 namespace nwor {
 namespace {
@@ -92,6 +93,15 @@ TEST(MergeStates, RefusesStatesThatDoNotFit) {
   EXPECT_THROW(MergeStates({out}, {}), Error);
   EXPECT_THROW(MergeStates({out, out.narrow(0, 0, 2)}, {lse, lse}), Error);
   EXPECT_THROW(MergeStates({out}, {lse.to(at::kDouble)}), Error);
+  const at::Tensor out_elsewhere = out.to(at::kMeta), lse_elsewhere = lse.to(at::kMeta);
+  EXPECT_EQ(MessageOf([&] {
+              MergeStates({out, out_elsewhere}, {lse, lse});
+            }),
+            "outs[1]: got a tensor on meta, expected cpu");
+  EXPECT_EQ(MessageOf([&] {
+              MergeStates({out, out, out}, {lse, lse, lse_elsewhere});
+            }),
+            "lses[2]: got a tensor on meta, expected cpu");
 }
 
 }  // namespace
