@@ -49,6 +49,7 @@ def collect(url: str | None = None) -> dict[str, Any]:
     native, problem = load_native()
     stamp = _read_stamp()
     metrics = _metrics(native, url)
+    known, fallbacks, steps = (metrics.pop(k) for k in ("known", "fallbacks", "partial_steps"))
     return {
         "ok": native is not None,
         "problem": problem,
@@ -60,8 +61,9 @@ def collect(url: str | None = None) -> dict[str, Any]:
         "routes": _routes(native),
         "hosts": {name: installed_version(name) for name in HOSTS},
         "metrics": metrics,
-        "bypasses": _bypasses(native, metrics.pop("fallbacks")),
-        "partial_steps": _partial_steps(native, metrics.pop("partial_steps")),
+        # Of an endpoint that does not answer nothing is known, whatever this process has counted.
+        "bypasses": _bypasses(native, fallbacks) if known else None,
+        "partial_steps": _partial_steps(native, steps) if known else None,
     }
 
 
@@ -87,9 +89,8 @@ def describe(status: dict[str, Any]) -> str:
     for name, version in status["hosts"].items():
         lines.append((name, version or "not installed"))
     lines.append(("metrics", _describe_metrics(status["metrics"])))
-    seen = [f"{b['count']} x {b['reason']}: {b['sentence']}" for b in status["bypasses"]]
-    lines += [("bypassed", text) for text in seen or ["nothing"]]
-    if status["partial_steps"].get("partial_steps"):
+    lines += [("bypassed", text) for text in _describe_bypasses(status["bypasses"])]
+    if status["partial_steps"] and status["partial_steps"]["partial_steps"]:
         lines.append(("partial steps", _describe_drift(status["partial_steps"])))
     width = max(len(name) for name, _ in lines)
     return "\n".join(f"{name:<{width}}  {text}" for name, text in lines)
@@ -162,10 +163,14 @@ def _routes(native: ModuleType | None) -> dict[str, Any]:
 
 
 def _metrics(native: ModuleType | None, url: str | None) -> dict[str, Any]:
-    """This process' exporter, and the endpoint that was asked; `fallbacks` are its counts."""
+    """This process' exporter, and the endpoint that was asked.
+
+    `fallbacks` and `partial_steps` are the endpoint's counts, None where none was asked; `known` is
+    false where it has not answered.
+    """
     own = native.metrics_status() if native is not None else {"built": None, "serving": False}
     answer = {"built": own["built"], "serving": own["serving"], "url": None, "problem": None}
-    answer["fallbacks"] = answer["partial_steps"] = None
+    answer["fallbacks"], answer["partial_steps"], answer["known"] = None, None, True
     if own.get("problem"):
         answer["problem"] = own["problem"]
     if own["serving"]:
@@ -182,7 +187,7 @@ def _metrics(native: ModuleType | None, url: str | None) -> dict[str, Any]:
             answer["partial_steps"] = _counted(text)
             answer["serving"] = True
         except (OSError, ValueError) as error:
-            answer["problem"] = f"{url} does not answer: {error}"
+            answer["problem"], answer["known"] = f"{url} does not answer: {error}", False
     return answer
 
 
@@ -250,6 +255,12 @@ def _bypasses(native: ModuleType | None, counts: dict[str, int] | None) -> list[
         for reason, count in counts.items()
         if count > 0
     ]
+
+
+def _describe_bypasses(bypasses: list[dict[str, Any]] | None) -> list[str]:
+    if bypasses is None:
+        return ["unknown: the endpoint does not answer"]
+    return [f"{b['count']} x {b['reason']}: {b['sentence']}" for b in bypasses] or ["nothing"]
 
 
 def _describe_build(build: dict[str, Any] | None) -> str:

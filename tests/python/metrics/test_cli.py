@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import socket
 import subprocess
@@ -284,6 +285,8 @@ def test_status_says_when_the_server_does_not_answer(served_text: list[str]) -> 
     report = status.collect(url)
     assert f"{url} does not answer" in report["metrics"]["problem"]
     assert not report["metrics"]["serving"]
+    assert report["bypasses"] is None
+    assert report["partial_steps"] is None
     served_text[1] = "something_else 1\n"
     assert "no nwor_fallback_total" in status.collect(served_text[0])["metrics"]["problem"]
     assert "does not answer" in status.collect("nonsense")["metrics"]["problem"]
@@ -295,6 +298,7 @@ def test_asking_a_server_that_does_not_answer_is_a_failure(
     code, out, _ = call(capsys, "status", "--url", "nonsense")
     assert code == 1
     assert "nonsense does not answer" in out
+    assert re.search(r"^bypassed +unknown: the endpoint does not answer$", out, re.MULTILINE)
 
 
 def test_status_shows_wrong_settings(monkeypatch: pytest.MonkeyPatch) -> None:
