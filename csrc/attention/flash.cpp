@@ -131,9 +131,24 @@ AttentionState Prefix(Route route, const VerifyArguments& arguments, const Check
   return CallTorchFlash(call);
 }
 
-// Attention of the rows among themselves: causal by a flash kernel, a tree by our own.
+// Whether our kernel can take the rows from a route that has the prefix.
+bool CanTakeRows(const VerifyArguments& arguments) {
+#ifndef NWOR_WITH_CUDA
+  if (arguments.query.is_cuda()) return false;
+#endif
+  return MaxQuery(arguments) <= kPrefillRows && KernelHeadDim(arguments.query.size(2)) &&
+         arguments.key_cache.size(1) % 16 == 0;
+}
+
+// A tree is for our kernel. So are chains where FlashAttention-3 has the prefix: it reads V in
+// whole tiles, past a request's last row, and what is not finite there would reach the request.
+bool TakesRows(Route route, const VerifyArguments& arguments) {
+  return arguments.tree_mask.has_value() || (route == Route::kFlash3 && CanTakeRows(arguments));
+}
+
+// Attention of the rows among themselves.
 AttentionState InFlight(Route route, const VerifyArguments& arguments) {
-  if (arguments.tree_mask.has_value()) {
+  if (TakesRows(route, arguments)) {
     VerifyArguments rows = arguments;
     rows.prefix_lens = at::zeros_like(arguments.prefix_lens);
     rows.compact_view.reset();

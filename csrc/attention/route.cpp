@@ -3,7 +3,8 @@
 #include <algorithm>
 #include <array>
 #include <optional>
-#include <sstream>
+
+#include "check.h"
 
 namespace nwor {
 namespace {
@@ -32,11 +33,6 @@ std::vector<RouteFeature> RequiredFeatures(const RouteRequest& request) {
   require(request.softcap, RouteFeature::kSoftcap);
   require(!request.aligned, RouteFeature::kAlignedMemory);
   return required;
-}
-
-bool KernelHeadDim(int32_t head_dim) {
-  constexpr int32_t kHeadDims[] = {64, 80, 96, 128, 192, 256};
-  return std::find(std::begin(kHeadDims), std::end(kHeadDims), head_dim) != std::end(kHeadDims);
 }
 
 bool FlashHeadDim(int32_t head_dim) { return head_dim % 8 == 0 && head_dim <= 256; }
@@ -79,15 +75,15 @@ std::optional<Route> ParseRoute(std::string_view name) {
 }
 
 std::string Join(const std::vector<RouteFeature>& features, const RouteRequest& request) {
-  std::ostringstream text;
+  std::string text;
   const char* separator = "";
   for (const RouteFeature feature : features) {
-    text << separator << Name(feature);
-    if (feature == RouteFeature::kHeadDim) text << " " << request.head_dim;
-    if (feature == RouteFeature::kPageSize) text << " " << request.page_size;
+    text += Concat(separator, Name(feature));
+    if (feature == RouteFeature::kHeadDim) text += Concat(" ", request.head_dim);
+    if (feature == RouteFeature::kPageSize) text += Concat(" ", request.page_size);
     separator = ", ";
   }
-  return features.empty() ? "nothing" : text.str();
+  return features.empty() ? "nothing" : text;
 }
 
 RouteChoice Refuse(const RouteRequest& request, const RouteAvailability& available,
@@ -108,6 +104,11 @@ bool Serves(Route route, const RouteRequest& request, const RouteAvailability& a
 }
 
 }  // namespace
+
+bool KernelHeadDim(int64_t head_dim) {
+  constexpr int64_t kHeadDims[] = {64, 80, 96, 128, 192, 256};
+  return std::find(std::begin(kHeadDims), std::end(kHeadDims), head_dim) != std::end(kHeadDims);
+}
 
 const char* Name(Route route) {
   constexpr std::array<const char*, kNumRoutes> kNames = {"cpu", "cuda", "torch_flash",
@@ -144,8 +145,7 @@ std::vector<RouteFeature> MissingFeatures(Route route, const RouteRequest& reque
 
 std::string FeatureTable(const RouteRequest& request, const RouteAvailability& available) {
   const std::vector<RouteFeature> required = RequiredFeatures(request);
-  std::ostringstream text;
-  text << "required: " << Join(required, request);
+  std::string text = "required: " + Join(required, request);
   for (const Route route : kRoutes) {
     const std::vector<RouteFeature> missing = MissingFeatures(route, request, available);
     std::vector<RouteFeature> supported;
@@ -154,11 +154,10 @@ std::string FeatureTable(const RouteRequest& request, const RouteAvailability& a
         supported.push_back(feature);
       }
     }
-    text << "\n"
-         << Name(route) << (available.Has(route) ? "" : " (absent)") << ": supports "
-         << Join(supported, request) << "; missing " << Join(missing, request);
+    text += Concat("\n", Name(route), available.Has(route) ? "" : " (absent)", ": supports ",
+                   Join(supported, request), "; missing ", Join(missing, request));
   }
-  return text.str();
+  return text;
 }
 
 RouteChoice ChooseRoute(const RouteRequest& request, const RouteAvailability& available,

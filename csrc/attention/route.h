@@ -84,6 +84,9 @@ struct RouteChoice {
   std::string reason;
 };
 
+// Whether our CUDA kernels are built for heads of so many channels.
+NWOR_EXPORT bool KernelHeadDim(int64_t head_dim);
+
 // Requests with more rows than this are prefill: compute-bound, FlashAttention's own ground.
 inline constexpr int32_t kPrefillRows = 256;
 

@@ -19,6 +19,7 @@
 namespace {
 
 int num_paged_calls = 0;
+int num_causal_calls = 0;
 
 // Dense attention of one request: q [R, H, D], k and v [N, Hkv, D]. As FlashAttention-2 does, a row
 // that sees nothing gets an LSE of +infinity.
@@ -47,6 +48,7 @@ std::vector<at::Tensor> DenseVarlen(const at::Tensor& q, const at::Tensor& k, co
   at::Tensor out = at::empty_like(q);
   at::Tensor lse = at::empty({q.size(1), q.size(0)}, at::kFloat);
   if (table.has_value()) ++num_paged_calls;
+  if (causal) ++num_causal_calls;
   for (int64_t b = 0; b + 1 < starts.size(0); ++b) {
     const int64_t begin = starts[b].item<int32_t>(), count = starts[b + 1].item<int32_t>() - begin;
     at::Tensor keys = k.dim() == 3 ? k.narrow(0, begin, count) : k;
@@ -207,6 +209,33 @@ TEST_P(FlashRoutes, TakeRequestsWithoutRowsBesideThoseWithOne) {
   const CheckedVerify checked = CheckVerifyArguments(arguments, &outputs, /*plan_only=*/false);
   FlashVerify(route, arguments, checked, outputs);
   EXPECT_LT((outputs.out - expected.out).abs().max().item<float>(), 1e-5);
+}
+
+// Who computes the rows: a prefill's are left to the kernel that has the prefix, and so are those
+// of head sizes that ours does not have.
+TEST(Flash, RowsOfChainsAreOursBesideFlashAttention3) {
+  const auto causal_calls = [](Route route, int64_t rows, int64_t head_dim) {
+    VerifyArguments arguments = MakeArguments(/*tree=*/false);
+    arguments.query = at::randn({rows, 4, head_dim});
+    arguments.key = at::randn({rows, 2, head_dim});
+    arguments.value = at::randn({rows, 2, head_dim});
+    arguments.key_cache = at::randn({6, 16, 2, head_dim});
+    arguments.value_cache = at::randn({6, 16, 2, head_dim});
+    const int last = static_cast<int>(rows);
+    arguments.query_start = at::tensor({0, 1, 2, last}, at::kInt);
+    const VerifyOutputs expected = MakeVerifyOutputs(arguments.query, /*with_lse=*/true);
+    VerifyAttention(arguments, expected);
+    const VerifyOutputs outputs = MakeVerifyOutputs(arguments.query, /*with_lse=*/true);
+    const CheckedVerify checked = CheckVerifyArguments(arguments, &outputs, /*plan_only=*/false);
+    num_causal_calls = 0;
+    FlashVerify(route, arguments, checked, outputs);
+    EXPECT_LT((outputs.out - expected.out).abs().max().item<float>(), 1e-5);
+    return num_causal_calls;
+  };
+  EXPECT_EQ(causal_calls(Route::kFlash3, 256, 64), 0);
+  EXPECT_EQ(causal_calls(Route::kFlash3, 257, 64), 1);
+  EXPECT_EQ(causal_calls(Route::kFlash3, 7, 72), 1);
+  EXPECT_EQ(causal_calls(Route::kFlash2, 7, 64), 1);
 }
 
 INSTANTIATE_TEST_SUITE_P(Ops, FlashRoutes,

@@ -252,6 +252,18 @@ def test_a_graph_replays_with_other_lengths_and_tells_of_bad_ones(route: str) ->
     assert status[:3].tolist() == [1, 1, room_of(step) + 2]
 
 
+def test_values_that_are_not_finite_stay_with_their_request(route: str) -> None:
+    """Rows of chains lie behind one another; kernels that read them in tiles would read on."""
+    shape = Shape([3, 17, 5, 2], [90, 40, 0, 130], 8, 2, 128, dtype=torch.bfloat16, mask="causal")
+    for wrong in (float("nan"), float("inf")):
+        step = make_step(shape, 75, "cuda")
+        alone = {b: step.only(b) for b in (0, 1, 3)}
+        step.arguments["value"][20:25] = wrong  # of the third request
+        out, lse = step.run(route=route, max_rows=17)
+        expect_right(step, out, lse, alone)
+        assert not out[20:25].isfinite().any()
+
+
 # ---- compact views: torch_flash alone reads them ----
 
 
