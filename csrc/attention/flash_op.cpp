@@ -148,7 +148,8 @@ std::optional<FlashOp> FindFlashOp(Route route) {
 AttentionState CallFlashOp(const FlashOp& op, const FlashCall& call) {
   torch::jit::Stack stack;
   NWOR_CHECK(FillStack(op.handle.schema(), call, &stack), "route: got ", op.name,
-             " with the schema ", op.handle.schema(), ", expected one whose arguments are known");
+             " with the schema ", c10::toString(op.handle.schema()),
+             ", expected one whose arguments are known");
   op.handle.callBoxed(stack);
   // Either a list of tensors or the tensors themselves; out and LSE come first.
   std::vector<at::Tensor> results;

@@ -49,8 +49,9 @@ void CheckAlike(const at::Tensor& hidden, Tensors vectors, Tensors matrices) {
   const auto check = [&](const std::optional<at::Tensor>& other, at::ScalarType type) {
     if (!other.has_value()) return;
     NWOR_CHECK(other->scalar_type() == type && other->device() == hidden.device(), "hidden: got ",
-               own, " on ", hidden.device().str(), ", expected ", other->scalar_type(), " on ",
-               other->device().str(), " as the weights");
+               c10::toString(own), " on ", hidden.device().str(), ", expected ",
+               c10::toString(other->scalar_type()), " on ", other->device().str(),
+               " as the weights");
   };
   for (const std::optional<at::Tensor>& vector : vectors) check(vector, own);
   for (const std::optional<at::Tensor>& matrix : matrices) check(matrix, mixed ? first : own);

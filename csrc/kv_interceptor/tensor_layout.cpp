@@ -20,12 +20,6 @@ DType ToDType(at::ScalarType type, const char* name, bool cache) {
   return *found;
 }
 
-std::string SizesText(at::IntArrayRef sizes) {
-  std::ostringstream text;
-  text << sizes;
-  return text.str();
-}
-
 // Below 0: any size.
 bool HasSizes(const at::Tensor& tensor, std::initializer_list<int64_t> sizes) {
   if (tensor.dim() != static_cast<int64_t>(sizes.size())) return false;
@@ -37,7 +31,7 @@ bool HasSizes(const at::Tensor& tensor, std::initializer_list<int64_t> sizes) {
   return true;
 }
 
-std::string ExpectedSizes(std::initializer_list<int64_t> sizes) {
+std::string ExpectedSizes(at::IntArrayRef sizes) {
   std::string text = "[";
   const char* separator = "";
   for (const int64_t size : sizes) {
@@ -65,8 +59,8 @@ void CheckNoOverlap(const at::Tensor& cache, const char* name) {
   std::sort(dims.begin(), dims.end());
   int64_t span = 1;  // elements covered so far
   for (const auto& [stride, size] : dims) {
-    NWOR_CHECK(stride >= span, name, ": got overlapping strides ", SizesText(cache.strides()),
-               " for sizes ", SizesText(cache.sizes()), ", expected one place per element");
+    NWOR_CHECK(stride >= span, name, ": got overlapping strides ", cache.strides(), " for sizes ",
+               cache.sizes(), ", expected one place per element");
     span = stride * (size - 1) + span;
   }
 }
@@ -82,9 +76,9 @@ void CheckScale(const std::optional<at::Tensor>& scale, const char* name, const 
   NWOR_CHECK(scale->scalar_type() == at::kFloat, name, ": got dtype ",
              c10::toString(scale->scalar_type()), ", expected float32");
   NWOR_CHECK(NumElements(*scale) == 1 || (scale->dim() == 1 && scale->size(0) == cache.size(2)),
-             name, ": got sizes ", SizesText(scale->sizes()),
-             ", expected one element or one per KV head [", cache.size(2), "]");
-  NWOR_CHECK(scale->is_contiguous(), name, ": got strides ", SizesText(scale->strides()),
+             name, ": got sizes ", scale->sizes(), ", expected one element or one per KV head [",
+             cache.size(2), "]");
+  NWOR_CHECK(scale->is_contiguous(), name, ": got strides ", scale->strides(),
              ", expected contiguous");
   CheckDevice(*scale, name, cache.device());
   if (!IsFake(*scale)) *data = static_cast<const float*>(scale->const_data_ptr());
@@ -156,9 +150,9 @@ void CheckIndex(const at::Tensor& tensor, const char* name, at::ScalarType dtype
   NWOR_CHECK(tensor.defined(), name, ": got nothing, expected a tensor");
   NWOR_CHECK(tensor.scalar_type() == dtype, name, ": got dtype ",
              c10::toString(tensor.scalar_type()), ", expected ", c10::toString(dtype));
-  NWOR_CHECK(HasSizes(tensor, sizes), name, ": got sizes ", SizesText(tensor.sizes()),
-             ", expected ", ExpectedSizes(sizes));
-  NWOR_CHECK(tensor.is_contiguous(), name, ": got strides ", SizesText(tensor.strides()),
+  NWOR_CHECK(HasSizes(tensor, sizes), name, ": got sizes ", tensor.sizes(), ", expected ",
+             ExpectedSizes(sizes));
+  NWOR_CHECK(tensor.is_contiguous(), name, ": got strides ", tensor.strides(),
              ", expected contiguous");
   CheckDevice(tensor, name, device);
 }
@@ -169,16 +163,15 @@ CacheLayout DescribeCache(const at::Tensor& key_cache, const at::Tensor& value_c
   for (const auto& [cache, name] :
        {std::pair{&key_cache, "key_cache"}, std::pair{&value_cache, "value_cache"}}) {
     NWOR_CHECK(cache->defined(), name, ": got nothing, expected a tensor");
-    NWOR_CHECK(cache->dim() == 4, name, ": got ", cache->dim(), " dimensions ",
-               SizesText(cache->sizes()), ", expected 4 [pages, page size, KV heads, channels]");
+    NWOR_CHECK(cache->dim() == 4, name, ": got ", cache->dim(), " dimensions ", cache->sizes(),
+               ", expected 4 [pages, page size, KV heads, channels]");
     NWOR_CHECK(cache->size(1) > 0 && cache->size(2) > 0 && cache->size(3) > 0, name, ": got sizes ",
-               SizesText(cache->sizes()), ", expected none of the last three zero");
+               cache->sizes(), ", expected none of the last three zero");
     CheckChannels(*cache, name);
     CheckNoOverlap(*cache, name);
   }
   NWOR_CHECK(key_cache.sizes() == value_cache.sizes(), "value_cache: got sizes ",
-             SizesText(value_cache.sizes()), ", expected those of key_cache ",
-             SizesText(key_cache.sizes()));
+             value_cache.sizes(), ", expected those of key_cache ", key_cache.sizes());
   NWOR_CHECK(key_cache.scalar_type() == value_cache.scalar_type(), "value_cache: got dtype ",
              c10::toString(value_cache.scalar_type()), ", expected that of key_cache ",
              c10::toString(key_cache.scalar_type()));
@@ -206,8 +199,7 @@ KvRowsView DescribeRows(const at::Tensor& key, const at::Tensor& value, const ch
                         const char* value_name, int64_t num_heads, int64_t head_dim) {
   for (const auto& [rows, name] : {std::pair{&key, key_name}, std::pair{&value, value_name}}) {
     NWOR_CHECK(rows->dim() == 3 && rows->size(1) == num_heads && rows->size(2) == head_dim, name,
-               ": got sizes ", SizesText(rows->sizes()), ", expected [rows, ", num_heads, ", ",
-               head_dim, "]");
+               ": got sizes ", rows->sizes(), ", expected [rows, ", num_heads, ", ", head_dim, "]");
     CheckChannels(*rows, name);
   }
   NWOR_CHECK(key.size(0) == value.size(0), value_name, ": got ", value.size(0), " rows, expected ",

@@ -21,15 +21,17 @@ void CheckArguments(const at::Tensor& input, const at::Tensor& weight,
   const bool mixed =
       input.scalar_type() == at::kFloat && FloatDType(weight.scalar_type()).has_value();
   NWOR_CHECK(mixed || input.scalar_type() == weight.scalar_type(), "input: got ",
-             input.scalar_type(), ", expected ", weight.scalar_type(), " as weight");
+             c10::toString(input.scalar_type()), ", expected ", c10::toString(weight.scalar_type()),
+             " as weight");
   NWOR_CHECK(input.device() == weight.device(), "input: got device ", input.device().str(),
              ", expected ", weight.device().str(), " as weight");
   if (!bias.has_value()) return;
   NWOR_CHECK(bias->dim() == 1 && bias->size(0) == weight.size(0), "bias: got sizes ", bias->sizes(),
              ", expected [", weight.size(0), "]");
   NWOR_CHECK(bias->scalar_type() == weight.scalar_type() && bias->device() == weight.device(),
-             "bias: got ", bias->scalar_type(), " on ", bias->device().str(), ", expected ",
-             weight.scalar_type(), " on ", weight.device().str(), " as weight");
+             "bias: got ", c10::toString(bias->scalar_type()), " on ", bias->device().str(),
+             ", expected ", c10::toString(weight.scalar_type()), " on ", weight.device().str(),
+             " as weight");
 }
 
 void Run(const cpu::LinearTask& all, int64_t outputs) {

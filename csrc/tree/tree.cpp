@@ -199,8 +199,8 @@ Tree TreeFromTopK(const std::vector<at::Tensor>& token_steps,
   std::vector<at::Tensor> held;  // keeps converted copies alive until the launch
   for (int64_t step = 0; step < steps; ++step) {
     const int64_t count = step == 0 ? k : k * k;
-    const std::string at_step = "[" + std::to_string(step) + "]";
-    const std::string token_name = "token_steps" + at_step, score_name = "score_steps" + at_step;
+    const std::string token_name = Concat("token_steps[", step, "]");
+    const std::string score_name = Concat("score_steps[", step, "]");
     held.push_back(IntegerArgument(FlatStep(token_steps[step], token_name, batch, count),
                                    token_name.c_str(), at::kLong, {batch, count}, device));
     params.steps[step].tokens = static_cast<const int64_t*>(held.back().const_data_ptr());
@@ -210,8 +210,8 @@ Tree TreeFromTopK(const std::vector<at::Tensor>& token_steps,
   }
   std::vector<at::Tensor> kept;
   for (size_t i = 0; i < parent_steps.size(); ++i) {
-    const std::string name = "parent_steps[" + std::to_string(i) + "]";
-    kept.push_back(IntegerArgument(parent_steps[i], name.c_str(), at::kLong, {batch, -1}, device));
+    kept.push_back(IntegerArgument(parent_steps[i], Concat("parent_steps[", i, "]").c_str(),
+                                   at::kLong, {batch, -1}, device));
   }
   PlaceKept(kept, &params);
 
