@@ -112,6 +112,6 @@ def test_what_fails_or_ends_its_process_is_named(tool: ModuleType) -> None:
 
 def test_what_has_not_run_in_time_is_counted(tool: ModuleType) -> None:
     tests = "import time\ndef test_cuda_fast(): pass\ndef test_cuda_slow(): time.sleep(600)\n"
-    (outcome,) = outcomes(tool, tests, ["plain"], seconds=20).values()
+    (outcome,) = outcomes(tool, tests, ["plain"], seconds=10).values()
     assert not outcome.ok
     assert outcome.counts == {"passed": 1, "not run": 1}
