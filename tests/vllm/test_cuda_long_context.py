@@ -182,6 +182,10 @@ def test_refresh_reads_a_book(
 # ---- mode `lossless`, the story model ----
 
 STORIES = story_script()
+# With as many passes as drafts every request that has a view drafts so many tokens. vLLM's runner
+# V1 replays full graphs where all requests of a step do.
+DRAFTS = SPECULATION["num_speculative_tokens"]
+ALL_PASSES = {"specpv_draft_passes": DRAFTS}
 VIEW = SMALL_VIEW | {"specpv_draft_passes": 3, "specpv_max_requests": STORIES.num_views}
 # The head is wrong throughout, so that a pass gives a token.
 HEAD_VIEW = VIEW | {"specpv_draft_lookup": 3, "specpv_draft_passes": 4}
@@ -225,9 +229,16 @@ def plain() -> Stories:
 
 
 def check_disturbed(
-    name: str, script: Script, found: Disturbed, plain: dict[str, Any], before: dict[str, Any]
+    name: str,
+    script: Script,
+    found: Disturbed,
+    plain: dict[str, Any],
+    before: dict[str, Any],
+    *,
+    least: float,
 ) -> closeness.Closeness:
-    """What must hold on any engine; how close its tokens are to plain vLLM's is returned."""
+    """What must hold on any engine, and at least such a share of the drafts confirmed; how close
+    its tokens are to plain vLLM's is returned."""
     assert own_engine().violations == []
     assert own_stats()["fallbacks"] == {}
     check_drafting(before)
@@ -247,12 +258,12 @@ def check_disturbed(
     )
     assert len(found.outputs) > 3 * count
     assert all(len(tokens) == MAX_TOKENS for tokens in calm.values())
-    assert confirmed > 0.5 * drafted > 0
+    assert confirmed > least * drafted > 0
     assert share > 0.5
     return close
 
 
-@pytest.mark.parametrize("kind", ["v1-eager", "v2-eager", "v2-graphs"])
+@pytest.mark.parametrize("kind", ["v1-eager", "v1-graphs", "v2-eager", "v2-graphs"])
 def test_what_happens_to_requests(
     plain: Stories, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
@@ -260,6 +271,8 @@ def test_what_happens_to_requests(
     runner, _, graphs = kind.partition("-")
     monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "1" if runner == "v2" else "0")
     nwor, options = VIEW, {"speculation": SPECULATION}
+    if kind == "v1-graphs":
+        nwor = VIEW | ALL_PASSES
     if runner == "v2":
         nwor, options = HEAD_VIEW, {"speculation": story_head(tmp_path, torch.float16)}
         options["scheduler_cls"] = SCHEDULER
@@ -271,7 +284,7 @@ def test_what_happens_to_requests(
     found = STORIES.run(stories_on_gpu(nwor, **(options | STORIES.options | HALF)))
     assert hasattr(own_engine().runner, "input_batch") is (runner == "v1")
     assert (own_engine().num_replays > 0) is (graphs == "graphs")
-    close = check_disturbed(kind, STORIES, found, plain.greedy, before)
+    close = check_disturbed(kind, STORIES, found, plain.greedy, before, least=0.5)
     # Two computations of this model in float16 are 0.0015 apart on average, 0.024 at most.
     close.check(mean=0.005, most=0.1, share=0.5)
 
@@ -308,11 +321,6 @@ def test_drawn_tokens_keep_the_distribution(plain: Stories, tmp_path: Path) -> N
 
 # ---- mode `lossless`, SmolLM2 over a book ----
 
-# As many passes as drafts: every request that has a view drafts as many tokens, and vLLM replays
-# full graphs where all requests of a step do, on V1 too.
-DRAFTS = SPECULATION["num_speculative_tokens"]
-V1_VIEW = VIEW_OF_400 | {"specpv_draft_passes": DRAFTS}
-
 
 @dataclass
 class Passages:
@@ -344,7 +352,7 @@ def test_what_happens_to_requests_of_smollm2(
     """The same in full graphs; V1 drafts by lookups and passes, V2 with the shipped head."""
     monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "1" if runner == "v2" else "0")
     script = read_passages.script
-    nwor, options = V1_VIEW, {"speculation": SPECULATION}
+    nwor, options = VIEW_OF_400 | ALL_PASSES, {"speculation": SPECULATION}
     if runner == "v2":
         nwor = VIEW_OF_400
         options = {"speculation": smollm2_head(tmp_path, DRAFTS), "scheduler_cls": SCHEDULER}
@@ -356,4 +364,6 @@ def test_what_happens_to_requests_of_smollm2(
     found = script.run(llm)
     assert hasattr(own_engine().runner, "input_batch") is (runner == "v1")
     assert own_engine().num_replays > 0
-    check_disturbed(f"SmolLM2, {runner}", script, found, read_passages.greedy, before).check()
+    name, plain = f"SmolLM2, {runner}", read_passages.greedy
+    # A chain ends at its first wrong token: of eight, each right nine times in ten, five are.
+    check_disturbed(name, script, found, plain, before, least=0.25).check()
