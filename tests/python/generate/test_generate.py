@@ -222,7 +222,9 @@ def test_a_prompt_that_fills_the_cache_is_found_again() -> None:
     rng = seeded()
     model = tiny()
     generator = Generator(model, drafter="none", check_contract=True)
-    for prompt in (random_prompt(rng, 300, 301), random_prompt(rng, 300, 301)):
+    first, other = (random_prompt(rng, 300, 301) for _ in range(2))
+    other[0] = (first[0] + 1) % model.config.vocab_size  # or a token of it would be found
+    for prompt in (first, other):
         for turn in range(3):  # a cache of just this size: the prompt stays, others go
             batch = generator.generate([prompt] * 4, 9)
             assert batch.token_ids == [decode_plainly(model, prompt, 9)] * 4
