@@ -6,7 +6,8 @@
 
 Every check deals the tests out to `jobs` processes, and all checks run side by side. What has not
 run when the time is up is counted as such. The sanitizer looks at this project's kernels alone. The
-exit status is 0 if every test has passed in every check and nothing was found.
+exit status is 0 if every test has passed in every check, or has said why it skips, and nothing was
+found. Without a GPU, where nearly all would skip, or without the sanitizer it is refused.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import argparse
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -119,6 +121,17 @@ class Outcome:
         return f"{self.check}: {told}{found} ({self.seconds:.0f} s)"
 
 
+def refusal(checks: list[str]) -> str | None:
+    """Why these checks cannot run here."""
+    import torch
+
+    if not torch.cuda.is_available():
+        return "no CUDA device here"
+    if set(checks) & set(SANITIZERS) and shutil.which("compute-sanitizer") is None:
+        return "compute-sanitizer is not on the PATH; it is in the CUDA toolkit (or --checks plain)"
+    return None
+
+
 def collect(paths: list[str], expression: str) -> list[str]:
     command = [sys.executable, "-m", "pytest", "--collect-only", "-q", "-p", "no:cacheprovider"]
     done = subprocess.run(
@@ -187,6 +200,8 @@ def main() -> int:
     parser.add_argument("paths", nargs="*", default=DEFAULT_PATHS)
     options = parser.parse_args()
 
+    if why := refusal(options.checks):
+        sys.exit(f"gpu_tests: {why}")
     tests = collect(options.paths, options.expression)
     logs = options.logs or Path(tempfile.mkdtemp(prefix="nwor_gpu_tests_"))
     logs.mkdir(parents=True, exist_ok=True)

@@ -115,3 +115,17 @@ def test_what_has_not_run_in_time_is_counted(tool: ModuleType) -> None:
     (outcome,) = outcomes(tool, tests, ["plain"], seconds=10).values()
     assert not outcome.ok
     assert outcome.counts == {"passed": 1, "not run": 1}
+
+
+def test_it_is_refused_without_a_gpu_or_the_sanitizer(
+    tool: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["gpu_tests.py"])
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    with pytest.raises(SystemExit, match="no CUDA device"):
+        tool.main()
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setenv("PATH", str(tool.ROOT / "bin"))
+    with pytest.raises(SystemExit, match="compute-sanitizer is not on the PATH"):
+        tool.main()
+    assert tool.refusal(["plain"]) is None
