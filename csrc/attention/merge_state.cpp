@@ -106,11 +106,8 @@ void CheckStates(const std::vector<at::Tensor>& outs, const std::vector<at::Tens
                    lses[i].size(1) == first.size(1) && lses[i].scalar_type() == at::kFloat,
                "lses[", i, "]: got ", Describe(lses[i]), ", expected [", first.size(0), ", ",
                first.size(1), "] Float");
-    // A state's name is put together for a refusal only.
-    for (const auto& [state, name] : {std::pair{&outs[i], "outs["}, std::pair{&lses[i], "lses["}}) {
-      if (state->device() == first.device()) continue;
-      CheckDevice(*state, Concat(name, i, "]").c_str(), first.device());
-    }
+    CheckDevice(outs[i], Concat("outs[", i, "]").c_str(), first.device());
+    CheckDevice(lses[i], Concat("lses[", i, "]").c_str(), first.device());
   }
 }
 
