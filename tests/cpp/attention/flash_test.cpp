@@ -176,21 +176,24 @@ VerifyArguments MakeArguments(bool tree) {
   return arguments;
 }
 
+void ExpectWhatOurKernelGives(Route route, const VerifyArguments& arguments) {
+  const VerifyOutputs expected = MakeVerifyOutputs(arguments.query, /*with_lse=*/true);
+  VerifyAttention(arguments, expected);
+  const VerifyOutputs outputs = MakeVerifyOutputs(arguments.query, /*with_lse=*/true);
+  const CheckedVerify checked = CheckVerifyArguments(arguments, &outputs, /*plan_only=*/false);
+  FlashVerify(route, arguments, checked, outputs);
+  EXPECT_LT((outputs.out - expected.out).abs().max().item<float>(), 1e-5);
+  EXPECT_LT((outputs.lse - expected.lse).abs().max().item<float>(), 1e-5);
+}
+
 class FlashRoutes : public ::testing::TestWithParam<std::tuple<Route, bool>> {};
 
 TEST_P(FlashRoutes, MergePrefixAndRowsToWhatOurKernelGives) {
   const auto [route, tree] = GetParam();
   const VerifyArguments arguments = MakeArguments(tree);
-  const VerifyOutputs expected = MakeVerifyOutputs(arguments.query, /*with_lse=*/true);
-  VerifyAttention(arguments, expected);
-
-  const VerifyOutputs outputs = MakeVerifyOutputs(arguments.query, /*with_lse=*/true);
-  const CheckedVerify checked = CheckVerifyArguments(arguments, &outputs, /*plan_only=*/false);
   num_paged_calls = 0;
-  FlashVerify(route, arguments, checked, outputs);
+  ExpectWhatOurKernelGives(route, arguments);
   EXPECT_EQ(num_paged_calls, 1);
-  EXPECT_LT((outputs.out - expected.out).abs().max().item<float>(), 1e-5);
-  EXPECT_LT((outputs.lse - expected.lse).abs().max().item<float>(), 1e-5);
 }
 
 TEST_P(FlashRoutes, TakeRequestsWithoutRowsBesideThoseWithOne) {
@@ -202,13 +205,7 @@ TEST_P(FlashRoutes, TakeRequestsWithoutRowsBesideThoseWithOne) {
   if (tree) arguments.tree_mask = at::ones({2, 1}, at::kLong);
   arguments.query_start = at::tensor({0, 1, 1, 2}, at::kInt);
   arguments.max_rows = 1;
-  const VerifyOutputs expected = MakeVerifyOutputs(arguments.query, /*with_lse=*/true);
-  VerifyAttention(arguments, expected);
-
-  const VerifyOutputs outputs = MakeVerifyOutputs(arguments.query, /*with_lse=*/true);
-  const CheckedVerify checked = CheckVerifyArguments(arguments, &outputs, /*plan_only=*/false);
-  FlashVerify(route, arguments, checked, outputs);
-  EXPECT_LT((outputs.out - expected.out).abs().max().item<float>(), 1e-5);
+  ExpectWhatOurKernelGives(route, arguments);
 }
 
 // Who computes the rows: a prefill's are left to the kernel that has the prefix, and so are those
@@ -223,13 +220,8 @@ TEST(Flash, RowsOfChainsAreOursBesideFlashAttention3) {
     arguments.value_cache = at::randn({6, 16, 2, head_dim});
     const int last = static_cast<int>(rows);
     arguments.query_start = at::tensor({0, 1, 2, last}, at::kInt);
-    const VerifyOutputs expected = MakeVerifyOutputs(arguments.query, /*with_lse=*/true);
-    VerifyAttention(arguments, expected);
-    const VerifyOutputs outputs = MakeVerifyOutputs(arguments.query, /*with_lse=*/true);
-    const CheckedVerify checked = CheckVerifyArguments(arguments, &outputs, /*plan_only=*/false);
     num_causal_calls = 0;
-    FlashVerify(route, arguments, checked, outputs);
-    EXPECT_LT((outputs.out - expected.out).abs().max().item<float>(), 1e-5);
+    ExpectWhatOurKernelGives(route, arguments);
     return num_causal_calls;
   };
   EXPECT_EQ(causal_calls(Route::kFlash3, 256, 64), 0);

@@ -26,7 +26,7 @@ void OpenEveryRange() {
 TEST(ProfileRangeChild, OpensEveryRange) { OpenEveryRange(); }
 
 std::vector<std::string> RecordChild(const std::string& recorder) {
-  std::string log = ::testing::TempDir() + "nwor_nvtx_XXXXXX";
+  std::string log = ::testing::TempDir() + "nwor_nvtx_" + std::string(6, 'X');  // mkstemp's to fill
   const int fd = mkstemp(log.data());
   if (fd < 0) return {"no temporary file"};
   close(fd);
