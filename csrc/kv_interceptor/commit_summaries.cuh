@@ -100,34 +100,27 @@ __device__ inline void WriteFloat(void* base, int64_t at, DType dtype, float val
   }
 }
 
-// Where K of one token of a request with `cached` tokens in the cache lies, there or in staging;
-// null when a page is out of range or, in a batch that is not valid, a row. REQUIRES: the token is
-// cached or accepted, and the request's count at most the depth.
-__device__ inline const char* KeyRow(const BatchTable& batch, const LayerTable& layer,
-                                     const SummaryTable& table, int32_t request, int32_t cached,
-                                     int32_t token, int32_t head) {
-  const CommitSummaries& to = table.to;
+// Where K of one token lies: in page `name` of the cache, or in staging, at the path entry `name`.
+// Null when there is no such page or, in a batch that is not valid, no such row.
+__device__ inline const char* CachedKey(const BatchTable& batch, const LayerTable& layer,
+                                        const SummaryTable& table, int32_t token, int32_t head,
+                                        int32_t name) {
   const GroupTable& group = batch.groups[0];
-  const bool is_cached = token < cached;
-  const int32_t page_idx =
-      group.pages.page_shift >= 0 ? token >> group.pages.page_shift : token / group.pages.page_size;
-  // A page or a path entry, by one load: lanes with the one do not wait for those with the other.
-  const int32_t* named = is_cached ? to.block_table + request * to.table_stride + page_idx
-                                   : batch.path + request * batch.depth + token - cached;
-  const int32_t name = is_cached && page_idx >= to.max_pages ? -1 : *named;
-  if (is_cached) {
-    if (name < 0 || name >= table.num_pages) return nullptr;
-    return layer.cache[0] + name * group.cache[0].page +
-           (token - page_idx * group.pages.page_size) * group.cache[0].token +
-           head * group.cache[0].head;
-  }
+  if (name < 0 || name >= table.num_pages) return nullptr;
+  const int32_t in_page = token - PageOf(group.pages, token) * group.pages.page_size;
+  return layer.cache[0] + name * group.cache[0].page + in_page * group.cache[0].token +
+         head * group.cache[0].head;
+}
+__device__ inline const char* StagedKey(const BatchTable& batch, const LayerTable& layer,
+                                        int32_t request, int32_t head, int32_t name) {
+  const GroupTable& group = batch.groups[0];
   const int64_t staged = StagingRow(batch, request, name);
   if (staged < 0) return nullptr;
   return group.staged[0].data + layer.staged_layer * group.staged_layer[0] +
          staged * group.staged[0].row + head * group.staged[0].head;
 }
 
-// K of one lane's token of a block, for all lanes to ask for; see KeyRow. Blocks longer than a warp
+// K of one lane's token of a block, for all lanes to ask for. Blocks longer than a warp
 // come in parts.
 class LaneRows {
  public:

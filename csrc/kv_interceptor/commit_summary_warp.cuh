@@ -6,6 +6,7 @@
 
 #include "kv_interceptor/commit_grid.h"
 #include "kv_interceptor/commit_summaries.cuh"
+#include "kv_interceptor/commit_summary_units.cuh"
 #include "kv_interceptor/commit_table.cuh"
 #include "kv_interceptor/commit_verdict.cuh"
 #include "kv_interceptor/extremes.cuh"
@@ -18,85 +19,8 @@
 
 namespace nwor {
 
-// One head of one completed block. Blocks with a page out of range are left out.
-struct SummaryUnit {
-  int32_t request = -1;  // < 0: there is none
-  int32_t row;           // < 0: a page of it is out of range
-  int32_t block;
-  int32_t head;
-  int32_t cached;  // tokens of the request in the cache before this commit
-};
-
-// What a warp's lanes know of the requests `base` to base + 31, one each.
-struct LaneRequests {
-  SummaryLengths lengths;  // without the row where rows are not given
-  int32_t count = -1;
-
-  LaneRequests() = default;
-  // Loads depend on nothing but the number of the request, and nothing here waits for them.
-  __device__ LaneRequests(const BatchTable& batch, const SummaryTable& table, int32_t base) {
-    const int32_t request = base + static_cast<int32_t>(threadIdx.x % 32);
-    if (request >= NumRequests(batch)) return;
-    count = batch.counts[request];
-    lengths.full = table.to.full_lens[request];
-    lengths.cached = table.to.cached_lens[request];
-    if (table.to.rows != nullptr) lengths.row = table.to.rows[request];
-  }
-};
-
 // The summaries of one layer. All lanes of a warp call its methods together.
-struct LayerSummaries {
-  const BatchTable& batch;
-  const LayerTable& layer;
-  const SummaryTable& table;
-  int layer_idx;
-
-  // The unit of that number. `requests`: the first 32. The batch need not be valid: counts beyond
-  // the depth complete nothing.
-  __device__ SummaryUnit Find(uint32_t number, LaneRequests requests) const {
-    const auto num_heads = static_cast<uint32_t>(table.num_heads);
-    uint32_t wanted = number / num_heads;  // of all blocks
-    const uint32_t lane = threadIdx.x % 32, lanes_below = (1u << lane) - 1;
-#pragma unroll 1
-    for (int32_t base = 0; base < NumRequests(batch); base += 32) {
-      if (base > 0) requests = LaneRequests(batch, table, base);
-      if (table.to.rows == nullptr) requests.lengths.row = base + static_cast<int32_t>(lane);
-      CompletedBlocks own;
-      if (requests.count >= 0 && requests.count <= batch.depth) {
-        own = FindCompleted(table.to, requests.lengths, requests.count, table.block_shift);
-      }
-      const auto num_own = static_cast<uint32_t>(max(own.last - own.first, 0));
-      uint32_t before = 0, num_blocks = 0;  // of lanes below, of all lanes; a bit at a time
-#pragma unroll 1
-      for (int bit = 0; __any_sync(0xffffffff, num_own >> bit != 0); ++bit) {
-        const uint32_t lanes = __ballot_sync(0xffffffff, (num_own >> bit & 1) != 0);
-        before += static_cast<uint32_t>(__popc(lanes & lanes_below)) << bit;
-        num_blocks += static_cast<uint32_t>(__popc(lanes)) << bit;
-      }
-      if (wanted < num_blocks) {
-        const int source = 31 - __clz(__ballot_sync(0xffffffff, num_own > 0 && before <= wanted));
-        return {base + source, __shfl_sync(0xffffffff, own.row, source),
-                __shfl_sync(0xffffffff, own.first + static_cast<int32_t>(wanted - before), source),
-                static_cast<int32_t>(number % num_heads),
-                __shfl_sync(0xffffffff, requests.lengths.cached, source)};
-      }
-      wanted -= num_blocks;
-    }
-    return {};
-  }
-
-  // K of at most `count` tokens, no more than lanes, from the block's token `first` on.
-  __device__ LaneRows KeyRows(const SummaryUnit& unit, int32_t first, int32_t count) const {
-    count = min(count, table.to.block_size - first);
-    const auto lane = static_cast<int32_t>(threadIdx.x % 32);
-    return {lane < count ? KeyRow(batch, layer, table, unit.request, unit.cached,
-                                  FirstToken(unit) + first + lane, unit.head)
-                         : nullptr,
-            count};
-  }
-  __device__ int32_t FirstToken(const SummaryUnit& unit) const {
-    return table.to.start_token + unit.block * table.to.block_size;
-  }
+struct LayerSummaries : LayerUnits {
   __device__ int64_t OutAt(const SummaryUnit& unit) const {
     const CommitSummaries& to = table.to;
     return layer_idx * to.layer_stride + unit.row * to.row_stride + unit.block * to.block_stride +
@@ -126,7 +50,7 @@ struct LayerSummaries {
     PairExtremes<T> extremes;
 #pragma unroll 1
     for (int32_t part = 0; part < pairs.num_parts; ++part) {
-      const LaneRows rows = KeyRows(unit, part * pairs.part_tokens, pairs.part_tokens);
+      const LaneRows rows = KeyRows(unit, {}, part * pairs.part_tokens, pairs.part_tokens);
       if (!rows.whole()) return;
 #pragma unroll 1
       for (int first = 0; first < pairs.num_packets; first += kAtOnce) {
@@ -154,14 +78,14 @@ struct LayerSummaries {
   __device__ void SummarizePlain(const SummaryUnit& unit) const {
     const float scale =
         layer.scales[0] == nullptr ? 1.0f : layer.scales[0][unit.head * layer.scale_stride[0]];
-    const int32_t cached = unit.cached - FirstToken(unit);
+    const int32_t cached = unit.cached - FirstToken(unit.block);
 #pragma unroll 1
     for (int base = 0; base < table.head_dim; base += 32) {
       const int channel = base + static_cast<int>(threadIdx.x % 32);
       float high = -INFINITY, low = INFINITY;
 #pragma unroll 1
       for (int first = 0; first < table.to.block_size; first += 32) {
-        const LaneRows rows = KeyRows(unit, first, 32);
+        const LaneRows rows = KeyRows(unit, {}, first, 32);
         if (!rows.whole()) return;
         AddPlainRows(rows, table, cached - first, scale, channel, &high, &low);
       }
@@ -227,15 +151,15 @@ class SummaryHelp {
 };
 
 // Whether there are more units than are the summary warps'.
-__device__ inline bool WantsHelp(const LayerSummaries& summaries, const LaneRequests& requests) {
-  return summaries.Find(UnitShare::NumOwn(), requests).request >= 0;
+__device__ inline bool WantsHelp(const LayerUnits& units, const LaneBlocks& blocks) {
+  return units.Find(UnitShare::NumOwn(), blocks).request >= 0;
 }
 
 template <int kLayers>
 __device__ LayerSummaries SummariesOfBlock(const CommitTable<kLayers>& table,
                                            const SummaryTable& summaries) {
   const auto layer = static_cast<int>(blockIdx.x / 2);
-  return {table.batch, table.layers[layer], summaries, layer};
+  return {{table.batch, table.layers[layer], summaries, layer}};
 }
 
 // The units of the summary warp, or of one that `helps`. REQUIRES: the batch is valid.
@@ -243,11 +167,11 @@ template <int kLayers>
 __device__ __noinline__ void Summarize(const CommitTable<kLayers>& table,
                                        const SummaryTable& summaries, bool helps) {
   const LayerSummaries layer = SummariesOfBlock(table, summaries);
-  const LaneRequests requests(table.batch, summaries, 0);
+  const LaneBlocks blocks = layer.FindBlocks(LaneRequests(table.batch, summaries, 0), 0);
   UnitShare share = helps ? UnitShare::OfOtherWarp() : UnitShare::OfSummaryWarp();
 #pragma unroll 1
   for (; helps || share.unit() < UnitShare::NumOwn(); share.Advance()) {
-    const SummaryUnit unit = layer.Find(share.unit(), requests);
+    const SummaryUnit unit = layer.Find(share.unit(), blocks);
     if (unit.request < 0) return;
     layer.Summarize(unit);
   }
@@ -267,9 +191,10 @@ template <typename T>
 class PairSummaries {
  public:
   __device__ PairSummaries(const LayerSummaries& summaries, const LaneRequests& requests,
-                           SummaryStages& stages)
+                           const LaneEntries& entries, SummaryStages& stages)
       : summaries_(summaries),
-        requests_(requests),
+        entries_(entries),
+        blocks_(summaries.FindBlocks(requests, entries)),
         stages_(stages),
         row_(static_cast<int>(lane() / pairs().lanes_per_row)),
         byte_(lane() % pairs().lanes_per_row * sizeof(uint4)),
@@ -283,7 +208,7 @@ class PairSummaries {
     for (uint32_t step = 0;; ++step) {
       if (step == num_started_) Start();
       __pipeline_commit();
-      if (step == 0) help.Tell(num_started_ > 0 && WantsHelp(summaries_, requests_));
+      if (step == 0) help.Tell(num_started_ > 0 && WantsHelp(summaries_, blocks_));
       if (step + 1 < kParts) continue;
       if (step + 1 == num_started_ + kParts) return;
       __pipeline_wait_prior(kParts - 1);
@@ -307,13 +232,13 @@ class PairSummaries {
   // Starts the next part, if there is one.
   __device__ void Start() {
     if (part_ == 0) {
-      unit_ = share_.unit() < UnitShare::NumOwn() ? summaries_.Find(share_.unit(), requests_)
+      unit_ = share_.unit() < UnitShare::NumOwn() ? summaries_.Find(share_.unit(), blocks_)
                                                   : SummaryUnit();
     }
     if (unit_.request < 0) return;
     const uint32_t stage = num_started_++ % kParts;
     const LaneRows rows =
-        summaries_.KeyRows(unit_, part_ * pairs().part_tokens, pairs().part_tokens);
+        summaries_.KeyRows(unit_, entries_, part_ * pairs().part_tokens, pairs().part_tokens);
     if (rows.whole()) {
       CopyRows(rows, stage);
     } else {
@@ -363,7 +288,8 @@ class PairSummaries {
   }
 
   const LayerSummaries summaries_;
-  const LaneRequests requests_;
+  const LaneEntries entries_;
+  const LaneBlocks blocks_;
   SummaryStages& stages_;
   const int row_;        // of those that the warp reads at once, the lane's
   const uint32_t byte_;  // and where in it the lane reads
@@ -379,16 +305,17 @@ __device__ void CompleteSummaries(const CommitTable<kLayers>& table, const Summa
                                   VerdictPost<true>& post, int num_deciders, SummaryHelp& help) {
   __shared__ SummaryStages stages;
   const LaneRequests requests(table.batch, summaries, 0);
+  const LaneEntries entries(table.batch);
   post.Open(num_deciders);
   const LayerSummaries units = SummariesOfBlock(table, summaries);
   if (summaries.pairs.lanes_per_row == 0) {
-    help.Tell(WantsHelp(units, requests));
+    help.Tell(WantsHelp(units, units.FindBlocks(requests, 0)));
     if (post.Await().fault != kNoFault) return;
     Summarize(table, summaries, /*helps=*/false);
   } else if (summaries.row_dtype == DType::kFloat16) {
-    PairSummaries<__half>(units, requests, stages).Complete(post, help);
+    PairSummaries<__half>(units, requests, entries, stages).Complete(post, help);
   } else {
-    PairSummaries<__nv_bfloat16>(units, requests, stages).Complete(post, help);
+    PairSummaries<__nv_bfloat16>(units, requests, entries, stages).Complete(post, help);
   }
 }
 

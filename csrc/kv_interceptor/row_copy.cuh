@@ -71,10 +71,16 @@ __device__ inline uint32_t Divide(uint32_t n, SmallDivisor by) {
   return by.multiplier == 0 ? n : __umulhi(n, by.multiplier);
 }
 
+// The page of a slot; of a token of a request, the place of its page in the block table.
+template <typename T>
+__device__ T PageOf(const Pages& pages, T slot) {
+  return pages.page_shift >= 0 ? slot >> pages.page_shift : slot / pages.page_size;
+}
+
 // Where a slot's row begins, relative to its layer's cache.
 __device__ inline int64_t SlotOffset(const CacheStrides& strides, const Pages& pages,
                                      int64_t slot) {
-  const int64_t page = pages.page_shift >= 0 ? slot >> pages.page_shift : slot / pages.page_size;
+  const int64_t page = PageOf(pages, slot);
   return page * strides.page + (slot - page * pages.page_size) * strides.token;
 }
 
