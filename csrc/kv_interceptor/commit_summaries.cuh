@@ -20,6 +20,7 @@ namespace nwor {
 // several rows at once, in parts that have a lane for each token.
 struct PairReading {
   uint32_t lanes_per_row = 0;  // 0: channels are not of that kind
+  SmallDivisor by_lanes;
   int32_t rows_at_once = 0;
   int32_t part_tokens = 0;
   int32_t num_packets = 0;  // that a lane reads of a part
@@ -30,9 +31,11 @@ struct SummaryTable {
   CommitSummaries to;
   int64_t num_pages;
   int32_t num_heads;
+  SmallDivisor by_heads;
   int32_t head_dim;
   DType row_dtype;
   DType cache_dtype;
+  bool in_pages;        // every block lies in one page
   int32_t block_shift;  // -1: the block size is no power of two
   PairReading pairs;
 };
@@ -42,7 +45,11 @@ inline constexpr int kPartPackets = 8;  // at most
 inline PairReading ChoosePairReading(int32_t head_dim, int32_t block_size) {
   const int32_t lanes = head_dim / 8, rows = 32 / lanes;
   const int32_t tokens = std::min({block_size, rows * kPartPackets, 32});
-  return {static_cast<uint32_t>(lanes), rows, tokens, (tokens + rows - 1) / rows,
+  return {static_cast<uint32_t>(lanes),
+          SmallDivisor::By(static_cast<uint32_t>(lanes)),
+          rows,
+          tokens,
+          (tokens + rows - 1) / rows,
           (block_size + tokens - 1) / tokens};
 }
 
@@ -66,9 +73,12 @@ inline SummaryTable MakeSummaryTable(const CommitParams& params) {
   return {to,
           group.geometry.num_pages,
           group.geometry.num_heads,
+          SmallDivisor::By(static_cast<uint32_t>(group.geometry.num_heads)),
           dim,
           group.dtype,
           group.geometry.dtype,
+          to.kmax != nullptr && group.geometry.page_size % to.block_size == 0 &&
+              to.start_token % to.block_size == 0,
           ExactLog2(to.block_size),
           pairs ? ChoosePairReading(dim, to.block_size) : PairReading()};
 }
@@ -139,6 +149,18 @@ class LaneRows {
  private:
   const char* row_;
   int count_;
+};
+
+// Of the rows that a warp reads at once the lane's, and where in it the lane reads.
+struct PairPlace {
+  int row;
+  uint32_t byte;
+
+  __device__ explicit PairPlace(const PairReading& pairs) {
+    const uint32_t lane = threadIdx.x % 32, above = Divide(lane, pairs.by_lanes);
+    row = static_cast<int>(above);
+    byte = (lane - above * pairs.lanes_per_row) * sizeof(uint4);
+  }
 };
 
 // Channels of any type, one to a lane, rows in turn. `cached`: tokens of the part that come from

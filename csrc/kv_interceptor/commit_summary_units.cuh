@@ -1,5 +1,7 @@
 #pragma once
 
+#include <cuda_pipeline_primitives.h>
+
 #include <cstdint>
 
 #include "kv_interceptor/commit_grid.h"
@@ -19,46 +21,39 @@ struct SummaryUnit {
   int32_t block;
   int32_t head;
   int32_t cached;  // tokens of the request in the cache before this commit
-  int32_t page;    // that the whole block lies in, < 0: not known
 };
 
-// What a warp's lanes know of the entries of a small batch, two each.
-class LaneEntries {
+// The path and the slots of a small batch in shared memory, for one warp.
+class SmallEntries {
  public:
-  LaneEntries() = default;
-  __device__ explicit LaneEntries(const BatchTable& batch)
-      : known_(batch.depth > 0 && batch.num_positions <= 32 * kPerLane) {
+  // Copies that depend on nothing but the position; nobody waits for them here.
+  __device__ void Start(const BatchTable& batch) {
+    if (!Has(batch)) return;
     const int64_t* slots = batch.groups[0].slots;
-    knows_slots_ = known_ && slots != nullptr;
-#pragma unroll
-    for (int i = 0; i < kPerLane; ++i) {
-      const int32_t position = i * 32 + static_cast<int32_t>(threadIdx.x % 32);
-      if (!known_ || position >= batch.num_positions) continue;
-      path_[i] = batch.path[position];
-      if (knows_slots_) slot_[i] = slots[position];
+#pragma unroll 1
+    for (auto at = static_cast<int32_t>(threadIdx.x % 32); at < batch.num_positions; at += 32) {
+      __pipeline_memcpy_async(&path_[at], batch.path + at, sizeof(path_[0]));
+      if (slots != nullptr) __pipeline_memcpy_async(&slot_[at], slots + at, sizeof(slot_[0]));
     }
+    __pipeline_commit();
+  }
+  __device__ static void Await() {
+    __pipeline_wait_prior(0);
+    __syncwarp();
   }
 
-  __device__ bool known() const { return known_; }
-  __device__ bool knows_slots() const { return knows_slots_; }
-  // Of any entry, which may differ from lane to lane. All lanes call it.
-  __device__ int32_t PathEntry(int32_t position) const { return Ask(path_, position); }
-  __device__ int64_t Slot(int32_t position) const { return Ask(slot_, position); }
+  __device__ static bool Has(const BatchTable& batch) {
+    return batch.depth > 0 && batch.num_positions <= kSmallCommitEntries;
+  }
+  __device__ static bool HasSlots(const BatchTable& batch) {
+    return Has(batch) && batch.groups[0].slots != nullptr;
+  }
+  __device__ int32_t path_entry(int32_t position) const { return path_[position]; }
+  __device__ int64_t slot(int32_t position) const { return slot_[position]; }
 
  private:
-  static constexpr int kPerLane = kSmallCommitEntries / 32;
-  static_assert(kPerLane == 2);
-
-  template <typename T>
-  __device__ static T Ask(const T (&of)[kPerLane], int32_t position) {
-    const T low = __shfl_sync(0xffffffff, of[0], position % 32);
-    const T high = __shfl_sync(0xffffffff, of[1], position % 32);
-    return position < 32 ? low : high;
-  }
-
-  bool known_ = false, knows_slots_ = false;
-  int32_t path_[kPerLane] = {-1, -1};
-  int64_t slot_[kPerLane] = {-1, -1};
+  int64_t slot_[kSmallCommitEntries];
+  int32_t path_[kSmallCommitEntries];
 };
 
 // What a warp's lanes know of the requests `base` to base + 31, one each.
@@ -82,9 +77,10 @@ struct LaneRequests {
 struct LaneBlocks {
   CompletedBlocks own;
   int32_t cached = 0;
-  int32_t page = -1;  // of the first one, < 0: not known
+  uint32_t before = 0;  // blocks of lanes below
+  uint32_t total = 0;   // of all lanes
 
-  __device__ uint32_t num_blocks() const {
+  __device__ uint32_t num_own() const {
     return static_cast<uint32_t>(max(own.last - own.first, 0));
   }
 };
@@ -105,73 +101,72 @@ struct LayerUnits {
       blocks.own = FindCompleted(table.to, lengths, requests.count, table.block_shift);
     }
     blocks.cached = lengths.cached;
-    return blocks;
-  }
-  // The same for the first 32, with the page of each lane's first block: on its way when this
-  // returns, or told by the slot of the row that completes the block.
-  __device__ LaneBlocks FindBlocks(const LaneRequests& requests, const LaneEntries& entries) const {
-    LaneBlocks blocks = FindBlocks(requests, 0);
-    const Pages& pages = batch.groups[0].pages;
-    const auto request = static_cast<int32_t>(threadIdx.x % 32);
-    const int32_t first = FirstToken(blocks.own.first), last = first + table.to.block_size - 1;
-    const int32_t page_idx = PageOf(pages, last), index = last - blocks.cached;
-    const int64_t slot = entries.Slot(request * batch.depth + index);
-    if (blocks.num_blocks() == 0 || PageOf(pages, first) != page_idx) return blocks;
-    if (entries.knows_slots() && index >= 0) {
-      if (slot >= 0 && slot < pages.num_slots)
-        blocks.page = static_cast<int32_t>(PageOf(pages, slot));
-    } else if (page_idx < table.to.max_pages) {
-      blocks.page = table.to.block_table[request * table.to.table_stride + page_idx];
+    const uint32_t num_own = blocks.num_own(), lanes_below = (1u << threadIdx.x % 32) - 1;
+#pragma unroll 1
+    for (int bit = 0; __any_sync(0xffffffff, num_own >> bit != 0); ++bit) {
+      const uint32_t lanes = __ballot_sync(0xffffffff, (num_own >> bit & 1) != 0);
+      blocks.before += static_cast<uint32_t>(__popc(lanes & lanes_below)) << bit;
+      blocks.total += static_cast<uint32_t>(__popc(lanes)) << bit;
     }
     return blocks;
   }
 
-  // The unit of that number. `blocks`: of the first 32 requests.
-  __device__ SummaryUnit Find(uint32_t number, LaneBlocks blocks) const {
+  // The unit of that number: heads of a block follow each other. `blocks`: of the first 32
+  // requests.
+  __device__ SummaryUnit Find(uint32_t unit, const LaneBlocks& blocks) const {
     const auto num_heads = static_cast<uint32_t>(table.num_heads);
-    uint32_t wanted = number / num_heads;  // of all blocks
-    const uint32_t lanes_below = (1u << threadIdx.x % 32) - 1;
+    return Find(unit / num_heads, static_cast<int32_t>(unit % num_heads), blocks);
+  }
+  // The same, quicker. REQUIRES: unit * num_heads < 2^32.
+  __device__ SummaryUnit FindEarly(uint32_t unit, const LaneBlocks& blocks) const {
+    const uint32_t number = Divide(unit, table.by_heads);
+    return Find(number, static_cast<int32_t>(unit) - static_cast<int32_t>(number) * table.num_heads,
+                blocks);
+  }
+  __device__ SummaryUnit Find(uint32_t number, int32_t head, LaneBlocks blocks) const {
 #pragma unroll 1
-    for (int32_t base = 0; base < NumRequests(batch); base += 32) {
-      if (base > 0) blocks = FindBlocks(LaneRequests(batch, table, base), base);
-      const uint32_t num_own = blocks.num_blocks();
-      uint32_t before = 0, num_blocks = 0;  // of lanes below, of all lanes; a bit at a time
-#pragma unroll 1
-      for (int bit = 0; __any_sync(0xffffffff, num_own >> bit != 0); ++bit) {
-        const uint32_t lanes = __ballot_sync(0xffffffff, (num_own >> bit & 1) != 0);
-        before += static_cast<uint32_t>(__popc(lanes & lanes_below)) << bit;
-        num_blocks += static_cast<uint32_t>(__popc(lanes)) << bit;
-      }
-      if (wanted < num_blocks) {
-        const int source = 31 - __clz(__ballot_sync(0xffffffff, num_own > 0 && before <= wanted));
+    for (int32_t base = 0;;) {
+      if (number < blocks.total) {
+        const int source =
+            31 - __clz(__ballot_sync(0xffffffff, blocks.num_own() > 0 && blocks.before <= number));
         const auto of = [source](int32_t value) { return __shfl_sync(0xffffffff, value, source); };
-        const auto at = static_cast<int32_t>(wanted) - of(static_cast<int32_t>(before));
-        const int32_t page = of(blocks.page);
-        return {base + source,
-                of(blocks.own.row),
-                of(blocks.own.first) + at,
-                static_cast<int32_t>(number % num_heads),
-                of(blocks.cached),
-                at == 0 ? page : -1};
+        const int32_t own_first = blocks.own.first - static_cast<int32_t>(blocks.before);
+        return {base + source, of(blocks.own.row), of(own_first) + static_cast<int32_t>(number),
+                head, of(blocks.cached)};
       }
-      wanted -= num_blocks;
+      number -= blocks.total;
+      base += 32;
+      if (base >= NumRequests(batch)) return {};
+      blocks = FindBlocks(LaneRequests(batch, table, base), base);
     }
-    return {};
   }
 
-  // K of at most `count` tokens, no more than lanes, from the block's token `first` on.
-  __device__ LaneRows KeyRows(const SummaryUnit& unit, const LaneEntries& entries, int32_t first,
-                              int32_t count) const {
+  // The page of the unit's block, if the slot of the block's last token tells it, or -1.
+  __device__ int32_t KnownPage(const SummaryUnit& unit, const SmallEntries& entries) const {
+    const Pages& pages = batch.groups[0].pages;
+    const int32_t index = FirstToken(unit.block) + table.to.block_size - 1 - unit.cached;
+    if (index < 0 || !table.in_pages || !SmallEntries::HasSlots(batch)) return -1;
+    const int64_t slot = entries.slot(unit.request * batch.depth + index);
+    return slot < 0 || slot >= pages.num_slots ? -1 : static_cast<int32_t>(PageOf(pages, slot));
+  }
+
+  // K of at most `count` tokens, no more than lanes, from the block's token `first` on. `page`: the
+  // block's, if it is known, or -1. `entries`: may be null.
+  __device__ LaneRows KeyRows(const SummaryUnit& unit, int32_t page, const SmallEntries* entries,
+                              int32_t first, int32_t count) const {
     count = min(count, table.to.block_size - first);
     const auto lane = static_cast<int32_t>(threadIdx.x % 32);
+    if (lane >= count) return {nullptr, count};
     const int32_t token = FirstToken(unit.block) + first + lane;
     const int32_t position = unit.request * batch.depth + token - unit.cached;
-    const int32_t entry = entries.PathEntry(position);
-    if (lane >= count) return {nullptr, count};
     const bool is_cached = token < unit.cached;
-    int32_t name = is_cached ? unit.page : entry;
-    if (is_cached ? unit.page < 0 : !entries.known())
+    const bool is_known = is_cached ? page >= 0 : entries != nullptr && SmallEntries::Has(batch);
+    int32_t name = page;
+    if (!is_known) {
       name = LoadName(unit.request, token, position, is_cached);
+    } else if (!is_cached) {
+      name = entries->path_entry(position);
+    }
     const char* row = is_cached ? CachedKey(batch, layer, table, token, unit.head, name)
                                 : StagedKey(batch, layer, unit.request, unit.head, name);
     return {row, count};

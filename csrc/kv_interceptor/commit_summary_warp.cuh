@@ -45,12 +45,11 @@ struct LayerSummaries : LayerUnits {
   __device__ void SummarizePairs(const SummaryUnit& unit) const {
     constexpr int kAtOnce = 4;
     const PairReading& pairs = table.pairs;
-    const uint32_t lane = threadIdx.x % 32, byte = lane % pairs.lanes_per_row * sizeof(uint4);
-    const auto row = static_cast<int>(lane / pairs.lanes_per_row);
+    const PairPlace place(pairs);
     PairExtremes<T> extremes;
 #pragma unroll 1
     for (int32_t part = 0; part < pairs.num_parts; ++part) {
-      const LaneRows rows = KeyRows(unit, {}, part * pairs.part_tokens, pairs.part_tokens);
+      const LaneRows rows = KeyRows(unit, -1, nullptr, part * pairs.part_tokens, pairs.part_tokens);
       if (!rows.whole()) return;
 #pragma unroll 1
       for (int first = 0; first < pairs.num_packets; first += kAtOnce) {
@@ -58,14 +57,14 @@ struct LayerSummaries : LayerUnits {
 #pragma unroll
         for (int i = 0; i < kAtOnce; ++i) {
           // The last row again instead of none: extremes do not mind.
-          const int index = min((first + i) * pairs.rows_at_once + row, rows.count() - 1);
-          packets[i] = PairExtremes<T>::Load(rows.At(index) + byte);
+          const int index = min((first + i) * pairs.rows_at_once + place.row, rows.count() - 1);
+          packets[i] = PairExtremes<T>::Load(rows.At(index) + place.byte);
         }
 #pragma unroll
         for (int i = 0; i < kAtOnce; ++i) extremes.Add(packets[i], 1.0f);
       }
     }
-    StorePairs(extremes, row, OutAt(unit));
+    StorePairs(extremes, place.row, OutAt(unit));
   }
 
   __device__ void Summarize(const SummaryUnit& unit) const {
@@ -85,7 +84,7 @@ struct LayerSummaries : LayerUnits {
       float high = -INFINITY, low = INFINITY;
 #pragma unroll 1
       for (int first = 0; first < table.to.block_size; first += 32) {
-        const LaneRows rows = KeyRows(unit, {}, first, 32);
+        const LaneRows rows = KeyRows(unit, -1, nullptr, first, 32);
         if (!rows.whole()) return;
         AddPlainRows(rows, table, cached - first, scale, channel, &high, &low);
       }
@@ -152,7 +151,7 @@ class SummaryHelp {
 
 // Whether there are more units than are the summary warps'.
 __device__ inline bool WantsHelp(const LayerUnits& units, const LaneBlocks& blocks) {
-  return units.Find(UnitShare::NumOwn(), blocks).request >= 0;
+  return units.FindEarly(UnitShare::NumOwn(), blocks).request >= 0;
 }
 
 template <int kLayers>
@@ -180,6 +179,7 @@ __device__ __noinline__ void Summarize(const CommitTable<kLayers>& table,
 // What a warp has on its way: parts of units. A lane reads only what it copied itself.
 struct SummaryStages {
   static constexpr uint32_t kParts = 4;
+  SmallEntries entries;
   uint4 packets[kParts][kPartPackets][32];
   // Where the unit's summary goes; kLeftOut: a page is out of range; kMore: it has more parts.
   int64_t out_at[kParts][32];
@@ -191,19 +191,18 @@ template <typename T>
 class PairSummaries {
  public:
   __device__ PairSummaries(const LayerSummaries& summaries, const LaneRequests& requests,
-                           const LaneEntries& entries, SummaryStages& stages)
+                           SummaryStages& stages)
       : summaries_(summaries),
-        entries_(entries),
-        blocks_(summaries.FindBlocks(requests, entries)),
+        blocks_(summaries.FindBlocks(requests, 0)),
         stages_(stages),
-        row_(static_cast<int>(lane() / pairs().lanes_per_row)),
-        byte_(lane() % pairs().lanes_per_row * sizeof(uint4)),
+        place_(summaries.table.pairs),
         share_(UnitShare::OfSummaryWarp()) {}
 
   // Nothing is written unless the verdict allows it. Until it is there, what is read is within
   // bounds and goes nowhere.
   __device__ void Complete(const VerdictPost<true>& post, SummaryHelp& help) {
     PairExtremes<T> extremes;
+    SmallEntries::Await();
 #pragma unroll 1
     for (uint32_t step = 0;; ++step) {
       if (step == num_started_) Start();
@@ -217,7 +216,7 @@ class PairSummaries {
       const int64_t out_at = stages_.out_at[stage][lane()];
       if (out_at == SummaryStages::kMore) continue;
       if (post.Await().fault != kNoFault) break;
-      summaries_.StorePairs(extremes, row_, out_at);
+      summaries_.StorePairs(extremes, place_.row, out_at);
       extremes = {};
     }
     __pipeline_wait_prior(0);  // the block must not end before its copies
@@ -232,13 +231,14 @@ class PairSummaries {
   // Starts the next part, if there is one.
   __device__ void Start() {
     if (part_ == 0) {
-      unit_ = share_.unit() < UnitShare::NumOwn() ? summaries_.Find(share_.unit(), blocks_)
+      unit_ = share_.unit() < UnitShare::NumOwn() ? summaries_.FindEarly(share_.unit(), blocks_)
                                                   : SummaryUnit();
     }
     if (unit_.request < 0) return;
+    const int32_t page = summaries_.KnownPage(unit_, stages_.entries);
     const uint32_t stage = num_started_++ % kParts;
-    const LaneRows rows =
-        summaries_.KeyRows(unit_, entries_, part_ * pairs().part_tokens, pairs().part_tokens);
+    const LaneRows rows = summaries_.KeyRows(unit_, page, &stages_.entries,
+                                             part_ * pairs().part_tokens, pairs().part_tokens);
     if (rows.whole()) {
       CopyRows(rows, stage);
     } else {
@@ -264,8 +264,8 @@ class PairSummaries {
 #pragma unroll
       for (int i = 0; i < kAtOnce; ++i) {
         // The last row again instead of none: extremes do not mind.
-        const int row = (first + i) * pairs().rows_at_once + row_;
-        from[i] = rows.At(min(row, rows.count() - 1)) + byte_;
+        const int row = (first + i) * pairs().rows_at_once + place_.row;
+        from[i] = rows.At(min(row, rows.count() - 1)) + place_.byte;
       }
 #pragma unroll
       for (int i = 0; i < kAtOnce; ++i) {
@@ -288,12 +288,10 @@ class PairSummaries {
   }
 
   const LayerSummaries summaries_;
-  const LaneEntries entries_;
   const LaneBlocks blocks_;
   SummaryStages& stages_;
-  const int row_;        // of those that the warp reads at once, the lane's
-  const uint32_t byte_;  // and where in it the lane reads
-  UnitShare share_;      // the unit at hand
+  const PairPlace place_;
+  UnitShare share_;  // the unit at hand
   SummaryUnit unit_;
   int32_t part_ = 0;  // of it, the next to start
   uint32_t num_started_ = 0;
@@ -305,17 +303,18 @@ __device__ void CompleteSummaries(const CommitTable<kLayers>& table, const Summa
                                   VerdictPost<true>& post, int num_deciders, SummaryHelp& help) {
   __shared__ SummaryStages stages;
   const LaneRequests requests(table.batch, summaries, 0);
-  const LaneEntries entries(table.batch);
+  const bool in_pairs = summaries.pairs.lanes_per_row > 0;
+  if (in_pairs) stages.entries.Start(table.batch);
   post.Open(num_deciders);
   const LayerSummaries units = SummariesOfBlock(table, summaries);
-  if (summaries.pairs.lanes_per_row == 0) {
+  if (!in_pairs) {
     help.Tell(WantsHelp(units, units.FindBlocks(requests, 0)));
     if (post.Await().fault != kNoFault) return;
     Summarize(table, summaries, /*helps=*/false);
   } else if (summaries.row_dtype == DType::kFloat16) {
-    PairSummaries<__half>(units, requests, entries, stages).Complete(post, help);
+    PairSummaries<__half>(units, requests, stages).Complete(post, help);
   } else {
-    PairSummaries<__nv_bfloat16>(units, requests, entries, stages).Complete(post, help);
+    PairSummaries<__nv_bfloat16>(units, requests, stages).Complete(post, help);
   }
 }
 

@@ -75,9 +75,10 @@ static_assert(sizeof(CommitTable<kMaxCommitLayers>) <= 32764);  // CUDA 12.1, sm
 struct Entry {
   int32_t request;
   int32_t index;
-  int32_t count;       // as given, possibly out of range
-  int32_t path_entry;  // only of accepted entries
-  int64_t slot;        // its destination in group 0, when destinations were given
+  int32_t count;        // as given, possibly out of range
+  int32_t path_entry;   // only of accepted entries
+  int32_t path_before;  // of the entry before it in its request, if there is one
+  int64_t slot;         // its destination in group 0, when destinations were given
 
   __device__ bool count_valid(const BatchTable& batch) const {
     return count >= 0 && count <= batch.depth;
@@ -86,13 +87,14 @@ struct Entry {
 
 // Loads depend on nothing but the position, so several entries can be on their way at once.
 __device__ inline Entry LoadEntry(const BatchTable& batch, int32_t position) {
-  Entry entry{0, 0, 0, -1, -1};
+  Entry entry{0, 0, 0, -1, -1, -1};
   if (position >= batch.num_positions) return entry;
   entry.request = static_cast<int32_t>(Divide(position, batch.by_positions));
   entry.index = position - entry.request * batch.positions_per_request;
   entry.count = batch.counts[entry.request];
   if (batch.depth > 0) {
     entry.path_entry = batch.path[position];
+    if (entry.index > 0) entry.path_before = batch.path[position - 1];
     if (batch.groups[0].slots != nullptr) entry.slot = batch.groups[0].slots[position];
   }
   return entry;

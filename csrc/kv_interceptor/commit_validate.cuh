@@ -112,8 +112,7 @@ __device__ inline uint32_t CheckEntry(const BatchTable& batch, int g, uint32_t* 
   if (row < 0) return FaultAt(position, kCheckPath);
   const bool loaded = g == 0 && group.slots != nullptr;
   const int64_t slot = loaded ? entry.slot : DestinationSlot(group, position, row);
-  const int32_t before =
-      entry.index > 0 ? StagingRow(batch, entry.request, batch.path[position - 1]) : -1;
+  const int32_t before = entry.index > 0 ? StagingRow(batch, entry.request, entry.path_before) : -1;
   uint32_t fault = Linked(batch, entry, before, row) ? kNoFault : FaultAt(position, kCheckChain);
   if (slot < 0 || slot >= group.pages.num_slots) {
     fault = min(fault, FaultAt(position, kCheckSlots + 2 * g));
@@ -127,13 +126,17 @@ __device__ inline uint32_t CheckEntry(const BatchTable& batch, int g, uint32_t* 
 
 // Threads that validate a batch together: all that move rows, or one warp beside them. They sync
 // only between groups; a block with more threads than BlockTeam has but one (see LaunchCommit).
+// kLooksAhead: the next entry is on its way while one is checked. Threads that move rows have no
+// registers for it.
 struct BlockTeam {
-  static constexpr uint32_t kSize = kCommitThreads;
+  static constexpr int32_t kStride = kCommitThreads;
+  static constexpr bool kLooksAhead = false;
   __device__ static uint32_t Rank() { return threadIdx.x; }
   __device__ static void Sync() { __syncthreads(); }
 };
 struct WarpTeam {
-  static constexpr uint32_t kSize = 32;
+  static constexpr int32_t kStride = 32;
+  static constexpr bool kLooksAhead = true;
   __device__ static uint32_t Rank() { return threadIdx.x % 32; }
   __device__ static void Sync() { __syncwarp(); }
 };
@@ -150,10 +153,11 @@ __device__ inline uint32_t CheckShare(const BatchTable& batch, const Tail& tail,
 #pragma unroll 1
   for (int g = 0; g < batch.num_groups; ++g) {
     if (g > 0) Team::Sync();  // cells of the group before are no longer needed
+    Entry next = g == 0 ? first : LoadEntry(batch, rank);
 #pragma unroll 1
-    for (int32_t position = rank; position < batch.num_positions;
-         position += static_cast<int32_t>(Team::kSize)) {
-      const Entry entry = position == rank ? first : LoadEntry(batch, position);
+    for (int32_t position = rank; position < batch.num_positions; position += Team::kStride) {
+      const Entry entry = next;
+      if constexpr (Team::kLooksAhead) next = LoadEntry(batch, position + Team::kStride);
       [[maybe_unused]] TailEntry in_view;
       if constexpr (kViews) in_view = tail.Load(entry.request);
       if (!entry.count_valid(batch)) {
@@ -167,6 +171,7 @@ __device__ inline uint32_t CheckShare(const BatchTable& batch, const Tail& tail,
           fault = min(fault, CheckTail(batch, tail, in_view, entry, position));
         }
       }
+      if constexpr (!Team::kLooksAhead) next = LoadEntry(batch, position + Team::kStride);
     }
   }
   return fault;
@@ -175,8 +180,7 @@ __device__ inline uint32_t CheckShare(const BatchTable& batch, const Tail& tail,
 template <typename Team>
 __device__ inline void ClearCells(const BatchTable& batch, uint32_t* cells) {
 #pragma unroll 1
-  for (int32_t i = static_cast<int32_t>(Team::Rank()); i < batch.num_cells;
-       i += static_cast<int32_t>(Team::kSize)) {
+  for (int32_t i = static_cast<int32_t>(Team::Rank()); i < batch.num_cells; i += Team::kStride) {
     cells[i] = kEmptyCell;
   }
 }

@@ -20,18 +20,21 @@ class Closeness:
     differences: list[float] = field(default_factory=list)  # of log-probabilities of equal tokens
     gaps: list[float] = field(default_factory=list)  # between the two tokens where runs part
 
+    @property
+    def mean(self) -> float:
+        return sum(self.differences) / max(1, len(self.differences))
+
     def __str__(self) -> str:
-        mean = sum(self.differences) / max(1, len(self.differences))
         gaps = ", ".join(f"{gap:.3f}" for gap in self.gaps)
         return (
             f"{len(self.differences)} of {self.total} tokens before the first other one; "
-            f"log-probabilities differ by {mean:.5f} on average, "
+            f"log-probabilities differ by {self.mean:.5f} on average, "
             f"{max(self.differences, default=0):.5f} at most; gaps where they part: [{gaps}]"
         )
 
     def check(self, *, mean: float = 0.02, most: float = 0.3, share: float = 0.25) -> None:
         assert len(self.differences) > share * self.total, self
-        assert sum(self.differences) < mean * len(self.differences), self
+        assert self.mean < mean, self
         assert max(self.differences) < most, self
         assert max(self.gaps, default=0) < 2 * most, self
 
