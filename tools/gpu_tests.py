@@ -33,7 +33,7 @@ DEFAULT_PATHS = [f"tests/python/{name}" for name in ("attention", "kv_intercepto
                  "tree", "decoder", "generate")]  # fmt: skip
 DEFAULT_TESTS = "cuda or graph or captured or kernels or torch_ops"
 # torch's caching would hide accesses beyond a tensor, but graphs cannot be captured without it.
-_CAPTURES = re.compile(r"graph|captur")
+_CAPTURES = re.compile(r"graph|captur|bench")
 _NO_CACHE = {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
 _FOUND = re.compile(r"(?:ERROR SUMMARY: (\d+) error|RACECHECK SUMMARY: (\d+) hazard)")
 _VERDICT = re.compile(r"^(\S+::.*?) (PASSED|FAILED|ERROR|SKIPPED|XFAIL)", re.MULTILINE)

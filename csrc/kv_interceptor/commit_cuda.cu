@@ -100,7 +100,7 @@ __global__ void __launch_bounds__(kCommitThreads + kExtraThreads<Views>,
   __shared__ HelpOf<Views> help;
   if constexpr (Views::kSummaries) {
     if (threadIdx.x >= kCommitThreads) {
-      return CompleteSummaries(table, views.summaries, post, kCommitWarps, help);
+      return CompleteSummaries<NoEntries>(table, views.summaries, post, kCommitWarps, help);
     }
     help.Init();
   }
@@ -153,7 +153,7 @@ __global__ void __launch_bounds__(kSmallCommitThreads + kExtraThreads<Views>, Vi
   __shared__ HelpOf<Views> help;
   if constexpr (Views::kSummaries) {
     if (threadIdx.x >= kSmallCommitThreads) {
-      return CompleteSummaries(table, views.summaries, post, 1, help);
+      return CompleteSummaries<SmallEntries>(table, views.summaries, post, 1, help);
     }
     help.Init();
   }
@@ -192,7 +192,7 @@ void Launch(void (*kernel)(CommitTable<kLayers>, Views), int threads,
             const CommitTable<kLayers>& table, const CommitParams& params, int64_t shared_bytes) {
   constexpr int64_t kOwnBytes =
       sizeof(VerdictPost<true>) +
-      (Views::kSummaries ? sizeof(SummaryStages) + sizeof(SummaryHelp) : 0);
+      (Views::kSummaries ? sizeof(SummaryStages<SmallEntries>) + sizeof(SummaryHelp) : 0);
   constexpr int64_t kAlwaysAllowed = 48 * 1024 - kOwnBytes;
   if (shared_bytes > kAlwaysAllowed) {
     CheckCuda(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,

@@ -23,12 +23,14 @@ struct SummaryUnit {
   int32_t cached;  // tokens of the request in the cache before this commit
 };
 
-// The path and the slots of a small batch in shared memory, for one warp.
+// The path and the slots of a batch of at most kSmallCommitEntries in shared memory, for one warp.
 class SmallEntries {
  public:
+  static constexpr bool kKnown = true;
+
   // Copies that depend on nothing but the position; nobody waits for them here.
   __device__ void Start(const BatchTable& batch) {
-    if (!Has(batch)) return;
+    if (batch.depth == 0) return;
     const int64_t* slots = batch.groups[0].slots;
 #pragma unroll 1
     for (auto at = static_cast<int32_t>(threadIdx.x % 32); at < batch.num_positions; at += 32) {
@@ -37,23 +39,24 @@ class SmallEntries {
     }
     __pipeline_commit();
   }
-  __device__ static void Await() {
+  __device__ void Await() const {
     __pipeline_wait_prior(0);
     __syncwarp();
   }
 
-  __device__ static bool Has(const BatchTable& batch) {
-    return batch.depth > 0 && batch.num_positions <= kSmallCommitEntries;
-  }
-  __device__ static bool HasSlots(const BatchTable& batch) {
-    return Has(batch) && batch.groups[0].slots != nullptr;
-  }
   __device__ int32_t path_entry(int32_t position) const { return path_[position]; }
+  // REQUIRES: the batch has slots.
   __device__ int64_t slot(int32_t position) const { return slot_[position]; }
 
  private:
   int64_t slot_[kSmallCommitEntries];
   int32_t path_[kSmallCommitEntries];
+};
+// Where there are more of them, and nothing is known.
+struct NoEntries {
+  static constexpr bool kKnown = false;
+  __device__ void Start(const BatchTable&) {}
+  __device__ void Await() const {}
 };
 
 // What a warp's lanes know of the requests `base` to base + 31, one each.
@@ -75,14 +78,12 @@ struct LaneRequests {
 
 // The blocks that these requests complete, each lane its request's.
 struct LaneBlocks {
-  CompletedBlocks own;
-  int32_t cached = 0;
-  uint32_t before = 0;  // blocks of lanes below
-  uint32_t total = 0;   // of all lanes
-
-  __device__ uint32_t num_own() const {
-    return static_cast<uint32_t>(max(own.last - own.first, 0));
-  }
+  int32_t row;      // of the request's summaries
+  int32_t cached;   // tokens of the request in the cache before this commit
+  uint32_t before;  // blocks of lanes below; kNone: this lane has none
+  int32_t origin;   // its block n of all is the request's block origin + n
+  uint32_t total;   // of all lanes
+  static constexpr uint32_t kNone = 0xffffffff;
 };
 
 // The units of one layer. All lanes of a warp call its methods together.
@@ -94,21 +95,23 @@ struct LayerUnits {
 
   // The batch need not be valid: counts beyond the depth complete nothing.
   __device__ LaneBlocks FindBlocks(const LaneRequests& requests, int32_t base) const {
-    LaneBlocks blocks;
     SummaryLengths lengths = requests.lengths;
     if (table.to.rows == nullptr) lengths.row = base + static_cast<int32_t>(threadIdx.x % 32);
+    CompletedBlocks own;
     if (requests.count >= 0 && requests.count <= batch.depth) {
-      blocks.own = FindCompleted(table.to, lengths, requests.count, table.block_shift);
+      own = FindCompleted(table.to, lengths, requests.count, table.block_shift);
     }
-    blocks.cached = lengths.cached;
-    const uint32_t num_own = blocks.num_own(), lanes_below = (1u << threadIdx.x % 32) - 1;
+    const auto num_own = static_cast<uint32_t>(max(own.last - own.first, 0));
+    const uint32_t lanes_below = (1u << threadIdx.x % 32) - 1;
+    uint32_t before = 0, total = 0;
 #pragma unroll 1
     for (int bit = 0; __any_sync(0xffffffff, num_own >> bit != 0); ++bit) {
       const uint32_t lanes = __ballot_sync(0xffffffff, (num_own >> bit & 1) != 0);
-      blocks.before += static_cast<uint32_t>(__popc(lanes & lanes_below)) << bit;
-      blocks.total += static_cast<uint32_t>(__popc(lanes)) << bit;
+      before += static_cast<uint32_t>(__popc(lanes & lanes_below)) << bit;
+      total += static_cast<uint32_t>(__popc(lanes)) << bit;
     }
-    return blocks;
+    return {own.row, lengths.cached, num_own > 0 ? before : LaneBlocks::kNone,
+            own.first - static_cast<int32_t>(before), total};
   }
 
   // The unit of that number: heads of a block follow each other. `blocks`: of the first 32
@@ -127,11 +130,9 @@ struct LayerUnits {
 #pragma unroll 1
     for (int32_t base = 0;;) {
       if (number < blocks.total) {
-        const int source =
-            31 - __clz(__ballot_sync(0xffffffff, blocks.num_own() > 0 && blocks.before <= number));
+        const int source = 31 - __clz(__ballot_sync(0xffffffff, blocks.before <= number));
         const auto of = [source](int32_t value) { return __shfl_sync(0xffffffff, value, source); };
-        const int32_t own_first = blocks.own.first - static_cast<int32_t>(blocks.before);
-        return {base + source, of(blocks.own.row), of(own_first) + static_cast<int32_t>(number),
+        return {base + source, of(blocks.row), of(blocks.origin) + static_cast<int32_t>(number),
                 head, of(blocks.cached)};
       }
       number -= blocks.total;
@@ -142,17 +143,23 @@ struct LayerUnits {
   }
 
   // The page of the unit's block, if the slot of the block's last token tells it, or -1.
-  __device__ int32_t KnownPage(const SummaryUnit& unit, const SmallEntries& entries) const {
-    const Pages& pages = batch.groups[0].pages;
-    const int32_t index = FirstToken(unit.block) + table.to.block_size - 1 - unit.cached;
-    if (index < 0 || !table.in_pages || !SmallEntries::HasSlots(batch)) return -1;
-    const int64_t slot = entries.slot(unit.request * batch.depth + index);
-    return slot < 0 || slot >= pages.num_slots ? -1 : static_cast<int32_t>(PageOf(pages, slot));
+  template <typename Entries>
+  __device__ int32_t KnownPage(const SummaryUnit& unit, const Entries& entries) const {
+    if constexpr (Entries::kKnown) {
+      const GroupTable& group = batch.groups[0];
+      const int32_t index = FirstToken(unit.block) + table.to.block_size - 1 - unit.cached;
+      if (index < 0 || !table.in_pages || group.slots == nullptr) return -1;
+      const int64_t slot = entries.slot(unit.request * batch.depth + index);
+      if (slot < 0 || slot >= group.pages.num_slots) return -1;
+      return static_cast<int32_t>(PageOf(group.pages, slot));
+    }
+    return -1;
   }
 
   // K of at most `count` tokens, no more than lanes, from the block's token `first` on. `page`: the
-  // block's, if it is known, or -1. `entries`: may be null.
-  __device__ LaneRows KeyRows(const SummaryUnit& unit, int32_t page, const SmallEntries* entries,
+  // block's, if it is known, or -1.
+  template <typename Entries>
+  __device__ LaneRows KeyRows(const SummaryUnit& unit, int32_t page, const Entries& entries,
                               int32_t first, int32_t count) const {
     count = min(count, table.to.block_size - first);
     const auto lane = static_cast<int32_t>(threadIdx.x % 32);
@@ -160,12 +167,12 @@ struct LayerUnits {
     const int32_t token = FirstToken(unit.block) + first + lane;
     const int32_t position = unit.request * batch.depth + token - unit.cached;
     const bool is_cached = token < unit.cached;
-    const bool is_known = is_cached ? page >= 0 : entries != nullptr && SmallEntries::Has(batch);
     int32_t name = page;
-    if (!is_known) {
+    if (is_cached ? page < 0 : !Entries::kKnown) {
       name = LoadName(unit.request, token, position, is_cached);
-    } else if (!is_cached) {
-      name = entries->path_entry(position);
+    }
+    if constexpr (Entries::kKnown) {
+      if (!is_cached) name = entries.path_entry(position);
     }
     const char* row = is_cached ? CachedKey(batch, layer, table, token, unit.head, name)
                                 : StagedKey(batch, layer, unit.request, unit.head, name);

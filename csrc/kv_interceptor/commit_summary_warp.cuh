@@ -49,7 +49,8 @@ struct LayerSummaries : LayerUnits {
     PairExtremes<T> extremes;
 #pragma unroll 1
     for (int32_t part = 0; part < pairs.num_parts; ++part) {
-      const LaneRows rows = KeyRows(unit, -1, nullptr, part * pairs.part_tokens, pairs.part_tokens);
+      const LaneRows rows =
+          KeyRows(unit, -1, NoEntries(), part * pairs.part_tokens, pairs.part_tokens);
       if (!rows.whole()) return;
 #pragma unroll 1
       for (int first = 0; first < pairs.num_packets; first += kAtOnce) {
@@ -84,7 +85,7 @@ struct LayerSummaries : LayerUnits {
       float high = -INFINITY, low = INFINITY;
 #pragma unroll 1
       for (int first = 0; first < table.to.block_size; first += 32) {
-        const LaneRows rows = KeyRows(unit, -1, nullptr, first, 32);
+        const LaneRows rows = KeyRows(unit, -1, NoEntries(), first, 32);
         if (!rows.whole()) return;
         AddPlainRows(rows, table, cached - first, scale, channel, &high, &low);
       }
@@ -177,21 +178,24 @@ __device__ __noinline__ void Summarize(const CommitTable<kLayers>& table,
 }
 
 // What a warp has on its way: parts of units. A lane reads only what it copied itself.
+template <typename Entries>
 struct SummaryStages {
   static constexpr uint32_t kParts = 4;
-  SmallEntries entries;
   uint4 packets[kParts][kPartPackets][32];
   // Where the unit's summary goes; kLeftOut: a page is out of range; kMore: it has more parts.
   int64_t out_at[kParts][32];
   static constexpr int64_t kLeftOut = -1, kMore = -2;
+  Entries entries;
 };
 
 // Channels of one 16-bit type.
-template <typename T>
+template <typename T, typename Entries>
 class PairSummaries {
+  using Stages = SummaryStages<Entries>;
+
  public:
   __device__ PairSummaries(const LayerSummaries& summaries, const LaneRequests& requests,
-                           SummaryStages& stages)
+                           Stages& stages)
       : summaries_(summaries),
         blocks_(summaries.FindBlocks(requests, 0)),
         stages_(stages),
@@ -202,7 +206,7 @@ class PairSummaries {
   // bounds and goes nowhere.
   __device__ void Complete(const VerdictPost<true>& post, SummaryHelp& help) {
     PairExtremes<T> extremes;
-    SmallEntries::Await();
+    stages_.entries.Await();
 #pragma unroll 1
     for (uint32_t step = 0;; ++step) {
       if (step == num_started_) Start();
@@ -214,7 +218,7 @@ class PairSummaries {
       const uint32_t stage = (step + 1) % kParts;
       AddPart(stage, extremes);
       const int64_t out_at = stages_.out_at[stage][lane()];
-      if (out_at == SummaryStages::kMore) continue;
+      if (out_at == Stages::kMore) continue;
       if (post.Await().fault != kNoFault) break;
       summaries_.StorePairs(extremes, place_.row, out_at);
       extremes = {};
@@ -223,7 +227,7 @@ class PairSummaries {
   }
 
  private:
-  static constexpr uint32_t kParts = SummaryStages::kParts;
+  static constexpr uint32_t kParts = Stages::kParts;
 
   __device__ static uint32_t lane() { return threadIdx.x % 32; }
   __device__ const PairReading& pairs() const { return summaries_.table.pairs; }
@@ -237,7 +241,7 @@ class PairSummaries {
     if (unit_.request < 0) return;
     const int32_t page = summaries_.KnownPage(unit_, stages_.entries);
     const uint32_t stage = num_started_++ % kParts;
-    const LaneRows rows = summaries_.KeyRows(unit_, page, &stages_.entries,
+    const LaneRows rows = summaries_.KeyRows(unit_, page, stages_.entries,
                                              part_ * pairs().part_tokens, pairs().part_tokens);
     if (rows.whole()) {
       CopyRows(rows, stage);
@@ -245,8 +249,8 @@ class PairSummaries {
       unit_.row = -1;
     }
     const bool more = ++part_ < pairs().num_parts;
-    stages_.out_at[stage][lane()] = more            ? SummaryStages::kMore
-                                    : unit_.row < 0 ? SummaryStages::kLeftOut
+    stages_.out_at[stage][lane()] = more            ? Stages::kMore
+                                    : unit_.row < 0 ? Stages::kLeftOut
                                                     : summaries_.OutAt(unit_);
     if (more) return;
     part_ = 0;
@@ -289,7 +293,7 @@ class PairSummaries {
 
   const LayerSummaries summaries_;
   const LaneBlocks blocks_;
-  SummaryStages& stages_;
+  Stages& stages_;
   const PairPlace place_;
   UnitShare share_;  // the unit at hand
   SummaryUnit unit_;
@@ -298,10 +302,10 @@ class PairSummaries {
 };
 
 // What the summary warp does.
-template <int kLayers>
+template <typename Entries, int kLayers>
 __device__ void CompleteSummaries(const CommitTable<kLayers>& table, const SummaryTable& summaries,
                                   VerdictPost<true>& post, int num_deciders, SummaryHelp& help) {
-  __shared__ SummaryStages stages;
+  __shared__ SummaryStages<Entries> stages;
   const LaneRequests requests(table.batch, summaries, 0);
   const bool in_pairs = summaries.pairs.lanes_per_row > 0;
   if (in_pairs) stages.entries.Start(table.batch);
@@ -312,9 +316,9 @@ __device__ void CompleteSummaries(const CommitTable<kLayers>& table, const Summa
     if (post.Await().fault != kNoFault) return;
     Summarize(table, summaries, /*helps=*/false);
   } else if (summaries.row_dtype == DType::kFloat16) {
-    PairSummaries<__half>(units, requests, stages).Complete(post, help);
+    PairSummaries<__half, Entries>(units, requests, stages).Complete(post, help);
   } else {
-    PairSummaries<__nv_bfloat16>(units, requests, stages).Complete(post, help);
+    PairSummaries<__nv_bfloat16, Entries>(units, requests, stages).Complete(post, help);
   }
 }
 

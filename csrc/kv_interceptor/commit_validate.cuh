@@ -104,15 +104,20 @@ __device__ inline uint32_t CheckTail(const BatchTable& batch, const TailTable& t
   return kNoFault;
 }
 
-// Faults of one entry in one group, lowest first.
-__device__ inline uint32_t CheckEntry(const BatchTable& batch, int g, uint32_t* cells,
-                                      const Entry& entry, int32_t position) {
+// Faults of one entry in one group, lowest first. kHasBefore: its path_before has been loaded.
+template <bool kHasBefore>
+__device__ uint32_t CheckEntry(const BatchTable& batch, int g, uint32_t* cells, const Entry& entry,
+                               int32_t position) {
   const GroupTable& group = batch.groups[g];
   const int32_t row = StagingRow(batch, entry.request, entry.path_entry);
   if (row < 0) return FaultAt(position, kCheckPath);
   const bool loaded = g == 0 && group.slots != nullptr;
   const int64_t slot = loaded ? entry.slot : DestinationSlot(group, position, row);
-  const int32_t before = entry.index > 0 ? StagingRow(batch, entry.request, entry.path_before) : -1;
+  int32_t before = -1;
+  if (entry.index > 0) {
+    const int32_t path_before = kHasBefore ? entry.path_before : batch.path[position - 1];
+    before = StagingRow(batch, entry.request, path_before);
+  }
   uint32_t fault = Linked(batch, entry, before, row) ? kNoFault : FaultAt(position, kCheckChain);
   if (slot < 0 || slot >= group.pages.num_slots) {
     fault = min(fault, FaultAt(position, kCheckSlots + 2 * g));
@@ -153,25 +158,29 @@ __device__ inline uint32_t CheckShare(const BatchTable& batch, const Tail& tail,
 #pragma unroll 1
   for (int g = 0; g < batch.num_groups; ++g) {
     if (g > 0) Team::Sync();  // cells of the group before are no longer needed
-    Entry next = g == 0 ? first : LoadEntry(batch, rank);
+    [[maybe_unused]] Entry next = first;
 #pragma unroll 1
     for (int32_t position = rank; position < batch.num_positions; position += Team::kStride) {
-      const Entry entry = next;
-      if constexpr (Team::kLooksAhead) next = LoadEntry(batch, position + Team::kStride);
+      Entry entry;
+      if constexpr (Team::kLooksAhead) {
+        entry = next;
+        next = LoadEntry(batch, position + Team::kStride);
+      } else {
+        entry = position == rank ? first : LoadEntry(batch, position);
+      }
       [[maybe_unused]] TailEntry in_view;
       if constexpr (kViews) in_view = tail.Load(entry.request);
       if (!entry.count_valid(batch)) {
         if (entry.index == 0) fault = min(fault, FaultAt(position, kCheckCount));
       } else if (entry.index < entry.count) {
         num_accepted += g == 0;
-        fault = min(fault, CheckEntry(batch, g, cells, entry, position));
+        fault = min(fault, CheckEntry<Team::kLooksAhead>(batch, g, cells, entry, position));
       }
       if constexpr (kViews) {
         if (entry.index == 0 && entry.count_valid(batch)) {
           fault = min(fault, CheckTail(batch, tail, in_view, entry, position));
         }
       }
-      if constexpr (!Team::kLooksAhead) next = LoadEntry(batch, position + Team::kStride);
     }
   }
   return fault;
