@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 
 from .attention_plot import Line, render
@@ -15,21 +14,13 @@ class Attention:
     def __init__(self) -> None:
         self.sections: dict[str, list[dict]] = {}
         self.commits: dict[str, str] = {}
-        self.errors: list[dict] = []  # results with the errors of each variant, timed or not
-        self.errors_commit = ""
-        self.device = ""
-        for path in sorted((RESULTS / "h200").glob("attention*.json")):
-            data = json.loads(path.read_text(encoding="utf-8"))
-            self.device = data["environment"]["device"]
-            for result in data["results"]:
-                if "error_stats" in result:
-                    self.errors.append(result)
-                    self.errors_commit = data["environment"]["commit"]
-                if not result["timings"]:
-                    continue
-                section = result["case"]["section"]
-                self.sections.setdefault(section, []).append(result)
-                self.commits[section] = data["environment"]["commit"]
+        timed, checked = load("h200/attention.json"), load("h200/attention_errors.json")
+        self.device = timed["environment"]["device"]
+        for result in timed["results"]:
+            section = result["case"]["section"]
+            self.sections.setdefault(section, []).append(result)
+            self.commits[section] = timed["environment"]["commit"]
+        self.errors, self.errors_commit = checked["results"], checked["environment"]["commit"]
 
     def of(self, *names: str) -> list[dict]:
         return [result for name in names for result in self.sections.get(name, [])]
