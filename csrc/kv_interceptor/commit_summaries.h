@@ -12,7 +12,8 @@
 // Block i of request b covers block_size tokens from start_token + i * block_size on. A commit that
 // leaves request b with cached_lens[b] + counts[b] tokens writes the summaries of the blocks that
 // are complete then and were not within full_lens[b] tokens. Whole blocks only, from their tokens'
-// K as the cache holds it: the result is that of a fresh computation, bit for bit.
+// K as the cache holds it: the result is that of a fresh computation, bit for bit. The slots of
+// accepted rows are those that the block table gives their tokens: a page may be known by either.
 
 namespace nwor {
 

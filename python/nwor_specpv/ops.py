@@ -60,7 +60,8 @@ class CommitSummaries:
     """Block summaries a commit completes: blocks that were not within `full_lens[b]` tokens.
 
     Block i covers `block_size` tokens from `start_token + i * block_size` on. Requests with
-    `full_lens[b]` -1 (a partial step: rows are provisional) leave theirs alone.
+    `full_lens[b]` -1 (a partial step: rows are provisional) leave theirs alone. Accepted rows
+    must go to the slots that `block_table` gives their tokens.
     """
 
     kmax: torch.Tensor  # [L, rows, N, Hkv, D]
