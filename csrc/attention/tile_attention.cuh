@@ -436,7 +436,7 @@ class TileAttention {
   // Turns scores into weights and updates the rows' maxima and sums; a masked score is -infinity.
   // Returns whether the outputs have to be multiplied by `factor`. A maximum that lagged behind
   // would save that in most steps, but then the largest weights were rounded too, which are exactly
-  // 1 here: errors would be 6 % larger. Only row tiles of two warpgroups feel the difference (4 %),
+  // 1 here: errors would be 5 % larger. Only row tiles of two warpgroups feel the difference (4 %),
   // and a row must not depend on its tile.
   __device__ bool WeighScores(float scale, float (&factor)[2]) {
     bool rescale = false;

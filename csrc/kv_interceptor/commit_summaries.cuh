@@ -130,8 +130,8 @@ __device__ inline const char* StagedKey(const BatchTable& batch, const LayerTabl
          staged * group.staged[0].row + head * group.staged[0].head;
 }
 
-// K of one lane's token of a block, for all lanes to ask for. Blocks longer than a warp
-// come in parts.
+// K of one lane's token of a block, for all lanes to ask for. Blocks longer than a warp come in
+// parts.
 class LaneRows {
  public:
   __device__ LaneRows(const char* row, int count) : row_(row), count_(count) {}

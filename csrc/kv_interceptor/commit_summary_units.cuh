@@ -9,8 +9,7 @@
 #include "kv_interceptor/commit_table.cuh"
 
 // Which blocks a commit completes, as the lanes of a warp find out together, and where K of their
-// tokens lies. Every trip to memory counts: what depends on nothing is asked for at once, and what
-// a lane knows is asked of it instead of memory.
+// tokens lies. Every trip to memory counts: what depends on nothing is asked for at once.
 
 namespace nwor {
 
@@ -52,6 +51,7 @@ class SmallEntries {
   int64_t slot_[kSmallCommitEntries];
   int32_t path_[kSmallCommitEntries];
 };
+
 // Where there are more of them, and nothing is known.
 struct NoEntries {
   static constexpr bool kKnown = false;
@@ -64,7 +64,6 @@ struct LaneRequests {
   SummaryLengths lengths;  // without the row where rows are not given
   int32_t count = -1;
 
-  LaneRequests() = default;
   // Loads depend on nothing but the number of the request, and nothing here waits for them.
   __device__ LaneRequests(const BatchTable& batch, const SummaryTable& table, int32_t base) {
     const int32_t request = base + static_cast<int32_t>(threadIdx.x % 32);

@@ -389,4 +389,5 @@ def test_what_happens_to_requests_of_smollm2(
     name, plain = f"SmolLM2, {runner}", read_passages.greedy
     # A chain ends at its first wrong token: of eight, each right nine times in ten, five are.
     close = check_disturbed(name, script, found, plain, before, least=0.25)
-    close.check(mean=1.5 * own.mean)
+    close.check()
+    assert close.mean < 1.5 * own.mean

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import weakref
 from typing import Any
 
@@ -212,12 +211,6 @@ def test_rows_arrive_in_any_order() -> None:
     engine.expect(rows, {5: 1, 6: 2, 7: 3})
 
 
-def is_gone(reference: weakref.ref) -> bool:
-    """An exception that was caught on the way may have kept the frames it went through."""
-    gc.collect()
-    return reference() is None
-
-
 def test_metrics_count_what_the_device_committed() -> None:
     before = nwor.Metrics().snapshot()
 
@@ -231,7 +224,7 @@ def test_metrics_count_what_the_device_committed() -> None:
         return weakref.ref(engine.interceptor), receipt
 
     gone, receipt = rounds()  # waits for its commits; totals are folded in, not lost
-    assert is_gone(gone)
+    assert gone() is None
     after = nwor.Metrics().snapshot()
     assert receipt.committed_tokens == 3
     change = {
@@ -277,7 +270,7 @@ def test_commits_of_a_late_device_are_not_lost(stream: str) -> None:
         return weakref.ref(engine.interceptor), receipt
 
     gone, receipt = late_round()
-    assert is_gone(gone)
+    assert gone() is None
     assert done.query(), "the last totals were read before the last commit"
     after = nwor.Metrics().snapshot()
     assert [after[name] - before[name] for name in names] == [2, 1]
@@ -293,14 +286,9 @@ def test_totals_wait_for_this_threads_commits_and_metrics_for_none() -> None:
     engine.interceptor.begin(nwor.RoundPlan([4], [3]))
     engine.write_all([20, 21, 22, 23])
     before = nwor.Metrics().snapshot()[name]
-    done = torch.cuda.Event()
     torch.cuda._sleep(LATE)
     engine.interceptor.commit(path, counts)
-    done.record()
-    told = nwor.Metrics().snapshot()[name]
-    if done.query():
-        pytest.skip("the device was not late: launches wait for it here, as under a sanitizer")
-    assert told == before
+    assert nwor.Metrics().snapshot()[name] == before
     assert engine.interceptor.stats()["committed_tokens"] == 3
     assert nwor.Metrics().snapshot()[name] == before + 3
 

@@ -1,10 +1,10 @@
+#include "check.h"
+
 #include <gtest/gtest.h>
 
 #include <locale>
 #include <string>
 #include <vector>
-
-#include "check.h"
 
 // How refusals are worded: by Concat, of whatever they name.
 
