@@ -1,7 +1,8 @@
 """How close two runs of greedy requests are where numbers are rounded otherwise.
 
 Kernels of another number of rows round otherwise, in bfloat16 visibly. So tokens may differ, but
-only where two of them were all but equally likely, and log-probabilities are close up to there.
+only where two of them were all but equally likely, and log-probabilities are close up to there. How
+far two runs are apart says little of either: `errors` says how far each is from float32.
 """
 
 from __future__ import annotations
@@ -9,7 +10,10 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
+
+import torch
 
 
 @dataclass
@@ -33,10 +37,54 @@ class Closeness:
         )
 
     def check(self, *, mean: float = 0.02, most: float = 0.3, share: float = 0.25) -> None:
-        assert len(self.differences) > share * self.total, self
+        self.check_places(most=most, share=share)
         assert self.mean < mean, self
+
+    def check_places(self, *, most: float = 0.3, share: float = 0.25) -> None:
+        """Every place by itself: how many there are, none far off."""
+        assert len(self.differences) > share * self.total, self
         assert max(self.differences) < most, self
         assert max(self.gaps, default=0) < 2 * most, self
+
+
+@dataclass
+class Errors:
+    """Of log-probabilities in two runs, at places where both have the same tokens so far."""
+
+    wanted: list[float] = field(default_factory=list)
+    got: list[float] = field(default_factory=list)
+
+    @property
+    def ratio(self) -> float:
+        """Of the mean errors."""
+        return sum(self.got) / sum(self.wanted)
+
+    def __str__(self) -> str:
+        means = [sum(side) / max(1, len(side)) for side in (self.wanted, self.got)]
+        return (
+            f"{means[1]:.5f} on average, {self.ratio:.3f} of {means[0]:.5f}, {len(self.got)} places"
+        )
+
+
+@torch.inference_mode()
+def errors(model: Path, told: Iterable[tuple[list[int], Any, Any]]) -> Errors:
+    """Against the same weights in float32, by transformers: prompts and vLLM's outputs to them."""
+    from transformers import AutoModelForCausalLM
+
+    exact = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).cuda().eval()
+    found = Errors()
+    for prompt, wanted, got in told:
+        pairs = list(zip(wanted.token_ids, got.token_ids, strict=False))
+        count = next((i for i, (one, other) in enumerate(pairs) if one != other), len(pairs))
+        if count == 0:
+            continue
+        tokens = [*prompt, *wanted.token_ids[:count]]
+        logits = exact(torch.tensor([tokens], device="cuda")).logits[0, len(prompt) - 1 : -1]
+        exactly = logits.float().log_softmax(-1).cpu()
+        for i, token in enumerate(wanted.token_ids[:count]):
+            for side, into in ((wanted, found.wanted), (got, found.got)):
+                into.append(abs(side.logprobs[i][token].logprob - float(exactly[i, token])))
+    return found
 
 
 def compare(pairs: Iterable[tuple[Any, Any]]) -> Closeness:

@@ -351,24 +351,35 @@ def read_passages() -> Passages:
     return found
 
 
-def stock_closeness(passages: Passages, speculation: dict[str, Any]) -> closeness.Closeness:
-    """How close vLLM's own speculative decoding is to plain vLLM: a step of several rows rounds
-    otherwise than one of one."""
+def stock_speculation(passages: Passages, speculation: dict[str, Any]) -> list[tuple[int, Any]]:
+    """What vLLM's own speculative decoding gives: a step of several rows rounds otherwise than one
+    of one row."""
     llm = stock_smollm2(speculation=speculation)
     prompts = passages.script.prompts
-    pairs = list(drive(llm, prompts, wanted()).outputs.items())
+    found = [(int(i), output) for i, output in drive(llm, prompts, wanted()).outputs.items()]
     for i, prompt in enumerate(prompts):
-        pairs.append((str(i), drive(llm, [prompt], wanted()).outputs["0"]))
+        found.append((i, drive(llm, [prompt], wanted()).outputs["0"]))
     del llm
     release_engines()
-    return closeness.compare((passages.greedy[i], output) for i, output in pairs)
+    return found
+
+
+def errors_of(passages: Passages, outputs: list[tuple[int, Any]]) -> closeness.Errors:
+    """Against float32, beside plain vLLM's at the same places."""
+    prompts, plain = passages.script.prompts, passages.greedy
+    told = [(prompts[i], plain[str(i)], output) for i, output in outputs]
+    return closeness.errors(smollm2("bfloat16"), told)
 
 
 @pytest.mark.parametrize("runner", ["v1", "v2"])
 def test_what_happens_to_requests_of_smollm2(
     read_passages: Passages, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, runner: str
 ) -> None:
-    """The same in full graphs; V1 drafts by lookups and passes, V2 with the shipped head."""
+    """The same in full graphs; V1 drafts by lookups and passes, V2 with the shipped head.
+
+    In bfloat16 tokens part sooner or later; up to there log-probabilities are as close to float32
+    as plain vLLM's.
+    """
     monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "1" if runner == "v2" else "0")
     script = read_passages.script
     nwor, options = VIEW_OF_400 | ALL_PASSES, {"speculation": SPECULATION}
@@ -376,8 +387,7 @@ def test_what_happens_to_requests_of_smollm2(
     if runner == "v2":
         nwor, stock = VIEW_OF_400, smollm2_head(tmp_path, DRAFTS)
         options = {"speculation": stock, "scheduler_cls": SCHEDULER}
-    own = stock_closeness(read_passages, stock)
-    print(f"vLLM's own speculation: {own}")
+    theirs = stock_speculation(read_passages, stock)
     options |= {"model": str(smollm2("bfloat16")), "kv_cache_memory_bytes": 1 << 30}
     before = Metrics().snapshot()
     llm = begin(
@@ -389,5 +399,11 @@ def test_what_happens_to_requests_of_smollm2(
     name, plain = f"SmolLM2, {runner}", read_passages.greedy
     # A chain ends at its first wrong token: of eight, each right nine times in ten, five are.
     close = check_disturbed(name, script, found, plain, before, least=0.25)
-    close.check()
-    assert close.mean < 1.5 * own.mean
+    close.check_places()
+    del llm
+    release_engines()
+    ours = errors_of(read_passages, found.outputs)
+    print(f"errors against float32, beside plain vLLM's: ours {ours}")
+    print(f"vLLM's own speculation: {errors_of(read_passages, theirs)}")
+    assert len(ours.got) > 300
+    assert ours.ratio < 1.25
