@@ -19,8 +19,9 @@ struct CombineBuffer {
 };
 
 // A row of a pair's partial results as a warp has it, or two of them: tile kernels (kTwoRows) keep
-// rows r and r + 8 side by side, as the threads of their items' CTAs left them in a slot: quads of
-// two values of each. All lanes have the states, a lane the quads lane, lane + 32, ...
+// rows r and r + 8 together, in quads of two values of each, or one row in quads of channels c, c +
+// 1, c + 8 and c + 9 (kSplitQuads). All lanes have the states, a lane the quads lane, lane + 32,
+// ...
 template <class Traits>
 struct CombinedRows {
   static constexpr int kRows = Traits::kTwoRows ? 2 : 1;
@@ -33,15 +34,16 @@ struct CombinedRows {
   // The first row of the index-th such rows; how many there are in a slot of `tile` rows.
   __device__ static int Row(int index) { return kRows == 1 ? index : index / 8 * 16 + index % 8; }
   __device__ static int Count(int tile) { return tile / kRows; }
-  // Of this lane's i-th quad: whether there is one, its channel, its place in a slot.
+  // Of this lane's i-th quad: whether there is one, the channel of a row's c-th value (0 or 2), its
+  // place in a slot.
   __device__ static int Quad(int i) { return i * 32 + static_cast<int>(threadIdx.x % 32); }
   __device__ static bool Has(int i) { return kRowQuads % 32 == 0 || Quad(i) < kRowQuads; }
-  __device__ static int Channel(int i) {
-    return kRows == 1 ? Quad(i) * 4 : Quad(i) / 4 * 8 + Quad(i) % 4 * 2;
+  __device__ static int Channel(int i, int c) {
+    if constexpr (Traits::kSplitQuads) return Quad(i) / 4 * 16 + Quad(i) % 4 * 2 + c * 4;
+    return kRows == 1 ? Quad(i) * 4 + c : Quad(i) / 4 * 8 + Quad(i) % 4 * 2;
   }
-  __device__ static int Place(int i, int row, int tile) {
-    if constexpr (kRows == 1) return row * kRowQuads + Quad(i);
-    return Quad(i) / 4 * (tile * 2) + row / 16 * 32 + row % 8 * 4 + Quad(i) % 4;
+  __device__ static int Place(int i, int row) {
+    return (kRows == 1 ? row : row / 16 * 8 + row % 8) * kRowQuads + Quad(i);
   }
 
   // Folds a later result in; `weight` is what FoldState gives for the states.
@@ -74,7 +76,7 @@ struct CombinedRows {
         const float values[4] = {output[i].x, output[i].y, output[i].z, output[i].w};
 #pragma unroll
         for (int c = 0; c < kChannels; c += 2) {
-          *reinterpret_cast<uint32_t*>(out + Channel(i) + c) = ptx::Pack<T>(
+          *reinterpret_cast<uint32_t*>(out + Channel(i, c)) = ptx::Pack<T>(
               values[r * kChannels + c] * factor, values[r * kChannels + c + 1] * factor);
         }
       }
@@ -89,132 +91,289 @@ struct PartWeight {
   float old, part;
   float max, sum;
 
-  // Lane j has the state of part begin + j, `place` in its group. `earlier` is the fold of the
-  // group before this batch, if it began there. Called by a whole warp.
-  __device__ static PartWeight Of(float2 state, float2 earlier, int place) {
-    const int lane = threadIdx.x % 32;
+  // A lane has the state of a part and its place in its group, of which the lanes before have the
+  // parts before. Called by a whole warp.
+  __device__ static PartWeight Of(float2 state, int place) {
     float max = state.x;
 #pragma unroll
-    for (int distance = 1; distance < 32; distance *= 2) {
+    for (int distance = 1; distance < kMaxGroupLeaves; distance *= 2) {
       const float other = __shfl_up_sync(0xffffffffu, max, distance);
-      if (lane >= distance && place >= distance) max = fmaxf(other, max);
+      if (place >= distance) max = fmaxf(other, max);
     }
-    if (place > lane) max = fmaxf(earlier.x, max);
-    float before = __shfl_up_sync(0xffffffffu, max, 1);
-    if (lane == 0) before = earlier.x;
-    PartWeight weight = {StateWeight(before, max), StateWeight(state.x, max), max, state.y};
-    if (place > 0) weight.sum = __fmul_rn(state.y, weight.part);
-    return weight;
+    const float before = __shfl_up_sync(0xffffffffu, max, 1);
+    if (place == 0) return {0.0f, 1.0f, max, state.y};
+    const float weight = StateWeight(state.x, max);
+    return {StateWeight(before, max), weight, max, __fmul_rn(state.y, weight)};
   }
 };
 static_assert(sizeof(PartWeight) == sizeof(uint4));
 
-// Folds the partial results of a warp's rows and writes the output. `item` is the pair's first.
-// Called by a whole warp once all parts are there. Its code is short and its loads are all under
-// way at once: it runs when nothing else does, on a cold cache.
+// How a CTA combines a unit: so many entries (CombinedRows) of a pair. Few pairs have small units,
+// so that all CTAs take part: then a team of warps shares an entry, its members fold groups of
+// parts, its first one the groups. Many have large ones: then a warp has several entries, whose
+// parts are under way together.
 template <class Traits>
-__device__ void CombineRows(const VerifyArgs& args, const PlanItem& item, int row,
-                            const CombineBuffer& buffer) {
+struct CombineTeams {
   using Rows = CombinedRows<Traits>;
-  constexpr int kRows = Rows::kRows;
-  constexpr int kThreadBytes = 16 * (Rows::kQuads + kRows);  // quads of a part, and a weight
-  constexpr int kPartBytes = 16 * Rows::kQuads * Traits::kThreads;
-  constexpr int kWarpWeights = 16 * kRows * 32;
-  static_assert(kThreadBytes * Traits::kThreads ==
-                kPartBytes + kWarpWeights * (Traits::kThreads / 32));
-  const int lane = threadIdx.x % 32;
-  const int num_parts = item.num_parts;
-  const int group_parts = LeafGroup(item.num_leaves) / item.leaves_per_part();
-  const uint32_t weights = buffer.address + threadIdx.x / 32 * kWarpWeights;
-  const int weight_bytes = kWarpWeights * (Traits::kThreads / 32);
-  const int at_once = min((buffer.bytes - weight_bytes) / kPartBytes, 32);
-  const int64_t tile = args.row_tile;
-  const int64_t part_quads = tile * (Traits::kHeadDim / 4);
-  const auto* outputs =
-      reinterpret_cast<const float4*>(args.outputs + item.slot * tile * Traits::kHeadDim);
-  const float2* states = args.states + item.slot * tile + StateOffset<Traits>(row);
-  const uint32_t mine = buffer.address + weight_bytes + threadIdx.x * (16 * Rows::kQuads);
-  Rows total, group;
-#pragma unroll
-  for (int r = 0; r < kRows; ++r) group.state[r] = {-INFINITY, 0.0f};
-  int place = 0;  // of the part in its group
+  static constexpr int kWarps = Traits::kThreads / 32;
+  static constexpr int kPartBytes = 16 * 32 * Rows::kQuads;  // of an entry
+  static constexpr int kStateBytes = 8 * Rows::kRows;
+  static constexpr int kWeightBytes = 32 * Rows::kRows * static_cast<int>(sizeof(PartWeight));
+  static constexpr int kFoldedBytes = kMaxGroups * (kPartBytes + kStateBytes);  // an entry's groups
+  static constexpr int kMinWarpBytes =
+      kWeightBytes + 32 * kStateBytes + kMaxGroupLeaves * kPartBytes;
+
+  int entries;  // of a unit: a power of two
+  int units_per_pair;
+
+  __device__ CombineTeams(const VerifyArgs& args, int num_split_pairs, int buffer_bytes) {
+    const int all = Rows::Count(args.row_tile);
+    for (entries = 1; entries < all; entries *= 2) {
+      const bool has_room =
+          entries >= kWarps || entries * kFoldedBytes + kWarps * kMinWarpBytes <= buffer_bytes;
+      const int64_t units = int64_t{num_split_pairs} * (all / entries);
+      if (has_room && units <= gridDim.x) break;
+    }
+    units_per_pair = all / entries;
+  }
+  __device__ int team_warps() const { return entries < kWarps ? kWarps / entries : 1; }
+  __device__ int warp_entries() const { return entries < kWarps ? 1 : entries / kWarps; }
+};
+
+// One warp's share of a unit. All its loads are under way at once, and nothing that is waited for
+// stands before them: ptxas waits for a load at the head of the next loop, used there or not.
+template <class Traits>
+class UnitCombiner {
+  using Rows = CombinedRows<Traits>;
+  using Teams = CombineTeams<Traits>;
+  static constexpr int kRows = Rows::kRows;
+
+ public:
+  // `item` is the first of the pair's, `unit` counts the pair's units.
+  __device__ UnitCombiner(const VerifyArgs& args, const PlanItem& item, int unit,
+                          const Teams& teams, const CombineBuffer& buffer)
+      : args_(args), item_(item), team_(teams.team_warps()), entries_(teams.warp_entries()) {
+    const int warp = threadIdx.x / 32;
+    const int entry = warp / team_;
+    member_ = warp % team_;
+    first_ = unit * teams.entries + entry * entries_;
+    group_parts_ = LeafGroup(item.num_leaves) / item.leaves_per_part();
+    num_groups_ = (item.num_parts + group_parts_ - 1) / group_parts_;
+    const int folded = team_ > 1 ? teams.entries * Teams::kFoldedBytes : 0;
+    const int mine = (buffer.bytes - folded) / Teams::kWarps / 16 * 16;
+    folded_ = buffer.address + entry * Teams::kFoldedBytes;
+    weights_ = buffer.address + folded + warp * mine;
+    parts_ = weights_ + Teams::kWeightBytes;
+    const int room = mine - Teams::kWeightBytes;
+    entry_bytes_ = 32 * Teams::kStateBytes + item.num_parts * Teams::kPartBytes;
+    at_once_ = item.num_parts > 32 ? 0 : min(room / entry_bytes_, entries_);
+    groups_at_once_ = num_groups_;
+    if (at_once_ == 0) {  // not even one entry's parts
+      at_once_ = 1;
+      groups_at_once_ =
+          min((room - 32 * Teams::kStateBytes) / Teams::kPartBytes, 32) / group_parts_;
+    }
+    index_ = lane() / group_parts_;
+    place_ = lane() - index_ * group_parts_;
+  }
+
+  // Calls meanwhile() when the first parts are under way. Alone in its team the warp writes its
+  // rows, else it leaves its groups in shared memory.
+  template <typename Meanwhile>
+  __device__ void FoldEntries(Meanwhile meanwhile) {
+    bool called = false;
 #pragma unroll 1
-  for (int begin = 0; begin < num_parts; begin += at_once) {
-    const int count = min(at_once, num_parts - begin);
-    float2 state[kRows] = {};
-    if (lane < count) {
-#pragma unroll
-      for (int r = 0; r < kRows; ++r) state[r] = __ldcg(states + (begin + lane) * tile + r);
-    }
-    const float4* part = outputs + begin * part_quads + Rows::Place(0, row, args.row_tile);
-    uint32_t to = mine;
-#pragma unroll 4
-    for (int j = 0; j < count; ++j) {
-#pragma unroll
-      for (int i = 0; i < Rows::kQuads; ++i) {
-        if (!Rows::Has(i)) break;
-        ptx::CopyAsync(to + 16 * i, part + (Rows::Place(i, row, args.row_tile) -
-                                            Rows::Place(0, row, args.row_tile)));
+    for (int entry = 0; entry < entries_; entry += at_once_) {
+      const int count = min(at_once_, entries_ - entry);
+#pragma unroll 1
+      for (int group = member_; group < num_groups_; group += groups_at_once_ * team_) {
+        TakeParts(group);
+#pragma unroll 1
+        for (int i = 0; i < count; ++i) AskForParts(entry + i, i);
+        ptx::CommitCopies();
+        if (!called) meanwhile();
+        called = true;
+        ptx::WaitCopies<0>();
+#pragma unroll 1
+        for (int i = 0; i < count; ++i) FoldParts(entry + i, i, group);
       }
-      part += part_quads;
-      to += kPartBytes;
     }
-    ptx::CommitCopies();
-    __syncwarp();  // the weights before are no longer read
-#pragma unroll
-    for (int r = 0; r < kRows; ++r) {
-      const PartWeight weight =
-          PartWeight::Of(state[r], group.state[r], (begin + lane) % group_parts);
-      ptx::StoreShared128(weights + (lane * kRows + r) * 16, ptx::Bits<uint4>(weight));
-    }
-    __syncwarp();
-    ptx::WaitCopies<0>();
-    uint32_t from = mine;
-#pragma unroll 2
-    for (int j = 0; j < count; ++j, from += kPartBytes) {
+    if (!called) meanwhile();
+  }
+
+  // Once all members of a team of several have folded theirs.
+  __device__ void FoldTeam() {
+    if (member_ > 0 || !Exists(0)) return;
+    ReadFolded(0, &total_);
+#pragma unroll 1
+    for (int group = 1; group < num_groups_; ++group) {
       Rows next;
-      PartWeight weight[kRows];
-#pragma unroll
-      for (int i = 0; i < Rows::kQuads; ++i) {
-        next.output[i] = ptx::Bits<float4>(ptx::LoadShared128(from + 16 * i));
-      }
-#pragma unroll
-      for (int r = 0; r < kRows; ++r) {
-        weight[r] = ptx::Bits<PartWeight>(ptx::LoadShared128(weights + (j * kRows + r) * 16));
-      }
-      if (place == 0) {
-        group = next;
-#pragma unroll
-        for (int r = 0; r < kRows; ++r) group.state[r].y = weight[r].sum;
+      ReadFolded(group, &next);
+      total_.Fold(next);
+    }
+    total_.Write(args_, item_, Row(0));
+  }
+  __device__ bool is_alone() const { return team_ == 1; }
+
+ private:
+  __device__ static int lane() { return threadIdx.x % 32; }
+  __device__ int Row(int entry) const { return Rows::Row(first_ + entry); }
+  __device__ bool Exists(int entry) const { return Row(entry) < item_.num_rows; }
+
+  // Chooses the parts of the groups from `group` on: lane l has the l-th.
+  __device__ void TakeParts(int group) {
+    const int mine = (group + index_ * team_) * group_parts_ + place_;
+    part_ = index_ < groups_at_once_ && mine < item_.num_parts ? mine : -1;
+    count_ = __popc(__ballot_sync(0xffffffffu, part_ >= 0));
+  }
+
+  // Shared memory of the i-th of the entries under way.
+  __device__ uint32_t States(int i) const { return parts_ + i * entry_bytes_; }
+  __device__ uint32_t Parts(int i) const { return States(i) + 32 * Teams::kStateBytes; }
+
+  __device__ void AskForParts(int entry, int i) const {
+    if (!Exists(entry)) return;
+    const int64_t tile = args_.row_tile;
+    const int row = Row(entry);
+    const auto* outputs =
+        reinterpret_cast<const float4*>(args_.outputs + item_.slot * tile * Traits::kHeadDim) +
+        Rows::Place(0, row);
+    const int part_quads = args_.row_tile * (Traits::kHeadDim / 4);
+    if (part_ >= 0) {
+      const float2* state = args_.states + (item_.slot + part_) * tile + StateOffset<Traits>(row);
+      const uint32_t to = States(i) + lane() * Teams::kStateBytes;
+      if constexpr (kRows == 2) {
+        ptx::CopyAsync(to, state);
       } else {
-        float2 factor[kRows];
-#pragma unroll
-        for (int r = 0; r < kRows; ++r) {
-          factor[r] = {weight[r].old, weight[r].part};
-          group.state[r].y = __fmaf_rn(group.state[r].y, weight[r].old, weight[r].sum);
-        }
-        group.FoldOutputs(next, factor);
+        ptx::CopyAsync8(to, state);
       }
+    }
+    uint32_t to = Parts(i) + lane() * 16;
+#pragma unroll 4
+    for (int j = 0; j < count_; ++j, to += Teams::kPartBytes) {
+      const int part = __shfl_sync(0xffffffffu, part_, j);
+      const float4* from = outputs + int64_t{part} * part_quads;
 #pragma unroll
-      for (int r = 0; r < kRows; ++r) group.state[r].x = weight[r].max;
-      if (++place < group_parts && begin + j < num_parts - 1) continue;
-      place = 0;
-      if (begin + j < group_parts) {
-        total = group;
-      } else {
-        total.Fold(group);
+      for (int q = 0; q < Rows::kQuads; ++q) {
+        if (Rows::Has(q)) ptx::CopyAsync(to + 512 * q, from + 32 * q);
       }
     }
   }
-  total.Write(args, item, row);
-}
 
-// Each pair is combined in units of a CTA's kThreads threads: warps times rows.
-template <class Traits>
-__device__ int UnitsPerPair(const VerifyArgs& args) {
-  constexpr int kWarps = Traits::kThreads / 32;
-  return (CombinedRows<Traits>::Count(args.row_tile) + kWarps - 1) / kWarps;
-}
+  // Each thread reads what it has copied itself.
+  __device__ void FoldParts(int entry, int i, int group) {
+    if (!Exists(entry)) return;
+    __syncwarp();  // the weights before are no longer read
+#pragma unroll
+    for (int r = 0; r < kRows; ++r) {
+      float2 state = {};
+      if (part_ >= 0) {
+        state =
+            ptx::Bits<float2>(ptx::LoadShared64(States(i) + lane() * Teams::kStateBytes + r * 8));
+      }
+      const PartWeight weight = PartWeight::Of(state, place_);
+      ptx::StoreShared128(weights_ + (lane() * kRows + r) * 16, ptx::Bits<uint4>(weight));
+    }
+    __syncwarp();
+#pragma unroll 1
+    for (int begin = 0; begin < count_; begin += group_parts_, group += team_) {
+      Rows folded;
+      FoldGroup(i, begin, min(begin + group_parts_, count_), &folded);
+      Keep(group, folded);
+    }
+    const bool is_last = group >= num_groups_;
+    if (is_alone() && is_last) total_.Write(args_, item_, Row(entry));
+  }
+
+  // Parts [begin, end) of those under way. Some are read ahead.
+  __device__ void FoldGroup(int i, int begin, int end, Rows* folded) const {
+    constexpr int kAhead = 4;
+#pragma unroll 1
+    for (int first = begin; first < end; first += kAhead) {
+      Rows next[kAhead];
+      float2 factor[kAhead][kRows];
+#pragma unroll
+      for (int k = 0; k < kAhead; ++k) {
+        const int j = min(first + k, end - 1);
+#pragma unroll
+        for (int q = 0; q < Rows::kQuads; ++q) {
+          next[k].output[q] = ptx::Bits<float4>(
+              ptx::LoadShared128(Parts(i) + j * Teams::kPartBytes + lane() * 16 + 512 * q));
+        }
+#pragma unroll
+        for (int r = 0; r < kRows; ++r) {
+          const auto weight =
+              ptx::Bits<PartWeight>(ptx::LoadShared128(weights_ + (j * kRows + r) * 16));
+          factor[k][r] = {weight.old, weight.part};
+          next[k].state[r] = {weight.max, weight.sum};
+        }
+      }
+#pragma unroll
+      for (int k = 0; k < kAhead; ++k) {
+        if (first + k >= end) break;
+        if (first + k == begin) {
+          *folded = next[k];
+          continue;
+        }
+        folded->FoldOutputs(next[k], factor[k]);
+#pragma unroll
+        for (int r = 0; r < kRows; ++r) {
+          const float sum = __fmaf_rn(folded->state[r].y, factor[k][r].x, next[k].state[r].y);
+          folded->state[r] = {next[k].state[r].x, sum};
+        }
+      }
+    }
+  }
+
+  // A group's result.
+  __device__ void Keep(int group, const Rows& folded) {
+    if (is_alone()) {
+      if (group == 0) {
+        total_ = folded;
+      } else {
+        total_.Fold(folded);
+      }
+      return;
+    }
+    const uint32_t at = folded_ + group * Teams::kPartBytes + lane() * 16;
+#pragma unroll
+    for (int q = 0; q < Rows::kQuads; ++q) {
+      ptx::StoreShared128(at + 512 * q, ptx::Bits<uint4>(folded.output[q]));
+    }
+    if (lane() > 0) return;
+#pragma unroll
+    for (int r = 0; r < kRows; ++r) {
+      ptx::StoreShared64(StateAddress(group, r), ptx::Bits<uint2>(folded.state[r]));
+    }
+  }
+  __device__ void ReadFolded(int group, Rows* rows) const {
+    const uint32_t at = folded_ + group * Teams::kPartBytes + lane() * 16;
+#pragma unroll
+    for (int q = 0; q < Rows::kQuads; ++q) {
+      rows->output[q] = ptx::Bits<float4>(ptx::LoadShared128(at + 512 * q));
+    }
+#pragma unroll
+    for (int r = 0; r < kRows; ++r) {
+      rows->state[r] = ptx::Bits<float2>(ptx::LoadShared64(StateAddress(group, r)));
+    }
+  }
+  __device__ uint32_t StateAddress(int group, int r) const {
+    return folded_ + kMaxGroups * Teams::kPartBytes + group * Teams::kStateBytes + r * 8;
+  }
+
+  const VerifyArgs& args_;
+  const PlanItem& item_;
+  int team_, member_;
+  int first_, entries_;  // of this warp
+  int at_once_;          // entries
+  int entry_bytes_;      // that the parts of one take
+  int group_parts_, num_groups_, groups_at_once_;
+  int index_, place_;  // of this lane's part: its group among those under way, its place there
+  int part_;           // or -1
+  int count_;          // parts under way
+  uint32_t folded_, weights_, parts_;  // shared memory
+  Rows total_;
+};
 
 // Called by one thread, when there is no further item.
 __device__ inline uint32_t TakeTicket(const VerifyArgs& args, const LaunchCounts& counts) {
@@ -235,8 +394,8 @@ __device__ void CombineAll(const VerifyArgs& args, SharedItem* shared, int num_i
   auto& round = args.counters->round[counts.launch % 2];
   Traits::Meet();  // all of this CTA's stores are made
   if (threadIdx.x == 0) ptx::AddRelease(&round.done, num_items);
-  const int units_per_pair = UnitsPerPair<Traits>(args);
-  const uint32_t units = counts.num_split_pairs * units_per_pair;
+  const CombineTeams<Traits> teams(args, counts.num_split_pairs, buffer.bytes);
+  const uint32_t units = counts.num_split_pairs * teams.units_per_pair;
   uint32_t unit = shared->queue.ticket;
   bool first = unit < units;
   if (unit == kNoTicket) {
@@ -246,18 +405,25 @@ __device__ void CombineAll(const VerifyArgs& args, SharedItem* shared, int num_i
     unit = shared->queue.ticket;
   }
   if (unit >= units) return;
-  if (threadIdx.x == 0) {
-    while (ptx::LoadAcquire(&round.done) != static_cast<uint32_t>(counts.num_items)) {
-    }
-  }
+  bool waits = true;
+#pragma unroll 1
   while (true) {
+    const PlanItem pair = first ? shared->plan : args.pairs[unit / teams.units_per_pair];
+    UnitCombiner<Traits> combiner(args, pair, unit % teams.units_per_pair, teams, buffer);
+    if (waits && threadIdx.x == 0) {
+      while (ptx::LoadAcquire(&round.done) != static_cast<uint32_t>(counts.num_items)) {
+      }
+    }
+    waits = false;
     Traits::Meet();
     uint32_t next = 0;
-    if (threadIdx.x == 0) next = atomicAdd(&round.tickets, 1);
-    const PlanItem pair = first ? shared->plan : args.pairs[unit / units_per_pair];
-    const int index = unit % units_per_pair * (Traits::kThreads / 32) + threadIdx.x / 32;
-    const int row = CombinedRows<Traits>::Row(index);
-    if (row < pair.num_rows) CombineRows<Traits>(args, pair, row, buffer);
+    combiner.FoldEntries([&] {
+      if (threadIdx.x == 0) next = atomicAdd(&round.tickets, 1);
+    });
+    if (!combiner.is_alone()) {
+      Traits::Meet();
+      combiner.FoldTeam();
+    }
     first = false;
     if (threadIdx.x == 0) shared->queue.ticket = next;
     Traits::Meet();

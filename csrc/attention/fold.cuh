@@ -84,11 +84,16 @@ struct LeafFate {
   int64_t total_slot;
 };
 
+// The first of the slots that only this CTA uses.
+__device__ inline int64_t OwnSlot(int max_slots) {
+  return int64_t{max_slots} + int64_t{kOwnSlots} * blockIdx.x;
+}
+
 __device__ inline LeafFate FateOf(const PlanItem& item, int leaf, int max_slots) {
   LeafFate fate;
   const bool whole = item.num_parts == 1;
   const int group = LeafGroup(item.num_leaves);
-  const int64_t own = int64_t{max_slots} + int64_t{kOwnSlots} * blockIdx.x;
+  const int64_t own = OwnSlot(max_slots);
   fate.fold_group = leaf > item.leaf_begin && leaf % group != 0;
   fate.ends_item = leaf + 1 == item.leaf_end;
   fate.ends_group = fate.ends_item || leaf % group == group - 1;
@@ -167,9 +172,18 @@ __device__ void FinishLeaf(const VerifyArgs& args, const SharedMemory<Traits>& s
       value.z = __fmaf_rn(part.z, weight, value.z);
       value.w = __fmaf_rn(part.w, weight, value.w);
     }
-    if (fate.fold_group) value = FoldOutput(__ldcg(group_slot + i), value, rows.group_weight[row]);
+    // From a slot the group would come back behind all tokens that are under way.
+    constexpr bool kInShared = FoldBytes(Traits::kHeadDim, kTile) > 0;
+    if (fate.fold_group) {
+      const float4 old = kInShared ? smem.group[i] : __ldcg(group_slot + i);
+      value = FoldOutput(old, value, rows.group_weight[row]);
+    }
     if (!fate.ends_group) {
-      __stcg(group_slot + i, value);
+      if constexpr (kInShared) {
+        smem.group[i] = value;
+      } else {
+        __stcg(group_slot + i, value);
+      }
       continue;
     }
     if (fate.fold_total) value = FoldOutput(__ldcg(total_slot + i), value, rows.total_weight[row]);

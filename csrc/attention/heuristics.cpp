@@ -63,26 +63,38 @@ struct SharedNeed {
   bool starts_early;
 };
 
-SharedNeed NeedOf(const VerifyShape& shape, bool warpgroup, int32_t row_tile) {
+// Whether there are two leaves for each SM at most, of few rows: then a CTA has few steps, and they
+// had better be under way all at once than shared by two CTAs.
+bool IsAlone(const VerifyShape& shape, const DeviceProps& device, int32_t row_tile) {
+  const int64_t packed = int64_t{shape.num_rows} * (shape.num_heads / shape.num_kv_heads);
+  const int64_t tiles = std::max<int64_t>(shape.num_requests, CeilDiv(packed, row_tile));
+  return TileHalves(shape.head_dim, row_tile) == 1 &&
+         tiles * shape.num_kv_heads * kMaxLeaves / 2 <= device.num_sms;
+}
+
+SharedNeed NeedOf(const VerifyShape& shape, const DeviceProps& device, bool warpgroup,
+                  int32_t row_tile) {
   const int dim = shape.head_dim;
   const bool float8 = shape.cache_dtype == DType::kFloat8E4M3;
   if (warpgroup) {
+    const int32_t most = TileCtasPerSm(dim, TileGroups(row_tile));
     return {TileFixedBytes(dim, row_tile),
             TileStageBytes(dim),
             0,
             2,
             kMaxTileStages,
-            TileCtasPerSm(dim, TileGroups(row_tile)),
+            IsAlone(shape, device, row_tile) ? 1 : most,
             false};
   }
   const bool may_pair = CtaThreads(dim, row_tile) == 32 * kStreams;
-  return {QueryBytes(dim, row_tile) + kItemBytes + RowStateBytes(row_tile),
-          kStreams * StageBytes(dim, float8),
-          MergeBytes(dim, row_tile),
-          1,
-          kMaxStages,
-          may_pair ? 2 : 1,
-          StartsLeavesEarly(row_tile)};
+  return {
+      QueryBytes(dim, row_tile) + kItemBytes + RowStateBytes(row_tile) + FoldBytes(dim, row_tile),
+      kStreams * StageBytes(dim, float8),
+      MergeBytes(dim, row_tile),
+      1,
+      kMaxStages,
+      may_pair ? 2 : 1,
+      StartsLeavesEarly(row_tile)};
 }
 
 // Two CTAs per SM hide each other's start and merge, where both can have a pipeline. False: too
@@ -117,7 +129,7 @@ VerifyConfig ChooseVerifyConfig(const VerifyShape& shape, const DeviceProps& dev
   const int32_t groups = MaxTileGroups(shape.head_dim);
   int32_t row_tile =
       ChooseRowTile(shape, config.warpgroup ? groups * kTileRows : MaxRowTile(shape.head_dim));
-  while (!FitSharedMemory(NeedOf(shape, config.warpgroup, row_tile), device, &config)) {
+  while (!FitSharedMemory(NeedOf(shape, device, config.warpgroup, row_tile), device, &config)) {
     if (config.warpgroup || row_tile == 16) {
       config.unsupported = "more shared memory per block than the device has";
       return config;
@@ -132,7 +144,7 @@ VerifyConfig ChooseVerifyConfig(const VerifyShape& shape, const DeviceProps& dev
   // Kernels whose streams meet at the end of a leaf want longer ones.
   config.min_leaf_tokens = config.warpgroup ? 384 : 512;
   config.max_leaves = kMaxLeaves;
-  config.fill_leaves = config.warpgroup ? config.num_ctas / shape.num_kv_heads : 0;
+  config.fill_leaves = config.warpgroup ? device.num_sms / shape.num_kv_heads : 0;
   config.wide_ctas = config.warpgroup && groups > 1 ? device.num_sms : 0;
   config.max_pairs = static_cast<int32_t>(pairs);
   config.max_slots =

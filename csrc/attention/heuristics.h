@@ -45,7 +45,7 @@ struct VerifyConfig {
   int32_t smem_bytes = 0;
   int32_t min_leaf_tokens = 0;  // a prefix is cut into leaves of at least so many tokens,
   int32_t max_leaves = 0;       // into at most so many
-  int32_t fill_leaves = 0;      // leaves of all KV heads of one request for all CTAs, one each
+  int32_t fill_leaves = 0;      // leaves of all KV heads of one request for all SMs, one each
   // A request whose packed rows exceed a warpgroup's has fewer and longer leaves: one for each of
   // so many CTAs, all its KV heads and row tiles together. 0: no difference is made.
   int32_t wide_ctas = 0;
@@ -80,8 +80,10 @@ constexpr LeafSplit SplitPrefix(int32_t tokens, int32_t min_leaf_tokens, int32_t
 // Leaves of a request whose packed rows exceed a warpgroup's: few and long, one for each of `ctas`
 // CTAs over its `pairs` of KV head and row tile. What bounds it is arithmetic, and folds cost some.
 inline constexpr int32_t kMinWideLeafTokens = 512;
+inline constexpr int32_t kMaxWideLeaves = 128;
 constexpr LeafSplit SplitWidePrefix(int32_t tokens, int32_t pairs, int32_t ctas) {
-  return SplitPrefix(tokens, kMinWideLeafTokens, ctas > pairs ? ctas / pairs : 1);
+  const int32_t most = ctas > pairs ? ctas / pairs : 1;
+  return SplitPrefix(tokens, kMinWideLeafTokens, most < kMaxWideLeaves ? most : kMaxWideLeaves);
 }
 
 // How much of a request one work item takes. Coarse items leave few partial results, fine ones end
@@ -94,6 +96,7 @@ constexpr int32_t LeafGroup(int32_t num_leaves) {
   const int32_t groups = num_leaves > 24 ? kMaxGroups : kMaxGroups / 2;
   return (num_leaves + groups - 1) / groups;
 }
+inline constexpr int32_t kMaxGroupLeaves = LeafGroup(kMaxWideLeaves);
 
 constexpr int32_t LeavesPerItem(ItemGrain grain, int32_t num_leaves) {
   switch (grain) {

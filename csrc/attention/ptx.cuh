@@ -108,6 +108,9 @@ __device__ inline void StoreShared128(uint32_t address, uint4 v) {
                : "memory");
 }
 
+__device__ inline void StoreShared64(uint32_t address, uint2 v) {
+  asm volatile("st.shared.v2.b32 [%0], {%1, %2};" ::"r"(address), "r"(v.x), "r"(v.y) : "memory");
+}
 __device__ inline void StoreShared32(uint32_t address, uint32_t value) {
   asm volatile("st.shared.b32 [%0], %1;" ::"r"(address), "r"(value) : "memory");
 }

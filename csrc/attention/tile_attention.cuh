@@ -9,7 +9,7 @@ namespace nwor {
 // matrix unit works on the values of the step before and on the scores of the step behind while a
 // step's weights are computed. K and V are read by the matrix unit where they lie, everything else
 // is in registers; Q is where it costs less. Rows are packed: row = q * group + head. Warp w has
-// rows 16w..16w+15, a lane rows lane / 4 and + 8.
+// rows 16w..16w+15, a lane rows lane / 4 and + 8; with one half (TileHalves) 8w..8w+7.
 //
 // StartScores, AwaitScores<0> for the first step; for every step Weigh, StartScores of the next,
 // StartValues, AwaitScores<1>; AwaitValues before Finish.
@@ -22,6 +22,8 @@ class TileAttention {
   static constexpr int kAtomSteps = Traits::kAtomBytes / 32;
   static constexpr int kOutputs = Traits::kHeadDim / 2;  // per thread
   static constexpr bool kQueryInRegisters = Traits::kQueryInRegisters;
+  static constexpr int kHalves = Traits::kHalves;
+  static constexpr int kQuads = kOutputs * kHalves / 8;  // of them that rows have, in fours
   static constexpr bool kFoldsInShared = TileFolds(Traits::kHeadDim, Traits::kRowTile) > 0;
 
  public:
@@ -30,11 +32,11 @@ class TileAttention {
         memory_(memory),
         item_(*memory.item(slot)),
         folds_(memory.folds + threadIdx.x),
-        has_rows_(TileRow(0) - TileRow(0) % 16 < item_.plan.num_rows) {
+        has_rows_(TileRow<Traits>(0) - TileRow<Traits>(0) % 8 < item_.plan.num_rows) {
     const bool window = args.params.window > 0;
 #pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      position_[half] = window ? RowPosition(args, item_.plan, TileRow(half)) : 0;
+    for (int half = 0; half < kHalves; ++half) {
+      position_[half] = window ? RowPosition(args, item_.plan, TileRow<Traits>(half)) : 0;
     }
     if constexpr (TileMemory<Traits>::kQueryBytes == 0) {
       LoadQueries();
@@ -45,8 +47,11 @@ class TileAttention {
 
   // An empty state, for a new leaf.
   __device__ void Clear() {
-    max_[0] = max_[1] = -INFINITY;
-    sum_[0] = sum_[1] = 0.0f;
+#pragma unroll
+    for (int half = 0; half < kHalves; ++half) {
+      max_[half] = -INFINITY;
+      sum_[half] = 0.0f;
+    }
 #pragma unroll
     for (int i = 0; i < kOutputs; ++i) out_[i] = 0.0f;
   }
@@ -65,7 +70,8 @@ class TileAttention {
         wgmma::Multiply<Product, kStep, false>::Run(scores_, query_[k], b, k > 0);
       } else {
         wgmma::MultiplyShared<Product, kStep>::Run(
-            scores_, Descriptor(rows + (atom * kTileRows * Traits::kAtomBytes + in_atom) / 16), b,
+            scores_,
+            Descriptor(rows + (atom * Traits::kQueryRows * Traits::kAtomBytes + in_atom) / 16), b,
             k > 0);
       }
     }
@@ -84,14 +90,14 @@ class TileAttention {
 
   // Turns scores into weights. The values of the step before are in when it returns.
   __device__ void Weigh() {
-    float factor[2];
+    float factor[kHalves];
     bool rescale = false;
     // Of two warpgroups hardly a warp has none: the branch would cost more than it saves.
     if (Traits::kGroups > 1 || has_rows_) {
       rescale = WeighScores(ScoreScale(), factor);
       // Sums of weights are not negative: the branch keeps the assembler from moving the wait to
       // before the weights.
-      if (sum_[0] + sum_[1] < 0.0f) __nanosleep(1);
+      if (sum_[0] + sum_[kHalves - 1] < 0.0f) __nanosleep(1);
     }
     AwaitValues();
     if (rescale) Rescale(factor);
@@ -101,7 +107,7 @@ class TileAttention {
   __device__ void WeighEdge(const StepSight& step) {
     const float scale = ScoreScale();
     Mask(step);
-    float factor[2];
+    float factor[kHalves];
     const bool rescale = WeighScores(scale, factor);
     AwaitValues();
     if (rescale) Rescale(factor);
@@ -147,12 +153,14 @@ class TileAttention {
     wgmma::FenceShared();
     Traits::Meet();
     if (has_rows_) {
-      uint64_t seen[2];
+      uint64_t seen[kHalves];
       SeenTokens<Traits>(args_, item_.plan, position_, step, seen);
 #pragma unroll 1
       for (int token = 0; token < kStep; ++token) {
-        const bool visible[2] = {(seen[0] >> token & 1) != 0, (seen[1] >> token & 1) != 0};
-        if (!visible[0] && !visible[1]) continue;
+        bool visible[kHalves];
+#pragma unroll
+        for (int half = 0; half < kHalves; ++half) visible[half] = (seen[half] >> token & 1) != 0;
+        if (!visible[0] && !visible[kHalves - 1]) continue;
         AddNonFinite(step.first + token, visible);
       }
     }
@@ -164,10 +172,10 @@ class TileAttention {
     const PlanItem& item = item_.plan;
     const LeafFate fate = FateOf(item, leaf, args_.max_slots);
     const int lane = threadIdx.x % 32;
-    float2 state[2];
-    float2 weight[2];
+    float2 state[kHalves];
+    float2 weight[kHalves];
 #pragma unroll
-    for (int half = 0; half < 2; ++half) {
+    for (int half = 0; half < kHalves; ++half) {
       float total = sum_[half];
       total += __shfl_xor_sync(0xffffffffu, total, 1);
       total += __shfl_xor_sync(0xffffffffu, total, 2);
@@ -192,8 +200,8 @@ class TileAttention {
     if (!fate.is_output) KeepSlot(fate.total_slot);
 
 #pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      const int row = TileRow(half);
+    for (int half = 0; half < kHalves; ++half) {
+      const int row = TileRow<Traits>(half);
       if (row >= item.num_rows) continue;
       if (!fate.is_output) {
         if (lane % 4 == 0) {
@@ -216,9 +224,9 @@ class TileAttention {
 
  private:
   // This thread's part of Q: A fragments of the matrix instruction, from shared memory. Rows that
-  // do not exist are whatever is there.
+  // do not exist are whatever is there, lower halves that are not used the upper ones once more.
   __device__ void ReadQueries() {
-    const int row = threadIdx.x / 32 * 16 + threadIdx.x % 16;
+    const int row = threadIdx.x / 32 * (8 * kHalves) + threadIdx.x % (8 * kHalves);
 #pragma unroll
     for (int k = 0; k < kInnerSteps; ++k) {
       const int chunk = 2 * k + static_cast<int>(threadIdx.x % 32 / 16);
@@ -230,9 +238,9 @@ class TileAttention {
   __device__ void LoadQueries() {
     const VerifyParams& p = args_.params;
 #pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      const bool valid = TileRow(half) < item_.plan.num_rows;
-      const OutputRow at = LocateRow(args_, item_.plan, valid ? TileRow(half) : 0);
+    for (int half = 0; half < kHalves; ++half) {
+      const bool valid = TileRow<Traits>(half) < item_.plan.num_rows;
+      const OutputRow at = LocateRow(args_, item_.plan, valid ? TileRow<Traits>(half) : 0);
       const auto* source = static_cast<const typename Traits::Row*>(p.query) +
                            at.row * p.query_strides.row + at.head * p.query_strides.head +
                            threadIdx.x % 4 * 2;
@@ -248,13 +256,14 @@ class TileAttention {
     }
   }
 
-  // This thread's first place in a slot: see CombinedRows.
+  // This thread's first place in a slot, the others are kSlotStride apart: see CombinedRows.
+  static constexpr int kSlotStride = 4;
   __device__ float4* SlotPlace(int64_t slot) const {
     return reinterpret_cast<float4*>(args_.outputs + slot * args_.row_tile * Traits::kHeadDim) +
-           threadIdx.x;
+           threadIdx.x / 4 * (Traits::kHeadDim * kHalves / 4) + threadIdx.x % 4;
   }
-  // Places of a slot from one of a thread to its next.
-  __device__ int PlaceStride() const { return args_.row_tile * 2; }
+  // The same among the folds in shared memory, where a warp's places lie together.
+  __device__ int PlaceStride() const { return args_.row_tile * (4 / kHalves); }
   __device__ typename Traits::Row* OutputRowPointer(int row) const {
     const VerifyParams& p = args_.params;
     const OutputRow at = LocateRow(args_, item_.plan, row);
@@ -262,39 +271,44 @@ class TileAttention {
            at.head * p.out_strides.head;
   }
   // Folds later states into earlier ones.
-  __device__ static void FoldStates(float2 (&later)[2], const float2 (&earlier)[2],
-                                    float2 (&weight)[2]) {
+  __device__ static void FoldStates(float2 (&later)[kHalves], const float2 (&earlier)[kHalves],
+                                    float2 (&weight)[kHalves]) {
 #pragma unroll
-    for (int half = 0; half < 2; ++half) {
+    for (int half = 0; half < kHalves; ++half) {
       float2 folded = earlier[half];
       weight[half] = FoldState(&folded, later[half]);
       later[half] = folded;
     }
   }
-  __device__ static void Keep(float2 (&kept)[2], const float2 (&state)[2]) {
-    kept[0] = state[0];
-    kept[1] = state[1];
+  __device__ static void Keep(float2 (&kept)[kHalves], const float2 (&state)[kHalves]) {
+#pragma unroll
+    for (int half = 0; half < kHalves; ++half) kept[half] = state[half];
   }
 
-  __device__ void FoldQuad(int n, float4 old, const float2 (&weight)[2]) {
-    const float4 now = {out_[n * 4], out_[n * 4 + 1], out_[n * 4 + 2], out_[n * 4 + 3]};
-    const float4 folded = FoldRows(old, now, weight[0], weight[1]);
-    out_[n * 4] = folded.x;
-    out_[n * 4 + 1] = folded.y;
-    out_[n * 4 + 2] = folded.z;
-    out_[n * 4 + 3] = folded.w;
+  // Four outputs that are kept together: two channels of two rows, or four of one.
+  __device__ static int QuadOutput(int n, int i) {
+    return kHalves == 2 ? n * 4 + i : n * 8 + i / 2 * 4 + i % 2;
   }
-  __device__ void FoldShared(const float4* old, const float2 (&weight)[2]) {
+  __device__ float4 Quad(int n) const {
+    return {out_[QuadOutput(n, 0)], out_[QuadOutput(n, 1)], out_[QuadOutput(n, 2)],
+            out_[QuadOutput(n, 3)]};
+  }
+  __device__ void FoldQuad(int n, float4 old, const float2 (&weight)[kHalves]) {
+    const float4 folded = FoldRows(old, Quad(n), weight[0], weight[kHalves - 1]);
+    out_[QuadOutput(n, 0)] = folded.x;
+    out_[QuadOutput(n, 1)] = folded.y;
+    out_[QuadOutput(n, 2)] = folded.z;
+    out_[QuadOutput(n, 3)] = folded.w;
+  }
+  __device__ void FoldShared(const float4* old, const float2 (&weight)[kHalves]) {
     if (!has_rows_) return;
 #pragma unroll
-    for (int n = 0; n < Traits::kHeadDim / 8; ++n) FoldQuad(n, old[n * PlaceStride()], weight);
+    for (int n = 0; n < kQuads; ++n) FoldQuad(n, old[n * PlaceStride()], weight);
   }
   __device__ void KeepShared(float4* kept) const {
     if (!has_rows_) return;
 #pragma unroll
-    for (int n = 0; n < Traits::kHeadDim / 8; ++n) {
-      kept[n * PlaceStride()] = {out_[n * 4], out_[n * 4 + 1], out_[n * 4 + 2], out_[n * 4 + 3]};
-    }
+    for (int n = 0; n < kQuads; ++n) kept[n * PlaceStride()] = Quad(n);
   }
 
   __device__ int FoldQuads() const { return args_.row_tile * (Traits::kHeadDim / 4); }
@@ -302,7 +316,7 @@ class TileAttention {
   // Folds what Keep has kept, of the group (0) or of the request (1), in shared memory or in a
   // slot. The request's is folded when the group's is no longer needed: from a slot it comes there,
   // behind all tokens that are under way, but in one trip.
-  __device__ void Fold(int kept, int64_t slot, const float2 (&weight)[2]) {
+  __device__ void Fold(int kept, int64_t slot, const float2 (&weight)[kHalves]) {
     if constexpr (kFoldsInShared) {
       const bool here = kept < TileFolds(Traits::kHeadDim, args_.row_tile);
       if (!here) BringSlot(slot);
@@ -326,24 +340,24 @@ class TileAttention {
     const uint32_t to = ptx::SharedAddress(folds_);
     constexpr int kBytes = sizeof(float4);
 #pragma unroll
-    for (int n = 0; n < Traits::kHeadDim / 8; ++n) {
-      ptx::CopyAsync(to + n * PlaceStride() * kBytes, place + n * PlaceStride());
+    for (int n = 0; n < kQuads; ++n) {
+      ptx::CopyAsync(to + n * PlaceStride() * kBytes, place + n * kSlotStride);
     }
     ptx::CommitCopies();
     ptx::WaitCopies<0>();
   }
 
   // out_ = old * weight.x + out_ * weight.y, old from a slot: many loads are under way at once.
-  __device__ void FoldSlot(int64_t slot, const float2 (&weight)[2]) {
+  __device__ void FoldSlot(int64_t slot, const float2 (&weight)[kHalves]) {
     if (!has_rows_) return;
     constexpr int kAtOnce = 8;
     const float4* place = SlotPlace(slot);
 #pragma unroll
-    for (int first = 0; first < Traits::kHeadDim / 8; first += kAtOnce) {
-      const int count = min(kAtOnce, Traits::kHeadDim / 8 - first);
+    for (int first = 0; first < kQuads; first += kAtOnce) {
+      const int count = min(kAtOnce, kQuads - first);
       float4 old[kAtOnce];
 #pragma unroll
-      for (int n = 0; n < count; ++n) old[n] = __ldcg(place + (first + n) * PlaceStride());
+      for (int n = 0; n < count; ++n) old[n] = __ldcg(place + (first + n) * kSlotStride);
 #pragma unroll
       for (int n = 0; n < count; ++n) FoldQuad(first + n, old[n], weight);
     }
@@ -352,14 +366,11 @@ class TileAttention {
     if (!has_rows_) return;
     float4* place = SlotPlace(slot);
 #pragma unroll
-    for (int n = 0; n < Traits::kHeadDim / 8; ++n) {
-      const float4 four = {out_[n * 4], out_[n * 4 + 1], out_[n * 4 + 2], out_[n * 4 + 3]};
-      __stcg(place + n * PlaceStride(), four);
-    }
+    for (int n = 0; n < kQuads; ++n) __stcg(place + n * kSlotStride, Quad(n));
   }
 
   // A weight is positive: it changes neither an infinity nor a NaN.
-  __device__ void AddNonFinite(int from, const bool (&visible)[2]) {
+  __device__ void AddNonFinite(int from, const bool (&visible)[kHalves]) {
     const VerifyParams& p = args_.params;
     const auto* value = static_cast<const typename Traits::Row*>(p.value) +
                         int64_t{item_.plan.query_start + from} * p.value_strides.row +
@@ -369,7 +380,7 @@ class TileAttention {
       const float2 apart = ptx::ToFloat2<Product>(
           ptx::NonFinite<Product>(*reinterpret_cast<const uint32_t*>(value + n * 8)));
 #pragma unroll
-      for (int half = 0; half < 2; ++half) {
+      for (int half = 0; half < kHalves; ++half) {
         out_[n * 4 + half * 2] += visible[half] ? apart.x : 0.0f;
         out_[n * 4 + half * 2 + 1] += visible[half] ? apart.y : 0.0f;
       }
@@ -387,7 +398,7 @@ class TileAttention {
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
         const int at = k * 8 + i * 2;
-        weights_[k][i] = ptx::Pack<Product>(scores_[at], scores_[at + 1]);
+        weights_[k][i] = i % 2 < kHalves ? ptx::Pack<Product>(scores_[at], scores_[at + 1]) : 0;
       }
     }
   }
@@ -405,6 +416,7 @@ class TileAttention {
     const float inner = item_.cap_inner * scale;  // exp(2x) of tanh's argument, as a power of two
 #pragma unroll
     for (int i = 0; i < kStep / 2; ++i) {
+      if (i / 2 % 2 >= kHalves) continue;
       const float power = ptx::Exp2(scores_[i] * inner);
       scores_[i] = outer * (1.0f - __fdividef(2.0f, 1.0f + power));
     }
@@ -412,11 +424,11 @@ class TileAttention {
 
   // Masks what a row does not see.
   __device__ void Mask(const StepSight& step) {
-    uint64_t seen[2];  // bit j: the step's token j
+    uint64_t seen[kHalves];  // bit j: the step's token j
     SeenTokens<Traits>(args_, item_.plan, position_, step, seen);
     const int lane = threadIdx.x % 32;
 #pragma unroll
-    for (int half = 0; half < 2; ++half) {
+    for (int half = 0; half < kHalves; ++half) {
       const uint64_t bits = seen[half] >> (lane % 4 * 2);
       const uint32_t words[2] = {static_cast<uint32_t>(bits), static_cast<uint32_t>(bits >> 32)};
 #pragma unroll
@@ -428,9 +440,11 @@ class TileAttention {
     }
   }
 
-  __device__ void Rescale(const float (&factor)[2]) {
+  __device__ void Rescale(const float (&factor)[kHalves]) {
 #pragma unroll
-    for (int i = 0; i < kOutputs; ++i) out_[i] *= factor[i / 2 % 2];
+    for (int i = 0; i < kOutputs; ++i) {
+      if (i / 2 % 2 < kHalves) out_[i] *= factor[i / 2 % 2];
+    }
   }
 
   // Turns scores into weights and updates the rows' maxima and sums; a masked score is -infinity.
@@ -438,11 +452,11 @@ class TileAttention {
   // would save that in most steps, but then the largest weights were rounded too, which are exactly
   // 1 here: errors would be 5 % larger. Only row tiles of two warpgroups feel the difference (4 %),
   // and a row must not depend on its tile.
-  __device__ bool WeighScores(float scale, float (&factor)[2]) {
+  __device__ bool WeighScores(float scale, float (&factor)[kHalves]) {
     bool rescale = false;
-    float row_top[2];
+    float row_top[kHalves];
 #pragma unroll
-    for (int half = 0; half < 2; ++half) {
+    for (int half = 0; half < kHalves; ++half) {
       float tops[2][2];  // even and odd fragments: four chains at once
 #pragma unroll
       for (int n = 0; n < kFragments; ++n) {
@@ -456,13 +470,18 @@ class TileAttention {
     }
 #pragma unroll
     for (int lanes = 1; lanes <= 2; lanes *= 2) {
-      const float other[2] = {__shfl_xor_sync(0xffffffffu, row_top[0], lanes),
-                              __shfl_xor_sync(0xffffffffu, row_top[1], lanes)};
-      row_top[0] = fmaxf(row_top[0], other[0]);
-      row_top[1] = fmaxf(row_top[1], other[1]);
+      float other[kHalves];
+#pragma unroll
+      for (int half = 0; half < kHalves; ++half) {
+        other[half] = __shfl_xor_sync(0xffffffffu, row_top[half], lanes);
+      }
+#pragma unroll
+      for (int half = 0; half < kHalves; ++half) {
+        row_top[half] = fmaxf(row_top[half], other[half]);
+      }
     }
 #pragma unroll
-    for (int half = 0; half < 2; ++half) {
+    for (int half = 0; half < kHalves; ++half) {
       const float top = row_top[half] * scale;
       const float before = max_[half];
       const bool ahead = top > before;
@@ -491,10 +510,10 @@ class TileAttention {
   const SharedItem& item_;
   float4* folds_;
   bool has_rows_;  // whether any of this warp's rows exists
-  int position_[2];
-  float max_[2];
-  float sum_[2];  // this lane's share
-  float2 group_state_[2], total_state_[2];
+  int position_[kHalves];
+  float max_[kHalves];
+  float sum_[kHalves];  // this lane's share
+  float2 group_state_[kHalves], total_state_[kHalves];
   uint32_t query_[kQueryInRegisters ? kInnerSteps : 1][4];
   float scores_[kStep / 2];
   uint32_t weights_[kStep / 16][4];

@@ -8,18 +8,22 @@ namespace nwor {
 
 // What one tile kernel is compiled for: see VerifyTraits.
 //   kGroups  warpgroups that compute
-template <typename T, int kHeadDim_, int kGroups_>
+//   kHalves  of a warp's 16 rows that are used: see TileHalves
+template <typename T, int kHeadDim_, int kGroups_, int kHalves_>
 struct TileTraits {
   using Row = T;
   using Product = T;
 
   static constexpr bool kAvailable = wgmma::kAvailable;
   static constexpr bool kFloat8 = false;
-  static constexpr bool kTwoRows = true;  // of a thread's outputs: see CombinedRows
+  static constexpr int kHalves = kHalves_;
+  static constexpr bool kTwoRows = kHalves == 2;  // of a thread's outputs: see CombinedRows
+  static constexpr bool kSplitQuads = kHalves == 1;
   static constexpr bool kQueryInRegisters = TileQueryInRegisters(kHeadDim_);
   static constexpr int kHeadDim = kHeadDim_;
   static constexpr int kGroups = kGroups_;
-  static constexpr int kRowTile = kGroups * kTileRows;
+  static constexpr int kRowTile = kGroups * kTileRows / 2 * kHalves;  // at most
+  static constexpr int kQueryRows = TileQueryRows(kHeadDim, kRowTile);
   static constexpr int kThreads = TileConsumers(kGroups);  // of those that compute
   static constexpr int kStepTokens = TileStepTokens(kHeadDim);
   static constexpr int kTileBytes = TileBytes(kHeadDim);  // of K or V of a step
@@ -100,7 +104,7 @@ struct TileMemory {
   float4* folds;      // of the computing threads: see TileFolds
   SharedItem* items;  // two: one is opened while the other is worked on
 
-  static constexpr int kQueryBytes = TileQueryBytes(Traits::kHeadDim, Traits::kGroups);
+  static constexpr int kQueryBytes = TileQueryBytes(Traits::kHeadDim, Traits::kRowTile);
 
   __device__ TileMemory(uint8_t* base, const VerifyArgs& args) {
     uint8_t* query_at = base + args.stages * Traits::kStageBytes;
@@ -193,7 +197,7 @@ __device__ uint32_t ChunkOffset(int row, int chunk) {
 template <class Traits>
 __device__ uint32_t QueryOffset(int row, int chunk) {
   constexpr int kAtomChunks = Traits::kAtomBytes / 16;
-  return chunk / kAtomChunks * (kTileRows * Traits::kAtomBytes) +
+  return chunk / kAtomChunks * (Traits::kQueryRows * Traits::kAtomBytes) +
          RowSwizzle<Traits::kAtomBytes>::Offset(row, chunk % kAtomChunks);
 }
 

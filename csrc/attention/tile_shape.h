@@ -39,6 +39,12 @@ constexpr int QueryBytes(int head_dim, int row_tile) { return row_tile * head_di
 inline constexpr int kItemBytes = 256;  // and the streams' barriers
 constexpr int RowStateBytes(int row_tile) { return row_tile * 4 * (3 * kStreams + 10); }
 
+// The output of a group of leaves that is being folded, where it costs no stage; else it goes to
+// global memory.
+constexpr int FoldBytes(int head_dim, int row_tile) {
+  return row_tile == 16 && head_dim <= 128 ? row_tile * head_dim * 4 : 0;
+}
+
 // Whether the first stages of a leaf are filled while the one before is merged: with more rows
 // there are no registers to spare for it.
 constexpr bool StartsLeavesEarly(int row_tile) { return row_tile == 16; }
@@ -52,7 +58,12 @@ constexpr int MergeBytes(int head_dim, int row_tile) {
 // tokens ----
 
 inline constexpr int kTileRows = 64;  // of a warpgroup
-inline constexpr int kMaxTileStages = 6;
+inline constexpr int kMaxTileStages = 7;
+// A warp has 16 rows in two halves. Tiles of up to 32 rows use the upper ones only, so that all
+// four warps share what the matrix unit does not do; large heads gain nothing by it.
+constexpr int TileHalves(int head_dim, int row_tile) {
+  return head_dim <= 128 && row_tile <= kTileRows / 2 ? 1 : 2;
+}
 // Warpgroups that compute, by row tile: larger heads leave registers for no second one.
 constexpr int TileGroups(int row_tile) { return row_tile > kTileRows ? 2 : 1; }
 constexpr int MaxTileGroups(int head_dim) { return head_dim <= 128 ? 2 : 1; }
@@ -72,8 +83,11 @@ constexpr int TileBytes(int head_dim) { return TileStepTokens(head_dim) * head_d
 // Large heads leave no registers for Q.
 constexpr bool TileQueryInRegisters(int head_dim) { return head_dim <= 128; }
 // Two warpgroups read Q from global memory.
-constexpr int TileQueryBytes(int head_dim, int groups) {
-  return groups > 1 ? 0 : kTileRows * head_dim * 2;
+constexpr int TileQueryRows(int head_dim, int row_tile) {
+  return TileGroups(row_tile) > 1 ? 0 : kTileRows / 2 * TileHalves(head_dim, row_tile);
+}
+constexpr int TileQueryBytes(int head_dim, int row_tile) {
+  return TileQueryRows(head_dim, row_tile) * head_dim * 2;
 }
 // Outputs that are being folded, of a group (the first) and of a request (the second), as many as
 // there is shared memory for. Large heads keep them in global memory, and so do two warpgroups,
@@ -93,7 +107,7 @@ inline constexpr int kTileStageRest = 32 + 8 * kTileMaskRows;
 constexpr int TileStageBytes(int head_dim) { return 2 * TileBytes(head_dim) + kTileStageRest; }
 // Shared memory beside the stages: queries, folds, two items, ids, barriers.
 constexpr int TileFixedBytes(int head_dim, int row_tile) {
-  return TileQueryBytes(head_dim, TileGroups(row_tile)) +
+  return TileQueryBytes(head_dim, row_tile) +
          TileFolds(head_dim, row_tile) * TileFoldBytes(head_dim, row_tile) + 2 * kTileItemBytes +
          kTileIdBytes + 6 * 16;
 }

@@ -6,9 +6,10 @@
 
 namespace nwor {
 
-// Row of the tile that this thread has in the upper (0) or lower (1) half of its warp's 16.
-__device__ inline int TileRow(int half) {
-  return threadIdx.x / 32 * 16 + half * 8 + threadIdx.x % 32 / 4;
+// Row of the tile that this thread has in the upper (0) or lower (1) half of its warp's.
+template <class Traits>
+__device__ int TileRow(int half) {
+  return threadIdx.x / 32 * (8 * Traits::kHalves) + half * 8 + threadIdx.x % 32 / 4;
 }
 
 // Bits 0 .. count-1; count may lie outside 0..64.
@@ -26,8 +27,9 @@ struct StepSight {
 // Bit j of seen: this thread's row of that half, at position[half], sees token j of the step.
 // Called by whole warps.
 template <class Traits>
-__device__ void SeenTokens(const VerifyArgs& args, const PlanItem& item, const int (&position)[2],
-                           const StepSight& step, uint64_t (&seen)[2]) {
+__device__ void SeenTokens(const VerifyArgs& args, const PlanItem& item,
+                           const int (&position)[Traits::kHalves], const StepSight& step,
+                           uint64_t (&seen)[Traits::kHalves]) {
   const VerifyParams& p = args.params;
   const int first = step.first;
   const int last_row = item.request_rows - 1;
@@ -39,7 +41,7 @@ __device__ void SeenTokens(const VerifyArgs& args, const PlanItem& item, const i
     depth[1] = RowDepth(p, item, min(first + lane + 32, last_row));
   }
 #pragma unroll
-  for (int half = 0; half < 2; ++half) {
+  for (int half = 0; half < Traits::kHalves; ++half) {
     seen[half] = LowBits(step.end - first);
     if (!step.in_flight) {
       if (p.window > 0) seen[half] &= ~LowBits(position[half] - p.window + 1 - first);
@@ -47,8 +49,8 @@ __device__ void SeenTokens(const VerifyArgs& args, const PlanItem& item, const i
     }
     // Rows that do not exist may see anything.
     const StageMask mask(args, item);
-    const int row =
-        min(args.group.Quotient(item.row_begin + TileRow(half)) - mask.first, mask.count - 1);
+    const int row = min(args.group.Quotient(item.row_begin + TileRow<Traits>(half)) - mask.first,
+                        mask.count - 1);
     if (p.tree_mask == nullptr) {
       seen[half] &= LowBits(mask.first + row + 1 - first);
     } else {

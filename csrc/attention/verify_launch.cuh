@@ -40,14 +40,17 @@ void VerifyLauncher<T, kFloat8, kHeadDim>::Launch(const VerifyArgs& args,
                                                   const VerifyConfig& config) {
   if (config.warpgroup) {
     if constexpr (!kFloat8) {
+      const auto launch = [&]<int kGroups, int kHalves>() {
+        using Traits = TileTraits<T, kHeadDim, kGroups, kHalves>;
+        LaunchKernel(TileKernel<Traits>, TileThreads(kGroups), true, args, config);
+      };
       if constexpr (MaxTileGroups(kHeadDim) > 1) {
-        if (config.row_tile > kTileRows) {
-          return LaunchKernel(TileKernel<TileTraits<T, kHeadDim, 2>>, TileThreads(2), true, args,
-                              config);
-        }
+        if (config.row_tile > kTileRows) return launch.template operator()<2, 2>();
       }
-      return LaunchKernel(TileKernel<TileTraits<T, kHeadDim, 1>>, TileThreads(1), true, args,
-                          config);
+      if constexpr (TileHalves(kHeadDim, 16) == 1) {
+        if (TileHalves(kHeadDim, config.row_tile) == 1) return launch.template operator()<1, 1>();
+      }
+      return launch.template operator()<1, 2>();
     }
   }
   switch (config.row_tile) {
@@ -72,7 +75,7 @@ bool VerifyLauncher<T, kFloat8, kHeadDim>::HasWarpgroupKernel() {
     // Built for another target than sm_90a the kernel is empty: it asks for no dynamic shared
     // memory and hardly any registers.
     cudaFuncAttributes attributes;
-    const auto kernel = TileKernel<TileTraits<T, kHeadDim, 1>>;
+    const auto kernel = TileKernel<TileTraits<T, kHeadDim, 1, 2>>;
     if (cudaFuncGetAttributes(&attributes, kernel) != cudaSuccess) {
       cudaGetLastError();
       return false;

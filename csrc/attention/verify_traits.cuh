@@ -23,6 +23,7 @@ struct VerifyTraits {
   static constexpr bool kSuperseded = wgmma::kAvailable && !kFloat8_;  // by tile_kernel.cuh
   static constexpr bool kFloat8 = kFloat8_;
   static constexpr bool kTwoRows = false;
+  static constexpr bool kSplitQuads = false;
   static constexpr int kHeadDim = kHeadDim_;
   static constexpr int kRowTile = kRowTile_;
   static constexpr int kWarpRows = WarpRows(kHeadDim, kRowTile);
@@ -204,6 +205,7 @@ struct SharedMemory {
   uint64_t* barriers;  // of the streams, unused where they have one warp each
   RowStates<Traits::kRowTile>* rows;
   uint8_t* query;
+  float4* group;  // see FoldBytes
   uint8_t* stages;
   float* merge;
 
@@ -213,7 +215,9 @@ struct SharedMemory {
     query = base + kItemBytes;
     rows = reinterpret_cast<RowStates<Traits::kRowTile>*>(
         query + QueryBytes(Traits::kHeadDim, Traits::kRowTile));
-    stages = reinterpret_cast<uint8_t*>(rows) + RowStateBytes(Traits::kRowTile);
+    group = reinterpret_cast<float4*>(reinterpret_cast<uint8_t*>(rows) +
+                                      RowStateBytes(Traits::kRowTile));
+    stages = reinterpret_cast<uint8_t*>(group) + FoldBytes(Traits::kHeadDim, Traits::kRowTile);
     const int early = Traits::kStartsEarly ? args.early_stages : 0;
     merge = reinterpret_cast<float*>(stages + early * kStreams * Traits::kStageBytes);
   }

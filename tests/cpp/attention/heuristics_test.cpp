@@ -119,12 +119,12 @@ std::vector<int> Items(int requests, int tokens, const VerifyConfig& config) {
   return items;
 }
 
-TEST(ChooseGrain, FillsTheDeviceOnceForOneLongRequest) {
+TEST(ChooseGrain, FillsTheDeviceForOneLongRequest) {
   const VerifyConfig config = ChooseVerifyConfig(Shape(1, 8), kH200);
   for (const int tokens : {32768, 131072, 1 << 20}) {
     const size_t items = Items(1, tokens, config).size();
-    EXPECT_GT(items, kH200.num_sms * 9 / 10) << tokens;
-    EXPECT_LE(items, config.num_ctas) << tokens;
+    EXPECT_GT(items, 2 * kH200.num_sms * 9 / 10) << tokens;
+    EXPECT_LE(items, 2 * config.num_ctas) << tokens;
   }
 }
 
@@ -160,7 +160,7 @@ TEST(ChooseGrain, StaysWithinTheSlotsOfTheWorkspace) {
 
 TEST(ChooseGrain, EndsEvenlyForBatchesThatDoNotFitTheDevice) {
   // The queue's list schedule of equal-speed CTAs, against a perfect division of the work.
-  const VerifyConfig config = ChooseVerifyConfig(Shape(1, 8), kH200);
+  const VerifyConfig config = ChooseVerifyConfig(Shape(4, 8), kH200);
   const LeafSplit split = Split(32768, config);
   for (int requests = 4; requests <= 40; ++requests) {
     std::priority_queue<int, std::vector<int>, std::greater<>> busy_until;
@@ -252,6 +252,69 @@ TEST(ChooseVerifyConfig, GivesAnSmTwoCtasOfTwoStagesForUsualRows) {
   }
 }
 
+TEST(ChooseVerifyConfig, GivesOneRequestOfFewRowsADeepPipelineOnEachSm) {
+  EXPECT_EQ(ChooseVerifyConfig(Shape(1, 16), kH200).num_ctas, 2 * kH200.num_sms);
+  for (const int rows : {1, 8}) {
+    const VerifyConfig config = ChooseVerifyConfig(Shape(1, rows), kH200);
+    EXPECT_EQ(config.num_ctas, kH200.num_sms) << rows;
+    EXPECT_GE(config.stages, 5) << rows;
+    EXPECT_EQ(ChooseVerifyConfig(Shape(2, rows), kH200).num_ctas, 2 * kH200.num_sms) << rows;
+    EXPECT_EQ(ChooseVerifyConfig(Shape(2, rows, 16, 4), kH200).num_ctas, kH200.num_sms) << rows;
+  }
+}
+
+TEST(ChooseVerifyConfig, CutsAPrefixAlikeWhateverTheBatch) {
+  for (const int head_dim : {64, 128, 256}) {
+    for (const DType cache : {DType::kBFloat16, DType::kFloat8E4M3}) {
+      VerifyShape one = Shape(1, 1, 32, 8, head_dim);
+      one.cache_dtype = cache;
+      const VerifyConfig alone = ChooseVerifyConfig(one, kH200);
+      for (const int requests : {1, 2, 32}) {
+        for (const int rows : {1, 8, 16, 17, 64, 200}) {
+          VerifyShape shape = Shape(requests, rows, 32, 8, head_dim);
+          shape.cache_dtype = cache;
+          const VerifyConfig config = ChooseVerifyConfig(shape, kH200);
+          for (int tokens = 0; tokens < 100'000; tokens += 1111) {
+            ASSERT_EQ(Split(tokens, config).leaf_tokens, Split(tokens, alone).leaf_tokens)
+                << requests << " x " << rows << " rows, " << tokens << " tokens";
+          }
+          EXPECT_EQ(config.wide_ctas, alone.wide_ctas);
+        }
+      }
+    }
+  }
+}
+
+// A warp that combines partial results needs shared memory for a group of them.
+TEST(ChooseVerifyConfig, LeavesEveryWarpRoomForAGroupOfPartialResults) {
+  for (const DeviceProps& device : {kH200, kH200WithoutWarpgroups, kA100, kL40}) {
+    for (const int head_dim : {64, 80, 96, 128, 192, 256}) {
+      for (const DType cache : {DType::kBFloat16, DType::kFloat8E4M3}) {
+        for (const int rows : {1, 4, 8, 16, 64, 200}) {
+          VerifyShape shape = Shape(4, rows, 32, 8, head_dim);
+          shape.cache_dtype = cache;
+          const VerifyConfig config = ChooseVerifyConfig(shape, device);
+          const bool wide = config.wide_ctas > 0;
+          const int leaves = wide ? kMaxGroupLeaves : LeafGroup(24);
+          EXPECT_GE(leaves, LeafGroup(config.max_leaves));
+          const bool two_rows = config.warpgroup && TileHalves(head_dim, config.row_tile) == 2;
+          const int entry_rows = two_rows ? 2 : 1;
+          const int part = (head_dim * entry_rows / 4 + 31) / 32 * 512;
+          const int warps = config.warpgroup ? 4 * TileGroups(config.row_tile)
+                                             : CtaThreads(head_dim, config.row_tile) / 32;
+          const int buffer =
+              config.warpgroup
+                  ? config.stages * 2 * TileBytes(head_dim) +
+                        TileQueryBytes(head_dim, config.row_tile)
+                  : config.stages * kStreams * StageBytes(head_dim, cache == DType::kFloat8E4M3);
+          EXPECT_GE(buffer / warps, leaves * part + (512 + 256) * entry_rows)
+              << head_dim << ", " << rows << " rows, SMs of " << device.smem_per_sm_bytes;
+        }
+      }
+    }
+  }
+}
+
 TEST(ChooseVerifyConfig, KeepsEarlyStagesApartFromTheMergeBuffer) {
   for (const DeviceProps& device : {kH200WithoutWarpgroups, kA100, kL40}) {
     for (const int head_dim : {64, 80, 96, 128, 192, 256}) {
@@ -261,8 +324,8 @@ TEST(ChooseVerifyConfig, KeepsEarlyStagesApartFromTheMergeBuffer) {
           shape.cache_dtype = cache;
           const VerifyConfig config = ChooseVerifyConfig(shape, device);
           const int stage = kStreams * StageBytes(head_dim, cache == DType::kFloat8E4M3);
-          const int fixed =
-              QueryBytes(head_dim, config.row_tile) + kItemBytes + RowStateBytes(config.row_tile);
+          const int fixed = QueryBytes(head_dim, config.row_tile) + kItemBytes +
+                            RowStateBytes(config.row_tile) + FoldBytes(head_dim, config.row_tile);
           EXPECT_LT(config.early_stages, config.stages);
           EXPECT_GE(config.early_stages, 0);
           EXPECT_LE(fixed + config.stages * stage, config.smem_bytes);
