@@ -109,9 +109,9 @@ struct PartWeight {
 static_assert(sizeof(PartWeight) == sizeof(uint4));
 
 // How a CTA combines a unit: so many entries (CombinedRows) of a pair. Few pairs have small units,
-// so that all CTAs take part: then a team of warps shares an entry, its members fold groups of
-// parts, its first one the groups. Many have large ones: then a warp has several entries, whose
-// parts are under way together.
+// so that all CTAs that have worked take part: then a team of warps shares an entry, its members
+// fold groups of parts, its first one the groups. Many have large ones: then a warp has several
+// entries, whose parts are under way together, as many as there is room for.
 template <class Traits>
 struct CombineTeams {
   using Rows = CombinedRows<Traits>;
@@ -126,13 +126,16 @@ struct CombineTeams {
   int entries;  // of a unit: a power of two
   int units_per_pair;
 
-  __device__ CombineTeams(const VerifyArgs& args, int num_split_pairs, int buffer_bytes) {
+  __device__ CombineTeams(const VerifyArgs& args, const LaunchCounts& counts, int buffer_bytes) {
     const int all = Rows::Count(args.row_tile);
+    const int entry_bytes = 32 * kStateBytes + counts.max_parts * kPartBytes;
+    const int64_t ctas = min(counts.num_items, static_cast<int>(gridDim.x));
     for (entries = 1; entries < all; entries *= 2) {
       const bool has_room =
           entries >= kWarps || entries * kFoldedBytes + kWarps * kMinWarpBytes <= buffer_bytes;
-      const int64_t units = int64_t{num_split_pairs} * (all / entries);
-      if (has_room && units <= gridDim.x) break;
+      if (has_room && int64_t{counts.num_split_pairs} * (all / entries) <= ctas) break;
+      const int twice = kWarps * kWeightBytes + 2 * entries * entry_bytes;
+      if (entries >= kWarps && twice > buffer_bytes) break;
     }
     units_per_pair = all / entries;
   }
@@ -394,7 +397,7 @@ __device__ void CombineAll(const VerifyArgs& args, SharedItem* shared, int num_i
   auto& round = args.counters->round[counts.launch % 2];
   Traits::Meet();  // all of this CTA's stores are made
   if (threadIdx.x == 0) ptx::AddRelease(&round.done, num_items);
-  const CombineTeams<Traits> teams(args, counts.num_split_pairs, buffer.bytes);
+  const CombineTeams<Traits> teams(args, counts, buffer.bytes);
   const uint32_t units = counts.num_split_pairs * teams.units_per_pair;
   uint32_t unit = shared->queue.ticket;
   bool first = unit < units;

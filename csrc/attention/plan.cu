@@ -84,13 +84,15 @@ __device__ PlanDemand DemandOf(const PlanRequest& request, int group, int kv_hea
   demand.items = pairs * parts;
   demand.slots = parts > 1 ? demand.items : 0;
   demand.split_pairs = parts > 1 ? pairs : 0;
+  demand.parts = parts;
   return demand;
 }
 
 // Sums over a warp; every lane gets the result.
 __device__ int WarpSum(int value) { return __reduce_add_sync(0xffffffffu, value); }
 
-// The sums over the requests queued before b, and over all of them. Called by whole warps.
+// The sums over the requests queued before b, and over all of them; of `parts` the largest. Called
+// by whole warps.
 struct QueueSums {
   PlanDemand before;
   PlanDemand all;
@@ -102,6 +104,7 @@ __device__ QueueSums SumQueue(const PlanRequest* requests, int num_requests, int
     const PlanDemand d = requests[other].demand;
     sums.all.items += d.items;
     sums.all.split_pairs += d.split_pairs;
+    sums.all.parts = max(sums.all.parts, d.parts);
     if (d.item_tokens > item_tokens || (d.item_tokens == item_tokens && other < b)) {
       sums.before.items += d.items;
       sums.before.slots += d.slots;
@@ -113,6 +116,7 @@ __device__ QueueSums SumQueue(const PlanRequest* requests, int num_requests, int
   sums.before.split_pairs = WarpSum(sums.before.split_pairs);
   sums.all.items = WarpSum(sums.all.items);
   sums.all.split_pairs = WarpSum(sums.all.split_pairs);
+  sums.all.parts = __reduce_max_sync(0xffffffffu, sums.all.parts);
   return sums;
 }
 
@@ -233,6 +237,7 @@ __global__ void __launch_bounds__(kPlanThreads)
         PlanHeader done = {};
         done.num_items = sums.all.items;
         done.num_split_pairs = sums.all.split_pairs;
+        done.max_parts = sums.all.parts;
         *header = done;
       }
     }

@@ -27,7 +27,8 @@ constexpr int32_t WindowBegin(const VerifyParams& p, int32_t prefix_tokens) {
 struct PlanHeader {
   int32_t num_items = 0;
   int32_t num_split_pairs = 0;  // pairs whose items leave partial results
-  int32_t unused[62] = {};
+  int32_t max_parts = 0;        // of a pair
+  int32_t unused[61] = {};
 };
 
 // What a request asks of the queue under the chosen grain.
@@ -36,6 +37,7 @@ struct PlanDemand {
   int32_t items;
   int32_t slots;
   int32_t split_pairs;
+  int32_t parts;  // of a pair
 };
 
 // The planner's own notes on a request.
@@ -76,7 +78,7 @@ struct PlanItem {
   }
 };
 
-static_assert(sizeof(PlanHeader) == 256 && sizeof(PlanRequest) == 56 && sizeof(PlanItem) == 64);
+static_assert(sizeof(PlanHeader) == 256 && sizeof(PlanRequest) == 64 && sizeof(PlanItem) == 64);
 
 // State that CTAs share. The planner clears it once; afterwards every launch leaves it ready for
 // the next one: the CTA that asks for an item last, when the launch before is long over, prepares

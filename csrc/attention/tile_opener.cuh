@@ -75,8 +75,7 @@ class TileOpener {
     int pair = -1;
     if (lane() == 0 && counts_.num_split_pairs > 0) {
       ticket_ = TakeTicket(args_, counts_);
-      const CombineTeams<Traits> teams(args_, counts_.num_split_pairs,
-                                       memory_.combine_buffer().bytes);
+      const CombineTeams<Traits> teams(args_, counts_, memory_.combine_buffer().bytes);
       if (ticket_ != kNoTicket) pair = static_cast<int>(ticket_) / teams.units_per_pair;
       if (pair >= counts_.num_split_pairs) pair = -1;
     }

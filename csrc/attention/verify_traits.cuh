@@ -146,12 +146,14 @@ struct TokenMap {
 struct LaunchCounts {
   int num_items = 0;
   int num_split_pairs = 0;  // that leave partial results
+  int max_parts = 0;        // of a pair
   uint32_t fetch_base = 0;  // see WorkCounters
   uint32_t launch = 0;
 
   __device__ void Read(const VerifyArgs& args) {
     num_items = args.plan->num_items;
     num_split_pairs = args.plan->num_split_pairs;
+    max_parts = args.plan->max_parts;
     fetch_base = args.counters->fetch_base;
     launch = args.counters->launch;
   }

@@ -158,6 +158,27 @@ def test_a_batch_that_fills_the_device_changes_no_bit(
 
 
 @pytest.mark.parametrize("device", DEVICES)
+def test_few_rows_do_not_feel_a_batch_of_many(device: str) -> None:
+    """Many rows take a kernel with other CTAs, and a prefix that is cut into parts of their own."""
+    shape = Shape(
+        rows=[64, 2, 64],
+        prefix=[100, 8192, 33],
+        heads=32,
+        kv_heads=8,
+        head_dim=128,
+        dtype=row_dtypes(device)[-1],
+        mask="tree",
+    )
+    step = make_step(shape, 7, device)
+    out, lse = step.run()
+    assert_close(step, out, lse)
+    own = slice(64, 66)
+    alone, alone_lse = step.only(1).run()
+    assert torch.equal(alone, out[own])
+    assert torch.equal(alone_lse, lse[own])
+
+
+@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("head_dim", HEAD_DIMS)
 @pytest.mark.parametrize("rows", [3, 6, 14])
 def test_float8_repeats_bit_for_bit_alone_and_in_a_batch(
