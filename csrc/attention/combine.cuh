@@ -5,8 +5,8 @@
 // The combine of all partial results, once all items are done: CTAs that find no further item share
 // it, by tickets. What such a CTA waits for is never held by a CTA that does not run: the others
 // have all taken their first items, or it gets no ticket; the one that ends last always gets one.
-// A Traits type here has Row, kHeadDim, kThreads, kTwoRows and Meet, a barrier for the CTA's
-// kThreads first threads.
+// A Traits type here has Row, kHeadDim, kThreads, kTwoRows, kSplitQuads and Meet, a barrier for the
+// CTA's kThreads first threads.
 
 namespace nwor {
 
@@ -130,6 +130,8 @@ struct CombineTeams {
     const int all = Rows::Count(args.row_tile);
     const int entry_bytes = 32 * kStateBytes + counts.max_parts * kPartBytes;
     const int64_t ctas = min(counts.num_items, static_cast<int>(gridDim.x));
+    // A team needs room for its groups. Beyond an entry for each warp, of which every row tile has
+    // enough, units grow only while all parts of one fit at once.
     for (entries = 1; entries < all; entries *= 2) {
       const bool has_room =
           entries >= kWarps || entries * kFoldedBytes + kWarps * kMinWarpBytes <= buffer_bytes;
@@ -143,8 +145,9 @@ struct CombineTeams {
   __device__ int warp_entries() const { return entries < kWarps ? 1 : entries / kWarps; }
 };
 
-// One warp's share of a unit. All its loads are under way at once, and nothing that is waited for
-// stands before them: ptxas waits for a load at the head of the next loop, used there or not.
+// One warp's share of a unit. As many of its loads as there is room for are under way at once, and
+// nothing that is waited for stands before them: ptxas waits for a load at the head of the next
+// loop, used there or not.
 template <class Traits>
 class UnitCombiner {
   using Rows = CombinedRows<Traits>;

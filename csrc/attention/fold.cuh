@@ -28,7 +28,7 @@ __device__ inline float4 FoldOutput(float4 old, float4 later, float2 weight) {
           __fmaf_rn(old.w, weight.x, __fmul_rn(later.w, weight.y))};
 }
 
-// The same for two rows, two channels each.
+// The same for two rows, two channels each; or for one, with one weight twice.
 __device__ inline float4 FoldRows(float4 old, float4 later, float2 upper, float2 lower) {
   return {__fmaf_rn(old.x, upper.x, __fmul_rn(later.x, upper.y)),
           __fmaf_rn(old.y, upper.x, __fmul_rn(later.y, upper.y)),
@@ -104,7 +104,8 @@ __device__ inline LeafFate FateOf(const PlanItem& item, int leaf, int max_slots)
   return fate;
 }
 
-// Where a row's state lies in a slot. Tile kernels (kTwoRows) keep rows r and r + 8 side by side.
+// Where a row's state lies in a slot. Tile kernels with both halves (kTwoRows) keep rows r and r +
+// 8 side by side.
 template <class Traits>
 __device__ int StateOffset(int row) {
   if constexpr (!Traits::kTwoRows) return row;

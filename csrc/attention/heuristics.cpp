@@ -147,8 +147,13 @@ VerifyConfig ChooseVerifyConfig(const VerifyShape& shape, const DeviceProps& dev
   config.fill_leaves = config.warpgroup ? device.num_sms / shape.num_kv_heads : 0;
   config.wide_ctas = config.warpgroup && groups > 1 ? device.num_sms : 0;
   config.max_pairs = static_cast<int32_t>(pairs);
-  config.max_slots =
-      static_cast<int32_t>(std::min(kSlotsPerCta * config.num_ctas, pairs * config.max_leaves));
+  // Requests of many rows may have more leaves, a CTA's worth of row tiles each.
+  int64_t leaves = pairs * config.max_leaves;
+  if (config.wide_ctas > 0 && shape.num_rows * group > kTileRows) {
+    const int64_t tiles_per_cta = CeilDiv(2 * kTileRows, row_tile);
+    leaves = std::max(leaves, shape.num_requests * config.wide_ctas * tiles_per_cta);
+  }
+  config.max_slots = static_cast<int32_t>(std::min(kSlotsPerCta * config.num_ctas, leaves));
   // At least one per CTA: those without work find that out from an entry of their own.
   config.max_items = std::max(config.max_slots + config.max_pairs, config.num_ctas);
   return config;

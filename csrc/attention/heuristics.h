@@ -46,8 +46,8 @@ struct VerifyConfig {
   int32_t min_leaf_tokens = 0;  // a prefix is cut into leaves of at least so many tokens,
   int32_t max_leaves = 0;       // into at most so many
   int32_t fill_leaves = 0;      // leaves of all KV heads of one request for all SMs, one each
-  // A request whose packed rows exceed a warpgroup's has fewer and longer leaves: one for each of
-  // so many CTAs, all its KV heads and row tiles together. 0: no difference is made.
+  // A request whose packed rows exceed a warpgroup's has other leaves: one for each of so many CTAs
+  // at most, all its KV heads and row tiles together. 0: no difference is made.
   int32_t wide_ctas = 0;
   int32_t max_pairs = 0;  // (request, KV head, row tile) triples a step can have
   int32_t max_slots = 0;  // partial results the workspace holds
@@ -77,8 +77,9 @@ constexpr LeafSplit SplitPrefix(int32_t tokens, int32_t min_leaf_tokens, int32_t
   return {static_cast<int32_t>(leaf), static_cast<int32_t>(count < 1 ? 1 : count)};
 }
 
-// Leaves of a request whose packed rows exceed a warpgroup's: few and long, one for each of `ctas`
-// CTAs over its `pairs` of KV head and row tile. What bounds it is arithmetic, and folds cost some.
+// Leaves of a request whose packed rows exceed a warpgroup's: one for each of `ctas` CTAs at most
+// over its `pairs` of KV head and row tile, so few and long ones where these are many. What bounds
+// it is arithmetic, and folds cost some.
 inline constexpr int32_t kMinWideLeafTokens = 512;
 inline constexpr int32_t kMaxWideLeaves = 128;
 constexpr LeafSplit SplitWidePrefix(int32_t tokens, int32_t pairs, int32_t ctas) {

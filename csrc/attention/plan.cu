@@ -84,7 +84,7 @@ __device__ PlanDemand DemandOf(const PlanRequest& request, int group, int kv_hea
   demand.items = pairs * parts;
   demand.slots = parts > 1 ? demand.items : 0;
   demand.split_pairs = parts > 1 ? pairs : 0;
-  demand.parts = parts;
+  demand.parts = pairs > 0 ? parts : 0;
   return demand;
 }
 

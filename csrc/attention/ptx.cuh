@@ -89,7 +89,10 @@ __device__ inline uint32_t LoadShared32(uint32_t address) {
 
 __device__ inline uint2 LoadShared64(uint32_t address) {
   uint2 value;
-  asm volatile("ld.shared.v2.b32 {%0,%1}, [%2];" : "=r"(value.x), "=r"(value.y) : "r"(address));
+  asm volatile("ld.shared.v2.b32 {%0,%1}, [%2];"
+               : "=r"(value.x), "=r"(value.y)
+               : "r"(address)
+               : "memory");
   return value;
 }
 

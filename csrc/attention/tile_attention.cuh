@@ -5,11 +5,12 @@
 
 namespace nwor {
 
-// A warpgroup's 64 rows against an item's tokens, one step at a time and each step in parts: the
-// matrix unit works on the values of the step before and on the scores of the step behind while a
-// step's weights are computed. K and V are read by the matrix unit where they lie, everything else
-// is in registers; Q is where it costs less. Rows are packed: row = q * group + head. Warp w has
-// rows 16w..16w+15, a lane rows lane / 4 and + 8; with one half (TileHalves) 8w..8w+7.
+// A warpgroup's rows, up to 64, against an item's tokens, one step at a time and each step in
+// parts: the matrix unit works on the values of the step before and on the scores of the step
+// behind while a step's weights are computed. K and V are read by the matrix unit where they lie,
+// everything else is in registers; Q is where it costs less. Rows are packed: row = q * group +
+// head. Warp w has rows 16w..16w+15, a lane rows lane / 4 and + 8; with one half (TileHalves)
+// 8w..8w+7.
 //
 // StartScores, AwaitScores<0> for the first step; for every step Weigh, StartScores of the next,
 // StartValues, AwaitScores<1>; AwaitValues before Finish.

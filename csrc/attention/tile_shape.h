@@ -39,10 +39,10 @@ constexpr int QueryBytes(int head_dim, int row_tile) { return row_tile * head_di
 inline constexpr int kItemBytes = 256;  // and the streams' barriers
 constexpr int RowStateBytes(int row_tile) { return row_tile * 4 * (3 * kStreams + 10); }
 
-// The output of a group of leaves that is being folded, where it costs no stage; else it goes to
-// global memory.
+// The output of a group of leaves that is being folded, where it costs no stage on any device; else
+// it goes to global memory.
 constexpr int FoldBytes(int head_dim, int row_tile) {
-  return row_tile == 16 && head_dim <= 128 ? row_tile * head_dim * 4 : 0;
+  return row_tile == 16 && (head_dim == 64 || head_dim == 128) ? row_tile * head_dim * 4 : 0;
 }
 
 // Whether the first stages of a leaf are filled while the one before is merged: with more rows
@@ -54,10 +54,10 @@ constexpr int MergeBytes(int head_dim, int row_tile) {
   return kStreams * row_tile * (head_dim + 8) * 4;
 }
 
-// ---- tile kernels (sm_90a): one warpgroup, or two, compute 64 rows each, another brings the
+// ---- tile kernels (sm_90a): one warpgroup, or two, compute up to 64 rows each, another brings the
 // tokens ----
 
-inline constexpr int kTileRows = 64;  // of a warpgroup
+inline constexpr int kTileRows = 64;  // of a warpgroup, at most
 inline constexpr int kMaxTileStages = 7;
 // A warp has 16 rows in two halves. Tiles of up to 32 rows use the upper ones only, so that all
 // four warps share what the matrix unit does not do; large heads gain nothing by it.

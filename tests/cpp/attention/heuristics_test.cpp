@@ -158,6 +158,42 @@ TEST(ChooseGrain, StaysWithinTheSlotsOfTheWorkspace) {
   }
 }
 
+TEST(ChooseGrain, StaysWithinTheSlotsForManyRowsOfFewHeads) {
+  for (const int kv_heads : {1, 2, 3, 8}) {
+    for (const int rows : {3, 9, 16, 32, 64, 256}) {
+      for (const int requests : {1, 2, 4, 8, 40}) {
+        const int packed = rows * 8;
+        const VerifyShape shape = Shape(requests, rows, 8 * kv_heads, kv_heads);
+        const VerifyConfig config = ChooseVerifyConfig(shape, kH200);
+        for (int tokens = 400; tokens < 200'000; tokens += tokens / 7) {
+          GrainQuery query;
+          query.pairs = (packed + config.row_tile - 1) / config.row_tile * kv_heads;
+          query.split = Split(tokens, config);
+          if (packed > kTileRows) {
+            const int wide = (packed + 2 * kTileRows - 1) / (2 * kTileRows) * kv_heads;
+            query.split = SplitWidePrefix(tokens, wide, config.wide_ctas);
+          }
+          query.span = tokens;
+          const int64_t work = int64_t{tokens} * query.pairs;
+          query.work_all = query.work_left = work * requests;
+          int64_t slots = 0;
+          for (int b = 0; b < requests; ++b) {
+            const int leaves =
+                LeavesPerItem(ChooseGrain(query, config.num_ctas), query.split.num_leaves);
+            const int parts = (query.split.num_leaves + leaves - 1) / leaves;
+            if (parts > 1) slots += int64_t{parts} * query.pairs;
+            query.started =
+                std::min(query.started + parts * query.pairs, kEvenRounds * config.num_ctas);
+            query.work_left -= work;
+          }
+          ASSERT_LE(slots, config.max_slots)
+              << requests << " x " << tokens << " tokens, " << rows << " rows, " << kv_heads;
+        }
+      }
+    }
+  }
+}
+
 TEST(ChooseGrain, EndsEvenlyForBatchesThatDoNotFitTheDevice) {
   // The queue's list schedule of equal-speed CTAs, against a perfect division of the work.
   const VerifyConfig config = ChooseVerifyConfig(Shape(4, 8), kH200);
