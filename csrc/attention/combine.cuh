@@ -116,19 +116,21 @@ template <class Traits>
 struct CombineTeams {
   using Rows = CombinedRows<Traits>;
   static constexpr int kWarps = Traits::kThreads / 32;
-  static constexpr int kPartBytes = 16 * 32 * Rows::kQuads;  // of an entry
-  static constexpr int kStateBytes = 8 * Rows::kRows;
-  static constexpr int kWeightBytes = 32 * Rows::kRows * static_cast<int>(sizeof(PartWeight));
-  static constexpr int kFoldedBytes = kMaxGroups * (kPartBytes + kStateBytes);  // an entry's groups
+  static constexpr int kPartBytes = CombinePartBytes(Traits::kHeadDim, Rows::kRows);
+  static constexpr int kStateBytes = CombineStateBytes(Rows::kRows);  // of all parts under way
+  static constexpr int kWeightBytes = CombineWeightBytes(Rows::kRows);
   static constexpr int kMinWarpBytes =
-      kWeightBytes + 32 * kStateBytes + kMaxGroupLeaves * kPartBytes;
+      CombineWarpBytes(Traits::kHeadDim, Rows::kRows, kMaxGroupLeaves);
+  static constexpr int kFoldedBytes = kMaxGroups * (kPartBytes + 8 * Rows::kRows);  // of an entry
+  static_assert(kPartBytes == 512 * Rows::kQuads &&
+                kWeightBytes == 32 * Rows::kRows * sizeof(PartWeight));
 
   int entries;  // of a unit: a power of two
   int units_per_pair;
 
   __device__ CombineTeams(const VerifyArgs& args, const LaunchCounts& counts, int buffer_bytes) {
     const int all = Rows::Count(args.row_tile);
-    const int entry_bytes = 32 * kStateBytes + counts.max_parts * kPartBytes;
+    const int entry_bytes = kStateBytes + counts.max_parts * kPartBytes;
     const int64_t ctas = min(counts.num_items, static_cast<int>(gridDim.x));
     // A team needs room for its groups. Beyond an entry for each warp, of which every row tile has
     // enough, units grow only while all parts of one fit at once.
@@ -171,13 +173,12 @@ class UnitCombiner {
     weights_ = buffer.address + folded + warp * mine;
     parts_ = weights_ + Teams::kWeightBytes;
     const int room = mine - Teams::kWeightBytes;
-    entry_bytes_ = 32 * Teams::kStateBytes + item.num_parts * Teams::kPartBytes;
+    entry_bytes_ = Teams::kStateBytes + item.num_parts * Teams::kPartBytes;
     at_once_ = item.num_parts > 32 ? 0 : min(room / entry_bytes_, entries_);
     groups_at_once_ = num_groups_;
     if (at_once_ == 0) {  // not even one entry's parts
       at_once_ = 1;
-      groups_at_once_ =
-          min((room - 32 * Teams::kStateBytes) / Teams::kPartBytes, 32) / group_parts_;
+      groups_at_once_ = min((room - Teams::kStateBytes) / Teams::kPartBytes, 32) / group_parts_;
     }
     index_ = lane() / group_parts_;
     place_ = lane() - index_ * group_parts_;
@@ -207,7 +208,7 @@ class UnitCombiner {
     if (!called) meanwhile();
   }
 
-  // Once all members of a team of several have folded theirs.
+  // Once all members of a team of several have folded theirs: the first of them writes the rows.
   __device__ void FoldTeam() {
     if (member_ > 0 || !Exists(0)) return;
     ReadFolded(0, &total_);
@@ -235,7 +236,7 @@ class UnitCombiner {
 
   // Shared memory of the i-th of the entries under way.
   __device__ uint32_t States(int i) const { return parts_ + i * entry_bytes_; }
-  __device__ uint32_t Parts(int i) const { return States(i) + 32 * Teams::kStateBytes; }
+  __device__ uint32_t Parts(int i) const { return States(i) + Teams::kStateBytes; }
 
   __device__ void AskForParts(int entry, int i) const {
     if (!Exists(entry)) return;
@@ -247,7 +248,7 @@ class UnitCombiner {
     const int part_quads = args_.row_tile * (Traits::kHeadDim / 4);
     if (part_ >= 0) {
       const float2* state = args_.states + (item_.slot + part_) * tile + StateOffset<Traits>(row);
-      const uint32_t to = States(i) + lane() * Teams::kStateBytes;
+      const uint32_t to = States(i) + lane() * (8 * kRows);
       if constexpr (kRows == 2) {
         ptx::CopyAsync(to, state);
       } else {
@@ -274,8 +275,7 @@ class UnitCombiner {
     for (int r = 0; r < kRows; ++r) {
       float2 state = {};
       if (part_ >= 0) {
-        state =
-            ptx::Bits<float2>(ptx::LoadShared64(States(i) + lane() * Teams::kStateBytes + r * 8));
+        state = ptx::Bits<float2>(ptx::LoadShared64(States(i) + lane() * (8 * kRows) + r * 8));
       }
       const PartWeight weight = PartWeight::Of(state, place_);
       ptx::StoreShared128(weights_ + (lane() * kRows + r) * 16, ptx::Bits<uint4>(weight));
@@ -364,7 +364,7 @@ class UnitCombiner {
     }
   }
   __device__ uint32_t StateAddress(int group, int r) const {
-    return folded_ + kMaxGroups * Teams::kPartBytes + group * Teams::kStateBytes + r * 8;
+    return folded_ + kMaxGroups * Teams::kPartBytes + (group * kRows + r) * 8;
   }
 
   const VerifyArgs& args_;

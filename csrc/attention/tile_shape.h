@@ -54,10 +54,25 @@ constexpr int MergeBytes(int head_dim, int row_tile) {
   return kStreams * row_tile * (head_dim + 8) * 4;
 }
 
+// What a warp needs to combine an entry, `rows` rows of partial results side by side (one or two):
+// one part's outputs, sixteen bytes to a lane; all it needs for so many parts at once, with their
+// states and weights, up to one for each lane.
+constexpr int CombinePartBytes(int head_dim, int rows) {
+  return (head_dim * rows / 4 + 31) / 32 * 512;
+}
+constexpr int CombineStateBytes(int rows) { return 32 * 8 * rows; }
+constexpr int CombineWeightBytes(int rows) { return 32 * 16 * rows; }
+constexpr int CombineWarpBytes(int head_dim, int rows, int parts) {
+  return CombineWeightBytes(rows) + CombineStateBytes(rows) +
+         parts * CombinePartBytes(head_dim, rows);
+}
+
 // ---- tile kernels (sm_90a): one warpgroup, or two, compute up to 64 rows each, another brings the
 // tokens ----
 
 inline constexpr int kTileRows = 64;  // of a warpgroup, at most
+// Of two warpgroups six of heads of 80 would leave a warp too little room to combine: see
+// CombineWarpBytes.
 inline constexpr int kMaxTileStages = 7;
 // A warp has 16 rows in two halves. Tiles of up to 32 rows use the upper ones only, so that all
 // four warps share what the matrix unit does not do; large heads gain nothing by it.

@@ -377,8 +377,8 @@ def test_what_happens_to_requests_of_smollm2(
 ) -> None:
     """The same in full graphs; V1 drafts by lookups and passes, V2 with the shipped head.
 
-    In bfloat16 tokens part sooner or later; up to there log-probabilities are as close to float32
-    as plain vLLM's.
+    In bfloat16 tokens part sooner or later; up to there log-probabilities are close to plain
+    vLLM's, and as close to float32 as these.
     """
     monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "1" if runner == "v2" else "0")
     script = read_passages.script
@@ -399,11 +399,14 @@ def test_what_happens_to_requests_of_smollm2(
     name, plain = f"SmolLM2, {runner}", read_passages.greedy
     # A chain ends at its first wrong token: of eight, each right nine times in ten, five are.
     close = check_disturbed(name, script, found, plain, before, least=0.25)
-    close.check_places()
     del llm
     release_engines()
+    own = closeness.compare((plain[str(i)], output) for i, output in theirs)
     ours = errors_of(read_passages, found.outputs)
+    print(f"vLLM's own speculation: {own}")
     print(f"errors against float32, beside plain vLLM's: ours {ours}")
-    print(f"vLLM's own speculation: {errors_of(read_passages, theirs)}")
+    print(f"those of vLLM's own speculation: {errors_of(read_passages, theirs)}")
     assert len(ours.got) > 300
     assert ours.ratio < 1.25
+    close.check()
+    assert close.mean < 1.5 * own.mean

@@ -6,10 +6,12 @@
 #include <cmath>
 #include <cstdlib>
 #include <functional>
+#include <initializer_list>
 #include <iostream>
 #include <queue>
 #include <random>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "attention/plan.h"
@@ -258,23 +260,33 @@ TEST(PlanItem, KnowsTheLeavesOfItsPairsParts) {
   }
 }
 
-TEST(ChooseVerifyConfig, FitsSharedMemoryForEveryHeadSizeTypeAndDevice) {
-  for (const DeviceProps& device : {kH200, kH200WithoutWarpgroups, kA100, kL40}) {
+// Four requests of every head size, cache type and usual number of rows, on each of the devices.
+std::vector<std::pair<DeviceProps, VerifyShape>> EveryKind(
+    std::initializer_list<DeviceProps> devices) {
+  std::vector<std::pair<DeviceProps, VerifyShape>> kinds;
+  for (const DeviceProps& device : devices) {
     for (const int head_dim : {64, 80, 96, 128, 192, 256}) {
       for (const DType cache : {DType::kBFloat16, DType::kFloat8E4M3}) {
-        for (const int rows : {1, 4, 8, 16, 64, 256}) {
+        for (const int rows : {1, 4, 8, 16, 64, 200, 256}) {
           VerifyShape shape = Shape(4, rows, 32, 8, head_dim);
           shape.cache_dtype = cache;
-          const VerifyConfig config = ChooseVerifyConfig(shape, device);
-          ASSERT_EQ(config.unsupported, nullptr) << head_dim << " " << config.unsupported;
-          EXPECT_LE(config.smem_bytes, device.smem_per_block_bytes);
-          EXPECT_GE(config.stages, 1);
-          EXPECT_EQ(config.num_ctas % device.num_sms, 0);
-          const int ctas_per_sm = config.num_ctas / device.num_sms;
-          EXPECT_LE(ctas_per_sm * (config.smem_bytes + 1024), device.smem_per_sm_bytes);
+          kinds.emplace_back(device, shape);
         }
       }
     }
+  }
+  return kinds;
+}
+
+TEST(ChooseVerifyConfig, FitsSharedMemoryForEveryHeadSizeTypeAndDevice) {
+  for (const auto& [device, shape] : EveryKind({kH200, kH200WithoutWarpgroups, kA100, kL40})) {
+    const VerifyConfig config = ChooseVerifyConfig(shape, device);
+    ASSERT_EQ(config.unsupported, nullptr) << shape.head_dim << " " << config.unsupported;
+    EXPECT_LE(config.smem_bytes, device.smem_per_block_bytes);
+    EXPECT_GE(config.stages, 1);
+    EXPECT_EQ(config.num_ctas % device.num_sms, 0);
+    const int ctas_per_sm = config.num_ctas / device.num_sms;
+    EXPECT_LE(ctas_per_sm * (config.smem_bytes + 1024), device.smem_per_sm_bytes);
   }
 }
 
@@ -321,57 +333,39 @@ TEST(ChooseVerifyConfig, CutsAPrefixAlikeWhateverTheBatch) {
   }
 }
 
-// A warp that combines partial results needs shared memory for a group of them.
 TEST(ChooseVerifyConfig, LeavesEveryWarpRoomForAGroupOfPartialResults) {
-  for (const DeviceProps& device : {kH200, kH200WithoutWarpgroups, kA100, kL40}) {
-    for (const int head_dim : {64, 80, 96, 128, 192, 256}) {
-      for (const DType cache : {DType::kBFloat16, DType::kFloat8E4M3}) {
-        for (const int rows : {1, 4, 8, 16, 64, 200}) {
-          VerifyShape shape = Shape(4, rows, 32, 8, head_dim);
-          shape.cache_dtype = cache;
-          const VerifyConfig config = ChooseVerifyConfig(shape, device);
-          const bool wide = config.wide_ctas > 0;
-          const int leaves = wide ? kMaxGroupLeaves : LeafGroup(24);
-          EXPECT_GE(leaves, LeafGroup(config.max_leaves));
-          const bool two_rows = config.warpgroup && TileHalves(head_dim, config.row_tile) == 2;
-          const int entry_rows = two_rows ? 2 : 1;
-          const int part = (head_dim * entry_rows / 4 + 31) / 32 * 512;
-          const int warps = config.warpgroup ? 4 * TileGroups(config.row_tile)
-                                             : CtaThreads(head_dim, config.row_tile) / 32;
-          const int buffer =
-              config.warpgroup
-                  ? config.stages * 2 * TileBytes(head_dim) +
-                        TileQueryBytes(head_dim, config.row_tile)
-                  : config.stages * kStreams * StageBytes(head_dim, cache == DType::kFloat8E4M3);
-          EXPECT_GE(buffer / warps, leaves * part + (512 + 256) * entry_rows)
-              << head_dim << ", " << rows << " rows, SMs of " << device.smem_per_sm_bytes;
-        }
-      }
+  for (const auto& [device, shape] : EveryKind({kH200, kH200WithoutWarpgroups, kA100, kL40})) {
+    const int dim = shape.head_dim;
+    const VerifyConfig config = ChooseVerifyConfig(shape, device);
+    const int leaves = config.wide_ctas > 0 ? kMaxGroupLeaves : LeafGroup(24);
+    EXPECT_GE(leaves, LeafGroup(config.max_leaves));
+    int rows = 1;
+    int warps = CtaThreads(dim, config.row_tile) / 32;
+    int buffer = config.stages * kStreams * StageBytes(dim, shape.cache_dtype != shape.dtype);
+    if (config.warpgroup) {
+      rows = TileHalves(dim, config.row_tile);
+      warps = TileConsumers(TileGroups(config.row_tile)) / 32;
+      buffer = config.stages * 2 * TileBytes(dim) + TileQueryBytes(dim, config.row_tile);
     }
+    EXPECT_GE(buffer / warps, CombineWarpBytes(dim, rows, leaves))
+        << dim << ", " << shape.num_rows << " rows, SMs of " << device.smem_per_sm_bytes;
   }
 }
 
 TEST(ChooseVerifyConfig, KeepsEarlyStagesApartFromTheMergeBuffer) {
-  for (const DeviceProps& device : {kH200WithoutWarpgroups, kA100, kL40}) {
-    for (const int head_dim : {64, 80, 96, 128, 192, 256}) {
-      for (const DType cache : {DType::kBFloat16, DType::kFloat8E4M3}) {
-        for (const int rows : {1, 4, 8, 16, 64}) {
-          VerifyShape shape = Shape(4, rows, 32, 8, head_dim);
-          shape.cache_dtype = cache;
-          const VerifyConfig config = ChooseVerifyConfig(shape, device);
-          const int stage = kStreams * StageBytes(head_dim, cache == DType::kFloat8E4M3);
-          const int fixed = QueryBytes(head_dim, config.row_tile) + kItemBytes +
-                            RowStateBytes(config.row_tile) + FoldBytes(head_dim, config.row_tile);
-          EXPECT_LT(config.early_stages, config.stages);
-          EXPECT_GE(config.early_stages, 0);
-          EXPECT_LE(fixed + config.stages * stage, config.smem_bytes);
-          EXPECT_LE(fixed + config.early_stages * stage + MergeBytes(head_dim, config.row_tile),
-                    config.smem_bytes);
-          if (config.row_tile > 16) {
-            EXPECT_EQ(config.early_stages, 0);
-          }
-        }
-      }
+  for (const auto& [device, shape] : EveryKind({kH200WithoutWarpgroups, kA100, kL40})) {
+    const int dim = shape.head_dim;
+    const VerifyConfig config = ChooseVerifyConfig(shape, device);
+    const int stage = kStreams * StageBytes(dim, shape.cache_dtype != shape.dtype);
+    const int fixed = QueryBytes(dim, config.row_tile) + kItemBytes +
+                      RowStateBytes(config.row_tile) + FoldBytes(dim, config.row_tile);
+    EXPECT_LT(config.early_stages, config.stages);
+    EXPECT_GE(config.early_stages, 0);
+    EXPECT_LE(fixed + config.stages * stage, config.smem_bytes);
+    EXPECT_LE(fixed + config.early_stages * stage + MergeBytes(dim, config.row_tile),
+              config.smem_bytes);
+    if (config.row_tile > 16) {
+      EXPECT_EQ(config.early_stages, 0);
     }
   }
   VerifyShape float8 = Shape(8, 1, 32, 8, 128);

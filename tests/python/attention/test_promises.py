@@ -159,7 +159,7 @@ def test_a_batch_that_fills_the_device_changes_no_bit(
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_few_rows_do_not_feel_a_batch_of_many(device: str) -> None:
-    """Many rows take a kernel with other CTAs, and a prefix that is cut into parts of their own."""
+    """Theirs is a kernel with fewer CTAs, but each prefix is cut as it is alone."""
     shape = Shape(
         rows=[64, 2, 64],
         prefix=[100, 8192, 33],
