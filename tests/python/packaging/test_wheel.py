@@ -204,7 +204,9 @@ PROBE = """
 import json, os, sys
 sys.path.insert(0, sys.argv[1])
 import nwor_specpv, torch
-maps = {line.split()[-1] for line in open("/proc/self/maps") if "nwor_specpv" in line}
+# By the last folder and the name: a checkout may be called as the package is.
+maps = {line.split()[-1] for line in open("/proc/self/maps") if "/" in line}
+maps = {name for name in maps if "nwor_specpv" in "/".join(name.split("/")[-2:])}
 print(json.dumps({
     "file": nwor_specpv.__file__,
     "version": nwor_specpv.__version__,
