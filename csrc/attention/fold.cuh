@@ -73,6 +73,11 @@ __device__ inline void WriteLse(const VerifyArgs& args, const PlanItem& item, in
   p.lse[at.row * p.num_heads + at.head] = LogSumExp(state);
 }
 
+// Counts an item's leaves within their groups: an item of several leaves begins with a group.
+__device__ inline int NextInGroup(const PlanItem& item, int in_group) {
+  return in_group + 1 == LeafGroup(item.num_leaves) ? 0 : in_group + 1;
+}
+
 // What happens to a leaf once it is complete: see plan.h for the tree.
 struct LeafFate {
   bool fold_group;  // into the leaves of its group so far
@@ -89,14 +94,15 @@ __device__ inline int64_t OwnSlot(int max_slots) {
   return int64_t{max_slots} + int64_t{kOwnSlots} * blockIdx.x;
 }
 
-__device__ inline LeafFate FateOf(const PlanItem& item, int leaf, int max_slots) {
+// `in_group`: see NextInGroup.
+__device__ inline LeafFate FateOf(const PlanItem& item, int leaf, int in_group, int max_slots) {
   LeafFate fate;
   const bool whole = item.num_parts == 1;
   const int group = LeafGroup(item.num_leaves);
   const int64_t own = OwnSlot(max_slots);
-  fate.fold_group = leaf > item.leaf_begin && leaf % group != 0;
+  fate.fold_group = in_group > 0;
   fate.ends_item = leaf + 1 == item.leaf_end;
-  fate.ends_group = fate.ends_item || leaf % group == group - 1;
+  fate.ends_group = fate.ends_item || in_group + 1 == group;
   fate.fold_total = fate.ends_group && whole && leaf >= group;
   fate.is_output = fate.ends_item && whole;
   fate.group_slot = own;
@@ -115,12 +121,13 @@ __device__ int StateOffset(int row) {
 // Merges the streams' states and outputs of one leaf (in shared memory) and sends them on.
 // Called by the whole CTA; the merge buffer is free again at the end.
 template <class Traits>
-__device__ void FinishLeaf(const VerifyArgs& args, const SharedMemory<Traits>& smem, int leaf) {
+__device__ void FinishLeaf(const VerifyArgs& args, const SharedMemory<Traits>& smem, int leaf,
+                           int in_group) {
   constexpr int kTile = Traits::kRowTile;
   constexpr int kQuads = Traits::kHeadDim / 4;
   const PlanItem& item = smem.item->plan;
   RowStates<kTile>& rows = *smem.rows;
-  const LeafFate fate = FateOf(item, leaf, args.max_slots);
+  const LeafFate fate = FateOf(item, leaf, in_group, args.max_slots);
 
   if (const int row = threadIdx.x; row < item.num_rows) {
     float top = rows.max[0][row];

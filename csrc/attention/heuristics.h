@@ -94,8 +94,8 @@ enum class ItemGrain : int32_t { kLeaf, kLeafGroup, kRequest };
 // Leaves of a group: a request has four groups of equal length, or eight.
 inline constexpr int32_t kMaxGroups = 8;
 constexpr int32_t LeafGroup(int32_t num_leaves) {
-  const int32_t groups = num_leaves > 24 ? kMaxGroups : kMaxGroups / 2;
-  return (num_leaves + groups - 1) / groups;
+  return num_leaves > 24 ? (num_leaves + kMaxGroups - 1) / kMaxGroups
+                         : (num_leaves + kMaxGroups / 2 - 1) / (kMaxGroups / 2);
 }
 inline constexpr int32_t kMaxGroupLeaves = LeafGroup(kMaxWideLeaves);
 

@@ -13,7 +13,8 @@ namespace nwor {
 // 8w..8w+7.
 //
 // StartScores, AwaitScores<0> for the first step; for every step Weigh, StartScores of the next,
-// StartValues, AwaitScores<1>; AwaitValues before Finish.
+// StartValues, AwaitScores<1>; AwaitValues before Finish. One warpgroup calls FindTops when scores
+// are in, while the matrix unit is at the values ahead of them; two have other things to wait for.
 template <class Traits>
 class TileAttention {
   using Product = typename Traits::Product;
@@ -89,27 +90,57 @@ class TileAttention {
     wgmma::Pin(out_);
   }
 
+  // The largest score of each row; a branch around it for warps without rows would cost more.
+  __device__ void FindTops() {
+#pragma unroll
+    for (int half = 0; half < kHalves; ++half) {
+      float tops[2][2];  // even and odd fragments: four chains at once
+#pragma unroll
+      for (int n = 0; n < kFragments; ++n) {
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+          const float score = scores_[n * 4 + half * 2 + i];
+          tops[n % 2][i] = n < 2 ? score : fmaxf(tops[n % 2][i], score);
+        }
+      }
+      top_[half] = fmaxf(fmaxf(tops[0][0], tops[0][1]), fmaxf(tops[1][0], tops[1][1]));
+    }
+#pragma unroll
+    for (int lanes = 1; lanes <= 2; lanes *= 2) {
+      float other[kHalves];
+#pragma unroll
+      for (int half = 0; half < kHalves; ++half) {
+        other[half] = __shfl_xor_sync(0xffffffffu, top_[half], lanes);
+      }
+#pragma unroll
+      for (int half = 0; half < kHalves; ++half) top_[half] = fmaxf(top_[half], other[half]);
+    }
+  }
+
   // Turns scores into weights. The values of the step before are in when it returns.
   __device__ void Weigh() {
+    constexpr bool kTopsKnown = Traits::kGroups == 1;
     float factor[kHalves];
     bool rescale = false;
     // Of two warpgroups hardly a warp has none: the branch would cost more than it saves.
-    if (Traits::kGroups > 1 || has_rows_) {
-      rescale = WeighScores(ScoreScale(), factor);
+    if (!kTopsKnown || has_rows_) {
+      if (Cap() || !kTopsKnown) FindTops();
+      rescale = WeighScores(factor);
       // Sums of weights are not negative: the branch keeps the assembler from moving the wait to
       // before the weights.
-      if (sum_[0] + sum_[kHalves - 1] < 0.0f) __nanosleep(1);
+      if (!kTopsKnown && sum_[0] + sum_[kHalves - 1] < 0.0f) __nanosleep(1);
     }
-    AwaitValues();
+    if constexpr (!kTopsKnown) AwaitValues();
     if (rescale) Rescale(factor);
     PackWeights();
   }
   // The same where some tokens do not exist, or not every row sees all of them.
   __device__ void WeighEdge(const StepSight& step) {
-    const float scale = ScoreScale();
+    Cap();
     Mask(step);
+    FindTops();
     float factor[kHalves];
-    const bool rescale = WeighScores(scale, factor);
+    const bool rescale = WeighScores(factor);
     AwaitValues();
     if (rescale) Rescale(factor);
     PackWeights();
@@ -169,9 +200,9 @@ class TileAttention {
   }
 
   // Sends the leaf's result on, see FinishLeaf: every thread keeps the states of its rows.
-  __device__ void Finish(int leaf) {
+  __device__ void Finish(int leaf, int in_group) {
     const PlanItem& item = item_.plan;
-    const LeafFate fate = FateOf(item, leaf, args_.max_slots);
+    const LeafFate fate = FateOf(item, leaf, in_group, args_.max_slots);
     const int lane = threadIdx.x % 32;
     float2 state[kHalves];
     float2 weight[kHalves];
@@ -404,11 +435,15 @@ class TileAttention {
     }
   }
 
-  // What makes scores logits in log2 units. With a cap they become that here.
-  __device__ float ScoreScale() {
-    if (item_.cap_outer == 0.0f) return item_.prefix_scale;
+  // What makes scores logits in log2 units. With a cap they have become that already.
+  __device__ float ScoreScale() const {
+    return item_.cap_outer == 0.0f ? item_.prefix_scale : 1.0f;
+  }
+  // Makes them that. Returns whether there is a cap.
+  __device__ bool Cap() {
+    if (item_.cap_outer == 0.0f) return false;
     SoftCap(item_.prefix_scale);
-    return 1.0f;
+    return true;
   }
 
   // logit = cap * tanh(score * scale / cap), in log2 units.
@@ -453,37 +488,12 @@ class TileAttention {
   // would save that in most steps, but then the largest weights were rounded too, which are exactly
   // 1 here: errors would be 5 % larger. Only row tiles of two warpgroups feel the difference (4 %),
   // and a row must not depend on its tile.
-  __device__ bool WeighScores(float scale, float (&factor)[kHalves]) {
+  __device__ bool WeighScores(float (&factor)[kHalves]) {
+    const float scale = ScoreScale();
     bool rescale = false;
-    float row_top[kHalves];
 #pragma unroll
     for (int half = 0; half < kHalves; ++half) {
-      float tops[2][2];  // even and odd fragments: four chains at once
-#pragma unroll
-      for (int n = 0; n < kFragments; ++n) {
-#pragma unroll
-        for (int i = 0; i < 2; ++i) {
-          const float score = scores_[n * 4 + half * 2 + i];
-          tops[n % 2][i] = n < 2 ? score : fmaxf(tops[n % 2][i], score);
-        }
-      }
-      row_top[half] = fmaxf(fmaxf(tops[0][0], tops[0][1]), fmaxf(tops[1][0], tops[1][1]));
-    }
-#pragma unroll
-    for (int lanes = 1; lanes <= 2; lanes *= 2) {
-      float other[kHalves];
-#pragma unroll
-      for (int half = 0; half < kHalves; ++half) {
-        other[half] = __shfl_xor_sync(0xffffffffu, row_top[half], lanes);
-      }
-#pragma unroll
-      for (int half = 0; half < kHalves; ++half) {
-        row_top[half] = fmaxf(row_top[half], other[half]);
-      }
-    }
-#pragma unroll
-    for (int half = 0; half < kHalves; ++half) {
-      const float top = row_top[half] * scale;
+      const float top = top_[half] * scale;
       const float before = max_[half];
       const bool ahead = top > before;
       const float after = ahead ? top : before;
@@ -514,6 +524,7 @@ class TileAttention {
   int position_[kHalves];
   float max_[kHalves];
   float sum_[kHalves];  // this lane's share
+  float top_[kHalves];  // of the scores at hand
   float2 group_state_[kHalves], total_state_[kHalves];
   uint32_t query_[kQueryInRegisters ? kInnerSteps : 1][4];
   float scores_[kStep / 2];

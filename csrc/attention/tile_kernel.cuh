@@ -56,8 +56,10 @@ __device__ void RunTileItem(const VerifyArgs& args, const TileMemory<Traits>& me
     attention.StartScores(*stage);
     attention.template AwaitScores<0>();
     release(memory.keys_empty(stage->at));
+    if constexpr (Traits::kGroups == 1) attention.FindTops();
   };
   if (span.num_steps > 0) first_scores();
+  int in_group = 0;
 #pragma unroll 1
   for (int leaf = plan.leaf_begin; leaf < plan.leaf_end; ++leaf) {
     const int leaf_end = leaf + 1 == plan.leaf_end ? span.num_steps : step + leaf_steps;
@@ -77,6 +79,7 @@ __device__ void RunTileItem(const VerifyArgs& args, const TileMemory<Traits>& me
         // One warpgroup waits for tokens rather than for the matrix unit: its values make room for
         // the next ones at once. Two have something to compute meanwhile.
         if constexpr (Traits::kGroups == 1) {
+          attention.FindTops();
           attention.AwaitValues();
           release(memory.values_empty(now.at));
           used = -1;
@@ -102,7 +105,8 @@ __device__ void RunTileItem(const VerifyArgs& args, const TileMemory<Traits>& me
     }
     attention.AwaitValues();
     release_values();
-    attention.Finish(leaf);
+    attention.Finish(leaf, in_group);
+    in_group = NextInGroup(plan, in_group);
   }
 }
 

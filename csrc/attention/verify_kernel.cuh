@@ -151,11 +151,13 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kCtasPerSm)
       const PlanItem& plan = smem.item->plan;
       TokenStream<Traits> stream(args, *smem.item, ptx::SharedAddress(smem.stages),
                                  threadIdx.x / 32 / Traits::kRowSplits);
+      int in_group = 0;
       for (int leaf = plan.leaf_begin; leaf < plan.leaf_end; ++leaf) {
         const bool started = Traits::kStartsEarly && leaf > plan.leaf_begin;
         if (!started) stream.Begin(stream.Open(leaf));
         RunLeaf<Traits>(args, smem, leaf, started ? args.early_stages : 0, &stream);
-        FinishLeaf<Traits>(args, smem, leaf);
+        FinishLeaf<Traits>(args, smem, leaf, in_group);
+        in_group = NextInGroup(plan, in_group);
       }
     });
   }

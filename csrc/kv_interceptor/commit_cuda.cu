@@ -9,6 +9,7 @@
 #include "kv_interceptor/commit_table.cuh"
 #include "kv_interceptor/commit_tail.cuh"
 #include "kv_interceptor/commit_validate.cuh"
+#include "kv_interceptor/commit_validate_small.cuh"
 #include "kv_interceptor/commit_verdict.cuh"
 #include "kv_interceptor/launch_check.h"
 
@@ -78,11 +79,11 @@ __device__ bool PublishesNow(const BatchTable& batch) {
 }
 
 // A warp's part of a verdict, the same in all its lanes.
-template <typename Team, typename Tail>
+template <typename Tail>
 __device__ BatchVerdict CheckWarpShare(const BatchTable& batch, const Tail& tail, uint32_t* cells,
                                        const Entry& first) {
   int32_t num_accepted = 0;
-  const uint32_t fault = CheckShare<Team>(batch, tail, cells, first, num_accepted);
+  const uint32_t fault = CheckShare(batch, tail, cells, first, num_accepted);
   return {__reduce_min_sync(0xffffffff, fault),
           static_cast<int32_t>(__reduce_add_sync(0xffffffff, num_accepted))};
 }
@@ -108,11 +109,11 @@ __global__ void __launch_bounds__(kCommitThreads + kExtraThreads<Views>,
   const Plane plane = SelectPlane(table, blockIdx.x);
   const Entry first = LoadEntry(batch, static_cast<int32_t>(threadIdx.x));
   const auto open = [&] {
-    ClearCells<BlockTeam>(batch, cells);
+    ClearCells(batch, cells);
     post.Open(kCommitWarps);
   };
   const auto decide = [&] {
-    post.Add(CheckWarpShare<BlockTeam>(batch, views.tail, cells, first));
+    post.Add(CheckWarpShare(batch, views.tail, cells, first));
     const BatchVerdict verdict = post.Await();
     // The last warp has the least to move, often nothing.
     if (threadIdx.x / 32 == kCommitWarps - 1 && PublishesNow(batch)) {
@@ -148,7 +149,7 @@ __global__ void __launch_bounds__(kSmallCommitThreads + kExtraThreads<Views>, Vi
     SmallCommitKernel(const __grid_constant__ CommitTable<kLayers> table,
                       const __grid_constant__ Views views) {
   using Tail = std::remove_cvref_t<decltype(views.tail)>;
-  __shared__ uint32_t cells[ChooseCommitCells(kSmallCommitEntries)];
+  __shared__ SmallSlots slots;
   __shared__ VerdictPost<Views::kSummaries> post;
   __shared__ HelpOf<Views> help;
   if constexpr (Views::kSummaries) {
@@ -159,10 +160,9 @@ __global__ void __launch_bounds__(kSmallCommitThreads + kExtraThreads<Views>, Vi
   }
   const BatchTable& batch = table.batch;
   if (threadIdx.x >= kCommitThreads) {
-    const Entry first = LoadEntry(batch, static_cast<int32_t>(threadIdx.x % 32));
-    ClearCells<WarpTeam>(batch, cells);
+    const LaneEntries entries(batch);
     post.Open(1);
-    const BatchVerdict verdict = CheckWarpShare<WarpTeam>(batch, views.tail, cells, first);
+    const BatchVerdict verdict = CheckSmallBatch(batch, views.tail, slots, entries);
     post.Add(verdict);
     if constexpr (!Views::kSummaries) post.Await();
     if (PublishesNow(batch)) Announce(batch, views.tail, verdict);

@@ -104,21 +104,54 @@ __device__ inline int32_t NumRequests(const BatchTable& batch) {
   return static_cast<int32_t>(Divide(batch.num_positions, batch.by_positions));
 }
 
-// The staging row that a path entry names, or -1 when it names none.
-__device__ inline int32_t StagingRow(const BatchTable& batch, int32_t request, int32_t path_entry) {
-  if (path_entry < 0) return -1;
-  int64_t row = path_entry;
-  if (batch.row_base != nullptr) row += batch.row_base[request];
+// The staging rows that path entries name, -1 where they name none. Each step is one for all of
+// them, so that what they load is on its way at once.
+template <int kCount>
+__device__ inline void FindStagingRows(const BatchTable& batch, const int32_t (&requests)[kCount],
+                                       const int32_t (&path_entries)[kCount],
+                                       int32_t (&rows)[kCount]) {
+  int64_t named[kCount];
+  bool known[kCount];
+#pragma unroll
+  for (int i = 0; i < kCount; ++i) {
+    named[i] = path_entries[i];
+    known[i] = path_entries[i] >= 0;
+  }
+  if (batch.row_base != nullptr) {
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) {
+      if (known[i]) named[i] += batch.row_base[requests[i]];
+    }
+  }
   if (batch.row_map != nullptr) {
-    if (row < 0 || row >= batch.num_map_rows) return -1;
-    row = batch.row_map[row];
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) {
+      known[i] = known[i] && named[i] >= 0 && named[i] < batch.num_map_rows;
+      if (known[i]) named[i] = batch.row_map[named[i]];
+    }
   }
-  if (row < 0 || row >= batch.num_staging_rows) return -1;
-  if (batch.request_rows != nullptr &&
-      (row < batch.request_rows[request] || row >= batch.request_rows[request + 1])) {
-    return -1;
+  if (batch.request_rows != nullptr) {
+    int32_t begin[kCount], end[kCount];
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) {
+      begin[i] = known[i] ? batch.request_rows[requests[i]] : 0;
+      end[i] = known[i] ? batch.request_rows[requests[i] + 1] : 0;
+    }
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) known[i] = named[i] >= begin[i] && named[i] < end[i];
   }
-  return static_cast<int32_t>(row);
+#pragma unroll
+  for (int i = 0; i < kCount; ++i) {
+    known[i] = known[i] && named[i] >= 0 && named[i] < batch.num_staging_rows;
+    rows[i] = known[i] ? static_cast<int32_t>(named[i]) : -1;
+  }
+}
+
+__device__ inline int32_t StagingRow(const BatchTable& batch, int32_t request, int32_t path_entry) {
+  const int32_t requests[] = {request}, path_entries[] = {path_entry};
+  int32_t rows[1];
+  FindStagingRows(batch, requests, path_entries, rows);
+  return rows[0];
 }
 
 __device__ inline int64_t DestinationSlot(const GroupTable& group, int32_t position,

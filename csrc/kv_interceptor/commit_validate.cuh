@@ -67,19 +67,6 @@ __device__ inline uint32_t InsertSlot(uint32_t* cells, const BatchTable& batch, 
   }
 }
 
-// True when `before`, the row before this entry on its path, or the tip of an earlier chunk is its
-// parent.
-__device__ inline bool Linked(const BatchTable& batch, const Entry& entry, int32_t before,
-                              int32_t row) {
-  int32_t previous = -1;
-  if (entry.index > 0) {
-    previous = before;
-  } else if (batch.tips != nullptr) {
-    previous = batch.tips[entry.request];
-  }
-  return batch.parents == nullptr ? row > previous : batch.parents[row] == previous;
-}
-
 __device__ inline uint32_t CheckRound(const BatchTable& batch) {
   if (batch.round_status != nullptr && batch.round_status[kStatusCode] != 0) return kRoundFault;
   // Words are max(digest) and max(~digest) = ~min(digest) over the ranks.
@@ -104,77 +91,108 @@ __device__ inline uint32_t CheckTail(const BatchTable& batch, const TailTable& t
   return kNoFault;
 }
 
-// Faults of one entry in one group, lowest first. kHasBefore: its path_before has been loaded.
-template <bool kHasBefore>
-__device__ uint32_t CheckEntry(const BatchTable& batch, int g, uint32_t* cells, const Entry& entry,
-                               int32_t position) {
+// Where accepted entries come from and go to in one group.
+template <int kCount>
+struct EntryPlaces {
+  int32_t rows[kCount];   // of staging; -1: the entry is at fault, or was not accepted
+  int64_t slots[kCount];  // where there is a row
+};
+
+// Finds them for a thread's entries, all at once, and what is wrong with each by itself. Returns
+// the lowest fault. kHasBefore: their path_before has been loaded.
+template <bool kHasBefore, int kCount>
+__device__ inline uint32_t PlaceEntries(const BatchTable& batch, int g,
+                                        const Entry (&entries)[kCount],
+                                        const int32_t (&positions)[kCount],
+                                        const bool (&accepted)[kCount],
+                                        EntryPlaces<kCount>& places) {
   const GroupTable& group = batch.groups[g];
-  const int32_t row = StagingRow(batch, entry.request, entry.path_entry);
-  if (row < 0) return FaultAt(position, kCheckPath);
-  const bool loaded = g == 0 && group.slots != nullptr;
-  const int64_t slot = loaded ? entry.slot : DestinationSlot(group, position, row);
-  int32_t before = -1;
-  if (entry.index > 0) {
-    const int32_t path_before = kHasBefore ? entry.path_before : batch.path[position - 1];
-    before = StagingRow(batch, entry.request, path_before);
+  int32_t requests[2 * kCount], names[2 * kCount], rows[2 * kCount];  // the rows before come last
+#pragma unroll
+  for (int i = 0; i < kCount; ++i) {
+    const Entry& entry = entries[i];
+    const bool follows = accepted[i] && entry.index > 0;
+    requests[i] = requests[kCount + i] = entry.request;
+    names[i] = accepted[i] ? entry.path_entry : -1;
+    names[kCount + i] = !follows     ? -1
+                        : kHasBefore ? entry.path_before
+                                     : batch.path[positions[i] - 1];
   }
-  uint32_t fault = Linked(batch, entry, before, row) ? kNoFault : FaultAt(position, kCheckChain);
-  if (slot < 0 || slot >= group.pages.num_slots) {
-    fault = min(fault, FaultAt(position, kCheckSlots + 2 * g));
+  FindStagingRows(batch, requests, names, rows);
+  int32_t previous[kCount], parents[kCount];
+#pragma unroll
+  for (int i = 0; i < kCount; ++i) {
+    places.rows[i] = rows[i];
+    previous[i] = rows[kCount + i];
+    places.slots[i] = entries[i].slot;
   }
-  const uint32_t again = InsertSlot(cells, batch, g, position, slot);
-  if (again != kNoFault) {
-    fault = min(fault, FaultAt(static_cast<int32_t>(again), kCheckSlots + 2 * g + 1));
+  if (g > 0 || group.slots == nullptr) {
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) {
+      if (rows[i] >= 0) places.slots[i] = DestinationSlot(group, positions[i], rows[i]);
+    }
+  }
+  if (batch.tips != nullptr) {  // of an earlier chunk
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) {
+      if (rows[i] >= 0 && entries[i].index == 0) previous[i] = batch.tips[entries[i].request];
+    }
+  }
+  if (batch.parents != nullptr) {
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) parents[i] = rows[i] >= 0 ? batch.parents[rows[i]] : 0;
+  }
+  uint32_t fault = kNoFault;
+#pragma unroll
+  for (int i = 0; i < kCount; ++i) {
+    const bool linked =
+        batch.parents == nullptr ? rows[i] > previous[i] : parents[i] == previous[i];
+    const bool in_range = places.slots[i] >= 0 && places.slots[i] < group.pages.num_slots;
+    if (accepted[i] && rows[i] < 0) {
+      fault = min(fault, FaultAt(positions[i], kCheckPath));
+    } else if (accepted[i] && !linked) {
+      fault = min(fault, FaultAt(positions[i], kCheckChain));
+    } else if (accepted[i] && !in_range) {
+      fault = min(fault, FaultAt(positions[i], kCheckSlots + 2 * g));
+    }
   }
   return fault;
 }
 
-// Threads that validate a batch together: all that move rows, or one warp beside them. They sync
-// only between groups; a block with more threads than BlockTeam has but one (see LaunchCommit).
-// kLooksAhead: the next entry is on its way while one is checked. Threads that move rows have no
-// registers for it.
-struct BlockTeam {
-  static constexpr int32_t kStride = kCommitThreads;
-  static constexpr bool kLooksAhead = false;
-  __device__ static uint32_t Rank() { return threadIdx.x; }
-  __device__ static void Sync() { __syncthreads(); }
-};
-struct WarpTeam {
-  static constexpr int32_t kStride = 32;
-  static constexpr bool kLooksAhead = true;
-  __device__ static uint32_t Rank() { return threadIdx.x % 32; }
-  __device__ static void Sync() { __syncwarp(); }
-};
-
-// The share of one thread; the minimum over the team is the verdict. `first` is the entry of the
-// thread's own rank, already on its way. Adds accepted entries to `num_accepted`. All threads of
-// the team must call it, after the cells are empty.
-template <typename Team, typename Tail>
+// The share of one thread of those that move rows; the minimum over the block is the verdict.
+// `first` is the entry of the thread's own number, already on its way. Adds accepted entries to
+// `num_accepted`. All these threads must call it, after the cells are empty. A block with more
+// threads has but one group (see LaunchCommit).
+template <typename Tail>
 __device__ inline uint32_t CheckShare(const BatchTable& batch, const Tail& tail, uint32_t* cells,
                                       const Entry& first, int32_t& num_accepted) {
   constexpr bool kViews = !std::is_same_v<Tail, NoTail>;
-  const auto rank = static_cast<int32_t>(Team::Rank());
+  const auto rank = static_cast<int32_t>(threadIdx.x);
   uint32_t fault = CheckRound(batch);
 #pragma unroll 1
   for (int g = 0; g < batch.num_groups; ++g) {
-    if (g > 0) Team::Sync();  // cells of the group before are no longer needed
-    [[maybe_unused]] Entry next = first;
+    if (g > 0) __syncthreads();  // cells of the group before are no longer needed
 #pragma unroll 1
-    for (int32_t position = rank; position < batch.num_positions; position += Team::kStride) {
-      Entry entry;
-      if constexpr (Team::kLooksAhead) {
-        entry = next;
-        next = LoadEntry(batch, position + Team::kStride);
-      } else {
-        entry = position == rank ? first : LoadEntry(batch, position);
-      }
+    for (int32_t position = rank; position < batch.num_positions; position += kCommitThreads) {
+      const Entry entries[] = {position == rank ? first : LoadEntry(batch, position)};
+      const Entry& entry = entries[0];
       [[maybe_unused]] TailEntry in_view;
       if constexpr (kViews) in_view = tail.Load(entry.request);
       if (!entry.count_valid(batch)) {
         if (entry.index == 0) fault = min(fault, FaultAt(position, kCheckCount));
       } else if (entry.index < entry.count) {
         num_accepted += g == 0;
-        fault = min(fault, CheckEntry<Team::kLooksAhead>(batch, g, cells, entry, position));
+        const int32_t positions[] = {position};
+        const bool accepted[] = {true};
+        EntryPlaces<1> places;
+        fault = min(fault, PlaceEntries</*kHasBefore=*/false>(batch, g, entries, positions,
+                                                              accepted, places));
+        if (places.rows[0] >= 0) {
+          const uint32_t again = InsertSlot(cells, batch, g, position, places.slots[0]);
+          if (again != kNoFault) {
+            fault = min(fault, FaultAt(static_cast<int32_t>(again), kCheckSlots + 2 * g + 1));
+          }
+        }
       }
       if constexpr (kViews) {
         if (entry.index == 0 && entry.count_valid(batch)) {
@@ -186,10 +204,9 @@ __device__ inline uint32_t CheckShare(const BatchTable& batch, const Tail& tail,
   return fault;
 }
 
-template <typename Team>
 __device__ inline void ClearCells(const BatchTable& batch, uint32_t* cells) {
 #pragma unroll 1
-  for (int32_t i = static_cast<int32_t>(Team::Rank()); i < batch.num_cells; i += Team::kStride) {
+  for (auto i = static_cast<int32_t>(threadIdx.x); i < batch.num_cells; i += kCommitThreads) {
     cells[i] = kEmptyCell;
   }
 }

@@ -159,3 +159,43 @@ def test_commit_finds_duplicates_in_a_full_batch():
     commit(on_device, caches, batch, status)
     assert status.tolist()[:4] == [COMMIT_ERRORS.index("duplicate_slot"), 0, 1, 5]
     caches.check()
+
+
+@pytest.mark.parametrize(("requests", "depth"), [(1, 2), (4, 8), (11, 3), (8, 8), (64, 1)])
+def test_commit_finds_every_pair_in_a_small_batch(requests, depth):
+    """Up to 64 entries are compared by one warp: each with each, and only accepted ones."""
+    generator = generator_of(10)
+    caches = Caches(1, 16, 16, 1, 64, torch.bfloat16, "kv_first", generator)
+    staged = staged_rows(1, requests * (depth + 3), 1, 64, torch.bfloat16, generator)
+    on_device = [t.to(DEVICE) for t in staged]
+    clean = make_batch(requests, depth, caches.num_slots, generator, full=True)
+    slots, held, entries = clean.slots.flatten(), clean.to(DEVICE), requests * depth
+    pairs = [(first, later) for later in range(entries) for first in range(later)]
+    states = torch.full((len(pairs), 8), -77, dtype=torch.int64, device=DEVICE)
+    for (first, later), status in zip(pairs, states, strict=True):
+        held.slots.view(-1)[later] = held.slots.view(-1)[first]
+        commit(on_device, caches, held, status)
+        held.slots.view(-1)[later] = slots[later].item()
+    code = COMMIT_ERRORS.index("duplicate_slot")
+    expected = [
+        [code, *divmod(later, depth), slots[first].item(), 0, 0, 0, 0] for first, later in pairs
+    ]
+    assert states.tolist() == expected
+
+    # The same lower word is not the same slot.
+    status, far = make_status(), clean.copy()
+    far.slots.view(-1)[-1] = slots[0] + 2**32
+    commit(on_device, caches, far, status)
+    code = COMMIT_ERRORS.index("slot_range")
+    where = divmod(entries - 1, depth)
+    assert status.tolist() == [code, *where, slots[0].item() + 2**32, 0, 0, 0, 0]
+    caches.check()
+
+    # What was not accepted has no slot.
+    some = clean.copy()
+    some.counts[-1] -= 1
+    some.slots.view(-1)[-1] = slots[0]
+    status = make_status()
+    commit(on_device, caches, some, status)
+    check_ok(status, apply(caches, staged, some))
+    caches.check()
