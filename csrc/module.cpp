@@ -134,6 +134,7 @@ py::dict MetricsSnapshot() {
   for (int i = 0; i < kNumCounters; ++i) dict[kCounterTexts[i].metric] = snapshot.values[i];
   dict["nwor_staging_bytes"] = snapshot.staging_bytes;
   dict["nwor_sessions_live"] = snapshot.live_sessions;
+  dict["specpv_lossy_engines"] = snapshot.lossy_engines;
   dict["nwor_fallback_total"] = NonZero(kBypassReasonTexts, snapshot.fallbacks);
   int64_t count = 0;
   for (const int64_t bucket : snapshot.latency_buckets) count += bucket;

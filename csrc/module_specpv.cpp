@@ -256,6 +256,15 @@ void BindStore(py::module_& m) {
 }
 
 // For hosts that verify and draft with their own machinery and count for themselves.
+// An engine that is not lossless, counted as long as it is there.
+class LossyEngine {
+ public:
+  LossyEngine() { Counters::Global().AddLossyEngines(1); }
+  ~LossyEngine() { Counters::Global().AddLossyEngines(-1); }
+  LossyEngine(const LossyEngine&) = delete;
+  LossyEngine& operator=(const LossyEngine&) = delete;
+};
+
 void BindCounting(py::module_& m) {
   m.def(
       "count",
@@ -283,6 +292,7 @@ void BindCounting(py::module_& m) {
         }
       },
       py::arg("trigger"), py::arg("amount"));
+  py::class_<LossyEngine>(m, "LossyEngine").def(py::init<>());
   m.def(
       "count_draft_failure",
       [](std::string_view reason) {

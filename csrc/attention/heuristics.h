@@ -91,7 +91,8 @@ constexpr LeafSplit SplitWidePrefix(int32_t tokens, int32_t pairs, int32_t ctas)
 // evenly. The result is the same: partials are folded in the same tree either way.
 enum class ItemGrain : int32_t { kLeaf, kLeafGroup, kRequest };
 
-// Leaves of a group: a request has four groups of equal length, or eight.
+// Leaves of a group: a request has four groups of equal length, or eight. Kernels ask at every end
+// of a leaf, so nothing is divided by a variable.
 inline constexpr int32_t kMaxGroups = 8;
 constexpr int32_t LeafGroup(int32_t num_leaves) {
   return num_leaves > 24 ? (num_leaves + kMaxGroups - 1) / kMaxGroups

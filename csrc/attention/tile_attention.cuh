@@ -13,8 +13,9 @@ namespace nwor {
 // 8w..8w+7.
 //
 // StartScores, AwaitScores<0> for the first step; for every step Weigh, StartScores of the next,
-// StartValues, AwaitScores<1>; AwaitValues before Finish. One warpgroup calls FindTops when scores
-// are in, while the matrix unit is at the values ahead of them; two have other things to wait for.
+// StartValues, AwaitScores<1>; AwaitValues before Finish. One warpgroup also calls FindTops when
+// scores are in, while the matrix unit is at the values ahead of them, and AwaitValues before the
+// next Weigh; of two each does both in Weigh, as the other one has the matrix unit meanwhile.
 template <class Traits>
 class TileAttention {
   using Product = typename Traits::Product;
@@ -119,18 +120,18 @@ class TileAttention {
 
   // Turns scores into weights. The values of the step before are in when it returns.
   __device__ void Weigh() {
-    constexpr bool kTopsKnown = Traits::kGroups == 1;
+    constexpr bool kOneGroup = Traits::kGroups == 1;
     float factor[kHalves];
     bool rescale = false;
     // Of two warpgroups hardly a warp has none: the branch would cost more than it saves.
-    if (!kTopsKnown || has_rows_) {
-      if (Cap() || !kTopsKnown) FindTops();
+    if (!kOneGroup || has_rows_) {
+      if (Cap() || !kOneGroup) FindTops();
       rescale = WeighScores(factor);
       // Sums of weights are not negative: the branch keeps the assembler from moving the wait to
       // before the weights.
-      if (!kTopsKnown && sum_[0] + sum_[kHalves - 1] < 0.0f) __nanosleep(1);
+      if (!kOneGroup && sum_[0] + sum_[kHalves - 1] < 0.0f) __nanosleep(1);
     }
-    if constexpr (!kTopsKnown) AwaitValues();
+    if constexpr (!kOneGroup) AwaitValues();
     if (rescale) Rescale(factor);
     PackWeights();
   }

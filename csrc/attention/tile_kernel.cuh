@@ -77,7 +77,7 @@ __device__ void RunTileItem(const VerifyArgs& args, const TileMemory<Traits>& me
         attention.template AwaitScores<1>();
         release(memory.keys_empty(stage->at));
         // One warpgroup waits for tokens rather than for the matrix unit: its values make room for
-        // the next ones at once. Two have something to compute meanwhile.
+        // the next ones as soon as the largest scores are known. Two have weights to compute first.
         if constexpr (Traits::kGroups == 1) {
           attention.FindTops();
           attention.AwaitValues();

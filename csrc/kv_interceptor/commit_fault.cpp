@@ -17,6 +17,19 @@ bool IsInputFault(CommitError error) {
   }
 }
 
+namespace {
+
+// Of the first group that has no such slot: a verdict does not name the group.
+int64_t LastSlot(const CommitParams& params, int64_t slot) {
+  for (int g = 0; g < params.num_groups; ++g) {
+    const int64_t num_slots = params.groups[g].geometry.num_slots();
+    if (slot < 0 || slot >= num_slots) return num_slots - 1;
+  }
+  return params.groups[0].geometry.num_slots() - 1;
+}
+
+}  // namespace
+
 std::string ExplainInputFault(const CommitVerdict& verdict, const CommitParams& params) {
   const std::string got = Concat("got ", verdict.value, " for request ", verdict.request);
   const std::string at = Concat(got, " at index ", verdict.index);
@@ -30,7 +43,7 @@ std::string ExplainInputFault(const CommitVerdict& verdict, const CommitParams& 
       return Concat("path: ", at, ", expected a child of the row before it (", label, ")");
     case CommitError::kSlotRange:
       return Concat("slots: ", at, ", expected a slot of the cache, 0 to ",
-                    params.groups[0].geometry.num_slots() - 1, " (", label, ")");
+                    LastSlot(params, verdict.value), " (", label, ")");
     default:
       return Concat("slots: ", at, " once more, expected each destination once (", label, ")");
   }

@@ -19,7 +19,8 @@ inline constexpr int kSmallCommitThreads = kCommitThreads + 32;
 // One warp more in each block of a commit that completes summaries.
 inline constexpr int kSummaryThreads = 32;
 
-// Cells of the table in which every entry of the batch looks for others with its destination: half
+// Cells of the table in which every entry of a batch looks for others with its destination, unless
+// the batch is small and one warp compares them: half
 // again as many as entries, so that even a full batch finds a place in a few steps and 8192 entries
 // fit the shared memory of every supported device.
 constexpr int32_t ChooseCommitCells(int32_t num_entries) {

@@ -134,7 +134,7 @@ __device__ inline void FindStagingRows(const BatchTable& batch, const int32_t (&
     int32_t begin[kCount], end[kCount];
 #pragma unroll
     for (int i = 0; i < kCount; ++i) {
-      begin[i] = known[i] ? batch.request_rows[requests[i]] : 0;
+      begin[i] = known[i] ? batch.request_rows[requests[i]] : 0;  // else none is within
       end[i] = known[i] ? batch.request_rows[requests[i] + 1] : 0;
     }
 #pragma unroll

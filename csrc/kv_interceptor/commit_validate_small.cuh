@@ -111,7 +111,8 @@ __device__ inline BatchVerdict CheckSmallBatch(const BatchTable& batch, const Ta
                                                          accepted, places));
 #pragma unroll
     for (int i = 0; i < kEntriesPerLane; ++i) {
-      // Without a slot: unlike all others, and below every cache.
+      // Without a slot: unlike each other. A slot like it is out of range, and that fault comes
+      // first.
       if (places.rows[i] < 0) places.slots[i] = -1 - lane.positions[i];
     }
     if (shared.MayRepeat(places.slots, batch.num_positions)) {

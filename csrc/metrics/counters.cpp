@@ -142,6 +142,7 @@ CountersSnapshot Counters::Read() const {
   Load(summary_counts_, snapshot.summary_counts);
   snapshot.staging_bytes = staging_bytes_.load(kRelaxed);
   snapshot.live_sessions = live_sessions_.load(kRelaxed);
+  snapshot.lossy_engines = lossy_engines_.load(kRelaxed);
   for (RegisteredSource& source : sources_) {
     source.Refresh();
     Sum(source.last.values, snapshot.values);

@@ -114,6 +114,7 @@ struct CountersSnapshot {
   std::array<int64_t, kNumSummaries> summary_counts{};
   int64_t staging_bytes = 0;
   int64_t live_sessions = 0;
+  int64_t lossy_engines = 0;
 
   int64_t operator[](Counter counter) const { return values[static_cast<size_t>(counter)]; }
 };
@@ -136,6 +137,9 @@ class NWOR_EXPORT Counters {
   }
   void AddLiveSessions(int64_t delta) {
     live_sessions_.fetch_add(delta, std::memory_order_relaxed);
+  }
+  void AddLossyEngines(int64_t delta) {
+    lossy_engines_.fetch_add(delta, std::memory_order_relaxed);
   }
   void AddFullStep(FullTrigger trigger) {
     full_steps_[static_cast<size_t>(trigger)].fetch_add(1, std::memory_order_relaxed);
@@ -174,6 +178,7 @@ class NWOR_EXPORT Counters {
   std::array<std::atomic<int64_t>, kNumSummaries> summary_counts_{};
   std::atomic<int64_t> staging_bytes_{0};
   std::atomic<int64_t> live_sessions_{0};
+  std::atomic<int64_t> lossy_engines_{0};
 
   struct RegisteredSource {
     int id;

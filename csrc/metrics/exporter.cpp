@@ -168,6 +168,11 @@ class CountersCollectable : public prometheus::Collectable {
     families.push_back(Single("nwor_sessions_live", "Sessions that hold cached tokens",
                               MetricType::Gauge, labels_,
                               static_cast<double>(snapshot.live_sessions)));
+    families.push_back(Single("specpv_lossy_engines",
+                              "Engines whose steps over partial views are NOT lossless: tokens may "
+                              "differ from full attention's",
+                              MetricType::Gauge, labels_,
+                              static_cast<double>(snapshot.lossy_engines)));
     families.push_back(Latency("nwor_commit_seconds", "Host time of a commit call",
                                snapshot.latency_buckets, snapshot.latency_sum_seconds, labels_));
     families.push_back(FullSteps(snapshot, labels_));

@@ -239,7 +239,6 @@ def check_disturbed(
 ) -> closeness.Closeness:
     """What must hold on any engine, and at least such a share of the drafts confirmed; how close
     its tokens are to plain vLLM's is returned."""
-    assert own_engine().violations == []
     assert own_stats()["fallbacks"] == {}
     check_drafting(before)
     drafted, confirmed = (
@@ -284,6 +283,7 @@ def test_what_happens_to_requests(
     found = STORIES.run(stories_on_gpu(nwor, **(options | STORIES.options | HALF)))
     assert hasattr(own_engine().runner, "input_batch") is (runner == "v1")
     assert (own_engine().num_replays > 0) is (graphs == "graphs")
+    assert own_engine().violations == []  # eager: what runs in graphs cannot be watched
     close = check_disturbed(kind, STORIES, found, plain.greedy, before, least=0.5)
     # Two computations of this model in float16 are 0.0015 apart on average, 0.024 at most.
     close.check(mean=0.005, most=0.1, share=0.5)

@@ -29,6 +29,7 @@ VIEW = {
     "specpv_n_retrieval_blocks": 16,
     "specpv_n_window_blocks": 6,
     "specpv_draft_passes": 6,
+    "check_contract": True,
     "strict": True,
 }
 

@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 
-from nwor_specpv import NworConfig, NworError, PartialStore, SpecPVConfig
+from nwor_specpv import _C, NworConfig, NworError, PartialStore, SpecPVConfig
 from nwor_specpv.drafters import Drafter, TreeConfig
 
 from .decoding import Decoding
@@ -130,6 +130,8 @@ class Generator:
         self.tokenizer = tokenizer
         self._specpv = specpv if specpv is not None and specpv.enable_specpv else None
         self._check_specpv(page_size)
+        lossy = self._specpv is not None and self._specpv.specpv_rectify != "lossless"
+        self._lossy = _C.LossyEngine() if lossy else None  # counted by `specpv_lossy_engines`
         self._drafter = make_drafter(drafter, self._runner, draft_model)
         self._prefill_rows, self._pace = prefill_rows, pace
         self._pacers: dict[tuple[int, int], Pacer] = {}

@@ -108,6 +108,7 @@ TEST_F(Exporter, ServesWhatWasCountedAtTheTimeOfTheScrape) {
   counters.Add(Counter::kStagedTokens, 8);
   counters.AddFallback(BypassReason::kCapacity);
   counters.AddStagingBytes(4096);
+  counters.AddLossyEngines(2);
   counters.ObserveCommitLatency(3e-6);
   counters.ObserveCommitLatency(5.0);
   const std::string after = HttpGet(port, "/metrics");
@@ -118,6 +119,8 @@ TEST_F(Exporter, ServesWhatWasCountedAtTheTimeOfTheScrape) {
   EXPECT_EQ(grown("nwor_committed_tokens_total"), 0);
   EXPECT_EQ(grown("nwor_fallback_total{reason=\"capacity\"}"), 1);
   EXPECT_EQ(grown("nwor_staging_bytes"), 4096);
+  EXPECT_EQ(grown("specpv_lossy_engines"), 2);
+  counters.AddLossyEngines(-2);
   EXPECT_EQ(grown("nwor_commit_seconds_count"), 2);
   EXPECT_NEAR(grown("nwor_commit_seconds_sum"), 5.000003, 1e-9);
   EXPECT_EQ(grown("nwor_commit_seconds_bucket{le=\"+Inf\"}"), 2);

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import gc
 import random
 
 import pytest
 import torch
 
 from generate.tiny_models import Oracle, decode_plainly, random_prompt, tiny
-from nwor_specpv import NworError, SpecPVConfig
+from nwor_specpv import Metrics, NworError, SpecPVConfig
 from nwor_specpv.drafters import TreeConfig
 from nwor_specpv.transformers import Generator
 from specpv.contexts import seeded
@@ -119,3 +120,14 @@ def test_the_same_seed_gives_the_same_text_in_lossless_mode() -> None:
 def test_models_with_windows_are_refused() -> None:
     with pytest.raises(NworError, match="specpv: got a model with sliding-window layers"):
         Generator(tiny("mistral"), specpv=configured("rectify"), drafter="none")
+
+
+@pytest.mark.parametrize(("mode", "lossy"), [("rectify", 1), ("refresh", 1), ("lossless", 0)])
+def test_metrics_tell_of_generators_that_are_not_lossless(mode: str, lossy: int) -> None:
+    before = Metrics().snapshot()["specpv_lossy_engines"]
+    generator, prompts, _ = make(seeded(), configured(mode), count=1)
+    assert Metrics().snapshot()["specpv_lossy_engines"] - before == lossy
+    generator.generate(prompts[0], 4, tree=TREE)
+    del generator
+    gc.collect()
+    assert Metrics().snapshot()["specpv_lossy_engines"] == before

@@ -31,6 +31,7 @@ class Request:
     anchor: int = 0  # context when blocks were chosen last
     steps: int = 0  # partial ones since then
     selected: bool = False
+    failed: bool = False  # blocks could not be chosen when it asked for them last
 
 
 @dataclass(frozen=True)
@@ -144,7 +145,7 @@ class RefreshViews:
             request = self._requests[name] = Request(row)
         trigger = "none"
         if not request.selected:
-            trigger = "first"
+            trigger = "refresh_failure" if request.failed else "first"
         elif context - request.anchor + rows > budget.tail_capacity:
             trigger = "tail_full"
         elif self._interval and request.steps >= self._interval:
@@ -252,6 +253,8 @@ class RefreshViews:
         """
         step, self._step = self._step, None
         if step is not None and self._open:
+            for request in self._open:
+                request.failed = False
             try:
                 for layer in range(len(self.layer_index)):
                     rows = self._queries[layer, : step.count * step.width]
@@ -260,6 +263,8 @@ class RefreshViews:
                 self.store.end(step.count)
             except Exception as error:
                 self._tell_problem(error)
+                for request in self._open:
+                    request.failed = True
                 self._give_up()
         self._open = []
         self.drift.read()
@@ -306,6 +311,7 @@ class Refresh:
         self._dtype = vllm_config.model_config.dtype
         self.view_tokens = engine.settings.specpv().budget(rows).static_tokens
         self.views: RefreshViews | None = None
+        self._lossy = _C.LossyEngine()  # counted by `specpv_lossy_engines`
         self._without = False  # views could not be made while requests were served
 
     def step(
@@ -324,7 +330,10 @@ class Refresh:
         Before vLLM's first tokens nobody knows their names, and all are full.
         """
         engine = self._engine()
+        # Padding has no rows and stands last; requests behind these do not verify.
+        real = sum(1 for n in lens if n)
         if self._without:
+            _C.count_full_steps("refresh_failure", real)
             return None
         if self.views is None:
             try:
@@ -334,6 +343,7 @@ class Refresh:
                     raise
                 self._without = True
                 logger.warning("nwor_specpv: no views, all steps are full: %s", error)
+                _C.count_full_steps("refresh_failure", real)
                 return None
         table = common.block_table_tensor[: len(lens)]
         if capture:
@@ -343,8 +353,6 @@ class Refresh:
         if ends is None:
             ends = common.seq_lens_cpu
         contexts = [end - n for end, n in zip(ends[: len(lens)].tolist(), lens, strict=True)]
-        # Padding has no rows and stands last; requests behind these do not verify.
-        real = sum(1 for n in lens if n)
         return self.views.begin(names[:real], lens, drafts, contexts, prefix_lens, table)
 
     def finish(self) -> None:
