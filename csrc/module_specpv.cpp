@@ -255,7 +255,6 @@ void BindStore(py::module_& m) {
       .def_property_readonly("budget", &PartialStore::budget);
 }
 
-// For hosts that verify and draft with their own machinery and count for themselves.
 // An engine that is not lossless, counted as long as it is there.
 class LossyEngine {
  public:
@@ -265,6 +264,7 @@ class LossyEngine {
   LossyEngine& operator=(const LossyEngine&) = delete;
 };
 
+// For hosts that verify and draft with their own machinery and count for themselves.
 void BindCounting(py::module_& m) {
   m.def(
       "count",

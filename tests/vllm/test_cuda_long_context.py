@@ -283,7 +283,8 @@ def test_what_happens_to_requests(
     found = STORIES.run(stories_on_gpu(nwor, **(options | STORIES.options | HALF)))
     assert hasattr(own_engine().runner, "input_batch") is (runner == "v1")
     assert (own_engine().num_replays > 0) is (graphs == "graphs")
-    assert own_engine().violations == []  # eager: what runs in graphs cannot be watched
+    if graphs == "eager":  # what runs in graphs cannot be watched
+        assert own_engine().violations == []
     close = check_disturbed(kind, STORIES, found, plain.greedy, before, least=0.5)
     # Two computations of this model in float16 are 0.0015 apart on average, 0.024 at most.
     close.check(mean=0.005, most=0.1, share=0.5)

@@ -155,6 +155,7 @@ class RefreshViews:
             return Decision(request.row, partial=True)
         probe = request.selected and context - request.anchor <= budget.tail_capacity
         request.anchor, request.steps, request.selected = context, 0, True
+        request.failed = False
         self._open.append(request)
         return Decision(request.row, select=True, probe=probe, trigger=trigger)
 
@@ -253,8 +254,6 @@ class RefreshViews:
         """
         step, self._step = self._step, None
         if step is not None and self._open:
-            for request in self._open:
-                request.failed = False
             try:
                 for layer in range(len(self.layer_index)):
                     rows = self._queries[layer, : step.count * step.width]
@@ -263,9 +262,7 @@ class RefreshViews:
                 self.store.end(step.count)
             except Exception as error:
                 self._tell_problem(error)
-                for request in self._open:
-                    request.failed = True
-                self._give_up()
+                self._give_up(failed=True)
         self._open = []
         self.drift.read()
 
@@ -276,10 +273,10 @@ class RefreshViews:
             self._problem = problem
             logger.warning("nwor_specpv: no blocks chosen, steps stay full: %s", problem)
 
-    def _give_up(self) -> None:
+    def _give_up(self, *, failed: bool = False) -> None:
         """What was to be chosen was not: those requests have no view."""
         for request in self._open:
-            request.selected = False
+            request.selected, request.failed = False, failed
         self._open = []
 
     def queries(self, layer: int, rows: torch.Tensor) -> torch.Tensor:
@@ -332,10 +329,7 @@ class Refresh:
         engine = self._engine()
         # Padding has no rows and stands last; requests behind these do not verify.
         real = sum(1 for n in lens if n)
-        if self._without:
-            _C.count_full_steps("refresh_failure", real)
-            return None
-        if self.views is None:
+        if self.views is None and not self._without:
             try:
                 self.views = self._make(engine, layers)
             except Exception as error:
@@ -343,8 +337,9 @@ class Refresh:
                     raise
                 self._without = True
                 logger.warning("nwor_specpv: no views, all steps are full: %s", error)
-                _C.count_full_steps("refresh_failure", real)
-                return None
+        if self.views is None:
+            _C.count_full_steps("refresh_failure", real)
+            return None
         table = common.block_table_tensor[: len(lens)]
         if capture:
             return self.views.capture(lens, prefix_lens, table)
