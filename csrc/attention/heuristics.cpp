@@ -144,7 +144,7 @@ VerifyConfig ChooseVerifyConfig(const VerifyShape& shape, const DeviceProps& dev
   // Kernels whose streams meet at the end of a leaf want longer ones.
   config.min_leaf_tokens = config.warpgroup ? 384 : 512;
   config.max_leaves = kMaxLeaves;
-  config.fill_leaves = config.warpgroup ? device.num_sms / shape.num_kv_heads : 0;
+  config.fill_leaves = device.num_sms / shape.num_kv_heads;
   config.wide_ctas = config.warpgroup && groups > 1 ? device.num_sms : 0;
   config.max_pairs = static_cast<int32_t>(pairs);
   // Requests of many rows may have more leaves, a CTA's worth of row tiles each.

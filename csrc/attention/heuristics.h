@@ -2,6 +2,7 @@
 
 #include <cstdint>
 
+#include "attention/tile_shape.h"
 #include "export.h"
 #include "types.h"
 
@@ -34,7 +35,7 @@ struct DeviceProps {
 };
 
 // How one launch is shaped. Row tile, stages and CTAs change speed, never a bit of the result; the
-// kind of kernel and the leaves do, and follow from device and model alone.
+// kind of kernel and the leaves do, and follow from device, model and the request itself alone.
 struct VerifyConfig {
   const char* unsupported = nullptr;  // what is missing, or null: the kernels serve this shape
   bool warpgroup = false;             // kernels for warpgroup matrix instructions
@@ -54,21 +55,21 @@ struct VerifyConfig {
   int32_t max_items = 0;  // work items a plan can have
 };
 
-// Leaves of a prefix span of `tokens` tokens. A function of the request's own span and of device
-// and model constants only: that is what keeps results independent of the batch.
+// Leaves of a prefix span of `tokens` tokens. A function of the request's own span and rows and of
+// device and model constants only: that is what keeps results independent of the batch.
 struct LeafSplit {
   int32_t leaf_tokens = 0;  // a multiple of kLeafAlign
   int32_t num_leaves = 1;   // at least 1: the last leaf also takes the in-flight rows
 };
 inline constexpr int32_t kLeafAlign = 64;
 
-// Of a few more leaves than fill the device once, some CTAs would work on two and most on one:
-// then the leaves are longer.
+// Of some more leaves than fill the device once, a few CTAs would work on two and most on one, and
+// every leaf's end costs: up to `reach` times as many, the leaves are longer instead.
 constexpr LeafSplit SplitPrefix(int32_t tokens, int32_t min_leaf_tokens, int32_t max_leaves,
-                                int32_t fill_leaves = 0) {
+                                int32_t fill_leaves = 0, int32_t reach = 1) {
   const int64_t span = tokens;
   int64_t leaves = (span + min_leaf_tokens - 1) / min_leaf_tokens;
-  if (leaves > fill_leaves && leaves <= 2 * fill_leaves) leaves = fill_leaves;
+  if (leaves > fill_leaves && leaves <= int64_t{reach} * fill_leaves) leaves = fill_leaves;
   leaves = leaves < 1 ? 1 : (leaves > max_leaves ? max_leaves : leaves);
   int64_t leaf = (span + leaves - 1) / leaves;
   leaf = (leaf + kLeafAlign - 1) / kLeafAlign * kLeafAlign;
@@ -85,6 +86,18 @@ inline constexpr int32_t kMaxWideLeaves = 128;
 constexpr LeafSplit SplitWidePrefix(int32_t tokens, int32_t pairs, int32_t ctas) {
   const int32_t most = ctas > pairs ? ctas / pairs : 1;
   return SplitPrefix(tokens, kMinWideLeafTokens, most < kMaxWideLeaves ? most : kMaxWideLeaves);
+}
+
+// Leaves of a request with that many packed rows. Tile kernels with both halves of their rows in
+// use have two CTAs on an SM even for one request, and want leaves for both.
+constexpr LeafSplit SplitRequest(int32_t tokens, int32_t packed_rows, int32_t kv_heads,
+                                 const VerifyConfig& config) {
+  if (config.wide_ctas > 0 && packed_rows > kTileRows) {
+    const int32_t tiles = (packed_rows + 2 * kTileRows - 1) / (2 * kTileRows);
+    return SplitWidePrefix(tokens, tiles * kv_heads, config.wide_ctas);
+  }
+  const int32_t reach = config.warpgroup && packed_rows > kTileRows / 2 ? 2 : 4;
+  return SplitPrefix(tokens, config.min_leaf_tokens, config.max_leaves, config.fill_leaves, reach);
 }
 
 // How much of a request one work item takes. Coarse items leave few partial results, fine ones end

@@ -62,12 +62,7 @@ __device__ PlanRequest ReadRequest(const VerifyParams& p, int b, const VerifyCon
   request.token_begin = max(WindowBegin(p, request.prefix_tokens), 0) / 32 * 32;
   const int span = request.prefix_tokens - request.token_begin;
   const int packed = request.num_rows * (p.num_heads / p.num_kv_heads);
-  LeafSplit split =
-      SplitPrefix(span, config.min_leaf_tokens, config.max_leaves, config.fill_leaves);
-  if (config.wide_ctas > 0 && packed > kTileRows) {
-    const int pairs = CeilDiv(packed, 2 * kTileRows) * p.num_kv_heads;
-    split = SplitWidePrefix(span, pairs, config.wide_ctas);
-  }
+  const LeafSplit split = SplitRequest(span, packed, p.num_kv_heads, config);
   request.leaf_tokens = split.leaf_tokens;
   request.num_leaves = split.num_leaves;
   return request;

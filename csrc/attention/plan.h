@@ -8,7 +8,7 @@
 
 // What the planner leaves for the attention kernel, as it lies in device memory. Plain data.
 //
-// A request's prefix span is cut into leaves (SplitPrefix). Each leaf's (max, sum, output) is
+// A request's prefix span is cut into leaves (SplitRequest). Each leaf's (max, sum, output) is
 // computed from a fresh state; leaves are folded in ascending order into groups (LeafGroup),
 // groups into the result; the in-flight rows belong to the last leaf. A work item is a leaf, a
 // group or the whole request, for one KV head and row tile; the fold tree is the same.

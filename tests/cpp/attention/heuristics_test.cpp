@@ -47,7 +47,8 @@ TEST(SplitPrefix, CoversTheSpanWithLeavesOfWholeSteps) {
     const int max_leaves = std::uniform_int_distribution<>(1, 128)(random);
     const int min_leaf = 64 * std::uniform_int_distribution<>(1, 16)(random);
     const int fill = std::uniform_int_distribution<>(0, 140)(random);
-    const LeafSplit split = SplitPrefix(tokens, min_leaf, max_leaves, fill);
+    const int reach = std::uniform_int_distribution<>(1, 4)(random);
+    const LeafSplit split = SplitPrefix(tokens, min_leaf, max_leaves, fill, reach);
     ASSERT_GE(split.num_leaves, 1);
     ASSERT_LE(split.num_leaves, max_leaves);
     ASSERT_EQ(split.leaf_tokens % kLeafAlign, 0);
@@ -71,22 +72,42 @@ TEST(SplitPrefix, HoldsForAMillionTokens) {
   EXPECT_EQ(split.leaf_tokens, 1 << 16);
 }
 
-LeafSplit Split(int tokens, const VerifyConfig& config) {
-  return SplitPrefix(tokens, config.min_leaf_tokens, config.max_leaves, config.fill_leaves);
+// Leaves of a request of 8 KV heads, usually with 8 rows of 4 query heads each.
+LeafSplit Split(int tokens, const VerifyConfig& config, int packed_rows = 32) {
+  return SplitRequest(tokens, packed_rows, 8, config);
 }
 
-TEST(SplitPrefix, NeverLeavesASecondRoundToAFewCtas) {
-  for (const int kv_heads : {1, 2, 4, 8, 16}) {
-    const VerifyConfig config = ChooseVerifyConfig(Shape(1, 8, 32, kv_heads), kH200);
-    const int two_rounds = 2 * config.fill_leaves * config.min_leaf_tokens;
-    for (int tokens = 0; tokens <= two_rounds; tokens += 64) {
-      EXPECT_LE(Split(tokens, config).num_leaves * kv_heads, config.num_ctas)
-          << tokens << " tokens, " << kv_heads << " heads";
+TEST(SplitRequest, NeverLeavesASecondRoundToAFewCtas) {
+  for (const DeviceProps& device : {kH200, kA100, kL40}) {
+    for (const int kv_heads : {1, 2, 4, 8, 16, 32}) {
+      const VerifyConfig config = ChooseVerifyConfig(Shape(1, 1, 32, kv_heads), device);
+      const int packed = 32 / kv_heads;
+      const int four_rounds = 4 * config.fill_leaves * config.min_leaf_tokens;
+      for (int tokens = 0; tokens <= four_rounds; tokens += 64) {
+        const int leaves = SplitRequest(tokens, packed, kv_heads, config).num_leaves;
+        EXPECT_LE(leaves * kv_heads, config.num_ctas) << tokens << " tokens, " << kv_heads;
+      }
     }
   }
+}
+
+TEST(SplitRequest, GivesLongLeavesToRequestsThatFillTheDeviceWithThem) {
   const VerifyConfig config = ChooseVerifyConfig(Shape(1, 8), kH200);
   EXPECT_EQ(Split(4608, config).num_leaves, 12);
+  EXPECT_EQ(Split(16384, config).num_leaves, 16);
+  EXPECT_EQ(Split(24576, config).num_leaves, 16);
   EXPECT_EQ(Split(32768, config).num_leaves, 32);
+  // 16 rows: two CTAs on an SM.
+  EXPECT_EQ(Split(12288, config, 64).num_leaves, 16);
+  EXPECT_EQ(Split(16384, config, 64).num_leaves, 32);
+  VerifyShape float8 = Shape(8, 1);
+  float8.cache_dtype = DType::kFloat8E4M3;
+  const VerifyConfig other = ChooseVerifyConfig(float8, kH200);
+  for (const int packed : {4, 32, 64}) {
+    EXPECT_EQ(Split(8192, other, packed).num_leaves, 16);
+    EXPECT_EQ(Split(32768, other, packed).num_leaves, 16);
+    EXPECT_EQ(Split(65536, other, packed).num_leaves, 32);
+  }
 }
 
 // Grains of `requests` alike, as the planner asks for them: 8 KV heads, one row tile each.
@@ -145,7 +166,7 @@ TEST(ChooseGrain, IsFineForFewRequestsAndGoesFromCoarseToFineForMany) {
 
 TEST(ChooseGrain, StaysWithinTheSlotsOfTheWorkspace) {
   for (const DeviceProps& device : {kH200, kA100}) {
-    for (const int tokens : {257, 513, 2048, 4608, 9000, 32768, 131072, 1 << 20}) {
+    for (const int tokens : {257, 513, 2048, 4608, 9000, 16384, 32768, 131072, 1 << 20}) {
       for (int requests = 1; requests < 2000; requests = requests * 5 / 4 + 1) {
         const VerifyConfig config = ChooseVerifyConfig(Shape(requests, 8), device);
         const int leaves = Split(tokens, config).num_leaves;
@@ -170,11 +191,7 @@ TEST(ChooseGrain, StaysWithinTheSlotsForManyRowsOfFewHeads) {
         for (int tokens = 400; tokens < 200'000; tokens += tokens / 7) {
           GrainQuery query;
           query.pairs = (packed + config.row_tile - 1) / config.row_tile * kv_heads;
-          query.split = Split(tokens, config);
-          if (packed > kTileRows) {
-            const int wide = (packed + 2 * kTileRows - 1) / (2 * kTileRows) * kv_heads;
-            query.split = SplitWidePrefix(tokens, wide, config.wide_ctas);
-          }
+          query.split = SplitRequest(tokens, packed, kv_heads, config);
           query.span = tokens;
           const int64_t work = int64_t{tokens} * query.pairs;
           query.work_all = query.work_left = work * requests;
@@ -229,6 +246,15 @@ TEST(LeafGroup, GivesGroupsOfEqualLengthThatFewEnoughItemsCover) {
   EXPECT_EQ(items.size(), 256u);
   EXPECT_EQ(items.front(), items.back());
   EXPECT_LE(items.size(), static_cast<size_t>(config.num_ctas));
+}
+
+TEST(ChooseGrain, GivesEveryCtaOneItemOfEightFloat8Requests) {
+  VerifyShape shape = Shape(8, 1);
+  shape.cache_dtype = DType::kFloat8E4M3;
+  const VerifyConfig config = ChooseVerifyConfig(shape, kH200);
+  const std::vector<int> items = Items(8, 32768, config);
+  EXPECT_EQ(items.size(), 256u);
+  EXPECT_EQ(items.front(), items.back());
 }
 
 TEST(ChooseGrain, TakesGroupsWhereLeavesWouldEndNoEarlier) {
@@ -323,10 +349,12 @@ TEST(ChooseVerifyConfig, CutsAPrefixAlikeWhateverTheBatch) {
           shape.cache_dtype = cache;
           const VerifyConfig config = ChooseVerifyConfig(shape, kH200);
           for (int tokens = 0; tokens < 100'000; tokens += 1111) {
-            ASSERT_EQ(Split(tokens, config).leaf_tokens, Split(tokens, alone).leaf_tokens)
-                << requests << " x " << rows << " rows, " << tokens << " tokens";
+            for (const int packed : {4, 32, 33, 64, 65, 256}) {
+              ASSERT_EQ(Split(tokens, config, packed).leaf_tokens,
+                        Split(tokens, alone, packed).leaf_tokens)
+                  << requests << " x " << rows << " rows, " << tokens << " tokens, " << packed;
+            }
           }
-          EXPECT_EQ(config.wide_ctas, alone.wide_ctas);
         }
       }
     }
