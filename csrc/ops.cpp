@@ -129,7 +129,8 @@ void VerifyPlanOp(const at::Tensor& query, const at::Tensor& key_cache,
                   const OptionalTensor& view_blocks, const OptionalTensor& view_num_blocks,
                   const OptionalTensor& view_lens, int64_t view_block_size,
                   const OptionalTensor& compact_keys, const OptionalTensor& compact_values,
-                  const OptionalTensor& compact_lens, int64_t window, int64_t max_rows) {
+                  const OptionalTensor& compact_lens, int64_t window, int64_t max_rows,
+                  const OptionalTensor& status) {
   VerifyArguments arguments;
   arguments.query = query;
   arguments.key_cache = key_cache;
@@ -139,6 +140,7 @@ void VerifyPlanOp(const at::Tensor& query, const at::Tensor& key_cache,
   arguments.tree_mask = tree_mask;
   arguments.window = window;
   arguments.max_rows = max_rows;
+  arguments.status = status;
   SetView(view_blocks, view_num_blocks, view_lens, view_block_size, compact_keys, compact_values,
           compact_lens, &arguments);
   WithTorchErrors([&] { PlanVerify(arguments, plan); });
@@ -186,7 +188,8 @@ void RegisterAttentionSchemas(torch::Library& library) {
       "Tensor? k_scale=None, Tensor? v_scale=None, int window=0, float softcap=0.0, "
       "int max_rows=0, Tensor? plan=None, Tensor(c!)? status=None, str route='') -> ()");
   library.def("verify_plan(Tensor query, Tensor key_cache, " NWOR_STEP_SCHEMA
-              "Tensor(a!) plan, *, " NWOR_VIEW_SCHEMA "int window=0, int max_rows=0) -> ()");
+              "Tensor(a!) plan, *, " NWOR_VIEW_SCHEMA
+              "int window=0, int max_rows=0, Tensor(b!)? status=None) -> ()");
   library.def("merge_states(Tensor[] outs, Tensor[] lses) -> (Tensor, Tensor)");
   library.def(
       "merge_rows(Tensor query, Tensor key, Tensor value, Tensor prefix_out, Tensor prefix_lse, "

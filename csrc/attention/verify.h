@@ -52,7 +52,8 @@ struct VerifyArguments {
   // kernels rely on it. 0: taken from T and B.
   int64_t max_rows = 0;
   std::optional<at::Tensor> plan;    // of PlanVerify, for these lengths; CUDA only
-  std::optional<at::Tensor> status;  // [8] int64: what a CUDA kernel found wrong (VerifyStatus)
+  // [8] int64: what a CUDA kernel found wrong (VerifyStatus). A call with a plan judges pages only.
+  std::optional<at::Tensor> status;
   // A route's name, "auto" or "fast" (route.h); empty: NWOR_SPECPV_ATTENTION_ROUTE, or auto.
   std::string route;
 };
@@ -73,7 +74,9 @@ NWOR_EXPORT VerifyOutputs MakeVerifyOutputs(const at::Tensor& query, bool with_l
 // 256-byte aligned, which also hold the layers' workspace. The plan then serves every call of the
 // same shapes, lengths, mask, view lengths and window, ordered after it; a CUDA graph that holds
 // both replays them with other lengths. On the CPU there is nothing to plan and PlanBytes is 0.
-// Of the arguments, key, value and value_cache are not needed and may be undefined.
+// Of the arguments, key, value and value_cache are not needed and may be undefined. Lengths are
+// judged here: what is wrong with them goes to `status` of this call, and what is wrong with pages
+// to that of the layers' calls; it may be the same tensor.
 NWOR_EXPORT void PlanVerify(const VerifyArguments& arguments, at::Tensor plan);
 
 // Depends on shapes and the device only. `block_size`: of the partial view, 0 without.

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from . import _C
+from . import _C, flash_packages
 from ._call import call
 from .errors import NworError
 
@@ -99,12 +99,16 @@ def verify_attention(
     `max_rows`: rows of the longest request, if known; chooses tile and route. Our own kernels give
     the same result with a wrong one, FlashAttention's rely on it.
     `plan`: what `verify_plan` made for these lengths, so that a step's layers share it (CUDA).
-    `status`: int64[8] that a CUDA kernel sets when it finds a length or page out of range.
-    `route`: a name of `route_report()`, "auto" or "fast", instead of NWOR_SPECPV_ATTENTION_ROUTE.
+    `status`: int64[8] that a CUDA kernel sets when it finds a length or page out of range. With a
+    `plan` lengths are judged by `verify_plan`, which takes the same tensor.
+    `route`: a name of `route_report()`, "auto" or "fast", instead of NWOR_SPECPV_ATTENTION_ROUTE. A
+    FlashAttention package asked for by name is imported; "auto" takes one that has been.
     "fast" gives compute-bound steps to FlashAttention-3, where a row's bits depend on the batch. A
     FlashAttention route with a CompactView needs every request to use the view; one that does not
     is reported in `status`.
     """
+    if route in flash_packages.PACKAGES:
+        flash_packages.load(route)
     out, lse = _results(query, out, return_lse)
     call(
         torch.ops.nwor_specpv.verify_attention.default,
@@ -145,12 +149,14 @@ def verify_plan(
     window: int = 0,
     max_rows: int = 0,
     plan: torch.Tensor | None = None,
+    status: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Plans one step's work on the device, once for all layers; pass the result as `plan=`.
 
     It holds for calls of the same shapes, lengths, mask, view lengths, window and `max_rows`. Given
     a `plan` of the same shapes it is planned anew in place, which is what a CUDA graph captures. On
-    the CPU there is nothing to plan: the result is empty, and accepted.
+    the CPU there is nothing to plan: the result is empty, and accepted. `status`: as that of
+    `verify_attention`, for lengths out of range; calls with a plan find bad pages only.
     """
     if plan is None:
         size = _C.verify_plan_bytes(
@@ -175,6 +181,7 @@ def verify_plan(
         **_flatten(view),
         window=window,
         max_rows=max_rows,
+        status=status,
     )
     return plan
 
@@ -243,8 +250,17 @@ def last_route() -> str:
 
 
 def route_report() -> dict[str, str]:
-    """What each route is here, and which one was taken last."""
+    """What each route is here, and which one was taken last.
+
+    On a machine with a GPU FlashAttention packages are imported for it: see `flash_packages`.
+    """
+    reasons = {}
+    if torch.cuda.is_available():
+        reasons = {route: flash_packages.load(route) for route in flash_packages.PACKAGES}
     report = dict(line.split(": ", 1) for line in _C.attention_routes().splitlines())
+    for route, reason in reasons.items():
+        if reason and not report[route].startswith("present"):
+            report[route] += f" ({reason})"
     report["last taken"] = last_route()
     return report
 

@@ -1,12 +1,11 @@
 """FlashAttention's routes on CUDA: what they give, and what they make of lengths that are wrong.
 
-`torch_flash` is in every torch with CUDA; `flash_attn_3` is taken from vLLM where that can be
-imported, and its tests are skipped elsewhere.
+`torch_flash` is in every torch with CUDA; `flash_attn_2` and `flash_attn_3` are taken from their own
+packages or from vLLM where one can be imported, and their tests are skipped elsewhere.
 """
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -24,17 +23,13 @@ INT_MAX = 2**31 - 1
 
 
 def require(route: str) -> None:
-    """Skips where the route cannot be had; imports the package that brings it."""
-    if route == "flash_attn_3" and not route_report()[route].startswith("present"):
-        try:
-            importlib.import_module("vllm.vllm_flash_attn")
-        except Exception as error:  # whatever keeps it from loading is the reason
-            pytest.skip(f"vLLM's FlashAttention: {type(error).__name__}: {error}")
-    if not route_report()[route].startswith("present"):
-        pytest.skip(f"{route}: {route_report()[route]}")
+    """Skips where the route cannot be had; the report imports the package that brings it."""
+    found = route_report()[route]
+    if not found.startswith("present"):
+        pytest.skip(f"{route}: {found}")
 
 
-@pytest.fixture(params=["torch_flash", "flash_attn_3"])
+@pytest.fixture(params=["torch_flash", "flash_attn_2", "flash_attn_3"])
 def route(request: pytest.FixtureRequest) -> str:
     require(request.param)
     return request.param

@@ -146,25 +146,53 @@ def test_a_graph_replays_with_other_lengths(planned: bool) -> None:
         assert_close(short, out)
 
 
+def plan_of(step: Step, status: torch.Tensor) -> torch.Tensor:
+    """The step's plan, made with its lengths of now."""
+    names = ("query", "key_cache", "block_table", "prefix_lens", "query_start")
+    given = (step.arguments[name] for name in names)
+    return verify_plan(*given, step.tree_mask, view=step.options.get("view"), status=status)
+
+
 @cuda_only
-def test_the_status_word_tells_of_lengths_beyond_the_table() -> None:
+@pytest.mark.parametrize("with_plan", [False, True])
+def test_the_status_word_tells_of_lengths_beyond_the_table(with_plan: bool) -> None:
     step = make_step(Shape([2, 2], [40, 20], dtype=torch.float16, poison=False), 5, "cuda")
     status = torch.zeros(8, dtype=torch.int64, device="cuda")
-    step.run(status=status)
+    step.run(status=status, plan=plan_of(step, status) if with_plan else None)
     assert status.tolist() == [0] * 8
     room = step.arguments["block_table"].shape[1] * 16
     step.arguments["prefix_lens"][1] = room + 7
-    step.run(status=status)
+    step.run(status=status, plan=plan_of(step, status) if with_plan else None)
     code, request, value, *_ = status.tolist()
     assert (code, request, value) == (1, 1, room + 7)
 
 
 @cuda_only
+def test_a_captured_plan_tells_of_lengths_beyond_the_table() -> None:
+    step = make_step(Shape([2, 2], [40, 20], dtype=torch.float16, poison=False), 5, "cuda")
+    status = torch.zeros(8, dtype=torch.int64, device="cuda")
+    plan = plan_of(step, status)
+    names = ("query", "key_cache", "block_table", "prefix_lens", "query_start")
+    given = [step.arguments[name] for name in names]
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        verify_plan(*given, step.tree_mask, plan=plan, status=status)
+        step.run(plan=plan, status=status)
+    graph.replay()
+    assert status.tolist() == [0] * 8
+    room = step.arguments["block_table"].shape[1] * 16
+    step.arguments["prefix_lens"][0] = room + 1
+    graph.replay()
+    assert status[:3].tolist() == [1, 0, room + 1]
+
+
+@cuda_only
+@pytest.mark.parametrize("with_plan", [False, True])
 @pytest.mark.parametrize(
     ("fault", "code"),
     [("rows", 2), ("blocks", 3), ("view", 3), ("compact", 3), ("page", 4), ("mask", 5)],
 )
-def test_the_status_word_tells_of_every_other_fault(fault: str, code: int) -> None:
+def test_the_status_word_tells_of_every_other_fault(fault: str, code: int, with_plan: bool) -> None:
     """Nothing out of bounds is read, and the other request is computed as if nothing were wrong."""
     view = {"blocks": "partial", "view": "partial", "compact": "compact"}.get(fault, "none")
     rows = [3, 66] if fault == "mask" else [3, 2]
@@ -185,7 +213,7 @@ def test_the_status_word_tells_of_every_other_fault(fault: str, code: int) -> No
     else:
         step.tree_mask = step.tree_mask[:, :1].contiguous()
     status = torch.zeros(8, dtype=torch.int64, device="cuda")
-    out = step.run(status=status)[0]
+    out = step.run(status=status, plan=plan_of(step, status) if with_plan else None)[0]
     assert status[:2].tolist() == [code, 1]
     assert torch.equal(out[:3], expected[:3])
 

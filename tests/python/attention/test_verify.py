@@ -76,6 +76,26 @@ def test_lengths_at_page_block_and_split_boundaries(device: str, prefix: int) ->
 
 
 @pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("prefix", [383, 384, 385, 768, 6144, 6145, 12289, 24576, 24577])
+def test_lengths_where_leaves_of_eight_heads_change(device: str, prefix: int) -> None:
+    """Of the tile kernels; as many leaves as fill the device, then more, and their groups."""
+    dtype = row_dtypes(device)[1]
+    shape = Shape([2, 5], [prefix, 40], heads=8, kv_heads=8, dtype=dtype, mask="tree")
+    step = make_step(shape, prefix, device)
+    assert_close(step, *step.run())
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("prefix", [511, 513, 8192, 8193, 32768, 32769])
+@pytest.mark.parametrize("rows", [1, 17])
+def test_lengths_where_leaves_of_float8_caches_change(device: str, prefix: int, rows: int) -> None:
+    dtype = row_dtypes(device)[1]
+    shape = Shape([rows], [prefix], heads=8, kv_heads=8, dtype=dtype, cache_dtype=FP8)
+    step = make_step(shape, prefix, device)
+    assert_close(step, *step.run())
+
+
+@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("rows", [63, 64, 65, 128, 200, 255, 256, 257, 300])
 @pytest.mark.parametrize("mask", ["causal", "tree"])
 def test_many_rows(device: str, rows: int, mask: str) -> None:
