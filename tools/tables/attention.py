@@ -8,6 +8,41 @@ from .attention_plot import Line, render
 from .records import RESULTS, head, load, row
 
 
+def case_of(result: dict) -> tuple:
+    case = result["case"]
+    return result["name"], case["rows"], case["section"]
+
+
+def medians(result: dict) -> dict[str, float]:
+    return {name: timing["median_us"] for name, timing in result["timings"].items()}
+
+
+class FlashInfer:
+    """A run that had FlashInfer beside our kernels: how many times as long as ours it took."""
+
+    KINDS = (("FlashInfer", "ours", "chains"), ("FlashInfer tree", "ours tree", "trees"))
+
+    def __init__(self) -> None:
+        run = load("h200/attention_flashinfer.json")
+        self.commit = run["environment"]["commit"]
+        self._us = {case_of(result): medians(result) for result in run["results"]}
+
+    def ratio(self, result: dict, peer: str, ours: str) -> float | None:
+        us = self._us.get(case_of(result), {})
+        return us[peer] / us[ours] if peer in us else None
+
+    def text(self, results: list[dict]) -> str:
+        parts = []
+        for peer, ours, kind in self.KINDS:
+            ratios = [found for one in results if (found := self.ratio(one, peer, ours))]
+            parts.append(f"{kind} {min(ratios):.2f} to {max(ratios):.2f} times as long as ours")
+        return (
+            " FlashInfer is its paged prefill by the kernels it calls fa2, which split prefixes; "
+            "its tree mask covers the prefix as well, and its rows are in the pages already. In a "
+            f"run of its own (commit `{self.commit}`) it took for {', for '.join(parts)}."
+        )
+
+
 class Attention:
     """What the runs of benchmarks/attention_gpu.py recorded, by section."""
 
@@ -21,13 +56,10 @@ class Attention:
             self.sections.setdefault(section, []).append(result)
             self.commits[section] = timed["environment"]["commit"]
         self.errors, self.errors_commit = checked["results"], checked["environment"]["commit"]
+        self.flash_infer = FlashInfer()
 
     def of(self, *names: str) -> list[dict]:
         return [result for name in names for result in self.sections.get(name, [])]
-
-
-def medians(result: dict) -> dict[str, float]:
-    return {name: timing["median_us"] for name, timing in result["timings"].items()}
 
 
 def error_text(data: Attention) -> str:
@@ -45,23 +77,6 @@ def error_text(data: Attention) -> str:
     )
 
 
-def flash_infer_text(compared: list[dict[str, float]]) -> str:
-    """How FlashInfer fares, where it was there."""
-    parts = []
-    for ours, peer in (("ours", "FlashInfer"), ("ours tree", "FlashInfer tree")):
-        ratios = [us[peer] / us[ours] for us in compared if peer in us]
-        if ratios:
-            kind = "trees" if peer.endswith("tree") else "chains"
-            parts.append(f"{kind} {min(ratios):.2f} to {max(ratios):.2f} times as long as ours")
-    if not parts:
-        return ""
-    return (
-        " FlashInfer is its paged prefill by the kernels it calls fa2, which split prefixes; its "
-        "tree mask covers the prefix as well, and its rows are in the pages already. It takes for "
-        f"{', for '.join(parts)}."
-    )
-
-
 def attention_lines() -> Iterator[str]:
     data = Attention()
     results = [r for r in data.of("k1", "ragged", "view") if r["case"]["rows"] != 4]
@@ -75,16 +90,15 @@ def attention_lines() -> Iterator[str]:
         "FlashAttention-3 on the same pages (it has no tree mask), the read floor a kernel that "
         f"only reads them, all in turn in one process. Faster than FA3 in {wins} of "
         f"{len(compared)} rows (goal: in all), at or below its goal in {met} of {len(goals)}."
-        f"{flash_infer_text(compared)}{error_text(data)}"
+        f"{data.flash_infer.text(results)}{error_text(data)}"
     )
     yield ""
     yield "![Verify attention, 8 rows, relative to the read floor](docs/attention.svg)"
     yield ""
-    others = [n for n in ("FlashInfer", "FlashInfer tree") if any(n in us for us in compared)]
     yield from head(
         *("B x L", "rows", "ours us", "goal us", "FA3 us", "ours / FA3"),
         *("of read floor", "tree / chain"),
-        *(f"{name} us" for name in others),
+        *("FlashInfer / ours", "of trees"),
     )
     for result in results:
         case, us = result["case"], medians(result)
@@ -98,7 +112,10 @@ def attention_lines() -> Iterator[str]:
             f"{us['ours'] / peer:.2f}" if peer else "-",
             f"{100 * us['read'] / us['ours']:.0f} %",
             f"{us['ours tree'] / us['ours']:.2f}",
-            *(f"{us[name]:.1f}" if name in us else "-" for name in others),
+            *(
+                f"{ratio:.2f}" if (ratio := data.flash_infer.ratio(result, peer, ours)) else "-"
+                for peer, ours, _ in FlashInfer.KINDS
+            ),
         )
 
 

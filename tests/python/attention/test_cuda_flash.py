@@ -1,7 +1,7 @@
 """FlashAttention's routes on CUDA: what they give, and what they make of lengths that are wrong.
 
-`torch_flash` is in every torch with CUDA; `flash_attn_2` and `flash_attn_3` are taken from their own
-packages or from vLLM where one can be imported, and their tests are skipped elsewhere.
+`torch_flash` is in every torch with CUDA. `flash_attn_2` and `flash_attn_3` come from packages of
+their own, or from vLLM where that can be imported; elsewhere their tests are skipped.
 """
 
 from __future__ import annotations
