@@ -4,8 +4,8 @@
 
 Every shape has 262144 tokens and so the same floor; the plan cuts them into more or fewer items,
 whose number is read from the plan. The line through (items per CTA, time above the floor) is what
-an item costs a CTA, and what is left at no items the launch. float8 caches with one row follow: as
-many items, half the bytes, another kernel.
+an item costs a CTA, and what is left at no items the launch. float8 caches with one row follow:
+other leaves, half the bytes, another kernel.
 """
 
 from __future__ import annotations

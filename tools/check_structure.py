@@ -9,7 +9,8 @@
 * Only csrc/ops.cpp registers torch ops, only csrc/module.cpp and its parts csrc/module_<folder>.cpp
   include pybind11 or Python, only csrc/metrics/exporter.cpp includes prometheus.
 * No .cu or .cuh reaches a torch header, neither itself nor through a header of ours.
-* vLLM is imported only under python/nwor_specpv/vllm, and as a peer by bench/peers.py.
+* vLLM is imported only under python/nwor_specpv/vllm, as a peer by bench/peers.py, and for its
+  FlashAttention by flash_packages.py.
 """
 
 from __future__ import annotations
@@ -37,8 +38,8 @@ LAYERS = (
 MODULE = re.compile(r"module(_[a-z]+)?\.(cpp|h)")
 OPS = re.compile(r"ops(_[a-z]+)?\.(cpp|h)")
 BINDINGS = re.compile(rf"{OPS.pattern}|{MODULE.pattern}")
-# Of python/nwor_specpv: the integration, and the peer of the benchmarks.
-VLLM_IMPORTERS = ("vllm", "bench/peers.py")
+# Of python/nwor_specpv: the integration, the peer of the benchmarks, and FlashAttention.
+VLLM_IMPORTERS = ("vllm", "bench/peers.py", "flash_packages.py")
 EXPORTER = re.compile("metrics/exporter.cpp")
 CPP_SUFFIXES = (".h", ".cuh", ".cpp", ".cu")
 

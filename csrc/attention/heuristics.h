@@ -88,8 +88,8 @@ constexpr LeafSplit SplitWidePrefix(int32_t tokens, int32_t pairs, int32_t ctas)
   return SplitPrefix(tokens, kMinWideLeafTokens, most < kMaxWideLeaves ? most : kMaxWideLeaves);
 }
 
-// Leaves of a request with that many packed rows. Tile kernels with both halves of their rows in
-// use have two CTAs on an SM even for one request, and want leaves for both.
+// Leaves of a request with that many packed rows. With more than 32 of them tile kernels have two
+// CTAs on an SM even for one request (of heads up to 128), and want leaves for both.
 constexpr LeafSplit SplitRequest(int32_t tokens, int32_t packed_rows, int32_t kv_heads,
                                  const VerifyConfig& config) {
   if (config.wide_ctas > 0 && packed_rows > kTileRows) {

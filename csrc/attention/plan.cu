@@ -2,7 +2,6 @@
 
 #include "attention/plan.h"
 #include "attention/status.cuh"
-#include "attention/tile_shape.h"
 #include "attention/verify_cuda.h"
 #include "check.h"
 

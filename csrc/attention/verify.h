@@ -52,7 +52,8 @@ struct VerifyArguments {
   // kernels rely on it. 0: taken from T and B.
   int64_t max_rows = 0;
   std::optional<at::Tensor> plan;  // of PlanVerify, for these lengths; CUDA only
-  // [8] int64: what a CUDA kernel found wrong (VerifyStatus). A call with a plan judges pages only.
+  // [8] int64: what a CUDA kernel found wrong (VerifyStatus). Our kernels judge lengths in
+  // the plan.
   std::optional<at::Tensor> status;
   // A route's name, "auto" or "fast" (route.h); empty: NWOR_SPECPV_ATTENTION_ROUTE, or auto.
   std::string route;

@@ -22,7 +22,7 @@
 //
 // Results are bitwise repeatable, and a row's result depends on its own request only.
 // An in-flight row may hold NaN and infinities: they reach the rows that see it. At the edge of a
-// window a value that is not finite also reaches rows of the same tile that no longer see it.
+// window, with a mask one token before it too, they reach rows of the tile that do not see them.
 
 namespace nwor {
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -100,15 +101,17 @@ def verify_attention(
     the same result with a wrong one, FlashAttention's rely on it.
     `plan`: what `verify_plan` made for these lengths, so that a step's layers share it (CUDA).
     `status`: int64[8] that a CUDA kernel sets when it finds a length or page out of range. With a
-    `plan` lengths are judged by `verify_plan`, which takes the same tensor.
+    `plan` our kernels judge lengths in `verify_plan`, which takes the same tensor.
     `route`: a name of `route_report()`, "auto" or "fast", instead of NWOR_SPECPV_ATTENTION_ROUTE. A
     FlashAttention package asked for by name is imported; "auto" takes one that has been.
     "fast" gives compute-bound steps to FlashAttention-3, where a row's bits depend on the batch. A
     FlashAttention route with a CompactView needs every request to use the view; one that does not
     is reported in `status`.
     """
-    if route in flash_packages.PACKAGES:
-        flash_packages.load(route)
+    if not torch.compiler.is_compiling():
+        named = route or os.environ.get("NWOR_SPECPV_ATTENTION_ROUTE", "")
+        if named in flash_packages.PACKAGES:
+            flash_packages.load(named)
     out, lse = _results(query, out, return_lse)
     call(
         torch.ops.nwor_specpv.verify_attention.default,
@@ -156,7 +159,7 @@ def verify_plan(
     It holds for calls of the same shapes, lengths, mask, view lengths, window and `max_rows`. Given
     a `plan` of the same shapes it is planned anew in place, which is what a CUDA graph captures. On
     the CPU there is nothing to plan: the result is empty, and accepted. `status`: as that of
-    `verify_attention`, for lengths out of range; calls with a plan find bad pages only.
+    `verify_attention`, for lengths out of range: our kernels judge them here, pages layer by layer.
     """
     if plan is None:
         size = _C.verify_plan_bytes(
@@ -259,7 +262,7 @@ def route_report() -> dict[str, str]:
         reasons = {route: flash_packages.load(route) for route in flash_packages.PACKAGES}
     report = dict(line.split(": ", 1) for line in _C.attention_routes().splitlines())
     for route, reason in reasons.items():
-        if reason and not report[route].startswith("present"):
+        if reason:
             report[route] += f" ({reason})"
     report["last taken"] = last_route()
     return report

@@ -9,18 +9,22 @@ from __future__ import annotations
 import functools
 import importlib
 
-# The packages that bring a route's op, in the order in which they are tried.
+from . import _C
+
+# The packages that may bring a route's op, those that take small pages first.
 PACKAGES = {
     "flash_attn_3": ("flash_attn_interface", "vllm.vllm_flash_attn"),
-    "flash_attn_2": ("flash_attn", "vllm.vllm_flash_attn"),
+    "flash_attn_2": ("vllm.vllm_flash_attn", "flash_attn"),
 }
 
 
 @functools.cache
 def load(route: str) -> str:
-    """Imports the first of a route's packages that can be; "" or why none of them could."""
+    """Imports a route's packages until its op is there; "" or why it is not."""
     failures = []
     for name in PACKAGES[route]:
+        if is_present(route):
+            break
         try:
             importlib.import_module(name)
         except ModuleNotFoundError as error:
@@ -29,5 +33,9 @@ def load(route: str) -> str:
         except Exception as error:  # built for another torch, or for no GPU: the route is not there
             failures.append(f"{name}: {type(error).__name__}: {error}")
         else:
-            return ""
-    return "; ".join(failures)
+            failures.append(f"{name} brings no kernels for it")
+    return "" if is_present(route) else "; ".join(failures)
+
+
+def is_present(route: str) -> bool:
+    return f"\n{route}: present" in f"\n{_C.attention_routes()}"

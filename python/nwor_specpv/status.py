@@ -31,6 +31,7 @@ _PARTIAL = (
     "specpv_deviating_rows_total",
     "specpv_rechecked_tokens_total",
     "specpv_disagreed_tokens_total",
+    "specpv_lossy_engines",
 )
 _TIMEOUT_S = 5.0
 
@@ -90,7 +91,8 @@ def describe(status: dict[str, Any]) -> str:
         lines.append((name, version or "not installed"))
     lines.append(("metrics", _describe_metrics(status["metrics"])))
     lines += [("bypassed", text) for text in _describe_bypasses(status["bypasses"])]
-    if status["partial_steps"] and status["partial_steps"]["partial_steps"]:
+    partial = status["partial_steps"]
+    if partial and (partial["partial_steps"] or partial["lossy_engines"]):
         lines.append(("partial steps", _describe_drift(status["partial_steps"])))
     width = max(len(name) for name, _ in lines)
     return "\n".join(f"{name:<{width}}  {text}" for name, text in lines)
@@ -214,7 +216,11 @@ def _partial_steps(native: ModuleType | None, counts: dict[str, int] | None) -> 
 
 
 def _describe_drift(counts: dict[str, int]) -> str:
-    text = f"{counts['partial_steps']}, NOT lossless unless specpv_rectify is lossless"
+    text = f"{counts['partial_steps']}, "
+    if counts["lossy_engines"]:
+        text += f"NOT lossless: {counts['lossy_engines']} engines or generators are not"
+    else:
+        text += "NOT lossless unless specpv_rectify is lossless"
     if counts["probed_rows"]:
         text += f", {counts['deviating_rows']} of {counts['probed_rows']} probed rows deviate"
     if counts["rechecked_tokens"]:

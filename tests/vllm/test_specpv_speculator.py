@@ -533,3 +533,13 @@ def test_the_heads_best_guess_is_vllms(case: str) -> None:
     hidden = torch.randn(50, size, generator=random)
     assert head._likeliest(hidden).tolist() == greedy(hidden).tolist()
     assert len(asked) == (1 if case == "own vocabulary" else 2)
+
+
+def test_other_schedulers_are_known() -> None:
+    from nwor_specpv.vllm.specpv.scheduler import LongContextScheduler
+    from nwor_specpv.vllm.specpv.speculator import chooses_lengths
+
+    assert chooses_lengths(LongContextScheduler)
+    assert chooses_lengths("nwor_specpv.vllm.specpv.scheduler.LongContextScheduler")
+    assert not chooses_lengths(None)
+    assert not chooses_lengths("vllm.v1.core.sched.async_scheduler.AsyncScheduler")

@@ -10,7 +10,7 @@ from .records import RESULTS, head, load, row
 
 def case_of(result: dict) -> tuple:
     case = result["case"]
-    return result["name"], case["rows"], case["section"]
+    return result["name"], case["rows"], case["section"], case["cache"]
 
 
 def medians(result: dict) -> dict[str, float]:

@@ -1,11 +1,13 @@
-"""Where acceptance becomes known: one wrapped method of each model runner, nothing else.
+"""Where acceptance becomes known: one wrapped method of each model runner.
 
 * V1, `GPUModelRunner._update_states_after_model_execute`: runs after every sampling step, before
   the drafter, with the sampled tokens still on the device.
 * V2, `GPUModelRunner.postprocess_sampled`: the same moment, with the rejected tokens counted.
 
-Both are wrapped once, after their parameters were compared with those that were read. They go
-when vLLM tells attention backends what was accepted.
+* V2 with long contexts, `GPUModelRunner.prepare_inputs`, too: the order of a step's requests.
+
+All are wrapped once, after their parameters were compared with those that were read. They go when
+vLLM tells attention backends what was accepted.
 """
 
 from __future__ import annotations

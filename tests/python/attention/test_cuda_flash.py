@@ -25,7 +25,7 @@ INT_MAX = 2**31 - 1
 def require(route: str) -> None:
     """Skips where the route cannot be had; the report imports the package that brings it."""
     found = route_report()[route]
-    if not found.startswith("present"):
+    if not found.startswith("present") or "flash_attn::" in found:  # which has pages of 256 only
         pytest.skip(f"{route}: {found}")
 
 
@@ -103,7 +103,7 @@ def test_other_heads(route: str, head_dim: int, heads: int, kv_heads: int) -> No
 def test_softcap_is_computed_or_refused(route: str, mask: str) -> None:
     shape = Shape([4, 9], [200, 31], 4, 2, 128, dtype=torch.bfloat16, mask=mask, softcap=5.0)
     step = make_step(shape, 51, "cuda")
-    if route == "flash_attn_3":
+    if route != "torch_flash":
         assert_close(step, *step.run(route=route, max_rows=9))
     else:
         with pytest.raises(NworError, match=rf"^route: got '{route}'.*\n(.*\n)*.*missing softcap"):

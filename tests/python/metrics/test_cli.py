@@ -257,6 +257,14 @@ def test_status_asks_a_running_server_for_its_counts(
     ]
 
 
+def test_status_says_that_an_engine_is_not_lossless_before_its_first_step(
+    served_text: list[str],
+) -> None:
+    served_text[1] += 'specpv_partial_steps_total 0\nspecpv_lossy_engines{rank="0"} 1\n'
+    told = status.describe(status.collect(served_text[0]))
+    assert "0, NOT lossless: 1 engines or generators are not" in told
+
+
 def test_status_says_that_partial_steps_are_not_lossless(served_text: list[str]) -> None:
     assert "partial steps" not in status.describe(status.collect(served_text[0]))
     served_text[1] += (

@@ -376,6 +376,11 @@ def test_lengths_follow_batch_times_context_without_costs() -> None:
     assert lengths.number([4000] * 100) == 4, "requests that views cover whole do not count"
     # 4 tokens a pass; 4 guesses of the head follow.
     assert lengths.passes([32768] * 8) == 3
+    # 8 of these have views, the others read everything in every pass.
+    assert lengths.passes([32768] * 24) == 0
+    assert Lengths(fake_settings(specpv_max_requests=24), 16, alone=False).passes([32768] * 24) == 3
+    assert lengths.passes([32768] * 8 + [4000] * 2) == 3
+    assert lengths.passes([32768] * 8 + [4000] * 60) == 0
     lengths.give_up()
     assert lengths.number([32768] * 8) == 4
 
@@ -389,6 +394,18 @@ def test_lengths_follow_measured_costs() -> None:
     lengths.learn(costs)
     assert lengths.number([4096]) == 4
     assert lengths.number([122_880] * 6) == 16
+    assert lengths.number([32768] * 8) == 16
+    assert lengths.number([32768] + [4000] * 63) == 4, "short requests read theirs, too"
+    enough = Lengths(fake_settings(specpv_max_requests=64), 16, alone=True)
+    enough.learn(costs)
+    # With 8 views 56 requests read everything: a pass costs as much as a full step.
+    assert lengths.passes([32768] * 64) < enough.passes([32768] * 64)
+    for _ in range(50):  # a head that is mostly right
+        lengths.observe([0, 0, 90, 100, 0, 0])
+        enough.observe([0, 0, 90, 100, 0, 0])
+    assert (lengths.number([32768] * 64), enough.number([32768] * 64)) == (4, 16)
+    for _ in range(50):  # as it was
+        lengths.observe([0, 0, 70, 100, 0, 0])
     for _ in range(200):  # partial drafts that are nearly always wrong are not worth their time
         lengths.observe([1, 10, 0, 0, 30, 10])
     assert lengths.number([122_880] * 6) == 4

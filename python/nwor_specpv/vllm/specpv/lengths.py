@@ -44,6 +44,7 @@ class Lengths:
         config = settings.specpv()
         self.view_tokens = config.budget(1 + self._guesses).static_tokens
         self._shortest = max(settings.specpv_partial_threshold, self.view_tokens)
+        self._max_views = settings.specpv_max_requests
         self._alone = alone
         self.costs: StepCosts | None = None
         self._given_up = False
@@ -56,14 +57,20 @@ class Lengths:
         return self._limit if self.passes(contexts) else self._guesses
 
     def passes(self, contexts: Sequence[int]) -> int:
-        """Partial passes that make them; 0: the head drafts alone."""
-        long = [tokens for tokens in contexts if tokens > self._shortest]
+        """Partial passes that make them; 0: the head drafts alone.
+
+        Whoever has no view reads its whole context in every pass. Of more long requests than there
+        are views the shortest are taken to have them: who came first is not known here.
+        """
+        long = sorted(tokens for tokens in contexts if tokens > self._shortest)
+        long = long[: self._max_views]
         if self._given_up or not long:
             return 0
         if self._fixed:
             return self._fixed
+        others = sum(contexts) - sum(long)
         if self.costs is None:
-            if sum(long) < PAYS_FROM:
+            if sum(long) < PAYS_FROM + others:
                 return 0
             # The head's last guesses follow the chain.
             chain = max(1, self._limit - self._guesses)
@@ -71,8 +78,9 @@ class Lengths:
         known = Round(
             contexts=long,
             view_tokens=self.view_tokens,
-            others=sum(contexts) - sum(long),
+            others=others,
             num_others=len(contexts) - len(long),
+            all_pass=True,
             rows_per_pass=1 + self._guesses,
             tokens_per_pass=self.tokens_per_pass.mean,
             agreement=min(self.agreement.mean, 0.999),

@@ -81,6 +81,7 @@ class Round:
     lookup_tokens: float  # tokens a lookup alone yields
     tokens_behind: float  # of a lookup behind a chain
     max_drafts: int
+    all_pass: bool = False  # requests without views take part in passes, and read all they have
 
 
 def choose_passes(costs: StepCosts, known: Round) -> int:
@@ -90,6 +91,10 @@ def choose_passes(costs: StepCosts, known: Round) -> int:
         return 0
     view = sum(min(known.view_tokens, tokens) for tokens in known.contexts)
     whole = context + known.others
+    pass_rows, pass_tokens = requests * known.rows_per_pass, view
+    if known.all_pass:
+        pass_rows += known.num_others * known.rows_per_pass
+        pass_tokens += known.others
 
     def rate(passes: int) -> float:
         if passes == 0:
@@ -103,7 +108,7 @@ def choose_passes(costs: StepCosts, known: Round) -> int:
             gained += known.agreement**chain * expected_accepted(known.lookup_agreement, behind)
         rows = requests * (1 + drafts) + known.num_others * (1 + known.lookup_tokens)
         spent = costs.full(rows, whole)
-        spent += passes * costs.run(requests * known.rows_per_pass, view)
+        spent += passes * costs.run(pass_rows, pass_tokens)
         return requests * (1 + gained) / spent if spent > 0 else 0.0
 
     most = max(1, round(known.max_drafts / max(1.0, known.tokens_per_pass)))

@@ -71,6 +71,13 @@ class PartialViewSpeculator(EagleSpeculator):
         self._counts = AcceptanceCounts(device, self.lengths.observe)
         self._offered = False
         self._offer_lengths()
+        if not chooses_lengths(getattr(vllm_config.scheduler_config, "scheduler_cls", None)):
+            logger.warning(
+                "nwor_specpv: every step verifies %d drafts, those of short requests too; "
+                "with --scheduler-cls nwor_specpv.vllm.specpv.scheduler.LongContextScheduler %d",
+                self.limit,
+                self._guesses,
+            )
 
     def _offer_lengths(self) -> None:
         """Steps verify either few drafts or all: vLLM captures graphs of both kinds."""
@@ -134,7 +141,7 @@ class PartialViewSpeculator(EagleSpeculator):
         if real:
             if not self._offered:  # the target's manager, too, as soon as its runner is known
                 self._offered = True
-                offer_larger_graphs(getattr(self._engine.runner, "cudagraph_manager", None))
+                self._offer_graphs()
             wanted = self._engine.num_drafts or self.limit
             drafts = input_batch.num_draft_tokens_per_req  # None: rows of prompts alone
             if drafts is not None:
@@ -186,6 +193,14 @@ class PartialViewSpeculator(EagleSpeculator):
             yield
         finally:
             self.num_speculative_steps = self.limit
+
+    def _offer_graphs(self) -> None:
+        try:
+            offer_larger_graphs(getattr(self._engine.runner, "cudagraph_manager", None))
+        except Exception as error:  # vLLM's own names: without them, steps run without graphs
+            logger.warning(
+                "nwor_specpv: graphs of both numbers of drafts are not offered: %s", error
+            )
 
     def _fail(self, error: Exception, reason: str = "") -> None:
         """The head drafts alone from now on; serving goes on."""
@@ -376,6 +391,11 @@ class PartialViewSpeculator(EagleSpeculator):
         table.copy_(saved)
         self.lengths.learn(costs)
         logger.info("nwor_specpv: measured %s", costs)
+
+
+def chooses_lengths(scheduler: Any) -> bool:
+    """Whether vLLM's `scheduler_cls`, a class, its name or None, decides how many are drafted."""
+    return str(getattr(scheduler, "__qualname__", scheduler)).endswith("LongContextScheduler")
 
 
 def offer_larger_graphs(manager: Any) -> None:
