@@ -1,6 +1,7 @@
 """Verify attention on a CUDA device against its peers: the shapes of speculative verification.
 
-    python benchmarks/attention_gpu.py [--sections k1,odd,ragged,view,fp8,rows64] [--json FILE]
+    python benchmarks/attention_gpu.py [--sections k1,odd,ragged,view,fp8,rows64,sustained]
+                                       [--json FILE]
     python benchmarks/attention_gpu.py --sections errors [--json FILE]
 
 Protocol: K/V sets of at least 300 MB in turn, shuffled pages of 16 tokens, all calls of a variant
@@ -11,13 +12,18 @@ checked against float64 in the same run: mean, root mean square and maximum over
 of the shortest and the longest request of one set. A peer that is not there is named, with the
 reason. Peers compute a chain, as they have no tree mask, but for FlashInfer's, which has one.
 
-The section errors does that check alone, for every shape of the others: no timings, one K/V set.
+In the section sustained every variant runs for three seconds without a pause, and the second half
+of them counts: that is where a device meets its power limit.
+
+The section errors does that check alone, for every shape of the others and for float16 and other
+head sizes: no timings, one K/V set.
 """
 
 from __future__ import annotations
 
 import argparse
 import faulthandler
+import itertools
 import json
 import platform
 import sys
@@ -26,12 +32,12 @@ from dataclasses import asdict
 from pathlib import Path
 
 import torch
-from attention_inputs import HEAD_DIM, HEADS, KV_HEADS, PAGE, Bench, Case, Errors, Set
+from attention_inputs import HEADS, KV_HEADS, PAGE, Bench, Case, Errors, Set
 from attention_peers import PEERS, find_peers
 
 from nwor_specpv import _stamp
 from nwor_specpv.attention import last_route
-from nwor_specpv.bench.timing import Timing, capture, cold_l2, time_graphs
+from nwor_specpv.bench.timing import Timing, capture, cold_l2, time_graphs, time_sustained
 
 GOALS_US = {
     (1, 4608): 10.0,
@@ -42,7 +48,8 @@ GOALS_US = {
     (32, 32768): 960.0,
     (1, 131072): 127.0,
 }
-SECTIONS = ("k1", "odd", "ragged", "view", "fp8", "rows64")
+SECTIONS = ("k1", "odd", "ragged", "view", "fp8", "rows64", "sustained")
+SUSTAINED_SECONDS = 3.0
 KINDS = ("mean", "rms", "max")
 ERRORS_OF = "all rows and heads of the shortest and the longest request of one K/V set"
 
@@ -75,7 +82,22 @@ def cases(sections: Sequence[str]) -> list[Case]:
             ((1, 131072), 229.0),
         ):
             found.append(Case("rows64", (length,) * batch, 64, goal_us=goal))
+    if "sustained" in sections:
+        found.append(Case("sustained", (32768,) * 32, 8, goal_us=960.0))
     return found
+
+
+def cases_of_errors() -> list[Case]:
+    """Every shape there is, and a few of other dtypes and head sizes."""
+    others = [
+        Case("errors", lens, rows, dtype, dtype, head_dim)
+        for dtype, head_dim in itertools.product(
+            ("float16", "bfloat16"), (64, 80, 96, 128, 192, 256)
+        )
+        if (dtype, head_dim) != ("bfloat16", 128)
+        for lens, rows in (((4608,) * 2, 1), ((4608,) * 2, 8), ((32768,), 16), ((4608,) * 2, 64))
+    ]
+    return cases([name for name in SECTIONS if name != "sustained"]) + others
 
 
 def variants_of(bench: Bench, peers: dict) -> dict[str, Callable[[Set], object]]:
@@ -126,7 +148,11 @@ def measure(case: Case, peers: dict, replays: int, seed: int) -> dict:
             if name.startswith("ours"):
                 raise
             left_out[name] = f"{type(error).__name__}: {error}"
-    timings = time_graphs(graphs, calls, replays, before=cold_l2()) if replays else {}
+    timings: dict[str, Timing] = {}
+    if replays and case.section == "sustained":
+        timings = time_sustained(graphs, calls, SUSTAINED_SECONDS)
+    elif replays:
+        timings = time_graphs(graphs, calls, replays, before=cold_l2())
     return {
         "case": asdict(case),
         "name": case.name,
@@ -142,6 +168,10 @@ def measure(case: Case, peers: dict, replays: int, seed: int) -> dict:
 def label(result: dict) -> str:
     case = result["case"]
     name = result["name"] + (" view" if case["view"] else "")
+    if case["section"] == "sustained":
+        name += " sustained"
+    if (case["dtype"], case["head_dim"]) != ("bfloat16", 128):
+        name += f" {case['dtype']} D {case['head_dim']}"
     return name + (" fp8" if case["cache"].startswith("float8") else "")
 
 
@@ -216,7 +246,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     print(
         f"device {environment['device']} · torch {torch.__version__}"
         f" · commit {environment['commit']}"
-        f" · bf16, {HEADS}/{KV_HEADS} heads, D {HEAD_DIM}, page {PAGE} shuffled"
+        f" · bf16, {HEADS}/{KV_HEADS} heads, D 128, page {PAGE} shuffled"
         f" · median of {options.replays}, spread in brackets · seed={options.seed}"
     )
     for name, reason in missing.items():
@@ -232,7 +262,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             f"{'goal us':<13}max err (fp64)"
         )
     results = []
-    for case in cases(SECTIONS if errors_only else sections):
+    for case in cases_of_errors() if errors_only else cases(sections):
         result = measure(case, peers, 0 if errors_only else options.replays, options.seed)
         results.append(result)
         print(error_row(result) if errors_only else row(result), flush=True)

@@ -11,7 +11,7 @@ import torch
 
 import nwor_specpv
 
-HEADS, KV_HEADS, HEAD_DIM, PAGE = 32, 8, 128, 16
+HEADS, KV_HEADS, PAGE = 32, 8, 16
 SET_BYTES = 300_000_000
 DEVICE = "cuda"
 
@@ -22,6 +22,8 @@ class Case:
     lens: tuple[int, ...]
     rows: int
     cache: str = "bfloat16"
+    dtype: str = "bfloat16"  # of the rows; the cache's, unless that is float8
+    head_dim: int = 128
     view: bool = False  # per-head block lists over all pages, each head in an order of its own
     goal_us: float | None = None
 
@@ -47,8 +49,8 @@ def random_tree(rows: int, rng: random.Random) -> list[int]:
 class Pool:
     """One cache that all K/V sets of a case take their pages from."""
 
-    def __init__(self, dtype: torch.dtype, num_pages: int) -> None:
-        shape = (num_pages, PAGE, KV_HEADS, HEAD_DIM)
+    def __init__(self, dtype: torch.dtype, num_pages: int, head_dim: int) -> None:
+        shape = (num_pages, PAGE, KV_HEADS, head_dim)
         self.keys, self.values = (torch.empty(shape, dtype=dtype, device=DEVICE) for _ in range(2))
         step = 1 << 14
         for cache in (self.keys, self.values):
@@ -101,12 +103,12 @@ class Bench:
         batch, rows = len(case.lens), case.rows
         prefix_pages = [math.ceil(n / PAGE) for n in case.lens]
         pages = [math.ceil((n + rows) / PAGE) for n in case.lens]
-        token_bytes = 2 * KV_HEADS * HEAD_DIM * dtype.itemsize
+        token_bytes = 2 * KV_HEADS * case.head_dim * dtype.itemsize
         self.bytes = case.tokens * token_bytes
         num_sets = max(1, math.ceil(SET_BYTES / self.bytes))
         if most_sets is not None:
             num_sets = min(num_sets, most_sets)
-        self.pool = Pool(dtype, num_sets * sum(pages))
+        self.pool = Pool(dtype, num_sets * sum(pages), case.head_dim)
         order = torch.randperm(num_sets * sum(pages), dtype=torch.int32)
         self.lens = torch.tensor(case.lens, dtype=torch.int32, device=DEVICE)
         self.all_lens = self.lens + rows
@@ -142,7 +144,8 @@ class Bench:
         total = len(case.lens) * case.rows
 
         def draw(heads: int) -> torch.Tensor:
-            return torch.randn(total, heads, HEAD_DIM, device=DEVICE).bfloat16()
+            drawn = torch.randn(total, heads, case.head_dim, device=DEVICE)
+            return drawn.to(getattr(torch, case.dtype))
 
         query, key, value = draw(HEADS), draw(KV_HEADS), draw(KV_HEADS)
         for b, length in enumerate(case.lens):
@@ -173,7 +176,7 @@ class Bench:
             self.lens,
             self.starts,
             self.tree if tree else None,
-            HEAD_DIM**-0.5,
+            self.case.head_dim**-0.5,
             view=s.view,
             out=s.out,
             max_rows=self.case.rows,
@@ -183,7 +186,7 @@ class Bench:
 
     def reference(self, s: Set, tree: bool, request: int) -> torch.Tensor:
         """One request in float64, head by head, from gathered tokens."""
-        rows = self.case.rows
+        rows, head_dim = self.case.rows, self.case.head_dim
         length = self.case.lens[request]
         at = torch.arange(length, device=DEVICE)
         page = s.table[request, at // PAGE].long()
@@ -196,13 +199,13 @@ class Bench:
         else:
             seen = torch.ones(rows, rows, dtype=torch.bool, device=DEVICE).tril()
         seen = torch.cat([seen.new_ones(rows, length), seen], 1)
-        out = torch.empty(rows, HEADS, HEAD_DIM, dtype=torch.float64, device=DEVICE)
+        out = torch.empty(rows, HEADS, head_dim, dtype=torch.float64, device=DEVICE)
         group = HEADS // KV_HEADS
         for head in range(HEADS):
             kv = head // group
             k = torch.cat([keys[:, kv], s.key[own, kv].double()])
             v = torch.cat([values[:, kv], s.value[own, kv].double()])
-            scores = s.query[own, head].double() @ k.T * HEAD_DIM**-0.5
+            scores = s.query[own, head].double() @ k.T * head_dim**-0.5
             out[:, head] = scores.masked_fill(~seen, -math.inf).softmax(-1) @ v
         return out
 
@@ -210,7 +213,7 @@ class Bench:
         """Of the shortest and the longest request of the last set, all their rows and heads."""
         s = self.sets[-1]
         s.out.fill_(math.nan)
-        out = run(s).view(-1, self.case.rows, HEADS, HEAD_DIM)
+        out = run(s).view(-1, self.case.rows, HEADS, self.case.head_dim)
         wrong = torch.cat([(out[b].double() - self.expected(tree, b)).flatten() for b in self.ends])
         mean, rms = wrong.abs().mean().item(), wrong.square().mean().sqrt().item()
         return Errors(mean, rms, wrong.abs().max().item())

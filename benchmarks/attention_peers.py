@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from attention_inputs import DEVICE, HEAD_DIM, HEADS, KV_HEADS, PAGE, Bench, Set
+from attention_inputs import DEVICE, HEADS, KV_HEADS, PAGE, Bench, Set
 
 
 def read_floor() -> Callable[[Bench, Set], object]:
@@ -38,8 +38,8 @@ def read_floor() -> Callable[[Bench, Set], object]:
 
 def paged_arguments(bench: Bench, s: Set) -> dict[str, Any]:
     """What vLLM's paged kernels take, by the names they share."""
-    if bench.case.cache != "bfloat16" or bench.case.view:
-        raise NotImplementedError("bfloat16 pages only")
+    if bench.case.cache != bench.case.dtype or bench.case.view:
+        raise NotImplementedError("pages of the rows' dtype only")
     return {
         "q": s.query,
         "k": bench.pool.keys,
@@ -49,7 +49,7 @@ def paged_arguments(bench: Bench, s: Set) -> dict[str, Any]:
         "max_seqlen_q": bench.case.rows,
         "seqused_k": bench.all_lens,
         "max_seqlen_k": max(bench.case.lens) + bench.case.rows,
-        "softmax_scale": HEAD_DIM**-0.5,
+        "softmax_scale": bench.case.head_dim**-0.5,
         "causal": True,
         "block_table": s.table,
     }
@@ -96,8 +96,8 @@ def flash_attention_2_folded() -> Callable[[Bench, Set], object]:
         case = bench.case
         if case.cache != "bfloat16" or case.view or len(set(case.lens)) > 1:
             raise NotImplementedError("uniform bfloat16 batches only")
-        batch, length = len(case.lens), case.lens[0]
-        shape = (batch, length, KV_HEADS, HEAD_DIM)
+        batch, length, head_dim = len(case.lens), case.lens[0], case.head_dim
+        shape = (batch, length, KV_HEADS, head_dim)
         if contiguous.get("shape") != shape:
             contiguous.clear()
             contiguous["shape"] = shape
@@ -109,9 +109,9 @@ def flash_attention_2_folded() -> Callable[[Bench, Set], object]:
         keys, values = contiguous["kv"][bench.sets.index(s) % len(contiguous["kv"])]
         group = HEADS // KV_HEADS
         folded = (
-            s.query.view(batch, case.rows, KV_HEADS, group, HEAD_DIM)
+            s.query.view(batch, case.rows, KV_HEADS, group, head_dim)
             .transpose(2, 3)
-            .reshape(batch, case.rows * group, KV_HEADS, HEAD_DIM)
+            .reshape(batch, case.rows * group, KV_HEADS, head_dim)
         )
         torch.ops.aten._flash_attention_forward(
             folded,
@@ -124,7 +124,7 @@ def flash_attention_2_folded() -> Callable[[Bench, Set], object]:
             0.0,
             False,
             False,
-            scale=HEAD_DIM**-0.5,
+            scale=head_dim**-0.5,
         )
 
     return run
@@ -168,11 +168,11 @@ def flash_infer(tree: bool) -> Callable[[Bench, Set], torch.Tensor]:
             ints([(n - 1) % PAGE + 1 for n in lens]),
             HEADS,
             KV_HEADS,
-            HEAD_DIM,
+            case.head_dim,
             PAGE,
             custom_mask=mask,
             causal=not tree,
-            sm_scale=HEAD_DIM**-0.5,
+            sm_scale=case.head_dim**-0.5,
             q_data_type=torch.bfloat16,
         )
         return wrapper

@@ -15,7 +15,17 @@ from pathlib import Path
 
 from ncu_ranges import FLUSH_BYTES, read_results, run_command
 
-SHAPES = [((4608,), 8), ((32768,), 8), ((32768,) * 8, 8), ((32768,) * 8, 64)]
+SHAPES = [
+    ((4608,), 8),
+    ((4608,) * 8, 16),
+    ((32768,), 8),
+    ((32768,) * 8, 1),
+    ((32768,) * 8, 8),
+    ((32768,) * 8, 64),
+    ((32768,) * 32, 8),
+    ((131072,), 8),
+    ((32768,) * 4 + (2048,) * 28, 8),
+]
 GOAL = 1.05
 
 
@@ -57,13 +67,13 @@ def drive(plan_path: Path) -> int:
 def table(plan_path: Path, csv_path: Path, json_path: Path | None) -> int:
     plan, measured = read_results(plan_path, csv_path)
     print(f"{plan['device']} · torch {plan['torch']} · commit {plan['commit']} · tree mask, bf16")
-    print(f"{'B x L':<14}{'rows':>5}{'K/V MB':>10}{'DRAM read MB':>14}{'read / K/V':>12}  goal")
+    print(f"{'B x L':<22}{'rows':>5}{'K/V MB':>10}{'DRAM read MB':>14}{'read / K/V':>12}  goal")
     for one, values in zip(plan["ranges"], measured, strict=True):
         one.update(values)
         ratio = values["dram_read"] / one["kv_bytes"]
         verdict = "met" if ratio <= plan["goal"] else "missed"
         print(
-            f"{one['name']:<14}{one['rows']:>5}{one['kv_bytes'] / 1e6:>10.1f}"
+            f"{one['name']:<22}{one['rows']:>5}{one['kv_bytes'] / 1e6:>10.1f}"
             f"{values['dram_read'] / 1e6:>14.1f}{ratio:>12.3f}  {plan['goal']} {verdict}"
         )
     if json_path is not None:

@@ -1,8 +1,8 @@
 #!/usr/bin/env python3
 """The tests that need a GPU, plain and under compute-sanitizer, several processes at once.
 
-    tools/gpu_tests.py [--checks plain memcheck racecheck] [--jobs 4] [--minutes 30] [--json FILE]
-                       [-k EXPRESSION] [PATHS ...]
+    tools/gpu_tests.py [--checks plain memcheck racecheck synccheck] [--jobs 4] [--minutes 30]
+                       [--json FILE] [-k EXPRESSION] [PATHS ...]
 
 Every check deals the tests out to `jobs` processes, and all checks run side by side. What has not
 run when the time is up is counted as such. The sanitizer looks at this project's kernels alone. The
@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import IO
 
 ROOT = Path(__file__).resolve().parent.parent
-SANITIZERS = ("memcheck", "racecheck")
+SANITIZERS = ("memcheck", "racecheck", "synccheck")
 DEFAULT_PATHS = [f"tests/python/{name}" for name in ("attention", "kv_interceptor", "specpv",
                  "tree", "decoder", "generate")]  # fmt: skip
 DEFAULT_TESTS = "cuda or graph or captured or kernels or torch_ops"

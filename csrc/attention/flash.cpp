@@ -2,12 +2,14 @@
 
 #include <ATen/ops/arange.h>
 #include <ATen/ops/searchsorted.h>
+#include <ATen/ops/where.h>
 #include <ATen/ops/zeros_like.h>
 
 #include <algorithm>
 
 #include "attention/flash_bounds.h"
 #include "attention/flash_op.h"
+#include "attention/flash_rows.h"
 #include "attention/merge_state.h"
 #include "check.h"
 #ifdef NWOR_WITH_CUDA
@@ -29,12 +31,10 @@ int64_t MaxQuery(const VerifyArguments& arguments) {
   return std::max<int64_t>(longest, 2);
 }
 
-// There is room for `max_rows` rows of every request and for no more. Some may have fewer, when
-// rows that belong to no request fill the batch up.
-bool IsUniform(const VerifyArguments& arguments) {
-  const int64_t requests = arguments.block_table.size(0);
-  return requests == 1 ||
-         (arguments.max_rows > 0 && arguments.max_rows * requests == arguments.query.size(0));
+// Rows to give every request when it is told how many the longest has; 0: it is not.
+int64_t FoldedRows(const VerifyArguments& arguments) {
+  const int64_t rows = arguments.query.size(0);
+  return arguments.block_table.size(0) == 1 ? rows : std::min(arguments.max_rows, rows);
 }
 
 // The prefix as contiguous tokens per request, for a kernel without pages.
@@ -50,33 +50,33 @@ void GatherPages(const VerifyArguments& arguments, FlashCall* call) {
 }
 
 // A batch as `rows` rows of each request: where they are in the batch, and where the batch's rows
-// are among them. Rows of no request are some row or other.
+// are among them. Rows that a request does not have, and rows of no request, are some row or other.
 struct RowPlaces {
-  at::Tensor of_requests;
-  at::Tensor of_batch;
+  at::Tensor of_requests;  // [requests * rows]
+  at::Tensor of_batch;     // [T]
 };
-RowPlaces PlaceRows(const at::Tensor& query_start, int64_t requests, int64_t rows) {
-  const at::Tensor starts = query_start.to(at::kLong);
+RowPlaces PlaceRows(const VerifyArguments& arguments, int64_t requests, int64_t rows) {
+  const at::Tensor starts = arguments.query_start.to(at::kLong);
   const at::Tensor begins = starts.narrow(0, 0, requests), ends = starts.narrow(0, 1, requests);
-  const int64_t last = requests * rows - 1;
-  const at::Tensor batch = at::arange(requests * rows, begins.options());
+  const int64_t total = arguments.query.size(0);
+  const at::Tensor batch = at::arange(total, begins.options());
   const at::Tensor request =
       at::searchsorted(ends, batch, /*out_int32=*/false, /*right=*/true).clamp_max(requests - 1);
-  const at::Tensor within = batch.sub(begins.index_select(0, request));
-  return {begins.unsqueeze(1).add(batch.narrow(0, 0, rows)).clamp(0, last).flatten(),
-          request.mul(rows).add(within).clamp(0, last)};
+  const at::Tensor within = batch.sub(begins.index_select(0, request)).clamp(0, rows - 1);
+  const at::Tensor each = at::arange(rows, begins.options());
+  return {begins.unsqueeze(1).add(each).clamp(0, total - 1).flatten(),
+          request.mul(rows).add(within)};
 }
 
 // All rows and query heads of a KV head as the heads of one query token, and every (request, KV
 // head) as a sequence: the kernel reads K and V once for all of them, in place.
 AttentionState FoldedCompact(const VerifyArguments& arguments, const CheckedVerify& checked,
-                             const FlashCall& base) {
+                             const FlashCall& base, int64_t rows) {
   const at::Tensor& keys = checked.compact_keys;
   const int64_t requests = keys.size(0), kv_heads = keys.size(1), tokens = keys.size(2);
   const int64_t head_dim = keys.size(3);
-  const int64_t rows = arguments.query.size(0) / requests;
-  const int64_t group = arguments.query.size(1) / kv_heads;
-  const RowPlaces places = PlaceRows(arguments.query_start, requests, rows);
+  const int64_t heads = arguments.query.size(1), group = heads / kv_heads;
+  const RowPlaces places = PlaceRows(arguments, requests, rows);
   FlashCall call = base;
   call.query = arguments.query.index_select(0, places.of_requests)
                    .view({requests, rows, kv_heads, group, head_dim})
@@ -94,19 +94,30 @@ AttentionState FoldedCompact(const VerifyArguments& arguments, const CheckedVeri
     return folded.transpose(1, 2).reshape(sizes).index_select(0, places.of_batch);
   };
   state.out = unfold(state.out.reshape({requests, kv_heads, rows, group, head_dim}),
-                     arguments.query.sizes());
-  state.lse = unfold(state.lse.reshape({requests, kv_heads, rows, group}),
-                     {arguments.query.size(0), arguments.query.size(1)});
+                     {requests * rows, heads, head_dim});
+  state.lse =
+      unfold(state.lse.reshape({requests, kv_heads, rows, group}), {requests * rows, heads});
   return state;
 }
 
-AttentionState Prefix(Route route, const VerifyArguments& arguments, const CheckedVerify& checked) {
+// What calls for prefix and rows have in common.
+FlashCall RowsCall(const VerifyArguments& arguments, bool only_prefill) {
   FlashCall call;
   call.query = arguments.query;
   call.query_start = arguments.query_start;
   call.max_query = MaxQuery(arguments);
   call.scale = arguments.scale;
   call.softcap = arguments.softcap;
+  // A prefill fills the device by its rows. Splits would depend on the batch.
+  const bool alone = arguments.block_table.size(0) == 1;
+  const int64_t known = alone ? arguments.query.size(0) : arguments.max_rows;
+  if (only_prefill || known > kPrefillRows) call.num_splits = 1;
+  return call;
+}
+
+AttentionState Prefix(Route route, const VerifyArguments& arguments, const CheckedVerify& checked,
+                      bool only_prefill) {
+  FlashCall call = RowsCall(arguments, only_prefill);
   if (route != Route::kTorchFlash) {
     const std::optional<FlashOp> op = FindFlashOp(route);
     NWOR_CHECK(op.has_value(), "route: got ", Name(route), ", expected a registered op");
@@ -121,7 +132,8 @@ AttentionState Prefix(Route route, const VerifyArguments& arguments, const Check
     GatherPages(arguments, &call);
     return CallTorchFlash(call);
   }
-  if (IsUniform(arguments)) return FoldedCompact(arguments, checked, call);
+  const int64_t folded = FoldedRows(arguments);
+  if (folded > 0) return FoldedCompact(arguments, checked, call, folded);
   const at::Tensor& keys = checked.compact_keys;
   call.key = keys.transpose(1, 2).flatten(0, 1);
   call.value = checked.compact_values.transpose(1, 2).flatten(0, 1);
@@ -140,14 +152,14 @@ bool CanTakeRows(const VerifyArguments& arguments) {
          arguments.key_cache.size(1) % 16 == 0;
 }
 
-// A tree is for our kernel. So are chains where FlashAttention-3 has the prefix: it reads V in
-// whole tiles, past a request's last row, and what is not finite there would reach the request.
+// A tree is for our kernel. So are chains where FlashAttention-3 has the prefix: otherwise its rows
+// would have to be copied apart (SpaceRows).
 bool TakesRows(Route route, const VerifyArguments& arguments) {
   return arguments.tree_mask.has_value() || (route == Route::kFlash3 && CanTakeRows(arguments));
 }
 
 // Attention of the rows among themselves.
-AttentionState InFlight(Route route, const VerifyArguments& arguments) {
+AttentionState InFlight(Route route, const VerifyArguments& arguments, bool only_prefill) {
   if (TakesRows(route, arguments)) {
     VerifyArguments rows = arguments;
     rows.prefix_lens = at::zeros_like(arguments.prefix_lens);
@@ -158,16 +170,19 @@ AttentionState InFlight(Route route, const VerifyArguments& arguments) {
     VerifyAttention(rows, outputs);
     return {outputs.out, outputs.lse};
   }
-  FlashCall call;
-  call.query = arguments.query;
+  FlashCall call = RowsCall(arguments, only_prefill);
   call.key = arguments.key;
   call.value = arguments.value;
-  call.query_start = arguments.query_start;
   call.key_start = arguments.query_start;
-  call.max_query = call.max_key = MaxQuery(arguments);
-  call.scale = arguments.scale;
-  call.softcap = arguments.softcap;
+  call.max_key = call.max_query;
   call.causal = true;
+  if (route == Route::kFlash3) {
+    const SpacedRows rows = SpaceRows(arguments, only_prefill);
+    call.key = rows.key;
+    call.value = rows.value;
+    call.key_start = rows.start;
+    call.key_lens = rows.lens;
+  }
   if (route == Route::kTorchFlash) return CallTorchFlash(call);
   const std::optional<FlashOp> op = FindFlashOp(route);
   NWOR_CHECK(op.has_value(), "route: got ", Name(route), ", expected a registered op");
@@ -214,14 +229,18 @@ std::string DescribeFlashRoute(Route route, int32_t capability) {
 }
 
 void FlashVerify(Route route, const VerifyArguments& arguments, const CheckedVerify& checked,
-                 const VerifyOutputs& outputs) {
+                 const VerifyOutputs& outputs, bool only_prefill) {
   // Kernels of others want what ours takes with any strides: rows with contiguous channels.
   VerifyArguments readable = WithinBounds(arguments);
   readable.query = checked.query;
   readable.key = checked.key;
   readable.value = checked.value;
-  const AttentionState prefix = Prefix(route, readable, checked);
-  const AttentionState rows = InFlight(route, readable);
+  if (only_prefill) {
+    readable.prefix_lens =
+        at::where(IsPrefill(readable.query_start), readable.prefix_lens, at::Scalar(0));
+  }
+  const AttentionState prefix = Prefix(route, readable, checked, only_prefill);
+  const AttentionState rows = InFlight(route, readable, only_prefill);
   MergeStatesInto({prefix.out, rows.out}, {prefix.lse, rows.lse}, outputs.out, outputs.lse,
                   /*num_flash=*/1);
 }

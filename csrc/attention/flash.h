@@ -26,8 +26,11 @@ NWOR_EXPORT void FindFlashRoutes(RouteAvailability* available, int32_t capabilit
 // "present: _vllm_fa3_C::fwd", or why not: which ops were looked for in vain.
 NWOR_EXPORT std::string DescribeFlashRoute(Route route, int32_t capability);
 
-// Runs a flash route. REQUIRES: ChooseRoute picked it for these arguments.
+// Runs a flash route. With `only_prefill` the results of requests of up to kPrefillRows rows are
+// not those of the request: the caller writes them afterwards. REQUIRES: ChooseRoute picked the
+// route for these arguments.
 NWOR_EXPORT void FlashVerify(Route route, const VerifyArguments& arguments,
-                             const CheckedVerify& checked, const VerifyOutputs& outputs);
+                             const CheckedVerify& checked, const VerifyOutputs& outputs,
+                             bool only_prefill = false);
 
 }  // namespace nwor

@@ -29,6 +29,7 @@ struct FlashCall {
   double scale = 1.0;
   double softcap = 0.0;
   bool causal = false;
+  int64_t num_splits = 0;  // parts of a prefix on several CTAs; 0: the kernel decides
 };
 
 // A FlashAttention op registered with torch by another package.

@@ -67,6 +67,8 @@ struct VerifyParams {
   float scale = 1.0f;    // of q.k, before softcap
   float softcap = 0.0f;  // 0: none; else logit = softcap * tanh(logit / softcap)
   int32_t window = 0;    // 0: none; else a row at position p sees positions > p - window
+  // CUDA: requests with more rows are left out, their rows of out and lse untouched. 0: none are.
+  int32_t max_request_rows = 0;
 
   int32_t num_requests = 0;        // B
   int32_t num_rows = 0;            // T

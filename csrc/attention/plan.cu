@@ -30,8 +30,9 @@ __device__ PlanRequest ReadRequest(const VerifyParams& p, int b, const VerifyCon
   if (begin < 0 || end < begin || end > p.num_rows) {
     ReportError(p.status, VerifyStatus::kBadRowRange, b, end);
   } else {
+    const bool left_out = p.max_request_rows > 0 && end - begin > p.max_request_rows;
     request.query_start = begin;
-    request.num_rows = end - begin;
+    request.num_rows = left_out ? 0 : end - begin;
   }
   if (p.tree_mask != nullptr && request.num_rows > 64 * p.mask_words) {
     ReportError(p.status, VerifyStatus::kTooManyRows, b, request.num_rows);

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <array>
 #include <optional>
+#include <utility>
 
 #include "check.h"
 
@@ -86,13 +87,17 @@ std::string Join(const std::vector<RouteFeature>& features, const RouteRequest& 
   return features.empty() ? "nothing" : text;
 }
 
+RouteChoice Take(Route route, std::string reason) {
+  return {true, route, false, std::move(reason)};
+}
+
 RouteChoice Refuse(const RouteRequest& request, const RouteAvailability& available,
                    const std::string& why) {
   const char* advice = request.aligned
                            ? ""
                            : "\nkey_cache, value_cache or out: got rows that do not begin at "
                              "multiples of 16 bytes, expected them to (a clone's do)";
-  return {false, Route::kCpu, why + "\n" + FeatureTable(request, available) + advice};
+  return {false, Route::kCpu, false, why + "\n" + FeatureTable(request, available) + advice};
 }
 
 // Flash routes leave the in-flight rows of a tree to our own kernels.
@@ -101,6 +106,12 @@ bool Serves(Route route, const RouteRequest& request, const RouteAvailability& a
   const bool ours = route == Route::kCpu || route == Route::kCuda;
   return ours || !request.tree_mask ||
          (available.Has(Route::kCuda) && MissingFeatures(Route::kCuda, request, available).empty());
+}
+
+// Also without a look at what lies behind the last token of a page. By name any route is taken.
+bool ServesByItself(Route route, const RouteRequest& request, const RouteAvailability& available) {
+  const bool reads_on = route == Route::kFlash3 && request.page_size >= kFlash3TileTokens;
+  return !reads_on && Serves(route, request, available);
 }
 
 }  // namespace
@@ -176,31 +187,33 @@ RouteChoice ChooseRoute(const RouteRequest& request, const RouteAvailability& av
                     "route: got '" + std::string(wanted) +
                         "', expected a route that is present and serves this request");
     }
-    return {true, *route, "asked for"};
+    return Take(*route, "asked for");
   }
   if (!request.cuda) {
-    if (Serves(Route::kCpu, request, available)) return {true, Route::kCpu, "tensors on the cpu"};
+    if (Serves(Route::kCpu, request, available)) return Take(Route::kCpu, "tensors on the cpu");
     return Refuse(request, available, "no attention route serves this request");
   }
   if (request.max_rows > kPrefillRows && !request.tree_mask && !request.compact_view) {
     for (const Route route : kFlashRoutes) {
-      if (Serves(route, request, available)) {
-        return {true, route, "prefill: more than 256 rows in a request"};
-      }
+      if (!ServesByItself(route, request, available)) continue;
+      RouteChoice choice = Take(route, "prefill: more than 256 rows in a request");
+      choice.only_prefill = request.num_requests > 1 && Serves(Route::kCuda, request, available);
+      if (choice.only_prefill) choice.reason += "; the other requests take cuda";
+      return choice;
     }
   }
   if (fast && request.max_rows * int64_t{request.group} >= kComputeBoundRows &&
       request.table_tokens >= kMergePaysTokens && !request.compact_view &&
-      Serves(Route::kFlash3, request, available)) {
-    return {true, Route::kFlash3, "fast: bound by arithmetic, over a long prefix"};
+      ServesByItself(Route::kFlash3, request, available)) {
+    return Take(Route::kFlash3, "fast: bound by arithmetic, over a long prefix");
   }
   if (Serves(Route::kCuda, request, available)) {
-    return {true, Route::kCuda, "verification rows on a cuda device"};
+    return Take(Route::kCuda, "verification rows on a cuda device");
   }
   // A compact view may hold requests that use their pages; only our kernels read such a mix.
   for (const Route route : kFlashRoutes) {
-    if (!request.compact_view && Serves(route, request, available)) {
-      return {true, route, "our kernels do not serve this request"};
+    if (!request.compact_view && ServesByItself(route, request, available)) {
+      return Take(route, "our kernels do not serve this request");
     }
   }
   return Refuse(request, available, "no attention route serves this request");

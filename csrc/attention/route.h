@@ -57,7 +57,8 @@ struct RouteRequest {
   bool tree_mask = false;
   bool window = false;
   bool softcap = false;
-  bool aligned = true;       // pointers and strides are multiples of 16 bytes
+  bool aligned = true;  // pointers and strides are multiples of 16 bytes
+  int32_t num_requests = 1;
   int32_t max_rows = 1;      // rows of the longest request, as far as the host knows
   int32_t group = 1;         // query heads per KV head
   int64_t table_tokens = 0;  // room of the whole block table: an upper bound of all prefixes
@@ -80,6 +81,9 @@ struct RouteAvailability {
 struct RouteChoice {
   bool ok = false;
   Route route = Route::kCpu;
+  // The route has the requests with more than kPrefillRows rows; the others are Route::kCuda's, so
+  // that their bits are what they are without those.
+  bool only_prefill = false;
   // Why this route; or, when not ok, the table of required, supported and missing features.
   std::string reason;
 };
@@ -89,6 +93,10 @@ NWOR_EXPORT bool KernelHeadDim(int64_t head_dim);
 
 // Requests with more rows than this are prefill: compute-bound, FlashAttention's own ground.
 inline constexpr int32_t kPrefillRows = 256;
+
+// FlashAttention-3 reads pages that hold a whole tile of its own, and no smaller ones, to their
+// end: what is not finite behind the last token would reach the result. Its smallest tile.
+inline constexpr int32_t kFlash3TileTokens = 80;
 
 // From so many packed rows (rows times query heads per KV head) verification is bound by
 // arithmetic, and from so many prefix tokens of all requests on the work pays for a kernel of
@@ -100,9 +108,10 @@ inline constexpr int64_t kMergePaysTokens = 131072;
 // Picks a route. `wanted` is "auto" (or empty), "fast" or a route's name; a named route that cannot
 // serve the request is not replaced by another.
 //
-// "auto" keeps what our kernels promise: a row's bits depend on its own request only. "fast" gives
-// that up where it pays: compute-bound verification over long prefixes goes to FlashAttention-3, if
-// there is one, whose split of the work depends on the batch. Elsewhere it is "auto".
+// "auto" keeps what our kernels promise: a row's bits depend on its own request only. Prefill keeps
+// it too, by kernels that do not split prefixes. "fast" gives it up where it pays: compute-bound
+// verification over long prefixes goes to FlashAttention-3, if there is one, whose split of the
+// work depends on the batch. Elsewhere it is "auto".
 NWOR_EXPORT RouteChoice ChooseRoute(const RouteRequest& request, const RouteAvailability& available,
                                     std::string_view wanted = {});
 

@@ -160,9 +160,10 @@ class TileAttention {
     wgmma::Commit();
   }
 
-  // Between WeighEdge and StartValues of a step of in-flight rows. A value that is not finite may
-  // reach only those rows that see it, but zero times it is NaN. Such values are rare: they become
-  // zeros for the matrix unit and are added by hand.
+  // Between WeighEdge and StartValues of a step that not every row sees all of: in-flight rows, or
+  // the edge of a window. A value that is not finite may reach only those rows that see it, but
+  // zero times it is NaN. Such values are rare: they become zeros for the matrix unit and are added
+  // by hand.
   __device__ void SetNonFiniteApart(const RingPlace& stage, const StepSight& step) {
     bulk::Wait(memory_.values_full(stage.at), stage.parity);
     const uint32_t tile = memory_.values(stage.at);
@@ -194,7 +195,7 @@ class TileAttention {
 #pragma unroll
         for (int half = 0; half < kHalves; ++half) visible[half] = (seen[half] >> token & 1) != 0;
         if (!visible[0] && !visible[kHalves - 1]) continue;
-        AddNonFinite(step.first + token, visible);
+        AddNonFinite(ValueRow(step, token), visible);
       }
     }
     wgmma::Pin(out_);
@@ -402,12 +403,25 @@ class TileAttention {
     for (int n = 0; n < kQuads; ++n) __stcg(place + n * kSlotStride, Quad(n));
   }
 
-  // A weight is positive: it changes neither an infinity nor a NaN.
-  __device__ void AddNonFinite(int from, const bool (&visible)[kHalves]) {
+  // V of a token of the step, in global memory.
+  __device__ const char* ValueRow(const StepSight& step, int token) const {
     const VerifyParams& p = args_.params;
-    const auto* value = static_cast<const typename Traits::Row*>(p.value) +
-                        int64_t{item_.plan.query_start + from} * p.value_strides.row +
-                        item_.plan.kv_head * p.value_strides.head + threadIdx.x % 4 * 2;
+    const int from = step.first + token;
+    if (step.in_flight) {
+      return static_cast<const char*>(p.value) +
+             (int64_t{item_.plan.query_start + from} * p.value_strides.row +
+              item_.plan.kv_head * p.value_strides.head) *
+                 2;
+    }
+    const TokenMap& map = item_.tokens;
+    const int block = from / 16 * 16;
+    const BlockOffsets at = LocateBlock(args_, item_, block, ReadId(item_, block, step.end));
+    return map.values + at.value + (from - block) * map.value_token;
+  }
+
+  // A weight is positive: it changes neither an infinity nor a NaN.
+  __device__ void AddNonFinite(const char* row, const bool (&visible)[kHalves]) {
+    const auto* value = reinterpret_cast<const typename Traits::Row*>(row) + threadIdx.x % 4 * 2;
 #pragma unroll
     for (int n = 0; n < Traits::kHeadDim / 8; ++n) {
       const float2 apart = ptx::ToFloat2<Product>(

@@ -30,7 +30,7 @@ class TokenStream {
     prefix_total_ = prefix;
     num_prefix_ = Share(prefix);
     num_steps_ = Share(prefix + tail);
-    return Traits::kStartsEarly ? ReadId(item_, BlockToken(0), end_) : 0;
+    return Traits::kStartsEarly ? BlockId(0) : 0;
   }
   __device__ void Begin(int id) {
     if (Traits::kStartsEarly && num_prefix_ > 0 && !wide_) Locate(0, id);
@@ -110,15 +110,18 @@ class TokenStream {
     const int block = first_block + static_cast<int>(threadIdx.x % 32);
     return PrefixToken(block / kBlocks) + block % kBlocks * 16;
   }
+  // Its id. Of blocks before every row's window the table may say anything.
+  __device__ int BlockId(int first_block) const {
+    const int token = BlockToken(first_block);
+    return token + 16 > window_begin() ? ReadId(item_, token, end_) : 0;
+  }
   // Finds where they lie.
   __device__ void Locate(int first_block, int id) {
     const BlockOffsets at = LocateBlock(args_, item_, BlockToken(first_block), id);
     key_offset_ = at.key;
     value_offset_ = at.value;
   }
-  __device__ void LookUp(int first_block) {
-    Locate(first_block, ReadId(item_, BlockToken(first_block), end_));
-  }
+  __device__ void LookUp(int first_block) { Locate(first_block, BlockId(first_block)); }
 
   __device__ void LoadPrefix(int step, uint32_t stage) {
     const TokenMap& map = item_.tokens;

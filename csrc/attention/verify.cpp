@@ -2,6 +2,7 @@
 
 #include <ATen/ops/empty.h>
 
+#include <algorithm>
 #include <cstdlib>
 #include <mutex>
 #include <optional>
@@ -88,6 +89,8 @@ RouteChoice Choose(const VerifyArguments& arguments, const RouteRequest& request
 #ifdef NWOR_WITH_CUDA
 
 constexpr int64_t kPlanAlign = 256;
+// Of requests in a batch with prefills, as far as the choice of a row tile goes.
+constexpr int32_t kRowsBesidePrefill = 16;
 
 struct CudaPlan {
   VerifyConfig config;
@@ -99,6 +102,10 @@ CudaPlan ShapePlan(const VerifyParams& params, const RouteRequest& request, int 
   VerifyShape shape;
   shape.num_requests = params.num_requests;
   shape.num_rows = params.num_rows;
+  if (params.max_request_rows > 0) {
+    const int64_t most = int64_t{params.max_request_rows} * params.num_requests;
+    shape.num_rows = static_cast<int32_t>(std::min<int64_t>(shape.num_rows, most));
+  }
   shape.num_heads = params.num_heads;
   shape.num_kv_heads = params.num_kv_heads;
   shape.head_dim = params.head_dim;
@@ -106,7 +113,7 @@ CudaPlan ShapePlan(const VerifyParams& params, const RouteRequest& request, int 
   shape.cache_dtype = params.cache.geometry.dtype;
   shape.page_size = params.cache.geometry.page_size;
   shape.block_size = params.view.block_size;
-  shape.rows_hint = request.max_rows;
+  shape.rows_hint = params.max_request_rows > 0 ? kRowsBesidePrefill : request.max_rows;
   CudaPlan plan;
   plan.config = ChooseVerifyConfig(shape, QueryDeviceProps(device));
   NWOR_CHECK(plan.config.unsupported == nullptr, "query: got ", params.num_heads, "/",
@@ -131,11 +138,11 @@ void LaunchPlan(const VerifyParams& params, const CudaPlan& shape, const at::Ten
   LaunchVerifyPlan(params, shape.config, memory, memory + shape.plan_bytes);
 }
 
-void VerifyCuda(const VerifyArguments& arguments, CheckedVerify& checked) {
-  VerifyParams& params = checked.params;
+void VerifyCuda(const VerifyArguments& arguments, const CheckedVerify& checked) {
+  const VerifyParams& params = checked.params;
   const CudaPlan shape = ShapePlan(params, checked.request, checked.device.index());
   at::Tensor plan;
-  if (arguments.plan.has_value()) {
+  if (arguments.plan.has_value() && params.max_request_rows == 0) {
     plan = *arguments.plan;
     CheckPlan(plan, shape, checked.device);
   } else {
@@ -148,10 +155,10 @@ void VerifyCuda(const VerifyArguments& arguments, CheckedVerify& checked) {
 
 #endif
 
-void Run(Route route, const VerifyArguments& arguments, CheckedVerify& checked,
+void Run(const RouteChoice& choice, const VerifyArguments& arguments, CheckedVerify& checked,
          const VerifyOutputs& outputs) {
   const ScopedProfileRange range(ProfileRange::kAttend);
-  if (route == Route::kCpu) {
+  if (choice.route == Route::kCpu) {
     CheckVerifyValues(checked.params);
     VerifyAttentionCpu(checked.params);
     return;
@@ -159,12 +166,18 @@ void Run(Route route, const VerifyArguments& arguments, CheckedVerify& checked,
 #ifdef NWOR_WITH_CUDA
   const c10::cuda::CUDAGuard guard(checked.device);
   checked.params.stream = CurrentStream(checked.device);
-  if (route == Route::kCuda) {
+  if (choice.route == Route::kCuda) {
     VerifyCuda(arguments, checked);
     return;
   }
 #endif
-  FlashVerify(route, arguments, checked, outputs);
+  FlashVerify(choice.route, arguments, checked, outputs, choice.only_prefill);
+#ifdef NWOR_WITH_CUDA
+  if (choice.only_prefill) {
+    checked.params.max_request_rows = kPrefillRows;
+    VerifyCuda(arguments, checked);
+  }
+#endif
 }
 
 }  // namespace
@@ -172,7 +185,7 @@ void Run(Route route, const VerifyArguments& arguments, CheckedVerify& checked,
 void VerifyAttention(const VerifyArguments& arguments, const VerifyOutputs& outputs) {
   CheckedVerify checked = CheckVerifyArguments(arguments, &outputs, /*plan_only=*/false);
   const RouteChoice choice = Choose(arguments, checked.request);
-  if (checked.params.num_rows > 0) Run(choice.route, arguments, checked, outputs);
+  if (checked.params.num_rows > 0) Run(choice, arguments, checked, outputs);
   Latest().Set(choice);  // after the parts that a route asks others for
 }
 

@@ -253,6 +253,7 @@ CheckedVerify CheckVerifyArguments(const VerifyArguments& arguments, const Verif
   request.aligned = plan_only || !request.cuda ||
                     (IsAligned(arguments.key_cache) && IsAligned(arguments.value_cache) &&
                      (outputs == nullptr || IsAligned(outputs->out)));
+  request.num_requests = params.num_requests;
   request.max_rows = MaxRows(arguments, params);
   request.group = params.num_heads / params.num_kv_heads;
   request.table_tokens = int64_t{params.num_requests} * params.max_pages * request.page_size;

@@ -104,14 +104,7 @@ class Schedule {
     Chunk chunk;
     chunk.rows = rows;
     chunk.prefix_tokens = cpu::PrefixTokens(params_, rows.request);
-    if (params_.window > 0) {
-      const cpu::Visibility visibility(params_, rows);
-      int64_t from = chunk.prefix_tokens;
-      for (int r = 0; r < rows.count; ++r) {
-        from = std::min(from, visibility.VisibleFrom(rows.first + r));
-      }
-      chunk.first_leaf = std::max<int64_t>(from, 0) / cpu::kLeafTokens;
-    }
+    chunk.first_leaf = cpu::Visibility(params_, rows).FirstVisible() / cpu::kLeafTokens;
     const int64_t leaves = (chunk.prefix_tokens + cpu::kLeafTokens - 1) / cpu::kLeafTokens;
     chunk.num_leaves = std::max<int64_t>(1, leaves - chunk.first_leaf);
     total_leaves_ += chunk.num_leaves;

@@ -21,8 +21,7 @@
 // that may run at the same time need one workspace each and a plan call for each.
 //
 // Results are bitwise repeatable, and a row's result depends on its own request only.
-// An in-flight row may hold NaN and infinities: they reach the rows that see it. At the edge of a
-// window, with a mask one token before it too, they reach rows of the tile that do not see them.
+// NaN and infinities, in pages or in-flight rows, reach the rows that see them and no others.
 
 namespace nwor {
 

@@ -1,6 +1,8 @@
 #include <cstdint>
 
 #include "attention/cpu/prefix_reader.h"
+#include "attention/cpu/task.h"
+#include "attention/cpu/visibility.h"
 #include "attention/verify_cpu.h"
 #include "check.h"
 
@@ -34,8 +36,14 @@ void CheckPages(const VerifyParams& params, int b) {
   NWOR_CHECK(length >= 0 && length <= room, "prefix_lens[", b, "]: got ", length,
              ", expected 0 .. ", room, " (block_table has ", params.max_pages, " pages of ",
              cache.page_size, " tokens)");
+  // Entries before all rows' windows may be garbage, as those behind the last token.
+  cpu::RowChunk rows;
+  rows.request = b;
+  rows.request_row = params.query_start[b];
+  rows.count = rows.request_rows = params.query_start[b + 1] - params.query_start[b];
+  const int64_t first = cpu::Visibility(params, rows).FirstVisible() / cache.page_size;
   const int64_t pages = (length + cache.page_size - 1) / cache.page_size;
-  for (int64_t i = 0; i < pages; ++i) {
+  for (int64_t i = first; i < pages; ++i) {
     const int32_t page = params.block_table[b * params.table_stride + i];
     NWOR_CHECK(page >= 0 && page < cache.num_pages, "block_table[", b, ", ", i, "]: got ", page,
                ", expected 0 .. ", cache.num_pages - 1);

@@ -17,11 +17,16 @@ class BlockCover {
   BlockCover(const VerifyParams& params, const RowChunk& rows, Scratch& scratch)
       : params_(params), rows_(rows), scratch_(scratch), visibility_(params, rows) {}
 
-  // Finds where the rows' windows begin. REQUIRES: called before any block is asked for.
-  void Begin() const {
-    for (int r = 0; params_.window > 0 && r < rows_.count; ++r) {
+  // Finds where the rows' windows begin and returns where the first of them does: nothing before is
+  // seen. REQUIRES: called before any block is asked for.
+  int64_t Begin() const {
+    if (params_.window <= 0) {
+      return 0;
+    }
+    for (int r = 0; r < rows_.count; ++r) {
       scratch_.visible_from[r] = visibility_.VisibleFrom(rows_.first + r);
     }
+    return visibility_.FirstVisible();
   }
 
   // The prefix block at `first`. Without a window all of it is seen, and no bits are filled.

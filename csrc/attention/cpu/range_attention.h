@@ -46,7 +46,7 @@ class RangeAttention {
 
   void Run(const TokenRange& range) {
     Clear();
-    cover_.Begin();
+    seen_from_ = cover_.Begin();
     const cpu::PrefixReader prefix(params_, rows_.request);
     next_bytes_ = ElementBytes(prefix.dtype());
     int64_t first = NextSeenBlock(range.begin, range.end);
@@ -76,7 +76,7 @@ class RangeAttention {
   }
 
  private:
-  // The K and V rows of one head's block, padded with zeros.
+  // The K and V rows of one head's block; zeros behind the last and before all rows' windows.
   struct Rows {
     const std::byte* keys[cpu::kMaxBlockTokens];
     const std::byte* values[cpu::kMaxBlockTokens];
@@ -94,13 +94,16 @@ class RangeAttention {
   void ReadBlock(const cpu::PrefixReader& prefix, int64_t first, int64_t end, int head,
                  Rows* rows) const {
     rows->count = BlockAt(first, end);
-    prefix.Read(rows_.first_head + head, first, rows->count, rows->keys, rows->values);
-    Pad(rows);
+    const auto hidden = static_cast<int>(std::clamp<int64_t>(seen_from_ - first, 0, rows->count));
+    SetZeros(rows, 0, hidden);
+    prefix.Read(rows_.first_head + head, first + hidden, rows->count - hidden, rows->keys + hidden,
+                rows->values + hidden);
+    SetZeros(rows, rows->count, block_tokens_);
   }
 
-  void Pad(Rows* rows) const {
+  void SetZeros(Rows* rows, int begin, int end) const {
     const auto* zeros = reinterpret_cast<const std::byte*>(scratch_.zeros);
-    for (int i = rows->count; i < block_tokens_; ++i) {
+    for (int i = begin; i < end; ++i) {
       rows->keys[i] = rows->values[i] = zeros;
     }
   }
@@ -128,7 +131,7 @@ class RangeAttention {
           block_->keys[i] = RowAt(params_.key, params_.key_strides, first + i);
           block_->values[i] = RowAt(params_.value, params_.value_strides, first + i);
         }
-        Pad(block_);
+        SetZeros(block_, block_->count, block_tokens_);
         Block(params_.dtype, cover == Cover::kSome);
       }
     }
@@ -333,9 +336,10 @@ class RangeAttention {
   const cpu::BlockCover cover_;
   const int head_dim_;
   const int block_tokens_;
-  const int head_tiles_;  // tiles of one KV head
-  int next_bytes_ = 0;    // of an element of the prefix
-  int head_ = 0;          // of the chunk's KV heads, the current one
+  const int head_tiles_;   // tiles of one KV head
+  int64_t seen_from_ = 0;  // prefix tokens before it are hidden from all rows
+  int next_bytes_ = 0;     // of an element of the prefix
+  int head_ = 0;           // of the chunk's KV heads, the current one
   Rows rows_of_blocks_[2];
   Rows* block_ = &rows_of_blocks_[0];  // the current block
   Rows* next_ = &rows_of_blocks_[1];   // the one after it, if any

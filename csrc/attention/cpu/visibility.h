@@ -1,5 +1,6 @@
 #pragma once
 
+#include <algorithm>
 #include <bit>
 #include <cstdint>
 
@@ -48,6 +49,19 @@ class Visibility {
   // First position the row sees; negative where the window reaches beyond the start, 0 without one.
   int64_t VisibleFrom(int row) const {
     return params_.window <= 0 ? 0 : Position(row) - params_.window + 1;
+  }
+
+  // First prefix token that some row of the chunk sees: tokens before it may be anything, and their
+  // pages need not exist.
+  int64_t FirstVisible() const {
+    if (params_.window <= 0) {
+      return 0;
+    }
+    int64_t from = params_.prefix_lens[rows_.request];
+    for (int r = 0; r < rows_.count; ++r) {
+      from = std::min(from, VisibleFrom(rows_.first + r));
+    }
+    return std::max<int64_t>(from, 0);
   }
 
  private:

@@ -20,6 +20,8 @@ namespace {
 
 int num_paged_calls = 0;
 int num_causal_calls = 0;
+int64_t wanted_splits = 0;
+int64_t min_gap_rows = 1;  // requests with at least so many rows have zeros behind them
 
 // Dense attention of one request: q [R, H, D], k and v [N, Hkv, D]. As FlashAttention-2 does, a row
 // that sees nothing gets an LSE of +infinity.
@@ -42,7 +44,9 @@ std::pair<at::Tensor, at::Tensor> Dense(const at::Tensor& q, const at::Tensor& k
 }
 
 std::vector<at::Tensor> DenseVarlen(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
-                                    const at::Tensor& starts, const std::optional<at::Tensor>& lens,
+                                    const at::Tensor& starts,
+                                    const std::optional<at::Tensor>& key_starts,
+                                    const std::optional<at::Tensor>& lens,
                                     const std::optional<at::Tensor>& table, double scale,
                                     bool causal) {
   at::Tensor out = at::empty_like(q);
@@ -51,10 +55,13 @@ std::vector<at::Tensor> DenseVarlen(const at::Tensor& q, const at::Tensor& k, co
   if (causal) ++num_causal_calls;
   for (int64_t b = 0; b + 1 < starts.size(0); ++b) {
     const int64_t begin = starts[b].item<int32_t>(), count = starts[b + 1].item<int32_t>() - begin;
-    at::Tensor keys = k.dim() == 3 ? k.narrow(0, begin, count) : k;
-    at::Tensor values = v.dim() == 3 ? v.narrow(0, begin, count) : v;
-    if (table.has_value()) {
-      const int64_t length = (*lens)[b].item<int32_t>();
+    const int64_t length = lens.has_value() ? (*lens)[b].item<int32_t>() : count;
+    at::Tensor keys = k, values = v;
+    if (!table.has_value()) {
+      const int64_t from = (*key_starts)[b].item<int32_t>();
+      keys = k.narrow(0, from, length);
+      values = v.narrow(0, from, length);
+    } else {
       const int64_t pages = (length + k.size(1) - 1) / k.size(1);
       const at::Tensor ids = (*table)[b].narrow(0, 0, pages).to(at::kLong);
       keys = k.index_select(0, ids).flatten(0, 1).narrow(0, 0, length);
@@ -68,6 +75,15 @@ std::vector<at::Tensor> DenseVarlen(const at::Tensor& q, const at::Tensor& k, co
 }
 
 using Maybe = std::optional<at::Tensor>;
+
+// The real one reads tiles of V past a request's end: there must be zeros for the largest of them.
+void CheckGaps(const at::Tensor& v, const at::Tensor& starts, const at::Tensor& lens) {
+  for (int64_t b = 0; b < lens.size(0); ++b) {
+    const int64_t end = starts[b].item<int32_t>() + lens[b].item<int32_t>();
+    if (lens[b].item<int32_t>() < min_gap_rows) continue;
+    TORCH_CHECK(end + 192 <= v.size(0) && v.narrow(0, end, 192).eq(0).all().item<bool>());
+  }
+}
 
 // Takes its arguments as they come, checks them as the real one does, and wants those that we do
 // not use to mean nothing.
@@ -91,7 +107,8 @@ void Flash3(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
     TORCH_CHECK(is_list(*lens, requests) && table->scalar_type() == at::kInt);
     TORCH_CHECK(table->size(0) == requests && table->stride(1) == 1);
   } else {
-    TORCH_CHECK(is_list(*maybe("cu_seqlens_k"), requests + 1) && !lens.has_value());
+    TORCH_CHECK(is_list(*maybe("cu_seqlens_k"), requests + 1) && is_list(*lens, requests));
+    CheckGaps(given.at("v").toTensor(), *maybe("cu_seqlens_k"), *lens);
   }
   for (const char* name :
        {"k_new", "v_new", "q_v", "out", "cu_seqlens_k_new", "seqused_q", "kv_batch_idx",
@@ -99,9 +116,10 @@ void Flash3(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
         "v_descale", "scheduler_metadata", "pack_gqa", "s_aux", "cp_tot_seqused_k"}) {
     TORCH_CHECK(given.at(name).isNone(), name);
   }
-  for (const char* name : {"num_splits", "sm_margin", "cp_rank"}) {
+  for (const char* name : {"sm_margin", "cp_rank"}) {
     TORCH_CHECK(given.at(name).toInt() == 0, name);
   }
+  TORCH_CHECK(given.at("num_splits").toInt() == wanted_splits);
   for (const char* name : {"window_size_left", "window_size_right"}) {
     TORCH_CHECK(given.at(name).toInt() == -1, name);
   }
@@ -110,9 +128,10 @@ void Flash3(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   const int64_t tokens = table.has_value() ? lens->max().item<int>() : rows;
   TORCH_CHECK(given.at("max_seqlen_q").toInt() >= rows);
   TORCH_CHECK(given.at("max_seqlen_k").toInt() >= tokens);
-  std::vector<at::Tensor> results = DenseVarlen(
-      given.at("q").toTensor(), given.at("k").toTensor(), given.at("v").toTensor(), starts, lens,
-      table, given.at("softmax_scale").toDouble(), given.at("is_causal").toBool());
+  std::vector<at::Tensor> results =
+      DenseVarlen(given.at("q").toTensor(), given.at("k").toTensor(), given.at("v").toTensor(),
+                  starts, maybe("cu_seqlens_k"), lens, table, given.at("softmax_scale").toDouble(),
+                  given.at("is_causal").toBool());
   results.resize(4);  // those of splits are undefined without any
   torch::jit::push(*stack, results);
 }
@@ -124,7 +143,8 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> Flash2(
   TORCH_CHECK(dropout == 0.0 && key_starts.size(0) == starts.size(0));
   // The real one would fold the heads of what it takes for one row per request.
   TORCH_CHECK(max_query > 1);
-  const std::vector<at::Tensor> results = DenseVarlen(q, k, v, starts, lens, table, scale, causal);
+  const std::vector<at::Tensor> results =
+      DenseVarlen(q, k, v, starts, key_starts, lens, table, scale, causal);
   return {results[0], results[1], at::empty({0})};
 }
 
@@ -228,6 +248,34 @@ TEST(Flash, RowsOfChainsAreOursBesideFlashAttention3) {
   EXPECT_EQ(causal_calls(Route::kFlash3, 257, 64), 1);
   EXPECT_EQ(causal_calls(Route::kFlash3, 7, 72), 1);
   EXPECT_EQ(causal_calls(Route::kFlash2, 7, 64), 1);
+}
+
+// Prefix and rows of a prefill are not split, so that its bits do not depend on the others; these
+// cost it nothing, and nothing of theirs is next to it.
+TEST(Flash, APrefillAmongOthersIsComputedAsItIsAlone) {
+  VerifyArguments arguments = MakeArguments(/*tree=*/false);
+  arguments.query = at::randn({308, 4, 64});
+  arguments.key = at::randn({308, 2, 64});
+  arguments.value = at::randn({308, 2, 64});
+  arguments.query_start = at::tensor({0, 3, 303, 308}, at::kInt);
+  arguments.prefix_lens = at::tensor({32, 21, 9}, at::kInt);
+  const VerifyOutputs expected = MakeVerifyOutputs(arguments.query, /*with_lse=*/true);
+  VerifyAttention(arguments, expected);
+  arguments.value.narrow(0, 303, 5).fill_(std::numeric_limits<float>::infinity());
+  arguments.key.narrow(0, 303, 5).fill_(std::numeric_limits<float>::quiet_NaN());
+
+  wanted_splits = 1;
+  min_gap_rows = 257;
+  const VerifyOutputs outputs = MakeVerifyOutputs(arguments.query, /*with_lse=*/true);
+  const CheckedVerify checked = CheckVerifyArguments(arguments, &outputs, /*plan_only=*/false);
+  FlashVerify(Route::kFlash3, arguments, checked, outputs, /*only_prefill=*/true);
+  wanted_splits = 0;
+  min_gap_rows = 1;
+  const auto difference = [](const at::Tensor& one, const at::Tensor& other) {
+    return (one.narrow(0, 3, 300) - other.narrow(0, 3, 300)).abs().max().item<float>();
+  };
+  EXPECT_LT(difference(outputs.out, expected.out), 1e-5);
+  EXPECT_LT(difference(outputs.lse, expected.lse), 1e-5);
 }
 
 INSTANTIATE_TEST_SUITE_P(Ops, FlashRoutes,

@@ -53,6 +53,36 @@ TEST(Route, PrefillTakesTheFastestFlashAttentionThatIsThere) {
   EXPECT_EQ(ChooseRoute(request, With({Route::kCuda})).route, Route::kCuda);
 }
 
+TEST(Route, OnlyTheRequestsThatArePrefillLeaveOurKernels) {
+  RouteRequest request = OnCuda();
+  request.max_rows = 257;
+  EXPECT_FALSE(ChooseRoute(request, Everything()).only_prefill);  // there are no others
+  request.num_requests = 2;
+  const RouteChoice choice = ChooseRoute(request, Everything());
+  EXPECT_EQ(choice.route, Route::kFlash3);
+  EXPECT_TRUE(choice.only_prefill);
+  EXPECT_NE(choice.reason.find("the other requests take cuda"), std::string::npos);
+  // By name a route has them all, and so it has what our kernels do not serve.
+  EXPECT_FALSE(ChooseRoute(request, Everything(), "flash_attn_3").only_prefill);
+  request.head_dim = 72;
+  EXPECT_EQ(ChooseRoute(request, Everything()).route, Route::kFlash3);
+  EXPECT_FALSE(ChooseRoute(request, Everything()).only_prefill);
+  request.head_dim = 128;
+  request.max_rows = 256;
+  EXPECT_FALSE(ChooseRoute(request, Everything()).only_prefill);
+}
+
+TEST(Route, PagesThatFlashAttention3WouldReadToTheirEndAreNotLeftToIt) {
+  RouteRequest request = OnCuda();
+  request.max_rows = 257;
+  request.page_size = 64;
+  EXPECT_EQ(ChooseRoute(request, Everything()).route, Route::kFlash3);
+  request.page_size = 128;
+  EXPECT_EQ(ChooseRoute(request, Everything()).route, Route::kFlash2);
+  EXPECT_EQ(ChooseRoute(request, With({Route::kCuda, Route::kFlash3})).route, Route::kCuda);
+  EXPECT_EQ(ChooseRoute(request, Everything(), "flash_attn_3").route, Route::kFlash3);
+}
+
 TEST(Route, PrefillThatFlashAttentionCannotServeTakesOurKernels) {
   for (bool RouteRequest::*feature : {&RouteRequest::window, &RouteRequest::compact_view}) {
     RouteRequest request = OnCuda();

@@ -168,6 +168,20 @@ def _mask_words(shape: Shape, visible: list[list[set[int]]], rng: np.random.Gene
     return torch.from_numpy(mask.view(np.int64))
 
 
+def _poison_before_windows(shape: Shape, table, key_cache, value_cache, visible, seen) -> None:
+    """What no row's window reaches: NaN, and entries of the table that name no page."""
+    for b, sees in enumerate(visible):
+        depths = [row if shape.mask == "causal" else len(s) - 1 for row, s in enumerate(sees)]
+        length = shape.prefix[b]
+        first = max(0, length + min(depths) - shape.window + 1) if depths else length
+        for head, own in enumerate(seen[b]):
+            slots = torch.tensor(own[:first], dtype=torch.int64)
+            where = slots // shape.page_size, slots % shape.page_size, head
+            for cache in (key_cache, value_cache):
+                _bytes(cache)[where] = 0x7F if cache.dtype == FP8 else math.nan
+        table[b, : first // shape.page_size] = -7
+
+
 def make_step(shape: Shape, seed: int, device: str = "cpu") -> Step:
     rng = np.random.default_rng(seed)
     requests, size, heads, dim = len(shape.rows), shape.page_size, shape.kv_heads, shape.head_dim
@@ -223,6 +237,10 @@ def make_step(shape: Shape, seed: int, device: str = "cpu") -> Step:
         options["view"] = view
     visible = _visible_rows(shape, rng)
     mask = _mask_words(shape, visible, rng)
+    if shape.poison and shape.window:
+        _poison_before_windows(
+            shape, arguments["block_table"], key_cache, value_cache, visible, seen
+        )
 
     arguments = {name: tensor.to(device) for name, tensor in arguments.items()}
     memory = memory.to(device)

@@ -227,13 +227,72 @@ def test_prefill_by_itself_takes_a_flash_route_and_keeps_the_first_error(route: 
     assert status[:3].tolist() == [4, 0, -9]
 
 
-def test_a_graph_replays_with_other_lengths_and_tells_of_bad_ones(route: str) -> None:
+@pytest.mark.parametrize("package", [None, "flash_attn_3"])
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_prefill_changes_no_bit_of_requests_beside_it_nor_they_of_it(
+    package: str | None, head_dim: int
+) -> None:
+    """Nor does what is not finite in one request reach another."""
+    if package is not None:
+        require(package)
+    rows, prefix = [3, 300, 256, 260, 1, 0], [700, 70, 40, 130, 1100, 9]
+    shape = Shape(rows, prefix, 8, 2, head_dim, dtype=torch.bfloat16)
+    step = make_step(shape, 62, "cuda")
+    status = new_status()
+    out, lse = step.run(max_rows=300, status=status)
+    assert "prefill" in last_route()
+    assert "the other requests take cuda" in last_route()
+    assert status.tolist() == [0] * 8
+    assert_close(step, out, lse)
+    starts = step.arguments["query_start"].tolist()
+    own = [slice(starts[b], starts[b + 1]) for b in range(len(rows))]
+    for b in range(5):
+        alone, alone_lse = step.only(b).run(max_rows=rows[b])
+        assert ("flash" in last_route()) is (rows[b] > 256)
+        assert torch.equal(alone, out[own[b]]), b
+        assert torch.equal(alone_lse, lse[own[b]]), b
+    for b in range(5):
+        for wrong in (float("nan"), float("inf")):
+            values = step.arguments["value"][own[b]]
+            before = values.clone()
+            values.fill_(wrong)
+            again, again_lse = step.run(max_rows=300)
+            values.copy_(before)
+            assert torch.equal(again_lse, lse)
+            assert not again[own[b]].isfinite().any()
+            for other in set(range(5)) - {b}:
+                assert torch.equal(again[own[other]], out[own[other]]), (b, other)
+
+
+@pytest.mark.parametrize("head_dim", [64, 96, 128, 192, 256])
+@pytest.mark.parametrize("page_size", [16, 64, 80, 128, 144, 176, 256])
+def test_prefill_does_not_read_behind_the_last_token(page_size: int, head_dim: int) -> None:
+    """NaN and infinities are there, in pages of a size that may be one of a kernel's tiles, too."""
+    require("flash_attn_3")
+    prefix = [page_size + 5, 2 * page_size, page_size - 1]
+    shape = Shape([300, 4, 270], prefix, 4, 2, head_dim, page_size, dtype=torch.bfloat16)
+    step = make_step(shape, page_size, "cuda")
+    assert_close(step, *step.run(max_rows=300))
+
+
+def test_a_plan_made_for_all_requests_does_no_harm_to_prefill() -> None:
+    step = make_step(Shape([300, 5], [70, 400], 4, 2, dtype=torch.bfloat16), 63, "cuda")
+    names = ("query", "key_cache", "block_table", "prefix_lens", "query_start")
+    plan = verify_plan(*(step.arguments[name] for name in names), max_rows=300)
+    assert_close(step, *step.run(max_rows=300, plan=plan))
+
+
+@pytest.mark.parametrize("by_name", [True, False])
+def test_a_graph_replays_with_other_lengths_and_tells_of_bad_ones(
+    route: str, by_name: bool
+) -> None:
+    by = route if by_name else "auto"
     shape = Shape([300, 5], [70, 400], heads=4, kv_heads=2, dtype=torch.bfloat16, poison=False)
     step = make_step(shape, 61, "cuda")
     status, out = new_status(), torch.zeros_like(step.arguments["query"])
 
     def run() -> None:
-        step.run(route=route, max_rows=300, status=status, out=out, return_lse=False)
+        step.run(route=by, max_rows=300, status=status, out=out, return_lse=False)
 
     graph = capture(run)
     for lengths in ([70, 400], [0, 1], [64, 0], [17, 399]):

@@ -263,14 +263,37 @@ def test_a_hidden_row_may_hold_anything(
     assert not torch.isfinite(out[sees]).any()
 
 
-def test_a_token_outside_some_windows_may_hold_anything() -> None:
-    step = make_step(Shape([6], [50], window=10), 9)
-    clean = step.run()[0]
-    slot = step.seen[0][0][42]  # seen by rows 0 and 1 only
-    step.arguments["value_cache"][slot // 16, slot % 16] = float("nan")
-    out = step.run()[0]
-    assert torch.isnan(out[:2]).all()
-    assert torch.equal(out[2:], clean[2:])
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("mask", ["causal", "tree"])
+@pytest.mark.parametrize(
+    ("rows", "head_dim", "cache_dtype"),
+    [(6, 64, None), (6, 128, FP8), (20, 128, None), (20, 64, FP8), (60, 256, None), (40, 80, FP8)],
+)
+def test_a_token_outside_some_windows_may_hold_anything(
+    device: str, mask: str, rows: int, head_dim: int, cache_dtype: torch.dtype | None
+) -> None:
+    """It reaches the rows that see it. Windows begin in several steps of the kernels."""
+    for prefix, window in ((100, 70), (700, 300), (700, 41)):
+        shape = Shape([rows, 1], [prefix, 20], 8, 2, head_dim, mask=mask, window=window)
+        shape = replace(shape, dtype=row_dtypes(device)[-1], cache_dtype=cache_dtype)
+        step = make_step(shape, rows, device)
+        clean, clean_lse = step.run()
+        assert_close(step, clean, clean_lse)
+        depths = [
+            row if mask == "causal" else len(sees) - 1 for row, sees in enumerate(step.visible[0])
+        ]
+        some = sorted(depths)[len(depths) // 2]  # half of the rows are beyond
+        for slots in step.seen[0]:
+            slot = slots[prefix + some - window]
+            value = step.arguments["value_cache"][slot // 16, slot % 16]
+            value.view(torch.uint8).fill_(0x7F if cache_dtype is FP8 else 0xFF)
+        sees = torch.tensor([depth < some for depth in depths] + [False], device=device)
+        assert sees.any()
+        assert not sees[:-1].all()
+        out, lse = step.run()
+        assert out[sees].isnan().all()
+        assert torch.equal(out[~sees], clean[~sees])
+        assert torch.equal(lse, clean_lse)
 
 
 @pytest.mark.parametrize("device", DEVICES)

@@ -1,0 +1,47 @@
+#include "attention/flash_rows.h"
+
+#include <ATen/ops/arange.h>
+#include <ATen/ops/cat.h>
+#include <ATen/ops/searchsorted.h>
+#include <ATen/ops/zeros.h>
+
+#include <algorithm>
+
+#include "attention/route.h"
+
+namespace nwor {
+namespace {
+
+constexpr int64_t kGapRows = 256;  // more than a tile of any of FlashAttention-3's kernels
+
+at::Tensor Lengths(const at::Tensor& query_start) { return query_start.diff(); }
+
+}  // namespace
+
+at::Tensor IsPrefill(const at::Tensor& query_start) {
+  return Lengths(query_start).gt(kPrefillRows);
+}
+
+SpacedRows SpaceRows(const VerifyArguments& arguments, bool only_prefill) {
+  const at::Tensor& starts = arguments.query_start;
+  const int64_t requests = starts.size(0) - 1;
+  const int64_t rows = arguments.key.size(0);
+  const at::Tensor lens = Lengths(starts);
+  const at::Tensor spaced = lens.gt(only_prefill ? kPrefillRows : 0);
+  const int64_t gaps = only_prefill ? std::min(requests, rows / (kPrefillRows + 1)) : requests;
+  // By how much each request moves, and the rows behind the last.
+  const at::Tensor shift =
+      at::cat({at::zeros({1}, starts.options().dtype(at::kLong)), spaced.cumsum(0)}).mul(kGapRows);
+
+  const at::Tensor at = at::arange(rows, shift.options());
+  const at::Tensor ends = starts.narrow(0, 1, requests).to(at::kLong);
+  const at::Tensor request = at::searchsorted(ends, at, /*out_int32=*/false, /*right=*/true);
+  const at::Tensor place = at.add(shift.index_select(0, request));
+  const auto spread = [&](const at::Tensor& from) {
+    return at::zeros({rows + gaps * kGapRows, from.size(1), from.size(2)}, from.options())
+        .index_copy_(0, place, from);
+  };
+  return {spread(arguments.key), spread(arguments.value), starts.add(shift).to(at::kInt), lens};
+}
+
+}  // namespace nwor
