@@ -57,6 +57,7 @@ class Shard:
         if self.check in SANITIZERS:
             command = [
                 *("compute-sanitizer", "--tool", self.check, "--kernel-name", "kns=nwor"),
+                *(("--num-cuda-barriers", "65536") if self.check == "synccheck" else ()),
                 *("--print-limit", "40", "--error-exitcode", "9", *command),
             ]
         self.output = self.log.open("w")

@@ -1,11 +1,11 @@
 #include "attention/flash.h"
 
 #include <ATen/ops/arange.h>
-#include <ATen/ops/searchsorted.h>
 #include <ATen/ops/where.h>
 #include <ATen/ops/zeros_like.h>
 
 #include <algorithm>
+#include <limits>
 
 #include "attention/flash_bounds.h"
 #include "attention/flash_op.h"
@@ -57,11 +57,10 @@ struct RowPlaces {
 };
 RowPlaces PlaceRows(const VerifyArguments& arguments, int64_t requests, int64_t rows) {
   const at::Tensor starts = arguments.query_start.to(at::kLong);
-  const at::Tensor begins = starts.narrow(0, 0, requests), ends = starts.narrow(0, 1, requests);
+  const at::Tensor begins = starts.narrow(0, 0, requests);
   const int64_t total = arguments.query.size(0);
   const at::Tensor batch = at::arange(total, begins.options());
-  const at::Tensor request =
-      at::searchsorted(ends, batch, /*out_int32=*/false, /*right=*/true).clamp_max(requests - 1);
+  const at::Tensor request = RequestOfRows(starts, total);
   const at::Tensor within = batch.sub(begins.index_select(0, request)).clamp(0, rows - 1);
   const at::Tensor each = at::arange(rows, begins.options());
   return {begins.unsqueeze(1).add(each).clamp(0, total - 1).flatten(),
@@ -100,6 +99,20 @@ AttentionState FoldedCompact(const VerifyArguments& arguments, const CheckedVeri
   return state;
 }
 
+// FlashAttention-2 puts the LSE of a request without tokens in pages where it would be if all
+// requests had as many rows as the longest: into that of others, or beyond. So such a request gets
+// one token, and its rows are said to have seen nothing.
+AttentionState CallFlash2(const FlashOp& op, FlashCall call) {
+  if (call.max_key == 0) return CallFlashOp(op, call);
+  const at::Tensor lens = *call.key_lens;
+  call.key_lens = lens.clamp_min(1);
+  AttentionState state = CallFlashOp(op, call);
+  const at::Tensor request = RequestOfRows(call.query_start, call.query.size(0));
+  const at::Tensor empty = lens.eq(0).index_select(0, request).unsqueeze(1);
+  state.lse = state.lse.masked_fill(empty, -std::numeric_limits<float>::infinity());
+  return state;
+}
+
 // What calls for prefix and rows have in common.
 FlashCall RowsCall(const VerifyArguments& arguments, bool only_prefill) {
   FlashCall call;
@@ -126,7 +139,7 @@ AttentionState Prefix(Route route, const VerifyArguments& arguments, const Check
     call.key_lens = arguments.prefix_lens;
     call.block_table = arguments.block_table;
     call.max_key = arguments.block_table.size(1) * arguments.key_cache.size(1);
-    return CallFlashOp(*op, call);
+    return route == Route::kFlash2 ? CallFlash2(*op, call) : CallFlashOp(*op, call);
   }
   if (!arguments.compact_view.has_value()) {
     GatherPages(arguments, &call);

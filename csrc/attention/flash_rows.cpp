@@ -16,7 +16,19 @@ constexpr int64_t kGapRows = 256;  // more than a tile of any of FlashAttention-
 
 at::Tensor Lengths(const at::Tensor& query_start) { return query_start.diff(); }
 
+// Per row the first request that ends behind it; the number of requests where none does.
+at::Tensor FirstEndingBehind(const at::Tensor& query_start, int64_t rows) {
+  const at::Tensor ends = query_start.slice(0, 1).to(at::kLong);
+  const at::Tensor row = at::arange(rows, ends.options());
+  return at::searchsorted(ends, row, /*out_int32=*/false, /*right=*/true);
+}
+
 }  // namespace
+
+at::Tensor RequestOfRows(const at::Tensor& query_start, int64_t rows) {
+  const int64_t requests = query_start.size(0) - 1;
+  return FirstEndingBehind(query_start, rows).clamp_max(requests - 1);
+}
 
 at::Tensor IsPrefill(const at::Tensor& query_start) {
   return Lengths(query_start).gt(kPrefillRows);
@@ -33,10 +45,8 @@ SpacedRows SpaceRows(const VerifyArguments& arguments, bool only_prefill) {
   const at::Tensor shift =
       at::cat({at::zeros({1}, starts.options().dtype(at::kLong)), spaced.cumsum(0)}).mul(kGapRows);
 
-  const at::Tensor at = at::arange(rows, shift.options());
-  const at::Tensor ends = starts.narrow(0, 1, requests).to(at::kLong);
-  const at::Tensor request = at::searchsorted(ends, at, /*out_int32=*/false, /*right=*/true);
-  const at::Tensor place = at.add(shift.index_select(0, request));
+  const at::Tensor moved = shift.index_select(0, FirstEndingBehind(starts, rows));
+  const at::Tensor place = at::arange(rows, shift.options()).add(moved);
   const auto spread = [&](const at::Tensor& from) {
     return at::zeros({rows + gaps * kGapRows, from.size(1), from.size(2)}, from.options())
         .index_copy_(0, place, from);

@@ -7,6 +7,9 @@
 
 namespace nwor {
 
+// [rows] int64: the request each row belongs to; the last one for rows of none.
+at::Tensor RequestOfRows(const at::Tensor& query_start, int64_t rows);
+
 // [B] bool: the requests with more than kPrefillRows rows.
 at::Tensor IsPrefill(const at::Tensor& query_start);
 

@@ -1,6 +1,7 @@
 #include <cuda_runtime.h>
 
 #include "attention/plan.h"
+#include "attention/row_depth.cuh"
 #include "attention/status.cuh"
 #include "attention/verify_cuda.h"
 #include "check.h"
@@ -21,6 +22,18 @@ __device__ int ClampLength(int value, int64_t limit, VerifyStatus code, int requ
   if (value >= 0 && value <= limit) return value;
   ReportError(status, code, request, value);
   return value < 0 ? 0 : static_cast<int>(limit);
+}
+
+// The first prefix token that some row of the request sees through the window.
+__device__ int FirstSeen(const VerifyParams& p, const PlanRequest& request) {
+  if (p.window == 0) return 0;
+  const struct { int query_start, request_rows; } rows = {request.query_start, request.num_rows};
+  int depth = 0;
+  for (int row = 0; p.tree_mask != nullptr && row < request.num_rows; ++row) {
+    const int own = RowDepth(p, rows, row);
+    depth = row == 0 ? own : min(depth, own);
+  }
+  return min(max(request.prefix_tokens + depth - p.window + 1, 0), request.prefix_tokens);
 }
 
 __device__ PlanRequest ReadRequest(const VerifyParams& p, int b, const VerifyConfig& config) {
@@ -58,11 +71,9 @@ __device__ PlanRequest ReadRequest(const VerifyParams& p, int b, const VerifyCon
         ClampLength(p.prefix_lens[b], room, VerifyStatus::kPrefixTooLong, b, p.status);
   }
 
-  // Leaves start on whole steps.
-  request.token_begin = max(WindowBegin(p, request.prefix_tokens), 0) / 32 * 32;
-  const int span = request.prefix_tokens - request.token_begin;
+  request.token_begin = FirstSeen(p, request);
   const int packed = request.num_rows * (p.num_heads / p.num_kv_heads);
-  const LeafSplit split = SplitRequest(span, packed, p.num_kv_heads, config);
+  const LeafSplit split = SplitRequest(request.span(), packed, p.num_kv_heads, config);
   request.leaf_tokens = split.leaf_tokens;
   request.num_leaves = split.num_leaves;
   return request;
@@ -73,9 +84,8 @@ __device__ PlanDemand DemandOf(const PlanRequest& request, int group, int kv_hea
   const int pairs = CeilDiv(request.num_rows * group, row_tile) * kv_heads;
   const int parts = CeilDiv(request.num_leaves, leaves_per_item);
   const int leaves = min(leaves_per_item, request.num_leaves);
-  const int span = request.prefix_tokens - request.token_begin;
   PlanDemand demand;
-  demand.item_tokens = min(leaves * request.leaf_tokens, span);
+  demand.item_tokens = min(leaves * request.leaf_tokens, request.span());
   demand.items = pairs * parts;
   demand.slots = parts > 1 ? demand.items : 0;
   demand.split_pairs = parts > 1 ? pairs : 0;
@@ -119,7 +129,7 @@ __device__ GrainQuery QueryOf(const PlanRequest& request, int group, int kv_head
   GrainQuery query;
   query.pairs = CeilDiv(request.num_rows * group, row_tile) * kv_heads;
   query.split = {request.leaf_tokens, request.num_leaves};
-  query.span = request.prefix_tokens - request.token_begin;
+  query.span = request.span();
   return query;
 }
 
@@ -174,8 +184,7 @@ __global__ void __launch_bounds__(kPlanThreads)
   for (int b = threadIdx.x; b < p.num_requests; b += kPlanThreads) {
     PlanRequest request = ReadRequest(p, b, config);
     const int pairs = CeilDiv(request.num_rows * group, config.row_tile) * p.num_kv_heads;
-    const int span = request.prefix_tokens - request.token_begin;
-    request.work = int64_t{pairs} * (span + request.num_rows);
+    request.work = int64_t{pairs} * (request.span() + request.num_rows);
     requests[b] = request;
     atomicAdd(&total_pairs, static_cast<unsigned long long>(pairs));
   }

@@ -18,11 +18,9 @@ namespace nwor {
 // Where a request's prefix tokens lie.
 enum class TokenSource : int32_t { kPages, kBlocks, kCompact };
 
-// The first prefix token that some row may see through the window; negative: all of them. A row
-// that sees no row, not even itself, stands one position before the others.
-constexpr int32_t WindowBegin(const VerifyParams& p, int32_t prefix_tokens) {
-  return p.window == 0 ? 0 : prefix_tokens - p.window + (p.tree_mask == nullptr ? 1 : 0);
-}
+// Where the first leaf begins, of a request whose rows see nothing before `token_begin`: leaves
+// start on whole steps.
+constexpr int32_t LeafOrigin(int32_t token_begin) { return token_begin / 32 * 32; }
 
 struct PlanHeader {
   int32_t num_items = 0;
@@ -44,7 +42,7 @@ struct PlanDemand {
 struct PlanRequest {
   int32_t num_rows;
   int32_t prefix_tokens;
-  int32_t token_begin;  // first prefix token any row may see: beyond 0 with a window
+  int32_t token_begin;  // the first prefix token that some row sees: beyond 0 with a window
   TokenSource source;
   int32_t leaf_tokens;
   int32_t num_leaves;
@@ -52,6 +50,8 @@ struct PlanRequest {
   int32_t leaves_per_item;  // 1, LeafGroup, or all
   PlanDemand demand;
   int64_t work;  // tokens of all its pairs
+
+  constexpr int32_t span() const { return prefix_tokens - LeafOrigin(token_begin); }
 };
 
 struct PlanItem {

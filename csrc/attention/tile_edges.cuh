@@ -61,7 +61,7 @@ class TileEdges {
     if (in_flight) CopyMask(item.plan, first, stage);
     for (int block = 0; block < blocks; ++block) {
       const int token = first + block * 16;
-      const int valid_begin = (in_flight ? 0 : WindowBegin(p, item.plan.prefix_tokens)) - token;
+      const int valid_begin = (in_flight ? 0 : item.plan.token_begin) - token;
       const int valid_end = tokens - block * 16;
       const TokenRows rows =
           Locate(item, span, in_flight, token, valid_begin < 16 && valid_end > 0);

@@ -63,8 +63,9 @@ struct TileSpan {
   int plain_begin, plain_end;  // prefix steps of tokens that all exist and that every row sees
 
   __device__ TileSpan(const VerifyParams& p, const PlanItem& plan) {
-    begin = plan.token_begin + plan.leaf_begin * plan.leaf_tokens;
-    end = max(begin, min(plan.token_begin + plan.leaf_end * plan.leaf_tokens, plan.prefix_tokens));
+    const int origin = LeafOrigin(plan.token_begin);
+    begin = origin + plan.leaf_begin * plan.leaf_tokens;
+    end = max(begin, min(origin + plan.leaf_end * plan.leaf_tokens, plan.prefix_tokens));
     tail_rows = TailRows(p, plan, plan.leaf_end - 1);
     tail_begin = (plan.leaf_end - 1 - plan.leaf_begin) * (plan.leaf_tokens / kStep);
     tail_end = tail_begin + (tail_rows + kStep - 1) / kStep;

@@ -22,7 +22,7 @@ class TokenStream {
   // steps are loaded: that is on its way from global memory.
   __device__ int Open(int leaf) {
     const PlanItem& plan = item_.plan;
-    begin_ = plan.token_begin + leaf * plan.leaf_tokens;
+    begin_ = LeafOrigin(plan.token_begin) + leaf * plan.leaf_tokens;
     end_ = max(min(begin_ + plan.leaf_tokens, plan.prefix_tokens), begin_);
     tail_rows_ = TailRows(args_.params, plan, leaf);
     const int prefix = (end_ - begin_ + PrefixStepTokens() - 1) / PrefixStepTokens();
@@ -113,7 +113,7 @@ class TokenStream {
   // Its id. Of blocks before every row's window the table may say anything.
   __device__ int BlockId(int first_block) const {
     const int token = BlockToken(first_block);
-    return token + 16 > window_begin() ? ReadId(item_, token, end_) : 0;
+    return token + 16 > item_.plan.token_begin ? ReadId(item_, token, end_) : 0;
   }
   // Finds where they lie.
   __device__ void Locate(int first_block, int id) {
@@ -134,7 +134,7 @@ class TokenStream {
       const int token = PrefixToken(step) + i * 16;
       LoadRows<Traits::kCacheRowBytes, false>(
           stage + i * 16 * Traits::kCacheRowBytes, map.keys + key_offset, map.key_token,
-          map.values + value_offset, map.value_token, window_begin() - token, end_ - token);
+          map.values + value_offset, map.value_token, item_.plan.token_begin - token, end_ - token);
     }
   }
 
@@ -144,7 +144,7 @@ class TokenStream {
     const int64_t token = PrefixToken(step);
     LoadRows<Traits::kRowBytes, false>(stage, map.keys + token * map.key_token, map.key_token,
                                        map.values + token * map.value_token, map.value_token,
-                                       window_begin() - token, end_ - token);
+                                       item_.plan.token_begin - token, end_ - token);
   }
 
   __device__ void LoadTail(int step, uint32_t stage) {
@@ -204,11 +204,6 @@ class TokenStream {
                        policy_);
       }
     }
-  }
-
-  // Tokens before it are outside every row's window.
-  __device__ int window_begin() const {
-    return WindowBegin(args_.params, item_.plan.prefix_tokens);
   }
 
   const VerifyArgs& args_;

@@ -21,7 +21,8 @@
 // that may run at the same time need one workspace each and a plan call for each.
 //
 // Results are bitwise repeatable, and a row's result depends on its own request only.
-// NaN and infinities, in pages or in-flight rows, reach the rows that see them and no others.
+// NaN and infinities, in pages or in-flight rows, reach the rows that see them and no others; over
+// float8 pages, at the edge of a window, others of the tile as well.
 
 namespace nwor {
 

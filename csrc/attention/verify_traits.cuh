@@ -7,6 +7,7 @@
 #include "attention/params.h"
 #include "attention/plan.h"
 #include "attention/ptx.cuh"
+#include "attention/row_depth.cuh"
 #include "attention/tile_shape.h"
 #include "attention/warpgroup.cuh"
 
@@ -113,22 +114,6 @@ struct VerifyLauncher {
   // Whether the kernel for warpgroup matrix instructions was built for the current device.
   static bool HasWarpgroupKernel();
 };
-
-// Rows that a row of the plan's request sees besides itself: its depth in the tree, its distance
-// behind the prefix. Bits of rows that the request does not have mean nothing.
-template <class Plan>
-__device__ int RowDepth(const VerifyParams& p, const Plan& plan, int row) {
-  if (p.tree_mask == nullptr) return row;
-  const uint64_t* mask = p.tree_mask + int64_t{plan.query_start + row} * p.mask_words;
-  int visible = 0;
-#pragma unroll 1
-  for (int first = 0; first < plan.request_rows; first += 64) {
-    const int rows = plan.request_rows - first;
-    const uint64_t meant = rows >= 64 ? ~0ull : (1ull << rows) - 1;
-    visible += __popcll(mask[first / 64] & meant);
-  }
-  return visible - 1;
-}
 
 // Where the prefix tokens of the current item lie; distances in bytes.
 struct TokenMap {

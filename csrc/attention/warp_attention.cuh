@@ -13,7 +13,6 @@ template <class Traits>
 class WarpAttention {
   using Product = typename Traits::Product;
   using RowLayout = RowSwizzle<Traits::kRowBytes>;
-  using PageLayout = RowSwizzle<Traits::kCacheRowBytes>;
   static constexpr int kRowFragments = Traits::kRowFragments;
   static constexpr int kTokenFragments = Traits::kTokenFragments;
   static constexpr int kChannelFragments = Traits::kHeadDim / 8;
@@ -55,13 +54,13 @@ class WarpAttention {
   // One step of prefix tokens, of which those at or past `end` do not exist.
   template <bool kFloat8>
   __device__ void EdgeStep(uint32_t stage, int first, int end) {
-    FindNonFinite<kFloat8>(stage, end - first, args_.params.window > 0);
-    Step<kFloat8, true>(stage, [&](auto& scores) { MaskPrefix(scores, first, end); });
+    Step<kFloat8, false>(stage, [&](auto& scores) { MaskPrefix(scores, first, end); });
   }
 
   // One step of 16-bit tokens: in-flight rows, of which `end` exist, or prefix tokens.
   __device__ void RowStep(uint32_t stage, int first, int end, bool in_flight) {
-    FindNonFinite<false>(stage, end - first, in_flight || args_.params.window > 0);
+    const bool some_hidden = in_flight || args_.params.window > 0;
+    apart_ = some_hidden ? FindNonFinite(stage + Traits::kStageBytes / 2, end - first) : 0u;
     Step<false, true>(stage, [&](auto& scores) {
       if (in_flight) {
         MaskRows(scores, first, end);
@@ -119,7 +118,7 @@ class WarpAttention {
   }
 
  private:
-  template <bool kFloat8, bool kEdge, typename ApplyMask>
+  template <bool kFloat8, bool kRows, typename ApplyMask>
   __device__ void Step(uint32_t stage, ApplyMask mask) {
     constexpr int kFragments = kFloat8 ? kTokenFragments : Traits::kTailTokens / 8;
     const float scale = kFloat8 ? item_.prefix_scale : item_.tail_scale;
@@ -129,45 +128,31 @@ class WarpAttention {
     SoftCap(scores, scale);
     mask(scores);
     uint32_t seen[kRowFragments][2];
-    if constexpr (kEdge) CollectSeen(scores, seen);
+    if constexpr (kRows) CollectSeen(scores, seen);
     Softmax(scores, item_.cap_outer == 0.0f ? scale : 1.0f);
-    if (kEdge && apart_ != 0) AddNonFinite<kFloat8>(seen, stage + Traits::kStageBytes / 2);
-    AddValues<kEdge>(scores, values);
+    if (kRows && apart_ != 0) AddNonFinite(seen, stage + Traits::kStageBytes / 2);
+    AddValues<kRows>(scores, values);
   }
 
   // Where not every row sees every token, of in-flight rows and at the edge of a window, a value
   // that is not finite may reach only those rows that see it, but zero times it is NaN. Such values
-  // are rare: they are left out of the matrix product and added by hand. Bit j of apart_: token j
-  // of the step, of which `count` exist, has one, if they are looked for.
-  template <bool kFloat8>
-  __device__ void FindNonFinite(uint32_t stage, int count, bool look) {
-    using Layout = std::conditional_t<kFloat8, PageLayout, RowLayout>;
-    constexpr int kTokens = kFloat8 ? Traits::kStepTokens : Traits::kTailTokens;
-    static_assert(kTokens <= 32, "a lane looks at one token");
-    apart_ = 0;
-    if (!look) return;
-    const int token = threadIdx.x % 32;
+  // are rare: they are left out of the matrix product and added by hand. Bit j of the result: token
+  // j of the step, of which `count` exist, has one.
+  __device__ static uint32_t FindNonFinite(uint32_t values, int count) {
+    const int row = threadIdx.x % 32;
     bool found = false;
 #pragma unroll 1
-    for (int i = 0; i < Layout::kChunks && token < min(count, kTokens); ++i) {
-      const uint4 v =
-          ptx::LoadShared128(stage + Traits::kStageBytes / 2 + Layout::Offset(token, i));
-      found |= (NonFinite<kFloat8>(v.x) | NonFinite<kFloat8>(v.y) | NonFinite<kFloat8>(v.z) |
-                NonFinite<kFloat8>(v.w)) != 0;
+    for (int i = 0; i < RowLayout::kChunks && row < min(count, Traits::kTailTokens); ++i) {
+      const uint4 v = ptx::LoadShared128(values + RowLayout::Offset(row, i));
+      found |= (NonFinite(v.x) | NonFinite(v.y) | NonFinite(v.z) | NonFinite(v.w)) != 0;
     }
-    apart_ = __ballot_sync(0xffffffffu, found);
+    return __ballot_sync(0xffffffffu, found);
   }
 
-  // What of two values of 16 bits is not finite, as the matrix unit would take them; which of four
-  // of float8 is NaN.
-  template <bool kFloat8>
-  __device__ static uint32_t NonFinite(uint32_t word) {
-    if constexpr (kFloat8) {
-      return __vcmpeq4(word & 0x7f7f7f7fu, 0x7f7f7f7fu);
-    } else {
-      if constexpr (Traits::kFloat8) word = ptx::ToHalf2<typename Traits::Row>(word);
-      return ptx::NonFinite<Product>(word);
-    }
+  // Of two values, as the matrix unit would take them.
+  __device__ static uint32_t NonFinite(uint32_t pair) {
+    if constexpr (Traits::kFloat8) pair = ptx::ToHalf2<typename Traits::Row>(pair);
+    return ptx::NonFinite<Product>(pair);
   }
 
   // Which of this lane's scores are not masked: bit 2n + i is token 8n + 2 * (lane % 4) + i.
@@ -188,24 +173,7 @@ class WarpAttention {
     }
   }
 
-  // A value of a token in shared memory if it is not finite, else zero.
-  template <bool kFloat8>
-  __device__ static float ValueApart(uint32_t values, int token, int channel) {
-    if constexpr (kFloat8) {
-      const uint32_t four = ptx::LoadShared32(values + PageLayout::Offset(token, channel / 16) +
-                                              channel % 16 / 4 * 4);
-      const bool is_nan = (NonFinite<true>(four) >> (channel % 4 * 8) & 1) != 0;
-      return is_nan ? __int_as_float(0x7fffffff) : 0.0f;
-    } else {
-      const uint32_t pair =
-          ptx::LoadShared32(values + RowLayout::Offset(token, channel / 8) + channel % 8 / 2 * 4);
-      const float2 two = ptx::ToFloat2<Product>(NonFinite<false>(pair));
-      return channel % 2 == 0 ? two.x : two.y;
-    }
-  }
-
   // A weight is positive: it changes neither an infinity nor a NaN.
-  template <bool kFloat8>
   __device__ void AddNonFinite(const uint32_t (&seen)[kRowFragments][2], uint32_t values) {
     const int lane = threadIdx.x % 32;
 #pragma unroll
@@ -225,7 +193,10 @@ class WarpAttention {
               // As in Store.
               const int channel = Traits::kFloat8 ? n / 2 * 16 + lane % 4 * 4 + 2 * i + n % 2
                                                   : n * 8 + lane % 4 * 2 + i;
-              out_[m][n][half * 2 + i] += ValueApart<kFloat8>(values, token, channel);
+              const uint32_t pair = ptx::LoadShared32(
+                  values + RowLayout::Offset(token, channel / 8) + channel % 8 / 2 * 4);
+              const float2 two = ptx::ToFloat2<Product>(NonFinite(pair));
+              out_[m][n][half * 2 + i] += channel % 2 == 0 ? two.x : two.y;
             }
           }
         }
@@ -403,7 +374,7 @@ class WarpAttention {
     }
   }
 
-  template <bool kEdge, int kFragments, bool kFloat8>
+  template <bool kRows, int kFragments, bool kFloat8>
   __device__ void AddValues(const float (&weights)[kRowFragments][kFragments][4],
                             ValueFragments<Traits, kFragments, kFloat8>& values) {
     using Values = ValueFragments<Traits, kFragments, kFloat8>;
@@ -428,7 +399,7 @@ class WarpAttention {
         const int k = unit % Values::kLoads * Values::kPerLoad + step;
         uint32_t b[2][2];
         values.Get(b, unit, step);
-        if (kEdge && apart_ != 0) {
+        if (kRows && apart_ != 0) {
 #pragma unroll
           for (int half = 0; half < 2; ++half) {
             b[0][half] ^= ptx::NonFinite<Product>(b[0][half]);
@@ -451,7 +422,7 @@ class WarpAttention {
   int first_row_;
   uint32_t query_;  // where this lane finds its first part of Q
   uint32_t fragments_[Traits::kQueryInRegisters ? kInnerSteps : 1][4];
-  uint32_t apart_ = 0;  // tokens of an edge step with values that are not finite
+  uint32_t apart_ = 0;  // tokens of a RowStep with values that are not finite
   float max_[kRowFragments][2];
   float sum_[kRowFragments][2];  // this lane's share
   float out_[kRowFragments][kChannelFragments][4];

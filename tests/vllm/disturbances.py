@@ -15,7 +15,9 @@ from engines import Story, counted, drive, greedy, own_engine
 
 MAX_TOKENS = 48
 PREEMPTIONS = "vllm:num_preemptions"
-BOOK = Path(__file__).resolve().parents[2] / "benchmarks" / "data" / "war_and_peace.txt"
+ROOT = Path(__file__).resolve().parents[2]
+BOOK = ROOT / "benchmarks" / "data" / "war_and_peace.txt"
+CODE = ROOT / "python" / "nwor_specpv" / "tree.py"
 
 
 def wanted(max_tokens: int = MAX_TOKENS, **more: Any) -> Any:
@@ -136,12 +138,13 @@ def stories() -> Script:
 
 
 def passages(tokenizer: Any) -> Script:
-    """Of a book, with views of some 400 tokens."""
+    """Of a book, and one of code, with views of some 400 tokens."""
     text = tokenizer(BOOK.read_text()[:20_000]).input_ids
     lengths, prompts = (1000, 200, 1300, 750, 50, 1150), []
     for length in lengths:
         begin = sum(map(len, prompts))
         prompts.append(text[begin : begin + length])
+    prompts[3] = tokenizer(CODE.read_text()).input_ids[: lengths[3]]
     # The first five fit, and half of what they add.
     blocks = sum(-(-length // 16) for length in lengths[:5]) + 8
     options = {"num_gpu_blocks_override": blocks, "max_model_len": 2048}

@@ -1,5 +1,5 @@
-"""Partial views in the real vLLM on a GPU: mode `refresh` with a real model over a book, what
-happens to requests in mode `lossless`, of that model too, and tokens that are drawn.
+"""Partial views in the real vLLM on a GPU: mode `refresh` with a real model over a book, and what
+happens to requests of the story model in mode `lossless`, their caches and tokens that are drawn.
 
 What plain vLLM gives is computed once; `closeness.py` says what may differ. The story model runs in
 float16, which rounds eight times finer than bfloat16.
@@ -15,12 +15,12 @@ import chi_square
 import closeness
 import pytest
 import torch
-from disturbances import BOOK, MAX_TOKENS, Disturbed, Script, passages, wanted
+from disturbances import BOOK, MAX_TOKENS, Disturbed, Script, wanted
 from disturbances import stories as story_script
-from engines import NGRAM, check_drafting, drive, greedy, own_engine, release_engines
+from engines import NGRAM, caches, check_drafting, drive, greedy, own_engine, release_engines
 from engines import stats as own_stats
 from heads import story_head
-from small_views import SMALL_VIEW, cover_all, varied_prompt
+from small_views import SMALL_VIEW, cover_all, prompts, varied_prompt
 from test_cuda import (
     GRAPHS,
     TURN,
@@ -30,7 +30,7 @@ from test_cuda import (
     smollm2_head,
     stories_on_gpu,
 )
-from test_cuda_specpv import REFRESH, SCHEDULER, SPECULATION, VIEW_OF_400, grown
+from test_cuda_specpv import REFRESH, SCHEDULER, SPECULATION, grown
 
 from nwor_specpv import Metrics
 from nwor_specpv.models import smollm2
@@ -199,15 +199,52 @@ CROWDED = EAGER | {
 }
 
 
-def draw(llm: Any, first_seed: int) -> list[list[int]]:
+def draw(
+    llm: Any,
+    first_seed: int,
+    prompt: list[int] | None = None,
+    *,
+    crowd: int = CROWD,
+    samples: int = SAMPLES,
+) -> list[list[int]]:
     """Four tokens of each of many requests, which differ in their seeds."""
-    found = []
-    for first in range(first_seed, first_seed + SAMPLES, CROWD):
-        params = [greedy(4, temperature=1.0, seed=first + i) for i in range(CROWD)]
-        story = drive(llm, [varied_prompt(153)] * CROWD, params)
-        found += [story.tokens[str(i)] for i in range(CROWD)]
+    prompt, found = prompt or varied_prompt(153), []
+    for first in range(first_seed, first_seed + samples, crowd):
+        params = [greedy(4, temperature=1.0, seed=first + i) for i in range(crowd)]
+        story = drive(llm, [prompt] * crowd, params)
+        found += [story.tokens[str(i)] for i in range(crowd)]
+    assert len(found) == samples
     assert all(len(tokens) == 4 for tokens in found)
     return found
+
+
+def check_drawn(
+    ours: list[list[int]], theirs: list[list[int]], places: list[slice], *, degrees: int
+) -> None:
+    """Tokens at these places follow one distribution, by chi-square of at least so many degrees.
+
+    Seeds are fixed, so the verdict is.
+    """
+    for place in places:
+        sides = [[tuple(tokens[place]) for tokens in side] for side in (ours, theirs)]
+        statistic, found = chi_square.two_samples(*sides)
+        limit = chi_square.quantile(found, deviations=3.72)
+        print(f"tokens {place.start} to {place.stop - 1}: chi-square {statistic:.1f} of {found} "
+              f"degrees, limit {limit:.1f}")  # fmt: skip
+        assert found >= degrees
+        assert statistic < limit
+
+
+def check_confirmed(before: dict[str, Any], least: float) -> None:
+    """Drafts over views since the snapshot `before`: at least such a share of them is right."""
+    assert own_stats()["fallbacks"] == {}
+    check_drafting(before)
+    drafted, confirmed = (
+        grown(before, f"specpv_{kind}_tokens_total") for kind in ("drafted", "confirmed")
+    )
+    passes = grown(before, "specpv_draft_passes_total")
+    print(f"{confirmed} of {drafted} confirmed, {passes} passes")
+    assert confirmed > least * drafted > 0
 
 
 @dataclass
@@ -239,11 +276,7 @@ def check_disturbed(
 ) -> closeness.Closeness:
     """What must hold on any engine, and at least such a share of the drafts confirmed; how close
     its tokens are to plain vLLM's is returned."""
-    assert own_stats()["fallbacks"] == {}
-    check_drafting(before)
-    drafted, confirmed = (
-        grown(before, f"specpv_{kind}_tokens_total") for kind in ("drafted", "confirmed")
-    )
+    check_confirmed(before, least)
     count = len(script.prompts)
     close = closeness.compare((plain[str(i)], output) for i, output in found.outputs)
     calm = {str(i): list(output.token_ids) for i, output in found.outputs[:count]}
@@ -251,15 +284,24 @@ def check_disturbed(
     share = alike(together, calm)
     print(
         f"{name}: {found.preemptions} preemptions, {found.cached} tokens of prompts were cached, "
-        f"{found.cut} cut, {found.stops} stops, {confirmed} of {drafted} confirmed, "
-        f"{own_engine().num_replays} steps were replayed\n"
+        f"{found.cut} cut, {found.stops} stops, {own_engine().num_replays} steps were replayed\n"
         f"plain vLLM: {close}\npreempted as alone before a difference: {share:.2f}"
     )
     assert len(found.outputs) > 3 * count
     assert all(len(tokens) == MAX_TOKENS for tokens in calm.values())
-    assert confirmed > least * drafted > 0
     assert share > 0.5
     return close
+
+
+def drafting(
+    runner: str, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Our settings and vLLM's options that draft over views on that model runner."""
+    monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "1" if runner == "v2" else "0")
+    if runner == "v1":
+        return VIEW, {"speculation": SPECULATION}
+    head = story_head(folder, torch.float16)
+    return HEAD_VIEW, {"speculation": head, "scheduler_cls": SCHEDULER}
 
 
 @pytest.mark.parametrize("kind", ["v1-eager", "v1-graphs", "v2-eager", "v2-graphs"])
@@ -268,13 +310,9 @@ def test_what_happens_to_requests(
 ) -> None:
     """Preempted, found in the prefix cache, aborted, stopped: tokens are plain vLLM's."""
     runner, _, graphs = kind.partition("-")
-    monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "1" if runner == "v2" else "0")
-    nwor, options = VIEW, {"speculation": SPECULATION}
+    nwor, options = drafting(runner, tmp_path, monkeypatch)
     if kind == "v1-graphs":
-        nwor = VIEW | ALL_PASSES
-    if runner == "v2":
-        nwor, options = HEAD_VIEW, {"speculation": story_head(tmp_path, torch.float16)}
-        options["scheduler_cls"] = SCHEDULER
+        nwor = nwor | ALL_PASSES
     if graphs == "graphs":
         options |= GRAPHS
     else:
@@ -290,136 +328,79 @@ def test_what_happens_to_requests(
     close.check(mean=0.005, most=0.1, share=0.5)
 
 
-def test_drawn_tokens_keep_the_distribution(plain: Stories, tmp_path: Path) -> None:
-    """Model runner V2, head and passes in turns: tokens follow the distribution of plain vLLM's.
-
-    Pairs of neighbours, by chi-square; seeds are fixed, so the verdict is.
-    """
-    head = story_head(tmp_path, torch.float16) | {"draft_sample_method": "probabilistic"}
+@pytest.mark.parametrize("runner", ["v1", "v2"])
+def test_drawn_tokens_keep_the_distribution(
+    plain: Stories, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, runner: str
+) -> None:
+    """Lookups and passes on V1, head and passes in turns on V2: pairs of neighbours follow the
+    distribution of plain vLLM's."""
+    nwor, options = drafting(runner, tmp_path, monkeypatch)
+    if runner == "v2":
+        options["speculation"]["draft_sample_method"] = "probabilistic"
     before = Metrics().snapshot()
-    nwor = HEAD_VIEW | {"specpv_max_requests": CROWD}
-    llm = stories_on_gpu(nwor, speculation=head, scheduler_cls=SCHEDULER, **(CROWDED | HALF))
+    llm = stories_on_gpu(nwor | {"specpv_max_requests": CROWD}, **(options | CROWDED | HALF))
     ours = draw(llm, 1)
-    assert not hasattr(own_engine().runner, "input_batch"), "the V1 runner was used"
-    assert own_stats()["fallbacks"] == {}
-    check_drafting(before)
-    drafted, confirmed = (
-        grown(before, f"specpv_{name}_tokens_total") for name in ("drafted", "confirmed")
+    assert hasattr(own_engine().runner, "input_batch") is (runner == "v1")
+    check_confirmed(before, 0.1)
+    assert grown(before, "specpv_confirmed_tokens_total") < grown(
+        before, "specpv_drafted_tokens_total"
     )
-    print(
-        f"{confirmed} of {drafted} confirmed, {grown(before, 'specpv_draft_passes_total')} passes"
-    )
-    assert 0.1 * drafted < confirmed < drafted
-    for place in range(3):
-        sides = [[tuple(t[place : place + 2]) for t in side] for side in (ours, plain.drawn)]
-        statistic, degrees = chi_square.two_samples(*sides)
-        assert degrees >= 20
-        limit = chi_square.quantile(degrees, deviations=3.72)
-        print(f"tokens {place}, {place + 1}: chi-square {statistic:.1f} of {degrees} degrees, "
-              f"limit {limit:.1f}")  # fmt: skip
-        assert statistic < limit
-
-
-# ---- mode `lossless`, SmolLM2 over a book ----
-
-
-@dataclass
-class Passages:
-    """What plain vLLM says."""
-
-    script: Script
-    dtype: str
-    greedy: dict[str, Any]
-
-    def closeness(self, outputs: list[tuple[int, Any]]) -> closeness.Closeness:
-        return closeness.compare((self.greedy[str(i)], output) for i, output in outputs)
-
-    def errors(self, outputs: list[tuple[int, Any]]) -> closeness.Errors:
-        """Against float32, beside plain vLLM's at the same places."""
-        told = [(self.script.prompts[i], self.greedy[str(i)], output) for i, output in outputs]
-        return closeness.errors(smollm2("bfloat16"), told)
-
-
-def stock_smollm2(dtype: str, **options: Any) -> Any:
-    """vLLM's own, with room for everything."""
-    known = {
-        "model": str(smollm2("bfloat16")),
-        "dtype": dtype,
-        "kv_cache_memory_bytes": 1 << 30,
-        "max_model_len": 2048,
-        "max_num_batched_tokens": 8192,
-    }
-    return begin(PLAIN, **(known | STOCK | GRAPHS | options))
-
-
-@pytest.fixture(scope="module", params=["float16", "bfloat16"])
-def read_passages(request: pytest.FixtureRequest) -> Passages:
-    llm = stock_smollm2(request.param)
-    script = passages(llm.get_tokenizer())
-    found = Passages(script, request.param, drive(llm, script.prompts, wanted()).outputs)
-    del llm
-    release_engines()
-    return found
-
-
-def stock_speculation(
-    passages: Passages, backend: str, speculation: dict[str, Any]
-) -> list[tuple[int, Any]]:
-    """What vLLM's own speculative decoding gives with one of its attention backends."""
-    llm = stock_smollm2(passages.dtype, attention_backend=backend, speculation=speculation)
-    prompts = passages.script.prompts
-    found = [(int(i), output) for i, output in drive(llm, prompts, wanted()).outputs.items()]
-    for i, prompt in enumerate(prompts):
-        found.append((i, drive(llm, [prompt], wanted()).outputs["0"]))
-    del llm
-    release_engines()
-    return found
+    check_drawn(ours, plain.drawn, [slice(i, i + 2) for i in range(3)], degrees=20)
 
 
 @pytest.mark.parametrize("runner", ["v1", "v2"])
-def test_what_happens_to_requests_of_smollm2(
-    read_passages: Passages, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, runner: str
+def test_drafting_changes_no_byte_of_the_cache(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, runner: str
 ) -> None:
-    """The same in full graphs; V1 drafts by lookups and passes, V2 with the shipped head.
+    """Full graphs: the target's caches before and after every proposal are equal bit by bit.
 
-    Tokens are plain vLLM's up to where two were all but equally likely. Log-probabilities are as
-    close to float32 as plain vLLM's, and as close to these as vLLM's own speculative decoding with
-    another of its attention backends: with the same one most places are equal bit by bit.
+    V1 replays full steps alone; on V2 partial passes are graphs as well.
     """
-    monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "1" if runner == "v2" else "0")
-    script, dtype = read_passages.script, {"dtype": read_passages.dtype}
-    nwor, options = VIEW_OF_400 | ALL_PASSES, {"speculation": SPECULATION}
-    stock = NGRAM
-    if runner == "v2":
-        nwor, stock = VIEW_OF_400, smollm2_head(tmp_path, DRAFTS)
-        options = {"speculation": stock, "scheduler_cls": SCHEDULER}
-    theirs = {
-        backend: stock_speculation(read_passages, backend, stock)
-        for backend in ("FLASH_ATTN", "TRITON_ATTN")
-    }
-    options |= {"model": str(smollm2("bfloat16")), "kv_cache_memory_bytes": 1 << 30}
+    from nwor_specpv.vllm.specpv.rounds import Rounds
+
+    nwor, options = drafting(runner, tmp_path, monkeypatch)
+    nwor = nwor | (ALL_PASSES if runner == "v1" else {}) | {"specpv_max_requests": 4}
     before = Metrics().snapshot()
-    llm = begin(
-        nwor | {"specpv_max_requests": script.num_views},
-        **(options | dtype | script.options | GRAPHS),
-    )
-    found = script.run(llm)
-    assert hasattr(own_engine().runner, "input_batch") is (runner == "v1")
-    assert own_engine().num_replays > 0
-    # A chain ends at its first wrong token: of eight, each right nine times in ten, five are.
-    name = f"SmolLM2, {runner}, {read_passages.dtype}"
-    close = check_disturbed(name, script, found, read_passages.greedy, before, least=0.25)
-    del llm
-    release_engines()
-    errors = read_passages.errors(found.outputs)
-    print(f"errors against float32, beside plain vLLM's: {errors}")
-    for backend, outputs in theirs.items():
-        print(f"vLLM's own speculation, {backend}: {read_passages.closeness(outputs)}")
-        print(f"errors against float32: {read_passages.errors(outputs)}")
-    assert len(errors.got) > 300
-    assert errors.ratio < 1.25
-    other = read_passages.closeness(theirs["TRITON_ATTN"])
-    if read_passages.dtype == "float16":  # eight times finer
-        close.check(mean=min(0.005, 1.25 * other.mean), most=0.1, share=0.5)
-    else:
-        close.check(mean=1.25 * other.mean)
+    llm = stories_on_gpu(nwor, **(options | HALF | GRAPHS))
+    long = [prompt for prompt in prompts() if len(prompt) > 100]  # all of them have views
+    drive(llm, long[:1], greedy(2))  # caches are bound, and our side knows its runner
+    drafter = getattr(own_engine().runner, "drafter" if runner == "v1" else "speculator")
+    propose, run_pass = drafter.propose, Rounds._pass
+    latest: dict[str, torch.Tensor] = {}
+    rounds: list[tuple[int, bool, bool]] = []  # passes; whether drafting, and the step, wrote
+    eager: list[int] = []
+
+    def bits() -> dict[str, torch.Tensor]:
+        torch.cuda.synchronize()
+        return {name: cache.view(torch.int16) for name, cache in caches().items()}
+
+    def differ(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
+        return not all(torch.equal(one[name], other[name]) for name in one)
+
+    def watched(*args: Any, **kwargs: Any) -> Any:
+        counted, held = Metrics().snapshot(), bits()
+        found = propose(*args, **kwargs)
+        now = bits()
+        passes = grown(counted, "specpv_draft_passes_total")
+        rounds.append((passes, differ(held, now), differ(latest, held)))
+        latest.update(now)
+        return found
+
+    def counting(self: Rounds, *args: Any, **kwargs: Any) -> None:
+        eager.append(1)
+        run_pass(self, *args, **kwargs)
+
+    monkeypatch.setattr(drafter, "propose", watched)
+    monkeypatch.setattr(Rounds, "_pass", counting)
+    replays = own_engine().num_replays
+    story = drive(llm, long, greedy(MAX_TOKENS), arrivals=[0, 0, 3, 3])
+    assert all(len(tokens) == MAX_TOKENS for tokens in story.tokens.values())
+    assert len(latest) == len(own_engine().own_layers) > 0
+    assert own_engine().num_replays > replays
+    by_passes = [written for passes, _, written in rounds if passes]
+    print(f"{runner}: {len(rounds)} proposals, {len(by_passes)} of them by passes")
+    assert len(by_passes) > 4
+    assert not any(changed for _, changed, _ in rounds)
+    assert any(by_passes)  # the caches that full steps write to
+    assert eager == []
+    check_confirmed(before, 0.3)

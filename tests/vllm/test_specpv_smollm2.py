@@ -1,7 +1,7 @@
 """SmolLM2-135M, float32, long prompts: drafts over views, and the tokens of plain vLLM.
 
 Prompts are chapters of a book, a question about the beginning at the very end, and code. Views are
-small, so most of the context is left out of them.
+small, so most of the context is left out of them, but for one of the default size.
 """
 
 from __future__ import annotations
@@ -61,6 +61,14 @@ def options(**more: Any) -> dict[str, Any]:
     } | more
 
 
+def grown(before: dict[str, Any]) -> tuple[int, int]:
+    """Tokens drafted over views, and confirmed, since the snapshot `before`."""
+    now = Metrics().snapshot()
+    names = (f"specpv_{kind}_tokens_total" for kind in ("drafted", "confirmed"))
+    drafted, confirmed = (now[name] - before[name] for name in names)
+    return drafted, confirmed
+
+
 @pytest.fixture(scope="module")
 def expected() -> list[list[int]]:
     llm = start({"enable_nwor": False}, speculation=None, **options())
@@ -86,16 +94,34 @@ def test_long_prompts_give_plain_vllms_tokens(expected: list, nwor: dict) -> Non
     assert own_engine().violations == []
     assert own_stats()["fallbacks"] == {}
     check_drafting(before)
-    now = Metrics().snapshot()
     if nwor.get("specpv_draft_passes", 1):
-        drafted, confirmed = (
-            now[f"specpv_{name}_tokens_total"] - before[f"specpv_{name}_tokens_total"]
-            for name in ("drafted", "confirmed")
-        )
+        drafted, confirmed = grown(before)
         print(f"{confirmed} of {drafted} drafts confirmed, {story.steps} steps")
         # Without retrieval the text in the middle is out of sight.
         share = 0.15 if nwor.get("specpv_selector") == "streaming" else 0.3
         assert confirmed > share * drafted > 0
+
+
+def test_a_view_of_the_default_size() -> None:
+    """One prompt longer than a view of 4256 tokens."""
+    book = text("benchmarks/data/war_and_peace.txt")
+    sizes = options(max_model_len=6144)
+    llm = start({"enable_nwor": False}, speculation=None, **sizes)
+    expected = drive(llm, [book[:24_000]], greedy(32)).tokens
+    del llm
+    release_engines()
+    before = Metrics().snapshot()
+    chosen = ("enable_specpv", "specpv_draft_passes", "check_contract", "strict")
+    llm = start({key: VIEW[key] for key in chosen}, speculation=SPECULATION, **sizes)
+    story = drive(llm, [book[:24_000]], greedy(32))
+    assert own_engine().runner.drafter._store.budget.static_tokens == 4256
+    assert story.tokens == expected
+    assert own_engine().violations == []
+    assert own_stats()["fallbacks"] == {}
+    check_drafting(before)
+    drafted, confirmed = grown(before)
+    print(f"{confirmed} of {drafted} drafts confirmed, {story.steps} steps")
+    assert confirmed > 0.3 * drafted > 0
 
 
 def test_what_happens_to_requests() -> None:

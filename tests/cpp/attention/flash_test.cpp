@@ -141,8 +141,10 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> Flash2(
     const at::Tensor& key_starts, const Maybe& lens, const Maybe& table, int64_t max_query, int64_t,
     double dropout, double scale, bool, bool causal) {
   TORCH_CHECK(dropout == 0.0 && key_starts.size(0) == starts.size(0));
-  // The real one would fold the heads of what it takes for one row per request.
+  // The real one would fold the heads of what it takes for one row per request, and writes the LSE
+  // of one without tokens in pages somewhere else.
   TORCH_CHECK(max_query > 1);
+  TORCH_CHECK(!table.has_value() || lens->min().item<int>() > 0);
   const std::vector<at::Tensor> results =
       DenseVarlen(q, k, v, starts, key_starts, lens, table, scale, causal);
   return {results[0], results[1], at::empty({0})};

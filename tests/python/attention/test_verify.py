@@ -272,7 +272,11 @@ def test_a_hidden_row_may_hold_anything(
 def test_a_token_outside_some_windows_may_hold_anything(
     device: str, mask: str, rows: int, head_dim: int, cache_dtype: torch.dtype | None
 ) -> None:
-    """It reaches the rows that see it. Windows begin in several steps of the kernels."""
+    """It reaches the rows that see it; over float8 pages on CUDA others of the request as well.
+
+    Windows begin in several steps of the kernels. What no row sees holds NaN throughout.
+    """
+    whole_request = device == "cuda" and cache_dtype is FP8
     for prefix, window in ((100, 70), (700, 300), (700, 41)):
         shape = Shape([rows, 1], [prefix, 20], 8, 2, head_dim, mask=mask, window=window)
         shape = replace(shape, dtype=row_dtypes(device)[-1], cache_dtype=cache_dtype)
@@ -292,7 +296,10 @@ def test_a_token_outside_some_windows_may_hold_anything(
         assert not sees[:-1].all()
         out, lse = step.run()
         assert out[sees].isnan().all()
-        assert torch.equal(out[~sees], clean[~sees])
+        apart = ~sees
+        if whole_request:
+            apart[:-1] = False
+        assert torch.equal(out[apart], clean[apart])
         assert torch.equal(lse, clean_lse)
 
 
