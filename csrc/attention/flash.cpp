@@ -1,6 +1,7 @@
 #include "attention/flash.h"
 
 #include <ATen/ops/arange.h>
+#include <ATen/ops/full.h>
 #include <ATen/ops/where.h>
 #include <ATen/ops/zeros_like.h>
 
@@ -31,10 +32,19 @@ int64_t MaxQuery(const VerifyArguments& arguments) {
   return std::max<int64_t>(longest, 2);
 }
 
-// Rows to give every request when it is told how many the longest has; 0: it is not.
+// Rows to give every request, where it is told how many the longest has and not many of them would
+// be nobody's; else 0.
 int64_t FoldedRows(const VerifyArguments& arguments) {
-  const int64_t rows = arguments.query.size(0);
-  return arguments.block_table.size(0) == 1 ? rows : std::min(arguments.max_rows, rows);
+  constexpr int64_t kMostTimes = 4;
+  const int64_t total = arguments.query.size(0), requests = arguments.block_table.size(0);
+  const int64_t rows = requests == 1 ? total : std::min(arguments.max_rows, total);
+  return requests * rows <= kMostTimes * total ? rows : 0;
+}
+
+AttentionState NothingSeen(const at::Tensor& query) {
+  constexpr float kNothing = -std::numeric_limits<float>::infinity();
+  const auto options = query.options().dtype(at::kFloat);
+  return {at::zeros_like(query), at::full({query.size(0), query.size(1)}, kNothing, options)};
 }
 
 // The prefix as contiguous tokens per request, for a kernel without pages.
@@ -103,7 +113,6 @@ AttentionState FoldedCompact(const VerifyArguments& arguments, const CheckedVeri
 // requests had as many rows as the longest: into that of others, or beyond. So such a request gets
 // one token, and its rows are said to have seen nothing.
 AttentionState CallFlash2(const FlashOp& op, FlashCall call) {
-  if (call.max_key == 0) return CallFlashOp(op, call);
   const at::Tensor lens = *call.key_lens;
   call.key_lens = lens.clamp_min(1);
   AttentionState state = CallFlashOp(op, call);
@@ -130,6 +139,10 @@ FlashCall RowsCall(const VerifyArguments& arguments, bool only_prefill) {
 
 AttentionState Prefix(Route route, const VerifyArguments& arguments, const CheckedVerify& checked,
                       bool only_prefill) {
+  const bool in_pages = !arguments.compact_view.has_value();
+  if (in_pages && (arguments.key_cache.size(0) == 0 || arguments.block_table.size(1) == 0)) {
+    return NothingSeen(arguments.query);
+  }
   FlashCall call = RowsCall(arguments, only_prefill);
   if (route != Route::kTorchFlash) {
     const std::optional<FlashOp> op = FindFlashOp(route);
@@ -141,7 +154,7 @@ AttentionState Prefix(Route route, const VerifyArguments& arguments, const Check
     call.max_key = arguments.block_table.size(1) * arguments.key_cache.size(1);
     return route == Route::kFlash2 ? CallFlash2(*op, call) : CallFlashOp(*op, call);
   }
-  if (!arguments.compact_view.has_value()) {
+  if (in_pages) {
     GatherPages(arguments, &call);
     return CallTorchFlash(call);
   }

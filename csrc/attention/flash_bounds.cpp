@@ -65,7 +65,8 @@ at::Tensor ClampPages(const VerifyArguments& arguments, const at::Tensor& lens) 
 VerifyArguments WithinBounds(const VerifyArguments& arguments) {
   VerifyArguments safe = arguments;
   safe.query_start = ClampStarts(arguments);
-  const int64_t room = arguments.block_table.size(1) * arguments.key_cache.size(1);
+  const bool any_pages = arguments.key_cache.size(0) > 0;
+  const int64_t room = any_pages ? arguments.block_table.size(1) * arguments.key_cache.size(1) : 0;
   if (arguments.compact_view.has_value()) {
     safe.compact_view->lens =
         ClampLengths(arguments.compact_view->lens, arguments.compact_view->keys.size(2),

@@ -59,7 +59,7 @@ bool SetFromCall(std::string_view name, const FlashCall& call, c10::IValue* valu
     *value = call.softcap;
   } else if (name == "window_size_left" || name == "window_size_right") {
     *value = int64_t{-1};
-  } else if (name == "num_splits") {
+  } else if (name == "num_splits" && call.num_splits > 0) {
     *value = call.num_splits;
   } else if (name == "cp_world_size") {
     *value = int64_t{1};

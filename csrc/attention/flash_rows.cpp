@@ -40,7 +40,7 @@ SpacedRows SpaceRows(const VerifyArguments& arguments, bool only_prefill) {
   const int64_t rows = arguments.key.size(0);
   const at::Tensor lens = Lengths(starts);
   const at::Tensor spaced = lens.gt(only_prefill ? kPrefillRows : 0);
-  const int64_t gaps = only_prefill ? std::min(requests, rows / (kPrefillRows + 1)) : requests;
+  const int64_t gaps = std::min(requests, only_prefill ? rows / (kPrefillRows + 1) : rows);
   // By how much each request moves, and the rows behind the last.
   const at::Tensor shift =
       at::cat({at::zeros({1}, starts.options().dtype(at::kLong)), spaced.cumsum(0)}).mul(kGapRows);

@@ -24,33 +24,41 @@ __device__ int ClampLength(int value, int64_t limit, VerifyStatus code, int requ
   return value < 0 ? 0 : static_cast<int>(limit);
 }
 
-// The first prefix token that some row of the request sees through the window.
-__device__ int FirstSeen(const VerifyParams& p, const PlanRequest& request) {
-  if (p.window == 0) return 0;
-  const struct { int query_start, request_rows; } rows = {request.query_start, request.num_rows};
-  int depth = 0;
-  for (int row = 0; p.tree_mask != nullptr && row < request.num_rows; ++row) {
-    const int own = RowDepth(p, rows, row);
-    depth = row == 0 ? own : min(depth, own);
-  }
-  return min(max(request.prefix_tokens + depth - p.window + 1, 0), request.prefix_tokens);
-}
-
-__device__ PlanRequest ReadRequest(const VerifyParams& p, int b, const VerifyConfig& config) {
-  PlanRequest request = {};
+// The rows of a request that the plan has work for. Tells `status`, if there is one, what is wrong
+// with them.
+struct RowRange {
+  int query_start, request_rows;
+};
+__device__ RowRange RowsOf(const VerifyParams& p, int b, int64_t* status) {
   const int begin = p.query_start[b];
   const int end = p.query_start[b + 1];
   if (begin < 0 || end < begin || end > p.num_rows) {
-    ReportError(p.status, VerifyStatus::kBadRowRange, b, end);
-  } else {
-    const bool left_out = p.max_request_rows > 0 && end - begin > p.max_request_rows;
-    request.query_start = begin;
-    request.num_rows = left_out ? 0 : end - begin;
+    ReportError(status, VerifyStatus::kBadRowRange, b, end);
+    return {0, 0};
   }
-  if (p.tree_mask != nullptr && request.num_rows > 64 * p.mask_words) {
-    ReportError(p.status, VerifyStatus::kTooManyRows, b, request.num_rows);
-    request.num_rows = 64 * p.mask_words;
+  const int rows = end - begin;
+  if (p.max_request_rows > 0 && rows > p.max_request_rows) return {begin, 0};
+  if (p.tree_mask == nullptr || rows <= 64 * p.mask_words) return {begin, rows};
+  ReportError(status, VerifyStatus::kTooManyRows, b, rows);
+  return {begin, 64 * p.mask_words};
+}
+
+// The least depth of the request's rows. Called by whole warps.
+__device__ int LeastDepth(const VerifyParams& p, const RowRange& rows) {
+  int least = rows.request_rows;
+  for (int row = threadIdx.x % 32; row < rows.request_rows; row += 32) {
+    least = min(least, RowDepth(p, rows, row));
   }
+  return __reduce_min_sync(0xffffffffu, least);
+}
+
+// `depth` is that of the row that sees furthest back.
+__device__ PlanRequest ReadRequest(const VerifyParams& p, int b, int depth,
+                                   const VerifyConfig& config) {
+  PlanRequest request = {};
+  const RowRange rows = RowsOf(p, b, p.status);
+  request.query_start = rows.query_start;
+  request.num_rows = rows.request_rows;
 
   request.source = TokenSource::kPages;
   if (p.view.blocks != nullptr && p.view.num_blocks[b] >= 0) {
@@ -71,7 +79,10 @@ __device__ PlanRequest ReadRequest(const VerifyParams& p, int b, const VerifyCon
         ClampLength(p.prefix_lens[b], room, VerifyStatus::kPrefixTooLong, b, p.status);
   }
 
-  request.token_begin = FirstSeen(p, request);
+  if (p.window > 0) {
+    const int first = request.prefix_tokens + depth - p.window + 1;
+    request.token_begin = min(max(first, 0), request.prefix_tokens);
+  }
   const int packed = request.num_rows * (p.num_heads / p.num_kv_heads);
   const LeafSplit split = SplitRequest(request.span(), packed, p.num_kv_heads, config);
   request.leaf_tokens = split.leaf_tokens;
@@ -181,8 +192,15 @@ __global__ void __launch_bounds__(kPlanThreads)
   if (threadIdx.x == 0) total_pairs = total_slots = 0;
   __syncthreads();
   for (int i = threadIdx.x; i < num_counters; i += kPlanThreads) counters[i] = 0;
+  // Positions in a tree follow from the mask: a warp looks at a request's. Else row 0 has depth 0.
+  const bool uses_depths = p.window > 0 && p.tree_mask != nullptr;
+  for (int b = threadIdx.x / 32; uses_depths && b < p.num_requests; b += kPlanWarps) {
+    const int depth = LeastDepth(p, RowsOf(p, b, nullptr));
+    if (threadIdx.x % 32 == 0) requests[b].token_begin = depth;
+  }
+  __syncthreads();
   for (int b = threadIdx.x; b < p.num_requests; b += kPlanThreads) {
-    PlanRequest request = ReadRequest(p, b, config);
+    PlanRequest request = ReadRequest(p, b, uses_depths ? requests[b].token_begin : 0, config);
     const int pairs = CeilDiv(request.num_rows * group, config.row_tile) * p.num_kv_heads;
     request.work = int64_t{pairs} * (request.span() + request.num_rows);
     requests[b] = request;

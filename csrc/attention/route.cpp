@@ -193,12 +193,13 @@ RouteChoice ChooseRoute(const RouteRequest& request, const RouteAvailability& av
     if (Serves(Route::kCpu, request, available)) return Take(Route::kCpu, "tensors on the cpu");
     return Refuse(request, available, "no attention route serves this request");
   }
-  if (request.max_rows > kPrefillRows && !request.tree_mask && !request.compact_view) {
+  if (request.num_requests > 0 && request.max_rows > kPrefillRows && !request.tree_mask &&
+      !request.compact_view) {
     for (const Route route : kFlashRoutes) {
       if (!ServesByItself(route, request, available)) continue;
       RouteChoice choice = Take(route, "prefill: more than 256 rows in a request");
-      choice.only_prefill = request.num_requests > 1 && Serves(Route::kCuda, request, available);
-      if (choice.only_prefill) choice.reason += "; the other requests take cuda";
+      choice.only_prefill = Serves(Route::kCuda, request, available);
+      if (choice.only_prefill) choice.reason += "; requests of fewer take cuda";
       return choice;
     }
   }

@@ -109,9 +109,9 @@ inline constexpr int64_t kMergePaysTokens = 131072;
 // serve the request is not replaced by another.
 //
 // "auto" keeps what our kernels promise: a row's bits depend on its own request only. Prefill keeps
-// it too, by kernels that do not split prefixes. "fast" gives it up where it pays: compute-bound
-// verification over long prefixes goes to FlashAttention-3, if there is one, whose split of the
-// work depends on the batch. Elsewhere it is "auto".
+// it too, by kernels that do not split prefixes, where max_rows tells of it. "fast" gives it up
+// where it pays: compute-bound verification over long prefixes goes to FlashAttention-3, if there
+// is one, whose split of the work depends on the batch. Elsewhere it is "auto".
 NWOR_EXPORT RouteChoice ChooseRoute(const RouteRequest& request, const RouteAvailability& available,
                                     std::string_view wanted = {});
 

@@ -63,8 +63,7 @@ class TileEdges {
       const int token = first + block * 16;
       const int valid_begin = (in_flight ? 0 : item.plan.token_begin) - token;
       const int valid_end = tokens - block * 16;
-      const TokenRows rows =
-          Locate(item, span, in_flight, token, valid_begin < 16 && valid_end > 0);
+      const TokenRows rows = Locate(item, span, in_flight, token, valid_begin < min(16, valid_end));
 #pragma unroll 2
       for (int i = threadIdx.x % 32; i < 16 * kChunks; i += 32) {
         const int row = i / kChunks;

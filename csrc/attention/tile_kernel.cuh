@@ -93,7 +93,9 @@ __device__ void RunTileItem(const VerifyArgs& args, const TileMemory<Traits>& me
       sight.mask = memory.mask(stage->at);
       attention.WeighEdge(sight);
       const RingPlace now = advance(true);
-      if (sight.in_flight || args.params.window > 0) attention.SetNonFiniteApart(now, sight);
+      if (sight.in_flight || span.PrefixStep(step) < span.plain_begin) {
+        attention.SetNonFiniteApart(now, sight);
+      }
       if (sight.end - sight.first > 16) {
         attention.template StartValues<kBlocks>(now);
       } else {

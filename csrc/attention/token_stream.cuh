@@ -113,7 +113,7 @@ class TokenStream {
   // Its id. Of blocks before every row's window the table may say anything.
   __device__ int BlockId(int first_block) const {
     const int token = BlockToken(first_block);
-    return token + 16 > item_.plan.token_begin ? ReadId(item_, token, end_) : 0;
+    return min(token + 16, end_) > item_.plan.token_begin ? ReadId(item_, token, end_) : 0;
   }
   // Finds where they lie.
   __device__ void Locate(int first_block, int id) {

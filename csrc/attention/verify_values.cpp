@@ -41,9 +41,9 @@ void CheckPages(const VerifyParams& params, int b) {
   rows.request = b;
   rows.request_row = params.query_start[b];
   rows.count = rows.request_rows = params.query_start[b + 1] - params.query_start[b];
-  const int64_t first = cpu::Visibility(params, rows).FirstVisible() / cache.page_size;
-  const int64_t pages = (length + cache.page_size - 1) / cache.page_size;
-  for (int64_t i = first; i < pages; ++i) {
+  const int64_t first = cpu::Visibility(params, rows).FirstVisible();
+  const int64_t pages = first < length ? (length + cache.page_size - 1) / cache.page_size : 0;
+  for (int64_t i = first / cache.page_size; i < pages; ++i) {
     const int32_t page = params.block_table[b * params.table_stride + i];
     NWOR_CHECK(page >= 0 && page < cache.num_pages, "block_table[", b, ", ", i, "]: got ", page,
                ", expected 0 .. ", cache.num_pages - 1);

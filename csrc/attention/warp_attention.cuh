@@ -59,7 +59,7 @@ class WarpAttention {
 
   // One step of 16-bit tokens: in-flight rows, of which `end` exist, or prefix tokens.
   __device__ void RowStep(uint32_t stage, int first, int end, bool in_flight) {
-    const bool some_hidden = in_flight || args_.params.window > 0;
+    const bool some_hidden = in_flight || first < SeenByAll();
     apart_ = some_hidden ? FindNonFinite(stage + Traits::kStageBytes / 2, end - first) : 0u;
     Step<false, true>(stage, [&](auto& scores) {
       if (in_flight) {
@@ -285,15 +285,19 @@ class WarpAttention {
     return count <= 0 ? 0u : count >= 32 ? ~0u : (1u << count) - 1;
   }
 
+  // From this prefix token on every row's window has begun: rows stand at prefix_tokens and beyond,
+  // at most request_rows - 1 further.
+  __device__ int SeenByAll() const {
+    const int window = args_.params.window;
+    return window > 0 ? item_.plan.prefix_tokens + item_.plan.request_rows - window : 0;
+  }
+
   // Tested only at the ends of what the rows see.
   template <int kFragments>
   __device__ void MaskPrefix(float (&scores)[kRowFragments][kFragments][4], int first,
                              int end) const {
-    // Rows stand at prefix_tokens and beyond, at most request_rows - 1 further.
     const int window = args_.params.window;
-    const int clear_begin =
-        window > 0 ? item_.plan.prefix_tokens + item_.plan.request_rows - window : 0;
-    if (first + kFragments * 8 <= end && first >= clear_begin) return;
+    if (first + kFragments * 8 <= end && first >= SeenByAll()) return;
     Mask(scores, [&](int row) {
       const uint32_t past = window > 0 ? LowBits(positions_[row] - window + 1 - first) : 0u;
       return LowBits(end - first) & ~past;

@@ -332,6 +332,22 @@ TEST(Flash, SeesAsMuchAsThereIsAndTellsOfTheRest) {
             told(VerifyStatus::kBadRowRange, 1, 6));
 }
 
+TEST(Flash, RowsOverACacheWithoutPagesSeeEachOther) {
+  for (const Route route : {Route::kFlash2, Route::kFlash3}) {
+    VerifyArguments arguments = MakeArguments(/*tree=*/false);
+    arguments.prefix_lens = at::zeros({3}, at::kInt);
+    arguments.key_cache = at::empty({0, 16, 2, 64});
+    arguments.value_cache = at::empty({0, 16, 2, 64});
+    ExpectWhatOurKernelGives(route, arguments);
+    // A length is too long for it, however large the table is.
+    arguments.prefix_lens = at::tensor({0, 4, 0}, at::kInt);
+    arguments.status = at::zeros({8}, at::kLong);
+    const VerifyArguments safe = WithinBounds(arguments);
+    EXPECT_EQ(Told(*arguments.status), (std::vector<int64_t>{1, 1, 4}));
+    EXPECT_EQ(safe.prefix_lens.max().item<int>(), 0);
+  }
+}
+
 TEST(Flash, KeepsTheFirstErrorItTellsOf) {
   VerifyArguments arguments = MakeArguments(/*tree=*/false);
   arguments.prefix_lens = at::tensor({90, 0, 80}, at::kInt);

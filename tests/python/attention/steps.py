@@ -179,7 +179,8 @@ def _poison_before_windows(shape: Shape, table, key_cache, value_cache, visible,
             where = slots // shape.page_size, slots % shape.page_size, head
             for cache in (key_cache, value_cache):
                 _bytes(cache)[where] = 0x7F if cache.dtype == FP8 else math.nan
-        table[b, : first // shape.page_size] = -7
+        hidden = first // shape.page_size if first < length else -(-length // shape.page_size)
+        table[b, :hidden] = -7
 
 
 def make_step(shape: Shape, seed: int, device: str = "cpu") -> Step:

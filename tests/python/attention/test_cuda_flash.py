@@ -241,7 +241,7 @@ def test_prefill_changes_no_bit_of_requests_beside_it_nor_they_of_it(
     status = new_status()
     out, lse = step.run(max_rows=300, status=status)
     assert "prefill" in last_route()
-    assert "the other requests take cuda" in last_route()
+    assert "requests of fewer take cuda" in last_route()
     assert status.tolist() == [0] * 8
     assert_close(step, out, lse)
     starts = step.arguments["query_start"].tolist()
@@ -273,6 +273,23 @@ def test_prefill_does_not_read_behind_the_last_token(page_size: int, head_dim: i
     shape = Shape([300, 4, 270], prefix, 4, 2, head_dim, page_size, dtype=torch.bfloat16)
     step = make_step(shape, page_size, "cuda")
     assert_close(step, *step.run(max_rows=300))
+    assert last_route().startswith("flash_attn_3") is (page_size < 80)
+
+
+def test_only_prefills_and_rows_of_nobody() -> None:
+    """The launch for the others finds none; a request of few rows is ours even alone."""
+    step = make_step(Shape([300, 280], [70, 33], 8, 2, 128, dtype=torch.bfloat16), 64, "cuda")
+    assert_close(step, *step.run(max_rows=300))
+    few = make_step(Shape([8], [70], 8, 2, 128, dtype=torch.bfloat16), 65, "cuda")
+    out, lse = few.run()
+    for name in ("query", "key", "value"):
+        given = few.arguments[name]
+        filler = torch.full((292, *given.shape[1:]), torch.nan, dtype=given.dtype, device="cuda")
+        few.arguments[name] = torch.cat((given, filler))
+    again, again_lse = few.run(max_rows=300)
+    assert "prefill" in last_route()
+    assert torch.equal(again[:8], out)
+    assert torch.equal(again_lse[:8], lse)
 
 
 def test_a_plan_made_for_all_requests_does_no_harm_to_prefill() -> None:
