@@ -7,6 +7,8 @@ from collections.abc import Iterator
 from .attention_plot import Line, render
 from .records import RESULTS, head, load, row
 
+TIMED = ("h200/attention.json", "h200/attention_wide.json")  # no section is in both
+
 
 def case_of(result: dict) -> tuple:
     case = result["case"]
@@ -49,12 +51,13 @@ class Attention:
     def __init__(self) -> None:
         self.sections: dict[str, list[dict]] = {}
         self.commits: dict[str, str] = {}
-        timed, checked = load("h200/attention.json"), load("h200/attention_errors.json")
-        self.device = timed["environment"]["device"]
-        for result in timed["results"]:
-            section = result["case"]["section"]
-            self.sections.setdefault(section, []).append(result)
-            self.commits[section] = timed["environment"]["commit"]
+        checked = load("h200/attention_errors.json")
+        for timed in map(load, TIMED):
+            self.device = timed["environment"]["device"]
+            for result in timed["results"]:
+                section = result["case"]["section"]
+                self.sections.setdefault(section, []).append(result)
+                self.commits[section] = timed["environment"]["commit"]
         self.errors, self.errors_commit = checked["results"], checked["environment"]["commit"]
         self.flash_infer = FlashInfer()
 
@@ -72,9 +75,22 @@ def error_text(data: Attention) -> str:
         ratios = [stats["ours"][kind] / stats["FA3"][kind] for stats in found]
         ranges.append(f"{name} {min(ratios):.2f} to {max(ratios):.2f} times")
     return (
-        f" Errors against float64, relative to FA3's on the same data, over {len(found)} shapes "
-        f"(commit `{data.errors_commit}`): {', '.join(ranges)}."
+        f" Errors against float64, relative to FA3's on the same data, over {len(found)} shapes of "
+        f"bf16 and fp16 and heads of 64 to 256 channels (commit `{data.errors_commit}`): "
+        f"{', '.join(ranges)}."
     )
+
+
+def sustained_text(data: Attention) -> str:
+    """Times under load, where there are some."""
+    parts = []
+    for result in data.of("sustained"):
+        us, case = medians(result), result["case"]
+        parts.append(
+            f" Replayed for three seconds without a pause, {result['name']} with {case['rows']} "
+            f"rows takes {us['ours']:.0f} us, FA3 {us['FA3']:.0f} (goal {case['goal_us']:.0f})."
+        )
+    return "".join(parts)
 
 
 def attention_lines() -> Iterator[str]:
@@ -85,12 +101,13 @@ def attention_lines() -> Iterator[str]:
     goals = [(medians(r)["ours"], r["case"]["goal_us"]) for r in results if r["case"]["goal_us"]]
     met = sum(ours <= goal for ours, goal in goals)
     yield (
-        f"Verify attention on {data.device}, commit `{data.commits['k1']}`: 32/8 heads, D 128, "
+        f"Verify attention on {data.device}, commit `{data.commits['k1']}`, the ragged batch at "
+        f"`{data.commits['ragged']}`: 32/8 heads, D 128, "
         "bf16, pages of 16 shuffled, K/V sets of at least 300 MB in turn. FA3 is vLLM's "
         "FlashAttention-3 on the same pages (it has no tree mask), the read floor a kernel that "
         f"only reads them, all in turn in one process. Faster than FA3 in {wins} of "
         f"{len(compared)} rows (goal: in all), at or below its goal in {met} of {len(goals)}."
-        f"{data.flash_infer.text(results)}{error_text(data)}"
+        f"{sustained_text(data)}{data.flash_infer.text(results)}{error_text(data)}"
     )
     yield ""
     yield "![Verify attention, 8 rows, relative to the read floor](docs/attention.svg)"
