@@ -28,7 +28,7 @@ setup-vllm: setup  ## .venv-vllm: the real vLLM for the CPU, beside .venv
 test: build setup-vllm  ## everything but the slow tests: lint, GoogleTest, pytest, vLLM
 	@$(VENV_PYTHON) tools/run_tests.py
 
-test-vllm: build setup-vllm  ## the real vLLM on the CPU, with the slow tests
+test-vllm: build setup-vllm  ## the real vLLM on the CPU, without the slow tests
 	@$(VENV_PYTHON) tools/run_tests.py --vllm
 
 test-all: build setup-vllm  ## everything, with the slow tests and a million fuzz rounds

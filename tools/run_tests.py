@@ -1,12 +1,12 @@
 #!/usr/bin/env python3
 """What `make test` and its kin do after the build: lint, GoogleTest, pytest, vLLM, a summary.
 
-    tools/run_tests.py [--all | --vllm]
+    tools/run_tests.py [--all] [--vllm]
 
 All of them run whatever the one before said. The last line counts what passed, failed and was
 skipped; the exit status is 1 if anything failed. --all adds the tests marked slow and, unless the
 environment says otherwise, a million fuzz rounds, and lets clang-tidy see what has not changed.
---vllm runs only the tests on the real vLLM, the slow ones too.
+--vllm runs only the tests on the real vLLM.
 
 Random cases are drawn from NWOR_TEST_SEED. Unless it is given, the sources decide it, so that a
 verdict on them can be repeated; with --all every test draws its own.
@@ -131,7 +131,7 @@ def main() -> int:
 
     start = time.monotonic()
     if options.vllm:
-        outcomes = [run_vllm(slow=True)]
+        outcomes = [run_vllm(slow=options.all)]
     else:
         outcomes = [
             run("lint", [str(ROOT / "tools" / "lint.sh"), *([] if options.all else ["--changed"])]),

@@ -69,10 +69,13 @@ def main() -> int:
 
 def record(args: argparse.Namespace, drafter: Any, batch: Batch) -> None:
     """Measures cell by cell and writes what there is after each."""
+    from nwor_specpv._stamp import read_stamp
+
     result: dict[str, Any] = {"model": "SmolLM2-135M-Instruct", "dtype": "float32"}
     result |= {"context": args.context, "drafts": DRAFTS, "text": Path(args.text).name}
     result |= {"passages": args.passages, "places": args.places, "trial": TRIAL}
-    result |= {"select_interval": args.select_interval, "cells": []}
+    result |= {"select_interval": args.select_interval, "commit": read_stamp().revision}
+    result |= {"cells": []}
     for budget in args.budgets:
         for kind in args.kinds:
             began = time.monotonic()
