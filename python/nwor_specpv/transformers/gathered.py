@@ -55,7 +55,8 @@ def gathered_attention(
     visible = torch.cat([before, among], 2)[:, None, None]  # [B, 1, 1, R, N + R]
     scores = scores.masked_fill(~visible, torch.finfo(scores.dtype).min)
     # What nobody sees may hold anything, and a weight of zero does not make that harmless.
-    values = values.masked_fill(~visible.any(3)[:, :, 0, :, None], 0)
+    by_some = (visible & is_row[:, None, None, :, None]).any(3)
+    values = values.masked_fill(~by_some[:, :, 0, :, None], 0)
     out = scores.softmax(-1) @ values[:, :, None]
     out = out.permute(0, 3, 1, 2, 4).reshape(len(at), max_rows, heads, dim)
     request = torch.searchsorted(
