@@ -248,18 +248,18 @@ def check_confirmed(before: dict[str, Any], least: float) -> None:
 
 
 @dataclass
-class Stories:
-    """What plain vLLM says."""
+class Said:
+    """What plain vLLM says: requests by name, and drawn tokens."""
 
     greedy: dict[str, Any]
     drawn: list[list[int]]
 
 
 @pytest.fixture(scope="module")
-def plain() -> Stories:
+def plain() -> Said:
     llm = stories_on_gpu(PLAIN, **(CROWDED | STOCK | HALF))
     outputs = drive(llm, STORIES.prompts, wanted()).outputs
-    found = Stories(outputs, draw(llm, 1 + SAMPLES))
+    found = Said(outputs, draw(llm, 1 + SAMPLES))
     del llm
     release_engines()
     return found
@@ -306,7 +306,7 @@ def drafting(
 
 @pytest.mark.parametrize("kind", ["v1-eager", "v1-graphs", "v2-eager", "v2-graphs"])
 def test_what_happens_to_requests(
-    plain: Stories, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
+    plain: Said, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
     """Preempted, found in the prefix cache, aborted, stopped: tokens are plain vLLM's."""
     runner, _, graphs = kind.partition("-")
@@ -330,7 +330,7 @@ def test_what_happens_to_requests(
 
 @pytest.mark.parametrize("runner", ["v1", "v2"])
 def test_drawn_tokens_keep_the_distribution(
-    plain: Stories, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, runner: str
+    plain: Said, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, runner: str
 ) -> None:
     """Lookups and passes on V1, head and passes in turns on V2: pairs of neighbours follow the
     distribution of plain vLLM's."""

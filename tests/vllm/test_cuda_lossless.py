@@ -23,6 +23,7 @@ from test_cuda_long_context import (
     EAGER,
     PLAIN,
     STOCK,
+    Said,
     check_confirmed,
     check_disturbed,
     check_drawn,
@@ -169,27 +170,20 @@ def opening(llm: Any) -> list[int]:
     return llm.get_tokenizer()(BOOK.read_text()[:8000]).input_ids[:DRAWN_LENGTH]
 
 
-@dataclass
-class Half:
-    """What plain vLLM says in float16."""
-
-    greedy: dict[str, Any]
-    drawn: list[list[int]]
-
-
 @pytest.fixture(scope="module")
-def half() -> Half:
+def half() -> Said:
+    """In float16."""
     llm = stock_smollm2("float16", max_num_seqs=CROWD)
     outputs = drive(llm, texts(), wanted()).outputs
     drawn = draw(llm, 1 + SAMPLES, opening(llm), crowd=CROWD, samples=SAMPLES)
     del llm
     release_engines()
-    return Half(outputs, drawn)
+    return Said(outputs, drawn)
 
 
 @pytest.mark.parametrize("runner", ["v1", "v2"])
 def test_every_write_keeps_the_contract(
-    half: Half, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, runner: str
+    half: Said, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, runner: str
 ) -> None:
     """Eager: nothing but accepted tokens reaches the cache, and tokens are plain vLLM's up to where
     two were all but equally likely."""
@@ -209,7 +203,7 @@ def test_every_write_keeps_the_contract(
 
 
 def test_drawn_tokens_keep_the_distribution(
-    half: Half, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    half: Said, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Model runner V2 in full graphs, the shipped head and passes in turns; a full step gives the
     first token, drafts are judged behind it."""
