@@ -1,6 +1,6 @@
 """Verify attention on a CUDA device against its peers: the shapes of speculative verification.
 
-    python benchmarks/attention_gpu.py [--sections k1,odd,ragged,view,fp8,rows64,sustained]
+    python benchmarks/attention_gpu.py [--sections k1,odd,ragged,view,fp8,rows64,torch,sustained]
                                        [--json FILE]
     python benchmarks/attention_gpu.py --sections errors [--json FILE]
 
@@ -11,6 +11,9 @@ the same tokens, and some leave the ends of all requests there for the next one.
 checked against float64 in the same run: mean, root mean square and maximum over all rows and heads
 of the shortest and the longest request of one set. A peer that is not there is named, with the
 reason. Peers compute a chain, as they have no tree mask, but for FlashInfer's, which has one.
+
+The section torch has peers inside torch beside the others, over contiguous K/V: LibTorch's
+FlashAttention-2, and, for trees, SDPA with a boolean mask and compiled flex attention.
 
 In the section sustained every variant runs for three seconds without a pause, and the second half
 of them counts: that is where a device meets its power limit.
@@ -48,8 +51,9 @@ GOALS_US = {
     (32, 32768): 960.0,
     (1, 131072): 127.0,
 }
-SECTIONS = ("k1", "odd", "ragged", "view", "fp8", "rows64", "sustained")
+SECTIONS = ("k1", "odd", "ragged", "view", "fp8", "rows64", "torch", "sustained")
 SUSTAINED_SECONDS = 3.0
+OF_TORCH = ("FA2", "SDPA tree", "flex tree")
 KINDS = ("mean", "rms", "max")
 ERRORS_OF = "all rows and heads of the shortest and the longest request of one K/V set"
 
@@ -82,6 +86,9 @@ def cases(sections: Sequence[str]) -> list[Case]:
             ((1, 131072), 229.0),
         ):
             found.append(Case("rows64", (length,) * batch, 64, goal_us=goal))
+    if "torch" in sections:
+        for batch, length, rows in ((1, 32768, 8), (8, 32768, 8), (8, 4608, 16), (8, 32768, 64)):
+            found.append(Case("torch", (length,) * batch, rows))
     if "sustained" in sections:
         found.append(Case("sustained", (32768,) * 32, 8, goal_us=960.0))
     return found
@@ -97,7 +104,7 @@ def cases_of_errors() -> list[Case]:
         if (dtype, head_dim) != ("bfloat16", 128)
         for lens, rows in (((4608,) * 2, 1), ((4608,) * 2, 8), ((32768,), 16), ((4608,) * 2, 64))
     ]
-    return cases([name for name in SECTIONS if name != "sustained"]) + others
+    return cases([name for name in SECTIONS if name not in ("torch", "sustained")]) + others
 
 
 def variants_of(bench: Bench, peers: dict) -> dict[str, Callable[[Set], object]]:
@@ -209,11 +216,12 @@ def row(result: dict) -> str:
         error += f" (FA3 {errors['FA3']:.1e})"
     goal = case["goal_us"]
     mark = "" if goal is None else f"{goal:.0f} {'met' if ours <= goal else 'missed'}"
+    of_torch = "".join(f"  {name} {shown(name)}" for name in OF_TORCH if name in timings)
     return (
         f"{label(result):<24}{case['rows']:>5}  {shown('ours'):<17}{shown('FA3'):<17}"
         f"{shown('FA2 folded'):<17}{shown('FlashInfer'):<17}{shown('FlashInfer tree'):<19}"
         f"{ratio:<10}{floor:<15}{us['ours tree'] / ours:<12.3f}"
-        f"{result['kv_bytes'] / ours / 1e6:<7.2f}{mark:<13}{error}"
+        f"{result['kv_bytes'] / ours / 1e6:<7.2f}{mark:<13}{error}{of_torch}"
     )
 
 

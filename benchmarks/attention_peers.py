@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from attention_inputs import DEVICE, HEADS, KV_HEADS, PAGE, Bench, Set
+from attention_torch_peers import flash_attention_2, flex, sdpa
 
 
 def read_floor() -> Callable[[Bench, Set], object]:
@@ -205,6 +206,9 @@ PEERS: dict[str, tuple[Callable[[], Callable[[Bench, Set], object]], str | None]
     "vLLM Triton": (vllm_triton, "chain"),
     "FlashInfer": (flash_infer_chain, "chain"),
     "FlashInfer tree": (flash_infer_tree, "tree"),
+    "FA2": (flash_attention_2, "chain"),
+    "SDPA tree": (sdpa, "tree"),
+    "flex tree": (flex, "tree"),
 }
 
 
