@@ -227,19 +227,23 @@ def test_prefill_by_itself_takes_a_flash_route_and_keeps_the_first_error(route: 
     assert status[:3].tolist() == [4, 0, -9]
 
 
-@pytest.mark.parametrize("package", [None, "flash_attn_3"])
+# FlashAttention-3 goes before FlashAttention-2, but does not take pages of 80 tokens and more.
+@pytest.mark.parametrize(
+    ("package", "page_size"), [(None, 16), ("flash_attn_3", 16), ("flash_attn_2", 128)]
+)
 @pytest.mark.parametrize("head_dim", [64, 128])
 def test_prefill_changes_no_bit_of_requests_beside_it_nor_they_of_it(
-    package: str | None, head_dim: int
+    package: str | None, page_size: int, head_dim: int
 ) -> None:
     """Nor does what is not finite in one request reach another."""
     if package is not None:
         require(package)
     rows, prefix = [3, 300, 256, 260, 1, 0], [700, 70, 40, 130, 1100, 9]
-    shape = Shape(rows, prefix, 8, 2, head_dim, dtype=torch.bfloat16)
+    shape = Shape(rows, prefix, 8, 2, head_dim, page_size, dtype=torch.bfloat16)
     step = make_step(shape, 62, "cuda")
     status = new_status()
     out, lse = step.run(max_rows=300, status=status)
+    assert last_route().startswith(package or "")
     assert "prefill" in last_route()
     assert "requests of fewer take cuda" in last_route()
     assert status.tolist() == [0] * 8
@@ -265,15 +269,22 @@ def test_prefill_changes_no_bit_of_requests_beside_it_nor_they_of_it(
 
 
 @pytest.mark.parametrize("head_dim", [64, 96, 128, 192, 256])
-@pytest.mark.parametrize("page_size", [16, 64, 80, 128, 144, 176, 256])
-def test_prefill_does_not_read_behind_the_last_token(page_size: int, head_dim: int) -> None:
+@pytest.mark.parametrize(
+    ("package", "page_size"),
+    [("flash_attn_3", size) for size in (16, 64, 80, 128, 144, 176, 256)]
+    + [("flash_attn_2", size) for size in (80, 128, 256)],
+)
+def test_prefill_does_not_read_behind_the_last_token(
+    package: str, page_size: int, head_dim: int
+) -> None:
     """NaN and infinities are there, in pages of a size that may be one of a kernel's tiles, too."""
-    require("flash_attn_3")
+    require(package)
     prefix = [page_size + 5, 2 * page_size, page_size - 1]
     shape = Shape([300, 4, 270], prefix, 4, 2, head_dim, page_size, dtype=torch.bfloat16)
     step = make_step(shape, page_size, "cuda")
     assert_close(step, *step.run(max_rows=300))
-    assert last_route().startswith("flash_attn_3") is (page_size < 80)
+    taken = package == "flash_attn_2" or page_size < 80
+    assert last_route().startswith(package) is taken
 
 
 def test_only_prefills_and_rows_of_nobody() -> None:
