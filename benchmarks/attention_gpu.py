@@ -154,7 +154,7 @@ def measure(case: Case, peers: dict, replays: int, seed: int) -> dict:
         except Exception as error:
             if name.startswith("ours"):
                 raise
-            left_out[name] = f"{type(error).__name__}: {error}"
+            left_out[name] = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
     timings: dict[str, Timing] = {}
     if replays and case.section == "sustained":
         timings = time_sustained(graphs, calls, SUSTAINED_SECONDS)

@@ -33,6 +33,7 @@ IN_MEASURED = (
     attention.rows64_lines,
     attention.odd_lines,
     attention.fp8_lines,
+    attention.torch_lines,
     attention.dram_lines,
     attention.cpu_attention_lines,
 )

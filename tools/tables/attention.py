@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from .attention_plot import Line, render
 from .records import RESULTS, head, load, row
 
-TIMED = ("h200/attention.json", "h200/attention_wide.json")  # no section is in both
+TIMED = ("h200/attention.json", "h200/attention_torch.json")  # no section is in both
 
 
 def case_of(result: dict) -> tuple:
@@ -101,8 +101,7 @@ def attention_lines() -> Iterator[str]:
     goals = [(medians(r)["ours"], r["case"]["goal_us"]) for r in results if r["case"]["goal_us"]]
     met = sum(ours <= goal for ours, goal in goals)
     yield (
-        f"Verify attention on {data.device}, commit `{data.commits['k1']}`, the ragged batch at "
-        f"`{data.commits['ragged']}`: 32/8 heads, D 128, "
+        f"Verify attention on {data.device}, commit `{data.commits['k1']}`: 32/8 heads, D 128, "
         "bf16, pages of 16 shuffled, K/V sets of at least 300 MB in turn. FA3 is vLLM's "
         "FlashAttention-3 on the same pages (it has no tree mask), the read floor a kernel that "
         f"only reads them, all in turn in one process. Faster than FA3 in {wins} of "
@@ -199,6 +198,26 @@ def fp8_lines() -> Iterator[str]:
     for rows, us in by_rows.items():
         wide, narrow = us["bfloat16"], us["float8_e4m3fn"]
         yield row(rows, f"{wide:.1f}", f"{narrow:.1f}", f"{wide / narrow:.2f}")
+
+
+def torch_lines() -> Iterator[str]:
+    data = Attention()
+    results = data.of("torch")
+    if not results:
+        return
+    yield (
+        f"Beside attention inside torch, commit `{data.commits['torch']}`, us: a tree by our "
+        "kernel, and over contiguous K/V, which they get for free, by SDPA with a boolean mask "
+        "(rows folded into the group) and by compiled flex attention; a chain by LibTorch's "
+        "FlashAttention-2, as it is called and with rows folded (the prefix alone)."
+    )
+    yield ""
+    peers = ("SDPA tree", "flex tree", "FA2", "FA2 folded")
+    yield from head("B x L", "rows", "ours, tree", "SDPA, tree", "flex, tree", "FA2", "FA2 folded")
+    for result in results:
+        us = medians(result)
+        told = (f"{us[name]:.1f}" if name in us else "-" for name in peers)
+        yield row(result["name"], result["case"]["rows"], f"{us['ours tree']:.1f}", *told)
 
 
 def dram_lines() -> Iterator[str]:
