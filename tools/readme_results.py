@@ -9,11 +9,22 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterable, Iterator
 
-from tables import attention, commit, coverage_plot, gains, generate, specpv, tree, vllm
+from tables import (
+    attention,
+    commit,
+    coverage_plot,
+    gains,
+    generate,
+    long_context_plot,
+    specpv,
+    tree,
+    vllm,
+)
 from tables.records import ROOT, load
 
 README, MEASURED = ROOT / "README.md", ROOT / "docs" / "measured.md"
 PLOT, COVERAGE = ROOT / "docs" / "attention.svg", ROOT / "docs" / "coverage.svg"
+LONG_CONTEXT = ROOT / "docs" / "vllm_long_context.svg"
 
 # What a reader of the README asks first; everything else is told in docs/measured.md.
 IN_README = (
@@ -63,6 +74,7 @@ def main(arguments: list[str]) -> int:
         MEASURED: measured,
         PLOT: attention.plot(),
         COVERAGE: coverage_plot.render(load("cpu/coverage.json")),
+        LONG_CONTEXT: long_context_plot.render(load("h200/vllm_specpv.json")),
     }
     if "--check" in arguments:
         stale = [
