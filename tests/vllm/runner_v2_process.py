@@ -46,10 +46,18 @@ def main() -> None:
 def run(job: dict[str, Any], head: dict[str, Any]) -> dict[str, Any]:
     options = job["start"]
     options["speculation"] = head | options["speculation"]
+    measured, begun = watch_start(), Metrics().snapshot()
     llm = start(options.pop("nwor"), **options)
     executor = llm.llm_engine.engine_core.engine_core.model_executor
     runner = executor.driver_worker.worker.model_runner
     speculator, found = runner.speculator, {}
+    costs, rounds = speculator.lengths.costs, speculator._rounds
+    found["start"] = {
+        "cache_written": measured,  # by each measurement
+        "costs": costs and [costs.base, costs.per_row, costs.per_token],
+        "tail": rounds and rounds.tail.bytes,
+        "failures": draft_failures(begun),
+    }
     if job.get("truth"):
         guess_from(runner, job["prompts"], job["truth"])
     if job.get("graphs"):
@@ -89,6 +97,30 @@ def run(job: dict[str, Any], head: dict[str, Any]) -> dict[str, Any]:
         "tokens_per_pass": sum(grew) / max(1, len(grew)),
         "rows_left": len(speculator._rounds.store._free) if speculator._rounds else None,
     }
+
+
+def watch_start() -> list[bool]:
+    """For each measurement of costs: whether a byte of the caches was other after it, the head's
+    own included."""
+    from nwor_specpv.vllm.specpv import costs
+    from nwor_specpv.vllm.specpv import speculator as module
+
+    found: list[bool] = []
+
+    def watched(*args: Any) -> Any:
+        layers = own_engine().layers.values()
+        for layer in layers:
+            layer.kv_cache.normal_()
+        held = [layer.kv_cache.clone() for layer in layers]
+        measured = costs.measure_rounds(*args)
+        now = [layer.kv_cache for layer in layers]
+        found.append(not all(map(torch.equal, held, now)))
+        for layer in layers:
+            layer.kv_cache.zero_()
+        return measured
+
+    module.measure_rounds = watched
+    return found
 
 
 def guess_from(runner: Any, prompts: list[list[int]], texts: list[list[int]]) -> None:

@@ -57,6 +57,7 @@ def check(found: dict[str, Any]) -> None:
     assert found["fallbacks"] == {}
     assert found["rounds"] > 0
     assert found["cache_written_by_rounds"] == 0
+    assert not any(found["start"]["cache_written"])
     assert found["failures"] == {}, found["latest_failure"]
 
 
@@ -73,6 +74,24 @@ def test_rounds_in_graphs(tmp_path: Path, expected: dict[str, list[int]]) -> Non
     assert found["tokens_per_pass"] > 1.5
     assert found["steps"][0] < 0.6 * MAX_TOKENS
     assert found["rows_left"] < 8
+
+
+def test_costs_are_measured_at_start_without_graphs(
+    tmp_path: Path, expected: dict[str, list[int]]
+) -> None:
+    """Eager, before the first request: memory and costs, with fixed passes memory alone."""
+    told = {"truth": truth(expected)}
+    free, fixed = run(tmp_path, job({"specpv_draft_passes": 0}, **told), job(**told))
+    for found in (free, fixed):
+        assert found["tokens"] == [expected]
+        assert found["start"]["failures"] == found["failures"] == {}, found["latest_failure"]
+        assert found["violations"] == []
+    assert free["start"]["costs"][0] > 0
+    assert free["start"]["cache_written"] == [False]
+    assert free["start"]["tail"] == fixed["start"]["tail"] > 0
+    assert fixed["start"]["costs"] is None
+    assert fixed["start"]["cache_written"] == []
+    check(fixed)
 
 
 def test_what_happens_to_requests(tmp_path: Path, expected: dict[str, list[int]]) -> None:

@@ -342,11 +342,12 @@ def test_without_memory_for_views_lookups_draft(
         raise torch.OutOfMemoryError("injected")
 
     monkeypatch.setattr(module, part, refuse)
-    llm = begin()
     with caplog.at_level(logging.WARNING, "nwor_specpv"):
-        story = drive(llm, prompts(), greedy(MAX_TOKENS))
+        llm = begin()
     said = "no views, requests draft by lookups alone: OutOfMemoryError: injected"
     assert said in caplog.text
+    assert draft_failures(before) == {"out_of_memory": 1}  # at start
+    story = drive(llm, prompts(), greedy(MAX_TOKENS))
     assert [story.tokens[str(i)] for i in range(6)] == expected
     assert grown(before, "draft_passes") == 0
     assert draft_failures(before) == {"out_of_memory": 1}

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import importlib
 import inspect
+import logging
 import os
 import random
 from collections.abc import Iterator
@@ -161,7 +162,8 @@ def make(world: Any, monkeypatch: pytest.MonkeyPatch, batch: int = BATCH) -> Par
     spec._chosen_at = {}
     spec.max_num_reqs, spec.max_model_len = batch, MAX_LEN
     spec.device = torch.device("cpu")
-    spec.vllm_config, spec.model, spec.draft_logits, spec._offered = None, world, None, True
+    spec.vllm_config = SimpleNamespace(model_config=SimpleNamespace(max_model_len=MAX_LEN))
+    spec.model, spec.draft_logits, spec._offered = world, None, True
     spec.use_local_argmax_reduction = False
     spec.draft_attn_layer_names = {"head.0"}
     groups = [SimpleNamespace(layer_names=[*world.layers, "head.0"])]
@@ -265,6 +267,82 @@ def test_rounds_in_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
     assert replayed == [4, 4, 4, 4]
     for b, text in enumerate(world.texts):
         assert spec.draft_tokens[b, : 3 * ROWS].tolist() == continued(text, 3 * ROWS)
+
+
+@pytest.mark.parametrize("case", ["alone", "several ranks", "fixed", "short"])
+def test_a_start_without_graphs_takes_memory_and_measures(
+    case: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Costs are those of passes as they run; nobody's tail and no slot of the head is written."""
+    world = Unchecked([])
+    spec = make(world, monkeypatch)
+    kinds: list[tuple[str, int]] = []
+    run = spec._run
+    monkeypatch.setattr(
+        spec, "_run", lambda kind, table: (kinds.append((kind, len(table))), run(kind, table))
+    )
+    monkeypatch.setattr(torch.accelerator, "synchronize", lambda: None)
+    spec.lengths._fixed = 3 if case == "fixed" else 0
+    spec.lengths._alone = case != "several ranks"
+    if case == "short":
+        spec.vllm_config.model_config.max_model_len = spec.lengths._shortest
+    table = spec.block_tables.input_block_tables[0]
+    saved = table.clone()
+    with caplog.at_level(logging.INFO, "nwor_specpv"):
+        spec.start()
+        costs = spec.lengths.costs
+        spec.start()  # what is there stays
+    assert spec._engine.draft_failures.latest == ""
+    assert spec.lengths.costs is costs
+    assert (costs is not None) == (case == "alone")
+    assert (spec._rounds is not None) == (case != "short")
+    said = [record.getMessage().split()[1] for record in caplog.records]
+    assert said == {"alone": ["views", "measured"], "short": []}.get(case, ["views"])
+    if costs is not None:
+        assert costs.base > 0
+        assert set(kinds) == {(kind, size) for kind in ("first", "later") for size in (1, 2)}
+    assert torch.equal(table, saved)
+    assert world.tails == {}
+    assert set(world.head_slots) == {-1}
+
+
+class Unchecked(World):
+    """A head and a target that say 0 to everything; what they write is seen as ever."""
+
+    def __call__(self, **told: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        slots = self.context[1]["slot_mapping"]["head.0"].tolist()
+        for token, slot in zip(told["input_ids"].tolist(), slots, strict=True):
+            if slot >= 0:
+                self.head_slots[slot] = token
+        states = torch.zeros(told["input_ids"].shape[0], 1)
+        return states, states
+
+    def forward(self, passed: Any, tokens: Any, positions: Any) -> tuple[torch.Tensor, list[Any]]:
+        self.tails |= {slot: 0 for slot in passed.slots.tolist() if slot >= 0}
+        return forward_of_nobody(passed, tokens, positions)
+
+
+def test_a_start_that_fails_leaves_the_head_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    from nwor_specpv import Metrics
+
+    world = World([])
+    spec = make(world, monkeypatch)
+    spec.lengths._fixed = 0
+
+    def fail(*_: Any) -> Any:
+        raise RuntimeError("injected")
+
+    monkeypatch.setattr(world, "forward", fail, raising=False)
+    monkeypatch.setattr(torch.accelerator, "synchronize", lambda: None)
+    table = spec.block_tables.input_block_tables[0]
+    saved = table.clone()
+    before = Metrics().snapshot()["specpv_draft_failures_total"].get("start", 0)
+    for _ in range(2):  # it is not tried again
+        spec.start()
+    assert Metrics().snapshot()["specpv_draft_failures_total"]["start"] == before + 1
+    assert spec._engine.draft_failures.latest == "RuntimeError: injected"
+    assert spec.lengths.number([10**6]) == ROWS - 1
+    assert torch.equal(table, saved)
 
 
 def forward_of_nobody(passed: Any, tokens: Any, positions: Any) -> tuple[torch.Tensor, list[Any]]:

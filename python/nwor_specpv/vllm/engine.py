@@ -51,6 +51,10 @@ class Engine:
         self.off = self._judge()
         if self.settings.enable_specpv:
             long_context.judge(self.settings, long_context.describe(vllm_config), self.off)
+        mode = self.settings.specpv_rectify if self.settings.enable_specpv else None
+        self.lossless = mode == long_context.LOSSLESS  # drafts come from views
+        if self.lossless:
+            self._hook(runner_hooks.install_start(vllm_config.parallel_config.worker_cls))
         self.seen: StepSeen | None = None
         self.names: Sequence[str] = ()  # of a step's requests, in their order (runner V2)
         self.num_drafts = 0  # that the scheduler wants for the next step (runner V2)
@@ -86,13 +90,18 @@ class Engine:
         logger.warning("nwor_specpv is off: %s", text)
         return text
 
+    @staticmethod
+    def _hook(problem: str | None) -> None:
+        """What long contexts need of vLLM is there, or this is why not."""
+        if problem is not None:
+            raise NworError(f"nwor_specpv, enable_specpv: {problem}")
+
     def _make_refresh(self, vllm_config: Any) -> Refresh | None:
         """Mode `refresh`, if it was asked for."""
         if not self.settings.enable_specpv or self.settings.specpv_rectify != long_context.REFRESH:
             return None
-        problem = runner_hooks.install_names() if vllm_config.use_v2_model_runner else None
-        if problem is not None:
-            raise NworError(f"nwor_specpv, enable_specpv: {problem}")
+        if vllm_config.use_v2_model_runner:
+            self._hook(runner_hooks.install_names())
         logger.warning(
             "nwor_specpv: mode 'refresh' is NOT lossless: verify steps attend to a partial view, "
             "tokens may differ from vLLM's own"
@@ -101,12 +110,9 @@ class Engine:
 
     def _make_lengths(self, vllm_config: Any) -> Lengths | None:
         """How long rounds are, in mode `lossless` with a head (runner V2)."""
-        lossless = self.settings.specpv_rectify == long_context.LOSSLESS
-        if not self.settings.enable_specpv or not lossless or not vllm_config.use_v2_model_runner:
+        if not self.lossless or not vllm_config.use_v2_model_runner:
             return None
-        problem = runner_hooks.install_names() or speculators.problem
-        if problem is not None:
-            raise NworError(f"nwor_specpv, enable_specpv: {problem}")
+        self._hook(runner_hooks.install_names() or speculators.problem)
         alone = vllm_config.parallel_config.world_size == 1
         return Lengths(self.settings, self.setup.num_speculative_tokens, alone=alone)
 

@@ -1,4 +1,4 @@
-"""Where acceptance becomes known: one wrapped method of each model runner.
+"""Where acceptance becomes known, and when drafting over views starts: wrapped methods of vLLM's.
 
 * V1, `GPUModelRunner._update_states_after_model_execute`: runs after every sampling step, before
   the drafter, with the sampled tokens still on the device.
@@ -6,8 +6,14 @@
 
 * V2 with long contexts, `GPUModelRunner.prepare_inputs`, too: the order of a step's requests.
 
-All are wrapped once, after their parameters were compared with those that were read. They go when
-vLLM tells attention backends what was accepted.
+* Long contexts in mode `lossless`, `compile_or_warm_up_model` of the worker: caches have memory and
+  graphs are captured, and no request has come. vLLM tells drafters nothing then: one of a class is
+  called with steps alone, a speculator's `capture` only where there are graphs, and on the CPU the
+  worker runs nothing at all between its caches and the first request.
+
+All are wrapped once, after their parameters were compared with those that were read. The last goes
+when vLLM tells drafters that caches are there, the others when it tells attention backends what was
+accepted.
 """
 
 from __future__ import annotations
@@ -79,14 +85,36 @@ def install_names() -> str | None:
     )
 
 
+def install_start(worker: str) -> str | None:
+    """Wraps the method of vLLM's worker, of the class `worker` names, that ends the start."""
+    from . import engine
+
+    def start(worker: Any) -> None:
+        found = engine.find_engine(worker.vllm_config)
+        if found is not None and found.lossless:
+            runner = worker.model_runner
+            drafter = runner.speculator if found.lengths is not None else runner.drafter
+            drafter.start()
+
+    module, _, owner = worker.rpartition(".")
+    return _wrap(module, "compile_or_warm_up_model", ("self",), start, owner=owner, after=True)
+
+
 def _wrap(
-    module: str, method: str, parameters: tuple[str, ...], first: Callable[..., None]
+    module: str,
+    method: str,
+    parameters: tuple[str, ...],
+    own: Callable[..., None],
+    *,
+    owner: str = "GPUModelRunner",
+    after: bool = False,
 ) -> str | None:
+    """Has `own` called with what the method gets, before it or `after` it."""
     try:
-        runner = importlib.import_module(module).GPUModelRunner
+        runner = getattr(importlib.import_module(module), owner)
         original = getattr(runner, method)
     except (ImportError, AttributeError) as error:
-        return f"{module}.GPUModelRunner.{method} is not there: {error}"
+        return f"{module}.{owner}.{method} is not there: {error}"
     if getattr(original, _MARK, False):
         return None
     problem = compat.signature_problem(original, parameters)
@@ -95,8 +123,12 @@ def _wrap(
 
     @functools.wraps(original)
     def wrapper(self: Any, *args: Any, **kwargs: Any) -> Any:
-        first(self, *args, **kwargs)
-        return original(self, *args, **kwargs)
+        if not after:
+            own(self, *args, **kwargs)
+        found = original(self, *args, **kwargs)
+        if after:
+            own(self, *args, **kwargs)
+        return found
 
     setattr(wrapper, _MARK, True)
     setattr(runner, method, wrapper)

@@ -1,4 +1,4 @@
-"""The wrapped method of each model runner, on runners made up with vLLM's signatures."""
+"""The wrapped methods of model runners and workers, on ones made up with vLLM's signatures."""
 
 from __future__ import annotations
 
@@ -119,3 +119,55 @@ def test_a_method_that_is_gone_is_told(runners: dict[str, type]) -> None:
     problem = runner_hooks.install()
     assert problem is not None
     assert f"{V2}.GPUModelRunner.postprocess_sampled is not there" in problem
+
+
+class Worker:
+    """Starts an engine: tells what was called, and when."""
+
+    def __init__(self, calls: list[Any], **runner: Any) -> None:
+        self.vllm_config, self.calls = object(), calls
+        self.model_runner = SimpleNamespace(**runner)
+
+    def compile_or_warm_up_model(self):
+        self.calls.append("vllm")
+        return "what vLLM returns"
+
+
+@pytest.fixture
+def worker(monkeypatch: pytest.MonkeyPatch) -> type:
+    """A fresh class in a module of its own."""
+    module = ModuleType("theirs.worker")
+    module.Worker = type("Worker", (Worker,), dict(vars(Worker)))
+    monkeypatch.setitem(sys.modules, "theirs.worker", module)
+    return module.Worker
+
+
+@pytest.mark.parametrize("kind", ["drafter", "speculator"])
+@pytest.mark.parametrize("case", ["ours", "another mode", "unknown"])
+def test_drafting_starts_after_vllms_warm_up(
+    kind: str, case: str, worker: type, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for _ in range(2):  # the second time nothing is wrapped again
+        assert runner_hooks.install_start("theirs.worker.Worker") is None
+    calls: list[Any] = []
+    ours = SimpleNamespace(start=lambda: calls.append("start"))
+    lengths = object() if kind == "speculator" else None
+    found = SimpleNamespace(lossless=case == "ours", lengths=lengths)
+    monkeypatch.setattr(engine, "find_engine", lambda _: None if case == "unknown" else found)
+    made = worker(calls, **{kind: ours})
+    assert made.compile_or_warm_up_model() == "what vLLM returns"
+    assert calls == (["vllm", "start"] if case == "ours" else ["vllm"])
+
+
+def test_a_worker_that_vllm_changed_is_not_wrapped(worker: type) -> None:
+    problem = runner_hooks.install_start("theirs.worker.Another")
+    assert problem is not None
+    assert "theirs.worker.Another.compile_or_warm_up_model is not there" in problem
+
+    def changed(self: Any, sizes: Any) -> None: ...
+
+    worker.compile_or_warm_up_model = changed
+    problem = runner_hooks.install_start("theirs.worker.Worker")
+    assert problem is not None
+    assert "takes (self, sizes), expected (self)" in problem
+    assert worker.compile_or_warm_up_model is changed

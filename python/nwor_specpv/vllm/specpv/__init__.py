@@ -7,7 +7,8 @@
     ngram         lookups in a request's own tokens, kept up to date as it grows
     policy        how many partial passes pay, from measured costs and running acceptance
     drafter       mode `lossless` on model runner V1: a proposer vLLM loads by its class path
-    target        the target model as a drafter: partial passes, and what they cost
+    target        the target model as a drafter: partial passes
+    costs         what passes cost, measured at start
     chain         chains of drafts that grow on the device
     rounds        head and partial pass in turns, as two graphs
     round_models  vLLM's target and head on a round's rows

@@ -7,7 +7,8 @@ After every step vLLM asks `propose` for drafts. Requests longer than their view
 passes of the target, each of which also confirms tokens looked up in the request's own text; what
 is looked up behind the last one follows. The others draft by lookups alone. vLLM's next step
 verifies the drafts with full attention, samples and writes as ever, so what goes wrong here costs
-speed and never changes output.
+speed and never changes output. Memory is taken and passes are timed by `start`, before the first
+request.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from nwor_specpv.errors import NworError, logger
 from nwor_specpv.vllm.engine import StepSeen, engine_of
 
 from . import rules
+from .costs import measure_passes
 from .ngram import NgramIndex
 from .partial_pass import PartialPass
 from .policy import Round, Running, StepCosts, choose_passes
@@ -84,6 +86,32 @@ class PartialViewDrafter:
         """vLLM has built the target. Its layers must be ours: nobody else reads views."""
         names = own_layers(self._engine.layers)
         self._target = Target(self._vllm_config, target, names)
+
+    @torch.inference_mode()
+    def start(self) -> None:
+        """Memory of views and costs of passes, before the first request; see `runner_hooks`.
+
+        Nothing is taken where no request can be longer than its view. What fails leaves requests
+        to lookups.
+        """
+        # vLLM may have lowered it to what its caches hold.
+        self._max_len = self._vllm_config.model_config.max_model_len
+        # vLLM asks for drafts as long as all of them fit behind a step's rows.
+        if self._max_len - self._limit <= self._shortest:
+            return
+        reason = ""  # of the error: memory is what may be missing
+        try:
+            self._engine.draft_failures.together(self._allocate)
+            reason = "start"
+            if not self._settings.specpv_draft_passes:
+                assert self._target is not None
+                assert self._store is not None
+                assert self._tail is not None
+                self._costs = measure_passes(self._target, self._store, self._tail)
+                logger.info("nwor_specpv: measured %s", self._costs)
+        except Exception as error:
+            self._store = self._tail = None
+            self._fail(error, "no views, requests draft by lookups alone", reason)
 
     @torch.inference_mode()
     def propose(
@@ -196,22 +224,13 @@ class PartialViewDrafter:
 
     def _has_view(self, request: Request, length: int) -> bool:
         """Whether a request is longer than its view and has, or gets, a row."""
-        if length - 1 <= self._shortest:
+        if self._store is None or length - 1 <= self._shortest:
             return False
-        if self._store is None:
-            try:
-                self._allocate()
-            except Exception as error:
-                self._fail(error, "no views, requests draft by lookups alone")
-                self._shortest = self._max_len
-                return False
-        assert self._store is not None
         if request.row is None:
             request.row = self._store.open()
         return request.row is not None
 
     def _allocate(self) -> None:
-        """Memory is taken when the first request is long enough: short ones pay nothing."""
         assert self._target is not None
         caches = self._target.key_caches()
         batch = self._settings.specpv_max_requests
@@ -237,8 +256,7 @@ class PartialViewDrafter:
         if fixed:
             return fixed
         assert self._store is not None
-        if self._costs is None:
-            self._costs = self._measure()
+        assert self._costs is not None
         costs = StepCosts(
             self._costs.base, self._costs.per_row, self._costs.per_token, self.full_extra.mean
         )
@@ -256,36 +274,6 @@ class PartialViewDrafter:
             max_drafts=self._limit,
         )
         return choose_passes(costs, known)
-
-    def _measure(self) -> StepCosts:
-        assert self._store is not None
-        assert self._target is not None
-        assert self._tail is not None
-        store, device = self._store, self._tail.keys.device
-        pages = store.key_caches[0].shape[0]
-        tokens = min(pages * store.page_size, 4 * store.budget.static_tokens)
-        table = torch.arange(-(-tokens // store.page_size), dtype=torch.int32, device=device)
-
-        def make_pass(rows: int, context: int) -> PartialPass:
-            store.num_blocks.fill_(-1)  # all of the context
-            ends = torch.tensor([0, rows], dtype=torch.int32, device=device)
-            return PartialPass(
-                store=store,
-                tail=self._tail,
-                layer_index=self._target.layer_index,
-                block_table=table[None],
-                prefix_lens=torch.tensor([context], dtype=torch.int32, device=device),
-                tail_lens=torch.zeros(1, dtype=torch.int32, device=device),
-                query_start=ends,
-                slots=torch.full((rows,), -1, dtype=torch.int64, device=device),
-                num_rows=rows,
-                has_tail=False,
-                select=False,
-            )
-
-        costs = self._target.measure(make_pass, tokens)
-        logger.info("nwor_specpv: measured %s", costs)
-        return costs
 
     def _observe(self, now: float, seen: StepSeen, lens: list[int]) -> None:
         """What a full step took beyond the model's passes: it is over when drafts are asked for."""
@@ -376,7 +364,10 @@ class PartialViewDrafter:
         return drafts
 
     def _fail(
-        self, error: Exception, consequence: str = "a partial pass failed and drafts nothing"
+        self,
+        error: Exception,
+        consequence: str = "a partial pass failed and drafts nothing",
+        reason: str = "",
     ) -> None:
         """Nothing is drafted over views this time; serving goes on."""
-        self._engine.draft_failures.add(error, consequence)
+        self._engine.draft_failures.add(error, consequence, reason)

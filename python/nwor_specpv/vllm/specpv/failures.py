@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import TypeVar
+
 import torch
 
 from nwor_specpv import _C
 from nwor_specpv.errors import NworError, logger
 
+T = TypeVar("T")
 _MOST_LOGGED = 8  # different texts: some have numbers in them
 
 
@@ -43,8 +47,27 @@ class DraftFailures:
                 f"on without the others: {self.latest}"
             ) from error
 
+    def together(self, do: Callable[[], T]) -> T:
+        """What `do` gives. Where it fails on one of several ranks, all raise NworError: none goes
+        on alone, to wait for the others. REQUIRES: `do` itself speaks to no other rank."""
+        if self._alone:
+            return do()
+        from vllm.distributed.parallel_state import get_world_group
+
+        group, failed = get_world_group(), None
+        try:
+            found = do()
+        except Exception as error:
+            failed = error
+        mine = f"rank {group.rank}: {type(failed).__name__}: {failed}" if failed else ""
+        told = [""] * group.world_size
+        torch.distributed.all_gather_object(told, mine, group=group.cpu_group)
+        if any(told):
+            raise NworError("; ".join(filter(None, told))) from failed
+        return found
+
 
 def _reason(error: Exception) -> str:
-    if isinstance(error, torch.OutOfMemoryError | MemoryError):
+    if isinstance(error.__cause__ or error, torch.OutOfMemoryError | MemoryError):
         return "out_of_memory"
     return "refused" if isinstance(error, NworError) else "error"

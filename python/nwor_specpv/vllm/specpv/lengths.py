@@ -2,9 +2,9 @@
 
 Either the head drafts alone, `specpv_draft_lookup` tokens, or a round of passes drafts
 `num_speculative_tokens`: other lengths would need graphs of their own. The scheduler decides for
-the next step, the worker follows it. Costs are measured where there is one rank, whose process the
-scheduler shares; elsewhere everybody must come to the same answer alone, so batch times context
-decides.
+the next step, the worker follows it. Costs are measured at start where there is one rank, whose
+process the scheduler shares; elsewhere everybody must come to the same answer alone, so batch times
+context decides.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from .policy import Round, Running, StepCosts, choose_passes
 if TYPE_CHECKING:
     from .chain import Chains
 
-# Tokens of batch times context from which rounds pay on a large GPU, where nothing was measured.
+# Tokens of batch times context from which rounds pay on large GPUs; several ranks go by it.
 PAYS_FROM = 150_000
 # Seconds of a full step beyond those of a pass, which has a turn of the head as well: sampling.
 _FULL_EXTRA = 0.3e-3
@@ -90,6 +90,15 @@ class Lengths:
             max_drafts=self._limit,
         )
         return choose_passes(self.costs, known)
+
+    def possible(self, max_model_len: int) -> bool:
+        """Whether a request can be long enough for rounds, which have not failed."""
+        return max_model_len > self._shortest and not self._given_up
+
+    @property
+    def wants_costs(self) -> bool:
+        """Whether measured costs are missing, and would decide."""
+        return self._alone and not self._fixed and self.costs is None
 
     def learn(self, costs: StepCosts) -> None:
         """What passes were measured to cost here."""

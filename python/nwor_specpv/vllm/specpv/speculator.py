@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -33,15 +32,14 @@ from nwor_specpv.errors import logger
 from nwor_specpv.vllm.engine import engine_of
 
 from .chain import Chains
+from .costs import measure_rounds
 from .lengths import AcceptanceCounts, Lengths, head_drafts
-from .policy import fit_costs
 from .round_models import EagleHead, SampledTarget
 from .rounds import Rounds
 from .tail import Tail
 from .target import Target, own_layers
 from .views import ViewStore
 
-_REPEATS = 3  # of a measured pass; the quickest counts
 # Rounds that a choice of blocks serves at least: what comes after it is seen as it is.
 _ROUNDS_PER_CHOICE = 4
 # What draft logits hold for tokens that a draft is not: their probability is 0.
@@ -108,11 +106,27 @@ class PartialViewSpeculator(EagleSpeculator):
         super().capture()
         manager = self.prefill_cudagraph_manager
         sizes = {desc.num_reqs for desc in manager.graphs} if manager is not None else set()
-        if not sizes:
+        if not sizes or not self._possible():
             return
         try:
+            self._engine.draft_failures.together(self._ready)
             self._capture_rounds(sorted(sizes, reverse=True))
-            self._measure(sorted(sizes))
+            if self.lengths.wants_costs:
+                self._measure(sorted(sizes))
+        except Exception as error:
+            self._fail(error, "start")
+
+    @torch.inference_mode()
+    def start(self) -> None:
+        """What `capture` has not done, before the first request: memory, and costs of passes that
+        run without graphs; see `runner_hooks`. Nothing where no request can be long."""
+        if not self._possible():
+            return
+        try:
+            self._engine.draft_failures.together(self._ready)
+            if self.lengths.wants_costs:
+                views = self._engine.settings.specpv_max_requests
+                self._measure(sorted({1, min(views, self.max_num_reqs)}))
         except Exception as error:
             self._fail(error, "start")
 
@@ -235,13 +249,17 @@ class PartialViewSpeculator(EagleSpeculator):
             self._certain(input_batch.idx_mapping, passes + self._guesses)
             rounds.chains.drafts[:, passes + self._guesses :] = 0
         for kind in ("first" if select else "kept", *["later"] * (passes - 1), "close"):
-            graph = self._graphs.get((kind, padded))
-            if graph is not None:
-                graph.replay()
-            else:
-                getattr(rounds, kind)(table)
+            self._run(kind, table)
         self.draft_tokens[:count] = rounds.chains.drafts[:count, : self.limit]
         _C.count("specpv_draft_passes_total", passes)
+
+    def _run(self, kind: str, table: torch.Tensor) -> None:
+        """A part of a round of as many requests as the table has; from its graph, if there is."""
+        graph = self._graphs.get((kind, table.shape[0]))
+        if graph is not None:
+            graph.replay()
+        else:
+            getattr(self._ready(), kind)(table)
 
     def _certain(self, requests: torch.Tensor, filled: int) -> None:
         """Drafts from the `filled`th on are token 0 with certainty: sampling must know.
@@ -300,7 +318,8 @@ class PartialViewSpeculator(EagleSpeculator):
     # ---- set-up ---------------------------------------------------------------------------------
 
     def _ready(self) -> Rounds:
-        """Memory is taken when the first round is near, or when rounds are captured."""
+        """Takes memory, once: for `capture` or at `start`; with fixed passes and a small view in a
+        warm-up step of vLLM's own, which comes before `start`."""
         if self._rounds is not None:
             return self._rounds
         settings, target = self._engine.settings, self._target
@@ -330,6 +349,10 @@ class PartialViewSpeculator(EagleSpeculator):
         logger.info("nwor_specpv: views of %d requests take %.1f MB", store.max_requests, taken)
         return self._rounds
 
+    def _possible(self) -> bool:
+        """Whether a request can be long. vLLM may have lowered the length to what caches hold."""
+        return self.lengths.possible(self.vllm_config.model_config.max_model_len)
+
     def _capture_rounds(self, sizes: list[int]) -> None:
         rounds = self._ready()
         nobody = torch.zeros(0, dtype=torch.int32, device=self.device)
@@ -351,44 +374,8 @@ class PartialViewSpeculator(EagleSpeculator):
         return graph
 
     def _measure(self, sizes: list[int]) -> None:
-        """Costs of a pass, from replays over an empty cache whose result nobody uses."""
-        rounds = self._ready()
-        pages = rounds.store.key_caches[0].shape[0]
-        page_size = rounds.store.page_size
-        small, large = sizes[0], sizes[-1]
-        table = self._table(large)
-        saved = table.clone()
-        per_request = min(pages // large, table.shape[1], 32768 // page_size)
-        for request in range(large):
-            first = request * per_request
-            table[request, :per_request] = torch.arange(
-                first, first + per_request, dtype=torch.int32, device=self.device
-            )
-        tokens = per_request * page_size - self.limit
-
-        def timed(size: int, context: int) -> float:
-            lens = torch.full((size,), context, dtype=torch.int32, device=self.device)
-            nowhere = torch.full_like(lens, -1)
-            active = torch.ones_like(lens, dtype=torch.bool)
-            best = float("inf")
-            for _ in range(1 + _REPEATS):
-                rounds.begin(self._table(size), nowhere, lens, active, lens.long() * 0)
-                self._graphs["first", size].replay()
-                torch.accelerator.synchronize()
-                started = time.perf_counter()
-                self._graphs["later", size].replay()
-                torch.accelerator.synchronize()
-                best = min(best, time.perf_counter() - started)
-            return best
-
-        empty, rows = timed(small, 0), 1 + self._guesses
-        more = timed(large, 0) if large > small else empty
-        # Of the largest batch: one request alone does not fill the memory's bandwidth.
-        read = timed(large, max(1, tokens)) - more
-        costs = fit_costs(
-            empty, more, max(1, (large - small) * rows) + 1, empty + read, large * max(1, tokens)
-        )
-        table.copy_(saved)
+        """Costs of a pass in batches of these sizes, in order."""
+        costs = measure_rounds(self._ready(), self._table(sizes[-1]), sizes, self._run)
         self.lengths.learn(costs)
         logger.info("nwor_specpv: measured %s", costs)
 

@@ -1,8 +1,7 @@
-"""The target model as a drafter: runs partial passes and says what they cost."""
+"""The target model as a drafter: runs partial passes."""
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
@@ -15,9 +14,6 @@ from nwor_specpv.vllm import compat
 from nwor_specpv.vllm.layer import TargetLayer
 
 from .partial_pass import PartialPass
-from .policy import StepCosts, fit_costs
-
-_REPEATS = 2  # of a measured pass; the quickest counts
 
 
 def own_layers(layers: Mapping[str, Any], besides: Collection[str] = ()) -> list[str]:
@@ -82,30 +78,3 @@ class Target:
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         return self._model.compute_logits(hidden)
-
-    def measure(self, make_pass: Callable[[int, int], PartialPass], tokens: int) -> StepCosts:
-        """Costs of passes, from runs whose result nobody uses.
-
-        `make_pass(rows, tokens)`: one request that reads so many tokens of K/V.
-        """
-        rows = 8
-
-        def timed(num_rows: int, context: int) -> float:
-            passed = make_pass(num_rows, context)
-            best = float("inf")
-            for _ in range(1 + _REPEATS):
-                started = time.perf_counter()
-                self.greedy(passed, [0] * num_rows, [0] * num_rows)
-                best = min(best, time.perf_counter() - started)
-            return best
-
-        costs = fit_costs(timed(1, 0), timed(rows, 0), rows, timed(1, tokens), tokens)
-        return _rank_zeros(costs)
-
-
-def _rank_zeros(costs: StepCosts) -> StepCosts:
-    """The same on every tensor-parallel rank: they must choose alike."""
-    from vllm.distributed.parallel_state import get_tp_group
-
-    group = get_tp_group()
-    return group.broadcast_object(costs, src=0) if group.world_size > 1 else costs

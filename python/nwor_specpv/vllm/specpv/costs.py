@@ -1,0 +1,117 @@
+"""What partial passes cost, measured at start: from passes over an empty cache, for nobody.
+
+They run as they will in serving, on the caches vLLM serves from, and write nothing there.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+
+import torch
+
+from .partial_pass import PartialPass
+from .policy import StepCosts, fit_costs
+from .rounds import Rounds
+from .tail import Tail
+from .target import Target
+from .views import ViewStore
+
+_REPEATS = 3  # of a measured pass; the quickest counts
+_ROWS = 8  # of the larger one of one request
+_MOST_TOKENS = 32768  # that a request of a measured round reads
+
+
+def measure_passes(target: Target, store: ViewStore, tail: Tail) -> StepCosts:
+    """Costs of passes of one request (model runner V1), rank 0's on every rank.
+
+    REQUIRES: all ranks measure, as a pass runs on all of them.
+    """
+    device, pages = tail.keys.device, store.key_caches[0].shape[0]
+    tokens = min(pages * store.page_size, 4 * store.budget.static_tokens)
+    table = torch.arange(-(-tokens // store.page_size), dtype=torch.int32, device=device)
+    store.num_blocks.fill_(-1)  # all of the context
+
+    def run(rows: int, context: int) -> None:
+        passed = PartialPass(
+            store=store,
+            tail=tail,
+            layer_index=target.layer_index,
+            block_table=table[None],
+            prefix_lens=torch.tensor([context], dtype=torch.int32, device=device),
+            tail_lens=torch.zeros(1, dtype=torch.int32, device=device),
+            query_start=torch.tensor([0, rows], dtype=torch.int32, device=device),
+            slots=torch.full((rows,), -1, dtype=torch.int64, device=device),
+            num_rows=rows,
+            has_tail=False,
+            select=False,
+        )
+        target.greedy(passed, [0] * rows, [0] * rows)
+
+    def timed(rows: int, context: int) -> float:
+        return _quickest(lambda: run(rows, context))
+
+    return _rank_zeros(fit_costs(timed(1, 0), timed(_ROWS, 0), _ROWS, timed(1, tokens), tokens))
+
+
+def measure_rounds(
+    rounds: Rounds,
+    table: torch.Tensor,
+    sizes: Sequence[int],
+    run: Callable[[str, torch.Tensor], None],
+) -> StepCosts:
+    """Costs of a pass of a round (model runner V2), from its later ones.
+
+    `table` [largest size, pages] int32: where the passes look, as it was afterwards. `sizes`: of
+    batches, in order. `run(kind, table)`: a part of a round, from a graph or not.
+    """
+    saved = table.clone()
+    small, large = sizes[0], sizes[-1]
+    page_size, pages = rounds.store.page_size, rounds.store.key_caches[0].shape[0]
+    per_request = min(pages // large, table.shape[1], _MOST_TOKENS // page_size)
+    ids = torch.arange(large * per_request, dtype=torch.int32, device=table.device)
+    table[:large, :per_request] = ids.view(large, per_request)
+    tokens = max(1, per_request * page_size - rounds.chains.limit)
+
+    def timed(size: int, context: int) -> float:
+        lens = torch.full((size,), context, dtype=torch.int32, device=table.device)
+        nowhere, roots = torch.full_like(lens, -1), lens.long() * 0
+
+        def begin() -> None:
+            rounds.begin(table[:size], nowhere, lens, lens >= 0, roots)
+            # They read their contexts, but nobody's chain grows: no K/V has a slot, in the tail or
+            # in the head's own cache.
+            rounds.chains.active.zero_()
+            run("first", table[:size])
+
+        return _quickest(lambda: run("later", table[:size]), begin)
+
+    try:
+        empty = timed(small, 0)
+        more = timed(large, 0) if large > small else empty
+        # Of the largest batch: one request alone does not fill the memory's bandwidth.
+        read = timed(large, tokens) - more
+    finally:
+        table.copy_(saved)
+    rows = max(1, (large - small) * rounds.chains.rows) + 1
+    return fit_costs(empty, more, rows, empty + read, large * tokens)
+
+
+def _quickest(run: Callable[[], None], before: Callable[[], None] = lambda: None) -> float:
+    best = float("inf")
+    for _ in range(1 + _REPEATS):
+        before()
+        torch.accelerator.synchronize()
+        started = time.perf_counter()
+        run()
+        torch.accelerator.synchronize()
+        best = min(best, time.perf_counter() - started)
+    return best
+
+
+def _rank_zeros(costs: StepCosts) -> StepCosts:
+    """The same on every tensor-parallel rank: they must choose alike."""
+    from vllm.distributed.parallel_state import get_tp_group
+
+    group = get_tp_group()
+    return group.broadcast_object(costs, src=0) if group.world_size > 1 else costs
