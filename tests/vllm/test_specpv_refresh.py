@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from typing import Any
 
 import pytest
 import torch
-from engines import STOCK, counted, drive, greedy, own_engine, start
+from engines import STOCK, counted, drive, greedy, own_engine, start, story_prompts
 from engines import stats as own_stats
 from small_views import LENGTHS, SMALL_VIEW, cover_all, prompts
 
@@ -119,6 +120,42 @@ def test_preempted_and_aborted_requests_give_their_rows_back() -> None:
     views = own_engine().refresh.views
     assert len(views.store._free) == 3
     check_books()
+
+
+def watch_decisions(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, bool]]:
+    """Of every request in every step: what its first row is, whether it had or chose a view."""
+    from nwor_specpv.vllm.specpv import refresh
+
+    decide, found = refresh.RefreshViews._decide, []
+
+    def watched(self: Any, name: str, context: int, *args: Any) -> Any:
+        made = decide(self, name, context, *args)
+        request = own_engine().runner.requests[name]
+        kind = "prompt" if context < request.num_prompt_tokens else "last"
+        if kind == "last" and context + 1 < request.num_tokens:
+            kind = "again"
+        found.append((kind, made.partial or made.select))
+        return made
+
+    monkeypatch.setattr(refresh.RefreshViews, "_decide", watched)
+    return found
+
+
+def test_prompts_in_pieces_of_one_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Such a piece has as many rows as a step without drafts: it is full, and chooses no blocks.
+    So it is with answers that are computed again after a preemption."""
+    decisions = watch_decisions(monkeypatch)
+    # Every step of every request has one row, so that no draft is verified either.
+    llm = begin(long_prefill_token_threshold=1, num_gpu_blocks_override=50, max_model_len=320)
+    same = [(prompt * 40)[:120] for prompt in story_prompts(6)]
+    drive(llm, same, greedy(MAX_TOKENS))
+    assert counted(llm, "vllm:num_preemptions") > 0
+    number = Counter(decisions)
+    assert (number["prompt", True], number["again", True]) == (0, 0)
+    assert number["prompt", False] > 6 * 120
+    assert number["again", False] > 5
+    assert number["last", True] > 100
+    assert own_engine().violations == []
 
 
 def test_caches_that_vllm_makes_anew(expected: list[list[int]]) -> None:

@@ -176,6 +176,22 @@ class Engine:
         prefilling = common.is_prefilling.tolist()
         return rows.drafts_of_decodes(lens, prefilling + [True] * (len(lens) - len(prefilling)))
 
+    def prefilling(
+        self, names: Sequence[str], ends: Sequence[int], drafts: Sequence[int], common: Any
+    ) -> list[bool]:
+        """Whether a request's rows, up to `ends`, are of its prompt, or of tokens that vLLM
+        computes again after a preemption. Known on the host.
+        """
+        found = common.is_prefilling[: len(names)].tolist()  # V1: by the prompt's length alone
+        requests = getattr(self._runner(), "requests", None)
+        if requests is None:  # V2 counts what is computed again, too
+            return found
+        computed = [end - number for end, number in zip(ends, drafts, strict=True)]
+        return [
+            busy or end < requests[name].num_tokens  # all but its last token
+            for name, end, busy in zip(names, computed, found, strict=False)
+        ]
+
     # ---- the step -------------------------------------------------------------------------------
 
     def finish(self, accepted: Callable[[torch.Tensor], torch.Tensor]) -> None:

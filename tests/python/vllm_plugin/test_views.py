@@ -327,7 +327,13 @@ def test_views_of_mode_refresh_come_and_go() -> None:
     def step(names: list[str], lens: list[int]) -> list[int]:
         count = len(names)
         opened = views.begin(
-            names, [2] * count, [1] * count, lens, ints(lens), engine.table[:count].contiguous()
+            names,
+            [2] * count,
+            [1] * count,
+            lens,
+            [False] * count,
+            ints(lens),
+            engine.table[:count].contiguous(),
         )
         for layer in range(LAYERS):
             query = torch.randn(2 * count, QUERY_HEADS, DIM)
@@ -354,6 +360,24 @@ def test_views_of_mode_refresh_come_and_go() -> None:
     step(["short"], [12])
     assert store.num_blocks.tolist() == [5] * 4
     assert len(launches) == 5
+
+
+def test_prompts_in_pieces_of_one_row_are_full_and_choose_nothing() -> None:
+    """Such a piece looks like a step without drafts. A request that is computed again, too, loses
+    the view it had."""
+    views = refresh_views(Engine(requests=1, tokens=120))
+
+    def decide(context: int, *, prefilling: bool) -> tuple[bool, bool, str]:
+        (made,) = views.decide(["a"], [context], [1], [0], [prefilling])
+        return made.partial, made.select, made.trigger
+
+    prompt = (False, False, "short_context")
+    assert [decide(c, prefilling=True) for c in (100, 101, 102)] == [prompt] * 3
+    assert views._requests == {}, "no row is taken for it"
+    assert decide(103, prefilling=False) == (False, True, "first")
+    assert decide(104, prefilling=False) == (True, False, "none")
+    assert decide(90, prefilling=True) == prompt
+    assert decide(105, prefilling=False) == (False, True, "first")
 
 
 def test_drift_counts_rows_of_the_requests_that_were_asked_for() -> None:

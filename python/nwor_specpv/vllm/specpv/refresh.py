@@ -123,17 +123,21 @@ class RefreshViews:
         contexts: Sequence[int],
         lens: Sequence[int],
         drafts: Sequence[int],
+        prefilling: Sequence[bool],
     ) -> list[Decision]:
         """What each request of the batch does. `contexts`: tokens before its rows, at most."""
         self._forget(set(names))
-        return [
-            self._decide(name, context, rows, number)
-            for name, context, rows, number in zip(names, contexts, lens, drafts, strict=True)
-        ]
+        batch = zip(names, contexts, lens, drafts, prefilling, strict=True)
+        return [self._decide(*request) for request in batch]
 
-    def _decide(self, name: str, context: int, rows: int, drafts: int) -> Decision:
+    def _decide(
+        self, name: str, context: int, rows: int, drafts: int, prefilling: bool
+    ) -> Decision:
+        """`prefilling`: its rows are of a prompt, or computed again; a piece of either may be one
+        row, as a verify step without drafts is."""
         budget = self.store.budget
-        if rows != 1 + drafts or context <= max(budget.static_tokens, self._threshold):
+        short = context <= max(budget.static_tokens, self._threshold)
+        if prefilling or rows != 1 + drafts or short:
             if name in self._requests:  # a prompt that goes on, or is computed again
                 self._requests[name].selected = False
             return Decision(trigger="short_context")
@@ -171,13 +175,16 @@ class RefreshViews:
         lens: Sequence[int],
         drafts: Sequence[int],
         contexts: Sequence[int],
+        prefilling: Sequence[bool],
         prefix_lens: torch.Tensor,
         block_table: torch.Tensor,
     ) -> RefreshStep:
         """Opens a step. `names` may be fewer than `lens`: those behind only fill the batch."""
         self._give_up()  # a step that was begun and never finished
         real = len(names)
-        decisions = self.decide(names, contexts[:real], lens[:real], drafts[:real])
+        decisions = self.decide(
+            names, contexts[:real], lens[:real], drafts[:real], prefilling[:real]
+        )
         self._count(decisions, contexts)
         return self._tell(decisions, lens, prefix_lens, block_table)
 
@@ -347,8 +354,11 @@ class Refresh:
         ends = common.seq_lens_cpu_upper_bound
         if ends is None:
             ends = common.seq_lens_cpu
-        contexts = [end - n for end, n in zip(ends[: len(lens)].tolist(), lens, strict=True)]
-        return self.views.begin(names[:real], lens, drafts, contexts, prefix_lens, table)
+        ends = ends[: len(lens)].tolist()
+        contexts = [end - n for end, n in zip(ends, lens, strict=True)]
+        names = names[:real]
+        prefilling = engine.prefilling(names, ends, drafts, common)
+        return self.views.begin(names, lens, drafts, contexts, prefilling, prefix_lens, table)
 
     def finish(self) -> None:
         """The model has run."""
