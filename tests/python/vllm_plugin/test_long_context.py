@@ -20,7 +20,8 @@ from nwor_specpv.vllm.specpv.policy import (
     expected_accepted,
     fit_costs,
 )
-from nwor_specpv.vllm.specpv.rules import DRAFTER, LongContext, judge, refusals
+from nwor_specpv.vllm.specpv.publishing import full_tokens
+from nwor_specpv.vllm.specpv.rules import DRAFTER, SCHEDULERS, LongContext, judge, refusals
 
 SEED = int(os.environ.get("NWOR_TEST_SEED", random.randrange(2**31)))
 
@@ -141,6 +142,7 @@ GOOD = LongContext(
 )
 LOSSLESS = {"enable_specpv": True, "specpv_rectify": "lossless"}
 REFRESH = {"enable_specpv": True, "specpv_rectify": "refresh"}
+CACHED = {"prefix_caching": True, "drafter_class": "e"}
 HEAD = {"drafter": "eagle3", "drafter_class": "h", "runner_v2": True, "async_scheduling": True}
 
 
@@ -149,6 +151,9 @@ def test_a_good_set_up_is_let_in() -> None:
     ngram = replace(GOOD, drafter="ngram", drafter_class="ngram", runner_v2=True)
     assert refusals(load_config(REFRESH), ngram, None) == []
     assert refusals(load_config(LOSSLESS), replace(GOOD, **HEAD), None) == []
+    for kind in (False, True):
+        cached = replace(GOOD, **CACHED, async_scheduling=kind, caps_published=kind)
+        assert refusals(load_config(REFRESH), cached, None) == []
 
 
 @pytest.mark.parametrize(
@@ -173,7 +178,16 @@ def test_a_good_set_up_is_let_in() -> None:
         (LOSSLESS | {"specpv_storage": "compact"}, {}, "compact", "'paged'"),
         (LOSSLESS | {"specpv_budget": "adaptive"}, {}, "adaptive", "'fixed'"),
         (LOSSLESS | {"specpv_rectify": "rectify"}, {}, "no token twice", "'lossless'"),
-        (REFRESH, {"prefix_caching": True, "drafter_class": "e"}, "prefix caching", "--no-enable"),
+        (REFRESH, CACHED, "prefix caching", "--no-enable"),
+        (REFRESH, CACHED, "published to other requests", SCHEDULERS[False]),
+        (REFRESH, CACHED | {"async_scheduling": True}, "to other requests", SCHEDULERS[True]),
+        (REFRESH, CACHED | {"caps_published": True}, "for synchronous", SCHEDULERS[False]),
+        (
+            REFRESH,
+            CACHED | {"caps_published": False, "async_scheduling": True},
+            "not the one for asynchronous scheduling",
+            SCHEDULERS[True],
+        ),
         (REFRESH, {}, "drafts for full steps", "'lossless'"),
     ],
 )
@@ -186,6 +200,18 @@ def test_what_is_refused_says_why_and_what_to_do(
     assert mend in found[0].mend
     with pytest.raises(NworError, match="enable_specpv"):
         judge(load_config(settings), replace(GOOD, **change), None)
+
+
+def test_what_is_published_is_known_from_settings() -> None:
+    """The view, or the threshold where that is longer; less what drafts in flight may pretend."""
+    view = full_tokens(load_config(REFRESH), 4, 1)
+    assert view == load_config(REFRESH).specpv().budget(5).static_tokens > 4000
+    assert full_tokens(load_config(REFRESH), 4, 2) == view - 4
+    later = load_config(REFRESH | {"specpv_partial_threshold": 9000})
+    assert full_tokens(later, 4, 1) == 9000
+    tiny = {f"specpv_n_{part}_blocks": 0 for part in ("sink", "retrieval")}
+    tiny |= {"specpv_n_window_blocks": 1}
+    assert full_tokens(load_config(REFRESH | tiny), 20, 2) == 0
 
 
 def test_staging_that_is_off_is_a_reason() -> None:

@@ -20,6 +20,7 @@ from nwor_specpv.errors import logger
 from nwor_specpv.vllm import compat
 
 from .drift import DriftProbe
+from .publishing import always_full
 from .views import Batch, ViewStore
 
 
@@ -136,7 +137,7 @@ class RefreshViews:
         """`prefilling`: its rows are of a prompt, or computed again; a piece of either may be one
         row, as a verify step without drafts is."""
         budget = self.store.budget
-        short = context <= max(budget.static_tokens, self._threshold)
+        short = context <= always_full(budget, self._threshold)
         if prefilling or rows != 1 + drafts or short:
             if name in self._requests:  # a prompt that goes on, or is computed again
                 self._requests[name].selected = False

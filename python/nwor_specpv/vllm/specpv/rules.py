@@ -14,7 +14,14 @@ from nwor_specpv.config import Settings
 from nwor_specpv.errors import NworError
 from nwor_specpv.vllm.support import Refusal, holds_codes
 
+from .publishing import CapsPublished
+
 DRAFTER = "nwor_specpv.vllm.specpv.drafter.PartialViewDrafter"
+# With prefix caching in mode `refresh`, by whether scheduling is asynchronous.
+SCHEDULERS = {
+    False: "nwor_specpv.vllm.specpv.scheduler.RefreshScheduler",
+    True: "nwor_specpv.vllm.specpv.scheduler.AsyncRefreshScheduler",
+}
 # The longest chain vLLM's rejection sampler takes.
 MAX_DRAFTS = 128
 
@@ -33,6 +40,7 @@ class LongContext:
     runner_v2: bool = False
     async_scheduling: bool = False
     prefix_caching: bool = False
+    caps_published: bool | None = None  # by an asynchronous scheduler or by the other; None: nobody
     data_parallel: int = 1
     lora: bool = False
     multimodal: bool = False
@@ -44,6 +52,8 @@ class LongContext:
 def describe(vllm_config: Any) -> LongContext:
     """The set-up of a VllmConfig."""
     speculative, model = vllm_config.speculative_config, vllm_config.model_config
+    scheduler = vllm_config.scheduler_config.get_scheduler_cls()  # whether named or given
+    caps = isinstance(scheduler, type) and issubclass(scheduler, CapsPublished)
     return LongContext(
         drafter=speculative.method if speculative is not None else None,
         drafter_class=str(speculative.model or "") if speculative is not None else "",
@@ -51,6 +61,7 @@ def describe(vllm_config: Any) -> LongContext:
         runner_v2=bool(vllm_config.use_v2_model_runner),
         async_scheduling=bool(vllm_config.scheduler_config.async_scheduling),
         prefix_caching=bool(vllm_config.cache_config.enable_prefix_caching),
+        caps_published=scheduler.asynchronous if caps else None,
         data_parallel=vllm_config.parallel_config.data_parallel_size,
         lora=vllm_config.lora_config is not None,
         multimodal=bool(model.is_multimodal_model or model.uses_mrope),
@@ -115,11 +126,7 @@ def _refusals(settings: Settings, setup: LongContext, staging_off: str | None) -
             f"use specpv_rectify {LOSSLESS!r}, or another drafter",
         )
     elif mode == REFRESH and setup.prefix_caching:
-        yield Refusal(
-            "mode 'refresh' with prefix caching: K/V of partial steps would be published to other "
-            "requests",
-            "add --no-enable-prefix-caching",
-        )
+        yield from _published(setup)
     if setup.page_size % settings.specpv_block_size:
         yield Refusal(
             f"specpv_block_size {settings.specpv_block_size} in pages of {setup.page_size} tokens",
@@ -130,6 +137,20 @@ def _refusals(settings: Settings, setup: LongContext, staging_off: str | None) -
         config.validate_for(config.specpv_block_size, 1 + setup.num_drafts, setup.max_model_len)
     except NworError as error:
         yield Refusal(str(error), "give a smaller view, or a longer --max-model-len")
+
+
+def _published(setup: LongContext) -> Iterator[Refusal]:
+    """Of mode `refresh` with prefix caching."""
+    if setup.caps_published is setup.async_scheduling:
+        return
+    reason = "K/V of partial steps would be published to other requests"
+    if setup.caps_published is not None:
+        kind = "asynchronous" if setup.async_scheduling else "synchronous"
+        reason = f"the scheduler class is not the one for {kind} scheduling"
+    yield Refusal(
+        f"mode 'refresh' with prefix caching: {reason}",
+        f"add --scheduler-cls {SCHEDULERS[setup.async_scheduling]}, or --no-enable-prefix-caching",
+    )
 
 
 def _lossless(setup: LongContext, guesses: int, *, ours: bool) -> Iterator[Refusal]:

@@ -1,9 +1,10 @@
-"""vLLM's asynchronous scheduler, with as many drafts in the next step as pay.
+"""vLLM's schedulers for long contexts: --scheduler-cls nwor_specpv.vllm.specpv.scheduler.NAME
 
-    --scheduler-cls nwor_specpv.vllm.specpv.scheduler.LongContextScheduler
-
-Requests in short contexts verify the head's few drafts, as in vLLM; where rounds of partial passes
-pay, they verify long chains. It changes one number that vLLM's scheduler has for this purpose.
+* LongContextScheduler, mode `lossless` with a head: requests in short contexts verify the head's
+  few drafts, as in vLLM; where rounds of partial passes pay, they verify long chains. It changes
+  one number that vLLM's scheduler has for this purpose.
+* RefreshScheduler, AsyncRefreshScheduler, mode `refresh` with prefix caching: the one without and
+  the one with asynchronous scheduling. K/V of partial steps is given to nobody else.
 """
 
 from __future__ import annotations
@@ -11,11 +12,13 @@ from __future__ import annotations
 from typing import Any
 
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+from vllm.v1.core.sched.scheduler import Scheduler
 
 from nwor_specpv.vllm.engine import find_engine
 from nwor_specpv.vllm.settings import read_settings
 
 from .lengths import Lengths
+from .publishing import CapsPublished
 
 
 class LongContextScheduler(AsyncScheduler):
@@ -40,3 +43,13 @@ class LongContextScheduler(AsyncScheduler):
             settings = read_settings(self.vllm_config.additional_config)
             self._lengths = Lengths(settings, self.num_spec_tokens, alone=False)
         return self._lengths
+
+
+class RefreshScheduler(CapsPublished, Scheduler):
+    """vLLM's scheduler."""
+
+
+class AsyncRefreshScheduler(CapsPublished, AsyncScheduler):
+    """vLLM's asynchronous scheduler."""
+
+    asynchronous = True
