@@ -6,6 +6,7 @@ prompts are run), and
     graphs    batch sizes for which rounds are recorded, see `recorded_graph.py`
     truth     texts, one for each prompt: the head guesses from them, now and then wrongly
     fault     passes of the target fail from the so many-th on
+    confirmed texts as well: summaries and prefix hashes are watched, see `confirmed.py`
 A job {"kernels": N} compares vLLM's sampling kernels with `reference_sampling.py` on N rows.
 """
 
@@ -22,6 +23,7 @@ import conftest  # noqa: F401  (vLLM's environment)
 import reference_sampling
 import torch
 import triton_cpu
+from confirmed import Confirmed
 from engines import caches, counted, draft_failures, drive, greedy, own_engine, start
 from engines import stats as own_stats
 from heads import story_head
@@ -59,12 +61,14 @@ def run(job: dict[str, Any], head: dict[str, Any]) -> dict[str, Any]:
         "failures": draft_failures(begun),
     }
     if job.get("truth"):
-        guess_from(runner, job["prompts"], job["truth"])
+        guess_from(runner, job["prompts"], job["confirmed"])
     if job.get("graphs"):
         capture(speculator, job["graphs"])
         found["costs"] = speculator.lengths.costs.base
     if job.get("fault"):
         fail_from(speculator, job["fault"])
+    if job.get("confirmed"):
+        watched = Confirmed(llm, runner, job["prompts"], job["confirmed"])
     written, drawn, grew = watch_rounds(speculator)
     hits = watch_prefix_hits(llm)
     before, preempted = Metrics().snapshot(), counted(llm, PREEMPTIONS)
@@ -76,6 +80,8 @@ def run(job: dict[str, Any], head: dict[str, Any]) -> dict[str, Any]:
     ]
     now = Metrics().snapshot()
     grown = {name: now[name] - before[name] for name in now if isinstance(now[name], int | float)}
+    if job.get("confirmed"):
+        found["confirmed"] = watched.report()
     replays = [graph.replays for graph in speculator._graphs.values()]
     return found | {
         "tokens": [story.tokens for story in stories],

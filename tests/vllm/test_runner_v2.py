@@ -159,6 +159,38 @@ def test_drafts_at_temperatures_are_drawn_from_their_logits(
     assert plain["tokens"] == [expected]
 
 
+def test_nothing_provisional_is_summarised_or_hashed(tmp_path: Path) -> None:
+    """A head that is always wrong. After every round, and in every layer: summaries are those of
+    the keys in the cache, of tokens that full steps have confirmed. What is published for other
+    requests are hashes of such tokens, too."""
+    count = 56
+    # Steps that were under way when a request ended go on beyond its text.
+    told = drive(start(STOCK, speculation=None), prompts(), greedy(count + 24)).tokens
+    (found,) = run(
+        tmp_path,
+        job(
+            {"specpv_n_window_blocks": 1},  # so that what was generated leaves it soon
+            confirmed=truth(told),
+            graphs=[6, 2, 1],
+            arrivals=[0, 0, 0, 1, 2, 5],
+            params={"max_tokens": count},
+        ),
+    )
+    check(found)
+    assert found["tokens"] == [{name: tokens[:count] for name, tokens in told.items()}]
+    seen = found["confirmed"]
+    print(seen)
+    assert seen["problems"] == []
+    assert seen["looks"] > 20
+    assert seen["after_rejections"] > 5
+    assert seen["blocks"] > 5 * seen["looks"]
+    assert seen["generated"] > 0  # blocks that hold tokens of steps with rejections
+    assert seen["published"] > 20
+    assert seen["published_early"] == 0
+    assert seen["hashes"] > seen["hashes_of_prompts"]
+    assert seen["hashes_of_other_tokens"] == 0
+
+
 def test_the_reference_samples_as_vllms_kernels(tmp_path: Path) -> None:
     (found,) = run(tmp_path, {"kernels": 48})
     lengths = found.pop("lengths")
