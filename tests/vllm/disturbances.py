@@ -18,6 +18,8 @@ PREEMPTIONS = "vllm:num_preemptions"
 ROOT = Path(__file__).resolve().parents[2]
 BOOK = ROOT / "benchmarks" / "data" / "war_and_peace.txt"
 CODE = ROOT / "python" / "nwor_specpv" / "tree.py"
+# Around a text: a question at its end about its beginning.
+ASKED = "The password is 'heliotrope'.\n\n{}\n\nWhat is the password?"
 
 
 def wanted(max_tokens: int = MAX_TOKENS, **more: Any) -> Any:
@@ -138,12 +140,15 @@ def stories() -> Script:
 
 
 def passages(tokenizer: Any) -> Script:
-    """Of a book, and one of code, with views of some 400 tokens."""
+    """Of a book, one of them with a question about its beginning, and one of code, with views of
+    some 400 tokens."""
     text = tokenizer(BOOK.read_text()[:20_000]).input_ids
     lengths, prompts = (1000, 200, 1300, 750, 50, 1150), []
     for length in lengths:
         begin = sum(map(len, prompts))
         prompts.append(text[begin : begin + length])
+    first, last = (tokenizer(part).input_ids for part in ASKED.split("{}"))
+    prompts[2] = first + prompts[2][len(first) : -len(last)] + last
     prompts[3] = tokenizer(CODE.read_text()).input_ids[: lengths[3]]
     # The first five fit, and half of what they add.
     blocks = sum(-(-length // 16) for length in lengths[:5]) + 8

@@ -15,11 +15,12 @@ import chi_square
 import closeness
 import pytest
 import torch
-from disturbances import BOOK, MAX_TOKENS, Disturbed, Script, wanted
+from disturbances import ASKED, BOOK, MAX_TOKENS, Disturbed, Script, wanted
 from disturbances import stories as story_script
-from engines import NGRAM, caches, check_drafting, drive, greedy, own_engine, release_engines
+from engines import NGRAM, check_drafting, drive, greedy, own_engine, release_engines
 from engines import stats as own_stats
 from heads import story_head
+from proposals import Proposals
 from small_views import SMALL_VIEW, cover_all, prompts, varied_prompt
 from test_cuda import (
     GRAPHS,
@@ -63,10 +64,9 @@ LONGER_LENGTHS = (96, 96, 32)
 def texts(first: int, second: int) -> list[str]:
     """A book that goes on, a question about its beginning, a short question."""
     book = BOOK.read_text()
-    asked = "The password is 'heliotrope'.\n\n{}\n\nWhat is the password?"
     told = (
         f"{book[:first]}\n\nContinue.",
-        asked.format(book[9000 : 9000 + second]),
+        ASKED.format(book[9000 : 9000 + second]),
         "Name ten animals.",
     )
     return [TURN.format(text) for text in told]
@@ -352,55 +352,25 @@ def test_drawn_tokens_keep_the_distribution(
 def test_drafting_changes_no_byte_of_the_cache(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, runner: str
 ) -> None:
-    """Full graphs: the target's caches before and after every proposal are equal bit by bit.
-
-    V1 replays full steps alone; on V2 partial passes are graphs as well.
-    """
-    from nwor_specpv.vllm.specpv.rounds import Rounds
-
+    """Full graphs: the target's caches before and after every proposal are equal bit by bit."""
     nwor, options = drafting(runner, tmp_path, monkeypatch)
     nwor = nwor | (ALL_PASSES if runner == "v1" else {}) | {"specpv_max_requests": 4}
-    before = Metrics().snapshot()
     llm = stories_on_gpu(nwor, **(options | HALF | GRAPHS))
     long = [prompt for prompt in prompts() if len(prompt) > 100]  # all of them have views
+    check_proposals(llm, long, monkeypatch, runner, least=0.3)
+
+
+def check_proposals(
+    llm: Any, long: list[list[int]], monkeypatch: pytest.MonkeyPatch, runner: str, *, least: float
+) -> None:
+    """Serves prompts that have views in graphs: no proposal writes to the target's caches, and at
+    least such a share of the drafts is confirmed."""
     drive(llm, long[:1], greedy(2))  # caches are bound, and our side knows its runner
-    drafter = getattr(own_engine().runner, "drafter" if runner == "v1" else "speculator")
-    propose, run_pass = drafter.propose, Rounds._pass
-    latest: dict[str, torch.Tensor] = {}
-    rounds: list[tuple[int, bool, bool]] = []  # passes; whether drafting, and the step, wrote
-    eager: list[int] = []
-
-    def bits() -> dict[str, torch.Tensor]:
-        torch.cuda.synchronize()
-        return {name: cache.view(torch.int16) for name, cache in caches().items()}
-
-    def differ(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
-        return not all(torch.equal(one[name], other[name]) for name in one)
-
-    def watched(*args: Any, **kwargs: Any) -> Any:
-        counted, held = Metrics().snapshot(), bits()
-        found = propose(*args, **kwargs)
-        now = bits()
-        passes = grown(counted, "specpv_draft_passes_total")
-        rounds.append((passes, differ(held, now), differ(latest, held)))
-        latest.update(now)
-        return found
-
-    def counting(self: Rounds, *args: Any, **kwargs: Any) -> None:
-        eager.append(1)
-        run_pass(self, *args, **kwargs)
-
-    monkeypatch.setattr(drafter, "propose", watched)
-    monkeypatch.setattr(Rounds, "_pass", counting)
+    assert hasattr(own_engine().runner, "input_batch") is (runner == "v1")
+    proposals, before = Proposals(monkeypatch), Metrics().snapshot()
     replays = own_engine().num_replays
     story = drive(llm, long, greedy(MAX_TOKENS), arrivals=[0, 0, 3, 3])
     assert all(len(tokens) == MAX_TOKENS for tokens in story.tokens.values())
-    assert len(latest) == len(own_engine().own_layers) > 0
     assert own_engine().num_replays > replays
-    by_passes = [written for passes, _, written in rounds if passes]
-    print(f"{runner}: {len(rounds)} proposals, {len(by_passes)} of them by passes")
-    assert len(by_passes) > 4
-    assert not any(changed for _, changed, _ in rounds)
-    assert any(by_passes)  # the caches that full steps write to
-    assert eager == []
-    check_confirmed(before, 0.3)
+    proposals.check()
+    check_confirmed(before, least)

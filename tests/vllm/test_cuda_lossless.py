@@ -1,8 +1,9 @@
 """Mode `lossless` in the real vLLM on a GPU with SmolLM2: what happens to requests, every write of
-its steps checked, and tokens that are drawn.
+its steps checked, its caches around proposals, and tokens that are drawn.
 
-Prompts are passages of a book, code and a question. What plain vLLM gives is computed once;
-`closeness.py` says what may differ. float16 rounds eight times finer than bfloat16.
+Prompts are passages of a book, code and questions, one of them about the beginning of its text.
+What plain vLLM gives is computed once; `closeness.py` says what may differ. float16 rounds eight
+times finer than bfloat16.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from typing import Any
 import closeness
 import pytest
 import torch
-from disturbances import BOOK, CODE, Script, passages, wanted
+from disturbances import ASKED, BOOK, CODE, Script, passages, wanted
 from engines import NGRAM, drive, own_engine, release_engines
 from test_cuda import GRAPHS, TURN, begin, smollm2_head
 from test_cuda_long_context import (
@@ -27,6 +28,7 @@ from test_cuda_long_context import (
     check_confirmed,
     check_disturbed,
     check_drawn,
+    check_proposals,
     draw,
 )
 from test_cuda_specpv import SCHEDULER, SPECULATION, VIEW_OF_400
@@ -161,7 +163,13 @@ CODE_LENGTH, BOOK_LENGTH = 4000, 4500  # characters
 
 
 def texts() -> list[str]:
-    asked = (f"{BOOK.read_text()[:BOOK_LENGTH]}\n\nContinue.", "What is the capital of France?")
+    """Code, a book that goes on, a question about its beginning, a short question."""
+    book = BOOK.read_text()
+    asked = (
+        f"{book[:BOOK_LENGTH]}\n\nContinue.",
+        ASKED.format(book[9000 : 9000 + BOOK_LENGTH]),
+        "What is the capital of France?",
+    )
     return [CODE.read_text()[:CODE_LENGTH], *(TURN.format(text) for text in asked)]
 
 
@@ -191,7 +199,7 @@ def test_every_write_keeps_the_contract(
     options |= ROOM | EAGER | {"kv_cache_memory_bytes": 256 << 20}
     before = Metrics().snapshot()
     llm = begin(VIEW_OF_400 | {"check_contract": True}, **options)
-    found = drive(llm, texts(), wanted(), arrivals=[0, 0, 2])
+    found = drive(llm, texts(), wanted(), arrivals=[0, 0, 0, 2])
     assert hasattr(own_engine().runner, "input_batch") is (runner == "v1")
     assert own_engine().checker is not None
     assert own_engine().violations == []
@@ -202,18 +210,39 @@ def test_every_write_keeps_the_contract(
     close.check(mean=0.005, most=0.1, share=0.5)
 
 
-def test_drawn_tokens_keep_the_distribution(
-    half: Said, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("runner", ["v1", "v2"])
+def test_drafting_changes_no_byte_of_the_cache(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, runner: str
 ) -> None:
-    """Model runner V2 in full graphs, the shipped head and passes in turns; a full step gives the
-    first token, drafts are judged behind it."""
-    options = drafting("v2", tmp_path, monkeypatch, "float16") | ROOM | GRAPHS
-    options["speculation"]["draft_sample_method"] = "probabilistic"
+    """Full graphs: the target's caches before and after every proposal are equal bit by bit."""
+    options = drafting(runner, tmp_path, monkeypatch, "float16")
+    options |= ROOM | GRAPHS | {"kv_cache_memory_bytes": 256 << 20}
+    nwor = VIEW_OF_400 | (ALL_PASSES if runner == "v1" else {}) | {"specpv_max_requests": 4}
+    llm = begin(nwor, **options)
+    read = passages(llm.get_tokenizer()).prompts
+    long = [prompt for prompt in read if len(prompt) > 400]  # all of them have views
+    check_proposals(llm, long, monkeypatch, runner, least=0.2)
+
+
+@pytest.mark.parametrize("runner", ["v1", "v2"])
+def test_drawn_tokens_keep_the_distribution(
+    half: Said, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, runner: str
+) -> None:
+    """Full graphs; lookups and passes on V1, the shipped head and passes in turns on V2. A full
+    step gives the first token, drafts are judged behind it.
+
+    V1 counts no draft of the step that ends a request, and four tokens need one or two.
+    """
+    options = drafting(runner, tmp_path, monkeypatch, "float16") | ROOM | GRAPHS
+    nwor, least = VIEW_OF_400 | {"specpv_max_requests": CROWD}, 0.1
+    if runner == "v1":
+        nwor, least = nwor | ALL_PASSES, 0.005
+    else:
+        options["speculation"]["draft_sample_method"] = "probabilistic"
     before = Metrics().snapshot()
-    nwor = VIEW_OF_400 | {"specpv_max_requests": CROWD}
     llm = begin(nwor, max_num_seqs=CROWD, **options)
     ours = draw(llm, 1, opening(llm), crowd=CROWD, samples=SAMPLES)
-    assert not hasattr(own_engine().runner, "input_batch"), "the V1 runner was used"
+    assert hasattr(own_engine().runner, "input_batch") is (runner == "v1")
     assert own_engine().num_replays > 0
-    check_confirmed(before, 0.1)
+    check_confirmed(before, least)
     check_drawn(ours, half.drawn, [slice(i, i + 1) for i in (1, 2, 3)], degrees=10)

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from disturbances import BOOK
+from disturbances import ASKED, BOOK
 from engine_process import run_job
 from engines import NGRAM, check_drafting, drive, greedy, own_engine
 from engines import stats as own_stats
@@ -116,8 +116,7 @@ def test_smollm2_reads_a_book(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, r
     V1's requests draft different numbers of tokens: such steps are no case for vLLM's full graphs.
     """
     book = BOOK.read_text()
-    asked = "The password is 'heliotrope'.\n\n{}\n\nWhat is the password?"
-    texts = (f"{book[:9000]}\n\nContinue.", asked.format(book[9000:15000]), "Name ten animals.")
+    texts = (f"{book[:9000]}\n\nContinue.", ASKED.format(book[9000:15000]), "Name ten animals.")
     texts = [TURN.format(text) for text in texts]
     monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "1" if runner == "v2" else "0")
     speculation, more = SPECULATION, {}
