@@ -231,7 +231,8 @@ def test_drawn_tokens_keep_the_distribution(
     """Full graphs; lookups and passes on V1, the shipped head and passes in turns on V2. A full
     step gives the first token, drafts are judged behind it.
 
-    V1 counts no draft of the step that ends a request, and four tokens need one or two.
+    On V1 every step drafts eight tokens at places where many may come, and drafts of the step that
+    ends a request are not counted: few are confirmed.
     """
     options = drafting(runner, tmp_path, monkeypatch, "float16") | ROOM | GRAPHS
     nwor, least = VIEW_OF_400 | {"specpv_max_requests": CROWD}, 0.1
