@@ -61,7 +61,7 @@ def run(job: dict[str, Any], head: dict[str, Any]) -> dict[str, Any]:
         "failures": draft_failures(begun),
     }
     if job.get("truth"):
-        guess_from(runner, job["prompts"], job["confirmed"])
+        guess_from(runner, job["prompts"], job["truth"])
     if job.get("graphs"):
         capture(speculator, job["graphs"])
         found["costs"] = speculator.lengths.costs.base
