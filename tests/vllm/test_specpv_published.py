@@ -3,11 +3,14 @@ nobody else."""
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
+from engine_process import run_script
 from engines import STOCK, Story, counted, drive, greedy, own_engine, start
 from engines import stats as own_stats
+from published import PAGE, published, scheduler_of, watch_requests
 from small_views import LENGTHS, SMALL_VIEW, cover_all, prompts
 
 from nwor_specpv import Metrics
@@ -15,7 +18,7 @@ from nwor_specpv.errors import NworError
 from nwor_specpv.vllm.specpv.rules import SCHEDULERS
 
 VIEW = SMALL_VIEW | {"specpv_rectify": "refresh", "check_contract": True}
-VIEW_TOKENS, PAGE = 96, 16
+VIEW_TOKENS = 96
 MAX_TOKENS = 48
 
 
@@ -24,41 +27,15 @@ def begin(nwor: dict[str, Any] | None = None, **options: Any) -> Any:
     return start(VIEW | (nwor or {}), **chosen)
 
 
-def scheduler_of(llm: Any) -> Any:
-    return llm.llm_engine.engine_core.engine_core.scheduler
-
-
-def watch_requests(llm: Any) -> list[Any]:
-    """The scheduler's own requests, in the order they come."""
-    scheduler, found = scheduler_of(llm), []
-    add = scheduler.add_request
-
-    def watched(request: Any) -> None:
-        found.append(request)
-        add(request)
-
-    scheduler.add_request = watched
+def check_published(llm: Any, requests: list[Any]) -> int:
+    """Every block that can be found is of full attention. How many there are."""
+    found, beyond = published(llm, requests, VIEW_TOKENS)
+    assert beyond == 0, f"{beyond} of {found} blocks"
     return found
 
 
 def blocks_of(tokens: int) -> int:
     return tokens // PAGE
-
-
-def check_published(llm: Any, requests: list[Any]) -> int:
-    """Every block that can be found is of full attention for a request that had its tokens: of a
-    prompt, or within the view. How many there are."""
-    from vllm.v1.core.kv_cache_utils import get_block_hash
-
-    pool = scheduler_of(llm).kv_cache_manager.block_pool
-    published = {get_block_hash(b.block_hash) for b in pool.blocks if b.block_hash is not None}
-    allowed = {
-        block
-        for request in requests
-        for block in request.block_hashes[: blocks_of(max(VIEW_TOKENS, request.num_prompt_tokens))]
-    }
-    assert published <= allowed, f"{len(published - allowed)} blocks of {len(published)}"
-    return len(published)
 
 
 def check_books() -> None:
@@ -142,3 +119,29 @@ def test_what_is_refused() -> None:
         start(VIEW, enable_prefix_caching=True)
     with pytest.raises(NworError, match=r"for synchronous.*scheduler\.RefreshScheduler"):
         begin(scheduler_cls=SCHEDULERS[True])
+
+
+@pytest.mark.slow
+def test_asynchronous_scheduling_on_model_runner_v2(tmp_path: Path) -> None:
+    """An EAGLE3 head; one prompt ends in a piece of one row, and some requests are preempted."""
+    options = {"nwor": VIEW, "scheduler_cls": SCHEDULERS[True], "enable_prefix_caching": True}
+    options |= {"num_gpu_blocks_override": 50, "max_model_len": 320}
+    options |= {"long_prefill_token_threshold": 149, "speculation": {"num_speculative_tokens": 4}}
+    job = {"start": options, "prompts": prompts(), "max_tokens": 24}
+    script = Path(__file__).with_name("refresh_v2_process.py")
+    found, log = run_script(tmp_path, job, script, VLLM_USE_V2_MODEL_RUNNER="1")
+    print(log[-2000:])
+    assert found["runner"] == "vllm.v1.worker.cpu.model_runner"
+    assert found["async"]
+    assert found["violations"] == []
+    assert found["preemptions"] > 0
+    assert found["full_tokens"] == VIEW_TOKENS - 4
+    number, beyond = found["published"]
+    assert number > 20
+    assert beyond == 0
+    for index, length in enumerate(LENGTHS):
+        assert found["cached"][str(index)] <= max(VIEW_TOKENS - 4, length)
+    decisions = found["decisions"]
+    assert [149, 1, True, False] in decisions
+    assert not any(views for *_, prefilling, views in decisions if prefilling)
+    assert sum(views for *_, views in decisions) > 50
