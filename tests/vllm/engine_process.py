@@ -51,12 +51,15 @@ def rank_report(_: object) -> dict[str, Any]:
     """What one rank counted; runs in the rank's own process."""
     if "nwor_specpv.vllm.engine" not in sys.modules:
         return {"stats": None, "violations": []}
+    from nwor_specpv import Metrics
     from nwor_specpv.vllm.engine import current_engine
 
     engine = current_engine()
     if engine is None or engine.interceptor is None:
         return {"stats": None, "violations": []}
     found = {"stats": engine.interceptor.stats(), "violations": engine.violations}
+    found |= {"counted": Metrics().snapshot(), "latest_failure": engine.draft_failures.latest}
+    found["proposed"] = getattr(getattr(engine.runner, "drafter", None), "proposed", [])
     if engine.refresh is not None:
         seen = engine.refresh.views.store.key_caches
         caches = [engine.layers[name].kv_cache for name in engine.own_layers]
@@ -86,14 +89,54 @@ def disagree(_: object) -> None:
     steps._commit = wrong
 
 
+def break_drafting(worker: Any, rank: int, part: str, every: int) -> None:
+    """On this rank every so many calls of a part of drafting over views fail; `layer`: the third
+    layer's attention, by passes. All ranks note what they propose. Runs in the rank's process."""
+    from vllm.distributed.parallel_state import get_tp_group
+
+    from nwor_specpv.vllm.specpv import drafter as module
+    from nwor_specpv.vllm.specpv.partial_pass import PartialPass
+
+    drafter = worker.model_runner.drafter
+    drafter.proposed, propose = [], drafter.propose
+
+    def proposing(*args: Any, **kwargs: Any) -> Any:
+        drafter.proposed.append(propose(*args, **kwargs))
+        return drafter.proposed[-1]
+
+    drafter.propose = proposing
+    if get_tp_group().rank_in_group != rank:
+        return
+    owner, name = {
+        "layer": (PartialPass, "_attend"),
+        "begin": (module.ViewStore, "begin"),
+        "memory": (module, "ViewStore"),
+        "learn": (module.PartialViewDrafter, "_learn"),
+        "drafts": (module.PartialViewDrafter, "_drafts"),
+    }[part]
+    run, calls = getattr(owner, name), []
+
+    def failing(*args: Any, **kwargs: Any) -> Any:
+        if part != "layer" or args[0].layer_index[args[2].layer_name] == 2:
+            calls.append(None)
+            if len(calls) % every == 0:
+                raise MemoryError("injected") if part == "memory" else RuntimeError("injected")
+        return run(*args, **kwargs)
+
+    setattr(owner, name, failing)
+
+
 def main() -> None:
-    """job: start (arguments of engines.start), prompts, max_tokens, arrivals, disagree."""
+    """job: start (arguments of engines.start), prompts, max_tokens, arrivals, disagree, broken
+    (arguments of `break_drafting`)."""
     from engines import drive, greedy, start
 
     job = json.loads(Path(sys.argv[1]).read_text())
     llm = start(job["start"].pop("nwor"), **job["start"])
     if job.get("disagree"):
         llm.collective_rpc(disagree)
+    if job.get("broken"):
+        llm.collective_rpc(break_drafting, args=tuple(job["broken"]))
     story = drive(llm, job["prompts"], greedy(job["max_tokens"]), arrivals=job.get("arrivals"))
     tokens = [story.tokens[str(i)] for i in range(len(job["prompts"]))]
     loaded = [name for name in sys.modules if name.startswith("nwor_specpv.vllm.engine")]

@@ -6,7 +6,6 @@ Model runner V1, the story model. V2: `test_specpv_speculator.py`, `test_runner_
 from __future__ import annotations
 
 import logging
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,8 +14,6 @@ from engines import STOCK, check_drafting, draft_failures, drive, greedy, own_en
 from small_views import SMALL_VIEW, prompts
 
 from nwor_specpv import Metrics
-from nwor_specpv.errors import NworError
-from nwor_specpv.vllm.specpv.failures import DraftFailures
 from nwor_specpv.vllm.specpv.rules import DRAFTER
 
 SPECULATION = {"method": "custom_class", "model": DRAFTER, "num_speculative_tokens": 8}
@@ -156,33 +153,3 @@ def test_a_measurement_that_fails_leaves_lookups(
     assert draft_failures(before) == {"start": 1}
     name = "specpv_draft_passes_total"
     assert Metrics().snapshot()[name] == before[name]
-
-
-def test_ranks_have_memory_together_or_not_at_all(
-    before: dict, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from vllm.distributed import parallel_state
-
-    others: list[str] = [""]
-    group = SimpleNamespace(rank=0, world_size=2, cpu_group="theirs")
-    monkeypatch.setattr(parallel_state, "get_world_group", lambda: group)
-
-    def gather(told: list[str], mine: str, group: Any) -> None:
-        assert group == "theirs"
-        told[:] = [mine, *others]
-
-    monkeypatch.setattr(torch.distributed, "all_gather_object", gather)
-    failures = DraftFailures(alone=False)
-    assert failures.together(lambda: 7) == 7
-
-    def none() -> None:
-        raise torch.OutOfMemoryError("none left")
-
-    with pytest.raises(NworError, match=r"^rank 0: OutOfMemoryError: none left$") as error:
-        failures.together(none)
-    failures.add(error.value, "no views")  # and goes on, as the others do
-    others[:] = ["rank 1: OutOfMemoryError: none left"]
-    with pytest.raises(NworError, match=r"^rank 1: OutOfMemoryError: none left$") as error:
-        failures.together(lambda: 7)
-    failures.add(error.value, "no views")
-    assert draft_failures(before) == {"out_of_memory": 1, "refused": 1}

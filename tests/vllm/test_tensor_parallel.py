@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 from engine_process import run_job
@@ -45,21 +46,87 @@ def test_ranks_that_disagree_write_row_by_row(tmp_path: Path) -> None:
     assert "accepted rows are written one by one" in result["log"]
 
 
-@pytest.mark.slow
-def test_two_ranks_draft_over_views_alike(tmp_path: Path) -> None:
-    """Each rank has summaries, tails and views of its own heads; passes by rank 0's costs."""
-    prompts = [(prompt * 40)[:200] for prompt in story_prompts(3)]
-    expected = drive(start(STOCK, speculation=None), prompts, greedy(40))
+def long_prompts() -> list[list[int]]:
+    return [(prompt * 40)[:200] for prompt in story_prompts(3)]
+
+
+@pytest.fixture(scope="module")
+def plain_tokens() -> list[list[int]]:
+    """What vLLM alone says to the long prompts."""
+    story = drive(start(STOCK, speculation=None), long_prompts(), greedy(40))
+    return [story.tokens[str(i)] for i in range(3)]
+
+
+def draft_over_views(folder: Path, passes: int, **more: Any) -> dict[str, Any]:
+    """Two ranks, and what each of them counted."""
     speculation = {"method": "custom_class", "model": DRAFTER, "num_speculative_tokens": 8}
     view = {"enable_specpv": True, "specpv_n_sink_blocks": 1, "specpv_n_retrieval_blocks": 3}
     view |= {"specpv_n_window_blocks": 2, "strict": True}
+    nwor = STAGED | view | {"specpv_draft_passes": passes}
+    start_with = {"nwor": nwor, "speculation": speculation, "tensor_parallel_size": 2}
+    job = {"start": start_with, "prompts": long_prompts(), "max_tokens": 40} | more
+    return run_job(folder, job)
+
+
+@pytest.mark.slow
+def test_two_ranks_draft_over_views_alike(tmp_path: Path, plain_tokens: list) -> None:
+    """Each rank has summaries, tails and views of its own heads; passes by rank 0's costs."""
     for passes in (0, 3):
-        nwor = STAGED | view | {"specpv_draft_passes": passes}
-        start_with = {"nwor": nwor, "speculation": speculation, "tensor_parallel_size": 2}
-        job = {"start": start_with, "prompts": prompts, "max_tokens": 40}
-        result = run_job(tmp_path, job)
-        assert result["tokens"] == [expected.tokens[str(i)] for i in range(3)]
+        result = draft_over_views(tmp_path, passes)
+        assert result["tokens"] == plain_tokens
         assert [rank["violations"] for rank in result["ranks"]] == [[], []]
         first, second = (rank["stats"] for rank in result["ranks"])
         assert first == second
         assert first["committed_tokens"] > 0
+        for rank in result["ranks"]:
+            assert rank["counted"]["specpv_draft_failures_total"] == {}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("part", "every", "broken", "passes"),
+    [
+        ("layer", 7, 1, 3),  # in the midst of passes, those that choose blocks and later ones
+        ("layer", 4, 0, 0),  # and while passes are timed
+        ("begin", 2, 1, 3),
+        ("learn", 5, 1, 3),
+        ("drafts", 5, 0, 3),
+    ],
+)
+def test_what_fails_on_one_rank_drafts_nothing_on_both(
+    tmp_path: Path, plain_tokens: list, part: str, every: int, broken: int, passes: int
+) -> None:
+    """Tokens stay right, both ranks propose and count the same, later rounds draft again."""
+    result = draft_over_views(tmp_path, passes, broken=(broken, part, every))
+    assert result["tokens"] == plain_tokens
+    first, second = result["ranks"]
+    assert first["stats"] == second["stats"]
+    assert first["stats"]["committed_tokens"] > 0
+    assert first["proposed"] == second["proposed"]
+    for rank in (first, second):
+        assert rank["violations"] == []
+        assert rank["counted"]["specpv_draft_failures_total"]["error"] > 1
+    for name in ("draft_failures", "draft_passes", "drafted_tokens", "confirmed_tokens"):
+        counts = [rank["counted"][f"specpv_{name}_total"] for rank in (first, second)]
+        assert counts[0] == counts[1]
+    assert first["counted"]["specpv_drafted_tokens_total"] > 0
+    latest = [result["ranks"][rank]["latest_failure"] for rank in (broken, 1 - broken)]
+    assert latest[0] == "RuntimeError: injected"
+    assert latest[1].startswith("OtherRankError: another rank has failed")
+    assert "RuntimeError: injected" in result["log"]
+
+
+@pytest.mark.slow
+def test_without_memory_for_views_on_one_rank_no_rank_has_them(
+    tmp_path: Path, plain_tokens: list
+) -> None:
+    result = draft_over_views(tmp_path, 3, broken=(1, "memory", 1))
+    assert result["tokens"] == plain_tokens
+    first, second = result["ranks"]
+    assert first["stats"] == second["stats"]
+    assert first["proposed"] == second["proposed"]
+    assert any(map(any, first["proposed"]))  # by lookups alone
+    assert first["counted"]["specpv_draft_failures_total"] == {"error": 1}
+    assert second["counted"]["specpv_draft_failures_total"] == {"out_of_memory": 1}
+    assert first["counted"]["specpv_draft_passes_total"] == 0
+    assert "no views, requests draft by lookups alone" in result["log"]

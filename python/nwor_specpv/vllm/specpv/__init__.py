@@ -7,6 +7,7 @@
     ngram         lookups in a request's own tokens, kept up to date as it grows
     policy        how many partial passes pay, from measured costs and running acceptance
     drafter       mode `lossless` on model runner V1: a proposer vLLM loads by its class path
+    turns         the passes of one of its rounds
     target        the target model as a drafter: partial passes
     costs         what passes cost, measured at start
     chain         chains of drafts that grow on the device
@@ -14,9 +15,10 @@
     round_models  vLLM's target and head on a round's rows
     speculator    mode `lossless` on model runner V2, in the place of vLLM's EAGLE speculator
     lengths       how many drafts and passes pay there
-    scheduler     vLLM's scheduler with as many drafts as pay
+    scheduler     vLLM's schedulers: with as many drafts as pay, or capping what is published
     refresh       mode `refresh`: the verify step itself attends to the view
-    failures      drafting that failed: counted, logged, the latest kept
+    publishing    what its requests may give to the prefix cache
+    failures      drafting that failed: counted, logged, agreed on by ranks
     late_counts   counts of the device, read without waiting
     drift         what mode `refresh` does to attention, measured on its full steps
 

@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
+from .failures import DraftFailures
 from .partial_pass import PartialPass
 from .policy import StepCosts, fit_costs
 from .rounds import Rounds
@@ -22,18 +23,20 @@ _ROWS = 8  # of the larger one of one request
 _MOST_TOKENS = 32768  # that a request of a measured round reads
 
 
-def measure_passes(target: Target, store: ViewStore, tail: Tail) -> StepCosts:
+def measure_passes(
+    target: Target, store: ViewStore, tail: Tail, failures: DraftFailures
+) -> StepCosts:
     """Costs of passes of one request (model runner V1), rank 0's on every rank.
 
-    REQUIRES: all ranks measure, as a pass runs on all of them.
+    REQUIRES: all ranks measure, as a pass runs on all of them. All of them raise, or none.
     """
     device, pages = tail.keys.device, store.key_caches[0].shape[0]
     tokens = min(pages * store.page_size, 4 * store.budget.static_tokens)
     table = torch.arange(-(-tokens // store.page_size), dtype=torch.int32, device=device)
     store.num_blocks.fill_(-1)  # all of the context
 
-    def run(rows: int, context: int) -> None:
-        passed = PartialPass(
+    def make_pass(rows: int, context: int) -> PartialPass:
+        return PartialPass(
             store=store,
             tail=tail,
             layer_index=target.layer_index,
@@ -45,8 +48,17 @@ def measure_passes(target: Target, store: ViewStore, tail: Tail) -> StepCosts:
             num_rows=rows,
             has_tail=False,
             select=False,
+            keeps_failure=not failures.alone,
         )
-        target.greedy(passed, [0] * rows, [0] * rows)
+
+    def run(rows: int, context: int) -> None:
+        with failures.agreed():
+            passed = make_pass(rows, context)
+            nothing = torch.zeros(rows, dtype=torch.int64, device=device)
+        said = target.greedy(passed, nothing, nothing)
+        with failures.agreed():
+            passed.check()
+            said.tolist()  # as serving does, which waits for the device
 
     def timed(rows: int, context: int) -> float:
         return _quickest(lambda: run(rows, context))

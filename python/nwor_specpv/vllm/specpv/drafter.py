@@ -27,10 +27,10 @@ from nwor_specpv.vllm.engine import StepSeen, engine_of
 from . import rules
 from .costs import measure_passes
 from .ngram import NgramIndex
-from .partial_pass import PartialPass
 from .policy import Round, Running, StepCosts, choose_passes
 from .tail import Tail
 from .target import Target, own_layers
+from .turns import Turns
 from .views import Batch, ViewStore
 
 _MAX_LOOKUP = 16  # tokens a lookup alone may draft
@@ -54,6 +54,7 @@ class PartialViewDrafter:
     def __init__(self, vllm_config: Any) -> None:
         self._vllm_config = vllm_config
         self._engine = engine_of(vllm_config)
+        self._failures = self._engine.draft_failures
         settings = self._settings = self._engine.settings
         if not settings.enable_specpv:
             raise NworError(
@@ -74,10 +75,7 @@ class PartialViewDrafter:
         self._tail: Tail | None = None
         self._costs: StepCosts | None = None
         self._proposed_at = 0.0
-        self.agreement = Running(0.9)
-        self.lookup_agreement = Running(0.5)
-        self.lookup_tokens = Running(1.0)
-        self.tokens_per_pass = Running(1.5)
+        self._expect()
         self.full_extra = Running(0.0, weight=1.0)
 
     # ---- what vLLM calls ------------------------------------------------------------------------
@@ -101,13 +99,14 @@ class PartialViewDrafter:
             return
         reason = ""  # of the error: memory is what may be missing
         try:
-            self._engine.draft_failures.together(self._allocate)
+            with self._failures.agreed():
+                self._allocate()
             reason = "start"
             if not self._settings.specpv_draft_passes:
                 assert self._target is not None
                 assert self._store is not None
                 assert self._tail is not None
-                self._costs = measure_passes(self._target, self._store, self._tail)
+                self._costs = measure_passes(self._target, self._store, self._tail, self._failures)
                 logger.info("nwor_specpv: measured %s", self._costs)
         except Exception as error:
             self._store = self._tail = None
@@ -128,6 +127,8 @@ class PartialViewDrafter:
         except Exception as error:
             self._fail(error)
             self._forget()  # whatever was half done
+            if not self._failures.alone:
+                self._expect()  # one may have counted less than the others, and they choose alike
             drafts = [[] for _ in sampled_token_ids]
         self._proposed_at = time.perf_counter()
         return drafts
@@ -135,25 +136,35 @@ class PartialViewDrafter:
     def _propose(
         self, sampled: list[list[int]], num_tokens: Any, token_ids: Any, started: float
     ) -> list[list[int]]:
-        seen, count = self._engine.seen, len(sampled)
-        if seen is None or len(seen.lens) < count:
-            raise NworError("the step's metadata was not built by us")
-        names = self._engine.runner.input_batch.req_ids[:count]
+        """Ranks agree before the round, within it and on the drafts, which are equal."""
+        count = len(sampled)
         lens = [int(length) for length in num_tokens[:count]]
-        self._learn(names, sampled, lens, token_ids, seen)
-        requests = [self._requests[name] for name in names]
         active = [i for i in range(count) if sampled[i] and lens[i] < self._max_len]
-        members = [i for i in active if self._has_view(requests[i], lens[i])]
-        passes = self._passes(members, [i for i in active if i not in members], lens)
-        self._observe(started, seen, lens)
-        chains: dict[int, list[int]] = {}
-        if passes:
-            try:
-                chains = self._round(members, requests, lens, seen, passes)
-            except Exception as error:
-                self._fail(error)
-                chains = {i: [] for i in members}
-        drafts: list[list[int]] = [[] for _ in range(count)]
+        with self._failures.agreed():
+            seen = self._engine.seen
+            if seen is None or len(seen.lens) < count:
+                raise NworError("the step's metadata was not built by us")
+            names = self._engine.runner.input_batch.req_ids[:count]
+            self._learn(names, sampled, lens, token_ids, seen)
+            requests = [self._requests[name] for name in names]
+            members = [i for i in active if self._has_view(requests[i], lens[i])]
+            passes = self._passes(members, [i for i in active if i not in members], lens)
+            self._observe(started, seen, lens)
+            if not passes:
+                return self._drafts(active, requests, {})
+        try:
+            chains = self._round(members, requests, lens, seen, passes)
+        except Exception as error:
+            self._fail(error)
+            chains = {i: [] for i in members}
+        with self._failures.agreed():
+            return self._drafts(active, requests, chains)
+
+    def _drafts(
+        self, active: list[int], requests: list[Request], chains: dict[int, list[int]]
+    ) -> list[list[int]]:
+        """Chains and the lookups behind them; lookups alone for who has no chain."""
+        drafts: list[list[int]] = [[] for _ in requests]
         for i in active:
             request, chain = requests[i], chains.get(i)
             request.by_view = len(chain or [])
@@ -212,6 +223,13 @@ class PartialViewDrafter:
         whole = 0 < scheduled == accepted
         grown = 2 * request.lookup_length if whole else self._inner
         request.lookup_length = min(_MAX_LOOKUP, max(1, grown))
+
+    def _expect(self) -> None:
+        """What is taken for likely until something was seen."""
+        self.agreement = Running(0.9)
+        self.lookup_agreement = Running(0.5)
+        self.lookup_tokens = Running(1.0)
+        self.tokens_per_pass = Running(1.5)
 
     def _forget(self) -> None:
         for name in list(self._requests):
@@ -295,71 +313,47 @@ class PartialViewDrafter:
         seen: StepSeen,
         passes: int,
     ) -> dict[int, list[int]]:
-        """The chains that `passes` partial passes give the members of the batch."""
+        """The chains that `passes` partial passes give the members of the batch.
+
+        Ranks agree before each pass that all are ready for it, and behind it that none has failed.
+        """
         store, tail, target = self._store, self._tail, self._target
         assert store is not None
         assert tail is not None
         assert target is not None
-        device, size = tail.keys.device, len(members)
-        interval = self._settings.specpv_draft_select_interval
-
-        def ints(values: Any, dtype: torch.dtype = torch.int32) -> torch.Tensor:
-            return torch.tensor(values, dtype=dtype, device=device)
-
-        table = seen.block_table[ints(members, torch.int64)]
-        prefix = [lens[i] - 1 for i in members]  # the last token is not in the cache yet
-        prefix_lens = ints(prefix)
-        rows = ints([requests[i].row for i in members])
-        store.begin(Batch(table, rows, prefix_lens, torch.ones_like(rows)))
-        chains: list[list[int]] = [[] for _ in members]
-        kept = [0] * size
-        for number in range(passes):
-            busy = [len(chain) < self._limit for chain in chains]
-            if not any(busy):
-                break
-            guesses = [
-                requests[i].index.lookup(chain, self._inner) if more else []
-                for i, chain, more in zip(members, chains, busy, strict=True)
-            ]
-            num_rows = 1 + max(map(len, guesses))
-            tokens, positions, slots = [], [], []
-            for b, i in enumerate(members):
-                root = chains[b][-1] if chains[b] else requests[i].index.last
-                line = [root, *guesses[b]]
-                used = len(line) if busy[b] else 0
-                tokens += line + [root] * (num_rows - len(line))
-                first = prefix[b] + kept[b]
-                positions += [min(first + j, self._max_len - 1) for j in range(num_rows)]
-                slots += [tail.slot(b, kept[b] + j) if j < used else -1 for j in range(num_rows)]
-            passed = PartialPass(
-                store=store,
-                tail=tail,
-                layer_index=target.layer_index,
-                block_table=table,
-                prefix_lens=prefix_lens,
-                tail_lens=ints(kept),
-                query_start=ints([b * num_rows for b in range(size + 1)]),
-                slots=ints(slots, torch.int64),
-                num_rows=num_rows,
-                has_tail=number > 0,
-                select=number == 0 or (interval > 0 and number % interval == 0),
-                query_rows=ints([[0, 1 + len(guess)] for guess in guesses]),
+        agreed = self._failures.agreed
+        with agreed():
+            size, device = len(members), tail.keys.device
+            rows = torch.tensor(
+                [requests[i].row for i in members], dtype=torch.int32, device=device
             )
-            best = target.greedy(passed, tokens, positions)
+            turns = Turns(
+                store,
+                tail,
+                target.layer_index,
+                seen.block_table[torch.tensor(members, device=device)],
+                [requests[i].index for i in members],
+                [lens[i] - 1 for i in members],  # the last token is not in the cache yet
+                limit=self._limit,
+                inner=self._inner,
+                max_len=self._max_len,
+                select_interval=self._settings.specpv_draft_select_interval,
+                keeps_failure=not self._failures.alone,
+            )
+            store.begin(Batch(turns.block_table, rows, turns.prefix_lens, torch.ones_like(rows)))
+            turn = turns.next()
+        while turn is not None:
+            said = target.greedy(turn.passed, turn.tokens, turn.positions)
+            with agreed():
+                turn.passed.check()
+                turns.judge(turn, said.tolist())
+                if turns.number == 1:
+                    store.end(size)
+                turn = turns.next() if turns.number < passes else None
             _C.count("specpv_draft_passes_total", 1)
-            if number == 0:
-                store.end(size)
-            for b, guess in enumerate(guesses):
-                if not busy[b]:
-                    continue
-                line = best[b * num_rows : (b + 1) * num_rows]
-                right = 0
-                while right < len(guess) and guess[right] == line[right]:
-                    right += 1
-                chains[b] += [*guess[:right], line[right]]
-                kept[b] += 1 + right
-                self.tokens_per_pass.add(1 + right)
-        drafts = {i: chain[: self._limit] for i, chain in zip(members, chains, strict=True)}
+        for tokens in turns.grown:
+            self.tokens_per_pass.add(tokens)
+        drafts = dict(zip(members, turns.drafts(), strict=True))
         _C.count("specpv_drafted_tokens_total", sum(map(len, drafts.values())))
         return drafts
 
@@ -370,4 +364,4 @@ class PartialViewDrafter:
         reason: str = "",
     ) -> None:
         """Nothing is drafted over views this time; serving goes on."""
-        self._engine.draft_failures.add(error, consequence, reason)
+        self._failures.add(error, consequence, reason)

@@ -3,6 +3,9 @@
 Rows see the request's view, the tail of drafts that earlier passes of the round have made, and one
 another. Nothing of them is written to the engine's cache: vLLM is given no slots, and K/V goes to
 the tail.
+
+With several ranks a pass goes through the model's collectives whatever becomes of our part in it:
+see `failures`.
 """
 
 from __future__ import annotations
@@ -36,6 +39,8 @@ class PartialPass:
     select: bool  # the pass' queries choose the blocks, in the first pass of a round at least
     query_rows: torch.Tensor | None = None  # [B, 2] int32: rows that are no padding
     plan: torch.Tensor | None = None  # of all layers: their views have the same lengths
+    keeps_failure: bool = False  # other ranks run it, too: whoever fails goes on to its end
+    failure: Exception | None = None
 
     @property
     def num_requests(self) -> int:
@@ -51,7 +56,35 @@ class PartialPass:
         kv_cache: torch.Tensor,
         output: torch.Tensor,
     ) -> torch.Tensor:
-        """Attention of one layer; `output` has a row for each of `query`."""
+        """Attention of one layer; `output` has a row for each of `query`.
+
+        With `keeps_failure` it does not raise: from the layer that failed on, `output` is zeros,
+        and what the model says is of no use.
+        """
+        if not self.keeps_failure:
+            return self._attend(impl, layer, query, key, value, kv_cache, output)
+        if self.failure is None:
+            try:
+                return self._attend(impl, layer, query, key, value, kv_cache, output)
+            except Exception as error:
+                self.failure = error
+        return output.zero_()
+
+    def check(self) -> None:
+        """Raises what has failed in the pass, once it is over."""
+        if self.failure is not None:
+            raise self.failure
+
+    def _attend(
+        self,
+        impl: Any,
+        layer: Any,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        kv_cache: torch.Tensor,
+        output: torch.Tensor,
+    ) -> torch.Tensor:
         index, count = self.layer_index[layer.layer_name], self.num_requests
         num_rows = count * self.num_rows
         query, key, value = (tensor[:num_rows] for tensor in (query, key, value))

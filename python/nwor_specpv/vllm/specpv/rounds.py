@@ -62,16 +62,20 @@ class Rounds:
         head: Head,
         *,
         by_root: bool = False,
+        keeps_failure: bool = False,
     ) -> None:
         """`by_root`: the root alone chooses blocks, not the guesses. Where tokens are drawn, a view
-        must not depend on the noise that draws them: guesses have the same."""
+        must not depend on the noise that draws them: guesses have the same.
+
+        `keeps_failure`: there are other ranks, see `PartialPass`; `check` raises it."""
         self.chains, self.store, self.tail = chains, store, tail
         self._layer_index = layer_index
         self._target, self._head = target, head
         batch, device = chains.prefix.shape[0], chains.prefix.device
         self._starts = torch.arange(batch + 1, dtype=torch.int32, device=device) * chains.rows
         self._roots = torch.tensor([[0, 1]] * batch, dtype=torch.int32, device=device)
-        self._by_root = by_root
+        self._by_root, self._keeps_failure = by_root, keeps_failure
+        self._failure: Exception | None = None  # of this round
         self._hidden: torch.Tensor | None = None
 
     def begin(
@@ -92,6 +96,7 @@ class Rounds:
         context.
         """
         count, padded = rows.shape[0], block_table.shape[0]
+        self._failure = None
         self.chains.begin(prefix, active, roots)
         all_rows = torch.full((padded,), -1, dtype=torch.int32, device=rows.device)
         lens = self.chains.prefix[:padded]
@@ -132,6 +137,11 @@ class Rounds:
         assert self._hidden is not None
         self.chains.close(self._head.take_up(self.chains, count, self._hidden, last=True))
 
+    def check(self) -> None:
+        """Raises what has failed in a pass of this round. Replays of graphs run none of it."""
+        if self._failure is not None:
+            raise self._failure
+
     def _pass(self, block_table: torch.Tensor, *, first: bool, select: bool) -> None:
         chains, count = self.chains, block_table.shape[0]
         passed = PartialPass(
@@ -147,6 +157,8 @@ class Rounds:
             has_tail=not first,
             select=select,
             query_rows=self._roots[:count] if select and self._by_root else None,
+            keeps_failure=self._keeps_failure,
+            failure=self._failure,  # views of a pass that failed are not there for the next one
         )
         said, hidden = self._target.run(
             passed,
@@ -154,6 +166,7 @@ class Rounds:
             chains.positions(count).flatten(),
             chains.columns(count).flatten(),
         )
+        self._failure = passed.failure
         # Of the same address in every pass: the next one is a graph of its own.
         if self._hidden is None:
             most = chains.prefix.shape[0] * chains.rows

@@ -109,7 +109,6 @@ class PartialViewSpeculator(EagleSpeculator):
         if not sizes or not self._possible():
             return
         try:
-            self._engine.draft_failures.together(self._ready)
             self._capture_rounds(sorted(sizes, reverse=True))
             if self.lengths.wants_costs:
                 self._measure(sorted(sizes))
@@ -123,7 +122,8 @@ class PartialViewSpeculator(EagleSpeculator):
         if not self._possible():
             return
         try:
-            self._engine.draft_failures.together(self._ready)
+            with self._engine.draft_failures.agreed():
+                self._ready()
             if self.lengths.wants_costs:
                 views = self._engine.settings.specpv_max_requests
                 self._measure(sorted({1, min(views, self.max_num_reqs)}))
@@ -232,9 +232,36 @@ class PartialViewSpeculator(EagleSpeculator):
         num_rejected: torch.Tensor,
         last_sampled: torch.Tensor,
     ) -> None:
-        rounds, count = self._ready(), input_batch.num_reqs
-        padded = self._padded(count)
-        table = self._table(padded)
+        """Ranks agree before it that all are ready; behind it only where passes ran without graphs,
+        whose replays have nothing of ours that could fail."""
+        agreed, count = self._engine.draft_failures.agreed, input_batch.num_reqs
+        with agreed():
+            rounds, padded = self._ready(), self._padded(count)
+            table = self._table(padded)
+            select = self._begin(
+                rounds, table, input_batch, passes, num_sampled, num_rejected, last_sampled
+            )
+        kinds = ("first" if select else "kept", *["later"] * (passes - 1), "close")
+        for kind in kinds:
+            self._run(kind, table)
+        self.draft_tokens[:count] = rounds.chains.drafts[:count, : self.limit]
+        if any((kind, padded) not in self._graphs for kind in kinds):
+            with agreed():
+                rounds.check()
+        _C.count("specpv_draft_passes_total", passes)
+
+    def _begin(
+        self,
+        rounds: Rounds,
+        table: torch.Tensor,
+        input_batch: Any,
+        passes: int,
+        num_sampled: torch.Tensor,
+        num_rejected: torch.Tensor,
+        last_sampled: torch.Tensor,
+    ) -> bool:
+        """Tells the device of the round; whether it chooses blocks."""
+        count = input_batch.num_reqs
         names, ends = input_batch.req_ids, input_batch.seq_lens_cpu_upper_bound.tolist()
         rows = self._view_rows(names, ends)
         host = torch.tensor(rows, dtype=torch.int32, pin_memory=self.device.type == "cuda")
@@ -248,10 +275,7 @@ class PartialViewSpeculator(EagleSpeculator):
             torch.bitwise_xor(self.seeds, _OTHER_SEED, out=self.draft_seeds)
             self._certain(input_batch.idx_mapping, passes + self._guesses)
             rounds.chains.drafts[:, passes + self._guesses :] = 0
-        for kind in ("first" if select else "kept", *["later"] * (passes - 1), "close"):
-            self._run(kind, table)
-        self.draft_tokens[:count] = rounds.chains.drafts[:count, : self.limit]
-        _C.count("specpv_draft_passes_total", passes)
+        return select
 
     def _run(self, kind: str, table: torch.Tensor) -> None:
         """A part of a round of as many requests as the table has; from its graph, if there is."""
@@ -344,6 +368,7 @@ class PartialViewSpeculator(EagleSpeculator):
             SampledTarget(self, target),
             EagleHead(self, chains),
             by_root=self.draft_logits is not None,
+            keeps_failure=not self._engine.draft_failures.alone,
         )
         taken = (store.bytes + tail.bytes) / 1e6
         logger.info("nwor_specpv: views of %d requests take %.1f MB", store.max_requests, taken)
@@ -354,16 +379,23 @@ class PartialViewSpeculator(EagleSpeculator):
         return self.lengths.possible(self.vllm_config.model_config.max_model_len)
 
     def _capture_rounds(self, sizes: list[int]) -> None:
-        rounds = self._ready()
-        nobody = torch.zeros(0, dtype=torch.int32, device=self.device)
+        """All ranks have rounds, or none. Nothing waits for another rank while it is recorded."""
+        agreed = self._engine.draft_failures.agreed
+        with agreed():
+            rounds = self._ready()
+            nobody = torch.zeros(0, dtype=torch.int32, device=self.device)
         with graph_capture(device=self.device):
             for size in sizes:
-                table = self._table(size)
-                rounds.begin(table, nobody, nobody, nobody.bool(), nobody.long())
+                with agreed():
+                    table = self._table(size)
+                    rounds.begin(table, nobody, nobody, nobody.bool(), nobody.long())
                 for kind in ("first", "kept", "later", "close"):
                     run = functools.partial(getattr(rounds, kind), table)
                     run()
-                    self._graphs[kind, size] = self._record(run)
+                    with agreed():
+                        rounds.check()
+                        self._graphs[kind, size] = self._record(run)
+                        rounds.check()
         logger.info("nwor_specpv: rounds captured for batches of %s", sizes[::-1])
 
     def _record(self, run: Callable[[], None]) -> torch.cuda.CUDAGraph:

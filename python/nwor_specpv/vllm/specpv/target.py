@@ -54,15 +54,15 @@ class Target:
             found.append(cache_views(cache, compat.CACHE_LAYOUT)[0])
         return found
 
-    def greedy(self, passed: PartialPass, tokens: list[int], positions: list[int]) -> list[int]:
-        """The likeliest next token after each row."""
-        device = passed.slots.device
-        hidden, _ = self.forward(
-            passed,
-            torch.tensor(tokens, dtype=torch.int32, device=device),
-            torch.tensor(positions, dtype=torch.int64, device=device),
-        )
-        return self.logits(hidden).argmax(-1).tolist()
+    def greedy(
+        self, passed: PartialPass, tokens: torch.Tensor, positions: torch.Tensor
+    ) -> torch.Tensor:
+        """The likeliest next token after each row, [rows] int64.
+
+        All ranks run it together, and all of them get the same: vLLM gathers the logits on each.
+        """
+        hidden, _ = self.forward(passed, tokens, positions)
+        return self.logits(hidden).argmax(-1)
 
     def forward(
         self, passed: PartialPass, tokens: torch.Tensor, positions: torch.Tensor

@@ -98,10 +98,10 @@ class ViewStore:
         """A row of its own for a request, or None when all are taken."""
         if not self._free:
             return None
-        row = self._free.pop()
+        row = self._free[-1]
         self._done[row] = 0
         self._anchor[row] = 0
-        return row
+        return self._free.pop()
 
     def close(self, row: int) -> None:
         self._free.append(row)
