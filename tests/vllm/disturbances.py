@@ -150,8 +150,8 @@ def passages(tokenizer: Any) -> Script:
     first, last = (tokenizer(part).input_ids for part in ASKED.split("{}"))
     prompts[2] = first + prompts[2][len(first) : -len(last)] + last
     prompts[3] = tokenizer(CODE.read_text()).input_ids[: lengths[3]]
-    # The first five fit, and half of what they add.
-    blocks = sum(-(-length // 16) for length in lengths[:5]) + 8
+    # The first five fit. Before one of them can have ended each needs a block more: too many.
+    blocks = sum(-(-length // 16) for length in lengths[:5]) + 4
     options = {"num_gpu_blocks_override": blocks, "max_model_len": 2048}
     return Script(prompts, options | {"max_num_batched_tokens": 8192})
 
