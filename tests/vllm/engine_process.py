@@ -89,9 +89,10 @@ def disagree(_: object) -> None:
     steps._commit = wrong
 
 
-def break_drafting(worker: Any, rank: int, part: str, every: int) -> None:
-    """On this rank every so many calls of a part of drafting over views fail; `layer`: the third
-    layer's attention, by passes. All ranks note what they propose. Runs in the rank's process."""
+def break_drafting(worker: Any, rank: int, part: str, first: int, every: int) -> None:
+    """On this rank a part of drafting over views fails, from the `first` call on every so many;
+    `layer`: the third layer's attention, by passes. All ranks note what they propose. Runs in the
+    rank's own process."""
     from vllm.distributed.parallel_state import get_tp_group
 
     from nwor_specpv.vllm.specpv import drafter as module
@@ -112,23 +113,29 @@ def break_drafting(worker: Any, rank: int, part: str, every: int) -> None:
         "begin": (module.ViewStore, "begin"),
         "memory": (module, "ViewStore"),
         "learn": (module.PartialViewDrafter, "_learn"),
-        "drafts": (module.PartialViewDrafter, "_drafts"),
     }[part]
     run, calls = getattr(owner, name), []
 
     def failing(*args: Any, **kwargs: Any) -> Any:
         if part != "layer" or args[0].layer_index[args[2].layer_name] == 2:
             calls.append(None)
-            if len(calls) % every == 0:
+            if len(calls) >= first and (len(calls) - first) % every == 0:
                 raise MemoryError("injected") if part == "memory" else RuntimeError("injected")
         return run(*args, **kwargs)
 
     setattr(owner, name, failing)
 
 
+def start_again(worker: Any) -> None:
+    """Drafting over views starts once more, as when vLLM's worker has warmed up."""
+    drafter = worker.model_runner.drafter
+    drafter._store = drafter._tail = drafter._costs = None
+    drafter.start()
+
+
 def main() -> None:
     """job: start (arguments of engines.start), prompts, max_tokens, arrivals, disagree, broken
-    (arguments of `break_drafting`)."""
+    (arguments of `break_drafting`), start_again."""
     from engines import drive, greedy, start
 
     job = json.loads(Path(sys.argv[1]).read_text())
@@ -137,6 +144,8 @@ def main() -> None:
         llm.collective_rpc(disagree)
     if job.get("broken"):
         llm.collective_rpc(break_drafting, args=tuple(job["broken"]))
+    if job.get("start_again"):
+        llm.collective_rpc(start_again)
     story = drive(llm, job["prompts"], greedy(job["max_tokens"]), arrivals=job.get("arrivals"))
     tokens = [story.tokens[str(i)] for i in range(len(job["prompts"]))]
     loaded = [name for name in sys.modules if name.startswith("nwor_specpv.vllm.engine")]
