@@ -34,6 +34,7 @@ from small_views import LENGTHS, SMALL_VIEW, prompts, varied_prompt
 from nwor_specpv import Metrics
 from nwor_specpv.errors import NworError
 from nwor_specpv.models import stories
+from nwor_specpv.models.tiny_model import Tokenizer
 from nwor_specpv.vllm.specpv.failures import RankError
 from nwor_specpv.vllm.specpv.rules import DRAFTER
 
@@ -108,6 +109,18 @@ def test_requests_of_many_lengths_in_one_batch(
     assert all(tokens <= confirmed for tokens, confirmed in published)
     # What is confirmed with these views is most of what was drafted.
     assert grown(before, "confirmed_tokens") > 0.5 * grown(before, "drafted_tokens")
+
+
+def test_a_book_a_question_about_its_beginning_and_code(before: dict) -> None:
+    """Other text than the model's own: little of it is confirmed, and all of it is plain vLLM's."""
+    encode, length = Tokenizer().encode, 260
+    book = encode(disturbances.BOOK.read_text()[:4000])
+    first, last = map(encode, disturbances.ASKED.split("{}"))
+    asked = first + book[length : 2 * length - len(first) - len(last)] + last
+    code = encode(disturbances.CODE.read_text()[:4000])[: length - 30]
+    texts = [book[:length], asked, code]
+    plain = drive(start(STOCK, speculation=None), texts, greedy(MAX_TOKENS)).tokens
+    check(drive(begin(), texts, greedy(MAX_TOKENS)), [plain[str(i)] for i in range(3)], before)
 
 
 def test_passes_by_measured_cost_without_lookups(expected: list, before: dict) -> None:

@@ -269,7 +269,7 @@ def test_rounds_in_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
         assert spec.draft_tokens[b, : 3 * ROWS].tolist() == continued(text, 3 * ROWS)
 
 
-@pytest.mark.parametrize("case", ["alone", "several ranks", "fixed", "short"])
+@pytest.mark.parametrize("case", ["alone", "several ranks", "fixed", "short", "lowered"])
 def test_a_start_without_graphs_takes_memory_and_measures(
     case: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -286,6 +286,8 @@ def test_a_start_without_graphs_takes_memory_and_measures(
     spec.lengths._alone = case != "several ranks"
     if case == "short":
         spec.vllm_config.model_config.max_model_len = spec.lengths._shortest
+    if case == "lowered":  # by vLLM, which tells its runner and not us
+        spec.vllm_config.model_config.max_model_len -= 40
     table = spec.block_tables.input_block_tables[0]
     saved = table.clone()
     with caplog.at_level(logging.INFO, "nwor_specpv"):
@@ -294,10 +296,13 @@ def test_a_start_without_graphs_takes_memory_and_measures(
         spec.start()  # what is there stays
     assert spec._engine.draft_failures.latest == ""
     assert spec.lengths.costs is costs
-    assert (costs is not None) == (case == "alone")
+    assert (costs is not None) == (case in ("alone", "lowered"))
     assert (spec._rounds is not None) == (case != "short")
     said = [record.getMessage().split()[1] for record in caplog.records]
-    assert said == {"alone": ["views", "measured"], "short": []}.get(case, ["views"])
+    wanted = [] if case == "short" else ["views"]
+    assert said == wanted + ["measured"] * (costs is not None)
+    if case == "lowered":
+        assert spec._rounds.store.max_tokens == spec.max_model_len == MAX_LEN - 40
     if costs is not None:
         assert costs.base > 0
         assert set(kinds) == {(kind, size) for kind in ("first", "later") for size in (1, 2)}
@@ -342,6 +347,7 @@ def test_a_start_that_fails_leaves_the_head_alone(monkeypatch: pytest.MonkeyPatc
     assert Metrics().snapshot()["specpv_draft_failures_total"]["start"] == before + 1
     assert spec._engine.draft_failures.latest == "RuntimeError: injected"
     assert spec.lengths.number([10**6]) == ROWS - 1
+    assert spec._rounds is None  # nor is memory held for nobody
     assert torch.equal(table, saved)
 
 

@@ -94,7 +94,8 @@ class Engine:
     def _hook(problem: str | None) -> None:
         """What long contexts need of vLLM is there, or this is why not."""
         if problem is not None:
-            raise NworError(f"nwor_specpv, enable_specpv: {problem}")
+            versions = " or ".join(compat.SUPPORTED)
+            raise NworError(f"nwor_specpv, enable_specpv: {problem}; install vLLM {versions}")
 
     def _make_refresh(self, vllm_config: Any) -> Refresh | None:
         """Mode `refresh`, if it was asked for."""

@@ -44,7 +44,10 @@ class TargetLayer:
             return super().__new__(cls)
         settings = engine_of(get_current_vllm_config()).settings
         if settings.strict or settings.enable_specpv:  # views need every layer
-            raise NworError(f"nwor_specpv: a layer has {problem}")
+            wanted = "enable_specpv" if settings.enable_specpv else "strict"
+            raise NworError(
+                f"nwor_specpv: a layer has {problem}; serve this model without {wanted}"
+            )
         logger.warning("nwor_specpv leaves a layer to vLLM: %s", problem)
         return cls.stock(*args, **kwargs)
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from typing import TypeVar
 
 import torch
 
@@ -18,6 +19,7 @@ from .tail import Tail
 from .target import Target
 from .views import ViewStore
 
+T = TypeVar("T")
 _REPEATS = 3  # of a measured pass; the quickest counts
 _ROWS = 8  # of the larger one of one request
 _MOST_TOKENS = 32768  # that a request of a measured round reads
@@ -51,17 +53,19 @@ def measure_passes(
             keeps_failure=not failures.alone,
         )
 
-    def run(rows: int, context: int) -> None:
-        with failures.agreed():
-            passed = make_pass(rows, context)
-            nothing = torch.zeros(rows, dtype=torch.int64, device=device)
+    def run(passed: PartialPass) -> None:
+        nothing = torch.zeros(passed.num_rows, dtype=torch.int64, device=device)
         said = target.greedy(passed, nothing, nothing)
-        with failures.agreed():
+        with failures.agreed():  # once for each pass, as in serving
             passed.check()
-            said.tolist()  # as serving does, which waits for the device
+            said.tolist()
 
     def timed(rows: int, context: int) -> float:
-        return _quickest(lambda: run(rows, context))
+        def prepare() -> PartialPass:
+            with failures.agreed():
+                return make_pass(rows, context)
+
+        return _quickest(prepare, run)
 
     return _rank_zeros(fit_costs(timed(1, 0), timed(_ROWS, 0), _ROWS, timed(1, tokens), tokens))
 
@@ -96,7 +100,7 @@ def measure_rounds(
             rounds.chains.active.zero_()
             run("first", table[:size])
 
-        return _quickest(lambda: run("later", table[:size]), begin)
+        return _quickest(begin, lambda _: run("later", table[:size]))
 
     try:
         empty = timed(small, 0)
@@ -109,13 +113,14 @@ def measure_rounds(
     return fit_costs(empty, more, rows, empty + read, large * tokens)
 
 
-def _quickest(run: Callable[[], None], before: Callable[[], None] = lambda: None) -> float:
+def _quickest(prepare: Callable[[], T], run: Callable[[T], None]) -> float:
+    """Seconds of `run`, to the end of what it launches."""
     best = float("inf")
     for _ in range(1 + _REPEATS):
-        before()
+        prepared = prepare()
         torch.accelerator.synchronize()
         started = time.perf_counter()
-        run()
+        run(prepared)
         torch.accelerator.synchronize()
         best = min(best, time.perf_counter() - started)
     return best

@@ -7,9 +7,10 @@ The rule for whoever drafts:
   there, all of them give up, each of which counts a failure.
 * Our part of a pass, in the midst of the model's collectives, keeps its failure until the pass is
   over (`PartialPass.keeps_failure`), so that no rank waits for another.
-* What else fails between two agreements, the model itself, cannot be agreed upon: the other ranks
-  may wait in the midst of the pass, and would take what this rank sends next for a part of it. The
-  worker ends, as with an error in a step of vLLM's own.
+* What else fails between two agreements, the model itself or, in a head's rounds without graphs,
+  what we do between its passes, cannot be agreed upon: the other ranks may wait in the midst of
+  the pass, and would take what this rank sends next for a part of it. The worker ends, as with an
+  error in a step of vLLM's own.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ import torch
 from nwor_specpv import _C
 from nwor_specpv.errors import NworError, logger
 
+_MEMORY = "out_of_memory"
 _MOST_LOGGED = 8  # different texts: some have numbers in them
 
 
@@ -67,14 +69,15 @@ class DraftFailures:
     def add(self, error: Exception, consequence: str, reason: str = "") -> None:
         """Counts `specpv_draft_failures_total{reason}` and logs what has not been logged before.
 
-        Without a reason it follows from the error. Where there are other ranks, all of them must
-        have agreed on it, or we have refused something: they refuse it, too, at the same place.
-        Anything else is raised.
+        Without a reason, and where memory is missing, it follows from the error. Where there are
+        other ranks, all of them must have agreed on it, or we have refused something: they refuse
+        it, too, at the same place. Anything else is raised.
         """
         if isinstance(error, RankError):
             raise error  # it has been told
         known, self._agreed = error is self._agreed or isinstance(error, NworError), None
-        _C.count_draft_failure(reason or _reason(error))
+        found = _reason(error)
+        _C.count_draft_failure(found if found == _MEMORY else reason or found)
         self.latest = f"{type(error).__name__}: {error}"
         if self.latest not in self._logged and len(self._logged) < _MOST_LOGGED:
             self._logged.add(self.latest)
@@ -99,6 +102,6 @@ def _anyone(*, failed: bool) -> bool:
 
 def _reason(error: Exception) -> str:
     if isinstance(error, torch.OutOfMemoryError | MemoryError):
-        return "out_of_memory"
+        return _MEMORY
     refused = isinstance(error, NworError) and not isinstance(error, OtherRankError)
     return "refused" if refused else "error"

@@ -312,8 +312,7 @@ class Refresh:
         graphs = vllm_config.compilation_config.max_cudagraph_capture_size or 0
         rows = 1 + engine.setup.num_speculative_tokens  # of each request in a graph
         self._max_batch = max(vllm_config.scheduler_config.max_num_seqs, -(-graphs // rows))
-        self._max_tokens = vllm_config.model_config.max_model_len
-        self._dtype = vllm_config.model_config.dtype
+        self._model = vllm_config.model_config  # vLLM may lower its length at start
         self.view_tokens = engine.settings.specpv().budget(rows).static_tokens
         self.views: RefreshViews | None = None
         self._lossy = _C.LossyEngine()  # counted by `specpv_lossy_engines`
@@ -375,10 +374,10 @@ class Refresh:
             layers,
             caches,
             max_batch=self._max_batch,
-            max_tokens=self._max_tokens,
+            max_tokens=self._model.max_model_len,
             max_rows=1 + engine.setup.num_speculative_tokens,
             num_heads=engine.layers[layers[0]].impl.num_heads,
-            dtype=self._dtype,
+            dtype=self._model.dtype,
         )
         taken = views.store.bytes / 1e6
         logger.info(

@@ -139,8 +139,9 @@ class Rounds:
 
     def check(self) -> None:
         """Raises what has failed in a pass of this round. Replays of graphs run none of it."""
-        if self._failure is not None:
-            raise self._failure
+        failure, self._failure = self._failure, None  # it holds on to the step it is of
+        if failure is not None:
+            raise failure
 
     def _pass(self, block_table: torch.Tensor, *, first: bool, select: bool) -> None:
         chains, count = self.chains, block_table.shape[0]

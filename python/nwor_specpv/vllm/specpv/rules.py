@@ -52,7 +52,7 @@ class LongContext:
 def describe(vllm_config: Any) -> LongContext:
     """The set-up of a VllmConfig."""
     speculative, model = vllm_config.speculative_config, vllm_config.model_config
-    scheduler = vllm_config.scheduler_config.get_scheduler_cls()  # whether named or given
+    scheduler = _scheduler(vllm_config.scheduler_config.scheduler_cls)
     caps = isinstance(scheduler, type) and issubclass(scheduler, CapsPublished)
     return LongContext(
         drafter=speculative.method if speculative is not None else None,
@@ -69,6 +69,15 @@ def describe(vllm_config: Any) -> LongContext:
         cache_dtype=str(vllm_config.cache_config.cache_dtype),
         page_size=vllm_config.cache_config.block_size or 0,
     )
+
+
+def _scheduler(named: Any) -> Any:
+    """The class that vLLM's `scheduler_cls` is or names; None: vLLM's own."""
+    if not isinstance(named, str):
+        return named
+    from vllm.utils.import_utils import resolve_obj_by_qualname
+
+    return resolve_obj_by_qualname(named)
 
 
 def judge(settings: Settings, setup: LongContext, staging_off: str | None) -> None:

@@ -113,7 +113,7 @@ class PartialViewSpeculator(EagleSpeculator):
             if self.lengths.wants_costs:
                 self._measure(sorted(sizes))
         except Exception as error:
-            self._fail(error, "start")
+            self._fail_at_start(error)
 
     @torch.inference_mode()
     def start(self) -> None:
@@ -128,7 +128,7 @@ class PartialViewSpeculator(EagleSpeculator):
                 views = self._engine.settings.specpv_max_requests
                 self._measure(sorted({1, min(views, self.max_num_reqs)}))
         except Exception as error:
-            self._fail(error, "start")
+            self._fail_at_start(error)
 
     @torch.inference_mode()
     def propose(
@@ -221,6 +221,12 @@ class PartialViewSpeculator(EagleSpeculator):
         self.lengths.give_up()
         consequence = "partial passes failed, the head drafts alone"
         self._engine.draft_failures.add(error, consequence, reason)
+
+    def _fail_at_start(self, error: Exception) -> None:
+        """Memory that nobody would use is vLLM's to have."""
+        self._rounds = None
+        self._graphs.clear()
+        self._fail(error, "start")
 
     # ---- a round --------------------------------------------------------------------------------
 
@@ -348,6 +354,8 @@ class PartialViewSpeculator(EagleSpeculator):
             return self._rounds
         settings, target = self._engine.settings, self._target
         assert target is not None
+        # vLLM may have lowered it to what its caches hold, and tells its runner alone.
+        self.max_model_len = self.vllm_config.model_config.max_model_len
         caches = target.key_caches()
         rows = 1 + self._guesses
         store = ViewStore(
@@ -379,7 +387,11 @@ class PartialViewSpeculator(EagleSpeculator):
         return self.lengths.possible(self.vllm_config.model_config.max_model_len)
 
     def _capture_rounds(self, sizes: list[int]) -> None:
-        """All ranks have rounds, or none. Nothing waits for another rank while it is recorded."""
+        """All ranks have rounds, or none. Nothing waits for another rank while it is recorded.
+
+        vLLM's own all-reduce, which keeps a list of buffers of what is recorded, may not bear it
+        when one rank's recording breaks off.
+        """
         agreed = self._engine.draft_failures.agreed
         with agreed():
             rounds = self._ready()
