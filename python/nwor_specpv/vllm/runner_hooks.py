@@ -85,8 +85,8 @@ def install_names() -> str | None:
     )
 
 
-def install_start(worker: str) -> str | None:
-    """Wraps the method of vLLM's worker, of the class `worker` names, that ends the start."""
+def install_start(worker_class: str) -> str | None:
+    """Wraps the method of vLLM's worker, of the class that is named, which ends the start."""
     from . import engine
 
     def start(worker: Any) -> None:
@@ -96,7 +96,7 @@ def install_start(worker: str) -> str | None:
             drafter = runner.speculator if found.lengths is not None else runner.drafter
             drafter.start()
 
-    module, _, owner = worker.rpartition(".")
+    module, _, owner = worker_class.rpartition(".")
     return _wrap(module, "compile_or_warm_up_model", ("self",), start, owner=owner, after=True)
 
 
@@ -111,8 +111,8 @@ def _wrap(
 ) -> str | None:
     """Has `own` called with what the method gets, before it or `after` it."""
     try:
-        runner = getattr(importlib.import_module(module), owner)
-        original = getattr(runner, method)
+        holder = getattr(importlib.import_module(module), owner)
+        original = getattr(holder, method)
     except (ImportError, AttributeError) as error:
         return f"{module}.{owner}.{method} is not there: {error}"
     if getattr(original, _MARK, False):
@@ -131,5 +131,5 @@ def _wrap(
         return found
 
     setattr(wrapper, _MARK, True)
-    setattr(runner, method, wrapper)
+    setattr(holder, method, wrapper)
     return None
