@@ -21,7 +21,6 @@ import pytest
 import torch
 
 from nwor_specpv import SpecPVConfig
-from nwor_specpv.vllm import speculators
 from nwor_specpv.vllm.specpv.failures import DraftFailures
 from nwor_specpv.vllm.specpv.lengths import Lengths
 
@@ -498,42 +497,6 @@ def test_when_blocks_are_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
     assert spec._chooses(["a", "b"], [200 + room, 301 + room], [200, 300])
 
 
-def test_the_scheduler_asks_for_as_many_drafts_as_pay(monkeypatch: pytest.MonkeyPatch) -> None:
-    from nwor_specpv.vllm.specpv import scheduler as ours
-
-    told = []
-    monkeypatch.setattr(
-        ours.AsyncScheduler,
-        "_update_after_schedule",
-        lambda _, output: told.append(output.num_spec_tokens_to_schedule),
-    )
-    scheduler = ours.LongContextScheduler.__new__(ours.LongContextScheduler)
-    scheduler.num_spec_tokens = 16
-    compilation = SimpleNamespace(static_forward_context={})
-    scheduler.vllm_config = SimpleNamespace(
-        additional_config={"nwor_specpv": {"enable_specpv": True}}, compilation_config=compilation
-    )
-
-    def request(computed: int, tokens: int, placeholders: int = 0) -> Any:
-        return SimpleNamespace(
-            num_computed_tokens=computed, num_tokens=tokens, num_output_placeholders=placeholders
-        )
-
-    cases = [
-        ({"a": (request(3000, 3001), 1)}, 4),
-        ({"a": (request(200_000, 200_001), 1)}, 16),
-        ({"a": (request(200_000, 200_018, 3), 21)}, 16),
-        ({"a": (request(200_000, 300_000), 512)}, 4),  # a prompt that is not done yet
-        ({"a": (request(200_000, 300_000), 512), "b": (request(160_000, 160_001), 17)}, 16),
-        ({}, 4),
-    ]
-    for requests, expected in cases:
-        scheduler.requests = {name: found for name, (found, _) in requests.items()}
-        rows = {name: number for name, (_, number) in requests.items()}
-        scheduler._update_after_schedule(SimpleNamespace(num_scheduled_tokens=rows))
-        assert told[-1] == expected, requests
-
-
 def test_rows_of_views_go_to_long_requests_and_come_back(monkeypatch: pytest.MonkeyPatch) -> None:
     spec = make(World([]), monkeypatch)
     store = spec._ready().store
@@ -544,43 +507,6 @@ def test_rows_of_views_go_to_long_requests_and_come_back(monkeypatch: pytest.Mon
     second = spec._view_rows(["d", "c"], [long, long])
     assert second[1] == first[2]
     assert second[0] == first[0]
-
-
-def test_our_propose_is_called_as_vllms() -> None:
-    ours = inspect.signature(module.PartialViewSpeculator.propose).parameters
-    theirs = inspect.signature(module.EagleSpeculator.propose).parameters
-    assert list(ours) == list(theirs)
-
-
-def test_the_name_is_replaced_once_and_only_for_us(monkeypatch: pytest.MonkeyPatch) -> None:
-    speculators.install()
-    speculators.install()
-    assert speculators.problem is None
-    import vllm.v1.worker.gpu.model_runner as runner
-    import vllm.v1.worker.gpu.spec_decode as package
-
-    assert runner.init_speculator is package.init_speculator
-    assert not hasattr(package.init_speculator.__wrapped__, "__wrapped__")
-
-    def config(method: str | None, **nwor: Any) -> Any:
-        speculative = SimpleNamespace(method=method) if method else None
-        return SimpleNamespace(
-            speculative_config=speculative, additional_config={"nwor_specpv": nwor}
-        )
-
-    assert speculators.wanted(config("eagle3", enable_specpv=True))
-    assert not speculators.wanted(config("eagle3", enable_specpv=True, specpv_rectify="refresh"))
-    assert not speculators.wanted(config("mtp", enable_specpv=True))
-    assert not speculators.wanted(config("eagle3"))
-    assert not speculators.wanted(config(None, enable_specpv=True))
-
-    monkeypatch.setattr(package, "init_speculator", lambda other: other)
-    speculators.install()
-    assert speculators.problem is not None
-    assert "vllm_config, device" in speculators.problem
-    monkeypatch.undo()
-    speculators.install()
-    assert speculators.problem is None
 
 
 @pytest.mark.parametrize("case", ["own vocabulary", "the target's matrix", "two ranks", "no ids"])
@@ -617,13 +543,3 @@ def test_the_heads_best_guess_is_vllms(case: str) -> None:
     hidden = torch.randn(50, size, generator=random)
     assert head._likeliest(hidden).tolist() == greedy(hidden).tolist()
     assert len(asked) == (1 if case == "own vocabulary" else 2)
-
-
-def test_other_schedulers_are_known() -> None:
-    from nwor_specpv.vllm.specpv.scheduler import LongContextScheduler
-    from nwor_specpv.vllm.specpv.speculator import chooses_lengths
-
-    assert chooses_lengths(LongContextScheduler)
-    assert chooses_lengths("nwor_specpv.vllm.specpv.scheduler.LongContextScheduler")
-    assert not chooses_lengths(None)
-    assert not chooses_lengths("vllm.v1.core.sched.async_scheduler.AsyncScheduler")
