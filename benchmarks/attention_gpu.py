@@ -1,7 +1,7 @@
 """Verify attention on a CUDA device against its peers: the shapes of speculative verification.
 
-    python benchmarks/attention_gpu.py [--sections k1,odd,ragged,view,fp8,rows64,torch,sustained]
-                                       [--json FILE]
+    python benchmarks/attention_gpu.py [--json FILE]
+        [--sections k1,odd,ragged,view,compact,fp8,rows64,torch,sustained]
     python benchmarks/attention_gpu.py --sections errors [--json FILE]
 
 Protocol: K/V sets of at least 300 MB in turn, shuffled pages of 16 tokens, all calls of a variant
@@ -16,7 +16,7 @@ The section torch has peers inside torch beside the others, over contiguous K/V:
 FlashAttention-2, and, for trees, SDPA with a boolean mask and compiled flex attention.
 
 In the section sustained every variant runs for three seconds without a pause, and the second half
-of them counts: that is where a device meets its power limit.
+of them counts: that is where a device meets its power limit. Clocks and power are read meanwhile.
 
 The section errors does that check alone, for every shape of the others and for float16 and other
 head sizes: no timings, one K/V set.
@@ -37,6 +37,7 @@ from pathlib import Path
 import torch
 from attention_inputs import HEADS, KV_HEADS, PAGE, Bench, Case, Errors, Set
 from attention_peers import PEERS, find_peers
+from gpu_clocks import Clocks
 
 from nwor_specpv import _stamp
 from nwor_specpv.attention import last_route
@@ -51,7 +52,7 @@ GOALS_US = {
     (32, 32768): 960.0,
     (1, 131072): 127.0,
 }
-SECTIONS = ("k1", "odd", "ragged", "view", "fp8", "rows64", "torch", "sustained")
+SECTIONS = ("k1", "odd", "ragged", "view", "compact", "fp8", "rows64", "torch", "sustained")
 SUSTAINED_SECONDS = 3.0
 OF_TORCH = ("FA2", "SDPA tree", "flex tree")
 KINDS = ("mean", "rms", "max")
@@ -74,6 +75,9 @@ def cases(sections: Sequence[str]) -> list[Case]:
     if "view" in sections:
         for batch, goal in ((1, 10.0), (8, 40.0), (32, 140.0)):
             found.append(Case("view", (4608,) * batch, 8, view=True, goal_us=goal))
+    if "compact" in sections:
+        for batch in (1, 8, 32):
+            found.append(Case("compact", (4608,) * batch, 8, compact=True))
     if "fp8" in sections:
         for rows in (1, 8, 16):
             found.append(Case("fp8", (32768,) * 8, rows))
@@ -156,8 +160,12 @@ def measure(case: Case, peers: dict, replays: int, seed: int) -> dict:
                 raise
             left_out[name] = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
     timings: dict[str, Timing] = {}
+    clocks: dict[str, dict] = {}
     if replays and case.section == "sustained":
-        timings = time_sustained(graphs, calls, SUSTAINED_SECONDS)
+        for name, graph in graphs.items():
+            with Clocks() as read:
+                timings |= time_sustained({name: graph}, calls, SUSTAINED_SECONDS)
+            clocks[name] = read.found
     elif replays:
         timings = time_graphs(graphs, calls, replays, before=cold_l2())
     return {
@@ -169,12 +177,13 @@ def measure(case: Case, peers: dict, replays: int, seed: int) -> dict:
         "error_stats": {name: asdict(found) for name, found in errors.items()},
         "routes": routes,
         "left_out": left_out,
-    }
+    } | ({"clocks": clocks} if clocks else {})
 
 
 def label(result: dict) -> str:
     case = result["case"]
     name = result["name"] + (" view" if case["view"] else "")
+    name += " compact" if case["compact"] else ""
     if case["section"] == "sustained":
         name += " sustained"
     if (case["dtype"], case["head_dim"]) != ("bfloat16", 128):

@@ -25,6 +25,7 @@ class Case:
     dtype: str = "bfloat16"  # of the rows; the cache's, unless that is float8
     head_dim: int = 128
     view: bool = False  # per-head block lists over all pages, each head in an order of its own
+    compact: bool = False  # a contiguous copy of all tokens
     goal_us: float | None = None
 
     @property
@@ -52,8 +53,9 @@ class Pool:
     def __init__(self, dtype: torch.dtype, num_pages: int, head_dim: int) -> None:
         shape = (num_pages, PAGE, KV_HEADS, head_dim)
         self.keys, self.values = (torch.empty(shape, dtype=dtype, device=DEVICE) for _ in range(2))
+        self.caches = self.keys, self.values
         step = 1 << 14
-        for cache in (self.keys, self.values):
+        for cache in self.caches:
             for first in range(0, num_pages, step):
                 part = cache[first : first + step]
                 part.copy_(torch.randn(part.shape, device=DEVICE, dtype=torch.bfloat16))
@@ -82,7 +84,7 @@ class Set:
     table: torch.Tensor
     pages: torch.Tensor  # of the prefix, all requests
     out: torch.Tensor
-    view: nwor_specpv.PartialView | None
+    view: nwor_specpv.attention.View | None
 
 
 @dataclass(frozen=True)
@@ -154,7 +156,10 @@ class Bench:
             page = table[b, at // PAGE].long()
             self.pool.put(self.pool.keys, page, at % PAGE, key[rows])
             self.pool.put(self.pool.values, page, at % PAGE, value[rows])
-        view = None
+        view: nwor_specpv.attention.View | None = None
+        if case.compact:
+            keys, values = (self._compact(cache, table) for cache in self.pool.caches)
+            view = nwor_specpv.CompactView(keys, values, self.lens)
         if case.view:
             blocks = case.lens[0] // PAGE
             lists = [
@@ -164,6 +169,11 @@ class Bench:
             counts = torch.full((len(case.lens),), blocks, dtype=torch.int32, device=DEVICE)
             view = nwor_specpv.PartialView(torch.stack(lists), counts, self.lens, PAGE)
         return Set(query, key, value, table, used, torch.empty_like(query), view)
+
+    def _compact(self, cache: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
+        """[B, Hkv, N, D] of prefixes that are equally long."""
+        tokens = cache[table[:, : self.case.lens[0] // PAGE].long()]  # [B, pages, PAGE, Hkv, D]
+        return tokens.flatten(1, 2).transpose(1, 2).contiguous()
 
     def ours(self, s: Set, tree: bool, route: str = "cuda") -> torch.Tensor:
         return nwor_specpv.verify_attention(

@@ -81,7 +81,7 @@ def test_fast_takes_flash_attention_3_over_large_tables(mask: str) -> None:
     shape = Shape([64, 20], [700, 40], 8, 2, 128, dtype=torch.bfloat16, mask=mask)
     step = make_step(shape, 55, "cuda")
     table = step.arguments["block_table"]
-    for tokens, route in ((131072, "flash_attn_3"), (131072 - 32, "cuda")):
+    for tokens, route in ((262144, "flash_attn_3"), (262144 - 32, "cuda")):
         wide = torch.full((2, tokens // 32), -5, dtype=torch.int32, device="cuda")
         wide[:, : table.shape[1]] = table
         step.arguments["block_table"] = wide
