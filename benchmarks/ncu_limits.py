@@ -35,9 +35,9 @@ SECTIONS = ("SpeedOfLight", "ComputeWorkloadAnalysis", "SchedulerStats", "WarpSt
 _MARK = "spin_kernel"  # torch's, behind each call
 
 _DURATION = "gpu__time_duration.sum"
-_DRAM = re.compile(r"^dram__throughput\.avg\.pct_of_peak_sustained_elapsed$")
-_TENSOR = re.compile(r"^sm__(inst_executed_)?pipe_tensor.*\.avg\.pct_of_peak_sustained_active$")
-_ISSUE = re.compile(r"^smsp__issue_active\.avg\.pct(_of_peak_sustained_active)?$")
+_DRAM = re.compile(r"^gpu__dram_throughput\.avg\.pct_of_peak_sustained_elapsed$")
+_TENSOR = re.compile(r"^sm__pipe_tensor_cycles_active\.avg\.pct_of_peak_sustained_active$")
+_ISSUE = re.compile(r"^smsp__issue_active\.avg\.pct_of_peak_sustained_active$")
 _WAIT = re.compile(r"^smsp__average_warps_issue_stalled_(\w+?)_per_issue_active\.ratio$")
 _SCALES = {"second": 1e6, "s": 1e6, "msecond": 1e3, "ms": 1e3, "usecond": 1.0, "us": 1.0,
            "nsecond": 1e-3, "ns": 1e-3}  # fmt: skip
