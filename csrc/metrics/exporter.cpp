@@ -1,9 +1,6 @@
 #include "metrics/exporter.h"
 
 #include <pthread.h>
-#include <signal.h>
-#include <sys/socket.h>
-#include <unistd.h>
 
 #include <charconv>
 #include <cstdlib>
@@ -18,12 +15,12 @@
 #include "build_info.h"
 #include "check.h"
 #include "metrics/counters.h"
+#include "metrics/http_server.h"
 #include "metrics/listen_address.h"
 #include "metrics/process_stats.h"
 
 #ifdef NWOR_WITH_PROMETHEUS
 #include <prometheus/collectable.h>
-#include <prometheus/exposer.h>
 #include <prometheus/metric_family.h>
 #include <prometheus/text_serializer.h>
 #endif
@@ -194,68 +191,10 @@ class CountersCollectable : public prometheus::Collectable {
 
 // ---- the endpoint ------------------------------------------------------------------------------
 
-// The server's threads take no signal meant for the host: they inherit the mask they start under.
-class BlockedSignals {
- public:
-  BlockedSignals() {
-    sigset_t all;
-    sigfillset(&all);
-    pthread_sigmask(SIG_SETMASK, &all, &before_);
-  }
-  ~BlockedSignals() { pthread_sigmask(SIG_SETMASK, &before_, nullptr); }
-
- private:
-  sigset_t before_;
-};
-
-struct Server {
-  ListenAddress address;  // with the bound port
-  std::shared_ptr<CountersCollectable> collectable;
-  std::unique_ptr<prometheus::Exposer> exposer;
-  std::vector<int> listeners;
-
-  ~Server() {
-    // The server looks for the end of its days every two seconds, or when something happens to its
-    // sockets.
-    for (const int fd : listeners) shutdown(fd, SHUT_RDWR);
-    exposer.reset();
-    // Clients it accepted but did not come to serve would wait for ever: it leaves them open.
-    for (const int fd : address.FindAccepted()) {
-      shutdown(fd, SHUT_RDWR);  // for copies in forked children, too
-      close(fd);
-    }
-  }
-};
-
-// Null when the address cannot be listened at.
-std::unique_ptr<Server> Start(const ListenAddress& address) {
-  constexpr size_t kNumThreads = 2;
-  std::unique_ptr<prometheus::Exposer> exposer;
-  try {
-    const BlockedSignals blocked;
-    exposer = std::make_unique<prometheus::Exposer>(address.Text(), kNumThreads);
-  } catch (const std::exception&) {
-    return nullptr;
-  }
-  auto collectable = std::make_shared<CountersCollectable>();
-  exposer->RegisterCollectable(collectable);
-  const ListenAddress bound = address.WithPort(exposer->GetListeningPorts().at(0));
-  return std::unique_ptr<Server>(
-      new Server{bound, std::move(collectable), std::move(exposer), bound.FindListeners()});
-}
-
-// The server does not say why; the system says it to whoever asks again.
-std::string WhyNotStarted(const ListenAddress& address) {
-  std::string reason = address.WhyBusy();
-  if (!reason.empty()) return reason;
-  if (address.is_ipv6()) return "the HTTP server did not start (Debian's civetweb has no IPv6)";
-  return "the HTTP server did not start";
-}
-
-// Guarded by its mutex; never destroyed: at exit nobody waits for the server's threads.
+// Guarded by its mutex; never destroyed: at exit nobody waits for the server's thread.
 struct Endpoint {
   std::mutex mutex;
-  std::unique_ptr<Server> server;
+  std::unique_ptr<HttpServer> server;
   std::string problem;
 };
 
@@ -267,13 +206,11 @@ Endpoint& TheEndpoint() {
     pthread_atfork([] { TheEndpoint().mutex.lock(); },  //
                    [] { TheEndpoint().mutex.unlock(); },
                    [] {
-                     // The server's threads stayed in the parent: its destructor would wait for
-                     // them for ever, so the object is left behind. The sockets would keep the
-                     // port busy, and clients waiting, when the parent is gone.
+                     // The server's thread stayed in the parent: its destructor would wait for it
+                     // for ever, so the object is left behind. The sockets would keep the port
+                     // busy, and clients waiting, when the parent is gone.
                      Endpoint& self = TheEndpoint();
-                     if (Server* const parents = self.server.release()) {
-                       for (const int fd : parents->listeners) close(fd);
-                     }
+                     if (HttpServer* const parents = self.server.release()) parents->Abandon();
                      self.problem.clear();
                      self.mutex.unlock();
                    });
@@ -288,19 +225,19 @@ int ServeMetrics(const std::string& host, int port) {
   const ListenAddress address(host, port);
   Endpoint& endpoint = TheEndpoint();
   std::lock_guard lock(endpoint.mutex);
-  const bool here = endpoint.server && endpoint.server->address.Host() == address.Host() &&
-                    (port == 0 || endpoint.server->address.port() == port);
+  const bool here = endpoint.server && endpoint.server->address().Host() == address.Host() &&
+                    (port == 0 || endpoint.server->address().port() == port);
   if (!here) {
-    auto server = Start(address);
+    std::string problem;
+    auto server = HttpServer::Start(address, "/metrics", RenderMetrics, &problem);
     if (!server) {
-      endpoint.problem =
-          Concat("cannot serve metrics at ", address.Text(), ": ", WhyNotStarted(address));
+      endpoint.problem = Concat("cannot serve metrics at ", address.Text(), ": ", problem);
       return -1;
     }
     endpoint.server = std::move(server);
   }
   endpoint.problem.clear();
-  return endpoint.server->address.port();
+  return endpoint.server->address().port();
 }
 
 void StopMetrics() {
@@ -318,8 +255,8 @@ ExporterStatus GetExporterStatus() {
   status.problem = endpoint.problem;
   if (endpoint.server) {
     status.serving = true;
-    status.host = endpoint.server->address.Host();
-    status.port = endpoint.server->address.port();
+    status.host = endpoint.server->address().Host();
+    status.port = endpoint.server->address().port();
   }
   return status;
 }

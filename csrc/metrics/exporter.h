@@ -30,7 +30,7 @@ NWOR_EXPORT int ServeMetrics(const std::string& host, int port);
 NWOR_EXPORT void StopMetrics();
 NWOR_EXPORT ExporterStatus GetExporterStatus();
 
-// The exposition text a scrape would get, less the HTTP server's own exposer_* series.
+// The exposition text a scrape would get.
 NWOR_EXPORT std::string RenderMetrics();
 
 }  // namespace nwor

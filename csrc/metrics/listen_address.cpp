@@ -1,12 +1,10 @@
 #include "metrics/listen_address.h"
 
 #include <arpa/inet.h>
-#include <dirent.h>
 #include <netinet/in.h>
 #include <unistd.h>
 
 #include <cerrno>
-#include <cstdlib>
 #include <system_error>
 #include <type_traits>
 
@@ -69,52 +67,29 @@ std::string ListenAddress::Text() const {
                                        : Concat("[", Host(), "]:", port());
 }
 
-std::string ListenAddress::WhyBusy() const {
-  const int fd = socket(storage_.ss_family, SOCK_STREAM | SOCK_CLOEXEC, 0);
-  if (fd < 0) return SystemText(errno);
+std::string ListenAddress::Listen(int* fd) const {
+  constexpr int kBacklog = 128;
+  const int made = socket(storage_.ss_family, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0);
+  if (made < 0) return SystemText(errno);
   const int on = 1;
-  setsockopt(fd, SOL_SOCKET, SO_REUSEADDR, &on, sizeof(on));
+  setsockopt(made, SOL_SOCKET, SO_REUSEADDR, &on, sizeof(on));
   const socklen_t length =
       storage_.ss_family == AF_INET ? sizeof(sockaddr_in) : sizeof(sockaddr_in6);
-  const bool works =
-      bind(fd, reinterpret_cast<const sockaddr*>(&storage_), length) == 0 && listen(fd, 1) == 0;
-  const std::string reason = works ? "" : SystemText(errno);
-  close(fd);
-  return reason;
-}
-
-template <typename Predicate>
-std::vector<int> ListenAddress::FindSockets(bool listening, const Predicate& fits) {
-  std::vector<int> found;
-  DIR* const folder = opendir("/proc/self/fd");
-  if (folder == nullptr) return found;
-  while (const dirent* entry = readdir(folder)) {
-    if (entry->d_name[0] == '.') continue;
-    const int fd = static_cast<int>(std::strtol(entry->d_name, nullptr, 10));
-    int accepts = 0;
-    socklen_t size = sizeof(accepts);
-    if (getsockopt(fd, SOL_SOCKET, SO_ACCEPTCONN, &accepts, &size) != 0) continue;
-    if ((accepts != 0) != listening) continue;
-    ListenAddress local;
-    socklen_t length = sizeof(local.storage_);
-    if (getsockname(fd, reinterpret_cast<sockaddr*>(&local.storage_), &length) != 0) continue;
-    const auto family = local.storage_.ss_family;
-    if ((family == AF_INET || family == AF_INET6) && fits(local)) found.push_back(fd);
+  if (bind(made, reinterpret_cast<const sockaddr*>(&storage_), length) == 0 &&
+      listen(made, kBacklog) == 0) {
+    *fd = made;
+    return "";
   }
-  closedir(folder);
+  const int error = errno;
+  close(made);
+  return SystemText(error);
+}
+
+ListenAddress ListenAddress::OfSocket(int fd) {
+  ListenAddress found;
+  socklen_t length = sizeof(found.storage_);
+  getsockname(fd, reinterpret_cast<sockaddr*>(&found.storage_), &length);
   return found;
-}
-
-std::vector<int> ListenAddress::FindListeners() const {
-  return FindSockets(true, [&](const ListenAddress& local) { return local.Text() == Text(); });
-}
-
-std::vector<int> ListenAddress::FindAccepted() const {
-  // Who listens at every address accepts at the one that the client asked for.
-  const bool any = Host() == "0.0.0.0" || Host() == "::";
-  return FindSockets(false, [&](const ListenAddress& local) {
-    return local.port() == port() && (any || local.Host() == Host());
-  });
 }
 
 }  // namespace nwor

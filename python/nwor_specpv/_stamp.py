@@ -159,7 +159,7 @@ def explain_load_error(
             f"nwor_specpv cannot load {LIBRARY} ({error}); {_rebuild(package_dir)}."
         )
     name = missing[1]
-    if name.startswith(("libprometheus-cpp", "libcivetweb")):
+    if name.startswith("libprometheus-cpp"):
         mend = (
             "install it (Debian: apt-get install prometheus-cpp-dev) or rebuild with "
             "NWOR_PROMETHEUS=OFF in the environment"

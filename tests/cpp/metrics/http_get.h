@@ -62,19 +62,26 @@ class LoopbackSocket {
   int port_ = 0;
 };
 
-// The whole answer, head and body; empty when nobody answers.
-inline std::string HttpGet(int port, const std::string& path) {
-  const LoopbackSocket socket = LoopbackSocket::Connect(port);
-  if (socket.port() == 0) return "";
-  const std::string request =
-      "GET " + path + " HTTP/1.1\r\nHost: test\r\nConnection: close\r\n\r\n";
-  if (send(socket.fd(), request.data(), request.size(), MSG_NOSIGNAL) < 0) return "";
+// What comes until the other side closes.
+inline std::string ReadAll(const LoopbackSocket& socket) {
   std::string answer;
   char buffer[4096];
   for (ssize_t size; (size = recv(socket.fd(), buffer, sizeof(buffer), 0)) > 0;) {
     answer.append(buffer, static_cast<size_t>(size));
   }
   return answer;
+}
+
+// The whole answer to these bytes, head and body; empty when nobody answers.
+inline std::string HttpSend(int port, const std::string& request) {
+  const LoopbackSocket socket = LoopbackSocket::Connect(port);
+  if (socket.port() == 0) return "";
+  if (send(socket.fd(), request.data(), request.size(), MSG_NOSIGNAL) < 0) return "";
+  return ReadAll(socket);
+}
+
+inline std::string HttpGet(int port, const std::string& path) {
+  return HttpSend(port, "GET " + path + " HTTP/1.1\r\nHost: test\r\nConnection: close\r\n\r\n");
 }
 
 }  // namespace nwor::testing
