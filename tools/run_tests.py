@@ -3,10 +3,10 @@
 
     tools/run_tests.py [--all] [--vllm]
 
-All of them run whatever the one before said. The last line counts what passed, failed and was
-skipped; the exit status is 1 if anything failed. --all adds the tests marked slow and, unless the
-environment says otherwise, a million fuzz rounds, and lets clang-tidy see what has not changed.
---vllm runs only the tests on the real vLLM.
+All of them run whatever the one before said, vLLM's beside pytest's: neither keeps two cores busy.
+The last line counts what passed, failed and was skipped; the exit status is 1 if anything failed.
+--all adds the tests marked slow and, unless the environment says otherwise, a million fuzz rounds,
+and lets clang-tidy see what has not changed. --vllm runs only the tests on the real vLLM.
 
 Random cases are drawn from NWOR_TEST_SEED. Unless it is given, the sources decide it, so that a
 verdict on them can be repeated; with --all every test draws its own.
@@ -22,6 +22,7 @@ import sys
 import time
 import xml.etree.ElementTree as ElementTree
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -66,15 +67,27 @@ def count_junit(path: Path) -> Counter[str]:
     return counts
 
 
-def run(name: str, command: list[str], results: Path | None = None) -> Outcome:
-    """Runs one kind of test. `results`: an empty folder that the command fills with JUnit files."""
-    print(f"\n---- {name} " + "-" * (90 - len(name)), flush=True)
+def run(
+    name: str, command: list[str], results: Path | None = None, log: Path | None = None
+) -> Outcome:
+    """Runs one kind of test. `results`: an empty folder that the command fills with JUnit files.
+
+    What it says comes at once, or goes to `log` first and comes at its end.
+    """
+    title = f"\n---- {name} " + "-" * (90 - len(name))
+    if log is None:
+        print(title, flush=True)
     if results:
         results.mkdir(parents=True, exist_ok=True)
         for old in results.glob("*.xml"):
             old.unlink()
     start = time.monotonic()
-    code = subprocess.call(command, cwd=ROOT)
+    if log is None:
+        code = subprocess.call(command, cwd=ROOT)
+    else:
+        with log.open("w") as output:
+            code = subprocess.call(command, cwd=ROOT, stdout=output, stderr=subprocess.STDOUT)
+        print(f"{title}\n{log.read_text(errors='replace')}", flush=True)
     counts: Counter[str] = Counter()
     for path in results.glob("*.xml") if results else ():
         counts += count_junit(path)
@@ -107,13 +120,21 @@ def run_pytest(*, slow: bool) -> Outcome:
     return run("pytest", command + ([] if slow else ["-m", "not slow"]), results)
 
 
-def run_vllm(*, slow: bool) -> Outcome:
+def run_vllm(*, slow: bool, log: Path | None = None) -> Outcome:
     """One process, because importing vLLM takes longer than starting an engine."""
     results = CURRENT / "vllm"
     command = [str(VLLM_BIN / "python"), "-m", "pytest", "-q", f"--junitxml={results / 'all.xml'}"]
     folder = ROOT / "tests" / "vllm"
     command += ["-c", str(folder / "pytest.ini"), str(folder)]
-    return run("vLLM", command + ([] if slow else ["-m", "not slow"]), results)
+    return run("vLLM", command + ([] if slow else ["-m", "not slow"]), results, log)
+
+
+def run_side_by_side(*, slow: bool) -> list[Outcome]:
+    log = CURRENT / "vllm.log"
+    print(f"\nThe tests of vLLM run beside pytest's; what they say is in {log}, and follows.")
+    with ThreadPoolExecutor(max_workers=1) as pool:
+        vllm = pool.submit(run_vllm, slow=slow, log=log)
+        return [run_pytest(slow=slow), vllm.result()]
 
 
 def main() -> int:
@@ -136,8 +157,7 @@ def main() -> int:
         outcomes = [
             run("lint", [str(ROOT / "tools" / "lint.sh"), *([] if options.all else ["--changed"])]),
             run_googletest(),
-            run_pytest(slow=options.all),
-            run_vllm(slow=options.all),
+            *run_side_by_side(slow=options.all),
         ]
     passed = all(outcome.ok for outcome in outcomes)
     verdict = "PASSED" if passed else "FAILED"

@@ -376,6 +376,17 @@ def test_results_of_an_earlier_run_do_not_count(tmp_path: Path) -> None:
     assert not module.run("tests", [sys.executable, "-c", ""], tmp_path).ok
 
 
+def test_what_runs_beside_another_is_told_of_at_its_end(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    module, log = load(TOOLS / "run_tests.py"), tmp_path / "log"
+    code = "import sys; print('one'); print('two', file=sys.stderr); sys.exit(3)"
+    assert not module.run("tests", [sys.executable, "-u", "-c", code], log=log).ok
+    told = capfd.readouterr().out
+    assert told.index("---- tests ") < told.index("one\ntwo\n")
+    assert log.read_text() == "one\ntwo\n"
+
+
 def test_random_cases_change_with_the_sources_alone(tmp_path: Path) -> None:
     module = load(TOOLS / "run_tests.py")
     seeds = []
