@@ -47,7 +47,9 @@ def examine() -> list[Finding]:
         _tool("ninja", ("ninja",), "pip install ninja", "building"),
         _nvcc(),
         _module("pybind11", "pip install pybind11", "building"),
-        _header("prometheus-cpp", "prometheus/text_serializer.h", "apt-get install prometheus-cpp-dev"),
+        _header(
+            "prometheus-cpp", "prometheus/text_serializer.h", "apt-get install prometheus-cpp-dev"
+        ),
         _header("gtest", "gtest/gtest.h", "apt-get install libgtest-dev", "the C++ tests"),
         _gpu(),
         _module("vllm", "pip install vllm==0.26.0", "the vLLM backend"),
