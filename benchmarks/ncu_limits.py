@@ -37,6 +37,9 @@ _MARK = "spin_kernel"  # torch's, behind each call
 _DURATION = "gpu__time_duration.sum"
 _DRAM = re.compile(r"^gpu__dram_throughput\.avg\.pct_of_peak_sustained_elapsed$")
 _TENSOR = re.compile(r"^sm__pipe_tensor_cycles_active\.avg\.pct_of_peak_sustained_active$")
+_MATRIX_ISSUE = re.compile(
+    r"^sm__inst_executed_pipe_tensor_op_gmma\.avg\.pct_of_peak_sustained_active$"
+)
 _ISSUE = re.compile(r"^smsp__issue_active\.avg\.pct_of_peak_sustained_active$")
 _WAIT = re.compile(r"^smsp__average_warps_issue_stalled_(\w+?)_per_issue_active\.ratio$")
 _SCALES = {"second": 1e6, "s": 1e6, "msecond": 1e3, "ms": 1e3, "usecond": 1.0, "us": 1.0,
@@ -127,7 +130,6 @@ def summary(kernels: Sequence[dict[str, str]]) -> dict:
         matched = _WAIT.search(name)
         if matched and text and not matched[1].endswith("not_issued"):
             waits[matched[1]] = number(text)
-    # One column of all that Nsight has of the matrix unit: that of the instructions in use.
     return {
         "kernel": longest["Kernel Name"],
         "kernels": len(kernels),
@@ -136,6 +138,8 @@ def summary(kernels: Sequence[dict[str, str]]) -> dict:
         "dram_percent": max(matching(longest, _DRAM), default=None),
         "tensor_percent": max(matching(longest, _TENSOR), default=None),
         "issue_percent": max(matching(longest, _ISSUE), default=None),
+        # Warpgroup instructions alone: how many there are, not how long the unit works on them.
+        "matrix_issue_percent": max(matching(longest, _MATRIX_ISSUE), default=None),
         "waits": dict(sorted(waits.items(), key=lambda item: -item[1])),
     }
 
