@@ -341,6 +341,41 @@ def test_a_pass_that_fails_on_one_of_several_ranks_ends_the_worker(
     assert draft_failures(before) == {"refused": 1, "error": 1}
 
 
+def test_ranks_that_have_failed_forget_alike_what_they_have_learnt(
+    expected: list, before: dict, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One may have counted less than the others, and what they know decides what they draft."""
+    learnt = ("agreement", "lookup_agreement", "lookup_tokens", "tokens_per_pass")
+    llm = begin()
+    drive(llm, prompts(), greedy(MAX_TOKENS))
+    ours, found = drafter(), []
+    fresh = SimpleNamespace()
+    type(ours)._expect(fresh)
+    expectations = [getattr(fresh, name).mean for name in learnt]
+    known = [getattr(ours, name).mean for name in learnt]
+    assert all(one != other for one, other in zip(known, expectations, strict=True))
+    monkeypatch.setattr(own_engine().draft_failures, "_alone", False)
+    passes, propose = ours._passes, ours.propose
+
+    def failing(*args: Any) -> int:
+        if not found:
+            raise RuntimeError("injected")
+        return passes(*args)
+
+    def watched(*args: Any, **kwargs: Any) -> Any:
+        drafts = propose(*args, **kwargs)
+        found.append([getattr(ours, name).mean for name in learnt])
+        return drafts
+
+    monkeypatch.setattr(ours, "_passes", failing)
+    monkeypatch.setattr(ours, "propose", watched)
+    story = drive(llm, prompts(), greedy(MAX_TOKENS))
+    assert [story.tokens[str(i)] for i in range(6)] == expected
+    assert found[0] == expectations
+    assert found[-1] != expectations  # and learn anew
+    assert draft_failures(before) == {"error": 1}
+
+
 @pytest.mark.parametrize("part", ["ViewStore", "Tail"])
 def test_without_memory_for_views_lookups_draft(
     part: str,
