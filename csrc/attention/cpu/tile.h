@@ -37,6 +37,10 @@ constexpr int kTileVecs = 4;
 constexpr int TileTokens(int rows) {
   return rows == kTileRows ? kTileTokens : rows == 3 ? kTileTokensOfThree : 2 * kTileTokens;
 }
+// Of a score tile's tokens those whose sums over lanes are made four tokens at a time.
+constexpr int TokensSummedTogether(int tokens) {
+  return NWOR_SIMD_LEVEL == NWOR_SIMD_AVX512 ? tokens / 4 * 4 : 0;
+}
 constexpr int TileVecs(int rows) { return rows < kTileRows ? 2 * kTileVecs : kTileVecs; }
 
 // What will be read next, fetched into L2 a line or two at a time between the multiply-adds. In one
@@ -90,8 +94,15 @@ NWOR_SIMD_INLINE void ScoreTile(const float* queries, const T* const* keys, cons
       }
     }
   }
+  constexpr int kTogether = TokensSummedTogether(kTokens);
+#if NWOR_SIMD_LEVEL == NWOR_SIMD_AVX512
 #pragma GCC unroll 8
-  for (int t = 0; t < kTokens; ++t) {
+  for (int t = 0; t < kTogether; t += 4) {
+    Store(scores + t * kTileRows, SumLanesOfFour(sums + t));
+  }
+#endif
+#pragma GCC unroll 8
+  for (int t = kTogether; t < kTokens; ++t) {
     StoreQuad(scores + t * kTileRows, SumLanes(sums[t][0], sums[t][1], sums[t][2], sums[t][3]));
   }
 }
