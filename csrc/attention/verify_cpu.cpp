@@ -144,7 +144,7 @@ class Schedule {
     const Item& item = items_[index];
     const Chunk& chunk = chunks_[item.chunk];
     const int tiles = chunk.rows.tiles();
-    scratch.Prepare(chunk.rows, params_.head_dim);
+    scratch.Prepare(chunk.rows, params_.head_dim, kernels_.matrix_unit);
     kernels_.pack_queries(params_, chunk.rows, scratch);
 
     const int slots = 1 + std::bit_width(static_cast<uint64_t>(item.num_leaves));

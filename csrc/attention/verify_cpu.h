@@ -25,7 +25,8 @@ NWOR_EXPORT void CheckVerifyValues(const VerifyParams& params);
 NWOR_EXPORT void VerifyAttentionCpu(const VerifyParams& params,
                                     std::string_view instruction_set = {});
 
-// What this machine can run for a head size, widest first: "neon", "avx512", "avx2", "generic".
+// What this machine can run for a head size, widest first: "neon", "amx", "avx512", "avx2",
+// "generic".
 NWOR_EXPORT std::vector<std::string> VerifyCpuInstructionSets(int head_dim);
 
 }  // namespace nwor

@@ -12,6 +12,7 @@ namespace nwor::cpu {
 
 const Kernels kAvx2Kernels = {"avx2",
                               simd_avx2::kLanes,
+                              false,
                               &simd_avx2::PackQueries,
                               &simd_avx2::Attend,
                               &simd_avx2::Merge,

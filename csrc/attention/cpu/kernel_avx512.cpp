@@ -1,6 +1,7 @@
 #if defined(__x86_64__)
 
 #include "attention/cpu/block_cover.h"
+#include "attention/cpu/matrix_unit.h"
 #include "attention/cpu/prefix_reader.h"
 #include "attention/cpu/task.h"
 #include "attention/cpu/visibility.h"
@@ -12,10 +13,19 @@ namespace nwor::cpu {
 
 const Kernels kAvx512Kernels = {"avx512",
                                 simd_avx512::kLanes,
+                                false,
                                 &simd_avx512::PackQueries,
                                 &simd_avx512::Attend,
                                 &simd_avx512::Merge,
                                 &simd_avx512::Finish};
+
+const Kernels kAmxKernels = {"amx",
+                             simd_avx512::kLanes,
+                             true,
+                             &simd_avx512::PackQueriesAndPairs,
+                             &simd_avx512::AttendWithMatrixUnit,
+                             &simd_avx512::Merge,
+                             &simd_avx512::Finish};
 
 }  // namespace nwor::cpu
 

@@ -6,6 +6,7 @@ namespace nwor::cpu {
 
 const Kernels kGenericKernels = {"generic",
                                  simd_generic::kLanes,
+                                 false,
                                  &simd_generic::PackQueries,
                                  &simd_generic::Attend,
                                  &simd_generic::Merge,

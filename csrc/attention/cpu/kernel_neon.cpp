@@ -7,6 +7,7 @@ namespace nwor::cpu {
 
 const Kernels kNeonKernels = {"neon",
                               simd_neon::kLanes,
+                              false,
                               &simd_neon::PackQueries,
                               &simd_neon::Attend,
                               &simd_neon::Merge,

@@ -2,6 +2,7 @@
 
 #include <cstdint>
 
+#include "attention/cpu/matrix_unit.h"
 #include "attention/cpu/task.h"
 #include "attention/simd.h"
 
@@ -45,5 +46,15 @@ void PackQueries(const VerifyParams& params, const cpu::RowChunk& rows, cpu::Scr
       return PackQueriesAs<float>(params, rows, scratch);
   }
 }
+
+#if NWOR_SIMD_LEVEL == NWOR_SIMD_AVX512
+void PackQueriesAndPairs(const VerifyParams& params, const cpu::RowChunk& rows,
+                         cpu::Scratch& scratch) {
+  PackQueries(params, rows, scratch);
+  if (params.dtype == DType::kBFloat16) {
+    cpu::MatrixUnit::PackQueries(rows, params.head_dim, scratch);
+  }
+}
+#endif
 
 }  // namespace nwor::NWOR_SIMD_NAMESPACE

@@ -4,9 +4,11 @@
 #include <cmath>
 #include <cstddef>
 #include <cstdint>
+#include <type_traits>
 #include <utility>
 
 #include "attention/cpu/block_cover.h"
+#include "attention/cpu/matrix_unit.h"
 #include "attention/cpu/prefix_reader.h"
 #include "attention/cpu/task.h"
 #include "attention/cpu/tile.h"
@@ -32,13 +34,15 @@ constexpr int kPadTokens = 4;  // blocks are padded to a multiple, so that tiles
 
 class RangeAttention {
  public:
+  // `matrix`: for bfloat16 tokens that every row sees; may be null.
   RangeAttention(const VerifyParams& params, const RowChunk& rows, Scratch& scratch,
-                 const State& state)
+                 const State& state, cpu::MatrixUnit* matrix)
       : params_(params),
         rows_(rows),
         scratch_(scratch),
         state_(state),
         softmax_(params),
+        matrix_(matrix),
         cover_(params, rows, scratch),
         head_dim_(params.head_dim),
         block_tokens_(cpu::BlockTokens(params.head_dim)),
@@ -167,12 +171,24 @@ class RangeAttention {
   template <typename T>
   void BlockOf(bool masked) {
     constexpr int kDirectTiles = sizeof(T) == 4 ? 4 : 2;
+    constexpr bool kMatrix = NWOR_SIMD_LEVEL == NWOR_SIMD_AVX512;
+    if constexpr (kMatrix && std::is_same_v<T, BFloat16>) {
+      if (matrix_ != nullptr && !masked) return MatrixBlock();
+    }
     if (masked || head_tiles_ > kDirectTiles) {
       return SharedBlock<T>(masked, 1.0f, 1.0f);
     }
     const int step = head_tiles_ == 1 ? cpu::kMaxBlockTokens : kDirectTokens;
     Scores(reinterpret_cast<const T* const*>(block_->keys), false, step);
     Sums(reinterpret_cast<const T* const*>(block_->values), step);
+  }
+
+  void MatrixBlock() {
+    const bool fetch = next_->count > 0;
+    matrix_->Scores(head_, block_->keys, block_->count, fetch ? next_->keys : nullptr);
+    Weigh(false);
+    matrix_->Sums(block_->values, block_->count, fetch ? next_->values : nullptr,
+                  state_.acc + FirstRowOf(0) * head_dim_);
   }
 
   // A block that several tiles use, or that some rows do not see: copied as float first.
@@ -248,6 +264,12 @@ class RangeAttention {
         }
       }
     }
+    Weigh(masked);
+  }
+
+  // Softmax of all tiles.
+  void Weigh(bool masked) {
+    const int padded = Padded();
     for (int tile = 0; tile < head_tiles_; ++tile) {
       const uint64_t* bits[kTileRows];
       for (int r = 0; r < kTileRows; ++r) {
@@ -333,6 +355,7 @@ class RangeAttention {
   Scratch& scratch_;
   const State& state_;
   const Softmax softmax_;
+  cpu::MatrixUnit* const matrix_;
   const cpu::BlockCover cover_;
   const int head_dim_;
   const int block_tokens_;
@@ -347,7 +370,20 @@ class RangeAttention {
 
 void Attend(const VerifyParams& params, const RowChunk& rows, const TokenRange& range,
             Scratch& scratch, const State& state) {
-  RangeAttention(params, rows, scratch, state).Run(range);
+  RangeAttention(params, rows, scratch, state, nullptr).Run(range);
 }
+
+#if NWOR_SIMD_LEVEL == NWOR_SIMD_AVX512
+void AttendWithMatrixUnit(const VerifyParams& params, const RowChunk& rows, const TokenRange& range,
+                          Scratch& scratch, const State& state) {
+  // Few rows have little to multiply: they wait for memory, and rather for one read than for two.
+  constexpr int kFewRows = 8;
+  if (params.dtype != DType::kBFloat16 || rows.request_rows * rows.group <= kFewRows) {
+    return Attend(params, rows, range, scratch, state);
+  }
+  cpu::MatrixUnit matrix(rows, params.head_dim, cpu::BlockTokens(params.head_dim), scratch);
+  RangeAttention(params, rows, scratch, state, &matrix).Run(range);
+}
+#endif
 
 }  // namespace nwor::NWOR_SIMD_NAMESPACE

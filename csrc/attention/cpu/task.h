@@ -4,6 +4,7 @@
 #include <vector>
 
 #include "attention/params.h"
+#include "export.h"
 
 // The pieces of the CPU attention that do not depend on the instruction set.
 //
@@ -65,10 +66,11 @@ struct State {
 };
 
 // One thread's working memory; grows, never shrinks.
-class Scratch {
+class NWOR_EXPORT Scratch {
  public:
-  // Makes room for a chunk. Contents are undefined afterwards.
-  void Prepare(const RowChunk& rows, int head_dim);
+  // Makes room for a chunk, and for a matrix unit if one is used. Contents are undefined
+  // afterwards.
+  void Prepare(const RowChunk& rows, int head_dim, bool matrix_unit);
 
   // Memory of `count` states, valid until the next call.
   float* States(int count, int tiles, int head_dim);
@@ -81,18 +83,28 @@ class Scratch {
   // Per row of the chunk, for window and masks.
   int64_t* visible_from = nullptr;  // first position the row may see
   uint64_t* visible = nullptr;      // bit i: the row sees token i of the block
+  // Of a matrix unit, bfloat16 in its own order: see MatrixUnit.
+  uint16_t* pairs = nullptr;        // [heads, rows in sixteens, D] queries
+  uint16_t* key_rows = nullptr;     // [32, D] K that does not lie where the unit could read it
+  uint16_t* value_pairs = nullptr;  // [block_tokens, D]
+  uint16_t* weights = nullptr;      // [32 rows, 64 tokens, 2]
+  float* sums = nullptr;            // [16, D]
 
  private:
+  void PrepareMatrixUnit(const RowChunk& rows, int head_dim);
+
   std::vector<float> floats_;
   std::vector<float> states_;
   std::vector<int64_t> positions_;
   std::vector<uint64_t> words_;
+  std::vector<uint16_t> matrix_words_;
 };
 
 // What each instruction set provides. All functions are thread-safe; none allocates.
 struct Kernels {
   const char* name;
-  int lanes;  // D must be a multiple
+  int lanes;         // D must be a multiple
+  bool matrix_unit;  // whether it needs memory for one
 
   // Copies the chunk's queries, as float, into scratch.queries.
   void (*pack_queries)(const VerifyParams& params, const RowChunk& rows, Scratch& scratch);
@@ -111,6 +123,7 @@ extern const Kernels kNeonKernels;
 #elif defined(__x86_64__)
 extern const Kernels kAvx2Kernels;
 extern const Kernels kAvx512Kernels;
+extern const Kernels kAmxKernels;  // those, and a matrix unit for bfloat16
 #endif
 
 // The kernels this machine can run for this D, widest first. REQUIRES: head_dim % 8 == 0.

@@ -16,7 +16,7 @@ void MergeTexts(const State& into, const State& from, int, int) {
   text = "(" + text + (*texts)[static_cast<size_t>(from.max[0])] + ")";
 }
 
-const Kernels kTextKernels = {"text", 1, nullptr, nullptr, &MergeTexts, nullptr};
+const Kernels kTextKernels = {"text", 1, false, nullptr, nullptr, &MergeTexts, nullptr};
 
 // The tree over `count` leaves when items of `run` leaves are merged first, each on its own stack.
 std::string TreeOf(int count, int run) {
