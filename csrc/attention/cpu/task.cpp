@@ -5,6 +5,29 @@
 #include "attention/cpu/matrix_unit.h"
 
 namespace nwor::cpu {
+namespace {
+
+// Parts of these sizes, each from the beginning of a cache line on: a register's worth then never
+// lies in two.
+template <typename T, size_t kCount>
+void PlaceParts(std::vector<T>* memory, const int64_t (&sizes)[kCount], T* (&parts)[kCount]) {
+  constexpr int64_t kLine = 64 / sizeof(T);
+  int64_t total = kLine;
+  for (const int64_t size : sizes) {
+    total += (size + kLine - 1) / kLine * kLine;
+  }
+  if (static_cast<int64_t>(memory->size()) < total) {
+    memory->resize(total);
+  }
+  const int64_t past = reinterpret_cast<uintptr_t>(memory->data()) / sizeof(T) % kLine;
+  T* next = memory->data() + (kLine - past) % kLine;
+  for (size_t i = 0; i < kCount; ++i) {
+    parts[i] = next;
+    next += (sizes[i] + kLine - 1) / kLine * kLine;
+  }
+}
+
+}  // namespace
 
 void Scratch::Prepare(const RowChunk& chunk, int head_dim, bool matrix_unit) {
   if (matrix_unit) PrepareMatrixUnit(chunk, head_dim);
@@ -13,19 +36,13 @@ void Scratch::Prepare(const RowChunk& chunk, int head_dim, bool matrix_unit) {
   const int64_t block_tokens = BlockTokens(head_dim);
   const int64_t sizes[] = {rows * head_dim, block_tokens * (head_dim + kMaxLanes),
                            head_rows * block_tokens, head_rows, head_dim};
-  int64_t total = 0;
-  for (const int64_t size : sizes) {
-    total += size;
-  }
-  if (static_cast<int64_t>(floats_.size()) < total) {
-    floats_.resize(total);
-  }
-  float* next = floats_.data();
-  float** const parts[] = {&queries, &tokens, &scores, &decay, &zeros};
-  for (int i = 0; i < 5; ++i) {
-    *parts[i] = next;
-    next += sizes[i];
-  }
+  float* parts[5];
+  PlaceParts(&floats_, sizes, parts);
+  queries = parts[0];
+  tokens = parts[1];
+  scores = parts[2];
+  decay = parts[3];
+  zeros = parts[4];
   std::fill_n(zeros, head_dim, 0.0f);
   if (static_cast<int64_t>(positions_.size()) < chunk.count) {
     positions_.resize(chunk.count);
@@ -36,25 +53,13 @@ void Scratch::Prepare(const RowChunk& chunk, int head_dim, bool matrix_unit) {
 }
 
 void Scratch::PrepareMatrixUnit(const RowChunk& chunk, int head_dim) {
-  constexpr int64_t kRows = 16, kLineWords = 32;  // a cache line: registers are filled by lines
+  constexpr int64_t kRows = 16;
   const int64_t groups = (chunk.head_tiles() * kTileRows + kRows - 1) / kRows;
   const int64_t sizes[] = {chunk.num_heads * groups * kRows * head_dim, 2 * kRows * head_dim,
                            int64_t{kMaxBlockTokens} * head_dim, 2 * kRows * kMaxBlockTokens * 2,
                            2 * kRows * head_dim};
-  int64_t total = kLineWords;
-  for (const int64_t size : sizes) {
-    total += (size + kLineWords - 1) / kLineWords * kLineWords;
-  }
-  if (static_cast<int64_t>(matrix_words_.size()) < total) {
-    matrix_words_.resize(total);
-  }
-  const auto past = reinterpret_cast<uintptr_t>(matrix_words_.data()) / 2 % kLineWords;
-  uint16_t* next = matrix_words_.data() + (past == 0 ? 0 : kLineWords - past);
   uint16_t* parts[5];
-  for (int i = 0; i < 5; ++i) {
-    parts[i] = next;
-    next += (sizes[i] + kLineWords - 1) / kLineWords * kLineWords;
-  }
+  PlaceParts(&matrix_words_, sizes, parts);
   pairs = parts[0];
   key_rows = parts[1];
   value_pairs = parts[2];
@@ -63,11 +68,10 @@ void Scratch::PrepareMatrixUnit(const RowChunk& chunk, int head_dim) {
 }
 
 float* Scratch::States(int count, int tiles, int head_dim) {
-  const int64_t total = count * State::Floats(tiles, head_dim);
-  if (static_cast<int64_t>(states_.size()) < total) {
-    states_.resize(total);
-  }
-  return states_.data();
+  const int64_t sizes[] = {count * State::Floats(tiles, head_dim)};
+  float* parts[1];
+  PlaceParts(&states_, sizes, parts);
+  return parts[0];
 }
 
 std::vector<const Kernels*> SupportedKernels(int head_dim) {
