@@ -228,10 +228,17 @@ MatrixUnit::MatrixUnit(const RowChunk& rows, int head_dim, int block_tokens, Scr
     config.row_bytes[i] = kRowBytes;
     config.rows[i] = kRows;
   }
+  asm volatile("sttilecfg %0" : "=m"(config_before_));
   asm volatile("ldtilecfg %0" ::"m"(config));
 }
 
-MatrixUnit::~MatrixUnit() { asm volatile("tilerelease" ::); }
+MatrixUnit::~MatrixUnit() {
+  if (config_before_[0] == 0) {
+    asm volatile("tilerelease" ::);
+  } else {
+    asm volatile("ldtilecfg %0" ::"m"(config_before_));
+  }
+}
 
 void MatrixUnit::Scores(int head, const std::byte* const* keys, int count,
                         const std::byte* const* ahead) {

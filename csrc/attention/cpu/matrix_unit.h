@@ -11,7 +11,8 @@
 // beside its neighbour first, which the unit wants. Weights go in as two bfloat16 numbers each, so
 // that they keep sixteen bits: rounding them to eight would be most of the result's error.
 //
-// Thread-safety: none; a unit is a thread's own while the object lives.
+// Thread-safety: none; a unit is a thread's own while the object lives. Others of the thread find
+// theirs as they had set it up: some libraries set it up once and rely on it.
 
 namespace nwor::cpu {
 
@@ -47,6 +48,7 @@ class NWOR_EXPORT MatrixUnit {
   const RowChunk& rows_;
   const int head_dim_, block_tokens_;
   Scratch& scratch_;
+  alignas(64) uint8_t config_before_[64];  // as it was set up; zeros: it was not
 };
 
 }  // namespace nwor::cpu

@@ -172,6 +172,27 @@ TEST_F(MatrixUnitTest, SumsAreWeightedAndKeepWhatTheyHad) {
   }
 }
 
+TEST_F(MatrixUnitTest, LeavesTheUnitAsItWasSetUp) {
+  const Shape shape{.rows = 5, .group = 4, .heads = 1, .head_dim = 64, .tokens = 40, .even = true};
+  Block block(shape, 4);
+  const auto use = [&] {
+    MatrixUnit unit(block.chunk_, 64, BlockTokens(64), block.scratch_);
+    unit.Scores(0, block.rows_.data(), 40, nullptr);
+  };
+  alignas(64) uint8_t own[64] = {}, after[64] = {}, nothing[64] = {};
+  own[0] = 1;                  // the palette
+  own[16] = 24, own[48] = 7;   // register 0: bytes of a row, rows
+  own[18] = 64, own[49] = 16;  // register 1
+  asm volatile("ldtilecfg %0" ::"m"(own));
+  use();
+  asm volatile("sttilecfg %0" : "=m"(after));
+  EXPECT_EQ(std::memcmp(own, after, 64), 0);
+  asm volatile("tilerelease" ::);
+  use();
+  asm volatile("sttilecfg %0" : "=m"(after));
+  EXPECT_EQ(std::memcmp(nothing, after, 64), 0);
+}
+
 TEST_F(MatrixUnitTest, NaNReachesTheRowsAndChannelsItMust) {
   const Shape shape{.rows = 5, .group = 4, .heads = 1, .head_dim = 64, .tokens = 40, .even = true};
   Block block(shape, 3);
