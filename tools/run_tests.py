@@ -30,6 +30,7 @@ ROOT = Path(__file__).resolve().parent.parent
 BIN = ROOT / ".venv" / "bin"
 VLLM_BIN = ROOT / ".venv-vllm" / "bin"
 CURRENT = ROOT / "build" / "current"
+GPU = Path("/dev/nvidiactl")
 FUZZ_ROUNDS_ALL = "1000000"
 SOURCE_SUFFIXES = {".py", ".h", ".cpp", ".cu", ".cuh"}
 
@@ -72,7 +73,7 @@ def run(
 ) -> Outcome:
     """Runs one kind of test. `results`: an empty folder that the command fills with JUnit files.
 
-    What it says comes at once, or goes to `log` first and comes at its end.
+    What it says comes at once, or goes to `log`.
     """
     title = f"\n---- {name} " + "-" * (90 - len(name))
     if log is None:
@@ -86,8 +87,9 @@ def run(
         code = subprocess.call(command, cwd=ROOT)
     else:
         with log.open("w") as output:
+            output.write(f"{title}\n")
+            output.flush()
             code = subprocess.call(command, cwd=ROOT, stdout=output, stderr=subprocess.STDOUT)
-        print(f"{title}\n{log.read_text(errors='replace')}", flush=True)
     counts: Counter[str] = Counter()
     for path in results.glob("*.xml") if results else ():
         counts += count_junit(path)
@@ -130,11 +132,17 @@ def run_vllm(*, slow: bool, log: Path | None = None) -> Outcome:
 
 
 def run_side_by_side(*, slow: bool) -> list[Outcome]:
+    """pytest's and vLLM's; one after the other where they would share a GPU, whose free memory some
+    tests measure."""
+    if GPU.exists():
+        return [run_pytest(slow=slow), run_vllm(slow=slow)]
     log = CURRENT / "vllm.log"
     print(f"\nThe tests of vLLM run beside pytest's; what they say is in {log}, and follows.")
     with ThreadPoolExecutor(max_workers=1) as pool:
         vllm = pool.submit(run_vllm, slow=slow, log=log)
-        return [run_pytest(slow=slow), vllm.result()]
+        outcomes = [run_pytest(slow=slow), vllm.result()]
+    print(log.read_text(errors="replace"), flush=True)
+    return outcomes
 
 
 def main() -> int:

@@ -229,7 +229,11 @@ int ServeMetrics(const std::string& host, int port) {
                     (port == 0 || endpoint.server->address().port() == port);
   if (!here) {
     std::string problem;
-    auto server = HttpServer::Start(address, "/metrics", RenderMetrics, &problem);
+    // Made here: it reads the environment.
+    const auto render = [source = std::make_shared<CountersCollectable>()] {
+      return prometheus::TextSerializer().Serialize(source->Collect());
+    };
+    auto server = HttpServer::Start(address, "/metrics", render, &problem);
     if (!server) {
       endpoint.problem = Concat("cannot serve metrics at ", address.Text(), ": ", problem);
       return -1;

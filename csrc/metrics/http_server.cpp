@@ -23,8 +23,8 @@ namespace {
 using Clock = std::chrono::steady_clock;
 
 constexpr size_t kMaxRequestBytes = 16 << 10;
-constexpr std::chrono::seconds kPatience(10);           // for a whole request and its answer
-constexpr std::chrono::milliseconds kAcceptPause(100);  // when no socket can be had
+constexpr std::chrono::seconds kPatience(10);     // for a whole request and its answer
+constexpr std::chrono::milliseconds kPause(100);  // when a socket or memory cannot be had
 
 // The thread takes no signal meant for the host: it inherits the mask it starts under.
 class BlockedSignals {
@@ -55,8 +55,8 @@ std::string Reply(std::string_view status, std::string_view type, std::string_vi
                 with_body ? body : std::string_view());
 }
 
-std::string PlainReply(std::string_view status) {
-  return Reply(status, "text/plain; charset=utf-8", Concat(status, "\n"), true);
+std::string PlainReply(std::string_view status, bool with_body = true) {
+  return Reply(status, "text/plain; charset=utf-8", Concat(status, "\n"), with_body);
 }
 
 }  // namespace
@@ -130,43 +130,52 @@ void HttpServer::Abandon() const {
 }
 
 void HttpServer::Run() {
-  using State = Client::State;
-  Clock::time_point accept_from = Clock::now();
   while (true) {
-    const Clock::time_point now = Clock::now();
-    Clock::time_point next = now + std::chrono::hours(1);
-    std::vector<pollfd> polled = {{wake_, POLLIN, 0}};
-    std::vector<int> slots;
-    for (int slot = 0; slot < kMaxClients; ++slot) {
-      const Client& client = clients_[slot];
-      if (client.state == State::kGone) continue;
-      const short events = client.state == State::kWriting ? POLLOUT : POLLIN;
-      polled.push_back({sockets_[slot], events, 0});
-      slots.push_back(slot);
-      next = std::min(next, client.deadline);
-    }
-    const bool has_room = slots.size() < kMaxClients;
-    if (has_room && now >= accept_from) {
-      polled.push_back({listener_, POLLIN, 0});
-    } else if (has_room) {
-      next = std::min(next, accept_from);
-    }
-    const auto wait = std::chrono::ceil<std::chrono::milliseconds>(next - now).count();
-    if (poll(polled.data(), polled.size(), static_cast<int>(std::max<int64_t>(wait, 0))) < 0 &&
-        errno != EINTR) {
-      return;  // nothing here can be waited for: nobody is served any more
-    }
-    if (polled[0].revents != 0) return;
-    for (size_t i = 0; i < slots.size(); ++i) {
-      Client* client = &clients_[slots[i]];
-      if (polled[i + 1].revents != 0) Serve(client, polled[i + 1].revents);
-      if (Clock::now() >= client->deadline) client->state = State::kGone;
-      if (client->state == State::kGone) CloseSocket(sockets_[slots[i]].exchange(-1));
-    }
-    if (polled.size() > slots.size() + 1 && polled.back().revents != 0 && !Accept()) {
-      accept_from = Clock::now() + kAcceptPause;
+    try {
+      if (!Wait()) return;
+    } catch (const std::exception&) {  // no memory: later, perhaps
+      std::this_thread::sleep_for(kPause);
     }
   }
+}
+
+// For what comes next, and serves it. False: the end.
+bool HttpServer::Wait() {
+  using State = Client::State;
+  const Clock::time_point now = Clock::now();
+  Clock::time_point next = now + std::chrono::hours(1);
+  std::vector<pollfd> polled = {{wake_, POLLIN, 0}};
+  std::vector<int> slots;
+  for (int slot = 0; slot < kMaxClients; ++slot) {
+    const Client& client = clients_[slot];
+    if (client.state == State::kGone) continue;
+    const short events = client.state == State::kWriting ? POLLOUT : POLLIN;
+    polled.push_back({sockets_[slot], events, 0});
+    slots.push_back(slot);
+    next = std::min(next, client.deadline);
+  }
+  const bool has_room = slots.size() < kMaxClients;
+  if (has_room && now >= accept_from_) {
+    polled.push_back({listener_, POLLIN, 0});
+  } else if (has_room) {
+    next = std::min(next, accept_from_);
+  }
+  const auto wait = std::chrono::ceil<std::chrono::milliseconds>(next - now).count();
+  if (poll(polled.data(), polled.size(), static_cast<int>(std::max<int64_t>(wait, 0))) < 0) {
+    if (errno != EINTR) std::this_thread::sleep_for(kPause);
+    return true;
+  }
+  if (polled[0].revents != 0) return false;
+  for (size_t i = 0; i < slots.size(); ++i) {
+    Client* client = &clients_[slots[i]];
+    if (polled[i + 1].revents != 0) Serve(client, polled[i + 1].revents);
+    if (Clock::now() >= client->deadline) client->state = State::kGone;
+    if (client->state == State::kGone) CloseSocket(sockets_[slots[i]].exchange(-1));
+  }
+  if (polled.size() > slots.size() + 1 && polled.back().revents != 0 && !Accept()) {
+    accept_from_ = Clock::now() + kPause;
+  }
+  return true;
 }
 
 // False: no socket can be had for now, though somebody waits.
@@ -222,12 +231,13 @@ std::string HttpServer::Answer(const std::string& request) const {
   }
   const std::string_view method = line.substr(0, first);
   const std::string_view target = line.substr(first + 1, last - first - 1);
-  if (method != "GET" && method != "HEAD") return PlainReply("405 Method Not Allowed");
-  if (target.substr(0, target.find('?')) != path_) return PlainReply("404 Not Found");
+  const bool with_body = method != "HEAD";
+  if (method != "GET" && with_body) return PlainReply("405 Method Not Allowed");
+  if (target.substr(0, target.find('?')) != path_) return PlainReply("404 Not Found", with_body);
   try {
-    return Reply("200 OK", "text/plain; version=0.0.4; charset=utf-8", render_(), method == "GET");
+    return Reply("200 OK", "text/plain; version=0.0.4; charset=utf-8", render_(), with_body);
   } catch (const std::exception&) {
-    return PlainReply("500 Internal Server Error");
+    return PlainReply("500 Internal Server Error", with_body);
   }
 }
 

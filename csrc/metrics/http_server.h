@@ -2,6 +2,7 @@
 
 #include <array>
 #include <atomic>
+#include <chrono>
 #include <functional>
 #include <memory>
 #include <string>
@@ -46,6 +47,7 @@ class NWOR_EXPORT HttpServer {
   HttpServer(const ListenAddress& address, std::string path, Render render, int listener, int wake);
 
   void Run();
+  bool Wait();
   bool Accept();
   void Serve(Client* client, short events);
   std::string Answer(const std::string& request) const;
@@ -55,8 +57,11 @@ class NWOR_EXPORT HttpServer {
   const Render render_;
   const int listener_, wake_;
   std::unique_ptr<Client[]> clients_;  // the thread's own
-  // Their sockets, -1 where there is none: a fork may come at any time.
+  // Their sockets, -1 where there is none: a fork may come at any time. Between accepting and
+  // noting it, or forgetting and closing, a child keeps a copy; the parent ends the connection for
+  // both.
   std::array<std::atomic<int>, kMaxClients> sockets_;
+  std::chrono::steady_clock::time_point accept_from_;
   std::thread thread_;
 };
 

@@ -109,6 +109,14 @@ Floats UpperBits(Floats v) {
   return (Floats)_mm512_and_si512((__m512i)v, _mm512_set1_epi32(static_cast<int>(0xffff0000u)));
 }
 
+// What UpperBits leaves of a weight. Not nothing, unless the weight is: an infinite value must not
+// meet a zero. So small a number changes no sum.
+Floats LowerBits(Floats weight, Floats upper) {
+  constexpr float kTiny = 0x1p-126f;
+  const Floats lower = weight - upper;
+  return (upper > 0.0f) & (lower < kTiny) ? kTiny - Floats{} : lower;
+}
+
 // Rows of 16 tokens from [token][4 rows].
 void TransposeTokens(const float* tokens, Floats (&rows)[kTileRows]) {
   const Floats a = LoadFloats(tokens), b = LoadFloats(tokens + 16);
@@ -146,6 +154,7 @@ template <bool kSecondTokens, bool kSecondRows>
 void ScoreGroups(const TileRows& one, const TileRows& two, const uint16_t* queries,
                  const uint16_t* other_queries, int head_dim, const std::byte* const* ahead,
                  float* to) {
+  asm volatile("" ::: "memory");  // loads of tiles read what was written before
   _tile_zero(0);
   if (kSecondRows) _tile_zero(1);
   if (kSecondTokens) _tile_zero(2);
@@ -170,6 +179,7 @@ template <bool kSecondRows>
 void SumGroups(const uint16_t* weights, const uint16_t* other_weights, const uint16_t* values,
                int num_steps, int64_t value_step, int head_dim, float* acc, float* other) {
   const int64_t stride = head_dim * 4;
+  asm volatile("" ::: "memory");  // as in ScoreGroups
   _tile_loadd(0, acc, stride);
   _tile_loadd(1, acc + kRows, stride);
   if (kSecondRows) {
@@ -324,8 +334,8 @@ void MatrixUnit::PackWeights(int first_tile, int count, uint16_t* packed) const 
         const Floats upper[2] = {UpperBits(rows[0][row]), UpperBits(rows[1][row])};
         uint16_t* to = packed + step * kWeightWords + (tile * kTileRows + row) * kStepTokens;
         _mm512_storeu_si512(to, Round(upper[0], upper[1]));
-        _mm512_storeu_si512(to + kTileWords,
-                            Round(rows[0][row] - upper[0], rows[1][row] - upper[1]));
+        _mm512_storeu_si512(to + kTileWords, Round(LowerBits(rows[0][row], upper[0]),
+                                                   LowerBits(rows[1][row], upper[1])));
       }
     }
   }

@@ -21,7 +21,8 @@ class NWOR_EXPORT MatrixUnit {
   static constexpr int kRows = 16;      // of a product's rows, tokens or channels
   static constexpr int kChannels = 32;  // of a step along a head: D is a multiple
 
-  // Whether this machine has one, and the system lets this process use it.
+  // Whether this machine has one, and the system lets this process use it: it is asked the first
+  // time, and from then on wants alternative signal stacks that hold the unit's registers, too.
   static bool IsAvailable();
 
   // Takes a chunk's queries from scratch.queries, as pack_queries of 16 lanes has left them, to

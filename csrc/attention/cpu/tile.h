@@ -39,7 +39,7 @@ constexpr int TileTokens(int rows) {
 }
 // Of a score tile's tokens those whose sums over lanes are made four tokens at a time.
 constexpr int TokensSummedTogether(int tokens) {
-  return NWOR_SIMD_LEVEL == NWOR_SIMD_AVX512 ? tokens / 4 * 4 : 0;
+  return NWOR_SIMD_LEVEL == NWOR_SIMD_AVX512 ? tokens : 0;
 }
 constexpr int TileVecs(int rows) { return rows < kTileRows ? 2 * kTileVecs : kTileVecs; }
 
@@ -97,8 +97,16 @@ NWOR_SIMD_INLINE void ScoreTile(const float* queries, const T* const* keys, cons
   constexpr int kTogether = TokensSummedTogether(kTokens);
 #if NWOR_SIMD_LEVEL == NWOR_SIMD_AVX512
 #pragma GCC unroll 8
-  for (int t = 0; t < kTogether; t += 4) {
+  for (int t = 0; t + 4 <= kTokens; t += 4) {
     Store(scores + t * kTileRows, SumLanesOfFour(sums + t));
+  }
+  if constexpr (kTokens % 4 != 0) {
+    // In the same order: a score must not depend on its place.
+    constexpr int kFirst = kTokens / 4 * 4, kRest = kTokens % 4;
+    Vec rest[4][kTileRows] = {};
+    std::memcpy(rest, sums + kFirst, kRest * sizeof(rest[0]));
+    const Vec summed = SumLanesOfFour(rest);
+    std::memcpy(scores + kFirst * kTileRows, &summed, kRest * kTileRows * sizeof(float));
   }
 #endif
 #pragma GCC unroll 8

@@ -93,9 +93,9 @@ Shape RandomShape(std::mt19937& random) {
   const auto draw = [&](int least, int most) {
     return std::uniform_int_distribution<int>(least, most)(random);
   };
-  const int head_dims[] = {32, 64, 96, 128, 192, 256};
+  const int head_dims[] = {32, 64, 96, 128, 192, 256, 320, 512};
   Shape shape{};
-  shape.head_dim = head_dims[draw(0, 5)];
+  shape.head_dim = head_dims[draw(0, 7)];
   shape.rows = draw(1, 20);
   shape.group = draw(1, 6);
   shape.heads = draw(1, 3);
@@ -193,7 +193,7 @@ TEST_F(MatrixUnitTest, LeavesTheUnitAsItWasSetUp) {
   EXPECT_EQ(std::memcmp(nothing, after, 64), 0);
 }
 
-TEST_F(MatrixUnitTest, NaNReachesTheRowsAndChannelsItMust) {
+TEST_F(MatrixUnitTest, NaNAndInfinityReachTheRowsAndChannelsTheyMust) {
   const Shape shape{.rows = 5, .group = 4, .heads = 1, .head_dim = 64, .tokens = 40, .even = true};
   Block block(shape, 3);
   const int rows = block.head_rows();
@@ -201,7 +201,8 @@ TEST_F(MatrixUnitTest, NaNReachesTheRowsAndChannelsItMust) {
     for (int token = 0; token < 40; ++token) block.Score(token, row) = 0.5f;
     block.scratch_.decay[row] = 1.0f;
   }
-  block.tokens_[17 * (64 + 8) + 9] = 0x7fc0;  // token 17, channel 9
+  block.tokens_[17 * (64 + 8) + 9] = 0x7fc0;   // token 17, channel 9
+  block.tokens_[20 * (64 + 8) + 30] = 0x7f80;  // token 20, channel 30: infinite
   block.Score(3, 6) = NAN;
   std::vector<float> acc(static_cast<size_t>(rows + 16) * 64, 0.0f);
   MatrixUnit unit(block.chunk_, 64, BlockTokens(64), block.scratch_);
@@ -209,6 +210,7 @@ TEST_F(MatrixUnitTest, NaNReachesTheRowsAndChannelsItMust) {
   for (int row = 0; row < rows; ++row) {
     for (int d = 0; d < 64; ++d) {
       EXPECT_EQ(std::isnan(acc[row * 64 + d]), row == 6 || d == 9) << row << " " << d;
+      EXPECT_EQ(std::isinf(acc[row * 64 + d]), row != 6 && d == 30) << row << " " << d;
     }
   }
 }

@@ -64,6 +64,9 @@ TEST(HttpServer, SaysWhatItDoesNotDo) {
   EXPECT_EQ(Status(head), "HTTP/1.1 200 OK");
   EXPECT_NE(head.find("Content-Length: 4\r\n"), std::string::npos);
   EXPECT_EQ(Body(head), "");
+  const std::string missing = HttpSend(port, "HEAD / HTTP/1.0\r\n\r\n");
+  EXPECT_EQ(Status(missing), "HTTP/1.1 404 Not Found");
+  EXPECT_EQ(Body(missing), "");
 }
 
 TEST(HttpServer, TellsOfATextThatCannotBeMade) {

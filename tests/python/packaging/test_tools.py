@@ -376,15 +376,36 @@ def test_results_of_an_earlier_run_do_not_count(tmp_path: Path) -> None:
     assert not module.run("tests", [sys.executable, "-c", ""], tmp_path).ok
 
 
-def test_what_runs_beside_another_is_told_of_at_its_end(
+def test_what_runs_beside_another_writes_to_a_log(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     module, log = load(TOOLS / "run_tests.py"), tmp_path / "log"
     code = "import sys; print('one'); print('two', file=sys.stderr); sys.exit(3)"
     assert not module.run("tests", [sys.executable, "-u", "-c", code], log=log).ok
-    told = capfd.readouterr().out
+    assert capfd.readouterr().out == ""
+    told = log.read_text()
     assert told.index("---- tests ") < told.index("one\ntwo\n")
-    assert log.read_text() == "one\ntwo\n"
+
+
+@pytest.mark.parametrize("shared", [False, True], ids=["no GPU", "a GPU"])
+def test_tests_that_would_share_a_gpu_run_one_after_the_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], shared: bool
+) -> None:
+    module, logs = load(TOOLS / "run_tests.py"), []
+
+    def run_vllm(*, slow: bool, log: Path | None = None) -> str:
+        logs.append(log)
+        if log is not None:
+            log.write_text("said there")
+        return "vLLM"
+
+    monkeypatch.setattr(module, "GPU", tmp_path if shared else tmp_path / "none")
+    monkeypatch.setattr(module, "CURRENT", tmp_path)
+    monkeypatch.setattr(module, "run_pytest", lambda *, slow: "pytest")
+    monkeypatch.setattr(module, "run_vllm", run_vllm)
+    assert module.run_side_by_side(slow=False) == ["pytest", "vLLM"]
+    assert logs == [None if shared else tmp_path / "vllm.log"]
+    assert ("said there" in capfd.readouterr().out) is not shared
 
 
 def test_random_cases_change_with_the_sources_alone(tmp_path: Path) -> None:
