@@ -12,13 +12,14 @@ that wait for something, by what they wait for.
 
 from __future__ import annotations
 
-import argparse
 import csv
 import json
 import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+
+from ncu_ranges import run_command
 
 # Rows, float8 or not, and batches.
 SHAPES: list[tuple[int, str, list[tuple[int, ...]]]] = [
@@ -164,23 +165,6 @@ def table(plan_path: Path, csv_path: Path, json_path: Path | None) -> int:
     return 0
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    commands = parser.add_subparsers(dest="command", required=True)
-    commands.add_parser("drive").add_argument("plan", type=Path)
-    put = commands.add_parser("table")
-    put.add_argument("plan", type=Path)
-    put.add_argument("csv", type=Path)
-    put.add_argument("--json", type=Path)
-    commands.add_parser("sections")
-    options = parser.parse_args()
-    if options.command == "drive":
-        return drive(options.plan)
-    if options.command == "table":
-        return table(options.plan, options.csv, options.json)
-    print(" ".join(f"--section {name}" for name in SECTIONS))
-    return 0
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    options = " ".join(f"--section {name}" for name in SECTIONS)
+    sys.exit(run_command(__doc__ or "", drive, table, ("sections", options)))

@@ -53,7 +53,9 @@ def run_command(
     description: str,
     drive: Callable[[Path], int],
     table: Callable[[Path, Path, Path | None], int],
+    asked: tuple[str, str] = ("metrics", ",".join(metric for metric, _ in METRICS.values())),
 ) -> int:
+    """`asked`: a third command, and what it prints: for Nsight Compute's command line."""
     parser = argparse.ArgumentParser(description=description.splitlines()[0])
     commands = parser.add_subparsers(dest="command", required=True)
     one = commands.add_parser("drive")
@@ -62,11 +64,11 @@ def run_command(
     two.add_argument("plan", type=Path)
     two.add_argument("csv", type=Path)
     two.add_argument("--json", type=Path)
-    commands.add_parser("metrics")
+    commands.add_parser(asked[0])
     arguments = parser.parse_args()
     if arguments.command == "drive":
         return drive(arguments.plan)
     if arguments.command == "table":
         return table(arguments.plan, arguments.csv, arguments.json)
-    print(",".join(metric for metric, _ in METRICS.values()))
+    print(asked[1])
     return 0

@@ -11,6 +11,7 @@ import torch
 from engines import NGRAM, check_drafting, counted, drive, greedy, own_engine
 from engines import stats as own_stats
 from heads import story_head
+from measurements import watch_measurements
 from published import PAGE, published, scheduler_of, watch_requests
 from small_views import LENGTHS, SMALL_VIEW, prompts
 from test_cuda import GRAPHS, stories_on_gpu
@@ -37,37 +38,16 @@ def worker_runner(llm: Any) -> Any:
 # ---- mode `lossless`: memory and costs ----
 
 
-def watch_measurements(monkeypatch: pytest.MonkeyPatch, runner: str) -> list[bool]:
-    """For each measurement: whether the caches, filled with something, were the same afterwards."""
-    from nwor_specpv.vllm.specpv import drafter, speculator
-
-    module, name = (drafter, "measure_passes")
-    if runner == "v2":
-        module, name = (speculator, "measure_rounds")
-    measure, found = getattr(module, name), []
-
-    def watched(*args: Any) -> Any:
-        caches = [layer.kv_cache for layer in own_engine().layers.values()]
-        for cache in caches:
-            cache.normal_()
-        held = [cache.clone() for cache in caches]
-        costs = measure(*args)
-        found.append(all(map(torch.equal, held, caches)))
-        for cache in caches:
-            cache.zero_()
-        return costs
-
-    monkeypatch.setattr(module, name, watched)
-    return found
-
-
 @pytest.mark.parametrize("kind", ["v1-eager", "v1-graphs", "v2-eager", "v2-graphs"])
 def test_costs_and_memory_are_there_before_the_first_request(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
+    from nwor_specpv.vllm.specpv import drafter, speculator
+
     runner, _, mode = kind.partition("-")
     choose_runner(monkeypatch, runner)
-    before, measured = Metrics().snapshot(), watch_measurements(monkeypatch, runner)
+    module, name = (speculator, "measure_rounds") if runner == "v2" else (drafter, "measure_passes")
+    before, measured = Metrics().snapshot(), watch_measurements(monkeypatch, module, name)
     options: dict[str, Any] = {"speculation": SPECULATION}
     if runner == "v2":
         head = story_head(tmp_path, torch.float16)

@@ -9,8 +9,8 @@ import logging
 from typing import Any
 
 import pytest
-import torch
 from engines import STOCK, check_drafting, draft_failures, drive, greedy, own_engine, start
+from measurements import watch_measurements
 from small_views import SMALL_VIEW, prompts
 
 from nwor_specpv import Metrics
@@ -45,24 +45,9 @@ def run(llm: Any) -> list[list[int]]:
 
 @pytest.fixture
 def measured(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
-    """For each measurement: whether it left the caches as they were."""
     from nwor_specpv.vllm.specpv import drafter as module
 
-    measure, found = module.measure_passes, []
-
-    def watched(*args: Any) -> Any:
-        caches = [layer.kv_cache for layer in own_engine().layers.values()]
-        for cache in caches:
-            cache.normal_()
-        held = [cache.clone() for cache in caches]
-        costs = measure(*args)
-        found.append(all(map(torch.equal, held, caches)))
-        for cache in caches:
-            cache.zero_()
-        return costs
-
-    monkeypatch.setattr(module, "measure_passes", watched)
-    return found
+    return watch_measurements(monkeypatch, module, "measure_passes")
 
 
 def lines(caplog: pytest.LogCaptureFixture, part: str) -> int:

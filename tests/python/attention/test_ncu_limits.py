@@ -29,8 +29,9 @@ PLAN = {"device": "a GPU", "torch": "2", "commit": "abc"}
 OURS, THEIRS, SPIN = "nwor::TileKernel<x>", "flash::kernel", "spin_kernel(long)"
 
 
-@pytest.fixture(scope="module")
-def limits() -> ModuleType:
+@pytest.fixture
+def limits(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    monkeypatch.syspath_prepend(SCRIPT.parent)
     spec = importlib.util.spec_from_file_location("ncu_limits", SCRIPT)
     assert spec is not None
     assert spec.loader is not None
