@@ -62,8 +62,9 @@ struct CommitParams {
   int32_t num_map_rows = 0;
   const int32_t* request_rows = nullptr;  // [B + 1] staging rows of request b, or null: unchecked
   const int32_t* parents = nullptr;  // [M] staging row of the parent, -1 = root; null: unchecked
-  int32_t* tips =
-      nullptr;  // [B] last committed staging row of an earlier chunk, -1 = root; updated
+  // [B] last committed staging row of an earlier chunk, -1 = root; updated. Null: there is no
+  // earlier chunk, and no later one.
+  int32_t* tips = nullptr;
 
   int64_t* round_status = nullptr;     // faults of the round's writes; nonzero code refuses
   const int64_t* agreement = nullptr;  // [2] max over ranks of digest and of ~digest, or null
@@ -75,8 +76,9 @@ struct CommitParams {
   int64_t closing_tokens = -1;
   CommitSummaries summaries;  // completed in the same launch; REQUIRES: one group
   CommitTail tail;            // fed in the same launch; REQUIRES: one group
-  // CUDA: one zeroed word, left zero. Needed when publishing must wait for every block: with tips,
-  // or when status and round_status are one; may be null otherwise.
+  // CUDA: one zeroed word, left zero. Needed when publishing may have to wait for every block: with
+  // tips, with round_status in a commit that ends a round, or when status and round_status are one;
+  // may be null otherwise.
   uint32_t* ticket = nullptr;
 
   StreamHandle stream = nullptr;

@@ -21,18 +21,43 @@ enum CommitCounter : int {
   kNumCommitCounters = 7,
 };
 
+// What one commit adds.
+struct CountedCommit {
+  bool ok;
+  int64_t num_tokens;  // 0 unless ok
+  int64_t bytes_per_token;
+  int64_t closing_tokens;  // >= 0: it closes a round that staged so many
+};
+
+// A counter after the commit, from what it was before; `open`: what kCounterOpenTokens was.
+NWOR_HOST_DEVICE inline int64_t CounterAfter(int counter, int64_t before, int64_t open,
+                                             const CountedCommit& commit) {
+  const bool closes = commit.closing_tokens >= 0;
+  const int64_t rejected = closes ? commit.closing_tokens - open - commit.num_tokens : 0;
+  switch (counter) {
+    case kCounterCommits:
+      return before + (commit.ok ? 1 : 0);
+    case kCounterFailedCommits:
+      return before + (commit.ok ? 0 : 1);
+    case kCounterCommittedTokens:
+      return before + commit.num_tokens;
+    case kCounterCommittedBytes:
+      return before + commit.num_tokens * commit.bytes_per_token;
+    case kCounterRejectedTokens:
+      return before + rejected;
+    case kCounterRejectedBytes:
+      return before + rejected * commit.bytes_per_token;
+    default:  // kCounterOpenTokens
+      return closes ? 0 : open + commit.num_tokens;
+  }
+}
+
 // One writer at a time: commits of one interceptor are ordered.
-NWOR_HOST_DEVICE inline void AddCommit(int64_t* counters, bool ok, int64_t num_tokens,
-                                       int64_t bytes_per_token, int64_t closing_tokens) {
-  counters[ok ? kCounterCommits : kCounterFailedCommits] += 1;
-  counters[kCounterCommittedTokens] += num_tokens;
-  counters[kCounterCommittedBytes] += num_tokens * bytes_per_token;
-  counters[kCounterOpenTokens] += num_tokens;
-  if (closing_tokens < 0) return;
-  const int64_t rejected = closing_tokens - counters[kCounterOpenTokens];
-  counters[kCounterRejectedTokens] += rejected;
-  counters[kCounterRejectedBytes] += rejected * bytes_per_token;
-  counters[kCounterOpenTokens] = 0;
+inline void AddCommit(int64_t* counters, const CountedCommit& commit) {
+  const int64_t open = counters[kCounterOpenTokens];
+  for (int counter = 0; counter < kNumCommitCounters; ++counter) {
+    counters[counter] = CounterAfter(counter, counters[counter], open, commit);
+  }
 }
 
 }  // namespace nwor

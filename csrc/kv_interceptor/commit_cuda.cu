@@ -19,9 +19,9 @@
 //
 // Small batches are validated by a warp of their own: a warp that waits for its rows cannot think.
 //
-// Block summaries have a warp of their own, too: it starts at once and shares nothing with those
-// that move rows but the verdict. These help it afterwards if many blocks are due. Rows 0 of
-// compact views are copied by the latter, when their own stores are on their way.
+// Block summaries have warps of their own, too: they start at once and share nothing with those
+// that move rows but the verdict. All help afterwards if many blocks are due. Rows 0 of compact
+// views are copied by those that move rows, when their own stores are on their way.
 
 namespace nwor {
 namespace {
@@ -39,36 +39,42 @@ struct SummaryViews {
   NoTail tail;
 };
 struct AllViews {
-  static constexpr bool kSummaries = true;  // possibly none: then their warp is not launched
+  static constexpr bool kSummaries = true;  // possibly none: then no warp is theirs
   static constexpr int kBlocksPerSm = 3;    // warps that store rows twice need more registers
   SummaryTable summaries;
   TailTable tail;
 };
 static_assert(sizeof(CommitTable<kUsualViewLayers>) + sizeof(AllViews) <= 4096);
 
-struct NoHelp {};
+// `apart`: threads that validate and do nothing else.
 template <typename Views>
-using HelpOf = std::conditional_t<Views::kSummaries, SummaryHelp, NoHelp>;
-template <typename Views>
-inline constexpr int kExtraThreads = Views::kSummaries ? kSummaryThreads : 0;
+__device__ BlockRoles RolesOf(const Views& views, int apart) {
+  if constexpr (Views::kSummaries) {
+    return {32 * views.summaries.row_warps, 32 * views.summaries.warps, apart};
+  }
+  return {kCommitThreads, 0, apart};
+}
 
 // Copies rows 0 of the layer's requests. REQUIRES: the batch is valid.
 template <RowOp kOp, int kLayers, typename Tail>
-__device__ void CopyRoots(const CommitTable<kLayers>& table, const Tail& tail) {
+__device__ void CopyRoots(const CommitTable<kLayers>& table, const Tail& tail,
+                          const BlockRoles& roles) {
   if constexpr (!std::is_same_v<Tail, NoTail>) {
     if (tail.data[0] == nullptr) return;
     const auto layer = static_cast<int>(blockIdx.x / 2);
     const uint32_t warp = (threadIdx.x / 32 * 2 + blockIdx.x % 2) * gridDim.y + blockIdx.y;
     FeedRoots<kOp>(table.batch, table.layers[layer], layer, tail, warp,
-                   2 * gridDim.y * kCommitWarps);
+                   2 * gridDim.y * static_cast<uint32_t>(roles.rows / 32));
   }
 }
 
 // True in the one warp of the grid that publishes; asked by one warp of each block after the block
-// has its verdict. Such a block reads no input that publishing changes, so its rows may still be on
-// their way.
-__device__ bool PublishesNow(const BatchTable& batch) {
-  if (batch.ticket == nullptr) return blockIdx.x == 0 && blockIdx.y == 0;
+// has its verdict, which is the same in all of them. Where publishing changes what other blocks may
+// still have to read for theirs, the last block does it. A block that has its verdict reads no such
+// input any more, so its rows may still be on their way.
+__device__ bool PublishesNow(const BatchTable& batch, const BatchVerdict& verdict) {
+  const bool changes_inputs = batch.tips != nullptr || verdict.fault != kNoFault;
+  if (batch.ticket == nullptr || !changes_inputs) return blockIdx.x == 0 && blockIdx.y == 0;
   const uint32_t last = gridDim.x * gridDim.y - 1;
   bool publishes = false;
   if (threadIdx.x % 32 == 0) {
@@ -91,92 +97,102 @@ __device__ BatchVerdict CheckWarpShare(const BatchTable& batch, const Tail& tail
 // kUniform: every group moves its rows by kOp, which is then known here; otherwise each block looks
 // its op up, and loads only after the verdict. The warps that move rows validate together.
 template <int kLayers, bool kUniform, RowOp kOp, typename Views>
-__global__ void __launch_bounds__(kCommitThreads + kExtraThreads<Views>,
+__global__ void __launch_bounds__(kCommitThreads + (Views::kSummaries ? kSummaryThreads : 0),
                                   Views::kBlocksPerSm - (kUniform ? 0 : 1))
     CommitKernel(const __grid_constant__ CommitTable<kLayers> table,
                  const __grid_constant__ Views views) {
   using Tail = std::remove_cvref_t<decltype(views.tail)>;
   extern __shared__ uint32_t cells[];  // see InsertSlot
-  __shared__ VerdictPost<Views::kSummaries> post;
-  __shared__ HelpOf<Views> help;
+  __shared__ VerdictPost post;
+  __shared__ SummaryHelp help;
+  const BlockRoles roles = RolesOf(views, /*apart=*/0);
   if constexpr (Views::kSummaries) {
     if (threadIdx.x >= kCommitThreads) {
-      return CompleteSummaries<NoEntries>(table, views.summaries, post, kCommitWarps, help);
+      if (CompleteSummaries<NoEntries, kSummaryUnits>(table, views.summaries, roles, post, help)) {
+        SummarizeOthers<kSummaryUnits>(table, views.summaries);
+      }
+      return;
     }
-    help.Init();
   }
   const BatchTable& batch = table.batch;
   const Plane plane = SelectPlane(table, blockIdx.x);
   const Entry first = LoadEntry(batch, static_cast<int32_t>(threadIdx.x));
   const auto open = [&] {
     ClearCells(batch, cells);
-    post.Open(kCommitWarps);
+    post.Open(roles);
   };
   const auto decide = [&] {
-    post.Add(CheckWarpShare(batch, views.tail, cells, first));
-    const BatchVerdict verdict = post.Await();
+    post.Add(CheckWarpShare(batch, views.tail, cells, first), roles);
+    const BatchVerdict verdict = post.Await(roles);
     // The last warp has the least to move, often nothing.
-    if (threadIdx.x / 32 == kCommitWarps - 1 && PublishesNow(batch)) {
-      Announce(batch, views.tail, verdict);
+    if (threadIdx.x / 32 == kCommitWarps - 1 && PublishesNow(batch, verdict)) {
+      Announce(batch, views.tail, verdict, LoadCounter(batch));
     }
     return verdict.fault == kNoFault;
   };
   if constexpr (kUniform) {
-    WarpShare<kOp, Tail> share(batch, plane, views.tail);
+    WarpShare<kOp, Tail> share(batch, plane, views.tail, roles);
     const Entry first_row = share.LoadFirst();
     open();
     share.Start(first_row);
     if (!decide()) return;
     share.Finish();
-    CopyRoots<kOp>(table, views.tail);
-    if constexpr (Views::kSummaries) HelpWithSummaries(table, views.summaries, help);
+    CopyRoots<kOp>(table, views.tail, roles);
   } else {
     open();
     if (!decide()) return;
     DispatchRowOp(plane.group.op, [&](auto op) {
-      WarpShare<decltype(op)::value, Tail> share(batch, plane, views.tail);
+      WarpShare<decltype(op)::value, Tail> share(batch, plane, views.tail, roles);
       share.Start(share.LoadFirst());
       share.Finish();
-      CopyRoots<decltype(op)::value>(table, views.tail);
+      CopyRoots<decltype(op)::value>(table, views.tail, roles);
     });
-    if constexpr (Views::kSummaries) HelpWithSummaries(table, views.summaries, help);
+  }
+  if constexpr (Views::kSummaries) {
+    if (roles.summaries == 0 || !help.Await(roles)) return;
+    SummarizeOthers<kSummaryUnits>(table, views.summaries);
   }
 }
 
-// At most kSmallCommitEntries entries, all rows moved 16 bytes at a time.
+// At most kSmallCommitEntries entries, all rows moved 16 bytes at a time. With summaries: of no
+// more requests than a warp has lanes.
 template <int kLayers, typename Views>
-__global__ void __launch_bounds__(kSmallCommitThreads + kExtraThreads<Views>, Views::kBlocksPerSm)
+__global__ void __launch_bounds__(kSmallCommitThreads, Views::kBlocksPerSm)
     SmallCommitKernel(const __grid_constant__ CommitTable<kLayers> table,
                       const __grid_constant__ Views views) {
   using Tail = std::remove_cvref_t<decltype(views.tail)>;
   __shared__ SmallSlots slots;
-  __shared__ VerdictPost<Views::kSummaries> post;
-  __shared__ HelpOf<Views> help;
-  if constexpr (Views::kSummaries) {
-    if (threadIdx.x >= kSmallCommitThreads) {
-      return CompleteSummaries<SmallEntries>(table, views.summaries, post, 1, help);
-    }
-    help.Init();
-  }
+  __shared__ VerdictPost post;
+  __shared__ SummaryHelp help;
   const BatchTable& batch = table.batch;
+  const BlockRoles roles = RolesOf(views, /*apart=*/32);
   if (threadIdx.x >= kCommitThreads) {
     const LaneEntries entries(batch);
-    post.Open(1);
+    const int64_t counter = LoadCounter(batch);
+    post.Open(roles);
     const BatchVerdict verdict = CheckSmallBatch(batch, views.tail, slots, entries);
-    post.Add(verdict);
-    if constexpr (!Views::kSummaries) post.Await();
-    if (PublishesNow(batch)) Announce(batch, views.tail, verdict);
+    post.Add(verdict, roles);
+    if (PublishesNow(batch, verdict)) Announce(batch, views.tail, verdict, counter);
     return;
   }
-  const Plane plane = SelectPlane(table, blockIdx.x);
-  WarpShare<RowOp::kCopy16, Tail> share(batch, plane, views.tail);
-  const Entry first = share.LoadFirst();
-  post.Open(1);
-  share.Start(first);
-  if (post.Await().fault != kNoFault) return;
-  share.Finish();
-  CopyRoots<RowOp::kCopy16>(table, views.tail);
-  if constexpr (Views::kSummaries) HelpWithSummaries(table, views.summaries, help);
+  bool others = false;
+  if (threadIdx.x < static_cast<unsigned>(roles.rows)) {
+    const Plane plane = SelectPlane(table, blockIdx.x);
+    WarpShare<RowOp::kCopy16, Tail> share(batch, plane, views.tail, roles);
+    const Entry first = share.LoadFirst();
+    post.Open(roles);
+    share.Start(first);
+    if (post.Await(roles).fault != kNoFault) return;
+    share.Finish();
+    CopyRoots<RowOp::kCopy16>(table, views.tail, roles);
+    if constexpr (Views::kSummaries) others = roles.summaries > 0 && help.Await(roles);
+  } else if constexpr (Views::kSummaries) {
+    others = CompleteSummaries<SmallEntries, kSmallSummaryUnits>(table, views.summaries, roles,
+                                                                 post, help);
+  }
+  if constexpr (Views::kSummaries) {
+    if (others) SummarizeOthers<kSmallSummaryUnits>(table, views.summaries);
+  }
 }
 
 template <typename Views>
@@ -190,9 +206,8 @@ Views MakeViews(const CommitParams& params) {
 template <int kLayers, typename Views>
 void Launch(void (*kernel)(CommitTable<kLayers>, Views), int threads,
             const CommitTable<kLayers>& table, const CommitParams& params, int64_t shared_bytes) {
-  constexpr int64_t kOwnBytes =
-      sizeof(VerdictPost<true>) +
-      (Views::kSummaries ? sizeof(SummaryStages<SmallEntries>) + sizeof(SummaryHelp) : 0);
+  constexpr int64_t kOwnBytes = sizeof(VerdictPost) + sizeof(SmallSlots) +
+                                (Views::kSummaries ? sizeof(UnitKeys) * kMaxSummaryWarps : 0);
   constexpr int64_t kAlwaysAllowed = 48 * 1024 - kOwnBytes;
   if (shared_bytes > kAlwaysAllowed) {
     CheckCuda(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
@@ -212,17 +227,25 @@ void Launch(void (*kernel)(CommitTable<kLayers>, Views), int threads,
   const int num_sms = CurrentDeviceAttribute(cudaDevAttrMultiProcessorCount);
   const auto blocks_per_sm =
       static_cast<int32_t>(std::clamp<int64_t>(by_memory, 1, Views::kBlocksPerSm));
-  int32_t splits = ChooseCommitSplits(num_planes, max_slices, num_sms, blocks_per_sm);
-  const Views views = MakeViews<Views>(params);
+  Views views = MakeViews<Views>(params);
+  int32_t row_warps = kCommitWarps;
   if constexpr (Views::kSummaries) {
-    if (views.summaries.to.kmax != nullptr) {
-      threads += kSummaryThreads;
-      const int64_t units =
-          ExpectSummaryUnits(params.num_requests, params.depth, views.summaries.to.block_size,
-                             views.summaries.num_heads);
-      splits = ChooseSummarySplits(splits, num_planes, units, num_sms, blocks_per_sm);
+    SummaryTable& summaries = views.summaries;
+    if (summaries.to.kmax != nullptr) {
+      const int64_t units = ExpectSummaryUnits(params.num_requests, params.depth,
+                                               summaries.to.block_size, summaries.num_heads);
+      if (threads > kCommitThreads) {  // a small commit
+        summaries.warps = ChooseSummaryWarps(num_planes, max_slices, units, num_sms, blocks_per_sm);
+        row_warps -= summaries.warps;
+      } else {
+        summaries.warps = 1;
+        threads += kSummaryThreads;
+      }
     }
+    summaries.row_warps = row_warps;
   }
+  const int32_t splits =
+      ChooseCommitSplits(num_planes, max_slices, num_sms, blocks_per_sm, row_warps);
   const dim3 grid(static_cast<unsigned>(num_planes), static_cast<unsigned>(splits));
   kernel<<<grid, threads, shared_bytes, static_cast<cudaStream_t>(params.stream)>>>(table, views);
   CheckCuda(cudaGetLastError(), "commit kernel");
@@ -234,7 +257,9 @@ void Launch(const CommitParams& params) {
   const bool copies = std::all_of(table.batch.groups, table.batch.groups + params.num_groups,
                                   [](const auto& group) { return group.op == RowOp::kCopy16; });
   const int64_t cell_bytes = int64_t{table.batch.num_cells} * 4;
-  if (copies && table.batch.num_positions <= kSmallCommitEntries) {
+  const bool small = table.batch.num_positions <= kSmallCommitEntries &&
+                     (!Views::kSummaries || params.num_requests <= 32);
+  if (copies && small) {
     Launch(SmallCommitKernel<kLayers, Views>, kSmallCommitThreads, table, params, 0);
   } else if (copies) {
     Launch(CommitKernel<kLayers, true, RowOp::kCopy16, Views>, kCommitThreads, table, params,
@@ -257,9 +282,10 @@ void LaunchForLayers(const CommitParams& params) {
 
 void LaunchCommit(const CommitParams& params) {
   CheckCommitParams(params);
-  NWOR_CHECK(params.ticket != nullptr || !PublishesLast(params),
-             "ticket: got null, expected a zeroed word because tips are updated or status and "
-             "round_status are one");
+  NWOR_CHECK(
+      params.ticket != nullptr || !PublishesLast(params),
+      "ticket: got null, expected a zeroed word because tips or round_status are updated, or "
+      "status and round_status are one");
   const bool summarises = params.summaries.kmax != nullptr, feeds = params.tail.keys != nullptr;
   NWOR_CHECK(params.num_groups == 1 || !(summarises || feeds), "summaries, tail: got ",
              params.num_groups, " cache groups, expected 1");

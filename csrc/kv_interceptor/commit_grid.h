@@ -16,8 +16,11 @@ inline constexpr int kCommitBlocksPerSm = 4;
 // Batches of at most so many entries are validated by one more warp beside those that move rows.
 inline constexpr int kSmallCommitEntries = 64;
 inline constexpr int kSmallCommitThreads = kCommitThreads + 32;
-// One warp more in each block of a commit that completes summaries.
+// Warps of a block that complete summaries: in a small commit one or two of those that would move
+// rows otherwise, in others one more. Each of them takes so many units (one head of one block).
+inline constexpr int kMaxSummaryWarps = 2;
 inline constexpr int kSummaryThreads = 32;
+inline constexpr uint32_t kSmallSummaryUnits = 4, kSummaryUnits = 8;
 
 // Cells of the table in which every entry of a batch looks for others with its destination, unless
 // the batch is small and one warp compares them: half
@@ -31,8 +34,8 @@ constexpr int32_t ChooseCommitCells(int32_t num_entries) {
 // every warp one slice, or to give every SM a block when slices are few, as far as all blocks are
 // resident at once.
 constexpr int32_t ChooseCommitSplits(int32_t num_planes, int64_t num_slices, int32_t num_sms,
-                                     int32_t blocks_per_sm) {
-  const int64_t one_slice_per_warp = (num_slices + kCommitWarps - 1) / kCommitWarps;
+                                     int32_t blocks_per_sm, int32_t warps = kCommitWarps) {
+  const int64_t one_slice_per_warp = (num_slices + warps - 1) / warps;
   // Few slices: rather two half-empty blocks on two SMs than a full one on one.
   const int64_t one_block_per_sm = std::min<int64_t>(num_sms / std::max(1, num_planes), num_slices);
   const int64_t wanted = std::max(one_slice_per_warp, one_block_per_sm);
@@ -48,12 +51,21 @@ constexpr int64_t ExpectSummaryUnits(int32_t num_requests, int32_t depth, int32_
   return (accepted + block_size - 1) / block_size * num_heads;
 }
 
-// More splits, if need be, so that each of a layer's units has a warp of its own: a block has one
-// for them, and two planes share a layer. Again as far as all blocks are resident at once.
-constexpr int32_t ChooseSummarySplits(int32_t row_splits, int32_t num_planes, int64_t num_units,
-                                      int32_t num_sms, int32_t blocks_per_sm) {
-  const int64_t resident = int64_t{num_sms} * blocks_per_sm / std::max(1, num_planes);
-  return std::max(row_splits, static_cast<int32_t>(std::min((num_units + 1) / 2, resident)));
+// How many of a block's warps complete summaries instead of moving rows: one, or as many as a
+// layer's units ask for, if that leaves no other warp with more to move. Two planes share a layer.
+constexpr int32_t ChooseSummaryWarps(int32_t num_planes, int64_t num_slices, int64_t num_units,
+                                     int32_t num_sms, int32_t blocks_per_sm) {
+  const auto turns = [&](int32_t splits, int32_t warps) {
+    return (num_slices + splits * (kCommitWarps - warps) - 1) / (splits * (kCommitWarps - warps));
+  };
+  const int32_t splits =
+      ChooseCommitSplits(num_planes, num_slices, num_sms, blocks_per_sm, kCommitWarps - 1);
+  int32_t warps = 1;
+  while (warps < kMaxSummaryWarps && int64_t{2} * splits * warps < num_units &&
+         turns(splits, warps + 1) == turns(splits, 1)) {
+    ++warps;
+  }
+  return warps;
 }
 
 }  // namespace nwor

@@ -98,13 +98,15 @@ class WarpShare {
 
  public:
   // `tail`: compact views that the rows go to as well.
-  __device__ WarpShare(const BatchTable& batch, const Plane& plane, const Tail& tail)
+  __device__ WarpShare(const BatchTable& batch, const Plane& plane, const Tail& tail,
+                       const BlockRoles& roles)
       : batch_(batch),
         plane_(plane),
         tail_(tail),
         num_slices_((plane.group.shape.vectors_per_row + kCommitSliceVectors - 1) /
                     kCommitSliceVectors),
         num_units_(batch.num_positions * num_slices_),
+        step_(roles.rows / 32 * static_cast<int32_t>(gridDim.y)),
         unit_(static_cast<int32_t>(blockIdx.y + threadIdx.x / 32 * gridDim.y)) {}
 
   // The entry of the first slice, for Start.
@@ -119,7 +121,7 @@ class WarpShare {
   __device__ void Finish() {
     while (more()) {
       slice_.Store(plane_, tail_.head);
-      unit_ += static_cast<int32_t>(kCommitWarps * gridDim.y);
+      unit_ += step_;
       if (more()) Load(LoadEntry(batch_, Position()));
     }
   }
@@ -149,14 +151,22 @@ class WarpShare {
   const Tail& tail_;
   const int32_t num_slices_;
   const int32_t num_units_;
+  const int32_t step_;
   int32_t unit_;
   WarpSlice<op, kViews> slice_;
 };
 
-// One thread of the grid.
+// A lane's counter as it was before this commit. Nobody waits for it here.
+__device__ inline int64_t LoadCounter(const BatchTable& batch) {
+  const uint32_t lane = threadIdx.x % 32;
+  return batch.counters != nullptr && lane < kNumCommitCounters ? batch.counters[lane] : 0;
+}
+
+// One warp of the grid. `counter`: its lanes'.
 __device__ inline void WriteStatus(const BatchTable& batch, const CommitVerdict& verdict, bool ok,
-                                   int64_t num_tokens) {
-  if (batch.status != nullptr) {
+                                   int64_t num_tokens, int64_t counter) {
+  const uint32_t lane = threadIdx.x % 32;
+  if (batch.status != nullptr && lane == 0) {
     batch.status[kStatusCode] = static_cast<int64_t>(verdict.error);
     batch.status[kStatusRequest] = verdict.request;
     batch.status[kStatusIndex] = verdict.index;
@@ -164,16 +174,19 @@ __device__ inline void WriteStatus(const BatchTable& batch, const CommitVerdict&
     batch.status[kStatusCommitted] = num_tokens;
     for (int word = kStatusCommitted + 1; word < kNumStatusWords; ++word) batch.status[word] = 0;
   }
-  if (batch.counters != nullptr) {
-    AddCommit(batch.counters, ok, num_tokens, batch.bytes_per_token, batch.closing_tokens);
+  const int64_t open = __shfl_sync(0xffffffff, counter, kCounterOpenTokens);
+  if (batch.counters != nullptr && lane < kNumCommitCounters) {
+    batch.counters[lane] =
+        CounterAfter(static_cast<int>(lane), counter, open,
+                     {ok, num_tokens, batch.bytes_per_token, batch.closing_tokens});
   }
 }
 
-// Leaves nothing of the round behind. One warp of the grid, after every block has its verdict and
-// the fault has been described.
-__device__ inline void ClearRound(const BatchTable& batch, uint32_t lane) {
+// Leaves nothing of the round behind. One warp of the grid, after the fault has been described.
+// Others may still read round_status: a round without a fault has none to clear.
+__device__ inline void ClearRound(const BatchTable& batch, bool ok, uint32_t lane) {
   __syncwarp();
-  if (batch.round_status != nullptr && lane < kNumStatusWords) batch.round_status[lane] = 0;
+  if (!ok && batch.round_status != nullptr && lane < kNumStatusWords) batch.round_status[lane] = 0;
   if (batch.tips == nullptr) return;
   const int32_t num_requests = batch.num_positions / batch.positions_per_request;
 #pragma unroll 1
@@ -182,15 +195,16 @@ __device__ inline void ClearRound(const BatchTable& batch, uint32_t lane) {
   }
 }
 
-// Tells the host and the next chunk. One warp of the grid, after every block has its verdict.
-__device__ __noinline__ void Publish(const BatchTable& batch, const BatchVerdict& found) {
+// Tells the host and the next chunk. One warp of the grid, once it may (PublishesNow). `counter`:
+// its lanes'.
+__device__ inline void Publish(const BatchTable& batch, const BatchVerdict& found,
+                               int64_t counter) {
   const uint32_t lane = threadIdx.x % 32;
   const bool ok = found.fault == kNoFault;
-  const int64_t num_tokens = ok ? found.num_accepted : 0;
-  if (lane == 0) {
-    WriteStatus(batch, Describe(batch, found.fault), ok, num_tokens);
-  }
-  if (batch.closing_tokens >= 0) return ClearRound(batch, lane);
+  CommitVerdict verdict;
+  if (!ok && lane == 0) verdict = Describe(batch, found.fault);
+  WriteStatus(batch, verdict, ok, ok ? found.num_accepted : 0, counter);
+  if (batch.closing_tokens >= 0) return ClearRound(batch, ok, lane);
   if (batch.tips == nullptr || !ok) return;
   const int32_t num_requests = batch.num_positions / batch.positions_per_request;
 #pragma unroll 1
@@ -205,16 +219,18 @@ __device__ __noinline__ void Publish(const BatchTable& batch, const BatchVerdict
 
 // The same where there are compact views to tell of.
 template <typename Tail>
-__device__ void Announce(const BatchTable& batch, const Tail& tail, const BatchVerdict& found) {
+__device__ void Announce(const BatchTable& batch, const Tail& tail, const BatchVerdict& found,
+                         int64_t counter) {
   if constexpr (std::is_same_v<Tail, NoTail>) {
-    Publish(batch, found);
+    Publish(batch, found, counter);
   } else if (IsTailFault(found.fault)) {
-    if (threadIdx.x % 32 == 0) {
-      WriteStatus(batch, DescribeTailFault(batch, tail, found.fault), /*ok=*/false, 0);
-    }
-    if (batch.closing_tokens >= 0) ClearRound(batch, threadIdx.x % 32);
+    const uint32_t lane = threadIdx.x % 32;
+    CommitVerdict verdict;
+    if (lane == 0) verdict = DescribeTailFault(batch, tail, found.fault);
+    WriteStatus(batch, verdict, /*ok=*/false, 0, counter);
+    if (batch.closing_tokens >= 0) ClearRound(batch, /*ok=*/false, lane);
   } else {
-    Publish(batch, found);
+    Publish(batch, found, counter);
     if (found.fault == kNoFault) PublishHeld(batch, tail);
   }
 }

@@ -38,6 +38,9 @@ struct SummaryTable {
   bool in_pages;        // every block lies in one page
   int32_t block_shift;  // -1: the block size is no power of two
   PairReading pairs;
+  bool quick;                        // a warp can read K of a block at once, without divisions
+  int32_t row_warps = kCommitWarps;  // of a thread block, the first; the next ones summarise:
+  int32_t warps = 0;
 };
 
 inline constexpr int kPartPackets = 8;  // at most
@@ -70,6 +73,7 @@ inline SummaryTable MakeSummaryTable(const CommitParams& params) {
   const bool pairs = to.kmax != nullptr && group.dtype == group.geometry.dtype &&
                      group.dtype == to.dtype && ElementBytes(to.dtype) == 2 && dim % 8 == 0 &&
                      dim <= 256 && alignment.Allows(16);
+  const PairReading reading = pairs ? ChoosePairReading(dim, to.block_size) : PairReading();
   return {to,
           group.geometry.num_pages,
           group.geometry.num_heads,
@@ -80,7 +84,8 @@ inline SummaryTable MakeSummaryTable(const CommitParams& params) {
           to.kmax != nullptr && group.geometry.page_size % to.block_size == 0 &&
               to.start_token % to.block_size == 0,
           ExactLog2(to.block_size),
-          pairs ? ChoosePairReading(dim, to.block_size) : PairReading()};
+          reading,
+          reading.num_parts == 1 && ExactLog2(group.geometry.page_size) >= 0};
 }
 
 __device__ inline float ReadFloat(const char* row, int channel, DType dtype) {
@@ -112,12 +117,13 @@ __device__ inline void WriteFloat(void* base, int64_t at, DType dtype, float val
 
 // Where K of one token lies: in page `name` of the cache, or in staging, at the path entry `name`.
 // Null when there is no such page or, in a batch that is not valid, no such row.
+template <bool kShift>
 __device__ inline const char* CachedKey(const BatchTable& batch, const LayerTable& layer,
                                         const SummaryTable& table, int32_t token, int32_t head,
                                         int32_t name) {
   const GroupTable& group = batch.groups[0];
   if (name < 0 || name >= table.num_pages) return nullptr;
-  const int32_t in_page = token - PageOf(group.pages, token) * group.pages.page_size;
+  const int32_t in_page = token - PageOf<kShift>(group.pages, token) * group.pages.page_size;
   return layer.cache[0] + name * group.cache[0].page + in_page * group.cache[0].token +
          head * group.cache[0].head;
 }

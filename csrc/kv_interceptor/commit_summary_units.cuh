@@ -1,7 +1,5 @@
 #pragma once
 
-#include <cuda_pipeline_primitives.h>
-
 #include <cstdint>
 
 #include "kv_interceptor/commit_grid.h"
@@ -22,41 +20,45 @@ struct SummaryUnit {
   int32_t cached;  // tokens of the request in the cache before this commit
 };
 
-// The path and the slots of a batch of at most kSmallCommitEntries in shared memory, for one warp.
+// The path and the slots of a batch of at most kSmallCommitEntries, in the registers of a warp.
 class SmallEntries {
  public:
   static constexpr bool kKnown = true;
 
-  // Copies that depend on nothing but the position; nobody waits for them here.
-  __device__ void Start(const BatchTable& batch) {
-    if (batch.depth == 0) return;
-    const int64_t* slots = batch.groups[0].slots;
-#pragma unroll 1
-    for (auto at = static_cast<int32_t>(threadIdx.x % 32); at < batch.num_positions; at += 32) {
-      __pipeline_memcpy_async(&path_[at], batch.path + at, sizeof(path_[0]));
-      if (slots != nullptr) __pipeline_memcpy_async(&slot_[at], slots + at, sizeof(slot_[0]));
+  // Loads depend on nothing but the position, and nothing here waits for them.
+  __device__ explicit SmallEntries(const BatchTable& batch) {
+#pragma unroll
+    for (int i = 0; i < kPerLane; ++i) {
+      const int32_t position = static_cast<int32_t>(threadIdx.x % 32) + i * 32;
+      if (batch.depth == 0 || position >= batch.num_positions) continue;
+      path_[i] = batch.path[position];
+      if (batch.groups[0].slots != nullptr) slot_[i] = batch.groups[0].slots[position];
     }
-    __pipeline_commit();
-  }
-  __device__ void Await() const {
-    __pipeline_wait_prior(0);
-    __syncwarp();
   }
 
-  __device__ int32_t path_entry(int32_t position) const { return path_[position]; }
-  // REQUIRES: the batch has slots.
-  __device__ int64_t slot(int32_t position) const { return slot_[position]; }
+  // All lanes call these together. `position` may differ from lane to lane, or be of none.
+  __device__ int32_t path_entry(int32_t position) const {
+    const int32_t low = __shfl_sync(0xffffffff, path_[0], position);
+    const int32_t high = __shfl_sync(0xffffffff, path_[1], position);
+    return position < 32 ? low : high;
+  }
+  // The same `position` in all lanes. REQUIRES: the batch has slots.
+  __device__ int64_t slot(int32_t position) const {
+    return __shfl_sync(0xffffffff, position < 32 ? slot_[0] : slot_[1], position);
+  }
 
  private:
-  int64_t slot_[kSmallCommitEntries];
-  int32_t path_[kSmallCommitEntries];
+  static constexpr int kPerLane = kSmallCommitEntries / 32;
+  static_assert(kPerLane == 2);
+  int32_t path_[kPerLane] = {-1, -1};
+  int64_t slot_[kPerLane] = {-1, -1};
 };
 
 // Where there are more of them, and nothing is known.
 struct NoEntries {
   static constexpr bool kKnown = false;
-  __device__ void Start(const BatchTable&) {}
-  __device__ void Await() const {}
+  NoEntries() = default;
+  __device__ explicit NoEntries(const BatchTable&) {}
 };
 
 // What a warp's lanes know of the requests `base` to base + 31, one each.
@@ -85,7 +87,9 @@ struct LaneBlocks {
   static constexpr uint32_t kNone = 0xffffffff;
 };
 
-// The units of one layer. All lanes of a warp call its methods together.
+// The units of one layer. All lanes of a warp call its methods together. kShift: the page size is a
+// power of two.
+template <bool kShift>
 struct LayerUnits {
   const BatchTable& batch;
   const LayerTable& layer;
@@ -119,26 +123,33 @@ struct LayerUnits {
     const auto num_heads = static_cast<uint32_t>(table.num_heads);
     return Find(unit / num_heads, static_cast<int32_t>(unit % num_heads), blocks);
   }
-  // The same, quicker. REQUIRES: unit * num_heads < 2^32.
+  // The same, quicker. REQUIRES: unit * num_heads < 2^32. kFew: there are no more than 32 requests.
+  template <bool kFew>
   __device__ SummaryUnit FindEarly(uint32_t unit, const LaneBlocks& blocks) const {
     const uint32_t number = Divide(unit, table.by_heads);
-    return Find(number, static_cast<int32_t>(unit) - static_cast<int32_t>(number) * table.num_heads,
-                blocks);
+    const int32_t head =
+        static_cast<int32_t>(unit) - static_cast<int32_t>(number) * table.num_heads;
+    if constexpr (!kFew) return Find(number, head, blocks);
+    return number < blocks.total ? Take(number, head, blocks, 0) : SummaryUnit();
   }
   __device__ SummaryUnit Find(uint32_t number, int32_t head, LaneBlocks blocks) const {
 #pragma unroll 1
     for (int32_t base = 0;;) {
-      if (number < blocks.total) {
-        const int source = 31 - __clz(__ballot_sync(0xffffffff, blocks.before <= number));
-        const auto of = [source](int32_t value) { return __shfl_sync(0xffffffff, value, source); };
-        return {base + source, of(blocks.row), of(blocks.origin) + static_cast<int32_t>(number),
-                head, of(blocks.cached)};
-      }
+      if (number < blocks.total) return Take(number, head, blocks, base);
       number -= blocks.total;
       base += 32;
       if (base >= NumRequests(batch)) return {};
       blocks = FindBlocks(LaneRequests(batch, table, base), base);
     }
+  }
+
+  // Of the requests from `base` on. REQUIRES: number < blocks.total.
+  __device__ static SummaryUnit Take(uint32_t number, int32_t head, const LaneBlocks& blocks,
+                                     int32_t base) {
+    const int source = 31 - __clz(__ballot_sync(0xffffffff, blocks.before <= number));
+    const auto of = [source](int32_t value) { return __shfl_sync(0xffffffff, value, source); };
+    return {base + source, of(blocks.row), of(blocks.origin) + static_cast<int32_t>(number), head,
+            of(blocks.cached)};
   }
 
   // The page of the unit's block, if the slot of the block's last token tells it, or -1.
@@ -150,7 +161,7 @@ struct LayerUnits {
       if (index < 0 || !table.in_pages || group.slots == nullptr) return -1;
       const int64_t slot = entries.slot(unit.request * batch.depth + index);
       if (slot < 0 || slot >= group.pages.num_slots) return -1;
-      return static_cast<int32_t>(PageOf(group.pages, slot));
+      return static_cast<int32_t>(PageOf<kShift>(group.pages, slot));
     }
     return -1;
   }
@@ -162,18 +173,19 @@ struct LayerUnits {
                               int32_t first, int32_t count) const {
     count = min(count, table.to.block_size - first);
     const auto lane = static_cast<int32_t>(threadIdx.x % 32);
-    if (lane >= count) return {nullptr, count};
     const int32_t token = FirstToken(unit.block) + first + lane;
     const int32_t position = unit.request * batch.depth + token - unit.cached;
     const bool is_cached = token < unit.cached;
     int32_t name = page;
+    if constexpr (Entries::kKnown) {
+      const int32_t entry = entries.path_entry(position);
+      if (!is_cached) name = entry;
+    }
+    if (lane >= count) return {nullptr, count};
     if (is_cached ? page < 0 : !Entries::kKnown) {
       name = LoadName(unit.request, token, position, is_cached);
     }
-    if constexpr (Entries::kKnown) {
-      if (!is_cached) name = entries.path_entry(position);
-    }
-    const char* row = is_cached ? CachedKey(batch, layer, table, token, unit.head, name)
+    const char* row = is_cached ? CachedKey<kShift>(batch, layer, table, token, unit.head, name)
                                 : StagedKey(batch, layer, unit.request, unit.head, name);
     return {row, count};
   }
@@ -185,7 +197,7 @@ struct LayerUnits {
   // A page or a path entry, by one load: lanes with the one do not wait for those with the other.
   __device__ int32_t LoadName(int32_t request, int32_t token, int32_t position,
                               bool is_cached) const {
-    const int32_t page_idx = PageOf(batch.groups[0].pages, token);
+    const int32_t page_idx = PageOf<kShift>(batch.groups[0].pages, token);
     const int32_t* named = is_cached
                                ? table.to.block_table + request * table.to.table_stride + page_idx
                                : batch.path + position;

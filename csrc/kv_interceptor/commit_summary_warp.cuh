@@ -11,16 +11,20 @@
 #include "kv_interceptor/commit_verdict.cuh"
 #include "kv_interceptor/extremes.cuh"
 
-// Summaries of the blocks that a commit completes, by one warp of each thread block beside those
-// that move rows. A unit is one head of one block. Every warp finds its own units from the
-// requests' lengths, so that nobody has to be asked, and has K of several of them on its way, the
-// first ones while the batch is validated. Where there are more than a few units for each of these
-// warps, as after a tail was fed again, those that move rows help when they have done so.
+// Summaries of the blocks that a commit completes, by one or two warps of each thread block beside
+// those that move rows. A unit is one head of one block. Every such warp finds one unit from the
+// requests' lengths, so that nobody has to be asked, and has its K on its way while the batch is
+// validated. Where there are more units than these warps, as after a tail was fed again, all warps
+// of the layer deal with the rest when they have done their own.
 
 namespace nwor {
 
 // The summaries of one layer. All lanes of a warp call its methods together.
-struct LayerSummaries : LayerUnits {
+template <bool kShift>
+struct LayerSummaries : LayerUnits<kShift> {
+  using LayerUnits<kShift>::layer, LayerUnits<kShift>::table, LayerUnits<kShift>::layer_idx,
+      LayerUnits<kShift>::KeyRows, LayerUnits<kShift>::FirstToken;
+
   __device__ int64_t OutAt(const SummaryUnit& unit) const {
     const CommitSummaries& to = table.to;
     return layer_idx * to.layer_stride + unit.row * to.row_stride + unit.block * to.block_stride +
@@ -36,7 +40,7 @@ struct LayerSummaries : LayerUnits {
     for (int other = 1; other < table.pairs.rows_at_once; ++other) {
       extremes.Meet((lane + other * lanes_per_row) % 32, row == 0);
     }
-    if (row != 0 || out_at < 0) return;
+    if (row != 0) return;
     const int64_t at = out_at + lane * 8;
     extremes.Store(static_cast<T*>(table.to.kmax) + at, static_cast<T*>(table.to.kmin) + at);
   }
@@ -97,237 +101,155 @@ struct LayerSummaries : LayerUnits {
   }
 };
 
-// Which of a layer's units are a warp's, one after the other. Neighbouring units go to neighbouring
-// blocks of the grid, which are not on one SM.
-class UnitShare {
- public:
-  static constexpr uint32_t kOwn = 4;  // of each summary warp; those beyond are the others'
-
-  __device__ static UnitShare OfSummaryWarp() { return {Block(), NumBlocks()}; }
-  __device__ static UnitShare OfOtherWarp() {
-    return {NumOwn() + threadIdx.x / 32 * NumBlocks() + Block(), kCommitWarps * NumBlocks()};
-  }
-  // Units of all summary warps of a layer.
-  __device__ static uint32_t NumOwn() { return kOwn * NumBlocks(); }
-
-  __device__ uint32_t unit() const { return unit_; }
-  __device__ void Advance() { unit_ += step_; }
-
- private:
-  __device__ UnitShare(uint32_t unit, uint32_t step) : unit_(unit), step_(step) {}
-  // Of the thread blocks of a layer's two planes.
-  __device__ static uint32_t NumBlocks() { return 2 * gridDim.y; }
-  __device__ static uint32_t Block() { return 2 * blockIdx.y + blockIdx.x % 2; }
-
-  uint32_t unit_;
-  uint32_t step_;
-};
-
-// Where the warps that move rows learn whether they have to help. In shared memory.
-class SummaryHelp {
- public:
-  // Before the block meets.
-  __device__ void Init() {
-    if (threadIdx.x == 0) bulk::InitBarrier(Address(), 1);
-  }
-  // By the summary warp, once, and early.
-  __device__ void Tell(bool wanted) {
-    if (threadIdx.x % 32 != 0) return;
-    wanted_ = wanted;
-    bulk::ArriveOnce(Address());
-  }
-  __device__ bool Await() const {
-    bulk::Wait(Address(), 0);
-    return wanted_;
-  }
-
- private:
-  __device__ uint32_t Address() const {
-    return static_cast<uint32_t>(__cvta_generic_to_shared(&barrier_));
-  }
-
-  uint64_t barrier_;
-  bool wanted_;
-};
-
-// Whether there are more units than are the summary warps'.
-__device__ inline bool WantsHelp(const LayerUnits& units, const LaneBlocks& blocks) {
-  return units.FindEarly(UnitShare::NumOwn(), blocks).request >= 0;
-}
-
-template <int kLayers>
-__device__ LayerSummaries SummariesOfBlock(const CommitTable<kLayers>& table,
-                                           const SummaryTable& summaries) {
+template <bool kShift, int kLayers>
+__device__ LayerSummaries<kShift> SummariesOfBlock(const CommitTable<kLayers>& table,
+                                                   const SummaryTable& summaries) {
   const auto layer = static_cast<int>(blockIdx.x / 2);
   return {{table.batch, table.layers[layer], summaries, layer}};
 }
 
-// The units of the summary warp, or of one that `helps`. REQUIRES: the batch is valid.
-template <int kLayers>
-__device__ __noinline__ void Summarize(const CommitTable<kLayers>& table,
-                                       const SummaryTable& summaries, bool helps) {
-  const LayerSummaries layer = SummariesOfBlock(table, summaries);
+// The numbers of a warp's units. Neighbouring ones go to neighbouring thread blocks of the layer's
+// two planes, which are not on one SM.
+struct UnitNumbers {
+  uint32_t block = 2 * blockIdx.y + blockIdx.x % 2;
+  uint32_t num_blocks = 2 * gridDim.y;
+
+  // How many the summary warps take, and which is this one's. None where K is not read in pairs.
+  __device__ uint32_t NumOwn(const SummaryTable& table) const {
+    return table.quick ? static_cast<uint32_t>(table.warps) * num_blocks : 0;
+  }
+  __device__ uint32_t Own(const SummaryTable& table) const {
+    return block + (threadIdx.x / 32 - static_cast<uint32_t>(table.row_warps)) * num_blocks;
+  }
+  // Of the rest, the first of any warp, and how far the next one is.
+  __device__ uint32_t FirstOther(const SummaryTable& table, uint32_t turns) const {
+    return turns * NumOwn(table) + block + threadIdx.x / 32 * num_blocks;
+  }
+  __device__ uint32_t Step(const SummaryTable& table) const {
+    return static_cast<uint32_t>(table.row_warps + table.warps) * num_blocks;
+  }
+};
+
+// What a warp does that has done its own. REQUIRES: the batch is valid.
+template <uint32_t kOwn, int kLayers>
+__device__ __noinline__ void SummarizeOthers(const CommitTable<kLayers>& table,
+                                             const SummaryTable& summaries) {
+  const LayerSummaries layer = SummariesOfBlock</*kShift=*/false>(table, summaries);
   const LaneBlocks blocks = layer.FindBlocks(LaneRequests(table.batch, summaries, 0), 0);
-  UnitShare share = helps ? UnitShare::OfOtherWarp() : UnitShare::OfSummaryWarp();
+  const UnitNumbers numbers;
 #pragma unroll 1
-  for (; helps || share.unit() < UnitShare::NumOwn(); share.Advance()) {
-    const SummaryUnit unit = layer.Find(share.unit(), blocks);
+  for (uint32_t number = numbers.FirstOther(summaries, kOwn);; number += numbers.Step(summaries)) {
+    const SummaryUnit unit = layer.Find(number, blocks);
     if (unit.request < 0) return;
     layer.Summarize(unit);
   }
 }
 
-// What a warp has on its way: parts of units. A lane reads only what it copied itself.
-template <typename Entries>
-struct SummaryStages {
-  static constexpr uint32_t kParts = 4;
-  uint4 packets[kParts][kPartPackets][32];
-  // Where the unit's summary goes; kLeftOut: a page is out of range; kMore: it has more parts.
-  int64_t out_at[kParts][32];
-  static constexpr int64_t kLeftOut = -1, kMore = -2;
-  Entries entries;
-};
-
-// Channels of one 16-bit type.
-template <typename T, typename Entries>
-class PairSummaries {
-  using Stages = SummaryStages<Entries>;
-
+// Where the warps that move rows learn whether there are others. In shared memory.
+class SummaryHelp {
  public:
-  __device__ PairSummaries(const LayerSummaries& summaries, const LaneRequests& requests,
-                           Stages& stages)
-      : summaries_(summaries),
-        blocks_(summaries.FindBlocks(requests, 0)),
-        stages_(stages),
-        place_(summaries.table.pairs),
-        share_(UnitShare::OfSummaryWarp()) {}
-
-  // Nothing is written unless the verdict allows it. Until it is there, what is read is within
-  // bounds and goes nowhere.
-  __device__ void Complete(const VerdictPost<true>& post, SummaryHelp& help) {
-    PairExtremes<T> extremes;
-    stages_.entries.Await();
-#pragma unroll 1
-    for (uint32_t step = 0;; ++step) {
-      if (step == num_started_) Start();
-      __pipeline_commit();
-      if (step == 0) help.Tell(num_started_ > 0 && WantsHelp(summaries_, blocks_));
-      if (step + 1 < kParts) continue;
-      if (step + 1 == num_started_ + kParts) return;
-      __pipeline_wait_prior(kParts - 1);
-      const uint32_t stage = (step + 1) % kParts;
-      AddPart(stage, extremes);
-      const int64_t out_at = stages_.out_at[stage][lane()];
-      if (out_at == Stages::kMore) continue;
-      if (post.Await().fault != kNoFault) break;
-      summaries_.StorePairs(extremes, place_.row, out_at);
-      extremes = {};
-    }
-    __pipeline_wait_prior(0);  // the block must not end before its copies
+  // By the summary warps, once, and early.
+  __device__ void Tell(bool others, const BlockRoles& roles) {
+    if (threadIdx.x == static_cast<unsigned>(roles.rows)) others_ = others;
+    ArriveAt(kSummaryHelp, roles.rows + roles.summaries);
+  }
+  __device__ bool Await(const BlockRoles& roles) const {
+    MeetAt(kSummaryHelp, roles.rows + roles.summaries);
+    return others_;
   }
 
  private:
-  static constexpr uint32_t kParts = Stages::kParts;
-
-  __device__ static uint32_t lane() { return threadIdx.x % 32; }
-  __device__ const PairReading& pairs() const { return summaries_.table.pairs; }
-
-  // Starts the next part, if there is one.
-  __device__ void Start() {
-    if (part_ == 0) {
-      unit_ = share_.unit() < UnitShare::NumOwn() ? summaries_.FindEarly(share_.unit(), blocks_)
-                                                  : SummaryUnit();
-    }
-    if (unit_.request < 0) return;
-    const int32_t page = summaries_.KnownPage(unit_, stages_.entries);
-    const uint32_t stage = num_started_++ % kParts;
-    const LaneRows rows = summaries_.KeyRows(unit_, page, stages_.entries,
-                                             part_ * pairs().part_tokens, pairs().part_tokens);
-    if (rows.whole()) {
-      CopyRows(rows, stage);
-    } else {
-      unit_.row = -1;
-    }
-    const bool more = ++part_ < pairs().num_parts;
-    stages_.out_at[stage][lane()] = more            ? Stages::kMore
-                                    : unit_.row < 0 ? Stages::kLeftOut
-                                                    : summaries_.OutAt(unit_);
-    if (more) return;
-    part_ = 0;
-    share_.Advance();
-  }
-
-  // Addresses first, a few at a time, so that copies follow each other closely.
-  __device__ void CopyRows(const LaneRows& rows, uint32_t stage) const {
-    constexpr int kAtOnce = 4;
-    const auto to =
-        static_cast<uint32_t>(__cvta_generic_to_shared(&stages_.packets[stage][0][lane()]));
-#pragma unroll
-    for (int first = 0; first < kPartPackets; first += kAtOnce) {
-      const char* from[kAtOnce];
-#pragma unroll
-      for (int i = 0; i < kAtOnce; ++i) {
-        // The last row again instead of none: extremes do not mind.
-        const int row = (first + i) * pairs().rows_at_once + place_.row;
-        from[i] = rows.At(min(row, rows.count() - 1)) + place_.byte;
-      }
-#pragma unroll
-      for (int i = 0; i < kAtOnce; ++i) {
-        if (first + i < pairs().num_packets) {
-          const auto offset = static_cast<uint32_t>((first + i) * sizeof(stages_.packets[0][0]));
-          asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to + offset), "l"(from[i])
-                       : "memory");
-        }
-      }
-    }
-  }
-
-  __device__ void AddPart(uint32_t stage, PairExtremes<T>& extremes) const {
-#pragma unroll
-    for (int i = 0; i < kPartPackets; ++i) {
-      if (i >= pairs().num_packets) return;
-      const uint4 words = stages_.packets[stage][i][lane()];
-      extremes.Add({{words.x, words.y, words.z, words.w}}, 1.0f);
-    }
-  }
-
-  const LayerSummaries summaries_;
-  const LaneBlocks blocks_;
-  Stages& stages_;
-  const PairPlace place_;
-  UnitShare share_;  // the unit at hand
-  SummaryUnit unit_;
-  int32_t part_ = 0;  // of it, the next to start
-  uint32_t num_started_ = 0;
+  bool others_;
 };
 
-// What the summary warp does.
-template <typename Entries, int kLayers>
-__device__ void CompleteSummaries(const CommitTable<kLayers>& table, const SummaryTable& summaries,
-                                  VerdictPost<true>& post, int num_deciders, SummaryHelp& help) {
-  __shared__ SummaryStages<Entries> stages;
-  const LaneRequests requests(table.batch, summaries, 0);
-  const bool in_pairs = summaries.pairs.lanes_per_row > 0;
-  if (in_pairs) stages.entries.Start(table.batch);
-  post.Open(num_deciders);
-  const LayerSummaries units = SummariesOfBlock(table, summaries);
-  if (!in_pairs) {
-    help.Tell(WantsHelp(units, units.FindBlocks(requests, 0)));
-    if (post.Await().fault != kNoFault) return;
-    Summarize(table, summaries, /*helps=*/false);
-  } else if (summaries.row_dtype == DType::kFloat16) {
-    PairSummaries<__half, Entries>(units, requests, stages).Complete(post, help);
-  } else {
-    PairSummaries<__nv_bfloat16, Entries>(units, requests, stages).Complete(post, help);
+// K of a unit on its way, in shared memory. A lane reads only what it copied itself.
+class UnitKeys {
+ public:
+  // False: not all its rows are there. Nobody waits for them here.
+  template <typename Entries>
+  __device__ bool Load(const LayerSummaries<true>& layer, const Entries& entries,
+                       const SummaryUnit& unit) {
+    const PairReading& pairs = layer.table.pairs;
+    const PairPlace place(pairs);
+    const LaneRows rows =
+        layer.KeyRows(unit, layer.KnownPage(unit, entries), entries, 0, pairs.part_tokens);
+    if (!rows.whole()) return false;
+#pragma unroll
+    for (int i = 0; i < kPartPackets; ++i) {
+      // The last row again instead of none: extremes do not mind.
+      const int row = min(i * pairs.rows_at_once + place.row, rows.count() - 1);
+      const char* from = rows.At(row) + place.byte;
+      if (i < pairs.num_packets) {
+        __pipeline_memcpy_async(&packets_[i][threadIdx.x % 32], from, sizeof(uint4));
+      }
+    }
+    __pipeline_commit();
+    return true;
   }
-}
 
-// What a warp does that has moved its rows. REQUIRES: the batch is valid.
-template <int kLayers>
-__device__ void HelpWithSummaries(const CommitTable<kLayers>& table, const SummaryTable& summaries,
-                                  const SummaryHelp& help) {
-  if (summaries.to.kmax == nullptr || !help.Await()) return;
-  Summarize(table, summaries, /*helps=*/true);
+  template <typename T>
+  __device__ void Complete(const LayerSummaries<true>& layer, int64_t out_at) const {
+    PairExtremes<T> extremes;
+    __pipeline_wait_prior(0);
+#pragma unroll
+    for (int i = 0; i < kPartPackets; ++i) {
+      if (i >= layer.table.pairs.num_packets) break;
+      const uint4 words = packets_[i][threadIdx.x % 32];
+      extremes.Add({{words.x, words.y, words.z, words.w}}, 1.0f);
+    }
+    layer.StorePairs(extremes, PairPlace(layer.table.pairs).row, out_at);
+  }
+
+ private:
+  uint4 packets_[kPartPackets][32];
+};
+
+// What a summary warp does: up to kOwn units. Nothing is written unless the verdict allows it;
+// until it is there, what is read is within bounds and goes nowhere. Returns whether there are
+// others, for all warps.
+template <typename Entries, uint32_t kOwn, int kLayers>
+__device__ bool CompleteSummaries(const CommitTable<kLayers>& table, const SummaryTable& summaries,
+                                  const BlockRoles& roles, VerdictPost& post, SummaryHelp& help) {
+  constexpr bool kFew = Entries::kKnown;
+  __shared__ UnitKeys keys_of_warps[kMaxSummaryWarps];
+  const LaneRequests requests(table.batch, summaries, 0);
+  const Entries entries(table.batch);
+  const LayerSummaries layer = SummariesOfBlock</*kShift=*/true>(table, summaries);
+  const LaneBlocks blocks = layer.FindBlocks(requests, 0);
+  if (blocks.total == 0 && (kFew || NumRequests(table.batch) <= 32)) {  // as in partial steps
+    help.Tell(false, roles);
+    post.DoWithout(roles);
+    return false;
+  }
+  const UnitNumbers numbers;
+  const uint32_t num_own = numbers.NumOwn(summaries);
+  UnitKeys& keys = keys_of_warps[(threadIdx.x - static_cast<uint32_t>(roles.rows)) / 32];
+  bool others = false;
+#pragma unroll 1
+  for (uint32_t turn = 0; turn < kOwn; ++turn) {
+    SummaryUnit unit;
+    if (num_own > 0)
+      unit = layer.template FindEarly<kFew>(numbers.Own(summaries) + turn * num_own, blocks);
+    const bool loads = unit.request >= 0 && keys.Load(layer, entries, unit);
+    const int64_t out_at = layer.OutAt(unit);
+    if (turn == 0) {
+      others = layer.template FindEarly<kFew>(kOwn * num_own, blocks).request >= 0;
+      help.Tell(others, roles);
+      if (post.AwaitLate(roles).fault != kNoFault) {
+        others = false;
+        break;
+      }
+    }
+    if (unit.request < 0) break;
+    if (!loads) continue;
+    if (summaries.row_dtype == DType::kFloat16) {
+      keys.Complete<__half>(layer, out_at);
+    } else {
+      keys.Complete<__nv_bfloat16>(layer, out_at);
+    }
+  }
+  __pipeline_wait_prior(0);  // the block must not end before its copies
+  return others;
 }
 
 }  // namespace nwor

@@ -38,7 +38,7 @@ struct BatchTable {
   const int64_t* agreement;
   int64_t* status;
   int64_t* counters;
-  uint32_t* ticket;  // null: block 0 publishes
+  uint32_t* ticket;  // null: block 0 publishes, whatever the verdict
   int64_t bytes_per_token;
   int64_t closing_tokens;
   int32_t depth;
@@ -220,10 +220,11 @@ inline GroupTable MakeGroupTable(const CommitParams& params, int group) {
   return to;
 }
 
-// Whether publishing must wait for all blocks: it then changes what others still have to read.
+// Whether publishing may have to wait for all blocks: if it changes what others still have to read.
 inline bool PublishesLast(const CommitParams& params) {
   return params.tips != nullptr ||
-         (params.status != nullptr && params.status == params.round_status);
+         (params.round_status != nullptr &&
+          (params.status == params.round_status || params.closing_tokens >= 0));
 }
 
 inline BatchTable MakeBatchTable(const CommitParams& params) {

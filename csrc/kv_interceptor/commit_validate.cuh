@@ -225,9 +225,8 @@ __device__ inline CommitVerdict DescribeTailFault(const BatchTable& batch, const
           int64_t{tail.Load(entry.request).FirstRow()} + entry.count};
 }
 
-// The words of a fault for status. One thread calls it, after the verdict.
+// The words of a fault for status. One thread calls it, after the verdict. REQUIRES: there is one.
 __device__ __noinline__ CommitVerdict Describe(const BatchTable& batch, uint32_t fault) {
-  if (fault == kNoFault) return {};
   if (fault == kRoundFault) {
     return {static_cast<CommitError>(batch.round_status[kStatusCode]),
             batch.round_status[kStatusRequest], batch.round_status[kStatusIndex],

@@ -3,7 +3,6 @@
 #include <cstdint>
 
 #include "kv_interceptor/commit_validate.cuh"
-#include "kv_interceptor/shared_barrier.cuh"
 
 // What validation found, and where those who wait for it within a block find it.
 
@@ -15,45 +14,65 @@ struct BatchVerdict {
   int32_t num_accepted;
 };
 
-// In shared memory. kLate: a warp that waits may be late and delays itself only; otherwise all
-// threads of the block wait, at its own barrier.
-template <bool kLate>
+// How many threads of a block do what, in whole warps: those that move rows come first, then those
+// that complete summaries, if any, then those that validate and do nothing else. Without the last
+// ones those that move rows validate.
+struct BlockRoles {
+  int rows;
+  int summaries;
+  int apart;
+
+  __device__ int validating() const { return apart > 0 ? apart : rows; }
+};
+
+// Barriers of a block.
+enum BlockBarrier : int { kOpening = 0, kVerdictForRows, kVerdictForSummaries, kSummaryHelp };
+__device__ inline void ArriveAt(BlockBarrier barrier, int num_threads) {
+  asm volatile("barrier.arrive %0, %1;" ::"r"(static_cast<int>(barrier)), "r"(num_threads)
+               : "memory");
+}
+__device__ inline void MeetAt(BlockBarrier barrier, int num_threads) {
+  asm volatile("barrier.sync %0, %1;" ::"r"(static_cast<int>(barrier)), "r"(num_threads)
+               : "memory");
+}
+
+// In shared memory. Who waits, waits for the verdict alone: those that complete summaries may be
+// late, and those that validate apart do not wait at all.
 class VerdictPost {
  public:
-  // All threads of the block meet here, from several places in the code. `num_deciders` warps will
-  // call Add.
-  __device__ void Open(int num_deciders) {
-    if (threadIdx.x == 0) {
-      found_ = {kNoFault, 0};
-      if constexpr (kLate) bulk::InitBarrier(Address(), num_deciders);
-    }
-    asm volatile("barrier.sync 0;" ::: "memory");
+  // All that move rows or validate meet here, from several places in the code.
+  __device__ void Open(const BlockRoles& roles) {
+    if (threadIdx.x == 0) found_ = {kNoFault, 0};
+    MeetAt(kOpening, roles.rows + roles.apart);
   }
 
   // One warp's part of the verdict, the same in all its lanes.
-  __device__ void Add(const BatchVerdict& part) {
-    if (threadIdx.x % 32 != 0) return;
-    if (part.fault != kNoFault) atomicMin(&found_.fault, part.fault);
-    if (part.num_accepted != 0) atomicAdd(&found_.num_accepted, part.num_accepted);
-    if constexpr (kLate) bulk::ArriveOnce(Address());
+  __device__ void Add(const BatchVerdict& part, const BlockRoles& roles) {
+    if (threadIdx.x % 32 == 0) {
+      if (part.fault != kNoFault) atomicMin(&found_.fault, part.fault);
+      if (part.num_accepted != 0) atomicAdd(&found_.num_accepted, part.num_accepted);
+    }
+    if (roles.apart > 0) ArriveAt(kVerdictForRows, roles.rows + roles.apart);
+    if (roles.summaries > 0) {
+      ArriveAt(kVerdictForSummaries, roles.summaries + roles.validating());
+    }
   }
 
-  // Waits until all parts are there.
-  __device__ BatchVerdict Await() const {
-    if constexpr (kLate) {
-      bulk::Wait(Address(), 0);
-    } else {
-      asm volatile("barrier.sync 0;" ::: "memory");
-    }
+  // Waits until all parts are there. For warps that move rows.
+  __device__ BatchVerdict Await(const BlockRoles& roles) const {
+    MeetAt(kVerdictForRows, roles.rows + roles.apart);
     return found_;
+  }
+  // For those that complete summaries: one of these, once each.
+  __device__ BatchVerdict AwaitLate(const BlockRoles& roles) const {
+    MeetAt(kVerdictForSummaries, roles.summaries + roles.validating());
+    return found_;
+  }
+  __device__ void DoWithout(const BlockRoles& roles) const {
+    ArriveAt(kVerdictForSummaries, roles.summaries + roles.validating());
   }
 
  private:
-  __device__ uint32_t Address() const {
-    return static_cast<uint32_t>(__cvta_generic_to_shared(&barrier_));
-  }
-
-  uint64_t barrier_;
   BatchVerdict found_;
 };
 

@@ -196,7 +196,10 @@ void Interceptor::Impl::CommitOnCuda(CommitParams& params, bool last) {
   params.ticket = books.DeviceTicket();
   params.counters = books.DeviceCounters();
   params.closing_tokens = last ? StagedTokens() : -1;
+  // Tips are -1 before and after a round's only commit. Without them no block waits for others.
+  if (last && !in_chunks) params.tips = nullptr;
   LaunchCommit(params);
+  in_chunks = !last;
   counts_on_device = true;
   settled_on_device = last;
   left_clean = last && config.graph_rows > 0 && params.num_requests == rows.num_requests();

@@ -72,9 +72,10 @@ __device__ inline uint32_t Divide(uint32_t n, SmallDivisor by) {
 }
 
 // The page of a slot; of a token of a request, the place of its page in the block table.
-template <typename T>
+// kShift: their size is a power of two.
+template <bool kShift = false, typename T>
 __device__ T PageOf(const Pages& pages, T slot) {
-  return pages.page_shift >= 0 ? slot >> pages.page_shift : slot / pages.page_size;
+  return kShift || pages.page_shift >= 0 ? slot >> pages.page_shift : slot / pages.page_size;
 }
 
 // Where a slot's row begins, relative to its layer's cache.

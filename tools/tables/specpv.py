@@ -64,7 +64,7 @@ def retrieval_lines() -> Iterator[str]:
                 f">= {result['goal'].rpartition(' ')[2]}" if result["goal"] else "",
             )
     if commits:
-        forms = [form for form in commits[0]["us"] if form != "alone"]
+        forms = [form for form in commits[0]["us"] if not form.startswith("alone")]
         yield ""
         yield (
             "A commit of 32 layers with 4 accepted rows for each request, commit "

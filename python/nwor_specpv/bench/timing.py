@@ -56,11 +56,14 @@ def time_graphs(
     calls: dict[str, int],
     replays: int,
     before: Callable[[], object] | None = None,
+    *,
+    rehearse: bool = False,
 ) -> dict[str, Timing]:
     """Replays the graphs in turn; a graph's time is divided by its number of calls.
 
     A sleeping kernel holds the device back while the host enqueues, so that no launch gap of the
     host is measured. `before` is called ahead of every replay, outside of what is measured.
+    `rehearse`: so is the graph itself, so that none finds another's code in the device's caches.
     """
     samples: dict[str, list[float]] = {name: [] for name in graphs}
     for turn in range(replays + 2):
@@ -68,6 +71,8 @@ def time_graphs(
             start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
             if before is not None:
                 before()
+            if rehearse:
+                graph.replay()
             torch.cuda._sleep(400_000)
             start.record()
             graph.replay()

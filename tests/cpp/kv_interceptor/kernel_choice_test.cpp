@@ -109,27 +109,44 @@ TEST(CommitGrid, FillsTheDeviceButNotMore) {
   }
 }
 
-TEST(CommitGrid, SummariesAskForAWarpPerUnit) {
+TEST(CommitGrid, FewerWarpsForRowsNeedMoreSplits) {
   constexpr int kSms = 132, kBlocks = 4;
+  EXPECT_EQ(ChooseCommitSplits(64, 56, kSms, kBlocks, 8), 7);
+  EXPECT_EQ(ChooseCommitSplits(64, 56, kSms, kBlocks, 7), 8);
+  EXPECT_EQ(ChooseCommitSplits(64, 63, kSms, kBlocks, 7), 8);  // as many as are resident
+}
+
+TEST(CommitGrid, UnitsOfAUsualCommit) {
   // 8 requests of 8 rows: half of 64 rows accepted, two blocks of 16 tokens, 8 heads.
   EXPECT_EQ(ExpectSummaryUnits(8, 7, 16, 8), 16);
   EXPECT_EQ(ExpectSummaryUnits(1, 7, 16, 8), 8);  // at least one block
   EXPECT_EQ(ExpectSummaryUnits(1, 0, 16, 2), 2);
   EXPECT_EQ(ExpectSummaryUnits(0, 7, 16, 8), 0);
   EXPECT_EQ(ExpectSummaryUnits(kMaxCommitRows, 0, 1, 256), int64_t{kMaxCommitRows} / 2 * 256);
-  // Two planes share a layer's units.
-  EXPECT_EQ(ChooseSummarySplits(1, 64, 8, kSms, kBlocks), 4);
-  EXPECT_EQ(ChooseSummarySplits(2, 64, 7, kSms, kBlocks), 4);
-  EXPECT_EQ(ChooseSummarySplits(8, 64, 16, kSms, kBlocks), 8);
-  EXPECT_EQ(ChooseSummarySplits(2, 64, 1 << 20, kSms, kBlocks), 8);
-  EXPECT_EQ(ChooseSummarySplits(3, 64, 0, kSms, kBlocks), 3);
+}
+
+TEST(CommitGrid, SummariesTakeWarpsThatRowsCanSpare) {
+  constexpr int kSms = 132, kBlocks = 4;
+  // One request of 8 rows: 7 slices in two blocks of each of a layer's two planes, 8 units.
+  EXPECT_EQ(ChooseSummaryWarps(64, 7, 8, kSms, kBlocks), 2);
+  EXPECT_EQ(ChooseSummaryWarps(64, 7, 4, kSms, kBlocks), 1);  // no more than units ask for
+  // Two requests: 14 slices fill 7 warps of two blocks.
+  EXPECT_EQ(ChooseSummaryWarps(64, 14, 8, kSms, kBlocks), 1);
+  EXPECT_EQ(ChooseSummaryWarps(64, 28, 8, kSms, kBlocks), 1);
+  EXPECT_EQ(ChooseSummaryWarps(64, 56, 16, kSms, kBlocks), 1);
   for (int planes : {2, 6, 60, 64, 160, 512, 1024}) {
-    for (int64_t units : {0, 1, 9, 64, 100'000}) {
-      const int rows = ChooseCommitSplits(planes, 56, kSms, kBlocks);
-      const int splits = ChooseSummarySplits(rows, planes, units, kSms, kBlocks);
-      EXPECT_GE(splits, rows);  // never fewer than the rows want
-      if (splits > rows) {
-        EXPECT_LE(int64_t{planes} * splits, kSms * kBlocks);
+    for (int64_t slices : {1, 7, 13, 56, 64, 1024}) {
+      for (int64_t units : {0, 1, 9, 64, 100'000}) {
+        const int warps = ChooseSummaryWarps(planes, slices, units, kSms, kBlocks);
+        EXPECT_GE(warps, 1);
+        EXPECT_LE(warps, kMaxSummaryWarps);
+        const auto turns = [&](int taken) {
+          const int rest = kCommitWarps - taken;
+          const int64_t all =
+              int64_t{rest} * ChooseCommitSplits(planes, slices, kSms, kBlocks, rest);
+          return (slices + all - 1) / all;
+        };
+        EXPECT_LE(turns(warps), turns(1)) << planes << ' ' << slices << ' ' << units;
       }
     }
   }

@@ -19,13 +19,16 @@ LATE = 200_000_000  # cycles: the device is some 100 ms behind the host
 class Engine:
     """Caches, an interceptor over them and the rows of one step."""
 
-    def __init__(self, config: nwor.NworConfig | None = None, dtype=torch.bfloat16) -> None:
+    def __init__(
+        self, config: nwor.NworConfig | None = None, dtype=torch.bfloat16, layers: int = LAYERS
+    ) -> None:
         generator = torch.Generator("cuda").manual_seed(11)
         shape = (PAGES, HEADS, PAGE_SIZE, 2 * DIM)
         self.caches = [
             torch.randn(shape, generator=generator, device="cuda", dtype=dtype)
-            for _ in range(LAYERS)
+            for _ in range(layers)
         ]
+        self.layers = layers
         self.before = [cache.clone() for cache in self.caches]
         self.interceptor = nwor.Interceptor(config or nwor.NworConfig())
         for layer, cache in enumerate(self.caches):
@@ -129,6 +132,31 @@ def test_a_slot_out_of_range_is_not_written_and_refuses_the_commit() -> None:
     receipt = engine.commit([[2]], [1])
     assert receipt.verdict.error == "slot_range"
     engine.expect(written, {5: 1})
+
+
+def test_no_thread_block_misses_a_fault_that_another_clears() -> None:
+    """A commit that ends a round clears its faults: here for hundreds of thread blocks, often."""
+    engine = Engine(nwor.NworConfig(graph_rows=64, staging_rows=64), layers=48)
+    plan = nwor.RoundPlan([8] * 8, [7] * 8)
+    path = [[8 * b + i for i in range(1, 8)] for b in range(8)]
+    good = torch.arange(64, device="cuda")
+    for turn in range(40):
+        engine.interceptor.begin(plan)
+        rows = [(engine.rows(64), engine.rows(64)) for _ in range(engine.layers)]
+        engine.before = [cache.clone() for cache in engine.caches]
+        for layer, (key, value) in enumerate(rows):
+            slots = good + 1 if turn % 2 == 0 and layer == 7 else good
+            engine.interceptor.write(str(layer), key, value, slots)
+        receipt = engine.commit(path, [7] * 8)
+        if turn % 2 == 0:
+            assert receipt.verdict.error == "slot_mismatch"
+            for cache, before in zip(engine.caches, engine.before, strict=True):
+                changed = (cache != before).nonzero()[:, [0, 2]].unique(dim=0)
+                slots = set((changed[:, 0] * PAGE_SIZE + changed[:, 1]).tolist())
+                assert slots <= {slot for b in range(8) for slot in (8 * b, 8 * b + 1)}
+        else:
+            assert receipt.ok
+            engine.expect(rows, {slot: slot for slot in range(64)})
 
 
 def test_chunks_continue_where_the_last_one_ended() -> None:

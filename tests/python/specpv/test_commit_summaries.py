@@ -63,15 +63,19 @@ def make_round(
     sizes: tuple[int, int] | None = None,
     heads: int = 2,
     tokens: int | None = None,
+    deepest: int = 6,
 ) -> Round:
-    """`sizes`: of a block and of a page. `tokens`: of each request, about; None: a few blocks."""
+    """`sizes`: of a block and of a page. `tokens`: of each request, about; None: a few blocks.
+
+    `deepest`: most tokens that a request accepts.
+    """
     size, page_size = sizes or rng.choice([(4, 8), (8, 8), (4, 4)])
     dim = rng.choice([16, 64, 80, 128, 256])
     row_dtype = torch.float32 if dtype == FLOAT8 and device == "cpu" else dtype
     row_dtype = torch.bfloat16 if dtype == FLOAT8 and device == "cuda" else row_dtype
     most = tokens or max(40, 2 * size + 8)
     cached = [rng.randrange(tokens - 8 if tokens else 1, most) for _ in range(batch)]
-    counts = [rng.randrange(0, 7) for _ in range(batch)]
+    counts = [rng.randint(0, deepest) for _ in range(batch)]
     rows = sum(counts) + 4
     order = rng.sample(range(rows), sum(counts))
     path, at = [], 0
@@ -195,8 +199,22 @@ def test_completed_blocks_equal_a_fresh_computation(device: str, dtype: torch.dt
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize(
     ("batch", "sizes", "heads"),
-    [(70, (4, 4), 3), (9, (32, 16), 5), (3, (64, 16), 2), (2, (48, 8), 1), (33, (16, 16), 8)],
-    ids=["three warps of requests", "a lane each", "two warps", "one and a half", "many heads"],
+    [
+        (70, (4, 4), 3),
+        (9, (32, 16), 5),
+        (3, (64, 16), 2),
+        (2, (48, 8), 1),
+        (33, (16, 16), 8),
+        (5, (4, 12), 3),
+    ],
+    ids=[
+        "three warps of requests",
+        "a lane each",
+        "two warps",
+        "one and a half",
+        "many heads",
+        "pages of twelve",
+    ],
 )
 def test_blocks_of_many_requests_and_of_many_tokens(
     device: str, batch: int, sizes: tuple[int, int], heads: int
@@ -207,6 +225,19 @@ def test_blocks_of_many_requests_and_of_many_tokens(
     # None, all and some of the requests are due, and the last one alone.
     own = list(round_.full)
     for full in ([-1] * batch, [0] * batch, own, [-1] * (batch - 1) + [0]):
+        round_.full = full
+        summaries = hook(round_, torch.bfloat16)
+        assert run(round_, summaries) == 0
+        check_fresh(round_, summaries)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("batch", [32, 33, 64])
+def test_blocks_of_more_requests_than_lanes_with_one_draft_each(device: str, batch: int) -> None:
+    rng = seeded()
+    round_ = make_round(rng, device, torch.bfloat16, batch, (4, 4), deepest=1)
+    round_.start = 0
+    for full in ([-1] * batch, round_.cached, [0] * batch, [-1] * (batch - 1) + [0]):
         round_.full = full
         summaries = hook(round_, torch.bfloat16)
         assert run(round_, summaries) == 0
