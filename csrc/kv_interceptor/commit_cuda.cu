@@ -227,25 +227,23 @@ void Launch(void (*kernel)(CommitTable<kLayers>, Views), int threads,
   const int num_sms = CurrentDeviceAttribute(cudaDevAttrMultiProcessorCount);
   const auto blocks_per_sm =
       static_cast<int32_t>(std::clamp<int64_t>(by_memory, 1, Views::kBlocksPerSm));
+  int32_t splits = ChooseCommitSplits(num_planes, max_slices, num_sms, blocks_per_sm);
   Views views = MakeViews<Views>(params);
-  int32_t row_warps = kCommitWarps;
   if constexpr (Views::kSummaries) {
     SummaryTable& summaries = views.summaries;
-    if (summaries.to.kmax != nullptr) {
+    if (summaries.to.kmax != nullptr && threads == kSmallCommitThreads) {
       const int64_t units = ExpectSummaryUnits(params.num_requests, params.depth,
                                                summaries.to.block_size, summaries.num_heads);
-      if (threads > kCommitThreads) {  // a small commit
-        summaries.warps = ChooseSummaryWarps(num_planes, max_slices, units, num_sms, blocks_per_sm);
-        row_warps -= summaries.warps;
-      } else {
-        summaries.warps = 1;
-        threads += kSummaryThreads;
-      }
+      const SummaryGrid chosen =
+          ChooseSummaryGrid(num_planes, max_slices, units, num_sms, blocks_per_sm);
+      splits = chosen.splits;
+      summaries.warps = chosen.warps;
+      summaries.row_warps = kCommitWarps - chosen.warps;
+    } else if (summaries.to.kmax != nullptr) {
+      summaries.warps = 1;
+      threads += kSummaryThreads;
     }
-    summaries.row_warps = row_warps;
   }
-  const int32_t splits =
-      ChooseCommitSplits(num_planes, max_slices, num_sms, blocks_per_sm, row_warps);
   const dim3 grid(static_cast<unsigned>(num_planes), static_cast<unsigned>(splits));
   kernel<<<grid, threads, shared_bytes, static_cast<cudaStream_t>(params.stream)>>>(table, views);
   CheckCuda(cudaGetLastError(), "commit kernel");

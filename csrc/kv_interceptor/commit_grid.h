@@ -51,21 +51,33 @@ constexpr int64_t ExpectSummaryUnits(int32_t num_requests, int32_t depth, int32_
   return (accepted + block_size - 1) / block_size * num_heads;
 }
 
-// How many of a block's warps complete summaries instead of moving rows: one, or as many as a
-// layer's units ask for, if that leaves no other warp with more to move. Two planes share a layer.
-constexpr int32_t ChooseSummaryWarps(int32_t num_planes, int64_t num_slices, int64_t num_units,
-                                     int32_t num_sms, int32_t blocks_per_sm) {
-  const auto turns = [&](int32_t splits, int32_t warps) {
-    return (num_slices + splits * (kCommitWarps - warps) - 1) / (splits * (kCommitWarps - warps));
-  };
-  const int32_t splits =
+// How a small commit that completes summaries spreads: into how many blocks a plane's slices are
+// dealt, and how many of a block's warps take units instead of slices.
+struct SummaryGrid {
+  int32_t splits;
+  int32_t warps;
+};
+
+// The fewest blocks in which each of a layer's units has a warp of its own, its two planes
+// together, and no other warp has more slices to move than it must. Otherwise one warp of each
+// block.
+constexpr SummaryGrid ChooseSummaryGrid(int32_t num_planes, int64_t num_slices, int64_t num_units,
+                                        int32_t num_sms, int32_t blocks_per_sm) {
+  const int32_t fewest =
       ChooseCommitSplits(num_planes, num_slices, num_sms, blocks_per_sm, kCommitWarps - 1);
-  int32_t warps = 1;
-  while (warps < kMaxSummaryWarps && int64_t{2} * splits * warps < num_units &&
-         turns(splits, warps + 1) == turns(splits, 1)) {
-    ++warps;
+  const auto turns = [num_slices](int32_t splits, int32_t warps) {
+    const int64_t num_warps = int64_t{splits} * (kCommitWarps - warps);
+    return (num_slices + num_warps - 1) / num_warps;
+  };
+  const int32_t resident = num_sms * blocks_per_sm / std::max(1, num_planes);
+  for (int32_t splits = fewest; splits <= std::max(fewest, resident); ++splits) {
+    for (int32_t warps = 1; warps <= kMaxSummaryWarps; ++warps) {
+      if (int64_t{2} * splits * warps >= num_units && turns(splits, warps) <= turns(fewest, 1)) {
+        return {splits, warps};
+      }
+    }
   }
-  return warps;
+  return {fewest, 1};
 }
 
 }  // namespace nwor

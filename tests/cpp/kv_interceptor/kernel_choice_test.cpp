@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <utility>
 
 #include "kv_interceptor/commit.h"
 #include "kv_interceptor/commit_grid.h"
@@ -127,26 +128,34 @@ TEST(CommitGrid, UnitsOfAUsualCommit) {
 
 TEST(CommitGrid, SummariesTakeWarpsThatRowsCanSpare) {
   constexpr int kSms = 132, kBlocks = 4;
-  // One request of 8 rows: 7 slices in two blocks of each of a layer's two planes, 8 units.
-  EXPECT_EQ(ChooseSummaryWarps(64, 7, 8, kSms, kBlocks), 2);
-  EXPECT_EQ(ChooseSummaryWarps(64, 7, 4, kSms, kBlocks), 1);  // no more than units ask for
-  // Two requests: 14 slices fill 7 warps of two blocks.
-  EXPECT_EQ(ChooseSummaryWarps(64, 14, 8, kSms, kBlocks), 1);
-  EXPECT_EQ(ChooseSummaryWarps(64, 28, 8, kSms, kBlocks), 1);
-  EXPECT_EQ(ChooseSummaryWarps(64, 56, 16, kSms, kBlocks), 1);
+  const auto choose = [](int planes, int64_t slices, int64_t units) {
+    const SummaryGrid grid = ChooseSummaryGrid(planes, slices, units, kSms, kBlocks);
+    return std::pair(grid.splits, grid.warps);
+  };
+  // 32 layers, requests of 8 rows with 7 drafts each, 8 units for every 16 rows that are accepted.
+  EXPECT_EQ(choose(64, 7, 8), std::pair(2, 2));
+  EXPECT_EQ(choose(64, 7, 4), std::pair(2, 1));
+  EXPECT_EQ(choose(64, 14, 8), std::pair(3, 2));  // 14 slices fill 7 warps of two blocks
+  EXPECT_EQ(choose(64, 28, 8), std::pair(4, 1));
+  EXPECT_EQ(choose(64, 56, 16), std::pair(8, 1));
+  EXPECT_EQ(choose(64, 63, 24), std::pair(8, 2));   // all in two turns, whoever takes units
+  EXPECT_EQ(choose(64, 56, 100), std::pair(8, 1));  // more units than warps
   for (int planes : {2, 6, 60, 64, 160, 512, 1024}) {
     for (int64_t slices : {1, 7, 13, 56, 64, 1024}) {
       for (int64_t units : {0, 1, 9, 64, 100'000}) {
-        const int warps = ChooseSummaryWarps(planes, slices, units, kSms, kBlocks);
+        const auto [splits, warps] = choose(planes, slices, units);
+        const int fewest = ChooseCommitSplits(planes, slices, kSms, kBlocks, kCommitWarps - 1);
+        const auto turns = [slices](int64_t num_warps) {
+          return (slices + num_warps - 1) / num_warps;
+        };
+        EXPECT_GE(splits, fewest);
         EXPECT_GE(warps, 1);
         EXPECT_LE(warps, kMaxSummaryWarps);
-        const auto turns = [&](int taken) {
-          const int rest = kCommitWarps - taken;
-          const int64_t all =
-              int64_t{rest} * ChooseCommitSplits(planes, slices, kSms, kBlocks, rest);
-          return (slices + all - 1) / all;
-        };
-        EXPECT_LE(turns(warps), turns(1)) << planes << ' ' << slices << ' ' << units;
+        EXPECT_LE(turns(splits * (kCommitWarps - warps)), turns(fewest * (kCommitWarps - 1)))
+            << planes << ' ' << slices << ' ' << units;
+        if (splits > 1) {
+          EXPECT_LE(planes * splits, kSms * kBlocks);
+        }
       }
     }
   }
