@@ -16,6 +16,7 @@ import torch
 from configs import HYBRID, MTP, WINDOW
 from engines import NGRAM, drive, greedy, own_engine, start, story_prompts
 from engines import stats as own_stats
+from vllm.plugins import load_general_plugins
 
 from nwor_specpv.drafters.vllm_head import write_vllm_head
 from nwor_specpv.models import smollm2, stories
@@ -227,6 +228,7 @@ def test_a_float8_cache_is_left_to_vllm_by_our_own_attention(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Said at start, layer by layer; the engine serves, and nothing is staged."""
+    load_general_plugins()  # which sets our logger's level as vLLM's
     with caplog.at_level(logging.WARNING, "nwor_specpv"):
         nwor = {"attention_route": "cuda"}
         llm = eagle3(tmp_path, nwor, enforce_eager=True, kv_cache_dtype="fp8")
