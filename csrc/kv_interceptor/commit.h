@@ -72,7 +72,8 @@ struct CommitParams {
   int64_t* counters = nullptr;         // int64[kNumCommitCounters] added to, or null
   int64_t bytes_per_token = 0;         // over all layers, for the counters
   // >= 0: this commit ends a round that staged so many tokens. On CUDA it then leaves tips and
-  // round_status as the next round wants them, -1 and 0, so that beginning one is no launch.
+  // round_status as the next round wants them, -1 and without a fault, so that beginning one is no
+  // launch.
   int64_t closing_tokens = -1;
   CommitSummaries summaries;  // completed in the same launch; REQUIRES: one group
   CommitTail tail;            // fed in the same launch; REQUIRES: one group

@@ -17,7 +17,7 @@ inline constexpr int kCommitBlocksPerSm = 4;
 inline constexpr int kSmallCommitEntries = 64;
 inline constexpr int kSmallCommitThreads = kCommitThreads + 32;
 // Warps of a block that complete summaries: in a small commit one or two of those that would move
-// rows otherwise, in others one more. Each of them takes so many units (one head of one block).
+// rows otherwise, in others one more. Each takes up to so many units (one head of one block).
 inline constexpr int kMaxSummaryWarps = 2;
 inline constexpr int kSummaryThreads = 32;
 inline constexpr uint32_t kSmallSummaryUnits = 4, kSummaryUnits = 8;

@@ -11,10 +11,10 @@
 
 namespace nwor {
 
-// One head of one completed block. Blocks with a page out of range are left out.
+// One head of one completed block. Blocks with a page out of range are left out (LaneRows::whole).
 struct SummaryUnit {
   int32_t request = -1;  // < 0: there is none
-  int32_t row;           // < 0: a page of it is out of range
+  int32_t row;
   int32_t block;
   int32_t head;
   int32_t cached;  // tokens of the request in the cache before this commit

@@ -12,10 +12,10 @@
 #include "kv_interceptor/extremes.cuh"
 
 // Summaries of the blocks that a commit completes, by one or two warps of each thread block beside
-// those that move rows. A unit is one head of one block. Every such warp finds one unit from the
-// requests' lengths, so that nobody has to be asked, and has its K on its way while the batch is
-// validated. Where there are more units than these warps, as after a tail was fed again, all warps
-// of the layer deal with the rest when they have done their own.
+// those that move rows. A unit is one head of one block. Every such warp finds its units from the
+// requests' lengths, so that nobody has to be asked, and has K of the first on its way while the
+// batch is validated. Where there are more than a few units for each of these warps, as after a
+// tail was fed again, all warps of the layer deal with the rest when they have done their own.
 
 namespace nwor {
 
@@ -114,7 +114,8 @@ struct UnitNumbers {
   uint32_t block = 2 * blockIdx.y + blockIdx.x % 2;
   uint32_t num_blocks = 2 * gridDim.y;
 
-  // How many the summary warps take, and which is this one's. None where K is not read in pairs.
+  // How many the summary warps take at a time, and which is this one's. None if a warp cannot read
+  // K of a unit quickly and at once: then all are others'.
   __device__ uint32_t NumOwn(const SummaryTable& table) const {
     return table.quick ? static_cast<uint32_t>(table.warps) * num_blocks : 0;
   }
@@ -228,10 +229,11 @@ __device__ bool CompleteSummaries(const CommitTable<kLayers>& table, const Summa
 #pragma unroll 1
   for (uint32_t turn = 0; turn < kOwn; ++turn) {
     SummaryUnit unit;
-    if (num_own > 0)
+    if (num_own > 0) {
       unit = layer.template FindEarly<kFew>(numbers.Own(summaries) + turn * num_own, blocks);
+    }
     const bool loads = unit.request >= 0 && keys.Load(layer, entries, unit);
-    const int64_t out_at = layer.OutAt(unit);
+    const int64_t out_at = loads ? layer.OutAt(unit) : 0;
     if (turn == 0) {
       others = layer.template FindEarly<kFew>(kOwn * num_own, blocks).request >= 0;
       help.Tell(others, roles);

@@ -43,7 +43,7 @@ struct Interceptor::Impl {
   // finds them, so that a round like the last one finds its tables, too.
   bool left_clean = false;
   bool settled_on_device = false;
-  bool in_chunks = false;  // on CUDA: commits of the open round have moved tips
+  bool in_chunks = false;  // on CUDA: commits of the open round may have moved tips
   CacheWriter* writer = &PlainCacheWriter();
   InterceptorObserver* observer = nullptr;
 
