@@ -5,7 +5,7 @@
 #include <cstdint>
 
 #include "attention/ptx.cuh"
-#include "kv_interceptor/shared_barrier.cuh"
+#include "attention/shared_barrier.cuh"
 
 // Barriers in shared memory that count bytes as well as arrivals, and the copy engine that arrives
 // there: sm_90 and up. A phase ends when all announced bytes have come, too.
