@@ -4,10 +4,10 @@ Part of `nwor-specpv bench retrieval`. Attention: every layer's verify attention
 contexts, and over per-head views of the default budget with everything a partial step adds (views
 of all layers in one launch). Layers share a few caches in turn, each far larger than the L2 cache.
 Commit: accepted rows of all layers, alone, with block summaries that a partial step leaves alone,
-with those that full steps complete (on average: requests at all phases of a block's life; at worst:
-all of them complete one in the same step), and with compact views to feed. Where rows go depends on
-these phases, and how long that takes on where they go: each form is compared with a commit that
-writes the same rows to the same places.
+with those that full steps complete (on average: in the steps of a block's life, requests at all
+phases of it; at worst: all of them complete one in the same step), and with compact views to feed.
+Where rows go depends on these phases, and how long that takes on where they go: each form is
+compared with commits that write the same rows to the same places.
 """
 
 from __future__ import annotations
@@ -28,6 +28,8 @@ from .timing import Timing, capture, time_calls, time_graphs
 BLOCK, PAGE, SINK, WINDOW, BUDGET = 16, 16, 2, 8, 256
 TAIL = 60  # tokens that a full + refresh step verifies again, about as many as the tail holds
 ALONE, PHASES = "alone", "alone, at all phases"
+ACCEPTED = 4  # of a request's drafts
+STEPS = BLOCK // ACCEPTED  # of a block's life
 GOALS = {
     ("step", 8, 32768): "goal at 8 x 32768: full / partial at least 5",
     ("step", 8, 131072): "goal at 8 x 131072: full / partial at least 20",
@@ -176,8 +178,8 @@ class Step:
 class Commits:
     """One commit of all layers, in the forms that partial verification has."""
 
-    def __init__(self, shape: Shape, accepted: int = 4) -> None:
-        self.shape, self.accepted = shape, accepted
+    def __init__(self, shape: Shape) -> None:
+        self.shape = shape
         length = TAIL + 4 * BLOCK  # the end of a context: what lies before it does not matter
         pages = -(-(length + shape.rows) // PAGE) + 1
         total = shape.requests * pages
@@ -192,17 +194,19 @@ class Commits:
         depth = shape.rows - 1
         path = torch.full((shape.requests, depth), -1)
         for b in range(shape.requests):
-            path[b, :accepted] = b * shape.rows + 1 + torch.arange(accepted)
+            path[b, :ACCEPTED] = b * shape.rows + 1 + torch.arange(ACCEPTED)
         self.path = path.int().to(shape.device)
-        self.counts = shape.ints([accepted] * shape.requests)
+        self.counts = shape.ints([ACCEPTED] * shape.requests)
         # The accepted rows complete a block in every request; or, where requests are at all phases
-        # of a block's life, in one of so many.
-        cached = -(-length // BLOCK) * BLOCK - accepted
+        # of a block's life, in one of so many, or in one of so many steps.
+        cached = -(-length // BLOCK) * BLOCK - ACCEPTED
         self.cached = shape.ints([cached] * shape.requests)
-        self.phases = shape.ints(
-            [cached - b % (BLOCK // accepted) * accepted for b in range(shape.requests)]
-        )
-        self.slots, self.slots_of_phases = self._slots(self.cached), self._slots(self.phases)
+        self.phases = [
+            shape.ints([cached - (b + step) % STEPS * ACCEPTED for b in range(shape.requests)])
+            for step in range(STEPS)
+        ]
+        self.slots = self._slots(self.cached)
+        self.slots_of_phases = [self._slots(phase) for phase in self.phases]
         self.status = torch.zeros(8, dtype=torch.int64, device=shape.device)
         summaries = (shape.layers, shape.requests, pages * PAGE // BLOCK, shape.kv_heads, shape.dim)
         self.kmax = torch.zeros(summaries, dtype=shape.dtype, device=shape.device)
@@ -213,32 +217,32 @@ class Commits:
         self.roots = torch.zeros(shape.requests, dtype=torch.int64, device=shape.device)
         self.full = {
             "partial step": shape.ints([-1] * shape.requests),
-            "on average": self.phases,
-            "one block each": self.cached - BLOCK + accepted,
+            "one block each": self.cached - BLOCK + ACCEPTED,
             "after a tail": self.cached - TAIL,
         }
 
-    @property
-    def forms(self) -> tuple[str, ...]:
-        return (ALONE, PHASES, *self.full, "compact views")
+    forms = (
+        *(ALONE, PHASES, "partial step", "on average"),
+        *("one block each", "after a tail", "compact views"),
+    )
 
     def _slots(self, cached: torch.Tensor) -> torch.Tensor:
         """Where the accepted rows go behind so many tokens, -1 for the others."""
         slots = torch.full((self.shape.requests, self.shape.rows - 1), -1)
         table = self.table.cpu()
         for b, length in enumerate(cached.tolist()):
-            for i, token in enumerate(range(length, length + self.accepted)):
+            for i, token in enumerate(range(length, length + ACCEPTED)):
                 slots[b, i] = int(table[b, token // PAGE]) * PAGE + token % PAGE
         return slots.to(self.shape.device)
 
-    def run(self, form: str) -> None:
+    def run(self, form: str, step: int) -> None:
+        """The commit of one of the STEPS of a block's life."""
         summaries = tail = None
         phases = form in (PHASES, "on average")
-        if form in self.full:
-            cached = self.phases if phases else self.cached
-            summaries = CommitSummaries(
-                self.kmax, self.kmin, self.table, self.full[form], cached, BLOCK
-            )
+        cached = self.phases[step] if phases else self.cached
+        if form == "on average" or form in self.full:
+            full = cached if phases else self.full[form]
+            summaries = CommitSummaries(self.kmax, self.kmin, self.table, full, cached, BLOCK)
         if form == "compact views":
             tail = CommitTail(self.views[0], self.views[1], self.begin, self.roots)
         commit(
@@ -248,7 +252,7 @@ class Commits:
             self.values,
             self.path,
             self.counts,
-            self.slots_of_phases if phases else self.slots,
+            self.slots_of_phases[step] if phases else self.slots,
             self.status,
             summaries=summaries,
             tail=tail,
@@ -256,9 +260,11 @@ class Commits:
 
     def check(self) -> None:
         for form in self.forms:
-            self.run(form)
-            if int(self.status[0]) != 0:
-                raise AssertionError(f"{self.shape}: commit {form}: status {self.status.tolist()}")
+            for step in range(STEPS):
+                self.run(form, step)
+                if int(self.status[0]) != 0:
+                    status = self.status.tolist()
+                    raise AssertionError(f"{self.shape}: commit {form}: status {status}")
 
 
 def _time(
@@ -294,16 +300,19 @@ def bench_step(shape: Shape, replays: int) -> dict[str, Any]:
 def bench_commit(shape: Shape, replays: int) -> dict[str, Any]:
     commits = Commits(shape)
     commits.check()
-    variants = {form: (lambda form=form: commits.run(form)) for form in commits.forms}
-    timings = _time(variants, 10, shape.device, replays)
-    us = {name: timing.median_us for name, timing in timings.items()}
+    variants = {
+        form: (lambda form=form: [commits.run(form, step) for step in range(STEPS)])
+        for form in commits.forms
+    }
+    timings = _time(variants, 3, shape.device, replays)
+    us = {name: timing.median_us / STEPS for name, timing in timings.items()}
     return {
         "what": "commit",
         "case": str(shape),
         "requests": shape.requests,
-        "tokens": shape.requests * commits.accepted,
+        "tokens": shape.requests * ACCEPTED,
         "us": us,
-        "spread_us": {name: timing.spread_us for name, timing in timings.items()},
+        "spread_us": {name: timing.spread_us / STEPS for name, timing in timings.items()},
         "relative": {
             form: us[form] / us[PHASES if form == "on average" else ALONE] for form in commits.forms
         },
