@@ -46,13 +46,18 @@ struct AllViews {
 };
 static_assert(sizeof(CommitTable<kUsualViewLayers>) + sizeof(AllViews) <= 4096);
 
-// `apart`: threads that validate and do nothing else.
+// The roles of a small commit's threads are known here, as those that wait for each other are then.
+constexpr BlockRoles SmallCommitRoles(int summary_warps) {
+  return {kCommitThreads - 32 * summary_warps, 32 * summary_warps,
+          kSmallCommitThreads - kCommitThreads};
+}
 template <typename Views>
-__device__ BlockRoles RolesOf(const Views& views, int apart) {
+__device__ BlockRoles CommitRoles(const Views& views) {
+  int summaries = 0;
   if constexpr (Views::kSummaries) {
-    return {32 * views.summaries.row_warps, 32 * views.summaries.warps, apart};
+    if (views.summaries.to.kmax != nullptr) summaries = kSummaryThreads;
   }
-  return {kCommitThreads, 0, apart};
+  return {kCommitThreads, summaries, 0};
 }
 
 // Copies rows 0 of the layer's requests. REQUIRES: the batch is valid.
@@ -105,11 +110,11 @@ __global__ void __launch_bounds__(kCommitThreads + (Views::kSummaries ? kSummary
   extern __shared__ uint32_t cells[];  // see InsertSlot
   __shared__ VerdictPost post;
   __shared__ SummaryHelp help;
-  const BlockRoles roles = RolesOf(views, /*apart=*/0);
+  const BlockRoles roles = CommitRoles(views);
   if constexpr (Views::kSummaries) {
     if (threadIdx.x >= kCommitThreads) {
       if (CompleteSummaries<NoEntries, kSummaryUnits>(table, views.summaries, roles, post, help)) {
-        SummarizeOthers<kSummaryUnits>(table, views.summaries);
+        SummarizeOthers<kSummaryUnits>(table, views.summaries, roles);
       }
       return;
     }
@@ -150,50 +155,52 @@ __global__ void __launch_bounds__(kCommitThreads + (Views::kSummaries ? kSummary
   }
   if constexpr (Views::kSummaries) {
     if (roles.summaries == 0 || !help.Await(roles)) return;
-    SummarizeOthers<kSummaryUnits>(table, views.summaries);
+    SummarizeOthers<kSummaryUnits>(table, views.summaries, roles);
   }
 }
 
-// At most kSmallCommitEntries entries, all rows moved 16 bytes at a time. With summaries: of no
-// more requests than a warp has lanes.
-template <int kLayers, typename Views>
+// At most kSmallCommitEntries entries, all groups easy. With summaries: of no more requests than a
+// warp has lanes, by so many warps.
+template <int kLayers, typename Views, int kSummaryWarps>
 __global__ void __launch_bounds__(kSmallCommitThreads, Views::kBlocksPerSm)
     SmallCommitKernel(const __grid_constant__ CommitTable<kLayers> table,
                       const __grid_constant__ Views views) {
   using Tail = std::remove_cvref_t<decltype(views.tail)>;
+  constexpr BlockRoles kRoles = SmallCommitRoles(kSummaryWarps);
   __shared__ SmallSlots slots;
   __shared__ VerdictPost post;
   __shared__ SummaryHelp help;
   const BatchTable& batch = table.batch;
-  const BlockRoles roles = RolesOf(views, /*apart=*/32);
   if (threadIdx.x >= kCommitThreads) {
     const LaneEntries entries(batch);
     const int64_t counter = LoadCounter(batch);
-    post.Open(roles);
     const BatchVerdict verdict = CheckSmallBatch(batch, views.tail, slots, entries);
-    post.Add(verdict, roles);
+    post.Post(verdict, kRoles);
     if (PublishesNow(batch, verdict)) Announce(batch, views.tail, verdict, counter);
     return;
   }
   bool others = false;
-  if (threadIdx.x < static_cast<unsigned>(roles.rows)) {
+  if (threadIdx.x < kRoles.rows) {
     const Plane plane = SelectPlane(table, blockIdx.x);
-    WarpShare<RowOp::kCopy16, Tail> share(batch, plane, views.tail, roles);
-    const Entry first = share.LoadFirst();
-    post.Open(roles);
-    share.Start(first);
-    if (post.Await(roles).fault != kNoFault) return;
+    WarpShare<RowOp::kCopy16, Tail, /*kEasy=*/true> share(batch, plane, views.tail, kRoles);
+    share.Start(share.LoadFirst());
+    if (post.Await(kRoles).fault != kNoFault) return;
     share.Finish();
-    CopyRoots<RowOp::kCopy16>(table, views.tail, roles);
-    if constexpr (Views::kSummaries) others = roles.summaries > 0 && help.Await(roles);
-  } else if constexpr (Views::kSummaries) {
-    others = CompleteSummaries<SmallEntries, kSmallSummaryUnits>(table, views.summaries, roles,
+    CopyRoots<RowOp::kCopy16>(table, views.tail, kRoles);
+    if constexpr (kSummaryWarps > 0) others = help.Await(kRoles);
+  } else if constexpr (kSummaryWarps > 0) {
+    others = CompleteSummaries<SmallEntries, kSmallSummaryUnits>(table, views.summaries, kRoles,
                                                                  post, help);
   }
-  if constexpr (Views::kSummaries) {
-    if (others) SummarizeOthers<kSmallSummaryUnits>(table, views.summaries);
+  if constexpr (kSummaryWarps > 0) {
+    if (others) SummarizeOthers<kSmallSummaryUnits>(table, views.summaries, kRoles);
   }
 }
+
+// Shared memory beside the cells, at most.
+template <typename Views>
+inline constexpr int64_t kOwnBytes = sizeof(VerdictPost) + sizeof(SummaryHelp) +
+                                     sizeof(SmallSlots) + (Views::kSummaries ? kSummaryBytes : 0);
 
 template <typename Views>
 Views MakeViews(const CommitParams& params) {
@@ -203,70 +210,100 @@ Views MakeViews(const CommitParams& params) {
   return views;
 }
 
-template <int kLayers, typename Views>
-void Launch(void (*kernel)(CommitTable<kLayers>, Views), int threads,
-            const CommitTable<kLayers>& table, const CommitParams& params, int64_t shared_bytes) {
-  constexpr int64_t kOwnBytes = sizeof(VerdictPost) + sizeof(SmallSlots) +
-                                (Views::kSummaries ? sizeof(UnitKeys) * kMaxSummaryWarps : 0);
-  constexpr int64_t kAlwaysAllowed = 48 * 1024 - kOwnBytes;
-  if (shared_bytes > kAlwaysAllowed) {
-    CheckCuda(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                                   static_cast<int>(shared_bytes)),
-              "commit kernel's shared memory");
-  }
-  int64_t max_slices = 1;
+// How much of a device a commit can have.
+struct CommitSpace {
+  int32_t num_planes;
+  int64_t num_slices;  // of a plane, at most
+  int num_sms;
+  int32_t blocks_per_sm;
+};
+
+template <typename Views>
+CommitSpace FindSpace(const BatchTable& batch, const CommitParams& params, int64_t shared_bytes) {
+  int64_t num_slices = 1;
   for (int g = 0; g < params.num_groups; ++g) {
-    const int64_t slices = (table.batch.groups[g].shape.vectors_per_row + kCommitSliceVectors - 1) /
-                           kCommitSliceVectors;
-    max_slices = std::max(max_slices, slices * table.batch.num_positions);
+    const int64_t slices = NumCommitSlices(batch.groups[g].shape.vectors_per_row);
+    num_slices = std::max(num_slices, slices * batch.num_positions);
   }
-  const int32_t num_planes = 2 * params.num_layers;
   const int64_t by_memory =
       CurrentDeviceAttribute(cudaDevAttrMaxSharedMemoryPerMultiprocessor) /
-      (shared_bytes + CurrentDeviceAttribute(cudaDevAttrReservedSharedMemoryPerBlock) + kOwnBytes);
-  const int num_sms = CurrentDeviceAttribute(cudaDevAttrMultiProcessorCount);
-  const auto blocks_per_sm =
-      static_cast<int32_t>(std::clamp<int64_t>(by_memory, 1, Views::kBlocksPerSm));
-  int32_t splits = ChooseCommitSplits(num_planes, max_slices, num_sms, blocks_per_sm);
-  Views views = MakeViews<Views>(params);
-  if constexpr (Views::kSummaries) {
-    SummaryTable& summaries = views.summaries;
-    if (summaries.to.kmax != nullptr && threads == kSmallCommitThreads) {
-      const int64_t units = ExpectSummaryUnits(params.num_requests, params.depth,
-                                               summaries.to.block_size, summaries.num_heads);
-      const SummaryGrid chosen =
-          ChooseSummaryGrid(num_planes, max_slices, units, num_sms, blocks_per_sm);
-      splits = chosen.splits;
-      summaries.warps = chosen.warps;
-      summaries.row_warps = kCommitWarps - chosen.warps;
-    } else if (summaries.to.kmax != nullptr) {
-      summaries.warps = 1;
-      threads += kSummaryThreads;
-    }
-  }
-  const dim3 grid(static_cast<unsigned>(num_planes), static_cast<unsigned>(splits));
+      (shared_bytes + CurrentDeviceAttribute(cudaDevAttrReservedSharedMemoryPerBlock) +
+       kOwnBytes<Views>);
+  return {2 * params.num_layers, num_slices, CurrentDeviceAttribute(cudaDevAttrMultiProcessorCount),
+          static_cast<int32_t>(std::clamp<int64_t>(by_memory, 1, Views::kBlocksPerSm))};
+}
+
+template <int kLayers, typename Views>
+void Launch(void (*kernel)(CommitTable<kLayers>, Views), int32_t splits, int threads,
+            int64_t shared_bytes, const CommitTable<kLayers>& table, const Views& views,
+            const CommitParams& params) {
+  const dim3 grid(static_cast<unsigned>(2 * params.num_layers), static_cast<unsigned>(splits));
   kernel<<<grid, threads, shared_bytes, static_cast<cudaStream_t>(params.stream)>>>(table, views);
   CheckCuda(cudaGetLastError(), "commit kernel");
 }
 
 template <int kLayers, typename Views>
+void LaunchSmall(const CommitTable<kLayers>& table, const CommitParams& params) {
+  const CommitSpace space = FindSpace<Views>(table.batch, params, 0);
+  const Views views = MakeViews<Views>(params);
+  if constexpr (Views::kSummaries) {
+    const SummaryTable& summaries = views.summaries;
+    if (summaries.to.kmax != nullptr) {
+      const int64_t units = ExpectSummaryUnits(params.num_requests, params.depth,
+                                               summaries.to.block_size, summaries.num_heads);
+      const SummaryGrid chosen = ChooseSummaryGrid(space.num_planes, space.num_slices, units,
+                                                   space.num_sms, space.blocks_per_sm);
+      static_assert(kMaxSummaryWarps == 2);
+      return Launch(chosen.warps == 1 ? SmallCommitKernel<kLayers, Views, 1>
+                                      : SmallCommitKernel<kLayers, Views, 2>,
+                    chosen.splits, kSmallCommitThreads, 0, table, views, params);
+    }
+  }
+  if constexpr (!std::is_same_v<Views, SummaryViews>) {
+    Launch(
+        SmallCommitKernel<kLayers, Views, 0>,
+        ChooseCommitSplits(space.num_planes, space.num_slices, space.num_sms, space.blocks_per_sm),
+        kSmallCommitThreads, 0, table, views, params);
+  }
+}
+
+template <int kLayers, bool kUniform, typename Views>
+void LaunchAny(const CommitTable<kLayers>& table, const CommitParams& params) {
+  const auto kernel = CommitKernel<kLayers, kUniform, RowOp::kCopy16, Views>;
+  const int64_t cell_bytes = int64_t{table.batch.num_cells} * 4;
+  constexpr int64_t kAlwaysAllowed = 48 * 1024 - kOwnBytes<Views>;
+  if (cell_bytes > kAlwaysAllowed) {
+    CheckCuda(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                                   static_cast<int>(cell_bytes)),
+              "commit kernel's shared memory");
+  }
+  const CommitSpace space = FindSpace<Views>(table.batch, params, cell_bytes);
+  const Views views = MakeViews<Views>(params);
+  int threads = kCommitThreads;
+  if constexpr (Views::kSummaries) {
+    if (views.summaries.to.kmax != nullptr) threads += kSummaryThreads;
+  }
+  Launch(kernel,
+         ChooseCommitSplits(space.num_planes, space.num_slices, space.num_sms, space.blocks_per_sm),
+         threads, cell_bytes, table, views, params);
+}
+
+template <int kLayers, typename Views>
 void Launch(const CommitParams& params) {
   const CommitTable<kLayers> table = MakeCommitTable<kLayers>(params);
-  const bool copies = std::all_of(table.batch.groups, table.batch.groups + params.num_groups,
-                                  [](const auto& group) { return group.op == RowOp::kCopy16; });
-  const int64_t cell_bytes = int64_t{table.batch.num_cells} * 4;
+  const auto all = [&](auto&& is) {
+    return std::all_of(table.batch.groups, table.batch.groups + params.num_groups, is);
+  };
   const bool small = table.batch.num_positions <= kSmallCommitEntries &&
                      (!Views::kSummaries || params.num_requests <= 32);
-  if (copies && small) {
-    Launch(SmallCommitKernel<kLayers, Views>, kSmallCommitThreads, table, params, 0);
-  } else if (copies) {
-    Launch(CommitKernel<kLayers, true, RowOp::kCopy16, Views>, kCommitThreads, table, params,
-           cell_bytes);
+  if (small && all([](const GroupTable& group) { return group.easy(); })) {
+    LaunchSmall<kLayers, Views>(table, params);
+  } else if (all([](const GroupTable& group) { return group.op == RowOp::kCopy16; })) {
+    LaunchAny<kLayers, /*kUniform=*/true, Views>(table, params);
   } else {
     // Built for all views or none: what it gains from less is not worth a kernel.
-    using Built = std::conditional_t<Views::kSummaries, AllViews, NoViews>;
-    Launch(CommitKernel<kLayers, false, RowOp::kCopy16, Built>, kCommitThreads, table, params,
-           cell_bytes);
+    LaunchAny<kLayers, /*kUniform=*/false,
+              std::conditional_t<Views::kSummaries, AllViews, NoViews>>(table, params);
   }
 }
 
@@ -284,7 +321,10 @@ void LaunchCommit(const CommitParams& params) {
       params.ticket != nullptr || !PublishesLast(params),
       "ticket: got null, expected a zeroed word because tips or round_status are updated, or "
       "status and round_status are one");
-  const bool summarises = params.summaries.kmax != nullptr, feeds = params.tail.keys != nullptr;
+  const CacheGeometry& geometry = params.groups[0].geometry;
+  const bool summarises =
+      params.summaries.kmax != nullptr && geometry.num_heads > 0 && geometry.head_dim > 0;
+  const bool feeds = params.tail.keys != nullptr;
   NWOR_CHECK(params.num_groups == 1 || !(summarises || feeds), "summaries, tail: got ",
              params.num_groups, " cache groups, expected 1");
   if (feeds) {

@@ -12,6 +12,9 @@ inline constexpr int kCommitWarps = kCommitThreads / 32;
 inline constexpr int kCommitVectorsPerLane = 4;
 // One warp's share of a row: a slice.
 inline constexpr int kCommitSliceVectors = 32 * kCommitVectorsPerLane;
+constexpr int32_t NumCommitSlices(int32_t vectors_per_row) {
+  return (vectors_per_row + kCommitSliceVectors - 1) / kCommitSliceVectors;
+}
 inline constexpr int kCommitBlocksPerSm = 4;
 // Batches of at most so many entries are validated by one more warp beside those that move rows.
 inline constexpr int kSmallCommitEntries = 64;

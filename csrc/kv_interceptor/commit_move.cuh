@@ -36,63 +36,79 @@ __device__ Plane SelectPlane(const CommitTable<kLayers>& table, int plane_idx) {
           layer.scale_stride[side]};
 }
 
+// Calls `body` with each of a lane's vectors, from its first, number `first` of the row, on: with
+// its number of them and its distance from the row's beginning, `head` bytes from head to head.
+template <bool kEasy, typename Body>
+__device__ void ForVectors(const GroupTable& group, int32_t first, int64_t head, int32_t bytes,
+                           const Body& body) {
+  if (kEasy || group.vector_shift >= 0) {
+    const int64_t offset = (first >> group.vector_shift) * head +
+                           (first & ((1 << group.vector_shift) - 1)) * int64_t{bytes};
+    const int64_t step = head << (5 - group.vector_shift);
+#pragma unroll
+    for (int i = 0; i < kCommitVectorsPerLane; ++i) body(i, offset + i * step);
+  } else {
+#pragma unroll
+    for (int i = 0; i < kCommitVectorsPerLane; ++i) {
+      body(i, VectorPlace(group.shape, first + i * 32).Offset(head, bytes));
+    }
+  }
+}
+
 // One slice of one accepted row in the registers of a warp: on its way while the batch is
-// validated. kViews: it may go to a compact view as well.
-template <RowOp op, bool kViews>
+// validated. kViews: it may go to a compact view as well. kEasy: its group is.
+template <RowOp op, bool kViews, bool kEasy>
 class WarpSlice {
  public:
   // `row` < 0: there is nothing to move. `slice` counts slices within the row.
   __device__ void Load(const Plane& plane, int32_t row, int64_t slot, int32_t slice) {
-    moves_ = row >= 0;
-    if (!moves_) return;
-    first_ = slice * kCommitSliceVectors + threadIdx.x % 32;
-    slot_ = slot;
+    first_ = slice * kCommitSliceVectors + static_cast<int32_t>(threadIdx.x % 32);
+    num_vectors_ = row < 0 ? 0 : plane.group.shape.vectors_per_row - first_;
+    if (num_vectors_ <= 0) return;
     const RowsSide& side = plane.group.staged[plane.side];
     const char* from = plane.staged + row * side.row;
-    const RowShape shape = plane.group.shape;
-#pragma unroll
-    for (int i = 0; i < kCommitVectorsPerLane; ++i) {
-      const VectorPlace place(shape, first_ + i * 32);
-      if (first_ + i * 32 < shape.vectors_per_row) {
-        vectors_[i].Load(from + place.Offset(side.head, VectorBytes(op).row));
-      }
-    }
+    ForVectors<kEasy>(plane.group, first_, side.head, VectorBytes(op).row,
+                      [&](int i, int64_t offset) {
+                        if (Has(i)) vectors_[i].Load(from + offset);
+                      });
+    to_ = plane.cache + SlotOffset<kEasy>(plane.group.cache[plane.side], plane.group.pages, slot);
   }
 
   // Where the row begins in a compact view, or null.
   __device__ void GoesTo(char* view) { view_ = view; }
 
   __device__ void Store(const Plane& plane, int64_t view_head) const {
-    if (!moves_) return;
-    const CacheStrides& strides = plane.group.cache[plane.side];
-    char* to = plane.cache + SlotOffset(strides, plane.group.pages, slot_);
-    const RowShape shape = plane.group.shape;
-#pragma unroll
-    for (int i = 0; i < kCommitVectorsPerLane; ++i) {
-      const VectorPlace place(shape, first_ + i * 32);
-      if (first_ + i * 32 < shape.vectors_per_row) {
-        const float scale =
-            plane.scales == nullptr ? 1.0f : plane.scales[place.head * plane.scale_stride];
-        vectors_[i].StoreCache(to + place.Offset(strides.head, VectorBytes(op).cache), scale);
-        if constexpr (kViews) {
-          if (view_ != nullptr) {
-            vectors_[i].StoreView(view_ + place.Offset(view_head, VectorBytes(op).row), scale);
-          }
-        }
-      }
+    if (num_vectors_ <= 0) return;
+    const auto scale_of = [&](int i) {
+      if (plane.scales == nullptr) return 1.0f;
+      return plane
+          .scales[VectorPlace(plane.group.shape, first_ + i * 32).head * plane.scale_stride];
+    };
+    ForVectors<kEasy>(plane.group, first_, plane.group.cache[plane.side].head,
+                      VectorBytes(op).cache, [&](int i, int64_t offset) {
+                        if (Has(i)) vectors_[i].StoreCache(to_ + offset, scale_of(i));
+                      });
+    if constexpr (kViews) {
+      if (view_ == nullptr) return;
+      ForVectors<kEasy>(plane.group, first_, view_head, VectorBytes(op).row,
+                        [&](int i, int64_t offset) {
+                          if (Has(i)) vectors_[i].StoreView(view_ + offset, scale_of(i));
+                        });
     }
   }
 
  private:
+  __device__ bool Has(int i) const { return i * 32 < num_vectors_; }
+
   RowVector<op> vectors_[kCommitVectorsPerLane];
+  char* to_;  // where its row begins in the cache
   char* view_ = nullptr;
-  int64_t slot_;
   int32_t first_;
-  bool moves_ = false;
+  int32_t num_vectors_ = 0;  // from the lane's first on
 };
 
 // The part of the rows of one plane that a warp moves: every so many slices, one at a time.
-template <RowOp op, typename Tail>
+template <RowOp op, typename Tail, bool kEasy = false>
 class WarpShare {
   static constexpr bool kViews = !std::is_same_v<Tail, NoTail>;
 
@@ -103,8 +119,8 @@ class WarpShare {
       : batch_(batch),
         plane_(plane),
         tail_(tail),
-        num_slices_((plane.group.shape.vectors_per_row + kCommitSliceVectors - 1) /
-                    kCommitSliceVectors),
+        num_slices_(kEasy ? 1 << plane.group.slice_shift
+                          : NumCommitSlices(plane.group.shape.vectors_per_row)),
         num_units_(batch.num_positions * num_slices_),
         step_(roles.rows / 32 * static_cast<int32_t>(gridDim.y)),
         unit_(static_cast<int32_t>(blockIdx.y + threadIdx.x / 32 * gridDim.y)) {}
@@ -128,7 +144,10 @@ class WarpShare {
 
  private:
   __device__ bool more() const { return unit_ < num_units_; }
-  __device__ int32_t Position() const { return num_slices_ == 1 ? unit_ : unit_ / num_slices_; }
+  __device__ int32_t Position() const {
+    if constexpr (kEasy) return unit_ >> plane_.group.slice_shift;
+    return num_slices_ == 1 ? unit_ : unit_ / num_slices_;
+  }
 
   __device__ void Load(const Entry& entry) {
     const int32_t position = Position();
@@ -153,7 +172,7 @@ class WarpShare {
   const int32_t num_units_;
   const int32_t step_;
   int32_t unit_;
-  WarpSlice<op, kViews> slice_;
+  WarpSlice<op, kViews, kEasy> slice_;
 };
 
 // A lane's counter as it was before this commit. Nobody waits for it here.

@@ -27,6 +27,13 @@ struct PairReading {
   int32_t num_parts = 0;
 };
 
+// Distances in bytes that fit 32 bits, which takes an instruction to multiply instead of five.
+struct ShortStrides {
+  uint32_t page, token, head;
+  uint32_t staged_row, staged_head;
+  uint32_t out_row, out_block, out_head;
+};
+
 struct SummaryTable {
   CommitSummaries to;
   int64_t num_pages;
@@ -38,9 +45,8 @@ struct SummaryTable {
   bool in_pages;        // every block lies in one page
   int32_t block_shift;  // -1: the block size is no power of two
   PairReading pairs;
-  bool quick;                        // a warp can read K of a block at once, without divisions
-  int32_t row_warps = kCommitWarps;  // of a thread block, the first; the next ones summarise:
-  int32_t warps = 0;
+  ShortStrides strides;
+  bool quick;  // a warp can read K of a block at once, and strides are short
 };
 
 inline constexpr int kPartPackets = 8;  // at most
@@ -54,6 +60,28 @@ inline PairReading ChoosePairReading(int32_t head_dim, int32_t block_size) {
           tokens,
           (tokens + rows - 1) / rows,
           (block_size + tokens - 1) / tokens};
+}
+
+// False: some are too long.
+inline bool MakeShortStrides(const CommitGroup& group, const CommitSummaries& to,
+                             ShortStrides* strides) {
+  const CacheStrides cache = MakeCacheStrides(group.geometry, 0);
+  const RowsSide staged = MakeRowsSide(group.staged, 0, group.dtype);
+  const int64_t bytes = ElementBytes(to.dtype);
+  bool fits = true;
+  const auto shorten = [&fits](int64_t stride) {
+    fits = fits && stride >= 0 && stride <= UINT32_MAX;
+    return static_cast<uint32_t>(stride);
+  };
+  *strides = {.page = shorten(cache.page),
+              .token = shorten(cache.token),
+              .head = shorten(cache.head),
+              .staged_row = shorten(staged.row),
+              .staged_head = shorten(staged.head),
+              .out_row = shorten(to.row_stride * bytes),
+              .out_block = shorten(to.block_stride * bytes),
+              .out_head = shorten(to.head_stride * bytes)};
+  return fits;
 }
 
 inline SummaryTable MakeSummaryTable(const CommitParams& params) {
@@ -74,6 +102,9 @@ inline SummaryTable MakeSummaryTable(const CommitParams& params) {
                      group.dtype == to.dtype && ElementBytes(to.dtype) == 2 && dim % 8 == 0 &&
                      dim <= 256 && alignment.Allows(16);
   const PairReading reading = pairs ? ChoosePairReading(dim, to.block_size) : PairReading();
+  ShortStrides strides{};
+  const bool quick = reading.num_parts == 1 && ExactLog2(group.geometry.page_size) >= 0 &&
+                     MakeShortStrides(group, to, &strides);
   return {to,
           group.geometry.num_pages,
           group.geometry.num_heads,
@@ -85,7 +116,8 @@ inline SummaryTable MakeSummaryTable(const CommitParams& params) {
               to.start_token % to.block_size == 0,
           ExactLog2(to.block_size),
           reading,
-          reading.num_parts == 1 && ExactLog2(group.geometry.page_size) >= 0};
+          strides,
+          quick};
 }
 
 __device__ inline float ReadFloat(const char* row, int channel, DType dtype) {
@@ -115,25 +147,9 @@ __device__ inline void WriteFloat(void* base, int64_t at, DType dtype, float val
   }
 }
 
-// Where K of one token lies: in page `name` of the cache, or in staging, at the path entry `name`.
-// Null when there is no such page or, in a batch that is not valid, no such row.
-template <bool kShift>
-__device__ inline const char* CachedKey(const BatchTable& batch, const LayerTable& layer,
-                                        const SummaryTable& table, int32_t token, int32_t head,
-                                        int32_t name) {
-  const GroupTable& group = batch.groups[0];
-  if (name < 0 || name >= table.num_pages) return nullptr;
-  const int32_t in_page = token - PageOf<kShift>(group.pages, token) * group.pages.page_size;
-  return layer.cache[0] + name * group.cache[0].page + in_page * group.cache[0].token +
-         head * group.cache[0].head;
-}
-__device__ inline const char* StagedKey(const BatchTable& batch, const LayerTable& layer,
-                                        int32_t request, int32_t head, int32_t name) {
-  const GroupTable& group = batch.groups[0];
-  const int64_t staged = StagingRow(batch, request, name);
-  if (staged < 0) return nullptr;
-  return group.staged[0].data + layer.staged_layer * group.staged_layer[0] +
-         staged * group.staged[0].row + head * group.staged[0].head;
+// Whether none of the first `count` lanes lacks its row.
+__device__ inline bool AllThere(const char* row, int count) {
+  return __all_sync(0xffffffff, row != nullptr || static_cast<int>(threadIdx.x % 32) >= count);
 }
 
 // K of one lane's token of a block, for all lanes to ask for. Blocks longer than a warp come in
@@ -141,10 +157,7 @@ __device__ inline const char* StagedKey(const BatchTable& batch, const LayerTabl
 class LaneRows {
  public:
   __device__ LaneRows(const char* row, int count) : row_(row), count_(count) {}
-  __device__ bool whole() const {
-    const bool missing = threadIdx.x % 32 < static_cast<unsigned>(count_) && row_ == nullptr;
-    return __ballot_sync(0xffffffff, missing) == 0;
-  }
+  __device__ bool whole() const { return AllThere(row_, count_); }
   __device__ int count() const { return count_; }
   // The row of token `index`, which may differ from lane to lane. All lanes call it.
   __device__ const char* At(int index) const {
@@ -168,6 +181,16 @@ struct PairPlace {
     byte = (lane - above * pairs.lanes_per_row) * sizeof(uint4);
   }
 };
+
+// Extremes of all rows that a warp reads at once, in the lanes of the first.
+template <typename T>
+__device__ void MeetRows(PairExtremes<T>& extremes, const PairReading& pairs, int row) {
+  const auto lane = static_cast<int>(threadIdx.x % 32);
+#pragma unroll 1
+  for (int other = 1; other < pairs.rows_at_once; ++other) {
+    extremes.Meet((lane + other * static_cast<int>(pairs.lanes_per_row)) % 32, row == 0);
+  }
+}
 
 // Channels of any type, one to a lane, rows in turn. `cached`: tokens of the part that come from
 // the cache.

@@ -87,9 +87,7 @@ struct LaneBlocks {
   static constexpr uint32_t kNone = 0xffffffff;
 };
 
-// The units of one layer. All lanes of a warp call its methods together. kShift: the page size is a
-// power of two.
-template <bool kShift>
+// The units of one layer. All lanes of a warp call its methods together.
 struct LayerUnits {
   const BatchTable& batch;
   const LayerTable& layer;
@@ -152,56 +150,44 @@ struct LayerUnits {
             of(blocks.cached)};
   }
 
-  // The page of the unit's block, if the slot of the block's last token tells it, or -1.
-  template <typename Entries>
-  __device__ int32_t KnownPage(const SummaryUnit& unit, const Entries& entries) const {
-    if constexpr (Entries::kKnown) {
-      const GroupTable& group = batch.groups[0];
-      const int32_t index = FirstToken(unit.block) + table.to.block_size - 1 - unit.cached;
-      if (index < 0 || !table.in_pages || group.slots == nullptr) return -1;
-      const int64_t slot = entries.slot(unit.request * batch.depth + index);
-      if (slot < 0 || slot >= group.pages.num_slots) return -1;
-      return static_cast<int32_t>(PageOf<kShift>(group.pages, slot));
-    }
-    return -1;
-  }
-
-  // K of at most `count` tokens, no more than lanes, from the block's token `first` on. `page`: the
-  // block's, if it is known, or -1.
-  template <typename Entries>
-  __device__ LaneRows KeyRows(const SummaryUnit& unit, int32_t page, const Entries& entries,
-                              int32_t first, int32_t count) const {
-    count = min(count, table.to.block_size - first);
-    const auto lane = static_cast<int32_t>(threadIdx.x % 32);
-    const int32_t token = FirstToken(unit.block) + first + lane;
+  // K of the lane's token, from the block's token `first` on. Null: its page or its row does not
+  // exist. Lanes beyond the block get anything.
+  __device__ const char* KeyRow(const SummaryUnit& unit, int32_t first) const {
+    const int32_t token = FirstToken(unit.block) + first + Lane();
     const int32_t position = unit.request * batch.depth + token - unit.cached;
-    const bool is_cached = token < unit.cached;
-    int32_t name = page;
-    if constexpr (Entries::kKnown) {
-      const int32_t entry = entries.path_entry(position);
-      if (!is_cached) name = entry;
-    }
-    if (lane >= count) return {nullptr, count};
-    if (is_cached ? page < 0 : !Entries::kKnown) {
-      name = LoadName(unit.request, token, position, is_cached);
-    }
-    const char* row = is_cached ? CachedKey<kShift>(batch, layer, table, token, unit.head, name)
-                                : StagedKey(batch, layer, unit.request, unit.head, name);
-    return {row, count};
+    if (first + Lane() >= table.to.block_size) return nullptr;
+    if (token >= unit.cached) return StagedKey(unit, batch.path[position]);
+    const int32_t page_idx = PageOf(batch.groups[0].pages, token);
+    return CachedKey(unit, token, page_idx, LoadPage(unit.request, page_idx));
   }
   __device__ int32_t FirstToken(int32_t block) const {
     return table.to.start_token + block * table.to.block_size;
   }
 
+  // The page of one of a request's tokens, -1: it has none.
+  __device__ int32_t LoadPage(int32_t request, int32_t page_idx) const {
+    if (page_idx >= table.to.max_pages) return -1;
+    return table.to.block_table[request * table.to.table_stride + page_idx];
+  }
+
  private:
-  // A page or a path entry, by one load: lanes with the one do not wait for those with the other.
-  __device__ int32_t LoadName(int32_t request, int32_t token, int32_t position,
-                              bool is_cached) const {
-    const int32_t page_idx = PageOf<kShift>(batch.groups[0].pages, token);
-    const int32_t* named = is_cached
-                               ? table.to.block_table + request * table.to.table_stride + page_idx
-                               : batch.path + position;
-    return is_cached && page_idx >= table.to.max_pages ? -1 : *named;
+  __device__ static int32_t Lane() { return static_cast<int32_t>(threadIdx.x % 32); }
+
+  // Null when there is no such page or, in a batch that is not valid, no such row.
+  __device__ const char* CachedKey(const SummaryUnit& unit, int32_t token, int32_t page_idx,
+                                   int32_t page) const {
+    const GroupTable& group = batch.groups[0];
+    if (page < 0 || page >= table.num_pages) return nullptr;
+    const int32_t in_page = token - page_idx * group.pages.page_size;
+    return layer.cache[0] + page * group.cache[0].page + in_page * group.cache[0].token +
+           unit.head * group.cache[0].head;
+  }
+  __device__ const char* StagedKey(const SummaryUnit& unit, int32_t path_entry) const {
+    const GroupTable& group = batch.groups[0];
+    const int64_t staged = StagingRow(batch, unit.request, path_entry);
+    if (staged < 0) return nullptr;
+    return group.staged[0].data + layer.staged_layer * group.staged_layer[0] +
+           staged * group.staged[0].row + unit.head * group.staged[0].head;
   }
 };
 

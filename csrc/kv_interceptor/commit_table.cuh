@@ -23,6 +23,13 @@ struct GroupTable {
   Pages pages;
   RowShape shape;
   RowOp op;
+  int8_t vector_shift;  // log2 of the vectors of a head; -1: they are no power of two, or over 32
+  int8_t slice_shift;   // log2 of the slices of a row; -1: they are no power of two
+
+  // Whether rows move without a division, and without a question of how.
+  bool easy() const {
+    return op == RowOp::kCopy16 && vector_shift >= 0 && slice_shift >= 0 && pages.page_shift >= 0;
+  }
 };
 
 // What validation reads, and where its result goes.
@@ -49,6 +56,7 @@ struct BatchTable {
   int32_t num_groups;
   int32_t num_cells;
   SmallDivisor by_positions;
+  bool plain_path;  // its entries are staging rows
   GroupTable groups[kMaxCommitGroups];
 };
 
@@ -104,12 +112,19 @@ __device__ inline int32_t NumRequests(const BatchTable& batch) {
   return static_cast<int32_t>(Divide(batch.num_positions, batch.by_positions));
 }
 
-// The staging rows that path entries name, -1 where they name none. Each step is one for all of
-// them, so that what they load is on its way at once.
+// The staging rows that path entries name, less than 0 where they name none. Each step is one for
+// all of them, so that what they load is on its way at once.
 template <int kCount>
 __device__ inline void FindStagingRows(const BatchTable& batch, const int32_t (&requests)[kCount],
                                        const int32_t (&path_entries)[kCount],
                                        int32_t (&rows)[kCount]) {
+  if (batch.plain_path) {
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) {
+      rows[i] = path_entries[i] < batch.num_staging_rows ? path_entries[i] : -1;
+    }
+    return;
+  }
   int64_t named[kCount];
   bool known[kCount];
 #pragma unroll
@@ -217,6 +232,9 @@ inline GroupTable MakeGroupTable(const CommitParams& params, int group) {
   }
   to.op = ChooseRowOp(from.dtype, from.geometry.dtype, rows, cache);
   to.shape = ShapeOf(to.op, from.geometry.num_heads, from.geometry.head_dim, from.dtype);
+  const int32_t vector_shift = ExactLog2(to.shape.vectors_per_head);
+  to.vector_shift = static_cast<int8_t>(vector_shift <= 5 ? vector_shift : -1);
+  to.slice_shift = static_cast<int8_t>(ExactLog2(NumCommitSlices(to.shape.vectors_per_row)));
   return to;
 }
 
@@ -251,6 +269,8 @@ inline BatchTable MakeBatchTable(const CommitParams& params) {
                       .num_groups = params.num_groups,
                       .num_cells = ChooseCommitCells(params.num_requests * positions),
                       .by_positions = SmallDivisor::By(static_cast<uint32_t>(positions)),
+                      .plain_path = params.row_base == nullptr && params.row_map == nullptr &&
+                                    params.request_rows == nullptr,
                       .groups = {}};
   for (int group = 0; group < params.num_groups; ++group) {
     batch.groups[group] = MakeGroupTable(params, group);

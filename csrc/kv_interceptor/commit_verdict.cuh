@@ -22,7 +22,9 @@ struct BlockRoles {
   int summaries;
   int apart;
 
-  __device__ int validating() const { return apart > 0 ? apart : rows; }
+  __device__ constexpr int validating() const { return apart > 0 ? apart : rows; }
+  // Who meets at kVerdictForRows. Beside those that wait there: who has a word for them.
+  __device__ constexpr int told() const { return apart > 0 ? rows + summaries + apart : rows; }
 };
 
 // Barriers of a block.
@@ -40,27 +42,29 @@ __device__ inline void MeetAt(BlockBarrier barrier, int num_threads) {
 // late, and those that validate apart do not wait at all.
 class VerdictPost {
  public:
-  // All that move rows or validate meet here, from several places in the code.
+  // Before Add: all that move rows meet here.
   __device__ void Open(const BlockRoles& roles) {
     if (threadIdx.x == 0) found_ = {kNoFault, 0};
-    MeetAt(kOpening, roles.rows + roles.apart);
+    MeetAt(kOpening, roles.rows);
   }
-
-  // One warp's part of the verdict, the same in all its lanes.
+  // A warp's part of the verdict, the same in all its lanes, where those that move rows validate.
   __device__ void Add(const BatchVerdict& part, const BlockRoles& roles) {
     if (threadIdx.x % 32 == 0) {
       if (part.fault != kNoFault) atomicMin(&found_.fault, part.fault);
       if (part.num_accepted != 0) atomicAdd(&found_.num_accepted, part.num_accepted);
     }
-    if (roles.apart > 0) ArriveAt(kVerdictForRows, roles.rows + roles.apart);
-    if (roles.summaries > 0) {
-      ArriveAt(kVerdictForSummaries, roles.summaries + roles.validating());
-    }
+    TellSummaries(roles);
+  }
+  // The verdict of the one warp that validates apart.
+  __device__ void Post(const BatchVerdict& verdict, const BlockRoles& roles) {
+    if (threadIdx.x % 32 == 0) found_ = verdict;
+    ArriveAt(kVerdictForRows, roles.told());
+    TellSummaries(roles);
   }
 
-  // Waits until all parts are there. For warps that move rows.
+  // Waits until all of it is there. For warps that move rows.
   __device__ BatchVerdict Await(const BlockRoles& roles) const {
-    MeetAt(kVerdictForRows, roles.rows + roles.apart);
+    MeetAt(kVerdictForRows, roles.told());
     return found_;
   }
   // For those that complete summaries: one of these, once each.
@@ -73,6 +77,12 @@ class VerdictPost {
   }
 
  private:
+  __device__ static void TellSummaries(const BlockRoles& roles) {
+    if (roles.summaries > 0) {
+      ArriveAt(kVerdictForSummaries, roles.summaries + roles.validating());
+    }
+  }
+
   BatchVerdict found_;
 };
 

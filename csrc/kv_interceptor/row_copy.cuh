@@ -71,17 +71,17 @@ __device__ inline uint32_t Divide(uint32_t n, SmallDivisor by) {
   return by.multiplier == 0 ? n : __umulhi(n, by.multiplier);
 }
 
-// The page of a slot; of a token of a request, the place of its page in the block table.
-// kShift: their size is a power of two.
+// The page of a slot; of a token of a request, the place of its page in the block table. kShift:
+// the page size is a power of two.
 template <bool kShift = false, typename T>
 __device__ T PageOf(const Pages& pages, T slot) {
   return kShift || pages.page_shift >= 0 ? slot >> pages.page_shift : slot / pages.page_size;
 }
 
 // Where a slot's row begins, relative to its layer's cache.
-__device__ inline int64_t SlotOffset(const CacheStrides& strides, const Pages& pages,
-                                     int64_t slot) {
-  const int64_t page = PageOf(pages, slot);
+template <bool kShift = false>
+__device__ int64_t SlotOffset(const CacheStrides& strides, const Pages& pages, int64_t slot) {
+  const int64_t page = PageOf<kShift>(pages, slot);
   return page * strides.page + (slot - page * pages.page_size) * strides.token;
 }
 
