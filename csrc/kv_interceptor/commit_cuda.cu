@@ -5,6 +5,7 @@
 #include "kv_interceptor/commit_grid.h"
 #include "kv_interceptor/commit_move.cuh"
 #include "kv_interceptor/commit_summaries.cuh"
+#include "kv_interceptor/commit_summary_fetch.cuh"
 #include "kv_interceptor/commit_summary_warp.cuh"
 #include "kv_interceptor/commit_table.cuh"
 #include "kv_interceptor/commit_tail.cuh"
@@ -17,11 +18,13 @@
 // the batch's rows: its warps start to load them, the whole batch is validated meanwhile, and
 // stores only follow when nothing is wrong anywhere.
 //
-// Small batches are validated by a warp of their own: a warp that waits for its rows cannot think.
+// Small batches of usual shapes are validated by a warp of their own: a warp that waits for its
+// rows cannot think.
 //
-// Block summaries have warps of their own, too: they start at once and share nothing with those
-// that move rows but the verdict. All help afterwards if many blocks are due. Rows 0 of compact
-// views are copied by those that move rows, when their own stores are on their way.
+// Block summaries have warps of their own, too, which start at once. Those that move rows hear of
+// them only whether to help, because many blocks are due: in small batches with the verdict, before
+// which it is known, in others when their own rows are moved. Rows 0 of compact views are copied by
+// those that move rows, when their own stores are on their way.
 
 namespace nwor {
 namespace {
@@ -46,7 +49,8 @@ struct AllViews {
 };
 static_assert(sizeof(CommitTable<kUsualViewLayers>) + sizeof(AllViews) <= 4096);
 
-// The roles of a small commit's threads are known here, as those that wait for each other are then.
+// The roles of a small commit's threads are known when it is compiled, and so is how many meet at
+// each barrier.
 constexpr BlockRoles SmallCommitRoles(int summary_warps) {
   return {kCommitThreads - 32 * summary_warps, 32 * summary_warps,
           kSmallCommitThreads - kCommitThreads};
@@ -259,7 +263,9 @@ void LaunchSmall(const CommitTable<kLayers>& table, const CommitParams& params) 
                     chosen.splits, kSmallCommitThreads, 0, table, views, params);
     }
   }
-  if constexpr (!std::is_same_v<Views, SummaryViews>) {
+  if constexpr (std::is_same_v<Views, SummaryViews>) {
+    NWOR_CHECK(false, "summaries: got none, expected some in a commit that was to complete them");
+  } else {
     Launch(
         SmallCommitKernel<kLayers, Views, 0>,
         ChooseCommitSplits(space.num_planes, space.num_slices, space.num_sms, space.blocks_per_sm),

@@ -16,7 +16,8 @@ constexpr int32_t NumCommitSlices(int32_t vectors_per_row) {
   return (vectors_per_row + kCommitSliceVectors - 1) / kCommitSliceVectors;
 }
 inline constexpr int kCommitBlocksPerSm = 4;
-// Batches of at most so many entries are validated by one more warp beside those that move rows.
+// Batches of at most so many entries are validated by one more warp beside those that move rows, if
+// these move without a question of how (GroupTable::easy).
 inline constexpr int kSmallCommitEntries = 64;
 inline constexpr int kSmallCommitThreads = kCommitThreads + 32;
 // Warps of a block that complete summaries: in a small commit one or two of those that would move
@@ -26,9 +27,9 @@ inline constexpr int kSummaryThreads = 32;
 inline constexpr uint32_t kSmallSummaryUnits = 4, kSummaryUnits = 8;
 
 // Cells of the table in which every entry of a batch looks for others with its destination, unless
-// the batch is small and one warp compares them: half
-// again as many as entries, so that even a full batch finds a place in a few steps and 8192 entries
-// fit the shared memory of every supported device.
+// the batch is small and one warp compares them: half again as many as entries, so that even a full
+// batch finds a place in a few steps and 8192 entries fit the shared memory of every supported
+// device.
 constexpr int32_t ChooseCommitCells(int32_t num_entries) {
   return std::max(64, num_entries + num_entries / 2);
 }

@@ -146,7 +146,7 @@ class WarpShare {
   __device__ bool more() const { return unit_ < num_units_; }
   __device__ int32_t Position() const {
     if constexpr (kEasy) return unit_ >> plane_.group.slice_shift;
-    return num_slices_ == 1 ? unit_ : unit_ / num_slices_;
+    return num_slices_ <= 1 ? unit_ : unit_ / num_slices_;
   }
 
   __device__ void Load(const Entry& entry) {

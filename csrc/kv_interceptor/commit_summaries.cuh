@@ -46,7 +46,8 @@ struct SummaryTable {
   int32_t block_shift;  // -1: the block size is no power of two
   PairReading pairs;
   ShortStrides strides;
-  bool quick;  // a warp can read K of a block at once, and strides are short
+  bool quick;  // a warp can read K of a block at once, pages are a power of two,
+               // and strides are short
 };
 
 inline constexpr int kPartPackets = 8;  // at most

@@ -11,7 +11,7 @@
 
 namespace nwor {
 
-// One head of one completed block. Blocks with a page out of range are left out (LaneRows::whole).
+// One head of one completed block. Blocks with a page out of range are left out (AllThere).
 struct SummaryUnit {
   int32_t request = -1;  // < 0: there is none
   int32_t row;
@@ -57,7 +57,6 @@ class SmallEntries {
 // Where there are more of them, and nothing is known.
 struct NoEntries {
   static constexpr bool kKnown = false;
-  NoEntries() = default;
   __device__ explicit NoEntries(const BatchTable&) {}
 };
 
@@ -151,7 +150,7 @@ struct LayerUnits {
   }
 
   // K of the lane's token, from the block's token `first` on. Null: its page or its row does not
-  // exist. Lanes beyond the block get anything.
+  // exist, or it is beyond the block.
   __device__ const char* KeyRow(const SummaryUnit& unit, int32_t first) const {
     const int32_t token = FirstToken(unit.block) + first + Lane();
     const int32_t position = unit.request * batch.depth + token - unit.cached;

@@ -94,7 +94,7 @@ __device__ inline uint32_t CheckTail(const BatchTable& batch, const TailTable& t
 // Where accepted entries come from and go to in one group.
 template <int kCount>
 struct EntryPlaces {
-  int32_t rows[kCount];   // of staging; -1: its path names none, or it was not accepted
+  int32_t rows[kCount];   // of staging; < 0: its path names none, or it was not accepted
   int64_t slots[kCount];  // where there is a row
 };
 

@@ -38,8 +38,8 @@ __device__ inline void MeetAt(BlockBarrier barrier, int num_threads) {
                : "memory");
 }
 
-// In shared memory. Who waits, waits for the verdict alone: those that complete summaries may be
-// late, and those that validate apart do not wait at all.
+// In shared memory. Those that complete summaries may be late for it, and those that validate apart
+// do not wait at all.
 class VerdictPost {
  public:
   // Before Add: all that move rows meet here.

@@ -134,8 +134,8 @@ def test_a_slot_out_of_range_is_not_written_and_refuses_the_commit() -> None:
     engine.expect(written, {5: 1})
 
 
-def test_no_thread_block_misses_a_fault_that_another_clears() -> None:
-    """A commit that ends a round clears its faults: here for hundreds of thread blocks, often."""
+def test_rounds_with_and_without_a_fault_in_turn_over_many_thread_blocks() -> None:
+    """A commit that ends a round clears its faults, which hundreds of thread blocks have read."""
     engine = Engine(nwor.NworConfig(graph_rows=64, staging_rows=64), layers=48)
     plan = nwor.RoundPlan([8] * 8, [7] * 8)
     path = [[8 * b + i for i in range(1, 8)] for b in range(8)]
