@@ -4,10 +4,11 @@
     tools/gpu_tests.py [--checks plain memcheck racecheck synccheck] [--jobs 4] [--minutes 30]
                        [--json FILE] [-k EXPRESSION] [PATHS ...]
 
-Every check deals the tests out to `jobs` processes, and all checks run side by side. What has not
-run when the time is up is counted as such. The sanitizer looks at this project's kernels alone. The
-exit status is 0 if every test has passed in every check, or has said why it skips, and nothing was
-found. Without a GPU, where nearly all would skip, or without the sanitizer it is refused.
+Every check deals the tests out to `jobs` processes, and all checks run side by side and share the
+cores. What has not run when the time is up is counted as such, and named in the file. The sanitizer
+looks at this project's kernels alone. The exit status is 0 if every test has passed in every check,
+or has said why it skips, and nothing was found. Without a GPU, where nearly all would skip, or
+without the sanitizer it is refused.
 """
 
 from __future__ import annotations
@@ -52,7 +53,8 @@ class Shard:
     process: subprocess.Popen | None = None
     output: IO[str] | None = None
 
-    def start(self) -> None:
+    def start(self, threads: int) -> None:
+        """With so many threads for what its tests compute on the host, unless the caller chose."""
         command = [sys.executable, "-m", "pytest", "-v", "-p", "no:cacheprovider", "-p", "no:xdist"]
         if self.check in SANITIZERS:
             command = [
@@ -64,7 +66,7 @@ class Shard:
         self.process = subprocess.Popen(
             [*command, *self.tests],
             cwd=ROOT,
-            env=os.environ | self.environment,
+            env={"OMP_NUM_THREADS": str(threads)} | os.environ | self.environment,
             stdout=self.output,
             stderr=subprocess.STDOUT,
             start_new_session=True,
@@ -89,6 +91,7 @@ class Outcome:
     counts: Counter[str] = field(default_factory=Counter)
     findings: int = 0
     troubles: list[str] = field(default_factory=list)
+    not_run: list[str] = field(default_factory=list)
 
     @property
     def ok(self) -> bool:
@@ -104,7 +107,9 @@ class Outcome:
             if seen.get(name) != "failed":  # its teardown may have failed as well
                 seen[name] = kind
         self.counts += Counter(seen.values())
-        self.counts["not run"] += len(set(shard.tests) - seen.keys())
+        not_run = [name for name in shard.tests if name not in seen]
+        self.counts["not run"] += len(not_run)
+        self.not_run += not_run
         summaries = [int(errors or hazards) for errors, hazards in _FOUND.findall(text)]
         self.findings += sum(summaries)
         failed = [name for name, kind in seen.items() if kind == "failed"]
@@ -166,8 +171,9 @@ def run(
     start = time.monotonic()
     ends: dict[str, float] = {}
     try:
+        threads = max(1, len(os.sched_getaffinity(0)) // len(shards))
         for shard in shards:
-            shard.start()
+            shard.start(threads)
         while time.monotonic() - start < seconds:
             running = {s.check for s in shards if s.process and s.process.poll() is None}
             for check in set(checks) - running - ends.keys():

@@ -115,6 +115,30 @@ def test_what_has_not_run_in_time_is_counted(tool: ModuleType) -> None:
     (outcome,) = outcomes(tool, tests, ["plain"], seconds=10).values()
     assert not outcome.ok
     assert outcome.counts == {"passed": 1, "not run": 1}
+    assert outcome.not_run == ["test_some.py::test_cuda_slow"]
+
+
+@pytest.mark.parametrize("chosen", [None, "3"])
+def test_processes_share_the_cores(
+    tool: ModuleType, monkeypatch: pytest.MonkeyPatch, chosen: str | None
+) -> None:
+    cores = len(os.sched_getaffinity(0))
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    if chosen is not None:
+        monkeypatch.setenv("OMP_NUM_THREADS", chosen)
+    expected = chosen or str(max(1, cores // 4))  # two checks of two processes
+    tests = f"""
+import os
+
+def test_cuda_one():
+    assert os.environ["OMP_NUM_THREADS"] == "{expected}"
+
+def test_cuda_two():
+    test_cuda_one()
+"""
+    found = outcomes(tool, tests, ["plain", "racecheck"])
+    assert all(outcome.ok for outcome in found.values())
+    assert [outcome.counts["passed"] for outcome in found.values()] == [2, 2]
 
 
 def test_it_is_refused_without_a_gpu_or_the_sanitizer(
