@@ -12,8 +12,8 @@
 #include "kv_interceptor/extremes.cuh"
 
 // Units of which a warp reads K at once: it asks for that of several, while the batch is validated,
-// and completes them from shared memory. Short code is what counts here: a warp that runs it once
-// spends more cycles on fetching instructions than on K.
+// and completes them from shared memory. Few branches and short chains of instructions are what
+// counts here: a warp that runs this once spends more cycles on them than on K.
 
 namespace nwor {
 

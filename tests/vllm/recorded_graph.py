@@ -54,8 +54,10 @@ class _Recorder(TorchDispatchMode):
         given = {storage(t) for t in pytree.tree_leaves((args, kwargs)) if is_tensor(t)}
         made = [t for t in pytree.tree_leaves(found) if is_tensor(t) and storage(t) not in given]
         self._graph.made += made
+        fresh: list[Any] = []  # kept until the next replay: vLLM's schedule points into itself
 
         def again() -> None:
+            nonlocal fresh
             fresh = pytree.tree_leaves(func(*args, **kwargs))
             for old, new in zip(pytree.tree_leaves(found), fresh, strict=True):
                 if is_tensor(old) and storage(old) != storage(new):

@@ -39,7 +39,7 @@ def begin(nwor: dict, **options: object):
         "attention_backend": "CUSTOM",
         "kv_cache_memory_bytes": 64 << 20,
     }
-    return start(nwor, **(defaults | {"gpu_memory_utilization": 0.3} | options))
+    return start(nwor, **(defaults | {"gpu_memory_utilization": 0.1} | options))
 
 
 def stories_on_gpu(nwor: dict, **options: object):
