@@ -53,7 +53,7 @@ def examine() -> list[Finding]:
         _header("gtest", "gtest/gtest.h", "apt-get install libgtest-dev", "the C++ tests"),
         _gpu(),
         _module("vllm", "pip install vllm==0.26.0", "the vLLM backend"),
-        _module("transformers", "pip install transformers", "the transformers host"),
+        _module("transformers", 'pip install "transformers==5.22.*"', "the transformers host"),
         _module("pyyaml", "pip install pyyaml", "settings in YAML files", module="yaml"),
     ]
     return findings

@@ -82,7 +82,8 @@ def main(argv: list[str]) -> int:
     source.add_argument("--file", type=Path, help="a file with it")
     parser.add_argument("--max-new-tokens", type=count, default=200, help="default: 200")
     parser.add_argument(
-        "--drafter", default="eagle3", help="none, ngram, draft_model or eagle3 (default)"
+        "--drafter",
+        help="none, ngram (default with --model), draft_model or eagle3 (default without)",
     )
     parser.add_argument("--draft-model", type=Path, help="folder of the smaller model")
     parser.add_argument(
@@ -106,12 +107,16 @@ def main(argv: list[str]) -> int:
 
     # What needs no model is looked at before one is loaded.
     text = arguments.prompt if arguments.file is None else _read(arguments.file)
-    check_drafter(arguments.drafter, arguments.draft_model)
+    # The shipped head is the default model's.
+    drafter = arguments.drafter
+    if drafter is None:
+        drafter = "eagle3" if arguments.model is None else "ngram"
+    check_drafter(drafter, arguments.draft_model)
     Sampling(arguments.temperature, arguments.top_k, arguments.top_p)
     specpv = view_config(arguments.specpv, arguments.view_tokens)
     model, tokenizer = load(arguments)
     generator = Generator(
-        model, tokenizer, arguments.drafter, specpv=specpv, draft_model=arguments.draft_model
+        model, tokenizer, drafter, specpv=specpv, draft_model=arguments.draft_model
     )
     stream = None if arguments.json else TextStream(tokenizer)
     generation = generator.generate(

@@ -365,3 +365,16 @@ def test_generate_prints_text_or_json(folder: Path, capsys: pytest.CaptureFixtur
         assert cli.main(hot) == 0
         texts.append(json.loads(capsys.readouterr().out)["text"])
     assert texts[0] == texts[1]
+
+
+def test_generate_drafts_for_any_model(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The shipped head is of another model, so without a drafter's name n-grams draft."""
+    command = ["generate", "--model", str(folder), "--max-new-tokens", "40", "--json"]
+    command += ["--prompt", "w1 w2 w3 w1 w2 w3 w1 w2"]
+    found = []
+    for drafter in ([], ["--drafter", "ngram"], ["--drafter", "none"]):
+        assert cli.main([*command, *drafter]) == 0
+        found.append(json.loads(capsys.readouterr().out))
+    default, named, none = found
+    assert default["token_ids"] == named["token_ids"] == none["token_ids"]
+    assert default["stats"]["drafts"] == named["stats"]["drafts"] > none["stats"]["drafts"]
