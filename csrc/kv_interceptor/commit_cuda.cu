@@ -18,7 +18,7 @@
 // the batch's rows: its warps start to load them, the whole batch is validated meanwhile, and
 // stores only follow when nothing is wrong anywhere.
 //
-// Small batches of usual shapes are validated by a warp of their own: a warp that waits for its
+// Small batches that are copied are validated by a warp of their own: a warp that waits for its
 // rows cannot think.
 //
 // Block summaries have warps of their own, too, which start at once. Those that move rows hear of
@@ -163,9 +163,9 @@ __global__ void __launch_bounds__(kCommitThreads + (Views::kSummaries ? kSummary
   }
 }
 
-// At most kSmallCommitEntries entries, all groups easy. With summaries: of no more requests than a
-// warp has lanes, by so many warps.
-template <int kLayers, typename Views, int kSummaryWarps>
+// At most kSmallCommitEntries entries, copied as they are. With summaries: of no more requests than
+// a warp has lanes, by so many warps. kEasy: all groups are.
+template <int kLayers, typename Views, int kSummaryWarps, bool kEasy>
 __global__ void __launch_bounds__(kSmallCommitThreads, Views::kBlocksPerSm)
     SmallCommitKernel(const __grid_constant__ CommitTable<kLayers> table,
                       const __grid_constant__ Views views) {
@@ -186,7 +186,7 @@ __global__ void __launch_bounds__(kSmallCommitThreads, Views::kBlocksPerSm)
   bool others = false;
   if (threadIdx.x < kRoles.rows) {
     const Plane plane = SelectPlane(table, blockIdx.x);
-    WarpShare<RowOp::kCopy16, Tail, /*kEasy=*/true> share(batch, plane, views.tail, kRoles);
+    WarpShare<RowOp::kCopy16, Tail, kEasy> share(batch, plane, views.tail, kRoles);
     share.Start(share.LoadFirst());
     if (post.Await(kRoles).fault != kNoFault) return;
     share.Finish();
@@ -246,7 +246,7 @@ void Launch(void (*kernel)(CommitTable<kLayers>, Views), int32_t splits, int thr
   CheckCuda(cudaGetLastError(), "commit kernel");
 }
 
-template <int kLayers, typename Views>
+template <int kLayers, typename Views, bool kEasy>
 void LaunchSmall(const CommitTable<kLayers>& table, const CommitParams& params) {
   const CommitSpace space = FindSpace<Views>(table.batch, params, 0);
   const Views views = MakeViews<Views>(params);
@@ -258,8 +258,8 @@ void LaunchSmall(const CommitTable<kLayers>& table, const CommitParams& params) 
       const SummaryGrid chosen = ChooseSummaryGrid(space.num_planes, space.num_slices, units,
                                                    space.num_sms, space.blocks_per_sm);
       static_assert(kMaxSummaryWarps == 2);
-      return Launch(chosen.warps == 1 ? SmallCommitKernel<kLayers, Views, 1>
-                                      : SmallCommitKernel<kLayers, Views, 2>,
+      return Launch(chosen.warps == 1 ? SmallCommitKernel<kLayers, Views, 1, kEasy>
+                                      : SmallCommitKernel<kLayers, Views, 2, kEasy>,
                     chosen.splits, kSmallCommitThreads, 0, table, views, params);
     }
   }
@@ -267,7 +267,7 @@ void LaunchSmall(const CommitTable<kLayers>& table, const CommitParams& params) 
     NWOR_CHECK(false, "summaries: got none, expected some in a commit that was to complete them");
   } else {
     Launch(
-        SmallCommitKernel<kLayers, Views, 0>,
+        SmallCommitKernel<kLayers, Views, 0, kEasy>,
         ChooseCommitSplits(space.num_planes, space.num_slices, space.num_sms, space.blocks_per_sm),
         kSmallCommitThreads, 0, table, views, params);
   }
@@ -302,14 +302,17 @@ void Launch(const CommitParams& params) {
   };
   const bool small = table.batch.num_positions <= kSmallCommitEntries &&
                      (!Views::kSummaries || params.num_requests <= 32);
-  if (small && all([](const GroupTable& group) { return group.easy(); })) {
-    LaunchSmall<kLayers, Views>(table, params);
-  } else if (all([](const GroupTable& group) { return group.op == RowOp::kCopy16; })) {
-    LaunchAny<kLayers, /*kUniform=*/true, Views>(table, params);
-  } else {
+  if (!all([](const GroupTable& group) { return group.op == RowOp::kCopy16; })) {
     // Built for all views or none: what it gains from less is not worth a kernel.
     LaunchAny<kLayers, /*kUniform=*/false,
               std::conditional_t<Views::kSummaries, AllViews, NoViews>>(table, params);
+  } else if (!small) {
+    LaunchAny<kLayers, /*kUniform=*/true, Views>(table, params);
+  } else if (!all([](const GroupTable& group) { return group.easy(); })) {
+    LaunchSmall<kLayers, Views, /*kEasy=*/false>(table, params);
+  } else {
+    // Again not worth a kernel where rows go to two places.
+    LaunchSmall<kLayers, Views, !std::is_same_v<Views, AllViews>>(table, params);
   }
 }
 

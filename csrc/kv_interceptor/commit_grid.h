@@ -17,7 +17,7 @@ constexpr int32_t NumCommitSlices(int32_t vectors_per_row) {
 }
 inline constexpr int kCommitBlocksPerSm = 4;
 // Batches of at most so many entries are validated by one more warp beside those that move rows, if
-// these move without a question of how (GroupTable::easy).
+// rows are copied as they are.
 inline constexpr int kSmallCommitEntries = 64;
 inline constexpr int kSmallCommitThreads = kCommitThreads + 32;
 // Warps of a block that complete summaries: in a small commit one or two of those that would move

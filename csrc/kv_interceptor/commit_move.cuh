@@ -60,7 +60,8 @@ __device__ void ForVectors(const GroupTable& group, int32_t first, int64_t head,
 template <RowOp op, bool kViews, bool kEasy>
 class WarpSlice {
  public:
-  // `row` < 0: there is nothing to move. `slice` counts slices within the row.
+  // `row` < 0: there is nothing to move. `slice` counts slices within the row. Nothing here waits
+  // for `slot`, nor for where it lies: that would keep the warp from the verdict.
   __device__ void Load(const Plane& plane, int32_t row, int64_t slot, int32_t slice) {
     first_ = slice * kCommitSliceVectors + static_cast<int32_t>(threadIdx.x % 32);
     num_vectors_ = row < 0 ? 0 : plane.group.shape.vectors_per_row - first_;
@@ -71,7 +72,7 @@ class WarpSlice {
                       [&](int i, int64_t offset) {
                         if (Has(i)) vectors_[i].Load(from + offset);
                       });
-    to_ = plane.cache + SlotOffset<kEasy>(plane.group.cache[plane.side], plane.group.pages, slot);
+    slot_ = slot;
   }
 
   // Where the row begins in a compact view, or null.
@@ -79,14 +80,16 @@ class WarpSlice {
 
   __device__ void Store(const Plane& plane, int64_t view_head) const {
     if (num_vectors_ <= 0) return;
+    const CacheStrides& strides = plane.group.cache[plane.side];
+    char* to = plane.cache + SlotOffset<kEasy>(strides, plane.group.pages, slot_);
     const auto scale_of = [&](int i) {
       if (plane.scales == nullptr) return 1.0f;
       return plane
           .scales[VectorPlace(plane.group.shape, first_ + i * 32).head * plane.scale_stride];
     };
-    ForVectors<kEasy>(plane.group, first_, plane.group.cache[plane.side].head,
-                      VectorBytes(op).cache, [&](int i, int64_t offset) {
-                        if (Has(i)) vectors_[i].StoreCache(to_ + offset, scale_of(i));
+    ForVectors<kEasy>(plane.group, first_, strides.head, VectorBytes(op).cache,
+                      [&](int i, int64_t offset) {
+                        if (Has(i)) vectors_[i].StoreCache(to + offset, scale_of(i));
                       });
     if constexpr (kViews) {
       if (view_ == nullptr) return;
@@ -101,7 +104,7 @@ class WarpSlice {
   __device__ bool Has(int i) const { return i * 32 < num_vectors_; }
 
   RowVector<op> vectors_[kCommitVectorsPerLane];
-  char* to_;  // where its row begins in the cache
+  int64_t slot_;
   char* view_ = nullptr;
   int32_t first_;
   int32_t num_vectors_ = 0;  // from the lane's first on
@@ -126,7 +129,7 @@ class WarpShare {
         unit_(static_cast<int32_t>(blockIdx.y + threadIdx.x / 32 * gridDim.y)) {}
 
   // The entry of the first slice, for Start.
-  __device__ Entry LoadFirst() const { return LoadEntry(batch_, Position()); }
+  __device__ Entry LoadFirst() const { return LoadEntry(batch_, plane_.group, Position()); }
 
   // Starts the first slice, so that it is on its way while the batch is validated.
   __device__ void Start(const Entry& first) {
@@ -138,7 +141,7 @@ class WarpShare {
     while (more()) {
       slice_.Store(plane_, tail_.head);
       unit_ += step_;
-      if (more()) Load(LoadEntry(batch_, Position()));
+      if (more()) Load(LoadEntry(batch_, plane_.group, Position()));
     }
   }
 
@@ -155,7 +158,8 @@ class WarpShare {
     if constexpr (kViews) in_view = tail_.Load(entry.request);
     const bool accepted = entry.count_valid(batch_) && entry.index < entry.count;
     const int32_t row = accepted ? StagingRow(batch_, entry.request, entry.path_entry) : -1;
-    const int64_t slot = row < 0 ? -1 : DestinationSlot(plane_.group, position, row);
+    const GroupTable& group = plane_.group;
+    const int64_t slot = group.slots == nullptr && row >= 0 ? group.row_slots[row] : entry.slot;
     slice_.Load(plane_, row, slot, unit_ - position * num_slices_);
     if constexpr (kViews) {
       const int32_t first = in_view.FirstRow();

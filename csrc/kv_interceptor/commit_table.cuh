@@ -26,10 +26,8 @@ struct GroupTable {
   int8_t vector_shift;  // log2 of the vectors of a head; -1: they are no power of two, or over 32
   int8_t slice_shift;   // log2 of the slices of a row; -1: they are no power of two
 
-  // Whether rows move without a division, and without a question of how.
-  bool easy() const {
-    return op == RowOp::kCopy16 && vector_shift >= 0 && slice_shift >= 0 && pages.page_shift >= 0;
-  }
+  // Whether rows move without a division, and without a question of how. REQUIRES: they are copied.
+  bool easy() const { return vector_shift >= 0 && slice_shift >= 0 && pages.page_shift >= 0; }
 };
 
 // What validation reads, and where its result goes.
@@ -86,7 +84,7 @@ struct Entry {
   int32_t count;        // as given, possibly out of range
   int32_t path_entry;   // only of accepted entries
   int32_t path_before;  // of the entry before it in its request, if there is one
-  int64_t slot;         // its destination in group 0, when destinations were given
+  int64_t slot;         // its destination in a group, when destinations were given
 
   __device__ bool count_valid(const BatchTable& batch) const {
     return count >= 0 && count <= batch.depth;
@@ -94,7 +92,8 @@ struct Entry {
 };
 
 // Loads depend on nothing but the position, so several entries can be on their way at once.
-__device__ inline Entry LoadEntry(const BatchTable& batch, int32_t position) {
+__device__ inline Entry LoadEntry(const BatchTable& batch, const GroupTable& group,
+                                  int32_t position) {
   Entry entry{0, 0, 0, -1, -1, -1};
   if (position >= batch.num_positions) return entry;
   entry.request = static_cast<int32_t>(Divide(position, batch.by_positions));
@@ -103,9 +102,12 @@ __device__ inline Entry LoadEntry(const BatchTable& batch, int32_t position) {
   if (batch.depth > 0) {
     entry.path_entry = batch.path[position];
     if (entry.index > 0) entry.path_before = batch.path[position - 1];
-    if (batch.groups[0].slots != nullptr) entry.slot = batch.groups[0].slots[position];
+    if (group.slots != nullptr) entry.slot = group.slots[position];
   }
   return entry;
+}
+__device__ inline Entry LoadEntry(const BatchTable& batch, int32_t position) {
+  return LoadEntry(batch, batch.groups[0], position);
 }
 
 __device__ inline int32_t NumRequests(const BatchTable& batch) {
