@@ -9,6 +9,7 @@ import functools
 import inspect
 import json
 import logging
+from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -374,6 +375,56 @@ def test_ranks_that_have_failed_forget_alike_what_they_have_learnt(
     assert found[0] == expectations
     assert found[-1] != expectations  # and learn anew
     assert draft_failures(before) == {"error": 1}
+
+
+@pytest.mark.parametrize("place", ["_passes", "_drafts"])
+def test_a_failure_between_passes_keeps_what_is_known_of_the_text(
+    place: str, expected: list, before: dict, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rows of views are given back, indices stay: no token is taken up twice."""
+    from nwor_specpv.vllm.specpv.ngram import NgramIndex
+
+    llm = begin({"specpv_max_requests": 3})
+    drive(llm, prompts()[:1], greedy(2))
+    ours, calls, added = drafter(), [], Counter()
+    run, propose, extend = getattr(ours, place), ours.propose, NgramIndex.extend
+
+    def failing(*args: Any) -> Any:
+        calls.append(len(calls))
+        done = run(*args)
+        if len(calls) % 2 == 0:
+            raise RuntimeError("injected")
+        return done
+
+    def watched(*args: Any, **kwargs: Any) -> Any:
+        drafts = propose(*args, **kwargs)
+        if calls and len(calls) % 2 == 0:
+            assert not any(drafts)
+            assert len(ours._store._free) == 3
+            assert all(
+                (known.row, known.drafts, known.by_view) == (None, [], 0)
+                for known in ours._requests.values()
+            )
+        return drafts
+
+    def counted_extend(index: Any, tokens: Any) -> None:
+        added[index] += len(tokens)
+        extend(index, tokens)
+
+    monkeypatch.setattr(ours, place, failing)
+    monkeypatch.setattr(ours, "propose", watched)
+    monkeypatch.setattr(NgramIndex, "extend", counted_extend)
+    check_drafting(before)
+    story = drive(llm, prompts(), greedy(MAX_TOKENS))
+    assert [story.tokens[str(i)] for i in range(6)] == expected
+    assert len(calls) // 2 > 3
+    assert draft_failures(before) == {"error": len(calls) // 2}
+    assert len(added) == len(LENGTHS), "one index a request"
+    assert all(count == len(index) for index, count in added.items())
+    # The last step of a request may accept drafts beyond its end.
+    most = sorted(length + MAX_TOKENS + 8 for length in LENGTHS)
+    assert all(n <= end for n, end in zip(sorted(added.values()), most, strict=True))
+    assert 0 < grown(before, "confirmed_tokens") <= grown(before, "drafted_tokens")
 
 
 @pytest.mark.parametrize("part", ["ViewStore", "Tail"])

@@ -284,7 +284,7 @@ def test_a_start_without_graphs_takes_memory_and_measures(
     spec.lengths._fixed = 3 if case == "fixed" else 0
     spec.lengths._alone = case != "several ranks"
     if case == "short":
-        spec.vllm_config.model_config.max_model_len = spec.lengths._shortest
+        spec.vllm_config.model_config.max_model_len = spec.lengths.shortest
     if case == "lowered":  # by vLLM, which tells its runner and not us
         spec.vllm_config.model_config.max_model_len -= 40
     table = spec.block_tables.input_block_tables[0]
@@ -485,28 +485,69 @@ def test_a_failing_pass_drafts_nothing_and_serving_goes_on(
 def test_when_blocks_are_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
     """By somebody new, or when one has grown; a request within its prompt has no say yet."""
     spec = make(World([[1] * 300]), monkeypatch)
-    spec._ready()
-    room = spec._rounds.store.budget.tail_capacity - LIMIT - 1
-    spec._rows = {"a": 0, "b": 1}
-    assert spec._chooses(["a", "b", "short"], [200, 150, 20], [200, 300, 20])
+    room = spec._ready().store.budget.tail_capacity - LIMIT - 1
+
+    def chooses(names: list[str], ends: list[int], prompts: list[int]) -> bool:
+        spec._view_rows(names, ends, prompts)
+        return spec._chooses(names, ends)
+
+    assert chooses(["a", "b", "short"], [200, 150, 20], [200, 300, 20])
     assert spec._chosen_at == {"a": 200}
-    assert not spec._chooses(["a", "b"], [200 + room, 160], [200, 300])
-    assert spec._chooses(["a", "b"], [200 + room, 300], [200, 300])
+    assert not chooses(["a", "b"], [200 + room, 160], [200, 300])
+    assert chooses(["a", "b"], [200 + room, 300], [200, 300])
     assert spec._chosen_at == {"a": 200 + room, "b": 300}
-    assert not spec._chooses(["a", "b"], [200 + room, 300 + room], [200, 300])
-    assert spec._chooses(["a", "b"], [200 + room, 301 + room], [200, 300])
+    assert not chooses(["a", "b"], [200 + room, 300 + room], [200, 300])
+    assert chooses(["a", "b"], [200 + room, 301 + room], [200, 300])
 
 
 def test_rows_of_views_go_to_long_requests_and_come_back(monkeypatch: pytest.MonkeyPatch) -> None:
     spec = make(World([]), monkeypatch)
     store = spec._ready().store
     long, short = store.budget.static_tokens + 1, store.budget.static_tokens
-    first = spec._view_rows(["a", "b", "c", "d"], [long, short, long, long])
+    first = spec._view_rows(["a", "b", "c", "d"], [long, short, long, long], [0] * 4)
     assert first[1] == first[3] == -1, "short, or no row was left"
     assert sorted((first[0], first[2])) == [0, 1]
-    second = spec._view_rows(["d", "c"], [long, long])
+    second = spec._view_rows(["d", "c"], [long, long], [0] * 2)
     assert second[1] == first[2]
     assert second[0] == first[0]
+    # Lengths are known at most: one may have been too large, and its row is not lost.
+    assert spec._view_rows(["d", "c"], [short, long], [0] * 2) == second
+    # Preempted and here again, in the midst of all that it had: another has the row meanwhile.
+    third = spec._view_rows(["d", "c", "e"], [long, long, long], [long, long + 5, long])
+    assert third == [second[0], -1, second[1]]
+
+
+def test_a_prompt_has_no_view_before_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    """There are two rows. They are for requests that draft, and for a prompt in its last step."""
+    world = World([[1] * 300] * 4)
+    spec = make(world, monkeypatch)
+
+    def views(prompts: list[int], sampled: list[int]) -> list[int]:
+        batch = step(world, spec, [299] * 4, [0] * 4)
+        batch.prefill_len_np = torch.tensor(prompts).numpy()
+        none, roots = torch.zeros(4).int(), torch.ones(4, 1).long()
+        spec._round(batch, 2, torch.tensor(sampled), none, roots)
+        return spec._rounds.store.rows(4).tolist()
+
+    first = views([300, 1000, 100, 1000], [0, 0, 1, 0])
+    assert first[0] == first[1] == first[3] == -1
+    assert first[2] >= 0
+    second = views([299, 1000, 100, 1000], [1, 0, 1, 0])
+    assert second == [1 - first[2], -1, first[2], -1]
+    assert spec._chosen_at.keys() == {"0", "2"}
+
+
+def test_rows_are_for_whom_the_lengths_call_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Up to `specpv_partial_threshold` everything is read; rows are missing to the longer ones."""
+    spec = make(World([]), monkeypatch)
+    spec._engine.settings.specpv_partial_threshold = 200
+    spec.lengths = Lengths(spec._engine.settings, LIMIT, alone=True)
+    assert spec._ready().store.budget.static_tokens < 150
+    assert spec.lengths.passes([150, 200]) == 0
+    assert spec.lengths.passes([150, 200, 201]) > 0
+    rows = spec._view_rows(["a", "b", "c"], [150, 200, 201], [0] * 3)
+    assert rows[:2] == [-1, -1]
+    assert rows[2] >= 0
 
 
 @pytest.mark.parametrize("case", ["own vocabulary", "the target's matrix", "two ranks", "no ids"])

@@ -126,7 +126,7 @@ class PartialViewDrafter:
             drafts = self._propose(sampled_token_ids, num_tokens_no_spec, token_ids_cpu, started)
         except Exception as error:
             self._fail(error)
-            self._forget()  # whatever was half done
+            self._renew()  # whatever was half done
             if not self._failures.alone:
                 self._expect()  # one may have counted less than the others, and they choose alike
             drafts = [[] for _ in sampled_token_ids]
@@ -199,14 +199,14 @@ class PartialViewDrafter:
                 self._drop(name)
                 known = None
             if known is None:
-                known = self._requests[name] = Request(states[name], max(1, self._inner))
+                known = self._requests[name] = self._new(states[name], NgramIndex())
             # Near the longest context vLLM takes drafts of its own making and asks nobody.
             asked = lens[i] - len(known.index) == len(sampled[i])
             if sampled[i] and known.drafts and asked:
                 self._judge(known, seen.drafts[i], len(sampled[i]) - 1)
             known.drafts = []
             if sampled[i]:
-                known.index.extend(token_ids[i, len(known.index) : lens[i]].tolist())
+                known.index.extend(token_ids[i, len(known.index) : lens[i]])
 
     def _judge(self, request: Request, scheduled: int, accepted: int) -> None:
         """A full step has judged the last proposal; vLLM may have scheduled less of it."""
@@ -231,14 +231,20 @@ class PartialViewDrafter:
         self.lookup_tokens = Running(1.0)
         self.tokens_per_pass = Running(1.5)
 
-    def _forget(self) -> None:
+    def _renew(self) -> None:
+        """Nothing stays of requests but their texts, which the next step brings up to date."""
         for name in list(self._requests):
-            self._drop(name)
+            known = self._drop(name)
+            self._requests[name] = self._new(known.state, known.index)
 
-    def _drop(self, name: str) -> None:
-        row = self._requests.pop(name).row
-        if row is not None and self._store is not None:
-            self._store.close(row)
+    def _new(self, state: Any, index: NgramIndex) -> Request:
+        return Request(state, max(1, self._inner), index)
+
+    def _drop(self, name: str) -> Request:
+        request = self._requests.pop(name)
+        if request.row is not None and self._store is not None:
+            self._store.close(request.row)
+        return request
 
     def _has_view(self, request: Request, length: int) -> bool:
         """Whether a request is longer than its view and has, or gets, a row."""

@@ -43,7 +43,8 @@ class Lengths:
         self._guesses = head_drafts(settings, limit)
         config = settings.specpv()
         self.view_tokens = config.budget(1 + self._guesses).static_tokens
-        self._shortest = max(settings.specpv_partial_threshold, self.view_tokens)
+        # Requests up to this length have no views.
+        self.shortest = max(settings.specpv_partial_threshold, self.view_tokens)
         self._max_views = settings.specpv_max_requests
         self._alone = alone
         self.costs: StepCosts | None = None
@@ -62,7 +63,7 @@ class Lengths:
         Whoever has no view reads its whole context in every pass. Of more long requests than there
         are views the shortest are taken to have them: who came first is not known here.
         """
-        long = sorted(tokens for tokens in contexts if tokens > self._shortest)
+        long = sorted(tokens for tokens in contexts if tokens > self.shortest)
         long = long[: self._max_views]
         if self._given_up or not long:
             return 0
@@ -93,7 +94,7 @@ class Lengths:
 
     def possible(self, max_model_len: int) -> bool:
         """Whether a request can be long enough for rounds, which have not failed."""
-        return max_model_len > self._shortest and not self._given_up
+        return max_model_len > self.shortest and not self._given_up
 
     @property
     def wants_costs(self) -> bool:

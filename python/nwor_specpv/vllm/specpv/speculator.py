@@ -269,12 +269,12 @@ class PartialViewSpeculator(EagleSpeculator):
         """Tells the device of the round; whether it chooses blocks."""
         count = input_batch.num_reqs
         names, ends = input_batch.req_ids, input_batch.seq_lens_cpu_upper_bound.tolist()
-        rows = self._view_rows(names, ends)
+        rows = self._view_rows(names, ends, input_batch.prefill_len_np.tolist())
         host = torch.tensor(rows, dtype=torch.int32, pin_memory=self.device.type == "cuda")
         prefix = input_batch.seq_lens[:count] - num_rejected[:count]
         roots = last_sampled[input_batch.idx_mapping].view(count)
         active = num_sampled[:count] > 0
-        select = self._chooses(names, ends, input_batch.prefill_len_np.tolist())
+        select = self._chooses(names, ends)
         device_rows = host.to(self.device, non_blocking=True)
         rounds.begin(table, device_rows, prefix, active, roots, select=select)
         if self.draft_logits is not None:
@@ -305,32 +305,32 @@ class PartialViewSpeculator(EagleSpeculator):
         sizes = [size for kind, size in self._graphs if kind == "first" and size >= count]
         return min(sizes, default=count)
 
-    def _view_rows(self, names: list[str], ends: list[int]) -> list[int]:
-        """The rows of requests that are longer than a view, -1 for the others."""
+    def _view_rows(self, names: list[str], ends: list[int], prompts: list[int]) -> list[int]:
+        """The rows of requests that draft and are long, as far as there are any; -1: none.
+
+        Who is in the midst of a prompt drafts nothing: a row of its own would be missing to others.
+        """
         assert self._rounds is not None
         store = self._rounds.store
-        for name in self._rows.keys() - set(names):
+        told = zip(names, ends, prompts, strict=False)
+        drafting = {name: end for name, end, prompt in told if end >= prompt}
+        for name in self._rows.keys() - drafting.keys():
             store.close(self._rows.pop(name))
             self._chosen_at.pop(name, None)
-        found = []
-        for name, end in zip(names, ends, strict=False):
-            if name not in self._rows and end > store.budget.static_tokens:
+        for name, end in drafting.items():
+            if name not in self._rows and end > self.lengths.shortest:
                 row = store.open()
                 if row is not None:
                     self._rows[name] = row
-            found.append(self._rows.get(name, -1))
-        return found
+        return [self._rows.get(name, -1) for name in names]
 
-    def _chooses(self, names: list[str], ends: list[int], prompts: list[int]) -> bool:
-        """Whether blocks are chosen in this round, by all: one has no choice yet, or an old one.
-
-        Who is in the midst of a prompt takes no part, and chooses nothing.
-        """
+    def _chooses(self, names: list[str], ends: list[int]) -> bool:
+        """Whether blocks are chosen in this round, by all: one has no choice yet, or an old one."""
         assert self._rounds is not None
         # Lengths are known at most: each may be too large by a step's drafts.
         room = self._rounds.store.budget.tail_capacity - self.limit - 1
-        told = zip(names, ends, prompts, strict=False)
-        long = [(name, end) for name, end, prompt in told if name in self._rows and end >= prompt]
+        told = zip(names, ends, strict=False)
+        long = [(name, end) for name, end in told if name in self._rows]
         if all(name in self._chosen_at and end - self._chosen_at[name] <= room
                for name, end in long):  # fmt: skip
             return False
