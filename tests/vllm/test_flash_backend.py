@@ -6,16 +6,21 @@ do not need a GPU; kernels and replayed graphs do (test_cuda.py).
 
 from __future__ import annotations
 
+import itertools
 import json
 import logging
+import sys
+import weakref
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 from configs import HYBRID
 from engines import (
     DIRECT,
+    NGRAM,
     STAGED,
     STOCK,
     check_drafting,
@@ -29,6 +34,7 @@ from engines import stats as own_stats
 from flash_double import FLASH_ATTN, NUM_SMS, Calls, flash_attention
 from heads import story_head
 from small_views import SMALL_VIEW, prompts
+from test_specpv_refresh import full_steps_since, grown
 
 from nwor_specpv import Metrics
 from nwor_specpv.models import stories
@@ -264,22 +270,24 @@ def common(lens: list[int], context: int) -> SimpleNamespace:
     )  # fmt: skip
 
 
-def test_schedules_of_graphs_keep_their_place() -> None:
-    """A graph reads the plan where it was captured; nothing of a larger batch stands behind."""
+def graph_builder(llm: Any) -> Any:
+    """A second builder of an engine that has run, as if its batches were in full graphs."""
     from vllm.config import CUDAGraphMode
 
+    config = llm.llm_engine.vllm_config
+    config.compilation_config.cudagraph_mode = CUDAGraphMode.FULL_DECODE_ONLY
+    config.compilation_config.max_cudagraph_capture_size = 240
+    (group,) = (g for groups in own_engine().runner.attn_groups for g in groups)
+    kind, layers = type(group.metadata_builders[0]), list(group.layer_names)
+    return kind(group.kv_cache_spec, layers, config, torch.device("cpu"))
+
+
+def test_schedules_of_graphs_keep_their_place() -> None:
+    """A graph reads the plan where it was captured; nothing of a larger batch stands behind."""
     with flash_attention(plugin.CUDA_BACKEND) as calls:
         llm = start({"strict": True})
         drive(llm, story_prompts(1), greedy(4))
-        config = llm.llm_engine.vllm_config
-        config.compilation_config.cudagraph_mode = CUDAGraphMode.FULL_DECODE_ONLY
-        config.compilation_config.max_cudagraph_capture_size = 240
-        runner = own_engine().runner
-        (group,) = (g for groups in runner.attn_groups for g in groups)
-        layers = list(group.layer_names)
-        builder = type(group.metadata_builders[0])(
-            group.kv_cache_spec, layers, config, torch.device("cpu")
-        )
+        builder = graph_builder(llm)
         places = set()
         for lens, finer in (([5] * 24, True), ([5] * 8, False), ([5, 5, 5, 0], False)):
             calls.planned.clear()
@@ -300,3 +308,138 @@ def test_schedules_of_graphs_keep_their_place() -> None:
             assert whole[: schedule.metadata.shape[0]].all()
             assert not whole[schedule.metadata.shape[0] :].any()
         assert len(places) == 1
+
+
+DYNAMIC = NGRAM | {"num_speculative_tokens_per_batch_size": [(1, 2, 4), (3, 5, 2), (6, 8, 0)]}
+
+
+def whole(lens: list[int], context: int) -> Any:
+    """The same batch as vLLM tells of it; rows lie one behind the other in the cache."""
+    from vllm.v1.attention.backend import CommonAttentionMetadata
+
+    found = vars(common(lens, context))
+    rows = sum(lens)
+    return CommonAttentionMetadata(
+        **found, num_reqs=len(lens), num_actual_tokens=rows, max_query_len=max(lens),
+        slot_mapping=torch.arange(rows),
+    )  # fmt: skip
+
+
+def test_rows_of_every_graph_take_the_way_of_the_capture(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With numbers of drafts by batch size model runner V2 captures graphs for each of them, and
+    replays them for prompt pieces of as many rows: all their requests must be planned."""
+    with flash_attention(plugin.CUDA_BACKEND):
+        llm = start({"strict": True}, speculation=DYNAMIC)
+        drive(llm, story_prompts(1), greedy(4))
+        builder = graph_builder(llm)
+        for lens, drafts in (
+            ([3, 3, 3], [2, 0, 0]),
+            ([3, 3, 3], [0, 0, 0]),
+            ([3, 3, 3, 0], [2, 0, 0, 0]),
+            ([5, 5], [4, 0]),
+        ):
+            monkeypatch.setattr(own_engine(), "drafts", lambda *_, drafts=drafts: drafts)
+            builder._prefix_lens.fill_(-1)
+            made = builder.build(0, whole(lens, 64))
+            assert made.rest is None, lens
+            assert made.verify.num_rows == sum(lens)
+            assert made.verify.prefix_lens.tolist()[:2] == [64, 64]
+            assert made.verify.prefix_lens.shape[0] == len(lens)
+        # Without drafts there is nothing to verify, in a capture and in a replay.
+        monkeypatch.setattr(own_engine(), "drafts", lambda lens, _: [0] * len(lens))
+        assert not hasattr(builder.build(0, whole([1, 1, 1], 64)), "verify")
+        own_engine().steps.abort()
+
+
+def test_vllm_captures_no_other_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
+    from vllm.config.compilation import CUDAGraphMode
+    from vllm.v1.worker.gpu import cudagraph_utils
+
+    group = SimpleNamespace(is_first_rank=True, is_last_rank=True)
+    monkeypatch.setattr(cudagraph_utils, "get_pp_group", lambda: group)
+    platform = SimpleNamespace(get_global_graph_pool=lambda: None)
+    monkeypatch.setattr(cudagraph_utils, "current_platform", platform)
+    for speculation, captured in ((NGRAM, {5}), (DYNAMIC, {5, 3, 1})):
+        with flash_attention(plugin.CUDA_BACKEND):
+            config = start({"strict": True}, speculation=speculation).llm_engine.vllm_config
+        compilation = config.compilation_config
+        compilation.cudagraph_capture_sizes = [1, 2, 4, 8, 16, 24, 32, 40]
+        compilation.max_cudagraph_capture_size = 40
+        mode = CUDAGraphMode.FULL_DECODE_ONLY
+        manager = cudagraph_utils.CudaGraphManager(config, torch.device("cpu"), mode, 5)
+        graphs = manager._capture_descs[CUDAGraphMode.FULL]
+        assert {graph.uniform_token_count for graph in graphs} == captured
+        assert set(own_engine().uniform_rows) == captured - {1}
+
+
+def test_plans_of_ragged_steps_do_not_add_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a GPU a plan takes megabytes, and steps outside of graphs have many shapes."""
+    from nwor_specpv import _C
+
+    buffers = []
+
+    def plan(query: Any, *_: Any, plan: Any = None, **__: Any) -> torch.Tensor:
+        plan = torch.empty(256 * query.shape[0], dtype=torch.uint8) if plan is None else plan
+        assert plan.shape == (256 * query.shape[0],)
+        buffers.append((plan.untyped_storage().data_ptr(), weakref.ref(plan)))
+        return plan
+
+    with flash_attention(plugin.CUDA_BACKEND):
+        model = {"model": str(stories(64)), "skip_tokenizer_init": True}
+        llm = start({"strict": True, "attention_route": "cpu"}, **model)
+        drive(llm, story_prompts(1), greedy(4))
+        builder = graph_builder(llm)
+        monkeypatch.setattr(sys.modules[type(builder).__module__], "verify_plan", plan)
+        size = lambda query, *_, **__: 256 * query.shape[0]  # noqa: E731
+        monkeypatch.setattr(_C, "verify_plan_bytes", size)
+        monkeypatch.setattr(own_engine(), "drafts", lambda lens, _: [n - 1 for n in lens])
+        for first, second in itertools.product((5, 4, 3, 2, 1), (4, 3, 2)):
+            builder.build(0, whole([first, second], 64))
+        own_engine().steps.abort()
+    assert len(buffers) == 15
+    assert [place for place, buffer in buffers if buffer() is not None] == []
+    assert len({place for place, _ in buffers}) == 1
+
+
+# ---- mode refresh ----
+
+
+def test_requests_behind_keep_their_views_and_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those without drafts stand behind the ones that verify; they see their whole context."""
+    from nwor_specpv.vllm.engine import Engine
+    from nwor_specpv.vllm.specpv.refresh import RefreshViews
+
+    forget, count_drafts = RefreshViews._forget, Engine.drafts
+    dropped, tokens = [], []
+
+    def forgetting(self: Any, names: set[str]) -> None:
+        before = set(self._requests)
+        forget(self, names)
+        if gone := before - set(self._requests):
+            dropped.extend(gone & set(own_engine().runner.input_batch.req_ids))
+
+    def drafts(self: Any, lens: list[int], common: Any) -> Any:
+        """Asked for once a step. Before the first tokens nobody knows the requests' names."""
+        if self.runner is not None:
+            tokens.extend((common.seq_lens - torch.tensor(lens)).tolist())
+        return count_drafts(self, lens, common)
+
+    monkeypatch.setattr(RefreshViews, "_forget", forgetting)
+    monkeypatch.setattr(Engine, "drafts", drafts)
+    model = {"model": str(stories(64)), "skip_tokenizer_init": True, "enable_prefix_caching": False}
+    before = Metrics().snapshot()
+    with flash_attention(plugin.CUDA_BACKEND):
+        llm = start(SMALL_VIEW | {"specpv_rectify": "refresh"}, max_num_batched_tokens=96, **model)
+        drive(llm, prompts(), greedy(48), arrivals=[0, 0, 3, 9, 9, 20])
+        views = own_engine().refresh.views
+        drive(llm, [[1, 5]], greedy(1))  # nobody has drafts
+    check_books()
+    full, partial = full_steps_since(before), grown(before, "specpv_partial_steps_total")
+    assert partial + sum(full.values()) == len(tokens)
+    assert full["first"] == 4  # two requests are shorter than the view
+    assert full["policy"] > 0
+    assert partial > 50
+    read, all_of_it = (grown(before, f"specpv_kv_bytes_{name}_total") for name in ("read", "full"))
+    assert read < all_of_it == sum(tokens) * views._bytes_per_token
+    assert len(views.store._free) == views.store.max_requests
+    assert dropped == []

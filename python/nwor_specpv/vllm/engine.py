@@ -119,11 +119,14 @@ class Engine:
 
     @property
     def uniform_rows(self) -> tuple[int, ...]:
-        """Rows that every request of a batch in a full CUDA graph may have."""
+        """Rows that every request of a batch in a full CUDA graph may have, but for single rows:
+        without drafts there is nothing to verify.
+        """
         most = self.setup.num_speculative_tokens
-        if self.lengths is None:
-            return (1 + most,)
-        return (1 + most, 1 + head_drafts(self.settings, most))
+        drafts = [most, *(number for number in self.setup.drafts_by_batch_size if number)]
+        if self.lengths is not None:
+            drafts.append(head_drafts(self.settings, most))
+        return tuple(1 + number for number in dict.fromkeys(drafts))
 
     def add_group(self, layer_names: Sequence[str]) -> int:
         """Registers layers that share one slot mapping; the same layers are the same group.

@@ -1,8 +1,9 @@
 """Metadata of a step for the CUDA backend: the batch split in two, the round of the step opened.
 
 Batches in which every request has one row more than there are drafts are captured in full CUDA
-graphs; a graph is replayed without our Python, so everything it touches lies in buffers that keep
-their address, and `build`, which runs before every replay, fills them.
+graphs, for every number of drafts that vLLM may choose. A graph is replayed without our Python, so
+everything it touches lies in buffers that keep their address, and `build`, which runs before every
+replay, fills them.
 """
 
 from __future__ import annotations
@@ -17,14 +18,16 @@ from vllm.v1.attention.backends.flash_attn import (
     FlashAttentionMetadataBuilder,
 )
 
-from nwor_specpv import cache_views, verify_plan
+from nwor_specpv import _C, cache_views, verify_plan
 
 from . import compat, rows
 from .engine import StepSeen, find_engine
 from .flash_head import head_window
 from .flash_metadata import NworFlashMetadata, VerifyPart
 from .layer import engine_of_layer, own_layers
+from .plan_buffers import PlanBuffers
 from .prefix_planner import PrefixPlanner
+from .specpv.refresh import RefreshStep
 
 
 class NworFlashMetadataBuilder(FlashAttentionMetadataBuilder):
@@ -63,7 +66,7 @@ class NworFlashMetadataBuilder(FlashAttentionMetadataBuilder):
         self._uniform_rows = self._engine.uniform_rows
         limit = max(vllm_config.scheduler_config.max_num_seqs, self.max_cudagraph_size or 0)
         self._prefix_lens = torch.zeros(limit, dtype=torch.int32, device=device)
-        self._plans: dict[tuple[int, int, int, bool], torch.Tensor] = {}
+        self._plans = PlanBuffers(device)
         self._prefixes = PrefixPlanner(self, vllm_config.cache_config.cache_dtype, device)
         self._find_window(vllm_config)
 
@@ -119,6 +122,7 @@ class NworFlashMetadataBuilder(FlashAttentionMetadataBuilder):
             table = common.block_table_tensor[:real]
             self._engine.seen = StepSeen(lens[:real], drafts[:real], table)
         if count == 0:
+            self._refresh(lens, drafts, common, self._prefix_lens[:0], capture=capture)
             return super().build(0, common)
         metadata = super().build(0, common, fast_build=True)
         rest = None
@@ -127,17 +131,29 @@ class NworFlashMetadataBuilder(FlashAttentionMetadataBuilder):
             num_rows = sum(lens[:count])
             rest = super().build(0, self._behind(common, count, num_rows, max(lens[count:])))
         verify = self._verify_part(common, lens[:count], num_rows)
-        if self._engine.refresh is not None:
-            verify.refresh = self._engine.refresh.step(
-                self._own, lens[:count], drafts[:count], common, verify.prefix_lens, capture=capture
-            )
+        verify.refresh = self._refresh(lens, drafts, common, verify.prefix_lens, capture=capture)
         if self._plans_ours:
-            self._plan(verify)
+            self._plan(verify, capture=capture)
         if self._plans_flash:
             verify.prefix = self._prefixes.plan(
                 common, verify.prefix_lens, verify.query_start, num_rows, verify.max_rows
             )
         return NworFlashMetadata(**vars(metadata), verify=verify, rest=rest)
+
+    def _refresh(
+        self,
+        lens: list[int],
+        drafts: list[int],
+        common: CommonAttentionMetadata,
+        prefix_lens: torch.Tensor,
+        *,
+        capture: bool,
+    ) -> RefreshStep | None:
+        """The step of mode `refresh`, if that is on, for the requests with these prefixes."""
+        refresh = self._engine.refresh
+        if refresh is None:
+            return None
+        return refresh.step(self._own, lens, drafts, common, prefix_lens, capture=capture)
 
     def _behind(
         self, common: CommonAttentionMetadata, count: int, num_rows: int, max_query_len: int
@@ -168,22 +184,25 @@ class NworFlashMetadataBuilder(FlashAttentionMetadataBuilder):
         block_table = common.block_table_tensor[:count]
         return VerifyPart(num_rows, max_rows, uniform, block_table, prefix, start)
 
-    def _plan(self, part: VerifyPart) -> None:
+    def _plan(self, part: VerifyPart, *, capture: bool) -> None:
         """Plans the step's work once for all layers, in the buffer of its shape."""
         key_cache, _ = cache_views(self._layer.kv_cache, compat.CACHE_LAYOUT)
         impl = self._layer.impl
         # Planning looks at sizes only.
         query = key_cache.new_empty(1, 1, impl.head_size)
         query = query.expand(part.num_rows, impl.num_heads, impl.head_size)
-        shape = (part.prefix_lens.shape[0], part.num_rows, part.max_rows, part.refresh is not None)
-        self._plans[shape] = part.plan = verify_plan(
-            query,
-            key_cache,
-            part.block_table,
-            part.prefix_lens,
-            part.query_start,
-            view=part.refresh.view(self._own[0]) if part.refresh is not None else None,
+        where = (query, key_cache, part.block_table, part.prefix_lens, part.query_start)
+        view = part.refresh.view(self._own[0]) if part.refresh is not None else None
+        block_size = view.block_size if view is not None else 0
+
+        def size() -> int:
+            return _C.verify_plan_bytes(*where, block_size=block_size, max_rows=part.max_rows)
+
+        shape = (part.prefix_lens.shape[0], part.num_rows, part.max_rows, view is not None)
+        part.plan = verify_plan(
+            *where,
+            view=view,
             window=impl.window,
             max_rows=part.max_rows,
-            plan=self._plans.get(shape),
+            plan=self._plans.find(shape, size, capture=capture),
         )

@@ -37,7 +37,7 @@ class Setup:
     pipeline_parallel: int = 1
     decode_context_parallel: int = 1
     prefill_context_parallel: int = 1
-    dual_batch_overlap: bool = False
+    micro_batches: bool = False
     kv_connector: str | None = None
     mla: bool = False
     cascade_attention: bool = False
@@ -45,6 +45,7 @@ class Setup:
     writes_in_pieces: bool = False
     speculation: str | None = None  # the drafter's method, None: no speculation
     num_speculative_tokens: int = 0
+    drafts_by_batch_size: tuple[int, ...] = ()  # numbers of drafts that vLLM chooses from
 
 
 def describe(vllm_config: Any) -> Setup:
@@ -55,7 +56,7 @@ def describe(vllm_config: Any) -> Setup:
         pipeline_parallel=parallel.pipeline_parallel_size,
         decode_context_parallel=parallel.decode_context_parallel_size,
         prefill_context_parallel=parallel.prefill_context_parallel_size,
-        dual_batch_overlap=bool(parallel.enable_dbo),
+        micro_batches=bool(parallel.use_ubatching),
         kv_connector=transfer.kv_connector if transfer is not None else None,
         mla=bool(model.use_mla),
         cascade_attention=not model.disable_cascade_attn,
@@ -65,7 +66,14 @@ def describe(vllm_config: Any) -> Setup:
         num_speculative_tokens=(
             (speculative.num_speculative_tokens or 0) if speculative is not None else 0
         ),
+        drafts_by_batch_size=_drafts_by_batch_size(speculative),
     )
+
+
+def _drafts_by_batch_size(speculative: Any) -> tuple[int, ...]:
+    """Of vLLM's dynamic speculative decoding: ranges of batch sizes, the drafts of each last."""
+    ranges = speculative.num_speculative_tokens_per_batch_size if speculative is not None else None
+    return tuple(sorted({drafts for _, _, drafts in ranges or ()}))
 
 
 def _writes_in_pieces(compilation: Any) -> bool:
@@ -96,8 +104,11 @@ def _refusals(setup: Setup) -> Iterator[Refusal]:
             "context parallelism: a rank holds only some of a draft's slots",
             "use --decode-context-parallel-size 1 and --prefill-context-parallel-size 1",
         )
-    if setup.dual_batch_overlap:
-        yield Refusal("dual batch overlap: two batches are in flight at once", "drop --enable-dbo")
+    if setup.micro_batches:
+        yield Refusal(
+            "micro-batches (dual batch overlap): several are in flight at once",
+            "drop --enable-dbo and --ubatch-size",
+        )
     if setup.kv_connector is not None:
         yield Refusal(
             f"KV connector {setup.kv_connector}: it saves a layer before drafts are committed",

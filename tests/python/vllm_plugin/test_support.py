@@ -27,7 +27,7 @@ def test_an_ordinary_set_up_is_let_in() -> None:
         ({"pipeline_parallel": 2}, "pipeline parallelism of 2", "--pipeline-parallel-size 1"),
         ({"decode_context_parallel": 2}, "context parallelism", "--decode-context-parallel-size 1"),
         ({"prefill_context_parallel": 2}, "context parallelism", "--prefill-context-parallel-size"),
-        ({"dual_batch_overlap": True}, "dual batch overlap", "--enable-dbo"),
+        ({"micro_batches": True}, "dual batch overlap", "--enable-dbo and --ubatch-size"),
         ({"kv_connector": "Nixl"}, "KV connector Nixl", "--kv-transfer-config"),
         ({"mla": True}, "MLA", "without nwor_specpv"),
         ({"cascade_attention": True}, "cascade attention", "--disable-cascade-attn"),
@@ -56,14 +56,15 @@ def compilation(mode: str = "NONE", *, pieces: bool = False, split: bool = True)
     )
 
 
-def vllm_config(**speculation: object) -> SimpleNamespace:
+def vllm_config(by_batch_size: object = None, **speculation: object) -> SimpleNamespace:
+    speculation |= {"num_speculative_tokens_per_batch_size": by_batch_size} if speculation else {}
     return SimpleNamespace(
         compilation_config=compilation(),
         parallel_config=SimpleNamespace(
             pipeline_parallel_size=2,
             decode_context_parallel_size=1,
             prefill_context_parallel_size=1,
-            enable_dbo=False,
+            use_ubatching=False,
         ),
         model_config=SimpleNamespace(use_mla=False, disable_cascade_attn=True),
         cache_config=SimpleNamespace(kv_sharing_fast_prefill=False),
@@ -81,6 +82,9 @@ def test_a_configuration_is_described_in_plain_values() -> None:
     assert support.describe(vllm_config(method="x", num_speculative_tokens=None)) == support.Setup(
         pipeline_parallel=2, speculation="x"
     )
+    ranges = [(1, 8, 4), (9, 32, 2), (33, 40, 4), (41, 64, 0)]
+    chosen = support.describe(vllm_config(ranges, method="x", num_speculative_tokens=4))
+    assert chosen.drafts_by_batch_size == (0, 2, 4)
 
 
 @pytest.mark.parametrize("breakable", ["0", "1"])

@@ -380,6 +380,32 @@ def test_prompts_in_pieces_of_one_row_are_full_and_choose_nothing() -> None:
     assert decide(105, prefilling=False) == (False, True, "first")
 
 
+def test_requests_behind_see_everything_and_keep_their_views() -> None:
+    engine = Engine(requests=2, tokens=120)
+    views = refresh_views(engine)
+
+    def step(contexts: list[int], front: int) -> list[str]:
+        """Triggers of "a", which verifies a draft, and "b", which has none."""
+        before = Metrics().snapshot()["specpv_full_steps_total"]
+        opened = views.begin(
+            ["a", "b"], [2, 1], [1, 0], contexts, [False, False],
+            ints(contexts[:front]), engine.table[:front].contiguous(),
+        )  # fmt: skip
+        assert (opened.count if opened is not None else 0) == front
+        views.finish()
+        now = Metrics().snapshot()["specpv_full_steps_total"]
+        return sorted(t for t in now for _ in range(now[t] - before.get(t, 0)))
+
+    assert step([80, 90], 2) == ["first", "first"]
+    assert step([82, 91], 1) == ["policy"]
+    assert step([83, 92], 0) == ["policy", "policy"]
+    assert step([84, 93], 2) == []
+    assert step([10, 20], 0) == ["short_context", "short_context"]
+    assert set(views._requests) == {"a", "b"}
+    assert views.begin([], [], [], [], [], ints([]), engine.table[:0]) is None
+    assert len(views.store._free) == 2
+
+
 def test_drift_counts_rows_of_the_requests_that_were_asked_for() -> None:
     engine = Engine(requests=3, tokens=120)
     store = engine.store(max_requests=3)

@@ -125,11 +125,16 @@ class RefreshViews:
         lens: Sequence[int],
         drafts: Sequence[int],
         prefilling: Sequence[bool],
+        count: int | None = None,
     ) -> list[Decision]:
-        """What each request of the batch does. `contexts`: tokens before its rows, at most."""
+        """What each request of the batch does. `contexts`: tokens before its rows, at most.
+
+        Of more than `count` requests those behind see their whole context, whatever they have.
+        """
         self._forget(set(names))
-        batch = zip(names, contexts, lens, drafts, prefilling, strict=True)
-        return [self._decide(*request) for request in batch]
+        batch = list(zip(names, contexts, lens, drafts, prefilling, strict=True))
+        front = [self._decide(*request) for request in batch[:count]]
+        return front + [self._decide_behind(*request) for request in batch[len(front) :]]
 
     def _decide(
         self, name: str, context: int, rows: int, drafts: int, prefilling: bool
@@ -137,10 +142,7 @@ class RefreshViews:
         """`prefilling`: its rows are of a prompt, or computed again; a piece of either may be one
         row, as a verify step without drafts is."""
         budget = self.store.budget
-        short = context <= always_full(budget, self._threshold)
-        if prefilling or rows != 1 + drafts or short:
-            if name in self._requests:  # a prompt that goes on, or is computed again
-                self._requests[name].selected = False
+        if self._needs_all(name, context, rows, drafts, prefilling):
             return Decision(trigger="short_context")
         request = self._requests.get(name)
         if request is None:
@@ -164,6 +166,21 @@ class RefreshViews:
         self._open.append(request)
         return Decision(request.row, select=True, probe=probe, trigger=trigger)
 
+    def _decide_behind(
+        self, name: str, context: int, rows: int, drafts: int, prefilling: bool
+    ) -> Decision:
+        """A view that it has is still good for its next step: the tail has what comes now."""
+        all_of_it = self._needs_all(name, context, rows, drafts, prefilling)
+        return Decision(trigger="short_context" if all_of_it else "policy")
+
+    def _needs_all(self, name: str, context: int, rows: int, drafts: int, prefilling: bool) -> bool:
+        short = context <= always_full(self.store.budget, self._threshold)
+        if not (prefilling or rows != 1 + drafts or short):
+            return False
+        if name in self._requests:  # a prompt that goes on, or is computed again
+            self._requests[name].selected = False
+        return True
+
     def _forget(self, names: set[str]) -> None:
         for name in self._requests.keys() - names:
             self.store.close(self._requests.pop(name).row)
@@ -179,15 +196,22 @@ class RefreshViews:
         prefilling: Sequence[bool],
         prefix_lens: torch.Tensor,
         block_table: torch.Tensor,
-    ) -> RefreshStep:
-        """Opens a step. `names` may be fewer than `lens`: those behind only fill the batch."""
+    ) -> RefreshStep | None:
+        """Opens a step. `names` may be fewer than `lens`: those behind only fill the batch.
+
+        `prefix_lens`, `block_table`: of the requests at the front that may see views. None: there
+        are none.
+        """
         self._give_up()  # a step that was begun and never finished
-        real = len(names)
+        self._step = None
+        real, count = len(names), prefix_lens.shape[0]
         decisions = self.decide(
-            names, contexts[:real], lens[:real], drafts[:real], prefilling[:real]
+            names, contexts[:real], lens[:real], drafts[:real], prefilling[:real], count
         )
         self._count(decisions, contexts)
-        return self._tell(decisions, lens, prefix_lens, block_table)
+        if count == 0:
+            return None
+        return self._tell(decisions[:count], lens[:count], prefix_lens, block_table)
 
     def capture(
         self, lens: Sequence[int], prefix_lens: torch.Tensor, block_table: torch.Tensor
@@ -328,14 +352,15 @@ class Refresh:
         *,
         capture: bool = False,
     ) -> RefreshStep | None:
-        """The step of the first requests of a batch, as many as `lens` has; None: there are no
-        views.
+        """The step of a batch, for its first requests, as many as `prefix_lens` has; None: none of
+        them sees a view. Those behind are not ours to attend to: they are counted as full.
 
         Before vLLM's first tokens nobody knows their names, and all are full.
         """
-        engine = self._engine()
-        # Padding has no rows and stands last; requests behind these do not verify.
-        real = sum(1 for n in lens if n)
+        engine, count = self._engine(), prefix_lens.shape[0]
+        real = sum(1 for n in lens if n)  # padding has no rows and stands last
+        if capture and count == 0:
+            return None
         if self.views is None and not self._without:
             try:
                 self.views = self._make(engine, layers)
@@ -347,9 +372,9 @@ class Refresh:
         if self.views is None:
             _C.count_full_steps("refresh_failure", real)
             return None
-        table = common.block_table_tensor[: len(lens)]
+        table = common.block_table_tensor[:count]
         if capture:
-            return self.views.capture(lens, prefix_lens, table)
+            return self.views.capture(lens[:count], prefix_lens, table)
         names = engine.request_names() if engine.runner is not None else ()
         ends = common.seq_lens_cpu_upper_bound
         if ends is None:
