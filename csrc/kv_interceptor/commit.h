@@ -109,9 +109,8 @@ struct CommitVerdict {
 // Reads host memory only; changes nothing. The reported fault is the first by (request, index).
 NWOR_EXPORT CommitVerdict ValidateCommit(const CommitParams& params);
 
-// Whether the pages of the blocks to be summarised are there; and the summaries themselves, after
-// the rows are in the caches. Host memory only.
-NWOR_EXPORT CommitVerdict ValidateSummaries(const CommitParams& params);
+// The summaries of completed blocks, after the rows are in the caches; blocks without all their
+// pages are left out. Host memory only.
 NWOR_EXPORT void SummarizeCommitted(const CommitParams& params);
 
 // The tails of compact views, after the rows are in the caches. Host memory only.

@@ -138,8 +138,6 @@ CacheWriter& PlainCacheWriter() {
 
 CommitVerdict CommitCpu(const CommitParams& params, CommitUndoLog& log, CacheWriter& writer) {
   CommitVerdict verdict = ValidateCommit(params);
-  const bool summarizes = params.summaries.kmax != nullptr;
-  if (verdict.error == CommitError::kOk && summarizes) verdict = ValidateSummaries(params);
   if (verdict.error != CommitError::kOk) {
     Publish(params, verdict, 0);
     return verdict;
@@ -177,7 +175,7 @@ CommitVerdict CommitCpu(const CommitParams& params, CommitUndoLog& log, CacheWri
     Publish(params, verdict, 0);
     return verdict;
   }
-  if (summarizes) SummarizeCommitted(params);
+  if (params.summaries.kmax != nullptr) SummarizeCommitted(params);
   if (params.tail.keys != nullptr) FeedTail(params);
   Publish(params, verdict, num_moves);
   return verdict;

@@ -70,31 +70,27 @@ void SummarizeBlock(const CommitParams& params, int layer, int32_t request, int3
   }
 }
 
-}  // namespace
-
-CommitVerdict ValidateSummaries(const CommitParams& params) {
+// Whether the cache has every page of a block.
+bool HasPages(const CommitParams& params, int32_t request, int32_t block) {
   const CommitSummaries& to = params.summaries;
   const CacheGeometry& geometry = params.groups[0].geometry;
-  for (int32_t b = 0; b < params.num_requests; ++b) {
-    const CompletedBlocks blocks = FindCompleted(to, b, params.counts[b]);
-    for (int32_t block = blocks.first; block < blocks.last; ++block) {
-      const int64_t first = to.start_token + int64_t{block} * to.block_size;
-      for (int64_t page = first / geometry.page_size;
-           page <= (first + to.block_size - 1) / geometry.page_size; ++page) {
-        const int64_t found = page < to.max_pages ? to.block_table[b * to.table_stride + page] : -1;
-        if (found < 0 || found >= geometry.num_pages) {
-          return {CommitError::kSlotRange, b, page, found};
-        }
-      }
-    }
+  const int64_t first = to.start_token + int64_t{block} * to.block_size;
+  const int64_t last = first + to.block_size - 1;
+  for (int64_t page = first / geometry.page_size; page <= last / geometry.page_size; ++page) {
+    if (page >= to.max_pages) return false;
+    const int32_t found = to.block_table[request * to.table_stride + page];
+    if (found < 0 || found >= geometry.num_pages) return false;
   }
-  return {};
+  return true;
 }
+
+}  // namespace
 
 void SummarizeCommitted(const CommitParams& params) {
   for (int32_t b = 0; b < params.num_requests; ++b) {
     const CompletedBlocks blocks = FindCompleted(params.summaries, b, params.counts[b]);
     for (int32_t block = blocks.first; block < blocks.last; ++block) {
+      if (!HasPages(params, b, block)) continue;
       for (int layer = 0; layer < params.num_layers; ++layer) {
         SummarizeBlock(params, layer, b, blocks.row, block);
       }

@@ -16,8 +16,15 @@ struct TailEntry {
   int32_t begin = -1;
   int64_t root_slot = -1;
 
-  // Where its first accepted row goes, -1: it is not fed.
-  __device__ int32_t FirstRow() const { return begin < 0 ? -1 : begin + (root_slot >= 0 ? 1 : 0); }
+  // Where its first accepted row goes, if the batch is valid; below 0: it is not fed.
+  __device__ int32_t FirstRow() const {
+    return begin < 0 ? -1 : static_cast<int32_t>(End(/*count=*/0));
+  }
+  // Where its `count` rows end: unsigned, as the last int32 and one more must not become
+  // negative. REQUIRES: it is fed.
+  __device__ uint32_t End(int32_t count) const {
+    return static_cast<uint32_t>(begin) + (root_slot >= 0 ? 1 : 0) + static_cast<uint32_t>(count);
+  }
 };
 
 // Distances in bytes.

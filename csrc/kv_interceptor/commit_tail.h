@@ -27,8 +27,8 @@ struct CommitTail {
     return root_slots == nullptr ? -1 : root_slots[b];
   }
   // Where the first accepted row goes. REQUIRES: begin[b] >= 0.
-  NWOR_HOST_DEVICE int32_t FirstRow(int32_t b) const {
-    return begin[b] + (RootSlot(b) >= 0 ? 1 : 0);
+  NWOR_HOST_DEVICE int64_t FirstRow(int32_t b) const {
+    return int64_t{begin[b]} + (RootSlot(b) >= 0 ? 1 : 0);
   }
 };
 

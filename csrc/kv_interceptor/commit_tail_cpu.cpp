@@ -42,7 +42,8 @@ void FeedTail(const CommitParams& params) {
   const CommitTail& tail = params.tail;
   for (int32_t b = 0; b < params.num_requests; ++b) {
     if (tail.begin[b] < 0) continue;
-    const int32_t first = tail.FirstRow(b), count = params.counts[b];
+    const auto first = static_cast<int32_t>(tail.FirstRow(b));  // it fits: the view has room
+    const int32_t count = params.counts[b];
     for (int layer = 0; layer < params.num_layers; ++layer) {
       if (first > tail.begin[b]) FeedToken(params, layer, b, tail.RootSlot(b), tail.begin[b]);
       for (int32_t i = 0; i < count; ++i) {

@@ -25,7 +25,7 @@ CommitVerdict CheckTail(const CommitParams& params, int32_t request) {
   const CommitTail& tail = params.tail;
   if (tail.keys == nullptr || tail.begin[request] < 0) return {};
   const int64_t root = tail.RootSlot(request);
-  const int64_t end = int64_t{tail.FirstRow(request)} + params.counts[request];
+  const int64_t end = tail.FirstRow(request) + params.counts[request];
   if (end > tail.capacity) return {CommitError::kTailFull, request, 0, end};
   if (root >= params.groups[0].geometry.num_slots()) {
     return {CommitError::kSlotRange, request, 0, root};

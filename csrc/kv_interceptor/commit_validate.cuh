@@ -80,9 +80,8 @@ __device__ inline uint32_t CheckRound(const BatchTable& batch) {
 __device__ inline uint32_t CheckTail(const BatchTable& batch, const TailTable& tail,
                                      const TailEntry& in_view, const Entry& entry,
                                      int32_t position) {
-  const int32_t first = in_view.FirstRow();
-  if (first < 0) return kNoFault;
-  if (int64_t{first} + entry.count > tail.params.capacity) {
+  if (in_view.begin < 0) return kNoFault;
+  if (in_view.End(entry.count) > static_cast<uint32_t>(tail.params.capacity)) {
     return FaultAt(position - 1, kCheckRoom);
   }
   if (in_view.root_slot >= batch.groups[0].pages.num_slots) {
@@ -221,8 +220,7 @@ __device__ inline CommitVerdict DescribeTailFault(const BatchTable& batch, const
   if ((fault & 1) == (kCheckRoot & 1)) {
     return {CommitError::kSlotRange, entry.request, 0, tail.params.RootSlot(entry.request)};
   }
-  return {CommitError::kTailFull, entry.request, 0,
-          int64_t{tail.Load(entry.request).FirstRow()} + entry.count};
+  return {CommitError::kTailFull, entry.request, 0, tail.Load(entry.request).End(entry.count)};
 }
 
 // The words of a fault for status. One thread calls it, after the verdict. REQUIRES: there is one.

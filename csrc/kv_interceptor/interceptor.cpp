@@ -97,6 +97,7 @@ Decision Interceptor::Begin(const RoundPlan& plan, bool capture) {
     }
   }
   impl.left_clean = false;
+  impl.deferred.clear();
   for (BoundLayer& layer : impl.table.layers()) layer.round = LayerRound::kSilent;
   impl.counts_on_device = impl.settled_on_device = impl.in_chunks = false;
   impl.round_open = true;

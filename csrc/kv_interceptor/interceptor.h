@@ -39,7 +39,8 @@ struct NworConfig {
   // once.
   int64_t graph_rows = 0;
   // Ask every rank of this torch.distributed group (its registered name) before a commit writes
-  // anything; empty: no agreement.
+  // anything; empty: no agreement. Every rank must then call Commit equally often; one that throws
+  // or did not stage like the others makes all of them refuse.
   std::string agreement_group;
 };
 
@@ -67,6 +68,7 @@ struct Outcome {
 struct DeferredWrite {
   StageParams params;
   at::Tensor key, value, slot_mapping;
+  int64_t epoch = 0;  // of its round
 };
 
 // What rows a path names.
@@ -161,7 +163,8 @@ class NWOR_EXPORT Interceptor {
 
   // The layer's deferred write, which the caller now owes; nothing: it has been done.
   std::optional<DeferredWrite> TakeDeferred(const std::string& layer);
-  // Gives it back undone: it waits again. REQUIRES: nothing has been written since it was taken.
+  // Gives it back undone: it waits again, unless its round is over. REQUIRES: nothing has been
+  // written since it was taken.
   void ReturnDeferred(const std::string& layer, DeferredWrite write);
 
   // Tells that a captured graph has done the writes of every layer in this round. REQUIRES: a round
@@ -175,9 +178,9 @@ class NWOR_EXPORT Interceptor {
   // summaries: block summaries that the same launch brings up to date, their layers those that
   // staged in this round, in the order they were bound; one cache group only. tail: compact views
   // that it feeds, likewise; of a later chunk `begin` counts the rows of those before, without
-  // root. On the CPU a wrong path, count or slot throws before anything is written; on CUDA the
-  // receipt's status says it and nothing is written. A view without room for the rows is in the
-  // status on either.
+  // root. A block of summaries that has no page in the cache is left out. On the CPU a wrong path,
+  // count or slot throws before anything is written; on CUDA the receipt's status says it and
+  // nothing is written. A view without room for the rows is in the status on either.
   Receipt Commit(const at::Tensor& path, const at::Tensor& counts,
                  const std::vector<at::Tensor>& slots = {}, RowSpace rows = RowSpace::kBatch,
                  bool last = true, const SummaryTensors& summaries = {},

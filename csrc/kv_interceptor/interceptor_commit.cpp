@@ -35,40 +35,56 @@ int64_t Receipt::committed_tokens() const {
 Receipt Interceptor::Commit(const at::Tensor& path, const at::Tensor& counts,
                             const std::vector<at::Tensor>& slots, RowSpace rows, bool last,
                             const SummaryTensors& summaries, const TailTensors& tail) {
-  Impl& impl = *impl_;
-  NWOR_CHECK(impl.round_open && !impl.capturing,
-             "commit: got no open round, expected begin and writes first");
-  const auto started = std::chrono::steady_clock::now();
-  const CommitCall call{path, counts, slots, rows, last, summaries, tail};
-  const at::Device device = impl.table.device();
-  const int64_t num_requests = impl.rows.num_requests();
-  CheckIndex(path, "path", at::kInt, {num_requests, -1}, device);
-  CheckIndex(counts, "counts", at::kInt, {num_requests}, device);
-  NWOR_CHECK(path.numel() <= kMaxCommitRows, "path: got ", path.numel(),
-             " entries, expected at most ", kMaxCommitRows, ": commit in chunks");
-  NWOR_CHECK(slots.empty() || static_cast<int>(slots.size()) == impl.table.num_staging_groups(),
-             "slots: got ", slots.size(), " tensors, expected one for each of the ",
-             impl.table.num_staging_groups(), " cache groups");
-  for (const at::Tensor& group_slots : slots) {
-    CheckIndex(group_slots, "slots", at::kLong, {num_requests, path.size(1)}, device);
+  impl_->owes_answer = !impl_->config.agreement_group.empty();
+  try {
+    return impl_->Commit({path, counts, slots, rows, last, summaries, tail});
+  } catch (...) {
+    impl_->Refuse();
+    throw;
   }
+}
 
+void Interceptor::Impl::CheckCommit(const CommitCall& call) const {
+  NWOR_CHECK(round_open && !capturing,
+             "commit: got no open round, expected begin and writes first");
+  const at::Device device = table.device();
+  const int64_t num_requests = rows.num_requests();
+  CheckIndex(call.path, "path", at::kInt, {num_requests, -1}, device);
+  CheckIndex(call.counts, "counts", at::kInt, {num_requests}, device);
+  NWOR_CHECK(call.path.numel() <= kMaxCommitRows, "path: got ", call.path.numel(),
+             " entries, expected at most ", kMaxCommitRows, ": commit in chunks");
+  NWOR_CHECK(
+      call.slots.empty() || static_cast<int>(call.slots.size()) == table.num_staging_groups(),
+      "slots: got ", call.slots.size(), " tensors, expected one for each of the ",
+      table.num_staging_groups(), " cache groups");
+  for (const at::Tensor& group_slots : call.slots) {
+    CheckIndex(group_slots, "slots", at::kLong, {num_requests, call.path.size(1)}, device);
+  }
+}
+
+Receipt Interceptor::Impl::Commit(const CommitCall& call) {
+  const auto started = std::chrono::steady_clock::now();
+  CheckCommit(call);
+  const at::Device device = table.device();
   Receipt receipt;
-  receipt.epoch = impl.epoch;
+  receipt.epoch = epoch;
   const auto words = at::dtype(at::kLong).device(device);
   // A commit on a GPU writes all of it.
-  receipt.status = impl.staging && device.is_cuda() ? at::empty({kNumStatusWords}, words)
-                                                    : at::zeros({kNumStatusWords}, words);
-  impl.DoDeferred();
-  if (impl.staging) {
+  receipt.status = staging && device.is_cuda() ? at::empty({kNumStatusWords}, words)
+                                               : at::zeros({kNumStatusWords}, words);
+  DoDeferred();
+  if (staging) {
     const c10::DeviceGuard guard(device);
     const ScopedProfileRange range(ProfileRange::kCommit);
-    impl.Commit(call, &receipt);
+    CommitStaged(call, &receipt);
+  } else if (owes_answer) {
+    const c10::DeviceGuard guard(device);
+    CommitDirect(&receipt);
   }
-  if (last) impl.CloseRound(/*aborted=*/false);
+  if (call.last) CloseRound(/*aborted=*/false);
   const std::chrono::duration<double> elapsed = std::chrono::steady_clock::now() - started;
   Counters::Global().ObserveCommitLatency(elapsed.count());
-  if (impl.observer != nullptr) impl.observer->AfterCommit(call, receipt);
+  if (observer != nullptr) observer->AfterCommit(call, receipt);
   return receipt;
 }
 
@@ -128,7 +144,7 @@ CommitParams Interceptor::Impl::DescribeCommit(const CommitCall& call, at::Tenso
   return params;
 }
 
-void Interceptor::Impl::Commit(const CommitCall& call, Receipt* receipt) {
+void Interceptor::Impl::CommitStaged(const CommitCall& call, Receipt* receipt) {
   std::string detail;
   const bool incomplete = FindIncomplete(&detail);
   CommitParams params = DescribeCommit(call, receipt->status);
@@ -155,7 +171,7 @@ void Interceptor::Impl::Commit(const CommitCall& call, Receipt* receipt) {
   }
 }
 
-at::Tensor Interceptor::Impl::Agree(const CommitParams& params, bool refuse) const {
+at::Tensor Interceptor::Impl::Agree(const CommitParams& params, bool refuse) {
   at::Tensor digest = at::full({2}, kDigestRefusal, at::dtype(at::kLong).device(table.device()));
   auto* words = static_cast<int64_t*>(digest.mutable_data_ptr());
   if (!refuse && table.device().is_cpu()) {
@@ -165,8 +181,40 @@ at::Tensor Interceptor::Impl::Agree(const CommitParams& params, bool refuse) con
     LaunchCommitDigest(params, words);
 #endif
   }
-  AgreeOnDigest(config.agreement_group, digest);
+  AskRanks(digest);
   return digest;
+}
+
+void Interceptor::Impl::AskRanks(at::Tensor& digest) {
+  owes_answer = false;
+  AgreeOnDigest(config.agreement_group, digest);
+}
+
+void Interceptor::Impl::Refuse() noexcept {
+  if (!owes_answer) return;
+  try {
+    const c10::DeviceGuard guard(table.device());
+    at::Tensor digest = at::full({2}, kDigestRefusal, at::dtype(at::kLong).device(table.device()));
+    AskRanks(digest);
+  } catch (const std::exception&) {
+    return;  // what the commit threw is the one to tell
+  }
+}
+
+// Its rows are in the cache already; whether they count is up to all ranks.
+void Interceptor::Impl::CommitDirect(Receipt* receipt) {
+  at::Tensor digest = at::full({2}, kDigestDirect, receipt->status.options());
+  digest[1].bitwise_not_();
+  AskRanks(digest);
+  const at::Tensor differs = digest[0].ne(digest[1].bitwise_not());
+  receipt->status[kStatusCode].add_(differs, static_cast<int>(CommitError::kRankDisagreement));
+  receipt->status[kStatusValue].add_(digest[0].mul(differs));
+  if (table.device().is_cpu() && differs.item<bool>()) ReportDisagreement(receipt);
+}
+
+void Interceptor::Impl::ReportDisagreement(Receipt* receipt) {
+  receipt->degraded = BypassReason::kRankDisagreement;
+  receipt->problem = books.Report(receipt->degraded, "nothing was committed on any rank");
 }
 
 void Interceptor::Impl::CommitOnCpu(const CommitParams& params, Receipt* receipt) {
@@ -182,8 +230,7 @@ void Interceptor::Impl::CommitOnCpu(const CommitParams& params, Receipt* receipt
     receipt->degraded = BypassReason::kSlotMismatch;  // counted when the write fell back
     receipt->problem = Sentence(verdict.error);
   } else if (verdict.error == CommitError::kRankDisagreement) {
-    receipt->degraded = BypassReason::kRankDisagreement;
-    receipt->problem = books.Report(receipt->degraded, "nothing was written on any rank");
+    ReportDisagreement(receipt);
   } else if (failed) {
     receipt->degraded = verdict.error == CommitError::kOk ? BypassReason::kCommitFailure
                                                           : BypassReason::kCommitLost;

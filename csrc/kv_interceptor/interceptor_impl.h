@@ -34,6 +34,8 @@ struct Interceptor::Impl {
   RoundTables rows;
   at::Tensor round_status;  // faults that writes of the round found on the device
 
+  bool owes_answer = false;  // the commit at hand has yet to take part in the ranks' agreement
+
   CommitUndoLog undo;
   // On CUDA: whether commits of the open round count there, and have settled its books there.
   bool counts_on_device = false;
@@ -61,9 +63,16 @@ struct Interceptor::Impl {
 
   CommitParams DescribeCommit(const CommitCall& call, at::Tensor& status) const;
   bool FindIncomplete(std::string* detail) const;
-  void Commit(const CommitCall& call, Receipt* receipt);
+  void CheckCommit(const CommitCall& call) const;
+  Receipt Commit(const CommitCall& call);
+  void CommitStaged(const CommitCall& call, Receipt* receipt);
+  void CommitDirect(Receipt* receipt);
   // The ranks' digests of this commit; with `refuse` this rank makes all of them disagree.
-  at::Tensor Agree(const CommitParams& params, bool refuse) const;
+  at::Tensor Agree(const CommitParams& params, bool refuse);
+  void AskRanks(at::Tensor& digest);
+  // Makes all ranks disagree for a commit that threw before it asked them: none waits for it.
+  void Refuse() noexcept;
+  void ReportDisagreement(Receipt* receipt);
   void CommitOnCpu(const CommitParams& params, Receipt* receipt);
   void CommitOnCuda(CommitParams& params, bool last);
   int64_t StagedTokens() const;

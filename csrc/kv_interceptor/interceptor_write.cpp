@@ -56,6 +56,7 @@ std::optional<DeferredWrite> Interceptor::TakeDeferred(const std::string& layer)
 }
 
 void Interceptor::ReturnDeferred(const std::string& layer, DeferredWrite write) {
+  if (!impl_->round_open || write.epoch != impl_->epoch) return;
   impl_->deferred.insert_or_assign(layer, std::move(write));
 }
 
@@ -174,7 +175,7 @@ Outcome Interceptor::Impl::WriteLayer(BoundLayer& layer, const WriteCall& call) 
   // A second write of the layer must not overtake the first, nor any the one that records slots.
   DoDeferred();
   if (defer) {
-    deferred.emplace(layer.name, DeferredWrite{params, key, value, slot_mapping});
+    deferred.emplace(layer.name, DeferredWrite{params, key, value, slot_mapping, epoch});
   } else {
     Stage(params, device);
   }
@@ -215,6 +216,9 @@ void Interceptor::NoteReplay() {
   for (const BoundLayer& layer : impl.table.layers()) {
     NWOR_CHECK(!layer.ready || layer.round == LayerRound::kSilent, "note_replay: layer '",
                layer.name, "' has been written in this round, expected no write");
+  }
+  for (const CacheGroup& group : impl.table.groups()) {
+    if (impl.staging && group.staging != nullptr) group.staging->NoteSlots();
   }
   std::vector<int32_t> staged(impl.rows.num_staging_rows());
   std::iota(staged.begin(), staged.end(), 0);

@@ -33,6 +33,7 @@ at::Tensor ReadAside(const at::Tensor& words) {
 // a graph, since then nothing runs yet.
 at::Tensor ReadInOrder(const at::Tensor& words) {
 #ifdef NWOR_WITH_CUDA
+  const c10::cuda::CUDAStreamCaptureModeGuard relaxed(cudaStreamCaptureModeRelaxed);
   const c10::cuda::CUDAGuard guard(words.device());
   if (!Capturing()) return words.cpu();
 #endif
@@ -44,6 +45,7 @@ at::Tensor ReadInOrder(const at::Tensor& words) {
 void WaitForDevice(at::Device device) noexcept {
 #ifdef NWOR_WITH_CUDA
   try {
+    const c10::cuda::CUDAStreamCaptureModeGuard relaxed(cudaStreamCaptureModeRelaxed);
     const c10::cuda::CUDAGuard guard(device);
     if (!Capturing()) c10::cuda::device_synchronize();
   } catch (const std::exception&) {

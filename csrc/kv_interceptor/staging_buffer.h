@@ -38,6 +38,8 @@ class NWOR_EXPORT StagingBuffer {
   // Asked before a write of the round. True: slots of the last round still stand there, and the
   // write, which brings every row, replaces them. Otherwise they are gone by now.
   bool ReplacesSlots(bool brings_every_row);
+  // Tells that a replayed graph has replaced them.
+  void NoteSlots() { slots_are_old_ = false; }
 
   // Notes that `layer` staged these rows; returns how many it had not staged yet in this round.
   int64_t MarkStaged(int layer, const std::vector<int32_t>& rows);

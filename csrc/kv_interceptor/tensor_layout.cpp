@@ -80,7 +80,6 @@ void CheckScale(const std::optional<at::Tensor>& scale, const char* name, const 
              cache.size(2), "]");
   NWOR_CHECK(scale->is_contiguous(), name, ": got strides ", scale->strides(),
              ", expected contiguous");
-  CheckDevice(*scale, name, cache.device());
   if (!IsFake(*scale)) *data = static_cast<const float*>(scale->const_data_ptr());
   *count = static_cast<int32_t>(NumElements(*scale));
 }
@@ -157,6 +156,14 @@ void CheckIndex(const at::Tensor& tensor, const char* name, at::ScalarType dtype
   CheckDevice(tensor, name, device);
 }
 
+KvScales DescribeScales(const at::Tensor& cache, const std::optional<at::Tensor>& k_scale,
+                        const std::optional<at::Tensor>& v_scale) {
+  KvScales scales;
+  CheckScale(k_scale, "k_scale", cache, &scales.key, &scales.key_count);
+  CheckScale(v_scale, "v_scale", cache, &scales.value, &scales.value_count);
+  return scales;
+}
+
 CacheLayout DescribeCache(const at::Tensor& key_cache, const at::Tensor& value_cache,
                           const std::optional<at::Tensor>& k_scale,
                           const std::optional<at::Tensor>& v_scale) {
@@ -186,8 +193,11 @@ CacheLayout DescribeCache(const at::Tensor& key_cache, const at::Tensor& value_c
   geometry.head_dim = static_cast<int32_t>(key_cache.size(3));
   geometry.key = StridesOf(key_cache);
   geometry.value = StridesOf(value_cache);
-  CheckScale(k_scale, "k_scale", key_cache, &layout.scales.key, &layout.scales.key_count);
-  CheckScale(v_scale, "v_scale", value_cache, &layout.scales.value, &layout.scales.value_count);
+  layout.scales = DescribeScales(key_cache, k_scale, v_scale);
+  for (const auto& [scale, name] :
+       {std::pair{&k_scale, "k_scale"}, std::pair{&v_scale, "v_scale"}}) {
+    if (scale->has_value() && (*scale)->defined()) CheckDevice(**scale, name, key_cache.device());
+  }
   if (!IsFake(key_cache) && HasStorage(key_cache)) {
     layout.key = key_cache.mutable_data_ptr();
     layout.value = value_cache.mutable_data_ptr();

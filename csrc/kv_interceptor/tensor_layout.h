@@ -41,6 +41,11 @@ NWOR_EXPORT CacheLayout DescribeCache(const at::Tensor& key_cache, const at::Ten
                                       const std::optional<at::Tensor>& k_scale = std::nullopt,
                                       const std::optional<at::Tensor>& v_scale = std::nullopt);
 
+// Checks scales for a cache of these sizes and dtype, but not where they lie.
+NWOR_EXPORT KvScales DescribeScales(const at::Tensor& cache,
+                                    const std::optional<at::Tensor>& k_scale,
+                                    const std::optional<at::Tensor>& v_scale);
+
 // Checks [rows, H, D] pairs. Channels must be contiguous.
 NWOR_EXPORT KvRowsView DescribeRows(const at::Tensor& key, const at::Tensor& value,
                                     const char* key_name, const char* value_name, int64_t num_heads,

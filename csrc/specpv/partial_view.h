@@ -66,7 +66,9 @@ struct ViewParams {
 
 // A view that would not fit into max_blocks or reach beyond block_table becomes the whole prefix
 // (num_blocks -1): a longer way to the right answer. On the CPU lists of one request that differ in
-// length, or ids that are no candidates, throw Error before anything is written.
+// length, or ids that are no candidates, throw Error before anything is written. On CUDA they make
+// it the whole prefix, too; there a list is judged by its length and last id, and an earlier one
+// that is no candidate becomes block -1.
 NWOR_EXPORT void BuildViewCpu(const ViewParams& params);
 NWOR_EXPORT void LaunchBuildView(const ViewParams& params);  // one launch; CUDA builds only
 

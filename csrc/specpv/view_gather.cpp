@@ -27,11 +27,16 @@ std::optional<at::Tensor> ScaleOf(const std::vector<at::Tensor>& scales, size_t 
   return scales.empty() ? std::nullopt : std::optional(scales[layer]);
 }
 
-// Caches on the views' device, or in host memory that the device can read.
-void CheckReadable(const at::Tensor& cache, const char* name, at::Device device) {
-  if (cache.device() == device || (device.is_cuda() && cache.is_cpu() && cache.is_pinned())) return;
-  throw Error(Concat(name, ": got ", Describe(cache), ", expected memory of ", device.str(),
+// Memory of the views' device, or of the host where the device can read it.
+void CheckReadable(const at::Tensor& tensor, const char* name, at::Device device) {
+  if (tensor.device() == device) return;
+  if (device.is_cuda() && tensor.is_cpu() && tensor.is_pinned()) return;
+  throw Error(Concat(name, ": got ", Describe(tensor), ", expected memory of ", device.str(),
                      device.is_cuda() ? " or pinned host memory" : ""));
+}
+
+void CheckReadable(const std::optional<at::Tensor>& scale, const char* name, at::Device device) {
+  if (scale.has_value() && scale->defined()) CheckReadable(*scale, name, device);
 }
 
 void CheckViews(const at::Tensor& keys, const at::Tensor& values, int64_t layers, int64_t requests,
@@ -66,14 +71,18 @@ void GatherView(const std::vector<at::Tensor>& key_caches,
   GatherParams params;
   std::vector<GatherLayer> layers;
   for (size_t layer = 0; layer < num_layers; ++layer) {
-    const CacheLayout cache = DescribeCache(key_caches[layer], value_caches[layer],
-                                            ScaleOf(k_scales, layer), ScaleOf(v_scales, layer));
+    const CacheLayout cache = DescribeCache(key_caches[layer], value_caches[layer]);
+    const std::optional<at::Tensor> k_scale = ScaleOf(k_scales, layer);
+    const std::optional<at::Tensor> v_scale = ScaleOf(v_scales, layer);
     if (layer == 0) params.geometry = cache.geometry;
     NWOR_CHECK(cache.geometry == params.geometry, "key_caches: got ", Describe(key_caches[layer]),
                " strides ", key_caches[layer].strides(), " for layer ", layer, ", expected ",
                Describe(key_caches[0]), " strides ", key_caches[0].strides(), " as layer 0");
     CheckReadable(key_caches[layer], "key_caches", device);
-    layers.push_back({cache.key, cache.value, cache.scales});
+    CheckReadable(value_caches[layer], "value_caches", device);
+    CheckReadable(k_scale, "k_scales", device);
+    CheckReadable(v_scale, "v_scales", device);
+    layers.push_back({cache.key, cache.value, DescribeScales(key_caches[layer], k_scale, v_scale)});
   }
   const CacheGeometry& geometry = params.geometry;
   NWOR_CHECK(block_size >= 1 && geometry.page_size % block_size == 0, "block_size: got ",

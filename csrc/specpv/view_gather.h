@@ -18,7 +18,7 @@ namespace nwor {
 //   key_caches, value_caches  L x [P, S, Hkv, D], in the views' memory or in pinned host memory
 //   blocks [L, B, Hkv, max_blocks] int32, as a PartialView's   lens, held [B] int32
 //   keys, values [L, B, Hkv, N, D], contiguous channels, the same strides; K and V of a float8
-//   cache are multiplied by their scales
+//   cache are multiplied by their scales, which lie where caches may, not necessarily with theirs
 // On the CPU a length or block out of range throws Error and nothing is written. On CUDA it makes
 // lens[b] -1, so that the request sees its whole prefix; nothing is read by the host, capturable.
 NWOR_EXPORT void GatherView(const std::vector<at::Tensor>& key_caches,

@@ -33,7 +33,13 @@ void CheckList(const GatherParams& params, const List& list) {
   }
 }
 
+// A request without a length is left alone, whatever it holds.
+bool HasTokensToCopy(const GatherParams& params, int32_t request) {
+  return params.lens[request] >= 0 && params.lens[request] > params.held[request];
+}
+
 void CopyList(const GatherParams& params, const List& list) {
+  if (!HasTokensToCopy(params, list.request)) return;
   const CacheGeometry& geometry = params.geometry;
   const GatherLayer& layer = params.layers[list.layer];
   const int32_t parts = geometry.page_size / params.block_size;
@@ -82,7 +88,7 @@ void CheckGatherCpu(const GatherParams& params) {
   }
   for (int64_t i = 0; i < NumLists(params); ++i) {
     const List list = ListAt(params, i);
-    if (params.lens[list.request] > params.held[list.request]) CheckList(params, list);
+    if (HasTokensToCopy(params, list.request)) CheckList(params, list);
   }
 }
 

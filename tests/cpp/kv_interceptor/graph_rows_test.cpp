@@ -112,6 +112,19 @@ TEST_F(GraphRowsTest, CommitsWhatAReplayStaged) {
   EXPECT_EQ(stats.cache_bytes_written, (2 + 2) * token_bytes);
 }
 
+TEST_F(GraphRowsTest, AWriteOfSomeRowsAfterAReplayKeepsTheSlotsOfTheOthers) {
+  interceptor_.Begin({{3}, {2}, {}});
+  const at::Tensor key = Rows(3), again = Rows(1);
+  Replay(key, at::tensor({4, 5, 6}, at::kLong));
+  interceptor_.NoteReplay();
+  interceptor_.Write(Name(0), again, again, Ints({5}).to(at::kLong), std::vector<int32_t>{1});
+  EXPECT_TRUE(interceptor_.Commit(Ints({1, 2}).view({1, 2}), Ints({2})).ok());
+  EXPECT_TRUE(at::equal(KeySlot(0, 5), again[0]));
+  EXPECT_TRUE(at::equal(KeySlot(0, 6), key[2]));
+  EXPECT_TRUE(at::equal(KeySlot(1, 5), key[1]));
+  EXPECT_TRUE(at::equal(KeySlot(1, 6), key[2]));
+}
+
 TEST_F(GraphRowsTest, WithoutAReplayTheRoundIsIncomplete) {
   interceptor_.Begin({{2}, {1}, {}});
   const Receipt receipt = interceptor_.Commit(Ints({1}).view({1, 1}), Ints({1}));

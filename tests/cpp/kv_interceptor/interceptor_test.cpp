@@ -76,6 +76,39 @@ TEST_F(InterceptorTest, StagesDraftsAndWritesTheRootDirectly) {
   EXPECT_FALSE(at::equal(KeySlot(0, 10), key[2]));
 }
 
+TEST_F(InterceptorTest, ADeferredWriteThatComesBackWaitsAgain) {
+  Interceptor interceptor{NworConfig{}};
+  Bind(interceptor, 1);
+  interceptor.Begin({{2}, {1}, {}});
+  const at::Tensor key = Rows(2);
+  interceptor.Write(Layer(0), key, key, Slots({8, 9}), std::nullopt, std::nullopt, /*defer=*/true);
+  std::optional<DeferredWrite> write = interceptor.TakeDeferred(Layer(0));
+  ASSERT_TRUE(write.has_value());
+  interceptor.ReturnDeferred(Layer(0), std::move(*write));
+  EXPECT_TRUE(interceptor.Commit(Ints({1}).view({1, 1}), Ints({1})).ok());
+  EXPECT_TRUE(at::equal(KeySlot(0, 8), key[0]));
+  EXPECT_TRUE(at::equal(KeySlot(0, 9), key[1]));
+}
+
+TEST_F(InterceptorTest, ADeferredWriteThatComesBackLateIsDropped) {
+  Interceptor interceptor{NworConfig{}};
+  Bind(interceptor, 1);
+  for (const bool next_is_open : {false, true}) {
+    interceptor.Begin({{2}, {1}, {}});
+    interceptor.Write(Layer(0), Rows(2), Rows(2), Slots({8, 9}), std::nullopt, std::nullopt,
+                      /*defer=*/true);
+    std::optional<DeferredWrite> write = interceptor.TakeDeferred(Layer(0));
+    ASSERT_TRUE(write.has_value());
+    interceptor.Abort();
+    if (next_is_open) interceptor.Begin({{2}, {1}, {}});
+    interceptor.ReturnDeferred(Layer(0), std::move(*write));
+    if (!next_is_open) interceptor.Begin({{2}, {1}, {}});
+    EXPECT_FALSE(interceptor.TakeDeferred(Layer(0)).has_value()) << next_is_open;
+    interceptor.Abort();
+    EXPECT_TRUE(Unchanged());
+  }
+}
+
 TEST_F(InterceptorTest, CommitsATreePathToConsecutiveSlots) {
   Interceptor interceptor{NworConfig{}};
   Bind(interceptor);

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
@@ -12,7 +13,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-from nwor_specpv import Interceptor, NworConfig, NworError, RoundPlan
+from nwor_specpv import CommitTail, Interceptor, NworConfig, NworError, RoundPlan
 
 PAGES, TOKENS, HEADS, DIM = 4, 4, 2, 8
 RANKS = 2
@@ -21,11 +22,11 @@ RANKS = 2
 class Rank:
     """One rank's interceptor over its own shard: other K/V, the same rows and slots."""
 
-    def __init__(self, rank: int):
+    def __init__(self, rank: int, **config: Any):
         torch.manual_seed(rank)
         self.caches = [torch.randn(PAGES, TOKENS, HEADS, DIM) for _ in range(4)]
         group = dist.group.WORLD.group_name
-        self.interceptor = Interceptor(NworConfig(agreement_group=group))
+        self.interceptor = Interceptor(NworConfig(agreement_group=group, **config))
         for layer in range(2):
             self.interceptor.bind_layer(f"layer{layer}", *self.caches[2 * layer : 2 * layer + 2])
 
@@ -111,6 +112,62 @@ def pass_a_wrong_path_everywhere(rank: int) -> dict[str, Any]:
     return {"unchanged": me.unchanged(copies), "then": me.commit(3).ok}
 
 
+def write_directly_on_one_rank(rank: int) -> dict[str, Any]:
+    me = Rank(rank, **({"max_staging_bytes": 1} if rank == 1 else {}))
+    me.begin()
+    copies = me.copy()
+    first = refusal(me, me.commit(2), copies)
+    return first | {"open": me.interceptor.stats()["round_open"]}
+
+
+def write_directly_everywhere(rank: int) -> dict[str, Any]:
+    me = Rank(rank, max_staging_bytes=1)
+    me.begin()
+    receipt = me.commit(2)
+    return {"ok": receipt.ok, "degraded": receipt.degraded, "tokens": receipt.committed_tokens}
+
+
+def fail_on_one_rank(rank: int, fail: Callable[[Rank], None], message: str) -> dict[str, Any]:
+    """Rank 1 gives its commit something wrong and gives the round up; then all is well again."""
+    me = Rank(rank)
+    me.begin()
+    copies = me.copy()
+    if rank == 0:
+        seen = refusal(me, me.commit(2), copies)
+    else:
+        with pytest.raises(NworError, match=message):
+            fail(me)
+        seen = {"unchanged": me.unchanged(copies)}
+        if me.interceptor.stats()["round_open"]:
+            me.interceptor.abort()
+    me.begin()
+    return seen | {"then": me.commit(3).ok}
+
+
+def pass_a_wrong_shape_on_one_rank(rank: int) -> dict[str, Any]:
+    counts = torch.ones(2, dtype=torch.int32)
+    path = torch.ones(1, 3, dtype=torch.int32)
+    return fail_on_one_rank(rank, lambda me: me.interceptor.commit(path, counts), "counts: got")
+
+
+def pass_a_wrong_view_on_one_rank(rank: int) -> dict[str, Any]:
+    def fail(me: Rank) -> None:
+        keys = torch.zeros(3, 1, HEADS, 8, DIM)
+        tail = CommitTail(keys, keys.clone(), torch.zeros(1, dtype=torch.int32))
+        path, counts = torch.ones(1, 1, dtype=torch.int32), torch.ones(1, dtype=torch.int32)
+        me.interceptor.commit(path, counts, tail=tail)
+
+    return fail_on_one_rank(rank, fail, "tail_keys: got")
+
+
+def have_no_round_on_one_rank(rank: int) -> dict[str, Any]:
+    def fail(me: Rank) -> None:
+        me.interceptor.abort()
+        me.commit(2)
+
+    return fail_on_one_rank(rank, fail, "commit: got no open round")
+
+
 WORK = (
     commit_alike,
     accept_other_counts,
@@ -118,6 +175,11 @@ WORK = (
     lack_a_layer_on_one_rank,
     disagree_and_agree_again,
     pass_a_wrong_path_everywhere,
+    write_directly_on_one_rank,
+    write_directly_everywhere,
+    pass_a_wrong_shape_on_one_rank,
+    pass_a_wrong_view_on_one_rank,
+    have_no_round_on_one_rank,
 )
 
 
@@ -178,6 +240,48 @@ def test_a_disagreement_is_over_with_its_round(ranks) -> None:
 def test_wrong_input_on_all_ranks_raises_on_all(ranks) -> None:
     for seen in ranks:
         assert seen["pass_a_wrong_path_everywhere"] == {"unchanged": True, "then": True}
+
+
+def test_a_rank_that_wrote_directly_commits_no_more_than_the_others(ranks) -> None:
+    """Its rows lie in their slots as without staging; that they count is what all must agree on."""
+    for rank, seen in enumerate(ranks):
+        result = seen["write_directly_on_one_rank"]
+        assert result == {
+            "ok": False,
+            "error": "rank_disagreement",
+            "degraded": "rank_disagreement",
+            "tokens": 0,
+            "unchanged": True,
+            "counted": {"rank_disagreement": 1} | ({"capacity": 1} if rank == 1 else {}),
+            "open": False,
+        }
+
+
+def test_ranks_that_all_wrote_directly_agree(ranks) -> None:
+    for seen in ranks:
+        assert seen["write_directly_everywhere"] == {"ok": True, "degraded": "none", "tokens": 0}
+
+
+@pytest.mark.parametrize(
+    "work",
+    [
+        "pass_a_wrong_shape_on_one_rank",
+        "pass_a_wrong_view_on_one_rank",
+        "have_no_round_on_one_rank",
+    ],
+)
+def test_a_rank_whose_commit_throws_refuses_for_all(ranks, work: str) -> None:
+    good, bad = (seen[work] for seen in ranks)
+    assert bad == {"unchanged": True, "then": True}
+    assert good == {
+        "ok": False,
+        "error": "rank_disagreement",
+        "degraded": "rank_disagreement",
+        "tokens": 0,
+        "unchanged": True,
+        "counted": {"rank_disagreement": 1},
+        "then": True,
+    }
 
 
 def test_an_unknown_group_is_named() -> None:

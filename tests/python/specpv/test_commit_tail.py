@@ -94,6 +94,20 @@ def test_a_view_without_room_refuses_the_whole_commit(device: str) -> None:
     assert run(round_, None, tail=views(round_, fits, 20)) == 0
 
 
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("count", [0, 1])
+@pytest.mark.parametrize("roots", [True, False])
+def test_rows_behind_the_last_number_have_no_room(device: str, count: int, roots: bool) -> None:
+    """2^31 - 1 and the root are more than 32 bits hold: the end must not become negative."""
+    round_ = make_round(seeded(), device, torch.float32)
+    round_.path = [[], list(range(count)), []]
+    tail = views(round_, [3, 2**31 - 1, 3], 20, roots)
+    assert run(round_, None, [[], [5][:count], []], tail) == TAIL_FULL
+    assert (tail.tail_keys == POISON).all()
+    assert (tail.tail_values == POISON).all()
+    assert tail.tail_held.tolist() == [-5] * 3
+
+
 def test_the_interceptors_commit_feeds_them_too() -> None:
     rng = seeded()
     pages = make_pages([20, 31], dim=16, page_size=4, layout="packed")

@@ -133,6 +133,17 @@ def test_copies_what_is_not_held_and_nothing_else(device: str, dtype: torch.dtyp
 
 
 @pytest.mark.parametrize("device", DEVICES)
+def test_a_request_to_be_left_alone_may_hold_anything(device: str) -> None:
+    views = Views(random.Random(4), device, torch.float32)
+    held = ints([0, -3, 0], device)
+    lens = ints([views.lens[0], -1, views.lens[2]], device)
+    views.gather(lens, held)
+    assert held.tolist() == [views.lens[0], -3, views.lens[2]]
+    # Three tokens before a view of request 1 is the end of another one.
+    views.check([0, 0, 0], [views.lens[0], 0, views.lens[2]])
+
+
+@pytest.mark.parametrize("device", DEVICES)
 def test_compact_attention_is_paged_attention(device: str) -> None:
     """Bit for bit: the same tokens in the same order, wherever they lie."""
     rng = seeded()
@@ -245,12 +256,45 @@ def test_caches_in_host_memory(device: str) -> None:
     assert float(pinned_cache([3], dtype=dtype, device=device).fill_(2).sum()) == 6
 
 
+@pytest.mark.skipif("cuda" not in DEVICES, reason="no CUDA device")
+def test_on_cuda_everything_must_be_readable_by_the_device() -> None:
+    """Pageable memory of the host is refused by name, in whichever argument it comes."""
+    views = Views(seeded(), "cuda", FLOAT8)
+    lens = ints(views.lens, "cuda")
+    layers = views.layers
+    host = {
+        "key_caches": [layer.key.cpu() for layer in layers],
+        "value_caches": [layer.value.cpu() for layer in layers],
+        "k_scales": [layer.k_scale.cpu() for layer in layers],
+        "v_scales": [layer.k_scale.cpu() for layer in layers],
+    }
+    pinned = {name: [part.pin_memory() for part in parts] for name, parts in host.items()}
+    caches = {name: pinned[name] for name in ("key_caches", "value_caches")}
+    for given in (pinned, caches, {name: pinned[name] for name in ("k_scales", "v_scales")}):
+        views.keys.fill_(POISON)
+        views.values.fill_(POISON)
+        views.gather(lens, torch.zeros_like(lens), **given)
+        views.check([0, 0, 0], views.lens)
+    for name, pageable in host.items():
+        wrong = [pinned[name][0], pageable[1]]
+        with pytest.raises(NworError, match=f"{name}: got .* or pinned host memory"):
+            views.gather(lens, torch.zeros_like(lens), **(pinned | {name: wrong}))
+
+
 WRONG = {
     "block size": (lambda v: {"block_size": 3}, "block_size: got 3"),
     "layers": (lambda v: {"value_caches": [v.layers[0].value]}, "value_caches: got 1"),
     "held": (lambda v: {"held": ints([0], "cpu")}, "held: got sizes"),
     "keys": (lambda v: {"keys": v.keys[:, :2]}, "keys: got"),
     "values": (lambda v: {"values": v.values.half()}, "values: got"),
+    "scales": (
+        lambda v: {
+            "key_caches": [layer.key.to(FLOAT8) for layer in v.layers],
+            "value_caches": [layer.value.to(FLOAT8) for layer in v.layers],
+            "v_scales": [torch.ones(1, device="meta")] * 2,
+        },
+        "v_scales: got .* on meta, expected memory of cpu",
+    ),
     "negative": (lambda v: {"held": ints([0, -1, 0], "cpu")}, r"held\[1\]: got -1"),
 }
 

@@ -208,6 +208,35 @@ def test_wrong_use_is_named_and_writes_nothing(name: str) -> None:
     assert arguments["num_blocks"].tolist() == [-9]
 
 
+def on_cuda(arguments: dict) -> dict:
+    return {
+        name: value.cuda() if isinstance(value, torch.Tensor) else value
+        for name, value in arguments.items()
+    }
+
+
+@pytest.mark.skipif("cuda" not in DEVICES, reason="no CUDA device")
+@pytest.mark.parametrize("name", ["F beyond N", "no candidate", "uneven", "uneven layers", "far"])
+def test_on_cuda_lists_that_are_no_view_become_the_whole_prefix(name: str) -> None:
+    rows = {"blocks": torch.full((2, 1, 1, 8), -9, dtype=torch.int32)}
+    more = {
+        "uneven layers": rows | {"ids": ints([[[[0, -1]]], [[[0, 1]]]])},
+        "far": rows | {"ids": ints([[[[0]]], [[[2**31 - 1]]]])},
+    }
+    arguments = on_cuda(good() | (more[name] if name in more else WRONG[name][0]))
+    build_view(**arguments)
+    assert arguments["num_blocks"].tolist() == [-1]
+    assert arguments["view_lens"].tolist() == [0]
+
+
+@pytest.mark.skipif("cuda" not in DEVICES, reason="no CUDA device")
+def test_on_cuda_an_id_amid_a_list_leads_nowhere() -> None:
+    arguments = on_cuda(good() | {"ids": ints([[[[2**30, 1]]]]), "window_blocks": 0})
+    build_view(**arguments)
+    assert arguments["num_blocks"].tolist() == [4]
+    assert arguments["blocks"][0, 0, 0, :4].tolist() == [0, -1, 2, 3]
+
+
 def test_fakes_and_schemas() -> None:
     arguments = tuple(good().values())
     torch.library.opcheck(torch.ops.nwor_specpv.build_view.default, arguments)
