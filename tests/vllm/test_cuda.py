@@ -16,7 +16,6 @@ import torch
 from configs import HYBRID, MTP, WINDOW
 from engines import NGRAM, drive, greedy, own_engine, start, story_prompts
 from engines import stats as own_stats
-from heads import story_head
 from vllm.plugins import load_general_plugins
 
 from nwor_specpv.drafters.vllm_head import write_vllm_head
@@ -248,30 +247,6 @@ def test_v2_in_full_graphs(tmp_path: Path) -> None:
     # Two of four drafts are accepted on average; the last step of a request may be cut short.
     assert 0.3 < stats["committed_tokens"] / stats["staged_tokens"] < 0.7
     assert not hasattr(own_engine().runner, "input_batch"), "the V1 runner was used"
-
-
-@pytest.mark.parametrize("arrivals", [[0] * 6, [0, 0, 0, 3, 3, 3]], ids=["prompts", "mixed"])
-def test_v2_with_drafts_by_batch_size(tmp_path: Path, arrivals: list[int]) -> None:
-    """Prompts of 3 rows: vLLM replays the graph of a root and 2 drafts for them."""
-    by_size = {"num_speculative_tokens_per_batch_size": [[1, 2, 4], [3, 64, 2]]}
-    speculation = story_head(tmp_path) | {"num_speculative_tokens": 4} | by_size
-    model = {"model": str(stories(64)), "skip_tokenizer_init": True, "speculation": speculation}
-    prompts = [prompt[:3] for prompt in story_prompts(6)]
-    runs = []
-    for options in ({"enforce_eager": True}, GRAPHS):
-        llm = begin(STRICT, **model, **options)
-        drive(llm, story_prompts(6), greedy(8))  # what a graph would find of the step before
-        runs.append(drive(llm, prompts, greedy(24), arrivals=arrivals).tokens)
-        assert own_stats()["fallbacks"] == {}
-        assert (own_engine().num_replays > 0) is (options is GRAPHS)
-        del llm
-    eager, graphs = runs
-    assert {name: tokens[0] for name, tokens in graphs.items()} == {
-        name: tokens[0] for name, tokens in eager.items()
-    }
-    share = alike(graphs, eager)
-    print(f"as without graphs before a difference: {share:.2f}")
-    assert share > 0.5  # bfloat16: prompts take another way there
 
 
 # ---- SmolLM2, real weights ----

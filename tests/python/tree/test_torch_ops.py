@@ -64,7 +64,9 @@ def test_opcheck(device: str, name: str) -> None:
 
 
 def test_every_tree_op_is_checked() -> None:
-    ours = {name for name in dir(OPS) if name.startswith(("tree_", "accept_", "cut_", "target_"))}
+    # Attributes of OPS are those that somebody has asked for.
+    names = (name.removeprefix("nwor_specpv::") for name in torch._C._dispatch_get_all_op_names())
+    ours = {name for name in names if name.startswith(("tree_", "accept_", "cut_", "target_"))}
     assert ours | {"make_coins"} == set(calls("cpu"))
 
 
