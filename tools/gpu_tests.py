@@ -5,10 +5,10 @@
                        [--json FILE] [-k EXPRESSION] [PATHS ...]
 
 Every check deals the tests out to `jobs` processes, and all checks run side by side and share the
-cores. What has not run when the time is up is counted as such, and named in the file. The sanitizer
-looks at this project's kernels alone. The exit status is 0 if every test has passed in every check,
-or has said why it skips, and nothing was found. Without a GPU, where nearly all would skip, or
-without the sanitizer it is refused.
+cores. What has not run when the time is up is counted as such, and named in the file, and so is
+what the sanitizer said first, and in which test. It looks at this project's kernels alone. The exit
+status is 0 if every test has passed in every check, or has said why it skips, and nothing was
+found. Without a GPU, where nearly all would skip, or without the sanitizer it is refused.
 """
 
 from __future__ import annotations
@@ -38,6 +38,9 @@ _CAPTURES = re.compile(r"graph|captur|bench")
 _NO_CACHE = {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
 _FOUND = re.compile(r"(?:ERROR SUMMARY: (\d+) error|RACECHECK SUMMARY: (\d+) hazard)")
 _VERDICT = re.compile(r"^(\S+::.*?) (PASSED|FAILED|ERROR|SKIPPED|XFAIL)", re.MULTILINE)
+# Again at the end: a sanitizer may have spoken between a test's name and its verdict.
+_AT_END = re.compile(r"^(PASSED|FAILED|ERROR) (\S+::.*?)(?: - .*)?$", re.MULTILINE)
+_SAID = re.compile(r"(?<!=)={9} (?! )(?!COMPUTE-SANITIZER|.* SUMMARY:|Target )(.+)")
 _KINDS = {"PASSED": "passed", "FAILED": "failed", "ERROR": "failed", "SKIPPED": "skipped",
           "XFAIL": "skipped"}  # fmt: skip
 
@@ -55,7 +58,8 @@ class Shard:
 
     def start(self, threads: int) -> None:
         """With so many threads for what its tests compute on the host, unless the caller chose."""
-        command = [sys.executable, "-m", "pytest", "-v", "-p", "no:cacheprovider", "-p", "no:xdist"]
+        command = [sys.executable, "-m", "pytest", "-v", "-rpfE", "-p", "no:cacheprovider"]
+        command += ["-p", "no:xdist"]
         if self.check in SANITIZERS:
             command = [
                 *("compute-sanitizer", "--tool", self.check, "--kernel-name", "kns=nwor"),
@@ -92,6 +96,7 @@ class Outcome:
     findings: int = 0
     troubles: list[str] = field(default_factory=list)
     not_run: list[str] = field(default_factory=list)
+    said: list[str] = field(default_factory=list)  # by the sanitizer, the first lines
 
     @property
     def ok(self) -> bool:
@@ -102,7 +107,9 @@ class Outcome:
         assert shard.process is not None
         text = shard.log.read_text(errors="replace")
         seen: dict[str, str] = {}
-        for name, verdict in _VERDICT.findall(text):
+        verdicts = _VERDICT.findall(text)
+        verdicts += [(name, verdict) for verdict, name in _AT_END.findall(text)]
+        for name, verdict in verdicts:
             kind = _KINDS[verdict]
             if seen.get(name) != "failed":  # its teardown may have failed as well
                 seen[name] = kind
@@ -110,6 +117,8 @@ class Outcome:
         not_run = [name for name in shard.tests if name not in seen]
         self.counts["not run"] += len(not_run)
         self.not_run += not_run
+        if shard.check in SANITIZERS:
+            self.said += first_words(text, shard.tests)
         summaries = [int(errors or hazards) for errors, hazards in _FOUND.findall(text)]
         self.findings += sum(summaries)
         failed = [name for name, kind in seen.items() if kind == "failed"]
@@ -125,6 +134,19 @@ class Outcome:
         told = ", ".join(f"{n} {kind}" for kind, n in sorted(self.counts.items()) if n)
         found = f", {self.findings} findings" if self.check in SANITIZERS else ""
         return f"{self.check}: {told}{found} ({self.seconds:.0f} s)"
+
+
+def first_words(text: str, tests: list[str], most: int = 20) -> list[str]:
+    """The first lines of findings, each behind the test in which it came."""
+    found: list[str] = []
+    current = "before any test"
+    for line in text.splitlines():
+        # Of test_a[1] and test_a[1]b the longer one; lines of tracebacks are none.
+        current = max((t for t in tests if line.startswith(f"{t} ")), key=len, default=current)
+        said = _SAID.search(line)
+        if said and len(found) < most:
+            found.append(f"{current}: {said[1]}")
+    return found
 
 
 def refusal(checks: list[str]) -> str | None:
@@ -216,8 +238,8 @@ def main() -> int:
     outcomes = run(options.checks, tests, max(1, options.jobs), 60 * options.minutes, logs)
     for outcome in outcomes:
         print(outcome)
-        for trouble in outcome.troubles:
-            print(f"  {trouble}")
+        for line in outcome.troubles + outcome.said[:20]:
+            print(f"  {line}")
     if options.json:
         told = [vars(outcome) | {"ok": outcome.ok} for outcome in outcomes]
         options.json.write_text(json.dumps(told, indent=1) + "\n")

@@ -95,6 +95,27 @@ def test_a_finding_is_no_success(tool: ModuleType) -> None:
     assert found["memcheck"].findings > 0
 
 
+def test_what_a_sanitizer_says_is_kept_with_its_test(tool: ModuleType) -> None:
+    """It speaks in the midst of a line, and that test has passed all the same."""
+    tests = """
+import os
+
+def test_cuda_quiet():
+    pass
+
+def test_cuda_loud(capfd):
+    with capfd.disabled():
+        os.write(1, b"========= Barrier error detected. Divergent thread(s) in warp\\n")
+        os.write(1, b"=========     at some kernel\\n")
+"""
+    summary = 'echo "========= ERROR SUMMARY: 1 error"; code=9'
+    outcome = outcomes(tool, tests, ["synccheck"], summary)["synccheck"]
+    assert (outcome.counts["passed"], outcome.counts["not run"]) == (2, 0)
+    name = "test_some.py::test_cuda_loud"
+    assert outcome.said == [f"{name}: Barrier error detected. Divergent thread(s) in warp"]
+    assert not outcome.ok
+
+
 def test_a_sanitizer_that_says_nothing_is_no_success(tool: ModuleType) -> None:
     found = outcomes(tool, TESTS, ["racecheck"], summary=":")
     assert not found["racecheck"].ok
