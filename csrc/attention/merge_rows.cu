@@ -134,7 +134,7 @@ __device__ void MergeRow(const MergeRowsParams& params, int32_t row, int32_t fir
     begin -= row % params.rows_per_request;
   } else {
     const int32_t request = RequestOf(params, row, lane);
-    if (request >= params.num_requests) return;
+    if (request >= params.num_requests || row < params.query_start[request]) return;
     if (params.token_lens != nullptr) {
       begin = request * params.token_room;
       end = begin + min(params.token_lens[request], params.token_room);

@@ -120,6 +120,23 @@ void MapTensors(const VerifyParams& params, CUtensorMap (&maps)[4]) {
   }
 }
 
+void SetDevice(int device) {
+  const cudaError_t error = cudaSetDevice(device);
+  NWOR_CHECK(error == cudaSuccess, "device: got ", device, ": ", cudaGetErrorString(error));
+}
+
+// What the runtime knows of kernels it knows of the current device.
+bool HasWarpgroupKernelOn(int device) {
+  int current = device;
+  if (cudaGetDevice(&current) != cudaSuccess || current == device) {
+    return VerifyLauncher<__nv_bfloat16, false, 128>::HasWarpgroupKernel();
+  }
+  SetDevice(device);
+  const bool has = VerifyLauncher<__nv_bfloat16, false, 128>::HasWarpgroupKernel();
+  SetDevice(current);
+  return has;
+}
+
 }  // namespace
 
 DeviceProps QueryDeviceProps(int device) {
@@ -135,8 +152,7 @@ DeviceProps QueryDeviceProps(int device) {
                                Attribute(cudaDevAttrComputeCapabilityMinor, device);
     props.smem_per_block_bytes = Attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin, device);
     props.smem_per_sm_bytes = Attribute(cudaDevAttrMaxSharedMemoryPerMultiprocessor, device);
-    props.warpgroup_mma = props.compute_capability == 90 &&
-                          VerifyLauncher<__nv_bfloat16, false, 128>::HasWarpgroupKernel();
+    props.warpgroup_mma = props.compute_capability == 90 && HasWarpgroupKernelOn(device);
     props.num_sms = Attribute(cudaDevAttrMultiProcessorCount, device);
   }
   return props;

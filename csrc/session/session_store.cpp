@@ -82,14 +82,14 @@ void GiveUp(SessionTable& table, Progress& progress) {
   }
 }
 
-void Finish(SessionTable& table, Progress& progress) {
+void Finish(SessionTable& table, Progress& progress, double now) {
   VerifyResult& result = progress.result;
   for (const int32_t row : result.accepted_rows) {
     result.tokens.push_back(progress.request->tree.tokens[row]);
   }
   result.cache_hit = !progress.session.started();
   result.length = progress.session->length;
-  table.NoteVerified(*progress.session, progress.session.started(), result.rows_saved);
+  table.NoteVerified(*progress.session, progress.session.started(), result.rows_saved, now);
 }
 
 }  // namespace
@@ -155,7 +155,11 @@ std::vector<VerifyResult> SessionStore::VerifyBatch(const std::vector<VerifyRequ
   }
   table.Sweep();
 
+  std::vector<std::string> names;
+  for (const auto& [name, progress] : by_name) names.push_back(name);
+  const SessionPins pins = table.Pin(names);  // a session that starts here evicts none of them
   std::vector<Progress*> held;
+  double now = 0.0;
   try {
     for (auto& [name, progress] : by_name) {
       const VerifyRequest& request = *progress.request;
@@ -164,11 +168,12 @@ std::vector<VerifyResult> SessionStore::VerifyBatch(const std::vector<VerifyRequ
       if (request.chunk_rows > 0) progress.chunks.emplace(request.tree.tokens, request.chunk_rows);
     }
     impl_->Run(held);
+    now = impl_->config.clock();
   } catch (...) {
     for (Progress* progress : held) GiveUp(table, *progress);
     throw;
   }
-  for (Progress* progress : held) Finish(table, *progress);
+  for (Progress* progress : held) Finish(table, *progress, now);
   std::vector<VerifyResult> results;
   for (const VerifyRequest& request : requests) {
     results.push_back(std::move(by_name[request.session].result));

@@ -1,6 +1,7 @@
 #include "session/session_table.h"
 
 #include <algorithm>
+#include <unordered_set>
 
 #include "check.h"
 #include "metrics/counters.h"
@@ -84,7 +85,27 @@ HeldSession SessionTable::Hold(const std::string& name) {
   return held;
 }
 
+SessionPins::~SessionPins() {
+  if (sessions_.empty()) return;
+  const std::lock_guard guard(table_->mutex_);
+  for (const std::shared_ptr<Session>& session : sessions_) --session->users;
+}
+
+SessionPins SessionTable::Pin(const std::vector<std::string>& names) {
+  SessionPins pins(this);
+  pins.sessions_.reserve(names.size());
+  const std::lock_guard guard(mutex_);
+  for (const std::string& name : names) {
+    if (std::shared_ptr<Session> session = Find(name)) {
+      ++session->users;
+      pins.sessions_.push_back(std::move(session));
+    }
+  }
+  return pins;
+}
+
 HeldSession SessionTable::HoldOrStart(const std::string& name, int64_t cached_len) {
+  const double now = config_.clock();  // before anything changes
   while (true) {
     HeldSession held;
     {
@@ -101,7 +122,7 @@ HeldSession SessionTable::HoldOrStart(const std::string& name, int64_t cached_le
         }
         session = Make(name);
         allocator_.Extend(session->key, 0);
-        Add(session);
+        Add(session, now);
       }
       held = HeldSession(this, std::move(session), starts);
       // Before anybody else can find it: who starts a session is the first to use it.
@@ -132,6 +153,7 @@ void SessionTable::CutBack(Session& session, int64_t length) {
 
 void SessionTable::Fork(const Session& parent, const std::string& child,
                         std::optional<int64_t> num_tokens) {
+  const double now = config_.clock();
   const std::lock_guard guard(mutex_);
   NWOR_CHECK(Find(child) == nullptr, "child: got '", child,
              "', which is a session already, expected a new name");
@@ -141,7 +163,7 @@ void SessionTable::Fork(const Session& parent, const std::string& child,
   const std::shared_ptr<Session> fork = Make(child);
   allocator_.Fork(parent.key, fork->key, length);
   fork->length = length;
-  Add(fork);
+  Add(fork, now);
   Count(Counter::kSessionsStarted, &stats_.started);
 }
 
@@ -157,9 +179,9 @@ void SessionTable::Drop(Session& session) {
   Remove(session);
 }
 
-void SessionTable::NoteVerified(Session& session, bool started, int64_t rows_saved) {
+void SessionTable::NoteVerified(Session& session, bool started, int64_t rows_saved, double now) {
   const std::lock_guard guard(mutex_);
-  Touch(session);
+  Touch(session, now);
   stats_.rows_saved += rows_saved;
   started ? Count(Counter::kSessionsStarted, &stats_.started)
           : Count(Counter::kSessionHits, &stats_.cache_hits);
@@ -175,16 +197,7 @@ int64_t SessionTable::Sweep() {
 std::vector<int64_t> SessionTable::Extend(Session& session, int64_t num_tokens, int64_t ahead) {
   const std::lock_guard guard(mutex_);
   const int64_t needed = allocator_.PagesToExtend(session.key, num_tokens + ahead);
-  const auto room = [&] { return page_limit_ - allocator_.stats().held_pages - pages_ahead_; };
-  // What can never fit costs nobody else their session.
-  const bool possible = allocator_.num_pages(session.key) + needed <= page_limit_;
-  while (possible && room() < needed && EvictOldest()) {
-  }
-  if (room() < needed) {
-    throw CapacityError(Concat("session '", session.name, "': got a need of ", needed,
-                               " pages, expected at most ", room(), " of ", page_limit_,
-                               " that are free or can be evicted"));
-  }
+  if (Room() < needed) MakeRoom(session, needed);
   const int64_t before = allocator_.stats().held_pages;
   std::vector<int64_t> slots = allocator_.Extend(session.key, num_tokens);
   pages_ahead_ += needed - (allocator_.stats().held_pages - before);
@@ -243,10 +256,10 @@ std::shared_ptr<Session> SessionTable::Make(const std::string& name) {
   return std::make_shared<Session>(name, next_key_++);
 }
 
-void SessionTable::Add(const std::shared_ptr<Session>& session) {
+void SessionTable::Add(const std::shared_ptr<Session>& session, double now) {
   sessions_.emplace(session->name, session);
   session->place = order_.insert(order_.end(), session.get());
-  Touch(*session);
+  Touch(*session, now);
   Counters::Global().AddLiveSessions(1);
 }
 
@@ -258,8 +271,8 @@ void SessionTable::Remove(Session& session) {
   sessions_.erase(sessions_.find(session.name));
 }
 
-void SessionTable::Touch(Session& session) {
-  session.last_used = config_.clock();
+void SessionTable::Touch(Session& session, double now) {
+  session.last_used = now;
   order_.splice(order_.end(), order_, session.place);
 }
 
@@ -267,9 +280,41 @@ bool SessionTable::EvictOldest() {
   const auto oldest = std::find_if(order_.begin(), order_.end(),
                                    [](const Session* session) { return session->users == 0; });
   if (oldest == order_.end()) return false;
-  Remove(**oldest);
-  Count(Counter::kSessionsEvicted, &stats_.evicted);
+  Evict(**oldest);
   return true;
+}
+
+void SessionTable::Evict(Session& session) {
+  Remove(session);
+  Count(Counter::kSessionsEvicted, &stats_.evicted);
+}
+
+int64_t SessionTable::Room() const {
+  return page_limit_ - allocator_.stats().held_pages - pages_ahead_;
+}
+
+void SessionTable::MakeRoom(const Session& session, int64_t needed) {
+  std::unordered_set<int32_t> kept;  // pages that sessions in use have, some of them several
+  for (const Session* other : order_) {
+    if (other->users == 0) continue;
+    const std::vector<int32_t> pages = allocator_.Pages(other->key, 0);
+    kept.insert(pages.begin(), pages.end());
+  }
+  const int64_t possible = page_limit_ - pages_ahead_ - static_cast<int64_t>(kept.size());
+  if (possible < needed) {
+    throw CapacityError(Concat("session '", session.name, "': got a need of ", needed,
+                               " pages, expected at most ", possible, " of ", page_limit_,
+                               " that are free or can be evicted"));
+  }
+  for (auto next = order_.begin(); next != order_.end() && Room() < needed;) {
+    Session& oldest = **next++;
+    if (oldest.users > 0) continue;
+    const std::vector<int32_t> pages = allocator_.Pages(oldest.key, 0);
+    // Who has pages of sessions in use alone would go in vain.
+    const bool helps =
+        std::any_of(pages.begin(), pages.end(), [&](int32_t page) { return !kept.contains(page); });
+    if (helps) Evict(oldest);
+  }
 }
 
 int64_t SessionTable::RemoveIdle() {

@@ -52,6 +52,21 @@ class HeldSession {
   bool started_ = false;
 };
 
+// Sessions that nobody takes away while a batch takes hold of them one by one.
+class SessionPins {
+ public:
+  SessionPins(SessionPins&& other) noexcept = default;
+  SessionPins& operator=(SessionPins&&) = delete;
+  ~SessionPins();
+
+ private:
+  friend class SessionTable;
+  explicit SessionPins(SessionTable* table) : table_(table) {}
+
+  SessionTable* table_;
+  std::vector<std::shared_ptr<Session>> sessions_;
+};
+
 // Thread-safety: every method may be called from any thread. Those that take a Session are for
 // whoever holds it.
 class SessionTable final : public SessionPages {
@@ -66,6 +81,8 @@ class SessionTable final : public SessionPages {
   // The same for a verify that expects `cached_len` tokens to be cached; 0 starts a session that is
   // not here. Throws UnknownSessionError, DesyncError, CapacityError.
   HeldSession HoldOrStart(const std::string& name, int64_t cached_len);
+  // Those of these sessions that are here.
+  SessionPins Pin(const std::vector<std::string>& names);
 
   // REQUIRES: 0 <= length <= the session's.
   void CutBack(Session& session, int64_t length);
@@ -73,7 +90,8 @@ class SessionTable final : public SessionPages {
   void End(Session& session);
   // Of a session whose first verify failed: it never was.
   void Drop(Session& session);
-  void NoteVerified(Session& session, bool started, int64_t rows_saved);
+  // At the time `now`, which the caller asked the clock for: it may throw, and nothing may here.
+  void NoteVerified(Session& session, bool started, int64_t rows_saved, double now);
   // Takes away what has been idle too long. Returns how many.
   int64_t Sweep();
 
@@ -90,15 +108,21 @@ class SessionTable final : public SessionPages {
 
  private:
   friend class HeldSession;
+  friend class SessionPins;
 
   // ---- under the lock ----
   std::shared_ptr<Session> Find(const std::string& name) const;
   // A session that is not in the table yet, after making room for it there.
   std::shared_ptr<Session> Make(const std::string& name);
-  void Add(const std::shared_ptr<Session>& session);
+  void Add(const std::shared_ptr<Session>& session, double now);
   void Remove(Session& session);
-  void Touch(Session& session);
+  void Touch(Session& session, double now);
+  void Evict(Session& session);
   bool EvictOldest();
+  int64_t Room() const;
+  // Evicts the oldest until `needed` pages are free. Throws CapacityError, and evicts nobody, if
+  // all of them would not do.
+  void MakeRoom(const Session& session, int64_t needed);
   int64_t RemoveIdle();
   SessionInfo Describe(const Session& session, double now) const;
 

@@ -295,6 +295,96 @@ TEST(SessionStore, EvictsTheLeastRecentlyUsedByBytes) {
   }
 }
 
+TEST(SessionStore, EvictsNobodyForWhatDoesNotFitBesideSessionsInUse) {
+  ToyTarget target(6, 4);
+  SessionStore store({}, target.interceptor(), target.AsForward());
+  ToyClient idle{"idle", {1, 2}}, large{"large", Tokens(11, 1)}, more{"more", Tokens(11, 2)};
+  idle.Take(store.Verify(idle.Ask(Tokens{})));
+  large.Take(store.Verify(large.Ask(Tokens{})));  // three pages of six
+  // Beside `large`, with drafts beyond its pages, there would be no room without `idle` either.
+  const VerifyRequest grows = large.Ask(large.RightDrafts(5));
+  const std::string message = MessageOf([&] {
+    store.VerifyBatch({grows, more.Ask(Tokens(2, 3))});
+  });
+  EXPECT_NE(message.find("that are free or can be evicted"), std::string::npos) << message;
+  EXPECT_EQ(store.stats().evicted, 0);
+  EXPECT_EQ(store.stats().live, 2);
+  for (ToyClient* client : {&idle, &large}) {
+    client->Take(store.Verify(client->Ask(client->RightDrafts(1))));
+    client->ExpectPlainDecoding(client == &idle ? 2 : 11);
+  }
+}
+
+TEST(SessionStore, EvictsNoForkThatHasNoPageOfItsOwn) {
+  ToyTarget target(4, 4);
+  SessionStore store({}, target.interceptor(), target.AsForward());
+  ToyClient parent{"parent", {1, 2, 3, 4, 5}}, idle{"idle", {6, 7, 8, 9, 10}};
+  parent.Take(store.Verify(parent.Ask(Tokens{})));
+  store.Fork("parent", "fork", 4);  // the oldest but for its parent
+  idle.Take(store.Verify(idle.Ask(Tokens{})));
+  parent.Take(store.Verify(parent.Ask(parent.RightDrafts(6))));
+  EXPECT_EQ(store.stats().evicted, 1);
+  EXPECT_EQ(store.Info("fork").length, 4);
+  parent.ExpectPlainDecoding(5);
+}
+
+TEST(SessionStore, ABatchEvictsNoneOfItsOwn) {
+  for (const int64_t max_sessions : {1, 2}) {
+    ToyTarget target;
+    SessionConfig config;
+    config.max_sessions = max_sessions;
+    SessionStore store(config, target.interceptor(), target.AsForward());
+    ToyClient old{"old", {1, 2, 3}}, other{"other", {4}}, fresh{"fresh", {5, 6}};
+    old.Take(store.Verify(old.Ask(Tokens{})));
+    if (max_sessions == 2) other.Take(store.Verify(other.Ask(Tokens{})));
+    // By name `fresh` comes first, and needs a place.
+    const std::vector<VerifyRequest> batch{old.Ask(Tokens{}), fresh.Ask(Tokens{})};
+    if (max_sessions == 1) {
+      EXPECT_THROW(store.VerifyBatch(batch), CapacityError);
+      EXPECT_EQ(store.stats().live, 1);
+    } else {
+      const std::vector<VerifyResult> results = store.VerifyBatch(batch);
+      old.Take(results[0]);
+      fresh.Take(results[1]);
+      fresh.ExpectPlainDecoding(2);
+      EXPECT_THROW(store.Info("other"), UnknownSessionError);
+    }
+    old.Take(store.Verify(old.Ask(old.RightDrafts(2))));
+    old.ExpectPlainDecoding(3);
+  }
+}
+
+TEST(SessionStore, IsAsItWasWhenTheClockThrows) {
+  ToyTarget target;
+  int calls_left = 1000;
+  SessionConfig config;
+  config.clock = [&calls_left]() -> double {
+    if (--calls_left < 0) throw std::runtime_error("the clock has stopped");
+    return 1.0;
+  };
+  SessionStore store(config, target.interceptor(), target.AsForward());
+  ToyClient a{"a", {1, 2, 3}}, b{"b", {4, 5}};
+  a.Take(store.Verify(a.Ask(Tokens{})));
+  for (int calls = 0; calls < 3; ++calls) {
+    calls_left = calls;
+    EXPECT_THROW(store.VerifyBatch({a.Ask(a.RightDrafts(2)), b.Ask(Tokens{})}), std::runtime_error)
+        << calls;
+    EXPECT_EQ(store.stats().live, 1) << calls;
+  }
+  calls_left = 0;
+  EXPECT_THROW(store.Fork("a", "fork"), std::runtime_error);
+  calls_left = 1000;
+  EXPECT_EQ(store.stats().live, 1);
+  const int64_t live = Counters::Global().Read().live_sessions;
+  for (int round = 0; round < 2; ++round) {
+    a.Take(store.Verify(a.Ask(a.RightDrafts(2))));
+    b.Take(store.Verify(b.Ask(Tokens{})));
+  }
+  a.ExpectPlainDecoding(3);
+  b.ExpectPlainDecoding(2);
+  EXPECT_EQ(Counters::Global().Read().live_sessions, live + 1);
+}
+
 TEST(SessionStore, KeepsNoRoomForDraftsThatWereRejected) {
   ToyTarget target(2, 4);
   SessionStore store({}, target.interceptor(), target.AsForward());

@@ -98,6 +98,11 @@ def test_rows_of_no_request_are_left_alone(device: str) -> None:
     run(step, prefix_out, prefix_lse, out=out)
     assert (out[3:] == 7.0).all()
     assert not (out[:3] == 7.0).any()
+    step.arguments["query_start"] = torch.tensor([3, 5, 7], dtype=torch.int32, device=device)
+    out.fill_(7.0)
+    run(step, prefix_out, prefix_lse, out=out)
+    assert (out[:3] == 7.0).all()
+    assert not (out[3:] == 7.0).any()
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")

@@ -339,3 +339,11 @@ def test_an_end_comes_once(server: TinyServer) -> None:
     with pytest.raises(UnknownSessionError, match="got 'a'"):
         server.store.info("a")
     assert server.store.stats()["held_bytes"] == 0
+
+
+def test_parents_of_a_wrong_tree_are_as_given() -> None:
+    tree = DraftTree([1, 2, 3], [-1])
+    assert tree.parents == [-1]
+    with pytest.raises(NworError, match="parents: got"):
+        tree.validate()
+    assert DraftTree([1, 2, 3]).parents == [-1, 0, 1]
