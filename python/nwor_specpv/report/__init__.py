@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 from pathlib import Path
 from typing import Any
 
+from nwor_specpv._files import write_whole
 from nwor_specpv._parser import Parser, count
 from nwor_specpv.errors import NworError
 
@@ -53,19 +53,14 @@ def check_place(path: Path) -> None:
 
 
 def write_page(report: dict[str, Any], path: Path) -> Path:
-    """Writes the page beside its place first: it is there whole or not at all."""
+    """The page is there whole or not at all."""
     text = render(report)
-    beside = path.with_name(f".{path.name}.part")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        beside.write_text(text, encoding="utf-8")
-        beside.replace(path)
+        write_whole(path, text)
     except OSError as error:
         told = error.strerror or error
         raise NworError(f"page: got {str(path)!r}, which cannot be written: {told}") from None
-    finally:
-        with contextlib.suppress(OSError):
-            beside.unlink(missing_ok=True)
     return path.resolve()
 
 

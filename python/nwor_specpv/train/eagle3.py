@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 
+from nwor_specpv._files import write_whole
 from nwor_specpv._parser import require_device
 from nwor_specpv.drafters.eagle3_head import Eagle3Head, HeadShape
 from nwor_specpv.errors import NworError
@@ -253,8 +254,7 @@ class Training:
             "torch": torch.__version__,
             "measured": self.history,
         }
-        text = json.dumps(report, indent=1)
-        (self.out / "training.json").write_text(text + "\n", encoding="utf-8")
+        write_whole(self.out / "training.json", json.dumps(report, indent=1) + "\n")
         self.say(json.dumps(entry["held_out"]))
         return entry
 
@@ -388,7 +388,7 @@ def write_prompts(folder: Path, path: Path, count: int = 16384) -> None:
     begun = [*prompts.openings(encode, count), *prompts.asked(encode, count * 5 // 8)]
     parts = {"openings": begun, "held_out": prompts.held_out(encode)}
     text = json.dumps({name: [asdict(entry) for entry in part] for name, part in parts.items()})
-    path.write_text(text, encoding="utf-8")
+    write_whole(path, text)
 
 
 def main(arguments: list[str] | None = None) -> int:

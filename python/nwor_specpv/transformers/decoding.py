@@ -116,8 +116,8 @@ class Decoding:
         drafted = time.perf_counter()
         partial = self._decide(parts) if self._viewing else None
         round_ = self._run_round(parts, partial)
-        verdicts = self._judge(round_)
-        self._finish(round_, verdicts)
+        verdicts, probs = self._judge(round_)
+        self._finish(round_, verdicts, probs)
         seconds = time.perf_counter() - began
         self._stats.draft_seconds += drafted - began
         self._stats.passes += 1
@@ -265,21 +265,17 @@ class Decoding:
 
     # ---- verdicts --------------------------------------------------------------------------------
 
-    def _judge(self, round_: Round) -> list[Verdict]:
+    def _judge(self, round_: Round) -> tuple[list[Verdict], torch.Tensor | None]:
+        """Verdicts, and with sampling the probabilities [B, R, V] of the trees' rows."""
         trees, logits = round_.trees(), round_.tree_logits()
         seeds = [fold_seed(part.request.seed, part.request.cuts) for part in round_.parts]
         verdicts, probs = judge(self._sampling, trees, logits, seeds)
         for index, part in enumerate(round_.parts):
-            request = part.request
             if part.fed and self._lossless:
                 verdicts[index] = self._confirm(round_, index, seeds[index])
             elif part.fed:
                 self._count_drift(round_, index)
-            kind = part.decision.kind if part.decision else "full"
-            if self._lossless and kind == "partial" and probs is not None:
-                rows = [0, *verdicts[index].path]
-                request.tail_probs += [probs[index, row] for row in rows]
-        return verdicts
+        return verdicts, probs
 
     def _confirm(self, round_: Round, index: int, seed: int) -> Verdict:
         part = round_.parts[index]
@@ -315,7 +311,7 @@ class Decoding:
 
     # ---- what stands -----------------------------------------------------------------------------
 
-    def _finish(self, round_: Round, verdicts: list[Verdict]) -> None:
+    def _finish(self, round_: Round, verdicts: list[Verdict], probs: torch.Tensor | None) -> None:
         paths, runs = [], []
         for part, verdict in zip(round_.parts, verdicts, strict=True):
             run = [part.tokens[row] for row in verdict.path] + [verdict.next_token]
@@ -329,7 +325,14 @@ class Decoding:
             runs.append(kept)
         self._commit(round_, paths)
         for index, (part, verdict) in enumerate(zip(round_.parts, verdicts, strict=True)):
+            if probs is not None:
+                self._keep_probs(part, probs[index], paths[index])
             self._settle(round_, index, part, verdict, paths[index], runs[index])
+
+    def _keep_probs(self, part: Part, probs: torch.Tensor, path: list[int]) -> None:
+        """Lossless: what each token of a provisional run was drawn from, for its confirmation."""
+        if self._lossless and part.decision is not None and part.decision.kind == "partial":
+            part.request.tail_probs += [probs[row] for row in (0, *path)]
 
     def _settle(
         self,

@@ -61,9 +61,10 @@ class ModelDrafter(Drafter):
 
     def _reserve(self, depth: int) -> None:
         """Room for every request; a cache that grew is empty, and prompts are run again."""
-        size = self._runner.cache.page_size
-        needed = sum(len(tokens) + depth + size for tokens in self._tokens.values())
-        self._runner.reserve(max(needed, min(2 * needed, 4096 * len(self._tokens))))
+        size, limit = self._runner.page_size, self._runner.context
+        needed = sum(min(len(own) + depth, limit) + size for own in self._tokens.values())
+        if self._runner.cache.capacity < needed:
+            self._runner.reserve(min(2 * needed, len(self._tokens) * (limit + size)))
 
     def _chain(self, request: Hashable, depth: int) -> list[int]:
         """The root and `depth` tokens after it."""
@@ -93,9 +94,14 @@ class ModelDrafter(Drafter):
         request = Request(key, 0, [], 0, 1, 0, 0)
         part = Part(request, rows[:-1], rows[-1:], [-1], prefix)
         round_ = Round(self._runner, [part], graphs=len(rows) <= _FEW_ROWS)
-        round_.run(None, 1)
-        following = int(round_.tree_logits()[0, 0].argmax())
-        round_.commit([[]])
+        try:
+            round_.run(None, 1)
+            following = int(round_.tree_logits()[0, 0].argmax())
+            round_.commit([[]])
+        except BaseException:
+            round_.abort()
+            self._runner.cache.truncate(key, prefix)  # slots that may hold nothing yet
+            raise
         return following
 
     def _truncate(self, request: Hashable, length: int) -> None:

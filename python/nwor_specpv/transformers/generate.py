@@ -30,7 +30,6 @@ from .decoding import Decoding
 from .drafting import make_drafter
 from .loading import load_model
 from .pace import Pacer
-from .paged import PagedCache
 from .prefixes import KeptPrefixes
 from .request import Part, Request
 from .round import Round
@@ -140,7 +139,6 @@ class Generator:
         self._choosers: dict[Hashable, RowChooser] = {} if cache_of is None else cache_of._choosers
         named = isinstance(drafter, str)
         self._learnt_with: Hashable = (drafter, draft_model) if named else self._drafter
-        self._store: tuple[PagedCache, PartialStore, tuple[int, int, int]] | None = None
 
     @property
     def model(self) -> Any:
@@ -334,20 +332,28 @@ class Generator:
         rows never cost more: a size that was held up every time is as quick as the next.
         """
         costs = dict.fromkeys(SIZES, math.inf)
-        cache = self._runner.cache
         with self._runner.installed():
             for rows in SIZES * 4:
-                request = self._new_request([0] * rows, 0, 1, 0)
-                part = Part(request, [0] * (rows - 1), [0], [-1], 0, want_fed_logits=True)
-                started = time.perf_counter()
-                round_ = Round(self._runner, [part])
-                round_.run(None, 1)
-                round_.commit([[]])
-                self._runner.synchronize()
-                costs[rows] = min(costs[rows], time.perf_counter() - started)
-                cache.allocator.free(request.key)
+                costs[rows] = min(costs[rows], self._time_pass(rows))
         least = [min(costs[more] for more in SIZES if more >= rows) for rows in SIZES]
         return dict(zip(SIZES, least, strict=True))
+
+    def _time_pass(self, rows: int) -> float:
+        request = self._new_request([0] * rows, 0, 1, 0)
+        part = Part(request, [0] * (rows - 1), [0], [-1], 0, want_fed_logits=True)
+        try:
+            started = time.perf_counter()
+            round_ = Round(self._runner, [part])
+            try:
+                round_.run(None, 1)
+                round_.commit([[]])
+            except BaseException:
+                round_.abort()
+                raise
+            self._runner.synchronize()
+            return time.perf_counter() - started
+        finally:
+            self._runner.cache.allocator.free(request.key)
 
     # ---- requests --------------------------------------------------------------------------------
 
@@ -439,12 +445,12 @@ class Generator:
         if self._specpv.budget(largest, longest).static_tokens >= longest:
             return None  # the view covers everything
         tokens = longest + 2 * largest + self._specpv.specpv_n_spec_tokens_buf
-        if self._store is not None:  # graphs that were captured over its views go on
-            of, store, (places, most, rows) = self._store
-            if of is cache and (places, rows) == (len(requests), largest) and tokens <= most:
+        if self in cache.beside:  # graphs that were captured over its views go on
+            store, (places, most, rows) = cache.beside[self]
+            if (places, rows) == (len(requests), largest) and tokens <= most:
                 return self._specpv, store
-            if of.graphs is not None:
-                of.graphs.drop(store)
+            if cache.graphs is not None:
+                cache.graphs.drop(store)
         store = PartialStore(
             self._specpv,
             [key for key, _ in cache.caches],
@@ -453,7 +459,7 @@ class Generator:
             max_tokens=tokens,
             max_rows=largest,
         )
-        self._store = (cache, store, (len(requests), tokens, largest))
+        cache.beside[self] = (store, (len(requests), tokens, largest))
         return self._specpv, store
 
     def _pacer(self, requests: list[Request], sampling: Sampling) -> Pacer | None:

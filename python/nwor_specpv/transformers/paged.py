@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from transformers.cache_utils import Cache
@@ -53,6 +54,8 @@ class PagedCache(Cache):
         self.checker = ContractChecker(self.interceptor) if check_contract else None
         self.staging_rows = config.staging_rows
         self.graphs = StepGraphs(device, self.caches, self.interceptor) if graphs else None
+        # What others keep about these pages, such as views of them: it goes when the cache does.
+        self.beside: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
         self._tables = _BlockTables(self.allocator, device)
         self.step: Step | None = None
         self.written = 0

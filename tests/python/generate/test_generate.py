@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import random
+import weakref
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ from generate.tiny_models import FAMILIES, SIZES, Oracle, decode_plainly, random
 from nwor_specpv import NworConfig, NworError
 from nwor_specpv.drafters import TreeConfig
 from nwor_specpv.transformers import Generator, runner
+from nwor_specpv.transformers.round import Round
 from specpv.contexts import seeded
 
 TREES = {
@@ -338,6 +340,73 @@ def test_a_smaller_model_drafts_the_same_when_it_is_asked_again() -> None:
     trees = [drafter.draft(["request"], TREES["chain"])[0].tokens for _ in range(2)]
     assert trees[0] == trees[1]
     assert len(trees[0]) == 5
+
+
+def test_the_cache_of_a_smaller_model_grows_a_few_times_only(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Every time it grows, all that it holds is run again."""
+    context, only_roots = 12000, TreeConfig(rows=1, depth=4)
+    made, paged = [], runner.PagedCache
+
+    def make_cache(*arguments: object, **options: object) -> object:
+        assert all(cache() is None for cache in made)  # the memory of the old one first
+        cache = paged(*arguments, **options)
+        made.append(weakref.ref(cache))
+        return cache
+
+    small = tiny("qwen2", max_position_embeddings=context)
+    drafter = Generator(tiny(), drafter="draft_model", draft_model=small).drafter
+    monkeypatch.setattr(runner, "PagedCache", make_cache)
+    requests = ["one", "two"]
+    for request in requests:
+        drafter.begin(request, [1])
+    for length in range(65, 14000, 64):
+        for request in requests:
+            drafter.observe(request, [1] * 64, None)
+        drafter.draft(requests, only_roots)
+        capacity = drafter._runner.cache.capacity
+        assert capacity >= len(requests) * min(length, context)
+    assert len(made) <= 6
+    assert capacity <= len(requests) * (context + 2 * drafter._runner.page_size)
+
+
+def test_a_smaller_model_that_was_interrupted_drafts_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    drafter = Generator(tiny(), drafter="draft_model", draft_model=tiny("qwen2")).drafter
+    for request in ("first", "second"):
+        drafter.begin(request, [5, 6, 7])
+        drafter.observe(request, [6, 7, 8], None)
+    expected = drafter.draft(["first"], TREES["chain"])[0].tokens
+    for place in ("tree_logits", "commit", "_step"):
+        with monkeypatch.context() as patched:
+            patched.setattr(Round, place, interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                drafter.draft(["second"], TREES["chain"])
+        assert drafter.draft(["second"], TREES["chain"])[0].tokens == expected
+        drafter.end("second")
+        drafter.begin("second", [5, 6, 7])
+        drafter.observe("second", [6, 7, 8], None)
+
+
+def interrupted(*_: object, **__: object) -> None:
+    raise KeyboardInterrupt
+
+
+def test_a_measurement_that_was_interrupted_leaves_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    generator, _, _ = make(seeded(), count=1)
+    allocator = generator._runner.cache.allocator
+    before = allocator.stats()
+    for place in ("commit", "_step"):
+        with monkeypatch.context() as patched:
+            patched.setattr(Round, place, interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                _ = generator.row_costs
+        assert allocator.stats() == before
+    assert generator.row_costs[1] > 0
 
 
 def test_the_curve_of_costs_is_there_to_look_at() -> None:

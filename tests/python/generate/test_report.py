@@ -144,6 +144,22 @@ def test_a_page_is_written_whole_or_not_at_all(tmp_path: Path) -> None:
         write_page(REPORT, inside)
 
 
+def test_pages_for_one_place_can_be_written_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target, replace = tmp_path / "page.html", Path.replace
+
+    def replace_after_another(staged: Path, place: Path) -> Path:
+        monkeypatch.setattr(Path, "replace", replace)
+        write_page(REPORT | {"title": "another"}, target)
+        return replace(staged, place)
+
+    monkeypatch.setattr(Path, "replace", replace_after_another)
+    write_page(REPORT, target)
+    assert target.read_text() == render(REPORT)
+    assert list(tmp_path.iterdir()) == [target]
+
+
 def test_a_page_that_cannot_be_written_is_found_out_before_the_work(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

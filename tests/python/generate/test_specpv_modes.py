@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import random
+import weakref
 
 import pytest
 import torch
@@ -11,7 +13,7 @@ import torch
 from generate.tiny_models import Oracle, decode_plainly, random_prompt, tiny
 from nwor_specpv import Metrics, NworError, SpecPVConfig
 from nwor_specpv.drafters import TreeConfig
-from nwor_specpv.transformers import Generator
+from nwor_specpv.transformers import Generator, runner
 from specpv.contexts import seeded
 
 TREE = TreeConfig(rows=8, depth=4, top_k=2)
@@ -65,6 +67,30 @@ def test_lossless_ends_where_plain_decoding_ends() -> None:
     assert len(result.depths) == len(result.token_ids)
 
 
+def test_lossless_sampling_ends_inside_an_accepted_path() -> None:
+    """A model that counts, whatever it sees: views miss nothing, every draft is accepted."""
+    rng = seeded()
+    model = copy.deepcopy(tiny())
+    for layer in model.model.layers:
+        for zeroed in (layer.self_attn.o_proj, layer.mlp.down_proj):
+            torch.nn.init.zeros_(zeroed.weight)
+    model.lm_head.weight.data = model.model.embed_tokens.weight.data.roll(1, 0)
+    prompt = [*random_prompt(rng, 70, 120), 10]
+    truth = decode_plainly(model, prompt, 40)
+    assert truth == list(range(11, 51))
+    drafter = Oracle({tuple(prompt): truth}, rng, right=1.0)
+    generator = Generator(model, drafter=drafter, specpv=configured("lossless"))
+    tree, partial = TreeConfig(rows=5, depth=4, top_k=1), 0
+    for end in range(16):
+        result = generator.generate(
+            prompt, 40, temperature=1.0, top_k=1, seed=3, eos_token_id=truth[end], tree=tree
+        )
+        assert result.token_ids == truth[: end + 1]
+        assert result.finish == "stop"
+        partial += result.stats.step_kinds["partial"] > 0
+    assert partial > tree.rows  # the stop was at every place of a partial step's path
+
+
 @pytest.mark.parametrize(
     ("mode", "pace"),
     [("rectify", False), ("refresh", False), ("lossless", False), ("lossless", True)],
@@ -115,6 +141,27 @@ def test_the_same_seed_gives_the_same_text_in_lossless_mode() -> None:
         assert result.stats.violations == []
         texts.append(result.token_ids)
     assert texts[0] == texts[1]
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_a_cache_with_views_is_gone_before_a_larger_one_is_made(
+    monkeypatch: pytest.MonkeyPatch, shared: bool
+) -> None:
+    generator, prompts, truths = make(seeded(), configured("lossless"), count=1)
+    generator.generate(prompts[0], 24, tree=TREE)
+    before, made, paged = weakref.ref(generator._runner.cache), [], runner.PagedCache
+
+    def make_cache(*arguments: object, **options: object) -> object:
+        made.append(before())
+        return paged(*arguments, **options)
+
+    monkeypatch.setattr(runner, "PagedCache", make_cache)
+    growing = Generator(drafter="none", cache_of=generator) if shared else generator
+    growing.generate([[1] * 100] * 16, 4)
+    assert made == [None]
+    result = generator.generate(prompts[0], 24, tree=TREE)
+    assert result.token_ids == truths[0][:24]
+    assert result.stats.step_kinds["partial"] > 0
 
 
 def test_models_with_windows_are_refused() -> None:

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+import resource
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -274,6 +277,46 @@ def test_a_run_goes_on_from_a_head(target: Target, rng: torch.Generator, tmp_pat
         make_head(target, corpus, tmp_path, keep_start=0.5)
     with pytest.raises(NworError, match=r"start: got a head of .*window=20.*expected.*window=21"):
         make_head(target, corpus, tmp_path, **small, window=21)
+
+
+@contextmanager
+def full_disk() -> Iterator[None]:
+    """No file can be made longer than a few bytes."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (16, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def test_what_was_measured_stays_when_the_disk_is_full(
+    target: Target, rng: torch.Generator, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    training = make_head(target, write(target, rng), tmp_path, intermediate=32, measure_tokens=8)
+    training.measure()
+    before = {path: path.read_bytes() for path in tmp_path.iterdir()}
+    monkeypatch.setattr(Eagle3Head, "save", lambda *_: None)
+    with full_disk(), pytest.raises(OSError, match="File too large"):
+        training.measure()
+    assert {path: path.read_bytes() for path in tmp_path.iterdir()} == before
+
+
+def test_half_a_file_of_prompts_is_never_left(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ends = {"<|endoftext|>": [0], "<|im_end|>": [2]}
+    monkeypatch.setattr(
+        eagle3, "prompt_encoder", lambda _: lambda text: ends.get(text) or list(text.encode())
+    )
+    path = tmp_path / "prompts.json"
+    with full_disk(), pytest.raises(OSError, match="File too large"):
+        eagle3.write_prompts(tmp_path, path, 8)
+    assert not list(tmp_path.iterdir())
+    eagle3.write_prompts(tmp_path, path, 8)
+    begun, kept = eagle3.read_prompts(path)
+    assert len(begun) == 13
+    assert kept
 
 
 def test_a_target_is_run_as_its_folder_says_or_refused(tmp_path: Path) -> None:
