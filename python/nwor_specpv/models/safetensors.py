@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import json
-import os
-import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 
 import torch
 
+from nwor_specpv._files import written_whole
 from nwor_specpv.errors import NworError
 
 _DTYPES = {
@@ -42,15 +41,9 @@ def save(
         parts.append(raw)
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
-    descriptor, staging = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-    try:
-        with os.fdopen(descriptor, "wb") as file:
-            file.write(len(text).to_bytes(8, "little") + text)
-            file.writelines(parts)
-        Path(staging).chmod(0o644)
-        Path(staging).replace(path)
-    finally:
-        Path(staging).unlink(missing_ok=True)
+    with written_whole(path) as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        file.writelines(parts)
 
 
 def load(path: Path) -> tuple[dict[str, torch.Tensor], dict[str, str]]:

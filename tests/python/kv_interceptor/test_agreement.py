@@ -204,6 +204,16 @@ def ranks() -> list[dict[str, Any]]:
     return [found[rank] for rank in range(RANKS)]
 
 
+REFUSED = {
+    "ok": False,
+    "error": "rank_disagreement",
+    "degraded": "rank_disagreement",
+    "tokens": 0,
+    "unchanged": True,
+    "counted": {"rank_disagreement": 1},
+}
+
+
 def test_ranks_that_accept_alike_commit(ranks) -> None:
     for seen in ranks:
         assert seen["commit_alike"] == {"ok": True, "tokens": 2, "changed": [[5, 6]] * 4}
@@ -212,14 +222,7 @@ def test_ranks_that_accept_alike_commit(ranks) -> None:
 @pytest.mark.parametrize("work", ["accept_other_counts", "accept_other_slots"])
 def test_ranks_that_differ_write_nothing(ranks, work: str) -> None:
     for seen in ranks:
-        assert seen[work] == {
-            "ok": False,
-            "error": "rank_disagreement",
-            "degraded": "rank_disagreement",
-            "tokens": 0,
-            "unchanged": True,
-            "counted": {"rank_disagreement": 1},
-        }
+        assert seen[work] == REFUSED
 
 
 def test_a_rank_that_cannot_commit_stops_the_others(ranks) -> None:
@@ -246,12 +249,7 @@ def test_a_rank_that_wrote_directly_commits_no_more_than_the_others(ranks) -> No
     """Its rows lie in their slots as without staging; that they count is what all must agree on."""
     for rank, seen in enumerate(ranks):
         result = seen["write_directly_on_one_rank"]
-        assert result == {
-            "ok": False,
-            "error": "rank_disagreement",
-            "degraded": "rank_disagreement",
-            "tokens": 0,
-            "unchanged": True,
+        assert result == REFUSED | {
             "counted": {"rank_disagreement": 1} | ({"capacity": 1} if rank == 1 else {}),
             "open": False,
         }
@@ -273,15 +271,7 @@ def test_ranks_that_all_wrote_directly_agree(ranks) -> None:
 def test_a_rank_whose_commit_throws_refuses_for_all(ranks, work: str) -> None:
     good, bad = (seen[work] for seen in ranks)
     assert bad == {"unchanged": True, "then": True}
-    assert good == {
-        "ok": False,
-        "error": "rank_disagreement",
-        "degraded": "rank_disagreement",
-        "tokens": 0,
-        "unchanged": True,
-        "counted": {"rank_disagreement": 1},
-        "then": True,
-    }
+    assert good == REFUSED | {"then": True}
 
 
 def test_an_unknown_group_is_named() -> None:
