@@ -6,9 +6,11 @@
 
 Every check deals the tests out to `jobs` processes, and all checks run side by side and share the
 cores. What has not run when the time is up is counted as such, and named in the file, and so is
-what the sanitizer said first, and in which test. It looks at this project's kernels alone. The exit
-status is 0 if every test has passed in every check, or has said why it skips, and nothing was
-found. Without a GPU, where nearly all would skip, or without the sanitizer it is refused.
+what the sanitizer said first, and in which test. It looks at this project's kernels alone. Launches
+at which it could not look, for want of memory say, are no findings, and no success either: fewer
+processes need less. The exit status is 0 if every test has passed in every check, or has said why
+it skips, every launch was looked at, and nothing was found. Without a GPU, where nearly all would
+skip, or without the sanitizer it is refused.
 """
 
 from __future__ import annotations
@@ -40,6 +42,7 @@ _FOUND = re.compile(r"(?:ERROR SUMMARY: (\d+) error|RACECHECK SUMMARY: (\d+) haz
 _VERDICT = re.compile(r"^(\S+::.*?) (PASSED|FAILED|ERROR|SKIPPED|XFAIL)", re.MULTILINE)
 # Again at the end: a sanitizer may have spoken between a test's name and its verdict.
 _AT_END = re.compile(r"^(PASSED|FAILED|ERROR) (\S+::.*?)(?: - .*)?$", re.MULTILINE)
+_UNSEEN = "Internal Sanitizer Error"  # of the tool itself, though its summary counts it
 _SAID = re.compile(r"(?<!=)={9} (?! )(?!COMPUTE-SANITIZER|.* SUMMARY:|Target )(.+)")
 _KINDS = {"PASSED": "passed", "FAILED": "failed", "ERROR": "failed", "SKIPPED": "skipped",
           "XFAIL": "skipped"}  # fmt: skip
@@ -64,7 +67,7 @@ class Shard:
             command = [
                 *("compute-sanitizer", "--tool", self.check, "--kernel-name", "kns=nwor"),
                 *(("--num-cuda-barriers", "65536") if self.check == "synccheck" else ()),
-                *("--print-limit", "40", "--error-exitcode", "9", *command),
+                *("--print-limit", "10000", "--error-exitcode", "9", *command),
             ]
         self.output = self.log.open("w")
         self.process = subprocess.Popen(
@@ -94,14 +97,15 @@ class Outcome:
     seconds: float
     counts: Counter[str] = field(default_factory=Counter)
     findings: int = 0
+    unseen: int = 0  # launches at which the sanitizer could not look
     troubles: list[str] = field(default_factory=list)
     not_run: list[str] = field(default_factory=list)
     said: list[str] = field(default_factory=list)  # by the sanitizer, the first lines
 
     @property
     def ok(self) -> bool:
-        bad = self.counts["failed"] + self.counts["not run"] + self.findings + len(self.troubles)
-        return not bad and self.counts["passed"] > 0
+        bad = self.counts["failed"] + self.counts["not run"] + len(self.troubles)
+        return not (bad or self.findings or self.unseen) and self.counts["passed"] > 0
 
     def take(self, shard: Shard) -> None:
         assert shard.process is not None
@@ -120,7 +124,9 @@ class Outcome:
         if shard.check in SANITIZERS:
             self.said += first_words(text, shard.tests)
         summaries = [int(errors or hazards) for errors, hazards in _FOUND.findall(text)]
-        self.findings += sum(summaries)
+        unseen = text.count(f"========= {_UNSEEN}")
+        self.unseen += unseen
+        self.findings += sum(summaries) - unseen if summaries else 0
         failed = [name for name, kind in seen.items() if kind == "failed"]
         self.troubles += [f"failed: {name}" for name in failed]
         code = shard.process.returncode
@@ -133,6 +139,7 @@ class Outcome:
     def __str__(self) -> str:
         told = ", ".join(f"{n} {kind}" for kind, n in sorted(self.counts.items()) if n)
         found = f", {self.findings} findings" if self.check in SANITIZERS else ""
+        found += f", {self.unseen} launches not looked at" if self.unseen else ""
         return f"{self.check}: {told}{found} ({self.seconds:.0f} s)"
 
 

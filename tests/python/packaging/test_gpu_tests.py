@@ -116,6 +116,24 @@ def test_cuda_loud(capfd):
     assert not outcome.ok
 
 
+@pytest.mark.parametrize("beside", [0, 1])
+def test_a_launch_not_looked_at_is_neither_a_finding_nor_a_success(
+    tool: ModuleType, beside: int
+) -> None:
+    tests = """
+import os
+
+def test_cuda_launches(capfd):
+    with capfd.disabled():
+        os.write(1, b"========= Internal Sanitizer Error: no memory to track the launch\\n")
+"""
+    summary = f'echo "========= ERROR SUMMARY: {1 + beside} error"; code=9'
+    outcome = outcomes(tool, tests, ["synccheck"], summary)["synccheck"]
+    assert (outcome.findings, outcome.unseen) == (beside, 1)
+    assert "1 launches not looked at" in str(outcome)
+    assert not outcome.ok
+
+
 def test_a_sanitizer_that_says_nothing_is_no_success(tool: ModuleType) -> None:
     found = outcomes(tool, TESTS, ["racecheck"], summary=":")
     assert not found["racecheck"].ok
