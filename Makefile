@@ -34,7 +34,7 @@ test-vllm: build setup-vllm  ## the real vLLM on the CPU, without the slow tests
 test-all: build setup-vllm  ## everything, with the slow tests and a million fuzz rounds
 	@$(VENV_PYTHON) tools/run_tests.py --all
 
-test-gpu: build  ## on a GPU: its tests, plain and under memcheck and racecheck
+test-gpu: build  ## on a GPU: its tests, plain and under compute-sanitizer
 	@$(VENV_PYTHON) tools/gpu_tests.py
 
 demo: setup  ## a real model, four ways of decoding, one table and a report

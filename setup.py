@@ -86,6 +86,17 @@ def num_jobs() -> int:
     return max(1, min(len(os.sched_getaffinity(0)), int(free_memory_gib() / GIB_PER_JOB)))
 
 
+def forget_another_place(build_dir: Path) -> None:
+    """Removes what was built before the sources were moved: CMake would refuse to go on with it."""
+    cache = build_dir / "CMakeCache.txt"
+    if not cache.is_file():
+        return
+    match = re.search(r"^CMAKE_HOME_DIRECTORY:INTERNAL=(.*)$", cache.read_text(), re.MULTILINE)
+    if match and Path(match[1]) != ROOT:
+        print(f"nwor_specpv: {build_dir} was built in {match[1]}; building it again", flush=True)
+        shutil.rmtree(build_dir)
+
+
 class cmake_build_ext(build_ext):
     """Configures, builds and installs with CMake, into the wheel's tree or into python/."""
 
@@ -124,6 +135,7 @@ class cmake_build_ext(build_ext):
             raise stop("pybind11 was not found: run `pip install pybind11` and build again")
         tag = f"{sys.implementation.cache_tag}-torch-{version.replace('+', '-')}"
         build_dir = ROOT / "build" / tag
+        forget_another_place(build_dir)
         arguments = [f"-DNWOR_PYTHON={sys.executable}", "-DCMAKE_BUILD_TYPE=Release"]
         ninja = find_tool("ninja")
         if ninja:

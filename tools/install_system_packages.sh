@@ -53,7 +53,13 @@ if ((${#missing[@]} == 0 && ${#missing_optional[@]} == 0)); then
 fi
 
 if [[ "${1:-}" == --check || "$(id -u)" != 0 ]]; then
-  say "run this once: sudo apt-get install -y --no-install-recommends ${missing[*]} ${missing_optional[*]}"
+  # Apart, as apt installs nothing if it lacks one: not every release has all of the optional ones.
+  if ((${#missing[@]} > 0)); then
+    say "run this once: sudo apt-get update && sudo apt-get install -y --no-install-recommends ${missing[*]}"
+  fi
+  for package in "${missing_optional[@]}"; do
+    say "optional: sudo apt-get install -y --no-install-recommends $package"
+  done
   if ((${#missing[@]} > 0)); then
     say "stopping: ${missing[*]} not installed"
     exit 1

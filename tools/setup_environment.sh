@@ -8,6 +8,7 @@ venv=.venv
 requirements=requirements/dev.txt
 uv_version=0.13.7
 stamp="$venv/.nwor-requirements"
+place="$venv/.nwor-place"
 
 say() { printf 'setup: %s\n' "$*"; }
 stop() {
@@ -71,10 +72,16 @@ install_requirements() {
 
 tools/install_system_packages.sh
 
+# Its programs name their interpreter by its full path.
+if [[ -f "$place" && "$(cat "$place")" != "$PWD" ]]; then
+  say "$venv was made in $(cat "$place"); making it again"
+  rm -rf "$venv"
+fi
 if [[ ! -x "$venv/bin/python" ]] || ! usable "$venv/bin/python"; then
   rm -rf "$venv"
   make_venv
 fi
+printf '%s\n' "$PWD" >"$place"
 
 wanted="$(sha256sum "$requirements" | cut -d' ' -f1)"
 if [[ "$(cat "$stamp" 2>/dev/null || true)" != "$wanted" ]]; then

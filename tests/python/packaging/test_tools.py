@@ -74,8 +74,11 @@ def test_nothing_to_install(tmp_path: Path, uid: int) -> None:
 def test_without_root_a_missing_package_stops_with_the_command(tmp_path: Path) -> None:
     result = run(SCRIPT, machine(tmp_path / "bin", missing="libgtest-dev ccache", uid=1000))
     assert result.returncode == 1
-    command = "sudo apt-get install -y --no-install-recommends libgtest-dev ccache"
-    assert command in result.stdout
+    install = "sudo apt-get install -y --no-install-recommends"
+    lines = result.stdout.splitlines()
+    command = f"sudo apt-get update && {install} libgtest-dev"
+    assert f"system packages: run this once: {command}" in lines
+    assert f"system packages: optional: {install} ccache" in lines  # its absence stops no other
     assert "stopping: libgtest-dev not installed" in result.stdout
     assert not (tmp_path / "bin" / "apt.log").exists()
 
@@ -84,6 +87,7 @@ def test_without_root_an_optional_package_is_only_mentioned(tmp_path: Path) -> N
     result = run(SCRIPT, machine(tmp_path / "bin", missing="ccache", uid=1000))
     assert result.returncode == 0
     assert "going on without ccache (optional)" in result.stdout
+    assert "run this once" not in result.stdout
 
 
 def test_root_installs_what_is_missing(tmp_path: Path) -> None:
@@ -178,6 +182,22 @@ def test_setup_installs_once(checkout: Path, tmp_path: Path) -> None:
     (checkout / "requirements" / "dev.txt").write_text("# another\n")
     assert run(script, tmp_path).returncode == 0
     assert len(log.read_text().splitlines()) == 2
+
+
+def test_setup_makes_an_environment_again_that_was_moved(checkout: Path, tmp_path: Path) -> None:
+    """Its programs begin with the path of an interpreter that is no longer there."""
+    venv = checkout / ".venv" / "bin"
+    venv.mkdir(parents=True)
+    fake(venv, "python", f'exec "{sys.executable}" "$@"')
+    fake(venv, "uv", "")
+    assert run(checkout / "tools" / "setup_environment.sh", tmp_path).returncode == 0
+    moved = checkout.rename(tmp_path / "elsewhere")
+    made = 'case "$1" in -c) exit 0 ;; -m) echo "$@"; exit 1 ;; esac'
+    fake(tmp_path / "bin", "python-new", made)
+    result = run(moved / "tools" / "setup_environment.sh", tmp_path / "bin", PYTHON="python-new")
+    assert f".venv was made in {checkout}; making it again" in result.stdout
+    assert "-m venv .venv" in result.stderr
+    assert not (moved / ".venv").exists()
 
 
 # ---- setup_vllm.sh ----

@@ -333,6 +333,21 @@ def test_old_setuptools_is_one_sentence() -> None:
     assert "setuptools 65.5.0 is too old, expected 77 or newer" in line
 
 
+@pytest.mark.parametrize("moved", [False, True])
+def test_a_build_made_before_a_move_is_forgotten(tmp_path: Path, moved: bool) -> None:
+    cache = tmp_path / "build" / "CMakeCache.txt"
+    cache.parent.mkdir()
+    home = "/somewhere/else" if moved else ROOT
+    cache.write_text(f"A:STRING=1\nCMAKE_HOME_DIRECTORY:INTERNAL={home}\n")
+    program = (
+        "import pathlib, runpy, setuptools, sys\nsetuptools.setup = lambda **_: None\n"
+        "runpy.run_path('setup.py')['forget_another_place'](pathlib.Path(sys.argv[1]))\n"
+    )
+    told = run([sys.executable, "-c", program, str(cache.parent)], ROOT)
+    assert cache.exists() is not moved
+    assert ("was built in /somewhere/else" in told) is moved
+
+
 # ---- from nothing ----
 
 
