@@ -57,10 +57,33 @@ def paged_arguments(bench: Bench, s: Set) -> dict[str, Any]:
 
 
 def flash_attention_3() -> Callable[[Bench, Set], torch.Tensor]:
-    from vllm.vllm_flash_attn import flash_attn_varlen_func
+    """As vLLM calls it: planned once for all layers of a step, so never inside a graph here."""
+    from vllm.vllm_flash_attn import flash_attn_varlen_func, get_scheduler_metadata
+
+    plans: dict[Bench, torch.Tensor] = {}
+
+    def plan(bench: Bench) -> torch.Tensor:
+        case = bench.case
+        return get_scheduler_metadata(
+            batch_size=len(case.lens),
+            max_seqlen_q=case.rows,
+            max_seqlen_k=max(case.lens) + case.rows,
+            num_heads_q=HEADS,
+            num_heads_kv=KV_HEADS,
+            headdim=case.head_dim,
+            cache_seqlens=bench.all_lens,
+            qkv_dtype=bench.pool.keys.dtype,
+            cu_seqlens_q=bench.starts,
+            page_size=PAGE,
+            causal=True,
+        )
 
     def run(bench: Bench, s: Set) -> torch.Tensor:
-        flash_attn_varlen_func(**paged_arguments(bench, s), fa_version=3)
+        arguments = paged_arguments(bench, s)
+        if bench not in plans:
+            plans.clear()  # of another case
+            plans[bench] = plan(bench)
+        flash_attn_varlen_func(**arguments, fa_version=3, scheduler_metadata=plans[bench])
         return s.out
 
     return run
