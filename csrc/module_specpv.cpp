@@ -20,13 +20,50 @@ namespace py = pybind11;
 namespace nwor {
 namespace {
 
-// A member that is a number or a flag, and one that is an enumerator and a string in Python.
-#define NWOR_PLAIN(name) def_readwrite(#name, &SpecPVConfig::name)
+Error WrongType(const char* name, const py::object& value, const char* expected) {
+  std::string text;
+  try {
+    text = py::repr(value);
+  } catch (const py::error_already_set&) {  // an integer of thousands of digits
+    text = "one that cannot be printed";
+  }
+  return Error(Concat(name, ": got ", text, ", expected ", expected));
+}
+
+// In Python a flag is a number and a number is true or false: neither is meant.
+bool ToFlag(const char* name, const py::object& value) {
+  if (!py::isinstance<py::bool_>(value)) throw WrongType(name, value, "true or false");
+  return value.cast<bool>();
+}
+int64_t ToNumber(const char* name, const py::object& value) {
+  if (!py::isinstance<py::bool_>(value)) {
+    const auto index = py::reinterpret_steal<py::object>(PyNumber_Index(value.ptr()));
+    if (!index) PyErr_Clear();
+    int overflow = 0;
+    const int64_t number = index ? PyLong_AsLongLongAndOverflow(index.ptr(), &overflow) : 0;
+    if (index && overflow == 0) return number;
+  }
+  throw WrongType(name, value, "an integer of 64 bits");
+}
+std::string ToText(const char* name, const py::object& value) {
+  if (!py::isinstance<py::str>(value)) throw WrongType(name, value, "a string");
+  return value.cast<std::string>();
+}
+
+// A member that is a flag or a number, and one that is an enumerator and a string in Python.
+#define NWOR_FLAG(name)                                    \
+  def_property(                                            \
+      #name, [](const SpecPVConfig& c) { return c.name; }, \
+      [](SpecPVConfig& c, const py::object& value) { c.name = ToFlag(#name, value); })
+#define NWOR_NUMBER(name)                                  \
+  def_property(                                            \
+      #name, [](const SpecPVConfig& c) { return c.name; }, \
+      [](SpecPVConfig& c, const py::object& value) { c.name = ToNumber(#name, value); })
 #define NWOR_CHOICE(name, Enum)                                                        \
   def_property(                                                                        \
       #name, [](const SpecPVConfig& c) { return ChoiceName(c.name, k##Enum##Names); }, \
-      [](SpecPVConfig& c, std::string_view text) {                                     \
-        c.name = ParseChoice<Enum>(#name, text, k##Enum##Names);                       \
+      [](SpecPVConfig& c, const py::object& value) {                                   \
+        c.name = ParseChoice<Enum>(#name, ToText(#name, value), k##Enum##Names);       \
       })
 
 // Sets every member given by name, then checks them together.
@@ -42,9 +79,7 @@ SpecPVConfig MakeConfig(const py::kwargs& values) {
       py::setattr(config, name, value);
     } catch (py::error_already_set& error) {
       if (error.matches(PyExc_AttributeError)) throw unknown();  // a method's name
-      if (!error.matches(PyExc_TypeError)) throw;
-      throw Error(Concat(std::string(py::str(name)), ": got ", std::string(py::repr(value)),
-                         ", expected a value of its type"));
+      throw;
     }
   }
   auto checked = config.cast<SpecPVConfig>();
@@ -65,14 +100,14 @@ void BindConfig(py::module_& m) {
 
   py::class_<SpecPVConfig>(m, "SpecPVConfig")
       .def(py::init(&MakeConfig))
-      .NWOR_PLAIN(enable_specpv)
-      .NWOR_PLAIN(specpv_block_size)
-      .NWOR_PLAIN(specpv_n_sink_blocks)
-      .NWOR_PLAIN(specpv_n_retrieval_blocks)
-      .NWOR_PLAIN(specpv_n_window_blocks)
-      .NWOR_PLAIN(specpv_n_spec_tokens_buf)
-      .NWOR_PLAIN(specpv_partial_threshold)
-      .NWOR_PLAIN(specpv_full_refresh_interval)
+      .NWOR_FLAG(enable_specpv)
+      .NWOR_NUMBER(specpv_block_size)
+      .NWOR_NUMBER(specpv_n_sink_blocks)
+      .NWOR_NUMBER(specpv_n_retrieval_blocks)
+      .NWOR_NUMBER(specpv_n_window_blocks)
+      .NWOR_NUMBER(specpv_n_spec_tokens_buf)
+      .NWOR_NUMBER(specpv_partial_threshold)
+      .NWOR_NUMBER(specpv_full_refresh_interval)
       .NWOR_CHOICE(specpv_selector, Selector)
       .NWOR_CHOICE(specpv_score, Score)
       .NWOR_CHOICE(specpv_query_reduce, QueryReduce)
@@ -81,7 +116,7 @@ void BindConfig(py::module_& m) {
       .NWOR_CHOICE(specpv_storage, Storage)
       .NWOR_CHOICE(specpv_rectify, Rectify)
       .NWOR_CHOICE(specpv_budget, BudgetRule)
-      .NWOR_PLAIN(specpv_offload)
+      .NWOR_FLAG(specpv_offload)
       .def("validate", &SpecPVConfig::Validate)
       .def("validate_for", &SpecPVConfig::ValidateFor, py::arg("page_size"), py::arg("max_rows"),
            py::arg("max_context"), py::arg("tail_capacity") = -1)
@@ -90,7 +125,7 @@ void BindConfig(py::module_& m) {
           [](const SpecPVConfig& config, int64_t max_rows, int64_t prompt_tokens,
              int64_t max_new_tokens) {
             config.Validate();
-            NWOR_CHECK(max_rows >= 1, "max_rows: got ", max_rows, ", expected at least 1");
+            CheckMaxRows(max_rows);
             NWOR_CHECK(prompt_tokens >= 0 && max_new_tokens >= 0,
                        "prompt_tokens, max_new_tokens: ", "got ", prompt_tokens, " and ",
                        max_new_tokens, ", expected 0 or more");
@@ -99,7 +134,8 @@ void BindConfig(py::module_& m) {
           py::arg("max_rows"), py::arg("prompt_tokens") = 0, py::arg("max_new_tokens") = 0);
 }
 
-#undef NWOR_PLAIN
+#undef NWOR_FLAG
+#undef NWOR_NUMBER
 #undef NWOR_CHOICE
 
 FullTrigger ParseTrigger(std::string_view text) {
@@ -166,13 +202,17 @@ void BindSteps(py::module_& m) {
           "segments",
           [](const PartialCache& self) {
             const ViewSegments segments = self.segments();
-            const auto size = self.budget().block_size;
+            const int64_t full = self.full_len();
+            // A context that ends within the sink has nothing behind it.
+            const auto end = [&](int64_t blocks) {
+              return std::min(blocks * self.budget().block_size, full);
+            };
+            const int64_t sink = end(segments.sink_blocks), window = end(segments.window_begin);
             py::dict tokens;
-            const auto span = [](int64_t begin, int64_t end) { return std::pair(begin, end); };
-            tokens["sink"] = span(0, std::min(segments.sink_blocks * size, self.committed_len()));
-            tokens["candidates"] = span(segments.sink_blocks * size, segments.window_begin * size);
-            tokens["window"] = span(segments.window_begin * size, self.full_len());
-            tokens["tail"] = span(self.full_len(), self.committed_len());
+            tokens["sink"] = std::pair(int64_t{0}, sink);
+            tokens["candidates"] = std::pair(sink, window);
+            tokens["window"] = std::pair(window, full);
+            tokens["tail"] = std::pair(full, self.committed_len());
             return tokens;
           },
           "Tokens [begin, end) of sink, candidates, window and tail.");

@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <cstddef>
+#include <limits>
 
 #include "kv_interceptor/commit.h"
 #include "kv_interceptor/fp8.h"
@@ -51,7 +52,8 @@ void SummarizeBlock(const CommitParams& params, int layer, int32_t request, int3
     const int64_t at = layer * to.layer_stride + row * to.row_stride + block * to.block_stride +
                        head * to.head_stride;
     for (int channel = 0; channel < geometry.head_dim; ++channel) {
-      float high = 0.0f, low = 0.0f;
+      // The second argument may be NaN, which then counts for nothing.
+      float high = -std::numeric_limits<float>::infinity(), low = -high;
       for (int32_t i = 0; i < to.block_size; ++i) {
         const int64_t token = first + i;
         const int64_t page = to.block_table[request * to.table_stride + token / geometry.page_size];
@@ -61,8 +63,8 @@ void SummarizeBlock(const CommitParams& params, int layer, int32_t request, int3
              head * geometry.key.head) *
                 bytes;
         const float k = ReadChannel(keys, channel, geometry.dtype) * scale;
-        high = i == 0 ? k : std::max(high, k);
-        low = i == 0 ? k : std::min(low, k);
+        high = std::max(high, k);
+        low = std::min(low, k);
       }
       WriteChannel(to.kmax, at + channel, to.dtype, high);
       WriteChannel(to.kmin, at + channel, to.dtype, low);

@@ -5,7 +5,6 @@
 namespace nwor {
 namespace {
 
-constexpr int64_t kMaxBlockSize = 1024;
 constexpr int64_t kMaxBlocks = int64_t{1} << 20;
 constexpr int64_t kMaxTokens = int64_t{1} << 31;
 
@@ -13,7 +12,27 @@ void CheckRange(const char* key, int64_t value, int64_t low, int64_t high) {
   NWOR_CHECK(value >= low && value <= high, key, ": got ", value, ", expected ", low, " to ", high);
 }
 
+// What makes a view as long as it is, by the keys that say so.
+std::string DescribeView(const SpecPVConfig& config, const Budget& budget) {
+  const int64_t configured = config.specpv_n_retrieval_blocks;
+  std::string name = Concat("specpv_n_retrieval_blocks: got ", configured);
+  if (budget.retrieval_blocks == 0) {
+    name =
+        Concat("specpv_selector: got '", ChoiceName(config.specpv_selector, kSelectorNames), "'");
+  } else if (budget.retrieval_blocks != configured) {
+    name += Concat(", of which an adaptive budget has ", budget.retrieval_blocks, " at least");
+  }
+  return Concat(name, " (with ", budget.sink_blocks, " sink and ", budget.window_blocks,
+                " window blocks of ", budget.block_size, " tokens a view of ",
+                budget.static_tokens(), " tokens)");
+}
+
 }  // namespace
+
+void CheckMaxRows(int64_t max_rows) {
+  NWOR_CHECK(max_rows >= 1 && max_rows <= kMaxContextTokens, "max_rows: got ", max_rows,
+             ", expected 1 to ", kMaxContextTokens, ", the root of a tree included");
+}
 
 void SpecPVConfig::Validate() const {
   CheckRange("specpv_block_size", specpv_block_size, 1, kMaxBlockSize);
@@ -37,19 +56,16 @@ void SpecPVConfig::ValidateFor(int64_t page_size, int64_t max_rows, int64_t max_
                                int64_t tail_capacity) const {
   Validate();
   NWOR_CHECK(page_size >= 1, "page_size: got ", page_size, ", expected at least 1");
-  NWOR_CHECK(max_rows >= 1, "max_rows: got ", max_rows,
-             ", expected at least 1, the root of a tree");
+  CheckMaxRows(max_rows);
   NWOR_CHECK(page_size % specpv_block_size == 0, "specpv_block_size: got ", specpv_block_size,
              ", expected a divisor of the page size ", page_size);
   const Budget budget = ChooseBudget(*this, max_rows);
   const int64_t capacity = tail_capacity < 0 ? budget.tail_capacity : tail_capacity;
   NWOR_CHECK(capacity >= max_rows, "tail_capacity: got ", capacity, " tokens, expected at least ",
              max_rows, ", the rows of one tree");
-  NWOR_CHECK(budget.static_tokens() < max_context, "specpv_n_retrieval_blocks: got ",
-             budget.retrieval_blocks, " (with ", budget.sink_blocks, " sink and ",
-             budget.window_blocks, " window blocks of ", specpv_block_size, " tokens a view of ",
-             budget.static_tokens(), " tokens), expected a view shorter than the longest context ",
-             max_context, ": no step could be partial");
+  NWOR_CHECK(budget.static_tokens() < max_context, DescribeView(*this, budget),
+             ", expected a view shorter than the longest context ", max_context,
+             ": no step could be partial");
   NWOR_CHECK(specpv_partial_threshold < max_context, "specpv_partial_threshold: got ",
              specpv_partial_threshold, ", expected less than the longest context ", max_context,
              ": no step could be partial");
@@ -74,11 +90,12 @@ Budget ChooseBudget(const SpecPVConfig& config, int64_t max_rows, int64_t prompt
   budget.tail_capacity = config.specpv_n_spec_tokens_buf + max_rows;
   budget.max_rows = max_rows;
   if (config.specpv_budget == BudgetRule::kAdaptive && retrieves) {
-    const int64_t blocks =
-        (prompt_tokens + max_new_tokens + budget.block_size - 1) / budget.block_size;
+    const int64_t tokens =
+        std::min(prompt_tokens, kMaxContextTokens) + std::min(max_new_tokens, kMaxContextTokens);
+    const int64_t blocks = (tokens + budget.block_size - 1) / budget.block_size;
     const int64_t share = (blocks + kAdaptiveShare - 1) / kAdaptiveShare;
-    budget.retrieval_blocks =
-        std::min(std::max(share, config.specpv_n_window_blocks), budget.retrieval_blocks);
+    budget.retrieval_blocks = std::min(std::max({share, config.specpv_n_window_blocks, int64_t{1}}),
+                                       budget.retrieval_blocks);
   }
   return budget;
 }

@@ -50,6 +50,8 @@ std::string_view ChoiceName(Enum value, const std::array<std::string_view, kCoun
   return names[static_cast<size_t>(value)];
 }
 
+inline constexpr int64_t kMaxBlockSize = 1024;
+
 // Members are called as users type them.
 struct NWOR_EXPORT SpecPVConfig {
   bool enable_specpv = false;
@@ -106,13 +108,21 @@ struct NWOR_EXPORT Budget {
   }
 };
 
+// Tokens of the longest context, and rows of the largest tree: devices count them in int32, whole
+// blocks of them included.
+inline constexpr int64_t kMaxContextTokens = (int64_t{1} << 31) - kMaxBlockSize;
+
 // The blocks that retrieval may choose when the budget is adaptive: an eighth of the blocks that
-// the request will have at its end (prompt and new tokens), at least as many as the window, at most
-// specpv_n_retrieval_blocks. So a short request is not seen whole just because the budget is large.
+// the request will have at its end (prompt and new tokens), at least as many as the window and one,
+// at most specpv_n_retrieval_blocks. So a short request is not seen whole just because the budget
+// is large.
 inline constexpr int64_t kAdaptiveShare = 8;
 
+// Throws Error unless it is 1 to kMaxContextTokens.
+NWOR_EXPORT void CheckMaxRows(int64_t max_rows);
+
 // The budget of one request. Selectors without a segment have none of its blocks.
-// REQUIRES: config is valid; max_rows >= 1; lengths are not negative.
+// REQUIRES: config is valid; CheckMaxRows passes; lengths are not negative.
 NWOR_EXPORT Budget ChooseBudget(const SpecPVConfig& config, int64_t max_rows,
                                 int64_t prompt_tokens = 0, int64_t max_new_tokens = 0);
 

@@ -11,8 +11,7 @@ namespace {
 SpecPVConfig Checked(const SpecPVConfig& config, int64_t max_rows, int64_t prompt_tokens,
                      int64_t max_new_tokens) {
   config.Validate();
-  NWOR_CHECK(max_rows >= 1, "max_rows: got ", max_rows,
-             ", expected at least 1, the root of a tree");
+  CheckMaxRows(max_rows);
   NWOR_CHECK(prompt_tokens >= 0, "prompt_tokens: got ", prompt_tokens, ", expected 0 or more");
   NWOR_CHECK(max_new_tokens >= 0, "max_new_tokens: got ", max_new_tokens, ", expected 0 or more");
   return config;
@@ -27,10 +26,15 @@ PartialCache::PartialCache(const SpecPVConfig& config, int64_t max_rows, int64_t
       max_rows_(max_rows) {}
 
 void PartialCache::Prefill(int64_t num_tokens) {
-  NWOR_CHECK(num_tokens >= 0, "num_tokens: got ", num_tokens, ", expected 0 or more");
+  const int64_t room = kMaxContextTokens - full_len_;
+  NWOR_CHECK(num_tokens >= 0 && num_tokens <= room, "num_tokens: got ", num_tokens,
+             ", expected 0 to ", room);
   NWOR_CHECK(tail_len() == 0, "prefill: got a tail of ", tail_len(), " tokens, expected none");
+  if (num_tokens == 0) return;
   full_len_ += num_tokens;
   committed_len_ = emitted_len_ = full_len_;
+  selected_ = false;
+  anchor_len_ = 0;
 }
 
 StepOutcome PartialCache::Finish(const StepDecision& decision, int64_t accepted,
@@ -38,6 +42,8 @@ StepOutcome PartialCache::Finish(const StepDecision& decision, int64_t accepted,
   NWOR_CHECK(decision.full_len == full_len_ && decision.committed_len == committed_len_,
              "decision: got one of F = ", decision.full_len, ", N = ", decision.committed_len,
              ", expected F = ", full_len_, ", N = ", committed_len_);
+  NWOR_CHECK(decision.num_rows <= max_rows_, "decision: got one of ", decision.num_rows,
+             " rows, expected at most ", max_rows_, ", the rows of the largest tree");
   const bool lossless = config_.specpv_rectify == Rectify::kLossless;
   const bool over_tail = lossless && decision.kind == StepKind::kFullRefresh;
   const int64_t most = decision.num_rows - 1 + (over_tail ? decision.refed_rows : 0);
@@ -62,7 +68,7 @@ StepOutcome PartialCache::Finish(const StepDecision& decision, int64_t accepted,
     partial_steps_ = 0;
     const bool failed = required_ != decision.required;  // in this step
     if (!failed) required_ = FullTrigger::kNone;
-    if (decision.kind == StepKind::kFullRefresh && !failed && !RefreshComplete()) {
+    if (decision.kind == StepKind::kFullRefresh && !failed && !RefreshComplete(decision)) {
       required_ = FullTrigger::kRefreshFailure;
     }
     if (decision.kind == StepKind::kFullRefresh) {

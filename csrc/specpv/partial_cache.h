@@ -35,8 +35,9 @@ class NWOR_EXPORT PartialCache {
   PartialCache(const PartialCache&) = delete;
   PartialCache& operator=(const PartialCache&) = delete;
 
-  // Tokens that full attention has put into the cache outside of steps: the prompt.
-  // REQUIRES: the tail is empty.
+  // Tokens that full attention has put into the cache outside of steps: the prompt. Blocks that
+  // were selected before are no longer: the view would not begin where its window should.
+  // REQUIRES: the tail is empty; the context stays within kMaxContextTokens.
   void Prefill(int64_t num_tokens);
 
   // The step of `decision` is over. accepted: draft rows that acceptance took, the root excluded.
@@ -85,8 +86,9 @@ class NWOR_EXPORT PartialCache {
   void set_bytes_per_token(int64_t bytes) { bytes_per_token_ = bytes; }
 
  protected:
-  // Whether the blocks of every layer were selected in the step that ends: else it was in vain.
-  virtual bool RefreshComplete() const { return true; }
+  // Whether the blocks of every layer were selected in the step of `decision`, which ends: else it
+  // was in vain.
+  virtual bool RefreshComplete(const StepDecision&) const { return true; }
 
  private:
   void CountStep(const StepDecision& decision) const;

@@ -6,6 +6,7 @@
 #include <c10/core/impl/VirtualGuardImpl.h>
 
 #include <algorithm>
+#include <array>
 #include <chrono>
 #include <utility>
 
@@ -55,6 +56,38 @@ enum Lens : int {
   kNumLens,
 };
 
+using StepLens = std::array<int32_t, kNumLens>;
+
+StepLens LensOf(const BatchEntry& entry, const Budget& budget) {
+  StepLens lens = {};
+  lens[kStoreRow] = lens[kCandidates] = lens[kLimit] = -1;
+  if (entry.cache == nullptr) return lens;
+  const StoredCache& cache = *entry.cache;
+  lens[kStoreRow] = static_cast<int32_t>(cache.row());
+  lens[kCommitted] = static_cast<int32_t>(cache.committed_len());
+  lens[kAnchor] = static_cast<int32_t>(cache.anchor_len());
+  lens[kPartial] = entry.decision.kind == StepKind::kPartial ? 1 : 0;
+  if (entry.decision.kind != StepKind::kFullRefresh) return lens;
+  const auto anchor = static_cast<int32_t>(entry.decision.anchor_len);
+  const ViewSegments segments = SegmentsOf(anchor, anchor, static_cast<int32_t>(budget.sink_blocks),
+                                           static_cast<int32_t>(budget.window_blocks),
+                                           static_cast<int32_t>(budget.block_size));
+  lens[kCandidates] = segments.candidates();
+  lens[kLimit] = static_cast<int32_t>(cache.budget().retrieval_blocks);
+  lens[kStart] = static_cast<int32_t>(budget.sink_tokens());
+  lens[kEnd] = static_cast<int32_t>(segments.window_begin * budget.block_size);
+  // What lies in the tail was not verified when it was summarised last, whatever the commit did.
+  lens[kDone] = static_cast<int32_t>(
+      std::min(cache.summarized_blocks(),
+               std::max<int64_t>(0, cache.full_len() - budget.sink_tokens()) / budget.block_size));
+  return lens;
+}
+
+// Tokens that a context may have behind its prompt.
+int64_t RoomBehind(int64_t prompt_tokens, int64_t max_tokens) {
+  return max_tokens - std::clamp<int64_t>(prompt_tokens, 0, max_tokens);
+}
+
 }  // namespace
 
 PartialStore::PartialStore(const SpecPVConfig& config, const StoreOptions& options)
@@ -89,6 +122,8 @@ std::shared_ptr<PartialStore> PartialStore::Create(const SpecPVConfig& config,
                Describe(key_caches[0]), " as layer 0");
     CheckDevice(key_caches[layer], "key_caches", key_caches[0].device());
   }
+  NWOR_CHECK(options.max_tokens <= kMaxContextTokens, "max_tokens: got ", options.max_tokens,
+             ", expected at most ", kMaxContextTokens);
   config.ValidateFor(geometry.page_size, options.max_rows, options.max_tokens);
 
   const std::shared_ptr<PartialStore> store(new PartialStore(config, options));
@@ -97,6 +132,7 @@ std::shared_ptr<PartialStore> PartialStore::Create(const SpecPVConfig& config,
   store->k_scales_ = k_scales;
   store->page_size_ = geometry.page_size;
   const auto layers = static_cast<int64_t>(key_caches.size());
+  store->refreshed_.assign(layers, false);
   store->bytes_per_token_ =
       2 * layers * geometry.num_heads * geometry.head_dim * ElementBytes(geometry.dtype);
   const at::Device device = key_caches[0].device();
@@ -130,6 +166,8 @@ std::shared_ptr<StoredCache> PartialStore::Open(int64_t prompt_tokens, int64_t m
     free_rows_.pop_back();
   }
   try {
+    // A list of the request that had the row before must not be taken for its own.
+    ids_.select(1, row).fill_(-1);
     auto cache =
         std::make_shared<StoredCache>(shared_from_this(), row, prompt_tokens, max_new_tokens);
     cache->set_bytes_per_token(bytes_per_token_);
@@ -145,20 +183,20 @@ void PartialStore::Release(int64_t row) {
   free_rows_.push_back(row);
 }
 
-void PartialStore::Begin(const std::vector<BatchEntry>& batch) {
+void PartialStore::CheckBatch(const std::vector<BatchEntry>& batch) const {
   NWOR_CHECK(static_cast<int64_t>(batch.size()) <= options_.max_requests, "batch: got ",
              batch.size(), " requests, expected at most ", options_.max_requests);
-  const bool cuda = lens_.is_cuda();
-  // A new buffer each time: the one of the step before may still be on its way.
-  const at::Tensor host =
-      at::full({kNumLens, options_.max_requests}, -1, at::dtype(at::kInt).pinned_memory(cuda));
-  auto lens = host.accessor<int32_t, 2>();
-  for (int64_t i = 0; i < options_.max_requests; ++i) {
-    lens[kPartial][i] = lens[kStart][i] = lens[kEnd][i] = lens[kDone][i] = 0;
-    lens[kAnchor][i] = lens[kCommitted][i] = 0;
-    if (i >= static_cast<int64_t>(batch.size()) || batch[i].cache == nullptr) continue;
-    StoredCache& cache = *batch[i].cache;
+  std::vector<int64_t> place_of_row(options_.max_requests, -1);
+  for (size_t i = 0; i < batch.size(); ++i) {
+    if (batch[i].cache == nullptr) continue;
+    const StoredCache& cache = *batch[i].cache;
     const StepDecision& decision = batch[i].decision;
+    NWOR_CHECK(cache.IsOf(*this), "batch[", i,
+               "]: got a cache of another store, expected one that this store has opened");
+    int64_t& place = place_of_row[cache.row()];
+    NWOR_CHECK(place < 0, "batch[", i, "]: got the cache of batch[", place,
+               "] again, expected each request once");
+    place = static_cast<int64_t>(i);
     NWOR_CHECK(
         decision.committed_len == cache.committed_len() && decision.full_len == cache.full_len(),
         "batch[", i, "]: got a decision of F = ", decision.full_len,
@@ -166,31 +204,29 @@ void PartialStore::Begin(const std::vector<BatchEntry>& batch) {
         ", N = ", cache.committed_len());
     NWOR_CHECK(cache.committed_len() <= options_.max_tokens, "batch[", i, "]: got ",
                cache.committed_len(), " tokens, expected at most ", options_.max_tokens);
-    lens[kStoreRow][i] = static_cast<int32_t>(cache.row());
-    lens[kCommitted][i] = static_cast<int32_t>(cache.committed_len());
-    lens[kAnchor][i] = static_cast<int32_t>(cache.anchor_len());
-    lens[kPartial][i] = decision.kind == StepKind::kPartial ? 1 : 0;
-    if (decision.kind != StepKind::kFullRefresh) continue;
-    const auto anchor = static_cast<int32_t>(decision.anchor_len);
-    const ViewSegments segments = SegmentsOf(
-        anchor, anchor, static_cast<int32_t>(budget_.sink_blocks),
-        static_cast<int32_t>(budget_.window_blocks), static_cast<int32_t>(budget_.block_size));
-    lens[kCandidates][i] = segments.candidates();
-    lens[kLimit][i] = static_cast<int32_t>(cache.budget().retrieval_blocks);
-    lens[kStart][i] = static_cast<int32_t>(budget_.sink_tokens());
-    lens[kEnd][i] = static_cast<int32_t>(segments.window_begin * budget_.block_size);
-    // What lies in the tail was not verified when it was summarised last, whatever the commit did.
-    lens[kDone][i] = static_cast<int32_t>(std::min(
-        cache.summarized_blocks(),
-        std::max<int64_t>(0, cache.full_len() - budget_.sink_tokens()) / budget_.block_size));
+  }
+}
+
+void PartialStore::Begin(const std::vector<BatchEntry>& batch) {
+  batch_.clear();
+  CheckBatch(batch);
+  const bool cuda = lens_.is_cuda();
+  // A new buffer each time: the one of the step before may still be on its way.
+  const at::Tensor host =
+      at::full({kNumLens, options_.max_requests}, -1, at::dtype(at::kInt).pinned_memory(cuda));
+  auto lens = host.accessor<int32_t, 2>();
+  std::vector<Begun> begun;
+  for (size_t i = 0; i < static_cast<size_t>(options_.max_requests); ++i) {
+    const BatchEntry entry = i < batch.size() ? batch[i] : BatchEntry{};
+    const StepLens told = LensOf(entry, budget_);
+    for (int row = 0; row < kNumLens; ++row) lens[row][static_cast<int64_t>(i)] = told[row];
+    const StepDecision& decision = entry.decision;
+    begun.push_back(
+        {entry.cache, decision.kind, decision.full_len, decision.committed_len, told[kCandidates]});
   }
   lens_.copy_(host, /*non_blocking=*/cuda);
   ObserveEvents();
-  batch_.clear();
-  for (size_t i = 0; i < batch.size(); ++i) {
-    const int64_t candidates = lens[kCandidates][static_cast<int64_t>(i)];
-    batch_.push_back({batch[i].cache, batch[i].decision.kind, candidates});
-  }
+  batch_ = std::move(begun);
   refreshed_.assign(num_layers(), budget_.retrieval_blocks == 0);
 }
 
@@ -290,14 +326,26 @@ bool PartialStore::refreshed() const {
   return std::all_of(refreshed_.begin(), refreshed_.end(), [](bool done) { return done; });
 }
 
-bool StoredCache::RefreshComplete() const { return store_->refreshed(); }
+bool PartialStore::HasRefreshed(const StoredCache& cache, const StepDecision& decision) const {
+  const auto is_step = [&](const Begun& begun) {
+    return begun.cache.lock().get() == &cache && begun.kind == StepKind::kFullRefresh &&
+           begun.full_len == decision.full_len && begun.committed_len == decision.committed_len;
+  };
+  return refreshed() && std::any_of(batch_.begin(), batch_.end(), is_step);
+}
+
+bool StoredCache::RefreshComplete(const StepDecision& decision) const {
+  return store_->HasRefreshed(*this, decision);
+}
 
 at::Tensor PartialStore::rows() const { return lens_[kStoreRow]; }
 at::Tensor PartialStore::committed_lens() const { return lens_[kCommitted]; }
 
 StoredCache::StoredCache(std::shared_ptr<PartialStore> store, int64_t row, int64_t prompt_tokens,
                          int64_t max_new_tokens)
-    : PartialCache(store->config_, store->options_.max_rows, prompt_tokens, max_new_tokens),
+    : PartialCache(store->config_, store->options_.max_rows,
+                   std::min(prompt_tokens, store->options_.max_tokens),
+                   std::min(max_new_tokens, RoomBehind(prompt_tokens, store->options_.max_tokens))),
       store_(std::move(store)),
       row_(row) {}
 

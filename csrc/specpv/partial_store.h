@@ -53,11 +53,13 @@ class NWOR_EXPORT PartialStore : public std::enable_shared_from_this<PartialStor
                                               const std::vector<at::Tensor>& k_scales = {});
   ~PartialStore();
 
-  // A new request, or null when no row is free: it then runs full.
+  // A new request, or null when no row is free: it then runs full. What lies beyond max_tokens does
+  // not count for its budget, which is therefore never larger than the store's.
   std::shared_ptr<StoredCache> Open(int64_t prompt_tokens = 0, int64_t max_new_tokens = 0);
 
   // Tells the device what the requests of this step do. batch[i] is request i of block tables and
-  // views; those beyond the batch take no part.
+  // views; those beyond the batch take no part. Throws Error, and no step is begun, unless all are
+  // caches of this store, each of them once, with decisions of their state.
   void Begin(const std::vector<BatchEntry>& batch);
 
   // Views of all layers for the batch. block_table [max_requests, pages] int32.
@@ -98,13 +100,18 @@ class NWOR_EXPORT PartialStore : public std::enable_shared_from_this<PartialStor
   friend class StoredCache;
   PartialStore(const SpecPVConfig& config, const StoreOptions& options);
   void Release(int64_t row);
+  void CheckBatch(const std::vector<BatchEntry>& batch) const;
   bool Refreshes() const;  // whether a request of the step does
+  // Whether the step that was begun last has refreshed this request as decided.
+  bool HasRefreshed(const StoredCache& cache, const StepDecision& decision) const;
   void NoteSummaries();
   void ObserveEvents();
 
   struct Begun {
     std::weak_ptr<StoredCache> cache;  // a request that is gone must not be kept by the last step
     StepKind kind = StepKind::kFull;
+    int64_t full_len = 0;  // of the decision: the two tell a request's steps apart
+    int64_t committed_len = 0;
     int64_t candidates = -1;  // blocks that are summarised when it has refreshed
   };
 
@@ -131,12 +138,13 @@ class NWOR_EXPORT StoredCache : public PartialCache {
   ~StoredCache() override;
 
   int64_t row() const { return row_; }
+  bool IsOf(const PartialStore& store) const { return store_.get() == &store; }
   // Complete blocks whose summaries are there, in every layer.
   int64_t summarized_blocks() const { return summarized_blocks_; }
   void set_summarized_blocks(int64_t blocks) { summarized_blocks_ = blocks; }
 
  protected:
-  bool RefreshComplete() const override;
+  bool RefreshComplete(const StepDecision& decision) const override;
 
  private:
   std::shared_ptr<PartialStore> store_;

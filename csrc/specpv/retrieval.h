@@ -17,6 +17,11 @@
 // Rows are reduced over the queries of a query head (mean, max, or the last one alone), then over
 // the query heads of a KV head (mean, max). Means are left as sums: only their order matters.
 // Blocks of equal score go by their id, the lower first; -0 equals 0 and NaN is below everything.
+//
+// Where queries or summaries are no numbers: in every maximum, of two products as of rows, NaN
+// gives way to any number, wherever it stands; in a sum it stays. quest is q+ . kmax + q- . kmin: a
+// channel of a query that is NaN has neither sign and adds nothing. A bound that is infinite is
+// nothing to a query that has not its sign; CUDA multiplies it by zero there, which is NaN.
 
 namespace nwor {
 

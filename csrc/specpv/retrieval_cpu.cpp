@@ -99,8 +99,9 @@ struct PackedQueries {
         for (int32_t c = 0; c < params.head_dim; ++c) {
           const float x = channels[c];
           const size_t to = static_cast<size_t>(c) * padded_rows + row;
-          if (quest) {
-            (x > 0.0f ? upper : lower)[to] += x;
+          if (quest) {  // NaN is of neither sign
+            if (x > 0.0f) upper[to] += x;
+            if (x < 0.0f) lower[to] += x;
           } else {
             upper[to] = x;
           }

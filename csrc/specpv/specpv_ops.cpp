@@ -18,6 +18,7 @@ namespace nwor {
 namespace {
 
 constexpr int64_t kMaxInt = std::numeric_limits<int32_t>::max();
+constexpr int64_t kMinInt = std::numeric_limits<int32_t>::min();
 
 template <typename T>
 const T* Data(const at::Tensor& tensor) {
@@ -28,12 +29,24 @@ T* MutableData(const at::Tensor& tensor) {
   return static_cast<T*>(tensor.mutable_data_ptr());
 }
 
-// Lengths come as int32; int64 is converted, which on CUDA is a launch of its own.
+// int64 as int32: what does not fit is refused on the CPU; on CUDA it becomes the nearest number
+// that does, which is out of range as well.
+at::Tensor Narrowed(const at::Tensor& tensor, const char* name) {
+  if (!tensor.is_cpu()) return tensor.clamp(kMinInt, kMaxInt).to(at::kInt).contiguous();
+  const at::Tensor wide = tensor.contiguous();
+  for (int64_t i = 0; i < wide.numel(); ++i) {
+    const int64_t value = Data<int64_t>(wide)[i];
+    NWOR_CHECK(value >= kMinInt && value <= kMaxInt, name, "[", i, "]: got ", value, ", expected ",
+               kMinInt, " to ", kMaxInt);
+  }
+  return wide.to(at::kInt);
+}
+
+// Lengths come as int32; int64 is converted, which on CUDA are launches of its own.
 at::Tensor Lengths(const at::Tensor& tensor, const char* name, int64_t requests,
                    at::Device device) {
   NWOR_CHECK(tensor.defined(), name, ": got nothing, expected a tensor");
-  const at::Tensor lengths =
-      tensor.scalar_type() == at::kLong ? tensor.to(at::kInt).contiguous() : tensor;
+  const at::Tensor lengths = tensor.scalar_type() == at::kLong ? Narrowed(tensor, name) : tensor;
   CheckIndex(lengths, name, at::kInt, {requests}, device);
   return lengths;
 }

@@ -12,7 +12,8 @@
 //
 // A block is always summarised whole, from its tokens' K in the cache. So what is computed block by
 // block as the context grows equals what is computed at once, bit for bit. The caller sees to it
-// that only verified K is there: a maximum cannot be taken back.
+// that only verified K is there: a maximum cannot be taken back. A NaN counts for nothing: a
+// channel without a number has a maximum of -inf and a minimum of inf.
 
 namespace nwor {
 

@@ -31,7 +31,11 @@ FullTrigger VerifyPolicy::FindTrigger(const PartialCache& cache, int64_t num_row
 }
 
 StepDecision VerifyPolicy::Decide(const PartialCache& cache, int64_t num_rows) const {
-  NWOR_CHECK(num_rows >= 1, "num_rows: got ", num_rows, ", expected at least 1, the root");
+  NWOR_CHECK(num_rows >= 1 && num_rows <= cache.max_rows(), "num_rows: got ", num_rows,
+             ", expected 1 to ", cache.max_rows(), ", the rows of the largest tree");
+  const int64_t room = kMaxContextTokens - cache.committed_len();
+  NWOR_CHECK(num_rows <= room, "num_rows: got ", num_rows, ", expected at most ", room,
+             ": the longest context has ", kMaxContextTokens, " tokens");
   StepDecision decision;
   decision.num_rows = num_rows;
   decision.required = cache.required();

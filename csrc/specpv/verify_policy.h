@@ -45,7 +45,8 @@ class NWOR_EXPORT VerifyPolicy {
  public:
   explicit VerifyPolicy(const SpecPVConfig& config, PolicyCallback callback = nullptr);
 
-  // For a tree of num_rows rows. Reads host state only. Rules, the first that holds:
+  // For a tree of num_rows rows, 1 to the cache's max_rows, that the longest context has room for.
+  // Reads host state only. Rules, the first that holds:
   //   switched off, or the context within the view's tokens
   //     or within specpv_partial_threshold                    full (with a tail: full + refresh)
   //   a fault of an earlier step                              full + refresh, its trigger

@@ -14,7 +14,7 @@ import torch
 
 from . import _C
 from .attention import CompactView
-from .errors import NworError
+from .errors import NworError, logger
 from .ops import CommitTail
 from .partial import Batch, PartialStore, StoredCache
 from .retrieval import gather_view
@@ -52,7 +52,8 @@ class CompactViews:
     What a view holds is device data that the commit moves on, so nothing is read back, and a commit
     that was refused, or one without `tail`, only means that `update` copies those tokens later.
     Caches may be of another dtype, or in pinned host memory. A copy that fails makes its requests
-    see their whole prefix in this step and asks for a full one next (`offload_failure`, counted).
+    see their whole prefix in this step and asks for a full one next (`offload_failure`, counted;
+    its reason is logged).
     A request should keep its place in the batch: its view is copied anew when it moves.
     """
 
@@ -90,6 +91,8 @@ class CompactViews:
         # What each place of the batch holds: whose tokens, selected when. A request that is gone
         # must not be kept by its view.
         self._owners: list[tuple[weakref.ref[StoredCache], int] | None] = [None] * batch
+        self._reported: set[str] = set()
+        self._gather()  # nothing yet, but caches and scales that do not fit are refused
 
     def view(self, layer: int) -> CompactView:
         """The view of a layer; the same tensors in every step."""
@@ -119,7 +122,8 @@ class CompactViews:
         self._tell(lens, keep)
         try:
             self._gather()
-        except (RuntimeError, ValueError):
+        except (RuntimeError, ValueError) as error:
+            self._report(error)
             self._tell([-1] * len(lens), [0] * len(lens))
             for place, entry in enumerate(batch):
                 if lens[place] >= 0:
@@ -131,6 +135,22 @@ class CompactViews:
         told = torch.tensor([lens, keep], dtype=torch.int32, pin_memory=pinned)
         self._step.copy_(told, non_blocking=True)
         self._held.mul_(self._step[1])
+        # A view is as long as the store's lists: where the host believes another length, or there
+        # is no view, what lies behind them belongs to nobody, or to somebody else.
+        lens, listed = self._step[0], self._store.num_blocks >= 0
+        lens.copy_(torch.where((lens >= 0) & listed, self._store.view_lens, -1))
+
+    def _report(self, error: Exception) -> None:
+        """Each kind of failure once: a copy that fails now will do so again."""
+        kind = f"{type(error).__name__}: {str(error).partition(':')[0]}"
+        if kind in self._reported:
+            return
+        self._reported.add(kind)
+        logger.warning(
+            "nwor_specpv: views could not be copied, their requests see the whole prefix "
+            "(offload_failure): %s",
+            error,
+        )
 
     def _gather(self) -> None:
         gather_view(

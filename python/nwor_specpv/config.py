@@ -199,7 +199,7 @@ def _read_file(path: Path) -> Mapping[str, Any]:
     if path.suffix == ".json":
         try:
             content = json.loads(text)
-        except json.JSONDecodeError as error:
+        except (ValueError, RecursionError) as error:
             raise NworError(f"{path}: not JSON: {error}") from None
     elif path.suffix in (".yaml", ".yml"):
         content = _parse_yaml(path, text)
@@ -221,7 +221,8 @@ def _parse_yaml(path: Path, text: str) -> Any:
         ) from None
     try:
         return yaml.safe_load(text)
-    except yaml.YAMLError as error:
+    # Its constructors let through what dates and numbers that are none raise.
+    except (yaml.YAMLError, ValueError, LookupError, AttributeError, RecursionError) as error:
         raise NworError(f"{path}: not YAML: {' '.join(str(error).split())}") from None
 
 
@@ -283,5 +284,8 @@ def _nearest(name: str, valid: Mapping[str, Any]) -> str:
 
 def _kind(value: Any) -> str:
     """`'abc' (str)`; only the type where the value may be long."""
-    text = repr(value)
+    try:
+        text = repr(value)
+    except ValueError:  # an integer of thousands of digits
+        return type(value).__name__
     return f"{text} ({type(value).__name__})" if len(text) <= 60 else type(value).__name__

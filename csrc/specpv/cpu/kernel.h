@@ -4,6 +4,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <cstring>
+#include <limits>
 #include <type_traits>
 
 #include "attention/simd.h"
@@ -21,6 +22,10 @@ using cpu::ScoreTask;
 
 // -max(-a, -b): a NaN in b gives a, as MaxOf.
 NWOR_SIMD_INLINE Vec MinOf(Vec a, Vec b) { return -MaxOf(-a, -b); }
+
+// The larger of each pair; NaN gives way to any number.
+NWOR_SIMD_INLINE Vec LargerNumber(Vec a, Vec b) { return a == a ? MaxOf(a, b) : b; }
+NWOR_SIMD_INLINE float LargerNumber(float a, float b) { return b > a || a != a ? b : a; }
 
 NWOR_SIMD_INLINE Vec AbsOf(Vec v) { return MaxOf(v, -v); }
 
@@ -60,6 +65,11 @@ NWOR_SIMD_INLINE void WithRowType(DType dtype, Body&& body) {
 }
 
 // ---- extremes -----------------------------------------------------------------------------------
+//
+// A running extreme is the first argument of MaxOf and MinOf and never NaN: a NaN counts for
+// nothing, wherever it comes.
+
+constexpr float kInfinity = std::numeric_limits<float>::infinity();
 
 // kVecs registers of channels at a time, so that they stay in registers over all rows.
 template <int kVecs, typename In, typename Out>
@@ -67,10 +77,10 @@ NWOR_SIMD_INLINE void StripExtremes(const ExtremesTask& task, int first, Out* km
   const Vec scale = Broadcast(task.scale);
   Vec high[kVecs], low[kVecs];
   for (int v = 0; v < kVecs; ++v) {
-    high[v] = low[v] =
-        LoadAs(reinterpret_cast<const In*>(task.rows[0]) + first + v * kLanes) * scale;
+    high[v] = Broadcast(-kInfinity);
+    low[v] = Broadcast(kInfinity);
   }
-  for (int row = 1; row < task.count; ++row) {
+  for (int row = 0; row < task.count; ++row) {
     const In* channels = reinterpret_cast<const In*>(task.rows[row]) + first;
     for (int v = 0; v < kVecs; ++v) {
       const Vec k = LoadAs(channels + v * kLanes) * scale;
@@ -99,9 +109,8 @@ void ExtremesAs(const ExtremesTask& task) {
   const int rest = task.head_dim - channel;
   if (rest == 0) return;
   const Vec scale = Broadcast(task.scale);
-  Vec high = LoadSome(reinterpret_cast<const In*>(task.rows[0]) + channel, rest) * scale;
-  Vec low = high;
-  for (int row = 1; row < task.count; ++row) {
+  Vec high = Broadcast(-kInfinity), low = Broadcast(kInfinity);
+  for (int row = 0; row < task.count; ++row) {
     const Vec k = LoadSome(reinterpret_cast<const In*>(task.rows[row]) + channel, rest) * scale;
     high = MaxOf(high, k);
     low = MinOf(low, k);
@@ -169,7 +178,7 @@ struct ScoreTile {
     for (int block = 0; block < kBlocks; ++block) {
       for (int v = 0; v < kVecs; ++v) {
         scores[block][v] =
-            task.add ? high[block][v] + low[block][v] : MaxOf(high[block][v], low[block][v]);
+            task.add ? high[block][v] + low[block][v] : LargerNumber(high[block][v], low[block][v]);
       }
     }
   }
@@ -215,11 +224,42 @@ inline float ReduceRows(const ScoreTask& task, const float* rows) {
     const float* row = rows + head * task.num_queries;
     float score = row[0];
     for (int q = 1; q < task.num_queries; ++q) {
-      score = task.query_max ? std::max(score, row[q]) : score + row[q];
+      score = task.query_max ? LargerNumber(score, row[q]) : score + row[q];
     }
-    total = head == 0 ? score : task.group_max ? std::max(total, score) : total + score;
+    total = head == 0 ? score : task.group_max ? LargerNumber(total, score) : total + score;
   }
   return total;
+}
+
+// What a bound adds to a row: nothing where the row is zero, though it be infinite.
+NWOR_SIMD_INLINE float Product(float query, float bound) {
+  return query == 0.0f && bound == bound ? 0.0f : query * bound;
+}
+
+// The sum of both products of each row where a bound may be infinite. `rows`: scratch.
+inline float ScoreInfinite(const ScoreTask& task, const float* kmax, const float* kmin,
+                           float* rows) {
+  const bool sums = !task.query_max && !task.group_max;
+  float total = 0.0f;
+  for (int row = 0; row < task.num_queries * task.num_groups; ++row) {
+    float score = 0.0f;
+    for (int c = 0; c < task.head_dim; ++c) {
+      const int64_t at = static_cast<int64_t>(c) * task.padded_rows + row;
+      score += Product(task.upper[at], kmax[c]) + Product(task.lower[at], kmin[c]);
+    }
+    if (sums) {
+      total += score;
+    } else {
+      rows[row] = score;
+    }
+  }
+  return sums ? total : ReduceRows(task, rows);
+}
+
+inline bool HasNaN(const float* values, int count) {
+  bool found = false;
+  for (int i = 0; i < count; ++i) found |= values[i] != values[i];
+  return found;
 }
 
 // Rows of one head lie far apart: no hardware prefetcher follows them.
@@ -275,7 +315,12 @@ NWOR_SIMD_INLINE void ScoreSome(const ScoreTask& task, int first) {
     }
   }
   for (int block = 0; block < kBlocks; ++block) {
-    task.scores[first + block] = sums ? SumLanes(totals[block]) : ReduceRows(task, rows[block]);
+    float score = sums ? SumLanes(totals[block]) : ReduceRows(task, rows[block]);
+    // Zero times infinity: a maximum would hide it.
+    if (task.add && (sums ? score != score : HasNaN(rows[block], num_rows))) {
+      score = ScoreInfinite(task, kmax[block], kmin[block], rows[block]);
+    }
+    task.scores[first + block] = score;
   }
 }
 

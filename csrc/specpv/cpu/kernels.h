@@ -14,7 +14,8 @@ namespace nwor::cpu {
 inline constexpr int kMaxHeadDim = 512;
 inline constexpr int kMaxScoreRows = 4096;  // queries * query heads of one KV head
 
-// Channelwise extremes of `count` rows of `head_dim` elements, each multiplied by `scale`.
+// Channelwise extremes of `count` rows of `head_dim` elements, each multiplied by `scale`. A NaN
+// counts for nothing: a channel without a number has -inf and inf.
 struct ExtremesTask {
   const std::byte* const* rows = nullptr;
   int32_t count = 0;
@@ -28,7 +29,8 @@ struct ExtremesTask {
 
 // Scores of consecutive blocks of one head. Queries are packed channel by channel, padded with zero
 // rows to a multiple of the lanes: row r of channel c at [c * padded_rows + r], r = head * queries
-// + query. Score of a row is max(upper . kmax, lower . kmin), or their sum.
+// + query. Score of a row is max(upper . kmax, lower . kmin), or their sum, in which a zero of the
+// row is nothing to a bound that is infinite. In a maximum NaN gives way to any number.
 struct ScoreTask {
   const float* upper = nullptr;
   const float* lower = nullptr;  // the same as upper for the score specpv

@@ -65,6 +65,12 @@ TEST(SpecPVConfig, AdaptiveBudgetFollowsItsRule) {
   EXPECT_EQ(blocks(16000, 384), 128);    // 1024 blocks
   EXPECT_EQ(blocks(32000, 768), 256);    // 2048 blocks
   EXPECT_EQ(blocks(131072, 1024), 256);  // never beyond the configured number
+  EXPECT_EQ(blocks(INT64_MAX, INT64_MAX), 256);
+  config.specpv_n_window_blocks = 0;
+  EXPECT_EQ(blocks(0, 0), 1);  // a view of chosen blocks alone has one
+  config.specpv_n_retrieval_blocks = 0;
+  EXPECT_EQ(blocks(16000, 384), 0);
+  config.specpv_n_retrieval_blocks = 256;
   config.specpv_budget = BudgetRule::kFixed;
   EXPECT_EQ(blocks(16000, 384), 256);
 }

@@ -17,7 +17,7 @@ TEST(PartialCache, WantsAFullStepWhenItsTailOverflowed) {
   cache.Prefill(10000);
   StepDecision decision;
   decision.kind = StepKind::kPartial;
-  decision.num_rows = 6;
+  decision.num_rows = 4;
   decision.full_len = decision.committed_len = 10000;
   cache.Finish(decision, /*accepted=*/3, /*disagreed=*/-1);
   EXPECT_EQ(cache.required(), FullTrigger::kNone);  // as many as the tail holds

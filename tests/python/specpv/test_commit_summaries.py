@@ -197,6 +197,18 @@ def test_completed_blocks_equal_a_fresh_computation(device: str, dtype: torch.dt
 
 
 @pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_a_nan_counts_for_nothing(device: str, dtype: torch.dtype) -> None:
+    rng = seeded()
+    round_ = make_round(rng, device, dtype, 8)
+    for rows in (round_.staged, *(layer.key for layer in round_.layers)):
+        rows.masked_fill_(torch.rand(rows.shape, device=device) < 0.3, float("nan"))
+    summaries = hook(round_, dtype)
+    assert run(round_, summaries) == 0
+    check_fresh(round_, summaries)
+
+
+@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize(
     ("batch", "sizes", "heads"),
     [

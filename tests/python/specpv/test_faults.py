@@ -13,10 +13,27 @@ import weakref
 import pytest
 import torch
 
-from nwor_specpv import CommitTail, Metrics, NworError, SpecPVConfig
+from nwor_specpv import (
+    CommitTail,
+    CompactViews,
+    Metrics,
+    NworError,
+    PartialStore,
+    SpecPVConfig,
+    StepDecision,
+)
 from specpv.contexts import seeded
 from specpv.test_decoding import configured, prompts
-from specpv.toy_model import VOCAB, Host, Weights, decode_plainly
+from specpv.toy_model import (
+    DIM,
+    HEADS,
+    LAYERS,
+    VOCAB,
+    Host,
+    Request,
+    Weights,
+    decode_plainly,
+)
 
 NEW = 24
 
@@ -170,6 +187,191 @@ def test_a_context_within_the_view_runs_full() -> None:
     run(host, rng)
     assert set(host.kinds) == {"full"}
     assert counted("short_context") - before == host.triggers["short_context"]
+
+
+def started(rng: random.Random, count: int = 2, **values: object) -> Host:
+    """Requests with a view: the next step is partial."""
+    config = lossless(rng, specpv_n_retrieval_blocks=2, **values)
+    host = Host(Weights(rng.randrange(1 << 30)), config, count, max_tokens=160)
+    for prompt in prompts(rng, count):
+        host.add(prompt, NEW)
+    host.step([[] for _ in range(count)])
+    return host
+
+
+def table_of(host: Host) -> torch.Tensor:
+    return torch.tensor([r.pages for r in host.requests], dtype=torch.int32)
+
+
+@pytest.mark.parametrize("storage", ["paged", "compact"])
+def test_a_request_that_may_outgrow_the_store_has_the_budget_of_the_longest(storage: str) -> None:
+    rng = seeded()
+    config = lossless(
+        rng,
+        specpv_storage=storage,
+        specpv_budget="adaptive",
+        specpv_block_size=4,
+        specpv_n_retrieval_blocks=64,
+    )
+    host = Host(Weights(rng.randrange(1 << 30)), config, 2, max_tokens=160)
+    assert host.store.budget.retrieval_blocks == 5
+    for wrong, message in (((200, -1), "max_new_tokens: got -1"), ((-1, 9), "prompt_tokens: got")):
+        with pytest.raises(NworError, match=message):
+            host.store.open(*wrong)
+    for prompt, new_tokens in zip(prompts(rng, 2), (10_000, 2**63 - 1), strict=True):
+        request = host.add(prompt, new_tokens)
+        assert request.cache.budget.retrieval_blocks == 5
+
+    def check(host: Host, request: Request) -> None:
+        if request.decision.kind == "partial":
+            place = host.requests.index(request)
+            assert int(host.store.view_lens[place]) == request.decision.view_tokens
+
+    host.after_step = check
+    plain = [decode_plainly(host.w, r.tokens, NEW) for r in host.requests]
+    assert host.decode(NEW, rng) == plain
+    assert host.kinds["partial"] > 0
+    assert "offload_failure" not in host.triggers
+
+
+def test_compact_views_are_as_long_as_the_device_says() -> None:
+    """A list that is shorter than the host believes, and a view that does not fit."""
+    rng = seeded()
+    host = started(rng, specpv_storage="compact")
+    first = host.requests[0]
+    host.store.ids[:, first.cache.row, :, 1:] = -1
+    batch = [(r.cache, host.policy.decide(r.cache, 1)) for r in host.requests]
+    assert [decision.kind for _, decision in batch] == ["partial"] * 2
+    host.store.begin(batch)
+    host.store.build_views(table_of(host))
+    host.compact.update(batch)
+    lens = host.compact.view(0).lens
+    size = host.config.specpv_block_size
+    told = [decision.view_tokens for _, decision in batch]
+    assert lens.tolist() == host.store.view_lens.tolist() == [told[0] - size, told[1]]
+    assert host.compact.held_tokens.tolist() == lens.tolist()
+    host.store.build_views(table_of(host)[:, :2].contiguous())
+    host.compact.update(batch)
+    assert host.store.num_blocks.tolist() == host.compact.view(0).lens.tolist() == [-1, -1]
+    assert [r.cache.required for r in host.requests] == ["none"] * 2
+
+
+def test_a_batch_has_requests_of_its_store_once_each() -> None:
+    rng = seeded()
+    host, stranger = started(rng), started(rng, count=1)
+    ids, lens = host.store.ids.clone(), host.store.committed_lens.clone()
+    own, other = host.requests[0].cache, stranger.requests[0].cache
+    decision = host.policy.decide(own, 1)
+    for batch, message in (
+        (
+            [None, (other, host.policy.decide(other, 1))],
+            r"batch\[1\]: got a cache of another store",
+        ),
+        ([(own, decision), (own, decision)], r"batch\[1\]: got the cache of batch\[0\] again"),
+    ):
+        with pytest.raises(NworError, match=message):
+            host.store.begin(batch)
+        assert torch.equal(host.store.committed_lens, lens)
+    assert torch.equal(host.store.ids, ids)
+
+
+@pytest.mark.parametrize("selector", ["specpv", "streaming"])
+def test_a_refresh_that_never_ran_is_not_believed(selector: str) -> None:
+    rng = seeded()
+    host = started(rng, specpv_selector=selector)
+    first, second = (r.cache for r in host.requests)
+
+    def decided(cache: object) -> StepDecision:
+        cache.require_full()
+        decision = host.policy.decide(cache, 1)
+        assert decision.kind == "full_refresh"
+        return decision
+
+    def check(cache: object, decision: StepDecision) -> None:
+        cache.finish(decision, 0)
+        assert (cache.selected, cache.required) == (False, "refresh_failure")
+        assert host.policy.decide(cache, 1).trigger == "refresh_failure"
+
+    def refresh(*caches: object) -> None:
+        batch = [(cache, decided(cache)) if cache in caches else None for cache in (first, second)]
+        host.store.begin(batch)
+        for layer in range(LAYERS):
+            host.store.refresh_layer(layer, torch.randn(2, 1, HEADS, DIM), table_of(host))
+        for cache, decision in filter(None, batch):
+            cache.finish(decision, 0)
+            assert (cache.selected, cache.required) == (True, "none")
+
+    check(first, decided(first))  # the store begun and refreshed in the step before, not in this
+    refresh(first, second)
+    refresh(second)  # and without it
+    check(first, decided(first))
+    refresh(first, second)
+    refused = decided(first)
+    with pytest.raises(NworError, match="batch: got 3 requests"):
+        host.store.begin([(first, refused), None, None])
+    check(first, refused)
+    fresh = Host(host.w, host.config, 1, max_tokens=160)  # nothing was begun at all
+    request = fresh.add(prompts(rng, 1)[0], NEW)
+    check(request.cache, fresh.policy.decide(request.cache, 1))
+
+
+def test_a_new_request_has_no_blocks_of_the_one_before() -> None:
+    rng = seeded()
+    host = started(rng, count=1)
+    row = host.requests[0].cache.row
+    assert (host.store.ids[:, row] >= 0).all()
+    host.free += host.requests.pop().pages
+    gc.collect()
+    request = host.add(prompts(rng, 1)[0], NEW)
+    assert request.cache.row == row
+    assert (host.store.ids[:, row] == -1).all()
+
+
+def test_contexts_that_no_device_counts_are_refused() -> None:
+    cache = torch.zeros(1, 8, 1, 4)
+    config = SpecPVConfig(enable_specpv=True, specpv_block_size=8, specpv_selector="sliding")
+    sizes = {"max_requests": 1, "max_rows": 1}
+    most = 2**31 - 1024
+    PartialStore(config, [cache], [cache], max_tokens=most, **sizes)
+    with pytest.raises(NworError, match=f"max_tokens: got {most + 1}, expected at most {most}"):
+        PartialStore(config, [cache], [cache], max_tokens=most + 1, **sizes)
+
+
+@pytest.mark.parametrize(
+    ("scales", "message"),
+    [
+        ({"k_scales": [torch.ones(1)]}, "k_scales: got 1 layers, expected 2"),
+        ({"v_scales": [torch.ones(1)] * 3}, "v_scales: got 3 layers, expected 2"),
+        ({"k_scales": [torch.ones(1), torch.ones(1)]}, "k_scale: got a scale"),
+    ],
+)
+def test_scales_that_do_not_fit_are_refused_at_the_start(
+    scales: dict[str, list[torch.Tensor]], message: str
+) -> None:
+    host = started(seeded())
+    with pytest.raises(NworError, match=message):
+        CompactViews(host.store, list(host.keys), list(host.values), **scales)
+
+
+def test_a_failed_copy_says_why_once(caplog: pytest.LogCaptureFixture) -> None:
+    host = started(seeded(), specpv_storage="compact")
+    texts = iter(["the bus is gone", "the bus is gone", "no memory: got 3"])
+
+    def failing() -> None:
+        raise RuntimeError(next(texts))
+
+    host.compact._gather = failing
+    with caplog.at_level("WARNING", logger="nwor_specpv"):
+        for _ in range(3):
+            host.step([[], []])
+            assert [r.cache.required for r in host.requests] == ["offload_failure"] * 2
+            gather, host.compact._gather = host.compact._gather, lambda: None
+            host.step([[], []])
+            host.compact._gather = gather
+    logged = [record.getMessage() for record in caplog.records]
+    assert len(logged) == 2
+    assert "the bus is gone" in logged[0]
+    assert "no memory: got 3" in logged[1]
 
 
 def test_each_request_has_its_own_budget() -> None:

@@ -171,10 +171,15 @@ def run_story(rng: random.Random, steps: int, seen: dict[str, int]) -> None:
         assert cache.emitted_len == (
             cache.full_len if model.mode == "lossless" else cache.committed_len
         )
-        spans = cache.segments
-        assert spans["tail"] == (cache.full_len, cache.committed_len)
-        assert spans["candidates"][1] == spans["window"][0] % (1 << 62)
-        assert spans["candidates"][1] % model.block == 0
+        sink = min(model.sink * model.block, cache.full_len)
+        window = max(model.sink, (model.chosen_at or 0) // model.block - model.window)
+        window = min(window * model.block, cache.full_len)
+        assert cache.segments == {
+            "sink": (0, sink),
+            "candidates": (sink, window),
+            "window": (window, cache.full_len),
+            "tail": (cache.full_len, cache.committed_len),
+        }
     assert shown == cache.emitted_len - prompt
 
 
@@ -206,12 +211,19 @@ def partial_cache() -> tuple[PartialCache, VerifyPolicy]:
     return cache, policy
 
 
-def test_a_tree_beyond_its_promise_overflows_into_a_full_step() -> None:
+def test_a_tree_beyond_its_promise_is_refused() -> None:
     cache, policy = partial_cache()
-    decision = policy.decide(cache, 7)  # as many rows as the whole tail holds
+    with pytest.raises(NworError, match=r"num_rows: got 7, expected 1 to 4"):
+        policy.decide(cache, 7)
+    wider = PartialCache(CONFIG, max_rows=8)
+    wider.prefill(42)
+    with pytest.raises(NworError, match=r"decision: got one of 7 rows, expected at most 4"):
+        cache.finish(policy.decide(wider, 7), 6)
+    assert (cache.committed_len, cache.tail_len) == (42, 0)
+    decision = policy.decide(cache, 4)
     assert decision.kind == "partial"
-    cache.finish(decision, 6)
-    assert policy.decide(cache, 1).trigger == "tail_full"
+    cache.finish(decision, 3)
+    assert policy.decide(cache, 4).trigger == "tail_full"
     cache.require_full("tail_overflow")
     assert policy.decide(cache, 1).trigger == "tail_overflow"
 
@@ -237,6 +249,47 @@ def test_wrong_use_is_named() -> None:
         PartialCache(CONFIG, 0)
     with pytest.raises(NworError, match="disagreed: got 3 of 2"):
         cache.count_drift(2, 3)
+
+
+def test_tokens_put_in_outside_of_steps_want_a_new_choice() -> None:
+    """The view was chosen over a shorter context: its window would begin too early."""
+    cache, policy = partial_cache()
+    assert policy.decide(cache, 1).kind == "partial"
+    cache.prefill(0)
+    assert policy.decide(cache, 1).kind == "partial"
+    cache.prefill(100)
+    decision = policy.decide(cache, 1)
+    assert (decision.kind, decision.trigger) == ("full_refresh", "first")
+    cache.finish(decision, 0)
+    assert policy.decide(cache, 1).kind == "partial"
+    assert cache.anchor_len == 142
+
+
+def test_a_context_within_the_sink_has_no_window() -> None:
+    cache = PartialCache(SpecPVConfig(enable_specpv=True), max_rows=4)
+    cache.prefill(10)
+    spans = {"sink": (0, 10), "candidates": (10, 10), "window": (10, 10), "tail": (10, 10)}
+    assert cache.segments == spans
+
+
+def test_lengths_that_no_device_counts_are_refused() -> None:
+    most = 2**31 - 1024
+    for rows in (most + 1, 2**63 - 1):
+        with pytest.raises(NworError, match=f"max_rows: got {rows}, expected 1 to {most}"):
+            PartialCache(CONFIG, rows)
+    cache, policy = PartialCache(CONFIG, max_rows=4), VerifyPolicy(CONFIG)
+    cache.prefill(100)
+    for tokens in (most - 99, 2**32 + 100, 2**63 - 1):
+        with pytest.raises(
+            NworError, match=f"num_tokens: got {tokens}, expected 0 to {most - 100}"
+        ):
+            cache.prefill(tokens)
+    assert cache.full_len == 100
+    cache.prefill(most - 102)
+    cache.finish(policy.decide(cache, 2), 0)
+    assert cache.segments["window"] == (most - 8, most - 1)
+    with pytest.raises(NworError, match=f"num_rows: got 2, expected at most 1.* {most}"):
+        policy.decide(cache, 2)
 
 
 def test_a_callback_that_raises_is_heard() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 
 import numpy as np
 import pytest
@@ -197,6 +198,83 @@ def test_nan_is_below_everything_and_infinities_are_in_order(device: str) -> Non
     count = torch.tensor([len(values)], dtype=torch.int32, device=device)
     taken = [select_blocks(query, summary, summary, count, k).flatten().tolist() for k in (1, 3, 5)]
     assert taken == [[3], [2, 3, 6], [1, 2, 3, 4, 6]]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dim", [1, 64])
+@pytest.mark.parametrize("score", ["specpv", "quest"])
+def test_a_maximum_goes_by_the_rows_that_are_numbers(device: str, dim: int, score: str) -> None:
+    """Wherever they stand, among the queries of a head as among heads."""
+    summary = torch.arange(4.0, device=device).reshape(1, 4, 1, 1).expand(1, 4, 1, dim)
+    summary = summary.contiguous()
+    count = torch.tensor([4], dtype=torch.int32, device=device)
+    for rows in ([math.nan, 1.0], [1.0, math.nan], [math.nan, 1.0, math.nan, 2.0]):
+        query = torch.tensor(rows, device=device).reshape(1, -1, 1, 1).expand(1, len(rows), 1, dim)
+        for given in (query, query.transpose(1, 2)):
+            ids = select_blocks(given, summary, summary, count, 1, score, "max", "max")
+            assert ids.tolist() == [[[3]]], (rows, given.shape)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_the_greater_product_is_the_one_that_is_a_number(device: str) -> None:
+    query = torch.tensor([1.0, -1.0], device=device).reshape(1, 1, 1, 2)
+    kmax = torch.tensor([[math.inf, math.inf], [1.0, 2.0]], device=device).reshape(1, 2, 1, 2)
+    kmin = torch.tensor([[5.0, 0.0], [0.0, 0.0]], device=device).reshape(1, 2, 1, 2)
+    count = torch.tensor([2], dtype=torch.int32, device=device)
+    for reduce in ("mean", "max"):
+        for given in ((kmax, kmin), (kmin, kmax)):
+            assert select_blocks(query, *given, count, 1, "specpv", reduce).tolist() == [[[0]]]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("query_reduce", ["mean", "max", "last"])
+def test_quest_leaves_out_channels_that_are_no_numbers(device: str, query_reduce: str) -> None:
+    query = torch.tensor([[1.0, math.nan], [1.0, 0.0]], device=device).reshape(1, 2, 1, 2)
+    query = query.flip(1) if query_reduce == "last" else query
+    summary = torch.arange(6.0, device=device).reshape(1, 3, 1, 2)
+    count = torch.tensor([3], dtype=torch.int32, device=device)
+    for group_reduce in ("mean", "max"):
+        ids = select_blocks(query, summary, summary, count, 1, "quest", query_reduce, group_reduce)
+        assert ids.tolist() == [[[2]]]
+
+
+@pytest.mark.parametrize("query_reduce", ["mean", "max", "last"])
+@pytest.mark.parametrize("group_reduce", ["mean", "max"])
+def test_quest_with_infinite_bounds_is_its_sum_of_maxima(
+    query_reduce: str, group_reduce: str
+) -> None:
+    """On the CPU; a bound that no query of its sign meets is nothing, however large."""
+    kmax = torch.tensor([[1.0, 1.0], [5.0, 5.0], [2.0, math.inf], [math.nan, 9.0]])
+    kmin = torch.tensor([[0.0, 0.0], [-math.inf, 0.0], [1.0, -math.inf], [math.nan, 0.0]])
+    count = torch.tensor([4], dtype=torch.int32)
+    for channels, best_block in (([1.0, 1.0], 2), ([1.0, 0.0], 1), ([0.0, -1.0], 2)):
+        query = torch.tensor(channels).reshape(1, 1, 1, 2).expand(1, 3, 2, 2)
+        ids = select_blocks(
+            query,
+            kmax.reshape(1, 4, 1, 2),
+            kmin.reshape(1, 4, 1, 2),
+            count,
+            1,
+            "quest",
+            query_reduce,
+            group_reduce,
+        )
+        assert ids.tolist() == [[[best_block]]], channels
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_numbers_beyond_int32_do_not_wrap(device: str) -> None:
+    arguments = {name: getattr(v, "to", lambda _, v=v: v)(device) for name, v in good().items()}
+    for number in (2**32 + 2, 2**31, -(2**31) - 1):
+        given = arguments | {"num_candidates": torch.tensor([9, number], device=device)}
+        if device == "cpu":
+            with pytest.raises(NworError, match=rf"num_candidates\[1\]: got {number}, expected"):
+                select_blocks(**given)
+            continue
+        nearest = max(-(2**31), min(number, 2**31 - 1))
+        saturated = torch.tensor([9, nearest], dtype=torch.int32, device=device)
+        wanted = select_blocks(**(given | {"num_candidates": saturated}))
+        assert torch.equal(select_blocks(**given), wanted)
 
 
 @pytest.mark.parametrize("device", DEVICES)

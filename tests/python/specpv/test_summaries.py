@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 import pytest
 import torch
@@ -113,6 +115,28 @@ def test_strided_summaries_and_int64_lengths(device: str) -> None:
     assert (wide[..., :16] == POISON).all()
 
 
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16, FLOAT8])
+@pytest.mark.parametrize("dim", [5, 64])
+def test_a_nan_counts_for_nothing(device: str, dtype: torch.dtype, dim: int) -> None:
+    """Wherever its token stands; without any number a maximum is -inf, a minimum inf."""
+    for size in (1, 4, 16):
+        for place in range(size):
+            pages = make_pages([size], heads=1, dim=dim, page_size=16, dtype=dtype, device=device)
+            page = int(pages.table[0, 0])
+            pages.key[page, place, 0, 0] = math.nan
+            pages.key[page, :size, 0, 1] = math.nan
+            tokens = pages.key[page, :size, 0].float().cpu()
+            missing = tokens.isnan()
+            out = torch.float32 if dtype == FLOAT8 else dtype
+            kmax, kmin = empty(pages, 1, out)
+            ends = ints([size], device)
+            block_summaries(pages.key, pages.table, ints([0], device), ends, kmax, kmin, size)
+            upper, lower = (t[0, 0, 0].float().cpu() for t in (kmax, kmin))
+            assert torch.equal(upper, tokens.masked_fill(missing, -math.inf).amax(0))
+            assert torch.equal(lower, tokens.masked_fill(missing, math.inf).amin(0))
+
+
 def good() -> dict:
     pages = make_pages([40, 30])
     kmax, kmin = empty(pages, 3, torch.float32)
@@ -152,6 +176,14 @@ WRONG = {
     "page": (
         {"end_tokens": torch.tensor([40, 48], dtype=torch.int32)},
         r"block_table\[1, 2\]: got -7",
+    ),
+    "beyond int32": (
+        {"end_tokens": torch.tensor([40, 2**32 + 30])},
+        rf"end_tokens\[1\]: got {2**32 + 30}, expected",
+    ),
+    "below int32": (
+        {"start_tokens": torch.tensor([-(2**32), 0])},
+        rf"start_tokens\[0\]: got {-(2**32)}, expected",
     ),
     "done": ({"done_blocks": torch.tensor([0, -1], dtype=torch.int32)}, "done_blocks"),
     "scale": ({"k_scale": torch.ones(1)}, "k_scale: got a scale"),
