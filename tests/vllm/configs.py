@@ -32,6 +32,41 @@ WINDOW = HYBRID | {
     "sliding_window": 24,
 }
 
+# The last two layers have no K/V of their own: they attend to that of the two before.
+SHARING = HYBRID | {
+    "architectures": ["Gemma3nForCausalLM"],
+    "model_type": "gemma3n_text",
+    "layer_types": ["sliding_attention", "full_attention"] * 3,
+    "sliding_window": 512,
+    "num_hidden_layers": 6,
+    "num_kv_shared_layers": 2,
+    "vocab_size_per_layer_input": 512,
+    "hidden_size_per_layer_input": 16,
+    "altup_num_inputs": 2,
+    "altup_active_idx": 0,
+    "laurel_rank": 8,
+    "activation_sparsity_pattern": [0.0] * 6,
+    "rope_theta": 10000.0,
+    "rope_local_base_freq": 10000.0,
+}
+
+# Three layers attend to chunks of 32 tokens, the last one to everything.
+CHUNKED = HYBRID | {
+    "architectures": ["Llama4ForCausalLM"],
+    "model_type": "llama4_text",
+    "layer_types": ["chunked_attention"] * 3 + ["full_attention"],
+    "attention_chunk_size": 32,
+    "no_rope_layers": [1, 1, 1, 0],
+    "intermediate_size_mlp": 128,
+    "interleave_moe_layer_step": 0,
+    "moe_layers": [],
+    "num_local_experts": 2,
+    "num_experts_per_tok": 1,
+    "rope_theta": 10000.0,
+    "hidden_act": "silu",
+    "use_qk_norm": False,
+}
+
 # A dense model with a layer that predicts one token further, small; weights are made up.
 MTP = {
     "architectures": ["MiMoForCausalLM"],

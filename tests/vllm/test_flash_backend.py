@@ -36,7 +36,7 @@ from heads import story_head
 from small_views import SMALL_VIEW, prompts
 from test_specpv_refresh import full_steps_since, grown
 
-from nwor_specpv import Metrics
+from nwor_specpv import Metrics, NworError
 from nwor_specpv.models import stories
 from nwor_specpv.vllm import plugin
 from nwor_specpv.vllm.specpv.rules import DRAFTER
@@ -165,6 +165,28 @@ def test_a_float8_cache_is_staged_and_quantised_by_the_commit() -> None:
     check_caches(staged, direct, stats["rejected_tokens"])
 
 
+def test_layers_that_are_not_quantised_have_plans_of_their_own() -> None:
+    """FlashAttention-3 cuts its work by the size of a number."""
+    model = {"model": str(stories(64)), "skip_tokenizer_init": True}
+    with flash_attention(plugin.CUDA_BACKEND) as calls:
+        skipped = {"kv_cache_dtype": "fp8", "kv_cache_dtype_skip_layers": ["0"]}
+        drive(start({"strict": True}, **(model | skipped)), story_prompts(3), greedy(20))
+    kinds = [plan["qkv_dtype"] for plan in calls.planned if plan["causal"] is False]
+    assert kinds.count(torch.float32) == kinds.count(torch.float8_e4m3fn) > 0
+
+
+def test_scales_of_quantised_queries_may_be_those_of_kv_heads() -> None:
+    with flash_attention(plugin.CUDA_BACKEND):
+        from nwor_specpv.vllm.flash_layer import plain_rows
+
+    codes = torch.randn(3, 4, 8).to(torch.float8_e4m3fn)
+    values = codes.float()
+    assert torch.equal(plain_rows(codes, torch.tensor(2.0), torch.float32), 2 * values)
+    by_head = torch.tensor([2.0, 0.5])
+    wanted = values * torch.tensor([2.0, 2.0, 0.5, 0.5])[:, None]
+    assert torch.equal(plain_rows(codes, by_head, torch.float32), wanted)
+
+
 def test_the_target_drafts_over_views() -> None:
     """Mode lossless on model runner V1: verifying requests of many lengths, passes in between."""
     model = {"model": str(stories(64)), "skip_tokenizer_init": True}
@@ -254,6 +276,58 @@ def test_sizes_that_vllm_tries_are_no_steps(backend: str) -> None:
         assert drive(llm, story_prompts(3), greedy(12)).tokens == before
     assert own_stats()["fallbacks"] == {}
     assert own_engine().violations == []
+
+
+# ---- requests behind those that verify ----
+
+
+def test_requests_behind_take_what_is_theirs_along() -> None:
+    """Every field of vLLM's metadata that has an entry for each request or row."""
+    from vllm.v1.attention.backend import CommonAttentionMetadata
+
+    with flash_attention(plugin.CUDA_BACKEND):
+        from nwor_specpv.vllm.flash_builder import behind
+
+    lens, count = [5, 5, 7, 1], 2
+    rows, requests = torch.arange(sum(lens)), torch.arange(len(lens))
+    whole_batch = CommonAttentionMetadata(
+        query_start_loc=torch.tensor([0, 5, 10, 17, 18]),
+        query_start_loc_cpu=torch.tensor([0, 5, 10, 17, 18]),
+        seq_lens=requests, num_reqs=4, num_actual_tokens=18, max_query_len=7, max_seq_len=99,
+        block_table_tensor=requests[:, None], slot_mapping=rows, positions=rows,
+        encoder_seq_lens=requests, encoder_seq_lens_cpu=requests.numpy(),
+        dcp_local_seq_lens=requests, dcp_local_seq_lens_cpu=requests,
+        is_prefilling=requests > 1, seq_lens_cpu_upper_bound=requests,
+        mm_req_doc_ranges={0: [(0, 3)], 2: [(1, 4), (5, 6)], 3: []}, rswa_prefix_lens=requests,
+        _seq_lens_cpu=requests, _num_computed_tokens_cpu=requests,
+    )  # fmt: skip
+    whole_batch.compute_num_computed_tokens()
+    whole_batch.token_to_req_indices(torch.zeros(18, dtype=torch.int32))
+    found = dict(vars(behind(whole_batch, count, 10, 7)))
+    for name in ("query_start_loc", "query_start_loc_cpu"):
+        assert found.pop(name).tolist() == [0, 7, 8]
+    for name in ("slot_mapping", "positions"):
+        assert found.pop(name).tolist() == list(range(10, 18)), name
+    assert found.pop("mm_req_doc_ranges") == {0: [(1, 4), (5, 6)], 1: []}
+    assert found.pop("block_table_tensor").tolist() == [[2], [3]]
+    assert found.pop("is_prefilling").tolist() == [True, True]
+    numbers = {"num_reqs": 2, "num_actual_tokens": 8, "max_query_len": 7, "max_seq_len": 99}
+    assert {name: found.pop(name) for name in numbers} == numbers
+    assert found.pop("causal") is True
+    not_set = ("logits_indices_padded", "num_logits_indices")  # fast prefill, which is refused
+    made_when_asked_for = ("_num_computed_tokens_cache", "_token_to_req_indices_cache")
+    assert [found.pop(name) for name in (*not_set, *made_when_asked_for)] == [None] * 4
+    for name, value in found.items():
+        assert value.tolist() == [2, 3], name
+
+
+def test_attention_that_is_not_causal_is_refused() -> None:
+    with flash_attention(plugin.CUDA_BACKEND):
+        llm = start({"strict": True})
+        drive(llm, story_prompts(1), greedy(4))
+        builder = graph_builder(llm)
+        with pytest.raises(NworError, match="not causal"):
+            builder.build(0, whole([5, 5], 64).replace(causal=False))
 
 
 # ---- what graphs find ----

@@ -7,11 +7,14 @@ import logging
 import re
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from configs import CHUNKED, SHARING
 from engines import STOCK, drive, greedy, own_engine, start, story_prompts
+from flash_double import flash_attention
 
 from nwor_specpv import NworError
 from nwor_specpv.vllm import plugin, support
@@ -45,6 +48,24 @@ def with_writes_in_pieces(patch: pytest.MonkeyPatch, config: Any) -> None:
     patch.setattr(compilation, "splitting_ops", list(compilation._attention_ops))
 
 
+def with_model(name: str, value: object) -> Change:
+    """A property of the model's configuration."""
+    return lambda patch, config: patch.setattr(
+        type(config.model_config), name, property(lambda _: value)
+    )
+
+
+def with_sharing_layers(patch: pytest.MonkeyPatch, config: Any) -> None:
+    text = config.model_config.hf_text_config
+    patch.setattr(text, "num_kv_shared_layers", 2, raising=False)
+
+
+def with_sharing_drafter(patch: pytest.MonkeyPatch, config: Any) -> None:
+    draft = SimpleNamespace(hf_config=SimpleNamespace(model_type="gemma4_mtp"))
+    patch.setattr(config.speculative_config, "method", "mtp")
+    patch.setattr(config.speculative_config, "draft_model_config", draft)
+
+
 def with_another_runner(patch: pytest.MonkeyPatch, _: Any) -> None:
     from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
@@ -62,6 +83,12 @@ REFUSED: dict[str, tuple[Change, str]] = {
     "cascade": (of("model_config", "disable_cascade_attn", False), "cascade attention"),
     "sharing": (of("cache_config", "kv_sharing_fast_prefill", True), "fast prefill"),
     "pieces": (with_writes_in_pieces, "K/V writes within piecewise CUDA graphs"),
+    "sharing layers": (with_sharing_layers, "2 layers that attend to the K/V of others"),
+    "sharing drafter": (with_sharing_drafter, "a drafter that attends to the K/V"),
+    "chunks": (of("model_config", "attention_chunk_size", 32), "attention in chunks of 32 tokens"),
+    "images": (with_model("is_mm_prefix_lm", True), "attention to both sides within images"),
+    "answers": (with_model("rswa_window", 128), "answers that see the latest 128 tokens"),
+    "encoder": (with_model("is_encoder_decoder", True), "an encoder beside the decoder"),
     "signature": (
         with_another_runner,
         "takes (self, output_token_ids), expected (self, output_token_ids, scheduler_output)",
@@ -140,6 +167,70 @@ def test_another_vllm_is_left_alone(
     assert registered == []
 
 
+# ---- models that attend otherwise ----
+
+
+@pytest.fixture
+def random_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Such that attention matters: vLLM's own made-up weights are next to nothing."""
+    import vllm.model_executor.model_loader.dummy_loader as loader
+
+    def fill(model: torch.nn.Module, *_: Any, **__: Any) -> None:
+        generator = torch.Generator().manual_seed(1)
+        for name, weight in model.state_dict().items():
+            if weight.is_floating_point():
+                drawn = 0.35 * torch.randn(weight.shape, generator=generator)
+                weight.copy_(torch.ones_like(weight) if "norm" in name else drawn)
+
+    monkeypatch.setattr(loader, "initialize_dummy_weights", torch.no_grad()(fill))
+
+
+def made_up(folder: Path, config: dict) -> dict[str, Any]:
+    (folder / "config.json").write_text(json.dumps(config))
+    return {"model": str(folder), "load_format": "dummy", "skip_tokenizer_init": True}
+
+
+REPEATING = [[5, 6, 7, 8, 5, 6, 7, 8, 5, 6, 7] * 3, [9, 10, 11, 9, 10, 11, 9, 10] * 2]
+
+
+@pytest.mark.parametrize(
+    ("config", "reason"),
+    [
+        pytest.param(SHARING, "2 layers that attend to the K/V of others", id="sharing"),
+        pytest.param(CHUNKED, "in chunks of 32 tokens", id="chunks", marks=pytest.mark.slow),
+    ],
+)
+@pytest.mark.usefixtures("random_weights")
+def test_a_model_that_attends_otherwise_is_vllms(config: dict, reason: str, tmp_path: Path) -> None:
+    model = made_up(tmp_path, config)
+    wanted = drive(start(STOCK, **model), REPEATING, greedy(40)).tokens
+    found = drive(start({}, **model), REPEATING, greedy(40)).tokens
+    assert found == wanted
+    assert reason in own_engine().off
+    with pytest.raises(Exception, match=reason):
+        start({"strict": True}, **model)
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("random_weights")
+def test_layers_whose_metadata_another_builder_makes_are_vllms(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A kind of layer that no configuration tells of; the last layer is an ordinary one."""
+    model = made_up(tmp_path, CHUNKED)
+    wanted = drive(start(STOCK, **model), REPEATING, greedy(40)).tokens
+    monkeypatch.setattr(support, "refusals", lambda _: [])
+    with caplog.at_level(logging.WARNING, "nwor_specpv"):
+        found = drive(start({"check_contract": True}, **model), REPEATING, greedy(40)).tokens
+    assert found == wanted
+    assert "leaves a layer to vLLM: metadata of ChunkedLocalAttentionBuilder" in caplog.text
+    assert own_engine().own_layers == ["model.layers.3.self_attn.attn"]
+    assert "check_contract is off, layers share cache memory" in caplog.text
+    assert own_engine().violations == []
+    with pytest.raises(Exception, match="a layer has metadata of ChunkedLocalAttentionBuilder"):
+        start({"strict": True}, **model)
+
+
 # ---- single layers ----
 
 # ALiBi in every layer, and a head size we could serve.
@@ -159,8 +250,7 @@ ALIBI = {
 
 @pytest.mark.slow
 def test_a_model_we_cannot_serve_is_vllms(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    (tmp_path / "config.json").write_text(json.dumps(ALIBI))
-    model = {"model": str(tmp_path), "load_format": "dummy", "skip_tokenizer_init": True}
+    model = made_up(tmp_path, ALIBI)
     found = [drive(start(STOCK, **model), story_prompts(3), greedy(20)).tokens]
     with caplog.at_level(logging.WARNING, "nwor_specpv"):
         found.append(drive(start({}, **model), story_prompts(3), greedy(20)).tokens)
@@ -170,6 +260,20 @@ def test_a_model_we_cannot_serve_is_vllms(tmp_path: Path, caplog: pytest.LogCapt
     assert own_engine().interceptor is None, "nothing of ours has run"
     with pytest.raises(Exception, match="a layer has ALiBi slopes"):
         start({"strict": True}, **model)
+
+
+SHAPE = {"num_heads": 4, "head_size": 32, "scale": 1.0, "num_kv_heads": 2}
+SHAPE |= {"alibi_slopes": None, "sliding_window": None, "kv_cache_dtype": "auto"}
+
+
+def engine_for(config: Any, patch: pytest.MonkeyPatch, **nwor: Any) -> Engine:
+    """What layers find when they are built."""
+    from nwor_specpv.vllm import layer
+
+    patch.setattr(config, "additional_config", {"nwor_specpv": nwor})
+    engine = Engine(config)
+    patch.setattr(layer, "engine_of", lambda _: engine)
+    return engine
 
 
 @pytest.mark.parametrize(
@@ -185,23 +289,101 @@ def test_a_model_we_cannot_serve_is_vllms(tmp_path: Path, caplog: pytest.LogCapt
 def test_a_layer_we_cannot_serve_is_vllms(
     change: dict, problem: str, config: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The layer alone: others of the same model are staged."""
+    """The layer alone: others of the same model are staged. `layers.0` is none of ours."""
     from vllm.config import set_current_vllm_config
     from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackendImpl
 
-    from nwor_specpv.vllm import layer
     from nwor_specpv.vllm.cpu_backend import NworCpuImpl
 
-    shape = {"num_heads": 4, "head_size": 32, "scale": 1.0, "num_kv_heads": 2}
-    shape |= {"alibi_slopes": None, "sliding_window": None, "kv_cache_dtype": "auto"}
     for strict in (False, True):
-        monkeypatch.setattr(config, "additional_config", {"nwor_specpv": {"strict": strict}})
-        engine = Engine(config)
-        monkeypatch.setattr(layer, "engine_of", lambda _, engine=engine: engine)
+        engine_for(config, monkeypatch, strict=strict)
         with set_current_vllm_config(config):
-            assert type(NworCpuImpl(**shape)) is NworCpuImpl
+            assert type(NworCpuImpl(**SHAPE)) is NworCpuImpl
             if strict:
                 with pytest.raises(NworError, match=f"a layer has {problem}"):
-                    NworCpuImpl(**(shape | change))
+                    NworCpuImpl(**(SHAPE | change))
             else:
-                assert type(NworCpuImpl(**(shape | change))) is CPUAttentionBackendImpl
+                assert type(NworCpuImpl(**(SHAPE | change))) is CPUAttentionBackendImpl
+
+
+def test_nobody_reads_drafts_from_a_cache_of_ours(
+    config: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither a layer of the model, nor one of a drafter, which is told where to read later."""
+    from vllm.config import set_current_vllm_config
+
+    from nwor_specpv.vllm.cpu_backend import NworCpuImpl
+    from nwor_specpv.vllm.layer import own_layers
+
+    engine_for(config, monkeypatch)
+    context = config.compilation_config.static_forward_context
+    with set_current_vllm_config(config):
+        source = SimpleNamespace(impl=NworCpuImpl(**SHAPE), kv_sharing_target_layer_name=None)
+        monkeypatch.setitem(context, "layers.0", source)
+        with pytest.raises(NworError, match=r"a layer attends to the K/V of layers\.0"):
+            NworCpuImpl(**(SHAPE | {"kv_sharing_target_layer_name": "layers.0"}))
+    assert own_layers(config, ["layers.0"]) == ["layers.0"]
+    draft = SimpleNamespace(impl=None, kv_sharing_target_layer_name="layers.0")
+    monkeypatch.setitem(context, "draft.0", draft)
+    with pytest.raises(NworError, match=r"draft\.0 attends to the K/V of layers\.0"):
+        own_layers(config, ["layers.0"])
+
+
+def backends() -> list[Any]:
+    with flash_attention(plugin.CUDA_BACKEND):  # it is importable over a GPU's functions only
+        from nwor_specpv.vllm.cpu_backend import NworCpuBackend
+        from nwor_specpv.vllm.cuda_backend import NworFlashBackend
+
+    return [NworCpuBackend, NworFlashBackend]
+
+
+@pytest.mark.parametrize("place", [0, 1], ids=["cpu", "cuda"])
+def test_backends_that_vllm_makes_of_ours_have_its_own_layers(
+    place: int, config: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Their builders change a step's requests, lengths or mask before ours sees them."""
+    from vllm.config import set_current_vllm_config
+    from vllm.model_executor.layers.attention import (
+        chunked_local_attention,
+        encoder_only_attention,
+        static_sink_attention,
+    )
+
+    ours = backends()[place]
+    made = [
+        chunked_local_attention.create_chunked_local_attention_backend(ours, 32),
+        encoder_only_attention.create_encoder_only_attention_backend(ours),
+        static_sink_attention.create_static_sink_attention_backend(ours, 16),
+    ]
+    engine_for(config, monkeypatch)
+    with set_current_vllm_config(config), caplog.at_level(logging.WARNING, "nwor_specpv"):
+        impl = ours.get_impl_cls()
+        assert impl is not impl.stock
+        for backend in made:
+            assert backend.get_impl_cls() is impl.stock
+            builder = backend.get_builder_cls().__name__
+            assert f"leaves a layer to vLLM: metadata of {builder}" in caplog.text
+    engine_for(config, monkeypatch, strict=True)
+    with set_current_vllm_config(config):
+        assert ours.get_impl_cls() is impl
+        with pytest.raises(NworError, match="a layer has metadata of ChunkedLocal"):
+            made[0].get_impl_cls()
+
+
+@pytest.mark.parametrize("place", [0, 1], ids=["cpu", "cuda"])
+def test_attention_that_vllm_makes_of_ours_is_refused(
+    place: int, config: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither ours nor vLLM's own can stand in its place."""
+    from vllm.config import set_current_vllm_config
+
+    engine_for(config, monkeypatch)
+    with set_current_vllm_config(config):
+        impl = backends()[place].get_impl_cls()
+
+        class CrossAttentionImpl(impl):
+            """As vLLM's, which writes the encoder's K/V itself."""
+
+        for kind in ("encoder_decoder", "decoder"):
+            with pytest.raises(NworError, match=r"CrossAttentionImpl.*enable_nwor false"):
+                CrossAttentionImpl(**SHAPE, attn_type=kind)

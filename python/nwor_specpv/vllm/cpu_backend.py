@@ -42,9 +42,9 @@ class NworCpuMetadata(CPUAttentionMetadata):
 class NworCpuBackend(CPUAttentionBackend):
     """Chosen by vLLM on the CPU whatever is asked; stands aside where there is nothing to stage."""
 
-    @staticmethod
-    def get_impl_cls() -> type[CPUAttentionBackendImpl]:
-        return choose_impl(NworCpuImpl)
+    @classmethod  # vLLM's is static and is called the same way
+    def get_impl_cls(cls) -> type[CPUAttentionBackendImpl]:
+        return choose_impl(NworCpuImpl, cls, NworCpuMetadataBuilder)
 
     @staticmethod
     def get_builder_cls() -> type[CPUAttentionMetadataBuilder]:

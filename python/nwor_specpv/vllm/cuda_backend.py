@@ -29,9 +29,9 @@ class NworFlashBackend(FlashAttentionBackend):
     def get_name() -> str:
         return "CUSTOM"
 
-    @staticmethod
-    def get_impl_cls() -> type[FlashAttentionImpl]:
-        return choose_impl(NworFlashImpl, head=HeadFlashImpl)
+    @classmethod  # vLLM's is static and is called the same way
+    def get_impl_cls(cls) -> type[FlashAttentionImpl]:
+        return choose_impl(NworFlashImpl, cls, NworFlashMetadataBuilder, head=HeadFlashImpl)
 
     @staticmethod
     def get_builder_cls() -> type[FlashAttentionMetadataBuilder]:

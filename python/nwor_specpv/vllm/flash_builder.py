@@ -19,6 +19,7 @@ from vllm.v1.attention.backends.flash_attn import (
 )
 
 from nwor_specpv import _C, cache_views, verify_plan
+from nwor_specpv.errors import NworError
 
 from . import compat, rows
 from .engine import StepSeen, find_engine
@@ -28,6 +29,22 @@ from .layer import engine_of_layer, own_layers
 from .plan_buffers import PlanBuffers
 from .prefix_planner import PrefixPlanner
 from .specpv.refresh import RefreshStep
+
+# Fields of vLLM's metadata that have an entry for each request, and for each row.
+_OF_REQUESTS = (
+    "seq_lens",
+    "block_table_tensor",
+    "encoder_seq_lens",
+    "encoder_seq_lens_cpu",
+    "dcp_local_seq_lens",
+    "dcp_local_seq_lens_cpu",
+    "is_prefilling",
+    "seq_lens_cpu_upper_bound",
+    "rswa_prefix_lens",
+    "_seq_lens_cpu",
+    "_num_computed_tokens_cpu",
+)
+_OF_ROWS = ("slot_mapping", "positions")
 
 
 class NworFlashMetadataBuilder(FlashAttentionMetadataBuilder):
@@ -67,7 +84,7 @@ class NworFlashMetadataBuilder(FlashAttentionMetadataBuilder):
         limit = max(vllm_config.scheduler_config.max_num_seqs, self.max_cudagraph_size or 0)
         self._prefix_lens = torch.zeros(limit, dtype=torch.int32, device=device)
         self._plans = PlanBuffers(device)
-        self._prefixes = PrefixPlanner(self, vllm_config.cache_config.cache_dtype, device)
+        self._prefixes = PrefixPlanner(self, impls[0].kv_cache_dtype, device)
         self._find_window(vllm_config)
 
     def _find_window(self, vllm_config: Any) -> None:
@@ -105,6 +122,11 @@ class NworFlashMetadataBuilder(FlashAttentionMetadataBuilder):
         return not self._own and super().use_cascade_attention(*args, **kwargs)
 
     def _build(self, common: CommonAttentionMetadata, *, capture: bool) -> FlashAttentionMetadata:
+        if common.causal is not True:
+            raise NworError(
+                "layers of the model: got attention that is not causal, expected none in a model "
+                "that verifies drafts"
+            )
         lens = rows.query_lens(common.query_start_loc_cpu, common.num_reqs)
         drafts = [max(0, n - 1) for n in lens] if capture else self._engine.drafts(lens, common)
         real = rows.without_padding(lens)
@@ -129,7 +151,7 @@ class NworFlashMetadataBuilder(FlashAttentionMetadataBuilder):
         num_rows = common.num_actual_tokens
         if count < real:
             num_rows = sum(lens[:count])
-            rest = super().build(0, self._behind(common, count, num_rows, max(lens[count:])))
+            rest = super().build(0, behind(common, count, num_rows, max(lens[count:])))
         verify = self._verify_part(common, lens[:count], num_rows)
         verify.refresh = self._refresh(lens, drafts, common, verify.prefix_lens, capture=capture)
         if self._plans_ours:
@@ -154,21 +176,6 @@ class NworFlashMetadataBuilder(FlashAttentionMetadataBuilder):
         if refresh is None:
             return None
         return refresh.step(self._own, lens, drafts, common, prefix_lens, capture=capture)
-
-    def _behind(
-        self, common: CommonAttentionMetadata, count: int, num_rows: int, max_query_len: int
-    ) -> CommonAttentionMetadata:
-        """The requests after the first `count`, whose rows begin at `num_rows`."""
-        return common.replace(
-            query_start_loc=common.query_start_loc[count:] - num_rows,
-            query_start_loc_cpu=common.query_start_loc_cpu[count:] - num_rows,
-            seq_lens=common.seq_lens[count:],
-            num_reqs=common.num_reqs - count,
-            num_actual_tokens=common.num_actual_tokens - num_rows,
-            max_query_len=max_query_len,
-            block_table_tensor=common.block_table_tensor[count:],
-            slot_mapping=common.slot_mapping[num_rows:],
-        )
 
     def _verify_part(
         self, common: CommonAttentionMetadata, lens: list[int], num_rows: int
@@ -206,3 +213,26 @@ class NworFlashMetadataBuilder(FlashAttentionMetadataBuilder):
             max_rows=part.max_rows,
             plan=self._plans.find(shape, size, capture=capture),
         )
+
+
+def behind(
+    common: CommonAttentionMetadata, count: int, num_rows: int, max_query_len: int
+) -> CommonAttentionMetadata:
+    """The requests after the first `count`, whose rows begin at `num_rows`."""
+    fields = vars(common)
+    parts = {name: fields[name][count:] for name in _OF_REQUESTS if fields[name] is not None}
+    parts |= {name: fields[name][num_rows:] for name in _OF_ROWS if fields[name] is not None}
+    ranges = common.mm_req_doc_ranges
+    if ranges is not None:
+        ranges = {request - count: of for request, of in ranges.items() if request >= count}
+    return common.replace(
+        **parts,
+        query_start_loc=common.query_start_loc[count:] - num_rows,
+        query_start_loc_cpu=common.query_start_loc_cpu[count:] - num_rows,
+        num_reqs=common.num_reqs - count,
+        num_actual_tokens=common.num_actual_tokens - num_rows,
+        max_query_len=max_query_len,
+        mm_req_doc_ranges=ranges,
+        _num_computed_tokens_cache=None,
+        _token_to_req_indices_cache=None,
+    )

@@ -177,7 +177,7 @@ class NworFlashImpl(TargetLayer, FlashAttentionImpl):
             descale["v_descale"] = layer._v_scale.expand(shape)
             if query.dtype != output.dtype:
                 descale["q_descale"] = layer._q_scale.expand(shape)
-                plain_query = query.to(output.dtype).mul_(layer._q_scale)
+                plain_query = plain_rows(query, layer._q_scale, output.dtype)
         key_cache, value_cache = cache_views(kv_cache, compat.CACHE_LAYOUT)
         _, lse = flash_attn_varlen_func(
             q=query,
@@ -212,3 +212,10 @@ class NworFlashImpl(TargetLayer, FlashAttentionImpl):
             softcap=self.logits_soft_cap,
             rows_per_request=part.max_rows if part.uniform else 0,
         )
+
+
+def plain_rows(codes: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Quantised queries [T, H, D] as numbers; `scale` is one, or one of each KV head."""
+    if scale.numel() > 1:
+        scale = scale.repeat_interleave(codes.shape[1] // scale.numel())[:, None]
+    return codes.to(dtype).mul_(scale)

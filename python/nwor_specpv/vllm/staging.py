@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -78,9 +79,10 @@ class Staging:
 
     def _watch(self) -> None:
         """Sets the contract checker on the caches, if each layer has memory of its own."""
-        if len(set(self.bound.values())) < len(self.bound):
-            # vLLM lets layers of different groups share memory, block by block; the checker would
-            # take one layer's writes for damage to another.
+        places = Counter(place for layer in self.layers.values() for place in _places(layer))
+        if any(places[place] > 1 for place in self.bound.values()):
+            # vLLM lets layers of different groups, its own too, share memory, block by block; the
+            # checker would take one layer's writes for damage to another.
             logger.warning("nwor_specpv: check_contract is off, layers share cache memory")
             self._watched = False
             return
@@ -120,6 +122,13 @@ class Staging:
 
             config.agreement_group = get_tp_group().device_group.group_name
         return Interceptor(config)
+
+
+def _places(layer: Any) -> list[int]:
+    """Where a layer's cache lies; that of a state-space layer is several tensors."""
+    cache = getattr(layer, "kv_cache", ())
+    tensors = [cache] if isinstance(cache, torch.Tensor) else cache
+    return [tensor.data_ptr() for tensor in tensors]
 
 
 def rows_in_room(wanted: int, graph_rows: int, room: int) -> int:

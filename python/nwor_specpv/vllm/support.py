@@ -46,6 +46,12 @@ class Setup:
     speculation: str | None = None  # the drafter's method, None: no speculation
     num_speculative_tokens: int = 0
     drafts_by_batch_size: tuple[int, ...] = ()  # numbers of drafts that vLLM chooses from
+    drafter_shares_kv: bool = False
+    sharing_layers: int = 0  # layers of the model without K/V of their own
+    attention_chunk: int = 0  # tokens that a layer sees at once, 0: no chunks
+    bidirectional_images: bool = False
+    answer_window: int = 0  # tokens that answers see beside the prompt, 0: all
+    encoder: bool = False
 
 
 def describe(vllm_config: Any) -> Setup:
@@ -67,6 +73,12 @@ def describe(vllm_config: Any) -> Setup:
             (speculative.num_speculative_tokens or 0) if speculative is not None else 0
         ),
         drafts_by_batch_size=_drafts_by_batch_size(speculative),
+        drafter_shares_kv=speculative is not None and speculative.use_gemma4_mtp(),
+        sharing_layers=getattr(model.hf_text_config, "num_kv_shared_layers", None) or 0,
+        attention_chunk=model.attention_chunk_size or 0,
+        bidirectional_images=bool(model.is_mm_prefix_lm),
+        answer_window=model.rswa_window or 0,
+        encoder=bool(model.is_encoder_decoder),
     )
 
 
@@ -136,6 +148,43 @@ def _refusals(setup: Setup) -> Iterator[Refusal]:
         yield Refusal(
             "fast prefill with KV sharing: layers skip rows", "drop --kv-sharing-fast-prefill"
         )
+    yield from _attention_refusals(setup)
+
+
+def _attention_refusals(setup: Setup) -> Iterator[Refusal]:
+    """Of models, and a drafter, whose layers see something else than all tokens before a row."""
+    without = "serve this model without nwor_specpv"
+    if setup.sharing_layers:
+        yield Refusal(
+            f"{setup.sharing_layers} layers that attend to the K/V of others: drafts are not in "
+            "the cache yet when they do",
+            without,
+        )
+    if setup.drafter_shares_kv:
+        yield Refusal(
+            "a drafter that attends to the K/V of the model: it must not depend on what is staged",
+            "use another drafter",
+        )
+    if setup.attention_chunk:
+        yield Refusal(
+            f"attention in chunks of {setup.attention_chunk} tokens: vLLM makes several requests "
+            "of one",
+            without,
+        )
+    if setup.bidirectional_images:
+        yield Refusal(
+            "attention to both sides within images: rows that verify drafts see what is before "
+            "them",
+            without,
+        )
+    if setup.answer_window:
+        yield Refusal(
+            f"answers that see the latest {setup.answer_window} tokens beside the prompt: rows "
+            "that verify drafts would read pages that vLLM has taken back",
+            without,
+        )
+    if setup.encoder:
+        yield Refusal("an encoder beside the decoder: cross attention writes its K/V", without)
 
 
 def layer_problem(

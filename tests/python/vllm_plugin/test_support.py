@@ -33,6 +33,12 @@ def test_an_ordinary_set_up_is_let_in() -> None:
         ({"cascade_attention": True}, "cascade attention", "--disable-cascade-attn"),
         ({"kv_sharing_fast_prefill": True}, "fast prefill", "--kv-sharing-fast-prefill"),
         ({"writes_in_pieces": True}, "piecewise CUDA graphs", "cudagraph_mode FULL_DECODE_ONLY"),
+        ({"sharing_layers": 2}, "2 layers that attend to the K/V of others", "without nwor_specpv"),
+        ({"drafter_shares_kv": True}, "a drafter that attends to the K/V", "another drafter"),
+        ({"attention_chunk": 32}, "attention in chunks of 32 tokens", "without nwor_specpv"),
+        ({"bidirectional_images": True}, "within images", "without nwor_specpv"),
+        ({"answer_window": 128}, "answers that see the latest 128", "without nwor_specpv"),
+        ({"encoder": True}, "an encoder beside the decoder", "without nwor_specpv"),
     ],
 )
 def test_each_refusal_names_reason_and_mend(change: dict, reason: str, mend: str) -> None:
@@ -56,8 +62,16 @@ def compilation(mode: str = "NONE", *, pieces: bool = False, split: bool = True)
     )
 
 
+def model_config(**more: object) -> SimpleNamespace:
+    plain = {"use_mla": False, "disable_cascade_attn": True, "attention_chunk_size": None}
+    plain |= {"is_mm_prefix_lm": False, "rswa_window": None, "is_encoder_decoder": False}
+    return SimpleNamespace(**(plain | {"hf_text_config": SimpleNamespace()} | more))
+
+
 def vllm_config(by_batch_size: object = None, **speculation: object) -> SimpleNamespace:
-    speculation |= {"num_speculative_tokens_per_batch_size": by_batch_size} if speculation else {}
+    if speculation:
+        speculation = {"use_gemma4_mtp": lambda: False} | speculation
+        speculation |= {"num_speculative_tokens_per_batch_size": by_batch_size}
     return SimpleNamespace(
         compilation_config=compilation(),
         parallel_config=SimpleNamespace(
@@ -66,7 +80,7 @@ def vllm_config(by_batch_size: object = None, **speculation: object) -> SimpleNa
             prefill_context_parallel_size=1,
             use_ubatching=False,
         ),
-        model_config=SimpleNamespace(use_mla=False, disable_cascade_attn=True),
+        model_config=model_config(),
         cache_config=SimpleNamespace(kv_sharing_fast_prefill=False),
         kv_transfer_config=None,
         speculative_config=SimpleNamespace(**speculation) if speculation else None,
@@ -85,6 +99,28 @@ def test_a_configuration_is_described_in_plain_values() -> None:
     ranges = [(1, 8, 4), (9, 32, 2), (33, 40, 4), (41, 64, 0)]
     chosen = support.describe(vllm_config(ranges, method="x", num_speculative_tokens=4))
     assert chosen.drafts_by_batch_size == (0, 2, 4)
+
+
+@pytest.mark.parametrize(
+    ("of_model", "described"),
+    [
+        ({"hf_text_config": SimpleNamespace(num_kv_shared_layers=15)}, {"sharing_layers": 15}),
+        ({"hf_text_config": SimpleNamespace(num_kv_shared_layers=0)}, {}),
+        ({"attention_chunk_size": 8192}, {"attention_chunk": 8192}),
+        ({"is_mm_prefix_lm": True}, {"bidirectional_images": True}),
+        ({"rswa_window": 128}, {"answer_window": 128}),
+        ({"is_encoder_decoder": True}, {"encoder": True}),
+    ],
+)
+def test_what_a_model_attends_to_is_described(of_model: dict, described: dict) -> None:
+    config = vllm_config(method="ngram", num_speculative_tokens=4)
+    config.model_config = model_config(**of_model)
+    assert support.describe(config) == replace(FINE, pipeline_parallel=2, **described)
+
+
+def test_a_drafter_that_shares_the_targets_kv_is_noticed() -> None:
+    config = vllm_config(method="mtp", num_speculative_tokens=1, use_gemma4_mtp=lambda: True)
+    assert support.describe(config).drafter_shares_kv
 
 
 @pytest.mark.parametrize("breakable", ["0", "1"])
