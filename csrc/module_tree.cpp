@@ -3,6 +3,7 @@
 
 #include "module.h"
 #include "tree/fault.h"
+#include "tree/logits_params.h"
 #include "tree/topology.h"
 
 // The Python face of draft trees that needs no tensors: shapes written down by people, and what
@@ -33,6 +34,7 @@ void BindTree(py::module_& m) {
     faults.append(py::make_tuple(text.label, text.sentence));
   }
   m.attr("TREE_FAULTS") = faults;
+  m.attr("SAMPLING_OPTIONS") = py::tuple(py::cast(kSamplingOptionNames));
 }
 
 }  // namespace nwor

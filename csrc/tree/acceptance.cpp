@@ -70,6 +70,12 @@ Result MakeResult(int64_t batch, int64_t rows, at::Device device,
     case TreeFault::kProbabilitySum:
       throw Error(Concat("target_probs", at, ": got a sum of ", number, ", expected 1 (",
                          Sentence(fault), ")"));
+    case TreeFault::kDraftSum:
+      throw Error(Concat("draft_probs", at, ": got a sum of ", number, ", expected 1 (",
+                         Sentence(fault), ")"));
+    case TreeFault::kSharedRow:
+      throw Error(Concat("first_child and next_sibling: got ", value, " links to row ", row,
+                         " of request ", request, ", expected one at most"));
     default:
       throw Error(Concat("request ", request, ", row ", row, ": got fault ",
                          static_cast<int32_t>(fault), ", expected none (", Sentence(fault), ")"));

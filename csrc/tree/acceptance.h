@@ -9,8 +9,9 @@
 // Which drafts the target model accepts.
 //
 // All take tokens [B, R] with row 0 the root, and the tree's first_child, next_sibling [B, R]. All
-// return the accepted draft rows of each request and the token that follows them. `status` (int64
-// [B], optional) receives 0 or a fault word (fault.h) per request.
+// return the accepted draft rows of each request and the token that follows them. Links lead to
+// later rows, one to a row at most. `status` (int64 [B], optional) receives 0 or a fault word
+// (fault.h) per request.
 //
 // Thread-safe. CPU or CUDA (current stream, capturable, no host sync). On the CPU wrong values
 // throw nwor::Error; on CUDA a request with one accepts nothing and gets next_token -1. Of

@@ -1,4 +1,5 @@
 #include <algorithm>
+#include <array>
 #include <atomic>
 #include <bit>
 #include <cmath>
@@ -9,6 +10,7 @@
 #include "tree/acceptance_params.h"
 #include "tree/fault.h"
 #include "tree/probability.h"
+#include "tree/tree_params.h"
 
 namespace nwor {
 namespace {
@@ -19,7 +21,7 @@ class Links {
   Links(const TreeLinks& links, int64_t request, int rows)
       : first_(links.first_child == nullptr ? nullptr : links.first_child + request * rows),
         next_(links.next_sibling == nullptr ? nullptr : links.next_sibling + request * rows),
-        end_(links.num_drafts == nullptr ? rows : links.num_drafts[request] + 1),
+        end_(links.num_drafts == nullptr ? rows : int64_t{links.num_drafts[request]} + 1),
         rows_(rows) {}
 
   int FirstChild(int row) const {
@@ -28,10 +30,10 @@ class Links {
   }
   int NextSibling(int row) const { return next_ == nullptr ? -1 : next_[row]; }
 
-  // 0, or the first link that does not lead forward.
+  // 0, or the first link that does not lead forward, or the first row that several lead to.
   int64_t FindFault() const {
     if (first_ == nullptr || next_ == nullptr) {
-      return end_ < 1 || end_ > rows_ ? PackFault(TreeFault::kRowCount, 0, end_ - 1) : 0;
+      return end_ < 1 || end_ > rows_ ? PackFault(TreeFault::kRowCount, 0, Saturate(end_ - 1)) : 0;
     }
     // Almost always all is well, and vector instructions see it at once.
     int wrong = 0;
@@ -40,10 +42,23 @@ class Links {
       if (Wrong(first_[row], row) != 0) return PackFault(TreeFault::kLink, row, first_[row]);
       if (Wrong(next_[row], row) != 0) return PackFault(TreeFault::kLink, row, next_[row]);
     }
-    return 0;
+    return FindShared();
   }
 
  private:
+  // REQUIRES: links lead forward.
+  int64_t FindShared() const {
+    std::array<int32_t, kMaxTreeRows> incoming{};
+    for (int row = 0; row < rows_; ++row) {
+      if (first_[row] >= 0) ++incoming[first_[row]];
+      if (next_[row] >= 0) ++incoming[next_[row]];
+    }
+    for (int row = 0; row < rows_; ++row) {
+      if (incoming[row] > 1) return PackFault(TreeFault::kSharedRow, row, incoming[row]);
+    }
+    return 0;
+  }
+
   int Wrong(int32_t link, int row) const {
     return static_cast<int>(link != -1) &
            (static_cast<int>(link <= row) | static_cast<int>(link >= rows_));
@@ -51,7 +66,7 @@ class Links {
 
   const int32_t* first_;
   const int32_t* next_;
-  int end_;
+  int64_t end_;
   int rows_;
 };
 
@@ -119,7 +134,7 @@ class Sampler {
     for (int row = 0; row < params_.rows; ++row) {
       for (int i = links_.FirstChild(row); i >= 0; i = links_.NextSibling(i)) {
         if (tokens_[i] < 0 || tokens_[i] >= params_.vocabulary) {
-          return PackFault(TreeFault::kToken, i, static_cast<int32_t>(tokens_[i]));
+          return PackFault(TreeFault::kToken, i, Saturate(tokens_[i]));
         }
       }
       if (coins_ != nullptr && !IsCoin(coins_[row])) {
@@ -208,8 +223,7 @@ class Sampler {
       return Fail(TreeFault::kProbability, row, Target(row, wrong));
     }
     if (!SumsToOne(total)) {
-      const auto sum = static_cast<double>(total) / static_cast<double>(kProbabilityOne);
-      return Fail(TreeFault::kProbabilitySum, row, static_cast<float>(sum));
+      return Fail(TreeFault::kProbabilitySum, row, FloatOf(total));
     }
     if (params_.rule == AcceptRule::kDraft && links_.FirstChild(row) >= 0) {
       return DrawExcess(row);
@@ -232,13 +246,16 @@ class Sampler {
   int64_t DrawExcess(int row) {
     std::vector<uint64_t> excess(tiles_.size(), 0);
     uint64_t left = 0;
+    uint64_t drafted = 0;
     for (int v = 0; v < params_.vocabulary; ++v) {
       const float q = Draft(row, v);
       if (!IsProbability(q)) return Fail(TreeFault::kProbability, row, q);
+      drafted += FixedProbability(q);
       const uint64_t own = FixedExcess(Target(row, v), q);
       excess[v / kTileTokens] += own;
       left += own;
     }
+    if (!SumsToOne(drafted)) return Fail(TreeFault::kDraftSum, row, FloatOf(drafted));
     if (left > 0) {
       tiles_.swap(excess);
       return Find(PlaceOfCoin(final_coin_, left),

@@ -2,6 +2,7 @@
 
 #include <ATen/ops/empty.h>
 
+#include <limits>
 #include <string>
 
 #include "check.h"
@@ -26,6 +27,12 @@ void CheckSizes(const at::Tensor& tensor, const char* name, std::initializer_lis
   CheckDevice(tensor, name, device);
 }
 
+// Too large for int32 stays too large: wrapped around, it could be a number that is fine.
+at::Tensor Narrowed(const at::Tensor& tensor) {
+  using Limits = std::numeric_limits<int32_t>;
+  return tensor.clamp(Limits::min(), Limits::max()).to(at::kInt);
+}
+
 }  // namespace
 
 at::Tensor IntegerArgument(const at::Tensor& tensor, const char* name, at::ScalarType dtype,
@@ -33,8 +40,10 @@ at::Tensor IntegerArgument(const at::Tensor& tensor, const char* name, at::Scala
   CheckSizes(tensor, name, sizes, device);
   NWOR_CHECK(tensor.scalar_type() == at::kInt || tensor.scalar_type() == at::kLong, name,
              ": got dtype ", c10::toString(tensor.scalar_type()), ", expected int32 or int64");
-  const bool as_is = tensor.scalar_type() == dtype && tensor.is_contiguous();
-  return as_is ? tensor : tensor.to(dtype).contiguous();
+  if (tensor.scalar_type() == dtype) {
+    return tensor.is_contiguous() ? tensor : tensor.contiguous();
+  }
+  return (dtype == at::kInt ? Narrowed(tensor) : tensor.to(dtype)).contiguous();
 }
 
 at::Tensor FloatArgument(const at::Tensor& tensor, const char* name,

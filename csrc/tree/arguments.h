@@ -11,7 +11,7 @@
 namespace nwor {
 
 // Checks that `tensor` holds integers, has these sizes (-1 = any) and this device; returns it
-// contiguous in `dtype` (int32 or int64).
+// contiguous in `dtype` (int32 or int64). What int32 cannot hold becomes its nearest number.
 at::Tensor IntegerArgument(const at::Tensor& tensor, const char* name, at::ScalarType dtype,
                            std::initializer_list<int64_t> sizes, at::Device device);
 

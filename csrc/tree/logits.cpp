@@ -19,18 +19,10 @@
 namespace nwor {
 namespace {
 
-// Index 1 + i is WrongOption's answer.
-struct OptionText {
-  const char* name;
-  const char* expected;
-};
-constexpr std::array<OptionText, 7> kOptionTexts = {{{"temperature", "0 or more, finite"},
-                                                     {"top_k", "0 or more"},
-                                                     {"top_p", "more than 0, at most 1"},
-                                                     {"min_p", "0 .. 1"},
-                                                     {"repetition_penalty", "more than 0, finite"},
-                                                     {"frequency_penalty", "a finite number"},
-                                                     {"presence_penalty", "a finite number"}}};
+// What each of kSamplingOptionNames may be.
+constexpr std::array<const char*, 7> kOptionRanges = {
+    "0 or more, finite",   "0 or more",       "more than 0, at most 1", "0 .. 1",
+    "more than 0, finite", "a finite number", "a finite number"};
 
 std::string OptionValue(const SamplingOptions& all, int option, int64_t b) {
   const std::array<const float*, 7> floats = {all.temperature,
@@ -50,9 +42,9 @@ void ThrowFaults(const LogitsParams& params) {
     const int64_t row = word >> 8 & 0xFFFFFF;
     const auto option = static_cast<int>(word >> 32) - 1;
     if (static_cast<TreeFault>(word & 0xFF) == TreeFault::kParameter) {
-      throw Error(Concat(kOptionTexts[option].name, "[", b, "]: got ",
+      throw Error(Concat(kSamplingOptionNames[option], "[", b, "]: got ",
                          OptionValue(params.options, option, b), ", expected ",
-                         kOptionTexts[option].expected));
+                         kOptionRanges[option]));
     }
     throw Error(Concat("logits[", b, ", ", row,
                        "]: got NaN, +infinity or no possible token, expected numbers or -infinity "

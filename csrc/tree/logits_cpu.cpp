@@ -72,7 +72,7 @@ class RowMaker {
     float logit = ReadLogit(params_, request_ * params_.batch_stride + row_ * params_.row_stride +
                                          token * params_.token_stride);
     if (options_.penalised) {
-      int count =
+      int64_t count =
           params_.output_counts == nullptr ? 0 : params_.output_counts[request_ * size_ + token];
       count += DraftsAbove(token);
       const bool in_prompt =

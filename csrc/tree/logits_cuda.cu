@@ -98,7 +98,8 @@ __device__ float LogitOf(const LogitsParams& params, const RowOptions& options, 
                                       token * params.token_stride);
   const int64_t size = params.vocabulary;
   if (options.penalised) {
-    int count = params.output_counts == nullptr ? 0 : params.output_counts[request * size + token];
+    int64_t count =
+        params.output_counts == nullptr ? 0 : params.output_counts[request * size + token];
     const uint32_t bit = static_cast<uint32_t>(token) % kFilterBits;
     if ((shared.filter[bit / 32] >> (bit % 32) & 1) != 0) {
       for (int i = 0; i < shared.num_drafts; ++i) count += shared.drafts[i] == token ? 1 : 0;

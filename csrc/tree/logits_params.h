@@ -1,6 +1,8 @@
 #pragma once
 
+#include <array>
 #include <cstdint>
+#include <string_view>
 
 #include "types.h"
 
@@ -27,6 +29,11 @@ struct SamplingOptions {
   const float* frequency_penalty = nullptr;   // neutral 0
   const float* presence_penalty = nullptr;    // neutral 0
 };
+
+// In the order above; entry i is what a fault's value of i + 1 names.
+inline constexpr std::array<std::string_view, 7> kSamplingOptionNames = {
+    "temperature",       "top_k",           "top_p", "min_p", "repetition_penalty",
+    "frequency_penalty", "presence_penalty"};
 
 struct LogitsParams {
   const void* logits = nullptr;  // [B, R, V]

@@ -34,9 +34,9 @@ NWOR_HOST_DEVICE inline RowOptions OptionsOf(const SamplingOptions& all, int64_t
   return row;
 }
 
-// 0, or which number is out of range: 1 temperature .. 7 presence, as in SamplingOptions.
+// 0, or which number is out of range: 1 temperature .. 7 presence, as in kSamplingOptionNames.
 NWOR_HOST_DEVICE inline int WrongOption(const RowOptions& row) {
-  const float kMax = 3.0e38f;
+  const float kMax = 3.402823466e38f;  // the largest finite one
   if (!(row.temperature >= 0.0f && row.temperature <= kMax)) return 1;
   if (row.top_k < 0) return 2;
   if (!(row.top_p > 0.0f && row.top_p <= 1.0f)) return 3;
@@ -48,7 +48,7 @@ NWOR_HOST_DEVICE inline int WrongOption(const RowOptions& row) {
 }
 
 // `count`: how often the token was emitted, drafts above the row included.
-NWOR_HOST_DEVICE inline float Penalise(float logit, const RowOptions& row, int count,
+NWOR_HOST_DEVICE inline float Penalise(float logit, const RowOptions& row, int64_t count,
                                        bool in_prompt) {
   if (count > 0 || in_prompt) {
     logit = logit > 0.0f ? logit / row.repetition : logit * row.repetition;

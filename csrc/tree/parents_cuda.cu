@@ -58,7 +58,10 @@ __global__ void __launch_bounds__(kMaxTreeRows)
     fault = DescribeFault(shared.parents, used, first_wrong);
   }
   __syncthreads();
-  WriteTree(params.out, shared, request, rows, used, params.prefix_lens[request], fault);
+  const int32_t prefix_len = params.prefix_lens[request];
+  const int64_t wrong_prefix = PrefixFault(prefix_len);
+  WriteTree(params.out, shared, request, rows, used, wrong_prefix == 0 ? prefix_len : 0,
+            wrong_prefix == 0 ? fault : wrong_prefix);
 }
 
 }  // namespace

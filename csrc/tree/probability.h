@@ -34,6 +34,10 @@ NWOR_HOST_DEVICE inline bool SumsToOne(uint64_t sum) {
   return sum >= kProbabilityOne - kSlack && sum <= kProbabilityOne + kSlack;
 }
 
+NWOR_HOST_DEVICE inline float FloatOf(uint64_t sum) {
+  return static_cast<float>(static_cast<double>(sum) / static_cast<double>(kProbabilityOne));
+}
+
 // A coin scaled by `weight` in [0, 1]: below a mass m of probability iff the result is < m.
 NWOR_HOST_DEVICE inline uint64_t FixedCoin(float coin, double weight) {
   return static_cast<uint64_t>(coin * weight * static_cast<double>(kProbabilityOne));

@@ -70,8 +70,7 @@ __device__ void CheckValues(const SamplingParams& params, int64_t request, Sampl
   if (row == 0 && shared.walk.first_wrong < 2 * rows + 2) {
     const int wrong = shared.walk.first_wrong / 2;
     if (shared.walk.first_wrong % 2 == 0) {
-      shared.walk.fault =
-          PackFault(TreeFault::kToken, wrong, static_cast<int32_t>(shared.walk.tokens[wrong]));
+      shared.walk.fault = PackFault(TreeFault::kToken, wrong, Saturate(shared.walk.tokens[wrong]));
     } else {
       shared.walk.fault = PackFault(TreeFault::kCoin, wrong,
                                     Bits(wrong == rows ? final_coin : shared.coins[wrong]));
@@ -182,6 +181,29 @@ __global__ void __launch_bounds__(kThreads)
 
 constexpr int kTypicalThreads = 1024;
 
+// Tokens outside the vocabulary on rows that links lead to, and the final coin. Ends with a
+// barrier. REQUIRES: LoadLinks found no fault.
+__device__ void CheckTypical(const SamplingParams& params, int64_t request, WalkShared& shared) {
+  const int row = static_cast<int>(threadIdx.x);
+  if (row < params.rows) {
+    for (int child = shared.first[row]; child >= 0; child = shared.next[child]) {
+      const int64_t token = shared.tokens[child];
+      if (token < 0 || token >= params.vocabulary) atomicMin(&shared.first_wrong, child);
+    }
+  }
+  __syncthreads();
+  if (row == 0) {
+    const float coin = params.final_coins[request];
+    const int wrong = shared.first_wrong;
+    if (wrong < params.rows) {
+      shared.fault = PackFault(TreeFault::kToken, wrong, Saturate(shared.tokens[wrong]));
+    } else if (!IsCoin(coin)) {
+      shared.fault = PackFault(TreeFault::kCoin, params.rows, Bits(coin));
+    }
+  }
+  __syncthreads();
+}
+
 __device__ double BlockSum(double value, double* partial) {
   for (int step = 16; step > 0; step /= 2) value += __shfl_xor_sync(0xFFFFFFFFu, value, step);
   __syncthreads();
@@ -202,10 +224,8 @@ __global__ void __launch_bounds__(kTypicalThreads)
   if (thread == 0) {
     shared.count = 0;
     shared.last_row = 0;
-    const float coin = params.final_coins[request];
-    if (!IsCoin(coin)) shared.fault = PackFault(TreeFault::kCoin, params.rows, Bits(coin));
   }
-  __syncthreads();
+  if (shared.fault == 0) CheckTypical(params, request, shared);
   int row = 0;
   while (shared.fault == 0) {
     const float* p = RowOf(params.target, request, row);
@@ -224,12 +244,7 @@ __global__ void __launch_bounds__(kTypicalThreads)
       int best = -1;
       float best_p = 0.0f;
       for (int child = shared.first[row]; child >= 0; child = shared.next[child]) {
-        const int64_t token = shared.tokens[child];
-        if (token < 0 || token >= params.vocabulary) {
-          shared.fault = PackFault(TreeFault::kToken, child, static_cast<int32_t>(token));
-          break;
-        }
-        const float own = p[token * params.target.token];
+        const float own = p[shared.tokens[child] * params.target.token];
         if (own > bound && own > best_p) {
           best = child;
           best_p = own;
@@ -273,7 +288,7 @@ int BlocksPerRequest(const SamplingParams& params) {
 }  // namespace
 
 int64_t SamplingWorkspaceBytes(int num_requests, int vocabulary) {
-  const int64_t words = int64_t{2} * NumTiles(vocabulary) * static_cast<int64_t>(sizeof(uint64_t));
+  const int64_t words = int64_t{3} * NumTiles(vocabulary) * static_cast<int64_t>(sizeof(uint64_t));
   return num_requests * (static_cast<int64_t>(sizeof(SamplingHeader)) + words);
 }
 

@@ -100,9 +100,24 @@ __global__ void __launch_bounds__(kThreads)
   uint64_t total = 0;
   ExclusiveSum(plain, shared, &total);
   if (!SumsToOne(total)) {
-    const auto sum = static_cast<float>(static_cast<double>(total) / kProbabilityOne);
-    return Refuse(params, request,
-                  PackFault(TreeFault::kProbabilitySum, header.last_row, __float_as_int(sum)));
+    return Refuse(
+        params, request,
+        PackFault(TreeFault::kProbabilitySum, header.last_row, __float_as_int(FloatOf(total))));
+  }
+  if (header.excess != 0) {  // then all of the draft's row was read as well
+    uint64_t own = 0;
+#pragma unroll
+    for (int j = 0; j < kItems; ++j) {
+      const int tile = thread * kItems + j;
+      own += tile < tiles ? workspace.drafts[request * tiles + tile] : 0;
+    }
+    uint64_t drafts = 0;
+    ExclusiveSum(own, shared, &drafts);
+    if (!SumsToOne(drafts)) {
+      return Refuse(
+          params, request,
+          PackFault(TreeFault::kDraftSum, header.last_row, __float_as_int(FloatOf(drafts))));
+    }
   }
   if (removed.any) {  // adding the negative is subtracting, modulo 2^64
     atomicAdd(reinterpret_cast<unsigned long long*>(&shared.masses[removed.token / kTileTokens]),

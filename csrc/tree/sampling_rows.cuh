@@ -21,7 +21,8 @@ struct SamplingHeader {
 struct SamplingWorkspace {
   SamplingHeader* headers;  // [B]
   uint64_t* totals;         // [B][tiles]; kWrongTile where an entry is no probability
-  uint64_t* excess;         // [B][tiles]
+  uint64_t* excess;         // [B][tiles], where the draw is from the excess
+  uint64_t* drafts;         // [B][tiles] sums of q, likewise
 };
 
 constexpr uint64_t kWrongTile = ~uint64_t{0};
@@ -31,6 +32,7 @@ __host__ __device__ inline SamplingWorkspace Split(void* workspace, int num_requ
   parts.headers = static_cast<SamplingHeader*>(workspace);
   parts.totals = reinterpret_cast<uint64_t*>(parts.headers + num_requests);
   parts.excess = parts.totals + static_cast<int64_t>(num_requests) * tiles;
+  parts.drafts = parts.excess + static_cast<int64_t>(num_requests) * tiles;
   return parts;
 }
 
@@ -46,6 +48,7 @@ __device__ inline bool IsVectorRow(const float* row, int64_t token_stride) {
 struct TileSum {
   uint64_t total = 0;
   uint64_t excess = 0;
+  uint64_t drafts = 0;
   bool valid = true;
 
   __device__ void Add(float p) {
@@ -58,6 +61,7 @@ struct TileSum {
     valid &= right;
     total += FixedProbability(right ? p : 0.0f);
     excess += right ? FixedExcess(p, q) : 0;
+    drafts += FixedProbability(right ? q : 0.0f);
   }
 };
 
@@ -98,6 +102,7 @@ __device__ inline TileSum SumTile(const float* p, int64_t p_stride, const float*
   }
   sum.total = WarpSum(sum.total);
   sum.excess = q == nullptr ? 0 : WarpSum(sum.excess);
+  sum.drafts = q == nullptr ? 0 : WarpSum(sum.drafts);
   sum.valid = __all_sync(0xFFFFFFFFu, sum.valid);
   return sum;
 }
@@ -114,7 +119,10 @@ __device__ inline void SumRow(const SamplingParams& params, const SamplingWorksp
         SumTile(p, params.target.token, q, params.draft.token, tile, params.vocabulary);
     if (threadIdx.x % 32 == 0) {
       workspace.totals[request * tiles + tile] = sum.valid ? sum.total : kWrongTile;
-      if (excess) workspace.excess[request * tiles + tile] = sum.excess;
+      if (excess) {
+        workspace.excess[request * tiles + tile] = sum.excess;
+        workspace.drafts[request * tiles + tile] = sum.drafts;
+      }
     }
   }
 }

@@ -146,6 +146,7 @@ __global__ void __launch_bounds__(kMaxThreads)
   if (threadIdx.x == 0) shared.first_wrong = INT_MAX;
   ClearChildren(shared.tree);
   const int32_t prefix_len = params.prefix_lens[request];
+  const int64_t wrong_prefix = PrefixFault(prefix_len);
   const int64_t root_token = threadIdx.x == 0 ? params.root_tokens[request] : 0;
   __syncthreads();
   float scores[kItems];
@@ -169,9 +170,10 @@ __global__ void __launch_bounds__(kMaxThreads)
     fault = PackFault(TreeFault::kScore, 0, id);
     if (shared.first_wrong % 2 == 1) {
       const int64_t kept = KeptParents(params, StepOf(id, k), request)[(id - k) / k % k];
-      fault = PackFault(TreeFault::kKeptRange, 0, static_cast<int32_t>(kept));
+      fault = PackFault(TreeFault::kKeptRange, 0, Saturate(kept));
     }
   }
+  if (wrong_prefix != 0) fault = wrong_prefix;
 
   const uint32_t chosen = SelectBest<kItems>(all.standing, total, rows - 1, shared.warp_totals);
   int row = 1 + ExclusiveSum(__popc(chosen), shared.warp_totals);
@@ -196,7 +198,8 @@ __global__ void __launch_bounds__(kMaxThreads)
     ++row;
   }
   __syncthreads();
-  WriteTree(params.out, shared.tree, request, rows, rows, prefix_len, fault);
+  WriteTree(params.out, shared.tree, request, rows, rows, wrong_prefix == 0 ? prefix_len : 0,
+            fault);
 }
 
 }  // namespace

@@ -57,6 +57,8 @@ void ThrowFaults(const Tree& tree, const char* name) {
       case TreeFault::kRowCount:
         throw Error(
             Concat("num_rows[", b, "]: got ", value, ", expected 1 .. ", tree.parents.size(1)));
+      case TreeFault::kPrefixLen:
+        throw Error(Concat("prefix_lens[", b, "]: got ", value, ", expected 0 .. ", kMaxPrefixLen));
       case TreeFault::kScore:
         throw Error(Concat("score_steps: got NaN for candidate ", value, " of request ", b,
                            ", expected a number"));
@@ -68,14 +70,6 @@ void ThrowFaults(const Tree& tree, const char* name) {
         throw Error(Concat(name, "[", b, ", ", row, "]: got ", value, ", expected ",
                            row == 0 ? "-1" : Concat("0 .. ", row - 1), " (", Sentence(fault), ")"));
     }
-  }
-}
-
-void CheckPrefixLens(const at::Tensor& prefix_lens) {
-  if (!prefix_lens.device().is_cpu()) return;
-  const auto* lens = static_cast<const int32_t*>(prefix_lens.const_data_ptr());
-  for (int64_t b = 0; b < prefix_lens.size(0); ++b) {
-    NWOR_CHECK(lens[b] >= 0, "prefix_lens[", b, "]: got ", lens[b], ", expected 0 or more");
   }
 }
 
@@ -146,7 +140,6 @@ Tree TreeFromParents(const at::Tensor& parents, const at::Tensor& prefix_lens,
   const at::Tensor counts = num_rows.has_value()
                                 ? IntegerArgument(*num_rows, "num_rows", at::kInt, {batch}, device)
                                 : at::Tensor();
-  CheckPrefixLens(lens);
   Tree tree = AllocateTree(batch, rows, device);
   if (tokens.has_value()) {
     tree.tokens = IntegerArgument(*tokens, "tokens", at::kLong, {batch, rows}, device);
@@ -180,7 +173,6 @@ Tree TreeFromTopK(const std::vector<at::Tensor>& token_steps,
   const at::Tensor roots = IntegerArgument(root_tokens, "root_tokens", at::kLong, {-1}, device);
   const int64_t batch = roots.size(0);
   const at::Tensor lens = IntegerArgument(prefix_lens, "prefix_lens", at::kInt, {batch}, device);
-  CheckPrefixLens(lens);
   NWOR_CHECK(token_steps[0].dim() >= 2, "token_steps[0]: got sizes ", token_steps[0].sizes(),
              ", expected [requests, k]");
   const int64_t k = token_steps[0].size(-1);

@@ -74,10 +74,10 @@ void Finish(const TreeOutputs& out, int used, int rows, int64_t prefix_len) {
 }
 
 // What an invalid request gets: rows that see themselves and lead nowhere.
-void FinishAlone(const TreeOutputs& out, int rows, int64_t prefix_len) {
+void FinishAlone(const TreeOutputs& out, int rows, int32_t prefix_len) {
   const int words = (rows + 63) / 64;
   std::fill_n(out.parents, rows, -1);
-  Finish(out, 0, rows, prefix_len);
+  Finish(out, 0, rows, PrefixFault(prefix_len) == 0 ? prefix_len : 0);
   for (int row = 0; row < rows; ++row) {
     out.mask[static_cast<int64_t>(row) * words + row / 64] = uint64_t{1} << (row % 64);
   }
@@ -103,7 +103,7 @@ int64_t Collect(const TopKParams& params, int64_t request, std::vector<Candidate
       if (step > 0) {
         const int64_t kept = k == 1 ? step - 1 : KeptParents(params, step, request)[i / k];
         if (kept < FirstCandidate(step - 1, k) || kept >= first) {
-          return PackFault(TreeFault::kKeptRange, 0, static_cast<int32_t>(kept));
+          return PackFault(TreeFault::kKeptRange, 0, Saturate(kept));
         }
         parent = static_cast<int32_t>(kept);
         // A child never outranks its parent: the best of the batch are closed under parents, since
@@ -124,7 +124,8 @@ void BuildFromTopK(const TopKParams& params, int64_t request) {
   std::vector<int32_t> parents;
   candidates.reserve(total);
   parents.reserve(total);
-  *out.status = Collect(params, request, &candidates, &parents);
+  *out.status = PrefixFault(params.prefix_lens[request]);
+  if (*out.status == 0) *out.status = Collect(params, request, &candidates, &parents);
   std::fill_n(out.tokens, params.rows, 0);
   out.tokens[0] = params.root_tokens[request];
   if (*out.status != 0) return FinishAlone(out, params.rows, params.prefix_lens[request]);
@@ -157,8 +158,11 @@ void TreeFromParentsCpu(const ParentsParams& params) {
     const TreeOutputs out = Of(params.out, request, params.rows);
     const int32_t* parents = params.parents + request * params.rows;
     const int used = params.num_rows == nullptr ? params.rows : params.num_rows[request];
-    *out.status = used < 1 || used > params.rows ? PackFault(TreeFault::kRowCount, 0, used)
-                                                 : FindFault(parents, used);
+    *out.status = PrefixFault(params.prefix_lens[request]);
+    if (*out.status == 0) {
+      *out.status = used < 1 || used > params.rows ? PackFault(TreeFault::kRowCount, 0, used)
+                                                   : FindFault(parents, used);
+    }
     if (*out.status != 0) {
       FinishAlone(out, params.rows, params.prefix_lens[request]);
       continue;

@@ -16,9 +16,10 @@ struct WalkShared {
   int32_t next[kMaxTreeRows];
   int32_t choice[kMaxTreeRows];  // accepted child, -1 = none, below = a fault
   int32_t path[kMaxTreeRows];
+  int32_t incoming[kMaxTreeRows];  // links that lead to each row
   int32_t count;
   int32_t last_row;
-  int32_t first_wrong;  // row of the first link that leads nowhere
+  int32_t first_wrong;  // row of the first link that leads nowhere, or that several lead to
   int64_t fault;
 };
 
@@ -27,7 +28,8 @@ __device__ inline bool LeadsForward(int link, int row, int rows) {
 }
 
 // Loads tokens and links; a chain's are made up. Links that lead backwards or out of the tree are a
-// fault, so every walk over them ends. Ends with a barrier. REQUIRES: blockDim.x >= rows.
+// fault, so every walk over them ends; as are two to one row, so every row has one parent at most.
+// Ends with a barrier; without a fault first_wrong is `rows` then. REQUIRES: blockDim.x >= rows.
 __device__ inline void LoadLinks(const int64_t* tokens, const TreeLinks& links, int64_t request,
                                  int rows, WalkShared& shared) {
   const int row = static_cast<int>(threadIdx.x);
@@ -49,12 +51,16 @@ __device__ inline void LoadLinks(const int64_t* tokens, const TreeLinks& links, 
     shared.first[row] = first;
     shared.next[row] = next;
     shared.path[row] = -1;
+    shared.incoming[row] = 0;
   }
   __syncthreads();
   if (drafts < 0 || drafts >= rows) {
     if (row == 0) shared.fault = PackFault(TreeFault::kRowCount, 0, drafts);
   } else if (row < rows && !(LeadsForward(first, row, rows) && LeadsForward(next, row, rows))) {
     atomicMin(&shared.first_wrong, row);
+  } else if (row < rows) {
+    if (first >= 0) atomicAdd(&shared.incoming[first], 1);
+    if (next >= 0) atomicAdd(&shared.incoming[next], 1);
   }
   __syncthreads();
   if (row == 0 && shared.first_wrong < rows) {
@@ -62,6 +68,14 @@ __device__ inline void LoadLinks(const int64_t* tokens, const TreeLinks& links, 
     const int link =
         LeadsForward(shared.first[wrong], wrong, rows) ? shared.next[wrong] : shared.first[wrong];
     shared.fault = PackFault(TreeFault::kLink, wrong, link);
+  }
+  __syncthreads();
+  if (shared.fault != 0) return;
+  if (row < rows && shared.incoming[row] > 1) atomicMin(&shared.first_wrong, row);
+  __syncthreads();
+  if (row == 0 && shared.first_wrong < rows) {
+    const int wrong = shared.first_wrong;
+    shared.fault = PackFault(TreeFault::kSharedRow, wrong, shared.incoming[wrong]);
   }
   __syncthreads();
 }

@@ -13,12 +13,14 @@ import torch
 
 from ._call import call
 from .errors import NworError
+from .tree import describe_status
 
 __all__ = ["FINISH_REASONS", "Cut", "GrammarCut", "StopStrings", "cut_on_host", "cut_path"]
 
 FINISH_REASONS = ("", "stop", "length", "callback")
 
-# (request, this round's tokens) -> how many of them to keep and end there, or None to go on.
+# (request, this round's tokens) -> how many of them to keep and end there, or None to go on. One
+# with a method `settle(request, kept)` is told at the end how many were kept, later cuts included.
 Callback = Callable[[int, list[int]], int | None]
 
 
@@ -65,30 +67,28 @@ def cut_on_host(
     *,
     stop_ids: torch.Tensor | None = None,
     max_new_tokens: torch.Tensor | None = None,
+    status: torch.Tensor | None = None,
 ) -> Cut:
     """`cut_path` with callbacks that see each request's tokens; the earliest cut counts.
 
     Waits for the device once: strings and grammars are the host's. A later callback sees no more
-    than what the ones before it kept. A request that emits nothing is not shown.
+    than what the ones before it kept. A request that emits nothing is not shown. A path outside the
+    tree raises before any callback is asked; on CUDA with `status` that request emits nothing, and
+    its word says why.
     """
-    rest = {"stop_ids": stop_ids, "max_new_tokens": max_new_tokens}
+    own = status
+    if own is None:
+        own = torch.zeros(tokens.shape[:1], dtype=torch.int64, device=tokens.device)
+    rest = {"stop_ids": stop_ids, "max_new_tokens": max_new_tokens, "status": own}
     first = cut_path(tokens, path, counts, next_token, **rest)
+    if status is None:
+        _raise_faults(own)
     callbacks = [callback] if callable(callback) else list(callback)
-    keep = []
-    for request, (row, length) in enumerate(
-        zip(first.emitted.tolist(), first.num_emitted.tolist(), strict=True)
-    ):
-        run, decided = row[:length], -1
-        for one in callbacks if length else ():
-            kept = one(request, list(run))
-            if kept is None:
-                continue
-            if not 0 <= kept <= len(run):
-                raise NworError(
-                    f"callback: got {kept} for request {request}, expected None or 0 .. {len(run)}"
-                )
-            run, decided = run[:kept], kept
-        keep.append(decided)
+    runs = zip(first.emitted.tolist(), first.num_emitted.tolist(), strict=True)
+    keep = [
+        _ask(callbacks, request, row[:length]) if length else -1
+        for request, (row, length) in enumerate(runs)
+    ]
     if all(decided < 0 for decided in keep):
         return first
     device = first.counts.device
@@ -96,11 +96,37 @@ def cut_on_host(
     return cut_path(tokens, path, counts, next_token, **rest, keep=limit)
 
 
+def _raise_faults(status: torch.Tensor) -> None:
+    for request, word in enumerate(status.tolist()):
+        if word:
+            raise NworError(f"request {request}: got {describe_status(word)}")
+
+
+def _ask(callbacks: Sequence[Callback], request: int, run: list[int]) -> int:
+    """How many tokens of a run all callbacks leave, -1 if none cuts."""
+    decided = -1
+    for one in callbacks:
+        kept = one(request, list(run))
+        if kept is None:
+            continue
+        if not 0 <= kept <= len(run):
+            raise NworError(
+                f"callback: got {kept} for request {request}, expected None or 0 .. {len(run)}"
+            )
+        run, decided = run[:kept], kept
+    for one in callbacks:
+        settle = getattr(one, "settle", None)
+        if settle is not None:
+            settle(request, len(run))
+    return decided
+
+
 class StopStrings:
     """A callback that ends a sequence once its text holds one of `strings`.
 
     `decode` turns token ids into text. Keeps each request's tokens, since a string may span rounds;
-    `text(request)` is what was emitted, up to the stop string. `forget(request)` ends a request.
+    `text(request)` is what was emitted, up to the stop string; what a later callback cuts is not in
+    it. `forget(request)` ends a request.
     """
 
     def __init__(self, strings: Sequence[str], decode: Callable[[list[int]], str]):
@@ -109,14 +135,20 @@ class StopStrings:
         self._strings = tuple(strings)
         self._decode = decode
         self._tokens: dict[int, list[int]] = {}
+        self._rounds: dict[int, int] = {}  # where the latest round's tokens begin
 
     def __call__(self, request: int, tokens: list[int]) -> int | None:
         history = self._tokens.setdefault(request, [])
+        self._rounds[request] = len(history)
         for kept, token in enumerate(tokens, 1):
             history.append(token)
             if self._end(self._decode(history)) is not None:
                 return kept
         return None
+
+    def settle(self, request: int, kept: int) -> None:
+        """Of the tokens that were shown last, `kept` are emitted."""
+        del self._tokens[request][self._rounds[request] + kept :]
 
     def text(self, request: int) -> str:
         text = self._decode(self._tokens.get(request, []))
@@ -124,6 +156,7 @@ class StopStrings:
 
     def forget(self, request: int) -> None:
         self._tokens.pop(request, None)
+        self._rounds.pop(request, None)
 
     def _end(self, text: str) -> int | None:
         found = [text.find(string) for string in self._strings]
@@ -137,7 +170,10 @@ class Matcher(Protocol):
 
 
 class GrammarCut:
-    """A callback that ends a run before the first token its request's grammar refuses."""
+    """A callback that ends a run before the first token its request's grammar refuses.
+
+    A matcher keeps what it accepted, also what a later callback cuts: a grammar comes last.
+    """
 
     def __init__(self, matchers: dict[int, Matcher] | Sequence[Matcher]):
         self._matchers = matchers if isinstance(matchers, dict) else dict(enumerate(matchers))

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import math
+from numbers import Integral, Real
+
 import torch
 
 from ._call import call
@@ -10,6 +13,32 @@ from .errors import NworError
 __all__ = ["target_probs"]
 
 Number = float | int | torch.Tensor
+
+_FLOAT, _INT = torch.finfo(torch.float32), torch.iinfo(torch.int32)
+
+
+def _float(name: str, value: Number) -> float:
+    """As float32 can hold it."""
+    if not isinstance(value, (float, int)) and not isinstance(value, Real):
+        raise NworError(f"{name}: got {value!r}, expected a number")
+    try:
+        number = float(value)
+        fits = not _FLOAT.max < abs(number) < math.inf
+    except OverflowError:
+        fits = False
+    if not fits:
+        raise NworError(f"{name}: got {value!r}, expected a float32 number, at most {_FLOAT.max}")
+    # A mass as small as it gets is the largest token's; 0 would be none.
+    return _FLOAT.tiny if name == "top_p" and 0 < number < _FLOAT.tiny else number
+
+
+def _integer(name: str, value: Number) -> int:
+    """As int32 can hold it: more tokens than there are, are all."""
+    if not isinstance(value, int) and not isinstance(value, Integral):
+        raise NworError(f"{name}: got {value!r}, expected an integer, 0 or more")
+    if value < _INT.min:
+        raise NworError(f"{name}: got {value!r}, expected 0 or more")
+    return min(int(value), _INT.max)
 
 
 def target_probs(
@@ -42,30 +71,34 @@ def target_probs(
     7. normalised to one.
 
     Numbers are one for all or a tensor [B]. On the CPU wrong numbers raise; on CUDA such a row is
-    all zeros, which acceptance refuses, and `status` (int64 [B], optional) says why.
+    all zeros, which acceptance refuses, and `status` (int64 [B], optional) says why. What is no
+    number, or beyond float32, raises everywhere; a `top_k` beyond the vocabulary keeps all.
     """
     if logits.dim() != 3:
         raise NworError(
             f"logits: got sizes {list(logits.shape)}, expected [requests, rows, vocabulary]"
         )
 
-    def per_request(value: Number, neutral: float, dtype: torch.dtype) -> torch.Tensor | None:
+    def per_request(name: str, value: Number, neutral: float) -> torch.Tensor | None:
         if isinstance(value, torch.Tensor):
             return value
-        if value == neutral:
+        whole = name == "top_k"
+        number = _integer(name, value) if whole else _float(name, value)
+        if number == neutral:
             return None
-        return torch.full((logits.shape[0],), value, dtype=dtype, device=logits.device)
+        dtype = torch.int32 if whole else torch.float32
+        return torch.full((logits.shape[0],), number, dtype=dtype, device=logits.device)
 
     return call(
         torch.ops.nwor_specpv.target_probs.default,
         logits,
-        per_request(temperature, 1.0, torch.float32),
-        per_request(top_k, 0, torch.int32),
-        per_request(top_p, 1.0, torch.float32),
-        per_request(min_p, 0.0, torch.float32),
-        per_request(repetition_penalty, 1.0, torch.float32),
-        per_request(frequency_penalty, 0.0, torch.float32),
-        per_request(presence_penalty, 0.0, torch.float32),
+        per_request("temperature", temperature, 1.0),
+        per_request("top_k", top_k, 0),
+        per_request("top_p", top_p, 1.0),
+        per_request("min_p", min_p, 0.0),
+        per_request("repetition_penalty", repetition_penalty, 1.0),
+        per_request("frequency_penalty", frequency_penalty, 0.0),
+        per_request("presence_penalty", presence_penalty, 0.0),
         output_counts,
         prompt_mask,
         tokens,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import operator
+import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -25,6 +27,9 @@ __all__ = [
 ]
 
 MAX_TREE_ROWS = 256
+
+# Faults whose value is a float's bits.
+_FLOAT_FAULTS = frozenset({"coin", "probability", "probability_sum", "draft_sum"})
 
 
 @dataclass
@@ -90,9 +95,27 @@ class Tree:
 
 def describe_status(word: int) -> str:
     """What a status word of a tree or an acceptance says, in words."""
-    label, sentence = _C.TREE_FAULTS[word & 0xFF]
-    row = word >> 8 & 0xFFFFFF
-    return f"{label} at row {row} (value {word >> 32}), expected ok: {sentence}"
+    code, row, value = word & 0xFF, word >> 8 & 0xFFFFFF, word >> 32
+    if code >= len(_C.TREE_FAULTS):
+        return f"unknown fault {code} at row {row} (value {value})"
+    label, sentence = _C.TREE_FAULTS[code]
+    return f"{label} at row {row}{_describe_value(label, value)}, expected ok: {sentence}"
+
+
+def _describe_value(label: str, value: int) -> str:
+    if label == "logits" or (label == "probability" and value == 0):  # none was told
+        return ""
+    if label == "parameter" and 1 <= value <= len(_C.SAMPLING_OPTIONS):
+        return f" ({_C.SAMPLING_OPTIONS[value - 1]})"
+    if label in _FLOAT_FAULTS:
+        (number,) = struct.unpack("<f", struct.pack("<i", value))
+        return f" (value {number:.7g})"
+    return f" (value {value})"
+
+
+def _check_tokens(name: str, tokens: torch.Tensor) -> None:
+    if tokens.dtype not in (torch.int32, torch.int64):
+        raise NworError(f"{name}: got dtype {tokens.dtype}, expected torch.int32 or torch.int64")
 
 
 def tree_from_parents(
@@ -107,9 +130,14 @@ def tree_from_parents(
     `num_rows` [B]: rows of each request; those beyond are padding that sees nothing and is never
     reached. On the CPU an invalid tree raises with its row named; on CUDA see `Tree.status`.
     """
-    if tokens is not None and tokens.shape != parents.shape:
-        got, expected = list(tokens.shape), list(parents.shape)
-        raise NworError(f"tokens: got sizes {got}, expected {expected} as parents")
+    if tokens is not None:
+        _check_tokens("tokens", tokens)
+        if tokens.shape != parents.shape:
+            got, expected = list(tokens.shape), list(parents.shape)
+            raise NworError(f"tokens: got sizes {got}, expected {expected} as parents")
+        if tokens.device != parents.device:
+            got, expected = tokens.device, parents.device
+            raise NworError(f"tokens: got device {got}, expected {expected} as parents")
     built = call(torch.ops.nwor_specpv.tree_from_parents.default, parents, prefix_lens, num_rows)
     return Tree(None if tokens is None else tokens.to(torch.int64), *built)
 
@@ -164,9 +192,13 @@ def normalize_topology(
     `add_root`. `source[row]` is the entry given for that row, -1 for the added root.
     """
     try:
-        return _C.normalize_topology([int(parent) for parent in parents], add_root)
+        given = [operator.index(parent) for parent in parents]
     except TypeError as error:
         raise NworError(f"parents: got {parents!r}, expected integers") from error
+    for node, parent in enumerate(given):
+        if not -1 <= parent < len(given):
+            raise NworError(f"parents[{node}]: got {parent}, expected -1 .. {len(given) - 1}")
+    return _C.normalize_topology(given, add_root)
 
 
 def tree_from_topology(
@@ -186,6 +218,7 @@ def tree_from_topology(
         raise NworError(f"tokens: got sizes {got}, expected [requests, {len(parents)}]")
     device = tokens.device
     if root_tokens is not None:
+        _check_tokens("root_tokens", root_tokens)
         if root_tokens.shape != tokens.shape[:1]:
             got = list(root_tokens.shape)
             raise NworError(f"root_tokens: got sizes {got}, expected [{tokens.shape[0]}]")
@@ -217,6 +250,7 @@ class StaticTree:
         if len(shape) != 3 or shape[0] != batch or shape[1] < depth or shape[2] < best:
             expected = f"[{batch}, {depth} or more, {best} or more]"
             raise NworError(f"candidates: got sizes {list(shape)}, expected {expected}")
+        _check_tokens("root_tokens", root_tokens)
         device = candidates.device
         index = ((self.depths[1:] - 1) * shape[2] + self.ranks[1:]).to(device)
         drafts = candidates.flatten(1).index_select(1, index)
@@ -231,8 +265,8 @@ def static_tree(choices: Sequence[Sequence[int]]) -> StaticTree:
     Every path's beginnings must be among the choices. Rows go by depth, then by path.
     """
     try:
-        paths = [[int(rank) for rank in path] for path in choices]
+        paths = [[operator.index(rank) for rank in path] for path in choices]
+        parts = _C.topology_from_choices(paths)
     except TypeError as error:
         raise NworError(f"choices: got {choices!r}, expected paths of ranks") from error
-    parts = _C.topology_from_choices(paths)
     return StaticTree(*(torch.tensor(part, dtype=torch.int32) for part in parts))

@@ -35,6 +35,8 @@ _DEFAULT_ROWS = 32
 _FEW_ROWS = 64
 _attention_inputs = torch.ops.nwor_specpv.attention_inputs.default
 _layer_output = torch.ops.nwor_specpv.layer_output.default
+# What the builder of trees takes: `tree_from_topk`.
+_MAX_STEPS, _MAX_CANDIDATES = 32, 4096
 # Entries kept beyond the window, so that some may be taken back.
 _SPARE_ENTRIES = 512
 _MIN_PROBABILITY = 0.05
@@ -377,7 +379,8 @@ class Eagle3Drafter(Drafter):
     # ---- trees ----
 
     def _grow(self, states: list[_Request], tree: TreeConfig, rows: int) -> _Growth:
-        batch, width = len(states), min(tree.top_k, self._to_target.shape[0])
+        batch, depths = len(states), min(tree.depth, _MAX_STEPS)
+        width = _width(depths, min(tree.top_k, self._to_target.shape[0]))
         hidden = torch.stack([state.hidden for state in states])
         tokens, scores = self._guess(states, hidden, width)  # [B, k]
         growth = _Growth([tokens], [scores], [])
@@ -385,7 +388,7 @@ class Eagle3Drafter(Drafter):
         hidden = hidden[:, None].expand(-1, width, -1)
         seen = torch.zeros(batch, width, 0, dtype=torch.bool, device=self._device)
         own = torch.eye(width, dtype=torch.bool, device=self._device).expand(batch, -1, -1)
-        for depth in range(1, tree.depth):
+        for depth in range(1, depths):
             if self._complete(growth, scores, rows):
                 break
             seen = torch.cat([seen, own], dim=2)
@@ -459,6 +462,15 @@ class Eagle3Drafter(Drafter):
         if state is None:
             raise NworError(f"request: got {request!r}, which has not begun")
         return state
+
+
+def _width(depths: int, most: int) -> int:
+    """Children of a row: as many as asked for, or as leave no more candidates than a tree takes."""
+    return next(
+        width
+        for width in range(most, 0, -1)
+        if width + (depths - 1) * width * width <= _MAX_CANDIDATES
+    )
 
 
 def _linear(rows: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:

@@ -152,6 +152,39 @@ def test_growth_stops_where_deeper_rows_cannot_be_kept() -> None:
     assert 1 <= len(steps) <= 3  # of the seven there could be
 
 
+@pytest.mark.parametrize(
+    ("tree", "depth", "children"),
+    [
+        (TreeConfig(rows=64, depth=64, top_k=1), 32, 1),
+        (TreeConfig(rows=256, depth=64, top_k=64), 32, 11),
+        (TreeConfig(rows=256, depth=6, top_k=32), 6, 28),
+        (TreeConfig(rows=256, depth=2, top_k=64), 2, 63),
+        (TreeConfig(rows=64, depth=5, top_k=4), 5, 4),
+    ],
+)
+def test_trees_stay_within_what_a_builder_takes(
+    tree: TreeConfig, depth: int, children: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """32 steps and 4096 candidates: fewer children of a row then, and no more than 32 drafts."""
+    torch.manual_seed(1)
+    head = make_head()
+    head.draft_to_target = torch.arange(VOCABULARY)
+    drafter = Eagle3Drafter(
+        head, torch.randn(VOCABULARY, HIDDEN), min_probability=0.0, dtype=torch.float32
+    )
+    monkeypatch.setattr(drafter, "_complete", lambda *_: False)  # grown to the end
+    drafter.begin(0, [1, 2, 3])
+    drafter.observe(0, [2, 3, 5], torch.randn(3, WIDTH))
+    grown = []
+    original = drafter._grow
+    monkeypatch.setattr(
+        drafter, "_grow", lambda *given: grown.append(original(*given)) or grown[-1]
+    )
+    (drafted,) = drafter.draft([0], tree)
+    assert len(drafted.tokens) == min(tree.rows, 1 + sum(t.shape[1] for t in grown[0].tokens))
+    assert (len(grown[0].tokens), grown[0].tokens[0].shape[1]) == (depth, children)
+
+
 def test_rows_the_head_does_not_believe_in_are_left_out() -> None:
     print(f"seed={SEED}")
     torch.manual_seed(SEED)

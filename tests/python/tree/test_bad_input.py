@@ -14,8 +14,11 @@ from nwor_specpv import (
     accept_greedy,
     accept_sampling,
     accept_typical,
+    cut_path,
     describe_status,
     make_coins,
+    target_probs,
+    tree_from_chain,
     tree_from_parents,
     tree_from_topk,
 )
@@ -58,6 +61,19 @@ VALUES = [
     ("link", "first_child", changed("first_child", (1, 1), 4), r"\[1, 1\]: got 4, .* at most 3"),
     ("link", "next_sibling", changed("next_sibling", (1, 2), 0), r"next_sibling\[1, 2\]: got 0"),
     ("link", "next_sibling", changed("next_sibling", (1, 2), -2), r"\[1, 2\]: got -2"),
+    (
+        "shared_row",
+        "first_child",
+        changed("first_child", (1, 2), 3),
+        r"got 2 links to row 3 of request 1, expected one at most",
+    ),
+    (
+        "shared_row",
+        "next_sibling",
+        changed("next_sibling", (1, 2), 3),
+        r"got 2 links to row 3 of request 1, expected one at most",
+    ),
+    ("token", "tokens", changed("tokens", (1, 2), 2**32 + 1), r"tokens\[1, 2\]: got 2147483647"),
     (
         "probability",
         "target_probs",
@@ -164,6 +180,170 @@ def test_chains_mark_their_own(device: str) -> None:
         assert int(following[1]) == -1
 
 
+@pytest.mark.parametrize("device", DEVICES)
+def test_greedy_and_typical_mark_rows_with_two_parents(device: str) -> None:
+    given = good(device)
+    shared = changed("first_child", (1, 2), 3)(given)
+    tokens, following = given["tokens"], given["next_sibling"]
+    for run in (
+        lambda **more: accept_greedy(tokens, tokens, shared, following, **more),
+        lambda **more: accept_typical(
+            tokens, given["target_probs"], shared, following, given["final_coins"], **more
+        ),
+    ):
+        if device == "cpu":
+            with pytest.raises(NworError, match="got 2 links to row 3 of request 1"):
+                run()
+            continue
+        status = torch.full((2,), 7, device=device)
+        _, counts, following_token = run(status=status)
+        assert status.tolist()[0] == 0
+        assert describe_status(status.tolist()[1]).startswith("shared_row at row 3 (value 2)")
+        assert (int(counts[1]), int(following_token[1])) == (0, -1)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("token", [5, -1, 2**32])
+def test_typical_looks_at_tokens_off_the_walk(device: str, token: int) -> None:
+    """As sampling does: a row that links lead to has a token, whether the walk comes by or not."""
+    given = good(device)
+    given["tokens"][1, 3] = token  # below row 1, which nothing accepts
+    given["target_probs"][:] = torch.tensor([0.0, 0.0, 0.0, 0.0, 1.0])
+    del given["coins"]
+    if device == "cpu":
+        with pytest.raises(NworError, match=r"tokens\[1, 3\]: got "):
+            accept_typical(**given)
+        return
+    status = torch.full((2,), 7, device=device)
+    _, counts, following = accept_typical(**given, status=status)
+    assert describe_status(status.tolist()[1]).startswith("token at row 3 ")
+    assert (int(counts[1]), int(following[1])) == (0, -1)
+    assert (status.tolist()[0], int(following[0])) == (0, 4)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize(("rest", "total"), [(0.3, "2.1"), (0.0, "0.9")])
+@pytest.mark.parametrize("vocabulary", [5, 3000])
+def test_draft_probabilities_sum_to_one_where_all_are_read(
+    device: str, rest: float, total: str, vocabulary: int
+) -> None:
+    given = good(device)
+    given["coins"].fill_(0.9)
+    target, draft = (torch.zeros(2, rows, vocabulary, device=device) for rows in (4, 3))
+    target[..., :5] = 0.2
+    draft[0, :, 1] = 1.0
+    draft[1, :, :5] = rest
+    draft[1, :, 1] = 0.9  # rejects, as the coin is above 0.2 / 0.9
+    chain = (given["tokens"], target, draft, given["coins"], given["final_coins"])
+    if device == "cpu":
+        with pytest.raises(NworError, match=rf"draft_probs\[1, 0\]: got a sum of {total}"):
+            accept_chain_sampling(*chain)
+        return
+    status = torch.full((2,), 7, device=device)
+    _, counts, following = accept_chain_sampling(*chain, status=status)
+    words = status.tolist()
+    assert words[0] == 0
+    assert describe_status(words[1]).startswith(f"draft_sum at row 0 (value {total}")
+    assert (int(counts[1]), int(following[1])) == (0, -1)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("length", [-3, -(2**31), -(2**32), 2**31, 2**32 + 7])
+def test_prefix_lengths_are_named_or_marked(device: str, length: int) -> None:
+    lens = torch.tensor([4, length], device=device)
+    tokens = torch.zeros(2, 3, dtype=torch.int64, device=device)
+    scores = torch.zeros(2, 3, device=device)
+    for build in (
+        lambda: tree_from_chain(tokens, lens),
+        lambda: tree_from_topk([tokens], [scores], [], tokens[:, 0], lens, 3),
+    ):
+        if device == "cpu":
+            told = max(-(2**31), min(length, 2**31 - 1))
+            with pytest.raises(NworError, match=rf"prefix_lens\[1\]: got {told}, expected 0 .. "):
+                build()
+            continue
+        tree = build()
+        words = tree.status.tolist()
+        assert words[0] == 0
+        assert describe_status(words[1]).startswith("prefix_len ")
+        assert tree.positions[1].tolist() == [0, 0, 0]
+        assert tree.first_child[1].tolist() == [-1, -1, -1]
+        assert tree.positions[0].tolist()[0] == 4
+
+
+WRAPPED = [2**32, 2**32 + 1, 2**63 - 1, -(2**32) + 1, -(2**63)]
+
+
+@pytest.mark.parametrize("wide", WRAPPED)
+@pytest.mark.parametrize("device", DEVICES)
+def test_numbers_beyond_32_bits_do_not_wrap_around(device: str, wide: int) -> None:
+    """int64 where 32 bits are kept: such a number is none of those that are fine."""
+    given = good(device)
+    tokens, links = (
+        given["tokens"],
+        [given[name].long() for name in ("first_child", "next_sibling")],
+    )
+    lens, two = torch.tensor([4, 4], device=device), torch.tensor([1, wide], device=device)
+    parents = torch.tensor([[-1, 0], [-1, wide]], device=device)
+    path = torch.tensor([[1, -1, -1, -1], [wide, -1, -1, -1]], device=device)
+    follow = torch.tensor([5, 6], device=device)
+    first = links[0].clone()
+    first[1, 1] = wide
+    status = torch.zeros(2, dtype=torch.int64, device=device)
+
+    def tree(**more: Any) -> None:
+        built = tree_from_parents(
+            more.get("parents", parents[:1].expand(2, 2)),
+            lens,
+            num_rows=more.get("num_rows"),
+        )
+        status.copy_(built.status)
+
+    chain = (tokens, given["target_probs"], None, given["coins"], given["final_coins"])
+    calls = {
+        "parents": lambda: tree(parents=parents),
+        "num_rows": lambda: tree(num_rows=two),
+        "first_child": lambda: accept_greedy(tokens, tokens, first, links[1], status=status),
+        "num_drafts": lambda: accept_chain_sampling(*chain, num_drafts=two, status=status),
+        "path": lambda: cut_path(tokens, path, torch.ones_like(two), follow, status=status),
+        "counts": lambda: cut_path(tokens, path[:1].expand(2, 4), two, follow, status=status),
+    }
+    told = max(-(2**31), min(wide, 2**31 - 1))
+    for name, run in calls.items():
+        if device == "cpu":
+            with pytest.raises(NworError, match=rf"{name}.*\[1(, 1|, 0)?\]: got {told}, expected"):
+                run()
+            continue
+        run()
+        words = status.tolist()
+        assert words[0] == 0
+        assert f"(value {told})" in describe_status(words[1]), name
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_more_than_32_bits_may_mean_all(device: str) -> None:
+    logits = torch.tensor([[[1.0, 2.0, 3.0]]] * len(WRAPPED[:3]), device=device)
+    large = torch.tensor(WRAPPED[:3], device=device)
+    assert torch.equal(target_probs(logits, top_k=large), target_probs(logits))
+    run = [torch.tensor(part, device=device) for part in ([[0, 8]], [[1, -1]], [1], [9])]
+    for keep in WRAPPED:
+        cut = cut_path(*run, keep=torch.tensor([keep], device=device))
+        assert (cut.emitted.tolist(), cut.finish.tolist()) == ([[8, 9]], [0])
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_counts_of_output_do_not_wrap_around(device: str) -> None:
+    """The largest count there is, and a draft more."""
+    logits = torch.zeros(1, 2, 3, device=device)
+    tree = torch.tensor([[0, 1]], device=device), torch.tensor([[-1, 0]], device=device)
+    for many in (2**31 - 1, 2**32):
+        counts = torch.tensor([[0, many, 0]], device=device)
+        probs = target_probs(
+            logits, presence_penalty=50.0, output_counts=counts, tokens=tree[0], parents=tree[1]
+        )
+        assert probs[0, 1].tolist() == pytest.approx([0.5, 0.0, 0.5])
+
+
 # argument, its change, the message
 SHAPES: list[tuple[str, Callable[[dict], Any], str]] = [
     ("tokens", lambda g: g["tokens"][0], r"tokens: got sizes \[4\], expected \[any, any\]"),
@@ -206,6 +386,15 @@ def test_wrong_shapes_types_and_numbers_are_named(device: str, case: int) -> Non
         (lambda t, n: tree_from_parents(t, n(2).int()), r"prefix_lens: got sizes \[2\]"),
         (lambda t, n: tree_from_parents(t, n(1).int() - 3), r"prefix_lens\[0\]: got -3"),
         (lambda t, n: tree_from_parents(t, n(1).int(), n(1, 3).int()), "tokens: got sizes"),
+        (
+            lambda t, n: tree_from_parents(t, n(1).int(), n(1, 2)),
+            "tokens: got dtype torch.float32, expected torch.int32 or torch.int64",
+        ),
+        (
+            lambda t, n: tree_from_parents(t, n(1).int(), t.to("meta")),
+            "tokens: got device meta, expected cpu as parents",
+        ),
+        (lambda t, n: tree_from_chain(n(1, 2), n(1).int()), "tokens: got dtype torch.float32"),
         (
             lambda t, n: tree_from_parents(t, n(1).int(), num_rows=n(1).int() + 5),
             r"num_rows\[0\]: got 5, expected 1 .. 2",

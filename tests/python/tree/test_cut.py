@@ -160,6 +160,49 @@ def test_a_grammar_ends_before_what_it_refuses(device: str) -> None:
     assert (one.taken, two.taken) == ([1, 2], [1, 2, 4])
 
 
+@pytest.mark.parametrize("device", DEVICES)
+def test_callbacks_do_not_hide_paths_outside_the_tree(device: str) -> None:
+    tokens, path, counts, following = run_of([[1, 4], [1]], [[5, 6, 7, 8]] * 2, [9, 10], device)
+    run, shown = (tokens, path, counts, following), []
+
+    def callback(request: int, tokens: list[int]) -> int:
+        shown.append(request)
+        return 1
+
+    with pytest.raises(NworError, match="path"):
+        cut_on_host(*run, callback)
+    assert shown == []
+    if device == "cpu":
+        return
+    status = torch.full((2,), 4, device=device)
+    cut = cut_on_host(*run, callback, status=status)
+    words = status.tolist()
+    assert (describe_status(words[0])[:5], words[1]) == ("path ", 0)
+    assert (shown, cut.num_emitted.tolist()) == ([1], [0, 1])
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_callback_on_the_host_clears_the_status(device: str) -> None:
+    run = run_of([[1], [1]], [[5, 6, 7, 8]] * 2, [9, 10], device)
+    status = torch.full((2,), 4, device=device)
+    assert cut_on_host(*run, lambda request, tokens: None, status=status).counts.tolist() == [1, 1]
+    assert status.tolist() == [0, 0]
+
+
+def test_texts_hold_what_a_later_callback_left() -> None:
+    run = run_of([[1, 2]], [letters("?cd?")], letters("e"), "cpu")
+    for kept, text in ((None, "abcde"), (3, "abcde"), (1, "abc"), (0, "ab")):
+        again = StopStrings(["xx"], spell)
+        cut_on_host(*run_of([[1]], [letters("?a?")], letters("b"), "cpu"), again)
+        cut = cut_on_host(*run, [again, lambda request, tokens, kept=kept: kept])
+        assert again.text(0) == text
+        assert int(cut.num_emitted) == len(text) - 2
+    # Its own cut comes first, a later one is shorter.
+    end = StopStrings(["d"], spell)
+    cut_on_host(*run, [end, lambda request, tokens: 1])
+    assert end.text(0) == "c"
+
+
 def test_the_earliest_of_several_cuts_counts() -> None:
     run = run_of([[1, 2, 3]], [[0, 65, 66, 67]], [68], "cpu")
     seen = []

@@ -6,6 +6,7 @@ import math
 import random
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -158,6 +159,20 @@ def test_numbers_may_be_one_for_all_and_logits_any_strides(device: str) -> None:
 
 
 @pytest.mark.parametrize("device", DEVICES)
+def test_numbers_at_the_ends_of_their_ranges(device: str) -> None:
+    logits = torch.randn(2, 3, 40, generator=torch.Generator().manual_seed(1)).to(device)
+    for many in (40, 2**31 - 1, 2**31, 2**32 + 1, 2**70, np.int64(50)):
+        assert torch.equal(target_probs(logits, top_k=many), target_probs(logits))
+    assert torch.equal(target_probs(logits, top_k=np.int32(1)), target_probs(logits, top_k=1))
+    assert torch.equal(target_probs(logits, temperature=np.float32(2)), target_probs(logits / 2))
+    flat = target_probs(logits, temperature=3.3e38)
+    assert (flat - 1 / 40).abs().max() < 1e-6
+    greedy = target_probs(logits, temperature=0.0)
+    for least in ({"top_p": 1e-50}, {"temperature": 1e-60}):
+        assert torch.equal(target_probs(logits, **least), greedy)
+
+
+@pytest.mark.parametrize("device", DEVICES)
 def test_impossible_tokens_may_be_minus_infinity(device: str) -> None:
     logits = torch.full((1, 1, 9), -float("inf"), device=device)
     logits[0, 0, 4] = -3e38
@@ -214,6 +229,17 @@ def test_wrong_values_are_named_or_marked(device: str, case: int) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
+        ({"top_k": 2.5}, "top_k: got 2.5, expected an integer"),
+        ({"top_k": "a"}, "top_k: got 'a', expected an integer"),
+        ({"top_k": None}, "top_k: got None, expected an integer"),
+        ({"top_k": -1}, r"top_k\[0\]: got -1, expected 0 or more"),
+        ({"top_k": -(2**40)}, f"top_k: got {-(2**40)}, expected 0 or more"),
+        ({"temperature": 1e39}, r"temperature: got 1e\+39, expected a float32 number"),
+        ({"temperature": 10**400}, "temperature: got 1000.*, expected a float32 number"),
+        ({"temperature": None}, "temperature: got None, expected a number"),
+        ({"temperature": "a"}, "temperature: got 'a', expected a number"),
+        ({"min_p": 1j}, "min_p: got 1j, expected a number"),
+        ({"presence_penalty": -1e39}, r"presence_penalty: got -1e\+39, expected a float32 number"),
         ({"logits": torch.zeros(2, 40)}, "logits: got sizes"),
         ({"logits": torch.zeros(2, 257, 3)}, "logits: got 257 rows, expected 1 .. 256"),
         ({"logits": torch.zeros(2, 2, 40).double()}, "logits: got dtype Double"),

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import random
+import struct
 
 import pytest
 import torch
 
 from nwor_specpv import (
+    _C,
     MAX_TREE_ROWS,
     NworError,
     Tree,
@@ -349,6 +351,10 @@ def test_random_topologies_keep_every_node_below_its_parent() -> None:
         ([], "parents: got no nodes"),
         ([-1] * MAX_TREE_ROWS, "parents: got 257 rows with the root, expected at most 256"),
         ([None], "parents: got"),
+        ([-1, 0.9], r"parents: got \[-1, 0.9\], expected integers"),
+        ([-1, "0"], "parents: got .*, expected integers"),
+        ([-1, "x"], "parents: got .*, expected integers"),
+        ([-1, 2**40], r"parents\[1\]: got 1099511627776, expected -1 .. 1"),
     ],
 )
 def test_wrong_topologies_are_named(parents: list[int], message: str) -> None:
@@ -370,6 +376,8 @@ def test_a_topology_with_tokens(device: str) -> None:
         tree_from_topology([-1, -1, 0], tokens, lens)
     with pytest.raises(NworError, match="tokens: got sizes"):
         tree_from_topology([-1, 0], tokens, lens)
+    with pytest.raises(NworError, match=r"root_tokens: got dtype torch\.float32, expected"):
+        tree_from_topology([-1, -1, 0], tokens, lens, torch.tensor([1.5, 2.0], device=device))
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -382,6 +390,10 @@ def test_static_trees_are_filled_by_rank(device: str) -> None:
     assert tree.tokens.tolist() == [[7, 100, 101, 106, 108, 113]]
     with pytest.raises(NworError, match="candidates: got sizes"):
         shape.expand(torch.tensor([7], device=device), candidates[:, :2], ints([50], device))
+    with pytest.raises(NworError, match=r"root_tokens: got dtype torch\.float32, expected"):
+        shape.expand(torch.tensor([7.5], device=device), candidates, ints([50], device))
+    with pytest.raises(NworError, match=r"tokens: got dtype torch\.float32, expected"):
+        shape.expand(torch.tensor([7], device=device), candidates.float(), ints([50], device))
 
 
 @pytest.mark.parametrize(
@@ -393,8 +405,44 @@ def test_static_trees_are_filled_by_rank(device: str) -> None:
         ([(-1,)], r"choices\[0\]: got \(-1\), expected ranks"),
         ([(i,) for i in range(256)], "choices: got 256 paths, expected at most 255"),
         (3, "choices: got 3"),
+        ([(0.5,)], r"choices: got \[\(0.5,\)\], expected paths of ranks"),
+        ([("x",)], "choices: got .*, expected paths of ranks"),
+        ([(2**40,)], "choices: got .*, expected paths of ranks"),
     ],
 )
 def test_wrong_choices_are_named(choices, message: str) -> None:
     with pytest.raises(NworError, match=message):
         static_tree(choices)
+
+
+def word(label: str, row: int, value: int | float) -> int:
+    """A status word as a device would write it."""
+    code = [name for name, _ in _C.TREE_FAULTS].index(label)
+    kind = "<f" if isinstance(value, float) else "<i"
+    (bits,) = struct.unpack("<i", struct.pack(kind, value))
+    return code | row << 8 | bits << 32
+
+
+@pytest.mark.parametrize(
+    ("label", "row", "value", "said"),
+    [
+        ("coin", 2, 1.5, "coin at row 2 (value 1.5), expected ok: a coin is outside"),
+        ("probability", 1, -0.25, "probability at row 1 (value -0.25), expected ok"),
+        ("probability", 1, 0.0, "probability at row 1, expected ok"),
+        ("probability_sum", 0, 0.5, "probability_sum at row 0 (value 0.5), expected ok"),
+        ("draft_sum", 0, 2.5, "draft_sum at row 0 (value 2.5), expected ok"),
+        ("parameter", 3, 1, "parameter at row 3 (temperature), expected ok"),
+        ("parameter", 0, 3, "parameter at row 0 (top_p), expected ok"),
+        ("parameter", 0, 7, "parameter at row 0 (presence_penalty), expected ok"),
+        ("parameter", 0, 9, "parameter at row 0 (value 9), expected ok"),
+        ("logits", 4, 0, "logits at row 4, expected ok"),
+        ("link", 4, -2, "link at row 4 (value -2), expected ok"),
+        ("ok", 0, 0, "ok"),
+    ],
+)
+def test_status_words_are_described(label: str, row: int, value: float, said: str) -> None:
+    assert describe_status(word(label, row, value)).startswith(said)
+
+
+def test_a_status_word_of_no_fault_we_know_is_described() -> None:
+    assert describe_status(200 | 3 << 8 | 7 << 32) == "unknown fault 200 at row 3 (value 7)"
