@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -67,8 +68,10 @@ def _tensor(body: memoryview, entry: Mapping[str, object]) -> torch.Tensor:
     start, end = entry["data_offsets"]
     if not 0 <= start <= end <= len(body):
         raise ValueError(f"a tensor ends at byte {end} of {len(body)}")
-    raw = torch.frombuffer(bytearray(body[start:end]), dtype=torch.uint8) if end > start else None
-    dtype = _DTYPES[entry["dtype"]]
-    if raw is None:
-        return torch.empty(entry["shape"], dtype=dtype)
-    return raw.view(dtype).view(entry["shape"])
+    dtype, shape = _DTYPES[entry["dtype"]], entry["shape"]
+    if end - start != math.prod(shape) * dtype.itemsize or min(shape, default=0) < 0:
+        raise ValueError(f"a tensor {shape} of {entry['dtype']} has {end - start} bytes")
+    if end == start:
+        return torch.empty(shape, dtype=dtype)
+    raw = torch.frombuffer(bytearray(body[start:end]), dtype=torch.uint8)
+    return raw.view(dtype).view(shape)

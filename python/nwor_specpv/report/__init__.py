@@ -47,8 +47,13 @@ def main(argv: list[str]) -> int:
 
 def check_place(path: Path) -> None:
     """Raises where a page cannot be written: before the work, not after it."""
-    there = next(folder for folder in path.absolute().parents if folder.exists())
-    if path.is_dir() or not there.is_dir() or not os.access(there, os.W_OK):
+    if path.exists() and not path.is_file():  # a device or a pipe is written into
+        good = not path.is_dir() and os.access(path, os.W_OK)
+    else:
+        real = Path(os.path.realpath(path))
+        there = next(folder for folder in real.parents if folder.exists())
+        good = there.is_dir() and os.access(there, os.W_OK)
+    if not good:
         raise NworError(f"page: got {str(path)!r}, expected a file in a folder to write to")
 
 
@@ -56,7 +61,7 @@ def write_page(report: dict[str, Any], path: Path) -> Path:
     """The page is there whole or not at all."""
     text = render(report)
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
+        Path(os.path.realpath(path)).parent.mkdir(parents=True, exist_ok=True)
         write_whole(path, text)
     except OSError as error:
         told = error.strerror or error

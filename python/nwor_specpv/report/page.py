@@ -162,7 +162,10 @@ def _histograms(runs: list[dict[str, Any]]) -> str:
 
 
 def _bytes_row(run: dict[str, Any]) -> tuple[str, float, float, str]:
-    written, avoided = run["cache_bytes_written"], run["cache_bytes_avoided"]
+    avoided = run["cache_bytes_avoided"]
+    written = run.get("draft_bytes_written")
+    if written is None:  # an older record: as large as those that were rejected
+        written = avoided * run["accepted"] // max(1, run["rejected_tokens"])
     return run["name"], written, avoided, f"{megabytes(written)} / {megabytes(avoided)}"
 
 

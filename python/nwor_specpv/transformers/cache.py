@@ -397,10 +397,16 @@ class _PagedCache(Cache):
         self._round = None
 
     def abort_round(self) -> None:
-        """Ends a round: rows before the drafts stay cached, drafts never were."""
-        if self._round is not None and self._round.num_rows > 0:
+        """Ends a round: rows before the drafts stay cached, drafts never were.
+
+        After a pass that failed half way nothing of it stays.
+        """
+        if self._round is None:
+            return
+        if self._round.num_rows > 0:
             self._interceptor.abort()
         self._round = None
+        self.rollback(self.seq_len)  # what all layers have
 
     # ---- checks ----------------------------------------------------------------------------------
 

@@ -28,6 +28,7 @@ from nwor_specpv.drafters import Drafter, TreeConfig
 
 from .decoding import Decoding
 from .drafting import make_drafter
+from .integers import at_least_one, integer, plain
 from .loading import load_model
 from .pace import Pacer
 from .prefixes import KeptPrefixes
@@ -105,13 +106,10 @@ class Generator:
         if model is None or isinstance(model, (str, Path)):
             model, found = load_model(model)
             tokenizer = tokenizer if tokenizer is not None else found
-        for name, value in (
-            ("page_size", page_size),
-            ("prefill_rows", prefill_rows),
-            ("cache_tokens", 1 if cache_tokens is None else cache_tokens),
-        ):
-            if not isinstance(value, int) or value < 1:
-                raise NworError(f"{name}: got {value!r}, expected 1 or more")
+        page_size = at_least_one("page_size", page_size)
+        prefill_rows = at_least_one("prefill_rows", prefill_rows)
+        if cache_tokens is not None:
+            cache_tokens = at_least_one("cache_tokens", cache_tokens)
         self._runner = (
             cache_of._runner
             if cache_of is not None
@@ -182,8 +180,9 @@ class Generator:
         *,
         chunk_rows: int = 0,
     ) -> Generation:
-        """Continues one prompt (ids, or a tensor [n] or [1, n]) or a list of prompts.
+        """Continues one prompt (ids, or a tensor [n] or [1, n]) or several (lists, or [batch, n]).
 
+        Prompts of several lengths are lists: padding would be read as text, and is refused.
         Ends after `max_new_tokens` or with `eos_token_id` (one or several; default: the model's
         own, -1 for none). `tree.rows` 0 lets the generator choose. `on_token(token)` is called for
         every new token, `on_token(token, request)` for lists of prompts. `chunk_rows`: chains
@@ -191,12 +190,16 @@ class Generator:
         """
         sampling = Sampling(temperature, top_k, top_p)
         prompts, is_list = self._prompts(input_ids)
-        self._check_lengths(prompts, max_new_tokens, chunk_rows)
+        max_new_tokens = at_least_one("max_new_tokens", max_new_tokens)
+        chunk_rows = _checked_chunk(chunk_rows)
+        self._check_lengths(prompts, max_new_tokens)
         tree = tree or TreeConfig()
         if not isinstance(tree, TreeConfig):
             raise NworError(f"tree: got {type(tree).__name__}, expected a TreeConfig")
         if not isinstance(seed, Integral | None):
             raise NworError(f"seed: got {seed!r}, expected a whole number or None")
+        if not (on_token is None or callable(on_token)):
+            raise NworError(f"on_token: got {type(on_token).__name__}, expected a function")
         stops = self._stop_ids(eos_token_id)
         first_seed = secrets.randbits(31) if seed is None else int(seed)
         stats = Stats(requests=len(prompts), prompt_tokens=sum(map(len, prompts)))
@@ -246,61 +249,76 @@ class Generator:
             is_list = input_ids.dim() == 2 and input_ids.shape[0] != 1
             rows = (input_ids if input_ids.dim() == 2 else input_ids[None]).tolist()
         else:
-            rows = [one.tolist() if hasattr(one, "tolist") else one for one in input_ids]
+            rows = [plain(one) for one in input_ids]
             is_list = any(isinstance(one, Sequence) for one in rows)
             rows = rows if is_list else [rows]
-        vocabulary = self._runner.vocab_size
+        vocabulary, prompts = self._runner.vocab_size, []
         for index, row in enumerate(rows):
             if not isinstance(row, Sequence):
                 raise NworError(f"input_ids: got {row!r} among lists, expected prompts of ids")
             if not row:
                 raise NworError(f"input_ids: prompt {index} is empty, expected at least one token")
-            wrong = next(
-                (t for t in row if not isinstance(t, int) or not 0 <= t < vocabulary), None
-            )
-            if wrong is not None:
+            ids = [integer(token) for token in row]
+            at = next((i for i, t in enumerate(ids) if t is None or not 0 <= t < vocabulary), None)
+            if at is not None:
                 raise NworError(
-                    f"input_ids: got {wrong!r} in prompt {index}, expected ids from 0 to "
+                    f"input_ids: got {row[at]!r} in prompt {index}, expected ids from 0 to "
                     f"{vocabulary - 1}"
                 )
-        if not rows:
+            prompts.append(ids)
+        if not prompts:
             raise NworError("input_ids: got no prompts, expected at least one")
-        return [list(row) for row in rows], is_list
+        self._refuse_padding(prompts)
+        return prompts, is_list
 
-    def _check_lengths(
-        self, prompts: list[list[int]], max_new_tokens: int, chunk_rows: int
-    ) -> None:
-        if not isinstance(max_new_tokens, int) or max_new_tokens < 1:
-            raise NworError(f"max_new_tokens: got {max_new_tokens!r}, expected 1 or more")
-        if not isinstance(chunk_rows, int) or chunk_rows < 0 or chunk_rows == 1:
-            raise NworError(f"chunk_rows: got {chunk_rows!r}, expected 0 (off) or 2 and more")
-        context = self._runner.context
+    def _refuse_padding(self, prompts: list[list[int]]) -> None:
+        """What pads rows to one length; not where it may as well begin or end a text."""
+        if len(prompts) == 1 or len(set(map(len, prompts))) > 1:
+            return
+        pads = self._own_ids("pad_token_id") | _ids_of(self.tokenizer, "pad_token_id")
+        pads -= self._own_ids("eos_token_id") | self._own_ids("bos_token_id")
+        for index, prompt in enumerate(prompts):
+            for pad in pads.intersection((prompt[0], prompt[-1])):
+                count = max(_leading(prompt, pad), _leading(prompt[::-1], pad))
+                raise NworError(
+                    f"input_ids: got {count} tokens of padding ({pad}) around prompt {index}, "
+                    "expected none: give lists, whose lengths may differ"
+                )
+
+    def _check_lengths(self, prompts: list[list[int]], max_new_tokens: int) -> None:
+        context, told = self._runner.context, self._runner.context_told
         for index, prompt in enumerate(prompts):
             if len(prompt) >= context:
                 raise NworError(
                     f"input_ids: got {len(prompt)} tokens in prompt {index}, expected fewer than "
-                    f"{context}, the context of the model; shorten the prompt"
+                    f"{told}; shorten the prompt"
                 )
             if len(prompt) + max_new_tokens > context:
                 raise NworError(
                     f"max_new_tokens: got {max_new_tokens} after prompt {index} of {len(prompt)} "
-                    f"tokens, expected at most {context - len(prompt)}: the context of the "
-                    f"model is {context}"
+                    f"tokens, expected at most {context - len(prompt)}: {len(prompt)} + "
+                    f"{max_new_tokens} is beyond {told}"
                 )
 
     def _stop_ids(self, eos_token_id: int | Iterable[int] | None) -> frozenset[int]:
         if eos_token_id is None:
-            config = getattr(self.model, "generation_config", None)
-            eos_token_id = getattr(config, "eos_token_id", None)
-            if eos_token_id is None:
-                eos_token_id = self.model.config.get_text_config(decoder=True).eos_token_id
-        if eos_token_id is None:
-            return frozenset()
-        several = isinstance(eos_token_id, Iterable)
-        ids = list(eos_token_id) if several else [eos_token_id]
-        if not all(isinstance(token, int) for token in ids):
-            raise NworError(f"eos_token_id: got {eos_token_id!r}, expected ids, or -1 for none")
+            return frozenset(self._own_ids("eos_token_id"))
+        given, vocabulary = plain(eos_token_id), self._runner.vocab_size
+        several = isinstance(given, Iterable) and not isinstance(given, str)
+        ids = [integer(token) for token in given] if several else [integer(given)]
+        if not all(token is not None and -1 <= token < vocabulary for token in ids):
+            raise NworError(
+                f"eos_token_id: got {eos_token_id!r}, expected ids from 0 to {vocabulary - 1}, or "
+                "-1 for none"
+            )
         return frozenset(token for token in ids if token >= 0)
+
+    def _own_ids(self, name: str) -> set[int]:
+        """What the model says of itself, for generation or, where it says nothing, at all."""
+        owner = getattr(self.model, "generation_config", None)
+        if getattr(owner, name, None) is None:
+            owner = self.model.config.get_text_config(decoder=True)
+        return _ids_of(owner, name)
 
     # ---- trees -----------------------------------------------------------------------------------
 
@@ -332,6 +350,8 @@ class Generator:
         rows never cost more: a size that was held up every time is as quick as the next.
         """
         costs = dict.fromkeys(SIZES, math.inf)
+        size = self._runner.page_size
+        self._kept.make_room(self._runner.cache.allocator, -(-SIZES[-1] // size) * size)
         with self._runner.installed():
             for rows in SIZES * 4:
                 costs[rows] = min(costs[rows], self._time_pass(rows))
@@ -493,6 +513,8 @@ class Generator:
         after = self._counts()
         for name in ("cache_bytes_written", "cache_bytes_avoided", "rejected_tokens"):
             setattr(stats, name, after[0][name] - before[0][name])
+        committed = after[0]["committed_tokens"] - before[0]["committed_tokens"]
+        stats.draft_bytes_written = committed * self._runner.token_bytes
         stats.graph_replays = after[1] - before[1]
         stats.eager_passes = after[2] - before[2]
 
@@ -513,6 +535,24 @@ def _check_shared(**given: Any) -> None:
     name = next((name for name, value in given.items() if value is not None), None)
     if name is not None:
         raise NworError(f"{name}: got one beside cache_of, expected none: it is that generator's")
+
+
+def _checked_chunk(chunk_rows: Any) -> int:
+    count = integer(chunk_rows)
+    if count is None or count < 0 or count == 1:
+        raise NworError(f"chunk_rows: got {chunk_rows!r}, expected 0 (off) or 2 and more")
+    return count
+
+
+def _ids_of(owner: Any, name: str) -> set[int]:
+    """One id or several, as configurations and tokenizers have them; what is below 0 is none."""
+    found = getattr(owner, name, None)
+    found = found if isinstance(found, Iterable) else [found]
+    return {token for token in map(integer, found) if token is not None and token >= 0}
+
+
+def _leading(tokens: list[int], pad: int) -> int:
+    return next((i for i, token in enumerate(tokens) if token != pad), len(tokens))
 
 
 def _teller(on_token: OnToken | None, is_list: bool) -> Callable[[Request, list[int]], None]:

@@ -45,10 +45,20 @@ class ModelRunner:
         )
         self.vocab_size = text.vocab_size
         self.context = getattr(text, "max_position_embeddings", None) or 1 << 30
+        self.context_told = f"{self.context}, the context of the model"
+        original = _longrope_original(text)
+        if original < self.context:
+            self.context_told = (
+                f"{original}, from which on longrope turns a pass's rows by other angles (its "
+                f"context: {self.context})"
+            )
+            self.context = original
         self.window = _window(text)
         self.head = model.get_output_embeddings()
         self.device = self.head.weight.device
         self.dtype = next(p.dtype for p in model.parameters() if p.is_floating_point())
+        row_bytes = self.num_kv_heads * self.head_dim * self.dtype.itemsize
+        self.token_bytes = 2 * self.num_layers * row_bytes  # K and V
         self._linears = row_linears(model)
         self._layers: list[StandIn] | None = None
         self._features: dict[int, torch.Tensor] = {}
@@ -234,6 +244,22 @@ def check_model(model: Any) -> None:
             f"model: got no weights for {missing[0]} and {len(missing) - 1} more; load the "
             "checkpoint they are in"
         )
+
+
+def _longrope_original(text: Any) -> int:
+    """Up to which length longrope turns every row by one set of angles.
+
+    Beyond it transformers chooses by the last position of a pass, for all its rows. Ours hold rows
+    of several requests, pieces of prompts and drafts, beside K of passes that ended earlier.
+    """
+    rope = getattr(text, "rope_parameters", None) or {}
+    kinds = [rope, *(one for one in rope.values() if isinstance(one, dict))]
+    lengths = [
+        kind.get("original_max_position_embeddings") or 1 << 30
+        for kind in kinds
+        if kind.get("rope_type") == "longrope"
+    ]
+    return min(lengths, default=1 << 30)
 
 
 def _decoder_layers(model: PreTrainedModel) -> torch.nn.ModuleList | None:

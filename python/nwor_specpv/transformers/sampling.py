@@ -10,8 +10,11 @@ from numbers import Real
 import torch
 
 from nwor_specpv import (
+    MAX_TREE_ROWS,
     NworError,
     Tree,
+    TwoLevel,
+    accept_chain_sampling,
     accept_greedy,
     accept_sampling,
     confirm_greedy,
@@ -20,7 +23,11 @@ from nwor_specpv import (
     target_probs,
 )
 
+from .integers import integer
+
 _GOLDEN = 0x9E3779B97F4A7C15
+_TAIL_SALT = 1 << 20  # more than a request has cuts, whose number is the other salt
+_MOST_TOKENS = 2**31 - 1  # of any vocabulary
 
 
 @dataclass(frozen=True)
@@ -36,12 +43,19 @@ class Sampling:
             value = getattr(self, name)
             if not isinstance(value, Real):
                 raise NworError(f"{name}: got {value!r}, expected a number")
-        if not (math.isfinite(self.temperature) and self.temperature >= 0):
-            raise NworError(f"temperature: got {self.temperature!r}, expected 0 or more")
-        if not isinstance(self.top_k, int) or self.top_k < 0:
+        if not (self.temperature >= 0 and math.isfinite(_float32(self.temperature))):
+            raise NworError(
+                f"temperature: got {self.temperature!r}, expected a finite number, 0 or more, in "
+                "float32"
+            )
+        top_k = integer(self.top_k)
+        if top_k is None or top_k < 0:
             raise NworError(f"top_k: got {self.top_k!r}, expected 0 (all) or more")
-        if not 0 < self.top_p <= 1:
-            raise NworError(f"top_p: got {self.top_p!r}, expected more than 0, at most 1")
+        object.__setattr__(self, "top_k", min(top_k, _MOST_TOKENS))
+        if not (self.top_p <= 1 and _float32(self.top_p) > 0):
+            raise NworError(
+                f"top_p: got {self.top_p!r}, expected more than 0, at most 1, in float32"
+            )
 
     @property
     def greedy(self) -> bool:
@@ -62,6 +76,13 @@ class Verdict:
     next_token: int
     confirmed: int = 0  # lossless: tokens of the tail that stand
     whole: bool = True  # all of them
+
+
+def _float32(value: Real) -> float:
+    try:
+        return torch.tensor(float(value), dtype=torch.float32).item()
+    except (OverflowError, RuntimeError):  # too large for Python's, for torch's
+        return math.inf
 
 
 def fold_seed(seed: int, salt: int) -> int:
@@ -109,33 +130,42 @@ def confirm(
     tokens = torch.tensor([chain], device=device)
     drafts = torch.tensor([len(chain) - 1], dtype=torch.int32, device=device)
     walk = (tree.first_child, tree.next_sibling)
-    probs = None
     if sampling.greedy:
         judged = confirm_greedy(
             tokens, chain_logits.argmax(-1)[None], drafts, tree.tokens, logits.argmax(-1), *walk
         )
-    else:
-        probs = sampling.probabilities(logits)
-        # Coins of the tail's own: those of its steps have been used.
-        at = tree.positions[:, 0] + 1
-        chain_coins, _ = _coins([fold_seed(seed, 1 << 20)], at, len(chain), device)
-        coins, final = _coins([seed], at, tree.rows, device)
-        judged = confirm_sampling(
-            tokens,
-            sampling.probabilities(chain_logits[None]),
-            partial_probs,
-            drafts,
-            tree.tokens,
-            probs,
-            *walk,
-            chain_coins,
-            coins,
-            final,
-        )
-    confirmed, count = int(judged.confirmed), int(judged.counts)
+        return _verdict(judged, 0, len(chain)), None
+    probs = sampling.probabilities(logits)
+    at = tree.positions[:, 0] + 1
+    coins, final = _coins([seed], at, tree.rows, device)
+    # Coins of the tail's own, since those of its steps have been used; each belongs to the position
+    # of the token it decides, so that no later tail uses it again.
+    own, first, step = [fold_seed(seed, _TAIL_SALT)], at - (len(chain) - 1), MAX_TREE_ROWS - 1
+
+    def piece(begin: int) -> tuple[torch.Tensor | None, ...]:
+        """`step` drafts of the chain, the token before them, and what judges them."""
+        rows = tokens[:, begin : begin + step + 1]
+        full = sampling.probabilities(chain_logits[None, begin : begin + step + 1])
+        drawn = None if partial_probs is None else partial_probs[:, begin : begin + step]
+        return rows, full, drawn, _coins(own, first + begin, rows.shape[1], device)[0]
+
+    *begins, last = range(0, max(1, len(chain) - 1), step)
+    for begin in begins:
+        _, count, following = accept_chain_sampling(*piece(begin), final)
+        if int(count) < step:
+            return Verdict([], int(following), begin + int(count), whole=False), probs
+    rows, full, drawn, tail_coins = piece(last)
+    judged = confirm_sampling(
+        rows, full, drawn, drafts - last, tree.tokens, probs, *walk, tail_coins, coins, final
+    )
+    return _verdict(judged, last, len(chain)), probs
+
+
+def _verdict(judged: TwoLevel, before: int, length: int) -> Verdict:
+    """Of a chain of `length` tokens whose first `before` drafts stand already."""
+    confirmed, count = before + int(judged.confirmed), int(judged.counts)
     path = judged.path[0, :count].tolist()
-    whole = confirmed == len(chain) - 1
-    return Verdict(path, int(judged.next_token), confirmed, whole), probs
+    return Verdict(path, int(judged.next_token), confirmed, confirmed == length - 1)
 
 
 def cut_run(run: list[int], stop_ids: frozenset[int], room: int) -> tuple[int, str | None]:

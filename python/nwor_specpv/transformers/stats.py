@@ -24,8 +24,9 @@ class Stats:
     prefill_seconds: float = 0.0
     decode_seconds: float = 0.0
     draft_seconds: float = 0.0  # of the decoding
-    cache_bytes_written: int = 0  # drafts that were accepted; other rows are written as ever
-    cache_bytes_avoided: int = 0
+    cache_bytes_written: int = 0  # of all rows: prompts, roots and accepted drafts
+    draft_bytes_written: int = 0  # of these, accepted drafts
+    cache_bytes_avoided: int = 0  # rejected drafts
     rejected_tokens: int = 0
     rows_saved: int = 0  # rows of long chains that chunked verification did not run
     step_kinds: Counter[str] = field(default_factory=Counter)

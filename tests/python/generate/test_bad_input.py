@@ -5,9 +5,11 @@ from __future__ import annotations
 import copy
 import json
 import random
+import re
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from transformers import (
@@ -46,17 +48,30 @@ UP = "model.layers.1.mlp.up_proj.weight"
         (([[1, 2], 3], 5), "input_ids: got 3 among lists, expected prompts of ids"),
         (([1, 96], 5), "input_ids: got 96 in prompt 0, expected ids from 0 to 95"),
         (([-1], 5), "input_ids: got -1 in prompt 0"),
+        (([True], 5), "input_ids: got True in prompt 0, expected ids from 0 to 95"),
+        (([[1, 2.0]], 5), "input_ids: got 2.0 in prompt 0"),
         (([1], 0), "max_new_tokens: got 0, expected 1 or more"),
         (([1], 2.5), "max_new_tokens: got 2.5, expected 1 or more"),
+        (([1], True), "max_new_tokens: got True, expected 1 or more"),
         (([1] * 512, 1), "input_ids: got 512 tokens in prompt 0, expected fewer than 512, the con"),
         (([1] * 500, 20), "max_new_tokens: got 20 after prompt 0 of 500 tokens, .* at most 12"),
         (([1], 5, None), "temperature: got None, expected a number"),
-        (([1], 5, -0.1), "temperature: got -0.1, expected 0 or more"),
-        (([1], 5, float("nan")), "temperature: got nan"),
+        (([1], 5, -0.1), "temperature: got -0.1, expected a finite number, 0 or more"),
+        (([1], 5, float("nan")), "temperature: got nan, expected a finite number"),
+        (([1], 5, float("inf")), "temperature: got inf, expected a finite number"),
+        (([1], 5, 1e300), r"temperature: got 1e\+300, expected a finite number, 0 or more, in flo"),
+        (([1], 5, 10**400), "temperature: got 1000+, expected a finite number"),
         (([1], 5, 1.0, -2), "top_k: got -2"),
+        (([1], 5, 1.0, True), "top_k: got True"),
         (([1], 5, 1.0, 0, 0.0), "top_p: got 0.0"),
+        (([1], 5, 1.0, 0, 1e-300), "top_p: got 1e-300, expected more than 0, at most 1, in floa"),
         (([1], 5, 1.0, 0, 1.0, "x"), "seed: got 'x', expected a whole number or None"),
-        (([1], 5, 0.0, 0, 1.0, 1, 2.5), "eos_token_id: got 2.5, expected ids, or -1 for none"),
+        (([1], 5, 0.0, 0, 1.0, 1, 2.5), "eos_token_id: got 2.5, expected ids from 0 to 95, or -1"),
+        (([1], 5, 0.0, 0, 1.0, 1, 96), "eos_token_id: got 96, expected ids from 0 to 95, or -1"),
+        (([1], 5, 0.0, 0, 1.0, 1, [3, -2]), r"eos_token_id: got \[3, -2\], expected ids from 0"),
+        (([1], 5, 0.0, 0, 1.0, 1, True), "eos_token_id: got True, expected ids"),
+        (([1], 5, 0.0, 0, 1.0, 1, ""), "eos_token_id: got '', expected ids"),
+        (([1], 5, 0.0, 0, 1.0, 1, None, None, 5), "on_token: got int, expected a function"),
         (([1], 5, 0.0, 0, 1.0, 1, None, 8), "tree: got int, expected a TreeConfig"),
     ],
 )
@@ -80,6 +95,8 @@ def test_other_wrong_options() -> None:
         Generator(tiny(), drafter="none", page_size=0)
     with pytest.raises(NworError, match="cache_tokens: got -1, expected 1 or more"):
         Generator(tiny(), drafter="none", cache_tokens=-1)
+    with pytest.raises(NworError, match="prefill_rows: got True, expected 1 or more"):
+        Generator(tiny(), drafter="none", prefill_rows=True)
     with pytest.raises(NworError, match="enable_nwor: got False, expected True: this host has no"):
         Generator(tiny(), drafter="none", nwor=NworConfig(enable_nwor=False))
     with pytest.raises(NworError, match="--view-tokens: got 100, expected 176 or more"):
@@ -87,6 +104,46 @@ def test_other_wrong_options() -> None:
     config = SpecPVConfig(enable_specpv=True, specpv_storage="compact")
     with pytest.raises(NworError, match="specpv_storage: got 'compact'"):
         Generator(tiny(), drafter="none", specpv=config)
+
+
+def padded(rows: list[list[int]], left: bool) -> list[list[int]]:
+    longest = max(map(len, rows))
+    pads = [[0] * (longest - len(row)) for row in rows]
+    return [pad + row if left else row + pad for pad, row in zip(pads, rows, strict=True)]
+
+
+@pytest.mark.parametrize("left", [True, False])
+@pytest.mark.parametrize("form", [list, torch.tensor, np.array])
+def test_padded_prompts_are_refused(form: Any, left: bool) -> None:
+    """Their padding would be read as text."""
+    generator = Generator(tiny(), drafter="none")
+    rows = form(padded([[5, 6, 7, 8], [9, 10]], left))
+    line = (
+        "input_ids: got 2 tokens of padding (0) around prompt 1, expected none: give lists, whose"
+    )
+    with pytest.raises(NworError, match=re.escape(line)):
+        generator.generate(rows, 4)
+
+
+def test_what_pads_is_known_from_the_model_and_the_tokenizer() -> None:
+    class Padding:
+        pad_token_id = 17
+
+        def decode(self, ids: list[int], skip_special_tokens: bool = True) -> str:
+            return ""
+
+    rows = [[5, 17], [6, 7]]
+    with pytest.raises(NworError, match=r"1 tokens of padding \(17\) around prompt 0"):
+        Generator(tiny(), Padding(), "none").generate(rows, 4)
+    # Where it is also what ends or begins a text, nobody knows.
+    for name in ("eos_token_id", "bos_token_id"):
+        model = copy.deepcopy(tiny())
+        setattr(model.generation_config, name, 17)
+        assert len(Generator(model, Padding(), "none").generate(rows, 1).token_ids) == 2
+    # Rows of several lengths have no padding, and neither has one alone.
+    generator = Generator(tiny(), drafter="none")
+    for given in ([[0, 5, 0], [6, 0]], torch.tensor([[0, 5, 0]]), [[5, 0, 6], [7, 0, 8]]):
+        assert generator.generate(given, 1).token_ids
 
 
 @pytest.mark.parametrize(
@@ -306,7 +363,9 @@ def test_a_drafter_that_breaks_its_promise_is_named(trees: list, message: str) -
         (["--prompt", "a", "--drafter", "draft_model"], "draft_model: got none, expected a small"),
         (["--prompt", "a", "--draft-model", "b"], "got one beside the drafter 'eagle3', which use"),
         (["--prompt", "a", "--specpv", "lossless", "--view-tokens", "9"], "--view-tokens: got 9, "),
-        (["--prompt", "a", "--temperature", "-1"], "temperature: got -1.0, expected 0 or more"),
+        (["--prompt", "a", "--temperature", "-1"], "temperature: got -1.0, expected a finite numb"),
+        (["--prompt", "a", "--temperature", "1e300"], "temperature: got 1e+300, expected a finite"),
+        (["--prompt", "a", "--top-p", "1e-300"], "top_p: got 1e-300, expected more than 0, at mos"),
         (["--prompt", "a", "--top-p", "2"], "top_p: got 2.0, expected more than 0, at most 1"),
     ],
 )

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import copy
+import json
 import random
 import weakref
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
-from transformers import CONFIG_MAPPING, AutoModelForCausalLM
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM, LlamaConfig, PreTrainedModel
 
 from generate.tiny_models import FAMILIES, SIZES, Oracle, decode_plainly, random_prompt, tiny
 from nwor_specpv import NworConfig, NworError
@@ -68,6 +70,65 @@ def test_other_families_with_that_attention_are_run_too(family: str) -> None:
     assert result.stats.violations == []
 
 
+def longrope(original: int, *, nested: bool = False) -> PreTrainedModel:
+    """Positions from `original` on turn all of their pass's rows by other angles."""
+    rope = {
+        "rope_type": "longrope",
+        "rope_theta": 10000.0,
+        "factor": 512 / original,
+        "original_max_position_embeddings": original,
+        "short_factor": [1.0] * 8,
+        "long_factor": [1.0, 1.2, 1.5, 2.0, 3.0, 4.0, 5.0, 6.0],
+    }
+    torch.manual_seed(0)
+    if not nested:
+        config = LlamaConfig(**SIZES, rope_parameters=rope)
+    else:
+        kinds = ["full_attention", "sliding_attention", "full_attention"]
+        plain = {"rope_type": "default", "rope_theta": 10000.0}
+        config = CONFIG_MAPPING["gemma3_text"](
+            **SIZES,
+            head_dim=16,
+            layer_types=kinds,
+            sliding_window=24,
+            rope_parameters={"full_attention": rope, "sliding_attention": plain},
+        )
+    return AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+
+
+@pytest.mark.parametrize("nested", [False, True])
+def test_longrope_is_run_where_its_angles_are_those_of_one_token(nested: bool) -> None:
+    rng = seeded()
+    model = longrope(80, nested=nested)
+    generator = Generator(model, drafter="ngram", prefill_rows=16)
+    prompts = [random_prompt(rng, 20, 30) * 2, random_prompt(rng, 10, 11), [3]]
+    for prompt in prompts:
+        count = 80 - len(prompt)
+        truth = decode_plainly(model, prompt, count)
+        assert generator.generate(prompt, count).token_ids == truth
+    truths = [decode_plainly(model, prompt, 20) for prompt in prompts]
+    assert generator.generate(prompts, 20).token_ids == truths
+    beyond = "80, from which on longrope turns a pass's rows by other angles"
+    with pytest.raises(NworError, match=f"got 80 tokens in prompt 0, .* fewer than {beyond}"):
+        generator.generate([1] * 80, 1)
+    with pytest.raises(NworError, match=rf"at most 1: 79 \+ 2 is beyond {beyond} .*context: 512\)"):
+        generator.generate([1] * 79, 2)
+
+
+def test_dynamic_angles_are_those_of_its_whole_context() -> None:
+    rng = seeded()
+    rope = {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 10000.0}
+    config = LlamaConfig(**SIZES | {"max_position_embeddings": 80}, rope_parameters=rope)
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    prompts = [random_prompt(rng, 20, 30) * 2, random_prompt(rng, 10, 11), [3]]
+    generator = Generator(model, drafter="ngram", prefill_rows=16)
+    truths = [decode_plainly(model, prompt, 20) for prompt in prompts]
+    assert generator.generate(prompts, 20).token_ids == truths
+    with pytest.raises(NworError, match="fewer than 80, the context of the model"):
+        generator.generate([1] * 80, 1)
+
+
 def test_drafts_shorten_the_work_and_rejected_ones_touch_nothing() -> None:
     rng = seeded()
     generator, prompts, _ = make(rng, count=1)
@@ -78,6 +139,9 @@ def test_drafts_shorten_the_work_and_rejected_ones_touch_nothing() -> None:
     assert sum(stats.accepted_lengths.values()) == stats.steps
     per_token = 2 * 3 * 2 * 16 * 4  # K and V, layers, heads, channels, bytes
     assert stats.cache_bytes_avoided == stats.rejected_tokens * per_token
+    assert stats.draft_bytes_written == stats.accepted * per_token > 0
+    rows = len(prompts[0]) + stats.steps + stats.accepted  # of the prompt, roots, drafts
+    assert stats.cache_bytes_written == rows * per_token
     told = stats.as_dict()
     assert told["accepted_lengths"] == {str(k): v for k, v in stats.accepted_lengths.items()}
 
@@ -417,6 +481,15 @@ def test_the_curve_of_costs_is_there_to_look_at() -> None:
     assert generator.row_costs == costs
 
 
+def test_costs_are_measured_also_where_old_sequences_fill_the_cache() -> None:
+    rng = seeded()
+    generator = Generator(tiny(), drafter="none", page_size=1, cache_tokens=1024)
+    for first in (1, 2, 3):
+        generator.generate([first, *random_prompt(rng, 439, 440)], 60)
+    assert generator._runner.cache.allocator.stats()["free_slots"] < 32
+    assert generator.row_costs[32] > 0
+
+
 def test_what_was_learnt_about_rows_is_shared_with_the_cache(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -453,3 +526,33 @@ def test_ids_are_taken_in_every_form() -> None:
     two = generator.generate(torch.tensor([[5, 6, 7], [5, 6, 7]]), 6)
     assert two.token_ids == [truth, truth]
     assert generator.generate([torch.tensor([5, 6, 7]), [5, 6, 7]], 6).token_ids == [truth, truth]
+    number = np.int64
+    for form in ([number(5), number(6), number(7)], np.array([5, 6, 7], dtype=np.int32)):
+        assert generator.generate(form, 6).token_ids == truth
+    assert generator.generate([[number(5), 6, 7]], 6).token_ids == [truth]
+
+
+def test_numbers_are_taken_in_every_form() -> None:
+    model, number = tiny(), np.int64
+    options = {"page_size": number(8), "prefill_rows": number(2), "cache_tokens": number(1024)}
+    generator = Generator(model, drafter="ngram", **options)
+    truth = decode_plainly(model, [5, 6, 7], 6)
+    result = generator.generate([5, 6, 7], number(6), top_k=number(0), chunk_rows=number(0))
+    assert result.token_ids == truth
+    json.dumps(result.stats.as_dict())
+    stop = truth[2]
+    end = truth.index(stop) + 1
+    for form in (stop, [stop], number(stop), torch.tensor(stop), torch.tensor([stop, -1])):
+        result = generator.generate([5, 6, 7], 6, eos_token_id=form)
+        assert (result.token_ids, result.finish) == (truth[:end], "stop")
+
+
+def test_an_end_of_the_models_own_that_it_cannot_say_is_none() -> None:
+    model = copy.deepcopy(tiny())
+    truth = decode_plainly(model, [1, 2], 3)
+    model.config.eos_token_id = truth[0]
+    generator = Generator(model, drafter="none")
+    assert generator.generate([1, 2], 3).finish == "stop"
+    for told in ([96, 50256], -1):
+        model.generation_config.eos_token_id = told
+        assert generator.generate([1, 2], 3).token_ids == truth

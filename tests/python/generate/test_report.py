@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import re
 import shutil
+import stat
 import subprocess
 from html.parser import HTMLParser
 from pathlib import Path
@@ -18,7 +20,7 @@ from generate.tiny_models import tiny
 from nwor_specpv import NworError
 from nwor_specpv import __main__ as cli
 from nwor_specpv.demo import table
-from nwor_specpv.report import render, write_page
+from nwor_specpv.report import check_place, render, write_page
 from nwor_specpv.report.sweep import Mode, record, sweep
 from nwor_specpv.transformers import Generator, command
 
@@ -36,7 +38,9 @@ def run(name: str, **values: object) -> dict:
         "drafts": 90,
         "accepted": 40,
         "accepted_lengths": {"0": 5, "1": 9, "3": 11},
+        "rejected_tokens": 50,
         "cache_bytes_written": 4_000_000,
+        "draft_bytes_written": 7_600_000,
         "cache_bytes_avoided": 9_500_000,
         "coverage": [],
         "drift": None,
@@ -105,6 +109,17 @@ def test_the_page_has_everything_and_fetches_nothing() -> None:
     assert "Once <upon> a & time" in page.text
 
 
+def test_bytes_of_drafts_are_not_those_of_prompts() -> None:
+    html = render(REPORT)
+    assert html.count("7.6 MB / 9.5 MB") == 4
+    assert "4.0 MB" not in html
+    old = run("old", accepted=20)  # 50 rejected ones were 9.5 MB
+    del old["draft_bytes_written"]
+    assert "3.8 MB / 9.5 MB" in render(REPORT | {"runs": [old]})
+    none = old | {"accepted": 90, "rejected_tokens": 0, "cache_bytes_avoided": 0}
+    assert "0.0 MB / 0.0 MB" in render(REPORT | {"runs": [none]})
+
+
 def test_a_report_without_drafts_or_views_says_so() -> None:
     html = render(REPORT | {"runs": [REPORT["runs"][0]], "row_costs": None})
     assert "No run had drafts." in html
@@ -142,6 +157,48 @@ def test_a_page_is_written_whole_or_not_at_all(tmp_path: Path) -> None:
     inside = tmp_path / "file" / "page.html"
     with pytest.raises(NworError, match=f"page: got '{inside}', which cannot be written"):
         write_page(REPORT, inside)
+
+
+def test_a_page_goes_where_a_link_leads_and_keeps_the_mode_of_what_was_there(
+    tmp_path: Path,
+) -> None:
+    real, link, nowhere = tmp_path / "real.html", tmp_path / "link.html", tmp_path / "a" / "new"
+    real.write_text("before")
+    real.chmod(0o640)
+    link.symlink_to("real.html")
+    assert write_page(REPORT, link) == real
+    assert link.is_symlink()
+    assert real.read_text() == render(REPORT)
+    assert stat.S_IMODE(real.stat().st_mode) == 0o640
+    link.unlink()
+    link.symlink_to(nowhere)
+    assert write_page(REPORT, link) == nowhere
+    assert link.is_symlink()
+    umask = os.umask(0)
+    os.umask(umask)
+    assert stat.S_IMODE(nowhere.stat().st_mode) == 0o666 & ~umask
+    assert {path.name for path in tmp_path.iterdir()} == {"real.html", "link.html", "a"}
+
+
+def test_a_page_is_written_into_what_is_no_file(tmp_path: Path) -> None:
+    """A device or a pipe is not replaced by a file."""
+    pipe, link = tmp_path / "pipe", tmp_path / "link"
+    os.mkfifo(pipe)
+    link.symlink_to(pipe)
+    for place in (pipe, link):
+        check_place(place)
+        reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
+        fcntl.fcntl(reader, fcntl.F_SETPIPE_SZ, 1 << 20)  # room for the page
+        write_page(REPORT, place)
+        assert stat.S_ISFIFO(pipe.lstat().st_mode)
+        assert os.read(reader, 1 << 20).decode() == render(REPORT)
+        os.close(reader)
+    assert link.is_symlink()
+    check_place(Path(os.devnull))
+    before = os.stat(os.devnull)
+    if os.geteuid() != 0:  # root could lose it
+        write_page(REPORT, Path(os.devnull))
+        assert os.stat(os.devnull).st_rdev == before.st_rdev
 
 
 def test_pages_for_one_place_can_be_written_at_once(

@@ -62,7 +62,8 @@ def decode_plainly(model: PreTrainedModel, prompt: list[int], count: int) -> lis
 
 
 def random_prompt(rng: random.Random, low: int = 3, high: int = 40) -> list[int]:
-    return [rng.randrange(VOCAB) for _ in range(rng.randrange(low, high))]
+    """Without 0, which pads."""
+    return [rng.randrange(1, VOCAB) for _ in range(rng.randrange(low, high))]
 
 
 class Oracle(Drafter):

@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from nwor_specpv import NworError
-from nwor_specpv.models import folder, smollm2, stories
+from nwor_specpv.models import folder, safetensors, smollm2, stories
 from nwor_specpv.models.gguf import GgufFile
 from nwor_specpv.models.llama import LlamaShape, pairs_to_halves
 from nwor_specpv.models.smollm2 import convert
@@ -135,6 +135,29 @@ def test_a_cut_off_file_is_refused(tmp_path: Path) -> None:
 def test_an_unknown_tensor_type_is_named(tmp_path: Path) -> None:
     with pytest.raises(NworError, match="tensor w has type 12, expected one of F32"):
         GgufFile(gguf_file(tmp_path / "m.gguf", {"n": 1}, {"w": ((64,), 12, bytes(64))}))
+
+
+@pytest.mark.parametrize(
+    ("shape", "size"), [([2, 2], 0), ([2, 2], 12), ([2, 2], 20), ([-1, 2], 16), ([0], 4)]
+)
+def test_weights_of_another_size_than_they_say_are_refused(
+    tmp_path: Path, shape: list[int], size: int
+) -> None:
+    path = tmp_path / "m.safetensors"
+    header = {"w": {"dtype": "F32", "shape": shape, "data_offsets": [0, size]}}
+    text = json.dumps(header).encode()
+    path.write_bytes(struct.pack("<Q", len(text)) + text + bytes(size))
+    line = f"m.safetensors: not a readable safetensors file: a tensor .* has {size} bytes"
+    with pytest.raises(NworError, match=line):
+        safetensors.load(path)
+
+
+def test_empty_weights_are_read_as_written(tmp_path: Path) -> None:
+    path = tmp_path / "m.safetensors"
+    safetensors.save(path, {"none": torch.zeros(0, 3), "one": torch.tensor(2.5)})
+    found, _ = safetensors.load(path)
+    assert found["none"].shape == (0, 3)
+    assert found["one"].item() == 2.5
 
 
 # ---- conversion ----

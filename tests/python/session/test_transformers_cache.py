@@ -224,6 +224,33 @@ def test_an_aborted_round_leaves_the_root(model, kind) -> None:
     assert_close(run(model, ids[:, 9:], cache), fresh(model, ids)[:, 9:])
 
 
+@pytest.mark.parametrize("batch", [1, 2])
+@pytest.mark.parametrize("layer", [0, 1])
+def test_a_round_whose_pass_failed_half_way_leaves_nothing(
+    model, kind, layer: int, batch: int
+) -> None:
+    cache = make(kind, model, batch)
+    ids = tokens(12, batch)
+    run(model, ids[:, :8], cache)
+    held = cache.stats()["slots"]["held_slots"]
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    cache.begin_round(3)
+    hook = model.model.layers[layer].self_attn.register_forward_pre_hook(interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        run(model, ids[:, 8:], cache)
+    hook.remove()
+    cache.abort_round()
+    assert [part.get_seq_length() for part in cache.layers] == [8, 8]
+    assert cache.stats()["slots"]["held_slots"] == held
+    cache.begin_round(3)
+    assert_close(run(model, ids[:, 8:], cache), fresh(model, ids)[:, 8:])
+    cache.commit([1])
+    assert_close(run(model, ids[:, 10:], cache), fresh(model, ids)[:, 10:])
+
+
 # ---- beams ---------------------------------------------------------------------------------------
 
 
