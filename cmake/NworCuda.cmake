@@ -1,4 +1,4 @@
-# NWOR_CUDA=AUTO|ON|OFF decides whether kernels are built; sets NWOR_WITH_CUDA and NWOR_CUDA_ARCHS.
+# NWOR_CUDA=AUTO|ON|OFF decides whether kernels are built; sets NWOR_WITH_CUDA, NWOR_CUDA_ARCHS, NWOR_CUDART_*.
 # AUTO builds them wherever nvcc and a CUDA build of torch are found, and says which case it is. With nvcc
 # and a torch without CUDA the library is for the CPU; NWOR_CHECK_KERNELS says that kernels can be compiled.
 
@@ -79,6 +79,13 @@ if(NWOR_WITH_CUDA)
       "${NWOR_TORCH_CUDA}. Point CUDA_HOME to a toolkit of CUDA ${_torch_major}, or use NWOR_CUDA=OFF.")
   endif()
   find_package(CUDAToolkit REQUIRED)
+  # Where torch's wheels have the runtime, from the folder that torch is in: programs need not have another.
+  set(NWOR_CUDART_NAME "libcudart.so.${_nvcc_major}")
+  if(_nvcc_major LESS 13)
+    set(NWOR_CUDART_FOLDER "nvidia/cuda_runtime/lib")
+  else()
+    set(NWOR_CUDART_FOLDER "nvidia/cu${_nvcc_major}/lib")
+  endif()
   target_link_libraries(nwor_torch INTERFACE c10_cuda)
   if(CMAKE_CUDA_COMPILER_VERSION VERSION_GREATER_EQUAL 12.8)
     # A third of the size: four architectures of the attention kernels make most of a wheel.

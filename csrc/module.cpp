@@ -155,7 +155,10 @@ py::dict MetricsSnapshot() {
 }
 
 py::dict MetricsStatus() {
-  const ExporterStatus status = GetExporterStatus();
+  const ExporterStatus status = [] {
+    const py::gil_scoped_release release;  // may wait for an endpoint that starts or stops
+    return GetExporterStatus();
+  }();
   py::dict dict;
   dict["built"] = status.built;
   dict["serving"] = status.serving;

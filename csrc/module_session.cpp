@@ -1,15 +1,18 @@
 #include <ATen/ops/empty.h>
-#include <pybind11/functional.h>
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 #include <torch/csrc/autograd/python_variable.h>
 #include <torch/csrc/utils/pybind.h>
 
+#include <array>
 #include <cstring>
+#include <functional>
 #include <memory>
+#include <string>
 #include <tuple>
 #include <type_traits>
 #include <utility>
+#include <vector>
 
 #include "module.h"
 #include "session/chunked_verify.h"
@@ -148,6 +151,34 @@ void BindAllocator(py::module_& m) {
       .def("stats", [](const SlotAllocator& self) { return AllocatorStatsDict(self.stats()); });
 }
 
+// "list of int, Tensor": enough to see what a function returned instead of what it should have.
+std::string Kind(const py::handle& object) {
+  const auto name = [](const py::handle& one) {
+    return std::string(py::str(py::type::handle_of(one).attr("__name__")));
+  };
+  constexpr size_t kFew = 4;
+  std::string kind = name(object);
+  if (!py::isinstance<py::tuple>(object) && !py::isinstance<py::list>(object)) return kind;
+  const size_t length = py::len(object);
+  if (length == 0 || length > kFew) return Concat(kind, " of ", length);
+  const char* before = " of ";
+  for (const py::handle item : object) {
+    kind += before + name(item);
+    before = ", ";
+  }
+  return kind;
+}
+
+// What the host's function `name` returned.
+template <typename Result>
+Result ParseReturned(const char* name, const char* expected, const py::object& returned) {
+  try {
+    return returned.cast<Result>();
+  } catch (const py::cast_error&) {
+    throw Error(Concat(name, ": got ", Kind(returned), ", expected ", expected));
+  }
+}
+
 void BindChunks(py::module_& m) {
   py::class_<ChainChunk>(m, "ChainChunk")
       .def_readonly("first_row", &ChainChunk::first_row)
@@ -161,13 +192,12 @@ void BindChunks(py::module_& m) {
       .def_readonly("rows_saved", &ChunkedResult::rows_saved);
   m.def(
       "verify_in_chunks",
-      [](const std::vector<int64_t>& chain,
-         const std::function<std::pair<int64_t, int64_t>(const ChainChunk&)>& verify,
-         int64_t chunk_rows) {
+      [](const std::vector<int64_t>& chain, const py::function& verify, int64_t chunk_rows) {
         return VerifyInChunks(
             chain,
             [&](const ChainChunk& chunk) {
-              const auto [accepted, next_token] = verify(chunk);
+              const auto [accepted, next_token] = ParseReturned<std::pair<int64_t, int64_t>>(
+                  "verify", "integers (accepted, next_token)", verify(chunk));
               return ChunkVerdict{accepted, next_token};
             },
             chunk_rows);
@@ -183,24 +213,48 @@ void BindChunks(py::module_& m) {
       py::arg("chunk"), py::arg("target_ids"));
 }
 
+// A tensor of one request's rows, or a sequence of integers.
+std::vector<int64_t> ParseRows(const char* name, const py::object& rows) {
+  if (THPVariable_Check(rows.ptr())) {
+    const auto given = rows.cast<at::Tensor>();
+    NWOR_CHECK(c10::isIntegralType(given.scalar_type(), /*includeBool=*/false), "tree: got ", name,
+               " of ", c10::toString(given.scalar_type()), ", expected integers");
+    NWOR_CHECK(given.dim() == 1 || (given.dim() == 2 && given.size(0) == 1), "tree: got ", name,
+               " of shape ", given.sizes(), ", expected those of one request");
+    const at::Tensor host = given.to(at::kCPU, at::kLong).contiguous();
+    const auto* values = host.const_data_ptr<int64_t>();
+    return {values, values + host.numel()};
+  }
+  std::vector<int64_t> values;
+  py::detail::make_caster<int64_t> value;
+  bool integers = PySequence_Check(rows.ptr()) != 0;
+  for (const py::handle item : integers ? rows : py::object(py::tuple())) {
+    // A number without an index is no integer: it would be cut.
+    integers = PyIndex_Check(item.ptr()) != 0 && value.load(item, /*convert=*/true);
+    if (!integers) break;
+    values.push_back(py::detail::cast_op<int64_t>(value));
+  }
+  NWOR_CHECK(integers, "tree: got ", name, " ", std::string(py::repr(rows)),
+             ", expected integers of 64 bits");
+  return values;
+}
+
 DraftTree ParseTree(const py::object& tree) {
   if (py::isinstance<DraftTree>(tree)) return tree.cast<DraftTree>();
   // A Tree of one request, as tree_from_parents makes it, or anything else with these attributes.
-  try {
-    const auto one = [&](const char* name, at::ScalarType dtype) {
-      const auto tensor = tree.attr(name).cast<at::Tensor>().to(at::kCPU, dtype).contiguous();
-      NWOR_CHECK(tensor.dim() == 1 || (tensor.dim() == 2 && tensor.size(0) == 1), "tree: got ",
-                 name, " of shape ", tensor.sizes(), ", expected those of one request");
-      return tensor;
-    };
-    const at::Tensor tokens = one("tokens", at::kLong), parents = one("parents", at::kInt);
-    const auto* token = tokens.const_data_ptr<int64_t>();
-    const auto* parent = parents.const_data_ptr<int32_t>();
-    return {{token, token + tokens.numel()}, {parent, parent + parents.numel()}};
-  } catch (const py::error_already_set&) {
+  if (!py::hasattr(tree, "tokens") || !py::hasattr(tree, "parents")) {
     throw Error(Concat("tree: got ", std::string(py::str(py::type::of(tree))),
                        ", expected a DraftTree or a Tree of one request"));
   }
+  DraftTree parsed{ParseRows("tokens", tree.attr("tokens")), {}};
+  const std::vector<int64_t> parents = ParseRows("parents", tree.attr("parents"));
+  for (size_t row = 0; row < parents.size(); ++row) {
+    const auto narrow = static_cast<int32_t>(parents[row]);
+    NWOR_CHECK(narrow == parents[row], "parents: got ", parents[row], " for row ", row,
+               ", expected ", row == 0 ? "-1, the root's" : "an earlier row");
+    parsed.parents.push_back(narrow);
+  }
+  return parsed;
 }
 
 // A name, or a Session of nwor_specpv.session.
@@ -338,40 +392,127 @@ class PythonFailure : public std::exception {
   std::shared_ptr<py::object> value_;
 };
 
-// Calls a Python function from whichever thread leads a pass, and lets go of it under the GIL.
-template <typename Result, typename... Arguments>
-std::function<Result(Arguments...)> WithGil(py::function function) {
-  const std::shared_ptr<py::function> held(new py::function(std::move(function)),
-                                           [](py::function* last) {
-                                             const py::gil_scoped_acquire acquire;
-                                             delete last;
-                                           });
-  return [held](Arguments... arguments) -> Result {
+// A Python function of the store's owner. Called, visited and let go of under the GIL.
+class HostFunction {
+ public:
+  HostFunction(const char* name, py::function function)
+      : name_(name), function_(std::move(function)) {}
+
+  // From whichever thread leads a pass.
+  template <typename Result, typename... Arguments>
+  Result Call(const char* expected, Arguments&&... arguments) const {
     const py::gil_scoped_acquire acquire;
+    const py::object function = function_;  // the call may be what clears it
+    NWOR_CHECK(function, name_,
+               ": got a call after the garbage collector cleared the store, expected none");
     const py::object result = [&] {
       try {
-        return (*held)(arguments...);
+        return function(std::forward<Arguments>(arguments)...);
       } catch (const py::error_already_set& error) {
         throw PythonFailure(error);
       }
     }();
     if constexpr (std::is_same_v<Result, at::Tensor>) {
-      return result.is_none() ? at::Tensor() : result.template cast<at::Tensor>();
-    } else {
-      return result.template cast<Result>();
+      if (result.is_none()) return at::Tensor();
     }
+    return ParseReturned<Result>(name_, expected, result);
+  }
+
+  int Visit(visitproc visit, void* arg) const {
+    Py_VISIT(function_.ptr());
+    return 0;
+  }
+  void Clear() { function_ = py::object(); }
+
+ private:
+  const char* name_;
+  py::object function_;
+};
+
+// The last to let go of one may be any thread.
+using HeldFunction = std::shared_ptr<HostFunction>;
+
+HeldFunction Hold(const char* name, py::function function) {
+  return {new HostFunction(name, std::move(function)), [](HostFunction* last) {
+            const py::gil_scoped_acquire acquire;
+            delete last;
+          }};
+}
+
+HeldFunction HoldUnlessNone(const char* name, const py::object& function) {
+  if (function.is_none()) return nullptr;
+  NWOR_CHECK(py::isinstance<py::function>(function), name, ": got ", Kind(function),
+             ", expected a function or None");
+  return Hold(name, py::reinterpret_borrow<py::function>(function));
+}
+
+SessionForward MakeForward(const HeldFunction& forward) {
+  return [forward](const SessionBatch& batch) {
+    return forward->Call<at::Tensor>("a tensor of ids or logits", batch);
   };
 }
 
-SessionAcceptor ParseAcceptor(const py::object& accept) {
-  if (accept.is_none()) return AcceptFirstChoice;
-  using Triple = std::tuple<at::Tensor, at::Tensor, at::Tensor>;
-  auto call = WithGil<Triple, const SessionBatch&, const at::Tensor&>(accept.cast<py::function>());
-  return [call = std::move(call)](const SessionBatch& batch, const at::Tensor& output) {
-    auto [path, counts, next_token] = call(batch, output);
+SessionAcceptor MakeAcceptor(const HeldFunction& accept) {
+  if (accept == nullptr) return AcceptFirstChoice;
+  return [accept](const SessionBatch& batch, const at::Tensor& output) {
+    using Triple = std::tuple<at::Tensor, at::Tensor, at::Tensor>;
+    auto [path, counts, next_token] =
+        accept->Call<Triple>("tensors (path, counts, next_token)", batch, output);
     return Accepted{path, counts, next_token};
   };
 }
+
+std::function<double()> MakeClock(const HeldFunction& clock) {
+  if (clock == nullptr) return {};
+  return [clock] { return clock->Call<double>("a number of seconds"); };
+}
+
+// A store whose functions Python's collector sees: they are often methods of whoever holds it.
+class PythonStore : public SessionStore {
+ public:
+  // The clock of `config` is `clock`.
+  PythonStore(SessionConfig config, Interceptor& interceptor, HeldFunction forward,
+              HeldFunction accept, HeldFunction clock)
+      : SessionStore(std::move(config), interceptor, MakeForward(forward), MakeAcceptor(accept)),
+        functions_{std::move(forward), std::move(accept), std::move(clock)} {}
+
+  static void SetUpType(PyHeapTypeObject* heap_type) {
+    PyTypeObject* const type = &heap_type->ht_type;
+    type->tp_flags |= Py_TPFLAGS_HAVE_GC;
+    type->tp_traverse = Traverse;
+    type->tp_clear = Clear;
+  }
+
+ private:
+  // Null as long as __init__ has not run, or when it failed.
+  static PythonStore* Of(PyObject* self) {
+    auto* const instance = reinterpret_cast<py::detail::instance*>(self);
+    if (!instance->get_value_and_holder().holder_constructed()) return nullptr;
+    return py::handle(self).cast<PythonStore*>();
+  }
+
+  static int Traverse(PyObject* self, visitproc visit, void* arg) {
+    Py_VISIT(Py_TYPE(self));
+    const PythonStore* const store = Of(self);
+    if (store == nullptr) return 0;
+    for (const HeldFunction& function : store->functions_) {
+      if (function == nullptr) continue;
+      if (const int stop = function->Visit(visit, arg)) return stop;
+    }
+    return 0;
+  }
+
+  static int Clear(PyObject* self) {
+    const PythonStore* const store = Of(self);
+    if (store == nullptr) return 0;
+    for (const HeldFunction& function : store->functions_) {
+      if (function != nullptr) function->Clear();
+    }
+    return 0;
+  }
+
+  const std::array<HeldFunction, 3> functions_;
+};
 
 void BindStore(py::module_& m) {
   py::register_local_exception_translator([](std::exception_ptr pointer) {
@@ -383,18 +524,18 @@ void BindStore(py::module_& m) {
   });
 
   const auto released = py::call_guard<py::gil_scoped_release>();
-  py::class_<SessionStore>(m, "SessionStore")
+  py::class_<PythonStore>(m, "SessionStore", py::custom_type_setup(&PythonStore::SetUpType))
       .def(
           py::init([](Interceptor& interceptor, py::function forward, const py::object& accept,
                       int64_t max_bytes, double ttl_seconds, int64_t vocab_size, int64_t max_length,
                       int64_t max_sessions, int64_t max_batch, const py::object& clock) {
             SessionConfig config{max_bytes,    ttl_seconds, vocab_size, max_length,
                                  max_sessions, max_batch,   {}};
-            if (!clock.is_none()) config.clock = WithGil<double>(clock.cast<py::function>());
-            return std::make_unique<SessionStore>(
-                std::move(config), interceptor,
-                WithGil<at::Tensor, const SessionBatch&>(std::move(forward)),
-                ParseAcceptor(accept));
+            HeldFunction held_clock = HoldUnlessNone("clock", clock);
+            config.clock = MakeClock(held_clock);
+            return std::make_unique<PythonStore>(
+                std::move(config), interceptor, Hold("forward", std::move(forward)),
+                HoldUnlessNone("accept", accept), std::move(held_clock));
           }),
           py::arg("interceptor"), py::arg("forward"), py::arg("accept") = py::none(), py::kw_only(),
           py::arg("max_bytes") = 0, py::arg("ttl_seconds") = 0.0, py::arg("vocab_size") = 0,
@@ -403,7 +544,7 @@ void BindStore(py::module_& m) {
           py::keep_alive<1, 2>())
       .def(
           "verify",
-          [](SessionStore& self, const py::object& session, const py::object& tree,
+          [](PythonStore& self, const py::object& session, const py::object& tree,
              std::vector<int64_t> new_tokens, int64_t expected_prefix_len, int64_t chunk_rows,
              std::vector<int64_t> stop_ids, int64_t max_new_tokens) {
             const VerifyRequest request =
@@ -423,7 +564,7 @@ void BindStore(py::module_& m) {
       .def("sweep", &SessionStore::Sweep, released)
       .def("info", &SessionStore::Info, py::arg("session"), released)
       .def("list", &SessionStore::List, released)
-      .def("stats", [](const SessionStore& self) {
+      .def("stats", [](const PythonStore& self) {
         const SessionStoreStats stats = [&] {
           const py::gil_scoped_release release;
           return self.stats();

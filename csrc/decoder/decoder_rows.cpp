@@ -57,14 +57,30 @@ void CheckAlike(const at::Tensor& hidden, Tensors vectors, Tensors matrices) {
   for (const std::optional<at::Tensor>& matrix : matrices) check(matrix, mixed ? first : own);
 }
 
-// What the CPU's own loops take.
-bool IsPlain(const at::Tensor& hidden, Tensors vectors, Tensors matrices) {
-  const auto contiguous = [](const std::optional<at::Tensor>& one) {
-    return !one.has_value() || one->is_contiguous();
-  };
+// What the CPU's own loops take, once rows and vectors are dense. How those lie must not decide it:
+// a row of wider ones is dense alone and not beside others, and has the same bits.
+bool IsForLoops(const at::Tensor& hidden, Tensors matrices) {
   return hidden.device().is_cpu() && hidden.scalar_type() == at::kFloat && hidden.size(0) > 0 &&
-         hidden.is_contiguous() && std::all_of(vectors.begin(), vectors.end(), contiguous) &&
-         std::all_of(matrices.begin(), matrices.end(), contiguous);
+         std::all_of(matrices.begin(), matrices.end(),
+                     [](const auto& matrix) { return matrix->is_contiguous(); });
+}
+
+std::optional<at::Tensor> Dense(const std::optional<at::Tensor>& vector) {
+  return vector.has_value() ? std::optional(vector->contiguous()) : std::nullopt;
+}
+
+LinearLayer Dense(const LinearLayer& layer) { return {layer.weight, Dense(layer.bias)}; }
+
+AttentionInputWeights Dense(const AttentionInputWeights& weights) {
+  return {weights.norm.contiguous(), weights.epsilon,      Dense(weights.query),
+          Dense(weights.key),        Dense(weights.value), Dense(weights.query_norm),
+          Dense(weights.key_norm)};
+}
+
+LayerOutputWeights Dense(LayerOutputWeights weights) {
+  weights.attention = Dense(weights.attention);
+  weights.norm = weights.norm.contiguous();
+  return weights;
 }
 
 #ifdef NWOR_WITH_CUDA
@@ -294,7 +310,10 @@ std::array<at::Tensor, 3> AttentionInputs(const at::Tensor& hidden,
                            sin};
   const Tensors matrices = {weights.query.weight, weights.key.weight, weights.value.weight};
   CheckAlike(hidden, vectors, matrices);
-  if (IsPlain(hidden, vectors, matrices)) return AttentionInputsOnCpu(hidden, weights, cos, sin);
+  if (IsForLoops(hidden, matrices)) {
+    return AttentionInputsOnCpu(hidden.contiguous(), Dense(weights), cos.contiguous(),
+                                sin.contiguous());
+  }
 #ifdef NWOR_WITH_CUDA
   if (IsForKernels(hidden, vectors, matrices)) {
     return AttentionInputsOnCuda(hidden, weights, cos, sin);
@@ -330,7 +349,9 @@ at::Tensor LayerOutput(const at::Tensor& hidden, const at::Tensor& attended,
   const Tensors vectors = {attended, weights.attention.bias, weights.norm};
   const Tensors matrices = {weights.attention.weight, weights.gate, weights.up, weights.down};
   CheckAlike(hidden, vectors, matrices);
-  if (IsPlain(hidden, vectors, matrices)) return LayerOutputOnCpu(hidden, attended, weights);
+  if (IsForLoops(hidden, matrices)) {
+    return LayerOutputOnCpu(hidden.contiguous(), attended.contiguous(), Dense(weights));
+  }
 #ifdef NWOR_WITH_CUDA
   if (IsForKernels(hidden, vectors, matrices)) return LayerOutputOnCuda(hidden, attended, weights);
 #endif

@@ -10,12 +10,14 @@
 // A decoder layer of the Llama family for the few rows of a verification step: what is before
 // attention, and what is after it. Between them the caller stages K/V and attends.
 //
-// On the CPU in float32 each half is one call that reads every weight once, as it lies, and a
-// row's result does not depend on how many rows there are; the matrices may be float16 or bfloat16.
+// On the CPU in float32 each half is one call that reads every matrix once, as it lies, and a row's
+// result does not depend on how many rows there are, nor on how rows and vectors lie; the matrices
+// must be contiguous and may be float16 or bfloat16.
 // On CUDA products are torch's, and what stands between two of them is one kernel; results are
 // rounded where torch's operations one by one round them, but for the last residual connection,
-// which is added before its product is rounded. In other types, and on the CPU for other layouts,
-// all of it is put together from torch's own operations.
+// which is added before its product is rounded. In other types, and on the CPU for matrices that
+// are not contiguous, all of it is put together from torch's own operations, whose results do
+// depend on the number of rows.
 //
 // Results are contiguous, whatever the arguments' layouts.
 //

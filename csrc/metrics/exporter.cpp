@@ -219,6 +219,18 @@ Endpoint& TheEndpoint() {
   return *endpoint;
 }
 
+// Null if nobody can listen there; `problem` says so.
+std::unique_ptr<HttpServer> StartServer(const ListenAddress& address, std::string* problem) {
+  // Made here: it reads the environment.
+  const auto render = [source = std::make_shared<CountersCollectable>()] {
+    return prometheus::TextSerializer().Serialize(source->Collect());
+  };
+  std::string why;
+  auto server = HttpServer::Start(address, "/metrics", render, &why);
+  if (!server) *problem = Concat("cannot serve metrics at ", address.Text(), ": ", why);
+  return server;
+}
+
 }  // namespace
 
 int ServeMetrics(const std::string& host, int port) {
@@ -227,21 +239,25 @@ int ServeMetrics(const std::string& host, int port) {
   std::lock_guard lock(endpoint.mutex);
   const bool here = endpoint.server && endpoint.server->address().Host() == address.Host() &&
                     (port == 0 || endpoint.server->address().port() == port);
-  if (!here) {
-    std::string problem;
-    // Made here: it reads the environment.
-    const auto render = [source = std::make_shared<CountersCollectable>()] {
-      return prometheus::TextSerializer().Serialize(source->Collect());
-    };
-    auto server = HttpServer::Start(address, "/metrics", render, &problem);
-    if (!server) {
-      endpoint.problem = Concat("cannot serve metrics at ", address.Text(), ": ", problem);
-      return -1;
-    }
-    endpoint.server = std::move(server);
+  if (here) {
+    endpoint.problem.clear();
+    return endpoint.server->address().port();
+  }
+  // Two hosts can share a port only if neither stands for all of them.
+  std::optional<ListenAddress> before;
+  if (endpoint.server && endpoint.server->address().port() == port) {
+    before = endpoint.server->address();
+    endpoint.server.reset();
   }
   endpoint.problem.clear();
-  return endpoint.server->address().port();
+  if (auto server = StartServer(address, &endpoint.problem)) {
+    endpoint.server = std::move(server);
+    return endpoint.server->address().port();
+  }
+  std::string lost;
+  if (before) endpoint.server = StartServer(*before, &lost);
+  if (!lost.empty()) endpoint.problem += "; " + lost;
+  return -1;
 }
 
 void StopMetrics() {

@@ -24,7 +24,8 @@ struct ExporterStatus {
 
 // Starts the endpoint and returns the bound port (port 0: any free one). Asked again for the same
 // address it returns the port it has; asked for another it moves there. Returns -1 and sets
-// ExporterStatus::problem when the port is busy; an endpoint that was serving stays where it is.
+// ExporterStatus::problem when the port is busy; an endpoint that was serving stays where it is. To
+// another host at its own port it moves by stopping first: clients find nobody for a moment.
 // Throws Error for a bad host or port, or a build without prometheus-cpp.
 NWOR_EXPORT int ServeMetrics(const std::string& host, int port);
 NWOR_EXPORT void StopMetrics();

@@ -13,8 +13,8 @@ def linear_rows(
     """A linear layer for few rows: `input` [.., K], `weight` [N, K], `bias` [N].
 
     On the CPU a row has the same bits whatever the number of rows, sums are float32, and weights
-    are read once, as they lie; on CUDA it is torch's linear. float32 rows may meet weights of
-    float16 or bfloat16.
+    are read once, as they lie. With a `weight` that is not contiguous, and on CUDA, it is torch's
+    linear, which promises none of that. float32 rows may meet weights of float16 or bfloat16.
     """
     return call(torch.ops.nwor_specpv.linear_rows.default, input, weight, bias)
 
@@ -39,8 +39,8 @@ def attention_inputs(
     `hidden` [T, hidden], `cos` and `sin` [T, D], `norm` [hidden] or, for parts that are normalized
     alone, [parts, hidden / parts], weights [outputs, hidden], also of float16 or bfloat16 where
     `hidden` is float32; `query_norm` and `key_norm` [D] normalize every head. Returns query
-    [T, Hq, D], key and value [T, Hkv, D]. On the CPU in float32 a row has the same bits whatever
-    the number of rows.
+    [T, Hq, D], key and value [T, Hkv, D]. On the CPU in float32, with contiguous weight matrices, a
+    row has the same bits whatever the number of rows.
     """
     return call(
         torch.ops.nwor_specpv.attention_inputs.default,
@@ -75,7 +75,8 @@ def layer_output(
 
     `attended` [T, Hq * D]; `attention` [hidden, Hq * D] with its bias, `gate` and `up`
     [intermediate, hidden], `down` [hidden, intermediate]; both residual connections are added. On
-    the CPU in float32 a row has the same bits whatever the number of rows.
+    the CPU in float32, with contiguous matrices, a row has the same bits whatever the number of
+    rows.
     """
     return call(
         torch.ops.nwor_specpv.layer_output.default,

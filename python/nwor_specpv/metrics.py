@@ -16,11 +16,14 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from . import _C
+from .errors import NworError
 
 if TYPE_CHECKING:
     from .config import Settings
 
 logger = logging.getLogger("nwor_specpv")
+
+PORT_MAX = 65535
 
 
 class Metrics:
@@ -40,7 +43,8 @@ class Metrics:
         if bound < 0:
             logger.warning("%s", self.status()["problem"])
         else:
-            logger.info("metrics at http://%s:%d/metrics", host, bound)
+            shown = f"[{host}]" if ":" in host else host  # an IPv6 address
+            logger.info("metrics at http://%s:%d/metrics", shown, bound)
         return bound
 
     def serve_settings(self, settings: Settings, env: Mapping[str, str] = os.environ) -> int | None:
@@ -64,5 +68,11 @@ class Metrics:
 
 def worker_port(base: int, env: Mapping[str, str] = os.environ) -> int:
     """The base port plus LOCAL_RANK, where a launcher set it; 0 (any free port) stays 0."""
-    rank = env.get("LOCAL_RANK", "")
-    return base + int(rank) if base > 0 and rank.isdecimal() else base
+    text = env.get("LOCAL_RANK", "")
+    rank = int(text) if base > 0 and text.isdecimal() else 0
+    if rank > 0 and base + rank > PORT_MAX:
+        raise NworError(
+            f"metrics_port: got {base}, which is port {base + rank} for local rank {rank}, "
+            f"expected at most {PORT_MAX - rank}"
+        )
+    return base + rank

@@ -4,6 +4,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <cstring>
+#include <limits>
 
 #include "attention/simd.h"
 #include "linear/cpu/kernels.h"
@@ -128,11 +129,13 @@ void MultiplyAll(const LinearTask& task) {
   }
 }
 
-// silu(gate) * up. Gates below -87 give less than 1e-36 of up, not quite the zero they would.
+// silu(gate) * up. Below -88, where 1 + exp(-gate) is more than Exp2 can tell, it is infinite: such
+// gates give nothing, and the infinite one gives NaN, as torch has it.
 NWOR_SIMD_INLINE Vec Gated(Vec gate, Vec up) {
   constexpr float kLog2E = 1.4426950408889634f;
   const Vec power = gate * -kLog2E;
-  return gate / (1.0f + Exp2(power > 126.0f ? Broadcast(126.0f) : power)) * up;
+  const Vec infinite = Broadcast(std::numeric_limits<float>::infinity());
+  return gate / (power > 127.0f ? infinite : 1.0f + Exp2(power)) * up;
 }
 
 inline void Gate(float* gate, const float* up, int64_t count) {

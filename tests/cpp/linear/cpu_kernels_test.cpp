@@ -11,7 +11,15 @@ namespace nwor::cpu {
 namespace {
 
 std::vector<const LinearKernels*> AllKernels() {
-  return {&kGenericLinearKernels, &ChooseLinearKernels()};
+  std::vector<const LinearKernels*> kernels = {&kGenericLinearKernels, &ChooseLinearKernels()};
+#if defined(__x86_64__)
+  const bool wider = &ChooseLinearKernels() == &kAvx512LinearKernels;
+  if (wider && __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") &&
+      __builtin_cpu_supports("f16c")) {
+    kernels.push_back(&kAvx2LinearKernels);
+  }
+#endif
+  return kernels;
 }
 
 struct Problem {
@@ -115,14 +123,32 @@ TEST(LinearKernels, GateAsInDouble) {
       }
       EXPECT_EQ(out[count], gate[count]) << "wrote beyond the last value";
     }
-    std::vector<float> edges = {-1e30f, 1e30f, 0.0f, -200.0f, std::nanf("")};
-    const std::vector<float> ones(edges.size(), 1.0f);
+  }
+}
+
+TEST(LinearKernels, GateAtTheEdgesAsTorchDoes) {
+  constexpr float kInf = std::numeric_limits<float>::infinity();
+  for (const LinearKernels* kernels : AllKernels()) {
+    std::vector<float> none = {-87.5f, -88.0f, -88.5f, -89.0f, -200.0f, -1e30f, -3e38f};
+    std::vector<float> ones(none.size(), 1.0f);
+    kernels->gate(none.data(), ones.data(), static_cast<int64_t>(none.size()));
+    for (const float value : none) EXPECT_NEAR(value, 0, 1e-36) << kernels->name;
+    // However large what it is multiplied with: nothing of it comes through.
+    std::vector<float> far = {-200.0f, -1e30f, -3e38f};
+    const std::vector<float> large(far.size(), 3e38f);
+    kernels->gate(far.data(), large.data(), static_cast<int64_t>(far.size()));
+    for (const float value : far) EXPECT_EQ(value, 0) << kernels->name;
+
+    std::vector<float> edges = {1e30f, 3e38f, kInf, 0.0f, -kInf, std::nanf(""), -std::nanf("")};
+    ones.assign(edges.size(), 1.0f);
     kernels->gate(edges.data(), ones.data(), static_cast<int64_t>(edges.size()));
-    EXPECT_NEAR(edges[0], 0, 1e-7);
-    EXPECT_EQ(edges[1], 1e30f);
-    EXPECT_EQ(edges[2], 0);
-    EXPECT_NEAR(edges[3], 0, 1e-30);
-    EXPECT_TRUE(std::isnan(edges[4]));
+    EXPECT_EQ(edges[0], 1e30f);
+    EXPECT_EQ(edges[1], 3e38f);
+    EXPECT_EQ(edges[2], kInf);
+    EXPECT_EQ(edges[3], 0);
+    for (size_t i = 4; i < edges.size(); ++i) {
+      EXPECT_TRUE(std::isnan(edges[i])) << kernels->name << " " << i;
+    }
   }
 }
 

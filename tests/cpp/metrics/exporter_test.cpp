@@ -182,6 +182,22 @@ TEST_F(Exporter, MovesToAnotherPortAndStaysWhenItCannot) {
   EXPECT_NE(HttpGet(free_port, "/metrics").find("nwor_rounds_total"), std::string::npos);
 }
 
+TEST_F(Exporter, MovesToAnotherHostAtItsOwnPortAndComesBackWhenItCannot) {
+  const int port = ServeMetrics("127.0.0.1", 0);
+  ASSERT_GT(port, 0);
+  ASSERT_EQ(ServeMetrics("0.0.0.0", port), port);
+  EXPECT_EQ(GetExporterStatus().host, "0.0.0.0");
+  ASSERT_EQ(ServeMetrics("127.0.0.1", port), port);
+  EXPECT_EQ(GetExporterStatus().host, "127.0.0.1");
+  EXPECT_EQ(ServeMetrics("192.0.2.1", port), -1);  // an address of documentation, nobody's
+  const ExporterStatus status = GetExporterStatus();
+  EXPECT_TRUE(status.serving);
+  EXPECT_EQ(status.host, "127.0.0.1");
+  EXPECT_EQ(status.port, port);
+  EXPECT_EQ(status.problem.rfind(Concat("cannot serve metrics at 192.0.2.1:", port, ": "), 0), 0u);
+  EXPECT_NE(HttpGet(port, "/metrics").find("nwor_rounds_total"), std::string::npos);
+}
+
 TEST_F(Exporter, LeavesNoClientWaitingWhenItStops) {
   const int port = ServeMetrics("127.0.0.1", 0);
   ASSERT_GT(port, 0);

@@ -148,6 +148,42 @@ def test_a_row_has_the_same_bits_alone_and_among_others() -> None:
         assert torch.equal(layer_output(**{**second, **some}), out[:count])
 
 
+def padded(rows: torch.Tensor) -> torch.Tensor:
+    """The same rows, as they lie in a buffer of wider ones."""
+    return torch.cat([rows, torch.full_like(rows, float("nan"))], -1)[..., : rows.shape[-1]]
+
+
+def spread(vector: torch.Tensor) -> torch.Tensor:
+    return torch.stack([vector, torch.full_like(vector, float("nan"))], -1)[..., 0]
+
+
+def test_a_row_has_the_same_bits_however_rows_and_vectors_lie() -> None:
+    rng = seeded()
+    sizes = Sizes(rng)
+    sizes.rows, sizes.hidden, sizes.intermediate = 23, 576, 333
+    first = input_arguments(sizes, bias=True, head_norms=True)
+    first["cos"], first["sin"] = (first[name][:1].expand(23, -1) for name in ("cos", "sin"))
+    second = output_arguments(sizes, bias=True)
+    matrices = ("query", "key", "value", "attention", "gate", "up", "down")
+
+    def lying(own: dict[str, Any], count: int) -> dict[str, Any]:
+        rows = ("hidden", "attended", "cos", "sin")
+        some = {name: value[:count] if name in rows else value for name, value in own.items()}
+        for name in some.keys() - {*matrices, "epsilon", "cos", "sin"}:
+            some[name] = padded(some[name]) if name in rows else spread(some[name])
+        return some
+
+    plain = {
+        name: value.contiguous() if isinstance(value, torch.Tensor) else value
+        for name, value in first.items()
+    }
+    every, out = attention_inputs(**plain), layer_output(**second)
+    for count in (1, 2, 5, 8, 23):
+        for got, wanted in zip(attention_inputs(**lying(first, count)), every, strict=True):
+            assert torch.equal(got, wanted[:count])
+        assert torch.equal(layer_output(**lying(second, count)), out[:count])
+
+
 @pytest.mark.parametrize("kind", ["bfloat16", "float64", "strided"])
 def test_other_types_and_layouts_go_through_torch(kind: str) -> None:
     rng = seeded()
@@ -190,7 +226,8 @@ def test_matrices_may_be_narrower_than_rows(dtype: torch.dtype) -> None:
         for a, b in zip(got, wanted, strict=True):
             assert a.dtype == torch.float32
             assert torch.equal(a, b)
-        strided = {**narrow, "hidden": torch.stack([own["hidden"]] * 2, -1)[..., 0]}
+        matrix = "query" if op is attention_inputs else "gate"
+        strided = {**narrow, matrix: torch.stack([narrow[matrix]] * 2, -1)[..., 0]}
         through_torch = op(**strided)
         through_torch = through_torch if isinstance(through_torch, tuple) else (through_torch,)
         for a, b in zip(through_torch, wanted, strict=True):
@@ -215,7 +252,7 @@ def test_parts_of_a_row_are_normalized_alone() -> None:
             for row in parts
         ]
         if layout == "strided":
-            own["hidden"] = torch.stack([own["hidden"]] * 2, -1)[..., 0]
+            own["query"] = torch.stack([own["query"]] * 2, -1)[..., 0]
         got = attention_inputs(**{**own, "norm": weight})[2]
         assert_near(got.flatten(1), [product(row, own["value"], None) for row in normed], "value")
 

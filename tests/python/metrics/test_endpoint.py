@@ -79,11 +79,13 @@ def metrics() -> Iterator[Metrics]:
     found.stop()
 
 
-def run_script(folder: Path, text: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+def run_script(
+    folder: Path, text: str, *arguments: str, timeout: float = 240
+) -> subprocess.CompletedProcess[str]:
     script = folder / "script.py"
     script.write_text(text)
     return subprocess.run(
-        [sys.executable, str(script), *arguments], capture_output=True, text=True, timeout=240
+        [sys.executable, str(script), *arguments], capture_output=True, text=True, timeout=timeout
     )
 
 
@@ -148,6 +150,74 @@ def test_a_busy_port_is_logged_and_shown_and_never_fatal(
     assert capfd.readouterr() == ("", "")
     assert metrics.serve(port=port) == port
     assert metrics.status()["problem"] == ""
+
+
+def test_the_endpoint_moves_to_another_host_at_its_own_port(metrics: Metrics) -> None:
+    port = metrics.serve()
+    for host in ("0.0.0.0", "127.0.0.2", "127.0.0.1"):
+        assert metrics.serve(host, port) == port
+        assert metrics.status() == {
+            "built": True,
+            "serving": True,
+            "host": host,
+            "port": port,
+            "problem": "",
+        }
+        assert answers("127.0.0.1", port) == (host != "127.0.0.2")
+        assert answers("127.0.0.2", port) == (host != "127.0.0.1")
+
+
+def test_the_endpoint_stays_when_its_port_cannot_be_had_elsewhere(metrics: Metrics) -> None:
+    port = metrics.serve()
+    assert metrics.serve("192.0.2.1", port) == -1  # an address of documentation, nobody's
+    status = metrics.status()
+    assert (status["serving"], status["host"], status["port"]) == (True, "127.0.0.1", port)
+    assert status["problem"].startswith(f"cannot serve metrics at 192.0.2.1:{port}: ")
+    assert answers("127.0.0.1", port)
+
+
+@pytest.mark.parametrize(
+    ("host", "shown"), [("127.0.0.1", "127.0.0.1"), ("localhost", "localhost"), ("::1", "[::1]")]
+)
+def test_the_address_in_the_log_is_one_that_can_be_opened(
+    metrics: Metrics, caplog: pytest.LogCaptureFixture, host: str, shown: str
+) -> None:
+    with caplog.at_level(logging.INFO, logger="nwor_specpv"):
+        port = metrics.serve(host)
+    if port < 0:
+        pytest.skip(f"this machine cannot listen at {host}: {metrics.status()['problem']}")
+    (record,) = caplog.records
+    assert record.getMessage() == f"metrics at http://{shown}:{port}/metrics"
+    assert answers(shown, port)
+
+
+def test_a_status_that_waits_keeps_nobody_from_running(tmp_path: Path) -> None:
+    """A fork holds the lock of the endpoint while a handler of another wants the interpreter."""
+    script = """
+import ctypes, threading, time
+
+libc, held = ctypes.CDLL(None), threading.Event()
+
+
+@ctypes.CFUNCTYPE(None)
+def prepare():
+    held.set()
+    time.sleep(0.5)
+
+
+libc.__register_atfork(prepare, None, libc._exit, None)  # before the endpoint's: called after them
+import nwor_specpv
+
+metrics = nwor_specpv.Metrics()
+metrics.status()
+forking = threading.Thread(target=libc.fork)
+forking.start()
+held.wait()
+print(metrics.status()["serving"])
+forking.join()
+"""
+    answer = run_script(tmp_path, script, timeout=120)
+    assert (answer.stdout, answer.stderr) == ("False\n", "")
 
 
 @pytest.mark.parametrize("host", ["", "example", "127.0.0.1:80", "1.2.3", "127.0.0.1,9400"])
@@ -219,6 +289,16 @@ def test_workers_of_a_machine_get_ports_of_their_own(metrics: Metrics) -> None:
     assert not metrics.status()["serving"]
     port = metrics.serve_settings(Settings(metrics_port=0), {"LOCAL_RANK": "3"})
     assert port == metrics.status()["port"] > 0
+
+
+def test_a_port_that_is_no_port_names_the_setting_and_the_rank(metrics: Metrics) -> None:
+    assert worker_port(65535, {"LOCAL_RANK": "0"}) == 65535
+    sentence = (
+        r"^metrics_port: got 65534, which is port 65536 for local rank 2, expected at most 65533$"
+    )
+    with pytest.raises(NworError, match=sentence):
+        metrics.serve_settings(Settings(metrics_port=65534), {"LOCAL_RANK": "2"})
+    assert not metrics.status()["serving"]
 
 
 def test_series_carry_the_rank_a_launcher_set(

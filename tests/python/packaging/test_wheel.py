@@ -25,6 +25,8 @@ ROOT = Path(__file__).resolve().parents[3]
 PACKAGE = ROOT / "python" / "nwor_specpv"
 CURRENT = ROOT / "build" / "current"
 RUN_PATH = ["$ORIGIN", "$ORIGIN/../torch/lib"]
+# Where torch's own wheels bring the CUDA runtime, by its major version.
+CUDA_RUNTIME_PATHS = {"12": "$ORIGIN/../nvidia/cuda_runtime/lib"}
 
 
 def project_version() -> str:
@@ -53,6 +55,28 @@ def dynamic_entries(path: Path) -> dict[str, list[str]]:
                 found[names[tag]].append(data[strings + value : end].decode())
     assert found["NEEDED"], path
     return found
+
+
+def without_cache(program: Path) -> list[str]:
+    """Runs what follows by the program's own loader, which looks into no list of the system's.
+
+    A machine has in it whatever somebody has installed, a CUDA runtime for one.
+    """
+    data = program.read_bytes()
+    (segments,) = struct.unpack_from("<Q", data, 32)
+    size, count = struct.unpack_from("<HH", data, 54)
+    for index in range(count):
+        kind, _, offset, _, _, length = struct.unpack_from("<IIQQQQ", data, segments + index * size)
+        if kind == 3:  # PT_INTERP
+            loader = [data[offset : offset + length].rstrip(b"\0").decode(), "--inhibit-cache"]
+            if subprocess.run([*loader, "/bin/true"], capture_output=True).returncode != 0:
+                pytest.skip(f"{loader[0]} knows no --inhibit-cache")
+            return loader
+    raise AssertionError(f"{program} names no loader")
+
+
+def bare_environment() -> dict[str, str]:
+    return {k: v for k, v in os.environ.items() if k not in ("LD_LIBRARY_PATH", "LD_PRELOAD")}
 
 
 def build_environment() -> dict[str, str]:
@@ -135,12 +159,20 @@ def shipped_libraries(package: Path) -> list[Path]:
     return found
 
 
+def run_path(package: Path, library: Path) -> list[str]:
+    cuda = json.loads((package / "_build_info.json").read_text())["cuda"]
+    if not cuda or library.name != "libnwor_specpv.so":
+        return RUN_PATH
+    major = cuda.partition(".")[0]
+    return [*RUN_PATH, CUDA_RUNTIME_PATHS.get(major, f"$ORIGIN/../nvidia/cu{major}/lib")]
+
+
 def assert_relocatable(package: Path) -> None:
     for path in shipped_libraries(package):
         entries = dynamic_entries(path)
         assert entries["RPATH"] == [], path
         assert len(entries["RUNPATH"]) == 1, path
-        assert entries["RUNPATH"][0].split(":") == RUN_PATH, path
+        assert entries["RUNPATH"][0].split(":") == run_path(package, path), path
         assert not [name for name in entries["NEEDED"] if "/" in name], path
 
 
@@ -241,8 +273,9 @@ def test_wheel_runs_from_any_folder(installed: Path, tmp_path: Path) -> None:
     assert (package / "include" / "kv_interceptor" / "interceptor.h").is_file()
 
 
-def test_the_library_finds_torch_beside_itself(installed: Path, tmp_path: Path) -> None:
-    """As in site-packages, without Python's torch being loaded first."""
+@pytest.fixture
+def site_packages(installed: Path, tmp_path: Path) -> Path:
+    """The package with torch and what torch needs beside it."""
     import torch
 
     site = tmp_path / "site-packages"
@@ -250,10 +283,23 @@ def test_the_library_finds_torch_beside_itself(installed: Path, tmp_path: Path) 
     for path in Path(torch.__file__).parents[1].iterdir():
         if path.is_dir() and not (site / path.name).exists():
             (site / path.name).symlink_to(path)
+    return site
+
+
+def test_the_library_finds_torch_beside_itself(site_packages: Path, tmp_path: Path) -> None:
+    """Without Python's torch being loaded first."""
     code = "import ctypes, sys; ctypes.CDLL(sys.argv[1]); print('torch' in sys.modules)"
-    library = site / "nwor_specpv" / "libnwor_specpv.so"
+    library = site_packages / "nwor_specpv" / "libnwor_specpv.so"
     said = run([sys.executable, "-I", "-c", code, str(library)], tmp_path)
     assert said.strip() == "False"
+
+
+def test_the_library_finds_all_it_needs_beside_itself(site_packages: Path, tmp_path: Path) -> None:
+    library = site_packages / "nwor_specpv" / "libnwor_specpv.so"
+    loader = without_cache(Path(sys.executable).resolve())
+    said = run([*loader, "--list", str(library)], tmp_path, bare_environment())
+    assert "libtorch_cpu.so => " in said
+    assert "not found" not in said
 
 
 def test_checkout_names_its_own_headers() -> None:
@@ -277,7 +323,11 @@ def test_a_cpp_engine_links_the_wheel(installed: Path, tmp_path: Path) -> None:
 
     run([*configure, f"-DNWOR_TORCH_DIR={torch_dir}"], tmp_path)
     run([cmake, "--build", str(tmp_path / "b")], tmp_path)
-    built, round_ = run([str(tmp_path / "b" / "consumer")], tmp_path).splitlines()
+    consumer = tmp_path / "b" / "consumer"
+    loader = without_cache(consumer)
+    said = run([*loader, str(consumer)], tmp_path, bare_environment())
+    assert said == run([str(consumer)], tmp_path)
+    built, round_ = said.splitlines()
     assert built == f"{project_version()} {torch.__version__}"
     assert round_ == "2 committed, rejected never written"
 

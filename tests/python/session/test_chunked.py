@@ -59,3 +59,18 @@ def test_what_verify_raises_passes_through() -> None:
 def test_wrong_use_is_named(chain: list[int], chunk_rows: int, message: str) -> None:
     with pytest.raises(NworError, match=message):
         verify_in_chunks(chain, lambda chunk: (5, 0), chunk_rows)
+
+
+@pytest.mark.parametrize(
+    ("returned", "kind"),
+    [
+        (None, "NoneType"),
+        (3, "int"),
+        ((1, "two"), "tuple of int, str"),
+        ([1, 2, 3] * 9, "list of 27"),
+    ],
+)
+def test_what_verify_returns_wrong_is_named(returned: object, kind: str) -> None:
+    message = rf"^verify: got {kind}, expected integers \(accepted, next_token\)$"
+    with pytest.raises(NworError, match=message):
+        verify_in_chunks([1, 2], lambda chunk: returned)

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import ctypes
+import gc
 import threading
+import weakref
+from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 
@@ -14,6 +19,8 @@ from nwor_specpv import (
     Metrics,
     NworError,
     Session,
+    SessionBatch,
+    SessionStore,
     UnknownSessionError,
     VerifyRequest,
     accept_sampling,
@@ -200,6 +207,46 @@ def test_a_tree_of_tensors_is_a_tree(server: TinyServer) -> None:
     assert result.tokens == drafts
 
 
+@pytest.mark.parametrize(
+    "of",
+    [list, tuple, np.array, torch.tensor, lambda values: torch.tensor(values, dtype=torch.int16)],
+)
+def test_rows_of_a_tree_may_be_any_integers(server: TinyServer, of) -> None:
+    drafts = PLAIN[len(PROMPT) : len(PROMPT) + 2]
+    tree = SimpleNamespace(tokens=of([PROMPT[-1], 7, *drafts]), parents=of([-1, 0, 0, 2]))
+    assert server.store.verify("a", tree, PROMPT).tokens == drafts
+
+
+@pytest.mark.parametrize(
+    ("tokens", "parents", "message"),
+    [
+        (torch.tensor([1.0, 2.7]), [-1, 0], "tree: got tokens of Float, expected integers"),
+        ([1, 2], torch.tensor([-1.0, 0.0]), "tree: got parents of Float, expected integers"),
+        (torch.tensor([True, False]), [-1, 0], "tree: got tokens of Bool, expected integers"),
+        ([1, 2.5], [-1, 0], r"tree: got tokens \[1, 2.5\], expected integers"),
+        ([1, np.float32(2.5)], [-1, 0], r"tree: got tokens \[.*\], expected integers"),
+        ([1, 2**70], [-1, 0], r"tree: got tokens \[.*\], expected integers"),
+        (7, [-1, 0], "tree: got tokens 7, expected integers"),
+        ("12", [-1, 0], "tree: got tokens '12', expected integers"),
+        ([1, 2], None, "tree: got parents None, expected integers"),
+        (
+            torch.tensor([1, 2, 3]),
+            torch.tensor([-1, 0, 2**32]),
+            "parents: got 4294967296 for row 2, expected an earlier row",
+        ),
+        ([1, 2], [2**32 - 1, 0], "parents: got 4294967295 for row 0, expected -1, the root's"),
+        ([1, 2], [-1, -(2**32)], "parents: got -4294967296 for row 1, expected an earlier row"),
+        (torch.ones(2, 2, dtype=torch.long), [-1, 0], "got tokens of shape .*those of one request"),
+    ],
+)
+def test_rows_of_a_tree_are_never_changed_to_fit(
+    server: TinyServer, tokens, parents, message: str
+) -> None:
+    with pytest.raises(NworError, match=message):
+        server.store.verify("a", SimpleNamespace(tokens=tokens, parents=parents), [1])
+    assert server.batches == []
+
+
 def test_a_handle_remembers_the_length(server: TinyServer) -> None:
     with Session(server.store, "a") as session:
         tokens = list(PROMPT)
@@ -308,6 +355,125 @@ def test_what_the_model_raises_reaches_every_thread_and_changes_nothing(
     assert server.store.stats()["live"] == 1
     client.verify()
     assert client.tokens == PLAIN[: len(client.tokens)]
+
+
+@pytest.mark.parametrize(
+    ("name", "returned", "message"),
+    [
+        ("forward", [1, 2], "forward: got list of int, int, expected a tensor of ids or logits"),
+        ("forward", 7, "forward: got int, expected a tensor of ids or logits"),
+        ("forward", list(range(9)), "forward: got list of 9, expected a tensor"),
+        ("accept", None, r"accept: got NoneType, expected tensors \(path, counts, next_token\)"),
+        ("accept", torch.zeros(3), "accept: got Tensor, expected tensors"),
+        (
+            "accept",
+            (torch.zeros(1, 1), [0]),
+            "accept: got tuple of Tensor, list, expected tensors",
+        ),
+        ("accept", (torch.zeros(1), 0, None), "accept: got tuple of Tensor, int, NoneType, exp"),
+        ("clock", "now", "clock: got str, expected a number of seconds"),
+        ("clock", None, "clock: got NoneType, expected a number of seconds"),
+    ],
+)
+def test_what_a_function_returns_wrong_is_named(
+    monkeypatch: pytest.MonkeyPatch, name: str, returned, message: str
+) -> None:
+    def wrong(*arguments):
+        return returned
+
+    if name == "forward":
+        monkeypatch.setattr(MODEL, "forward", wrong)
+    server = TinyServer(model=MODEL, **({} if name == "forward" else {name: wrong}))
+    with pytest.raises(NworError, match=f"^{message}"):
+        server.store.verify("a", None, [1])
+    assert server.store.stats()["live"] == 0
+
+
+@pytest.mark.parametrize("name", ["accept", "clock"])
+def test_what_is_no_function_is_named(name: str) -> None:
+    with pytest.raises(NworError, match=f"^{name}: got int, expected a function or None"):
+        TinyServer(model=MODEL, **{name: 7})
+
+
+class Owner(TinyServer):
+    """Its store calls back all it can, and it holds the store."""
+
+    def __init__(self) -> None:
+        super().__init__(model=MODEL, num_pages=8, accept=self.accept, clock=self.clock)
+
+    def accept(self, batch: SessionBatch, logits: torch.Tensor):
+        choices = logits.argmax(-1)[batch.tree_rows[:, 0]]
+        none = torch.zeros(len(batch.sessions), dtype=torch.int32)
+        return none[:, None] - 1, none, choices
+
+    def clock(self) -> float:
+        return 1.0
+
+
+def test_a_store_goes_with_the_owner_of_its_functions() -> None:
+    owner = Owner()
+    Client(owner, "a").verify()
+    gone = weakref.ref(owner)
+    del owner
+    gc.collect()
+    assert gone() is None
+
+
+def test_a_store_that_is_held_keeps_its_functions() -> None:
+    owner = Owner()
+    store, there = owner.store, weakref.ref(owner)
+    del owner
+    gc.collect()
+    assert there() is not None
+    assert store.verify("a", None, PROMPT).next_token == PLAIN[len(PROMPT)]
+    del store
+    gc.collect()
+    assert there() is None
+
+
+def test_the_collector_leaves_a_store_in_use_alone() -> None:
+    class Collecting(Owner):
+        def accept(self, batch: SessionBatch, logits: torch.Tensor):
+            gc.collect()
+            return super().accept(batch, logits)
+
+    owner = Collecting()
+    gone, seen = weakref.ref(owner), []
+
+    def verify(verify) -> None:
+        seen.append(verify("a", None, PROMPT).next_token)
+
+    thread = threading.Thread(target=verify, args=(owner.store.verify,))
+    del owner
+    thread.start()
+    thread.join()
+    assert seen == [PLAIN[len(PROMPT)]]
+    del thread
+    gc.collect()
+    assert gone() is None
+
+
+def clear(store: SessionStore) -> None:
+    """What the collector does to an object of a cycle."""
+    slot_of = ctypes.pythonapi.PyType_GetSlot
+    slot_of.restype, slot_of.argtypes = ctypes.c_void_p, [ctypes.py_object, ctypes.c_int]
+    slot = slot_of(type(store), 51)  # Py_tp_clear
+    assert slot
+    assert ctypes.PYFUNCTYPE(ctypes.c_int, ctypes.py_object)(slot)(store) == 0
+
+
+def test_a_store_that_was_cleared_says_so() -> None:
+    class Clearing(Owner):
+        def forward(self, batch: SessionBatch) -> torch.Tensor:
+            clear(self.store)
+            return super().forward(batch)
+
+    owner = Clearing()
+    with pytest.raises(NworError, match=r"^accept: got a call after the garbage collector cleared"):
+        owner.store.verify("a", None, PROMPT)
+    with pytest.raises(NworError, match=r"^clock: got a call after the garbage collector cleared"):
+        owner.store.verify("a", None, PROMPT)
+    assert owner.store.stats()["live"] == 0
 
 
 @pytest.mark.parametrize(
