@@ -143,6 +143,7 @@ AttentionState Prefix(Route route, const VerifyArguments& arguments, const Check
   if (in_pages && (arguments.key_cache.size(0) == 0 || arguments.block_table.size(1) == 0)) {
     return NothingSeen(arguments.query);
   }
+  if (!in_pages && checked.compact_keys.size(2) == 0) return NothingSeen(arguments.query);
   FlashCall call = RowsCall(arguments, only_prefill);
   if (route != Route::kTorchFlash) {
     const std::optional<FlashOp> op = FindFlashOp(route);

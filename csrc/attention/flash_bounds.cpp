@@ -43,13 +43,16 @@ at::Tensor ClampStarts(const VerifyArguments& arguments) {
   return std::get<0>(at::cummax(starts.clamp(0, rows), 0));
 }
 
-// Entries that no length reaches may be garbage: nobody is told of them.
-at::Tensor ClampPages(const VerifyArguments& arguments, const at::Tensor& lens) {
+// Entries that no length reaches, or of requests without rows, may be garbage: nobody is told of
+// them.
+at::Tensor ClampPages(const VerifyArguments& arguments, const at::Tensor& starts,
+                      const at::Tensor& lens) {
   const at::Tensor& table = arguments.block_table;
   const int64_t num_pages = arguments.key_cache.size(0);
   if (arguments.status.has_value() && table.size(1) > 0) {
     const int64_t page_size = arguments.key_cache.size(1);
-    const at::Tensor used = lens.add(page_size - 1).floor_divide(page_size).unsqueeze(1);
+    const at::Tensor pages = lens.add(page_size - 1).floor_divide(page_size);
+    const at::Tensor used = pages.mul(starts.diff().gt(0)).unsqueeze(1);
     const at::Tensor bad = at::arange(table.size(1), lens.options())
                                .lt(used)
                                .logical_and(table.lt(0).logical_or(table.ge(num_pages)));
@@ -75,7 +78,7 @@ VerifyArguments WithinBounds(const VerifyArguments& arguments) {
   }
   safe.prefix_lens =
       ClampLengths(arguments.prefix_lens, room, VerifyStatus::kPrefixTooLong, arguments.status);
-  safe.block_table = ClampPages(arguments, safe.prefix_lens);
+  safe.block_table = ClampPages(arguments, safe.query_start, safe.prefix_lens);
   return safe;
 }
 

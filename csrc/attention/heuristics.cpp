@@ -4,6 +4,8 @@
 
 #include "attention/plan.h"
 #include "attention/tile_shape.h"
+#include "attention/unsupported.h"
+#include "check.h"
 
 namespace nwor {
 namespace {
@@ -15,10 +17,20 @@ constexpr int32_t kMaxLeaves = 32;
 // first round.
 constexpr int64_t kSlotsPerCta = kMaxGroups + 2 * LeafGroup(24) + 3;
 
+constexpr const char* kTooLittleShared = "more shared memory per block than the device has";
+
 constexpr int64_t CeilDiv(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
-const char* FindUnsupported(const VerifyShape& shape, const DeviceProps& device) {
-  if (device.compute_capability < 80) return "a device of compute capability 8.0 or newer";
+// What is missing, or null. Tells `got`, if there is one, which argument lacks it.
+const char* FindUnsupported(const VerifyShape& shape, const DeviceProps& device, std::string* got) {
+  const auto missing = [&](const char* expected, const auto&... parts) {
+    if (got != nullptr) *got = Concat(parts...);
+    return expected;
+  };
+  if (device.compute_capability < 80) {
+    return missing("a device of compute capability 8.0 or newer", "device: got compute capability ",
+                   device.compute_capability / 10, ".", device.compute_capability % 10);
+  }
   switch (shape.head_dim) {
     case 64:
     case 80:
@@ -28,18 +40,26 @@ const char* FindUnsupported(const VerifyShape& shape, const DeviceProps& device)
     case 256:
       break;
     default:
-      return "head size 64, 80, 96, 128, 192 or 256";
+      return missing("head size 64, 80, 96, 128, 192 or 256", "query: got ", shape.head_dim,
+                     " channels");
   }
   if (shape.dtype != DType::kFloat16 && shape.dtype != DType::kBFloat16) {
-    return "float16 or bfloat16 rows";
+    return missing("float16 or bfloat16 rows", "query: got dtype ", Name(shape.dtype));
   }
   if (shape.cache_dtype != shape.dtype && shape.cache_dtype != DType::kFloat8E4M3) {
-    return "a cache of the rows' type or of float8_e4m3fn";
+    return missing("a cache of the rows' type or of float8_e4m3fn", "key_cache: got dtype ",
+                   Name(shape.cache_dtype), " beside ", Name(shape.dtype), " rows");
   }
-  if (shape.page_size < 16 || shape.page_size % 16 != 0) return "a page size that 16 divides";
-  if (shape.block_size % 16 != 0) return "a block size that 16 divides";
+  if (shape.page_size < 16 || shape.page_size % 16 != 0) {
+    return missing("a page size that 16 divides", "key_cache: got pages of ", shape.page_size,
+                   " tokens");
+  }
+  if (shape.block_size % 16 != 0) {
+    return missing("a block size that 16 divides", "view.block_size: got ", shape.block_size);
+  }
   if (shape.num_kv_heads <= 0 || shape.num_heads % shape.num_kv_heads != 0) {
-    return "query heads in equal groups per KV head";
+    return missing("query heads in equal groups per KV head", "query: got ", shape.num_heads,
+                   " heads over ", shape.num_kv_heads, " KV heads");
   }
   return nullptr;
 }
@@ -121,7 +141,7 @@ bool FitSharedMemory(const SharedNeed& need, const DeviceProps& device, VerifyCo
 
 VerifyConfig ChooseVerifyConfig(const VerifyShape& shape, const DeviceProps& device) {
   VerifyConfig config;
-  config.unsupported = FindUnsupported(shape, device);
+  config.unsupported = FindUnsupported(shape, device, nullptr);
   if (config.unsupported != nullptr) return config;
 
   // Float8 tokens are widened in registers, on their way to the other matrix instruction.
@@ -131,7 +151,7 @@ VerifyConfig ChooseVerifyConfig(const VerifyShape& shape, const DeviceProps& dev
       ChooseRowTile(shape, config.warpgroup ? groups * kTileRows : MaxRowTile(shape.head_dim));
   while (!FitSharedMemory(NeedOf(shape, device, config.warpgroup, row_tile), device, &config)) {
     if (config.warpgroup || row_tile == 16) {
-      config.unsupported = "more shared memory per block than the device has";
+      config.unsupported = kTooLittleShared;
       return config;
     }
     row_tile /= 2;
@@ -159,6 +179,15 @@ VerifyConfig ChooseVerifyConfig(const VerifyShape& shape, const DeviceProps& dev
   // At least one per CTA: those without work find that out from an entry of their own.
   config.max_items = std::max(config.max_slots + config.max_pairs, config.num_ctas);
   return config;
+}
+
+std::string DescribeUnsupported(const VerifyShape& shape, const DeviceProps& device) {
+  const char* expected = ChooseVerifyConfig(shape, device).unsupported;
+  if (expected == nullptr) return {};
+  std::string got = Concat("query: got ", shape.num_heads, "/", shape.num_kv_heads, " heads of ",
+                           shape.head_dim, " channels");
+  FindUnsupported(shape, device, &got);
+  return Concat(got, ", expected ", expected);
 }
 
 int64_t VerifyPlanBytes(const VerifyShape& shape, const VerifyConfig& config) {

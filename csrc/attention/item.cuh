@@ -56,6 +56,9 @@ __device__ inline float HeadScale(const float* scales, int count, int head) {
   return scales == nullptr ? 1.0f : scales[count > 1 ? head : 0];
 }
 
+// The least of normal floats: times any score as good as 0.
+inline constexpr float kLeastScale = 1.17549435e-38f;
+
 // What follows from item->plan, after MapIds. Called by one thread.
 template <class Traits>
 __device__ void PrepareItem(const VerifyArgs& args, SharedItem* item) {
@@ -70,7 +73,9 @@ __device__ void PrepareItem(const VerifyArgs& args, SharedItem* item) {
   item->cap_inner = p.softcap == 0.0f ? 0.0f : 2.0f / p.softcap;
   if (Traits::kFloat8 && plan.source != TokenSource::kCompact) {
     const KvScales& scales = p.cache.scales;
-    item->prefix_scale = scale * HeadScale(scales.key, scales.key_count, plan.kv_head);
+    const float prefix_scale = scale * HeadScale(scales.key, scales.key_count, plan.kv_head);
+    // A masked score times 0 would be NaN.
+    item->prefix_scale = prefix_scale == 0.0f ? kLeastScale : prefix_scale;
     item->value_scale = HeadScale(scales.value, scales.value_count, plan.kv_head);
   }
 }

@@ -1,10 +1,8 @@
 #include "attention/merge_rows.h"
 
-#include <ATen/MemoryOverlap.h>
 #include <c10/core/DeviceGuard.h>
 
-#include <cmath>
-
+#include "attention/row_checks.h"
 #include "check.h"
 #include "kv_interceptor/tensor_layout.h"
 #include "profiling.h"
@@ -85,6 +83,9 @@ void CheckLengths(const MergeRowsArguments& arguments, MergeRowsParams* params) 
   params->query_start = static_cast<const int32_t*>(start.const_data_ptr());
   if (arguments.tree_mask.has_value()) {
     CheckIndex(*arguments.tree_mask, "tree_mask", at::kLong, {params->num_rows, -1}, device);
+    NWOR_CHECK(arguments.tree_mask->size(1) >= 1 && arguments.tree_mask->size(1) <= INT32_MAX,
+               "tree_mask: got ", arguments.tree_mask->size(1),
+               " words per row, expected at least 1");
     params->tree_mask = reinterpret_cast<const uint64_t*>(arguments.tree_mask->const_data_ptr());
     params->mask_words = static_cast<int32_t>(arguments.tree_mask->size(1));
   }
@@ -102,12 +103,9 @@ void CheckLengths(const MergeRowsArguments& arguments, MergeRowsParams* params) 
   CheckDevice(lse, "prefix_lse", device);
   params->prefix_lse = static_cast<const float*>(lse.const_data_ptr());
   params->prefix_lse_strides = {lse.stride(0), lse.stride(1)};
-  NWOR_CHECK(std::isfinite(arguments.scale), "scale: got ", arguments.scale,
-             ", expected a finite number");
-  NWOR_CHECK(std::isfinite(arguments.softcap) && arguments.softcap >= 0, "softcap: got ",
-             arguments.softcap, ", expected 0 (none) or more");
-  params->scale = static_cast<float>(arguments.scale);
-  params->softcap = static_cast<float>(arguments.softcap);
+  const LogitScalars scalars = CheckLogitScalars(arguments.scale, arguments.softcap);
+  params->scale = scalars.scale;
+  params->softcap = scalars.softcap;
 }
 
 // On the CPU the values are at hand. Rows before the first and behind the last start are nobody's.
@@ -118,6 +116,10 @@ void CheckStarts(const MergeRowsParams& params) {
     const int32_t start = params.query_start[b];
     NWOR_CHECK(start >= before && start <= params.num_rows, "query_start[", b, "]: got ", start,
                ", expected ", before, " to ", params.num_rows, ", the rows of query");
+    const int32_t rows = b > 0 ? start - before : 0;
+    NWOR_CHECK(params.tree_mask == nullptr || rows <= int64_t{64} * params.mask_words,
+               "tree_mask: got ", params.mask_words, " words per row, expected at least ",
+               (int64_t{rows} + 63) / 64, " for the ", rows, " rows of request ", b - 1);
     before = start;
   }
 }
@@ -125,18 +127,14 @@ void CheckStarts(const MergeRowsParams& params) {
 // Rows attend to each other's K and V, so `out` must not be among the inputs; prefix_out may, as
 // each row and head reads its own place of it before it writes there.
 void CheckOut(const MergeRowsArguments& arguments, const at::Tensor& out) {
+  CheckOnePlacePerElement(out);
   for (const auto& [input, name] :
        {std::pair{&arguments.query, "query"}, std::pair{&arguments.key, "key"},
         std::pair{&arguments.value, "value"}}) {
-    const at::MemOverlapStatus overlap = at::get_overlap_status(out, *input);
-    NWOR_CHECK(overlap != at::MemOverlapStatus::Full && overlap != at::MemOverlapStatus::Partial,
-               "out: got memory of ", name, ", expected memory of its own, or prefix_out");
+    NWOR_CHECK(!MayOverlap(out, *input), "out: got memory of ", name,
+               ", expected memory of its own, or prefix_out");
   }
-  const bool in_place = out.is_same(arguments.prefix_out) ||
-                        (out.const_data_ptr() == arguments.prefix_out.const_data_ptr() &&
-                         out.strides() == arguments.prefix_out.strides());
-  NWOR_CHECK(in_place ||
-                 at::get_overlap_status(out, arguments.prefix_out) != at::MemOverlapStatus::Partial,
+  NWOR_CHECK(AreSamePlaces(out, arguments.prefix_out) || !MayOverlap(out, arguments.prefix_out),
              "out: got part of prefix_out, expected all of it or memory of its own");
 }
 

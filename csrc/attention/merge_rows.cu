@@ -170,7 +170,7 @@ __device__ void MergeRow(const MergeRowsParams& params, int32_t row, int32_t fir
     if (params.softcap > 0.0f && keeps) score = params.softcap * tanhf(score / params.softcap);
     const float highest = HeadMax<kLanes>(score);
     if (highest > -INFINITY) state.Rebase(highest);
-    const float weight = expf(score - state.max);
+    const float weight = expf(score - (state.max == -INFINITY ? 0.0f : state.max));
 #pragma unroll
     for (int j = 0; j < kRowsAtOnce; ++j) {
       if (visible >> j & 1) state.Add(__shfl_sync(kAll, weight, j, kLanes), values[j]);

@@ -26,13 +26,15 @@ struct RowSpan {
 
 int32_t NumRequests(const MergeRowsParams& params) {
   const int32_t each = params.rows_per_request;
-  return each > 0 ? (params.num_rows + each - 1) / each : params.num_requests;
+  if (each == 0) return params.num_requests;
+  return params.num_rows / each + (params.num_rows % each > 0 ? 1 : 0);
 }
 
 RowSpan RowsOf(const MergeRowsParams& params, int32_t request) {
   const int32_t each = params.rows_per_request;
-  if (each > 0) return {request * each, std::min((request + 1) * each, params.num_rows)};
-  return {params.query_start[request], params.query_start[request + 1]};
+  if (each == 0) return {params.query_start[request], params.query_start[request + 1]};
+  const int32_t begin = request * each;
+  return {begin, begin + std::min(each, params.num_rows - begin)};
 }
 
 // The rows of K and V that row `row` of request `b` sees.

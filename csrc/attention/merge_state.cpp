@@ -92,8 +92,8 @@ void CheckStates(const std::vector<at::Tensor>& outs, const std::vector<at::Tens
   NWOR_CHECK(outs.size() == lses.size(), "lses: got ", lses.size(), " states, expected ",
              outs.size(), " as outs");
   const at::Tensor& first = outs[0];
-  NWOR_CHECK(first.dim() == 3, "outs[0]: got sizes ", first.sizes(),
-             ", expected [rows, heads, channels]");
+  NWOR_CHECK(first.dim() == 3 && first.size(2) > 0, "outs[0]: got sizes ", first.sizes(),
+             ", expected [rows, heads, channels] with at least one channel");
   RowDType(first, "outs[0]");
   NWOR_CHECK(first.numel() <= std::numeric_limits<int32_t>::max() * int64_t{256} &&
                  first.size(0) <= std::numeric_limits<int32_t>::max(),

@@ -26,8 +26,8 @@ struct RowStrides {
 // Per-head lists of fixed-size token blocks inside the paged cache. Block id =
 // page * (page_size / block_size) + part; ids of one head are in token order.
 struct PartialViewParams {
-  const int32_t* blocks = nullptr;      // [B, Hkv, max_blocks]; null: no partial view
-  const int32_t* num_blocks = nullptr;  // [B]; -1: request b uses its whole prefix
+  const int32_t* blocks = nullptr;      // [B, Hkv, max_blocks]
+  const int32_t* num_blocks = nullptr;  // [B]; -1: b uses its whole prefix. null: no partial view
   const int32_t* view_lens = nullptr;   // [B] tokens; the last block may be partly filled
   int32_t max_blocks = 0;
   int32_t block_size = 0;  // tokens; divides the page size
@@ -35,9 +35,9 @@ struct PartialViewParams {
 
 // A contiguous copy of the view's tokens.
 struct CompactViewParams {
-  const void* keys = nullptr;     // [B, Hkv, N, D]; null: no compact view
+  const void* keys = nullptr;     // [B, Hkv, N, D]
   const void* values = nullptr;   // likewise
-  const int32_t* lens = nullptr;  // [B] tokens; -1: request b uses its whole prefix in the pages
+  const int32_t* lens = nullptr;  // [B] tokens; -1: b uses its pages. null: no compact view
   int64_t batch_stride = 0;       // keys and values share strides
   int64_t head_stride = 0;
   int64_t token_stride = 0;

@@ -61,14 +61,14 @@ __device__ PlanRequest ReadRequest(const VerifyParams& p, int b, int depth,
   request.num_rows = rows.request_rows;
 
   request.source = TokenSource::kPages;
-  if (p.view.blocks != nullptr && p.view.num_blocks[b] >= 0) {
+  if (p.view.num_blocks != nullptr && p.view.num_blocks[b] >= 0) {
     request.source = TokenSource::kBlocks;
     const int blocks = ClampLength(p.view.num_blocks[b], p.view.max_blocks,
                                    VerifyStatus::kViewTooLong, b, p.status);
     request.prefix_tokens =
         ClampLength(p.view.view_lens[b], static_cast<int64_t>(blocks) * p.view.block_size,
                     VerifyStatus::kViewTooLong, b, p.status);
-  } else if (p.compact.keys != nullptr && p.compact.lens[b] >= 0) {
+  } else if (p.compact.lens != nullptr && p.compact.lens[b] >= 0) {
     request.source = TokenSource::kCompact;
     request.prefix_tokens = ClampLength(p.compact.lens[b], p.compact.max_tokens,
                                         VerifyStatus::kViewTooLong, b, p.status);

@@ -18,6 +18,7 @@
 #include <c10/cuda/CUDAFunctions.h>
 #include <c10/cuda/CUDAGuard.h>
 
+#include "attention/unsupported.h"
 #include "attention/verify_cuda.h"
 #endif
 
@@ -115,10 +116,9 @@ CudaPlan ShapePlan(const VerifyParams& params, const RouteRequest& request, int 
   shape.block_size = params.view.block_size;
   shape.rows_hint = params.max_request_rows > 0 ? kRowsBesidePrefill : request.max_rows;
   CudaPlan plan;
-  plan.config = ChooseVerifyConfig(shape, QueryDeviceProps(device));
-  NWOR_CHECK(plan.config.unsupported == nullptr, "query: got ", params.num_heads, "/",
-             params.num_kv_heads, " heads of ", params.head_dim, " channels, expected ",
-             plan.config.unsupported);
+  const DeviceProps props = QueryDeviceProps(device);
+  plan.config = ChooseVerifyConfig(shape, props);
+  NWOR_CHECK(plan.config.unsupported == nullptr, DescribeUnsupported(shape, props));
   plan.plan_bytes =
       (VerifyPlanBytes(shape, plan.config) + kPlanAlign - 1) / kPlanAlign * kPlanAlign;
   plan.total_bytes = plan.plan_bytes + VerifyWorkspaceBytes(shape, plan.config);
@@ -185,7 +185,10 @@ void Run(const RouteChoice& choice, const VerifyArguments& arguments, CheckedVer
 void VerifyAttention(const VerifyArguments& arguments, const VerifyOutputs& outputs) {
   CheckedVerify checked = CheckVerifyArguments(arguments, &outputs, /*plan_only=*/false);
   const RouteChoice choice = Choose(arguments, checked.request);
-  if (checked.params.num_rows > 0) Run(choice, arguments, checked, outputs);
+  // On the CPU values are judged without rows too.
+  if (checked.params.num_rows > 0 || choice.route == Route::kCpu) {
+    Run(choice, arguments, checked, outputs);
+  }
   Latest().Set(choice);  // after the parts that a route asks others for
 }
 

@@ -1,10 +1,8 @@
 #include "attention/verify_arguments.h"
 
-#include <ATen/MemoryOverlap.h>
-
-#include <cmath>
 #include <limits>
 
+#include "attention/row_checks.h"
 #include "check.h"
 #include "kv_interceptor/tensor_layout.h"
 
@@ -154,12 +152,9 @@ void CheckCompactView(const CompactViewTensors& view, at::Device device, VerifyP
 }
 
 void CheckScalars(const VerifyArguments& arguments, VerifyParams* params) {
-  NWOR_CHECK(std::isfinite(arguments.scale), "scale: got ", arguments.scale,
-             ", expected a finite number");
-  NWOR_CHECK(!arguments.query.is_cuda() || arguments.scale > 0, "scale: got ", arguments.scale,
-             ", expected more than 0 on cuda");
-  NWOR_CHECK(std::isfinite(arguments.softcap) && arguments.softcap >= 0, "softcap: got ",
-             arguments.softcap, ", expected 0 (none) or more");
+  const LogitScalars scalars = CheckLogitScalars(arguments.scale, arguments.softcap);
+  NWOR_CHECK(!arguments.query.is_cuda() || scalars.scale > 0.0f, "scale: got ", arguments.scale,
+             ", expected a float32 above 0 on cuda");
   NWOR_CHECK(arguments.window >= 0 && arguments.window <= kMaxInt, "window: got ", arguments.window,
              ", expected 0 (none) to ", kMaxInt);
   const bool viewed = arguments.partial_view.has_value() || arguments.compact_view.has_value();
@@ -167,8 +162,8 @@ void CheckScalars(const VerifyArguments& arguments, VerifyParams* params) {
              " together with a view, expected 0: a view's tokens have no positions");
   NWOR_CHECK(arguments.max_rows >= 0 && arguments.max_rows <= kMaxInt, "max_rows: got ",
              arguments.max_rows, ", expected 0 (unknown) or more");
-  params->scale = static_cast<float>(arguments.scale);
-  params->softcap = static_cast<float>(arguments.softcap);
+  params->scale = scalars.scale;
+  params->softcap = scalars.softcap;
   params->window = static_cast<int32_t>(arguments.window);
 }
 
@@ -185,15 +180,19 @@ void CheckOutputs(const VerifyArguments& arguments, const VerifyOutputs& outputs
   CheckDevice(out, "out", query.device());
   NWOR_CHECK(out.stride(2) == 1, "out: got a stride of ", out.stride(2),
              " between channels, expected 1 (contiguous channels)");
-  NWOR_CHECK(at::has_internal_overlap(out) != at::MemOverlap::Yes, "out: got overlapping strides ",
-             out.strides(), ", expected one place per element");
-  for (const auto& [input, name] :
-       {std::pair{&arguments.query, "query"}, std::pair{&arguments.key, "key"},
-        std::pair{&arguments.value, "value"}, std::pair{&arguments.key_cache, "key_cache"},
-        std::pair{&arguments.value_cache, "value_cache"}}) {
-    const at::MemOverlapStatus overlap = at::get_overlap_status(out, *input);
-    NWOR_CHECK(overlap != at::MemOverlapStatus::Full && overlap != at::MemOverlapStatus::Partial,
-               "out: got memory of ", name, ", expected memory of its own");
+  CheckOnePlacePerElement(out);
+  const auto check_apart = [&](const at::Tensor& input, const char* name) {
+    NWOR_CHECK(!MayOverlap(out, input), "out: got memory of ", name,
+               ", expected memory of its own");
+  };
+  check_apart(arguments.query, "query");
+  check_apart(arguments.key, "key");
+  check_apart(arguments.value, "value");
+  check_apart(arguments.key_cache, "key_cache");
+  check_apart(arguments.value_cache, "value_cache");
+  if (arguments.compact_view.has_value()) {
+    check_apart(arguments.compact_view->keys, "view.keys");
+    check_apart(arguments.compact_view->values, "view.values");
   }
   params->out = out.mutable_data_ptr();
   params->out_strides = {out.stride(0), out.stride(1)};

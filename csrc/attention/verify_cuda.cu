@@ -66,6 +66,7 @@ EncodeTiled FindEncodeTiled() {
 // A [pages, tokens, heads, channels] tensor of 16-bit elements, strides in elements, as the copy
 // engine reads it: boxes of 16 tokens of one page and head, one swizzled atom wide.
 struct PagedTensor {
+  const char* name;  // as callers know it
   const void* data;
   int64_t pages, tokens, heads;
   KvStrides strides;
@@ -95,28 +96,32 @@ void MapTensor(const PagedTensor& tensor, const VerifyParams& params, CUtensorMa
                                       : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16,
       4, const_cast<void*>(tensor.data), sizes, strides, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE,
       swizzle, CU_TENSOR_MAP_L2_PROMOTION_L2_128B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
-  NWOR_CHECK(result == CUDA_SUCCESS, "cache: got strides ", tensor.strides.page, ", ",
+  NWOR_CHECK(result == CUDA_SUCCESS, tensor.name, ": got strides ", tensor.strides.page, ", ",
              tensor.strides.token, ", ", tensor.strides.head,
-             " that the copy engine does not take (", static_cast<int>(result), ")");
+             " between pages or requests, tokens and heads, expected ones that the copy engine "
+             "takes (it said ",
+             static_cast<int>(result), ")");
 }
 
 void MapTensors(const VerifyParams& params, CUtensorMap (&maps)[4]) {
   const CacheGeometry& cache = params.cache.geometry;
   if (cache.num_pages > 0) {
     const int64_t heads = params.num_kv_heads;
-    MapTensor({params.cache.key, cache.num_pages, cache.page_size, heads, cache.key}, params,
-              &maps[0]);
-    MapTensor({params.cache.value, cache.num_pages, cache.page_size, heads, cache.value}, params,
-              &maps[1]);
+    MapTensor({"key_cache", params.cache.key, cache.num_pages, cache.page_size, heads, cache.key},
+              params, &maps[0]);
+    MapTensor(
+        {"value_cache", params.cache.value, cache.num_pages, cache.page_size, heads, cache.value},
+        params, &maps[1]);
   }
   const CompactViewParams& compact = params.compact;
-  if (compact.keys != nullptr && compact.max_tokens > 0) {
+  if (compact.lens != nullptr && compact.max_tokens > 0) {
     const KvStrides strides{compact.batch_stride, compact.token_stride, compact.head_stride};
-    MapTensor({compact.keys, params.num_requests, compact.max_tokens, params.num_kv_heads, strides},
+    MapTensor({"view.keys", compact.keys, params.num_requests, compact.max_tokens,
+               params.num_kv_heads, strides},
               params, &maps[2]);
-    MapTensor(
-        {compact.values, params.num_requests, compact.max_tokens, params.num_kv_heads, strides},
-        params, &maps[3]);
+    MapTensor({"view.values", compact.values, params.num_requests, compact.max_tokens,
+               params.num_kv_heads, strides},
+              params, &maps[3]);
   }
 }
 
@@ -180,7 +185,7 @@ void LaunchVerify(const VerifyParams& params, const VerifyConfig& config, const 
   args.group = Divisor::Of(params.num_heads / params.num_kv_heads);
   const int page_size = params.cache.geometry.page_size;
   args.page_tokens = Divisor::Of(page_size);
-  if (params.view.blocks != nullptr) {
+  if (params.view.num_blocks != nullptr) {
     args.block_tokens = Divisor::Of(params.view.block_size);
     args.blocks_per_page = Divisor::Of(page_size / params.view.block_size);
   }

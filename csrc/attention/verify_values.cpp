@@ -41,6 +41,7 @@ void CheckPages(const VerifyParams& params, int b) {
   rows.request = b;
   rows.request_row = params.query_start[b];
   rows.count = rows.request_rows = params.query_start[b + 1] - params.query_start[b];
+  if (rows.count == 0) return;
   const int64_t first = cpu::Visibility(params, rows).FirstVisible();
   const int64_t pages = first < length ? (length + cache.page_size - 1) / cache.page_size : 0;
   for (int64_t i = first / cache.page_size; i < pages; ++i) {
@@ -60,6 +61,7 @@ void CheckBlocks(const VerifyParams& params, int b) {
   NWOR_CHECK(length >= 0 && length <= blocks * view.block_size, "view.view_lens[", b, "]: got ",
              length, ", expected 0 .. ", blocks * view.block_size, " (", blocks, " blocks of ",
              view.block_size, " tokens)");
+  if (params.query_start[b] == params.query_start[b + 1]) return;
   const int64_t used = (length + view.block_size - 1) / view.block_size;
   const int64_t limit = cache.num_pages * (cache.page_size / view.block_size);
   for (int head = 0; head < params.num_kv_heads; ++head) {

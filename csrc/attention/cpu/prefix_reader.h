@@ -12,11 +12,12 @@ namespace nwor::cpu {
 
 enum class PrefixKind : uint8_t { kPages, kBlocks, kCompact };
 
+// By the lengths: a view without room has no memory behind it, and is one nevertheless.
 inline PrefixKind KindOfPrefix(const VerifyParams& params, int request) {
-  if (params.compact.keys != nullptr && params.compact.lens[request] >= 0) {
+  if (params.compact.lens != nullptr && params.compact.lens[request] >= 0) {
     return PrefixKind::kCompact;
   }
-  if (params.view.blocks != nullptr && params.view.num_blocks[request] >= 0) {
+  if (params.view.num_blocks != nullptr && params.view.num_blocks[request] >= 0) {
     return PrefixKind::kBlocks;
   }
   return PrefixKind::kPages;

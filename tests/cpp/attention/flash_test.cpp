@@ -326,6 +326,16 @@ TEST(Flash, SeesAsMuchAsThereIsAndTellsOfTheRest) {
             told(VerifyStatus::kBadPage, 2, 6));
   EXPECT_EQ(changed(&VerifyArguments::block_table, 0, -1).second,
             told(VerifyStatus::kBadPage, 0, -1));
+  // Nor are those of a request without rows: here the first has those of the second as well.
+  VerifyArguments idle = good;
+  idle.query_start = at::tensor({0, 6, 6, 7}, at::kInt);
+  idle.prefix_lens = at::tensor({32, 20, 9}, at::kInt);
+  const auto [all, silent] = RunFlash(idle);
+  idle.block_table = good.block_table.clone();
+  idle.block_table[1].fill_(-1);
+  const auto [same, still] = RunFlash(idle);
+  EXPECT_EQ(still, told(VerifyStatus::kOk, 0, 0));
+  EXPECT_TRUE(at::equal(same, all));
   EXPECT_EQ(changed(&VerifyArguments::query_start, 3, 8).second,
             told(VerifyStatus::kBadRowRange, 2, 8));
   EXPECT_EQ(changed(&VerifyArguments::query_start, 1, 7).second,
@@ -346,6 +356,18 @@ TEST(Flash, RowsOverACacheWithoutPagesSeeEachOther) {
     EXPECT_EQ(Told(*arguments.status), (std::vector<int64_t>{1, 1, 4}));
     EXPECT_EQ(safe.prefix_lens.max().item<int>(), 0);
   }
+}
+
+// The rows of a tree are ours, so that nothing is asked of the kernel of torch, which is not here.
+TEST(Flash, RowsUnderACompactViewWithoutRoomSeeEachOther) {
+  VerifyArguments arguments = MakeArguments(/*tree=*/true);
+  const at::Tensor nothing = at::empty({3, 2, 0, 64});
+  arguments.compact_view = {nothing, nothing.clone(), at::zeros({3}, at::kInt)};
+  ExpectWhatOurKernelGives(Route::kTorchFlash, arguments);
+  arguments.compact_view->lens = at::tensor({0, 0, 5}, at::kInt);
+  arguments.status = at::zeros({8}, at::kLong);
+  WithinBounds(arguments);
+  EXPECT_EQ(Told(*arguments.status), (std::vector<int64_t>{3, 2, 5}));
 }
 
 TEST(Flash, KeepsTheFirstErrorItTellsOf) {

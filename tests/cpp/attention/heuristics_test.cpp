@@ -16,6 +16,7 @@
 
 #include "attention/plan.h"
 #include "attention/tile_shape.h"
+#include "attention/unsupported.h"
 
 namespace nwor {
 namespace {
@@ -445,6 +446,51 @@ TEST(ChooseVerifyConfig, NamesWhatIsMissing) {
   DeviceProps old = kA100;
   old.compute_capability = 75;
   EXPECT_NE(ChooseVerifyConfig(Shape(1, 8), old).unsupported, nullptr);
+}
+
+TEST(DescribeUnsupported, NamesTheArgumentAndItsNumber) {
+  const auto text = [](auto change, DeviceProps device = kH200) {
+    VerifyShape shape = Shape(1, 8);
+    change(shape);
+    return DescribeUnsupported(shape, device);
+  };
+  EXPECT_EQ(text([](VerifyShape&) {}), "");
+  EXPECT_EQ(text([](VerifyShape& s) { s.page_size = 24; }),
+            "key_cache: got pages of 24 tokens, expected a page size that 16 divides");
+  EXPECT_EQ(text([](VerifyShape& s) { s.head_dim = 72; }),
+            "query: got 72 channels, expected head size 64, 80, 96, 128, 192 or 256");
+  EXPECT_EQ(text([](VerifyShape& s) { s.block_size = 8; }),
+            "view.block_size: got 8, expected a block size that 16 divides");
+  EXPECT_EQ(text([](VerifyShape& s) {
+              s.num_heads = 30;
+              s.num_kv_heads = 8;
+            }),
+            "query: got 30 heads over 8 KV heads, expected query heads in equal groups per KV "
+            "head");
+  EXPECT_EQ(text([](VerifyShape& s) { s.dtype = DType::kFloat32; }),
+            "query: got dtype float32, expected float16 or bfloat16 rows");
+  EXPECT_EQ(text([](VerifyShape& s) {
+              s.dtype = DType::kBFloat16;
+              s.cache_dtype = DType::kFloat16;
+            }),
+            "key_cache: got dtype float16 beside bfloat16 rows, expected a cache of the rows' "
+            "type or of float8_e4m3fn");
+  DeviceProps old = kA100;
+  old.compute_capability = 75;
+  EXPECT_EQ(text([](VerifyShape&) {}, old),
+            "device: got compute capability 7.5, expected a device of compute capability 8.0 or "
+            "newer");
+  DeviceProps small = kA100;
+  small.smem_per_block_bytes = small.smem_per_sm_bytes = 20'000;
+  EXPECT_EQ(text(
+                [](VerifyShape& s) {
+                  s.num_heads = 32;
+                  s.num_kv_heads = 8;
+                  s.head_dim = 256;
+                },
+                small),
+            "query: got 32/8 heads of 256 channels, expected more shared memory per block than "
+            "the device has");
 }
 
 TEST(VerifyBytes, AreFixedBySizesTheHostKnows) {

@@ -93,6 +93,9 @@ TEST(MergeStates, RefusesStatesThatDoNotFit) {
   EXPECT_THROW(MergeStates({out}, {}), Error);
   EXPECT_THROW(MergeStates({out, out.narrow(0, 0, 2)}, {lse, lse}), Error);
   EXPECT_THROW(MergeStates({out}, {lse.to(at::kDouble)}), Error);
+  EXPECT_EQ(MessageOf([&] { MergeStates({out.narrow(2, 0, 0)}, {lse}); }),
+            "outs[0]: got sizes [3, 2, 0], expected [rows, heads, channels] with at least one "
+            "channel");
   const at::Tensor out_elsewhere = out.to(at::kMeta), lse_elsewhere = lse.to(at::kMeta);
   EXPECT_EQ(MessageOf([&] {
               MergeStates({out, out_elsewhere}, {lse, lse});

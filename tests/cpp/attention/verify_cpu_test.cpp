@@ -104,6 +104,37 @@ TEST(VerifyCpu, ChecksNameTheEntryAndItsLimits) {
   VerifyStep unused(shape, 1);
   unused.table()[2] = 1 << 30;
   EXPECT_EQ(message(unused), "");
+  const StepShape idle{.rows = {2, 0}, .prefix = {20, 5}};
+  VerifyStep no_rows(idle, 1);
+  no_rows.table()[5] = -1;
+  EXPECT_EQ(message(no_rows), "");
+  no_rows.prefix()[1] = -1;
+  EXPECT_EQ(message(no_rows), "prefix_lens[1]: got -1, expected 0 or more");
+}
+
+// A view is told by its lengths: one without room has no memory.
+TEST(VerifyCpu, AViewWithoutRoomHidesThePrefix) {
+  const StepShape shape{.rows = {2, 3}, .prefix = {20, 70}};
+  VerifyStep hidden({.rows = {2, 3}, .prefix = {0, 70}}, 4);
+  VerifyStep step(shape, 4);
+  const std::vector<int32_t> uses = {0, -1}, none = {0, 0};
+  for (const bool compact : {false, true}) {
+    VerifyParams params = step.Params();
+    if (compact) {
+      params.compact.lens = uses.data();
+    } else {
+      params.view.num_blocks = uses.data();
+      params.view.view_lens = none.data();
+      params.view.block_size = 16;
+    }
+    CheckVerifyValues(params);
+    VerifyAttentionCpu(params);
+    const std::vector<float> out = step.out();
+    VerifyParams expected = step.Params();
+    expected.prefix_lens = hidden.Params().prefix_lens;
+    VerifyAttentionCpu(expected);
+    EXPECT_EQ(step.out(), out) << compact;
+  }
 }
 
 }  // namespace

@@ -81,8 +81,14 @@ SHAPES: list[tuple[str, str, Callable[[Arguments], Any]]] = [
     ("tree_mask", "tree_mask", lambda a: a["tree_mask"][:, :0]),
     ("scale", "scale", lambda a: float("nan")),
     ("scale", "scale", lambda a: float("inf")),
+    ("scale", "scale", lambda a: 1e39),  # infinite as float32
+    ("scale", "scale", lambda a: -1e39),
     ("softcap", "softcap", lambda a: -1.0),
     ("softcap", "softcap", lambda a: float("nan")),
+    ("softcap", "softcap", lambda a: 1e39),
+    ("softcap", "softcap", lambda a: 1e4),  # tanh of so little is rounded to nothing
+    ("softcap", "softcap", lambda a: 1e-50),  # 0 as float32, which would be none
+    ("softcap", "softcap", lambda a: 1e-40),
     ("window", "window", lambda a: -1),
     ("max_rows", "max_rows", lambda a: -1),
     ("k_scale", "k_scale", lambda a: torch.ones(1, device=a["query"].device)),  # not a float8 cache
@@ -90,6 +96,7 @@ SHAPES: list[tuple[str, str, Callable[[Arguments], Any]]] = [
     ("out", "out", lambda a: other_float(a["out"])),
     ("out", "out", lambda a: torch.empty(5, 4, 128, dtype=a["out"].dtype).to(a["out"])[..., ::2]),
     ("out", "out", lambda a: a["out"][:1].expand(5, 4, 64)),
+    ("out", "out", lambda a: a["out"].as_strided((5, 4, 64), (192, 64, 1))),
     ("out", "out", lambda a: a["query"]),
     ("status", "status", lambda a: torch.zeros(7, dtype=INT64, device=a["out"].device)),
     ("route", "route", lambda a: "fastest"),
@@ -147,6 +154,111 @@ def test_wrong_values_on_the_cpu(case: int) -> None:
     expect_refusal(name, arguments, arguments["out"])
 
 
+@pytest.mark.parametrize(
+    ("name", "index", "value"), [("prefix_lens", 0, -1), ("query_start", 1, 1)]
+)
+def test_wrong_values_without_rows_on_the_cpu(name: str, index: int, value: int) -> None:
+    arguments = arguments_of(make_step(Shape([0, 0], [20, 5]), 1))
+    arguments["out"] = torch.empty(0, 4, 64)
+    verify_attention(**arguments)
+    arguments[name] = set_item(arguments[name], index, value)
+    expect_refusal(name, arguments, arguments["out"])
+
+
+def test_a_scale_that_is_nothing_as_float32() -> None:
+    """On the CPU any scale is served, on CUDA one above 0."""
+    arguments = good("cpu")
+    arguments["scale"] = 1e-60
+    tiny = verify_attention(**arguments).clone()
+    arguments["scale"] = 0.0
+    assert torch.equal(tiny, verify_attention(**arguments))
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+@pytest.mark.parametrize("scale", [0.0, -1.0, 1e-60])
+def test_cuda_refuses_scales_that_are_not_above_0(scale: float) -> None:
+    arguments = good("cuda")
+    arguments["scale"] = scale
+    expect_refusal("scale", arguments, arguments["out"])
+
+
+def fused(arguments: Arguments, spare_heads: int = 0) -> torch.Tensor:
+    """Puts query, key and value side by side into one buffer, which is returned."""
+    parts = [arguments[name] for name in ("query", "key", "value")]
+    rows, _, channels = parts[0].shape
+    parts.append(parts[0].new_full((rows, spare_heads, channels), 7.0))
+    buffer = torch.cat(parts, dim=1)
+    first = 0
+    for name in ("query", "key", "value"):
+        heads = arguments[name].shape[1]
+        arguments[name] = buffer[:, first : first + heads]
+        first += heads
+    return buffer
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_out_among_slices_of_the_rows(device: str) -> None:
+    """4 query heads, then 2 of K and 2 of V in a row: only what lies beside them is free."""
+    expected = verify_attention(**good(device))
+    for first, name in ((0, "query"), (1, "query"), (4, "key"), (5, "key"), (6, "value")):
+        arguments = good(device)
+        buffer = fused(arguments, spare_heads=2)
+        before = buffer.clone()
+        arguments["out"] = buffer[:, first : first + 4]
+        with pytest.raises(NworError, match=f"^out: got memory of {name}, expected"):
+            verify_attention(**arguments)
+        assert torch.equal(buffer, before)
+    arguments = good(device)
+    buffer = fused(arguments, spare_heads=4)
+    before = buffer.clone()
+    arguments["out"] = buffer[:, 8:]
+    assert torch.equal(verify_attention(**arguments), expected)
+    assert torch.equal(buffer[:, :8], before[:, :8])
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_out_beside_the_query_of_every_head(device: str) -> None:
+    arguments = good(device)
+    expected = verify_attention(**arguments).clone()
+    pairs = torch.stack([arguments["query"], arguments["out"]], dim=2)
+    arguments["query"], arguments["out"] = pairs[:, :, 0], pairs[:, :, 1]
+    assert torch.equal(verify_attention(**arguments), expected)
+    assert torch.equal(arguments["out"], expected)
+    arguments["out"] = pairs[:, :, 0]
+    with pytest.raises(NworError, match=r"^out: got memory of query"):
+        verify_attention(**arguments)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_out_shifted_against_the_query(device: str) -> None:
+    """Rows of one are the next rows of the other."""
+    arguments = good(device)
+    room = torch.empty(6, 5, 64, dtype=arguments["query"].dtype, device=device)
+    arguments["query"] = room[:5, :4].copy_(arguments["query"])
+    arguments["out"] = room[1:, :4]
+    with pytest.raises(NworError, match=r"^out: got memory of query"):
+        verify_attention(**arguments)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("name", ["keys", "values"])
+def test_out_within_a_compact_view(device: str, name: str) -> None:
+    arguments = good(device, view="compact")
+    arguments["out"] = getattr(arguments["view"], name).as_strided((5, 4, 64), (256, 64, 1))
+    with pytest.raises(NworError, match=f"^out: got memory of view.{name}, expected"):
+        verify_attention(**arguments)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("name", ["key_cache", "value_cache"])
+def test_out_within_the_pages(device: str, name: str) -> None:
+    """Pages have gaps here: those of K lie between those of V."""
+    arguments = good(device, layout="kv_second")
+    arguments["out"] = arguments[name].as_strided((5, 4, 64), (256, 64, 1))
+    with pytest.raises(NworError, match=f"^out: got memory of {name}, expected"):
+        verify_attention(**arguments)
+
+
 def test_a_mask_too_narrow_for_the_rows() -> None:
     arguments = arguments_of(make_step(Shape([65], [3], mask="tree"), 2))
     arguments["tree_mask"] = arguments["tree_mask"][:, :1].contiguous()
@@ -200,6 +312,22 @@ def test_wrong_compact_views(device: str) -> None:
         arguments = good(device, view="compact")
         arguments["view"] = change(arguments["view"])
         expect_refusal(name, arguments, arguments["out"])
+
+
+def test_lengths_of_views_without_room_are_judged() -> None:
+    arguments = good("cpu", view="compact")
+    view = arguments["view"]
+    empty, lens = view.keys[:, :, :0], torch.tensor([0, 5], dtype=INT32)
+    arguments["view"] = CompactView(empty, empty, lens)
+    expect_refusal("view.lens[1]: got 5", arguments, arguments["out"])
+    arguments = good("cpu", view="partial")
+    view = arguments["view"]
+    none, one = torch.zeros(2, dtype=INT32), torch.tensor([0, 1], dtype=INT32)
+    blocks = view.blocks[:, :, :0].contiguous()
+    arguments["view"] = PartialView(blocks, one, none, 16)
+    expect_refusal("view.num_blocks[1]: got 1", arguments, arguments["out"])
+    arguments["view"] = PartialView(blocks, none, one, 16)
+    expect_refusal("view.view_lens[1]: got 1", arguments, arguments["out"])
 
 
 def test_a_compact_view_that_is_longer_than_its_memory() -> None:
@@ -289,6 +417,18 @@ def test_wrong_plans() -> None:
         verify_plan(**planned)
 
 
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+def test_a_plan_that_kernels_cannot_serve_names_the_argument() -> None:
+    names = ("query", "key_cache", "block_table", "prefix_lens", "query_start")
+    for changes, message in (
+        ({"page_size": 24}, "key_cache: got pages of 24 tokens, expected a page size"),
+        ({"head_dim": 72}, "query: got 72 channels, expected head size"),
+    ):
+        arguments = good("cuda", **changes)
+        with pytest.raises(NworError, match=f"^{message}"):
+            verify_plan(**{name: arguments[name] for name in names})
+
+
 def test_wrong_states() -> None:
     out, lse = torch.zeros(3, 2, 8), torch.zeros(3, 2)
     for name, outs, lses in (
@@ -300,6 +440,7 @@ def test_wrong_states() -> None:
         ("outs[1]", [out, out.half()], [lse, lse]),
         ("lses[1]", [out, out], [lse, lse[:, :1]]),
         ("lses[0]", [out], [lse.double()]),
+        ("outs[0]", [out[..., :0]], [lse]),
     ):
         with pytest.raises(NworError) as refusal:
             merge_states(outs, lses)

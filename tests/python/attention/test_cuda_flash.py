@@ -387,6 +387,22 @@ def test_a_compact_view_and_its_faults(mask: str, rows: list[int], fault: str) -
 
 
 @pytest.mark.parametrize("mask", ["causal", "tree"])
+@pytest.mark.parametrize("rows", [[3, 3], [3, 40]])
+def test_a_compact_view_without_room_shows_nothing(mask: str, rows: list[int]) -> None:
+    step = make_step(Shape(rows, [90, 40], dtype=torch.bfloat16, mask=mask), 76, "cuda")
+    tokens = torch.empty(2, 2, 0, 64, dtype=torch.bfloat16, device="cuda")
+    lens = torch.zeros(2, dtype=torch.int32, device="cuda")
+    step.options["view"] = CompactView(tokens, tokens.clone(), lens)
+    step.seen[:] = [[[], []], [[], []]]
+    for told in ({"max_rows": max(rows)}, {}):
+        assert_close(step, *step.run(route="torch_flash", **told))
+    lens[1] = 5
+    status = new_status()
+    assert_close(step, *step.run(route="torch_flash", status=status))
+    assert status[:3].tolist() == [3, 1, 5]
+
+
+@pytest.mark.parametrize("mask", ["causal", "tree"])
 @pytest.mark.parametrize("rows", [[4, 3, 4], [1, 4, 2], [0, 4, 4], [2, 0, 1]])
 def test_a_batch_of_fewer_rows_is_filled_up(mask: str, rows: list[int]) -> None:
     """As graphs of one size replay it: four rows for each request, some of them nobody's."""

@@ -135,6 +135,22 @@ def test_rows_that_the_host_has_counted(device: str) -> None:
 
 
 @pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("rows_per_request", [7, 8, 1000, 2**31 - 1])
+def test_one_request_may_be_counted_as_any_number_of_rows(
+    device: str, rows_per_request: int
+) -> None:
+    step = make_step(Shape([7], [19], dtype=row_dtypes(device)[0]), SEED, device)
+    prefix_out, prefix_lse = prefix_state(step)
+    expected, _ = run(step, prefix_out, prefix_lse)
+    given = [step.arguments[name] for name in ("query", "key", "value")]
+    out = torch.full_like(prefix_out, float("nan"))
+    arguments = (*given, prefix_out, prefix_lse, step.arguments["query_start"], step.scale, out)
+    interceptor = Interceptor(NworConfig())
+    _C.merge_rows_of_layer(interceptor, "layer", *arguments, rows_per_request=rows_per_request)
+    assert torch.equal(out, expected)
+
+
+@pytest.mark.parametrize("device", DEVICES)
 def test_further_tokens_instead_of_the_rows(device: str) -> None:
     """All rows of a request see its own tokens, as many as are said; what lies behind is not read.
 
@@ -241,9 +257,21 @@ def test_torch_knows_the_op(device: str) -> None:
             r"query_start\[2\]: got 1, expected 2 to 3",
         ),
         ({"tree_mask": torch.zeros(2, 1, dtype=torch.int64)}, "tree_mask: got"),
+        (
+            {"tree_mask": torch.zeros(3, 0, dtype=torch.int64)},
+            "tree_mask: got 0 words per row, expected at least 1",
+        ),
         ({"scale": INFINITY}, "scale: got"),
+        ({"scale": 1e39}, "scale: got 1e[+]39"),
         ({"softcap": -1.0}, "softcap: got"),
+        ({"softcap": 1e39}, "softcap: got 1e[+]39"),
+        ({"softcap": 1e-50}, "softcap: got 1e-50"),
         ({"out": torch.zeros(3, 4, 32)}, "out: got"),
+        ({"out": torch.zeros(1, 4, 64).expand(3, 4, 64)}, "out: got overlapping strides"),
+        (
+            {"out": torch.zeros(1000).as_strided((3, 4, 64), (192, 64, 1))},
+            "out: got overlapping strides",
+        ),
         ({"token_lens": torch.zeros(2, dtype=torch.int32)}, "token_lens: got"),
         (
             {
@@ -283,6 +311,84 @@ def test_out_must_not_be_an_input() -> None:
         merge_rows(
             query, query, query, query.clone(), torch.zeros(3, 4), start, None, 1.0, out=query
         )
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_out_among_slices_of_the_inputs(device: str) -> None:
+    """4 query heads, 2 of K, 2 of V, 4 of the prefix' output and 4 spare ones in every row."""
+    generator = torch.Generator().manual_seed(3)
+    buffer = torch.randn(9, 16, 64, generator=generator).to(row_dtypes(device)[-1]).to(device)
+    lse = torch.zeros(9, 4, device=device)
+    start = torch.tensor([0, 9], dtype=torch.int32, device=device)
+
+    def merge(memory: torch.Tensor, first: int) -> torch.Tensor:
+        parts = memory.split([4, 2, 2, 4, 4], dim=1)[:4]
+        return merge_rows(*parts, lse, start, None, 0.125, out=memory[:, first : first + 4])
+
+    parts = [part.contiguous() for part in buffer.split([4, 2, 2, 4, 4], dim=1)[:4]]
+    expected = merge_rows(*parts, lse, start, None, 0.125)
+    for first in (8, 12):
+        assert torch.equal(merge(buffer.clone(), first), expected)
+    refused = {0: "memory of query", 3: "memory of query", 4: "memory of key", 7: "memory of value"}
+    for first, name in {**refused, 9: "part of prefix_out"}.items():
+        memory = buffer.clone()
+        with pytest.raises(NworError, match=f"^out: got {name}"):
+            merge(memory, first)
+        assert torch.equal(memory, buffer)
+
+
+def test_out_must_not_be_prefix_out_a_row_further() -> None:
+    rows = torch.randn(3, 4, 64)
+    start = torch.tensor([0, 3], dtype=torch.int32)
+    room = torch.zeros(4, 5, 64)
+    given = (rows, rows, rows, room[:3, :4], torch.zeros(3, 4), start, None, 1.0)
+    with pytest.raises(NworError, match="out: got part of prefix_out"):
+        merge_rows(*given, out=room[1:, :4])
+
+
+def test_one_row_in_place_whatever_its_stride() -> None:
+    rows, start = torch.randn(1, 4, 64), torch.tensor([0, 1], dtype=torch.int32)
+    prefix = torch.randn(1, 4, 64)
+    tail = (torch.zeros(1, 4), start, None, 1.0)
+    expected = merge_rows(rows, rows, rows, prefix, *tail)
+    out = prefix.as_strided((1, 4, 64), (7, 64, 1))
+    assert torch.equal(merge_rows(rows, rows, rows, prefix, *tail, out=out), expected)
+
+
+def test_a_mask_too_narrow_for_the_rows() -> None:
+    rows = torch.randn(70, 2, 64)
+    start = torch.tensor([0, 5, 70], dtype=torch.int32)
+    mask = torch.full((70, 1), -1, dtype=torch.int64)
+    given = (rows, rows, rows, torch.zeros(70, 2, 64), torch.zeros(70, 2))
+    message = "^tree_mask: got 1 words per row, expected at least 2 for the 65 rows of request 1$"
+    with pytest.raises(NworError, match=message):
+        merge_rows(*given, start, mask, 1.0)
+    start[1] = 6  # 64 rows
+    merge_rows(*given, start, mask, 1.0)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_scores_of_minus_infinity_weigh_nothing(device: str) -> None:
+    """The first rows see nothing else; the prefix has been seen by none, then by all."""
+    dtype = row_dtypes(device)[-1]
+    query = torch.ones(12, 4, 64, dtype=dtype, device=device)
+    key = torch.zeros(12, 2, 64, dtype=dtype, device=device)
+    key[:9] = -INFINITY
+    value = torch.randn(12, 2, 64, generator=torch.Generator().manual_seed(1)).to(device, dtype)
+    start = torch.tensor([0, 12], dtype=torch.int32, device=device)
+    prefix_out = torch.full((12, 4, 64), 3.0, dtype=dtype, device=device)
+    prefix_lse = torch.full((12, 4), -INFINITY, device=device)
+    given = (query, key, value, prefix_out)
+    out, lse = merge_rows(*given, prefix_lse, start, None, 1.0, return_lse=True)
+    assert (out[:9] == 0).all()
+    assert torch.isneginf(lse[:9]).all()
+    assert torch.equal(out[9], value[9].repeat_interleave(2, 0))
+    out, lse = merge_rows(
+        *given, torch.zeros(12, 4, device=device), start, None, 1.0, return_lse=True
+    )
+    assert (out[:9] == 3.0).all()
+    assert (lse[:9] == 0.0).all()
+    assert out.isfinite().all()
 
 
 # ---- with the layer's write in the same launch ----

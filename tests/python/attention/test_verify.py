@@ -136,6 +136,99 @@ def test_no_rows_and_no_requests(device: str) -> None:
 
 
 @pytest.mark.parametrize("device", DEVICES)
+def test_what_requests_without_rows_say_is_not_looked_at(device: str) -> None:
+    """Their tables and lists name no page; the others are computed, and nobody is told."""
+    for view in ("none", "partial"):
+        shape = Shape([0, 3, 0], [40, 70, 33], dtype=row_dtypes(device)[0], view=view)
+        steps = (make_step(shape, seed, device) for seed in range(50))
+        used = "num_blocks" if view == "partial" else None
+        step = next(s for s in steps if not used or (s.options["view"].num_blocks > 0).all())
+        expected = step.run()
+        step.arguments["block_table"][0::2] = -1
+        if view == "partial":
+            step.options["view"].blocks[0::2] = -1
+        status = torch.zeros(8, dtype=torch.int64, device=device)
+        for got, wanted in zip(step.run(status=status), expected, strict=True):
+            assert torch.equal(got, wanted)
+        assert status.tolist() == [0] * 8
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("cache_dtype", [None, FP8])
+@pytest.mark.parametrize("view", ["partial", "compact"])
+def test_a_view_without_room_shows_nothing(
+    device: str, cache_dtype: torch.dtype | None, view: str
+) -> None:
+    """Requests that use it see their own rows alone, the others their whole prefix."""
+    shape = Shape([3, 2, 4], [90, 40, 0], dtype=row_dtypes(device)[-1], cache_dtype=cache_dtype)
+    step = make_step(shape, 4, device)
+    dtype, dim = shape.dtype, shape.head_dim
+    uses = torch.tensor([0, -1, 0], dtype=torch.int32, device=device)
+    if view == "partial":
+        blocks = torch.empty(3, 2, 0, dtype=torch.int32, device=device)
+        step.options["view"] = PartialView(blocks, uses, torch.zeros_like(uses), 16)
+    else:
+        tokens = torch.empty(3, 2, 0, dim, dtype=dtype, device=device)
+        step.options["view"] = CompactView(tokens, tokens.clone(), uses)
+    step.seen[0] = [[], []]
+    out, lse = step.run()
+    assert_close(step, out, lse)
+    # The same as one with room that shows nothing.
+    if view == "partial":
+        blocks = torch.full((3, 2, 1), -1, dtype=torch.int32, device=device)
+        step.options["view"] = PartialView(blocks, uses, torch.zeros_like(uses), 16)
+    else:
+        tokens = torch.full((3, 2, 1, dim), torch.nan, dtype=dtype, device=device)
+        step.options["view"] = CompactView(tokens, tokens.clone(), uses)
+    for got, expected in zip(step.run(), (out, lse), strict=True):
+        assert torch.equal(got, expected)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("cache_dtype", [None, FP8])
+@pytest.mark.parametrize("own", [(1, 2), (3, 1), (1, 1)])
+def test_a_compact_view_that_requests_or_heads_share(
+    device: str, cache_dtype: torch.dtype | None, own: tuple[int, int]
+) -> None:
+    """Strides of 0 read what a copy of the view has."""
+    for head_dim in (64, 128):
+        dtype = row_dtypes(device)[-1]
+        shape = Shape([3, 2, 9], [5, 5, 5], head_dim=head_dim, dtype=dtype, cache_dtype=cache_dtype)
+        step = make_step(shape, 5, device)
+        parts = [torch.randn(*own, 200, head_dim).to(device, dtype) for _ in range(2)]
+        shared = [part.expand(3, 2, 200, head_dim) for part in parts]
+        lens = torch.tensor([200, 131, 64], dtype=torch.int32, device=device)
+        step.options["view"] = CompactView(*(tensor.contiguous() for tensor in shared), lens)
+        expected = step.run()
+        step.options["view"] = CompactView(*shared, lens)
+        for got, wanted in zip(step.run(), expected, strict=True):
+            assert torch.equal(got, wanted)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("softcap", [0.0, 20.0])
+def test_keys_that_a_scale_makes_nothing(device: str, softcap: float) -> None:
+    """A float8 scale of 0: all tokens of the prefix weigh alike, also where some are masked."""
+    shape = Shape(
+        rows=[3, 2],
+        prefix=[90, 17],
+        dtype=row_dtypes(device)[-1],
+        cache_dtype=FP8,
+        scales="head",
+        softcap=softcap,
+    )
+    step = make_step(shape, 6, device)
+    step.options["k_scale"][0] = 0.0
+    assert_close(step, *step.run())
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_the_largest_softcap_is_still_exact(device: str) -> None:
+    step = make_step(Shape([3], [300], dtype=row_dtypes(device)[0], softcap=1000.0), 16, device)
+    assert_close(step, *step.run())
+
+
+@pytest.mark.parametrize("device", DEVICES)
 def test_chain_mask_equals_no_mask(device: str) -> None:
     shape = Shape([7, 70], [33, 700], dtype=row_dtypes(device)[0])
     plain = make_step(shape, 5, device)
