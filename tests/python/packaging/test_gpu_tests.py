@@ -157,6 +157,28 @@ def test_what_has_not_run_in_time_is_counted(tool: ModuleType) -> None:
     assert outcome.not_run == ["test_some.py::test_cuda_slow"]
 
 
+def test_asked_to_end_it_tells_what_has_run_and_leaves_nobody_behind(tool: ModuleType) -> None:
+    tests = """
+import os, signal, time
+
+def test_cuda_fast():
+    pass
+
+def test_cuda_last():
+    open("pid", "w").write(str(os.getpid()))
+    os.kill(os.getppid(), signal.SIGTERM)
+    time.sleep(600)
+"""
+    names = ["test_some.py::test_cuda_fast", "test_some.py::test_cuda_last"]
+    (tool.ROOT / "test_some.py").write_text(tests)
+    (outcome,) = tool.run(["plain"], names, 1, 300, tool.ROOT / "logs")
+    assert outcome.counts == {"passed": 1, "not run": 1}
+    assert outcome.not_run == names[1:]
+    assert outcome.seconds < 300
+    with pytest.raises(ProcessLookupError):
+        os.kill(int((tool.ROOT / "pid").read_text()), 0)
+
+
 @pytest.mark.parametrize("chosen", [None, "3"])
 def test_processes_share_the_cores(
     tool: ModuleType, monkeypatch: pytest.MonkeyPatch, chosen: str | None
