@@ -146,6 +146,8 @@ class cmake_build_ext(build_ext):
             arguments += [f"-DCMAKE_{lang}_COMPILER_LAUNCHER={ccache}" for lang in ("CXX", "CUDA")]
         for name in ("NWOR_CUDA", "NWOR_PROMETHEUS"):
             arguments.append(f"-D{name}={os.environ.get(name, 'AUTO')}")
+        # Named each time as well: without it the one of the last build would stand.
+        arguments.append(f"-DNWOR_CUDA_ARCH_LIST={os.environ.get('TORCH_CUDA_ARCH_LIST', '')}")
         self._with_tests = os.environ.get("NWOR_BUILD_TESTS", "OFF").upper() in ("ON", "1", "TRUE")
         if self._with_tests or not (build_dir / "CMakeCache.txt").is_file():
             # A plain install leaves a developer's configured tests as they are, unbuilt.

@@ -52,12 +52,16 @@ else()
   message(STATUS "nwor_specpv: NWOR_CUDA=OFF, building the CPU library only")
 endif()
 
+set(_kept "${NWOR_CUDA_ARCH_LIST}")
 if(NWOR_WITH_CUDA OR NWOR_CHECK_KERNELS)
   set(_list "$ENV{TORCH_CUDA_ARCH_LIST}")
   if(NOT _list)
+    set(_list "${_kept}")
+  endif()
+  if(NOT _list)
     set(_list "8.0;8.9;9.0a;9.0+PTX")
   endif()
-  # Kept for whoever wants to build once more in the same way.
+  # Kept for builds that configure once more, of themselves or because somebody asks for the same.
   set(NWOR_CUDA_ARCH_LIST "${_list}" CACHE INTERNAL "TORCH_CUDA_ARCH_LIST of the last configuration")
   nwor_cuda_architectures("${_list}" NWOR_CUDA_ARCHS)
   set(CMAKE_CUDA_COMPILER "${NWOR_NVCC}")

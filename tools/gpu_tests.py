@@ -126,7 +126,7 @@ class Outcome:
         summaries = [int(errors or hazards) for errors, hazards in _FOUND.findall(text)]
         unseen = text.count(f"========= {_UNSEEN}")
         self.unseen += unseen
-        self.findings += sum(summaries) - unseen if summaries else 0
+        self.findings += max(0, sum(summaries) - unseen)
         failed = [name for name, kind in seen.items() if kind == "failed"]
         self.troubles += [f"failed: {name}" for name in failed]
         code = shard.process.returncode
@@ -151,7 +151,7 @@ def first_words(text: str, tests: list[str], most: int = 20) -> list[str]:
         # Of test_a[1] and test_a[1]b the longer one; lines of tracebacks are none.
         current = max((t for t in tests if line.startswith(f"{t} ")), key=len, default=current)
         said = _SAID.search(line)
-        if said and len(found) < most:
+        if said and not said[1].startswith(_UNSEEN) and len(found) < most:
             found.append(f"{current}: {said[1]}")
     return found
 

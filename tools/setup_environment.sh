@@ -73,7 +73,8 @@ install_requirements() {
 tools/install_system_packages.sh
 
 # Its programs name their interpreter by its full path.
-if [[ -f "$place" && "$(cat "$place")" != "$PWD" ]]; then
+here="$(pwd -P)"
+if [[ -f "$place" && "$(cat "$place")" != "$here" ]]; then
   say "$venv was made in $(cat "$place"); making it again"
   rm -rf "$venv"
 fi
@@ -81,7 +82,7 @@ if [[ ! -x "$venv/bin/python" ]] || ! usable "$venv/bin/python"; then
   rm -rf "$venv"
   make_venv
 fi
-printf '%s\n' "$PWD" >"$place"
+printf '%s\n' "$here" >"$place"
 
 wanted="$(sha256sum "$requirements" | cut -d' ' -f1)"
 if [[ "$(cat "$stamp" 2>/dev/null || true)" != "$wanted" ]]; then

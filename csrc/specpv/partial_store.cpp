@@ -166,8 +166,6 @@ std::shared_ptr<StoredCache> PartialStore::Open(int64_t prompt_tokens, int64_t m
     free_rows_.pop_back();
   }
   try {
-    // A list of the request that had the row before must not be taken for its own.
-    ids_.select(1, row).fill_(-1);
     auto cache =
         std::make_shared<StoredCache>(shared_from_this(), row, prompt_tokens, max_new_tokens);
     cache->set_bytes_per_token(bytes_per_token_);
@@ -224,10 +222,17 @@ void PartialStore::Begin(const std::vector<BatchEntry>& batch) {
     begun.push_back(
         {entry.cache, decision.kind, decision.full_len, decision.committed_len, told[kCandidates]});
   }
+  for (const BatchEntry& entry : batch) {
+    if (entry.cache == nullptr) continue;
+    // A list of the request that had the row before must not be taken for its own.
+    if (entry.cache->BeginStep()) ids_.select(1, entry.cache->row()).fill_(-1);
+  }
   lens_.copy_(host, /*non_blocking=*/cuda);
   ObserveEvents();
   batch_ = std::move(begun);
-  refreshed_.assign(num_layers(), budget_.retrieval_blocks == 0);
+  const bool nothing_to_choose = budget_.retrieval_blocks == 0;
+  refreshed_.assign(num_layers(), nothing_to_choose);
+  if (nothing_to_choose) NoteRefresh();
 }
 
 void PartialStore::BuildViews(const at::Tensor& block_table) {
@@ -273,7 +278,7 @@ void PartialStore::RefreshLayer(int64_t layer, const at::Tensor& query,
     throw;
   }
   refreshed_[layer] = true;
-  if (refreshed()) NoteSummaries();
+  if (refreshed()) NoteRefresh();
   if (on_device) refresh_end_ = RecordNow(device);
   if (!observed || !device.is_cpu()) return;
   const std::chrono::duration<double> elapsed = std::chrono::steady_clock::now() - started;
@@ -310,14 +315,17 @@ int64_t PartialStore::bytes() const {
 
 void PartialStore::MarkRefreshed() {
   refreshed_.assign(num_layers(), true);
-  NoteSummaries();
+  NoteRefresh();
 }
 
 // A step that was begun may never be run: only when all layers are done are its blocks summarised.
-void PartialStore::NoteSummaries() {
+// Another may be begun before this one is finished, so its requests keep it.
+void PartialStore::NoteRefresh() {
   for (const Begun& begun : batch_) {
     const std::shared_ptr<StoredCache> cache = begun.cache.lock();
     if (cache == nullptr || begun.kind != StepKind::kFullRefresh) continue;
+    cache->EndRefresh(begun.full_len, begun.committed_len);
+    if (budget_.retrieval_blocks == 0) continue;
     cache->set_summarized_blocks(std::max(cache->summarized_blocks(), begun.candidates));
   }
 }
@@ -326,16 +334,13 @@ bool PartialStore::refreshed() const {
   return std::all_of(refreshed_.begin(), refreshed_.end(), [](bool done) { return done; });
 }
 
-bool PartialStore::HasRefreshed(const StoredCache& cache, const StepDecision& decision) const {
-  const auto is_step = [&](const Begun& begun) {
-    return begun.cache.lock().get() == &cache && begun.kind == StepKind::kFullRefresh &&
-           begun.full_len == decision.full_len && begun.committed_len == decision.committed_len;
-  };
-  return refreshed() && std::any_of(batch_.begin(), batch_.end(), is_step);
+bool StoredCache::BeginStep() {
+  refreshed_ = {-1, -1};
+  return std::exchange(is_new_, false);
 }
 
 bool StoredCache::RefreshComplete(const StepDecision& decision) const {
-  return store_->HasRefreshed(*this, decision);
+  return refreshed_ == std::pair(decision.full_len, decision.committed_len);
 }
 
 at::Tensor PartialStore::rows() const { return lens_[kStoreRow]; }

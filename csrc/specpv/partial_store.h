@@ -7,6 +7,7 @@
 #include <memory>
 #include <mutex>
 #include <optional>
+#include <utility>
 #include <vector>
 
 #include "export.h"
@@ -102,9 +103,7 @@ class NWOR_EXPORT PartialStore : public std::enable_shared_from_this<PartialStor
   void Release(int64_t row);
   void CheckBatch(const std::vector<BatchEntry>& batch) const;
   bool Refreshes() const;  // whether a request of the step does
-  // Whether the step that was begun last has refreshed this request as decided.
-  bool HasRefreshed(const StoredCache& cache, const StepDecision& decision) const;
-  void NoteSummaries();
+  void NoteRefresh();
   void ObserveEvents();
 
   struct Begun {
@@ -143,6 +142,13 @@ class NWOR_EXPORT StoredCache : public PartialCache {
   int64_t summarized_blocks() const { return summarized_blocks_; }
   void set_summarized_blocks(int64_t blocks) { summarized_blocks_ = blocks; }
 
+  // For the store. The first tells whether it is the request's first step; the second, which one
+  // has refreshed.
+  bool BeginStep();
+  void EndRefresh(int64_t full_len, int64_t committed_len) {
+    refreshed_ = {full_len, committed_len};
+  }
+
  protected:
   bool RefreshComplete(const StepDecision& decision) const override;
 
@@ -150,6 +156,8 @@ class NWOR_EXPORT StoredCache : public PartialCache {
   std::shared_ptr<PartialStore> store_;
   const int64_t row_;
   int64_t summarized_blocks_ = 0;
+  bool is_new_ = true;
+  std::pair<int64_t, int64_t> refreshed_ = {-1, -1};  // F and N of the step that has
 };
 
 }  // namespace nwor

@@ -15,10 +15,11 @@ from typing import BinaryIO
 def written_whole(path: Path) -> Iterator[BinaryIO]:
     """A file beside the place, under a name that no other writer has; renamed at the end.
 
-    The place is where links lead. What is no file there, as a device or a pipe, is written into.
+    The place is where links lead. What is no file there, as a device or a pipe, is written into,
+    and so is one that this process prints to.
     """
-    if path.exists() and not path.is_file():
-        with path.open("wb") as file:
+    if path.exists() and (not path.is_file() or is_stream(path)):
+        with path.open("ab" if path.is_file() else "wb") as file:
             yield file
         return
     path = Path(os.path.realpath(path))
@@ -33,15 +34,31 @@ def written_whole(path: Path) -> Iterator[BinaryIO]:
             beside.unlink(missing_ok=True)
 
 
+def is_stream(path: Path) -> bool:
+    """Whether it is what standard output or error goes to, as /dev/stdout always is."""
+    there = path.stat()
+    for number in (1, 2):
+        with contextlib.suppress(OSError):  # closed
+            if os.path.samestat(there, os.fstat(number)):
+                return True
+    return False
+
+
 def _become(file: int, path: Path) -> None:
-    """Gives a new file the owner and the mode of the one whose place it will take."""
+    """Gives a new file the owner and the mode of the one whose place it will take.
+
+    Files cannot be given to everybody; where not even the group can be kept, the old mode might
+    keep those from reading who could.
+    """
     try:
         there = path.stat()
     except FileNotFoundError:
         return
-    with contextlib.suppress(OSError):  # of somebody else, who cannot be given files
-        os.fchown(file, there.st_uid, there.st_gid)
-    os.fchmod(file, stat.S_IMODE(there.st_mode))
+    for owner in (there.st_uid, -1):
+        with contextlib.suppress(OSError):
+            os.fchown(file, owner, there.st_gid)
+            os.fchmod(file, stat.S_IMODE(there.st_mode))
+            return
 
 
 def write_whole(path: Path, text: str) -> None:

@@ -71,7 +71,7 @@ def cut_on_host(
 ) -> Cut:
     """`cut_path` with callbacks that see each request's tokens; the earliest cut counts.
 
-    Waits for the device once: strings and grammars are the host's. A later callback sees no more
+    Waits for the device: strings and grammars are the host's. A later callback sees no more
     than what the ones before it kept. A request that emits nothing is not shown. A path outside the
     tree raises before any callback is asked; on CUDA with `status` that request emits nothing, and
     its word says why.
@@ -105,19 +105,23 @@ def _raise_faults(status: torch.Tensor) -> None:
 def _ask(callbacks: Sequence[Callback], request: int, run: list[int]) -> int:
     """How many tokens of a run all callbacks leave, -1 if none cuts."""
     decided = -1
-    for one in callbacks:
-        kept = one(request, list(run))
-        if kept is None:
-            continue
-        if not 0 <= kept <= len(run):
-            raise NworError(
-                f"callback: got {kept} for request {request}, expected None or 0 .. {len(run)}"
-            )
-        run, decided = run[:kept], kept
-    for one in callbacks:
-        settle = getattr(one, "settle", None)
-        if settle is not None:
-            settle(request, len(run))
+    emitted = 0  # if one of them fails
+    try:
+        for one in callbacks:
+            kept = one(request, list(run))
+            if kept is None:
+                continue
+            if not 0 <= kept <= len(run):
+                raise NworError(
+                    f"callback: got {kept} for request {request}, expected None or 0 .. {len(run)}"
+                )
+            run, decided = run[:kept], kept
+        emitted = len(run)
+    finally:
+        for one in callbacks:
+            settle = getattr(one, "settle", None)
+            if settle is not None:
+                settle(request, emitted)
     return decided
 
 
@@ -148,7 +152,8 @@ class StopStrings:
 
     def settle(self, request: int, kept: int) -> None:
         """Of the tokens that were shown last, `kept` are emitted."""
-        del self._tokens[request][self._rounds[request] + kept :]
+        if request in self._rounds:  # not forgotten meanwhile, by another callback
+            del self._tokens[request][self._rounds[request] + kept :]
 
     def text(self, request: int) -> str:
         text = self._decode(self._tokens.get(request, []))

@@ -7,7 +7,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from nwor_specpv._files import write_whole
+from nwor_specpv._files import is_stream, write_whole
 from nwor_specpv._parser import Parser, count
 from nwor_specpv.errors import NworError
 
@@ -47,7 +47,7 @@ def main(argv: list[str]) -> int:
 
 def check_place(path: Path) -> None:
     """Raises where a page cannot be written: before the work, not after it."""
-    if path.exists() and not path.is_file():  # a device or a pipe is written into
+    if path.exists() and (not path.is_file() or is_stream(path)):  # is written into
         good = not path.is_dir() and os.access(path, os.W_OK)
     else:
         real = Path(os.path.realpath(path))

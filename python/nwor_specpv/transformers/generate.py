@@ -276,7 +276,8 @@ class Generator:
         if len(prompts) == 1 or len(set(map(len, prompts))) > 1:
             return
         pads = self._own_ids("pad_token_id") | _ids_of(self.tokenizer, "pad_token_id")
-        pads -= self._own_ids("eos_token_id") | self._own_ids("bos_token_id")
+        for name in ("eos_token_id", "bos_token_id"):
+            pads -= self._own_ids(name) | _ids_of(self.tokenizer, name)
         for index, prompt in enumerate(prompts):
             for pad in pads.intersection((prompt[0], prompt[-1])):
                 count = max(_leading(prompt, pad), _leading(prompt[::-1], pad))

@@ -110,7 +110,7 @@ def judge(
         )
     path, counts, following = (part.tolist() for part in accepted)
     verdicts = [
-        Verdict(rows[:count], token)
+        Verdict(rows[:count], _checked(token))
         for rows, count, token in zip(path, counts, following, strict=True)
     ]
     return verdicts, probs
@@ -153,7 +153,8 @@ def confirm(
     for begin in begins:
         _, count, following = accept_chain_sampling(*piece(begin), final)
         if int(count) < step:
-            return Verdict([], int(following), begin + int(count), whole=False), probs
+            cut = begin + int(count)
+            return Verdict([], _checked(int(following)), cut, whole=False), probs
     rows, full, drawn, tail_coins = piece(last)
     judged = confirm_sampling(
         rows, full, drawn, drafts - last, tree.tokens, probs, *walk, tail_coins, coins, final
@@ -165,7 +166,16 @@ def _verdict(judged: TwoLevel, before: int, length: int) -> Verdict:
     """Of a chain of `length` tokens whose first `before` drafts stand already."""
     confirmed, count = before + int(judged.confirmed), int(judged.counts)
     path = judged.path[0, :count].tolist()
-    return Verdict(path, int(judged.next_token), confirmed, confirmed == length - 1)
+    return Verdict(path, _checked(int(judged.next_token)), confirmed, confirmed == length - 1)
+
+
+def _checked(token: int) -> int:
+    """On CUDA nothing is drawn, and nothing raised, where the model's logits are no numbers."""
+    if token < 0:
+        raise NworError(
+            "logits: got a NaN, an infinity or no token left to choose, expected numbers"
+        )
+    return token
 
 
 def cut_run(run: list[int], stop_ids: frozenset[int], room: int) -> tuple[int, str | None]:

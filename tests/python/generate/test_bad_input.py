@@ -140,6 +140,9 @@ def test_what_pads_is_known_from_the_model_and_the_tokenizer() -> None:
         model = copy.deepcopy(tiny())
         setattr(model.generation_config, name, 17)
         assert len(Generator(model, Padding(), "none").generate(rows, 1).token_ids) == 2
+        tokenizer = Padding()
+        setattr(tokenizer, name, 17)
+        assert len(Generator(tiny(), tokenizer, "none").generate(rows, 1).token_ids) == 2
     # Rows of several lengths have no padding, and neither has one alone.
     generator = Generator(tiny(), drafter="none")
     for given in ([[0, 5, 0], [6, 0]], torch.tensor([[0, 5, 0]]), [[5, 0, 6], [7, 0, 8]]):

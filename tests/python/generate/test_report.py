@@ -9,6 +9,8 @@ import re
 import shutil
 import stat
 import subprocess
+import sys
+from functools import partial
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -199,6 +201,49 @@ def test_a_page_is_written_into_what_is_no_file(tmp_path: Path) -> None:
     if os.geteuid() != 0:  # root could lose it
         write_page(REPORT, Path(os.devnull))
         assert os.stat(os.devnull).st_rdev == before.st_rdev
+
+
+def test_a_page_for_the_standard_output_is_appended_to_it(tmp_path: Path) -> None:
+    """Also where that is a file, which others have written to and will."""
+    log = tmp_path / "log.txt"
+    log.write_text("earlier\n")
+    script = (
+        "import pathlib, sys\n"
+        "from nwor_specpv._files import write_whole\n"
+        "from nwor_specpv.report import check_place\n"
+        "place = pathlib.Path('/dev/stdout')\n"
+        "check_place(place)\n"
+        "print('before', flush=True)\n"
+        "write_whole(place, 'page\\n')\n"
+        "print('behind')\n"
+    )
+    with log.open("a") as out:
+        subprocess.run([sys.executable, "-c", script], stdout=out, check=True)
+    assert log.read_text().splitlines() == ["earlier", "before", "page", "behind"]
+
+
+def test_a_page_of_somebody_else_stays_readable(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Their group is kept if it can be; otherwise the mode is that of a new file."""
+    page, given = tmp_path / "page.html", []
+    page.write_text("before")
+    page.chmod(0o640)
+
+    def chown(file: int, user: int, group: int, may: bool) -> None:
+        given.append((user, group))
+        if not may or user != -1:
+            raise PermissionError
+
+    owner = page.stat()
+    for may, mode in ((True, 0o640), (False, None)):
+        given.clear()
+        monkeypatch.setattr(os, "fchown", partial(chown, may=may))
+        write_page(REPORT, page)
+        assert given == [(owner.st_uid, owner.st_gid), (-1, owner.st_gid)]
+        umask = os.umask(0)
+        os.umask(umask)
+        assert stat.S_IMODE(page.stat().st_mode) == (mode or 0o666 & ~umask)
 
 
 def test_pages_for_one_place_can_be_written_at_once(

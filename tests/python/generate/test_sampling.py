@@ -12,11 +12,11 @@ import pytest
 import torch
 
 from generate.tiny_models import VOCAB, Oracle, decode_plainly, tiny
-from nwor_specpv import SpecPVConfig, tree_from_chain
+from nwor_specpv import NworError, SpecPVConfig, tree_from_chain
 from nwor_specpv.drafters import TreeConfig
 from nwor_specpv.drafters.ngram import NgramDrafter
 from nwor_specpv.transformers import Generator, decoding, sampling
-from specpv.contexts import seeded
+from specpv.contexts import DEVICES, seeded
 
 PROMPT = [3, 14, 15, 92, 65]
 
@@ -305,3 +305,26 @@ def test_a_tail_may_be_longer_than_a_tree(monkeypatch: pytest.MonkeyPatch) -> No
     told = generator.generate([7] * 150, 300, temperature=0.3, top_k=3, seed=4, tree=tree)
     assert max(sizes) > 256
     assert len(told.token_ids) == 300
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("wrong", [float("nan"), float("inf")])
+def test_logits_that_are_no_numbers_end_the_round(device: str, wrong: float) -> None:
+    """On CUDA acceptance does not raise of itself: it draws nothing."""
+    tokens = torch.tensor([[3, 4]], device=device)
+    tree = tree_from_chain(tokens, torch.zeros(1, dtype=torch.int32, device=device))
+    logits = torch.zeros(1, 2, VOCAB, device=device)
+    logits[0, 0, 5] = wrong
+    with pytest.raises(NworError):
+        sampling.judge(sampling.Sampling(0.8), tree, logits, [7])
+
+
+def test_a_token_that_was_not_drawn_is_no_text(monkeypatch: pytest.MonkeyPatch) -> None:
+    tree = tree_from_chain(torch.tensor([[3, 4]]), torch.zeros(1, dtype=torch.int32))
+
+    def draws_nothing(*_: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return torch.full((1, 2), -1), torch.tensor([0]), torch.tensor([-1])
+
+    monkeypatch.setattr(sampling, "accept_sampling", draws_nothing)
+    with pytest.raises(NworError, match="logits: got a NaN"):
+        sampling.judge(sampling.Sampling(0.8), tree, torch.zeros(1, 2, VOCAB), [7])

@@ -324,7 +324,37 @@ def test_a_new_request_has_no_blocks_of_the_one_before() -> None:
     gc.collect()
     request = host.add(prompts(rng, 1)[0], NEW)
     assert request.cache.row == row
+    host.store.begin([(request.cache, host.policy.decide(request.cache, 1))])
     assert (host.store.ids[:, row] == -1).all()
+
+
+@pytest.mark.parametrize("selector", ["specpv", "streaming"])
+def test_a_batch_may_be_begun_before_another_is_finished(selector: str) -> None:
+    rng = seeded()
+    host = started(rng, specpv_selector=selector)
+    caches = [request.cache for request in host.requests]
+    decisions = []
+    for cache in caches:
+        cache.require_full()
+        decisions.append(host.policy.decide(cache, 1))
+        host.store.begin([(cache, decisions[-1])])
+        for layer in range(LAYERS):
+            host.store.refresh_layer(layer, torch.randn(2, 1, HEADS, DIM), table_of(host))
+    for cache, decision in zip(caches, decisions, strict=True):
+        cache.finish(decision, 0)
+        assert (cache.selected, cache.required) == (True, "none")
+
+
+def test_requests_are_opened_outside_of_the_mode_that_steps_run_in() -> None:
+    """A scheduler's thread need not be in inference mode, which is each thread's own."""
+    with torch.inference_mode():
+        host = started(seeded())
+    host.free += host.requests.pop().pages
+    gc.collect()
+    opened = host.store.open(10)
+    assert opened is not None
+    with torch.inference_mode():
+        host.store.begin([None, (opened, host.policy.decide(opened, 1))])
 
 
 def test_contexts_that_no_device_counts_are_refused() -> None:

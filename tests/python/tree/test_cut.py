@@ -203,6 +203,24 @@ def test_texts_hold_what_a_later_callback_left() -> None:
     assert end.text(0) == "c"
 
 
+def test_a_request_may_be_forgotten_in_its_last_round() -> None:
+    run = run_of([[1, 2]], [letters("?cd?")], letters("e"), "cpu")
+    stop = StopStrings(["xx"], spell)
+    cut = cut_on_host(*run, [stop, lambda request, tokens: stop.forget(request)])
+    assert int(cut.num_emitted) == 3
+    assert stop.text(0) == ""
+
+
+def test_texts_hold_nothing_of_a_round_that_failed() -> None:
+    run = run_of([[1, 2]], [letters("?cd?")], letters("e"), "cpu")
+    stop = StopStrings(["xx"], spell)
+    with pytest.raises(NworError, match="callback: got 9 for request 0"):
+        cut_on_host(*run, [stop, lambda request, tokens: 9])
+    assert stop.text(0) == ""
+    cut_on_host(*run, stop)
+    assert stop.text(0) == "cde"
+
+
 def test_the_earliest_of_several_cuts_counts() -> None:
     run = run_of([[1, 2, 3]], [[0, 65, 66, 67]], [68], "cpu")
     seen = []
