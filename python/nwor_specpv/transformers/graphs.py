@@ -56,8 +56,11 @@ class _Fixed:
 class StepGraphs:
     """The fixed steps of one cache. Not thread-safe."""
 
-    def __init__(self, device: torch.device, caches: list, interceptor: Interceptor) -> None:
+    def __init__(
+        self, device: torch.device, caches: list, interceptor: Interceptor, staging_rows: int
+    ) -> None:
         self._device, self._caches, self._interceptor = device, caches, interceptor
+        self._staging_rows = staging_rows  # drafts that a round may have
         self._fixed: OrderedDict[tuple[Shape, int], _Fixed] = OrderedDict()
         self._on_gpu = device.type == "cuda"
         self._pool = None
@@ -159,8 +162,10 @@ class StepGraphs:
 
     def _capture(self, fixed: _Fixed, shape: Shape, forward: Forward) -> None:
         """Records the step; nothing of it runs. What cannot be captured goes on without a graph."""
-        # How rows belong to requests is read from tables at every replay; here only they count.
-        self._interceptor.begin(RoundPlan([shape.rows], [shape.rows - 1]), capture=True)
+        # How rows belong to requests is read from tables at every replay; here only they count. A
+        # round with more drafts than are staged would be captured as one that stages none.
+        drafts = min(shape.rows - 1, self._staging_rows)
+        self._interceptor.begin(RoundPlan([shape.rows], [drafts]), capture=True)
         graph = torch.cuda.CUDAGraph()
         fixed.step.plans.clear()
         collecting = gc.isenabled()

@@ -53,7 +53,11 @@ class PagedCache(Cache):
             self.interceptor.bind_layer(name, *pair)
         self.checker = ContractChecker(self.interceptor) if check_contract else None
         self.staging_rows = config.staging_rows
-        self.graphs = StepGraphs(device, self.caches, self.interceptor) if graphs else None
+        self.graphs = (
+            StepGraphs(device, self.caches, self.interceptor, config.staging_rows)
+            if graphs
+            else None
+        )
         # What others keep about these pages, such as views of them: it goes when the cache does.
         self.beside: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
         self._tables = _BlockTables(self.allocator, device)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import random
 from functools import cache
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,7 +14,7 @@ import torch
 from attention.steps import Shape, make_step
 from generate.test_specpv_modes import configured
 from generate.tiny_models import Oracle, decode_plainly, random_prompt, tiny
-from nwor_specpv import SlotAllocator
+from nwor_specpv import Interceptor, NworConfig, SlotAllocator
 from nwor_specpv.drafters import TreeConfig
 from nwor_specpv.transformers import Generator
 from nwor_specpv.transformers.gathered import gathered_attention
@@ -159,6 +161,33 @@ def test_what_cannot_be_captured_runs_all_the_same_and_is_counted() -> None:
     again = generator().generate(prompts[0], 40, tree=TREES["chain"])
     assert again.token_ids == truths[0][:40]
     assert again.stats.graph_replays > 0
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_batch_may_have_fewer_drafts_than_a_step_of_its_shape(device: str) -> None:
+    """22 trees of 14 rows: 286 drafts are staged, and steps of their shape have 384 rows."""
+    generator, prompts, truths = make(seeded(), device, count=22)
+    batch = generator(cuda_graphs=True).generate(prompts, 40, tree=TREES["tree"])
+    assert batch.token_ids == [truth[:40] for truth in truths]
+    assert batch.stats.graph_replays > 0 or device == "cpu"
+
+
+def test_what_is_captured_stages(monkeypatch: pytest.MonkeyPatch) -> None:
+    keys = torch.zeros(4, 16, 2, 8)
+    interceptor = Interceptor(NworConfig(staging_rows=5, graph_rows=16))
+    interceptor.bind_layer("0", keys, keys.clone())
+    decided = []
+    watched = SimpleNamespace(
+        begin=lambda *plan, **how: decided.append(interceptor.begin(*plan, **how).stage),
+        abort=interceptor.abort,
+    )
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", lambda: SimpleNamespace(pool=lambda: None))
+    monkeypatch.setattr(torch.cuda, "graph", lambda *_, **__: contextlib.nullcontext())
+    graphs = StepGraphs(torch.device("cpu"), [], watched, 5)
+    for rows in (1, 2, 6, 7, 16):
+        fixed = SimpleNamespace(step=SimpleNamespace(plans={}))
+        graphs._capture(fixed, SimpleNamespace(rows=rows), lambda step: None)
+    assert decided == [False, True, True, True, True]
 
 
 @pytest.mark.parametrize("device", DEVICES)
