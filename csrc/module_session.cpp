@@ -302,7 +302,7 @@ void BindSessionValues(py::module_& m) {
                                }
                                return parents;
                              })
-      .def("validate", &DraftTree::Validate)
+      .def("validate", [](const DraftTree& tree) { tree.Validate(); })
       .def("__len__", &DraftTree::num_rows);
 
   py::class_<SessionBatch>(m, "SessionBatch")

@@ -1,13 +1,15 @@
 #include "session/draft_tree.h"
 
+#include <algorithm>
+
 #include "check.h"
 
 namespace nwor {
 
-void DraftTree::Validate() const {
+void DraftTree::Validate(int64_t most_rows) const {
   NWOR_CHECK(num_rows() >= 1, "tree: got no rows, expected a root at least");
-  NWOR_CHECK(num_rows() <= kMaxTreeRows, "tree: got ", num_rows(), " rows, expected at most ",
-             kMaxTreeRows);
+  NWOR_CHECK(num_rows() <= most_rows, "tree: got ", num_rows(), " rows, expected at most ",
+             most_rows);
   NWOR_CHECK(parents.empty() || parents.size() == tokens.size(), "parents: got ", parents.size(),
              " rows, expected ", tokens.size(), " as tokens, or none for a chain");
   for (int64_t row = 0; row < num_rows(); ++row) {
@@ -29,6 +31,11 @@ std::vector<int32_t> DraftTree::Depths() const {
   std::vector<int32_t> depths(tokens.size(), 0);
   for (int64_t row = 1; row < num_rows(); ++row) depths[row] = depths[parent(row)] + 1;
   return depths;
+}
+
+int32_t DraftTree::Depth() const {
+  const std::vector<int32_t> depths = Depths();
+  return *std::max_element(depths.begin(), depths.end());
 }
 
 }  // namespace nwor

@@ -24,11 +24,12 @@ struct NWOR_EXPORT DraftTree {
   }
 
   // Throws Error naming the row that is wrong.
-  void Validate() const;
+  void Validate(int64_t most_rows = kMaxTreeRows) const;
 
   // The rest REQUIRES a valid tree.
   bool is_chain() const;
   std::vector<int32_t> Depths() const;  // [R]; the root's is 0
+  int32_t Depth() const;                // the largest of them
 };
 
 }  // namespace nwor

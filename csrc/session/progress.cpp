@@ -6,12 +6,21 @@
 
 namespace nwor {
 
+DraftTree Progress::NextTree() const {
+  return chunks ? DraftTree{chunks->chunk().tokens, {}} : request->tree;
+}
+
+bool Progress::OnePass() const {
+  const auto left = static_cast<int64_t>(request->new_tokens.size() - new_tokens_run);
+  return left + NextTree().num_drafts() <= kMaxTreeRows;
+}
+
 void Progress::PrepareTurn() {
   turn = Turn{};
   turn.session = &*session;
   if (request->max_new_tokens > 0) turn.max_new_tokens = request->max_new_tokens - emitted;
   turn.stop_ids = request->stop_ids;
-  DraftTree tree = chunks ? DraftTree{chunks->chunk().tokens, {}} : request->tree;
+  DraftTree tree = NextTree();
   const std::vector<int64_t>& tokens = request->new_tokens;
   if (new_tokens_run == tokens.size()) {  // a later chunk: its first row is accepted
     turn.direct = {tree.tokens[0]};
@@ -20,7 +29,7 @@ void Progress::PrepareTurn() {
   }
   const auto left = static_cast<int64_t>(tokens.size() - new_tokens_run);
   const auto begin = tokens.begin() + static_cast<int64_t>(new_tokens_run);
-  const bool whole = left + tree.num_drafts() <= kMaxTreeRows;
+  const bool whole = OnePass();
   const int64_t piece = whole ? left : std::min(left - 1, kMaxTreeRows);
   turn.direct.assign(begin, begin + piece);
   turn.tree = whole ? std::move(tree) : DraftTree{{turn.direct.back()}, {}};

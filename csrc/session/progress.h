@@ -21,6 +21,11 @@ struct Progress {
   int64_t emitted = 0;  // by earlier chunks
   VerifyResult result;
 
+  // What is judged together with the last new token: the tree, or the chunk that is next.
+  DraftTree NextTree() const;
+  // Whether all of the new tokens that are left go with it.
+  bool OnePass() const;
+
   // Sets `turn` to the tokens and the tree of the next pass. Long prompts go ahead in pieces,
   // without a tree.
   void PrepareTurn();

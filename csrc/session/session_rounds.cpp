@@ -85,10 +85,8 @@ void SessionRounds::Lead(const std::vector<Turn*>& turns) {
   std::vector<std::vector<int64_t>> slots;
   for (Turn* turn : turns) {
     try {
-      const std::vector<int32_t> depths = turn->tree.Depths();
-      const int32_t ahead = *std::max_element(depths.begin(), depths.end());
-      slots.push_back(
-          pages_.Extend(*turn->session, static_cast<int64_t>(turn->direct.size()), ahead));
+      slots.push_back(pages_.Extend(*turn->session, static_cast<int64_t>(turn->direct.size()),
+                                    turn->tree.Depth()));
       batch.push_back(turn);
     } catch (...) {
       turn->error = std::current_exception();

@@ -1,6 +1,8 @@
 #include "session/session_store.h"
 
+#include <algorithm>
 #include <chrono>
+#include <limits>
 #include <map>
 #include <utility>
 
@@ -45,11 +47,8 @@ void CheckRequest(const VerifyRequest& request, const SessionConfig& config) {
   if (request.chunk_rows == 0) {
     request.tree.Validate();
   } else {
-    NWOR_CHECK(request.tree.num_rows() >= 1, "tree: got no rows, expected a root at least");
-    const auto& [tokens, parents] = request.tree;
-    const bool chain =
-        parents.empty() || (parents.size() == tokens.size() && request.tree.is_chain());
-    NWOR_CHECK(chain, "chunk_rows: got ", request.chunk_rows,
+    request.tree.Validate(std::numeric_limits<int32_t>::max());
+    NWOR_CHECK(request.tree.is_chain(), "chunk_rows: got ", request.chunk_rows,
                " with a tree that branches, expected a chain");
   }
   NWOR_CHECK(request.tree.tokens[0] == request.new_tokens.back(), "tree: got root token ",
@@ -106,9 +105,26 @@ struct SessionStore::Impl {
   SessionTable table;
   SessionRounds rounds;
 
+  // What these requests need for sure, whatever is accepted.
+  std::vector<PageNeed> Needs(const std::vector<Progress*>& held) const;
   // Passes over the model until every request is answered.
   void Run(const std::vector<Progress*>& held);
 };
+
+std::vector<PageNeed> SessionStore::Impl::Needs(const std::vector<Progress*>& held) const {
+  // Room for drafts is kept through a pass only: those of different passes may share it.
+  const bool one_pass =
+      static_cast<int64_t>(held.size()) <= config.max_batch &&
+      std::all_of(held.begin(), held.end(), [](const Progress* p) { return p->OnePass(); });
+  const bool with_drafts = one_pass || held.size() == 1;
+  std::vector<PageNeed> needs;
+  for (const Progress* progress : held) {
+    const auto new_tokens = static_cast<int64_t>(progress->request->new_tokens.size());
+    const int64_t drafts = with_drafts ? progress->NextTree().Depth() : 0;
+    needs.push_back({&*progress->session, new_tokens + drafts});
+  }
+  return needs;
+}
 
 void SessionStore::Impl::Run(const std::vector<Progress*>& held) {
   while (true) {
@@ -167,6 +183,7 @@ std::vector<VerifyResult> SessionStore::VerifyBatch(const std::vector<VerifyRequ
       held.push_back(&progress);
       if (request.chunk_rows > 0) progress.chunks.emplace(request.tree.tokens, request.chunk_rows);
     }
+    table.CheckRoom(impl_->Needs(held));
     impl_->Run(held);
     now = impl_->config.clock();
   } catch (...) {

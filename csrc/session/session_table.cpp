@@ -194,6 +194,23 @@ int64_t SessionTable::Sweep() {
 
 // ---- pages -------------------------------------------------------------------------------------
 
+void SessionTable::CheckRoom(const std::vector<PageNeed>& needs) {
+  const std::lock_guard guard(mutex_);
+  int64_t most = 0;  // forks in a batch copy a page that they share once, not each
+  for (const auto& [session, num_tokens] : needs) {
+    most += allocator_.PagesToExtend(session->key, num_tokens);
+  }
+  if (most <= Room()) return;
+  const SlotAllocator::Backup before = allocator_.TakeBackup();
+  try {
+    TryRoom(needs);
+  } catch (...) {
+    allocator_.Restore(before);
+    throw;
+  }
+  allocator_.Restore(before);
+}
+
 std::vector<int64_t> SessionTable::Extend(Session& session, int64_t num_tokens, int64_t ahead) {
   const std::lock_guard guard(mutex_);
   const int64_t needed = allocator_.PagesToExtend(session.key, num_tokens + ahead);
@@ -291,6 +308,25 @@ void SessionTable::Evict(Session& session) {
 
 int64_t SessionTable::Room() const {
   return page_limit_ - allocator_.stats().held_pages - pages_ahead_;
+}
+
+void SessionTable::TryRoom(const std::vector<PageNeed>& needs) {
+  for (const Session* other : order_) {
+    if (other->users == 0) allocator_.Free(other->key);
+  }
+  // What is kept ahead for the batch that runs goes back before these sessions ask.
+  const int64_t possible = page_limit_ - allocator_.stats().held_pages;
+  int64_t needed = 0;
+  for (const auto& [session, num_tokens] : needs) {
+    needed += allocator_.PagesToExtend(session->key, num_tokens);
+    if (needed > possible) {
+      throw CapacityError(Concat("session '", session->name, "': got a need of ", needed, " pages",
+                                 needs.size() > 1 ? " with those before it in the batch" : "",
+                                 ", expected at most ", possible, " of ", page_limit_,
+                                 " that are free or can be evicted"));
+    }
+    allocator_.Extend(session->key, num_tokens);
+  }
 }
 
 void SessionTable::MakeRoom(const Session& session, int64_t needed) {

@@ -67,6 +67,12 @@ class SessionPins {
   std::vector<std::shared_ptr<Session>> sessions_;
 };
 
+// Slots for so many tokens more.
+struct PageNeed {
+  Session* session;
+  int64_t num_tokens;
+};
+
 // Thread-safety: every method may be called from any thread. Those that take a Session are for
 // whoever holds it.
 class SessionTable final : public SessionPages {
@@ -99,6 +105,10 @@ class SessionTable final : public SessionPages {
   SessionInfo Info(const std::string& name) const;
   SessionStoreStats stats() const;  // without the rounds'
 
+  // Throws CapacityError if these sessions would not all fit after evicting whoever is not in use.
+  // Evicts nobody and promises nothing: others may take the room meanwhile.
+  void CheckRoom(const std::vector<PageNeed>& needs);
+
   // ---- pages, for the rounds ----
   std::vector<int64_t> Extend(Session& session, int64_t num_tokens, int64_t ahead) override;
   std::vector<int64_t> Accept(Session& session, int64_t num_tokens) override;
@@ -120,6 +130,8 @@ class SessionTable final : public SessionPages {
   void Evict(Session& session);
   bool EvictOldest();
   int64_t Room() const;
+  // What CheckRoom promises, by trying it: the caller restores the books.
+  void TryRoom(const std::vector<PageNeed>& needs);
   // Evicts the oldest until `needed` pages are free. Throws CapacityError, and evicts nobody, if
   // all of them would not do.
   void MakeRoom(const Session& session, int64_t needed);

@@ -70,7 +70,7 @@ void SlotAllocator::CopyPage(Request& request, int64_t page) {
   const int32_t destination = TakePage();
   LetGo(source);
   request.pages.Set(page, destination);
-  copies_.push_back({{source, destination}, copies_asked_for_++});
+  state_.copies.PushBack({{source, destination}, std::make_shared<bool>(false)});
 }
 
 // ---- places ------------------------------------------------------------------------------------
@@ -303,22 +303,22 @@ std::vector<std::vector<int64_t>> SlotAllocator::Branch(const RequestKey& parent
 
 std::vector<PageCopy> SlotAllocator::TakeCopies() {
   std::vector<PageCopy> copies;
-  copies.reserve(copies_.size());
-  for (const PendingCopy& pending : copies_) copies.push_back(pending.copy);
-  copies_.clear();
+  for (int64_t i = 0; i < state_.copies.size(); ++i) {
+    const PendingCopy& pending = state_.copies[i];
+    if (*pending.taken) continue;
+    copies.push_back(pending.copy);
+    *pending.taken = true;
+  }
+  state_.copies = {};
   return copies;
 }
 
-SlotAllocator::Backup SlotAllocator::TakeBackup() const { return {id_, state_, copies_asked_for_}; }
+SlotAllocator::Backup SlotAllocator::TakeBackup() const { return {id_, state_}; }
 
 void SlotAllocator::Restore(const Backup& backup) {
   NWOR_CHECK(backup.allocator_ == id_,
              "state: got a backup of another allocator, expected one of this");
   state_ = backup.state_;
-  // Those asked for before stay due, unless they were taken: then they have been made.
-  std::erase_if(copies_, [&](const PendingCopy& pending) {
-    return pending.number >= backup.copies_asked_for_;
-  });
 }
 
 // ---- reading -----------------------------------------------------------------------------------
@@ -373,7 +373,9 @@ AllocatorStats SlotAllocator::stats() const {
   stats.shared_pages = state_.shared_pages;
   stats.requests = state_.requests.size();
   stats.tokens = state_.tokens;
-  stats.pending_copies = static_cast<int64_t>(copies_.size());
+  for (int64_t i = 0; i < state_.copies.size(); ++i) {
+    stats.pending_copies += *state_.copies[i].taken ? 0 : 1;
+  }
   return stats;
 }
 

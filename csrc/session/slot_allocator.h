@@ -1,6 +1,7 @@
 #pragma once
 
 #include <cstdint>
+#include <memory>
 #include <optional>
 #include <string>
 #include <utility>
@@ -98,7 +99,8 @@ class NWOR_EXPORT SlotAllocator {
   // that depends on no length: what has changed since shares its storage with what has not.
   class Backup;
   Backup TakeBackup() const;
-  // REQUIRES: a backup of this allocator. Copies asked for since then are forgotten.
+  // REQUIRES: a backup of this allocator. Copies asked for since then are forgotten; those due then
+  // are due again, unless they were taken meanwhile: then they have been made.
   void Restore(const Backup& backup);
 
   bool Contains(const RequestKey& request) const;
@@ -130,10 +132,15 @@ class NWOR_EXPORT SlotAllocator {
 
     int64_t length() const { return dense + static_cast<int64_t>(sparse.size()); }
   };
+  struct PendingCopy {
+    PageCopy copy;
+    std::shared_ptr<bool> taken;  // of every backup that owes it
+  };
   struct State {
     PersistentArray<int32_t> holders;     // [num_pages]
     PersistentArray<int32_t> free_pages;  // a stack
     PersistentMap<RequestKey, Request> requests;
+    PersistentArray<PendingCopy> copies;
     int64_t held_pages = 0;
     int64_t shared_pages = 0;
     int64_t tokens = 0;
@@ -161,23 +168,15 @@ class NWOR_EXPORT SlotAllocator {
   const int64_t page_size_;
   const int64_t id_;  // of all allocators of the process: a backup knows its own
   State state_;
-  struct PendingCopy {
-    PageCopy copy;
-    int64_t number;
-  };
-  std::vector<PendingCopy> copies_;
-  int64_t copies_asked_for_ = 0;
 };
 
 class SlotAllocator::Backup {
  private:
   friend class SlotAllocator;
-  Backup(int64_t allocator, State state, int64_t copies)
-      : allocator_(allocator), state_(std::move(state)), copies_asked_for_(copies) {}
+  Backup(int64_t allocator, State state) : allocator_(allocator), state_(std::move(state)) {}
 
   int64_t allocator_;
   State state_;
-  int64_t copies_asked_for_;
 };
 
 }  // namespace nwor

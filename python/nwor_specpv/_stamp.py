@@ -7,15 +7,18 @@ the torch that is here and raises one sentence naming both. Only the standard li
 
 from __future__ import annotations
 
+import importlib
 import json
 import re
 from dataclasses import dataclass
 from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
+from types import ModuleType
 
 LIBRARY = "libnwor_specpv.so"
 STAMP = "_build_info.json"
 MODULE = "_C"
+NOT_INSTALLED = "not installed"
 
 _PACKAGE_DIR = Path(__file__).resolve().parent
 
@@ -149,6 +152,24 @@ def covers(architectures: tuple[str, ...], capability: tuple[int, int]) -> bool:
     return False
 
 
+def load_torch() -> tuple[ModuleType | None, str | None]:
+    """The module torch, or what it is instead."""
+    try:
+        return importlib.import_module("torch"), None
+    except ModuleNotFoundError as error:
+        if error.name == "torch":
+            return None, NOT_INSTALLED
+        return None, _broken_torch(error)
+    except Exception as error:  # its libraries are loaded in many ways, and fail in as many
+        return None, _broken_torch(error)
+
+
+def install_torch(version: str, *, again: bool = False) -> str:
+    """The command for a torch of this version; pip's index has no local parts ("+cu130")."""
+    force = "--force-reinstall " if again else ""
+    return f"pip install {force}torch=={version.partition('+')[0]}"
+
+
 def explain_load_error(
     error: ImportError | OSError, package_dir: Path = _PACKAGE_DIR
 ) -> StampMismatch:
@@ -186,16 +207,18 @@ def _check_files(package_dir: Path, stamp: BuildStamp) -> None:
 
 
 def _installed_torch(stamp: BuildStamp) -> tuple[str, str | None]:
-    try:
-        import torch
-    except ModuleNotFoundError as error:
-        if error.name != "torch":
-            raise
+    torch, problem = load_torch()
+    if torch is None:
         raise StampMismatch(
-            f"nwor_specpv {stamp.version} was built for torch {stamp.torch}, but torch is not "
-            f"installed; pip install torch=={stamp.torch.partition('+')[0]}."
-        ) from None
+            f"nwor_specpv {stamp.version} was built for torch {stamp.torch}, but torch is "
+            f"{problem}; {install_torch(stamp.torch, again=problem != NOT_INSTALLED)}."
+        )
     return str(torch.__version__), torch.version.cuda
+
+
+def _broken_torch(error: Exception) -> str:
+    text = " ".join(str(error).split())
+    return f"installed but cannot be imported ({type(error).__name__}: {text})"
 
 
 def _rebuild(package_dir: Path) -> str:

@@ -75,10 +75,14 @@ def describe(findings: list[Finding]) -> str:
 def _torch() -> Finding:
     version = status.installed_version("torch")
     stamp = _wanted_torch()
-    mend = f"pip install torch=={stamp or '2.11.0'}"
+    mend = _stamp.install_torch(stamp or "2.11.0")
     if version is None:
         return Finding("torch", False, "not installed", mend, "core")
-    found = _torch_version_text() or version
+    torch, problem = _stamp.load_torch()
+    if torch is None:
+        mend = _stamp.install_torch(stamp or "2.11.0", again=True)
+        return Finding("torch", False, str(problem), mend, "core")
+    found = str(torch.__version__)  # with its local part, which package metadata may lack
     if stamp is not None and found != stamp:
         return Finding("torch", False, f"{found}, but built for {stamp}", "make build", "core")
     return Finding("torch", True, found, mend, "core")
@@ -89,15 +93,6 @@ def _wanted_torch() -> str | None:
         return _stamp.read_stamp().torch
     except ImportError:
         return None
-
-
-def _torch_version_text() -> str | None:
-    """torch.__version__ with its local part, which package metadata may lack."""
-    try:
-        import torch
-    except ImportError:
-        return None
-    return str(torch.__version__)
 
 
 def _native() -> Finding:
@@ -203,9 +198,10 @@ def _module(name: str, mend: str, needed_for: str, *, module: str | None = None)
 
 def _gpu() -> Finding:
     mend = "everything works on the CPU; a GPU needs its driver and a CUDA build of torch"
+    torch, problem = _stamp.load_torch()
+    if torch is None:
+        return Finding("GPU", False, f"torch cannot say: {problem}", mend, "CUDA kernels")
     try:
-        import torch
-
         if not torch.cuda.is_available():
             return Finding("GPU", False, "none found by torch", mend, "CUDA kernels")
         major, minor = torch.cuda.get_device_capability()

@@ -9,6 +9,7 @@ by a URL or by the settings in the environment; without one they are those of th
 
 from __future__ import annotations
 
+import http.client
 import importlib
 import importlib.metadata
 import importlib.util
@@ -76,7 +77,7 @@ def describe(status: dict[str, Any]) -> str:
         lines.append(("problem", status["problem"]))
     lines.append(("python", f"{status['python']} on {status['platform']}"))
     cuda = f"CUDA {torch['cuda']}" if torch["cuda"] else "without CUDA"
-    lines.append(("torch", f"{torch['version']}, {cuda}" if torch["version"] else "not installed"))
+    lines.append(("torch", torch["problem"] or f"{torch['version']}, {cuda}"))
     if build:
         built = " ".join(build["architectures"]) or "none: a CPU build"
         lines.append(("architectures", built))
@@ -100,7 +101,8 @@ def describe(status: dict[str, Any]) -> str:
 
 def installed_version(package: str, *, module: str | None = None) -> str | None:
     """The version of an installed package, without importing it; None when it is not there."""
-    if importlib.util.find_spec(module or package) is None:
+    spec = importlib.util.find_spec(module or package)
+    if spec is None or spec.origin is None:  # a folder of that name makes no package
         return None
     # vLLM for the CPU is a package of another name.
     for name in (package, f"{package}-cpu"):
@@ -119,22 +121,16 @@ def _read_stamp() -> _stamp.BuildStamp | None:
 
 
 def _torch() -> dict[str, str | None]:
-    try:
-        import torch
-    except ImportError:
-        return {"version": None, "cuda": None}
-    return {"version": str(torch.__version__), "cuda": torch.version.cuda}
+    torch, problem = _stamp.load_torch()
+    if torch is None:
+        return {"version": None, "cuda": None, "problem": problem}
+    return {"version": str(torch.__version__), "cuda": torch.version.cuda, "problem": None}
 
 
 def _devices(stamp: _stamp.BuildStamp | None) -> list[dict[str, Any]]:
-    try:
-        import torch
-
-        count = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    except ImportError:
-        return []
+    torch, _ = _stamp.load_torch()
     devices = []
-    for index in range(count):
+    for index in range(torch.cuda.device_count() if torch and torch.cuda.is_available() else 0):
         major, minor = torch.cuda.get_device_capability(index)
         devices.append(
             {
@@ -188,7 +184,7 @@ def _metrics(native: ModuleType | None, url: str | None) -> dict[str, Any]:
             answer["fallbacks"] = _fallbacks(text)
             answer["partial_steps"] = _counted(text)
             answer["serving"] = True
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, http.client.HTTPException) as error:
             answer["problem"], answer["known"] = f"{url} does not answer: {error}", False
     return answer
 

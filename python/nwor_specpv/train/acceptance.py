@@ -21,6 +21,8 @@ from typing import Any
 
 import torch
 
+from nwor_specpv._files import write_whole
+from nwor_specpv._parser import output_file
 from nwor_specpv.drafters import Drafter, TreeConfig
 from nwor_specpv.drafters.eagle3 import SHIPPED, Eagle3Drafter
 from nwor_specpv.drafters.eagle3_head import Eagle3Head
@@ -170,7 +172,7 @@ def by_depth(target: Target, head: Eagle3Head, corpus: Corpus) -> list[float]:
 def main(arguments: list[str] | None = None) -> int:
     try:
         return run(arguments)
-    except NworError as error:
+    except (NworError, OSError) as error:
         print(f"train.acceptance: {error}", file=sys.stderr)
         return 2
 
@@ -184,7 +186,7 @@ def run(arguments: list[str] | None = None) -> int:
     parser.add_argument(
         "--answer-tokens", type=int, nargs="+", default=[96, 200], help="default: 96 200"
     )
-    parser.add_argument("--json", type=Path, help="a file for the figures, beside stdout")
+    parser.add_argument("--json", type=output_file, help="a file for the figures, beside stdout")
     options = parser.parse_args(arguments)
 
     def say(sentence: str) -> None:
@@ -228,11 +230,15 @@ def run(arguments: list[str] | None = None) -> int:
             "top1_by_depth": {k: by_depth(target, working, c) for k, c in texts.items()},
             **{name: by_limit[limit] for name, by_limit in measured.items()},
         }
-    text = json.dumps(found, indent=1)
-    if options.json is not None:
-        options.json.write_text(text + "\n", encoding="utf-8")
-    print(text)
+    tell(found, options.json)
     return 0
+
+
+def tell(found: dict[str, Any], path: Path | None) -> None:
+    text = json.dumps(found, indent=1)
+    print(text, flush=True)  # first: whatever becomes of the file, the work is not lost
+    if path is not None:
+        write_whole(path, text + "\n")
 
 
 if __name__ == "__main__":

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import sys
 import time
 from collections.abc import Iterator
@@ -29,7 +30,9 @@ from . import prompts
 from .corpus import Corpus, Manner, Writer
 from .measure import summary
 from .target import Target
-from .unroll import Batch, Unroll, make_batch, ranks, soft_loss
+from .unroll import MAX_STEPS, Batch, Unroll, make_batch, ranks, soft_loss
+
+_MEASURED_STEPS = 6
 
 
 @dataclass
@@ -63,6 +66,31 @@ class Plan:
     start: str = ""  # file of a head of the same shape to go on from
     keep_start: float = 0.0  # its share in the weights at the end: what it knew is kept better
     manner: Manner = field(default_factory=Manner)
+
+    def __post_init__(self) -> None:
+        def require(name: str, right: bool, expected: str) -> None:
+            if not right:
+                raise NworError(f"{name}: got {getattr(self, name)}, expected {expected}")
+
+        for name in ("steps", "early_steps"):
+            require(name, 1 <= getattr(self, name) <= MAX_STEPS, f"1 to {MAX_STEPS}")
+        # What is predicted lies in the same row, also by the steps of a measurement.
+        least = max(self.steps, self.early_steps, _MEASURED_STEPS) + 1
+        require("length", self.length >= least, f"{least} or more")
+        for name in ("rounds", "tokens", "rows", "batch_tokens", "intermediate", "window"):
+            require(name, getattr(self, name) >= 1, "1 or more")
+        for name in ("draft_vocabulary", "measure_tokens"):
+            require(name, getattr(self, name) >= 1, "1 or more")
+        for name in ("updates", "listed_vocabulary"):
+            require(name, getattr(self, name) >= 0, "0 or more")
+        for name in ("keep_start", "collect_share"):
+            require(name, 0 <= getattr(self, name) <= 1, "0 to 1")
+        require("sharpen_from", 0 <= self.sharpen_from < 1, "0 to less than 1")
+        for name in ("learning_rate", "weight_decay"):
+            right = 0 <= getattr(self, name) < math.inf
+            require(name, right, "a finite number, 0 or more")
+        require("label_temperature", 0 < self.label_temperature < math.inf, "more than 0")
+        require("minutes", 0 < self.minutes < math.inf, "a finite number above 0")
 
 
 class Training:
@@ -233,11 +261,14 @@ class Training:
 
     def measure(self) -> dict[str, Any]:
         """Acceptance on the held-out prompts now; saves the head and everything measured so far."""
+        self._check_weights()
         working = self._head.to(self.target.dtype)
         held_out = self._held_out
         parts = torch.arange(held_out.tokens.shape[0]).to(self.target.device).split(32)
         batches = (self._batch(held_out.rows(part), working, self._listed) for part in parts)
-        placed = [ranks(working, batch, self._listed[1], 6).cpu() for batch in batches]
+        placed = [
+            ranks(working, batch, self._listed[1], _MEASURED_STEPS).cpu() for batch in batches
+        ]
         entry = {
             "seconds": round(time.monotonic() - self.began, 1),
             "updates": self.updates,
@@ -257,6 +288,17 @@ class Training:
         write_whole(self.out / "training.json", json.dumps(report, indent=1) + "\n")
         self.say(json.dumps(entry["held_out"]))
         return entry
+
+    def _check_weights(self) -> None:
+        """What is saved takes the place of a head that may have been good."""
+        for name, weight in self._head.weights.items():
+            wrong = int((~weight.isfinite()).sum())
+            if wrong:
+                raise NworError(
+                    f"{name}: got {wrong} of {weight.numel()} weights that are no finite numbers "
+                    f"after {self.updates} updates, expected all to be; try a learning_rate below "
+                    f"{self.plan.learning_rate}"
+                )
 
     def say(self, sentence: str) -> None:
         print(f"[{time.monotonic() - self.began:6.1f} s] {sentence}", file=sys.stderr, flush=True)
@@ -423,7 +465,7 @@ def main(arguments: list[str] | None = None) -> int:
         openings, held_out = read_prompts(path)
         target = Target(folder, device=device, dtype=dtype)
         Training(target, openings, held_out, Plan(**options), out).run()
-    except NworError as error:
+    except (NworError, OSError) as error:
         print(f"train.eagle3: {error}", file=sys.stderr)
         return 2
     return 0

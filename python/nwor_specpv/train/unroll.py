@@ -17,6 +17,8 @@ from nwor_specpv.drafters.eagle3_head import Eagle3Head, rotate
 from .corpus import Corpus
 from .target import multiply_float
 
+MAX_STEPS = 64
+
 
 @dataclass
 class Batch:
@@ -84,7 +86,7 @@ class Unroll:
     def __init__(self, head: Eagle3Head, batch: Batch) -> None:
         self._head, self._batch = head, batch
         length = batch.start.shape[1]
-        cos, sin = head.rotation(length + 64)
+        cos, sin = head.rotation(length + MAX_STEPS)
         dtype, device = batch.embeddings.dtype, batch.embeddings.device
         self._cos, self._sin = cos.to(device, dtype)[:, None], sin.to(device, dtype)[:, None]
         self._length = length
@@ -183,6 +185,6 @@ def ranks(
             here = wanted[at : at + chunk]
             scores = multiply_float(normed[at : at + here.shape[0]], output)
             own = scores.gather(1, here.clamp(min=0)[:, None])
-            place = (scores > own).sum(-1)
+            place = (~(scores <= own)).sum(-1)  # a NaN is behind everything
             found[step, at : at + here.shape[0]] = torch.where(here >= 0, place, size)
     return found

@@ -300,6 +300,24 @@ def test_status_says_when_the_server_does_not_answer(served_text: list[str]) -> 
     assert "does not answer" in status.collect("nonsense")["metrics"]["problem"]
 
 
+def test_status_says_when_a_port_speaks_something_else() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+
+        def greet() -> None:
+            connection, _ = server.accept()
+            with connection:
+                connection.sendall(b"SSH-2.0-OpenSSH_9.2\r\n")
+                connection.recv(4096)
+
+        thread = threading.Thread(target=greet)
+        thread.start()
+        report = status.collect(f"http://127.0.0.1:{server.getsockname()[1]}/metrics")
+        thread.join()
+    assert "does not answer: " in report["metrics"]["problem"]
+    assert "SSH-2.0" in report["metrics"]["problem"]
+    assert report["bypasses"] is None
+
+
 def test_asking_a_server_that_does_not_answer_is_a_failure(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
@@ -369,6 +387,52 @@ def test_status_and_doctor_work_without_the_library(broken_package: Path) -> Non
     assert sentence in status.describe(report)
     answer = run("doctor", "--json", pythonpath=broken_package)
     assert (answer.returncode, json.loads(answer.stdout)["ok"]) == (1, False)
+
+
+@pytest.mark.parametrize(
+    "raised",
+    [
+        'OSError("libcudart.so.13: cannot open shared object file")',
+        'ValueError("libcublas.so.*[0-9] not found")',
+        "ModuleNotFoundError(\"No module named 'numbers2'\", name='numbers2')",
+    ],
+)
+def test_a_torch_that_is_broken_is_told(tmp_path: Path, raised: str) -> None:
+    (tmp_path / "torch").mkdir()
+    (tmp_path / "torch" / "__init__.py").write_text(f"raise {raised}\n")
+    path = os.pathsep.join(map(str, (tmp_path, PACKAGE.parent)))
+    text = raised.split("(")[1][1:10]
+    answer = run("status", "--json", PYTHONPATH=path)
+    assert (answer.returncode, answer.stderr) == (1, "")
+    report = json.loads(answer.stdout)
+    assert text in report["problem"]
+    assert "pip install" in report["problem"]
+    assert text in report["torch"]["problem"]
+    assert text in re.search(r"^torch +(.*)$", status.describe(report), re.MULTILINE)[1]
+    answer = run("doctor", "--json", PYTHONPATH=path)
+    assert (answer.returncode, answer.stderr) == (1, "")
+    findings = {finding["name"]: finding for finding in json.loads(answer.stdout)["findings"]}
+    assert not findings["torch"]["ok"]
+    assert text in findings["torch"]["detail"]
+    assert text in findings["GPU"]["detail"]
+
+
+def test_a_folder_of_a_packages_name_is_no_package(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "nwor_no_such_host").mkdir()
+    monkeypatch.syspath_prepend(tmp_path)
+    assert status.installed_version("nwor_no_such_host") is None
+    (tmp_path / "nwor_no_such_host" / "__init__.py").touch()
+    monkeypatch.syspath_prepend(tmp_path)
+    assert status.installed_version("nwor_no_such_host") == "unknown version"
+
+
+def test_doctor_names_a_torch_that_pip_finds(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor, "_wanted_torch", lambda: "2.11.0+cu130")
+    monkeypatch.setattr(status, "installed_version", lambda *_, **__: None)
+    (torch_finding,) = [finding for finding in doctor.examine() if finding.name == "torch"]
+    assert torch_finding.mend == "pip install torch==2.11.0"
 
 
 def test_importing_or_using_a_broken_package_is_one_sentence(broken_package: Path) -> None:

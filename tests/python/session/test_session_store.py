@@ -311,6 +311,42 @@ def test_the_oldest_makes_room_and_says_so() -> None:
     assert server.store.stats()["live"] == 3
 
 
+@pytest.mark.parametrize("together", [False, True])
+def test_what_fits_in_no_way_evicts_nobody(together: bool) -> None:
+    server = TinyServer(num_pages=24, model=MODEL)
+    idle = [Client(server, name, [1] * 100) for name in "xyz"]  # seven pages each
+    for client in idle:
+        client.verify()
+    passes = len(server.batches)
+    # Its first piece would have room, and so would the first half of the batch.
+    lengths = [200, 200] if together else [450]
+    large = [Client(server, f"big{n}", [1] * n_tokens) for n, n_tokens in enumerate(lengths)]
+    need = 26 if together else 29
+    with pytest.raises(CapacityError, match=f"got a need of {need} pages.* at most 24 of 24"):
+        server.store.verify_batch([client.request() for client in large])
+    assert [info.session for info in server.store.list()] == ["x", "y", "z"]
+    assert server.store.stats()["evicted"] == 0
+    assert len(server.batches) == passes
+    for client in idle:
+        client.verify()
+
+
+def test_drafts_of_passes_one_after_the_other_share_their_room() -> None:
+    following = TinyServer(model=MODEL).store.verify("a", None, PROMPT[:9]).next_token
+    wrong = DraftTree([PROMPT[8], *[(following + 1) % 512] * 20])
+    server = TinyServer(num_pages=3, model=MODEL, max_batch=1)
+    batch = [VerifyRequest(name, wrong, PROMPT[:9]) for name in "ab"]  # two pages, then one
+    assert [result.length for result in server.store.verify_batch(batch)] == [9, 9]
+
+
+def test_forks_in_a_batch_copy_their_shared_page_once() -> None:
+    server = TinyServer(num_pages=3, model=MODEL)
+    server.store.verify("a", None, [1] * 20)
+    server.store.fork("a", "b")
+    batch = [VerifyRequest(name, None, [2], 20) for name in "ab"]
+    assert [result.length for result in server.store.verify_batch(batch)] == [21, 21]
+
+
 def test_time_takes_idle_sessions() -> None:
     now = [0.0]
     server = TinyServer(model=MODEL, ttl_seconds=5, clock=lambda: now[0])
@@ -494,6 +530,22 @@ def test_wrong_arguments_are_named(server: TinyServer, tree, new_tokens, message
     with pytest.raises(NworError, match="session: got 7"):
         server.store.verify(7, None, [1])
     assert server.store.stats()["live"] == 0
+    assert server.batches == []
+
+
+@pytest.mark.parametrize(
+    ("tree", "message"),
+    [
+        (DraftTree([1], [7]), "parents: got 7 for row 0, expected -1"),
+        (DraftTree([1, 2], [-1]), "parents: got 1 rows, expected 2 as tokens"),
+        (DraftTree([1, 2, 3], [-1, 0, 0]), "with a tree that branches, expected a chain"),
+    ],
+)
+def test_a_chain_in_chunks_is_checked_as_any_tree(
+    server: TinyServer, tree: DraftTree, message: str
+) -> None:
+    with pytest.raises(NworError, match=message):
+        server.store.verify("a", tree, [1], 0, 4)
     assert server.batches == []
 
 

@@ -143,6 +143,27 @@ def test_slots_are_an_int64_tensor_and_branches_rows() -> None:
     assert allocator.pages(1) == [0, 2, 3]
 
 
+@pytest.mark.parametrize("taken", [False, True])
+def test_going_on_to_a_newer_backup_still_owes_its_copies(taken: bool) -> None:
+    allocator = SlotAllocator(8, 4)
+    allocator.extend("p", 2)
+    allocator.fork("p", "c")
+    before = allocator.backup()
+    allocator.extend("c", 1)
+    after = allocator.backup()
+    if taken:
+        assert allocator.take_copies() == [(0, 1)]
+    allocator.restore(before)
+    assert allocator.stats()["pending_copies"] == 0
+    allocator.extend("p", 1)  # a copy of its own, which is made
+    assert allocator.take_copies() == [(0, 1)]
+    allocator.restore(after)
+    assert allocator.pages("c") == [1]
+    assert allocator.stats()["pending_copies"] == (0 if taken else 1)
+    assert allocator.take_copies() == ([] if taken else [(0, 1)])
+    assert allocator.take_copies() == []
+
+
 @pytest.mark.parametrize(
     ("call", "message"),
     [

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 
-from nwor_specpv import accept_sampling, confirm_greedy, confirm_sampling
+from nwor_specpv import NworError, accept_sampling, confirm_greedy, confirm_sampling
 from specpv.contexts import seeded
 from tree.gate import multiples, small_fractions
 
@@ -168,3 +168,61 @@ def test_greedy_confirms_until_the_first_disagreement() -> None:
         assert result.accepted.tolist() == [confirmed + taken]
         assert result.next_token.tolist() == [following]
         assert result.path[0, 0].item() == (1 if taken else -1)
+
+
+def two_chains(drafts: int) -> dict[str, torch.Tensor]:
+    """Two chains that the target confirms, and trees whose only draft it takes."""
+    chain = torch.arange(drafts + 1).expand(2, -1)
+    return {
+        "chain": chain,
+        "told": chain[:, 1:],
+        "num_drafts": torch.full((2,), drafts, dtype=torch.int32),
+        "tokens": torch.tensor([[drafts, 6]] * 2),
+        "target_ids": torch.tensor([[6, 5]] * 2),
+    }
+
+
+def judge(given: dict[str, torch.Tensor], sampling: bool):
+    tree = given["target_ids"]
+    if not sampling:
+        parts = (given["chain"], given["told"], given["num_drafts"], given["tokens"], tree)
+        return confirm_greedy(*parts, *links(2))
+    certain = [torch.nn.functional.one_hot(ids, 8).float() for ids in (given["told"], tree)]
+    coins = [torch.full(size, 0.5) for size in ((2, given["chain"].shape[1]), (2, 2), (2,))]
+    parts = (given["chain"], certain[0], None, given["num_drafts"], given["tokens"], certain[1])
+    return confirm_sampling(*parts, *links(2), *coins)
+
+
+@pytest.mark.parametrize("sampling", [False, True], ids=["greedy", "sampling"])
+@pytest.mark.parametrize("drafts", [0, 1, 3])
+def test_chains_of_any_length_are_confirmed(drafts: int, sampling: bool) -> None:
+    result = judge(two_chains(drafts), sampling)
+    assert result.confirmed.tolist() == [drafts] * 2
+    assert result.accepted.tolist() == [drafts + 1] * 2
+    assert result.next_token.tolist() == [5, 5]
+
+
+@pytest.mark.parametrize("sampling", [False, True], ids=["greedy", "sampling"])
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"num_drafts": torch.tensor([5, 3], dtype=torch.int32)}, r"num_drafts.*got 5.* 0 .*3"),
+        ({"num_drafts": torch.tensor([3, -1], dtype=torch.int32)}, r"num_drafts.*got -1.* 0 .*3"),
+        ({"num_drafts": torch.tensor([3], dtype=torch.int32)}, r"num_drafts: got .*1.*expected"),
+        ({"told": torch.ones(2, 2, dtype=torch.int64)}, r"chain_\w+: got .*2, 2.*expected"),
+        ({"told": torch.ones(1, 3, dtype=torch.int64)}, r"chain_\w+: got .*1, 3.*expected"),
+        ({"chain": torch.ones(4, dtype=torch.int64)[None, :0]}, r"chain: got .*expected"),
+        ({"chain": torch.ones(3, 4, dtype=torch.int64)}, r"chain: got .*3, 4.*expected"),
+    ],
+)
+def test_wrong_chains_are_named(sampling: bool, wrong: dict, message: str) -> None:
+    with pytest.raises(NworError, match=message):
+        judge({**two_chains(3), **wrong}, sampling)
+
+
+def test_probabilities_of_another_vocabulary_are_named() -> None:
+    given = two_chains(3)
+    narrow, wide = (torch.full((2, rows, size), 1 / size) for rows, size in ((3, 7), (2, 8)))
+    rest = (given["tokens"], wide, *links(2), torch.rand(2, 4), torch.rand(2, 2), torch.rand(2))
+    with pytest.raises(NworError, match=r"target_probs: got \[2, 2, 8\], expected .*, 7\]"):
+        confirm_sampling(given["chain"], narrow, None, given["num_drafts"], *rest)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import os
 import statistics
 from collections.abc import Hashable, Sequence
@@ -116,6 +117,21 @@ def test_shorter_answers_are_the_first_tokens_of_longer_ones(target: Target) -> 
                 drafter = Knowing(corpus.tokens[0].tolist(), right)
                 acceptance.walk(drafter, texts, 0, TreeConfig(), target.hidden, tally)
             assert got == dataclasses.replace(expected, limit=limit)
+
+
+def test_figures_are_printed_whatever_becomes_of_their_file(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    figures = {"weights": "head"}
+    acceptance.tell(figures, tmp_path / "figures.json")
+    assert json.loads(capsys.readouterr().out) == figures
+    assert json.loads((tmp_path / "figures.json").read_text()) == figures
+    gone = tmp_path / "gone" / "figures.json"
+    monkeypatch.setattr(acceptance, "run", lambda _: acceptance.tell(figures, gone))
+    assert acceptance.main([]) == 2
+    out, err = capsys.readouterr()
+    assert json.loads(out) == figures
+    assert err.startswith("train.acceptance: [Errno 2] No such file")
 
 
 def test_error_is_that_of_a_mean_where_texts_have_equal_steps() -> None:

@@ -253,6 +253,52 @@ def test_a_small_run_learns_and_leaves_a_head(
     assert sum(hits) / len(hits) > 0.04
 
 
+def test_a_head_of_no_numbers_is_last_and_is_not_saved(
+    target: Target, rng: torch.Generator, tmp_path: Path
+) -> None:
+    corpus = write(target, rng)
+    training = make_head(target, corpus, tmp_path, intermediate=32, measure_tokens=8)
+    training.measure()
+    before = {path: path.read_bytes() for path in tmp_path.iterdir()}
+    training._head.weights["norm"].data[3] = float("nan")
+    working = training._head.to(target.dtype)
+    batch = training._batch(corpus, working, training._listed)
+    found = unroll.ranks(working, batch, training._listed[1], 2)
+    assert (found == len(training._listed[1])).all()
+    with pytest.raises(
+        NworError, match=r"norm: got 1 of \d+ weights that are no .* after 0 updates"
+    ):
+        training.measure()
+    assert {path: path.read_bytes() for path in tmp_path.iterdir()} == before
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"rows": 0}, "rows: got 0, expected 1 or more"),
+        ({"length": 6}, "length: got 6, expected 7 or more"),
+        ({"length": 16, "steps": 16}, "length: got 16, expected 17 or more"),
+        ({"steps": 0}, "steps: got 0, expected 1 to 64"),
+        ({"steps": 65}, "steps: got 65, expected 1 to 64"),
+        ({"early_steps": 0}, "early_steps: got 0, expected 1 to 64"),
+        ({"rounds": 0}, "rounds: got 0, expected 1 or more"),
+        ({"draft_vocabulary": 0}, "draft_vocabulary: got 0, expected 1 or more"),
+        ({"window": 0}, "window: got 0, expected 1 or more"),
+        ({"updates": -1}, "updates: got -1, expected 0 or more"),
+        ({"keep_start": 1.5}, "keep_start: got 1.5, expected 0 to 1"),
+        ({"keep_start": float("nan")}, "keep_start: got nan, expected 0 to 1"),
+        ({"label_temperature": 0.0}, "label_temperature: got 0.0, expected more than 0"),
+        ({"sharpen_from": 1.0}, "sharpen_from: got 1.0, expected 0 to less than 1"),
+        ({"learning_rate": float("inf")}, "learning_rate: got inf, expected a finite number"),
+        ({"learning_rate": -1.0}, "learning_rate: got -1.0, expected a finite number"),
+        ({"minutes": 0.0}, "minutes: got 0.0, expected a finite number above 0"),
+    ],
+)
+def test_a_plan_that_cannot_be_is_refused(wrong: dict[str, float], message: str) -> None:
+    with pytest.raises(NworError, match=message):
+        eagle3.Plan(**wrong)
+
+
 def test_a_run_goes_on_from_a_head(target: Target, rng: torch.Generator, tmp_path: Path) -> None:
     corpus, small = write(target, rng), {"intermediate": 32, "rounds": 1, "measure_tokens": 8}
     start = tmp_path / "start.safetensors"
@@ -368,6 +414,14 @@ def test_wrong_use_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str
     ):
         assert eagle3.main([f"--out={tmp_path / 'new'}", *wrong]) == 2
         assert line in capsys.readouterr().err
+    (tmp_path / "file").touch()
+    assert eagle3.main([f"--out={tmp_path / 'file' / 'out'}", "--device=cpu"]) == 2
+    assert capsys.readouterr().err.startswith("train.eagle3: [Errno 20] Not a directory")
+    for place in ("/no/such/folder/x", str(tmp_path)):
+        with pytest.raises(SystemExit) as ended:
+            acceptance.main(["--weights=/nowhere", f"--json={place}"])
+        assert ended.value.code == 2
+        assert "expected a file in a folder that exists" in capsys.readouterr().err
     assert acceptance.main(["--weights=/nowhere"]) == 2
     assert capsys.readouterr().err.startswith("train.acceptance: /nowhere: cannot be read")
     with pytest.raises(NworError, match="expected muon or adamw"):
