@@ -147,7 +147,6 @@ void ContractChecker::Impl::NoteCommit(const CommitCall& call, const Receipt& re
   std::vector<std::vector<int64_t>> given;
   for (const at::Tensor& slots : call.slots) given.push_back(OnHost(slots));
 
-  std::map<int, std::unordered_set<int64_t>> destinations;
   int64_t num_accepted = 0;
   for (int64_t request = 0; request < static_cast<int64_t>(counts.size()); ++request) {
     if (counts[request] < 0 || counts[request] > depth || request >= round.num_requests()) {
@@ -169,8 +168,7 @@ void ContractChecker::Impl::NoteCommit(const CommitCall& call, const Receipt& re
         const int64_t slot =
             group_idx < given.size() ? given[group_idx][at] : round.SlotOf(group, row).value_or(-1);
         ++group_idx;
-        const bool fresh = destinations[group].insert(slot).second;
-        if (wrote && !fresh) {
+        if (wrote && !round.NoteDestination(group, slot)) {
           Report("N7", "", slot, "two accepted rows were committed to one slot");
         }
         for (int layer = 0; layer < static_cast<int>(layers.size()); ++layer) {

@@ -47,6 +47,10 @@ Decision Interceptor::Begin(const RoundPlan& plan, bool capture) {
   NWOR_CHECK(!impl.round_open, "begin: got a second round while round ", impl.epoch,
              " is open, expected commit or abort first");
   CheckPlan(plan);
+  // A round that is larger has memory of its own, which the next one frees.
+  NWOR_CHECK(!capture || impl.FitsGraphs(plan), "capture: got ", plan.num_rows(), " rows of ",
+             plan.query_lens.size(), " requests, expected at most graph_rows = ", graph_rows,
+             " of each");
   impl.table.CheckConsistent();
   const int64_t num_drafts = plan.num_draft_rows();
   Decision decision;
@@ -98,10 +102,15 @@ Decision Interceptor::Begin(const RoundPlan& plan, bool capture) {
   }
   impl.left_clean = false;
   impl.deferred.clear();
+  impl.committed_slots.clear();
   for (BoundLayer& layer : impl.table.layers()) layer.round = LayerRound::kSilent;
   impl.counts_on_device = impl.settled_on_device = impl.in_chunks = false;
   impl.round_open = true;
   impl.capturing = capture;
+  if (capture) {
+    impl.captured = true;
+    impl.captured_staging = impl.captured_staging || decision.stage;
+  }
   decision.epoch = ++impl.epoch;
   impl.books.SetRound(impl.epoch, /*open=*/true);
   if (impl.observer != nullptr && !capture) impl.observer->AfterBegin(plan, decision);

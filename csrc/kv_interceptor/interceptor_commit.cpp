@@ -9,12 +9,29 @@
 #include "check.h"
 #include "kv_interceptor/agreement.h"
 #include "kv_interceptor/commit_fault.h"
+#include "kv_interceptor/commit_path.h"
 #include "kv_interceptor/digest.h"
 #include "kv_interceptor/interceptor_impl.h"
 #include "kv_interceptor/tensor_layout.h"
 #include "profiling.h"
 
 namespace nwor {
+namespace {
+
+// visit(request, index, group, slot) for every accepted row. REQUIRES: the commit is valid.
+template <typename Visit>
+void ForEachDestination(const CommitParams& params, const Visit& visit) {
+  for (int32_t request = 0; request < params.num_requests; ++request) {
+    for (int32_t index = 0; index < params.counts[request]; ++index) {
+      const int32_t row = StagingRow(params, request, index);
+      for (int group = 0; group < params.num_groups; ++group) {
+        visit(request, index, group, DestinationSlot(params, group, request, index, row));
+      }
+    }
+  }
+}
+
+}  // namespace
 
 CommitVerdict Receipt::verdict() const {
   const at::Tensor host = status.cpu();
@@ -123,7 +140,7 @@ CommitParams Interceptor::Impl::DescribeCommit(const CommitCall& call, at::Tenso
   std::vector<int> group_index(table.groups().size(), -1);
   for (size_t g = 0; g < table.groups().size(); ++g) {
     const CacheGroup& source = table.groups()[g];
-    if (source.staging == nullptr) continue;
+    if (source.num_ready == 0) continue;
     CommitGroup& group = params.groups[params.num_groups];
     group.staged = source.staging->LayerView(0);
     group.staged_key_layer = source.staging->keys().stride(0);
@@ -153,11 +170,15 @@ void Interceptor::Impl::CommitStaged(const CommitCall& call, Receipt* receipt) {
         DescribeSummaries(call.summaries, params, rows.num_requests(), table.device());
     params.tail = DescribeTail(call.tail, params, rows.num_requests(), table.device());
   }
+  CommitVerdict found;
+  if (!incomplete && table.device().is_cpu()) found = ValidateOnCpu(params);
+  const bool fault = found.error != CommitError::kOk;
   at::Tensor agreement;
   if (!config.agreement_group.empty()) {
-    // Every rank asks before it looks at its own input, so that none waits for one that gave up.
-    agreement = Agree(params, incomplete);
-    params.agreement = static_cast<const int64_t*>(agreement.const_data_ptr());
+    // A rank asks also with a fault of its own, so that no other waits for it or writes without it.
+    agreement = Agree(params, incomplete || fault);
+    // Its own fault is then the one to tell.
+    if (!fault) params.agreement = static_cast<const int64_t*>(agreement.const_data_ptr());
   }
   if (incomplete) {
     receipt->degraded = BypassReason::kIncompleteStaging;
@@ -165,7 +186,7 @@ void Interceptor::Impl::CommitStaged(const CommitCall& call, Receipt* receipt) {
     receipt->status[kStatusCode].fill_(static_cast<int64_t>(CommitError::kIncompleteStaging));
     receipt->problem = books.Report(BypassReason::kIncompleteStaging, detail);
   } else if (table.device().is_cpu()) {
-    CommitOnCpu(params, receipt);
+    CommitOnCpu(params, found, call.last, receipt);
   } else {
     CommitOnCuda(params, call.last);
   }
@@ -217,13 +238,30 @@ void Interceptor::Impl::ReportDisagreement(Receipt* receipt) {
   receipt->problem = books.Report(receipt->degraded, "nothing was committed on any rank");
 }
 
-void Interceptor::Impl::CommitOnCpu(const CommitParams& params, Receipt* receipt) {
-  CommitVerdict verdict = ValidateCommit(params);
-  NWOR_CHECK(!IsInputFault(verdict.error), ExplainInputFault(verdict, params));
-  verdict = CommitCpu(params, undo, *writer);
+CommitVerdict Interceptor::Impl::ValidateOnCpu(const CommitParams& params) const {
+  const CommitVerdict verdict = ValidateCommit(params);
+  if (verdict.error != CommitError::kOk || committed_slots.empty()) return verdict;
+  CommitVerdict repeated;
+  ForEachDestination(params, [&](int32_t request, int32_t index, int group, int64_t slot) {
+    if (repeated.error != CommitError::kOk || committed_slots[group].count(slot) == 0) return;
+    repeated = {CommitError::kDuplicateSlot, request, index, slot};
+  });
+  return repeated;
+}
+
+void Interceptor::Impl::CommitOnCpu(const CommitParams& params, const CommitVerdict& found,
+                                    bool last, Receipt* receipt) {
+  NWOR_CHECK(!IsInputFault(found.error), ExplainInputFault(found, params));
+  CommitVerdict verdict = CommitCpu(params, undo, *writer);
   const bool failed = verdict.error == CommitError::kWriteFailed;
   // Staging is intact and every byte is back: write the accepted rows once more from there.
   if (failed) verdict = CommitCpu(params, undo, *writer);
+  if (verdict.error == CommitError::kOk && !last) {
+    committed_slots.resize(params.num_groups);
+    ForEachDestination(params, [&](int32_t, int32_t, int group, int64_t slot) {
+      committed_slots[group].insert(slot);
+    });
+  }
   // Before anything is reported, which throws if strict: what is in the cache counts.
   books.CountCommit(params.status[kStatusCommitted], params.bytes_per_token);
   if (verdict.error == CommitError::kSlotMismatch) {

@@ -3,6 +3,8 @@
 #include <atomic>
 #include <map>
 #include <string>
+#include <unordered_set>
+#include <vector>
 
 #include "kv_interceptor/interceptor.h"
 #include "kv_interceptor/round.h"
@@ -37,10 +39,14 @@ struct Interceptor::Impl {
   bool owes_answer = false;  // the commit at hand has yet to take part in the ranks' agreement
 
   CommitUndoLog undo;
+  // On the CPU: where chunks of the open round went, by group of the commit; empty: none was.
+  std::vector<std::unordered_set<int64_t>> committed_slots;
   // On CUDA: whether commits of the open round count there, and have settled its books there.
   bool counts_on_device = false;
   bool capturing = false;
-  at::Tensor fixed_tables;  // with graph_rows: where every round's tables stand
+  bool captured = false;          // a round was captured, by whichever graph
+  bool captured_staging = false;  // and one of those was staged
+  at::Tensor fixed_tables;        // with graph_rows: where every round's tables stand
   // On CUDA, with graph_rows: whether the last commit has left round_status and tips as a round
   // finds them, so that a round like the last one finds its tables, too.
   bool left_clean = false;
@@ -53,6 +59,10 @@ struct Interceptor::Impl {
   std::map<std::string, DeferredWrite> deferred;
   bool defer = false;  // what the write at hand was asked for
 
+  bool FitsGraphs(const RoundPlan& round_plan) const {
+    return round_plan.num_rows() <= config.graph_rows &&
+           static_cast<int64_t>(round_plan.query_lens.size()) <= config.graph_rows;
+  }
   static void Stage(const StageParams& params, at::Device device);
   void DoDeferred();
   Outcome Bypass(BoundLayer* layer, BypassReason reason, std::string_view detail);
@@ -73,7 +83,11 @@ struct Interceptor::Impl {
   // Makes all ranks disagree for a commit that threw before it asked them: none waits for it.
   void Refuse() noexcept;
   void ReportDisagreement(Receipt* receipt);
-  void CommitOnCpu(const CommitParams& params, Receipt* receipt);
+  // As ValidateCommit; a destination of an earlier chunk is a fault, too.
+  CommitVerdict ValidateOnCpu(const CommitParams& params) const;
+  // `found`: what validating found on this rank.
+  void CommitOnCpu(const CommitParams& params, const CommitVerdict& found, bool last,
+                   Receipt* receipt);
   void CommitOnCuda(CommitParams& params, bool last);
   int64_t StagedTokens() const;
   void CloseRound(bool aborted);

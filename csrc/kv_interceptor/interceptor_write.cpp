@@ -213,6 +213,12 @@ void Interceptor::NoteReplay() {
   Impl& impl = *impl_;
   NWOR_CHECK(impl.round_open && !impl.capturing && impl.config.graph_rows > 0,
              "note_replay: got no open round of an interceptor with graph_rows, expected one");
+  NWOR_CHECK(impl.FitsGraphs(impl.plan), "note_replay: got a round of ", impl.plan.num_rows(),
+             " rows and ", impl.plan.query_lens.size(),
+             " requests, expected at most graph_rows = ", impl.config.graph_rows, " of each");
+  NWOR_CHECK(!impl.staging || !impl.captured || impl.captured_staging,
+             "note_replay: got a round that is staged, expected a direct one: no round that was ",
+             "captured is staged");
   for (const BoundLayer& layer : impl.table.layers()) {
     NWOR_CHECK(!layer.ready || layer.round == LayerRound::kSilent, "note_replay: layer '",
                layer.name, "' has been written in this round, expected no write");

@@ -62,12 +62,15 @@ const BoundLayer& LayerTable::Bind(const std::string& name, const at::Tensor& ke
     if (layer.unsupported.empty()) layer.unsupported = LayoutProblem(value_cache);
     if (layer.unsupported.empty()) {
       layer.layout = DescribeCache(key_cache, value_cache, k_scale, v_scale);
+      CheckApart(key_cache, value_cache);
       layer.ready = true;
       JoinGroup(layer, dtype);
     }
   }
 
   changed_ = true;
+  if (layer.ready) ++groups_[group].num_ready;
+  if (old != nullptr && old->ready) --groups_[group].num_ready;
   if (old != nullptr) {
     *old = std::move(layer);
     return *old;
@@ -170,8 +173,8 @@ bool LayerTable::any_ready() const {
 }
 
 int LayerTable::num_staging_groups() const {
-  return static_cast<int>(std::count_if(
-      groups_.begin(), groups_.end(), [](const auto& group) { return group.staging != nullptr; }));
+  return static_cast<int>(std::count_if(groups_.begin(), groups_.end(),
+                                        [](const auto& group) { return group.num_ready > 0; }));
 }
 
 int64_t LayerTable::staging_bytes() const {

@@ -38,6 +38,7 @@ struct BoundLayer {
 
 struct CacheGroup {
   std::unique_ptr<StagingBuffer> staging;  // null until a layer of the group is ready
+  int num_ready = 0;                       // layers; a group without any takes no part in commits
   CacheGeometry geometry;                  // of all its ready layers
   at::ScalarType dtype = at::kBFloat16;    // of the model's rows
 };
@@ -63,7 +64,7 @@ class LayerTable {
   const std::vector<CacheGroup>& groups() const { return groups_; }
   bool any_ready() const;
   at::Device device() const { return device_; }  // of the ready layers; the CPU when there is none
-  int num_staging_groups() const;
+  int num_staging_groups() const;                // those with a ready layer
   int64_t staging_bytes() const;
   // What one committed token puts into the caches of the layers that staged in this round.
   int64_t staged_bytes_per_token() const;

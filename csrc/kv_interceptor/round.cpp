@@ -72,7 +72,7 @@ RoundTables::RoundTables(const RoundPlan& plan, bool stage, at::Device device,
     }
     request_rows.push_back(num_staging_rows_);
   }
-  in_place_ = num_rows() <= fixed_rows && num_requests_ <= fixed_rows;
+  in_place_ = fixed.defined() && num_rows() <= fixed_rows && num_requests_ <= fixed_rows;
   table_rows_ = in_place_ ? fixed_rows : num_rows();
   std::vector<int32_t> tables = stage_rows_;
   tables.resize(table_rows_, -1);

@@ -4,6 +4,7 @@
 #include <map>
 #include <optional>
 #include <unordered_map>
+#include <unordered_set>
 #include <vector>
 
 #include "kv_interceptor/cache_hash.h"
@@ -54,6 +55,8 @@ class ShadowRound {
   int64_t Tip(int64_t request) const { return tip_[request]; }
   void NoteCommitted(int64_t request, int64_t row);
   int64_t NumCommitted(int64_t request) const { return num_committed_[request]; }
+  // False when a row of the round was committed there before.
+  bool NoteDestination(int group, int64_t slot) { return destinations_[group].insert(slot).second; }
 
   bool open = false;
   bool staging = false;
@@ -70,6 +73,7 @@ class ShadowRound {
   std::vector<int64_t> num_direct_rows_;  // [B]
   std::vector<int64_t> tip_;              // [B]
   std::vector<int64_t> num_committed_;    // [B]
+  std::map<int, std::unordered_set<int64_t>> destinations_;                 // by group
   std::unordered_map<int, std::unordered_map<int64_t, StagedRow>> staged_;  // layer -> row
   std::unordered_map<int, std::unordered_map<int64_t, int64_t>> bypassed_;  // layer -> row
   std::unordered_map<int64_t, int> staged_tokens_;                          // row -> layers

@@ -2,6 +2,10 @@
 
 #include <c10/util/accumulate.h>
 
+#include <algorithm>
+#include <compare>
+#include <cstddef>
+#include <cstdlib>
 #include <vector>
 
 #include "check.h"
@@ -50,15 +54,37 @@ void CheckChannels(const at::Tensor& tensor, const char* name) {
              " between channels, expected 1 (contiguous channels)");
 }
 
-// Two slots that share memory would make "no other byte changes" meaningless.
-void CheckNoOverlap(const at::Tensor& cache, const char* name) {
-  std::vector<std::pair<int64_t, int64_t>> dims;  // (stride, size), dense from the inside
+struct StridedDim {
+  int64_t stride, size;
+  auto operator<=>(const StridedDim&) const = default;
+};
+
+// The dimensions that decide where elements are, dense from the inside.
+std::vector<StridedDim> DimsOf(const at::Tensor& cache) {
+  std::vector<StridedDim> dims;
   for (int64_t dim = 0; dim < cache.dim(); ++dim) {
-    if (cache.size(dim) > 1) dims.emplace_back(cache.stride(dim), cache.size(dim));
+    if (cache.size(dim) > 1) dims.push_back({cache.stride(dim), cache.size(dim)});
   }
   std::sort(dims.begin(), dims.end());
+  return dims;
+}
+
+// Whether two elements of such a cache are `offset` apart. REQUIRES: no two are in one place, so
+// that inner dimensions reach less far than one step of the next.
+bool HasDistance(const std::vector<StridedDim>& dims, size_t num_dims, int64_t offset) {
+  if (num_dims == 0) return offset == 0;
+  const auto [stride, size] = dims[num_dims - 1];
+  offset = std::abs(offset);
+  for (const int64_t steps : {offset / stride, offset / stride + 1}) {
+    if (steps < size && HasDistance(dims, num_dims - 1, offset - steps * stride)) return true;
+  }
+  return false;
+}
+
+// Two slots that share memory would make "no other byte changes" meaningless.
+void CheckNoOverlap(const at::Tensor& cache, const char* name) {
   int64_t span = 1;  // elements covered so far
-  for (const auto& [stride, size] : dims) {
+  for (const auto& [stride, size] : DimsOf(cache)) {
     NWOR_CHECK(stride >= span, name, ": got overlapping strides ", cache.strides(), " for sizes ",
                cache.sizes(), ", expected one place per element");
     span = stride * (size - 1) + span;
@@ -203,6 +229,16 @@ CacheLayout DescribeCache(const at::Tensor& key_cache, const at::Tensor& value_c
     layout.value = value_cache.mutable_data_ptr();
   }
   return layout;
+}
+
+void CheckApart(const at::Tensor& key_cache, const at::Tensor& value_cache) {
+  const std::vector<StridedDim> dims = DimsOf(key_cache);
+  if (dims != DimsOf(value_cache)) return;
+  const int64_t bytes = static_cast<const std::byte*>(value_cache.const_data_ptr()) -
+                        static_cast<const std::byte*>(key_cache.const_data_ptr());
+  const int64_t offset = bytes / key_cache.element_size();
+  NWOR_CHECK(!HasDistance(dims, dims.size(), offset), "value_cache: got memory of key_cache, ",
+             offset, " elements from its first, expected places of its own");
 }
 
 KvRowsView DescribeRows(const at::Tensor& key, const at::Tensor& value, const char* key_name,

@@ -41,6 +41,10 @@ NWOR_EXPORT CacheLayout DescribeCache(const at::Tensor& key_cache, const at::Ten
                                       const std::optional<at::Tensor>& k_scale = std::nullopt,
                                       const std::optional<at::Tensor>& v_scale = std::nullopt);
 
+// Checks that K and V of a described cache share no element. They may lie in one piece of memory,
+// by turns of any kind; views with other strides than each other's are not compared.
+NWOR_EXPORT void CheckApart(const at::Tensor& key_cache, const at::Tensor& value_cache);
+
 // Checks scales for a cache of these sizes and dtype, but not where they lie.
 NWOR_EXPORT KvScales DescribeScales(const at::Tensor& cache,
                                     const std::optional<at::Tensor>& k_scale,

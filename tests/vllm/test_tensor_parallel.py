@@ -34,18 +34,15 @@ def test_two_ranks_commit_alike(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_ranks_that_disagree_write_row_by_row(tmp_path: Path) -> None:
-    """One rank's commit is told of a row too few: no rank commits, and tokens stay right."""
-    prompts = story_prompts(3)
-    expected = drive(start(STOCK), prompts, greedy(40))
+def test_ranks_that_disagree_end_the_engine(tmp_path: Path) -> None:
+    """One rank's commit is told of a row too few: no rank commits or writes rows of its own."""
     nwor = {"agreement_group": "tp", "check_contract": True}
     job = {"start": {"nwor": nwor, "tensor_parallel_size": 2}, "disagree": True}
-    result = run_job(tmp_path, job | {"prompts": prompts, "max_tokens": 40})
-    assert result["tokens"] == [expected.tokens[str(i)] for i in range(3)]
-    for rank in result["ranks"]:
-        assert rank["stats"]["fallbacks"] == {"rank_disagreement": 1, "commit_failure": 1}
-        assert rank["violations"] == []
-    assert "accepted rows are written one by one" in result["log"]
+    with pytest.raises(AssertionError) as raised:
+        run_job(tmp_path, job | {"prompts": story_prompts(3), "max_tokens": 40})
+    log = str(raised.value)
+    assert "commit: got rank_disagreement, expected all ranks to accept the same" in log
+    assert "accepted rows are written one by one" not in log
 
 
 def long_prompts() -> list[list[int]]:

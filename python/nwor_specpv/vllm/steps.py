@@ -153,7 +153,11 @@ class Steps:
             self._staging.note(checker.verify_staged())
         try:
             self._note_replay(step)
-            receipt = self._commit(step, counts)
+        except NworError:  # rows that no graph has staged cannot be written one by one either
+            step.interceptor.abort()
+            raise
+        try:
+            receipts = self._commit(step, counts)
         except Exception as error:
             logger.exception("nwor_specpv: the commit failed")
             try:
@@ -162,12 +166,12 @@ class Steps:
                 step.interceptor.abort()
             return
         if counts.is_cuda and checker is None:
-            self._post(step, receipt)
-            return
-        if not receipt.ok:
-            self._rescue(step, counts, receipt.problem)
+            for receipt in receipts:
+                self._post(step, receipt)
+        elif not receipts[-1].ok:
+            self._end_refused(step, counts, receipts[-1])
         elif checker is not None:
-            self._staging.note(checker.verify(receipt, counts.tolist()))
+            self._staging.note(checker.verify(receipts[-1], counts.tolist()))
 
     def abort(self) -> None:
         """Gives up the open step, if there is one: nothing of its drafts is written."""
@@ -182,6 +186,18 @@ class Steps:
         except NworError as error:
             step.interceptor.report_bypass("commit_lost", str(error))
             raise
+
+    def _end_refused(self, step: Step, counts: torch.Tensor, receipt: Any) -> None:
+        """Ends a step one of whose commits wrote nothing."""
+        try:
+            if receipt.verdict.error == "rank_disagreement":  # each rank would write its own rows
+                problem = "commit: got rank_disagreement, expected all ranks to accept the same"
+                step.interceptor.report_bypass("commit_lost", problem)
+                raise NworError(problem)
+            self._rescue(step, counts, receipt.problem)
+        finally:
+            if step.interceptor.stats()["round_open"]:  # further chunks were to follow
+                step.interceptor.abort()
 
     def _close(self, step: Step) -> None:
         """Ends a step that staged nothing: all its rows are in the cache."""
@@ -198,17 +214,25 @@ class Steps:
             step.interceptor.note_replay()
             self.num_replays += 1
 
-    def _commit(self, step: Step, counts: torch.Tensor) -> Any:
+    def _commit(self, step: Step, counts: torch.Tensor) -> list[Any]:
+        """Receipts of the step's chunks. Where nobody has to wait to know it, none follows one that
+        is not ok.
+        """
         depth = step.path.shape[1]
         chunks = rows.chunk_depths(len(step.plan.query_lens), depth, MAX_COMMIT_ENTRIES)
         if len(chunks) == 1:  # every launch here is felt in a short step
-            return step.interceptor.commit(step.path, counts, rows="request")
+            return [step.interceptor.commit(step.path, counts, rows="request")]
+        known = not counts.is_cuda or self._staging.checker is not None
+        receipts = []
         for begin, end in chunks:
             part = (counts - begin).clamp(0, end - begin)
             receipt = step.interceptor.commit(
                 step.path[:, begin:end].contiguous(), part, rows="request", last=end == depth
             )
-        return receipt
+            receipts.append(receipt)
+            if known and not receipt.ok:
+                break
+        return receipts
 
     def _rescue(self, step: Step, counts: torch.Tensor, problem: str) -> None:
         """Writes the accepted rows from staging, which a failed commit leaves as it was.

@@ -42,8 +42,9 @@ class Tamper final : public InterceptorObserver {
   std::function<void(Decision&)> on_begin;
   std::function<void(Outcome&)> on_write;  // runs as if it were part of the write itself
   std::function<void(Receipt&)> on_commit;
-  const at::Tensor* path = nullptr;          // replaces what was committed
-  const at::Tensor* slot_mapping = nullptr;  // replaces what was written
+  const at::Tensor* path = nullptr;                // replaces what was committed
+  const std::vector<at::Tensor>* slots = nullptr;  // replaces where it went
+  const at::Tensor* slot_mapping = nullptr;        // replaces what was written
 
   void AfterBegin(const RoundPlan& plan, const Decision& decision) override {
     Decision changed = decision;
@@ -62,9 +63,10 @@ class Tamper final : public InterceptorObserver {
     Receipt changed = receipt;
     changed.status = receipt.status.clone();
     if (on_commit) on_commit(changed);
-    checker_.AfterCommit({path != nullptr ? *path : call.path, call.counts, call.slots, call.rows,
-                          call.last, call.summaries, call.tail},
-                         changed);
+    checker_.AfterCommit(
+        {path != nullptr ? *path : call.path, call.counts, slots != nullptr ? *slots : call.slots,
+         call.rows, call.last, call.summaries, call.tail},
+        changed);
   }
   void AfterAbort() override { checker_.AfterAbort(); }
 

@@ -334,6 +334,17 @@ TEST_F(ContractCheckerTest, N7CatchesAReceiptThatCountsWrong) {
   EXPECT_CAUGHT(checker_.Verify(&receipt), "N7");
 }
 
+TEST_F(ContractCheckerTest, N7CatchesADestinationThatTwoChunksShare) {
+  Tamper tamper(checker_);
+  interceptor_.SetObserver(&tamper);
+  BeginAndWrite();
+  Accept(1, /*last=*/false);
+  const std::vector<at::Tensor> slots = {at::full({2, 3}, 6, at::kLong)};
+  tamper.slots = &slots;
+  const Receipt receipt = Accept(1, /*last=*/true, /*first=*/2);
+  EXPECT_CAUGHT(checker_.Verify(&receipt), "N7", "", 6);
+}
+
 TEST_F(ContractCheckerTest, N8CatchesARejectedRowInTheCache) {
   BeginAndWrite();
   const Receipt receipt = Accept(1);

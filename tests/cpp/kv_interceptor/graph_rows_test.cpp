@@ -5,6 +5,7 @@
 #include "kv_interceptor/interceptor.h"
 #include "kv_interceptor/kv_ops.h"
 #include "kv_interceptor/round.h"
+#include "message_of.h"
 
 // Rounds whose writes a CUDA graph repeats: fixed addresses, padding, replays. What the graph does
 // on a GPU is done here by hand, with the op that has the same kernel.
@@ -170,6 +171,41 @@ TEST_F(GraphRowsTest, CapturingNeedsFixedRows) {
   Interceptor plain{NworConfig{}};
   plain.BindLayer("layer", keys_[0], values_[0]);
   EXPECT_THROW(plain.Begin({{3}, {2}, {}}, /*capture=*/true), Error);
+}
+
+TEST_F(GraphRowsTest, CapturesNoMoreThanFixedRows) {
+  EXPECT_EQ(MessageOf([&] {
+              interceptor_.Begin({{13}, {5}, {}}, /*capture=*/true);
+            }),
+            "capture: got 13 rows of 1 requests, expected at most graph_rows = 12 of each");
+  const std::vector<int32_t> nothing(13, 0);
+  EXPECT_EQ(MessageOf([&] {
+              interceptor_.Begin({nothing, nothing, {}}, /*capture=*/true);
+            }),
+            "capture: got 0 rows of 13 requests, expected at most graph_rows = 12 of each");
+  interceptor_.Begin({{12}, {5}, {}}, /*capture=*/true);
+  interceptor_.Abort();
+}
+
+TEST_F(GraphRowsTest, NoGraphHasStagedARoundThatIsLarger) {
+  interceptor_.Begin({{13}, {5}, {}});
+  EXPECT_EQ(MessageOf([&] { interceptor_.NoteReplay(); }),
+            "note_replay: got a round of 13 rows and 1 requests, expected at most graph_rows = 12 "
+            "of each");
+  interceptor_.Abort();
+}
+
+TEST_F(GraphRowsTest, GraphsThatDoNotStageHaveStagedNoRound) {
+  EXPECT_FALSE(interceptor_.Begin({{10}, {9}, {}}, /*capture=*/true).stage);
+  interceptor_.Abort();
+  EXPECT_TRUE(interceptor_.Begin({{3}, {2}, {}}).stage);
+  EXPECT_THROW(interceptor_.NoteReplay(), Error);
+  interceptor_.Abort();
+  EXPECT_TRUE(interceptor_.Begin({{3}, {2}, {}}, /*capture=*/true).stage);
+  interceptor_.Abort();
+  EXPECT_TRUE(interceptor_.Begin({{3}, {2}, {}}).stage);
+  interceptor_.NoteReplay();
+  interceptor_.Abort();
 }
 
 TEST(RoundTables, StandAtTheirPlaceWithRowsBeyondThemDirect) {

@@ -8,6 +8,7 @@
 
 #include "check.h"
 #include "kv_interceptor/fp8.h"
+#include "message_of.h"
 
 namespace nwor {
 namespace {
@@ -362,6 +363,122 @@ TEST_F(InterceptorTest, CommitsInChunksOfOneRound) {
   for (int row = 1; row < 5; ++row) EXPECT_TRUE(at::equal(KeySlot(0, 4 + row), key[row]));
   EXPECT_EQ(interceptor.stats().committed_tokens, 4);
   EXPECT_EQ(interceptor.stats().rejected_tokens, 0);
+}
+
+TEST_F(InterceptorTest, ChunksOfOneRoundHaveNoDestinationInCommon) {
+  Interceptor interceptor{NworConfig{}};
+  Bind(interceptor, 1);
+  interceptor.Begin({{4}, {3}, {}});
+  const at::Tensor key = Rows(4);
+  interceptor.Write(Layer(0), key, Rows(4), Slots({-1, 5, 6, 7}));
+  const auto chunk = [&](int row, int64_t slot, bool last) {
+    return interceptor.Commit(Ints({row}).view({1, 1}), Ints({1}), {Slots({slot}).view({1, 1})},
+                              RowSpace::kBatch, last);
+  };
+  EXPECT_TRUE(chunk(1, 9, /*last=*/false).ok());
+  EXPECT_TRUE(chunk(2, 10, /*last=*/false).ok());
+  for (const int64_t slot : {9, 10}) {
+    EXPECT_EQ(MessageOf([&] { chunk(3, slot, /*last=*/true); }),
+              Concat("slots: got ", slot, " for request 0 at index 0 once more, expected each ",
+                     "destination once (duplicate_slot)"));
+  }
+  EXPECT_TRUE(at::equal(KeySlot(0, 9), key[1]));
+  EXPECT_TRUE(at::equal(KeySlot(0, 10), key[2]));
+  EXPECT_TRUE(chunk(3, 11, /*last=*/true).ok());
+
+  interceptor.Begin({{2}, {1}, {}});  // another round may
+  interceptor.Write(Layer(0), key.narrow(0, 0, 2), Rows(2), Slots({-1, 5}));
+  EXPECT_TRUE(chunk(1, 9, /*last=*/true).ok());
+}
+
+TEST_F(InterceptorTest, ARefusedChunkLeavesItsDestinationsFree) {
+  Interceptor interceptor{NworConfig{}};
+  Bind(interceptor, 1);
+  FailOnce writer(2);
+  interceptor.SetCacheWriter(&writer);
+  interceptor.Begin({{2}, {1}, {}});
+  const at::Tensor key = Rows(2);
+  interceptor.Write(Layer(0), key, Rows(2), Slots({-1, 5}));
+  const auto commit = [&](bool last) {
+    return interceptor.Commit(Ints({1}).view({1, 1}), Ints({1}), {}, RowSpace::kBatch, last);
+  };
+  EXPECT_FALSE(commit(/*last=*/false).ok());
+  EXPECT_TRUE(commit(/*last=*/true).ok());
+  EXPECT_TRUE(at::equal(KeySlot(0, 5), key[1]));
+}
+
+TEST_F(InterceptorTest, ARoundOfNobodyBeginsAndEnds) {
+  for (const int graph_rows : {0, 8}) {
+    NworConfig config;
+    config.graph_rows = graph_rows;
+    Interceptor interceptor{config};
+    Bind(interceptor, 1);
+    EXPECT_FALSE(interceptor.Begin({{}, {}, {}}).stage);
+    EXPECT_TRUE(interceptor.Commit(at::empty({0, 1}, at::kInt), at::empty({0}, at::kInt)).ok());
+    EXPECT_FALSE(interceptor.Begin({{}, {}, {}}).stage);
+    interceptor.Abort();
+    EXPECT_TRUE(interceptor.Begin({{2}, {1}, {}}).stage);
+    interceptor.Abort();
+    EXPECT_TRUE(Unchanged());
+  }
+}
+
+TEST_F(InterceptorTest, AGroupWhoseLayersHaveLostTheirMemoryTakesNoPart) {
+  Interceptor interceptor{NworConfig{}};
+  Bind(interceptor, 1);
+  const at::Tensor other = at::zeros({kPages, kPageSize, kHeads, kDim});
+  interceptor.BindLayer("other", other, other.clone(), 1);
+  interceptor.Begin({{3}, {2}, {}});
+  interceptor.Abort();
+  EXPECT_EQ(interceptor.stats().num_groups, 2);
+
+  interceptor.BindLayer("other", at::empty({0}), at::empty({0}), 1);
+  EXPECT_EQ(interceptor.stats().num_groups, 1);
+  for (const bool given : {false, true}) {
+    interceptor.Begin({{3}, {2}, {}});
+    const at::Tensor key = Rows(3);
+    interceptor.Write(Layer(0), key, Rows(3), Slots({4, 5, 6}));
+    EXPECT_EQ(interceptor.Write("other", key, key, Slots({4, 5, 6})).action, Action::kBypass);
+    std::vector<at::Tensor> slots;
+    if (given) slots = {Slots({5, 6}).view({1, 2})};
+    EXPECT_TRUE(interceptor.Commit(Ints({1, 2}).view({1, 2}), Ints({2}), slots).ok());
+    EXPECT_TRUE(at::equal(KeySlot(0, 6), key[2]));
+  }
+}
+
+TEST_F(InterceptorTest, KeysAndValuesAreInPlacesOfTheirOwn) {
+  Interceptor interceptor{NworConfig{}};
+  const auto problem = [&](const at::Tensor& key, const at::Tensor& value) {
+    return MessageOf([&] { interceptor.BindLayer("layer", key, value); });
+  };
+  const std::string nothing = "nothing was thrown";
+  const at::Tensor cache = at::zeros({kPages, kPageSize, kHeads, kDim});
+  EXPECT_EQ(problem(cache, cache),
+            "value_cache: got memory of key_cache, 0 elements from its first, expected places of "
+            "its own");
+  EXPECT_NE(problem(cache, cache.view(cache.sizes())), nothing);
+  // One piece of memory for both, however they share it: by layer, by page, by head or by token.
+  const at::Tensor memory = at::zeros({2 * kPages, 2 * kPageSize, 2 * kHeads, 2 * kDim});
+  const at::Tensor part =
+      memory.narrow(0, 0, kPages).narrow(1, 0, kPageSize).narrow(2, 0, kHeads).narrow(3, 0, kDim);
+  const int64_t sizes[] = {kPages, kPageSize, kHeads, kDim};
+  for (int64_t dim = 0; dim < 4; ++dim) {
+    for (int64_t by = 1; by <= sizes[dim]; ++by) {
+      at::Tensor other = memory;
+      for (int64_t d = 0; d < 4; ++d) other = other.narrow(d, d == dim ? by : 0, sizes[d]);
+      EXPECT_EQ(problem(part, other) == nothing, by == sizes[dim]) << dim << ", " << by;
+      EXPECT_EQ(problem(other, part) == nothing, by == sizes[dim]) << dim << ", " << by;
+    }
+  }
+  for (int64_t dim = 0; dim < 3; ++dim) {  // every other page, token or head
+    const auto half = [&](int64_t first) {
+      at::Tensor found = memory.slice(dim, first, std::nullopt, 2).narrow(3, 0, kDim);
+      for (int64_t d = 0; d < 3; ++d) found = found.narrow(d, 0, sizes[d]);
+      return found;
+    };
+    EXPECT_EQ(problem(half(0), half(1)), nothing) << dim;
+    EXPECT_EQ(problem(half(1), half(0)), nothing) << dim;
+  }
 }
 
 TEST_F(InterceptorTest, WaitsForMemoryAndTakesItWhenBoundAgain) {

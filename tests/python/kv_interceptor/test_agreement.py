@@ -22,9 +22,9 @@ RANKS = 2
 class Rank:
     """One rank's interceptor over its own shard: other K/V, the same rows and slots."""
 
-    def __init__(self, rank: int, **config: Any):
+    def __init__(self, rank: int, pages: int = PAGES, **config: Any):
         torch.manual_seed(rank)
-        self.caches = [torch.randn(PAGES, TOKENS, HEADS, DIM) for _ in range(4)]
+        self.caches = [torch.randn(pages, TOKENS, HEADS, DIM) for _ in range(4)]
         group = dist.group.WORLD.group_name
         self.interceptor = Interceptor(NworConfig(agreement_group=group, **config))
         for layer in range(2):
@@ -168,6 +168,38 @@ def have_no_round_on_one_rank(rank: int) -> dict[str, Any]:
     return fail_on_one_rank(rank, fail, "commit: got no open round")
 
 
+def lack_pages_on_one_rank(rank: int) -> dict[str, Any]:
+    """Both give the same numbers; only in the cache of rank 1 there is no such slot."""
+    me = Rank(rank, pages=PAGES - rank)
+    me.begin()
+    copies = me.copy()
+    outside = (PAGES - 1) * TOKENS
+    if rank == 0:
+        seen = refusal(me, me.commit(2, [8, outside, -1]), copies)
+    else:
+        with pytest.raises(NworError, match=f"slots: got {outside} for request 0 at index 1"):
+            me.commit(2, [8, outside, -1])
+        seen = {"unchanged": me.unchanged(copies)}
+        me.interceptor.abort()
+    me.begin()
+    return seen | {"then": me.commit(3).ok}
+
+
+def lack_room_in_a_view_on_one_rank(rank: int) -> dict[str, Any]:
+    me = Rank(rank)
+    me.begin()
+    copies = me.copy()
+    keys = torch.zeros(2, 1, HEADS, 8 if rank == 0 else 1, DIM)
+    tail = CommitTail(keys, keys.clone(), torch.zeros(1, dtype=torch.int32))
+    path, counts = torch.tensor([[1, 2]], dtype=torch.int32), torch.tensor([2], dtype=torch.int32)
+    receipt = me.interceptor.commit(path, counts, tail=tail)
+    return {
+        "error": receipt.verdict.error,
+        "tokens": receipt.committed_tokens,
+        "unchanged": me.unchanged(copies) and not keys.any(),
+    }
+
+
 WORK = (
     commit_alike,
     accept_other_counts,
@@ -180,6 +212,8 @@ WORK = (
     pass_a_wrong_shape_on_one_rank,
     pass_a_wrong_view_on_one_rank,
     have_no_round_on_one_rank,
+    lack_pages_on_one_rank,
+    lack_room_in_a_view_on_one_rank,
 )
 
 
@@ -266,12 +300,19 @@ def test_ranks_that_all_wrote_directly_agree(ranks) -> None:
         "pass_a_wrong_shape_on_one_rank",
         "pass_a_wrong_view_on_one_rank",
         "have_no_round_on_one_rank",
+        "lack_pages_on_one_rank",
     ],
 )
 def test_a_rank_whose_commit_throws_refuses_for_all(ranks, work: str) -> None:
     good, bad = (seen[work] for seen in ranks)
     assert bad == {"unchanged": True, "then": True}
     assert good == REFUSED | {"then": True}
+
+
+def test_a_fault_that_one_rank_alone_sees_refuses_for_all(ranks) -> None:
+    for seen, error in zip(ranks, ("rank_disagreement", "tail_full"), strict=True):
+        found = seen["lack_room_in_a_view_on_one_rank"]
+        assert found == {"error": error, "tokens": 0, "unchanged": True}
 
 
 def test_an_unknown_group_is_named() -> None:

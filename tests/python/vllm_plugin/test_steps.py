@@ -1,0 +1,133 @@
+"""Steps whose commit is refused, in one piece or in chunks, on made-up layers."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from nwor_specpv.errors import NworError
+from nwor_specpv.vllm import steps
+from nwor_specpv.vllm.settings import read_settings
+from nwor_specpv.vllm.staging import Staging
+
+PAGES, SIZE, HEADS, DIM = 4, 16, 2, 64
+SLOTS = torch.tensor([3, 4, 5, 6, 7])  # of a root and four drafts
+
+
+class Refusing:
+    """An interceptor one of whose commits does nothing and says why."""
+
+    def __init__(self, interceptor: Any, error: str, call: int = 1) -> None:
+        self._interceptor, self._error, self._call = interceptor, error, call
+        self.commits = 0
+
+    def commit(self, *args: Any, **kwargs: Any) -> Any:
+        self.commits += 1
+        if self.commits != self._call:
+            return self._interceptor.commit(*args, **kwargs)
+        if kwargs.get("last", True):
+            self._interceptor.abort()  # the round is over
+        verdict = SimpleNamespace(error=self._error)
+        return SimpleNamespace(ok=False, verdict=verdict, problem="made up")
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._interceptor, name)
+
+
+class World:
+    """One layer and a step that has written its rows."""
+
+    def __init__(self, error: str = "write_failed", call: int = 1) -> None:
+        torch.manual_seed(1)
+        self.cache = torch.zeros(PAGES, HEADS, SIZE, 2 * DIM, dtype=torch.bfloat16)
+        config = SimpleNamespace(
+            model_config=SimpleNamespace(dtype=torch.bfloat16),
+            scheduler_config=SimpleNamespace(max_num_seqs=4),
+            compilation_config=SimpleNamespace(max_cudagraph_capture_size=0),
+        )
+        layers = {"a": SimpleNamespace(kv_cache=self.cache)}
+        staging = Staging(layers, read_settings({"nwor_specpv": {}}, {}), config, 4)
+        staging.groups = [["a"]]
+        staging.bind(self.cache.device)
+        self.interceptor = staging.interceptor = Refusing(staging.interceptor, error, call)
+        self.steps = steps.Steps(staging)
+        self.steps.begin(0, [5], [4], SLOTS)
+        self.key, self.value = torch.randn(2, 5, HEADS, DIM).to(torch.bfloat16)
+        assert self.steps.write("a", self.key, self.value, SLOTS)
+
+    def finish(self, accepted: int) -> None:
+        self.steps.finish(lambda drafts: torch.full_like(drafts, accepted))
+
+    def written(self) -> list[int]:
+        """The rows that are in their slots, key and value."""
+        pages = self.cache.transpose(1, 2).reshape(PAGES * SIZE, HEADS, 2 * DIM)
+        rows = torch.cat((self.key, self.value), dim=-1)
+        found = [row for row, slot in enumerate(SLOTS) if torch.equal(pages[slot], rows[row])]
+        untouched = pages.flatten(1).any(1).sum() == len(found)
+        assert untouched
+        return found
+
+
+@pytest.fixture
+def short_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(steps, "MAX_COMMIT_ENTRIES", 1)
+
+
+@pytest.mark.parametrize("accepted", [0, 2, 4])
+def test_chunks_commit_what_was_accepted(short_chunks: None, accepted: int) -> None:
+    world = World(call=-1)
+    world.finish(accepted)
+    assert world.interceptor.commits == 4
+    assert world.written() == list(range(accepted + 1))
+    assert world.interceptor.stats()["fallbacks"] == {}
+
+
+@pytest.mark.parametrize("call", [1, 2, 3, 4])
+def test_a_refused_chunk_is_the_last(short_chunks: None, call: int) -> None:
+    """Later chunks may have nothing to write, and would say that all is well."""
+    world = World(call=call)
+    world.finish(call)
+    assert world.interceptor.commits == call
+    assert world.written() == list(range(call + 1))
+    stats = world.interceptor.stats()
+    assert stats["fallbacks"] == {"commit_failure": 1}
+    assert not stats["round_open"]
+
+
+@pytest.mark.parametrize("call", [1, 2, 4])
+def test_a_rank_writes_nothing_on_its_own(short_chunks: None, call: int) -> None:
+    """Ranks that disagree would each write other rows."""
+    world = World("rank_disagreement", call)
+    with pytest.raises(NworError, match="commit: got rank_disagreement, expected"):
+        world.finish(4)
+    assert world.interceptor.commits == call
+    assert world.written() == list(range(call)), "what chunks before it have committed"
+    stats = world.interceptor.stats()
+    assert stats["fallbacks"] == {"commit_lost": 1}
+    assert not stats["round_open"]
+
+
+class OnDevice(torch.Tensor):
+    """A tensor that says it is on a GPU."""
+
+    is_cuda = property(lambda _: True)
+
+
+def test_every_chunk_on_a_gpu_is_heard_of(
+    short_chunks: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world = World(call=-1)
+    made: list[int] = []
+    posted: list[int] = []
+
+    def commit(*_: Any, **__: Any) -> int:
+        made.append(len(made))
+        return made[-1]
+
+    monkeypatch.setattr(world.interceptor, "commit", commit)
+    monkeypatch.setattr(world.steps._mail, "post", posted.append)
+    world.steps.finish(lambda drafts: torch.full_like(drafts, 4).as_subclass(OnDevice))
+    assert posted == made == [0, 1, 2, 3]
