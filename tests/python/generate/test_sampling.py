@@ -85,24 +85,27 @@ def exact_distribution(temperature: float, top_k: int) -> dict[tuple[int, int], 
     return found
 
 
+def short_tails() -> SpecPVConfig:
+    """Lossless, from the first tokens on: a view of one block."""
+    return SpecPVConfig(
+        enable_specpv=True,
+        specpv_rectify="lossless",
+        specpv_block_size=2,
+        specpv_n_sink_blocks=0,
+        specpv_n_retrieval_blocks=0,
+        specpv_n_window_blocks=1,
+        specpv_selector="sliding",
+        specpv_n_spec_tokens_buf=4,
+    )
+
+
 @pytest.mark.parametrize("mode", ["tree", "lossless"])
 def test_two_tokens_are_distributed_as_the_model_says(mode: str) -> None:
     """Chi-square over the pairs that top-k leaves. A wrong sampler fails by orders of magnitude."""
     rng = seeded()
     temperature, top_k, rounds = 0.7, 3, 40
     expected = exact_distribution(temperature, top_k)
-    specpv = None
-    if mode == "lossless":
-        specpv = SpecPVConfig(
-            enable_specpv=True,
-            specpv_rectify="lossless",
-            specpv_block_size=2,
-            specpv_n_sink_blocks=0,
-            specpv_n_retrieval_blocks=0,
-            specpv_n_window_blocks=1,
-            specpv_selector="sliding",
-            specpv_n_spec_tokens_buf=4,
-        )
+    specpv = short_tails() if mode == "lossless" else None
     generator = Generator(tiny(), drafter=drafter(rng), specpv=specpv, page_size=4)
     tree = TreeConfig(rows=5, depth=2, top_k=2)
     counts: Counter[tuple[int, ...]] = Counter()
@@ -146,17 +149,9 @@ def test_longer_texts_are_distributed_as_the_model_says() -> None:
     rng = seeded()
     temperature, top_k, length, rounds = 0.9, 2, 7, 50
     expected = exact_texts(temperature, top_k, length)
-    specpv = SpecPVConfig(
-        enable_specpv=True,
-        specpv_rectify="lossless",
-        specpv_block_size=2,
-        specpv_n_sink_blocks=0,
-        specpv_n_retrieval_blocks=0,
-        specpv_n_window_blocks=1,
-        specpv_selector="sliding",
-        specpv_n_spec_tokens_buf=4,
+    generator = Generator(
+        tiny(), drafter=drafter(rng), specpv=short_tails(), page_size=4, pace=False
     )
-    generator = Generator(tiny(), drafter=drafter(rng), specpv=specpv, page_size=4, pace=False)
     counts: Counter[tuple[int, ...]] = Counter()
     for base in range(0, rounds * 16, 16):
         batch = generator.generate(
