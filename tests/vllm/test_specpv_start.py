@@ -60,7 +60,7 @@ def test_costs_and_memory_are_there_before_the_first_request(
     with caplog.at_level(logging.INFO, "nwor_specpv"):
         llm, drafter = begin({"check_contract": True})
         costs, store, tail = drafter._costs, drafter._store, drafter._tail
-        assert costs.base > 0
+        assert costs.run(1, 0) > 0
         assert measured == [True]
         assert tail.keys.shape[1] == store.max_requests == 8
         assert not tail.keys.any()

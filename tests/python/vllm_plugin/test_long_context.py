@@ -102,6 +102,10 @@ def test_costs_are_fitted_and_never_negative() -> None:
     assert costs.run(1, 1000) == pytest.approx(3.0)
     noisy = fit_costs(one_row=1.0, many_rows=0.9, rows=8, with_view=0.8, tokens=10)
     assert (noisy.per_row, noisy.per_token) == (0, 0)
+    # Another process had the processor while many rows were measured.
+    held_up = fit_costs(one_row=1.0, many_rows=29.0, rows=8, with_view=1.0, tokens=10)
+    assert held_up.run(1, 0) == pytest.approx(1.0)
+    assert min(held_up.base, held_up.per_row) >= 0
 
 
 def test_expected_accepted_is_the_mean_of_the_chain() -> None:

@@ -37,10 +37,13 @@ class StepCosts:
 def fit_costs(
     one_row: float, many_rows: float, rows: int, with_view: float, tokens: int
 ) -> StepCosts:
-    """From three measured passes: one row, `rows` rows, and one with `tokens` of K/V to read."""
-    per_row = max(0.0, (many_rows - one_row) / max(1, rows - 1))
+    """From three measured passes: one row, `rows` rows, and one with `tokens` of K/V to read.
+
+    One row costs what was measured of it, also where noise makes further ones dearer than it.
+    """
+    per_row = min(one_row, max(0.0, (many_rows - one_row) / max(1, rows - 1)))
     per_token = max(0.0, (with_view - one_row) / max(1, tokens))
-    return StepCosts(max(0.0, one_row - per_row), per_row, per_token)
+    return StepCosts(one_row - per_row, per_row, per_token)
 
 
 def expected_accepted(agreement: float, drafts: float) -> float:
