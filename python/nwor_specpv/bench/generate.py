@@ -25,6 +25,7 @@ from nwor_specpv.transformers.command import (
     model_name,
     view_config,
 )
+from nwor_specpv.transformers.generation_config import neutral
 
 from .report import add_json_argument, machine, publish
 
@@ -87,6 +88,9 @@ def ours(generator: Generator, *, whole: bool) -> Run:
 
 
 def theirs(model: Any, **options: Any) -> Run:
+    """Without what the model's generation_config asks for and ours does not do."""
+    options = neutral(model) | options
+
     def run(prompt: list[int], count: int) -> tuple[list[int], float, dict[str, Any]]:
         ids = torch.tensor([prompt], device=model.device)
         started = time.perf_counter()

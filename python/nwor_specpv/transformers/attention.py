@@ -15,8 +15,10 @@ from transformers import AttentionInterface
 from nwor_specpv import NworError, PartialStore, verify_attention, verify_plan
 
 from .gathered import gathered_attention
+from .sizes import window_of
 
 NAME = "nwor_specpv"
+_UNSAID = -1  # a window that a layer leaves to its mask
 # What a layer may ask of attention beyond these would be left out in silence.
 _REFUSED = ("attention_mask", "s_aux", "sinks", "position_bias", "block_mask")
 
@@ -62,7 +64,7 @@ def attend(
     dropout: float = 0.0,
     *,
     nwor_step: Step | None = None,
-    sliding_window: int | None = None,
+    sliding_window: int | None = _UNSAID,
     softcap: float | None = None,
     **more: Any,
 ) -> tuple[torch.Tensor, None]:
@@ -85,6 +87,9 @@ def attend(
                 f"model: got a layer that asks for {name}, which verify attention has not; use a "
                 "model without"
             )
+    if sliding_window == _UNSAID:
+        config = getattr(module, "config", None)
+        sliding_window = None if config is None else window_of(config, module.layer_idx)
     out = attend_rows(
         nwor_step,
         module.layer_idx,

@@ -25,6 +25,8 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 from nwor_specpv import CapacityError, Interceptor, NworConfig, NworError, RoundPlan, SlotAllocator
 from nwor_specpv.ops import write_kv
 
+from .sizes import kv_sizes, text_config
+
 Pair = tuple[torch.Tensor, torch.Tensor]
 
 
@@ -126,12 +128,8 @@ class _PagedCache(Cache):
         **options: Any,
     ) -> Any:
         """A cache for a decoder's configuration."""
-        text = config.get_text_config(decoder=True)
-        heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
-        dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
-        return cls(
-            text.num_hidden_layers, heads, max_seq_len, dim, batch_size, dtype, device, **options
-        )
+        layers, heads, dim = kv_sizes(text_config(config))
+        return cls(layers, heads, max_seq_len, dim, batch_size, dtype, device, **options)
 
     # ---- what people ask -------------------------------------------------------------------------
 

@@ -28,6 +28,7 @@ from nwor_specpv.drafters import Drafter, TreeConfig
 
 from .decoding import Decoding
 from .drafting import make_drafter
+from .generation_config import tell_unheeded
 from .integers import at_least_one, integer, plain
 from .loading import load_model
 from .pace import Pacer
@@ -124,6 +125,8 @@ class Generator:
                 else cuda_graphs,
             )
         )
+        if cache_of is None:
+            tell_unheeded(model)
         self.tokenizer = tokenizer
         self._specpv = specpv if specpv is not None and specpv.enable_specpv else None
         self._check_specpv(page_size)
@@ -273,8 +276,6 @@ class Generator:
 
     def _refuse_padding(self, prompts: list[list[int]]) -> None:
         """What pads rows to one length; not where it may as well begin or end a text."""
-        if len(prompts) == 1 or len(set(map(len, prompts))) > 1:
-            return
         pads = self._own_ids("pad_token_id") | _ids_of(self.tokenizer, "pad_token_id")
         for name in ("eos_token_id", "bos_token_id"):
             pads -= self._own_ids(name) | _ids_of(self.tokenizer, name)

@@ -16,6 +16,7 @@ from .graphs import MOST_ROWS
 from .layers import row_layers, untouched
 from .linear import plain_ones, row_linears
 from .paged import PagedCache
+from .sizes import any_window, kv_sizes, masks_windows, text_config
 from .stand_ins import StandIn, in_place
 
 
@@ -38,11 +39,7 @@ class ModelRunner:
         self._fixed_tokens, self._check_contract = cache_tokens, check_contract
         self._graphs = graphs and not check_contract  # the checker looks at every layer's write
         text = model.config.get_text_config(decoder=True)
-        self.num_layers = text.num_hidden_layers
-        self.num_kv_heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
-        self.head_dim = (
-            getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
-        )
+        self.num_layers, self.num_kv_heads, self.head_dim = kv_sizes(text)
         self.vocab_size = text.vocab_size
         self.context = getattr(text, "max_position_embeddings", None) or 1 << 30
         self.context_told = f"{self.context}, the context of the model"
@@ -53,7 +50,13 @@ class ModelRunner:
                 f"context: {self.context})"
             )
             self.context = original
-        self.window = _window(text)
+        self.window = any_window(text)
+        if 0 < self.window < self.context and not masks_windows(model.get_decoder()):
+            self.context_told = (
+                f"{self.window}, the sliding window that the model's cache has and its mask has "
+                f"not (its context: {self.context})"
+            )
+            self.context = self.window
         self.head = model.get_output_embeddings()
         self.device = self.head.weight.device
         self.dtype = next(p.dtype for p in model.parameters() if p.is_floating_point())
@@ -231,19 +234,30 @@ def check_model(model: Any) -> None:
             f"model: got {name}, whose attention is not open to other implementations; use a model "
             "that follows transformers' attention interface (Llama, Qwen2, Qwen3, Mistral, ..)"
         )
-    text = model.config.get_text_config(decoder=True)
+    text = text_config(model.config)
     kinds = set(getattr(text, "layer_types", None) or ()) - {
         "full_attention",
         "sliding_attention",
     }
     if kinds:
         raise NworError(f"model: got {name} with layers of {sorted(kinds)}, expected attention")
+    _refuse_quantised(model)
     missing = [n for n, p in model.named_parameters() if p.device.type == "meta"]
     if missing:
         raise NworError(
             f"model: got no weights for {missing[0]} and {len(missing) - 1} more; load the "
             "checkpoint they are in"
         )
+
+
+def _refuse_quantised(model: PreTrainedModel) -> None:
+    """Its layers choose the scale of their input by all rows of a pass: drafts would change it."""
+    for name, module in model.named_modules():
+        if type(module).__module__.startswith("torch.ao.nn.quantized"):
+            raise NworError(
+                f"model: got {name} quantised by torch.ao, whose results depend on the rows beside "
+                "a row, expected weights of a floating type; use the model as it was before"
+            )
 
 
 def _longrope_original(text: Any) -> int:
@@ -265,14 +279,3 @@ def _longrope_original(text: Any) -> int:
 def _decoder_layers(model: PreTrainedModel) -> torch.nn.ModuleList | None:
     layers = getattr(model.get_decoder(), "layers", None)
     return layers if isinstance(layers, torch.nn.ModuleList) else None
-
-
-def _window(text: Any) -> int:
-    """The sliding window of some layer, 0 when every layer sees everything."""
-    kinds = getattr(text, "layer_types", None)
-    window = getattr(text, "sliding_window", None) or 0
-    if kinds is not None and "sliding_attention" not in kinds:
-        return 0
-    if getattr(text, "use_sliding_window", True) is False:
-        return 0
-    return window

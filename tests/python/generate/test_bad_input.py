@@ -26,7 +26,7 @@ from nwor_specpv import DraftTree, NworConfig, NworError, SpecPVConfig
 from nwor_specpv import __main__ as cli
 from nwor_specpv.drafters import TreeConfig
 from nwor_specpv.models import safetensors
-from nwor_specpv.transformers import Generator, load_model, loading
+from nwor_specpv.transformers import Generator, StaticKVCache, load_model, loading
 from nwor_specpv.transformers.command import view_config
 
 UP = "model.layers.1.mlp.up_proj.weight"
@@ -143,10 +143,26 @@ def test_what_pads_is_known_from_the_model_and_the_tokenizer() -> None:
         tokenizer = Padding()
         setattr(tokenizer, name, 17)
         assert len(Generator(tiny(), tokenizer, "none").generate(rows, 1).token_ids) == 2
-    # Rows of several lengths have no padding, and neither has one alone.
-    generator = Generator(tiny(), drafter="none")
-    for given in ([[0, 5, 0], [6, 0]], torch.tensor([[0, 5, 0]]), [[5, 0, 6], [7, 0, 8]]):
-        assert generator.generate(given, 1).token_ids
+    # Inside a text it pads nothing.
+    assert (
+        len(Generator(tiny(), Padding(), "none").generate([[5, 17, 6], [7, 8]], 1).token_ids) == 2
+    )
+
+
+@pytest.mark.parametrize(
+    ("given", "told"),
+    [
+        (torch.tensor([[0, 0, 5, 6]]), "2 tokens of padding (0) around prompt 0"),
+        ([0, 0, 0, 5], "3 tokens of padding (0) around prompt 0"),
+        ([[5, 6, 0]], "1 tokens of padding (0) around prompt 0"),
+        ([[5, 6], [0, 5, 6]], "1 tokens of padding (0) around prompt 1"),
+    ],
+)
+def test_padding_is_refused_also_around_one_prompt_or_one_of_several_lengths(
+    given: Any, told: str
+) -> None:
+    with pytest.raises(NworError, match=re.escape(f"input_ids: got {told}, expected none")):
+        Generator(tiny(), drafter="none").generate(given, 1)
 
 
 @pytest.mark.parametrize(
@@ -225,6 +241,38 @@ def test_models_whose_attention_is_another_one_are_refused(
     generator = Generator(model, drafter="none")
     with pytest.raises(NworError, match=message) as caught:
         generator.generate([1, 2, 3], 4)
+    assert "\n" not in str(caught.value)
+
+
+def test_layers_of_several_head_sizes_are_refused() -> None:
+    config = CONFIG_MAPPING["gemma4_text"](
+        vocab_size=96,
+        hidden_size=32,
+        intermediate_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        global_head_dim=16,
+        hidden_size_per_layer_input=8,
+        vocab_size_per_layer_input=96,
+        layer_types=["sliding_attention", "full_attention"],
+    )
+    model = AutoModelForCausalLM.from_config(config)
+    line = "^model: got layers of different head_dim, expected the same in all$"
+    with pytest.raises(NworError, match=line):
+        Generator(model, drafter="none")
+    with pytest.raises(NworError, match=line):
+        StaticKVCache.from_config(config, 64)
+
+
+@pytest.mark.filterwarnings("ignore:torch.ao.quantization is deprecated")
+@pytest.mark.parametrize("kinds", [{torch.nn.Linear}, {"model.layers.1.mlp.up_proj"}])
+def test_layers_quantised_by_the_rows_of_a_pass_are_refused(kinds: set) -> None:
+    """Drafts beside a token would change it."""
+    model = torch.ao.quantization.quantize_dynamic(tiny(), kinds, dtype=torch.qint8)
+    with pytest.raises(NworError, match=r"^model: got .* quantised by torch\.ao, whose") as caught:
+        Generator(model, drafter="none")
     assert "\n" not in str(caught.value)
 
 

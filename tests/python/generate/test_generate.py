@@ -70,6 +70,54 @@ def test_other_families_with_that_attention_are_run_too(family: str) -> None:
     assert result.stats.violations == []
 
 
+@pytest.mark.parametrize(
+    ("family", "more"),
+    [
+        ("phimoe", {"num_local_experts": 4}),
+        (
+            "qwen2_moe",
+            {
+                "use_sliding_window": True,
+                "max_window_layers": 2,
+                "num_experts": 4,
+                "moe_intermediate_size": 32,
+                "shared_expert_intermediate_size": 32,
+            },
+        ),
+    ],
+)
+def test_a_window_that_only_the_models_mask_has_is_kept(family: str, more: dict) -> None:
+    """Its layers hand none to attention."""
+    rng = seeded()
+    config = CONFIG_MAPPING[family](**SIZES | more, num_experts_per_tok=2, sliding_window=9)
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    prompts = [random_prompt(rng, 30, 60) for _ in range(2)]
+    truths = [decode_plainly(model, prompt, 24) for prompt in prompts]
+    drafter = Oracle({tuple(p): t for p, t in zip(prompts, truths, strict=True)}, rng)
+    generator = Generator(model, drafter=drafter, check_contract=True)
+    result = generator.generate(prompts, 20, eos_token_id=-1, tree=TREES["tree"])
+    assert result.token_ids == [truth[:20] for truth in truths]
+    assert result.stats.violations == []
+
+
+@pytest.mark.parametrize("family", ["llama", "moshi"])
+def test_a_window_that_only_the_models_cache_has_ends_its_context(family: str) -> None:
+    """transformers reads its prompts without, and decodes with what its cache keeps."""
+    rng = seeded()
+    config = CONFIG_MAPPING[family](**SIZES, sliding_window=24)
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    prompt = random_prompt(rng, 9, 10)
+    generator = Generator(model, drafter="ngram")
+    truth = decode_plainly(model, prompt, 24 - len(prompt))
+    assert generator.generate(prompt, 24 - len(prompt), eos_token_id=-1).token_ids == truth
+    with pytest.raises(NworError, match=r"expected fewer than 24, the sliding window .* 512"):
+        generator.generate([5] * 24, 1)
+    with pytest.raises(NworError, match=r"expected at most 15: 9 \+ 16 is beyond 24, .* 512"):
+        generator.generate(prompt, 16)
+
+
 def longrope(original: int, *, nested: bool = False) -> PreTrainedModel:
     """Positions from `original` on turn all of their pass's rows by other angles."""
     rope = {
