@@ -7,6 +7,7 @@ prompts are run), and
     truth     texts, one for each prompt: the head guesses from them, now and then wrongly
     fault     passes of the target fail from the so many-th on
     confirmed texts as well: summaries and prefix hashes are watched, see `confirmed.py`
+    synchronous  in the first: all runs are without asynchronous scheduling
 A job {"kernels": N} compares vLLM's sampling kernels with `reference_sampling.py` on N rows.
 """
 
@@ -35,8 +36,8 @@ PREEMPTIONS = "vllm:num_preemptions"
 
 
 def main() -> None:
-    triton_cpu.prepare()
     jobs = json.loads(Path(sys.argv[1]).read_text())
+    triton_cpu.prepare(asynchronous=not jobs[0].get("synchronous"))
     with tempfile.TemporaryDirectory() as folder:
         head = story_head(Path(folder), torch.float32)
         results = [
@@ -70,7 +71,7 @@ def run(job: dict[str, Any], head: dict[str, Any]) -> dict[str, Any]:
     if job.get("confirmed"):
         watched = Confirmed(llm, runner, job["prompts"], job["confirmed"])
     written, drawn, grew = watch_rounds(speculator)
-    hits = watch_prefix_hits(llm)
+    hits, lengths = watch_prefix_hits(llm), watch_lengths(llm)
     before, preempted = Metrics().snapshot(), counted(llm, PREEMPTIONS)
     params = greedy(**job["params"])
     aborts = {int(step): name for step, name in job.get("aborts", {}).items()}
@@ -96,6 +97,7 @@ def run(job: dict[str, Any], head: dict[str, Any]) -> dict[str, Any]:
         "latest_failure": own_engine().draft_failures.latest,
         "preemptions": counted(llm, PREEMPTIONS) - preempted,
         "prefix_hits": sum(hits),
+        "lengths": lengths,
         "replays": sum(replays),
         "rounds": len(written),
         "cache_written_by_rounds": sum(written),
@@ -223,6 +225,25 @@ def watch_prefix_hits(llm: Any) -> list[int]:
         return result
 
     manager.get_computed_blocks = watched
+    return found
+
+
+def watch_lengths(llm: Any) -> list[tuple[int, int]]:
+    """For each request of each step but its first: drafts that the scheduler had wanted for it, and
+    drafts that it verifies."""
+    scheduler = llm.llm_engine.engine_core.engine_core.scheduler
+    schedule, wanted, found = scheduler.schedule, {}, []
+
+    def watched(*args: Any) -> Any:
+        output = schedule(*args)
+        for name in output.num_scheduled_tokens:
+            verified = len(output.scheduled_spec_decode_tokens.get(name, ()))
+            if name in wanted:
+                found.append((wanted[name], verified))
+            wanted[name] = output.num_spec_tokens_to_schedule
+        return output
+
+    scheduler.schedule = watched
     return found
 
 

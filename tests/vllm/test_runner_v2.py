@@ -48,11 +48,11 @@ def run(folder: Path, *jobs: dict[str, Any]) -> list[dict[str, Any]]:
     return found
 
 
-def check(found: dict[str, Any]) -> None:
+def check(found: dict[str, Any], *, asynchronous: bool = True) -> None:
     """The runner and the speculator are those that were asked for, and nothing went wrong."""
     assert found["runner"] == "vllm.v1.worker.cpu.model_runner"
     assert found["speculator"] == "PartialViewSpeculator"
-    assert found["async"]
+    assert found["async"] is asynchronous
     assert found["violations"] == []
     assert found["fallbacks"] == {}
     assert found["rounds"] > 0
@@ -74,6 +74,21 @@ def test_rounds_in_graphs(tmp_path: Path, expected: dict[str, list[int]]) -> Non
     assert found["tokens_per_pass"] > 1.5
     assert found["steps"][0] < 0.6 * MAX_TOKENS
     assert found["rows_left"] < 8
+
+
+def test_without_asynchronous_scheduling(tmp_path: Path, expected: dict[str, list[int]]) -> None:
+    """A short request alone, then a long one with it: what is verified is what was drafted."""
+    count, plain = 10, {name: expected[name][:10] for name in ("0", "1")}
+    (found,) = run(
+        tmp_path,
+        job(synchronous=True, truth=truth(expected)[:2], arrivals=[2, 0])
+        | {"prompts": prompts()[:2], "params": {"max_tokens": count}},
+    )
+    check(found, asynchronous=False)
+    assert found["tokens"] == [plain]
+    assert {wanted for wanted, _ in found["lengths"]} == {3, 10}
+    assert {verified for _, verified in found["lengths"]} >= {3, 10}
+    assert all(verified <= wanted for wanted, verified in found["lengths"])
 
 
 def test_costs_are_measured_at_start_without_graphs(

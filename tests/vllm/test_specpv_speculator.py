@@ -406,6 +406,56 @@ def test_graphs_of_both_lengths_are_offered(monkeypatch: pytest.MonkeyPatch) -> 
     assert manager.dispatch(3, 3 * ROWS + 1, None, 0).cg_mode == CUDAGraphMode.NONE
 
 
+@pytest.mark.parametrize("ranges", [None, [(1, 4, LIMIT), (5, BATCH, 2)]])
+def test_ranges_of_the_users_are_refused_and_ours_are_not(
+    ranges: list | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The set-up is judged before ours stand in their place."""
+    from nwor_specpv.config import load_config
+    from nwor_specpv.errors import NworError
+    from nwor_specpv.vllm.specpv import rules
+
+    settings = load_config({"enable_specpv": True, "specpv_rectify": "lossless"})
+    speculative = SimpleNamespace(
+        method="eagle3",
+        model="h",
+        num_speculative_tokens=LIMIT,
+        num_speculative_tokens_per_batch_size=ranges,
+    )
+    config = SimpleNamespace(
+        speculative_config=speculative,
+        model_config=SimpleNamespace(
+            is_multimodal_model=False, uses_mrope=False, max_model_len=32768
+        ),
+        scheduler_config=SimpleNamespace(scheduler_cls=None, async_scheduling=True),
+        cache_config=SimpleNamespace(
+            enable_prefix_caching=False, cache_dtype="auto", block_size=PAGE
+        ),
+        parallel_config=SimpleNamespace(data_parallel_size=1),
+        lora_config=None,
+        use_v2_model_runner=True,
+    )
+
+    def begin(self: Any, vllm_config: Any, _: Any) -> None:
+        self.num_speculative_steps, self.max_num_reqs = LIMIT, BATCH
+        self.speculative_config, self.seeds = vllm_config.speculative_config, torch.zeros(BATCH)
+
+    def engine_of(vllm_config: Any) -> Any:
+        rules.judge(settings, rules.describe(vllm_config), None)
+        return SimpleNamespace(settings=settings, lengths=Lengths(settings, LIMIT, alone=True))
+
+    monkeypatch.setattr(module.EagleSpeculator, "__init__", begin)
+    monkeypatch.setattr(module, "engine_of", engine_of)
+    cpu = torch.device("cpu")
+    if ranges is None:
+        module.PartialViewSpeculator(config, cpu)
+        assert speculative.num_speculative_tokens_per_batch_size is not None
+        return
+    with pytest.raises(NworError, match="num_speculative_tokens_per_batch_size"):
+        module.PartialViewSpeculator(config, cpu)
+    assert speculative.num_speculative_tokens_per_batch_size is ranges
+
+
 def propose(spec: PartialViewSpeculator, batch: Any, **more: Any) -> torch.Tensor:
     count = batch.num_reqs
     told = dict.fromkeys(

@@ -12,8 +12,9 @@ from types import SimpleNamespace
 from typing import Any
 
 
-def prepare() -> None:
-    """From here on vLLM finds Triton, and takes model runner V2 with asynchronous scheduling."""
+def prepare(*, asynchronous: bool = True) -> None:
+    """From here on vLLM finds Triton, and takes model runner V2, by default with asynchronous
+    scheduling."""
     os.environ["TRITON_INTERPRET"] = "1"
     os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "1"
     from triton.backends import backends
@@ -31,7 +32,8 @@ def prepare() -> None:
     import triton_functions
 
     found.tldevice.log1p = triton_functions.log1p
-    _schedule_asynchronously()
+    if asynchronous:
+        _schedule_asynchronously()
 
 
 def _schedule_asynchronously() -> None:

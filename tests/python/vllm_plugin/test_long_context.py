@@ -6,6 +6,7 @@ import os
 import random
 import tracemalloc
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -23,7 +24,14 @@ from nwor_specpv.vllm.specpv.policy import (
     fit_costs,
 )
 from nwor_specpv.vllm.specpv.publishing import full_tokens
-from nwor_specpv.vllm.specpv.rules import DRAFTER, SCHEDULERS, LongContext, judge, refusals
+from nwor_specpv.vllm.specpv.rules import (
+    DRAFTER,
+    SCHEDULERS,
+    LongContext,
+    describe,
+    judge,
+    refusals,
+)
 
 SEED = int(os.environ.get("NWOR_TEST_SEED", random.randrange(2**31)))
 
@@ -195,6 +203,8 @@ def test_a_good_set_up_is_let_in() -> None:
     ngram = replace(GOOD, drafter="ngram", drafter_class="ngram", runner_v2=True)
     assert refusals(load_config(REFRESH), ngram, None) == []
     assert refusals(load_config(LOSSLESS), replace(GOOD, **HEAD), None) == []
+    ranges = replace(ngram, drafts_by_batch_size=True)  # vLLM's own choice stays
+    assert refusals(load_config(REFRESH), ranges, None) == []
     for kind in (False, True):
         cached = replace(GOOD, **CACHED, async_scheduling=kind, caps_published=kind)
         assert refusals(load_config(REFRESH), cached, None) == []
@@ -209,6 +219,12 @@ def test_a_good_set_up_is_let_in() -> None:
         (LOSSLESS, HEAD | {"num_drafts": 4}, "the head alone drafts 4", "num_speculative_tokens"),
         (LOSSLESS, HEAD | {"data_parallel": 2}, "data parallelism of 2", "--data-parallel-size 1"),
         (LOSSLESS, HEAD | {"lora": True}, "LoRA", "--enable-lora"),
+        (
+            LOSSLESS,
+            HEAD | {"drafts_by_batch_size": True},
+            "num_speculative_tokens_per_batch_size",
+            "LongContextScheduler",
+        ),
         (LOSSLESS, {"runner_v2": True}, "model runner V2", "VLLM_USE_V2_MODEL_RUNNER=0"),
         (LOSSLESS, {"async_scheduling": True}, "asynchronous", "--no-async-scheduling"),
         (LOSSLESS, {"data_parallel": 2}, "data parallelism of 2", "--data-parallel-size 1"),
@@ -244,6 +260,36 @@ def test_what_is_refused_says_why_and_what_to_do(
     assert mend in found[0].mend
     with pytest.raises(NworError, match="enable_specpv"):
         judge(load_config(settings), replace(GOOD, **change), None)
+
+
+@pytest.mark.parametrize(
+    ("ranges", "told"), [(None, False), ([], False), ([(1, 8, 16), (9, 64, 4)], True)]
+)
+def test_numbers_of_drafts_by_batch_size_are_described(ranges: list | None, told: bool) -> None:
+    speculative = SimpleNamespace(
+        method="eagle3",
+        model="h",
+        num_speculative_tokens=16,
+        num_speculative_tokens_per_batch_size=ranges,
+    )
+    config = SimpleNamespace(
+        speculative_config=speculative,
+        model_config=SimpleNamespace(
+            is_multimodal_model=False, uses_mrope=False, max_model_len=32768
+        ),
+        scheduler_config=SimpleNamespace(scheduler_cls=None, async_scheduling=True),
+        cache_config=SimpleNamespace(
+            enable_prefix_caching=False, cache_dtype="auto", block_size=None
+        ),
+        parallel_config=SimpleNamespace(data_parallel_size=1),
+        lora_config=None,
+        use_v2_model_runner=True,
+    )
+    found = describe(config)
+    assert found == replace(GOOD, **HEAD, drafts_by_batch_size=told)
+    assert len(refusals(load_config(LOSSLESS), found, None)) == told
+    config.speculative_config = None
+    assert not describe(config).drafts_by_batch_size
 
 
 def test_what_is_published_is_known_from_settings() -> None:

@@ -22,6 +22,8 @@ SCHEDULERS = {
     False: "nwor_specpv.vllm.specpv.scheduler.RefreshScheduler",
     True: "nwor_specpv.vllm.specpv.scheduler.AsyncRefreshScheduler",
 }
+# In mode `lossless` with a head.
+LONG_CONTEXT_SCHEDULER = "nwor_specpv.vllm.specpv.scheduler.LongContextScheduler"
 # The longest chain vLLM's rejection sampler takes.
 MAX_DRAFTS = 128
 
@@ -37,6 +39,7 @@ class LongContext:
     drafter: str | None = None  # the speculative method, None: no speculation
     drafter_class: str = ""
     num_drafts: int = 0
+    drafts_by_batch_size: bool = False  # vLLM chooses their number from ranges of batch sizes
     runner_v2: bool = False
     async_scheduling: bool = False
     prefix_caching: bool = False
@@ -58,6 +61,9 @@ def describe(vllm_config: Any) -> LongContext:
         drafter=speculative.method if speculative is not None else None,
         drafter_class=str(speculative.model or "") if speculative is not None else "",
         num_drafts=(speculative.num_speculative_tokens or 0) if speculative is not None else 0,
+        drafts_by_batch_size=bool(
+            speculative is not None and speculative.num_speculative_tokens_per_batch_size
+        ),
         runner_v2=bool(vllm_config.use_v2_model_runner),
         async_scheduling=bool(vllm_config.scheduler_config.async_scheduling),
         prefix_caching=bool(vllm_config.cache_config.enable_prefix_caching),
@@ -175,6 +181,12 @@ def _lossless(setup: LongContext, guesses: int, *, ours: bool) -> Iterator[Refus
         yield Refusal(
             f"{setup.num_drafts} speculative tokens: the head alone drafts {guesses} of them",
             "use num_speculative_tokens 16, or a smaller specpv_draft_lookup",
+        )
+    if head and setup.drafts_by_batch_size:
+        yield Refusal(
+            "num_speculative_tokens_per_batch_size: steps verify the head's drafts or a whole "
+            "chain, by batch, context and costs",
+            f"drop it, and add --scheduler-cls {LONG_CONTEXT_SCHEDULER}",
         )
     if ours and setup.runner_v2:
         yield Refusal(
