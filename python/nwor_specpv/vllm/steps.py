@@ -38,6 +38,7 @@ class Step:
     joined: set[int] = field(default_factory=set)  # groups whose metadata was built
     slots: dict[int, torch.Tensor] = field(default_factory=dict)  # by group, [T]
     num_writes: int = 0  # layers written by Python, none when a graph was replayed
+    layers: set[str] = field(default_factory=set)  # of those, the ones that staged their rows
     may_defer: bool = False  # nothing reads the step's rows from the cache
 
 
@@ -126,6 +127,8 @@ class Steps:
         outcome = step.interceptor.write(
             layer, key[:num_rows], value[:num_rows], slot_mapping, defer=defer and step.may_defer
         )
+        if outcome.action == "stage":
+            step.layers.add(layer)
         return outcome.action != "bypass" or outcome.reason == "stale_round"
 
     # ---- ending ---------------------------------------------------------------------------------
@@ -260,6 +263,8 @@ class Steps:
             keys, values = step.interceptor.staged(group)
             destinations = slots[batch_rows]
             for layer, name in enumerate(self._staging.groups[group]):
+                if step.num_writes and name not in step.layers:
+                    continue  # staging has rows of an earlier step; what it wrote is in its cache
                 caches, scales = views_of(self._staging.layers[name])
                 chosen_rows = keys[layer][chosen], values[layer][chosen]
                 write_direct(caches, *chosen_rows, destinations, *scales)

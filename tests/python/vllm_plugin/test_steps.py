@@ -38,32 +38,39 @@ class Refusing:
 
 
 class World:
-    """One layer and a step that has written its rows."""
+    """Layers "a", "b".. and a step in which they have written their rows."""
 
-    def __init__(self, error: str = "write_failed", call: int = 1) -> None:
+    def __init__(self, error: str = "write_failed", call: int = 1, layers: int = 1) -> None:
         torch.manual_seed(1)
-        self.cache = torch.zeros(PAGES, HEADS, SIZE, 2 * DIM, dtype=torch.bfloat16)
+        self.caches = {
+            name: torch.zeros(PAGES, HEADS, SIZE, 2 * DIM, dtype=torch.bfloat16)
+            for name in "abc"[:layers]
+        }
         config = SimpleNamespace(
             model_config=SimpleNamespace(dtype=torch.bfloat16),
             scheduler_config=SimpleNamespace(max_num_seqs=4),
             compilation_config=SimpleNamespace(max_cudagraph_capture_size=0),
         )
-        layers = {"a": SimpleNamespace(kv_cache=self.cache)}
-        staging = Staging(layers, read_settings({"nwor_specpv": {}}, {}), config, 4)
-        staging.groups = [["a"]]
-        staging.bind(self.cache.device)
+        held = {name: SimpleNamespace(kv_cache=cache) for name, cache in self.caches.items()}
+        staging = Staging(held, read_settings({"nwor_specpv": {}}, {}), config, 4)
+        staging.groups = [list(held)]
+        staging.bind(SLOTS.device)
         self.interceptor = staging.interceptor = Refusing(staging.interceptor, error, call)
         self.steps = steps.Steps(staging)
         self.steps.begin(0, [5], [4], SLOTS)
+        for name in held:
+            self.write(name)
+
+    def write(self, layer: str) -> None:
         self.key, self.value = torch.randn(2, 5, HEADS, DIM).to(torch.bfloat16)
-        assert self.steps.write("a", self.key, self.value, SLOTS)
+        assert self.steps.write(layer, self.key, self.value, SLOTS)
 
     def finish(self, accepted: int) -> None:
         self.steps.finish(lambda drafts: torch.full_like(drafts, accepted))
 
     def written(self) -> list[int]:
-        """The rows that are in their slots, key and value."""
-        pages = self.cache.transpose(1, 2).reshape(PAGES * SIZE, HEADS, 2 * DIM)
+        """The rows of layer "a" that are in their slots, key and value."""
+        pages = self.caches["a"].transpose(1, 2).reshape(PAGES * SIZE, HEADS, 2 * DIM)
         rows = torch.cat((self.key, self.value), dim=-1)
         found = [row for row, slot in enumerate(SLOTS) if torch.equal(pages[slot], rows[row])]
         untouched = pages.flatten(1).any(1).sum() == len(found)
@@ -108,6 +115,22 @@ def test_a_rank_writes_nothing_on_its_own(short_chunks: None, call: int) -> None
     stats = world.interceptor.stats()
     assert stats["fallbacks"] == {"commit_lost": 1}
     assert not stats["round_open"]
+
+
+@pytest.mark.parametrize("wrote", [False, True], ids=["did not run", "wrote elsewhere"])
+def test_a_layer_that_staged_nothing_gets_no_rows_of_an_earlier_step(wrote: bool) -> None:
+    """Staging still has the drafts that were rejected then."""
+    world = World(call=-1, layers=2)
+    world.finish(0)
+    world.steps.begin(0, [5], [4], SLOTS)
+    world.write("a")
+    if wrote:  # to other slots than the step's first layer: its caller writes
+        assert not world.steps.write("b", world.key, world.value, SLOTS + SIZE)
+    before = world.caches["b"].clone()
+    world.finish(4)
+    assert world.written() == [0, 1, 2, 3, 4]
+    assert torch.equal(world.caches["b"], before)
+    assert world.interceptor.stats()["fallbacks"]["commit_failure"] == 1
 
 
 class OnDevice(torch.Tensor):
