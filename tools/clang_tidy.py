@@ -135,6 +135,9 @@ def main() -> int:
             all_files = len(wanted)
             wanted = [f for f in wanted if changed.intersection(reached_files(f, contents))]
             print(f"clang-tidy: {len(wanted)} of {all_files} files differ from commit {base}")
+        else:
+            why = "settings differ from it, or git does not know it"
+            print(f"clang-tidy: all files, as commit {base} is no help: {why}")
 
     CACHE.mkdir(parents=True, exist_ok=True)
     marks = {f: CACHE / fingerprint(f, commands[f], version, contents) for f in wanted}

@@ -15,6 +15,8 @@ required=(
 # Faster rebuilds; a real Prometheus for the scrape test; a real browser for the report.
 optional=(ccache prometheus chromium)
 
+patience=(-o Acquire::Retries=3 -o Acquire::http::Timeout=60)
+
 say() { printf 'system packages: %s\n' "$*"; }
 
 installed() {
@@ -32,7 +34,8 @@ list_missing() {
 apt_install() {
   local log
   log="$(mktemp)"
-  if ! DEBIAN_FRONTEND=noninteractive apt-get install -y --no-install-recommends "$@" >"$log" 2>&1; then
+  if ! DEBIAN_FRONTEND=noninteractive apt-get "${patience[@]}" install -y --no-install-recommends "$@" \
+    >"$log" 2>&1; then
     tail -n 20 "$log" >&2
     rm -f "$log"
     return 1
@@ -69,7 +72,7 @@ if [[ "${1:-}" == --check || "$(id -u)" != 0 ]]; then
 fi
 
 say "installing ${missing[*]} ${missing_optional[*]}"
-apt-get update -qq >/dev/null || say "apt-get update failed; trying with the lists that are here"
+apt-get "${patience[@]}" update -qq >/dev/null || say "apt-get update failed; trying with the lists that are here"
 if ((${#missing[@]} > 0)) && ! apt_install "${missing[@]}"; then
   say "stopping: could not install ${missing[*]}"
   exit 1

@@ -107,18 +107,26 @@ def seed_of(root: Path) -> int:
     return int(digest.hexdigest()[:8], 16) >> 1  # any generator takes 31 bits
 
 
+def cores() -> int:
+    return len(os.sched_getaffinity(0))
+
+
+def workers() -> int:
+    """Processes of pytest's."""
+    return min(8, cores())
+
+
 def run_googletest() -> Outcome:
     command = [str(BIN / "ctest"), "--test-dir", str(CURRENT), "--output-on-failure"]
-    command += ["--no-tests=error", "--progress", "--parallel", str(len(os.sched_getaffinity(0)))]
+    command += ["--no-tests=error", "--progress", "--parallel", str(cores())]
     return run("GoogleTest", command, CURRENT / "gtest")
 
 
 def run_pytest(*, slow: bool) -> Outcome:
     results = CURRENT / "pytest"
-    # A file stays with one worker: its tests share what they built.
-    workers = str(min(8, len(os.sched_getaffinity(0))))
     command = [str(BIN / "python"), "-m", "pytest", "-q", f"--junitxml={results / 'all.xml'}"]
-    command += ["--numprocesses", workers, "--dist", "loadfile"]
+    # A file stays with one worker: its tests share what they built.
+    command += ["--numprocesses", str(workers()), "--dist", "loadfile"]
     return run("pytest", command + ([] if slow else ["-m", "not slow"]), results)
 
 
@@ -157,6 +165,10 @@ def main() -> int:
     else:
         os.environ.setdefault("NWOR_TEST_SEED", str(seed_of(ROOT)))
         print(f"random cases: NWOR_TEST_SEED={os.environ['NWOR_TEST_SEED']}")
+
+    # Several processes share the cores, and OpenMP threads that wait for one another would spin.
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cores() // workers())))
+    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
     start = time.monotonic()
     if options.vllm:

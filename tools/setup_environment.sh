@@ -57,6 +57,8 @@ make_venv() {
 
 # uv trusts the system's certificates, as pip does: networks that open TLS have their own.
 export UV_SYSTEM_CERTS="${UV_SYSTEM_CERTS:-1}"
+# A file that stalls is no reason to begin again with pip, which would fetch everything a second time.
+export UV_HTTP_TIMEOUT="${UV_HTTP_TIMEOUT:-300}"
 
 install_requirements() {
   if [[ ! -x "$venv/bin/uv" ]]; then

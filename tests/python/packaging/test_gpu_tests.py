@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import os
 import sys
+import time
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -65,7 +66,7 @@ def tool(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 
 
 def outcomes(
-    tool: ModuleType, tests: str, checks: list[str], summary: str = CLEAN, seconds: float = 60
+    tool: ModuleType, tests: str, checks: list[str], summary: str = CLEAN, seconds: float = 600
 ) -> dict[str, Any]:
     sanitizer = tool.ROOT / "bin" / "compute-sanitizer"
     sanitizer.write_text(SANITIZER.format(summary=summary))
@@ -149,9 +150,23 @@ def test_what_fails_or_ends_its_process_is_named(tool: ModuleType) -> None:
     assert any("ended with 3" in trouble for trouble in outcome.troubles)
 
 
-def test_what_has_not_run_in_time_is_counted(tool: ModuleType) -> None:
-    tests = "import time\ndef test_cuda_fast(): pass\ndef test_cuda_slow(): time.sleep(600)\n"
-    (outcome,) = outcomes(tool, tests, ["plain"], seconds=10).values()
+def test_what_has_not_run_in_time_is_counted(
+    tool: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tests = """
+import time
+
+def test_cuda_fast():
+    pass
+
+def test_cuda_slow():
+    open("late", "w").close()
+    time.sleep(600)
+"""
+    late, now = tool.ROOT / "late", time.monotonic
+    monkeypatch.setattr(tool.time, "monotonic", lambda: now() + 1000 * late.exists())
+    (outcome,) = outcomes(tool, tests, ["plain"]).values()
+    assert late.exists()
     assert not outcome.ok
     assert outcome.counts == {"passed": 1, "not run": 1}
     assert outcome.not_run == ["test_some.py::test_cuda_slow"]
