@@ -80,6 +80,40 @@ def test_tokens_and_committed_rows_are_those_of_vllms_backend(side: str, stock: 
     check_caches(written, theirs, stats["rejected_tokens"])
 
 
+def test_a_block_that_is_hit_in_the_step_that_fills_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All requests of the step have as many rows as verify ones, so layers might write late."""
+    text = [3 + 7 * place % 500 for place in range(48)]
+    prompts = [text[:16], text[:32], text]
+    asked: list[bool]  # by the runner, which picks full graphs for uniform batches
+
+    def seen(llm: Any) -> dict:
+        worker = llm.llm_engine.model_executor.driver_worker
+        dispatcher = worker.worker.model_runner.cudagraph_dispatcher
+        dispatch = dispatcher.dispatch
+
+        def note(*args: Any, **told: Any) -> Any:
+            asked.append(told["uniform_decode"])
+            return dispatch(*args, **told)
+
+        monkeypatch.setattr(dispatcher, "dispatch", note)
+        story = drive(llm, prompts, greedy(24), arrivals=[0, 30, 30])
+        assert (story.cached["1"], story.cached["2"]) == (16, 32)
+        return story.tokens
+
+    found = []
+    for backend, nwor in ((FLASH_ATTN, STOCK), (plugin.CUDA_BACKEND, {"strict": True})):
+        asked = []
+        with flash_attention(backend):
+            model = {"model": str(stories(64)), "skip_tokenizer_init": True}
+            speculation = NGRAM | {"num_speculative_tokens": 15}
+            found.append((seen(start(nwor, speculation=speculation, **model)), asked))
+    (wanted, theirs), (tokens, ours) = found
+    assert tokens == wanted
+    assert [pair for pair in zip(theirs, ours, strict=True) if len(set(pair)) > 1] == [
+        (True, False)
+    ]
+
+
 def check_books() -> dict:
     stats = own_stats()
     assert stats["staged_tokens"] == stats["committed_tokens"] + stats["rejected_tokens"]

@@ -345,21 +345,24 @@ print("problem", speculators.problem)
     assert "problem None" in done.stdout
 
 
-def test_each_runner_has_one_wrapped_method() -> None:
+def test_methods_of_the_runners_are_wrapped_once() -> None:
     import vllm.v1.worker.gpu.model_runner as v2
     import vllm.v1.worker.gpu_model_runner as v1
 
-    from nwor_specpv.vllm import runner_hooks
+    from nwor_specpv.vllm import prefix_hits, runner_hooks
 
     for _ in range(2):
         assert runner_hooks.install() is None
-    for module in (v1, v2):
-        wrapped = [
-            name
-            for name, value in vars(module.GPUModelRunner).items()
-            if getattr(value, "_nwor_specpv_wrapped", False)
-        ]
-        assert len(wrapped) == 1
-        assert not getattr(
-            getattr(module.GPUModelRunner, wrapped[0]).__wrapped__, "_nwor_specpv_wrapped", False
-        )
+        assert prefix_hits.install() is None
+    expected = [
+        (v1.GPUModelRunner, "_update_states_after_model_execute"),
+        (v1.GPUModelRunner, "_update_states"),
+        (v1.GPUModelRunner, "_is_uniform_decode"),
+        (v2.GPUModelRunner, "postprocess_sampled"),
+        (v2.GPUModelRunner, "add_requests"),
+        (v2, "get_uniform_token_count"),
+    ]
+    for holder, name in expected:
+        wrapped = getattr(holder, name)
+        assert getattr(wrapped, "_nwor_specpv_wrapped", False), name
+        assert not getattr(wrapped.__wrapped__, "_nwor_specpv_wrapped", False), name

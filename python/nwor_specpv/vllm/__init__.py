@@ -10,7 +10,8 @@
     steps        the round of each step: begin, write, finish
     status_mail  what became of commits on a GPU, without waiting for it
     caches       K and V of a layer's cache, rows written at once
-    runner_hooks the one wrapped method of each model runner
+    runner_hooks where model runners say what was accepted
+    prefix_hits  steps in which a request reads what another one of them computes
     speculators  which speculator model runner V2 builds
     layer        what layers of the target model share on every device
     cpu_backend  our layout, write and attention in place of CPU_ATTN

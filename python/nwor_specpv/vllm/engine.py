@@ -17,7 +17,7 @@ import torch
 from nwor_specpv import ContractChecker, Interceptor
 from nwor_specpv.errors import NworError, logger
 
-from . import compat, rows, runner_hooks, speculators, support
+from . import compat, prefix_hits, rows, runner_hooks, speculators, support
 from .settings import read_settings
 from .specpv import rules as long_context
 from .specpv.failures import DraftFailures
@@ -58,6 +58,7 @@ class Engine:
         self.seen: StepSeen | None = None
         self.names: Sequence[str] = ()  # of a step's requests, in their order (runner V2)
         self.num_drafts = 0  # that the scheduler wants for the next step (runner V2)
+        self.prefix_hits = False  # a request may read what another one of the step computes
         self.refresh = self._make_refresh(vllm_config)
         self.lengths = self._make_lengths(vllm_config)
         alone = vllm_config.parallel_config.world_size == 1
@@ -78,7 +79,7 @@ class Engine:
         if self.setup.speculation is None:
             return "no speculation is configured"
         problems = [str(refusal) for refusal in support.refusals(self.setup)]
-        hook_problem = runner_hooks.install()
+        hook_problem = runner_hooks.install() or prefix_hits.install()
         if hook_problem is not None:
             problems.append(f"{hook_problem}; install {' or '.join(compat.SUPPORTED)}")
         if not problems:

@@ -138,7 +138,8 @@ class NworFlashMetadataBuilder(FlashAttentionMetadataBuilder):
             drafts[:real],
             common.slot_mapping,
             capture,
-            may_defer=count >= real,  # requests behind read their rows from the cache
+            # Requests behind read their rows from the cache, and so do hits of the prefix cache.
+            may_defer=count >= real and (capture or not self._engine.prefix_hits),
         )
         if not capture:
             table = common.block_table_tensor[:real]

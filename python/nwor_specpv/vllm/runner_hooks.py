@@ -13,7 +13,7 @@
 
 All are wrapped once, after their parameters were compared with those that were read. The last goes
 when vLLM tells drafters that caches are there, the others when it tells attention backends what was
-accepted.
+accepted. What `prefix_hits` wraps is its own matter.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ import torch
 
 from . import compat, rows
 
-_MARK = "_nwor_specpv_wrapped"
+MARK = "_nwor_specpv_wrapped"
 
 
 def install() -> str | None:
@@ -48,13 +48,13 @@ def install() -> str | None:
             found.attach(runner)
             found.finish(functools.partial(rows.accepted_by_rejections, num_rejected))
 
-    problem = _wrap(
+    problem = wrap(
         "vllm.v1.worker.gpu_model_runner",
         "_update_states_after_model_execute",
         ("self", "output_token_ids", "scheduler_output"),
         finish_v1,
     )
-    return problem or _wrap(
+    return problem or wrap(
         "vllm.v1.worker.gpu.model_runner",
         "postprocess_sampled",
         ("self", "idx_mapping", "sampled_tokens", "num_sampled", "num_rejected", "query_start_loc"),
@@ -77,7 +77,7 @@ def install_names() -> str | None:
             found.names = module.sort_batch_req_ids(rows_by_name, runner.decode_query_len)
             found.num_drafts = scheduler_output.num_spec_tokens_to_schedule
 
-    return _wrap(
+    return wrap(
         "vllm.v1.worker.gpu.model_runner",
         "prepare_inputs",
         ("self", "scheduler_output", "batch_desc"),
@@ -97,10 +97,10 @@ def install_start(worker_class: str) -> str | None:
             drafter.start()
 
     module, _, owner = worker_class.rpartition(".")
-    return _wrap(module, "compile_or_warm_up_model", ("self",), start, owner=owner, after=True)
+    return wrap(module, "compile_or_warm_up_model", ("self",), start, owner=owner, after=True)
 
 
-def _wrap(
+def wrap(
     module: str,
     method: str,
     parameters: tuple[str, ...],
@@ -115,7 +115,7 @@ def _wrap(
         original = getattr(holder, method)
     except (ImportError, AttributeError) as error:
         return f"{module}.{owner}.{method} is not there: {error}"
-    if getattr(original, _MARK, False):
+    if getattr(original, MARK, False):
         return None
     problem = compat.signature_problem(original, parameters)
     if problem is not None:
@@ -130,6 +130,6 @@ def _wrap(
             own(self, *args, **kwargs)
         return found
 
-    setattr(wrapper, _MARK, True)
+    setattr(wrapper, MARK, True)
     setattr(holder, method, wrapper)
     return None
