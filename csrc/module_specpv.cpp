@@ -3,6 +3,8 @@
 #include <torch/csrc/utils/pybind.h>
 
 #include <algorithm>
+#include <memory>
+#include <utility>
 
 #include "check.h"
 #include "metrics/counters.h"
@@ -144,6 +146,59 @@ FullTrigger ParseTrigger(std::string_view text) {
   return ParseChoice<FullTrigger>("trigger", text, labels);
 }
 
+// A policy whose callback Python's collector sees: it is often a method of whoever holds it.
+class PythonPolicy : public VerifyPolicy {
+ public:
+  PythonPolicy(const SpecPVConfig& config, py::object callback)
+      : PythonPolicy(config, std::make_shared<py::object>(std::move(callback))) {}
+
+  static void SetUpType(PyHeapTypeObject* heap_type) {
+    PyTypeObject* const type = &heap_type->ht_type;
+    type->tp_flags |= Py_TPFLAGS_HAVE_GC;
+    type->tp_traverse = Traverse;
+    type->tp_clear = Clear;
+  }
+
+ private:
+  using HeldCallback = std::shared_ptr<py::object>;  // by the policy's function too
+
+  PythonPolicy(const SpecPVConfig& config, HeldCallback callback)
+      : VerifyPolicy(config, MakeCallback(callback)), callback_(std::move(callback)) {}
+
+  static PolicyCallback MakeCallback(const HeldCallback& held) {
+    if (held->is_none()) return nullptr;
+    return [held](const PartialCache& cache) {
+      // Held here as well: the call may be what clears it.
+      const auto callback = py::reinterpret_borrow<py::object>(*held);
+      NWOR_CHECK(callback,
+                 "callback: got a call after the garbage collector cleared the policy, expected "
+                 "none");
+      // The cache as Python knows it, whatever class it has there.
+      return callback(py::cast(&cache, py::return_value_policy::reference)).cast<bool>();
+    };
+  }
+
+  // Null as long as __init__ has not run, or when it failed.
+  static PythonPolicy* Of(PyObject* self) {
+    auto* const instance = reinterpret_cast<py::detail::instance*>(self);
+    if (!instance->get_value_and_holder().holder_constructed()) return nullptr;
+    return py::handle(self).cast<PythonPolicy*>();
+  }
+
+  static int Traverse(PyObject* self, visitproc visit, void* arg) {
+    Py_VISIT(Py_TYPE(self));
+    if (const PythonPolicy* const policy = Of(self)) Py_VISIT(policy->callback_->ptr());
+    return 0;
+  }
+
+  static int Clear(PyObject* self) {
+    if (const PythonPolicy* const policy = Of(self)) *policy->callback_ = py::object();
+    return 0;
+  }
+
+  const HeldCallback callback_;
+};
+
 void BindSteps(py::module_& m) {
   py::dict triggers;
   for (const FullTriggerText& text : kFullTriggerTexts) {
@@ -217,16 +272,10 @@ void BindSteps(py::module_& m) {
           },
           "Tokens [begin, end) of sink, candidates, window and tail.");
 
-  py::class_<VerifyPolicy>(m, "VerifyPolicy")
-      .def(py::init([](const SpecPVConfig& config, const py::object& callback) {
-             if (callback.is_none()) return std::make_unique<VerifyPolicy>(config);
-             // The cache as Python knows it, whatever class it has there.
-             return std::make_unique<VerifyPolicy>(config, [callback](const PartialCache& cache) {
-               return callback(py::cast(&cache, py::return_value_policy::reference)).cast<bool>();
-             });
-           }),
-           py::arg("config"), py::arg("callback") = py::none())
-      .def("decide", &VerifyPolicy::Decide, py::arg("cache"), py::arg("num_rows"));
+  py::class_<PythonPolicy>(m, "VerifyPolicy", py::custom_type_setup(&PythonPolicy::SetUpType))
+      .def(py::init<const SpecPVConfig&, py::object>(), py::arg("config"),
+           py::arg("callback") = py::none())
+      .def("decide", &PythonPolicy::Decide, py::arg("cache"), py::arg("num_rows"));
 }
 
 std::vector<BatchEntry> ParseBatch(const py::sequence& batch) {

@@ -10,10 +10,11 @@
 namespace nwor {
 
 Interceptor::Interceptor(NworConfig config) {
-  NWOR_CHECK(config.staging_rows >= 0, "staging_rows: got ", config.staging_rows,
-             ", expected 0 or more");
-  NWOR_CHECK(config.graph_rows >= 0 && config.graph_rows <= INT32_MAX / 8, "graph_rows: got ",
-             config.graph_rows, ", expected 0 to ", INT32_MAX / 8);
+  constexpr int64_t kMostRows = INT32_MAX / 8;
+  NWOR_CHECK(config.staging_rows >= 0 && config.staging_rows <= kMostRows, "staging_rows: got ",
+             config.staging_rows, ", expected 0 to ", kMostRows);
+  NWOR_CHECK(config.graph_rows >= 0 && config.graph_rows <= kMostRows, "graph_rows: got ",
+             config.graph_rows, ", expected 0 to ", kMostRows);
   NWOR_CHECK(config.max_staging_bytes > 0, "max_staging_bytes: got ", config.max_staging_bytes,
              ", expected more than 0");
   impl_ = std::make_unique<Impl>(std::move(config));

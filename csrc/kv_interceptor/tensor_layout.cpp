@@ -81,6 +81,13 @@ bool HasDistance(const std::vector<StridedDim>& dims, size_t num_dims, int64_t o
   return false;
 }
 
+// From the first element of such a cache to behind its last.
+int64_t SpanOf(const std::vector<StridedDim>& dims) {
+  int64_t span = 1;
+  for (const auto& [stride, size] : dims) span += stride * (size - 1);
+  return span;
+}
+
 // Two slots that share memory would make "no other byte changes" meaningless.
 void CheckNoOverlap(const at::Tensor& cache, const char* name) {
   int64_t span = 1;  // elements covered so far
@@ -232,11 +239,16 @@ CacheLayout DescribeCache(const at::Tensor& key_cache, const at::Tensor& value_c
 }
 
 void CheckApart(const at::Tensor& key_cache, const at::Tensor& value_cache) {
-  const std::vector<StridedDim> dims = DimsOf(key_cache);
-  if (dims != DimsOf(value_cache)) return;
+  const std::vector<StridedDim> dims = DimsOf(key_cache), value_dims = DimsOf(value_cache);
   const int64_t bytes = static_cast<const std::byte*>(value_cache.const_data_ptr()) -
                         static_cast<const std::byte*>(key_cache.const_data_ptr());
   const int64_t offset = bytes / key_cache.element_size();
+  if (dims != value_dims) {
+    NWOR_CHECK(offset >= SpanOf(dims) || -offset >= SpanOf(value_dims), "value_cache: got strides ",
+               value_cache.strides(), " in memory of key_cache, whose strides are ",
+               key_cache.strides(), ", expected the same strides or memory of its own");
+    return;
+  }
   NWOR_CHECK(!HasDistance(dims, dims.size(), offset), "value_cache: got memory of key_cache, ",
              offset, " elements from its first, expected places of its own");
 }

@@ -42,7 +42,7 @@ NWOR_EXPORT CacheLayout DescribeCache(const at::Tensor& key_cache, const at::Ten
                                       const std::optional<at::Tensor>& v_scale = std::nullopt);
 
 // Checks that K and V of a described cache share no element. They may lie in one piece of memory,
-// by turns of any kind; views with other strides than each other's are not compared.
+// by turns of any kind; views with other strides than each other's, one after the other only.
 NWOR_EXPORT void CheckApart(const at::Tensor& key_cache, const at::Tensor& value_cache);
 
 // Checks scales for a cache of these sizes and dtype, but not where they lie.

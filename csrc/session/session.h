@@ -35,7 +35,8 @@ struct Session {
   int64_t block_row_pages = 0;
 
   // Guarded by the store's lock.
-  int users = 0;  // who hold the session's lock or wait for it
+  int users = 0;          // who hold the session's lock or wait for it
+  bool entering = false;  // it has started and has no place yet
   double last_used = 0;
   std::list<Session*>::iterator place;  // in the order of use
 };

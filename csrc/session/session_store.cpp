@@ -183,7 +183,7 @@ std::vector<VerifyResult> SessionStore::VerifyBatch(const std::vector<VerifyRequ
       held.push_back(&progress);
       if (request.chunk_rows > 0) progress.chunks.emplace(request.tree.tokens, request.chunk_rows);
     }
-    table.CheckRoom(impl_->Needs(held));
+    table.Admit(impl_->Needs(held));
     impl_->Run(held);
     now = impl_->config.clock();
   } catch (...) {

@@ -1,11 +1,10 @@
 #include "session/session_table.h"
 
 #include <algorithm>
-#include <unordered_set>
+#include <utility>
 
 #include "check.h"
 #include "metrics/counters.h"
-#include "session/session_error.h"
 
 namespace nwor {
 namespace {
@@ -120,9 +119,12 @@ HeldSession SessionTable::HoldOrStart(const std::string& name, int64_t cached_le
                                            "(ended, evicted or never started); expected the whole "
                                            "prompt"));
         }
-        session = Make(name);
+        CheckPlaces(name, MissingPlaces(num_entering_ + 1));
+        session = std::make_shared<Session>(name, next_key_++);
         allocator_.Extend(session->key, 0);
         Add(session, now);
+        session->entering = true;
+        ++num_entering_;
       }
       held = HeldSession(this, std::move(session), starts);
       // Before anybody else can find it: who starts a session is the first to use it.
@@ -160,7 +162,8 @@ void SessionTable::Fork(const Session& parent, const std::string& child,
   const int64_t length = num_tokens.value_or(parent.length);
   NWOR_CHECK(length >= 0 && length <= parent.length, "num_tokens: got ", length,
              ", expected 0 to the ", parent.length.load(), " cached tokens of '", parent.name, "'");
-  const std::shared_ptr<Session> fork = Make(child);
+  MakePlaces(child, 1);
+  const auto fork = std::make_shared<Session>(child, next_key_++);
   allocator_.Fork(parent.key, fork->key, length);
   fork->length = length;
   Add(fork, now);
@@ -194,27 +197,22 @@ int64_t SessionTable::Sweep() {
 
 // ---- pages -------------------------------------------------------------------------------------
 
-void SessionTable::CheckRoom(const std::vector<PageNeed>& needs) {
+void SessionTable::Admit(const std::vector<PageNeed>& needs) {
   const std::lock_guard guard(mutex_);
-  int64_t most = 0;  // forks in a batch copy a page that they share once, not each
-  for (const auto& [session, num_tokens] : needs) {
-    most += allocator_.PagesToExtend(session->key, num_tokens);
+  CheckRoom(needs);
+  std::vector<Session*> entering;
+  for (const PageNeed& need : needs) {
+    if (need.session->entering) entering.push_back(need.session);
   }
-  if (most <= Room()) return;
-  const SlotAllocator::Backup before = allocator_.TakeBackup();
-  try {
-    TryRoom(needs);
-  } catch (...) {
-    allocator_.Restore(before);
-    throw;
-  }
-  allocator_.Restore(before);
+  if (entering.empty()) return;
+  MakePlaces(entering.back()->name, static_cast<int64_t>(entering.size()));
+  for (Session* session : entering) EndEntering(*session);
 }
 
 std::vector<int64_t> SessionTable::Extend(Session& session, int64_t num_tokens, int64_t ahead) {
   const std::lock_guard guard(mutex_);
+  MakeRoom(session, num_tokens + ahead);
   const int64_t needed = allocator_.PagesToExtend(session.key, num_tokens + ahead);
-  if (Room() < needed) MakeRoom(session, needed);
   const int64_t before = allocator_.stats().held_pages;
   std::vector<int64_t> slots = allocator_.Extend(session.key, num_tokens);
   pages_ahead_ += needed - (allocator_.stats().held_pages - before);
@@ -264,13 +262,30 @@ std::shared_ptr<Session> SessionTable::Find(const std::string& name) const {
   return found == sessions_.end() ? nullptr : found->second;
 }
 
-std::shared_ptr<Session> SessionTable::Make(const std::string& name) {
-  if (config_.max_sessions > 0 && static_cast<int64_t>(sessions_.size()) >= config_.max_sessions &&
-      !EvictOldest()) {
-    throw CapacityError(Concat("session '", name, "': got one more than ", config_.max_sessions,
-                               " sessions, all of them in use, expected room for it"));
+int64_t SessionTable::MissingPlaces(int64_t num_coming) const {
+  if (config_.max_sessions == 0) return 0;
+  const int64_t placed = static_cast<int64_t>(sessions_.size()) - num_entering_;
+  return std::max<int64_t>(0, placed + num_coming - config_.max_sessions);
+}
+
+void SessionTable::CheckPlaces(const std::string& name, int64_t missing) const {
+  for (auto next = order_.begin(); missing > 0; ++next) {
+    if (next == order_.end()) {
+      throw CapacityError(Concat("session '", name, "': got one more than ", config_.max_sessions,
+                                 " sessions, all of them in use, expected room for it"));
+    }
+    if ((*next)->users == 0) --missing;
   }
-  return std::make_shared<Session>(name, next_key_++);
+}
+
+void SessionTable::MakePlaces(const std::string& name, int64_t num_coming) {
+  const int64_t missing = MissingPlaces(num_coming);
+  CheckPlaces(name, missing);
+  for (int64_t i = 0; i < missing; ++i) EvictOldest();
+}
+
+void SessionTable::EndEntering(Session& session) {
+  if (std::exchange(session.entering, false)) --num_entering_;
 }
 
 void SessionTable::Add(const std::shared_ptr<Session>& session, double now) {
@@ -282,6 +297,7 @@ void SessionTable::Add(const std::shared_ptr<Session>& session, double now) {
 
 // Its pages go with it. The last reference may be the table's.
 void SessionTable::Remove(Session& session) {
+  EndEntering(session);
   allocator_.Free(session.key);
   order_.erase(session.place);
   Counters::Global().AddLiveSessions(-1);
@@ -293,12 +309,9 @@ void SessionTable::Touch(Session& session, double now) {
   order_.splice(order_.end(), order_, session.place);
 }
 
-bool SessionTable::EvictOldest() {
-  const auto oldest = std::find_if(order_.begin(), order_.end(),
-                                   [](const Session* session) { return session->users == 0; });
-  if (oldest == order_.end()) return false;
-  Evict(**oldest);
-  return true;
+void SessionTable::EvictOldest() {
+  Evict(**std::find_if(order_.begin(), order_.end(),
+                       [](const Session* session) { return session->users == 0; }));
 }
 
 void SessionTable::Evict(Session& session) {
@@ -310,43 +323,73 @@ int64_t SessionTable::Room() const {
   return page_limit_ - allocator_.stats().held_pages - pages_ahead_;
 }
 
-void SessionTable::TryRoom(const std::vector<PageNeed>& needs) {
-  for (const Session* other : order_) {
-    if (other->users == 0) allocator_.Free(other->key);
-  }
-  // What is kept ahead for the batch that runs goes back before these sessions ask.
-  const int64_t possible = page_limit_ - allocator_.stats().held_pages;
-  int64_t needed = 0;
-  for (const auto& [session, num_tokens] : needs) {
-    needed += allocator_.PagesToExtend(session->key, num_tokens);
-    if (needed > possible) {
-      throw CapacityError(Concat("session '", session->name, "': got a need of ", needed, " pages",
-                                 needs.size() > 1 ? " with those before it in the batch" : "",
-                                 ", expected at most ", possible, " of ", page_limit_,
-                                 " that are free or can be evicted"));
-    }
-    allocator_.Extend(session->key, num_tokens);
-  }
+CapacityError SessionTable::DoesNotFit(const Session& session, int64_t needed, int64_t possible,
+                                       const char* of_whom) const {
+  return CapacityError(Concat("session '", session.name, "': got a need of ", needed, " pages",
+                              of_whom, ", expected at most ", possible, " of ", page_limit_,
+                              " that are free or can be evicted"));
 }
 
-void SessionTable::MakeRoom(const Session& session, int64_t needed) {
-  std::unordered_set<int32_t> kept;  // pages that sessions in use have, some of them several
+void SessionTable::TryWithoutIdle(const std::function<void()>& body) {
+  const SlotAllocator::Backup before = allocator_.TakeBackup();
+  try {
+    for (const Session* session : order_) {
+      if (session->users == 0) allocator_.Free(session->key);
+    }
+    body();
+  } catch (...) {
+    allocator_.Restore(before);
+    throw;
+  }
+  allocator_.Restore(before);
+}
+
+void SessionTable::CheckRoom(const std::vector<PageNeed>& needs) {
+  int64_t most = 0;  // forks in a batch copy a page that they share once, not each
+  for (const auto& [session, num_tokens] : needs) {
+    most += allocator_.PagesToExtend(session->key, num_tokens);
+  }
+  if (most <= Room()) return;
+  TryWithoutIdle([&] {
+    // What is kept ahead for the batch that runs goes back before these sessions ask.
+    const int64_t possible = page_limit_ - allocator_.stats().held_pages;
+    int64_t needed = 0;
+    for (const auto& [session, num_tokens] : needs) {
+      needed += allocator_.PagesToExtend(session->key, num_tokens);
+      if (needed > possible) {
+        throw DoesNotFit(*session, needed, possible,
+                         needs.size() > 1 ? " with those before it in the batch" : "");
+      }
+      allocator_.Extend(session->key, num_tokens);
+    }
+  });
+}
+
+std::unordered_set<int32_t> SessionTable::PagesToKeep(const Session& session, int64_t num_tokens) {
+  const int64_t needed_now = allocator_.PagesToExtend(session.key, num_tokens);
+  std::unordered_set<int32_t> kept;
   for (const Session* other : order_) {
     if (other->users == 0) continue;
     const std::vector<int32_t> pages = allocator_.Pages(other->key, 0);
     kept.insert(pages.begin(), pages.end());
   }
-  const int64_t possible = page_limit_ - pages_ahead_ - static_cast<int64_t>(kept.size());
-  if (possible < needed) {
-    throw CapacityError(Concat("session '", session.name, "': got a need of ", needed,
-                               " pages, expected at most ", possible, " of ", page_limit_,
-                               " that are free or can be evicted"));
-  }
-  for (auto next = order_.begin(); next != order_.end() && Room() < needed;) {
+  TryWithoutIdle([&] {
+    const int64_t needed = allocator_.PagesToExtend(session.key, num_tokens);
+    if (needed > Room()) throw DoesNotFit(session, needed, Room());
+    // Its last page, which it has to copy only as long as idle sessions have it too.
+    if (needed < needed_now) kept.erase(allocator_.Pages(session.key, 0).back());
+  });
+  return kept;
+}
+
+void SessionTable::MakeRoom(const Session& session, int64_t num_tokens) {
+  const auto fits = [&] { return allocator_.PagesToExtend(session.key, num_tokens) <= Room(); };
+  if (fits()) return;
+  const std::unordered_set<int32_t> kept = PagesToKeep(session, num_tokens);
+  for (auto next = order_.begin(); next != order_.end() && !fits();) {
     Session& oldest = **next++;
     if (oldest.users > 0) continue;
     const std::vector<int32_t> pages = allocator_.Pages(oldest.key, 0);
-    // Who has pages of sessions in use alone would go in vain.
     const bool helps =
         std::any_of(pages.begin(), pages.end(), [&](int32_t page) { return !kept.contains(page); });
     if (helps) Evict(oldest);
@@ -359,8 +402,10 @@ int64_t SessionTable::RemoveIdle() {
   int64_t removed = 0;
   for (auto next = order_.begin(); next != order_.end();) {
     Session& session = **next++;
-    if (now - session.last_used < config_.ttl_seconds) break;
-    if (session.users > 0) continue;
+    const double idle = now - session.last_used;
+    if (idle < config_.ttl_seconds) break;
+    const bool expired = idle >= config_.ttl_seconds;  // not if a clock has said NaN
+    if (session.users > 0 || !expired) continue;
     Remove(session);
     Count(Counter::kSessionsExpired, &stats_.expired);
     ++removed;

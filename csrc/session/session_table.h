@@ -1,17 +1,20 @@
 #pragma once
 
 #include <cstdint>
+#include <functional>
 #include <list>
 #include <memory>
 #include <mutex>
 #include <optional>
 #include <string>
 #include <unordered_map>
+#include <unordered_set>
 #include <utility>
 #include <vector>
 
 #include "kv_interceptor/interceptor.h"
 #include "session/session.h"
+#include "session/session_error.h"
 #include "session/session_rounds.h"
 #include "session/session_store.h"
 #include "session/slot_allocator.h"
@@ -85,7 +88,7 @@ class SessionTable final : public SessionPages {
   // Waits for whoever has the session. Throws UnknownSessionError.
   HeldSession Hold(const std::string& name);
   // The same for a verify that expects `cached_len` tokens to be cached; 0 starts a session that is
-  // not here. Throws UnknownSessionError, DesyncError, CapacityError.
+  // not here, which Admit gives its place. Throws UnknownSessionError, DesyncError, CapacityError.
   HeldSession HoldOrStart(const std::string& name, int64_t cached_len);
   // Those of these sessions that are here.
   SessionPins Pin(const std::vector<std::string>& names);
@@ -105,9 +108,10 @@ class SessionTable final : public SessionPages {
   SessionInfo Info(const std::string& name) const;
   SessionStoreStats stats() const;  // without the rounds'
 
-  // Throws CapacityError if these sessions would not all fit after evicting whoever is not in use.
-  // Evicts nobody and promises nothing: others may take the room meanwhile.
-  void CheckRoom(const std::vector<PageNeed>& needs);
+  // Those of these sessions that start get their places, for which the oldest may go. Throws
+  // CapacityError, and evicts nobody, if they would not all fit after evicting whoever is not in
+  // use. Promises no pages: others may take the room meanwhile.
+  void Admit(const std::vector<PageNeed>& needs);
 
   // ---- pages, for the rounds ----
   std::vector<int64_t> Extend(Session& session, int64_t num_tokens, int64_t ahead) override;
@@ -122,19 +126,30 @@ class SessionTable final : public SessionPages {
 
   // ---- under the lock ----
   std::shared_ptr<Session> Find(const std::string& name) const;
-  // A session that is not in the table yet, after making room for it there.
-  std::shared_ptr<Session> Make(const std::string& name);
   void Add(const std::shared_ptr<Session>& session, double now);
   void Remove(Session& session);
   void Touch(Session& session, double now);
   void Evict(Session& session);
-  bool EvictOldest();
+  void EvictOldest();  // REQUIRES: one that is not in use.
+  // How many have to go for so many sessions more than those that have their places.
+  int64_t MissingPlaces(int64_t num_coming) const;
+  // Throws CapacityError unless so many are not in use.
+  void CheckPlaces(const std::string& name, int64_t missing) const;
+  // Evicts whom MissingPlaces counts. Throws CapacityError, and evicts nobody, if it cannot.
+  void MakePlaces(const std::string& name, int64_t num_coming);
+  void EndEntering(Session& session);  // it has its place, or needs none any more
   int64_t Room() const;
-  // What CheckRoom promises, by trying it: the caller restores the books.
-  void TryRoom(const std::vector<PageNeed>& needs);
-  // Evicts the oldest until `needed` pages are free. Throws CapacityError, and evicts nobody, if
-  // all of them would not do.
-  void MakeRoom(const Session& session, int64_t needed);
+  CapacityError DoesNotFit(const Session& session, int64_t needed, int64_t possible,
+                           const char* of_whom = "") const;
+  // As if nobody were here who is not in use. What the body does to the books is undone.
+  void TryWithoutIdle(const std::function<void()>& body);
+  // What Admit says of pages.
+  void CheckRoom(const std::vector<PageNeed>& needs);
+  // Evicts the oldest until there is room for so many tokens. Throws CapacityError, and evicts
+  // nobody, if all of them would not do.
+  void MakeRoom(const Session& session, int64_t num_tokens);
+  // Who has these pages alone would go in vain. Throws as MakeRoom does.
+  std::unordered_set<int32_t> PagesToKeep(const Session& session, int64_t num_tokens);
   int64_t RemoveIdle();
   SessionInfo Describe(const Session& session, double now) const;
 
@@ -144,7 +159,8 @@ class SessionTable final : public SessionPages {
   mutable std::mutex mutex_;
   SlotAllocator allocator_;
   const int64_t page_limit_;
-  int64_t pages_ahead_ = 0;  // promised to the batch that runs
+  int64_t pages_ahead_ = 0;   // promised to the batch that runs
+  int64_t num_entering_ = 0;  // sessions that start and have no place yet
   std::unordered_map<std::string, std::shared_ptr<Session>> sessions_;
   std::list<Session*> order_;  // of use, the oldest first
   int64_t next_key_ = 0;

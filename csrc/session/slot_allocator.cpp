@@ -131,6 +131,7 @@ std::vector<int64_t> SlotAllocator::Extend(const RequestKey& request, int64_t nu
   const Request* found = state_.requests.Find(request);
   const Growth growth = PlanGrowth(found == nullptr ? Request{} : *found, num_tokens);
   CheckRoom(growth.pages, request);
+  std::vector<int64_t> slots(num_tokens);  // may throw, so before anything changes
   if (found == nullptr) state_.requests.Insert(request, {});
 
   Request& grown = Change(request);
@@ -141,7 +142,6 @@ std::vector<int64_t> SlotAllocator::Extend(const RequestKey& request, int64_t nu
     ++next.offset;
     if (growth.copies_last_page) CopyPage(grown, next.page);
   }
-  std::vector<int64_t> slots(num_tokens);
   int64_t slot = before > 0 ? SlotOf(grown, before - 1) + 1 : 0;
   const bool dense = grown.sparse.empty();
   for (int64_t i = 0; i < num_tokens; ++i, ++next.offset, ++slot) {

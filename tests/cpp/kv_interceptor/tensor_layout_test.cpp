@@ -47,5 +47,25 @@ TEST(TensorLayout, KeysAndValuesAreInPlacesOfTheirOwn) {
   }
 }
 
+TEST(TensorLayout, KeysAndValuesOfOtherStridesHaveMemoryOfTheirOwn) {
+  Interceptor interceptor{NworConfig{}};
+  const at::Tensor memory = at::zeros({2, kPages, kPageSize, kHeads, kDim});
+  const auto by_head = [](const at::Tensor& half) {
+    return half.view({kPages, kHeads, kPageSize, kDim}).transpose(1, 2);
+  };
+  const auto problem = [&](const at::Tensor& key, const at::Tensor& value) {
+    return MessageOf([&] { interceptor.BindLayer("layer", key, value); });
+  };
+  EXPECT_EQ(problem(memory[0], by_head(memory[0])),
+            "value_cache: got strides [64, 8, 32, 1] in memory of key_cache, whose strides are "
+            "[64, 16, 8, 1], expected the same strides or memory of its own");
+  EXPECT_NE(problem(by_head(memory[0]), memory[0]), "nothing was thrown");
+  const at::Tensor beside =
+      memory.view({-1}).narrow(0, memory[0].numel() - 1, memory[0].numel());  // one element shared
+  EXPECT_NE(problem(memory[0], by_head(beside)), "nothing was thrown");
+  EXPECT_EQ(problem(memory[0], by_head(memory[1])), "nothing was thrown");
+  EXPECT_EQ(problem(by_head(memory[1]), memory[0]), "nothing was thrown");
+}
+
 }  // namespace
 }  // namespace nwor

@@ -5,6 +5,7 @@
 
 #include <algorithm>
 #include <cstdlib>
+#include <limits>
 #include <random>
 
 #include "message_of.h"
@@ -328,6 +329,103 @@ TEST(SessionStore, EvictsNoForkThatHasNoPageOfItsOwn) {
   parent.ExpectPlainDecoding(5);
 }
 
+TEST(SessionStore, AForkGoesWhereItsPagesCopyWouldNotFit) {
+  ToyTarget target(1, 4);
+  SessionStore store({}, target.interceptor(), target.AsForward());
+  ToyClient client{"a", {1, 2}};
+  client.Take(store.Verify(client.Ask(Tokens{})));
+  store.Fork("a", "fork");
+  client.Take(store.Verify(client.Ask(client.RightDrafts(1))));
+  EXPECT_EQ(store.stats().evicted, 1);
+  EXPECT_EQ(store.stats().live, 1);
+  client.ExpectPlainDecoding(2);
+}
+
+TEST(SessionStore, ABatchFitsOnceTheForksOfItsSessionsAreGone) {
+  ToyTarget target(4, 4);
+  SessionStore store({}, target.interceptor(), target.AsForward());
+  ToyClient old{"old", {1, 2, 3, 4}}, fresh{"fresh", Tokens(8, 5)}, shared{"shared", Tokens(6, 6)};
+  old.Take(store.Verify(old.Ask(Tokens{})));
+  shared.Take(store.Verify(shared.Ask(Tokens{})));
+  store.Fork("shared", "fork");
+  const int64_t forwards = store.stats().forwards;
+  const std::vector<VerifyResult> results =
+      store.VerifyBatch({fresh.Ask(Tokens{}), shared.Ask(Tokens{})});
+  fresh.Take(results[0]);
+  shared.Take(results[1]);
+  EXPECT_EQ(store.stats().forwards, forwards + 1);
+  EXPECT_EQ(store.stats().evicted, 2);
+  fresh.ExpectPlainDecoding(8);
+  shared.ExpectPlainDecoding(6);
+}
+
+TEST(SessionStore, EvictsNoForkOfAPageThatIsCopiedAnyway) {
+  ToyTarget target(3, 4);
+  SessionStore store({}, target.interceptor(), target.AsForward());
+  ToyClient a{"a", {1, 2}}, idle{"idle", {3, 4, 5, 6, 7}};
+  a.Take(store.Verify(a.Ask(Tokens{})));
+  ToyClient b = a;
+  b.session = "b";
+  store.Fork("a", "b");
+  store.Fork("a", "fork");
+  idle.Take(store.Verify(idle.Ask(Tokens{})));
+  // With or without the fork `a` cannot write to the page that `b` has too.
+  const Tokens drafts = a.RightDrafts(1);
+  const std::vector<VerifyResult> results = store.VerifyBatch({a.Ask(drafts), b.Ask(drafts)});
+  a.Take(results[0]);
+  b.Take(results[1]);
+  EXPECT_EQ(store.stats().evicted, 1);
+  EXPECT_THROW(store.Info("idle"), UnknownSessionError);
+  EXPECT_EQ(store.Info("fork").length, 2);
+  a.ExpectPlainDecoding(2);
+  b.ExpectPlainDecoding(2);
+}
+
+TEST(SessionStore, ASessionThatIsRefusedTakesNobodysPlace) {
+  ToyTarget target(8, 4);
+  SessionConfig config;
+  config.max_sessions = 2;
+  SessionStore store(config, target.interceptor(), target.AsForward());
+  ToyClient a{"a", {1, 2}}, z{"z", {3, 4}}, fresh{"fresh", {5}}, huge{"huge", Tokens(40, 1)};
+  a.Take(store.Verify(a.Ask(Tokens{})));
+  z.Take(store.Verify(z.Ask(Tokens{})));
+  EXPECT_THROW(store.Verify(huge.Ask(Tokens{})), CapacityError);
+  VerifyRequest wrong = z.Ask(Tokens{});
+  wrong.expected_prefix_len = 99;
+  EXPECT_THROW(store.VerifyBatch({fresh.Ask(Tokens{}), wrong}), DesyncError);
+  // Two places, and one of them is a session's of the batch.
+  EXPECT_THROW(store.VerifyBatch({fresh.Ask(Tokens{}), huge.Ask(Tokens{}), z.Ask(Tokens{})}),
+               CapacityError);
+  EXPECT_EQ(store.stats().evicted, 0);
+  EXPECT_EQ(store.stats().live, 2);
+  for (ToyClient* client : {&a, &z}) {
+    client->Take(store.Verify(client->Ask(client->RightDrafts(1))));
+    client->ExpectPlainDecoding(2);
+  }
+}
+
+TEST(SessionStore, SeveralNewSessionsOfABatchGetTheirPlaces) {
+  ToyTarget target;
+  SessionConfig config;
+  config.max_sessions = 4;
+  SessionStore store(config, target.interceptor(), target.AsForward());
+  std::vector<ToyClient> old{{"a", {1}}, {"b", {2}}, {"c", {3}}};
+  for (ToyClient& client : old) client.Take(store.Verify(client.Ask(Tokens{})));
+  std::vector<ToyClient> fresh{{"x", {4}}, {"y", {5}}, {"z", {6}}};
+  // `a` is the oldest, and in the batch: the other two go.
+  const std::vector<VerifyResult> results =
+      store.VerifyBatch({fresh[0].Ask(Tokens{}), fresh[1].Ask(Tokens{}), fresh[2].Ask(Tokens{}),
+                         old[0].Ask(Tokens{})});
+  for (size_t i = 0; i < 3; ++i) fresh[i].Take(results[i]);
+  old[0].Take(results[3]);
+  EXPECT_EQ(store.stats().evicted, 2);
+  EXPECT_EQ(store.stats().live, 4);
+  EXPECT_EQ(store.Info("a").length, 2);
+  store.Fork("a", "fork");  // in the place of the first, which is the oldest by now
+  EXPECT_EQ(store.stats().live, 4);
+  EXPECT_THROW(store.Info("x"), UnknownSessionError);
+}
+
 TEST(SessionStore, ABatchEvictsNoneOfItsOwn) {
   for (const int64_t max_sessions : {1, 2}) {
     ToyTarget target;
@@ -420,6 +518,29 @@ TEST(SessionStore, TakesAwayWhatIsIdle) {
   c.Take(store.Verify(c.Ask(Tokens{})));  // sweeps by itself
   EXPECT_EQ(store.stats().expired, 2);
   EXPECT_EQ(store.stats().live, 1);
+}
+
+TEST(SessionStore, AClockThatSaysNothingTakesNobodyAway) {
+  constexpr double kNothing = std::numeric_limits<double>::quiet_NaN();
+  ToyTarget target;
+  double now = 100;
+  SessionConfig config;
+  config.ttl_seconds = 10;
+  config.clock = [&now] { return now; };
+  SessionStore store(config, target.interceptor(), target.AsForward());
+  ToyClient a{"a", {1}}, b{"b", {2}};
+  now = kNothing;
+  a.Take(store.Verify(a.Ask(Tokens{})));
+  now = 100;
+  b.Take(store.Verify(b.Ask(Tokens{})));
+  now = kNothing;
+  EXPECT_EQ(store.Sweep(), 0);
+  now = 200;  // nobody knows since when `a` is idle
+  EXPECT_EQ(store.Sweep(), 1);
+  EXPECT_THROW(store.Info("b"), UnknownSessionError);
+  a.Take(store.Verify(a.Ask(Tokens{})));
+  now = 300;
+  EXPECT_EQ(store.Sweep(), 1);
 }
 
 TEST(SessionStore, CountsWhatBecameOfSessions) {

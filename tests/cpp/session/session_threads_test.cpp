@@ -107,6 +107,36 @@ TEST(SessionThreads, GatherABatchWhileTheModelRuns) {
   EXPECT_GE(store.stats().largest_batch, 2);
 }
 
+TEST(SessionThreads, AStartThatStillWaitsTakesNoPlace) {
+  ToyTarget target;
+  Gate gate;
+  SessionConfig config;
+  config.max_sessions = 4;
+  SessionStore store(config, target.interceptor(), [&](const SessionBatch& batch) {
+    if (batch.sessions.front() == "busy") gate.Pass();
+    return target.Forward(batch);
+  });
+  ToyClient idle{"idle", {1, 2, 3}}, busy{"busy", {4}};
+  idle.Take(store.Verify(idle.Ask(Tokens{})));
+  std::thread first([&] { store.Verify(busy.Ask(Tokens{})); });
+  gate.AwaitArrival();
+  std::thread second([&] {
+    VerifyRequest wrong = ToyClient{"busy", {5}}.Ask(Tokens{});
+    wrong.expected_prefix_len = 99;
+    EXPECT_THROW(store.VerifyBatch({ToyClient{"at the door", {6}}.Ask(Tokens{}), wrong}),
+                 DesyncError);
+  });
+  while (store.stats().live < 3) std::this_thread::yield();
+  store.Fork("idle", "one");
+  store.Fork("idle", "two");
+  EXPECT_EQ(store.stats().evicted, 0);
+  gate.Open();
+  first.join();
+  second.join();
+  EXPECT_EQ(store.stats().evicted, 0);
+  EXPECT_EQ(store.stats().live, 4);
+}
+
 TEST(SessionThreads, AnEndWaitsForTheVerifyInFlight) {
   ToyTarget target;
   Gate gate;

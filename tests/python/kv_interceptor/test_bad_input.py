@@ -301,7 +301,13 @@ class Engine:
 
 @pytest.mark.parametrize(
     ("name", "arguments"),
-    [("staging_rows", {"staging_rows": -1}), ("max_staging_bytes", {"max_staging_bytes": 0})],
+    [
+        ("staging_rows", {"staging_rows": -1}),
+        ("staging_rows", {"staging_rows": 2**28}),
+        ("staging_rows", {"staging_rows": 2**61}),
+        ("graph_rows", {"graph_rows": 2**28}),
+        ("max_staging_bytes", {"max_staging_bytes": 0}),
+    ],
 )
 def test_interceptor_refuses_a_configuration(name: str, arguments: Arguments) -> None:
     expect_refusal(name, lambda: Interceptor(NworConfig(**arguments)), [])

@@ -186,3 +186,16 @@ def test_wrong_use_is_named_and_changes_nothing(call, message: str) -> None:
         call(allocator)
     assert allocator.stats() == before
     assert allocator.slots("r").tolist() == [0, 1, 2, 3, 4, 5]
+
+
+def test_slots_beyond_the_hosts_memory_change_nothing() -> None:
+    allocator = SlotAllocator(4, 2**45)
+    allocator.extend("parent", 1)
+    allocator.fork("parent", "fork")
+    before = allocator.stats()
+    for request in ("new", "fork"):  # one that starts, and one whose page would be copied
+        with pytest.raises(MemoryError):
+            allocator.extend(request, 2**44)
+    assert allocator.stats() == before
+    assert "new" not in allocator
+    assert allocator.pages("fork") == allocator.pages("parent")

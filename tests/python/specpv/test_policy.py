@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import ctypes
+import gc
 import os
 import random
+import weakref
 from dataclasses import dataclass, field
 
 import pytest
@@ -299,6 +302,56 @@ def test_a_callback_that_raises_is_heard() -> None:
     cache, _ = partial_cache()
     with pytest.raises(KeyError, match="42"):
         VerifyPolicy(CONFIG, broken).decide(cache, 1)
+
+
+class Owner:
+    """Its policy asks it, and it holds the policy."""
+
+    def __init__(self) -> None:
+        self.policy = VerifyPolicy(CONFIG, self.asks)
+
+    def asks(self, cache: PartialCache) -> bool:
+        return cache.committed_len == 42
+
+
+def test_a_policy_goes_with_the_owner_of_its_callback() -> None:
+    owner = Owner()
+    gone = weakref.ref(owner)
+    del owner
+    gc.collect()
+    assert gone() is None
+
+
+def test_a_policy_that_is_held_keeps_its_callback() -> None:
+    owner = Owner()
+    policy, there = owner.policy, weakref.ref(owner)
+    del owner
+    gc.collect()
+    assert there() is not None
+    cache, _ = partial_cache()
+    assert policy.decide(cache, 1).trigger == "policy"
+    del policy
+    gc.collect()
+    assert there() is None
+
+
+def test_a_policy_that_was_cleared_says_so() -> None:
+    class Clearing(Owner):
+        def asks(self, cache: PartialCache) -> bool:
+            slot = slot_of(VerifyPolicy, 51)  # Py_tp_clear: what the collector does to a cycle
+            assert slot
+            assert ctypes.PYFUNCTYPE(ctypes.c_int, ctypes.py_object)(slot)(self.policy) == 0
+            return super().asks(cache)
+
+    slot_of = ctypes.pythonapi.PyType_GetSlot
+    slot_of.restype, slot_of.argtypes = ctypes.c_void_p, [ctypes.py_object, ctypes.c_int]
+    cache, _ = partial_cache()
+    owner = Clearing()
+    assert owner.policy.decide(cache, 1).trigger == "policy"
+    with pytest.raises(
+        NworError, match=r"^callback: got a call after the garbage collector cleared"
+    ):
+        owner.policy.decide(cache, 1)
 
 
 def test_steps_are_counted() -> None:
