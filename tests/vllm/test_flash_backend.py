@@ -114,6 +114,26 @@ def test_a_block_that_is_hit_in_the_step_that_fills_it(monkeypatch: pytest.Monke
     ]
 
 
+def test_plans_of_graphs_lie_in_one_place_that_is_not_the_caches() -> None:
+    """What vLLM's builder has is the caches' memory, and gone while vLLM sleeps."""
+    from nwor_specpv.vllm.prefix_planner import PrefixPlanner
+
+    theirs = torch.zeros(9, dtype=torch.int32)
+    builder = SimpleNamespace(
+        use_full_cuda_graph=True,
+        aot_schedule=True,
+        kv_cache_dtype=torch.bfloat16,
+        scheduler_metadata=theirs,
+    )
+    with flash_attention(plugin.CUDA_BACKEND):
+        planner = PrefixPlanner(builder, "auto", theirs.device)
+    assert not any(isinstance(value, torch.Tensor) for value in vars(planner).values())
+    first = planner._placed(torch.full((7,), 5, dtype=torch.int32))
+    second = planner._placed(torch.full((3,), 6, dtype=torch.int32))
+    assert first.data_ptr() == second.data_ptr() != theirs.data_ptr()
+    assert first.tolist() == [6, 6, 6, 0, 0, 0, 0]
+
+
 def check_books() -> dict:
     stats = own_stats()
     assert stats["staged_tokens"] == stats["committed_tokens"] + stats["rejected_tokens"]

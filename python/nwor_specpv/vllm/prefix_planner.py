@@ -38,11 +38,8 @@ class PrefixPlanner:
         self._plans = builder.aot_schedule  # vLLM's builder may give it up for the requests behind
         self._dtype = torch.float8_e4m3fn if holds_codes(cache_dtype) else builder.kv_cache_dtype
         self._num_sms = torch.cuda.get_device_properties(device).multi_processor_count
-        self._buffer = (
-            torch.zeros_like(builder.scheduler_metadata)
-            if builder.use_full_cuda_graph and builder.aot_schedule
-            else None
-        )
+        self._keeps_place = builder.use_full_cuda_graph and builder.aot_schedule
+        self._buffer: torch.Tensor | None = None
         self._used = 0  # words of it
 
     def plan(
@@ -81,8 +78,12 @@ class PrefixPlanner:
 
     def _placed(self, made: torch.Tensor) -> torch.Tensor:
         """The plan where graphs look for it."""
-        if self._buffer is None:
+        if not self._keeps_place:
             return made
+        if self._buffer is None:
+            # Not with the builder, whose memory is the caches': vLLM takes that away in its sleep,
+            # and what was zero is anything when it wakes up.
+            self._buffer = torch.zeros_like(self._builder.scheduler_metadata)
         size = made.shape[0]
         self._buffer[:size] = made
         if size < self._used:  # nothing of a larger batch may stand behind
