@@ -14,7 +14,7 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from ._parser import EXIT_USAGE, PROGRAM, Parser
+from ._parser import EXIT_USAGE, PROGRAM, Parser, address
 
 BENCHES = {
     "commit": "stage and commit, beside the writes they replace",
@@ -36,22 +36,15 @@ EXIT_OK, EXIT_FAILURE = 0, 1
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = _build_parser()
-    arguments, rest = parser.parse_known_args(sys.argv[1:] if argv is None else list(argv))
-    if arguments.version:
-        return _version()
-    if "run" not in arguments:
-        names = ", ".join(("status", "doctor", "bench", *HOSTED))
-        parser.error(f"a command is needed: {names}")
-    if rest and not arguments.passes_rest:
-        parser.error(f"unrecognized arguments: {' '.join(rest)}")
+    if sys.stdout is None:
+        told = "standard output is closed; /dev/null takes what is not wanted"
+        print(f"{PROGRAM}: {told}", file=sys.stderr)
+        return EXIT_FAILURE
     try:
-        code = arguments.run(arguments, rest)
+        code = _run(sys.argv[1:] if argv is None else list(argv))
         sys.stdout.flush()
         return code
-    except BrokenPipeError:
-        # The reader left, as `| head` does; the interpreter must not trip over it again at exit.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    except BrokenPipeError:  # the reader left, as `| head` does
         return EXIT_FAILURE
     except KeyboardInterrupt:
         return 130
@@ -61,6 +54,32 @@ def main(argv: Sequence[str] | None = None) -> int:
         name = "" if wrong_use else f"{type(error).__name__}: "
         print(f"{PROGRAM}: {name}{' '.join(str(error).split())}", file=sys.stderr)
         return EXIT_USAGE if wrong_use else EXIT_FAILURE
+    finally:
+        _drop_unwritten()
+
+
+def _run(argv: list[str]) -> int:
+    parser = _build_parser()
+    try:
+        arguments, rest = parser.parse_known_args(argv)
+        if arguments.version:
+            return _version()
+        if "run" not in arguments:
+            names = ", ".join(("status", "doctor", "bench", *HOSTED))
+            parser.error(f"a command is needed: {names}")
+        if rest and not arguments.passes_rest:
+            parser.error(f"unrecognized arguments: {' '.join(rest)}")
+        return arguments.run(arguments, rest)
+    except SystemExit as ended:  # a parser's, after help or wrong use
+        return ended.code
+
+
+def _drop_unwritten() -> None:
+    """What could not be written: the interpreter must not trip over it again at exit."""
+    try:
+        sys.stdout.flush()
+    except OSError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _build_parser() -> argparse.ArgumentParser:
@@ -75,7 +94,9 @@ def _build_parser() -> argparse.ArgumentParser:
 
     status = add("status", _status, "show the build, the machine, the hosts and what was bypassed")
     status.add_argument("--json", action="store_true", help="print one JSON document")
-    status.add_argument("--url", help="metrics endpoint of a running server to ask for its counts")
+    status.add_argument(
+        "--url", type=address, help="metrics endpoint of a running server to ask for its counts"
+    )
     doctor = add("doctor", _doctor, "say what is missing and how to get it")
     doctor.add_argument("--json", action="store_true", help="print one JSON document")
 

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import os
 from pathlib import Path
 from typing import NoReturn
+
+from ._files import is_stream
 
 PROGRAM = "nwor-specpv"
 EXIT_USAGE = 2
@@ -52,12 +55,30 @@ def heads(text: str) -> tuple[int, int]:
     return pair
 
 
+def address(text: str) -> str:
+    """Of an endpoint; none at all is most often a variable that is not set."""
+    if not text.strip():
+        raise argparse.ArgumentTypeError(f"got {text!r}, expected the address of an endpoint")
+    return text
+
+
 def output_file(text: str) -> Path:
     """A file that can be made; found out before the work, not after it."""
     path = Path(text)
-    if path.is_dir() or not path.absolute().parent.is_dir():
+    if os.path.isdir(path) or not os.path.isdir(os.path.dirname(os.path.realpath(path))):
         raise argparse.ArgumentTypeError(f"got {text!r}, expected a file in a folder that exists")
+    if not can_write(path):
+        raise argparse.ArgumentTypeError(f"got {text!r}, expected a file in a folder to write to")
     return path
+
+
+def can_write(path: Path) -> bool:
+    """Whether `write_whole` can, once the folders that are not there have been made."""
+    if os.path.exists(path) and (not path.is_file() or is_stream(path)):  # is written into
+        return not path.is_dir() and os.access(path, os.W_OK)
+    real = Path(os.path.realpath(path))
+    there = next(folder for folder in real.parents if os.path.exists(folder))
+    return there.is_dir() and os.access(there, os.W_OK | os.X_OK)
 
 
 def require_device(device: str) -> None:

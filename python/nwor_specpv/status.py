@@ -174,7 +174,7 @@ def _metrics(native: ModuleType | None, url: str | None) -> dict[str, Any]:
     if own["serving"]:
         answer["url"] = f"http://{own['host']}:{own['port']}/metrics"
     try:
-        url = url or _configured_url()
+        url = _configured_url() if url is None else url
     except ValueError as error:
         answer["problem"] = str(error)
     if url is not None:

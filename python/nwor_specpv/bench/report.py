@@ -11,7 +11,8 @@ from typing import Any
 import torch
 
 import nwor_specpv
-from nwor_specpv import _stamp
+from nwor_specpv import NworError, _stamp
+from nwor_specpv._files import write_whole
 from nwor_specpv._parser import count, output_file, require_device
 
 # `--json` alone: to stdout, instead of the table.
@@ -62,5 +63,13 @@ def publish(
     document = json.dumps(report, indent=2)
     print(document if path == _STDOUT else describe(report))
     if path is not None and path != _STDOUT:
-        path.write_text(document + "\n")
+        _write(path, document + "\n")
     return 0
+
+
+def _write(path: Path, text: str) -> None:
+    try:
+        write_whole(path, text)
+    except OSError as error:
+        told = error.strerror or error
+        raise NworError(f"--json: got {str(path)!r}, which cannot be written: {told}") from None

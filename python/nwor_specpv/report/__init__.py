@@ -7,8 +7,8 @@ import os
 from pathlib import Path
 from typing import Any
 
-from nwor_specpv._files import is_stream, write_whole
-from nwor_specpv._parser import Parser, count
+from nwor_specpv._files import write_whole
+from nwor_specpv._parser import Parser, can_write, count
 from nwor_specpv.errors import NworError
 
 from .page import render
@@ -47,13 +47,7 @@ def main(argv: list[str]) -> int:
 
 def check_place(path: Path) -> None:
     """Raises where a page cannot be written: before the work, not after it."""
-    if path.exists() and (not path.is_file() or is_stream(path)):  # is written into
-        good = not path.is_dir() and os.access(path, os.W_OK)
-    else:
-        real = Path(os.path.realpath(path))
-        there = next(folder for folder in real.parents if folder.exists())
-        good = there.is_dir() and os.access(there, os.W_OK)
-    if not good:
+    if not can_write(path):
         raise NworError(f"page: got {str(path)!r}, expected a file in a folder to write to")
 
 
@@ -73,7 +67,9 @@ def _write_recorded(source: Path, path: Path) -> Path:
     report = _recorded(source)
     try:
         return write_page(report, path)
-    except (KeyError, TypeError, AttributeError) as error:
+    except NworError:  # a ValueError: of the place
+        raise
+    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
         raise NworError(
             f"--from: {source} is no record of runs ({type(error).__name__}: {error}), expected "
             "what `demo --json` printed"
@@ -83,7 +79,7 @@ def _write_recorded(source: Path, path: Path) -> Path:
 def _recorded(path: Path) -> dict[str, Any]:
     try:
         report = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, RecursionError, ValueError) as error:
         raise NworError(f"--from: got {str(path)!r}, which cannot be read: {error}") from None
     if not isinstance(report, dict) or not isinstance(report.get("runs"), list):
         raise NworError(f"--from: {path} has no runs, expected what `demo --json` printed")

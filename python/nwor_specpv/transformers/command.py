@@ -12,6 +12,7 @@ from nwor_specpv import NworError, SpecPVConfig
 from nwor_specpv._parser import Parser, count, require_device
 
 MODES = ("off", "rectify", "refresh", "lossless")
+VIEW_TOKENS = 1024
 _BLOCK, _SINK, _WINDOW = 16, 2, 8
 
 
@@ -90,7 +91,7 @@ def main(argv: list[str]) -> int:
         "--specpv", choices=MODES, default="off", help="partial verification, default: off"
     )
     parser.add_argument(
-        "--view-tokens", type=count, default=1024, help="what a partial step sees, default: 1024"
+        "--view-tokens", type=count, help=f"what a partial step sees, default: {VIEW_TOKENS}"
     )
     parser.add_argument("--temperature", type=float, default=0.0, help="0 (default): greedy")
     parser.add_argument("--top-k", type=int, default=0, help="likeliest tokens only; 0: all")
@@ -113,7 +114,7 @@ def main(argv: list[str]) -> int:
         drafter = "eagle3" if arguments.model is None else "ngram"
     check_drafter(drafter, arguments.draft_model)
     Sampling(arguments.temperature, arguments.top_k, arguments.top_p)
-    specpv = view_config(arguments.specpv, arguments.view_tokens)
+    specpv = _views(arguments)
     model, tokenizer = load(arguments)
     generator = Generator(
         model, tokenizer, drafter, specpv=specpv, draft_model=arguments.draft_model
@@ -145,6 +146,17 @@ def main(argv: list[str]) -> int:
         file=sys.stderr,
     )
     return 0
+
+
+def _views(arguments: argparse.Namespace) -> SpecPVConfig | None:
+    if arguments.view_tokens is None:
+        return view_config(arguments.specpv, VIEW_TOKENS)
+    if arguments.specpv == "off":
+        raise NworError(
+            f"--view-tokens: got {arguments.view_tokens} beside --specpv off, which has no views; "
+            "expected --specpv rectify, refresh or lossless"
+        )
+    return view_config(arguments.specpv, arguments.view_tokens)
 
 
 class TextStream:

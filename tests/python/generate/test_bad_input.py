@@ -414,6 +414,8 @@ def test_a_drafter_that_breaks_its_promise_is_named(trees: list, message: str) -
         (["--prompt", "a", "--drafter", "draft_model"], "draft_model: got none, expected a small"),
         (["--prompt", "a", "--draft-model", "b"], "got one beside the drafter 'eagle3', which use"),
         (["--prompt", "a", "--specpv", "lossless", "--view-tokens", "9"], "--view-tokens: got 9, "),
+        (["--prompt", "a", "--view-tokens", "512"], "--view-tokens: got 512 beside --specpv off, "),
+        (["--prompt", "a", "--view-tokens", "9"], "expected --specpv rectify, refresh or lossless"),
         (["--prompt", "a", "--temperature", "-1"], "temperature: got -1.0, expected a finite numb"),
         (["--prompt", "a", "--temperature", "1e300"], "temperature: got 1e+300, expected a finite"),
         (["--prompt", "a", "--top-p", "1e-300"], "top_p: got 1e-300, expected more than 0, at mos"),

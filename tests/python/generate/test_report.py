@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import json
 import os
@@ -305,6 +306,54 @@ def test_recorded_runs_are_read_from_a_file(
         source.write_text(json.dumps(report))
         assert cli.main(arguments) == 2
         assert f"--from: {source} is no record of runs" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        {"tokens_per_second": "fast"},
+        {"coverage": [[1, 2, 3]]},
+        {"coverage": [[0, 0]]},
+        {"coverage": [[1, float("nan")]]},
+        {"coverage": [[1, float("inf")]]},
+        {"accepted_lengths": {"a": 1}},
+        {"pieces": [["Once", -100]]},
+        {"pieces": [["\ud800", 1]]},
+    ],
+)
+def test_damaged_records_are_no_records(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], damage: dict
+) -> None:
+    source, target = tmp_path / "runs.json", tmp_path / "page.html"
+    source.write_text(json.dumps(REPORT | {"runs": [run("damaged", **damage)]}))
+    assert cli.main(["report", "--from", str(source), "--out", str(target)]) == 2
+    out, err = capsys.readouterr()
+    assert (out, err.count("\n")) == ("", 1)
+    assert err.startswith(f"nwor-specpv: --from: {source} is no record of runs (")
+    assert not target.exists()
+
+
+def test_damaged_files_are_no_records(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def no_room(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "no room")
+
+    source, target = tmp_path / "runs.json", tmp_path / "page.html"
+    costs = json.dumps(REPORT | {"row_costs": {"a": "b"}})
+    for text, told in (
+        (costs, f"--from: {source} is no record of runs (ValueError: "),
+        ("[" * 100_000, f"--from: got '{source}', which cannot be read: maximum recursion depth"),
+    ):
+        source.write_text(text)
+        assert cli.main(["report", "--from", str(source), "--out", str(target)]) == 2
+        assert capsys.readouterr().err.startswith(f"nwor-specpv: {told}")
+    # What is wrong with the place is not the record's fault.
+    source.write_text(json.dumps(REPORT))
+    monkeypatch.setattr(Path, "replace", no_room)
+    assert cli.main(["report", "--from", str(source), "--out", str(target)]) == 2
+    line = f"page: got '{target}', which cannot be written: no room"
+    assert capsys.readouterr().err == f"nwor-specpv: {line}\n"
 
 
 def test_a_browser_shows_it(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import resource
 import shlex
 import shutil
 import socket
@@ -25,12 +26,15 @@ from nwor_specpv import (
     Interceptor,
     Metrics,
     NworConfig,
+    NworError,
     RoundPlan,
     _stamp,
     doctor,
     status,
 )
 from nwor_specpv import __main__ as cli
+from nwor_specpv.bench import report as bench_report
+from nwor_specpv.bench import session as bench_session
 
 PACKAGE = Path(nwor_specpv.__file__).resolve().parent
 
@@ -114,6 +118,8 @@ def broken_package(tmp_path: Path) -> Path:
         (("bench",), "the following arguments are required"),
         (("bench", "frobnicate"), "invalid choice: 'frobnicate'"),
         (("status", "--url"), "argument --url: expected one argument"),
+        (("status", "--url", ""), "argument --url: got '', expected the address of an endpoint"),
+        (("status", "--url", " "), "argument --url: got ' ', expected the address of an endpoint"),
         (("bench", "commit", "--frobnicate"), "unrecognized arguments: --frobnicate"),
         (("bench", "commit", "--replays", "x"), "--replays: got 'x', expected a whole number"),
         (("bench", "attention", "--rows", "4,0"), "--rows: got 0, expected 1 or more"),
@@ -174,6 +180,42 @@ def test_a_benchmark_gives_its_figures_as_one_document(
     assert (code, err) == (0, "")
     assert "torch" in out
     assert json.loads((tmp_path / "figures.json").read_text())["lengths"] == [4, 8]
+
+
+def test_figures_that_cannot_be_written_are_found_out_before_the_work(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(bench_session, "measure", lambda *_, **__: pytest.fail("began the work"))
+    link, place = tmp_path / "link", tmp_path / "figures.json"
+    link.symlink_to(tmp_path / "absent" / "figures.json")
+    for path in (tmp_path, tmp_path / "absent" / "figures.json", link):
+        code, out, err = call(capsys, "bench", "session", "--json", str(path))
+        assert (code, out) == (2, "")
+        assert f"--json: got '{path}', expected a file in a folder that exists" in err
+    place.write_text("before")
+    # Everything is open to root.
+    monkeypatch.setattr(os, "access", lambda path, mode: Path(path) != tmp_path)
+    code, out, err = call(capsys, "bench", "session", "--json", str(place))
+    assert (code, out) == (2, "")
+    assert f"--json: got '{place}', expected a file in a folder to write to" in err
+    assert place.read_text() == "before"
+
+
+def test_figures_for_which_there_is_no_room_leave_older_ones_whole(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    place = tmp_path / "figures.json"
+    place.write_text("before")
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (64, limits[1]))
+    try:
+        with pytest.raises(NworError, match=f"^--json: got '{place}', which cannot be written: "):
+            bench_report.publish({"figure": "1" * 100}, lambda report: "a table", place)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert capsys.readouterr().out == "a table\n"
+    assert place.read_text() == "before"
+    assert list(tmp_path.iterdir()) == [place]
 
 
 def test_status_json_is_one_document_and_nothing_else() -> None:
@@ -298,7 +340,8 @@ def test_status_says_when_the_server_does_not_answer(served_text: list[str]) -> 
     assert report["partial_steps"] is None
     served_text[1] = "something_else 1\n"
     assert "no nwor_fallback_total" in status.collect(served_text[0])["metrics"]["problem"]
-    assert "does not answer" in status.collect("nonsense")["metrics"]["problem"]
+    for nowhere in ("nonsense", ""):
+        assert "does not answer" in status.collect(nowhere)["metrics"]["problem"]
 
 
 def test_status_says_when_a_port_speaks_something_else() -> None:
@@ -500,8 +543,6 @@ def test_a_failing_command_is_one_line(
         raise error
 
     monkeypatch.setattr(cli, "_dispatch", fail)
-    if isinstance(error, BrokenPipeError):
-        monkeypatch.setattr(os, "dup2", lambda *_: None)
     assert cli.main(["demo"]) == code
     assert capfd.readouterr().err == (f"nwor-specpv: {line}\n" if line else "")
 
@@ -512,3 +553,28 @@ def test_a_reader_that_leaves_is_no_traceback(tmp_path: Path) -> None:
         ["sh", "-c", command], capture_output=True, text=True, env=dict(os.environ), timeout=300
     )
     assert answer.stderr == ""
+
+
+@pytest.mark.parametrize(
+    ("arguments", "line"),
+    [
+        ("--version >/dev/full", "OSError: [Errno 28] No space left on device"),
+        ("--help >/dev/full", "OSError: [Errno 28] No space left on device"),
+        ("doctor --help >/dev/full", "OSError: [Errno 28] No space left on device"),
+        ("status >/dev/full", "OSError: [Errno 28] No space left on device"),
+        ("--version >&-", "standard output is closed; /dev/null takes what is not wanted"),
+        ("status >&-", "standard output is closed; /dev/null takes what is not wanted"),
+    ],
+)
+def test_an_output_that_takes_nothing_is_one_line_and_exit_1(arguments: str, line: str) -> None:
+    command = f"{shlex.quote(sys.executable)} -m nwor_specpv {arguments}"
+    # What is printed fails at once, or when it is flushed; argparse forgives help the former.
+    for unbuffered in ("",) if "--help" in arguments else ("", "1"):
+        answer = subprocess.run(
+            ["sh", "-c", command],
+            capture_output=True,
+            text=True,
+            env=os.environ | {"PYTHONUNBUFFERED": unbuffered},
+            timeout=300,
+        )
+        assert (answer.returncode, answer.stderr) == (1, f"nwor-specpv: {line}\n")
