@@ -9,6 +9,7 @@ namespace nwor {
 void BindAttention(pybind11::module_& m);  // module_attention.cpp
 void BindDrafters(pybind11::module_& m);   // module_drafters.cpp
 void BindSession(pybind11::module_& m);    // module_session.cpp
+void BindSlots(pybind11::module_& m);      // module_slots.cpp
 void BindSpecPV(pybind11::module_& m);     // module_specpv.cpp
 void BindTree(pybind11::module_& m);       // module_tree.cpp
 

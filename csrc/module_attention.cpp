@@ -31,8 +31,11 @@ void MergeRowsOfLayer(Interceptor& interceptor, const std::string& layer, const 
 }  // namespace
 
 void BindAttention(py::module_& m) {
-  m.def("last_attention_route", &LastRoute);
-  m.def("attention_routes", &DescribeRoutes);
+  m.def("last_attention_route", &LastRoute,
+        "The route of the process' latest verify attention ('none' before the first) and\n"
+        "why it was taken.");
+  m.def("attention_routes", &DescribeRoutes,
+        "What each route is here, a line for each: 'name: present', or why not.");
   m.def(
       "verify_plan_bytes",
       [](const at::Tensor& query, const at::Tensor& key_cache, const at::Tensor& block_table,
@@ -48,7 +51,9 @@ void BindAttention(py::module_& m) {
         return PlanBytes(arguments, block_size);
       },
       py::arg("query"), py::arg("key_cache"), py::arg("block_table"), py::arg("prefix_lens"),
-      py::arg("query_start"), py::arg("block_size") = 0, py::arg("max_rows") = 0);
+      py::arg("query_start"), py::arg("block_size") = 0, py::arg("max_rows") = 0,
+      "Bytes that a plan of verify attention takes for these shapes on this device, 0 on\n"
+      "the CPU; block_size is that of the partial view, 0 without.");
   m.def("merge_rows_of_layer", &MergeRowsOfLayer, py::arg("interceptor"), py::arg("layer"),
         py::arg("query"), py::arg("key"), py::arg("value"), py::arg("prefix_out"),
         py::arg("prefix_lse"), py::arg("query_start"), py::arg("scale"), py::arg("out"),

@@ -1,11 +1,9 @@
-#include <ATen/ops/empty.h>
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 #include <torch/csrc/autograd/python_variable.h>
 #include <torch/csrc/utils/pybind.h>
 
 #include <array>
-#include <cstring>
 #include <functional>
 #include <memory>
 #include <string>
@@ -18,9 +16,8 @@
 #include "session/chunked_verify.h"
 #include "session/session_error.h"
 #include "session/session_store.h"
-#include "session/slot_allocator.h"
 
-// The Python face of slots and sessions.
+// The Python face of sessions.
 
 namespace py = pybind11;
 
@@ -43,112 +40,6 @@ void BindSessionErrors() {
       raise("DesyncError", error);
     }
   });
-}
-
-at::Tensor ToTensor(const std::vector<int64_t>& values) {
-  at::Tensor tensor = at::empty({static_cast<int64_t>(values.size())}, at::kLong);
-  std::memcpy(tensor.mutable_data_ptr(), values.data(), values.size() * sizeof(int64_t));
-  return tensor;
-}
-
-// A list of flags or a bool tensor.
-std::vector<bool> ParseMask(const py::object& mask) {
-  if (THPVariable_Check(mask.ptr())) {
-    const auto tensor = mask.cast<at::Tensor>();
-    NWOR_CHECK(tensor.scalar_type() == at::kBool && tensor.dim() == 1, "mask: got ",
-               c10::toString(tensor.scalar_type()), " with ", tensor.dim(),
-               " dimensions, expected bool with 1");
-    const at::Tensor host = tensor.cpu().contiguous();
-    const auto* flags = static_cast<const bool*>(host.const_data_ptr());
-    return std::vector<bool>(flags, flags + host.numel());
-  }
-  try {
-    return mask.cast<std::vector<bool>>();
-  } catch (const py::cast_error&) {
-    throw Error(Concat("mask: got ", std::string(py::repr(mask)),
-                       ", expected a bool tensor, a list of bools, or None"));
-  }
-}
-
-py::dict AllocatorStatsDict(const AllocatorStats& stats) {
-  py::dict dict;
-  dict["total_slots"] = stats.total_slots;
-  dict["free_slots"] = stats.free_slots;
-  dict["held_slots"] = stats.held_slots;
-  dict["total_pages"] = stats.total_pages;
-  dict["free_pages"] = stats.free_pages;
-  dict["held_pages"] = stats.held_pages;
-  dict["shared_pages"] = stats.shared_pages;
-  dict["requests"] = stats.requests;
-  dict["tokens"] = stats.tokens;
-  dict["pending_copies"] = stats.pending_copies;
-  return dict;
-}
-
-void BindAllocator(py::module_& m) {
-  const py::class_<SlotAllocator::Backup> state(m, "AllocatorState", "What backup() remembers.");
-
-  py::class_<SlotAllocator>(m, "SlotAllocator")
-      .def(py::init<int64_t, int64_t>(), py::arg("num_pages"), py::arg("page_size"))
-      .def(
-          "extend",
-          [](SlotAllocator& self, const RequestKey& request, int64_t num_tokens) {
-            return ToTensor(self.Extend(request, num_tokens));
-          },
-          py::arg("request"), py::arg("num_tokens"))
-      .def(
-          "free",
-          [](SlotAllocator& self, const RequestKey& request, const py::object& mask) {
-            mask.is_none() ? self.Free(request) : self.Free(request, ParseMask(mask));
-          },
-          py::arg("request"), py::arg("mask") = py::none())
-      .def("truncate", &SlotAllocator::Truncate, py::arg("request"), py::arg("length"))
-      .def(
-          "compact",
-          [](SlotAllocator& self, const RequestKey& request) {
-            std::vector<int64_t> sources, destinations;
-            for (const SlotMove& move : self.Compact(request)) {
-              sources.push_back(move.source);
-              destinations.push_back(move.destination);
-            }
-            return std::pair(ToTensor(sources), ToTensor(destinations));
-          },
-          py::arg("request"))
-      .def("fork", &SlotAllocator::Fork, py::arg("parent"), py::arg("child"),
-           py::arg("num_tokens") = py::none())
-      .def(
-          "branch",
-          [](SlotAllocator& self, const RequestKey& parent, const std::vector<RequestKey>& children,
-             int64_t num_tokens) {
-            std::vector<int64_t> flat;
-            for (const auto& slots : self.Branch(parent, children, num_tokens)) {
-              flat.insert(flat.end(), slots.begin(), slots.end());
-            }
-            return ToTensor(flat).view({static_cast<int64_t>(children.size()), num_tokens});
-          },
-          py::arg("parent"), py::arg("children"), py::arg("num_tokens"))
-      .def("take_copies",
-           [](SlotAllocator& self) {
-             std::vector<std::pair<int32_t, int32_t>> copies;
-             for (const PageCopy& copy : self.TakeCopies()) {
-               copies.emplace_back(copy.source, copy.destination);
-             }
-             return copies;
-           })
-      .def("backup", &SlotAllocator::TakeBackup)
-      .def("restore", &SlotAllocator::Restore, py::arg("state"))
-      .def("__contains__", &SlotAllocator::Contains)
-      .def("length", &SlotAllocator::length, py::arg("request"))
-      .def("is_dense", &SlotAllocator::IsDense, py::arg("request"))
-      .def(
-          "slots",
-          [](const SlotAllocator& self, const RequestKey& request, int64_t first, int64_t last) {
-            return ToTensor(self.Slots(request, first, last));
-          },
-          py::arg("request"), py::arg("first") = 0, py::arg("last") = -1)
-      .def("pages", &SlotAllocator::Pages, py::arg("request"), py::arg("first_page") = 0)
-      .def_property_readonly("page_size", &SlotAllocator::page_size)
-      .def("stats", [](const SlotAllocator& self) { return AllocatorStatsDict(self.stats()); });
 }
 
 // "list of int, Tensor": enough to see what a function returned instead of what it should have.
@@ -180,16 +71,21 @@ Result ParseReturned(const char* name, const char* expected, const py::object& r
 }
 
 void BindChunks(py::module_& m) {
-  py::class_<ChainChunk>(m, "ChainChunk")
-      .def_readonly("first_row", &ChainChunk::first_row)
-      .def_readonly("tokens", &ChainChunk::tokens)
-      .def_readonly("next_draft", &ChainChunk::next_draft);
-  py::class_<ChunkedResult>(m, "ChunkedResult")
-      .def_readonly("accepted", &ChunkedResult::accepted)
-      .def_readonly("next_token", &ChunkedResult::next_token)
-      .def_readonly("chunks", &ChunkedResult::chunks)
-      .def_readonly("rows_run", &ChunkedResult::rows_run)
-      .def_readonly("rows_saved", &ChunkedResult::rows_saved);
+  py::class_<ChainChunk>(m, "ChainChunk", "A part of a draft chain that is verified at once.")
+      .def_readonly("first_row", &ChainChunk::first_row,
+                    "Its first row in the chain; row 0 is the root.")
+      .def_readonly("tokens", &ChainChunk::tokens, "Its rows, the first one accepted already.")
+      .def_readonly(
+          "next_draft", &ChainChunk::next_draft,
+          "The draft behind the chunk, which its last row judges; None at the chain's end.");
+  py::class_<ChunkedResult>(m, "ChunkedResult",
+                            "What became of a chain that was verified in chunks.")
+      .def_readonly("accepted", &ChunkedResult::accepted, "Drafts accepted.")
+      .def_readonly("next_token", &ChunkedResult::next_token,
+                    "The target's token behind the last of them: a correction, or a bonus.")
+      .def_readonly("chunks", &ChunkedResult::chunks, "Chunks run.")
+      .def_readonly("rows_run", &ChunkedResult::rows_run, "Rows of the chain that were run.")
+      .def_readonly("rows_saved", &ChunkedResult::rows_saved, "Rows of the chain that were not.");
   m.def(
       "verify_in_chunks",
       [](const std::vector<int64_t>& chain, const py::function& verify, int64_t chunk_rows) {
@@ -210,7 +106,9 @@ void BindChunks(py::module_& m) {
         const ChunkVerdict verdict = JudgeGreedy(chunk, target_ids);
         return std::pair(verdict.accepted, verdict.next_token);
       },
-      py::arg("chunk"), py::arg("target_ids"));
+      py::arg("chunk"), py::arg("target_ids"),
+      "(accepted, next_token) of a chunk, given the target's choice after each of its\n"
+      "rows; what verify_in_chunks takes from verify.");
 }
 
 // A tensor of one request's rows, or a sequence of integers.
@@ -282,7 +180,10 @@ VerifyRequest ParseRequest(const py::object& session, const py::object& tree,
 }
 
 void BindSessionValues(py::module_& m) {
-  py::class_<DraftTree>(m, "DraftTree")
+  py::class_<DraftTree>(
+      m, "DraftTree",
+      "A draft tree of one request on the host: row 0 is the root, the last emitted\n"
+      "token.")
       .def(py::init(
                [](std::vector<int64_t> tokens, const std::optional<std::vector<int32_t>>& parents) {
                  DraftTree tree{std::move(tokens), parents.value_or(std::vector<int32_t>{})};
@@ -290,70 +191,98 @@ void BindSessionValues(py::module_& m) {
                             "parents: got none, expected one for each token, or None for a chain");
                  return tree;
                }),
-           py::arg("tokens"), py::arg("parents") = py::none())
-      .def_readonly("tokens", &DraftTree::tokens)
-      .def_property_readonly("parents",
-                             [](const DraftTree& tree) {
-                               // As given, right or wrong: validate() is what judges them.
-                               if (!tree.parents.empty()) return tree.parents;
-                               std::vector<int32_t> parents;
-                               for (int64_t row = 0; row < tree.num_rows(); ++row) {
-                                 parents.push_back(tree.parent(row));
-                               }
-                               return parents;
-                             })
-      .def("validate", [](const DraftTree& tree) { tree.Validate(); })
-      .def("__len__", &DraftTree::num_rows);
+           py::arg("tokens"), py::arg("parents") = py::none(),
+           "parents[0] is -1, and every parent comes before its child; None: a chain.")
+      .def_readonly("tokens", &DraftTree::tokens, "Token ids, [R].")
+      .def_property_readonly(
+          "parents",
+          [](const DraftTree& tree) {
+            // As given, right or wrong: validate() is what judges them.
+            if (!tree.parents.empty()) return tree.parents;
+            std::vector<int32_t> parents;
+            for (int64_t row = 0; row < tree.num_rows(); ++row) {
+              parents.push_back(tree.parent(row));
+            }
+            return parents;
+          },
+          "The parent's row of each, [R]; -1 for the root.")
+      .def(
+          "validate", [](const DraftTree& tree) { tree.Validate(); },
+          "Raises NworError naming the row that is wrong, or for more than 256 rows.")
+      .def("__len__", &DraftTree::num_rows, "Rows, the root included.");
 
-  py::class_<SessionBatch>(m, "SessionBatch")
-      .def_readonly("sessions", &SessionBatch::sessions)
-      .def_readonly("epoch", &SessionBatch::epoch)
-      .def_readonly("tokens", &SessionBatch::tokens)
-      .def_readonly("positions", &SessionBatch::positions)
-      .def_readonly("slot_mapping", &SessionBatch::slot_mapping)
-      .def_readonly("query_start", &SessionBatch::query_start)
-      .def_readonly("prefix_lens", &SessionBatch::prefix_lens)
-      .def_readonly("block_table", &SessionBatch::block_table)
-      .def_property_readonly("tree_mask",
-                             [](const SessionBatch& batch) -> std::optional<at::Tensor> {
-                               if (!batch.tree_mask.defined()) return std::nullopt;
-                               return batch.tree_mask;
-                             })
-      .def_readonly("tree_rows", &SessionBatch::tree_rows)
-      .def_readonly("tree_tokens", &SessionBatch::tree_tokens)
-      .def_readonly("tree_parents", &SessionBatch::tree_parents)
-      .def_readonly("first_child", &SessionBatch::first_child)
-      .def_readonly("next_sibling", &SessionBatch::next_sibling);
+  py::class_<SessionBatch>(
+      m, "SessionBatch",
+      "One forward pass over B sessions with T rows, which a store hands to the host's\n"
+      "model. A session's rows are its new tokens, the last of which is the root, then\n"
+      "its drafts. Tensors are on the caches' device.")
+      .def_readonly("sessions", &SessionBatch::sessions, "Names, [B].")
+      .def_readonly("epoch", &SessionBatch::epoch, "The round's number, for Interceptor.write.")
+      .def_readonly("tokens", &SessionBatch::tokens, "Token ids of all rows, [T] int64.")
+      .def_readonly("positions", &SessionBatch::positions,
+                    "Positions of the rows in their sequences, [T] int64.")
+      .def_readonly("slot_mapping", &SessionBatch::slot_mapping,
+                    "Slots of the rows, [T] int64; -1 for drafts, which hold no slots.")
+      .def_readonly("query_start", &SessionBatch::query_start,
+                    "Where each session's rows begin, [B + 1] int32.")
+      .def_readonly("prefix_lens", &SessionBatch::prefix_lens,
+                    "Tokens in the cache before these rows, [B] int32.")
+      .def_readonly("block_table", &SessionBatch::block_table,
+                    "Pages of the sessions, [B, max_pages] int32.")
+      .def_property_readonly(
+          "tree_mask",
+          [](const SessionBatch& batch) -> std::optional<at::Tensor> {
+            if (!batch.tree_mask.defined()) return std::nullopt;
+            return batch.tree_mask;
+          },
+          "What draft rows see of each other as verify_attention takes it, [T, W] int64;\n"
+          "None: causal.")
+      .def_readonly("tree_rows", &SessionBatch::tree_rows,
+                    "The batch row of each tree row, [B, R] int64; padding: that of the root.")
+      .def_readonly("tree_tokens", &SessionBatch::tree_tokens,
+                    "Token ids of the trees, [B, R] int64.")
+      .def_readonly("tree_parents", &SessionBatch::tree_parents,
+                    "The parent of each tree row, [B, R] int32; -1: the root, or padding.")
+      .def_readonly("first_child", &SessionBatch::first_child,
+                    "The first child of each tree row, [B, R] int32; -1: none.")
+      .def_readonly("next_sibling", &SessionBatch::next_sibling,
+                    "The next child of the same parent, [B, R] int32; -1: none.");
 
-  py::class_<VerifyResult>(m, "VerifyResult")
-      .def_readonly("accepted_rows", &VerifyResult::accepted_rows)
-      .def_readonly("tokens", &VerifyResult::tokens)
-      .def_readonly("next_token", &VerifyResult::next_token)
-      .def_readonly("cache_hit", &VerifyResult::cache_hit)
-      .def_readonly("length", &VerifyResult::length)
-      .def_readonly("rows_run", &VerifyResult::rows_run)
-      .def_readonly("rows_saved", &VerifyResult::rows_saved)
-      .def_property_readonly("finish",
-                             [](const VerifyResult& r) -> std::optional<std::string> {
-                               if (r.finish == SessionFinish::kNone) return std::nullopt;
-                               return r.finish == SessionFinish::kStop ? "stop" : "length";
-                             })
+  py::class_<VerifyResult>(m, "VerifyResult", "What became of a session's verify.")
+      .def_readonly("accepted_rows", &VerifyResult::accepted_rows,
+                    "Accepted rows of the tree, the root excluded.")
+      .def_readonly("tokens", &VerifyResult::tokens, "Their tokens.")
+      .def_readonly("next_token", &VerifyResult::next_token,
+                    "The correction or bonus token, or the sequence's last; not cached.")
+      .def_readonly("cache_hit", &VerifyResult::cache_hit, "Whether the session was there.")
+      .def_readonly("length", &VerifyResult::length,
+                    "Tokens cached now: the next expected_prefix_len.")
+      .def_readonly("rows_run", &VerifyResult::rows_run, "New tokens and tree rows that were run.")
+      .def_readonly("rows_saved", &VerifyResult::rows_saved, "Tree rows that chunks did not run.")
+      .def_property_readonly(
+          "finish",
+          [](const VerifyResult& r) -> std::optional<std::string> {
+            if (r.finish == SessionFinish::kNone) return std::nullopt;
+            return r.finish == SessionFinish::kStop ? "stop" : "length";
+          },
+          "Why next_token is the last one: 'stop' or 'length'; None: the sequence goes on.")
       .def("__repr__", [](const VerifyResult& r) {
         return Concat("VerifyResult(accepted=", r.accepted_rows.size(),
                       ", next_token=", r.next_token, ", cache_hit=", r.cache_hit ? "True" : "False",
                       ", length=", r.length, ")");
       });
 
-  py::class_<VerifyRequest>(m, "VerifyRequest")
+  py::class_<VerifyRequest>(m, "VerifyRequest", "One session's part of SessionStore.verify_batch.")
       .def(py::init(&ParseRequest), py::arg("session"), py::arg("tree"), py::arg("new_tokens"),
            py::arg("expected_prefix_len") = 0, py::arg("chunk_rows") = 0,
-           py::arg("stop_ids") = std::vector<int64_t>{}, py::arg("max_new_tokens") = 0);
+           py::arg("stop_ids") = std::vector<int64_t>{}, py::arg("max_new_tokens") = 0,
+           "Arguments as those of SessionStore.verify.");
 
-  py::class_<SessionInfo>(m, "SessionInfo")
-      .def_readonly("session", &SessionInfo::session)
-      .def_readonly("length", &SessionInfo::length)
-      .def_readonly("bytes", &SessionInfo::bytes)
-      .def_readonly("idle_seconds", &SessionInfo::idle_seconds);
+  py::class_<SessionInfo>(m, "SessionInfo", "A session as its store sees it.")
+      .def_readonly("session", &SessionInfo::session, "Its name.")
+      .def_readonly("length", &SessionInfo::length, "Tokens cached.")
+      .def_readonly("bytes", &SessionInfo::bytes, "Bytes of K/V in the pages it holds.")
+      .def_readonly("idle_seconds", &SessionInfo::idle_seconds, "Seconds since it was used.");
 }
 
 py::dict StoreStatsDict(const SessionStoreStats& stats) {
@@ -524,7 +453,14 @@ void BindStore(py::module_& m) {
   });
 
   const auto released = py::call_guard<py::gil_scoped_release>();
-  py::class_<PythonStore>(m, "SessionStore", py::custom_type_setup(&PythonStore::SetUpType))
+  py::class_<PythonStore>(
+      m, "SessionStore", py::custom_type_setup(&PythonStore::SetUpType),
+      "The cache state of sequences, kept across rounds, so that a remote drafter sends\n"
+      "only what is new.\n"
+      "\n"
+      "Every method may be called from any thread. A session is locked through a verify;\n"
+      "verifies of other sessions that arrive while the model runs share the next forward\n"
+      "pass. A call that raises has accepted and cached nothing.")
       .def(
           py::init([](Interceptor& interceptor, py::function forward, const py::object& accept,
                       int64_t max_bytes, double ttl_seconds, int64_t vocab_size, int64_t max_length,
@@ -541,7 +477,15 @@ void BindStore(py::module_& m) {
           py::arg("max_bytes") = 0, py::arg("ttl_seconds") = 0.0, py::arg("vocab_size") = 0,
           py::arg("max_length") = 0, py::arg("max_sessions") = 0,
           py::arg("max_batch") = SessionConfig{}.max_batch, py::arg("clock") = py::none(),
-          py::keep_alive<1, 2>())
+          py::keep_alive<1, 2>(),
+          "Takes the pages of the interceptor's layers, of one cache group, which must serve\n"
+          "nobody else. forward(batch) gets a SessionBatch, writes K/V of all rows through\n"
+          "the interceptor and returns ids [T] or logits [T, V] on any device; accept(batch,\n"
+          "output) returns (path, counts, next_token), by default the target's first choice.\n"
+          "Limits that are 0 do not limit: max_bytes of K/V (then all of the caches), idle\n"
+          "ttl_seconds, vocab_size, max_length of a sequence with its drafts, max_sessions\n"
+          "alive. max_batch: sessions in one pass. clock() returns seconds that never go\n"
+          "back.")
       .def(
           "verify",
           [](PythonStore& self, const py::object& session, const py::object& tree,
@@ -555,29 +499,52 @@ void BindStore(py::module_& m) {
           },
           py::arg("session"), py::arg("tree"), py::arg("new_tokens"),
           py::arg("expected_prefix_len") = 0, py::arg("chunk_rows") = 0,
-          py::arg("stop_ids") = std::vector<int64_t>{}, py::arg("max_new_tokens") = 0)
-      .def("verify_batch", &SessionStore::VerifyBatch, py::arg("requests"), released)
-      .def("rollback", &SessionStore::Rollback, py::arg("session"), py::arg("length"), released)
+          py::arg("stop_ids") = std::vector<int64_t>{}, py::arg("max_new_tokens") = 0,
+          "Caches new_tokens, judges the draft tree on the last of them and commits what was\n"
+          "accepted. session: a name or a Session. tree: a DraftTree, a Tree of one request,\n"
+          "or None: no drafts. expected_prefix_len: tokens the client knows to be cached, 0\n"
+          "starts a session. chunk_rows above 0 verifies a chain in chunks. The sequence ends\n"
+          "behind the first of stop_ids, or after max_new_tokens (0: any number).\n"
+          "\n"
+          "Raises UnknownSessionError when the session is not here, DesyncError when it holds\n"
+          "another number of tokens, CapacityError when it does not fit, NworError for wrong\n"
+          "arguments, and what forward or accept raises.")
+      .def("verify_batch", &SessionStore::VerifyBatch, py::arg("requests"), released,
+           "Verifies several sessions, each once, in as few forward passes as max_batch\n"
+           "allows; if one fails, all fail.")
+      .def("rollback", &SessionStore::Rollback, py::arg("session"), py::arg("length"), released,
+           "Keeps a session's first length tokens; raises UnknownSessionError when it is not\n"
+           "here.")
       .def("fork", &SessionStore::Fork, py::arg("parent"), py::arg("child"),
-           py::arg("num_tokens") = py::none(), released)
-      .def("end_session", &SessionStore::End, py::arg("session"), released)
-      .def("sweep", &SessionStore::Sweep, released)
-      .def("info", &SessionStore::Info, py::arg("session"), released)
-      .def("list", &SessionStore::List, released)
-      .def("stats", [](const PythonStore& self) {
-        const SessionStoreStats stats = [&] {
-          const py::gil_scoped_release release;
-          return self.stats();
-        }();
-        return StoreStatsDict(stats);
-      });
+           py::arg("num_tokens") = py::none(), released,
+           "Starts child with the parent's first num_tokens cached tokens (default: all), in\n"
+           "shared pages; raises NworError when the name is taken.")
+      .def("end_session", &SessionStore::End, py::arg("session"), released,
+           "Waits for a verify in flight, then gives back the pages; raises\n"
+           "UnknownSessionError when it is not here.")
+      .def("sweep", &SessionStore::Sweep, released,
+           "Takes away what has been idle for ttl_seconds, as every verify does, and returns\n"
+           "how many.")
+      .def("info", &SessionStore::Info, py::arg("session"), released,
+           "A session's length, bytes and idle time; raises UnknownSessionError when it is not\n"
+           "here.")
+      .def("list", &SessionStore::List, released, "All sessions, the least recently used first.")
+      .def(
+          "stats",
+          [](const PythonStore& self) {
+            const SessionStoreStats stats = [&] {
+              const py::gil_scoped_release release;
+              return self.stats();
+            }();
+            return StoreStatsDict(stats);
+          },
+          "Sessions, cache hits and misses, rows, forward passes and bytes of this store.");
 }
 
 }  // namespace
 
 void BindSession(py::module_& m) {
   BindSessionErrors();
-  BindAllocator(m);
   BindChunks(m);
   BindSessionValues(m);
   BindStore(m);

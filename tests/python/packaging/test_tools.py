@@ -94,10 +94,11 @@ def test_root_installs_what_is_missing(tmp_path: Path) -> None:
     result = run(SCRIPT, machine(tmp_path / "bin", missing="libgtest-dev g++ ccache", uid=0))
     assert result.returncode == 0, result.stdout + result.stderr
     asked = (tmp_path / "bin" / "apt.log").read_text().splitlines()
+    patience = "-o Acquire::Retries=3 -o Acquire::http::Timeout=60"
     assert asked == [
-        "update -qq",
-        "install -y --no-install-recommends g++ libgtest-dev",
-        "install -y --no-install-recommends ccache",
+        f"{patience} update -qq",
+        f"{patience} install -y --no-install-recommends g++ libgtest-dev",
+        f"{patience} install -y --no-install-recommends ccache",
     ]
     assert "apt words" not in result.stdout
 

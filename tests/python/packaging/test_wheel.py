@@ -219,8 +219,8 @@ def test_wheel_holds_what_it_should_and_nothing_else(wheel: Path) -> None:
     headers = {f"include/{p.relative_to(ROOT / 'csrc')}" for p in (ROOT / "csrc").rglob("*.h")}
     built = {"libnwor_specpv.so", "_build_info.json"}
     built |= {"cmake/nwor_specpvConfig.cmake", "cmake/nwor_specpvConfigVersion.cmake"}
-    (extension,) = {name for name in inside if name.startswith("_C.")}
-    assert {"__init__.py", "py.typed"} <= sources
+    (extension,) = {name for name in inside if re.fullmatch(r"_C\..*\.so", name)}
+    assert {"__init__.py", "py.typed", "_C.pyi"} <= sources
     assert inside == sources | headers | built | {extension}
 
 
