@@ -30,6 +30,7 @@ HOSTED = {
     "generate": ("transformers.command", "go on with a prompt, with any drafter and mode"),
     "report": ("report", "write a page about one run or a sweep"),
     "demo": ("demo", "a real model, four ways of decoding, one table"),
+    "worker": ("worker.command", "serve a model's sessions to drafters elsewhere, over gRPC"),
 }
 
 EXIT_OK, EXIT_FAILURE = 0, 1

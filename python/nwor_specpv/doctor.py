@@ -19,6 +19,7 @@ from typing import Any
 from . import _stamp, status
 
 _TIMEOUT_S = 60.0
+_WORKER_PACKAGES = '"grpcio>=1.62" "protobuf>=4.25"'
 
 
 @dataclass(frozen=True)
@@ -54,6 +55,7 @@ def examine() -> list[Finding]:
         _gpu(),
         _module("vllm", "pip install vllm==0.26.0", "the vLLM backend"),
         _module("transformers", 'pip install "transformers==5.22.*"', "the transformers host"),
+        _module("grpcio", f"pip install {_WORKER_PACKAGES}", "nwor-specpv worker", module="grpc"),
         _module("pyyaml", "pip install pyyaml", "settings in YAML files", module="yaml"),
     ]
     return findings

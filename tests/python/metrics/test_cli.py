@@ -110,7 +110,7 @@ def broken_package(tmp_path: Path) -> Path:
 @pytest.mark.parametrize(
     ("arguments", "line"),
     [
-        ((), "a command is needed: status, doctor, bench, generate, report, demo"),
+        ((), "a command is needed: status, doctor, bench, generate, report, demo, worker"),
         (("frobnicate",), "argument command: invalid choice: 'frobnicate'"),
         (("status", "--frobnicate"), "unrecognized arguments: --frobnicate"),
         (("status", "more"), "unrecognized arguments: more"),
@@ -154,7 +154,7 @@ def test_wrong_use_is_one_line_and_exit_2(
 def test_help_is_no_failure(capsys: pytest.CaptureFixture[str]) -> None:
     code, out, err = call(capsys, "--help")
     assert (code, err) == (0, "")
-    for command in ("status", "doctor", "bench", "generate", "report", "demo"):
+    for command in ("status", "doctor", "bench", "generate", "report", "demo", "worker"):
         assert command in out
 
 
@@ -513,12 +513,14 @@ def test_bench_and_demo_get_the_rest_of_the_line(
     assert call(capsys, "demo", "--json", "more") == (0, "", "")
     assert call(capsys, "generate", "--prompt", "a") == (0, "", "")
     assert call(capsys, "report") == (0, "", "")
+    assert call(capsys, "worker", "--port", "0") == (0, "", "")
     assert seen == [
         ("bench.commit", ["--rows", "8", "--help"]),
         ("bench.attention", []),
         ("demo", ["--json", "more"]),
         ("transformers.command", ["--prompt", "a"]),
         ("report", []),
+        ("worker.command", ["--port", "0"]),
     ]
 
 

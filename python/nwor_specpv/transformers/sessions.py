@@ -1,0 +1,76 @@
+"""A model of transformers behind a session store: what a target worker serves."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from nwor_specpv import NworConfig, NworError, SessionBatch, SessionStore
+
+from .attention import Step
+from .runner import ModelRunner
+
+
+class SessionTarget:
+    """Owns the cache of a model's sessions; `store` is how they are used, from any thread.
+
+    Greedy: a draft is accepted iff it is the model's first choice after its parent.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        *,
+        cache_tokens: int,
+        page_size: int = 16,
+        nwor: NworConfig | None = None,
+        ttl_seconds: float = 0.0,
+        max_sessions: int = 0,
+        max_batch: int = 64,
+        clock: Callable[[], float] | None = None,
+    ) -> None:
+        """`cache_tokens`: over all sessions. The others are those of SessionStore."""
+        self._runner = ModelRunner(
+            model, nwor or NworConfig(), page_size=page_size, cache_tokens=cache_tokens
+        )
+        cache = self._runner.cache
+        self.cache_tokens = cache.capacity
+        self.cache_bytes = cache.capacity * self._runner.token_bytes
+        self.vocab_size = self._runner.vocab_size
+        self.max_length = min(self._runner.context, cache.capacity)  # of one sequence
+        self.store = SessionStore(
+            cache.interceptor,
+            self._forward,
+            ttl_seconds=ttl_seconds,
+            vocab_size=self.vocab_size,
+            max_length=self.max_length,
+            max_sessions=max_sessions,
+            max_batch=max_batch,
+            clock=clock,
+        )
+
+    def _forward(self, batch: SessionBatch) -> torch.Tensor:
+        """What the model says after each row of a tree; nobody looks at the others."""
+        rows = batch.tree_rows.unique()
+        step = Step(
+            tokens=batch.tokens,
+            positions=batch.positions,
+            slots=batch.slot_mapping,
+            block_table=batch.block_table,
+            prefix_lens=batch.prefix_lens,
+            query_start=batch.query_start,
+            tree_mask=batch.tree_mask,
+            max_rows=int(batch.query_start.diff().max()),
+            logit_rows=None if len(rows) == len(batch.tokens) else rows,
+        )
+        try:
+            with self._runner.installed():
+                logits, _ = self._runner.run(step)
+                ids = torch.zeros_like(batch.tokens)
+                ids[rows] = logits.argmax(-1)
+        except NworError as error:
+            # A client is told that its arguments are wrong by these; here they were right.
+            raise RuntimeError(f"the model cannot be run: {error}") from error
+        return ids

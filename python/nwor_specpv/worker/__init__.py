@@ -1,0 +1,40 @@
+"""The target worker: a model's sessions, over gRPC, for drafters in other processes.
+
+    nwor-specpv worker --port 50051                    # where the target is
+
+    from nwor_specpv.worker import Client              # where the drafter is
+    with Client("127.0.0.1:50051") as client, client.session("s") as session:
+        result = session.verify(tree, prompt)
+
+Only this folder imports grpc, and only when something of it is used (docs/worker.md).
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from .client import Client, RemoteResult, RemoteSession, WorkerInfo
+    from .codes import WorkerError
+    from .limits import Limits
+    from .server import Server
+
+__all__ = [
+    "Client",
+    "Limits",
+    "RemoteResult",
+    "RemoteSession",
+    "Server",
+    "WorkerError",
+    "WorkerInfo",
+]
+
+_PLACES = {"Limits": "limits", "Server": "server", "WorkerError": "codes"}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from importlib import import_module
+
+    return getattr(import_module(f"{__name__}.{_PLACES.get(name, 'client')}"), name)

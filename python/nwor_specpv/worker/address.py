@@ -1,0 +1,50 @@
+"""Where a worker listens."""
+
+from __future__ import annotations
+
+import errno
+import ipaddress
+import socket
+from typing import Any
+
+from nwor_specpv.errors import NworError
+
+
+def join_address(host: str, port: int) -> str:
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def check_address(host: str, port: int) -> None:
+    """Raises NworError where nothing can be bound: before the work, not after it."""
+    try:
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+    except (OSError, UnicodeError) as error:
+        raise cannot_bind(host, port, error) from None
+    problems = [problem for one in found if (problem := _probe(one)) is not None]
+    # A name may have addresses of a kind that this machine has not; a port is taken everywhere.
+    taken = next((one for one in problems if one.errno == errno.EADDRINUSE), None)
+    if taken is not None or len(problems) == len(found):
+        raise cannot_bind(host, port, taken or problems[0])
+
+
+def _probe(found: Any) -> OSError | None:
+    family, kind, protocol, _, address = found
+    try:
+        with socket.socket(family, kind, protocol) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind(address)
+    except OSError as error:
+        return error
+    return None
+
+
+def cannot_bind(host: str, port: int, error: object) -> NworError:
+    told = getattr(error, "strerror", None) or error
+    return NworError(f"--host, --port: got {join_address(host, port)}, which cannot be had: {told}")
+
+
+def is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"

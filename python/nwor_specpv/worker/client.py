@@ -1,0 +1,224 @@
+"""The drafter's side: sessions of a worker, as those of a store are used.
+
+    with Client("127.0.0.1:50051") as client, client.session("s", resend=True) as session:
+        result = session.verify(tree, prompt)
+        result = session.verify(tree, [result.next_token])
+
+One rule for a worker that has lost a session: with `resend` a session remembers the tokens it has
+sent and had accepted, and after a DesyncError or UnknownSessionError it ends what the worker has,
+sends the whole sequence once, and raises what that raises. Without it the error is the caller's.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import operator
+from collections.abc import Sequence
+from dataclasses import dataclass
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+from nwor_specpv.errors import DesyncError, NworError, UnknownSessionError
+
+from .codes import WorkerError, error_of
+from .rpc import grpc, messages, stubs
+
+if TYPE_CHECKING:
+    from nwor_specpv import DraftTree
+
+_FINISH = {messages.FINISH_STOP: "stop", messages.FINISH_LENGTH: "length"}
+
+
+@dataclass(frozen=True)
+class RemoteResult:
+    """As `VerifyResult`."""
+
+    accepted_rows: list[int]  # of the tree, root excluded
+    tokens: list[int]  # theirs
+    next_token: int  # the correction or bonus token, or the last; not cached
+    cache_hit: bool  # the session was there
+    length: int  # cached now: the next expected_prefix_len
+    rows_run: int
+    rows_saved: int
+    finish: str | None  # "stop" or "length" when next_token is the sequence's last
+
+
+@dataclass(frozen=True)
+class WorkerInfo:
+    """What a worker says of itself; 0 for what it does not limit."""
+
+    version: str
+    model: str
+    vocab_size: int
+    sessions: int
+    max_sessions: int
+    held_bytes: int
+    max_bytes: int
+    max_tree_rows: int
+    max_prompt_tokens: int
+    max_length: int
+    waiting: int  # calls whose turn has not come
+
+
+class Client:
+    """A connection to a worker, made at the first call. Thread-safe; its sessions are not."""
+
+    def __init__(self, address: str, *, timeout: float | None = None) -> None:
+        """`timeout`: seconds that a call may take, None for any time."""
+        self.address, self.timeout = address, timeout
+        # A proxy that the environment names is one for the web.
+        self._channel = grpc.insecure_channel(address, options=(("grpc.enable_http_proxy", 0),))
+        self._calls = stubs(self._channel)
+
+    def ping(self, *, wait: bool = False) -> WorkerInfo:
+        """`wait`: until there is a worker, as long as a call may take."""
+        reply = self.call("Ping", messages.PingRequest(), wait=wait)
+        return WorkerInfo(**{name: getattr(reply, name) for name in WorkerInfo.__annotations__})
+
+    def session(self, name: str, *, resend: bool = False) -> RemoteSession:
+        """A session of this name, which no other client uses; it starts with its first verify."""
+        return RemoteSession(self, name, resend=resend)
+
+    def call(self, name: str, request: Any, *, wait: bool = False) -> Any:
+        try:
+            return self._calls[name](request, timeout=self.timeout, wait_for_ready=wait)
+        except grpc.RpcError as error:
+            raise error_of(error, self.address) from None
+        except ValueError:  # gRPC's way to say so
+            raise NworError(f"client: got a call after it was closed, {name}") from None
+
+    def close(self) -> None:
+        """Calls that wait are cancelled. What sessions hold, the worker keeps until it is idle."""
+        self._channel.close()
+
+    def __enter__(self) -> Client:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+
+class RemoteSession:
+    """One sequence of a worker. Not thread-safe: it remembers a length."""
+
+    def __init__(self, client: Client, name: str, *, resend: bool = False) -> None:
+        self.client, self.name = client, name
+        self.length = 0  # tokens cached, as the last result said
+        self._tokens: list[int] | None = [] if resend else None  # those
+
+    def __repr__(self) -> str:
+        return f"RemoteSession({self.name!r}, length={self.length})"
+
+    def verify(
+        self,
+        tree: DraftTree | None,
+        new_tokens: Sequence[int],
+        expected_prefix_len: int | None = None,
+        *,
+        chunk_rows: int = 0,
+        stop_ids: Sequence[int] = (),
+        max_new_tokens: int = 0,
+    ) -> RemoteResult:
+        """`SessionStore.verify`; by default what the last result said is expected to be cached."""
+        expected = self.length if expected_prefix_len is None else expected_prefix_len
+        new = _integers("new_tokens", new_tokens)
+        options = {
+            "chunk_rows": chunk_rows,
+            "stop_ids": _integers("stop_ids", stop_ids),
+            "max_new_tokens": max_new_tokens,
+        }
+        known = None if self._tokens is None else self._tokens[:expected]
+        try:
+            result = self._verify(tree, new, expected, options)
+        except (DesyncError, UnknownSessionError):
+            if known is None or len(known) != expected:
+                raise
+            with contextlib.suppress(UnknownSessionError):
+                self._end()
+            result = self._verify(tree, known + new, 0, options)
+        if self._tokens is not None:
+            self._tokens = (known or []) + new + result.tokens
+        self.length = result.length
+        return result
+
+    def end(self) -> None:
+        """Gives back its pages. Raises UnknownSessionError when it is gone already."""
+        self._end()
+        self.length = 0
+        if self._tokens is not None:
+            self._tokens = []
+
+    def __enter__(self) -> RemoteSession:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        # Ended before, or evicted; and an error on its way out is the one to be seen.
+        quiet = (UnknownSessionError,) if kind is None else (UnknownSessionError, WorkerError)
+        with contextlib.suppress(*quiet):
+            self.end()
+
+    def _end(self) -> None:
+        self.client.call("EndSession", messages.EndSessionRequest(session=self.name))
+
+    def _verify(
+        self,
+        tree: DraftTree | None,
+        new_tokens: list[int],
+        expected_prefix_len: int,
+        options: dict[str, Any],
+    ) -> RemoteResult:
+        tokens, parents = _rows(tree)
+        try:
+            request = messages.VerifyDraftsRequest(
+                session=self.name,
+                tree=messages.DraftTree(tokens=tokens, parents=parents),
+                new_tokens=new_tokens,
+                expected_prefix_len=expected_prefix_len,
+                **options,
+            )
+        except (TypeError, ValueError) as error:  # what does not fit a field
+            raise NworError(f"verify: got what no message holds: {error}") from None
+        reply = self.client.call("VerifyDrafts", request)
+        rows = list(reply.accepted_rows)
+        return RemoteResult(
+            accepted_rows=rows,
+            tokens=[tokens[row] for row in rows],
+            next_token=reply.next_token,
+            cache_hit=reply.cache_hit,
+            length=reply.length,
+            rows_run=reply.rows_run,
+            rows_saved=reply.rows_saved,
+            finish=_FINISH.get(reply.finish),
+        )
+
+
+def _rows(tree: Any) -> tuple[list[int], list[int]]:
+    """Tokens and parents of a DraftTree, of a Tree of one request, or of anything like them."""
+    if tree is None:
+        return [], []
+    if not hasattr(tree, "tokens") or not hasattr(tree, "parents"):
+        raise NworError(f"tree: got {type(tree).__name__}, expected a DraftTree or None")
+    return _integers("tree", tree.tokens), _integers("parents", tree.parents)
+
+
+def _integers(name: str, values: Any) -> list[int]:
+    """Of a sequence, a tensor, or a tensor of one request's rows."""
+    rows = values.tolist() if hasattr(values, "tolist") else values
+    if not isinstance(rows, Sequence):
+        raise NworError(f"{name}: got {values!r}, expected integers")
+    if len(rows) == 1 and isinstance(rows[0], list):
+        rows = rows[0]
+    for row in rows:
+        if isinstance(row, bool) or not hasattr(row, "__index__"):
+            raise NworError(f"{name}: got {row!r}, expected integers")
+    return [operator.index(row) for row in rows]

@@ -1,0 +1,199 @@
+"""A session store behind gRPC."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+from nwor_specpv import DraftTree, VerifyRequest, __version__
+
+from .address import cannot_bind, check_address, join_address
+from .batches import Batches, Ticket
+from .codes import status_of
+from .limits import Limits
+from .rpc import CALLS, grpc, handlers, messages
+
+if TYPE_CHECKING:
+    from nwor_specpv import SessionStore, VerifyResult
+
+logger = logging.getLogger("nwor_specpv")
+
+GRACE_SECONDS = 30.0
+_FINISH = {
+    None: messages.FINISH_NONE,
+    "stop": messages.FINISH_STOP,
+    "length": messages.FINISH_LENGTH,
+}
+
+
+class Server:
+    """Serves from `start` to `stop`. The store may be used by others too, from any thread."""
+
+    def __init__(
+        self,
+        store: SessionStore,
+        *,
+        model: str,
+        vocab_size: int,
+        limits: Limits | None = None,
+        host: str = "127.0.0.1",
+        port: int = 0,
+        max_batch: int = 64,
+        max_sessions: int = 0,
+        max_length: int = 0,
+        sweep_seconds: float | None = None,
+    ) -> None:
+        """Binds the port (0: any free one; `port` says which). Raises NworError when it is taken.
+
+        `model`, `vocab_size`, `max_sessions`, `max_length` are the store's, to tell clients;
+        `sweep_seconds`: how often an idle server takes idle sessions away, None for never.
+        """
+        self._store, self.host, self.limits = store, host, limits or Limits()
+        self._max_batch, self._sweep_seconds = max_batch, sweep_seconds
+        self._about = {
+            "version": __version__,
+            "model": model,
+            "vocab_size": vocab_size,
+            "max_sessions": max_sessions,
+            "max_length": max_length,
+            "max_tree_rows": self.limits.max_tree_rows,
+            "max_prompt_tokens": self.limits.max_prompt_tokens,
+        }
+        self._threads = ThreadPoolExecutor(self.limits.max_calls, "nwor-worker-call")
+        self._server = grpc.server(
+            self._threads,
+            options=(
+                ("grpc.max_receive_message_length", self.limits.message_bytes),
+                ("grpc.so_reuseport", 0),  # or two workers would share a port in silence
+            ),
+            maximum_concurrent_rpcs=self.limits.max_calls,
+        )
+        answers = {name: self._answering(name) for name in CALLS}
+        self._server.add_generic_rpc_handlers((handlers(answers),))
+        self.port = _bind(self._server, host, port)
+        self._batches: Batches | None = None
+
+    @property
+    def address(self) -> str:
+        return join_address(self.host, self.port)
+
+    def start(self) -> Server:
+        self._batches = Batches(self._store, self._max_batch, self._sweep_seconds)
+        self._server.start()
+        return self
+
+    def stop(self, grace_seconds: float = GRACE_SECONDS) -> None:
+        """Takes no more calls. The batch that runs is answered; calls that wait are told so.
+
+        Calls that still run after `grace_seconds` are told too; the pass they wait for ends first.
+        """
+        stopped = self._server.stop(grace_seconds)
+        if self._batches is not None:
+            self._batches.close()
+        stopped.wait()
+        self._threads.shutdown()
+
+    def __enter__(self) -> Server:
+        return self.start()
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.stop()
+
+    def _answering(self, name: str) -> Callable[[Any, Any], Any]:
+        """What gRPC calls: the method of that name below, its errors as a status."""
+        answer = {
+            "VerifyDrafts": self._verify_drafts,
+            "EndSession": self._end_session,
+            "Ping": self._ping,
+        }[name]
+
+        def answering(request: Any, context: Any) -> Any:
+            try:
+                return answer(request, context)
+            except BaseException as error:
+                code, told = status_of(error)
+                if code is grpc.StatusCode.INTERNAL:
+                    logger.error("worker: %s failed: %r", name, error, exc_info=error)
+            return context.abort(code, told)  # by raising
+
+        return answering
+
+    def _verify_drafts(self, request: Any, context: Any) -> Any:
+        self.limits.check(request)
+        ticket = Ticket(
+            _verify_request(request),
+            request.session,
+            request.expected_prefix_len,
+            len(request.new_tokens),
+        )
+        # Called when the call ends in any way, so also when its client leaves or its time is up.
+        if context.add_callback(ticket.abandon):
+            self._batches.submit(ticket)
+            result = ticket.wait()
+            if result is not None:
+                return _reply(result)
+        return messages.VerifyDraftsReply()  # to nobody
+
+    def _end_session(self, request: Any, context: Any) -> Any:
+        del context
+        self._store.end_session(request.session)
+        return messages.EndSessionReply()
+
+    def _ping(self, request: Any, context: Any) -> Any:
+        del request, context
+        stats = self._store.stats()
+        return messages.PingReply(
+            sessions=stats["live"],
+            held_bytes=stats["held_bytes"],
+            max_bytes=stats["max_bytes"],
+            waiting=self._batches.num_waiting,
+            **self._about,
+        )
+
+
+def _bind(server: Any, host: str, port: int) -> int:
+    check_address(host, port)  # says why, which gRPC does not
+    try:
+        bound = server.add_insecure_port(join_address(host, port))
+    except RuntimeError as error:
+        raise cannot_bind(host, port, error) from None
+    if bound == 0:
+        raise cannot_bind(host, port, "gRPC refused it")
+    return bound
+
+
+def _verify_request(request: Any) -> VerifyRequest:
+    tree = None
+    if request.tree.tokens or request.tree.parents:
+        tree = DraftTree(list(request.tree.tokens), list(request.tree.parents) or None)
+        if request.chunk_rows == 0:
+            tree.validate()  # before it could fail a batch of others
+    return VerifyRequest(
+        request.session,
+        tree,
+        list(request.new_tokens),
+        request.expected_prefix_len,
+        request.chunk_rows,
+        list(request.stop_ids),
+        request.max_new_tokens,
+    )
+
+
+def _reply(result: VerifyResult) -> Any:
+    return messages.VerifyDraftsReply(
+        accepted_rows=result.accepted_rows,
+        next_token=result.next_token,
+        cache_hit=result.cache_hit,
+        length=result.length,
+        rows_run=result.rows_run,
+        rows_saved=result.rows_saved,
+        finish=_FINISH[result.finish],
+    )

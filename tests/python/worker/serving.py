@@ -1,0 +1,133 @@
+"""A worker over the shipped story model, in this process, and clients that draft by n-grams."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from nwor_specpv import DraftTree, SessionBatch
+from nwor_specpv.models.tiny_model import TinyModel, Tokenizer
+from nwor_specpv.worker import Client, Limits, RemoteSession, Server
+from session.tiny_server import TinyServer
+from stories.decoding import decode_plain, draft_by_ngrams
+
+# Of anything that ends by itself; a machine may be slow.
+PATIENCE_S = 300.0
+
+MODEL = TinyModel()
+PROMPT = Tokenizer().encode("Once upon a time, there was a little girl")
+LENGTH = 40
+PLAIN = PROMPT + decode_plain(MODEL, PROMPT, LENGTH + 30).tokens
+
+
+class Target(TinyServer):
+    """A model that waits at a gate, and fails when told to."""
+
+    def __init__(self, **options: Any) -> None:
+        self.gate, self.entered = threading.Event(), threading.Event()
+        self.gate.set()
+        self.failure: Callable[[SessionBatch], BaseException | None] = lambda batch: None
+        super().__init__(model=MODEL, **options)
+
+    def forward(self, batch: SessionBatch) -> torch.Tensor:
+        self.entered.set()
+        assert self.gate.wait(PATIENCE_S)
+        error = self.failure(batch)
+        if error is not None:
+            raise error
+        return super().forward(batch)
+
+
+class Worker:
+    """A target, the server in front of it, and a client."""
+
+    def __init__(self, target: Target, server: Server) -> None:
+        self.target, self.server = target, server
+        self.client = Client(server.address, timeout=PATIENCE_S)
+
+    @property
+    def store(self) -> Any:
+        return self.target.store
+
+    def until_waiting(self, count: int) -> None:
+        """Until so many calls wait for their turn."""
+        until(lambda: self.client.ping().waiting == count)
+
+
+@contextmanager
+def serving(
+    limits: Limits | None = None, sweep_seconds: float | None = None, **options: Any
+) -> Iterator[Worker]:
+    target = Target(**options)
+    server = Server(
+        target.store,
+        model="stories260K",
+        vocab_size=MODEL.shape.vocabulary,
+        limits=limits,
+        sweep_seconds=sweep_seconds,
+    )
+    with server:
+        worker = Worker(target, server)
+        try:
+            yield worker
+        finally:
+            target.gate.set()
+            worker.client.close()
+
+
+def until(condition: Callable[[], bool]) -> None:
+    end = time.monotonic() + PATIENCE_S
+    while not condition():
+        assert time.monotonic() < end, "it has not come to that"
+        time.sleep(0.005)
+
+
+class Calls:
+    """Functions that run at the same time, each in a thread."""
+
+    def __init__(self, *functions: Callable[[], Any]) -> None:
+        self._outcomes: list[Any] = [None] * len(functions)
+        self._threads = [
+            threading.Thread(target=self._run, args=(index, function), daemon=True)
+            for index, function in enumerate(functions)
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def _run(self, index: int, function: Callable[[], Any]) -> None:
+        try:
+            self._outcomes[index] = function()
+        except BaseException as error:
+            self._outcomes[index] = error
+
+    def outcomes(self) -> list[Any]:
+        """What each returned or raised."""
+        for thread in self._threads:
+            thread.join(PATIENCE_S)
+            assert not thread.is_alive()
+        return self._outcomes
+
+
+def ngram_tree(tokens: list[int], branches: int) -> DraftTree | None:
+    if branches == 0:
+        return None
+    tree = draft_by_ngrams(tokens, 4, branches)
+    return DraftTree([tokens[-1], *tree.tokens], [-1, *tree.parents])
+
+
+def decode(
+    session: RemoteSession, prompt: list[int], count: int, branches: int, **options: Any
+) -> list[int]:
+    """`count` new tokens or a few more."""
+    tokens = list(prompt)
+    while len(tokens) < len(prompt) + count:
+        tree = ngram_tree(tokens, branches)
+        result = session.verify(tree, tokens[session.length :], **options)
+        tokens += [*result.tokens, result.next_token]
+        assert result.length == session.length == len(tokens) - 1
+    return tokens

@@ -1,0 +1,282 @@
+"""What a client is told: the project's errors, with numbers, and nobody else's."""
+
+from __future__ import annotations
+
+import logging
+from types import SimpleNamespace
+
+import pytest
+
+from nwor_specpv import (
+    CapacityError,
+    DesyncError,
+    DraftTree,
+    Metrics,
+    NworError,
+    UnknownSessionError,
+)
+from nwor_specpv.worker import Client, Limits, WorkerError
+from nwor_specpv.worker.rpc import grpc, messages, stubs
+from session.tiny_server import page_bytes
+from worker.serving import LENGTH, MODEL, PATIENCE_S, PLAIN, PROMPT, Calls, decode, serving
+
+
+def status(address: str, call: str, request: object) -> tuple[str, str]:
+    """As any gRPC client sees it."""
+    with grpc.insecure_channel(address) as channel:
+        with pytest.raises(grpc.RpcError) as raised:
+            stubs(channel)[call](request, timeout=PATIENCE_S)
+        return raised.value.code().name, raised.value.details()
+
+
+def test_lengths_that_disagree_name_both() -> None:
+    desyncs = Metrics().snapshot()["nwor_session_desyncs_total"]
+    with serving() as worker:
+        session = worker.client.session("a")
+        session.verify(None, PROMPT)
+        with pytest.raises(DesyncError, match=f"got 3 for session 'a', which has {len(PROMPT)} "):
+            session.verify(None, [1], 3)
+        assert session.length == len(PROMPT)
+        assert session.verify(None, [PLAIN[len(PROMPT)]]).next_token == PLAIN[len(PROMPT) + 1]
+        request = messages.VerifyDraftsRequest(session="a", new_tokens=[1], expected_prefix_len=2)
+        code, told = status(worker.server.address, "VerifyDrafts", request)
+        assert code == "FAILED_PRECONDITION"
+        assert f"got 2 for session 'a', which has {len(PROMPT) + 1} tokens cached" in told
+    assert Metrics().snapshot()["nwor_session_desyncs_total"] == desyncs + 2
+
+
+def test_a_session_that_is_not_here() -> None:
+    with serving() as worker:
+        with pytest.raises(UnknownSessionError, match="session 'a': got 3 tokens"):
+            worker.client.session("a").verify(None, [1], 3)
+        session = worker.client.session("b")
+        session.verify(None, PROMPT)
+        session.end()
+        assert session.length == 0
+        with pytest.raises(UnknownSessionError, match="got 'b'"):
+            session.end()
+        request = messages.EndSessionRequest(session="b")
+        assert status(worker.server.address, "EndSession", request)[0] == "NOT_FOUND"
+
+
+def test_a_session_that_made_room_is_sent_again() -> None:
+    with serving(max_bytes=2 * page_bytes(MODEL)) as worker:
+        text = PROMPT[:9]
+        kept = worker.client.session("kept", resend=True)
+        lost = worker.client.session("lost")
+        for session in (kept, lost):
+            session.verify(None, text)
+        for name in "xy":
+            worker.client.session(name).verify(None, text)
+        assert worker.store.stats()["evicted"] == 2
+        with pytest.raises(UnknownSessionError):
+            lost.verify(None, [PROMPT[9]])
+        result = kept.verify(None, [PROMPT[9]])
+        assert (result.cache_hit, result.length) == (False, 10)
+
+
+@pytest.mark.parametrize("ended", [False, True])
+def test_a_session_that_went_wrong_is_sent_again_and_decodes_on(ended: bool) -> None:
+    with serving() as worker:
+        session = worker.client.session("a", resend=True)
+        tokens = decode(session, PROMPT, LENGTH // 2, 2)
+        if ended:
+            worker.store.end_session("a")
+        else:
+            worker.store.rollback("a", 5)
+        result = session.verify(None, tokens[session.length :])
+        assert not result.cache_hit
+        tokens = decode(session, [*tokens, result.next_token], LENGTH // 2, 3)
+        assert tokens == PLAIN[: len(tokens)]
+        # The caller says what is cached, so this is what the sequence becomes.
+        result = session.verify(None, [PLAIN[7]], 7)
+        assert (result.length, result.next_token) == (8, PLAIN[8])
+        with pytest.raises(DesyncError):  # more than is known here
+            session.verify(None, [1], 100)
+        session.end()
+        assert session.verify(None, PROMPT).length == len(PROMPT)
+
+
+def test_the_second_error_of_a_session_sent_again_is_raised() -> None:
+    with serving(Limits(max_prompt_tokens=len(PROMPT))) as worker:
+        session = worker.client.session("a", resend=True)
+        tokens = decode(session, PROMPT, 4, 0)
+        worker.store.end_session("a")
+        with pytest.raises(NworError, match=f"got {len(tokens)} tokens, expected at most"):
+            session.verify(None, tokens[session.length :])
+
+
+def test_what_does_not_fit_is_told() -> None:
+    with serving(max_bytes=3 * page_bytes(MODEL)) as worker:
+        with pytest.raises(CapacityError, match=r"got a need of \d+ pages"):
+            worker.client.session("a").verify(None, [1] * 100)
+        request = messages.VerifyDraftsRequest(session="a", new_tokens=[1] * 100)
+        code, _ = status(worker.server.address, "VerifyDrafts", request)
+        assert code == "RESOURCE_EXHAUSTED"
+        assert worker.client.ping().sessions == 0
+
+
+def test_more_calls_than_the_server_takes_are_refused() -> None:
+    with serving(Limits(max_calls=1)) as worker:
+        worker.target.gate.clear()
+        held = Calls(lambda: worker.client.session("a").verify(None, PROMPT))
+        assert worker.target.entered.wait(PATIENCE_S)
+        with pytest.raises(CapacityError, match="limit exceeded"):
+            worker.client.ping()
+        worker.target.gate.set()
+        assert held.outcomes()[0].next_token == PLAIN[len(PROMPT)]
+
+
+@pytest.mark.parametrize(
+    ("tree", "new_tokens", "options", "message"),
+    [
+        (DraftTree([1] * 9), [1], {}, "tree: got 9 rows, expected at most 8"),
+        (None, [1] * 33, {}, "new_tokens: got 33 tokens, expected at most 32"),
+        (None, [1], {"stop_ids": [1] * 257}, "stop_ids: got 257 tokens, expected at most 256"),
+        (DraftTree([1, 2], [-1, 1]), [1], {}, "parents: got 1 for row 1"),
+        (DraftTree([1, 2, 3], [-1, 0]), [1], {}, "parents: got 2 rows, expected 3"),
+        (DraftTree([1, 2], [0, 0]), [1], {}, "parents: got 0 for row 0, expected -1"),
+        (DraftTree([1, 512]), [1], {}, "tree: got token 512 at index 1, expected 0 to 511"),
+        (DraftTree([2, 3]), [1], {}, "tree: got root token 2"),
+        (None, [], {}, "new_tokens: got none"),
+        (None, [-1], {}, "new_tokens: got token -1"),
+        (None, [1], {"expected_prefix_len": -1}, "expected_prefix_len: got -1"),
+        (None, [1], {"chunk_rows": 257}, "chunk_rows: got 257"),
+        (None, [1], {"max_new_tokens": -2}, "max_new_tokens: got -2"),
+        (DraftTree([1, 2, 3], [-1, 0, 0]), [1], {"chunk_rows": 2}, "a tree that branches"),
+        # Refused before they are sent.
+        ("tree", [1], {}, "tree: got str, expected a DraftTree"),
+        (None, [1.5], {}, "new_tokens: got 1.5, expected integers"),
+        (None, [True], {}, "new_tokens: got True, expected integers"),
+        (None, 7, {}, "new_tokens: got 7, expected integers"),
+        (None, [2**70], {}, "got what no message holds"),
+        (SimpleNamespace(tokens=[1, 2], parents=[-1, 2**40]), [1], {}, "what no message holds"),
+        (SimpleNamespace(tokens=[1, 2], parents=None), [1], {}, "parents: got None, expected int"),
+    ],
+)
+def test_wrong_arguments_are_named(tree, new_tokens, options, message: str) -> None:
+    with serving(Limits(max_tree_rows=8, max_prompt_tokens=32)) as worker:
+        with pytest.raises(NworError, match=message) as raised:
+            worker.client.session("a").verify(tree, new_tokens, **options)
+        assert type(raised.value) is NworError
+        assert worker.target.batches == []
+        assert worker.client.ping().sessions == 0
+
+
+def test_names_are_limited() -> None:
+    with serving() as worker:
+        with pytest.raises(NworError, match="session: got an empty name"):
+            worker.client.session("").verify(None, PROMPT)
+        with pytest.raises(NworError, match="session: got 257 characters, expected at most 256"):
+            worker.client.session("n" * 257).verify(None, PROMPT)
+        assert worker.client.session("ä" * 256).verify(None, PROMPT).length == len(PROMPT)
+
+
+def test_a_message_larger_than_the_limits_allow_is_not_read() -> None:
+    limits = Limits(max_tree_rows=4, max_prompt_tokens=4)
+    request = messages.VerifyDraftsRequest(session="a", new_tokens=[1] * (limits.message_bytes + 1))
+    with serving(limits) as worker:
+        code, told = status(worker.server.address, "VerifyDrafts", request)
+        assert code == "RESOURCE_EXHAUSTED"
+        assert str(limits.message_bytes) in told
+        assert worker.client.session("a").verify(None, [1]).length == 1
+
+
+def test_the_largest_call_within_the_limits_fits() -> None:
+    limits = Limits(max_tree_rows=256, max_prompt_tokens=1000)
+    request = messages.VerifyDraftsRequest(
+        session="\N{GRINNING FACE}" * 256,
+        tree=messages.DraftTree(tokens=[-1] * 256, parents=[-(2**31)] * 256),
+        new_tokens=[-1] * 1000,
+        expected_prefix_len=-1,
+        chunk_rows=-1,
+        stop_ids=[-1] * 256,
+        max_new_tokens=-1,
+    )
+    limits.check(request)
+    assert request.ByteSize() <= limits.message_bytes
+
+
+@pytest.mark.parametrize("name", ["max_tree_rows", "max_prompt_tokens", "max_calls"])
+def test_limits_are_checked(name: str) -> None:
+    with pytest.raises(NworError, match=f"{name}: got 0, expected 1 or more"):
+        Limits(**{name: 0})
+
+
+def test_one_bad_call_of_a_batch_fails_alone() -> None:
+    good = [f"g{index}" for index in range(4)]
+    with serving() as worker:
+        worker.client.session("known").verify(None, PROMPT)
+        worker.target.gate.clear()
+        worker.target.entered.clear()
+        busy = Calls(lambda: worker.client.session("busy").verify(None, PROMPT))
+        assert worker.target.entered.wait(PATIENCE_S)
+        session = worker.client.session
+        calls = Calls(
+            *(lambda name=name: session(name).verify(None, PROMPT) for name in good),
+            lambda: session("known").verify(None, [1], 3),
+            lambda: session("unknown").verify(None, [1], 3),
+            lambda: session("wrong").verify(None, [512]),
+        )
+        worker.until_waiting(7)
+        before = worker.store.stats()
+        worker.target.gate.set()
+        outcomes = calls.outcomes()
+        busy.outcomes()
+        after = worker.store.stats()
+    assert [result.next_token for result in outcomes[:4]] == [PLAIN[len(PROMPT)]] * 4
+    assert [type(error) for error in outcomes[4:]] == [DesyncError, UnknownSessionError, NworError]
+    assert after["desyncs"] == before["desyncs"] + 1
+    # The good ones stay together as far as the one of them that nobody could foresee lets them.
+    assert len(worker.target.batches) < 2 + len(good)
+
+
+def test_what_the_model_raises_is_told_and_logged_and_the_worker_lives_on(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    with serving() as worker:
+        session = worker.client.session("a")
+        session.verify(None, PROMPT)
+        worker.target.failure = lambda batch: KeyError("the model's own")
+        with (
+            caplog.at_level(logging.ERROR, "nwor_specpv"),
+            pytest.raises(WorkerError, match=r"KeyError: .the model's own") as raised,
+        ):
+            session.verify(None, [PLAIN[len(PROMPT)]])
+        assert raised.value.code == "INTERNAL"
+        assert ["VerifyDrafts failed" in record.message for record in caplog.records] == [True]
+        worker.target.failure = lambda batch: None
+        assert session.length == len(PROMPT)
+        assert session.verify(None, [PLAIN[len(PROMPT)]]).next_token == PLAIN[len(PROMPT) + 1]
+
+
+@pytest.mark.parametrize("error", [RuntimeError("broken"), SystemExit(3), KeyboardInterrupt()])
+def test_a_model_that_breaks_on_one_session_spares_the_others(error: BaseException) -> None:
+    with serving() as worker:
+        worker.target.gate.clear()
+        worker.target.failure = lambda batch: error if "bad" in batch.sessions else None
+        busy = Calls(lambda: worker.client.session("busy").verify(None, PROMPT))
+        assert worker.target.entered.wait(PATIENCE_S)
+        names = ["a", "bad", "c"]
+        calls = Calls(
+            *(lambda name=name: worker.client.session(name).verify(None, PROMPT) for name in names)
+        )
+        worker.until_waiting(3)
+        worker.target.gate.set()
+        busy.outcomes()
+        first, failed, last = calls.outcomes()
+        assert first.next_token == last.next_token == PLAIN[len(PROMPT)]
+        assert isinstance(failed, WorkerError)
+        assert failed.code == "INTERNAL"
+        assert worker.client.ping().sessions == 3
+
+
+def test_no_worker_there() -> None:
+    with serving() as worker:
+        address = worker.server.address
+    with Client(address, timeout=PATIENCE_S) as client:
+        with pytest.raises(WorkerError, match=address) as raised:
+            client.ping()
+        assert raised.value.code == "UNAVAILABLE"
+        with pytest.raises(ZeroDivisionError), client.session("a"):  # not what leaving it raises
+            raise ZeroDivisionError

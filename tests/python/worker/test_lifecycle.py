@@ -1,0 +1,190 @@
+"""Calls that are given up, sessions that end meanwhile, servers that stop."""
+
+from __future__ import annotations
+
+import socket
+import threading
+from typing import Any
+
+import pytest
+
+from nwor_specpv import NworError, UnknownSessionError, __version__
+from nwor_specpv.worker import Client, Limits, Server, WorkerError
+from nwor_specpv.worker.address import check_address
+from nwor_specpv.worker.rpc import grpc, messages, stubs
+from worker.serving import MODEL, PATIENCE_S, PLAIN, PROMPT, Calls, Target, serving, until
+
+
+def test_ping_tells_what_there_is() -> None:
+    with serving(Limits(max_tree_rows=9, max_prompt_tokens=99)) as worker:
+        info = worker.client.ping(wait=True)
+        assert (info.version, info.model, info.vocab_size) == (__version__, "stories260K", 512)
+        assert (info.max_tree_rows, info.max_prompt_tokens) == (9, 99)
+        assert (info.sessions, info.held_bytes, info.waiting) == (0, 0, 0)
+        worker.client.session("a").verify(None, PROMPT)
+        info = worker.client.ping()
+        assert info.sessions == 1
+        assert 0 < info.held_bytes < info.max_bytes
+
+
+def test_a_call_that_is_cancelled_before_its_turn_is_left_out() -> None:
+    with serving() as worker, grpc.insecure_channel(worker.server.address) as channel:
+        worker.target.gate.clear()
+        busy = Calls(lambda: worker.client.session("busy").verify(None, PROMPT))
+        assert worker.target.entered.wait(PATIENCE_S)
+        request = messages.VerifyDraftsRequest(session="gone", new_tokens=PROMPT)
+        call = stubs(channel)["VerifyDrafts"].future(request, timeout=PATIENCE_S)
+        stays = Calls(lambda: worker.client.session("stays").verify(None, PROMPT))
+        worker.until_waiting(2)
+        call.cancel()
+        worker.until_waiting(1)
+        worker.target.gate.set()
+        assert busy.outcomes()[0].next_token == stays.outcomes()[0].next_token
+        assert worker.target.batches == [["busy"], ["stays"]]
+        assert worker.client.ping().sessions == 2
+
+
+def test_a_call_whose_time_is_up_before_its_turn_is_left_out() -> None:
+    with serving() as worker, Client(worker.server.address, timeout=0.5) as hasty:
+        worker.target.gate.clear()
+        busy = Calls(lambda: worker.client.session("busy").verify(None, PROMPT))
+        assert worker.target.entered.wait(PATIENCE_S)
+        with pytest.raises(WorkerError) as raised:
+            hasty.session("late").verify(None, PROMPT)
+        assert raised.value.code == "DEADLINE_EXCEEDED"
+        worker.until_waiting(0)
+        worker.target.gate.set()
+        busy.outcomes()
+        assert worker.client.session("next").verify(None, PROMPT).length == len(PROMPT)
+        assert worker.target.batches == [["busy"], ["next"]]
+
+
+def test_a_client_that_gave_up_in_the_middle_sends_again() -> None:
+    """What it does not know of was accepted: nothing is rebuilt unless it says so."""
+    with serving() as worker:
+        client = Client(worker.server.address, timeout=PATIENCE_S)
+        session = client.session("a", resend=True)
+        session.verify(None, PROMPT)
+        worker.target.gate.clear()
+        worker.target.entered.clear()
+        call = Calls(lambda: session.verify(None, [PLAIN[len(PROMPT)]]))
+        assert worker.target.entered.wait(PATIENCE_S)
+        client.close()
+        (error,) = call.outcomes()
+        assert isinstance(error, WorkerError)
+        assert error.code == "CANCELLED"
+        worker.target.gate.set()
+        until(lambda: worker.store.info("a").length == len(PROMPT) + 1)
+        with pytest.raises(NworError, match="got a call after it was closed"):
+            session.verify(None, [PLAIN[len(PROMPT)]])
+        session.client = worker.client
+        result = session.verify(None, [PLAIN[len(PROMPT)]])
+        assert (result.cache_hit, result.length) == (False, len(PROMPT) + 1)
+        assert result.next_token == PLAIN[len(PROMPT) + 1]
+
+
+def test_an_end_waits_for_the_verify_in_flight() -> None:
+    with serving() as worker:
+        session = worker.client.session("a")
+        worker.target.gate.clear()
+        verify = Calls(lambda: session.verify(None, PROMPT))
+        assert worker.target.entered.wait(PATIENCE_S)
+        ended = threading.Event()
+
+        def end() -> None:
+            worker.client.session("a").end()
+            ended.set()
+
+        end_call = Calls(end)
+        assert worker.client.ping().sessions == 1  # answers meanwhile
+        assert not ended.is_set()
+        worker.target.gate.set()
+        assert verify.outcomes()[0].next_token == PLAIN[len(PROMPT)]
+        assert end_call.outcomes() == [None]
+        assert worker.client.ping().sessions == 0
+        with pytest.raises(UnknownSessionError):
+            session.verify(None, [PLAIN[len(PROMPT)]])
+
+
+def test_an_idle_server_takes_idle_sessions_away() -> None:
+    now = [0.0]
+    with serving(ttl_seconds=5, clock=lambda: now[0], sweep_seconds=0.01) as worker:
+        worker.client.session("a").verify(None, PROMPT)
+        assert worker.client.ping().sessions == 1
+        now[0] = 6.0
+        until(lambda: worker.client.ping().sessions == 0)
+        assert worker.store.stats()["expired"] == 1
+
+
+def test_a_sweep_that_fails_ends_nothing(caplog: pytest.LogCaptureFixture) -> None:
+    now: list[Any] = [0.0]
+    with serving(ttl_seconds=5, clock=lambda: now[0], sweep_seconds=0.01) as worker:
+        worker.client.session("a").verify(None, PROMPT)
+        now[0] = "noon"
+        until(lambda: any("cannot be taken away" in r.message for r in caplog.records))
+        now[0] = 1.0
+        assert worker.client.session("b").verify(None, PROMPT).length == len(PROMPT)
+
+
+def test_a_server_that_stops_answers_what_runs_and_refuses_what_waits() -> None:
+    with serving() as worker:
+        worker.target.gate.clear()
+        runs = Calls(lambda: worker.client.session("runs").verify(None, PROMPT))
+        assert worker.target.entered.wait(PATIENCE_S)
+        waits = Calls(lambda: worker.client.session("waits").verify(None, PROMPT))
+        worker.until_waiting(1)
+        stop = Calls(lambda: worker.server.stop(PATIENCE_S))
+        (refused,) = waits.outcomes()  # before the pass ends
+        assert isinstance(refused, WorkerError)
+        assert refused.code == "UNAVAILABLE"
+        worker.target.gate.set()
+        assert runs.outcomes()[0].next_token == PLAIN[len(PROMPT)]
+        assert stop.outcomes() == [None]
+        with pytest.raises(WorkerError) as raised:
+            worker.client.ping()
+        assert raised.value.code == "UNAVAILABLE"
+        assert worker.target.batches == [["runs"]]
+
+
+def test_a_pass_that_outlasts_the_grace_is_told_to_its_client() -> None:
+    with serving() as worker:
+        worker.target.gate.clear()
+        runs = Calls(lambda: worker.client.session("runs").verify(None, PROMPT))
+        assert worker.target.entered.wait(PATIENCE_S)
+        stop = Calls(lambda: worker.server.stop(0))
+        (error,) = runs.outcomes()
+        assert isinstance(error, WorkerError)
+        assert error.code in ("UNAVAILABLE", "CANCELLED")
+        worker.target.gate.set()
+        assert stop.outcomes() == [None]
+
+
+def test_a_name_may_have_addresses_that_this_machine_has_not(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    own, stream = ("127.0.0.1", 0), socket.SOCK_STREAM
+    other = (socket.AF_INET, stream, 0, "", ("192.0.2.1", 0))  # of no machine
+    found = [other, (socket.AF_INET, stream, 0, "", own)]
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: found)
+    check_address("somewhere", 0)
+    found.pop()
+    with pytest.raises(NworError, match=r"got somewhere:0, which cannot be had: Cannot assign"):
+        check_address("somewhere", 0)
+
+
+def test_a_port_that_is_taken_is_told() -> None:
+    with serving() as worker:
+        target = Target()
+        with pytest.raises(NworError, match=f"got 127.0.0.1:{worker.server.port}, which cannot be"):
+            Server(
+                target.store,
+                model="other",
+                vocab_size=MODEL.shape.vocabulary,
+                port=worker.server.port,
+            )
+    with pytest.raises(NworError, match=r"no\.such\.host"):
+        Server(target.store, model="other", vocab_size=512, host="no.such.host.invalid")
+
+
+def test_a_server_that_was_never_started_stops() -> None:
+    Server(Target().store, model="m", vocab_size=512).stop()
