@@ -143,6 +143,7 @@ class Settings:
         return _C.SpecPVConfig(**{name: getattr(self, name) for name in names})
 
     def as_dict(self) -> dict[str, Any]:
+        """Every setting by its name."""
         return dataclasses.asdict(self)
 
 

@@ -156,10 +156,12 @@ class StopStrings:
             del self._tokens[request][self._rounds[request] + kept :]
 
     def text(self, request: int) -> str:
+        """What was emitted for the request, up to the stop string."""
         text = self._decode(self._tokens.get(request, []))
         return text[: self._end(text)]
 
     def forget(self, request: int) -> None:
+        """The request has ended; its tokens go."""
         self._tokens.pop(request, None)
         self._rounds.pop(request, None)
 

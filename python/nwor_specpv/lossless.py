@@ -34,6 +34,8 @@ class TwoLevel(NamedTuple):
         correction: torch.Tensor,
         tree: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
     ) -> TwoLevel:
+        """Of a chain, and of the tree behind it (`path`, `counts`, next tokens), which counts
+        where the `whole` [B] chain was confirmed; elsewhere `correction` [B] follows."""
         path, counts, following = tree
         counts = torch.where(whole, counts, 0)
         path = torch.where(whole[:, None], path, -1)

@@ -47,6 +47,7 @@ class Method:
 
     @property
     def tree(self) -> bool:
+        """Whether it proposes trees, not chains."""
         return self.proposes == "tree"
 
     def needs(self) -> tuple[str, ...]:

@@ -56,6 +56,7 @@ class Session:
         return other
 
     def info(self) -> SessionInfo:
+        """What the store knows of it. Raises UnknownSessionError when it is gone."""
         return self.store.info(self.name)
 
     def end(self) -> None:

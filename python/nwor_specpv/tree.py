@@ -56,6 +56,7 @@ class Tree:
 
     @property
     def rows(self) -> int:
+        """Of every tree, the root included."""
         return self.parents.shape[1]
 
     @property

@@ -54,6 +54,23 @@ def test_every_public_name_says_what_it_is() -> None:
     assert [name for name, thing in checked.items() if not said(thing)] == []
 
 
+def test_every_method_and_property_of_the_public_classes_says_what_it_is() -> None:
+    ours = (
+        thing
+        for name in nwor_specpv.__all__
+        if inspect.isclass(thing := getattr(nwor_specpv, name))
+    )
+    names = {
+        name: member
+        for owner in ours
+        for name, member in public_members(owner)
+        if isinstance(member, (property, staticmethod, classmethod)) or inspect.isfunction(member)
+    }
+    assert {"Session.verify", "Tree.rows", "TwoLevel.of"} <= set(names)
+    silent = [name for name, member in names.items() if not said(member)]
+    assert [name for name in silent if not name.endswith(".__init__")] == []
+
+
 def test_every_member_of_the_native_classes_says_what_it_is() -> None:
     names = dict(native_names())
     assert {"Interceptor.commit", "Receipt.ok", "NworConfig.__init__", "count"} <= set(names)
