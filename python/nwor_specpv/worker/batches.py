@@ -17,6 +17,8 @@ logger = logging.getLogger("nwor_specpv")
 
 # A store runs longer prompts in several passes; who shares a batch with one would wait for all.
 _LONG_PROMPT = 256
+_STOPPING = "the worker is stopping"
+_ENDED = "the worker runs no more calls, its log has more"
 
 
 class Ticket:
@@ -40,8 +42,10 @@ class Ticket:
     def settle(
         self, result: VerifyResult | None = None, error: BaseException | None = None
     ) -> None:
-        self._result, self._error = result, error
-        self._settled.set()
+        """The first time counts."""
+        if not self._settled.is_set():
+            self._result, self._error = result, error
+            self._settled.set()
 
     def wait(self) -> VerifyResult | None:
         """The result; None when it was abandoned first."""
@@ -58,9 +62,11 @@ class Batches:
         self, store: SessionStore, max_batch: int = 64, sweep_seconds: float | None = None
     ) -> None:
         self._store, self._max_batch, self._sweep_seconds = store, max_batch, sweep_seconds
+        if sweep_seconds is not None:
+            self._sweep_seconds = min(sweep_seconds, threading.TIMEOUT_MAX)
         self._changed = threading.Condition()
         self._waiting: list[Ticket] = []  # in the order they came
-        self._closed = False
+        self._closed = ""  # why
         self._thread = threading.Thread(target=self._run, name="nwor-worker", daemon=True)
         self._thread.start()
 
@@ -69,29 +75,44 @@ class Batches:
         with self._changed:
             return sum(not ticket.abandoned for ticket in self._waiting)
 
+    @property
+    def closed(self) -> str:
+        """Why no more calls are run; empty as long as they are."""
+        return self._closed
+
     def submit(self, ticket: Ticket) -> None:
         with self._changed:
             if self._closed:
-                raise WorkerStoppingError("the worker is stopping")
+                raise WorkerStoppingError(self._closed)
             self._waiting.append(ticket)
             self._changed.notify()
 
     def close(self) -> None:
         """What runs ends first; what waits is refused."""
-        with self._changed:
-            self._closed = True
-            refused, self._waiting = self._waiting, []
-            self._changed.notify()
-        for ticket in refused:
-            ticket.settle(error=WorkerStoppingError("the worker is stopping"))
+        for ticket in self._refuse(_STOPPING):
+            ticket.settle(error=WorkerStoppingError(_STOPPING))
         self._thread.join()
 
+    def _refuse(self, reason: str) -> list[Ticket]:
+        """All later calls; those that wait are the caller's to settle."""
+        with self._changed:
+            self._closed = self._closed or reason
+            refused, self._waiting = self._waiting, []
+            self._changed.notify()
+        return refused
+
     def _run(self) -> None:
-        while (batch := self._take()) is not None:
-            if batch:
-                self._verify(batch)
-            else:
-                self._sweep()
+        batch: list[Ticket] | None = []
+        try:
+            while (batch := self._take()) is not None:
+                if batch:
+                    self._verify(batch)
+                else:
+                    self._sweep()
+        except BaseException as error:  # whoever waits would wait for ever
+            logger.exception("worker: no more calls are run, it has to be started again")
+            for ticket in [*(batch or []), *self._refuse(_ENDED)]:
+                ticket.settle(error=error)
 
     def _take(self) -> list[Ticket] | None:
         """The next batch; an empty one when it is time to sweep, None at the end."""
@@ -132,6 +153,8 @@ class Batches:
             return self._store.info(ticket.session).length != ticket.prefix_len
         except UnknownSessionError:
             return ticket.prefix_len != 0
+        except Exception:
+            return True
 
     def _verify_together(self, batch: list[Ticket]) -> None:
         """A batch fails as a whole and changes nothing: halves of it find out whose fault it is."""

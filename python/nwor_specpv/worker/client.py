@@ -6,12 +6,14 @@
 
 One rule for a worker that has lost a session: with `resend` a session remembers the tokens it has
 sent and had accepted, and after a DesyncError or UnknownSessionError it ends what the worker has,
-sends the whole sequence once, and raises what that raises. Without it the error is the caller's.
+sends the whole sequence once, and raises what that raises. Without it the error is the caller's,
+and so it is for a session that another has started, whose first tokens are not known here.
 """
 
 from __future__ import annotations
 
 import contextlib
+import math
 import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -20,12 +22,13 @@ from typing import TYPE_CHECKING, Any
 
 from nwor_specpv.errors import DesyncError, NworError, UnknownSessionError
 
-from .codes import WorkerError, error_of
+from .codes import error_of
 from .rpc import grpc, messages, stubs
 
 if TYPE_CHECKING:
     from nwor_specpv import DraftTree
 
+_MOST_SECONDS = 10**9  # gRPC has nanoseconds since 1970 in 64 bits: what ends later ends at once
 _FINISH = {messages.FINISH_STOP: "stop", messages.FINISH_LENGTH: "length"}
 
 
@@ -64,8 +67,8 @@ class Client:
     """A connection to a worker, made at the first call. Thread-safe; its sessions are not."""
 
     def __init__(self, address: str, *, timeout: float | None = None) -> None:
-        """`timeout`: seconds that a call may take, None for any time."""
-        self.address, self.timeout = address, timeout
+        """`timeout`: seconds that a call may take, None or infinity for any time."""
+        self.address, self.timeout = address, _seconds(timeout)
         # A proxy that the environment names is one for the web.
         self._channel = grpc.insecure_channel(address, options=(("grpc.enable_http_proxy", 0),))
         self._calls = stubs(self._channel)
@@ -109,7 +112,8 @@ class RemoteSession:
     def __init__(self, client: Client, name: str, *, resend: bool = False) -> None:
         self.client, self.name = client, name
         self.length = 0  # tokens cached, as the last result said
-        self._tokens: list[int] | None = [] if resend else None  # those
+        self._resend = resend
+        self._tokens: list[int] = []  # those; none when the first of them are not known
 
     def __repr__(self) -> str:
         return f"RemoteSession({self.name!r}, length={self.length})"
@@ -132,26 +136,26 @@ class RemoteSession:
             "stop_ids": _integers("stop_ids", stop_ids),
             "max_new_tokens": max_new_tokens,
         }
-        known = None if self._tokens is None else self._tokens[:expected]
+        known = self._known(expected)
         try:
             result = self._verify(tree, new, expected, options)
         except (DesyncError, UnknownSessionError):
-            if known is None or len(known) != expected:
+            if known is None:
                 raise
             with contextlib.suppress(UnknownSessionError):
                 self._end()
             result = self._verify(tree, known + new, 0, options)
-        if self._tokens is not None:
-            self._tokens = (known or []) + new + result.tokens
+        self._tokens = [] if known is None else known + new + result.tokens
         self.length = result.length
         return result
 
     def end(self) -> None:
-        """Gives back its pages. Raises UnknownSessionError when it is gone already."""
+        """Gives back its pages. Raises UnknownSessionError when it is gone already.
+
+        The next verify starts a new sequence, also after an error.
+        """
+        self.length, self._tokens = 0, []
         self._end()
-        self.length = 0
-        if self._tokens is not None:
-            self._tokens = []
 
     def __enter__(self) -> RemoteSession:
         return self
@@ -163,9 +167,13 @@ class RemoteSession:
         trace: TracebackType | None,
     ) -> None:
         # Ended before, or evicted; and an error on its way out is the one to be seen.
-        quiet = (UnknownSessionError,) if kind is None else (UnknownSessionError, WorkerError)
-        with contextlib.suppress(*quiet):
+        with contextlib.suppress(UnknownSessionError if kind is None else NworError):
             self.end()
+
+    def _known(self, length: int) -> list[int] | None:
+        """So many of its first tokens, to be sent again; None unless all are known."""
+        known = self._tokens[:length] if self._resend else None
+        return None if known is None or len(known) != length else known
 
     def _end(self) -> None:
         self.client.call("EndSession", messages.EndSessionRequest(session=self.name))
@@ -200,6 +208,17 @@ class RemoteSession:
             rows_saved=reply.rows_saved,
             finish=_FINISH.get(reply.finish),
         )
+
+
+def _seconds(timeout: float | None) -> float | None:
+    if timeout is None or timeout == math.inf:
+        return None
+    if not 0 < timeout <= _MOST_SECONDS:
+        raise NworError(
+            f"timeout: got {timeout}, expected more than 0 and at most {_MOST_SECONDS} seconds, "
+            "or None for any time"
+        )
+    return timeout
 
 
 def _rows(tree: Any) -> tuple[list[int], list[int]]:

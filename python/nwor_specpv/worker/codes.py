@@ -13,7 +13,7 @@ _CODES = (
     (CapacityError, grpc.StatusCode.RESOURCE_EXHAUSTED),
     (NworError, grpc.StatusCode.INVALID_ARGUMENT),
 )
-_MOST_DETAILS = 2000  # characters; they travel as a header, and 8 KiB is what those may take
+_MOST_DETAILS_BYTES = 6000  # they travel as a header, and 8 KiB is what those may take
 
 
 class WorkerError(NworError):
@@ -33,14 +33,25 @@ class WorkerStoppingError(Exception):
 
 def status_of(error: BaseException) -> tuple[grpc.StatusCode, str]:
     """What a client is told."""
-    text = " ".join(str(error).split())
+    text = " ".join(str(error).split()).encode(errors="replace").decode()
     if isinstance(error, WorkerStoppingError):
         return grpc.StatusCode.UNAVAILABLE, text
     for kind, code in _CODES:
         if isinstance(error, kind):
-            return code, text[:_MOST_DETAILS]
+            return code, _cut(text)
     told = f"the target failed, the worker's log has more: {type(error).__name__}: {text}"
-    return grpc.StatusCode.INTERNAL, told[:_MOST_DETAILS]
+    return grpc.StatusCode.INTERNAL, _cut(told)
+
+
+def _cut(text: str) -> str:
+    """As much as fits when gRPC has written three bytes for each that is not plain ASCII."""
+    room = _MOST_DETAILS_BYTES
+    for index, character in enumerate(text):
+        plain = " " <= character <= "~" and character != "%"
+        room -= 1 if plain else 3 * len(character.encode())
+        if room < 0:
+            return text[:index]
+    return text
 
 
 def error_of(error: grpc.RpcError, address: str) -> NworError:

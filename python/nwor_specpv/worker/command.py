@@ -14,12 +14,11 @@ from nwor_specpv import Metrics, load_config
 from nwor_specpv._parser import PROGRAM, Parser, count, count_or_zero, require_device
 
 from .address import check_address, is_loopback, join_address
+from .limits import Limits
 
 if TYPE_CHECKING:
     from nwor_specpv import NworConfig, Settings
     from nwor_specpv.transformers.sessions import SessionTarget
-
-    from .limits import Limits
 
 DEFAULT_PORT = 50051
 _EXIT_FAILURE = 1
@@ -65,7 +64,10 @@ def _parser() -> Parser:
         "--max-prompt-tokens", type=count, help="of a call, default: what a sequence may have"
     )
     parser.add_argument(
-        "--max-calls", type=count, default=256, help="at once, others are refused; default: 256"
+        "--max-calls",
+        type=count,
+        default=256,
+        help="VerifyDrafts at once, others are refused; default: 256",
     )
     parser.add_argument("--metrics-port", type=_port, help="of the Prometheus endpoint; 0: any")
     parser.add_argument("--metrics-host", help="its address, default: 127.0.0.1")
@@ -75,7 +77,6 @@ def _parser() -> Parser:
 def _serve(arguments: argparse.Namespace) -> int:
     from nwor_specpv.transformers.command import model_name
 
-    from .limits import Limits
     from .server import Server
 
     # What needs no model is looked at before one is loaded.
@@ -83,12 +84,9 @@ def _serve(arguments: argparse.Namespace) -> int:
     settings = load_config({name: value for name, value in given.items() if value is not None})
     require_device(arguments.device)
     check_address(arguments.host, arguments.port)
+    _limits(arguments, 1)
     target = _load_target(arguments, settings.nwor())
-    limits = Limits(
-        arguments.max_tree_rows,
-        arguments.max_prompt_tokens or target.max_length,
-        arguments.max_calls,
-    )
+    limits = _limits(arguments, target.max_length)
     server = Server(
         target.store,
         model=model_name(arguments),
@@ -111,6 +109,12 @@ def _serve(arguments: argparse.Namespace) -> int:
         print(f"worker: listening at {at}, {told}{metrics}", flush=True)
         stopping.wait()
     return 0
+
+
+def _limits(arguments: argparse.Namespace, max_length: int) -> Limits:
+    return Limits(
+        arguments.max_tree_rows, arguments.max_prompt_tokens or max_length, arguments.max_calls
+    )
 
 
 def _describe(arguments: argparse.Namespace, target: SessionTarget, limits: Limits) -> str:

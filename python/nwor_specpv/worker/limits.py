@@ -12,11 +12,12 @@ _MAX_STOP_IDS = 256
 _INTEGER_BYTES = 10  # most that an integer takes in a message
 _CHARACTER_BYTES = 4
 _OTHER_BYTES = 1024
+_MOST_BYTES = 2**31 - 1  # of a message, as gRPC counts them
 
 
 @dataclass(frozen=True)
 class Limits:
-    """Of one call, and `max_calls` of all at once."""
+    """Of one call; `max_calls`: VerifyDrafts at once, and as many EndSession."""
 
     max_tree_rows: int = 256
     max_prompt_tokens: int = 8192
@@ -26,6 +27,12 @@ class Limits:
         for name, value in vars(self).items():
             if value < 1:
                 raise NworError(f"{name}: got {value}, expected 1 or more")
+        if self.message_bytes > _MOST_BYTES:
+            raise NworError(
+                f"max_tree_rows, max_prompt_tokens: got {self.max_tree_rows} and "
+                f"{self.max_prompt_tokens}, messages of {self.message_bytes} bytes, expected at "
+                f"most {_MOST_BYTES}"
+            )
 
     @property
     def message_bytes(self) -> int:
@@ -35,8 +42,8 @@ class Limits:
 
     def check(self, request: Any) -> None:
         """Raises NworError unless a VerifyDraftsRequest is within them."""
+        self.check_name(request.session)
         for name, got, most, what in (
-            ("session", len(request.session), _MAX_NAME, "characters"),
             ("tree", len(request.tree.tokens), self.max_tree_rows, "rows"),
             ("parents", len(request.tree.parents), self.max_tree_rows, "rows"),
             ("new_tokens", len(request.new_tokens), self.max_prompt_tokens, "tokens"),
@@ -44,3 +51,8 @@ class Limits:
         ):
             if got > most:
                 raise NworError(f"{name}: got {got} {what}, expected at most {most}")
+
+    def check_name(self, session: str) -> None:
+        """Raises NworError when it is too long."""
+        if len(session) > _MAX_NAME:
+            raise NworError(f"session: got {len(session)} characters, expected at most {_MAX_NAME}")

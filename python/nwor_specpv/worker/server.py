@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from nwor_specpv import DraftTree, VerifyRequest, __version__
+from nwor_specpv.errors import CapacityError, NworError
 
 from .address import cannot_bind, check_address, join_address
 from .batches import Batches, Ticket
-from .codes import status_of
+from .codes import WorkerStoppingError, status_of
 from .limits import Limits
 from .rpc import CALLS, grpc, handlers, messages
 
@@ -22,6 +25,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger("nwor_specpv")
 
 GRACE_SECONDS = 30.0
+_SPARE_CALLS = 16  # to answer a Ping and to refuse, when all others wait
 _FINISH = {
     None: messages.FINISH_NONE,
     "stop": messages.FINISH_STOP,
@@ -51,6 +55,10 @@ class Server:
         `model`, `vocab_size`, `max_sessions`, `max_length` are the store's, to tell clients;
         `sweep_seconds`: how often an idle server takes idle sessions away, None for never.
         """
+        if max_batch < 1:
+            raise NworError(f"max_batch: got {max_batch}, expected 1 or more")
+        if sweep_seconds is not None and not sweep_seconds > 0:
+            raise NworError(f"sweep_seconds: got {sweep_seconds}, expected more than 0, or None")
         self._store, self.host, self.limits = store, host, limits or Limits()
         self._max_batch, self._sweep_seconds = max_batch, sweep_seconds
         self._about = {
@@ -62,25 +70,36 @@ class Server:
             "max_tree_rows": self.limits.max_tree_rows,
             "max_prompt_tokens": self.limits.max_prompt_tokens,
         }
-        self._threads = ThreadPoolExecutor(self.limits.max_calls, "nwor-worker-call")
+        # Both wait for the model, so each has a number of its own.
+        self._turns = {
+            name: threading.BoundedSemaphore(self.limits.max_calls)
+            for name in ("VerifyDrafts", "EndSession")
+        }
+        most_calls = len(self._turns) * self.limits.max_calls + _SPARE_CALLS
+        self._threads = ThreadPoolExecutor(most_calls, "nwor-worker-call")
         self._server = grpc.server(
             self._threads,
             options=(
                 ("grpc.max_receive_message_length", self.limits.message_bytes),
                 ("grpc.so_reuseport", 0),  # or two workers would share a port in silence
             ),
-            maximum_concurrent_rpcs=self.limits.max_calls,
+            maximum_concurrent_rpcs=most_calls,
         )
         answers = {name: self._answering(name) for name in CALLS}
         self._server.add_generic_rpc_handlers((handlers(answers),))
         self.port = _bind(self._server, host, port)
         self._batches: Batches | None = None
+        self._used = False
 
     @property
     def address(self) -> str:
         return join_address(self.host, self.port)
 
     def start(self) -> Server:
+        """Once: a server that was stopped stays so."""
+        if self._used:
+            raise NworError("start: got a second one, or one after stop, expected a new Server")
+        self._used = True
         self._batches = Batches(self._store, self._max_batch, self._sweep_seconds)
         self._server.start()
         return self
@@ -90,6 +109,7 @@ class Server:
 
         Calls that still run after `grace_seconds` are told too; the pass they wait for ends first.
         """
+        self._used = True
         stopped = self._server.stop(grace_seconds)
         if self._batches is not None:
             self._batches.close()
@@ -117,7 +137,8 @@ class Server:
 
         def answering(request: Any, context: Any) -> Any:
             try:
-                return answer(request, context)
+                with self._turn(name):
+                    return answer(request, context)
             except BaseException as error:
                 code, told = status_of(error)
                 if code is grpc.StatusCode.INTERNAL:
@@ -125,6 +146,22 @@ class Server:
             return context.abort(code, told)  # by raising
 
         return answering
+
+    @contextlib.contextmanager
+    def _turn(self, name: str) -> Iterator[None]:
+        """One of the calls of this name that there may be at once."""
+        turns = self._turns.get(name)
+        if turns is None:
+            yield
+            return
+        if not turns.acquire(blocking=False):
+            most = self.limits.max_calls
+            calls = "call" if most == 1 else "calls"
+            raise CapacityError(f"{name}: got more than {most} {calls} at once, try again later")
+        try:
+            yield
+        finally:
+            turns.release()
 
     def _verify_drafts(self, request: Any, context: Any) -> Any:
         self.limits.check(request)
@@ -144,11 +181,14 @@ class Server:
 
     def _end_session(self, request: Any, context: Any) -> Any:
         del context
+        self.limits.check_name(request.session)
         self._store.end_session(request.session)
         return messages.EndSessionReply()
 
     def _ping(self, request: Any, context: Any) -> Any:
         del request, context
+        if self._batches.closed:
+            raise WorkerStoppingError(self._batches.closed)
         stats = self._store.stats()
         return messages.PingReply(
             sessions=stats["live"],

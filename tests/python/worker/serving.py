@@ -91,7 +91,7 @@ class Calls:
     """Functions that run at the same time, each in a thread."""
 
     def __init__(self, *functions: Callable[[], Any]) -> None:
-        self._outcomes: list[Any] = [None] * len(functions)
+        self.so_far: list[Any] = [None] * len(functions)  # None for what has not ended too
         self._threads = [
             threading.Thread(target=self._run, args=(index, function), daemon=True)
             for index, function in enumerate(functions)
@@ -101,16 +101,16 @@ class Calls:
 
     def _run(self, index: int, function: Callable[[], Any]) -> None:
         try:
-            self._outcomes[index] = function()
+            self.so_far[index] = function()
         except BaseException as error:
-            self._outcomes[index] = error
+            self.so_far[index] = error
 
     def outcomes(self) -> list[Any]:
         """What each returned or raised."""
         for thread in self._threads:
             thread.join(PATIENCE_S)
             assert not thread.is_alive()
-        return self._outcomes
+        return self.so_far
 
 
 def ngram_tree(tokens: list[int], branches: int) -> DraftTree | None:

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import logging
+import re
 from types import SimpleNamespace
+from unittest import mock
+from urllib.parse import quote
 
 import pytest
 
@@ -15,10 +18,10 @@ from nwor_specpv import (
     NworError,
     UnknownSessionError,
 )
-from nwor_specpv.worker import Client, Limits, WorkerError
+from nwor_specpv.worker import Client, Limits, WorkerError, server
 from nwor_specpv.worker.rpc import grpc, messages, stubs
 from session.tiny_server import page_bytes
-from worker.serving import LENGTH, MODEL, PATIENCE_S, PLAIN, PROMPT, Calls, decode, serving
+from worker.serving import LENGTH, MODEL, PATIENCE_S, PLAIN, PROMPT, Calls, decode, serving, until
 
 
 def status(address: str, call: str, request: object) -> tuple[str, str]:
@@ -97,6 +100,38 @@ def test_a_session_that_went_wrong_is_sent_again_and_decodes_on(ended: bool) -> 
         assert session.verify(None, PROMPT).length == len(PROMPT)
 
 
+def test_a_session_that_is_gone_when_it_is_ended_starts_anew() -> None:
+    with serving() as worker:
+        session = worker.client.session("a", resend=True)
+        session.verify(None, PROMPT)
+        worker.store.end_session("a")
+        with pytest.raises(UnknownSessionError):
+            session.end()
+        assert session.length == 0
+        assert session.verify(None, PROMPT[:5]).length == 5
+        with session:
+            worker.store.end_session("a")
+        assert session.verify(None, PROMPT[:4]).length == 4
+
+
+def test_what_came_before_a_session_was_met_is_not_sent_again() -> None:
+    """Another has started it: its first tokens are not known here, nor made of later ones."""
+    first = len(PROMPT)
+    with serving() as worker:
+        worker.client.session("a").verify(None, PROMPT)
+        session = worker.client.session("a", resend=True)
+        session.verify(None, [PLAIN[first]], first)
+        for token in PLAIN[first + 1 : first + 6]:
+            session.verify(None, [token])
+        with pytest.raises(DesyncError):
+            session.verify(None, [PLAIN[4]], 4)
+        assert worker.store.info("a").length == session.length == first + 6
+        session.end()  # what comes now is known from its first token on
+        session.verify(None, PROMPT)
+        worker.store.end_session("a")
+        assert session.verify(None, [PLAIN[first]]).next_token == PLAIN[first + 1]
+
+
 def test_the_second_error_of_a_session_sent_again_is_raised() -> None:
     with serving(Limits(max_prompt_tokens=len(PROMPT))) as worker:
         session = worker.client.session("a", resend=True)
@@ -118,13 +153,35 @@ def test_what_does_not_fit_is_told() -> None:
 
 def test_more_calls_than_the_server_takes_are_refused() -> None:
     with serving(Limits(max_calls=1)) as worker:
+        worker.client.session("other").verify(None, PROMPT)
+        worker.target.gate.clear()
+        worker.target.entered.clear()
+        held = Calls(lambda: worker.client.session("a").verify(None, PROMPT))
+        assert worker.target.entered.wait(PATIENCE_S)
+        with pytest.raises(CapacityError, match="VerifyDrafts: got more than 1 call at once"):
+            worker.client.session("b").verify(None, PROMPT)
+        worker.client.session("other").end()
+        assert worker.client.ping().sessions == 1
+        worker.target.gate.set()
+        assert held.outcomes()[0].next_token == PLAIN[len(PROMPT)]
+        assert worker.client.session("b").verify(None, PROMPT).length == len(PROMPT)
+
+
+def test_ends_that_wait_leave_room_for_a_ping() -> None:
+    with serving(Limits(max_calls=2)) as worker:
         worker.target.gate.clear()
         held = Calls(lambda: worker.client.session("a").verify(None, PROMPT))
         assert worker.target.entered.wait(PATIENCE_S)
-        with pytest.raises(CapacityError, match="limit exceeded"):
-            worker.client.ping()
+        ends = Calls(*[worker.client.session("a").end] * 12)
+        until(lambda: sum(outcome is not None for outcome in ends.so_far) >= 10)
+        assert worker.client.ping().sessions == 1
         worker.target.gate.set()
-        assert held.outcomes()[0].next_token == PLAIN[len(PROMPT)]
+        held.outcomes()
+        outcomes = ends.outcomes()
+    refused = [error for error in outcomes if isinstance(error, CapacityError)]
+    assert len(refused) == 10
+    assert "EndSession: got more than 2 calls at once" in str(refused[0])
+    assert sum(outcome is None for outcome in outcomes) == 1
 
 
 @pytest.mark.parametrize(
@@ -169,6 +226,8 @@ def test_names_are_limited() -> None:
             worker.client.session("").verify(None, PROMPT)
         with pytest.raises(NworError, match="session: got 257 characters, expected at most 256"):
             worker.client.session("n" * 257).verify(None, PROMPT)
+        with pytest.raises(NworError, match="session: got 257 characters, expected at most 256"):
+            worker.client.session("n" * 257).end()
         assert worker.client.session("ä" * 256).verify(None, PROMPT).length == len(PROMPT)
 
 
@@ -197,10 +256,39 @@ def test_the_largest_call_within_the_limits_fits() -> None:
     assert request.ByteSize() <= limits.message_bytes
 
 
+@pytest.mark.parametrize("name", ["max_tree_rows", "max_prompt_tokens"])
+def test_limits_are_those_that_a_message_can_have(name: str) -> None:
+    with pytest.raises(NworError, match=rf"{name}.* 300000000.* at most {2**31 - 1}"):
+        Limits(**{name: 300_000_000})
+    assert Limits(max_prompt_tokens=200_000_000).message_bytes < 2**31
+
+
 @pytest.mark.parametrize("name", ["max_tree_rows", "max_prompt_tokens", "max_calls"])
 def test_limits_are_checked(name: str) -> None:
     with pytest.raises(NworError, match=f"{name}: got 0, expected 1 or more"):
         Limits(**{name: 0})
+
+
+@pytest.mark.parametrize("character", ["a", "%", "\N{GREEK SMALL LETTER ALPHA}", "\U0001f600"])
+def test_a_long_message_is_cut_to_what_a_header_holds(character: str) -> None:
+    with serving() as worker:
+        worker.target.failure = lambda batch: RuntimeError(character * 100_000)
+        request = messages.VerifyDraftsRequest(session="a", new_tokens=PROMPT)
+        code, told = status(worker.server.address, "VerifyDrafts", request)
+    assert code == "INTERNAL"
+    assert f"RuntimeError: {character * 400}" in told
+    assert len(quote(told, safe="").encode()) <= 6100
+
+
+def test_a_message_that_no_header_holds_is_told_as_far_as_it_can_be(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    # Nor do pytest's processes hand it on, so it is not to be in what they have captured.
+    monkeypatch.setattr(server, "logger", mock.Mock())
+    with serving() as worker:
+        worker.target.failure = lambda batch: RuntimeError("file \udcff is broken")
+        with pytest.raises(WorkerError, match=r"RuntimeError: file \? is broken"):
+            worker.client.session("a").verify(None, PROMPT)
 
 
 def test_one_bad_call_of_a_batch_fails_alone() -> None:
@@ -280,3 +368,27 @@ def test_no_worker_there() -> None:
         assert raised.value.code == "UNAVAILABLE"
         with pytest.raises(ZeroDivisionError), client.session("a"):  # not what leaving it raises
             raise ZeroDivisionError
+
+
+@pytest.mark.parametrize("reason", ["closed", "refused"])
+def test_what_leaving_a_session_raises_hides_no_error(reason: str) -> None:
+    with serving() as worker, Client(worker.server.address, timeout=PATIENCE_S) as client:
+        if reason == "closed":
+            client.close()
+        name = "a" if reason == "closed" else "a" * 257
+        with pytest.raises(NworError), client.session(name):  # nothing else to be seen
+            pass
+        with pytest.raises(ZeroDivisionError), client.session(name):
+            raise ZeroDivisionError
+
+
+@pytest.mark.parametrize("timeout", [0, -1.0, float("nan"), float("-inf"), 1e10, 1e300])
+def test_a_timeout_that_no_call_can_have_is_refused(timeout: float) -> None:
+    with pytest.raises(NworError, match=f"timeout: got {re.escape(str(timeout))}, expected"):
+        Client("127.0.0.1:1", timeout=timeout)
+
+
+@pytest.mark.parametrize("timeout", [1e9, float("inf"), None])
+def test_a_timeout_may_be_long(timeout: float | None) -> None:
+    with serving() as worker, Client(worker.server.address, timeout=timeout) as client:
+        assert client.ping().sessions == 0

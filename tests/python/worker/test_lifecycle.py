@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import socket
 import threading
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -126,6 +127,74 @@ def test_a_sweep_that_fails_ends_nothing(caplog: pytest.LogCaptureFixture) -> No
         assert worker.client.session("b").verify(None, PROMPT).length == len(PROMPT)
 
 
+def test_a_sweep_may_be_later_than_any_clock_tells() -> None:
+    with serving(sweep_seconds=1e300) as worker:
+        assert worker.client.session("a").verify(None, PROMPT).length == len(PROMPT)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"max_batch": 0}, "max_batch: got 0, expected 1 or more"),
+        ({"sweep_seconds": 0.0}, "sweep_seconds: got 0.0, expected more than 0, or None"),
+        ({"sweep_seconds": float("nan")}, "sweep_seconds: got nan, expected more than 0"),
+    ],
+)
+def test_a_server_that_would_answer_nobody_is_refused(
+    options: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(NworError, match=message):
+        Server(Target().store, model="m", vocab_size=512, **options)
+
+
+def test_a_session_that_cannot_be_looked_at_fails_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    with serving() as worker:
+        store = worker.store
+
+        def info(name: str) -> Any:
+            if name == "bad":
+                raise RuntimeError("cannot be looked at")
+            return store.info(name)
+
+        broken = SimpleNamespace(info=info, verify_batch=store.verify_batch)
+        monkeypatch.setattr(worker.server._batches, "_store", broken)
+        worker.target.failure = lambda batch: (
+            RuntimeError("broken") if "bad" in batch.sessions else None
+        )
+        with pytest.raises(WorkerError, match="RuntimeError: broken") as raised:
+            worker.client.session("bad").verify(None, PROMPT)
+        assert raised.value.code == "INTERNAL"
+        assert worker.client.session("good").verify(None, PROMPT).length == len(PROMPT)
+
+
+def test_a_thread_that_ends_leaves_nobody_waiting(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    with serving() as worker:
+        worker.target.gate.clear()
+        runs = Calls(lambda: worker.client.session("runs").verify(None, PROMPT))
+        assert worker.target.entered.wait(PATIENCE_S)
+        # Of one session, so the second is still waiting when the first is run.
+        others = Calls(*[lambda: worker.client.session("other").verify(None, PROMPT)] * 2)
+        worker.until_waiting(2)
+        broken = SimpleNamespace(info=worker.store.info, verify_batch=lambda batch: None)
+        monkeypatch.setattr(worker.server._batches, "_store", broken)
+        worker.target.gate.set()
+        assert runs.outcomes()[0].length == len(PROMPT)  # its pass had begun
+        for error in others.outcomes():
+            assert isinstance(error, WorkerError)
+            assert error.code == "INTERNAL"
+            assert "TypeError: 'NoneType' object" in str(error)
+        for call in (
+            lambda: worker.client.session("later").verify(None, PROMPT),
+            worker.client.ping,
+        ):
+            with pytest.raises(WorkerError, match="its log has more") as raised:
+                call()
+            assert raised.value.code == "UNAVAILABLE"
+    assert sum("no more calls are run" in record.message for record in caplog.records) == 1
+
+
 def test_a_server_that_stops_answers_what_runs_and_refuses_what_waits() -> None:
     with serving() as worker:
         worker.target.gate.clear()
@@ -188,3 +257,15 @@ def test_a_port_that_is_taken_is_told() -> None:
 
 def test_a_server_that_was_never_started_stops() -> None:
     Server(Target().store, model="m", vocab_size=512).stop()
+
+
+def test_a_server_starts_once() -> None:
+    server = Server(Target().store, model="m", vocab_size=512)
+    with server:
+        with pytest.raises(NworError, match="start: got a second one, or one after stop"):
+            server.start()
+        with Client(server.address, timeout=PATIENCE_S) as client:
+            assert client.session("a").verify(None, PROMPT).length == len(PROMPT)
+    with pytest.raises(NworError, match="start: got a second one, or one after stop"):
+        server.start()
+    assert not [t for t in threading.enumerate() if t.name == "nwor-worker"]
