@@ -15,7 +15,7 @@ import difflib
 import ipaddress
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -199,7 +199,7 @@ def _read_file(path: Path) -> Mapping[str, Any]:
         raise NworError(f"config file: got {str(path)!r}, which cannot be read: {error}") from None
     if path.suffix == ".json":
         try:
-            content = json.loads(text)
+            content = json.loads(text, object_pairs_hook=_once)
         except (ValueError, RecursionError) as error:
             raise NworError(f"{path}: not JSON: {error}") from None
     elif path.suffix in (".yaml", ".yml"):
@@ -213,6 +213,16 @@ def _read_file(path: Path) -> Mapping[str, Any]:
     return content
 
 
+def _once(pairs: Iterable[tuple[str, Any]]) -> dict[str, Any]:
+    """A mapping of pairs, each key once: a second one would undo the first in silence."""
+    found: dict[str, Any] = {}
+    for key, value in pairs:
+        if key in found:
+            raise ValueError(f"key {key!r} stands there twice")
+        found[key] = value
+    return found
+
+
 def _parse_yaml(path: Path, text: str) -> Any:
     try:
         import yaml
@@ -220,8 +230,18 @@ def _parse_yaml(path: Path, text: str) -> Any:
         raise NworError(
             f"{path}: reading YAML needs PyYAML: pip install pyyaml, or write the file as JSON"
         ) from None
+
+    class Loader(yaml.SafeLoader):
+        """YAML's own takes the last of several equal keys."""
+
+        def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
+            if isinstance(node, yaml.MappingNode):
+                scalars = (key for key, _ in node.value if isinstance(key, yaml.ScalarNode))
+                _once((key.value, None) for key in scalars)
+            return super().construct_mapping(node, deep)
+
     try:
-        return yaml.safe_load(text)
+        return yaml.load(text, Loader)
     # Its constructors let through what dates and numbers that are none raise.
     except (yaml.YAMLError, ValueError, LookupError, AttributeError, RecursionError) as error:
         raise NworError(f"{path}: not YAML: {' '.join(str(error).split())}") from None

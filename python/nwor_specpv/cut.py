@@ -6,8 +6,9 @@ What is cut is neither committed nor emitted: the path and the counts that come 
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Sequence
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
@@ -111,11 +112,12 @@ def _ask(callbacks: Sequence[Callback], request: int, run: list[int]) -> int:
             kept = one(request, list(run))
             if kept is None:
                 continue
-            if not 0 <= kept <= len(run):
+            number = _number(kept)
+            if number is None or not 0 <= number <= len(run):
                 raise NworError(
                     f"callback: got {kept} for request {request}, expected None or 0 .. {len(run)}"
                 )
-            run, decided = run[:kept], kept
+            run, decided = run[:number], number
         emitted = len(run)
     finally:
         for one in callbacks:
@@ -123,6 +125,14 @@ def _ask(callbacks: Sequence[Callback], request: int, run: list[int]) -> int:
             if settle is not None:
                 settle(request, emitted)
     return decided
+
+
+def _number(kept: Any) -> int | None:
+    """None where it is no number; a bool says something else, though it is an integer too."""
+    try:
+        return None if isinstance(kept, bool) else operator.index(kept)
+    except TypeError:
+        return None
 
 
 class StopStrings:
@@ -134,7 +144,8 @@ class StopStrings:
     """
 
     def __init__(self, strings: Sequence[str], decode: Callable[[list[int]], str]):
-        if isinstance(strings, str) or not strings or not all(strings):
+        wrong = isinstance(strings, (str, bytes)) or not strings
+        if wrong or not all(isinstance(one, str) and one for one in strings):
             raise NworError(f"strings: got {strings!r}, expected a list of strings, none empty")
         self._strings = tuple(strings)
         self._decode = decode

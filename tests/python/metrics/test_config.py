@@ -202,6 +202,12 @@ def test_unknown_variables_name_the_nearest() -> None:
     [
         ("a.json", "{", "not JSON: "),
         ("a.json", "[1]", "got .* expected a mapping of keys to values"),
+        ("a.json", '{"strict": true, "strict": false}', "key 'strict' stands there twice"),
+        (
+            "a.yaml",
+            "strict: true\nx: 1\nstrict: false",
+            "key 'strict' stands there twice",
+        ),
         ("a.yaml", "a: [1", "not YAML: "),
         ("a.yml", "- 1", "got .* expected a mapping of keys to values"),
         ("a.toml", "", "expected a name in .json, .yaml or .yml"),

@@ -242,5 +242,9 @@ def test_the_earliest_of_several_cuts_counts() -> None:
     assert FINISH_REASONS[int(cut.finish)] == "stop"
     with pytest.raises(NworError, match="callback: got 9 for request 0, expected None or 0"):
         cut_on_host(*run, lambda request, tokens: 9)
-    with pytest.raises(NworError, match="strings: got"):
-        StopStrings("END", spell)
+    for kept in (False, True, 1.5, "1"):
+        with pytest.raises(NworError, match=f"callback: got {kept} for request 0, expected None"):
+            cut_on_host(*run, lambda request, tokens, kept=kept: kept)
+    for strings in ("END", b"END", [], [""], [b"END"], [69]):
+        with pytest.raises(NworError, match="strings: got"):
+            StopStrings(strings, spell)
