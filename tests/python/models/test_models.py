@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import math
+import os
 import random
 import struct
 import subprocess
@@ -137,6 +139,117 @@ def test_an_unknown_tensor_type_is_named(tmp_path: Path) -> None:
         GgufFile(gguf_file(tmp_path / "m.gguf", {"n": 1}, {"w": ((64,), 12, bytes(64))}))
 
 
+def gguf_bytes(meta: bytes = b"", tensors: tuple[tuple[str, list[int], int], ...] = ()) -> bytes:
+    """A file with the given metadata entry, and tensors (name, sizes innermost first, type)."""
+    out = b"GGUF" + struct.pack("<IQQ", 3, len(tensors), bool(meta)) + meta
+    for name, sizes, kind in tensors:
+        out += gguf_string(name) + struct.pack(f"<I{len(sizes)}Q", len(sizes), *sizes)
+        out += struct.pack("<IQ", kind, 0)
+    return out + bytes(-len(out) % 32 + 64)
+
+
+def entry(key: str, kind: int, raw: bytes) -> bytes:
+    return gguf_string(key) + struct.pack("<I", kind) + raw
+
+
+@pytest.mark.parametrize("alignment", [0, 24])
+def test_an_alignment_is_a_power_of_two(tmp_path: Path, alignment: int) -> None:
+    path = gguf_file(tmp_path / "m.gguf", {"general.alignment": alignment}, {})
+    line = f"m.gguf: general.alignment: got {alignment}, expected a power of two"
+    with pytest.raises(NworError, match=line):
+        GgufFile(path)
+
+
+def test_an_alignment_is_a_number(tmp_path: Path) -> None:
+    path = gguf_file(tmp_path / "m.gguf", {"general.alignment": [32]}, {})
+    with pytest.raises(NworError, match=r"alignment: got \[32\], expected a power of two"):
+        GgufFile(path)
+
+
+@pytest.mark.parametrize("length", [84, 5000, 2**63, 2**64 - 1])
+def test_a_string_ends_within_the_file(tmp_path: Path, length: int) -> None:
+    path = tmp_path / "m.gguf"
+    path.write_bytes(gguf_bytes(entry("a", 8, struct.pack("<Q", length) + b"abc")))
+    line = f"not a readable GGUF file: a string of {length} bytes at byte 45, 83 are left"
+    with pytest.raises(NworError, match=line):
+        GgufFile(path)
+
+
+def test_arrays_are_not_nested_without_end(tmp_path: Path) -> None:
+    path = tmp_path / "m.gguf"
+    path.write_bytes(gguf_bytes(entry("a", 9, struct.pack("<IQ", 9, 1) * 3000)))
+    with pytest.raises(NworError, match="not a readable GGUF file: arrays nested more than 8 deep"):
+        GgufFile(path)
+
+
+def test_an_array_of_arrays_is_read_as_written(tmp_path: Path) -> None:
+    path = tmp_path / "m.gguf"
+    rows = b"".join(struct.pack("<IQ2i", 5, 2, *row) for row in ((1, -2), (3, 4)))
+    path.write_bytes(gguf_bytes(entry("a", 9, struct.pack("<IQ", 9, 2) + rows)))
+    with GgufFile(path) as file:
+        assert file.metadata == {"a": [[1, -2], [3, 4]]}
+
+
+@pytest.mark.parametrize(
+    ("sizes", "kind", "message"),
+    [
+        ([2**63], 0, f"ends at {128 + 2**65}, beyond the file's end at 192"),
+        ([2**32, 2**32], 0, f"ends at {128 + 2**66}, beyond the file's end at 192"),
+        ([2**62, 2], 0, f"ends at {128 + 2**65}, beyond the file's end at 192"),
+        ([33], 8, "has rows of 33 elements, expected whole Q8_0 blocks of 32"),
+        ([16, 2], 8, "has rows of 16 elements, expected whole Q8_0 blocks of 32"),
+        ([16, 2], 3, "has rows of 16 elements, expected whole Q4_1 blocks of 32"),
+        ([2**63, 0], 0, r"has sizes \[9223372036854775808, 0\], expected at least 1 each"),
+        ([1] * 5, 0, "has 5 sizes, expected at most 4"),
+    ],
+)
+def test_a_tensor_has_the_size_it_says(
+    tmp_path: Path, sizes: list[int], kind: int, message: str
+) -> None:
+    path = tmp_path / "m.gguf"
+    path.write_bytes(gguf_bytes(entry("pad", 8, gguf_string("x" * 20)), (("w", sizes, kind),)))
+    with pytest.raises(NworError, match=f"m.gguf: tensor w {message}"):
+        GgufFile(path)
+
+
+def test_a_tensor_without_sizes_is_one_number(tmp_path: Path) -> None:
+    path = gguf_file(tmp_path / "m.gguf", {"n": 1}, {"w": ((), 0, struct.pack("<f", 2.5))})
+    with GgufFile(path) as file:
+        assert file.tensor("w").tolist() == 2.5
+
+
+def test_a_name_stands_once(tmp_path: Path) -> None:
+    path = tmp_path / "m.gguf"
+    path.write_bytes(gguf_bytes(tensors=(("w", [2], 0), ("w", [1], 0))))
+    with pytest.raises(NworError, match=r"m.gguf: tensor w: described twice"):
+        GgufFile(path)
+    twice = entry("n", 4, struct.pack("<I", 1)) * 2
+    path.write_bytes(b"GGUF" + struct.pack("<IQQ", 3, 0, 2) + twice)
+    with pytest.raises(NworError, match=r"m.gguf: metadata n: stands twice"):
+        GgufFile(path)
+
+
+def test_a_file_that_is_not_there_is_named(tmp_path: Path) -> None:
+    with pytest.raises(NworError, match=r"m.gguf: cannot be read: No such file or directory"):
+        GgufFile(tmp_path / "m.gguf")
+
+
+def test_a_tensor_that_is_not_there_is_named(tmp_path: Path) -> None:
+    path = gguf_file(tmp_path / "m.gguf", {"n": 1}, {})
+    with GgufFile(path) as file, pytest.raises(NworError, match="tensor w is not in the file"):
+        file.tensor("w")
+
+
+@pytest.mark.skipif(not Path("/proc/self/fd").is_dir(), reason="needs /proc")
+def test_a_refused_file_is_closed(tmp_path: Path) -> None:
+    path = tmp_path / "m.gguf"
+    path.write_bytes(gguf_bytes(entry("a", 8, struct.pack("<Q", 2**64 - 1))))
+    with pytest.raises(NworError) as told:  # it holds the reader as long as it lives
+        GgufFile(path)
+    links = [os.path.realpath(link) for link in Path("/proc/self/fd").iterdir()]
+    assert str(path) not in links, told.value
+
+
 @pytest.mark.parametrize(
     ("shape", "size"), [([2, 2], 0), ([2, 2], 12), ([2, 2], 20), ([-1, 2], 16), ([0], 4)]
 )
@@ -187,7 +300,13 @@ GGUF_NAMES = {
 }
 
 
-def small_model(tmp_path: Path, **meta: object) -> tuple[Path, dict[str, torch.Tensor]]:
+def small_model(
+    tmp_path: Path,
+    without: str = "",
+    more: dict[str, tuple[int, ...]] | None = None,
+    **meta: object,
+) -> tuple[Path, dict[str, torch.Tensor]]:
+    """A GGUF file, lacking what is named `without`; `more` adds tensors or changes their shapes."""
     generator = torch.Generator().manual_seed(3)
     weights = {n: torch.randn(s, generator=generator) for n, s in SHAPE.shapes().items()}
     tensors = {}
@@ -197,6 +316,8 @@ def small_model(tmp_path: Path, **meta: object) -> tuple[Path, dict[str, torch.T
         found = f"blk.{layer}.{part}.weight" if part else "output_norm.weight"
         found = "token_embd.weight" if "embed" in name else found
         tensors[found] = (tuple(weight.shape), 0, weight.numpy().tobytes())
+    for name, shape in (more or {}).items():
+        tensors[name] = (shape, 0, bytes(4 * math.prod(shape)))
     described = {
         "general.architecture": "llama",
         "llama.vocab_size": SHAPE.vocabulary,
@@ -219,7 +340,10 @@ def small_model(tmp_path: Path, **meta: object) -> tuple[Path, dict[str, torch.T
         "tokenizer.ggml.unknown_token_id": 0,
         "tokenizer.chat_template": "{{ messages }}",
     }
-    return gguf_file(tmp_path / "m.gguf", described | meta, tensors), weights
+    described |= meta
+    for found in (described, tensors):
+        found.pop(without, None)
+    return gguf_file(tmp_path / "m.gguf", described, tensors), weights
 
 
 def read_safetensors(path: Path) -> dict[str, torch.Tensor]:
@@ -266,6 +390,106 @@ def test_another_architecture_is_refused(tmp_path: Path) -> None:
     with pytest.raises(NworError, match="got architecture 'gemma', expected 'llama'"):
         convert(source, tmp_path / "model", "float32")
     assert not (tmp_path / "model").exists()
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        (
+            {"output.weight": (4, 8), "blk.0.attn_q.bias": (8,)},
+            "2 of 22 tensors have no place in a Llama with tied embeddings: "
+            "output.weight, blk.0.attn_q.bias$",
+        ),
+        ({"rope_freqs.weight": (2,)}, "1 of 21 tensors have no place .*: rope_freqs.weight$"),
+        (
+            {f"blk.{layer}.attn_q.bias": (8,) for layer in range(9)},
+            "9 of 29 tensors .*: blk.0.attn_q.bias, blk.1.attn_q.bias, blk.2.attn_q.bias, ...$",
+        ),
+        (
+            {"blk.1.attn_q.weight": (7, 8)},
+            r"tensor blk.1.attn_q.weight: got shape \[7, 8\], expected \[8, 8\]$",
+        ),
+    ],
+)
+def test_no_tensor_is_left_behind(
+    tmp_path: Path, more: dict[str, tuple[int, ...]], message: str
+) -> None:
+    source, _ = small_model(tmp_path, more=more)
+    with pytest.raises(NworError, match=f"m.gguf: {message}"):
+        convert(source, tmp_path / "model", "float32")
+    assert not (tmp_path / "model").exists()
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "message"),
+    [
+        ("llama.rope.scaling.type", "linear", "got 'linear', expected no scaled rotation"),
+        ("llama.rope.scaling.factor", 8.0, "got 8.0, expected no scaled rotation"),
+        ("llama.rope.scale_linear", 2.0, "got 2.0, expected no scaled rotation"),
+        ("llama.attention.key_length", 8, "got 8, expected 4, as 8 channels over 2 heads make"),
+        ("llama.attention.value_length", 2, "got 2, expected 4, as"),
+        ("llama.rope.dimension_count", 2, "got 2, expected 4, as"),
+        ("llama.attention.head_count", 0, "got 0, expected at least 1"),
+        ("llama.attention.head_count", 3, "got 3, expected a divisor of 4, half of 8 channels"),
+        ("llama.attention.head_count", [2, 2], "got a list, expected an int"),
+        ("llama.rope.freq_base", "high", "got a str, expected a float"),
+        ("tokenizer.ggml.tokens", [1, 2], "got another item than a str"),
+        ("tokenizer.ggml.token_type", [3, 1], "got 2 items, expected one for each of 4 tokens"),
+        ("tokenizer.ggml.eos_token_id", 4, "got 4, expected one of 4 tokens"),
+    ],
+)
+def test_another_llama_is_refused(tmp_path: Path, key: str, value: object, message: str) -> None:
+    source, _ = small_model(tmp_path, **{key: value})
+    with pytest.raises(NworError, match=f"m.gguf: {key}: {message}"):
+        convert(source, tmp_path / "model", "float32")
+    assert not (tmp_path / "model").exists()
+
+
+def test_sizes_that_say_the_same_are_accepted(tmp_path: Path) -> None:
+    same = {"llama.attention.key_length": 4, "llama.rope.dimension_count": 4}
+    source, _ = small_model(tmp_path, **same)
+    assert convert(source, tmp_path / "model", "float32").is_dir()
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("llama.attention.head_count", "llama.attention.head_count: missing, expected an int"),
+        ("llama.rope.freq_base", "llama.rope.freq_base: missing, expected a float"),
+        ("tokenizer.ggml.pre", "tokenizer.ggml.pre: missing, expected a str"),
+        ("tokenizer.ggml.merges", "tokenizer.ggml.merges: missing, expected a list"),
+        ("tokenizer.ggml.unknown_token_id", "unknown_token_id: missing, expected an int"),
+        ("blk.1.ffn_up.weight", "1 of 20 tensors are missing: blk.1.ffn_up.weight"),
+    ],
+)
+def test_what_is_missing_is_named(tmp_path: Path, name: str, message: str) -> None:
+    source, _ = small_model(tmp_path, without=name)
+    with pytest.raises(NworError, match=f"m.gguf: .*{message}"):
+        convert(source, tmp_path / "model", "float32")
+    assert not (tmp_path / "model").exists()
+
+
+def test_the_command_ends_with_one_line() -> None:
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-m", "nwor_specpv.models.smollm2", "float64"],
+        capture_output=True,
+        text=True,
+    )
+    expected = "dtype: got 'float64', expected one of float32, float16, bfloat16"
+    assert (done.returncode, done.stderr) == (2, f"nwor-specpv: {expected}\n")
+
+
+def test_the_command_prints_the_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source, _ = small_model(tmp_path)
+    module = sys.modules[smollm2.__module__]
+    monkeypatch.setattr(module, "_installed_weights", lambda: source)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    assert module.main(["bfloat16"]) == 0
+    folder_path = tmp_path / "cache" / "nwor_specpv" / "smollm2-135m-instruct-bfloat16"
+    assert capsys.readouterr().out == f"{folder_path}\n"
+    assert folder_path.is_dir()
 
 
 def test_a_failed_conversion_leaves_nothing(tmp_path: Path) -> None:
