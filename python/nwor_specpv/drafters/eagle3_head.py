@@ -12,11 +12,14 @@ on alone. Embedding and output matrix are the target's own.
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch.nn.functional import linear, rms_norm, silu
@@ -39,6 +42,25 @@ class HeadShape:
     window: int  # entries that an entry attends to at most
     rope_theta: float
     norm_epsilon: float
+
+    def __post_init__(self) -> None:
+        def require(name: str, right: bool, expected: str) -> None:
+            if not right:
+                raise NworError(f"{name}: got {getattr(self, name)!r}, expected {expected}")
+
+        for name in ("hidden", "intermediate", "num_heads", "num_kv_heads", "head_dim"):
+            require(name, _whole(getattr(self, name), 1), "a whole number, 1 or more")
+        for name in ("target_vocabulary", "window"):
+            require(name, _whole(getattr(self, name), 1), "a whole number, 1 or more")
+        multiple = f"a multiple of num_kv_heads, which is {self.num_kv_heads}"
+        require("num_heads", self.num_heads % self.num_kv_heads == 0, multiple)
+        require("head_dim", self.head_dim % 2 == 0, "an even number")
+        right = bool(self.feature_layers) and all(_whole(i, 0) for i in self.feature_layers)
+        require("feature_layers", right, "one layer or more, each a whole number, 0 or more")
+        for name in ("rope_theta", "norm_epsilon"):
+            value = getattr(self, name)
+            right = isinstance(value, int | float) and not isinstance(value, bool)
+            require(name, right and 0 < value < math.inf, "a finite number above 0")
 
     @property
     def query_size(self) -> int:
@@ -78,17 +100,22 @@ class Eagle3Head:
             got = tuple(weights[name].shape) if name in weights else None
             if got != size:
                 raise NworError(f"weight {name}: got sizes {got}, expected {size}")
+            _require_finite(name, weights[name])
         self.shape, self.weights = shape, dict(weights)
         self.linear = linear  # a drafter with few rows has a faster one
-        self.draft_to_target = draft_to_target  # [draft vocabulary], the most frequent first
+        # [draft vocabulary], the most frequent first
+        self.draft_to_target = _checked_ids(draft_to_target, shape.target_vocabulary)
 
     @property
     def num_parameters(self) -> int:
         return sum(weight.numel() for weight in self.weights.values())
 
     def to(self, dtype: torch.dtype, device: torch.device | str | None = None) -> Eagle3Head:
-        weights = {name: weight.to(device, dtype) for name, weight in self.weights.items()}
-        return Eagle3Head(self.shape, weights, self.draft_to_target.to(device))
+        # Not checked again: training does this at every update, and would wait for the device.
+        made = copy.copy(self)
+        made.weights = {name: weight.to(device, dtype) for name, weight in self.weights.items()}
+        made.draft_to_target = self.draft_to_target.to(device)
+        return made
 
     def fuse(self, features: torch.Tensor) -> torch.Tensor:
         """[.., layers * hidden] of the target -> [.., hidden]."""
@@ -142,13 +169,49 @@ class Eagle3Head:
             fields = json.loads(metadata["eagle3"])
             fields["feature_layers"] = tuple(fields["feature_layers"])
             shape = HeadShape(**fields)
-            draft_to_target = tensors.pop("draft_to_target").to(torch.int64)
+            return cls(shape, tensors, tensors.pop("draft_to_target"))
         except (KeyError, TypeError, ValueError) as error:
             raise NworError(f"{path}: not an EAGLE3 head: {error}") from None
-        return cls(shape, tensors, draft_to_target)
 
     def _norm(self, values: torch.Tensor, weight: torch.Tensor | None) -> torch.Tensor:
         return rms_norm(values, values.shape[-1:], weight, self.shape.norm_epsilon)
+
+
+def _whole(value: Any, least: int) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= least
+
+
+def _require_finite(name: str, weight: torch.Tensor) -> None:
+    finite = weight.isfinite()
+    if not bool(finite.all()):
+        wrong = int((~finite).sum())
+        raise NworError(
+            f"weight {name}: got {wrong} of {weight.numel()} that are no finite numbers, "
+            "expected none"
+        )
+
+
+def _checked_ids(ids: torch.Tensor, vocabulary: int) -> torch.Tensor:
+    """As int64, whatever they were saved in: torch would take uint8 for a mask."""
+    if not isinstance(ids, torch.Tensor):
+        raise NworError(f"draft_to_target: got {type(ids).__name__}, expected a tensor")
+    if ids.dtype == torch.bool or ids.is_floating_point() or ids.is_complex():
+        raise NworError(f"draft_to_target: got {ids.dtype}, expected whole numbers")
+    if ids.dim() != 1 or not len(ids):
+        got = list(ids.shape)
+        raise NworError(f"draft_to_target: got sizes {got}, expected [draft vocabulary], not empty")
+    ids = ids.to(torch.int64)
+    low, high = int(ids.min()), int(ids.max())
+    if low < 0 or high >= vocabulary:
+        raise NworError(
+            f"draft_to_target: got ids from {low} to {high}, expected 0 to {vocabulary - 1}"
+        )
+    tokens = len(ids.unique())
+    if tokens != len(ids):
+        raise NworError(
+            f"draft_to_target: got {len(ids)} ids of {tokens} tokens, expected every token once"
+        )
+    return ids
 
 
 def rotation(num_positions: int, head_dim: int, theta: float) -> tuple[torch.Tensor, torch.Tensor]:

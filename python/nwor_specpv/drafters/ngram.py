@@ -46,10 +46,11 @@ class NgramDrafter(Drafter):
     ) -> None:
         del features
         text, tokens = self._text(request), list(tokens)
-        prompt = self._prompts.pop(request, None)
-        if prompt is not None and tokens:
-            tokens = _after_prompt(prompt, tokens)
-        text.append(tokens)
+        if not tokens:
+            return
+        prompt = self._prompts.get(request)
+        text.append(tokens if prompt is None else _after_prompt(prompt, tokens))
+        self._prompts.pop(request, None)  # only now: tokens may have been refused
 
     def retract(self, request: Hashable, num_tokens: int) -> bool:
         text = self._text(request)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import json
 import math
 import os
 import warnings
@@ -15,6 +17,7 @@ from nwor_specpv import NworError
 from nwor_specpv.drafters import TreeConfig, eagle3, make_drafter
 from nwor_specpv.drafters.eagle3 import SHIPPED, Eagle3Drafter
 from nwor_specpv.drafters.eagle3_head import Eagle3Head, HeadShape
+from nwor_specpv.models import safetensors
 
 SEED = int(os.environ.get("NWOR_TEST_SEED", torch.seed() % 2**31))
 VOCABULARY, HIDDEN = 90, 16
@@ -274,6 +277,97 @@ def test_wrong_use_says_what_was_expected(tmp_path: Path) -> None:
     weights = dict(head.weights) | {"down": torch.zeros(2, 2)}
     with pytest.raises(NworError, match=r"weight down: got sizes \(2, 2\), expected \(16, 24\)"):
         Eagle3Head(head.shape, weights, head.draft_to_target)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"window": 0}, "window: got 0, expected a whole number, 1 or more"),
+        ({"window": -5}, "window: got -5, expected a whole number, 1 or more"),
+        ({"window": "16"}, "window: got '16', expected a whole number, 1 or more"),
+        ({"window": True}, "window: got True, expected a whole number, 1 or more"),
+        ({"hidden": 16.0}, "hidden: got 16.0, expected a whole number, 1 or more"),
+        ({"intermediate": 0}, "intermediate: got 0, expected a whole number, 1 or more"),
+        ({"num_heads": 0}, "num_heads: got 0, expected a whole number, 1 or more"),
+        ({"num_kv_heads": 0}, "num_kv_heads: got 0, expected a whole number, 1 or more"),
+        ({"target_vocabulary": None}, "target_vocabulary: got None, expected a whole number"),
+        ({"num_heads": 3}, "num_heads: got 3, expected a multiple of num_kv_heads, which is 2"),
+        ({"head_dim": 7}, "head_dim: got 7, expected an even number"),
+        ({"feature_layers": ()}, r"feature_layers: got \(\), expected one layer or more"),
+        ({"feature_layers": (-1, 0, 1)}, r"feature_layers: got \(-1, 0, 1\), expected"),
+        ({"feature_layers": ("0", "1")}, r"feature_layers: got \('0', '1'\), expected"),
+        ({"rope_theta": math.nan}, "rope_theta: got nan, expected a finite number above 0"),
+        ({"rope_theta": math.inf}, "rope_theta: got inf, expected a finite number above 0"),
+        ({"rope_theta": 0}, "rope_theta: got 0, expected a finite number above 0"),
+        ({"rope_theta": "1e4"}, "rope_theta: got '1e4', expected a finite number above 0"),
+        ({"norm_epsilon": -1.0}, "norm_epsilon: got -1.0, expected a finite number above 0"),
+        ({"norm_epsilon": True}, "norm_epsilon: got True, expected a finite number above 0"),
+    ],
+)
+def test_a_shape_that_cannot_be_is_refused(
+    tmp_path: Path, wrong: dict[str, object], message: str
+) -> None:
+    head = make_head()
+    with pytest.raises(NworError, match=f"^{message}"):
+        dataclasses.replace(head.shape, **wrong)
+    fields = json.dumps(dataclasses.asdict(head.shape) | wrong)
+    tensors = {**head.weights, "draft_to_target": head.draft_to_target}
+    safetensors.save(tmp_path / "head.safetensors", tensors, {"eagle3": fields})
+    with pytest.raises(NworError, match=f"head.safetensors: not an EAGLE3 head: {message}"):
+        Eagle3Head.load(tmp_path / "head.safetensors")
+
+
+def test_bases_and_epsilons_may_be_whole_numbers() -> None:
+    assert dataclasses.replace(make_head().shape, rope_theta=10000).rope_theta == 10000
+
+
+@pytest.mark.parametrize(
+    ("ids", "message"),
+    [
+        (torch.arange(4) - 1, "got ids from -1 to 2, expected 0 to 89"),
+        (torch.arange(4) + VOCABULARY - 3, "got ids from 87 to 90, expected 0 to 89"),
+        (torch.arange(4) * 0.5, "got torch.float32, expected whole numbers"),
+        (torch.ones(4, dtype=torch.bool), "got torch.bool, expected whole numbers"),
+        (torch.tensor([3, 1, 3, 3]), "got 4 ids of 2 tokens, expected every token once"),
+        (torch.arange(4).view(2, 2), r"got sizes \[2, 2\], expected \[draft vocabulary\]"),
+        (torch.tensor(1), r"got sizes \[\], expected \[draft vocabulary\]"),
+        (torch.arange(0), r"got sizes \[0\], expected \[draft vocabulary\]"),
+        ([0, 1], "got list, expected a tensor"),
+    ],
+)
+def test_a_draft_vocabulary_that_cannot_be_is_refused(ids: torch.Tensor, message: str) -> None:
+    head = make_head()
+    with pytest.raises(NworError, match=f"^draft_to_target: {message}"):
+        Eagle3Head(head.shape, head.weights, ids)
+
+
+@pytest.mark.parametrize("ids", [torch.arange(4) - 1, torch.arange(4) * 0.5])
+def test_a_file_with_a_wrong_draft_vocabulary_is_refused(tmp_path: Path, ids: torch.Tensor) -> None:
+    head, path = make_head(), tmp_path / "head.safetensors"
+    fields = json.dumps(dataclasses.asdict(head.shape))
+    safetensors.save(path, {**head.weights, "draft_to_target": ids}, {"eagle3": fields})
+    with pytest.raises(NworError, match=r"head\.safetensors: .*draft_to_target: got "):
+        Eagle3Head.load(path)
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int16, torch.int32])
+def test_draft_vocabularies_of_any_integer_type_are_read_the_same(dtype: torch.dtype) -> None:
+    head = make_head()
+    again = Eagle3Head(head.shape, head.weights, head.draft_to_target.to(dtype))
+    assert again.draft_to_target.dtype == torch.int64
+    assert torch.equal(again.draft_to_target, head.draft_to_target)
+
+
+@pytest.mark.parametrize("wrong", [math.nan, math.inf, -math.inf])
+def test_weights_that_are_no_numbers_are_refused(tmp_path: Path, wrong: float) -> None:
+    head, path = make_head(), tmp_path / "head.safetensors"
+    head.weights["fuse"][0, :2] = wrong
+    message = "weight fuse: got 2 of 768 that are no finite numbers, expected none"
+    with pytest.raises(NworError, match=f"^{message}"):
+        Eagle3Head(head.shape, head.weights, head.draft_to_target)
+    head.save(path)
+    with pytest.raises(NworError, match=rf"head\.safetensors: .*{message}"):
+        Eagle3Head.load(path)
 
 
 def test_the_shipped_head_is_small_and_fits_its_model() -> None:

@@ -99,6 +99,26 @@ def test_requests_do_not_see_each_other() -> None:
     assert drafter.draft(["c"], TreeConfig(2, 1, 1))[0].tokens == [7, 5]
 
 
+def test_nothing_observed_leaves_the_prompt_known() -> None:
+    drafter = NgramDrafter(min_tokens=1)
+    drafter.begin("x", [1, 2, 3, 4])
+    drafter.observe("x", [], None)
+    drafter.observe("x", [2, 3, 4, 1], None)
+    assert drafter.draft(["x"], TreeConfig(9, 8, 4))[0].tokens == [1, 2, 3, 4, 1, 2, 3, 4, 1]
+    assert drafter.retract("x", 5)  # the prompt and one token
+    assert not drafter.retract("x", 1)
+
+
+def test_tokens_that_were_refused_are_refused_again() -> None:
+    drafter = NgramDrafter(min_tokens=1)
+    drafter.begin("x", [1, 2, 3])
+    for _ in range(2):
+        with pytest.raises(NworError, match="after the prompt, expected its own tokens"):
+            drafter.observe("x", [7, 7, 4], None)
+    drafter.observe("x", [2, 3, 1], None)
+    assert drafter.draft(["x"], TreeConfig(3, 2, 1))[0].tokens == [1, 2, 3]
+
+
 def test_wrong_use_says_what_was_expected() -> None:
     with pytest.raises(NworError, match="min_tokens: got 5, expected 1 to max_tokens, which is 3"):
         NgramDrafter(5, 3)
