@@ -169,6 +169,9 @@ def main() -> int:
     # Several processes share the cores, and OpenMP threads that wait for one another would spin.
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cores() // workers())))
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+    # Servers of tests are on loopback, where no proxy of the web leads.
+    kept = [name for name in (os.environ.get("no_proxy"), os.environ.get("NO_PROXY")) if name]
+    os.environ["no_proxy"] = ",".join([*kept, "127.0.0.1", "::1", "localhost"])
 
     start = time.monotonic()
     if options.vllm:

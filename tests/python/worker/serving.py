@@ -18,6 +18,7 @@ from stories.decoding import decode_plain, draft_by_ngrams
 
 # Of anything that ends by itself; a machine may be slow.
 PATIENCE_S = 300.0
+NO_PROXY = (("grpc.enable_http_proxy", 0),)  # one that the environment names is for the web
 
 MODEL = TinyModel()
 PROMPT = Tokenizer().encode("Once upon a time, there was a little girl")

@@ -21,12 +21,23 @@ from nwor_specpv import (
 from nwor_specpv.worker import Client, Limits, WorkerError, server
 from nwor_specpv.worker.rpc import grpc, messages, stubs
 from session.tiny_server import page_bytes
-from worker.serving import LENGTH, MODEL, PATIENCE_S, PLAIN, PROMPT, Calls, decode, serving, until
+from worker.serving import (
+    LENGTH,
+    MODEL,
+    NO_PROXY,
+    PATIENCE_S,
+    PLAIN,
+    PROMPT,
+    Calls,
+    decode,
+    serving,
+    until,
+)
 
 
 def status(address: str, call: str, request: object) -> tuple[str, str]:
     """As any gRPC client sees it."""
-    with grpc.insecure_channel(address) as channel:
+    with grpc.insecure_channel(address, NO_PROXY) as channel:
         with pytest.raises(grpc.RpcError) as raised:
             stubs(channel)[call](request, timeout=PATIENCE_S)
         return raised.value.code().name, raised.value.details()

@@ -13,7 +13,7 @@ from nwor_specpv import NworError, UnknownSessionError, __version__
 from nwor_specpv.worker import Client, Limits, Server, WorkerError
 from nwor_specpv.worker.address import check_address
 from nwor_specpv.worker.rpc import grpc, messages, stubs
-from worker.serving import MODEL, PATIENCE_S, PLAIN, PROMPT, Calls, Target, serving, until
+from worker.serving import MODEL, NO_PROXY, PATIENCE_S, PLAIN, PROMPT, Calls, Target, serving, until
 
 
 def test_ping_tells_what_there_is() -> None:
@@ -29,7 +29,7 @@ def test_ping_tells_what_there_is() -> None:
 
 
 def test_a_call_that_is_cancelled_before_its_turn_is_left_out() -> None:
-    with serving() as worker, grpc.insecure_channel(worker.server.address) as channel:
+    with serving() as worker, grpc.insecure_channel(worker.server.address, NO_PROXY) as channel:
         worker.target.gate.clear()
         busy = Calls(lambda: worker.client.session("busy").verify(None, PROMPT))
         assert worker.target.entered.wait(PATIENCE_S)
