@@ -247,7 +247,7 @@ def test_no_coin_decides_twice(monkeypatch: pytest.MonkeyPatch) -> None:
     tree = TreeConfig(rows=16, depth=6, top_k=3)
     for seed in range(0, 4000, 1000):
         log.used.clear()
-        prompt = [rng.randrange(10) for _ in range(150)]
+        prompt = [rng.randrange(1, 10) for _ in range(150)]
         generator.generate(prompt, 120, temperature=0.3, top_k=3, seed=seed, tree=tree)
         used = Counter(coin for step in log.used for coin in step)
         assert max(used.values()) == 1, [coin for coin, times in used.items() if times > 1]
