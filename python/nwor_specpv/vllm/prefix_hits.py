@@ -14,13 +14,10 @@ In both the question follows the plan within one call of `execute_model`.
 
 from __future__ import annotations
 
-import functools
-import importlib
 from collections.abc import Callable
 from typing import Any
 
-from . import compat
-from .runner_hooks import MARK, wrap
+from .runner_hooks import replace, wrap
 
 V1 = "vllm.v1.worker.gpu_model_runner"
 V2 = "vllm.v1.worker.gpu.model_runner"
@@ -76,25 +73,12 @@ def install() -> str | None:
 
 def _answer_no(module: str, path: str, parameters: tuple[str, ...], no: Any) -> str | None:
     """Has the function answer `no` for a step with hits, unless the caller forces an answer."""
-    try:
-        holder: Any = importlib.import_module(module)
-        *owners, name = path.split(".")
-        for owner in owners:
-            holder = getattr(holder, owner)
-        original: Callable[..., Any] = getattr(holder, name)
-    except (ImportError, AttributeError) as error:
-        return f"{module}.{path} is not there: {error}"
-    if getattr(original, MARK, False):
-        return None
-    problem = compat.signature_problem(original, parameters)
-    if problem is not None:
-        return problem
 
-    @functools.wraps(original)
-    def wrapper(*args: Any, **kwargs: Any) -> Any:
-        forced = kwargs.get("force_uniform_decode") is not None or len(args) > 4
-        return no if not forced and _Plan.take() else original(*args, **kwargs)
+    def answering(original: Callable[..., Any]) -> Callable[..., Any]:
+        def wrapper(*args: Any, **kwargs: Any) -> Any:
+            forced = kwargs.get("force_uniform_decode") is not None or len(args) > 4
+            return no if not forced and _Plan.take() else original(*args, **kwargs)
 
-    setattr(wrapper, MARK, True)
-    setattr(holder, name, staticmethod(wrapper) if owners else wrapper)
-    return None
+        return wrapper
+
+    return replace(module, path, parameters, answering)

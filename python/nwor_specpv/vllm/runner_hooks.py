@@ -110,26 +110,41 @@ def wrap(
     after: bool = False,
 ) -> str | None:
     """Has `own` called with what the method gets, before it or `after` it."""
+
+    def around(original: Callable[..., Any]) -> Callable[..., Any]:
+        def wrapper(self: Any, *args: Any, **kwargs: Any) -> Any:
+            if not after:
+                own(self, *args, **kwargs)
+            found = original(self, *args, **kwargs)
+            if after:
+                own(self, *args, **kwargs)
+            return found
+
+        return wrapper
+
+    return replace(module, f"{owner}.{method}", parameters, around)
+
+
+def replace(
+    module: str,
+    path: str,
+    parameters: tuple[str, ...],
+    make: Callable[[Callable[..., Any]], Any],
+) -> str | None:
+    """Puts what `make` returns for it in a function's or method's place, once."""
+    *owners, name = path.split(".")
     try:
-        holder = getattr(importlib.import_module(module), owner)
-        original = getattr(holder, method)
+        holder: Any = functools.reduce(getattr, owners, importlib.import_module(module))
+        original = getattr(holder, name)
     except (ImportError, AttributeError) as error:
-        return f"{module}.{owner}.{method} is not there: {error}"
+        return f"{module}.{path} is not there: {error}"
     if getattr(original, MARK, False):
         return None
     problem = compat.signature_problem(original, parameters)
     if problem is not None:
         return problem
-
-    @functools.wraps(original)
-    def wrapper(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if not after:
-            own(self, *args, **kwargs)
-        found = original(self, *args, **kwargs)
-        if after:
-            own(self, *args, **kwargs)
-        return found
-
-    setattr(wrapper, MARK, True)
-    setattr(holder, method, wrapper)
+    made = functools.wraps(original)(make(original))
+    setattr(made, MARK, True)
+    is_static = isinstance(vars(holder).get(name), staticmethod)
+    setattr(holder, name, staticmethod(made) if is_static else made)
     return None

@@ -10,6 +10,7 @@ if(NOT NWOR_SANITIZE)
     "${PROJECT_SOURCE_DIR}/csrc/metrics/counters.cpp"
     "${PROJECT_SOURCE_DIR}/csrc/parallel.cpp"
     "${PROJECT_SOURCE_DIR}/csrc/profiling.cpp"
+    "${CMAKE_CURRENT_LIST_DIR}/session_room_test.cpp"
     "${CMAKE_CURRENT_LIST_DIR}/session_store_test.cpp"
     "${CMAKE_CURRENT_LIST_DIR}/session_threads_test.cpp")
   target_include_directories(session_thread_sanitizer_test PRIVATE
