@@ -182,11 +182,11 @@ def write_config(folder: Path, config: dict) -> Path:
     return folder
 
 
-def eagle3(folder: Path, nwor: dict, **options: object):
+def eagle3(folder: Path, nwor: dict, *, drafts: int = 4, **options: object):
     speculation = {
         "method": "eagle3",
         "model": str(dummy_head(folder)),
-        "num_speculative_tokens": 4,
+        "num_speculative_tokens": drafts,
         "rejection_sample_method": "synthetic",
         "synthetic_acceptance_length": 3.0,
     }
@@ -209,6 +209,26 @@ def test_v2_keeps_the_contract(tmp_path: Path) -> None:
     drive(llm, dummy_prompts(), greedy(40), arrivals=[0, 1, 3, 3, 7, 12])
     check_books(graphs=False)
     assert not hasattr(own_engine().runner, "input_batch"), "the V1 runner was used"
+
+
+@pytest.mark.parametrize("runner", ["v1", "v2"])
+def test_a_block_that_is_hit_in_the_step_that_fills_it(tmp_path: Path, runner: str) -> None:
+    """Every request of the step has a verify step's rows, for which there is a full graph."""
+    text = [3 + 7 * place % 500 for place in range(48)]
+    prompts = [text[:16], text[:32], text]
+    runs = []
+    for nwor in (DIRECT, STRICT):
+        if runner == "v1":
+            speculation = NGRAM | {"num_speculative_tokens": 15}
+            llm = stories_on_gpu(nwor, speculation=speculation, **GRAPHS)
+        else:
+            llm = eagle3(tmp_path, nwor, drafts=15, **GRAPHS)
+        story = drive(llm, prompts, greedy(60), arrivals=[0, 8, 8])
+        assert (story.cached["1"], story.cached["2"]) == (16, 32)
+        assert hasattr(own_engine().runner, "input_batch") is (runner == "v1")
+        runs.append(story.tokens)
+    check_books(graphs=True)
+    assert runs[0] == runs[1]
 
 
 def test_a_float8_cache_is_staged(tmp_path: Path) -> None:

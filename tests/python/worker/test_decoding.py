@@ -12,6 +12,7 @@ from nwor_specpv.models import stories
 from nwor_specpv.transformers import Generator, load_model
 from nwor_specpv.transformers.sessions import SessionTarget
 from nwor_specpv.worker import Client, Limits, Server
+from specpv.contexts import DEVICES
 from stories.decoding import decode_plain
 from worker.serving import (
     LENGTH,
@@ -175,11 +176,12 @@ def story_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return stories(progress=lambda *_: None, destination=tmp_path_factory.mktemp("m") / "stories")
 
 
+@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("branches", [1, 3])
 def test_a_model_of_transformers_decodes_as_its_generator(
-    story_folder: Path, branches: int
+    story_folder: Path, device: str, branches: int
 ) -> None:
-    model, _ = load_model(story_folder)
+    model, _ = load_model(story_folder, "float32", device)
     expected = Generator(model, drafter="ngram").generate(PROMPT, LENGTH, eos_token_id=-1)
     target = SessionTarget(model, cache_tokens=1024)
     server = Server(
