@@ -37,6 +37,7 @@ DEFAULT_PATHS = [f"tests/python/{name}" for name in ("attention", "kv_intercepto
 DEFAULT_TESTS = "cuda or graph or captured or kernels or torch_ops"
 # torch's caching would hide accesses beyond a tensor, but graphs cannot be captured without it.
 _CAPTURES = re.compile(r"graph|captur|bench")
+_BARRIERS = ("--num-cuda-barriers", "65536", "--force-synchronization-limit", "16")
 _NO_CACHE = {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
 _FOUND = re.compile(r"(?:ERROR SUMMARY: (\d+) error|RACECHECK SUMMARY: (\d+) hazard)")
 _VERDICT = re.compile(r"^(\S+::.*?) (PASSED|FAILED|ERROR|SKIPPED|XFAIL)", re.MULTILINE)
@@ -66,7 +67,10 @@ class Shard:
         if self.check in SANITIZERS:
             command = [
                 *("compute-sanitizer", "--tool", self.check, "--kernel-name", "kns=nwor"),
-                *(("--num-cuda-barriers", "65536") if self.check == "synccheck" else ()),
+                # To know the host's stack it keeps frames of Python, and with them their objects.
+                *("--show-backtrace", "device"),
+                # It has memory for so many barriers of every launch that nobody has waited for.
+                *(_BARRIERS if self.check == "synccheck" else ()),
                 *("--print-limit", "10000", "--error-exitcode", "9", *command),
             ]
         self.output = self.log.open("w")
