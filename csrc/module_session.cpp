@@ -13,6 +13,7 @@
 #include <vector>
 
 #include "module.h"
+#include "module_collected.h"
 #include "session/chunked_verify.h"
 #include "session/session_error.h"
 #include "session/session_store.h"
@@ -405,41 +406,20 @@ class PythonStore : public SessionStore {
       : SessionStore(std::move(config), interceptor, MakeForward(forward), MakeAcceptor(accept)),
         functions_{std::move(forward), std::move(accept), std::move(clock)} {}
 
-  static void SetUpType(PyHeapTypeObject* heap_type) {
-    PyTypeObject* const type = &heap_type->ht_type;
-    type->tp_flags |= Py_TPFLAGS_HAVE_GC;
-    type->tp_traverse = Traverse;
-    type->tp_clear = Clear;
-  }
-
- private:
-  // Null as long as __init__ has not run, or when it failed.
-  static PythonStore* Of(PyObject* self) {
-    auto* const instance = reinterpret_cast<py::detail::instance*>(self);
-    if (!instance->get_value_and_holder().holder_constructed()) return nullptr;
-    return py::handle(self).cast<PythonStore*>();
-  }
-
-  static int Traverse(PyObject* self, visitproc visit, void* arg) {
-    Py_VISIT(Py_TYPE(self));
-    const PythonStore* const store = Of(self);
-    if (store == nullptr) return 0;
-    for (const HeldFunction& function : store->functions_) {
+  int VisitHeld(visitproc visit, void* arg) const {
+    for (const HeldFunction& function : functions_) {
       if (function == nullptr) continue;
       if (const int stop = function->Visit(visit, arg)) return stop;
     }
     return 0;
   }
-
-  static int Clear(PyObject* self) {
-    const PythonStore* const store = Of(self);
-    if (store == nullptr) return 0;
-    for (const HeldFunction& function : store->functions_) {
+  void LetGo() {
+    for (const HeldFunction& function : functions_) {
       if (function != nullptr) function->Clear();
     }
-    return 0;
   }
 
+ private:
   const std::array<HeldFunction, 3> functions_;
 };
 
@@ -454,7 +434,7 @@ void BindStore(py::module_& m) {
 
   const auto released = py::call_guard<py::gil_scoped_release>();
   py::class_<PythonStore>(
-      m, "SessionStore", py::custom_type_setup(&PythonStore::SetUpType),
+      m, "SessionStore", Collected<PythonStore>::Setup(),
       "The cache state of sequences, kept across rounds, so that a remote drafter sends\n"
       "only what is new.\n"
       "\n"

@@ -10,6 +10,7 @@
 #include "check.h"
 #include "metrics/counters.h"
 #include "module.h"
+#include "module_collected.h"
 #include "specpv/config.h"
 #include "specpv/partial_cache.h"
 #include "specpv/partial_store.h"
@@ -184,12 +185,11 @@ class PythonPolicy : public VerifyPolicy {
   PythonPolicy(const SpecPVConfig& config, py::object callback)
       : PythonPolicy(config, std::make_shared<py::object>(std::move(callback))) {}
 
-  static void SetUpType(PyHeapTypeObject* heap_type) {
-    PyTypeObject* const type = &heap_type->ht_type;
-    type->tp_flags |= Py_TPFLAGS_HAVE_GC;
-    type->tp_traverse = Traverse;
-    type->tp_clear = Clear;
+  int VisitHeld(visitproc visit, void* arg) const {
+    Py_VISIT(callback_->ptr());
+    return 0;
   }
+  void LetGo() { *callback_ = py::object(); }
 
  private:
   using HeldCallback = std::shared_ptr<py::object>;  // by the policy's function too
@@ -208,24 +208,6 @@ class PythonPolicy : public VerifyPolicy {
       // The cache as Python knows it, whatever class it has there.
       return callback(py::cast(&cache, py::return_value_policy::reference)).cast<bool>();
     };
-  }
-
-  // Null as long as __init__ has not run, or when it failed.
-  static PythonPolicy* Of(PyObject* self) {
-    auto* const instance = reinterpret_cast<py::detail::instance*>(self);
-    if (!instance->get_value_and_holder().holder_constructed()) return nullptr;
-    return py::handle(self).cast<PythonPolicy*>();
-  }
-
-  static int Traverse(PyObject* self, visitproc visit, void* arg) {
-    Py_VISIT(Py_TYPE(self));
-    if (const PythonPolicy* const policy = Of(self)) Py_VISIT(policy->callback_->ptr());
-    return 0;
-  }
-
-  static int Clear(PyObject* self) {
-    if (const PythonPolicy* const policy = Of(self)) *policy->callback_ = py::object();
-    return 0;
   }
 
   const HeldCallback callback_;
@@ -348,7 +330,7 @@ void BindSteps(py::module_& m) {
           "Tokens [begin, end) of sink, candidates, window and tail.");
 
   py::class_<PythonPolicy>(
-      m, "VerifyPolicy", py::custom_type_setup(&PythonPolicy::SetUpType),
+      m, "VerifyPolicy", Collected<PythonPolicy>::Setup(),
       "Decides how the next step of a request verifies its tree: full, full with a\n"
       "refresh, or partial.")
       .def(py::init<const SpecPVConfig&, py::object>(), py::arg("config"),
