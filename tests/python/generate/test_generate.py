@@ -5,26 +5,17 @@ from __future__ import annotations
 import copy
 import json
 import random
-import weakref
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from transformers import CONFIG_MAPPING, AutoModelForCausalLM, LlamaConfig, PreTrainedModel
 
-from generate.tiny_models import FAMILIES, SIZES, Oracle, decode_plainly, random_prompt, tiny
+from generate.tiny_models import FAMILIES, TREES, Oracle, decode_plainly, random_prompt, tiny
 from nwor_specpv import NworConfig, NworError
 from nwor_specpv.drafters import TreeConfig
 from nwor_specpv.transformers import Generator, runner
 from nwor_specpv.transformers.round import Round
 from specpv.contexts import seeded
-
-TREES = {
-    "chain": TreeConfig(rows=5, depth=4, top_k=1),
-    "tree": TreeConfig(rows=14, depth=4, top_k=3),
-    "chosen": TreeConfig(),
-}
 
 
 def make(rng: random.Random, family: str = "llama", count: int = 3, **options):
@@ -39,142 +30,19 @@ def make(rng: random.Random, family: str = "llama", count: int = 3, **options):
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("tree", TREES)
+@pytest.mark.parametrize("tree", [*TREES, "chosen"])
 def test_every_family_decodes_as_transformers_does(family: str, tree: str) -> None:
     rng = seeded()
     generator, prompts, truths = make(rng, family, feature_layers=(0, 2))
     for prompt, truth in zip(prompts, truths, strict=True):
-        result = generator.generate(prompt, 40, tree=TREES[tree])
+        result = generator.generate(prompt, 40, tree=TREES.get(tree, TreeConfig()))
         assert result.token_ids == truth[:40]
         assert result.finish == "length"
         assert result.stats.violations == []
-    batch = generator.generate(prompts, 40, tree=TREES[tree])
+    batch = generator.generate(prompts, 40, tree=TREES.get(tree, TreeConfig()))
     assert batch.token_ids == [truth[:40] for truth in truths]
     assert batch.stats.violations == []
     assert batch.stats.reused_tokens == sum(len(prompt) - 1 for prompt in prompts)
-
-
-@pytest.mark.parametrize("family", ["cohere2", "granite", "mixtral", "olmo2", "phi3"])
-def test_other_families_with_that_attention_are_run_too(family: str) -> None:
-    rng = seeded()
-    more = {"sliding_window": 24} if family == "cohere2" else {}
-    config = CONFIG_MAPPING[family](**SIZES | more)
-    torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
-    prompt = random_prompt(rng, 30, 60)
-    truth = decode_plainly(model, prompt, 24)
-    drafter = Oracle({tuple(prompt): truth}, rng)
-    generator = Generator(model, drafter=drafter, check_contract=True)
-    result = generator.generate(prompt, 20, eos_token_id=-1, tree=TREES["tree"])
-    assert result.token_ids == truth[:20]
-    assert result.stats.violations == []
-
-
-@pytest.mark.parametrize(
-    ("family", "more"),
-    [
-        ("phimoe", {"num_local_experts": 4}),
-        (
-            "qwen2_moe",
-            {
-                "use_sliding_window": True,
-                "max_window_layers": 2,
-                "num_experts": 4,
-                "moe_intermediate_size": 32,
-                "shared_expert_intermediate_size": 32,
-            },
-        ),
-    ],
-)
-def test_a_window_that_only_the_models_mask_has_is_kept(family: str, more: dict) -> None:
-    """Its layers hand none to attention."""
-    rng = seeded()
-    config = CONFIG_MAPPING[family](**SIZES | more, num_experts_per_tok=2, sliding_window=9)
-    torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
-    prompts = [random_prompt(rng, 30, 60) for _ in range(2)]
-    truths = [decode_plainly(model, prompt, 24) for prompt in prompts]
-    drafter = Oracle({tuple(p): t for p, t in zip(prompts, truths, strict=True)}, rng)
-    generator = Generator(model, drafter=drafter, check_contract=True)
-    result = generator.generate(prompts, 20, eos_token_id=-1, tree=TREES["tree"])
-    assert result.token_ids == [truth[:20] for truth in truths]
-    assert result.stats.violations == []
-
-
-@pytest.mark.parametrize("family", ["llama", "moshi"])
-def test_a_window_that_only_the_models_cache_has_ends_its_context(family: str) -> None:
-    """transformers reads its prompts without, and decodes with what its cache keeps."""
-    rng = seeded()
-    config = CONFIG_MAPPING[family](**SIZES, sliding_window=24)
-    torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
-    prompt = random_prompt(rng, 9, 10)
-    generator = Generator(model, drafter="ngram")
-    truth = decode_plainly(model, prompt, 24 - len(prompt))
-    assert generator.generate(prompt, 24 - len(prompt), eos_token_id=-1).token_ids == truth
-    with pytest.raises(NworError, match=r"expected fewer than 24, the sliding window .* 512"):
-        generator.generate([5] * 24, 1)
-    with pytest.raises(NworError, match=r"expected at most 15: 9 \+ 16 is beyond 24, .* 512"):
-        generator.generate(prompt, 16)
-
-
-def longrope(original: int, *, nested: bool = False) -> PreTrainedModel:
-    """Positions from `original` on turn all of their pass's rows by other angles."""
-    rope = {
-        "rope_type": "longrope",
-        "rope_theta": 10000.0,
-        "factor": 512 / original,
-        "original_max_position_embeddings": original,
-        "short_factor": [1.0] * 8,
-        "long_factor": [1.0, 1.2, 1.5, 2.0, 3.0, 4.0, 5.0, 6.0],
-    }
-    torch.manual_seed(0)
-    if not nested:
-        config = LlamaConfig(**SIZES, rope_parameters=rope)
-    else:
-        kinds = ["full_attention", "sliding_attention", "full_attention"]
-        plain = {"rope_type": "default", "rope_theta": 10000.0}
-        config = CONFIG_MAPPING["gemma3_text"](
-            **SIZES,
-            head_dim=16,
-            layer_types=kinds,
-            sliding_window=24,
-            rope_parameters={"full_attention": rope, "sliding_attention": plain},
-        )
-    return AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
-
-
-@pytest.mark.parametrize("nested", [False, True])
-def test_longrope_is_run_where_its_angles_are_those_of_one_token(nested: bool) -> None:
-    rng = seeded()
-    model = longrope(80, nested=nested)
-    generator = Generator(model, drafter="ngram", prefill_rows=16)
-    prompts = [random_prompt(rng, 20, 30) * 2, random_prompt(rng, 10, 11), [3]]
-    for prompt in prompts:
-        count = 80 - len(prompt)
-        truth = decode_plainly(model, prompt, count)
-        assert generator.generate(prompt, count).token_ids == truth
-    truths = [decode_plainly(model, prompt, 20) for prompt in prompts]
-    assert generator.generate(prompts, 20).token_ids == truths
-    beyond = "80, from which on longrope turns a pass's rows by other angles"
-    with pytest.raises(NworError, match=f"got 80 tokens in prompt 0, .* fewer than {beyond}"):
-        generator.generate([1] * 80, 1)
-    with pytest.raises(NworError, match=rf"at most 1: 79 \+ 2 is beyond {beyond} .*context: 512\)"):
-        generator.generate([1] * 79, 2)
-
-
-def test_dynamic_angles_are_those_of_its_whole_context() -> None:
-    rng = seeded()
-    rope = {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 10000.0}
-    config = LlamaConfig(**SIZES | {"max_position_embeddings": 80}, rope_parameters=rope)
-    torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
-    prompts = [random_prompt(rng, 20, 30) * 2, random_prompt(rng, 10, 11), [3]]
-    generator = Generator(model, drafter="ngram", prefill_rows=16)
-    truths = [decode_plainly(model, prompt, 20) for prompt in prompts]
-    assert generator.generate(prompts, 20).token_ids == truths
-    with pytest.raises(NworError, match="fewer than 80, the context of the model"):
-        generator.generate([1] * 80, 1)
 
 
 def test_drafts_shorten_the_work_and_rejected_ones_touch_nothing() -> None:
@@ -406,100 +274,6 @@ def test_a_cache_that_cannot_grow_fails_one_call_and_not_the_next(
                 generator.generate([[1] * 400] * 8, 9)
         use()
         assert generator.generate([1, 2, 3], 4).token_ids == decode_plainly(model, [1, 2, 3], 4)
-
-
-def test_a_smaller_model_drafts() -> None:
-    rng = seeded()
-    model = tiny()
-    prompts = [random_prompt(rng) for _ in range(2)]
-    truths = [decode_plainly(model, p, 30) for p in prompts]
-    same = Generator(model, drafter="draft_model", draft_model=tiny(), check_contract=True)
-    for prompt, truth in zip(prompts, truths, strict=True):
-        result = same.generate(prompt, 30, tree=TREES["chain"])
-        assert result.token_ids == truth
-        assert result.stats.accepted_lengths[4] >= 5  # it drafts what it would say itself
-    other = Generator(model, drafter="draft_model", draft_model=tiny("qwen2", 1))
-    batch = other.generate(prompts, 30)
-    assert batch.token_ids == truths
-
-
-def test_a_smaller_model_is_loaded_in_the_type_of_the_target(tmp_path: Path) -> None:
-    tiny("qwen2").save_pretrained(tmp_path)
-    model = copy.deepcopy(tiny()).to(torch.bfloat16)
-    generator = Generator(model, drafter="draft_model", draft_model=tmp_path)
-    assert generator.drafter._runner.dtype == torch.bfloat16
-
-
-def test_a_smaller_model_drafts_up_to_the_end_of_its_own_context() -> None:
-    small = tiny("qwen2", max_position_embeddings=24)
-    generator = Generator(tiny(), drafter="draft_model", draft_model=small)
-    drafter, ran = generator.drafter, []
-    run = drafter._run
-    drafter._run = lambda key, prefix, rows: (
-        ran.append(prefix + len(rows)) or run(key, prefix, rows)
-    )
-    for length in (15, 300):
-        prompt = [1 + i % 90 for i in range(length)]
-        result = generator.generate(prompt, 30, tree=TREES["chain"])
-        assert result.token_ids == decode_plainly(tiny(), prompt, 30)
-    assert max(ran) == 24
-
-
-def test_a_smaller_model_drafts_the_same_when_it_is_asked_again() -> None:
-    drafter = Generator(tiny(), drafter="draft_model", draft_model=tiny("qwen2")).drafter
-    drafter.begin("request", [5, 6, 7])
-    drafter.observe("request", [6, 7, 8], None)
-    trees = [drafter.draft(["request"], TREES["chain"])[0].tokens for _ in range(2)]
-    assert trees[0] == trees[1]
-    assert len(trees[0]) == 5
-
-
-def test_the_cache_of_a_smaller_model_grows_a_few_times_only(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Every time it grows, all that it holds is run again."""
-    context, only_roots = 12000, TreeConfig(rows=1, depth=4)
-    made, paged = [], runner.PagedCache
-
-    def make_cache(*arguments: object, **options: object) -> object:
-        assert all(cache() is None for cache in made)  # the memory of the old one first
-        cache = paged(*arguments, **options)
-        made.append(weakref.ref(cache))
-        return cache
-
-    small = tiny("qwen2", max_position_embeddings=context)
-    drafter = Generator(tiny(), drafter="draft_model", draft_model=small).drafter
-    monkeypatch.setattr(runner, "PagedCache", make_cache)
-    requests = ["one", "two"]
-    for request in requests:
-        drafter.begin(request, [1])
-    for length in range(65, 14000, 64):
-        for request in requests:
-            drafter.observe(request, [1] * 64, None)
-        drafter.draft(requests, only_roots)
-        capacity = drafter._runner.cache.capacity
-        assert capacity >= len(requests) * min(length, context)
-    assert len(made) <= 6
-    assert capacity <= len(requests) * (context + 2 * drafter._runner.page_size)
-
-
-def test_a_smaller_model_that_was_interrupted_drafts_again(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    drafter = Generator(tiny(), drafter="draft_model", draft_model=tiny("qwen2")).drafter
-    for request in ("first", "second"):
-        drafter.begin(request, [5, 6, 7])
-        drafter.observe(request, [6, 7, 8], None)
-    expected = drafter.draft(["first"], TREES["chain"])[0].tokens
-    for place in ("tree_logits", "commit", "_step"):
-        with monkeypatch.context() as patched:
-            patched.setattr(Round, place, interrupted)
-            with pytest.raises(KeyboardInterrupt):
-                drafter.draft(["second"], TREES["chain"])
-        assert drafter.draft(["second"], TREES["chain"])[0].tokens == expected
-        drafter.end("second")
-        drafter.begin("second", [5, 6, 7])
-        drafter.observe("second", [6, 7, 8], None)
 
 
 def interrupted(*_: object, **__: object) -> None:

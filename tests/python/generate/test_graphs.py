@@ -13,7 +13,7 @@ import torch
 
 from attention.steps import Shape, make_step
 from generate.test_specpv_modes import configured
-from generate.tiny_models import Oracle, decode_plainly, random_prompt, tiny
+from generate.tiny_models import TREES, Oracle, decode_plainly, random_prompt, tiny
 from nwor_specpv import Interceptor, NworConfig, SlotAllocator
 from nwor_specpv.drafters import TreeConfig
 from nwor_specpv.transformers import Generator
@@ -22,10 +22,6 @@ from nwor_specpv.transformers.graphs import StepGraphs
 from nwor_specpv.transformers.paged import _BlockTables
 from specpv.contexts import DEVICES, seeded
 
-TREES = {
-    "chain": TreeConfig(rows=5, depth=4, top_k=1),
-    "tree": TreeConfig(rows=14, depth=4, top_k=3),
-}
 cuda_only = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 
 

@@ -21,6 +21,10 @@ from nwor_specpv import DraftTree
 from nwor_specpv.drafters import Drafter, TreeConfig
 
 VOCAB = 96
+TREES = {
+    "chain": TreeConfig(rows=5, depth=4, top_k=1),
+    "tree": TreeConfig(rows=14, depth=4, top_k=3),
+}
 SIZES = {
     "vocab_size": VOCAB,
     "hidden_size": 64,
