@@ -3,6 +3,8 @@
 #include <ATen/ops/empty.h>
 #include <torch/library.h>
 
+#include <string>
+#include <tuple>
 #include <utility>
 
 #include "attention/merge_rows.h"
@@ -66,6 +68,7 @@ void CommitOp(const at::Tensor& staged_key, const at::Tensor& staged_value,
 
 // The fake kernel of an op that returns nothing: shapes follow from the arguments.
 void IgnoreArguments(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
+  CheckOneDevice(op, *stack);
   torch::jit::drop(*stack, op.schema().arguments().size());
 }
 
@@ -208,7 +211,7 @@ void RegisterAttentionKernels(torch::Library& library) {
 void RegisterAttentionFakes(torch::Library& library) {
   library.impl("verify_attention", torch::CppFunction::makeFromBoxedFunction<&IgnoreArguments>());
   library.impl("verify_plan", torch::CppFunction::makeFromBoxedFunction<&IgnoreArguments>());
-  library.impl("merge_states", &MergeStatesFake);
+  library.impl("merge_states", FakeKernel<&MergeStatesFake>());
   library.impl("merge_rows", torch::CppFunction::makeFromBoxedFunction<&IgnoreArguments>());
 }
 
@@ -322,7 +325,7 @@ void RegisterSpecPVFakes(torch::Library& library) {
   for (const char* name : {"block_summaries", "select_blocks_out", "build_view", "gather_view"}) {
     library.impl(name, torch::CppFunction::makeFromBoxedFunction<&IgnoreArguments>());
   }
-  library.impl("select_blocks", &SelectBlocksFake);
+  library.impl("select_blocks", FakeKernel<&SelectBlocksFake>());
 }
 
 // One implementation serves every device: it checks, then goes by the tensors' device.
@@ -332,6 +335,25 @@ void RegisterKernels(torch::Library& library) {
 }
 
 }  // namespace
+
+void CheckOneDevice(const c10::OperatorHandle& op, const torch::jit::Stack& stack) {
+  const std::vector<c10::Argument>& arguments = op.schema().arguments();
+  const auto values = torch::jit::last(stack, arguments.size());
+  std::optional<at::Device> device;
+  std::string first;
+  const auto check = [&](const at::Tensor& tensor, const std::string& name) {
+    if (!tensor.defined()) return;
+    if (!device) std::tie(device, first) = std::pair(tensor.device(), name);
+    TORCH_CHECK_VALUE(tensor.device() == *device, name, ": got device ", tensor.device(),
+                      ", expected ", *device, " as ", first);
+  };
+  for (size_t i = 0; i < arguments.size(); ++i) {
+    if (values[i].isTensor()) check(values[i].toTensor(), arguments[i].name());
+    if (!values[i].isTensorList()) continue;
+    for (const at::Tensor& tensor : values[i].toTensorVector()) check(tensor, arguments[i].name());
+  }
+}
+
 }  // namespace nwor
 
 TORCH_LIBRARY(nwor_specpv, library) {

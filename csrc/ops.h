@@ -26,6 +26,23 @@ decltype(auto) WithTorchErrors(Function&& function) {
   }
 }
 
+// torch calls the fake kernel of an op as soon as one argument has no data. Tensors of several
+// devices are a mistake there too: what would be returned has never been computed.
+void CheckOneDevice(const c10::OperatorHandle& op, const torch::jit::Stack& stack);
+
+template <auto Fake>
+void CallFake(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::Stack* stack) {
+  CheckOneDevice(op, *stack);
+  static const c10::KernelFunction kernel =
+      c10::KernelFunction::makeFromUnboxedFunction(TORCH_FN(Fake));
+  kernel.callBoxed(op, keys, stack);
+}
+
+template <auto Fake>
+torch::CppFunction FakeKernel() {
+  return torch::CppFunction::makeFromBoxedFunction<&CallFake<Fake>>();
+}
+
 // ops_decoder.cpp
 void RegisterDecoderSchemas(torch::Library& library);
 void RegisterDecoderKernels(torch::Library& library);

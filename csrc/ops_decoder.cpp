@@ -95,9 +95,9 @@ void RegisterDecoderKernels(torch::Library& library) {
 }
 
 void RegisterDecoderFakes(torch::Library& library) {
-  library.impl("linear_rows", &LinearRowsFake);
-  library.impl("attention_inputs", &AttentionInputsFake);
-  library.impl("layer_output", &LayerOutputFake);
+  library.impl("linear_rows", FakeKernel<&LinearRowsFake>());
+  library.impl("attention_inputs", FakeKernel<&AttentionInputsFake>());
+  library.impl("layer_output", FakeKernel<&LayerOutputFake>());
 }
 
 }  // namespace nwor

@@ -250,15 +250,16 @@ void RegisterTreeKernels(torch::Library& library) {
 void RegisterTreeFakes(torch::Library& library) {
   using T = const at::Tensor&;
   using O = const OptionalTensor&;
-  library.impl("tree_from_parents", &TreeFromParentsFake);
-  library.impl("tree_from_topk", &TreeFromTopKFake);
-  library.impl("accept_greedy", &AcceptFake<T, T, T, O>);
-  library.impl("accept_sampling", &AcceptFake<T, T, T, T, T, double, double, O>);
-  library.impl("accept_chain_sampling", &AcceptFake<T, O, T, T, O, O>);
-  library.impl("accept_typical", &AcceptFake<T, T, T, T, double, double, O>);
-  library.impl("make_coins", &MakeCoinsFake);
-  library.impl("target_probs", &TargetProbsFake<O, O, O, O, O, O, O, O, O, O, O, O, O>);
-  library.impl("cut_path", &CutPathFake<T, T, T, O, O, O, O>);
+  library.impl("tree_from_parents", FakeKernel<&TreeFromParentsFake>());
+  library.impl("tree_from_topk", FakeKernel<&TreeFromTopKFake>());
+  library.impl("accept_greedy", FakeKernel<&AcceptFake<T, T, T, O>>());
+  library.impl("accept_sampling", FakeKernel<&AcceptFake<T, T, T, T, T, double, double, O>>());
+  library.impl("accept_chain_sampling", FakeKernel<&AcceptFake<T, O, T, T, O, O>>());
+  library.impl("accept_typical", FakeKernel<&AcceptFake<T, T, T, T, double, double, O>>());
+  library.impl("make_coins", FakeKernel<&MakeCoinsFake>());
+  library.impl("target_probs",
+               FakeKernel<&TargetProbsFake<O, O, O, O, O, O, O, O, O, O, O, O, O>>());
+  library.impl("cut_path", FakeKernel<&CutPathFake<T, T, T, O, O, O, O>>());
 }
 
 }  // namespace nwor

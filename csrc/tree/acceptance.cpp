@@ -47,7 +47,7 @@ Result MakeResult(int64_t batch, int64_t rows, at::Device device,
   return result;
 }
 
-[[noreturn]] void ThrowFault(int64_t request, int64_t word, int64_t rows) {
+[[noreturn]] void ThrowFault(int64_t request, int64_t word, int64_t rows, bool has_draft) {
   const auto fault = static_cast<TreeFault>(word & 0xFF);
   const int64_t row = word >> 8 & 0xFFFFFF;
   const auto value = static_cast<int32_t>(word >> 32);
@@ -65,8 +65,8 @@ Result MakeResult(int64_t batch, int64_t rows, at::Device device,
       throw Error(Concat(row == rows ? Concat("final_coins[", request, "]") : "coins" + at,
                          ": got ", number, ", expected 0 .. 1"));
     case TreeFault::kProbability:
-      throw Error(Concat("target_probs or draft_probs", at, ": got ", number,
-                         ", expected probabilities (", Sentence(fault), ")"));
+      throw Error(Concat(has_draft ? "target_probs or draft_probs" : "target_probs", at, ": got ",
+                         number, ", expected probabilities (", Sentence(fault), ")"));
     case TreeFault::kProbabilitySum:
       throw Error(Concat("target_probs", at, ": got a sum of ", number, ", expected 1 (",
                          Sentence(fault), ")"));
@@ -82,10 +82,11 @@ Result MakeResult(int64_t batch, int64_t rows, at::Device device,
   }
 }
 
-void Conclude(const Result& result, const std::optional<at::Tensor>& status) {
+void Conclude(const Result& result, const std::optional<at::Tensor>& status,
+              bool has_draft = false) {
   for (size_t b = 0; b < result.status.size(); ++b) {
     if (result.status[b] == 0) continue;
-    ThrowFault(static_cast<int64_t>(b), result.status[b], result.accepted.path.size(1));
+    ThrowFault(static_cast<int64_t>(b), result.status[b], result.accepted.path.size(1), has_draft);
   }
   if (status.has_value()) status->zero_();
 }
@@ -99,7 +100,8 @@ void CheckProbs(const at::Tensor& probs, const char* name, int64_t batch, int64_
                 int64_t max_rows, int64_t vocabulary, at::Device device) {
   NWOR_CHECK(probs.dim() == 3 && probs.size(0) == batch && probs.size(1) >= min_rows &&
                  probs.size(1) <= max_rows && (vocabulary < 0 || probs.size(2) == vocabulary),
-             name, ": got sizes ", probs.sizes(), ", expected [", batch, ", ", max_rows, ", ",
+             name, ": got sizes ", probs.sizes(), ", expected [", batch, ", ", min_rows,
+             min_rows < max_rows ? Concat(" or ", max_rows) : std::string(), ", ",
              vocabulary < 0 ? std::string("vocabulary") : std::to_string(vocabulary), "]");
   NWOR_CHECK(probs.size(2) >= 1 && probs.size(2) <= kMaxVocabulary, name, ": got a vocabulary of ",
              probs.size(2), ", expected 1 .. ", kMaxVocabulary);
@@ -172,7 +174,7 @@ Accepted Sample(SamplingParams params, const Indices& indices, const at::Tensor&
   params.stream = CurrentStream(device);
   if (device.is_cpu()) {
     AcceptSamplingCpu(params);
-    Conclude(result, status);
+    Conclude(result, status, params.rule == AcceptRule::kDraft);
     return result.accepted;
   }
 #ifdef NWOR_WITH_CUDA

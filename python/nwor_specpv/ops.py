@@ -1,7 +1,7 @@
 """The ops, checked: `torch.ops.nwor_specpv.*` with wrong use reported as NworError.
 
 Every op has CPU, CUDA and shape-only (fake) kernels. Under torch.compile the torch op is called
-directly.
+directly; `verify_plan` is to be given its `plan` there, as the size of one is not traced.
 """
 
 from __future__ import annotations

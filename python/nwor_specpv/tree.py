@@ -149,7 +149,10 @@ def tree_from_chain(
     """Chains: row i + 1 below row i. `tokens` [B, R], the root first."""
     if tokens.dim() != 2:
         raise NworError(f"tokens: got sizes {list(tokens.shape)}, expected [requests, rows]")
-    chain = torch.arange(-1, tokens.shape[1] - 1, dtype=torch.int32, device=tokens.device)
+    rows = tokens.shape[1]
+    if not 1 <= rows <= MAX_TREE_ROWS:
+        raise NworError(f"tokens: got {rows} rows, expected 1 .. {MAX_TREE_ROWS}")
+    chain = torch.arange(-1, rows - 1, dtype=torch.int32, device=tokens.device)
     return tree_from_parents(chain.expand(tokens.shape), prefix_lens, tokens, num_rows=num_rows)
 
 
@@ -246,12 +249,16 @@ class StaticTree:
     ) -> Tree:
         """`candidates` [B, depth, k]: each depth's best tokens, as Medusa heads give them."""
         depth, best = int(self.depths.max()), int(self.ranks.max()) + 1
+        if root_tokens.dim() != 1:
+            got = list(root_tokens.shape)
+            raise NworError(f"root_tokens: got sizes {got}, expected [requests]")
         batch = root_tokens.shape[0]
         shape = tuple(candidates.shape)
         if len(shape) != 3 or shape[0] != batch or shape[1] < depth or shape[2] < best:
             expected = f"[{batch}, {depth} or more, {best} or more]"
             raise NworError(f"candidates: got sizes {list(shape)}, expected {expected}")
         _check_tokens("root_tokens", root_tokens)
+        _check_tokens("candidates", candidates)
         device = candidates.device
         index = ((self.depths[1:] - 1) * shape[2] + self.ranks[1:]).to(device)
         drafts = candidates.flatten(1).index_select(1, index)

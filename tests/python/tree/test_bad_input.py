@@ -17,6 +17,7 @@ from nwor_specpv import (
     cut_path,
     describe_status,
     make_coins,
+    static_tree,
     target_probs,
     tree_from_chain,
     tree_from_parents,
@@ -78,7 +79,7 @@ VALUES = [
         "probability",
         "target_probs",
         changed("target_probs", (1, 0, 1), -0.2),
-        r"target_probs or draft_probs\[1, 0\]: got -0.2",
+        r"^target_probs\[1, 0\]: got -0.2",
     ),
     ("probability", "target_probs", changed("target_probs", (1, 0, 1), NAN), r"\[1, 0\]: got nan"),
     ("probability", "target_probs", changed("target_probs", (1, 3, 4), NAN), r"\[1, 3\]: got nan"),
@@ -395,6 +396,16 @@ def test_wrong_shapes_types_and_numbers_are_named(device: str, case: int) -> Non
             "tokens: got device meta, expected cpu as parents",
         ),
         (lambda t, n: tree_from_chain(n(1, 2), n(1).int()), "tokens: got dtype torch.float32"),
+        (lambda t, n: tree_from_chain(n(1, 300).int(), n(1).int()), "tokens: got 300 rows"),
+        (lambda t, n: tree_from_chain(n(1, 0).int(), n(1).int()), "tokens: got 0 rows"),
+        (
+            lambda t, n: static_tree([(0,), (1,)]).expand(n(1, 1).int(), t[:, None], n(1).int()),
+            r"root_tokens: got sizes \[1, 1\], expected \[requests\]",
+        ),
+        (
+            lambda t, n: static_tree([(0,), (1,)]).expand(n(1).int(), n(1, 1, 2), n(1).int()),
+            "candidates: got dtype torch.float32",
+        ),
         (
             lambda t, n: tree_from_parents(t, n(1).int(), num_rows=n(1).int() + 5),
             r"num_rows\[0\]: got 5, expected 1 .. 2",
@@ -433,7 +444,7 @@ def test_wrong_shapes_types_and_numbers_are_named(device: str, case: int) -> Non
             lambda t, n: accept_chain_sampling(
                 t, n(1, 2, 4), n(1, 3, 4), n(1, 2), n(1)
             ),
-            "draft_probs: got sizes",
+            r"draft_probs: got sizes \[1, 3, 4\], expected \[1, 1 or 2, 4\]",
         ),
         (
             lambda t, n: accept_typical(t, n(1, 2, 4), t.int(), t.int(), n(1), epsilon=0.0),

@@ -392,7 +392,7 @@ def test_static_trees_are_filled_by_rank(device: str) -> None:
         shape.expand(torch.tensor([7], device=device), candidates[:, :2], ints([50], device))
     with pytest.raises(NworError, match=r"root_tokens: got dtype torch\.float32, expected"):
         shape.expand(torch.tensor([7.5], device=device), candidates, ints([50], device))
-    with pytest.raises(NworError, match=r"tokens: got dtype torch\.float32, expected"):
+    with pytest.raises(NworError, match=r"candidates: got dtype torch\.float32, expected"):
         shape.expand(torch.tensor([7], device=device), candidates.float(), ints([50], device))
 
 
