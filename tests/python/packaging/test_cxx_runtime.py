@@ -45,17 +45,32 @@ def link_statically(target: str, folder: Path) -> None:
     subprocess.run(command, shell=True, cwd=CURRENT, check=True)
 
 
+PROGRAM = """
+import torch, nwor_specpv
+
+print(nwor_specpv.__file__)
+wrong = [
+    lambda: nwor_specpv.tree.normalize_topology([1, 0]),
+    lambda: nwor_specpv.tree_from_parents(torch.tensor([[-1, 5]]), torch.tensor([0])),
+]
+for call in wrong:  # of a binding, of an op
+    try:
+        call()
+    except nwor_specpv.NworError as error:
+        print("refused:", error)
+print(nwor_specpv.Metrics().render())
+"""
+
+
 @pytest.mark.skipif(not Metrics().status()["built"], reason="built without prometheus-cpp")
-def test_streams_work_with_a_runtime_of_their_own(tmp_path: Path) -> None:
+def test_streams_and_errors_of_a_runtime_of_its_own(tmp_path: Path) -> None:
     folder = tmp_path / "nwor_specpv"
     shutil.copytree(PACKAGE, folder, ignore=shutil.ignore_patterns("*.so", "__pycache__"))
     (module,) = (path.name for path in PACKAGE.glob("_C*.so"))
     for target in ("libnwor_specpv.so", module):
         link_statically(target, folder)
-    # Both the library's own streams and those of prometheus-cpp.
-    program = "import nwor_specpv; print(nwor_specpv.__file__, nwor_specpv.Metrics().render())"
     done = subprocess.run(
-        [sys.executable, "-c", program],
+        [sys.executable, "-c", PROGRAM],
         env=os.environ | {"PYTHONPATH": str(tmp_path)},
         capture_output=True,
         text=True,
@@ -63,5 +78,7 @@ def test_streams_work_with_a_runtime_of_their_own(tmp_path: Path) -> None:
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith(str(folder))
-    assert "\nnwor_staged_tokens_total 0\n" in done.stdout
+    assert done.stdout.count("\nrefused: ") == 2
+    # The library's own streams, and those of prometheus-cpp.
     assert re.search(r"^process_resident_memory_bytes \d+", done.stdout, re.MULTILINE)
+    assert "\nnwor_staged_tokens_total 0\n" in done.stdout
