@@ -24,6 +24,8 @@ at::Tensor LinearRowsFake(const at::Tensor& input, const at::Tensor& weight,
                           const OptionalTensor& bias) {
   TORCH_CHECK_VALUE(input.dim() >= 1 && weight.dim() == 2, "input, weight: got ", input.dim(),
                     " and ", weight.dim(), " dimensions, expected 1 or more and 2");
+  TORCH_CHECK_VALUE(input.sym_size(-1) == weight.sym_size(1), "weight: got ", weight.sym_size(1),
+                    " inputs, expected ", input.sym_size(-1));
   std::vector<c10::SymInt> sizes = input.sym_sizes().vec();
   sizes.back() = weight.sym_size(0);
   return at::empty_symint(sizes, input.options());
@@ -50,8 +52,12 @@ ThreeTensors AttentionInputsFake(const at::Tensor& hidden, const at::Tensor& cos
                                  const at::Tensor& value, const OptionalTensor& query_bias,
                                  const OptionalTensor& key_bias, const OptionalTensor& value_bias,
                                  const OptionalTensor& query_norm, const OptionalTensor& key_norm) {
+  TORCH_CHECK_VALUE(hidden.dim() == 2 && cos.dim() == 2 && cos.sym_size(1) > 0, "cos: got sizes ",
+                    cos.sym_sizes(), ", expected [rows, an even head size]");
   const c10::SymInt dim = cos.sym_size(1);
   const auto rows_of = [&](const at::Tensor& weight) {
+    TORCH_CHECK_VALUE(weight.dim() == 2 && weight.sym_size(0) % dim == 0, "weight: got sizes ",
+                      weight.sym_sizes(), ", expected a multiple of the head size ", dim);
     return at::empty_symint({hidden.sym_size(0), weight.sym_size(0) / dim, dim}, hidden.options());
   };
   return {rows_of(query), rows_of(key), rows_of(value)};

@@ -11,6 +11,7 @@
 #include <algorithm>
 #include <cmath>
 #include <initializer_list>
+#include <string>
 #include <vector>
 
 #include "check.h"
@@ -33,28 +34,41 @@ void CheckVector(const char* name, const std::optional<at::Tensor>& vector, int6
              ", expected [", size, "]");
 }
 
-void CheckLayer(const char* name, const LinearLayer& layer, int64_t inputs) {
-  CheckMatrix(name, layer.weight, inputs);
-  CheckVector(name, layer.bias, layer.weight.size(0));
+void CheckLayer(const std::string& name, const LinearLayer& layer, int64_t inputs) {
+  CheckMatrix(name.c_str(), layer.weight, inputs);
+  CheckVector(Concat(name, "_bias").c_str(), layer.bias, layer.weight.size(0));
 }
 
-using Tensors = std::initializer_list<std::optional<at::Tensor>>;
+struct Named {
+  const char* name;
+  std::optional<at::Tensor> tensor;
+};
+using Tensors = std::initializer_list<Named>;
+
+bool AreAlike(const at::Tensor& a, const at::Tensor& b) {
+  return a.scalar_type() == b.scalar_type() && a.device() == b.device();
+}
 
 // Vectors are of one type with `hidden`, matrices of one among themselves: hidden's, or half of
-// its size where hidden is float32.
+// its size where hidden is float32. Of each the first is always there.
 void CheckAlike(const at::Tensor& hidden, Tensors vectors, Tensors matrices) {
-  const at::ScalarType own = hidden.scalar_type();
-  const at::ScalarType first = (*matrices.begin())->scalar_type();
-  const bool mixed = own == at::kFloat && FloatDType(first).has_value();
-  const auto check = [&](const std::optional<at::Tensor>& other, at::ScalarType type) {
-    if (!other.has_value()) return;
-    NWOR_CHECK(other->scalar_type() == type && other->device() == hidden.device(), "hidden: got ",
-               c10::toString(own), " on ", hidden.device().str(), ", expected ",
-               c10::toString(other->scalar_type()), " on ", other->device().str(),
-               " as the weights");
+  const auto check = [](const Named& one, const Named& other) {
+    if (!one.tensor.has_value()) return;
+    NWOR_CHECK(AreAlike(*one.tensor, *other.tensor), one.name, ": got ",
+               c10::toString(one.tensor->scalar_type()), " on ", one.tensor->device().str(),
+               ", expected ", c10::toString(other.tensor->scalar_type()), " on ",
+               other.tensor->device().str(), " as ", other.name);
   };
-  for (const std::optional<at::Tensor>& vector : vectors) check(vector, own);
-  for (const std::optional<at::Tensor>& matrix : matrices) check(matrix, mixed ? first : own);
+  const at::ScalarType own = hidden.scalar_type();
+  NWOR_CHECK(own == at::kDouble || FloatDType(own).has_value(), "hidden: got ", c10::toString(own),
+             ", expected float32, float64, float16 or bfloat16");
+  const Named rows{"hidden", hidden};
+  const Named &vector = *vectors.begin(), &matrix = *matrices.begin();
+  if (AreAlike(*vector.tensor, *matrix.tensor)) check(rows, vector);  // one against many
+  for (const Named& one : vectors) check(one, rows);
+  const bool mixed = own == at::kFloat && FloatDType(matrix.tensor->scalar_type()).has_value() &&
+                     matrix.tensor->device() == hidden.device();
+  for (const Named& one : matrices) check(one, mixed ? matrix : rows);
 }
 
 // What the CPU's own loops take, once rows and vectors are dense. How those lie must not decide it:
@@ -62,7 +76,7 @@ void CheckAlike(const at::Tensor& hidden, Tensors vectors, Tensors matrices) {
 bool IsForLoops(const at::Tensor& hidden, Tensors matrices) {
   return hidden.device().is_cpu() && hidden.scalar_type() == at::kFloat && hidden.size(0) > 0 &&
          std::all_of(matrices.begin(), matrices.end(),
-                     [](const auto& matrix) { return matrix->is_contiguous(); });
+                     [](const Named& matrix) { return matrix.tensor->is_contiguous(); });
 }
 
 std::optional<at::Tensor> Dense(const std::optional<at::Tensor>& vector) {
@@ -87,11 +101,11 @@ LayerOutputWeights Dense(LayerOutputWeights weights) {
 // What the CUDA kernels take: any layout, nothing empty, products whose values an int32 counts.
 bool IsForKernels(const at::Tensor& hidden, Tensors vectors, Tensors matrices) {
   constexpr int64_t kMostValues = int64_t{1} << 29;  // three projections are counted together
-  const auto filled = [](const std::optional<at::Tensor>& one) {
-    return !one.has_value() || one->numel() > 0;
+  const auto filled = [](const Named& one) {
+    return !one.tensor.has_value() || one.tensor->numel() > 0;
   };
-  const auto fits = [&](const std::optional<at::Tensor>& one) {
-    return filled(one) && hidden.size(0) * one->size(0) <= kMostValues;
+  const auto fits = [&](const Named& one) {
+    return filled(one) && hidden.size(0) * one.tensor->size(0) <= kMostValues;
   };
   return hidden.is_cuda() && FloatDType(hidden.scalar_type()).has_value() && hidden.numel() > 0 &&
          std::all_of(vectors.begin(), vectors.end(), filled) &&
@@ -257,7 +271,7 @@ at::Tensor LayerOutputOnCpu(const at::Tensor& hidden, const at::Tensor& attended
 // ---- everywhere -------------------------------------------------------------------------------
 
 at::Tensor NormalizeAnywhere(const at::Tensor& values, const at::Tensor& weight, double epsilon) {
-  const at::Tensor wide = values.to(at::kFloat);
+  const at::Tensor wide = values.scalar_type() == at::kDouble ? values : values.to(at::kFloat);
   const at::Tensor parts = wide.unflatten(-1, {-1, weight.size(-1)});
   const at::Tensor mean = parts.square().mean(-1, /*keepdim=*/true);
   const at::Tensor normed = (parts * at::rsqrt(mean + epsilon)).to(values.scalar_type());
@@ -266,6 +280,7 @@ at::Tensor NormalizeAnywhere(const at::Tensor& values, const at::Tensor& weight,
 
 at::Tensor LinearAnywhere(const at::Tensor& rows, const at::Tensor& weight,
                           const std::optional<at::Tensor>& bias = std::nullopt) {
+  if (rows.scalar_type() == weight.scalar_type()) return at::linear(rows, weight, bias);
   const at::Tensor out = at::linear(rows.to(weight.scalar_type()), weight).to(rows.scalar_type());
   return bias.has_value() ? out + *bias : out;
 }
@@ -296,19 +311,24 @@ std::array<at::Tensor, 3> AttentionInputs(const at::Tensor& hidden,
   CheckLayer("query", weights.query, size);
   CheckLayer("key", weights.key, size);
   CheckLayer("value", weights.value, size);
-  for (const LinearLayer* layer : {&weights.query, &weights.key, &weights.value}) {
-    NWOR_CHECK(layer->weight.size(0) % dim == 0, "weight: got ", layer->weight.size(0),
+  const Tensors vectors = {{"norm", weights.norm},
+                           {"query_bias", weights.query.bias},
+                           {"key_bias", weights.key.bias},
+                           {"value_bias", weights.value.bias},
+                           {"query_norm", weights.query_norm},
+                           {"key_norm", weights.key_norm},
+                           {"cos", cos},
+                           {"sin", sin}};
+  const Tensors matrices = {{"query", weights.query.weight},
+                            {"key", weights.key.weight},
+                            {"value", weights.value.weight}};
+  for (const auto& [name, weight] : matrices) {
+    NWOR_CHECK(weight->size(0) % dim == 0, name, ": got ", weight->size(0),
                " outputs, expected a multiple of the head size ", dim);
   }
-  const Tensors vectors = {weights.norm,
-                           weights.query.bias,
-                           weights.key.bias,
-                           weights.value.bias,
-                           weights.query_norm,
-                           weights.key_norm,
-                           cos,
-                           sin};
-  const Tensors matrices = {weights.query.weight, weights.key.weight, weights.value.weight};
+  NWOR_CHECK(weights.value.weight.size(0) == weights.key.weight.size(0), "value: got ",
+             weights.value.weight.size(0), " outputs, expected ", weights.key.weight.size(0),
+             " as key");
   CheckAlike(hidden, vectors, matrices);
   if (IsForLoops(hidden, matrices)) {
     return AttentionInputsOnCpu(hidden.contiguous(), Dense(weights), cos.contiguous(),
@@ -346,8 +366,12 @@ at::Tensor LayerOutput(const at::Tensor& hidden, const at::Tensor& attended,
   CheckMatrix("down", weights.down, weights.gate.size(0));
   NWOR_CHECK(weights.down.size(0) == size, "down: got ", weights.down.size(0),
              " outputs, expected ", size);
-  const Tensors vectors = {attended, weights.attention.bias, weights.norm};
-  const Tensors matrices = {weights.attention.weight, weights.gate, weights.up, weights.down};
+  const Tensors vectors = {
+      {"attended", attended}, {"attention_bias", weights.attention.bias}, {"norm", weights.norm}};
+  const Tensors matrices = {{"attention", weights.attention.weight},
+                            {"gate", weights.gate},
+                            {"up", weights.up},
+                            {"down", weights.down}};
   CheckAlike(hidden, vectors, matrices);
   if (IsForLoops(hidden, matrices)) {
     return LayerOutputOnCpu(hidden.contiguous(), attended.contiguous(), Dense(weights));

@@ -288,13 +288,16 @@ def test_torch_knows_them() -> None:
         ("cos", torch.zeros(3, 5), "cos: got sizes .*an even head size"),
         ("sin", torch.zeros(2, 4), "sin: got sizes"),
         ("norm", torch.zeros(7), "norm: got sizes"),
-        ("query", torch.zeros(6, 8), "got 6 outputs, expected a multiple of the head size 4"),
+        ("query", torch.zeros(6, 8), "query: got 6 outputs, expected a multiple of the head size"),
+        ("value", torch.zeros(8, 8), "value: got 8 outputs, expected 4 as key"),
         ("key", torch.zeros(4, 9), "key: got sizes"),
-        ("value_bias", torch.zeros(3), "value: got sizes"),
+        ("value_bias", torch.zeros(3), "value_bias: got sizes"),
         ("query_norm", torch.zeros(5), "query_norm: got sizes"),
         ("hidden", torch.zeros(3, 8).double(), "hidden: got Double on cpu, expected Float"),
-        ("key", torch.zeros(4, 8).half(), "hidden: got Float on cpu, expected Half"),
-        ("norm", torch.zeros(8).half(), "hidden: got Float on cpu, expected Half"),
+        ("hidden", torch.zeros(3, 8).int(), "hidden: got Int, expected float32"),
+        ("key", torch.zeros(4, 8).half(), "key: got Half on cpu, expected Float on cpu as query"),
+        ("norm", torch.zeros(8).half(), "norm: got Half on cpu, expected Float on cpu as hidden"),
+        ("cos", torch.zeros(3, 4).half(), "cos: got Half on cpu, expected Float on cpu as hidden"),
     ],
 )
 def test_wrong_inputs_are_named(name: str, value: torch.Tensor, message: str) -> None:
@@ -319,6 +322,7 @@ def test_wrong_inputs_are_named(name: str, value: torch.Tensor, message: str) ->
         ("up", torch.zeros(5, 8), "up: got sizes"),
         ("down", torch.zeros(8, 5), "down: got sizes"),
         ("hidden", torch.zeros(8), "hidden: got 1 dimensions"),
+        ("norm", torch.zeros(8).half(), "norm: got Half on cpu, expected Float on cpu as hidden"),
     ],
 )
 def test_wrong_outputs_are_named(name: str, value: torch.Tensor, message: str) -> None:
@@ -336,3 +340,39 @@ def test_wrong_outputs_are_named(name: str, value: torch.Tensor, message: str) -
     layer_output(**right)
     with pytest.raises(NworError, match=message):
         layer_output(**{**right, name: value})
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_a_bias_is_the_products_own(dtype: torch.dtype) -> None:
+    """Rounded once with it, as torch's modules do."""
+    torch.manual_seed(7)
+    hidden, value = torch.randn(16, 64).to(dtype), torch.randn(32, 64).to(dtype)
+    bias, ones = (20 * torch.randn(32)).to(dtype), torch.ones(64, dtype=dtype)
+    angles = torch.zeros(16, 16, dtype=dtype)
+    weights = {"query": value, "key": value, "value": value, "value_bias": bias}
+    found = attention_inputs(hidden, angles, angles, ones, EPSILON, **weights)[2]
+    plain = attention_inputs(hidden, angles, angles, ones, EPSILON, value, torch.eye(64).to(dtype),
+                             torch.eye(64).to(dtype))  # fmt: skip
+    normed = plain[2].flatten(1)
+    assert torch.equal(found.flatten(1), torch.nn.functional.linear(normed, value, bias))
+
+
+def test_doubles_stay_doubles() -> None:
+    hidden = torch.full((2, 8), 1e20, dtype=torch.float64)
+    eye, ones = torch.eye(8, dtype=torch.float64), torch.ones(8, dtype=torch.float64)
+    angles = torch.zeros(2, 4, dtype=torch.float64)
+    value = attention_inputs(hidden, angles, angles, ones, 0.0, eye, eye, eye)[2]
+    torch.testing.assert_close(value, torch.ones_like(value), rtol=1e-14, atol=0.0)
+
+
+def test_shapes_without_data_are_looked_at_too() -> None:
+    def meta(*sizes: int) -> torch.Tensor:
+        return torch.zeros(sizes, device="meta")
+
+    weights = [meta(4, 8)] * 3
+    with pytest.raises(ValueError, match=r"cos: got sizes \[3, 0\]"):
+        INPUTS(meta(3, 8), meta(3, 0), meta(3, 0), meta(8), EPSILON, *weights)
+    with pytest.raises(ValueError, match="expected a multiple of the head size 4"):
+        INPUTS(meta(3, 8), meta(3, 4), meta(3, 4), meta(8), EPSILON, meta(6, 8), *weights[1:])
+    with pytest.raises(ValueError, match="weight: got 8 inputs, expected 9"):
+        torch.ops.nwor_specpv.linear_rows(meta(3, 9), meta(4, 8))
