@@ -12,6 +12,7 @@ never output.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections import Counter
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -68,14 +69,30 @@ class Drafter(ABC):
 
         A host that verifies over a partial view may find later that tokens do not stand; it then
         observes those rows again, with what follows them now. False: the drafter cannot, and the
-        host begins the request anew.
+        host begins the request anew. 0 changes nothing, less is refused.
         """
         return False
 
     @abstractmethod
     def draft(self, requests: Sequence[Hashable], tree: TreeConfig) -> list[DraftTree]:
-        """One tree per request, its root first; the root alone where there is nothing to say."""
+        """One tree per request, its root first; the root alone where there is nothing to say.
+
+        A request is named once. A draft that fails loses nothing of what was observed.
+        """
 
     @abstractmethod
     def end(self, request: Hashable) -> None:
         """The request is over; everything kept for it goes."""
+
+
+def check_requests(requests: Sequence[Hashable]) -> None:
+    """Refuses a request that is to be drafted for twice at once."""
+    for request, count in Counter(requests).items():
+        if count > 1:
+            raise NworError(f"requests: got {request!r} {count} times, expected every request once")
+
+
+def check_retracted(num_tokens: int) -> None:
+    """Refuses a number of tokens that cannot be taken back."""
+    if num_tokens < 0:
+        raise NworError(f"num_tokens: got {num_tokens}, expected 0 or more")

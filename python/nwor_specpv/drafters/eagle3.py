@@ -21,7 +21,7 @@ from torch.nn.functional import linear, scaled_dot_product_attention
 
 from nwor_specpv.errors import NworError
 
-from .base import Drafter, TreeConfig
+from .base import Drafter, TreeConfig, check_requests, check_retracted
 from .eagle3_head import Eagle3Head, rotate
 
 if TYPE_CHECKING:
@@ -50,15 +50,43 @@ class _Request:
 
     keys: torch.Tensor  # [Hkv, capacity, D], rotated
     values: torch.Tensor  # the same
-    length: int = 0  # entries in the cache
+    oldest: int = 0  # the first entry that counts; those before are cut off from it
+    length: int = 0  # where the next entry goes
     position: int = 0  # of the next entry, for its rotation
     root: int | None = None
-    hidden: torch.Tensor | None = None  # [hidden]: output of the last entry
+    hidden: torch.Tensor | None = None  # [hidden]: output of the last entry, if it counts
     # Tokens of the text that the draft vocabulary lacks, the latest last, and their matrix.
     own_ids: dict[int, None] = field(default_factory=dict)
     own_tokens: torch.Tensor | None = None  # [E]
     own_rows: torch.Tensor | None = None  # [E, hidden]
     pending: list[tuple[torch.Tensor, list[int]]] = field(default_factory=list)
+
+
+@dataclass
+class _Arrival:
+    """Entries a request is about to take in; the request itself changes by `settle` alone."""
+
+    state: _Request
+    features: torch.Tensor  # [n, ..]
+    tokens: list[int]
+    oldest: int
+    position: int  # of the first of them
+
+    @property
+    def end(self) -> int:
+        return self.state.length + len(self.tokens)
+
+    def leave_out(self, finite: list[bool]) -> None:
+        """Nothing up to the last entry that is not finite counts any more."""
+        if not all(finite):
+            self.oldest = self.end - finite[::-1].index(False)
+
+    def settle(self, output: torch.Tensor) -> None:
+        state = self.state
+        state.hidden = output if self.oldest < self.end else None
+        state.position = self.position + len(self.tokens)
+        state.oldest, state.length = self.oldest, self.end
+        state.pending.clear()
 
 
 @dataclass
@@ -174,6 +202,7 @@ class Eagle3Drafter(Drafter):
     def begin(self, request: Hashable, prompt_ids: Sequence[int]) -> None:
         if request in self._requests:
             raise NworError(f"request: got {request!r}, which has begun already")
+        self._check_tokens("prompt_ids", prompt_ids)
         shape, room = self._head.shape, self._head.shape.window + _SPARE_ENTRIES
         keys = torch.zeros(shape.num_kv_heads, room, shape.head_dim, device=self._device)
         self._requests[request] = _Request(keys, torch.zeros_like(keys))
@@ -187,6 +216,7 @@ class Eagle3Drafter(Drafter):
         if features is None or tuple(features.shape) != (len(tokens), width):
             got = None if features is None else list(features.shape)
             raise NworError(f"features: got sizes {got}, expected {[len(tokens), width]}")
+        self._check_tokens("tokens", tokens)
         if tokens:
             state.root = int(tokens[-1])
             state.pending.append((features.detach(), list(tokens)))
@@ -194,14 +224,18 @@ class Eagle3Drafter(Drafter):
 
     def retract(self, request: Hashable, num_tokens: int) -> bool:
         state = self._state(request)
+        check_retracted(num_tokens)
+        waiting = sum(len(tokens) for _, tokens in state.pending)
+        if num_tokens > waiting + state.length - state.oldest:
+            return False
+        if not num_tokens:
+            return True
         while num_tokens and state.pending:
             features, tokens = state.pending.pop()
             kept = max(0, len(tokens) - num_tokens)
             num_tokens -= len(tokens) - kept
             if kept:
                 state.pending.append((features[:kept], tokens[:kept]))
-        if num_tokens > state.length:
-            return False
         # Rows are to be observed again, and the root with them.
         state.root = state.pending[-1][1][-1] if state.pending else None
         state.length -= num_tokens
@@ -209,18 +243,19 @@ class Eagle3Drafter(Drafter):
         return True
 
     def draft(self, requests: Sequence[Hashable], tree: TreeConfig) -> list[DraftTree]:
+        from nwor_specpv import DraftTree
+
+        check_requests(requests)
         states = [self._state(request) for request in requests]
         for request, state in zip(requests, states, strict=True):
             if state.root is None:
                 raise NworError(f"request: got {request!r}, of which nothing was observed yet")
-        if not states:
-            return []
         with torch.inference_mode():
             for state in states:
                 self._make_room(state, tree.depth * tree.top_k)
             self._take_in(states)
-            rows = tree.rows or _DEFAULT_ROWS
-            return self._trees(states, self._grow(states, tree, rows), rows)
+            grown = iter(self._grown([s for s in states if s.hidden is not None], tree))
+        return [DraftTree([s.root]) if s.hidden is None else next(grown) for s in states]
 
     def end(self, request: Hashable) -> None:
         self._requests.pop(request, None)
@@ -248,36 +283,38 @@ class Eagle3Drafter(Drafter):
         return state.own_tokens, state.own_rows
 
     def _take_in(self, states: list[_Request]) -> None:
-        """Entries of everything observed since the last tree; leaves the last one's output."""
+        """Entries of everything observed since the last tree; leaves the last one's output.
+
+        All or nothing: until the end only what lies behind a request's entries is written.
+        """
         busy = [state for state in states if state.pending]
         if not busy:
             return
         window = self._head.shape.window
-        parts = []
-        for state in busy:
-            features = torch.cat([part for part, _ in state.pending])
-            tokens = [token for _, some in state.pending for token in some]
-            # Of a long prompt only what the head will look at.
-            state.position += max(0, len(tokens) - window)
-            parts.append((features[-window:].float(), tokens[-window:]))
-            state.pending.clear()
-        hidden = self._head.fuse(torch.cat([part for part, _ in parts]))
-        tokens = torch.tensor([t for _, some in parts for t in some], device=self._device)
-        sizes = [len(some) for _, some in parts]
+        arrivals = [_arrival(state, window) for state in busy]
+        hidden = self._head.fuse(torch.cat([one.features for one in arrivals]))
+        tokens = torch.tensor([t for one in arrivals for t in one.tokens], device=self._device)
+        sizes = [len(one.tokens) for one in arrivals]
         places = [
-            torch.arange(state.position, state.position + size)
-            for state, size in zip(busy, sizes, strict=True)
+            torch.arange(one.position, one.position + size)
+            for one, size in zip(arrivals, sizes, strict=True)
         ]
         query, key, value = self._project(tokens, hidden, torch.cat(places))
+        # What is no number in an entry is none in its key.
+        finite = key.flatten(1).isfinite().all(1).tolist()
         ends = torch.tensor(sizes).cumsum(0) - 1
         at, attended = 0, []
-        for state, size, end in zip(busy, sizes, ends.tolist(), strict=True):
-            self._append(state, key[at : at + size], value[at : at + size])
-            attended.append(self._attend(state, query[end : end + 1], None))
+        for one, size, end in zip(arrivals, sizes, ends.tolist(), strict=True):
+            rows = slice(at, at + size)
+            one.leave_out(finite[rows])
+            self._put(one.state, one.state.length, key[rows], value[rows])
+            # Where not even the last entry counts, its output is not used.
+            oldest = min(one.oldest, one.end - 1)
+            attended.append(self._attend(one.state, query[end : end + 1], oldest, one.end))
             at += size
         outputs = self._finish(hidden[ends], torch.cat(attended))
-        for state, output in zip(busy, outputs, strict=True):
-            state.hidden = output
+        for one, output in zip(arrivals, outputs, strict=True):
+            one.settle(output)
 
     def _make_room(self, state: _Request, more: int) -> None:
         """Room for all pending entries of the window and `more`; the oldest entries go."""
@@ -286,21 +323,15 @@ class Eagle3Drafter(Drafter):
         capacity = state.keys.shape[1]
         if state.length + arriving <= capacity:
             return
-        kept = min(state.length, window)
+        kept = min(state.length - state.oldest, window)
         capacity = max(capacity, kept + arriving)
-        old = slice(state.length - kept, state.length)
-        for name in ("keys", "values"):
-            before = getattr(state, name)
+        moved = []
+        for before in (state.keys, state.values):
             after = before.new_zeros((before.shape[0], capacity, before.shape[2]))
-            after[:, :kept] = before[:, old]
-            setattr(state, name, after)
-        state.length = kept
-
-    def _append(self, state: _Request, key: torch.Tensor, value: torch.Tensor) -> None:
-        begin, size = state.length, key.shape[0]
-        self._put(state, begin, key, value)
-        state.length = begin + size
-        state.position += size
+            after[:, :kept] = before[:, state.length - kept : state.length]
+            moved.append(after)
+        state.keys, state.values = moved
+        state.oldest, state.length = 0, kept
 
     @staticmethod
     def _put(state: _Request, begin: int, key: torch.Tensor, value: torch.Tensor) -> None:
@@ -329,22 +360,27 @@ class Eagle3Drafter(Drafter):
         return _layer_output(hidden, attended, *self._outputs)
 
     def _attend(
-        self, state: _Request, query: torch.Tensor, seen: torch.Tensor | None
+        self,
+        state: _Request,
+        query: torch.Tensor,
+        oldest: int,
+        length: int,
+        seen: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """query [r, Hq, D] -> [r, Hq * D].
 
-        Over the window, and with `seen` [r, m] over the m entries behind the committed ones.
+        Over the window of entries `oldest` to `length`, and with `seen` [r, m] over the m behind.
         """
         shape, rows = self._head.shape, query.shape[0]
-        first = max(0, state.length - shape.window)
-        last = state.length + (0 if seen is None else seen.shape[1])
+        first = max(oldest, length - shape.window)
+        last = length + (0 if seen is None else seen.shape[1])
         grouped = query.unflatten(1, (shape.num_kv_heads, -1)).transpose(0, 1).flatten(1, 2)
         bias = None
         if seen is not None:
             groups = shape.num_heads // shape.num_kv_heads
             bias = grouped.new_zeros(rows * groups, last - first)
             unseen = ~seen.repeat_interleave(groups, dim=0)
-            bias[:, state.length - first :].masked_fill_(unseen, float("-inf"))
+            bias[:, length - first :].masked_fill_(unseen, float("-inf"))
         attended = scaled_dot_product_attention(
             grouped[None], state.keys[None, :, first:last], state.values[None, :, first:last], bias
         )[0]
@@ -377,6 +413,12 @@ class Eagle3Drafter(Drafter):
         return found, best - top - total
 
     # ---- trees ----
+
+    def _grown(self, states: list[_Request], tree: TreeConfig) -> list[DraftTree]:
+        if not states:
+            return []
+        rows = tree.rows or _DEFAULT_ROWS
+        return self._trees(states, self._grow(states, tree, rows), rows)
 
     def _grow(self, states: list[_Request], tree: TreeConfig, rows: int) -> _Growth:
         batch, depths = len(states), min(tree.depth, _MAX_STEPS)
@@ -434,7 +476,8 @@ class Eagle3Drafter(Drafter):
         for index, state in enumerate(states):
             rows = slice(index * width, (index + 1) * width)
             self._put(state, state.length + depth * width, key[rows], value[rows])
-            attended.append(self._attend(state, query[rows], seen[index]))
+            entries = (state.oldest, state.length)
+            attended.append(self._attend(state, query[rows], *entries, seen[index]))
         output = self._finish(flat, torch.cat(attended))
         return output.unflatten(0, (batch, width))
 
@@ -457,11 +500,26 @@ class Eagle3Drafter(Drafter):
             trees.append(DraftTree(built.tokens[0].tolist(), built.parents[0].tolist()))
         return trees
 
+    def _check_tokens(self, name: str, tokens: Sequence[int]) -> None:
+        for token in (min(tokens), max(tokens)) if len(tokens) else ():
+            if not 0 <= token < self.vocab_size:
+                raise NworError(f"{name}: got {token}, expected 0 to {self.vocab_size - 1}")
+
     def _state(self, request: Hashable) -> _Request:
         state = self._requests.get(request)
         if state is None:
             raise NworError(f"request: got {request!r}, which has not begun")
         return state
+
+
+def _arrival(state: _Request, window: int) -> _Arrival:
+    """What is pending; of a long text only what the head will look at."""
+    tokens = [token for _, some in state.pending for token in some]
+    features = torch.cat([part for part, _ in state.pending])[-window:].float()
+    passed = max(0, len(tokens) - window)
+    # Entries before those that were passed over are not what the next ones follow.
+    oldest = state.length if passed else state.oldest
+    return _Arrival(state, features, tokens[-window:], oldest, state.position + passed)
 
 
 def _width(depths: int, most: int) -> int:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from nwor_specpv import _C
 from nwor_specpv.errors import NworError
 
-from .base import Drafter, TreeConfig
+from .base import Drafter, TreeConfig, check_requests, check_retracted
 
 if TYPE_CHECKING:
     import torch
@@ -54,12 +54,14 @@ class NgramDrafter(Drafter):
 
     def retract(self, request: Hashable, num_tokens: int) -> bool:
         text = self._text(request)
+        check_retracted(num_tokens)
         if num_tokens > len(text):
             return False
         text.truncate(len(text) - num_tokens)
         return True
 
     def draft(self, requests: Sequence[Hashable], tree: TreeConfig) -> list[DraftTree]:
+        check_requests(requests)
         rows = tree.rows or _DEFAULT_ROWS
         return [self._text(request).draft(rows, tree.depth, tree.top_k) for request in requests]
 

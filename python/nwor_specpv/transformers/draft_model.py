@@ -9,6 +9,7 @@ import torch
 
 from nwor_specpv import DraftTree, NworConfig
 from nwor_specpv.drafters import Drafter, TreeConfig
+from nwor_specpv.drafters.base import check_requests, check_retracted
 
 from .request import Part, Request
 from .round import Round
@@ -43,8 +44,13 @@ class ModelDrafter(Drafter):
         self._tokens[request] += tokens
 
     def retract(self, request: Hashable, num_tokens: int) -> bool:
-        del self._tokens[request][-num_tokens:]
-        self._truncate(request, len(self._tokens[request]) - 1)
+        check_retracted(num_tokens)
+        tokens = self._tokens[request]
+        if num_tokens > len(tokens):
+            return False
+        if num_tokens:
+            del tokens[-num_tokens:]
+            self._truncate(request, len(tokens) - 1)
         return True
 
     def end(self, request: Hashable) -> None:
@@ -54,7 +60,8 @@ class ModelDrafter(Drafter):
             self._runner.cache.allocator.free(key)
 
     def draft(self, requests: Sequence[Hashable], tree: TreeConfig) -> list[DraftTree]:
-        depth = min(tree.depth, tree.rows - 1)
+        check_requests(requests)
+        depth = min(tree.depth, tree.rows - 1) if tree.rows else tree.depth
         self._reserve(depth)
         with self._runner.installed():
             return [DraftTree(self._chain(request, depth)) for request in requests]

@@ -253,6 +253,183 @@ def test_a_head_is_read_as_it_was_saved(tmp_path: Path) -> None:
         Eagle3Head.load(tmp_path / "cut.safetensors")
 
 
+def begun(
+    window: int = 9, **lengths: int
+) -> tuple[Eagle3Drafter, tuple[Eagle3Head, torch.Tensor], dict[str, Text]]:
+    """A drafter with texts of these lengths, all of them drafted from once."""
+    head, embedding = make_head(window), torch.randn(VOCABULARY, HIDDEN) * 0.5
+    drafter = Eagle3Drafter(head, embedding, dtype=torch.float32, min_probability=0.0)
+    texts = {name: Text(length) for name, length in lengths.items()}
+    for name, text in texts.items():
+        drafter.begin(name, [])
+        drafter.observe(name, text.tokens, text.features)
+    drafter.draft(list(texts), TreeConfig(5, 2, 2))
+    return drafter, (head, embedding), texts
+
+
+@pytest.mark.parametrize(
+    ("name", "calls", "taken_in"),
+    [
+        ("_make_room", 2, False),
+        ("_project", 1, False),
+        ("_attend", 1, False),
+        ("_attend", 2, False),
+        ("_finish", 1, False),
+        ("_guess", 1, True),
+        ("_project", 2, True),
+        ("_finish", 3, True),
+    ],
+)
+def test_a_draft_that_fails_leaves_every_request_as_it_was(
+    name: str, calls: int, taken_in: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    print(f"seed={SEED}")
+    torch.manual_seed(SEED)
+    drafter, target, texts = begun(a=3, b=5, c=7)
+    drafter.observe("a", *texts["a"].grow(2))
+    drafter.observe("b", *texts["b"].grow(25))  # more than the window
+    left, original = [1] * calls, getattr(drafter, name)
+
+    def failing(*given: object) -> object:
+        left.pop()
+        if not left:
+            raise RuntimeError("out of memory")
+        return original(*given)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(drafter, name, failing)
+        with pytest.raises(RuntimeError, match="out of memory"):
+            drafter.draft(list(texts), TreeConfig(9, 3, 3))
+    assert drafter.retract("b", 22) is not taken_in  # then only the window's entries are there
+    if not taken_in:
+        texts["b"].shrink(22)
+        drafter.observe("b", *texts["b"].grow(1))
+    check(drafter, *target, texts, TreeConfig(9, 3, 3))
+
+
+def test_a_cache_that_cannot_grow_is_left_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(SEED)
+    drafter, target, texts = begun(a=5)
+    monkeypatch.setattr(eagle3, "_SPARE_ENTRIES", 0)
+    drafter.end("a")
+    drafter.begin("a", [])  # with no more room than the window
+    drafter.observe("a", texts["a"].tokens, texts["a"].features)
+    drafter.draft(["a"], TreeConfig(3, 2, 2))
+    drafter.observe("a", *texts["a"].grow(4))
+    made, original = [], torch.Tensor.new_zeros
+
+    def failing(*given: object) -> torch.Tensor:
+        made.append(1)
+        if len(made) == 2:
+            raise RuntimeError("out of memory")
+        return original(*given)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.Tensor, "new_zeros", failing)
+        with pytest.raises(RuntimeError, match="out of memory"):
+            drafter.draft(["a"], TreeConfig(60, 5, 4))
+    check(drafter, *target, texts, TreeConfig(9, 3, 3))
+
+
+def test_a_request_named_twice_is_refused() -> None:
+    torch.manual_seed(SEED)
+    drafter, target, texts = begun(a=3, b=5)
+    drafter.observe("a", *texts["a"].grow(2))
+    with pytest.raises(NworError, match="requests: got 'a' 2 times, expected every request once"):
+        drafter.draft(["a", "b", "a"], TreeConfig(5, 2, 2))
+    check(drafter, *target, texts, TreeConfig(5, 2, 2))
+
+
+@pytest.mark.parametrize(
+    ("wrong", "window"),  # few rows and many are projected in two ways
+    [(math.nan, 9), (math.inf, 9), (math.nan, 40), (-math.inf, 40)],
+)
+def test_features_that_are_no_numbers_cost_their_own_request_its_past(
+    wrong: float, window: int
+) -> None:
+    print(f"seed={SEED}")
+    torch.manual_seed(SEED)
+    drafter, target, texts = begun(window, a=3, b=5, c=7)
+    others = {name: texts[name] for name in "ac"}
+    for name in others:
+        drafter.observe(name, *texts[name].grow(70))
+    tokens, features = texts["b"].grow(4)
+    features[3, 5] = wrong
+    drafter.observe("b", tokens, features)
+    for _ in range(2):
+        drafted = drafter.draft(["a", "b", "c"], TreeConfig(5, 2, 2))
+        assert [len(tree) for tree in drafted] == [5, 1, 5]
+        assert (drafted[1].tokens, drafted[1].parents) == (tokens[-1:], [-1])
+    check(drafter, *target, others, TreeConfig(5, 2, 2))
+    # What follows is all the head looks at; a row before it cannot be taken back.
+    tokens, features = texts["b"].grow(6)
+    features[2, WIDTH - 1] = wrong
+    drafter.observe("b", tokens, features)
+    texts["b"].tokens, texts["b"].features = tokens[3:], features[3:]
+    check(drafter, *target, texts, TreeConfig(9, 3, 3))
+    assert not drafter.retract("b", 4)
+    texts["b"].shrink(2)
+    assert drafter.retract("b", 2)
+    for count in (1, 12):
+        drafter.observe("b", *texts["b"].grow(count))
+        check(drafter, *target, texts, TreeConfig(9, 3, 3))
+
+
+def test_a_request_that_begins_again_forgets_features_that_were_no_numbers() -> None:
+    torch.manual_seed(SEED)
+    drafter, target, texts = begun(a=5)
+    drafter.observe("a", [1], torch.full((1, WIDTH), math.nan))
+    assert len(drafter.draft(["a"], TreeConfig(5, 2, 2))[0]) == 1
+    assert not drafter.retract("a", 1)
+    drafter.end("a")
+    drafter.begin("a", [1])
+    texts["a"].seen.add(1)
+    drafter.observe("a", texts["a"].tokens, texts["a"].features)
+    check(drafter, *target, texts, TreeConfig(9, 3, 3))
+
+
+@pytest.mark.parametrize("wrong", [-1, VOCABULARY, 10**12])
+def test_tokens_the_target_does_not_have_are_refused(wrong: int) -> None:
+    torch.manual_seed(SEED)
+    drafter, target, texts = begun(a=5)
+    message = f"got {wrong}, expected 0 to {VOCABULARY - 1}"
+    with pytest.raises(NworError, match=f"^tokens: {message}"):
+        drafter.observe("a", [3, wrong, 4], torch.randn(3, WIDTH))
+    check(drafter, *target, texts, TreeConfig(9, 3, 3))
+    with pytest.raises(NworError, match=f"^prompt_ids: {message}"):
+        drafter.begin("b", [3, wrong])
+    drafter.begin("b", [3])
+
+
+def test_no_tokens_taken_back_changes_nothing() -> None:
+    torch.manual_seed(SEED)
+    drafter, target, texts = begun(a=5)
+    assert drafter.retract("a", 0)
+    check(drafter, *target, texts, TreeConfig(9, 3, 3))
+    drafter.observe("a", *texts["a"].grow(3))
+    assert drafter.retract("a", 0)
+    with pytest.raises(NworError, match="num_tokens: got -1, expected 0 or more"):
+        drafter.retract("a", -1)
+    assert not drafter.retract("a", 9)  # one more than there are
+    check(drafter, *target, texts, TreeConfig(9, 3, 3))
+
+
+def test_a_burst_beyond_the_window_leaves_no_gap() -> None:
+    print(f"seed={SEED}")
+    torch.manual_seed(SEED)
+    drafter, target, texts = begun(a=6)
+    text = texts["a"]
+    drafter.observe("a", *text.grow(25))
+    check(drafter, *target, texts, TreeConfig(9, 3, 3))
+    for count in (10, 25, 31):  # the window's entries are all there is
+        assert not drafter.retract("a", count)
+    assert drafter.retract("a", 5)
+    text.tokens, text.features = text.tokens[-9:-5], text.features[-9:-5]
+    drafter.observe("a", *text.grow(2))
+    check(drafter, *target, texts, TreeConfig(9, 3, 3))
+    assert not drafter.retract("a", 7)
+
+
 def test_wrong_use_says_what_was_expected(tmp_path: Path) -> None:
     head = make_head()
     with pytest.raises(NworError, match=r"embedding: got sizes .* trained for another target"):

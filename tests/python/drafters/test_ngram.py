@@ -131,6 +131,10 @@ def test_wrong_use_says_what_was_expected() -> None:
     with pytest.raises(NworError, match="after the prompt, expected its own tokens"):
         drafter.observe("x", [7, 7, 4], None)
     assert not drafter.retract("x", 100)
+    with pytest.raises(NworError, match="num_tokens: got -1, expected 0 or more"):
+        drafter.retract("x", -1)
+    with pytest.raises(NworError, match="requests: got 'x' 2 times, expected every request once"):
+        drafter.draft(["x", "x"], TreeConfig())
     drafter.end("x")
     drafter.end("x")
 

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from generate.tiny_models import TREES, decode_plainly, random_prompt, tiny
+from nwor_specpv import NworError
 from nwor_specpv.drafters import TreeConfig
 from nwor_specpv.transformers import Generator, runner
 from nwor_specpv.transformers.round import Round
@@ -109,3 +110,21 @@ def test_a_smaller_model_that_was_interrupted_drafts_again(
         drafter.end("second")
         drafter.begin("second", [5, 6, 7])
         drafter.observe("second", [6, 7, 8], None)
+
+
+def test_what_a_smaller_model_takes_back_is_checked() -> None:
+    drafter = Generator(tiny(), drafter="draft_model", draft_model=tiny()).drafter
+    drafter.begin("a", [5, 6, 7])
+    drafter.observe("a", [6, 7, 8], None)
+    (chain,) = drafter.draft(["a"], TREES["chain"])
+    assert drafter.draft(["a"], TreeConfig(depth=4))[0].tokens == chain.tokens
+    assert drafter.retract("a", 0)
+    assert drafter.draft(["a"], TREES["chain"])[0].tokens == chain.tokens
+    assert not drafter.retract("a", 50)
+    with pytest.raises(NworError, match="num_tokens: got -1, expected 0 or more"):
+        drafter.retract("a", -1)
+    with pytest.raises(NworError, match="requests: got 'a' 2 times, expected every request once"):
+        drafter.draft(["a", "a"], TREES["chain"])
+    assert drafter.retract("a", 1)
+    drafter.observe("a", [8], None)
+    assert drafter.draft(["a"], TREES["chain"])[0].tokens == chain.tokens
