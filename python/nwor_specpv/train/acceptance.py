@@ -22,7 +22,7 @@ from typing import Any
 import torch
 
 from nwor_specpv._files import write_whole
-from nwor_specpv._parser import output_file
+from nwor_specpv._parser import count, output_file
 from nwor_specpv.drafters import Drafter, TreeConfig
 from nwor_specpv.drafters.eagle3 import SHIPPED, Eagle3Drafter
 from nwor_specpv.drafters.eagle3_head import Eagle3Head
@@ -76,10 +76,10 @@ class Tally:
 
     def add(self, done: int, most: int, accepted: int, rows: int) -> None:
         """A step where `done` of `most` tokens stand already, and the drafts that were right."""
-        left = min(most, (self.limit or most + 1) - 1) - done
+        left = (most if self.limit is None else min(most, self.limit - 1)) - done
         if left > 0:
             self.steps += 1
-            self.tokens += min(accepted, left) + 1
+            self.tokens += min(accepted + 1, left)
             self.rows += rows
 
 
@@ -89,8 +89,8 @@ def report(tallies: Sequence[Tally]) -> dict[str, float]:
     tokens = sum(tally.tokens for tally in tallies) / steps
     # Texts differ more than a text's steps do: they are what was drawn.
     squares = sum((tally.tokens - tokens * tally.steps) ** 2 for tally in tallies)
-    count = len(tallies)
-    error = math.sqrt(squares * count / max(1, count - 1)) / steps
+    texts = len(tallies)
+    error = math.sqrt(squares * texts / max(1, texts - 1)) / steps
     rows = sum(tally.rows for tally in tallies) / steps
     return {"tokens": round(tokens, 3), "error": round(error, 3), "rows": round(rows, 2)}
 
@@ -123,14 +123,14 @@ def walk(
 
 def _accepted(tokens: Sequence[int], parents: Sequence[int], truth: Sequence[int]) -> int:
     row = 0
-    for count, token in enumerate(truth):
+    for depth, token in enumerate(truth):
         below = [
             child
             for child in range(row + 1, len(tokens))
             if parents[child] == row and tokens[child] == token
         ]
         if not below:
-            return count
+            return depth
         row = below[0]
     return len(truth)
 
@@ -169,6 +169,19 @@ def by_depth(target: Target, head: Eagle3Head, corpus: Corpus) -> list[float]:
     return found["top1_by_depth"]
 
 
+def require_same(head: Eagle3Head, target: Target, path: Path) -> None:
+    """Raises unless the head was made for such a target."""
+    shape, layers = head.shape, range(target.num_layers)
+    for name, right, expected in (
+        ("hidden", shape.hidden == target.hidden, target.hidden),
+        ("target_vocabulary", shape.target_vocabulary == target.vocabulary, target.vocabulary),
+        ("feature_layers", set(shape.feature_layers) <= set(layers), f"0 to {layers[-1]}"),
+    ):
+        if not right:
+            got = getattr(shape, name)
+            raise NworError(f"{path}: got a head of {name} {got}, expected {expected}")
+
+
 def main(arguments: list[str] | None = None) -> int:
     try:
         return run(arguments)
@@ -181,10 +194,10 @@ def run(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="nwor_specpv.train.acceptance", description=__doc__)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("--weights", type=Path, default=SHIPPED, help="default: the shipped head")
-    parser.add_argument("--invented", type=int, default=32, help="questions the target invents")
-    parser.add_argument("--prompts", type=int, default=24, help="held-out prompts of a kind")
+    parser.add_argument("--invented", type=count, default=32, help="questions the target invents")
+    parser.add_argument("--prompts", type=count, default=24, help="held-out prompts of a kind")
     parser.add_argument(
-        "--answer-tokens", type=int, nargs="+", default=[96, 200], help="default: 96 200"
+        "--answer-tokens", type=count, nargs="+", default=[96, 200], help="default: 96 200"
     )
     parser.add_argument("--json", type=output_file, help="a file for the figures, beside stdout")
     options = parser.parse_args(arguments)
@@ -197,6 +210,7 @@ def run(arguments: list[str] | None = None) -> int:
     head = Eagle3Head.load(options.weights)
     folder = smollm2("float32")
     target = Target(folder, head.shape.feature_layers)
+    require_same(head, target, options.weights)
     encode = prompt_encoder(folder)
     torch.manual_seed(_SEED)
     openings = prompts.openings(encode, 4 * options.invented, seed=_SEED)

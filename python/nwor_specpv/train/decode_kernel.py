@@ -10,6 +10,10 @@ import torch
 import triton
 import triton.language as tl
 
+from nwor_specpv.errors import NworError
+
+_ROWS = 16  # heads of a group, the least a product takes
+
 
 @triton.jit(do_not_specialize=["position"])
 def _decode_kernel(
@@ -70,6 +74,8 @@ def decode_attention(
 ) -> torch.Tensor:
     """query [B, Hkv, groups, D] over keys and values [B, Hkv, L, D] at start .. position."""
     batch, heads, groups, dim = query.shape
+    if groups > _ROWS:  # those beyond would be left as they are
+        raise NworError(f"query: got {groups} heads of a group, expected {_ROWS} at most")
     out = torch.empty_like(query)
     _decode_kernel[(batch, heads)](
         query,
@@ -84,7 +90,7 @@ def decode_attention(
         HEADS=heads,
         GROUPS=groups,
         DIM=dim,
-        ROWS=16,
+        ROWS=_ROWS,
         BLOCK=64,
         num_warps=4,
     )

@@ -83,7 +83,7 @@ class Plan:
             require(name, getattr(self, name) >= 1, "1 or more")
         for name in ("updates", "listed_vocabulary"):
             require(name, getattr(self, name) >= 0, "0 or more")
-        for name in ("keep_start", "collect_share"):
+        for name in ("keep_start", "collect_share", "deepen_from"):
             require(name, 0 <= getattr(self, name) <= 1, "0 to 1")
         require("sharpen_from", 0 <= self.sharpen_from < 1, "0 to less than 1")
         for name in ("learning_rate", "weight_decay"):
@@ -91,6 +91,14 @@ class Plan:
             require(name, right, "a finite number, 0 or more")
         require("label_temperature", 0 < self.label_temperature < math.inf, "more than 0")
         require("minutes", 0 < self.minutes < math.inf, "a finite number above 0")
+        require("measure_seconds", self.measure_seconds > 0, "more than 0")
+        require("step_decay", 0 < self.step_decay <= 1, "more than 0, 1 at most")
+        low, high = -(2**63), 2**64 - 1  # torch's
+        require("seed", low <= self.seed <= high, f"{low} to {high}")
+        require("optimizer", self.optimizer in ("muon", "adamw"), "muon or adamw")
+        require("start", not self.start or Path(self.start).is_file(), "a file of a head")
+        if self.keep_start and not self.start:
+            raise NworError(f"keep_start: got {self.keep_start} without a head, expected a start")
 
 
 class Training:
@@ -99,18 +107,21 @@ class Training:
     def __init__(
         self, target: Target, openings: list[Any], held_out: list[Any], plan: Plan, out: Path
     ) -> None:
-        if plan.keep_start and not plan.start:
-            raise NworError(f"keep_start: got {plan.keep_start} without a head, expected a start")
         self.target, self.plan, self.out = target, plan, out
+        self._shape = head_shape(target, plan)
+        # Kept from now on: `measure` may write where it was read.
+        self._start = self._load_start() if plan.start else {}
         self.began = time.monotonic()
         self.trained_seconds = 0.0
         self.trained_tokens = self.updates = self.written_tokens = 0
         self.history: list[dict[str, Any]] = []
         torch.manual_seed(plan.seed)
         self._writer = Writer(target, openings, plan.manner)
+        self._opening_sizes = _sizes(openings)
         rows = max(1, plan.tokens // (plan.rows * plan.length)) * plan.rows
         self._corpus = Corpus.empty(rows, plan.length, target)
         self._held_out = self._write_held_out(held_out)
+        self.text_seconds = time.monotonic() - self.began
         self._head: Eagle3Head | None = None
 
     # ---- the parts of a run ----
@@ -128,10 +139,16 @@ class Training:
             later = seconds * plan.collect_share / plan.rounds * (plan.rounds - 1 - index)
             share = max(0.0, left - later - 0.02 * seconds) / (plan.rounds - index)
             self._train(collected, share, plan.rounds - index)
+        if not self.updates and not plan.start:
+            raise NworError(
+                f"minutes: got {plan.minutes} without time for an update, of which "
+                f"{self.text_seconds / 60:.3f} went into texts; expected more, or fewer than "
+                f"{plan.rows} rows of length {plan.length} at once"
+            )
         self.measure()
         if plan.keep_start:
             with torch.no_grad():
-                for name, begun in self._started(self._head.shape).items():
+                for name, begun in self._start.items():
                     self._head.weights[name].lerp_(begun, plan.keep_start)
             self.measure()
 
@@ -149,12 +166,14 @@ class Training:
                 break
         self.target.release()
         self._empty()
+        self.text_seconds += time.monotonic() - begin
         found = corpus.rows(slice(0, done))
         self.written_tokens += found.num_tokens
         return found
 
     def _make_head(self, corpus: Corpus) -> None:
         target, plan = self.target, self.plan
+        self._require_answers(corpus)
         counted = corpus.weight > 0
         chosen = torch.cat([corpus.best[counted], corpus.tokens[:, 1:][counted[:, :-1]]]).long()
         frequency = torch.bincount(chosen, minlength=target.vocabulary)
@@ -163,20 +182,9 @@ class Training:
         trained = kept[: plan.draft_vocabulary]
         covered = frequency[trained].sum() / frequency.sum()
         self.say(f"draft vocabulary: {len(trained)} tokens cover {float(covered):.4%}")
-        shape = HeadShape(
-            hidden=target.hidden,
-            intermediate=plan.intermediate,
-            num_heads=target.num_heads,
-            num_kv_heads=target.num_kv_heads,
-            head_dim=target.head_dim,
-            target_vocabulary=target.vocabulary,
-            feature_layers=target.feature_layers,
-            window=plan.window,
-            rope_theta=target.rope_theta,
-            norm_epsilon=target.norm_epsilon,
-        )
-        weights = self._started(shape) if plan.start else initial_weights(shape, target)
-        self._head = Eagle3Head(shape, weights, kept)
+        begun = {name: weight.clone() for name, weight in self._start.items()}
+        weights = begun or initial_weights(self._shape, target)
+        self._head = Eagle3Head(self._shape, weights, kept)
         for weight in self._head.weights.values():
             weight.requires_grad_()
         self._trained, self._listed = (self._vocabulary(tokens) for tokens in (trained, kept))
@@ -185,11 +193,20 @@ class Training:
         if plan.start:
             self.measure()
 
-    def _started(self, shape: HeadShape) -> dict[str, torch.Tensor]:
-        """Weights of the head to go on from, or to average with."""
+    def _require_answers(self, corpus: Corpus) -> None:
+        """Raises where there is nothing to learn: no choice counts that an entry predicts."""
+        same = corpus.start[:, 1:] == corpus.start[:, :-1]
+        if not ((corpus.weight[:, 1:] > 0) & same).any():
+            raise NworError(
+                f"length: got {self.plan.length}, where none of {corpus.tokens.shape[0]} rows gets "
+                f"to what the target writes, expected more; openings have {self._opening_sizes}"
+            )
+
+    def _load_start(self) -> dict[str, torch.Tensor]:
+        """Weights of the head to go on from, and to average with."""
         head = Eagle3Head.load(Path(self.plan.start))
-        if head.shape != shape:
-            raise NworError(f"start: got a head of {head.shape}, expected {shape}")
+        if head.shape != self._shape:
+            raise NworError(f"start: got a head of {head.shape}, expected {self._shape}")
         return {
             name: weight.to(self.target.device, torch.float32)
             for name, weight in head.weights.items()
@@ -321,6 +338,17 @@ class Training:
         corpus = Corpus.empty(len(held_out), plan.length, self.target)
         Writer(self.target, held_out, manner).write(corpus, 0, len(held_out))
         self.target.release()
+        answered = int(((corpus.weight >= 1) & (corpus.start == 0)).any(dim=1).sum())
+        if not answered:
+            raise NworError(
+                f"length: got {plan.length}, where none of {len(held_out)} held-out prompts gets "
+                f"to its answer, expected more; they have {_sizes(held_out)}"
+            )
+        if answered < len(held_out):
+            self.say(
+                f"held out: {len(held_out) - answered} of {len(held_out)} prompts reach no answer "
+                f"in a length of {plan.length} and are not measured"
+            )
         return corpus
 
     def _wait(self) -> None:
@@ -330,6 +358,22 @@ class Training:
     def _empty(self) -> None:
         if self.target.device.type == "cuda":
             torch.cuda.empty_cache()
+
+
+def head_shape(target: Target, plan: Plan) -> HeadShape:
+    """Of the head that the plan makes for the target."""
+    return HeadShape(
+        hidden=target.hidden,
+        intermediate=plan.intermediate,
+        num_heads=target.num_heads,
+        num_kv_heads=target.num_kv_heads,
+        head_dim=target.head_dim,
+        target_vocabulary=target.vocabulary,
+        feature_layers=target.feature_layers,
+        window=plan.window,
+        rope_theta=target.rope_theta,
+        norm_epsilon=target.norm_epsilon,
+    )
 
 
 def initial_weights(shape: HeadShape, target: Target) -> dict[str, torch.Tensor]:
@@ -370,11 +414,9 @@ def make_optimizers(head: Eagle3Head, plan: Plan) -> Iterator[torch.optim.Optimi
             weight_decay=plan.weight_decay,
             adjust_lr_fn="match_rms_adamw",
         )
-    elif plan.optimizer == "adamw":
+    else:
         group = {"params": wide, "peak": plan.learning_rate}
         yield torch.optim.AdamW([group], weight_decay=plan.weight_decay, **adam)
-    else:
-        raise NworError(f"optimizer: got {plan.optimizer!r}, expected muon or adamw")
     group = {"params": others, "peak": min(plan.learning_rate, 2e-3)}
     yield torch.optim.AdamW([group], weight_decay=0.0, **adam)
 
@@ -392,22 +434,39 @@ def _device_name(device: torch.device) -> str:
     return torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
 
 
-def read_prompts(path: Path) -> tuple[list[prompts.Opening], list[prompts.Opening]]:
+def _sizes(openings: list[prompts.Opening]) -> str:
+    sizes = [len(opening.tokens) for opening in openings]
+    return f"{min(sizes)} to {max(sizes)} tokens"
+
+
+def read_prompts(
+    path: Path, vocabulary: int
+) -> tuple[list[prompts.Opening], list[prompts.Opening]]:
     """Openings and held-out prompts as `write_prompts` left them: ids, no tokenizer needed."""
     try:
         data = json.loads(path.read_text(encoding="utf-8"))
-        return tuple(
-            [prompts.Opening(**{**entry, "invented": tuple(entry["invented"])}) for entry in part]
-            for part in (data["openings"], data["held_out"])
-        )
+        parts = {name: list(data[name]) for name in ("openings", "held_out")}
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise NworError(f"{path}: not a file of prompts: {error}") from None
+    for name, part in parts.items():
+        if not part:
+            raise NworError(f"{path}: {name}: got none, expected one or more")
+        for place, entry in enumerate(part):
+            try:
+                part[place] = prompts.read_opening(entry, vocabulary)
+            except NworError as error:
+                raise NworError(f"{path}: {name}[{place}]: {error}") from None
+    return parts["openings"], parts["held_out"]
 
 
 def prompt_encoder(folder: Path) -> prompts.Encode:
     """From text to ids with the tokenizer in `folder`; needs the package tokenizers."""
-    from tokenizers import Tokenizer
-
+    try:
+        from tokenizers import Tokenizer
+    except ImportError:
+        raise NworError(
+            f"{folder}: its tokenizer needs the package tokenizers: pip install tokenizers"
+        ) from None
     path = folder / "tokenizer.json"
     if not path.is_file():
         raise NworError(f"{folder}: got no tokenizer.json, expected a Hugging Face model folder")
@@ -451,6 +510,7 @@ def main(arguments: list[str] | None = None) -> int:
     out, device = options.pop("out"), options.pop("device")
     folder, path = options.pop("target"), options.pop("prompts")
     try:
+        plan = Plan(**options)
         require_device(device)
         device = torch.device(device)
         out.mkdir(parents=True, exist_ok=True)
@@ -462,9 +522,9 @@ def main(arguments: list[str] | None = None) -> int:
         path = path or out / "prompts.json"
         if not path.is_file():
             write_prompts(folder, path)
-        openings, held_out = read_prompts(path)
         target = Target(folder, device=device, dtype=dtype)
-        Training(target, openings, held_out, Plan(**options), out).run()
+        openings, held_out = read_prompts(path, target.vocabulary)
+        Training(target, openings, held_out, plan, out).run()
     except (NworError, OSError) as error:
         print(f"train.eagle3: {error}", file=sys.stderr)
         return 2

@@ -21,7 +21,7 @@ def tokens_per_step(
 
     `ranks` [steps, rows, L]; `counts` [rows, L]: the choice of the next token is the answer's. A
     draft at depth d is there if it is among the best widths[d] below its parent. A step gives the
-    drafts that were right and the target's own token.
+    drafts that were right and the target's own token, unless the answer ends before it.
     """
     hits = torch.stack([ranks[depth] < width for depth, width in enumerate(widths)])
     accepted = hits.int().cumprod(0).sum(0)  # [rows, L] at each entry
@@ -35,7 +35,7 @@ def tokens_per_step(
         at, last = places[0], places[-1]
         while at + 1 <= last:
             gain = min(gains[at], last - at)
-            tokens, steps = tokens + gain + 1, steps + 1
+            tokens, steps = tokens + min(gain + 1, last - at), steps + 1
             at += gain + 1
     return tokens, steps
 

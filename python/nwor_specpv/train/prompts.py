@@ -12,6 +12,9 @@ import itertools
 import random
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
+
+from nwor_specpv.errors import NworError
 
 from .questions import question
 
@@ -228,6 +231,39 @@ class Opening:
     tokens: list[int]
     invented: tuple[int, int]  # the limit is drawn from this range; (0, 0): nothing is
     answer: list[int]  # ids between what was invented and the answer
+
+
+def read_opening(entry: Any, vocabulary: int) -> Opening:
+    """Of a file's entry; what a target of that vocabulary cannot be given is refused."""
+    names = sorted(Opening.__dataclass_fields__)
+    if not isinstance(entry, dict) or sorted(entry) != names:
+        got = f"fields {', '.join(sorted(entry))}" if isinstance(entry, dict) else repr(entry)
+        raise NworError(f"got {got}, expected {', '.join(names)}")
+    if entry["kind"] not in KINDS:
+        raise NworError(f"kind: got {entry['kind']!r}, expected one of {', '.join(KINDS)}")
+    for name in ("tokens", "answer"):
+        _require_ids(name, entry[name], vocabulary)
+    if not entry["tokens"]:
+        raise NworError("tokens: got none, expected one or more")
+    invented = entry["invented"]
+    pair = isinstance(invented, list) and len(invented) == 2 and all(map(_whole, invented))
+    if not pair or not 0 <= invented[0] <= invented[1]:
+        raise NworError(
+            f"invented: got {invented!r}, expected two numbers from 0 on, the smaller first"
+        )
+    return Opening(**{**entry, "invented": tuple(invented)})
+
+
+def _require_ids(name: str, ids: Any, vocabulary: int) -> None:
+    if not isinstance(ids, list):
+        raise NworError(f"{name}: got {ids!r}, expected a list")
+    for place, token in enumerate(ids):
+        if not _whole(token) or not 0 <= token < vocabulary:
+            raise NworError(f"{name}[{place}]: got {token!r}, expected 0 to {vocabulary - 1}")
+
+
+def _whole(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
 
 
 def chat_prompt(text: str, system: str = _SYSTEMS[0]) -> str:

@@ -55,7 +55,8 @@ class Target:
         self._cache: torch.Tensor | None = None
         self.decode_attention = None
         if self.device.type == "cuda":
-            self.decode_attention = _decode_attention(self.device, dtype, self.head_dim)
+            groups = self.num_heads // self.num_kv_heads
+            self.decode_attention = _decode_attention(self.device, dtype, self.head_dim, groups)
 
     def allocate(self, batch: int, length: int) -> None:
         """A cache for `batch` rows of `length` positions; what was in it is forgotten."""
@@ -144,13 +145,13 @@ class Target:
 
 
 def _decode_attention(
-    device: torch.device, dtype: torch.dtype, head_dim: int
+    device: torch.device, dtype: torch.dtype, head_dim: int, groups: int
 ) -> Callable[..., torch.Tensor] | None:
-    """Our kernel for single tokens, where Triton and what it needs are installed."""
+    """Our kernel for single tokens, where it takes such heads and Triton has what it needs."""
     try:
         from .decode_kernel import decode_attention
 
-        query, start = torch.ones(1, 1, 3, head_dim), torch.zeros(1, dtype=torch.int64)
+        query, start = torch.ones(1, 1, groups, head_dim), torch.zeros(1, dtype=torch.int64)
         keys = torch.ones(1, 1, 64, head_dim, device=device, dtype=dtype)
         decode_attention(query.to(device, dtype), keys, keys, 20, start.to(device)).sum().item()
     except Exception as error:  # a missing compiler shows itself in many ways

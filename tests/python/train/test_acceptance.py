@@ -13,9 +13,10 @@ from typing import Any
 import pytest
 import torch
 
-from nwor_specpv import DraftTree
+from nwor_specpv import DraftTree, models
 from nwor_specpv.drafters import Drafter, TreeConfig
 from nwor_specpv.drafters.eagle3 import Eagle3Drafter
+from nwor_specpv.drafters.eagle3_head import Eagle3Head
 from nwor_specpv.models import stories
 from nwor_specpv.train import acceptance, eagle3, measure
 from nwor_specpv.train.prompts import Opening
@@ -66,8 +67,16 @@ def test_a_step_gives_the_right_drafts_and_one_more(target: Target) -> None:
         drafter = Knowing(corpus.tokens[0].tolist(), right)
         acceptance.walk(drafter, corpus, 0, TreeConfig(), target.hidden, tally)
         assert tally.rows == tally.steps * (right + 2)
-        assert abs(tally.tokens - tally.steps * (right + 1)) <= right
+        answer = int(((corpus.weight[0] >= 1) & (corpus.start[0] == 0)).sum())
+        assert tally.tokens == answer - 1  # the prompt's own step gave the first
+        assert tally.steps == -(-tally.tokens // (right + 1))
         assert tally.tokens >= 20
+
+
+def test_a_limit_of_nothing_counts_nothing() -> None:
+    tally = acceptance.Tally(limit=0)
+    tally.add(0, 5, 2, 3)
+    assert tally == acceptance.Tally(limit=0)
 
 
 def test_chains_gain_what_the_ranks_say(target: Target, tmp_path: Path) -> None:
@@ -132,6 +141,39 @@ def test_figures_are_printed_whatever_becomes_of_their_file(
     out, err = capsys.readouterr()
     assert json.loads(out) == figures
     assert err.startswith("train.acceptance: [Errno 2] No such file")
+
+
+@pytest.mark.parametrize("option", ["--invented", "--prompts", "--answer-tokens"])
+def test_counts_below_one_are_refused(option: str, capsys: pytest.CaptureFixture[str]) -> None:
+    for wrong in ("0", "-3"):
+        with pytest.raises(SystemExit) as ended:
+            acceptance.main(["--weights=/nowhere", f"{option}={wrong}"])
+        assert ended.value.code == 2
+        assert f"{option}: got {wrong}, expected 1 or more" in capsys.readouterr().err
+
+
+def test_a_head_of_another_target_is_refused(
+    target: Target,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(models, "smollm2", lambda _: stories())
+    shape = eagle3.head_shape(target, eagle3.Plan(intermediate=8))
+    for change, line in (
+        ({"hidden": target.hidden + 2}, f"hidden {target.hidden + 2}, expected {target.hidden}"),
+        ({"target_vocabulary": 40}, f"target_vocabulary 40, expected {target.vocabulary}"),
+        (
+            {"feature_layers": (0, target.num_layers)},
+            f"feature_layers (0, {target.num_layers}), expected 0 to {target.num_layers - 1}",
+        ),
+    ):
+        other = dataclasses.replace(shape, **change)
+        weights = {name: torch.ones(size) for name, size in other.sizes().items()}
+        path = tmp_path / "head.safetensors"
+        Eagle3Head(other, weights, torch.arange(9)).save(path)
+        assert acceptance.main([f"--weights={path}"]) == 2
+        assert capsys.readouterr().err == f"train.acceptance: {path}: got a head of {line}\n"
 
 
 def test_error_is_that_of_a_mean_where_texts_have_equal_steps() -> None:

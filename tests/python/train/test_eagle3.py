@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import resource
-from collections.abc import Iterator
+import sys
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -21,6 +23,7 @@ from nwor_specpv.train import acceptance, eagle3, measure, questions, unroll
 from nwor_specpv.train.corpus import Corpus, Manner, Writer
 from nwor_specpv.train.prompts import KINDS, Opening, asked, held_out, openings
 from nwor_specpv.train.target import Target
+from nwor_specpv.train.target import _decode_attention as decode_attention_of
 
 STOP = 2
 
@@ -188,6 +191,10 @@ def test_walks_count_tokens_and_steps() -> None:
     assert measure.tokens_per_step(ranks, counts, start, (1, 1)) == (7, 4)
     assert measure.tokens_per_step(ranks, counts, start, (2, 1)) == (7, 4)
     assert measure.tokens_per_step(ranks, counts, start, (1,)) == (2 + 1 + 2 + 1 + 1, 5)
+    # All drafts are right, more than the answer has: row 2 chose its first token, 7 are left.
+    ranks = torch.zeros(4, 1, 12)
+    assert measure.tokens_per_step(ranks, counts, start, (1, 1, 1, 1)) == (7, 2)
+    assert measure.tokens_per_step(ranks, counts, start, (1,)) == (7, 4)
 
 
 def test_openings_are_of_every_kind_and_held_out_prompts_are_not_among_them() -> None:
@@ -292,6 +299,18 @@ def test_a_head_of_no_numbers_is_last_and_is_not_saved(
         ({"learning_rate": float("inf")}, "learning_rate: got inf, expected a finite number"),
         ({"learning_rate": -1.0}, "learning_rate: got -1.0, expected a finite number"),
         ({"minutes": 0.0}, "minutes: got 0.0, expected a finite number above 0"),
+        ({"optimizer": "sgd"}, "optimizer: got sgd, expected muon or adamw"),
+        ({"step_decay": 0.0}, "step_decay: got 0.0, expected more than 0, 1 at most"),
+        ({"step_decay": 1.5}, "step_decay: got 1.5, expected more than 0, 1 at most"),
+        ({"step_decay": float("nan")}, "step_decay: got nan, expected more than 0, 1 at most"),
+        ({"deepen_from": -0.5}, "deepen_from: got -0.5, expected 0 to 1"),
+        ({"deepen_from": 2.0}, "deepen_from: got 2.0, expected 0 to 1"),
+        ({"measure_seconds": 0.0}, "measure_seconds: got 0.0, expected more than 0"),
+        ({"measure_seconds": float("nan")}, "measure_seconds: got nan, expected more than 0"),
+        ({"seed": 2**64}, f"seed: got {2**64}, expected {-(2**63)} to {2**64 - 1}"),
+        ({"seed": -(2**63) - 1}, f"seed: got {-(2**63) - 1}, expected {-(2**63)} to"),
+        ({"start": "/no/such/head"}, "start: got /no/such/head, expected a file"),
+        ({"keep_start": 0.5}, "keep_start: got 0.5 without a head, expected a start"),
     ],
 )
 def test_a_plan_that_cannot_be_is_refused(wrong: dict[str, float], message: str) -> None:
@@ -319,10 +338,68 @@ def test_a_run_goes_on_from_a_head(target: Target, rng: torch.Generator, tmp_pat
     for name, weight in mixed._head.weights.items():
         expected = 0.75 * trained[name] + 0.25 * begun.weights[name].float()
         torch.testing.assert_close(weight.detach(), expected)
-    with pytest.raises(NworError, match=r"keep_start: got 0.5 without a head"):
-        make_head(target, corpus, tmp_path, keep_start=0.5)
+
+
+def test_a_start_where_the_head_is_written_is_averaged_as_it_was(
+    target: Target, rng: torch.Generator, tmp_path: Path
+) -> None:
+    corpus, start = write(target, rng), tmp_path / "eagle3.safetensors"
+    small = {"intermediate": 32, "rounds": 1, "measure_tokens": 8}
+    make_head(target, corpus, tmp_path, **small)._head.save(start)
+    begun = Eagle3Head.load(start).weights
+    small |= {"start": str(start), "updates": 1, "learning_rate": 0.0, "optimizer": "adamw"}
+    mixed = make_head(target, corpus, tmp_path, **small, keep_start=0.25)
+    trained = {name: torch.randn_like(weight) for name, weight in mixed._head.weights.items()}
+    for name, weight in mixed._head.weights.items():
+        weight.data.copy_(trained[name])
+    mixed.run()
+    for name, weight in mixed._head.weights.items():
+        expected = 0.75 * trained[name] + 0.25 * begun[name].float()
+        torch.testing.assert_close(weight.detach(), expected)
+
+
+def test_a_start_of_another_shape_is_refused_before_any_text_is_written(
+    target: Target, rng: torch.Generator, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    start = tmp_path / "start.safetensors"
+    make_head(target, write(target, rng), tmp_path, intermediate=32)._head.save(start)
+    monkeypatch.setattr(Writer, "write", lambda *_: pytest.fail("texts were written"))
+    plan = eagle3.Plan(intermediate=32, window=21, start=str(start))
     with pytest.raises(NworError, match=r"start: got a head of .*window=20.*expected.*window=21"):
-        make_head(target, corpus, tmp_path, **small, window=21)
+        eagle3.Training(target, make_openings(rng), make_openings(rng), plan, tmp_path)
+
+
+def test_a_run_without_an_update_leaves_what_was_there(
+    target: Target, rng: torch.Generator, tmp_path: Path
+) -> None:
+    (tmp_path / "eagle3.safetensors").write_bytes(b"a good head")
+    training = make_head(
+        target, write(target, rng), tmp_path, intermediate=32, measure_tokens=8, minutes=1e-6
+    )
+    line = r"minutes: got 1e-06 without time for an update, of which \d+\.\d{3} went into texts"
+    with pytest.raises(NworError, match=line):
+        training.run()
+    assert [path.name for path in tmp_path.iterdir()] == ["eagle3.safetensors"]
+    assert (tmp_path / "eagle3.safetensors").read_bytes() == b"a good head"
+
+
+def test_texts_that_end_before_their_answer_are_refused(
+    target: Target, rng: torch.Generator, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    long, short = (Opening("chat", [5] * size, (0, 0), []) for size in (13, 3))
+    plan = eagle3.Plan(rows=2, length=12, tokens=24, intermediate=32, updates=1)
+    training = eagle3.Training(target, [long, long], [short, long, short], plan, tmp_path)
+    said = capsys.readouterr().err
+    assert "held out: 1 of 3 prompts reach no answer in a length of 12" in said
+    line = r"length: got 12, where none of 2 rows .*; openings have 13 to 13 tokens"
+    with pytest.raises(NworError, match=line):
+        training.run()
+    assert not list(tmp_path.iterdir())
+    line = r"length: got 12, where none of 2 held-out prompts .*; they have 13 to 13 tokens"
+    with pytest.raises(NworError, match=line):
+        eagle3.Training(target, [short], [long, long], plan, tmp_path)
+    eagle3.Training(target, [short], [short], plan, tmp_path)
+    assert "held out" not in capsys.readouterr().err
 
 
 @contextmanager
@@ -360,9 +437,69 @@ def test_half_a_file_of_prompts_is_never_left(
         eagle3.write_prompts(tmp_path, path, 8)
     assert not list(tmp_path.iterdir())
     eagle3.write_prompts(tmp_path, path, 8)
-    begun, kept = eagle3.read_prompts(path)
+    begun, kept = eagle3.read_prompts(path, 256)
     assert len(begun) == 13
     assert kept
+
+
+@pytest.mark.parametrize(
+    ("part", "change", "line"),
+    [
+        ("openings", None, "openings: got none, expected one or more"),
+        ("held_out", None, "held_out: got none, expected one or more"),
+        ("openings", {"kind": "poem"}, "openings[1]: kind: got 'poem', expected one of chat, s"),
+        ("openings", {"tokens": []}, "openings[1]: tokens: got none, expected one or more"),
+        ("openings", {"tokens": [5, 50]}, "openings[1]: tokens[1]: got 50, expected 0 to 49"),
+        ("held_out", {"tokens": [-1]}, "held_out[1]: tokens[0]: got -1, expected 0 to 49"),
+        ("openings", {"tokens": [True]}, "openings[1]: tokens[0]: got True, expected 0 to 49"),
+        ("openings", {"tokens": "ab"}, "openings[1]: tokens: got 'ab', expected a list"),
+        ("openings", {"answer": [7, 99]}, "openings[1]: answer[1]: got 99, expected 0 to 49"),
+        ("openings", {"invented": [5, 2]}, "openings[1]: invented: got [5, 2], expected two"),
+        ("openings", {"invented": [-1, 2]}, "openings[1]: invented: got [-1, 2], expected two"),
+        ("openings", {"invented": [2]}, "openings[1]: invented: got [2], expected two"),
+        ("openings", {"more": 1}, "openings[1]: got fields answer, invented, kind, more, tokens"),
+    ],
+)
+def test_prompts_that_cannot_be_are_refused_with_their_place(
+    tmp_path: Path, part: str, change: dict[str, object] | None, line: str
+) -> None:
+    path = tmp_path / "prompts.json"
+    right = {"kind": "chat", "tokens": [49, 0], "invented": [0, 4], "answer": []}
+    data = {"openings": [right, right], "held_out": [right, right]}
+    path.write_text(json.dumps(data))
+    assert [len(found) for found in eagle3.read_prompts(path, 50)] == [2, 2]
+    data[part] = [] if change is None else [right, right | change]
+    path.write_text(json.dumps(data))
+    with pytest.raises(NworError, match=re.escape(f"{path}: {line}")):
+        eagle3.read_prompts(path, 50)
+
+
+def test_a_missing_tokenizer_library_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "tokenizers", None)
+    with pytest.raises(NworError, match=r"package tokenizers.*: pip install tokenizers"):
+        eagle3.prompt_encoder(stories())
+
+
+def test_the_kernel_is_not_used_for_groups_it_would_not_finish(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    kernel = pytest.importorskip("nwor_specpv.train.decode_kernel")
+    launched: list[int] = []
+
+    class Launch:
+        def __getitem__(self, grid: tuple[int, int]) -> Callable[..., None]:
+            return lambda *_, GROUPS, **__: launched.append(GROUPS)  # noqa: N803
+
+    monkeypatch.setattr(kernel, "_decode_kernel", Launch())
+    cpu = torch.device("cpu")
+    for groups in (1, 9, 16):
+        used = decode_attention_of(cpu, torch.float32, 8, groups)
+        assert used is kernel.decode_attention
+    assert launched == [1, 9, 16]  # tried with the target's own
+    assert decode_attention_of(cpu, torch.float32, 8, 17) is None
+    with pytest.raises(NworError, match=r"query: got 17 heads of a group, expected 16 at most"):
+        kernel.decode_attention(torch.ones(1, 1, 17, 8), *[torch.ones(1, 1, 64, 8)] * 2, 3, None)
+    assert launched == [1, 9, 16]
 
 
 def test_a_target_is_run_as_its_folder_says_or_refused(tmp_path: Path) -> None:
@@ -409,6 +546,7 @@ def test_wrong_use_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str
     (other / "tokenizer.json").write_text(json.dumps({"version": "1.0", "model": words}))
     for wrong, line in (
         (["--device=frob"], "--device: got 'frob', expected cpu or cuda"),
+        (["--device=frob", "--rows=0"], "rows: got 0, expected 1 or more"),
         (["--device=cpu", f"--target={tmp_path}"], "got no tokenizer.json, expected a Hugging"),
         (["--device=cpu", f"--target={other}"], "got a tokenizer whose <|endoftext|> and <|im_end"),
     ):
@@ -424,14 +562,3 @@ def test_wrong_use_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str
         assert "expected a file in a folder that exists" in capsys.readouterr().err
     assert acceptance.main(["--weights=/nowhere"]) == 2
     assert capsys.readouterr().err.startswith("train.acceptance: /nowhere: cannot be read")
-    with pytest.raises(NworError, match="expected muon or adamw"):
-        list(
-            eagle3.make_optimizers(
-                _Weights({"fuse": torch.zeros(2, 2)}), eagle3.Plan(optimizer="sgd")
-            )
-        )
-
-
-class _Weights:
-    def __init__(self, weights: dict[str, torch.Tensor]) -> None:
-        self.weights = weights
