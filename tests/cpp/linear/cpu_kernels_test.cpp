@@ -1,3 +1,5 @@
+#include <c10/util/BFloat16.h>
+#include <c10/util/Half.h>
 #include <gtest/gtest.h>
 
 #include <cmath>
@@ -36,12 +38,26 @@ struct Problem {
     for (float& value : weight) value = normal(random);
   }
 
+  // Weights of two bytes; `weight` becomes what they hold.
+  template <typename T>
+  void Narrow(DType type) {
+    dtype = type;
+    narrow.clear();
+    for (float& value : weight) {
+      const T half(value);
+      narrow.push_back(half.x);
+      value = static_cast<float>(half);
+    }
+  }
+
   LinearTask Task() {
     LinearTask task;
     task.x = x.data();
     task.rows = rows;
     task.depth = depth;
-    task.weight = weight.data();
+    task.dtype = dtype;
+    task.weight =
+        dtype == DType::kFloat32 ? static_cast<const void*>(weight.data()) : narrow.data();
     task.last = outputs;
     task.out = out.data();
     task.out_stride = outputs;
@@ -50,13 +66,28 @@ struct Problem {
 
   int64_t rows, outputs, depth;
   std::vector<float> x, weight, out;
+  std::vector<uint16_t> narrow;
+  DType dtype = DType::kFloat32;
 };
 
-TEST(LinearKernels, EqualSumsInDouble) {
+class LinearTypes : public testing::TestWithParam<DType> {
+ protected:
+  static Problem Make(int64_t rows, int64_t outputs, int64_t depth, uint32_t seed) {
+    Problem problem(rows, outputs, depth, seed);
+    if (GetParam() == DType::kFloat16) problem.Narrow<c10::Half>(GetParam());
+    if (GetParam() == DType::kBFloat16) problem.Narrow<c10::BFloat16>(GetParam());
+    return problem;
+  }
+};
+
+INSTANTIATE_TEST_SUITE_P(Weights, LinearTypes,
+                         testing::Values(DType::kFloat32, DType::kFloat16, DType::kBFloat16));
+
+TEST_P(LinearTypes, EqualSumsInDouble) {
   for (const LinearKernels* kernels : AllKernels()) {
     for (int64_t rows = 1; rows <= 14; ++rows) {
       for (const auto& [outputs, depth] : {std::pair{1, 1}, {7, 3}, {41, 64}, {83, 37}, {8, 130}}) {
-        Problem problem(rows, outputs, depth, 7 + rows);
+        Problem problem = Make(rows, outputs, depth, 7 + rows);
         kernels->linear(problem.Task());
         for (int64_t r = 0; r < rows; ++r) {
           for (int64_t n = 0; n < outputs; ++n) {
@@ -76,14 +107,14 @@ TEST(LinearKernels, EqualSumsInDouble) {
   }
 }
 
-TEST(LinearKernels, GiveARowTheSameBitsWhateverIsBesideIt) {
+TEST_P(LinearTypes, GiveARowTheSameBitsWhateverIsBesideIt) {
   for (const LinearKernels* kernels : AllKernels()) {
     for (int64_t rows = 2; rows <= 14; ++rows) {
-      Problem all(rows, 83, 70, 5);
+      Problem all = Make(rows, 83, 70, 5);
       kernels->linear(all.Task());
       for (int64_t r = 0; r < rows; ++r) {
         Problem one(1, 83, 70, 5);
-        one.weight = all.weight;
+        one.weight = all.weight, one.narrow = all.narrow, one.dtype = all.dtype;
         one.x.assign(all.x.begin() + r * 70, all.x.begin() + (r + 1) * 70);
         kernels->linear(one.Task());
         for (int64_t n = 0; n < 83; ++n) ASSERT_EQ(one.out[n], all.out[r * 83 + n]);
@@ -92,9 +123,9 @@ TEST(LinearKernels, GiveARowTheSameBitsWhateverIsBesideIt) {
   }
 }
 
-TEST(LinearKernels, TouchOnlyTheOutputsAskedFor) {
+TEST_P(LinearTypes, TouchOnlyTheOutputsAskedFor) {
   for (const LinearKernels* kernels : AllKernels()) {
-    Problem problem(3, 50, 20, 9);
+    Problem problem = Make(3, 50, 20, 9);
     LinearTask task = problem.Task();
     task.first = 11;
     task.last = 37;
