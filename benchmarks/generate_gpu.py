@@ -126,6 +126,14 @@ class Steps:
         return store
 
 
+def partial_steps(kinds: list[str]) -> float | None:
+    """Between two refreshes, on average; None where there were no two."""
+    refreshes = [i for i, kind in enumerate(kinds) if kind == "full_refresh"]
+    if len(refreshes) < 2:
+        return None
+    return (refreshes[-1] - refreshes[0]) / (len(refreshes) - 1) - 1
+
+
 def measure(runner: ModelRunner, batch: int, context: int, arguments: Any) -> dict[str, Any]:
     config = SpecPVConfig(enable_specpv=True, specpv_rectify=arguments.mode)
     if arguments.view_blocks:
@@ -134,6 +142,7 @@ def measure(runner: ModelRunner, batch: int, context: int, arguments: Any) -> di
     graphs = runner.cache.graphs
     taken: dict[str, list[float]] = {"full": [], "partial": [], "full_refresh": []}
     before = graphs.replays if graphs else 0
+    kinds: list[str] = []
 
     def run(count: int, store: PartialStore | None, policy: VerifyPolicy | None) -> None:
         for _ in range(count):
@@ -142,6 +151,7 @@ def measure(runner: ModelRunner, batch: int, context: int, arguments: Any) -> di
             kind = steps.run(store, policy)
             runner.synchronize()
             taken[kind].append(time.perf_counter() - started)
+            kinds.append(kind)
 
     with runner.installed():
         run(arguments.steps, None, None)
@@ -161,9 +171,9 @@ def measure(runner: ModelRunner, batch: int, context: int, arguments: Any) -> di
         "replays": graphs.replays - before if graphs else 0,
         "problem": graphs.problem if graphs else None,
     }
-    if len(ms) == len(taken):
-        # A view's life: partial steps until the tail is full, then one full step with its rows.
-        partial = (len(taken["partial"]) + 1) // max(1, len(taken["full_refresh"]) - 1)
+    # A view's life: partial steps until the tail is full, then one full step with its rows.
+    partial = partial_steps(kinds)
+    if len(ms) == len(taken) and partial is not None:
         mean = (partial * ms["partial"] + ms["full_refresh"]) / (partial + 1)
         result |= {
             "partial_steps_per_refresh": partial,

@@ -40,6 +40,7 @@ DRAFTS = 4  # of the head
 RIGHT = 2  # of them, every time
 ROUND = 15  # drafts of a round: four passes, the head's right guesses, and one more
 PREFILL_ROWS = 1024  # steps with more rows are prefill
+WARM_STEPS = 10
 SIDES = {
     "stock": {"enable_nwor": False},
     "refresh": {
@@ -117,13 +118,25 @@ def report(args: argparse.Namespace, found: dict[str, list[dict[str, Any]]]) -> 
               entry.get("speed"), flush=True)  # fmt: skip
         cells[cell] = entry
     if args.json:
-        device = next((run["device"] for runs in found.values() for run in runs), "")
+        first = next((run for runs in found.values() for run in runs), {})
         counts = {side: runs[-1]["counts"] for side, runs in found.items() if runs}
         settings = {side: SIDES[side] for side in found}
-        told = {"device": device, "drafts": DRAFTS, "acceptance_length": 3.0, "steps": args.steps}
+        told = {name: first.get(name, "") for name in ("device", "commit", "torch", "vllm")}
+        told |= {"drafts": DRAFTS, "acceptance_length": 3.0, "steps": args.steps}
         told |= {"layers": args.layers, "settings": settings, "cells": cells, "counts": counts}
         told |= {"round_drafts": ROUND, "agreement": args.agreement, "passes": args.passes}
         Path(args.json).write_text(json.dumps(told, indent=2) + "\n")
+
+
+def origin() -> dict[str, str]:
+    """What is measured, by its versions."""
+    import torch
+    import vllm
+
+    from nwor_specpv import _stamp
+
+    versions = {"torch": torch.__version__, "vllm": vllm.version.__version__}
+    return {"commit": _stamp.read_stamp().revision} | versions
 
 
 def run_side(args: argparse.Namespace) -> int:
@@ -139,7 +152,7 @@ def run_side(args: argparse.Namespace) -> int:
         if args.child == "lossless":
             set_acceptance(llm, args.agreement)
         clock = VerifyClock(llm)
-        result: dict[str, Any] = {"cells": {}, "device": torch.cuda.get_device_name()}
+        result: dict[str, Any] = {"cells": {}, "device": torch.cuda.get_device_name()} | origin()
         for batch, context in cells:
             with taking_turns(args.lock):
                 cell = measure(llm, clock, batch, context, args.steps)
@@ -158,7 +171,8 @@ def start(side: str, cells: list[tuple[int, int]], folder: Path, args: argparse.
     Eagle3LlamaForCausalLM.has_own_lm_head = True
     layers, lengths = args.layers, [DRAFTS]
     batches = sorted({batch for batch, _ in cells})
-    longest = max(context for _, context in cells) + 1024
+    room = max(1024, most_tokens(args.steps))
+    longest = max(context for _, context in cells) + room
     model = LLAMA_8B | {"num_hidden_layers": layers, "max_position_embeddings": longest}
     settings = dict(SIDES[side])
     if settings.get("enable_specpv"):
@@ -180,7 +194,7 @@ def start(side: str, cells: list[tuple[int, int]], folder: Path, args: argparse.
         enable_prefix_caching=False,
         gpu_memory_utilization=args.memory,
         attention_backend="FLASH_ATTN" if side == "stock" else "CUSTOM",
-        kv_cache_memory_bytes=max(b * (c + 1024) for b, c in cells) * layers * 4096 + (4 << 30),
+        kv_cache_memory_bytes=max(b * (c + room) for b, c in cells) * layers * 4096 + (4 << 30),
         compilation_config={
             "mode": 0,
             "cudagraph_mode": "FULL_DECODE_ONLY",
@@ -305,12 +319,17 @@ class VerifyClock:
         return sum(spans) / max(1, len(spans))
 
 
+def most_tokens(steps: int) -> int:
+    """More than a request can get, so that none ends in a cell of so many steps."""
+    return (1 + WARM_STEPS + steps) * (1 + ROUND)
+
+
 def measure(llm: Any, clock: VerifyClock, batch: int, context: int, steps: int) -> dict[str, Any]:
     import torch
     from vllm import SamplingParams
 
     engine, rng = llm.llm_engine, random.Random(batch * context)
-    params = SamplingParams(temperature=0, max_tokens=900, ignore_eos=True)
+    params = SamplingParams(temperature=0, max_tokens=most_tokens(steps), ignore_eos=True)
     names = []
     for index in range(batch):
         words = [rng.randrange(3, 30000) for _ in range(64)]
@@ -320,7 +339,7 @@ def measure(llm: Any, clock: VerifyClock, batch: int, context: int, steps: int) 
     lens: dict[str, int] = {}
     while len(lens) < batch:
         note(engine.step(), lens)
-    for _ in range(10):
+    for _ in range(WARM_STEPS):
         note(engine.step(), lens)
     torch.cuda.synchronize()
     clock.reset()
@@ -344,6 +363,10 @@ def measure(llm: Any, clock: VerifyClock, batch: int, context: int, steps: int) 
 def note(outputs: Any, lens: dict[str, int]) -> None:
     for output in outputs:
         lens[output.request_id] = len(output.outputs[0].token_ids)
+        if output.finished:
+            raise RuntimeError(
+                f"{output.request_id} has ended after {lens[output.request_id]} tokens"
+            )
 
 
 def counts() -> dict[str, Any]:

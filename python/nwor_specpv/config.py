@@ -286,14 +286,24 @@ def _check(name: str, field: dataclasses.Field[Any], value: Any) -> None:
         raise NworError(f"{name}: got {_kind(value)}, expected {expected}")
 
 
+def metrics_url(host: str, port: int) -> str:
+    """Where this machine reaches an endpoint that listens at `host`."""
+    if host != "localhost":
+        address = ipaddress.ip_address(host)
+        if (getattr(address, "ipv4_mapped", None) or address).is_unspecified:
+            host = "127.0.0.1"  # one of all that it listens at
+    return f"http://[{host}]:{port}/metrics" if ":" in host else f"http://{host}:{port}/metrics"
+
+
 def _is_host(text: str) -> bool:
+    """Whether the endpoint can bind it, which knows no scope ids."""
     if text == "localhost":
         return True
     try:
         ipaddress.ip_address(text)
     except ValueError:
         return False
-    return True
+    return "%" not in text
 
 
 def _nearest(name: str, valid: Mapping[str, Any]) -> str:

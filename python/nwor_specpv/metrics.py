@@ -16,6 +16,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from . import _C
+from .config import metrics_url
 from .errors import NworError
 
 if TYPE_CHECKING:
@@ -43,8 +44,7 @@ class Metrics:
         if bound < 0:
             logger.warning("%s", self.status()["problem"])
         else:
-            shown = f"[{host}]" if ":" in host else host  # an IPv6 address
-            logger.info("metrics at http://%s:%d/metrics", shown, bound)
+            logger.info("metrics at %s", metrics_url(host, bound))
         return bound
 
     def serve_settings(self, settings: Settings, env: Mapping[str, str] = os.environ) -> int | None:

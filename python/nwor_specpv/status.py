@@ -21,6 +21,7 @@ from types import ModuleType
 from typing import Any
 
 from . import _broken, _stamp
+from .config import load_config, metrics_url
 
 HOSTS = ("vllm", "transformers")
 
@@ -172,7 +173,7 @@ def _metrics(native: ModuleType | None, url: str | None) -> dict[str, Any]:
     if own.get("problem"):
         answer["problem"] = own["problem"]
     if own["serving"]:
-        answer["url"] = f"http://{own['host']}:{own['port']}/metrics"
+        answer["url"] = metrics_url(own["host"], own["port"])
     try:
         url = _configured_url() if url is None else url
     except ValueError as error:
@@ -236,16 +237,10 @@ def _fallbacks(text: str) -> dict[str, int]:
 
 
 def _configured_url() -> str | None:
-    from .config import load_config
-
     settings = load_config()
     if not settings.metrics_port:
         return None
-    host = settings.metrics_host
-    if host in ("0.0.0.0", "::"):
-        host = "127.0.0.1"
-    host = f"[{host}]" if ":" in host else host
-    return f"http://{host}:{settings.metrics_port}/metrics"
+    return metrics_url(settings.metrics_host, settings.metrics_port)
 
 
 def _bypasses(native: ModuleType | None, counts: dict[str, int] | None) -> list[dict[str, Any]]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import itertools
 import json
 import sys
 from collections.abc import Callable, Iterator
@@ -13,7 +14,10 @@ from typing import Any
 
 import pytest
 import torch
+import vllm
 from flash_double import FLASH_ATTN, flash_attention
+
+from nwor_specpv import _stamp
 
 FOLDER = Path(__file__).resolve().parents[2] / "benchmarks" / "vllm"
 
@@ -119,6 +123,89 @@ def test_prefix_schedule(
     ]  # fmt: skip
     assert [plan["sm_margin"] for plan in calls.planned[:3]] == [0, 0, -132]
     assert [plan["causal"] for plan in calls.planned[:3]] == [True, False, False]
+
+
+def test_specpv_report(
+    benchmark: Callable[..., ModuleType], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """The table of long contexts can be made from it, and it says what was measured."""
+    out = tmp_path / "specpv.json"
+    names = ("1x4096", "8x32768", "24x32768", "6x122880")
+    module = benchmark("specpv", "--cells", *names, "--json", out)
+    told = {"step_ms": 2.0, "tokens_per_s": 9.0, "passes": 3, "verify_ms": 1.0}
+    run = module.origin() | {"device": "none", "counts": {}, "cells": dict.fromkeys(names, told)}
+    sides = ("stock", "refresh", "lossless")
+    module.report(module.parse(), {side: [run] for side in sides})
+    found = json.loads(out.read_text())
+    assert found["commit"] == _stamp.read_stamp().revision
+    assert found["torch"] == torch.__version__
+    assert found["vllm"] == vllm.version.__version__
+    monkeypatch.syspath_prepend(str(FOLDER.parents[1] / "tools"))
+    table = importlib.import_module("tables.vllm")
+    monkeypatch.setattr(table, "load", lambda _: found)
+    lines = list(table.long_context_lines())
+    assert f"commit `{found['commit']}`" in lines[0]
+    assert lines[0] == lines[0].strip()
+    assert len(lines) == 2 + 2 + len(names)
+
+
+def test_specpv_report_before_a_side_has_run(
+    benchmark: Callable[..., ModuleType], tmp_path: Path
+) -> None:
+    out = tmp_path / "specpv.json"
+    module = benchmark("specpv", "--cells", "1x4096", "--json", out)
+    module.report(module.parse(), {"stock": []})
+    assert json.loads(out.read_text())["cells"] == {"1x4096": {"stock": [], "step_ms": {}}}
+
+
+class Requests:
+    """An engine whose requests get as many tokens in a step as the longest round can give them."""
+
+    def __init__(self, tokens: int, most: int | None = None) -> None:
+        self._tokens, self._most = tokens, most
+        self._lens: dict[str, int] = {}
+        self._ends: dict[str, int] = {}
+
+    def add_request(self, name: str, prompt: Any, params: Any) -> None:
+        self._lens[name], self._ends[name] = 0, self._most or params.max_tokens
+
+    def step(self) -> list[SimpleNamespace]:
+        outputs = []
+        for name in list(self._lens):
+            self._lens[name] += self._tokens if self._lens[name] else 1
+            length = self._lens[name]
+            ended = length >= self._ends[name]
+            if ended:
+                del self._lens[name]
+            made = [SimpleNamespace(token_ids=[0] * min(length, self._ends[name]))]
+            outputs.append(SimpleNamespace(request_id=name, finished=ended, outputs=made))
+        return outputs
+
+    def abort_request(self, names: list[str]) -> None:
+        self._lens.clear()
+
+    def has_unfinished_requests(self) -> bool:
+        return bool(self._lens)
+
+
+def test_specpv_requests_last_as_long_as_the_steps(
+    benchmark: Callable[..., ModuleType], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module = benchmark("specpv")
+    seconds = SimpleNamespace(perf_counter=itertools.count().__next__, monotonic_ns=lambda: 0)
+    monkeypatch.setattr(module, "time", seconds)
+    monkeypatch.setattr(module, "worker_runner", lambda _: SimpleNamespace(speculator=None))
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    clock = SimpleNamespace(reset=lambda: None, mean_ms=lambda: 1.0)
+
+    def measure(steps: int, most: int | None = None) -> dict[str, Any]:
+        llm = SimpleNamespace(llm_engine=Requests(1 + module.ROUND, most))
+        return module.measure(llm, clock, 2, 128, steps)
+
+    for steps in (1, 48, 200):
+        assert measure(steps)["tokens_per_s"] == 2 * steps * (1 + module.ROUND)
+    with pytest.raises(RuntimeError, match="has ended after 300 tokens"):
+        measure(48, 300)
 
 
 def test_ncu_table(benchmark: Callable[..., ModuleType], tmp_path: Path) -> None:

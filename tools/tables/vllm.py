@@ -59,7 +59,8 @@ def long_context_lines() -> Iterator[str]:
     yield (
         f"Long contexts in vLLM on {data['device']}, commit `{data['commit']}`: Llama-3.1-8B's "
         "shapes with dummy weights, an EAGLE3 head, acceptance set by hand (two of the head's four "
-        f"drafts, drafts of partial passes one by one with {data['agreement']}). {data['note']}"
+        f"drafts, drafts of partial passes one by one with {data['agreement']})."
+        + (f" {data['note']}" if data.get("note") else "")
     )
     yield ""
     yield from head(

@@ -10,6 +10,7 @@ exist, found by looking at the attention itself (oracle).
 
 from __future__ import annotations
 
+import itertools
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -166,6 +167,11 @@ def positions(tokens: int, later: int) -> Iterator[int]:
     yield from range(tokens // 2 + 5, tokens - later - ROWS, 512)
 
 
+def least_tokens(budget: int, later: int) -> int:
+    """Of a text in which a view of so many tokens is measured anywhere."""
+    return next(t for t in itertools.count() if any(p >= budget for p in positions(t, later)))
+
+
 def measure(recorded: Recorded, budgets: list[int], later: int) -> list[dict[str, Any]]:
     sums: dict[tuple[str, int, str], list[float]] = {}
     for queries, keys in zip(recorded.queries, recorded.keys, strict=True):
@@ -234,6 +240,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         raise NworError(
             f"--budgets: got {arguments.budgets}, expected less than the {arguments.tokens} tokens "
             "of the text"
+        )
+    few = least_tokens(min(arguments.budgets), arguments.later)
+    if arguments.tokens < few:
+        raise NworError(
+            f"--tokens: got {arguments.tokens}, expected {few} or more: a position behind "
+            f"{min(arguments.budgets)} tokens, and {arguments.later} later"
         )
     recorded = record(read_text(arguments.text), arguments.tokens)
     report = {

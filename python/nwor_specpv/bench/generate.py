@@ -11,12 +11,13 @@ import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from nwor_specpv._parser import Parser, count, count_or_zero
 from nwor_specpv.demo.texts import CHAT, STORY, long_prompt
+from nwor_specpv.errors import NworError
 from nwor_specpv.transformers import Generator
 from nwor_specpv.transformers.command import (
     add_model_arguments,
@@ -36,7 +37,14 @@ GOALS = {
     "lossless / nwor": 1.0,
 }
 _LOOKUP = 10  # prompt_lookup_num_tokens, what transformers' documentation shows
-Run = Callable[[list[int], int], tuple[list[int], float, dict[str, Any]]]
+Run = Callable[[list[int], int], "Timed"]
+
+
+class Timed(NamedTuple):
+    ids: list[int]
+    covered: int  # of these tokens, what was made in `seconds`
+    seconds: float
+    told: dict[str, Any]
 
 
 @dataclass
@@ -51,11 +59,13 @@ class Samples:
     stepped: int = 0
     drift: list[float] = field(default_factory=list)
 
-    def add(self, ids: list[int], seconds: float, told: dict[str, Any], right: list[int]) -> None:
-        self.tokens += len(ids)
-        self.seconds += seconds
-        self.rates.append(len(ids) / seconds)
-        self.same &= ids == right
+    def add(self, timed: Timed, right: list[int]) -> None:
+        told = timed.told
+        if timed.covered:
+            self.tokens += timed.covered
+            self.seconds += timed.seconds
+            self.rates.append(timed.covered / timed.seconds)
+        self.same &= timed.ids == right
         if told:
             self.steps += told["steps"]
             self.stepped += told["new_tokens"] - told["requests"]
@@ -73,16 +83,22 @@ class Samples:
 
 
 def ours(generator: Generator, *, whole: bool) -> Run:
-    """`whole`: prompt and all, by the clock, nothing reused; else decoding alone."""
+    """`whole`: prompt and all, by the clock, nothing reused; else decoding alone.
 
-    def run(prompt: list[int], count: int) -> tuple[list[int], float, dict[str, Any]]:
+    The first token is the prompt's: decoding begins after it.
+    """
+
+    def run(prompt: list[int], count: int) -> Timed:
         if whole:
             generator.forget()
         started = time.perf_counter()
         generation = generator.generate(prompt, count)
         seconds = time.perf_counter() - started
         told = generation.stats.as_dict()
-        return generation.token_ids, seconds if whole else told["decode_seconds"], told
+        if whole:
+            return Timed(generation.token_ids, told["new_tokens"], seconds, told)
+        later = told["new_tokens"] - told["requests"]
+        return Timed(generation.token_ids, later, told["decode_seconds"], told)
 
     return run
 
@@ -91,7 +107,7 @@ def theirs(model: Any, **options: Any) -> Run:
     """Without what the model's generation_config asks for and ours does not do."""
     options = neutral(model) | options
 
-    def run(prompt: list[int], count: int) -> tuple[list[int], float, dict[str, Any]]:
+    def run(prompt: list[int], count: int) -> Timed:
         ids = torch.tensor([prompt], device=model.device)
         started = time.perf_counter()
         out = model.generate(
@@ -102,7 +118,8 @@ def theirs(model: Any, **options: Any) -> Run:
             **options,
         )
         seconds = time.perf_counter() - started
-        return out[0, len(prompt) :].tolist(), seconds, {}
+        made = out[0, len(prompt) :].tolist()
+        return Timed(made, len(made), seconds, {})
 
     return run
 
@@ -112,13 +129,16 @@ def compare(
 ) -> dict[str, dict[str, Any]]:
     """Every way over every prompt, in turn; the first round warms up."""
     samples = {name: Samples() for name in ways}
-    truths = [plain(prompt, count)[0] for prompt in prompts]
+    truths = [plain(prompt, count).ids for prompt in prompts]
     for turn in range(rounds + 1):
         for prompt, right in zip(prompts, truths, strict=True):
             for name, way in ways.items():
-                ids, seconds, told = way(prompt, count)
+                timed = way(prompt, count)
                 if turn:
-                    samples[name].add(ids, seconds, told, right)
+                    samples[name].add(timed, right)
+    for name, own in samples.items():
+        if not own.rates:
+            raise NworError(f"{name}: got no step, expected generations of more than one token")
     return {name: own.as_dict() for name, own in samples.items()}
 
 
@@ -236,5 +256,7 @@ def main(argv: list[str]) -> int:
     add_json_argument(parser)
     arguments = parser.parse_args(argv)
     view_config("rectify", arguments.view_tokens)  # refused before the work
+    if arguments.context and arguments.tokens < 2:
+        parser.error(f"--tokens: got {arguments.tokens}, expected 2 or more: steps after a prompt")
     model, tokenizer = load(arguments)
     return publish(measure(model, tokenizer, arguments), describe, arguments.json)

@@ -30,6 +30,7 @@ TAIL = 60  # tokens that a full + refresh step verifies again, about as many as 
 ALONE, PHASES = "alone", "alone, at all phases"
 ACCEPTED = 4  # of a request's drafts
 STEPS = BLOCK // ACCEPTED  # of a block's life
+POISON = 55.0  # where a check expects nothing
 GOALS = {
     ("step", 8, 32768): "goal at 8 x 32768: full / partial at least 5",
     ("step", 8, 131072): "goal at 8 x 131072: full / partial at least 20",
@@ -147,11 +148,26 @@ class Step:
             self.attend(layer, self.view(layer))
 
     def check(self) -> float:
-        """The largest error of one head of one request in the last layer, against float64."""
-        shape, layer, request, head = self.shape, self.shape.layers - 1, 0, 0
-        got = self.attend(layer, self.view(layer))[: shape.rows, 0].double()
-        keys, values = self.caches[layer % len(self.caches)]
-        blocks = self.blocks[layer, request, head, : int(self.num_blocks[request])].long()
+        """The largest error that either form leaves in a head of the last layer."""
+        parts = PAGE // BLOCK
+        whole = self.table[0, :, None] * parts + torch.arange(parts, device=self.shape.device)
+        full = self._error(self.full, whole.flatten())
+        self.num_blocks.fill_(-1)
+        self.build()
+        viewed = SINK + self.k + WINDOW
+        if self.num_blocks.tolist() != [viewed] * self.shape.requests:
+            got = self.num_blocks.tolist()
+            raise AssertionError(f"{self.shape}: views of {got} blocks, not of {viewed}")
+        return max(full, self._error(self.viewed, self.blocks[-1, 0, 0, :viewed]))
+
+    def _error(self, run: Callable[[], None], blocks: torch.Tensor) -> float:
+        """What `run` leaves in the first head of the first request, against float64."""
+        shape, head = self.shape, 0
+        self.out.fill_(torch.nan)
+        run()
+        got = self.out[: shape.rows, 0].double()
+        keys, values = self.caches[(shape.layers - 1) % len(self.caches)]
+        blocks = blocks.long()
         parts = PAGE // BLOCK
         seen = [
             side[blocks // parts, :, head]
@@ -170,7 +186,7 @@ class Step:
         visible = torch.ones(shape.rows, len(seen[0]), device=shape.device).bool()
         scores = scores.masked_fill(~torch.cat([visible, causal], 1), -torch.inf)
         error = float((scores.softmax(-1) @ torch.cat([seen[1], own[1]]) - got).abs().max())
-        if error > 2e-2:
+        if not error <= 2e-2:
             raise AssertionError(f"{shape}: an output is off by {error}")
         return error
 
@@ -235,13 +251,20 @@ class Commits:
                 slots[b, i] = int(table[b, token // PAGE]) * PAGE + token % PAGE
         return slots.to(self.shape.device)
 
+    def _places(
+        self, form: str, step: int
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+        """Tokens in the cache, slots of the accepted rows, and tokens verified for summaries."""
+        if form in (PHASES, "on average"):
+            cached = self.phases[step]
+            return cached, self.slots_of_phases[step], cached if form == "on average" else None
+        return self.cached, self.slots, self.full.get(form)
+
     def run(self, form: str, step: int) -> None:
         """The commit of one of the STEPS of a block's life."""
         summaries = tail = None
-        phases = form in (PHASES, "on average")
-        cached = self.phases[step] if phases else self.cached
-        if form == "on average" or form in self.full:
-            full = cached if phases else self.full[form]
+        cached, slots, full = self._places(form, step)
+        if full is not None:
             summaries = CommitSummaries(self.kmax, self.kmin, self.table, full, cached, BLOCK)
         if form == "compact views":
             tail = CommitTail(self.views[0], self.views[1], self.begin, self.roots)
@@ -252,7 +275,7 @@ class Commits:
             self.values,
             self.path,
             self.counts,
-            self.slots_of_phases[step] if phases else self.slots,
+            slots,
             self.status,
             summaries=summaries,
             tail=tail,
@@ -261,10 +284,57 @@ class Commits:
     def check(self) -> None:
         for form in self.forms:
             for step in range(STEPS):
+                self._poison(form, step)
                 self.run(form, step)
-                if int(self.status[0]) != 0:
-                    status = self.status.tolist()
-                    raise AssertionError(f"{self.shape}: commit {form}: status {status}")
+                wrong = self._wrong(form, step)
+                if wrong:
+                    raise AssertionError(f"{self.shape}: commit {form}: {wrong}")
+
+    def _poison(self, form: str, step: int) -> None:
+        """All that a commit may write, so that nothing stands there from the one before."""
+        page, offset = self._pages(self._places(form, step)[1])
+        for side in (*self.keys, *self.values):
+            side[page, offset] = torch.nan
+        for written in (self.kmax, self.kmin, self.views):
+            written.fill_(POISON)
+
+    def _wrong(self, form: str, step: int) -> str:
+        """What a commit has left wrong, bit for bit."""
+        if int(self.status[0]) != 0:
+            return f"status {self.status.tolist()}"
+        cached, slots, full = self._places(form, step)
+        page, offset = self._pages(slots)
+        caches = self.keys, self.values
+        accepted = self.staged[:, :, self.path[:, :ACCEPTED].long()]  # [2, L, B, ACCEPTED, Hkv, D]
+        for side, rows in zip(caches, accepted, strict=True):
+            if not torch.equal(torch.stack([layer[page, offset] for layer in side]), rows):
+                return "rows differ"
+        if not torch.equal(torch.stack([self.kmax, self.kmin]), self._summaries(cached, full)):
+            return "summaries differ"
+        expected = torch.full_like(self.views, POISON)
+        if form == "compact views":
+            roots = torch.stack([torch.stack([layer[0, 0] for layer in side]) for side in caches])
+            expected[:, :, :, :, 0] = roots[:, :, None]
+            expected[:, :, :, :, 1 : 1 + ACCEPTED] = accepted.transpose(3, 4)
+        return "" if torch.equal(self.views, expected) else "views differ"
+
+    def _pages(self, slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        accepted = slots[:, :ACCEPTED]
+        return accepted // PAGE, accepted % PAGE
+
+    def _summaries(self, cached: torch.Tensor, full: torch.Tensor | None) -> torch.Tensor:
+        """[2, L, B, blocks, Hkv, D]: of blocks that a commit completes, POISON elsewhere."""
+        expected = torch.full_like(torch.stack([self.kmax, self.kmin]), POISON)
+        if full is None:
+            return expected
+        ends = BLOCK * torch.arange(1, 1 + self.kmax.shape[2], device=self.shape.device)
+        done = (full[:, None] >= 0) & (ends > full[:, None])
+        done &= ends <= cached[:, None] + ACCEPTED
+        for layer, keys in enumerate(self.keys):
+            blocks = keys[self.table.long()].flatten(1, 2).unflatten(1, (-1, BLOCK))
+            expected[0, layer][done] = blocks.amax(2)[done]
+            expected[1, layer][done] = blocks.amin(2)[done]
+        return expected
 
 
 def _time(

@@ -173,6 +173,10 @@ def check(inputs: Inputs) -> float:
     inputs.summarize()
     inputs.ids.fill_(-7)
     inputs.refresh()
+    viewed = SINK + inputs.k + WINDOW
+    view = int(inputs.num_blocks), int(inputs.view_lens)
+    if view != (viewed, viewed * BLOCK):
+        raise AssertionError(f"{case}: a view of {view} blocks and tokens, not of {viewed} blocks")
     keys = inputs.contiguous_kv()[0].reshape(case.kv_heads, case.candidates, BLOCK, case.dim)
     kmax, kmin = keys.amax(2), keys.amin(2)
     if not (
@@ -312,6 +316,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         few = [tokens for tokens in getattr(arguments, name) or [] if tokens < least]
         if few:
             parser.error(f"--{name}: got {few[0]}, expected {least} or more: sink, window, a block")
+        broken = [tokens for tokens in getattr(arguments, name) or [] if tokens % PAGE]
+        if broken:
+            parser.error(f"--{name}: got {broken[0]}, expected a multiple of {PAGE}: whole pages")
     device = choose_device(arguments)
     cpu = device == "cpu"
     replays = arguments.replays or (9 if cpu else 20)

@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING
 
 from nwor_specpv import Metrics, load_config
 from nwor_specpv._parser import PROGRAM, Parser, count, count_or_zero, require_device
+from nwor_specpv.config import metrics_url
 
-from .address import check_address, is_loopback, join_address
+from .address import check_address, is_loopback
 from .limits import Limits
 
 if TYPE_CHECKING:
@@ -132,7 +133,7 @@ def _serve_metrics(settings: Settings) -> str:
     if (Metrics().serve_settings(settings) or -1) < 0:
         return ""
     at = Metrics().status()
-    return f", metrics at http://{join_address(at['host'], at['port'])}/metrics"
+    return f", metrics at {metrics_url(at['host'], at['port'])}"
 
 
 def _load_target(arguments: argparse.Namespace, nwor: NworConfig) -> SessionTarget:

@@ -6,9 +6,11 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 
 from attention.steps import DEVICES
-from nwor_specpv.bench import attention
+from nwor_specpv.bench import attention, peers
+from nwor_specpv.bench.timing import Timing
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -42,3 +44,31 @@ def test_a_wrong_result_stops_the_benchmark(monkeypatch: pytest.MonkeyPatch) -> 
         attention.main(
             ["--device", "cpu", "--prefix", "40", "--rows", "2", "--heads", "4/2", "--replays", "1"]
         )
+
+
+@pytest.mark.parametrize("wrong", ["no output", "another output"])
+def test_the_call_that_is_timed_is_the_one_that_is_checked(
+    monkeypatch: pytest.MonkeyPatch, wrong: str
+) -> None:
+    """The form for CUDA, on the CPU: a plan is empty there, and accepted."""
+    right, make = attention.verify_attention, attention.Inputs
+    timed = dict.fromkeys(("ours", "read"), Timing(1.0, 0.0, 1))
+    monkeypatch.setattr(attention, "Inputs", lambda case, _, seed: make(case, "cpu", seed))
+    monkeypatch.setattr(attention, "capture", lambda run: run)
+    monkeypatch.setattr(attention, "time_graphs", lambda *_: timed)
+    monkeypatch.setattr(attention, "ROTATING_BYTES", 1)
+    case = attention.Case(1, 40, 2, 4, 2, 64, torch.float32)
+    flash = peers.Peer("flash", None)
+    (result,) = attention.bench_cuda(case, ["tree"], 1, flash)
+    assert result["max_error"]["ours"] < 1e-5
+
+    def attend(*arguments: object, plan: torch.Tensor | None, **options: object) -> torch.Tensor:
+        if plan is None:
+            return right(*arguments, plan=plan, **options)
+        if wrong == "no output":
+            return right(*arguments, plan=plan, **(options | {"out": None}))
+        return right(*arguments, plan=plan, **options).add_(0.1)
+
+    monkeypatch.setattr(attention, "verify_attention", attend)
+    with pytest.raises(AssertionError, match="error"):
+        attention.bench_cuda(case, ["tree"], 1, flash)

@@ -130,9 +130,16 @@ def broken_package(tmp_path: Path) -> Path:
         (("bench", "tree", "--vocabulary", "4"), "--vocabulary: got 4, expected at least --best 8"),
         (("bench", "retrieval", "--tokens", "100"), "--tokens: got 100, expected 176 or more"),
         (("bench", "retrieval", "--steps", "100"), "--steps: got 100, expected 176 or more"),
+        (
+            ("bench", "retrieval", "--tokens", "512,200"),
+            "--tokens: got 200, expected a multiple of",
+        ),
+        (("bench", "retrieval", "--steps", "1000"), "--steps: got 1000, expected a multiple of 16"),
         (("bench", "attention", "--mask"), "--mask: expected at least one argument"),
         (("bench", "coverage", "--text", "/no/text"), "--text: got '/no/text', which cannot be re"),
         (("bench", "coverage", "--budgets", "8000"), "--budgets: got [8000], expected less than"),
+        (("bench", "coverage", "--tokens", "352"), "--tokens: got 352, expected 502 or more"),
+        (("bench", "generate", "--tokens", "1"), "--tokens: got 1, expected 2 or more"),
         (("bench", "generate", "--view-tokens", "9"), "--view-tokens: got 9, expected 176 or more"),
         (("bench", "generate", "--context", "-1"), "--context: got -1, expected 1 or more"),
         (("bench", "session", "--json", "/no/such/folder/x"), "a file in a folder that exists"),
@@ -328,6 +335,35 @@ def test_status_finds_the_server_by_its_settings(
     monkeypatch.setenv("NWOR_SPECPV_METRICS_HOST", "0.0.0.0")
     assert status.collect()["metrics"]["url"] == served_text[0]
     assert [b["count"] for b in status.collect()["bypasses"]] == [7, 1]
+
+
+@pytest.mark.parametrize(
+    ("host", "shown"),
+    [
+        ("localhost", "localhost"),
+        ("192.0.2.1", "192.0.2.1"),
+        ("::1", "[::1]"),
+        ("2001:db8::7", "[2001:db8::7]"),
+        ("0.0.0.0", "127.0.0.1"),
+        ("::", "127.0.0.1"),
+        ("::0", "127.0.0.1"),
+        ("0:0:0:0:0:0:0:0", "127.0.0.1"),
+        ("::ffff:0.0.0.0", "127.0.0.1"),
+    ],
+)
+@pytest.mark.parametrize("configured", [True, False])
+def test_status_names_an_address_that_can_be_opened(
+    monkeypatch: pytest.MonkeyPatch, host: str, shown: str, configured: bool
+) -> None:
+    native, _ = status.load_native()
+    if configured:
+        monkeypatch.setenv("NWOR_SPECPV_METRICS_PORT", "9400")
+        monkeypatch.setenv("NWOR_SPECPV_METRICS_HOST", host)
+        monkeypatch.setattr(status, "_read", lambda _: EXPOSITION)
+    else:
+        serving = {"built": True, "serving": True, "host": host, "port": 9400}
+        monkeypatch.setattr(native, "metrics_status", lambda: serving)
+    assert status.collect()["metrics"]["url"] == f"http://{shown}:9400/metrics"
 
 
 def test_status_says_when_the_server_does_not_answer(served_text: list[str]) -> None:

@@ -129,6 +129,8 @@ WRONG = [
     ({"metrics_port": 65536}, "metrics_port: got 65536 (int), expected 0 to 65535, or none"),
     ({"metrics_port": "x"}, "metrics_port: got 'x' (str), expected 0 to 65535, or none"),
     ({"metrics_host": "a b"}, "metrics_host: got 'a b' (str), expected an IP address or localhost"),
+    ({"metrics_host": "fe80::1%eth0"}, "metrics_host: got 'fe80::1%eth0' (str), expected an IP"),
+    ({"metrics_host": "fe80::1%1"}, "metrics_host: got 'fe80::1%1' (str), expected an IP address"),
     ({"staging_rows": 1 << 63}, f"staging_rows: got {1 << 63} (int), expected an integer of at"),
 ]
 

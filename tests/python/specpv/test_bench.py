@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from nwor_specpv.bench import retrieval
+from nwor_specpv.bench import partial_step, retrieval
+from nwor_specpv.bench.partial_step import Commits, Shape, Step
 from specpv.contexts import DEVICES
 
 
@@ -52,3 +53,84 @@ def test_a_wrong_choice_stops_the_benchmark(monkeypatch: pytest.MonkeyPatch) -> 
     sizes = ["--tokens", "2048", "--rows", "2", "--heads", "2/1", "--head-dim", "64"]
     with pytest.raises(AssertionError, match="scores"):
         retrieval.main(["--device", "cpu", *sizes, "--replays", "1"])
+
+
+def test_a_view_that_was_given_up_stops_the_benchmark(monkeypatch: pytest.MonkeyPatch) -> None:
+    def given_up(*arguments: torch.Tensor) -> None:
+        arguments[-2].fill_(-1)
+
+    monkeypatch.setattr(retrieval, "build_views", given_up)
+    sizes = ["--tokens", "512", "--rows", "2", "--heads", "2/1", "--head-dim", "64"]
+    with pytest.raises(AssertionError, match="view"):
+        retrieval.main(["--device", "cpu", *sizes, "--replays", "1"])
+
+
+def small(tokens: int = 0) -> Shape:
+    sizes = {"rows": 6, "layers": 2, "heads": 4, "kv_heads": 2, "dim": 64}
+    return Shape(3, tokens, **sizes, dtype=torch.float32, device="cpu")
+
+
+def test_a_step_without_a_view_is_no_partial_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    step = Step(small(512))
+    assert step.check() < 1e-4
+    monkeypatch.setattr(step, "build", lambda: step.num_blocks.fill_(-1))
+    with pytest.raises(AssertionError, match="view"):
+        step.check()
+
+
+@pytest.mark.parametrize("viewed", [False, True])
+@pytest.mark.parametrize("wrong", ["no output", "another output"])
+def test_a_step_with_a_wrong_output_stops_the_benchmark(
+    monkeypatch: pytest.MonkeyPatch, viewed: bool, wrong: str
+) -> None:
+    right = partial_step.verify_attention
+
+    def attend(*arguments: object, view: object, out: torch.Tensor, **options: object) -> None:
+        if wrong == "another output" or (view is not None) != viewed:
+            right(*arguments, view=view, out=out, **options)
+        if wrong == "another output" and (view is not None) == viewed:
+            out += 0.1
+
+    step = Step(small(512))
+    monkeypatch.setattr(partial_step, "verify_attention", attend)
+    with pytest.raises(AssertionError, match="an output is off"):
+        step.check()
+
+
+def test_commits_are_checked_in_every_form() -> None:
+    Commits(small()).check()
+
+
+@pytest.mark.parametrize(
+    ("leave_out", "told"),
+    [("all", "rows"), ("summaries", "summaries"), ("tail", "views")],
+)
+def test_a_commit_that_leaves_something_out_stops_the_benchmark(
+    monkeypatch: pytest.MonkeyPatch, leave_out: str, told: str
+) -> None:
+    right = partial_step.commit
+
+    def commit(*arguments: object, **options: object) -> None:
+        if leave_out != "all":
+            right(*arguments, **(options | {leave_out: None}))
+
+    commits = Commits(small())
+    monkeypatch.setattr(partial_step, "commit", commit)
+    with pytest.raises(AssertionError, match=told):
+        commits.check()
+
+
+def test_summaries_of_rows_that_are_provisional_stop_the_benchmark(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    right = partial_step.commit
+
+    def commit(*arguments: object, summaries: object, **options: object) -> None:
+        if summaries is not None and int(summaries.full_lens[0]) == -1:
+            summaries.full_lens = torch.zeros_like(summaries.full_lens)
+        right(*arguments, summaries=summaries, **options)
+
+    commits = Commits(small())
+    monkeypatch.setattr(partial_step, "commit", commit)
+    with pytest.raises(AssertionError, match="partial step: summaries"):
+        commits.check()
