@@ -15,6 +15,11 @@ bool Progress::OnePass() const {
   return left + NextTree().num_drafts() <= kMaxTreeRows;
 }
 
+int64_t Progress::NextPiece() const {
+  const auto left = static_cast<int64_t>(request->new_tokens.size() - new_tokens_run);
+  return OnePass() ? left : std::min(left - 1, kMaxTreeRows);
+}
+
 void Progress::PrepareTurn() {
   turn = Turn{};
   turn.session = &*session;
@@ -27,11 +32,9 @@ void Progress::PrepareTurn() {
     turn.tree = std::move(tree);
     return;
   }
-  const auto left = static_cast<int64_t>(tokens.size() - new_tokens_run);
   const auto begin = tokens.begin() + static_cast<int64_t>(new_tokens_run);
   const bool whole = OnePass();
-  const int64_t piece = whole ? left : std::min(left - 1, kMaxTreeRows);
-  turn.direct.assign(begin, begin + piece);
+  turn.direct.assign(begin, begin + NextPiece());
   turn.tree = whole ? std::move(tree) : DraftTree{{turn.direct.back()}, {}};
   turn.prompt_only = !whole;
 }

@@ -25,6 +25,8 @@ struct Progress {
   DraftTree NextTree() const;
   // Whether all of the new tokens that are left go with it.
   bool OnePass() const;
+  // How many of them go next.
+  int64_t NextPiece() const;
 
   // Sets `turn` to the tokens and the tree of the next pass. Long prompts go ahead in pieces,
   // without a tree.

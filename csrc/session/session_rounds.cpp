@@ -92,20 +92,24 @@ void SessionRounds::Lead(const std::vector<Turn*>& turns) {
       turn->error = std::current_exception();
     }
   }
-  if (!batch.empty()) {
-    try {
-      RunBatch(batch, slots);
-    } catch (...) {
-      for (Turn* turn : batch) turn->error = std::current_exception();
-    }
-  }
+  if (!batch.empty()) RunParts(batch, slots);
   pages_.Settle();
 }
 
-void SessionRounds::RunBatch(std::span<Turn* const> turns,
-                             const std::vector<std::vector<int64_t>>& slots) {
-  CopyPages();
-  SessionBatch batch = Describe(turns, slots);
+// Drafts that staging does not take together go in halves, each with a pass of its own.
+void SessionRounds::RunParts(std::span<Turn* const> turns, Slots slots) {
+  try {
+    if (RunBatch(turns, slots)) return;
+  } catch (...) {
+    for (Turn* turn : turns) turn->error = std::current_exception();
+    return;
+  }
+  const size_t half = turns.size() / 2;
+  RunParts(turns.first(half), slots.first(half));
+  RunParts(turns.subspan(half), slots.subspan(half));
+}
+
+bool SessionRounds::RunBatch(std::span<Turn* const> turns, Slots slots) {
   RoundPlan plan;
   for (const Turn* turn : turns) {
     plan.query_lens.push_back(static_cast<int32_t>(turn->num_rows()));
@@ -115,12 +119,22 @@ void SessionRounds::RunBatch(std::span<Turn* const> turns,
       parents.push_back(static_cast<int32_t>(turn->num_leading()) + turn->tree.parent(row));
     }
   }
+  const int64_t drafts = plan.num_draft_rows();
+  if (turns.size() > 1 && drafts >= too_many_drafts_) return false;
+  CopyPages();
+  SessionBatch batch = Describe(turns, slots);
   const Decision decision = interceptor_.Begin(plan);
   batch.epoch = decision.epoch;
   try {
-    if (plan.num_draft_rows() > 0 && !decision.stage) {
-      throw CapacityError(Concat("staging: got ", plan.num_draft_rows(),
-                                 " draft rows, expected what staging takes (",
+    if (drafts > 0 && !decision.stage) {
+      const bool capacity = decision.reason == BypassReason::kCapacity;
+      if (capacity) too_many_drafts_ = std::min(too_many_drafts_, drafts);
+      if (capacity && turns.size() > 1) {
+        interceptor_.Abort();
+        return false;
+      }
+      throw CapacityError(Concat("staging: got ", drafts, " draft rows, expected what fits into ",
+                                 interceptor_.config().max_staging_bytes, " bytes (",
                                  Label(decision.reason), ")"));
     }
     {
@@ -140,10 +154,10 @@ void SessionRounds::RunBatch(std::span<Turn* const> turns,
   for (const Turn* turn : turns) {
     turn->session->length += static_cast<int64_t>(turn->direct.size() + turn->accepted.size());
   }
+  return true;
 }
 
-SessionBatch SessionRounds::Describe(std::span<Turn* const> turns,
-                                     const std::vector<std::vector<int64_t>>& slots) {
+SessionBatch SessionRounds::Describe(std::span<Turn* const> turns, Slots slots) {
   const auto num_turns = static_cast<int64_t>(turns.size());
   SessionBatch batch;
   std::vector<int64_t> tokens, positions, slot_mapping, mask;

@@ -6,6 +6,7 @@
 #include <cstdint>
 #include <deque>
 #include <functional>
+#include <limits>
 #include <mutex>
 #include <span>
 #include <vector>
@@ -56,9 +57,11 @@ class SessionRounds {
 
  private:
   void Lead(const std::vector<Turn*>& turns);
-  void RunBatch(std::span<Turn* const> turns, const std::vector<std::vector<int64_t>>& slots);
-  SessionBatch Describe(std::span<Turn* const> turns,
-                        const std::vector<std::vector<int64_t>>& slots);
+  using Slots = std::span<const std::vector<int64_t>>;  // of each turn's direct tokens
+  void RunParts(std::span<Turn* const> turns, Slots slots);
+  // False: these turns have too many drafts for one pass, and nothing was done.
+  bool RunBatch(std::span<Turn* const> turns, Slots slots);
+  SessionBatch Describe(std::span<Turn* const> turns, Slots slots);
   at::Tensor BlockTable(std::span<Turn* const> turns);
   void RefreshBlockRow(Session& session);
   void CopyPages();
@@ -73,6 +76,8 @@ class SessionRounds {
   const size_t max_batch_;
   const int64_t vocab_size_;
   const at::Device device_;
+  // Draft rows that staging was found not to take. Of whoever leads.
+  int64_t too_many_drafts_ = std::numeric_limits<int64_t>::max();
 
   mutable std::mutex mutex_;
   std::condition_variable finished_;

@@ -38,8 +38,10 @@ void CheckRequest(const VerifyRequest& request, const SessionConfig& config) {
   NWOR_CHECK(!request.session.empty(), "session: got an empty name, expected a name");
   NWOR_CHECK(!request.new_tokens.empty(), "new_tokens: got none for session '", request.session,
              "', expected the root at least");
-  NWOR_CHECK(request.expected_prefix_len >= 0, "expected_prefix_len: got ",
-             request.expected_prefix_len, ", expected 0 or more");
+  constexpr int64_t kMaxPrefix = std::numeric_limits<int32_t>::max();
+  NWOR_CHECK(request.expected_prefix_len >= 0 && request.expected_prefix_len <= kMaxPrefix,
+             "expected_prefix_len: got ", request.expected_prefix_len, ", expected 0 to ",
+             kMaxPrefix);
   NWOR_CHECK(request.max_new_tokens >= 0, "max_new_tokens: got ", request.max_new_tokens,
              ", expected 0 (any number) or more");
   NWOR_CHECK(request.chunk_rows >= 0 && request.chunk_rows <= kMaxTreeRows, "chunk_rows: got ",
@@ -105,25 +107,39 @@ struct SessionStore::Impl {
   SessionTable table;
   SessionRounds rounds;
 
-  // What these requests need for sure, whatever is accepted.
-  std::vector<PageNeed> Needs(const std::vector<Progress*>& held) const;
+  // What these requests need for sure at several times, whatever is accepted: the new tokens of
+  // all, and those that are there in each pass beside its drafts.
+  std::vector<std::vector<PageNeed>> Needs(const std::vector<Progress*>& held) const;
   // Passes over the model until every request is answered.
   void Run(const std::vector<Progress*>& held);
 };
 
-std::vector<PageNeed> SessionStore::Impl::Needs(const std::vector<Progress*>& held) const {
-  // Room for drafts is kept through a pass only: those of different passes may share it.
-  const bool one_pass =
-      static_cast<int64_t>(held.size()) <= config.max_batch &&
-      std::all_of(held.begin(), held.end(), [](const Progress* p) { return p->OnePass(); });
-  const bool with_drafts = one_pass || held.size() == 1;
-  std::vector<PageNeed> needs;
+std::vector<std::vector<PageNeed>> SessionStore::Impl::Needs(
+    const std::vector<Progress*>& held) const {
+  const auto count = static_cast<int64_t>(held.size());
+  std::vector<std::vector<PageNeed>> times(1);
   for (const Progress* progress : held) {
     const auto new_tokens = static_cast<int64_t>(progress->request->new_tokens.size());
-    const int64_t drafts = with_drafts ? progress->NextTree().Depth() : 0;
-    needs.push_back({&*progress->session, new_tokens + drafts});
+    times[0].push_back({&*progress->session, new_tokens});
   }
-  return needs;
+  // Room for drafts is kept through a pass only: those of different passes may share it.
+  for (int64_t first = 0; first < count; first += config.max_batch) {
+    const int64_t last = std::min(first + config.max_batch, count);
+    std::vector<PageNeed>& needs = times.emplace_back();
+    for (int64_t i = 0; i < last; ++i) {
+      const bool drafts = i >= first && held[i]->OnePass();
+      needs.push_back(
+          {&*held[i]->session, held[i]->NextPiece() + (drafts ? held[i]->NextTree().Depth() : 0)});
+    }
+  }
+  // The drafts behind a long prompt come when everybody's first pass is over.
+  for (int64_t i = 0; i < count; ++i) {
+    if (held[i]->OnePass()) continue;
+    std::vector<PageNeed>& needs = times.emplace_back();
+    for (const Progress* other : held) needs.push_back({&*other->session, other->NextPiece()});
+    needs[i].num_tokens = times[0][i].num_tokens + held[i]->NextTree().Depth();
+  }
+  return times;
 }
 
 void SessionStore::Impl::Run(const std::vector<Progress*>& held) {
@@ -202,7 +218,9 @@ void SessionStore::Rollback(const std::string& session, int64_t length) {
   const HeldSession held = impl_->table.Hold(session);
   NWOR_CHECK(length >= 0 && length <= held->length, "length: got ", length, " for session '",
              session, "', expected 0 to ", held->length.load());
+  const double now = impl_->config.clock();  // before anything changes
   impl_->table.CutBack(*held, length);
+  impl_->table.NoteUsed(*held, now);
 }
 
 void SessionStore::Fork(const std::string& parent, const std::string& child,

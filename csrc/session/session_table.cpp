@@ -153,7 +153,7 @@ void SessionTable::CutBack(Session& session, int64_t length) {
   session.block_row_pages = std::min(session.block_row_pages, allocator_.num_pages(session.key));
 }
 
-void SessionTable::Fork(const Session& parent, const std::string& child,
+void SessionTable::Fork(Session& parent, const std::string& child,
                         std::optional<int64_t> num_tokens) {
   const double now = config_.clock();
   const std::lock_guard guard(mutex_);
@@ -166,6 +166,7 @@ void SessionTable::Fork(const Session& parent, const std::string& child,
   const auto fork = std::make_shared<Session>(child, next_key_++);
   allocator_.Fork(parent.key, fork->key, length);
   fork->length = length;
+  Touch(parent, now);
   Add(fork, now);
   Count(Counter::kSessionsStarted, &stats_.started);
 }
@@ -180,6 +181,11 @@ void SessionTable::Drop(Session& session) {
   session.ended = true;
   const std::lock_guard guard(mutex_);
   Remove(session);
+}
+
+void SessionTable::NoteUsed(Session& session, double now) {
+  const std::lock_guard guard(mutex_);
+  Touch(session, now);
 }
 
 void SessionTable::NoteVerified(Session& session, bool started, int64_t rows_saved, double now) {
@@ -197,11 +203,11 @@ int64_t SessionTable::Sweep() {
 
 // ---- pages -------------------------------------------------------------------------------------
 
-void SessionTable::Admit(const std::vector<PageNeed>& needs) {
+void SessionTable::Admit(const std::vector<std::vector<PageNeed>>& times) {
   const std::lock_guard guard(mutex_);
-  CheckRoom(needs);
+  for (const std::vector<PageNeed>& needs : times) CheckRoom(needs);
   std::vector<Session*> entering;
-  for (const PageNeed& need : needs) {
+  for (const PageNeed& need : times.front()) {
     if (need.session->entering) entering.push_back(need.session);
   }
   if (entering.empty()) return;

@@ -95,11 +95,12 @@ class SessionTable final : public SessionPages {
 
   // REQUIRES: 0 <= length <= the session's.
   void CutBack(Session& session, int64_t length);
-  void Fork(const Session& parent, const std::string& child, std::optional<int64_t> num_tokens);
+  void Fork(Session& parent, const std::string& child, std::optional<int64_t> num_tokens);
   void End(Session& session);
   // Of a session whose first verify failed: it never was.
   void Drop(Session& session);
   // At the time `now`, which the caller asked the clock for: it may throw, and nothing may here.
+  void NoteUsed(Session& session, double now);
   void NoteVerified(Session& session, bool started, int64_t rows_saved, double now);
   // Takes away what has been idle too long. Returns how many.
   int64_t Sweep();
@@ -109,9 +110,10 @@ class SessionTable final : public SessionPages {
   SessionStoreStats stats() const;  // without the rounds'
 
   // Those of these sessions that start get their places, for which the oldest may go. Throws
-  // CapacityError, and evicts nobody, if they would not all fit after evicting whoever is not in
-  // use. Promises no pages: others may take the room meanwhile.
-  void Admit(const std::vector<PageNeed>& needs);
+  // CapacityError, and evicts nobody, if at one of these times they would not all fit after
+  // evicting whoever is not in use. Promises no pages: others may take the room meanwhile.
+  // REQUIRES: every session in the first of `times`.
+  void Admit(const std::vector<std::vector<PageNeed>>& times);
 
   // ---- pages, for the rounds ----
   std::vector<int64_t> Extend(Session& session, int64_t num_tokens, int64_t ahead) override;

@@ -58,6 +58,29 @@ TEST(SessionRoom, EvictsNobodyForWhatDoesNotFitBesideSessionsInUse) {
   }
 }
 
+TEST(SessionRoom, EvictsNobodyForPassesThatCannotFit) {
+  const auto refused = [](int64_t pages, int64_t max_batch, int64_t prompt, int64_t drafts) {
+    ToyTarget target(pages, 4);
+    SessionConfig config;
+    config.max_batch = max_batch;
+    SessionStore store(config, target.interceptor(), target.AsForward());
+    for (const char* name : {"p", "q", "r"}) {
+      ToyClient idle{name, {1, 2, 3}};
+      idle.Take(store.Verify(idle.Ask(Tokens{})));
+    }
+    const int64_t forwards = store.stats().forwards;
+    const ToyClient x{"x", Tokens(prompt, 1)}, y{"y", {5}};
+    EXPECT_THROW(store.VerifyBatch({x.Ask(Tokens{}), y.Ask(Tokens(drafts, 2))}), CapacityError);
+    EXPECT_EQ(store.stats().evicted, 0);
+    EXPECT_EQ(store.stats().live, 3);
+    EXPECT_EQ(store.stats().forwards, forwards);
+  };
+  refused(12, 1, 16, 100);     // in the second pass, which is beyond all pages
+  refused(12, 1, 16, 32);      // in the second pass, beside what the first has left
+  refused(100, 64, 257, 200);  // in the first of two passes
+  refused(100, 64, 400, 10);   // by new tokens alone
+}
+
 TEST(SessionRoom, EvictsNoForkThatHasNoPageOfItsOwn) {
   ToyTarget target(4, 4);
   SessionStore store({}, target.interceptor(), target.AsForward());

@@ -338,6 +338,33 @@ TEST(SessionStore, TakesAwayWhatIsIdle) {
   EXPECT_EQ(store.stats().live, 1);
 }
 
+TEST(SessionStore, ForksAndRollbacksAreUse) {
+  ToyTarget target;
+  double now = 100;
+  SessionConfig config;
+  config.ttl_seconds = 10;
+  config.max_sessions = 3;
+  config.clock = [&now] { return now; };
+  SessionStore store(config, target.interceptor(), target.AsForward());
+  ToyClient prompt{"prompt", {1, 2, 3}}, other{"other", {2}};
+  prompt.Take(store.Verify(prompt.Ask(Tokens{})));
+  now = 104;
+  other.Take(store.Verify(other.Ask(Tokens{})));
+  now = 108;
+  store.Fork("prompt", "child");
+  EXPECT_DOUBLE_EQ(store.Info("prompt").idle_seconds, 0);
+  now = 113;
+  store.Rollback("other", 0);
+  EXPECT_DOUBLE_EQ(store.Info("other").idle_seconds, 0);
+  now = 117;
+  EXPECT_EQ(store.Sweep(), 0);
+  // Who makes room goes by that, too.
+  ToyClient fourth{"fourth", {4}};
+  fourth.Take(store.Verify(fourth.Ask(Tokens{})));
+  EXPECT_THROW(store.Info("prompt"), UnknownSessionError);
+  EXPECT_EQ(store.Info("other").length, 0);
+}
+
 TEST(SessionStore, AClockThatSaysNothingTakesNobodyAway) {
   constexpr double kNothing = std::numeric_limits<double>::quiet_NaN();
   ToyTarget target;
@@ -436,6 +463,34 @@ TEST(SessionStore, RefusesMoreDraftsThanStagingTakes) {
   EXPECT_EQ(store.stats().live, 0);
   client.Take(store.Verify(client.Ask(client.RightDrafts(3))));
   client.ExpectPlainDecoding(3);
+}
+
+TEST(SessionStore, DraftsThatStagingDoesNotTakeTogetherGoInSeveralPasses) {
+  NworConfig small;
+  small.staging_rows = 1;
+  small.max_staging_bytes = 7 * ToyTarget::kLayers * 2 * 64 * 4;
+  ToyTarget target(64, 4, small);
+  SessionStore store({}, target.interceptor(), target.AsForward());
+  std::vector<ToyClient> clients;
+  for (const char* name : {"a", "b", "c", "d", "e"}) clients.push_back({name, {1, 2, name[0]}});
+  for (int round = 0; round < 3; ++round) {
+    std::vector<VerifyRequest> requests;
+    for (const ToyClient& client : clients) requests.push_back(client.Ask(client.RightDrafts(3)));
+    const std::vector<VerifyResult> results = store.VerifyBatch(requests);
+    for (size_t i = 0; i < clients.size(); ++i) {
+      EXPECT_EQ(results[i].tokens.size(), 3u);
+      clients[i].Take(results[i]);
+    }
+  }
+  for (const ToyClient& client : clients) client.ExpectPlainDecoding(3);
+  EXPECT_EQ(store.stats().forwards, 9);  // of two, one and two sessions
+  EXPECT_EQ(store.stats().largest_batch, 2);
+  // One alone that does not fit is nobody else's trouble.
+  ToyClient wide{"wide", {7}};
+  const std::string message = MessageOf([&] { store.Verify(wide.Ask(wide.RightDrafts(9))); });
+  EXPECT_NE(message.find("staging: got 9 draft rows, expected what fits into 7168 bytes"),
+            std::string::npos)
+      << message;
 }
 
 TEST(SessionStore, IsAsItWasWhenTheModelThrows) {
