@@ -52,15 +52,21 @@ ThreeTensors AttentionInputsFake(const at::Tensor& hidden, const at::Tensor& cos
                                  const at::Tensor& value, const OptionalTensor& query_bias,
                                  const OptionalTensor& key_bias, const OptionalTensor& value_bias,
                                  const OptionalTensor& query_norm, const OptionalTensor& key_norm) {
-  TORCH_CHECK_VALUE(hidden.dim() == 2 && cos.dim() == 2 && cos.sym_size(1) > 0, "cos: got sizes ",
-                    cos.sym_sizes(), ", expected [rows, an even head size]");
+  TORCH_CHECK_VALUE(hidden.dim() == 2, "hidden: got ", hidden.dim(),
+                    " dimensions, expected [rows, size]");
+  TORCH_CHECK_VALUE(cos.dim() == 2 && cos.sym_size(1) > 0 && cos.sym_size(1) % 2 == 0,
+                    "cos: got sizes ", cos.sym_sizes(), ", expected [rows, an even head size]");
   const c10::SymInt dim = cos.sym_size(1);
-  const auto rows_of = [&](const at::Tensor& weight) {
-    TORCH_CHECK_VALUE(weight.dim() == 2 && weight.sym_size(0) % dim == 0, "weight: got sizes ",
-                      weight.sym_sizes(), ", expected a multiple of the head size ", dim);
+  const auto rows_of = [&](const char* name, const at::Tensor& weight) {
+    TORCH_CHECK_VALUE(weight.dim() == 2 && weight.sym_size(0) % dim == 0 &&
+                          weight.sym_size(1) == hidden.sym_size(1),
+                      name, ": got sizes ", weight.sym_sizes(), ", expected [a multiple of ", dim,
+                      ", ", hidden.sym_size(1), "]");
     return at::empty_symint({hidden.sym_size(0), weight.sym_size(0) / dim, dim}, hidden.options());
   };
-  return {rows_of(query), rows_of(key), rows_of(value)};
+  TORCH_CHECK_VALUE(value.sym_size(0) == key.sym_size(0), "value: got ", value.sym_size(0),
+                    " outputs, expected ", key.sym_size(0), " as key");
+  return {rows_of("query", query), rows_of("key", key), rows_of("value", value)};
 }
 
 at::Tensor LayerOutputOp(const at::Tensor& hidden, const at::Tensor& attended,

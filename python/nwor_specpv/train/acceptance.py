@@ -197,10 +197,16 @@ def run(arguments: list[str] | None = None) -> int:
     parser.add_argument("--invented", type=count, default=32, help="questions the target invents")
     parser.add_argument("--prompts", type=count, default=24, help="held-out prompts of a kind")
     parser.add_argument(
-        "--answer-tokens", type=count, nargs="+", default=[96, 200], help="default: 96 200"
+        "--answer-tokens",
+        type=count,
+        nargs="+",
+        default=[96, 200],
+        help="2 or more, as the first is the prompt's; default: 96 200",
     )
     parser.add_argument("--json", type=output_file, help="a file for the figures, beside stdout")
     options = parser.parse_args(arguments)
+    if min(options.answer_tokens) < 2:
+        raise NworError(f"--answer-tokens: got {min(options.answer_tokens)}, expected 2 or more")
 
     def say(sentence: str) -> None:
         print(sentence, file=sys.stderr, flush=True)

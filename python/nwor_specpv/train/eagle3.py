@@ -139,7 +139,7 @@ class Training:
             later = seconds * plan.collect_share / plan.rounds * (plan.rounds - 1 - index)
             share = max(0.0, left - later - 0.02 * seconds) / (plan.rounds - index)
             self._train(collected, share, plan.rounds - index)
-        if not self.updates and not plan.start:
+        if not self.updates:
             raise NworError(
                 f"minutes: got {plan.minutes} without time for an update, of which "
                 f"{self.text_seconds / 60:.3f} went into texts; expected more, or fewer than "
@@ -191,7 +191,7 @@ class Training:
         self._optimizers: list[torch.optim.Optimizer] = []
         self.say(f"head: {self._head.num_parameters:,} parameters")
         if plan.start:
-            self.measure()
+            self.measure(save=False)  # nothing is learnt yet
 
     def _require_answers(self, corpus: Corpus) -> None:
         """Raises where there is nothing to learn: no choice counts that an entry predicts."""
@@ -276,7 +276,7 @@ class Training:
             )
         loss.backward()
 
-    def measure(self) -> dict[str, Any]:
+    def measure(self, *, save: bool = True) -> dict[str, Any]:
         """Acceptance on the held-out prompts now; saves the head and everything measured so far."""
         self._check_weights()
         working = self._head.to(self.target.dtype)
@@ -294,6 +294,12 @@ class Training:
             "held_out": summary(torch.cat(placed, dim=1), held_out),
         }
         self.history.append(entry)
+        if save:
+            self._save()
+        self.say(json.dumps(entry["held_out"]))
+        return entry
+
+    def _save(self) -> None:
         self._head.save(self.out / "eagle3.safetensors")
         report = {
             "plan": {**asdict(self.plan), "start": Path(self.plan.start).name},
@@ -303,8 +309,6 @@ class Training:
             "measured": self.history,
         }
         write_whole(self.out / "training.json", json.dumps(report, indent=1) + "\n")
-        self.say(json.dumps(entry["held_out"]))
-        return entry
 
     def _check_weights(self) -> None:
         """What is saved takes the place of a head that may have been good."""

@@ -45,12 +45,13 @@ class ModelDrafter(Drafter):
 
     def retract(self, request: Hashable, num_tokens: int) -> bool:
         check_retracted(num_tokens)
+        if num_tokens == 0:
+            return True
         tokens = self._tokens[request]
-        if num_tokens > len(tokens):
+        if num_tokens >= len(tokens):  # the first is the prompt's, and was never observed
             return False
-        if num_tokens:
-            del tokens[-num_tokens:]
-            self._truncate(request, len(tokens) - 1)
+        del tokens[-num_tokens:]
+        self._truncate(request, len(tokens) - 1)
         return True
 
     def end(self, request: Hashable) -> None:

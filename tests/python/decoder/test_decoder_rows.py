@@ -372,7 +372,9 @@ def test_shapes_without_data_are_looked_at_too() -> None:
     weights = [meta(4, 8)] * 3
     with pytest.raises(ValueError, match=r"cos: got sizes \[3, 0\]"):
         INPUTS(meta(3, 8), meta(3, 0), meta(3, 0), meta(8), EPSILON, *weights)
-    with pytest.raises(ValueError, match="expected a multiple of the head size 4"):
+    with pytest.raises(ValueError, match=r"query: got sizes \[6, 8\], expected \[a multiple of 4"):
         INPUTS(meta(3, 8), meta(3, 4), meta(3, 4), meta(8), EPSILON, meta(6, 8), *weights[1:])
+    with pytest.raises(ValueError, match="value: got 8 outputs, expected 4 as key"):
+        INPUTS(meta(3, 8), meta(3, 4), meta(3, 4), meta(8), EPSILON, *weights[:2], meta(8, 8))
     with pytest.raises(ValueError, match="weight: got 8 inputs, expected 9"):
         torch.ops.nwor_specpv.linear_rows(meta(3, 9), meta(4, 8))

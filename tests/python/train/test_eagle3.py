@@ -383,6 +383,20 @@ def test_a_run_without_an_update_leaves_what_was_there(
     assert (tmp_path / "eagle3.safetensors").read_bytes() == b"a good head"
 
 
+def test_a_start_that_learns_nothing_is_left_as_it_was(
+    target: Target, rng: torch.Generator, tmp_path: Path
+) -> None:
+    make_head(target, write(target, rng), tmp_path, intermediate=32, measure_tokens=8).measure()
+    names = ("eagle3.safetensors", "training.json")
+    before = [(tmp_path / name).read_bytes() for name in names]
+    options = {"intermediate": 32, "measure_tokens": 8, "minutes": 1e-6}
+    options["start"] = str(tmp_path / "eagle3.safetensors")
+    training = make_head(target, write(target, rng), tmp_path, **options)
+    with pytest.raises(NworError, match="without time for an update"):
+        training.run()
+    assert [(tmp_path / name).read_bytes() for name in names] == before
+
+
 def test_texts_that_end_before_their_answer_are_refused(
     target: Target, rng: torch.Generator, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
