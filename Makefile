@@ -1,6 +1,6 @@
 # `make` alone lists the targets. What they do is in tools/.
 #
-#   PYTHON=python3.12          interpreter of a new .venv (3.10 to 3.13)
+#   PYTHON=python3.12          interpreter of a new .venv (3.11 to 3.13)
 #   MAX_JOBS=4                 compiler processes at once
 #   TORCH_CUDA_ARCH_LIST=9.0a  CUDA architectures (default: the GPU here, else 9.0a)
 #   NWOR_CUDA=AUTO|ON|OFF      CUDA kernels

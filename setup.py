@@ -11,6 +11,7 @@ the one that was last built in place. Environment:
     NWOR_PROMETHEUS       AUTO | ON | OFF
     TORCH_CUDA_ARCH_LIST  such as "8.0;9.0a;9.0+PTX"
     NWOR_BUILD_TESTS      ON builds the GoogleTest suite too
+    NWOR_WERROR           ON makes errors of the compilers' warnings
     CMAKE_ARGS            further arguments for CMake
 """
 
@@ -86,15 +87,52 @@ def num_jobs() -> int:
     return max(1, min(len(os.sched_getaffinity(0)), int(free_memory_gib() / GIB_PER_JOB)))
 
 
+def read_cache(build_dir: Path) -> dict[str, str]:
+    """What CMake has kept in the folder; nothing if it is new."""
+    cache = build_dir / "CMakeCache.txt"
+    text = cache.read_text() if cache.is_file() else ""
+    return dict(re.findall(r"^([\w-]+):\w+=(.*)$", text, re.MULTILINE))
+
+
+def begin_anew(build_dir: Path, was: str) -> None:
+    print(f"nwor_specpv: {build_dir} was built {was}; building it again", flush=True)
+    shutil.rmtree(build_dir)
+
+
 def forget_another_place(build_dir: Path) -> None:
     """Removes what was built before the sources were moved: CMake would refuse to go on with it."""
-    cache = build_dir / "CMakeCache.txt"
-    if not cache.is_file():
+    home = read_cache(build_dir).get("CMAKE_HOME_DIRECTORY")
+    if home and Path(home) != ROOT:
+        begin_anew(build_dir, f"in {home}")
+
+
+def forget_another_generator(build_dir: Path, wanted: str) -> None:
+    """The same where ninja has come or gone since."""
+    generator = read_cache(build_dir).get("CMAKE_GENERATOR")
+    if generator and generator != wanted:
+        begin_anew(build_dir, f"with {generator}, not {wanted}")
+
+
+def forget_another_toolkit(build_dir: Path) -> None:
+    """The same where CUDA_HOME names another nvcc: CMake stays with what it knows of the first."""
+    cached = read_cache(build_dir).get("NWOR_NVCC", "")
+    given = "NWOR_NVCC" in os.environ.get("CMAKE_ARGS", "")
+    if not os.path.isabs(cached) or given or os.environ.get("NWOR_CUDA") == "OFF":
         return
-    match = re.search(r"^CMAKE_HOME_DIRECTORY:INTERNAL=(.*)$", cache.read_text(), re.MULTILINE)
-    if match and Path(match[1]) != ROOT:
-        print(f"nwor_specpv: {build_dir} was built in {match[1]}; building it again", flush=True)
-        shutil.rmtree(build_dir)
+    homes = [os.environ.get(name) for name in ("CUDA_HOME", "CUDA_PATH")]
+    compilers = [Path(home) / "bin" / "nvcc" for home in homes if home]
+    named = next((path for path in compilers if os.access(path, os.X_OK)), None)
+    if named and named.resolve() != Path(cached).resolve():
+        begin_anew(build_dir, f"with {cached}, not {named}")
+
+
+def remove_other_modules(package: Path, build_dir: Path) -> None:
+    """Of other interpreters: they were built with another library than the one now beside them."""
+    ours = {path.name for path in build_dir.glob("_C.*.so")}
+    for path in package.glob("_C.*.so"):
+        if path.name not in ours:
+            path.unlink()
+            print(f"nwor_specpv: removed {path.name}, the library was built again", flush=True)
 
 
 class cmake_build_ext(build_ext):
@@ -135,23 +173,31 @@ class cmake_build_ext(build_ext):
             raise stop("pybind11 was not found: run `pip install pybind11` and build again")
         tag = f"{sys.implementation.cache_tag}-torch-{version.replace('+', '-')}"
         build_dir = ROOT / "build" / tag
-        forget_another_place(build_dir)
-        arguments = [f"-DNWOR_PYTHON={sys.executable}", "-DCMAKE_BUILD_TYPE=Release"]
         ninja = find_tool("ninja")
+        forget_another_place(build_dir)
+        default = os.environ.get("CMAKE_GENERATOR", "Unix Makefiles")
+        forget_another_generator(build_dir, "Ninja" if ninja else default)
+        forget_another_toolkit(build_dir)
+        arguments = [f"-DNWOR_PYTHON={sys.executable}", "-DCMAKE_BUILD_TYPE=Release"]
         if ninja:
             # Named each time: the one of the last build may have lived in an environment now gone.
             arguments += ["-G", "Ninja", f"-DCMAKE_MAKE_PROGRAM={ninja}"]
+        # So are these, if only to say that there is none any more.
         ccache = find_tool("ccache")
-        if ccache:
-            arguments += [f"-DCMAKE_{lang}_COMPILER_LAUNCHER={ccache}" for lang in ("CXX", "CUDA")]
+        for name in ("CMAKE_CXX_COMPILER_LAUNCHER", "CMAKE_CUDA_COMPILER_LAUNCHER"):
+            arguments.append(f"-D{name}={ccache or os.environ.get(name, '')}")
         for name in ("NWOR_CUDA", "NWOR_PROMETHEUS"):
             arguments.append(f"-D{name}={os.environ.get(name, 'AUTO')}")
         # Named each time as well: without it the one of the last build would stand.
         arguments.append(f"-DNWOR_CUDA_ARCH_LIST={os.environ.get('TORCH_CUDA_ARCH_LIST', '')}")
+        arguments.append("-DNWOR_SANITIZE=")
         self._with_tests = os.environ.get("NWOR_BUILD_TESTS", "OFF").upper() in ("ON", "1", "TRUE")
         if self._with_tests or not (build_dir / "CMakeCache.txt").is_file():
             # A plain install leaves a developer's configured tests as they are, unbuilt.
             arguments.append(f"-DNWOR_BUILD_TESTS={'ON' if self._with_tests else 'OFF'}")
+        if "NWOR_WERROR" in os.environ:
+            # As with the tests: whoever builds with it need not compile all again after an install.
+            arguments.append(f"-DNWOR_WERROR={os.environ['NWOR_WERROR']}")
         arguments += shlex.split(os.environ.get("CMAKE_ARGS", ""))
         self._call("-S", str(ROOT), "-B", str(build_dir), *arguments)
         return build_dir
@@ -169,6 +215,7 @@ class cmake_build_ext(build_ext):
                 *("--component", component),
             )
         if self.inplace:
+            remove_other_modules(destination / PACKAGE, build_dir)
             current = ROOT / "build" / "current"
             current.unlink(missing_ok=True)
             current.symlink_to(build_dir.name)

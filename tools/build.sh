@@ -14,7 +14,7 @@ say() { printf 'build: %s\n' "$*"; }
 
 # One architecture builds much faster than the default four, and a checkout is for this machine.
 choose_architectures() {
-  local nvcc capabilities
+  local nvcc capabilities served
   nvcc="$(command -v nvcc || true)"
   [[ -n "$nvcc" ]] || nvcc="${CUDA_HOME:-/usr/local/cuda}/bin/nvcc"
   if [[ "${NWOR_CUDA:-AUTO}" == OFF || ! -x "$nvcc" ]]; then
@@ -26,8 +26,17 @@ choose_architectures() {
   fi
   capabilities="$(nvidia-smi --query-gpu=compute_cap --format=csv,noheader 2>/dev/null | sort -u || true)"
   if [[ "$capabilities" =~ ^[0-9]+\.[0-9]+ ]]; then
+    served="$(sed '/^[0-7]\./d' <<<"$capabilities")"
+    if [[ -z "$served" ]]; then
+      say "the GPU here has compute capability $(paste -sd ' ' <<<"$capabilities"), expected 8.0 or later" \
+        "(TORCH_CUDA_ARCH_LIST chooses others)"
+      [[ "${NWOR_CUDA:-AUTO}" != ON ]] || { say "stopping: NWOR_CUDA=ON has nothing to build for" >&2; exit 1; }
+      say "building without CUDA"
+      export NWOR_CUDA=OFF
+      return
+    fi
     # Hopper's own instructions exist only under the name 9.0a.
-    TORCH_CUDA_ARCH_LIST="$(sed 's/^9\.0$/9.0a/' <<<"$capabilities" | paste -sd ';')"
+    TORCH_CUDA_ARCH_LIST="$(sed 's/^9\.0$/9.0a/' <<<"$served" | paste -sd ';')"
     say "CUDA kernels for $TORCH_CUDA_ARCH_LIST (the GPU here)"
   else
     TORCH_CUDA_ARCH_LIST=9.0a
@@ -37,7 +46,7 @@ choose_architectures() {
 }
 
 choose_architectures
-export NWOR_BUILD_TESTS="${NWOR_BUILD_TESTS:-ON}"
+export NWOR_BUILD_TESTS="${NWOR_BUILD_TESTS:-ON}" NWOR_WERROR="${NWOR_WERROR:-ON}"
 "$python" setup.py -q build_ext --inplace
 
 # The editable install only names this folder; it is made anew when the package's description changes.

@@ -30,6 +30,22 @@ list_missing() {
   done
 }
 
+# Not every release has all of the optional ones: to update the lists for such a one again would be in vain.
+# Lists that are empty say nothing of it.
+drop_unknown() {
+  local package known=() unknown=()
+  [[ "$(LC_ALL=C apt-cache policy)" == *" Packages"* ]] || return 0
+  for package in "${missing_optional[@]}"; do
+    if LC_ALL=C apt-cache policy "$package" 2>/dev/null | grep "Candidate: [^(]" >/dev/null; then
+      known+=("$package")
+    else
+      unknown+=("$package")
+    fi
+  done
+  missing_optional=("${known[@]}")
+  ((${#unknown[@]} == 0)) || say "going on without ${unknown[*]} (optional), which this release does not have"
+}
+
 # Installs quietly; shows apt's words only when it fails.
 apt_install() {
   local log
@@ -71,8 +87,13 @@ if [[ "${1:-}" == --check || "$(id -u)" != 0 ]]; then
   exit 0
 fi
 
+drop_unknown
+if ((${#missing[@]} == 0 && ${#missing_optional[@]} == 0)); then
+  exit 0
+fi
 say "installing ${missing[*]} ${missing_optional[*]}"
 apt-get "${patience[@]}" update -qq >/dev/null || say "apt-get update failed; trying with the lists that are here"
+drop_unknown
 if ((${#missing[@]} > 0)) && ! apt_install "${missing[@]}"; then
   say "stopping: could not install ${missing[*]}"
   exit 1

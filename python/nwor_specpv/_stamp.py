@@ -121,11 +121,24 @@ def check_device(
     built = (
         f"for {' '.join(stamp.architectures)}" if stamp.architectures else "without CUDA kernels"
     )
+    wanted = architecture_for(capability)
+    if wanted is None:
+        mend = "expected 8.0 or later"
+    else:
+        mend = f"{_rebuild(package_dir)} with TORCH_CUDA_ARCH_LIST={wanted} in the environment"
     raise StampMismatch(
         f"nwor_specpv {stamp.version} was built {built}, but {name} has compute capability "
-        f"{major}.{minor}; {_rebuild(package_dir)} with TORCH_CUDA_ARCH_LIST={major}.{minor} in "
-        "the environment."
+        f"{major}.{minor}; {mend}."
     )
+
+
+def architecture_for(capability: tuple[int, int]) -> str | None:
+    """The TORCH_CUDA_ARCH_LIST to build with for this device; None where there are no kernels."""
+    major, minor = capability
+    if major < 8:
+        return None
+    # Hopper's own instructions exist only under the name 9.0a.
+    return "9.0a" if capability == (9, 0) else f"{major}.{minor}"
 
 
 def covers(architectures: tuple[str, ...], capability: tuple[int, int]) -> bool:

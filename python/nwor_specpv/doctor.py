@@ -210,7 +210,9 @@ def _gpu() -> Finding:
         name = f"{torch.cuda.get_device_name()} (capability {major}.{minor})"
         _stamp.check_device()
     except _stamp.StampMismatch as error:
-        mend = f"TORCH_CUDA_ARCH_LIST={major}.{minor} make build"
+        wanted = _stamp.architecture_for((major, minor))
+        if wanted is not None:
+            mend = f"TORCH_CUDA_ARCH_LIST={wanted} make build"
         return Finding("GPU", False, str(error), mend, "CUDA kernels")
     except (ImportError, RuntimeError) as error:
         return Finding("GPU", False, f"torch cannot say: {error}", mend, "CUDA kernels")

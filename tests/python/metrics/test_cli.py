@@ -456,6 +456,27 @@ def test_doctor_tells_a_wrong_torch_and_a_failed_round(monkeypatch: pytest.Monke
     assert doctor.describe(findings).endswith("the core does not work")
 
 
+@pytest.mark.parametrize(
+    ("capability", "mend"),
+    [
+        ((9, 0), "TORCH_CUDA_ARCH_LIST=9.0a make build"),
+        ((10, 0), "TORCH_CUDA_ARCH_LIST=10.0 make build"),
+        ((7, 5), "everything works on the CPU"),
+    ],
+)
+def test_doctor_says_what_to_build_for_a_gpu(
+    monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], mend: str
+) -> None:
+    built = _stamp.BuildStamp("0.1.0", "2.11.0", "", (), "0123456789ab")
+    monkeypatch.setattr(_stamp, "read_stamp", lambda *_: built)
+    answers = {"is_available": True, "current_device": 0, "get_device_name": "Some GPU"}
+    for name, answer in (answers | {"get_device_capability": capability}).items():
+        monkeypatch.setattr(torch.cuda, name, lambda *_, answer=answer: answer)
+    finding = doctor._gpu()
+    assert not finding.ok
+    assert finding.mend.startswith(mend)
+
+
 def test_status_and_doctor_work_without_the_library(broken_package: Path) -> None:
     sentence = f"built for torch 1.0.0, but torch {_stamp.read_stamp().torch} is installed"
     answer = run("status", "--json", pythonpath=broken_package)

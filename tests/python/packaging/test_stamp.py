@@ -163,13 +163,17 @@ def test_uncovered_device_is_one_sentence(built: Path) -> None:
     text = message(stamp.check_device, package_dir=built, capability=(7, 5))
     assert "80-real 90a-real 90-virtual" in text
     assert "compute capability 7.5" in text
-    assert "TORCH_CUDA_ARCH_LIST=7.5" in text
+    assert "expected 8.0 or later" in text  # there is no build for it
+    assert "TORCH_CUDA_ARCH_LIST" not in text
 
 
 def test_cpu_build_covers_no_device(built: Path) -> None:
     (built / "_build_info.json").write_text(json.dumps(FIELDS | {"cuda": "", "architectures": ""}))
     text = message(stamp.check_device, package_dir=built, capability=(9, 0))
     assert "without CUDA kernels" in text
+    assert "TORCH_CUDA_ARCH_LIST=9.0a in" in text  # Hopper's own kernels exist under this name only
+    text = message(stamp.check_device, package_dir=built, capability=(8, 0))
+    assert "TORCH_CUDA_ARCH_LIST=8.0 in" in text
 
 
 def test_load_error_names_the_missing_library(built: Path) -> None:

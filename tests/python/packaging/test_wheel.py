@@ -87,6 +87,7 @@ def build_environment() -> dict[str, str]:
         )
     )
     chosen = {name: cache[name] for name in ("NWOR_CUDA", "NWOR_PROMETHEUS")}
+    chosen["NWOR_WERROR"] = cache.get("NWOR_WERROR", "OFF")
     if cache.get("NWOR_CUDA_ARCH_LIST"):
         chosen["TORCH_CUDA_ARCH_LIST"] = cache["NWOR_CUDA_ARCH_LIST"]
     kept = {k: v for k, v in os.environ.items() if k not in ("NWOR_BUILD_TESTS", "CMAKE_ARGS")}
