@@ -1,0 +1,221 @@
+"""How `make test` counts its tests, and what clang-tidy looks at again."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[3]
+TOOLS = ROOT / "tools"
+BASH = shutil.which("bash") or "/bin/bash"
+
+
+def load(path: Path) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(f"nwor_tool_{path.stem}", path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+# ---- run_tests.py ----
+
+
+def test_junit_counts_tell_skipped_from_passed(tmp_path: Path) -> None:
+    module = load(TOOLS / "run_tests.py")
+    path = tmp_path / "junit.xml"
+    path.write_text(
+        "<testsuites><testsuite>"
+        "<testcase name='a' status='run'/><testcase name='b'/>"
+        "<testcase name='c' status='fail'><failure message=''/></testcase>"
+        "<testcase name='d'><error/></testcase>"
+        "<testcase name='e' status='run'><skipped message=''/></testcase>"
+        "<testcase name='f'><skipped/></testcase>"
+        "<testcase name='g' status='notrun'/>"
+        "</testsuite></testsuites>"
+    )
+    counts = module.count_junit(path)
+    assert counts == {"passed": 2, "failed": 2, "skipped": 2, "disabled": 1}
+
+
+@pytest.mark.parametrize(
+    ("status", "xml", "ok"),
+    [
+        (0, "<testsuite><testcase name='a'/></testsuite>", True),
+        (1, "<testsuite><testcase name='a'/></testsuite>", False),
+        (0, "<testsuite><testcase name='a'><failure/></testcase></testsuite>", False),
+        (0, "<testsuite><testcase name='a'><skipped/></testcase></testsuite>", False),
+        (0, "<testsuite/>", False),
+        (0, None, False),
+    ],
+)
+def test_a_run_is_good_only_if_something_passed(
+    tmp_path: Path, status: int, xml: str | None, ok: bool
+) -> None:
+    module = load(TOOLS / "run_tests.py")
+    results = tmp_path / "results"
+    code = f"import sys; from pathlib import Path; sys.exit({status})"
+    if xml is not None:
+        path = str(results / "all.xml")
+        code = f"import sys; open({path!r}, 'w').write({xml!r}); sys.exit({status})"
+    assert module.run("tests", [sys.executable, "-c", code], results).ok is ok
+
+
+def test_results_of_an_earlier_run_do_not_count(tmp_path: Path) -> None:
+    module = load(TOOLS / "run_tests.py")
+    (tmp_path / "old.xml").write_text("<testsuite><testcase name='a'/></testsuite>")
+    assert not module.run("tests", [sys.executable, "-c", ""], tmp_path).ok
+
+
+def test_what_runs_beside_another_writes_to_a_log(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    module, log = load(TOOLS / "run_tests.py"), tmp_path / "log"
+    code = "import sys; print('one'); print('two', file=sys.stderr); sys.exit(3)"
+    assert not module.run("tests", [sys.executable, "-u", "-c", code], log=log).ok
+    assert capfd.readouterr().out == ""
+    told = log.read_text()
+    assert told.index("---- tests ") < told.index("one\ntwo\n")
+
+
+@pytest.mark.parametrize("shared", [False, True], ids=["no GPU", "a GPU"])
+def test_tests_that_would_share_a_gpu_run_one_after_the_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], shared: bool
+) -> None:
+    module, logs = load(TOOLS / "run_tests.py"), []
+
+    def run_vllm(*, slow: bool, log: Path | None = None) -> str:
+        logs.append(log)
+        if log is not None:
+            log.write_text("said there")
+        return "vLLM"
+
+    monkeypatch.setattr(module, "GPU", tmp_path if shared else tmp_path / "none")
+    monkeypatch.setattr(module, "CURRENT", tmp_path)
+    monkeypatch.setattr(module, "run_pytest", lambda *, slow: "pytest")
+    monkeypatch.setattr(module, "run_vllm", run_vllm)
+    assert module.run_side_by_side(slow=False) == ["pytest", "vLLM"]
+    assert logs == [None if shared else tmp_path / "vllm.log"]
+    assert ("said there" in capfd.readouterr().out) is not shared
+
+
+def test_random_cases_change_with_the_sources_alone(tmp_path: Path) -> None:
+    module = load(TOOLS / "run_tests.py")
+    seeds = []
+    for place in ("one", "other"):
+        for name in ("csrc/a.cpp", "python/b.py", "tests/cpp/c.h"):
+            path = tmp_path / place / name
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(name)
+        seeds.append(module.seed_of(tmp_path / place))
+    (tmp_path / "one" / "python" / "built.so").write_text("")
+    assert seeds == [module.seed_of(tmp_path / "one")] * 2
+    (tmp_path / "one" / "tests" / "cpp" / "c.h").write_text("changed")
+    assert module.seed_of(tmp_path / "one") != seeds[0]
+
+
+# ---- clang_tidy.py ----
+
+
+@pytest.fixture
+def tidy_tree(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[ModuleType, Path]:
+    """clang_tidy.py in a repository of its own with a clang-tidy that finds the word `bad`."""
+    root = tmp_path / "repository"
+    for name in ("tools", "csrc/metrics", "build/current"):
+        (root / name).mkdir(parents=True)
+    shutil.copy(TOOLS / "clang_tidy.py", root / "tools")
+    (root / ".clang-tidy").write_text("Checks: x\n")
+    (root / "csrc" / "types.h").write_text("int t;\n")
+    (root / "csrc" / "metrics" / "a.cpp").write_text('#include "types.h"\n')
+    (root / "csrc" / "metrics" / "b.cpp").write_text("int b;\n")
+    entries = [
+        {"directory": str(root), "file": f"csrc/metrics/{name}.cpp", "command": f"c++ {name}"}
+        for name in ("a", "b")
+    ]
+    (root / "build" / "current" / "compile_commands.json").write_text(json.dumps(entries))
+    tool = tmp_path / "clang-tidy"
+    tool.write_text(
+        '#!/bin/sh\n[ "$1" = --version ] && exec echo version\nfor file do :; done\n'
+        f'echo "$file" >> "{root}/log"\n'
+        'if grep -q bad "$file"; then echo "$file: found it"; exit 1; fi\n'
+    )
+    tool.chmod(0o755)
+    module = load(root / "tools" / "clang_tidy.py")
+    monkeypatch.setattr(module, "find_clang_tidy", lambda: str(tool))
+    monkeypatch.setattr(sys, "argv", ["clang_tidy.py", "--jobs", "1"])
+    return module, root
+
+
+def checked(module: ModuleType, root: Path) -> tuple[int, list[str]]:
+    (root / "log").write_text("")
+    status = module.main()
+    return status, sorted(Path(line).name for line in (root / "log").read_text().splitlines())
+
+
+def test_tidy_checks_again_only_what_changed(tidy_tree: tuple[ModuleType, Path]) -> None:
+    module, root = tidy_tree
+    assert checked(module, root) == (0, ["a.cpp", "b.cpp"])
+    assert checked(module, root) == (0, [])
+    (root / "csrc" / "metrics" / "b.cpp").write_text("int c;\n")
+    assert checked(module, root) == (0, ["b.cpp"])
+    (root / "csrc" / "types.h").write_text("int u;\n")
+    assert checked(module, root) == (0, ["a.cpp"])
+    (root / ".clang-tidy").write_text("Checks: y\n")
+    assert checked(module, root) == (0, ["a.cpp", "b.cpp"])
+
+
+def test_tidy_never_remembers_a_finding(
+    tidy_tree: tuple[ModuleType, Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    module, root = tidy_tree
+    (root / "csrc" / "metrics" / "b.cpp").write_text("bad\n")
+    for expected in (["a.cpp", "b.cpp"], ["b.cpp"]):
+        assert checked(module, root) == (1, expected)
+        assert "found it" in capsys.readouterr().out
+
+
+def test_tidy_since_a_clean_commit_checks_what_differs(
+    tidy_tree: tuple[ModuleType, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module, root = tidy_tree
+    (root / ".gitignore").write_text("/build/\n/log\n/clean\n")
+    who = ["-c", "user.name=a", "-c", "user.email=a@b"]
+
+    def git(*arguments: str) -> str:
+        command = ["git", *who, *arguments]
+        return subprocess.run(command, cwd=root, check=True, capture_output=True, text=True).stdout
+
+    git("init", "-q")
+    git("add", "-A")
+    git("commit", "-qm", "all")
+    (root / "clean").write_text(git("rev-parse", "HEAD"))
+    monkeypatch.setattr(sys, "argv", ["clang_tidy.py", "--jobs", "1", "--since", f"{root}/clean"])
+    assert checked(module, root) == (0, [])
+    (root / "csrc" / "types.h").write_text("int u;\n")
+    assert checked(module, root) == (0, ["a.cpp"])
+    git("commit", "-qam", "changed")  # and committed: it still differs from what was clean
+    shutil.rmtree(root / "build" / "clang-tidy")
+    assert checked(module, root) == (0, ["a.cpp"])
+    (root / "csrc" / "metrics" / "b.cpp").write_text("bad\n")
+    assert checked(module, root) == (1, ["b.cpp"])
+    (root / "csrc" / "metrics" / "b.cpp").write_text("int b;\n")
+    for name in ("CMakeLists.txt", ".clang-tidy"):  # new, and changed: nothing is taken for granted
+        shutil.rmtree(root / "build" / "clang-tidy")
+        (root / name).write_text("Checks: y\n")
+        assert checked(module, root) == (0, ["a.cpp", "b.cpp"])
+        git("add", "-A")
+        git("commit", "-qm", name)
+        (root / "clean").write_text(git("rev-parse", "HEAD"))
+    shutil.rmtree(root / "build" / "clang-tidy")
+    assert checked(module, root) == (0, [])
+    (root / "clean").write_text("0123456789\n")  # unknown, as in a shallow clone
+    assert checked(module, root) == (0, ["a.cpp", "b.cpp"])
