@@ -1,6 +1,6 @@
 """Two ranks over gloo on the loopback draft over views together, or neither does.
 
-The rounds are those of model runner V2 with a made-up head and target (`test_specpv_speculator`);
+The rounds are those of model runner V2 with a made-up head and target (`speculator_world`);
 vLLM runs it on GPUs only. Ranks of the real engine are in `test_tensor_parallel`.
 """
 
@@ -25,13 +25,13 @@ class Rank:
     """One rank's speculator, and what it has counted."""
 
     def __init__(self) -> None:
-        import test_specpv_speculator as double
+        import speculator_world as double
         from vllm.distributed import parallel_state
 
         from nwor_specpv.vllm.specpv import speculator as module
         from nwor_specpv.vllm.specpv.failures import DraftFailures
 
-        double.module, self.double, self.patches = module, double, pytest.MonkeyPatch()
+        self.double, self.patches = double, pytest.MonkeyPatch()
         group = SimpleNamespace(cpu_group=dist.group.WORLD)
         self.patches.setattr(parallel_state, "get_tp_group", lambda: group)
         self.world = double.World([[n % double.WORDS for n in range(300)]])

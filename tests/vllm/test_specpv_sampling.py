@@ -18,7 +18,7 @@ import chi_square
 import pytest
 import reference_sampling
 import torch
-from test_specpv_speculator import LIMIT, ROWS, _imported, make  # noqa: F401
+from speculator_world import LIMIT, ROWS, make
 
 WORDS, REQUESTS, EMITTED, ROOT = 4, 20_000, 3, 1
 FIRST = 40  # where the root stands in the text
