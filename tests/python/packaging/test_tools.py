@@ -44,7 +44,7 @@ def machine(
     Without `lists` apt was never updated and knows nothing; it has no package named in `none`.
     """
     folder.mkdir(exist_ok=True)
-    (folder / "lists").write_text(" 500 http://deb.debian.org/debian x/main Packages\n" * lists)
+    (folder / "lists").write_text(" 500 somewhere x/main Packages\n" * lists)
     version = f'case " {none} " in *" $2 "*) v="(none)";; *) v=1;; esac; echo "  Candidate: $v"'
     status = 'echo "Package files:"; echo " 100 /var/lib/dpkg/status"'
     body = f'[ -n "$2" ] || {{ {status}; exec cat "{folder}/lists"; }}\n'
