@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <cstring>
+#include <string>
 #include <utility>
 
 #include "check.h"
@@ -133,8 +134,12 @@ bool SessionRounds::RunBatch(std::span<Turn* const> turns, Slots slots) {
         interceptor_.Abort();
         return false;
       }
+      const NworConfig& config = interceptor_.config();
+      const std::string rows = config.graph_rows > 0
+                                   ? Concat(" and staging_rows = ", config.staging_rows)
+                                   : std::string();
       throw CapacityError(Concat("staging: got ", drafts, " draft rows, expected what fits into ",
-                                 interceptor_.config().max_staging_bytes, " bytes (",
+                                 config.max_staging_bytes, " bytes", rows, " (",
                                  Label(decision.reason), ")"));
     }
     {

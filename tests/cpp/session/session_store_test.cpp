@@ -452,11 +452,15 @@ TEST(SessionStore, NamesWrongArgumentsAndChangesNothing) {
   client.ExpectPlainDecoding(3);
 }
 
+NworConfig StagingOf(int64_t rows) {
+  NworConfig config;
+  config.staging_rows = 1;
+  config.max_staging_bytes = rows * ToyTarget::kLayers * 2 * 64 * 4;
+  return config;
+}
+
 TEST(SessionStore, RefusesMoreDraftsThanStagingTakes) {
-  NworConfig small;
-  small.staging_rows = 1;
-  small.max_staging_bytes = 4 * ToyTarget::kLayers * 2 * 64 * 4;
-  ToyTarget target(64, 4, small);
+  ToyTarget target(64, 4, StagingOf(4));
   SessionStore store({}, target.interceptor(), target.AsForward());
   ToyClient client{"a", {1, 2, 3}};
   EXPECT_THROW(store.Verify(client.Ask(client.RightDrafts(9))), CapacityError);
@@ -466,10 +470,7 @@ TEST(SessionStore, RefusesMoreDraftsThanStagingTakes) {
 }
 
 TEST(SessionStore, DraftsThatStagingDoesNotTakeTogetherGoInSeveralPasses) {
-  NworConfig small;
-  small.staging_rows = 1;
-  small.max_staging_bytes = 7 * ToyTarget::kLayers * 2 * 64 * 4;
-  ToyTarget target(64, 4, small);
+  ToyTarget target(64, 4, StagingOf(7));
   SessionStore store({}, target.interceptor(), target.AsForward());
   std::vector<ToyClient> clients;
   for (const char* name : {"a", "b", "c", "d", "e"}) clients.push_back({name, {1, 2, name[0]}});
