@@ -87,9 +87,9 @@ if [[ "${1:-}" == --check || "$(id -u)" != 0 ]]; then
   exit 0
 fi
 
-drop_unknown
-if ((${#missing[@]} == 0 && ${#missing_optional[@]} == 0)); then
-  exit 0
+if ((${#missing[@]} == 0)); then
+  drop_unknown
+  ((${#missing_optional[@]} > 0)) || exit 0
 fi
 say "installing ${missing[*]} ${missing_optional[*]}"
 apt-get "${patience[@]}" update -qq >/dev/null || say "apt-get update failed; trying with the lists that are here"
