@@ -10,7 +10,15 @@ import numpy as np
 import pytest
 import torch
 
-from generate.tiny_models import FAMILIES, TREES, Oracle, decode_plainly, random_prompt, tiny
+from generate.tiny_models import (
+    FAMILIES,
+    TREES,
+    Oracle,
+    clear_prompt,
+    decode_plainly,
+    random_prompt,
+    tiny,
+)
 from nwor_specpv import NworConfig, NworError
 from nwor_specpv.drafters import TreeConfig
 from nwor_specpv.transformers import Generator, runner
@@ -21,8 +29,9 @@ from specpv.contexts import seeded
 def make(rng: random.Random, family: str = "llama", count: int = 3, **options):
     """A model, prompts, how they go on, and a checked generator whose drafter knows it."""
     model = tiny(family)
-    prompts = [random_prompt(rng) for _ in range(count)]
-    truths = {tuple(p): decode_plainly(model, p, 48) for p in prompts}
+    drawn = [clear_prompt(model, rng, 3, 40) for _ in range(count)]
+    prompts = [prompt for prompt, _ in drawn]
+    truths = {tuple(prompt): truth for prompt, truth in drawn}
     layers = options.pop("feature_layers", ())
     drafter = options.pop("drafter", None) or Oracle(truths, rng, feature_layers=layers)
     generator = Generator(model, drafter=drafter, check_contract=True, **options)

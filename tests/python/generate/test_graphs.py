@@ -13,7 +13,7 @@ import torch
 
 from attention.steps import Shape, make_step
 from generate.test_specpv_modes import configured
-from generate.tiny_models import TREES, Oracle, decode_plainly, random_prompt, tiny
+from generate.tiny_models import TREES, Oracle, clear_prompt, decode_plainly, random_prompt, tiny
 from nwor_specpv import Interceptor, NworConfig, SlotAllocator
 from nwor_specpv.drafters import TreeConfig
 from nwor_specpv.transformers import Generator
@@ -35,8 +35,9 @@ def model_on(device: str, family: str = "llama", dtype: torch.dtype = torch.floa
 def make(rng: random.Random, device: str, family: str = "llama", count: int = 3, **options):
     model = model_on(device, family)
     low, high = options.pop("lengths", (3, 40))
-    prompts = [random_prompt(rng, low, high) for _ in range(count)]
-    truths = {tuple(p): decode_plainly(model, p, 48) for p in prompts}
+    drawn = [clear_prompt(model, rng, low, high) for _ in range(count)]
+    prompts = [prompt for prompt, _ in drawn]
+    truths = {tuple(prompt): truth for prompt, truth in drawn}
     seed = rng.randrange(1 << 30)
 
     def generator(**more: object) -> Generator:

@@ -65,6 +65,20 @@ def decode_plainly(model: PreTrainedModel, prompt: list[int], count: int) -> lis
     return tokens[len(prompt) :]
 
 
+def clear_prompt(
+    model: PreTrainedModel, rng: random.Random, low: int, high: int, count: int = 48
+) -> tuple[list[int], list[int]]:
+    """A prompt and how it goes on, never by a choice so close that rounding decides it."""
+    while True:
+        prompt = random_prompt(rng, low, high)
+        truth = decode_plainly(model, prompt, count)
+        ids = torch.tensor([prompt + truth[:-1]], device=model.device)
+        with torch.no_grad():
+            best = model(ids).logits[0, len(prompt) - 1 :].float().topk(2).values
+        if float((best[:, 0] - best[:, 1]).min()) > 1e-3:
+            return prompt, truth
+
+
 def random_prompt(rng: random.Random, low: int = 3, high: int = 40) -> list[int]:
     """Without 0, which pads."""
     return [rng.randrange(1, VOCAB) for _ in range(rng.randrange(low, high))]
