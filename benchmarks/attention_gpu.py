@@ -41,8 +41,8 @@ from attention_peers import PEERS, find_peers
 from gpu_clocks import Clocks
 
 from nwor_specpv import _stamp
-from nwor_specpv.attention import last_route
 from nwor_specpv.bench.timing import Timing, capture, cold_l2, time_graphs, time_sustained
+from nwor_specpv.ops.attention import last_route
 
 GOALS_US = {
     (1, 4608): 10.0,

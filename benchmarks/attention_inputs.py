@@ -84,7 +84,7 @@ class Set:
     table: torch.Tensor
     pages: torch.Tensor  # of the prefix, all requests
     out: torch.Tensor
-    view: nwor_specpv.attention.View | None
+    view: nwor_specpv.ops.attention.View | None
 
 
 @dataclass(frozen=True)
@@ -156,7 +156,7 @@ class Bench:
             page = table[b, at // PAGE].long()
             self.pool.put(self.pool.keys, page, at % PAGE, key[rows])
             self.pool.put(self.pool.values, page, at % PAGE, value[rows])
-        view: nwor_specpv.attention.View | None = None
+        view: nwor_specpv.ops.attention.View | None = None
         if case.compact:
             keys, values = (self._compact(cache, table) for cache in self.pool.caches)
             view = nwor_specpv.CompactView(keys, values, self.lens)

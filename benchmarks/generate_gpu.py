@@ -22,8 +22,8 @@ from transformers import LlamaConfig
 from transformers.models.auto import AutoModelForCausalLM
 
 from nwor_specpv import NworConfig, PartialStore, SpecPVConfig, VerifyPolicy
-from nwor_specpv._parser import counts
 from nwor_specpv.bench.report import machine
+from nwor_specpv.cli.parser import counts
 from nwor_specpv.transformers.request import Part, Request
 from nwor_specpv.transformers.round import Round
 from nwor_specpv.transformers.runner import ModelRunner

@@ -30,8 +30,8 @@ from typing import Any
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
-from nwor_specpv._parser import count, output_file
 from nwor_specpv.bench.report import machine
+from nwor_specpv.cli.parser import count, output_file
 from nwor_specpv.drafters import TreeConfig
 from nwor_specpv.drafters.eagle3 import SHIPPED, Eagle3Drafter
 from nwor_specpv.drafters.eagle3_head import Eagle3Head, rotate

@@ -3,14 +3,14 @@
 
     tools/check_structure.py [repository root]
 
-* Includes in csrc/ go one way: root headers, metrics, kv_interceptor, attention, linear, decoder,
-  tree, specpv, session, drafters, bindings (ops.cpp, module.cpp, their parts ops_<folder>.cpp,
-  module_<folder>.cpp, and their ops.h, module.h); no file includes itself by any detour.
-* Only csrc/ops.cpp registers torch ops, only csrc/module.cpp and its parts csrc/module_<folder>.cpp
-  include pybind11 or Python, only csrc/metrics/exporter.cpp includes prometheus.
+* Includes in csrc/ go one way: base, metrics, kv_interceptor, attention, linear, decoder, tree,
+  specpv, session, drafters, bindings; no file includes itself by any detour.
+* Only bindings/ops.cpp registers torch ops, only bindings/module*.cpp include pybind11 or Python,
+  only metrics/exporter.cpp includes prometheus.
 * No .cu or .cuh reaches a torch header, neither itself nor through a header of ours.
+* No module of python/nwor_specpv imports itself by any detour, deferred imports included.
 * vLLM is imported only under python/nwor_specpv/vllm, as a peer by bench/peers.py, and for its
-  FlashAttention by flash_packages.py.
+  FlashAttention by ops/flash_packages.py.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-# Lower may not include higher. Files directly in csrc/ are layer 0, except the bindings.
+# Lower may not include higher.
 LAYERS = (
-    "",
+    "base",
     "metrics",
     "kv_interceptor",
     "attention",
@@ -34,13 +34,14 @@ LAYERS = (
     "specpv",
     "session",
     "drafters",
+    "bindings",
 )
-MODULE = re.compile(r"module(_[a-z]+)?\.(cpp|h)")
-OPS = re.compile(r"ops(_[a-z]+)?\.(cpp|h)")
-BINDINGS = re.compile(rf"{OPS.pattern}|{MODULE.pattern}")
+MODULE = re.compile(r"bindings/module(_[a-z]+)?\.(cpp|h)")
 # Of python/nwor_specpv: the integration, the peer of the benchmarks, and FlashAttention.
-VLLM_IMPORTERS = ("vllm", "bench/peers.py", "flash_packages.py")
+VLLM_IMPORTERS = ("vllm", "bench/peers.py", "ops/flash_packages.py")
 EXPORTER = re.compile("metrics/exporter.cpp")
+PACKAGE = "nwor_specpv"
+NATIVE = f"{PACKAGE}._C"
 CPP_SUFFIXES = (".h", ".cuh", ".cpp", ".cu")
 
 REGISTRATION = re.compile(r"\b(TORCH_LIBRARY(?:_IMPL|_FRAGMENT)?|RegisterOperators)\b")
@@ -119,26 +120,16 @@ def resolve(csrc: Path, file: Path, name: str, *, quoted: bool) -> str | None:
 
 
 def layer(path: str) -> int | None:
-    if BINDINGS.fullmatch(path):
-        return len(LAYERS)
-    folder, slash, _ = path.partition("/")
-    name = folder if slash else ""
-    return LAYERS.index(name) if name in LAYERS else None
-
-
-def layer_name(index: int) -> str:
-    return [*("root headers", *LAYERS[1:]), "bindings"][index]
+    folder = path.partition("/")[0]
+    return LAYERS.index(folder) if folder in LAYERS else None
 
 
 def check_layers(sources: dict[str, Source]) -> Iterator[Violation]:
     for source in sources.values():
         own = layer(source.path)
         if own is None:
-            folder = source.path.partition("/")[0]
-            known = ", ".join(LAYERS[1:])
-            yield Violation(
-                source.path, 1, f"folder {folder}/ is no layer; expected one of {known}"
-            )
+            what = f"not in a folder of csrc/; expected one of {', '.join(LAYERS)}"
+            yield Violation(source.path, 1, what)
             continue
         for include in source.includes:
             if include.target is None:
@@ -149,7 +140,7 @@ def check_layers(sources: dict[str, Source]) -> Iterator[Violation]:
             other = layer(include.target)
             if other is not None and other > own:
                 what = (
-                    f"{layer_name(own)} may not include {include.target} ({layer_name(other)}): "
+                    f"{LAYERS[own]} may not include {include.target} ({LAYERS[other]}): "
                     "includes go one way"
                 )
                 yield Violation(source.path, include.line, what)
@@ -181,7 +172,7 @@ def check_cycles(sources: dict[str, Source]) -> Iterator[Violation]:
 
 def check_owners(sources: dict[str, Source]) -> Iterator[Violation]:
     rules = (
-        (PYTHON_HEADER, MODULE, "module.cpp", "Python and pybind11"),
+        (PYTHON_HEADER, MODULE, "bindings/module.cpp", "Python and pybind11"),
         (PROMETHEUS_HEADER, EXPORTER, EXPORTER.pattern, "prometheus"),
     )
     for source in sources.values():
@@ -191,9 +182,9 @@ def check_owners(sources: dict[str, Source]) -> Iterator[Violation]:
                     what = f"<{include.name}>: only csrc/{owner} includes {subject}"
                     yield Violation(source.path, include.line, what)
         for match in REGISTRATION.finditer(source.code):
-            if source.path != "ops.cpp":
+            if source.path != "bindings/ops.cpp":
                 line = source.code.count("\n", 0, match.start()) + 1
-                what = f"{match[1]}: only csrc/ops.cpp registers torch ops"
+                what = f"{match[1]}: only csrc/bindings/ops.cpp registers torch ops"
                 yield Violation(source.path, line, what)
 
 
@@ -220,6 +211,55 @@ def torch_chain(sources: dict[str, Source], include: Include, seen: set[str]) ->
         if chain:
             return [include.target, *chain]
     return []
+
+
+def check_python_cycles(root: Path) -> Iterator[Violation]:
+    """Each cycle once, reported at the import that closes it."""
+    package = root / "python" / PACKAGE
+    files = {module_name(file, package.parent): file for file in sorted(package.rglob("*.py"))}
+    edges = {name: imports_of(name, file, files) for name, file in files.items()}
+    done: set[str] = set()
+    trail: list[str] = []
+
+    def visit(name: str) -> Iterator[Violation]:
+        trail.append(name)
+        for line, target in edges[name]:
+            if target in trail:
+                ring = [*trail[trail.index(target) :], target]
+                path = files[name].relative_to(root).as_posix()
+                yield Violation(path, line, f"import cycle: {' -> '.join(ring)}")
+            elif target not in done:
+                yield from visit(target)
+        trail.pop()
+        done.add(name)
+
+    for name in files:
+        if name not in done:
+            yield from visit(name)
+
+
+def module_name(file: Path, top: Path) -> str:
+    parts = file.relative_to(top).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def imports_of(name: str, file: Path, files: dict[str, Path]) -> list[tuple[int, str]]:
+    """The modules of the package that a file imports anywhere in it, with the lines."""
+    package = name if file.name == "__init__.py" else name.rpartition(".")[0]
+    found = []
+    for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"), str(file))):
+        if isinstance(node, ast.Import):
+            found += [(node.lineno, alias.name) for alias in node.names if alias.name in files]
+        elif isinstance(node, ast.ImportFrom):
+            source = node.module or ""
+            if node.level:
+                base = ".".join(package.split(".")[: len(package.split(".")) - node.level + 1])
+                source = f"{base}.{source}".rstrip(".")
+            for alias in node.names:
+                target = f"{source}.{alias.name}"
+                if target != NATIVE:
+                    found.append((node.lineno, target if target in files else source))
+    return sorted({(line, target) for line, target in found if target in files and target != name})
 
 
 def check_vllm(root: Path) -> Iterator[Violation]:
@@ -255,7 +295,7 @@ def check(root: Path) -> tuple[int, list[Violation]]:
     found: set[Violation] = set()
     for rule in (check_layers, check_cycles, check_owners, check_kernels):
         found |= {Violation(f"csrc/{v.path}", v.line, v.what) for v in rule(sources)}
-    found |= set(check_vllm(root))
+    found |= {*check_vllm(root), *check_python_cycles(root)}
     return len(sources), sorted(found)
 
 

@@ -5,7 +5,7 @@
 #include "attention/plan.h"
 #include "attention/tile_shape.h"
 #include "attention/unsupported.h"
-#include "check.h"
+#include "base/check.h"
 
 namespace nwor {
 namespace {

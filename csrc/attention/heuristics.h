@@ -3,8 +3,8 @@
 #include <cstdint>
 
 #include "attention/tile_shape.h"
-#include "export.h"
-#include "types.h"
+#include "base/export.h"
+#include "base/types.h"
 
 // Which kernel, how many CTAs and how much memory a verification step takes: pure functions of
 // sizes the host knows. Nothing here reads device memory or needs CUDA. Thread-safe.

@@ -2,8 +2,8 @@
 
 #include <cstdint>
 
-#include "kv_interceptor/cache_layout.h"
-#include "types.h"
+#include "base/cache_layout.h"
+#include "base/types.h"
 
 // One verification step's attention for one layer, as kernels take it: pointers, strides, sizes.
 //

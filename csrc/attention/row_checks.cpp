@@ -5,7 +5,7 @@
 #include <utility>
 #include <vector>
 
-#include "check.h"
+#include "base/check.h"
 
 namespace nwor {
 namespace {

@@ -2,7 +2,7 @@
 
 #include <ATen/core/Tensor.h>
 
-#include "export.h"
+#include "base/export.h"
 
 // What verify_attention and merge_rows ask alike of their arguments.
 

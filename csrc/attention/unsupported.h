@@ -3,7 +3,7 @@
 #include <string>
 
 #include "attention/heuristics.h"
-#include "export.h"
+#include "base/export.h"
 
 namespace nwor {
 

@@ -7,19 +7,19 @@
 #include <mutex>
 #include <optional>
 
-#include "attention/flash.h"
-#include "attention/route.h"
+#include "attention/cpu/verify_cpu.h"
+#include "attention/routes/flash.h"
+#include "attention/routes/route.h"
 #include "attention/verify_arguments.h"
-#include "attention/verify_cpu.h"
-#include "check.h"
-#include "kv_interceptor/tensor_layout.h"
-#include "profiling.h"
+#include "base/check.h"
+#include "base/profiling.h"
+#include "base/tensor_layout.h"
 #ifdef NWOR_WITH_CUDA
 #include <c10/cuda/CUDAFunctions.h>
 #include <c10/cuda/CUDAGuard.h>
 
+#include "attention/cuda/verify_cuda.h"
 #include "attention/unsupported.h"
-#include "attention/verify_cuda.h"
 #endif
 
 namespace nwor {

@@ -6,7 +6,7 @@
 #include <string>
 #include <string_view>
 
-#include "export.h"
+#include "base/export.h"
 
 // Verify attention as a function of tensors: checks every argument, picks a route, runs it.
 // csrc/ops.cpp registers it as torch ops; a C++ host calls it directly.

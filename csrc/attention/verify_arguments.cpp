@@ -3,8 +3,8 @@
 #include <limits>
 
 #include "attention/row_checks.h"
-#include "check.h"
-#include "kv_interceptor/tensor_layout.h"
+#include "base/check.h"
+#include "base/tensor_layout.h"
 
 namespace nwor {
 namespace {

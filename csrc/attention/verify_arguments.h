@@ -1,9 +1,9 @@
 #pragma once
 
 #include "attention/params.h"
-#include "attention/route.h"
+#include "attention/routes/route.h"
 #include "attention/verify.h"
-#include "export.h"
+#include "base/export.h"
 
 namespace nwor {
 

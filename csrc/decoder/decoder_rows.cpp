@@ -14,9 +14,9 @@
 #include <string>
 #include <vector>
 
-#include "check.h"
+#include "base/check.h"
+#include "base/tensor_layout.h"
 #include "decoder/decoder_rows_cuda.h"
-#include "kv_interceptor/tensor_layout.h"
 #include "linear/cpu/kernels.h"
 #include "linear/strips.h"
 

@@ -5,7 +5,7 @@
 #include <array>
 #include <optional>
 
-#include "export.h"
+#include "base/export.h"
 
 // A decoder layer of the Llama family for the few rows of a verification step: what is before
 // attention, and what is after it. Between them the caller stages K/V and attends.

@@ -6,10 +6,10 @@
 #include <ATen/ops/linear.h>
 #include <c10/core/DeviceGuard.h>
 
+#include "base/tensor_layout.h"
 #include "decoder/gate.h"
 #include "decoder/head_rotation.h"
 #include "decoder/rms_norm.h"
-#include "kv_interceptor/tensor_layout.h"
 
 namespace nwor {
 namespace {

@@ -1,7 +1,7 @@
+#include "base/cuda/launch_check.h"
+#include "base/row_op.h"
 #include "decoder/gate.h"
 #include "decoder/row_types.cuh"
-#include "kv_interceptor/launch_check.h"
-#include "kv_interceptor/row_op.h"
 
 namespace nwor {
 namespace {

@@ -2,7 +2,7 @@
 
 #include <cstdint>
 
-#include "types.h"
+#include "base/types.h"
 
 namespace nwor {
 

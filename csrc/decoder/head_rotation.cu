@@ -1,7 +1,7 @@
+#include "base/cuda/launch_check.h"
+#include "base/row_op.h"
 #include "decoder/head_rotation.h"
 #include "decoder/row_types.cuh"
-#include "kv_interceptor/launch_check.h"
-#include "kv_interceptor/row_op.h"
 
 // A few lanes a head: a lane has vectors of the first half and those of the second half that they
 // are rotated against, so that nothing it reads is written by another.

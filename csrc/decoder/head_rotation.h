@@ -3,7 +3,7 @@
 #include <array>
 #include <cstdint>
 
-#include "types.h"
+#include "base/types.h"
 
 namespace nwor {
 

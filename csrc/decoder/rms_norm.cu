@@ -1,9 +1,9 @@
 #include <algorithm>
 
+#include "base/cuda/launch_check.h"
+#include "base/row_op.h"
 #include "decoder/rms_norm.h"
 #include "decoder/row_types.cuh"
-#include "kv_interceptor/launch_check.h"
-#include "kv_interceptor/row_op.h"
 
 // One thread block a row, or a part of one. Where a thread has one vector of it (hidden sizes up to
 // 8192), that stays in registers between the sum of squares and the division.

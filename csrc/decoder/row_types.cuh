@@ -3,8 +3,8 @@
 #include <type_traits>
 #include <utility>
 
-#include "kv_interceptor/element.cuh"
-#include "types.h"
+#include "base/cuda/element.cuh"
+#include "base/types.h"
 
 // The types of a decoder layer's rows and of its matrices, and the roundings between operations
 // that torch would have made one by one.

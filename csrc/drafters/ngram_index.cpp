@@ -2,7 +2,7 @@
 
 #include <algorithm>
 
-#include "check.h"
+#include "base/check.h"
 #include "drafters/vote_tree.h"
 
 namespace nwor {

@@ -4,7 +4,7 @@
 #include <unordered_map>
 #include <vector>
 
-#include "export.h"
+#include "base/export.h"
 #include "session/draft_tree.h"
 
 // What followed the last tokens of a text where they stood before: drafts without a model.

@@ -3,7 +3,7 @@
 #include <cstdint>
 #include <vector>
 
-#include "export.h"
+#include "base/export.h"
 #include "session/draft_tree.h"
 
 // Continuations that were voted for, as one tree; and of it the part worth verifying.

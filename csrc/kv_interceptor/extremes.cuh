@@ -6,7 +6,7 @@
 #include <cstdint>
 #include <type_traits>
 
-#include "kv_interceptor/element.cuh"
+#include "base/cuda/element.cuh"
 
 // Channelwise maximum and minimum of rows, a few channels to a lane: what block summaries are made
 // of. Loaded is what a lane reads of a row; a NaN counts for nothing.

@@ -3,8 +3,8 @@
 #include <ATen/ops/empty.h>
 #include <ATen/ops/zeros.h>
 
-#include "check.h"
-#include "kv_interceptor/commit_error.h"
+#include "base/check.h"
+#include "kv_interceptor/commit/error.h"
 #include "kv_interceptor/interceptor_impl.h"
 
 namespace nwor {

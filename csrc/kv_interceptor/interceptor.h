@@ -9,14 +9,14 @@
 #include <string_view>
 #include <vector>
 
-#include "bypass_reason.h"
-#include "export.h"
-#include "kv_interceptor/commit.h"
+#include "base/bypass_reason.h"
+#include "base/export.h"
+#include "kv_interceptor/commit/commit.h"
+#include "kv_interceptor/commit/summary_tensors.h"
+#include "kv_interceptor/commit/tail_tensors.h"
 #include "kv_interceptor/layer_table.h"
 #include "kv_interceptor/round_books.h"
 #include "kv_interceptor/round_plan.h"
-#include "kv_interceptor/summary_tensors.h"
-#include "kv_interceptor/tail_tensors.h"
 
 // The one way in: an engine's K/V writes pass through here, draft rows wait in staging, and only
 // accepted ones reach the paged caches.

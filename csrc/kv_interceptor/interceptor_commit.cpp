@@ -6,14 +6,14 @@
 #include <algorithm>
 #include <chrono>
 
-#include "check.h"
-#include "kv_interceptor/agreement.h"
-#include "kv_interceptor/commit_fault.h"
-#include "kv_interceptor/commit_path.h"
-#include "kv_interceptor/digest.h"
+#include "base/check.h"
+#include "base/profiling.h"
+#include "base/tensor_layout.h"
+#include "kv_interceptor/commit/agreement.h"
+#include "kv_interceptor/commit/digest.h"
+#include "kv_interceptor/commit/fault.h"
+#include "kv_interceptor/commit/path.h"
 #include "kv_interceptor/interceptor_impl.h"
-#include "kv_interceptor/tensor_layout.h"
-#include "profiling.h"
 
 namespace nwor {
 namespace {

@@ -3,11 +3,11 @@
 #include <algorithm>
 #include <numeric>
 
-#include "check.h"
+#include "base/check.h"
+#include "base/profiling.h"
+#include "base/tensor_layout.h"
 #include "kv_interceptor/interceptor_impl.h"
 #include "kv_interceptor/kv_ops.h"
-#include "kv_interceptor/tensor_layout.h"
-#include "profiling.h"
 
 namespace nwor {
 namespace {

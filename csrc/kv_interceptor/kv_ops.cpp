@@ -2,11 +2,11 @@
 
 #include <c10/core/DeviceGuard.h>
 
-#include "check.h"
-#include "kv_interceptor/commit.h"
-#include "kv_interceptor/slot_set.h"
-#include "kv_interceptor/tensor_layout.h"
-#include "profiling.h"
+#include "base/check.h"
+#include "base/profiling.h"
+#include "base/tensor_layout.h"
+#include "kv_interceptor/commit/commit.h"
+#include "kv_interceptor/stage/slot_set.h"
 
 namespace nwor {
 namespace {

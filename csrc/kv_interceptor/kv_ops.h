@@ -5,10 +5,10 @@
 #include <optional>
 #include <vector>
 
-#include "export.h"
-#include "kv_interceptor/stage.h"
-#include "kv_interceptor/summary_tensors.h"
-#include "kv_interceptor/tail_tensors.h"
+#include "base/export.h"
+#include "kv_interceptor/commit/summary_tensors.h"
+#include "kv_interceptor/commit/tail_tensors.h"
+#include "kv_interceptor/stage/stage.h"
 
 // write_kv and commit as functions of tensors, for hosts that keep their own books (an engine
 // inside a CUDA graph); the Interceptor is the same flow with the books kept. csrc/ops.cpp

@@ -2,9 +2,9 @@
 
 #include <algorithm>
 
-#include "check.h"
-#include "kv_interceptor/commit.h"
-#include "kv_interceptor/tensor_layout.h"
+#include "base/check.h"
+#include "base/tensor_layout.h"
+#include "kv_interceptor/commit/commit.h"
 
 namespace nwor {
 namespace {

@@ -9,7 +9,7 @@
 #include <unordered_map>
 #include <vector>
 
-#include "kv_interceptor/cache_layout.h"
+#include "base/cache_layout.h"
 #include "kv_interceptor/staging_buffer.h"
 
 // The layers an interceptor knows: their caches, their groups, and each group's staging.

@@ -5,7 +5,7 @@
 #include <algorithm>
 #include <cstring>
 
-#include "check.h"
+#include "base/check.h"
 
 namespace nwor {
 

@@ -5,7 +5,7 @@
 #include <cstdint>
 #include <vector>
 
-#include "export.h"
+#include "base/export.h"
 #include "kv_interceptor/round_plan.h"
 
 // A round's row tables: which batch row waits in which staging row, and how drafts hang together.

@@ -2,8 +2,8 @@
 
 #include <ATen/ops/zeros.h>
 
-#include "check.h"
-#include "kv_interceptor/commit.h"
+#include "base/check.h"
+#include "kv_interceptor/commit/commit.h"
 
 #ifdef NWOR_WITH_CUDA
 #include <c10/cuda/CUDAGraphsC10Utils.h>

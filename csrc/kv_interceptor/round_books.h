@@ -10,7 +10,7 @@
 #include <string>
 #include <string_view>
 
-#include "bypass_reason.h"
+#include "base/bypass_reason.h"
 #include "metrics/counters.h"
 
 // What one interceptor has done, in numbers: its own totals and its share of the process-wide

@@ -5,7 +5,7 @@
 #include <algorithm>
 #include <utility>
 
-#include "check.h"
+#include "base/check.h"
 
 namespace nwor {
 

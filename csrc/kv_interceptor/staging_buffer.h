@@ -5,8 +5,8 @@
 #include <cstdint>
 #include <vector>
 
-#include "export.h"
-#include "kv_interceptor/stage.h"
+#include "base/export.h"
+#include "kv_interceptor/stage/stage.h"
 
 // Where draft rows wait for acceptance: [layer][row] K and V of one cache group in the model's
 // dtype, and one slot buffer for all its layers.

@@ -5,8 +5,8 @@
 
 #include <vector>
 
-#include "check.h"
-#include "kv_interceptor/tensor_layout.h"
+#include "base/check.h"
+#include "base/tensor_layout.h"
 #include "linear/cpu/kernels.h"
 #include "linear/strips.h"
 

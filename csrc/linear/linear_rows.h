@@ -4,7 +4,7 @@
 
 #include <optional>
 
-#include "export.h"
+#include "base/export.h"
 
 // A linear layer for the few rows of a verification step.
 

@@ -5,7 +5,7 @@
 #include <algorithm>
 #include <atomic>
 
-#include "parallel.h"
+#include "base/parallel.h"
 
 namespace nwor {
 namespace {

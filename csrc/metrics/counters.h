@@ -7,10 +7,10 @@
 #include <mutex>
 #include <vector>
 
-#include "bypass_reason.h"
-#include "draft_failure.h"
-#include "export.h"
-#include "full_trigger.h"
+#include "base/bypass_reason.h"
+#include "base/draft_failure.h"
+#include "base/export.h"
+#include "base/full_trigger.h"
 
 // What the hot path counts: relaxed atomics, nothing else. The exporter and stats() read them.
 //

@@ -12,8 +12,8 @@
 #include <utility>
 #include <vector>
 
-#include "build_info.h"
-#include "check.h"
+#include "base/build_info.h"
+#include "base/check.h"
 #include "metrics/counters.h"
 #include "metrics/http_server.h"
 #include "metrics/listen_address.h"

@@ -3,7 +3,7 @@
 #include <memory>
 #include <string>
 
-#include "export.h"
+#include "base/export.h"
 
 // Prometheus endpoint over the process-wide counters (prometheus-cpp). Off until Serve is called;
 // nothing starts at import or before a fork. Reads happen at scrape.

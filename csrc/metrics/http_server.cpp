@@ -15,7 +15,7 @@
 #include <utility>
 #include <vector>
 
-#include "check.h"
+#include "base/check.h"
 
 namespace nwor {
 namespace {

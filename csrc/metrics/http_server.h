@@ -8,7 +8,7 @@
 #include <string>
 #include <thread>
 
-#include "export.h"
+#include "base/export.h"
 #include "metrics/listen_address.h"
 
 // An HTTP server for one text: GET of one path, one request per connection.

@@ -8,7 +8,7 @@
 #include <system_error>
 #include <type_traits>
 
-#include "check.h"
+#include "base/check.h"
 
 namespace nwor {
 namespace {

@@ -4,7 +4,7 @@
 
 #include <string>
 
-#include "export.h"
+#include "base/export.h"
 
 // Where an endpoint listens: parsing, spelling, and what the system says about it.
 //

@@ -2,7 +2,7 @@
 
 #include <optional>
 
-#include "export.h"
+#include "base/export.h"
 
 // What the operating system knows about this process, in the units of Prometheus' process metrics.
 

@@ -3,7 +3,7 @@
 #include <algorithm>
 #include <utility>
 
-#include "check.h"
+#include "base/check.h"
 #include "metrics/counters.h"
 
 namespace nwor {

@@ -6,7 +6,7 @@
 #include <span>
 #include <vector>
 
-#include "export.h"
+#include "base/export.h"
 
 // Chunked verification of a long draft chain: the next chunk is run only if everything before it
 // was accepted, so rows behind the first rejection are never run.

@@ -2,7 +2,7 @@
 
 #include <algorithm>
 
-#include "check.h"
+#include "base/check.h"
 
 namespace nwor {
 

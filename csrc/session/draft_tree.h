@@ -3,7 +3,7 @@
 #include <cstdint>
 #include <vector>
 
-#include "export.h"
+#include "base/export.h"
 
 // A draft tree of one request as it travels: tokens and parents, on the host.
 

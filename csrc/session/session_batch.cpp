@@ -2,7 +2,7 @@
 
 #include <ATen/ATen.h>
 
-#include "check.h"
+#include "base/check.h"
 
 namespace nwor {
 

@@ -6,7 +6,7 @@
 #include <string>
 #include <vector>
 
-#include "export.h"
+#include "base/export.h"
 #include "tree/acceptance.h"
 
 // What a session store hands to the host's model, and what it gets back.

@@ -1,7 +1,7 @@
 #pragma once
 
-#include "check.h"
-#include "export.h"
+#include "base/check.h"
+#include "base/export.h"
 
 // What a client of sessions can act on, each an Error of its own kind. Python has the same names,
 // all of them NworError.

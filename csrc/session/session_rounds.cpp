@@ -7,7 +7,7 @@
 #include <string>
 #include <utility>
 
-#include "check.h"
+#include "base/check.h"
 #include "session/session_error.h"
 #include "tree/tree.h"
 

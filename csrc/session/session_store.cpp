@@ -6,7 +6,7 @@
 #include <map>
 #include <utility>
 
-#include "check.h"
+#include "base/check.h"
 #include "session/progress.h"
 #include "session/session_error.h"
 #include "session/session_rounds.h"

@@ -7,7 +7,7 @@
 #include <string>
 #include <vector>
 
-#include "export.h"
+#include "base/export.h"
 #include "kv_interceptor/interceptor.h"
 #include "session/draft_tree.h"
 #include "session/session.h"

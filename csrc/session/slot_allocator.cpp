@@ -5,7 +5,7 @@
 #include <limits>
 #include <utility>
 
-#include "check.h"
+#include "base/check.h"
 #include "session/session_error.h"
 
 namespace nwor {

@@ -8,7 +8,7 @@
 #include <variant>
 #include <vector>
 
-#include "export.h"
+#include "base/export.h"
 #include "session/persistent_array.h"
 #include "session/persistent_map.h"
 

@@ -5,8 +5,8 @@
 #include <string>
 #include <string_view>
 
-#include "check.h"
-#include "export.h"
+#include "base/check.h"
+#include "base/export.h"
 
 // What users configure of partial verification, under the names they type in YAML, JSON, Python and
 // the environment, and what follows from it for one request.

@@ -2,7 +2,7 @@
 
 #include <algorithm>
 
-#include "check.h"
+#include "base/check.h"
 #include "metrics/counters.h"
 
 namespace nwor {

@@ -2,8 +2,8 @@
 
 #include <cstdint>
 
-#include "export.h"
-#include "full_trigger.h"
+#include "base/export.h"
+#include "base/full_trigger.h"
 #include "specpv/config.h"
 #include "specpv/partial_view.h"
 #include "specpv/verify_policy.h"

@@ -10,10 +10,10 @@
 #include <chrono>
 #include <utility>
 
-#include "check.h"
-#include "kv_interceptor/tensor_layout.h"
+#include "base/check.h"
+#include "base/profiling.h"
+#include "base/tensor_layout.h"
 #include "metrics/counters.h"
-#include "profiling.h"
 #include "specpv/specpv_ops.h"
 
 #ifdef NWOR_WITH_CUDA

@@ -10,7 +10,7 @@
 #include <utility>
 #include <vector>
 
-#include "export.h"
+#include "base/export.h"
 #include "specpv/config.h"
 #include "specpv/partial_cache.h"
 #include "specpv/verify_policy.h"

@@ -1,4 +1,4 @@
-#include "check.h"
+#include "base/check.h"
 #include "specpv/partial_view.h"
 
 namespace nwor {

@@ -1,6 +1,6 @@
 #include <cstdint>
 
-#include "kv_interceptor/early_launch.cuh"
+#include "base/cuda/early_launch.cuh"
 #include "specpv/partial_view.h"
 
 namespace nwor {

@@ -3,11 +3,11 @@
 #include <bit>
 #include <cstdint>
 
-#include "export.h"
-#include "host_device.h"
+#include "base/export.h"
+#include "base/host_device.h"
+#include "base/types.h"
 #include "specpv/config.h"
 #include "specpv/summaries.h"
-#include "types.h"
 
 // Retrieval: the k blocks whose summaries promise the most to the queries of a tree.
 //

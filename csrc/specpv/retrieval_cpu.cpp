@@ -6,8 +6,8 @@
 #include <functional>
 #include <vector>
 
-#include "check.h"
-#include "parallel.h"
+#include "base/check.h"
+#include "base/parallel.h"
 #include "specpv/cpu/kernels.h"
 #include "specpv/retrieval.h"
 

@@ -2,10 +2,10 @@
 #include <cstdint>
 #include <type_traits>
 
-#include "kv_interceptor/early_launch.cuh"
-#include "kv_interceptor/element.cuh"
-#include "kv_interceptor/launch_check.h"
-#include "kv_interceptor/row_op.h"
+#include "base/cuda/early_launch.cuh"
+#include "base/cuda/element.cuh"
+#include "base/cuda/launch_check.h"
+#include "base/row_op.h"
 #include "specpv/retrieval.h"
 #include "specpv/score_tensor.cuh"
 #include "specpv/selection.h"

@@ -3,9 +3,9 @@
 #include <cstdint>
 #include <type_traits>
 
-#include "attention/ptx.cuh"
-#include "kv_interceptor/early_launch.cuh"
-#include "kv_interceptor/element.cuh"
+#include "attention/cuda/ptx.cuh"
+#include "base/cuda/early_launch.cuh"
+#include "base/cuda/element.cuh"
 #include "specpv/retrieval.h"
 #include "specpv/score_share.cuh"
 

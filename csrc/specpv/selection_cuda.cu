@@ -1,6 +1,6 @@
 #include <cstdint>
 
-#include "kv_interceptor/early_launch.cuh"
+#include "base/cuda/early_launch.cuh"
 #include "specpv/selection.h"
 
 // The k highest of a list of scores, by one block of threads: a radix select over the range that

@@ -7,8 +7,8 @@
 #include <algorithm>
 #include <limits>
 
-#include "check.h"
-#include "kv_interceptor/tensor_layout.h"
+#include "base/check.h"
+#include "base/tensor_layout.h"
 #include "specpv/cpu/kernels.h"
 #include "specpv/partial_view.h"
 #include "specpv/retrieval.h"

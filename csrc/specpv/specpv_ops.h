@@ -6,7 +6,7 @@
 #include <optional>
 #include <string_view>
 
-#include "export.h"
+#include "base/export.h"
 
 // Partial verification on tensors: arguments are checked, then the CPU's or the GPU's way is taken.
 // All throw Error and have written nothing then; on CUDA lengths and ids are not read by the host.

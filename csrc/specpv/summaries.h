@@ -2,10 +2,10 @@
 
 #include <cstdint>
 
-#include "export.h"
-#include "host_device.h"
-#include "kv_interceptor/cache_layout.h"
-#include "types.h"
+#include "base/cache_layout.h"
+#include "base/export.h"
+#include "base/host_device.h"
+#include "base/types.h"
 
 // Block summaries: the channelwise maximum and minimum of K over the tokens of each block, per KV
 // head. Retrieval scores blocks by them instead of by their tokens.

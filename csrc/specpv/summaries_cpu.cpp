@@ -1,8 +1,8 @@
 #include <atomic>
 #include <vector>
 
-#include "check.h"
-#include "parallel.h"
+#include "base/check.h"
+#include "base/parallel.h"
 #include "specpv/cpu/kernels.h"
 #include "specpv/summaries.h"
 

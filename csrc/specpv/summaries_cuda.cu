@@ -2,10 +2,10 @@
 #include <cstdint>
 #include <type_traits>
 
-#include "kv_interceptor/element.cuh"
+#include "base/cuda/element.cuh"
+#include "base/cuda/launch_check.h"
+#include "base/row_op.h"
 #include "kv_interceptor/extremes.cuh"
-#include "kv_interceptor/launch_check.h"
-#include "kv_interceptor/row_op.h"
 #include "specpv/summaries.h"
 
 // One warp summarises one head of one block. kVector channels of a row fall to one lane, so the

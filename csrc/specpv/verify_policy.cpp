@@ -2,7 +2,7 @@
 
 #include <utility>
 
-#include "check.h"
+#include "base/check.h"
 #include "specpv/partial_cache.h"
 
 namespace nwor {

@@ -5,8 +5,8 @@
 #include <functional>
 #include <string_view>
 
-#include "export.h"
-#include "full_trigger.h"
+#include "base/export.h"
+#include "base/full_trigger.h"
 #include "specpv/config.h"
 
 // How the next step of a request verifies its tree: over everything, over everything with the tail

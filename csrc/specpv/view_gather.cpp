@@ -6,13 +6,13 @@
 
 #include <algorithm>
 
-#include "check.h"
-#include "kv_interceptor/tensor_layout.h"
+#include "base/check.h"
+#include "base/tensor_layout.h"
 
 #ifdef NWOR_WITH_CUDA
 #include <cuda_runtime_api.h>
 
-#include "kv_interceptor/launch_check.h"
+#include "base/cuda/launch_check.h"
 #endif
 
 namespace nwor {

@@ -6,7 +6,7 @@
 #include <optional>
 #include <vector>
 
-#include "export.h"
+#include "base/export.h"
 #include "specpv/view_gather_params.h"
 
 // Compact views: the tokens of partial views copied out of the paged cache into contiguous memory.

@@ -1,9 +1,9 @@
 #include <algorithm>
 #include <atomic>
 
-#include "check.h"
-#include "kv_interceptor/row_read.h"
-#include "parallel.h"
+#include "base/check.h"
+#include "base/parallel.h"
+#include "base/row_read.h"
 #include "specpv/view_gather_params.h"
 
 namespace nwor {

@@ -2,9 +2,9 @@
 #include <cstdint>
 #include <type_traits>
 
-#include "kv_interceptor/element.cuh"
-#include "kv_interceptor/launch_check.h"
-#include "kv_interceptor/row_op.h"
+#include "base/cuda/element.cuh"
+#include "base/cuda/launch_check.h"
+#include "base/row_op.h"
 #include "specpv/view_gather_params.h"
 
 // One warp copies one head of one block, K and V. Blocks of threads share a request's lists in

@@ -3,9 +3,9 @@
 #include <array>
 #include <cstdint>
 
-#include "export.h"
-#include "kv_interceptor/cache_layout.h"
-#include "types.h"
+#include "base/cache_layout.h"
+#include "base/export.h"
+#include "base/types.h"
 
 namespace nwor {
 

@@ -6,7 +6,7 @@
 #include <type_traits>
 #include <vector>
 
-#include "parallel.h"
+#include "base/parallel.h"
 #include "tree/acceptance_params.h"
 #include "tree/fault.h"
 #include "tree/probability.h"

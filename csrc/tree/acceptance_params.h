@@ -2,7 +2,7 @@
 
 #include <cstdint>
 
-#include "types.h"
+#include "base/types.h"
 
 // Acceptance as kernels take it: no torch, no CUDA. Index tensors are contiguous; probabilities
 // have any strides.

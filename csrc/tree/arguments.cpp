@@ -5,8 +5,8 @@
 #include <limits>
 #include <string>
 
-#include "check.h"
-#include "kv_interceptor/tensor_layout.h"
+#include "base/check.h"
+#include "base/tensor_layout.h"
 #include "tree/tree_params.h"
 
 namespace nwor {

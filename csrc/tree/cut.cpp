@@ -4,8 +4,8 @@
 
 #include <algorithm>
 
-#include "check.h"
-#include "kv_interceptor/tensor_layout.h"
+#include "base/check.h"
+#include "base/tensor_layout.h"
 #include "tree/arguments.h"
 #include "tree/cut_params.h"
 #include "tree/fault.h"

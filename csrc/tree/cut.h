@@ -4,7 +4,7 @@
 
 #include <optional>
 
-#include "export.h"
+#include "base/export.h"
 
 namespace nwor {
 

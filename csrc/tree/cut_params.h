@@ -4,7 +4,7 @@
 #include <cstdint>
 #include <string_view>
 
-#include "types.h"
+#include "base/types.h"
 
 // Cutting an accepted run where a sequence ends, as kernels take it: no torch, no CUDA.
 

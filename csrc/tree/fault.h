@@ -5,7 +5,7 @@
 #include <limits>
 #include <string_view>
 
-#include "host_device.h"
+#include "base/host_device.h"
 
 // What a tree, or an acceptance over one, found wrong on the device, where nothing can be thrown.
 // One 64-bit status word per request, 0 = fine. Plain data without torch: kernels include it.

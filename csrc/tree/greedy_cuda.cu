@@ -1,4 +1,4 @@
-#include "kv_interceptor/launch_check.h"
+#include "base/cuda/launch_check.h"
 #include "tree/acceptance_params.h"
 #include "tree/coins_params.h"
 #include "tree/philox.h"

@@ -6,8 +6,8 @@
 #include <string>
 #include <vector>
 
-#include "check.h"
-#include "kv_interceptor/tensor_layout.h"
+#include "base/check.h"
+#include "base/tensor_layout.h"
 #include "tree/arguments.h"
 #include "tree/fault.h"
 #include "tree/logits_params.h"

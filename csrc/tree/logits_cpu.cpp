@@ -7,7 +7,7 @@
 #include <limits>
 #include <vector>
 
-#include "parallel.h"
+#include "base/parallel.h"
 #include "tree/fault.h"
 #include "tree/logits_rule.h"
 #include "tree/probability.h"

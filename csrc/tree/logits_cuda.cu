@@ -1,7 +1,7 @@
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 
-#include "kv_interceptor/launch_check.h"
+#include "base/cuda/launch_check.h"
 #include "tree/fault.h"
 #include "tree/logits_rule.h"
 #include "tree/probability.h"

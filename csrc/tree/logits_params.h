@@ -4,7 +4,7 @@
 #include <cstdint>
 #include <string_view>
 
-#include "types.h"
+#include "base/types.h"
 
 // From the target's logits to the probabilities acceptance takes, as kernels take it: no torch, no
 // CUDA. In this order, each on what the one before left:

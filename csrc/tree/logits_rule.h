@@ -3,7 +3,7 @@
 #include <cmath>
 #include <cstdint>
 
-#include "host_device.h"
+#include "base/host_device.h"
 #include "tree/logits_params.h"
 
 // What CPU and CUDA share of target_probs: one request's numbers, and one token's logit.

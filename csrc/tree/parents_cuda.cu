@@ -1,6 +1,6 @@
 #include <algorithm>
 
-#include "kv_interceptor/launch_check.h"
+#include "base/cuda/launch_check.h"
 #include "tree/tree_links.cuh"
 #include "tree/tree_params.h"
 

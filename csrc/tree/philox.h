@@ -2,7 +2,7 @@
 
 #include <cstdint>
 
-#include "host_device.h"
+#include "base/host_device.h"
 
 // Philox4x32-10, the counter-based generator of Salmon et al., "Parallel random numbers: as easy as
 // 1, 2, 3" (2011): a draw is a function of key and counter, so it depends on nothing that happened

@@ -2,7 +2,7 @@
 
 #include <cstdint>
 
-#include "host_device.h"
+#include "base/host_device.h"
 
 // Probabilities as integers. Acceptance compares and sums them as multiples of 2^-43: integer sums
 // are exact in any order, so a row gives the same token however it is split over threads, blocks

@@ -1,6 +1,6 @@
 #include <algorithm>
 
-#include "kv_interceptor/launch_check.h"
+#include "base/cuda/launch_check.h"
 #include "tree/acceptance_params.h"
 #include "tree/sampling_rows.cuh"
 #include "tree/walk.cuh"

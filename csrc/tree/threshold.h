@@ -2,7 +2,7 @@
 
 #include <cstdint>
 
-#include "host_device.h"
+#include "base/host_device.h"
 
 // The search for a threshold among keys: the largest key such that all keys of at least it weigh
 // enough. Each pass over the keys counts what is at or above a few pivots; no atomics, no sorting,

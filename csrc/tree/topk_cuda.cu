@@ -1,7 +1,7 @@
 #include <algorithm>
 #include <climits>
 
-#include "kv_interceptor/launch_check.h"
+#include "base/cuda/launch_check.h"
 #include "tree/tree_links.cuh"
 #include "tree/tree_params.h"
 

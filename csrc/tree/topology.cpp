@@ -5,7 +5,7 @@
 #include <numeric>
 #include <string>
 
-#include "check.h"
+#include "base/check.h"
 #include "tree/tree_params.h"
 
 namespace nwor {

@@ -3,7 +3,7 @@
 #include <cstdint>
 #include <vector>
 
-#include "export.h"
+#include "base/export.h"
 
 // Trees as people and drafters write them down, put into the one form everything else takes: row 0
 // the root, every parent before its child. Host only; no state, thread-safe.

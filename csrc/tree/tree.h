@@ -5,7 +5,7 @@
 #include <optional>
 #include <vector>
 
-#include "export.h"
+#include "base/export.h"
 
 // Draft trees of a batch: what attention, acceptance and commit need to know of them.
 //

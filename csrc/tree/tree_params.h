@@ -2,9 +2,9 @@
 
 #include <cstdint>
 
-#include "export.h"
-#include "host_device.h"
-#include "types.h"
+#include "base/export.h"
+#include "base/host_device.h"
+#include "base/types.h"
 
 // Draft trees as kernels take them: no torch, no CUDA.
 //

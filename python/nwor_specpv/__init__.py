@@ -49,14 +49,22 @@ from ._C import (
     judge_greedy,
     verify_in_chunks,
 )
-from .acceptance import (
+from .compact import CompactViews, pinned_cache
+from .config import Settings, load_config
+from .drafters import Drafter, TreeConfig, make_drafter, register_drafter
+from .errors import CapacityError, DesyncError, NworError, UnknownSessionError
+from .layouts import LAYOUTS, cache_views
+from .lossless import TwoLevel, confirm_greedy, confirm_sampling
+from .methods import Method, get_method, method_names, register_method
+from .metrics import Metrics
+from .ops.acceptance import (
     accept_chain_sampling,
     accept_greedy,
     accept_sampling,
     accept_typical,
     make_coins,
 )
-from .attention import (
+from .ops.attention import (
     CompactView,
     PartialView,
     merge_rows,
@@ -64,22 +72,11 @@ from .attention import (
     verify_attention,
     verify_plan,
 )
-from .compact import CompactViews, pinned_cache
-from .config import Settings, load_config
-from .cut import FINISH_REASONS, Cut, GrammarCut, StopStrings, cut_on_host, cut_path
-from .drafters import Drafter, TreeConfig, make_drafter, register_drafter
-from .errors import CapacityError, DesyncError, NworError, UnknownSessionError
-from .layouts import LAYOUTS, cache_views
-from .lossless import TwoLevel, confirm_greedy, confirm_sampling
-from .methods import Method, get_method, method_names, register_method
-from .metrics import Metrics
-from .ops import CommitSummaries, CommitTail, commit, write_kv
-from .partial import PartialStore
-from .paths import get_cmake_dir, get_include
-from .retrieval import block_summaries, build_view, gather_view, select_blocks
-from .session import Session
-from .target import target_probs
-from .tree import (
+from .ops.cut import FINISH_REASONS, Cut, GrammarCut, StopStrings, cut_on_host, cut_path
+from .ops.kv import CommitSummaries, CommitTail, commit, write_kv
+from .ops.logits import target_probs
+from .ops.retrieval import block_summaries, build_view, gather_view, select_blocks
+from .ops.tree import (
     MAX_TREE_ROWS,
     StaticTree,
     Tree,
@@ -91,6 +88,9 @@ from .tree import (
     tree_from_topk,
     tree_from_topology,
 )
+from .partial import PartialStore
+from .paths import get_cmake_dir, get_include
+from .session import Session
 
 __version__ = _stamp.read_stamp().version
 

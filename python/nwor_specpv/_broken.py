@@ -24,7 +24,7 @@ def explain(error: ImportError | OSError) -> _stamp.StampMismatch:
 def stop(error: ImportError | OSError) -> NoReturn:
     """Runs the command line, if this process is one, and else raises the sentence."""
     if is_command_line():
-        from .__main__ import main
+        from .cli.main import main
 
         raise SystemExit(main())
     raise explain(error) from None

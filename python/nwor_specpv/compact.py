@@ -13,11 +13,11 @@ from collections.abc import Sequence
 import torch
 
 from . import _C
-from .attention import CompactView
 from .errors import NworError, logger
-from .ops import CommitTail
+from .ops.attention import CompactView
+from .ops.kv import CommitTail
+from .ops.retrieval import gather_view
 from .partial import Batch, PartialStore, StoredCache
-from .retrieval import gather_view
 
 __all__ = ["CompactViews", "pinned_cache"]
 

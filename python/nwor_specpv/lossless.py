@@ -11,8 +11,8 @@ from typing import NamedTuple
 
 import torch
 
-from .acceptance import accept_chain_sampling, accept_greedy, accept_sampling
 from .errors import NworError
+from .ops.acceptance import accept_chain_sampling, accept_greedy, accept_sampling
 
 __all__ = ["TwoLevel", "confirm_greedy", "confirm_sampling"]
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ._C import StepDecision, StoredCache, _PartialStore
-from .attention import PartialView
+from .ops.attention import PartialView
 
 __all__ = ["PartialStore"]
 

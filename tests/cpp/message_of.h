@@ -3,7 +3,7 @@
 #include <functional>
 #include <string>
 
-#include "check.h"
+#include "base/check.h"
 
 namespace nwor {
 

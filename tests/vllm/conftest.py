@@ -7,7 +7,8 @@ import sys
 from collections.abc import Iterator
 
 import pytest
-from engines import release_engines
+
+from support.engines import release_engines
 
 # In this process: engines start in a second once vLLM is imported, and tests can look inside.
 os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")

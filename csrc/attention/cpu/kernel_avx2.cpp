@@ -6,7 +6,7 @@
 #include "attention/cpu/visibility.h"
 
 #define NWOR_SIMD_KERNEL "attention/cpu/kernel.h"
-#include "attention/simd_avx2.h"
+#include "base/simd/simd_avx2.h"
 
 namespace nwor::cpu {
 

@@ -7,7 +7,7 @@
 #include "attention/cpu/visibility.h"
 
 #define NWOR_SIMD_KERNEL "attention/cpu/kernel.h"
-#include "attention/simd_avx512.h"
+#include "base/simd/simd_avx512.h"
 
 namespace nwor::cpu {
 

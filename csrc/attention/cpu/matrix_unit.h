@@ -4,7 +4,7 @@
 #include <cstdint>
 
 #include "attention/cpu/task.h"
-#include "export.h"
+#include "base/export.h"
 
 // Products of bfloat16 matrices by a unit of the processor's own, AMX of x86: what tile.h does with
 // a block of tokens, less the softmax. K is read where it lies, 16 tokens at a time; V is put

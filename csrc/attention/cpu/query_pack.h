@@ -4,7 +4,7 @@
 
 #include "attention/cpu/matrix_unit.h"
 #include "attention/cpu/task.h"
-#include "attention/simd.h"
+#include "base/simd/simd.h"
 
 // A chunk's queries as float, interleaved for tiles: tile.h says how. Compiled once per instruction
 // set, see kernel.h.

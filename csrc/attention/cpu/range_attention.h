@@ -12,7 +12,7 @@
 #include "attention/cpu/prefix_reader.h"
 #include "attention/cpu/task.h"
 #include "attention/cpu/tile.h"
-#include "attention/simd.h"
+#include "base/simd/simd.h"
 
 // One range of tokens and the rows of a chunk. Compiled once per instruction set, see kernel.h.
 //

@@ -5,7 +5,7 @@
 
 #include "attention/cpu/task.h"
 #include "attention/cpu/tile.h"
-#include "attention/simd.h"
+#include "base/simd/simd.h"
 
 // What becomes of states: two are merged, the last one is normalised into output and LSE. Compiled
 // once per instruction set, see kernel.h.

@@ -4,7 +4,7 @@
 #include <vector>
 
 #include "attention/params.h"
-#include "export.h"
+#include "base/export.h"
 
 // The pieces of the CPU attention that do not depend on the instruction set.
 //

@@ -6,7 +6,7 @@
 
 #include "attention/cpu/task.h"
 #include "attention/params.h"
-#include "attention/simd.h"
+#include "base/simd/simd.h"
 
 // What one tile of four packed rows does with a block of tokens: scores, softmax, weighted sums.
 // Compiled once per instruction set, see kernel.h.

@@ -6,7 +6,7 @@
 #include <cstring>
 #include <limits>
 
-#include "attention/simd.h"
+#include "base/simd/simd.h"
 #include "linear/cpu/kernels.h"
 
 // A few rows times a weight matrix as it lies in memory, once per instruction set: kernel_<set>.cpp

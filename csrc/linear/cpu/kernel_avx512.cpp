@@ -3,7 +3,7 @@
 #include "linear/cpu/kernels.h"
 
 #define NWOR_SIMD_KERNEL "linear/cpu/kernel.h"
-#include "attention/simd_avx512.h"
+#include "base/simd/simd_avx512.h"
 
 namespace nwor::cpu {
 

@@ -2,8 +2,8 @@
 
 #include <cstdint>
 
-#include "export.h"
-#include "types.h"
+#include "base/export.h"
+#include "base/types.h"
 
 // The inner loops of linear layers for a few rows and of the gate between two, compiled once per
 // instruction set (see attention/simd.h) and chosen at run time.

@@ -7,7 +7,7 @@
 #include <limits>
 #include <type_traits>
 
-#include "attention/simd.h"
+#include "base/simd/simd.h"
 #include "specpv/cpu/kernels.h"
 
 // Extremes and scores once per instruction set: kernel_<set>.cpp chooses the level of simd.h and

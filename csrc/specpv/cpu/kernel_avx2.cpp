@@ -3,7 +3,7 @@
 #include "specpv/cpu/kernels.h"
 
 #define NWOR_SIMD_KERNEL "specpv/cpu/kernel.h"
-#include "attention/simd_avx2.h"
+#include "base/simd/simd_avx2.h"
 
 namespace nwor::cpu {
 

@@ -3,8 +3,8 @@
 #include <cstddef>
 #include <cstdint>
 
-#include "export.h"
-#include "types.h"
+#include "base/export.h"
+#include "base/types.h"
 
 // The inner loops of partial verification on the CPU, compiled once per instruction set (see
 // attention/simd.h) and chosen at run time.

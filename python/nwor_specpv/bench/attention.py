@@ -18,8 +18,8 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 from nwor_specpv import verify_attention, verify_plan
-from nwor_specpv._parser import Parser, count, counts, heads
-from nwor_specpv.attention import last_route
+from nwor_specpv.cli.parser import Parser, count, counts, heads
+from nwor_specpv.ops.attention import last_route
 
 from . import peers
 from .report import add_machine_arguments, choose_device, machine, publish

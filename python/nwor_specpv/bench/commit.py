@@ -13,7 +13,7 @@ import torch
 
 import nwor_specpv
 from nwor_specpv import cache_views
-from nwor_specpv._parser import Parser, count
+from nwor_specpv.cli.parser import Parser, count
 
 from . import peers
 from .report import add_machine_arguments, choose_device, machine, publish

@@ -18,9 +18,9 @@ from typing import Any
 
 import torch
 
-from nwor_specpv._parser import Parser, count, counts
+from nwor_specpv.cli.parser import Parser, count, counts
 from nwor_specpv.errors import NworError
-from nwor_specpv.retrieval import block_summaries, select_blocks
+from nwor_specpv.ops.retrieval import block_summaries, select_blocks
 
 from .report import add_json_argument, choose_device, machine, publish
 

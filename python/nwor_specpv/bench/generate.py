@@ -15,17 +15,17 @@ from typing import Any, NamedTuple
 
 import torch
 
-from nwor_specpv._parser import Parser, count, count_or_zero
-from nwor_specpv.demo.texts import CHAT, STORY, long_prompt
-from nwor_specpv.errors import NworError
-from nwor_specpv.transformers import Generator
-from nwor_specpv.transformers.command import (
+from nwor_specpv.cli.demo.texts import CHAT, STORY, long_prompt
+from nwor_specpv.cli.generate import (
     add_model_arguments,
     encode,
     load,
     model_name,
     view_config,
 )
+from nwor_specpv.cli.parser import Parser, count, count_or_zero
+from nwor_specpv.errors import NworError
+from nwor_specpv.transformers import Generator
 from nwor_specpv.transformers.generation_config import neutral
 
 from .report import add_json_argument, machine, publish

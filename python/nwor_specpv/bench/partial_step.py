@@ -18,10 +18,10 @@ from typing import Any
 
 import torch
 
-from nwor_specpv.attention import PartialView, verify_attention, verify_plan
 from nwor_specpv.layouts import cache_views
-from nwor_specpv.ops import CommitSummaries, CommitTail, commit
-from nwor_specpv.retrieval import build_view
+from nwor_specpv.ops.attention import PartialView, verify_attention, verify_plan
+from nwor_specpv.ops.kv import CommitSummaries, CommitTail, commit
+from nwor_specpv.ops.retrieval import build_view
 
 from .timing import Timing, capture, time_calls, time_graphs
 

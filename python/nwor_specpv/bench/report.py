@@ -13,7 +13,7 @@ import torch
 import nwor_specpv
 from nwor_specpv import NworError, _stamp
 from nwor_specpv._files import write_whole
-from nwor_specpv._parser import count, output_file, require_device
+from nwor_specpv.cli.parser import count, output_file, require_device
 
 # `--json` alone: to stdout, instead of the table.
 _STDOUT = Path("-")

@@ -15,8 +15,8 @@ from typing import Any
 
 import torch
 
-from nwor_specpv._parser import Parser, count, counts, heads
-from nwor_specpv.retrieval import block_summaries, select_blocks
+from nwor_specpv.cli.parser import Parser, count, counts, heads
+from nwor_specpv.ops.retrieval import block_summaries, select_blocks
 
 from .partial_step import (
     BLOCK,

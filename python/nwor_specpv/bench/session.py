@@ -16,7 +16,7 @@ import torch
 
 import nwor_specpv
 from nwor_specpv import DraftTree, Interceptor, NworConfig, SessionStore, SlotAllocator
-from nwor_specpv._parser import Parser, count
+from nwor_specpv.cli.parser import Parser, count
 
 from .report import add_json_argument, machine, publish
 from .timing import Timing

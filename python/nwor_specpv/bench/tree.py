@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 
 import nwor_specpv
-from nwor_specpv._parser import Parser, count
+from nwor_specpv.cli.parser import Parser, count
 
 from . import tree_peers
 from .report import add_machine_arguments, choose_device, machine, publish

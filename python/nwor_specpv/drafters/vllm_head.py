@@ -16,7 +16,7 @@ from pathlib import Path
 
 import torch
 
-from nwor_specpv._parser import EXIT_USAGE, PROGRAM, Parser
+from nwor_specpv.cli.parser import EXIT_USAGE, PROGRAM, Parser
 from nwor_specpv.errors import NworError
 from nwor_specpv.models import safetensors, smollm2
 

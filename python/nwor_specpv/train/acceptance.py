@@ -22,7 +22,7 @@ from typing import Any
 import torch
 
 from nwor_specpv._files import write_whole
-from nwor_specpv._parser import count, output_file
+from nwor_specpv.cli.parser import count, output_file
 from nwor_specpv.drafters import Drafter, TreeConfig
 from nwor_specpv.drafters.eagle3 import SHIPPED, Eagle3Drafter
 from nwor_specpv.drafters.eagle3_head import Eagle3Head

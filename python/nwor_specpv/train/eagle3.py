@@ -22,7 +22,7 @@ from typing import Any
 import torch
 
 from nwor_specpv._files import write_whole
-from nwor_specpv._parser import require_device
+from nwor_specpv.cli.parser import require_device
 from nwor_specpv.drafters.eagle3_head import Eagle3Head, HeadShape
 from nwor_specpv.errors import NworError
 

@@ -23,7 +23,7 @@ import torch
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 from nwor_specpv import CapacityError, Interceptor, NworConfig, NworError, RoundPlan, SlotAllocator
-from nwor_specpv.ops import write_kv
+from nwor_specpv.ops.kv import write_kv
 
 from .sizes import kv_sizes, text_config
 

@@ -17,7 +17,9 @@ import torch
 from nwor_specpv import ContractChecker, Interceptor
 from nwor_specpv.errors import NworError, logger
 
-from . import compat, prefix_hits, rows, runner_hooks, speculators, support
+from . import rows, support, versions
+from .hooks import prefix_hits, speculators
+from .hooks import runner as runner_hooks
 from .settings import read_settings
 from .specpv import rules as long_context
 from .specpv.failures import DraftFailures
@@ -81,7 +83,7 @@ class Engine:
         problems = [str(refusal) for refusal in support.refusals(self.setup)]
         hook_problem = runner_hooks.install() or prefix_hits.install()
         if hook_problem is not None:
-            problems.append(f"{hook_problem}; install {' or '.join(compat.SUPPORTED)}")
+            problems.append(f"{hook_problem}; install {' or '.join(versions.SUPPORTED)}")
         if not problems:
             logger.info("nwor_specpv: drafts of %s are staged", self.setup.speculation)
             return None
@@ -95,8 +97,8 @@ class Engine:
     def _hook(problem: str | None) -> None:
         """What long contexts need of vLLM is there, or this is why not."""
         if problem is not None:
-            versions = " or ".join(compat.SUPPORTED)
-            raise NworError(f"nwor_specpv, enable_specpv: {problem}; install vLLM {versions}")
+            supported = " or ".join(versions.SUPPORTED)
+            raise NworError(f"nwor_specpv, enable_specpv: {problem}; install vLLM {supported}")
 
     def _make_refresh(self, vllm_config: Any) -> Refresh | None:
         """Mode `refresh`, if it was asked for."""

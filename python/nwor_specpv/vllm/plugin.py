@@ -11,18 +11,19 @@ import logging
 
 from nwor_specpv.errors import NworError, logger
 
-from . import compat, speculators
+from . import versions
+from .hooks import speculators
 from .settings import read_settings
 
-CUDA_BACKEND = "nwor_specpv.vllm.cuda_backend.NworFlashBackend"
-CPU_BACKEND = "nwor_specpv.vllm.cpu_backend.NworCpuBackend"
+CUDA_BACKEND = "nwor_specpv.vllm.backend.cuda.NworFlashBackend"
+CPU_BACKEND = "nwor_specpv.vllm.backend.cpu.NworCpuBackend"
 
 
 def register() -> None:
     """Registers the backends with this process' vLLM. Calling it again changes nothing."""
     from vllm.version import __version__ as version
 
-    problem = compat.version_problem(version)
+    problem = versions.version_problem(version)
     if problem is not None:
         if read_settings(None).strict:
             raise NworError(f"nwor_specpv: {problem}")

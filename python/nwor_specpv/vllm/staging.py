@@ -12,7 +12,7 @@ from nwor_specpv import ContractChecker, Interceptor, Metrics
 from nwor_specpv.config import Settings
 from nwor_specpv.errors import NworError, logger
 
-from .caches import views_of
+from .backend.caches import views_of
 
 # The value of `agreement_group` that means this engine's tensor-parallel ranks.
 TENSOR_PARALLEL = "tp"

@@ -17,7 +17,7 @@ from nwor_specpv import Interceptor, RoundPlan
 from nwor_specpv.errors import NworError, logger
 
 from . import rows
-from .caches import views_of, write_direct
+from .backend.caches import views_of, write_direct
 from .staging import Staging
 from .status_mail import StatusMail
 

@@ -1,4 +1,4 @@
-#include "attention/flash.h"
+#include "attention/routes/flash.h"
 
 #include <ATen/ATen.h>
 #include <gtest/gtest.h>
@@ -7,10 +7,10 @@
 #include <limits>
 #include <map>
 
-#include "attention/flash_bounds.h"
+#include "attention/cuda/verify_cuda.h"
+#include "attention/routes/flash_bounds.h"
 #include "attention/verify.h"
 #include "attention/verify_arguments.h"
-#include "attention/verify_cuda.h"
 
 // The flash routes around a stand-in for another package's kernel: ops of vLLM 0.26's names and
 // schemas whose implementation is a few lines of dense attention on the CPU. What is tested is

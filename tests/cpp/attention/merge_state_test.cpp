@@ -1,4 +1,4 @@
-#include "attention/merge_state.h"
+#include "attention/merge/merge_state.h"
 
 #include <ATen/ATen.h>
 #include <gtest/gtest.h>
@@ -6,7 +6,7 @@
 #include <cmath>
 #include <limits>
 
-#include "check.h"
+#include "base/check.h"
 #include "message_of.h"
 
 namespace nwor {

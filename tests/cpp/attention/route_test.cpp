@@ -1,4 +1,4 @@
-#include "attention/route.h"
+#include "attention/routes/route.h"
 
 #include <gtest/gtest.h>
 

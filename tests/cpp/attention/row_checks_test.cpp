@@ -9,7 +9,7 @@
 #include <string>
 
 #include "attention/verify_step.h"
-#include "check.h"
+#include "base/check.h"
 #include "message_of.h"
 
 namespace nwor {

@@ -1,10 +1,10 @@
-#include "attention/verify_cpu.h"
+#include "attention/cpu/verify_cpu.h"
 
 #include <ATen/Parallel.h>
 #include <gtest/gtest.h>
 
 #include "attention/verify_step.h"
-#include "check.h"
+#include "base/check.h"
 
 namespace nwor {
 namespace {

@@ -6,7 +6,7 @@
 #include <random>
 #include <vector>
 
-#include "check.h"
+#include "base/check.h"
 #include "drafters/vote_tree.h"
 
 namespace nwor {

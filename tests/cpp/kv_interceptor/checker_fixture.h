@@ -9,8 +9,8 @@
 #include <string>
 #include <vector>
 
-#include "check.h"
-#include "kv_interceptor/contract_checker.h"
+#include "base/check.h"
+#include "kv_interceptor/contract/contract_checker.h"
 
 // An interceptor over three small layers with a checker on it, and the tools to break its rules
 // from outside: in the caches' memory, in the cache writer that the commit uses, or between the

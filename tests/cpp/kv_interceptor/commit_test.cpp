@@ -1,4 +1,4 @@
-#include "kv_interceptor/commit.h"
+#include "kv_interceptor/commit/commit.h"
 
 #include <gtest/gtest.h>
 

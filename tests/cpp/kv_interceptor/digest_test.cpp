@@ -1,4 +1,4 @@
-#include "kv_interceptor/digest.h"
+#include "kv_interceptor/commit/digest.h"
 
 #include <gtest/gtest.h>
 
@@ -9,7 +9,7 @@
 #include <set>
 #include <vector>
 
-#include "kv_interceptor/commit.h"
+#include "kv_interceptor/commit/commit.h"
 
 namespace nwor {
 namespace {

@@ -1,7 +1,7 @@
 #include <ATen/ATen.h>
 #include <gtest/gtest.h>
 
-#include "check.h"
+#include "base/check.h"
 #include "kv_interceptor/interceptor.h"
 #include "kv_interceptor/kv_ops.h"
 #include "kv_interceptor/round.h"

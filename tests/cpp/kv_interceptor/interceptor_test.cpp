@@ -6,8 +6,8 @@
 #include <map>
 #include <stdexcept>
 
-#include "check.h"
-#include "kv_interceptor/fp8.h"
+#include "base/check.h"
+#include "base/fp8.h"
 #include "message_of.h"
 
 namespace nwor {

@@ -4,9 +4,9 @@
 #include <cstdint>
 #include <utility>
 
-#include "kv_interceptor/commit.h"
-#include "kv_interceptor/commit_grid.h"
-#include "kv_interceptor/row_op.h"
+#include "base/row_op.h"
+#include "kv_interceptor/commit/commit.h"
+#include "kv_interceptor/commit/grid.h"
 
 // The host side of the kernels' choices: vector widths, divisions, grids. No GPU needed.
 

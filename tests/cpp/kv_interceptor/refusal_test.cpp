@@ -1,5 +1,5 @@
 #include "kv_interceptor/checker_fixture.h"
-#include "kv_interceptor/digest.h"
+#include "kv_interceptor/commit/digest.h"
 
 // Rounds that cannot be committed, and what is counted for them.
 

@@ -1,11 +1,11 @@
-#include "kv_interceptor/stage.h"
+#include "kv_interceptor/stage/stage.h"
 
 #include <gtest/gtest.h>
 
 #include <array>
 #include <vector>
 
-#include "kv_interceptor/commit_error.h"
+#include "kv_interceptor/commit/error.h"
 #include "kv_interceptor/staging_buffer.h"
 
 // The write of one layer over plain host memory, and the memory that staging takes.

@@ -13,8 +13,8 @@
 #include <thread>
 #include <vector>
 
-#include "build_info.h"
-#include "check.h"
+#include "base/build_info.h"
+#include "base/check.h"
 #include "metrics/counters.h"
 #include "metrics/http_get.h"
 

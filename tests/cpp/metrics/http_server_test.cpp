@@ -9,7 +9,7 @@
 #include <thread>
 #include <vector>
 
-#include "check.h"
+#include "base/check.h"
 #include "metrics/http_get.h"
 
 namespace nwor {

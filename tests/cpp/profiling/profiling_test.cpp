@@ -1,4 +1,4 @@
-#include "profiling.h"
+#include "base/profiling.h"
 
 #include <gtest/gtest.h>
 #include <sys/wait.h>

@@ -8,8 +8,8 @@ if(NOT NWOR_SANITIZE)
   add_executable(session_thread_sanitizer_test EXCLUDE_FROM_ALL
     ${_sources}
     "${PROJECT_SOURCE_DIR}/csrc/metrics/counters.cpp"
-    "${PROJECT_SOURCE_DIR}/csrc/parallel.cpp"
-    "${PROJECT_SOURCE_DIR}/csrc/profiling.cpp"
+    "${PROJECT_SOURCE_DIR}/csrc/base/parallel.cpp"
+    "${PROJECT_SOURCE_DIR}/csrc/base/profiling.cpp"
     "${CMAKE_CURRENT_LIST_DIR}/session_room_test.cpp"
     "${CMAKE_CURRENT_LIST_DIR}/session_store_test.cpp"
     "${CMAKE_CURRENT_LIST_DIR}/session_threads_test.cpp")

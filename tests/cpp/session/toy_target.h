@@ -8,7 +8,7 @@
 #include <utility>
 #include <vector>
 
-#include "check.h"
+#include "base/check.h"
 #include "kv_interceptor/interceptor.h"
 #include "session/session_batch.h"
 #include "session/session_store.h"

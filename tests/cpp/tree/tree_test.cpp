@@ -5,7 +5,7 @@
 
 #include <vector>
 
-#include "check.h"
+#include "base/check.h"
 #include "tree/acceptance.h"
 #include "tree/cut.h"
 #include "tree/cut_params.h"

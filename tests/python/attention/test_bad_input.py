@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 
-from attention.steps import DEVICES, FP8, Shape, Step, make_step, row_dtypes
 from nwor_specpv import (
     CompactView,
     NworError,
@@ -17,6 +16,7 @@ from nwor_specpv import (
     verify_attention,
     verify_plan,
 )
+from tests.python.attention.steps import DEVICES, FP8, Shape, Step, make_step, row_dtypes
 
 INT32, INT64 = torch.int32, torch.int64
 Arguments = dict[str, Any]

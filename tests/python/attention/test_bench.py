@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from attention.steps import DEVICES
 from nwor_specpv.bench import attention, peers
 from nwor_specpv.bench.timing import Timing
+from tests.python.attention.steps import DEVICES
 
 
 @pytest.mark.parametrize("device", DEVICES)

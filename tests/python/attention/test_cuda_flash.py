@@ -12,10 +12,10 @@ from dataclasses import replace
 import pytest
 import torch
 
-from attention.steps import FP8, Shape, Step, assert_close, make_step, moved
 from nwor_specpv import CompactView, NworError, verify_plan
-from nwor_specpv.attention import last_route, route_report
 from nwor_specpv.bench.timing import capture
+from nwor_specpv.ops.attention import last_route, route_report
+from tests.python.attention.steps import FP8, Shape, Step, assert_close, make_step, moved
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 

@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from attention.steps import Shape, make_step
-from nwor_specpv import NworError, flash_packages, verify_attention
+from nwor_specpv import NworError, verify_attention
+from nwor_specpv.ops import flash_packages
+from tests.python.attention.steps import Shape, make_step
 
 NAMES = ("flash_attn", "flash_attn_interface", "vllm")
 

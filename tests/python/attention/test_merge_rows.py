@@ -7,16 +7,6 @@ from dataclasses import replace
 import pytest
 import torch
 
-from attention.steps import (
-    DEVICES,
-    HEAD_DIMS,
-    SEED,
-    Shape,
-    Step,
-    assert_close,
-    make_step,
-    row_dtypes,
-)
 from nwor_specpv import (
     _C,
     Interceptor,
@@ -25,6 +15,16 @@ from nwor_specpv import (
     RoundPlan,
     cache_views,
     merge_rows,
+)
+from tests.python.attention.steps import (
+    DEVICES,
+    HEAD_DIMS,
+    SEED,
+    Shape,
+    Step,
+    assert_close,
+    make_step,
+    row_dtypes,
 )
 
 OPS = torch.ops.nwor_specpv

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from attention.steps import DEVICES, OUT_TOLERANCE, SEED, row_dtypes
 from nwor_specpv import merge_states
+from tests.python.attention.steps import DEVICES, OUT_TOLERANCE, SEED, row_dtypes
 
 INFINITY = float("inf")
 

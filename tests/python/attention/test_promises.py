@@ -9,7 +9,9 @@ import pytest
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
-from attention.steps import (
+from nwor_specpv import CompactView, NworError, PartialView
+from nwor_specpv.ops.attention import last_route
+from tests.python.attention.steps import (
     DEVICES,
     FP8,
     HEAD_DIMS,
@@ -21,8 +23,6 @@ from attention.steps import (
     moved,
     row_dtypes,
 )
-from nwor_specpv import CompactView, NworError, PartialView
-from nwor_specpv.attention import last_route
 
 PAGE_SIZES = (16, 32, 64, 128, 256, 1040)
 cuda_only = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")

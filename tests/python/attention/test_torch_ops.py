@@ -6,7 +6,6 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from attention.steps import DEVICES, Shape, Step, assert_close, make_step, row_dtypes
 from nwor_specpv import (
     CompactView,
     PartialView,
@@ -14,8 +13,9 @@ from nwor_specpv import (
     verify_attention,
     verify_plan,
 )
-from nwor_specpv import attention as attention_module
 from nwor_specpv.bench.timing import capture
+from nwor_specpv.ops import attention as attention_module
+from tests.python.attention.steps import DEVICES, Shape, Step, assert_close, make_step, row_dtypes
 
 OPS = torch.ops.nwor_specpv
 cuda_only = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")

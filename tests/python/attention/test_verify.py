@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 import torch
 
-from attention.steps import (
+from nwor_specpv import CompactView, PartialView, merge_states, verify_attention
+from tests.python.attention.steps import (
     DEVICES,
     FP8,
     HEAD_DIMS,
@@ -20,7 +21,6 @@ from attention.steps import (
     make_step,
     row_dtypes,
 )
-from nwor_specpv import CompactView, PartialView, merge_states, verify_attention
 
 RANDOM_STEPS = 60
 

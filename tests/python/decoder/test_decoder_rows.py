@@ -11,7 +11,7 @@ import torch
 
 from nwor_specpv import NworError
 from nwor_specpv.ops import attention_inputs, layer_output
-from specpv.contexts import seeded
+from tests.python.specpv.contexts import seeded
 
 INPUTS = torch.ops.nwor_specpv.attention_inputs.default
 OUTPUT = torch.ops.nwor_specpv.layer_output.default

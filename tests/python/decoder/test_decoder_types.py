@@ -10,7 +10,8 @@ import pytest
 import torch
 from torch.nn.functional import linear, silu
 
-from decoder.test_decoder_rows import (
+from nwor_specpv.ops import attention_inputs, layer_output
+from tests.python.decoder.test_decoder_rows import (
     EPSILON,
     INPUTS,
     OUTPUT,
@@ -18,8 +19,7 @@ from decoder.test_decoder_rows import (
     input_arguments,
     output_arguments,
 )
-from nwor_specpv.ops import attention_inputs, layer_output
-from specpv.contexts import DEVICES, seeded
+from tests.python.specpv.contexts import DEVICES, seeded
 
 HALVES = (torch.float16, torch.bfloat16)
 # Types of rows and of matrices.

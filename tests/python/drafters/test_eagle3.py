@@ -12,12 +12,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from drafters.slow_head import slow_tree
 from nwor_specpv import NworError
 from nwor_specpv.drafters import TreeConfig, eagle3, make_drafter
 from nwor_specpv.drafters.eagle3 import SHIPPED, Eagle3Drafter
 from nwor_specpv.drafters.eagle3_head import Eagle3Head, HeadShape
 from nwor_specpv.models import safetensors
+from tests.python.drafters.slow_head import slow_tree
 
 SEED = int(os.environ.get("NWOR_TEST_SEED", torch.seed() % 2**31))
 VOCABULARY, HIDDEN = 90, 16

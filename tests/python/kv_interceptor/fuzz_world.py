@@ -13,8 +13,13 @@ from collections import Counter
 import torch
 
 import nwor_specpv
-from kv_interceptor.cache_model import ELEMENT_BYTES, GUARD_BYTES, CacheModel, InterceptorModel
-from kv_interceptor.wrong_calls import WrongCalls
+from tests.python.kv_interceptor.cache_model import (
+    ELEMENT_BYTES,
+    GUARD_BYTES,
+    CacheModel,
+    InterceptorModel,
+)
+from tests.python.kv_interceptor.wrong_calls import WrongCalls
 
 TORCH_DTYPES = {
     "float32": torch.float32,

@@ -10,7 +10,8 @@ import pytest
 import torch
 
 import nwor_specpv
-from kv_interceptor.wrong_arguments import (
+from nwor_specpv import COMMIT_ERRORS, Interceptor, NworConfig, NworError, RoundPlan
+from tests.python.kv_interceptor.wrong_arguments import (
     DIM,
     HEADS,
     INT32,
@@ -34,7 +35,6 @@ from kv_interceptor.wrong_arguments import (
     rows_kinds,
     scale_kinds,
 )
-from nwor_specpv import COMMIT_ERRORS, Interceptor, NworConfig, NworError, RoundPlan
 
 # ---- ops.write_kv ----
 

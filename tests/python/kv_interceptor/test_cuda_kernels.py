@@ -8,7 +8,8 @@ import pytest
 import torch
 
 import nwor_specpv
-from kv_interceptor.cuda_caches import (
+from nwor_specpv import COMMIT_ERRORS
+from tests.python.kv_interceptor.cuda_caches import (
     CHAIN_ROWS,
     DEVICE,
     FP8,
@@ -27,7 +28,6 @@ from kv_interceptor.cuda_caches import (
     random_rows,
     staged_rows,
 )
-from nwor_specpv import COMMIT_ERRORS
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kv_interceptor.cuda_caches import (
+from nwor_specpv import COMMIT_ERRORS
+from tests.python.kv_interceptor.cuda_caches import (
     CHAIN_ROWS,
     DEVICE,
     Caches,
@@ -17,7 +18,6 @@ from kv_interceptor.cuda_caches import (
     make_status,
     staged_rows,
 )
-from nwor_specpv import COMMIT_ERRORS
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 

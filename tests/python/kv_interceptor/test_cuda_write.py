@@ -6,7 +6,8 @@ import pytest
 import torch
 
 import nwor_specpv
-from kv_interceptor.cuda_caches import (
+from nwor_specpv import COMMIT_ERRORS, NworError
+from tests.python.kv_interceptor.cuda_caches import (
     DEVICE,
     LAYOUTS,
     SHAPES,
@@ -19,7 +20,6 @@ from kv_interceptor.cuda_caches import (
     random_rows,
     staged_rows,
 )
-from nwor_specpv import COMMIT_ERRORS, NworError
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 

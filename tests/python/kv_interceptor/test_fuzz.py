@@ -16,8 +16,8 @@ import numpy as np
 import pytest
 import torch
 
-from kv_interceptor.cache_model import e4m3_codes
-from kv_interceptor.fuzz_world import World
+from tests.python.kv_interceptor.cache_model import e4m3_codes
+from tests.python.kv_interceptor.fuzz_world import World
 
 ROUNDS = int(os.environ.get("NWOR_FUZZ_ROUNDS", "20000"))
 ROUNDS_PER_WORLD = 200

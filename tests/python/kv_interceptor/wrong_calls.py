@@ -10,8 +10,8 @@ from typing import Any
 import torch
 
 import nwor_specpv
-from kv_interceptor.cache_model import InterceptorModel
 from nwor_specpv import NworError
+from tests.python.kv_interceptor.cache_model import InterceptorModel
 
 
 class WrongCalls:

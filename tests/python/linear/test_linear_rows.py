@@ -7,7 +7,7 @@ import torch
 
 from nwor_specpv import NworError
 from nwor_specpv.ops import linear_rows
-from specpv.contexts import seeded
+from tests.python.specpv.contexts import seeded
 
 OP = torch.ops.nwor_specpv.linear_rows.default
 

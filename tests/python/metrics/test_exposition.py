@@ -14,8 +14,8 @@ from collections.abc import Iterator
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from metrics.rounds import BYTES_PER_TOKEN, play
 from nwor_specpv import BYPASS_REASONS, Interceptor, Metrics, NworConfig, RoundPlan, _stamp
+from tests.python.metrics.rounds import BYTES_PER_TOKEN, play
 
 LABELS = {"rank", "mode", "reason", "trigger", "le"}
 BUILD_LABELS = {"version", "torch", "cuda", "architectures", "revision"}

@@ -19,8 +19,8 @@ from pathlib import Path
 
 import pytest
 
-from metrics.rounds import play
 from nwor_specpv import BYPASS_REASONS, Metrics
+from tests.python.metrics.rounds import play
 
 ROOT = Path(__file__).resolve().parents[3]
 PATIENCE_S = 300.0

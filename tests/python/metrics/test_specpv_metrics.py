@@ -5,8 +5,8 @@ from __future__ import annotations
 from prometheus_client.parser import text_string_to_metric_families
 
 from nwor_specpv import FULL_TRIGGERS, Metrics
-from specpv.contexts import seeded
-from specpv.test_decoding import configured, start
+from tests.python.specpv.contexts import seeded
+from tests.python.specpv.test_decoding import configured, start
 
 METRICS = {
     "specpv_partial_steps": "counter",

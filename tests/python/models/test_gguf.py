@@ -10,9 +10,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from models.gguf_writer import gguf_file, gguf_string
 from nwor_specpv import NworError
 from nwor_specpv.models.gguf import GgufFile
+from tests.python.models.gguf_writer import gguf_file, gguf_string
 
 
 def half(value: float) -> float:

@@ -14,13 +14,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from models.gguf_writer import gguf_file
 from nwor_specpv import NworError
 from nwor_specpv.models import folder, safetensors, smollm2, stories
 from nwor_specpv.models.llama import LlamaShape, pairs_to_halves
 from nwor_specpv.models.smollm2 import convert
 from nwor_specpv.models.smollm2.__main__ import main
 from nwor_specpv.models.tiny_model import TinyModel
+from tests.python.models.gguf_writer import gguf_file
 
 
 @pytest.mark.parametrize(

@@ -27,8 +27,8 @@ from nwor_specpv import (
     tree_from_parents,
 )
 from nwor_specpv.models.tiny_model import TinyModel, Tokenizer
-from session.tiny_server import TinyServer, page_bytes
-from stories.decoding import decode_plain, draft_by_ngrams
+from tests.python.models.stories_decoding import decode_plain, draft_by_ngrams
+from tests.python.session.tiny_server import TinyServer, page_bytes
 
 MODEL = TinyModel()
 PROMPT = Tokenizer().encode("Once upon a time, there was a little girl")

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from nwor_specpv import NworError, select_blocks
-from specpv.contexts import DEVICES, seeded
+from tests.python.specpv.contexts import DEVICES, seeded
 
 REDUCTIONS = list(itertools.product(["specpv", "quest"], ["mean", "max", "last"], ["mean", "max"]))
 # Requests, rows that one has at most, KV heads, query heads of each.

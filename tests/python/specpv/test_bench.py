@@ -10,7 +10,7 @@ import torch
 
 from nwor_specpv.bench import partial_step, retrieval
 from nwor_specpv.bench.partial_step import Commits, Shape, Step
-from specpv.contexts import DEVICES
+from tests.python.specpv.contexts import DEVICES
 
 
 @pytest.mark.parametrize("device", DEVICES)

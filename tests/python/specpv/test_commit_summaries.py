@@ -18,7 +18,7 @@ from nwor_specpv import (
     block_summaries,
     commit,
 )
-from specpv.contexts import DEVICES, FLOAT8, Pages, make_pages, seeded
+from tests.python.specpv.contexts import DEVICES, FLOAT8, Pages, make_pages, seeded
 
 POISON = 55.0
 

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from nwor_specpv import COMMIT_ERRORS, CommitTail, Interceptor, NworConfig, NworError, RoundPlan
-from specpv.contexts import DEVICES, FLOAT8, Pages, make_pages, seeded
-from specpv.test_commit_summaries import Round, hook, ints, make_round, run
+from tests.python.specpv.contexts import DEVICES, FLOAT8, Pages, make_pages, seeded
+from tests.python.specpv.test_commit_summaries import Round, hook, ints, make_round, run
 
 POISON = 33.0
 TAIL_FULL = list(COMMIT_ERRORS).index("tail_full")

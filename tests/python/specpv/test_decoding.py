@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from nwor_specpv import Metrics, NworError, SpecPVConfig
-from specpv.contexts import seeded
-from specpv.toy_model import (
+from tests.python.specpv.contexts import seeded
+from tests.python.specpv.toy_model import (
     DIM,
     KV_HEADS,
     LAYERS,

@@ -22,9 +22,9 @@ from nwor_specpv import (
     SpecPVConfig,
     StepDecision,
 )
-from specpv.contexts import seeded
-from specpv.test_decoding import configured, prompts
-from specpv.toy_model import (
+from tests.python.specpv.contexts import seeded
+from tests.python.specpv.test_decoding import configured, prompts
+from tests.python.specpv.toy_model import (
     DIM,
     HEADS,
     LAYERS,

@@ -15,7 +15,7 @@ from nwor_specpv import (
     pinned_cache,
     verify_attention,
 )
-from specpv.contexts import DEVICES, FLOAT8, Pages, make_pages, seeded
+from tests.python.specpv.contexts import DEVICES, FLOAT8, Pages, make_pages, seeded
 
 POISON = 44.0
 

@@ -25,7 +25,7 @@ from nwor_specpv import (
     verify_attention,
     write_kv,
 )
-from specpv.contexts import DEVICES, best, scores_of, seeded
+from tests.python.specpv.contexts import DEVICES, best, scores_of, seeded
 
 LAYERS, HEADS, KV_HEADS, DIM, PAGE = 2, 4, 2, 64, 16
 BLOCK, SINK, RETRIEVED, WINDOW = 16, 1, 3, 1

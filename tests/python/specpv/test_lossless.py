@@ -14,8 +14,8 @@ import pytest
 import torch
 
 from nwor_specpv import NworError, accept_sampling, confirm_greedy, confirm_sampling
-from specpv.contexts import seeded
-from tree.gate import multiples, small_fractions
+from tests.python.specpv.contexts import seeded
+from tests.python.tree.gate import multiples, small_fractions
 
 N, VOCAB = 4, 3
 CHAIN = [[-1, 0]]  # parents of a root and one draft

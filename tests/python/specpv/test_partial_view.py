@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from nwor_specpv import NworError, PartialView, build_view, verify_attention
-from specpv.contexts import DEVICES, make_pages, seeded
+from tests.python.specpv.contexts import DEVICES, make_pages, seeded
 
 
 def ints(values: object, device: str = "cpu") -> torch.Tensor:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 import pytest
 
 from nwor_specpv import FULL_TRIGGERS, Metrics, NworError, PartialCache, SpecPVConfig, VerifyPolicy
-from specpv.contexts import seeded
+from tests.python.specpv.contexts import seeded
 
 STEPS = int(os.environ.get("NWOR_POLICY_STEPS", "100000"))
 

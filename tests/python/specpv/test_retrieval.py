@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from nwor_specpv import NworError, select_blocks
-from specpv.contexts import DEVICES, best, scores_of, seeded
+from tests.python.specpv.contexts import DEVICES, best, scores_of, seeded
 
 REDUCTIONS = list(
     itertools.product(

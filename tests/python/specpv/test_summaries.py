@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from nwor_specpv import NworError, block_summaries
-from specpv.contexts import DEVICES, FLOAT8, Pages, make_pages, seeded, summaries_of
+from tests.python.specpv.contexts import DEVICES, FLOAT8, Pages, make_pages, seeded, summaries_of
 
 POISON = 77.0
 

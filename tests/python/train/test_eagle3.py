@@ -15,7 +15,6 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from drafters.slow_head import SlowHead
 from nwor_specpv import NworError
 from nwor_specpv.drafters.eagle3_head import Eagle3Head
 from nwor_specpv.models import stories
@@ -24,6 +23,7 @@ from nwor_specpv.train.corpus import Corpus, Manner, Writer
 from nwor_specpv.train.prompts import KINDS, Opening, asked, held_out, openings
 from nwor_specpv.train.target import Target
 from nwor_specpv.train.target import _decode_attention as decode_attention_of
+from tests.python.drafters.slow_head import SlowHead
 
 STOP = 2
 

@@ -15,7 +15,7 @@ from itertools import pairwise, product
 import numpy as np
 import torch
 
-from tree.forest import ancestors, links_of
+from tests.python.tree.forest import ancestors, links_of
 
 # (tokens [B, R], target [B, R, V], links, coins [B, R], final [B]) -> path, counts, next_token
 Sampler = Callable[..., tuple[torch.Tensor, torch.Tensor, torch.Tensor]]

@@ -16,7 +16,7 @@ from nwor_specpv import (
     accept_typical,
     make_coins,
 )
-from tree.forest import (
+from tests.python.tree.forest import (
     DEVICES,
     SEED,
     Fractions,

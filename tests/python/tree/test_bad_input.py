@@ -23,7 +23,7 @@ from nwor_specpv import (
     tree_from_parents,
     tree_from_topk,
 )
-from tree.forest import DEVICES, links_of
+from tests.python.tree.forest import DEVICES, links_of
 
 INT32 = torch.int32
 NAN = float("nan")

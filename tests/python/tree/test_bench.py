@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from nwor_specpv.bench import tree
-from tree.forest import DEVICES
+from tests.python.tree.forest import DEVICES
 
 SMALL = ["--requests", "3", "--rows", "12", "--best", "3", "--steps", "3", "--vocabulary", "300"]
 

@@ -16,7 +16,7 @@ from nwor_specpv import (
     cut_path,
     describe_status,
 )
-from tree.forest import DEVICES, SEED
+from tests.python.tree.forest import DEVICES, SEED
 
 
 def run_of(paths: list[list[int]], tokens: list[list[int]], following: list[int], device: str):

@@ -14,8 +14,8 @@ import pytest
 import torch
 
 from nwor_specpv import accept_chain_sampling, accept_sampling, make_coins, tree_from_parents
-from tree.forest import DEVICES, children_of, links_of
-from tree.gate import deviation, emitted_masses, small_fractions
+from tests.python.tree.forest import DEVICES, children_of, links_of
+from tests.python.tree.gate import deviation, emitted_masses, small_fractions
 
 # name -> parents, tokens, target rows in units of 1 / n, n
 CASES: dict[str, tuple[list[int], list[int], list[list[int]], int]] = {

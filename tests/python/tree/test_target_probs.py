@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from nwor_specpv import NworError, describe_status, target_probs
-from tree.forest import DEVICES, SEED, ancestors, random_parents
+from tests.python.tree.forest import DEVICES, SEED, ancestors, random_parents
 
 
 def expected_row(logits: list[float], count: list[int], prompt: list[bool], allowed, o: dict):

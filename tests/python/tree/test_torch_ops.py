@@ -17,8 +17,8 @@ from nwor_specpv import (
     tree_from_chain,
     tree_from_topk,
 )
-from tree.forest import DEVICES
-from tree.test_trees import drafted
+from tests.python.tree.forest import DEVICES
+from tests.python.tree.test_trees import drafted
 
 OPS = torch.ops.nwor_specpv
 INT32 = torch.int32

@@ -21,7 +21,7 @@ from nwor_specpv import (
     tree_from_topk,
     tree_from_topology,
 )
-from tree.forest import DEVICES, SEED, ancestors, links_of, random_parents
+from tests.python.tree.forest import DEVICES, SEED, ancestors, links_of, random_parents
 
 INT32 = torch.int32
 

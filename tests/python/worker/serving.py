@@ -13,8 +13,8 @@ import torch
 from nwor_specpv import DraftTree, SessionBatch
 from nwor_specpv.models.tiny_model import TinyModel, Tokenizer
 from nwor_specpv.worker import Client, Limits, RemoteSession, Server
-from session.tiny_server import TinyServer
-from stories.decoding import decode_plain, draft_by_ngrams
+from tests.python.models.stories_decoding import decode_plain, draft_by_ngrams
+from tests.python.session.tiny_server import TinyServer
 
 # Of anything that ends by itself; a machine may be slow.
 PATIENCE_S = 300.0

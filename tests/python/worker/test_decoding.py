@@ -12,9 +12,9 @@ from nwor_specpv.models import stories
 from nwor_specpv.transformers import Generator, load_model
 from nwor_specpv.transformers.sessions import SessionTarget
 from nwor_specpv.worker import Client, Limits, Server
-from specpv.contexts import DEVICES
-from stories.decoding import decode_plain
-from worker.serving import (
+from tests.python.models.stories_decoding import decode_plain
+from tests.python.specpv.contexts import DEVICES
+from tests.python.worker.serving import (
     LENGTH,
     MODEL,
     PATIENCE_S,

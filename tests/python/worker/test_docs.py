@@ -5,10 +5,10 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+from nwor_specpv.cli.worker import _parser
 from nwor_specpv.worker import rpc
-from nwor_specpv.worker.command import _parser
-from stories.decoding import decode_plain
-from worker.serving import MODEL, serving
+from tests.python.models.stories_decoding import decode_plain
+from tests.python.worker.serving import MODEL, serving
 
 PAGE = (Path(__file__).resolve().parents[3] / "docs" / "worker.md").read_text(encoding="utf-8")
 

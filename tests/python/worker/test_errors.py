@@ -20,8 +20,8 @@ from nwor_specpv import (
 )
 from nwor_specpv.worker import Client, Limits, WorkerError, server
 from nwor_specpv.worker.rpc import grpc, messages, stubs
-from session.tiny_server import page_bytes
-from worker.serving import (
+from tests.python.session.tiny_server import page_bytes
+from tests.python.worker.serving import (
     LENGTH,
     MODEL,
     NO_PROXY,

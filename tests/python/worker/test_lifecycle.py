@@ -13,7 +13,17 @@ from nwor_specpv import NworError, UnknownSessionError, __version__
 from nwor_specpv.worker import Client, Limits, Server, WorkerError
 from nwor_specpv.worker.address import check_address
 from nwor_specpv.worker.rpc import grpc, messages, stubs
-from worker.serving import MODEL, NO_PROXY, PATIENCE_S, PLAIN, PROMPT, Calls, Target, serving, until
+from tests.python.worker.serving import (
+    MODEL,
+    NO_PROXY,
+    PATIENCE_S,
+    PLAIN,
+    PROMPT,
+    Calls,
+    Target,
+    serving,
+    until,
+)
 
 
 def test_ping_tells_what_there_is() -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from nwor_specpv import doctor
+from nwor_specpv.cli import doctor
 from nwor_specpv.worker import rpc
 
 ROOT = Path(__file__).resolve().parents[3]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 
-from nwor_specpv._parser import EXIT_USAGE, PROGRAM, Parser
+from nwor_specpv.cli.parser import EXIT_USAGE, PROGRAM, Parser
 from nwor_specpv.errors import NworError
 
 from . import smollm2

@@ -13,7 +13,7 @@ from weakref import WeakKeyDictionary
 
 from nwor_specpv.config import Settings
 from nwor_specpv.errors import NworError, logger
-from nwor_specpv.vllm import compat
+from nwor_specpv.vllm import versions
 from nwor_specpv.vllm.settings import read_settings
 
 _PUBLISH = ("self", "request", "num_computed_tokens")
@@ -53,10 +53,10 @@ class CapsPublished:
             )
             return
         coordinator = self.kv_cache_manager.coordinator
-        problem = compat.signature_problem(type(coordinator).cache_blocks, _PUBLISH)
+        problem = versions.signature_problem(type(coordinator).cache_blocks, _PUBLISH)
         if problem is not None:
-            versions = " or ".join(compat.SUPPORTED)
-            raise NworError(f"nwor_specpv, prefix caching: {problem}; install vLLM {versions}")
+            supported = " or ".join(versions.SUPPORTED)
+            raise NworError(f"nwor_specpv, prefix caching: {problem}; install vLLM {supported}")
         batches = self.vllm_config.max_concurrent_batches
         self.full_tokens = full_tokens(settings, self.num_spec_tokens, batches)
         self._prompts: WeakKeyDictionary[Any, int] = WeakKeyDictionary()

@@ -17,7 +17,7 @@ import torch
 
 from nwor_specpv import _C, PartialView, cache_views
 from nwor_specpv.errors import logger
-from nwor_specpv.vllm import compat
+from nwor_specpv.vllm import versions
 
 from .drift import DriftProbe
 from .publishing import always_full
@@ -392,7 +392,7 @@ class Refresh:
 
     def _make(self, engine: Any, layers: list[str]) -> RefreshViews:
         caches = [
-            cache_views(engine.layers[name].kv_cache, compat.CACHE_LAYOUT)[0] for name in layers
+            cache_views(engine.layers[name].kv_cache, versions.CACHE_LAYOUT)[0] for name in layers
         ]
         views = RefreshViews(
             engine.settings,

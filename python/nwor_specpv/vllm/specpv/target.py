@@ -10,8 +10,8 @@ from vllm.forward_context import set_forward_context
 
 from nwor_specpv import cache_views
 from nwor_specpv.errors import NworError
-from nwor_specpv.vllm import compat
-from nwor_specpv.vllm.layer import TargetLayer
+from nwor_specpv.vllm import versions
+from nwor_specpv.vllm.backend.layer import TargetLayer
 
 from .partial_pass import PartialPass
 
@@ -51,7 +51,7 @@ class Target:
             cache = context[name].kv_cache
             if cache.numel() == 0:
                 raise NworError(f"layer {name}: got no cache, expected vLLM to have made it")
-            found.append(cache_views(cache, compat.CACHE_LAYOUT)[0])
+            found.append(cache_views(cache, versions.CACHE_LAYOUT)[0])
         return found
 
     def greedy(

@@ -3,7 +3,7 @@
 #include <iostream>
 
 #include "attention/verify.h"
-#include "build_info.h"
+#include "base/build_info.h"
 #include "kv_interceptor/interceptor.h"
 
 int main() {

@@ -1,0 +1,3 @@
+#include "attention/cuda/verify_launch.cuh"
+
+template struct nwor::VerifyLauncher<__half, true, 96>;

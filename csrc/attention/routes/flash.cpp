@@ -1,0 +1,275 @@
+#include "attention/routes/flash.h"
+
+#include <ATen/ops/arange.h>
+#include <ATen/ops/full.h>
+#include <ATen/ops/where.h>
+#include <ATen/ops/zeros_like.h>
+
+#include <algorithm>
+#include <limits>
+
+#include "attention/merge/merge_state.h"
+#include "attention/routes/flash_bounds.h"
+#include "attention/routes/flash_op.h"
+#include "attention/routes/flash_rows.h"
+#include "base/check.h"
+#ifdef NWOR_WITH_CUDA
+#include "attention/cuda/verify_cuda.h"
+#endif
+
+namespace nwor {
+namespace {
+
+at::Tensor EvenStarts(int64_t count, int64_t step, const at::Tensor& like) {
+  return at::arange(0, (count + 1) * step, step, like.options().dtype(at::kInt));
+}
+
+// Rows of the longest request; the number of all rows is always enough. At least 2: FlashAttention
+// 2 takes 1 to mean that every request has one row, and does not look at the starts.
+int64_t MaxQuery(const VerifyArguments& arguments) {
+  const int64_t rows = arguments.query.size(0);
+  const int64_t longest = arguments.max_rows > 0 ? std::min(arguments.max_rows, rows) : rows;
+  return std::max<int64_t>(longest, 2);
+}
+
+// Rows to give every request, where it is told how many the longest has and not many of them would
+// be nobody's; else 0.
+int64_t FoldedRows(const VerifyArguments& arguments) {
+  constexpr int64_t kMostTimes = 4;
+  const int64_t total = arguments.query.size(0), requests = arguments.block_table.size(0);
+  const int64_t rows = requests == 1 ? total : std::min(arguments.max_rows, total);
+  return requests * rows <= kMostTimes * total ? rows : 0;
+}
+
+AttentionState NothingSeen(const at::Tensor& query) {
+  constexpr float kNothing = -std::numeric_limits<float>::infinity();
+  const auto options = query.options().dtype(at::kFloat);
+  return {at::zeros_like(query), at::full({query.size(0), query.size(1)}, kNothing, options)};
+}
+
+// The prefix as contiguous tokens per request, for a kernel without pages.
+void GatherPages(const VerifyArguments& arguments, FlashCall* call) {
+  const at::Tensor& table = arguments.block_table;
+  const at::Tensor pages = table.flatten().to(at::kLong);
+  const int64_t tokens = table.size(1) * arguments.key_cache.size(1);
+  call->key = arguments.key_cache.index_select(0, pages).flatten(0, 1);
+  call->value = arguments.value_cache.index_select(0, pages).flatten(0, 1);
+  call->key_start = EvenStarts(table.size(0), tokens, arguments.prefix_lens);
+  call->key_lens = arguments.prefix_lens;
+  call->max_key = tokens;
+}
+
+// A batch as `rows` rows of each request: where they are in the batch, and where the batch's rows
+// are among them. Rows that a request does not have, and rows of no request, are some row or other.
+struct RowPlaces {
+  at::Tensor of_requests;  // [requests * rows]
+  at::Tensor of_batch;     // [T]
+};
+RowPlaces PlaceRows(const VerifyArguments& arguments, int64_t requests, int64_t rows) {
+  const at::Tensor starts = arguments.query_start.to(at::kLong);
+  const at::Tensor begins = starts.narrow(0, 0, requests);
+  const int64_t total = arguments.query.size(0);
+  const at::Tensor batch = at::arange(total, begins.options());
+  const at::Tensor request = RequestOfRows(starts, total);
+  const at::Tensor within = batch.sub(begins.index_select(0, request)).clamp(0, rows - 1);
+  const at::Tensor each = at::arange(rows, begins.options());
+  return {begins.unsqueeze(1).add(each).clamp(0, total - 1).flatten(),
+          request.mul(rows).add(within)};
+}
+
+// All rows and query heads of a KV head as the heads of one query token, and every (request, KV
+// head) as a sequence: the kernel reads K and V once for all of them, in place.
+AttentionState FoldedCompact(const VerifyArguments& arguments, const CheckedVerify& checked,
+                             const FlashCall& base, int64_t rows) {
+  const at::Tensor& keys = checked.compact_keys;
+  const int64_t requests = keys.size(0), kv_heads = keys.size(1), tokens = keys.size(2);
+  const int64_t head_dim = keys.size(3);
+  const int64_t heads = arguments.query.size(1), group = heads / kv_heads;
+  const RowPlaces places = PlaceRows(arguments, requests, rows);
+  FlashCall call = base;
+  call.query = arguments.query.index_select(0, places.of_requests)
+                   .view({requests, rows, kv_heads, group, head_dim})
+                   .transpose(1, 2)
+                   .reshape({requests * kv_heads, rows * group, head_dim});
+  call.key = keys.contiguous().view({requests * kv_heads * tokens, 1, head_dim});
+  call.value = checked.compact_values.contiguous().view(call.key.sizes());
+  call.query_start = EvenStarts(requests * kv_heads, 1, arguments.query_start);
+  call.key_start = EvenStarts(requests * kv_heads, tokens, arguments.query_start);
+  call.key_lens = arguments.compact_view->lens.repeat_interleave(kv_heads);
+  call.max_query = 1;
+  call.max_key = tokens;
+  AttentionState state = CallTorchFlash(call);
+  const auto unfold = [&](const at::Tensor& folded, at::IntArrayRef sizes) {
+    return folded.transpose(1, 2).reshape(sizes).index_select(0, places.of_batch);
+  };
+  state.out = unfold(state.out.reshape({requests, kv_heads, rows, group, head_dim}),
+                     {requests * rows, heads, head_dim});
+  state.lse =
+      unfold(state.lse.reshape({requests, kv_heads, rows, group}), {requests * rows, heads});
+  return state;
+}
+
+// FlashAttention-2 puts the LSE of a request without tokens in pages where it would be if all
+// requests had as many rows as the longest: into that of others, or beyond. So such a request gets
+// one token, and its rows are said to have seen nothing.
+AttentionState CallFlash2(const FlashOp& op, FlashCall call) {
+  const at::Tensor lens = *call.key_lens;
+  call.key_lens = lens.clamp_min(1);
+  AttentionState state = CallFlashOp(op, call);
+  const at::Tensor request = RequestOfRows(call.query_start, call.query.size(0));
+  const at::Tensor empty = lens.eq(0).index_select(0, request).unsqueeze(1);
+  state.lse = state.lse.masked_fill(empty, -std::numeric_limits<float>::infinity());
+  return state;
+}
+
+// What calls for prefix and rows have in common.
+FlashCall RowsCall(const VerifyArguments& arguments, bool only_prefill) {
+  FlashCall call;
+  call.query = arguments.query;
+  call.query_start = arguments.query_start;
+  call.max_query = MaxQuery(arguments);
+  call.scale = arguments.scale;
+  call.softcap = arguments.softcap;
+  // A prefill fills the device by its rows. Splits would depend on the batch.
+  const bool alone = arguments.block_table.size(0) == 1;
+  const int64_t known = alone ? arguments.query.size(0) : arguments.max_rows;
+  if (only_prefill || known > kPrefillRows) call.num_splits = 1;
+  return call;
+}
+
+AttentionState Prefix(Route route, const VerifyArguments& arguments, const CheckedVerify& checked,
+                      bool only_prefill) {
+  const bool in_pages = !arguments.compact_view.has_value();
+  if (in_pages && (arguments.key_cache.size(0) == 0 || arguments.block_table.size(1) == 0)) {
+    return NothingSeen(arguments.query);
+  }
+  if (!in_pages && checked.compact_keys.size(2) == 0) return NothingSeen(arguments.query);
+  FlashCall call = RowsCall(arguments, only_prefill);
+  if (route != Route::kTorchFlash) {
+    const std::optional<FlashOp> op = FindFlashOp(route);
+    NWOR_CHECK(op.has_value(), "route: got ", Name(route), ", expected a registered op");
+    call.key = arguments.key_cache;
+    call.value = arguments.value_cache;
+    call.key_lens = arguments.prefix_lens;
+    call.block_table = arguments.block_table;
+    call.max_key = arguments.block_table.size(1) * arguments.key_cache.size(1);
+    return route == Route::kFlash2 ? CallFlash2(*op, call) : CallFlashOp(*op, call);
+  }
+  if (in_pages) {
+    GatherPages(arguments, &call);
+    return CallTorchFlash(call);
+  }
+  const int64_t folded = FoldedRows(arguments);
+  if (folded > 0) return FoldedCompact(arguments, checked, call, folded);
+  const at::Tensor& keys = checked.compact_keys;
+  call.key = keys.transpose(1, 2).flatten(0, 1);
+  call.value = checked.compact_values.transpose(1, 2).flatten(0, 1);
+  call.key_start = EvenStarts(keys.size(0), keys.size(2), arguments.query_start);
+  call.key_lens = arguments.compact_view->lens;
+  call.max_key = keys.size(2);
+  return CallTorchFlash(call);
+}
+
+// Whether our kernel can take the rows from a route that has the prefix.
+bool CanTakeRows(const VerifyArguments& arguments) {
+#ifndef NWOR_WITH_CUDA
+  if (arguments.query.is_cuda()) return false;
+#endif
+  return MaxQuery(arguments) <= kPrefillRows && KernelHeadDim(arguments.query.size(2)) &&
+         arguments.key_cache.size(1) % 16 == 0;
+}
+
+// A tree is for our kernel. So are chains where FlashAttention-3 has the prefix: otherwise its rows
+// would have to be copied apart (SpaceRows).
+bool TakesRows(Route route, const VerifyArguments& arguments) {
+  return arguments.tree_mask.has_value() || (route == Route::kFlash3 && CanTakeRows(arguments));
+}
+
+// Attention of the rows among themselves.
+AttentionState InFlight(Route route, const VerifyArguments& arguments, bool only_prefill) {
+  if (TakesRows(route, arguments)) {
+    VerifyArguments rows = arguments;
+    rows.prefix_lens = at::zeros_like(arguments.prefix_lens);
+    rows.compact_view.reset();
+    rows.plan.reset();
+    rows.route = Name(arguments.query.is_cuda() ? Route::kCuda : Route::kCpu);
+    const VerifyOutputs outputs = MakeVerifyOutputs(arguments.query, /*with_lse=*/true);
+    VerifyAttention(rows, outputs);
+    return {outputs.out, outputs.lse};
+  }
+  FlashCall call = RowsCall(arguments, only_prefill);
+  call.key = arguments.key;
+  call.value = arguments.value;
+  call.key_start = arguments.query_start;
+  call.max_key = call.max_query;
+  call.causal = true;
+  if (route == Route::kFlash3) {
+    const SpacedRows rows = SpaceRows(arguments, only_prefill);
+    call.key = rows.key;
+    call.value = rows.value;
+    call.key_start = rows.start;
+    call.key_lens = rows.lens;
+  }
+  if (route == Route::kTorchFlash) return CallTorchFlash(call);
+  const std::optional<FlashOp> op = FindFlashOp(route);
+  NWOR_CHECK(op.has_value(), "route: got ", Name(route), ", expected a registered op");
+  return CallFlashOp(*op, call);
+}
+
+// FlashAttention-3 is registered on every device, but has kernels for those of capability 9 alone;
+// on others it ends the process.
+bool HasKernels(Route route, int32_t capability) {
+  return route != Route::kFlash3 || capability == 0 || capability / 10 == 9;
+}
+
+}  // namespace
+
+int32_t ComputeCapability(at::Device device) {
+#ifdef NWOR_WITH_CUDA
+  if (device.is_cuda()) return QueryDeviceProps(device.index()).compute_capability;
+#endif
+  return 0;
+}
+
+void FindFlashRoutes(RouteAvailability* available, int32_t capability) {
+  available->Set(Route::kTorchFlash, HasTorchFlash());
+  for (const Route route : {Route::kFlash2, Route::kFlash3}) {
+    const std::optional<FlashOp> op = FindFlashOp(route);
+    available->Set(route, op.has_value() && HasKernels(route, capability));
+    if (op.has_value()) available->page_multiple[static_cast<int>(route)] = op->page_multiple;
+  }
+}
+
+std::string DescribeFlashRoute(Route route, int32_t capability) {
+  if (route == Route::kTorchFlash) {
+    return HasTorchFlash() ? "present: aten::_flash_attention_forward"
+                           : "absent: this torch is built without CUDA";
+  }
+  const std::optional<FlashOp> op = FindFlashOp(route);
+  if (op.has_value() && !HasKernels(route, capability)) {
+    return "absent: " + op->name + " is for devices of compute capability 9";
+  }
+  if (op.has_value()) return "present: " + op->name;
+  std::string text = "absent: not registered with torch:";
+  for (const std::string& name : FlashOpNames(route)) text += " " + name;
+  return text;
+}
+
+void FlashVerify(Route route, const VerifyArguments& arguments, const CheckedVerify& checked,
+                 const VerifyOutputs& outputs, bool only_prefill) {
+  // Kernels of others want what ours takes with any strides: rows with contiguous channels.
+  VerifyArguments readable = WithinBounds(arguments);
+  readable.query = checked.query;
+  readable.key = checked.key;
+  readable.value = checked.value;
+  if (only_prefill) {
+    readable.prefix_lens =
+        at::where(IsPrefill(readable.query_start), readable.prefix_lens, at::Scalar(0));
+  }
+  const AttentionState prefix = Prefix(route, readable, checked, only_prefill);
+  const AttentionState rows = InFlight(route, readable, only_prefill);
+  MergeStatesInto({prefix.out, rows.out}, {prefix.lse, rows.lse}, outputs.out, outputs.lse,
+                  /*num_flash=*/1);
+}
+
+}  // namespace nwor

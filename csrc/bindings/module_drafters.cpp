@@ -1,0 +1,37 @@
+#include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
+
+#include "bindings/module.h"
+#include "drafters/ngram_index.h"
+
+// The Python face of drafters that need no model.
+
+namespace py = pybind11;
+
+namespace nwor {
+
+void BindDrafters(py::module_& m) {
+  const NgramOptions defaults;
+  py::class_<NgramIndex>(
+      m, "NgramIndex",
+      "What followed the last tokens of one growing text where they stood before: drafts\n"
+      "without a model.")
+      .def(py::init([](int64_t min_tokens, int64_t max_tokens, int64_t max_matches) {
+             return NgramIndex({min_tokens, max_tokens, max_matches});
+           }),
+           py::arg("min_tokens") = defaults.min_tokens, py::arg("max_tokens") = defaults.max_tokens,
+           py::arg("max_matches") = defaults.max_matches,
+           "Fewer than min_tokens in common are no match, more than max_tokens are not told\n"
+           "apart, and at most max_matches places are looked at. Raises NworError unless 1 <=\n"
+           "min_tokens <= max_tokens <= 16 and 1 <= max_matches <= 256.")
+      .def("append", &NgramIndex::Append, py::arg("tokens"), "Adds tokens to the text's end.")
+      .def("truncate", &NgramIndex::Truncate, py::arg("length"),
+           "Takes back what was added last, to a text of length tokens; raises NworError for\n"
+           "more than it has.")
+      .def("draft", &NgramIndex::Draft, py::arg("rows"), py::arg("depth"), py::arg("top_k"),
+           "A tree below the text's last token: at most rows rows, depth drafts in a row and\n"
+           "top_k children of a row; the root alone if nothing matches.")
+      .def("__len__", &NgramIndex::size, "Tokens of the text.");
+}
+
+}  // namespace nwor

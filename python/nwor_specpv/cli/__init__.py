@@ -1,0 +1,1 @@
+"""The command line: `nwor-specpv`. Commands are imported when they are called."""

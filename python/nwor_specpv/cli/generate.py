@@ -1,0 +1,186 @@
+"""`nwor-specpv generate`: a prompt in, text out, with any drafter and any mode."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+from nwor_specpv import NworError, SpecPVConfig
+
+from .parser import Parser, count, require_device
+
+MODES = ("off", "rectify", "refresh", "lossless")
+VIEW_TOKENS = 1024
+_BLOCK, _SINK, _WINDOW = 16, 2, 8
+
+
+def add_model_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--model", type=Path, help="folder of a model, default: SmolLM2-135M")
+    parser.add_argument("--dtype", default="float32", help="float32 (default), bfloat16, float16")
+    parser.add_argument("--device", default="cpu", help="cpu (default) or cuda")
+    parser.add_argument("--threads", type=count, help="CPU threads, default: torch's")
+
+
+def model_name(arguments: argparse.Namespace) -> str:
+    """As reports call it."""
+    return "SmolLM2-135M-Instruct" if arguments.model is None else str(arguments.model)
+
+
+def view_config(mode: str, view_tokens: int, tail_tokens: int | None = None) -> SpecPVConfig | None:
+    """Partial verification over views of so many tokens; None when it is off."""
+    if mode == "off":
+        return None
+    if tail_tokens is None:
+        # A lossless tail is lost from its first wrong token on: short ones lose less.
+        tail_tokens = 16 if mode == "lossless" else 48
+    blocks = view_tokens // _BLOCK - _SINK - _WINDOW
+    if blocks < 1:
+        least = _BLOCK * (_SINK + _WINDOW + 1)
+        raise NworError(f"--view-tokens: got {view_tokens}, expected {least} or more")
+    return SpecPVConfig(
+        enable_specpv=True,
+        specpv_rectify=mode,
+        specpv_block_size=_BLOCK,
+        specpv_n_sink_blocks=_SINK,
+        specpv_n_window_blocks=_WINDOW,
+        specpv_n_retrieval_blocks=blocks,
+        specpv_n_spec_tokens_buf=tail_tokens,
+    )
+
+
+def load(arguments: argparse.Namespace) -> tuple[Any, Any]:
+    """Model and tokenizer; sets the threads that were asked for."""
+    import torch
+
+    from nwor_specpv.models.folder import torch_dtype
+    from nwor_specpv.transformers.loading import load_model
+
+    torch_dtype(arguments.dtype)
+    if arguments.threads is not None:
+        torch.set_num_threads(arguments.threads)
+    require_device(arguments.device)
+    model, tokenizer = load_model(arguments.model, arguments.dtype, arguments.device)
+    if tokenizer is None:
+        raise NworError(f"model: {arguments.model} has no tokenizer, expected tokenizer.json in it")
+    return model, tokenizer
+
+
+def encode(tokenizer: Any, text: str, *, raw: bool) -> list[int]:
+    """Token ids of a prompt: as a chat's user turn where the model knows chats, or as it is."""
+    if raw or not getattr(tokenizer, "chat_template", None):
+        return list(tokenizer(text).input_ids)
+    turns = [{"role": "user", "content": text}]
+    return list(tokenizer.apply_chat_template(turns, add_generation_prompt=True, return_dict=False))
+
+
+def main(argv: list[str]) -> int:
+    parser = Parser(prog="nwor-specpv generate", description=__doc__)
+    source = parser.add_mutually_exclusive_group(required=True)
+    source.add_argument("--prompt", help="the text to answer or to go on with")
+    source.add_argument("--file", type=Path, help="a file with it")
+    parser.add_argument("--max-new-tokens", type=count, default=200, help="default: 200")
+    parser.add_argument(
+        "--drafter",
+        help="none, ngram (default with --model), draft_model or eagle3 (default without)",
+    )
+    parser.add_argument("--draft-model", type=Path, help="folder of the smaller model")
+    parser.add_argument(
+        "--specpv", choices=MODES, default="off", help="partial verification, default: off"
+    )
+    parser.add_argument(
+        "--view-tokens", type=count, help=f"what a partial step sees, default: {VIEW_TOKENS}"
+    )
+    parser.add_argument("--temperature", type=float, default=0.0, help="0 (default): greedy")
+    parser.add_argument("--top-k", type=int, default=0, help="likeliest tokens only; 0: all")
+    parser.add_argument("--top-p", type=float, default=1.0, help="likeliest mass only; 1: all")
+    parser.add_argument("--seed", type=int, help="of sampling, default: another one each time")
+    parser.add_argument("--raw", action="store_true", help="go on with the text, no chat")
+    parser.add_argument("--json", action="store_true", help="one JSON document and nothing else")
+    add_model_arguments(parser)
+    arguments = parser.parse_args(argv)
+
+    from nwor_specpv.transformers.drafting import check_drafter
+    from nwor_specpv.transformers.generate import Generator
+    from nwor_specpv.transformers.sampling import Sampling
+
+    # What needs no model is looked at before one is loaded.
+    text = arguments.prompt if arguments.file is None else _read(arguments.file)
+    # The shipped head is the default model's.
+    drafter = arguments.drafter
+    if drafter is None:
+        drafter = "eagle3" if arguments.model is None else "ngram"
+    check_drafter(drafter, arguments.draft_model)
+    Sampling(arguments.temperature, arguments.top_k, arguments.top_p)
+    specpv = _views(arguments)
+    model, tokenizer = load(arguments)
+    generator = Generator(
+        model, tokenizer, drafter, specpv=specpv, draft_model=arguments.draft_model
+    )
+    stream = None if arguments.json else TextStream(tokenizer)
+    generation = generator.generate(
+        encode(tokenizer, text, raw=arguments.raw),
+        arguments.max_new_tokens,
+        arguments.temperature,
+        arguments.top_k,
+        arguments.top_p,
+        arguments.seed,
+        on_token=stream,
+    )
+    stats = generation.stats
+    if stream is None:
+        told = {
+            "token_ids": generation.token_ids,
+            "text": generation.text,
+            "finish": generation.finish,
+            "stats": stats.as_dict(),
+        }
+        print(json.dumps(told))
+        return 0
+    stream.end()
+    print(
+        f"{stats.new_tokens} tokens, {stats.tokens_per_second:.1f} a second, "
+        f"{stats.tokens_per_step:.2f} a step",
+        file=sys.stderr,
+    )
+    return 0
+
+
+def _views(arguments: argparse.Namespace) -> SpecPVConfig | None:
+    if arguments.view_tokens is None:
+        return view_config(arguments.specpv, VIEW_TOKENS)
+    if arguments.specpv == "off":
+        raise NworError(
+            f"--view-tokens: got {arguments.view_tokens} beside --specpv off, which has no views; "
+            "expected --specpv rectify, refresh or lossless"
+        )
+    return view_config(arguments.specpv, arguments.view_tokens)
+
+
+class TextStream:
+    """Prints text as its tokens come; a character of several tokens waits for all of them."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._tokenizer = tokenizer
+        self._tokens: list[int] = []
+        self._printed = ""
+
+    def __call__(self, token: int) -> None:
+        self._tokens.append(token)
+        text = self._tokenizer.decode(self._tokens, skip_special_tokens=True)
+        if not text.endswith("\N{REPLACEMENT CHARACTER}"):
+            print(text[len(self._printed) :], end="", flush=True)
+            self._printed = text
+
+    def end(self) -> None:
+        text = self._tokenizer.decode(self._tokens, skip_special_tokens=True)
+        print(text[len(self._printed) :])
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise NworError(f"--file: got {str(path)!r}, which cannot be read: {error}") from None

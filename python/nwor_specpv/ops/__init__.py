@@ -1,0 +1,50 @@
+"""The ops, checked: `torch.ops.nwor_specpv.*` with wrong use reported as NworError.
+
+Every op has CPU, CUDA and shape-only (fake) kernels. Under torch.compile the torch op is called
+directly; `verify_plan` is to be given its `plan` there, as the size of one is not traced.
+"""
+
+from __future__ import annotations
+
+from .acceptance import (
+    accept_chain_sampling,
+    accept_greedy,
+    accept_sampling,
+    accept_typical,
+    make_coins,
+)
+from .attention import merge_rows, merge_states, verify_attention, verify_plan
+from .cut import cut_path
+from .decoder import attention_inputs, layer_output, linear_rows
+from .kv import CommitSummaries, CommitTail, commit, write_kv
+from .logits import target_probs
+from .retrieval import block_summaries, build_view, gather_view, select_blocks
+from .tree import tree_from_chain, tree_from_parents, tree_from_topk
+
+__all__ = [
+    "CommitSummaries",
+    "CommitTail",
+    "accept_chain_sampling",
+    "accept_greedy",
+    "accept_sampling",
+    "accept_typical",
+    "attention_inputs",
+    "block_summaries",
+    "build_view",
+    "commit",
+    "cut_path",
+    "gather_view",
+    "layer_output",
+    "linear_rows",
+    "make_coins",
+    "merge_rows",
+    "merge_states",
+    "select_blocks",
+    "target_probs",
+    "tree_from_chain",
+    "tree_from_parents",
+    "tree_from_topk",
+    "verify_attention",
+    "verify_plan",
+    "write_kv",
+]

@@ -1,0 +1,1 @@
+"""Attention backends for vLLM: their classes, metadata and layers."""

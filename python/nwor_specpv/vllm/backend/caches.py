@@ -1,0 +1,33 @@
+"""K/V caches of vLLM's layers: their K and V, and rows written to them at once."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from nwor_specpv import cache_views, write_kv
+from nwor_specpv.vllm import versions
+
+
+def views_of(
+    layer: Any,
+) -> tuple[tuple[torch.Tensor, torch.Tensor], tuple[torch.Tensor, ...]]:
+    """K and V of a layer's cache; of a quantised one also the scales of both."""
+    cache = layer.kv_cache
+    if cache.dtype != torch.uint8:
+        return cache_views(cache, versions.CACHE_LAYOUT), ()
+    codes = cache_views(cache.view(torch.float8_e4m3fn), versions.CACHE_LAYOUT)
+    return codes, (layer._k_scale, layer._v_scale)
+
+
+def write_direct(
+    caches: tuple[torch.Tensor, torch.Tensor],
+    key: torch.Tensor,
+    value: torch.Tensor,
+    slots: torch.Tensor,
+    *scales: torch.Tensor,
+) -> None:
+    """Writes rows to their slots as an engine without staging would."""
+    nowhere = torch.full(slots.shape, -1, dtype=torch.int32, device=slots.device)
+    write_kv(key, value, *caches, slots, nowhere, key[:0], value[:0], *scales)

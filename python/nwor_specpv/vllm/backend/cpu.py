@@ -1,0 +1,157 @@
+"""CPU_ATTN with our layout, write and attention.
+
+vLLM's own CPU kernels pack K and V for their instruction set, so single rows cannot be staged and
+put back there. Layers of the target model therefore keep plain rows (K beside V, the layout
+vLLM's GPU backends use) and attention is computed by our kernels; layers of a drafter, layers we do
+not support and engines without speculation stay with vLLM's own implementation.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from vllm.v1.attention.backend import CommonAttentionMetadata
+from vllm.v1.attention.backends.cpu_attn import (
+    CPUAttentionBackend,
+    CPUAttentionBackendImpl,
+    CPUAttentionMetadata,
+    CPUAttentionMetadataBuilder,
+)
+
+from nwor_specpv import PartialView, cache_views, verify_attention
+from nwor_specpv.errors import NworError
+from nwor_specpv.vllm import rows, versions
+from nwor_specpv.vllm.engine import StepSeen
+from nwor_specpv.vllm.specpv.partial_pass import PartialPass
+from nwor_specpv.vllm.specpv.refresh import RefreshStep
+
+from .caches import write_direct
+from .layer import TargetLayer, choose_impl, engine_of_layer, own_layers
+
+
+@dataclass
+class NworCpuMetadata(CPUAttentionMetadata):
+    """vLLM's metadata and the tokens each request has in the cache before this step's rows."""
+
+    prefix_lens: torch.Tensor | None = None  # [B] int32
+    refresh: RefreshStep | None = None
+
+
+class NworCpuBackend(CPUAttentionBackend):
+    """Chosen by vLLM on the CPU whatever is asked; stands aside where there is nothing to stage."""
+
+    @classmethod  # vLLM's is static and is called the same way
+    def get_impl_cls(cls) -> type[CPUAttentionBackendImpl]:
+        return choose_impl(NworCpuImpl, cls, NworCpuMetadataBuilder)
+
+    @staticmethod
+    def get_builder_cls() -> type[CPUAttentionMetadataBuilder]:
+        return NworCpuMetadataBuilder
+
+    @classmethod
+    def supports_kv_connector(cls) -> bool:
+        return False
+
+
+class NworCpuMetadataBuilder(CPUAttentionMetadataBuilder):
+    """Opens the round of a step. A builder without layers of ours is vLLM's own."""
+
+    def __init__(
+        self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device
+    ) -> None:
+        super().__init__(kv_cache_spec, layer_names, vllm_config, device)
+        self._own = own_layers(vllm_config, layer_names)
+        if self._own:
+            self._engine = engine_of_layer(vllm_config, self._own[0])
+            self._group = self._engine.add_group(self._own)
+
+    def build(
+        self,
+        common_prefix_len: int,
+        common_attn_metadata: CommonAttentionMetadata,
+        fast_build: bool = False,
+    ) -> CPUAttentionMetadata:
+        metadata = super().build(common_prefix_len, common_attn_metadata, fast_build)
+        if not self._own or fast_build:  # a fast build is the drafter's
+            return metadata
+        common = common_attn_metadata
+        lens = rows.query_lens(common.query_start_loc_cpu, common.num_reqs)
+        drafts = self._engine.drafts(lens, common)
+        self._engine.steps.begin(self._group, lens, drafts, common.slot_mapping)
+        self._engine.seen = StepSeen(lens, drafts, common.block_table_tensor)
+        prefix = common.seq_lens[: len(lens)] - torch.tensor(lens, dtype=torch.int32)
+        refresh = None
+        if self._engine.refresh is not None:
+            refresh = self._engine.refresh.step(self._own, lens, drafts, common, prefix)
+        return NworCpuMetadata(**vars(metadata), prefix_lens=prefix, refresh=refresh)
+
+
+class NworCpuImpl(TargetLayer, CPUAttentionBackendImpl):
+    """One layer of the target model."""
+
+    stock = CPUAttentionBackendImpl
+
+    def do_kv_cache_update(
+        self,
+        layer: Any,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        kv_cache: torch.Tensor,
+        slot_mapping: torch.Tensor,
+    ) -> None:
+        if not self.write(layer, key, value, slot_mapping):
+            num_rows = slot_mapping.shape[0]
+            caches = cache_views(kv_cache, versions.CACHE_LAYOUT)
+            write_direct(caches, key[:num_rows], value[:num_rows], slot_mapping)
+
+    def forward(
+        self,
+        layer: Any,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        kv_cache: torch.Tensor,
+        attn_metadata: NworCpuMetadata | None,
+        output: torch.Tensor,
+        output_scale: torch.Tensor | None = None,
+        output_block_scale: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        if attn_metadata is None:  # profiling: shapes only
+            return output
+        if isinstance(attn_metadata, PartialPass):
+            return attn_metadata.attend(self, layer, query, key, value, kv_cache, output)
+        if attn_metadata.causal is not True or output_scale is not None:
+            raise NworError(
+                f"layer {layer.layer_name}: got attention that is not causal, or a quantised "
+                "output, expected neither in a model that verifies drafts"
+            )
+        num_rows = attn_metadata.num_actual_tokens
+        refresh = attn_metadata.refresh
+        key_cache, value_cache = cache_views(kv_cache, versions.CACHE_LAYOUT)
+
+        def attend(view: PartialView | None, out: torch.Tensor | None = None) -> torch.Tensor:
+            return verify_attention(
+                query[:num_rows],
+                key[:num_rows],
+                value[:num_rows],
+                key_cache,
+                value_cache,
+                attn_metadata.block_table,
+                attn_metadata.prefix_lens,
+                attn_metadata.query_start_loc,
+                None,
+                self.scale,
+                view=view,
+                window=max(0, self.sliding_window),
+                softcap=self.logits_soft_cap,
+                out=out,
+                max_rows=attn_metadata.max_query_len,
+            )
+
+        name, out = layer.layer_name, output[:num_rows]
+        attend(None if refresh is None else refresh.view(name), out)
+        if refresh is not None:
+            refresh.after(name, attend, query[:num_rows], out)
+        return output

@@ -1,0 +1,1 @@
+"""What is wrapped in vLLM, each after a check of its signature."""

@@ -1,0 +1,84 @@
+"""Steps that let in a request whose prefix another request of the same step may still compute.
+
+vLLM's prefix cache knows a block as soon as the step that fills it is planned, so a request that
+comes in with that step may hit it. vLLM's layers write before they attend, and all is well. Ours
+may write late (`Steps.begin`, `may_defer`), and a full CUDA graph does whatever was captured. Such
+a step does neither: its layers write first, and vLLM, which picks full graphs for uniform batches,
+is told that it is none.
+
+* V1: `GPUModelRunner._update_states` gets the plan of the step, `_is_uniform_decode` is asked.
+* V2: `GPUModelRunner.add_requests` and the function `get_uniform_token_count`.
+
+In both the question follows the plan within one call of `execute_model`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from .runner import replace, wrap
+
+V1 = "vllm.v1.worker.gpu_model_runner"
+V2 = "vllm.v1.worker.gpu.model_runner"
+
+
+class _Plan:
+    """What the plan of the step in hand says, for functions that are not told whose step it is."""
+
+    hits = False
+
+    @classmethod
+    def take(cls) -> bool:
+        hits, cls.hits = cls.hits, False  # a dummy step has no plan
+        return hits
+
+
+def may_hit(scheduler_output: Any) -> bool:
+    """Whether a request that begins in this step, or begins again, has K/V of earlier tokens."""
+    if len(scheduler_output.num_scheduled_tokens) < 2:
+        return False
+    begins_again = scheduler_output.scheduled_cached_reqs.resumed_req_ids
+    begins = scheduler_output.scheduled_new_reqs
+    return bool(begins_again) or any(request.num_computed_tokens > 0 for request in begins)
+
+
+def install() -> str | None:
+    """Wraps what is named above, once; the problem, if something is not as expected."""
+    from nwor_specpv.vllm import engine
+
+    def note(runner: Any, scheduler_output: Any) -> None:
+        found = engine.find_engine(runner.vllm_config)
+        stages = found is not None and found.off is None
+        _Plan.hits = stages and may_hit(scheduler_output)
+        if stages:
+            found.prefix_hits = _Plan.hits
+
+    plan = ("self", "scheduler_output")
+    uniform_v1 = (
+        "max_num_scheduled_tokens",
+        "uniform_decode_query_len",
+        "num_tokens",
+        "num_reqs",
+        "force_uniform_decode",
+    )
+    uniform_v2 = ("num_reqs", "num_tokens", "max_query_len")
+    return (
+        wrap(V1, "_update_states", plan, note)
+        or wrap(V2, "add_requests", plan, note)
+        or _answer_no(V1, "GPUModelRunner._is_uniform_decode", uniform_v1, False)
+        or _answer_no(V2, "get_uniform_token_count", uniform_v2, None)
+    )
+
+
+def _answer_no(module: str, path: str, parameters: tuple[str, ...], no: Any) -> str | None:
+    """Has the function answer `no` for a step with hits, unless the caller forces an answer."""
+
+    def answering(original: Callable[..., Any]) -> Callable[..., Any]:
+        def wrapper(*args: Any, **kwargs: Any) -> Any:
+            forced = kwargs.get("force_uniform_decode") is not None or len(args) > 4
+            return no if not forced and _Plan.take() else original(*args, **kwargs)
+
+        return wrapper
+
+    return replace(module, path, parameters, answering)

@@ -1,0 +1,171 @@
+"""`nwor-specpv worker` as it is started: in a process of its own, stopped by a signal."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from nwor_specpv import Metrics, NworError
+from nwor_specpv.cli import main as cli
+from nwor_specpv.models import stories
+from nwor_specpv.worker import Client
+from nwor_specpv.worker.address import is_loopback
+from tests.python.worker.serving import LENGTH, PATIENCE_S, PLAIN, PROMPT, decode, serving
+
+
+@pytest.fixture(scope="module")
+def story_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return stories(progress=lambda *_: None, destination=tmp_path_factory.mktemp("m") / "stories")
+
+
+@contextmanager
+def started(*arguments: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
+    """The process, and what it said when it listened; killed if it does not end."""
+    environment = {k: v for k, v in os.environ.items() if not k.startswith("NWOR_SPECPV_")}
+    with subprocess.Popen(
+        [sys.executable, "-m", "nwor_specpv", "worker", "--threads", "1", *arguments],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=environment,
+    ) as process:
+        watch = threading.Timer(PATIENCE_S, process.kill)
+        watch.start()
+        try:
+            yield process, process.stdout.readline()
+        finally:
+            watch.cancel()
+            process.kill()
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_it_serves_until_it_is_told_to_stop(story_folder: Path, number: signal.Signals) -> None:
+    metrics = ["--metrics-port", "0"] if Metrics().status()["built"] else []
+    with started(
+        "--model", str(story_folder), "--port", "0", "--cache-tokens", "2048", *metrics
+    ) as (
+        process,
+        line,
+    ):
+        found = re.match(r"worker: listening at (127\.0\.0\.1:\d+), model (\S+), ", line)
+        assert found, line + process.stderr.read()
+        assert found[2] == str(story_folder)
+        assert "at most 256 tree rows and 512 prompt tokens a call, 2048 cached tokens" in line
+        assert "any number of sessions, idle ones go after 600 s" in line
+        with Client(found[1], timeout=PATIENCE_S) as client:
+            info = client.ping(wait=True)
+            assert (info.model, info.vocab_size, info.max_length) == (str(story_folder), 512, 512)
+            tokens = decode(client.session("a"), PROMPT, LENGTH, 3)
+            assert tokens == PLAIN[: len(tokens)]
+            if metrics:
+                url = re.search(r"metrics at (\S+)$", line)[1]
+                with urllib.request.urlopen(url, timeout=PATIENCE_S) as response:
+                    assert "nwor_sessions_started_total 1" in response.read().decode()
+            process.send_signal(number)
+            out, err = process.communicate(timeout=PATIENCE_S)
+        assert (process.returncode, out, err) == (0, "", "")
+
+
+def call(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:
+    try:
+        code = cli.main(["worker", *arguments])
+    except SystemExit as ended:
+        code = ended.code
+    out, err = capsys.readouterr()
+    return code, out, err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "line"),
+    [
+        (("--port", "65536"), "--port: got 65536, expected 0 to 65535"),
+        (("--port", "x"), "--port: got 'x', expected a whole number"),
+        (("--ttl", "-1"), "--ttl: got '-1', expected seconds, 0 or more"),
+        (("--ttl", "soon"), "--ttl: got 'soon', expected seconds, 0 or more"),
+        (("--max-tree-rows", "0"), "--max-tree-rows: got 0, expected 1 or more"),
+        (("--max-prompt-tokens", "0"), "--max-prompt-tokens: got 0, expected 1 or more"),
+        (("--cache-tokens", "0"), "--cache-tokens: got 0, expected 1 or more"),
+        (("--device", "tpu"), "--device: got 'tpu', expected cpu or cuda"),
+        (("--host", "no.such.host.invalid"), "got no.such.host.invalid:50051, which cannot be had"),
+        (("--metrics-host", "here"), "metrics_host: got 'here'"),
+        (
+            ("--port", "0", "--max-prompt-tokens", "300000000", "--model", "/no/such/folder"),
+            "max_prompt_tokens: got 256 and 300000000",
+        ),
+        (("--port", "0", "--model", "/no/such/folder"), "model: got '/no/such/folder'"),
+        (("--frobnicate",), "unrecognized arguments: --frobnicate"),
+    ],
+)
+def test_wrong_use_is_one_line_and_exit_2(
+    capsys: pytest.CaptureFixture[str], arguments: tuple[str, ...], line: str
+) -> None:
+    code, out, err = call(capsys, *arguments)
+    assert (code, out) == (2, "")
+    assert err.startswith("nwor-specpv: ")
+    assert line in err
+    assert err.count("\n") == 1
+
+
+def test_a_busy_port_is_found_before_a_model_is_loaded(capsys: pytest.CaptureFixture[str]) -> None:
+    with serving() as worker:
+        port = str(worker.server.port)
+        code, out, err = call(capsys, "--port", port, "--model", "/no/such/folder")
+    assert (code, out) == (2, "")
+    assert f"got 127.0.0.1:{port}, which cannot be had: Address already in use" in err
+
+
+@pytest.mark.parametrize(("module", "package"), [("grpc", "grpcio"), ("google", "protobuf")])
+def test_without_its_packages_it_says_what_to_install(
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    module: str,
+    package: str,
+) -> None:
+    for name in list(sys.modules):
+        if name.partition(".")[0] == module or name.startswith("nwor_specpv.worker"):
+            monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, module, None)
+    code, out, err = call(capsys)
+    assert (code, out) == (1, "")
+    assert err == (
+        f"nwor-specpv: the target worker needs {package}, which is not installed: "
+        'pip install "grpcio>=1.62" "protobuf>=4.25"\n'
+    )
+
+
+def test_the_package_is_imported_without_grpc() -> None:
+    code = (
+        "import sys; sys.modules['grpc'] = None; import nwor_specpv.worker as worker\n"
+        "try:\n    worker.Client\nexcept ModuleNotFoundError as error:\n    print(error)"
+    )
+    answer = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=PATIENCE_S
+    )
+    assert (answer.returncode, answer.stderr) == (0, "")
+    assert answer.stdout.startswith("the target worker needs grpcio, which is not installed")
+
+
+def test_what_is_not_there_is_an_attribute_error() -> None:
+    from nwor_specpv import worker
+
+    with pytest.raises(AttributeError, match="has no attribute 'Servant'"):
+        worker.Servant  # noqa: B018
+    assert issubclass(worker.WorkerError, NworError)
+
+
+@pytest.mark.parametrize(
+    ("host", "local"),
+    [("127.0.0.1", True), ("::1", True), ("localhost", True), ("0.0.0.0", False), ("h.x", False)],
+)
+def test_what_only_this_machine_reaches(host: str, local: bool) -> None:
+    assert is_loopback(host) == local

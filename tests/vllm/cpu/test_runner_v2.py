@@ -1,0 +1,215 @@
+"""Model runner V2 itself, on the CPU: an EAGLE3 head and partial passes of the target in turns.
+
+vLLM's runner, scheduler, speculator and sampler are the real ones, with asynchronous scheduling;
+their Triton kernels run in Triton's interpreter (`triton_cpu.py`), and rounds are recorded and
+replayed as CUDA graphs are (`recorded_graph.py`). Output is plain vLLM's, token for token.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from support.engine_process import run_script
+from support.engines import STOCK, drive, greedy, start
+from support.small_views import SMALL_VIEW, prompts
+
+pytestmark = pytest.mark.slow
+
+SCHEDULER = "nwor_specpv.vllm.specpv.scheduler.LongContextScheduler"
+SCRIPT = Path(__file__).parents[1] / "support" / "runner_v2_process.py"
+VIEW = SMALL_VIEW | {
+    "specpv_draft_passes": 3,
+    "specpv_draft_lookup": 3,
+    "check_contract": True,
+}
+MAX_TOKENS = 24
+
+
+@pytest.fixture(scope="module")
+def expected() -> dict[str, list[int]]:
+    return drive(start(STOCK, speculation=None), prompts(), greedy(MAX_TOKENS)).tokens
+
+
+def job(nwor: dict[str, Any] | None = None, **more: Any) -> dict[str, Any]:
+    options = {"nwor": VIEW | (nwor or {}), "scheduler_cls": SCHEDULER} | more.pop("start", {})
+    options["speculation"] = {"num_speculative_tokens": 10} | more.pop("speculation", {})
+    return {"start": options, "prompts": prompts(), "params": {"max_tokens": MAX_TOKENS}} | more
+
+
+def truth(expected: dict[str, list[int]]) -> list[list[int]]:
+    return [prompt + expected[str(i)] for i, prompt in enumerate(prompts())]
+
+
+def run(folder: Path, *jobs: dict[str, Any]) -> list[dict[str, Any]]:
+    found, log = run_script(folder, list(jobs), SCRIPT)
+    print(log[-2000:])
+    return found
+
+
+def check(found: dict[str, Any], *, asynchronous: bool = True) -> None:
+    """The runner and the speculator are those that were asked for, and nothing went wrong."""
+    assert found["runner"] == "vllm.v1.worker.cpu.model_runner"
+    assert found["speculator"] == "PartialViewSpeculator"
+    assert found["async"] is asynchronous
+    assert found["violations"] == []
+    assert found["fallbacks"] == {}
+    assert found["rounds"] > 0
+    assert found["cache_written_by_rounds"] == 0
+    assert not any(found["start"]["cache_written"])
+    assert found["failures"] == {}, found["latest_failure"]
+
+
+def test_rounds_in_graphs(tmp_path: Path, expected: dict[str, list[int]]) -> None:
+    (found,) = run(
+        tmp_path,
+        job(truth=truth(expected), graphs=[6, 2, 1], arrivals=[0, 0, 0, 1, 2, 3]),
+    )
+    check(found)
+    assert found["tokens"] == [expected]
+    assert found["replays"] > 3 * found["rounds"]  # those of the measurement, too
+    assert found["costs"] > 0
+    # Passes confirm more than a token each, and full steps most of what they drafted.
+    assert found["tokens_per_pass"] > 1.5
+    assert found["steps"][0] < 0.6 * MAX_TOKENS
+    assert found["rows_left"] < 8
+
+
+def test_without_asynchronous_scheduling(tmp_path: Path, expected: dict[str, list[int]]) -> None:
+    """A short request alone, then a long one with it: what is verified is what was drafted."""
+    count, plain = 10, {name: expected[name][:10] for name in ("0", "1")}
+    (found,) = run(
+        tmp_path,
+        job(synchronous=True, truth=truth(expected)[:2], arrivals=[2, 0])
+        | {"prompts": prompts()[:2], "params": {"max_tokens": count}},
+    )
+    check(found, asynchronous=False)
+    assert found["tokens"] == [plain]
+    assert {wanted for wanted, _ in found["lengths"]} == {3, 10}
+    assert {verified for _, verified in found["lengths"]} >= {3, 10}
+    assert all(verified <= wanted for wanted, verified in found["lengths"])
+
+
+def test_costs_are_measured_at_start_without_graphs(
+    tmp_path: Path, expected: dict[str, list[int]]
+) -> None:
+    """Eager, before the first request: memory and costs, with fixed passes memory alone."""
+    told = {"truth": truth(expected)}
+    free, fixed = run(tmp_path, job({"specpv_draft_passes": 0}, **told), job(**told))
+    for found in (free, fixed):
+        assert found["tokens"] == [expected]
+        assert found["start"]["failures"] == found["failures"] == {}, found["latest_failure"]
+        assert found["violations"] == []
+    assert free["start"]["costs"][0] > 0
+    assert free["start"]["cache_written"] == [False]
+    assert free["start"]["tail"] == fixed["start"]["tail"] > 0
+    assert fixed["start"]["costs"] is None
+    assert fixed["start"]["cache_written"] == []
+    check(fixed)
+
+
+def test_what_happens_to_requests(tmp_path: Path, expected: dict[str, list[int]]) -> None:
+    """Preempted, aborted, and again from the prefix cache; a head that is always wrong."""
+    tight = {"num_gpu_blocks_override": 50, "max_model_len": 320}
+    preempted, aborted, again = run(
+        tmp_path,
+        job(start=tight),
+        job({"specpv_max_requests": 2}, aborts={4: "0"}, truth=truth(expected)),
+        job({"specpv_draft_passes": 0}, rounds=2, truth=truth(expected), graphs=[8, 1]),
+    )
+    check(preempted)
+    assert preempted["tokens"] == [expected]
+    assert preempted["preemptions"] > 0
+    check(aborted)
+    cut = aborted["tokens"][0].pop("0")
+    assert cut == expected["0"][: len(cut)]
+    assert len(cut) < MAX_TOKENS
+    assert aborted["tokens"] == [{name: t for name, t in expected.items() if name != "0"}]
+    assert again["tokens"] == [expected, expected]
+    assert again["prefix_hits"] > 0
+    assert again["violations"] == []
+    assert again["cache_written_by_rounds"] == 0
+
+
+def test_failing_passes_leave_the_head_alone(
+    tmp_path: Path, expected: dict[str, list[int]]
+) -> None:
+    greedy_run, sampled = run(
+        tmp_path,
+        job(fault=5),
+        job(
+            fault=5,
+            speculation={"draft_sample_method": "probabilistic"},
+            params={"max_tokens": 8, "temperature": 0.7, "seed": 5},
+        ),
+    )
+    for found in (greedy_run, sampled):
+        assert found["failures"] == {"error": 1}
+        assert found["violations"] == []
+        assert found["cache_written_by_rounds"] == 0
+    assert greedy_run["tokens"] == [expected]
+    assert all(len(tokens) == 8 for tokens in sampled["tokens"][0].values())
+
+
+def test_drafts_at_temperatures_are_drawn_from_their_logits(
+    tmp_path: Path, expected: dict[str, list[int]]
+) -> None:
+    """Every draft is the one its logits and the noise of its place give: what vLLM's sampler is
+    told is what was drawn from. Requests at temperature 0 in the same set-up stay greedy."""
+    sampling = {"draft_sample_method": "probabilistic"}
+    drawn, plain = run(
+        tmp_path,
+        job(
+            speculation=sampling,
+            params={"max_tokens": 12, "temperature": 0.8, "seed": 3},
+            graphs=[6, 1],
+        ),
+        job(speculation=sampling, truth=truth(expected)),
+    )
+    check(drawn)
+    number, right = drawn["drawn"]
+    assert number == right > 60
+    check(plain)
+    assert plain["tokens"] == [expected]
+
+
+def test_nothing_provisional_is_summarised_or_hashed(tmp_path: Path) -> None:
+    """A head that is always wrong. After every round, and in every layer: summaries are those of
+    the keys in the cache, of tokens that full steps have confirmed. What is published for other
+    requests are hashes of such tokens, too."""
+    count = 56
+    # Steps that were under way when a request ended go on beyond its text.
+    told = drive(start(STOCK, speculation=None), prompts(), greedy(count + 24)).tokens
+    (found,) = run(
+        tmp_path,
+        job(
+            {"specpv_n_window_blocks": 1},  # so that what was generated leaves it soon
+            confirmed=truth(told),
+            graphs=[6, 2, 1],
+            arrivals=[0, 0, 0, 1, 2, 5],
+            params={"max_tokens": count},
+        ),
+    )
+    check(found)
+    assert found["tokens"] == [{name: tokens[:count] for name, tokens in told.items()}]
+    seen = found["confirmed"]
+    print(seen)
+    assert seen["problems"] == []
+    assert seen["looks"] > 20
+    assert seen["after_rejections"] > 5
+    assert seen["blocks"] > 5 * seen["looks"]
+    assert seen["generated"] > 0  # blocks that hold tokens of steps with rejections
+    assert seen["published"] > 20
+    assert seen["published_early"] == 0
+    assert seen["hashes"] > seen["hashes_of_prompts"]
+    assert seen["hashes_of_other_tokens"] == 0
+
+
+def test_the_reference_samples_as_vllms_kernels(tmp_path: Path) -> None:
+    (found,) = run(tmp_path, {"kernels": 48})
+    lengths = found.pop("lengths")
+    assert found == {"drawn": 1.0, "logits": True, "verified": 1.0}
+    # Rows whose first draft is rejected, whose drafts are all accepted, and some between.
+    assert {1, 5} < set(lengths)

@@ -1,0 +1,25 @@
+"""Model runner V2 itself in the tests that are always run: one batch, few tokens.
+
+The others are in `test_runner_v2.py`; its docstring says how the runner runs on a CPU.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from test_runner_v2 import check, job, run
+
+from support.engines import STOCK, drive, greedy, start
+from support.small_views import prompts
+
+TOKENS = 10
+
+
+def test_head_and_target_in_turns_write_what_plain_vllm_writes(tmp_path: Path) -> None:
+    texts = prompts()[:2]  # one longer than its view, one shorter
+    plain = drive(start(STOCK, speculation=None), texts, greedy(TOKENS)).tokens
+    truth = [text + plain[str(i)] for i, text in enumerate(texts)]
+    params = {"max_tokens": TOKENS}
+    (found,) = run(tmp_path, job(truth=truth, params=params) | {"prompts": texts})
+    check(found)
+    assert found["tokens"] == [plain]

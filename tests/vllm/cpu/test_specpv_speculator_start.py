@@ -1,0 +1,205 @@
+"""How the speculator of model runner V2 starts, and what it offers: without a GPU."""
+
+from __future__ import annotations
+
+import logging
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from nwor_specpv.vllm.specpv.lengths import Lengths
+from support.speculator_world import (
+    BATCH,
+    LIMIT,
+    MAX_LEN,
+    PAGE,
+    ROWS,
+    World,
+    forward_of_nobody,
+    make,
+    speculator_module,
+)
+
+
+@pytest.mark.parametrize("case", ["alone", "several ranks", "fixed", "short", "lowered"])
+def test_a_start_without_graphs_takes_memory_and_measures(
+    case: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Costs are those of passes as they run; nobody's tail and no slot of the head is written."""
+    world = Unchecked([])
+    spec = make(world, monkeypatch)
+    kinds: list[tuple[str, int]] = []
+    run = spec._run
+    monkeypatch.setattr(
+        spec, "_run", lambda kind, table: (kinds.append((kind, len(table))), run(kind, table))
+    )
+    monkeypatch.setattr(torch.accelerator, "synchronize", lambda: None)
+    spec.lengths._fixed = 3 if case == "fixed" else 0
+    spec.lengths._alone = case != "several ranks"
+    if case == "short":
+        spec.vllm_config.model_config.max_model_len = spec.lengths.shortest
+    if case == "lowered":  # by vLLM, which tells its runner and not us
+        spec.vllm_config.model_config.max_model_len -= 40
+    table = spec.block_tables.input_block_tables[0]
+    saved = table.clone()
+    with caplog.at_level(logging.INFO, "nwor_specpv"):
+        spec.start()
+        costs = spec.lengths.costs
+        spec.start()  # what is there stays
+    assert spec._engine.draft_failures.latest == ""
+    assert spec.lengths.costs is costs
+    assert (costs is not None) == (case in ("alone", "lowered"))
+    assert (spec._rounds is not None) == (case != "short")
+    said = [record.getMessage().split()[1] for record in caplog.records]
+    wanted = [] if case == "short" else ["views"]
+    assert said == wanted + ["measured"] * (costs is not None)
+    if case == "lowered":
+        assert spec._rounds.store.max_tokens == spec.max_model_len == MAX_LEN - 40
+    if costs is not None:
+        assert costs.run(1, 0) > 0
+        assert set(kinds) == {(kind, size) for kind in ("first", "later") for size in (1, 2)}
+    assert torch.equal(table, saved)
+    assert world.tails == {}
+    assert set(world.head_slots) == {-1}
+
+
+class Unchecked(World):
+    """A head and a target that say 0 to everything; what they write is seen as ever."""
+
+    def __call__(self, **told: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        slots = self.context[1]["slot_mapping"]["head.0"].tolist()
+        for token, slot in zip(told["input_ids"].tolist(), slots, strict=True):
+            if slot >= 0:
+                self.head_slots[slot] = token
+        states = torch.zeros(told["input_ids"].shape[0], 1)
+        return states, states
+
+    def forward(self, passed: Any, tokens: Any, positions: Any) -> tuple[torch.Tensor, list[Any]]:
+        self.tails |= {slot: 0 for slot in passed.slots.tolist() if slot >= 0}
+        return forward_of_nobody(passed, tokens, positions)
+
+
+def test_a_start_that_fails_leaves_the_head_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    from nwor_specpv import Metrics
+
+    world = World([])
+    spec = make(world, monkeypatch)
+    spec.lengths._fixed = 0
+
+    def fail(*_: Any) -> Any:
+        raise RuntimeError("injected")
+
+    monkeypatch.setattr(world, "forward", fail, raising=False)
+    monkeypatch.setattr(torch.accelerator, "synchronize", lambda: None)
+    table = spec.block_tables.input_block_tables[0]
+    saved = table.clone()
+    before = Metrics().snapshot()["specpv_draft_failures_total"].get("start", 0)
+    for _ in range(2):  # it is not tried again
+        spec.start()
+    assert Metrics().snapshot()["specpv_draft_failures_total"]["start"] == before + 1
+    assert spec._engine.draft_failures.latest == "RuntimeError: injected"
+    assert spec.lengths.number([10**6]) == ROWS - 1
+    assert spec._rounds is None  # nor is memory held for nobody
+    assert torch.equal(table, saved)
+
+
+def test_graphs_of_both_lengths_are_offered(monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM's own managers: full graphs for few drafts and for whole chains, single rows for the
+    head."""
+    from vllm.config.compilation import CUDAGraphMode
+    from vllm.v1.worker.gpu import cudagraph_utils
+
+    group = SimpleNamespace(is_first_rank=True, is_last_rank=True)
+    monkeypatch.setattr(cudagraph_utils, "get_pp_group", lambda: group)
+    monkeypatch.setattr(cudagraph_utils, "is_breakable_cudagraph_enabled", lambda: False)
+    platform = SimpleNamespace(get_global_graph_pool=lambda: None)
+    monkeypatch.setattr(cudagraph_utils, "current_platform", platform)
+    spec = make(World([]), monkeypatch)
+    speculative = SimpleNamespace(num_speculative_tokens_per_batch_size=None)
+    speculative.uses_dynamic_speculative_decoding = lambda: (
+        speculative.num_speculative_tokens_per_batch_size is not None
+    )
+    spec.speculative_config, spec.num_speculative_steps = speculative, LIMIT
+    spec.vllm_config = SimpleNamespace(
+        speculative_config=speculative,
+        num_speculative_tokens=LIMIT,
+        scheduler_config=SimpleNamespace(max_num_seqs=BATCH),
+        parallel_config=SimpleNamespace(data_parallel_size=1, tensor_parallel_size=1),
+        compilation_config=SimpleNamespace(
+            cudagraph_capture_sizes=[1, 2, 4, 8, 16, 32, 64, 96], max_cudagraph_capture_size=96
+        ),
+    )
+    spec._offer_lengths()
+    assert speculative.uses_dynamic_speculative_decoding()
+    spec.init_cudagraph_manager(CUDAGraphMode.FULL_DECODE_ONLY)
+    assert not speculative.uses_dynamic_speculative_decoding(), "vLLM's scheduler would take it"
+    full = spec.prefill_cudagraph_manager._capture_descs[CUDAGraphMode.FULL]
+    by_rows = {rows: set() for rows in (ROWS, 1 + LIMIT)}
+    for desc in full:
+        by_rows[desc.uniform_token_count].add(desc.num_reqs)
+    assert by_rows[1 + LIMIT] >= {1, 2, 4, 6}
+    assert by_rows[ROWS] >= {1, 2, 4}
+    single = spec.decode_cudagraph_manager._capture_descs[CUDAGraphMode.FULL]
+    assert {desc.uniform_token_count for desc in single} == {1}
+    # Every batch of either kind finds a graph, the smallest that holds it.
+    manager = spec.prefill_cudagraph_manager
+    manager._graphs_captured = True
+    for rows, batches in by_rows.items():
+        for count in range(1, max(batches) + 1):
+            desc = manager.dispatch(count, count * rows, rows, 0)
+            assert desc.cg_mode == CUDAGraphMode.FULL, (rows, count)
+            assert desc.uniform_token_count == rows
+            assert desc.num_reqs == min(n for n in batches if n >= count)
+    assert manager.dispatch(3, 3 * ROWS + 1, None, 0).cg_mode == CUDAGraphMode.NONE
+
+
+@pytest.mark.parametrize("ranges", [None, [(1, 4, LIMIT), (5, BATCH, 2)]])
+def test_ranges_of_the_users_are_refused_and_ours_are_not(
+    ranges: list | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The set-up is judged before ours stand in their place."""
+    from nwor_specpv.config import load_config
+    from nwor_specpv.errors import NworError
+    from nwor_specpv.vllm.specpv import rules
+
+    settings = load_config({"enable_specpv": True, "specpv_rectify": "lossless"})
+    speculative = SimpleNamespace(
+        method="eagle3",
+        model="h",
+        num_speculative_tokens=LIMIT,
+        num_speculative_tokens_per_batch_size=ranges,
+    )
+    config = SimpleNamespace(
+        speculative_config=speculative,
+        model_config=SimpleNamespace(
+            is_multimodal_model=False, uses_mrope=False, max_model_len=32768
+        ),
+        scheduler_config=SimpleNamespace(scheduler_cls=None, async_scheduling=True),
+        cache_config=SimpleNamespace(
+            enable_prefix_caching=False, cache_dtype="auto", block_size=PAGE
+        ),
+        parallel_config=SimpleNamespace(data_parallel_size=1),
+        lora_config=None,
+        use_v2_model_runner=True,
+    )
+
+    def begin(self: Any, vllm_config: Any, _: Any) -> None:
+        self.num_speculative_steps, self.max_num_reqs = LIMIT, BATCH
+        self.speculative_config, self.seeds = vllm_config.speculative_config, torch.zeros(BATCH)
+
+    def engine_of(vllm_config: Any) -> Any:
+        rules.judge(settings, rules.describe(vllm_config), None)
+        return SimpleNamespace(settings=settings, lengths=Lengths(settings, LIMIT, alone=True))
+
+    monkeypatch.setattr(speculator_module().EagleSpeculator, "__init__", begin)
+    monkeypatch.setattr(speculator_module(), "engine_of", engine_of)
+    cpu = torch.device("cpu")
+    if ranges is None:
+        speculator_module().PartialViewSpeculator(config, cpu)
+        assert speculative.num_speculative_tokens_per_batch_size is not None
+        return
+    with pytest.raises(NworError, match="num_speculative_tokens_per_batch_size"):
+        speculator_module().PartialViewSpeculator(config, cpu)
+    assert speculative.num_speculative_tokens_per_batch_size is ranges

@@ -1,0 +1,131 @@
+"""Partial views in the real vLLM on a GPU: what is done before the first request, and what partial
+steps publish. The story model, on both model runners."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from test_cuda import GRAPHS, stories_on_gpu
+from test_cuda_specpv import SCHEDULER, SPECULATION, grown
+
+from nwor_specpv import Metrics
+from nwor_specpv.vllm.specpv.rules import SCHEDULERS
+from support.engines import NGRAM, check_drafting, counted, drive, greedy, own_engine
+from support.engines import stats as own_stats
+from support.heads import story_head
+from support.measurements import watch_measurements
+from support.published import PAGE, published, scheduler_of, watch_requests
+from support.small_views import LENGTHS, SMALL_VIEW, prompts
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+
+MAX_TOKENS = 48
+HALF = {"dtype": "float16"}
+
+
+def choose_runner(monkeypatch: pytest.MonkeyPatch, runner: str) -> None:
+    monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "1" if runner == "v2" else "0")
+
+
+def worker_runner(llm: Any) -> Any:
+    executor = llm.llm_engine.engine_core.engine_core.model_executor
+    return executor.driver_worker.worker.model_runner
+
+
+# ---- mode `lossless`: memory and costs ----
+
+
+@pytest.mark.parametrize("kind", ["v1-eager", "v1-graphs", "v2-eager", "v2-graphs"])
+def test_costs_and_memory_are_there_before_the_first_request(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    from nwor_specpv.vllm.specpv import drafter, speculator
+
+    runner, _, mode = kind.partition("-")
+    choose_runner(monkeypatch, runner)
+    module, name = (speculator, "measure_rounds") if runner == "v2" else (drafter, "measure_passes")
+    before, measured = Metrics().snapshot(), watch_measurements(monkeypatch, module, name)
+    options: dict[str, Any] = {"speculation": SPECULATION}
+    if runner == "v2":
+        head = story_head(tmp_path, torch.float16)
+        options = {"speculation": head, "scheduler_cls": SCHEDULER}
+    options |= GRAPHS if mode == "graphs" else {"enforce_eager": True}
+    nwor = SMALL_VIEW | ({"check_contract": True} if mode == "eager" else {})
+    llm = stories_on_gpu(nwor, **(HALF | options))
+    runs = worker_runner(llm)
+    assert hasattr(runs, "input_batch") is (runner == "v1")
+
+    def state() -> tuple[Any, Any]:
+        """Costs, and the memory of views."""
+        if runner == "v1":
+            return runs.drafter._costs, runs.drafter._store
+        rounds = runs.speculator._rounds
+        return runs.speculator.lengths.costs, rounds.store if rounds is not None else None
+
+    costs, store = state()
+    print(f"{kind}: {costs}")
+    assert costs.run(1, 0) > 0
+    assert costs.base < 1.0  # seconds, of five small layers
+    assert store is not None
+    assert measured == [True]
+    story = drive(llm, prompts(), greedy(MAX_TOKENS))
+    assert all(len(tokens) == MAX_TOKENS for tokens in story.tokens.values())
+    assert state() == (costs, store)  # the first long request measures nothing
+    assert measured == [True]
+    assert own_engine().violations == []
+    assert own_stats()["fallbacks"] == {}
+    check_drafting(before)
+
+
+# ---- mode `refresh` with prefix caching ----
+
+REFRESH = SMALL_VIEW | {"specpv_rectify": "refresh"}
+
+
+@pytest.mark.parametrize("runner", ["v1", "v2"])
+def test_answers_of_partial_steps_are_not_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, runner: str
+) -> None:
+    """Full graphs, requests that are preempted; vLLM schedules V2's steps asynchronously."""
+    choose_runner(monkeypatch, runner)
+    before = Metrics().snapshot()
+    asynchronous = runner == "v2"
+    speculation = NGRAM
+    if runner == "v2":
+        speculation = story_head(tmp_path, torch.float16) | {"num_speculative_tokens": 4}
+    llm = stories_on_gpu(
+        REFRESH,
+        speculation=speculation,
+        scheduler_cls=SCHEDULERS[asynchronous],
+        enable_prefix_caching=True,
+        num_gpu_blocks_override=50,
+        max_model_len=320,
+        **(HALF | GRAPHS),
+    )
+    assert llm.llm_engine.vllm_config.scheduler_config.async_scheduling is asynchronous
+    requests = watch_requests(llm)
+    story = drive(llm, prompts(), greedy(MAX_TOKENS))
+    assert hasattr(own_engine().runner, "input_batch") is (runner == "v1")
+    assert all(len(tokens) == MAX_TOKENS for tokens in story.tokens.values())
+    assert counted(llm, "vllm:num_preemptions") > 0
+    assert own_engine().num_replays > 0
+    partial = grown(before, "specpv_partial_steps_total")
+    full = scheduler_of(llm).full_tokens
+    found, beyond = published(llm, requests, full)
+    # One prompt alone, for which there is room: it stays, and so does nothing of its answer.
+    answer = drive(llm, [prompts()[2]], greedy(MAX_TOKENS)).tokens["0"]
+    again = drive(llm, [prompts()[2]], greedy(4)).cached["0"]
+    longer = prompts()[2] + answer
+    with_answer = drive(llm, [longer], greedy(4)).cached["0"]
+    print(f"{runner}: {partial} partial steps, {beyond} of {found} blocks are of partial steps, "
+          f"{again} tokens of a prompt of {LENGTHS[2]} found again, {with_answer} with its "
+          "answer behind it")  # fmt: skip
+    assert partial > 20
+    assert found > 10
+    assert beyond == 0
+    assert LENGTHS[2] - 3 * PAGE < again < LENGTHS[2]  # with a head a block less
+    assert again <= with_answer <= max(full, LENGTHS[2])
+    assert own_stats()["fallbacks"] == {}
