@@ -135,7 +135,7 @@ def partial_steps(kinds: list[str]) -> float | None:
 
 
 def measure(runner: ModelRunner, batch: int, context: int, arguments: Any) -> dict[str, Any]:
-    config = SpecPVConfig(enable_specpv=True, specpv_rectify=arguments.mode)
+    config = SpecPVConfig(enable_specpv=True, specpv_mode=arguments.mode)
     if arguments.view_blocks:
         config.specpv_n_retrieval_blocks = arguments.view_blocks
     steps = Steps(runner, batch, context, arguments.rows, arguments.accepted)

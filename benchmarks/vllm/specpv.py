@@ -45,7 +45,7 @@ SIDES = {
     "stock": {"enable_nwor": False},
     "refresh": {
         "enable_specpv": True,
-        "specpv_rectify": "refresh",
+        "specpv_mode": "refresh",
         "specpv_selection": "shared",
         "specpv_n_spec_tokens_buf": 64,
         "specpv_full_refresh_interval": 16,

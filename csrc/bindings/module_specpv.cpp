@@ -140,7 +140,7 @@ void BindConfig(py::module_& m) {
       .NWOR_CHOICE(specpv_storage, Storage,
                    "'paged': block lists into the cache; 'compact': contiguous copies.")
       .NWOR_CHOICE(
-          specpv_rectify, Rectify,
+          specpv_mode, SpecPVMode,
           "What a full step does to the tokens of partial ones: 'rectify' recomputes their\n"
           "K/V, 'refresh' leaves it, 'lossless' confirms them before they are emitted.")
       .NWOR_CHOICE(specpv_budget, BudgetRule,

@@ -28,8 +28,9 @@ enum class Selection : uint8_t { kPerHead, kShared };
 inline constexpr std::array<std::string_view, 2> kSelectionNames = {"per_head", "shared"};
 enum class Storage : uint8_t { kPaged, kCompact };
 inline constexpr std::array<std::string_view, 2> kStorageNames = {"paged", "compact"};
-enum class Rectify : uint8_t { kRectify, kRefresh, kLossless };
-inline constexpr std::array<std::string_view, 3> kRectifyNames = {"rectify", "refresh", "lossless"};
+enum class SpecPVMode : uint8_t { kRectify, kRefresh, kLossless };
+inline constexpr std::array<std::string_view, 3> kSpecPVModeNames = {"rectify", "refresh",
+                                                                     "lossless"};
 enum class BudgetRule : uint8_t { kFixed, kAdaptive };
 inline constexpr std::array<std::string_view, 2> kBudgetRuleNames = {"fixed", "adaptive"};
 
@@ -68,7 +69,7 @@ struct NWOR_EXPORT SpecPVConfig {
   GroupReduce specpv_group_reduce = GroupReduce::kMean;
   Selection specpv_selection = Selection::kPerHead;
   Storage specpv_storage = Storage::kPaged;
-  Rectify specpv_rectify = Rectify::kRectify;
+  SpecPVMode specpv_mode = SpecPVMode::kRectify;
   BudgetRule specpv_budget = BudgetRule::kFixed;
   bool specpv_offload = false;  // the full cache lives in host memory; needs compact storage
 

@@ -44,7 +44,7 @@ StepOutcome PartialCache::Finish(const StepDecision& decision, int64_t accepted,
              ", expected F = ", full_len_, ", N = ", committed_len_);
   NWOR_CHECK(decision.num_rows <= max_rows_, "decision: got one of ", decision.num_rows,
              " rows, expected at most ", max_rows_, ", the rows of the largest tree");
-  const bool lossless = config_.specpv_rectify == Rectify::kLossless;
+  const bool lossless = config_.specpv_mode == SpecPVMode::kLossless;
   const bool over_tail = lossless && decision.kind == StepKind::kFullRefresh;
   const int64_t most = decision.num_rows - 1 + (over_tail ? decision.refed_rows : 0);
   NWOR_CHECK(accepted >= 0 && accepted <= most, "accepted: got ", accepted, ", expected 0 to ",
@@ -85,7 +85,7 @@ StepOutcome PartialCache::Finish(const StepDecision& decision, int64_t accepted,
 // Re-fed row i tells what should have followed it: the next token of the tail, for the last one the
 // tree's root. In lossless mode rows are judged until the first that disagrees.
 void PartialCache::CountRefed(const StepDecision& decision, int64_t accepted, int64_t disagreed) {
-  if (config_.specpv_rectify == Rectify::kLossless) {
+  if (config_.specpv_mode == SpecPVMode::kLossless) {
     const int64_t confirmed = std::min(accepted, decision.refed_rows);
     CountDrift(std::min(confirmed + 1, decision.refed_rows), confirmed < decision.refed_rows);
   } else if (disagreed >= 0) {

@@ -42,7 +42,7 @@ StepDecision VerifyPolicy::Decide(const PartialCache& cache, int64_t num_rows) c
   decision.full_len = cache.full_len();
   decision.committed_len = decision.prefix_len = decision.view_tokens = cache.committed_len();
   decision.anchor_len =
-      config_.specpv_rectify == Rectify::kLossless ? cache.full_len() : cache.committed_len();
+      config_.specpv_mode == SpecPVMode::kLossless ? cache.full_len() : cache.committed_len();
   bool active = false;
   decision.trigger = FindTrigger(cache, num_rows, &active);
   if (decision.trigger == FullTrigger::kNone) {
@@ -50,7 +50,7 @@ StepDecision VerifyPolicy::Decide(const PartialCache& cache, int64_t num_rows) c
     decision.view_tokens = cache.view_tokens();
   } else if (active || cache.tail_len() > 0) {
     decision.kind = StepKind::kFullRefresh;
-    if (config_.specpv_rectify != Rectify::kRefresh) {
+    if (config_.specpv_mode != SpecPVMode::kRefresh) {
       decision.prefix_len = cache.full_len();
       decision.refed_rows = cache.tail_len();
     }

@@ -3,9 +3,10 @@
     settings = load_config({"staging_rows": 512}, file="nwor.yaml")
     interceptor = Interceptor(settings.nwor())
 
-A key given in several places counts as said by the first of: the mapping, the environment
-(`NWOR_SPECPV_<KEY>`), the file, the default. Unknown keys, wrong types and values out of range
-raise NworError naming the place, what was got and what was expected.
+The first of these places that has a key decides it: the mapping, the environment, the file, the
+default. The variable of `staging_rows` is `NWOR_SPECPV_STAGING_ROWS`, that of `specpv_mode` is
+`NWOR_SPECPV_MODE`. Unknown keys, wrong types and values out of range raise NworError naming the
+place, what was got and what was expected.
 """
 
 from __future__ import annotations
@@ -92,7 +93,7 @@ class Settings:
     specpv_storage: str = _key(
         "paged", "block lists into the cache, or a copy", choices=("paged", "compact")
     )
-    specpv_rectify: str = _key(
+    specpv_mode: str = _key(
         "rectify",
         "what a full step does to the tokens of partial ones",
         choices=("rectify", "refresh", "lossless"),
@@ -177,9 +178,14 @@ def _checked(mapping: Mapping[str, Any], where: str) -> dict[str, Any]:
     return dict(mapping)
 
 
+def variable_of(key: str) -> str:
+    """The environment variable of a key: `NWOR_SPECPV_MODE` sets `specpv_mode`."""
+    return f"{ENV_PREFIX}{key.removeprefix('specpv_').upper()}"
+
+
 def _read_environment(env: Mapping[str, str]) -> dict[str, Any]:
     values = {}
-    names = {f"{ENV_PREFIX}{key.upper()}": key for key in _FIELDS}
+    names = {variable_of(key): key for key in _FIELDS}
     for variable, text in env.items():
         if not variable.startswith(ENV_PREFIX):
             continue

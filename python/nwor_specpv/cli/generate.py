@@ -42,7 +42,7 @@ def view_config(mode: str, view_tokens: int, tail_tokens: int | None = None) -> 
         raise NworError(f"--view-tokens: got {view_tokens}, expected {least} or more")
     return SpecPVConfig(
         enable_specpv=True,
-        specpv_rectify=mode,
+        specpv_mode=mode,
         specpv_block_size=_BLOCK,
         specpv_n_sink_blocks=_SINK,
         specpv_n_window_blocks=_WINDOW,

@@ -217,7 +217,7 @@ def _describe_drift(counts: dict[str, int]) -> str:
     if counts["lossy_engines"]:
         text += f"NOT lossless: {counts['lossy_engines']} engines or generators are not"
     else:
-        text += "NOT lossless unless specpv_rectify is lossless"
+        text += "NOT lossless unless specpv_mode is lossless"
     if counts["probed_rows"]:
         text += f", {counts['deviating_rows']} of {counts['probed_rows']} probed rows deviate"
     if counts["rechecked_tokens"]:

@@ -50,7 +50,7 @@ class Decoding:
         self._layers = drafter.feature_layers if drafter is not None else ()
         self._partial = specpv[1] if specpv else None
         self._policy = VerifyPolicy(specpv[0]) if specpv else None
-        self._lossless = bool(specpv) and specpv[0].specpv_rectify == "lossless"
+        self._lossless = bool(specpv) and specpv[0].specpv_mode == "lossless"
         self._pacer = pacer
         self._switching = False
         self._places = 0

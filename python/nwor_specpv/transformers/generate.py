@@ -130,7 +130,7 @@ class Generator:
         self.tokenizer = tokenizer
         self._specpv = specpv if specpv is not None and specpv.enable_specpv else None
         self._check_specpv(page_size)
-        lossy = self._specpv is not None and self._specpv.specpv_rectify != "lossless"
+        lossy = self._specpv is not None and self._specpv.specpv_mode != "lossless"
         self._lossy = _C.LossyEngine() if lossy else None  # counted by `specpv_lossy_engines`
         self._drafter = make_drafter(drafter, self._runner, draft_model)
         self._prefill_rows, self._pace = prefill_rows, pace
@@ -487,7 +487,7 @@ class Generator:
     def _pacer(self, requests: list[Request], sampling: Sampling) -> Pacer | None:
         """What was learnt about views over contexts of such lengths."""
         config = self._specpv
-        if config is None or config.specpv_rectify != "lossless":
+        if config is None or config.specpv_mode != "lossless":
             return None
         if not (self._pace and sampling.greedy):
             return None

@@ -53,7 +53,7 @@ class Engine:
         self.off = self._judge()
         if self.settings.enable_specpv:
             long_context.judge(self.settings, long_context.describe(vllm_config), self.off)
-        mode = self.settings.specpv_rectify if self.settings.enable_specpv else None
+        mode = self.settings.specpv_mode if self.settings.enable_specpv else None
         self.lossless = mode == long_context.LOSSLESS  # drafts come from views
         if self.lossless:
             self._hook(runner_hooks.install_start(vllm_config.parallel_config.worker_cls))
@@ -102,7 +102,7 @@ class Engine:
 
     def _make_refresh(self, vllm_config: Any) -> Refresh | None:
         """Mode `refresh`, if it was asked for."""
-        if not self.settings.enable_specpv or self.settings.specpv_rectify != long_context.REFRESH:
+        if not self.settings.enable_specpv or self.settings.specpv_mode != long_context.REFRESH:
             return None
         if vllm_config.use_v2_model_runner:
             self._hook(runner_hooks.install_names())

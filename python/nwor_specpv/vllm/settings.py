@@ -8,11 +8,11 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
-from nwor_specpv.config import ENV_PREFIX, Settings, load_config
+from nwor_specpv.config import Settings, load_config, variable_of
 from nwor_specpv.errors import NworError
 
 KEY = "nwor_specpv"
-_RECTIFY = "specpv_rectify"
+_MODE = "specpv_mode"
 
 
 def read_settings(additional_config: Any, env: Mapping[str, str] = os.environ) -> Settings:
@@ -28,10 +28,10 @@ def read_settings(additional_config: Any, env: Mapping[str, str] = os.environ) -
 
 
 def _load(mapping: Any, env: Mapping[str, str]) -> Settings:
-    """As `load_config` has it, but where nobody said how to rectify it is lossless: vLLM feeds no
-    token twice, so the paper's way is not to be had there."""
+    """As `load_config`, but the default mode is `lossless`: vLLM feeds no token twice, so mode
+    `rectify` cannot run there."""
     settings = load_config(mapping, env=env)
-    said = isinstance(mapping, Mapping) and _RECTIFY in mapping
-    if said or f"{ENV_PREFIX}{_RECTIFY.upper()}" in env:
+    said = isinstance(mapping, Mapping) and _MODE in mapping
+    if said or variable_of(_MODE) in env:
         return settings
-    return dataclasses.replace(settings, specpv_rectify="lossless")
+    return dataclasses.replace(settings, specpv_mode="lossless")

@@ -158,7 +158,7 @@ def test_status_says_that_partial_steps_are_not_lossless(served_text: list[str])
     assert report["partial_steps"]["partial_steps"] == 42
     assert report["partial_steps"]["deviating_rows"] == 3
     told = status.describe(report)
-    assert "42, NOT lossless unless specpv_rectify is lossless, 3 of 20 probed rows deviate" in told
+    assert "42, NOT lossless unless specpv_mode is lossless, 3 of 20 probed rows deviate" in told
 
 
 def test_status_finds_the_server_by_its_settings(

@@ -38,7 +38,7 @@ OTHER = {
     "specpv_group_reduce": "max",
     "specpv_selection": "shared",
     "specpv_storage": "compact",
-    "specpv_rectify": "lossless",
+    "specpv_mode": "lossless",
     "specpv_budget": "adaptive",
     "specpv_offload": True,
     "specpv_draft_passes": 3,

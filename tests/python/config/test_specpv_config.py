@@ -80,7 +80,7 @@ def test_all_sources_give_the_same_configuration(tmp_path: Path) -> None:
 
 
 WRONG: list[tuple[dict[str, Any], str]] = [
-    ({"specpv_rectify": "exact"}, "specpv_rectify: got 'exact'"),
+    ({"specpv_mode": "exact"}, "specpv_mode: got 'exact'"),
     ({"specpv_block_size": 0}, "specpv_block_size: got 0"),
     ({"specpv_n_window_blocks": -1}, "specpv_n_window_blocks: got -1"),
     ({"specpv_selector": 3}, "specpv_selector: got 3"),

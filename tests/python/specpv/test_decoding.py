@@ -57,7 +57,7 @@ def tokens_in_cache(host: Host, request: Request, count: int) -> tuple[torch.Ten
 
 def test_lossless_equals_plain_decoding() -> None:
     rng = seeded()
-    host = start(rng, configured(rng, specpv_rectify="lossless"))
+    host = start(rng, configured(rng, specpv_mode="lossless"))
     plain = [decode_plainly(host.w, r.tokens, 24) for r in host.requests]
     assert host.decode(24, rng) == plain
     assert host.kinds["partial"] > 0
@@ -69,7 +69,7 @@ def test_partial_attention_alone_would_not_be_lossless() -> None:
     rng = random.Random(3)
     for seed in range(20):
         torch.manual_seed(seed)
-        host = start(rng, configured(rng, specpv_rectify="rectify", specpv_selector="sliding"))
+        host = start(rng, configured(rng, specpv_mode="rectify", specpv_selector="sliding"))
         plain = [decode_plainly(host.w, r.tokens, 24) for r in host.requests]
         if host.decode(24, rng) != plain:
             return
@@ -79,7 +79,7 @@ def test_partial_attention_alone_would_not_be_lossless() -> None:
 @pytest.mark.parametrize("mode", ["rectify", "lossless"])
 def test_after_a_full_refresh_the_cache_is_that_of_a_plain_pass(mode: str) -> None:
     rng = seeded()
-    host = start(rng, configured(rng, specpv_rectify=mode))
+    host = start(rng, configured(rng, specpv_mode=mode))
     checked = 0
 
     def check(host: Host, request: Request) -> None:
@@ -100,7 +100,7 @@ def test_after_a_full_refresh_the_cache_is_that_of_a_plain_pass(mode: str) -> No
 
 def test_the_refresh_mode_keeps_the_tail_as_it_was_computed() -> None:
     rng = seeded()
-    host = start(rng, configured(rng, specpv_rectify="refresh", specpv_selector="streaming"))
+    host = start(rng, configured(rng, specpv_mode="refresh", specpv_selector="streaming"))
     kept: dict[int, tuple] = {}
 
     def check(host: Host, request: Request) -> None:

@@ -43,7 +43,7 @@ def counted(trigger: str) -> int:
 
 
 def lossless(rng: random.Random, **values: object) -> SpecPVConfig:
-    fixed = {"specpv_rectify": "lossless", "specpv_selector": "specpv"}
+    fixed = {"specpv_mode": "lossless", "specpv_selector": "specpv"}
     return configured(rng, **(fixed | values))
 
 

@@ -111,7 +111,7 @@ def make(rng: random.Random) -> tuple[Model, SpecPVConfig, int, int]:
         specpv_n_spec_tokens_buf=slack,
         specpv_partial_threshold=model.threshold,
         specpv_full_refresh_interval=model.interval,
-        specpv_rectify=model.mode,
+        specpv_mode=model.mode,
     )
     prompt = rng.randrange(0, 80)
     model.verified = [0] * prompt

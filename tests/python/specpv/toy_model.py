@@ -215,7 +215,7 @@ class Host:
         self.store.refresh_layer(layer, *given)
 
     def accept(self, chosen: list[int], starts: list[int], staging: torch.Tensor) -> None:
-        lossless = self.config.specpv_rectify == "lossless"
+        lossless = self.config.specpv_mode == "lossless"
         paths, slots, counts, outcomes, roots = [], [], [], [], []
         for request, first in zip(self.requests, starts, strict=False):
             decision = request.decision

@@ -89,7 +89,7 @@ def short_tails() -> SpecPVConfig:
     """Lossless, from the first tokens on: a view of one block."""
     return SpecPVConfig(
         enable_specpv=True,
-        specpv_rectify="lossless",
+        specpv_mode="lossless",
         specpv_block_size=2,
         specpv_n_sink_blocks=0,
         specpv_n_retrieval_blocks=0,
@@ -179,7 +179,7 @@ def test_longer_texts_are_distributed_as_the_model_says() -> None:
 def lossless(tail: int) -> SpecPVConfig:
     return SpecPVConfig(
         enable_specpv=True,
-        specpv_rectify="lossless",
+        specpv_mode="lossless",
         specpv_block_size=8,
         specpv_n_sink_blocks=1,
         specpv_n_retrieval_blocks=15,

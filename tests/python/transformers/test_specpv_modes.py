@@ -22,7 +22,7 @@ TREE = TreeConfig(rows=8, depth=4, top_k=2)
 def configured(mode: str, **values: object) -> SpecPVConfig:
     sizes = {
         "enable_specpv": True,
-        "specpv_rectify": mode,
+        "specpv_mode": mode,
         "specpv_block_size": 8,
         "specpv_n_sink_blocks": 1,
         "specpv_n_retrieval_blocks": 4,

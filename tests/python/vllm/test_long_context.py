@@ -192,8 +192,8 @@ def test_running_means_forget() -> None:
 GOOD = LongContext(
     drafter="custom_class", drafter_class=DRAFTER, num_drafts=16, max_model_len=32768
 )
-LOSSLESS = {"enable_specpv": True, "specpv_rectify": "lossless"}
-REFRESH = {"enable_specpv": True, "specpv_rectify": "refresh"}
+LOSSLESS = {"enable_specpv": True, "specpv_mode": "lossless"}
+REFRESH = {"enable_specpv": True, "specpv_mode": "refresh"}
 CACHED = {"prefix_caching": True, "drafter_class": "e"}
 HEAD = {"drafter": "eagle3", "drafter_class": "h", "runner_v2": True, "async_scheduling": True}
 
@@ -237,7 +237,7 @@ def test_a_good_set_up_is_let_in() -> None:
         (LOSSLESS, {"max_model_len": 4096}, "view of 4256 tokens", "a smaller view"),
         (LOSSLESS | {"specpv_storage": "compact"}, {}, "compact", "'paged'"),
         (LOSSLESS | {"specpv_budget": "adaptive"}, {}, "adaptive", "'fixed'"),
-        (LOSSLESS | {"specpv_rectify": "rectify"}, {}, "no token twice", "'lossless'"),
+        (LOSSLESS | {"specpv_mode": "rectify"}, {}, "no token twice", "'lossless'"),
         (REFRESH, CACHED, "prefix caching", "--no-enable"),
         (REFRESH, CACHED, "published to other requests", SCHEDULERS[False]),
         (REFRESH, CACHED | {"async_scheduling": True}, "to other requests", SCHEDULERS[True]),
@@ -310,9 +310,9 @@ def test_staging_that_is_off_is_a_reason() -> None:
 
 
 def test_lossless_unless_told_otherwise() -> None:
-    assert read_settings({"nwor_specpv": {"enable_specpv": True}}, {}).specpv_rectify == "lossless"
-    assert read_settings(None, {}).specpv_rectify == "lossless"
-    told = {"nwor_specpv": {"specpv_rectify": "refresh"}}
-    assert read_settings(told, {}).specpv_rectify == "refresh"
-    env = {"NWOR_SPECPV_SPECPV_RECTIFY": "rectify"}
-    assert read_settings({"nwor_specpv": {}}, env).specpv_rectify == "rectify"
+    assert read_settings({"nwor_specpv": {"enable_specpv": True}}, {}).specpv_mode == "lossless"
+    assert read_settings(None, {}).specpv_mode == "lossless"
+    told = {"nwor_specpv": {"specpv_mode": "refresh"}}
+    assert read_settings(told, {}).specpv_mode == "refresh"
+    env = {"NWOR_SPECPV_MODE": "rectify"}
+    assert read_settings({"nwor_specpv": {}}, env).specpv_mode == "rectify"

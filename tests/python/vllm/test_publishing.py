@@ -11,7 +11,7 @@ import pytest
 from nwor_specpv.errors import NworError
 from nwor_specpv.vllm.specpv.publishing import CapsPublished
 
-REFRESH = {"enable_specpv": True, "specpv_rectify": "refresh", "specpv_partial_threshold": 5000}
+REFRESH = {"enable_specpv": True, "specpv_mode": "refresh", "specpv_partial_threshold": 5000}
 
 
 class Coordinator:

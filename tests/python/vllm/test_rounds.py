@@ -127,7 +127,7 @@ def make_rounds(
 ) -> Rounds:
     config = SpecPVConfig(
         enable_specpv=True,
-        specpv_rectify="lossless",
+        specpv_mode="lossless",
         specpv_n_sink_blocks=1,
         specpv_n_retrieval_blocks=1,
         specpv_n_window_blocks=1,
@@ -362,7 +362,7 @@ def test_a_row_too_many_is_found() -> None:
 def fake_settings(**keys: Any) -> Any:
     from nwor_specpv.config import load_config
 
-    return load_config({"enable_specpv": True, "specpv_rectify": "lossless"} | keys)
+    return load_config({"enable_specpv": True, "specpv_mode": "lossless"} | keys)
 
 
 def test_lengths_follow_batch_times_context_without_costs() -> None:

@@ -36,7 +36,7 @@ def config(**keys: Any) -> SpecPVConfig:
     return SpecPVConfig(
         **{
             "enable_specpv": True,
-            "specpv_rectify": "lossless",
+            "specpv_mode": "lossless",
             "specpv_block_size": BLOCK,
             "specpv_n_sink_blocks": SINK,
             "specpv_n_retrieval_blocks": CHOSEN,
@@ -297,7 +297,7 @@ def test_steps_without_a_choice_are_told_less() -> None:
 
 
 def refresh_views(engine: Engine) -> RefreshViews:
-    keys = {"specpv_rectify": "refresh", "specpv_n_spec_tokens_buf": 8}
+    keys = {"specpv_mode": "refresh", "specpv_n_spec_tokens_buf": 8}
     settings = SimpleNamespace(
         specpv=lambda: config(**keys),
         specpv_max_requests=2,

@@ -270,7 +270,7 @@ def test_heads_see_as_much_as_a_view_holds(tmp_path: Path, mode: str) -> None:
     """In mode refresh; the target's layers, whose metadata they share, are left alone."""
     model = {"model": str(stories(64)), "skip_tokenizer_init": True, "enable_prefix_caching": False}
     head = story_head(tmp_path, torch.float32)
-    nwor = SMALL_VIEW | {"specpv_rectify": "refresh"} if mode == "refresh" else STAGED
+    nwor = SMALL_VIEW | {"specpv_mode": "refresh"} if mode == "refresh" else STAGED
     with flash_attention(plugin.CUDA_BACKEND) as calls:
         llm = start(nwor, speculation=head, **model)
         drive(llm, prompts(), greedy(24), arrivals=[0, 0, 3, 3, 9, 12])
@@ -557,7 +557,7 @@ def test_requests_behind_keep_their_views_and_are_counted(monkeypatch: pytest.Mo
     model = {"model": str(stories(64)), "skip_tokenizer_init": True, "enable_prefix_caching": False}
     before = Metrics().snapshot()
     with flash_attention(plugin.CUDA_BACKEND):
-        llm = start(SMALL_VIEW | {"specpv_rectify": "refresh"}, max_num_batched_tokens=96, **model)
+        llm = start(SMALL_VIEW | {"specpv_mode": "refresh"}, max_num_batched_tokens=96, **model)
         drive(llm, prompts(), greedy(48), arrivals=[0, 0, 3, 9, 9, 20])
         views = own_engine().refresh.views
         drive(llm, [[1, 5]], greedy(1))  # nobody has drafts

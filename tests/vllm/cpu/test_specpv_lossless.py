@@ -533,7 +533,7 @@ def test_a_target_with_another_attention_stops_the_start() -> None:
         ({"enable_specpv": False}, SPECULATION, "got enable_specpv false"),
         ({}, {"method": "ngram", "num_speculative_tokens": 4}, "custom_class.*PartialViewDrafter"),
         ({"specpv_n_retrieval_blocks": 512}, SPECULATION, "view of 8240 tokens.*smaller view"),
-        ({"specpv_rectify": "rectify"}, SPECULATION, "feeds no token twice; use 'lossless'"),
+        ({"specpv_mode": "rectify"}, SPECULATION, "feeds no token twice; use 'lossless'"),
         ({"specpv_bloc_size": 8}, SPECULATION, "nearest is 'specpv_block_size'"),
     ],
     ids=["not enabled", "another drafter", "budget", "rectify", "unknown key"],

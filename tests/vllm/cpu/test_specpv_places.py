@@ -40,7 +40,7 @@ def test_the_name_is_replaced_once_and_only_for_us(monkeypatch: pytest.MonkeyPat
         )
 
     assert speculators.wanted(config("eagle3", enable_specpv=True))
-    assert not speculators.wanted(config("eagle3", enable_specpv=True, specpv_rectify="refresh"))
+    assert not speculators.wanted(config("eagle3", enable_specpv=True, specpv_mode="refresh"))
     assert not speculators.wanted(config("mtp", enable_specpv=True))
     assert not speculators.wanted(config("eagle3"))
     assert not speculators.wanted(config(None, enable_specpv=True))
@@ -164,7 +164,7 @@ def test_without_asynchronous_scheduling_only_drafts_that_were_made_are_verified
         (None, 0, {"enable_specpv": False}),
         ("eagle3", 16, {"enable_specpv": False}),
         ("eagle3", 16, {"enable_nwor": False}),
-        ("eagle3", 16, {"specpv_rectify": "refresh"}),
+        ("eagle3", 16, {"specpv_mode": "refresh"}),
         ("mtp", 16, {}),
     ],
 )

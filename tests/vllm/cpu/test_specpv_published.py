@@ -17,7 +17,7 @@ from support.engines import stats as own_stats
 from support.published import PAGE, published, scheduler_of, watch_requests
 from support.small_views import LENGTHS, SMALL_VIEW, cover_all, prompts
 
-VIEW = SMALL_VIEW | {"specpv_rectify": "refresh", "check_contract": True}
+VIEW = SMALL_VIEW | {"specpv_mode": "refresh", "check_contract": True}
 VIEW_TOKENS = 96
 MAX_TOKENS = 48
 

@@ -15,7 +15,7 @@ from support.engines import STOCK, counted, drive, greedy, own_engine, start, st
 from support.engines import stats as own_stats
 from support.small_views import LENGTHS, SMALL_VIEW, cover_all, prompts
 
-VIEW = SMALL_VIEW | {"specpv_rectify": "refresh", "check_contract": True}
+VIEW = SMALL_VIEW | {"specpv_mode": "refresh", "check_contract": True}
 MAX_TOKENS = 48
 
 

@@ -164,7 +164,7 @@ def test_ranges_of_the_users_are_refused_and_ours_are_not(
     from nwor_specpv.errors import NworError
     from nwor_specpv.vllm.specpv import rules
 
-    settings = load_config({"enable_specpv": True, "specpv_rectify": "lossless"})
+    settings = load_config({"enable_specpv": True, "specpv_mode": "lossless"})
     speculative = SimpleNamespace(
         method="eagle3",
         model="h",

@@ -173,7 +173,7 @@ def check_stop_strings(llm: Any, texts: list[str], outputs: list[Any]) -> None:
 
 REFRESH = {
     "enable_specpv": True,
-    "specpv_rectify": "refresh",
+    "specpv_mode": "refresh",
     "specpv_n_sink_blocks": 1,
     "specpv_n_retrieval_blocks": 8,
     "specpv_n_window_blocks": 4,
@@ -209,7 +209,7 @@ def test_refresh_where_vllm_finds_the_size_of_its_caches(tmp_path: Path) -> None
     In a process of its own: what engines before it have left is freed while vLLM measures, which
     it does not allow. Nobody else may use the GPU meanwhile.
     """
-    nwor = SMALL_VIEW | {"specpv_rectify": "refresh"}
+    nwor = SMALL_VIEW | {"specpv_mode": "refresh"}
     options = {"model": str(stories(64)), "skip_tokenizer_init": True, "speculation": NGRAM}
     options |= {"kv_cache_memory_bytes": None, "gpu_memory_utilization": 0.1}
     options |= {"dtype": "bfloat16", "attention_backend": "CUSTOM", "enable_prefix_caching": False}

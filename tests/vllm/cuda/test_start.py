@@ -82,7 +82,7 @@ def test_costs_and_memory_are_there_before_the_first_request(
 
 # ---- mode `refresh` with prefix caching ----
 
-REFRESH = SMALL_VIEW | {"specpv_rectify": "refresh"}
+REFRESH = SMALL_VIEW | {"specpv_mode": "refresh"}
 
 
 @pytest.mark.parametrize("runner", ["v1", "v2"])

@@ -87,7 +87,7 @@ def wanted(vllm_config: Any) -> bool:
     return (
         settings.enable_specpv
         and settings.enable_nwor
-        and settings.specpv_rectify == "lossless"
+        and settings.specpv_mode == "lossless"
         and speculative is not None
         and speculative.method in ("eagle", "eagle3")
     )

@@ -45,7 +45,7 @@ class CapsPublished:
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         settings = read_settings(self.vllm_config.additional_config)
-        refreshes = settings.enable_specpv and settings.specpv_rectify == "refresh"
+        refreshes = settings.enable_specpv and settings.specpv_mode == "refresh"
         if not refreshes or not self.kv_cache_manager.enable_caching:
             logger.warning(
                 "nwor_specpv: %s caps nothing: it is for mode 'refresh' with prefix caching",

@@ -110,12 +110,12 @@ def judge_layers(layers: Mapping[str, Any]) -> None:
 
 
 def _refusals(settings: Settings, setup: LongContext, staging_off: str | None) -> Iterator[Refusal]:
-    mode, ours = settings.specpv_rectify, setup.drafter_class == DRAFTER
+    mode, ours = settings.specpv_mode, setup.drafter_class == DRAFTER
     if staging_off is not None:
         yield Refusal(f"staging is off ({staging_off})", "mend that, or drop enable_specpv")
     if mode not in (LOSSLESS, REFRESH):
         yield Refusal(
-            f"specpv_rectify {mode!r}: vLLM feeds no token twice",
+            f"specpv_mode {mode!r}: vLLM feeds no token twice",
             f"use {LOSSLESS!r} (the output of full attention) or {REFRESH!r} (not lossless)",
         )
     if settings.specpv_storage != "paged" or settings.specpv_offload:
@@ -138,7 +138,7 @@ def _refusals(settings: Settings, setup: LongContext, staging_off: str | None) -
     elif mode == REFRESH and ours:
         yield Refusal(
             f"the drafter {DRAFTER} in mode {mode!r}: it drafts for full steps",
-            f"use specpv_rectify {LOSSLESS!r}, or another drafter",
+            f"use specpv_mode {LOSSLESS!r}, or another drafter",
         )
     elif mode == REFRESH and setup.prefix_caching:
         yield from _published(setup)
