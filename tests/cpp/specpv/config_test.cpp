@@ -76,7 +76,8 @@ TEST(SpecPVConfig, AdaptiveBudgetFollowsItsRule) {
 }
 
 TEST(SpecPVConfig, ChoicesAreParsedAndNamed) {
-  EXPECT_EQ(ParseChoice<Rectify>("specpv_mode", "lossless", kSpecPVModeNames), SpecPVMode::kLossless);
+  EXPECT_EQ(ParseChoice<SpecPVMode>("specpv_mode", "lossless", kSpecPVModeNames),
+            SpecPVMode::kLossless);
   EXPECT_EQ(MessageOf([] { ParseChoice<Storage>("specpv_storage", "paper", kStorageNames); }),
             "specpv_storage: got 'paper', expected one of 'paged', 'compact'");
   SpecPVConfig config;
