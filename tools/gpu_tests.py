@@ -33,7 +33,7 @@ from typing import IO
 ROOT = Path(__file__).resolve().parent.parent
 SANITIZERS = ("memcheck", "racecheck", "synccheck")
 DEFAULT_PATHS = [f"tests/python/{name}" for name in ("attention", "kv_interceptor", "specpv",
-                 "tree", "decoder", "generate")]  # fmt: skip
+                 "tree", "decoder", "transformers")]  # fmt: skip
 DEFAULT_TESTS = "cuda or graph or captured or kernels or torch_ops"
 # torch's caching would hide accesses beyond a tensor, but graphs cannot be captured without it.
 _CAPTURES = re.compile(r"graph|captur|bench")
