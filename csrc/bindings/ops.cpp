@@ -40,29 +40,16 @@ void CommitOp(const at::Tensor& staged_key, const at::Tensor& staged_value,
               const std::optional<at::Tensor>& parents,
               const std::optional<std::vector<at::Tensor>>& k_scales,
               const std::optional<std::vector<at::Tensor>>& v_scales,
-              const std::optional<at::Tensor>& kmax, const std::optional<at::Tensor>& kmin,
-              const std::optional<at::Tensor>& block_table,
-              const std::optional<at::Tensor>& full_lens,
-              const std::optional<at::Tensor>& cached_lens,
-              const std::optional<at::Tensor>& summary_rows, int64_t block_size,
-              int64_t start_token, const OptionalTensor& tail_keys,
-              const OptionalTensor& tail_values, const OptionalTensor& tail_begin,
-              const OptionalTensor& root_slots, const OptionalTensor& tail_held) {
+              const OptionalTensor& tail_keys, const OptionalTensor& tail_values,
+              const OptionalTensor& tail_begin, const OptionalTensor& root_slots,
+              const OptionalTensor& tail_held) {
   const at::Tensor none;
-  const SummaryTensors summaries{kmax.value_or(none),
-                                 kmin.value_or(none),
-                                 block_table.value_or(none),
-                                 full_lens.value_or(none),
-                                 cached_lens.value_or(none),
-                                 summary_rows,
-                                 block_size,
-                                 start_token};
   const TailTensors tail{tail_keys.value_or(none), tail_values.value_or(none),
                          tail_begin.value_or(none), root_slots, tail_held};
   WithTorchErrors([&] {
     CommitStaged(staged_key, staged_value, key_caches, value_caches, path, counts, slots, status,
                  parents, k_scales.value_or(std::vector<at::Tensor>{}),
-                 v_scales.value_or(std::vector<at::Tensor>{}), summaries, tail);
+                 v_scales.value_or(std::vector<at::Tensor>{}), tail);
   });
 }
 
@@ -366,11 +353,8 @@ TORCH_LIBRARY(nwor_specpv, library) {
       "commit(Tensor staged_key, Tensor staged_value, Tensor(a!)[] key_caches, "
       "Tensor(b!)[] value_caches, Tensor path, Tensor counts, Tensor slots, Tensor(c!) status, "
       "Tensor? parents=None, Tensor[]? k_scales=None, Tensor[]? v_scales=None, *, "
-      "Tensor(d!)? kmax=None, Tensor(e!)? kmin=None, Tensor? block_table=None, "
-      "Tensor? full_lens=None, Tensor? cached_lens=None, Tensor? summary_rows=None, "
-      "int block_size=0, int start_token=0, Tensor(f!)? tail_keys=None, "
-      "Tensor(g!)? tail_values=None, Tensor? tail_begin=None, Tensor? root_slots=None, "
-      "Tensor(h!)? tail_held=None) -> ()");
+      "Tensor(d!)? tail_keys=None, Tensor(e!)? tail_values=None, Tensor? tail_begin=None, "
+      "Tensor? root_slots=None, Tensor(f!)? tail_held=None) -> ()");
   nwor::RegisterDecoderSchemas(library);
   nwor::RegisterAttentionSchemas(library);
   nwor::RegisterTreeSchemas(library);

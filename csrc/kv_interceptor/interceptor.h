@@ -12,7 +12,6 @@
 #include "base/bypass_reason.h"
 #include "base/export.h"
 #include "kv_interceptor/commit/commit.h"
-#include "kv_interceptor/commit/summary_tensors.h"
 #include "kv_interceptor/commit/tail_tensors.h"
 #include "kv_interceptor/layer_table.h"
 #include "kv_interceptor/round_books.h"
@@ -108,7 +107,6 @@ struct CommitCall {
   const std::vector<at::Tensor>& slots;
   RowSpace rows;
   bool last;
-  const SummaryTensors& summaries;
   const TailTensors& tail;
 };
 
@@ -175,16 +173,14 @@ class NWOR_EXPORT Interceptor {
   // -1 padded; counts: int32 [B]; slots: int64 [B, depth] destinations, one tensor per group in
   // ascending group order, or none: each row goes to the slot it was written with. With last =
   // false the round stays open for the next consecutive chunk.
-  // summaries: block summaries that the same launch brings up to date, their layers those that
-  // staged in this round, in the order they were bound; one cache group only. tail: compact views
-  // that it feeds, likewise; of a later chunk `begin` counts the rows of those before, without
-  // root. A block of summaries that has no page in the cache is left out. On the CPU a wrong path,
-  // count or slot throws before anything is written; on CUDA the receipt's status says it and
-  // nothing is written. A view without room for the rows is in the status on either.
+  // tail: compact views that the same launch feeds, their layers those that staged in this round,
+  // in the order they were bound; one cache group only. In a later chunk `begin` counts the rows of
+  // the earlier chunks, and there is no root. On the CPU a wrong path, count or slot throws before
+  // anything is written; on CUDA the receipt's status says it and nothing is written. A view
+  // without room for the rows is in the status on either.
   Receipt Commit(const at::Tensor& path, const at::Tensor& counts,
                  const std::vector<at::Tensor>& slots = {}, RowSpace rows = RowSpace::kBatch,
-                 bool last = true, const SummaryTensors& summaries = {},
-                 const TailTensors& tail = {});
+                 bool last = true, const TailTensors& tail = {});
 
   // Ends the round without writing; its drafts count as rejected. REQUIRES: a round is open.
   void Abort();

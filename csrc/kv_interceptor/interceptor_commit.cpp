@@ -51,10 +51,10 @@ int64_t Receipt::committed_tokens() const {
 
 Receipt Interceptor::Commit(const at::Tensor& path, const at::Tensor& counts,
                             const std::vector<at::Tensor>& slots, RowSpace rows, bool last,
-                            const SummaryTensors& summaries, const TailTensors& tail) {
+                            const TailTensors& tail) {
   impl_->owes_answer = !impl_->config.agreement_group.empty();
   try {
-    return impl_->Commit({path, counts, slots, rows, last, summaries, tail});
+    return impl_->Commit({path, counts, slots, rows, last, tail});
   } catch (...) {
     impl_->Refuse();
     throw;
@@ -166,8 +166,6 @@ void Interceptor::Impl::CommitStaged(const CommitCall& call, Receipt* receipt) {
   const bool incomplete = FindIncomplete(&detail);
   CommitParams params = DescribeCommit(call, receipt->status);
   if (!incomplete) {
-    params.summaries =
-        DescribeSummaries(call.summaries, params, rows.num_requests(), table.device());
     params.tail = DescribeTail(call.tail, params, rows.num_requests(), table.device());
   }
   CommitVerdict found;
@@ -320,8 +318,7 @@ void Interceptor::Impl::CloseRound(bool aborted) {
     const at::Tensor no_slots = at::zeros({1, 1}, at::dtype(at::kLong).device(table.device()));
     at::Tensor status = at::zeros({kNumStatusWords}, no_slots.options());
     const std::vector<at::Tensor> slots(table.num_staging_groups(), no_slots);
-    CommitParams params =
-        DescribeCommit({none, none, slots, RowSpace::kBatch, true, {}, {}}, status);
+    CommitParams params = DescribeCommit({none, none, slots, RowSpace::kBatch, true, {}}, status);
     params.num_requests = 0;
     CommitOnCuda(params, /*last=*/true);
   }

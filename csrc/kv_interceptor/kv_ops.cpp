@@ -114,8 +114,7 @@ void CommitStaged(const at::Tensor& staged_key, const at::Tensor& staged_value,
                   const std::vector<at::Tensor>& value_caches, const at::Tensor& path,
                   const at::Tensor& counts, const at::Tensor& slots, at::Tensor status,
                   const std::optional<at::Tensor>& parents, const std::vector<at::Tensor>& k_scales,
-                  const std::vector<at::Tensor>& v_scales, const SummaryTensors& summaries,
-                  const TailTensors& tail) {
+                  const std::vector<at::Tensor>& v_scales, const TailTensors& tail) {
   const auto num_layers = static_cast<int64_t>(key_caches.size());
   NWOR_CHECK(num_layers >= 1 && num_layers <= kMaxCommitLayers, "key_caches: got ", num_layers,
              " layers, expected 1 to ", kMaxCommitLayers);
@@ -168,7 +167,6 @@ void CommitStaged(const at::Tensor& staged_key, const at::Tensor& staged_value,
   CheckIndex(status, "status", at::kLong, {kNumStatusWords}, device);
   const int64_t num_staging_rows = staged_key.size(1);
   if (parents.has_value()) CheckIndex(*parents, "parents", at::kInt, {num_staging_rows}, device);
-  params.summaries = DescribeSummaries(summaries, params, num_requests, device);
   params.tail = DescribeTail(tail, params, num_requests, device);
   if (IsFake(staged_key) || IsFake(key_caches[0]) || IsFake(path)) return;
 

@@ -6,7 +6,6 @@
 #include <vector>
 
 #include "base/export.h"
-#include "kv_interceptor/commit/summary_tensors.h"
 #include "kv_interceptor/commit/tail_tensors.h"
 #include "kv_interceptor/stage/stage.h"
 
@@ -40,7 +39,7 @@ NWOR_EXPORT void CommitStaged(const at::Tensor& staged_key, const at::Tensor& st
                               const std::optional<at::Tensor>& parents,
                               const std::vector<at::Tensor>& k_scales,
                               const std::vector<at::Tensor>& v_scales,
-                              const SummaryTensors& summaries = {}, const TailTensors& tail = {});
+                              const TailTensors& tail = {});
 
 // Throws Error for a slot or staging row of host memory that is out of range or named twice.
 void CheckStageOnCpu(const StageParams& params);

@@ -174,7 +174,6 @@ class Interceptor:
         slots: typing.Any = None,
         rows: str = "batch",
         last: bool = True,
-        summaries: typing.Any = None,
         tail: typing.Any = None,
     ) -> Receipt: ...
     def note_replay(self) -> None: ...

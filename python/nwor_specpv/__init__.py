@@ -73,7 +73,7 @@ from .ops.attention import (
     verify_plan,
 )
 from .ops.cut import FINISH_REASONS, Cut, GrammarCut, StopStrings, cut_on_host, cut_path
-from .ops.kv import CommitSummaries, CommitTail, commit, write_kv
+from .ops.kv import CommitTail, commit, write_kv
 from .ops.logits import target_probs
 from .ops.retrieval import block_summaries, build_view, gather_view, select_blocks
 from .ops.tree import (
@@ -105,7 +105,6 @@ __all__ = [
     "CapacityError",
     "ChainChunk",
     "ChunkedResult",
-    "CommitSummaries",
     "CommitTail",
     "CommitVerdict",
     "CompactView",

@@ -16,13 +16,12 @@ from .acceptance import (
 from .attention import merge_rows, merge_states, verify_attention, verify_plan
 from .cut import cut_path
 from .decoder import attention_inputs, layer_output, linear_rows
-from .kv import CommitSummaries, CommitTail, commit, write_kv
+from .kv import CommitTail, commit, write_kv
 from .logits import target_probs
 from .retrieval import block_summaries, build_view, gather_view, select_blocks
 from .tree import tree_from_chain, tree_from_parents, tree_from_topk
 
 __all__ = [
-    "CommitSummaries",
     "CommitTail",
     "accept_chain_sampling",
     "accept_greedy",
