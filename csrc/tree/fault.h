@@ -26,7 +26,6 @@
   X(kProbability, "probability", "a probability is negative, NaN or above one")          \
   X(kProbabilitySum, "probability_sum", "the probabilities of a row do not sum to one")  \
   X(kCoin, "coin", "a coin is outside [0, 1]")                                           \
-  X(kPath, "path", "a count or an accepted row is outside the tree")                     \
   X(kParameter, "parameter", "a sampling parameter is out of range")                     \
   X(kLogits, "logits", "a row has a NaN, an infinite logit, or no token left to choose") \
   X(kPrefixLen, "prefix_len", "a prefix length is negative or too large")                \

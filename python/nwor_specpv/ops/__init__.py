@@ -14,7 +14,6 @@ from .acceptance import (
     make_coins,
 )
 from .attention import merge_rows, merge_states, verify_attention, verify_plan
-from .cut import cut_path
 from .decoder import attention_inputs, layer_output, linear_rows
 from .kv import CommitTail, commit, write_kv
 from .logits import target_probs
@@ -31,7 +30,6 @@ __all__ = [
     "block_summaries",
     "build_view",
     "commit",
-    "cut_path",
     "gather_view",
     "layer_output",
     "linear_rows",
