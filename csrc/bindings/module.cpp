@@ -435,12 +435,12 @@ void BindMetrics(py::module_& m) {
   m.def("metrics_render", &RenderMetrics, py::call_guard<py::gil_scoped_release>(),
         "The exposition text that a scrape would get.");
   py::dict reasons;
-  for (const BypassReasonText& text : kBypassReasonTexts) {
+  for (const ReasonText& text : kBypassReasonTexts) {
     reasons[py::str(text.label)] = text.sentence;
   }
   m.attr("BYPASS_REASONS") = reasons;
   py::list errors;
-  for (const CommitErrorText& text : kCommitErrorTexts) errors.append(text.label);
+  for (const ReasonText& text : kCommitErrorTexts) errors.append(text.label);
   m.attr("COMMIT_ERRORS") = errors;
 }
 

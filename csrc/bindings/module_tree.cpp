@@ -44,7 +44,7 @@ void BindTree(py::module_& m) {
       "How many tokens of a run are emitted, and why the sequence ends there: with a token\n"
       "of stop_ids ('stop'), after room tokens ('length'), or None: it goes on.");
   py::list faults;
-  for (const TreeFaultText& text : kTreeFaultTexts) {
+  for (const ReasonText& text : kTreeFaultTexts) {
     faults.append(py::make_tuple(text.label, text.sentence));
   }
   m.attr("TREE_FAULTS") = faults;
