@@ -23,10 +23,10 @@ namespace nwor {
 namespace {
 
 void WriteKvOp(const at::Tensor& key, const at::Tensor& value, at::Tensor key_cache,
-               at::Tensor value_cache, const at::Tensor& slot_mapping, const at::Tensor& stage_rows,
-               at::Tensor staged_key, at::Tensor staged_value,
-               const std::optional<at::Tensor>& k_scale, const std::optional<at::Tensor>& v_scale,
-               bool exclusive, const std::optional<at::Tensor>& status) {
+               at::Tensor value_cache, const at::Tensor& slot_mapping,
+               const OptionalTensor& stage_rows, const OptionalTensor& staged_key,
+               const OptionalTensor& staged_value, const OptionalTensor& k_scale,
+               const OptionalTensor& v_scale, bool exclusive, const OptionalTensor& status) {
   WithTorchErrors([&] {
     WriteKv(key, value, key_cache, value_cache, slot_mapping, stage_rows, staged_key, staged_value,
             k_scale, v_scale, exclusive, status);
@@ -346,8 +346,9 @@ void CheckOneDevice(const c10::OperatorHandle& op, const torch::jit::Stack& stac
 TORCH_LIBRARY(nwor_specpv, library) {
   library.def(
       "write_kv(Tensor key, Tensor value, Tensor(a!) key_cache, Tensor(b!) value_cache, "
-      "Tensor slot_mapping, Tensor stage_rows, Tensor(c!) staged_key, Tensor(d!) staged_value, "
-      "Tensor? k_scale=None, Tensor? v_scale=None, bool exclusive=False, "
+      "Tensor slot_mapping, Tensor? stage_rows=None, Tensor(c!)? staged_key=None, "
+      "Tensor(d!)? staged_value=None, Tensor? k_scale=None, Tensor? v_scale=None, bool "
+      "exclusive=False, "
       "Tensor(e!)? status=None) -> ()");
   library.def(
       "commit(Tensor staged_key, Tensor staged_value, Tensor(a!)[] key_caches, "

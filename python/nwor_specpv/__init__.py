@@ -72,7 +72,7 @@ from .ops.attention import (
     verify_attention,
     verify_plan,
 )
-from .ops.kv import CommitTail, commit, write_kv
+from .ops.kv import CommitTail, commit, write_kv, write_rows
 from .ops.logits import target_probs
 from .ops.retrieval import block_summaries, build_view, gather_view, select_blocks
 from .ops.tree import (
@@ -175,4 +175,5 @@ __all__ = [
     "verify_in_chunks",
     "verify_plan",
     "write_kv",
+    "write_rows",
 ]

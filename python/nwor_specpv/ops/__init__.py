@@ -15,7 +15,7 @@ from .acceptance import (
 )
 from .attention import merge_rows, merge_states, verify_attention, verify_plan
 from .decoder import attention_inputs, layer_output, linear_rows
-from .kv import CommitTail, commit, write_kv
+from .kv import CommitTail, commit, write_kv, write_rows
 from .logits import target_probs
 from .retrieval import block_summaries, build_view, gather_view, select_blocks
 from .tree import tree_from_chain, tree_from_parents, tree_from_topk
@@ -44,4 +44,5 @@ __all__ = [
     "verify_attention",
     "verify_plan",
     "write_kv",
+    "write_rows",
 ]

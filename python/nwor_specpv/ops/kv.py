@@ -9,7 +9,7 @@ import torch
 
 from ._call import call
 
-__all__ = ["CommitTail", "commit", "write_kv"]
+__all__ = ["CommitTail", "commit", "write_kv", "write_rows"]
 
 
 @dataclass
@@ -68,6 +68,20 @@ def write_kv(
         exclusive,
         status,
     )
+
+
+def write_rows(
+    key: torch.Tensor,
+    value: torch.Tensor,
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    slots: torch.Tensor,
+    k_scale: torch.Tensor | None = None,
+    v_scale: torch.Tensor | None = None,
+) -> None:
+    """`write_kv` without staging: row t goes to cache slot `slots[t]`, one of -1 nowhere."""
+    given = (key, value, key_cache, value_cache, slots, None, None, None, k_scale, v_scale)
+    call(torch.ops.nwor_specpv.write_kv.default, *given)
 
 
 def commit(
