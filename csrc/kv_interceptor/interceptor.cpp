@@ -30,8 +30,8 @@ void Interceptor::BindLayer(const std::string& name, const at::Tensor& key_cache
                             const std::optional<at::Tensor>& k_scale,
                             const std::optional<at::Tensor>& v_scale,
                             std::optional<at::ScalarType> dtype) {
-  NWOR_CHECK(!impl_->open, "bind_layer: got layer '", name,
-             "' while a round is open, expected commit or abort first");
+  NWOR_CHECK(!impl_->open, "bind_layer: round ", impl_->epoch,
+             " is open; commit or abort it before binding layer '", name, "'");
   const BoundLayer& layer =
       impl_->table.Bind(name, key_cache, value_cache, group, k_scale, v_scale, dtype);
   impl_->books.SetLayers(static_cast<int>(impl_->table.layers().size()),
@@ -103,9 +103,8 @@ Decision Interceptor::Begin(const RoundPlan& plan, bool capture) {
   Impl& impl = *impl_;
   const int64_t graph_rows = impl.config.graph_rows;
   NWOR_CHECK(!capture || graph_rows > 0,
-             "capture: got a round to capture, expected graph_rows above 0 in the configuration");
-  NWOR_CHECK(!impl.open, "begin: got a second round while round ", impl.epoch,
-             " is open, expected commit or abort first");
+             "capture: graph_rows is 0; set it above 0 in the configuration to capture rounds");
+  NWOR_CHECK(!impl.open, "begin: round ", impl.epoch, " is open; commit or abort it first");
   CheckPlan(plan);
   // A round that is larger has memory of its own, which the next one frees.
   NWOR_CHECK(!capture || impl.FitsGraphs(plan), "capture: got ", plan.num_rows(), " rows of ",
@@ -131,15 +130,16 @@ Decision Interceptor::Begin(const RoundPlan& plan, bool capture) {
 }
 
 void Interceptor::SetEnabled(bool enabled, BypassReason reason) {
-  NWOR_CHECK(!impl_->open, "set_enabled: got a call while round ", impl_->epoch,
-             " is open, expected commit or abort first");
+  NWOR_CHECK(!impl_->open, "set_enabled: round ", impl_->epoch,
+             " is open; commit or abort it first");
   const bool switched_off = impl_->enabled && !enabled;
   impl_->enabled = enabled;
-  if (switched_off) impl_->books.Report(reason, "switched off at run time");
+  if (switched_off) impl_->books.Report(reason, "it was switched off at run time");
 }
 
 void Interceptor::ReportBypass(BypassReason reason, std::string_view detail) {
-  NWOR_CHECK(reason != BypassReason::kNone, "reason: got none, expected why the host bypassed");
+  NWOR_CHECK(reason != BypassReason::kNone,
+             "reason: got none, expected the reason of the host's bypass");
   impl_->books.Report(reason, detail);
 }
 

@@ -62,8 +62,8 @@ Receipt Interceptor::Commit(const at::Tensor& path, const at::Tensor& counts,
 }
 
 void Interceptor::Impl::CheckCommit(const CommitCall& call) const {
-  NWOR_CHECK(open && !open->capturing,
-             "commit: got no open round, expected begin and writes first");
+  NWOR_CHECK(open, "commit: no round is open; call begin and write first");
+  NWOR_CHECK(!open->capturing, "commit: the open round is being captured; end it with abort");
   const at::Device device = table.device();
   const int64_t num_requests = open->rows.num_requests();
   CheckIndex(call.path, "path", at::kInt, {num_requests, -1}, device);
@@ -274,7 +274,7 @@ void Interceptor::Impl::CommitOnCuda(CommitParams& params, bool is_last) {
 }
 
 void Interceptor::Abort() {
-  NWOR_CHECK(impl_->open, "abort: got no open round, expected begin first");
+  NWOR_CHECK(impl_->open, "abort: no round is open; call begin first");
   impl_->open->deferred.clear();
   if (impl_->open->capturing) return impl_->EndRound(/*clean=*/false);
   impl_->CloseRound(/*aborted=*/true);

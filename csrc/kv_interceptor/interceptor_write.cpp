@@ -98,10 +98,11 @@ Outcome Interceptor::Impl::Write(const WriteCall& call, std::optional<int64_t> c
     return Bypass(nullptr, BypassReason::kFakeTensor, name);
   }
   if (call_epoch.has_value() && (!open || *call_epoch != epoch)) {
-    return Bypass(nullptr, BypassReason::kStaleRound,
-                  Concat("got a write of round ", *call_epoch, ", the last one is ", epoch));
+    return Bypass(
+        nullptr, BypassReason::kStaleRound,
+        Concat("the write belongs to round ", *call_epoch, ", but the last round is ", epoch));
   }
-  NWOR_CHECK(open, "write: got rows of ", name, " without an open round, expected begin");
+  NWOR_CHECK(open, "write: no round is open for rows of ", name, "; call begin first");
   if (!enabled) return Bypass(layer, BypassReason::kDisabled, "");
   if (!layer->unsupported.empty()) {
     return Bypass(layer, BypassReason::kUnsupportedLayout, Concat(name, ": ", layer->unsupported));
@@ -215,18 +216,20 @@ BypassReason Interceptor::Impl::CheckSlotsOnCpu(const BoundLayer& layer, const S
 
 void Interceptor::NoteReplay() {
   Impl& impl = *impl_;
-  NWOR_CHECK(impl.open && !impl.open->capturing && impl.config.graph_rows > 0,
-             "note_replay: got no open round of an interceptor with graph_rows, expected one");
+  NWOR_CHECK(impl.config.graph_rows > 0,
+             "note_replay: graph_rows is 0; set it above 0 in the configuration to replay graphs");
+  NWOR_CHECK(impl.open, "note_replay: no round is open; call begin first");
+  NWOR_CHECK(!impl.open->capturing,
+             "note_replay: the open round is being captured; abort it first");
   const OpenRound& round = *impl.open;
   NWOR_CHECK(impl.FitsGraphs(round.plan), "note_replay: got a round of ", round.plan.num_rows(),
              " rows and ", round.plan.query_lens.size(),
              " requests, expected at most graph_rows = ", impl.config.graph_rows, " of each");
   NWOR_CHECK(!round.staging || impl.graphs.captured != GraphMemory::Captured::kDirectRounds,
-             "note_replay: got a round that is staged, expected a direct one: no round that was ",
-             "captured is staged");
+             "note_replay: the round is staged, but only direct rounds were captured");
   for (const BoundLayer& layer : impl.table.layers()) {
     NWOR_CHECK(!layer.ready || layer.round == LayerRound::kSilent, "note_replay: layer '",
-               layer.name, "' has been written in this round, expected no write");
+               layer.name, "' was already written in this round");
   }
   for (const CacheGroup& group : impl.table.groups()) {
     if (round.staging && group.staging != nullptr) group.staging->NoteSlots();

@@ -10,7 +10,7 @@
 #include "kv_interceptor/stage/stage.h"
 
 // write_kv and commit as functions of tensors, for hosts that keep their own books (an engine
-// inside a CUDA graph); the Interceptor is the same flow with the books kept. csrc/ops.cpp
+// inside a CUDA graph); the Interceptor is the same flow with the books kept. bindings/ops.cpp
 // registers them.
 //
 // Each checks every argument before it touches data. Shape-only (fake) tensors are checked and

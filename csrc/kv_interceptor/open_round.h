@@ -17,9 +17,9 @@ namespace nwor {
 
 // What commits of a round have done to the counters on the GPU.
 enum class DeviceCommits : uint8_t {
-  kNone,      // none has run: the host settles the round
-  kInChunks,  // chunks have, and may have moved tips: a last commit settles the round
-  kSettled,   // the last one has
+  kNone,      // no commit has run; the host settles the round
+  kInChunks,  // chunks were committed and may have moved tips; the last commit settles the round
+  kSettled,   // the last commit has settled the round
 };
 
 // From Begin to the commit or abort that ends the round.

@@ -561,7 +561,7 @@ TEST(SessionStore, RefusesAModelThatForgetsALayerAndAnAcceptorThatInvents) {
   };
   const auto ints = [](std::vector<int> values) { return at::tensor(values, at::kInt); };
   const at::Tensor next = at::tensor({1}, at::kLong);
-  expect({}, "other shapes");
+  expect({}, "wrong shapes");
   expect({ints({1}).view({1, 1}), ints({5}), next}, "got a count of 5");
   expect({ints({3}).view({1, 1}), ints({1}), next}, "got row 3 at index 0");
   expect({ints({1, 3}).view({1, 2}), ints({2}), next}, "expected a child of row 1");

@@ -239,7 +239,10 @@ WRONG = {
     "begin": (lambda t: {"tail_begin": t.tail_begin[:1]}, "tail_begin: got sizes"),
     "roots": (lambda t: {"root_slots": t.root_slots.int()}, "root_slots: got"),
     "held": (lambda t: {"tail_held": t.tail_held.long()}, "tail_held: got"),
-    "begin as held": (lambda t: {"tail_held": t.tail_begin}, "tail_held: got memory of tail_begin"),
+    "begin as held": (
+        lambda t: {"tail_held": t.tail_begin},
+        "tail_held: got the memory of tail_begin",
+    ),
 }
 
 
