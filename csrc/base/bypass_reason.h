@@ -1,8 +1,8 @@
 #pragma once
 
-#include <array>
 #include <cstdint>
-#include <string_view>
+
+#include "base/reason_table.h"
 
 // Why a write was not staged, or a commit not done in one piece. One line per reason: its log text,
 // its metric label (nwor_fallback_total{reason}) and its entry in status() come from here.
@@ -27,30 +27,6 @@
 
 namespace nwor {
 
-enum class BypassReason : uint8_t {
-#define NWOR_ENUMERATOR(name, label, text) name,
-  NWOR_BYPASS_REASONS(NWOR_ENUMERATOR)
-#undef NWOR_ENUMERATOR
-};
-
-struct BypassReasonText {
-  std::string_view label;
-  std::string_view sentence;
-};
-
-inline constexpr std::array kBypassReasonTexts = {
-#define NWOR_TEXT(name, label, text) BypassReasonText{label, text},
-    NWOR_BYPASS_REASONS(NWOR_TEXT)
-#undef NWOR_TEXT
-};
-
-inline constexpr int kNumBypassReasons = static_cast<int>(kBypassReasonTexts.size());
-
-constexpr std::string_view Label(BypassReason reason) {
-  return kBypassReasonTexts[static_cast<size_t>(reason)].label;
-}
-constexpr std::string_view Sentence(BypassReason reason) {
-  return kBypassReasonTexts[static_cast<size_t>(reason)].sentence;
-}
+NWOR_REASON_TABLE(BypassReason, uint8_t, NWOR_BYPASS_REASONS)
 
 }  // namespace nwor

@@ -1,8 +1,8 @@
 #pragma once
 
-#include <array>
 #include <cstdint>
-#include <string_view>
+
+#include "base/reason_table.h"
 
 // Why drafting over views failed. One line per reason: the metric label
 // (specpv_draft_failures_total{reason}) and what people read come from here.
@@ -16,23 +16,6 @@
 
 namespace nwor {
 
-enum class DraftFailure : uint8_t {
-#define NWOR_ENUMERATOR(name, label, text) name,
-  NWOR_DRAFT_FAILURES(NWOR_ENUMERATOR)
-#undef NWOR_ENUMERATOR
-};
-
-struct DraftFailureText {
-  std::string_view label;
-  std::string_view sentence;
-};
-
-inline constexpr std::array kDraftFailureTexts = {
-#define NWOR_TEXT(name, label, text) DraftFailureText{label, text},
-    NWOR_DRAFT_FAILURES(NWOR_TEXT)
-#undef NWOR_TEXT
-};
-
-inline constexpr int kNumDraftFailures = static_cast<int>(kDraftFailureTexts.size());
+NWOR_REASON_TABLE(DraftFailure, uint8_t, NWOR_DRAFT_FAILURES)
 
 }  // namespace nwor

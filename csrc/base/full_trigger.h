@@ -1,8 +1,8 @@
 #pragma once
 
-#include <array>
 #include <cstdint>
-#include <string_view>
+
+#include "base/reason_table.h"
 
 // Why a verification step with partial verification at hand was full. One line per trigger: the
 // metric label (specpv_full_steps_total{trigger}) and what people read come from here.
@@ -22,27 +22,6 @@
 
 namespace nwor {
 
-enum class FullTrigger : uint8_t {
-#define NWOR_ENUMERATOR(name, label, text) name,
-  NWOR_FULL_TRIGGERS(NWOR_ENUMERATOR)
-#undef NWOR_ENUMERATOR
-};
-
-struct FullTriggerText {
-  std::string_view label;
-  std::string_view sentence;
-};
-
-inline constexpr std::array kFullTriggerTexts = {
-#define NWOR_TEXT(name, label, text) FullTriggerText{label, text},
-    NWOR_FULL_TRIGGERS(NWOR_TEXT)
-#undef NWOR_TEXT
-};
-
-inline constexpr int kNumFullTriggers = static_cast<int>(kFullTriggerTexts.size());
-
-constexpr std::string_view Label(FullTrigger trigger) {
-  return kFullTriggerTexts[static_cast<size_t>(trigger)].label;
-}
+NWOR_REASON_TABLE(FullTrigger, uint8_t, NWOR_FULL_TRIGGERS)
 
 }  // namespace nwor

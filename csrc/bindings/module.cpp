@@ -58,42 +58,17 @@ BypassReason ParseReason(const std::string& label) {
   throw Error(Concat("reason: got '", label, "', expected a label of BYPASS_REASONS"));
 }
 
-// What `read` makes of a dataclass of nwor_specpv.ops, or nothing of None.
-template <typename Tensors, typename Read>
-Tensors ParseDataclass(const char* argument, const char* expected, const py::object& object,
-                       Read&& read) {
-  if (object.is_none()) return {};
-  try {
-    return read([&](const char* name) -> py::object { return object.attr(name); });
-  } catch (const std::exception& error) {
-    throw Error(Concat(argument, ": got ", std::string(py::repr(py::type::of(object))),
-                       ", expected a ", expected, ": ", error.what()));
-  }
-}
-
-SummaryTensors ParseSummaries(const py::object& summaries) {
-  return ParseDataclass<SummaryTensors>(
-      "summaries", "CommitSummaries", summaries, [](const auto& field) -> SummaryTensors {
-        return {field("kmax").template cast<at::Tensor>(),
-                field("kmin").template cast<at::Tensor>(),
-                field("block_table").template cast<at::Tensor>(),
-                field("full_lens").template cast<at::Tensor>(),
-                field("cached_lens").template cast<at::Tensor>(),
-                field("summary_rows").template cast<std::optional<at::Tensor>>(),
-                field("block_size").template cast<int64_t>(),
-                field("start_token").template cast<int64_t>()};
-      });
-}
-
 TailTensors ParseTail(const py::object& tail) {
-  return ParseDataclass<TailTensors>(
-      "tail", "CommitTail", tail, [](const auto& field) -> TailTensors {
-        return {field("tail_keys").template cast<at::Tensor>(),
-                field("tail_values").template cast<at::Tensor>(),
-                field("tail_begin").template cast<at::Tensor>(),
-                field("root_slots").template cast<std::optional<at::Tensor>>(),
-                field("tail_held").template cast<std::optional<at::Tensor>>()};
-      });
+  if (tail.is_none()) return {};
+  try {
+    return {tail.attr("tail_keys").cast<at::Tensor>(), tail.attr("tail_values").cast<at::Tensor>(),
+            tail.attr("tail_begin").cast<at::Tensor>(),
+            tail.attr("root_slots").cast<std::optional<at::Tensor>>(),
+            tail.attr("tail_held").cast<std::optional<at::Tensor>>()};
+  } catch (const std::exception& error) {
+    throw Error(Concat("tail: got ", std::string(py::repr(py::type::of(tail))),
+                       ", expected a CommitTail: ", error.what()));
+  }
 }
 
 // By label, what has happened; those before `first` mean that nothing did.
@@ -342,25 +317,21 @@ void BindInterceptor(py::module_& m) {
       .def(
           "commit",
           [](Interceptor& self, const at::Tensor& path, const at::Tensor& counts,
-             const py::object& slots, const std::string& rows, bool last,
-             const py::object& summaries, const py::object& tail) {
+             const py::object& slots, const std::string& rows, bool last, const py::object& tail) {
             const std::vector<at::Tensor> group_slots = ParseSlots(slots);
-            const SummaryTensors summary_tensors = ParseSummaries(summaries);
             const TailTensors tail_tensors = ParseTail(tail);
             const RowSpace space = ParseRowSpace(rows);
             const py::gil_scoped_release release;  // may wait for other ranks
-            return self.Commit(path, counts, group_slots, space, last, summary_tensors,
-                               tail_tensors);
+            return self.Commit(path, counts, group_slots, space, last, tail_tensors);
           },
           py::arg("path"), py::arg("counts"), py::arg("slots") = py::none(),
-          py::arg("rows") = "batch", py::arg("last") = true, py::arg("summaries") = py::none(),
-          py::arg("tail") = py::none(),
+          py::arg("rows") = "batch", py::arg("last") = true, py::arg("tail") = py::none(),
           "Moves the accepted rows to the caches of every layer, or none of them: path [B,\n"
           "depth] int32, -1 padded; counts [B] int32. path names rows of the batch, or with\n"
           "rows='request' of the request. slots are destinations [B, depth] int64, a tensor\n"
           "or one for each cache group (default: those the rows were written with). With\n"
-          "last=False the round stays open for the next chunk. summaries is a CommitSummaries\n"
-          "and tail a CommitTail for the same launch.\n"
+          "last=False the round stays open for the next chunk. tail is a CommitTail that the\n"
+          "same launch feeds.\n"
           "\n"
           "On the CPU a wrong path, count or slot raises NworError before anything is\n"
           "written; on CUDA the receipt says it, and nothing is written.")
@@ -464,12 +435,12 @@ void BindMetrics(py::module_& m) {
   m.def("metrics_render", &RenderMetrics, py::call_guard<py::gil_scoped_release>(),
         "The exposition text that a scrape would get.");
   py::dict reasons;
-  for (const BypassReasonText& text : kBypassReasonTexts) {
+  for (const ReasonText& text : kBypassReasonTexts) {
     reasons[py::str(text.label)] = text.sentence;
   }
   m.attr("BYPASS_REASONS") = reasons;
   py::list errors;
-  for (const CommitErrorText& text : kCommitErrorTexts) errors.append(text.label);
+  for (const ReasonText& text : kCommitErrorTexts) errors.append(text.label);
   m.attr("COMMIT_ERRORS") = errors;
 }
 

@@ -263,8 +263,8 @@ void BindSessionValues(py::module_& m) {
       .def_property_readonly(
           "finish",
           [](const VerifyResult& r) -> std::optional<std::string> {
-            if (r.finish == SessionFinish::kNone) return std::nullopt;
-            return r.finish == SessionFinish::kStop ? "stop" : "length";
+            if (r.finish == FinishReason::kNone) return std::nullopt;
+            return std::string(Label(r.finish));
           },
           "Why next_token is the last one: 'stop' or 'length'; None: the sequence goes on.")
       .def("__repr__", [](const VerifyResult& r) {

@@ -215,7 +215,7 @@ class PythonPolicy : public VerifyPolicy {
 
 void BindSteps(py::module_& m) {
   py::dict triggers;
-  for (const FullTriggerText& text : kFullTriggerTexts) {
+  for (const ReasonText& text : kFullTriggerTexts) {
     triggers[py::str(text.label)] = text.sentence;
   }
   m.attr("FULL_TRIGGERS") = triggers;
@@ -483,7 +483,7 @@ void BindCounting(py::module_& m) {
       [](std::string_view trigger, int64_t amount) {
         const auto found =
             std::find_if(kFullTriggerTexts.begin(), kFullTriggerTexts.end(),
-                         [trigger](const FullTriggerText& text) { return text.label == trigger; });
+                         [trigger](const ReasonText& text) { return text.label == trigger; });
         NWOR_CHECK(found != kFullTriggerTexts.end(), "trigger: got '", trigger,
                    "', expected one of FULL_TRIGGERS");
         for (int64_t i = 0; i < amount; ++i) {

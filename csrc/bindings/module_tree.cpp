@@ -1,13 +1,20 @@
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
+#include <optional>
+#include <set>
+#include <string>
+#include <utility>
+#include <vector>
+
 #include "bindings/module.h"
 #include "tree/fault.h"
 #include "tree/logits_params.h"
+#include "tree/run_end.h"
 #include "tree/topology.h"
 
-// The Python face of draft trees that needs no tensors: shapes written down by people, and what
-// status words mean. Everything else is torch ops.
+// The Python face of draft trees that needs no tensors: shapes written down by people, where a run
+// ends, and what status words mean. Everything else is torch ops.
 
 namespace py = pybind11;
 
@@ -26,18 +33,18 @@ void BindTree(py::module_& m) {
       "Several -1, or one with add_root, are drafts below such a root. Raises NworError\n"
       "for cycles, ranges, no root, or more than 256 rows.");
   m.def(
-      "topology_from_choices",
-      [](const std::vector<std::vector<int32_t>>& choices) {
-        StaticTopology topology = TopologyFromChoices(choices);
-        return std::tuple(std::move(topology.parents), std::move(topology.depths),
-                          std::move(topology.ranks));
+      "find_run_end",
+      [](const std::vector<int64_t>& run, const std::set<int64_t>& stop_ids, int64_t room) {
+        const RunEnd end = FindRunEnd(run, std::vector(stop_ids.begin(), stop_ids.end()), room);
+        std::optional<std::string> finish;
+        if (end.finish != FinishReason::kNone) finish = Label(end.finish);
+        return std::pair(end.num_tokens, finish);
       },
-      py::arg("choices"),
-      "A fixed tree from its paths as (parents, depths, ranks): (a, b) is candidate b of\n"
-      "depth 2 below candidate a of depth 1. Raises NworError unless every path's\n"
-      "beginnings are paths too.");
+      py::arg("run"), py::arg("stop_ids"), py::arg("room"),
+      "How many tokens of a run are emitted, and why the sequence ends there: with a token\n"
+      "of stop_ids ('stop'), after room tokens ('length'), or None: it goes on.");
   py::list faults;
-  for (const TreeFaultText& text : kTreeFaultTexts) {
+  for (const ReasonText& text : kTreeFaultTexts) {
     faults.append(py::make_tuple(text.label, text.sentence));
   }
   m.attr("TREE_FAULTS") = faults;

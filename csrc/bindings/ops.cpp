@@ -23,10 +23,10 @@ namespace nwor {
 namespace {
 
 void WriteKvOp(const at::Tensor& key, const at::Tensor& value, at::Tensor key_cache,
-               at::Tensor value_cache, const at::Tensor& slot_mapping, const at::Tensor& stage_rows,
-               at::Tensor staged_key, at::Tensor staged_value,
-               const std::optional<at::Tensor>& k_scale, const std::optional<at::Tensor>& v_scale,
-               bool exclusive, const std::optional<at::Tensor>& status) {
+               at::Tensor value_cache, const at::Tensor& slot_mapping,
+               const OptionalTensor& stage_rows, const OptionalTensor& staged_key,
+               const OptionalTensor& staged_value, const OptionalTensor& k_scale,
+               const OptionalTensor& v_scale, bool exclusive, const OptionalTensor& status) {
   WithTorchErrors([&] {
     WriteKv(key, value, key_cache, value_cache, slot_mapping, stage_rows, staged_key, staged_value,
             k_scale, v_scale, exclusive, status);
@@ -40,29 +40,16 @@ void CommitOp(const at::Tensor& staged_key, const at::Tensor& staged_value,
               const std::optional<at::Tensor>& parents,
               const std::optional<std::vector<at::Tensor>>& k_scales,
               const std::optional<std::vector<at::Tensor>>& v_scales,
-              const std::optional<at::Tensor>& kmax, const std::optional<at::Tensor>& kmin,
-              const std::optional<at::Tensor>& block_table,
-              const std::optional<at::Tensor>& full_lens,
-              const std::optional<at::Tensor>& cached_lens,
-              const std::optional<at::Tensor>& summary_rows, int64_t block_size,
-              int64_t start_token, const OptionalTensor& tail_keys,
-              const OptionalTensor& tail_values, const OptionalTensor& tail_begin,
-              const OptionalTensor& root_slots, const OptionalTensor& tail_held) {
+              const OptionalTensor& tail_keys, const OptionalTensor& tail_values,
+              const OptionalTensor& tail_begin, const OptionalTensor& root_slots,
+              const OptionalTensor& tail_held) {
   const at::Tensor none;
-  const SummaryTensors summaries{kmax.value_or(none),
-                                 kmin.value_or(none),
-                                 block_table.value_or(none),
-                                 full_lens.value_or(none),
-                                 cached_lens.value_or(none),
-                                 summary_rows,
-                                 block_size,
-                                 start_token};
   const TailTensors tail{tail_keys.value_or(none), tail_values.value_or(none),
                          tail_begin.value_or(none), root_slots, tail_held};
   WithTorchErrors([&] {
     CommitStaged(staged_key, staged_value, key_caches, value_caches, path, counts, slots, status,
                  parents, k_scales.value_or(std::vector<at::Tensor>{}),
-                 v_scales.value_or(std::vector<at::Tensor>{}), summaries, tail);
+                 v_scales.value_or(std::vector<at::Tensor>{}), tail);
   });
 }
 
@@ -359,18 +346,16 @@ void CheckOneDevice(const c10::OperatorHandle& op, const torch::jit::Stack& stac
 TORCH_LIBRARY(nwor_specpv, library) {
   library.def(
       "write_kv(Tensor key, Tensor value, Tensor(a!) key_cache, Tensor(b!) value_cache, "
-      "Tensor slot_mapping, Tensor stage_rows, Tensor(c!) staged_key, Tensor(d!) staged_value, "
-      "Tensor? k_scale=None, Tensor? v_scale=None, bool exclusive=False, "
+      "Tensor slot_mapping, Tensor? stage_rows=None, Tensor(c!)? staged_key=None, "
+      "Tensor(d!)? staged_value=None, Tensor? k_scale=None, Tensor? v_scale=None, bool "
+      "exclusive=False, "
       "Tensor(e!)? status=None) -> ()");
   library.def(
       "commit(Tensor staged_key, Tensor staged_value, Tensor(a!)[] key_caches, "
       "Tensor(b!)[] value_caches, Tensor path, Tensor counts, Tensor slots, Tensor(c!) status, "
       "Tensor? parents=None, Tensor[]? k_scales=None, Tensor[]? v_scales=None, *, "
-      "Tensor(d!)? kmax=None, Tensor(e!)? kmin=None, Tensor? block_table=None, "
-      "Tensor? full_lens=None, Tensor? cached_lens=None, Tensor? summary_rows=None, "
-      "int block_size=0, int start_token=0, Tensor(f!)? tail_keys=None, "
-      "Tensor(g!)? tail_values=None, Tensor? tail_begin=None, Tensor? root_slots=None, "
-      "Tensor(h!)? tail_held=None) -> ()");
+      "Tensor(d!)? tail_keys=None, Tensor(e!)? tail_values=None, Tensor? tail_begin=None, "
+      "Tensor? root_slots=None, Tensor(f!)? tail_held=None) -> ()");
   nwor::RegisterDecoderSchemas(library);
   nwor::RegisterAttentionSchemas(library);
   nwor::RegisterTreeSchemas(library);

@@ -7,7 +7,6 @@
 
 #include "bindings/ops.h"
 #include "tree/acceptance.h"
-#include "tree/cut.h"
 #include "tree/logits.h"
 #include "tree/tree.h"
 
@@ -170,30 +169,6 @@ at::Tensor TargetProbsFake(const at::Tensor& logits, Rest... rest) {
   return at::empty_symint(logits.sym_sizes(), logits.options().dtype(at::kFloat));
 }
 
-using CutTensors =
-    std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor>;
-
-CutTensors CutPathOp(const at::Tensor& tokens, const at::Tensor& path, const at::Tensor& counts,
-                     const at::Tensor& next_token, const OptionalTensor& stop_ids,
-                     const OptionalTensor& max_new_tokens, const OptionalTensor& keep,
-                     const OptionalTensor& status) {
-  return WithTorchErrors([&]() -> CutTensors {
-    const Cut cut =
-        CutPath(tokens, path, counts, next_token, stop_ids, max_new_tokens, keep, status);
-    return {cut.path, cut.counts, cut.next_token, cut.emitted, cut.num_emitted, cut.finish};
-  });
-}
-
-template <typename... Rest>
-CutTensors CutPathFake(const at::Tensor& tokens, Rest... rest) {
-  const auto i32 = tokens.options().dtype(at::kInt);
-  const auto batch = tokens.sym_size(0);
-  const auto make = [&] { return at::empty_symint({batch}, i32); };
-  return std::tuple_cat(
-      FakeAccepted(tokens),
-      std::tuple(at::empty_symint(tokens.sym_sizes(), i32.dtype(at::kLong)), make(), make()));
-}
-
 }  // namespace
 
 #define NWOR_TREE_RESULT "(Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)"
@@ -229,10 +204,6 @@ void RegisterTreeSchemas(torch::Library& library) {
       "Tensor? frequency_penalty=None, Tensor? presence_penalty=None, "
       "Tensor? output_counts=None, Tensor? prompt_mask=None, Tensor? tokens=None, "
       "Tensor? parents=None, Tensor? bitmask=None, Tensor(a!)? status=None) -> Tensor");
-  library.def(
-      "cut_path(Tensor tokens, Tensor path, Tensor counts, Tensor next_token, "
-      "Tensor? stop_ids=None, Tensor? max_new_tokens=None, Tensor? keep=None, "
-      "Tensor(a!)? status=None) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)");
 }
 
 void RegisterTreeKernels(torch::Library& library) {
@@ -244,7 +215,6 @@ void RegisterTreeKernels(torch::Library& library) {
   library.impl("accept_typical", &AcceptTypicalOp);
   library.impl("make_coins", &MakeCoinsOp);
   library.impl("target_probs", &TargetProbsOp);
-  library.impl("cut_path", &CutPathOp);
 }
 
 void RegisterTreeFakes(torch::Library& library) {
@@ -259,7 +229,6 @@ void RegisterTreeFakes(torch::Library& library) {
   library.impl("make_coins", FakeKernel<&MakeCoinsFake>());
   library.impl("target_probs",
                FakeKernel<&TargetProbsFake<O, O, O, O, O, O, O, O, O, O, O, O, O>>());
-  library.impl("cut_path", FakeKernel<&CutPathFake<T, T, T, O, O, O, O>>());
 }
 
 }  // namespace nwor

@@ -3,6 +3,9 @@
 #include <ATen/ops/empty.h>
 #include <ATen/ops/zeros.h>
 
+#include <algorithm>
+#include <utility>
+
 #include "base/check.h"
 #include "kv_interceptor/commit/error.h"
 #include "kv_interceptor/interceptor_impl.h"
@@ -27,8 +30,8 @@ void Interceptor::BindLayer(const std::string& name, const at::Tensor& key_cache
                             const std::optional<at::Tensor>& k_scale,
                             const std::optional<at::Tensor>& v_scale,
                             std::optional<at::ScalarType> dtype) {
-  NWOR_CHECK(!impl_->round_open, "bind_layer: got layer '", name,
-             "' while a round is open, expected commit or abort first");
+  NWOR_CHECK(!impl_->open, "bind_layer: round ", impl_->epoch,
+             " is open; commit or abort it before binding layer '", name, "'");
   const BoundLayer& layer =
       impl_->table.Bind(name, key_cache, value_cache, group, k_scale, v_scale, dtype);
   impl_->books.SetLayers(static_cast<int>(impl_->table.layers().size()),
@@ -40,94 +43,103 @@ void Interceptor::BindLayer(const std::string& name, const at::Tensor& key_cache
   }
 }
 
+Decision Interceptor::Impl::Decide(const RoundPlan& plan, std::string* detail) {
+  Decision decision;
+  const int64_t num_drafts = plan.num_draft_rows();
+  if (!enabled) {
+    decision.reason = BypassReason::kDisabled;
+  } else if (num_drafts > 0 && !table.any_ready()) {
+    decision.reason = BypassReason::kNotReady;
+  } else if (num_drafts > 0) {
+    // Staging that captured graphs know must not move: it does not grow.
+    const int64_t rows = config.graph_rows > 0 ? config.staging_rows : num_drafts;
+    decision.stage =
+        num_drafts <= rows && table.Reserve(rows, config.staging_rows, config.max_staging_bytes);
+    books.SetStagingBytes(table.staging_bytes());
+    if (!decision.stage) {
+      decision.reason = BypassReason::kCapacity;
+      *detail = Concat("got ", num_drafts, " draft rows, expected what fits into ",
+                       config.max_staging_bytes, " bytes");
+      if (config.graph_rows > 0) *detail += Concat(" and staging_rows = ", config.staging_rows);
+    }
+  }
+  return decision;
+}
+
+OpenRound Interceptor::Impl::MakeRound(const RoundPlan& plan, bool stage, bool capture) {
+  const at::Device device = table.device();
+  const auto on_device = at::TensorOptions().device(device);
+  EndedRound before = std::exchange(last, {});
+  if (config.graph_rows > 0 && (!graphs.tables.defined() || graphs.tables.device() != device)) {
+    graphs.tables =
+        at::empty({RoundTables::FixedWords(config.graph_rows)}, on_device.dtype(at::kInt));
+    graphs.status = at::zeros({kNumStatusWords}, on_device.dtype(at::kLong));
+    before.clean = false;
+  }
+  OpenRound round;
+  round.staging = stage;
+  round.capturing = capture;
+  if (before.clean && before.staging == stage && before.rows.in_place() && before.plan == plan) {
+    round.plan = std::move(before.plan);
+    round.rows = std::move(before.rows);
+  } else {
+    round.plan = plan;
+    round.rows = RoundTables(plan, stage, device, graphs.tables, config.graph_rows);
+  }
+  if (!stage) return round;
+  for (const CacheGroup& group : table.groups()) {
+    if (group.staging != nullptr) group.staging->BeginRound(plan.num_draft_rows());
+  }
+  if (config.graph_rows > 0) {
+    if (!before.clean) graphs.status.zero_();
+    round.status = graphs.status;
+  } else {
+    round.status = at::zeros({kNumStatusWords}, on_device.dtype(at::kLong));
+  }
+  return round;
+}
+
 Decision Interceptor::Begin(const RoundPlan& plan, bool capture) {
   Impl& impl = *impl_;
   const int64_t graph_rows = impl.config.graph_rows;
   NWOR_CHECK(!capture || graph_rows > 0,
-             "capture: got a round to capture, expected graph_rows above 0 in the configuration");
-  NWOR_CHECK(!impl.round_open, "begin: got a second round while round ", impl.epoch,
-             " is open, expected commit or abort first");
+             "capture: graph_rows is 0; set it above 0 in the configuration to capture rounds");
+  NWOR_CHECK(!impl.open, "begin: round ", impl.epoch, " is open; commit or abort it first");
   CheckPlan(plan);
   // A round that is larger has memory of its own, which the next one frees.
   NWOR_CHECK(!capture || impl.FitsGraphs(plan), "capture: got ", plan.num_rows(), " rows of ",
              plan.query_lens.size(), " requests, expected at most graph_rows = ", graph_rows,
              " of each");
   impl.table.CheckConsistent();
-  const int64_t num_drafts = plan.num_draft_rows();
-  Decision decision;
   std::string detail;
-  if (!impl.enabled) {
-    decision.reason = BypassReason::kDisabled;
-  } else if (num_drafts > 0 && !impl.table.any_ready()) {
-    decision.reason = BypassReason::kNotReady;
-  } else if (num_drafts > 0) {
-    // Staging that captured graphs know must not move: it does not grow.
-    const int64_t rows = graph_rows > 0 ? impl.config.staging_rows : num_drafts;
-    decision.stage = num_drafts <= rows && impl.table.Reserve(rows, impl.config.staging_rows,
-                                                              impl.config.max_staging_bytes);
-    impl.books.SetStagingBytes(impl.table.staging_bytes());
-    if (!decision.stage) {
-      decision.reason = BypassReason::kCapacity;
-      detail = Concat("got ", num_drafts, " draft rows, expected what fits into ",
-                      impl.config.max_staging_bytes, " bytes");
-      if (graph_rows > 0) detail += Concat(" and staging_rows = ", impl.config.staging_rows);
-    }
-  }
+  Decision decision = impl.Decide(plan, &detail);
   if (decision.reason != BypassReason::kNone && !capture) {
     impl.books.Report(decision.reason, detail);
   }
-
-  const at::Device device = impl.table.device();
-  const auto on_device = at::TensorOptions().device(device);
-  if (graph_rows > 0 && (!impl.fixed_tables.defined() || impl.fixed_tables.device() != device)) {
-    impl.fixed_tables = at::empty({RoundTables::FixedWords(graph_rows)}, on_device.dtype(at::kInt));
-    impl.round_status = at::zeros({kNumStatusWords}, on_device.dtype(at::kLong));
-    impl.left_clean = false;
-  }
-  const bool like_the_last = impl.left_clean && decision.stage == impl.staging &&
-                             impl.rows.in_place() && plan == impl.plan;
-  if (!like_the_last) {
-    impl.rows = RoundTables(plan, decision.stage, device, impl.fixed_tables, graph_rows);
-    impl.plan = plan;
-    impl.staging = decision.stage;
-  }
-  if (decision.stage) {
-    for (const CacheGroup& group : impl.table.groups()) {
-      if (group.staging != nullptr) group.staging->BeginRound(num_drafts);
-    }
-    if (graph_rows > 0) {
-      if (!impl.left_clean) impl.round_status.zero_();
-    } else {
-      impl.round_status = at::zeros({kNumStatusWords}, on_device.dtype(at::kLong));
-    }
-  }
-  impl.left_clean = false;
-  impl.deferred.clear();
-  impl.committed_slots.clear();
+  impl.open = impl.MakeRound(plan, decision.stage, capture);
   for (BoundLayer& layer : impl.table.layers()) layer.round = LayerRound::kSilent;
-  impl.counts_on_device = impl.settled_on_device = impl.in_chunks = false;
-  impl.round_open = true;
-  impl.capturing = capture;
   if (capture) {
-    impl.captured = true;
-    impl.captured_staging = impl.captured_staging || decision.stage;
+    using Captured = GraphMemory::Captured;
+    impl.graphs.captured = decision.stage ? Captured::kStagedRounds
+                                          : std::max(impl.graphs.captured, Captured::kDirectRounds);
   }
-  decision.epoch = ++impl.epoch;
+  decision.epoch = impl.open->epoch = ++impl.epoch;
   impl.books.SetRound(impl.epoch, /*open=*/true);
   if (impl.observer != nullptr && !capture) impl.observer->AfterBegin(plan, decision);
   return decision;
 }
 
 void Interceptor::SetEnabled(bool enabled, BypassReason reason) {
-  NWOR_CHECK(!impl_->round_open, "set_enabled: got a call while round ", impl_->epoch,
-             " is open, expected commit or abort first");
+  NWOR_CHECK(!impl_->open, "set_enabled: round ", impl_->epoch,
+             " is open; commit or abort it first");
   const bool switched_off = impl_->enabled && !enabled;
   impl_->enabled = enabled;
-  if (switched_off) impl_->books.Report(reason, "switched off at run time");
+  if (switched_off) impl_->books.Report(reason, "it was switched off at run time");
 }
 
 void Interceptor::ReportBypass(BypassReason reason, std::string_view detail) {
-  NWOR_CHECK(reason != BypassReason::kNone, "reason: got none, expected why the host bypassed");
+  NWOR_CHECK(reason != BypassReason::kNone,
+             "reason: got none, expected the reason of the host's bypass");
   impl_->books.Report(reason, detail);
 }
 
@@ -146,7 +158,11 @@ const std::vector<Interceptor::LayerInfo>& Interceptor::layers() const {
 }
 
 Interceptor::RoundInfo Interceptor::round() const {
-  return {impl_->round_open, impl_->staging, impl_->epoch, impl_->plan, impl_->rows.stage_rows()};
+  const Impl& impl = *impl_;
+  if (impl.open) {
+    return {true, impl.open->staging, impl.epoch, impl.open->plan, impl.open->rows.stage_rows()};
+  }
+  return {false, impl.last.staging, impl.epoch, impl.last.plan, impl.last.rows.stage_rows()};
 }
 
 const StagingBuffer* Interceptor::staging(int group) const {

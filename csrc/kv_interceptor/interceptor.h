@@ -12,7 +12,6 @@
 #include "base/bypass_reason.h"
 #include "base/export.h"
 #include "kv_interceptor/commit/commit.h"
-#include "kv_interceptor/commit/summary_tensors.h"
 #include "kv_interceptor/commit/tail_tensors.h"
 #include "kv_interceptor/layer_table.h"
 #include "kv_interceptor/round_books.h"
@@ -77,11 +76,12 @@ enum class RowSpace : uint8_t {
   kRequest,  // rows of the request, 0 = its first row: what acceptance returns
 };
 
-// A commit's answer. On CUDA it is pending until the device gets there: ok() and the rest wait.
+// A commit's answer. On CUDA it is pending until the device has run the commit; ok() and the other
+// methods wait for that.
 class NWOR_EXPORT Receipt {
  public:
   int64_t epoch = 0;
-  at::Tensor status;  // int64[8] on the caches' device, see commit_error.h
+  at::Tensor status;  // int64[8] on the caches' device, see commit/error.h
   // Set when the accepted rows could not be committed in one piece: they were then written one by
   // one from staging (kCommitFailure), or lost (kCommitLost: the host must end the requests).
   BypassReason degraded = BypassReason::kNone;
@@ -108,7 +108,6 @@ struct CommitCall {
   const std::vector<at::Tensor>& slots;
   RowSpace rows;
   bool last;
-  const SummaryTensors& summaries;
   const TailTensors& tail;
 };
 
@@ -161,13 +160,13 @@ class NWOR_EXPORT Interceptor {
                 const std::optional<std::vector<int32_t>>& rows = std::nullopt,
                 std::optional<int64_t> epoch = std::nullopt, bool defer = false);
 
-  // The layer's deferred write, which the caller now owes; nothing: it has been done.
+  // The layer's deferred write, which the caller must now do. Nothing: the write has been done.
   std::optional<DeferredWrite> TakeDeferred(const std::string& layer);
-  // Gives it back undone: it waits again, unless its round is over. REQUIRES: nothing has been
-  // written since it was taken.
+  // Gives a deferred write back that was not done. It waits again, unless its round is over.
+  // REQUIRES: nothing has been written since it was taken.
   void ReturnDeferred(const std::string& layer, DeferredWrite write);
 
-  // Tells that a captured graph has done the writes of every layer in this round. REQUIRES: a round
+  // Notes that a captured graph has done the writes of every layer in this round. REQUIRES: a round
   // is open, graph_rows is set, and no layer has been written.
   void NoteReplay();
 
@@ -175,16 +174,14 @@ class NWOR_EXPORT Interceptor {
   // -1 padded; counts: int32 [B]; slots: int64 [B, depth] destinations, one tensor per group in
   // ascending group order, or none: each row goes to the slot it was written with. With last =
   // false the round stays open for the next consecutive chunk.
-  // summaries: block summaries that the same launch brings up to date, their layers those that
-  // staged in this round, in the order they were bound; one cache group only. tail: compact views
-  // that it feeds, likewise; of a later chunk `begin` counts the rows of those before, without
-  // root. A block of summaries that has no page in the cache is left out. On the CPU a wrong path,
-  // count or slot throws before anything is written; on CUDA the receipt's status says it and
-  // nothing is written. A view without room for the rows is in the status on either.
+  // tail: compact views that the same launch feeds, their layers those that staged in this round,
+  // in the order they were bound; one cache group only. In a later chunk `begin` counts the rows of
+  // the earlier chunks, and there is no root. On the CPU a wrong path, count or slot throws before
+  // anything is written; on CUDA the receipt's status says it and nothing is written. A view
+  // without room for the rows is in the status on either.
   Receipt Commit(const at::Tensor& path, const at::Tensor& counts,
                  const std::vector<at::Tensor>& slots = {}, RowSpace rows = RowSpace::kBatch,
-                 bool last = true, const SummaryTensors& summaries = {},
-                 const TailTensors& tail = {});
+                 bool last = true, const TailTensors& tail = {});
 
   // Ends the round without writing; its drafts count as rejected. REQUIRES: a round is open.
   void Abort();
@@ -197,7 +194,7 @@ class NWOR_EXPORT Interceptor {
   void ReportBypass(BypassReason reason, std::string_view detail);
 
   using Stats = InterceptorStats;
-  // Waits for what this thread has enqueued on the device, where commits count.
+  // Waits for what this thread has enqueued on the device, because commits count there.
   Stats stats() const;
 
   Mode mode() const;
@@ -220,7 +217,7 @@ class NWOR_EXPORT Interceptor {
   RoundInfo round() const;
   const StagingBuffer* staging(int group) const;  // null before a layer of the group has memory
 
-  // At most one; null takes it away. Free when there is none.
+  // There is at most one observer; null removes it. Without one the calls cost nothing.
   void SetObserver(InterceptorObserver* observer);
   InterceptorObserver* observer() const;
 

@@ -51,21 +51,21 @@ int64_t Receipt::committed_tokens() const {
 
 Receipt Interceptor::Commit(const at::Tensor& path, const at::Tensor& counts,
                             const std::vector<at::Tensor>& slots, RowSpace rows, bool last,
-                            const SummaryTensors& summaries, const TailTensors& tail) {
-  impl_->owes_answer = !impl_->config.agreement_group.empty();
+                            const TailTensors& tail) {
+  RankAnswer answer(impl_->config.agreement_group);
   try {
-    return impl_->Commit({path, counts, slots, rows, last, summaries, tail});
+    return impl_->Commit({path, counts, slots, rows, last, tail}, answer);
   } catch (...) {
-    impl_->Refuse();
+    answer.Refuse(impl_->table.device());
     throw;
   }
 }
 
 void Interceptor::Impl::CheckCommit(const CommitCall& call) const {
-  NWOR_CHECK(round_open && !capturing,
-             "commit: got no open round, expected begin and writes first");
+  NWOR_CHECK(open, "commit: no round is open; call begin and write first");
+  NWOR_CHECK(!open->capturing, "commit: the open round is being captured; end it with abort");
   const at::Device device = table.device();
-  const int64_t num_requests = rows.num_requests();
+  const int64_t num_requests = open->rows.num_requests();
   CheckIndex(call.path, "path", at::kInt, {num_requests, -1}, device);
   CheckIndex(call.counts, "counts", at::kInt, {num_requests}, device);
   NWOR_CHECK(call.path.numel() <= kMaxCommitRows, "path: got ", call.path.numel(),
@@ -79,24 +79,24 @@ void Interceptor::Impl::CheckCommit(const CommitCall& call) const {
   }
 }
 
-Receipt Interceptor::Impl::Commit(const CommitCall& call) {
+Receipt Interceptor::Impl::Commit(const CommitCall& call, RankAnswer& answer) {
   const auto started = std::chrono::steady_clock::now();
   CheckCommit(call);
   const at::Device device = table.device();
   Receipt receipt;
-  receipt.epoch = epoch;
+  receipt.epoch = open->epoch;
   const auto words = at::dtype(at::kLong).device(device);
   // A commit on a GPU writes all of it.
-  receipt.status = staging && device.is_cuda() ? at::empty({kNumStatusWords}, words)
-                                               : at::zeros({kNumStatusWords}, words);
-  DoDeferred();
-  if (staging) {
+  receipt.status = open->staging && device.is_cuda() ? at::empty({kNumStatusWords}, words)
+                                                     : at::zeros({kNumStatusWords}, words);
+  DoDeferred(*open);
+  if (open->staging) {
     const c10::DeviceGuard guard(device);
     const ScopedProfileRange range(ProfileRange::kCommit);
-    CommitStaged(call, &receipt);
-  } else if (owes_answer) {
+    CommitStaged(call, answer, &receipt);
+  } else if (answer.owed()) {
     const c10::DeviceGuard guard(device);
-    CommitDirect(&receipt);
+    CommitDirect(answer, &receipt);
   }
   if (call.last) CloseRound(/*aborted=*/false);
   const std::chrono::duration<double> elapsed = std::chrono::steady_clock::now() - started;
@@ -112,14 +112,15 @@ bool Interceptor::Impl::FindIncomplete(std::string* detail) const {
     if (!layer.ready || layer.round == LayerRound::kBypassed) continue;
     const int64_t missing = table.groups()[layer.group].staging->MissingRows(layer.staged_layer);
     if (missing == 0) continue;
-    *detail = Concat("layer '", layer.name, "' lacks ", missing, " of ", rows.num_staging_rows(),
-                     " draft rows");
+    *detail = Concat("layer '", layer.name, "' lacks ", missing, " of ",
+                     open->rows.num_staging_rows(), " draft rows");
     return true;
   }
   return false;
 }
 
 CommitParams Interceptor::Impl::DescribeCommit(const CommitCall& call, at::Tensor& status) const {
+  const RoundTables& rows = open->rows;
   CommitParams params;
   params.path = static_cast<const int32_t*>(call.path.const_data_ptr());
   params.counts = static_cast<const int32_t*>(call.counts.const_data_ptr());
@@ -132,7 +133,7 @@ CommitParams Interceptor::Impl::DescribeCommit(const CommitCall& call, at::Tenso
   params.request_rows = rows.request_rows();
   params.parents = rows.parents();
   params.tips = rows.tips();
-  params.round_status = static_cast<int64_t*>(round_status.mutable_data_ptr());
+  params.round_status = static_cast<int64_t*>(open->status.mutable_data_ptr());
   params.status = static_cast<int64_t*>(status.mutable_data_ptr());
   params.bytes_per_token = table.staged_bytes_per_token();
   params.stream = CurrentStream(table.device());
@@ -161,22 +162,20 @@ CommitParams Interceptor::Impl::DescribeCommit(const CommitCall& call, at::Tenso
   return params;
 }
 
-void Interceptor::Impl::CommitStaged(const CommitCall& call, Receipt* receipt) {
+void Interceptor::Impl::CommitStaged(const CommitCall& call, RankAnswer& answer, Receipt* receipt) {
   std::string detail;
   const bool incomplete = FindIncomplete(&detail);
   CommitParams params = DescribeCommit(call, receipt->status);
   if (!incomplete) {
-    params.summaries =
-        DescribeSummaries(call.summaries, params, rows.num_requests(), table.device());
-    params.tail = DescribeTail(call.tail, params, rows.num_requests(), table.device());
+    params.tail = DescribeTail(call.tail, params, params.num_requests, table.device());
   }
   CommitVerdict found;
   if (!incomplete && table.device().is_cpu()) found = ValidateOnCpu(params);
   const bool fault = found.error != CommitError::kOk;
   at::Tensor agreement;
-  if (!config.agreement_group.empty()) {
+  if (answer.owed()) {
     // A rank asks also with a fault of its own, so that no other waits for it or writes without it.
-    agreement = Agree(params, incomplete || fault);
+    agreement = Agree(params, incomplete || fault, answer);
     // Its own fault is then the one to tell.
     if (!fault) params.agreement = static_cast<const int64_t*>(agreement.const_data_ptr());
   }
@@ -192,7 +191,8 @@ void Interceptor::Impl::CommitStaged(const CommitCall& call, Receipt* receipt) {
   }
 }
 
-at::Tensor Interceptor::Impl::Agree(const CommitParams& params, bool refuse) {
+at::Tensor Interceptor::Impl::Agree(const CommitParams& params, bool refuse,
+                                    RankAnswer& answer) const {
   at::Tensor digest = at::full({2}, kDigestRefusal, at::dtype(at::kLong).device(table.device()));
   auto* words = static_cast<int64_t*>(digest.mutable_data_ptr());
   if (!refuse && table.device().is_cpu()) {
@@ -202,31 +202,15 @@ at::Tensor Interceptor::Impl::Agree(const CommitParams& params, bool refuse) {
     LaunchCommitDigest(params, words);
 #endif
   }
-  AskRanks(digest);
+  answer.Give(digest);
   return digest;
 }
 
-void Interceptor::Impl::AskRanks(at::Tensor& digest) {
-  owes_answer = false;
-  AgreeOnDigest(config.agreement_group, digest);
-}
-
-void Interceptor::Impl::Refuse() noexcept {
-  if (!owes_answer) return;
-  try {
-    const c10::DeviceGuard guard(table.device());
-    at::Tensor digest = at::full({2}, kDigestRefusal, at::dtype(at::kLong).device(table.device()));
-    AskRanks(digest);
-  } catch (const std::exception&) {
-    return;  // what the commit threw is the one to tell
-  }
-}
-
 // Its rows are in the cache already; whether they count is up to all ranks.
-void Interceptor::Impl::CommitDirect(Receipt* receipt) {
+void Interceptor::Impl::CommitDirect(RankAnswer& answer, Receipt* receipt) {
   at::Tensor digest = at::full({2}, kDigestDirect, receipt->status.options());
   digest[1].bitwise_not_();
-  AskRanks(digest);
+  answer.Give(digest);
   const at::Tensor differs = digest[0].ne(digest[1].bitwise_not());
   receipt->status[kStatusCode].add_(differs, static_cast<int>(CommitError::kRankDisagreement));
   receipt->status[kStatusValue].add_(digest[0].mul(differs));
@@ -240,26 +224,27 @@ void Interceptor::Impl::ReportDisagreement(Receipt* receipt) {
 
 CommitVerdict Interceptor::Impl::ValidateOnCpu(const CommitParams& params) const {
   const CommitVerdict verdict = ValidateCommit(params);
-  if (verdict.error != CommitError::kOk || committed_slots.empty()) return verdict;
+  const auto& chunks = open->committed_slots;
+  if (verdict.error != CommitError::kOk || chunks.empty()) return verdict;
   CommitVerdict repeated;
   ForEachDestination(params, [&](int32_t request, int32_t index, int group, int64_t slot) {
-    if (repeated.error != CommitError::kOk || committed_slots[group].count(slot) == 0) return;
+    if (repeated.error != CommitError::kOk || chunks[group].count(slot) == 0) return;
     repeated = {CommitError::kDuplicateSlot, request, index, slot};
   });
   return repeated;
 }
 
 void Interceptor::Impl::CommitOnCpu(const CommitParams& params, const CommitVerdict& found,
-                                    bool last, Receipt* receipt) {
+                                    bool is_last, Receipt* receipt) {
   NWOR_CHECK(!IsInputFault(found.error), ExplainInputFault(found, params));
   CommitVerdict verdict = CommitCpu(params, undo, *writer);
   const bool failed = verdict.error == CommitError::kWriteFailed;
   // Staging is intact and every byte is back: write the accepted rows once more from there.
   if (failed) verdict = CommitCpu(params, undo, *writer);
-  if (verdict.error == CommitError::kOk && !last) {
-    committed_slots.resize(params.num_groups);
+  if (verdict.error == CommitError::kOk && !is_last) {
+    open->committed_slots.resize(params.num_groups);
     ForEachDestination(params, [&](int32_t, int32_t, int group, int64_t slot) {
-      committed_slots[group].insert(slot);
+      open->committed_slots[group].insert(slot);
     });
   }
   // Before anything is reported, which throws if strict: what is in the cache counts.
@@ -276,58 +261,57 @@ void Interceptor::Impl::CommitOnCpu(const CommitParams& params, const CommitVerd
   }
 }
 
-void Interceptor::Impl::CommitOnCuda(CommitParams& params, bool last) {
+void Interceptor::Impl::CommitOnCuda(CommitParams& params, bool is_last) {
 #ifdef NWOR_WITH_CUDA
   params.ticket = books.DeviceTicket();
   params.counters = books.DeviceCounters();
-  params.closing_tokens = last ? StagedTokens() : -1;
+  params.closing_tokens = is_last ? StagedTokens() : -1;
   // Tips are -1 before and after a round's only commit. Without them no block waits for others.
-  if (last && !in_chunks) params.tips = nullptr;
+  if (is_last && open->device_commits != DeviceCommits::kInChunks) params.tips = nullptr;
   LaunchCommit(params);
-  in_chunks = !last;
-  counts_on_device = true;
-  settled_on_device = last;
-  left_clean = last && config.graph_rows > 0 && params.num_requests == rows.num_requests();
+  open->device_commits = is_last ? DeviceCommits::kSettled : DeviceCommits::kInChunks;
 #endif
 }
 
 void Interceptor::Abort() {
-  NWOR_CHECK(impl_->round_open, "abort: got no open round, expected begin first");
-  impl_->deferred.clear();
-  if (impl_->capturing) {
-    impl_->round_open = impl_->capturing = false;
-    impl_->books.SetRound(impl_->epoch, /*open=*/false);
-    return;
-  }
+  NWOR_CHECK(impl_->open, "abort: no round is open; call begin first");
+  impl_->open->deferred.clear();
+  if (impl_->open->capturing) return impl_->EndRound(/*clean=*/false);
   impl_->CloseRound(/*aborted=*/true);
   if (impl_->observer != nullptr) impl_->observer->AfterAbort();
 }
 
 // A token counts once, whichever layers of whichever groups have staged it.
 int64_t Interceptor::Impl::StagedTokens() const {
-  std::vector<bool> staged(rows.num_staging_rows(), false);
+  std::vector<bool> staged(open->rows.num_staging_rows(), false);
   for (const CacheGroup& group : table.groups()) {
-    if (staging && group.staging != nullptr) group.staging->AddStagedRows(staged);
+    if (open->staging && group.staging != nullptr) group.staging->AddStagedRows(staged);
   }
   return std::count(staged.begin(), staged.end(), true);
 }
 
 void Interceptor::Impl::CloseRound(bool aborted) {
-  if (counts_on_device && !settled_on_device) {
+  const bool clean = config.graph_rows > 0 && open->device_commits == DeviceCommits::kSettled;
+  if (open->device_commits == DeviceCommits::kInChunks) {
     // Chunks were committed and the rest was given up: an empty commit settles the books there.
     const c10::DeviceGuard guard(table.device());
     const at::Tensor none = at::zeros({1, 1}, at::dtype(at::kInt).device(table.device()));
     const at::Tensor no_slots = at::zeros({1, 1}, at::dtype(at::kLong).device(table.device()));
     at::Tensor status = at::zeros({kNumStatusWords}, no_slots.options());
     const std::vector<at::Tensor> slots(table.num_staging_groups(), no_slots);
-    CommitParams params =
-        DescribeCommit({none, none, slots, RowSpace::kBatch, true, {}, {}}, status);
+    CommitParams params = DescribeCommit({none, none, slots, RowSpace::kBatch, true, {}}, status);
     params.num_requests = 0;
-    CommitOnCuda(params, /*last=*/true);
+    CommitOnCuda(params, /*is_last=*/true);
   }
-  books.CloseRound(StagedTokens(), table.staged_bytes_per_token(), aborted, counts_on_device);
+  books.CloseRound(StagedTokens(), table.staged_bytes_per_token(), aborted,
+                   open->device_commits != DeviceCommits::kNone);
+  EndRound(clean);
+}
+
+void Interceptor::Impl::EndRound(bool clean) {
+  last = {std::move(open->plan), std::move(open->rows), open->staging, clean};
+  open.reset();
   books.SetRound(epoch, /*open=*/false);
-  round_open = false;
 }
 
 }  // namespace nwor

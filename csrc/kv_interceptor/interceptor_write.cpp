@@ -40,24 +40,25 @@ Outcome Interceptor::Write(const std::string& layer, const at::Tensor& key, cons
                            const std::optional<std::vector<int32_t>>& rows,
                            std::optional<int64_t> epoch, bool defer) {
   const WriteCall call{layer, key, value, slot_mapping, rows};
-  const bool observed = impl_->observer != nullptr && !impl_->capturing;
+  const bool captured = impl_->open && impl_->open->capturing;
+  const bool observed = impl_->observer != nullptr && !captured;
   if (observed) impl_->observer->BeforeWrite(call);
   // An observer looks at the bytes as soon as the write returns.
-  impl_->defer = defer && !observed && !rows.has_value();
-  const Outcome outcome = impl_->Write(call, epoch);
+  const Outcome outcome = impl_->Write(call, epoch, defer && !observed && !rows.has_value());
   if (observed) impl_->observer->AfterWrite(call, outcome);
   return outcome;
 }
 
 std::optional<DeferredWrite> Interceptor::TakeDeferred(const std::string& layer) {
-  auto node = impl_->deferred.extract(layer);
+  if (!impl_->open) return std::nullopt;
+  auto node = impl_->open->deferred.extract(layer);
   if (node.empty()) return std::nullopt;
   return std::move(node.mapped());
 }
 
 void Interceptor::ReturnDeferred(const std::string& layer, DeferredWrite write) {
-  if (!impl_->round_open || write.epoch != impl_->epoch) return;
-  impl_->deferred.insert_or_assign(layer, std::move(write));
+  if (!impl_->open || write.epoch != impl_->open->epoch) return;
+  impl_->open->deferred.insert_or_assign(layer, std::move(write));
 }
 
 void Interceptor::Impl::Stage(const StageParams& params, at::Device device) {
@@ -72,12 +73,12 @@ void Interceptor::Impl::Stage(const StageParams& params, at::Device device) {
   }
 }
 
-void Interceptor::Impl::DoDeferred() {
-  for (auto& [layer, write] : deferred) {
+void Interceptor::Impl::DoDeferred(OpenRound& round) {
+  for (auto& [layer, write] : round.deferred) {
     write.params.stream = CurrentStream(table.device());
     Stage(write.params, table.device());
   }
-  deferred.clear();
+  round.deferred.clear();
 }
 
 Outcome Interceptor::Impl::Bypass(BoundLayer* layer, BypassReason reason, std::string_view detail) {
@@ -86,7 +87,8 @@ Outcome Interceptor::Impl::Bypass(BoundLayer* layer, BypassReason reason, std::s
   return {Action::kBypass, reason, 0};
 }
 
-Outcome Interceptor::Impl::Write(const WriteCall& call, std::optional<int64_t> call_epoch) {
+Outcome Interceptor::Impl::Write(const WriteCall& call, std::optional<int64_t> call_epoch,
+                                 bool defer) {
   NWOR_CHECK(call.key.defined() && call.value.defined() && call.slot_mapping.defined(),
              "key, value, slot_mapping: got nothing, expected tensors");
   const std::string name = Concat("layer '", call.layer, "'");
@@ -95,26 +97,28 @@ Outcome Interceptor::Impl::Write(const WriteCall& call, std::optional<int64_t> c
   if (IsFake(call.key) || IsFake(call.value) || IsFake(call.slot_mapping)) {
     return Bypass(nullptr, BypassReason::kFakeTensor, name);
   }
-  if (call_epoch.has_value() && (*call_epoch != epoch || !round_open)) {
-    return Bypass(nullptr, BypassReason::kStaleRound,
-                  Concat("got a write of round ", *call_epoch, ", the last one is ", epoch));
+  if (call_epoch.has_value() && (!open || *call_epoch != epoch)) {
+    return Bypass(
+        nullptr, BypassReason::kStaleRound,
+        Concat("the write belongs to round ", *call_epoch, ", but the last round is ", epoch));
   }
-  NWOR_CHECK(round_open, "write: got rows of ", name, " without an open round, expected begin");
+  NWOR_CHECK(open, "write: no round is open for rows of ", name, "; call begin first");
   if (!enabled) return Bypass(layer, BypassReason::kDisabled, "");
   if (!layer->unsupported.empty()) {
     return Bypass(layer, BypassReason::kUnsupportedLayout, Concat(name, ": ", layer->unsupported));
   }
   if (!layer->ready) return Bypass(layer, BypassReason::kNotReady, name);
-  return WriteLayer(*layer, call);
+  return WriteLayer(*open, *layer, call, defer);
 }
 
-Outcome Interceptor::Impl::WriteLayer(BoundLayer& layer, const WriteCall& call) {
+Outcome Interceptor::Impl::WriteLayer(OpenRound& round, BoundLayer& layer, const WriteCall& call,
+                                      bool defer) {
   const CacheGroup& group = table.groups()[layer.group];
   StagingBuffer& staging_buffer = *group.staging;
   const at::Device device = staging_buffer.device();
   const CacheGeometry& geometry = layer.layout.geometry;
 
-  const RowsToWrite chosen = ChooseRows(rows.stage_rows(), call.rows);
+  const RowsToWrite chosen = ChooseRows(round.rows.stage_rows(), call.rows);
   const auto num_rows = static_cast<int64_t>(chosen.stage_rows.size());
   at::Tensor key = ContiguousChannels(call.key), value = ContiguousChannels(call.value);
   at::Tensor slot_mapping = call.slot_mapping;
@@ -138,7 +142,7 @@ Outcome Interceptor::Impl::WriteLayer(BoundLayer& layer, const WriteCall& call) 
     chosen_on_device = ToDevice(chosen.stage_rows, device);
     params.stage_rows = static_cast<const int32_t*>(chosen_on_device.const_data_ptr());
   } else {
-    params.stage_rows = rows.device_stage_rows();
+    params.stage_rows = round.rows.device_stage_rows();
   }
   params.cache = layer.layout;
   params.slot_mapping = static_cast<const int64_t*>(slot_mapping.const_data_ptr());
@@ -146,15 +150,15 @@ Outcome Interceptor::Impl::WriteLayer(BoundLayer& layer, const WriteCall& call) 
   params.dtype = RowDType(key, "key");
   params.exclusive = true;
   params.stream = CurrentStream(device);
-  if (staging) {
+  if (round.staging) {
     params.staged = staging_buffer.LayerView(layer.staged_layer);
     // A graph may be replayed with more drafts than it was captured with.
     params.num_staging_rows = config.graph_rows > 0
                                   ? static_cast<int32_t>(staging_buffer.capacity_rows())
-                                  : rows.num_staging_rows();
+                                  : round.rows.num_staging_rows();
     params.records = staging_buffer.ReplacesSlots(!call.rows.has_value());
     params.group_slots = static_cast<int64_t*>(staging_buffer.slots().mutable_data_ptr());
-    params.status = static_cast<int64_t*>(round_status.mutable_data_ptr());
+    params.status = static_cast<int64_t*>(round.status.mutable_data_ptr());
   }
 
   int64_t num_direct = num_rows - static_cast<int64_t>(chosen.staged.size());
@@ -173,19 +177,20 @@ Outcome Interceptor::Impl::WriteLayer(BoundLayer& layer, const WriteCall& call) 
     }
   }
   // A second write of the layer must not overtake the first, nor any the one that records slots.
-  DoDeferred();
+  DoDeferred(round);
   if (defer) {
-    deferred.emplace(layer.name, DeferredWrite{params, key, value, slot_mapping, epoch});
+    round.deferred.emplace(layer.name,
+                           DeferredWrite{params, key, value, slot_mapping, round.epoch});
   } else {
     Stage(params, device);
   }
 
-  Outcome outcome{staging ? Action::kStage : Action::kDirect, BypassReason::kNone, 0};
-  if (capturing) return outcome;
-  if (staging) {
+  Outcome outcome{round.staging ? Action::kStage : Action::kDirect, BypassReason::kNone, 0};
+  if (round.capturing) return outcome;
+  if (round.staging) {
     outcome.staged_rows = staging_buffer.MarkStaged(layer.staged_layer, chosen.staged);
   }
-  layer.round = staging ? LayerRound::kStaged : LayerRound::kDirect;
+  layer.round = round.staging ? LayerRound::kStaged : LayerRound::kDirect;
   books.CountWrite(num_direct * layer.bytes_per_token(), !chosen.staged.empty());
   return outcome;
 }
@@ -211,30 +216,33 @@ BypassReason Interceptor::Impl::CheckSlotsOnCpu(const BoundLayer& layer, const S
 
 void Interceptor::NoteReplay() {
   Impl& impl = *impl_;
-  NWOR_CHECK(impl.round_open && !impl.capturing && impl.config.graph_rows > 0,
-             "note_replay: got no open round of an interceptor with graph_rows, expected one");
-  NWOR_CHECK(impl.FitsGraphs(impl.plan), "note_replay: got a round of ", impl.plan.num_rows(),
-             " rows and ", impl.plan.query_lens.size(),
+  NWOR_CHECK(impl.config.graph_rows > 0,
+             "note_replay: graph_rows is 0; set it above 0 in the configuration to replay graphs");
+  NWOR_CHECK(impl.open, "note_replay: no round is open; call begin first");
+  NWOR_CHECK(!impl.open->capturing,
+             "note_replay: the open round is being captured; abort it first");
+  const OpenRound& round = *impl.open;
+  NWOR_CHECK(impl.FitsGraphs(round.plan), "note_replay: got a round of ", round.plan.num_rows(),
+             " rows and ", round.plan.query_lens.size(),
              " requests, expected at most graph_rows = ", impl.config.graph_rows, " of each");
-  NWOR_CHECK(!impl.staging || !impl.captured || impl.captured_staging,
-             "note_replay: got a round that is staged, expected a direct one: no round that was ",
-             "captured is staged");
+  NWOR_CHECK(!round.staging || impl.graphs.captured != GraphMemory::Captured::kDirectRounds,
+             "note_replay: the round is staged, but only direct rounds were captured");
   for (const BoundLayer& layer : impl.table.layers()) {
     NWOR_CHECK(!layer.ready || layer.round == LayerRound::kSilent, "note_replay: layer '",
-               layer.name, "' has been written in this round, expected no write");
+               layer.name, "' was already written in this round");
   }
   for (const CacheGroup& group : impl.table.groups()) {
-    if (impl.staging && group.staging != nullptr) group.staging->NoteSlots();
+    if (round.staging && group.staging != nullptr) group.staging->NoteSlots();
   }
-  std::vector<int32_t> staged(impl.rows.num_staging_rows());
+  std::vector<int32_t> staged(round.rows.num_staging_rows());
   std::iota(staged.begin(), staged.end(), 0);
   for (BoundLayer& layer : impl.table.layers()) {
     if (!layer.ready) continue;
-    if (impl.staging) {
+    if (round.staging) {
       impl.table.groups()[layer.group].staging->MarkStaged(layer.staged_layer, staged);
     }
-    layer.round = impl.staging ? LayerRound::kStaged : LayerRound::kDirect;
-    const auto num_direct = impl.rows.num_rows() - static_cast<int64_t>(staged.size());
+    layer.round = round.staging ? LayerRound::kStaged : LayerRound::kDirect;
+    const auto num_direct = round.rows.num_rows() - static_cast<int64_t>(staged.size());
     impl.books.CountWrite(num_direct * layer.bytes_per_token(), !staged.empty());
   }
 }

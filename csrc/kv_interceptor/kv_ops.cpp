@@ -56,7 +56,7 @@ void CheckStageOnCpu(const StageParams& params) {
   const int64_t num_slots = params.cache.geometry.num_slots();
   for (int32_t i = 0; i < params.num_rows; ++i) {
     const int64_t slot = params.slot_mapping[i];
-    const int32_t row = params.stage_rows[i];
+    const int32_t row = params.StageRowOf(i);
     NWOR_CHECK(slot >= -1 && slot < num_slots, "slot_mapping: got ", slot, " at ", i,
                ", expected -1 to ", num_slots - 1);
     NWOR_CHECK(row >= -1 && row < params.num_staging_rows, "stage_rows: got ", row, " at ", i,
@@ -70,8 +70,10 @@ void CheckStageOnCpu(const StageParams& params) {
 }
 
 void WriteKv(const at::Tensor& key_in, const at::Tensor& value_in, at::Tensor key_cache,
-             at::Tensor value_cache, const at::Tensor& slot_mapping, const at::Tensor& stage_rows,
-             at::Tensor staged_key, at::Tensor staged_value,
+             at::Tensor value_cache, const at::Tensor& slot_mapping,
+             const std::optional<at::Tensor>& stage_rows,
+             const std::optional<at::Tensor>& staged_key,
+             const std::optional<at::Tensor>& staged_value,
              const std::optional<at::Tensor>& k_scale, const std::optional<at::Tensor>& v_scale,
              bool exclusive, const std::optional<at::Tensor>& status) {
   StageParams params;
@@ -86,23 +88,32 @@ void WriteKv(const at::Tensor& key_in, const at::Tensor& value_in, at::Tensor ke
              " as key_cache");
   params.rows = DescribeRows(key, value, "key", "value", geometry.num_heads, geometry.head_dim);
   CheckDevice(key, "key", device);
-  params.staged = DescribeRows(staged_key, staged_value, "staged_key", "staged_value",
-                               geometry.num_heads, geometry.head_dim);
-  NWOR_CHECK(RowDType(staged_key, "staged_key") == params.dtype, "staged_key: got dtype ",
-             c10::toString(staged_key.scalar_type()), ", expected ", Name(params.dtype), " as key");
-  CheckDevice(staged_key, "staged_key", device);
+  const bool stages = stage_rows.has_value();
+  NWOR_CHECK(staged_key.has_value() == stages && staged_value.has_value() == stages,
+             "stage_rows, staged_key, staged_value: got some of them, expected all or none");
+  if (stages) {
+    params.staged = DescribeRows(*staged_key, *staged_value, "staged_key", "staged_value",
+                                 geometry.num_heads, geometry.head_dim);
+    NWOR_CHECK(RowDType(*staged_key, "staged_key") == params.dtype, "staged_key: got dtype ",
+               c10::toString(staged_key->scalar_type()), ", expected ", Name(params.dtype),
+               " as key");
+    CheckDevice(*staged_key, "staged_key", device);
+  }
   const int64_t num_rows = key.size(0);
   CheckIndex(slot_mapping, "slot_mapping", at::kLong, {num_rows}, device);
-  CheckIndex(stage_rows, "stage_rows", at::kInt, {num_rows}, device);
+  if (stages) CheckIndex(*stage_rows, "stage_rows", at::kInt, {num_rows}, device);
   if (status.has_value()) {
     CheckIndex(*status, "status", at::kLong, {kNumStatusWords}, device);
   }
-  if (IsFake(key) || IsFake(key_cache) || IsFake(staged_key) || num_rows == 0) return;
+  const bool fake = IsFake(key) || IsFake(key_cache) || (stages && IsFake(*staged_key));
+  if (fake || num_rows == 0) return;
 
   params.slot_mapping = Data<int64_t>(slot_mapping);
-  params.stage_rows = Data<int32_t>(stage_rows);
   params.num_rows = static_cast<int32_t>(num_rows);
-  params.num_staging_rows = static_cast<int32_t>(staged_key.size(0));
+  if (stages) {
+    params.stage_rows = Data<int32_t>(*stage_rows);
+    params.num_staging_rows = static_cast<int32_t>(staged_key->size(0));
+  }
   params.exclusive = exclusive;
   if (status.has_value()) params.status = static_cast<int64_t*>(status->mutable_data_ptr());
   params.stream = CurrentStream(device);
@@ -114,8 +125,7 @@ void CommitStaged(const at::Tensor& staged_key, const at::Tensor& staged_value,
                   const std::vector<at::Tensor>& value_caches, const at::Tensor& path,
                   const at::Tensor& counts, const at::Tensor& slots, at::Tensor status,
                   const std::optional<at::Tensor>& parents, const std::vector<at::Tensor>& k_scales,
-                  const std::vector<at::Tensor>& v_scales, const SummaryTensors& summaries,
-                  const TailTensors& tail) {
+                  const std::vector<at::Tensor>& v_scales, const TailTensors& tail) {
   const auto num_layers = static_cast<int64_t>(key_caches.size());
   NWOR_CHECK(num_layers >= 1 && num_layers <= kMaxCommitLayers, "key_caches: got ", num_layers,
              " layers, expected 1 to ", kMaxCommitLayers);
@@ -168,7 +178,6 @@ void CommitStaged(const at::Tensor& staged_key, const at::Tensor& staged_value,
   CheckIndex(status, "status", at::kLong, {kNumStatusWords}, device);
   const int64_t num_staging_rows = staged_key.size(1);
   if (parents.has_value()) CheckIndex(*parents, "parents", at::kInt, {num_staging_rows}, device);
-  params.summaries = DescribeSummaries(summaries, params, num_requests, device);
   params.tail = DescribeTail(tail, params, num_requests, device);
   if (IsFake(staged_key) || IsFake(key_caches[0]) || IsFake(path)) return;
 

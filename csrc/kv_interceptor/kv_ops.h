@@ -6,12 +6,11 @@
 #include <vector>
 
 #include "base/export.h"
-#include "kv_interceptor/commit/summary_tensors.h"
 #include "kv_interceptor/commit/tail_tensors.h"
 #include "kv_interceptor/stage/stage.h"
 
 // write_kv and commit as functions of tensors, for hosts that keep their own books (an engine
-// inside a CUDA graph); the Interceptor is the same flow with the books kept. csrc/ops.cpp
+// inside a CUDA graph); the Interceptor is the same flow with the books kept. bindings/ops.cpp
 // registers them.
 //
 // Each checks every argument before it touches data. Shape-only (fake) tensors are checked and
@@ -21,12 +20,15 @@ namespace nwor {
 
 // Row t of key and value [T, H, D] goes to cache slot slot_mapping[t] if that is >= 0, and to
 // staging row stage_rows[t] if that is >= 0; with `exclusive` a staged row does not go to the
-// cache. On the CPU a slot or row out of range, or named twice, throws; on CUDA that row is not
-// written and `status` (int64[8], optional) says which was the first.
+// cache. Without stage_rows, staged_key and staged_value no row is staged. On the CPU a slot or row
+// out of range, or named twice, throws; on CUDA that row is not written and `status` (int64[8],
+// optional) says which was the first.
 NWOR_EXPORT void WriteKv(const at::Tensor& key, const at::Tensor& value, at::Tensor key_cache,
                          at::Tensor value_cache, const at::Tensor& slot_mapping,
-                         const at::Tensor& stage_rows, at::Tensor staged_key,
-                         at::Tensor staged_value, const std::optional<at::Tensor>& k_scale,
+                         const std::optional<at::Tensor>& stage_rows,
+                         const std::optional<at::Tensor>& staged_key,
+                         const std::optional<at::Tensor>& staged_value,
+                         const std::optional<at::Tensor>& k_scale,
                          const std::optional<at::Tensor>& v_scale, bool exclusive,
                          const std::optional<at::Tensor>& status);
 
@@ -40,7 +42,7 @@ NWOR_EXPORT void CommitStaged(const at::Tensor& staged_key, const at::Tensor& st
                               const std::optional<at::Tensor>& parents,
                               const std::vector<at::Tensor>& k_scales,
                               const std::vector<at::Tensor>& v_scales,
-                              const SummaryTensors& summaries = {}, const TailTensors& tail = {});
+                              const TailTensors& tail = {});
 
 // Throws Error for a slot or staging row of host memory that is out of range or named twice.
 void CheckStageOnCpu(const StageParams& params);

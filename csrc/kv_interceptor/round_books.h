@@ -16,7 +16,7 @@
 // What one interceptor has done, in numbers: its own totals and its share of the process-wide
 // counters. For every closed round staged = committed + rejected.
 //
-// Commits on a GPU are counted there (commit_counters.h); the books ask the device when somebody
+// Commits on a GPU are counted there (commit/counters.h); the books ask the device when somebody
 // reads, on a stream of their own, so that reading neither waits for a round nor disturbs a
 // capture.
 //

@@ -10,7 +10,7 @@ namespace nwor {
 
 ChunkSchedule::ChunkSchedule(std::vector<int64_t> chain, int64_t chunk_rows)
     : chain_(std::move(chain)), chunk_rows_(chunk_rows) {
-  NWOR_CHECK(!chain_.empty(), "chain: got no rows, expected a root at least");
+  NWOR_CHECK(!chain_.empty(), "chain: got no rows, expected at least a root");
   NWOR_CHECK(chunk_rows >= 1, "chunk_rows: got ", chunk_rows, ", expected 1 or more");
   Open(0);
 }

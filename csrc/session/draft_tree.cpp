@@ -7,7 +7,7 @@
 namespace nwor {
 
 void DraftTree::Validate(int64_t most_rows) const {
-  NWOR_CHECK(num_rows() >= 1, "tree: got no rows, expected a root at least");
+  NWOR_CHECK(num_rows() >= 1, "tree: got no rows, expected at least a root");
   NWOR_CHECK(num_rows() <= most_rows, "tree: got ", num_rows(), " rows, expected at most ",
              most_rows);
   NWOR_CHECK(parents.empty() || parents.size() == tokens.size(), "parents: got ", parents.size(),

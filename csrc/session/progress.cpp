@@ -54,7 +54,7 @@ void Progress::Record() {
   const ChainChunk& chunk = chunks->chunk();
   const bool whole = accepted + 1 == static_cast<int64_t>(chunk.tokens.size());
   const bool goes_on = whole && chunk.next_draft && *chunk.next_draft == turn.next_token &&
-                       turn.finish == SessionFinish::kNone;
+                       turn.finish == FinishReason::kNone;
   emitted += accepted + (goes_on ? 1 : 0);
   chunks->Report({accepted + (goes_on ? 1 : 0), turn.next_token});
   if (!chunks->done()) return;

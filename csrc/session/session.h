@@ -2,7 +2,6 @@
 
 #include <ATen/core/Tensor.h>
 
-#include <algorithm>
 #include <atomic>
 #include <cstdint>
 #include <exception>
@@ -13,6 +12,7 @@
 #include <vector>
 
 #include "session/draft_tree.h"
+#include "tree/run_end.h"
 
 // What a store keeps of one sequence, and one sequence's share of a forward pass.
 
@@ -41,9 +41,6 @@ struct Session {
   std::list<Session*>::iterator place;  // in the order of use
 };
 
-// Why a sequence ends.
-enum class SessionFinish : uint8_t { kNone, kStop, kLength };
-
 // One session's rows of one forward pass.
 struct Turn {
   Session* session = nullptr;
@@ -56,7 +53,7 @@ struct Turn {
   // Filled by the pass.
   std::vector<int32_t> accepted;  // rows of the tree
   int64_t next_token = -1;
-  SessionFinish finish = SessionFinish::kNone;
+  FinishReason finish = FinishReason::kNone;
   std::exception_ptr error;
   bool done = false;
 
@@ -67,15 +64,14 @@ struct Turn {
   // Where the sequence ends inside the accepted run, the token there becomes the next one and what
   // follows is dropped.
   void CutAtTheEnd() {
-    for (size_t i = 0; i <= accepted.size() && !prompt_only; ++i) {
-      const int64_t token = i < accepted.size() ? tree.tokens[accepted[i]] : next_token;
-      const bool stop = std::find(stop_ids.begin(), stop_ids.end(), token) != stop_ids.end();
-      if (!stop && static_cast<int64_t>(i) + 1 != max_new_tokens) continue;
-      finish = stop ? SessionFinish::kStop : SessionFinish::kLength;
-      accepted.resize(i);
-      next_token = token;
-      return;
-    }
+    if (prompt_only) return;
+    std::vector<int64_t> run;
+    for (const int32_t row : accepted) run.push_back(tree.tokens[row]);
+    run.push_back(next_token);
+    const RunEnd end = FindRunEnd(run, stop_ids, max_new_tokens > 0 ? max_new_tokens : INT64_MAX);
+    finish = end.finish;
+    accepted.resize(end.num_tokens - 1);
+    next_token = run[end.num_tokens - 1];
   }
 };
 

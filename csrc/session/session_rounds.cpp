@@ -269,7 +269,7 @@ void SessionRounds::CheckAllLayersWrote() const {
   for (const Interceptor::LayerInfo& layer : interceptor_.layers()) {
     NWOR_CHECK(layer.round == LayerRound::kStaged || layer.round == LayerRound::kDirect,
                "forward: got no write of layer '", layer.name,
-               "' through the interceptor, expected one in each pass");
+               "' through the interceptor, expected one in every pass");
   }
 }
 
@@ -279,7 +279,7 @@ void SessionRounds::ReadAcceptance(const Accepted& acceptance, std::span<Turn* c
                  acceptance.path.size(0) == num_turns && acceptance.counts.defined() &&
                  acceptance.counts.numel() == num_turns && acceptance.next_token.defined() &&
                  acceptance.next_token.numel() == num_turns,
-             "accept: got other shapes, expected path [", num_turns,
+             "accept: got wrong shapes, expected path [", num_turns,
              ", R], counts and next_token [", num_turns, "]");
   const at::Tensor path = acceptance.path.to(at::kCPU, at::kLong).contiguous();
   const at::Tensor counts = acceptance.counts.to(at::kCPU, at::kLong).contiguous();
@@ -302,7 +302,7 @@ void SessionRounds::ReadAcceptance(const Accepted& acceptance, std::span<Turn* c
     turn.next_token = next.const_data_ptr<int64_t>()[b];
     NWOR_CHECK(turn.next_token >= 0 && (vocab_size_ == 0 || turn.next_token < vocab_size_),
                "accept: got token ", turn.next_token, " for session '", turn.session->name,
-               "', expected one of the vocabulary");
+               "', expected a token of the vocabulary");
     turn.CutAtTheEnd();
   }
 }

@@ -37,7 +37,7 @@ SessionConfig Checked(SessionConfig config) {
 void CheckRequest(const VerifyRequest& request, const SessionConfig& config) {
   NWOR_CHECK(!request.session.empty(), "session: got an empty name, expected a name");
   NWOR_CHECK(!request.new_tokens.empty(), "new_tokens: got none for session '", request.session,
-             "', expected the root at least");
+             "', expected at least the root");
   constexpr int64_t kMaxPrefix = std::numeric_limits<int32_t>::max();
   NWOR_CHECK(request.expected_prefix_len >= 0 && request.expected_prefix_len <= kMaxPrefix,
              "expected_prefix_len: got ", request.expected_prefix_len, ", expected 0 to ",
@@ -59,7 +59,7 @@ void CheckRequest(const VerifyRequest& request, const SessionConfig& config) {
     for (size_t i = 0; i < tokens.size(); ++i) {
       NWOR_CHECK(tokens[i] >= 0 && (config.vocab_size == 0 || tokens[i] < config.vocab_size), name,
                  ": got token ", tokens[i], " at index ", i, ", expected 0 to ",
-                 config.vocab_size == 0 ? "any" : std::to_string(config.vocab_size - 1));
+                 config.vocab_size == 0 ? "any number" : std::to_string(config.vocab_size - 1));
     }
   };
   check_tokens("new_tokens", request.new_tokens);

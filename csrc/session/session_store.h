@@ -59,7 +59,7 @@ struct VerifyResult {
   int64_t rows_run = 0;                // new tokens and tree rows
   int64_t rows_saved = 0;              // by chunks
   // Why next_token is the sequence's last one, if it is.
-  SessionFinish finish = SessionFinish::kNone;
+  FinishReason finish = FinishReason::kNone;
 };
 
 struct SessionInfo {

@@ -14,11 +14,11 @@ const std::vector<Interceptor::LayerInfo>& CheckedLayers(const Interceptor& inte
   const std::vector<Interceptor::LayerInfo>& layers = interceptor.layers();
   NWOR_CHECK(!layers.empty(), "interceptor: got no bound layers, expected those of the model");
   NWOR_CHECK(interceptor.mode() == Mode::kStage,
-             "interceptor: got one that is switched off, expected enable_nwor");
+             "interceptor: staging is switched off, but sessions need it (enable_nwor)");
   for (const Interceptor::LayerInfo& layer : layers) {
     NWOR_CHECK(layer.ready, "interceptor: got layer '", layer.name, "' ",
                layer.unsupported.empty() ? "without memory" : layer.unsupported,
-               ", expected caches that can be staged for");
+               ", expected a cache that supports staging");
     NWOR_CHECK(layer.group == layers[0].group, "interceptor: got layers of cache groups ",
                layers[0].group, " and ", layer.group, ", expected one group");
   }
@@ -114,10 +114,10 @@ HeldSession SessionTable::HoldOrStart(const std::string& name, int64_t cached_le
       if (starts) {
         Count(Counter::kSessionMisses, &stats_.cache_misses);
         if (cached_len > 0) {
-          throw UnknownSessionError(Concat("session '", name, "': got ", cached_len,
-                                           " tokens expected to be cached, but it is not here "
-                                           "(ended, evicted or never started); expected the whole "
-                                           "prompt"));
+          throw UnknownSessionError(Concat("session '", name, "': got expected_prefix_len ",
+                                           cached_len,
+                                           ", but the session is not here: it ended, "
+                                           "was evicted or never started; send the whole prompt"));
         }
         CheckPlaces(name, MissingPlaces(num_entering_ + 1));
         session = std::make_shared<Session>(name, next_key_++);
@@ -139,8 +139,8 @@ HeldSession SessionTable::HoldOrStart(const std::string& name, int64_t cached_le
     }
     throw DesyncError(Concat("expected_prefix_len: got ", cached_len, " for session '", name,
                              "', which has ", held->length.load(),
-                             " tokens cached; expected that, a rollback, "
-                             "or the end of the session and the whole prompt"));
+                             " tokens cached; send that number, roll back, "
+                             "or end the session and send the whole prompt"));
   }
 }
 
@@ -158,7 +158,7 @@ void SessionTable::Fork(Session& parent, const std::string& child,
   const double now = config_.clock();
   const std::lock_guard guard(mutex_);
   NWOR_CHECK(Find(child) == nullptr, "child: got '", child,
-             "', which is a session already, expected a new name");
+             "', which is already a session, expected a new name");
   const int64_t length = num_tokens.value_or(parent.length);
   NWOR_CHECK(length >= 0 && length <= parent.length, "num_tokens: got ", length,
              ", expected 0 to the ", parent.length.load(), " cached tokens of '", parent.name, "'");
@@ -277,8 +277,8 @@ int64_t SessionTable::MissingPlaces(int64_t num_coming) const {
 void SessionTable::CheckPlaces(const std::string& name, int64_t missing) const {
   for (auto next = order_.begin(); missing > 0; ++next) {
     if (next == order_.end()) {
-      throw CapacityError(Concat("session '", name, "': got one more than ", config_.max_sessions,
-                                 " sessions, all of them in use, expected room for it"));
+      throw CapacityError(Concat("session '", name, "': there is no room, because all ",
+                                 config_.max_sessions, " sessions are in use"));
     }
     if ((*next)->users == 0) --missing;
   }
@@ -331,8 +331,8 @@ int64_t SessionTable::Room() const {
 
 CapacityError SessionTable::DoesNotFit(const Session& session, int64_t needed, int64_t possible,
                                        const char* of_whom) const {
-  return CapacityError(Concat("session '", session.name, "': got a need of ", needed, " pages",
-                              of_whom, ", expected at most ", possible, " of ", page_limit_,
+  return CapacityError(Concat("session '", session.name, "': needs ", needed, " pages", of_whom,
+                              ", expected at most ", possible, " of ", page_limit_,
                               " that are free or can be evicted"));
 }
 

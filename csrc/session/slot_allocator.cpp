@@ -93,7 +93,7 @@ int64_t SlotAllocator::SlotOf(const Request& request, int64_t token) const {
 const SlotAllocator::Request& SlotAllocator::Known(const RequestKey& request) const {
   const Request* found = state_.requests.Find(request);
   NWOR_CHECK(found != nullptr, "request: got ", Describe(request),
-             ", expected one that holds slots");
+             ", expected a request that holds slots");
   return *found;
 }
 
@@ -118,9 +118,8 @@ SlotAllocator::Growth SlotAllocator::PlanGrowth(const Request& request, int64_t 
 
 void SlotAllocator::CheckRoom(int64_t pages, const RequestKey& request) const {
   if (pages <= state_.free_pages.size()) return;
-  throw CapacityError(Concat("pages: got a need of ", pages, " for request ", Describe(request),
-                             ", expected at most the ", state_.free_pages.size(), " free of ",
-                             num_pages_));
+  throw CapacityError(Concat("pages: request ", Describe(request), " needs ", pages, ", but only ",
+                             state_.free_pages.size(), " of ", num_pages_, " are free"));
 }
 
 std::vector<int64_t> SlotAllocator::Extend(const RequestKey& request, int64_t num_tokens) {
@@ -271,7 +270,7 @@ void SlotAllocator::Fork(const RequestKey& parent, const RequestKey& child,
                          std::optional<int64_t> num_tokens) {
   const Request& source = Known(parent);
   NWOR_CHECK(state_.requests.Find(child) == nullptr, "child: got ", Describe(child),
-             " that holds slots already, expected a new request");
+             " that already holds slots, expected a new request");
   const int64_t length = num_tokens.value_or(source.length());
   NWOR_CHECK(length >= 0 && length <= source.length(), "num_tokens: got ", length,
              ", expected 0 to the length ", source.length(), " of request ", Describe(parent));
@@ -317,7 +316,7 @@ SlotAllocator::Backup SlotAllocator::TakeBackup() const { return {id_, state_}; 
 
 void SlotAllocator::Restore(const Backup& backup) {
   NWOR_CHECK(backup.allocator_ == id_,
-             "state: got a backup of another allocator, expected one of this");
+             "state: got a backup of another allocator, expected one of this allocator");
   state_ = backup.state_;
 }
 
@@ -352,8 +351,8 @@ std::vector<int64_t> SlotAllocator::Slots(const RequestKey& request, int64_t fir
 
 std::vector<int32_t> SlotAllocator::Pages(const RequestKey& request, int64_t first_page) const {
   const Request& known = Known(request);
-  NWOR_CHECK(known.sparse.empty(), "request: got ", Describe(request),
-             " with holes, expected compact first");
+  NWOR_CHECK(known.sparse.empty(), "request: ", Describe(request),
+             " has holes; call compact first");
   NWOR_CHECK(first_page >= 0, "first_page: got ", first_page, ", expected 0 or more");
   std::vector<int32_t> pages;
   for (int64_t page = first_page; page < known.pages.size(); ++page) {

@@ -5,7 +5,7 @@
 #include "base/cuda/element.cuh"
 #include "base/cuda/launch_check.h"
 #include "base/row_op.h"
-#include "kv_interceptor/extremes.cuh"
+#include "specpv/extremes.cuh"
 #include "specpv/summaries.h"
 
 // One warp summarises one head of one block. kVector channels of a row fall to one lane, so the

@@ -1,11 +1,10 @@
 #pragma once
 
-#include <array>
 #include <cstdint>
 #include <limits>
-#include <string_view>
 
 #include "base/host_device.h"
+#include "base/reason_table.h"
 
 // What a tree, or an acceptance over one, found wrong on the device, where nothing can be thrown.
 // One 64-bit status word per request, 0 = fine. Plain data without torch: kernels include it.
@@ -26,7 +25,6 @@
   X(kProbability, "probability", "a probability is negative, NaN or above one")          \
   X(kProbabilitySum, "probability_sum", "the probabilities of a row do not sum to one")  \
   X(kCoin, "coin", "a coin is outside [0, 1]")                                           \
-  X(kPath, "path", "a count or an accepted row is outside the tree")                     \
   X(kParameter, "parameter", "a sampling parameter is out of range")                     \
   X(kLogits, "logits", "a row has a NaN, an infinite logit, or no token left to choose") \
   X(kPrefixLen, "prefix_len", "a prefix length is negative or too large")                \
@@ -35,26 +33,7 @@
 
 namespace nwor {
 
-enum class TreeFault : int32_t {
-#define NWOR_ENUMERATOR(name, label, text) name,
-  NWOR_TREE_FAULTS(NWOR_ENUMERATOR)
-#undef NWOR_ENUMERATOR
-};
-
-struct TreeFaultText {
-  std::string_view label;
-  std::string_view sentence;
-};
-
-inline constexpr std::array kTreeFaultTexts = {
-#define NWOR_TEXT(name, label, text) TreeFaultText{label, text},
-    NWOR_TREE_FAULTS(NWOR_TEXT)
-#undef NWOR_TEXT
-};
-
-constexpr std::string_view Sentence(TreeFault fault) {
-  return kTreeFaultTexts[static_cast<size_t>(fault)].sentence;
-}
+NWOR_REASON_TABLE(TreeFault, int32_t, NWOR_TREE_FAULTS)
 
 // bits 0..7 the fault, 8..31 the row (of the tree), 32..63 the offending value as 32 bits.
 NWOR_HOST_DEVICE constexpr int64_t PackFault(TreeFault fault, int32_t row, int32_t value) {

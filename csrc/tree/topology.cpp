@@ -1,9 +1,7 @@
 #include "tree/topology.h"
 
 #include <algorithm>
-#include <map>
 #include <numeric>
-#include <string>
 
 #include "base/check.h"
 #include "tree/tree_params.h"
@@ -29,12 +27,6 @@ std::vector<int32_t> DepthsOf(const std::vector<int32_t>& parents) {
     for (; !trail.empty(); trail.pop_back()) depths[trail.back()] = ++depth;
   }
   return depths;
-}
-
-std::string PathText(const std::vector<int32_t>& path) {
-  std::string text = "(";
-  for (size_t i = 0; i < path.size(); ++i) text += (i == 0 ? "" : ", ") + std::to_string(path[i]);
-  return text + ")";
 }
 
 }  // namespace
@@ -78,37 +70,6 @@ Topology NormalizeTopology(const std::vector<int32_t>& parents, bool add_root) {
     const int32_t above = added ? 0 : -1;
     topology.parents.push_back(parents[node] < 0 ? above : row_of[parents[node]]);
     topology.source.push_back(node);
-  }
-  return topology;
-}
-
-StaticTopology TopologyFromChoices(const std::vector<std::vector<int32_t>>& choices) {
-  NWOR_CHECK(choices.size() < kMaxTreeRows, "choices: got ", choices.size(),
-             " paths, expected at most ", kMaxTreeRows - 1);
-  std::vector<size_t> order(choices.size());
-  std::iota(order.begin(), order.end(), size_t{0});
-  std::sort(order.begin(), order.end(), [&](size_t a, size_t b) {
-    return choices[a].size() != choices[b].size() ? choices[a].size() < choices[b].size()
-                                                  : choices[a] < choices[b];
-  });
-  std::map<std::vector<int32_t>, int32_t> row_of = {{{}, 0}};
-  StaticTopology topology{{-1}, {0}, {-1}};
-  for (const size_t choice : order) {
-    const std::vector<int32_t>& path = choices[choice];
-    NWOR_CHECK(!path.empty(), "choices[", choice,
-               "]: got an empty path, expected one rank or more");
-    NWOR_CHECK(path.back() >= 0, "choices[", choice, "]: got ", PathText(path),
-               ", expected ranks of 0 or more");
-    const auto parent = row_of.find({path.begin(), path.end() - 1});
-    NWOR_CHECK(parent != row_of.end(), "choices[", choice, "]: got ", PathText(path),
-               " without its parent, expected ", PathText({path.begin(), path.end() - 1}),
-               " among the choices");
-    const auto row = static_cast<int32_t>(topology.parents.size());
-    NWOR_CHECK(row_of.emplace(path, row).second, "choices[", choice, "]: got ", PathText(path),
-               " twice, expected each path once");
-    topology.parents.push_back(parent->second);
-    topology.depths.push_back(static_cast<int32_t>(path.size()));
-    topology.ranks.push_back(path.back());
   }
   return topology;
 }

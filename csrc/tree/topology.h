@@ -21,15 +21,4 @@ struct Topology {
 // first. Throws nwor::Error naming the node for cycles, ranges, no root, or more than 256 rows.
 NWOR_EXPORT Topology NormalizeTopology(const std::vector<int32_t>& parents, bool add_root = false);
 
-struct StaticTopology {
-  std::vector<int32_t> parents;  // [R]; parents[0] = -1
-  std::vector<int32_t> depths;   // [R]
-  std::vector<int32_t> ranks;  // [R]; which of its depth's candidates a row holds, -1 for the root
-};
-
-// A fixed tree from its paths (Medusa's choices): {a, b, c} is candidate c of depth 3 below
-// candidate b of depth 2 below candidate a of depth 1. Every path's beginnings must be paths too.
-// Rows are ordered by depth, then by path. Throws nwor::Error naming the choice.
-NWOR_EXPORT StaticTopology TopologyFromChoices(const std::vector<std::vector<int32_t>>& choices);
-
 }  // namespace nwor

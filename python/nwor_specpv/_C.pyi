@@ -44,6 +44,7 @@ __all__: list[str] = [
     "count",
     "count_draft_failure",
     "count_full_steps",
+    "find_run_end",
     "judge_greedy",
     "last_attention_route",
     "merge_rows_of_layer",
@@ -54,7 +55,6 @@ __all__: list[str] = [
     "metrics_stop",
     "normalize_topology",
     "pinned_cache",
-    "topology_from_choices",
     "verify_in_chunks",
     "verify_plan_bytes",
 ]
@@ -174,7 +174,6 @@ class Interceptor:
         slots: typing.Any = None,
         rows: str = "batch",
         last: bool = True,
-        summaries: typing.Any = None,
         tail: typing.Any = None,
     ) -> Receipt: ...
     def note_replay(self) -> None: ...
@@ -671,6 +670,11 @@ def attention_routes() -> str: ...
 def count(metric: str, amount: typing.SupportsIndex) -> None: ...
 def count_draft_failure(reason: str) -> None: ...
 def count_full_steps(trigger: str, amount: typing.SupportsIndex) -> None: ...
+def find_run_end(
+    run: collections.abc.Sequence[typing.SupportsIndex],
+    stop_ids: collections.abc.Set[typing.SupportsIndex],
+    room: typing.SupportsIndex,
+) -> tuple[int, str | None]: ...
 def judge_greedy(
     chunk: ChainChunk, target_ids: collections.abc.Sequence[typing.SupportsIndex]
 ) -> tuple[int, int]: ...
@@ -700,9 +704,6 @@ def normalize_topology(
 def pinned_cache(
     sizes: collections.abc.Sequence[typing.SupportsIndex], dtype: torch.dtype, device: torch.device
 ) -> torch.Tensor: ...
-def topology_from_choices(
-    choices: collections.abc.Sequence[collections.abc.Sequence[typing.SupportsIndex]],
-) -> tuple[list[int], list[int], list[int]]: ...
 def verify_in_chunks(
     chain: collections.abc.Sequence[typing.SupportsIndex],
     verify: collections.abc.Callable,

@@ -72,17 +72,14 @@ from .ops.attention import (
     verify_attention,
     verify_plan,
 )
-from .ops.cut import FINISH_REASONS, Cut, GrammarCut, StopStrings, cut_on_host, cut_path
-from .ops.kv import CommitSummaries, CommitTail, commit, write_kv
+from .ops.kv import CommitTail, commit, write_kv, write_rows
 from .ops.logits import target_probs
 from .ops.retrieval import block_summaries, build_view, gather_view, select_blocks
 from .ops.tree import (
     MAX_TREE_ROWS,
-    StaticTree,
     Tree,
     describe_status,
     normalize_topology,
-    static_tree,
     tree_from_chain,
     tree_from_parents,
     tree_from_topk,
@@ -97,7 +94,6 @@ __version__ = _stamp.read_stamp().version
 __all__ = [
     "BYPASS_REASONS",
     "COMMIT_ERRORS",
-    "FINISH_REASONS",
     "FULL_TRIGGERS",
     "LAYOUTS",
     "MAX_TREE_ROWS",
@@ -105,18 +101,15 @@ __all__ = [
     "CapacityError",
     "ChainChunk",
     "ChunkedResult",
-    "CommitSummaries",
     "CommitTail",
     "CommitVerdict",
     "CompactView",
     "CompactViews",
     "ContractChecker",
-    "Cut",
     "Decision",
     "DesyncError",
     "DraftTree",
     "Drafter",
-    "GrammarCut",
     "Interceptor",
     "Method",
     "Metrics",
@@ -135,10 +128,8 @@ __all__ = [
     "Settings",
     "SlotAllocator",
     "SpecPVConfig",
-    "StaticTree",
     "StepDecision",
     "StepOutcome",
-    "StopStrings",
     "StoredCache",
     "Tree",
     "TreeConfig",
@@ -158,8 +149,6 @@ __all__ = [
     "commit",
     "confirm_greedy",
     "confirm_sampling",
-    "cut_on_host",
-    "cut_path",
     "describe_status",
     "gather_view",
     "get_cmake_dir",
@@ -177,7 +166,6 @@ __all__ = [
     "register_drafter",
     "register_method",
     "select_blocks",
-    "static_tree",
     "target_probs",
     "tree_from_chain",
     "tree_from_parents",
@@ -187,4 +175,5 @@ __all__ = [
     "verify_in_chunks",
     "verify_plan",
     "write_kv",
+    "write_rows",
 ]

@@ -1,10 +1,14 @@
 #include "kv_interceptor/commit/agreement.h"
 
+#include <ATen/ops/full.h>
+#include <c10/core/DeviceGuard.h>
+
 #include <torch/csrc/distributed/c10d/GroupRegistry.hpp>
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 #include <vector>
 
 #include "base/check.h"
+#include "kv_interceptor/commit/digest.h"
 
 namespace nwor {
 
@@ -20,6 +24,22 @@ void AgreeOnDigest(const std::string& group_name, at::Tensor& digest) {
   c10d::AllreduceOptions options;
   options.reduceOp = c10d::ReduceOp::MAX;
   group->allreduce(tensors, options)->wait();
+}
+
+void RankAnswer::Give(at::Tensor& digest) {
+  owed_ = false;
+  AgreeOnDigest(group_name_, digest);
+}
+
+void RankAnswer::Refuse(at::Device device) noexcept {
+  if (!owed_) return;
+  try {
+    const c10::DeviceGuard guard(device);
+    at::Tensor digest = at::full({2}, kDigestRefusal, at::dtype(at::kLong).device(device));
+    Give(digest);
+  } catch (const std::exception&) {
+    return;  // what the commit threw is the one to tell
+  }
 }
 
 }  // namespace nwor

@@ -9,7 +9,6 @@
 #include "base/types.h"
 #include "kv_interceptor/commit/counters.h"
 #include "kv_interceptor/commit/error.h"
-#include "kv_interceptor/commit/summaries.h"
 #include "kv_interceptor/commit/tail.h"
 #include "kv_interceptor/stage/stage.h"
 
@@ -75,8 +74,7 @@ struct CommitParams {
   // round_status as the next round wants them, -1 and without a fault, so that beginning one is no
   // launch.
   int64_t closing_tokens = -1;
-  CommitSummaries summaries;  // completed in the same launch; REQUIRES: one group
-  CommitTail tail;            // fed in the same launch; REQUIRES: one group
+  CommitTail tail;  // fed in the same launch; REQUIRES: one group
   // CUDA: one zeroed word, left zero. Needed when publishing may have to wait for every block: with
   // tips, with round_status in a commit that ends a round, or when status and round_status are one;
   // may be null otherwise.
@@ -108,10 +106,6 @@ struct CommitVerdict {
 
 // Reads host memory only; changes nothing. The reported fault is the first by (request, index).
 NWOR_EXPORT CommitVerdict ValidateCommit(const CommitParams& params);
-
-// The summaries of completed blocks, after the rows are in the caches; blocks without all their
-// pages are left out. Host memory only.
-NWOR_EXPORT void SummarizeCommitted(const CommitParams& params);
 
 // The tails of compact views, after the rows are in the caches. Host memory only.
 NWOR_EXPORT void FeedTail(const CommitParams& params);

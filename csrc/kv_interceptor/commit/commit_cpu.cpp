@@ -175,7 +175,6 @@ CommitVerdict CommitCpu(const CommitParams& params, CommitUndoLog& log, CacheWri
     Publish(params, verdict, 0);
     return verdict;
   }
-  if (params.summaries.kmax != nullptr) SummarizeCommitted(params);
   if (params.tail.keys != nullptr) FeedTail(params);
   Publish(params, verdict, num_moves);
   return verdict;

@@ -14,7 +14,7 @@ namespace nwor {
 // finds agreement, for no digest has a maximum that is the complement of the other.
 inline constexpr int64_t kDigestRefusal = INT64_MAX;
 
-// The digest of a round that was written directly: it agrees with its like alone.
+// The digest of a round that was written directly: it agrees only with other such rounds.
 inline constexpr int64_t kDigestDirect = 0x6e776f7264697265;
 
 // A bijection of 64-bit words (two rounds of multiply and xor-shift).

@@ -45,7 +45,7 @@ std::string ExplainInputFault(const CommitVerdict& verdict, const CommitParams& 
       return Concat("slots: ", at, ", expected a slot of the cache, 0 to ",
                     LastSlot(params, verdict.value), " (", label, ")");
     default:
-      return Concat("slots: ", at, " once more, expected each destination once (", label, ")");
+      return Concat("slots: ", at, " again, expected each destination once (", label, ")");
   }
 }
 

@@ -117,15 +117,14 @@ class WarpShare {
 
  public:
   // `tail`: compact views that the rows go to as well.
-  __device__ WarpShare(const BatchTable& batch, const Plane& plane, const Tail& tail,
-                       const BlockRoles& roles)
+  __device__ WarpShare(const BatchTable& batch, const Plane& plane, const Tail& tail)
       : batch_(batch),
         plane_(plane),
         tail_(tail),
         num_slices_(kEasy ? 1 << plane.group.slice_shift
                           : NumCommitSlices(plane.group.shape.vectors_per_row)),
         num_units_(batch.num_positions * num_slices_),
-        step_(roles.rows / 32 * static_cast<int32_t>(gridDim.y)),
+        step_(kCommitWarps * static_cast<int32_t>(gridDim.y)),
         unit_(static_cast<int32_t>(blockIdx.y + threadIdx.x / 32 * gridDim.y)) {}
 
   // The entry of the first slice, for Start.

@@ -29,7 +29,7 @@ struct TailEntry {
 
 // Distances in bytes.
 struct TailTable {
-  char* data[2];  // K, V; null: no views
+  char* data[2];  // K, V
   int64_t layer;
   int64_t request;
   int64_t head;
@@ -41,7 +41,6 @@ struct TailTable {
   }
   // Both words of a request, on their way at once.
   __device__ TailEntry Load(int32_t request_idx) const {
-    if (data[0] == nullptr) return {};
     return {params.begin[request_idx], params.RootSlot(request_idx)};
   }
 };
@@ -64,7 +63,7 @@ inline TailTable MakeTailTable(const CommitParams& params) {
 
 // Tells how many tokens the views have now. One warp, after the verdict.
 __device__ inline void PublishHeld(const BatchTable& batch, const TailTable& tail) {
-  if (tail.data[0] == nullptr || tail.params.held == nullptr) return;
+  if (tail.params.held == nullptr) return;
   const int32_t num_requests = NumRequests(batch);
 #pragma unroll 1
   for (int32_t request = static_cast<int32_t>(threadIdx.x % 32); request < num_requests;

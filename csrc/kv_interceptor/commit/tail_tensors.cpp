@@ -53,9 +53,10 @@ CommitTail DescribeTail(const TailTensors& tensors, const CommitParams& params,
     tail.root_slots = static_cast<const int64_t*>(tensors.root_slots->const_data_ptr());
   }
   if (tensors.held.has_value()) {
-    NWOR_CHECK(at::get_overlap_status(*tensors.held, tensors.begin) == at::MemOverlapStatus::No,
-               "tail_held: got memory of tail_begin, expected its own: one is read while the other "
-               "is written");
+    NWOR_CHECK(
+        at::get_overlap_status(*tensors.held, tensors.begin) == at::MemOverlapStatus::No,
+        "tail_held: got the memory of tail_begin, expected memory of its own, because one is "
+        "read while the other is written");
     tail.held = static_cast<int32_t*>(tensors.held->mutable_data_ptr());
   }
   return tail;

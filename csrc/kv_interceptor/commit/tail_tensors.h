@@ -10,7 +10,7 @@
 
 namespace nwor {
 
-// Compact views that a commit feeds in its own launch, see commit_tail.h.
+// Compact views that a commit feeds in its own launch, see commit/tail.h.
 struct TailTensors {
   at::Tensor keys, values;  // [L, B, Hkv, N, D] of the staged rows' dtype; undefined: none
   at::Tensor begin;         // [B] int32: where the step's rows begin in each view, -1: not fed

@@ -160,8 +160,7 @@ __device__ inline uint32_t PlaceEntries(const BatchTable& batch, int g,
 
 // The share of one thread of those that move rows; the minimum over the block is the verdict.
 // `first` is the entry of the thread's own number, already on its way. Adds accepted entries to
-// `num_accepted`. All these threads must call it, after the cells are empty. A block with more
-// threads has but one group (see LaunchCommit).
+// `num_accepted`. All these threads must call it, after the cells are empty.
 template <typename Tail>
 __device__ inline uint32_t CheckShare(const BatchTable& batch, const Tail& tail, uint32_t* cells,
                                       const Entry& first, int32_t& num_accepted) {

@@ -14,7 +14,7 @@
 #include "kv_interceptor/contract/shadow_round.h"
 
 // The checker's books since the last snapshot. contract_checker.cpp keeps them as calls pass,
-// contract_report.cpp compares them with the caches and the interceptor's own counts.
+// report.cpp compares them with the caches and the interceptor's own counts.
 
 namespace nwor {
 
@@ -94,13 +94,13 @@ struct ContractChecker::Impl {
 
   // Layers bound since the snapshot are unknown to it; a rebound one has other memory.
   void RequireSnapshot() const {
-    NWOR_CHECK(watching, "checker: got no snapshot, expected Snapshot() before this call");
+    NWOR_CHECK(watching, "checker: there is no snapshot; call snapshot first");
     const auto& all = interceptor.layers();
     NWOR_CHECK(all.size() == layers.size(), "checker: got ", all.size(), " bound layers, expected ",
                layers.size(), " as at the snapshot");
     for (size_t layer = 0; layer < all.size(); ++layer) {
       NWOR_CHECK(all[layer].layout.key == layers[layer].key_data, "checker: layer '",
-                 all[layer].name, "' got other memory since the snapshot, expected a new snapshot");
+                 all[layer].name, "' has other memory than at the snapshot; take a new snapshot");
     }
   }
 

@@ -217,7 +217,7 @@ ContractChecker::~ContractChecker() {
 
 void ContractChecker::Snapshot() {
   NWOR_CHECK(!impl_->interceptor.round().open,
-             "snapshot: got an open round, expected none (call it before begin)");
+             "snapshot: a round is open; take the snapshot before begin");
   Interceptor& interceptor = impl_->interceptor;
   impl_ = std::make_unique<Impl>(interceptor);
   for (const Interceptor::LayerInfo& info : interceptor.layers()) {

@@ -19,7 +19,7 @@ struct StageParams {
   CacheLayout cache;                      // destination of direct rows; dtype may be float8
   KvRowsView staged;                      // [M, H, D] of the model's dtype
   const int64_t* slot_mapping = nullptr;  // [T]: cache slot, -1 = not to the cache
-  const int32_t* stage_rows = nullptr;    // [T]: staging row, -1 = not staged
+  const int32_t* stage_rows = nullptr;    // [T]: staging row, -1 = not staged; null: none is
   int32_t num_rows = 0;                   // T
   int32_t num_staging_rows = 0;           // M
   DType dtype = DType::kBFloat16;         // of rows and staged
@@ -29,9 +29,11 @@ struct StageParams {
   // row records its slot where kNoSlot stood, a later one must bring the same (kSlotMismatch).
   int64_t* group_slots = nullptr;
   bool records = false;       // what stands in group_slots is of an earlier round: overwrite it
-  int64_t* status = nullptr;  // int64[8] (commit_error.h) or null: the first fault of the round
+  int64_t* status = nullptr;  // int64[8] (commit/error.h) or null: the first fault of the round
 
   StreamHandle stream = nullptr;
+
+  int32_t StageRowOf(int32_t row) const { return stage_rows == nullptr ? -1 : stage_rows[row]; }
 };
 
 // Rows with a slot or staging row out of range are not written; the first one is reported in status

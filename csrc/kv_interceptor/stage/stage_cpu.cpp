@@ -20,7 +20,7 @@ struct RowFault {
 // Pure: decides about one row without touching data.
 RowFault CheckRow(const StageParams& params, int32_t row) {
   const int64_t slot = params.slot_mapping[row];
-  const int32_t stage_row = params.stage_rows[row];
+  const int32_t stage_row = params.StageRowOf(row);
   if (slot < -1 || slot >= params.cache.geometry.num_slots()) {
     return {CommitError::kSlotRange, slot};
   }
@@ -36,7 +36,7 @@ RowFault CheckRow(const StageParams& params, int32_t row) {
 
 void StageRow(const StageParams& params, int32_t row) {
   const int64_t slot = params.slot_mapping[row];
-  const int32_t stage_row = params.stage_rows[row];
+  const int32_t stage_row = params.StageRowOf(row);
   if (stage_row >= 0) {
     const CacheGeometry& geometry = params.cache.geometry;
     const int64_t head_bytes = int64_t{geometry.head_dim} * ElementBytes(params.dtype);

@@ -28,6 +28,10 @@ struct StageTable {
   int32_t num_rows;
   int32_t num_staging_rows;
   bool exclusive;
+
+  __device__ int32_t StageRowOf(int32_t row) const {
+    return stage_rows == nullptr ? -1 : stage_rows[row];
+  }
 };
 
 struct RowFault {
@@ -65,7 +69,7 @@ __device__ inline RowFault CheckRow(const StageTable& table, int64_t slot, int32
 __device__ inline void ReportFirst(const StageTable& table, int32_t row, const RowFault& fault) {
   if (table.status == nullptr || table.status[kStatusCode] != 0) return;
   for (int32_t before = 0; before < row; ++before) {
-    const RowFault other = CheckRow(table, table.slot_mapping[before], table.stage_rows[before]);
+    const RowFault other = CheckRow(table, table.slot_mapping[before], table.StageRowOf(before));
     if (other.error != CommitError::kOk) return;
   }
   table.status[kStatusRequest] = row;
@@ -99,7 +103,7 @@ __device__ inline void StageRow(const StageTable& table, int32_t row, int side, 
   vector.Load(from + VectorPlace(table.shape, index).Offset(source.head, kBytes.row));
 
   const int64_t slot = table.slot_mapping[row];
-  const int32_t stage_row = table.stage_rows[row];
+  const int32_t stage_row = table.StageRowOf(row);
   const bool settles = index == 0 && side == 0;
   if (CheckRanges(table, slot, stage_row).error != CommitError::kOk) {
     if (settles) SettleRow(table, row, slot, stage_row);

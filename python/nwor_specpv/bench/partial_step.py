@@ -3,11 +3,7 @@
 Part of `nwor-specpv bench retrieval`. Attention: every layer's verify attention over whole
 contexts, and over per-head views of the default budget with everything a partial step adds (views
 of all layers in one launch). Layers share a few caches in turn, each far larger than the L2 cache.
-Commit: accepted rows of all layers, alone, with block summaries that a partial step leaves alone,
-with those that full steps complete (on average: in the steps of a block's life, requests at all
-phases of it; at worst: all of them complete one in the same step), and with compact views to feed.
-Where rows go depends on these phases, and how long that takes on where they go: each form is
-compared with commits that write the same rows to the same places.
+Commit: accepted rows of all layers, alone and with compact views to feed.
 """
 
 from __future__ import annotations
@@ -20,21 +16,19 @@ import torch
 
 from nwor_specpv.layouts import cache_views
 from nwor_specpv.ops.attention import PartialView, verify_attention, verify_plan
-from nwor_specpv.ops.kv import CommitSummaries, CommitTail, commit
+from nwor_specpv.ops.kv import CommitTail, commit
 from nwor_specpv.ops.retrieval import build_view
 
 from .timing import Timing, capture, time_calls, time_graphs
 
 BLOCK, PAGE, SINK, WINDOW, BUDGET = 16, 16, 2, 8, 256
-TAIL = 60  # tokens that a full + refresh step verifies again, about as many as the tail holds
-ALONE, PHASES = "alone", "alone, at all phases"
+ALONE = "alone"
 ACCEPTED = 4  # of a request's drafts
-STEPS = BLOCK // ACCEPTED  # of a block's life
+CACHED = 124  # tokens of a request that are in the cache before
 POISON = 55.0  # where a check expects nothing
 GOALS = {
     ("step", 8, 32768): "goal at 8 x 32768: full / partial at least 5",
     ("step", 8, 131072): "goal at 8 x 131072: full / partial at least 20",
-    ("commit",): "goal: summaries at most 2 % of a commit",
 }
 
 
@@ -192,12 +186,13 @@ class Step:
 
 
 class Commits:
-    """One commit of all layers, in the forms that partial verification has."""
+    """One commit of all layers, without and with compact views to feed."""
+
+    forms = (ALONE, "compact views")
 
     def __init__(self, shape: Shape) -> None:
         self.shape = shape
-        length = TAIL + 4 * BLOCK  # the end of a context: what lies before it does not matter
-        pages = -(-(length + shape.rows) // PAGE) + 1
+        pages = -(-(CACHED + shape.rows) // PAGE)
         total = shape.requests * pages
         self.table = torch.randperm(total, device=shape.device).int()
         self.table = self.table.reshape(shape.requests, pages)
@@ -207,65 +202,28 @@ class Commits:
         )
         rows = shape.requests * shape.rows
         self.staged = shape.noise(2, shape.layers, rows, shape.kv_heads, shape.dim)
-        depth = shape.rows - 1
-        path = torch.full((shape.requests, depth), -1)
+        path = torch.full((shape.requests, shape.rows - 1), -1)
         for b in range(shape.requests):
             path[b, :ACCEPTED] = b * shape.rows + 1 + torch.arange(ACCEPTED)
         self.path = path.int().to(shape.device)
         self.counts = shape.ints([ACCEPTED] * shape.requests)
-        # The accepted rows complete a block in every request; or, where requests are at all phases
-        # of a block's life, in one of so many, or in one of so many steps.
-        cached = -(-length // BLOCK) * BLOCK - ACCEPTED
-        self.cached = shape.ints([cached] * shape.requests)
-        self.phases = [
-            shape.ints([cached - (b + step) % STEPS * ACCEPTED for b in range(shape.requests)])
-            for step in range(STEPS)
-        ]
-        self.slots = self._slots(self.cached)
-        self.slots_of_phases = [self._slots(phase) for phase in self.phases]
+        self.slots = self._slots()
         self.status = torch.zeros(8, dtype=torch.int64, device=shape.device)
-        summaries = (shape.layers, shape.requests, pages * PAGE // BLOCK, shape.kv_heads, shape.dim)
-        self.kmax = torch.zeros(summaries, dtype=shape.dtype, device=shape.device)
-        self.kmin = torch.zeros_like(self.kmax)
         views = (2, shape.layers, shape.requests, shape.kv_heads, 64, shape.dim)
         self.views = torch.zeros(views, dtype=shape.dtype, device=shape.device)
         self.begin = torch.zeros_like(self.counts)
         self.roots = torch.zeros(shape.requests, dtype=torch.int64, device=shape.device)
-        self.full = {
-            "partial step": shape.ints([-1] * shape.requests),
-            "one block each": self.cached - BLOCK + ACCEPTED,
-            "after a tail": self.cached - TAIL,
-        }
 
-    forms = (
-        *(ALONE, PHASES, "partial step", "on average"),
-        *("one block each", "after a tail", "compact views"),
-    )
-
-    def _slots(self, cached: torch.Tensor) -> torch.Tensor:
-        """Where the accepted rows go behind so many tokens, -1 for the others."""
+    def _slots(self) -> torch.Tensor:
+        """Where the accepted rows go, -1 for the others."""
         slots = torch.full((self.shape.requests, self.shape.rows - 1), -1)
-        table = self.table.cpu()
-        for b, length in enumerate(cached.tolist()):
-            for i, token in enumerate(range(length, length + ACCEPTED)):
-                slots[b, i] = int(table[b, token // PAGE]) * PAGE + token % PAGE
+        for b, pages in enumerate(self.table.tolist()):
+            for i, token in enumerate(range(CACHED, CACHED + ACCEPTED)):
+                slots[b, i] = pages[token // PAGE] * PAGE + token % PAGE
         return slots.to(self.shape.device)
 
-    def _places(
-        self, form: str, step: int
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-        """Tokens in the cache, slots of the accepted rows, and tokens verified for summaries."""
-        if form in (PHASES, "on average"):
-            cached = self.phases[step]
-            return cached, self.slots_of_phases[step], cached if form == "on average" else None
-        return self.cached, self.slots, self.full.get(form)
-
-    def run(self, form: str, step: int) -> None:
-        """The commit of one of the STEPS of a block's life."""
-        summaries = tail = None
-        cached, slots, full = self._places(form, step)
-        if full is not None:
-            summaries = CommitSummaries(self.kmax, self.kmin, self.table, full, cached, BLOCK)
+    def run(self, form: str) -> None:
+        tail = None
         if form == "compact views":
             tail = CommitTail(self.views[0], self.views[1], self.begin, self.roots)
         commit(
@@ -275,42 +233,36 @@ class Commits:
             self.values,
             self.path,
             self.counts,
-            slots,
+            self.slots,
             self.status,
-            summaries=summaries,
             tail=tail,
         )
 
     def check(self) -> None:
         for form in self.forms:
-            for step in range(STEPS):
-                self._poison(form, step)
-                self.run(form, step)
-                wrong = self._wrong(form, step)
-                if wrong:
-                    raise AssertionError(f"{self.shape}: commit {form}: {wrong}")
+            self._poison()
+            self.run(form)
+            wrong = self._wrong(form)
+            if wrong:
+                raise AssertionError(f"{self.shape}: commit {form}: {wrong}")
 
-    def _poison(self, form: str, step: int) -> None:
+    def _poison(self) -> None:
         """All that a commit may write, so that nothing stands there from the one before."""
-        page, offset = self._pages(self._places(form, step)[1])
+        page, offset = self._pages()
         for side in (*self.keys, *self.values):
             side[page, offset] = torch.nan
-        for written in (self.kmax, self.kmin, self.views):
-            written.fill_(POISON)
+        self.views.fill_(POISON)
 
-    def _wrong(self, form: str, step: int) -> str:
+    def _wrong(self, form: str) -> str:
         """What a commit has left wrong, bit for bit."""
         if int(self.status[0]) != 0:
             return f"status {self.status.tolist()}"
-        cached, slots, full = self._places(form, step)
-        page, offset = self._pages(slots)
+        page, offset = self._pages()
         caches = self.keys, self.values
         accepted = self.staged[:, :, self.path[:, :ACCEPTED].long()]  # [2, L, B, ACCEPTED, Hkv, D]
         for side, rows in zip(caches, accepted, strict=True):
             if not torch.equal(torch.stack([layer[page, offset] for layer in side]), rows):
                 return "rows differ"
-        if not torch.equal(torch.stack([self.kmax, self.kmin]), self._summaries(cached, full)):
-            return "summaries differ"
         expected = torch.full_like(self.views, POISON)
         if form == "compact views":
             roots = torch.stack([torch.stack([layer[0, 0] for layer in side]) for side in caches])
@@ -318,23 +270,9 @@ class Commits:
             expected[:, :, :, :, 1 : 1 + ACCEPTED] = accepted.transpose(3, 4)
         return "" if torch.equal(self.views, expected) else "views differ"
 
-    def _pages(self, slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        accepted = slots[:, :ACCEPTED]
+    def _pages(self) -> tuple[torch.Tensor, torch.Tensor]:
+        accepted = self.slots[:, :ACCEPTED]
         return accepted // PAGE, accepted % PAGE
-
-    def _summaries(self, cached: torch.Tensor, full: torch.Tensor | None) -> torch.Tensor:
-        """[2, L, B, blocks, Hkv, D]: of blocks that a commit completes, POISON elsewhere."""
-        expected = torch.full_like(torch.stack([self.kmax, self.kmin]), POISON)
-        if full is None:
-            return expected
-        ends = BLOCK * torch.arange(1, 1 + self.kmax.shape[2], device=self.shape.device)
-        done = (full[:, None] >= 0) & (ends > full[:, None])
-        done &= ends <= cached[:, None] + ACCEPTED
-        for layer, keys in enumerate(self.keys):
-            blocks = keys[self.table.long()].flatten(1, 2).unflatten(1, (-1, BLOCK))
-            expected[0, layer][done] = blocks.amax(2)[done]
-            expected[1, layer][done] = blocks.amin(2)[done]
-        return expected
 
 
 def _time(
@@ -370,22 +308,16 @@ def bench_step(shape: Shape, replays: int) -> dict[str, Any]:
 def bench_commit(shape: Shape, replays: int) -> dict[str, Any]:
     commits = Commits(shape)
     commits.check()
-    variants = {
-        form: (lambda form=form: [commits.run(form, step) for step in range(STEPS)])
-        for form in commits.forms
-    }
-    timings = _time(variants, 3, shape.device, replays)
-    us = {name: timing.median_us / STEPS for name, timing in timings.items()}
+    variants = {form: (lambda form=form: commits.run(form)) for form in commits.forms}
+    timings = _time(variants, 12, shape.device, replays)
+    us = {name: timing.median_us for name, timing in timings.items()}
     return {
         "what": "commit",
         "case": str(shape),
         "requests": shape.requests,
         "tokens": shape.requests * ACCEPTED,
         "us": us,
-        "spread_us": {name: timing.spread_us / STEPS for name, timing in timings.items()},
-        "relative": {
-            form: us[form] / us[PHASES if form == "on average" else ALONE] for form in commits.forms
-        },
-        "share": us["on average"] / us[PHASES] - 1,
-        "goal": GOALS[("commit",)],
+        "spread_us": {name: timing.spread_us for name, timing in timings.items()},
+        "relative": {form: us[form] / us[ALONE] for form in commits.forms},
+        "goal": "",
     }

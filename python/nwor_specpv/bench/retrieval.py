@@ -264,8 +264,6 @@ def describe(report: dict[str, Any]) -> str:
         if result["what"] in ("step", "commit"):
             figures = ", ".join(f"{name} {us:.1f} us" for name, us in result["us"].items())
             ratio = f" · full / partial {result['speedup']:.1f}" if "speedup" in result else ""
-            if "share" in result:
-                ratio = f" · summaries {result['share']:.1%} of a commit on average"
             lines.append(f"{result['what']:<12}{result['case']}: {figures}{ratio}")
             continue
         us, spread = result["us"], result["spread_us"]

@@ -14,15 +14,13 @@ from .acceptance import (
     make_coins,
 )
 from .attention import merge_rows, merge_states, verify_attention, verify_plan
-from .cut import cut_path
 from .decoder import attention_inputs, layer_output, linear_rows
-from .kv import CommitSummaries, CommitTail, commit, write_kv
+from .kv import CommitTail, commit, write_kv, write_rows
 from .logits import target_probs
 from .retrieval import block_summaries, build_view, gather_view, select_blocks
 from .tree import tree_from_chain, tree_from_parents, tree_from_topk
 
 __all__ = [
-    "CommitSummaries",
     "CommitTail",
     "accept_chain_sampling",
     "accept_greedy",
@@ -32,7 +30,6 @@ __all__ = [
     "block_summaries",
     "build_view",
     "commit",
-    "cut_path",
     "gather_view",
     "layer_output",
     "linear_rows",
@@ -47,4 +44,5 @@ __all__ = [
     "verify_attention",
     "verify_plan",
     "write_kv",
+    "write_rows",
 ]

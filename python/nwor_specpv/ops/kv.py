@@ -9,26 +9,7 @@ import torch
 
 from ._call import call
 
-__all__ = ["CommitSummaries", "CommitTail", "commit", "write_kv"]
-
-
-@dataclass
-class CommitSummaries:
-    """Block summaries a commit completes: blocks that were not within `full_lens[b]` tokens.
-
-    Block i covers `block_size` tokens from `start_token + i * block_size` on. Requests with
-    `full_lens[b]` -1 (a partial step: rows are provisional) leave theirs alone. Accepted rows
-    must go to the slots that `block_table` gives their tokens.
-    """
-
-    kmax: torch.Tensor  # [L, rows, N, Hkv, D]
-    kmin: torch.Tensor
-    block_table: torch.Tensor  # [B, pages] int32
-    full_lens: torch.Tensor  # [B] int32: tokens verified before this step
-    cached_lens: torch.Tensor  # [B] int32: tokens in the cache before the accepted rows
-    block_size: int
-    start_token: int = 0
-    summary_rows: torch.Tensor | None = None  # [B] int32: row of request b, default b
+__all__ = ["CommitTail", "commit", "write_kv", "write_rows"]
 
 
 @dataclass
@@ -89,6 +70,20 @@ def write_kv(
     )
 
 
+def write_rows(
+    key: torch.Tensor,
+    value: torch.Tensor,
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    slots: torch.Tensor,
+    k_scale: torch.Tensor | None = None,
+    v_scale: torch.Tensor | None = None,
+) -> None:
+    """`write_kv` without staging: row t goes to cache slot `slots[t]`, one of -1 nowhere."""
+    given = (key, value, key_cache, value_cache, slots, None, None, None, k_scale, v_scale)
+    call(torch.ops.nwor_specpv.write_kv.default, *given)
+
+
 def commit(
     staged_key: torch.Tensor,
     staged_value: torch.Tensor,
@@ -102,7 +97,6 @@ def commit(
     k_scales: Sequence[torch.Tensor] | None = None,
     v_scales: Sequence[torch.Tensor] | None = None,
     *,
-    summaries: CommitSummaries | None = None,
     tail: CommitTail | None = None,
 ) -> None:
     """Moves accepted rows from staging to the caches of every layer, or none of them.
@@ -111,9 +105,8 @@ def commit(
     `slots[b, i]` in all layers. `status` (int64[8]) becomes 0 or a CommitError code (see
     `nwor_specpv.COMMIT_ERRORS`), the offending request, index and value, and the tokens committed.
     `parents` [M] int32: staging row of each row's parent, -1 for the root; without it a path must
-    only ascend. One launch, no host sync, capturable in a CUDA graph. `summaries`: block summaries
-    that the same launch brings up to date with the accepted rows of verified requests. `tail`:
-    compact views that it feeds; a view without room refuses the commit (`tail_full`).
+    only ascend. One launch, no host sync, capturable in a CUDA graph. `tail`: compact views that
+    the same launch feeds; a view without room refuses the commit (`tail_full`).
     """
     call(
         torch.ops.nwor_specpv.commit.default,
@@ -128,6 +121,5 @@ def commit(
         parents,
         None if k_scales is None else list(k_scales),
         None if v_scales is None else list(v_scales),
-        **({} if summaries is None else vars(summaries)),
         **({} if tail is None else vars(tail)),
     )

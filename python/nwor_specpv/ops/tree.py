@@ -16,11 +16,9 @@ from ._call import call
 
 __all__ = [
     "MAX_TREE_ROWS",
-    "StaticTree",
     "Tree",
     "describe_status",
     "normalize_topology",
-    "static_tree",
     "tree_from_chain",
     "tree_from_parents",
     "tree_from_topk",
@@ -235,47 +233,3 @@ def tree_from_topology(
     ordered = tokens[:, torch.tensor(source, device=device)]
     above = torch.tensor(rows, dtype=torch.int32, device=device).expand(ordered.shape)
     return tree_from_parents(above, prefix_lens, ordered)
-
-
-@dataclass
-class StaticTree:
-    """A tree whose shape is fixed in advance; tokens are filled in each step."""
-
-    parents: torch.Tensor  # [R] int32
-    depths: torch.Tensor  # [R] int32
-    ranks: torch.Tensor  # [R] int32: which candidate of its depth a row holds, -1 = the root
-
-    def expand(
-        self, root_tokens: torch.Tensor, candidates: torch.Tensor, prefix_lens: torch.Tensor
-    ) -> Tree:
-        """`candidates` [B, depth, k]: each depth's best tokens, as Medusa heads give them."""
-        depth, best = int(self.depths.max()), int(self.ranks.max()) + 1
-        if root_tokens.dim() != 1:
-            got = list(root_tokens.shape)
-            raise NworError(f"root_tokens: got sizes {got}, expected [requests]")
-        batch = root_tokens.shape[0]
-        shape = tuple(candidates.shape)
-        if len(shape) != 3 or shape[0] != batch or shape[1] < depth or shape[2] < best:
-            expected = f"[{batch}, {depth} or more, {best} or more]"
-            raise NworError(f"candidates: got sizes {list(shape)}, expected {expected}")
-        _check_tokens("root_tokens", root_tokens)
-        _check_tokens("candidates", candidates)
-        device = candidates.device
-        index = ((self.depths[1:] - 1) * shape[2] + self.ranks[1:]).to(device)
-        drafts = candidates.flatten(1).index_select(1, index)
-        tokens = torch.cat([root_tokens[:, None].to(drafts), drafts], dim=1)
-        parents = self.parents.to(device).expand(tokens.shape)
-        return tree_from_parents(parents, prefix_lens, tokens)
-
-
-def static_tree(choices: Sequence[Sequence[int]]) -> StaticTree:
-    """A fixed tree from its paths: (a, b) is candidate b of depth 2 below candidate a of depth 1.
-
-    Every path's beginnings must be among the choices. Rows go by depth, then by path.
-    """
-    try:
-        paths = [[operator.index(rank) for rank in path] for path in choices]
-        parts = _C.topology_from_choices(paths)
-    except TypeError as error:
-        raise NworError(f"choices: got {choices!r}, expected paths of ranks") from error
-    return StaticTree(*(torch.tensor(part, dtype=torch.int32) for part in parts))

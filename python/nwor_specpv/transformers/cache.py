@@ -23,7 +23,7 @@ import torch
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 from nwor_specpv import CapacityError, Interceptor, NworConfig, NworError, RoundPlan, SlotAllocator
-from nwor_specpv.ops.kv import write_kv
+from nwor_specpv.ops.kv import write_rows
 
 from .sizes import kv_sizes, text_config
 
@@ -107,7 +107,6 @@ class _PagedCache(Cache):
         num_pages, page_size = self._count_pages(**options)
         self._allocator = SlotAllocator(num_pages, page_size)
         self._pool = self._make_pool(num_pages, page_size)  # K and V: [L, P, S, H, D]
-        self._no_rows = torch.empty(0, num_heads, head_dim, dtype=dtype, device=self.device)
         self._interceptor = Interceptor(NworConfig(max_staging_bytes=1 << 40))
         for layer in range(num_layers):
             self._interceptor.bind_layer(str(layer), *(side[layer] for side in self._pool))
@@ -202,9 +201,7 @@ class _PagedCache(Cache):
         start = self._lengths[layer]
         self._grow(start + count)
         slots = self._slots[:, start : start + count].reshape(-1).contiguous()
-        skip = torch.full((len(slots),), -1, dtype=torch.int32, device=self.device)
-        caches = (side[layer] for side in self._pool)
-        write_kv(*rows, *caches, slots, skip, self._no_rows, self._no_rows)
+        write_rows(*rows, *(side[layer] for side in self._pool), slots)
         self._lengths[layer] = start + count
         return self._read(layer, start + count) if read else None
 

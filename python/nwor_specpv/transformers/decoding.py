@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import torch
 
-from nwor_specpv import NworError, PartialStore, SpecPVConfig, VerifyPolicy
+from nwor_specpv import _C, NworError, PartialStore, SpecPVConfig, VerifyPolicy
 from nwor_specpv.drafters import Drafter, TreeConfig
 
 from .pace import Pacer, Size
@@ -15,7 +15,7 @@ from .request import Part, Request, pruned
 from .round import Round
 from .rows import RowChooser
 from .runner import ModelRunner
-from .sampling import Sampling, Verdict, confirm, cut_run, fold_seed, judge
+from .sampling import Sampling, Verdict, confirm, fold_seed, judge
 from .stats import Stats
 
 _SHORT = 1023
@@ -317,7 +317,7 @@ class Decoding:
             run = [part.tokens[row] for row in verdict.path] + [verdict.next_token]
             kept, path = run, verdict.path
             if verdict.whole:
-                count, _ = cut_run(run, self._stop_ids, max(1, part.request.room))
+                count, _ = _C.find_run_end(run, self._stop_ids, max(1, part.request.room))
                 kept, path = run[:count], verdict.path[: count - 1]
             else:
                 path = []
@@ -421,7 +421,7 @@ class Decoding:
         """Emits what is final, up to where the sequence ends."""
         waiting = request.tokens[request.shown :]
         room = request.max_new_tokens - (request.shown - request.prompt_len)
-        count, finish = cut_run(waiting, self._stop_ids, room)
+        count, finish = _C.find_run_end(waiting, self._stop_ids, room)
         if finish is not None:
             del request.tokens[request.shown + count :]
             del request.depths[request.shown + count - request.prompt_len :]

@@ -178,14 +178,6 @@ def _checked(token: int) -> int:
     return token
 
 
-def cut_run(run: list[int], stop_ids: frozenset[int], room: int) -> tuple[int, str | None]:
-    """How many tokens of a run are emitted, and why it ends there: "stop", "length" or None."""
-    for index, token in enumerate(run[:room]):
-        if token in stop_ids:
-            return index + 1, "stop"
-    return (room, "length") if len(run) >= room else (len(run), None)
-
-
 def _coins(
     seeds: Sequence[int], positions: torch.Tensor, rows: int, device: torch.device
 ) -> tuple[torch.Tensor, torch.Tensor]:

@@ -63,10 +63,9 @@ class Tamper final : public InterceptorObserver {
     Receipt changed = receipt;
     changed.status = receipt.status.clone();
     if (on_commit) on_commit(changed);
-    checker_.AfterCommit(
-        {path != nullptr ? *path : call.path, call.counts, slots != nullptr ? *slots : call.slots,
-         call.rows, call.last, call.summaries, call.tail},
-        changed);
+    checker_.AfterCommit({path != nullptr ? *path : call.path, call.counts,
+                          slots != nullptr ? *slots : call.slots, call.rows, call.last, call.tail},
+                         changed);
   }
   void AfterAbort() override { checker_.AfterAbort(); }
 

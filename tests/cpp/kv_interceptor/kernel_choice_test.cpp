@@ -2,7 +2,6 @@
 
 #include <algorithm>
 #include <cstdint>
-#include <utility>
 
 #include "base/row_op.h"
 #include "kv_interceptor/commit/commit.h"
@@ -82,7 +81,7 @@ TEST(ExactLog2, OfPowersOfTwoOnly) {
 }
 
 TEST(CommitGrid, LargestBatchFitsEverySupportedDevice) {
-  constexpr int64_t kSharedOfSm89 = 99 * 1024, kBlockState = 18 * 1024;  // with summaries' stages
+  constexpr int64_t kSharedOfSm89 = 99 * 1024, kBlockState = 1024;
   EXPECT_LE(ChooseCommitCells(kMaxCommitRows) * 4 + kBlockState, kSharedOfSm89);
 }
 
@@ -105,57 +104,6 @@ TEST(CommitGrid, FillsTheDeviceButNotMore) {
       EXPECT_GE(splits, 1);
       if (splits > 1) {
         EXPECT_LE(int64_t{planes} * splits, kSms * kBlocks);
-      }
-    }
-  }
-}
-
-TEST(CommitGrid, FewerWarpsForRowsNeedMoreSplits) {
-  constexpr int kSms = 132, kBlocks = 4;
-  EXPECT_EQ(ChooseCommitSplits(64, 56, kSms, kBlocks, 8), 7);
-  EXPECT_EQ(ChooseCommitSplits(64, 56, kSms, kBlocks, 7), 8);
-  EXPECT_EQ(ChooseCommitSplits(64, 63, kSms, kBlocks, 7), 8);  // as many as are resident
-}
-
-TEST(CommitGrid, UnitsOfAUsualCommit) {
-  // 8 requests of 8 rows: half of 64 rows accepted, two blocks of 16 tokens, 8 heads.
-  EXPECT_EQ(ExpectSummaryUnits(8, 7, 16, 8), 16);
-  EXPECT_EQ(ExpectSummaryUnits(1, 7, 16, 8), 8);  // at least one block
-  EXPECT_EQ(ExpectSummaryUnits(1, 0, 16, 2), 2);
-  EXPECT_EQ(ExpectSummaryUnits(0, 7, 16, 8), 0);
-  EXPECT_EQ(ExpectSummaryUnits(kMaxCommitRows, 0, 1, 256), int64_t{kMaxCommitRows} / 2 * 256);
-}
-
-TEST(CommitGrid, SummariesTakeWarpsThatRowsCanSpare) {
-  constexpr int kSms = 132, kBlocks = 4;
-  const auto choose = [](int planes, int64_t slices, int64_t units) {
-    const SummaryGrid grid = ChooseSummaryGrid(planes, slices, units, kSms, kBlocks);
-    return std::pair(grid.splits, grid.warps);
-  };
-  // 32 layers, requests of 8 rows with 7 drafts each, 8 units for every 16 rows that are accepted.
-  EXPECT_EQ(choose(64, 7, 8), std::pair(2, 2));
-  EXPECT_EQ(choose(64, 7, 4), std::pair(2, 1));
-  EXPECT_EQ(choose(64, 14, 8), std::pair(3, 2));  // 14 slices fill 7 warps of two blocks
-  EXPECT_EQ(choose(64, 28, 8), std::pair(4, 1));
-  EXPECT_EQ(choose(64, 56, 16), std::pair(8, 1));
-  EXPECT_EQ(choose(64, 63, 24), std::pair(8, 2));   // all in two turns, whoever takes units
-  EXPECT_EQ(choose(64, 56, 100), std::pair(8, 1));  // more units than warps
-  for (int planes : {2, 6, 60, 64, 160, 512, 1024}) {
-    for (int64_t slices : {1, 7, 13, 56, 64, 1024}) {
-      for (int64_t units : {0, 1, 9, 64, 100'000}) {
-        const auto [splits, warps] = choose(planes, slices, units);
-        const int fewest = ChooseCommitSplits(planes, slices, kSms, kBlocks, kCommitWarps - 1);
-        const auto turns = [slices](int64_t num_warps) {
-          return (slices + num_warps - 1) / num_warps;
-        };
-        EXPECT_GE(splits, fewest);
-        EXPECT_GE(warps, 1);
-        EXPECT_LE(warps, kMaxSummaryWarps);
-        EXPECT_LE(turns(splits * (kCommitWarps - warps)), turns(fewest * (kCommitWarps - 1)))
-            << planes << ' ' << slices << ' ' << units;
-        if (splits > 1) {
-          EXPECT_LE(planes * splits, kSms * kBlocks);
-        }
       }
     }
   }

@@ -84,7 +84,7 @@ TEST_F(Exporter, RendersEveryCounterReasonAndBucketBeforeAnythingHappened) {
     EXPECT_NE(text.find(Concat("# HELP ", counter.metric, " ", counter.help, "\n")),
               std::string::npos);
   }
-  for (const BypassReasonText& reason : kBypassReasonTexts) {
+  for (const ReasonText& reason : kBypassReasonTexts) {
     const std::string series = Concat("nwor_fallback_total{reason=\"", reason.label, "\"}");
     EXPECT_EQ(Value(text, series).empty(), reason.label == "none") << series;
   }

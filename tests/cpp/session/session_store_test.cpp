@@ -157,7 +157,7 @@ TEST(SessionStore, CachesNothingBehindTheEnd) {
     request.chunk_rows = chunk_rows;
     request.max_new_tokens = 3;
     VerifyResult result = store.Verify(request);
-    EXPECT_EQ(result.finish, SessionFinish::kLength);
+    EXPECT_EQ(result.finish, FinishReason::kLength);
     EXPECT_EQ(result.tokens, (Tokens{right[0], right[1]}));
     EXPECT_EQ(result.next_token, right[2]);
     EXPECT_EQ(store.Info("a").length, 5);
@@ -169,7 +169,7 @@ TEST(SessionStore, CachesNothingBehindTheEnd) {
     request.stop_ids = {-1, right[7]};
     const int64_t first = std::find(right.begin() + 3, right.end(), right[7]) - right.begin();
     result = store.Verify(request);
-    EXPECT_EQ(result.finish, SessionFinish::kStop);
+    EXPECT_EQ(result.finish, FinishReason::kStop);
     EXPECT_EQ(result.tokens, Tokens(right.begin() + 3, right.begin() + first));
     EXPECT_EQ(result.next_token, right[7]);
     EXPECT_EQ(store.Info("a").length, 3 + first);
@@ -187,14 +187,14 @@ TEST(SessionStore, EndsByTheBonusTokenToo) {
   VerifyRequest request = client.Ask(Tokens{right[0], right[1]});
   request.max_new_tokens = 3;
   VerifyResult result = store.Verify(request);
-  EXPECT_EQ(result.finish, SessionFinish::kLength);
+  EXPECT_EQ(result.finish, FinishReason::kLength);
   EXPECT_EQ(result.next_token, right[2]);
   EXPECT_EQ(result.tokens.size(), 2u);
   ToyClient other{"b", {1, 2, 3}};
   request = other.Ask(Tokens{});
   request.stop_ids = {right[1]};
   if (right[0] != right[1]) {
-    EXPECT_EQ(store.Verify(request).finish, SessionFinish::kNone);
+    EXPECT_EQ(store.Verify(request).finish, FinishReason::kNone);
   }
   request.max_new_tokens = -1;
   EXPECT_THROW(store.Verify(request), Error);
@@ -561,7 +561,7 @@ TEST(SessionStore, RefusesAModelThatForgetsALayerAndAnAcceptorThatInvents) {
   };
   const auto ints = [](std::vector<int> values) { return at::tensor(values, at::kInt); };
   const at::Tensor next = at::tensor({1}, at::kLong);
-  expect({}, "other shapes");
+  expect({}, "wrong shapes");
   expect({ints({1}).view({1, 1}), ints({5}), next}, "got a count of 5");
   expect({ints({3}).view({1, 1}), ints({1}), next}, "got row 3 at index 0");
   expect({ints({1, 3}).view({1, 2}), ints({2}), next}, "expected a child of row 1");

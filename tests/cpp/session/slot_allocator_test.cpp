@@ -170,11 +170,11 @@ TEST(SlotAllocator, NamesWhatIsWrongAndChangesNothing) {
     EXPECT_NE(MessageOf(call).find(text), std::string::npos) << MessageOf(call);
   };
   SlotAllocator other(2, 4);
-  expect([&] { allocator.Extend(1, 4); }, "got a need of 1 for request 1, expected at most the 0");
-  expect([&] { allocator.Extend(2, int64_t{1} << 62); }, "expected at most the 0 free of 2");
+  expect([&] { allocator.Extend(1, 4); }, "pages: request 1 needs 1, but only 0 of 2 are free");
+  expect([&] { allocator.Extend(2, int64_t{1} << 62); }, "but only 0 of 2 are free");
   constexpr int64_t kLargest = std::numeric_limits<int64_t>::max();
-  expect([&] { allocator.Extend(2, kLargest); }, "expected at most the 0 free of 2");
-  expect([&] { allocator.Extend(1, kLargest); }, "expected at most the 0 free of 2");
+  expect([&] { allocator.Extend(2, kLargest); }, "but only 0 of 2 are free");
+  expect([&] { allocator.Extend(1, kLargest); }, "but only 0 of 2 are free");
   expect([&] { allocator.Extend(1, -1); }, "num_tokens: got -1");
   expect([&] { allocator.Free("1"); }, "request: got '1'");
   expect([&] { allocator.Free(1, std::vector<bool>(6, true)); }, "mask: got 6 entries");

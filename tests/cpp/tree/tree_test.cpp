@@ -3,13 +3,13 @@
 #include <ATen/ops/tensor.h>
 #include <gtest/gtest.h>
 
+#include <utility>
 #include <vector>
 
 #include "base/check.h"
 #include "tree/acceptance.h"
-#include "tree/cut.h"
-#include "tree/cut_params.h"
 #include "tree/fault.h"
+#include "tree/run_end.h"
 #include "tree/topology.h"
 #include "tree/tree_params.h"
 
@@ -93,7 +93,7 @@ TEST(Tree, TheTensorFaceThrowsWithTheRowNamed) {
   }
 }
 
-TEST(Tree, AcceptsCutsAndLeavesNothingBehindTheCut) {
+TEST(Tree, AcceptsWhatTheTargetWants) {
   //        0
   //      1   2        tokens 10 11 12 13 14; the target wants 11, then 13, then 14, then 9
   //      3
@@ -105,12 +105,21 @@ TEST(Tree, AcceptsCutsAndLeavesNothingBehindTheCut) {
   EXPECT_EQ(List(accepted.path), (std::vector<int64_t>{1, 3, 4, -1, -1}));
   EXPECT_EQ(List(accepted.counts), (std::vector<int64_t>{3}));
   EXPECT_EQ(List(accepted.next_token), (std::vector<int64_t>{9}));
-  const Cut cut =
-      CutPath(tree.tokens, accepted.path, accepted.counts, accepted.next_token, Longs({13}));
-  EXPECT_EQ(List(cut.emitted), (std::vector<int64_t>{11, 13, -1, -1, -1}));
-  EXPECT_EQ(List(cut.path), (std::vector<int64_t>{1, -1, -1, -1, -1}));
-  EXPECT_EQ(List(cut.next_token), (std::vector<int64_t>{13}));
-  EXPECT_EQ(List(cut.finish), (std::vector<int64_t>{static_cast<int64_t>(FinishReason::kStop)}));
+}
+
+TEST(RunEnd, IsTheFirstStopTokenOrTheLastThatHasRoom) {
+  const std::vector<int64_t> run = {11, 13, 14, 9}, stops = {14, 13};
+  const auto end = [&](const std::vector<int64_t>& stop_ids, int64_t room) {
+    const RunEnd found = FindRunEnd(run, stop_ids, room);
+    return std::pair(found.num_tokens, found.finish);
+  };
+  EXPECT_EQ(end({}, INT64_MAX), std::pair(int64_t{4}, FinishReason::kNone));
+  EXPECT_EQ(end({}, 5), std::pair(int64_t{4}, FinishReason::kNone));
+  EXPECT_EQ(end({}, 4), std::pair(int64_t{4}, FinishReason::kLength));
+  EXPECT_EQ(end(stops, 4), std::pair(int64_t{2}, FinishReason::kStop));
+  EXPECT_EQ(end(stops, 2), std::pair(int64_t{2}, FinishReason::kStop));  // which is emitted
+  EXPECT_EQ(end(stops, 1), std::pair(int64_t{1}, FinishReason::kLength));
+  EXPECT_EQ(end(stops, 0), std::pair(int64_t{0}, FinishReason::kLength));
 }
 
 TEST(Topology, SeveralRootsGetOneAboveThem) {
@@ -118,13 +127,6 @@ TEST(Topology, SeveralRootsGetOneAboveThem) {
   EXPECT_EQ(topology.parents, (std::vector<int32_t>{-1, 0, 1, 0, 3}));
   EXPECT_EQ(topology.source, (std::vector<int32_t>{-1, 0, 1, 2, 3}));
   EXPECT_THROW(NormalizeTopology({1, 0}), Error);
-}
-
-TEST(Topology, ChoicesNeedTheirBeginnings) {
-  const StaticTopology topology = TopologyFromChoices({{0, 1}, {0}, {2}});
-  EXPECT_EQ(topology.parents, (std::vector<int32_t>{-1, 0, 0, 1}));
-  EXPECT_EQ(topology.ranks, (std::vector<int32_t>{-1, 0, 2, 1}));
-  EXPECT_THROW(TopologyFromChoices({{1, 1}}), Error);
 }
 
 }  // namespace

@@ -164,7 +164,7 @@ def have_no_round_on_one_rank(rank: int) -> dict[str, Any]:
         me.interceptor.abort()
         me.commit(2)
 
-    return fail_on_one_rank(rank, fail, "commit: got no open round")
+    return fail_on_one_rank(rank, fail, "commit: no round is open")
 
 
 def lack_pages_on_one_rank(rank: int) -> dict[str, Any]:

@@ -24,6 +24,7 @@ from tests.python.kv_interceptor.wrong_arguments import (
     Change,
     as_bytes,
     cache_kinds,
+    expect_message,
     expect_refusal,
     filled,
     index_kinds,
@@ -489,19 +490,31 @@ def test_interceptor_commit_refuses(name: str, change: Change) -> None:
 def test_calls_out_of_order_are_refused() -> None:
     closed = Engine(open_round=False)
     commit, write = closed.commit_arguments(), closed.write_arguments()
-    expect_refusal("commit", lambda: closed.interceptor.commit(**commit), closed.caches)
-    expect_refusal("abort", closed.interceptor.abort, closed.caches)
-    expect_refusal("write", lambda: closed.interceptor.write(**write), closed.caches)
+    no_commit = "commit: no round is open; call begin and write first"
+    no_abort = "abort: no round is open; call begin first"
+    no_write = f"write: no round is open for rows of layer '{write['layer']}'; call begin first"
+    expect_message(no_commit, lambda: closed.interceptor.commit(**commit), closed.caches)
+    expect_message(no_abort, closed.interceptor.abort, closed.caches)
+    expect_message(no_write, lambda: closed.interceptor.write(**write), closed.caches)
 
     opened = Engine(stage=True)
     plan, caches = RoundPlan([1], [0]), opened.caches
-    expect_refusal("begin", lambda: opened.interceptor.begin(plan), caches)
-    expect_refusal("bind_layer", lambda: opened.interceptor.bind_layer(**bind_arguments()), caches)
-    expect_refusal("set_enabled", lambda: opened.interceptor.set_enabled(False), caches)
+    bind = bind_arguments()
+    epoch = opened.interceptor.stats()["epoch"]
+    is_open = f"round {epoch} is open; commit or abort it"
+    expect_message(f"begin: {is_open} first", lambda: opened.interceptor.begin(plan), caches)
+    expect_message(
+        f"bind_layer: {is_open} before binding layer '{bind['name']}'",
+        lambda: opened.interceptor.bind_layer(**bind),
+        caches,
+    )
+    expect_message(
+        f"set_enabled: {is_open} first", lambda: opened.interceptor.set_enabled(False), caches
+    )
     opened.interceptor.commit(**commit)
-    expect_refusal("write", lambda: opened.interceptor.write(**write), caches)
-    expect_refusal("commit", lambda: opened.interceptor.commit(**commit), caches)
-    expect_refusal("abort", opened.interceptor.abort, caches)
+    expect_message(no_write, lambda: opened.interceptor.write(**write), caches)
+    expect_message(no_commit, lambda: opened.interceptor.commit(**commit), caches)
+    expect_message(no_abort, opened.interceptor.abort, caches)
 
 
 def test_a_late_write_of_an_old_round_is_refused() -> None:
@@ -543,11 +556,13 @@ def test_strict_raises_where_others_fall_back() -> None:
 def test_checker_refuses_calls_out_of_order() -> None:
     engine = Engine(open_round=False)
     checker = nwor_specpv.ContractChecker(engine.interceptor)
-    expect_refusal("checker", checker.verify, engine.caches)
-    expect_refusal("checker", checker.verify_staged, engine.caches)
+    no_snapshot = "checker: there is no snapshot; call snapshot first"
+    expect_message(no_snapshot, checker.verify, engine.caches)
+    expect_message(no_snapshot, checker.verify_staged, engine.caches)
     expect_refusal("page_size", lambda: checker.tell_request(0, 1, 1, 0), [])
     engine.interceptor.begin(RoundPlan([2], [1]))
-    expect_refusal("snapshot", checker.snapshot, engine.caches)
+    taken_late = "snapshot: a round is open; take the snapshot before begin"
+    expect_message(taken_late, checker.snapshot, engine.caches)
 
 
 @pytest.mark.parametrize(

@@ -138,6 +138,28 @@ def test_write_kv_writes_rows_to_slots_and_staging(layout: str, dtype: torch.dty
         assert torch.equal(raw(got), raw(want)), name
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, FP8])
+def test_write_rows_writes_to_slots_alone(dtype: torch.dtype) -> None:
+    arguments = write_arguments(cache_dtype=dtype)
+    caches = expected_write(arguments)[:2]
+    nwor_specpv.write_rows(*arguments[:5], *arguments[8:10])
+    for got, want in zip(arguments[2:4], caches, strict=True):
+        assert torch.equal(raw(got), raw(want))
+    direct = (*write_arguments(cache_dtype=dtype)[:5], None, None, None, *arguments[8:])
+    utils = ["test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic"]
+    torch.library.opcheck(OPS.write_kv.default, direct, test_utils=utils)
+
+
+@pytest.mark.parametrize("left_out", [5, 6, 7])
+def test_staging_is_given_whole_or_not_at_all(left_out: int) -> None:
+    arguments = list(write_arguments())
+    arguments[left_out] = None
+    before = clone(arguments[2])
+    with pytest.raises(NworError, match="stage_rows, staged_key, staged_value: got some of them"):
+        nwor_specpv.write_kv(*arguments[:10])
+    assert torch.equal(arguments[2], before)
+
+
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16, FP8])
 def test_commit_moves_the_path_to_its_slots(layout: str, dtype: torch.dtype) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -43,8 +44,17 @@ def memory_of(arguments: Arguments) -> list[torch.Tensor]:
 
 
 def expect_refusal(name: str, call: Callable[[], Any], watched: list[torch.Tensor]) -> None:
+    _expect(rf"\b{name}\b[\s\S]*got [\s\S]*expected ", call, watched)
+
+
+def expect_message(message: str, call: Callable[[], Any], watched: list[torch.Tensor]) -> None:
+    """The error says exactly this."""
+    _expect(f"^{re.escape(message)}$", call, watched)
+
+
+def _expect(pattern: str, call: Callable[[], Any], watched: list[torch.Tensor]) -> None:
     before = [as_bytes(tensor) for tensor in watched]
-    with pytest.raises(NworError, match=rf"\b{name}\b[\s\S]*got [\s\S]*expected "):
+    with pytest.raises(NworError, match=pattern):
         call()
     assert [as_bytes(tensor) for tensor in watched] == before
 

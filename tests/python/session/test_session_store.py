@@ -322,7 +322,7 @@ def test_what_fits_in_no_way_evicts_nobody(together: bool) -> None:
     lengths = [200, 200] if together else [450]
     large = [Client(server, f"big{n}", [1] * n_tokens) for n, n_tokens in enumerate(lengths)]
     need = 26 if together else 29
-    with pytest.raises(CapacityError, match=f"got a need of {need} pages.* at most 24 of 24"):
+    with pytest.raises(CapacityError, match=f"needs {need} pages.* at most 24 of 24"):
         server.store.verify_batch([client.request() for client in large])
     assert [info.session for info in server.store.list()] == ["x", "y", "z"]
     assert server.store.stats()["evicted"] == 0

@@ -168,7 +168,7 @@ def test_going_on_to_a_newer_backup_still_owes_its_copies(taken: bool) -> None:
     ("call", "message"),
     [
         (lambda a: a.extend("r", -1), "num_tokens: got -1"),
-        (lambda a: a.extend("r", 100), "pages: got a need of 25 for request 'r'"),
+        (lambda a: a.extend("r", 100), "pages: request 'r' needs 25, but only"),
         (lambda a: a.free("x"), "request: got 'x'"),
         (lambda a: a.free("r", 3), "mask: got"),
         (lambda a: a.free("r", torch.zeros(2)), "mask: got Float"),

@@ -3,16 +3,106 @@
 from __future__ import annotations
 
 import random
+from dataclasses import dataclass
 
 import pytest
 import torch
 
-from nwor_specpv import COMMIT_ERRORS, CommitTail, Interceptor, NworConfig, NworError, RoundPlan
+from nwor_specpv import (
+    COMMIT_ERRORS,
+    CommitTail,
+    Interceptor,
+    NworConfig,
+    NworError,
+    RoundPlan,
+    commit,
+)
 from tests.python.specpv.contexts import DEVICES, FLOAT8, Pages, make_pages, seeded
-from tests.python.specpv.test_commit_summaries import Round, hook, ints, make_round, run
 
 POISON = 33.0
 TAIL_FULL = list(COMMIT_ERRORS).index("tail_full")
+
+
+def ints(values: object, device: torch.device | str) -> torch.Tensor:
+    return torch.tensor(values, dtype=torch.int32, device=device)
+
+
+@dataclass
+class Round:
+    """Requests with tokens in the cache and accepted rows in staging."""
+
+    layers: list[Pages]
+    staged: torch.Tensor  # [2, L, M, H, D]
+    path: list[list[int]]
+    cached: list[int]
+
+    def slots(self) -> list[list[int]]:
+        page_size = self.layers[0].key.shape[1]
+        table = self.layers[0].table
+        return [
+            [
+                int(table[b, t // page_size]) * page_size + t % page_size
+                for t in range(cached, cached + len(path))
+            ]
+            for b, (cached, path) in enumerate(zip(self.cached, self.path, strict=True))
+        ]
+
+
+def make_round(
+    rng: random.Random, device: str, dtype: torch.dtype, batch: int = 3, deepest: int = 6
+) -> Round:
+    """`deepest`: most tokens that a request accepts."""
+    heads, dim = 2, rng.choice([16, 64, 80, 128, 256])
+    row_dtype = torch.float32 if dtype == FLOAT8 and device == "cpu" else dtype
+    row_dtype = torch.bfloat16 if dtype == FLOAT8 and device == "cuda" else row_dtype
+    cached = [rng.randrange(1, 40) for _ in range(batch)]
+    counts = [rng.randint(0, deepest) for _ in range(batch)]
+    rows = sum(counts) + 4
+    order = rng.sample(range(rows), sum(counts))
+    path, at = [], 0
+    for count in counts:
+        path.append(sorted(order[at : at + count]))
+        at += count
+    seed, page_size = rng.randrange(1 << 30), rng.choice([4, 8])
+    layers = []
+    for _ in range(2):
+        torch.manual_seed(seed)  # the same pages in every layer
+        layers.append(
+            make_pages(
+                [c + n for c, n in zip(cached, counts, strict=True)],
+                heads=heads,
+                dim=dim,
+                page_size=page_size,
+                dtype=dtype,
+                layout="packed",
+                device=device,
+                scales=2 if dtype == FLOAT8 else 0,
+            )
+        )
+    staged = torch.randn(2, 2, rows, heads, dim).to(device, row_dtype)
+    return Round(layers, staged, path, cached)
+
+
+def run(round_: Round, tail: CommitTail, slots: list | None = None) -> int:
+    device = round_.staged.device
+    depth = max(1, *(len(p) for p in round_.path))
+    slots = slots or round_.slots()
+    status = torch.zeros(8, dtype=torch.int64, device=device)
+    scales = [layer.k_scale for layer in round_.layers]
+    commit(
+        round_.staged[0],
+        round_.staged[1],
+        [layer.key for layer in round_.layers],
+        [layer.value for layer in round_.layers],
+        ints([p + [-1] * (depth - len(p)) for p in round_.path], device),
+        ints([len(p) for p in round_.path], device),
+        torch.tensor([s + [-1] * (depth - len(s)) for s in slots], device=device),
+        status,
+        k_scales=None if scales[0] is None else scales,
+        v_scales=None if scales[0] is None else scales,
+        tail=tail,
+    )
+    return int(status[0])
 
 
 def read_back(pages: Pages, side: str, request: int, token: int) -> torch.Tensor:
@@ -48,12 +138,11 @@ def views(round_: Round, begins: list[int], capacity: int, roots: bool = True) -
 @pytest.mark.parametrize("roots", [True, False])
 def test_views_get_what_the_cache_holds(device: str, dtype: torch.dtype, roots: bool) -> None:
     rng = seeded()
-    for batch in (1, 3, rng.choice([3, 40])):
-        round_ = make_round(rng, device, dtype, batch)
+    for batch, deepest in ((1, 6), (3, 6), rng.choice([(3, 6), (40, 6), (33, 1), (64, 1)])):
+        round_ = make_round(rng, device, dtype, batch, deepest)
         begins = [rng.choice([-1, 0, rng.randrange(30)]) for _ in round_.path]
         tail = views(round_, begins, 40, roots)
-        summaries = hook(round_, torch.float32) if rng.random() < 0.5 else None
-        assert run(round_, summaries, tail=tail) == 0
+        assert run(round_, tail) == 0
         for b, (begin, path) in enumerate(zip(begins, round_.path, strict=True)):
             if begin < 0:
                 assert (tail.tail_keys[:, b] == POISON).all()
@@ -83,15 +172,15 @@ def test_a_view_without_room_refuses_the_whole_commit(device: str) -> None:
     lengths = [len(p) for p in round_.path]
     fits = [20 - 1 - count for count in lengths]
     tight = views(round_, [fits[0], fits[1] + 1, fits[2]], 20)
-    assert run(round_, None, tail=tight) == TAIL_FULL
+    assert run(round_, tight) == TAIL_FULL
     assert (tight.tail_keys == POISON).all()
     assert tight.tail_held.tolist() == [-5] * 3
     for layer, old in zip(round_.layers, before, strict=True):
         assert torch.equal(layer.key, old)
     wrong = views(round_, fits, 20)
     wrong.root_slots[2] = 1 << 40
-    assert list(COMMIT_ERRORS)[run(round_, None, tail=wrong)] == "slot_range"
-    assert run(round_, None, tail=views(round_, fits, 20)) == 0
+    assert list(COMMIT_ERRORS)[run(round_, wrong)] == "slot_range"
+    assert run(round_, views(round_, fits, 20)) == 0
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -102,7 +191,7 @@ def test_rows_behind_the_last_number_have_no_room(device: str, count: int, roots
     round_ = make_round(seeded(), device, torch.float32)
     round_.path = [[], list(range(count)), []]
     tail = views(round_, [3, 2**31 - 1, 3], 20, roots)
-    assert run(round_, None, [[], [5][:count], []], tail) == TAIL_FULL
+    assert run(round_, tail, [[], [5][:count], []]) == TAIL_FULL
     assert (tail.tail_keys == POISON).all()
     assert (tail.tail_values == POISON).all()
     assert tail.tail_held.tolist() == [-5] * 3
@@ -150,7 +239,10 @@ WRONG = {
     "begin": (lambda t: {"tail_begin": t.tail_begin[:1]}, "tail_begin: got sizes"),
     "roots": (lambda t: {"root_slots": t.root_slots.int()}, "root_slots: got"),
     "held": (lambda t: {"tail_held": t.tail_held.long()}, "tail_held: got"),
-    "begin as held": (lambda t: {"tail_held": t.tail_begin}, "tail_held: got memory of tail_begin"),
+    "begin as held": (
+        lambda t: {"tail_held": t.tail_begin},
+        "tail_held: got the memory of tail_begin",
+    ),
 }
 
 
@@ -160,4 +252,4 @@ def test_wrong_use_is_named(name: str) -> None:
     round_ = make_round(random.Random(2), "cpu", torch.float32)
     tail = views(round_, [0, 0, 0], 20)
     with pytest.raises(NworError, match=message):
-        run(round_, None, tail=CommitTail(**(vars(tail) | change(tail))))
+        run(round_, CommitTail(**(vars(tail) | change(tail))))

@@ -1,7 +1,7 @@
 """One captured graph serves every mix of full, full + refresh and partial requests.
 
-The step is captured once: views, write, refresh, attention, commit with summaries. Then requests go
-on for many steps with other decisions, lengths, trees and acceptance each time; only buffers are
+The step is captured once: views, write, refresh, attention, commit. Then requests go on for
+many steps with other decisions, lengths, trees and acceptance each time; only buffers are
 filled anew. K and queries are small integers, so that the blocks to be chosen are known exactly.
 Without a GPU the same steps run without a graph.
 """
@@ -15,7 +15,6 @@ import pytest
 import torch
 
 from nwor_specpv import (
-    CommitSummaries,
     CompactViews,
     PartialStore,
     SpecPVConfig,
@@ -79,7 +78,6 @@ class Step:
         self.start, self.prefix, self.tree = ints(places + 1), ints(places), ints(places, 2)
         self.path, self.counts = ints(places, DEPTH), ints(places)
         self.to, self.roots = (ints(places, DEPTH, dtype=torch.int64), ints(places).long())
-        self.full_lens, self.cached = ints(places), ints(places)
         self.status = ints(8, dtype=torch.int64)
         self.graph: torch.cuda.CUDAGraph | None = None
 
@@ -114,16 +112,6 @@ class Step:
             self.counts,
             self.to,
             self.status,
-            summaries=CommitSummaries(
-                self.store.kmax,
-                self.store.kmin,
-                self.table,
-                self.full_lens,
-                self.cached,
-                BLOCK,
-                SINK * BLOCK,
-                self.store.rows,
-            ),
             tail=None if self.compact is None else self.compact.tail(self.roots),
         )
 
@@ -174,7 +162,7 @@ class Request:
 def fill(step: Step, requests: list[Request], rng: random.Random, policy: VerifyPolicy) -> None:
     """Decides, and puts a new step's numbers into the buffers."""
     slots, stage, starts, prefix, tree = [], [], [0], [], []
-    path, counts, to, roots, full, cached = [], [], [], [], [], []
+    path, counts, to, roots = [], [], [], []
     batch = []
     for request in requests:
         num_rows = rng.randrange(1, MAX_ROWS + 1)
@@ -195,8 +183,6 @@ def fill(step: Step, requests: list[Request], rng: random.Random, policy: Verify
         after = [request.slot(decision.committed_len + 1 + i) for i in range(len(rows))]
         to.append(after + [-1] * (DEPTH - len(rows)))
         roots.append(request.slot(decision.committed_len))
-        full.append(-1 if decision.kind == "partial" else decision.full_len)
-        cached.append(decision.committed_len + 1)
     padding = ROWS - len(slots)
     told = {
         "slots": slots + [-1] * padding,
@@ -208,8 +194,6 @@ def fill(step: Step, requests: list[Request], rng: random.Random, policy: Verify
         "counts": [*counts, 0],
         "to": [*to, [-1] * DEPTH],
         "roots": [*roots, -1],
-        "full_lens": [*full, -1],
-        "cached": [*cached, 0],
     }
     for name, values in told.items():
         getattr(step, name).copy_(torch.tensor(values))

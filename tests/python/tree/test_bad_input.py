@@ -14,10 +14,8 @@ from nwor_specpv import (
     accept_greedy,
     accept_sampling,
     accept_typical,
-    cut_path,
     describe_status,
     make_coins,
-    static_tree,
     target_probs,
     tree_from_chain,
     tree_from_parents,
@@ -286,8 +284,6 @@ def test_numbers_beyond_32_bits_do_not_wrap_around(device: str, wide: int) -> No
     )
     lens, two = torch.tensor([4, 4], device=device), torch.tensor([1, wide], device=device)
     parents = torch.tensor([[-1, 0], [-1, wide]], device=device)
-    path = torch.tensor([[1, -1, -1, -1], [wide, -1, -1, -1]], device=device)
-    follow = torch.tensor([5, 6], device=device)
     first = links[0].clone()
     first[1, 1] = wide
     status = torch.zeros(2, dtype=torch.int64, device=device)
@@ -306,8 +302,6 @@ def test_numbers_beyond_32_bits_do_not_wrap_around(device: str, wide: int) -> No
         "num_rows": lambda: tree(num_rows=two),
         "first_child": lambda: accept_greedy(tokens, tokens, first, links[1], status=status),
         "num_drafts": lambda: accept_chain_sampling(*chain, num_drafts=two, status=status),
-        "path": lambda: cut_path(tokens, path, torch.ones_like(two), follow, status=status),
-        "counts": lambda: cut_path(tokens, path[:1].expand(2, 4), two, follow, status=status),
     }
     told = max(-(2**31), min(wide, 2**31 - 1))
     for name, run in calls.items():
@@ -326,10 +320,6 @@ def test_more_than_32_bits_may_mean_all(device: str) -> None:
     logits = torch.tensor([[[1.0, 2.0, 3.0]]] * len(WRAPPED[:3]), device=device)
     large = torch.tensor(WRAPPED[:3], device=device)
     assert torch.equal(target_probs(logits, top_k=large), target_probs(logits))
-    run = [torch.tensor(part, device=device) for part in ([[0, 8]], [[1, -1]], [1], [9])]
-    for keep in WRAPPED:
-        cut = cut_path(*run, keep=torch.tensor([keep], device=device))
-        assert (cut.emitted.tolist(), cut.finish.tolist()) == ([[8, 9]], [0])
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -398,14 +388,6 @@ def test_wrong_shapes_types_and_numbers_are_named(device: str, case: int) -> Non
         (lambda t, n: tree_from_chain(n(1, 2), n(1).int()), "tokens: got dtype torch.float32"),
         (lambda t, n: tree_from_chain(n(1, 300).int(), n(1).int()), "tokens: got 300 rows"),
         (lambda t, n: tree_from_chain(n(1, 0).int(), n(1).int()), "tokens: got 0 rows"),
-        (
-            lambda t, n: static_tree([(0,), (1,)]).expand(n(1, 1).int(), t[:, None], n(1).int()),
-            r"root_tokens: got sizes \[1, 1\], expected \[requests\]",
-        ),
-        (
-            lambda t, n: static_tree([(0,), (1,)]).expand(n(1).int(), n(1, 1, 2), n(1).int()),
-            "candidates: got dtype torch.float32",
-        ),
         (
             lambda t, n: tree_from_parents(t, n(1).int(), num_rows=n(1).int() + 5),
             r"num_rows\[0\]: got 5, expected 1 .. 2",

@@ -11,7 +11,6 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from nwor_specpv import (
     accept_greedy,
     accept_sampling,
-    cut_path,
     make_coins,
     target_probs,
     tree_from_chain,
@@ -37,7 +36,6 @@ def calls(device: str) -> dict[str, tuple]:
     _, tokens, scores, kept = drafted(2, 3, 3, random.Random(1))
     steps = [[part.to(device) for part in parts] for parts in (tokens, scores, kept)]
     ones = torch.ones(2, device=device)
-    accepted = (chain, *accept_greedy(chain, chain, *links))
     return {
         "tree_from_parents": (tree.parents, numbers.int(), torch.tensor([4, 2], device=device)),
         "tree_from_topk": (*steps, numbers, numbers.int(), 7),
@@ -52,7 +50,6 @@ def calls(device: str) -> dict[str, tuple]:
             torch.ones(2, 6, dtype=torch.bool, device=device),
             chain, tree.parents, torch.full((2, 4, 1), -1, dtype=INT32, device=device), status,
         ),
-        "cut_path": (*accepted, numbers, numbers, numbers.int(), status),
     }  # fmt: skip
 
 
@@ -66,17 +63,16 @@ def test_opcheck(device: str, name: str) -> None:
 def test_every_tree_op_is_checked() -> None:
     # Attributes of OPS are those that somebody has asked for.
     names = (name.removeprefix("nwor_specpv::") for name in torch._C._dispatch_get_all_op_names())
-    ours = {name for name in names if name.startswith(("tree_", "accept_", "cut_", "target_"))}
+    ours = {name for name in names if name.startswith(("tree_", "accept_", "target_"))}
     assert ours | {"make_coins"} == set(calls("cpu"))
 
 
 def step(steps, roots, lens, logits, seeds):
-    """Draft, accept, cut: everything after the target's forward pass."""
+    """Draft, accept: everything after the target's forward pass."""
     tree = tree_from_topk(*steps, roots, lens, 9)
     probs = target_probs(logits, temperature=0.8, top_p=0.9)
     coins = make_coins(seeds, lens.long(), 9)
-    accepted = accept_sampling(tree.tokens, probs, tree.first_child, tree.next_sibling, *coins)
-    return cut_path(tree.tokens, *accepted, stop_ids=roots)
+    return accept_sampling(tree.tokens, probs, tree.first_child, tree.next_sibling, *coins)
 
 
 def step_inputs(device: str):

@@ -15,7 +15,6 @@ from nwor_specpv import (
     Tree,
     describe_status,
     normalize_topology,
-    static_tree,
     tree_from_chain,
     tree_from_parents,
     tree_from_topk,
@@ -378,41 +377,6 @@ def test_a_topology_with_tokens(device: str) -> None:
         tree_from_topology([-1, 0], tokens, lens)
     with pytest.raises(NworError, match=r"root_tokens: got dtype torch\.float32, expected"):
         tree_from_topology([-1, -1, 0], tokens, lens, torch.tensor([1.5, 2.0], device=device))
-
-
-@pytest.mark.parametrize("device", DEVICES)
-def test_static_trees_are_filled_by_rank(device: str) -> None:
-    shape = static_tree([(1,), (0,), (0, 2), (0, 0), (0, 0, 1)])
-    assert shape.parents.tolist() == [-1, 0, 0, 1, 1, 3]
-    candidates = torch.arange(18).view(1, 3, 6).to(device) + 100
-    tree = shape.expand(torch.tensor([7], device=device), candidates, ints([50], device))
-    assert_is(tree, [[-1, 0, 0, 1, 1, 3]], [50])
-    assert tree.tokens.tolist() == [[7, 100, 101, 106, 108, 113]]
-    with pytest.raises(NworError, match="candidates: got sizes"):
-        shape.expand(torch.tensor([7], device=device), candidates[:, :2], ints([50], device))
-    with pytest.raises(NworError, match=r"root_tokens: got dtype torch\.float32, expected"):
-        shape.expand(torch.tensor([7.5], device=device), candidates, ints([50], device))
-    with pytest.raises(NworError, match=r"candidates: got dtype torch\.float32, expected"):
-        shape.expand(torch.tensor([7], device=device), candidates.float(), ints([50], device))
-
-
-@pytest.mark.parametrize(
-    ("choices", "message"),
-    [
-        ([(0, 1)], r"choices\[0\]: got \(0, 1\) without its parent, expected \(0\)"),
-        ([(0,), (0,)], r"choices\[1\]: got \(0\) twice"),
-        ([()], r"choices\[0\]: got an empty path"),
-        ([(-1,)], r"choices\[0\]: got \(-1\), expected ranks"),
-        ([(i,) for i in range(256)], "choices: got 256 paths, expected at most 255"),
-        (3, "choices: got 3"),
-        ([(0.5,)], r"choices: got \[\(0.5,\)\], expected paths of ranks"),
-        ([("x",)], "choices: got .*, expected paths of ranks"),
-        ([(2**40,)], "choices: got .*, expected paths of ranks"),
-    ],
-)
-def test_wrong_choices_are_named(choices, message: str) -> None:
-    with pytest.raises(NworError, match=message):
-        static_tree(choices)
 
 
 def word(label: str, row: int, value: int | float) -> int:

@@ -154,7 +154,7 @@ def test_the_second_error_of_a_session_sent_again_is_raised() -> None:
 
 def test_what_does_not_fit_is_told() -> None:
     with serving(max_bytes=3 * page_bytes(MODEL)) as worker:
-        with pytest.raises(CapacityError, match=r"got a need of \d+ pages"):
+        with pytest.raises(CapacityError, match=r"needs \d+ pages"):
             worker.client.session("a").verify(None, [1] * 100)
         request = messages.VerifyDraftsRequest(session="a", new_tokens=[1] * 100)
         code, _ = status(worker.server.address, "VerifyDrafts", request)

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from nwor_specpv import cache_views, write_kv
+from nwor_specpv import cache_views, write_rows
 from nwor_specpv.vllm import versions
 
 
@@ -29,5 +29,4 @@ def write_direct(
     *scales: torch.Tensor,
 ) -> None:
     """Writes rows to their slots as an engine without staging would."""
-    nowhere = torch.full(slots.shape, -1, dtype=torch.int32, device=slots.device)
-    write_kv(key, value, *caches, slots, nowhere, key[:0], value[:0], *scales)
+    write_rows(key, value, *caches, slots, *scales)

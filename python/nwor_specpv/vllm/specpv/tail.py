@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import torch
 
-from nwor_specpv import write_kv
+from nwor_specpv import write_rows
 
 _PAGE_MULTIPLE = 16  # what our GPU kernels want of a page
 
@@ -24,7 +24,6 @@ class Tail:
         self.values = torch.zeros_like(self.keys)
         pages = torch.arange(max_batch, dtype=torch.int32, device=first.device)
         self.block_table = pages[:, None].contiguous()
-        self._nowhere = torch.full_like(self.keys[0, :, :, 0, 0], -1, dtype=torch.int32).flatten()
 
     @property
     def bytes(self) -> int:
@@ -37,6 +36,4 @@ class Tail:
     def write(
         self, layer: int, key: torch.Tensor, value: torch.Tensor, slots: torch.Tensor
     ) -> None:
-        nowhere = self._nowhere[: slots.shape[0]]  # nothing is staged
-        keys, values = self.keys[layer], self.values[layer]
-        write_kv(key, value, keys, values, slots, nowhere, key[:0], value[:0])
+        write_rows(key, value, self.keys[layer], self.values[layer], slots)
