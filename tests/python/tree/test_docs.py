@@ -87,7 +87,6 @@ class World:
             "prefix_lens": torch.tensor([length], dtype=torch.int32),
             "query_start": torch.tensor([0, ROWS], dtype=torch.int32),
             "destinations": self.slots(length + 1 + torch.arange(ROWS))[None],
-            "eos": torch.tensor([1]),
             "seeds": torch.tensor([5]),
             "positions": torch.tensor([length + 1]),
         }
@@ -107,7 +106,8 @@ def test_the_example_decodes_what_plain_decoding_does() -> None:
         names = world.names(drafter(truth[len(emitted) :], rng))
         exec(EXAMPLES[0], names)
         assert names["receipt"].ok
-        emitted += names["cut"].emitted[0, : int(names["cut"].num_emitted)].tolist()
+        accepted = names["path"][0, : int(names["counts"])]
+        emitted += [*names["tree"].tokens[0, accepted].tolist(), int(names["next_token"])]
         world.tokens = prompt + emitted
         rounds += 1
     assert emitted[: len(truth)] == truth
@@ -117,7 +117,7 @@ def test_the_example_decodes_what_plain_decoding_does() -> None:
 def test_the_sampling_lines_run_too() -> None:
     world = World(Tokenizer().encode("Once upon a time"))
     names = world.names(drafter([], random.Random(4)))
-    first = EXAMPLES[0].split("accepted = ")[0]
+    first = EXAMPLES[0].split("target = ")[0]
     exec(first + EXAMPLES[1], names)
     path, _, next_token = names["accepted"]
     assert path.shape == (1, ROWS)
