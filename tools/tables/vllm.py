@@ -33,8 +33,8 @@ def step_lines() -> Iterator[str]:
         f"{max(ratios):.3f}. An engine starts in {starts}."
     )
     yield ""
-    told = [f"{rate:.0%}".replace("%", " %") for rate in rates]
-    yield from head("drafts", "B x L", "vLLM ms", *told)
+    titles = [f"{rate:.0%}".replace("%", " %") for rate in rates]
+    yield from head("drafts", "B x L", "vLLM ms", *titles)
     for run in data["runs"]:
         sizes = dict.fromkeys((cell["batch"], cell["context"]) for cell in run["cells"])
         for batch, context in sizes:

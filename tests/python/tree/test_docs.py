@@ -106,8 +106,8 @@ def test_the_example_decodes_what_plain_decoding_does() -> None:
         names = world.names(drafter(truth[len(emitted) :], rng))
         exec(EXAMPLES[0], names)
         assert names["receipt"].ok
-        accepted = names["path"][0, : int(names["counts"])]
-        emitted += [*names["tree"].tokens[0, accepted].tolist(), int(names["next_token"])]
+        rows = names["path"][0, : int(names["counts"])].tolist()
+        emitted += names["tree"].tokens[0, rows].tolist() + names["next_token"].tolist()
         world.tokens = prompt + emitted
         rounds += 1
     assert emitted[: len(truth)] == truth
@@ -117,11 +117,10 @@ def test_the_example_decodes_what_plain_decoding_does() -> None:
 def test_the_sampling_lines_run_too() -> None:
     world = World(Tokenizer().encode("Once upon a time"))
     names = world.names(drafter([], random.Random(4)))
-    first = EXAMPLES[0].split("target = ")[0]
+    first = EXAMPLES[0].split("path, counts, ")[0]
     exec(first + EXAMPLES[1], names)
-    path, _, next_token = names["accepted"]
-    assert path.shape == (1, ROWS)
-    assert 0 <= int(next_token) < 512
+    assert names["path"].shape == (1, ROWS)
+    assert 0 <= int(names["next_token"]) < 512
     world.interceptor.abort()
 
 
