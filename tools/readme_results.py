@@ -1,16 +1,21 @@
-"""Makes the tables of README.md and docs/measured.md, and the plots, from benchmarks/results.
+"""Makes the tables of README.md and docs/, and the plots, from benchmarks/results.
 
-tools/readme_results.py            rewrites what stands between the markers, and the plots
-tools/readme_results.py --check    exits 1 if they are not what the results say
+    tools/readme_results.py            rewrites what stands between the markers, and the plots
+    tools/readme_results.py --check    exits 1 if they are not what the results say
+
+A page takes a section by its name: `<!-- NAME:begin (...) -->` and `<!-- NAME:end -->`.
 """
 
 from __future__ import annotations
 
+import re
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
+from pathlib import Path
 
 from tables import (
     attention,
+    attention_cpu,
     commit,
     coverage_plot,
     gains,
@@ -22,60 +27,54 @@ from tables import (
 )
 from tables.records import ROOT, load
 
-README, MEASURED = ROOT / "README.md", ROOT / "docs" / "measured.md"
-PLOT, COVERAGE = ROOT / "docs" / "attention.svg", ROOT / "docs" / "coverage.svg"
-LONG_CONTEXT = ROOT / "docs" / "vllm_long_context.svg"
-
-# What a reader of the README asks first; everything else is told in docs/measured.md.
-IN_README = (
-    vllm.vllm_lines,
-    attention.attention_lines,
-    generate.generate_lines,
-    generate.gpu_lines,
+DOCS = ROOT / "docs"
+PAGES = (
+    ROOT / "README.md",
+    DOCS / "measured.md",
+    DOCS / "measured_attention.md",
+    DOCS / "vllm_long_context.md",
 )
-IN_MEASURED = (
-    commit.commit_lines,
-    commit.cpu_commit_lines,
-    commit.traffic_lines,
-    vllm.vllm_traffic_lines,
-    vllm.long_context_lines,
-    tree.tree_lines,
-    specpv.retrieval_lines,
-    attention.rows64_lines,
-    attention.odd_lines,
-    attention.fp8_lines,
-    attention.torch_lines,
-    attention.dram_lines,
-    attention.cpu_attention_lines,
-)
+PLOTS: dict[Path, Callable[[], str]] = {
+    DOCS / "attention.svg": attention.plot,
+    DOCS / "coverage.svg": lambda: coverage_plot.render(load("cpu/coverage.json")),
+    DOCS / "vllm_long_context.svg": lambda: long_context_plot.render(load("h200/vllm_specpv.json")),
+}
+SECTIONS: dict[str, Callable[[], Iterator[str]]] = {
+    "gains": gains.gains_lines,
+    "summary": vllm.summary_lines,
+    "demo": generate.demo_lines,
+    "vllm_steps": vllm.step_lines,
+    "vllm_traffic": vllm.traffic_lines,
+    "long_context": vllm.long_context_lines,
+    "generate_cpu": generate.cpu_lines,
+    "generate_gpu": generate.gpu_lines,
+    "commit": commit.commit_lines,
+    "commit_cpu": commit.cpu_commit_lines,
+    "commit_traffic": commit.traffic_lines,
+    "trees": tree.tree_lines,
+    "retrieval": specpv.retrieval_lines,
+    "views": specpv.view_lines,
+    "compact_commit": specpv.compact_commit_lines,
+    "attention": attention.attention_lines,
+    "attention_rows64": attention.rows64_lines,
+    "attention_odd": attention.odd_lines,
+    "attention_float8": attention.float8_lines,
+    "attention_torch": attention.torch_lines,
+    "attention_dram": attention.dram_lines,
+    "attention_errors": attention.error_lines,
+    "attention_cpu": attention_cpu.cpu_attention_lines,
+}
+MARKED = re.compile(r"(<!-- (\w+):begin[^\n]*\n).*?(<!-- \2:end -->)", re.DOTALL)
 
 
-def render(sections: Iterable[Callable[[], Iterator[str]]]) -> str:
-    made = ("\n".join(section()) for section in sections)
-    return "\n\n".join(text for text in made if text)
-
-
-def put(text: str, name: str, made: str) -> str:
-    """`text` with the part between the markers of that name replaced."""
-    begin, end = f"<!-- {name}:begin", f"<!-- {name}:end -->"
-    head, rest = text.split(begin)
-    marker, rest = rest.split("\n", 1)
-    _, tail = rest.split(end)
-    lines = f"{made}\n" if made else ""
-    return f"{head}{begin}{marker}\n{lines}{end}{tail}"
+def filled(text: str) -> str:
+    """`text` with every marked part replaced by what the results say."""
+    return MARKED.sub(lambda part: part[1] + "\n".join(SECTIONS[part[2]]()) + "\n" + part[3], text)
 
 
 def main(arguments: list[str]) -> int:
-    readme = put(README.read_text(encoding="utf-8"), "results", render(IN_README))
-    readme = put(readme, "gains", "\n".join(gains.gains_lines()))
-    measured = put(MEASURED.read_text(encoding="utf-8"), "results", render(IN_MEASURED))
-    wanted = {
-        README: put(readme, "demo", "\n".join(generate.demo_lines())),
-        MEASURED: measured,
-        PLOT: attention.plot(),
-        COVERAGE: coverage_plot.render(load("cpu/coverage.json")),
-        LONG_CONTEXT: long_context_plot.render(load("h200/vllm_specpv.json")),
-    }
+    wanted = {page: filled(page.read_text(encoding="utf-8")) for page in PAGES}
+    wanted |= {path: draw() for path, draw in PLOTS.items()}
     if "--check" in arguments:
         stale = [
             str(path.relative_to(ROOT))

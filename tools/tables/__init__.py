@@ -1,1 +1,1 @@
-"""The tables of README.md and docs/measured.md, one file for each part of the project."""
+"""The tables of README.md and docs/, one file for each part of the project."""

@@ -1,4 +1,4 @@
-"""The README's plot of verify attention, written as SVG by hand: no plotting library needed.
+"""The plot of verify attention, written as SVG by hand: no plotting library needed.
 
 Colours follow the reader's light or dark mode, the background stays whatever the page has.
 """

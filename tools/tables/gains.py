@@ -7,47 +7,61 @@ from collections.abc import Iterator
 from .records import load
 from .vllm import cell_ratios, geometric_mean
 
+LONG_CELLS = ("8x32768", "24x32768", "6x122880")
+
 
 def gains_lines() -> Iterator[str]:
-    ratios = cell_ratios()
-    yield (
-        "* **vLLM**: no rejected draft in the cache, and no slower: a verification step takes "
-        f"{geometric_mean(ratios):.3f} of stock's time (geometric mean of {len(ratios)} cells, "
-        f"worst {max(ratios):.3f}; H200, 8B shapes)."
+    yield from (_long_contexts(), _transformers(), _views(), "", _step_time())
+
+
+def _long_contexts() -> str:
+    cells = load("h200/vllm_specpv.json")["cells"]
+    times = [f"{cells[name]['speed']['lossless']:.2f}x" for name in LONG_CELLS]
+    sizes = [name.replace("x", " x ") for name in LONG_CELLS]
+    sizes[0] = "{} requests x {} tokens".format(*LONG_CELLS[0].split("x"))
+    found = ", ".join(f"{speed} at {size}" for speed, size in zip(times, sizes, strict=True))
+    return (
+        f"* **Long contexts in vLLM: {times[0]} to {times[-1]} the throughput of stock EAGLE3**, "
+        f"with the output of full attention: {found}. H200, Llama-3.1-8B shapes, **dummy "
+        "weights and preset acceptance**."
     )
-    generate = load("cpu/generate.json")
-    speed, plain = (
+
+
+def _transformers() -> str:
+    data = load("cpu/generate.json")
+    eagle3, plain = (
         [
             short[way]["tokens_per_second"] / short["transformers generate"]["tokens_per_second"]
-            for short in generate["short"].values()
+            for short in data["short"].values()
         ]
         for way in ("eagle3", "none")
     )
-    yield (
-        f"* **transformers on a CPU**: the same tokens, {min(speed):.1f} to {max(speed):.1f} times "
-        f"as fast as its own `generate` ({min(plain):.1f} to {max(plain):.1f} without drafts; "
-        f"{generate['model']}, the EAGLE3 head in the package, 2 cores)."
+    return (
+        f"* **transformers on a CPU: {min(eagle3):.1f}x to {max(eagle3):.1f}x `generate`**, the "
+        f"same tokens ({min(plain):.1f}x to {max(plain):.1f}x without drafts). {data['model']} "
+        "with the EAGLE3 head in this package, float32, 2 cores."
     )
+
+
+def _views() -> str:
     steps = [r for r in load("h200/retrieval.json")["results"] if r["what"] == "step"]
-    attention = " and ".join(
-        f"{r['speedup']:.1f} times ({r['requests']} x {r['tokens']})" for r in steps
-    )
     whole = next(
         one
         for one in load("h200/generate.json")["models"]["llama-3.1-8b"]
         if (one["batch"], one["context"]) == (8, 32768)
     )
-    long = load("h200/vllm_specpv.json")["cells"]
-    cells = ("8x32768", "24x32768", "6x122880")
-    times = ", ".join(
-        f"{long[c]['speed']['lossless']:.2f} times ({c.replace('x', ' x ')})" for c in cells
+    first, last = (f"{one['speedup']:.1f}x" for one in (steps[0], steps[-1]))
+    sizes = " and ".join(f"{one['requests']} x {one['tokens']}" for one in steps)
+    return (
+        f"* **Partial views: {first} to {last} faster attention** over {whole['view_tokens']} "
+        f"tokens instead of all ({sizes}). A whole step of the transformers host is "
+        f"{whole['full / partial']:.2f}x faster at 8 x 32768. H200, Llama-3.1-8B shapes."
     )
-    yield (
-        f"* **Long contexts in vLLM**: the output of full attention, {times} as fast as stock vLLM "
-        "with the same EAGLE3 head (H200, 8B shapes, dummy weights, acceptance set by hand)."
-    )
-    yield (
-        f"* **Views** of {whole['view_tokens']} tokens: the attention of a verify step is "
-        f"{attention} as fast as over everything, a whole step of the transformers "
-        f"host {whole['full / partial']:.2f} times (8 x 32768; H200, 8B shapes)."
+
+
+def _step_time() -> str:
+    ratios = cell_ratios()
+    return (
+        f"And no slower without views: a vLLM verification step takes {geometric_mean(ratios):.3f} "
+        f"of stock's time (geometric mean of {len(ratios)} cells, worst {max(ratios):.3f})."
     )

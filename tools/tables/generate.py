@@ -1,10 +1,10 @@
-"""The README's parts about whole generations: the demo's table, and ours beside transformers'."""
+"""Whole generations: the demo's table, and the transformers host beside transformers."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
-from .records import find, head, row
+from .records import head, load, row
 
 WAYS = {
     "transformers generate": "transformers' `generate`",
@@ -21,9 +21,7 @@ WAYS = {
 
 def demo_lines() -> Iterator[str]:
     """What `make demo` printed when its report was recorded."""
-    data = find("cpu/demo.json")
-    if data is None:
-        return
+    data = load("cpu/demo.json")
     yield f"`make demo` ends with (2 cores, aarch64, {data['seconds']:.0f} s):"
     yield ""
     yield "```"
@@ -31,16 +29,12 @@ def demo_lines() -> Iterator[str]:
     yield "```"
 
 
-def generate_lines() -> Iterator[str]:
-    data = find("cpu/generate.json")
-    if data is None:
-        return
+def cpu_lines() -> Iterator[str]:
+    data = load("cpu/generate.json")
     yield (
-        f"Whole generations on the CPU, {data['device'].split(', ')[1]} (aarch64), commit "
-        f"`{data['revision']}`: {data['model']}, {data['dtype']}, greedy, batch 1, "
-        f"{data['tokens']} tokens, prompt included, all in turn in one run"
-        + (f" ({data['note']})" if data.get("note") else "")
-        + "."
+        f"{data['device']} (aarch64), commit `{data['revision']}`: {data['model']}, "
+        f"{data['dtype']}, greedy, batch 1, {data['tokens']} tokens, prompt included. All took "
+        "turns in one run."
     )
     yield ""
     kinds = list(data["short"])
@@ -53,26 +47,21 @@ def generate_lines() -> Iterator[str]:
             *(_step(one) for one in results),
         )
     yield ""
-    if data["long"]:
-        yield (
-            f"After {data['context']} tokens, decoding alone, views of {data['view_tokens']} "
-            "tokens:"
+    yield (
+        f"After a prompt of {data['context']} tokens, decoding alone, views of "
+        f"{data['view_tokens']} tokens. `drift` is the share of emitted tokens that full "
+        "attention would have chosen differently:"
+    )
+    yield ""
+    yield from head("", "tokens per second", "tokens per step", "same tokens as NWOR", "drift")
+    for name, one in data["long"].items():
+        yield row(
+            WAYS[name],
+            f"{one['tokens_per_second']:.1f}",
+            _step(one),
+            "-" if name == "nwor" else "yes" if one["same_tokens"] else "no",
+            "-" if one["drift"] is None else f"{100 * one['drift']:.1f} %",
         )
-        yield ""
-        yield from head("", "tokens per second", "tokens per step", "NWOR's tokens", "drift")
-        for name, one in data["long"].items():
-            yield row(
-                WAYS[name],
-                f"{one['tokens_per_second']:.1f}",
-                _step(one),
-                "-" if name == "nwor" else "yes" if one["same_tokens"] else "no",
-                "-" if one["drift"] is None else f"{100 * one['drift']:.1f} %",
-            )
-        yield ""
-    yield from head("ratio", "goal", *data["ratios"])
-    for name, goal in data["goals"].items():
-        values = [own.get(name) for own in data["ratios"].values()]
-        yield row(name, goal, *("-" if v is None else f"{v:.2f}" for v in values))
 
 
 def _step(one: dict) -> str:
@@ -81,21 +70,18 @@ def _step(one: dict) -> str:
 
 def gpu_lines() -> Iterator[str]:
     """Full and partial steps of the transformers host over long contexts, on a GPU."""
-    data = find("h200/generate.json")
-    if data is None:
-        return
+    data = load("h200/generate.json")
     views = next(iter(data["models"].values()))[0]["view_tokens"]
     yield (
-        f"Steps of the transformers host on {data['device']}, commit `{data['revision']}`: random "
-        f"bfloat16 weights, {data['rows']} rows and {data['accepted']} accepted drafts for every "
-        f"request, views of {views} tokens, passes replayed from CUDA graphs; median ms from the "
-        "batch's lists to the commit's receipt. A view lives for some partial steps, then a full "
-        "step feeds its tail again: `with refreshes` is the mean over both."
-        + (f" Note: {data['note']}." if data.get("note") else "")
+        f"{data['device']}, commit `{data['revision']}`: random bfloat16 weights, {data['rows']} "
+        f"rows and {data['accepted']} accepted drafts for every request, views of {views} tokens, "
+        "passes replayed from CUDA graphs; median ms of a step. A view serves several partial "
+        "steps; then a full step feeds its tail again (`refresh`). The last column is the gain "
+        "over both."
     )
     yield ""
     yield from head(
-        "shapes", "B x L", "full", "partial", "refresh", "full / partial", "with refreshes"
+        "shapes", "B x L", "full", "partial", "refresh", "full / partial", "full / mean of both"
     )
     for model, results in data["models"].items():
         for result in results:
@@ -111,5 +97,3 @@ def gpu_lines() -> Iterator[str]:
                 f"{result['full / partial']:.2f}",
                 f"{result['full / mean with refreshes']:.2f}",
             )
-    yield ""
-    yield f"Goal at 8 x 32768: a full step takes at least {data['goal at 8 x 32768']} partial ones."

@@ -14,10 +14,6 @@ def load(name: str) -> dict:
     return json.loads((RESULTS / name).read_text(encoding="utf-8"))
 
 
-def find(name: str) -> dict | None:
-    return load(name) if (RESULTS / name).is_file() else None
-
-
 def row(*cells: object) -> str:
     return "| " + " | ".join(str(cell) for cell in cells) + " |"
 

@@ -1,4 +1,4 @@
-"""docs/vllm.md: settings with their defaults, every bypass reason; and the way in, without vLLM."""
+"""docs/vllm*.md: settings with their defaults, every reason; and the entry point, without vLLM."""
 
 from __future__ import annotations
 
@@ -12,7 +12,10 @@ from nwor_specpv import BYPASS_REASONS
 from nwor_specpv.config import Settings
 from nwor_specpv.vllm.settings import read_settings
 
-PAGE = (Path(__file__).resolve().parents[3] / "docs" / "vllm.md").read_text(encoding="utf-8")
+DOCS = Path(__file__).resolve().parents[3] / "docs"
+PAGE, LONG_CONTEXT = (
+    (DOCS / name).read_text(encoding="utf-8") for name in ("vllm.md", "vllm_long_context.md")
+)
 # Words of the page for values that are no literals.
 WORDS = {"off": None, "true": True, "false": False, "1 GiB": 1 << 30, '""': ""}
 # Reasons that vLLM's way of calling us leaves no room for, or that are a choice and no news.
@@ -20,9 +23,14 @@ SILENT = {"none", "disabled", "fake_tensor", "unbound_layer", "stale_round"}
 
 
 def documented_defaults() -> dict[str, str]:
-    """Key -> default of both tables of settings; several keys of a row share its columns."""
+    """Key -> default of both pages' tables; several keys of a row share its columns."""
     found = {}
-    for keys, values in re.findall(r"^\| ((?:`[a-z_]+`(?:, )?)+) \| (.*?) \|", PAGE, re.MULTILINE):
+    settings = "".join(
+        page.split("## Settings")[1].split("\n## ")[0] for page in (PAGE, LONG_CONTEXT)
+    )
+    for keys, values in re.findall(
+        r"^\| ((?:`[a-z_]+`(?:, )?)+) \| (.*?) \|", settings, re.MULTILINE
+    ):
         names = re.findall(r"`([a-z_]+)`", keys)
         columns = values.split(", ") if len(names) > 1 else [values]
         found |= dict(zip(names, columns, strict=True))
