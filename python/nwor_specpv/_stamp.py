@@ -183,6 +183,15 @@ def install_torch(version: str, *, again: bool = False) -> str:
     return f"pip install {force}torch=={version.partition('+')[0]}"
 
 
+def load_native() -> ModuleType:
+    """The module `_C`. Raises StampMismatch with one sentence where it does not fit or load."""
+    check()
+    try:
+        return importlib.import_module(f".{MODULE}", __package__)
+    except (ImportError, OSError) as error:
+        raise explain_load_error(error) from None
+
+
 def explain_load_error(
     error: ImportError | OSError, package_dir: Path = _PACKAGE_DIR
 ) -> StampMismatch:

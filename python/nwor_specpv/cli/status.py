@@ -20,7 +20,7 @@ import urllib.request
 from types import ModuleType
 from typing import Any
 
-from nwor_specpv import _broken, _stamp
+from nwor_specpv import _stamp
 from nwor_specpv.config import load_config, metrics_url
 
 HOSTS = ("vllm", "transformers")
@@ -41,10 +41,9 @@ _TIMEOUT_S = 5.0
 def load_native() -> tuple[ModuleType | None, str | None]:
     """The module `_C`, or one sentence that says why there is none."""
     try:
-        _stamp.check()
-        return importlib.import_module(f"nwor_specpv.{_stamp.MODULE}"), None
-    except (ImportError, OSError) as error:
-        return None, " ".join(str(_broken.explain(error)).split())
+        return _stamp.load_native(), None
+    except _stamp.StampMismatch as error:
+        return None, " ".join(str(error).split())
 
 
 def collect(url: str | None = None) -> dict[str, Any]:

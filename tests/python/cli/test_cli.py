@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import re
@@ -36,10 +37,7 @@ PACKAGE = Path(nwor_specpv.__file__).resolve().parent
 def broken_package(tmp_path: Path) -> Path:
     """A copy of the package whose stamp names another torch; the folder to put on the path."""
     copy = tmp_path / "nwor_specpv"
-    copy.mkdir()
-    for file in PACKAGE.iterdir():
-        if file.suffix in (".py", ".so"):
-            shutil.copy(file, copy)
+    shutil.copytree(PACKAGE, copy, ignore=shutil.ignore_patterns("__pycache__", "*.safetensors"))
     stamp = json.loads((PACKAGE / _stamp.STAMP).read_text())
     (copy / _stamp.STAMP).write_text(json.dumps(stamp | {"torch": "1.0.0"}))
     return tmp_path
@@ -227,7 +225,7 @@ def test_doctor_says_what_to_build_for_a_gpu(
     assert finding.mend.startswith(mend)
 
 
-def test_status_and_doctor_work_without_the_library(broken_package: Path) -> None:
+def test_status_doctor_and_version_work_without_the_library(broken_package: Path) -> None:
     sentence = f"built for torch 1.0.0, but torch {_stamp.read_stamp().torch} is installed"
     answer = run("status", "--json", pythonpath=broken_package)
     report = json.loads(answer.stdout)
@@ -238,6 +236,28 @@ def test_status_and_doctor_work_without_the_library(broken_package: Path) -> Non
     assert sentence in status.describe(report)
     answer = run("doctor", "--json", pythonpath=broken_package)
     assert (answer.returncode, json.loads(answer.stdout)["ok"]) == (1, False)
+    answer = run("--version", pythonpath=broken_package)
+    assert (answer.returncode, answer.stderr) == (0, "")
+    assert answer.stdout == f"nwor-specpv {_stamp.read_stamp().version}\n"
+    (broken_package / "nwor_specpv" / _stamp.STAMP).unlink()
+    answer = run("--version", pythonpath=broken_package)
+    assert (answer.returncode, answer.stdout) == (1, "")
+    assert re.fullmatch("nwor-specpv: nwor_specpv is not built: .* is missing; .*\n", answer.stderr)
+
+
+def test_the_installed_command_explains_a_broken_library(broken_package: Path) -> None:
+    """As pip makes it: a script of that name, which imports the package."""
+    script = broken_package / "nwor-specpv"
+    script.write_text("import sys\nfrom nwor_specpv.cli.main import main\nsys.exit(main())\n")
+    answer = subprocess.run(
+        [sys.executable, str(script), "status"],
+        capture_output=True,
+        text=True,
+        env=os.environ | {"PYTHONPATH": str(broken_package)},
+        timeout=300,
+    )
+    assert (answer.returncode, answer.stderr) == (1, "")
+    assert re.search("^problem .*built for torch 1.0.0", answer.stdout, re.MULTILINE)
 
 
 @pytest.mark.parametrize(
@@ -248,7 +268,7 @@ def test_status_and_doctor_work_without_the_library(broken_package: Path) -> Non
         "ModuleNotFoundError(\"No module named 'numbers2'\", name='numbers2')",
     ],
 )
-def test_a_torch_that_is_broken_is_told(tmp_path: Path, raised: str) -> None:
+def test_a_broken_torch_is_explained(tmp_path: Path, raised: str) -> None:
     (tmp_path / "torch").mkdir()
     (tmp_path / "torch" / "__init__.py").write_text(f"raise {raised}\n")
     path = os.pathsep.join(map(str, (tmp_path, PACKAGE.parent)))
@@ -305,30 +325,63 @@ def test_importing_or_using_a_broken_package_is_one_sentence(broken_package: Pat
     assert "built for torch 1.0.0" in last
 
 
-def test_bench_and_demo_get_the_rest_of_the_line(
+def test_commands_get_the_rest_of_the_line(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    seen: list[tuple[str, list[str]]] = []
+    seen: list[object] = []
+    monkeypatch.setattr(bench_session, "main", seen.append)
+    assert call(capsys, "bench", "session", "--rows", "8", "--help") == (0, "", "")
+    assert seen.pop() == ["--rows", "8", "--help"]
+    for name, arguments, given in (
+        ("demo", ("--context", "7"), {"context": 7, "json": False}),
+        ("generate", ("--prompt", "a"), {"prompt": "a"}),
+        ("report", (), {"source": None}),
+        ("worker", ("--port", "0"), {"port": 0}),
+    ):
+        module = importlib.import_module(f"nwor_specpv.cli.{name}")
+        monkeypatch.setattr(module, "run", seen.append)
+        assert call(capsys, name, *arguments) == (0, "", "")
+        assert vars(seen.pop()).items() >= given.items()
+        code, out, err = call(capsys, name, "--frobnicate")
+        assert (code, out, seen) == (2, "", [])
+        assert "--frobnicate" in err or "required" in err
 
-    def dispatch(name: str, argv: list[str]) -> int:
-        seen.append((name, argv))
-        return 0
 
-    monkeypatch.setattr(cli, "_dispatch", dispatch)
-    assert call(capsys, "bench", "commit", "--rows", "8", "--help") == (0, "", "")
-    assert call(capsys, "bench", "attention") == (0, "", "")
-    assert call(capsys, "demo", "--json", "more") == (0, "", "")
-    assert call(capsys, "generate", "--prompt", "a") == (0, "", "")
-    assert call(capsys, "report") == (0, "", "")
-    assert call(capsys, "worker", "--port", "0") == (0, "", "")
-    assert seen == [
-        ("bench.commit", ["--rows", "8", "--help"]),
-        ("bench.attention", []),
-        ("demo", ["--json", "more"]),
-        ("transformers.command", ["--prompt", "a"]),
-        ("report", []),
-        ("worker.command", ["--port", "0"]),
-    ]
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("--help",),
+        ("--version",),
+        ("bench", "--help"),
+        *(
+            (name, "--help")
+            for name in ("status", "doctor", "generate", "report", "demo", "worker")
+        ),
+    ],
+)
+def test_help_needs_no_library(broken_package: Path, arguments: tuple[str, ...]) -> None:
+    """torch alone takes seconds."""
+    (broken_package / "torch.py").write_text("raise SystemExit('torch was imported')\n")
+    (broken_package / "numpy.py").write_text("raise SystemExit('numpy was imported')\n")
+    answer = run(*arguments, pythonpath=broken_package)
+    assert (answer.returncode, answer.stderr) == (0, "")
+    assert answer.stdout.startswith(("usage: nwor-specpv", "nwor-specpv "))
+
+
+def test_the_command_line_has_the_whole_package() -> None:
+    """It loads names when they are first used, and keeps them."""
+    code = (
+        "import sys, runpy; sys.argv = ['nwor-specpv']; import nwor_specpv\n"
+        "assert 'torch' not in sys.modules\n"
+        "first = nwor_specpv.Interceptor\n"
+        "assert vars(nwor_specpv)['Interceptor'] is first\n"
+        "from nwor_specpv import _C, NworError, __version__, config\n"
+        "print(first is _C.Interceptor, config.__name__, hasattr(nwor_specpv, 'Frobnicator'))"
+    )
+    answer = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=300
+    )
+    assert (answer.stdout, answer.stderr) == ("True nwor_specpv.config False\n", "")
 
 
 @pytest.mark.parametrize(
@@ -351,7 +404,7 @@ def test_a_failing_command_is_one_line(
     def fail(*_: object) -> int:
         raise error
 
-    monkeypatch.setattr(cli, "_dispatch", fail)
+    monkeypatch.setattr("nwor_specpv.cli.demo.run", fail)
     assert cli.main(["demo"]) == code
     assert capfd.readouterr().err == (f"nwor-specpv: {line}\n" if line else "")
 
@@ -371,8 +424,8 @@ def test_a_reader_that_leaves_is_no_traceback(tmp_path: Path) -> None:
         ("--help >/dev/full", "OSError: [Errno 28] No space left on device"),
         ("doctor --help >/dev/full", "OSError: [Errno 28] No space left on device"),
         ("status >/dev/full", "OSError: [Errno 28] No space left on device"),
-        ("--version >&-", "standard output is closed; /dev/null takes what is not wanted"),
-        ("status >&-", "standard output is closed; /dev/null takes what is not wanted"),
+        ("--version >&-", "standard output is closed; send it to /dev/null"),
+        ("status >&-", "standard output is closed; send it to /dev/null"),
     ],
 )
 def test_an_output_that_takes_nothing_is_one_line_and_exit_1(arguments: str, line: str) -> None:
