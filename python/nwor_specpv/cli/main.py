@@ -20,13 +20,13 @@ from nwor_specpv.errors import NworError
 from .parser import EXIT_USAGE, PROGRAM, Parser, address
 
 BENCHES = {
-    "commit": "stage and commit, beside the writes they replace",
-    "attention": "verify attention, beside what users have today",
-    "retrieval": "choosing blocks and whole partial steps",
-    "coverage": "what partial views see of a real model's attention",
-    "tree": "trees and acceptance, beside plain Python and torch",
+    "commit": "stage and commit, compared with plain cache writes",
+    "attention": "verify attention, compared with other attention kernels",
+    "retrieval": "choice of blocks, and whole partial steps",
+    "coverage": "share of a real model's attention that partial views see",
+    "tree": "trees and acceptance, compared with plain Python and torch",
     "session": "rollback of short and long sequences",
-    "generate": "whole generations, beside transformers' own",
+    "generate": "whole generations, compared with transformers' own",
 }
 # Commands with a module of the same name here: build_parser() and run(arguments).
 HOSTED = {
@@ -98,12 +98,12 @@ def _build_parser() -> argparse.ArgumentParser:
     status = add("status", _status, "show the build, the machine, the hosts and what was bypassed")
     status.add_argument("--json", action="store_true", help="print one JSON document")
     status.add_argument(
-        "--url", type=address, help="metrics endpoint of a running server to ask for its counts"
+        "--url", type=address, help="metrics endpoint of a running server, to show its counts"
     )
-    doctor = add("doctor", _doctor, "say what is missing and how to get it")
+    doctor = add("doctor", _doctor, "check what is missing and how to get it")
     doctor.add_argument("--json", action="store_true", help="print one JSON document")
 
-    bench = add("bench", _bench, "measure against peers")
+    bench = add("bench", _bench, "measure, beside other libraries")
     names = bench.add_subparsers(metavar="{" + ",".join(BENCHES) + "}", dest="bench")
     names.required = True
     for name, text in BENCHES.items():

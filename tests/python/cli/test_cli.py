@@ -140,7 +140,7 @@ def test_figures_that_cannot_be_written_are_found_out_before_the_work(
     monkeypatch.setattr(os, "access", lambda path, mode: Path(path) != tmp_path)
     code, out, err = call(capsys, "bench", "session", "--json", str(place))
     assert (code, out) == (2, "")
-    assert f"--json: got '{place}', expected a file in a folder to write to" in err
+    assert f"--json: got '{place}', expected a file in a writable folder" in err
     assert place.read_text() == "before"
 
 
@@ -170,12 +170,12 @@ def test_doctor_json_is_one_document_and_the_core_works() -> None:
     core = {name for name, finding in findings.items() if finding["needed_for"] == "core"}
     assert core == {"torch", "native library", "round trip"}
     for name in ("compiler", "cmake", "ninja", "nvcc", "prometheus-cpp", "gtest", "GPU", "vllm"):
-        assert findings[name]["mend"]
+        assert findings[name]["fix"]
     assert findings["compiler"]["ok"]
     assert all(finding["detail"] for finding in findings.values())
 
 
-def test_doctor_for_people_has_a_line_each_and_a_mend_for_what_is_missing(
+def test_doctor_for_people_has_a_line_each_and_a_fix_for_what_is_missing(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PATH", "/nonexistent")
@@ -190,7 +190,7 @@ def test_doctor_for_people_has_a_line_each_and_a_mend_for_what_is_missing(
     assert "apt-get install g++" in compiler
 
 
-def test_doctor_tells_a_wrong_torch_and_a_failed_round(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_doctor_reports_a_wrong_torch_and_a_failed_round(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: object) -> None:
         raise RuntimeError("no round today")
 
@@ -205,7 +205,7 @@ def test_doctor_tells_a_wrong_torch_and_a_failed_round(monkeypatch: pytest.Monke
 
 
 @pytest.mark.parametrize(
-    ("capability", "mend"),
+    ("capability", "fix"),
     [
         ((9, 0), "TORCH_CUDA_ARCH_LIST=9.0a make build"),
         ((10, 0), "TORCH_CUDA_ARCH_LIST=10.0 make build"),
@@ -213,7 +213,7 @@ def test_doctor_tells_a_wrong_torch_and_a_failed_round(monkeypatch: pytest.Monke
     ],
 )
 def test_doctor_says_what_to_build_for_a_gpu(
-    monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], mend: str
+    monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], fix: str
 ) -> None:
     built = _stamp.BuildStamp("0.1.0", "2.11.0", "", (), "0123456789ab")
     monkeypatch.setattr(_stamp, "read_stamp", lambda *_: built)
@@ -222,7 +222,7 @@ def test_doctor_says_what_to_build_for_a_gpu(
         monkeypatch.setattr(torch.cuda, name, lambda *_, answer=answer: answer)
     finding = doctor._gpu()
     assert not finding.ok
-    assert finding.mend.startswith(mend)
+    assert finding.fix.startswith(fix)
 
 
 def test_status_doctor_and_version_work_without_the_library(broken_package: Path) -> None:
@@ -303,7 +303,7 @@ def test_doctor_names_a_torch_that_pip_finds(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(doctor, "_wanted_torch", lambda: "2.11.0+cu130")
     monkeypatch.setattr(status, "installed_version", lambda *_, **__: None)
     (torch_finding,) = [finding for finding in doctor.examine() if finding.name == "torch"]
-    assert torch_finding.mend == "pip install torch==2.11.0"
+    assert torch_finding.fix == "pip install torch==2.11.0"
 
 
 def test_importing_or_using_a_broken_package_is_one_sentence(broken_package: Path) -> None:

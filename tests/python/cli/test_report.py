@@ -273,7 +273,7 @@ def test_a_page_that_cannot_be_written_is_found_out_before_the_work(
     for out in (tmp_path, tmp_path / "file" / "page.html"):
         for arguments in (["report", "--out", str(out)], ["demo", "--report", str(out)]):
             assert cli.main(arguments) == 2
-            line = f"page: got '{out}', expected a file in a folder to write to"
+            line = f"page: got '{out}', expected a file in a writable folder"
             assert capsys.readouterr().err == f"nwor-specpv: {line}\n"
     for modes, line in (
         ("none,eagel3", "drafter: got 'eagel3', expected one of none, ngram"),

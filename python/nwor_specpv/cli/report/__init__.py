@@ -57,7 +57,7 @@ def run(arguments: argparse.Namespace) -> int:
 def check_place(path: Path) -> None:
     """Raises if a page cannot be written there. Called before the work, not after it."""
     if not can_write(path):
-        raise NworError(f"page: got {str(path)!r}, expected a file in a folder to write to")
+        raise NworError(f"page: got {str(path)!r}, expected a file in a writable folder")
 
 
 def write_page(report: dict[str, Any], path: Path) -> Path:
