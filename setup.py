@@ -3,8 +3,9 @@
     pip install --no-build-isolation .        # or -e . : rebuilds only what changed
     python setup.py build_ext --inplace       # what `make build` runs
 
-The CMake folder build/<interpreter>-torch-<version> is kept between builds; build/current points to
-the one that was last built in place. Environment:
+The CMake folder build/<interpreter>-torch-<version> is kept between builds. NWOR_CUDA=OFF has a
+folder of its own, with -cpu at the end, so that builds with and without kernels do not undo each
+other. build/current points to the folder that was last built in place. Environment:
 
     MAX_JOBS              compiler processes at once (default: by cores and free memory)
     NWOR_CUDA             AUTO | ON | OFF
@@ -117,7 +118,7 @@ def forget_another_toolkit(build_dir: Path) -> None:
     """The same where CUDA_HOME names another nvcc: CMake stays with what it knows of the first."""
     cached = read_cache(build_dir).get("NWOR_NVCC", "")
     given = "NWOR_NVCC" in os.environ.get("CMAKE_ARGS", "")
-    if not os.path.isabs(cached) or given or os.environ.get("NWOR_CUDA") == "OFF":
+    if not os.path.isabs(cached) or given:
         return
     homes = [os.environ.get(name) for name in ("CUDA_HOME", "CUDA_PATH")]
     compilers = [Path(home) / "bin" / "nvcc" for home in homes if home]
@@ -172,7 +173,8 @@ class cmake_build_ext(build_ext):
         if importlib.util.find_spec("pybind11") is None:
             raise stop("pybind11 was not found: run `pip install pybind11` and build again")
         tag = f"{sys.implementation.cache_tag}-torch-{version.replace('+', '-')}"
-        build_dir = ROOT / "build" / tag
+        cpu = "-cpu" if os.environ.get("NWOR_CUDA") == "OFF" else ""
+        build_dir = ROOT / "build" / f"{tag}{cpu}"
         ninja = find_tool("ninja")
         forget_another_place(build_dir)
         default = os.environ.get("CMAKE_GENERATOR", "Unix Makefiles")

@@ -1,15 +1,11 @@
 #!/usr/bin/env python3
 """clang-tidy over our C++, remembering what was found clean.
 
-    tools/clang_tidy.py [--build build/current] [--jobs N] [--since FILE] [file ...]
+    tools/clang_tidy.py [--build build/current] [--jobs N] [file ...]
 
 Without files: every .cpp of compile_commands.json in this repository. A file is checked again only
 if it, a header of ours it reaches, its compile command, .clang-tidy or clang-tidy itself changed;
 what was clean is remembered in build/clang-tidy/. Exit status 1 if anything was found.
-
---since: FILE names a commit at which everything was clean, so that a new checkout need not check
-it all. What differs from it is checked, and all of it if settings or flags do or if git does not
-know the commit.
 """
 
 from __future__ import annotations
@@ -29,8 +25,6 @@ from shutil import which
 ROOT = Path(__file__).resolve().parent.parent
 CACHE = ROOT / "build" / "clang-tidy"
 INCLUDE = re.compile(rb'^[ \t]*#[ \t]*include[ \t]*["<]([^">\n]+)[">]', re.MULTILINE)
-# What all files depend on.
-COMMON = re.compile(r"(.*/)?(\.clang-tidy|CMakeLists\.txt)|cmake/.*|requirements/dev\.txt")
 # Where a quoted include of ours is looked for, after the including file's own folder.
 INCLUDE_ROOTS = (ROOT / "csrc", ROOT / "tests" / "cpp")
 
@@ -87,26 +81,11 @@ def fingerprint(file: Path, command: str, version: bytes, contents: dict[Path, b
     return digest.hexdigest()
 
 
-def changed_since(base: str) -> set[Path] | None:
-    """Files that differ from that commit, new ones too. None: any file may."""
-    changed: set[Path] = set()
-    for command in (
-        ["git", "diff", "--name-only", "-z", base, "--"],
-        ["git", "ls-files", "--others", "--exclude-standard", "-z"],
-    ):
-        result = subprocess.run(command, capture_output=True, cwd=ROOT)
-        names = [os.fsdecode(name) for name in result.stdout.split(b"\0") if name]
-        if result.returncode != 0 or any(COMMON.fullmatch(name) for name in names):
-            return None
-        changed |= {ROOT / name for name in names}
-    return changed
-
-
 def check(tool: str, build: Path, file: Path) -> tuple[bool, str]:
     command = [tool, "-p", str(build), "--quiet", str(file)]
     result = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
     clean = result.returncode == 0
-    # A clean run still counts the warnings it suppressed on stderr; that is no news.
+    # A clean run still counts the suppressed warnings on stderr; nobody needs them.
     return clean, "" if clean else result.stdout + result.stderr
 
 
@@ -114,7 +93,6 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--build", type=Path, default=ROOT / "build" / "current")
     parser.add_argument("--jobs", type=int, default=len(os.sched_getaffinity(0)))
-    parser.add_argument("--since", type=Path, metavar="FILE")
     parser.add_argument("files", nargs="*", type=Path)
     options = parser.parse_args()
 
@@ -128,17 +106,6 @@ def main() -> int:
         sys.exit(f"clang_tidy: no compile command for {', '.join(unknown)}")
 
     contents: dict[Path, bytes] = {}
-    if options.since:
-        base = options.since.read_text(encoding="utf-8").strip()
-        changed = changed_since(base)
-        if changed is not None:
-            all_files = len(wanted)
-            wanted = [f for f in wanted if changed.intersection(reached_files(f, contents))]
-            print(f"clang-tidy: {len(wanted)} of {all_files} files differ from commit {base}")
-        else:
-            why = "settings differ from it, or git does not know it"
-            print(f"clang-tidy: all files, as commit {base} is no help: {why}")
-
     CACHE.mkdir(parents=True, exist_ok=True)
     marks = {f: CACHE / fingerprint(f, commands[f], version, contents) for f in wanted}
     pending = [file for file in wanted if not marks[file].exists()]
@@ -154,8 +121,7 @@ def main() -> int:
             else:
                 failed += 1
                 print(f"{file.relative_to(ROOT)}:\n{text}", flush=True)
-    everything = not options.files and not options.since
-    for old in set(CACHE.iterdir()) - set(marks.values()) if everything else ():
+    for old in set(CACHE.iterdir()) - set(marks.values()) if not options.files else ():
         old.unlink()
     if failed:
         print(f"clang-tidy: {failed} of {len(wanted)} files have findings")

@@ -4,13 +4,13 @@
     tools/gpu_tests.py [--checks plain memcheck racecheck synccheck] [--jobs 4] [--minutes 30]
                        [--json FILE] [-k EXPRESSION] [PATHS ...]
 
-Every check deals the tests out to `jobs` processes, and all checks run side by side and share the
-cores. What has not run when the time is up is counted as such, and named in the file, and so is
-what the sanitizer said first, and in which test. It looks at this project's kernels alone. Launches
-at which it could not look, for want of memory say, are no findings, and no success either: fewer
-processes need less. The exit status is 0 if every test has passed in every check, or has said why
-it skips, every launch was looked at, and nothing was found. Without a GPU, where nearly all would
-skip, or without the sanitizer it is refused.
+Every check spreads the tests over `jobs` processes. All checks run at the same time and share the
+cores. Tests that have not run when the time is up are counted, and the file of --json names them;
+it also has the sanitizer's first findings, each with its test. The sanitizer checks this project's
+kernels only. Launches that it could not check, for example for want of memory, are no findings, but
+they are no success either: fewer processes need less memory. The exit status is 0 if in every check
+every test passed or said why it skips, every launch was checked, and nothing was found. Without a
+GPU or without the sanitizer nothing runs and the exit status is 1.
 """
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ class Outcome:
     seconds: float
     counts: Counter[str] = field(default_factory=Counter)
     findings: int = 0
-    unseen: int = 0  # launches at which the sanitizer could not look
+    unseen: int = 0  # launches that the sanitizer could not check
     troubles: list[str] = field(default_factory=list)
     not_run: list[str] = field(default_factory=list)
     said: list[str] = field(default_factory=list)  # by the sanitizer, the first lines
@@ -138,13 +138,13 @@ class Outcome:
         if not ended:
             self.troubles.append(f"a process ended with {code}, see {shard.log}")
         elif shard.check in SANITIZERS and not summaries:
-            self.troubles.append(f"{shard.check} has said nothing, see {shard.log}")
+            self.troubles.append(f"{shard.check} printed no summary, see {shard.log}")
 
     def __str__(self) -> str:
-        told = ", ".join(f"{n} {kind}" for kind, n in sorted(self.counts.items()) if n)
+        counts = ", ".join(f"{n} {kind}" for kind, n in sorted(self.counts.items()) if n)
         found = f", {self.findings} findings" if self.check in SANITIZERS else ""
-        found += f", {self.unseen} launches not looked at" if self.unseen else ""
-        return f"{self.check}: {told}{found} ({self.seconds:.0f} s)"
+        found += f", {self.unseen} launches not checked" if self.unseen else ""
+        return f"{self.check}: {counts}{found} ({self.seconds:.0f} s)"
 
 
 def first_words(text: str, tests: list[str], most: int = 20) -> list[str]:
@@ -203,7 +203,7 @@ def run(
     shards = [shard for check in checks for shard in deal(check, tests, jobs, logs)]
     start = time.monotonic()
     ends: dict[str, float] = {}
-    asked: list[int] = []  # to end: what has run by then is told all the same
+    asked: list[int] = []  # signals to end: what has run by then is reported
     before = signal.signal(signal.SIGTERM, lambda number, _: asked.append(number))
     try:
         threads = max(1, len(os.sched_getaffinity(0)) // len(shards))
@@ -237,8 +237,8 @@ def main() -> int:
     known = ("plain", *SANITIZERS)
     parser.add_argument("--checks", nargs="+", choices=known, default=list(known))
     parser.add_argument("--jobs", type=int, default=4, help="processes of a check (default: 4)")
-    parser.add_argument("--minutes", type=float, default=30.0, help="then all is ended")
-    parser.add_argument("--logs", type=Path, help="a folder for what the processes write")
+    parser.add_argument("--minutes", type=float, default=30.0, help="time limit (default: 30)")
+    parser.add_argument("--logs", type=Path, help="a folder for the output of the processes")
     parser.add_argument("--json", type=Path, help="a file for the outcome")
     parser.add_argument("-k", dest="expression", default=DEFAULT_TESTS, help="as pytest takes it")
     parser.add_argument("paths", nargs="*", default=DEFAULT_PATHS)
@@ -256,8 +256,8 @@ def main() -> int:
         for line in outcome.troubles + outcome.said[:20]:
             print(f"  {line}")
     if options.json:
-        told = [vars(outcome) | {"ok": outcome.ok} for outcome in outcomes]
-        options.json.write_text(json.dumps(told, indent=1) + "\n")
+        records = [vars(outcome) | {"ok": outcome.ok} for outcome in outcomes]
+        options.json.write_text(json.dumps(records, indent=1) + "\n")
     return 0 if all(outcome.ok for outcome in outcomes) else 1
 
 

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Debian and Ubuntu packages that the build and the tests need. As root it installs what is missing; otherwise
-# it prints the command to run and fails if something required is missing.
+# Debian and Ubuntu packages that the build and the tests need. As root this script installs what is missing.
+# Otherwise it prints the command to run, and fails if a required package is missing.
 #
 #   tools/install_system_packages.sh            install, or say how
 #   tools/install_system_packages.sh --check    install nothing, only say what is missing
@@ -30,8 +30,8 @@ list_missing() {
   done
 }
 
-# Not every release has all of the optional ones: to update the lists for such a one again would be in vain.
-# Lists that are empty say nothing of it.
+# Not every release has all optional packages: updating apt's lists again for such a package would be in vain.
+# Empty lists do not tell which packages a release has.
 drop_unknown() {
   local package known=() unknown=()
   [[ "$(LC_ALL=C apt-cache policy)" == *" Packages"* ]] || return 0
@@ -43,10 +43,10 @@ drop_unknown() {
     fi
   done
   missing_optional=("${known[@]}")
-  ((${#unknown[@]} == 0)) || say "going on without ${unknown[*]} (optional), which this release does not have"
+  ((${#unknown[@]} == 0)) || say "this release does not have ${unknown[*]} (optional); going on without"
 }
 
-# Installs quietly; shows apt's words only when it fails.
+# Installs quietly; shows apt's output only when it fails.
 apt_install() {
   local log
   log="$(mktemp)"
@@ -60,7 +60,7 @@ apt_install() {
 }
 
 if ! command -v dpkg-query >/dev/null; then
-  say "this is no Debian or Ubuntu; install the equivalents of ${required[*]} (optional: ${optional[*]})"
+  say "this is not Debian or Ubuntu; install the equivalents of ${required[*]} (optional: ${optional[*]})"
   exit 0
 fi
 
@@ -72,7 +72,7 @@ if ((${#missing[@]} == 0 && ${#missing_optional[@]} == 0)); then
 fi
 
 if [[ "${1:-}" == --check || "$(id -u)" != 0 ]]; then
-  # Apart, as apt installs nothing if it lacks one: not every release has all of the optional ones.
+  # One command each: apt installs nothing if one is unknown, and not every release has all optional packages.
   if ((${#missing[@]} > 0)); then
     say "run this once: sudo apt-get update && sudo apt-get install -y --no-install-recommends ${missing[*]}"
   fi
@@ -98,7 +98,7 @@ if ((${#missing[@]} > 0)) && ! apt_install "${missing[@]}"; then
   say "stopping: could not install ${missing[*]}"
   exit 1
 fi
-# Prometheus brings a service; the tests start their own server on a port of their own and want no other.
+# The package prometheus starts a service. The tests need none: they start their own server.
 if [[ " ${missing_optional[*]} " == *" prometheus "* && ! -e /usr/sbin/policy-rc.d ]]; then
   trap 'rm -f /usr/sbin/policy-rc.d' EXIT
   printf '#!/bin/sh\nexit 101\n' >/usr/sbin/policy-rc.d

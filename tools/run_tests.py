@@ -1,15 +1,15 @@
 #!/usr/bin/env python3
-"""What `make test` and its kin do after the build: lint, GoogleTest, pytest, vLLM, a summary.
+"""What `make test`, `test-vllm` and `test-all` do after the build: lint, tests, a summary.
 
     tools/run_tests.py [--all] [--vllm]
 
-All of them run whatever the one before said, vLLM's beside pytest's: neither keeps two cores busy.
-The last line counts what passed, failed and was skipped; the exit status is 1 if anything failed.
---all adds the tests marked slow and, unless the environment says otherwise, a million fuzz rounds,
-and lets clang-tidy see what has not changed. --vllm runs only the tests on the real vLLM.
+Lint, GoogleTest, pytest and the tests of vLLM all run, whatever failed before. pytest and vLLM run
+at the same time, since neither keeps two cores busy. The last line counts what passed, failed and
+was skipped; the exit status is 1 if anything failed. --all adds clang-tidy, the tests marked slow
+and, unless NWOR_FUZZ_ROUNDS is set, a million fuzz rounds. --vllm runs only the tests of vLLM.
 
-Random cases are drawn from NWOR_TEST_SEED. Unless it is given, the sources decide it, so that a
-verdict on them can be repeated; with --all every test draws its own.
+NWOR_TEST_SEED decides random cases. Unless it is set, it is computed from the sources, so that the
+same sources give the same verdict; with --all every test draws its own seed.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ VLLM_BIN = ROOT / ".venv-vllm" / "bin"
 CURRENT = ROOT / "build" / "current"
 GPU = Path("/dev/nvidiactl")
 FUZZ_ROUNDS_ALL = "1000000"
+NO_TIDY = "--no-clang-tidy"  # it takes minutes: left to `make lint` and `make test-all`
 SOURCE_SUFFIXES = {".py", ".h", ".cpp", ".cu", ".cuh"}
 
 
@@ -43,18 +44,18 @@ class Outcome:
     counts: Counter[str] = field(default_factory=Counter)
 
     def __str__(self) -> str:
-        told = ", ".join(
+        text = ", ".join(
             f"{self.counts[k]} {k}" for k in ("passed", "failed", "skipped", "disabled")
         )
         if not self.counts:
-            told = "ok" if self.ok else "FAILED"
+            text = "ok" if self.ok else "FAILED"
         elif not self.ok and not self.counts["failed"]:
-            told += ", FAILED"
-        return f"{self.name} {told} ({self.seconds:.0f} s)"
+            text += ", FAILED"
+        return f"{self.name} {text} ({self.seconds:.0f} s)"
 
 
 def count_junit(path: Path) -> Counter[str]:
-    """Test cases of a file of pytest's or GoogleTest's by what became of them."""
+    """Counts the test cases of a JUnit file of pytest or GoogleTest by their outcome."""
     counts: Counter[str] = Counter()
     for case in ElementTree.parse(path).iter("testcase"):
         if case.find("failure") is not None or case.find("error") is not None:
@@ -71,9 +72,9 @@ def count_junit(path: Path) -> Counter[str]:
 def run(
     name: str, command: list[str], results: Path | None = None, log: Path | None = None
 ) -> Outcome:
-    """Runs one kind of test. `results`: an empty folder that the command fills with JUnit files.
+    """Runs one kind of test. `results`: a folder that the command fills with JUnit files.
 
-    What it says comes at once, or goes to `log`.
+    The output is printed at once, or goes to `log`.
     """
     title = f"\n---- {name} " + "-" * (90 - len(name))
     if log is None:
@@ -98,7 +99,7 @@ def run(
 
 
 def seed_of(root: Path) -> int:
-    """A number that changes with any source and is the same for the same ones everywhere."""
+    """A number computed from all sources: the same sources give the same number anywhere."""
     sources = (p for part in ("csrc", "python", "tests") for p in (root / part).rglob("*"))
     digest = hashlib.sha256()
     for path in sorted(p for p in sources if p.suffix in SOURCE_SUFFIXES):
@@ -112,7 +113,7 @@ def cores() -> int:
 
 
 def workers() -> int:
-    """Processes of pytest's."""
+    """The number of pytest processes."""
     return min(8, cores())
 
 
@@ -140,12 +141,12 @@ def run_vllm(*, slow: bool, log: Path | None = None) -> Outcome:
 
 
 def run_side_by_side(*, slow: bool) -> list[Outcome]:
-    """pytest's and vLLM's; one after the other where they would share a GPU, whose free memory some
-    tests measure."""
+    """pytest and vLLM at once; on a GPU in turn, since some tests measure its free memory."""
     if GPU.exists():
         return [run_pytest(slow=slow), run_vllm(slow=slow)]
     log = CURRENT / "vllm.log"
-    print(f"\nThe tests of vLLM run beside pytest's; what they say is in {log}, and follows.")
+    print(f"\nThe tests of vLLM run at the same time as pytest. Their output goes to {log}")
+    print("and is printed here when both are done.")
     with ThreadPoolExecutor(max_workers=1) as pool:
         vllm = pool.submit(run_vllm, slow=slow, log=log)
         outcomes = [run_pytest(slow=slow), vllm.result()]
@@ -156,7 +157,7 @@ def run_side_by_side(*, slow: bool) -> list[Outcome]:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument(
-        "--all", action="store_true", help="the slow tests and a million rounds too"
+        "--all", action="store_true", help="also clang-tidy, slow tests and a million fuzz rounds"
     )
     parser.add_argument("--vllm", action="store_true", help="only the tests on the real vLLM")
     options = parser.parse_args()
@@ -166,10 +167,10 @@ def main() -> int:
         os.environ.setdefault("NWOR_TEST_SEED", str(seed_of(ROOT)))
         print(f"random cases: NWOR_TEST_SEED={os.environ['NWOR_TEST_SEED']}")
 
-    # Several processes share the cores, and OpenMP threads that wait for one another would spin.
+    # Several processes share the cores, and waiting OpenMP threads would spin.
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cores() // workers())))
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
-    # Servers of tests are on loopback, where no proxy of the web leads.
+    # Tests start servers on loopback, which no web proxy can reach.
     kept = [name for name in (os.environ.get("no_proxy"), os.environ.get("NO_PROXY")) if name]
     os.environ["no_proxy"] = ",".join([*kept, "127.0.0.1", "::1", "localhost"])
 
@@ -178,14 +179,14 @@ def main() -> int:
         outcomes = [run_vllm(slow=options.all)]
     else:
         outcomes = [
-            run("lint", [str(ROOT / "tools" / "lint.sh"), *([] if options.all else ["--changed"])]),
+            run("lint", [str(ROOT / "tools" / "lint.sh"), *([] if options.all else [NO_TIDY])]),
             run_googletest(),
             *run_side_by_side(slow=options.all),
         ]
     passed = all(outcome.ok for outcome in outcomes)
     verdict = "PASSED" if passed else "FAILED"
-    told = "; ".join(str(outcome) for outcome in outcomes)
-    print(f"\n{verdict} in {time.monotonic() - start:.0f} s: {told}")
+    summary = "; ".join(str(outcome) for outcome in outcomes)
+    print(f"\n{verdict} in {time.monotonic() - start:.0f} s: {summary}")
     return 0 if passed else 1
 
 

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # What `make setup` does: system packages, a virtual environment in .venv, uv, the pinned requirements.
-# Run again it checks and does nothing. PYTHON=<interpreter> chooses the interpreter of a new .venv.
+# A second run only checks. PYTHON=<interpreter> chooses the interpreter of a new .venv.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
@@ -16,7 +16,7 @@ stop() {
   exit 1
 }
 
-# Runs, because a shim on the PATH may stand for nothing; and has a version that the requirements have wheels for.
+# Runs the interpreter: a shim on the PATH may point to none. The requirements have wheels for these versions only.
 usable() {
   "$1" -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))' 2>/dev/null
 }
@@ -55,9 +55,9 @@ make_venv() {
   stop "$python cannot make a virtual environment; most often python3-venv is missing (Debian: apt-get install python3-venv)"
 }
 
-# uv trusts the system's certificates, as pip does: networks that open TLS have their own.
+# uv trusts the system's certificates, as pip does: networks that intercept TLS have their own.
 export UV_SYSTEM_CERTS="${UV_SYSTEM_CERTS:-1}"
-# A file that stalls is no reason to begin again with pip, which would fetch everything a second time.
+# A slow download must not fail: pip would then fetch everything a second time.
 export UV_HTTP_TIMEOUT="${UV_HTTP_TIMEOUT:-300}"
 
 install_requirements() {
@@ -67,14 +67,14 @@ install_requirements() {
   fi
   say "installing $requirements (torch is large: minutes the first time)"
   if ! "$venv/bin/uv" pip install -q --python "$venv/bin/python" -r "$requirements"; then
-    say "uv could not; trying pip, which reads pip's own configuration"
+    say "uv failed; trying pip, which reads pip's own configuration"
     "$venv/bin/python" -m pip install -q --disable-pip-version-check -r "$requirements"
   fi
 }
 
 tools/install_system_packages.sh
 
-# Its programs name their interpreter by its full path.
+# Programs of a virtual environment name their interpreter by its full path.
 here="$(pwd -P)"
 if [[ -f "$place" && "$(cat "$place")" != "$here" ]]; then
   say "$venv was made in $(cat "$place"); making it again"

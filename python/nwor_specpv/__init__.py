@@ -6,174 +6,32 @@ paged cache. See `nwor-specpv status` for what this installation can do.
 
 from __future__ import annotations
 
-from . import _broken, _stamp
+import sys
+from itertools import pairwise
+from pathlib import Path
 
-# Before anything native: a library built for another torch must say so, not crash.
-try:
-    _stamp.check()
-    import torch  # noqa: F401  (its libraries are the ones ours links)
+from . import _stamp
 
-    from . import _C  # noqa: F401
-except (ImportError, OSError) as error:
-    _broken.stop(error)
 
-from ._C import (
-    BYPASS_REASONS,
-    COMMIT_ERRORS,
-    FULL_TRIGGERS,
-    Budget,
-    ChainChunk,
-    ChunkedResult,
-    CommitVerdict,
-    ContractChecker,
-    Decision,
-    DraftTree,
-    Interceptor,
-    NworConfig,
-    Outcome,
-    PartialCache,
-    Receipt,
-    RoundPlan,
-    SessionBatch,
-    SessionInfo,
-    SessionStore,
-    SlotAllocator,
-    SpecPVConfig,
-    StepDecision,
-    StepOutcome,
-    StoredCache,
-    VerifyPolicy,
-    VerifyRequest,
-    VerifyResult,
-    Violation,
-    judge_greedy,
-    verify_in_chunks,
-)
-from .compact import CompactViews, pinned_cache
-from .config import Settings, load_config
-from .drafters import Drafter, TreeConfig, make_drafter, register_drafter
-from .errors import CapacityError, DesyncError, NworError, UnknownSessionError
-from .layouts import LAYOUTS, cache_views
-from .lossless import TwoLevel, confirm_greedy, confirm_sampling
-from .methods import Method, get_method, method_names, register_method
-from .metrics import Metrics
-from .ops.acceptance import (
-    accept_chain_sampling,
-    accept_greedy,
-    accept_sampling,
-    accept_typical,
-    make_coins,
-)
-from .ops.attention import (
-    CompactView,
-    PartialView,
-    merge_rows,
-    merge_states,
-    verify_attention,
-    verify_plan,
-)
-from .ops.kv import CommitTail, commit, write_kv, write_rows
-from .ops.logits import target_probs
-from .ops.retrieval import block_summaries, build_view, gather_view, select_blocks
-from .ops.tree import (
-    MAX_TREE_ROWS,
-    Tree,
-    describe_status,
-    normalize_topology,
-    tree_from_chain,
-    tree_from_parents,
-    tree_from_topk,
-    tree_from_topology,
-)
-from .partial import PartialStore
-from .paths import get_cmake_dir, get_include
-from .session import Session
+def _is_command_line() -> bool:
+    """Whether this process is `nwor-specpv` or `python -m nwor_specpv`."""
+    program = Path((getattr(sys, "argv", None) or [""])[0]).name
+    return program == "nwor-specpv" or ("-m", __name__) in pairwise(sys.orig_argv)
 
-__version__ = _stamp.read_stamp().version
 
-__all__ = [
-    "BYPASS_REASONS",
-    "COMMIT_ERRORS",
-    "FULL_TRIGGERS",
-    "LAYOUTS",
-    "MAX_TREE_ROWS",
-    "Budget",
-    "CapacityError",
-    "ChainChunk",
-    "ChunkedResult",
-    "CommitTail",
-    "CommitVerdict",
-    "CompactView",
-    "CompactViews",
-    "ContractChecker",
-    "Decision",
-    "DesyncError",
-    "DraftTree",
-    "Drafter",
-    "Interceptor",
-    "Method",
-    "Metrics",
-    "NworConfig",
-    "NworError",
-    "Outcome",
-    "PartialCache",
-    "PartialStore",
-    "PartialView",
-    "Receipt",
-    "RoundPlan",
-    "Session",
-    "SessionBatch",
-    "SessionInfo",
-    "SessionStore",
-    "Settings",
-    "SlotAllocator",
-    "SpecPVConfig",
-    "StepDecision",
-    "StepOutcome",
-    "StoredCache",
-    "Tree",
-    "TreeConfig",
-    "TwoLevel",
-    "UnknownSessionError",
-    "VerifyPolicy",
-    "VerifyRequest",
-    "VerifyResult",
-    "Violation",
-    "accept_chain_sampling",
-    "accept_greedy",
-    "accept_sampling",
-    "accept_typical",
-    "block_summaries",
-    "build_view",
-    "cache_views",
-    "commit",
-    "confirm_greedy",
-    "confirm_sampling",
-    "describe_status",
-    "gather_view",
-    "get_cmake_dir",
-    "get_include",
-    "get_method",
-    "judge_greedy",
-    "load_config",
-    "make_coins",
-    "make_drafter",
-    "merge_rows",
-    "merge_states",
-    "method_names",
-    "normalize_topology",
-    "pinned_cache",
-    "register_drafter",
-    "register_method",
-    "select_blocks",
-    "target_probs",
-    "tree_from_chain",
-    "tree_from_parents",
-    "tree_from_topk",
-    "tree_from_topology",
-    "verify_attention",
-    "verify_in_chunks",
-    "verify_plan",
-    "write_kv",
-    "write_rows",
-]
+# First of all a library built for another torch is refused with a sentence: loaded, it would crash.
+if not _is_command_line():
+    _stamp.load_native()
+    from ._api import *  # noqa: F403
+    from ._api import __all__ as __all__
+    from ._api import __version__ as __version__
+else:
+    # `status` and `doctor` explain a library that does not load, and help needs none: the command
+    # line loads it when it takes the first name from here.
+    def __getattr__(name: str) -> object:
+        if name.startswith("_") and name != "__version__":
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        _stamp.load_native()
+        from . import _api
+
+        return globals().setdefault(name, getattr(_api, name))

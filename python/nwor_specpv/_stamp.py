@@ -1,8 +1,8 @@
-"""The build stamp, compared with what is installed before any library of ours is loaded.
+"""Compares the build stamp with the installed torch before the native library is loaded.
 
-A library built for another torch fails in ways that explain nothing: undefined symbols, or a crash
-in the first op. `_build_info.json` says what the library was built for; `check()` compares it with
-the torch that is here and raises one sentence naming both. Only the standard library is used here.
+A library built for another torch fails without an explanation: undefined symbols, or a crash in the
+first op. `_build_info.json` says what the library was built for; `check()` compares it with the
+installed torch and raises one sentence that names both. This module needs only Python itself.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ NOT_INSTALLED = "not installed"
 _PACKAGE_DIR = Path(__file__).resolve().parent
 
 
-class StampMismatch(ImportError):  # noqa: N818 (named for what it reports)
+class StampMismatch(ImportError):  # noqa: N818 (the name says what is wrong)
     """The built library does not fit this torch, interpreter or device, or was never built."""
 
 
@@ -73,8 +73,8 @@ def check(
 ) -> BuildStamp:
     """Raises StampMismatch unless the built files are complete and fit the installed torch.
 
-    `torch_version` and `torch_cuda` stand for `torch.__version__` and `torch.version.cuda`; without
-    a version both are asked of torch itself.
+    `torch_version` and `torch_cuda` are `torch.__version__` and `torch.version.cuda`; without a
+    version, torch is imported and asked for both.
     """
     stamp = read_stamp(package_dir)
     _check_files(package_dir, stamp)
@@ -123,12 +123,12 @@ def check_device(
     )
     wanted = architecture_for(capability)
     if wanted is None:
-        mend = "expected 8.0 or later"
+        fix = "expected 8.0 or later"
     else:
-        mend = f"{_rebuild(package_dir)} with TORCH_CUDA_ARCH_LIST={wanted} in the environment"
+        fix = f"{_rebuild(package_dir)} with TORCH_CUDA_ARCH_LIST={wanted} in the environment"
     raise StampMismatch(
         f"nwor_specpv {stamp.version} was built {built}, but {name} has compute capability "
-        f"{major}.{minor}; {mend}."
+        f"{major}.{minor}; {fix}."
     )
 
 
@@ -166,14 +166,14 @@ def covers(architectures: tuple[str, ...], capability: tuple[int, int]) -> bool:
 
 
 def load_torch() -> tuple[ModuleType | None, str | None]:
-    """The module torch, or what it is instead."""
+    """The module torch, or None and why it is not there."""
     try:
         return importlib.import_module("torch"), None
     except ModuleNotFoundError as error:
         if error.name == "torch":
             return None, NOT_INSTALLED
         return None, _broken_torch(error)
-    except Exception as error:  # its libraries are loaded in many ways, and fail in as many
+    except Exception as error:  # torch's libraries can fail to load in many ways
         return None, _broken_torch(error)
 
 
@@ -181,6 +181,15 @@ def install_torch(version: str, *, again: bool = False) -> str:
     """The command for a torch of this version; pip's index has no local parts ("+cu130")."""
     force = "--force-reinstall " if again else ""
     return f"pip install {force}torch=={version.partition('+')[0]}"
+
+
+def load_native() -> ModuleType:
+    """The module `_C`. Raises StampMismatch with one sentence where it does not fit or load."""
+    check()
+    try:
+        return importlib.import_module(f".{MODULE}", __package__)
+    except (ImportError, OSError) as error:
+        raise explain_load_error(error) from None
 
 
 def explain_load_error(
@@ -194,13 +203,13 @@ def explain_load_error(
         )
     name = missing[1]
     if name.startswith("libprometheus-cpp"):
-        mend = (
+        fix = (
             "install it (Debian: apt-get install prometheus-cpp-dev) or rebuild with "
             "NWOR_PROMETHEUS=OFF in the environment"
         )
     else:
-        mend = f"install the package that holds it, or {_rebuild(package_dir)}"
-    return StampMismatch(f"nwor_specpv needs the shared library {name}, which is not here; {mend}.")
+        fix = f"install the package that holds it, or {_rebuild(package_dir)}"
+    return StampMismatch(f"nwor_specpv needs the shared library {name}, which is not here; {fix}.")
 
 
 def _check_files(package_dir: Path, stamp: BuildStamp) -> None:

@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 
+from nwor_specpv.cli.demo.texts import BOOK
 from nwor_specpv.cli.parser import Parser, count, counts
 from nwor_specpv.errors import NworError
 from nwor_specpv.ops.retrieval import block_summaries, select_blocks
@@ -56,13 +57,7 @@ class Recorded:
 
 
 def read_text(path: Path | None) -> str:
-    if path is None:
-        path = Path(__file__).parents[3] / "benchmarks" / "data" / "war_and_peace.txt"
-        if not path.is_file():
-            raise NworError(
-                "--text: got none, and the excerpt that comes with a checkout (benchmarks/data) is "
-                "not here, expected a text file"
-            )
+    path = path or BOOK
     try:
         return path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
@@ -217,7 +212,7 @@ def describe(report: dict[str, Any]) -> str:
 
 def _parser() -> Parser:
     parser = Parser(prog="nwor-specpv bench coverage", description=__doc__)
-    parser.add_argument("--text", type=Path, help="default: the excerpt in benchmarks/data")
+    parser.add_argument("--text", type=Path, help="a text file, default: War and Peace")
     parser.add_argument("--tokens", type=count, default=6144, help="of the text, default: 6144")
     parser.add_argument("--budgets", type=counts, default=BUDGETS, help="tokens a view shows")
     parser.add_argument("--later", type=count, default=64, help="tokens until the rows in brackets")
@@ -251,7 +246,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     report = {
         **machine("cpu"),
         "model": "SmolLM2-135M-Instruct, float32",
-        "text": arguments.text.name if arguments.text else "war_and_peace.txt",
+        "text": (arguments.text or BOOK).name,
         "tokens": arguments.tokens,
         "layers": len(recorded.keys),
         "positions": list(positions(arguments.tokens, arguments.later)),

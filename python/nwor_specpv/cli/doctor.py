@@ -1,7 +1,7 @@
-"""What is missing on this machine, what it is for and how to get it.
+"""`nwor-specpv doctor`: what is missing on this machine, what it is for and how to get it.
 
-The core works when the native library loads and carries one round through staging to a commit;
-everything else is for building, for a GPU or for a host, and its absence is no failure.
+The core works if the native library loads and one draft is staged and committed. Everything else is
+for building, for a GPU or for a host; its absence is no failure.
 """
 
 from __future__ import annotations
@@ -26,22 +26,22 @@ _WORKER_PACKAGES = '"grpcio>=1.62" "protobuf>=4.25"'
 
 @dataclass(frozen=True)
 class Finding:
-    """One line: what was looked for, what was found, what to do if it is missing."""
+    """One line: what was checked, what was found, how to fix it."""
 
     name: str
     ok: bool
     detail: str
-    mend: str
-    needed_for: str  # "core", or what one does without it
+    fix: str
+    needed_for: str  # "core", or what does not work without it
 
     def __str__(self) -> str:
         if self.ok:
             return f"ok       {self.name:<15} {self.detail}"
-        return f"missing  {self.name:<15} {self.detail}; {self.mend} (for: {self.needed_for})"
+        return f"missing  {self.name:<15} {self.detail}; {self.fix} (needed for {self.needed_for})"
 
 
 def examine() -> list[Finding]:
-    """Looks at everything; the core first."""
+    """Checks everything, the core first."""
     findings = [_torch(), _native()]
     findings.append(_round_trip(findings[-1].ok))
     findings += [
@@ -79,17 +79,17 @@ def describe(findings: list[Finding]) -> str:
 def _torch() -> Finding:
     version = status.installed_version("torch")
     stamp = _wanted_torch()
-    mend = _stamp.install_torch(stamp or "2.11.0")
+    fix = _stamp.install_torch(stamp or "2.11.0")
     if version is None:
-        return Finding("torch", False, "not installed", mend, "core")
+        return Finding("torch", False, "not installed", fix, "core")
     torch, problem = _stamp.load_torch()
     if torch is None:
-        mend = _stamp.install_torch(stamp or "2.11.0", again=True)
-        return Finding("torch", False, str(problem), mend, "core")
-    found = str(torch.__version__)  # with its local part, which package metadata may lack
+        fix = _stamp.install_torch(stamp or "2.11.0", again=True)
+        return Finding("torch", False, str(problem), fix, "core")
+    found = str(torch.__version__)  # with the local part, which package metadata may lack
     if stamp is not None and found != stamp:
         return Finding("torch", False, f"{found}, but built for {stamp}", "make build", "core")
-    return Finding("torch", True, found, mend, "core")
+    return Finding("torch", True, found, fix, "core")
 
 
 def _wanted_torch() -> str | None:
@@ -108,9 +108,11 @@ def _native() -> Finding:
 
 def _round_trip(loaded: bool) -> Finding:
     """One draft accepted, one rejected, on the CPU: the cache must hold exactly the first."""
-    mend = "report it with the output of nwor-specpv status"
+    fix = "report it with the output of nwor-specpv status"
     if not loaded:
-        return Finding("round trip", False, "not tried without the library", "make build", "core")
+        return Finding(
+            "round trip", False, "not tried: the library is not loaded", "make build", "core"
+        )
     try:
         import torch
 
@@ -126,12 +128,12 @@ def _round_trip(loaded: bool) -> Finding:
             torch.tensor([[1, -1]], dtype=torch.int32), torch.tensor([1], dtype=torch.int32)
         )
         found = [cache[0, :, 0, 0].tolist() for cache in (keys, values)]
-    except Exception as error:  # whatever it is, it is what the user has to know
-        return Finding("round trip", False, f"{type(error).__name__}: {error}", mend, "core")
+    except Exception as error:  # any failure is a finding
+        return Finding("round trip", False, f"{type(error).__name__}: {error}", fix, "core")
     expected = [1.0, 2.0, 0.0, 0.0]
     if found != [expected, expected]:
-        return Finding("round trip", False, f"got {found}, expected {expected}", mend, "core")
-    return Finding("round trip", True, "stage, commit and reject on the CPU", mend, "core")
+        return Finding("round trip", False, f"got {found}, expected {expected}", fix, "core")
+    return Finding("round trip", True, "stage, commit and reject on the CPU", fix, "core")
 
 
 def _run(*command: str, text: str | None = None) -> subprocess.CompletedProcess[str] | None:
@@ -156,7 +158,7 @@ def _which(*names: str, folders: tuple[str, ...] = ()) -> str | None:
 def _tool(
     name: str,
     programs: tuple[str, ...],
-    mend: str,
+    fix: str,
     needed_for: str,
     *,
     folders: tuple[str, ...] = (),
@@ -164,11 +166,11 @@ def _tool(
 ) -> Finding:
     path = _which(*programs, folders=folders)
     if path is None:
-        return Finding(name, False, "not found", mend, needed_for)
+        return Finding(name, False, "not found", fix, needed_for)
     answer = _run(path, "--version")
     if answer is None or answer.returncode != 0:
-        return Finding(name, False, f"{path} does not run", mend, needed_for)
-    return Finding(name, True, f"{version(answer.stdout) or 'unknown'} ({path})", mend, needed_for)
+        return Finding(name, False, f"{path} does not run", fix, needed_for)
+    return Finding(name, True, f"{version(answer.stdout) or 'unknown'} ({path})", fix, needed_for)
 
 
 def _nvcc() -> Finding:
@@ -179,43 +181,45 @@ def _nvcc() -> Finding:
         match = re.search(r"release [\d.]+, V([\d.]+)", text)
         return match[1] if match else None
 
-    mend = "install the CUDA toolkit or set CUDA_HOME"
-    return _tool("nvcc", ("nvcc",), mend, "CUDA kernels", folders=folders, version=release)
+    fix = "install the CUDA toolkit or set CUDA_HOME"
+    return _tool("nvcc", ("nvcc",), fix, "CUDA kernels", folders=folders, version=release)
 
 
-def _header(name: str, header: str, mend: str, needed_for: str = "the metrics endpoint") -> Finding:
+def _header(name: str, header: str, fix: str, needed_for: str = "the metrics endpoint") -> Finding:
     compiler = _which("c++", "g++", "clang++")
     if compiler is None:
-        return Finding(name, False, "no compiler to look with", mend, needed_for)
+        return Finding(
+            name, False, "unknown: there is no compiler to find it with", fix, needed_for
+        )
     answer = _run(compiler, "-x", "c++", "-E", "-o", os.devnull, "-", text=f"#include <{header}>\n")
     if answer is None or answer.returncode != 0:
-        return Finding(name, False, f"<{header}> not found", mend, needed_for)
-    return Finding(name, True, f"<{header}>", mend, needed_for)
+        return Finding(name, False, f"<{header}> not found", fix, needed_for)
+    return Finding(name, True, f"<{header}>", fix, needed_for)
 
 
-def _module(name: str, mend: str, needed_for: str, *, module: str | None = None) -> Finding:
+def _module(name: str, fix: str, needed_for: str, *, module: str | None = None) -> Finding:
     version = status.installed_version(name, module=module)
     if version is None:
-        return Finding(name, False, "not installed", mend, needed_for)
-    return Finding(name, True, version, mend, needed_for)
+        return Finding(name, False, "not installed", fix, needed_for)
+    return Finding(name, True, version, fix, needed_for)
 
 
 def _gpu() -> Finding:
-    mend = "everything works on the CPU; a GPU needs its driver and a CUDA build of torch"
+    fix = "everything works on the CPU; a GPU needs its driver and a CUDA build of torch"
     torch, problem = _stamp.load_torch()
     if torch is None:
-        return Finding("GPU", False, f"torch cannot say: {problem}", mend, "CUDA kernels")
+        return Finding("GPU", False, f"unknown: torch is {problem}", fix, "CUDA kernels")
     try:
         if not torch.cuda.is_available():
-            return Finding("GPU", False, "none found by torch", mend, "CUDA kernels")
+            return Finding("GPU", False, "torch finds none", fix, "CUDA kernels")
         major, minor = torch.cuda.get_device_capability()
         name = f"{torch.cuda.get_device_name()} (capability {major}.{minor})"
         _stamp.check_device()
     except _stamp.StampMismatch as error:
         wanted = _stamp.architecture_for((major, minor))
         if wanted is not None:
-            mend = f"TORCH_CUDA_ARCH_LIST={wanted} make build"
-        return Finding("GPU", False, str(error), mend, "CUDA kernels")
+            fix = f"TORCH_CUDA_ARCH_LIST={wanted} make build"
+        return Finding("GPU", False, str(error), fix, "CUDA kernels")
     except (ImportError, RuntimeError) as error:
-        return Finding("GPU", False, f"torch cannot say: {error}", mend, "CUDA kernels")
-    return Finding("GPU", True, name, mend, "CUDA kernels")
+        return Finding("GPU", False, f"unknown: {error}", fix, "CUDA kernels")
+    return Finding("GPU", True, name, fix, "CUDA kernels")

@@ -1,4 +1,4 @@
-"""`nwor-specpv generate`: a prompt in, text out, with any drafter and any mode."""
+"""`nwor-specpv generate`: continues a prompt, with any drafter and any mode."""
 
 from __future__ import annotations
 
@@ -6,11 +6,14 @@ import argparse
 import json
 import sys
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from nwor_specpv import NworError, SpecPVConfig
+from nwor_specpv.errors import NworError
 
 from .parser import Parser, count, require_device
+
+if TYPE_CHECKING:
+    from nwor_specpv import SpecPVConfig
 
 MODES = ("off", "rectify", "refresh", "lossless")
 VIEW_TOKENS = 1024
@@ -18,23 +21,27 @@ _BLOCK, _SINK, _WINDOW = 16, 2, 8
 
 
 def add_model_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--model", type=Path, help="folder of a model, default: SmolLM2-135M")
+    parser.add_argument(
+        "--model", type=Path, help="folder of a model, default: SmolLM2-135M-Instruct"
+    )
     parser.add_argument("--dtype", default="float32", help="float32 (default), bfloat16, float16")
     parser.add_argument("--device", default="cpu", help="cpu (default) or cuda")
     parser.add_argument("--threads", type=count, help="CPU threads, default: torch's")
 
 
 def model_name(arguments: argparse.Namespace) -> str:
-    """As reports call it."""
+    """The name that reports show."""
     return "SmolLM2-135M-Instruct" if arguments.model is None else str(arguments.model)
 
 
 def view_config(mode: str, view_tokens: int, tail_tokens: int | None = None) -> SpecPVConfig | None:
-    """Partial verification over views of so many tokens; None when it is off."""
+    """Partial verification with views of `view_tokens` tokens; None when it is off."""
     if mode == "off":
         return None
+    from nwor_specpv import SpecPVConfig
+
     if tail_tokens is None:
-        # A lossless tail is lost from its first wrong token on: short ones lose less.
+        # A lossless tail is discarded from its first wrong token on: short tails lose less.
         tail_tokens = 16 if mode == "lossless" else 48
     blocks = view_tokens // _BLOCK - _SINK - _WINDOW
     if blocks < 1:
@@ -52,7 +59,7 @@ def view_config(mode: str, view_tokens: int, tail_tokens: int | None = None) -> 
 
 
 def load(arguments: argparse.Namespace) -> tuple[Any, Any]:
-    """Model and tokenizer; sets the threads that were asked for."""
+    """Model and tokenizer; sets the number of threads."""
     import torch
 
     from nwor_specpv.models.folder import torch_dtype
@@ -69,18 +76,18 @@ def load(arguments: argparse.Namespace) -> tuple[Any, Any]:
 
 
 def encode(tokenizer: Any, text: str, *, raw: bool) -> list[int]:
-    """Token ids of a prompt: as a chat's user turn where the model knows chats, or as it is."""
+    """Token ids of a prompt: a chat's user turn if the model has a chat template, or `raw`."""
     if raw or not getattr(tokenizer, "chat_template", None):
         return list(tokenizer(text).input_ids)
     turns = [{"role": "user", "content": text}]
     return list(tokenizer.apply_chat_template(turns, add_generation_prompt=True, return_dict=False))
 
 
-def main(argv: list[str]) -> int:
+def build_parser() -> Parser:
     parser = Parser(prog="nwor-specpv generate", description=__doc__)
     source = parser.add_mutually_exclusive_group(required=True)
-    source.add_argument("--prompt", help="the text to answer or to go on with")
-    source.add_argument("--file", type=Path, help="a file with it")
+    source.add_argument("--prompt", help="the text to answer or to continue")
+    source.add_argument("--file", type=Path, help="a file with that text")
     parser.add_argument("--max-new-tokens", type=count, default=200, help="default: 200")
     parser.add_argument(
         "--drafter",
@@ -91,24 +98,37 @@ def main(argv: list[str]) -> int:
         "--specpv", choices=MODES, default="off", help="partial verification, default: off"
     )
     parser.add_argument(
-        "--view-tokens", type=count, help=f"what a partial step sees, default: {VIEW_TOKENS}"
+        "--view-tokens",
+        type=count,
+        help=f"tokens that a partial step attends to, default: {VIEW_TOKENS}",
     )
     parser.add_argument("--temperature", type=float, default=0.0, help="0 (default): greedy")
-    parser.add_argument("--top-k", type=int, default=0, help="likeliest tokens only; 0: all")
-    parser.add_argument("--top-p", type=float, default=1.0, help="likeliest mass only; 1: all")
-    parser.add_argument("--seed", type=int, help="of sampling, default: another one each time")
-    parser.add_argument("--raw", action="store_true", help="go on with the text, no chat")
-    parser.add_argument("--json", action="store_true", help="one JSON document and nothing else")
+    parser.add_argument(
+        "--top-k", type=int, default=0, help="sample from the k likeliest tokens; 0 (default): all"
+    )
+    parser.add_argument(
+        "--top-p",
+        type=float,
+        default=1.0,
+        help="sample from the likeliest tokens of this mass; 1 (default): all",
+    )
+    parser.add_argument("--seed", type=int, help="seed of sampling, default: a new one each time")
+    parser.add_argument(
+        "--raw", action="store_true", help="continue the text itself, without a chat template"
+    )
+    parser.add_argument("--json", action="store_true", help="print one JSON document")
     add_model_arguments(parser)
-    arguments = parser.parse_args(argv)
+    return parser
 
+
+def run(arguments: argparse.Namespace) -> int:
     from nwor_specpv.transformers.drafting import check_drafter
     from nwor_specpv.transformers.generate import Generator
     from nwor_specpv.transformers.sampling import Sampling
 
-    # What needs no model is looked at before one is loaded.
+    # Arguments that need no model are checked before one is loaded.
     text = arguments.prompt if arguments.file is None else _read(arguments.file)
-    # The shipped head is the default model's.
+    # The shipped head fits the default model only.
     drafter = arguments.drafter
     if drafter is None:
         drafter = "eagle3" if arguments.model is None else "ngram"
@@ -131,18 +151,18 @@ def main(argv: list[str]) -> int:
     )
     stats = generation.stats
     if stream is None:
-        told = {
+        record = {
             "token_ids": generation.token_ids,
             "text": generation.text,
             "finish": generation.finish,
             "stats": stats.as_dict(),
         }
-        print(json.dumps(told))
+        print(json.dumps(record))
         return 0
     stream.end()
     print(
-        f"{stats.new_tokens} tokens, {stats.tokens_per_second:.1f} a second, "
-        f"{stats.tokens_per_step:.2f} a step",
+        f"{stats.new_tokens} tokens, {stats.tokens_per_second:.1f} per second, "
+        f"{stats.tokens_per_step:.2f} per step",
         file=sys.stderr,
     )
     return 0
@@ -160,7 +180,7 @@ def _views(arguments: argparse.Namespace) -> SpecPVConfig | None:
 
 
 class TextStream:
-    """Prints text as its tokens come; a character of several tokens waits for all of them."""
+    """Prints text as tokens arrive; a character of several tokens is printed once it is whole."""
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer

@@ -14,23 +14,26 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from nwor_specpv import _stamp
+from nwor_specpv.errors import NworError
+
 from .parser import EXIT_USAGE, PROGRAM, Parser, address
 
 BENCHES = {
-    "commit": "stage and commit, beside the writes they replace",
-    "attention": "verify attention, beside what users have today",
-    "retrieval": "choosing blocks and whole partial steps",
-    "coverage": "what partial views see of a real model's attention",
-    "tree": "trees and acceptance, beside plain Python and torch",
+    "commit": "stage and commit, compared with plain cache writes",
+    "attention": "verify attention, compared with other attention kernels",
+    "retrieval": "choice of blocks, and whole partial steps",
+    "coverage": "share of a real model's attention that partial views see",
+    "tree": "trees and acceptance, compared with plain Python and torch",
     "session": "rollback of short and long sequences",
-    "generate": "whole generations, beside transformers' own",
+    "generate": "whole generations, compared with transformers' own",
 }
-# Commands that read the rest of the line themselves, and the modules they are in.
+# Commands with a module of the same name here: build_parser() and run(arguments).
 HOSTED = {
-    "generate": ("cli.generate", "go on with a prompt, with any drafter and mode"),
-    "report": ("cli.report", "write a page about one run or a sweep"),
-    "demo": ("cli.demo", "a real model, four ways of decoding, one table"),
-    "worker": ("cli.worker", "serve a model's sessions to drafters elsewhere, over gRPC"),
+    "generate": "continue a prompt, with any drafter and mode",
+    "report": "write a page about one run or several",
+    "demo": "decode with a real model in several ways and show one table",
+    "worker": "serve a model's sessions over gRPC to drafters in other processes",
 }
 
 EXIT_OK, EXIT_FAILURE = 0, 1
@@ -38,8 +41,7 @@ EXIT_OK, EXIT_FAILURE = 0, 1
 
 def main(argv: Sequence[str] | None = None) -> int:
     if sys.stdout is None:
-        told = "standard output is closed; /dev/null takes what is not wanted"
-        print(f"{PROGRAM}: {told}", file=sys.stderr)
+        print(f"{PROGRAM}: standard output is closed; send it to /dev/null", file=sys.stderr)
         return EXIT_FAILURE
     try:
         code = _run(sys.argv[1:] if argv is None else list(argv))
@@ -50,9 +52,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         return 130
     except Exception as error:
-        # NworError is a ValueError: a wrong value. Anything else failed.
-        wrong_use = any(kind.__name__ == "NworError" for kind in type(error).__mro__)
-        name = "" if wrong_use else f"{type(error).__name__}: "
+        wrong_use = isinstance(error, NworError)
+        explained = wrong_use or isinstance(error, _stamp.StampMismatch)
+        name = "" if explained else f"{type(error).__name__}: "
         print(f"{PROGRAM}: {name}{' '.join(str(error).split())}", file=sys.stderr)
         return EXIT_USAGE if wrong_use else EXIT_FAILURE
     finally:
@@ -76,7 +78,7 @@ def _run(argv: list[str]) -> int:
 
 
 def _drop_unwritten() -> None:
-    """What could not be written: the interpreter must not trip over it again at exit."""
+    """Drops output that cannot be written, so that the interpreter does not fail on it at exit."""
     try:
         sys.stdout.flush()
     except OSError:
@@ -96,31 +98,25 @@ def _build_parser() -> argparse.ArgumentParser:
     status = add("status", _status, "show the build, the machine, the hosts and what was bypassed")
     status.add_argument("--json", action="store_true", help="print one JSON document")
     status.add_argument(
-        "--url", type=address, help="metrics endpoint of a running server to ask for its counts"
+        "--url", type=address, help="metrics endpoint of a running server, to show its counts"
     )
-    doctor = add("doctor", _doctor, "say what is missing and how to get it")
+    doctor = add("doctor", _doctor, "check what is missing and how to get it")
     doctor.add_argument("--json", action="store_true", help="print one JSON document")
 
-    bench = add("bench", _bench, "measure against peers")
+    bench = add("bench", _bench, "measure, beside other libraries")
     names = bench.add_subparsers(metavar="{" + ",".join(BENCHES) + "}", dest="bench")
     names.required = True
     for name, text in BENCHES.items():
         one = names.add_parser(name, help=text, add_help=False)
         one.set_defaults(passes_rest=True)
-    for name, (_, text) in HOSTED.items():
+    for name, text in HOSTED.items():
         hosted = commands.add_parser(name, help=text, add_help=False)
         hosted.set_defaults(run=_hosted, passes_rest=True, hosted=name)
     return parser
 
 
 def _version() -> int:
-    from nwor_specpv import _stamp
-
-    try:
-        print(f"{PROGRAM} {_stamp.read_stamp().version}")
-    except _stamp.StampMismatch as error:
-        print(f"{PROGRAM}: {error}", file=sys.stderr)
-        return EXIT_FAILURE
+    print(f"{PROGRAM} {_stamp.read_stamp().version}")
     return EXIT_OK
 
 
@@ -143,23 +139,17 @@ def _doctor(arguments: argparse.Namespace, rest: list[str]) -> int:
 
 
 def _bench(arguments: argparse.Namespace, rest: list[str]) -> int:
-    return _dispatch(f"bench.{arguments.bench}", rest)
+    _stamp.load_native()
+    module = importlib.import_module(f"nwor_specpv.bench.{arguments.bench}")
+    return int(module.main(rest) or EXIT_OK)
 
 
 def _hosted(arguments: argparse.Namespace, rest: list[str]) -> int:
-    return _dispatch(HOSTED[arguments.hosted][0], rest)
-
-
-def _dispatch(name: str, argv: list[str]) -> int:
-    """Runs main(argv) of a module of this package; what it returns is the exit status."""
-    from . import status
-
-    native, problem = status.load_native()
-    if native is None:
-        print(f"{PROGRAM}: {problem}", file=sys.stderr)
-        return EXIT_FAILURE
-    module = importlib.import_module(f"nwor_specpv.{name}")
-    return int(module.main(argv) or EXIT_OK)
+    """Reads the line before it loads the library: help and wrong use take no time."""
+    module = importlib.import_module(f"nwor_specpv.cli.{arguments.hosted}")
+    parsed = module.build_parser().parse_args(rest)
+    _stamp.load_native()
+    return int(module.run(parsed) or EXIT_OK)
 
 
 if __name__ == "__main__":

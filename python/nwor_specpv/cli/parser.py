@@ -1,4 +1,4 @@
-"""What every command line of the package has in common: its manner of refusing, and its values."""
+"""Parsing that all commands share: one line for wrong use, and types of values."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ EXIT_USAGE = 2
 
 
 class Parser(argparse.ArgumentParser):
-    """Wrong use is one line on stderr and exit status 2."""
+    """Answers wrong use with one line on stderr and exit status 2."""
 
     def error(self, message: str) -> NoReturn:
         self.exit(EXIT_USAGE, f"{PROGRAM}: {' '.join(message.split())}; see {self.prog} --help\n")
@@ -32,12 +32,12 @@ def count(text: str) -> int:
 
 
 def count_or_zero(text: str) -> int:
-    """The same where 0 has a meaning."""
+    """A number of things, or 0."""
     return 0 if text.strip() == "0" else count(text)
 
 
 def counts(text: str) -> list[int]:
-    """Several of them, comma-separated."""
+    """Several numbers, separated by commas."""
     return [count(part) for part in text.split(",")]
 
 
@@ -56,25 +56,25 @@ def heads(text: str) -> tuple[int, int]:
 
 
 def address(text: str) -> str:
-    """Of an endpoint; none at all is most often a variable that is not set."""
+    """The address of an endpoint. An empty one is refused: a variable was not set."""
     if not text.strip():
         raise argparse.ArgumentTypeError(f"got {text!r}, expected the address of an endpoint")
     return text
 
 
 def output_file(text: str) -> Path:
-    """A file that can be made; found out before the work, not after it."""
+    """A file that can be written. Checked before the work, not after it."""
     path = Path(text)
     if os.path.isdir(path) or not os.path.isdir(os.path.dirname(os.path.realpath(path))):
         raise argparse.ArgumentTypeError(f"got {text!r}, expected a file in a folder that exists")
     if not can_write(path):
-        raise argparse.ArgumentTypeError(f"got {text!r}, expected a file in a folder to write to")
+        raise argparse.ArgumentTypeError(f"got {text!r}, expected a file in a writable folder")
     return path
 
 
 def can_write(path: Path) -> bool:
-    """Whether `write_whole` can, once the folders that are not there have been made."""
-    if os.path.exists(path) and (not path.is_file() or is_stream(path)):  # is written into
+    """Whether `write_whole` can write there, once missing folders have been made."""
+    if os.path.exists(path) and (not path.is_file() or is_stream(path)):  # written in place
         return not path.is_dir() and os.access(path, os.W_OK)
     real = Path(os.path.realpath(path))
     there = next(folder for folder in real.parents if os.path.exists(folder))

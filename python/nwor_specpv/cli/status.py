@@ -1,10 +1,10 @@
-"""What is installed, what it was built for, what runs here and what was bypassed.
+"""`nwor-specpv status`: the build, the machine, the hosts found here and what was bypassed.
 
-`collect()` gives one JSON-able dict, `describe()` the same for people. Both work when the native
-library cannot be loaded: `ok` is then false and `problem` says why.
+`collect()` returns a dict for JSON, `describe()` makes text of it. Both work when the native
+library does not load: `ok` is then false and `problem` says why.
 
-Counts belong to processes. The counts of a running server are read from its metrics endpoint, named
-by a URL or by the settings in the environment; without one they are those of this process.
+Every process has its own counts. Those of a running server are read from its metrics endpoint,
+which a URL or the settings in the environment name; without one they are those of this process.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import urllib.request
 from types import ModuleType
 from typing import Any
 
-from nwor_specpv import _broken, _stamp
+from nwor_specpv import _stamp
 from nwor_specpv.config import load_config, metrics_url
 
 HOSTS = ("vllm", "transformers")
@@ -41,10 +41,9 @@ _TIMEOUT_S = 5.0
 def load_native() -> tuple[ModuleType | None, str | None]:
     """The module `_C`, or one sentence that says why there is none."""
     try:
-        _stamp.check()
-        return importlib.import_module(f"nwor_specpv.{_stamp.MODULE}"), None
-    except (ImportError, OSError) as error:
-        return None, " ".join(str(_broken.explain(error)).split())
+        return _stamp.load_native(), None
+    except _stamp.StampMismatch as error:
+        return None, " ".join(str(error).split())
 
 
 def collect(url: str | None = None) -> dict[str, Any]:
@@ -64,7 +63,7 @@ def collect(url: str | None = None) -> dict[str, Any]:
         "routes": _routes(native),
         "hosts": {name: installed_version(name) for name in HOSTS},
         "metrics": metrics,
-        # Of an endpoint that does not answer nothing is known, whatever this process has counted.
+        # If the endpoint does not answer, nothing is known: counts of this process would mislead.
         "bypasses": _bypasses(native, fallbacks) if known else None,
         "partial_steps": _partial_steps(native, steps) if known else None,
     }
@@ -101,11 +100,11 @@ def describe(status: dict[str, Any]) -> str:
 
 
 def installed_version(package: str, *, module: str | None = None) -> str | None:
-    """The version of an installed package, without importing it; None when it is not there."""
+    """The version of an installed package, without importing it; None if it is not installed."""
     spec = importlib.util.find_spec(module or package)
-    if spec is None or spec.origin is None:  # a folder of that name makes no package
+    if spec is None or spec.origin is None:  # a mere folder of that name is no package
         return None
-    # vLLM for the CPU is a package of another name.
+    # vLLM for the CPU is a package with another name.
     for name in (package, f"{package}-cpu"):
         try:
             return importlib.metadata.version(name)
@@ -145,27 +144,27 @@ def _devices(stamp: _stamp.BuildStamp | None) -> list[dict[str, Any]]:
 
 
 def _routes(native: ModuleType | None) -> dict[str, Any]:
-    """What attention runs on, by the attention module's own report."""
+    """The attention routes, as the attention module reports them."""
     if native is None:
         return {"problem": "the native library is not loaded"}
     try:
         attention = importlib.import_module("nwor_specpv.ops.attention")
     except ImportError as error:
-        return {"problem": f"nwor_specpv.ops.attention is absent: {error}"}
+        return {"problem": f"nwor_specpv.ops.attention cannot be imported: {error}"}
     report = getattr(attention, "route_report", None)
     if report is None:
-        return {"problem": "nwor_specpv.ops.attention offers no route_report()"}
+        return {"problem": "nwor_specpv.ops.attention has no route_report()"}
     try:
         return {"problem": None, "report": report()}
-    except Exception as error:  # a report that fails is something to report
+    except Exception as error:  # shown instead of the routes
         return {"problem": f"route_report() failed: {type(error).__name__}: {error}"}
 
 
 def _metrics(native: ModuleType | None, url: str | None) -> dict[str, Any]:
-    """This process' exporter, and the endpoint that was asked.
+    """The exporter of this process, or the endpoint that was asked.
 
-    `fallbacks` and `partial_steps` are the endpoint's counts, None where none was asked; `known` is
-    false where it has not answered.
+    `fallbacks` and `partial_steps` are the endpoint's counts, None if no endpoint was asked;
+    `known` is false if it has not answered.
     """
     own = native.metrics_status() if native is not None else {"built": None, "serving": False}
     answer = {"built": own["built"], "serving": own["serving"], "url": None, "problem": None}
@@ -196,7 +195,7 @@ def _read(url: str) -> str:
 
 
 def _counted(text: str) -> dict[str, int]:
-    """What steps over a partial view have done to the output, summed over a server's ranks."""
+    """Counts of partial verification in a server's metrics, summed over its ranks."""
     counts = dict.fromkeys(_PARTIAL, 0)
     for name, value in _COUNTER.findall(text):
         if name in counts:
@@ -205,7 +204,7 @@ def _counted(text: str) -> dict[str, int]:
 
 
 def _partial_steps(native: ModuleType | None, counts: dict[str, int] | None) -> dict[str, int]:
-    """Verify steps over a partial view, and the drift that was seen."""
+    """Partial steps and the drift that was found, by short names."""
     if counts is None:
         snapshot = native.metrics_snapshot() if native is not None else {}
         counts = {name: snapshot.get(name, 0) for name in _PARTIAL}
@@ -215,7 +214,7 @@ def _partial_steps(native: ModuleType | None, counts: dict[str, int] | None) -> 
 def _describe_drift(counts: dict[str, int]) -> str:
     text = f"{counts['partial_steps']}, "
     if counts["lossy_engines"]:
-        text += f"NOT lossless: {counts['lossy_engines']} engines or generators are not"
+        text += f"NOT lossless in {counts['lossy_engines']} engines or generators"
     else:
         text += "NOT lossless unless specpv_mode is lossless"
     if counts["probed_rows"]:
@@ -229,7 +228,7 @@ def _fallbacks(text: str) -> dict[str, int]:
     """Bypass counts of a server, summed over its ranks."""
     found = _FALLBACK.findall(text)
     if not found:
-        raise ValueError("no nwor_fallback_total series there")
+        raise ValueError("it has no series nwor_fallback_total")
     counts: dict[str, int] = {}
     for reason, value in found:
         counts[reason] = counts.get(reason, 0) + int(float(value))

@@ -1,4 +1,4 @@
-"""`nwor-specpv worker`: a model's sessions over gRPC, for drafters in other processes."""
+"""`nwor-specpv worker`: serves a model's sessions over gRPC to drafters in other processes."""
 
 from __future__ import annotations
 
@@ -10,8 +10,7 @@ import sys
 import threading
 from typing import TYPE_CHECKING
 
-from nwor_specpv import Metrics, load_config
-from nwor_specpv.config import metrics_url
+from nwor_specpv.config import load_config, metrics_url
 from nwor_specpv.worker.address import check_address, is_loopback
 from nwor_specpv.worker.limits import Limits
 
@@ -23,64 +22,71 @@ if TYPE_CHECKING:
 
 DEFAULT_PORT = 50051
 _EXIT_FAILURE = 1
-_OPEN = "{} can be reached from other machines, and whoever reaches it may use it, unencrypted"
+_OPEN = "other machines can reach {}; the connection is not encrypted and needs no password"
 
 logger = logging.getLogger("nwor_specpv")
 
 
-def main(argv: list[str]) -> int:
-    try:
-        from nwor_specpv.worker import rpc  # noqa: F401  (before anything is loaded)
-    except ModuleNotFoundError as error:
-        print(f"{PROGRAM}: {error}", file=sys.stderr)
-        return _EXIT_FAILURE
-    arguments = _parser().parse_args(argv)
-    return _serve(arguments)
-
-
-def _parser() -> Parser:
+def build_parser() -> Parser:
     from .generate import add_model_arguments
 
     parser = Parser(prog="nwor-specpv worker", description=__doc__)
     add_model_arguments(parser)
-    parser.add_argument("--host", default="127.0.0.1", help="address, default: 127.0.0.1")
     parser.add_argument(
-        "--port", type=_port, default=DEFAULT_PORT, help=f"default: {DEFAULT_PORT}; 0: any free one"
+        "--host", default="127.0.0.1", help="address to listen on, default: 127.0.0.1"
     )
     parser.add_argument(
-        "--cache-tokens", type=count, default=16384, help="of all sessions, default: 16384"
+        "--port",
+        type=_port,
+        default=DEFAULT_PORT,
+        help=f"default: {DEFAULT_PORT}; 0: any free port",
     )
     parser.add_argument(
-        "--max-sessions", type=count_or_zero, default=0, help="at once; 0 (default): any number"
+        "--cache-tokens", type=count, default=16384, help="of all sessions together, default: 16384"
+    )
+    parser.add_argument(
+        "--max-sessions",
+        type=count_or_zero,
+        default=0,
+        help="sessions at once; 0 (default): any number",
     )
     parser.add_argument(
         "--ttl",
         type=_seconds,
         default=600.0,
-        help="seconds after which idle sessions go, default: 600; 0: never",
+        help="seconds after which an idle session ends, default: 600; 0: never",
     )
-    parser.add_argument("--max-batch", type=count, default=64, help="of a pass, default: 64")
-    parser.add_argument("--max-tree-rows", type=count, default=256, help="of a call, default: 256")
     parser.add_argument(
-        "--max-prompt-tokens", type=count, help="of a call, default: what a sequence may have"
+        "--max-batch", type=count, default=64, help="sessions in one pass, default: 64"
+    )
+    parser.add_argument(
+        "--max-tree-rows", type=count, default=256, help="of one call, default: 256"
+    )
+    parser.add_argument(
+        "--max-prompt-tokens", type=count, help="of one call, default: the longest sequence"
     )
     parser.add_argument(
         "--max-calls",
         type=count,
         default=256,
-        help="VerifyDrafts at once, others are refused; default: 256",
+        help="VerifyDrafts calls at once, more are refused; default: 256",
     )
-    parser.add_argument("--metrics-port", type=_port, help="of the Prometheus endpoint; 0: any")
-    parser.add_argument("--metrics-host", help="its address, default: 127.0.0.1")
+    parser.add_argument(
+        "--metrics-port", type=_port, help="of the Prometheus endpoint; 0: any free port"
+    )
+    parser.add_argument("--metrics-host", help="address of that endpoint, default: 127.0.0.1")
     return parser
 
 
-def _serve(arguments: argparse.Namespace) -> int:
-    from nwor_specpv.worker.server import Server
-
+def run(arguments: argparse.Namespace) -> int:
+    try:
+        from nwor_specpv.worker.server import Server
+    except ModuleNotFoundError as error:  # grpcio or protobuf
+        print(f"{PROGRAM}: {error}", file=sys.stderr)
+        return _EXIT_FAILURE
     from .generate import model_name
 
-    # What needs no model is looked at before one is loaded.
+    # Arguments that need no model are checked before one is loaded.
     given = {name: getattr(arguments, name) for name in ("metrics_port", "metrics_host")}
     settings = load_config({name: value for name, value in given.items() if value is not None})
     require_device(arguments.device)
@@ -105,9 +111,9 @@ def _serve(arguments: argparse.Namespace) -> int:
         logger.warning("worker: %s", _OPEN.format(arguments.host))
     stopping = _on_signals()
     with server:
-        told = _describe(arguments, target, limits)
         at = f"{server.address}, model {model_name(arguments)}"
-        print(f"worker: listening at {at}, {told}{metrics}", flush=True)
+        limited = _describe(arguments, target, limits)
+        print(f"worker: listening at {at}, {limited}{metrics}", flush=True)
         stopping.wait()
     return 0
 
@@ -120,7 +126,7 @@ def _limits(arguments: argparse.Namespace, max_length: int) -> Limits:
 
 def _describe(arguments: argparse.Namespace, target: SessionTarget, limits: Limits) -> str:
     sessions = arguments.max_sessions or "any number of"
-    idle = f"idle ones go after {arguments.ttl:g} s" if arguments.ttl else "idle ones stay"
+    idle = f"idle ones end after {arguments.ttl:g} s" if arguments.ttl else "idle ones stay"
     return (
         f"at most {limits.max_tree_rows} tree rows and {limits.max_prompt_tokens} prompt tokens a "
         f"call, {target.cache_tokens} cached tokens ({target.cache_bytes / 2**20:.0f} MiB), "
@@ -129,7 +135,9 @@ def _describe(arguments: argparse.Namespace, target: SessionTarget, limits: Limi
 
 
 def _serve_metrics(settings: Settings) -> str:
-    """Where they are, as the line about the worker goes on."""
+    """Starts the endpoint if one is set; returns the end of the line about the worker."""
+    from nwor_specpv.metrics import Metrics
+
     if (Metrics().serve_settings(settings) or -1) < 0:
         return ""
     at = Metrics().status()
@@ -156,7 +164,7 @@ def _load_target(arguments: argparse.Namespace, nwor: NworConfig) -> SessionTarg
 
 
 def _on_signals() -> threading.Event:
-    """Set by the first SIGINT or SIGTERM; a second one ends the process at once."""
+    """The first SIGINT or SIGTERM sets the event; a second one ends the process at once."""
     stopping = threading.Event()
     numbers = (signal.SIGINT, signal.SIGTERM)
 

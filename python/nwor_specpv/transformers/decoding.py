@@ -17,6 +17,7 @@ from .rows import RowChooser
 from .runner import ModelRunner
 from .sampling import Sampling, Verdict, confirm, fold_seed, judge
 from .stats import Stats
+from .view_log import ViewLog
 
 _SHORT = 1023
 
@@ -42,7 +43,9 @@ class Decoding:
         specpv: tuple[SpecPVConfig, PartialStore] | None = None,
         pacer: Pacer | None = None,
         progress: Callable[[int, int], None] = lambda done, total: None,
+        view_log: ViewLog | None = None,
     ) -> None:
+        self._view_log = view_log
         self._runner, self._drafter, self._sampling = runner, drafter, sampling
         self._tree, self._chooser, self._stop_ids = tree, chooser, stop_ids
         self._stats, self._on_tokens, self._progress = stats, on_tokens, progress
@@ -119,6 +122,8 @@ class Decoding:
         verdicts, probs = self._judge(round_)
         self._finish(round_, verdicts, probs)
         seconds = time.perf_counter() - began
+        if self._view_log is not None and partial is not None:
+            self._view_log.note(partial, self._runner.cache.allocator, parts)
         self._stats.draft_seconds += drafted - began
         self._stats.passes += 1
         confirming = any(part.fed for part in parts)

@@ -39,6 +39,7 @@ from .rows import SIZES, RowChooser
 from .runner import ModelRunner
 from .sampling import Sampling, fold_seed
 from .stats import Stats
+from .view_log import ViewLog
 
 # Sampling depends on the tree, so its size must not depend on a clock.
 _SAMPLING_ROWS = {"cpu": 8, "cuda": 32}
@@ -182,6 +183,7 @@ class Generator:
         on_token: OnToken | None = None,
         *,
         chunk_rows: int = 0,
+        view_log: ViewLog | None = None,
     ) -> Generation:
         """Continues one prompt (ids, or a tensor [n] or [1, n]) or several (lists, or [batch, n]).
 
@@ -190,6 +192,7 @@ class Generator:
         own, -1 for none). `tree.rows` 0 lets the generator choose. `on_token(token)` is called for
         every new token, `on_token(token, request)` for lists of prompts. `chunk_rows`: chains
         longer than that are verified chunk by chunk. Request i of a list samples with `seed` + i.
+        `view_log` records which blocks partial steps attend to.
         """
         sampling = Sampling(temperature, top_k, top_p)
         prompts, is_list = self._prompts(input_ids)
@@ -228,6 +231,7 @@ class Generator:
                     specpv=views,
                     pacer=None if views is None else self._pacer(requests, sampling),
                     progress=_progress_bar(),
+                    view_log=view_log,
                 )
                 decoding.run(requests)
             done = True

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import re
@@ -36,10 +37,7 @@ PACKAGE = Path(nwor_specpv.__file__).resolve().parent
 def broken_package(tmp_path: Path) -> Path:
     """A copy of the package whose stamp names another torch; the folder to put on the path."""
     copy = tmp_path / "nwor_specpv"
-    copy.mkdir()
-    for file in PACKAGE.iterdir():
-        if file.suffix in (".py", ".so"):
-            shutil.copy(file, copy)
+    shutil.copytree(PACKAGE, copy, ignore=shutil.ignore_patterns("__pycache__", "*.safetensors"))
     stamp = json.loads((PACKAGE / _stamp.STAMP).read_text())
     (copy / _stamp.STAMP).write_text(json.dumps(stamp | {"torch": "1.0.0"}))
     return tmp_path
@@ -142,7 +140,7 @@ def test_figures_that_cannot_be_written_are_found_out_before_the_work(
     monkeypatch.setattr(os, "access", lambda path, mode: Path(path) != tmp_path)
     code, out, err = call(capsys, "bench", "session", "--json", str(place))
     assert (code, out) == (2, "")
-    assert f"--json: got '{place}', expected a file in a folder to write to" in err
+    assert f"--json: got '{place}', expected a file in a writable folder" in err
     assert place.read_text() == "before"
 
 
@@ -172,12 +170,12 @@ def test_doctor_json_is_one_document_and_the_core_works() -> None:
     core = {name for name, finding in findings.items() if finding["needed_for"] == "core"}
     assert core == {"torch", "native library", "round trip"}
     for name in ("compiler", "cmake", "ninja", "nvcc", "prometheus-cpp", "gtest", "GPU", "vllm"):
-        assert findings[name]["mend"]
+        assert findings[name]["fix"]
     assert findings["compiler"]["ok"]
     assert all(finding["detail"] for finding in findings.values())
 
 
-def test_doctor_for_people_has_a_line_each_and_a_mend_for_what_is_missing(
+def test_doctor_for_people_has_a_line_each_and_a_fix_for_what_is_missing(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PATH", "/nonexistent")
@@ -192,7 +190,7 @@ def test_doctor_for_people_has_a_line_each_and_a_mend_for_what_is_missing(
     assert "apt-get install g++" in compiler
 
 
-def test_doctor_tells_a_wrong_torch_and_a_failed_round(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_doctor_reports_a_wrong_torch_and_a_failed_round(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: object) -> None:
         raise RuntimeError("no round today")
 
@@ -207,7 +205,7 @@ def test_doctor_tells_a_wrong_torch_and_a_failed_round(monkeypatch: pytest.Monke
 
 
 @pytest.mark.parametrize(
-    ("capability", "mend"),
+    ("capability", "fix"),
     [
         ((9, 0), "TORCH_CUDA_ARCH_LIST=9.0a make build"),
         ((10, 0), "TORCH_CUDA_ARCH_LIST=10.0 make build"),
@@ -215,7 +213,7 @@ def test_doctor_tells_a_wrong_torch_and_a_failed_round(monkeypatch: pytest.Monke
     ],
 )
 def test_doctor_says_what_to_build_for_a_gpu(
-    monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], mend: str
+    monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], fix: str
 ) -> None:
     built = _stamp.BuildStamp("0.1.0", "2.11.0", "", (), "0123456789ab")
     monkeypatch.setattr(_stamp, "read_stamp", lambda *_: built)
@@ -224,10 +222,10 @@ def test_doctor_says_what_to_build_for_a_gpu(
         monkeypatch.setattr(torch.cuda, name, lambda *_, answer=answer: answer)
     finding = doctor._gpu()
     assert not finding.ok
-    assert finding.mend.startswith(mend)
+    assert finding.fix.startswith(fix)
 
 
-def test_status_and_doctor_work_without_the_library(broken_package: Path) -> None:
+def test_status_doctor_and_version_work_without_the_library(broken_package: Path) -> None:
     sentence = f"built for torch 1.0.0, but torch {_stamp.read_stamp().torch} is installed"
     answer = run("status", "--json", pythonpath=broken_package)
     report = json.loads(answer.stdout)
@@ -238,6 +236,28 @@ def test_status_and_doctor_work_without_the_library(broken_package: Path) -> Non
     assert sentence in status.describe(report)
     answer = run("doctor", "--json", pythonpath=broken_package)
     assert (answer.returncode, json.loads(answer.stdout)["ok"]) == (1, False)
+    answer = run("--version", pythonpath=broken_package)
+    assert (answer.returncode, answer.stderr) == (0, "")
+    assert answer.stdout == f"nwor-specpv {_stamp.read_stamp().version}\n"
+    (broken_package / "nwor_specpv" / _stamp.STAMP).unlink()
+    answer = run("--version", pythonpath=broken_package)
+    assert (answer.returncode, answer.stdout) == (1, "")
+    assert re.fullmatch("nwor-specpv: nwor_specpv is not built: .* is missing; .*\n", answer.stderr)
+
+
+def test_the_installed_command_explains_a_broken_library(broken_package: Path) -> None:
+    """As pip makes it: a script of that name, which imports the package."""
+    script = broken_package / "nwor-specpv"
+    script.write_text("import sys\nfrom nwor_specpv.cli.main import main\nsys.exit(main())\n")
+    answer = subprocess.run(
+        [sys.executable, str(script), "status"],
+        capture_output=True,
+        text=True,
+        env=os.environ | {"PYTHONPATH": str(broken_package)},
+        timeout=300,
+    )
+    assert (answer.returncode, answer.stderr) == (1, "")
+    assert re.search("^problem .*built for torch 1.0.0", answer.stdout, re.MULTILINE)
 
 
 @pytest.mark.parametrize(
@@ -248,7 +268,7 @@ def test_status_and_doctor_work_without_the_library(broken_package: Path) -> Non
         "ModuleNotFoundError(\"No module named 'numbers2'\", name='numbers2')",
     ],
 )
-def test_a_torch_that_is_broken_is_told(tmp_path: Path, raised: str) -> None:
+def test_a_broken_torch_is_explained(tmp_path: Path, raised: str) -> None:
     (tmp_path / "torch").mkdir()
     (tmp_path / "torch" / "__init__.py").write_text(f"raise {raised}\n")
     path = os.pathsep.join(map(str, (tmp_path, PACKAGE.parent)))
@@ -283,7 +303,7 @@ def test_doctor_names_a_torch_that_pip_finds(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(doctor, "_wanted_torch", lambda: "2.11.0+cu130")
     monkeypatch.setattr(status, "installed_version", lambda *_, **__: None)
     (torch_finding,) = [finding for finding in doctor.examine() if finding.name == "torch"]
-    assert torch_finding.mend == "pip install torch==2.11.0"
+    assert torch_finding.fix == "pip install torch==2.11.0"
 
 
 def test_importing_or_using_a_broken_package_is_one_sentence(broken_package: Path) -> None:
@@ -305,30 +325,63 @@ def test_importing_or_using_a_broken_package_is_one_sentence(broken_package: Pat
     assert "built for torch 1.0.0" in last
 
 
-def test_bench_and_demo_get_the_rest_of_the_line(
+def test_commands_get_the_rest_of_the_line(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    seen: list[tuple[str, list[str]]] = []
+    seen: list[object] = []
+    monkeypatch.setattr(bench_session, "main", seen.append)
+    assert call(capsys, "bench", "session", "--rows", "8", "--help") == (0, "", "")
+    assert seen.pop() == ["--rows", "8", "--help"]
+    for name, arguments, given in (
+        ("demo", ("--context", "7"), {"context": 7, "json": False}),
+        ("generate", ("--prompt", "a"), {"prompt": "a"}),
+        ("report", (), {"source": None}),
+        ("worker", ("--port", "0"), {"port": 0}),
+    ):
+        module = importlib.import_module(f"nwor_specpv.cli.{name}")
+        monkeypatch.setattr(module, "run", seen.append)
+        assert call(capsys, name, *arguments) == (0, "", "")
+        assert vars(seen.pop()).items() >= given.items()
+        code, out, err = call(capsys, name, "--frobnicate")
+        assert (code, out, seen) == (2, "", [])
+        assert "--frobnicate" in err or "required" in err
 
-    def dispatch(name: str, argv: list[str]) -> int:
-        seen.append((name, argv))
-        return 0
 
-    monkeypatch.setattr(cli, "_dispatch", dispatch)
-    assert call(capsys, "bench", "commit", "--rows", "8", "--help") == (0, "", "")
-    assert call(capsys, "bench", "attention") == (0, "", "")
-    assert call(capsys, "demo", "--json", "more") == (0, "", "")
-    assert call(capsys, "generate", "--prompt", "a") == (0, "", "")
-    assert call(capsys, "report") == (0, "", "")
-    assert call(capsys, "worker", "--port", "0") == (0, "", "")
-    assert seen == [
-        ("bench.commit", ["--rows", "8", "--help"]),
-        ("bench.attention", []),
-        ("demo", ["--json", "more"]),
-        ("transformers.command", ["--prompt", "a"]),
-        ("report", []),
-        ("worker.command", ["--port", "0"]),
-    ]
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("--help",),
+        ("--version",),
+        ("bench", "--help"),
+        *(
+            (name, "--help")
+            for name in ("status", "doctor", "generate", "report", "demo", "worker")
+        ),
+    ],
+)
+def test_help_needs_no_library(broken_package: Path, arguments: tuple[str, ...]) -> None:
+    """torch alone takes seconds."""
+    (broken_package / "torch.py").write_text("raise SystemExit('torch was imported')\n")
+    (broken_package / "numpy.py").write_text("raise SystemExit('numpy was imported')\n")
+    answer = run(*arguments, pythonpath=broken_package)
+    assert (answer.returncode, answer.stderr) == (0, "")
+    assert answer.stdout.startswith(("usage: nwor-specpv", "nwor-specpv "))
+
+
+def test_the_command_line_has_the_whole_package() -> None:
+    """It loads names when they are first used, and keeps them."""
+    code = (
+        "import sys, runpy; sys.argv = ['nwor-specpv']; import nwor_specpv\n"
+        "assert 'torch' not in sys.modules\n"
+        "first = nwor_specpv.Interceptor\n"
+        "assert vars(nwor_specpv)['Interceptor'] is first\n"
+        "from nwor_specpv import _C, NworError, __version__, config\n"
+        "print(first is _C.Interceptor, config.__name__, hasattr(nwor_specpv, 'Frobnicator'))"
+    )
+    answer = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=300
+    )
+    assert (answer.stdout, answer.stderr) == ("True nwor_specpv.config False\n", "")
 
 
 @pytest.mark.parametrize(
@@ -351,7 +404,7 @@ def test_a_failing_command_is_one_line(
     def fail(*_: object) -> int:
         raise error
 
-    monkeypatch.setattr(cli, "_dispatch", fail)
+    monkeypatch.setattr("nwor_specpv.cli.demo.run", fail)
     assert cli.main(["demo"]) == code
     assert capfd.readouterr().err == (f"nwor-specpv: {line}\n" if line else "")
 
@@ -371,8 +424,8 @@ def test_a_reader_that_leaves_is_no_traceback(tmp_path: Path) -> None:
         ("--help >/dev/full", "OSError: [Errno 28] No space left on device"),
         ("doctor --help >/dev/full", "OSError: [Errno 28] No space left on device"),
         ("status >/dev/full", "OSError: [Errno 28] No space left on device"),
-        ("--version >&-", "standard output is closed; /dev/null takes what is not wanted"),
-        ("status >&-", "standard output is closed; /dev/null takes what is not wanted"),
+        ("--version >&-", "standard output is closed; send it to /dev/null"),
+        ("status >&-", "standard output is closed; send it to /dev/null"),
     ],
 )
 def test_an_output_that_takes_nothing_is_one_line_and_exit_1(arguments: str, line: str) -> None:

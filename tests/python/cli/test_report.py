@@ -19,11 +19,9 @@ import numpy as np
 import pytest
 
 from nwor_specpv import NworError
-from nwor_specpv.cli import generate as command
 from nwor_specpv.cli import main as cli
-from nwor_specpv.cli.demo import table
 from nwor_specpv.cli.report import check_place, render, write_page
-from nwor_specpv.cli.report.sweep import Mode, record, sweep
+from nwor_specpv.cli.report.sweep import Mode, compare, sweep
 from nwor_specpv.transformers import Generator
 from tests.python.cli.png import read_png
 from tests.python.transformers.tiny_models import tiny
@@ -145,8 +143,10 @@ def test_runs_of_a_model_become_records() -> None:
     text = "".join(piece for piece, _ in records[0]["pieces"])
     assert text == Numbers().decode(records[0]["token_ids"])
     assert render(REPORT | {"runs": json.loads(json.dumps(records))})
-    other = record(Mode("x"), first.generate([1, 2], 3), Numbers(), [1, 2, 3])
-    assert other["same_tokens"] is False
+    assert records[0]["agreed_tokens"] == 12
+    other = {"token_ids": [*records[1]["token_ids"][:3], -1]}
+    compare(other, records[1])
+    assert (other["same_tokens"], other["agreed_tokens"]) == (False, 3)
 
 
 def test_a_page_is_written_whole_or_not_at_all(tmp_path: Path) -> None:
@@ -267,12 +267,13 @@ def test_pages_for_one_place_can_be_written_at_once(
 def test_a_page_that_cannot_be_written_is_found_out_before_the_work(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(command, "load", lambda arguments: pytest.fail("began the work"))
+    for module in ("demo", "report"):
+        monkeypatch.setattr(f"nwor_specpv.cli.{module}.load", lambda _: pytest.fail("began"))
     (tmp_path / "file").write_text("")
     for out in (tmp_path, tmp_path / "file" / "page.html"):
         for arguments in (["report", "--out", str(out)], ["demo", "--report", str(out)]):
             assert cli.main(arguments) == 2
-            line = f"page: got '{out}', expected a file in a folder to write to"
+            line = f"page: got '{out}', expected a file in a writable folder"
             assert capsys.readouterr().err == f"nwor-specpv: {line}\n"
     for modes, line in (
         ("none,eagel3", "drafter: got 'eagel3', expected one of none, ngram"),
@@ -280,16 +281,6 @@ def test_a_page_that_cannot_be_written_is_found_out_before_the_work(
     ):
         assert cli.main(["report", "--out", str(tmp_path / "page.html"), "--modes", modes]) == 2
         assert line in capsys.readouterr().err
-
-
-def test_the_demos_table_says_where_views_did_not_pay() -> None:
-    full, partial = (
-        run(name, specpv="lossless", step_kinds=kinds)
-        for name, kinds in (("full", {}), ("partial", {"partial": 3}))
-    )
-    lines = table({"runs": [full, partial, run("plain", step_kinds={})]})
-    assert len(lines) == 5
-    assert lines[-1].startswith("full: views do not pay here")
 
 
 def test_recorded_runs_are_read_from_a_file(

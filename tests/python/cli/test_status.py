@@ -90,13 +90,13 @@ def test_status_shows_attention_routes_and_survives_their_absence(
 ) -> None:
     module = types.ModuleType("nwor_specpv.ops.attention")
     monkeypatch.setitem(sys.modules, "nwor_specpv.ops.attention", module)
-    assert "offers no route_report()" in status.describe(status.collect())
+    assert "has no route_report()" in status.describe(status.collect())
     module.route_report = lambda: {"cpu": "taken"}
     assert "cpu: taken" in status.describe(status.collect())
     module.route_report = lambda: 1 // 0
     assert "route_report() failed: ZeroDivisionError" in status.describe(status.collect())
     monkeypatch.setitem(sys.modules, "nwor_specpv.ops.attention", None)
-    assert "nwor_specpv.ops.attention is absent" in status.describe(status.collect())
+    assert "nwor_specpv.ops.attention cannot be imported" in status.describe(status.collect())
 
 
 def test_status_shows_what_this_process_bypassed_and_where_it_serves() -> None:
@@ -145,7 +145,7 @@ def test_status_says_that_an_engine_is_not_lossless_before_its_first_step(
 ) -> None:
     served_text[1] += 'specpv_partial_steps_total 0\nspecpv_lossy_engines{rank="0"} 1\n'
     told = status.describe(status.collect(served_text[0]))
-    assert "0, NOT lossless: 1 engines or generators are not" in told
+    assert "0, NOT lossless in 1 engines or generators" in told
 
 
 def test_status_says_that_partial_steps_are_not_lossless(served_text: list[str]) -> None:

@@ -61,7 +61,7 @@ def test_it_serves_until_it_is_told_to_stop(story_folder: Path, number: signal.S
         assert found, line + process.stderr.read()
         assert found[2] == str(story_folder)
         assert "at most 256 tree rows and 512 prompt tokens a call, 2048 cached tokens" in line
-        assert "any number of sessions, idle ones go after 600 s" in line
+        assert "any number of sessions, idle ones end after 600 s" in line
         with Client(found[1], timeout=PATIENCE_S) as client:
             info = client.ping(wait=True)
             assert (info.model, info.vocab_size, info.max_length) == (str(story_folder), 512, 512)

@@ -12,20 +12,23 @@ ROOT = Path(__file__).resolve().parents[3]
 SCRIPT = ROOT / "tools" / "check_structure.py"
 
 CLEAN = {
-    "csrc/types.h": "#pragma once\n#include <vector>\n",
-    "csrc/metrics/counters.h": '#pragma once\n#include "types.h"\n',
-    "csrc/metrics/exporter.cpp": '#include "types.h"\n#include <prometheus/registry.h>\n',
+    "csrc/base/types.h": "#pragma once\n#include <vector>\n",
+    "csrc/metrics/counters.h": '#pragma once\n#include "base/types.h"\n',
+    "csrc/metrics/exporter.cpp": '#include "base/types.h"\n#include <prometheus/registry.h>\n',
     "csrc/kv_interceptor/commit.h": '#pragma once\n#include "metrics/counters.h"\n',
     "csrc/kv_interceptor/commit.cpp": '#include "commit.h"\n#include <ATen/ATen.h>\n',
-    "csrc/attention/params.h": '#pragma once\n#include "types.h"\n',
+    "csrc/attention/params.h": '#pragma once\n#include "base/types.h"\n',
     "csrc/attention/verify.cuh": '#pragma once\n#include "attention/params.h"\n',
     "csrc/attention/verify.cu": '#include "attention/verify.cuh"\n#include <cuda_runtime.h>\n',
     "csrc/session/session.cpp": '#include "kv_interceptor/commit.h"\n',
-    "csrc/ops.cpp": '#include "kv_interceptor/commit.h"\nTORCH_LIBRARY(nwor_specpv, m) {}\n',
-    "csrc/module.h": "#pragma once\n#include <pybind11/pybind11.h>\n",
-    "csrc/module.cpp": '#include "module.h"\n#include "types.h"\n',
-    "csrc/module_session.cpp": '#include "module.h"\n#include "kv_interceptor/commit.h"\n',
-    "python/nwor_specpv/__init__.py": "import torch\n",
+    "csrc/bindings/ops.cpp": '#include "kv_interceptor/commit.h"\nTORCH_LIBRARY(nwor, m) {}\n',
+    "csrc/bindings/module.h": "#pragma once\n#include <pybind11/pybind11.h>\n",
+    "csrc/bindings/module.cpp": '#include "bindings/module.h"\n#include "base/types.h"\n',
+    "csrc/bindings/module_session.cpp": '#include "module.h"\n#include "kv_interceptor/commit.h"\n',
+    "python/nwor_specpv/__init__.py": "import torch\n\nfrom . import _C\nfrom .config import a\n",
+    "python/nwor_specpv/config.py": "from .errors import b\nfrom . import _C\n",
+    "python/nwor_specpv/errors.py": "import logging\n",
+    "python/nwor_specpv/cli/main.py": "import nwor_specpv\nfrom nwor_specpv import errors\n",
     "python/nwor_specpv/vllm/plugin.py": "import vllm\n",
     "python/nwor_specpv/bench/peers.py": "import vllm\n",
 }
@@ -60,9 +63,13 @@ VIOLATIONS = {
         {"csrc/metrics/bad.h": '#pragma once\n\n#include "attention/params.h"\n'},
         ["csrc/metrics/bad.h:3: metrics may not include attention/params.h (attention)"],
     ),
-    "a root header includes a folder": (
-        {"csrc/check.h": '#include "metrics/counters.h"\n'},
-        ["csrc/check.h:1: root headers may not include metrics/counters.h (metrics)"],
+    "the lowest layer includes another": (
+        {"csrc/base/check.h": '#include "metrics/counters.h"\n'},
+        ["csrc/base/check.h:1: base may not include metrics/counters.h (metrics)"],
+    ),
+    "a file directly in csrc": (
+        {"csrc/check.h": '#include "base/types.h"\n'},
+        ["csrc/check.h:1: not in a folder of csrc/; expected one of base, metrics, "],
     ),
     "angle brackets do not hide it": (
         {"csrc/metrics/bad.h": "#include <attention/params.h>\n"},
@@ -73,12 +80,12 @@ VIOLATIONS = {
         ["csrc/metrics/bad.h:1: metrics may not include session/session.h (session)"],
     ),
     "a folder includes the bindings": (
-        {"csrc/session/bad.cpp": '#include "ops.cpp"\n'},
-        ["csrc/session/bad.cpp:1: session may not include ops.cpp (bindings)"],
+        {"csrc/session/bad.cpp": '#include "bindings/ops.cpp"\n'},
+        ["csrc/session/bad.cpp:1: session may not include bindings/ops.cpp (bindings)"],
     ),
     "an unknown folder": (
         {"csrc/utils/helper.h": "#pragma once\n"},
-        ["csrc/utils/helper.h:1: folder utils/ is no layer"],
+        ["csrc/utils/helper.h:1: not in a folder of csrc/; expected one of base, metrics, "],
     ),
     "a quoted include of nothing": (
         {"csrc/attention/bad.h": '#include "types.hpp"\n'},
@@ -101,27 +108,27 @@ VIOLATIONS = {
     ),
     "ops registered elsewhere": (
         {"csrc/tree/bad.cpp": "int x;\nTORCH_LIBRARY_IMPL(nwor_specpv, CPU, m) {}\n"},
-        ["csrc/tree/bad.cpp:2: TORCH_LIBRARY_IMPL: only csrc/ops.cpp registers torch ops"],
+        ["csrc/tree/bad.cpp:2: TORCH_LIBRARY_IMPL: only csrc/bindings/ops.cpp registers"],
     ),
     "a fragment registered in the module": (
-        {"csrc/module.cpp": "TORCH_LIBRARY_FRAGMENT(nwor_specpv, m) {}\n"},
-        ["csrc/module.cpp:1: TORCH_LIBRARY_FRAGMENT: only csrc/ops.cpp"],
+        {"csrc/bindings/module.cpp": "TORCH_LIBRARY_FRAGMENT(nwor_specpv, m) {}\n"},
+        ["csrc/bindings/module.cpp:1: TORCH_LIBRARY_FRAGMENT: only csrc/bindings/ops.cpp"],
     ),
     "pybind11 outside the module": (
-        {"csrc/ops.cpp": "#include <pybind11/pybind11.h>\n"},
-        ["csrc/ops.cpp:1: <pybind11/pybind11.h>: only csrc/module.cpp includes Python"],
+        {"csrc/bindings/ops.cpp": "#include <pybind11/pybind11.h>\n"},
+        ["csrc/bindings/ops.cpp:1: <pybind11/pybind11.h>: only csrc/bindings/module.cpp includes"],
     ),
-    "pybind11 in a part of no folder": (
-        {"csrc/modules.cpp": "#include <pybind11/pybind11.h>\n"},
-        ["csrc/modules.cpp:1: <pybind11/pybind11.h>: only csrc/module.cpp includes Python"],
+    "pybind11 in a file that is no part of the module": (
+        {"csrc/bindings/modules.cpp": "#include <pybind11/pybind11.h>\n"},
+        ["csrc/bindings/modules.cpp:1: <pybind11/pybind11.h>: only csrc/bindings/module.cpp"],
     ),
     "a folder includes a part of the module": (
-        {"csrc/session/bad.cpp": '#include "module.h"\n'},
-        ["csrc/session/bad.cpp:1: session may not include module.h (bindings)"],
+        {"csrc/session/bad.cpp": '#include "bindings/module.h"\n'},
+        ["csrc/session/bad.cpp:1: session may not include bindings/module.h (bindings)"],
     ),
     "torch's own door to pybind11": (
         {"csrc/session/bad.cpp": "#include <torch/extension.h>\n"},
-        ["csrc/session/bad.cpp:1: <torch/extension.h>: only csrc/module.cpp"],
+        ["csrc/session/bad.cpp:1: <torch/extension.h>: only csrc/bindings/module.cpp"],
     ),
     "prometheus outside the exporter": (
         {"csrc/metrics/bad.cpp": "#include <prometheus/counter.h>\n"},
@@ -137,6 +144,44 @@ VIOLATIONS = {
             "csrc/attention/bad.cuh": '#include "attention/tensors.h"\n',
         },
         ["csrc/attention/bad.cuh:1: kernels include no torch header: attention/tensors.h -> <ATen"],
+    ),
+    "a Python module imports the package that imports it": (
+        {"python/nwor_specpv/config.py": "import json\nfrom nwor_specpv import NworError\n"},
+        [
+            "python/nwor_specpv/config.py:2: import cycle: "
+            "nwor_specpv -> nwor_specpv.config -> nwor_specpv"
+        ],
+    ),
+    "a Python cycle of three, closed by a relative import": (
+        {
+            "python/nwor_specpv/tree/a.py": "from .b import x\n",
+            "python/nwor_specpv/tree/b.py": "from nwor_specpv.tree import c\n",
+            "python/nwor_specpv/tree/c.py": "x = 1\nfrom .a import y\n",
+        },
+        [
+            "python/nwor_specpv/tree/c.py:2: import cycle: nwor_specpv.tree.a -> "
+            "nwor_specpv.tree.b -> nwor_specpv.tree.c -> nwor_specpv.tree.a"
+        ],
+    ),
+    "a Python cycle closed in a function": (
+        {
+            "python/nwor_specpv/a.py": "import nwor_specpv.b\n",
+            "python/nwor_specpv/b.py": "def f():\n    from . import a\n    return a\n",
+        },
+        [
+            "python/nwor_specpv/b.py:2: import cycle: "
+            "nwor_specpv.a -> nwor_specpv.b -> nwor_specpv.a"
+        ],
+    ),
+    "a Python cycle closed for type checkers": (
+        {
+            "python/nwor_specpv/a.py": "from .b import x\n",
+            "python/nwor_specpv/b.py": "if TYPE_CHECKING:\n    from .a import y\n",
+        },
+        [
+            "python/nwor_specpv/b.py:2: import cycle: "
+            "nwor_specpv.a -> nwor_specpv.b -> nwor_specpv.a"
+        ],
     ),
     "vLLM imported at the top": (
         {"python/nwor_specpv/status.py": "import sys\nimport vllm.platforms\n"},

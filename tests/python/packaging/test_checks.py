@@ -1,4 +1,4 @@
-"""How `make test` counts its tests, and what clang-tidy looks at again."""
+"""How `make test` counts its tests, and what lint and clang-tidy check."""
 
 from __future__ import annotations
 
@@ -183,39 +183,46 @@ def test_tidy_never_remembers_a_finding(
         assert "found it" in capsys.readouterr().out
 
 
-def test_tidy_since_a_clean_commit_checks_what_differs(
-    tidy_tree: tuple[ModuleType, Path], monkeypatch: pytest.MonkeyPatch
+# ---- lint.sh ----
+
+
+@pytest.mark.parametrize("arguments", [[], ["--no-clang-tidy"]])
+def test_lint_runs_every_check_and_leaves_out_clang_tidy_on_demand(
+    tmp_path: Path, arguments: list[str]
 ) -> None:
-    module, root = tidy_tree
-    (root / ".gitignore").write_text("/build/\n/log\n/clean\n")
-    who = ["-c", "user.name=a", "-c", "user.email=a@b"]
+    for name in ("tools", ".venv/bin"):
+        (tmp_path / name).mkdir(parents=True)
+    shutil.copy(TOOLS / "lint.sh", tmp_path / "tools")
+    for name in ("python", "ruff", "clang-format"):
+        tool = tmp_path / ".venv" / "bin" / name
+        tool.write_text(f'#!/bin/sh\necho "{name} $*"\ncase "$*" in "check -q"*) exit 1;; esac\n')
+        tool.chmod(0o755)
+    subprocess.run(["git", "init", "-q"], cwd=tmp_path, check=True)
+    command = [BASH, str(tmp_path / "tools" / "lint.sh"), *arguments]
+    answer = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    lines = answer.stdout.splitlines()
+    assert answer.returncode == 1
+    assert lines[-1] == "lint: FAILED: ruff check"
+    for tool in ("check_structure.py", "readme_results.py --check"):
+        assert f"python tools/{tool}" in lines
+    assert "ruff format -q --check ." in lines  # after the check that failed
+    assert ("python tools/clang_tidy.py" in lines) is not bool(arguments)
+    assert ("lint: clang-tidy was left out; make lint runs it" in lines) is bool(arguments)
 
-    def git(*arguments: str) -> str:
-        command = ["git", *who, *arguments]
-        return subprocess.run(command, cwd=root, check=True, capture_output=True, text=True).stdout
 
-    git("init", "-q")
-    git("add", "-A")
-    git("commit", "-qm", "all")
-    (root / "clean").write_text(git("rev-parse", "HEAD"))
-    monkeypatch.setattr(sys, "argv", ["clang_tidy.py", "--jobs", "1", "--since", f"{root}/clean"])
-    assert checked(module, root) == (0, [])
-    (root / "csrc" / "types.h").write_text("int u;\n")
-    assert checked(module, root) == (0, ["a.cpp"])
-    git("commit", "-qam", "changed")  # and committed: it still differs from what was clean
-    shutil.rmtree(root / "build" / "clang-tidy")
-    assert checked(module, root) == (0, ["a.cpp"])
-    (root / "csrc" / "metrics" / "b.cpp").write_text("bad\n")
-    assert checked(module, root) == (1, ["b.cpp"])
-    (root / "csrc" / "metrics" / "b.cpp").write_text("int b;\n")
-    for name in ("CMakeLists.txt", ".clang-tidy"):  # new, and changed: nothing is taken for granted
-        shutil.rmtree(root / "build" / "clang-tidy")
-        (root / name).write_text("Checks: y\n")
-        assert checked(module, root) == (0, ["a.cpp", "b.cpp"])
-        git("add", "-A")
-        git("commit", "-qm", name)
-        (root / "clean").write_text(git("rev-parse", "HEAD"))
-    shutil.rmtree(root / "build" / "clang-tidy")
-    assert checked(module, root) == (0, [])
-    (root / "clean").write_text("0123456789\n")  # unknown, as in a shallow clone
-    assert checked(module, root) == (0, ["a.cpp", "b.cpp"])
+@pytest.mark.parametrize("all_", [False, True])
+def test_clang_tidy_is_left_to_lint_and_test_all(
+    monkeypatch: pytest.MonkeyPatch, all_: bool
+) -> None:
+    module, commands = load(TOOLS / "run_tests.py"), []
+
+    def run(name: str, command: list[str], *_: object) -> object:
+        commands.append(command)
+        return module.Outcome(name, True, 0.0)
+
+    monkeypatch.setattr(module, "run", run)
+    monkeypatch.setattr(module, "run_side_by_side", lambda *, slow: [])
+    monkeypatch.setattr(module.os, "environ", {})
+    monkeypatch.setattr(sys, "argv", ["run_tests.py", *(["--all"] if all_ else [])])
+    assert module.main() == 0
+    assert commands[0] == [str(TOOLS / "lint.sh"), *([] if all_ else ["--no-clang-tidy"])]

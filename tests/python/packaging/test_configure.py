@@ -248,7 +248,6 @@ def test_a_sanitizer_of_the_last_build_does_not_stay(tmp_path: Path) -> None:
         ("first", {}, True),
         ("first-by-link", {}, True),
         ("none", {}, True),
-        ("other", {"NWOR_CUDA": "OFF"}, True),
         ("other", {"CMAKE_ARGS": "-DNWOR_NVCC=/x/nvcc"}, True),
     ],
 )
@@ -263,6 +262,16 @@ def test_another_toolkit_begins_anew(
     _, stayed, told = configured(tmp_path, cache, CUDA_HOME=str(tmp_path / home), **env)
     assert stayed is kept
     assert ("was built with" in told) is not kept
+
+
+def test_a_build_without_kernels_has_a_folder_of_its_own(tmp_path: Path) -> None:
+    arguments, kept, said = configured(tmp_path, NINJA, NWOR_CUDA="OFF")
+    assert kept
+    folder = Path(arguments[arguments.index("-B") + 1])
+    assert folder.name.endswith("-cpu")
+    assert str(folder) == said.splitlines()[-1]
+    arguments, _, _ = configured(tmp_path, NWOR_CUDA="AUTO")
+    assert arguments[arguments.index("-B") + 1] == str(folder).removesuffix("-cpu")
 
 
 def test_warnings_are_errors_only_where_asked_for(tmp_path: Path) -> None:

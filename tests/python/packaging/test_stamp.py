@@ -105,7 +105,7 @@ def test_missing_file_says_how_to_build(built: Path, name: str) -> None:
     assert "pip install --no-build-isolation" in text
 
 
-def test_in_a_checkout_the_mend_is_make_build(tmp_path: Path) -> None:
+def test_in_a_checkout_make_build_is_named(tmp_path: Path) -> None:
     folder = tmp_path / "python" / "nwor_specpv"
     folder.mkdir(parents=True)
     (tmp_path / "CMakeLists.txt").touch()

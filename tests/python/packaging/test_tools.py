@@ -131,7 +131,7 @@ def test_root_asks_once_for_an_optional_package_that_there_is_not(
     )
     result = run(SCRIPT, folder)
     assert result.returncode == 0, result.stdout + result.stderr
-    assert "going on without ccache chromium (optional)" in result.stdout
+    assert "does not have ccache chromium (optional); going on without" in result.stdout
     asked = (folder / "apt.log").read_text() if (folder / "apt.log").exists() else ""
     assert len(asked.splitlines()) == (0 if lists else 1)
     assert "install" not in asked
@@ -141,7 +141,7 @@ def test_root_updates_for_what_there_is_alone(tmp_path: Path) -> None:
     folder = machine(tmp_path / "bin", missing="ccache chromium", uid=0, none="chromium")
     result = run(SCRIPT, folder)
     assert result.returncode == 0, result.stdout + result.stderr
-    assert "going on without chromium (optional)" in result.stdout
+    assert "does not have chromium (optional); going on without" in result.stdout
     asked = [line.split()[4:] for line in (folder / "apt.log").read_text().splitlines()]
     assert asked == [["update", "-qq"], ["install", "-y", "--no-install-recommends", "ccache"]]
 
@@ -347,7 +347,7 @@ def test_vllm_is_installed_by_pip_where_uv_cannot(vllm_checkout: Path, tmp_path:
     uv.write_text(uv.read_text().replace("|| exit 0", "|| exit 2"))
     result = run(vllm_checkout / "tools" / "setup_vllm.sh", tmp_path)
     assert result.returncode == 0, result.stdout + result.stderr
-    assert "uv could not; trying pip" in result.stdout
+    assert "uv failed; trying pip" in result.stdout
     asked = [line for line in log.read_text().splitlines() if line.startswith("python -m pip")]
     assert [line.split(" install ")[0] for line in asked] == [
         "python -m pip --python .venv-vllm/bin/python"
@@ -381,15 +381,20 @@ def test_the_check_gets_make_where_there_is_none(tmp_path: Path) -> None:
 # ---- build.sh ----
 
 
-def built_with(tmp_path: Path, gpus: str | None, **env: str) -> tuple[str, list[str]]:
-    """What build.sh says and the TORCH_CUDA_ARCH_LIST it builds with, on a machine with nvcc."""
+def built_with(
+    tmp_path: Path, gpus: str | None, *arguments: str, info: str = "{}", **env: str
+) -> tuple[str, list[str]]:
+    """What build.sh says and the TORCH_CUDA_ARCH_LIST it builds with, on a machine with nvcc.
+
+    `info`: the build stamp of the library that is there.
+    """
     root = tmp_path / "checkout"
     (root / "tools").mkdir(parents=True, exist_ok=True)
     shutil.copy(TOOLS / "build.sh", root / "tools")
     (root / "pyproject.toml").touch()
     (root / "setup.py").touch()
     (root / "python" / "nwor_specpv").mkdir(parents=True, exist_ok=True)
-    (root / "python" / "nwor_specpv" / "_build_info.json").write_text("{}\n")
+    (root / "python" / "nwor_specpv" / "_build_info.json").write_text(f"{info}\n")
     (root / ".venv" / "bin").mkdir(parents=True, exist_ok=True)
     fake(
         root / ".venv" / "bin",
@@ -400,7 +405,7 @@ def built_with(tmp_path: Path, gpus: str | None, **env: str) -> tuple[str, list[
     fake(root / ".venv" / "bin", "uv", "echo uv $*")
     fake(tmp_path / "bin", "nvcc", "exit 0")
     fake(tmp_path / "bin", "nvidia-smi", f"printf '{gpus}'" if gpus else "exit 9")
-    result = run(root / "tools" / "build.sh", tmp_path / "bin", **env)
+    result = run(root / "tools" / "build.sh", tmp_path / "bin", *arguments, **env)
     assert result.returncode == 0, result.stderr
     return result.stdout, [s for s in result.stdout.splitlines() if s.startswith("arch=")]
 
@@ -439,6 +444,39 @@ def test_build_for_gpus_without_kernels_is_for_the_cpu(tmp_path: Path) -> None:
     )
     assert result.returncode == 1
     assert "NWOR_CUDA=ON has nothing to build for" in result.stderr
+
+
+CPU_ONLY = "build: no GPU here, building for the CPU only; make test also compiles the CUDA kernels"
+
+
+@pytest.mark.parametrize(
+    ("gpus", "info", "env", "cpu_only"),
+    [
+        (None, "{}", {}, True),
+        (None, '{"cuda": ""}', {}, True),
+        (None, '{"cuda": "13.0.88"}', {}, False),  # they are compiled already
+        (None, "{}", {"NWOR_CUDA": "AUTO"}, False),
+        (None, "{}", {"TORCH_CUDA_ARCH_LIST": "8.0"}, False),
+        ("9.0\\n", "{}", {}, False),
+    ],
+)
+def test_the_demo_s_build_compiles_no_kernels_without_a_gpu(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    gpus: str | None,
+    info: str,
+    env: dict[str, str],
+    cpu_only: bool,
+) -> None:
+    for name in ("NWOR_CUDA", "TORCH_CUDA_ARCH_LIST"):
+        monkeypatch.delenv(name, raising=False)
+    said, _ = built_with(tmp_path, gpus, "--cpu-if-no-gpu", info=info, **env)
+    assert (CPU_ONLY in said) is cpu_only
+    assert ("cuda=OFF" in said) is cpu_only
+    assert ("CUDA kernels for " in said) is not cpu_only
+    said, _ = built_with(tmp_path, gpus, info=info, **env)  # make test and make build
+    assert CPU_ONLY not in said
+    assert "CUDA kernels for " in said
 
 
 def test_build_without_cuda_says_nothing_of_architectures(tmp_path: Path) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from nwor_specpv.cli.worker import _parser
+from nwor_specpv.cli.worker import build_parser
 from nwor_specpv.worker import rpc
 from tests.python.models.stories_decoding import decode_plain
 from tests.python.worker.serving import MODEL, serving
@@ -30,6 +30,6 @@ def test_every_call_option_and_package_is_there() -> None:
     for call in rpc.CALLS:
         assert f"| `{call}` |" in PAGE
     assert rpc.INSTALL in PAGE
-    options = {text for action in _parser()._actions for text in action.option_strings}
+    options = {text for action in build_parser()._actions for text in action.option_strings}
     told = set(re.findall(r"--[a-z][a-z-]+", PAGE))
     assert told | {"--help"} == options - {"-h"}

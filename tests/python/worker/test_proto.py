@@ -47,7 +47,7 @@ def test_what_to_install_is_said_alike() -> None:
     (extra,) = re.findall(r"^worker = \[(.*)\]$", project, re.M)
     assert set(re.findall(r'"([^"]+)"', extra)) == wanted
     (finding,) = [finding for finding in doctor.examine() if finding.name == "grpcio"]
-    assert finding.mend == rpc.INSTALL
+    assert finding.fix == rpc.INSTALL
     assert finding.ok
     pins = (ROOT / "requirements" / "dev.txt").read_text(encoding="utf-8")
     for name in ("grpcio", "grpcio-tools", "protobuf"):

@@ -40,7 +40,7 @@ def text(*names: str) -> str:
 
 def prompts() -> list[str]:
     turn = "<|im_start|>user\n{}<|im_end|>\n<|im_start|>assistant\n"
-    book = text("benchmarks/data/war_and_peace.txt")
+    book = text("python/nwor_specpv/cli/demo/war_and_peace.txt")
     return [
         turn.format(f"{book[:4500]}\n\nContinue this text."),
         turn.format(
@@ -104,7 +104,7 @@ def test_long_prompts_give_plain_vllms_tokens(expected: list, nwor: dict) -> Non
 
 def test_a_view_of_the_default_size() -> None:
     """One prompt longer than a view of 4256 tokens."""
-    book = text("benchmarks/data/war_and_peace.txt")
+    book = text("python/nwor_specpv/cli/demo/war_and_peace.txt")
     sizes = options(max_model_len=6144)
     llm = start({"enable_nwor": False}, speculation=None, **sizes)
     expected = drive(llm, [book[:24_000]], greedy(32)).tokens

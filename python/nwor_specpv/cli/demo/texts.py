@@ -1,10 +1,12 @@
-"""What the demo and the benchmarks let a model read."""
+"""Prompts of the demo and the benchmarks."""
 
 from __future__ import annotations
 
 import random
+from pathlib import Path
 from typing import Any
 
+BOOK = Path(__file__).with_name("war_and_peace.txt")
 CHAT = (
     "Explain how a refrigerator keeps food cold, step by step.",
     "Write a short letter to a friend about a walk in the mountains.",
@@ -35,7 +37,7 @@ _SIGHTS = ("two fishing boats", "a grey whale", "a storm in the west", "a white 
 
 
 def long_prompt(tokenizer: Any, num_tokens: int, seed: int = 1) -> list[int]:
-    """A lighthouse's log of about so many tokens, made up from a seed, and a question about it."""
+    """A lighthouse's log of `num_tokens` tokens, made up from a seed, and a question about it."""
     rng = random.Random(seed)
     head = tokenizer("Log of the lighthouse.\n").input_ids
     end = tokenizer(QUESTION + "\n\nSummary:").input_ids
@@ -50,3 +52,9 @@ def long_prompt(tokenizer: Any, num_tokens: int, seed: int = 1) -> list[int]:
         )
         body += tokenizer(line).input_ids
     return head + body[: num_tokens - len(head) - len(end)] + end
+
+
+def book_prompt(tokenizer: Any, num_tokens: int) -> list[int]:
+    """The beginning of War and Peace, repeated where it is shorter than `num_tokens` tokens."""
+    text = tokenizer(BOOK.read_text(encoding="utf-8")).input_ids
+    return (text * (num_tokens // len(text) + 1))[:num_tokens]

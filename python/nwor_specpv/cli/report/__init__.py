@@ -1,44 +1,53 @@
-"""`nwor-specpv report`: one self-contained HTML page about runs, recorded before or run now."""
+"""`nwor-specpv report`: writes one self-contained HTML page about runs, recorded or run now."""
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 from pathlib import Path
 from typing import Any
 
 from nwor_specpv._files import write_whole
+from nwor_specpv.cli.generate import add_model_arguments, encode, load, model_name, view_config
 from nwor_specpv.cli.parser import Parser, can_write, count
 from nwor_specpv.errors import NworError
 
 from .page import render
 
-__all__ = ["check_place", "main", "render", "write_page"]
+__all__ = ["build_parser", "check_place", "render", "run", "write_page"]
 
 PROMPT = "Explain how a refrigerator keeps food cold, step by step."
 DEFAULT = Path("nwor_specpv_report.html")
 
 
-def main(argv: list[str]) -> int:
-    from nwor_specpv.cli.generate import add_model_arguments
-
+def build_parser() -> Parser:
     parser = Parser(prog="nwor-specpv report", description=__doc__)
-    parser.add_argument("--from", dest="source", type=Path, metavar="FILE", help="recorded runs")
+    parser.add_argument(
+        "--from",
+        dest="source",
+        type=Path,
+        metavar="FILE",
+        help="use runs that `demo --json` recorded",
+    )
     parser.add_argument("--out", type=Path, default=DEFAULT, help=f"default: {DEFAULT}")
     parser.add_argument("--prompt", default=PROMPT, help="the text to answer")
     parser.add_argument("--max-new-tokens", type=count, default=128, help="default: 128")
     parser.add_argument(
         "--modes",
         default="eagle3,ngram,none",
-        help="drafters, with :MODE for partial verification; the last is what the others' tokens "
-        "are compared with; default: eagle3,ngram,none",
+        help="drafters, with :MODE for partial verification; tokens are compared with those of the "
+        "last one; default: eagle3,ngram,none",
     )
     parser.add_argument("--json", action="store_true", help="print the page's path as JSON")
     add_model_arguments(parser)
-    arguments = parser.parse_args(argv)
+    return parser
+
+
+def run(arguments: argparse.Namespace) -> int:
     check_place(arguments.out)
     if arguments.source is None:
-        path = write_page(_run(arguments), arguments.out)
+        path = write_page(_decode(arguments), arguments.out)
     else:
         path = _write_recorded(arguments.source, arguments.out)
     print(json.dumps({"page": str(path)}) if arguments.json else f"report: {path}")
@@ -46,20 +55,20 @@ def main(argv: list[str]) -> int:
 
 
 def check_place(path: Path) -> None:
-    """Raises where a page cannot be written: before the work, not after it."""
+    """Raises if a page cannot be written there. Called before the work, not after it."""
     if not can_write(path):
-        raise NworError(f"page: got {str(path)!r}, expected a file in a folder to write to")
+        raise NworError(f"page: got {str(path)!r}, expected a file in a writable folder")
 
 
 def write_page(report: dict[str, Any], path: Path) -> Path:
-    """The page is there whole or not at all."""
+    """Writes the whole page, or nothing."""
     text = render(report)
     try:
         Path(os.path.realpath(path)).parent.mkdir(parents=True, exist_ok=True)
         write_whole(path, text)
     except OSError as error:
-        told = error.strerror or error
-        raise NworError(f"page: got {str(path)!r}, which cannot be written: {told}") from None
+        why = error.strerror or error
+        raise NworError(f"page: got {str(path)!r}, which cannot be written: {why}") from None
     return path.resolve()
 
 
@@ -67,7 +76,7 @@ def _write_recorded(source: Path, path: Path) -> Path:
     report = _recorded(source)
     try:
         return write_page(report, path)
-    except NworError:  # a ValueError: of the place
+    except NworError:  # a ValueError, about the place
         raise
     except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
         raise NworError(
@@ -86,9 +95,8 @@ def _recorded(path: Path) -> dict[str, Any]:
     return report
 
 
-def _run(arguments: Any) -> dict[str, Any]:
+def _decode(arguments: argparse.Namespace) -> dict[str, Any]:
     from nwor_specpv.bench.report import machine
-    from nwor_specpv.cli.generate import encode, load, model_name, view_config
     from nwor_specpv.transformers import Generator
     from nwor_specpv.transformers.drafting import check_drafter
 

@@ -5,14 +5,18 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from html import escape
+from typing import Any
 
 WIDTH = 640
 _LABEL, _VALUE = 190, 110
 _PALETTE = ("#4269d0", "#efb118", "#3ca951", "#ff725c", "#a463f2", "#9c6b4e", "#6cc5b0", "#97bbf5")
 
+# What a view consists of, and its color.
+SEGMENTS = {"sink": "#ff725c", "retrieved": "#3ca951", "window": "#4269d0", "tail": "#efb118"}
+
 
 def color(index: int) -> str:
-    """Of the index-th run, in every chart."""
+    """The color of the index-th run, in every chart."""
     return _PALETTE[index % len(_PALETTE)]
 
 
@@ -122,6 +126,42 @@ def lines(
         f'{escape(x_title)}</text><text x="4" y="10" class="small">{escape(y_title)}</text>'
     )
     return _svg("".join(parts), height + 38)
+
+
+def views(rows: Sequence[dict[str, Any]]) -> str:
+    """Strips of the context, one for each view of a ViewLog: what is read has a color."""
+    longest = max(view["context"] for view in rows)
+    scale = (WIDTH - _LABEL) / longest
+
+    def piece(y: float, begin: float, end: float, paint: str, opacity: float = 1.0) -> str:
+        shade = f' fill-opacity="{opacity:.2f}"' if opacity < 1 else ""
+        return (
+            f'<rect x="{_LABEL + scale * begin:.1f}" y="{y}" '
+            f'width="{max(1.0, scale * (end - begin)):.1f}" height="12" fill="{paint}"{shade}/>'
+        )
+
+    parts = []
+    for index, (name, paint) in enumerate(SEGMENTS.items()):
+        x = _LABEL + 110 * index
+        parts.append(f'<rect x="{x}" y="2" width="12" height="12" fill="{paint}"/>')
+        parts.append(f'<text x="{x + 18}" y="12" class="small">{name}</text>')
+    for index, view in enumerate(rows):
+        y = 22 + 16 * index
+        seen = sum(heads for _, heads in view["chosen"]) * view["block"] / view["heads"]
+        seen += view["sink"] + view["context"] - view["window"]
+        parts.append(
+            f'<text x="{_LABEL - 8}" y="{y + 10}" text-anchor="end" class="small">'
+            f"{seen:,.0f} of {view['context']:,} tokens</text>"
+        )
+        parts.append(piece(y, 0, view["context"], "var(--line)"))
+        parts.append(piece(y, 0, view["sink"], SEGMENTS["sink"]))
+        for block, heads in view["chosen"]:
+            begin = block * view["block"]
+            share = heads / view["heads"]
+            parts.append(piece(y, begin, begin + view["block"], SEGMENTS["retrieved"], share))
+        parts.append(piece(y, view["window"], view["tail"], SEGMENTS["window"]))
+        parts.append(piece(y, view["tail"], view["context"], SEGMENTS["tail"]))
+    return _svg("".join(parts), 24 + 16 * len(rows))
 
 
 def _round_up(value: float) -> float:

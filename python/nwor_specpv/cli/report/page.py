@@ -32,7 +32,7 @@ svg text { font: 13px system-ui, sans-serif; fill: var(--ink) } svg text.small {
 
 
 def render(report: dict[str, Any]) -> str:
-    """The whole page from what `sweep` or a benchmark recorded."""
+    """The whole page from what `sweep` recorded."""
     body = "".join(_body(report))
     return (
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
@@ -45,28 +45,28 @@ def _body(report: dict[str, Any]) -> Iterator[str]:
     runs = [run | {"color": charts.color(i)} for i, run in enumerate(report["runs"])]
     yield f"<h1>{escape(report['title'])}</h1>"
     machine = report.get("machine", {})
-    told = [report.get("model", ""), *(str(value) for value in machine.values())]
-    yield f'<p class="note">{escape(" · ".join(part for part in told if part))}</p>'
+    facts = [report.get("model", ""), *(str(value) for value in machine.values())]
+    yield f'<p class="note">{escape(" · ".join(fact for fact in facts if fact))}</p>'
     yield _section("summary", "What was run", _table(runs), "")
     yield _section(
         "speed",
         "Tokens per second",
         charts.bars([(r["name"], r["tokens_per_second"], _speed(r), r["color"]) for r in runs]),
-        "Decoding alone, the prompt's pass apart.",
+        "Decoding alone, without the prompt's pass.",
     )
     drafting = [r for r in runs if r.get("drafts")]
     yield _section(
         "accepted",
         "Accepted drafts per step",
         _histograms(drafting),
-        "Share of verification steps by the number of drafts that were accepted.",
+        "Share of verification steps by the number of accepted drafts.",
     )
     yield _section(
         "bytes",
         "Cache bytes of drafts: written and avoided",
         charts.stacked([_bytes_row(r) for r in drafting]),
-        "Red: drafts that were accepted and committed. Green: rejected drafts, which an engine "
-        "without staging writes and has to clean up; here they never reach the cache.",
+        "Red: accepted drafts, which were committed. Green: rejected drafts. An engine without "
+        "staging writes them and has to clean up; here they never reach the cache.",
     )
     viewing = [r for r in runs if r.get("coverage")]
     yield _section(
@@ -79,14 +79,25 @@ def _body(report: dict[str, Any]) -> Iterator[str]:
         )
         if viewing
         else _nothing("No run verified partially."),
-        "How much of the context partial steps looked at.",
+        "How much of the context partial steps attended to.",
     )
+    recorded = [r for r in viewing if r.get("views")]
+    if recorded:
+        yield _section(
+            "views",
+            "Which blocks were read",
+            "".join(_views(r) for r in recorded),
+            "The context from left to right, in one layer. Each row is one choice of blocks, with "
+            "the tokens that a KV head reads; grey tokens are not read. The stronger the green, "
+            "the more KV heads read the block.",
+        )
     yield _section(
         "drift",
         "Drift",
         _drift(runs),
-        "Of the tokens that a later full step looked at again, those that full attention would "
-        "have chosen otherwise. Lossless runs emit none; refresh looks at nothing again.",
+        "The share of rechecked tokens that full attention would have chosen otherwise. Mode "
+        "rectify rechecks in its full steps. Mode lossless emits no such token; mode refresh "
+        "rechecks nothing.",
     )
     if report.get("row_costs"):
         curve = [(float(rows), 1000 * cost) for rows, cost in report["row_costs"].items()]
@@ -96,7 +107,7 @@ def _body(report: dict[str, Any]) -> Iterator[str]:
             charts.lines(
                 [("one step", curve, charts.color(0))], "rows of the step", "ms", x_from_zero=True
             ),
-            "Measured at the start; the number of rows is chosen by it and by what is accepted.",
+            "Measured at the start. The number of rows is chosen by it and by what is accepted.",
         )
     for run in runs:
         if run.get("pieces") and run.get("drafts"):
@@ -104,13 +115,14 @@ def _body(report: dict[str, Any]) -> Iterator[str]:
                 f"text-{runs.index(run)}",
                 f"Text: {run['name']}",
                 _example(run),
-                "Unmarked tokens are the target's own; the greener, the deeper the accepted draft.",
+                "Unmarked tokens come from the target itself. The stronger the green, the deeper "
+                "the accepted draft.",
             )
 
 
 def _section(name: str, title: str, content: str, note: str) -> str:
-    told = f'<p class="note">{escape(note)}</p>' if note else ""
-    return f'<section id="{name}"><h2>{escape(title)}</h2>{told}{content}</section>'
+    text = f'<p class="note">{escape(note)}</p>' if note else ""
+    return f'<section id="{name}"><h2>{escape(title)}</h2>{text}{content}</section>'
 
 
 def _nothing(text: str) -> str:
@@ -164,7 +176,7 @@ def _histograms(runs: list[dict[str, Any]]) -> str:
 def _bytes_row(run: dict[str, Any]) -> tuple[str, float, float, str]:
     avoided = run["cache_bytes_avoided"]
     written = run.get("draft_bytes_written")
-    if written is None:  # an older record: as large as those that were rejected
+    if written is None:  # an older record: accepted drafts are as large as rejected ones
         written = avoided * run["accepted"] // max(1, run["rejected_tokens"])
     return run["name"], written, avoided, f"{megabytes(written)} / {megabytes(avoided)}"
 
@@ -174,21 +186,26 @@ def _share(coverage: list[tuple[int, int]]) -> list[tuple[float, float]]:
     return [(float(context), 100 * seen / context) for context, seen in ordered]
 
 
+def _views(run: dict[str, Any]) -> str:
+    caption = f"<figcaption>{escape(run['name'])}</figcaption>"
+    return f"<figure>{charts.views(run['views'])}{caption}</figure>"
+
+
 def _drift(runs: list[dict[str, Any]]) -> str:
     rows = [r for r in runs if r.get("specpv", "off") != "off"]
     if not rows:
         return _nothing("No run verified partially.")
-    told = []
+    bars = []
     for run in rows:
         drift = run.get("drift")
         if run["specpv"] == "lossless":
-            text, drift = "none: confirmed before they are shown", 0.0
+            text, drift = "none: tokens are confirmed first", 0.0
         elif drift is None:
-            text, drift = "not looked at", 0.0
+            text, drift = "not counted", 0.0
         else:
             text = f"{100 * drift:.1f} %"
-        told.append((run["name"], drift, text, run["color"]))
-    return charts.bars(told)
+        bars.append((run["name"], drift, text, run["color"]))
+    return charts.bars(bars)
 
 
 def _example(run: dict[str, Any]) -> str:

@@ -1,13 +1,15 @@
-"""Runs a prompt in several modes and records what each did, for tables and pages."""
+"""Runs a prompt in several modes and records each run, for tables and pages."""
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
 from nwor_specpv.cli.generate import view_config
 from nwor_specpv.transformers import Generation, Generator
+from nwor_specpv.transformers.view_log import ViewLog
 
 
 @dataclass(frozen=True)
@@ -16,50 +18,70 @@ class Mode:
     drafter: str = "none"
     specpv: str = "off"
     view_tokens: int = 1024
+    pace: bool = True  # False: lossless verification uses its views whether they pay or not
 
 
 def record(
-    mode: Mode, generation: Generation, tokenizer: Any, reference: list[int] | None
+    mode: Mode, generation: Generation, tokenizer: Any, views: list[dict[str, Any]]
 ) -> dict[str, Any]:
-    """One run as plain numbers; `reference`: what plain decoding said."""
+    """One run as plain numbers. `views`: what a ViewLog has recorded."""
     ids = generation.token_ids
     return {
         "name": mode.name,
         "drafter": mode.drafter,
         "specpv": mode.specpv,
-        "same_tokens": None if reference is None else ids == reference,
+        "same_tokens": None,
+        "agreed_tokens": None,
         "coverage": generation.stats.coverage,
+        "views": views,
         "pieces": pieces(tokenizer, ids, generation.depths),
         "token_ids": ids,
         **generation.stats.as_dict(),
     }
 
 
-def sweep(
-    first: Generator, modes: Iterable[Mode], prompt: list[int], max_new_tokens: int
-) -> list[dict[str, Any]]:
-    """Every mode over one prompt, with the model and cache of `first`. The last is the reference.
+def compare(one: dict[str, Any], reference: dict[str, Any]) -> None:
+    """Says of a record whether its tokens are those of another, and up to which token."""
+    pairs = zip(one["token_ids"], reference["token_ids"], strict=False)
+    one["same_tokens"] = one["token_ids"] == reference["token_ids"]
+    one["agreed_tokens"] = sum(
+        1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs)
+    )
 
-    The prompt runs once: later modes find it in the cache. A mode with a draft head goes first,
-    since it wants to see the prompt's features.
+
+def sweep(
+    first: Generator,
+    modes: Iterable[Mode],
+    prompt: list[int],
+    max_new_tokens: int,
+    warm_up: int = 0,
+) -> list[dict[str, Any]]:
+    """Runs every mode over one prompt, with the model and cache of `first`.
+
+    Tokens are compared with those of the last mode. The prompt runs once: later modes find it in
+    the cache. A mode with a draft head goes first, since the head reads the prompt's features.
+    `warm_up`: every mode first generates that many tokens, which are not recorded.
     """
     records = []
     for mode in modes:
         generator = Generator(
             drafter=mode.drafter,
             specpv=view_config(mode.specpv, mode.view_tokens),
+            pace=mode.pace,
             cache_of=first,
         )
-        generation = generator.generate(prompt, max_new_tokens)
-        records.append(record(mode, generation, first.tokenizer, None))
-    reference = records[-1]["token_ids"]
+        if warm_up:
+            generator.generate(prompt, warm_up)
+        log = ViewLog()
+        generation = generator.generate(prompt, max_new_tokens, view_log=log)
+        records.append(record(mode, generation, first.tokenizer, log.views))
     for one in records[:-1]:
-        one["same_tokens"] = one["token_ids"] == reference
+        compare(one, records[-1])
     return records
 
 
 def pieces(tokenizer: Any, ids: list[int], depths: list[int]) -> list[tuple[str, int]]:
-    """The text in the pieces its tokens made, each with the depth of the draft it was."""
+    """The text, cut at its tokens, each piece with the depth of its accepted draft."""
     found, before = [], ""
     for count, depth in enumerate(depths, 1):
         text = tokenizer.decode(ids[:count], skip_special_tokens=True)
