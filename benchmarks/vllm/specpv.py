@@ -372,7 +372,7 @@ def note(outputs: Any, lens: dict[str, int]) -> None:
 def counts() -> dict[str, Any]:
     """What was counted, and what went wrong in drafting: the head may have drafted alone."""
     from nwor_specpv import Metrics
-    from nwor_specpv.vllm.engine import current_engine
+    from nwor_specpv.vllm.registry import current_engine
 
     found = {
         name: value

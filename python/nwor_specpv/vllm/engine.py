@@ -17,7 +17,7 @@ import torch
 from nwor_specpv import ContractChecker, Interceptor
 from nwor_specpv.errors import NworError, logger
 
-from . import rows, support, versions
+from . import registry, rows, support, versions
 from .hooks import prefix_hits, speculators
 from .hooks import runner as runner_hooks
 from .settings import read_settings
@@ -234,30 +234,10 @@ class Engine:
         return self.steps.num_replays
 
 
-# Engines that may still run, the newest last. Layers keep theirs alive; the newest is kept here,
-# too, for those who ask for it between steps.
-_engines: list[weakref.ref[Engine]] = []
-_current: Engine | None = None
-
-
 def engine_of(vllm_config: Any) -> Engine:
     """The engine of this configuration, made at the first asking."""
-    global _current
-    found = find_engine(vllm_config)
+    found = registry.find_engine(vllm_config)
     if found is None:
-        found = _current = Engine(vllm_config)
-        _engines[:] = [known for known in _engines if known() is not None]
-        _engines.append(weakref.ref(found))
+        found = Engine(vllm_config)
+        registry.add_engine(found)
     return found
-
-
-def find_engine(vllm_config: Any) -> Engine | None:
-    """The engine of this configuration, if it was asked for before."""
-    context = vllm_config.compilation_config.static_forward_context
-    known = (engine() for engine in reversed(_engines))
-    return next((e for e in known if e is not None and e.layers is context), None)
-
-
-def current_engine() -> Engine | None:
-    """The newest engine of this process."""
-    return _current

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from nwor_specpv.vllm import engine
+from nwor_specpv.vllm import registry
 from nwor_specpv.vllm.hooks import prefix_hits
 from nwor_specpv.vllm.hooks.prefix_hits import V1, V2
 
@@ -59,7 +59,7 @@ def listener(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
         monkeypatch.setitem(sys.modules, path, module)
     sys.modules[V2].get_uniform_token_count = get_uniform_token_count
     found = SimpleNamespace(off=None, prefix_hits=False)
-    monkeypatch.setattr(engine, "find_engine", lambda _: found)
+    monkeypatch.setattr(registry, "find_engine", lambda _: found)
     return found
 
 

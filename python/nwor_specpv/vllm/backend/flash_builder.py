@@ -21,7 +21,8 @@ from vllm.v1.attention.backends.flash_attn import (
 from nwor_specpv import _C, cache_views, verify_plan
 from nwor_specpv.errors import NworError
 from nwor_specpv.vllm import rows, versions
-from nwor_specpv.vllm.engine import StepSeen, find_engine
+from nwor_specpv.vllm.engine import StepSeen
+from nwor_specpv.vllm.registry import find_engine
 from nwor_specpv.vllm.specpv.refresh import RefreshStep
 
 from .flash_head import head_window

@@ -12,7 +12,8 @@ from vllm.config import get_current_vllm_config, get_current_vllm_config_or_none
 from vllm.forward_context import get_forward_context
 
 from nwor_specpv.errors import NworError, logger
-from nwor_specpv.vllm.engine import HEAD_MODEL, TARGET_MODEL, Engine, engine_of, find_engine
+from nwor_specpv.vllm.engine import HEAD_MODEL, TARGET_MODEL, Engine, engine_of
+from nwor_specpv.vllm.registry import find_engine
 from nwor_specpv.vllm.support import holds_codes, layer_problem
 
 

@@ -17,6 +17,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from nwor_specpv.vllm import registry
+
 from .runner import replace, wrap
 
 V1 = "vllm.v1.worker.gpu_model_runner"
@@ -45,10 +47,9 @@ def may_hit(scheduler_output: Any) -> bool:
 
 def install() -> str | None:
     """Wraps what is named above, once; the problem, if something is not as expected."""
-    from nwor_specpv.vllm import engine
 
     def note(runner: Any, scheduler_output: Any) -> None:
-        found = engine.find_engine(runner.vllm_config)
+        found = registry.find_engine(runner.vllm_config)
         stages = found is not None and found.off is None
         _Plan.hits = stages and may_hit(scheduler_output)
         if stages:

@@ -25,17 +25,16 @@ from typing import Any
 
 import torch
 
-from nwor_specpv.vllm import rows, versions
+from nwor_specpv.vllm import registry, rows, versions
 
 MARK = "_nwor_specpv_wrapped"
 
 
 def install() -> str | None:
     """Wraps the methods of the runners this vLLM has; the problem, if one is not as expected."""
-    from nwor_specpv.vllm import engine
 
     def finish_v1(runner: Any, output_token_ids: torch.Tensor, _: Any) -> None:
-        found = engine.find_engine(runner.vllm_config)
+        found = registry.find_engine(runner.vllm_config)
         if found is not None and found.off is None:
             found.attach(runner)
             found.finish(functools.partial(rows.accepted_by_tokens, output_token_ids))
@@ -43,7 +42,7 @@ def install() -> str | None:
     def finish_v2(
         runner: Any, _idx: Any, _tokens: Any, _num: Any, num_rejected: torch.Tensor, *_: Any
     ) -> None:
-        found = engine.find_engine(runner.vllm_config)
+        found = registry.find_engine(runner.vllm_config)
         if found is not None and found.off is None:
             found.attach(runner)
             found.finish(functools.partial(rows.accepted_by_rejections, num_rejected))
@@ -67,10 +66,9 @@ def install_names() -> str | None:
 
     It is told, too, how many drafts the scheduler wants for the next step.
     """
-    from nwor_specpv.vllm import engine
 
     def name_v2(runner: Any, scheduler_output: Any, _: Any) -> None:
-        found = engine.find_engine(runner.vllm_config)
+        found = registry.find_engine(runner.vllm_config)
         if found is not None:
             module = importlib.import_module("vllm.v1.worker.gpu.model_runner")
             rows_by_name = scheduler_output.num_scheduled_tokens
@@ -87,10 +85,9 @@ def install_names() -> str | None:
 
 def install_start(worker_class: str) -> str | None:
     """Wraps the method of vLLM's worker, of the class that is named, which ends the start."""
-    from nwor_specpv.vllm import engine
 
     def start(worker: Any) -> None:
-        found = engine.find_engine(worker.vllm_config)
+        found = registry.find_engine(worker.vllm_config)
         if found is not None and found.lossless:
             runner = worker.model_runner
             drafter = runner.speculator if found.lengths is not None else runner.drafter

@@ -24,22 +24,28 @@ _RUNNER = "vllm.v1.worker.gpu.model_runner"  # has the name, too, once it is imp
 _NAME = "init_speculator"
 _MARK = "_nwor_specpv_replaced"
 
+# Builds our speculator from a VllmConfig and a device.
+Factory = Callable[[Any, Any], Any]
+
 problem: str | None = f"{_PACKAGE}.{_NAME} has not been replaced"
 
 
-def prepare() -> None:
+def prepare(make_ours: Factory) -> None:
     """Has the name replaced when vLLM imports its package: that takes seconds, and only workers do.
 
-    Calling it again changes nothing.
+    `make_ours` is called where our speculator is wanted. Calling it again changes nothing.
     """
     if _PACKAGE in sys.modules:
-        install()
+        install(make_ours)
     elif not any(isinstance(finder, _Awaiting) for finder in sys.meta_path):
-        sys.meta_path.insert(0, _Awaiting())
+        sys.meta_path.insert(0, _Awaiting(make_ours))
 
 
 class _Awaiting(MetaPathFinder):
     """Sees the package being imported, once, and lets the others do it."""
+
+    def __init__(self, make_ours: Factory) -> None:
+        self._make_ours = make_ours
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
@@ -54,13 +60,13 @@ class _Awaiting(MetaPathFinder):
 
         def exec_module(module: ModuleType) -> None:
             execute(module)
-            install()
+            install(self._make_ours)
 
         spec.loader.exec_module = exec_module  # type: ignore[method-assign]
         return spec
 
 
-def install() -> None:
+def install(make_ours: Factory) -> None:
     """Replaces the name wherever it is; what keeps us from it is left in `problem`."""
     global problem
     try:
@@ -73,7 +79,7 @@ def install() -> None:
         problem = versions.signature_problem(original, ("vllm_config", "device"))
         if problem is not None:
             return
-        setattr(package, _NAME, _choosing(original))
+        setattr(package, _NAME, _choosing(original, make_ours))
     runner = sys.modules.get(_RUNNER)
     if runner is not None:
         setattr(runner, _NAME, getattr(package, _NAME))
@@ -93,14 +99,11 @@ def wanted(vllm_config: Any) -> bool:
     )
 
 
-def _choosing(original: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
+def _choosing(original: Factory, make_ours: Factory) -> Factory:
     @functools.wraps(original)
     def init_speculator(vllm_config: Any, device: Any) -> Any:
-        if not wanted(vllm_config):
-            return original(vllm_config, device)
-        from nwor_specpv.vllm.specpv.speculator import PartialViewSpeculator
-
-        return PartialViewSpeculator(vllm_config, device)
+        make = make_ours if wanted(vllm_config) else original
+        return make(vllm_config, device)
 
     setattr(init_speculator, _MARK, True)
     return init_speculator

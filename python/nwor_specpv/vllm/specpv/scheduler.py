@@ -17,8 +17,8 @@ from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.outputs import DraftTokenIds
 
 from nwor_specpv.errors import logger
-from nwor_specpv.vllm.engine import find_engine
 from nwor_specpv.vllm.hooks import speculators
+from nwor_specpv.vllm.registry import find_engine
 from nwor_specpv.vllm.settings import read_settings
 
 from .lengths import Lengths
