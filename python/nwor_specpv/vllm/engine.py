@@ -83,7 +83,7 @@ class Engine:
         problems = [str(refusal) for refusal in support.refusals(self.setup)]
         hook_problem = runner_hooks.install() or prefix_hits.install()
         if hook_problem is not None:
-            problems.append(f"{hook_problem}; install {' or '.join(versions.SUPPORTED)}")
+            problems.append(f"{hook_problem}; install vLLM {versions.supported()}")
         if not problems:
             logger.info("nwor_specpv: drafts of %s are staged", self.setup.speculation)
             return None
@@ -97,8 +97,9 @@ class Engine:
     def _hook(problem: str | None) -> None:
         """What long contexts need of vLLM is there, or this is why not."""
         if problem is not None:
-            supported = " or ".join(versions.SUPPORTED)
-            raise NworError(f"nwor_specpv, enable_specpv: {problem}; install vLLM {supported}")
+            raise NworError(
+                f"nwor_specpv, enable_specpv: {problem}; install vLLM {versions.supported()}"
+            )
 
     def _make_refresh(self, vllm_config: Any) -> Refresh | None:
         """Mode `refresh`, if it was asked for."""

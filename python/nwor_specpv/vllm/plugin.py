@@ -24,7 +24,7 @@ def register() -> None:
     """Registers the backends with this process' vLLM. Calling it again changes nothing."""
     from vllm.version import __version__ as version
 
-    problem = versions.version_problem(version)
+    problem = versions.choose(version)
     if problem is not None:
         if read_settings(None).strict:
             raise NworError(f"nwor_specpv: {problem}")

@@ -119,7 +119,7 @@ def test_a_method_that_is_gone_is_told(runners: dict[str, type]) -> None:
     sys.modules[V2].GPUModelRunner = object
     problem = runner_hooks.install()
     assert problem is not None
-    assert f"{V2}.GPUModelRunner.postprocess_sampled is not there" in problem
+    assert f"this vLLM has no {V2}.GPUModelRunner.postprocess_sampled" in problem
 
 
 class Worker:
@@ -163,7 +163,7 @@ def test_drafting_starts_after_vllms_warm_up(
 def test_a_worker_that_vllm_changed_is_not_wrapped(worker: type) -> None:
     problem = runner_hooks.install_start("theirs.worker.Another")
     assert problem is not None
-    assert "theirs.worker.Another.compile_or_warm_up_model is not there" in problem
+    assert "this vLLM has no theirs.worker.Another.compile_or_warm_up_model" in problem
 
     def changed(self: Any, sizes: Any) -> None: ...
 

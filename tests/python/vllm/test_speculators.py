@@ -65,7 +65,7 @@ def test_a_package_without_the_name_is_told(tmp_path: Path) -> None:
     (folder / "spec_decode" / "__init__.py").write_text("")
     speculators.prepare(make_ours)
     importlib.import_module(PACKAGE)
-    assert f"{PACKAGE}.init_speculator is not there" in str(speculators.problem)
+    assert f"this vLLM has no {PACKAGE}.init_speculator" in str(speculators.problem)
 
 
 @pytest.mark.usefixtures("made_up")

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from nwor_specpv import NworError, verify_attention
-from nwor_specpv.vllm import compat, support
+from nwor_specpv.vllm import support, versions
 from nwor_specpv.vllm.settings import read_settings
 
 FINE = support.Setup(speculation="ngram", num_speculative_tokens=4)
@@ -177,19 +177,20 @@ def test_layers_we_cannot_serve(change: dict, problem: str | None) -> None:
 
 @pytest.mark.parametrize("version", ["0.26.0", "0.26.0+cpu"])
 def test_versions_that_were_read_are_let_in(version: str) -> None:
-    assert compat.version_problem(version) is None
+    assert versions.choose(version) is None
 
 
 @pytest.mark.parametrize("version", ["0.25.1", "0.26.1", "0.27.0", "dev"])
 def test_other_versions_are_named(version: str) -> None:
-    assert compat.version_problem(version) == f"vLLM {version} is installed, expected 0.26.0"
+    problem = f"vLLM {version} is not supported; install vLLM 0.26.0"
+    assert versions.choose(version) == problem
 
 
 def test_a_changed_signature_is_told() -> None:
     def method(self: object, tokens: object) -> None: ...
 
-    assert compat.signature_problem(method, ("self", "tokens")) is None
-    problem = compat.signature_problem(method, ("self", "tokens", "output"))
+    assert versions.signature_problem(method, ("self", "tokens")) is None
+    problem = versions.signature_problem(method, ("self", "tokens", "output"))
     assert problem is not None
     assert problem.endswith("method takes (self, tokens), expected (self, tokens, output)")
 
@@ -209,7 +210,8 @@ def test_settings_of_an_engine() -> None:
 
 def test_head_sizes_that_our_attention_has_on_cuda() -> None:
     """The plugin's list against what the library says of its own route."""
-    text = Path(support.__file__).with_name("flash_layer.py").read_text(encoding="utf-8")
+    path = Path(support.__file__).with_name("backend") / "flash_layer.py"
+    text = path.read_text(encoding="utf-8")
     (listed,) = re.findall(r"^KERNEL_HEAD_SIZES = \((.*)\)$", text, re.MULTILINE)
     served = []
     for size in range(8, 257, 8):

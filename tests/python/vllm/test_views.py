@@ -10,9 +10,10 @@ from typing import Any
 import pytest
 import torch
 
-from nwor_specpv import LAYOUTS, Metrics, PartialView, SpecPVConfig, cache_views
+from nwor_specpv import LAYOUTS, Metrics, PartialView, SpecPVConfig
 from nwor_specpv.errors import NworError
-from nwor_specpv.vllm import compat
+from nwor_specpv.vllm import versions
+from nwor_specpv.vllm.backend.caches import key_value_of
 from nwor_specpv.vllm.specpv.drift import DriftProbe
 from nwor_specpv.vllm.specpv.partial_pass import PartialPass
 from nwor_specpv.vllm.specpv.refresh import RefreshViews
@@ -51,11 +52,11 @@ class Engine:
 
     def __init__(self, requests: int, tokens: int) -> None:
         pages = -(-tokens // PAGE)
-        assert compat.CACHE_LAYOUT in LAYOUTS
+        assert versions.adapter.CACHE_LAYOUT in LAYOUTS
         self.caches = [
             torch.randn(requests * pages + 1, HEADS, PAGE, 2 * DIM) for _ in range(LAYERS)
         ]
-        self.key_caches = [cache_views(cache, compat.CACHE_LAYOUT)[0] for cache in self.caches]
+        self.key_caches = [key_value_of(cache)[0] for cache in self.caches]
         order = torch.randperm(requests * pages).int() + 1
         self.table = order.view(requests, pages).contiguous()
 
@@ -65,7 +66,7 @@ class Engine:
         return pages.flatten(0, 1)[:length]
 
     def values(self, layer: int, request: int, length: int) -> torch.Tensor:
-        values = cache_views(self.caches[layer], compat.CACHE_LAYOUT)[1]
+        values = key_value_of(self.caches[layer])[1]
         return values[self.table[request].long()].flatten(0, 1)[:length]
 
     def store(self, max_requests: int, **keys: Any) -> ViewStore:

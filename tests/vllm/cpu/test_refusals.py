@@ -160,9 +160,11 @@ def test_another_vllm_is_left_alone(
     with caplog.at_level(logging.WARNING, "nwor_specpv"):
         plugin.register()
     assert registered == []
-    assert f"nwor_specpv is off: vLLM {version} is installed, expected 0.26.0" in caplog.text
+    assert (
+        f"nwor_specpv is off: vLLM {version} is not supported; install vLLM 0.26.0" in caplog.text
+    )
     monkeypatch.setenv("NWOR_SPECPV_STRICT", "1")
-    with pytest.raises(NworError, match=f"vLLM {version} is installed"):
+    with pytest.raises(NworError, match=f"vLLM {version} is not supported"):
         plugin.register()
     assert registered == []
 

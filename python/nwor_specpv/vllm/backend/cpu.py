@@ -20,14 +20,14 @@ from vllm.v1.attention.backends.cpu_attn import (
     CPUAttentionMetadataBuilder,
 )
 
-from nwor_specpv import PartialView, cache_views, verify_attention
+from nwor_specpv import PartialView, verify_attention
 from nwor_specpv.errors import NworError
-from nwor_specpv.vllm import rows, versions
+from nwor_specpv.vllm import rows
 from nwor_specpv.vllm.engine import StepSeen
 from nwor_specpv.vllm.specpv.partial_pass import PartialPass
 from nwor_specpv.vllm.specpv.refresh import RefreshStep
 
-from .caches import write_direct
+from .caches import key_value_of, write_direct
 from .layer import TargetLayer, choose_impl, engine_of_layer, own_layers
 
 
@@ -103,7 +103,7 @@ class NworCpuImpl(TargetLayer, CPUAttentionBackendImpl):
     ) -> None:
         if not self.write(layer, key, value, slot_mapping):
             num_rows = slot_mapping.shape[0]
-            caches = cache_views(kv_cache, versions.CACHE_LAYOUT)
+            caches = key_value_of(kv_cache)
             write_direct(caches, key[:num_rows], value[:num_rows], slot_mapping)
 
     def forward(
@@ -129,7 +129,7 @@ class NworCpuImpl(TargetLayer, CPUAttentionBackendImpl):
             )
         num_rows = attn_metadata.num_actual_tokens
         refresh = attn_metadata.refresh
-        key_cache, value_cache = cache_views(kv_cache, versions.CACHE_LAYOUT)
+        key_cache, value_cache = key_value_of(kv_cache)
 
         def attend(view: PartialView | None, out: torch.Tensor | None = None) -> torch.Tensor:
             return verify_attention(

@@ -18,13 +18,14 @@ from vllm.v1.attention.backends.flash_attn import (
     FlashAttentionMetadataBuilder,
 )
 
-from nwor_specpv import _C, cache_views, verify_plan
+from nwor_specpv import _C, verify_plan
 from nwor_specpv.errors import NworError
-from nwor_specpv.vllm import rows, versions
+from nwor_specpv.vllm import rows
 from nwor_specpv.vllm.engine import StepSeen
 from nwor_specpv.vllm.registry import find_engine
 from nwor_specpv.vllm.specpv.refresh import RefreshStep
 
+from .caches import key_value_of
 from .flash_head import head_window
 from .flash_metadata import NworFlashMetadata, VerifyPart
 from .layer import engine_of_layer, own_layers
@@ -195,7 +196,7 @@ class NworFlashMetadataBuilder(FlashAttentionMetadataBuilder):
 
     def _plan(self, part: VerifyPart, *, capture: bool) -> None:
         """Plans the step's work once for all layers, in the buffer of its shape."""
-        key_cache, _ = cache_views(self._layer.kv_cache, versions.CACHE_LAYOUT)
+        key_cache, _ = key_value_of(self._layer.kv_cache)
         impl = self._layer.impl
         # Planning looks at sizes only.
         query = key_cache.new_empty(1, 1, impl.head_size)

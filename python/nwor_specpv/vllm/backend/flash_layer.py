@@ -15,13 +15,13 @@ from vllm.v1.attention.backends.flash_attn import (
     get_flash_attn_version,
 )
 
-from nwor_specpv import _C, PartialView, cache_views, verify_attention
+from nwor_specpv import _C, PartialView, verify_attention
 from nwor_specpv.errors import NworError
-from nwor_specpv.vllm import versions
 from nwor_specpv.vllm.engine import engine_of
 from nwor_specpv.vllm.specpv.partial_pass import PartialPass
 from nwor_specpv.vllm.support import holds_codes
 
+from .caches import key_value_of
 from .flash_metadata import NworFlashMetadata, VerifyPart
 from .layer import TargetLayer
 
@@ -127,7 +127,7 @@ class NworFlashImpl(TargetLayer, FlashAttentionImpl):
         output: torch.Tensor,
     ) -> None:
         """Our attention for all of it."""
-        caches = cache_views(kv_cache, versions.CACHE_LAYOUT)
+        caches = key_value_of(kv_cache)
         refresh, plan = part.refresh, part.plan
 
         def attend(view: PartialView | None, out: torch.Tensor | None = None) -> torch.Tensor:
@@ -178,7 +178,7 @@ class NworFlashImpl(TargetLayer, FlashAttentionImpl):
             if query.dtype != output.dtype:
                 descale["q_descale"] = layer._q_scale.expand(shape)
                 plain_query = plain_rows(query, layer._q_scale, output.dtype)
-        key_cache, value_cache = cache_views(kv_cache, versions.CACHE_LAYOUT)
+        key_cache, value_cache = key_value_of(kv_cache)
         _, lse = flash_attn_varlen_func(
             q=query,
             k=canonicalize_singleton_dim_strides(key_cache),

@@ -15,8 +15,8 @@ from typing import Any
 
 import torch
 
-from nwor_specpv import cache_views, merge_rows, verify_attention, verify_plan
-from nwor_specpv.vllm import versions
+from nwor_specpv import merge_rows, verify_attention, verify_plan
+from nwor_specpv.vllm.backend.caches import key_value_of
 
 from .tail import Tail
 from .views import ViewStore
@@ -93,7 +93,7 @@ class PartialPass:
             self.store.refresh_layer(index, grouped, self.query_rows)
             self.store.build(count, index)
         self.tail.write(index, key, value, self.slots)
-        key_cache, value_cache = cache_views(kv_cache, versions.CACHE_LAYOUT)
+        key_cache, value_cache = key_value_of(kv_cache)
         view, out = self.store.view(index, count), output[:num_rows]
         where = (self.block_table, self.prefix_lens, self.query_start)
         if self.plan is None:

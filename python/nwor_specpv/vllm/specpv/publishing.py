@@ -16,8 +16,6 @@ from nwor_specpv.errors import NworError, logger
 from nwor_specpv.vllm import versions
 from nwor_specpv.vllm.settings import read_settings
 
-_PUBLISH = ("self", "request", "num_computed_tokens")
-
 
 def always_full(budget: Any, threshold: int) -> int:
     """Tokens of context up to which every step of a request is full."""
@@ -53,10 +51,13 @@ class CapsPublished:
             )
             return
         coordinator = self.kv_cache_manager.coordinator
-        problem = versions.signature_problem(type(coordinator).cache_blocks, _PUBLISH)
+        problem = versions.signature_problem(
+            type(coordinator).cache_blocks, versions.adapter.PUBLISH_BLOCKS
+        )
         if problem is not None:
-            supported = " or ".join(versions.SUPPORTED)
-            raise NworError(f"nwor_specpv, prefix caching: {problem}; install vLLM {supported}")
+            raise NworError(
+                f"nwor_specpv, prefix caching: {problem}; install vLLM {versions.supported()}"
+            )
         batches = self.vllm_config.max_concurrent_batches
         self.full_tokens = full_tokens(settings, self.num_spec_tokens, batches)
         self._prompts: WeakKeyDictionary[Any, int] = WeakKeyDictionary()

@@ -15,9 +15,9 @@ from typing import Any
 
 import torch
 
-from nwor_specpv import _C, PartialView, cache_views
+from nwor_specpv import _C, PartialView
 from nwor_specpv.errors import logger
-from nwor_specpv.vllm import versions
+from nwor_specpv.vllm.backend.caches import key_value_of
 
 from .drift import DriftProbe
 from .publishing import always_full
@@ -391,9 +391,7 @@ class Refresh:
             self.views.finish()
 
     def _make(self, engine: Any, layers: list[str]) -> RefreshViews:
-        caches = [
-            cache_views(engine.layers[name].kv_cache, versions.CACHE_LAYOUT)[0] for name in layers
-        ]
+        caches = [key_value_of(engine.layers[name].kv_cache)[0] for name in layers]
         views = RefreshViews(
             engine.settings,
             layers,

@@ -8,9 +8,8 @@ from typing import Any
 import torch
 from vllm.forward_context import set_forward_context
 
-from nwor_specpv import cache_views
 from nwor_specpv.errors import NworError
-from nwor_specpv.vllm import versions
+from nwor_specpv.vllm.backend.caches import key_value_of
 from nwor_specpv.vllm.backend.layer import TargetLayer
 
 from .partial_pass import PartialPass
@@ -51,7 +50,7 @@ class Target:
             cache = context[name].kv_cache
             if cache.numel() == 0:
                 raise NworError(f"layer {name}: got no cache, expected vLLM to have made it")
-            found.append(cache_views(cache, versions.CACHE_LAYOUT)[0])
+            found.append(key_value_of(cache)[0])
         return found
 
     def greedy(
