@@ -8,8 +8,8 @@
     registry      finds the engine of a vLLM configuration
     staging       its interceptor, over the caches of its layers
     steps         the round of each step: begin, write, finish
-    rows          which rows are drafts, which of them were accepted: pure functions
-    status_mail   what became of commits on a GPU, without waiting for it
+    draft_rows    which rows are drafts, which of them were accepted: pure functions
+    commit_status what became of commits on a GPU, without waiting for it
     hooks         wrapped functions of vLLM: model runners, prefix-cache hits, speculators
     backend       attention backends for the CPU and CUDA, and what their layers share
     specpv        long contexts: drafts and verification over partial views

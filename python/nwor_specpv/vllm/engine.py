@@ -17,7 +17,7 @@ import torch
 from nwor_specpv import ContractChecker, Interceptor
 from nwor_specpv.errors import NworError, logger
 
-from . import registry, rows, support, versions
+from . import draft_rows, registry, support, versions
 from .hooks import prefix_hits, speculators
 from .hooks import runner as runner_hooks
 from .settings import read_settings
@@ -63,8 +63,8 @@ class Engine:
         self.prefix_hits = False  # a request may read what another one of the step computes
         self.refresh = self._make_refresh(vllm_config)
         self.lengths = self._make_lengths(vllm_config)
-        alone = vllm_config.parallel_config.world_size == 1
-        self.draft_failures = DraftFailures(alone=alone)
+        single_rank = vllm_config.parallel_config.world_size == 1
+        self.draft_failures = DraftFailures(single_rank=single_rank)
         most = self.setup.num_speculative_tokens
         self.staging = Staging(self.layers, self.settings, vllm_config, most)
         self.steps = Steps(self.staging)
@@ -114,12 +114,13 @@ class Engine:
         return Refresh(self, vllm_config)
 
     def _make_lengths(self, vllm_config: Any) -> Lengths | None:
-        """How long rounds are, in mode `lossless` with a head (runner V2)."""
+        """How many drafts and passes pay, in mode `lossless` with a head (runner V2)."""
         if not self.lossless or not vllm_config.use_v2_model_runner:
             return None
         self._hook(runner_hooks.install_names() or speculators.problem)
-        alone = vllm_config.parallel_config.world_size == 1
-        return Lengths(self.settings, self.setup.num_speculative_tokens, alone=alone)
+        single_rank = vllm_config.parallel_config.world_size == 1
+        most = self.setup.num_speculative_tokens
+        return Lengths(self.settings, most, single_rank=single_rank)
 
     @property
     def uniform_rows(self) -> tuple[int, ...]:
@@ -180,9 +181,11 @@ class Engine:
         if runner is None:
             return [0] * len(lens)
         if hasattr(runner, "input_batch"):  # V1 keeps the scheduler's drafts there
-            return rows.drafts_of_batch(lens, runner.input_batch.spec_token_ids)
+            return draft_rows.drafts_of_batch(lens, runner.input_batch.spec_token_ids)
         prefilling = common.is_prefilling.tolist()
-        return rows.drafts_of_decodes(lens, prefilling + [True] * (len(lens) - len(prefilling)))
+        return draft_rows.drafts_of_decodes(
+            lens, prefilling + [True] * (len(lens) - len(prefilling))
+        )
 
     def prefilling(
         self, names: Sequence[str], ends: Sequence[int], drafts: Sequence[int], common: Any

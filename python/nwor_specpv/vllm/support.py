@@ -10,11 +10,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-# Caches that hold the model's numbers, as vLLM names them; all others hold codes.
+# Caches that are not quantized, as vLLM names them.
 _PLAIN_CACHES = ("auto", "float16", "bfloat16", "float32", "half", "float")
 
 
-def holds_codes(kv_cache_dtype: str) -> bool:
+def is_quantized(kv_cache_dtype: str) -> bool:
     """Whether a cache that vLLM names so is quantised."""
     return kv_cache_dtype not in _PLAIN_CACHES
 
@@ -24,10 +24,10 @@ class Refusal:
     """Why staging stays off, and what to change for it to be on."""
 
     reason: str
-    mend: str
+    remedy: str
 
     def __str__(self) -> str:
-        return f"{self.reason}; {self.mend}"
+        return f"{self.reason}; {self.remedy}"
 
 
 @dataclass(frozen=True)
@@ -194,7 +194,7 @@ def layer_problem(
     sinks: bool,
     kv_sharing_target: str | None,
     head_size: int,
-    quantised_cache: bool,
+    quantized_cache: bool,
 ) -> str | None:
     """Why one layer cannot be computed or staged by us, or None."""
     if attn_type != "decoder":
@@ -205,7 +205,7 @@ def layer_problem(
         return "ALiBi slopes"
     if sinks:
         return "attention sinks"
-    if quantised_cache:
+    if quantized_cache:
         return "a quantised KV cache"
     if head_size % 8 or head_size > 256:
         return f"a head size of {head_size}"

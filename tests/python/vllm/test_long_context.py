@@ -16,7 +16,7 @@ from nwor_specpv.errors import NworError
 from nwor_specpv.vllm.settings import read_settings
 from nwor_specpv.vllm.specpv.ngram import NgramIndex
 from nwor_specpv.vllm.specpv.policy import (
-    Round,
+    DraftOutlook,
     Running,
     StepCosts,
     choose_passes,
@@ -131,7 +131,7 @@ def test_expected_accepted_is_the_mean_of_the_chain() -> None:
 
 # An 8B model on a large GPU: weights 3.4 ms, K/V at 4.4 TB/s, 131072 bytes a token.
 COSTS = StepCosts(base=3.4e-3, per_row=5e-6, per_token=131072 / 4.4e12, full_extra=0.3e-3)
-ROUND = Round(
+OUTLOOK = DraftOutlook(
     contexts=[32768] * 8,
     view_tokens=4256,
     others=0,
@@ -158,14 +158,14 @@ ROUND = Round(
     ],
 )
 def test_passes_where_they_pay(change: dict, pays: bool) -> None:
-    passes = choose_passes(COSTS, replace(ROUND, **change))
+    passes = choose_passes(COSTS, replace(OUTLOOK, **change))
     assert (passes > 0) is pays
-    assert passes * ROUND.tokens_per_pass <= ROUND.max_drafts + ROUND.tokens_per_pass
+    assert passes * OUTLOOK.tokens_per_pass <= OUTLOOK.max_drafts + OUTLOOK.tokens_per_pass
 
 
 def test_lookups_behind_the_chain_count() -> None:
     """Chains of fewer passes leave room for more of them, and rightly guessed they are free."""
-    known = replace(ROUND, max_drafts=9, agreement=0.9)
+    known = replace(OUTLOOK, max_drafts=9, agreement=0.9)
     without = replace(known, tokens_behind=0.0)
     assert choose_passes(COSTS, without) == 3, "a chain as long as there is room"
     assert 0 < choose_passes(COSTS, known) < 3
@@ -173,9 +173,9 @@ def test_lookups_behind_the_chain_count() -> None:
 
 def test_longer_contexts_and_better_agreement_want_more_passes() -> None:
     by_context = [
-        choose_passes(COSTS, replace(ROUND, contexts=[n] * 8)) for n in (8192, 32768, 131_072)
+        choose_passes(COSTS, replace(OUTLOOK, contexts=[n] * 8)) for n in (8192, 32768, 131_072)
     ]
-    by_agreement = [choose_passes(COSTS, replace(ROUND, agreement=p)) for p in (0.5, 0.9, 0.99)]
+    by_agreement = [choose_passes(COSTS, replace(OUTLOOK, agreement=p)) for p in (0.5, 0.9, 0.99)]
     for passes in (by_context, by_agreement):
         assert passes == sorted(passes)
         assert passes[0] < passes[-1]
@@ -211,7 +211,7 @@ def test_a_good_set_up_is_let_in() -> None:
 
 
 @pytest.mark.parametrize(
-    ("settings", "change", "reason", "mend"),
+    ("settings", "change", "reason", "remedy"),
     [
         (LOSSLESS, {"drafter_class": "eagle"}, "the target drafts itself", DRAFTER),
         (LOSSLESS, HEAD | {"runner_v2": False}, "the target drafts itself", "model runner V2"),
@@ -252,12 +252,12 @@ def test_a_good_set_up_is_let_in() -> None:
     ],
 )
 def test_what_is_refused_says_why_and_what_to_do(
-    settings: dict, change: dict, reason: str, mend: str
+    settings: dict, change: dict, reason: str, remedy: str
 ) -> None:
     found = refusals(load_config(settings), replace(GOOD, **change), None)
     assert len(found) == 1
     assert reason in found[0].reason
-    assert mend in found[0].mend
+    assert remedy in found[0].remedy
     with pytest.raises(NworError, match="enable_specpv"):
         judge(load_config(settings), replace(GOOD, **change), None)
 

@@ -22,7 +22,7 @@ PAGES, SIZE, HEADS, DIM = 4, 16, 2, 64
     ids=["more", "just", "less", "those of graphs", "less than those", "none"],
 )
 def test_what_fits_is_reserved_as_long_as_graphs_fit(room: int, rows: int) -> None:
-    """Rounds in graphs are all staged or never: beyond the room is what never fits."""
+    """DraftLoop in graphs are all staged or never: beyond the room is what never fits."""
     assert staging.rows_in_room(4096, 512, room) == rows
 
 

@@ -151,6 +151,6 @@ def test_every_chunk_on_a_gpu_is_heard_of(
         return made[-1]
 
     monkeypatch.setattr(world.interceptor, "commit", commit)
-    monkeypatch.setattr(world.steps._mail, "post", posted.append)
+    monkeypatch.setattr(world.steps._statuses, "request", posted.append)
     world.steps.finish(lambda drafts: torch.full_like(drafts, 4).as_subclass(OnDevice))
     assert posted == made == [0, 1, 2, 3]

@@ -22,7 +22,7 @@ def test_an_ordinary_set_up_is_let_in() -> None:
 
 
 @pytest.mark.parametrize(
-    ("change", "reason", "mend"),
+    ("change", "reason", "remedy"),
     [
         ({"pipeline_parallel": 2}, "pipeline parallelism of 2", "--pipeline-parallel-size 1"),
         ({"decode_context_parallel": 2}, "context parallelism", "--decode-context-parallel-size 1"),
@@ -41,11 +41,11 @@ def test_an_ordinary_set_up_is_let_in() -> None:
         ({"encoder": True}, "an encoder beside the decoder", "without nwor_specpv"),
     ],
 )
-def test_each_refusal_names_reason_and_mend(change: dict, reason: str, mend: str) -> None:
+def test_each_refusal_names_reason_and_remedy(change: dict, reason: str, remedy: str) -> None:
     (refusal,) = support.refusals(replace(FINE, **change))
     assert reason in refusal.reason
-    assert mend in refusal.mend
-    assert str(refusal) == f"{refusal.reason}; {refusal.mend}"
+    assert remedy in refusal.remedy
+    assert str(refusal) == f"{refusal.reason}; {refusal.remedy}"
 
 
 def test_every_problem_is_told_at_once() -> None:
@@ -159,7 +159,7 @@ def test_writes_in_pieces_are_noticed(
         ({"kv_sharing_target": "layers.0"}, "shares the K/V of layers.0"),
         ({"head_size": 12}, "head size of 12"),
         ({"head_size": 512}, "head size of 512"),
-        ({"quantised_cache": True}, "quantised"),
+        ({"quantized_cache": True}, "quantised"),
     ],
 )
 def test_layers_we_cannot_serve(change: dict, problem: str | None) -> None:
@@ -169,7 +169,7 @@ def test_layers_we_cannot_serve(change: dict, problem: str | None) -> None:
         "sinks": False,
         "kv_sharing_target": None,
         "head_size": 64,
-        "quantised_cache": False,
+        "quantized_cache": False,
     }
     found = support.layer_problem(**(layer | change))
     assert found is None if problem is None else problem in found

@@ -18,7 +18,7 @@ from nwor_specpv.vllm.specpv.drift import DriftProbe
 from nwor_specpv.vllm.specpv.partial_pass import PartialPass
 from nwor_specpv.vllm.specpv.refresh import RefreshViews
 from nwor_specpv.vllm.specpv.tail import Tail
-from nwor_specpv.vllm.specpv.views import Batch, ViewStore
+from nwor_specpv.vllm.specpv.views import ViewBatch, ViewStore
 
 SEED = int(os.environ.get("NWOR_TEST_SEED", random.randrange(2**31)))
 
@@ -120,7 +120,7 @@ def test_growing_requests_see_what_a_scan_would_choose() -> None:
     rows = [store.open() for _ in range(3)]
     lens = [random.randint(30, 60) for _ in range(3)]
     for _ in range(6):
-        batch = Batch(engine.table, ints(rows), ints(lens), ints([1, 1, 1]))
+        batch = ViewBatch(engine.table, ints(rows), ints(lens), ints([1, 1, 1]))
         store.begin(batch)
         for layer in range(LAYERS):
             query = torch.randn(3, 4, QUERY_HEADS, DIM)
@@ -148,7 +148,7 @@ def test_what_failed_is_summarised_again_and_rows_start_afresh() -> None:
     row = store.open()
     assert row == 0
     assert store.open() is None
-    batch = Batch(engine.table[:1], ints([row]), ints([80]), ints([1]))
+    batch = ViewBatch(engine.table[:1], ints([row]), ints([80]), ints([1]))
     store.begin(batch)
     store.refresh_layer(0, torch.randn(1, 1, QUERY_HEADS, DIM))  # layer 1 never comes: no end
     assert store._done.tolist() == [0, 0]
@@ -162,7 +162,7 @@ def test_what_failed_is_summarised_again_and_rows_start_afresh() -> None:
     store.close(row)
     # Another request in the same row must not inherit summaries.
     assert store.open() == 0
-    store.begin(Batch(engine.table[1:], ints([0]), ints([60]), ints([1])))
+    store.begin(ViewBatch(engine.table[1:], ints([0]), ints([60]), ints([1])))
     store.refresh_layer(0, torch.randn(1, 1, QUERY_HEADS, DIM))
     blocks = 60 // BLOCK - WINDOW - SINK
     keys = engine.keys(0, 1, 60)[SINK * BLOCK :][: blocks * BLOCK].unflatten(0, (blocks, BLOCK))
@@ -173,7 +173,7 @@ def test_requests_without_a_row_or_a_view_see_everything() -> None:
     engine = Engine(requests=3, tokens=120)
     store = engine.store(max_requests=2)
     rows, lens = [store.open(), -1, store.open()], ints([80, 90, 100])
-    store.begin(Batch(engine.table, ints(rows), lens, ints([1, 1, 1])), ints([1, 1, 0]))
+    store.begin(ViewBatch(engine.table, ints(rows), lens, ints([1, 1, 1])), ints([1, 1, 0]))
     for layer in range(LAYERS):
         store.refresh_layer(layer, torch.randn(3, 2, QUERY_HEADS, DIM))
     store.build(3)
@@ -204,7 +204,7 @@ def test_passes_see_view_tail_and_one_another_and_write_the_tail_alone() -> None
     store, tail = engine.store(max_requests=2), Tail(engine.key_caches, 8, 20)
     lens = [101, 77]
     rows = ints([store.open(), store.open()])
-    store.begin(Batch(engine.table, rows, ints(lens), ints([1, 1])))
+    store.begin(ViewBatch(engine.table, rows, ints(lens), ints([1, 1])))
     names = [f"layer.{number}" for number in range(LAYERS)]
     kept = [0, 0]
     seen: dict[tuple[int, int, int], list[int]] = {}  # layer, request, head: tokens of the view
@@ -279,14 +279,16 @@ def test_steps_without_a_choice_are_told_less() -> None:
     engine = Engine(requests=3, tokens=120)
     store = engine.store(max_requests=3)
     rows, lens = ints([store.open() for _ in range(3)]), ints([80, 90, 100])
-    store.begin(Batch(engine.table, rows, lens, ints([1, 1, 1])))
+    store.begin(ViewBatch(engine.table, rows, lens, ints([1, 1, 1])))
     for layer in range(LAYERS):
         store.refresh_layer(layer, torch.randn(3, 2, QUERY_HEADS, DIM))
     store.end(3)
     found = []
     for selects in (True, False):
         store.begin(
-            Batch(engine.table, rows, lens + 3, ints([0, 0, 0])), ints([1, 0, 1]), selects=selects
+            ViewBatch(engine.table, rows, lens + 3, ints([0, 0, 0])),
+            ints([1, 0, 1]),
+            selects=selects,
         )
         for tensor in (store.num_blocks, store.view_lens):
             tensor.fill_(-7)
@@ -412,11 +414,11 @@ def test_drift_counts_rows_of_the_requests_that_were_asked_for() -> None:
     store = engine.store(max_requests=3)
     probe = DriftProbe(store, 8)
     rows, lens = ints([store.open() for _ in range(3)]), ints([80, 90, 100])
-    store.begin(Batch(engine.table, rows, lens, ints([1, 1, 1])))
+    store.begin(ViewBatch(engine.table, rows, lens, ints([1, 1, 1])))
     for layer in range(LAYERS):
         store.refresh_layer(layer, torch.randn(3, 2, QUERY_HEADS, DIM))
     store.end(3)
-    store.begin(Batch(engine.table, rows, lens, ints([1, 0, 1])), ints([0, 1, 0]))
+    store.begin(ViewBatch(engine.table, rows, lens, ints([1, 0, 1])), ints([0, 1, 0]))
     probe.build(engine.table, ints([1, 0, 1]))
     output = torch.randn(6, QUERY_HEADS, DIM)
     change = torch.tensor([1.0, 1.05, 3.0, 3.0, 1.2, 1.0])  # of rows; the request between: unasked

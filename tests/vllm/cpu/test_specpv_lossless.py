@@ -137,7 +137,7 @@ def test_passes_by_measured_cost_without_lookups(expected: list, before: dict) -
 
 
 def test_lookups_follow_the_chain_and_are_judged_apart(monkeypatch: pytest.MonkeyPatch) -> None:
-    from nwor_specpv.vllm.specpv.drafter import PartialViewDrafter, Request
+    from nwor_specpv.vllm.specpv.drafter import DraftedRequest, PartialViewDrafter
 
     ours = PartialViewDrafter.__new__(PartialViewDrafter)
     ours._limit, ours._inner = 8, 3
@@ -156,17 +156,19 @@ def test_lookups_follow_the_chain_and_are_judged_apart(monkeypatch: pytest.Monke
         (0, 0, []),
     ):
         told.clear()
-        ours._judge(Request(None, 3, by_view=4), scheduled, accepted)
+        ours._judge(DraftedRequest(None, 3, by_view=4), scheduled, accepted)
         assert told == expected, (scheduled, accepted)
     told.clear()
-    ours._judge(Request(None, 3), 5, 2)
+    ours._judge(DraftedRequest(None, 3), 5, 2)
     assert told == [("lookup_agreement", 2, 3)]
 
     # The last tokens of a chain were seen before: what came after them follows.
     llm = begin()
     drive(llm, prompts()[:1], greedy(2))
     ours, found = drafter(), []
-    monkeypatch.setattr(ours, "_round", lambda members, *_: {i: [71, 72] for i in members})
+    monkeypatch.setattr(
+        ours, "_draft_by_passes", lambda members, *_: {i: [71, 72] for i in members}
+    )
     learn = ours._learn
 
     def learning(names: Any, *args: Any) -> None:
@@ -252,28 +254,28 @@ def test_what_happens_to_requests_leaves_nothing_behind(expected: list, before: 
 def test_drafting_changes_no_byte_of_the_cache(expected: list, before: dict) -> None:
     llm = begin()
     drive(llm, prompts()[:1], greedy(2))
-    ours, rounds = drafter(), []
-    draft = ours._round
+    ours, untouched = drafter(), []
+    draft = ours._draft_by_passes
 
     def watched(*args: Any) -> Any:
         held = caches()
         found = draft(*args)
         now = caches()
-        rounds.append(all(torch.equal(held[name], now[name]) for name in held))
+        untouched.append(all(torch.equal(held[name], now[name]) for name in held))
         return found
 
-    ours._round = watched
+    ours._draft_by_passes = watched
     check(drive(llm, prompts(), greedy(MAX_TOKENS)), expected, before)
-    assert len(rounds) > 10
-    assert all(rounds)
+    assert len(untouched) > 10
+    assert all(untouched)
 
 
 def test_summaries_are_of_confirmed_keys_alone(expected: list) -> None:
-    """At every round, and in every layer: from scratch, out of the cache, block by block."""
+    """At every proposal, and in every layer: from scratch, out of the cache, block by block."""
     llm = begin()
     drive(llm, prompts()[:1], greedy(2))
     ours, looked_at = drafter(), []
-    draft = ours._round
+    draft = ours._draft_by_passes
 
     def watched(members: Any, requests: Any, lens: Any, seen: Any, passes: int) -> Any:
         found = draft(members, requests, lens, seen, passes)
@@ -288,7 +290,7 @@ def test_summaries_are_of_confirmed_keys_alone(expected: list) -> None:
             looked_at.append(blocks)
         return found
 
-    ours._round = watched
+    ours._draft_by_passes = watched
     story = drive(llm, prompts(), greedy(MAX_TOKENS))
     assert [story.tokens[str(i)] for i in range(6)] == expected
     assert len(looked_at) > 10
@@ -329,7 +331,7 @@ def test_a_pass_that_fails_on_one_of_several_ranks_ends_the_worker(
     """The other ranks may wait in the midst of it. What we refuse they refuse, too."""
     llm = begin()
     drive(llm, prompts()[:1], greedy(2))
-    monkeypatch.setattr(own_engine().draft_failures, "_alone", False)
+    monkeypatch.setattr(own_engine().draft_failures, "_single_rank", False)
     errors = iter([NworError("refused"), RuntimeError("injected")])
 
     def failing(*_: Any) -> Any:
@@ -354,7 +356,7 @@ def test_ranks_that_have_failed_forget_alike_what_they_have_learnt(
     expectations = [getattr(fresh, name).mean for name in learnt]
     known = [getattr(ours, name).mean for name in learnt]
     assert all(one != other for one, other in zip(known, expectations, strict=True))
-    monkeypatch.setattr(own_engine().draft_failures, "_alone", False)
+    monkeypatch.setattr(own_engine().draft_failures, "_single_rank", False)
     passes, propose = ours._passes, ours.propose
 
     def failing(*args: Any) -> int:

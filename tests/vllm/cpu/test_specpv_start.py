@@ -122,13 +122,13 @@ def test_a_measurement_that_fails_leaves_lookups(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    from nwor_specpv.vllm.specpv.target import Target
+    from nwor_specpv.vllm.specpv.target import TargetModel
 
     def fail(*_: Any) -> Any:
         raise RuntimeError("injected")
 
     with monkeypatch.context() as patch, caplog.at_level(logging.WARNING, "nwor_specpv"):
-        patch.setattr(Target, "greedy", fail)
+        patch.setattr(TargetModel, "greedy", fail)
         llm, drafter = begin()
     assert draft_failures(before) == {"start": 1}
     said = "no views, requests draft by lookups alone: RuntimeError: injected"

@@ -109,7 +109,7 @@ def check_both(result: dict[str, Any], broken: int) -> None:
 def test_what_fails_on_one_rank_drafts_nothing_on_both(
     tmp_path: Path, plain_tokens: list, part: str, every: int
 ) -> None:
-    """Tokens stay right and later rounds draft again."""
+    """Tokens stay right and later proposals have drafts again."""
     result = draft_over_views(tmp_path, 3, broken=(1, part, every, every))
     assert result["tokens"] == plain_tokens
     check_both(result, broken=1)

@@ -46,7 +46,7 @@ def test_costs_and_memory_are_there_before_the_first_request(
 
     runner, _, mode = kind.partition("-")
     choose_runner(monkeypatch, runner)
-    module, name = (speculator, "measure_rounds") if runner == "v2" else (drafter, "measure_passes")
+    module, name = (speculator, "measure_loop") if runner == "v2" else (drafter, "measure_passes")
     before, measured = Metrics().snapshot(), watch_measurements(monkeypatch, module, name)
     options: dict[str, Any] = {"speculation": SPECULATION}
     if runner == "v2":
@@ -62,8 +62,8 @@ def test_costs_and_memory_are_there_before_the_first_request(
         """Costs, and the memory of views."""
         if runner == "v1":
             return runs.drafter._costs, runs.drafter._store
-        rounds = runs.speculator._rounds
-        return runs.speculator.lengths.costs, rounds.store if rounds is not None else None
+        loop = runs.speculator._loop
+        return runs.speculator.lengths.costs, loop.store if loop is not None else None
 
     costs, store = state()
     print(f"{kind}: {costs}")

@@ -22,7 +22,7 @@ from vllm.v1.attention.backends.cpu_attn import (
 
 from nwor_specpv import PartialView, verify_attention
 from nwor_specpv.errors import NworError
-from nwor_specpv.vllm import rows
+from nwor_specpv.vllm import draft_rows
 from nwor_specpv.vllm.engine import StepSeen
 from nwor_specpv.vllm.specpv.partial_pass import PartialPass
 from nwor_specpv.vllm.specpv.refresh import RefreshStep
@@ -77,7 +77,7 @@ class NworCpuMetadataBuilder(CPUAttentionMetadataBuilder):
         if not self._own or fast_build:  # a fast build is the drafter's
             return metadata
         common = common_attn_metadata
-        lens = rows.query_lens(common.query_start_loc_cpu, common.num_reqs)
+        lens = draft_rows.query_lens(common.query_start_loc_cpu, common.num_reqs)
         drafts = self._engine.drafts(lens, common)
         self._engine.steps.begin(self._group, lens, drafts, common.slot_mapping)
         self._engine.seen = StepSeen(lens, drafts, common.block_table_tensor)

@@ -20,7 +20,7 @@ from vllm.v1.attention.backends.flash_attn import (
 
 from nwor_specpv import _C, verify_plan
 from nwor_specpv.errors import NworError
-from nwor_specpv.vllm import rows
+from nwor_specpv.vllm import draft_rows
 from nwor_specpv.vllm.engine import StepSeen
 from nwor_specpv.vllm.registry import find_engine
 from nwor_specpv.vllm.specpv.refresh import RefreshStep
@@ -129,11 +129,11 @@ class NworFlashMetadataBuilder(FlashAttentionMetadataBuilder):
                 "layers of the model: got attention that is not causal, expected none in a model "
                 "that verifies drafts"
             )
-        lens = rows.query_lens(common.query_start_loc_cpu, common.num_reqs)
+        lens = draft_rows.query_lens(common.query_start_loc_cpu, common.num_reqs)
         drafts = [max(0, n - 1) for n in lens] if capture else self._engine.drafts(lens, common)
-        real = rows.without_padding(lens)
+        real = draft_rows.without_padding(lens)
         uniform = lens[0] if lens and lens[0] in self._uniform_rows else self._uniform_rows[0]
-        count = rows.verify_requests(lens, drafts, uniform)
+        count = draft_rows.verify_requests(lens, drafts, uniform)
         self._engine.steps.begin(
             self._group,
             lens[:real],

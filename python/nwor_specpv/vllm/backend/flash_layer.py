@@ -19,7 +19,7 @@ from nwor_specpv import _C, PartialView, verify_attention
 from nwor_specpv.errors import NworError
 from nwor_specpv.vllm.engine import engine_of
 from nwor_specpv.vllm.specpv.partial_pass import PartialPass
-from nwor_specpv.vllm.support import holds_codes
+from nwor_specpv.vllm.support import is_quantized
 
 from .caches import key_value_of
 from .flash_metadata import NworFlashMetadata, VerifyPart
@@ -39,7 +39,7 @@ class NworFlashImpl(TargetLayer, FlashAttentionImpl):
     stock = FlashAttentionImpl
 
     @classmethod
-    def takes_codes(cls, arguments: Mapping[str, Any]) -> bool:
+    def takes_quantized(cls, arguments: Mapping[str, Any]) -> bool:
         return arguments["kv_cache_dtype"] in FLOAT8 and not cls._needs_ours(arguments)
 
     @classmethod
@@ -64,7 +64,7 @@ class NworFlashImpl(TargetLayer, FlashAttentionImpl):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._route = self.engine.settings.attention_route
-        self._codes = holds_codes(self.kv_cache_dtype)
+        self._quantized = is_quantized(self.kv_cache_dtype)
         self.window = self.sliding_window[0] + 1 if self.sliding_window[0] >= 0 else 0
         self.flash_prefix = (
             self._route in FLASH_ROUTES
@@ -170,7 +170,7 @@ class NworFlashImpl(TargetLayer, FlashAttentionImpl):
         """
         prefix, plain_query, descale = part.prefix, query, {}
         assert prefix is not None
-        if self._codes:
+        if self._quantized:
             kv_cache = kv_cache.view(torch.float8_e4m3fn)
             shape = (part.prefix_lens.shape[0], self.num_kv_heads)
             descale = {"k_descale": layer._k_scale.expand(shape)}

@@ -14,7 +14,7 @@ from vllm.forward_context import get_forward_context
 from nwor_specpv.errors import NworError, logger
 from nwor_specpv.vllm.engine import HEAD_MODEL, TARGET_MODEL, Engine, engine_of
 from nwor_specpv.vllm.registry import find_engine
-from nwor_specpv.vllm.support import holds_codes, layer_problem
+from nwor_specpv.vllm.support import is_quantized, layer_problem
 
 
 class TargetLayer:
@@ -44,7 +44,7 @@ class TargetLayer:
             sinks=of["sinks"] is not None,
             kv_sharing_target=of["kv_sharing_target_layer_name"],
             head_size=of["head_size"],
-            quantised_cache=holds_codes(of["kv_cache_dtype"]) and not cls.takes_codes(of),
+            quantized_cache=is_quantized(of["kv_cache_dtype"]) and not cls.takes_quantized(of),
         )
         problem = problem or cls.device_problem(of)
         if problem is None:
@@ -53,7 +53,7 @@ class TargetLayer:
         return cls.stock(*args, **kwargs)
 
     @classmethod
-    def takes_codes(cls, arguments: Mapping[str, Any]) -> bool:
+    def takes_quantized(cls, arguments: Mapping[str, Any]) -> bool:
         """Whether a layer built with these arguments works on the quantised cache they ask for."""
         return False
 

@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from nwor_specpv.vllm import registry, rows, versions
+from nwor_specpv.vllm import draft_rows, registry, versions
 
 from .wrapping import wrap
 
@@ -32,7 +32,7 @@ def install() -> str | None:
         found = registry.find_engine(runner.vllm_config)
         if found is not None and found.off is None:
             found.attach(runner)
-            found.finish(functools.partial(rows.accepted_by_tokens, output_token_ids))
+            found.finish(functools.partial(draft_rows.accepted_by_tokens, output_token_ids))
 
     def finish_v2(
         runner: Any, _idx: Any, _tokens: Any, _num: Any, num_rejected: torch.Tensor, *_: Any
@@ -40,7 +40,7 @@ def install() -> str | None:
         found = registry.find_engine(runner.vllm_config)
         if found is not None and found.off is None:
             found.attach(runner)
-            found.finish(functools.partial(rows.accepted_by_rejections, num_rejected))
+            found.finish(functools.partial(draft_rows.accepted_by_rejections, num_rejected))
 
     vllm = versions.adapter
     return wrap(vllm.AFTER_SAMPLING_V1, finish_v1) or wrap(vllm.AFTER_SAMPLING_V2, finish_v2)

@@ -84,7 +84,7 @@ def install(make_ours: Factory) -> None:
 
 
 def wanted(vllm_config: Any) -> bool:
-    """Whether this engine drafts by rounds: mode `lossless` with an EAGLE head."""
+    """Whether this engine drafts by a head and partial passes: mode `lossless` with EAGLE."""
     settings = read_settings(vllm_config.additional_config)
     speculative = vllm_config.speculative_config
     return (

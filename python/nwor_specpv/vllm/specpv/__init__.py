@@ -1,18 +1,18 @@
 """Partial verification in vLLM: long contexts without reading the whole cache at every step.
 
-    rules         what is refused at start, with the reason and the mend
+    rules         what is refused at start, with the reason and the remedy
     views         per-request summaries, chosen blocks and views into the engine's cache
     tail          K/V of unconfirmed drafts, in memory of our own
     partial_pass  the target model over a view: what one forward pass of it needs
     ngram         lookups in a request's own tokens, kept up to date as it grows
     policy        how many partial passes pay, from measured costs and running acceptance
     drafter       mode `lossless` on model runner V1: a proposer vLLM loads by its class path
-    turns         the passes of one of its rounds
+    turns         the passes of one of its proposals
     target        the target model as a drafter: partial passes
     costs         what passes cost, measured at start
     chain         chains of drafts that grow on the device
-    rounds        head and partial pass in turns, as two graphs
-    round_models  vLLM's target and head on a round's rows
+    draft_loop    head and partial pass in turns, as graphs
+    draft_models  vLLM's target and head on rows of ours
     speculator    mode `lossless` on model runner V2, in the place of vLLM's EAGLE speculator
     lengths       how many drafts and passes pay there
     scheduler     vLLM's schedulers: with as many drafts as pay, or capping what is published

@@ -27,17 +27,17 @@ from nwor_specpv.vllm.engine import StepSeen, engine_of
 from . import rules
 from .costs import measure_passes
 from .ngram import NgramIndex
-from .policy import Round, Running, StepCosts, choose_passes
+from .policy import DraftOutlook, Running, StepCosts, choose_passes
 from .tail import Tail
-from .target import Target, own_layers
+from .target import TargetModel, own_layers
 from .turns import Turns
-from .views import Batch, ViewStore
+from .views import ViewBatch, ViewStore
 
 _MAX_LOOKUP = 16  # tokens a lookup alone may draft
 
 
 @dataclass
-class Request:
+class DraftedRequest:
     """What is kept of a request while it stays in the batch."""
 
     state: Any  # vLLM's own: another one under the same name is another request
@@ -69,8 +69,8 @@ class PartialViewDrafter:
         )
         self._inner = settings.specpv_draft_lookup
         self._max_len = vllm_config.model_config.max_model_len
-        self._requests: dict[str, Request] = {}
-        self._target: Target | None = None
+        self._requests: dict[str, DraftedRequest] = {}
+        self._target: TargetModel | None = None
         self._store: ViewStore | None = None
         self._tail: Tail | None = None
         self._costs: StepCosts | None = None
@@ -83,11 +83,11 @@ class PartialViewDrafter:
     def load_model(self, target: Any) -> None:
         """vLLM has built the target. Its layers must be ours: nobody else reads views."""
         names = own_layers(self._engine.layers)
-        self._target = Target(self._vllm_config, target, names)
+        self._target = TargetModel(self._vllm_config, target, names)
 
     @torch.inference_mode()
     def start(self) -> None:
-        """Memory of views and costs of passes, before the first request; see `runner_hooks`.
+        """Memory of views and costs of passes, before the first request; see `hooks.runner`.
 
         Nothing is taken where no request can be longer than its view. What fails leaves requests
         to lookups.
@@ -127,7 +127,7 @@ class PartialViewDrafter:
         except Exception as error:
             self._fail(error)
             self._renew()  # whatever was half done
-            if not self._failures.alone:
+            if not self._failures.single_rank:
                 self._expect()  # one may have counted less than the others, and they choose alike
             drafts = [[] for _ in sampled_token_ids]
         self._proposed_at = time.perf_counter()
@@ -136,7 +136,7 @@ class PartialViewDrafter:
     def _propose(
         self, sampled: list[list[int]], num_tokens: Any, token_ids: Any, started: float
     ) -> list[list[int]]:
-        """Ranks agree before the round, within it and on the drafts, which are equal."""
+        """Ranks agree before the passes, between them and on the drafts, which are equal."""
         count = len(sampled)
         lens = [int(length) for length in num_tokens[:count]]
         active = [i for i in range(count) if sampled[i] and lens[i] < self._max_len]
@@ -153,7 +153,7 @@ class PartialViewDrafter:
             if not passes:
                 return self._drafts(active, requests, {})
         try:
-            chains = self._round(members, requests, lens, seen, passes)
+            chains = self._draft_by_passes(members, requests, lens, seen, passes)
         except Exception as error:
             self._fail(error)
             chains = {i: [] for i in members}
@@ -161,7 +161,7 @@ class PartialViewDrafter:
             return self._drafts(active, requests, chains)
 
     def _drafts(
-        self, active: list[int], requests: list[Request], chains: dict[int, list[int]]
+        self, active: list[int], requests: list[DraftedRequest], chains: dict[int, list[int]]
     ) -> list[list[int]]:
         """Chains and the lookups behind them; lookups alone for who has no chain."""
         drafts: list[list[int]] = [[] for _ in requests]
@@ -208,7 +208,7 @@ class PartialViewDrafter:
             if sampled[i]:
                 known.index.extend(token_ids[i, len(known.index) : lens[i]])
 
-    def _judge(self, request: Request, scheduled: int, accepted: int) -> None:
+    def _judge(self, request: DraftedRequest, scheduled: int, accepted: int) -> None:
         """A full step has judged the last proposal; vLLM may have scheduled less of it."""
         chain = min(request.by_view, scheduled)
         if chain:
@@ -237,16 +237,16 @@ class PartialViewDrafter:
             known = self._drop(name)
             self._requests[name] = self._new(known.state, known.index)
 
-    def _new(self, state: Any, index: NgramIndex) -> Request:
-        return Request(state, max(1, self._inner), index)
+    def _new(self, state: Any, index: NgramIndex) -> DraftedRequest:
+        return DraftedRequest(state, max(1, self._inner), index)
 
-    def _drop(self, name: str) -> Request:
+    def _drop(self, name: str) -> DraftedRequest:
         request = self._requests.pop(name)
         if request.row is not None and self._store is not None:
             self._store.close(request.row)
         return request
 
-    def _has_view(self, request: Request, length: int) -> bool:
+    def _has_view(self, request: DraftedRequest, length: int) -> bool:
         """Whether a request is longer than its view and has, or gets, a row."""
         if self._store is None or length - 1 <= self._shortest:
             return False
@@ -284,7 +284,7 @@ class PartialViewDrafter:
         costs = StepCosts(
             self._costs.base, self._costs.per_row, self._costs.per_token, self.full_extra.mean
         )
-        known = Round(
+        known = DraftOutlook(
             contexts=[lens[i] for i in members],
             view_tokens=self._store.budget.static_tokens,
             others=sum(lens[i] for i in others),
@@ -301,20 +301,20 @@ class PartialViewDrafter:
 
     def _observe(self, now: float, seen: StepSeen, lens: list[int]) -> None:
         """What a full step took beyond the model's passes: it is over when drafts are asked for."""
-        alone = self._vllm_config.parallel_config.tensor_parallel_size == 1
+        single_rank = self._vllm_config.parallel_config.tensor_parallel_size == 1
         verifies = all(n == 1 + d for n, d in zip(seen.lens, seen.drafts, strict=True))
-        if self._costs is None or not self._proposed_at or not alone or not verifies:
+        if self._costs is None or not self._proposed_at or not single_rank or not verifies:
             return
         run = self._costs.run(sum(seen.lens), sum(lens))
         extra = now - self._proposed_at - run
         self.full_extra.add(max(-self._costs.base, min(run, extra)))
 
-    # ---- a round of partial passes --------------------------------------------------------------
+    # ---- partial passes -------------------------------------------------------------------------
 
-    def _round(
+    def _draft_by_passes(
         self,
         members: list[int],
-        requests: list[Request],
+        requests: list[DraftedRequest],
         lens: list[int],
         seen: StepSeen,
         passes: int,
@@ -344,9 +344,11 @@ class PartialViewDrafter:
                 inner=self._inner,
                 max_len=self._max_len,
                 select_interval=self._settings.specpv_draft_select_interval,
-                keeps_failure=not self._failures.alone,
+                keeps_failure=not self._failures.single_rank,
             )
-            store.begin(Batch(turns.block_table, rows, turns.prefix_lens, torch.ones_like(rows)))
+            store.begin(
+                ViewBatch(turns.block_table, rows, turns.prefix_lens, torch.ones_like(rows))
+            )
             turn = turns.next()
         while turn is not None:
             said = target.greedy(turn.passed, turn.tokens, turn.positions)

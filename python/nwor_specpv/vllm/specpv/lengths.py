@@ -1,6 +1,6 @@
 """How many drafts a step verifies, and how many partial passes make them (model runner V2).
 
-Either the head drafts alone, `specpv_draft_lookup` tokens, or a round of passes drafts
+Either the head drafts alone, `specpv_draft_lookup` tokens, or partial passes draft
 `num_speculative_tokens`: other lengths would need graphs of their own. The scheduler decides for
 the next step, the worker follows it. Costs are measured at start where there is one rank, whose
 process the scheduler shares; elsewhere everybody must come to the same answer alone, so batch times
@@ -17,12 +17,12 @@ import torch
 from nwor_specpv import _C
 
 from .late_counts import LateCounts
-from .policy import Round, Running, StepCosts, choose_passes
+from .policy import DraftOutlook, Running, StepCosts, choose_passes
 
 if TYPE_CHECKING:
     from .chain import Chains
 
-# Tokens of batch times context from which rounds pay on large GPUs; several ranks go by it.
+# Tokens of batch times context from which passes pay on large GPUs; several ranks go by it.
 PAYS_FROM = 150_000
 # Seconds of a full step beyond those of a pass, which has a turn of the head as well: sampling.
 _FULL_EXTRA = 0.3e-3
@@ -37,7 +37,7 @@ def head_drafts(settings: Any, limit: int) -> int:
 class Lengths:
     """The choice of one engine. Thread-safety: none."""
 
-    def __init__(self, settings: Any, limit: int, *, alone: bool) -> None:
+    def __init__(self, settings: Any, limit: int, *, single_rank: bool) -> None:
         self._fixed = settings.specpv_draft_passes
         self._limit = limit
         self._guesses = head_drafts(settings, limit)
@@ -46,7 +46,7 @@ class Lengths:
         # Requests up to this length have no views.
         self.shortest = max(settings.specpv_partial_threshold, self.view_tokens)
         self._max_views = settings.specpv_max_requests
-        self._alone = alone
+        self._single_rank = single_rank
         self.costs: StepCosts | None = None
         self._given_up = False
         self.agreement = Running(0.95)
@@ -76,7 +76,7 @@ class Lengths:
             # The head's last guesses follow the chain.
             chain = max(1, self._limit - self._guesses)
             return -(-chain // max(1, round(0.7 * (1 + self._guesses))))
-        known = Round(
+        known = DraftOutlook(
             contexts=long,
             view_tokens=self.view_tokens,
             others=others,
@@ -93,21 +93,21 @@ class Lengths:
         return choose_passes(self.costs, known)
 
     def possible(self, max_model_len: int) -> bool:
-        """Whether a request can be long enough for rounds, which have not failed."""
+        """Whether a request can be long enough for passes, which have not failed."""
         return max_model_len > self.shortest and not self._given_up
 
     @property
     def wants_costs(self) -> bool:
         """Whether measured costs are missing, and would decide."""
-        return self._alone and not self._fixed and self.costs is None
+        return self._single_rank and not self._fixed and self.costs is None
 
     def learn(self, costs: StepCosts) -> None:
         """What passes were measured to cost here."""
-        if self._alone:
+        if self._single_rank:
             self.costs = StepCosts(costs.base, costs.per_row, costs.per_token, _FULL_EXTRA)
 
     def give_up(self) -> None:
-        """Rounds have failed: the head drafts alone."""
+        """Passes have failed: the head drafts alone."""
         self._given_up = True
 
     def observe(self, counts: Sequence[int]) -> None:
@@ -130,12 +130,12 @@ class AcceptanceCounts:
         self._counts = LateCounts(6, device)
         self._observe = observe
         self._steps = 0
-        self._round: tuple[Chains, list[str], int] | None = None  # whose drafts are verified next
+        self._chained: tuple[Chains, list[str], int] | None = None  # whose drafts are verified next
         self._names: list[str] = []
 
     def drafted(self, chains: Chains | None, names: list[str], passes: int) -> None:
-        """Drafts of these requests were made, by a round or by the head alone (None)."""
-        self._round = (chains, names, passes) if chains is not None else None
+        """Drafts of these requests were made, by passes or by the head alone (None)."""
+        self._chained = (chains, names, passes) if chains is not None else None
         self._names = names
 
     def judged(self, names: list[str], lens: Sequence[int], num_rejected: torch.Tensor) -> None:
@@ -143,19 +143,19 @@ class AcceptanceCounts:
         self._steps += 1
         if names != self._names or not names:
             return
-        if self._round is None and self._steps % _LOOK_INTERVAL:  # short steps feel every launch
+        if self._chained is None and self._steps % _LOOK_INTERVAL:  # short steps feel every launch
             return
         scheduled = lens[0]
         if any(number != scheduled for number in lens) or scheduled == 0:
             return
         accepted = (scheduled - num_rejected[: len(names)]).clamp(min=0)
         counts = self._counts.counts
-        if self._round is None:
+        if self._chained is None:
             ended = accepted < scheduled
             counts[2] += accepted.sum()
             counts[3] += (accepted + ended).sum()
         else:
-            chains, _, passes = self._round
+            chains, _, passes = self._chained
             ends = chains.lens[: len(names)].clamp(max=scheduled)
             active = chains.active[: len(names)]
             confirmed = torch.minimum(accepted, ends)

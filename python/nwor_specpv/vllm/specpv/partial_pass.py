@@ -1,6 +1,6 @@
 """The target model over a view of its context: what its attention layers need for one pass.
 
-Rows see the request's view, the tail of drafts that earlier passes of the round have made, and one
+Rows see the request's view, the tail of drafts that earlier passes have made, and one
 another. Nothing of them is written to the engine's cache: vLLM is given no slots, and K/V goes to
 the tail.
 
@@ -36,7 +36,7 @@ class PartialPass:
     slots: torch.Tensor  # [B * num_rows] int64 in the tail, -1: not kept
     num_rows: int
     has_tail: bool
-    select: bool  # the pass' queries choose the blocks, in the first pass of a round at least
+    select: bool  # the pass' queries choose the blocks, in the first pass of a proposal at least
     query_rows: torch.Tensor | None = None  # [B, 2] int32: rows that are no padding
     plan: torch.Tensor | None = None  # of all layers: their views have the same lengths
     keeps_failure: bool = False  # other ranks run it, too: whoever fails goes on to its end

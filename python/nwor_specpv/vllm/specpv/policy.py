@@ -1,7 +1,7 @@
 """How many partial passes to draft with before a full step: pure functions of measured costs.
 
-A round is m partial passes and one full step. A pass yields some tokens (its own and the lookups it
-confirms); each stands with probability `agreement`, and the first that does not ends the round.
+m partial passes come before a full step. A pass yields some tokens (its own and the lookups it
+confirms); each stands with probability `agreement`, and the first that does not ends the chain.
 Behind them are lookups that no pass has seen, as far as drafts may go.
 m = 0 means lookups alone: short contexts and small batches, where reading the view instead of the
 context saves less than a pass costs.
@@ -70,8 +70,8 @@ class Running:
 
 
 @dataclass(frozen=True)
-class Round:
-    """What is known when a round is planned."""
+class DraftOutlook:
+    """What is known before drafts are made."""
 
     contexts: Sequence[int]  # tokens of the requests that have views
     view_tokens: int
@@ -87,7 +87,7 @@ class Round:
     all_pass: bool = False  # requests without views take part in passes, and read all they have
 
 
-def choose_passes(costs: StepCosts, known: Round) -> int:
+def choose_passes(costs: StepCosts, known: DraftOutlook) -> int:
     """The number of partial passes with the most tokens per second; 0: lookups alone."""
     requests, context = len(known.contexts), sum(known.contexts)
     if requests == 0:

@@ -21,11 +21,11 @@ from nwor_specpv.vllm.backend.caches import key_value_of
 
 from .drift import DriftProbe
 from .publishing import always_full
-from .views import Batch, ViewStore
+from .views import ViewBatch, ViewStore
 
 
 @dataclass
-class Request:
+class RefreshRequest:
     """What the host knows of a request that is in the batch."""
 
     row: int
@@ -36,7 +36,7 @@ class Request:
 
 
 @dataclass(frozen=True)
-class Decision:
+class RefreshDecision:
     """What one request does in a step."""
 
     row: int = -1
@@ -104,8 +104,8 @@ class RefreshViews:
         self._threshold = settings.specpv_partial_threshold
         self._interval = settings.specpv_full_refresh_interval
         self._bytes_per_token = 2 * sum(cache[0, 0].nbytes for cache in key_caches)
-        self._requests: dict[str, Request] = {}
-        self._open: list[Request] = []  # that select in the step that is open
+        self._requests: dict[str, RefreshRequest] = {}
+        self._open: list[RefreshRequest] = []  # that select in the step that is open
         self._step: RefreshStep | None = None
         self._any_views = False  # the device knows of requests that have one
         self._problem = ""  # why blocks could not be chosen, as logged last
@@ -126,7 +126,7 @@ class RefreshViews:
         drafts: Sequence[int],
         prefilling: Sequence[bool],
         count: int | None = None,
-    ) -> list[Decision]:
+    ) -> list[RefreshDecision]:
         """What each request of the batch does. `contexts`: tokens before its rows, at most.
 
         Of more than `count` requests those behind see their whole context, whatever they have.
@@ -138,18 +138,18 @@ class RefreshViews:
 
     def _decide(
         self, name: str, context: int, rows: int, drafts: int, prefilling: bool
-    ) -> Decision:
+    ) -> RefreshDecision:
         """`prefilling`: its rows are of a prompt, or computed again; a piece of either may be one
         row, as a verify step without drafts is."""
         budget = self.store.budget
         if self._needs_all(name, context, rows, drafts, prefilling):
-            return Decision(trigger="short_context")
+            return RefreshDecision(trigger="short_context")
         request = self._requests.get(name)
         if request is None:
             row = self.store.open()
             if row is None:
-                return Decision(trigger="policy")
-            request = self._requests[name] = Request(row)
+                return RefreshDecision(trigger="policy")
+            request = self._requests[name] = RefreshRequest(row)
         trigger = "none"
         if not request.selected:
             trigger = "refresh_failure" if request.failed else "first"
@@ -159,19 +159,19 @@ class RefreshViews:
             trigger = "interval"
         if trigger == "none":
             request.steps += 1
-            return Decision(request.row, partial=True)
+            return RefreshDecision(request.row, partial=True)
         probe = request.selected and context - request.anchor <= budget.tail_capacity
         request.anchor, request.steps, request.selected = context, 0, True
         request.failed = False
         self._open.append(request)
-        return Decision(request.row, select=True, probe=probe, trigger=trigger)
+        return RefreshDecision(request.row, select=True, probe=probe, trigger=trigger)
 
     def _decide_behind(
         self, name: str, context: int, rows: int, drafts: int, prefilling: bool
-    ) -> Decision:
+    ) -> RefreshDecision:
         """A view that it has is still good for its next step: the tail has what comes now."""
         all_of_it = self._needs_all(name, context, rows, drafts, prefilling)
-        return Decision(trigger="short_context" if all_of_it else "policy")
+        return RefreshDecision(trigger="short_context" if all_of_it else "policy")
 
     def _needs_all(self, name: str, context: int, rows: int, drafts: int, prefilling: bool) -> bool:
         short = context <= always_full(self.store.budget, self._threshold)
@@ -224,13 +224,13 @@ class RefreshViews:
 
     def _tell(
         self,
-        decisions: list[Decision],
+        decisions: list[RefreshDecision],
         lens: Sequence[int],
         prefix_lens: torch.Tensor,
         block_table: torch.Tensor,
     ) -> RefreshStep:
         count, device = len(lens), prefix_lens.device
-        decisions = decisions + [Decision()] * (count - len(decisions))
+        decisions = decisions + [RefreshDecision()] * (count - len(decisions))
         self._make_views(decisions, prefix_lens, block_table)
         probes = any(d.probe for d in decisions)
         uniform = len(set(lens)) == 1
@@ -257,7 +257,7 @@ class RefreshViews:
         return self._step
 
     def _make_views(
-        self, decisions: list[Decision], prefix_lens: torch.Tensor, block_table: torch.Tensor
+        self, decisions: list[RefreshDecision], prefix_lens: torch.Tensor, block_table: torch.Tensor
     ) -> None:
         """Views of the step on the device; short steps feel every launch."""
         store = self.store
@@ -271,7 +271,7 @@ class RefreshViews:
         told = [[d.row, d.select, d.partial, d.probe] for d in decisions]
         flags = _to_device(told, torch.int32, prefix_lens.device).T.contiguous()
         selects = any(d.select for d in decisions)
-        batch = Batch(block_table, flags[0], prefix_lens, flags[1])
+        batch = ViewBatch(block_table, flags[0], prefix_lens, flags[1])
         store.begin(batch, flags[2], selects=selects)
         if any(d.probe for d in decisions):
             self.drift.build(block_table, flags[3])
@@ -315,7 +315,7 @@ class RefreshViews:
         """Where a layer leaves its queries for `finish`; the same memory in every step."""
         return self._queries[layer, : rows.shape[0]]
 
-    def _count(self, decisions: list[Decision], contexts: Sequence[int]) -> None:
+    def _count(self, decisions: list[RefreshDecision], contexts: Sequence[int]) -> None:
         view = self.store.budget.static_tokens
         partial = [c for d, c in zip(decisions, contexts, strict=False) if d.partial]
         whole = sum(contexts[: len(decisions)])

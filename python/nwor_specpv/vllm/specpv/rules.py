@@ -1,4 +1,4 @@
-"""What partial verification in vLLM asks of a set-up: judged at start, with reason and mend.
+"""What partial verification in vLLM asks of a set-up: judged at start, with reason and remedy.
 
 Users have asked for it by name, so what does not fit stops the start; nothing is switched off
 behind their backs.
@@ -12,7 +12,7 @@ from typing import Any
 
 from nwor_specpv.config import Settings
 from nwor_specpv.errors import NworError
-from nwor_specpv.vllm.support import Refusal, holds_codes
+from nwor_specpv.vllm.support import Refusal, is_quantized
 
 from .publishing import CapsPublished
 
@@ -123,7 +123,7 @@ def _refusals(settings: Settings, setup: LongContext, staging_off: str | None) -
             "specpv_storage 'compact' or specpv_offload: views are lists of vLLM's own pages",
             "use specpv_storage 'paged' without specpv_offload",
         )
-    if holds_codes(setup.cache_dtype):
+    if is_quantized(setup.cache_dtype):
         yield Refusal(
             f"a cache of {setup.cache_dtype}: views read K/V as the model computes it",
             "use --kv-cache-dtype auto, or drop enable_specpv",

@@ -1,7 +1,7 @@
 """vLLM's schedulers for long contexts: --scheduler-cls nwor_specpv.vllm.specpv.scheduler.NAME
 
 * LongContextScheduler, mode `lossless` with a head: requests in short contexts verify the head's
-  few drafts, as in vLLM; where rounds of partial passes pay, they verify long chains. It changes
+  few drafts, as in vLLM; where partial passes pay, they verify long chains. It changes
   one number that vLLM's scheduler has for this purpose. It serves engines with and without
   asynchronous scheduling.
 * RefreshScheduler, AsyncRefreshScheduler, mode `refresh` with prefix caching: the one without and
@@ -71,7 +71,7 @@ class LongContextScheduler(AsyncScheduler):
             return engine.lengths
         if not hasattr(self, "_lengths"):
             settings = read_settings(self.vllm_config.additional_config)
-            self._lengths = Lengths(settings, self.num_spec_tokens, alone=False)
+            self._lengths = Lengths(settings, self.num_spec_tokens, single_rank=False)
         return self._lengths
 
 

@@ -33,7 +33,7 @@ def own_layers(layers: Mapping[str, Any], besides: Collection[str] = ()) -> list
     return names
 
 
-class Target:
+class TargetModel:
     """vLLM's own model, called outside of its steps."""
 
     def __init__(self, vllm_config: Any, model: Callable[..., Any], layers: list[str]) -> None:

@@ -1,4 +1,4 @@
-"""The passes of one round on model runner V1: what each is asked, and how its answers grow chains.
+"""The passes of one proposal (model runner V1): what each is asked, how answers grow chains.
 
 Nothing here waits for another rank, so that ranks can agree between passes.
 """
@@ -28,7 +28,7 @@ class Turn:
 
 
 class Turns:
-    """A round: `next`, whoever runs the pass, `judge`, and so on. Thread-safety: none."""
+    """A proposal: `next`, whoever runs the pass, `judge`, and so on. Thread-safety: none."""
 
     def __init__(
         self,

@@ -18,7 +18,7 @@ from nwor_specpv.errors import NworError
 
 
 @dataclass(frozen=True)
-class Batch:
+class ViewBatch:
     """The requests of one step, [B] int32 each but for the table. Row -1 takes no part."""
 
     block_table: torch.Tensor  # [B, pages] int32
@@ -133,7 +133,7 @@ class ViewStore:
     # ---- a step ---------------------------------------------------------------------------------
 
     def begin(
-        self, batch: Batch, partial: torch.Tensor | None = None, *, selects: bool = True
+        self, batch: ViewBatch, partial: torch.Tensor | None = None, *, selects: bool = True
     ) -> None:
         """Tells the device what the requests do. `partial` [B]: 1: sees the view; default: all.
 

@@ -78,7 +78,7 @@ def accepted_by_rejections(num_rejected: torch.Tensor, num_drafts: torch.Tensor)
     return (num_drafts - num_rejected.to(torch.int32)).clamp_(min=0)
 
 
-def draft_rows(lens: Sequence[int], drafts: Sequence[int]) -> tuple[list[int], list[list[int]]]:
+def draft_path(lens: Sequence[int], drafts: Sequence[int]) -> tuple[list[int], list[list[int]]]:
     """Drafts of each request, and rows of the request from its first draft on, `depth` of them.
 
     `depth` is that of the request with most drafts, at least 1; entries beyond a request's drafts

@@ -1,4 +1,4 @@
-"""The two models of a round as vLLM has them: the target over views, and the EAGLE head.
+"""The two models that draft, as vLLM has them: the target over views, and the EAGLE head.
 
 Both run on rows of ours, inside captured graphs: whatever they touch keeps its address.
 """
@@ -18,9 +18,9 @@ from nwor_specpv.errors import NworError
 from .chain import Chains, slots_of, window_of
 from .lengths import Lengths
 from .partial_pass import PartialPass
-from .target import Target
+from .target import TargetModel
 
-_HEAD_TOKENS = 1024  # that a head sees in a round, at most
+_HEAD_TOKENS = 1024  # that a head sees beside partial passes, at most
 
 
 class Drafting(Protocol):
@@ -86,7 +86,7 @@ def _column(columns: torch.Tensor | None, number: int) -> torch.Tensor | None:
 class SampledTarget:
     """vLLM's target over views, and its tokens: the likeliest, or drawn as requests ask for."""
 
-    def __init__(self, speculator: Drafting, target: Target) -> None:
+    def __init__(self, speculator: Drafting, target: TargetModel) -> None:
         self._speculator, self._model = speculator, target
 
     def run(
@@ -142,8 +142,8 @@ class EagleHead:
         # A turn takes up a pass' rows, and then guesses from the last right one on.
         self._reach = 2 * chains.rows
         self._steps = torch.arange(self._reach, device=device)
-        # In rounds it sees the latest tokens only: it would read the whole of its cache for every
-        # guess otherwise.
+        # Beside partial passes it sees the latest tokens only: it would read the whole of its
+        # cache for every guess otherwise.
         view = min(speculator.lengths.view_tokens, _HEAD_TOKENS) + chains.limit + chains.rows
         self._pages = 1 - (-view // self._page_size)
 
