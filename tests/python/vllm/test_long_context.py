@@ -17,7 +17,6 @@ from nwor_specpv.vllm.settings import read_settings
 from nwor_specpv.vllm.specpv.ngram import NgramIndex
 from nwor_specpv.vllm.specpv.policy import (
     DraftOutlook,
-    Running,
     StepCosts,
     choose_passes,
     expected_accepted,
@@ -179,14 +178,6 @@ def test_longer_contexts_and_better_agreement_want_more_passes() -> None:
     for passes in (by_context, by_agreement):
         assert passes == sorted(passes)
         assert passes[0] < passes[-1]
-
-
-def test_running_means_forget() -> None:
-    running = Running(0.9)
-    assert running.mean == pytest.approx(0.9)
-    for _ in range(1000):
-        running.add(1, 2)
-    assert running.mean == pytest.approx(0.5, abs=0.01)
 
 
 GOOD = LongContext(

@@ -353,8 +353,8 @@ def test_ranks_that_have_failed_forget_alike_what_they_have_learnt(
     ours, found = drafter(), []
     fresh = SimpleNamespace()
     type(ours)._expect(fresh)
-    expectations = [getattr(fresh, name).mean for name in learnt]
-    known = [getattr(ours, name).mean for name in learnt]
+    expectations = [getattr(fresh, name).value for name in learnt]
+    known = [getattr(ours, name).value for name in learnt]
     assert all(one != other for one, other in zip(known, expectations, strict=True))
     monkeypatch.setattr(own_engine().draft_failures, "_single_rank", False)
     passes, propose = ours._passes, ours.propose
@@ -366,7 +366,7 @@ def test_ranks_that_have_failed_forget_alike_what_they_have_learnt(
 
     def watched(*args: Any, **kwargs: Any) -> Any:
         drafts = propose(*args, **kwargs)
-        found.append([getattr(ours, name).mean for name in learnt])
+        found.append([getattr(ours, name).value for name in learnt])
         return drafts
 
     monkeypatch.setattr(ours, "_passes", failing)

@@ -27,7 +27,7 @@ from nwor_specpv.vllm.engine import StepSeen, engine_of
 from . import rules
 from .costs import measure_passes
 from .ngram import NgramIndex
-from .policy import DraftOutlook, Running, StepCosts, choose_passes
+from .policy import DraftOutlook, StepCosts, choose_passes, running_mean
 from .tail import Tail
 from .target import TargetModel, own_layers
 from .turns import Turns
@@ -76,7 +76,7 @@ class PartialViewDrafter:
         self._costs: StepCosts | None = None
         self._proposed_at = 0.0
         self._expect()
-        self.full_extra = Running(0.0, weight=1.0)
+        self.full_extra = running_mean(0.0, weight=1.0)
 
     # ---- what vLLM calls ------------------------------------------------------------------------
 
@@ -226,10 +226,10 @@ class PartialViewDrafter:
 
     def _expect(self) -> None:
         """What is taken for likely until something was seen."""
-        self.agreement = Running(0.9)
-        self.lookup_agreement = Running(0.5)
-        self.lookup_tokens = Running(1.0)
-        self.tokens_per_pass = Running(1.5)
+        self.agreement = running_mean(0.9)
+        self.lookup_agreement = running_mean(0.5)
+        self.lookup_tokens = running_mean(1.0)
+        self.tokens_per_pass = running_mean(1.5)
 
     def _renew(self) -> None:
         """Nothing stays of requests but their texts, which the next step brings up to date."""
@@ -282,7 +282,7 @@ class PartialViewDrafter:
         assert self._store is not None
         assert self._costs is not None
         costs = StepCosts(
-            self._costs.base, self._costs.per_row, self._costs.per_token, self.full_extra.mean
+            self._costs.base, self._costs.per_row, self._costs.per_token, self.full_extra.value
         )
         known = DraftOutlook(
             contexts=[lens[i] for i in members],
@@ -290,11 +290,11 @@ class PartialViewDrafter:
             others=sum(lens[i] for i in others),
             num_others=len(others),
             rows_per_pass=1 + self._inner,
-            tokens_per_pass=self.tokens_per_pass.mean,
-            agreement=min(self.agreement.mean, 0.999),
-            lookup_agreement=min(self.lookup_agreement.mean, 0.999),
-            lookup_tokens=self.lookup_tokens.mean,
-            tokens_behind=min(self._inner, self.lookup_tokens.mean),
+            tokens_per_pass=self.tokens_per_pass.value,
+            agreement=min(self.agreement.value, 0.999),
+            lookup_agreement=min(self.lookup_agreement.value, 0.999),
+            lookup_tokens=self.lookup_tokens.value,
+            tokens_behind=min(self._inner, self.lookup_tokens.value),
             max_drafts=self._limit,
         )
         return choose_passes(costs, known)

@@ -17,7 +17,7 @@ import torch
 from nwor_specpv import _C
 
 from .late_counts import LateCounts
-from .policy import DraftOutlook, Running, StepCosts, choose_passes
+from .policy import DraftOutlook, StepCosts, choose_passes, running_mean
 
 if TYPE_CHECKING:
     from .chain import Chains
@@ -49,9 +49,9 @@ class Lengths:
         self._single_rank = single_rank
         self.costs: StepCosts | None = None
         self._given_up = False
-        self.agreement = Running(0.95)
-        self.head_agreement = Running(0.7)
-        self.tokens_per_pass = Running(0.7 * (1 + self._guesses))
+        self.agreement = running_mean(0.95)
+        self.head_agreement = running_mean(0.7)
+        self.tokens_per_pass = running_mean(0.7 * (1 + self._guesses))
 
     def number(self, contexts: Sequence[int]) -> int:
         """Drafts that requests of these lengths get next."""
@@ -83,9 +83,9 @@ class Lengths:
             num_others=len(contexts) - len(long),
             all_pass=True,
             rows_per_pass=1 + self._guesses,
-            tokens_per_pass=self.tokens_per_pass.mean,
-            agreement=min(self.agreement.mean, 0.999),
-            lookup_agreement=min(self.head_agreement.mean, 0.999),
+            tokens_per_pass=self.tokens_per_pass.value,
+            agreement=min(self.agreement.value, 0.999),
+            lookup_agreement=min(self.head_agreement.value, 0.999),
             lookup_tokens=self._guesses,
             tokens_behind=self._guesses,
             max_drafts=self._limit,

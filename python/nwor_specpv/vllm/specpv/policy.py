@@ -12,6 +12,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from nwor_specpv.running_mean import RunningMean
+
 # Passes must gain this much over lookups alone: estimates are rough, and lookups cost nothing.
 _MARGIN = 1.05
 _DECAY = 0.98  # of the running averages, per observation
@@ -53,20 +55,9 @@ def expected_accepted(agreement: float, drafts: float) -> float:
     return agreement * (1 - agreement**drafts) / (1 - agreement)
 
 
-class Running:
-    """A mean that forgets: of successes per trial, or of a quantity per observation."""
-
-    def __init__(self, prior: float, weight: float = 8.0) -> None:
-        self._sum = prior * weight
-        self._count = weight
-
-    def add(self, amount: float, trials: float = 1.0) -> None:
-        self._sum = self._sum * _DECAY + amount
-        self._count = self._count * _DECAY + trials
-
-    @property
-    def mean(self) -> float:
-        return self._sum / self._count
+def running_mean(prior: float, weight: float = 8.0) -> RunningMean:
+    """Of what is seen in service, beginning with what is likely."""
+    return RunningMean(prior, weight, decay=_DECAY)
 
 
 @dataclass(frozen=True)
