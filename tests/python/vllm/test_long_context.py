@@ -1,20 +1,17 @@
-"""Pure parts of partial verification in vLLM: lookups, the policy, what is refused at start."""
+"""Pure parts of partial verification in vLLM: the policy, what is refused at start."""
 
 from __future__ import annotations
 
 import os
 import random
-import tracemalloc
 from dataclasses import replace
 from types import SimpleNamespace
 
-import numpy as np
 import pytest
 
 from nwor_specpv.config import load_config
 from nwor_specpv.errors import NworError
 from nwor_specpv.vllm.settings import read_settings
-from nwor_specpv.vllm.specpv.ngram import NgramIndex
 from nwor_specpv.vllm.specpv.policy import (
     DraftOutlook,
     StepCosts,
@@ -33,73 +30,6 @@ from nwor_specpv.vllm.specpv.rules import (
 )
 
 SEED = int(os.environ.get("NWOR_TEST_SEED", random.randrange(2**31)))
-
-
-def slow_lookup(tokens: list[int], drafts: list[int], count: int) -> list[int]:
-    """Every earlier place, the longest match first, the latest of equals."""
-    text = tokens + drafts
-    for size in (4, 3, 2):
-        if len(text) < size:
-            continue
-        for stop in range(len(tokens) - 1, size - 1, -1):
-            if tokens[stop - size : stop] == text[-size:]:
-                return tokens[stop : stop + count]
-    return []
-
-
-def test_lookups_find_what_a_scan_finds() -> None:
-    print(f"seed={SEED}")
-    rng = random.Random(SEED)
-    for _ in range(60):
-        index, tokens = NgramIndex(), []
-        for _ in range(20):
-            new = [rng.randrange(4) for _ in range(rng.randrange(6))]
-            index.extend(new)
-            tokens += new
-            drafts = [rng.randrange(4) for _ in range(rng.randrange(4))]
-            count = rng.randrange(5)
-            assert index.lookup(drafts, count) == (
-                slow_lookup(tokens, drafts, count) if count else []
-            )
-        assert len(index) == len(tokens)
-
-
-def test_lookups_in_prompts_find_what_a_scan_finds() -> None:
-    """Many tokens at once, first and later on, with few at a time behind them."""
-    print(f"seed={SEED}")
-    rng, sizes = random.Random(SEED), set()
-    for _ in range(25):
-        words = rng.choice((1, 3, 8, 30, 2**31 - 1))  # as many different tokens
-        index, tokens = NgramIndex(), []
-        for number in range(24):
-            most = rng.choice((300, 1500)) if number == 0 or rng.random() < 0.05 else 6
-            new = [rng.randrange(words) for _ in range(rng.randrange(most))]
-            # What chance alone would never say again.
-            begin = rng.randrange(1 + len(tokens))
-            new += tokens[begin : begin + rng.randrange(6)]
-            index.extend(np.array(new, np.int32))
-            tokens += new
-            drafts = [rng.randrange(words) for _ in range(rng.randrange(4))]
-            count = rng.randrange(1, 5)
-            found = index.lookup(drafts, count)
-            assert found == slow_lookup(tokens, drafts, count)
-            assert all(type(token) is int for token in found)
-            sizes.add(len(found))
-        assert len(index) == len(tokens)
-        assert index.last == tokens[-1]
-    assert sizes >= {0, 4}
-
-
-def test_a_long_prompt_takes_little_memory() -> None:
-    print(f"seed={SEED}")
-    prompt = np.random.default_rng(SEED).integers(0, 128_000, 131_072, dtype=np.int32)
-    tracemalloc.start()
-    index = NgramIndex()
-    index.extend(prompt)
-    held, _ = tracemalloc.get_traced_memory()
-    tracemalloc.stop()
-    assert len(index) == len(prompt)
-    assert held < 48 * len(prompt)
 
 
 def test_costs_are_fitted_and_never_negative() -> None:

@@ -383,12 +383,12 @@ def test_a_failure_between_passes_keeps_what_is_known_of_the_text(
     place: str, expected: list, before: dict, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Rows of views are given back, indices stay: no token is taken up twice."""
-    from nwor_specpv.vllm.specpv.ngram import NgramIndex
+    from nwor_specpv._C import NgramIndex
 
     llm = begin({"specpv_max_requests": 3})
     drive(llm, prompts()[:1], greedy(2))
     ours, calls, added = drafter(), [], Counter()
-    run, propose, extend = getattr(ours, place), ours.propose, NgramIndex.extend
+    run, propose, append = getattr(ours, place), ours.propose, NgramIndex.append
 
     def failing(*args: Any) -> Any:
         calls.append(len(calls))
@@ -408,13 +408,13 @@ def test_a_failure_between_passes_keeps_what_is_known_of_the_text(
             )
         return drafts
 
-    def counted_extend(index: Any, tokens: Any) -> None:
+    def counted_append(index: Any, tokens: Any) -> None:
         added[index] += len(tokens)
-        extend(index, tokens)
+        append(index, tokens)
 
     monkeypatch.setattr(ours, place, failing)
     monkeypatch.setattr(ours, "propose", watched)
-    monkeypatch.setattr(NgramIndex, "extend", counted_extend)
+    monkeypatch.setattr(NgramIndex, "append", counted_append)
     check_drafting(before)
     story = drive(llm, prompts(), greedy(MAX_TOKENS))
     assert [story.tokens[str(i)] for i in range(6)] == expected

@@ -4,7 +4,6 @@
     views         per-request summaries, chosen blocks and views into the engine's cache
     tail          K/V of unconfirmed drafts, in memory of our own
     partial_pass  the target model over a view: what one forward pass of it needs
-    ngram         lookups in a request's own tokens, kept up to date as it grows
     policy        how many partial passes pay, from measured costs and running acceptance
     drafter       mode `lossless` on model runner V1: a proposer vLLM loads by its class path
     turns         the passes of one of its proposals

@@ -26,13 +26,14 @@ from nwor_specpv.vllm.engine import StepSeen, engine_of
 
 from . import rules
 from .costs import measure_passes
-from .ngram import NgramIndex
 from .policy import DraftOutlook, StepCosts, choose_passes, running_mean
 from .tail import Tail
 from .target import TargetModel, own_layers
 from .turns import Turns
 from .views import ViewBatch, ViewStore
 
+# Tokens that a lookup must have in common with the text, at least and at most.
+_MATCHED_TOKENS = (2, 4)
 _MAX_LOOKUP = 16  # tokens a lookup alone may draft
 
 
@@ -42,7 +43,7 @@ class DraftedRequest:
 
     state: Any  # vLLM's own: another one under the same name is another request
     lookup_length: int
-    index: NgramIndex = field(default_factory=NgramIndex)
+    index: _C.NgramIndex = field(default_factory=lambda: _C.NgramIndex(*_MATCHED_TOKENS))
     row: int | None = None  # in the store of views
     drafts: list[int] = field(default_factory=list)  # of the last proposal
     by_view: int = 0  # so many of them, the first, came from partial passes
@@ -199,14 +200,14 @@ class PartialViewDrafter:
                 self._drop(name)
                 known = None
             if known is None:
-                known = self._requests[name] = self._new(states[name], NgramIndex())
+                known = self._requests[name] = self._new(states[name])
             # Near the longest context vLLM takes drafts of its own making and asks nobody.
             asked = lens[i] - len(known.index) == len(sampled[i])
             if sampled[i] and known.drafts and asked:
                 self._judge(known, seen.drafts[i], len(sampled[i]) - 1)
             known.drafts = []
             if sampled[i]:
-                known.index.extend(token_ids[i, len(known.index) : lens[i]])
+                known.index.append(token_ids[i, len(known.index) : lens[i]].tolist())
 
     def _judge(self, request: DraftedRequest, scheduled: int, accepted: int) -> None:
         """A full step has judged the last proposal; vLLM may have scheduled less of it."""
@@ -235,10 +236,11 @@ class PartialViewDrafter:
         """Nothing stays of requests but their texts, which the next step brings up to date."""
         for name in list(self._requests):
             known = self._drop(name)
-            self._requests[name] = self._new(known.state, known.index)
+            self._requests[name] = self._new(known.state)
+            self._requests[name].index = known.index
 
-    def _new(self, state: Any, index: NgramIndex) -> DraftedRequest:
-        return DraftedRequest(state, max(1, self._inner), index)
+    def _new(self, state: Any) -> DraftedRequest:
+        return DraftedRequest(state, max(1, self._inner))
 
     def _drop(self, name: str) -> DraftedRequest:
         request = self._requests.pop(name)

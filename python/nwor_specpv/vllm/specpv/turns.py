@@ -10,7 +10,8 @@ from dataclasses import dataclass
 
 import torch
 
-from .ngram import NgramIndex
+from nwor_specpv import _C
+
 from .partial_pass import PartialPass
 from .tail import Tail
 from .views import ViewStore
@@ -36,7 +37,7 @@ class Turns:
         tail: Tail,
         layer_index: dict[str, int],
         block_table: torch.Tensor,
-        texts: Sequence[NgramIndex],
+        texts: Sequence[_C.NgramIndex],
         prefix: Sequence[int],
         *,
         limit: int,
