@@ -198,7 +198,7 @@ std::vector<int64_t> NgramIndex::Lookup(const std::vector<int64_t>& drafts, int6
       return true;
     };
     int64_t end = order.last[Find(order, static_cast<uint32_t>(hashes[length]), same)].position;
-    if (end == size() - 1) end = order.previous[end];  // nothing follows it yet
+    if (end >= 0 && end == size() - 1) end = order.previous[end];  // nothing follows it yet
     if (end < 0) continue;
     const auto first = tokens_.begin() + end + 1;
     return {first, first + std::min(count, size() - end - 1)};
