@@ -301,12 +301,8 @@ def test_steps_without_a_choice_are_told_less() -> None:
 
 def refresh_views(engine: Engine) -> RefreshViews:
     keys = {"specpv_mode": "refresh", "specpv_n_spec_tokens_buf": 8}
-    settings = SimpleNamespace(
-        specpv=lambda: config(**keys),
-        specpv_max_requests=2,
-        specpv_partial_threshold=0,
-        specpv_full_refresh_interval=2,
-    )
+    keys |= {"specpv_full_refresh_interval": 2}
+    settings = SimpleNamespace(specpv=lambda: config(**keys), specpv_max_requests=2)
     return RefreshViews(
         settings,
         [str(layer) for layer in range(LAYERS)],
@@ -371,12 +367,12 @@ def test_prompts_in_pieces_of_one_row_are_full_and_choose_nothing() -> None:
     views = refresh_views(Engine(requests=1, tokens=120))
 
     def decide(context: int, *, prefilling: bool) -> tuple[bool, bool, str]:
-        (made,) = views.decide(["a"], [context], [1], [0], [prefilling])
+        (made,) = views.requests.decide(["a"], [context], [1], [0], [prefilling])
         return made.partial, made.select, made.trigger
 
     prompt = (False, False, "short_context")
     assert [decide(c, prefilling=True) for c in (100, 101, 102)] == [prompt] * 3
-    assert views._requests == {}, "no row is taken for it"
+    assert len(views.store._free) == 2, "no row is taken for it"
     assert decide(103, prefilling=False) == (False, True, "first")
     assert decide(104, prefilling=False) == (True, False, "none")
     assert decide(90, prefilling=True) == prompt
@@ -404,7 +400,7 @@ def test_requests_behind_see_everything_and_keep_their_views() -> None:
     assert step([83, 92], 0) == ["policy", "policy"]
     assert step([84, 93], 2) == []
     assert step([10, 20], 0) == ["short_context", "short_context"]
-    assert set(views._requests) == {"a", "b"}
+    assert len(views.store._free) == 0
     assert views.begin([], [], [], [], [], ints([]), engine.table[:0]) is None
     assert len(views.store._free) == 2
 

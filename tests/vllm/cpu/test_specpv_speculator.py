@@ -222,7 +222,9 @@ def test_a_prompt_has_no_view_before_its_end(monkeypatch: pytest.MonkeyPatch) ->
 def test_rows_are_for_whom_the_lengths_call_long(monkeypatch: pytest.MonkeyPatch) -> None:
     """Up to `specpv_partial_threshold` everything is read; rows are missing to the longer ones."""
     spec = make(World([]), monkeypatch)
-    spec._engine.settings.specpv_partial_threshold = 200
+    config = spec._engine.settings.specpv()
+    config.specpv_partial_threshold = 200
+    spec._engine.settings.specpv = lambda: config
     spec.lengths = Lengths(spec._engine.settings, LIMIT, single_rank=True)
     assert spec._ready().store.budget.static_tokens < 150
     assert spec.lengths.passes([150, 200]) == 0

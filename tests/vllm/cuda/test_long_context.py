@@ -100,15 +100,16 @@ def books() -> Books:
 
 def watch_replays(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """How many requests saw views in each step that was replayed from a graph."""
-    from nwor_specpv.vllm.specpv.refresh import RefreshViews
+    from nwor_specpv.vllm.specpv.refresh_requests import RefreshRequests
     from nwor_specpv.vllm.steps import Steps
 
-    count, note = RefreshViews._count, Steps._note_replay
+    decide, note = RefreshRequests.decide, Steps._note_replay
     latest, replayed = [0], []
 
-    def counting(self: Any, decisions: list[Any], contexts: Any) -> None:
+    def counting(self: Any, *batch: Any) -> list[Any]:
+        decisions = decide(self, *batch)
         latest[0] = sum(decision.partial for decision in decisions)
-        count(self, decisions, contexts)
+        return decisions
 
     def noting(self: Any, step: Any) -> None:
         before = self.num_replays
@@ -116,7 +117,7 @@ def watch_replays(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         if self.num_replays > before:
             replayed.append(latest[0])
 
-    monkeypatch.setattr(RefreshViews, "_count", counting)
+    monkeypatch.setattr(RefreshRequests, "decide", counting)
     monkeypatch.setattr(Steps, "_note_replay", noting)
     return replayed
 

@@ -55,16 +55,16 @@ def run(job: dict[str, Any], head: dict[str, Any]) -> dict[str, Any]:
 def watch_decisions() -> list[tuple[int, int, bool, bool]]:
     """Context and rows of every request in every step, whether it is prefilling, whether it had or
     chose a view."""
-    from nwor_specpv.vllm.specpv.refresh import RefreshViews
+    from nwor_specpv.vllm.specpv.refresh_requests import RefreshRequests
 
-    decide, found = RefreshViews._decide, []
+    decide, found = RefreshRequests._decide, []
 
-    def watched(self: Any, name: str, context: int, rows: int, *args: Any) -> Any:
-        made = decide(self, name, context, rows, *args)
+    def watched(self: Any, name: str, context: int, rows: int, *args: Any, in_front: bool) -> Any:
+        made = decide(self, name, context, rows, *args, in_front=in_front)
         found.append((context, rows, args[-1], made.partial or made.select))
         return made
 
-    RefreshViews._decide = watched
+    RefreshRequests._decide = watched
     return found
 
 

@@ -144,7 +144,6 @@ def make(world: Any, monkeypatch: pytest.MonkeyPatch, batch: int = BATCH) -> Par
         specpv_max_requests=2,
         specpv_draft_passes=3,
         specpv_draft_lookup=ROWS - 1,
-        specpv_partial_threshold=0,
     )
     ours = speculator_module().PartialViewSpeculator
     spec = ours.__new__(ours)

@@ -16,6 +16,7 @@
     lengths       how many drafts and passes pay there
     scheduler     vLLM's schedulers: with as many drafts as pay, or capping what is published
     refresh       mode `refresh`: the verify step itself attends to the view
+    refresh_requests  which of its requests see their view in a step
     publishing    what its requests may give to the prefix cache
     failures      drafting that failed: counted, logged, agreed on by ranks
     late_counts   counts of the device, read without waiting

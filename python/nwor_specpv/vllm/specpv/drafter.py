@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from nwor_specpv import _C
+from nwor_specpv import _C, VerifyPolicy
 from nwor_specpv.errors import NworError, logger
 from nwor_specpv.vllm.engine import StepSeen, engine_of
 
@@ -59,15 +59,14 @@ class PartialViewDrafter:
         settings = self._settings = self._engine.settings
         if not settings.enable_specpv:
             raise NworError(
-                f"{rules.DRAFTER}: got enable_specpv false, expected --additional-config '{{\""
-                'nwor_specpv": {"enable_specpv": true}}\''
+                f"nwor_specpv: the drafter {rules.DRAFTER} needs enable_specpv; add "
+                '--additional-config \'{"nwor_specpv": {"enable_specpv": true}}\''
             )
         self._limit = vllm_config.speculative_config.num_speculative_tokens
         self._config = settings.specpv()
         # Shorter requests are seen whole by any view.
-        self._shortest = max(
-            settings.specpv_partial_threshold, self._config.budget(1 + self._limit).static_tokens
-        )
+        budget = self._config.budget(1 + self._limit)
+        self._shortest = VerifyPolicy(self._config).always_full_tokens(budget)
         self._inner = settings.specpv_draft_lookup
         self._max_len = vllm_config.model_config.max_model_len
         self._requests: dict[str, DraftedRequest] = {}
@@ -108,10 +107,10 @@ class PartialViewDrafter:
                 assert self._store is not None
                 assert self._tail is not None
                 self._costs = measure_passes(self._target, self._store, self._tail, self._failures)
-                logger.info("nwor_specpv: measured %s", self._costs)
+                logger.info("nwor_specpv: measured the costs of partial passes: %s", self._costs)
         except Exception as error:
             self._store = self._tail = None
-            self._fail(error, "no views, requests draft by lookups alone", reason)
+            self._fail(error, "views could not be made, so requests draft by lookups alone", reason)
 
     @torch.inference_mode()
     def propose(
@@ -144,7 +143,7 @@ class PartialViewDrafter:
         with self._failures.agreed():
             seen = self._engine.seen
             if seen is None or len(seen.lens) < count:
-                raise NworError("the step's metadata was not built by us")
+                raise NworError("the attention metadata of this step was not built by nwor_specpv")
             names = self._engine.runner.input_batch.req_ids[:count]
             self._learn(names, sampled, lens, token_ids, seen)
             requests = [self._requests[name] for name in names]
@@ -370,7 +369,7 @@ class PartialViewDrafter:
     def _fail(
         self,
         error: Exception,
-        consequence: str = "a partial pass failed and drafts nothing",
+        consequence: str = "a partial pass failed, so this step has no drafts",
         reason: str = "",
     ) -> None:
         """Nothing is drafted over views this time; serving goes on."""

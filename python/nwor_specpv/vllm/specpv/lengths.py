@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from nwor_specpv import _C
+from nwor_specpv import _C, VerifyPolicy
 
 from .late_counts import LateCounts
 from .policy import DraftOutlook, StepCosts, choose_passes, running_mean
@@ -42,9 +42,10 @@ class Lengths:
         self._limit = limit
         self._guesses = head_drafts(settings, limit)
         config = settings.specpv()
-        self.view_tokens = config.budget(1 + self._guesses).static_tokens
+        budget = config.budget(1 + self._guesses)
+        self.view_tokens = budget.static_tokens
         # Requests up to this length have no views.
-        self.shortest = max(settings.specpv_partial_threshold, self.view_tokens)
+        self.shortest = VerifyPolicy(config).always_full_tokens(budget)
         self._max_views = settings.specpv_max_requests
         self._single_rank = single_rank
         self.costs: StepCosts | None = None

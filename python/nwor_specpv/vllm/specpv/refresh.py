@@ -20,30 +20,8 @@ from nwor_specpv.errors import logger
 from nwor_specpv.vllm.backend.caches import key_value_of
 
 from .drift import DriftProbe
-from .publishing import always_full
+from .refresh_requests import RefreshDecision, RefreshRequests
 from .views import ViewBatch, ViewStore
-
-
-@dataclass
-class RefreshRequest:
-    """What the host knows of a request that is in the batch."""
-
-    row: int
-    anchor: int = 0  # context when blocks were chosen last
-    steps: int = 0  # partial ones since then
-    selected: bool = False
-    failed: bool = False  # blocks could not be chosen when it asked for them last
-
-
-@dataclass(frozen=True)
-class RefreshDecision:
-    """What one request does in a step."""
-
-    row: int = -1
-    partial: bool = False
-    select: bool = False
-    probe: bool = False
-    trigger: str = "none"  # why it is full; of FULL_TRIGGERS
 
 
 @dataclass
@@ -78,7 +56,7 @@ class RefreshStep:
 
 
 class RefreshViews:
-    """Views and decisions of one engine's requests. Thread-safety: none."""
+    """Views of one engine's requests, step by step. Thread-safety: none."""
 
     def __init__(
         self,
@@ -101,11 +79,8 @@ class RefreshViews:
             max_tokens=max_tokens,
             max_rows=max_rows,
         )
-        self._threshold = settings.specpv_partial_threshold
-        self._interval = settings.specpv_full_refresh_interval
-        self._bytes_per_token = 2 * sum(cache[0, 0].nbytes for cache in key_caches)
-        self._requests: dict[str, RefreshRequest] = {}
-        self._open: list[RefreshRequest] = []  # that select in the step that is open
+        bytes_per_token = 2 * sum(cache[0, 0].nbytes for cache in key_caches)
+        self.requests = RefreshRequests(self.store, max_rows, bytes_per_token)
         self._step: RefreshStep | None = None
         self._any_views = False  # the device knows of requests that have one
         self._problem = ""  # why blocks could not be chosen, as logged last
@@ -115,75 +90,6 @@ class RefreshViews:
             device=key_caches[0].device,
         )
         self.drift = DriftProbe(self.store, max_batch)
-
-    # ---- decisions, on the host -----------------------------------------------------------------
-
-    def decide(
-        self,
-        names: Sequence[str],
-        contexts: Sequence[int],
-        lens: Sequence[int],
-        drafts: Sequence[int],
-        prefilling: Sequence[bool],
-        count: int | None = None,
-    ) -> list[RefreshDecision]:
-        """What each request of the batch does. `contexts`: tokens before its rows, at most.
-
-        Of more than `count` requests those behind see their whole context, whatever they have.
-        """
-        self._forget(set(names))
-        batch = list(zip(names, contexts, lens, drafts, prefilling, strict=True))
-        front = [self._decide(*request) for request in batch[:count]]
-        return front + [self._decide_behind(*request) for request in batch[len(front) :]]
-
-    def _decide(
-        self, name: str, context: int, rows: int, drafts: int, prefilling: bool
-    ) -> RefreshDecision:
-        """`prefilling`: its rows are of a prompt, or computed again; a piece of either may be one
-        row, as a verify step without drafts is."""
-        budget = self.store.budget
-        if self._needs_all(name, context, rows, drafts, prefilling):
-            return RefreshDecision(trigger="short_context")
-        request = self._requests.get(name)
-        if request is None:
-            row = self.store.open()
-            if row is None:
-                return RefreshDecision(trigger="policy")
-            request = self._requests[name] = RefreshRequest(row)
-        trigger = "none"
-        if not request.selected:
-            trigger = "refresh_failure" if request.failed else "first"
-        elif context - request.anchor + rows > budget.tail_capacity:
-            trigger = "tail_full"
-        elif self._interval and request.steps >= self._interval:
-            trigger = "interval"
-        if trigger == "none":
-            request.steps += 1
-            return RefreshDecision(request.row, partial=True)
-        probe = request.selected and context - request.anchor <= budget.tail_capacity
-        request.anchor, request.steps, request.selected = context, 0, True
-        request.failed = False
-        self._open.append(request)
-        return RefreshDecision(request.row, select=True, probe=probe, trigger=trigger)
-
-    def _decide_behind(
-        self, name: str, context: int, rows: int, drafts: int, prefilling: bool
-    ) -> RefreshDecision:
-        """A view that it has is still good for its next step: the tail has what comes now."""
-        all_of_it = self._needs_all(name, context, rows, drafts, prefilling)
-        return RefreshDecision(trigger="short_context" if all_of_it else "policy")
-
-    def _needs_all(self, name: str, context: int, rows: int, drafts: int, prefilling: bool) -> bool:
-        short = context <= always_full(self.store.budget, self._threshold)
-        if not (prefilling or rows != 1 + drafts or short):
-            return False
-        if name in self._requests:  # a prompt that goes on, or is computed again
-            self._requests[name].selected = False
-        return True
-
-    def _forget(self, names: set[str]) -> None:
-        for name in self._requests.keys() - names:
-            self.store.close(self._requests.pop(name).row)
 
     # ---- a step ---------------------------------------------------------------------------------
 
@@ -202,13 +108,12 @@ class RefreshViews:
         `prefix_lens`, `block_table`: of the requests at the front that may see views. None: there
         are none.
         """
-        self._give_up()  # a step that was begun and never finished
+        self.requests.give_up()  # a step that was begun and never finished
         self._step = None
         real, count = len(names), prefix_lens.shape[0]
-        decisions = self.decide(
+        decisions = self.requests.decide(
             names, contexts[:real], lens[:real], drafts[:real], prefilling[:real], count
         )
-        self._count(decisions, contexts)
         if count == 0:
             return None
         return self._tell(decisions[:count], lens[:count], prefix_lens, block_table)
@@ -285,7 +190,7 @@ class RefreshViews:
         Outside of the model's graph, so that steps in which nobody chooses do not pay for it.
         """
         step, self._step = self._step, None
-        if step is not None and self._open:
+        if step is not None and self.requests.selects:
             try:
                 for layer in range(len(self.layer_index)):
                     rows = self._queries[layer, : step.count * step.width]
@@ -294,8 +199,8 @@ class RefreshViews:
                 self.store.end(step.count)
             except Exception as error:
                 self._tell_problem(error)
-                self._give_up(failed=True)
-        self._open = []
+                self.requests.give_up("refresh_failure")
+        self.requests.end()
         self.drift.read()
 
     def _tell_problem(self, error: Exception) -> None:
@@ -303,29 +208,13 @@ class RefreshViews:
         problem = f"{type(error).__name__}: {error}"
         if problem != self._problem:
             self._problem = problem
-            logger.warning("nwor_specpv: no blocks chosen, steps stay full: %s", problem)
-
-    def _give_up(self, *, failed: bool = False) -> None:
-        """What was to be chosen was not: those requests have no view."""
-        for request in self._open:
-            request.selected, request.failed = False, failed
-        self._open = []
+            logger.warning(
+                "nwor_specpv: blocks could not be selected, so steps stay full: %s", problem
+            )
 
     def queries(self, layer: int, rows: torch.Tensor) -> torch.Tensor:
         """Where a layer leaves its queries for `finish`; the same memory in every step."""
         return self._queries[layer, : rows.shape[0]]
-
-    def _count(self, decisions: list[RefreshDecision], contexts: Sequence[int]) -> None:
-        view = self.store.budget.static_tokens
-        partial = [c for d, c in zip(decisions, contexts, strict=False) if d.partial]
-        whole = sum(contexts[: len(decisions)])
-        read = whole - sum(max(0, context - view) for context in partial)
-        _C.count("specpv_partial_steps_total", len(partial))
-        _C.count("specpv_kv_bytes_full_total", whole * self._bytes_per_token)
-        _C.count("specpv_kv_bytes_read_total", read * self._bytes_per_token)
-        for decision in decisions:
-            if not decision.partial:
-                _C.count_full_steps(decision.trigger, 1)
 
 
 class Refresh:
@@ -368,7 +257,9 @@ class Refresh:
                 if capture:  # vLLM is starting: whoever starts it learns why
                     raise
                 self._without = True
-                logger.warning("nwor_specpv: no views, all steps are full: %s", error)
+                logger.warning(
+                    "nwor_specpv: views could not be made, so all steps are full: %s", error
+                )
         if self.views is None:
             _C.count_full_steps("refresh_failure", real)
             return None

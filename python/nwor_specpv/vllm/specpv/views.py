@@ -48,8 +48,8 @@ class ViewStore:
         for cache in key_caches:
             if cache.shape != first.shape or cache.dtype != first.dtype:
                 raise NworError(
-                    f"key_caches: got {list(cache.shape)} {cache.dtype}, expected "
-                    f"{list(first.shape)} {first.dtype} as the first layer's"
+                    f"key_caches: a layer has {list(cache.shape)} {cache.dtype}, but the first one "
+                    f"has {list(first.shape)} {first.dtype}; serve this model without enable_specpv"
                 )
         self.page_size, num_heads, head_size = first.shape[1:]
         config.validate_for(self.page_size, max_rows, max_tokens)
@@ -102,6 +102,11 @@ class ViewStore:
         self._done[row] = 0
         self._anchor[row] = 0
         return self._free.pop()
+
+    @property
+    def has_room(self) -> bool:
+        """Whether `open` has a row to give."""
+        return bool(self._free)
 
     def close(self, row: int) -> None:
         self._free.append(row)
