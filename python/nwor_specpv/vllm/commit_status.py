@@ -49,6 +49,7 @@ class CommitStatusReader:
         code, request, index, value = self._words[:4].tolist()
         if code != 0:
             raise NworError(
-                f"commit: got {COMMIT_ERRORS[code]} for request {request}, index {index}, value "
-                f"{value}, expected every accepted row to be written"
+                f"nwor_specpv: a commit failed on the GPU with {COMMIT_ERRORS[code]} (request "
+                f"{request}, index {index}, value {value}), so accepted tokens are missing from "
+                "the cache; restart the server and report this line"
             )

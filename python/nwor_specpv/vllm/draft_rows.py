@@ -30,8 +30,8 @@ def drafts_of_batch(lens: Sequence[int], scheduled: Sequence[Sequence[int]]) -> 
     for request, (count, length) in enumerate(zip(counts, lens, strict=True)):
         if count and count >= length:
             raise NworError(
-                f"drafts: got {count} for request {request} of {length} rows, expected fewer: "
-                "its first row is no draft"
+                f"drafts: request {request} has {count} drafts in {length} rows, but its first row "
+                "is never a draft"
             )
     return counts
 

@@ -85,7 +85,7 @@ class Engine:
         if hook_problem is not None:
             problems.append(f"{hook_problem}; install vLLM {versions.supported()}")
         if not problems:
-            logger.info("nwor_specpv: drafts of %s are staged", self.setup.speculation)
+            logger.info("nwor_specpv: staging the drafts of method %s", self.setup.speculation)
             return None
         text = " | ".join(problems)
         if self.settings.strict:
@@ -108,8 +108,8 @@ class Engine:
         if vllm_config.use_v2_model_runner:
             self._hook(runner_hooks.install_names())
         logger.warning(
-            "nwor_specpv: mode 'refresh' is NOT lossless: verify steps attend to a partial view, "
-            "tokens may differ from vLLM's own"
+            "nwor_specpv: mode 'refresh' is NOT lossless: verify steps attend to a partial view "
+            "and tokens may differ from vLLM's own; use specpv_mode 'lossless' if they must not"
         )
         return Refresh(self, vllm_config)
 
@@ -145,9 +145,9 @@ class Engine:
             return groups.index(names)
         if groups and self.settings.enable_specpv:
             raise NworError(
-                "nwor_specpv, enable_specpv: layers in different cache groups "
-                f"({groups[0][0]} and {names[0]}), and a view is one list of blocks; serve "
-                "this model without enable_specpv"
+                f"nwor_specpv, enable_specpv: {groups[0][0]} and {names[0]} are in different KV "
+                "cache groups, but a view is one list of blocks for all layers; serve this model "
+                "without enable_specpv"
             )
         if self.settings.enable_specpv:
             long_context.judge_layers({name: self.layers.get(name) for name in names})

@@ -149,8 +149,8 @@ class Steps:
         if counts.shape != step.num_drafts.shape:
             step.interceptor.abort()
             raise NworError(
-                f"accepted tokens: got {counts.shape[0]} requests, expected the "
-                f"{step.num_drafts.shape[0]} of the step"
+                f"accepted tokens: the step has {step.num_drafts.shape[0]} requests, but there are "
+                f"counts of {counts.shape[0]}"
             )
         if checker is not None:
             self._staging.note(checker.verify_staged())
@@ -162,7 +162,7 @@ class Steps:
         try:
             receipts = self._commit(step, counts)
         except Exception as error:
-            logger.exception("nwor_specpv: the commit failed")
+            logger.exception("nwor_specpv: the commit failed; writing accepted rows one by one")
             try:
                 self._rescue(step, counts, f"{type(error).__name__}: {error}")
             finally:
@@ -194,7 +194,10 @@ class Steps:
         """Ends a step one of whose commits wrote nothing."""
         try:
             if receipt.verdict.error == "rank_disagreement":  # each rank would write its own rows
-                problem = "commit: got rank_disagreement, expected all ranks to accept the same"
+                problem = (
+                    "nwor_specpv: tensor-parallel ranks accepted different tokens, so none of them "
+                    "may write; restart the server"
+                )
                 step.interceptor.report_bypass("commit_lost", problem)
                 raise NworError(problem)
             self._rescue(step, counts, receipt.problem)
@@ -208,7 +211,9 @@ class Steps:
             self._note_replay(step)
             step.interceptor.commit(step.path, step.num_drafts)
         except Exception:
-            logger.exception("nwor_specpv: a step without staged drafts could not be closed")
+            logger.exception(
+                "nwor_specpv: could not close a step without staged drafts; serving on"
+            )
             step.interceptor.abort()
 
     def _note_replay(self, step: OpenStep) -> None:

@@ -28,7 +28,7 @@ def test_padding_and_surplus_entries_have_no_drafts() -> None:
 
 
 def test_a_request_of_drafts_only_is_refused() -> None:
-    with pytest.raises(NworError, match="got 3 for request 1 of 3 rows, expected fewer"):
+    with pytest.raises(NworError, match="request 1 has 3 drafts in 3 rows"):
         draft_rows.drafts_of_batch([4, 3], [[1], [1, 2, 3]])
 
 

@@ -318,7 +318,7 @@ def test_a_failing_pass_drafts_nothing_and_serving_goes_on(
     assert own_engine().violations == []
     assert len(calls) // 3 > 3
     assert draft_failures(before) == {"error": len(calls) // 3}
-    said = "a partial pass failed and drafts nothing: RuntimeError: injected"
+    said = "a partial pass failed, so this step has no drafts: RuntimeError: injected"
     assert [record.getMessage() for record in caplog.records].count(f"nwor_specpv: {said}") == 1
     assert 'raise RuntimeError("injected")' in caplog.text  # where it was
     with pytest.raises(AssertionError, match=r"\{'error': \d+\}, at last by RuntimeError: inj"):
@@ -444,7 +444,7 @@ def test_without_memory_for_views_lookups_draft(
     monkeypatch.setattr(module, part, refuse)
     with caplog.at_level(logging.WARNING, "nwor_specpv"):
         llm = begin()
-    said = "no views, requests draft by lookups alone: OutOfMemoryError: injected"
+    said = "so requests draft by lookups alone: OutOfMemoryError: injected"
     assert said in caplog.text
     assert draft_failures(before) == {"out_of_memory": 1}  # at start
     story = drive(llm, prompts(), greedy(MAX_TOKENS))
@@ -510,7 +510,7 @@ def test_layers_it_cannot_serve_stop_the_start(tmp_path: Path) -> None:
     with pytest.raises(NworError, match=r"sliding window of 32.*without enable_specpv"):
         begin(**model)
     begin()
-    with pytest.raises(NworError, match="layers in different cache groups"):
+    with pytest.raises(NworError, match="are in different KV cache groups"):
         own_engine().add_group(["another"])
 
 
@@ -532,7 +532,7 @@ def test_a_target_with_another_attention_stops_the_start() -> None:
 @pytest.mark.parametrize(
     ("nwor", "speculation", "message"),
     [
-        ({"enable_specpv": False}, SPECULATION, "got enable_specpv false"),
+        ({"enable_specpv": False}, SPECULATION, "needs enable_specpv"),
         ({}, {"method": "ngram", "num_speculative_tokens": 4}, "custom_class.*PartialViewDrafter"),
         ({"specpv_n_retrieval_blocks": 512}, SPECULATION, "view of 8240 tokens.*smaller view"),
         ({"specpv_mode": "rectify"}, SPECULATION, "feeds no token twice; use 'lossless'"),

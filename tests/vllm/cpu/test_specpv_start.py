@@ -70,7 +70,7 @@ def test_costs_and_memory_are_there_before_the_first_request(
     assert drafter._costs is costs
     assert drafter._store is store
     assert measured == [True]
-    assert lines(caplog, f"measured {costs}") == lines(caplog, "measured") == 1
+    assert lines(caplog, f"partial passes: {costs}") == lines(caplog, "measured") == 1
     assert lines(caplog, "views of 8 requests take") == 1
     assert own_engine().violations == []
     check_drafting(before)
@@ -131,7 +131,7 @@ def test_a_measurement_that_fails_leaves_lookups(
         patch.setattr(TargetModel, "greedy", fail)
         llm, drafter = begin()
     assert draft_failures(before) == {"start": 1}
-    said = "no views, requests draft by lookups alone: RuntimeError: injected"
+    said = "so requests draft by lookups alone: RuntimeError: injected"
     assert lines(caplog, said) == 1
     assert drafter._store is drafter._tail is drafter._costs is None
     assert run(llm) == expected

@@ -124,8 +124,8 @@ class NworCpuImpl(TargetLayer, CPUAttentionBackendImpl):
             return attn_metadata.attend(self, layer, query, key, value, kv_cache, output)
         if attn_metadata.causal is not True or output_scale is not None:
             raise NworError(
-                f"layer {layer.layer_name}: got attention that is not causal, or a quantised "
-                "output, expected neither in a model that verifies drafts"
+                f"nwor_specpv: {layer.layer_name} has attention that is not causal, or a quantised "
+                'output; serve this model with "enable_nwor": false'
             )
         num_rows = attn_metadata.num_actual_tokens
         refresh = attn_metadata.refresh

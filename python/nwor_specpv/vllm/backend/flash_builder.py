@@ -126,8 +126,8 @@ class NworFlashMetadataBuilder(FlashAttentionMetadataBuilder):
     def _build(self, common: CommonAttentionMetadata, *, capture: bool) -> FlashAttentionMetadata:
         if common.causal is not True:
             raise NworError(
-                "layers of the model: got attention that is not causal, expected none in a model "
-                "that verifies drafts"
+                f"nwor_specpv: {self._own[0]} has attention that is not causal; serve this model "
+                'with "enable_nwor": false'
             )
         lens = draft_rows.query_lens(common.query_start_loc_cpu, common.num_reqs)
         drafts = [max(0, n - 1) for n in lens] if capture else self._engine.drafts(lens, common)

@@ -105,7 +105,10 @@ class NworFlashImpl(TargetLayer, FlashAttentionImpl):
                 layer, query, key, value, kv_cache, attn_metadata, output, *scales
             )
         if output_scale is not None or output_block_scale is not None:
-            raise NworError(f"layer {layer.layer_name}: got a quantised output, expected none")
+            raise NworError(
+                f"nwor_specpv: {layer.layer_name} has a quantised output; serve this model with "
+                '"enable_nwor": false'
+            )
         name, n = layer.layer_name, part.num_rows
         if self.flash_prefix:
             self._merge_rows(layer, query[:n], key[:n], value[:n], kv_cache, part, output[:n])

@@ -30,8 +30,8 @@ class TargetLayer:
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
         if "stock" not in vars(cls):
             raise NworError(
-                f"nwor_specpv: vLLM has made {cls.__name__} of our attention, with a write of its "
-                "own; serve this model with enable_nwor false"
+                f"nwor_specpv: vLLM derives {cls.__name__} from our attention and writes its K/V "
+                'in another way; serve this model with "enable_nwor": false'
             )
         given = inspect.signature(cls.stock).bind(*args, **kwargs)
         given.apply_defaults()
@@ -91,7 +91,7 @@ def _leave_to_vllm(config: Any, problem: str) -> None:
     if settings.strict or settings.enable_specpv:  # views need every layer
         wanted = "enable_specpv" if settings.enable_specpv else "strict"
         raise NworError(f"nwor_specpv: a layer has {problem}; serve this model without {wanted}")
-    logger.warning("nwor_specpv leaves a layer to vLLM: %s", problem)
+    logger.warning("nwor_specpv leaves a layer to vLLM: it has %s", problem)
 
 
 def _check_sharing(config: Any, name: str, source: str | None) -> None:
@@ -100,7 +100,7 @@ def _check_sharing(config: Any, name: str, source: str | None) -> None:
     if isinstance(getattr(layer, "impl", None), TargetLayer):
         raise NworError(
             f"nwor_specpv: {name} attends to the K/V of {source}, whose drafts are staged; serve "
-            "this model with enable_nwor false"
+            'this model with "enable_nwor": false'
         )
 
 

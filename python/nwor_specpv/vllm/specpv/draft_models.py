@@ -107,8 +107,8 @@ class SampledTarget:
             return logits.argmax(dim=-1), combined
         if logits.shape[-1] != spec.draft_logits.shape[-1]:
             raise NworError(
-                f"draft_sample_method 'probabilistic': got {logits.shape[-1]} logits of the target "
-                f"and {spec.draft_logits.shape[-1]} of the head, expected as many"
+                f"draft_sample_method 'probabilistic': the target has {logits.shape[-1]} logits "
+                f"and the head {spec.draft_logits.shape[-1]}; use draft_sample_method 'greedy'"
             )
         requests = spec.idx_mapping[: passed.num_requests, None].expand(-1, passed.num_rows)
         # Positions are the rows', as the full step will have them.

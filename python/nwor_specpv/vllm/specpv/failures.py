@@ -59,7 +59,7 @@ class DraftFailures:
             self._agreed = error
             raise
         if _anyone(failed=False):
-            self._agreed = OtherRankError("another rank has failed, its log says how")
+            self._agreed = OtherRankError("another rank has failed; its log says why")
             raise self._agreed
 
     def add(self, error: Exception, consequence: str, reason: str = "") -> None:
@@ -80,8 +80,8 @@ class DraftFailures:
             logger.warning("nwor_specpv: %s: %s", consequence, self.latest, exc_info=error)
         if not self.single_rank and not known:
             raise RankError(
-                f"nwor_specpv: drafting over views failed on one of several ranks, which cannot go "
-                f"on without the others: {self.latest}"
+                "nwor_specpv: drafting over views failed on one of several ranks, which cannot go "
+                f"on without the others; restart the server: {self.latest}"
             ) from error
 
 

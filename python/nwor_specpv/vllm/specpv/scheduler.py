@@ -37,7 +37,8 @@ class LongContextScheduler(AsyncScheduler):
         self._wanted = self.num_spec_tokens  # drafts, of the latest step
         if not self._chooses:
             logger.warning(
-                "nwor_specpv: %s chooses nothing: it is for mode 'lossless' with an EAGLE head",
+                "nwor_specpv: --scheduler-cls %s has no effect: it is for mode 'lossless' with an "
+                "EAGLE head",
                 type(self).__name__,
             )
 

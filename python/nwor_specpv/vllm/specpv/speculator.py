@@ -71,8 +71,9 @@ class PartialViewSpeculator(EagleSpeculator):
         self._offer_lengths()
         if not chooses_lengths(getattr(vllm_config.scheduler_config, "scheduler_cls", None)):
             logger.warning(
-                "nwor_specpv: every step verifies %d drafts, those of short requests too; "
-                "with --scheduler-cls nwor_specpv.vllm.specpv.scheduler.LongContextScheduler %d",
+                "nwor_specpv: every step verifies %d drafts, even of short requests; add "
+                "--scheduler-cls nwor_specpv.vllm.specpv.scheduler.LongContextScheduler to verify "
+                "%d where that is faster",
                 self.limit,
                 self._guesses,
             )
@@ -213,13 +214,15 @@ class PartialViewSpeculator(EagleSpeculator):
             offer_larger_graphs(getattr(self._engine.runner, "cudagraph_manager", None))
         except Exception as error:  # vLLM's own names: without them, steps run without graphs
             logger.warning(
-                "nwor_specpv: graphs of both numbers of drafts are not offered: %s", error
+                "nwor_specpv: could not offer CUDA graphs for both draft lengths; some steps run "
+                "without graphs: %s",
+                error,
             )
 
     def _fail(self, error: Exception, reason: str = "") -> None:
         """The head drafts alone from now on; serving goes on."""
         self.lengths.give_up()
-        consequence = "partial passes failed, the head drafts alone"
+        consequence = "partial passes failed, so the head drafts alone until the next start"
         self._engine.draft_failures.add(error, consequence, reason)
 
     def _fail_at_start(self, error: Exception) -> None:
@@ -423,7 +426,7 @@ class PartialViewSpeculator(EagleSpeculator):
         """Costs of a pass in batches of these sizes, in order."""
         costs = measure_loop(self._ready(), self._table(sizes[-1]), sizes, self._run)
         self.lengths.learn(costs)
-        logger.info("nwor_specpv: measured %s", costs)
+        logger.info("nwor_specpv: measured the costs of partial passes: %s", costs)
 
 
 def chooses_lengths(scheduler: Any) -> bool:

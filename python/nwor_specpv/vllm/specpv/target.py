@@ -26,8 +26,8 @@ def own_layers(layers: Mapping[str, Any], besides: Collection[str] = ()) -> list
     theirs = [name for name in names if not isinstance(layers[name].impl, TargetLayer)]
     if theirs or not names:
         raise NworError(
-            f"nwor_specpv, enable_specpv: got {theirs[0] if theirs else 'no layer'} with vLLM's "
-            "own attention, expected ours in every layer of the target; add --attention-backend "
+            f"nwor_specpv, enable_specpv: {theirs[0] if theirs else 'the target'} uses vLLM's own "
+            "attention, but views need ours in every layer of the target; add --attention-backend "
             "CUSTOM, or serve this model without enable_specpv"
         )
     return names
@@ -49,7 +49,7 @@ class TargetModel:
         for name in self.layers:
             cache = context[name].kv_cache
             if cache.numel() == 0:
-                raise NworError(f"layer {name}: got no cache, expected vLLM to have made it")
+                raise NworError(f"layer {name}: vLLM has not made its KV cache yet")
             found.append(key_value_of(cache)[0])
         return found
 
