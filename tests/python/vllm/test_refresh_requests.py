@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import random
 from collections import Counter
@@ -118,7 +119,7 @@ def counted() -> Counter[str]:
     return found
 
 
-def make(rng: random.Random) -> SpecPVConfig:
+def make(rng: random.Random, buffer: int = 20, interval: int = 0) -> SpecPVConfig:
     return SpecPVConfig(
         enable_specpv=True,
         specpv_mode="refresh",
@@ -126,9 +127,9 @@ def make(rng: random.Random) -> SpecPVConfig:
         specpv_n_sink_blocks=1,
         specpv_n_retrieval_blocks=2,
         specpv_n_window_blocks=2,
-        specpv_n_spec_tokens_buf=rng.choice([0, 6, 20]),
+        specpv_n_spec_tokens_buf=buffer,
         specpv_partial_threshold=rng.choice([0, 40]),
-        specpv_full_refresh_interval=rng.choice([0, 3]),
+        specpv_full_refresh_interval=interval,
     )
 
 
@@ -138,8 +139,8 @@ def test_decisions_are_those_of_the_rules(most: int) -> None:
     print(f"seed={SEED}")
     rng, triggers, before = random.Random(SEED + most), Counter(), counted()
     bytes_full, drafts_most = 0, 4
-    for _ in range(6):
-        config = make(rng)
+    for buffer, interval in itertools.product((0, 6, 20), (0, 3)):
+        config = make(rng, buffer, interval)
         requests = RefreshRequests(Rows(config, most), 1 + drafts_most, BYTES)
         model = Model(config, Rows(config, most), 1 + drafts_most)
         texts: dict[str, Text] = {}

@@ -12,8 +12,8 @@ import pytest
 
 from nwor_specpv import Metrics
 from nwor_specpv.vllm.specpv.rules import DRAFTER
+from support.cache_write_watch import watch_cost_measurement
 from support.engines import STOCK, check_drafting, draft_failures, drive, greedy, own_engine, start
-from support.measurements import watch_measurements
 from support.small_views import SMALL_VIEW, prompts
 
 SPECULATION = {"method": "custom_class", "model": DRAFTER, "num_speculative_tokens": 8}
@@ -47,7 +47,7 @@ def run(llm: Any) -> list[list[int]]:
 def measured(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     from nwor_specpv.vllm.specpv import drafter as module
 
-    return watch_measurements(monkeypatch, module, "measure_passes")
+    return watch_cost_measurement(monkeypatch, module, "measure_passes")
 
 
 def lines(caplog: pytest.LogCaptureFixture, part: str) -> int:

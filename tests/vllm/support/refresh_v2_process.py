@@ -18,7 +18,7 @@ import conftest  # noqa: F401  (vLLM's environment)
 from support import triton_cpu
 from support.engines import counted, drive, greedy, own_engine, start
 from support.heads import story_head
-from support.published import published, scheduler_of, watch_requests
+from support.prefix_cache_blocks import count_published_blocks, scheduler_of, watch_requests
 
 
 def main() -> None:
@@ -37,7 +37,7 @@ def run(job: dict[str, Any], head: dict[str, Any]) -> dict[str, Any]:
     drive(llm, [[1, 5, 9]], greedy(2))
     story = drive(llm, prompts, greedy(most))
     full_tokens = scheduler_of(llm).full_tokens
-    blocks = published(llm, requests, full_tokens)
+    blocks = count_published_blocks(llm, requests, full_tokens)
     longer = [prompt + story.tokens[str(i)] for i, prompt in enumerate(prompts)]
     return {
         "tokens": story.tokens,

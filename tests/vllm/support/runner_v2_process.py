@@ -25,7 +25,7 @@ import torch
 import conftest  # noqa: F401  (vLLM's environment)
 from nwor_specpv import Metrics
 from support import reference_sampling, triton_cpu
-from support.confirmed import Confirmed
+from support.confirmed_tokens_watch import ConfirmedTokensWatch
 from support.engines import caches, counted, draft_failures, drive, greedy, own_engine, start
 from support.engines import stats as own_stats
 from support.heads import story_head
@@ -68,7 +68,7 @@ def run(job: dict[str, Any], head: dict[str, Any]) -> dict[str, Any]:
     if job.get("fault"):
         fail_from(speculator, job["fault"])
     if job.get("confirmed"):
-        watched = Confirmed(llm, runner, job["prompts"], job["confirmed"])
+        watched = ConfirmedTokensWatch(llm, runner, job["prompts"], job["confirmed"])
     written, drawn, grew = watch_proposals(speculator)
     hits, lengths = watch_prefix_hits(llm), watch_lengths(llm)
     before, preempted = Metrics().snapshot(), counted(llm, PREEMPTIONS)

@@ -14,7 +14,7 @@ import torch
 _SHOWN = 5  # problems that are told
 
 
-class Confirmed:
+class ConfirmedTokensWatch:
     """Watches an engine whose requests have the given prompts and will have these whole texts."""
 
     def __init__(self, llm: Any, runner: Any, prompts: list[Any], texts: list[Any]) -> None:

@@ -1,7 +1,8 @@
-"""Whether drafting over views writes to the target's caches, proposal by proposal."""
+"""Whether drafting over views, or measuring its costs, writes to the caches vLLM serves from."""
 
 from __future__ import annotations
 
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -11,8 +12,8 @@ from nwor_specpv import Metrics
 from support.engines import caches, own_engine
 
 
-class Proposals:
-    """Watches all that the newest engine's drafter proposes from now on.
+class ProposalWriteWatch:
+    """Looks at the target's caches before and after each proposal of the newest engine's drafter.
 
     Our side must know its runner, so some request has been served before.
     """
@@ -70,3 +71,25 @@ class Proposals:
     @staticmethod
     def _differ(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
         return not all(torch.equal(one[name], other[name]) for name in one)
+
+
+def watch_cost_measurement(
+    monkeypatch: pytest.MonkeyPatch, module: ModuleType, name: str
+) -> list[bool]:
+    """For each call of `module.name`: whether the caches, filled with something, were the same
+    afterwards."""
+    measure, found = getattr(module, name), []
+
+    def watched(*args: Any) -> Any:
+        caches = [layer.kv_cache for layer in own_engine().layers.values()]
+        for cache in caches:
+            cache.normal_()
+        held = [cache.clone() for cache in caches]
+        costs = measure(*args)
+        found.append(all(map(torch.equal, held, caches)))
+        for cache in caches:
+            cache.zero_()
+        return costs
+
+    monkeypatch.setattr(module, name, watched)
+    return found
