@@ -47,7 +47,7 @@ def config(**keys: Any) -> SpecPVConfig:
     )
 
 
-class Engine:
+class PagedRequests:
     """Packed caches as vLLM has them, and requests with shuffled pages."""
 
     def __init__(self, requests: int, tokens: int) -> None:
@@ -85,7 +85,7 @@ def ints(values: list[int]) -> torch.Tensor:
 
 
 def wanted_tokens(
-    engine: Engine, layer: int, request: int, length: int, query: torch.Tensor, head: int
+    engine: PagedRequests, layer: int, request: int, length: int, query: torch.Tensor, head: int
 ) -> list[int]:
     """Tokens a head sees: sink, the best blocks by max(q . kmax, q . kmin), window and the rest."""
     keys = engine.keys(layer, request, length).double()
@@ -103,7 +103,7 @@ def wanted_tokens(
     return tokens + list(range(begin * BLOCK, length))
 
 
-def seen_tokens(engine: Engine, view: PartialView, request: int, head: int) -> list[int]:
+def seen_tokens(engine: PagedRequests, view: PartialView, request: int, head: int) -> list[int]:
     """Tokens of the request that a view lists, by where they lie in the cache."""
     parts = PAGE // BLOCK
     where = {int(page): number for number, page in enumerate(engine.table[request])}
@@ -115,7 +115,7 @@ def seen_tokens(engine: Engine, view: PartialView, request: int, head: int) -> l
 
 
 def test_growing_requests_see_what_a_scan_would_choose() -> None:
-    engine = Engine(requests=3, tokens=200)
+    engine = PagedRequests(requests=3, tokens=200)
     store = engine.store(max_requests=5)
     rows = [store.open() for _ in range(3)]
     lens = [random.randint(30, 60) for _ in range(3)]
@@ -143,7 +143,7 @@ def test_growing_requests_see_what_a_scan_would_choose() -> None:
 
 
 def test_what_failed_is_summarised_again_and_rows_start_afresh() -> None:
-    engine = Engine(requests=2, tokens=120)
+    engine = PagedRequests(requests=2, tokens=120)
     store = engine.store(max_requests=1)
     row = store.open()
     assert row == 0
@@ -170,7 +170,7 @@ def test_what_failed_is_summarised_again_and_rows_start_afresh() -> None:
 
 
 def test_requests_without_a_row_or_a_view_see_everything() -> None:
-    engine = Engine(requests=3, tokens=120)
+    engine = PagedRequests(requests=3, tokens=120)
     store = engine.store(max_requests=2)
     rows, lens = [store.open(), -1, store.open()], ints([80, 90, 100])
     store.begin(ViewBatch(engine.table, ints(rows), lens, ints([1, 1, 1])), ints([1, 1, 0]))
@@ -183,7 +183,7 @@ def test_requests_without_a_row_or_a_view_see_everything() -> None:
 
 
 def test_budgets_that_do_not_fit_are_refused() -> None:
-    engine = Engine(requests=1, tokens=60)
+    engine = PagedRequests(requests=1, tokens=60)
     with pytest.raises(NworError, match="expected a view shorter than the longest context"):
         engine.store(1, specpv_n_retrieval_blocks=100)
     with pytest.raises(NworError, match="expected a divisor of the page size"):
@@ -199,7 +199,7 @@ def dense(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> torc
 
 
 def test_passes_see_view_tail_and_one_another_and_write_the_tail_alone() -> None:
-    engine = Engine(requests=2, tokens=160)
+    engine = PagedRequests(requests=2, tokens=160)
     held = [cache.clone() for cache in engine.caches]
     store, tail = engine.store(max_requests=2), Tail(engine.key_caches, 8, 20)
     lens = [101, 77]
@@ -276,7 +276,7 @@ def test_passes_see_view_tail_and_one_another_and_write_the_tail_alone() -> None
 
 def test_steps_without_a_choice_are_told_less() -> None:
     """The same views, whether the device or the host knows that nobody chooses."""
-    engine = Engine(requests=3, tokens=120)
+    engine = PagedRequests(requests=3, tokens=120)
     store = engine.store(max_requests=3)
     rows, lens = ints([store.open() for _ in range(3)]), ints([80, 90, 100])
     store.begin(ViewBatch(engine.table, rows, lens, ints([1, 1, 1])))
@@ -299,7 +299,7 @@ def test_steps_without_a_choice_are_told_less() -> None:
     assert found[0][0].tolist()[1] == -1
 
 
-def refresh_views(engine: Engine) -> RefreshViews:
+def refresh_views(engine: PagedRequests) -> RefreshViews:
     keys = {"specpv_mode": "refresh", "specpv_n_spec_tokens_buf": 8}
     keys |= {"specpv_full_refresh_interval": 2}
     settings = SimpleNamespace(specpv=lambda: config(**keys), specpv_max_requests=2)
@@ -317,7 +317,7 @@ def refresh_views(engine: Engine) -> RefreshViews:
 
 def test_views_of_mode_refresh_come_and_go() -> None:
     """First full, then partial, full again after two; nobody keeps a view of requests before."""
-    engine = Engine(requests=3, tokens=120)
+    engine = PagedRequests(requests=3, tokens=120)
     views = refresh_views(engine)
     store, launches = views.store, []
     begin = store.begin
@@ -364,7 +364,7 @@ def test_views_of_mode_refresh_come_and_go() -> None:
 def test_prompts_in_pieces_of_one_row_are_full_and_choose_nothing() -> None:
     """Such a piece looks like a step without drafts. A request that is computed again, too, loses
     the view it had."""
-    views = refresh_views(Engine(requests=1, tokens=120))
+    views = refresh_views(PagedRequests(requests=1, tokens=120))
 
     def decide(context: int, *, prefilling: bool) -> tuple[bool, bool, str]:
         (made,) = views.requests.decide(["a"], [context], [1], [0], [prefilling])
@@ -380,7 +380,7 @@ def test_prompts_in_pieces_of_one_row_are_full_and_choose_nothing() -> None:
 
 
 def test_requests_behind_see_everything_and_keep_their_views() -> None:
-    engine = Engine(requests=2, tokens=120)
+    engine = PagedRequests(requests=2, tokens=120)
     views = refresh_views(engine)
 
     def step(contexts: list[int], front: int) -> list[str]:
@@ -406,7 +406,7 @@ def test_requests_behind_see_everything_and_keep_their_views() -> None:
 
 
 def test_drift_counts_rows_of_the_requests_that_were_asked_for() -> None:
-    engine = Engine(requests=3, tokens=120)
+    engine = PagedRequests(requests=3, tokens=120)
     store = engine.store(max_requests=3)
     probe = DriftProbe(store, 8)
     rows, lens = ints([store.open() for _ in range(3)]), ints([80, 90, 100])
