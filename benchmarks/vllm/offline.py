@@ -223,7 +223,7 @@ def decode(llm: Any, batch: int, context: int, num_tokens: int) -> tuple[float, 
 
 
 def staging_stats() -> dict[str, Any]:
-    from nwor_specpv.vllm.engine import current_engine
+    from nwor_specpv.vllm.registry import current_engine
 
     engine = current_engine()
     assert engine is not None

@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Serving with and without the plugin: two OpenAI-compatible servers, the same clients in turns.
 
-    python benchmarks/vllm/serving.py --model smollm2 --clients 4 --requests 24 --rounds 3
+    python benchmarks/vllm/serving.py --model smollm2 --clients 4 --requests 24 --repeats 3
 
 Prints, per server, output tokens a second, the time to the first token and between tokens (median
 and 99th percentile), and the ratio of the medians. Both servers are up all the time; only one of
@@ -51,12 +51,12 @@ def main() -> int:
                 wait_until_ready(servers[-1])
         for server in servers:
             wait_until_ready(server)
-        for number in range(args.rounds + 1):
+        for number in range(args.repeats + 1):
             for server in servers if number % 2 else servers[::-1]:
                 measure(args, server, counted=number > 0)
         report = {server.name: summarise(server) for server in servers}
     size = f"{args.requests} requests of {args.tokens} tokens"
-    print(f"{args.clients} clients, {size}, {args.rounds} rounds")
+    print(f"{args.clients} clients, {size}, {args.repeats} repeats")
     print("          tokens/s   first ms p50/p99       gap ms p50/p99")
     for name, row in report.items():
         first, gap = row["first_ms"], row["gap_ms"]
@@ -78,7 +78,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--clients", type=int, default=4)
     parser.add_argument("--requests", type=int, default=24)
     parser.add_argument("--tokens", type=int, default=64)
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--server-args", default="", help="for both, such as '--dtype float32'")
     parser.add_argument("--json", default="", help="write the results there")
     return parser.parse_args()

@@ -4,13 +4,13 @@
     python benchmarks/vllm/specpv.py --sides stock refresh lossless --cells 8x32768 6x122880
 
 Dummy weights of Llama-3.1-8B's shapes, an EAGLE3 head, acceptance set by hand: of the head's four
-drafts two are right, in vLLM's steps and in partial passes alike, and a draft of a round is
+drafts two are right, in vLLM's steps and in partial passes alike, and a draft of a long proposal is
 confirmed with `--agreement`. The head has an output matrix of its own for 32000 tokens, as trained
 ones have; vLLM gives heads of dummy weights the target's. Prompts are not computed: K/V of the
 cache is random, and the model is left out of prefill steps, so that a cell takes seconds instead of
 minutes. Each side is a process of its own, as two caches of this size do not fit one GPU;
-`--rounds` repeats them in turns. A step's time is that of many steps divided by their number, after
-steps that are not counted.
+`--repeats` runs them again in turns. A step's time is that of many steps divided by their number,
+after steps that are not counted.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from offline import LLAMA_8B, eagle_head, write_config
 
 DRAFTS = 4  # of the head
 RIGHT = 2  # of them, every time
-ROUND = 15  # drafts of a round: four passes, the head's right guesses, and one more
+LONG_DRAFTS = 15  # drafts by passes: four passes, the head's right guesses, and one more
 PREFILL_ROWS = 1024  # steps with more rows are prefill
 WARM_STEPS = 10
 SIDES = {
@@ -64,7 +64,7 @@ def main() -> int:
     if args.child:
         return run_side(args)
     found: dict[str, list[dict[str, Any]]] = {side: [] for side in args.sides}
-    for _ in range(args.rounds):
+    for _ in range(args.repeats):
         for side in args.sides:
             with tempfile.NamedTemporaryFile(suffix=".json") as out:
                 command = [sys.executable, __file__, "--child", side, "--json", out.name]
@@ -83,10 +83,10 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--sides", nargs="+", choices=sorted(SIDES), default=["stock", "refresh"])
     parser.add_argument("--cells", nargs="+", default=["8x32768", "6x122880"])
     parser.add_argument("--steps", type=int, default=48)
-    parser.add_argument("--rounds", type=int, default=1)
+    parser.add_argument("--repeats", type=int, default=1)
     parser.add_argument("--layers", type=int, default=LLAMA_8B["num_hidden_layers"])
     parser.add_argument("--agreement", type=float, default=0.95)
-    parser.add_argument("--passes", type=int, default=0, help="of a round; 0: as many as pay")
+    parser.add_argument("--passes", type=int, default=0, help="of a proposal; 0: as many as pay")
     parser.add_argument("--memory", type=float, default=0.9, help="share of the GPU's memory")
     parser.add_argument("--lock", default="", help="a file: sides started at once take turns")
     parser.add_argument("--timeout", type=float, default=600)
@@ -124,7 +124,7 @@ def report(args: argparse.Namespace, found: dict[str, list[dict[str, Any]]]) -> 
         told = {name: first.get(name, "") for name in ("device", "commit", "torch", "vllm")}
         told |= {"drafts": DRAFTS, "acceptance_length": 3.0, "steps": args.steps}
         told |= {"layers": args.layers, "settings": settings, "cells": cells, "counts": counts}
-        told |= {"round_drafts": ROUND, "agreement": args.agreement, "passes": args.passes}
+        told |= {"long_drafts": LONG_DRAFTS, "agreement": args.agreement, "passes": args.passes}
         Path(args.json).write_text(json.dumps(told, indent=2) + "\n")
 
 
@@ -181,7 +181,7 @@ def start(side: str, cells: list[tuple[int, int]], folder: Path, args: argparse.
     if side == "lossless":
         settings["specpv_draft_passes"] = args.passes
         options["scheduler_cls"] = SCHEDULER
-        lengths = [DRAFTS, ROUND]
+        lengths = [DRAFTS, LONG_DRAFTS]
     rates = [1.0] * RIGHT + [0.0] * (max(lengths) - RIGHT)
     return LLM(
         model=str(write_config(folder / "target", model)),
@@ -225,22 +225,22 @@ def set_guesses() -> None:
 
 
 def set_acceptance(llm: Any, agreement: float) -> None:
-    """What full steps accept: the head's right guesses, or drafts of a round one by one."""
+    """What full steps accept: the head's right guesses, or drafts by passes one by one."""
     import torch
 
     runner = worker_runner(llm)
     speculator, rates = runner.speculator, runner.rejection_sampler.synthetic_conditional_rates
-    by_head, by_round = torch.zeros_like(rates), torch.zeros_like(rates)
+    by_head, by_passes = torch.zeros_like(rates), torch.zeros_like(rates)
     by_head[:RIGHT] = 1
     propose = speculator.propose
 
     def followed(*args: Any, **kwargs: Any) -> Any:
         drafts = propose(*args, **kwargs)
         made = speculator.latest_passes * (1 + RIGHT)
-        by_round.zero_()
-        by_round[:made] = agreement
-        by_round[made : made + RIGHT] = 1  # the head's guesses behind the chain
-        rates.copy_(by_round if made else by_head)
+        by_passes.zero_()
+        by_passes[:made] = agreement
+        by_passes[made : made + RIGHT] = 1  # the head's guesses behind the chain
+        rates.copy_(by_passes if made else by_head)
         return drafts
 
     speculator.propose = followed
@@ -321,7 +321,7 @@ class VerifyClock:
 
 def most_tokens(steps: int) -> int:
     """More than a request can get, so that none ends in a cell of so many steps."""
-    return (1 + WARM_STEPS + steps) * (1 + ROUND)
+    return (1 + WARM_STEPS + steps) * (1 + LONG_DRAFTS)
 
 
 def measure(llm: Any, clock: VerifyClock, batch: int, context: int, steps: int) -> dict[str, Any]:
@@ -372,7 +372,7 @@ def note(outputs: Any, lens: dict[str, int]) -> None:
 def counts() -> dict[str, Any]:
     """What was counted, and what went wrong in drafting: the head may have drafted alone."""
     from nwor_specpv import Metrics
-    from nwor_specpv.vllm.engine import current_engine
+    from nwor_specpv.vllm.registry import current_engine
 
     found = {
         name: value

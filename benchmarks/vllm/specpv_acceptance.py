@@ -7,8 +7,8 @@
 SmolLM2-135M in float32 on the real vLLM for the CPU, greedy, mode lossless, 16 drafts by 16 partial
 passes and no lookups. Requests of two kinds, from several passages of a text: a book goes on, at
 several places, and questions at its end are about its beginning. The engine writes their
-continuations once. Then rounds of drafts start at the same places of the same continuations with
-every kind of view; what a full step would confirm of a round is what it has in common with the
+continuations once. Then proposals start at the same places of the same continuations with
+every kind of view; what a full step would confirm of a proposal is what it has in common with the
 continuation. Standard errors are those of the requests' means: places of one request are alike.
 """
 
@@ -218,7 +218,7 @@ def write_on(llm: Any, prompts: list[tuple[str, list[int]]], tokens: int) -> Bat
 def measure(
     drafter: Any, batch: Batch, places: Sequence[int], keys: dict[str, Any]
 ) -> dict[str, Any]:
-    """What full steps would accept of rounds that start `places` tokens after the prompts."""
+    """What full steps would accept of proposals that start `places` tokens after the prompts."""
     import torch
 
     reconfigure(drafter, keys)
@@ -233,7 +233,7 @@ def measure(
             for row, text, length in zip(rows, batch.texts, lens, strict=True)
         ]
         with torch.inference_mode():
-            chains = drafter._round(list(range(count)), requests, lens, seen, DRAFTS)
+            chains = drafter._draft_by_passes(list(range(count)), requests, lens, seen, DRAFTS)
         for number, (text, length) in enumerate(zip(batch.texts, lens, strict=True)):
             following = text[length : length + DRAFTS]
             same = map(operator.eq, chains[number], following)

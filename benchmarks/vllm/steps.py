@@ -359,7 +359,7 @@ def summarise(sides: list[Side], batch: int, context: int, rate: float) -> dict[
 
 
 def staging_stats(sides: list[Side]) -> dict[str, Any]:
-    from nwor_specpv.vllm.engine import find_engine
+    from nwor_specpv.vllm.registry import find_engine
 
     engine = find_engine(sides[1].engine.vllm_config)
     assert engine is not None
@@ -371,7 +371,7 @@ def staging_stats(sides: list[Side]) -> dict[str, Any]:
 
 def bytes_per_token(side: Side) -> int:
     """K and V of one token in the target's layers."""
-    from nwor_specpv.vllm.engine import find_engine
+    from nwor_specpv.vllm.registry import find_engine
 
     engine = find_engine(side.engine.vllm_config)
     assert engine is not None

@@ -31,6 +31,12 @@ void BindDrafters(py::module_& m) {
       .def("draft", &NgramIndex::Draft, py::arg("rows"), py::arg("depth"), py::arg("top_k"),
            "A tree below the text's last token: at most rows rows, depth drafts in a row and\n"
            "top_k children of a row; the root alone if nothing matches.")
+      .def("lookup", &NgramIndex::Lookup, py::arg("drafts"), py::arg("count"),
+           "Up to count tokens that followed the last tokens of the text and of drafts, which\n"
+           "are no part of it, the last time these stood in the text; the longest match\n"
+           "counts.")
+      .def_property_readonly("last", &NgramIndex::last,
+                             "The text's last token; raises NworError when there is none.")
       .def("__len__", &NgramIndex::size, "Tokens of the text.");
 }
 

@@ -243,6 +243,8 @@ void BindSteps(py::module_& m) {
           "committed_len - 1.")
       .def_readonly("view_tokens", &StepDecision::view_tokens,
                     "Tokens of the context that the tree's rows see.")
+      .def_readonly("keeps_view", &StepDecision::keeps_view,
+                    "Whether it is full for want of room, and leaves what was selected as it is.")
       .def("__repr__", [](const StepDecision& d) {
         return Concat("StepDecision(kind='", ChoiceName(d.kind, kStepKindNames), "', trigger='",
                       Label(d.trigger), "', prefix_len=", d.prefix_len,
@@ -268,6 +270,17 @@ void BindSteps(py::module_& m) {
       .def("prefill", &PartialCache::Prefill, py::arg("num_tokens"),
            "Adds tokens that full attention has put into the cache outside of steps: the\n"
            "prompt. Raises NworError when there is a tail.")
+      .def("restart", &PartialCache::Restart, py::arg("num_tokens"),
+           "All of the context, num_tokens tokens, was computed by full attention outside of\n"
+           "steps: rows of a prompt, or tokens that are computed again. Blocks are selected\n"
+           "anew.")
+      .def("reach", &PartialCache::Reach, py::arg("num_tokens"),
+           "For hosts of mode 'refresh' that learn later what steps have committed: the context\n"
+           "has num_tokens tokens, at most. Called before a step is decided; finish_later ends\n"
+           "the step. full_len is then the length at which blocks were selected.")
+      .def("finish_later", &PartialCache::FinishLater, py::arg("decision"),
+           "Ends the step of a decision and counts it, where the next reach says what it has\n"
+           "committed. Raises NworError when the decision is not of this state.")
       .def("finish", &PartialCache::Finish, py::arg("decision"), py::arg("accepted"),
            py::arg("disagreed") = -1,
            "Ends the step of a decision and counts it. accepted: draft rows that acceptance\n"
@@ -306,6 +319,9 @@ void BindSteps(py::module_& m) {
       .def_property_readonly("disagreed_tokens", &PartialCache::disagreed_tokens,
                              "Those of them it would have chosen differently.")
       .def_property_readonly("budget", &PartialCache::budget, "The request's Budget.")
+      .def("set_bytes_per_token", &PartialCache::set_bytes_per_token, py::arg("bytes"),
+           "Sets the bytes of K and V of one token over all layers, for\n"
+           "specpv_kv_bytes_read_total; 0: they are not counted.")
       .def_property_readonly(
           "required", [](const PartialCache& self) { return Label(self.required()); },
           "Why the next step has to be full, a label of FULL_TRIGGERS; 'none': it need not\n"
@@ -338,8 +354,12 @@ void BindSteps(py::module_& m) {
            "callback(cache), a PartialCache, returns whether to ask for a full step where the\n"
            "rules would allow a partial one.")
       .def("decide", &PythonPolicy::Decide, py::arg("cache"), py::arg("num_rows"),
+           py::arg("viewable") = true,
            "The StepDecision for a tree of num_rows rows, 1 to the budget's max_rows; reads\n"
-           "host state only.");
+           "host state only. viewable: the host has room for a view of this request in this\n"
+           "step; without, which mode 'refresh' alone allows, the step is full.")
+      .def("always_full_tokens", &PythonPolicy::AlwaysFullTokens, py::arg("budget"),
+           "Tokens of context up to which every step of a request with this Budget is full.");
 }
 
 std::vector<BatchEntry> ParseBatch(const py::sequence& batch) {

@@ -37,13 +37,60 @@ void PartialCache::Prefill(int64_t num_tokens) {
   anchor_len_ = 0;
 }
 
-StepOutcome PartialCache::Finish(const StepDecision& decision, int64_t accepted,
-                                 int64_t disagreed) {
+void PartialCache::Restart(int64_t num_tokens) {
+  NWOR_CHECK(num_tokens >= 0 && num_tokens <= kMaxContextTokens, "num_tokens: got ", num_tokens,
+             ", expected 0 to ", kMaxContextTokens);
+  full_len_ = committed_len_ = emitted_len_ = num_tokens;
+  selected_ = false;
+  anchor_len_ = partial_steps_ = 0;
+}
+
+void PartialCache::Reach(int64_t num_tokens) {
+  NWOR_CHECK(config_.specpv_mode == SpecPVMode::kRefresh,
+             "reach: only hosts of mode refresh may learn later what was committed");
+  NWOR_CHECK(num_tokens >= 0 && num_tokens <= kMaxContextTokens, "num_tokens: got ", num_tokens,
+             ", expected 0 to ", kMaxContextTokens);
+  committed_len_ = emitted_len_ = num_tokens;
+  // Without a view every step was full; with one, its length may have been taken for too long.
+  full_len_ = selected_ ? std::min(full_len_, num_tokens) : num_tokens;
+}
+
+void PartialCache::FinishLater(const StepDecision& decision) {
+  NWOR_CHECK(config_.specpv_mode == SpecPVMode::kRefresh,
+             "finish_later: only hosts of mode refresh may learn later what was committed");
+  CheckDecision(decision);
+  CountStep(decision);
+  if (decision.kind == StepKind::kPartial) {
+    ++partial_steps_;
+  } else if (!decision.keeps_view) {
+    full_len_ = committed_len_;
+    EndFull(decision);
+  }
+}
+
+void PartialCache::CheckDecision(const StepDecision& decision) const {
   NWOR_CHECK(decision.full_len == full_len_ && decision.committed_len == committed_len_,
              "decision: got one of F = ", decision.full_len, ", N = ", decision.committed_len,
              ", expected F = ", full_len_, ", N = ", committed_len_);
   NWOR_CHECK(decision.num_rows <= max_rows_, "decision: got one of ", decision.num_rows,
              " rows, expected at most ", max_rows_, ", the rows of the largest tree");
+}
+
+// A full step has ended, whose lengths are known: what its blocks are good for.
+void PartialCache::EndFull(const StepDecision& decision) {
+  partial_steps_ = 0;
+  const bool failed = required_ != decision.required;  // in this step
+  if (!failed) required_ = FullTrigger::kNone;
+  if (decision.kind != StepKind::kFullRefresh) return;
+  if (!failed && !RefreshComplete(decision)) required_ = FullTrigger::kRefreshFailure;
+  selected_ = required_ == FullTrigger::kNone;
+  // What the step's own rows added was not there to choose from.
+  anchor_len_ = decision.anchor_len;
+}
+
+StepOutcome PartialCache::Finish(const StepDecision& decision, int64_t accepted,
+                                 int64_t disagreed) {
+  CheckDecision(decision);
   const bool lossless = config_.specpv_mode == SpecPVMode::kLossless;
   const bool over_tail = lossless && decision.kind == StepKind::kFullRefresh;
   const int64_t most = decision.num_rows - 1 + (over_tail ? decision.refed_rows : 0);
@@ -55,7 +102,10 @@ StepOutcome PartialCache::Finish(const StepDecision& decision, int64_t accepted,
   if (decision.refed_rows > 0) CountRefed(decision, accepted, disagreed);
   const int64_t before = committed_len_, tail_before = tail_len();
   StepOutcome outcome;
-  if (decision.kind == StepKind::kPartial) {
+  if (decision.keeps_view) {
+    committed_len_ += 1 + accepted;
+    outcome.emitted = 1 + accepted;
+  } else if (decision.kind == StepKind::kPartial) {
     committed_len_ += 1 + accepted;
     ++partial_steps_;
     if (tail_len() > budget_.tail_capacity) required_ = FullTrigger::kTailOverflow;
@@ -65,17 +115,7 @@ StepOutcome PartialCache::Finish(const StepDecision& decision, int64_t accepted,
     full_len_ = committed_len_;
     outcome.cut = over_tail ? std::max<int64_t>(0, tail_before - 1 - accepted) : 0;
     outcome.emitted = 1 + accepted;
-    partial_steps_ = 0;
-    const bool failed = required_ != decision.required;  // in this step
-    if (!failed) required_ = FullTrigger::kNone;
-    if (decision.kind == StepKind::kFullRefresh && !failed && !RefreshComplete(decision)) {
-      required_ = FullTrigger::kRefreshFailure;
-    }
-    if (decision.kind == StepKind::kFullRefresh) {
-      selected_ = required_ == FullTrigger::kNone;
-      // What the step's own rows added was not there to choose from.
-      anchor_len_ = decision.anchor_len;
-    }
+    EndFull(decision);
   }
   outcome.committed = committed_len_ - before;
   emitted_len_ = lossless ? full_len_ : committed_len_;

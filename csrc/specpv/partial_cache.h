@@ -40,6 +40,16 @@ class NWOR_EXPORT PartialCache {
   // REQUIRES: the tail is empty; the context stays within kMaxContextTokens.
   void Prefill(int64_t num_tokens);
 
+  // All of the context, `num_tokens` tokens, was computed by full attention outside of steps: rows
+  // of a prompt, or tokens that are computed again. There is no tail, and blocks are selected anew.
+  void Restart(int64_t num_tokens);
+
+  // For hosts that learn later what their steps have committed, in mode refresh: the context has
+  // `num_tokens` tokens, at most. Called before each step is decided; FinishLater ends it. F is
+  // then the length at which blocks were selected, and all that came after it is the tail.
+  void Reach(int64_t num_tokens);
+  void FinishLater(const StepDecision& decision);
+
   // The step of `decision` is over. accepted: draft rows that acceptance took, the root excluded.
   // In a full + refresh step of lossless mode acceptance runs over the re-fed rows too, as a chain
   // before the tree, and its root is the first of them. Counts the step.
@@ -47,6 +57,7 @@ class NWOR_EXPORT PartialCache {
   //   full + refresh  likewise, and a view was selected over what was committed before the step;
   //                   lossless: N = F + 1 + accepted, then F = N
   //   partial         N += 1 + accepted; lossless: nothing is emitted yet
+  // A step that keeps its view adds to the tail as a partial one does.
   // A partial step that committed more than the tail holds makes the next one full (tail_overflow).
   // disagreed: of the step's re-fed rows, those at which full attention chooses another token than
   // the one that was emitted; -1: not looked at. It is counted as drift (see CountDrift); in
@@ -91,6 +102,8 @@ class NWOR_EXPORT PartialCache {
   virtual bool RefreshComplete(const StepDecision&) const { return true; }
 
  private:
+  void CheckDecision(const StepDecision& decision) const;
+  void EndFull(const StepDecision& decision);
   void CountStep(const StepDecision& decision) const;
   void CountRefed(const StepDecision& decision, int64_t accepted, int64_t disagreed);
 

@@ -1,5 +1,6 @@
 #include "specpv/verify_policy.h"
 
+#include <algorithm>
 #include <utility>
 
 #include "base/check.h"
@@ -12,14 +13,17 @@ VerifyPolicy::VerifyPolicy(const SpecPVConfig& config, PolicyCallback callback)
   config_.Validate();
 }
 
-FullTrigger VerifyPolicy::FindTrigger(const PartialCache& cache, int64_t num_rows,
+int64_t VerifyPolicy::AlwaysFullTokens(const Budget& budget) const {
+  return std::max(budget.static_tokens(), config_.specpv_partial_threshold);
+}
+
+FullTrigger VerifyPolicy::FindTrigger(const PartialCache& cache, int64_t num_rows, bool viewable,
                                       bool* active) const {
   const int64_t context = cache.committed_len();
   *active = false;
   if (!config_.enable_specpv) return FullTrigger::kDisabled;
-  if (context <= cache.budget().static_tokens() || context <= config_.specpv_partial_threshold) {
-    return FullTrigger::kShortContext;
-  }
+  if (context <= AlwaysFullTokens(cache.budget())) return FullTrigger::kShortContext;
+  if (!viewable) return FullTrigger::kPolicy;
   *active = true;
   if (cache.required() != FullTrigger::kNone) return cache.required();
   if (!cache.selected()) return FullTrigger::kFirst;
@@ -30,12 +34,16 @@ FullTrigger VerifyPolicy::FindTrigger(const PartialCache& cache, int64_t num_row
   return FullTrigger::kNone;
 }
 
-StepDecision VerifyPolicy::Decide(const PartialCache& cache, int64_t num_rows) const {
+StepDecision VerifyPolicy::Decide(const PartialCache& cache, int64_t num_rows,
+                                  bool viewable) const {
   NWOR_CHECK(num_rows >= 1 && num_rows <= cache.max_rows(), "num_rows: got ", num_rows,
              ", expected 1 to ", cache.max_rows(), ", the rows of the largest tree");
   const int64_t room = kMaxContextTokens - cache.committed_len();
   NWOR_CHECK(num_rows <= room, "num_rows: got ", num_rows, ", expected at most ", room,
              ": the longest context has ", kMaxContextTokens, " tokens");
+  NWOR_CHECK(viewable || config_.specpv_mode == SpecPVMode::kRefresh,
+             "viewable: got false in mode ", ChoiceName(config_.specpv_mode, kSpecPVModeNames),
+             ", whose full steps put the tail right; only mode refresh does without");
   StepDecision decision;
   decision.num_rows = num_rows;
   decision.required = cache.required();
@@ -44,11 +52,12 @@ StepDecision VerifyPolicy::Decide(const PartialCache& cache, int64_t num_rows) c
   decision.anchor_len =
       config_.specpv_mode == SpecPVMode::kLossless ? cache.full_len() : cache.committed_len();
   bool active = false;
-  decision.trigger = FindTrigger(cache, num_rows, &active);
+  decision.trigger = FindTrigger(cache, num_rows, viewable, &active);
+  decision.keeps_view = !viewable && decision.trigger == FullTrigger::kPolicy;
   if (decision.trigger == FullTrigger::kNone) {
     decision.kind = StepKind::kPartial;
     decision.view_tokens = cache.view_tokens();
-  } else if (active || cache.tail_len() > 0) {
+  } else if (active || (cache.tail_len() > 0 && !decision.keeps_view)) {
     decision.kind = StepKind::kFullRefresh;
     if (config_.specpv_mode != SpecPVMode::kRefresh) {
       decision.prefix_len = cache.full_len();

@@ -35,6 +35,7 @@ struct StepDecision {
   int64_t anchor_len = 0;
   FullTrigger required = FullTrigger::kNone;  // what was required when it was decided
   int64_t view_tokens = 0;                    // what the tree's rows see of the context
+  bool keeps_view = false;  // full for want of room: what was selected before stays as it is
 };
 
 // Asks for a full step where the rules would allow a partial one.
@@ -46,19 +47,25 @@ class NWOR_EXPORT VerifyPolicy {
   explicit VerifyPolicy(const SpecPVConfig& config, PolicyCallback callback = nullptr);
 
   // For a tree of num_rows rows, 1 to the cache's max_rows, that the longest context has room for.
-  // Reads host state only. Rules, the first that holds:
-  //   switched off, or the context within the view's tokens
-  //     or within specpv_partial_threshold                    full (with a tail: full + refresh)
+  // viewable: the host has room for a view of this request in this step; mode refresh alone may do
+  // without. Reads host state only. Rules, the first that holds:
+  //   switched off, or the context within AlwaysFullTokens    full (with a tail: full + refresh)
+  //   not viewable                                            full, policy; a view stays as it is
   //   a fault of an earlier step                              full + refresh, its trigger
   //   nothing was selected yet                                full + refresh, first
   //   tail + rows beyond the tail's capacity                  full + refresh, tail_full
   //   specpv_full_refresh_interval partial steps were done    full + refresh, interval
   //   the callback asks                                       full + refresh, policy
   //   otherwise                                               partial
-  StepDecision Decide(const PartialCache& cache, int64_t num_rows) const;
+  StepDecision Decide(const PartialCache& cache, int64_t num_rows, bool viewable = true) const;
+
+  // Tokens of context up to which every step of a request with this budget is full: those of its
+  // view, or specpv_partial_threshold where that is more.
+  int64_t AlwaysFullTokens(const Budget& budget) const;
 
  private:
-  FullTrigger FindTrigger(const PartialCache& cache, int64_t num_rows, bool* active) const;
+  FullTrigger FindTrigger(const PartialCache& cache, int64_t num_rows, bool viewable,
+                          bool* active) const;
 
   SpecPVConfig config_;
   PolicyCallback callback_;

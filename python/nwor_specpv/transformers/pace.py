@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from .running_mean import RunningMean
+from nwor_specpv.running_mean import RunningMean
 
 _KEEP = 0.7  # weight of the past in running averages
 _WATCHED = 6  # full steps before views are thought of
@@ -28,7 +28,7 @@ class Size:
 
 
 def _mean() -> RunningMean:
-    return RunningMean(_KEEP)
+    return RunningMean(most_past=_KEEP / (1 - _KEEP))
 
 
 class Pacer:

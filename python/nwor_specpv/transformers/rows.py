@@ -8,8 +8,7 @@ from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field, replace
 
 from nwor_specpv.drafters import TreeConfig
-
-from .running_mean import RunningMean
+from nwor_specpv.running_mean import RunningMean
 
 # Sizes that are measured and tried. The first is plain decoding.
 SIZES = (1, 3, 5, 8, 12, 16, 24, 32)
@@ -23,7 +22,7 @@ _DOUBT = 0.7  # tokens by which a size may be better than it seemed; grows while
 
 
 def _mean() -> RunningMean:
-    return RunningMean(_KEEP)
+    return RunningMean(most_past=_KEEP / (1 - _KEEP))
 
 
 @dataclass

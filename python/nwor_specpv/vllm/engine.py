@@ -17,7 +17,7 @@ import torch
 from nwor_specpv import ContractChecker, Interceptor
 from nwor_specpv.errors import NworError, logger
 
-from . import rows, support, versions
+from . import draft_rows, registry, support, versions
 from .hooks import prefix_hits, speculators
 from .hooks import runner as runner_hooks
 from .settings import read_settings
@@ -63,8 +63,8 @@ class Engine:
         self.prefix_hits = False  # a request may read what another one of the step computes
         self.refresh = self._make_refresh(vllm_config)
         self.lengths = self._make_lengths(vllm_config)
-        alone = vllm_config.parallel_config.world_size == 1
-        self.draft_failures = DraftFailures(alone=alone)
+        single_rank = vllm_config.parallel_config.world_size == 1
+        self.draft_failures = DraftFailures(single_rank=single_rank)
         most = self.setup.num_speculative_tokens
         self.staging = Staging(self.layers, self.settings, vllm_config, most)
         self.steps = Steps(self.staging)
@@ -83,9 +83,9 @@ class Engine:
         problems = [str(refusal) for refusal in support.refusals(self.setup)]
         hook_problem = runner_hooks.install() or prefix_hits.install()
         if hook_problem is not None:
-            problems.append(f"{hook_problem}; install {' or '.join(versions.SUPPORTED)}")
+            problems.append(f"{hook_problem}; install vLLM {versions.supported()}")
         if not problems:
-            logger.info("nwor_specpv: drafts of %s are staged", self.setup.speculation)
+            logger.info("nwor_specpv: staging the drafts of method %s", self.setup.speculation)
             return None
         text = " | ".join(problems)
         if self.settings.strict:
@@ -97,8 +97,9 @@ class Engine:
     def _hook(problem: str | None) -> None:
         """What long contexts need of vLLM is there, or this is why not."""
         if problem is not None:
-            supported = " or ".join(versions.SUPPORTED)
-            raise NworError(f"nwor_specpv, enable_specpv: {problem}; install vLLM {supported}")
+            raise NworError(
+                f"nwor_specpv, enable_specpv: {problem}; install vLLM {versions.supported()}"
+            )
 
     def _make_refresh(self, vllm_config: Any) -> Refresh | None:
         """Mode `refresh`, if it was asked for."""
@@ -107,18 +108,19 @@ class Engine:
         if vllm_config.use_v2_model_runner:
             self._hook(runner_hooks.install_names())
         logger.warning(
-            "nwor_specpv: mode 'refresh' is NOT lossless: verify steps attend to a partial view, "
-            "tokens may differ from vLLM's own"
+            "nwor_specpv: mode 'refresh' is NOT lossless: verify steps attend to a partial view "
+            "and tokens may differ from vLLM's own; use specpv_mode 'lossless' if they must not"
         )
         return Refresh(self, vllm_config)
 
     def _make_lengths(self, vllm_config: Any) -> Lengths | None:
-        """How long rounds are, in mode `lossless` with a head (runner V2)."""
+        """How many drafts and passes pay, in mode `lossless` with a head (runner V2)."""
         if not self.lossless or not vllm_config.use_v2_model_runner:
             return None
         self._hook(runner_hooks.install_names() or speculators.problem)
-        alone = vllm_config.parallel_config.world_size == 1
-        return Lengths(self.settings, self.setup.num_speculative_tokens, alone=alone)
+        single_rank = vllm_config.parallel_config.world_size == 1
+        most = self.setup.num_speculative_tokens
+        return Lengths(self.settings, most, single_rank=single_rank)
 
     @property
     def uniform_rows(self) -> tuple[int, ...]:
@@ -143,9 +145,9 @@ class Engine:
             return groups.index(names)
         if groups and self.settings.enable_specpv:
             raise NworError(
-                "nwor_specpv, enable_specpv: layers in different cache groups "
-                f"({groups[0][0]} and {names[0]}), and a view is one list of blocks; serve "
-                "this model without enable_specpv"
+                f"nwor_specpv, enable_specpv: {groups[0][0]} and {names[0]} are in different KV "
+                "cache groups, but a view is one list of blocks for all layers; serve this model "
+                "without enable_specpv"
             )
         if self.settings.enable_specpv:
             long_context.judge_layers({name: self.layers.get(name) for name in names})
@@ -179,9 +181,11 @@ class Engine:
         if runner is None:
             return [0] * len(lens)
         if hasattr(runner, "input_batch"):  # V1 keeps the scheduler's drafts there
-            return rows.drafts_of_batch(lens, runner.input_batch.spec_token_ids)
+            return draft_rows.drafts_of_batch(lens, runner.input_batch.spec_token_ids)
         prefilling = common.is_prefilling.tolist()
-        return rows.drafts_of_decodes(lens, prefilling + [True] * (len(lens) - len(prefilling)))
+        return draft_rows.drafts_of_decodes(
+            lens, prefilling + [True] * (len(lens) - len(prefilling))
+        )
 
     def prefilling(
         self, names: Sequence[str], ends: Sequence[int], drafts: Sequence[int], common: Any
@@ -234,30 +238,10 @@ class Engine:
         return self.steps.num_replays
 
 
-# Engines that may still run, the newest last. Layers keep theirs alive; the newest is kept here,
-# too, for those who ask for it between steps.
-_engines: list[weakref.ref[Engine]] = []
-_current: Engine | None = None
-
-
 def engine_of(vllm_config: Any) -> Engine:
     """The engine of this configuration, made at the first asking."""
-    global _current
-    found = find_engine(vllm_config)
+    found = registry.find_engine(vllm_config)
     if found is None:
-        found = _current = Engine(vllm_config)
-        _engines[:] = [known for known in _engines if known() is not None]
-        _engines.append(weakref.ref(found))
+        found = Engine(vllm_config)
+        registry.add_engine(found)
     return found
-
-
-def find_engine(vllm_config: Any) -> Engine | None:
-    """The engine of this configuration, if it was asked for before."""
-    context = vllm_config.compilation_config.static_forward_context
-    known = (engine() for engine in reversed(_engines))
-    return next((e for e in known if e is not None and e.layers is context), None)
-
-
-def current_engine() -> Engine | None:
-    """The newest engine of this process."""
-    return _current

@@ -8,6 +8,7 @@ one backend whatever is asked, so there ours stands in its place.
 from __future__ import annotations
 
 import logging
+from typing import Any
 
 from nwor_specpv.errors import NworError, logger
 
@@ -23,7 +24,7 @@ def register() -> None:
     """Registers the backends with this process' vLLM. Calling it again changes nothing."""
     from vllm.version import __version__ as version
 
-    problem = versions.version_problem(version)
+    problem = versions.choose(version)
     if problem is not None:
         if read_settings(None).strict:
             raise NworError(f"nwor_specpv: {problem}")
@@ -33,10 +34,17 @@ def register() -> None:
     from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
     _log_as_vllm_does()
-    speculators.prepare()
+    speculators.prepare(_make_speculator)
     register_backend(AttentionBackendEnum.CUSTOM, CUDA_BACKEND)
     if current_platform.is_cpu():
         register_backend(AttentionBackendEnum.CPU_ATTN, CPU_BACKEND)
+
+
+def _make_speculator(vllm_config: Any, device: Any) -> Any:
+    """Our speculator, whose module imports much of vLLM."""
+    from .specpv.speculator import PartialViewSpeculator
+
+    return PartialViewSpeculator(vllm_config, device)
 
 
 def _log_as_vllm_does() -> None:

@@ -22,7 +22,7 @@ def read_settings(additional_config: Any, env: Mapping[str, str] = os.environ) -
     if KEY not in additional_config:
         for other in additional_config:
             if difflib.get_close_matches(str(other).lower(), [KEY], cutoff=0.7):
-                raise NworError(f"additional_config: got key {other!r}, expected {KEY!r}")
+                raise NworError(f"additional_config: unknown key {other!r}; write {KEY!r}")
         return _load(None, env)
     return _load(additional_config[KEY], env)
 

@@ -73,9 +73,9 @@ class Staging:
         """Remembers what the checker found, says it, and raises with `strict`."""
         for violation in violations:
             self.violations.append(repr(violation))
-            logger.error("nwor_specpv: contract broken: %r", violation)
+            logger.error("nwor_specpv: the contract checker found %r; report this line", violation)
         if violations and self._settings.strict:
-            raise NworError(f"contract: {violations[0]!r}")
+            raise NworError(f"the contract checker found {violations[0]!r}; report this line")
 
     def _watch(self) -> None:
         """Sets the contract checker on the caches, if each layer has memory of its own."""
@@ -83,7 +83,9 @@ class Staging:
         if any(places[place] > 1 for place in self.bound.values()):
             # vLLM lets layers of different groups, its own too, share memory, block by block; the
             # checker would take one layer's writes for damage to another.
-            logger.warning("nwor_specpv: check_contract is off, layers share cache memory")
+            logger.warning(
+                "nwor_specpv: check_contract is ignored: layers of this model share cache memory"
+            )
             self._watched = False
             return
         self.checker = ContractChecker(self.interceptor)
@@ -95,8 +97,9 @@ class Staging:
         found = rows_in_room(wanted, config.graph_rows, room)
         if room < wanted:
             logger.warning(
-                "nwor_specpv: max_staging_bytes has room for %d drafts, a full batch has %d: steps "
-                "with more than %d are written directly",
+                "nwor_specpv: max_staging_bytes holds %d drafts, but a full batch has %d: steps "
+                "with more than %d drafts are written directly; raise max_staging_bytes or lower "
+                "--max-num-seqs",
                 room,
                 self._max_drafts,
                 found if found <= room else 0,

@@ -16,17 +16,17 @@ import torch
 from nwor_specpv import Interceptor, RoundPlan
 from nwor_specpv.errors import NworError, logger
 
-from . import rows
+from . import draft_rows
 from .backend.caches import views_of, write_direct
+from .commit_status import CommitStatusReader
 from .staging import Staging
-from .status_mail import StatusMail
 
 # Path entries that one commit may have (see docs/commit.md).
 MAX_COMMIT_ENTRIES = 8192
 
 
 @dataclass
-class Step:
+class OpenStep:
     """An open round and what the commit needs to know of it."""
 
     interceptor: Interceptor
@@ -48,9 +48,9 @@ class Steps:
     def __init__(self, staging: Staging) -> None:
         self.num_replays = 0  # steps whose writes a CUDA graph did
         self._staging = staging
-        self._step: Step | None = None
+        self._step: OpenStep | None = None
         self._rows: tuple[Any, torch.Tensor, torch.Tensor] | None = None  # of the last step
-        self._mail = StatusMail()
+        self._statuses = CommitStatusReader()
 
     # ---- opening and writing --------------------------------------------------------------------
 
@@ -85,7 +85,7 @@ class Steps:
         plan = RoundPlan(lens, drafts)
         staged = interceptor.begin(plan, capture).stage
         counts, path = self._rows_on_device(lens, drafts, slot_mapping.device)
-        self._step = Step(
+        self._step = OpenStep(
             interceptor,
             plan,
             staged,
@@ -103,7 +103,7 @@ class Steps:
         """Numbers of drafts and their rows; steps like the last one share what it had."""
         key = (lens, drafts, device)
         if self._rows is None or self._rows[0] != key:
-            self._rows = (key, *_on_device(*rows.draft_rows(lens, drafts), device))
+            self._rows = (key, *_on_device(*draft_rows.draft_path(lens, drafts), device))
         return self._rows[1:]
 
     def write(
@@ -149,8 +149,8 @@ class Steps:
         if counts.shape != step.num_drafts.shape:
             step.interceptor.abort()
             raise NworError(
-                f"accepted tokens: got {counts.shape[0]} requests, expected the "
-                f"{step.num_drafts.shape[0]} of the step"
+                f"accepted tokens: the step has {step.num_drafts.shape[0]} requests, but there are "
+                f"counts of {counts.shape[0]}"
             )
         if checker is not None:
             self._staging.note(checker.verify_staged())
@@ -162,7 +162,7 @@ class Steps:
         try:
             receipts = self._commit(step, counts)
         except Exception as error:
-            logger.exception("nwor_specpv: the commit failed")
+            logger.exception("nwor_specpv: the commit failed; writing accepted rows one by one")
             try:
                 self._rescue(step, counts, f"{type(error).__name__}: {error}")
             finally:
@@ -170,7 +170,7 @@ class Steps:
             return
         if counts.is_cuda and checker is None:
             for receipt in receipts:
-                self._post(step, receipt)
+                self._request_status(step, receipt)
         elif not receipts[-1].ok:
             self._end_refused(step, counts, receipts[-1])
         elif checker is not None:
@@ -182,19 +182,22 @@ class Steps:
         if step is not None:
             step.interceptor.abort()
 
-    def _post(self, step: Step, receipt: Any) -> None:
+    def _request_status(self, step: OpenStep, receipt: Any) -> None:
         """Sends for a commit's status; a fault in the last one's is counted and raised."""
         try:
-            self._mail.post(receipt)
+            self._statuses.request(receipt)
         except NworError as error:
             step.interceptor.report_bypass("commit_lost", str(error))
             raise
 
-    def _end_refused(self, step: Step, counts: torch.Tensor, receipt: Any) -> None:
+    def _end_refused(self, step: OpenStep, counts: torch.Tensor, receipt: Any) -> None:
         """Ends a step one of whose commits wrote nothing."""
         try:
             if receipt.verdict.error == "rank_disagreement":  # each rank would write its own rows
-                problem = "commit: got rank_disagreement, expected all ranks to accept the same"
+                problem = (
+                    "nwor_specpv: tensor-parallel ranks accepted different tokens, so none of them "
+                    "may write; restart the server"
+                )
                 step.interceptor.report_bypass("commit_lost", problem)
                 raise NworError(problem)
             self._rescue(step, counts, receipt.problem)
@@ -202,27 +205,29 @@ class Steps:
             if step.interceptor.stats()["round_open"]:  # further chunks were to follow
                 step.interceptor.abort()
 
-    def _close(self, step: Step) -> None:
+    def _close(self, step: OpenStep) -> None:
         """Ends a step that staged nothing: all its rows are in the cache."""
         try:
             self._note_replay(step)
             step.interceptor.commit(step.path, step.num_drafts)
         except Exception:
-            logger.exception("nwor_specpv: a step without staged drafts could not be closed")
+            logger.exception(
+                "nwor_specpv: could not close a step without staged drafts; serving on"
+            )
             step.interceptor.abort()
 
-    def _note_replay(self, step: Step) -> None:
+    def _note_replay(self, step: OpenStep) -> None:
         """Tells the interceptor of writes that a CUDA graph did: no layer has called us."""
         if step.num_writes == 0 and step.num_drafts.is_cuda:
             step.interceptor.note_replay()
             self.num_replays += 1
 
-    def _commit(self, step: Step, counts: torch.Tensor) -> list[Any]:
+    def _commit(self, step: OpenStep, counts: torch.Tensor) -> list[Any]:
         """Receipts of the step's chunks. Where nobody has to wait to know it, none follows one that
         is not ok.
         """
         depth = step.path.shape[1]
-        chunks = rows.chunk_depths(len(step.plan.query_lens), depth, MAX_COMMIT_ENTRIES)
+        chunks = draft_rows.chunk_depths(len(step.plan.query_lens), depth, MAX_COMMIT_ENTRIES)
         if len(chunks) == 1:  # every launch here is felt in a short step
             return [step.interceptor.commit(step.path, counts, rows="request")]
         known = not counts.is_cuda or self._staging.checker is not None
@@ -237,7 +242,7 @@ class Steps:
                 break
         return receipts
 
-    def _rescue(self, step: Step, counts: torch.Tensor, problem: str) -> None:
+    def _rescue(self, step: OpenStep, counts: torch.Tensor, problem: str) -> None:
         """Writes the accepted rows from staging, which a failed commit leaves as it was.
 
         If that fails too its exception ends the step, and with it the requests: a token that was
@@ -253,8 +258,8 @@ class Steps:
             raise
         step.interceptor.report_bypass("commit_failure", problem)
 
-    def _write_accepted(self, step: Step, counts: torch.Tensor) -> None:
-        path = rows.accepted_path(step.path, counts)
+    def _write_accepted(self, step: OpenStep, counts: torch.Tensor) -> None:
+        path = draft_rows.accepted_path(step.path, counts)
         starts = torch.tensor([0, *step.plan.query_lens], device=path.device).cumsum(0)[:-1]
         batch_rows = (path + starts[:, None])[path >= 0].long()
         stage_rows = torch.tensor(step.interceptor.stage_rows(), device=path.device)

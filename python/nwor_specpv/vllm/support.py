@@ -10,11 +10,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-# Caches that hold the model's numbers, as vLLM names them; all others hold codes.
+# Caches that are not quantized, as vLLM names them.
 _PLAIN_CACHES = ("auto", "float16", "bfloat16", "float32", "half", "float")
 
 
-def holds_codes(kv_cache_dtype: str) -> bool:
+def is_quantized(kv_cache_dtype: str) -> bool:
     """Whether a cache that vLLM names so is quantised."""
     return kv_cache_dtype not in _PLAIN_CACHES
 
@@ -24,10 +24,10 @@ class Refusal:
     """Why staging stays off, and what to change for it to be on."""
 
     reason: str
-    mend: str
+    remedy: str
 
     def __str__(self) -> str:
-        return f"{self.reason}; {self.mend}"
+        return f"{self.reason}; {self.remedy}"
 
 
 @dataclass(frozen=True)
@@ -107,46 +107,48 @@ def refusals(setup: Setup) -> list[Refusal]:
 def _refusals(setup: Setup) -> Iterator[Refusal]:
     if setup.pipeline_parallel > 1:
         yield Refusal(
-            f"pipeline parallelism of {setup.pipeline_parallel}: earlier ranks learn too late what "
-            "was rejected",
+            f"pipeline parallelism of {setup.pipeline_parallel} is not supported: earlier ranks "
+            "learn too late which drafts were rejected",
             "use --pipeline-parallel-size 1 and tensor parallelism",
         )
     if setup.decode_context_parallel > 1 or setup.prefill_context_parallel > 1:
         yield Refusal(
-            "context parallelism: a rank holds only some of a draft's slots",
+            "context parallelism is not supported: a rank holds only some slots of a draft",
             "use --decode-context-parallel-size 1 and --prefill-context-parallel-size 1",
         )
     if setup.micro_batches:
         yield Refusal(
-            "micro-batches (dual batch overlap): several are in flight at once",
+            "micro-batches (dual batch overlap) are not supported: several are in flight at once",
             "drop --enable-dbo and --ubatch-size",
         )
     if setup.kv_connector is not None:
         yield Refusal(
-            f"KV connector {setup.kv_connector}: it saves a layer before drafts are committed",
+            f"KV connector {setup.kv_connector} is not supported: it saves a layer's K/V before "
+            "drafts are committed",
             "drop --kv-transfer-config",
         )
     if setup.mla:
         yield Refusal(
-            "MLA: the cache holds latents, not K and V",
+            "MLA is not supported: the cache holds latents, not K and V",
             "serve this model without nwor_specpv",
         )
     if setup.cascade_attention:
         yield Refusal(
-            "cascade attention: the shared prefix is computed elsewhere",
+            "cascade attention is not supported: the shared prefix is computed elsewhere",
             "leave --disable-cascade-attn at its default",
         )
     if setup.writes_in_pieces:
         yield Refusal(
-            "K/V writes within piecewise CUDA graphs: when one is replayed nobody asks which rows "
-            "are drafts",
+            "K/V writes within piecewise CUDA graphs are not supported: a replayed graph cannot "
+            "tell which rows are drafts",
             "leave use_inductor_graph_partition and splitting_ops of --compilation-config, and "
-            "VLLM_USE_BREAKABLE_CUDAGRAPH, as they are by default, or use cudagraph_mode "
+            "VLLM_USE_BREAKABLE_CUDAGRAPH, at their defaults, or use cudagraph_mode "
             "FULL_DECODE_ONLY",
         )
     if setup.kv_sharing_fast_prefill:
         yield Refusal(
-            "fast prefill with KV sharing: layers skip rows", "drop --kv-sharing-fast-prefill"
+            "fast prefill with KV sharing is not supported: layers skip rows",
+            "drop --kv-sharing-fast-prefill",
         )
     yield from _attention_refusals(setup)
 
@@ -156,35 +158,37 @@ def _attention_refusals(setup: Setup) -> Iterator[Refusal]:
     without = "serve this model without nwor_specpv"
     if setup.sharing_layers:
         yield Refusal(
-            f"{setup.sharing_layers} layers that attend to the K/V of others: drafts are not in "
-            "the cache yet when they do",
+            f"{setup.sharing_layers} layers attend to the K/V of other layers, where drafts are "
+            "not written yet",
             without,
         )
     if setup.drafter_shares_kv:
         yield Refusal(
-            "a drafter that attends to the K/V of the model: it must not depend on what is staged",
+            "this drafter attends to the K/V of the model, where drafts are not written yet",
             "use another drafter",
         )
     if setup.attention_chunk:
         yield Refusal(
-            f"attention in chunks of {setup.attention_chunk} tokens: vLLM makes several requests "
-            "of one",
+            f"attention in chunks of {setup.attention_chunk} tokens is not supported: vLLM makes "
+            "several requests of one",
             without,
         )
     if setup.bidirectional_images:
         yield Refusal(
-            "attention to both sides within images: rows that verify drafts see what is before "
-            "them",
+            "attention to both sides within images is not supported: rows that verify drafts see "
+            "only what is before them",
             without,
         )
     if setup.answer_window:
         yield Refusal(
-            f"answers that see the latest {setup.answer_window} tokens beside the prompt: rows "
-            "that verify drafts would read pages that vLLM has taken back",
+            f"answers see only the latest {setup.answer_window} tokens beside the prompt: rows "
+            "that verify drafts would read pages that vLLM has freed",
             without,
         )
     if setup.encoder:
-        yield Refusal("an encoder beside the decoder: cross attention writes its K/V", without)
+        yield Refusal(
+            "encoder-decoder models are not supported: cross attention writes K/V, too", without
+        )
 
 
 def layer_problem(
@@ -194,18 +198,18 @@ def layer_problem(
     sinks: bool,
     kv_sharing_target: str | None,
     head_size: int,
-    quantised_cache: bool,
+    quantized_cache: bool,
 ) -> str | None:
     """Why one layer cannot be computed or staged by us, or None."""
     if attn_type != "decoder":
         return f"attention of type {attn_type}"
     if kv_sharing_target is not None:
-        return f"it shares the K/V of {kv_sharing_target}"
+        return f"no K/V of its own but that of {kv_sharing_target}"
     if alibi:
         return "ALiBi slopes"
     if sinks:
         return "attention sinks"
-    if quantised_cache:
+    if quantized_cache:
         return "a quantised KV cache"
     if head_size % 8 or head_size > 256:
         return f"a head size of {head_size}"

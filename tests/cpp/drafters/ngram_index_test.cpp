@@ -2,6 +2,7 @@
 
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <cstdlib>
 #include <random>
 #include <vector>
@@ -47,10 +48,63 @@ TEST(NgramIndex, GivesTheRootAloneWhereNothingMatches) {
   EXPECT_EQ(DraftFor({7}, 8, 4, 4).tokens, (Tokens{7}));
 }
 
-TEST(NgramIndex, ForgetsWhatIsTakenBack) {
+uint64_t Seed() {
   const char* const given = std::getenv("NWOR_TEST_SEED");
-  const uint64_t seed =
-      given != nullptr ? std::strtoull(given, nullptr, 10) : std::random_device{}();
+  return given != nullptr ? std::strtoull(given, nullptr, 10) : std::random_device{}();
+}
+
+// Every place of the text but its end, the longest match first, the latest of equals.
+Tokens SlowLookup(const Tokens& text, const Tokens& drafts, int64_t count,
+                  const NgramOptions& options) {
+  Tokens all = text;
+  all.insert(all.end(), drafts.begin(), drafts.end());
+  const auto size = static_cast<int64_t>(text.size());
+  for (int64_t length = options.max_tokens; length >= options.min_tokens; --length) {
+    if (static_cast<int64_t>(all.size()) < length) continue;
+    for (int64_t end = size - 1; end >= length; --end) {
+      if (std::equal(all.end() - length, all.end(), text.begin() + end - length)) {
+        return {text.begin() + end, text.begin() + std::min(size, end + count)};
+      }
+    }
+  }
+  return {};
+}
+
+TEST(NgramIndex, LooksUpWhatAScanFinds) {
+  const uint64_t seed = Seed();
+  SCOPED_TRACE(::testing::Message() << "seed=" << seed);
+  std::mt19937_64 random(seed);
+  for (int run = 0; run < 40; ++run) {
+    const NgramOptions options{1 + static_cast<int64_t>(random() % 2), 4, 8};
+    const uint64_t words = std::vector<uint64_t>{1, 3, 8, 30}[random() % 4];
+    const auto draw = [&](uint64_t most) {
+      Tokens tokens(random() % most);
+      for (int64_t& token : tokens) token = static_cast<int64_t>(random() % words);
+      return tokens;
+    };
+    NgramIndex index(options);
+    Tokens text;
+    for (int step = 0; step < 30; ++step) {
+      const Tokens more = draw(step == 0 ? 600 : 6);
+      index.Append(more);
+      text.insert(text.end(), more.begin(), more.end());
+      if (random() % 8 == 0) {
+        text.resize(random() % (text.size() + 1));
+        index.Truncate(static_cast<int64_t>(text.size()));
+      }
+      const Tokens drafts = draw(5);
+      const auto count = static_cast<int64_t>(random() % 5);
+      ASSERT_EQ(index.Lookup(drafts, count), SlowLookup(text, drafts, count, options));
+      ASSERT_EQ(index.size(), static_cast<int64_t>(text.size()));
+      if (!text.empty()) {
+        ASSERT_EQ(index.last(), text.back());
+      }
+    }
+  }
+}
+
+TEST(NgramIndex, ForgetsWhatIsTakenBack) {
+  const uint64_t seed = Seed();
   SCOPED_TRACE(::testing::Message() << "seed=" << seed);
   std::mt19937_64 random(seed);
   NgramIndex index({1, 3, 8});
@@ -79,6 +133,9 @@ TEST(NgramIndex, RefusesWrongUse) {
   EXPECT_THROW(NgramIndex({1, 3, 0}), Error);
   NgramIndex index({1, 3, 8});
   EXPECT_THROW(index.Draft(4, 4, 4), Error);
+  EXPECT_THROW(index.last(), Error);
+  EXPECT_THROW(index.Lookup({}, -1), Error);
+  EXPECT_EQ(index.Lookup({1, 2}, 3), Tokens{});
   index.Append({1, 2});
   EXPECT_THROW(index.Truncate(3), Error);
   EXPECT_THROW(index.Draft(0, 4, 4), Error);

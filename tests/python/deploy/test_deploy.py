@@ -16,6 +16,7 @@ from tests.python.packaging.requirements import Requirement
 
 from nwor_specpv import BYPASS_REASONS, Metrics
 from nwor_specpv.config import load_config
+from nwor_specpv.vllm import versions
 
 ROOT = Path(__file__).resolve().parents[3]
 DEPLOY = ROOT / "deploy"
@@ -207,8 +208,7 @@ def test_the_dockerfile_builds_what_the_plugin_needs() -> None:
     assert {keyword for keyword, _ in found} <= known
     (base,) = (rest for keyword, rest in found if keyword == "FROM")
     assert found[0] == ("FROM", base)
-    compat = (ROOT / "python" / "nwor_specpv" / "vllm" / "compat.py").read_text()
-    assert f'"{base.rpartition(":v")[2]}"' in re.search(r"SUPPORTED = \((.*)\)", compat)[1]
+    assert base.rpartition(":v")[2] in versions.adapter.SUPPORTED
     runs = [rest for keyword, rest in found if keyword == "RUN"]
     for run in runs:
         assert subprocess.run(["bash", "-n", "-c", run], check=False).returncode == 0, run

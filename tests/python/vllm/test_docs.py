@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import dataclasses
 import importlib.metadata
 import re
@@ -10,6 +11,7 @@ from pathlib import Path
 
 from nwor_specpv import BYPASS_REASONS
 from nwor_specpv.config import Settings
+from nwor_specpv.vllm import plugin
 from nwor_specpv.vllm.settings import read_settings
 
 DOCS = Path(__file__).resolve().parents[3] / "docs"
@@ -52,6 +54,33 @@ def test_every_reason_that_users_can_meet_is_in_troubleshooting() -> None:
     table = PAGE[PAGE.index("## Troubleshooting") :]
     named = set(re.findall(r"^\| reason `([a-z_]+)`", table, re.MULTILINE))
     assert named == BYPASS_REASONS.keys() - SILENT
+
+
+def messages() -> list[str]:
+    """Every string of the plugin's sources; what is filled in is `...`."""
+    found = []
+    for path in Path(plugin.__file__).parent.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.JoinedStr):
+                parts = [getattr(part, "value", "...") for part in node.values]
+                found.append("".join(p if isinstance(p, str) else "..." for p in parts))
+            elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+                found.append(node.value.replace("%s", "..."))
+    return found
+
+
+def test_what_the_log_is_quoted_to_say_is_said() -> None:
+    table = PAGE[PAGE.index("## Troubleshooting") :]
+    rows = re.findall(r"^\|.*\|$", table, re.MULTILINE)
+    quoted = {text for row in rows for text in re.findall(r"`([^`]*)`", row) if " " in text}
+    others = ("Selected", "Backend", "Failed", "--", "nwor-specpv")  # vLLM's lines, and commands
+    quoted = {text for text in quoted if not text.startswith(others)}
+    said = messages()
+    assert len(quoted) > 5
+    for text in quoted:
+        # What a layer has is a string of its own.
+        parts = [part.strip(" ,") for part in re.split(r"\.\.\.|(?<=it has) ", text)]
+        assert all(any(part in line for line in said) for part in parts), text
 
 
 def test_the_way_in_is_registered_and_needs_no_vllm() -> None:

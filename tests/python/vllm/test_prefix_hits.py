@@ -8,9 +8,10 @@ from typing import Any
 
 import pytest
 
-from nwor_specpv.vllm import engine
+from nwor_specpv.vllm import registry
 from nwor_specpv.vllm.hooks import prefix_hits
-from nwor_specpv.vllm.hooks.prefix_hits import V1, V2
+from nwor_specpv.vllm.versions.v0_26 import RUNNER_V1 as V1
+from nwor_specpv.vllm.versions.v0_26 import RUNNER_V2 as V2
 
 
 class RunnerV1:
@@ -59,7 +60,7 @@ def listener(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
         monkeypatch.setitem(sys.modules, path, module)
     sys.modules[V2].get_uniform_token_count = get_uniform_token_count
     found = SimpleNamespace(off=None, prefix_hits=False)
-    monkeypatch.setattr(engine, "find_engine", lambda _: found)
+    monkeypatch.setattr(registry, "find_engine", lambda _: found)
     return found
 
 
@@ -131,4 +132,4 @@ def test_what_vllm_changed_is_not_wrapped(listener: SimpleNamespace) -> None:
     assert "takes (num_reqs), expected (num_reqs, num_tokens, max_query_len)" in problem
     assert sys.modules[V2].get_uniform_token_count is changed
     del sys.modules[V2].get_uniform_token_count
-    assert f"{V2}.get_uniform_token_count is not there" in prefix_hits.install()
+    assert f"this vLLM has no {V2}.get_uniform_token_count" in prefix_hits.install()

@@ -86,7 +86,7 @@ def test_elsewhere_it_caps_nothing_and_says_so(
     coordinator = Coordinator()
     with caplog.at_level(logging.WARNING, "nwor_specpv"):
         Capped(settings, coordinator, caching=caching)
-    assert "Capped caps nothing" in caplog.text
+    assert "--scheduler-cls Capped has no effect" in caplog.text
     coordinator.cache_blocks(Request("a", 10), 20_000)
     assert coordinator.published == [("a", 20_000)]
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from nwor_specpv.vllm import engine
+from nwor_specpv.vllm import registry
 from nwor_specpv.vllm.hooks import runner as runner_hooks
 
 V1 = "vllm.v1.worker.gpu_model_runner"
@@ -83,7 +83,7 @@ def test_the_commit_comes_before_vllms_own_method(
         assert runner_hooks.install() is None
     calls: list[Any] = []
     runner, listener = runners[path](calls), Listener(calls)
-    monkeypatch.setattr(engine, "find_engine", lambda _: listener)
+    monkeypatch.setattr(registry, "find_engine", lambda _: listener)
     assert call(runner) == "what vLLM returns"
     assert calls == [[4, 0, 2, 0], "vllm"]
     assert listener.runner is runner
@@ -97,7 +97,7 @@ def test_an_engine_that_does_not_stage_is_not_told(
     assert runner_hooks.install() is None
     calls: list[Any] = []
     listener = Listener(calls, "refused") if off else None
-    monkeypatch.setattr(engine, "find_engine", lambda _: listener)
+    monkeypatch.setattr(registry, "find_engine", lambda _: listener)
     assert call(runners[path](calls)) == "what vLLM returns"
     assert calls == ["vllm"]
 
@@ -119,7 +119,7 @@ def test_a_method_that_is_gone_is_told(runners: dict[str, type]) -> None:
     sys.modules[V2].GPUModelRunner = object
     problem = runner_hooks.install()
     assert problem is not None
-    assert f"{V2}.GPUModelRunner.postprocess_sampled is not there" in problem
+    assert f"this vLLM has no {V2}.GPUModelRunner.postprocess_sampled" in problem
 
 
 class Worker:
@@ -154,7 +154,7 @@ def test_drafting_starts_after_vllms_warm_up(
     ours = SimpleNamespace(start=lambda: calls.append("start"))
     lengths = object() if kind == "speculator" else None
     found = SimpleNamespace(lossless=case == "ours", lengths=lengths)
-    monkeypatch.setattr(engine, "find_engine", lambda _: None if case == "unknown" else found)
+    monkeypatch.setattr(registry, "find_engine", lambda _: None if case == "unknown" else found)
     made = worker(calls, **{kind: ours})
     assert made.compile_or_warm_up_model() == "what vLLM returns"
     assert calls == (["vllm", "start"] if case == "ours" else ["vllm"])
@@ -163,7 +163,7 @@ def test_drafting_starts_after_vllms_warm_up(
 def test_a_worker_that_vllm_changed_is_not_wrapped(worker: type) -> None:
     problem = runner_hooks.install_start("theirs.worker.Another")
     assert problem is not None
-    assert "theirs.worker.Another.compile_or_warm_up_model is not there" in problem
+    assert "this vLLM has no theirs.worker.Another.compile_or_warm_up_model" in problem
 
     def changed(self: Any, sizes: Any) -> None: ...
 

@@ -6,6 +6,7 @@ import importlib
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -33,6 +34,10 @@ def made_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         del sys.modules[name]
 
 
+def make_ours(vllm_config: object, device: object) -> str:
+    return "ours"
+
+
 def waiting() -> int:
     return sum(isinstance(finder, speculators._Awaiting) for finder in sys.meta_path)
 
@@ -40,7 +45,7 @@ def waiting() -> int:
 @pytest.mark.usefixtures("made_up")
 def test_the_name_is_replaced_when_its_package_is_imported() -> None:
     for _ in range(2):
-        speculators.prepare()
+        speculators.prepare(make_ours)
     assert waiting() == 1
     assert PACKAGE not in sys.modules
     assert speculators.problem is not None
@@ -49,7 +54,7 @@ def test_the_name_is_replaced_when_its_package_is_imported() -> None:
     assert speculators.problem is None
     assert waiting() == 0
     assert runner.init_speculator is found.init_speculator
-    speculators.prepare()  # once more: it has been imported
+    speculators.prepare(make_ours)  # once more: it has been imported
     assert found.init_speculator.__wrapped__.__code__.co_varnames == ("vllm_config", "device")
     assert not hasattr(found.init_speculator.__wrapped__, "__wrapped__"), "replaced twice"
 
@@ -58,6 +63,19 @@ def test_the_name_is_replaced_when_its_package_is_imported() -> None:
 def test_a_package_without_the_name_is_told(tmp_path: Path) -> None:
     folder = tmp_path / "vllm" / "v1" / "worker" / "gpu"
     (folder / "spec_decode" / "__init__.py").write_text("")
-    speculators.prepare()
+    speculators.prepare(make_ours)
     importlib.import_module(PACKAGE)
-    assert f"{PACKAGE}.init_speculator is not there" in str(speculators.problem)
+    assert f"this vLLM has no {PACKAGE}.init_speculator" in str(speculators.problem)
+
+
+@pytest.mark.usefixtures("made_up")
+@pytest.mark.parametrize("method", ["eagle3", "ngram"])
+def test_ours_is_built_where_it_is_wanted(method: str) -> None:
+    speculators.prepare(make_ours)
+    found = importlib.import_module(PACKAGE)
+    config = SimpleNamespace(
+        additional_config={"nwor_specpv": {"enable_specpv": True}},
+        speculative_config=SimpleNamespace(method=method),
+    )
+    expected = "ours" if method == "eagle3" else None  # what the made-up one returns
+    assert found.init_speculator(config, "cpu") == expected

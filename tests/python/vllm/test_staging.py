@@ -22,7 +22,7 @@ PAGES, SIZE, HEADS, DIM = 4, 16, 2, 64
     ids=["more", "just", "less", "those of graphs", "less than those", "none"],
 )
 def test_what_fits_is_reserved_as_long_as_graphs_fit(room: int, rows: int) -> None:
-    """Rounds in graphs are all staged or never: beyond the room is what never fits."""
+    """DraftLoop in graphs are all staged or never: beyond the room is what never fits."""
     assert staging.rows_in_room(4096, 512, room) == rows
 
 
@@ -63,13 +63,12 @@ def test_a_large_batch_leaves_small_ones_staged(
     room = (4 << 20) // made._bytes_per_row()
     with caplog.at_level(logging.WARNING, "nwor_specpv"):
         made._make_interceptor(device)
-    assert f"room for {room} drafts, a full batch has 16384: steps with more than {room}" in (
-        caplog.text
-    )
+    held = f"holds {room} drafts, but a full batch has 16384: steps with more than {room} drafts"
+    assert held in caplog.text
     caplog.clear()
     made_up(1024)._make_interceptor(device)
     assert caplog.text == ""
     made_up(1024, max_staging_bytes=1)._make_interceptor(device)
-    assert "steps with more than 0 are written directly" in caplog.text
+    assert "steps with more than 0 drafts are written directly" in caplog.text
     assert [config.staging_rows for config in configs] == [room, 16384, 16384]
     assert {config.graph_rows for config in configs} == {512}

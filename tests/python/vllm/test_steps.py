@@ -108,7 +108,7 @@ def test_a_refused_chunk_is_the_last(short_chunks: None, call: int) -> None:
 def test_a_rank_writes_nothing_on_its_own(short_chunks: None, call: int) -> None:
     """Ranks that disagree would each write other rows."""
     world = World("rank_disagreement", call)
-    with pytest.raises(NworError, match="commit: got rank_disagreement, expected"):
+    with pytest.raises(NworError, match="ranks accepted different tokens"):
         world.finish(4)
     assert world.interceptor.commits == call
     assert world.written() == list(range(call)), "what chunks before it have committed"
@@ -151,6 +151,6 @@ def test_every_chunk_on_a_gpu_is_heard_of(
         return made[-1]
 
     monkeypatch.setattr(world.interceptor, "commit", commit)
-    monkeypatch.setattr(world.steps._mail, "post", posted.append)
+    monkeypatch.setattr(world.steps._statuses, "request", posted.append)
     world.steps.finish(lambda drafts: torch.full_like(drafts, 4).as_subclass(OnDevice))
     assert posted == made == [0, 1, 2, 3]

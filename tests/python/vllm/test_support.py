@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from nwor_specpv import NworError, verify_attention
-from nwor_specpv.vllm import compat, support
+from nwor_specpv.vllm import support, versions
 from nwor_specpv.vllm.settings import read_settings
 
 FINE = support.Setup(speculation="ngram", num_speculative_tokens=4)
@@ -22,7 +22,7 @@ def test_an_ordinary_set_up_is_let_in() -> None:
 
 
 @pytest.mark.parametrize(
-    ("change", "reason", "mend"),
+    ("change", "reason", "remedy"),
     [
         ({"pipeline_parallel": 2}, "pipeline parallelism of 2", "--pipeline-parallel-size 1"),
         ({"decode_context_parallel": 2}, "context parallelism", "--decode-context-parallel-size 1"),
@@ -33,19 +33,23 @@ def test_an_ordinary_set_up_is_let_in() -> None:
         ({"cascade_attention": True}, "cascade attention", "--disable-cascade-attn"),
         ({"kv_sharing_fast_prefill": True}, "fast prefill", "--kv-sharing-fast-prefill"),
         ({"writes_in_pieces": True}, "piecewise CUDA graphs", "cudagraph_mode FULL_DECODE_ONLY"),
-        ({"sharing_layers": 2}, "2 layers that attend to the K/V of others", "without nwor_specpv"),
-        ({"drafter_shares_kv": True}, "a drafter that attends to the K/V", "another drafter"),
+        (
+            {"sharing_layers": 2},
+            "2 layers attend to the K/V of other layers",
+            "without nwor_specpv",
+        ),
+        ({"drafter_shares_kv": True}, "this drafter attends to the K/V", "another drafter"),
         ({"attention_chunk": 32}, "attention in chunks of 32 tokens", "without nwor_specpv"),
         ({"bidirectional_images": True}, "within images", "without nwor_specpv"),
-        ({"answer_window": 128}, "answers that see the latest 128", "without nwor_specpv"),
-        ({"encoder": True}, "an encoder beside the decoder", "without nwor_specpv"),
+        ({"answer_window": 128}, "answers see only the latest 128", "without nwor_specpv"),
+        ({"encoder": True}, "encoder-decoder models", "without nwor_specpv"),
     ],
 )
-def test_each_refusal_names_reason_and_mend(change: dict, reason: str, mend: str) -> None:
+def test_each_refusal_names_reason_and_remedy(change: dict, reason: str, remedy: str) -> None:
     (refusal,) = support.refusals(replace(FINE, **change))
     assert reason in refusal.reason
-    assert mend in refusal.mend
-    assert str(refusal) == f"{refusal.reason}; {refusal.mend}"
+    assert remedy in refusal.remedy
+    assert str(refusal) == f"{refusal.reason}; {refusal.remedy}"
 
 
 def test_every_problem_is_told_at_once() -> None:
@@ -156,10 +160,10 @@ def test_writes_in_pieces_are_noticed(
         ({"attn_type": "encoder"}, "type encoder"),
         ({"alibi": True}, "ALiBi"),
         ({"sinks": True}, "sinks"),
-        ({"kv_sharing_target": "layers.0"}, "shares the K/V of layers.0"),
+        ({"kv_sharing_target": "layers.0"}, "no K/V of its own but that of layers.0"),
         ({"head_size": 12}, "head size of 12"),
         ({"head_size": 512}, "head size of 512"),
-        ({"quantised_cache": True}, "quantised"),
+        ({"quantized_cache": True}, "quantised"),
     ],
 )
 def test_layers_we_cannot_serve(change: dict, problem: str | None) -> None:
@@ -169,7 +173,7 @@ def test_layers_we_cannot_serve(change: dict, problem: str | None) -> None:
         "sinks": False,
         "kv_sharing_target": None,
         "head_size": 64,
-        "quantised_cache": False,
+        "quantized_cache": False,
     }
     found = support.layer_problem(**(layer | change))
     assert found is None if problem is None else problem in found
@@ -177,19 +181,20 @@ def test_layers_we_cannot_serve(change: dict, problem: str | None) -> None:
 
 @pytest.mark.parametrize("version", ["0.26.0", "0.26.0+cpu"])
 def test_versions_that_were_read_are_let_in(version: str) -> None:
-    assert compat.version_problem(version) is None
+    assert versions.choose(version) is None
 
 
 @pytest.mark.parametrize("version", ["0.25.1", "0.26.1", "0.27.0", "dev"])
 def test_other_versions_are_named(version: str) -> None:
-    assert compat.version_problem(version) == f"vLLM {version} is installed, expected 0.26.0"
+    problem = f"vLLM {version} is not supported; install vLLM 0.26.0"
+    assert versions.choose(version) == problem
 
 
 def test_a_changed_signature_is_told() -> None:
     def method(self: object, tokens: object) -> None: ...
 
-    assert compat.signature_problem(method, ("self", "tokens")) is None
-    problem = compat.signature_problem(method, ("self", "tokens", "output"))
+    assert versions.signature_problem(method, ("self", "tokens")) is None
+    problem = versions.signature_problem(method, ("self", "tokens", "output"))
     assert problem is not None
     assert problem.endswith("method takes (self, tokens), expected (self, tokens, output)")
 
@@ -201,7 +206,7 @@ def test_settings_of_an_engine() -> None:
     assert read_settings(None, {}).enable_nwor is True
     with pytest.raises(NworError, match=r"unknown key 'strickt'.*nearest is 'strict'"):
         read_settings({"nwor_specpv": {"strickt": True}}, {})
-    with pytest.raises(NworError, match="got key 'nwor-specpv', expected 'nwor_specpv'"):
+    with pytest.raises(NworError, match="unknown key 'nwor-specpv'; write 'nwor_specpv'"):
         read_settings({"nwor-specpv": {}}, {})
     with pytest.raises(NworError, match=r"NWOR_SPECPV_STAGING_ROW,.*NWOR_SPECPV_STAGING_ROWS"):
         read_settings({}, {"NWOR_SPECPV_STAGING_ROW": "7"})
@@ -209,7 +214,8 @@ def test_settings_of_an_engine() -> None:
 
 def test_head_sizes_that_our_attention_has_on_cuda() -> None:
     """The plugin's list against what the library says of its own route."""
-    text = Path(support.__file__).with_name("flash_layer.py").read_text(encoding="utf-8")
+    path = Path(support.__file__).with_name("backend") / "flash_layer.py"
+    text = path.read_text(encoding="utf-8")
     (listed,) = re.findall(r"^KERNEL_HEAD_SIZES = \((.*)\)$", text, re.MULTILINE)
     served = []
     for size in range(8, 257, 8):

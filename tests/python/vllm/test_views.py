@@ -10,14 +10,15 @@ from typing import Any
 import pytest
 import torch
 
-from nwor_specpv import LAYOUTS, Metrics, PartialView, SpecPVConfig, cache_views
+from nwor_specpv import LAYOUTS, Metrics, PartialView, SpecPVConfig
 from nwor_specpv.errors import NworError
-from nwor_specpv.vllm import compat
+from nwor_specpv.vllm import versions
+from nwor_specpv.vllm.backend.caches import key_value_of
 from nwor_specpv.vllm.specpv.drift import DriftProbe
 from nwor_specpv.vllm.specpv.partial_pass import PartialPass
 from nwor_specpv.vllm.specpv.refresh import RefreshViews
 from nwor_specpv.vllm.specpv.tail import Tail
-from nwor_specpv.vllm.specpv.views import Batch, ViewStore
+from nwor_specpv.vllm.specpv.views import ViewBatch, ViewStore
 
 SEED = int(os.environ.get("NWOR_TEST_SEED", random.randrange(2**31)))
 
@@ -46,16 +47,16 @@ def config(**keys: Any) -> SpecPVConfig:
     )
 
 
-class Engine:
+class PagedRequests:
     """Packed caches as vLLM has them, and requests with shuffled pages."""
 
     def __init__(self, requests: int, tokens: int) -> None:
         pages = -(-tokens // PAGE)
-        assert compat.CACHE_LAYOUT in LAYOUTS
+        assert versions.adapter.CACHE_LAYOUT in LAYOUTS
         self.caches = [
             torch.randn(requests * pages + 1, HEADS, PAGE, 2 * DIM) for _ in range(LAYERS)
         ]
-        self.key_caches = [cache_views(cache, compat.CACHE_LAYOUT)[0] for cache in self.caches]
+        self.key_caches = [key_value_of(cache)[0] for cache in self.caches]
         order = torch.randperm(requests * pages).int() + 1
         self.table = order.view(requests, pages).contiguous()
 
@@ -65,7 +66,7 @@ class Engine:
         return pages.flatten(0, 1)[:length]
 
     def values(self, layer: int, request: int, length: int) -> torch.Tensor:
-        values = cache_views(self.caches[layer], compat.CACHE_LAYOUT)[1]
+        values = key_value_of(self.caches[layer])[1]
         return values[self.table[request].long()].flatten(0, 1)[:length]
 
     def store(self, max_requests: int, **keys: Any) -> ViewStore:
@@ -84,7 +85,7 @@ def ints(values: list[int]) -> torch.Tensor:
 
 
 def wanted_tokens(
-    engine: Engine, layer: int, request: int, length: int, query: torch.Tensor, head: int
+    engine: PagedRequests, layer: int, request: int, length: int, query: torch.Tensor, head: int
 ) -> list[int]:
     """Tokens a head sees: sink, the best blocks by max(q . kmax, q . kmin), window and the rest."""
     keys = engine.keys(layer, request, length).double()
@@ -102,7 +103,7 @@ def wanted_tokens(
     return tokens + list(range(begin * BLOCK, length))
 
 
-def seen_tokens(engine: Engine, view: PartialView, request: int, head: int) -> list[int]:
+def seen_tokens(engine: PagedRequests, view: PartialView, request: int, head: int) -> list[int]:
     """Tokens of the request that a view lists, by where they lie in the cache."""
     parts = PAGE // BLOCK
     where = {int(page): number for number, page in enumerate(engine.table[request])}
@@ -114,12 +115,12 @@ def seen_tokens(engine: Engine, view: PartialView, request: int, head: int) -> l
 
 
 def test_growing_requests_see_what_a_scan_would_choose() -> None:
-    engine = Engine(requests=3, tokens=200)
+    engine = PagedRequests(requests=3, tokens=200)
     store = engine.store(max_requests=5)
     rows = [store.open() for _ in range(3)]
     lens = [random.randint(30, 60) for _ in range(3)]
     for _ in range(6):
-        batch = Batch(engine.table, ints(rows), ints(lens), ints([1, 1, 1]))
+        batch = ViewBatch(engine.table, ints(rows), ints(lens), ints([1, 1, 1]))
         store.begin(batch)
         for layer in range(LAYERS):
             query = torch.randn(3, 4, QUERY_HEADS, DIM)
@@ -142,12 +143,12 @@ def test_growing_requests_see_what_a_scan_would_choose() -> None:
 
 
 def test_what_failed_is_summarised_again_and_rows_start_afresh() -> None:
-    engine = Engine(requests=2, tokens=120)
+    engine = PagedRequests(requests=2, tokens=120)
     store = engine.store(max_requests=1)
     row = store.open()
     assert row == 0
     assert store.open() is None
-    batch = Batch(engine.table[:1], ints([row]), ints([80]), ints([1]))
+    batch = ViewBatch(engine.table[:1], ints([row]), ints([80]), ints([1]))
     store.begin(batch)
     store.refresh_layer(0, torch.randn(1, 1, QUERY_HEADS, DIM))  # layer 1 never comes: no end
     assert store._done.tolist() == [0, 0]
@@ -161,7 +162,7 @@ def test_what_failed_is_summarised_again_and_rows_start_afresh() -> None:
     store.close(row)
     # Another request in the same row must not inherit summaries.
     assert store.open() == 0
-    store.begin(Batch(engine.table[1:], ints([0]), ints([60]), ints([1])))
+    store.begin(ViewBatch(engine.table[1:], ints([0]), ints([60]), ints([1])))
     store.refresh_layer(0, torch.randn(1, 1, QUERY_HEADS, DIM))
     blocks = 60 // BLOCK - WINDOW - SINK
     keys = engine.keys(0, 1, 60)[SINK * BLOCK :][: blocks * BLOCK].unflatten(0, (blocks, BLOCK))
@@ -169,10 +170,10 @@ def test_what_failed_is_summarised_again_and_rows_start_afresh() -> None:
 
 
 def test_requests_without_a_row_or_a_view_see_everything() -> None:
-    engine = Engine(requests=3, tokens=120)
+    engine = PagedRequests(requests=3, tokens=120)
     store = engine.store(max_requests=2)
     rows, lens = [store.open(), -1, store.open()], ints([80, 90, 100])
-    store.begin(Batch(engine.table, ints(rows), lens, ints([1, 1, 1])), ints([1, 1, 0]))
+    store.begin(ViewBatch(engine.table, ints(rows), lens, ints([1, 1, 1])), ints([1, 1, 0]))
     for layer in range(LAYERS):
         store.refresh_layer(layer, torch.randn(3, 2, QUERY_HEADS, DIM))
     store.build(3)
@@ -182,7 +183,7 @@ def test_requests_without_a_row_or_a_view_see_everything() -> None:
 
 
 def test_budgets_that_do_not_fit_are_refused() -> None:
-    engine = Engine(requests=1, tokens=60)
+    engine = PagedRequests(requests=1, tokens=60)
     with pytest.raises(NworError, match="expected a view shorter than the longest context"):
         engine.store(1, specpv_n_retrieval_blocks=100)
     with pytest.raises(NworError, match="expected a divisor of the page size"):
@@ -198,12 +199,12 @@ def dense(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> torc
 
 
 def test_passes_see_view_tail_and_one_another_and_write_the_tail_alone() -> None:
-    engine = Engine(requests=2, tokens=160)
+    engine = PagedRequests(requests=2, tokens=160)
     held = [cache.clone() for cache in engine.caches]
     store, tail = engine.store(max_requests=2), Tail(engine.key_caches, 8, 20)
     lens = [101, 77]
     rows = ints([store.open(), store.open()])
-    store.begin(Batch(engine.table, rows, ints(lens), ints([1, 1])))
+    store.begin(ViewBatch(engine.table, rows, ints(lens), ints([1, 1])))
     names = [f"layer.{number}" for number in range(LAYERS)]
     kept = [0, 0]
     seen: dict[tuple[int, int, int], list[int]] = {}  # layer, request, head: tokens of the view
@@ -275,17 +276,19 @@ def test_passes_see_view_tail_and_one_another_and_write_the_tail_alone() -> None
 
 def test_steps_without_a_choice_are_told_less() -> None:
     """The same views, whether the device or the host knows that nobody chooses."""
-    engine = Engine(requests=3, tokens=120)
+    engine = PagedRequests(requests=3, tokens=120)
     store = engine.store(max_requests=3)
     rows, lens = ints([store.open() for _ in range(3)]), ints([80, 90, 100])
-    store.begin(Batch(engine.table, rows, lens, ints([1, 1, 1])))
+    store.begin(ViewBatch(engine.table, rows, lens, ints([1, 1, 1])))
     for layer in range(LAYERS):
         store.refresh_layer(layer, torch.randn(3, 2, QUERY_HEADS, DIM))
     store.end(3)
     found = []
     for selects in (True, False):
         store.begin(
-            Batch(engine.table, rows, lens + 3, ints([0, 0, 0])), ints([1, 0, 1]), selects=selects
+            ViewBatch(engine.table, rows, lens + 3, ints([0, 0, 0])),
+            ints([1, 0, 1]),
+            selects=selects,
         )
         for tensor in (store.num_blocks, store.view_lens):
             tensor.fill_(-7)
@@ -296,14 +299,10 @@ def test_steps_without_a_choice_are_told_less() -> None:
     assert found[0][0].tolist()[1] == -1
 
 
-def refresh_views(engine: Engine) -> RefreshViews:
+def refresh_views(engine: PagedRequests) -> RefreshViews:
     keys = {"specpv_mode": "refresh", "specpv_n_spec_tokens_buf": 8}
-    settings = SimpleNamespace(
-        specpv=lambda: config(**keys),
-        specpv_max_requests=2,
-        specpv_partial_threshold=0,
-        specpv_full_refresh_interval=2,
-    )
+    keys |= {"specpv_full_refresh_interval": 2}
+    settings = SimpleNamespace(specpv=lambda: config(**keys), specpv_max_requests=2)
     return RefreshViews(
         settings,
         [str(layer) for layer in range(LAYERS)],
@@ -318,7 +317,7 @@ def refresh_views(engine: Engine) -> RefreshViews:
 
 def test_views_of_mode_refresh_come_and_go() -> None:
     """First full, then partial, full again after two; nobody keeps a view of requests before."""
-    engine = Engine(requests=3, tokens=120)
+    engine = PagedRequests(requests=3, tokens=120)
     views = refresh_views(engine)
     store, launches = views.store, []
     begin = store.begin
@@ -365,15 +364,15 @@ def test_views_of_mode_refresh_come_and_go() -> None:
 def test_prompts_in_pieces_of_one_row_are_full_and_choose_nothing() -> None:
     """Such a piece looks like a step without drafts. A request that is computed again, too, loses
     the view it had."""
-    views = refresh_views(Engine(requests=1, tokens=120))
+    views = refresh_views(PagedRequests(requests=1, tokens=120))
 
     def decide(context: int, *, prefilling: bool) -> tuple[bool, bool, str]:
-        (made,) = views.decide(["a"], [context], [1], [0], [prefilling])
+        (made,) = views.requests.decide(["a"], [context], [1], [0], [prefilling])
         return made.partial, made.select, made.trigger
 
     prompt = (False, False, "short_context")
     assert [decide(c, prefilling=True) for c in (100, 101, 102)] == [prompt] * 3
-    assert views._requests == {}, "no row is taken for it"
+    assert len(views.store._free) == 2, "no row is taken for it"
     assert decide(103, prefilling=False) == (False, True, "first")
     assert decide(104, prefilling=False) == (True, False, "none")
     assert decide(90, prefilling=True) == prompt
@@ -381,7 +380,7 @@ def test_prompts_in_pieces_of_one_row_are_full_and_choose_nothing() -> None:
 
 
 def test_requests_behind_see_everything_and_keep_their_views() -> None:
-    engine = Engine(requests=2, tokens=120)
+    engine = PagedRequests(requests=2, tokens=120)
     views = refresh_views(engine)
 
     def step(contexts: list[int], front: int) -> list[str]:
@@ -401,21 +400,21 @@ def test_requests_behind_see_everything_and_keep_their_views() -> None:
     assert step([83, 92], 0) == ["policy", "policy"]
     assert step([84, 93], 2) == []
     assert step([10, 20], 0) == ["short_context", "short_context"]
-    assert set(views._requests) == {"a", "b"}
+    assert len(views.store._free) == 0
     assert views.begin([], [], [], [], [], ints([]), engine.table[:0]) is None
     assert len(views.store._free) == 2
 
 
 def test_drift_counts_rows_of_the_requests_that_were_asked_for() -> None:
-    engine = Engine(requests=3, tokens=120)
+    engine = PagedRequests(requests=3, tokens=120)
     store = engine.store(max_requests=3)
     probe = DriftProbe(store, 8)
     rows, lens = ints([store.open() for _ in range(3)]), ints([80, 90, 100])
-    store.begin(Batch(engine.table, rows, lens, ints([1, 1, 1])))
+    store.begin(ViewBatch(engine.table, rows, lens, ints([1, 1, 1])))
     for layer in range(LAYERS):
         store.refresh_layer(layer, torch.randn(3, 2, QUERY_HEADS, DIM))
     store.end(3)
-    store.begin(Batch(engine.table, rows, lens, ints([1, 0, 1])), ints([0, 1, 0]))
+    store.begin(ViewBatch(engine.table, rows, lens, ints([1, 0, 1])), ints([0, 1, 0]))
     probe.build(engine.table, ints([1, 0, 1]))
     output = torch.randn(6, QUERY_HEADS, DIM)
     change = torch.tensor([1.0, 1.05, 3.0, 3.0, 1.2, 1.0])  # of rows; the request between: unasked

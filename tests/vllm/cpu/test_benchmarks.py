@@ -159,7 +159,7 @@ def test_specpv_report_before_a_side_has_run(
 
 
 class Requests:
-    """An engine whose requests get as many tokens in a step as the longest round can give them."""
+    """An engine whose requests get as many tokens in a step as the longest proposal has."""
 
     def __init__(self, tokens: int, most: int | None = None) -> None:
         self._tokens, self._most = tokens, most
@@ -199,11 +199,11 @@ def test_specpv_requests_last_as_long_as_the_steps(
     clock = SimpleNamespace(reset=lambda: None, mean_ms=lambda: 1.0)
 
     def measure(steps: int, most: int | None = None) -> dict[str, Any]:
-        llm = SimpleNamespace(llm_engine=Requests(1 + module.ROUND, most))
+        llm = SimpleNamespace(llm_engine=Requests(1 + module.LONG_DRAFTS, most))
         return module.measure(llm, clock, 2, 128, steps)
 
     for steps in (1, 48, 200):
-        assert measure(steps)["tokens_per_s"] == 2 * steps * (1 + module.ROUND)
+        assert measure(steps)["tokens_per_s"] == 2 * steps * (1 + module.LONG_DRAFTS)
     with pytest.raises(RuntimeError, match="has ended after 300 tokens"):
         measure(48, 300)
 

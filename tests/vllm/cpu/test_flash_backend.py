@@ -197,7 +197,7 @@ def test_windows_are_ours_and_full_layers_flash_attentions(
             found.append(run(nwor, **model)[0])
     assert found[0] == found[1]
     assert check_books()["groups"] == (2 if ours else 1)
-    left = "leaves a layer to vLLM: a head size of 32, and our attention has 64, 80"
+    left = "leaves a layer to vLLM: it has a head size of 32, and our attention has 64, 80"
     assert (left in caplog.text) is not ours
     assert len(own_engine().own_layers) == (4 if ours else 2)
     impls = [layer.impl for layer in own_engine().layers.values()]
@@ -535,15 +535,15 @@ def test_plans_of_ragged_steps_do_not_add_up(monkeypatch: pytest.MonkeyPatch) ->
 def test_requests_behind_keep_their_views_and_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     """Those without drafts stand behind the ones that verify; they see their whole context."""
     from nwor_specpv.vllm.engine import Engine
-    from nwor_specpv.vllm.specpv.refresh import RefreshViews
+    from nwor_specpv.vllm.specpv.refresh_requests import RefreshRequests
 
-    forget, count_drafts = RefreshViews._forget, Engine.drafts
+    forget, count_drafts = RefreshRequests._forget, Engine.drafts
     dropped, tokens = [], []
 
     def forgetting(self: Any, names: set[str]) -> None:
-        before = set(self._requests)
+        before = set(self._known)
         forget(self, names)
-        if gone := before - set(self._requests):
+        if gone := before - set(self._known):
             dropped.extend(gone & set(own_engine().runner.input_batch.req_ids))
 
     def drafts(self: Any, lens: list[int], common: Any) -> Any:
@@ -552,7 +552,7 @@ def test_requests_behind_keep_their_views_and_are_counted(monkeypatch: pytest.Mo
             tokens.extend((common.seq_lens - torch.tensor(lens)).tolist())
         return count_drafts(self, lens, common)
 
-    monkeypatch.setattr(RefreshViews, "_forget", forgetting)
+    monkeypatch.setattr(RefreshRequests, "_forget", forgetting)
     monkeypatch.setattr(Engine, "drafts", drafts)
     model = {"model": str(stories(64)), "skip_tokenizer_init": True, "enable_prefix_caching": False}
     before = Metrics().snapshot()
@@ -568,6 +568,6 @@ def test_requests_behind_keep_their_views_and_are_counted(monkeypatch: pytest.Mo
     assert full["policy"] > 0
     assert partial > 50
     read, all_of_it = (grown(before, f"specpv_kv_bytes_{name}_total") for name in ("read", "full"))
-    assert read < all_of_it == sum(tokens) * views._bytes_per_token
+    assert read < all_of_it == sum(tokens) * views.requests.bytes_per_token
     assert len(views.store._free) == views.store.max_requests
     assert dropped == []

@@ -1,6 +1,6 @@
 """Two ranks over gloo on the loopback draft over views together, or neither does.
 
-The rounds are those of model runner V2 with a made-up head and target (`speculator_world`);
+The drafts are those of model runner V2 with a made-up head and target (`speculator_world`);
 vLLM runs it on GPUs only. Ranks of the real engine are in `test_tensor_parallel`.
 """
 
@@ -36,7 +36,7 @@ class Rank:
         self.patches.setattr(parallel_state, "get_tp_group", lambda: group)
         self.world = double.World([[n % double.WORDS for n in range(300)]])
         self.spec = double.make(self.world, self.patches)
-        self.failures = self.spec._engine.draft_failures = DraftFailures(alone=False)
+        self.failures = self.spec._engine.draft_failures = DraftFailures(single_rank=False)
         self.patches.setattr(module.EagleSpeculator, "propose", lambda *_: None)
         self.patches.setattr(module.EagleSpeculator, "capture", lambda _: None)
         self.patches.setattr(module, "graph_capture", lambda device: contextlib.nullcontext())
@@ -80,7 +80,7 @@ def draft_alike(rank: int) -> dict[str, Any]:
     return me.report(drafts=[me.propose(), me.propose()])
 
 
-def fail_before_a_round(rank: int) -> dict[str, Any]:
+def fail_before_a_pass(rank: int) -> dict[str, Any]:
     me = Rank()
     first = me.propose()
     if rank == BROKEN:
@@ -89,7 +89,7 @@ def fail_before_a_round(rank: int) -> dict[str, Any]:
 
 
 def fail_in_a_pass(rank: int) -> dict[str, Any]:
-    """The second pass of a round without graphs, which goes on to its end on both ranks."""
+    """The second pass of a proposal without graphs, which goes on to its end on both ranks."""
     me = Rank()
     forward, passes = me.world.forward, []
 
@@ -143,7 +143,7 @@ def record_two_on_one(me: Rank, rank: int) -> Any:
 
 WORK: dict[str, Callable[[int], dict[str, Any]]] = {
     "draft_alike": draft_alike,
-    "fail_before_a_round": fail_before_a_round,
+    "fail_before_a_pass": fail_before_a_pass,
     "fail_in_a_pass": fail_in_a_pass,
     "fail_in_the_model": fail_in_the_model,
     "capture": capture_with(record_all),
@@ -193,12 +193,12 @@ def test_ranks_that_are_well_draft(ranks: list) -> None:
 
 
 def test_a_rank_that_is_not_ready_stops_the_round_of_all(ranks: list) -> None:
-    check_given_up(ranks, "fail_before_a_round")
+    check_given_up(ranks, "fail_before_a_pass")
     for seen in ranks:
-        first, second, third = seen["fail_before_a_round"]["drafts"]
+        first, second, third = seen["fail_before_a_pass"]["drafts"]
         assert any(first)
         assert not any(second)
-        assert third == [first[0], *second[1:]], "the head's, no round follows"
+        assert third == [first[0], *second[1:]], "the head's, no pass follows"
 
 
 def test_a_pass_that_fails_on_one_rank_is_gone_through_by_all(ranks: list) -> None:
@@ -206,7 +206,7 @@ def test_a_pass_that_fails_on_one_rank_is_gone_through_by_all(ranks: list) -> No
     for rank, seen in enumerate(ranks):
         found = seen["fail_in_a_pass"]
         assert not any(found["drafts"][0])
-        assert not any(found["drafts"][1][1:]), "the head's, no round follows"
+        assert not any(found["drafts"][1][1:]), "the head's, no pass follows"
         # What has failed does nothing of ours in later passes, whose views are not there.
         assert found["passes"] == [True, True, rank != BROKEN]
 
@@ -216,7 +216,7 @@ def test_what_fails_in_the_model_ends_the_worker(ranks: list) -> None:
         assert seen["fail_in_the_model"]["failed"]["error"] == 1
 
 
-def test_all_ranks_have_graphs_of_rounds_or_none_has_rounds(ranks: list) -> None:
+def test_all_ranks_have_graphs_of_drafting_or_none_has_them(ranks: list) -> None:
     check_given_up(ranks, "capture_too_little")
     for rank, seen in enumerate(ranks):
         reason = "out_of_memory" if rank == BROKEN else "start"

@@ -83,12 +83,12 @@ REFUSED: dict[str, tuple[Change, str]] = {
     "cascade": (of("model_config", "disable_cascade_attn", False), "cascade attention"),
     "sharing": (of("cache_config", "kv_sharing_fast_prefill", True), "fast prefill"),
     "pieces": (with_writes_in_pieces, "K/V writes within piecewise CUDA graphs"),
-    "sharing layers": (with_sharing_layers, "2 layers that attend to the K/V of others"),
-    "sharing drafter": (with_sharing_drafter, "a drafter that attends to the K/V"),
+    "sharing layers": (with_sharing_layers, "2 layers attend to the K/V of other layers"),
+    "sharing drafter": (with_sharing_drafter, "this drafter attends to the K/V"),
     "chunks": (of("model_config", "attention_chunk_size", 32), "attention in chunks of 32 tokens"),
     "images": (with_model("is_mm_prefix_lm", True), "attention to both sides within images"),
-    "answers": (with_model("rswa_window", 128), "answers that see the latest 128 tokens"),
-    "encoder": (with_model("is_encoder_decoder", True), "an encoder beside the decoder"),
+    "answers": (with_model("rswa_window", 128), "answers see only the latest 128 tokens"),
+    "encoder": (with_model("is_encoder_decoder", True), "encoder-decoder models"),
     "signature": (
         with_another_runner,
         "takes (self, output_token_ids), expected (self, output_token_ids, scheduler_output)",
@@ -160,9 +160,11 @@ def test_another_vllm_is_left_alone(
     with caplog.at_level(logging.WARNING, "nwor_specpv"):
         plugin.register()
     assert registered == []
-    assert f"nwor_specpv is off: vLLM {version} is installed, expected 0.26.0" in caplog.text
+    assert (
+        f"nwor_specpv is off: vLLM {version} is not supported; install vLLM 0.26.0" in caplog.text
+    )
     monkeypatch.setenv("NWOR_SPECPV_STRICT", "1")
-    with pytest.raises(NworError, match=f"vLLM {version} is installed"):
+    with pytest.raises(NworError, match=f"vLLM {version} is not supported"):
         plugin.register()
     assert registered == []
 
@@ -196,7 +198,7 @@ REPEATING = [[5, 6, 7, 8, 5, 6, 7, 8, 5, 6, 7] * 3, [9, 10, 11, 9, 10, 11, 9, 10
 @pytest.mark.parametrize(
     ("config", "reason"),
     [
-        pytest.param(SHARING, "2 layers that attend to the K/V of others", id="sharing"),
+        pytest.param(SHARING, "2 layers attend to the K/V of other layers", id="sharing"),
         pytest.param(CHUNKED, "in chunks of 32 tokens", id="chunks", marks=pytest.mark.slow),
     ],
 )
@@ -223,9 +225,9 @@ def test_layers_whose_metadata_another_builder_makes_are_vllms(
     with caplog.at_level(logging.WARNING, "nwor_specpv"):
         found = drive(start({"check_contract": True}, **model), REPEATING, greedy(40)).tokens
     assert found == wanted
-    assert "leaves a layer to vLLM: metadata of ChunkedLocalAttentionBuilder" in caplog.text
+    assert "leaves a layer to vLLM: it has metadata of ChunkedLocalAttentionBuilder" in caplog.text
     assert own_engine().own_layers == ["model.layers.3.self_attn.attn"]
-    assert "check_contract is off, layers share cache memory" in caplog.text
+    assert "check_contract is ignored: layers of this model share cache memory" in caplog.text
     assert own_engine().violations == []
     with pytest.raises(Exception, match="a layer has metadata of ChunkedLocalAttentionBuilder"):
         start({"strict": True}, **model)
@@ -254,7 +256,7 @@ def test_a_model_we_cannot_serve_is_vllms(tmp_path: Path, caplog: pytest.LogCapt
     found = [drive(start(STOCK, **model), story_prompts(3), greedy(20)).tokens]
     with caplog.at_level(logging.WARNING, "nwor_specpv"):
         found.append(drive(start({}, **model), story_prompts(3), greedy(20)).tokens)
-    assert "nwor_specpv leaves a layer to vLLM: ALiBi slopes" in caplog.text
+    assert "nwor_specpv leaves a layer to vLLM: it has ALiBi slopes" in caplog.text
     assert found[0] == found[1]
     assert own_engine().off is None
     assert own_engine().interceptor is None, "nothing of ours has run"
@@ -279,7 +281,7 @@ def engine_for(config: Any, patch: pytest.MonkeyPatch, **nwor: Any) -> Engine:
 @pytest.mark.parametrize(
     ("change", "problem"),
     [
-        ({"kv_sharing_target_layer_name": "layers.0"}, "it shares the K/V of layers.0"),
+        ({"kv_sharing_target_layer_name": "layers.0"}, "no K/V of its own but that of layers.0"),
         ({"alibi_slopes": [1.0] * 4}, "ALiBi slopes"),
         ({"sinks": torch.zeros(4)}, "attention sinks"),
         ({"head_size": 264}, "a head size of 264"),
@@ -362,7 +364,7 @@ def test_backends_that_vllm_makes_of_ours_have_its_own_layers(
         for backend in made:
             assert backend.get_impl_cls() is impl.stock
             builder = backend.get_builder_cls().__name__
-            assert f"leaves a layer to vLLM: metadata of {builder}" in caplog.text
+            assert f"leaves a layer to vLLM: it has metadata of {builder}" in caplog.text
     engine_for(config, monkeypatch, strict=True)
     with set_current_vllm_config(config):
         assert ours.get_impl_cls() is impl

@@ -1,7 +1,7 @@
 """Model runner V2 itself, on the CPU: an EAGLE3 head and partial passes of the target in turns.
 
 vLLM's runner, scheduler, speculator and sampler are the real ones, with asynchronous scheduling;
-their Triton kernels run in Triton's interpreter (`triton_cpu.py`), and rounds are recorded and
+their Triton kernels run in Triton's interpreter (`triton_cpu.py`), and drafting is recorded and
 replayed as CUDA graphs are (`recorded_graph.py`). Output is plain vLLM's, token for token.
 """
 
@@ -56,8 +56,8 @@ def check(found: dict[str, Any], *, asynchronous: bool = True) -> None:
     assert found["async"] is asynchronous
     assert found["violations"] == []
     assert found["fallbacks"] == {}
-    assert found["rounds"] > 0
-    assert found["cache_written_by_rounds"] == 0
+    assert found["proposals"] > 0
+    assert found["cache_written_by_proposals"] == 0
     assert not any(found["start"]["cache_written"])
     assert found["failures"] == {}, found["latest_failure"]
 
@@ -69,7 +69,7 @@ def test_rounds_in_graphs(tmp_path: Path, expected: dict[str, list[int]]) -> Non
     )
     check(found)
     assert found["tokens"] == [expected]
-    assert found["replays"] > 3 * found["rounds"]  # those of the measurement, too
+    assert found["replays"] > 3 * found["proposals"]  # those of the measurement, too
     assert found["costs"] > 0
     # Passes confirm more than a token each, and full steps most of what they drafted.
     assert found["tokens_per_pass"] > 1.5
@@ -117,7 +117,7 @@ def test_what_happens_to_requests(tmp_path: Path, expected: dict[str, list[int]]
         tmp_path,
         job(start=tight),
         job({"specpv_max_requests": 2}, aborts={4: "0"}, truth=truth(expected)),
-        job({"specpv_draft_passes": 0}, rounds=2, truth=truth(expected), graphs=[8, 1]),
+        job({"specpv_draft_passes": 0}, repeats=2, truth=truth(expected), graphs=[8, 1]),
     )
     check(preempted)
     assert preempted["tokens"] == [expected]
@@ -130,7 +130,7 @@ def test_what_happens_to_requests(tmp_path: Path, expected: dict[str, list[int]]
     assert again["tokens"] == [expected, expected]
     assert again["prefix_hits"] > 0
     assert again["violations"] == []
-    assert again["cache_written_by_rounds"] == 0
+    assert again["cache_written_by_proposals"] == 0
 
 
 def test_failing_passes_leave_the_head_alone(
@@ -148,7 +148,7 @@ def test_failing_passes_leave_the_head_alone(
     for found in (greedy_run, sampled):
         assert found["failures"] == {"error": 1}
         assert found["violations"] == []
-        assert found["cache_written_by_rounds"] == 0
+        assert found["cache_written_by_proposals"] == 0
     assert greedy_run["tokens"] == [expected]
     assert all(len(tokens) == 8 for tokens in sampled["tokens"][0].values())
 
@@ -176,7 +176,7 @@ def test_drafts_at_temperatures_are_drawn_from_their_logits(
 
 
 def test_nothing_provisional_is_summarised_or_hashed(tmp_path: Path) -> None:
-    """A head that is always wrong. After every round, and in every layer: summaries are those of
+    """A head that is always wrong. After every proposal, and in every layer: summaries are those of
     the keys in the cache, of tokens that full steps have confirmed. What is published for other
     requests are hashes of such tokens, too."""
     count = 56

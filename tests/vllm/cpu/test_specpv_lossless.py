@@ -137,7 +137,7 @@ def test_passes_by_measured_cost_without_lookups(expected: list, before: dict) -
 
 
 def test_lookups_follow_the_chain_and_are_judged_apart(monkeypatch: pytest.MonkeyPatch) -> None:
-    from nwor_specpv.vllm.specpv.drafter import PartialViewDrafter, Request
+    from nwor_specpv.vllm.specpv.drafter import DraftedRequest, PartialViewDrafter
 
     ours = PartialViewDrafter.__new__(PartialViewDrafter)
     ours._limit, ours._inner = 8, 3
@@ -156,17 +156,19 @@ def test_lookups_follow_the_chain_and_are_judged_apart(monkeypatch: pytest.Monke
         (0, 0, []),
     ):
         told.clear()
-        ours._judge(Request(None, 3, by_view=4), scheduled, accepted)
+        ours._judge(DraftedRequest(None, 3, by_view=4), scheduled, accepted)
         assert told == expected, (scheduled, accepted)
     told.clear()
-    ours._judge(Request(None, 3), 5, 2)
+    ours._judge(DraftedRequest(None, 3), 5, 2)
     assert told == [("lookup_agreement", 2, 3)]
 
     # The last tokens of a chain were seen before: what came after them follows.
     llm = begin()
     drive(llm, prompts()[:1], greedy(2))
     ours, found = drafter(), []
-    monkeypatch.setattr(ours, "_round", lambda members, *_: {i: [71, 72] for i in members})
+    monkeypatch.setattr(
+        ours, "_draft_by_passes", lambda members, *_: {i: [71, 72] for i in members}
+    )
     learn = ours._learn
 
     def learning(names: Any, *args: Any) -> None:
@@ -252,28 +254,28 @@ def test_what_happens_to_requests_leaves_nothing_behind(expected: list, before: 
 def test_drafting_changes_no_byte_of_the_cache(expected: list, before: dict) -> None:
     llm = begin()
     drive(llm, prompts()[:1], greedy(2))
-    ours, rounds = drafter(), []
-    draft = ours._round
+    ours, untouched = drafter(), []
+    draft = ours._draft_by_passes
 
     def watched(*args: Any) -> Any:
         held = caches()
         found = draft(*args)
         now = caches()
-        rounds.append(all(torch.equal(held[name], now[name]) for name in held))
+        untouched.append(all(torch.equal(held[name], now[name]) for name in held))
         return found
 
-    ours._round = watched
+    ours._draft_by_passes = watched
     check(drive(llm, prompts(), greedy(MAX_TOKENS)), expected, before)
-    assert len(rounds) > 10
-    assert all(rounds)
+    assert len(untouched) > 10
+    assert all(untouched)
 
 
 def test_summaries_are_of_confirmed_keys_alone(expected: list) -> None:
-    """At every round, and in every layer: from scratch, out of the cache, block by block."""
+    """At every proposal, and in every layer: from scratch, out of the cache, block by block."""
     llm = begin()
     drive(llm, prompts()[:1], greedy(2))
     ours, looked_at = drafter(), []
-    draft = ours._round
+    draft = ours._draft_by_passes
 
     def watched(members: Any, requests: Any, lens: Any, seen: Any, passes: int) -> Any:
         found = draft(members, requests, lens, seen, passes)
@@ -288,7 +290,7 @@ def test_summaries_are_of_confirmed_keys_alone(expected: list) -> None:
             looked_at.append(blocks)
         return found
 
-    ours._round = watched
+    ours._draft_by_passes = watched
     story = drive(llm, prompts(), greedy(MAX_TOKENS))
     assert [story.tokens[str(i)] for i in range(6)] == expected
     assert len(looked_at) > 10
@@ -316,7 +318,7 @@ def test_a_failing_pass_drafts_nothing_and_serving_goes_on(
     assert own_engine().violations == []
     assert len(calls) // 3 > 3
     assert draft_failures(before) == {"error": len(calls) // 3}
-    said = "a partial pass failed and drafts nothing: RuntimeError: injected"
+    said = "a partial pass failed, so this step has no drafts: RuntimeError: injected"
     assert [record.getMessage() for record in caplog.records].count(f"nwor_specpv: {said}") == 1
     assert 'raise RuntimeError("injected")' in caplog.text  # where it was
     with pytest.raises(AssertionError, match=r"\{'error': \d+\}, at last by RuntimeError: inj"):
@@ -329,7 +331,7 @@ def test_a_pass_that_fails_on_one_of_several_ranks_ends_the_worker(
     """The other ranks may wait in the midst of it. What we refuse they refuse, too."""
     llm = begin()
     drive(llm, prompts()[:1], greedy(2))
-    monkeypatch.setattr(own_engine().draft_failures, "_alone", False)
+    monkeypatch.setattr(own_engine().draft_failures, "_single_rank", False)
     errors = iter([NworError("refused"), RuntimeError("injected")])
 
     def failing(*_: Any) -> Any:
@@ -351,10 +353,10 @@ def test_ranks_that_have_failed_forget_alike_what_they_have_learnt(
     ours, found = drafter(), []
     fresh = SimpleNamespace()
     type(ours)._expect(fresh)
-    expectations = [getattr(fresh, name).mean for name in learnt]
-    known = [getattr(ours, name).mean for name in learnt]
+    expectations = [getattr(fresh, name).value for name in learnt]
+    known = [getattr(ours, name).value for name in learnt]
     assert all(one != other for one, other in zip(known, expectations, strict=True))
-    monkeypatch.setattr(own_engine().draft_failures, "_alone", False)
+    monkeypatch.setattr(own_engine().draft_failures, "_single_rank", False)
     passes, propose = ours._passes, ours.propose
 
     def failing(*args: Any) -> int:
@@ -364,7 +366,7 @@ def test_ranks_that_have_failed_forget_alike_what_they_have_learnt(
 
     def watched(*args: Any, **kwargs: Any) -> Any:
         drafts = propose(*args, **kwargs)
-        found.append([getattr(ours, name).mean for name in learnt])
+        found.append([getattr(ours, name).value for name in learnt])
         return drafts
 
     monkeypatch.setattr(ours, "_passes", failing)
@@ -381,12 +383,12 @@ def test_a_failure_between_passes_keeps_what_is_known_of_the_text(
     place: str, expected: list, before: dict, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Rows of views are given back, indices stay: no token is taken up twice."""
-    from nwor_specpv.vllm.specpv.ngram import NgramIndex
+    from nwor_specpv._C import NgramIndex
 
     llm = begin({"specpv_max_requests": 3})
     drive(llm, prompts()[:1], greedy(2))
     ours, calls, added = drafter(), [], Counter()
-    run, propose, extend = getattr(ours, place), ours.propose, NgramIndex.extend
+    run, propose, append = getattr(ours, place), ours.propose, NgramIndex.append
 
     def failing(*args: Any) -> Any:
         calls.append(len(calls))
@@ -406,13 +408,13 @@ def test_a_failure_between_passes_keeps_what_is_known_of_the_text(
             )
         return drafts
 
-    def counted_extend(index: Any, tokens: Any) -> None:
+    def counted_append(index: Any, tokens: Any) -> None:
         added[index] += len(tokens)
-        extend(index, tokens)
+        append(index, tokens)
 
     monkeypatch.setattr(ours, place, failing)
     monkeypatch.setattr(ours, "propose", watched)
-    monkeypatch.setattr(NgramIndex, "extend", counted_extend)
+    monkeypatch.setattr(NgramIndex, "append", counted_append)
     check_drafting(before)
     story = drive(llm, prompts(), greedy(MAX_TOKENS))
     assert [story.tokens[str(i)] for i in range(6)] == expected
@@ -442,7 +444,7 @@ def test_without_memory_for_views_lookups_draft(
     monkeypatch.setattr(module, part, refuse)
     with caplog.at_level(logging.WARNING, "nwor_specpv"):
         llm = begin()
-    said = "no views, requests draft by lookups alone: OutOfMemoryError: injected"
+    said = "so requests draft by lookups alone: OutOfMemoryError: injected"
     assert said in caplog.text
     assert draft_failures(before) == {"out_of_memory": 1}  # at start
     story = drive(llm, prompts(), greedy(MAX_TOKENS))
@@ -508,7 +510,7 @@ def test_layers_it_cannot_serve_stop_the_start(tmp_path: Path) -> None:
     with pytest.raises(NworError, match=r"sliding window of 32.*without enable_specpv"):
         begin(**model)
     begin()
-    with pytest.raises(NworError, match="layers in different cache groups"):
+    with pytest.raises(NworError, match="are in different KV cache groups"):
         own_engine().add_group(["another"])
 
 
@@ -530,7 +532,7 @@ def test_a_target_with_another_attention_stops_the_start() -> None:
 @pytest.mark.parametrize(
     ("nwor", "speculation", "message"),
     [
-        ({"enable_specpv": False}, SPECULATION, "got enable_specpv false"),
+        ({"enable_specpv": False}, SPECULATION, "needs enable_specpv"),
         ({}, {"method": "ngram", "num_speculative_tokens": 4}, "custom_class.*PartialViewDrafter"),
         ({"specpv_n_retrieval_blocks": 512}, SPECULATION, "view of 8240 tokens.*smaller view"),
         ({"specpv_mode": "rectify"}, SPECULATION, "feeds no token twice; use 'lossless'"),

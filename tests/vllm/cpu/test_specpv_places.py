@@ -185,7 +185,7 @@ def test_elsewhere_the_scheduler_is_vllms_and_says_so(
             scheduler._update_after_schedule(output)
             assert output.num_spec_tokens_to_schedule == wanted
             assert scheduler.requests["a"].spec_token_ids == [-1] * wanted
-    assert caplog.text.count("LongContextScheduler chooses nothing") == 1
+    assert caplog.text.count("--scheduler-cls LongContextScheduler has no effect") == 1
     scheduler.update_draft_token_ids(DraftTokenIds(["a"], [[7] * drafts]))
     assert scheduler.requests["a"].spec_token_ids == [7] * drafts
 

@@ -14,7 +14,7 @@ from nwor_specpv.vllm.specpv.rules import SCHEDULERS
 from support.engine_process import run_script
 from support.engines import STOCK, Story, counted, drive, greedy, own_engine, start
 from support.engines import stats as own_stats
-from support.published import PAGE, published, scheduler_of, watch_requests
+from support.prefix_cache_blocks import PAGE, count_published_blocks, scheduler_of, watch_requests
 from support.small_views import LENGTHS, SMALL_VIEW, cover_all, prompts
 
 VIEW = SMALL_VIEW | {"specpv_mode": "refresh", "check_contract": True}
@@ -29,7 +29,7 @@ def begin(nwor: dict[str, Any] | None = None, **options: Any) -> Any:
 
 def check_published(llm: Any, requests: list[Any]) -> int:
     """Every block that can be found is of full attention. How many there are."""
-    found, beyond = published(llm, requests, VIEW_TOKENS)
+    found, beyond = count_published_blocks(llm, requests, VIEW_TOKENS)
     assert beyond == 0, f"{beyond} of {found} blocks"
     return found
 

@@ -124,12 +124,12 @@ def test_preempted_and_aborted_requests_give_their_rows_back() -> None:
 
 def watch_decisions(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, bool]]:
     """Of every request in every step: what its first row is, whether it had or chose a view."""
-    from nwor_specpv.vllm.specpv import refresh
+    from nwor_specpv.vllm.specpv.refresh_requests import RefreshRequests
 
-    decide, found = refresh.RefreshViews._decide, []
+    decide, found = RefreshRequests._decide, []
 
-    def watched(self: Any, name: str, context: int, *args: Any) -> Any:
-        made = decide(self, name, context, *args)
+    def watched(self: Any, name: str, context: int, *args: Any, in_front: bool) -> Any:
+        made = decide(self, name, context, *args, in_front=in_front)
         request = own_engine().runner.requests[name]
         kind = "prompt" if context < request.num_prompt_tokens else "last"
         if kind == "last" and context + 1 < request.num_tokens:
@@ -137,7 +137,7 @@ def watch_decisions(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, bool]]:
         found.append((kind, made.partial or made.select))
         return made
 
-    monkeypatch.setattr(refresh.RefreshViews, "_decide", watched)
+    monkeypatch.setattr(RefreshRequests, "_decide", watched)
     return found
 
 
@@ -190,7 +190,7 @@ def test_steps_stay_full_where_blocks_cannot_be_chosen(
     store.refresh_layer = failing
     with caplog.at_level(logging.WARNING, "nwor_specpv"):
         story = drive(llm, prompts(), greedy(MAX_TOKENS))
-    assert caplog.text.count("no blocks chosen, steps stay full: RuntimeError: injected") == 1
+    assert caplog.text.count("selected, so steps stay full: RuntimeError: injected") == 1
     assert [story.tokens[str(i)] for i in range(6)] == expected
     assert grown(before, "specpv_partial_steps_total") == 0
     new = full_steps_since(before)
@@ -213,7 +213,7 @@ def test_steps_stay_full_where_views_cannot_be_made(
     with caplog.at_level(logging.WARNING, "nwor_specpv"):
         story = drive(begin(), prompts(), greedy(MAX_TOKENS))
     assert [story.tokens[str(i)] for i in range(6)] == expected
-    assert caplog.text.count("no views, all steps are full: out of memory") == 1
+    assert caplog.text.count("views could not be made, so all steps are full: out of memory") == 1
     assert full_steps_since(before)["refresh_failure"] > 40
     check_books()
 

@@ -1,9 +1,9 @@
-"""Rounds at temperatures above 0: what is emitted follows the target's own distribution.
+"""Drafts at temperatures above 0: what is emitted follows the target's own distribution.
 
-Model runner V2's rounds draft, the sampler of `reference_sampling.py` verifies; `test_runner_v2.py`
-compares it with vLLM's kernels. Three models of a few words say what follows a word: the target,
-the target over a view, which is off, and a head, which is further off. Seeds are fixed, so verdicts
-are.
+The speculator of model runner V2 drafts, the sampler of `reference_sampling.py` verifies;
+`test_runner_v2.py` compares it with vLLM's kernels. Three models of a few words say what follows a
+word: the target, the target over a view, which is off, and a head, which is further off. Seeds are
+fixed, so verdicts are.
 """
 
 from __future__ import annotations
@@ -70,11 +70,11 @@ class Words:
 def emit(
     words: Words, monkeypatch: pytest.MonkeyPatch, passes: int, *, own_noise: bool = True
 ) -> tuple[torch.Tensor, float]:
-    """[REQUESTS, EMITTED] words that rounds and full steps give, and accepted drafts per step."""
-    from nwor_specpv.vllm.specpv import round_models
+    """[REQUESTS, EMITTED] words that drafting and full steps give, and accepted drafts per step."""
+    from nwor_specpv.vllm.specpv import draft_models
     from nwor_specpv.vllm.specpv import speculator as module
 
-    monkeypatch.setattr(round_models, "gumbel_sample", reference_sampling.gumbel_sample)
+    monkeypatch.setattr(draft_models, "gumbel_sample", reference_sampling.gumbel_sample)
     if not own_noise:
         monkeypatch.setattr(module, "_OTHER_SEED", 0)
     spec = make(words, monkeypatch, REQUESTS)
@@ -98,7 +98,7 @@ def emit(
             idx_mapping=rows,
         )
         ones = torch.ones(REQUESTS).int()
-        spec._round(batch, passes, ones, torch.zeros_like(ones), roots[:, None])
+        spec._draft_by_passes(batch, passes, ones, torch.zeros_like(ones), roots[:, None])
         drafts = spec.draft_tokens.clone()
         line = torch.cat((roots[:, None], drafts), 1)
         places = prefix[:, None] + torch.arange(LIMIT + 1)
@@ -153,7 +153,7 @@ def test_wrong_draft_logits_would_be_seen(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_requests_that_wait_keep_their_draft_logits(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A round, or one that fails, tells sampling of its own requests alone."""
+    """A proposal, or one that fails, tells sampling of its own requests alone."""
     spec = make(Words(seed=1), monkeypatch)
     spec.draft_logits = torch.rand(spec.max_num_reqs, LIMIT, WORDS)
     before = spec.draft_logits.clone()

@@ -1,4 +1,4 @@
-"""The speculator of model runner V2 without a GPU: rounds of it with a made-up head and target."""
+"""The speculator of model runner V2 without a GPU: its proposals with a made-up head and target."""
 
 from __future__ import annotations
 
@@ -39,17 +39,17 @@ def test_rounds_with_a_perfect_head_fill_the_chain(monkeypatch: pytest.MonkeyPat
         world = World(texts)
         spec = make(world, monkeypatch)
         passes = random.randint(1, 5)
-        # Twice over: what the first round left must not disturb the second.
+        # Twice over: what the first proposal left must not disturb the second.
         for _ in range(2):
             prefix = [len(text) - 1 for text in texts]
             rejected = [random.randint(0, LIMIT) for _ in texts]
             batch = step(world, spec, prefix, rejected)
             sampled = torch.tensor([random.random() < 0.8 for _ in texts]).int()
             roots = torch.tensor([[text[-1]] for text in texts])
-            spec._round(batch, passes, sampled, torch.tensor(rejected), roots)
+            spec._draft_by_passes(batch, passes, sampled, torch.tensor(rejected), roots)
             for b, text in enumerate(texts):
                 if sampled[b]:
-                    assert int(spec._rounds.chains.lens[b]) >= min(LIMIT, passes * ROWS)
+                    assert int(spec._loop.chains.lens[b]) >= min(LIMIT, passes * ROWS)
                     reached = min(LIMIT, passes * ROWS + ROWS - 1)
                     expected = continued(text, reached)
                     assert spec.draft_tokens[b, :reached].tolist() == expected
@@ -90,23 +90,25 @@ def test_rounds_in_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
     world.forward, world.texts = forward, world.texts[:2]
     batch = step(world, spec, [99, 259], [0, 3])
     roots = torch.tensor([[text[-1]] for text in world.texts])
-    spec._round(batch, 3, torch.ones(2).int(), torch.tensor([0, 3]), roots)
+    spec._draft_by_passes(batch, 3, torch.ones(2).int(), torch.tensor([0, 3]), roots)
     assert replayed == [4, 4, 4, 4]
     for b, text in enumerate(world.texts):
         assert spec.draft_tokens[b, : 3 * ROWS].tolist() == continued(text, 3 * ROWS)
 
 
 def test_who_drafts_how_much(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The head as many tokens as the scheduler wants, or one and then the round."""
+    """The head as many tokens as the scheduler wants, or one and then the passes'."""
     world = World([[1] * 300, [2] * 20])
     spec = make(world, monkeypatch)
-    steps, rounds = [], []
+    steps, by_passes = [], []
     monkeypatch.setattr(
         speculator_module().EagleSpeculator,
         "propose",
         lambda self, *_: steps.append(self.num_speculative_steps),
     )
-    monkeypatch.setattr(spec, "_round", lambda batch, passes, *_: rounds.append(passes))
+    monkeypatch.setattr(
+        spec, "_draft_by_passes", lambda batch, passes, *_: by_passes.append(passes)
+    )
     batch = step(world, spec, [299, 19], [0, 0])
     batch.prefill_len_np = torch.tensor([300, 20]).numpy()
     batch.num_draft_tokens_per_req = None
@@ -120,11 +122,11 @@ def test_who_drafts_how_much(monkeypatch: pytest.MonkeyPatch) -> None:
         spec._engine.num_drafts = wanted
         assert propose(spec, batch, dummy_run=dummy).shape == (2, LIMIT)
     assert steps == [1, ROWS - 1, 1, LIMIT]  # 0: a scheduler that says nothing
-    assert rounds == [3, 3]
+    assert by_passes == [3, 3]
     batch.prefill_len_np[:] = 1000  # all are in the midst of their prompts
     spec._engine.num_drafts = LIMIT
     propose(spec, batch)
-    assert rounds == [3, 3]
+    assert by_passes == [3, 3]
     assert spec.num_speculative_steps == LIMIT
     # Rows of prompts are nobody's drafts: they must not look like a head that is always right.
     assert judged == []
@@ -206,8 +208,8 @@ def test_a_prompt_has_no_view_before_its_end(monkeypatch: pytest.MonkeyPatch) ->
         batch = step(world, spec, [299] * 4, [0] * 4)
         batch.prefill_len_np = torch.tensor(prompts).numpy()
         none, roots = torch.zeros(4).int(), torch.ones(4, 1).long()
-        spec._round(batch, 2, torch.tensor(sampled), none, roots)
-        return spec._rounds.store.rows(4).tolist()
+        spec._draft_by_passes(batch, 2, torch.tensor(sampled), none, roots)
+        return spec._loop.store.rows(4).tolist()
 
     first = views([300, 1000, 100, 1000], [0, 0, 1, 0])
     assert first[0] == first[1] == first[3] == -1
@@ -220,8 +222,10 @@ def test_a_prompt_has_no_view_before_its_end(monkeypatch: pytest.MonkeyPatch) ->
 def test_rows_are_for_whom_the_lengths_call_long(monkeypatch: pytest.MonkeyPatch) -> None:
     """Up to `specpv_partial_threshold` everything is read; rows are missing to the longer ones."""
     spec = make(World([]), monkeypatch)
-    spec._engine.settings.specpv_partial_threshold = 200
-    spec.lengths = Lengths(spec._engine.settings, LIMIT, alone=True)
+    config = spec._engine.settings.specpv()
+    config.specpv_partial_threshold = 200
+    spec._engine.settings.specpv = lambda: config
+    spec.lengths = Lengths(spec._engine.settings, LIMIT, single_rank=True)
     assert spec._ready().store.budget.static_tokens < 150
     assert spec.lengths.passes([150, 200]) == 0
     assert spec.lengths.passes([150, 200, 201]) > 0
@@ -233,7 +237,7 @@ def test_rows_are_for_whom_the_lengths_call_long(monkeypatch: pytest.MonkeyPatch
 @pytest.mark.parametrize("case", ["own vocabulary", "the target's matrix", "two ranks", "no ids"])
 def test_the_heads_best_guess_is_vllms(case: str) -> None:
     """By vLLM's own way, scores spread over the target's vocabulary, or by a shorter one."""
-    from nwor_specpv.vllm.specpv.round_models import EagleHead
+    from nwor_specpv.vllm.specpv.draft_models import EagleHead
 
     random = torch.Generator().manual_seed(3)
     own, all_tokens, size = 12, 40, 8

@@ -37,7 +37,7 @@ def test_a_start_without_graphs_takes_memory_and_measures(
     )
     monkeypatch.setattr(torch.accelerator, "synchronize", lambda: None)
     spec.lengths._fixed = 3 if case == "fixed" else 0
-    spec.lengths._alone = case != "several ranks"
+    spec.lengths._single_rank = case != "several ranks"
     if case == "short":
         spec.vllm_config.model_config.max_model_len = spec.lengths.shortest
     if case == "lowered":  # by vLLM, which tells its runner and not us
@@ -51,12 +51,13 @@ def test_a_start_without_graphs_takes_memory_and_measures(
     assert spec._engine.draft_failures.latest == ""
     assert spec.lengths.costs is costs
     assert (costs is not None) == (case in ("alone", "lowered"))
-    assert (spec._rounds is not None) == (case != "short")
-    said = [record.getMessage().split()[1] for record in caplog.records]
+    assert (spec._loop is not None) == (case != "short")
+    ours = [record for record in caplog.records if record.name == "nwor_specpv"]
+    said = [record.getMessage().split()[1] for record in ours]
     wanted = [] if case == "short" else ["views"]
     assert said == wanted + ["measured"] * (costs is not None)
     if case == "lowered":
-        assert spec._rounds.store.max_tokens == spec.max_model_len == MAX_LEN - 40
+        assert spec._loop.store.max_tokens == spec.max_model_len == MAX_LEN - 40
     if costs is not None:
         assert costs.run(1, 0) > 0
         assert set(kinds) == {(kind, size) for kind in ("first", "later") for size in (1, 2)}
@@ -101,7 +102,7 @@ def test_a_start_that_fails_leaves_the_head_alone(monkeypatch: pytest.MonkeyPatc
     assert Metrics().snapshot()["specpv_draft_failures_total"]["start"] == before + 1
     assert spec._engine.draft_failures.latest == "RuntimeError: injected"
     assert spec.lengths.number([10**6]) == ROWS - 1
-    assert spec._rounds is None  # nor is memory held for nobody
+    assert spec._loop is None  # nor is memory held for nobody
     assert torch.equal(table, saved)
 
 
@@ -191,7 +192,9 @@ def test_ranges_of_the_users_are_refused_and_ours_are_not(
 
     def engine_of(vllm_config: Any) -> Any:
         rules.judge(settings, rules.describe(vllm_config), None)
-        return SimpleNamespace(settings=settings, lengths=Lengths(settings, LIMIT, alone=True))
+        return SimpleNamespace(
+            settings=settings, lengths=Lengths(settings, LIMIT, single_rank=True)
+        )
 
     monkeypatch.setattr(speculator_module().EagleSpeculator, "__init__", begin)
     monkeypatch.setattr(speculator_module(), "engine_of", engine_of)

@@ -12,8 +12,8 @@ import pytest
 
 from nwor_specpv import Metrics
 from nwor_specpv.vllm.specpv.rules import DRAFTER
+from support.cache_write_watch import watch_cost_measurement
 from support.engines import STOCK, check_drafting, draft_failures, drive, greedy, own_engine, start
-from support.measurements import watch_measurements
 from support.small_views import SMALL_VIEW, prompts
 
 SPECULATION = {"method": "custom_class", "model": DRAFTER, "num_speculative_tokens": 8}
@@ -47,7 +47,7 @@ def run(llm: Any) -> list[list[int]]:
 def measured(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     from nwor_specpv.vllm.specpv import drafter as module
 
-    return watch_measurements(monkeypatch, module, "measure_passes")
+    return watch_cost_measurement(monkeypatch, module, "measure_passes")
 
 
 def lines(caplog: pytest.LogCaptureFixture, part: str) -> int:
@@ -70,7 +70,7 @@ def test_costs_and_memory_are_there_before_the_first_request(
     assert drafter._costs is costs
     assert drafter._store is store
     assert measured == [True]
-    assert lines(caplog, f"measured {costs}") == lines(caplog, "measured") == 1
+    assert lines(caplog, f"partial passes: {costs}") == lines(caplog, "measured") == 1
     assert lines(caplog, "views of 8 requests take") == 1
     assert own_engine().violations == []
     check_drafting(before)
@@ -122,16 +122,16 @@ def test_a_measurement_that_fails_leaves_lookups(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    from nwor_specpv.vllm.specpv.target import Target
+    from nwor_specpv.vllm.specpv.target import TargetModel
 
     def fail(*_: Any) -> Any:
         raise RuntimeError("injected")
 
     with monkeypatch.context() as patch, caplog.at_level(logging.WARNING, "nwor_specpv"):
-        patch.setattr(Target, "greedy", fail)
+        patch.setattr(TargetModel, "greedy", fail)
         llm, drafter = begin()
     assert draft_failures(before) == {"start": 1}
-    said = "no views, requests draft by lookups alone: RuntimeError: injected"
+    said = "so requests draft by lookups alone: RuntimeError: injected"
     assert lines(caplog, said) == 1
     assert drafter._store is drafter._tail is drafter._costs is None
     assert run(llm) == expected

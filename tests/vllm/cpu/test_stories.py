@@ -295,7 +295,7 @@ def test_a_step_that_dies_in_the_model_is_aborted_by_the_next(expected: list[lis
     [
         ({"nwor_specpv": {"stagin_rows": 3}}, "unknown key 'stagin_rows'.*nearest.*'staging_rows'"),
         ({"nwor_specpv": {"staging_rows": "many"}}, "staging_rows: got 'many'"),
-        ({"nwor_spec_pv": {}}, "got key 'nwor_spec_pv', expected 'nwor_specpv'"),
+        ({"nwor_spec_pv": {}}, "unknown key 'nwor_spec_pv'; write 'nwor_specpv'"),
     ],
 )
 def test_wrong_settings_stop_the_start(config: dict, message: str) -> None:

@@ -1,8 +1,8 @@
 """Partial views in the real vLLM on a GPU: mode `refresh` with a real model over a book, and what
 happens to requests of the story model in mode `lossless`, their caches and tokens that are drawn.
 
-What plain vLLM gives is computed once; `closeness.py` says what may differ. The story model runs in
-float16, which rounds eight times finer than bfloat16.
+What plain vLLM gives is computed once; `compare_runs.py` says what may differ. The story model
+runs in float16, which rounds eight times finer than bfloat16.
 """
 
 from __future__ import annotations
@@ -26,13 +26,14 @@ from test_cuda_specpv import REFRESH, SCHEDULER, SPECULATION, grown
 
 from nwor_specpv import Metrics
 from nwor_specpv.models import smollm2
-from support import chi_square, closeness
+from support import chi_square
+from support.cache_write_watch import ProposalWriteWatch
+from support.compare_runs import RunComparison, compare_runs
 from support.disturbances import ASKED, BOOK, MAX_TOKENS, Disturbed, Script, wanted
 from support.disturbances import stories as story_script
 from support.engines import NGRAM, check_drafting, drive, greedy, own_engine, release_engines
 from support.engines import stats as own_stats
 from support.heads import story_head
-from support.proposals import Proposals
 from support.small_views import SMALL_VIEW, cover_all, prompts, varied_prompt
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
@@ -100,15 +101,16 @@ def books() -> Books:
 
 def watch_replays(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """How many requests saw views in each step that was replayed from a graph."""
-    from nwor_specpv.vllm.specpv.refresh import RefreshViews
+    from nwor_specpv.vllm.specpv.refresh_requests import RefreshRequests
     from nwor_specpv.vllm.steps import Steps
 
-    count, note = RefreshViews._count, Steps._note_replay
+    decide, note = RefreshRequests.decide, Steps._note_replay
     latest, replayed = [0], []
 
-    def counting(self: Any, decisions: list[Any], contexts: Any) -> None:
+    def counting(self: Any, *batch: Any) -> list[Any]:
+        decisions = decide(self, *batch)
         latest[0] = sum(decision.partial for decision in decisions)
-        count(self, decisions, contexts)
+        return decisions
 
     def noting(self: Any, step: Any) -> None:
         before = self.num_replays
@@ -116,7 +118,7 @@ def watch_replays(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         if self.num_replays > before:
             replayed.append(latest[0])
 
-    monkeypatch.setattr(RefreshViews, "_count", counting)
+    monkeypatch.setattr(RefreshRequests, "decide", counting)
     monkeypatch.setattr(Steps, "_note_replay", noting)
     return replayed
 
@@ -169,7 +171,7 @@ def test_refresh_reads_a_book(
     pairs = zip(books.longer, ours, strict=True)
     print(
         f"{runner}, longer: {partial} partial steps, {sum(replayed)} of them replayed, "
-        f"{deviating} of {probed} rows deviate; with plain vLLM's: {closeness.compare(pairs)}"
+        f"{deviating} of {probed} rows deviate; with plain vLLM's: {compare_runs(pairs)}"
     )
     assert partial > 15
     assert sum(replayed) > 10
@@ -272,12 +274,12 @@ def check_disturbed(
     before: dict[str, Any],
     *,
     least: float,
-) -> closeness.Closeness:
+) -> RunComparison:
     """What must hold on any engine, and at least such a share of the drafts confirmed; how close
     its tokens are to plain vLLM's is returned."""
     check_confirmed(before, least)
     count = len(script.prompts)
-    close = closeness.compare((plain[str(i)], output) for i, output in found.outputs)
+    close = compare_runs((plain[str(i)], output) for i, output in found.outputs)
     calm = {str(i): list(output.token_ids) for i, output in found.outputs[:count]}
     together = {str(i): list(output.token_ids) for i, output in found.outputs[count : 2 * count]}
     share = alike(together, calm)
@@ -366,7 +368,7 @@ def check_proposals(
     least such a share of the drafts is confirmed."""
     drive(llm, long[:1], greedy(2))  # caches are bound, and our side knows its runner
     assert hasattr(own_engine().runner, "input_batch") is (runner == "v1")
-    proposals, before = Proposals(monkeypatch), Metrics().snapshot()
+    proposals, before = ProposalWriteWatch(monkeypatch), Metrics().snapshot()
     replays = own_engine().num_replays
     story = drive(llm, long, greedy(MAX_TOKENS), arrivals=[0, 0, 3, 3])
     assert all(len(tokens) == MAX_TOKENS for tokens in story.tokens.values())

@@ -2,7 +2,7 @@
 its steps checked, its caches around proposals, and tokens that are drawn.
 
 Prompts are passages of a book, code and questions, one of them about the beginning of its text.
-What plain vLLM gives is computed once; `closeness.py` says what may differ. float16 rounds eight
+What plain vLLM gives is computed once; `compare_runs.py` says what may differ. float16 rounds eight
 times finer than bfloat16.
 """
 
@@ -32,7 +32,12 @@ from test_cuda_specpv import SCHEDULER, SPECULATION, VIEW_OF_400
 
 from nwor_specpv import Metrics
 from nwor_specpv.models import smollm2
-from support import closeness
+from support.compare_runs import (
+    RunComparison,
+    RunErrors,
+    compare_runs,
+    errors_against_float32,
+)
 from support.disturbances import ASKED, BOOK, CODE, Script, passages, wanted
 from support.engines import NGRAM, drive, own_engine, release_engines
 
@@ -72,13 +77,13 @@ class Passages:
     dtype: str
     greedy: dict[str, Any]
 
-    def closeness(self, outputs: list[tuple[int, Any]]) -> closeness.Closeness:
-        return closeness.compare((self.greedy[str(i)], output) for i, output in outputs)
+    def compared(self, outputs: list[tuple[int, Any]]) -> RunComparison:
+        return compare_runs((self.greedy[str(i)], output) for i, output in outputs)
 
-    def errors(self, outputs: list[tuple[int, Any]]) -> closeness.Errors:
+    def errors(self, outputs: list[tuple[int, Any]]) -> RunErrors:
         """Against float32, beside plain vLLM's at the same places."""
         told = [(self.script.prompts[i], self.greedy[str(i)], output) for i, output in outputs]
-        return closeness.errors(smollm2("bfloat16"), told)
+        return errors_against_float32(smollm2("bfloat16"), told)
 
 
 def stock_smollm2(dtype: str, **options: Any) -> Any:
@@ -143,11 +148,11 @@ def test_what_happens_to_requests_of_smollm2(
     errors = read_passages.errors(found.outputs)
     print(f"errors against float32, beside plain vLLM's: {errors}")
     for backend, outputs in theirs.items():
-        print(f"vLLM's own speculation, {backend}: {read_passages.closeness(outputs)}")
+        print(f"vLLM's own speculation, {backend}: {read_passages.compared(outputs)}")
         print(f"errors against float32: {read_passages.errors(outputs)}")
     assert len(errors.got) > 300
     assert errors.ratio < 1.25
-    other = read_passages.closeness(theirs["TRITON_ATTN"])
+    other = read_passages.compared(theirs["TRITON_ATTN"])
     if read_passages.dtype == "float16":  # eight times finer
         close.check(mean=min(0.005, 1.25 * other.mean), most=0.1, share=0.5)
     else:
@@ -204,7 +209,7 @@ def test_every_write_keeps_the_contract(
     assert own_engine().checker is not None
     assert own_engine().violations == []
     assert own_engine().num_replays == 0
-    close = closeness.compare((half.greedy[name], found.outputs[name]) for name in half.greedy)
+    close = compare_runs((half.greedy[name], found.outputs[name]) for name in half.greedy)
     print(f"SmolLM2, {runner}, eager: {close}")
     check_confirmed(before, 0.25)
     close.check(mean=0.005, most=0.1, share=0.5)

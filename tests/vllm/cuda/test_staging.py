@@ -259,7 +259,7 @@ def test_a_float8_cache_is_left_to_vllm_by_our_own_attention(
     with caplog.at_level(logging.WARNING, "nwor_specpv"):
         nwor = {"attention_route": "cuda"}
         llm = eagle3(tmp_path, nwor, enforce_eager=True, kv_cache_dtype="fp8")
-    assert "leaves a layer to vLLM: a quantised KV cache" in caplog.text
+    assert "leaves a layer to vLLM: it has a quantised KV cache" in caplog.text
     story = drive(llm, dummy_prompts(), greedy(20))
     assert all(len(tokens) == 20 for tokens in story.tokens.values())
     assert own_engine().interceptor is None

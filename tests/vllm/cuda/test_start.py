@@ -13,11 +13,11 @@ from test_cuda_specpv import SCHEDULER, SPECULATION, grown
 
 from nwor_specpv import Metrics
 from nwor_specpv.vllm.specpv.rules import SCHEDULERS
+from support.cache_write_watch import watch_cost_measurement
 from support.engines import NGRAM, check_drafting, counted, drive, greedy, own_engine
 from support.engines import stats as own_stats
 from support.heads import story_head
-from support.measurements import watch_measurements
-from support.published import PAGE, published, scheduler_of, watch_requests
+from support.prefix_cache_blocks import PAGE, count_published_blocks, scheduler_of, watch_requests
 from support.small_views import LENGTHS, SMALL_VIEW, prompts
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
@@ -46,8 +46,8 @@ def test_costs_and_memory_are_there_before_the_first_request(
 
     runner, _, mode = kind.partition("-")
     choose_runner(monkeypatch, runner)
-    module, name = (speculator, "measure_rounds") if runner == "v2" else (drafter, "measure_passes")
-    before, measured = Metrics().snapshot(), watch_measurements(monkeypatch, module, name)
+    module, name = (speculator, "measure_loop") if runner == "v2" else (drafter, "measure_passes")
+    before, measured = Metrics().snapshot(), watch_cost_measurement(monkeypatch, module, name)
     options: dict[str, Any] = {"speculation": SPECULATION}
     if runner == "v2":
         head = story_head(tmp_path, torch.float16)
@@ -62,8 +62,8 @@ def test_costs_and_memory_are_there_before_the_first_request(
         """Costs, and the memory of views."""
         if runner == "v1":
             return runs.drafter._costs, runs.drafter._store
-        rounds = runs.speculator._rounds
-        return runs.speculator.lengths.costs, rounds.store if rounds is not None else None
+        loop = runs.speculator._loop
+        return runs.speculator.lengths.costs, loop.store if loop is not None else None
 
     costs, store = state()
     print(f"{kind}: {costs}")
@@ -114,7 +114,7 @@ def test_answers_of_partial_steps_are_not_found(
     assert own_engine().num_replays > 0
     partial = grown(before, "specpv_partial_steps_total")
     full = scheduler_of(llm).full_tokens
-    found, beyond = published(llm, requests, full)
+    found, beyond = count_published_blocks(llm, requests, full)
     # One prompt alone, for which there is room: it stays, and so does nothing of its answer.
     answer = drive(llm, [prompts()[2]], greedy(MAX_TOKENS)).tokens["0"]
     again = drive(llm, [prompts()[2]], greedy(4)).cached["0"]

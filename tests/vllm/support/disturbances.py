@@ -125,7 +125,7 @@ class Script:
         if hasattr(runner, "input_batch"):
             known, store = runner.drafter._requests, runner.drafter._store
         else:
-            known, store = runner.speculator._rows, runner.speculator._rounds.store
+            known, store = runner.speculator._rows, runner.speculator._loop.store
             assert runner.speculator._chosen_at.keys() == known.keys()
         assert len(known) == 1
         assert sorted(store._free) == sorted(set(store._free))

@@ -52,7 +52,7 @@ def rank_report(_: object) -> dict[str, Any]:
     if "nwor_specpv.vllm.engine" not in sys.modules:
         return {"stats": None, "violations": []}
     from nwor_specpv import Metrics
-    from nwor_specpv.vllm.engine import current_engine
+    from nwor_specpv.vllm.registry import current_engine
 
     engine = current_engine()
     if engine is None or engine.interceptor is None:
@@ -73,7 +73,7 @@ def disagree(_: object) -> None:
     """Rank 1 tells the commit of a row too few, once; runs in the rank's own process."""
     from vllm.distributed.parallel_state import get_tp_group
 
-    from nwor_specpv.vllm.engine import current_engine
+    from nwor_specpv.vllm.registry import current_engine
 
     if get_tp_group().rank_in_group != 1:
         return

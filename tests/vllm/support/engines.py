@@ -145,7 +145,7 @@ def drive(
 
 def own_engine():
     """Our side of the newest engine."""
-    from nwor_specpv.vllm.engine import current_engine
+    from nwor_specpv.vllm.registry import current_engine
 
     engine = current_engine()
     assert engine is not None

@@ -18,7 +18,7 @@ import conftest  # noqa: F401  (vLLM's environment)
 from support import triton_cpu
 from support.engines import counted, drive, greedy, own_engine, start
 from support.heads import story_head
-from support.published import published, scheduler_of, watch_requests
+from support.prefix_cache_blocks import count_published_blocks, scheduler_of, watch_requests
 
 
 def main() -> None:
@@ -37,7 +37,7 @@ def run(job: dict[str, Any], head: dict[str, Any]) -> dict[str, Any]:
     drive(llm, [[1, 5, 9]], greedy(2))
     story = drive(llm, prompts, greedy(most))
     full_tokens = scheduler_of(llm).full_tokens
-    blocks = published(llm, requests, full_tokens)
+    blocks = count_published_blocks(llm, requests, full_tokens)
     longer = [prompt + story.tokens[str(i)] for i, prompt in enumerate(prompts)]
     return {
         "tokens": story.tokens,
@@ -55,16 +55,16 @@ def run(job: dict[str, Any], head: dict[str, Any]) -> dict[str, Any]:
 def watch_decisions() -> list[tuple[int, int, bool, bool]]:
     """Context and rows of every request in every step, whether it is prefilling, whether it had or
     chose a view."""
-    from nwor_specpv.vllm.specpv.refresh import RefreshViews
+    from nwor_specpv.vllm.specpv.refresh_requests import RefreshRequests
 
-    decide, found = RefreshViews._decide, []
+    decide, found = RefreshRequests._decide, []
 
-    def watched(self: Any, name: str, context: int, rows: int, *args: Any) -> Any:
-        made = decide(self, name, context, rows, *args)
+    def watched(self: Any, name: str, context: int, rows: int, *args: Any, in_front: bool) -> Any:
+        made = decide(self, name, context, rows, *args, in_front=in_front)
         found.append((context, rows, args[-1], made.partial or made.select))
         return made
 
-    RefreshViews._decide = watched
+    RefreshRequests._decide = watched
     return found
 
 

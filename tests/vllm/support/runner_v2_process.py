@@ -1,9 +1,9 @@
 """Engines on model runner V2 in a process of their own: runner_v2_process.py JOB.json RESULT.json.
 
 job: a list of runs, each with `start` (arguments of engines.start, `speculation` in it without the
-head's path), `prompts`, `params` (of SamplingParams), `arrivals`, `aborts`, `rounds` (how often the
-prompts are run), and
-    graphs    batch sizes for which rounds are recorded, see `recorded_graph.py`
+head's path), `prompts`, `params` (of SamplingParams), `arrivals`, `aborts`, `repeats` (how often
+the prompts are run), and
+    graphs    batch sizes for which drafting is recorded, see `recorded_graph.py`
     truth     texts, one for each prompt: the head guesses from them, now and then wrongly
     fault     passes of the target fail from the so many-th on
     confirmed texts as well: summaries and prefix hashes are watched, see `confirmed.py`
@@ -25,7 +25,7 @@ import torch
 import conftest  # noqa: F401  (vLLM's environment)
 from nwor_specpv import Metrics
 from support import reference_sampling, triton_cpu
-from support.confirmed import Confirmed
+from support.confirmed_tokens_watch import ConfirmedTokensWatch
 from support.engines import caches, counted, draft_failures, drive, greedy, own_engine, start
 from support.engines import stats as own_stats
 from support.heads import story_head
@@ -53,11 +53,11 @@ def run(job: dict[str, Any], head: dict[str, Any]) -> dict[str, Any]:
     executor = llm.llm_engine.engine_core.engine_core.model_executor
     runner = executor.driver_worker.worker.model_runner
     speculator, found = runner.speculator, {}
-    costs, rounds = speculator.lengths.costs, speculator._rounds
+    costs, loop = speculator.lengths.costs, speculator._loop
     found["start"] = {
         "cache_written": measured,  # by each measurement
         "costs": costs and [costs.base, costs.per_row, costs.per_token],
-        "tail": rounds and rounds.tail.bytes,
+        "tail": loop and loop.tail.bytes,
         "failures": draft_failures(begun),
     }
     if job.get("truth"):
@@ -68,15 +68,15 @@ def run(job: dict[str, Any], head: dict[str, Any]) -> dict[str, Any]:
     if job.get("fault"):
         fail_from(speculator, job["fault"])
     if job.get("confirmed"):
-        watched = Confirmed(llm, runner, job["prompts"], job["confirmed"])
-    written, drawn, grew = watch_rounds(speculator)
+        watched = ConfirmedTokensWatch(llm, runner, job["prompts"], job["confirmed"])
+    written, drawn, grew = watch_proposals(speculator)
     hits, lengths = watch_prefix_hits(llm), watch_lengths(llm)
     before, preempted = Metrics().snapshot(), counted(llm, PREEMPTIONS)
     params = greedy(**job["params"])
     aborts = {int(step): name for step, name in job.get("aborts", {}).items()}
     stories = [
         drive(llm, job["prompts"], params, arrivals=job.get("arrivals"), aborts=aborts)
-        for _ in range(job.get("rounds", 1))
+        for _ in range(job.get("repeats", 1))
     ]
     now = Metrics().snapshot()
     grown = {name: now[name] - before[name] for name in now if isinstance(now[name], int | float)}
@@ -98,11 +98,11 @@ def run(job: dict[str, Any], head: dict[str, Any]) -> dict[str, Any]:
         "prefix_hits": sum(hits),
         "lengths": lengths,
         "replays": sum(replays),
-        "rounds": len(written),
-        "cache_written_by_rounds": sum(written),
+        "proposals": len(written),
+        "cache_written_by_proposals": sum(written),
         "drawn": [len(drawn), sum(drawn)],
         "tokens_per_pass": sum(grew) / max(1, len(grew)),
-        "rows_left": len(speculator._rounds.store._free) if speculator._rounds else None,
+        "rows_left": len(speculator._loop.store._free) if speculator._loop else None,
     }
 
 
@@ -119,14 +119,14 @@ def watch_start() -> list[bool]:
         for layer in layers:
             layer.kv_cache.normal_()
         held = [layer.kv_cache.clone() for layer in layers]
-        measured = costs.measure_rounds(*args)
+        measured = costs.measure_loop(*args)
         now = [layer.kv_cache for layer in layers]
         found.append(not all(map(torch.equal, held, now)))
         for layer in layers:
             layer.kv_cache.zero_()
         return measured
 
-    module.measure_rounds = watched
+    module.measure_loop = watched
     return found
 
 
@@ -135,7 +135,7 @@ def guess_from(runner: Any, prompts: list[list[int]], texts: list[list[int]]) ->
 
     By operations on the device, so that they are part of what is recorded.
     """
-    from nwor_specpv.vllm.specpv.round_models import EagleHead
+    from nwor_specpv.vllm.specpv.draft_models import EagleHead
 
     spec = runner.speculator
     truth = torch.zeros(spec.max_num_reqs, spec.max_model_len + 64, dtype=torch.int64)
@@ -174,7 +174,7 @@ def capture(speculator: Any, sizes: list[int]) -> None:
     torch.cuda.CUDAGraph, torch.cuda.graph = RecordedGraph, record
     module.graph_capture = lambda device: contextlib.nullcontext()
     with torch.inference_mode():
-        speculator._capture_rounds(sizes)
+        speculator._capture_loop(sizes)
         speculator._measure(sorted(sizes))
 
 
@@ -191,17 +191,17 @@ def fail_from(speculator: Any, number: int) -> None:
     target.forward = failing
 
 
-def watch_rounds(speculator: Any) -> tuple[list[bool], list[bool], list[float]]:
-    """For each round: whether a byte of the target's caches was other after it. For each draft of
-    it, at temperatures above 0: whether it is what its logits and the noise of its place give. For
+def watch_proposals(speculator: Any) -> tuple[list[bool], list[bool], list[float]]:
+    """For each proposal: whether a byte of the target's caches was other after it. For each draft,
+    at temperatures above 0: whether it is what its logits and the noise of its place give. For
     each chain: how many tokens a pass added."""
-    draft, written, drawn, grew = speculator._round, [], [], []
+    draft, written, drawn, grew = speculator._draft_by_passes, [], [], []
 
     def watched(batch: Any, passes: int, *args: Any) -> None:
         held = caches()
         try:
             draft(batch, passes, *args)
-            chains = speculator._rounds.chains
+            chains = speculator._loop.chains
             grew.extend((chains.lens[chains.active] / passes).tolist())
             if speculator.draft_logits is not None:
                 drawn.extend(check_draws(speculator, batch))
@@ -209,7 +209,7 @@ def watch_rounds(speculator: Any) -> tuple[list[bool], list[bool], list[float]]:
             now = caches()
             written.append(any(not torch.equal(held[name], now[name]) for name in held))
 
-    speculator._round = watched
+    speculator._draft_by_passes = watched
     return written, drawn, grew
 
 
@@ -247,7 +247,7 @@ def watch_lengths(llm: Any) -> list[tuple[int, int]]:
 
 
 def check_draws(speculator: Any, batch: Any) -> list[bool]:
-    chains, found = speculator._rounds.chains, []
+    chains, found = speculator._loop.chains, []
     for b, request in enumerate(batch.idx_mapping.tolist()):
         behind = chains.rows - 1 if chains.active[b] else 0  # the head's guesses
         count = min(int(chains.lens[b]) + behind, speculator.limit)

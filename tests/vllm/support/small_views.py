@@ -33,26 +33,18 @@ def varied_prompt(length: int = 170) -> list[int]:
 def cover_all(monkeypatch: pytest.MonkeyPatch, tokens: int = 64) -> None:
     """Lets requests of more than so many tokens be partial in mode `refresh` though their view
     covers them: it then holds all blocks."""
-    from nwor_specpv.vllm.specpv import refresh
+    from nwor_specpv import PartialCache, SpecPVConfig
+    from nwor_specpv.vllm.specpv.refresh_requests import RefreshRequests
 
-    decide = refresh.RefreshViews._decide
+    def new_cache(self: Any) -> PartialCache:
+        """With a budget that calls little short; views are built with the real one."""
+        real = self._store.config
+        keys = [key for key in dir(real) if key.startswith(("enable_", "specpv_"))]
+        small = SpecPVConfig(**{key: getattr(real, key) for key in keys})
+        others = small.specpv_n_sink_blocks + small.specpv_n_window_blocks
+        small.specpv_n_retrieval_blocks = tokens // small.specpv_block_size - others
+        cache = PartialCache(small, self._max_rows)
+        assert cache.budget.static_tokens == tokens
+        return cache
 
-    class Small:
-        """A budget that calls little short, over the real one."""
-
-        static_tokens = tokens
-
-        def __init__(self, budget: Any) -> None:
-            self._budget = budget
-
-        def __getattr__(self, name: str) -> Any:
-            return getattr(self._budget, name)
-
-    def decided(self: Any, *args: Any) -> Any:
-        budget, self.store.budget = self.store.budget, Small(self.store.budget)
-        try:
-            return decide(self, *args)
-        finally:
-            self.store.budget = budget
-
-    monkeypatch.setattr(refresh.RefreshViews, "_decide", decided)
+    monkeypatch.setattr(RefreshRequests, "_new_cache", new_cache)

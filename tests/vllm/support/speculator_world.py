@@ -130,9 +130,9 @@ class World:
 
 
 def make(world: Any, monkeypatch: pytest.MonkeyPatch, batch: int = BATCH) -> PartialViewSpeculator:
-    from nwor_specpv.vllm.specpv import round_models
+    from nwor_specpv.vllm.specpv import draft_models
 
-    monkeypatch.setattr(round_models, "set_forward_context", world.forward_context)
+    monkeypatch.setattr(draft_models, "set_forward_context", world.forward_context)
     settings = SimpleNamespace(
         specpv=lambda: SpecPVConfig(
             enable_specpv=True,
@@ -144,16 +144,15 @@ def make(world: Any, monkeypatch: pytest.MonkeyPatch, batch: int = BATCH) -> Par
         specpv_max_requests=2,
         specpv_draft_passes=3,
         specpv_draft_lookup=ROWS - 1,
-        specpv_partial_threshold=0,
     )
     ours = speculator_module().PartialViewSpeculator
     spec = ours.__new__(ours)
     spec._engine = SimpleNamespace(
-        settings=settings, layers={"target.0": None}, draft_failures=DraftFailures(alone=True)
+        settings=settings, layers={"target.0": None}, draft_failures=DraftFailures(single_rank=True)
     )
     spec.limit, spec._guesses = LIMIT, ROWS - 1
-    spec.lengths = Lengths(settings, LIMIT, alone=True)
-    spec._target, spec._rounds, spec._graphs, spec._rows = world, None, {}, {}
+    spec.lengths = Lengths(settings, LIMIT, single_rank=True)
+    spec._target, spec._loop, spec._graphs, spec._rows = world, None, {}, {}
     spec._chosen_at = {}
     spec.max_num_reqs, spec.max_model_len = batch, MAX_LEN
     spec.device = torch.device("cpu")
@@ -208,6 +207,6 @@ def propose(spec: PartialViewSpeculator, batch: Any, **more: Any) -> torch.Tenso
 
 
 def forward_of_nobody(passed: Any, tokens: Any, positions: Any) -> tuple[torch.Tensor, list[Any]]:
-    """A target that says 0 to everything, for rounds whose result nobody uses."""
+    """A target that says 0 to everything, for drafts that nobody uses."""
     states = torch.zeros(tokens.shape[0], 1)
     return states, [states]

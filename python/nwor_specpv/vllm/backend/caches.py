@@ -10,14 +10,19 @@ from nwor_specpv import cache_views, write_rows
 from nwor_specpv.vllm import versions
 
 
+def key_value_of(cache: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """K and V [P, S, Hkv, D] of a cache as vLLM lays it out."""
+    return cache_views(cache, versions.adapter.CACHE_LAYOUT)
+
+
 def views_of(
     layer: Any,
 ) -> tuple[tuple[torch.Tensor, torch.Tensor], tuple[torch.Tensor, ...]]:
     """K and V of a layer's cache; of a quantised one also the scales of both."""
     cache = layer.kv_cache
     if cache.dtype != torch.uint8:
-        return cache_views(cache, versions.CACHE_LAYOUT), ()
-    codes = cache_views(cache.view(torch.float8_e4m3fn), versions.CACHE_LAYOUT)
+        return key_value_of(cache), ()
+    codes = key_value_of(cache.view(torch.float8_e4m3fn))
     return codes, (layer._k_scale, layer._v_scale)
 
 

@@ -20,14 +20,14 @@ from vllm.v1.attention.backends.cpu_attn import (
     CPUAttentionMetadataBuilder,
 )
 
-from nwor_specpv import PartialView, cache_views, verify_attention
+from nwor_specpv import PartialView, verify_attention
 from nwor_specpv.errors import NworError
-from nwor_specpv.vllm import rows, versions
+from nwor_specpv.vllm import draft_rows
 from nwor_specpv.vllm.engine import StepSeen
 from nwor_specpv.vllm.specpv.partial_pass import PartialPass
 from nwor_specpv.vllm.specpv.refresh import RefreshStep
 
-from .caches import write_direct
+from .caches import key_value_of, write_direct
 from .layer import TargetLayer, choose_impl, engine_of_layer, own_layers
 
 
@@ -77,7 +77,7 @@ class NworCpuMetadataBuilder(CPUAttentionMetadataBuilder):
         if not self._own or fast_build:  # a fast build is the drafter's
             return metadata
         common = common_attn_metadata
-        lens = rows.query_lens(common.query_start_loc_cpu, common.num_reqs)
+        lens = draft_rows.query_lens(common.query_start_loc_cpu, common.num_reqs)
         drafts = self._engine.drafts(lens, common)
         self._engine.steps.begin(self._group, lens, drafts, common.slot_mapping)
         self._engine.seen = StepSeen(lens, drafts, common.block_table_tensor)
@@ -103,7 +103,7 @@ class NworCpuImpl(TargetLayer, CPUAttentionBackendImpl):
     ) -> None:
         if not self.write(layer, key, value, slot_mapping):
             num_rows = slot_mapping.shape[0]
-            caches = cache_views(kv_cache, versions.CACHE_LAYOUT)
+            caches = key_value_of(kv_cache)
             write_direct(caches, key[:num_rows], value[:num_rows], slot_mapping)
 
     def forward(
@@ -124,12 +124,12 @@ class NworCpuImpl(TargetLayer, CPUAttentionBackendImpl):
             return attn_metadata.attend(self, layer, query, key, value, kv_cache, output)
         if attn_metadata.causal is not True or output_scale is not None:
             raise NworError(
-                f"layer {layer.layer_name}: got attention that is not causal, or a quantised "
-                "output, expected neither in a model that verifies drafts"
+                f"nwor_specpv: {layer.layer_name} has attention that is not causal, or a quantised "
+                'output; serve this model with "enable_nwor": false'
             )
         num_rows = attn_metadata.num_actual_tokens
         refresh = attn_metadata.refresh
-        key_cache, value_cache = cache_views(kv_cache, versions.CACHE_LAYOUT)
+        key_cache, value_cache = key_value_of(kv_cache)
 
         def attend(view: PartialView | None, out: torch.Tensor | None = None) -> torch.Tensor:
             return verify_attention(

@@ -18,12 +18,14 @@ from vllm.v1.attention.backends.flash_attn import (
     FlashAttentionMetadataBuilder,
 )
 
-from nwor_specpv import _C, cache_views, verify_plan
+from nwor_specpv import _C, verify_plan
 from nwor_specpv.errors import NworError
-from nwor_specpv.vllm import rows, versions
-from nwor_specpv.vllm.engine import StepSeen, find_engine
+from nwor_specpv.vllm import draft_rows
+from nwor_specpv.vllm.engine import StepSeen
+from nwor_specpv.vllm.registry import find_engine
 from nwor_specpv.vllm.specpv.refresh import RefreshStep
 
+from .caches import key_value_of
 from .flash_head import head_window
 from .flash_metadata import NworFlashMetadata, VerifyPart
 from .layer import engine_of_layer, own_layers
@@ -124,14 +126,14 @@ class NworFlashMetadataBuilder(FlashAttentionMetadataBuilder):
     def _build(self, common: CommonAttentionMetadata, *, capture: bool) -> FlashAttentionMetadata:
         if common.causal is not True:
             raise NworError(
-                "layers of the model: got attention that is not causal, expected none in a model "
-                "that verifies drafts"
+                f"nwor_specpv: {self._own[0]} has attention that is not causal; serve this model "
+                'with "enable_nwor": false'
             )
-        lens = rows.query_lens(common.query_start_loc_cpu, common.num_reqs)
+        lens = draft_rows.query_lens(common.query_start_loc_cpu, common.num_reqs)
         drafts = [max(0, n - 1) for n in lens] if capture else self._engine.drafts(lens, common)
-        real = rows.without_padding(lens)
+        real = draft_rows.without_padding(lens)
         uniform = lens[0] if lens and lens[0] in self._uniform_rows else self._uniform_rows[0]
-        count = rows.verify_requests(lens, drafts, uniform)
+        count = draft_rows.verify_requests(lens, drafts, uniform)
         self._engine.steps.begin(
             self._group,
             lens[:real],
@@ -194,7 +196,7 @@ class NworFlashMetadataBuilder(FlashAttentionMetadataBuilder):
 
     def _plan(self, part: VerifyPart, *, capture: bool) -> None:
         """Plans the step's work once for all layers, in the buffer of its shape."""
-        key_cache, _ = cache_views(self._layer.kv_cache, versions.CACHE_LAYOUT)
+        key_cache, _ = key_value_of(self._layer.kv_cache)
         impl = self._layer.impl
         # Planning looks at sizes only.
         query = key_cache.new_empty(1, 1, impl.head_size)

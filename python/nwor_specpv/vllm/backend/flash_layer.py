@@ -15,13 +15,13 @@ from vllm.v1.attention.backends.flash_attn import (
     get_flash_attn_version,
 )
 
-from nwor_specpv import _C, PartialView, cache_views, verify_attention
+from nwor_specpv import _C, PartialView, verify_attention
 from nwor_specpv.errors import NworError
-from nwor_specpv.vllm import versions
 from nwor_specpv.vllm.engine import engine_of
 from nwor_specpv.vllm.specpv.partial_pass import PartialPass
-from nwor_specpv.vllm.support import holds_codes
+from nwor_specpv.vllm.support import is_quantized
 
+from .caches import key_value_of
 from .flash_metadata import NworFlashMetadata, VerifyPart
 from .layer import TargetLayer
 
@@ -39,7 +39,7 @@ class NworFlashImpl(TargetLayer, FlashAttentionImpl):
     stock = FlashAttentionImpl
 
     @classmethod
-    def takes_codes(cls, arguments: Mapping[str, Any]) -> bool:
+    def takes_quantized(cls, arguments: Mapping[str, Any]) -> bool:
         return arguments["kv_cache_dtype"] in FLOAT8 and not cls._needs_ours(arguments)
 
     @classmethod
@@ -64,7 +64,7 @@ class NworFlashImpl(TargetLayer, FlashAttentionImpl):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._route = self.engine.settings.attention_route
-        self._codes = holds_codes(self.kv_cache_dtype)
+        self._quantized = is_quantized(self.kv_cache_dtype)
         self.window = self.sliding_window[0] + 1 if self.sliding_window[0] >= 0 else 0
         self.flash_prefix = (
             self._route in FLASH_ROUTES
@@ -105,7 +105,10 @@ class NworFlashImpl(TargetLayer, FlashAttentionImpl):
                 layer, query, key, value, kv_cache, attn_metadata, output, *scales
             )
         if output_scale is not None or output_block_scale is not None:
-            raise NworError(f"layer {layer.layer_name}: got a quantised output, expected none")
+            raise NworError(
+                f"nwor_specpv: {layer.layer_name} has a quantised output; serve this model with "
+                '"enable_nwor": false'
+            )
         name, n = layer.layer_name, part.num_rows
         if self.flash_prefix:
             self._merge_rows(layer, query[:n], key[:n], value[:n], kv_cache, part, output[:n])
@@ -127,7 +130,7 @@ class NworFlashImpl(TargetLayer, FlashAttentionImpl):
         output: torch.Tensor,
     ) -> None:
         """Our attention for all of it."""
-        caches = cache_views(kv_cache, versions.CACHE_LAYOUT)
+        caches = key_value_of(kv_cache)
         refresh, plan = part.refresh, part.plan
 
         def attend(view: PartialView | None, out: torch.Tensor | None = None) -> torch.Tensor:
@@ -170,7 +173,7 @@ class NworFlashImpl(TargetLayer, FlashAttentionImpl):
         """
         prefix, plain_query, descale = part.prefix, query, {}
         assert prefix is not None
-        if self._codes:
+        if self._quantized:
             kv_cache = kv_cache.view(torch.float8_e4m3fn)
             shape = (part.prefix_lens.shape[0], self.num_kv_heads)
             descale = {"k_descale": layer._k_scale.expand(shape)}
@@ -178,7 +181,7 @@ class NworFlashImpl(TargetLayer, FlashAttentionImpl):
             if query.dtype != output.dtype:
                 descale["q_descale"] = layer._q_scale.expand(shape)
                 plain_query = plain_rows(query, layer._q_scale, output.dtype)
-        key_cache, value_cache = cache_views(kv_cache, versions.CACHE_LAYOUT)
+        key_cache, value_cache = key_value_of(kv_cache)
         _, lse = flash_attn_varlen_func(
             q=query,
             k=canonicalize_singleton_dim_strides(key_cache),

@@ -12,8 +12,9 @@ from vllm.config import get_current_vllm_config, get_current_vllm_config_or_none
 from vllm.forward_context import get_forward_context
 
 from nwor_specpv.errors import NworError, logger
-from nwor_specpv.vllm.engine import HEAD_MODEL, TARGET_MODEL, Engine, engine_of, find_engine
-from nwor_specpv.vllm.support import holds_codes, layer_problem
+from nwor_specpv.vllm.engine import HEAD_MODEL, TARGET_MODEL, Engine, engine_of
+from nwor_specpv.vllm.registry import find_engine
+from nwor_specpv.vllm.support import is_quantized, layer_problem
 
 
 class TargetLayer:
@@ -29,8 +30,8 @@ class TargetLayer:
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
         if "stock" not in vars(cls):
             raise NworError(
-                f"nwor_specpv: vLLM has made {cls.__name__} of our attention, with a write of its "
-                "own; serve this model with enable_nwor false"
+                f"nwor_specpv: vLLM derives {cls.__name__} from our attention and writes its K/V "
+                'in another way; serve this model with "enable_nwor": false'
             )
         given = inspect.signature(cls.stock).bind(*args, **kwargs)
         given.apply_defaults()
@@ -43,7 +44,7 @@ class TargetLayer:
             sinks=of["sinks"] is not None,
             kv_sharing_target=of["kv_sharing_target_layer_name"],
             head_size=of["head_size"],
-            quantised_cache=holds_codes(of["kv_cache_dtype"]) and not cls.takes_codes(of),
+            quantized_cache=is_quantized(of["kv_cache_dtype"]) and not cls.takes_quantized(of),
         )
         problem = problem or cls.device_problem(of)
         if problem is None:
@@ -52,7 +53,7 @@ class TargetLayer:
         return cls.stock(*args, **kwargs)
 
     @classmethod
-    def takes_codes(cls, arguments: Mapping[str, Any]) -> bool:
+    def takes_quantized(cls, arguments: Mapping[str, Any]) -> bool:
         """Whether a layer built with these arguments works on the quantised cache they ask for."""
         return False
 
@@ -90,7 +91,7 @@ def _leave_to_vllm(config: Any, problem: str) -> None:
     if settings.strict or settings.enable_specpv:  # views need every layer
         wanted = "enable_specpv" if settings.enable_specpv else "strict"
         raise NworError(f"nwor_specpv: a layer has {problem}; serve this model without {wanted}")
-    logger.warning("nwor_specpv leaves a layer to vLLM: %s", problem)
+    logger.warning("nwor_specpv leaves a layer to vLLM: it has %s", problem)
 
 
 def _check_sharing(config: Any, name: str, source: str | None) -> None:
@@ -99,7 +100,7 @@ def _check_sharing(config: Any, name: str, source: str | None) -> None:
     if isinstance(getattr(layer, "impl", None), TargetLayer):
         raise NworError(
             f"nwor_specpv: {name} attends to the K/V of {source}, whose drafts are staged; serve "
-            "this model with enable_nwor false"
+            'this model with "enable_nwor": false'
         )
 
 

@@ -12,7 +12,7 @@ from vllm.v1.attention.backends.flash_attn import (
     get_scheduler_metadata,
 )
 
-from nwor_specpv.vllm.support import holds_codes
+from nwor_specpv.vllm.support import is_quantized
 
 from . import prefix_schedule
 
@@ -37,7 +37,7 @@ class PrefixPlanner:
     ) -> None:
         self._builder = builder
         self._plans = builder.aot_schedule  # vLLM's builder may give it up for the requests behind
-        self._dtype = torch.float8_e4m3fn if holds_codes(cache_dtype) else builder.kv_cache_dtype
+        self._dtype = torch.float8_e4m3fn if is_quantized(cache_dtype) else builder.kv_cache_dtype
         self._num_sms = torch.cuda.get_device_properties(device).multi_processor_count
         self._keeps_place = builder.use_full_cuda_graph and builder.aot_schedule
         self._buffer: torch.Tensor | None = None

@@ -6,10 +6,8 @@ may write late (`Steps.begin`, `may_defer`), and a full CUDA graph does whatever
 a step does neither: its layers write first, and vLLM, which picks full graphs for uniform batches,
 is told that it is none.
 
-* V1: `GPUModelRunner._update_states` gets the plan of the step, `_is_uniform_decode` is asked.
-* V2: `GPUModelRunner.add_requests` and the function `get_uniform_token_count`.
-
-In both the question follows the plan within one call of `execute_model`.
+The plan of a step is seen first (`PLAN_STEP_*`), then vLLM asks whether the step is uniform
+(`IS_UNIFORM_V1`, `UNIFORM_ROWS_V2`), within one call of `execute_model`.
 """
 
 from __future__ import annotations
@@ -17,10 +15,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from .runner import replace, wrap
+from nwor_specpv.vllm import registry, versions
 
-V1 = "vllm.v1.worker.gpu_model_runner"
-V2 = "vllm.v1.worker.gpu.model_runner"
+from .wrapping import replace, wrap
 
 
 class _Plan:
@@ -44,34 +41,25 @@ def may_hit(scheduler_output: Any) -> bool:
 
 
 def install() -> str | None:
-    """Wraps what is named above, once; the problem, if something is not as expected."""
-    from nwor_specpv.vllm import engine
+    """Wraps these functions, once; the problem, if one is not as expected."""
 
     def note(runner: Any, scheduler_output: Any) -> None:
-        found = engine.find_engine(runner.vllm_config)
+        found = registry.find_engine(runner.vllm_config)
         stages = found is not None and found.off is None
         _Plan.hits = stages and may_hit(scheduler_output)
         if stages:
             found.prefix_hits = _Plan.hits
 
-    plan = ("self", "scheduler_output")
-    uniform_v1 = (
-        "max_num_scheduled_tokens",
-        "uniform_decode_query_len",
-        "num_tokens",
-        "num_reqs",
-        "force_uniform_decode",
-    )
-    uniform_v2 = ("num_reqs", "num_tokens", "max_query_len")
+    vllm = versions.adapter
     return (
-        wrap(V1, "_update_states", plan, note)
-        or wrap(V2, "add_requests", plan, note)
-        or _answer_no(V1, "GPUModelRunner._is_uniform_decode", uniform_v1, False)
-        or _answer_no(V2, "get_uniform_token_count", uniform_v2, None)
+        wrap(vllm.PLAN_STEP_V1, note)
+        or wrap(vllm.PLAN_STEP_V2, note)
+        or replace(vllm.IS_UNIFORM_V1, _answering(False))
+        or replace(vllm.UNIFORM_ROWS_V2, _answering(None))
     )
 
 
-def _answer_no(module: str, path: str, parameters: tuple[str, ...], no: Any) -> str | None:
+def _answering(no: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Has the function answer `no` for a step with hits, unless the caller forces an answer."""
 
     def answering(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -81,4 +69,4 @@ def _answer_no(module: str, path: str, parameters: tuple[str, ...], no: Any) -> 
 
         return wrapper
 
-    return replace(module, path, parameters, answering)
+    return answering

@@ -6,8 +6,6 @@ read. It goes when vLLM lets speculators be named by their class.
 
 from __future__ import annotations
 
-import functools
-import importlib
 import sys
 from collections.abc import Callable, Sequence
 from importlib.abc import MetaPathFinder
@@ -19,32 +17,39 @@ from typing import Any
 from nwor_specpv.vllm import versions
 from nwor_specpv.vllm.settings import read_settings
 
-_PACKAGE = "vllm.v1.worker.gpu.spec_decode"
-_RUNNER = "vllm.v1.worker.gpu.model_runner"  # has the name, too, once it is imported
-_NAME = "init_speculator"
-_MARK = "_nwor_specpv_replaced"
+from .wrapping import replace
 
-problem: str | None = f"{_PACKAGE}.{_NAME} has not been replaced"
+# Builds our speculator from a VllmConfig and a device.
+Factory = Callable[[Any, Any], Any]
+
+problem: str | None = "vLLM has not imported its speculators yet"
 
 
-def prepare() -> None:
+def prepare(make_ours: Factory) -> None:
     """Has the name replaced when vLLM imports its package: that takes seconds, and only workers do.
 
-    Calling it again changes nothing.
+    `make_ours` is called where our speculator is wanted. Calling it again changes nothing.
     """
-    if _PACKAGE in sys.modules:
-        install()
+    if _package() in sys.modules:
+        install(make_ours)
     elif not any(isinstance(finder, _Awaiting) for finder in sys.meta_path):
-        sys.meta_path.insert(0, _Awaiting())
+        sys.meta_path.insert(0, _Awaiting(make_ours))
+
+
+def _package() -> str:
+    return versions.adapter.MAKE_SPECULATOR.module
 
 
 class _Awaiting(MetaPathFinder):
     """Sees the package being imported, once, and lets the others do it."""
 
+    def __init__(self, make_ours: Factory) -> None:
+        self._make_ours = make_ours
+
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        if fullname != _PACKAGE:
+        if fullname != _package():
             return None
         sys.meta_path.remove(self)
         spec = find_spec(fullname)
@@ -54,34 +59,32 @@ class _Awaiting(MetaPathFinder):
 
         def exec_module(module: ModuleType) -> None:
             execute(module)
-            install()
+            install(self._make_ours)
 
         spec.loader.exec_module = exec_module  # type: ignore[method-assign]
         return spec
 
 
-def install() -> None:
+def install(make_ours: Factory) -> None:
     """Replaces the name wherever it is; what keeps us from it is left in `problem`."""
     global problem
-    try:
-        package = sys.modules.get(_PACKAGE) or importlib.import_module(_PACKAGE)
-        original = getattr(package, _NAME)
-    except (ImportError, AttributeError) as error:
-        problem = f"{_PACKAGE}.{_NAME} is not there: {error}"
-        return
-    if not getattr(original, _MARK, False):
-        problem = versions.signature_problem(original, ("vllm_config", "device"))
-        if problem is not None:
-            return
-        setattr(package, _NAME, _choosing(original))
-    runner = sys.modules.get(_RUNNER)
-    if runner is not None:
-        setattr(runner, _NAME, getattr(package, _NAME))
-    problem = None
+    made = versions.adapter.MAKE_SPECULATOR
+
+    def choosing(original: Factory) -> Factory:
+        def init_speculator(vllm_config: Any, device: Any) -> Any:
+            make = make_ours if wanted(vllm_config) else original
+            return make(vllm_config, device)
+
+        return init_speculator
+
+    problem = replace(made, choosing)
+    runner = sys.modules.get(versions.adapter.RUNNER_V2)
+    if problem is None and runner is not None:  # it has imported the name
+        setattr(runner, made.path, getattr(sys.modules[made.module], made.path))
 
 
 def wanted(vllm_config: Any) -> bool:
-    """Whether this engine drafts by rounds: mode `lossless` with an EAGLE head."""
+    """Whether this engine drafts by a head and partial passes: mode `lossless` with EAGLE."""
     settings = read_settings(vllm_config.additional_config)
     speculative = vllm_config.speculative_config
     return (
@@ -91,16 +94,3 @@ def wanted(vllm_config: Any) -> bool:
         and speculative is not None
         and speculative.method in ("eagle", "eagle3")
     )
-
-
-def _choosing(original: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
-    @functools.wraps(original)
-    def init_speculator(vllm_config: Any, device: Any) -> Any:
-        if not wanted(vllm_config):
-            return original(vllm_config, device)
-        from nwor_specpv.vllm.specpv.speculator import PartialViewSpeculator
-
-        return PartialViewSpeculator(vllm_config, device)
-
-    setattr(init_speculator, _MARK, True)
-    return init_speculator

@@ -1,6 +1,6 @@
 """Chains of drafts that grow pass by pass: device bookkeeping, without a word from the host.
 
-A round begins after a full step. Request b has `prefix[b]` confirmed tokens, and its last token is
+Drafting begins after a full step. Request b has `prefix[b]` confirmed tokens, and its last token is
 not among them: it is the root. Every pass of the target has the rows [root, guesses of the head];
 what the target says after each row is right as far as the guesses were, so `accepted + 1` tokens
 join the chain, K/V of as many rows joins the tail, and the last of them is the next root.
@@ -31,7 +31,7 @@ class Chains:
             return torch.zeros(shape, dtype=dtype, device=device)
 
         self.prefix = zeros(max_batch)  # confirmed tokens
-        self.active = zeros(max_batch, dtype=torch.bool)  # takes part in the round
+        self.active = zeros(max_batch, dtype=torch.bool)  # takes part
         self.lens = zeros(max_batch)  # drafts so far, which is the tail's length, too
         self.accepted = zeros(max_batch)  # guesses of the latest pass that were right
         self.starts = zeros(max_batch)  # where its first row stands in the text
@@ -43,7 +43,7 @@ class Chains:
         self._requests = torch.arange(max_batch, dtype=torch.int32, device=device)
 
     def begin(self, prefix: torch.Tensor, active: torch.Tensor, roots: torch.Tensor) -> None:
-        """Opens a round of the first requests. All are [B]; the others only fill the batch."""
+        """Begins chains of the first requests. All are [B]; the others only fill the batch."""
         count = prefix.shape[0]
         self.active.zero_()
         self.prefix.zero_()

@@ -11,22 +11,22 @@ from typing import TypeVar
 
 import torch
 
+from .draft_loop import DraftLoop
 from .failures import DraftFailures
 from .partial_pass import PartialPass
 from .policy import StepCosts, fit_costs
-from .rounds import Rounds
 from .tail import Tail
-from .target import Target
+from .target import TargetModel
 from .views import ViewStore
 
 T = TypeVar("T")
 _REPEATS = 3  # of a measured pass; the quickest counts
 _ROWS = 8  # of the larger one of one request
-_MOST_TOKENS = 32768  # that a request of a measured round reads
+_MOST_TOKENS = 32768  # that a request of a measured pass reads
 
 
 def measure_passes(
-    target: Target, store: ViewStore, tail: Tail, failures: DraftFailures
+    target: TargetModel, store: ViewStore, tail: Tail, failures: DraftFailures
 ) -> StepCosts:
     """Costs of passes of one request (model runner V1), rank 0's on every rank.
 
@@ -50,7 +50,7 @@ def measure_passes(
             num_rows=rows,
             has_tail=False,
             select=False,
-            keeps_failure=not failures.alone,
+            keeps_failure=not failures.single_rank,
         )
 
     def run(passed: PartialPass) -> None:
@@ -70,34 +70,34 @@ def measure_passes(
     return _rank_zeros(fit_costs(timed(1, 0), timed(_ROWS, 0), _ROWS, timed(1, tokens), tokens))
 
 
-def measure_rounds(
-    rounds: Rounds,
+def measure_loop(
+    loop: DraftLoop,
     table: torch.Tensor,
     sizes: Sequence[int],
     run: Callable[[str, torch.Tensor], None],
 ) -> StepCosts:
-    """Costs of a pass of a round (model runner V2), from its later ones.
+    """Costs of a pass beside a head (model runner V2), from the later ones.
 
     `table` [largest size, pages] int32: where the passes look, as it was afterwards. `sizes`: of
-    batches, in order. `run(kind, table)`: a part of a round, from a graph or not.
+    batches, in order. `run(kind, table)`: a part of a proposal, from a graph or not.
     """
     saved = table.clone()
     small, large = sizes[0], sizes[-1]
-    page_size, pages = rounds.store.page_size, rounds.store.key_caches[0].shape[0]
+    page_size, pages = loop.store.page_size, loop.store.key_caches[0].shape[0]
     per_request = min(pages // large, table.shape[1], _MOST_TOKENS // page_size)
     ids = torch.arange(large * per_request, dtype=torch.int32, device=table.device)
     table[:large, :per_request] = ids.view(large, per_request)
-    tokens = max(1, per_request * page_size - rounds.chains.limit)
+    tokens = max(1, per_request * page_size - loop.chains.limit)
 
     def timed(size: int, context: int) -> float:
         lens = torch.full((size,), context, dtype=torch.int32, device=table.device)
         nowhere, roots = torch.full_like(lens, -1), lens.long() * 0
 
         def begin() -> None:
-            rounds.begin(table[:size], nowhere, lens, lens >= 0, roots)
+            loop.begin(table[:size], nowhere, lens, lens >= 0, roots)
             # They read their contexts, but nobody's chain grows: no K/V has a slot, in the tail or
             # in the head's own cache.
-            rounds.chains.active.zero_()
+            loop.chains.active.zero_()
             run("first", table[:size])
 
         return _quickest(begin, lambda _: run("later", table[:size]))
@@ -109,7 +109,7 @@ def measure_rounds(
         read = timed(large, tokens) - more
     finally:
         table.copy_(saved)
-    rows = max(1, (large - small) * rounds.chains.rows) + 1
+    rows = max(1, (large - small) * loop.chains.rows) + 1
     return fit_costs(empty, more, rows, empty + read, large * tokens)
 
 

@@ -20,29 +20,30 @@ from typing import Any
 
 import torch
 
-from nwor_specpv import _C
+from nwor_specpv import _C, VerifyPolicy
 from nwor_specpv.errors import NworError, logger
 from nwor_specpv.vllm.engine import StepSeen, engine_of
 
 from . import rules
 from .costs import measure_passes
-from .ngram import NgramIndex
-from .policy import Round, Running, StepCosts, choose_passes
+from .policy import DraftOutlook, StepCosts, choose_passes, running_mean
 from .tail import Tail
-from .target import Target, own_layers
+from .target import TargetModel, own_layers
 from .turns import Turns
-from .views import Batch, ViewStore
+from .views import ViewBatch, ViewStore
 
+# Tokens that a lookup must have in common with the text, at least and at most.
+_MATCHED_TOKENS = (2, 4)
 _MAX_LOOKUP = 16  # tokens a lookup alone may draft
 
 
 @dataclass
-class Request:
+class DraftedRequest:
     """What is kept of a request while it stays in the batch."""
 
     state: Any  # vLLM's own: another one under the same name is another request
     lookup_length: int
-    index: NgramIndex = field(default_factory=NgramIndex)
+    index: _C.NgramIndex = field(default_factory=lambda: _C.NgramIndex(*_MATCHED_TOKENS))
     row: int | None = None  # in the store of views
     drafts: list[int] = field(default_factory=list)  # of the last proposal
     by_view: int = 0  # so many of them, the first, came from partial passes
@@ -58,36 +59,35 @@ class PartialViewDrafter:
         settings = self._settings = self._engine.settings
         if not settings.enable_specpv:
             raise NworError(
-                f"{rules.DRAFTER}: got enable_specpv false, expected --additional-config '{{\""
-                'nwor_specpv": {"enable_specpv": true}}\''
+                f"nwor_specpv: the drafter {rules.DRAFTER} needs enable_specpv; add "
+                '--additional-config \'{"nwor_specpv": {"enable_specpv": true}}\''
             )
         self._limit = vllm_config.speculative_config.num_speculative_tokens
         self._config = settings.specpv()
         # Shorter requests are seen whole by any view.
-        self._shortest = max(
-            settings.specpv_partial_threshold, self._config.budget(1 + self._limit).static_tokens
-        )
+        budget = self._config.budget(1 + self._limit)
+        self._shortest = VerifyPolicy(self._config).always_full_tokens(budget)
         self._inner = settings.specpv_draft_lookup
         self._max_len = vllm_config.model_config.max_model_len
-        self._requests: dict[str, Request] = {}
-        self._target: Target | None = None
+        self._requests: dict[str, DraftedRequest] = {}
+        self._target: TargetModel | None = None
         self._store: ViewStore | None = None
         self._tail: Tail | None = None
         self._costs: StepCosts | None = None
         self._proposed_at = 0.0
         self._expect()
-        self.full_extra = Running(0.0, weight=1.0)
+        self.full_extra = running_mean(0.0, weight=1.0)
 
     # ---- what vLLM calls ------------------------------------------------------------------------
 
     def load_model(self, target: Any) -> None:
         """vLLM has built the target. Its layers must be ours: nobody else reads views."""
         names = own_layers(self._engine.layers)
-        self._target = Target(self._vllm_config, target, names)
+        self._target = TargetModel(self._vllm_config, target, names)
 
     @torch.inference_mode()
     def start(self) -> None:
-        """Memory of views and costs of passes, before the first request; see `runner_hooks`.
+        """Memory of views and costs of passes, before the first request; see `hooks.runner`.
 
         Nothing is taken where no request can be longer than its view. What fails leaves requests
         to lookups.
@@ -107,10 +107,10 @@ class PartialViewDrafter:
                 assert self._store is not None
                 assert self._tail is not None
                 self._costs = measure_passes(self._target, self._store, self._tail, self._failures)
-                logger.info("nwor_specpv: measured %s", self._costs)
+                logger.info("nwor_specpv: measured the costs of partial passes: %s", self._costs)
         except Exception as error:
             self._store = self._tail = None
-            self._fail(error, "no views, requests draft by lookups alone", reason)
+            self._fail(error, "views could not be made, so requests draft by lookups alone", reason)
 
     @torch.inference_mode()
     def propose(
@@ -127,7 +127,7 @@ class PartialViewDrafter:
         except Exception as error:
             self._fail(error)
             self._renew()  # whatever was half done
-            if not self._failures.alone:
+            if not self._failures.single_rank:
                 self._expect()  # one may have counted less than the others, and they choose alike
             drafts = [[] for _ in sampled_token_ids]
         self._proposed_at = time.perf_counter()
@@ -136,14 +136,14 @@ class PartialViewDrafter:
     def _propose(
         self, sampled: list[list[int]], num_tokens: Any, token_ids: Any, started: float
     ) -> list[list[int]]:
-        """Ranks agree before the round, within it and on the drafts, which are equal."""
+        """Ranks agree before the passes, between them and on the drafts, which are equal."""
         count = len(sampled)
         lens = [int(length) for length in num_tokens[:count]]
         active = [i for i in range(count) if sampled[i] and lens[i] < self._max_len]
         with self._failures.agreed():
             seen = self._engine.seen
             if seen is None or len(seen.lens) < count:
-                raise NworError("the step's metadata was not built by us")
+                raise NworError("the attention metadata of this step was not built by nwor_specpv")
             names = self._engine.runner.input_batch.req_ids[:count]
             self._learn(names, sampled, lens, token_ids, seen)
             requests = [self._requests[name] for name in names]
@@ -153,7 +153,7 @@ class PartialViewDrafter:
             if not passes:
                 return self._drafts(active, requests, {})
         try:
-            chains = self._round(members, requests, lens, seen, passes)
+            chains = self._draft_by_passes(members, requests, lens, seen, passes)
         except Exception as error:
             self._fail(error)
             chains = {i: [] for i in members}
@@ -161,7 +161,7 @@ class PartialViewDrafter:
             return self._drafts(active, requests, chains)
 
     def _drafts(
-        self, active: list[int], requests: list[Request], chains: dict[int, list[int]]
+        self, active: list[int], requests: list[DraftedRequest], chains: dict[int, list[int]]
     ) -> list[list[int]]:
         """Chains and the lookups behind them; lookups alone for who has no chain."""
         drafts: list[list[int]] = [[] for _ in requests]
@@ -199,16 +199,16 @@ class PartialViewDrafter:
                 self._drop(name)
                 known = None
             if known is None:
-                known = self._requests[name] = self._new(states[name], NgramIndex())
+                known = self._requests[name] = self._new(states[name])
             # Near the longest context vLLM takes drafts of its own making and asks nobody.
             asked = lens[i] - len(known.index) == len(sampled[i])
             if sampled[i] and known.drafts and asked:
                 self._judge(known, seen.drafts[i], len(sampled[i]) - 1)
             known.drafts = []
             if sampled[i]:
-                known.index.extend(token_ids[i, len(known.index) : lens[i]])
+                known.index.append(token_ids[i, len(known.index) : lens[i]].tolist())
 
-    def _judge(self, request: Request, scheduled: int, accepted: int) -> None:
+    def _judge(self, request: DraftedRequest, scheduled: int, accepted: int) -> None:
         """A full step has judged the last proposal; vLLM may have scheduled less of it."""
         chain = min(request.by_view, scheduled)
         if chain:
@@ -226,27 +226,28 @@ class PartialViewDrafter:
 
     def _expect(self) -> None:
         """What is taken for likely until something was seen."""
-        self.agreement = Running(0.9)
-        self.lookup_agreement = Running(0.5)
-        self.lookup_tokens = Running(1.0)
-        self.tokens_per_pass = Running(1.5)
+        self.agreement = running_mean(0.9)
+        self.lookup_agreement = running_mean(0.5)
+        self.lookup_tokens = running_mean(1.0)
+        self.tokens_per_pass = running_mean(1.5)
 
     def _renew(self) -> None:
         """Nothing stays of requests but their texts, which the next step brings up to date."""
         for name in list(self._requests):
             known = self._drop(name)
-            self._requests[name] = self._new(known.state, known.index)
+            self._requests[name] = self._new(known.state)
+            self._requests[name].index = known.index
 
-    def _new(self, state: Any, index: NgramIndex) -> Request:
-        return Request(state, max(1, self._inner), index)
+    def _new(self, state: Any) -> DraftedRequest:
+        return DraftedRequest(state, max(1, self._inner))
 
-    def _drop(self, name: str) -> Request:
+    def _drop(self, name: str) -> DraftedRequest:
         request = self._requests.pop(name)
         if request.row is not None and self._store is not None:
             self._store.close(request.row)
         return request
 
-    def _has_view(self, request: Request, length: int) -> bool:
+    def _has_view(self, request: DraftedRequest, length: int) -> bool:
         """Whether a request is longer than its view and has, or gets, a row."""
         if self._store is None or length - 1 <= self._shortest:
             return False
@@ -282,39 +283,39 @@ class PartialViewDrafter:
         assert self._store is not None
         assert self._costs is not None
         costs = StepCosts(
-            self._costs.base, self._costs.per_row, self._costs.per_token, self.full_extra.mean
+            self._costs.base, self._costs.per_row, self._costs.per_token, self.full_extra.value
         )
-        known = Round(
+        known = DraftOutlook(
             contexts=[lens[i] for i in members],
             view_tokens=self._store.budget.static_tokens,
             others=sum(lens[i] for i in others),
             num_others=len(others),
             rows_per_pass=1 + self._inner,
-            tokens_per_pass=self.tokens_per_pass.mean,
-            agreement=min(self.agreement.mean, 0.999),
-            lookup_agreement=min(self.lookup_agreement.mean, 0.999),
-            lookup_tokens=self.lookup_tokens.mean,
-            tokens_behind=min(self._inner, self.lookup_tokens.mean),
+            tokens_per_pass=self.tokens_per_pass.value,
+            agreement=min(self.agreement.value, 0.999),
+            lookup_agreement=min(self.lookup_agreement.value, 0.999),
+            lookup_tokens=self.lookup_tokens.value,
+            tokens_behind=min(self._inner, self.lookup_tokens.value),
             max_drafts=self._limit,
         )
         return choose_passes(costs, known)
 
     def _observe(self, now: float, seen: StepSeen, lens: list[int]) -> None:
         """What a full step took beyond the model's passes: it is over when drafts are asked for."""
-        alone = self._vllm_config.parallel_config.tensor_parallel_size == 1
+        single_rank = self._vllm_config.parallel_config.tensor_parallel_size == 1
         verifies = all(n == 1 + d for n, d in zip(seen.lens, seen.drafts, strict=True))
-        if self._costs is None or not self._proposed_at or not alone or not verifies:
+        if self._costs is None or not self._proposed_at or not single_rank or not verifies:
             return
         run = self._costs.run(sum(seen.lens), sum(lens))
         extra = now - self._proposed_at - run
         self.full_extra.add(max(-self._costs.base, min(run, extra)))
 
-    # ---- a round of partial passes --------------------------------------------------------------
+    # ---- partial passes -------------------------------------------------------------------------
 
-    def _round(
+    def _draft_by_passes(
         self,
         members: list[int],
-        requests: list[Request],
+        requests: list[DraftedRequest],
         lens: list[int],
         seen: StepSeen,
         passes: int,
@@ -344,9 +345,11 @@ class PartialViewDrafter:
                 inner=self._inner,
                 max_len=self._max_len,
                 select_interval=self._settings.specpv_draft_select_interval,
-                keeps_failure=not self._failures.alone,
+                keeps_failure=not self._failures.single_rank,
             )
-            store.begin(Batch(turns.block_table, rows, turns.prefix_lens, torch.ones_like(rows)))
+            store.begin(
+                ViewBatch(turns.block_table, rows, turns.prefix_lens, torch.ones_like(rows))
+            )
             turn = turns.next()
         while turn is not None:
             said = target.greedy(turn.passed, turn.tokens, turn.positions)
@@ -366,7 +369,7 @@ class PartialViewDrafter:
     def _fail(
         self,
         error: Exception,
-        consequence: str = "a partial pass failed and drafts nothing",
+        consequence: str = "a partial pass failed, so this step has no drafts",
         reason: str = "",
     ) -> None:
         """Nothing is drafted over views this time; serving goes on."""

@@ -7,7 +7,7 @@ The rule for whoever drafts:
   there, all of them give up, each of which counts a failure.
 * Our part of a pass, in the midst of the model's collectives, keeps its failure until the pass is
   over (`PartialPass.keeps_failure`), so that no rank waits for another.
-* What else fails between two agreements, the model itself or, in a head's rounds without graphs,
+* What else fails between two agreements, the model itself or, in a head's proposals without graphs,
   what we do between its passes, cannot be agreed upon: the other ranks may wait in the midst of
   the pass, and would take what this rank sends next for a part of it. The worker ends, as with an
   error in a step of vLLM's own.
@@ -38,22 +38,18 @@ class OtherRankError(NworError):
 class DraftFailures:
     """What went wrong with the drafts of one engine. Thread-safety: none."""
 
-    def __init__(self, *, alone: bool) -> None:
-        """`alone`: the engine has one rank."""
-        self._alone = alone
+    def __init__(self, *, single_rank: bool) -> None:
+        """`single_rank`: the engine has no other ranks."""
+        self.single_rank = single_rank
         self.latest = ""  # its text; empty: nothing has failed
         self._logged: set[str] = set()
         self._agreed: Exception | None = None  # the latest that all ranks know of
-
-    @property
-    def alone(self) -> bool:
-        return self._alone
 
     @contextlib.contextmanager
     def agreed(self) -> Iterator[None]:
         """A block that all ranks come through, or all of them raise: their own error, or
         `OtherRankError`. REQUIRES: nothing in it waits for another rank, all ranks enter it."""
-        if self._alone:
+        if self.single_rank:
             yield
             return
         try:
@@ -63,7 +59,7 @@ class DraftFailures:
             self._agreed = error
             raise
         if _anyone(failed=False):
-            self._agreed = OtherRankError("another rank has failed, its log says how")
+            self._agreed = OtherRankError("another rank has failed; its log says why")
             raise self._agreed
 
     def add(self, error: Exception, consequence: str, reason: str = "") -> None:
@@ -82,10 +78,10 @@ class DraftFailures:
         if self.latest not in self._logged and len(self._logged) < _MOST_LOGGED:
             self._logged.add(self.latest)
             logger.warning("nwor_specpv: %s: %s", consequence, self.latest, exc_info=error)
-        if not self._alone and not known:
+        if not self.single_rank and not known:
             raise RankError(
-                f"nwor_specpv: drafting over views failed on one of several ranks, which cannot go "
-                f"on without the others: {self.latest}"
+                "nwor_specpv: drafting over views failed on one of several ranks, which cannot go "
+                f"on without the others; restart the server: {self.latest}"
             ) from error
 
 

@@ -13,8 +13,8 @@ class LateCounts:
 
     def __init__(self, size: int, device: torch.device) -> None:
         self.counts = torch.zeros(size, dtype=torch.int64, device=device)
-        self._told = [0] * size
-        self._mail: tuple[torch.Tensor, torch.cuda.Event] | None = None
+        self._reported = [0] * size
+        self._pending: tuple[torch.Tensor, torch.cuda.Event] | None = None
 
     def read(self, *, send: bool = True) -> list[int] | None:
         """What has arrived, or None. With `send` the counts of now are sent for, unless some are
@@ -22,18 +22,18 @@ class LateCounts:
         if not self.counts.is_cuda:
             return self._since(self.counts.tolist())
         found = None
-        if self._mail is not None and self._mail[1].query():
-            found = self._since(self._mail[0].tolist())
-            self._mail = None
-        if self._mail is None and send:
+        if self._pending is not None and self._pending[1].query():
+            found = self._since(self._pending[0].tolist())
+            self._pending = None
+        if self._pending is None and send:
             host = torch.empty_like(self.counts, device="cpu", pin_memory=True)
             host.copy_(self.counts, non_blocking=True)
             arrived = torch.cuda.Event()
             arrived.record()
-            self._mail = (host, arrived)
+            self._pending = (host, arrived)
         return found
 
     def _since(self, now: list[int]) -> list[int]:
-        new = [after - before for after, before in zip(now, self._told, strict=True)]
-        self._told = now
+        new = [after - before for after, before in zip(now, self._reported, strict=True)]
+        self._reported = now
         return new

@@ -1,6 +1,6 @@
 """How many drafts a step verifies, and how many partial passes make them (model runner V2).
 
-Either the head drafts alone, `specpv_draft_lookup` tokens, or a round of passes drafts
+Either the head drafts alone, `specpv_draft_lookup` tokens, or partial passes draft
 `num_speculative_tokens`: other lengths would need graphs of their own. The scheduler decides for
 the next step, the worker follows it. Costs are measured at start where there is one rank, whose
 process the scheduler shares; elsewhere everybody must come to the same answer alone, so batch times
@@ -14,15 +14,15 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from nwor_specpv import _C
+from nwor_specpv import _C, VerifyPolicy
 
 from .late_counts import LateCounts
-from .policy import Round, Running, StepCosts, choose_passes
+from .policy import DraftOutlook, StepCosts, choose_passes, running_mean
 
 if TYPE_CHECKING:
     from .chain import Chains
 
-# Tokens of batch times context from which rounds pay on large GPUs; several ranks go by it.
+# Tokens of batch times context from which passes pay on large GPUs; several ranks go by it.
 PAYS_FROM = 150_000
 # Seconds of a full step beyond those of a pass, which has a turn of the head as well: sampling.
 _FULL_EXTRA = 0.3e-3
@@ -37,21 +37,22 @@ def head_drafts(settings: Any, limit: int) -> int:
 class Lengths:
     """The choice of one engine. Thread-safety: none."""
 
-    def __init__(self, settings: Any, limit: int, *, alone: bool) -> None:
+    def __init__(self, settings: Any, limit: int, *, single_rank: bool) -> None:
         self._fixed = settings.specpv_draft_passes
         self._limit = limit
         self._guesses = head_drafts(settings, limit)
         config = settings.specpv()
-        self.view_tokens = config.budget(1 + self._guesses).static_tokens
+        budget = config.budget(1 + self._guesses)
+        self.view_tokens = budget.static_tokens
         # Requests up to this length have no views.
-        self.shortest = max(settings.specpv_partial_threshold, self.view_tokens)
+        self.shortest = VerifyPolicy(config).always_full_tokens(budget)
         self._max_views = settings.specpv_max_requests
-        self._alone = alone
+        self._single_rank = single_rank
         self.costs: StepCosts | None = None
         self._given_up = False
-        self.agreement = Running(0.95)
-        self.head_agreement = Running(0.7)
-        self.tokens_per_pass = Running(0.7 * (1 + self._guesses))
+        self.agreement = running_mean(0.95)
+        self.head_agreement = running_mean(0.7)
+        self.tokens_per_pass = running_mean(0.7 * (1 + self._guesses))
 
     def number(self, contexts: Sequence[int]) -> int:
         """Drafts that requests of these lengths get next."""
@@ -76,16 +77,16 @@ class Lengths:
             # The head's last guesses follow the chain.
             chain = max(1, self._limit - self._guesses)
             return -(-chain // max(1, round(0.7 * (1 + self._guesses))))
-        known = Round(
+        known = DraftOutlook(
             contexts=long,
             view_tokens=self.view_tokens,
             others=others,
             num_others=len(contexts) - len(long),
             all_pass=True,
             rows_per_pass=1 + self._guesses,
-            tokens_per_pass=self.tokens_per_pass.mean,
-            agreement=min(self.agreement.mean, 0.999),
-            lookup_agreement=min(self.head_agreement.mean, 0.999),
+            tokens_per_pass=self.tokens_per_pass.value,
+            agreement=min(self.agreement.value, 0.999),
+            lookup_agreement=min(self.head_agreement.value, 0.999),
             lookup_tokens=self._guesses,
             tokens_behind=self._guesses,
             max_drafts=self._limit,
@@ -93,21 +94,21 @@ class Lengths:
         return choose_passes(self.costs, known)
 
     def possible(self, max_model_len: int) -> bool:
-        """Whether a request can be long enough for rounds, which have not failed."""
+        """Whether a request can be long enough for passes, which have not failed."""
         return max_model_len > self.shortest and not self._given_up
 
     @property
     def wants_costs(self) -> bool:
         """Whether measured costs are missing, and would decide."""
-        return self._alone and not self._fixed and self.costs is None
+        return self._single_rank and not self._fixed and self.costs is None
 
     def learn(self, costs: StepCosts) -> None:
         """What passes were measured to cost here."""
-        if self._alone:
+        if self._single_rank:
             self.costs = StepCosts(costs.base, costs.per_row, costs.per_token, _FULL_EXTRA)
 
     def give_up(self) -> None:
-        """Rounds have failed: the head drafts alone."""
+        """Passes have failed: the head drafts alone."""
         self._given_up = True
 
     def observe(self, counts: Sequence[int]) -> None:
@@ -130,12 +131,12 @@ class AcceptanceCounts:
         self._counts = LateCounts(6, device)
         self._observe = observe
         self._steps = 0
-        self._round: tuple[Chains, list[str], int] | None = None  # whose drafts are verified next
+        self._chained: tuple[Chains, list[str], int] | None = None  # whose drafts are verified next
         self._names: list[str] = []
 
     def drafted(self, chains: Chains | None, names: list[str], passes: int) -> None:
-        """Drafts of these requests were made, by a round or by the head alone (None)."""
-        self._round = (chains, names, passes) if chains is not None else None
+        """Drafts of these requests were made, by passes or by the head alone (None)."""
+        self._chained = (chains, names, passes) if chains is not None else None
         self._names = names
 
     def judged(self, names: list[str], lens: Sequence[int], num_rejected: torch.Tensor) -> None:
@@ -143,19 +144,19 @@ class AcceptanceCounts:
         self._steps += 1
         if names != self._names or not names:
             return
-        if self._round is None and self._steps % _LOOK_INTERVAL:  # short steps feel every launch
+        if self._chained is None and self._steps % _LOOK_INTERVAL:  # short steps feel every launch
             return
         scheduled = lens[0]
         if any(number != scheduled for number in lens) or scheduled == 0:
             return
         accepted = (scheduled - num_rejected[: len(names)]).clamp(min=0)
         counts = self._counts.counts
-        if self._round is None:
+        if self._chained is None:
             ended = accepted < scheduled
             counts[2] += accepted.sum()
             counts[3] += (accepted + ended).sum()
         else:
-            chains, _, passes = self._round
+            chains, _, passes = self._chained
             ends = chains.lens[: len(names)].clamp(max=scheduled)
             active = chains.active[: len(names)]
             confirmed = torch.minimum(accepted, ends)

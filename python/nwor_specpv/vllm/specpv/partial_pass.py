@@ -1,6 +1,6 @@
 """The target model over a view of its context: what its attention layers need for one pass.
 
-Rows see the request's view, the tail of drafts that earlier passes of the round have made, and one
+Rows see the request's view, the tail of drafts that earlier passes have made, and one
 another. Nothing of them is written to the engine's cache: vLLM is given no slots, and K/V goes to
 the tail.
 
@@ -15,8 +15,8 @@ from typing import Any
 
 import torch
 
-from nwor_specpv import cache_views, merge_rows, verify_attention, verify_plan
-from nwor_specpv.vllm import versions
+from nwor_specpv import merge_rows, verify_attention, verify_plan
+from nwor_specpv.vllm.backend.caches import key_value_of
 
 from .tail import Tail
 from .views import ViewStore
@@ -36,7 +36,7 @@ class PartialPass:
     slots: torch.Tensor  # [B * num_rows] int64 in the tail, -1: not kept
     num_rows: int
     has_tail: bool
-    select: bool  # the pass' queries choose the blocks, in the first pass of a round at least
+    select: bool  # the pass' queries choose the blocks, in the first pass of a proposal at least
     query_rows: torch.Tensor | None = None  # [B, 2] int32: rows that are no padding
     plan: torch.Tensor | None = None  # of all layers: their views have the same lengths
     keeps_failure: bool = False  # other ranks run it, too: whoever fails goes on to its end
@@ -93,7 +93,7 @@ class PartialPass:
             self.store.refresh_layer(index, grouped, self.query_rows)
             self.store.build(count, index)
         self.tail.write(index, key, value, self.slots)
-        key_cache, value_cache = cache_views(kv_cache, versions.CACHE_LAYOUT)
+        key_cache, value_cache = key_value_of(kv_cache)
         view, out = self.store.view(index, count), output[:num_rows]
         where = (self.block_table, self.prefix_lens, self.query_start)
         if self.plan is None:

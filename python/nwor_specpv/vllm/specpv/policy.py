@@ -1,7 +1,7 @@
 """How many partial passes to draft with before a full step: pure functions of measured costs.
 
-A round is m partial passes and one full step. A pass yields some tokens (its own and the lookups it
-confirms); each stands with probability `agreement`, and the first that does not ends the round.
+m partial passes come before a full step. A pass yields some tokens (its own and the lookups it
+confirms); each stands with probability `agreement`, and the first that does not ends the chain.
 Behind them are lookups that no pass has seen, as far as drafts may go.
 m = 0 means lookups alone: short contexts and small batches, where reading the view instead of the
 context saves less than a pass costs.
@@ -11,6 +11,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+
+from nwor_specpv.running_mean import RunningMean
 
 # Passes must gain this much over lookups alone: estimates are rough, and lookups cost nothing.
 _MARGIN = 1.05
@@ -53,25 +55,14 @@ def expected_accepted(agreement: float, drafts: float) -> float:
     return agreement * (1 - agreement**drafts) / (1 - agreement)
 
 
-class Running:
-    """A mean that forgets: of successes per trial, or of a quantity per observation."""
-
-    def __init__(self, prior: float, weight: float = 8.0) -> None:
-        self._sum = prior * weight
-        self._count = weight
-
-    def add(self, amount: float, trials: float = 1.0) -> None:
-        self._sum = self._sum * _DECAY + amount
-        self._count = self._count * _DECAY + trials
-
-    @property
-    def mean(self) -> float:
-        return self._sum / self._count
+def running_mean(prior: float, weight: float = 8.0) -> RunningMean:
+    """Of what is seen in service, beginning with what is likely."""
+    return RunningMean(prior, weight, decay=_DECAY)
 
 
 @dataclass(frozen=True)
-class Round:
-    """What is known when a round is planned."""
+class DraftOutlook:
+    """What is known before drafts are made."""
 
     contexts: Sequence[int]  # tokens of the requests that have views
     view_tokens: int
@@ -87,7 +78,7 @@ class Round:
     all_pass: bool = False  # requests without views take part in passes, and read all they have
 
 
-def choose_passes(costs: StepCosts, known: Round) -> int:
+def choose_passes(costs: StepCosts, known: DraftOutlook) -> int:
     """The number of partial passes with the most tokens per second; 0: lookups alone."""
     requests, context = len(known.contexts), sum(known.contexts)
     if requests == 0:

@@ -11,17 +11,11 @@ from __future__ import annotations
 from typing import Any
 from weakref import WeakKeyDictionary
 
+from nwor_specpv import VerifyPolicy
 from nwor_specpv.config import Settings
 from nwor_specpv.errors import NworError, logger
 from nwor_specpv.vllm import versions
 from nwor_specpv.vllm.settings import read_settings
-
-_PUBLISH = ("self", "request", "num_computed_tokens")
-
-
-def always_full(budget: Any, threshold: int) -> int:
-    """Tokens of context up to which every step of a request is full."""
-    return max(budget.static_tokens, threshold)
 
 
 def full_tokens(settings: Settings, num_drafts: int, batches: int) -> int:
@@ -30,7 +24,8 @@ def full_tokens(settings: Settings, num_drafts: int, batches: int) -> int:
     `batches`: steps that may be in flight at once. Those behind the first are decided as if all
     drafts before them were accepted, so their contexts are taken for longer than they are.
     """
-    bound = always_full(settings.specpv().budget(1 + num_drafts), settings.specpv_partial_threshold)
+    config = settings.specpv()
+    bound = VerifyPolicy(config).always_full_tokens(config.budget(1 + num_drafts))
     return max(0, bound - (batches - 1) * num_drafts)
 
 
@@ -48,22 +43,27 @@ class CapsPublished:
         refreshes = settings.enable_specpv and settings.specpv_mode == "refresh"
         if not refreshes or not self.kv_cache_manager.enable_caching:
             logger.warning(
-                "nwor_specpv: %s caps nothing: it is for mode 'refresh' with prefix caching",
+                "nwor_specpv: --scheduler-cls %s has no effect: it is for mode 'refresh' with "
+                "prefix caching",
                 type(self).__name__,
             )
             return
         coordinator = self.kv_cache_manager.coordinator
-        problem = versions.signature_problem(type(coordinator).cache_blocks, _PUBLISH)
+        problem = versions.signature_problem(
+            type(coordinator).cache_blocks, versions.adapter.PUBLISH_BLOCKS
+        )
         if problem is not None:
-            supported = " or ".join(versions.SUPPORTED)
-            raise NworError(f"nwor_specpv, prefix caching: {problem}; install vLLM {supported}")
+            raise NworError(
+                f"nwor_specpv, prefix caching: {problem}; install vLLM {versions.supported()}"
+            )
         batches = self.vllm_config.max_concurrent_batches
         self.full_tokens = full_tokens(settings, self.num_spec_tokens, batches)
         self._prompts: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
         self._publish = coordinator.cache_blocks
         coordinator.cache_blocks = self._publish_capped
         logger.info(
-            "nwor_specpv: the prefix cache gets prompts, and answers up to %d tokens of context",
+            "nwor_specpv: publishing prompts, and answers up to %d tokens of context, to the "
+            "prefix cache",
             self.full_tokens,
         )
 

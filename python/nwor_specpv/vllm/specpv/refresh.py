@@ -15,35 +15,13 @@ from typing import Any
 
 import torch
 
-from nwor_specpv import _C, PartialView, cache_views
+from nwor_specpv import _C, PartialView
 from nwor_specpv.errors import logger
-from nwor_specpv.vllm import versions
+from nwor_specpv.vllm.backend.caches import key_value_of
 
 from .drift import DriftProbe
-from .publishing import always_full
-from .views import Batch, ViewStore
-
-
-@dataclass
-class Request:
-    """What the host knows of a request that is in the batch."""
-
-    row: int
-    anchor: int = 0  # context when blocks were chosen last
-    steps: int = 0  # partial ones since then
-    selected: bool = False
-    failed: bool = False  # blocks could not be chosen when it asked for them last
-
-
-@dataclass(frozen=True)
-class Decision:
-    """What one request does in a step."""
-
-    row: int = -1
-    partial: bool = False
-    select: bool = False
-    probe: bool = False
-    trigger: str = "none"  # why it is full; of FULL_TRIGGERS
+from .refresh_requests import RefreshDecision, RefreshRequests
+from .views import ViewBatch, ViewStore
 
 
 @dataclass
@@ -78,7 +56,7 @@ class RefreshStep:
 
 
 class RefreshViews:
-    """Views and decisions of one engine's requests. Thread-safety: none."""
+    """Views of one engine's requests, step by step. Thread-safety: none."""
 
     def __init__(
         self,
@@ -101,11 +79,8 @@ class RefreshViews:
             max_tokens=max_tokens,
             max_rows=max_rows,
         )
-        self._threshold = settings.specpv_partial_threshold
-        self._interval = settings.specpv_full_refresh_interval
-        self._bytes_per_token = 2 * sum(cache[0, 0].nbytes for cache in key_caches)
-        self._requests: dict[str, Request] = {}
-        self._open: list[Request] = []  # that select in the step that is open
+        bytes_per_token = 2 * sum(cache[0, 0].nbytes for cache in key_caches)
+        self.requests = RefreshRequests(self.store, max_rows, bytes_per_token)
         self._step: RefreshStep | None = None
         self._any_views = False  # the device knows of requests that have one
         self._problem = ""  # why blocks could not be chosen, as logged last
@@ -115,75 +90,6 @@ class RefreshViews:
             device=key_caches[0].device,
         )
         self.drift = DriftProbe(self.store, max_batch)
-
-    # ---- decisions, on the host -----------------------------------------------------------------
-
-    def decide(
-        self,
-        names: Sequence[str],
-        contexts: Sequence[int],
-        lens: Sequence[int],
-        drafts: Sequence[int],
-        prefilling: Sequence[bool],
-        count: int | None = None,
-    ) -> list[Decision]:
-        """What each request of the batch does. `contexts`: tokens before its rows, at most.
-
-        Of more than `count` requests those behind see their whole context, whatever they have.
-        """
-        self._forget(set(names))
-        batch = list(zip(names, contexts, lens, drafts, prefilling, strict=True))
-        front = [self._decide(*request) for request in batch[:count]]
-        return front + [self._decide_behind(*request) for request in batch[len(front) :]]
-
-    def _decide(
-        self, name: str, context: int, rows: int, drafts: int, prefilling: bool
-    ) -> Decision:
-        """`prefilling`: its rows are of a prompt, or computed again; a piece of either may be one
-        row, as a verify step without drafts is."""
-        budget = self.store.budget
-        if self._needs_all(name, context, rows, drafts, prefilling):
-            return Decision(trigger="short_context")
-        request = self._requests.get(name)
-        if request is None:
-            row = self.store.open()
-            if row is None:
-                return Decision(trigger="policy")
-            request = self._requests[name] = Request(row)
-        trigger = "none"
-        if not request.selected:
-            trigger = "refresh_failure" if request.failed else "first"
-        elif context - request.anchor + rows > budget.tail_capacity:
-            trigger = "tail_full"
-        elif self._interval and request.steps >= self._interval:
-            trigger = "interval"
-        if trigger == "none":
-            request.steps += 1
-            return Decision(request.row, partial=True)
-        probe = request.selected and context - request.anchor <= budget.tail_capacity
-        request.anchor, request.steps, request.selected = context, 0, True
-        request.failed = False
-        self._open.append(request)
-        return Decision(request.row, select=True, probe=probe, trigger=trigger)
-
-    def _decide_behind(
-        self, name: str, context: int, rows: int, drafts: int, prefilling: bool
-    ) -> Decision:
-        """A view that it has is still good for its next step: the tail has what comes now."""
-        all_of_it = self._needs_all(name, context, rows, drafts, prefilling)
-        return Decision(trigger="short_context" if all_of_it else "policy")
-
-    def _needs_all(self, name: str, context: int, rows: int, drafts: int, prefilling: bool) -> bool:
-        short = context <= always_full(self.store.budget, self._threshold)
-        if not (prefilling or rows != 1 + drafts or short):
-            return False
-        if name in self._requests:  # a prompt that goes on, or is computed again
-            self._requests[name].selected = False
-        return True
-
-    def _forget(self, names: set[str]) -> None:
-        for name in self._requests.keys() - names:
-            self.store.close(self._requests.pop(name).row)
 
     # ---- a step ---------------------------------------------------------------------------------
 
@@ -202,13 +108,12 @@ class RefreshViews:
         `prefix_lens`, `block_table`: of the requests at the front that may see views. None: there
         are none.
         """
-        self._give_up()  # a step that was begun and never finished
+        self.requests.give_up()  # a step that was begun and never finished
         self._step = None
         real, count = len(names), prefix_lens.shape[0]
-        decisions = self.decide(
+        decisions = self.requests.decide(
             names, contexts[:real], lens[:real], drafts[:real], prefilling[:real], count
         )
-        self._count(decisions, contexts)
         if count == 0:
             return None
         return self._tell(decisions[:count], lens[:count], prefix_lens, block_table)
@@ -224,13 +129,13 @@ class RefreshViews:
 
     def _tell(
         self,
-        decisions: list[Decision],
+        decisions: list[RefreshDecision],
         lens: Sequence[int],
         prefix_lens: torch.Tensor,
         block_table: torch.Tensor,
     ) -> RefreshStep:
         count, device = len(lens), prefix_lens.device
-        decisions = decisions + [Decision()] * (count - len(decisions))
+        decisions = decisions + [RefreshDecision()] * (count - len(decisions))
         self._make_views(decisions, prefix_lens, block_table)
         probes = any(d.probe for d in decisions)
         uniform = len(set(lens)) == 1
@@ -257,7 +162,7 @@ class RefreshViews:
         return self._step
 
     def _make_views(
-        self, decisions: list[Decision], prefix_lens: torch.Tensor, block_table: torch.Tensor
+        self, decisions: list[RefreshDecision], prefix_lens: torch.Tensor, block_table: torch.Tensor
     ) -> None:
         """Views of the step on the device; short steps feel every launch."""
         store = self.store
@@ -271,7 +176,7 @@ class RefreshViews:
         told = [[d.row, d.select, d.partial, d.probe] for d in decisions]
         flags = _to_device(told, torch.int32, prefix_lens.device).T.contiguous()
         selects = any(d.select for d in decisions)
-        batch = Batch(block_table, flags[0], prefix_lens, flags[1])
+        batch = ViewBatch(block_table, flags[0], prefix_lens, flags[1])
         store.begin(batch, flags[2], selects=selects)
         if any(d.probe for d in decisions):
             self.drift.build(block_table, flags[3])
@@ -285,7 +190,7 @@ class RefreshViews:
         Outside of the model's graph, so that steps in which nobody chooses do not pay for it.
         """
         step, self._step = self._step, None
-        if step is not None and self._open:
+        if step is not None and self.requests.selects:
             try:
                 for layer in range(len(self.layer_index)):
                     rows = self._queries[layer, : step.count * step.width]
@@ -294,8 +199,8 @@ class RefreshViews:
                 self.store.end(step.count)
             except Exception as error:
                 self._tell_problem(error)
-                self._give_up(failed=True)
-        self._open = []
+                self.requests.give_up("refresh_failure")
+        self.requests.end()
         self.drift.read()
 
     def _tell_problem(self, error: Exception) -> None:
@@ -303,29 +208,13 @@ class RefreshViews:
         problem = f"{type(error).__name__}: {error}"
         if problem != self._problem:
             self._problem = problem
-            logger.warning("nwor_specpv: no blocks chosen, steps stay full: %s", problem)
-
-    def _give_up(self, *, failed: bool = False) -> None:
-        """What was to be chosen was not: those requests have no view."""
-        for request in self._open:
-            request.selected, request.failed = False, failed
-        self._open = []
+            logger.warning(
+                "nwor_specpv: blocks could not be selected, so steps stay full: %s", problem
+            )
 
     def queries(self, layer: int, rows: torch.Tensor) -> torch.Tensor:
         """Where a layer leaves its queries for `finish`; the same memory in every step."""
         return self._queries[layer, : rows.shape[0]]
-
-    def _count(self, decisions: list[Decision], contexts: Sequence[int]) -> None:
-        view = self.store.budget.static_tokens
-        partial = [c for d, c in zip(decisions, contexts, strict=False) if d.partial]
-        whole = sum(contexts[: len(decisions)])
-        read = whole - sum(max(0, context - view) for context in partial)
-        _C.count("specpv_partial_steps_total", len(partial))
-        _C.count("specpv_kv_bytes_full_total", whole * self._bytes_per_token)
-        _C.count("specpv_kv_bytes_read_total", read * self._bytes_per_token)
-        for decision in decisions:
-            if not decision.partial:
-                _C.count_full_steps(decision.trigger, 1)
 
 
 class Refresh:
@@ -368,7 +257,9 @@ class Refresh:
                 if capture:  # vLLM is starting: whoever starts it learns why
                     raise
                 self._without = True
-                logger.warning("nwor_specpv: no views, all steps are full: %s", error)
+                logger.warning(
+                    "nwor_specpv: views could not be made, so all steps are full: %s", error
+                )
         if self.views is None:
             _C.count_full_steps("refresh_failure", real)
             return None
@@ -391,9 +282,7 @@ class Refresh:
             self.views.finish()
 
     def _make(self, engine: Any, layers: list[str]) -> RefreshViews:
-        caches = [
-            cache_views(engine.layers[name].kv_cache, versions.CACHE_LAYOUT)[0] for name in layers
-        ]
+        caches = [key_value_of(engine.layers[name].kv_cache)[0] for name in layers]
         views = RefreshViews(
             engine.settings,
             layers,

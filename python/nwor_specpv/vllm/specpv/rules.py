@@ -1,4 +1,4 @@
-"""What partial verification in vLLM asks of a set-up: judged at start, with reason and mend.
+"""What partial verification in vLLM asks of a set-up: judged at start, with reason and remedy.
 
 Users have asked for it by name, so what does not fit stops the start; nothing is switched off
 behind their backs.
@@ -12,7 +12,7 @@ from typing import Any
 
 from nwor_specpv.config import Settings
 from nwor_specpv.errors import NworError
-from nwor_specpv.vllm.support import Refusal, holds_codes
+from nwor_specpv.vllm.support import Refusal, is_quantized
 
 from .publishing import CapsPublished
 
@@ -104,47 +104,51 @@ def judge_layers(layers: Mapping[str, Any]) -> None:
         window = getattr(layer, "sliding_window", None)
         if window is not None and window > 0:
             raise NworError(
-                f"nwor_specpv, enable_specpv: got a sliding window of {window} in {name}, expected "
-                "layers that see the whole context; serve this model without enable_specpv"
+                f"nwor_specpv, enable_specpv: {name} has a sliding window of {window}, but views "
+                "need layers that see the whole context; serve this model without enable_specpv"
             )
 
 
 def _refusals(settings: Settings, setup: LongContext, staging_off: str | None) -> Iterator[Refusal]:
     mode, ours = settings.specpv_mode, setup.drafter_class == DRAFTER
     if staging_off is not None:
-        yield Refusal(f"staging is off ({staging_off})", "mend that, or drop enable_specpv")
+        yield Refusal(f"staging is off ({staging_off})", "remove that cause, or drop enable_specpv")
     if mode not in (LOSSLESS, REFRESH):
         yield Refusal(
-            f"specpv_mode {mode!r}: vLLM feeds no token twice",
+            f"specpv_mode {mode!r} is not supported: vLLM feeds no token twice",
             f"use {LOSSLESS!r} (the output of full attention) or {REFRESH!r} (not lossless)",
         )
     if settings.specpv_storage != "paged" or settings.specpv_offload:
         yield Refusal(
-            "specpv_storage 'compact' or specpv_offload: views are lists of vLLM's own pages",
+            "specpv_storage 'compact' and specpv_offload are not supported: views are lists of "
+            "vLLM's own pages",
             "use specpv_storage 'paged' without specpv_offload",
         )
-    if holds_codes(setup.cache_dtype):
+    if is_quantized(setup.cache_dtype):
         yield Refusal(
-            f"a cache of {setup.cache_dtype}: views read K/V as the model computes it",
+            f"a KV cache of {setup.cache_dtype} is not supported: views read K/V as the model "
+            "computes it",
             "use --kv-cache-dtype auto, or drop enable_specpv",
         )
     if settings.specpv_budget != "fixed":
         yield Refusal(
-            f"specpv_budget {settings.specpv_budget!r}: vLLM's requests share one size of view",
+            f"specpv_budget {settings.specpv_budget!r} is not supported: all requests of vLLM have "
+            "views of one size",
             "use specpv_budget 'fixed'",
         )
     if mode == LOSSLESS:
         yield from _lossless(setup, max(1, settings.specpv_draft_lookup), ours=ours)
     elif mode == REFRESH and ours:
         yield Refusal(
-            f"the drafter {DRAFTER} in mode {mode!r}: it drafts for full steps",
+            f"the drafter {DRAFTER} drafts for full steps, which mode {mode!r} does not have",
             f"use specpv_mode {LOSSLESS!r}, or another drafter",
         )
     elif mode == REFRESH and setup.prefix_caching:
         yield from _published(setup)
     if setup.page_size % settings.specpv_block_size:
         yield Refusal(
-            f"specpv_block_size {settings.specpv_block_size} in pages of {setup.page_size} tokens",
+            f"specpv_block_size {settings.specpv_block_size} does not divide pages of "
+            f"{setup.page_size} tokens",
             "use a specpv_block_size that divides them, or another --block-size",
         )
     try:
@@ -172,45 +176,49 @@ def _lossless(setup: LongContext, guesses: int, *, ours: bool) -> Iterator[Refus
     head = setup.runner_v2 and setup.drafter in HEADS
     if not ours and not head:
         yield Refusal(
-            f"mode 'lossless' with the drafter {setup.drafter!r}: there the target drafts itself",
+            f"the drafter {setup.drafter!r} is not for mode 'lossless', in which the target drafts "
+            "itself",
             "use a head of method 'eagle3' on model runner V2, or --speculative-config "
             f'\'{{"method": "custom_class", "model": "{DRAFTER}", "num_speculative_tokens": 16}}\'',
         )
         return
     if head and setup.num_drafts <= guesses:
         yield Refusal(
-            f"{setup.num_drafts} speculative tokens: the head alone drafts {guesses} of them",
+            f"{setup.num_drafts} speculative tokens are too few: the head alone drafts {guesses}",
             "use num_speculative_tokens 16, or a smaller specpv_draft_lookup",
         )
     if head and setup.drafts_by_batch_size:
         yield Refusal(
-            "num_speculative_tokens_per_batch_size: steps verify the head's drafts or a whole "
-            "chain, by batch, context and costs",
+            "num_speculative_tokens_per_batch_size is not supported: steps verify the head's "
+            "drafts or a whole chain, by batch, context and costs",
             f"drop it, and add --scheduler-cls {LONG_CONTEXT_SCHEDULER}",
         )
     if ours and setup.runner_v2:
         yield Refusal(
-            "model runner V2: it takes no drafter of a class", "set VLLM_USE_V2_MODEL_RUNNER=0"
+            "model runner V2 takes no drafter of a class", "set VLLM_USE_V2_MODEL_RUNNER=0"
         )
     if ours and setup.async_scheduling:
         yield Refusal(
-            "asynchronous scheduling: the drafter needs a step's tokens on the host",
+            "asynchronous scheduling is not supported: the drafter needs tokens on the host",
             "add --no-async-scheduling",
         )
     if setup.data_parallel > 1:
         yield Refusal(
-            f"data parallelism of {setup.data_parallel}: ranks draft different numbers of passes",
+            f"data parallelism of {setup.data_parallel} is not supported: ranks would draft with "
+            "different numbers of passes",
             "use --data-parallel-size 1",
         )
     if setup.lora:
-        yield Refusal("LoRA: adapters are set for a step's own rows", "drop --enable-lora")
+        yield Refusal(
+            "LoRA is not supported: adapters are set for a step's own rows", "drop --enable-lora"
+        )
     if setup.multimodal:
         yield Refusal(
-            "a multimodal model: drafts are plain text positions",
+            "multimodal models are not supported: drafts are at plain text positions",
             "serve this model without enable_specpv",
         )
     if setup.num_drafts > MAX_DRAFTS:
         yield Refusal(
-            f"{setup.num_drafts} speculative tokens: vLLM's sampler takes {MAX_DRAFTS}",
+            f"{setup.num_drafts} speculative tokens are too many: vLLM samples {MAX_DRAFTS}",
             f"use num_speculative_tokens {MAX_DRAFTS} or fewer",
         )

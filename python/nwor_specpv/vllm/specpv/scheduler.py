@@ -1,7 +1,7 @@
 """vLLM's schedulers for long contexts: --scheduler-cls nwor_specpv.vllm.specpv.scheduler.NAME
 
 * LongContextScheduler, mode `lossless` with a head: requests in short contexts verify the head's
-  few drafts, as in vLLM; where rounds of partial passes pay, they verify long chains. It changes
+  few drafts, as in vLLM; where partial passes pay, they verify long chains. It changes
   one number that vLLM's scheduler has for this purpose. It serves engines with and without
   asynchronous scheduling.
 * RefreshScheduler, AsyncRefreshScheduler, mode `refresh` with prefix caching: the one without and
@@ -17,8 +17,8 @@ from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.outputs import DraftTokenIds
 
 from nwor_specpv.errors import logger
-from nwor_specpv.vllm.engine import find_engine
 from nwor_specpv.vllm.hooks import speculators
+from nwor_specpv.vllm.registry import find_engine
 from nwor_specpv.vllm.settings import read_settings
 
 from .lengths import Lengths
@@ -37,7 +37,8 @@ class LongContextScheduler(AsyncScheduler):
         self._wanted = self.num_spec_tokens  # drafts, of the latest step
         if not self._chooses:
             logger.warning(
-                "nwor_specpv: %s chooses nothing: it is for mode 'lossless' with an EAGLE head",
+                "nwor_specpv: --scheduler-cls %s has no effect: it is for mode 'lossless' with an "
+                "EAGLE head",
                 type(self).__name__,
             )
 
@@ -71,7 +72,7 @@ class LongContextScheduler(AsyncScheduler):
             return engine.lengths
         if not hasattr(self, "_lengths"):
             settings = read_settings(self.vllm_config.additional_config)
-            self._lengths = Lengths(settings, self.num_spec_tokens, alone=False)
+            self._lengths = Lengths(settings, self.num_spec_tokens, single_rank=False)
         return self._lengths
 
 

@@ -3,13 +3,13 @@
     --speculative-config '{"method": "eagle3", "model": HEAD, "num_speculative_tokens": 16}'
     --scheduler-cls nwor_specpv.vllm.specpv.scheduler.LongContextScheduler
 
-vLLM's own speculator drafts `specpv_draft_lookup` tokens with the head. In a round the target
+vLLM's own speculator drafts `specpv_draft_lookup` tokens with the head. Then the target
 confirms them over its views, the head goes on from there, and so on, for as many passes as pay; the
 head's last guesses follow the chain unconfirmed, up to `num_speculative_tokens` drafts in all.
 vLLM's next step verifies them with full attention. Nothing of it is read on the host, so
-asynchronous scheduling stays on. Where rounds do not pay, the head drafts alone, as in vLLM.
+asynchronous scheduling stays on. Where passes do not pay, the head drafts alone, as in vLLM.
 
-It stands in the place of one name, `init_speculator`: see `vllm/speculators.py`.
+It stands in the place of one name, `init_speculator`: see `hooks/speculators.py`.
 """
 
 from __future__ import annotations
@@ -32,16 +32,16 @@ from nwor_specpv.errors import logger
 from nwor_specpv.vllm.engine import engine_of
 
 from .chain import Chains
-from .costs import measure_rounds
+from .costs import measure_loop
+from .draft_loop import DraftLoop
+from .draft_models import EagleHead, SampledTarget
 from .lengths import AcceptanceCounts, Lengths, head_drafts
-from .round_models import EagleHead, SampledTarget
-from .rounds import Rounds
 from .tail import Tail
-from .target import Target, own_layers
+from .target import TargetModel, own_layers
 from .views import ViewStore
 
-# Rounds that a choice of blocks serves at least: what comes after it is seen as it is.
-_ROUNDS_PER_CHOICE = 4
+# Proposals that a choice of blocks serves at least: what comes after it is seen as it is.
+_PROPOSALS_PER_CHOICE = 4
 # What draft logits hold for tokens that a draft is not: their probability is 0.
 _NEVER = -1e30
 # vLLM's sampler draws what replaces a rejected draft with the noise of the request's seed and the
@@ -59,20 +59,21 @@ class PartialViewSpeculator(EagleSpeculator):
         self.limit = self.num_speculative_steps
         self._guesses = head_drafts(settings, self.limit)
         self.lengths: Lengths = self._engine.lengths
-        self._target: Target | None = None
-        self._rounds: Rounds | None = None
+        self._target: TargetModel | None = None
+        self._loop: DraftLoop | None = None
         self._graphs: dict[tuple[str, int], torch.cuda.CUDAGraph] = {}
         self._rows: dict[str, int] = {}  # of the store, by request
         self._chosen_at: dict[str, int] = {}  # lengths at most, when they chose blocks
-        self.draft_seeds = torch.zeros_like(self.seeds)  # of rounds
+        self.draft_seeds = torch.zeros_like(self.seeds)  # of drafts by passes
         self.latest_passes = 0  # of the latest drafts; 0: the head's alone
         self._counts = AcceptanceCounts(device, self.lengths.observe)
         self._offered = False
         self._offer_lengths()
         if not chooses_lengths(getattr(vllm_config.scheduler_config, "scheduler_cls", None)):
             logger.warning(
-                "nwor_specpv: every step verifies %d drafts, those of short requests too; "
-                "with --scheduler-cls nwor_specpv.vllm.specpv.scheduler.LongContextScheduler %d",
+                "nwor_specpv: every step verifies %d drafts, even of short requests; add "
+                "--scheduler-cls nwor_specpv.vllm.specpv.scheduler.LongContextScheduler to verify "
+                "%d where that is faster",
                 self.limit,
                 self._guesses,
             )
@@ -88,7 +89,7 @@ class PartialViewSpeculator(EagleSpeculator):
     def load_model(self, target_model: Any) -> None:
         super().load_model(target_model)
         names = own_layers(self._engine.layers, besides=self.draft_attn_layer_names)
-        self._target = Target(self.vllm_config, target_model, names)
+        self._target = TargetModel(self.vllm_config, target_model, names)
 
     def init_cudagraph_manager(self, cudagraph_mode: CUDAGraphMode) -> None:
         # The target's manager was made just before, for both lengths; the head's for its single
@@ -109,7 +110,7 @@ class PartialViewSpeculator(EagleSpeculator):
         if not sizes or not self._possible():
             return
         try:
-            self._capture_rounds(sorted(sizes, reverse=True))
+            self._capture_loop(sorted(sizes, reverse=True))
             if self.lengths.wants_costs:
                 self._measure(sorted(sizes))
         except Exception as error:
@@ -118,7 +119,7 @@ class PartialViewSpeculator(EagleSpeculator):
     @torch.inference_mode()
     def start(self) -> None:
         """What `capture` has not done, before the first request: memory, and costs of passes that
-        run without graphs; see `runner_hooks`. Nothing where no request can be long."""
+        run without graphs; see `hooks.runner`. Nothing where no request can be long."""
         if not self._possible():
             return
         try:
@@ -187,7 +188,7 @@ class PartialViewSpeculator(EagleSpeculator):
             )
         if passes:
             try:
-                self._round(input_batch, passes, num_sampled, num_rejected, last_sampled)
+                self._draft_by_passes(input_batch, passes, num_sampled, num_rejected, last_sampled)
             except Exception as error:
                 self._fail(error)
                 self.draft_tokens[:count] = 0
@@ -195,7 +196,7 @@ class PartialViewSpeculator(EagleSpeculator):
                 passes = 0
         self.latest_passes = passes
         if real:
-            chains = self._rounds.chains if passes and self._rounds is not None else None
+            chains = self._loop.chains if passes and self._loop is not None else None
             self._counts.drafted(chains, input_batch.req_ids, passes)
         return self.draft_tokens[:count]
 
@@ -213,24 +214,26 @@ class PartialViewSpeculator(EagleSpeculator):
             offer_larger_graphs(getattr(self._engine.runner, "cudagraph_manager", None))
         except Exception as error:  # vLLM's own names: without them, steps run without graphs
             logger.warning(
-                "nwor_specpv: graphs of both numbers of drafts are not offered: %s", error
+                "nwor_specpv: could not offer CUDA graphs for both draft lengths; some steps run "
+                "without graphs: %s",
+                error,
             )
 
     def _fail(self, error: Exception, reason: str = "") -> None:
         """The head drafts alone from now on; serving goes on."""
         self.lengths.give_up()
-        consequence = "partial passes failed, the head drafts alone"
+        consequence = "partial passes failed, so the head drafts alone until the next start"
         self._engine.draft_failures.add(error, consequence, reason)
 
     def _fail_at_start(self, error: Exception) -> None:
         """Memory that nobody would use is vLLM's to have."""
-        self._rounds = None
+        self._loop = None
         self._graphs.clear()
         self._fail(error, "start")
 
-    # ---- a round --------------------------------------------------------------------------------
+    # ---- drafts by passes -----------------------------------------------------------------------
 
-    def _round(
+    def _draft_by_passes(
         self,
         input_batch: Any,
         passes: int,
@@ -242,23 +245,23 @@ class PartialViewSpeculator(EagleSpeculator):
         whose replays have nothing of ours that could fail."""
         agreed, count = self._engine.draft_failures.agreed, input_batch.num_reqs
         with agreed():
-            rounds, padded = self._ready(), self._padded(count)
+            loop, padded = self._ready(), self._padded(count)
             table = self._table(padded)
             select = self._begin(
-                rounds, table, input_batch, passes, num_sampled, num_rejected, last_sampled
+                loop, table, input_batch, passes, num_sampled, num_rejected, last_sampled
             )
         kinds = ("first" if select else "kept", *["later"] * (passes - 1), "close")
         for kind in kinds:
             self._run(kind, table)
-        self.draft_tokens[:count] = rounds.chains.drafts[:count, : self.limit]
+        self.draft_tokens[:count] = loop.chains.drafts[:count, : self.limit]
         if any((kind, padded) not in self._graphs for kind in kinds):
             with agreed():
-                rounds.check()
+                loop.check()
         _C.count("specpv_draft_passes_total", passes)
 
     def _begin(
         self,
-        rounds: Rounds,
+        loop: DraftLoop,
         table: torch.Tensor,
         input_batch: Any,
         passes: int,
@@ -266,7 +269,7 @@ class PartialViewSpeculator(EagleSpeculator):
         num_rejected: torch.Tensor,
         last_sampled: torch.Tensor,
     ) -> bool:
-        """Tells the device of the round; whether it chooses blocks."""
+        """Tells the device of the proposal; whether it chooses blocks."""
         count = input_batch.num_reqs
         names, ends = input_batch.req_ids, input_batch.seq_lens_cpu_upper_bound.tolist()
         rows = self._view_rows(names, ends, input_batch.prefill_len_np.tolist())
@@ -276,15 +279,15 @@ class PartialViewSpeculator(EagleSpeculator):
         active = num_sampled[:count] > 0
         select = self._chooses(names, ends)
         device_rows = host.to(self.device, non_blocking=True)
-        rounds.begin(table, device_rows, prefix, active, roots, select=select)
+        loop.begin(table, device_rows, prefix, active, roots, select=select)
         if self.draft_logits is not None:
             torch.bitwise_xor(self.seeds, _OTHER_SEED, out=self.draft_seeds)
             self._certain(input_batch.idx_mapping, passes + self._guesses)
-            rounds.chains.drafts[:, passes + self._guesses :] = 0
+            loop.chains.drafts[:, passes + self._guesses :] = 0
         return select
 
     def _run(self, kind: str, table: torch.Tensor) -> None:
-        """A part of a round of as many requests as the table has; from its graph, if there is."""
+        """A part of a proposal for as many requests as the table has; from its graph, if any."""
         graph = self._graphs.get((kind, table.shape[0]))
         if graph is not None:
             graph.replay()
@@ -294,7 +297,7 @@ class PartialViewSpeculator(EagleSpeculator):
     def _certain(self, requests: torch.Tensor, filled: int) -> None:
         """Drafts from the `filled`th on are token 0 with certainty: sampling must know.
 
-        `requests` [B]: those of the round; drafts of others may still wait for their full step.
+        `requests` [B]: those of the proposal; drafts of others may still wait for their full step.
         """
         if self.draft_logits is not None and filled < self.limit:
             rest, own = self.draft_logits[:, filled:], requests.long()
@@ -310,8 +313,8 @@ class PartialViewSpeculator(EagleSpeculator):
 
         Who is in the midst of a prompt drafts nothing: a row of its own would be missing to others.
         """
-        assert self._rounds is not None
-        store = self._rounds.store
+        assert self._loop is not None
+        store = self._loop.store
         told = zip(names, ends, prompts, strict=False)
         drafting = {name: end for name, end, prompt in told if end >= prompt}
         for name in self._rows.keys() - drafting.keys():
@@ -325,10 +328,10 @@ class PartialViewSpeculator(EagleSpeculator):
         return [self._rows.get(name, -1) for name in names]
 
     def _chooses(self, names: list[str], ends: list[int]) -> bool:
-        """Whether blocks are chosen in this round, by all: one has no choice yet, or an old one."""
-        assert self._rounds is not None
+        """Whether all choose blocks in this proposal: one has no choice yet, or an old one."""
+        assert self._loop is not None
         # Lengths are known at most: each may be too large by a step's drafts.
-        room = self._rounds.store.budget.tail_capacity - self.limit - 1
+        room = self._loop.store.budget.tail_capacity - self.limit - 1
         told = zip(names, ends, strict=False)
         long = [(name, end) for name, end in told if name in self._rows]
         if all(name in self._chosen_at and end - self._chosen_at[name] <= room
@@ -347,11 +350,11 @@ class PartialViewSpeculator(EagleSpeculator):
 
     # ---- set-up ---------------------------------------------------------------------------------
 
-    def _ready(self) -> Rounds:
+    def _ready(self) -> DraftLoop:
         """Takes memory, once: for `capture` or at `start`; with fixed passes and a small view in a
         warm-up step of vLLM's own, which comes before `start`."""
-        if self._rounds is not None:
-            return self._rounds
+        if self._loop is not None:
+            return self._loop
         settings, target = self._engine.settings, self._target
         assert target is not None
         # vLLM may have lowered it to what its caches hold, and tells its runner alone.
@@ -364,11 +367,11 @@ class PartialViewSpeculator(EagleSpeculator):
             max_requests=settings.specpv_max_requests,
             max_batch=self.max_num_reqs,
             max_tokens=self.max_model_len,
-            max_rows=rows + _ROUNDS_PER_CHOICE * self.limit,
+            max_rows=rows + _PROPOSALS_PER_CHOICE * self.limit,
         )
         tail = Tail(caches, self.max_num_reqs, self.limit + rows)
         chains = Chains(self.max_num_reqs, rows, self.limit, self.max_model_len, self.device)
-        self._rounds = Rounds(
+        self._loop = DraftLoop(
             chains,
             store,
             tail,
@@ -376,39 +379,41 @@ class PartialViewSpeculator(EagleSpeculator):
             SampledTarget(self, target),
             EagleHead(self, chains),
             by_root=self.draft_logits is not None,
-            keeps_failure=not self._engine.draft_failures.alone,
+            keeps_failure=not self._engine.draft_failures.single_rank,
         )
         taken = (store.bytes + tail.bytes) / 1e6
         logger.info("nwor_specpv: views of %d requests take %.1f MB", store.max_requests, taken)
-        return self._rounds
+        return self._loop
 
     def _possible(self) -> bool:
         """Whether a request can be long. vLLM may have lowered the length to what caches hold."""
         return self.lengths.possible(self.vllm_config.model_config.max_model_len)
 
-    def _capture_rounds(self, sizes: list[int]) -> None:
-        """All ranks have rounds, or none. Nothing waits for another rank while it is recorded.
+    def _capture_loop(self, sizes: list[int]) -> None:
+        """All ranks have graphs, or none. Nothing waits for another rank while it is recorded.
 
         vLLM's own all-reduce, which keeps a list of buffers of what is recorded, may not bear it
         when one rank's recording breaks off.
         """
         agreed = self._engine.draft_failures.agreed
         with agreed():
-            rounds = self._ready()
+            loop = self._ready()
             nobody = torch.zeros(0, dtype=torch.int32, device=self.device)
         with graph_capture(device=self.device):
             for size in sizes:
                 with agreed():
                     table = self._table(size)
-                    rounds.begin(table, nobody, nobody, nobody.bool(), nobody.long())
+                    loop.begin(table, nobody, nobody, nobody.bool(), nobody.long())
                 for kind in ("first", "kept", "later", "close"):
-                    run = functools.partial(getattr(rounds, kind), table)
+                    run = functools.partial(getattr(loop, kind), table)
                     run()
                     with agreed():
-                        rounds.check()
+                        loop.check()
                         self._graphs[kind, size] = self._record(run)
-                        rounds.check()
-        logger.info("nwor_specpv: rounds captured for batches of %s", sizes[::-1])
+                        loop.check()
+        logger.info(
+            "nwor_specpv: captured CUDA graphs of partial passes for batches of %s", sizes[::-1]
+        )
 
     def _record(self, run: Callable[[], None]) -> torch.cuda.CUDAGraph:
         manager, graph = self.prefill_cudagraph_manager, torch.cuda.CUDAGraph()
@@ -419,9 +424,9 @@ class PartialViewSpeculator(EagleSpeculator):
 
     def _measure(self, sizes: list[int]) -> None:
         """Costs of a pass in batches of these sizes, in order."""
-        costs = measure_rounds(self._ready(), self._table(sizes[-1]), sizes, self._run)
+        costs = measure_loop(self._ready(), self._table(sizes[-1]), sizes, self._run)
         self.lengths.learn(costs)
-        logger.info("nwor_specpv: measured %s", costs)
+        logger.info("nwor_specpv: measured the costs of partial passes: %s", costs)
 
 
 def chooses_lengths(scheduler: Any) -> bool:

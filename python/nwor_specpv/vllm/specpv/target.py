@@ -8,9 +8,8 @@ from typing import Any
 import torch
 from vllm.forward_context import set_forward_context
 
-from nwor_specpv import cache_views
 from nwor_specpv.errors import NworError
-from nwor_specpv.vllm import versions
+from nwor_specpv.vllm.backend.caches import key_value_of
 from nwor_specpv.vllm.backend.layer import TargetLayer
 
 from .partial_pass import PartialPass
@@ -27,14 +26,14 @@ def own_layers(layers: Mapping[str, Any], besides: Collection[str] = ()) -> list
     theirs = [name for name in names if not isinstance(layers[name].impl, TargetLayer)]
     if theirs or not names:
         raise NworError(
-            f"nwor_specpv, enable_specpv: got {theirs[0] if theirs else 'no layer'} with vLLM's "
-            "own attention, expected ours in every layer of the target; add --attention-backend "
+            f"nwor_specpv, enable_specpv: {theirs[0] if theirs else 'the target'} uses vLLM's own "
+            "attention, but views need ours in every layer of the target; add --attention-backend "
             "CUSTOM, or serve this model without enable_specpv"
         )
     return names
 
 
-class Target:
+class TargetModel:
     """vLLM's own model, called outside of its steps."""
 
     def __init__(self, vllm_config: Any, model: Callable[..., Any], layers: list[str]) -> None:
@@ -50,8 +49,8 @@ class Target:
         for name in self.layers:
             cache = context[name].kv_cache
             if cache.numel() == 0:
-                raise NworError(f"layer {name}: got no cache, expected vLLM to have made it")
-            found.append(cache_views(cache, versions.CACHE_LAYOUT)[0])
+                raise NworError(f"layer {name}: vLLM has not made its KV cache yet")
+            found.append(key_value_of(cache)[0])
         return found
 
     def greedy(

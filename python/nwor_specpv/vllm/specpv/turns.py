@@ -1,4 +1,4 @@
-"""The passes of one round on model runner V1: what each is asked, and how its answers grow chains.
+"""The passes of one proposal (model runner V1): what each is asked, how answers grow chains.
 
 Nothing here waits for another rank, so that ranks can agree between passes.
 """
@@ -10,7 +10,8 @@ from dataclasses import dataclass
 
 import torch
 
-from .ngram import NgramIndex
+from nwor_specpv import _C
+
 from .partial_pass import PartialPass
 from .tail import Tail
 from .views import ViewStore
@@ -28,7 +29,7 @@ class Turn:
 
 
 class Turns:
-    """A round: `next`, whoever runs the pass, `judge`, and so on. Thread-safety: none."""
+    """A proposal: `next`, whoever runs the pass, `judge`, and so on. Thread-safety: none."""
 
     def __init__(
         self,
@@ -36,7 +37,7 @@ class Turns:
         tail: Tail,
         layer_index: dict[str, int],
         block_table: torch.Tensor,
-        texts: Sequence[NgramIndex],
+        texts: Sequence[_C.NgramIndex],
         prefix: Sequence[int],
         *,
         limit: int,

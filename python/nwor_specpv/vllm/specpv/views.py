@@ -18,7 +18,7 @@ from nwor_specpv.errors import NworError
 
 
 @dataclass(frozen=True)
-class Batch:
+class ViewBatch:
     """The requests of one step, [B] int32 each but for the table. Row -1 takes no part."""
 
     block_table: torch.Tensor  # [B, pages] int32
@@ -48,8 +48,8 @@ class ViewStore:
         for cache in key_caches:
             if cache.shape != first.shape or cache.dtype != first.dtype:
                 raise NworError(
-                    f"key_caches: got {list(cache.shape)} {cache.dtype}, expected "
-                    f"{list(first.shape)} {first.dtype} as the first layer's"
+                    f"key_caches: a layer has {list(cache.shape)} {cache.dtype}, but the first one "
+                    f"has {list(first.shape)} {first.dtype}; serve this model without enable_specpv"
                 )
         self.page_size, num_heads, head_size = first.shape[1:]
         config.validate_for(self.page_size, max_rows, max_tokens)
@@ -103,6 +103,11 @@ class ViewStore:
         self._anchor[row] = 0
         return self._free.pop()
 
+    @property
+    def has_room(self) -> bool:
+        """Whether `open` has a row to give."""
+        return bool(self._free)
+
     def close(self, row: int) -> None:
         self._free.append(row)
 
@@ -133,7 +138,7 @@ class ViewStore:
     # ---- a step ---------------------------------------------------------------------------------
 
     def begin(
-        self, batch: Batch, partial: torch.Tensor | None = None, *, selects: bool = True
+        self, batch: ViewBatch, partial: torch.Tensor | None = None, *, selects: bool = True
     ) -> None:
         """Tells the device what the requests do. `partial` [B]: 1: sees the view; default: all.
 

@@ -1,36 +1,33 @@
-"""Which vLLM this is, and whether what we lean on is still there.
+"""Which vLLM this is. `adapter` is the module that says what is particular to it.
 
-vLLM promises no stability below its plugin interface, so every version was read before it was let
-in, and every wrapped method is compared with the signature that was read.
+Every version was read and run before it was let in.
 """
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Callable
-from typing import Any
+from . import v0_26
+from .functions import VllmFunction, signature_problem
 
-# Read and run: see docs/vllm.md.
-SUPPORTED = ("0.26.0",)
+__all__ = ["VllmFunction", "adapter", "choose", "signature_problem", "supported"]
 
-# How those versions lay out a cache: a name of nwor_specpv.LAYOUTS.
-CACHE_LAYOUT = "packed"
+_ADAPTERS = (v0_26,)
 
-
-def version_problem(version: str) -> str | None:
-    """Why this vLLM is not let in, or None. Local parts such as +cpu do not matter."""
-    if version.partition("+")[0] in SUPPORTED:
-        return None
-    return f"vLLM {version} is installed, expected {' or '.join(SUPPORTED)}"
+adapter = _ADAPTERS[-1]
 
 
-def signature_problem(function: Callable[..., Any], expected: tuple[str, ...]) -> str | None:
-    """Why `function` cannot be wrapped: its parameters are not the ones that were read."""
-    name = getattr(function, "__qualname__", repr(function))
-    try:
-        found = tuple(inspect.signature(function).parameters)
-    except (TypeError, ValueError) as error:
-        return f"{name} has no signature to look at: {error}"
-    if found == expected:
-        return None
-    return f"{name} takes ({', '.join(found)}), expected ({', '.join(expected)})"
+def supported() -> str:
+    """The versions that are let in, for messages."""
+    return " or ".join(version for known in _ADAPTERS for version in known.SUPPORTED)
+
+
+def choose(version: str) -> str | None:
+    """Chooses the adapter of this version of vLLM; the problem, if there is none for it.
+
+    Local parts such as +cpu do not matter.
+    """
+    global adapter
+    for known in _ADAPTERS:
+        if version.partition("+")[0] in known.SUPPORTED:
+            adapter = known
+            return None
+    return f"vLLM {version} is not supported; install vLLM {supported()}"

@@ -1,4 +1,4 @@
-"""Rounds of head and partial passes on the device, against models written in plain Python."""
+"""Head and partial passes in turns on the device, against models written in plain Python."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ import torch
 
 from nwor_specpv import SpecPVConfig
 from nwor_specpv.vllm.specpv.chain import Chains, matching_guesses, slots_of, window_of
+from nwor_specpv.vllm.specpv.draft_loop import DraftLoop
 from nwor_specpv.vllm.specpv.partial_pass import PartialPass
-from nwor_specpv.vllm.specpv.rounds import Rounds
 from nwor_specpv.vllm.specpv.tail import Tail
 from nwor_specpv.vllm.specpv.views import ViewStore
 
@@ -122,9 +122,9 @@ class Texts:
         return found
 
 
-def make_rounds(
+def make_loop(
     world: Texts, *, batch: int, rows: int, limit: int, max_len: int = 4096, by_root: bool = False
-) -> Rounds:
+) -> DraftLoop:
     config = SpecPVConfig(
         enable_specpv=True,
         specpv_mode="lossless",
@@ -143,7 +143,7 @@ def make_rounds(
     chains = world.chains = Chains(batch, rows, limit, max_len, torch.device("cpu"))
     for buffer in (chains.tokens, chains.drafts, chains.said):
         buffer.fill_(POISON)
-    return Rounds(chains, store, tail, {"a": 0, "b": 1}, world, world, by_root=by_root)
+    return DraftLoop(chains, store, tail, {"a": 0, "b": 1}, world, world, by_root=by_root)
 
 
 @pytest.mark.parametrize("skill", [0.0, 0.7, 1.0])
@@ -157,22 +157,22 @@ def test_chains_are_what_the_target_says(rows: int, limit: int, skill: float) ->
             for _ in range(real)
         ]
         world = Texts(texts, skill)
-        rounds = make_rounds(world, batch=6, rows=rows, limit=limit)
+        loop = make_loop(world, batch=6, rows=rows, limit=limit)
         active = torch.tensor([random.random() < 0.8 for _ in range(real)])
         prefix = torch.tensor([len(text) - 1 for text in texts], dtype=torch.int32)
         roots = torch.tensor([text[-1] for text in texts])
         table = torch.zeros(padded, 6, dtype=torch.int32)
         view_rows = torch.arange(real, dtype=torch.int32)
         select = random.random() < 0.5
-        rounds.begin(table, view_rows, prefix, active, roots, select=select)
-        (rounds.first if select else rounds.kept)(table)
+        loop.begin(table, view_rows, prefix, active, roots, select=select)
+        (loop.first if select else loop.kept)(table)
         passes = random.randint(1, 6)
         for _ in range(passes - 1):
-            rounds.later(table)
-        chains = rounds.chains
+            loop.later(table)
+        chains = loop.chains
         before, lens = chains.drafts.clone(), chains.lens.clone()
         assert not world.closed
-        rounds.close(table)
+        loop.close(table)
         assert world.closed
         assert world.runs == passes
         assert torch.equal(chains.lens, lens), "guesses that nobody has confirmed are no chain"
@@ -201,7 +201,7 @@ def test_chains_are_what_the_target_says(rows: int, limit: int, skill: float) ->
 def test_who_chooses_blocks(by_root: bool) -> None:
     """Where tokens are drawn, guesses have no say: they share the noise of what is drawn."""
     world = Texts([[1, 2, 3]], 1.0)
-    rounds = make_rounds(world, batch=4, rows=4, limit=12, by_root=by_root)
+    loop = make_loop(world, batch=4, rows=4, limit=12, by_root=by_root)
     table, one = torch.zeros(2, 6, dtype=torch.int32), torch.tensor([2], dtype=torch.int32)
     run, asked = world.run, []
 
@@ -211,61 +211,61 @@ def test_who_chooses_blocks(by_root: bool) -> None:
         return run(passed, *args)
 
     world.run = watched
-    rounds.begin(table, one * 0, one, torch.tensor([True]), torch.tensor([3]))
-    rounds.first(table)
-    rounds.later(table)
-    rounds.kept(table)
+    loop.begin(table, one * 0, one, torch.tensor([True]), torch.tensor([3]))
+    loop.first(table)
+    loop.later(table)
+    loop.kept(table)
     assert asked == [(True, [[0, 1]] * 2 if by_root else None), (False, None), (False, None)]
 
 
 def test_requests_that_take_no_part_write_nothing() -> None:
     world = Texts([[1, 2, 3], [4, 5, 6]], 1.0)
-    rounds = make_rounds(world, batch=4, rows=4, limit=12)
+    loop = make_loop(world, batch=4, rows=4, limit=12)
     table = torch.zeros(4, 6, dtype=torch.int32)
     nobody = torch.zeros(0, dtype=torch.int32)
-    rounds.chains.tokens.zero_()
-    rounds.begin(table, nobody, nobody, nobody.bool(), nobody.long())
-    rounds.first(table)
-    rounds.later(table)
+    loop.chains.tokens.zero_()
+    loop.begin(table, nobody, nobody, nobody.bool(), nobody.long())
+    loop.first(table)
+    loop.later(table)
     assert set(world.tail) == {POISON}
-    assert rounds.chains.lens.sum() == 0
+    assert loop.chains.lens.sum() == 0
 
 
 def test_who_sees_a_view() -> None:
     """Long requests with a row; the others see their whole context."""
     world = Texts([[1] * 200] * 4, 1.0)
-    rounds = make_rounds(world, batch=5, rows=4, limit=12)
-    static = rounds.store.budget.static_tokens
+    loop = make_loop(world, batch=5, rows=4, limit=12)
+    static = loop.store.budget.static_tokens
     prefix = torch.tensor([static + 1, static, static + 50, static + 9], dtype=torch.int32)
     active = torch.tensor([True, True, True, False])
     table = torch.zeros(5, 20, dtype=torch.int32)
     roots = torch.zeros(4, dtype=torch.int64)
     given = torch.tensor([3, 1, -1, 2], dtype=torch.int32)
-    rounds.begin(table, given, prefix, active, roots)
-    assert rounds.store.rows(5).tolist() == [3, -1, -1, -1, -1]
-    assert rounds.store.lens(5).tolist() == [static + 1, static, static + 50, 0, 0]
+    loop.begin(table, given, prefix, active, roots)
+    assert loop.store.rows(5).tolist() == [3, -1, -1, -1, -1]
+    assert loop.store.lens(5).tolist() == [static + 1, static, static + 50, 0, 0]
 
 
 def test_a_choice_serves_later_rounds_for_a_while() -> None:
-    """Whoever has none, or has grown beyond the tail since, sees everything in such rounds."""
+    """Whoever has none, or has grown beyond the tail since, sees everything in such proposals."""
     world = Texts([[1] * 400] * 3, 1.0)
-    rounds = make_rounds(world, batch=3, rows=4, limit=12)
-    store, room = rounds.store, rounds.store.budget.tail_capacity
+    loop = make_loop(world, batch=3, rows=4, limit=12)
+    store, room = loop.store, loop.store.budget.tail_capacity
     table = torch.zeros(3, 40, dtype=torch.int32)
     roots, everybody = torch.zeros(3, dtype=torch.int64), torch.tensor([True] * 3)
     rows = torch.tensor([store.open() for _ in range(3)], dtype=torch.int32)
     lens = torch.tensor([100, 120, 140], dtype=torch.int32)
-    rounds.begin(table, rows, lens, torch.tensor([True, True, False]), roots)
-    rounds.first(table)
-    rounds.begin(table, rows, lens + room, everybody, roots, select=False)
+    loop.begin(table, rows, lens, torch.tensor([True, True, False]), roots)
+    loop.first(table)
+    loop.begin(table, rows, lens + room, everybody, roots, select=False)
     assert store.rows(3).tolist() == [rows[0], rows[1], -1]
-    rounds.kept(table)
+    loop.kept(table)
     # The window is where it was, and what came after it is seen too.
     held = store.view_lens[:3].tolist()
     first = (100 // PAGE - 1) * PAGE  # the window's first token
     assert held[0] == PAGE + 100 + room - first  # the sink; this target chooses nothing
     grown = torch.tensor([room + 1, 0, 0], dtype=torch.int32)
-    rounds.begin(table, rows, lens + grown, everybody, roots, select=False)
+    loop.begin(table, rows, lens + grown, everybody, roots, select=False)
     assert store.rows(3).tolist() == [-1, rows[1], -1]
     assert store.anchors[rows[0]] == 100
 
@@ -339,12 +339,12 @@ def test_the_latest_pages() -> None:
 def test_a_row_too_many_is_found() -> None:
     """A fault put in on purpose shows: the comparison above can fail."""
     world = Texts([[1, 2, 3, 4, 5, 6, 7]], 0.5)
-    rounds = make_rounds(world, batch=2, rows=4, limit=12)
-    chains = rounds.chains
+    loop = make_loop(world, batch=2, rows=4, limit=12)
+    chains = loop.chains
     table = torch.zeros(2, 6, dtype=torch.int32)
     one = torch.tensor([6], dtype=torch.int32)
-    rounds.begin(table, one * 0, one, torch.tensor([True]), torch.tensor([7]))
-    rounds.first(table)
+    loop.begin(table, one * 0, one, torch.tensor([True]), torch.tensor([7]))
+    loop.first(table)
     chains.lens[:1] += 1
     passed = SimpleNamespace(num_requests=1, num_rows=4, slots=chains.slots(1, world.capacity))
     passed.prefix_lens, passed.tail_lens = chains.prefix, chains.lens
@@ -368,7 +368,7 @@ def fake_settings(**keys: Any) -> Any:
 def test_lengths_follow_batch_times_context_without_costs() -> None:
     from nwor_specpv.vllm.specpv.lengths import Lengths
 
-    lengths = Lengths(fake_settings(), 16, alone=False)
+    lengths = Lengths(fake_settings(), 16, single_rank=False)
     assert lengths.number([4096]) == 4
     assert lengths.number([32768] * 4) == 4
     assert lengths.number([32768] * 8) == 16
@@ -378,7 +378,10 @@ def test_lengths_follow_batch_times_context_without_costs() -> None:
     assert lengths.passes([32768] * 8) == 3
     # 8 of these have views, the others read everything in every pass.
     assert lengths.passes([32768] * 24) == 0
-    assert Lengths(fake_settings(specpv_max_requests=24), 16, alone=False).passes([32768] * 24) == 3
+    assert (
+        Lengths(fake_settings(specpv_max_requests=24), 16, single_rank=False).passes([32768] * 24)
+        == 3
+    )
     assert lengths.passes([32768] * 8 + [4000] * 2) == 3
     assert lengths.passes([32768] * 8 + [4000] * 60) == 0
     lengths.give_up()
@@ -390,13 +393,13 @@ def test_lengths_follow_measured_costs() -> None:
     from nwor_specpv.vllm.specpv.policy import StepCosts
 
     costs = StepCosts(base=5e-3, per_row=5e-6, per_token=131072 / 4.4e12)
-    lengths = Lengths(fake_settings(), 16, alone=True)
+    lengths = Lengths(fake_settings(), 16, single_rank=True)
     lengths.learn(costs)
     assert lengths.number([4096]) == 4
     assert lengths.number([122_880] * 6) == 16
     assert lengths.number([32768] * 8) == 16
     assert lengths.number([32768] + [4000] * 63) == 4, "short requests read theirs, too"
-    enough = Lengths(fake_settings(specpv_max_requests=64), 16, alone=True)
+    enough = Lengths(fake_settings(specpv_max_requests=64), 16, single_rank=True)
     enough.learn(costs)
     # With 8 views 56 requests read everything: a pass costs as much as a full step.
     assert lengths.passes([32768] * 64) < enough.passes([32768] * 64)
@@ -409,10 +412,10 @@ def test_lengths_follow_measured_costs() -> None:
     for _ in range(200):  # partial drafts that are nearly always wrong are not worth their time
         lengths.observe([1, 10, 0, 0, 30, 10])
     assert lengths.number([122_880] * 6) == 4
-    several = Lengths(fake_settings(), 16, alone=False)
+    several = Lengths(fake_settings(), 16, single_rank=False)
     several.learn(costs)  # ranks and the scheduler must come to the same answer
     assert several.number([32768] * 8) == 16
-    fixed = Lengths(fake_settings(specpv_draft_passes=3), 16, alone=True)
+    fixed = Lengths(fake_settings(specpv_draft_passes=3), 16, single_rank=True)
     assert fixed.passes([5000]) == 3
     assert fixed.passes([1000]) == 0
 
@@ -429,8 +432,8 @@ def test_acceptance_is_counted_by_who_drafted() -> None:
     )
     names = ["x", "y", "z", "v", "w"]
     for number in range(lengths._LOOK_INTERVAL + 1):
-        by_round = number >= lengths._LOOK_INTERVAL
-        counts.drafted(chains if by_round else None, names, 6 if by_round else 0)
+        by_passes = number >= lengths._LOOK_INTERVAL
+        counts.drafted(chains if by_passes else None, names, 6 if by_passes else 0)
         # 16 drafts each. Of "x" all 10 of the chain are accepted, and 2 of 4 guesses behind it; of
         # "y" a whole chain that leaves no room for any; of "z" 2 of 5; of "v" all 12 and all 4.
         rejected = torch.tensor([4, 0, 14, 0, 0])

@@ -24,7 +24,7 @@ def watch_requests(llm: Any) -> list[Any]:
     return found
 
 
-def published(llm: Any, requests: list[Any], full_tokens: int) -> tuple[int, int]:
+def count_published_blocks(llm: Any, requests: list[Any], full_tokens: int) -> tuple[int, int]:
     """Blocks that can be found, and how many of them no request may have published: they are
     neither of a prompt nor within the first `full_tokens` tokens."""
     from vllm.v1.core.kv_cache_utils import get_block_hash

@@ -30,8 +30,8 @@ def drafts_of_batch(lens: Sequence[int], scheduled: Sequence[Sequence[int]]) -> 
     for request, (count, length) in enumerate(zip(counts, lens, strict=True)):
         if count and count >= length:
             raise NworError(
-                f"drafts: got {count} for request {request} of {length} rows, expected fewer: "
-                "its first row is no draft"
+                f"drafts: request {request} has {count} drafts in {length} rows, but its first row "
+                "is never a draft"
             )
     return counts
 
@@ -78,7 +78,7 @@ def accepted_by_rejections(num_rejected: torch.Tensor, num_drafts: torch.Tensor)
     return (num_drafts - num_rejected.to(torch.int32)).clamp_(min=0)
 
 
-def draft_rows(lens: Sequence[int], drafts: Sequence[int]) -> tuple[list[int], list[list[int]]]:
+def draft_path(lens: Sequence[int], drafts: Sequence[int]) -> tuple[list[int], list[list[int]]]:
     """Drafts of each request, and rows of the request from its first draft on, `depth` of them.
 
     `depth` is that of the request with most drafts, at least 1; entries beyond a request's drafts

@@ -1,4 +1,4 @@
-"""The two models of a round as vLLM has them: the target over views, and the EAGLE head.
+"""The two models that draft, as vLLM has them: the target over views, and the EAGLE head.
 
 Both run on rows of ours, inside captured graphs: whatever they touch keeps its address.
 """
@@ -6,7 +6,7 @@ Both run on rows of ours, inside captured graphs: whatever they touch keeps its 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import Any, Protocol
 
 import torch
 from vllm.forward_context import set_forward_context
@@ -16,18 +16,45 @@ from vllm.v1.worker.gpu.sample.gumbel import gumbel_sample
 from nwor_specpv.errors import NworError
 
 from .chain import Chains, slots_of, window_of
+from .lengths import Lengths
 from .partial_pass import PartialPass
-from .target import Target
+from .target import TargetModel
 
-if TYPE_CHECKING:
-    from .speculator import PartialViewSpeculator
+_HEAD_TOKENS = 1024  # that a head sees beside partial passes, at most
 
 
-_HEAD_TOKENS = 1024  # that a head sees in a round, at most
+class Drafting(Protocol):
+    """What both models use of vLLM's speculator and of ours, which extends it."""
+
+    # vLLM's own.
+    vllm_config: Any
+    device: torch.device
+    model: Any  # the head
+    max_model_len: int
+    attn_groups: Any
+    block_tables: Any
+    draft_attn_layer_names: set[str]
+    draft_logits: torch.Tensor | None  # [requests, limit, vocabulary]; None: drafts are greedy
+    draft_tokens: torch.Tensor  # [B, limit]
+    hidden_states: torch.Tensor
+    idx_mapping: torch.Tensor  # [B]: where a request's state lies
+    temperature: torch.Tensor
+    use_fp64_gumbel: bool
+
+    # Ours.
+    limit: int  # drafts of a request
+    draft_seeds: torch.Tensor
+    lengths: Lengths
+
+    def group_of(self, layer: str) -> int:
+        """The cache group of a layer."""
+
+    def _greedy_sample_draft(self, hidden: torch.Tensor) -> torch.Tensor:
+        """vLLM's own: the head's likeliest tokens."""
 
 
 def _draw(
-    spec: PartialViewSpeculator,
+    spec: Drafting,
     logits: torch.Tensor,
     requests: torch.Tensor,
     positions: torch.Tensor,
@@ -59,7 +86,7 @@ def _column(columns: torch.Tensor | None, number: int) -> torch.Tensor | None:
 class SampledTarget:
     """vLLM's target over views, and its tokens: the likeliest, or drawn as requests ask for."""
 
-    def __init__(self, speculator: PartialViewSpeculator, target: Target) -> None:
+    def __init__(self, speculator: Drafting, target: TargetModel) -> None:
         self._speculator, self._model = speculator, target
 
     def run(
@@ -80,8 +107,8 @@ class SampledTarget:
             return logits.argmax(dim=-1), combined
         if logits.shape[-1] != spec.draft_logits.shape[-1]:
             raise NworError(
-                f"draft_sample_method 'probabilistic': got {logits.shape[-1]} logits of the target "
-                f"and {spec.draft_logits.shape[-1]} of the head, expected as many"
+                f"draft_sample_method 'probabilistic': the target has {logits.shape[-1]} logits "
+                f"and the head {spec.draft_logits.shape[-1]}; use draft_sample_method 'greedy'"
             )
         requests = spec.idx_mapping[: passed.num_requests, None].expand(-1, passed.num_rows)
         # Positions are the rows', as the full step will have them.
@@ -102,7 +129,7 @@ class Stretch:
 class EagleHead:
     """The head on rows of ours, over buffers that keep their address."""
 
-    def __init__(self, speculator: PartialViewSpeculator, chains: Chains) -> None:
+    def __init__(self, speculator: Drafting, chains: Chains) -> None:
         self._speculator, self._chains = speculator, chains
         self._layers = sorted(speculator.draft_attn_layer_names)
         self._group = speculator.group_of(self._layers[0])
@@ -115,8 +142,8 @@ class EagleHead:
         # A turn takes up a pass' rows, and then guesses from the last right one on.
         self._reach = 2 * chains.rows
         self._steps = torch.arange(self._reach, device=device)
-        # In rounds it sees the latest tokens only: it would read the whole of its cache for every
-        # guess otherwise.
+        # Beside partial passes it sees the latest tokens only: it would read the whole of its
+        # cache for every guess otherwise.
         view = min(speculator.lengths.view_tokens, _HEAD_TOKENS) + chains.limit + chains.rows
         self._pages = 1 - (-view // self._page_size)
 

@@ -14,7 +14,7 @@ import torch
 _SHOWN = 5  # problems that are told
 
 
-class Confirmed:
+class ConfirmedTokensWatch:
     """Watches an engine whose requests have the given prompts and will have these whole texts."""
 
     def __init__(self, llm: Any, runner: Any, prompts: list[Any], texts: list[Any]) -> None:
@@ -25,7 +25,7 @@ class Confirmed:
         self._problems: list[str] = []
         self._counts = dict.fromkeys(("looks", "after_rejections", "blocks", "generated"), 0)
         self._published: list[tuple[int, int]] = []
-        self._watch_rounds()
+        self._watch_proposals()
         self._watch_pool()
 
     def report(self) -> dict[str, Any]:
@@ -43,9 +43,9 @@ class Confirmed:
 
     # ---- summaries ------------------------------------------------------------------------------
 
-    def _watch_rounds(self) -> None:
+    def _watch_proposals(self) -> None:
         speculator = self._runner.speculator
-        draft = speculator._round
+        draft = speculator._draft_by_passes
 
         def watched(batch: Any, passes: int, sampled: Any, rejected: Any, last: Any) -> None:
             draft(batch, passes, sampled, rejected, last)
@@ -57,12 +57,12 @@ class Confirmed:
                     self._counts["after_rejections"] += int(rejected[b] > 0)
                     self._look(name, b, row, int(lens[b]), roots[b])
 
-        speculator._round = watched
+        speculator._draft_by_passes = watched
 
     def _look(self, name: str, b: int, row: int, length: int, root: int) -> None:
-        """A request with a view after a round: `length` tokens are in the cache, `root` follows."""
+        """A request with a view after a proposal: `length` tokens are cached, `root` follows."""
         speculator = self._runner.speculator
-        store, table = speculator._rounds.store, speculator._table(b + 1)[b]
+        store, table = speculator._loop.store, speculator._table(b + 1)[b]
         prompt = self._prompt(name)
         text = self._texts[prompt]
         self._counts["looks"] += 1

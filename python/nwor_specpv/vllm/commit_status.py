@@ -10,7 +10,7 @@ from nwor_specpv import COMMIT_ERRORS
 from nwor_specpv.errors import NworError
 
 
-class StatusMail:
+class CommitStatusReader:
     """Status words of commits on a GPU, read when they have arrived: nobody waits for them.
 
     A fault there means that emitted tokens are missing from the cache. By the time it is known the
@@ -24,7 +24,7 @@ class StatusMail:
         self._arrived: torch.cuda.Event | None = None
         self._aside: torch.cuda.Stream | None = None  # a copy would hold up the step's kernels
 
-    def post(self, receipt: Any) -> None:
+    def request(self, receipt: Any) -> None:
         """Sends for the status of this commit, after looking at the last one's."""
         self.check()
         if self._status is not None:  # the last one is still on its way: it is waited for here
@@ -49,6 +49,7 @@ class StatusMail:
         code, request, index, value = self._words[:4].tolist()
         if code != 0:
             raise NworError(
-                f"commit: got {COMMIT_ERRORS[code]} for request {request}, index {index}, value "
-                f"{value}, expected every accepted row to be written"
+                f"nwor_specpv: a commit failed on the GPU with {COMMIT_ERRORS[code]} (request "
+                f"{request}, index {index}, value {value}), so accepted tokens are missing from "
+                "the cache; restart the server and report this line"
             )

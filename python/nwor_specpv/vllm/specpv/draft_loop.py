@@ -1,7 +1,7 @@
-"""A round of drafting on the device: head and partial pass in turns, the chain grows.
+"""Drafting on the device: head and partial pass in turns, the chain grows.
 
     first   the head goes on from the full step, then a pass that chooses blocks by its queries
-    kept    the same over the blocks of an earlier round, and all that came after them
+    kept    the same over the blocks of an earlier proposal, and all that came after them
     later   the head takes up what the pass has said, then a pass over the same view
     close   the head takes it up once more: its guesses follow the chain as they are
 
@@ -18,7 +18,7 @@ import torch
 from .chain import Chains
 from .partial_pass import PartialPass
 from .tail import Tail
-from .views import Batch, ViewStore
+from .views import ViewBatch, ViewStore
 
 
 class Head(Protocol):
@@ -49,8 +49,8 @@ class PartialTarget(Protocol):
         """What it says after every row, [rows] int64, and what the head wants of each row."""
 
 
-class Rounds:
-    """Rounds of one engine: `begin`, `first` or `kept`, `later` as often as wanted, `close`."""
+class DraftLoop:
+    """The drafts of one engine: `begin`, `first` or `kept`, `later` as often as wanted, `close`."""
 
     def __init__(
         self,
@@ -75,7 +75,7 @@ class Rounds:
         self._starts = torch.arange(batch + 1, dtype=torch.int32, device=device) * chains.rows
         self._roots = torch.tensor([[0, 1]] * batch, dtype=torch.int32, device=device)
         self._by_root, self._keeps_failure = by_root, keeps_failure
-        self._failure: Exception | None = None  # of this round
+        self._failure: Exception | None = None  # of this proposal
         self._hidden: torch.Tensor | None = None
 
     def begin(
@@ -88,7 +88,7 @@ class Rounds:
         *,
         select: bool = True,
     ) -> None:
-        """Opens a round. [B] each but for the table [padded B, pages]; row -1: no view.
+        """Opens a proposal. [B] each but for the table [padded B, pages]; row -1: no view.
 
         `select`: `first` follows, else `kept`.
 
@@ -107,17 +107,17 @@ class Rounds:
             takes &= (anchors > 0) & (since >= 0) & (since <= self.store.budget.tail_capacity)
         all_rows[:count] = torch.where(takes, rows, -1)
         chooses = torch.full_like(all_rows, int(select))
-        self.store.begin(Batch(block_table, all_rows, lens, chooses), selects=select)
+        self.store.begin(ViewBatch(block_table, all_rows, lens, chooses), selects=select)
 
     def first(self, block_table: torch.Tensor) -> None:
-        """The first pass of a round."""
+        """The first pass of a proposal."""
         count = block_table.shape[0]
         self.chains.guess(self.chains.tokens[:count, 0].clone(), self._head.go_on(count))
         self._pass(block_table, first=True, select=True)
         self.store.end(count)
 
     def kept(self, block_table: torch.Tensor) -> None:
-        """The first pass of a round that chooses no blocks."""
+        """The first pass of a proposal that chooses no blocks."""
         count = block_table.shape[0]
         self.chains.guess(self.chains.tokens[:count, 0].clone(), self._head.go_on(count))
         self.store.build(count)
@@ -138,7 +138,7 @@ class Rounds:
         self.chains.close(self._head.take_up(self.chains, count, self._hidden, last=True))
 
     def check(self) -> None:
-        """Raises what has failed in a pass of this round. Replays of graphs run none of it."""
+        """Raises what has failed in a pass of this proposal. Replays of graphs run none of it."""
         failure, self._failure = self._failure, None  # it holds on to the step it is of
         if failure is not None:
             raise failure

@@ -2,7 +2,7 @@
 
 Kernels of another number of rows round otherwise, in bfloat16 visibly. So tokens may differ, but
 only where two of them were all but equally likely, and log-probabilities are close up to there.
-`errors` says how far either run is from float32.
+`errors_against_float32` says how far either run is from float32.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import torch
 
 
 @dataclass
-class Closeness:
+class RunComparison:
     """Of requests that were compared up to their first other token."""
 
     total: int = 0  # tokens that both runs have
@@ -44,7 +44,7 @@ class Closeness:
 
 
 @dataclass
-class Errors:
+class RunErrors:
     """Of log-probabilities in two runs, at places where both have the same tokens so far."""
 
     wanted: list[float] = field(default_factory=list)
@@ -63,12 +63,12 @@ class Errors:
 
 
 @torch.inference_mode()
-def errors(model: Path, told: Iterable[tuple[list[int], Any, Any]]) -> Errors:
+def errors_against_float32(model: Path, told: Iterable[tuple[list[int], Any, Any]]) -> RunErrors:
     """Against the same weights in float32, by transformers: prompts and vLLM's outputs to them."""
     from transformers import AutoModelForCausalLM
 
     exact = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).cuda().eval()
-    found = Errors()
+    found = RunErrors()
     for prompt, wanted, got in told:
         pairs = list(zip(wanted.token_ids, got.token_ids, strict=False))
         count = next((i for i, (one, other) in enumerate(pairs) if one != other), len(pairs))
@@ -83,9 +83,9 @@ def errors(model: Path, told: Iterable[tuple[list[int], Any, Any]]) -> Errors:
     return found
 
 
-def compare(pairs: Iterable[tuple[Any, Any]]) -> Closeness:
+def compare_runs(pairs: Iterable[tuple[Any, Any]]) -> RunComparison:
     """Pairs of vLLM's outputs with log-probabilities, a few of them at each place."""
-    found = Closeness()
+    found = RunComparison()
     for wanted, got in pairs:
         length = min(len(wanted.token_ids), len(got.token_ids))
         found.total += length

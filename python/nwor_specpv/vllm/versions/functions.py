@@ -1,0 +1,36 @@
+"""Functions of vLLM that are wrapped, replaced or called, and whether they are as they were read.
+
+vLLM promises no stability below its plugin interface, so each is compared with the signature that
+was read before it is touched.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class VllmFunction:
+    """A function of vLLM, or a method, and the names of its parameters."""
+
+    module: str
+    path: str  # in the module: `function` or `Class.method`
+    parameters: tuple[str, ...]
+
+    def __str__(self) -> str:
+        return f"{self.module}.{self.path}"
+
+
+def signature_problem(function: Callable[..., Any], expected: tuple[str, ...]) -> str | None:
+    """Why `function` cannot be used: its parameters are not the expected ones. None: they are."""
+    name = getattr(function, "__qualname__", repr(function))
+    try:
+        found = tuple(inspect.signature(function).parameters)
+    except (TypeError, ValueError) as error:
+        return f"vLLM's {name} has no signature that could be checked ({error})"
+    if found == expected:
+        return None
+    return f"vLLM's {name} takes ({', '.join(found)}), expected ({', '.join(expected)})"

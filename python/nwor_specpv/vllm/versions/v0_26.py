@@ -1,0 +1,62 @@
+"""What is particular to vLLM 0.26."""
+
+from __future__ import annotations
+
+from .functions import VllmFunction
+
+# Read and run: see docs/vllm.md.
+SUPPORTED = ("0.26.0",)
+
+# How a cache is laid out: a name of nwor_specpv.LAYOUTS.
+CACHE_LAYOUT = "packed"
+
+RUNNER_V1 = "vllm.v1.worker.gpu_model_runner"
+RUNNER_V2 = "vllm.v1.worker.gpu.model_runner"
+
+# Called with the plan of a step, before anything else of it.
+PLAN_STEP_V1 = VllmFunction(
+    RUNNER_V1, "GPUModelRunner._update_states", ("self", "scheduler_output")
+)
+PLAN_STEP_V2 = VllmFunction(RUNNER_V2, "GPUModelRunner.add_requests", ("self", "scheduler_output"))
+# Asked whether a step may run as a full CUDA graph.
+IS_UNIFORM_V1 = VllmFunction(
+    RUNNER_V1,
+    "GPUModelRunner._is_uniform_decode",
+    (
+        "max_num_scheduled_tokens",
+        "uniform_decode_query_len",
+        "num_tokens",
+        "num_reqs",
+        "force_uniform_decode",
+    ),
+)
+UNIFORM_ROWS_V2 = VllmFunction(
+    RUNNER_V2, "get_uniform_token_count", ("num_reqs", "num_tokens", "max_query_len")
+)
+# Orders the requests of a step, as its module's `sort_batch_req_ids` does.
+ORDER_REQUESTS_V2 = VllmFunction(
+    RUNNER_V2, "GPUModelRunner.prepare_inputs", ("self", "scheduler_output", "batch_desc")
+)
+# Called after every sampling step, before the drafter: acceptance is known.
+AFTER_SAMPLING_V1 = VllmFunction(
+    RUNNER_V1,
+    "GPUModelRunner._update_states_after_model_execute",
+    ("self", "output_token_ids", "scheduler_output"),
+)
+AFTER_SAMPLING_V2 = VllmFunction(
+    RUNNER_V2,
+    "GPUModelRunner.postprocess_sampled",
+    ("self", "idx_mapping", "sampled_tokens", "num_sampled", "num_rejected", "query_start_loc"),
+)
+# Builds the speculator of model runner V2, which imports it by name.
+MAKE_SPECULATOR = VllmFunction(
+    "vllm.v1.worker.gpu.spec_decode", "init_speculator", ("vllm_config", "device")
+)
+# Publishes blocks of a request to the prefix cache: a method of the cache's coordinator.
+PUBLISH_BLOCKS = ("self", "request", "num_computed_tokens")
+
+
+def end_of_start(worker_class: str) -> VllmFunction:
+    """The method of this worker class that ends the start of an engine."""
+    module, _, owner = worker_class.rpartition(".")
+    return VllmFunction(module, f"{owner}.compile_or_warm_up_model", ("self",))
