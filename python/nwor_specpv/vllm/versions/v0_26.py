@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from .functions import VllmFunction
 
-# Read and run: see docs/vllm.md.
+# Read and run: see docs/vllm_validation.md.
 SUPPORTED = ("0.26.0",)
 
 # How a cache is laid out: a name of nwor_specpv.LAYOUTS.
