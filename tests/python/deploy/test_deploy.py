@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from tests.python.packaging.requirements import Requirement
+from packaging.requirements import Requirement
 
 from nwor_specpv import BYPASS_REASONS, Metrics
 from nwor_specpv.config import load_config
@@ -95,6 +95,26 @@ def test_promtool_accepts_the_configuration(tmp_path: Path) -> None:
     command = ["promtool", "check", "config", str(tmp_path / "prometheus.yml")]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_the_container_is_healthy_while_both_endpoints_answer() -> None:
+    compose = yaml.safe_load((DEPLOY / "compose.yaml").read_text())
+    kind, _, *arguments = compose["services"]["vllm"]["healthcheck"]["test"]
+    assert kind == "CMD"
+    metrics = Metrics()
+    ports = {"8000/health": f"{metrics.serve()}/healthz", "9400": str(metrics.status()["port"])}
+
+    def check() -> int:
+        script = arguments[-1]
+        for documented, here in ports.items():
+            assert script.count(documented) == 1
+            script = script.replace(documented, here)
+        command = [sys.executable, *arguments[:-1], script]
+        return subprocess.run(command, capture_output=True, check=False, timeout=60).returncode
+
+    assert check() == 0
+    metrics.stop()
+    assert check() == 1
 
 
 # Alert -> series, minute by minute, that raise it; without them it keeps still.
@@ -207,8 +227,10 @@ def test_the_dockerfile_builds_what_the_plugin_needs() -> None:
     assert {keyword for keyword, _ in found} <= known
     (base,) = (rest for keyword, rest in found if keyword == "FROM")
     assert found[0] == ("FROM", base)
-    compat = (ROOT / "python" / "nwor_specpv" / "vllm" / "compat.py").read_text()
-    assert f'"{base.rpartition(":v")[2]}"' in re.search(r"SUPPORTED = \((.*)\)", compat)[1]
+    folder = ROOT / "python" / "nwor_specpv" / "vllm" / "versions"
+    versions = "".join(file.read_text() for file in folder.glob("*.py"))
+    supported = re.findall(r"^SUPPORTED = \((.*)\)", versions, re.M)
+    assert f'"{base.rpartition(":v")[2]}"' in ", ".join(supported)
     runs = [rest for keyword, rest in found if keyword == "RUN"]
     for run in runs:
         assert subprocess.run(["bash", "-n", "-c", run], check=False).returncode == 0, run
