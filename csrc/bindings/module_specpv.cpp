@@ -513,6 +513,15 @@ void BindCounting(py::module_& m) {
       },
       py::arg("trigger"), py::arg("amount"),
       "Counts full steps by their trigger, a label of FULL_TRIGGERS.");
+  m.def(
+      "describe_engine",
+      [](std::string drafter, int64_t draft_tokens, std::string mode, std::string attention) {
+        Counters::Global().DescribeEngine({std::move(drafter), std::to_string(draft_tokens),
+                                           std::move(mode), std::move(attention)});
+      },
+      py::arg("drafter"), py::arg("draft_tokens"), py::arg("mode"), py::arg("attention"),
+      py::call_guard<py::gil_scoped_release>(),
+      "Describes the newest engine of this process in nwor_engine_info.");
   py::class_<LossyEngine>(
       m, "LossyEngine",
       "An engine that is not lossless, counted in specpv_lossy_engines as long as it is\n"

@@ -38,9 +38,9 @@ int64_t Nanoseconds(double seconds) { return static_cast<int64_t>(std::llround(s
 Counters& Counters::Global() {
   static Counters* const counters = [] {
     auto* created = new Counters;
-    // A forked child counts for itself: totals it inherited are the parent's to report, and the
-    // parent's devices cannot be read there. Its staging memory, though, is really its own.
-    // The lock keeps a fork from freezing a read half way.
+    // A forked child counts for itself: the parent reports the inherited totals, and the child
+    // cannot read the parent's devices. The child does have its copy of the staging memory, so the
+    // gauges stay. The lock keeps a fork from interrupting a read.
     pthread_atfork([] { Global().sources_mutex_.lock(); }, [] { Global().sources_mutex_.unlock(); },
                    [] {
                      Counters& self = Global();
@@ -55,6 +55,7 @@ Counters& Counters::Global() {
                      Zero(self.summary_sums_);
                      Zero(self.summary_counts_);
                      self.sources_.clear();
+                     self.engine_.reset();
                      self.sources_mutex_.unlock();
                    });
     return created;
@@ -67,7 +68,7 @@ namespace {
 void ObserveLatency(double seconds,
                     std::array<std::atomic<int64_t>, kCommitLatencyBounds.size() + 1>& buckets,
                     std::atomic<int64_t>& sum_nanoseconds) {
-  // Also false for NaN: a broken clock must not poison the sum.
+  // Takes NaN for 0, too: a broken clock must not spoil the sum.
   if (!(seconds > 0)) seconds = 0;
   const auto bucket =
       std::lower_bound(kCommitLatencyBounds.begin(), kCommitLatencyBounds.end(), seconds) -
@@ -87,8 +88,8 @@ void Counters::ObserveRefreshLatency(double seconds) {
 }
 
 void Counters::RegisteredSource::Refresh() {
-  // A device that can no longer be read keeps its last totals: counters never go backwards, and a
-  // scrape thread has nobody to throw to.
+  // If the device can no longer be read, its last totals stay: counters never go backwards, and
+  // nobody would catch an exception of the scrape thread.
   CountersSnapshot fresh;
   try {
     read(fresh);
@@ -96,6 +97,11 @@ void Counters::RegisteredSource::Refresh() {
     fresh = last;
   }
   last = fresh;
+}
+
+void Counters::DescribeEngine(EngineInfo info) {
+  std::lock_guard lock(sources_mutex_);
+  engine_ = std::move(info);
 }
 
 int Counters::AddSource(Source source) {
@@ -120,12 +126,13 @@ void Counters::RemoveSource(int id) {
   Fold(found->last.draft_failures, draft_failures_);
   Fold(found->last.summary_sums, summary_sums_);
   Fold(found->last.summary_counts, summary_counts_);
-  // staging_bytes is a gauge: memory that goes with the source.
+  // staging_bytes is a gauge: the memory goes with the source.
   sources_.erase(found);
 }
 
 CountersSnapshot Counters::Read() const {
-  // Own counts are loaded under the lock too: a source folded in between would count twice.
+  // The lock covers the loads of the own counts: a source that was removed between them and the
+  // loop would count twice or not at all.
   std::lock_guard lock(sources_mutex_);
   CountersSnapshot snapshot;
   Load(values_, snapshot.values);
@@ -143,6 +150,7 @@ CountersSnapshot Counters::Read() const {
   snapshot.staging_bytes = staging_bytes_.load(kRelaxed);
   snapshot.live_sessions = live_sessions_.load(kRelaxed);
   snapshot.lossy_engines = lossy_engines_.load(kRelaxed);
+  snapshot.engine = engine_;
   for (RegisteredSource& source : sources_) {
     source.Refresh();
     Sum(source.last.values, snapshot.values);

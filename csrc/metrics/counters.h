@@ -5,6 +5,8 @@
 #include <cstdint>
 #include <functional>
 #include <mutex>
+#include <optional>
+#include <string>
 #include <vector>
 
 #include "base/bypass_reason.h"
@@ -12,54 +14,59 @@
 #include "base/export.h"
 #include "base/full_trigger.h"
 
-// What the hot path counts: relaxed atomics, nothing else. The exporter and stats() read them.
+// Counters of the hot path: relaxed atomics, nothing else. The exporter and stats() read them.
 //
-// Commits on a GPU count on the device; a source registered here brings those totals in when
+// Commits on a GPU count on the device. A source that is registered here adds those totals when
 // somebody reads, so a round never waits for the device.
 
 namespace nwor {
 
-// X(enumerator, metric name without prefix and suffix, help)
+// X(enumerator, metric name, help)
 #define NWOR_COUNTERS(X)                                                                          \
   X(kStageOperations, "nwor_stage_operations_total", "Layer writes that staged at least one row") \
-  X(kStagedTokens, "nwor_staged_tokens_total", "Draft tokens staged, each counted once a round")  \
+  X(kStagedTokens, "nwor_staged_tokens_total",                                                    \
+    "Draft tokens staged; a token counts once per round, not once per layer")                     \
   X(kCommittedTokens, "nwor_committed_tokens_total", "Draft tokens committed to the cache")       \
   X(kRejectedTokens, "nwor_rejected_tokens_total",                                                \
-    "Draft tokens whose K/V never reached the cache")                                             \
+    "Draft tokens rejected; their K/V never reached the cache")                                   \
   X(kRounds, "nwor_rounds_total", "Verification rounds that ended, committed or aborted")         \
   X(kAbortedRounds, "nwor_aborted_rounds_total", "Verification rounds that were aborted")         \
   X(kCacheBytesWritten, "nwor_cache_bytes_written_total",                                         \
-    "Bytes written to paged caches, direct writes and commits")                                   \
+    "Bytes written to paged caches by direct writes and commits")                                 \
   X(kCacheBytesAvoided, "nwor_cache_bytes_avoided_total",                                         \
     "Bytes of rejected draft tokens that were not written to paged caches")                       \
   X(kContractViolations, "nwor_contract_violations_total",                                        \
-    "Violations reported by the contract checker")                                                \
-  X(kChunkRows, "nwor_chunk_rows_total", "Rows run by chunked verification")                      \
+    "Contract violations that the checker reported")                                              \
+  X(kChunkRows, "nwor_chunk_rows_total", "Rows that chunked verification ran")                    \
   X(kChunkRowsSaved, "nwor_chunk_rows_saved_total",                                               \
     "Rows of draft chains that chunked verification did not run")                                 \
   X(kSessionsStarted, "nwor_sessions_started_total", "Sessions started")                          \
   X(kSessionsEnded, "nwor_sessions_ended_total", "Sessions ended by their clients")               \
   X(kSessionsEvicted, "nwor_sessions_evicted_total", "Sessions evicted to make room")             \
-  X(kSessionsExpired, "nwor_sessions_expired_total", "Sessions taken away for being idle")        \
+  X(kSessionsExpired, "nwor_sessions_expired_total", "Sessions removed because they were idle")   \
   X(kSessionDesyncs, "nwor_session_desyncs_total",                                                \
-    "Verifies refused because client and session disagreed about the cached length")              \
-  X(kSessionHits, "nwor_session_cache_hits_total", "Verifies that found their session cached")    \
+    "Verify calls refused: client and session disagreed about the cached length")                 \
+  X(kSessionHits, "nwor_session_cache_hits_total", "Verify calls whose session was cached")       \
   X(kSessionMisses, "nwor_session_cache_misses_total",                                            \
-    "Verifies that started a session, or asked for one that is not there")                        \
+    "Verify calls whose session was new or unknown")                                              \
   X(kPartialSteps, "specpv_partial_steps_total", "Verification steps over a partial view")        \
-  X(kKvBytesRead, "specpv_kv_bytes_read_total", "K/V bytes of the context read by steps")         \
-  X(kKvBytesFull, "specpv_kv_bytes_full_total", "K/V bytes that full steps would have read")      \
+  X(kKvBytesRead, "specpv_kv_bytes_read_total", "K/V bytes that steps read")                      \
+  X(kKvBytesFull, "specpv_kv_bytes_full_total",                                                   \
+    "K/V bytes that the same steps would have read if all were full")                             \
   X(kRecheckedTokens, "specpv_rechecked_tokens_total",                                            \
-    "Emitted tokens of partial steps that full attention looked at again")                        \
+    "Tokens emitted by partial steps that full attention checked again")                          \
   X(kDisagreedTokens, "specpv_disagreed_tokens_total",                                            \
-    "Those of them that full attention would have chosen differently")                            \
-  X(kDraftPasses, "specpv_draft_passes_total", "Passes of the target over views, to draft")       \
-  X(kDraftedTokens, "specpv_drafted_tokens_total", "Tokens that the target drafted over views")   \
+    "Rechecked tokens that full attention would have chosen differently")                         \
+  X(kDraftPasses, "specpv_draft_passes_total",                                                    \
+    "Draft passes of the target model over partial views")                                        \
+  X(kDraftedTokens, "specpv_drafted_tokens_total",                                                \
+    "Tokens that the target model drafted over partial views")                                    \
   X(kConfirmedTokens, "specpv_confirmed_tokens_total",                                            \
-    "Those of them that a full step has confirmed")                                               \
+    "Tokens drafted over partial views that a full step confirmed")                               \
   X(kProbedRows, "specpv_probed_rows_total",                                                      \
-    "Rows of full steps whose attention was computed over the view, too")                         \
-  X(kDeviatingRows, "specpv_deviating_rows_total", "Those of them that the view changed visibly")
+    "Rows of full steps whose attention was also computed over the partial view")                 \
+  X(kDeviatingRows, "specpv_deviating_rows_total",                                                \
+    "Probed rows whose output the partial view changed noticeably")
 
 enum class Counter : int {
 #define NWOR_ENUMERATOR(name, metric, help) name,
@@ -78,11 +85,11 @@ inline constexpr std::array kCounterTexts = {
 };
 inline constexpr int kNumCounters = static_cast<int>(kCounterTexts.size());
 
-// Sum and count of something that each step has so much of.
+// Sum and count of a quantity that every partial step has.
 // X(enumerator, metric name without suffix, help)
 #define NWOR_SUMMARIES(X)                                                       \
   X(kViewTokens, "specpv_view_tokens", "Tokens that a partial step attends to") \
-  X(kContextTokens, "specpv_context_tokens", "Tokens of its context, which a full step would see")
+  X(kContextTokens, "specpv_context_tokens", "Tokens in the context of a partial step")
 
 enum class Summary : int {
 #define NWOR_ENUMERATOR(name, metric, help) name,
@@ -100,7 +107,15 @@ inline constexpr int kNumSummaries = static_cast<int>(kSummaryTexts.size());
 inline constexpr std::array<double, 12> kCommitLatencyBounds = {2e-6, 5e-6, 1e-5, 2e-5, 5e-5, 1e-4,
                                                                 2e-4, 5e-4, 1e-3, 5e-3, 2e-2, 1e-1};
 
-// A consistent-enough copy for readers: each number is exact, sums across numbers may lag.
+// What an engine does: the labels of nwor_engine_info.
+struct EngineInfo {
+  std::string drafter;       // the host's name for it: "ngram", "eagle3"
+  std::string draft_tokens;  // most draft tokens in a step
+  std::string mode;          // "full", or a mode of partial verification
+  std::string attention;     // the route of verify attention, "auto" by default
+};
+
+// A copy for readers. Each number is exact; numbers may be from slightly different moments.
 struct CountersSnapshot {
   std::array<int64_t, kNumCounters> values{};
   std::array<int64_t, kNumBypassReasons> fallbacks{};                      // by BypassReason
@@ -115,6 +130,7 @@ struct CountersSnapshot {
   int64_t staging_bytes = 0;
   int64_t live_sessions = 0;
   int64_t lossy_engines = 0;
+  std::optional<EngineInfo> engine;  // the newest one
 
   int64_t operator[](Counter counter) const { return values[static_cast<size_t>(counter)]; }
 };
@@ -123,7 +139,7 @@ struct CountersSnapshot {
 class NWOR_EXPORT Counters {
  public:
   // The process-wide counters that the exporter serves. Never destroyed. A forked child starts at
-  // zero, without sources; only the gauges carry over.
+  // zero, without sources and engine; only the gauges carry over.
   static Counters& Global();
 
   void Add(Counter counter, int64_t amount) {
@@ -154,10 +170,13 @@ class NWOR_EXPORT Counters {
   void ObserveCommitLatency(double seconds);
   void ObserveRefreshLatency(double seconds);
 
-  // A source adds totals kept elsewhere (on a device) to a snapshot that starts at zero; it may
-  // block on the device. One that throws is taken to stand where it last stood.
-  // Returns an id for RemoveSource, which waits for a running read and folds the source's last
-  // totals into the counters so that they never go backwards; an unknown id is ignored.
+  // Describes the newest engine of this process; replaces the description of an earlier one.
+  void DescribeEngine(EngineInfo info);
+
+  // A source adds totals that are kept elsewhere (on a device) to a snapshot that starts at zero.
+  // It may block on the device. If it throws, its last totals stay valid.
+  // AddSource returns an id for RemoveSource. RemoveSource waits for a running read and adds the
+  // source's last totals to the counters, so that they never go backwards. It ignores unknown ids.
   // REQUIRES: a source calls no method of these Counters that reads or changes sources.
   using Source = std::function<void(CountersSnapshot&)>;
   int AddSource(Source source);
@@ -188,8 +207,9 @@ class NWOR_EXPORT Counters {
     void Refresh();
   };
 
-  mutable std::mutex sources_mutex_;
-  mutable std::vector<RegisteredSource> sources_;  // mutable: reading remembers last totals
+  mutable std::mutex sources_mutex_;               // guards the fields below
+  mutable std::vector<RegisteredSource> sources_;  // mutable: Read() stores their last totals
+  std::optional<EngineInfo> engine_;
   int next_source_id_ = 1;
 };
 

@@ -35,9 +35,9 @@ using prometheus::MetricFamily;
 using prometheus::MetricType;
 using Labels = std::vector<ClientMetric::Label>;
 
-// ---- what a scrape gets ------------------------------------------------------------------------
+// ---- the text of a scrape ----------------------------------------------------------------------
 
-// The rank as launchers tell it; nothing outside a distributed job.
+// The rank that the launcher set; none outside a distributed job.
 Labels RankLabels() {
   for (const char* name : {"RANK", "LOCAL_RANK"}) {
     const char* const text = std::getenv(name);
@@ -58,8 +58,8 @@ MetricFamily Single(const char* name, const char* help, MetricType type, const L
   return {name, help, type, {std::move(metric)}};
 }
 
-// A counter with one more label. `texts` name its values in the order of `counts`; those before
-// `first` mean that nothing happened.
+// A counter with one more label. `texts` names the label's values in the order of `counts`. Values
+// before `first` mean that nothing happened and get no series.
 template <typename Texts, typename Counts>
 MetricFamily ByLabel(const char* name, const char* help, const char* label, const Texts& texts,
                      const Counts& counts, size_t first, const Labels& labels) {
@@ -75,18 +75,17 @@ MetricFamily ByLabel(const char* name, const char* help, const char* label, cons
 }
 
 MetricFamily Fallbacks(const CountersSnapshot& snapshot, const Labels& labels) {
-  return ByLabel("nwor_fallback_total", "Fallbacks to the engine's own way, by reason", "reason",
-                 kBypassReasonTexts, snapshot.fallbacks, 1, labels);
+  return ByLabel("nwor_fallback_total", "Fallbacks to the engine's own cache writes, by reason",
+                 "reason", kBypassReasonTexts, snapshot.fallbacks, 1, labels);
 }
 
 MetricFamily FullSteps(const CountersSnapshot& snapshot, const Labels& labels) {
-  return ByLabel("specpv_full_steps_total",
-                 "Verification steps over the whole context, by what made them full", "trigger",
-                 kFullTriggerTexts, snapshot.full_steps, 1, labels);
+  return ByLabel("specpv_full_steps_total", "Verification steps over the whole context, by trigger",
+                 "trigger", kFullTriggerTexts, snapshot.full_steps, 1, labels);
 }
 
 MetricFamily DraftFailures(const CountersSnapshot& snapshot, const Labels& labels) {
-  return ByLabel("specpv_draft_failures_total", "Rounds of drafting over views that failed",
+  return ByLabel("specpv_draft_failures_total", "Failures to draft over partial views, by reason",
                  "reason", kDraftFailureTexts, snapshot.draft_failures, 0, labels);
 }
 
@@ -126,8 +125,19 @@ MetricFamily Build() {
                          {"cuda", std::string(info.cuda)},
                          {"architectures", std::string(info.architectures)},
                          {"revision", std::string(info.revision)}};
-  return Single("nwor_build_info", "What the library was built from and for", MetricType::Gauge,
-                labels, 1);
+  return Single("nwor_build_info", "Always 1; labels describe the build", MetricType::Gauge, labels,
+                1);
+}
+
+// Has no series until an engine is described.
+MetricFamily Engine(const std::optional<EngineInfo>& engine, Labels labels) {
+  constexpr char kName[] = "nwor_engine_info", kHelp[] = "Always 1; labels describe the engine";
+  if (!engine) return {kName, kHelp, MetricType::Gauge, {}};
+  labels.push_back({"drafter", engine->drafter});
+  labels.push_back({"draft_tokens", engine->draft_tokens});
+  labels.push_back({"mode", engine->mode});
+  labels.push_back({"attention", engine->attention});
+  return Single(kName, kHelp, MetricType::Gauge, labels, 1);
 }
 
 void AppendProcess(std::vector<MetricFamily>& families) {
@@ -147,7 +157,7 @@ void AppendProcess(std::vector<MetricFamily>& families) {
 
 class CountersCollectable : public prometheus::Collectable {
  public:
-  // The environment is read here, on the caller's thread: a scrape thread must not race setenv.
+  // Reads the environment on the caller's thread: getenv on the scrape thread could race setenv.
   CountersCollectable() : labels_(RankLabels()) {}
 
   std::vector<MetricFamily> Collect() const override {
@@ -159,17 +169,17 @@ class CountersCollectable : public prometheus::Collectable {
                                 static_cast<double>(snapshot[static_cast<Counter>(i)])));
     }
     families.push_back(Fallbacks(snapshot, labels_));
-    families.push_back(Single("nwor_staging_bytes", "Memory held by staging buffers",
+    families.push_back(Single("nwor_staging_bytes", "Bytes held by staging buffers",
                               MetricType::Gauge, labels_,
                               static_cast<double>(snapshot.staging_bytes)));
     families.push_back(Single("nwor_sessions_live", "Sessions that hold cached tokens",
                               MetricType::Gauge, labels_,
                               static_cast<double>(snapshot.live_sessions)));
-    families.push_back(Single("specpv_lossy_engines",
-                              "Engines whose steps over partial views are NOT lossless: tokens may "
-                              "differ from full attention's",
-                              MetricType::Gauge, labels_,
-                              static_cast<double>(snapshot.lossy_engines)));
+    families.push_back(
+        Single("specpv_lossy_engines",
+               "Engines that are NOT lossless: their tokens may differ from those of "
+               "full attention",
+               MetricType::Gauge, labels_, static_cast<double>(snapshot.lossy_engines)));
     families.push_back(Latency("nwor_commit_seconds", "Host time of a commit call",
                                snapshot.latency_buckets, snapshot.latency_sum_seconds, labels_));
     families.push_back(FullSteps(snapshot, labels_));
@@ -177,10 +187,12 @@ class CountersCollectable : public prometheus::Collectable {
     for (int i = 0; i < kNumSummaries; ++i) {
       families.push_back(TokensOf(static_cast<Summary>(i), snapshot, labels_));
     }
-    families.push_back(Latency("specpv_refresh_seconds",
-                               "Time of one layer's refresh, on the device where it runs",
-                               snapshot.refresh_buckets, snapshot.refresh_sum_seconds, labels_));
+    families.push_back(
+        Latency("specpv_refresh_seconds",
+                "Time of one layer's refresh; on a GPU, device time of sampled calls",
+                snapshot.refresh_buckets, snapshot.refresh_sum_seconds, labels_));
     families.push_back(Build());
+    families.push_back(Engine(snapshot.engine, labels_));
     AppendProcess(families);
     return families;
   }
@@ -191,7 +203,7 @@ class CountersCollectable : public prometheus::Collectable {
 
 // ---- the endpoint ------------------------------------------------------------------------------
 
-// Guarded by its mutex; never destroyed: at exit nobody waits for the server's thread.
+// The mutex guards all fields. Never destroyed, so that exit does not wait for the server's thread.
 struct Endpoint {
   std::mutex mutex;
   std::unique_ptr<HttpServer> server;
@@ -200,17 +212,18 @@ struct Endpoint {
 
 Endpoint& TheEndpoint() {
   static Endpoint* const endpoint = [] {
-    // Before a fork the handlers lock in reverse order of registration. Stopping holds the
-    // endpoint's lock while a scrape may still want the counters', so theirs has to come second.
+    // Before a fork the handlers run in reverse order of registration. StopMetrics holds the
+    // endpoint's lock while a scrape may still take the counters' lock, so the fork must take the
+    // endpoint's first: the counters register before it.
     Counters::Global();
     pthread_atfork([] { TheEndpoint().mutex.lock(); },  //
                    [] { TheEndpoint().mutex.unlock(); },
                    [] {
-                     // The server's thread stayed in the parent: its destructor would wait for it
-                     // for ever, so the object is left behind. The sockets would keep the port
-                     // busy, and clients waiting, when the parent is gone.
+                     // The server's thread exists only in the parent, so the destructor would wait
+                     // for ever: the object is leaked. Its sockets are closed: they would keep the
+                     // port busy and clients waiting after the parent has ended.
                      Endpoint& self = TheEndpoint();
-                     if (HttpServer* const parents = self.server.release()) parents->Abandon();
+                     if (HttpServer* const inherited = self.server.release()) inherited->Abandon();
                      self.problem.clear();
                      self.mutex.unlock();
                    });
@@ -219,9 +232,9 @@ Endpoint& TheEndpoint() {
   return *endpoint;
 }
 
-// Null if nobody can listen there; `problem` says so.
+// Returns null if nothing can listen at `address`; `problem` then says why.
 std::unique_ptr<HttpServer> StartServer(const ListenAddress& address, std::string* problem) {
-  // Made here: it reads the environment.
+  // The constructor reads the environment, so it runs on this thread.
   const auto render = [source = std::make_shared<CountersCollectable>()] {
     return prometheus::TextSerializer().Serialize(source->Collect());
   };
@@ -243,7 +256,8 @@ int ServeMetrics(const std::string& host, int port) {
     endpoint.problem.clear();
     return endpoint.server->address().port();
   }
-  // Two hosts can share a port only if neither stands for all of them.
+  // The old and the new host cannot share the port if one of them is a wildcard, so the endpoint
+  // stops before it moves.
   std::optional<ListenAddress> before;
   if (endpoint.server && endpoint.server->address().port() == port) {
     before = endpoint.server->address();

@@ -11,11 +11,18 @@
 #include "base/export.h"
 #include "metrics/listen_address.h"
 
-// An HTTP server for one text: GET of one path, one request per connection.
+// An HTTP server for one text at one path, and /healthz. One request per connection; GET and HEAD.
 //
-// One thread of the usual stack serves all clients and waits for none of them: who is slow, or says
-// nothing, is let go after some seconds. Servers in libraries may ask for smaller stacks than a
-// process allows whose libraries keep much in thread-local storage, as those of CUDA do.
+// One thread serves all clients and never waits for a single one. A request has a deadline for the
+// whole of it. When every place is taken, a new client replaces the one that has been connected
+// longest without a complete request, so idle connections cannot hold up a scrape.
+//
+// Why not a library: cpp-httplib 0.11.4 (Debian 12) bounds each read but not a request, takes a
+// header line of any length into memory, and lets new clients wait until silent ones release their
+// threads: 32 silent connections delay a scrape by 15 seconds. CivetWeb 1.15, which prometheus-cpp
+// uses, also waits for silent clients, and its threads have stacks of 100 KiB, too small for
+// processes whose libraries (CUDA's) keep much in thread-local storage. Neither lets a forked child
+// close its copies of the client sockets.
 
 namespace nwor {
 
@@ -24,42 +31,50 @@ class NWOR_EXPORT HttpServer {
   // Called by the server's thread.
   using Render = std::function<std::string()>;
 
-  // Serves what `render` gives at `path`. Null if nobody can listen there: `problem` says why, in
-  // the system's words.
-  static std::unique_ptr<HttpServer> Start(const ListenAddress& address, std::string path,
-                                           Render render, std::string* problem);
+  // The time a client has for its request and the answer together.
+  static constexpr std::chrono::seconds kPatience{10};
 
-  // Stops: clients are let go, whatever they wait for, and the port is free.
+  // Serves the text of `render` at `path`. Returns null if nothing can listen at `address`; then
+  // `problem` holds the system's reason.
+  static std::unique_ptr<HttpServer> Start(const ListenAddress& address, std::string path,
+                                           Render render, std::string* problem,
+                                           std::chrono::milliseconds patience = kPatience);
+
+  // Closes every connection, stops the thread and frees the port.
   ~HttpServer();
   HttpServer(const HttpServer&) = delete;
   HttpServer& operator=(const HttpServer&) = delete;
 
   const ListenAddress& address() const { return address_; }  // with the bound port
 
-  // In a forked child, where the thread is not: gives up its copies of the sockets, so that the
-  // parent's are gone when it closes them. The object must not be destroyed there.
+  // For a forked child, which does not have the thread: closes the child's copies of the sockets,
+  // so that the parent's close ends them. The object must not be destroyed in the child.
   void Abandon() const;
 
  private:
   struct Client;
-  static constexpr int kMaxClients = 32;  // others wait to be accepted
+  static constexpr int kMaxClients = 64;
 
-  HttpServer(const ListenAddress& address, std::string path, Render render, int listener, int wake);
+  HttpServer(const ListenAddress& address, std::string path, Render render, int listener, int wake,
+             std::chrono::milliseconds patience);
 
   void Run();
-  bool Wait();
+  bool Step();
+  int NextPlace() const;
   bool Accept();
-  void Serve(Client* client, short events);
+  void Serve(int place);
+  void Drop(int place);
   std::string Answer(const std::string& request) const;
 
   const ListenAddress address_;
   const std::string path_;
   const Render render_;
   const int listener_, wake_;
-  std::unique_ptr<Client[]> clients_;  // the thread's own
-  // Their sockets, -1 where there is none: a fork may come at any time. Between accepting and
-  // noting it, or forgetting and closing, a child keeps a copy; the parent ends the connection for
-  // both.
+  const std::chrono::milliseconds patience_;
+  std::unique_ptr<Client[]> clients_;  // only the thread uses them
+  // The clients' sockets, -1 where a place is free. Atomic because a fork may come at any time. A
+  // child that is forked between accept and the store here, or between the store of -1 and close,
+  // keeps a copy; the parent's shutdown ends that connection for both.
   std::array<std::atomic<int>, kMaxClients> sockets_;
   std::chrono::steady_clock::time_point accept_from_;
   std::thread thread_;

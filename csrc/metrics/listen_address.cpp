@@ -68,7 +68,6 @@ std::string ListenAddress::Text() const {
 }
 
 std::string ListenAddress::Listen(int* fd) const {
-  constexpr int kBacklog = 128;
   const int made = socket(storage_.ss_family, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0);
   if (made < 0) return SystemText(errno);
   const int on = 1;
@@ -76,7 +75,7 @@ std::string ListenAddress::Listen(int* fd) const {
   const socklen_t length =
       storage_.ss_family == AF_INET ? sizeof(sockaddr_in) : sizeof(sockaddr_in6);
   if (bind(made, reinterpret_cast<const sockaddr*>(&storage_), length) == 0 &&
-      listen(made, kBacklog) == 0) {
+      listen(made, SOMAXCONN) == 0) {
     *fd = made;
     return "";
   }

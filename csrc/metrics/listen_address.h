@@ -6,18 +6,19 @@
 
 #include "base/export.h"
 
-// Where an endpoint listens: parsing, spelling, and what the system says about it.
+// The address at which an endpoint listens.
 //
-// Thread-safety: values; every function may be called from any thread.
+// Thread-safety: a value; every function may be called from any thread.
 
 namespace nwor {
 
 class NWOR_EXPORT ListenAddress {
  public:
-  // host: an IPv4 or IPv6 address, or localhost; port: 0 (any free one) to 65535. Throws Error.
+  // host: an IPv4 or IPv6 address, or localhost; port: 0 (any free one) to 65535. Throws Error for
+  // anything else.
   ListenAddress(const std::string& host, int port);
 
-  // Where a socket is bound.
+  // The address that a socket is bound to.
   static ListenAddress OfSocket(int fd);
 
   int port() const;
@@ -25,8 +26,8 @@ class NWOR_EXPORT ListenAddress {
   std::string Host() const;  // "127.0.0.1" or "::1"
   std::string Text() const;  // "127.0.0.1:9400" or "[::1]:9400"
 
-  // A socket that listens here, not waited for by any call. Returns why there is none, in the
-  // system's words; empty: it is in `fd`, the caller's to close.
+  // Makes a non-blocking socket that listens here and stores it in `fd`; the caller closes it.
+  // Returns the system's reason if that fails, else an empty string.
   std::string Listen(int* fd) const;
 
  private:

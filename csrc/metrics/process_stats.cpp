@@ -32,7 +32,7 @@ std::optional<double> OpenFds() {
   int count = 0;
   while (const dirent* entry = readdir(folder)) count += entry->d_name[0] != '.';
   closedir(folder);
-  return count - 1;  // less the one that counted
+  return count - 1;  // without the one that opendir has opened
 }
 
 std::optional<double> BootTimeSeconds() {
@@ -69,7 +69,7 @@ ProcessStats ReadProcessStats() noexcept {
   try {
     return {ResidentMemoryBytes(), CpuSeconds(), OpenFds(), StartTimeSeconds()};
   } catch (...) {
-    return {};  // no memory for a line of text
+    return {};  // out of memory
   }
 }
 

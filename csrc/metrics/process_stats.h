@@ -4,11 +4,11 @@
 
 #include "base/export.h"
 
-// What the operating system knows about this process, in the units of Prometheus' process metrics.
+// Facts about this process from the operating system, in the units of Prometheus' process metrics.
 
 namespace nwor {
 
-// A field the system does not tell stays empty.
+// A field stays empty if the system does not provide it.
 struct ProcessStats {
   std::optional<double> resident_memory_bytes;
   std::optional<double> cpu_seconds;  // user and system, all threads
@@ -16,7 +16,7 @@ struct ProcessStats {
   std::optional<double> start_time_seconds;  // since the Unix epoch
 };
 
-// Reads them now, from /proc. Thread-safety: any thread. Never throws.
+// Reads them from /proc. Thread-safety: any thread. Never throws.
 NWOR_EXPORT ProcessStats ReadProcessStats() noexcept;
 
 }  // namespace nwor

@@ -44,6 +44,7 @@ __all__: list[str] = [
     "count",
     "count_draft_failure",
     "count_full_steps",
+    "describe_engine",
     "find_run_end",
     "judge_greedy",
     "last_attention_route",
@@ -684,6 +685,9 @@ def attention_routes() -> str: ...
 def count(metric: str, amount: typing.SupportsIndex) -> None: ...
 def count_draft_failure(reason: str) -> None: ...
 def count_full_steps(trigger: str, amount: typing.SupportsIndex) -> None: ...
+def describe_engine(
+    drafter: str, draft_tokens: typing.SupportsIndex, mode: str, attention: str
+) -> None: ...
 def find_run_end(
     run: collections.abc.Sequence[typing.SupportsIndex],
     stop_ids: collections.abc.Set[typing.SupportsIndex],

@@ -1,11 +1,11 @@
-"""The process-wide counters, and the Prometheus endpoint over them.
+"""The process-wide counters and their Prometheus endpoint.
 
     metrics = Metrics()
-    port = metrics.serve(port=9400)        # loopback; 0: any free port
+    port = metrics.serve(port=9400)        # on loopback; port 0: any free one
     print(metrics.snapshot()["nwor_rounds_total"])
 
-Nothing listens until `serve` is called. Call it in the process that does the work: a forked or
-spawned worker counts for itself and serves nothing until asked.
+The endpoint is off until `serve` is called. Call it in the process that does the work: a forked or
+spawned worker has counters of its own and must call `serve` itself.
 """
 
 from __future__ import annotations
@@ -28,17 +28,17 @@ PORT_MAX = 65535
 
 
 class Metrics:
-    """A view of this process' counters; every instance sees the same ones. Thread-safe."""
+    """This process' counters. All instances share them. Thread-safe."""
 
     def snapshot(self) -> dict[str, Any]:
-        """Every counter by its metric name. May wait for the device: commits count there."""
+        """Every counter by its metric name. May wait for the GPU, where commits are counted."""
         return _C.metrics_snapshot()
 
     def serve(self, host: str = "127.0.0.1", port: int = 0) -> int:
-        """Starts the endpoint and returns the bound port, the same one when asked again.
+        """Starts the endpoint and returns its port. A second call returns the same port.
 
-        A port that cannot be had is logged, shown in `status()` and answered with -1; it never
-        stops the host. Raises NworError for a bad address, or a build without prometheus-cpp.
+        If the port cannot be had, the call logs a warning, sets `problem` in `status()` and returns
+        -1; the host goes on. Raises NworError for a bad address or a build without prometheus-cpp.
         """
         bound = _C.metrics_serve(host, port)
         if bound < 0:
@@ -48,26 +48,31 @@ class Metrics:
         return bound
 
     def serve_settings(self, settings: Settings, env: Mapping[str, str] = os.environ) -> int | None:
-        """`serve` as configured, each worker of a machine at its own port; None when it is off."""
+        """Calls `serve` with the configured address; each worker of a machine has its own port.
+
+        Returns None if `metrics_port` is not set.
+        """
         if settings.metrics_port is None:
             return None
         return self.serve(settings.metrics_host, worker_port(settings.metrics_port, env))
 
     def stop(self) -> None:
-        """Stops the endpoint; the counters go on."""
+        """Stops the endpoint. The counters go on."""
         _C.metrics_stop()
 
     def status(self) -> dict[str, Any]:
-        """`built`, `serving`, `host`, `port`, and `problem`: why the last `serve` failed."""
+        """The endpoint's state: `built`, `serving`, `host`, `port`, and `problem`, which says why
+        the last `serve` failed.
+        """
         return _C.metrics_status()
 
     def render(self) -> str:
-        """The text a scrape would get."""
+        """The text that a scrape would get."""
         return _C.metrics_render()
 
 
 def worker_port(base: int, env: Mapping[str, str] = os.environ) -> int:
-    """The base port plus LOCAL_RANK, where a launcher set it; 0 (any free port) stays 0."""
+    """The base port plus LOCAL_RANK, if a launcher set it. 0 (any free port) stays 0."""
     text = env.get("LOCAL_RANK", "")
     rank = int(text) if base > 0 and text.isdecimal() else 0
     if rank > 0 and base + rank > PORT_MAX:

@@ -95,11 +95,12 @@ def _build_parser() -> argparse.ArgumentParser:
         command.set_defaults(run=run, passes_rest=False)
         return command
 
-    status = add("status", _status, "show the build, the machine, the hosts and what was bypassed")
+    status = add("status", _status, "show this machine, or what a running server does")
     status.add_argument("--json", action="store_true", help="print one JSON document")
     status.add_argument(
-        "--url", type=address, help="metrics endpoint of a running server, to show its counts"
+        "--url", type=address, help="show the server with this metrics endpoint, not this machine"
     )
+    status.add_argument("--local", action="store_true", help="with --url: show this machine, too")
     doctor = add("doctor", _doctor, "check what is missing and how to get it")
     doctor.add_argument("--json", action="store_true", help="print one JSON document")
 
@@ -121,12 +122,22 @@ def _version() -> int:
 
 
 def _status(arguments: argparse.Namespace, rest: list[str]) -> int:
-    from . import status
+    from . import server_status, status
 
-    report = status.collect(arguments.url)
-    print(json.dumps(report, indent=2) if arguments.json else status.describe(report))
-    answered = arguments.url is None or report["metrics"]["serving"]
-    return EXIT_OK if report["ok"] and answered else EXIT_FAILURE
+    report: dict[str, Any] = {"ok": True, "problem": None}
+    lines: list[tuple[str, str]] = []
+    if arguments.url is None or arguments.local:
+        report = status.collect()
+        lines = status.lines(report)
+    # Without --url, the settings in the environment may name a server.
+    url = arguments.url or report["metrics"]["url"]
+    report["server"] = server = server_status.collect(url) if url else None
+    if server:
+        lines += server_status.lines(server)
+    if arguments.url and server["problem"]:
+        report |= {"ok": False, "problem": report["problem"] or server["problem"]}
+    print(json.dumps(report, indent=2) if arguments.json else status.aligned(lines))
+    return EXIT_OK if report["ok"] else EXIT_FAILURE
 
 
 def _doctor(arguments: argparse.Namespace, rest: list[str]) -> int:

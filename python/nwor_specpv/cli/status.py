@@ -1,22 +1,16 @@
-"""`nwor-specpv status`: the build, the machine, the hosts found here and what was bypassed.
+"""This machine: the build, the GPUs, the attention routes and the hosts that are installed.
 
-`collect()` returns a dict for JSON, `describe()` makes text of it. Both work when the native
-library does not load: `ok` is then false and `problem` says why.
-
-Every process has its own counts. Those of a running server are read from its metrics endpoint,
-which a URL or the settings in the environment name; without one they are those of this process.
+`collect()` returns a JSON-able dict; `lines()` and `describe()` turn it into text. All work when
+the native library cannot be loaded: `ok` is then false and `problem` says why.
 """
 
 from __future__ import annotations
 
-import http.client
 import importlib
 import importlib.metadata
 import importlib.util
 import platform
-import re
-import urllib.error
-import urllib.request
+from collections.abc import Sequence
 from types import ModuleType
 from typing import Any
 
@@ -25,33 +19,19 @@ from nwor_specpv.config import load_config, metrics_url
 
 HOSTS = ("vllm", "transformers")
 
-_FALLBACK = re.compile(r'^nwor_fallback_total\{(?:[^}]*,)?reason="([^"]*)"[^}]*\}\s+(\S+)', re.M)
-_COUNTER = re.compile(r"^(\w+)(?:\{[^}]*\})?\s+(\S+)", re.M)
-_PARTIAL = (
-    "specpv_partial_steps_total",
-    "specpv_probed_rows_total",
-    "specpv_deviating_rows_total",
-    "specpv_rechecked_tokens_total",
-    "specpv_disagreed_tokens_total",
-    "specpv_lossy_engines",
-)
-_TIMEOUT_S = 5.0
-
 
 def load_native() -> tuple[ModuleType | None, str | None]:
-    """The module `_C`, or one sentence that says why there is none."""
+    """The module `_C`, or one sentence that says why it cannot be loaded."""
     try:
         return _stamp.load_native(), None
     except _stamp.StampMismatch as error:
         return None, " ".join(str(error).split())
 
 
-def collect(url: str | None = None) -> dict[str, Any]:
-    """Everything `nwor-specpv status` shows. `url`: the metrics endpoint of a running server."""
+def collect() -> dict[str, Any]:
+    """Everything that `nwor-specpv status` shows of this machine."""
     native, problem = load_native()
     stamp = _read_stamp()
-    metrics = _metrics(native, url)
-    known, fallbacks, steps = (metrics.pop(k) for k in ("known", "fallbacks", "partial_steps"))
     return {
         "ok": native is not None,
         "problem": problem,
@@ -62,41 +42,42 @@ def collect(url: str | None = None) -> dict[str, Any]:
         "devices": _devices(stamp),
         "routes": _routes(native),
         "hosts": {name: installed_version(name) for name in HOSTS},
-        "metrics": metrics,
-        # If the endpoint does not answer, nothing is known: counts of this process would mislead.
-        "bypasses": _bypasses(native, fallbacks) if known else None,
-        "partial_steps": _partial_steps(native, steps) if known else None,
+        "metrics": _metrics(native),
     }
 
 
-def describe(status: dict[str, Any]) -> str:
-    """A few aligned lines."""
-    build, torch = status["build"], status["torch"]
-    lines = [("nwor_specpv", _describe_build(build))]
-    if status["problem"]:
-        lines.append(("problem", status["problem"]))
-    lines.append(("python", f"{status['python']} on {status['platform']}"))
-    cuda = f"CUDA {torch['cuda']}" if torch["cuda"] else "without CUDA"
-    lines.append(("torch", torch["problem"] or f"{torch['version']}, {cuda}"))
+def lines(report: dict[str, Any]) -> list[tuple[str, str]]:
+    """Names and texts."""
+    build, torch = report["build"], report["torch"]
+    found = [("nwor_specpv", _describe_build(build))]
+    if report["problem"]:
+        found.append(("problem", report["problem"]))
+    found.append(("python", f"{report['python']} on {report['platform']}"))
+    cuda = f"CUDA {torch['cuda']}" if torch["cuda"] else "no CUDA"
+    found.append(("torch", torch["problem"] or f"{torch['version']}, {cuda}"))
     if build:
-        built = " ".join(build["architectures"]) or "none: a CPU build"
-        lines.append(("architectures", built))
-    for device in status["devices"]:
-        covered = "covered by this build" if device["covered"] else "NOT covered by this build"
-        text = f"{device['name']}, capability {device['capability']}, {covered}"
-        lines.append((f"cuda:{device['index']}", text))
-    if not status["devices"]:
-        lines.append(("devices", "no CUDA device: everything runs on the CPU"))
-    lines += _describe_routes(status["routes"])
-    for name, version in status["hosts"].items():
-        lines.append((name, version or "not installed"))
-    lines.append(("metrics", _describe_metrics(status["metrics"])))
-    lines += [("bypassed", text) for text in _describe_bypasses(status["bypasses"])]
-    partial = status["partial_steps"]
-    if partial and (partial["partial_steps"] or partial["lossy_engines"]):
-        lines.append(("partial steps", _describe_drift(status["partial_steps"])))
-    width = max(len(name) for name, _ in lines)
-    return "\n".join(f"{name:<{width}}  {text}" for name, text in lines)
+        found.append(("kernels", " ".join(build["architectures"]) or "CPU only"))
+    for device in report["devices"]:
+        covered = "this build has" if device["covered"] else "this build has NO"
+        text = f"{device['name']}, capability {device['capability']}, {covered} kernels for it"
+        found.append((f"cuda:{device['index']}", text))
+    if not report["devices"]:
+        found.append(("devices", "no CUDA device; everything runs on the CPU"))
+    found += _describe_routes(report["routes"])
+    found += [(name, version or "not installed") for name, version in report["hosts"].items()]
+    found.append(("metrics", _describe_metrics(report["metrics"])))
+    return found
+
+
+def describe(report: dict[str, Any]) -> str:
+    """The lines as one text."""
+    return aligned(lines(report))
+
+
+def aligned(found: Sequence[tuple[str, str]]) -> str:
+    """One line each, the texts below one another."""
+    width = max(len(name) for name, _ in found)
+    return "\n".join(f"{name:<{width}}  {text}" for name, text in found)
 
 
 def installed_version(package: str, *, module: str | None = None) -> str | None:
@@ -104,7 +85,7 @@ def installed_version(package: str, *, module: str | None = None) -> str | None:
     spec = importlib.util.find_spec(module or package)
     if spec is None or spec.origin is None:  # a mere folder of that name is no package
         return None
-    # vLLM for the CPU is a package with another name.
+    # vLLM for the CPU is distributed under another name.
     for name in (package, f"{package}-cpu"):
         try:
             return importlib.metadata.version(name)
@@ -144,119 +125,27 @@ def _devices(stamp: _stamp.BuildStamp | None) -> list[dict[str, Any]]:
 
 
 def _routes(native: ModuleType | None) -> dict[str, Any]:
-    """The attention routes, as the attention module reports them."""
+    """The attention routes and which of them work here."""
     if native is None:
-        return {"problem": "the native library is not loaded"}
+        return {"problem": "the native library is not loaded", "report": {}}
     try:
-        attention = importlib.import_module("nwor_specpv.ops.attention")
-    except ImportError as error:
-        return {"problem": f"nwor_specpv.ops.attention cannot be imported: {error}"}
-    report = getattr(attention, "route_report", None)
-    if report is None:
-        return {"problem": "nwor_specpv.ops.attention has no route_report()"}
-    try:
-        return {"problem": None, "report": report()}
-    except Exception as error:  # shown instead of the routes
-        return {"problem": f"route_report() failed: {type(error).__name__}: {error}"}
+        from nwor_specpv.ops.attention import route_report
+
+        return {"problem": None, "report": route_report()}
+    except Exception as error:  # shown, so that the rest of the report is still there
+        return {"problem": f"{type(error).__name__}: {error}", "report": {}}
 
 
-def _metrics(native: ModuleType | None, url: str | None) -> dict[str, Any]:
-    """The exporter of this process, or the endpoint that was asked.
-
-    `fallbacks` and `partial_steps` are the endpoint's counts, None if no endpoint was asked;
-    `known` is false if it has not answered.
-    """
-    own = native.metrics_status() if native is not None else {"built": None, "serving": False}
-    answer = {"built": own["built"], "serving": own["serving"], "url": None, "problem": None}
-    answer["fallbacks"], answer["partial_steps"], answer["known"] = None, None, True
-    if own.get("problem"):
-        answer["problem"] = own["problem"]
-    if own["serving"]:
-        answer["url"] = metrics_url(own["host"], own["port"])
+def _metrics(native: ModuleType | None) -> dict[str, Any]:
+    """Whether the exporter is built, and the endpoint that the environment's settings name."""
+    found = {"built": native and native.metrics_status()["built"], "url": None, "problem": None}
     try:
-        url = _configured_url() if url is None else url
+        settings = load_config()
+        if settings.metrics_port:
+            found["url"] = metrics_url(settings.metrics_host, settings.metrics_port)
     except ValueError as error:
-        answer["problem"] = str(error)
-    if url is not None:
-        answer["url"] = url
-        try:
-            text = _read(url)
-            answer["fallbacks"] = _fallbacks(text)
-            answer["partial_steps"] = _counted(text)
-            answer["serving"] = True
-        except (OSError, ValueError, http.client.HTTPException) as error:
-            answer["problem"], answer["known"] = f"{url} does not answer: {error}", False
-    return answer
-
-
-def _read(url: str) -> str:
-    with urllib.request.urlopen(url, timeout=_TIMEOUT_S) as response:
-        return response.read().decode("utf-8", errors="replace")
-
-
-def _counted(text: str) -> dict[str, int]:
-    """Counts of partial verification in a server's metrics, summed over its ranks."""
-    counts = dict.fromkeys(_PARTIAL, 0)
-    for name, value in _COUNTER.findall(text):
-        if name in counts:
-            counts[name] += int(float(value))
-    return counts
-
-
-def _partial_steps(native: ModuleType | None, counts: dict[str, int] | None) -> dict[str, int]:
-    """Partial steps and the drift that was found, by short names."""
-    if counts is None:
-        snapshot = native.metrics_snapshot() if native is not None else {}
-        counts = {name: snapshot.get(name, 0) for name in _PARTIAL}
-    return {name.removeprefix("specpv_").removesuffix("_total"): counts[name] for name in _PARTIAL}
-
-
-def _describe_drift(counts: dict[str, int]) -> str:
-    text = f"{counts['partial_steps']}, "
-    if counts["lossy_engines"]:
-        text += f"NOT lossless in {counts['lossy_engines']} engines or generators"
-    else:
-        text += "NOT lossless unless specpv_mode is lossless"
-    if counts["probed_rows"]:
-        text += f", {counts['deviating_rows']} of {counts['probed_rows']} probed rows deviate"
-    if counts["rechecked_tokens"]:
-        text += f", {counts['disagreed_tokens']} of {counts['rechecked_tokens']} tokens disagree"
-    return text
-
-
-def _fallbacks(text: str) -> dict[str, int]:
-    """Bypass counts of a server, summed over its ranks."""
-    found = _FALLBACK.findall(text)
-    if not found:
-        raise ValueError("it has no series nwor_fallback_total")
-    counts: dict[str, int] = {}
-    for reason, value in found:
-        counts[reason] = counts.get(reason, 0) + int(float(value))
-    return counts
-
-
-def _configured_url() -> str | None:
-    settings = load_config()
-    if not settings.metrics_port:
-        return None
-    return metrics_url(settings.metrics_host, settings.metrics_port)
-
-
-def _bypasses(native: ModuleType | None, counts: dict[str, int] | None) -> list[dict[str, Any]]:
-    sentences = dict(native.BYPASS_REASONS) if native is not None else {}
-    if counts is None:
-        counts = native.metrics_snapshot()["nwor_fallback_total"] if native is not None else {}
-    return [
-        {"reason": reason, "count": count, "sentence": sentences.get(reason, "")}
-        for reason, count in counts.items()
-        if count > 0
-    ]
-
-
-def _describe_bypasses(bypasses: list[dict[str, Any]] | None) -> list[str]:
-    if bypasses is None:
-        return ["unknown: the endpoint does not answer"]
-    return [f"{b['count']} x {b['reason']}: {b['sentence']}" for b in bypasses] or ["nothing"]
+        found["problem"] = str(error)
+    return found
 
 
 def _describe_build(build: dict[str, Any] | None) -> str:
@@ -269,16 +158,14 @@ def _describe_build(build: dict[str, Any] | None) -> str:
 def _describe_routes(routes: dict[str, Any]) -> list[tuple[str, str]]:
     if routes["problem"]:
         return [("attention", f"routes unknown: {routes['problem']}")]
-    report = routes["report"]
-    items = report.items() if isinstance(report, dict) else enumerate(report)
-    return [("attention", f"{name}: {text}") for name, text in items]
+    return [("attention", f"{name}: {text}") for name, text in routes["report"].items()]
 
 
 def _describe_metrics(metrics: dict[str, Any]) -> str:
     if metrics["problem"]:
         return str(metrics["problem"])
-    if metrics["serving"]:
-        return str(metrics["url"])
     if metrics["built"] is None:
         return "unknown: the native library is not loaded"
-    return "off" if metrics["built"] else "built without the exporter (prometheus-cpp-dev)"
+    if not metrics["built"]:
+        return "not in this build; install prometheus-cpp-dev and build again"
+    return metrics["url"] or "off; set metrics_port to serve them"

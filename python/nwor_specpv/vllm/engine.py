@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from nwor_specpv import ContractChecker, Interceptor
+from nwor_specpv import _C, ContractChecker, Interceptor
 from nwor_specpv.errors import NworError, logger
 
 from . import draft_rows, registry, support, versions
@@ -70,6 +70,8 @@ class Engine:
         self.steps = Steps(self.staging)
         self._runner: Callable[[], Any] = lambda: None
         if self.off is None:
+            route = self.settings.attention_route or "auto"
+            _C.describe_engine(self.setup.speculation, most, mode or "full", route)
             self.staging.serve_metrics()  # now, so that a scrape before the first request finds it
 
     # ---- set-up ---------------------------------------------------------------------------------

@@ -129,6 +129,18 @@ TEST_F(Exporter, ServesWhatWasCountedAtTheTimeOfTheScrape) {
   counters.AddStagingBytes(-4096);
 }
 
+TEST_F(Exporter, DescribesTheNewestEngineAndNoneInAForkedChild) {
+  Counters::Global().DescribeEngine({"ngram", "4", "full", "auto"});
+  Counters::Global().DescribeEngine({"eagle3", "15", "lossless", "cuda"});
+  const std::string name = "nwor_engine_info{";
+  const std::string series =
+      name + "drafter=\"eagle3\",draft_tokens=\"15\",mode=\"lossless\",attention=\"cuda\"}";
+  const std::string text = RenderMetrics();
+  EXPECT_EQ(Value(text, series), "1");
+  EXPECT_EQ(text.find(name), text.rfind(name)) << "one series only";
+  EXPECT_TRUE(InChild([&] { return RenderMetrics().find(name) == std::string::npos; }));
+}
+
 TEST_F(Exporter, LabelsSeriesWithTheRankTheLauncherSet) {
   setenv("LOCAL_RANK", "1", 1);
   EXPECT_GE(Number(RenderMetrics(), "nwor_rounds_total{rank=\"1\"}"), 0);
@@ -201,9 +213,9 @@ TEST_F(Exporter, MovesToAnotherHostAtItsOwnPortAndComesBackWhenItCannot) {
 TEST_F(Exporter, LeavesNoClientWaitingWhenItStops) {
   const int port = ServeMetrics("127.0.0.1", 0);
   ASSERT_GT(port, 0);
-  // More than the server serves at once, and none says what it wants.
+  // More than the server has places for; none sends a request.
   std::vector<LoopbackSocket> clients;
-  for (int i = 0; i < 40; ++i) clients.push_back(LoopbackSocket::Connect(port));
+  for (int i = 0; i < 80; ++i) clients.push_back(LoopbackSocket::Connect(port));
   for (const LoopbackSocket& client : clients) ASSERT_GT(client.port(), 0);
   StopMetrics();
   EXPECT_EQ(HttpGet(port, "/metrics"), "");

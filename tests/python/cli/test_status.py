@@ -1,64 +1,22 @@
-"""What `status` tells: the build, the machine, this process, and a server that is asked."""
+"""`nwor-specpv status`: the build, the machine and the hosts."""
 
 from __future__ import annotations
 
 import json
-import re
-import socket
-import sys
-import threading
-import types
-from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, HTTPServer
 
 import pytest
 
-from nwor_specpv import (
-    BYPASS_REASONS,
-    Interceptor,
-    Metrics,
-    NworConfig,
-    RoundPlan,
-    _stamp,
-)
-from nwor_specpv.cli import (
-    status,
-)
+from nwor_specpv import _stamp
+from nwor_specpv.cli import status
+from nwor_specpv.ops import attention
 from tests.python.cli.commands import call, run
 
-EXPOSITION = """\
-# TYPE nwor_fallback_total counter
-nwor_fallback_total{rank="0",reason="disabled"} 0
-nwor_fallback_total{rank="0",reason="capacity"} 3
-nwor_fallback_total{rank="1",reason="capacity"} 4
-nwor_fallback_total{reason="commit_lost",rank="1"} 1e+00
-"""
+
+def shown() -> str:
+    return status.describe(status.collect())
 
 
-@pytest.fixture
-def served_text() -> Iterator[list[str]]:
-    """A URL, and the text it answers with: [url, text]."""
-    answer = ["", EXPOSITION]
-
-    class Handler(BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
-            self.send_response(200)
-            self.end_headers()
-            self.wfile.write(answer[1].encode())
-
-        def log_message(self, *_: object) -> None:
-            pass
-
-    with HTTPServer(("127.0.0.1", 0), Handler) as server:
-        answer[0] = f"http://127.0.0.1:{server.server_port}/metrics"
-        thread = threading.Thread(target=server.serve_forever)
-        thread.start()
-        yield answer
-        server.shutdown()
-        thread.join()
-
-
-def test_status_json_is_one_document_and_nothing_else() -> None:
+def test_json_is_one_document_and_nothing_else() -> None:
     answer = run("status", "--json")
     assert answer.returncode == 0, answer.stderr
     report = json.loads(answer.stdout)
@@ -69,109 +27,55 @@ def test_status_json_is_one_document_and_nothing_else() -> None:
     assert report["build"]["architectures"] == list(stamp.architectures)
     assert report["torch"]["version"] == stamp.torch
     assert set(report["hosts"]) == {"vllm", "transformers"}
-    assert report["metrics"] == {"built": True, "serving": False, "url": None, "problem": None}
-    assert report["bypasses"] == []
+    assert report["metrics"] == {"built": True, "url": None, "problem": None}
+    assert report["server"] is None
     assert isinstance(report["devices"], list)
-    assert "problem" in report["routes"]
+    assert report["routes"]["problem"] is None
+    assert report["routes"]["report"]
 
 
-def test_status_for_people_names_the_build_and_the_machine(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_the_lines_name_the_build_and_the_machine(capsys: pytest.CaptureFixture[str]) -> None:
     code, out, err = call(capsys, "status")
     stamp = _stamp.read_stamp()
     assert (code, err) == (0, "")
-    for text in (stamp.revision, f"torch {stamp.torch}", "transformers", "metrics", "bypassed"):
+    for text in (stamp.revision, f"torch {stamp.torch}", "transformers", "metrics"):
         assert text in out
+    texts = {line[len(line.split()[0]) :].strip() for line in out.splitlines()}
+    width = {line.index(text) for line in out.splitlines() for text in texts if line.endswith(text)}
+    assert len(width) == 1, "the texts are not aligned"
 
 
-def test_status_shows_attention_routes_and_survives_their_absence(
+def test_attention_routes_are_shown_and_so_is_why_there_are_none(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    module = types.ModuleType("nwor_specpv.ops.attention")
-    monkeypatch.setitem(sys.modules, "nwor_specpv.ops.attention", module)
-    assert "has no route_report()" in status.describe(status.collect())
-    module.route_report = lambda: {"cpu": "taken"}
-    assert "cpu: taken" in status.describe(status.collect())
-    module.route_report = lambda: 1 // 0
-    assert "route_report() failed: ZeroDivisionError" in status.describe(status.collect())
-    monkeypatch.setitem(sys.modules, "nwor_specpv.ops.attention", None)
-    assert "nwor_specpv.ops.attention cannot be imported" in status.describe(status.collect())
+    monkeypatch.setattr(attention, "route_report", lambda: {"cpu": "taken"})
+    assert "attention     cpu: taken" in shown()
+    monkeypatch.setattr(attention, "route_report", lambda: 1 // 0)
+    assert "attention     routes unknown: ZeroDivisionError: " in shown()
 
 
-def test_status_shows_what_this_process_bypassed_and_where_it_serves() -> None:
-    interceptor = Interceptor(NworConfig(enable_nwor=False))
-    interceptor.begin(RoundPlan([2], [1]))
-    interceptor.abort()
-    port = Metrics().serve()
-    try:
-        report = status.collect()
-    finally:
-        Metrics().stop()
-    assert report["metrics"]["url"] == f"http://127.0.0.1:{port}/metrics"
-    assert report["metrics"]["serving"]
-    (found,) = [b for b in report["bypasses"] if b["reason"] == "disabled"]
-    assert found["count"] >= 1
-    assert found["sentence"] == BYPASS_REASONS["disabled"]
-    assert f"disabled: {BYPASS_REASONS['disabled']}" in status.describe(report)
-
-
-def test_status_shows_a_busy_port() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as occupant:
-        Metrics().serve(port=occupant.getsockname()[1])
+def test_a_gpu_without_kernels_is_pointed_out() -> None:
     report = status.collect()
-    assert "Address already in use" in report["metrics"]["problem"]
-    assert "Address already in use" in status.describe(report)
-    Metrics().stop()
-    assert status.collect()["metrics"]["problem"] is None
+    device = {"index": 0, "name": "Some GPU", "capability": "9.0", "covered": True}
+    report["devices"] = [device, device | {"index": 1, "covered": False}]
+    text = status.describe(report)
+    assert "cuda:0        Some GPU, capability 9.0, this build has kernels for it\n" in text
+    assert "cuda:1        Some GPU, capability 9.0, this build has NO kernels for it\n" in text
 
 
-def test_status_asks_a_running_server_for_its_counts(
-    served_text: list[str], capsys: pytest.CaptureFixture[str]
+def test_metrics_say_whether_they_are_built_and_configured(
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    code, out, _ = call(capsys, "status", "--json", "--url", served_text[0])
-    report = json.loads(out)
-    assert code == 0
-    assert report["metrics"]["serving"]
-    assert report["metrics"]["url"] == served_text[0]
-    assert [(b["reason"], b["count"], b["sentence"]) for b in report["bypasses"]] == [
-        ("capacity", 7, BYPASS_REASONS["capacity"]),
-        ("commit_lost", 1, BYPASS_REASONS["commit_lost"]),
-    ]
-
-
-def test_status_says_that_an_engine_is_not_lossless_before_its_first_step(
-    served_text: list[str],
-) -> None:
-    served_text[1] += 'specpv_partial_steps_total 0\nspecpv_lossy_engines{rank="0"} 1\n'
-    told = status.describe(status.collect(served_text[0]))
-    assert "0, NOT lossless in 1 engines or generators" in told
-
-
-def test_status_says_that_partial_steps_are_not_lossless(served_text: list[str]) -> None:
-    assert "partial steps" not in status.describe(status.collect(served_text[0]))
-    served_text[1] += (
-        'specpv_partial_steps_total{rank="0"} 40\nspecpv_partial_steps_total{rank="1"} 2\n'
-        'specpv_probed_rows_total{rank="0"} 20\nspecpv_deviating_rows_total{rank="0"} 3\n'
-    )
-    report = status.collect(served_text[0])
-    assert report["partial_steps"]["partial_steps"] == 42
-    assert report["partial_steps"]["deviating_rows"] == 3
-    told = status.describe(report)
-    assert "42, NOT lossless unless specpv_mode is lossless, 3 of 20 probed rows deviate" in told
-
-
-def test_status_finds_the_server_by_its_settings(
-    served_text: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("NWOR_SPECPV_METRICS_PORT", served_text[0].split(":")[2].split("/")[0])
-    monkeypatch.setenv("NWOR_SPECPV_METRICS_HOST", "0.0.0.0")
-    assert status.collect()["metrics"]["url"] == served_text[0]
-    assert [b["count"] for b in status.collect()["bypasses"]] == [7, 1]
+    assert "metrics       off; set metrics_port to serve them" in shown()
+    native, _ = status.load_native()
+    monkeypatch.setattr(native, "metrics_status", lambda: {"built": False})
+    assert "metrics       not in this build; install prometheus-cpp-dev" in shown()
+    monkeypatch.setattr(status, "load_native", lambda: (None, "no library"))
+    assert "metrics       unknown: the native library is not loaded" in shown()
 
 
 @pytest.mark.parametrize(
-    ("host", "shown"),
+    ("host", "opened"),
     [
         ("localhost", "localhost"),
         ("192.0.2.1", "192.0.2.1"),
@@ -184,63 +88,15 @@ def test_status_finds_the_server_by_its_settings(
         ("::ffff:0.0.0.0", "127.0.0.1"),
     ],
 )
-@pytest.mark.parametrize("configured", [True, False])
-def test_status_names_an_address_that_can_be_opened(
-    monkeypatch: pytest.MonkeyPatch, host: str, shown: str, configured: bool
+def test_the_configured_endpoint_is_an_address_that_can_be_opened(
+    monkeypatch: pytest.MonkeyPatch, host: str, opened: str
 ) -> None:
-    native, _ = status.load_native()
-    if configured:
-        monkeypatch.setenv("NWOR_SPECPV_METRICS_PORT", "9400")
-        monkeypatch.setenv("NWOR_SPECPV_METRICS_HOST", host)
-        monkeypatch.setattr(status, "_read", lambda _: EXPOSITION)
-    else:
-        serving = {"built": True, "serving": True, "host": host, "port": 9400}
-        monkeypatch.setattr(native, "metrics_status", lambda: serving)
-    assert status.collect()["metrics"]["url"] == f"http://{shown}:9400/metrics"
+    monkeypatch.setenv("NWOR_SPECPV_METRICS_PORT", "9400")
+    monkeypatch.setenv("NWOR_SPECPV_METRICS_HOST", host)
+    assert status.collect()["metrics"]["url"] == f"http://{opened}:9400/metrics"
 
 
-def test_status_says_when_the_server_does_not_answer(served_text: list[str]) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        url = f"http://127.0.0.1:{free.getsockname()[1]}/metrics"
-    report = status.collect(url)
-    assert f"{url} does not answer" in report["metrics"]["problem"]
-    assert not report["metrics"]["serving"]
-    assert report["bypasses"] is None
-    assert report["partial_steps"] is None
-    served_text[1] = "something_else 1\n"
-    assert "no nwor_fallback_total" in status.collect(served_text[0])["metrics"]["problem"]
-    for nowhere in ("nonsense", ""):
-        assert "does not answer" in status.collect(nowhere)["metrics"]["problem"]
-
-
-def test_status_says_when_a_port_speaks_something_else() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-
-        def greet() -> None:
-            connection, _ = server.accept()
-            with connection:
-                connection.sendall(b"SSH-2.0-OpenSSH_9.2\r\n")
-                connection.recv(4096)
-
-        thread = threading.Thread(target=greet)
-        thread.start()
-        report = status.collect(f"http://127.0.0.1:{server.getsockname()[1]}/metrics")
-        thread.join()
-    assert "does not answer: " in report["metrics"]["problem"]
-    assert "SSH-2.0" in report["metrics"]["problem"]
-    assert report["bypasses"] is None
-
-
-def test_asking_a_server_that_does_not_answer_is_a_failure(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    code, out, _ = call(capsys, "status", "--url", "nonsense")
-    assert code == 1
-    assert "nonsense does not answer" in out
-    assert re.search(r"^bypassed +unknown: the endpoint does not answer$", out, re.MULTILINE)
-
-
-def test_status_shows_wrong_settings(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wrong_settings_are_shown(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NWOR_SPECPV_METRICS_PROT", "9400")
     report = status.collect()
     assert "the nearest is 'NWOR_SPECPV_METRICS_PORT'" in report["metrics"]["problem"]

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from tests.python.packaging.requirements import Requirement
+from packaging.requirements import Requirement
 
 from nwor_specpv import BYPASS_REASONS, Metrics
 from nwor_specpv.config import load_config
@@ -96,6 +96,26 @@ def test_promtool_accepts_the_configuration(tmp_path: Path) -> None:
     command = ["promtool", "check", "config", str(tmp_path / "prometheus.yml")]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_the_container_is_healthy_while_both_endpoints_answer() -> None:
+    compose = yaml.safe_load((DEPLOY / "compose.yaml").read_text())
+    kind, _, *arguments = compose["services"]["vllm"]["healthcheck"]["test"]
+    assert kind == "CMD"
+    metrics = Metrics()
+    ports = {"8000/health": f"{metrics.serve()}/healthz", "9400": str(metrics.status()["port"])}
+
+    def check() -> int:
+        script = arguments[-1]
+        for documented, here in ports.items():
+            assert script.count(documented) == 1
+            script = script.replace(documented, here)
+        command = [sys.executable, *arguments[:-1], script]
+        return subprocess.run(command, capture_output=True, check=False, timeout=60).returncode
+
+    assert check() == 0
+    metrics.stop()
+    assert check() == 1
 
 
 # Alert -> series, minute by minute, that raise it; without them it keeps still.

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import collections
+import contextlib
+import http.client
 import json
 import logging
 import socket
 import subprocess
 import sys
+import threading
+import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -95,6 +101,64 @@ def answers(address: str, port: int) -> bool:
             return b"nwor_rounds_total" in response.read()
     except urllib.error.URLError:
         return False
+
+
+def ask(port: int, method: str, path: str, **headers: str) -> http.client.HTTPResponse:
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=20)
+    connection.request(method, path, headers=headers)
+    return connection.getresponse()
+
+
+def test_health_checks_are_answered(metrics: Metrics) -> None:
+    port = metrics.serve()
+    answer = ask(port, "GET", "/healthz")
+    assert (answer.status, answer.read()) == (200, b"ok\n")
+    answer = ask(port, "HEAD", "/healthz")
+    assert (answer.status, answer.read()) == (200, b"")
+
+
+def test_other_requests_are_refused(metrics: Metrics) -> None:
+    port = metrics.serve()
+    assert ask(port, "GET", "/").status == 404
+    answer = ask(port, "POST", "/metrics")
+    assert (answer.status, answer.headers["Allow"]) == (405, "GET, HEAD")
+    assert ask(port, "GET", "/metrics", Cookie="a" * 20000).status == 431
+
+
+def test_silent_connections_do_not_hold_up_a_scrape(metrics: Metrics) -> None:
+    """64 of them, each replaced by a new one as soon as it is the oldest."""
+    port = metrics.serve()
+    done = threading.Event()
+    ready = threading.Event()
+
+    def renew() -> None:
+        with contextlib.ExitStack() as stack:
+            silent: collections.deque[socket.socket] = collections.deque()
+            stack.callback(lambda: [connection.close() for connection in silent])
+            while not done.is_set():
+                silent.append(socket.create_connection(("127.0.0.1", port), timeout=20))
+                if len(silent) > 64:
+                    silent.popleft().close()
+                    ready.set()
+                    time.sleep(0.0005)
+
+    renewer = threading.Thread(target=renew)
+    renewer.start()
+    assert ready.wait(60)
+    durations = []
+    for _ in range(20):
+        start = time.monotonic()
+        assert answers("127.0.0.1", port)
+        durations.append(time.monotonic() - start)
+    done.set()
+    renewer.join()
+    assert max(durations) < 1
+
+
+def test_parallel_scrapes_are_all_answered(metrics: Metrics) -> None:
+    port = metrics.serve()
+    with ThreadPoolExecutor(16) as pool:
+        assert all(pool.map(lambda _: answers("127.0.0.1", port), range(128)))
 
 
 def test_nothing_listens_until_asked(tmp_path: Path) -> None:

@@ -14,11 +14,14 @@ from collections.abc import Iterator
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from nwor_specpv import BYPASS_REASONS, Interceptor, Metrics, NworConfig, RoundPlan, _stamp
+from nwor_specpv import _C, BYPASS_REASONS, Interceptor, Metrics, NworConfig, RoundPlan, _stamp
 from tests.python.metrics.rounds import BYTES_PER_TOKEN, play
 
-LABELS = {"rank", "mode", "reason", "trigger", "le"}
-BUILD_LABELS = {"version", "torch", "cuda", "architectures", "revision"}
+LABELS = {"rank", "reason", "trigger", "le"}
+INFO_LABELS = {
+    "nwor_build_info": {"version", "torch", "cuda", "architectures", "revision"},
+    "nwor_engine_info": {"rank", "drafter", "draft_tokens", "mode", "attention"},
+}
 
 
 @pytest.fixture
@@ -107,7 +110,7 @@ def test_names_labels_and_types_keep_the_conventions(metrics: Metrics) -> None:
         assert family.name.startswith(("nwor_", "specpv_", "process_")), family.name
         assert family.documentation, family.name
         assert family.type in ("counter", "gauge", "histogram", "summary"), family.name
-        allowed = BUILD_LABELS if family.name == "nwor_build_info" else LABELS
+        allowed = INFO_LABELS.get(family.name, LABELS)
         for sample in family.samples:
             assert set(sample.labels) <= allowed, sample
 
@@ -124,6 +127,12 @@ def test_the_build_is_described_by_labels(metrics: Metrics) -> None:
         "architectures": " ".join(stamp.architectures),
         "revision": stamp.revision,
     }
+
+
+def test_the_engine_is_described_by_labels(metrics: Metrics) -> None:
+    _C.describe_engine(drafter="eagle3", draft_tokens=15, mode="lossless", attention="cuda")
+    series = 'nwor_engine_info{attention="cuda",draft_tokens="15",drafter="eagle3",mode="lossless"}'
+    assert parse(metrics.render())[series] == 1
 
 
 def test_the_latency_histogram_is_cumulative_and_complete(metrics: Metrics) -> None:

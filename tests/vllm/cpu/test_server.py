@@ -63,9 +63,15 @@ def test_the_command_line_reads_the_running_server(server: Server) -> None:
     command = [sys.executable, "-m", "nwor_specpv", "status", "--url", server.metrics, "--json"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stderr
-    status = json.loads(done.stdout)
-    assert status["metrics"]["serving"] is True
-    assert status["bypasses"] == []
+    status = json.loads(done.stdout)["server"]
+    assert status["bypasses"] == {}
+    assert status["staged_tokens"] == scrape(server.metrics)["nwor_staged_tokens_total"]
+    assert status["engine"] == {
+        "drafter": "ngram",
+        "draft_tokens": "4",
+        "mode": "full",
+        "attention": "auto",
+    }
 
 
 def test_a_killed_worker_ends_its_requests_and_a_new_server_serves(tmp_path: Path) -> None:
