@@ -25,7 +25,7 @@ import torch
 from torch.nn.functional import linear, rms_norm, silu
 
 from nwor_specpv.errors import NworError
-from nwor_specpv.models import safetensors
+from nwor_specpv.models.weights import load_weights, save_weights
 
 
 @dataclass(frozen=True)
@@ -160,11 +160,11 @@ class Eagle3Head:
         tensors = {name: weight.detach().to(dtype) for name, weight in self.weights.items()}
         tensors["draft_to_target"] = self.draft_to_target.to(torch.int32)
         shape = json.dumps(dataclasses.asdict(self.shape))
-        safetensors.save(path, tensors, {"format": "pt", "eagle3": shape, **metadata})
+        save_weights(path, tensors, {"format": "pt", "eagle3": shape, **metadata})
 
     @classmethod
     def load(cls, path: Path) -> Eagle3Head:
-        tensors, metadata = safetensors.load(path)
+        tensors, metadata = load_weights(path)
         try:
             fields = json.loads(metadata["eagle3"])
             fields["feature_layers"] = tuple(fields["feature_layers"])

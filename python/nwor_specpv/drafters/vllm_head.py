@@ -18,7 +18,8 @@ import torch
 
 from nwor_specpv.cli.parser import EXIT_USAGE, PROGRAM, Parser
 from nwor_specpv.errors import NworError
-from nwor_specpv.models import safetensors, smollm2
+from nwor_specpv.models import smollm2
+from nwor_specpv.models.weights import load_weights, save_weights
 
 from .eagle3 import SHIPPED
 from .eagle3_head import Eagle3Head
@@ -28,7 +29,7 @@ def write_vllm_head(folder: Path, target: Path, head: Path = SHIPPED) -> Path:
     """Writes `head` for the model in the folder `target`, in that model's type."""
     ours = Eagle3Head.load(head)
     config = json.loads((target / "config.json").read_text())
-    tensors, _ = safetensors.load(target / "model.safetensors")
+    tensors, _ = load_weights(target / "model.safetensors")
     output = tensors.get("lm_head.weight", tensors["model.embed_tokens.weight"])
     shape = ours.shape
     if tuple(output.shape) != (shape.target_vocabulary, shape.hidden):
@@ -53,7 +54,7 @@ def write_vllm_head(folder: Path, target: Path, head: Path = SHIPPED) -> Path:
         "eagle_config": {"eagle_aux_hidden_state_layer_ids": layers},
     }
     folder.mkdir(parents=True, exist_ok=True)
-    safetensors.save(folder / "model.safetensors", _tensors(ours, output), {"format": "pt"})
+    save_weights(folder / "model.safetensors", _tensors(ours, output), {"format": "pt"})
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
     return folder
 

@@ -14,7 +14,7 @@ import torch
 
 from nwor_specpv.models.tiny_model import TinyModel
 
-from .folder import Progress, cache_root, print_progress, write_folder
+from .folder import Progress, cache_root, convert_tensors, print_progress, write_folder
 from .llama import LlamaShape
 
 _BOS, _EOS = 1, 2
@@ -45,9 +45,9 @@ def stories(
     )
     ids = {"bos_token_id": _BOS, "eos_token_id": _EOS}
     files = {"config.json": shape.config("float32", **ids), "generation_config.json": ids}
-    return write_folder(
-        destination, files, shape.shapes(), _tensors(model, shape), "float32", progress
-    )
+    total = len(shape.shapes())
+    tensors = convert_tensors(_tensors(model, shape), total, "float32", destination.name, progress)
+    return write_folder(destination, files, tensors)
 
 
 def _tensors(model: TinyModel, shape: LlamaShape) -> Iterator[tuple[str, torch.Tensor]]:

@@ -16,7 +16,7 @@ from torch.nn.functional import linear, rms_norm, scaled_dot_product_attention, 
 
 from nwor_specpv.drafters.eagle3_head import rotate, rotation
 from nwor_specpv.errors import NworError, logger
-from nwor_specpv.models import safetensors
+from nwor_specpv.models.weights import load_weights
 
 
 class Target:
@@ -45,7 +45,7 @@ class Target:
         self.norm_epsilon = config["rms_norm_eps"]
         self.feature_layers = feature_layers or published_layers(self.num_layers)
         self.device, self.dtype = torch.device(device), dtype
-        loaded, _ = safetensors.load(folder / "model.safetensors")
+        loaded, _ = load_weights(folder / "model.safetensors")
         weights = {name: tensor.to(device, dtype) for name, tensor in loaded.items()}
         self.embedding = weights["model.embed_tokens.weight"]
         self.norm = weights["model.norm.weight"]

@@ -16,7 +16,7 @@ from nwor_specpv import NworError
 from nwor_specpv.drafters import TreeConfig, eagle3, make_drafter
 from nwor_specpv.drafters.eagle3 import SHIPPED, Eagle3Drafter
 from nwor_specpv.drafters.eagle3_head import Eagle3Head, HeadShape
-from nwor_specpv.models import safetensors
+from nwor_specpv.models.weights import save_weights
 from tests.python.drafters.slow_head import slow_tree
 
 SEED = int(os.environ.get("NWOR_TEST_SEED", torch.seed() % 2**31))
@@ -489,7 +489,7 @@ def test_a_shape_that_cannot_be_is_refused(
         dataclasses.replace(head.shape, **wrong)
     fields = json.dumps(dataclasses.asdict(head.shape) | wrong)
     tensors = {**head.weights, "draft_to_target": head.draft_to_target}
-    safetensors.save(tmp_path / "head.safetensors", tensors, {"eagle3": fields})
+    save_weights(tmp_path / "head.safetensors", tensors, {"eagle3": fields})
     with pytest.raises(NworError, match=f"head.safetensors: not an EAGLE3 head: {message}"):
         Eagle3Head.load(tmp_path / "head.safetensors")
 
@@ -522,7 +522,7 @@ def test_a_draft_vocabulary_that_cannot_be_is_refused(ids: torch.Tensor, message
 def test_a_file_with_a_wrong_draft_vocabulary_is_refused(tmp_path: Path, ids: torch.Tensor) -> None:
     head, path = make_head(), tmp_path / "head.safetensors"
     fields = json.dumps(dataclasses.asdict(head.shape))
-    safetensors.save(path, {**head.weights, "draft_to_target": ids}, {"eagle3": fields})
+    save_weights(path, {**head.weights, "draft_to_target": ids}, {"eagle3": fields})
     with pytest.raises(NworError, match=r"head\.safetensors: .*draft_to_target: got "):
         Eagle3Head.load(path)
 

@@ -12,7 +12,7 @@ from nwor_specpv import NworError
 from nwor_specpv.drafters import vllm_head
 from nwor_specpv.drafters.eagle3_head import Eagle3Head, HeadShape
 from nwor_specpv.drafters.vllm_head import write_vllm_head
-from nwor_specpv.models import safetensors
+from nwor_specpv.models.weights import load_weights, save_weights
 
 SHAPE = HeadShape(
     hidden=32,
@@ -31,7 +31,7 @@ SHAPE = HeadShape(
 def make_target(folder: Path, vocabulary: int) -> tuple[Path, torch.Tensor]:
     folder.mkdir()
     embedding = torch.randn(vocabulary, SHAPE.hidden)
-    safetensors.save(folder / "model.safetensors", {"model.embed_tokens.weight": embedding})
+    save_weights(folder / "model.safetensors", {"model.embed_tokens.weight": embedding})
     (folder / "config.json").write_text(json.dumps({"vocab_size": vocabulary, "hidden_size": 32}))
     return folder, embedding
 
@@ -58,7 +58,7 @@ def test_one_entry_guesses_the_same(tmp_path: Path) -> None:
     assert config["architectures"] == ["LlamaForCausalLMEagle3"]
     assert config["eagle_aux_hidden_state_layer_ids"] == [1, 4, 6]
     assert (config["draft_vocab_size"], config["intermediate_size"]) == (20, 48)
-    tensors, _ = safetensors.load(folder / "model.safetensors")
+    tensors, _ = load_weights(folder / "model.safetensors")
     features, token = torch.randn(96), 11
 
     fused = head.fuse(features)

@@ -25,7 +25,7 @@ from nwor_specpv import DraftTree, NworConfig, NworError, SpecPVConfig
 from nwor_specpv.cli import main as cli
 from nwor_specpv.cli.generate import view_config
 from nwor_specpv.drafters import TreeConfig
-from nwor_specpv.models import safetensors
+from nwor_specpv.models.weights import load_weights, save_weights
 from nwor_specpv.transformers import Generator, StaticKVCache, load_model, loading
 from tests.python.transformers.tiny_models import FAMILIES, Oracle, tiny
 
@@ -319,9 +319,9 @@ def test_weights_that_are_not_all_there_are_named(
     """Not made up, which is what transformers does."""
     tiny().save_pretrained(tmp_path)
     file = tmp_path / "model.safetensors"
-    weights, metadata = safetensors.load(file)
+    weights, metadata = load_weights(file)
     damage(weights)
-    safetensors.save(file, weights, metadata)
+    save_weights(file, weights, metadata)
     capfd.readouterr()
     with pytest.raises(NworError, match=message):
         load_model(tmp_path)

