@@ -22,7 +22,7 @@ from nwor_specpv.errors import NworError
 if TYPE_CHECKING:
     import torch
 
-    from nwor_specpv import DraftTree
+    from nwor_specpv._C import DraftTree
 
 
 @dataclass(frozen=True)

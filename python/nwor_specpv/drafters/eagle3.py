@@ -14,18 +14,17 @@ from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch.nn.functional import linear, scaled_dot_product_attention
 
+from nwor_specpv._C import DraftTree
 from nwor_specpv.errors import NworError
+from nwor_specpv.ops.tree import tree_from_topk
 
 from .base import Drafter, TreeConfig, check_requests, check_retracted
 from .eagle3_head import Eagle3Head, rotate
-
-if TYPE_CHECKING:
-    from nwor_specpv import DraftTree
 
 SHIPPED = Path(__file__).resolve().parent / "smollm2-135m-instruct-eagle3.safetensors"
 
@@ -243,8 +242,6 @@ class Eagle3Drafter(Drafter):
         return True
 
     def draft(self, requests: Sequence[Hashable], tree: TreeConfig) -> list[DraftTree]:
-        from nwor_specpv import DraftTree
-
         check_requests(requests)
         states = [self._state(request) for request in requests]
         for request, state in zip(requests, states, strict=True):
@@ -482,8 +479,6 @@ class Eagle3Drafter(Drafter):
         return output.unflatten(0, (batch, width))
 
     def _trees(self, states: list[_Request], growth: _Growth, rows: int) -> list[DraftTree]:
-        from nwor_specpv import DraftTree, tree_from_topk
-
         worth = (torch.cat(growth.scores, dim=1) >= self._least).sum(1).tolist()
         trees = []
         for index, (state, count) in enumerate(zip(states, worth, strict=True)):

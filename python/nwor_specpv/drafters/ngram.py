@@ -17,7 +17,7 @@ from .base import Drafter, TreeConfig, check_requests, check_retracted
 if TYPE_CHECKING:
     import torch
 
-    from nwor_specpv import DraftTree
+    from nwor_specpv._C import DraftTree
 
 # Rows of a tree where neither host nor caller says how many.
 _DEFAULT_ROWS = 16
