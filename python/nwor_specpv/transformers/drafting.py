@@ -8,8 +8,7 @@ from typing import Any
 from nwor_specpv import NworError
 from nwor_specpv.drafters import Drafter
 from nwor_specpv.drafters import make_drafter as by_name
-from nwor_specpv.drafters.registry import drafter_names
-from nwor_specpv.methods import method_names, unknown_name
+from nwor_specpv.drafters.registry import HOST_NAMES, drafter_names, unknown_drafter
 
 from .loading import load_model
 from .runner import ModelRunner
@@ -20,10 +19,9 @@ def check_drafter(drafter: str | Drafter, draft_model: Any) -> None:
     if not isinstance(drafter, (str, Drafter)):
         raise NworError(f"drafter: got {type(drafter).__name__}, expected a name or a Drafter")
     if isinstance(drafter, str):
-        own = ("none", "draft_model", *drafter_names())
-        valid = [name for name in method_names() if name in own]
+        valid = (*HOST_NAMES, *drafter_names())
         if drafter not in valid:
-            raise unknown_name("drafter", drafter, valid)
+            raise unknown_drafter(drafter, valid)
     needed = isinstance(drafter, str) and drafter == "draft_model"
     if needed and draft_model is None:
         raise NworError("draft_model: got none, expected a smaller model with the same vocabulary")

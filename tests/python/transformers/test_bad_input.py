@@ -349,7 +349,7 @@ def test_files_that_are_cut_off_are_named(tmp_path: Path) -> None:
 
 def test_drafters_of_another_model_are_refused() -> None:
     with pytest.raises(
-        NworError, match="got 'telepathy', expected one of none, ngram, draft_model"
+        NworError, match="got 'telepathy', expected one of none, draft_model, ngram, eagle3"
     ):
         Generator(tiny(), drafter="telepathy")
     with pytest.raises(NworError, match="drafter: got int, expected a name or a Drafter"):
