@@ -14,7 +14,7 @@ from transformers import AttentionInterface
 
 from nwor_specpv import NworError, PartialStore, verify_attention, verify_plan
 
-from .gathered import gathered_attention
+from .float32_attention import float32_attention
 from .sizes import window_of
 
 NAME = "nwor_specpv"
@@ -146,7 +146,7 @@ def attend_rows(
     if not rows.is_cuda:
         return _attend_on_cpu(step, arguments, options)
     if rows.dtype == torch.float32:
-        return gathered_attention(*arguments, positions=step.positions, **options)
+        return float32_attention(*arguments, positions=step.positions, **options)
     return verify_attention(*arguments, **options, plan=_plan(step, rows, layer, view, options))
 
 

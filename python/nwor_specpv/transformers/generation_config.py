@@ -37,7 +37,7 @@ _ALSO_NEUTRAL: dict[str, tuple] = {
 }
 
 
-def unheeded(model: Any) -> dict[str, Any]:
+def ignored_settings(model: Any) -> dict[str, Any]:
     """The fields that are set, by name."""
     config = getattr(model, "generation_config", None)
     found = {name: getattr(config, name, None) for name in _NEUTRAL}
@@ -50,11 +50,11 @@ def unheeded(model: Any) -> dict[str, Any]:
 
 def neutral(model: Any) -> dict[str, Any]:
     """Arguments with which transformers' generate heeds none of them either."""
-    return {name: _NEUTRAL[name] for name in unheeded(model)}
+    return {name: _NEUTRAL[name] for name in ignored_settings(model)}
 
 
-def tell_unheeded(model: Any) -> None:
-    found = unheeded(model)
+def warn_ignored(model: Any) -> None:
+    found = ignored_settings(model)
     if found:
         told = ", ".join(f"{name}={reprlib.repr(value)}" for name, value in found.items())
         logger.warning("model: its generation_config asks for %s, which is not done here", told)

@@ -17,7 +17,7 @@ from torch import nn
 from .attention import Step, attend_rows
 from .graphs import MOST_ROWS
 from .linear import MAX_ROWS, is_plain
-from .stand_ins import StandIn, is_hooked
+from .replacements import Replacement, is_hooked
 
 _attention_inputs = torch.ops.nwor_specpv.attention_inputs.default
 _layer_output = torch.ops.nwor_specpv.layer_output.default
@@ -112,13 +112,13 @@ def _parts(module: nn.Module) -> list[nn.Module | nn.Parameter | None]:
     return [*module._modules.values(), *module._parameters.values()]
 
 
-def row_layers(layers: nn.ModuleList, text: Any) -> list[StandIn]:
+def row_layers(layers: nn.ModuleList, text: Any) -> list[Replacement]:
     """For the layers that ours gives the same for.
 
     `text`: the model's config, whose attention is ours. Of each kind one layer is run both ways:
     what a release of transformers has changed is left to it.
     """
-    found: list[StandIn] = []
+    found: list[Replacement] = []
     agreed: dict[int, bool] = {}
     for name, layer in layers._modules.items():
         if not _known(layer, text):
@@ -134,13 +134,13 @@ def row_layers(layers: nn.ModuleList, text: Any) -> list[StandIn]:
                     stacklevel=2,
                 )
         if agreed[window]:
-            found.append(StandIn(layers, name, layer, ours))
+            found.append(Replacement(layers, name, layer, ours))
     return found
 
 
-def untouched(found: list[StandIn]) -> list[StandIn]:
+def unchanged_layers(found: list[Replacement]) -> list[Replacement]:
     """Without the layers that somebody looks into or has changed by now."""
-    return [one for one in found if one.is_there and one.ours.is_current]
+    return [one for one in found if one.is_current and one.module.is_current]
 
 
 def _known(layer: nn.Module, text: Any) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from .stand_ins import StandIn, is_hooked
+from .replacements import Replacement, is_hooked
 
 _linear_rows = torch.ops.nwor_specpv.linear_rows.default
 # Beyond this torch's own product is faster; prefill is always torch's.
@@ -30,22 +30,22 @@ class RowLinear(nn.Module):
         return nn.functional.linear(rows, self.weight, self.bias)
 
 
-def row_linears(model: nn.Module) -> list[StandIn]:
+def row_linears(model: nn.Module) -> list[Replacement]:
     """For every plain linear layer on the CPU."""
     return [
-        StandIn(parent, name, child, RowLinear(child))
+        Replacement(parent, name, child, RowLinear(child))
         for parent in model.modules()
         for name, child in parent._modules.items()
         if is_plain(child) and child.weight.device.type == "cpu"
     ]
 
 
-def plain_ones(found: list[StandIn]) -> list[StandIn]:
+def unchanged_linears(found: list[Replacement]) -> list[Replacement]:
     """Without those that somebody looks into or has changed by now."""
     return [
         one
         for one in found
-        if one.is_there and is_plain(one.theirs) and one.ours.shares(one.theirs)
+        if one.is_current and is_plain(one.original) and one.module.shares(one.original)
     ]
 
 

@@ -23,7 +23,7 @@ from nwor_specpv import (
     target_probs,
 )
 
-from .integers import integer
+from .arguments import as_integer
 
 _GOLDEN = 0x9E3779B97F4A7C15
 _TAIL_SALT = 1 << 20  # more than a request has cuts, whose number is the other salt
@@ -48,7 +48,7 @@ class Sampling:
                 f"temperature: got {self.temperature!r}, expected a finite number, 0 or more, in "
                 "float32"
             )
-        top_k = integer(self.top_k)
+        top_k = as_integer(self.top_k)
         if top_k is None or top_k < 0:
             raise NworError(f"top_k: got {self.top_k!r}, expected 0 (all) or more")
         object.__setattr__(self, "top_k", min(top_k, _MOST_TOKENS))

@@ -1,8 +1,7 @@
-"""Verify attention by torch's own products over gathered K/V: float32 on CUDA.
+"""Verify attention in float32 on CUDA, by torch over gathered K/V.
 
-Our kernels there take float16 and bfloat16; whoever asks for float32 asks for digits, not for
-speed. Shapes alone decide what is launched, nothing waits for the device, and a graph may capture
-it.
+The CUDA kernels take float16 and bfloat16 only. Shapes alone decide what is launched and nothing
+waits for the device, so a graph can capture it.
 """
 
 from __future__ import annotations
@@ -12,7 +11,7 @@ import torch
 from nwor_specpv import PartialView
 
 
-def gathered_attention(
+def float32_attention(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,

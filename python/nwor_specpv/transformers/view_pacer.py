@@ -19,7 +19,7 @@ _FREE_ROWS = 16
 
 
 @dataclass
-class Size:
+class CallSizes:
     """What a call's steps have in common."""
 
     batch: int
@@ -31,7 +31,7 @@ def _mean() -> RunningMean:
     return RunningMean(_KEEP)
 
 
-class Pacer:
+class ViewPacer:
     """Starts with full steps; views are tried when they promise to pay and kept while they do.
 
     A tail costs each of its tokens a second row, and is lost from its first wrong token on. Where a
@@ -68,7 +68,13 @@ class Pacer:
         return self._trial and self._tail[2] >= _TRIAL_STEPS
 
     def full_step(
-        self, size: Size, context: int, rows: float, tokens: float, seconds: float, drafting: float
+        self,
+        size: CallSizes,
+        context: int,
+        rows: float,
+        tokens: float,
+        seconds: float,
+        drafting: float,
     ) -> bool:
         """A step without views that gave `tokens` to a request. True: now views."""
         self._full.add(seconds)
@@ -85,7 +91,7 @@ class Pacer:
         self.trials += 1
         return True
 
-    def promise(self, size: Size, context: int) -> float:
+    def promise(self, size: CallSizes, context: int) -> float:
         """Tokens a second with views that are never wrong, to those of full steps."""
         rows, batch = max(1.0, self._rows.value), size.batch
         alone = self._cost(round(rows * batch))
@@ -107,7 +113,9 @@ class Pacer:
         self._tail[1] += seconds
         self._tail[2] += 1
 
-    def confirmation(self, size: Size, shown: float, lost: int, fed: float, seconds: float) -> bool:
+    def confirmation(
+        self, size: CallSizes, shown: float, lost: int, fed: float, seconds: float
+    ) -> bool:
         """A full step over tails of `fed` tokens showed `shown`. True: now full steps again."""
         self._tail[0] += shown
         self._tail[1] += seconds
