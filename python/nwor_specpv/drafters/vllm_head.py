@@ -1,11 +1,11 @@
-"""An EAGLE3 head of ours as vLLM reads one: a folder for `--speculative-config`.
+"""Writes an EAGLE3 head as vLLM reads it: a folder for `--speculative-config`.
 
     python -m nwor_specpv.drafters.vllm_head FOLDER    # the shipped head of SmolLM2-135M-Instruct
 
-vLLM has the same layer under other names. Three things differ: the draft vocabulary is told by
-distances from the draft's own number, features are numbered from the embedding on, and the output
-matrix is stored, the target's rows of the draft vocabulary. Ours attends to its last 512 entries,
-vLLM's to all of them.
+vLLM has the same layer under other names. Three things differ. It stores the draft vocabulary as
+differences from the draft ids, it numbers feature layers from the embedding on, and it stores the
+rows of the target's output matrix for the draft vocabulary. This package's head attends to its last
+512 entries, vLLM's to all entries.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def write_vllm_head(folder: Path, target: Path, head: Path = SHIPPED) -> Path:
     if tuple(output.shape) != (shape.target_vocabulary, shape.hidden):
         raise NworError(
             f"{target}: got an output matrix of {list(output.shape)}, expected "
-            f"{[shape.target_vocabulary, shape.hidden]}: the head was trained for another target"
+            f"{[shape.target_vocabulary, shape.hidden]}: the head is for another target"
         )
     layers = [1 + layer for layer in shape.feature_layers]
     config |= {

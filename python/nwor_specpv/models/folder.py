@@ -25,7 +25,7 @@ _DTYPES = ("float32", "float16", "bfloat16")
 
 
 def cache_root() -> Path:
-    """Where converted models are kept: nwor_specpv in `$XDG_CACHE_HOME`, else in `~/.cache`."""
+    """The folder of converted models: nwor_specpv in `$XDG_CACHE_HOME`, else in `~/.cache`."""
     base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     return Path(base) / "nwor_specpv"
 
@@ -37,7 +37,7 @@ def torch_dtype(name: str) -> torch.dtype:
 
 
 def print_progress(done: int, total: int, what: str) -> None:
-    """One line on stderr that rewrites itself; silent where nobody looks."""
+    """Rewrites one line on stderr; prints nothing where stderr is no terminal."""
     if sys.stderr.isatty():
         end = "\n" if done == total else ""
         print(f"\r{what}: {done} of {total}\033[K", end=end, file=sys.stderr, flush=True)
@@ -50,7 +50,7 @@ def write_folder(
 ) -> Path:
     """Makes `destination` with the given files (text, or JSON for anything else) and the weights.
 
-    The folder is built beside its place and renamed; where two processes do so the first one wins.
+    The folder is built beside its place and renamed. Of two processes the first one wins.
     """
     num_bytes = sum(tensor.nbytes for tensor in tensors.values())
     try:
@@ -58,8 +58,8 @@ def write_folder(
     except OSError as error:  # a disk that is full, or cannot be written
         raise NworError(
             f"{destination}: cannot be written ({error.strerror or error}); it needs "
-            f"{-(-num_bytes // 1_000_000)} MB there: free them, or set XDG_CACHE_HOME to a folder "
-            "that has them"
+            f"{-(-num_bytes // 1_000_000)} MB there: free some space, or set XDG_CACHE_HOME to a "
+            "folder with more"
         ) from error
     return destination
 

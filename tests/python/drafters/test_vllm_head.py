@@ -91,7 +91,7 @@ def test_one_entry_guesses_the_same(tmp_path: Path) -> None:
 def test_another_target_is_refused(tmp_path: Path) -> None:
     target, _ = make_target(tmp_path / "target", 65)
     path, _ = make_head(tmp_path)
-    with pytest.raises(NworError, match="trained for another target"):
+    with pytest.raises(NworError, match="the head is for another target"):
         write_vllm_head(tmp_path / "out", target, path)
     assert not (tmp_path / "out").exists()
 
@@ -108,6 +108,6 @@ def test_what_goes_wrong_on_the_command_line_is_one_line(
         vllm_head.main([])
     lines = capsys.readouterr().err.splitlines()
     assert len(lines) == 3
-    assert "trained for another target" in lines[0]
+    assert "the head is for another target" in lines[0]
     assert "config.json" in lines[1]
     assert "folder" in lines[2]

@@ -158,12 +158,12 @@ def test_no_tensor_is_left_behind(
 @pytest.mark.parametrize(
     ("key", "value", "message"),
     [
-        ("llama.rope.scaling.type", "linear", "got 'linear', expected no scaled rotation"),
-        ("llama.rope.scaling.factor", 8.0, "got 8.0, expected no scaled rotation"),
-        ("llama.rope.scale_linear", 2.0, "got 2.0, expected no scaled rotation"),
-        ("llama.attention.key_length", 8, "got 8, expected 4, as 8 channels over 2 heads make"),
-        ("llama.attention.value_length", 2, "got 2, expected 4, as"),
-        ("llama.rope.dimension_count", 2, "got 2, expected 4, as"),
+        ("llama.rope.scaling.type", "linear", "got 'linear', expected no scaled rotary positions"),
+        ("llama.rope.scaling.factor", 8.0, "got 8.0, expected no scaled rotary positions"),
+        ("llama.rope.scale_linear", 2.0, "got 2.0, expected no scaled rotary positions"),
+        ("llama.attention.key_length", 8, "got 8, expected 4, since 2 heads share 8 channels"),
+        ("llama.attention.value_length", 2, "got 2, expected 4, since"),
+        ("llama.rope.dimension_count", 2, "got 2, expected 4, since"),
         ("llama.attention.head_count", 0, "got 0, expected at least 1"),
         ("llama.attention.head_count", 3, "got 3, expected a divisor of 4, half of 8 channels"),
         ("llama.attention.head_count", [2, 2], "got a list, expected an int"),
@@ -249,7 +249,9 @@ def test_a_download_that_cannot_be_unpacked_names_the_mend(
     monkeypatch.setattr(zipfile.ZipFile, "extract", extract)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    with pytest.raises(NworError, match=r"cannot be unpacked in .*: make room there, set TMPDIR"):
+    with pytest.raises(
+        NworError, match=r"cannot be unpacked in .*: free some space there, set TMPDIR"
+    ):
         smollm2()
     assert list(tmp_path.iterdir()) == []
 
