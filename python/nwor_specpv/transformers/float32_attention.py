@@ -29,7 +29,7 @@ def float32_attention(
     window: int = 0,
     softcap: float = 0.0,
 ) -> torch.Tensor:
-    """What `verify_attention` computes; `positions` [T] are the rows'. Caches are contiguous."""
+    """The same as `verify_attention`; `positions` [T] are the rows'. Caches are contiguous."""
     num_rows, heads, dim = query.shape
     kv_heads = key.shape[1]
     at, is_row = _rows(query_start, max_rows, num_rows)
@@ -53,7 +53,7 @@ def float32_attention(
         among = among & (of_row[:, None, :] > of_row[..., None] - window)
     visible = torch.cat([before, among], 2)[:, None, None]  # [B, 1, 1, R, N + R]
     scores = scores.masked_fill(~visible, torch.finfo(scores.dtype).min)
-    # What nobody sees may hold anything, and a weight of zero does not make that harmless.
+    # Unseen values may be NaN, which a weight of zero does not remove.
     by_some = (visible & is_row[:, None, None, :, None]).any(3)
     values = values.masked_fill(~by_some[:, :, 0, :, None], 0)
     out = scores.softmax(-1) @ values[:, :, None]
@@ -68,7 +68,7 @@ def float32_attention(
 def _rows(
     query_start: torch.Tensor, max_rows: int, num_rows: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """[B, R] rows of each request, and which of them there are."""
+    """[B, R] rows of each request, and which of them exist."""
     step = torch.arange(max_rows, device=query_start.device)
     at = query_start[:-1, None] + step
     return at.clamp(max=num_rows - 1), at < query_start[1:, None]

@@ -1,4 +1,4 @@
-"""A model's linear layers while a Generator runs it: few rows go through `linear_rows`."""
+"""Replaces a model's linear layers while a Generator runs it: few rows use `linear_rows`."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from torch import nn
 from .replacements import Replacement, is_hooked
 
 _linear_rows = torch.ops.nwor_specpv.linear_rows.default
-# Beyond this torch's own product is faster; prefill is always torch's.
+# With more rows torch's product is faster; prompts always use it.
 MAX_ROWS = 64
 
 
 class RowLinear(nn.Module):
-    """Stands in for a linear layer and shares its parameters."""
+    """Replaces a linear layer and shares its parameters."""
 
     def __init__(self, linear: nn.Linear) -> None:
         super().__init__()
@@ -21,7 +21,7 @@ class RowLinear(nn.Module):
         self.weight, self.bias = linear.weight, linear.bias
 
     def shares(self, linear: nn.Linear) -> bool:
-        """Whether these still are the parameters of `linear`."""
+        """Whether `linear` still has these parameters."""
         return self.weight is linear.weight and self.bias is linear.bias
 
     def forward(self, rows: torch.Tensor) -> torch.Tensor:
@@ -31,7 +31,7 @@ class RowLinear(nn.Module):
 
 
 def row_linears(model: nn.Module) -> list[Replacement]:
-    """For every plain linear layer on the CPU."""
+    """Replacements for every plain linear layer on the CPU."""
     return [
         Replacement(parent, name, child, RowLinear(child))
         for parent in model.modules()
@@ -41,7 +41,7 @@ def row_linears(model: nn.Module) -> list[Replacement]:
 
 
 def unchanged_linears(found: list[Replacement]) -> list[Replacement]:
-    """Without those that somebody looks into or has changed by now."""
+    """Leaves out layers that were hooked or changed since."""
     return [
         one
         for one in found
@@ -50,7 +50,7 @@ def unchanged_linears(found: list[Replacement]) -> list[Replacement]:
 
 
 def is_plain(module: nn.Module) -> bool:
-    """A linear layer and nothing more."""
+    """Whether it is a linear layer without additions."""
     if type(module) is not nn.Linear or is_hooked(module):
         return False
     return module.weight.dtype in (torch.float32, torch.float16, torch.bfloat16)

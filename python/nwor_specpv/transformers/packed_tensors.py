@@ -1,4 +1,4 @@
-"""Small tensors in one piece of memory, so that one copy brings them to a device."""
+"""Packs small tensors into one piece of memory, so that one copy moves them to a device."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ Sizes = dict[str, tuple[torch.dtype, tuple[int, ...]]]
 
 
 def num_words(sizes: Sizes) -> int:
-    """Of 8 bytes, that all of them take; each begins with one of its own."""
+    """Words of 8 bytes for all tensors; each begins at a new word."""
     return sum(_words(*one) for one in sizes.values())
 
 
 def split_memory(memory: torch.Tensor, sizes: Sizes) -> dict[str, torch.Tensor]:
-    """The tensors in `memory`, [num_words] int64."""
+    """Returns the tensors as views of `memory`, [num_words] int64."""
     found, at = {}, 0
     for name, (dtype, size) in sizes.items():
         taken = _words(dtype, size)
@@ -26,7 +26,7 @@ def split_memory(memory: torch.Tensor, sizes: Sizes) -> dict[str, torch.Tensor]:
 def copy_to_device(
     tensors: dict[str, torch.Tensor], device: torch.device
 ) -> dict[str, torch.Tensor]:
-    """Contiguous tensors of the host on `device`; nobody waits for the copy."""
+    """Copies contiguous host tensors to `device` without waiting for the copy."""
     if device.type == "cpu":
         return tensors
     sizes = {name: (one.dtype, tuple(one.shape)) for name, one in tensors.items()}
