@@ -39,7 +39,7 @@ from nwor_specpv.errors import NworError
 from nwor_specpv.models import smollm2
 from nwor_specpv.train.eagle3 import prompt_encoder
 from nwor_specpv.train.prompts import Encode
-from nwor_specpv.train.target import Target
+from nwor_specpv.train.target import TrainingTarget
 
 DRAFTS = 4
 NEW_TOKENS = 72  # of a continuation, unless it ends before
@@ -66,7 +66,7 @@ def main(arguments: list[str] | None = None) -> int:
     torch.set_num_threads(args.threads)
     folder = smollm2("float32")
     head = Eagle3Head.load(SHIPPED).to(torch.float32)
-    target = Target(folder, head.shape.feature_layers)
+    target = TrainingTarget(folder, head.shape.feature_layers)
     encode = prompt_encoder(folder)
     ends = [encode(end) for end in ENDS]
     passages = read_passages(Path(args.text), encode, args.passages, args.contexts[-1])
@@ -146,7 +146,7 @@ class Continuation:
 class Reader:
     """Reads a passage, and writes on wherever it stands. What was written is read over."""
 
-    def __init__(self, target: Target, room: int) -> None:
+    def __init__(self, target: TrainingTarget, room: int) -> None:
         if room > target.context:
             raise NworError(
                 f"--contexts: got {room} tokens with answers, expected {target.context}"
@@ -273,7 +273,7 @@ class Measurement:
 
     def __init__(
         self,
-        target: Target,
+        target: TrainingTarget,
         head: Eagle3Head,
         contexts: Sequence[int],
         windows: Sequence[Window],

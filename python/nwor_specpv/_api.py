@@ -41,7 +41,6 @@ from .drafters import Drafter, TreeConfig, make_drafter, register_drafter
 from .errors import CapacityError, DesyncError, NworError, UnknownSessionError
 from .layouts import LAYOUTS, cache_views
 from .lossless import TwoLevel, confirm_greedy, confirm_sampling
-from .methods import Method, get_method, method_names, register_method
 from .metrics import Metrics
 from .ops.acceptance import (
     accept_chain_sampling,
@@ -97,7 +96,6 @@ __all__ = [
     "DraftTree",
     "Drafter",
     "Interceptor",
-    "Method",
     "Metrics",
     "NworConfig",
     "NworError",
@@ -139,18 +137,15 @@ __all__ = [
     "gather_view",
     "get_cmake_dir",
     "get_include",
-    "get_method",
     "judge_greedy",
     "load_config",
     "make_coins",
     "make_drafter",
     "merge_rows",
     "merge_states",
-    "method_names",
     "normalize_topology",
     "pinned_cache",
     "register_drafter",
-    "register_method",
     "select_blocks",
     "target_probs",
     "tree_from_chain",

@@ -1,7 +1,7 @@
-"""A session as its client holds it: the store, the name, and what is known to be cached.
+"""A client's handle of a session: the store, the name, and the cached length.
 
     with Session(store, "s") as session:
-        result = session.verify(tree, prompt)          # expected_prefix_len is kept here
+        result = session.verify(tree, prompt)          # the handle keeps expected_prefix_len
         result = session.verify(tree, [result.next_token])
 
 The store's own `verify(session, tree, new_tokens, expected_prefix_len)` takes a name or a Session.
@@ -21,11 +21,11 @@ if TYPE_CHECKING:
 
 
 class Session:
-    """One sequence of a store. Not thread-safe itself: it remembers a length."""
+    """One sequence of a store. The handle is not thread-safe."""
 
     def __init__(self, store: SessionStore, name: str) -> None:
         self.store, self.name = store, name
-        self.length = 0  # tokens cached, as the last result said
+        self.length = 0  # tokens cached, from the last result
 
     def __repr__(self) -> str:
         return f"Session({self.name!r}, length={self.length})"
@@ -37,7 +37,7 @@ class Session:
         expected_prefix_len: int | None = None,
         **options: Any,
     ) -> VerifyResult:
-        """`SessionStore.verify`; by default what the last result said is expected to be cached."""
+        """`SessionStore.verify`; by default it expects the length of the last result."""
         expected = self.length if expected_prefix_len is None else expected_prefix_len
         result = self.store.verify(self.name, tree, list(new_tokens), expected, **options)
         self.length = result.length
@@ -49,18 +49,18 @@ class Session:
         self.length = length
 
     def fork(self, name: str, num_tokens: int | None = None) -> Session:
-        """Another session with the first tokens of this one (default: all)."""
+        """Starts another session with the first tokens of this one (default: all)."""
         self.store.fork(self.name, name, num_tokens)
         other = Session(self.store, name)
         other.length = self.length if num_tokens is None else num_tokens
         return other
 
     def info(self) -> SessionInfo:
-        """What the store knows of it. Raises UnknownSessionError when it is gone."""
+        """Describes the session. Raises UnknownSessionError when the store does not have it."""
         return self.store.info(self.name)
 
     def end(self) -> None:
-        """Gives back its pages. Raises UnknownSessionError when it is gone already."""
+        """Ends the session. Raises UnknownSessionError when the store does not have it."""
         self.store.end_session(self.name)
         self.length = 0
 
@@ -73,5 +73,5 @@ class Session:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        with contextlib.suppress(UnknownSessionError):  # ended before, or evicted
+        with contextlib.suppress(UnknownSessionError):  # ended or evicted before
             self.end()

@@ -57,6 +57,7 @@ def examine() -> list[Finding]:
         _gpu(),
         _module("vllm", "pip install vllm==0.26.0", "the vLLM backend"),
         _module("transformers", 'pip install "transformers==5.22.*"', "the transformers host"),
+        _module("gguf", 'pip install "gguf>=0.17"', "the default model of the transformers host"),
         _module("grpcio", f"pip install {_WORKER_PACKAGES}", "nwor-specpv worker", module="grpc"),
         _module("pyyaml", "pip install pyyaml", "settings in YAML files", module="yaml"),
     ]

@@ -1,4 +1,4 @@
-"""Drafters: who proposes the tokens that the target verifies. One interface, found by name."""
+"""Drafters propose the tokens that the target verifies; `make_drafter` finds them by name."""
 
 from .base import Drafter, TreeConfig
 from .registry import make_drafter, register_drafter

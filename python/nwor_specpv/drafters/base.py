@@ -1,12 +1,12 @@
-"""What a host asks of a drafter, and how large its trees may be.
+"""The interface of drafters, and the size of their trees.
 
     drafter.begin(request, prompt_ids)
     drafter.observe(request, tokens, features)       # after the prompt and after every commit
     trees = drafter.draft([request], tree)           # one tree per request, the root first
     drafter.end(request)
 
-The host owns cache, verification and acceptance: a drafter that proposes nonsense costs time,
-never output.
+The host owns cache, verification and acceptance: a wrong draft costs time and never changes the
+output.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from nwor_specpv.errors import NworError
 if TYPE_CHECKING:
     import torch
 
-    from nwor_specpv import DraftTree
+    from nwor_specpv._C import DraftTree
 
 
 @dataclass(frozen=True)
 class TreeConfig:
-    """The size of what is drafted: `rows` counts the root; a `top_k` of 1 is a chain.
+    """The largest tree: `rows` includes the root; a `top_k` of 1 gives a chain.
 
-    `rows = 0` leaves the number to the host, which measures what pays.
+    With `rows = 0` the host chooses the number from measured costs.
     """
 
     rows: int = 0
@@ -44,20 +44,20 @@ class TreeConfig:
 
 
 class Drafter(ABC):
-    """Proposes trees for requests of a host. Called from one thread at a time."""
+    """Proposes trees for the requests of a host. Hosts call it from one thread at a time."""
 
-    #: Layers of the target whose outputs `observe` is given, concatenated; none: no features.
+    #: Layers of the target whose concatenated outputs `observe` gets; empty: no features.
     feature_layers: tuple[int, ...] = ()
 
     @abstractmethod
     def begin(self, request: Hashable, prompt_ids: Sequence[int]) -> None:
-        """A new request. Its prompt has not been run yet; `observe` tells when it has."""
+        """Starts a request. Its prompt has not been run yet; `observe` reports when it has."""
 
     @abstractmethod
     def observe(
         self, request: Hashable, tokens: Sequence[int], features: torch.Tensor | None
     ) -> None:
-        """What became final, in order.
+        """Reports what became final, in order.
 
         `features[i]` belongs to the i-th row that was run and committed since the last call
         (prompt rows, then root and accepted drafts); `tokens[i]` is the token that follows that
@@ -67,32 +67,32 @@ class Drafter(ABC):
     def retract(self, request: Hashable, num_tokens: int) -> bool:
         """Takes back the last `num_tokens` tokens that were observed, with their rows.
 
-        A host that verifies over a partial view may find later that tokens do not stand; it then
-        observes those rows again, with what follows them now. False: the drafter cannot, and the
-        host begins the request anew. 0 changes nothing, less is refused.
+        A host that verifies over a partial view may reject tokens later; it then observes those
+        rows again, with the tokens that follow them now. Returns False if the drafter cannot do
+        this; the host then starts the request again. 0 changes nothing, less is an error.
         """
         return False
 
     @abstractmethod
     def draft(self, requests: Sequence[Hashable], tree: TreeConfig) -> list[DraftTree]:
-        """One tree per request, its root first; the root alone where there is nothing to say.
+        """Returns one tree per request, root first; the root alone where nothing is proposed.
 
-        A request is named once. A draft that fails loses nothing of what was observed.
+        Each request appears once. A draft that fails loses nothing that was observed.
         """
 
     @abstractmethod
     def end(self, request: Hashable) -> None:
-        """The request is over; everything kept for it goes."""
+        """Ends the request and drops everything kept for it."""
 
 
 def check_requests(requests: Sequence[Hashable]) -> None:
-    """Refuses a request that is to be drafted for twice at once."""
+    """Raises if a request appears twice."""
     for request, count in Counter(requests).items():
         if count > 1:
             raise NworError(f"requests: got {request!r} {count} times, expected every request once")
 
 
 def check_retracted(num_tokens: int) -> None:
-    """Refuses a number of tokens that cannot be taken back."""
+    """Raises unless `num_tokens` can be taken back."""
     if num_tokens < 0:
         raise NworError(f"num_tokens: got {num_tokens}, expected 0 or more")

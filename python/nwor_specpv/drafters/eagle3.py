@@ -2,9 +2,9 @@
 
     drafter = Eagle3Drafter.for_target(model)            # the shipped head of SmolLM2-135M-Instruct
 
-Every request has a small cache of its own: keys and values of the head's one layer. What the target
-commits is added when the next tree is asked for; a tree's own entries lie behind and are
-overwritten. The head reads the last entries only, so drafting costs the same at any context.
+Every request has a small cache: keys and values of the head's one layer. `draft` first adds what
+the target has committed. A tree's own entries lie after those and are overwritten by the next
+tree. The head reads the last entries only, so drafting costs the same at any context.
 """
 
 from __future__ import annotations
@@ -14,47 +14,46 @@ from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch.nn.functional import linear, scaled_dot_product_attention
 
+from nwor_specpv._C import DraftTree
 from nwor_specpv.errors import NworError
+from nwor_specpv.ops.tree import tree_from_topk
 
 from .base import Drafter, TreeConfig, check_requests, check_retracted
 from .eagle3_head import Eagle3Head, rotate
 
-if TYPE_CHECKING:
-    from nwor_specpv import DraftTree
-
 SHIPPED = Path(__file__).resolve().parent / "smollm2-135m-instruct-eagle3.safetensors"
 
-# Rows of a tree where neither host nor caller says how many.
+# Rows of a tree when neither host nor caller sets them.
 _DEFAULT_ROWS = 32
-# With more rows than this, torch's own product is faster than one made for few.
+# With more rows than this, torch's product is faster than the one for few rows.
 _FEW_ROWS = 64
 _attention_inputs = torch.ops.nwor_specpv.attention_inputs.default
 _layer_output = torch.ops.nwor_specpv.layer_output.default
-# What the builder of trees takes: `tree_from_topk`.
+# Limits of `tree_from_topk`.
 _MAX_STEPS, _MAX_CANDIDATES = 32, 4096
-# Entries kept beyond the window, so that some may be taken back.
+# Entries kept beyond the window, for `retract`.
 _SPARE_ENTRIES = 512
 _MIN_PROBABILITY = 0.05
-# The other half of a trained vocabulary costs a third of a guess there and is seldom right.
+# On the CPU the rarer half of the vocabulary takes a third of the time and is seldom right.
 _CPU_VOCABULARY = 8192
 
 
 @dataclass
-class _Request:
-    """What is known of one request."""
+class _RequestState:
+    """The state of one request."""
 
     keys: torch.Tensor  # [Hkv, capacity, D], rotated
     values: torch.Tensor  # the same
-    oldest: int = 0  # the first entry that counts; those before are cut off from it
+    oldest: int = 0  # the first entry that is still read
     length: int = 0  # where the next entry goes
-    position: int = 0  # of the next entry, for its rotation
+    position: int = 0  # of the next entry, for rotary positions
     root: int | None = None
-    hidden: torch.Tensor | None = None  # [hidden]: output of the last entry, if it counts
+    hidden: torch.Tensor | None = None  # [hidden]: output of the last entry, if that is read
     # Tokens of the text that the draft vocabulary lacks, the latest last, and their matrix.
     own_ids: dict[int, None] = field(default_factory=dict)
     own_tokens: torch.Tensor | None = None  # [E]
@@ -63,10 +62,10 @@ class _Request:
 
 
 @dataclass
-class _Arrival:
-    """Entries a request is about to take in; the request itself changes by `settle` alone."""
+class _NewEntries:
+    """Entries that are about to be added to a request; only `settle` changes the request."""
 
-    state: _Request
+    state: _RequestState
     features: torch.Tensor  # [n, ..]
     tokens: list[int]
     oldest: int
@@ -77,7 +76,7 @@ class _Arrival:
         return self.state.length + len(self.tokens)
 
     def leave_out(self, finite: list[bool]) -> None:
-        """Nothing up to the last entry that is not finite counts any more."""
+        """Drops everything up to the last entry that is not finite."""
         if not all(finite):
             self.oldest = self.end - finite[::-1].index(False)
 
@@ -91,15 +90,15 @@ class _Arrival:
 
 @dataclass
 class _Growth:
-    """Trees that are being grown, all requests at once: B requests, k rows a depth."""
+    """Trees that are growing, of all requests at once: B requests, k rows a depth."""
 
     tokens: list[torch.Tensor]  # [B, k], then [B, k * k]: candidates of each depth
-    scores: list[torch.Tensor]  # the same: logarithms, parents' added
+    scores: list[torch.Tensor]  # the same: log probabilities along the path
     parents: list[torch.Tensor]  # [B, k]: ids of the candidates that were grown further
 
 
 class Eagle3Drafter(Drafter):
-    """One head for all requests of a host. `dtype` is that of its products."""
+    """Drafts for all requests of a host with one head. `dtype` is the type of its products."""
 
     def __init__(
         self,
@@ -115,10 +114,9 @@ class Eagle3Drafter(Drafter):
         """`embedding` and `output` [vocabulary, hidden] are the target's; the same if tied.
 
         `draft_vocabulary` keeps only that many of the head's tokens, the most frequent ones
-        (default on the CPU: 8192, else all); `own_tokens` of a request's text beyond those, the
-        latest, can be drafted too. Rows that the head itself gives less than `min_probability` are
-        left out: on the CPU, where every row costs the target time, they do not pay (default there:
-        0.05, else 0).
+        (default: 8192 on the CPU, else all). The latest `own_tokens` rarer tokens of a request's
+        own text can be drafted too. Rows to which the head gives less than `min_probability` are
+        left out (default: 0.05 on the CPU, where every row costs the target time, else 0).
         """
         shape = head.shape
         for name, matrix in (("embedding", embedding), ("output", output)):
@@ -172,7 +170,7 @@ class Eagle3Drafter(Drafter):
         self._max_own = own_tokens
         self._device = device
         self._cos = self._sin = torch.empty(0)
-        self._requests: dict[Hashable, _Request] = {}
+        self._requests: dict[Hashable, _RequestState] = {}
 
     @classmethod
     def for_target(cls, target: Any, weights: Path | str | None = None, **options: Any) -> Drafter:
@@ -197,16 +195,16 @@ class Eagle3Drafter(Drafter):
         tied = output.data_ptr() == embedding.data_ptr()
         return cls(head, embedding, None if tied else output, **options)
 
-    # ---- what a host calls ----
+    # ---- the interface ----
 
     def begin(self, request: Hashable, prompt_ids: Sequence[int]) -> None:
         if request in self._requests:
-            raise NworError(f"request: got {request!r}, which has begun already")
+            raise NworError(f"request: got {request!r}, which has already begun")
         self._check_tokens("prompt_ids", prompt_ids)
         shape, room = self._head.shape, self._head.shape.window + _SPARE_ENTRIES
         keys = torch.zeros(shape.num_kv_heads, room, shape.head_dim, device=self._device)
-        self._requests[request] = _Request(keys, torch.zeros_like(keys))
-        self._note_own(self._requests[request], prompt_ids)  # its rows come with `observe`
+        self._requests[request] = _RequestState(keys, torch.zeros_like(keys))
+        self._note_own(self._requests[request], prompt_ids)  # `observe` brings its rows
 
     def observe(
         self, request: Hashable, tokens: Sequence[int], features: torch.Tensor | None
@@ -236,20 +234,20 @@ class Eagle3Drafter(Drafter):
             num_tokens -= len(tokens) - kept
             if kept:
                 state.pending.append((features[:kept], tokens[:kept]))
-        # Rows are to be observed again, and the root with them.
+        # The host observes these rows again, and the root with them.
         state.root = state.pending[-1][1][-1] if state.pending else None
         state.length -= num_tokens
         state.position -= num_tokens
         return True
 
     def draft(self, requests: Sequence[Hashable], tree: TreeConfig) -> list[DraftTree]:
-        from nwor_specpv import DraftTree
-
         check_requests(requests)
         states = [self._state(request) for request in requests]
         for request, state in zip(requests, states, strict=True):
             if state.root is None:
-                raise NworError(f"request: got {request!r}, of which nothing was observed yet")
+                raise NworError(
+                    f"request: got {request!r}, which has observed nothing; call observe first"
+                )
         with torch.inference_mode():
             for state in states:
                 self._make_room(state, tree.depth * tree.top_k)
@@ -262,8 +260,8 @@ class Eagle3Drafter(Drafter):
 
     # ---- what the target has committed ----
 
-    def _note_own(self, state: _Request, tokens: Sequence[int]) -> None:
-        """A rare token that stood in the text may come again."""
+    def _note_own(self, state: _RequestState, tokens: Sequence[int]) -> None:
+        """Remembers rare tokens of the text, since they often come again."""
         for token in tokens if self._max_own else ():
             if token in self._common:
                 continue
@@ -275,23 +273,23 @@ class Eagle3Drafter(Drafter):
         while len(state.own_ids) > self._max_own:
             state.own_ids.pop(next(iter(state.own_ids)))
 
-    def _own(self, state: _Request) -> tuple[torch.Tensor, torch.Tensor]:
-        """Ids and matrix of the request's own tokens, made when they have changed."""
+    def _own(self, state: _RequestState) -> tuple[torch.Tensor, torch.Tensor]:
+        """Ids and matrix of the request's own tokens, rebuilt when they have changed."""
         if state.own_rows is None:
             state.own_tokens = torch.tensor(list(state.own_ids), device=self._device)
             state.own_rows = self._matrix[state.own_tokens].to(self._output.dtype)
         return state.own_tokens, state.own_rows
 
-    def _take_in(self, states: list[_Request]) -> None:
-        """Entries of everything observed since the last tree; leaves the last one's output.
+    def _take_in(self, states: list[_RequestState]) -> None:
+        """Adds entries of everything observed since the last tree; keeps the last one's output.
 
-        All or nothing: until the end only what lies behind a request's entries is written.
+        All or nothing: until the end only memory after a request's entries is written.
         """
         busy = [state for state in states if state.pending]
         if not busy:
             return
         window = self._head.shape.window
-        arrivals = [_arrival(state, window) for state in busy]
+        arrivals = [_new_entries(state, window) for state in busy]
         hidden = self._head.fuse(torch.cat([one.features for one in arrivals]))
         tokens = torch.tensor([t for one in arrivals for t in one.tokens], device=self._device)
         sizes = [len(one.tokens) for one in arrivals]
@@ -300,7 +298,7 @@ class Eagle3Drafter(Drafter):
             for one, size in zip(arrivals, sizes, strict=True)
         ]
         query, key, value = self._project(tokens, hidden, torch.cat(places))
-        # What is no number in an entry is none in its key.
+        # An entry that is not finite has a key that is not finite.
         finite = key.flatten(1).isfinite().all(1).tolist()
         ends = torch.tensor(sizes).cumsum(0) - 1
         at, attended = 0, []
@@ -308,7 +306,7 @@ class Eagle3Drafter(Drafter):
             rows = slice(at, at + size)
             one.leave_out(finite[rows])
             self._put(one.state, one.state.length, key[rows], value[rows])
-            # Where not even the last entry counts, its output is not used.
+            # If even the last entry is dropped, its output is not used.
             oldest = min(one.oldest, one.end - 1)
             attended.append(self._attend(one.state, query[end : end + 1], oldest, one.end))
             at += size
@@ -316,8 +314,8 @@ class Eagle3Drafter(Drafter):
         for one, output in zip(arrivals, outputs, strict=True):
             one.settle(output)
 
-    def _make_room(self, state: _Request, more: int) -> None:
-        """Room for all pending entries of the window and `more`; the oldest entries go."""
+    def _make_room(self, state: _RequestState, more: int) -> None:
+        """Makes room for the pending entries of the window and `more`; drops the oldest entries."""
         window = self._head.shape.window
         arriving = min(window, sum(len(tokens) for _, tokens in state.pending)) + more
         capacity = state.keys.shape[1]
@@ -334,7 +332,7 @@ class Eagle3Drafter(Drafter):
         state.oldest, state.length = 0, kept
 
     @staticmethod
-    def _put(state: _Request, begin: int, key: torch.Tensor, value: torch.Tensor) -> None:
+    def _put(state: _RequestState, begin: int, key: torch.Tensor, value: torch.Tensor) -> None:
         end = begin + key.shape[0]
         state.keys[:, begin:end] = key.transpose(0, 1)
         state.values[:, begin:end] = value.transpose(0, 1)
@@ -361,7 +359,7 @@ class Eagle3Drafter(Drafter):
 
     def _attend(
         self,
-        state: _Request,
+        state: _RequestState,
         query: torch.Tensor,
         oldest: int,
         length: int,
@@ -369,7 +367,8 @@ class Eagle3Drafter(Drafter):
     ) -> torch.Tensor:
         """query [r, Hq, D] -> [r, Hq * D].
 
-        Over the window of entries `oldest` to `length`, and with `seen` [r, m] over the m behind.
+        Attends to the window of entries `oldest` to `length`, and to the m entries after them that
+        `seen` [r, m] marks.
         """
         shape, rows = self._head.shape, query.shape[0]
         first = max(oldest, length - shape.window)
@@ -387,9 +386,9 @@ class Eagle3Drafter(Drafter):
         return attended.unflatten(1, (rows, -1)).transpose(0, 1).reshape(rows, -1)
 
     def _guess(
-        self, states: list[_Request], hidden: torch.Tensor, count: int
+        self, states: list[_RequestState], hidden: torch.Tensor, count: int
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The best `count` tokens after each row of [B, .., hidden], and their logarithms."""
+        """The best `count` tokens after each row of [B, .., hidden], with log probabilities."""
         normed = self._head.normalize(hidden)
         scores, common = self._head.linear(normed, self._output), self._to_target.shape[0]
         most = max(len(state.own_ids) for state in states)
@@ -407,20 +406,20 @@ class Eagle3Drafter(Drafter):
         if most:
             own = (index - common).clamp(min=0).flatten(1)
             found = torch.where(index < common, found, ids.gather(1, own).view_as(index))
-        # The logarithm of the sum of exponentials, with the maximum that is known already.
+        # The log of the sum of exponentials; the maximum is known already.
         top = best[..., :1]
         total = (scores - top).exp_().sum(-1, keepdim=True).log_()
         return found, best - top - total
 
     # ---- trees ----
 
-    def _grown(self, states: list[_Request], tree: TreeConfig) -> list[DraftTree]:
+    def _grown(self, states: list[_RequestState], tree: TreeConfig) -> list[DraftTree]:
         if not states:
             return []
         rows = tree.rows or _DEFAULT_ROWS
         return self._trees(states, self._grow(states, tree, rows), rows)
 
-    def _grow(self, states: list[_Request], tree: TreeConfig, rows: int) -> _Growth:
+    def _grow(self, states: list[_RequestState], tree: TreeConfig, rows: int) -> _Growth:
         batch, depths = len(states), min(tree.depth, _MAX_STEPS)
         width = _width(depths, min(tree.top_k, self._to_target.shape[0]))
         hidden = torch.stack([state.hidden for state in states])
@@ -449,7 +448,7 @@ class Eagle3Drafter(Drafter):
         return growth
 
     def _complete(self, growth: _Growth, best: torch.Tensor, rows: int) -> bool:
-        """Nothing that grows from candidates scored `best` could be among the rows to keep."""
+        """Whether nothing below candidates scored `best` can be among the rows to keep."""
         scores = torch.cat(growth.scores, dim=1)
         if rows < 2:
             return True
@@ -460,13 +459,13 @@ class Eagle3Drafter(Drafter):
 
     def _step(
         self,
-        states: list[_Request],
+        states: list[_RequestState],
         tokens: torch.Tensor,
         hidden: torch.Tensor,
         seen: torch.Tensor,
         depth: int,
     ) -> torch.Tensor:
-        """Outputs [B, k, hidden] of entries `tokens` [B, k] that stand `depth` rows ahead."""
+        """Outputs [B, k, hidden] of entries `tokens` [B, k], `depth` rows ahead."""
         batch, width = tokens.shape
         places = torch.tensor([state.position + depth for state in states])
         flat = hidden.flatten(0, 1)
@@ -481,9 +480,7 @@ class Eagle3Drafter(Drafter):
         output = self._finish(flat, torch.cat(attended))
         return output.unflatten(0, (batch, width))
 
-    def _trees(self, states: list[_Request], growth: _Growth, rows: int) -> list[DraftTree]:
-        from nwor_specpv import DraftTree, tree_from_topk
-
+    def _trees(self, states: list[_RequestState], growth: _Growth, rows: int) -> list[DraftTree]:
         worth = (torch.cat(growth.scores, dim=1) >= self._least).sum(1).tolist()
         trees = []
         for index, (state, count) in enumerate(zip(states, worth, strict=True)):
@@ -505,25 +502,25 @@ class Eagle3Drafter(Drafter):
             if not 0 <= token < self.vocab_size:
                 raise NworError(f"{name}: got {token}, expected 0 to {self.vocab_size - 1}")
 
-    def _state(self, request: Hashable) -> _Request:
+    def _state(self, request: Hashable) -> _RequestState:
         state = self._requests.get(request)
         if state is None:
             raise NworError(f"request: got {request!r}, which has not begun")
         return state
 
 
-def _arrival(state: _Request, window: int) -> _Arrival:
-    """What is pending; of a long text only what the head will look at."""
+def _new_entries(state: _RequestState, window: int) -> _NewEntries:
+    """The pending entries; of a long text only those in the head's window."""
     tokens = [token for _, some in state.pending for token in some]
     features = torch.cat([part for part, _ in state.pending])[-window:].float()
     passed = max(0, len(tokens) - window)
-    # Entries before those that were passed over are not what the next ones follow.
+    # Entries before skipped ones are no longer adjacent, so they are not read.
     oldest = state.length if passed else state.oldest
-    return _Arrival(state, features, tokens[-window:], oldest, state.position + passed)
+    return _NewEntries(state, features, tokens[-window:], oldest, state.position + passed)
 
 
 def _width(depths: int, most: int) -> int:
-    """Children of a row: as many as asked for, or as leave no more candidates than a tree takes."""
+    """Children of a row: at most `most`, and few enough for the limit on candidates."""
     return next(
         width
         for width in range(most, 0, -1)
@@ -532,7 +529,7 @@ def _width(depths: int, most: int) -> int:
 
 
 def _linear(rows: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """Products of the weights' type; what is between them stays float32."""
+    """Multiplies in the type of the weights; takes and returns float32."""
     if rows.is_cpu and rows.numel() <= _FEW_ROWS * rows.shape[-1]:
         return torch.ops.nwor_specpv.linear_rows.default(rows, weight)
     if rows.is_cpu and weight.dtype == torch.bfloat16 and not _multiplies_bfloat16():
@@ -542,5 +539,5 @@ def _linear(rows: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 
 @cache
 def _multiplies_bfloat16() -> bool:
-    """Whether this CPU does; elsewhere torch warns at length and takes its slowest product."""
+    """Whether this CPU has a fast bfloat16 product; without one torch warns and is slow."""
     return torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported()

@@ -1,8 +1,8 @@
 """The EAGLE3 head: one decoder layer over fused features of the target and its own outputs.
 
-An entry is a pair: the target's features at a row, and the token that follows that row. From it the
-head guesses the token after; its output stands in for the features of the next entry, so it can go
-on alone. Embedding and output matrix are the target's own.
+An entry is a pair: the target's features at a row, and the token that follows that row. From an
+entry the head guesses the token after. Its output replaces the features of the next entry, so the
+head can continue alone. Embedding and output matrix are the target's.
 
     hidden = head.fuse(features)                 # or an earlier output
     query, key, value = head.project(embeddings, hidden)
@@ -25,12 +25,12 @@ import torch
 from torch.nn.functional import linear, rms_norm, silu
 
 from nwor_specpv.errors import NworError
-from nwor_specpv.models import safetensors
+from nwor_specpv.models.weights import load_weights, save_weights
 
 
 @dataclass(frozen=True)
 class HeadShape:
-    """Sizes of a head; what belongs to the target has the target's size."""
+    """Sizes of a head."""
 
     hidden: int
     intermediate: int
@@ -38,8 +38,8 @@ class HeadShape:
     num_kv_heads: int
     head_dim: int
     target_vocabulary: int
-    feature_layers: tuple[int, ...]  # of the target, whose outputs are fused
-    window: int  # entries that an entry attends to at most
+    feature_layers: tuple[int, ...]  # layers of the target whose outputs are fused
+    window: int  # the most entries that an entry attends to
     rope_theta: float
     norm_epsilon: float
 
@@ -71,7 +71,7 @@ class HeadShape:
         return self.num_kv_heads * self.head_dim
 
     def sizes(self) -> dict[str, tuple[int, ...]]:
-        """Every weight of the head."""
+        """The size of every weight."""
         hidden, layers = self.hidden, len(self.feature_layers)
         return {
             "feature_norm": (layers, hidden),
@@ -88,7 +88,7 @@ class HeadShape:
 
 
 class Eagle3Head:
-    """The weights and what is computed with them. Training passes weights that need gradients."""
+    """The weights of a head and its computations. Training passes weights with gradients."""
 
     def __init__(
         self,
@@ -102,7 +102,7 @@ class Eagle3Head:
                 raise NworError(f"weight {name}: got sizes {got}, expected {size}")
             _require_finite(name, weights[name])
         self.shape, self.weights = shape, dict(weights)
-        self.linear = linear  # a drafter with few rows has a faster one
+        self.linear = linear  # a drafter replaces it for few rows
         # [draft vocabulary], the most frequent first
         self.draft_to_target = _checked_ids(draft_to_target, shape.target_vocabulary)
 
@@ -111,7 +111,7 @@ class Eagle3Head:
         return sum(weight.numel() for weight in self.weights.values())
 
     def to(self, dtype: torch.dtype, device: torch.device | str | None = None) -> Eagle3Head:
-        # Not checked again: training does this at every update, and would wait for the device.
+        # No checks: training calls this at every update, and a check would wait for the device.
         made = copy.copy(self)
         made.weights = {name: weight.to(device, dtype) for name, weight in self.weights.items()}
         made.draft_to_target = self.draft_to_target.to(device)
@@ -150,7 +150,7 @@ class Eagle3Head:
         return hidden + self.linear(silu(gate) * up, self.weights["down"])
 
     def normalize(self, output: torch.Tensor) -> torch.Tensor:
-        """What is multiplied with the target's output matrix."""
+        """Returns what the target's output matrix is multiplied with."""
         return self._norm(output, self.weights["norm"])
 
     def rotation(self, num_positions: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -160,11 +160,11 @@ class Eagle3Head:
         tensors = {name: weight.detach().to(dtype) for name, weight in self.weights.items()}
         tensors["draft_to_target"] = self.draft_to_target.to(torch.int32)
         shape = json.dumps(dataclasses.asdict(self.shape))
-        safetensors.save(path, tensors, {"format": "pt", "eagle3": shape, **metadata})
+        save_weights(path, tensors, {"format": "pt", "eagle3": shape, **metadata})
 
     @classmethod
     def load(cls, path: Path) -> Eagle3Head:
-        tensors, metadata = safetensors.load(path)
+        tensors, metadata = load_weights(path)
         try:
             fields = json.loads(metadata["eagle3"])
             fields["feature_layers"] = tuple(fields["feature_layers"])
@@ -186,13 +186,12 @@ def _require_finite(name: str, weight: torch.Tensor) -> None:
     if not bool(finite.all()):
         wrong = int((~finite).sum())
         raise NworError(
-            f"weight {name}: got {wrong} of {weight.numel()} that are no finite numbers, "
-            "expected none"
+            f"weight {name}: got {wrong} of {weight.numel()} values not finite, expected none"
         )
 
 
 def _checked_ids(ids: torch.Tensor, vocabulary: int) -> torch.Tensor:
-    """As int64, whatever they were saved in: torch would take uint8 for a mask."""
+    """Returns the ids as int64, since torch takes uint8 for a mask; raises on wrong ids."""
     if not isinstance(ids, torch.Tensor):
         raise NworError(f"draft_to_target: got {type(ids).__name__}, expected a tensor")
     if ids.dtype == torch.bool or ids.is_floating_point() or ids.is_complex():
@@ -209,13 +208,13 @@ def _checked_ids(ids: torch.Tensor, vocabulary: int) -> torch.Tensor:
     tokens = len(ids.unique())
     if tokens != len(ids):
         raise NworError(
-            f"draft_to_target: got {len(ids)} ids of {tokens} tokens, expected every token once"
+            f"draft_to_target: got {len(ids)} ids of {tokens} tokens, expected each token once"
         )
     return ids
 
 
 def rotation(num_positions: int, head_dim: int, theta: float) -> tuple[torch.Tensor, torch.Tensor]:
-    """Cosines and sines [num_positions, head_dim] of rotary positions, halves against halves."""
+    """Cosines and sines [num_positions, head_dim] of rotary positions, for rotated halves."""
     steps = torch.arange(0, head_dim, 2, dtype=torch.float64) / head_dim
     angles = torch.arange(num_positions, dtype=torch.float64)[:, None] * theta**-steps
     angles = torch.cat([angles, angles], dim=-1)
@@ -223,6 +222,6 @@ def rotation(num_positions: int, head_dim: int, theta: float) -> tuple[torch.Ten
 
 
 def rotate(values: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """Rotary positions on [.., D]; `cos` and `sin` broadcast against it."""
+    """Applies rotary positions to [.., D]; `cos` and `sin` broadcast."""
     first, second = values.chunk(2, dim=-1)
     return values * cos + torch.cat([-second, first], dim=-1) * sin

@@ -1,6 +1,6 @@
-"""Drafts without a model: what followed the last tokens where they stood before in the text.
+"""Drafts without a model: the tokens that followed earlier occurrences of the last tokens.
 
-The index is in C++ (csrc/drafters): a token is added in constant time, a draft looks at a bounded
+The index is in C++ (csrc/drafters). Adding a token takes constant time, a draft looks at a bounded
 number of places, and matches that disagree become branches.
 """
 
@@ -17,25 +17,25 @@ from .base import Drafter, TreeConfig, check_requests, check_retracted
 if TYPE_CHECKING:
     import torch
 
-    from nwor_specpv import DraftTree
+    from nwor_specpv._C import DraftTree
 
-# Rows of a tree where neither host nor caller says how many.
+# Rows of a tree when neither host nor caller sets them.
 _DEFAULT_ROWS = 16
 
 
 class NgramDrafter(Drafter):
-    """One index for each request, over its prompt and its answer."""
+    """Keeps one index for each request, over its prompt and its answer."""
 
     def __init__(self, min_tokens: int = 2, max_tokens: int = 6, max_matches: int = 16) -> None:
-        """A match has `min_tokens` in common at least; beyond `max_tokens` all count the same."""
+        """A match has at least `min_tokens` in common; beyond `max_tokens` all count the same."""
         self._options = (min_tokens, max_tokens, max_matches)
-        _C.NgramIndex(*self._options)  # wrong options are refused here
+        _C.NgramIndex(*self._options)  # raises on wrong options
         self._texts: dict[Hashable, _C.NgramIndex] = {}
         self._prompts: dict[Hashable, list[int]] = {}
 
     def begin(self, request: Hashable, prompt_ids: Sequence[int]) -> None:
         if request in self._texts:
-            raise NworError(f"request: got {request!r}, which has begun already")
+            raise NworError(f"request: got {request!r}, which has already begun")
         text = _C.NgramIndex(*self._options)
         text.append(list(prompt_ids))
         self._texts[request] = text
@@ -50,7 +50,7 @@ class NgramDrafter(Drafter):
             return
         prompt = self._prompts.get(request)
         text.append(tokens if prompt is None else _after_prompt(prompt, tokens))
-        self._prompts.pop(request, None)  # only now: tokens may have been refused
+        self._prompts.pop(request, None)  # only now: append may raise
 
     def retract(self, request: Hashable, num_tokens: int) -> bool:
         text = self._text(request)
@@ -77,11 +77,13 @@ class NgramDrafter(Drafter):
 
 
 def _after_prompt(prompt: list[int], tokens: list[int]) -> list[int]:
-    """What is new in the first tokens observed: what follows the prompt's rows is mostly known."""
+    """Drops the prompt's own tokens from the first tokens observed, which are in the index."""
     if tokens[: len(prompt) - 1] == prompt[1:]:
         return tokens[len(prompt) - 1 :]
-    # Rows that were cached before were not run; the last one gave the first new token.
+    # Rows that were cached before were not run; the last row gave the first new token.
     known = len(tokens) - 1
     if known and tokens[:-1] != prompt[-known:]:
-        raise NworError(f"tokens: got {tokens[:4]}.. after the prompt, expected its own tokens")
+        raise NworError(
+            f"tokens: got {tokens[:4]}.. after the prompt, expected the prompt's own tokens"
+        )
     return tokens[-1:]

@@ -1,68 +1,65 @@
-"""Drafters by name. The names are those of `nwor_specpv.methods`.
+"""Drafters by name.
 
 drafter = make_drafter("eagle3", target=model)
-register_drafter("mine", lambda target, **options: MyDrafter(target), summary="my own")
+register_drafter("mine", lambda target, **options: MyDrafter(target))
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import difflib
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from nwor_specpv.errors import NworError
-from nwor_specpv.methods import (
-    Method,
-    get_method,
-    method_names,
-    register_method,
-    unknown_name,
-)
 
 from .base import Drafter
 
+# factory(target=.., **options): `target` is the host's model.
 Factory = Callable[..., Drafter]
 
+# Names that a host handles itself: plain decoding, and a smaller model that the host loads.
+HOST_NAMES = ("none", "draft_model")
 
-def register_drafter(
-    name: str,
-    factory: Factory,
-    *,
-    summary: str = "registered by its user",
-    replace: bool = False,
-    **needs: Any,
-) -> Method:
+_registered: dict[str, Factory] = {}
+
+
+def register_drafter(name: str, factory: Factory, *, replace: bool = False) -> None:
     """Adds a drafter for `make_drafter` and for hosts that take a name.
 
-    `factory(target=.., **options)` makes it; `needs` are further fields of `Method`.
+    `factory(target=.., **options)` makes it. A name that is taken needs `replace`; the names of
+    built-in drafters stay theirs.
     """
+    if not isinstance(name, str) or not name or name != name.strip().lower():
+        raise NworError(f"name: got {name!r}, expected a word in lower case")
     if not callable(factory):
         raise NworError(f"factory: got {type(factory).__name__}, expected a callable")
-    made = Method(name, summary, factory=factory, **{"proposes": "tree", **needs})
-    return register_method(made, replace=replace)
+    if name in _BUILT_IN or name in HOST_NAMES:
+        raise NworError(f"name: got {name!r}, which is built in; expected another name")
+    if name in _registered and not replace:
+        raise NworError(
+            f"name: got {name!r}, which is registered; expected another, or replace=True"
+        )
+    _registered[name] = factory
 
 
 def drafter_names() -> tuple[str, ...]:
     """What `make_drafter` takes: built-in drafters first, then registered ones."""
-    return tuple(
-        name for name in method_names() if name in _BUILT_IN or get_method(name).factory is not None
-    )
+    return (*_BUILT_IN, *_registered)
 
 
 def make_drafter(name: str, target: Any = None, **options: Any) -> Drafter:
-    """The drafter of that name; an unknown one is an error with the nearest name there is.
+    """Makes the drafter of that name; an unknown name is an error with the nearest one.
 
     `target` is the host's model, for drafters that share its matrices.
     """
-    if name not in method_names():
-        raise unknown_name("drafter", name, drafter_names())
-    method = get_method(name)
-    factory = method.factory or _BUILT_IN.get(name)
-    if factory is None:
-        needs = " and ".join(method.needs()) or "nothing"
+    if name in HOST_NAMES:
         raise NworError(
-            f"drafter: got {name!r}, which needs {needs} and is made by its host; expected one of "
+            f"drafter: got {name!r}, which the host handles itself; expected one of "
             f"{', '.join(drafter_names())}, or a Drafter"
         )
+    if name not in drafter_names():
+        raise unknown_drafter(name, drafter_names())
+    factory = _BUILT_IN.get(name) or _registered[name]
     try:
         drafter = factory(target=target, **options)
     except TypeError as error:
@@ -70,6 +67,15 @@ def make_drafter(name: str, target: Any = None, **options: Any) -> Drafter:
     if not isinstance(drafter, Drafter):
         raise NworError(f"drafter {name!r}: got {type(drafter).__name__}, expected a Drafter")
     return drafter
+
+
+def unknown_drafter(name: object, valid: Sequence[str]) -> NworError:
+    """The error for a name that is not in `valid`, with the nearest name that is."""
+    word = str(name).strip().lower()
+    (nearest,) = difflib.get_close_matches(word, valid, n=1, cutoff=0.0)
+    return NworError(
+        f"drafter: got {name!r}, expected one of {', '.join(valid)}; the nearest is {nearest!r}"
+    )
 
 
 def _ngram(target: Any = None, **options: Any) -> Drafter:

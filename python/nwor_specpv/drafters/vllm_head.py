@@ -1,11 +1,11 @@
-"""An EAGLE3 head of ours as vLLM reads one: a folder for `--speculative-config`.
+"""Writes an EAGLE3 head as vLLM reads it: a folder for `--speculative-config`.
 
     python -m nwor_specpv.drafters.vllm_head FOLDER    # the shipped head of SmolLM2-135M-Instruct
 
-vLLM has the same layer under other names. Three things differ: the draft vocabulary is told by
-distances from the draft's own number, features are numbered from the embedding on, and the output
-matrix is stored, the target's rows of the draft vocabulary. Ours attends to its last 512 entries,
-vLLM's to all of them.
+vLLM has the same layer under other names. Three things differ. It stores the draft vocabulary as
+differences from the draft ids, it numbers feature layers from the embedding on, and it stores the
+rows of the target's output matrix for the draft vocabulary. This package's head attends to its last
+512 entries, vLLM's to all entries.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ import torch
 
 from nwor_specpv.cli.parser import EXIT_USAGE, PROGRAM, Parser
 from nwor_specpv.errors import NworError
-from nwor_specpv.models import safetensors, smollm2
+from nwor_specpv.models import smollm2
+from nwor_specpv.models.weights import load_weights, save_weights
 
 from .eagle3 import SHIPPED
 from .eagle3_head import Eagle3Head
@@ -28,13 +29,13 @@ def write_vllm_head(folder: Path, target: Path, head: Path = SHIPPED) -> Path:
     """Writes `head` for the model in the folder `target`, in that model's type."""
     ours = Eagle3Head.load(head)
     config = json.loads((target / "config.json").read_text())
-    tensors, _ = safetensors.load(target / "model.safetensors")
+    tensors, _ = load_weights(target / "model.safetensors")
     output = tensors.get("lm_head.weight", tensors["model.embed_tokens.weight"])
     shape = ours.shape
     if tuple(output.shape) != (shape.target_vocabulary, shape.hidden):
         raise NworError(
             f"{target}: got an output matrix of {list(output.shape)}, expected "
-            f"{[shape.target_vocabulary, shape.hidden]}: the head was trained for another target"
+            f"{[shape.target_vocabulary, shape.hidden]}: the head is for another target"
         )
     layers = [1 + layer for layer in shape.feature_layers]
     config |= {
@@ -53,7 +54,7 @@ def write_vllm_head(folder: Path, target: Path, head: Path = SHIPPED) -> Path:
         "eagle_config": {"eagle_aux_hidden_state_layer_ids": layers},
     }
     folder.mkdir(parents=True, exist_ok=True)
-    safetensors.save(folder / "model.safetensors", _tensors(ours, output), {"format": "pt"})
+    save_weights(folder / "model.safetensors", _tensors(ours, output), {"format": "pt"})
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
     return folder
 

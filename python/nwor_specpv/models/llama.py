@@ -1,4 +1,4 @@
-"""Names, shapes and the rotation of Llama weights as transformers and vLLM expect them."""
+"""Names and shapes of Llama weights, and their rotary order, as transformers and vLLM expect."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 
 @dataclass(frozen=True)
 class LlamaShape:
-    """Everything a config.json needs to say about a Llama with tied embeddings."""
+    """The sizes in the config.json of a Llama with tied embeddings."""
 
     vocabulary: int
     hidden: int
@@ -75,7 +75,7 @@ class LlamaShape:
 
 
 def pairs_to_halves(weight: torch.Tensor, num_heads: int) -> torch.Tensor:
-    """Rows of a query or key projection from rotated pairs (0, 1), (2, 3), .. to rotated halves.
+    """Reorders rows of a query or key projection from pairs (0, 1), (2, 3), .. to halves.
 
     llama.cpp and llama2.c rotate neighbours; transformers and vLLM rotate a head's first half
     against its second.

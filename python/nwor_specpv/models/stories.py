@@ -1,8 +1,8 @@
 """The shipped 260K-parameter story model as a Hugging Face folder, for engines that load by path.
 
-Its heads have 8 channels, fewer than serving engines support. Here they have more: a rotated pair
-keeps its frequency at a new place, the other channels are zero, and queries carry the factor that
-the larger head size takes away. The function computed is the same.
+Its heads have 8 channels, fewer than serving engines support. The folder has wider heads: each
+rotated pair moves to the channels of its frequency, the other channels are zero, and the queries
+are scaled for the larger head size. The model computes the same function.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import torch
 
 from nwor_specpv.models.tiny_model import TinyModel
 
-from .folder import Progress, cache_root, print_progress, write_folder
+from .folder import Progress, cache_root, convert_tensors, print_progress, write_folder
 from .llama import LlamaShape
 
 _BOS, _EOS = 1, 2
@@ -25,7 +25,7 @@ def stories(
     progress: Progress = print_progress,
     destination: Path | None = None,
 ) -> Path:
-    """The model's folder (float32, no tokenizer: token ids only), written if it is not there."""
+    """Returns the model's folder (float32, no tokenizer); writes it if it is missing."""
     destination = destination or cache_root() / f"stories260k-d{head_dim}-float32"
     if destination.is_dir():
         return destination
@@ -45,9 +45,9 @@ def stories(
     )
     ids = {"bos_token_id": _BOS, "eos_token_id": _EOS}
     files = {"config.json": shape.config("float32", **ids), "generation_config.json": ids}
-    return write_folder(
-        destination, files, shape.shapes(), _tensors(model, shape), "float32", progress
-    )
+    total = len(shape.shapes())
+    tensors = convert_tensors(_tensors(model, shape), total, "float32", destination.name, progress)
+    return write_folder(destination, files, tensors)
 
 
 def _tensors(model: TinyModel, shape: LlamaShape) -> Iterator[tuple[str, torch.Tensor]]:
@@ -72,7 +72,7 @@ def _tensors(model: TinyModel, shape: LlamaShape) -> Iterator[tuple[str, torch.T
 
 
 def widen(weight: torch.Tensor, num_heads: int, wide: int) -> torch.Tensor:
-    """Heads of `weight` [heads * D, columns] padded with zero rows to `wide` each."""
+    """Pads each head of `weight` [heads * D, columns] with zero rows to `wide` rows."""
     heads = weight.view(num_heads, -1, weight.shape[-1])
     out = weight.new_zeros(num_heads, wide, weight.shape[-1])
     out[:, : heads.shape[1]] = heads
@@ -80,10 +80,10 @@ def widen(weight: torch.Tensor, num_heads: int, wide: int) -> torch.Tensor:
 
 
 def widen_rotated(weight: torch.Tensor, num_heads: int, wide: int) -> torch.Tensor:
-    """The same for queries and keys: a pair of frequency theta^(-2i/D) goes where it keeps it.
+    """Does the same for queries and keys; a pair of frequency theta^(-2i/D) keeps its frequency.
 
-    In a head of `wide` channels rotated by halves that is channel i * wide / D and its partner half
-    a head further.
+    In a head of `wide` channels rotated by halves, the pair lies at channel i * wide / D and half a
+    head further.
     """
     pairs = weight.view(num_heads, -1, 2, weight.shape[-1])
     stride = wide // (2 * pairs.shape[1])

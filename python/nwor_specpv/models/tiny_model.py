@@ -1,7 +1,7 @@
-"""A real Llama of 260 thousand parameters: reads the shipped weights and runs them in float32.
+"""A Llama of 260 thousand parameters: reads the shipped weights and runs them in float32.
 
-Written as an engine sees a model: rows of a batch go in, and each layer hands its query, key and
-value to an `attend` callback, which writes the cache and computes the attention.
+The model runs rows of a batch. Each layer hands its query, key and value to an `attend` callback,
+which writes the cache and computes the attention.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ Attend = Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 
 
 @dataclass(frozen=True)
-class Shape:
+class TinyModelShape:
     """Sizes of the model, in the order of the file's header."""
 
     dim: int
@@ -43,7 +43,7 @@ class TinyModel:
     def __init__(self, path: Path = _FOLDER / "stories260K.bin") -> None:
         data = path.read_bytes()
         header = struct.calcsize("7i")
-        self.shape = s = Shape(*struct.unpack("7i", data[:header]))
+        self.shape = s = TinyModelShape(*struct.unpack("7i", data[:header]))
         weights = torch.frombuffer(bytearray(data[header:]), dtype=torch.float32)
         taken = 0
 
@@ -91,7 +91,7 @@ class TinyModel:
         return torch.stack((even * cos - odd * sin, even * sin + odd * cos), dim=-1).flatten(-2)
 
 
-class Tokenizer:
+class TinyTokenizer:
     """The shipped 512-token vocabulary."""
 
     BOS = 1
@@ -110,11 +110,11 @@ class Tokenizer:
         self._ids = {piece: index for index, piece in enumerate(self.pieces)}
 
     def encode(self, text: str) -> list[int]:
-        """BOS and the pieces of the text, the best-scored pair merged until none is left."""
+        """Returns BOS and the pieces of the text; merges the best-scored pair first."""
         ids = [self._ids[b" "]] if text else []
         for character in text:
             piece = self._ids.get(character.encode())
-            # Others are spelt in bytes, whose pieces follow <unk>, BOS and EOS.
+            # Other characters become bytes, whose pieces follow <unk>, BOS and EOS.
             ids += [piece] if piece is not None else [byte + 3 for byte in character.encode()]
         while True:
             merges = [

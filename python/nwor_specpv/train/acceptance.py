@@ -1,10 +1,10 @@
-"""Measures what a drafter's trees gain on texts the target wrote greedily.
+"""Measures tokens per step of a drafter's trees on texts that the target wrote greedily.
 
     python -m nwor_specpv.train.acceptance --json FILE
 
-Texts: the held-out prompts (chat, story, code), and answers to questions the target invents with a
-seed that training did not use. The drafter is the product's own; every text is decoded step by step
-as a host would, only that the target's choices are known already.
+Texts: the held-out prompts (chat, story, code), and answers to questions that the target invents
+with a seed that training did not use. The drafter is the one that hosts use. Every text is decoded
+step by step as in a host; the target's choices are known from the text.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ from nwor_specpv.drafters.ngram import NgramDrafter
 from nwor_specpv.errors import NworError
 
 from . import prompts
-from .corpus import Corpus, Manner, Writer
+from .corpus import Corpus, CorpusWriter, WritingStyle
 from .eagle3 import prompt_encoder
 from .measure import summary
-from .target import Target
+from .target import TrainingTarget
 from .unroll import make_batch, ranks
 
 INVENTED = "chat, invented"
@@ -44,22 +44,24 @@ TREES = {
     "32 rows": TreeConfig(rows=32, depth=8, top_k=6),
 }
 _CPU_TREES = ("8 rows", "32 rows")
-# Where training texts begin anew: any other number gives other openings and other questions.
+# Training uses other seeds, which give other openings and other questions.
 _SEED = 20_000
 
 
 def write_texts(
-    target: Target, openings: Sequence[prompts.Opening], answer_tokens: int, length: int
+    target: TrainingTarget, openings: Sequence[prompts.Opening], answer_tokens: int, length: int
 ) -> Corpus:
-    """A row for each opening: it, what is invented after it, and a greedy answer."""
+    """Writes a row for each opening: the opening, invented tokens, and a greedy answer."""
     corpus = Corpus.empty(len(openings), length, target)
     limit = (answer_tokens, answer_tokens)
-    Writer(target, openings, Manner(greedy_share=1.0, answer=limit)).write(corpus, 0, len(openings))
+    CorpusWriter(target, openings, WritingStyle(greedy_share=1.0, answer=limit)).write(
+        corpus, 0, len(openings)
+    )
     return corpus
 
 
 def shorten(corpus: Corpus, answer_tokens: int) -> Corpus:
-    """The same texts, of whose answers only the first tokens count."""
+    """The same texts, with weight only on the first tokens of the answers."""
     answer = (corpus.weight >= 1) & (corpus.start == 0)
     beyond = answer & (answer.cumsum(dim=1) > answer_tokens)
     return dataclasses.replace(corpus, weight=corpus.weight.masked_fill(beyond, 0.0))
@@ -75,7 +77,7 @@ class Tally:
     rows: int = 0  # verified, roots included
 
     def add(self, done: int, most: int, accepted: int, rows: int) -> None:
-        """A step where `done` of `most` tokens stand already, and the drafts that were right."""
+        """Adds a step after `done` of `most` tokens, with `accepted` drafts of a tree of `rows`."""
         left = (most if self.limit is None else min(most, self.limit - 1)) - done
         if left > 0:
             self.steps += 1
@@ -84,10 +86,10 @@ class Tally:
 
 
 def report(tallies: Sequence[Tally]) -> dict[str, float]:
-    """Of one tally a text: tokens and rows per step, and the standard error of the tokens."""
+    """Tokens and rows per step with the standard error of the tokens, from one tally a text."""
     steps = max(1, sum(tally.steps for tally in tallies))
     tokens = sum(tally.tokens for tally in tallies) / steps
-    # Texts differ more than a text's steps do: they are what was drawn.
+    # The texts are the sample: they differ more than the steps of one text.
     squares = sum((tally.tokens - tokens * tally.steps) ** 2 for tally in tallies)
     texts = len(tallies)
     error = math.sqrt(squares * texts / max(1, texts - 1)) / steps
@@ -105,7 +107,7 @@ def walk(
     places = counts.nonzero().flatten().tolist()
     if not places:
         return
-    at, last = places[0], places[-1]  # rows whose choice of the next token is the answer's
+    at, last = places[0], places[-1]  # rows whose next token belongs to the answer
     drafter.begin(row, tokens[: at + 1])
     drafter.observe(row, tokens[1 : at + 2], features[: at + 1])
     while at + 1 <= last:
@@ -158,7 +160,7 @@ def measure(
     return found
 
 
-def by_depth(target: Target, head: Eagle3Head, corpus: Corpus) -> list[float]:
+def by_depth(target: TrainingTarget, head: Eagle3Head, corpus: Corpus) -> list[float]:
     """How often the first guess is the target's choice, at depths 1 to 6."""
     kept = head.draft_to_target
     to_draft = torch.full((target.vocabulary,), -1)
@@ -169,8 +171,8 @@ def by_depth(target: Target, head: Eagle3Head, corpus: Corpus) -> list[float]:
     return found["top1_by_depth"]
 
 
-def require_same(head: Eagle3Head, target: Target, path: Path) -> None:
-    """Raises unless the head was made for such a target."""
+def require_same(head: Eagle3Head, target: TrainingTarget, path: Path) -> None:
+    """Raises unless the head fits the target."""
     shape, layers = head.shape, range(target.num_layers)
     for name, right, expected in (
         ("hidden", shape.hidden == target.hidden, target.hidden),
@@ -201,9 +203,9 @@ def run(arguments: list[str] | None = None) -> int:
         type=count,
         nargs="+",
         default=[96, 200],
-        help="2 or more, as the first is the prompt's; default: 96 200",
+        help="2 or more, since the first is the prompt's; default: 96 200",
     )
-    parser.add_argument("--json", type=output_file, help="a file for the figures, beside stdout")
+    parser.add_argument("--json", type=output_file, help="also writes the figures to this file")
     options = parser.parse_args(arguments)
     if min(options.answer_tokens) < 2:
         raise NworError(f"--answer-tokens: got {min(options.answer_tokens)}, expected 2 or more")
@@ -215,7 +217,7 @@ def run(arguments: list[str] | None = None) -> int:
 
     head = Eagle3Head.load(options.weights)
     folder = smollm2("float32")
-    target = Target(folder, head.shape.feature_layers)
+    target = TrainingTarget(folder, head.shape.feature_layers)
     require_same(head, target, options.weights)
     encode = prompt_encoder(folder)
     torch.manual_seed(_SEED)
@@ -250,13 +252,13 @@ def run(arguments: list[str] | None = None) -> int:
             "top1_by_depth": {k: by_depth(target, working, c) for k, c in texts.items()},
             **{name: by_limit[limit] for name, by_limit in measured.items()},
         }
-    tell(found, options.json)
+    report_figures(found, options.json)
     return 0
 
 
-def tell(found: dict[str, Any], path: Path | None) -> None:
+def report_figures(found: dict[str, Any], path: Path | None) -> None:
     text = json.dumps(found, indent=1)
-    print(text, flush=True)  # first: whatever becomes of the file, the work is not lost
+    print(text, flush=True)  # first: the file may fail
     if path is not None:
         write_whole(path, text + "\n")
 

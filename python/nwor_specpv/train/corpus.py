@@ -1,7 +1,7 @@
-"""Texts the target writes itself, with the features of every token.
+"""Texts that the target writes itself, with the features of every token.
 
-Rows of one length hold one text after another. All rows move together, a token a step; where a text
-ends the next begins. What happens to a row is decided on the device, so that no step waits.
+Each row holds one text after another. All rows advance by one token a step; where a text ends, the
+next begins. The device decides what happens to a row, so that no step waits for the host.
 """
 
 from __future__ import annotations
@@ -12,26 +12,26 @@ from dataclasses import dataclass
 import torch
 
 from .prompts import KINDS, Opening
-from .target import Target
+from .target import TrainingTarget
 
 _INVENT, _ANSWER, _OVER = 0, 1, 2
-# Tokens below this share of the best one's probability are not drawn: exp(-4).
+# Tokens with less than exp(-4) of the best token's probability are not drawn.
 _CUT = 4.0
 
 
 @dataclass
 class Corpus:
-    """N rows of L tokens. `features` has those of the fused layers, then the last, normalised."""
+    """N rows of L tokens. `features`: outputs of the fused layers, then the last, normalised."""
 
     tokens: torch.Tensor  # [N, L] int32
     best: torch.Tensor  # [N, L] int32: the target's own choice for the next token
     start: torch.Tensor  # [N, L] int16: where the token's text begins
-    weight: torch.Tensor  # [N, L] bfloat16: how much the choice of the next token counts
+    weight: torch.Tensor  # [N, L] bfloat16: weight of the next token
     kind: torch.Tensor  # [N, L] int8: index into KINDS
     features: torch.Tensor  # [N, L, (layers + 1) * hidden]
 
     @classmethod
-    def empty(cls, rows: int, length: int, target: Target) -> Corpus:
+    def empty(cls, rows: int, length: int, target: TrainingTarget) -> Corpus:
         def make(dtype: torch.dtype, *more: int) -> torch.Tensor:
             return torch.zeros((rows, length, *more), dtype=dtype, device=target.device)
 
@@ -54,26 +54,28 @@ class Corpus:
 
 
 @dataclass(frozen=True)
-class Manner:
-    """How texts are continued and what of them counts."""
+class WritingStyle:
+    """How texts are continued and weighted."""
 
-    greedy_share: float = 0.7  # of answers; the others are drawn
+    greedy_share: float = 0.7  # of answers; the others are sampled
     temperature: float = 0.7  # of those
-    answer: tuple[int, int] = (96, 280)  # the limit of an answer's length
+    answer: tuple[int, int] = (96, 280)  # range of the limit on an answer's length
     invented_weight: float = 0.25
     stop_tokens: tuple[int, ...] = (0, 2)  # <|endoftext|>, <|im_end|>
 
 
-class Writer:
-    """Has the target write rows of a corpus."""
+class CorpusWriter:
+    """Lets the target write rows of a corpus."""
 
-    def __init__(self, target: Target, openings: Sequence[Opening], manner: Manner) -> None:
-        self._target, self._manner = target, manner
+    def __init__(
+        self, target: TrainingTarget, openings: Sequence[Opening], style: WritingStyle
+    ) -> None:
+        self._target, self._style = target, style
         device = target.device
-        # Every list of given tokens is a line of one table: openings, then what stands between
-        # question and answer (with the end marker where it was not written), then nothing.
+        # Every list of given tokens is a line of one table: openings, then the tokens between
+        # question and answer, then the same with the end marker, for questions without one.
         between = sorted({tuple(opening.answer) for opening in openings})
-        end = manner.stop_tokens[-1]
+        end = style.stop_tokens[-1]
         lines = [list(opening.tokens) for opening in openings]
         lines += [list(line) for line in between]
         lines += [[end, *line] if line else [] for line in between]
@@ -90,13 +92,13 @@ class Writer:
         self._invented = torch.tensor([o.invented for o in openings], device=device)
         self._chats = self._sizes[self._after] > 0
         self._num_openings = len(openings)
-        self._stops = torch.tensor(manner.stop_tokens, device=device)
+        self._stops = torch.tensor(style.stop_tokens, device=device)
 
     @torch.no_grad()
     def write(self, corpus: Corpus, first: int, count: int) -> None:
         """Fills rows first .. first + count.
 
-        As many rows as openings: each begins with its own. Otherwise with any.
+        With as many rows as openings each row begins with its own, otherwise with a random one.
         """
         target, device = self._target, self._target.device
         length = corpus.tokens.shape[1]
@@ -130,7 +132,7 @@ class Writer:
         low, high = self._invented[opening].unbind(-1)
         limit = low + (torch.rand(count, device=device) * (high - low + 1)).long()
         answers = high == 0
-        # Scalars go in by masked_fill: as arguments of `where` they would make the host wait.
+        # masked_fill for scalars: as arguments of `where` they would make the host wait.
         heat = torch.ones(count, device=device)
         return {
             "opening": opening,
@@ -143,24 +145,24 @@ class Writer:
         }
 
     def _answer_limit(self, count: int) -> torch.Tensor:
-        low, high = self._manner.answer
+        low, high = self._style.answer
         return torch.randint(low, high + 1, (count,), device=self._target.device)
 
     def _answer_temperature(self, count: int) -> torch.Tensor:
         draw = torch.rand(count, device=self._target.device)
-        return (draw >= self._manner.greedy_share) * self._manner.temperature
+        return (draw >= self._style.greedy_share) * self._style.temperature
 
     def _advance(
         self, state: dict[str, torch.Tensor], drawn: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """The next tokens, how much their choice counts, and which rows' texts are over."""
+        """Returns the next tokens, their weights, and which rows' texts are over."""
         count = drawn.shape[0]
         over = state["phase"] == _OVER  # its last token has just been run
         given = (state["given"] < self._sizes[state["line"]]) & ~over
         place = state["given"].clamp(max=self._table.shape[1] - 1)
         tokens = torch.where(given, self._table[state["line"], place], drawn)
         answering = state["phase"] == _ANSWER
-        low = self._manner.invented_weight
+        low = self._style.invented_weight
         weight = (answering * (1.0 - low) + low).masked_fill(given | over, 0.0)
         own = ~given & ~over
         state["given"] = state["given"] + given
@@ -184,7 +186,7 @@ class Writer:
 
 
 def _draw(logits: torch.Tensor, temperature: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The best tokens, and tokens drawn at each row's temperature (0: the best)."""
+    """Returns the best tokens, and tokens sampled at each row's temperature (0: the best)."""
     top, best = logits.max(dim=-1)
     heat = temperature[:, None]
     noise = torch.empty_like(logits).exponential_()

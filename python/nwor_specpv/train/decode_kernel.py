@@ -1,7 +1,7 @@
-"""Attention of one new token per row over a cache of one piece, in Triton.
+"""Attention of one new token per row over a contiguous cache, in Triton.
 
-A row reads from where its text begins, not from where its row does, and each key once for all query
-heads of its group. Used on CUDA where Triton is installed; torch's own attention serves otherwise.
+A row reads from where its text begins, and each key once for all query heads of its group. Training
+uses it on CUDA where Triton is installed, and torch's attention otherwise.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import triton.language as tl
 
 from nwor_specpv.errors import NworError
 
-_ROWS = 16  # heads of a group, the least a product takes
+_ROWS = 16  # heads of a group: the fewest rows of a product
 
 
 @triton.jit(do_not_specialize=["position"])
@@ -45,7 +45,7 @@ def _decode_kernel(
     top = tl.full([ROWS], float("-inf"), tl.float32)
     total = tl.zeros([ROWS], tl.float32)
     sums = tl.zeros([ROWS, DIM], tl.float32)
-    # The first block holds `begin`, so that every later one has a maximum to stand on.
+    # The first block contains `begin`, so its maximum is finite.
     first = begin // BLOCK * BLOCK
     for at in range(first, position + 1, BLOCK):
         place = at + column
@@ -74,8 +74,8 @@ def decode_attention(
 ) -> torch.Tensor:
     """query [B, Hkv, groups, D] over keys and values [B, Hkv, L, D] at start .. position."""
     batch, heads, groups, dim = query.shape
-    if groups > _ROWS:  # those beyond would be left as they are
-        raise NworError(f"query: got {groups} heads of a group, expected {_ROWS} at most")
+    if groups > _ROWS:  # the kernel would not write the others
+        raise NworError(f"query: got {groups} heads of a group, expected at most {_ROWS}")
     out = torch.empty_like(query)
     _decode_kernel[(batch, heads)](
         query,

@@ -1,10 +1,10 @@
-"""Trains an EAGLE3 head for a Llama on texts the target writes itself.
+"""Trains an EAGLE3 head for a Llama on texts that the target writes itself.
 
     python -m nwor_specpv.train.eagle3 --out DIR --minutes 5 --device cuda
 
-Writes DIR/eagle3.safetensors and DIR/training.json, anew after every measurement. Without --target
-the head is SmolLM2-135M-Instruct's. The time is kept by the clock: about a quarter goes into
-writing texts, the rest into training, with a measurement on held-out prompts now and then.
+Writes DIR/eagle3.safetensors and DIR/training.json after every measurement. Without --target the
+head is for SmolLM2-135M-Instruct. About a quarter of the time goes into writing texts, the rest
+into training, with a measurement on held-out prompts every minute.
 """
 
 from __future__ import annotations
@@ -27,33 +27,33 @@ from nwor_specpv.drafters.eagle3_head import Eagle3Head, HeadShape
 from nwor_specpv.errors import NworError
 
 from . import prompts
-from .corpus import Corpus, Manner, Writer
+from .corpus import Corpus, CorpusWriter, WritingStyle
 from .measure import summary
-from .target import Target
-from .unroll import MAX_STEPS, Batch, Unroll, make_batch, ranks, soft_loss
+from .target import TrainingTarget
+from .unroll import MAX_STEPS, Unroll, UnrollBatch, make_batch, ranks, soft_loss
 
 _MEASURED_STEPS = 6
 
 
 @dataclass
-class Plan:
-    """Everything a run can be told. Sizes are for one large GPU; a test passes small ones."""
+class TrainingPlan:
+    """The options of a run. The defaults are for one large GPU."""
 
     minutes: float = 5.0
-    rounds: int = 2  # times texts are written anew
+    cycles: int = 2  # how often new texts are written
     collect_share: float = 0.25  # of the time
-    tokens: int = 12_600_000  # of a round at most: they are all kept, with their features
+    tokens: int = 12_600_000  # the most of a cycle: all are kept, with their features
     rows: int = 4096  # written at once
     length: int = 512  # tokens of a row
     batch_tokens: int = 16384
     steps: int = 6  # unrolled
     early_steps: int = 6  # until `deepen_from` of the training
     deepen_from: float = 0.0
-    step_decay: float = 0.9  # how much less each step counts than the one before
+    step_decay: float = 0.9  # weight of a step relative to the one before
     intermediate: int = 2048
     window: int = 512
     draft_vocabulary: int = 16384  # trained: the most frequent tokens
-    listed_vocabulary: int = 0  # in the file if more: rarer ones, which may be drafted too
+    listed_vocabulary: int = 0  # tokens in the file, if more: the rarer ones can be drafted too
     optimizer: str = "muon"
     learning_rate: float = 5e-3
     weight_decay: float = 0.02
@@ -61,11 +61,11 @@ class Plan:
     sharpen_from: float = 0.4
     measure_seconds: float = 60.0
     measure_tokens: int = 160  # of an answer
-    updates: int = 0  # stop after so many; 0: when the time is over
+    updates: int = 0  # the most updates; 0: until the time is over
     seed: int = 0
-    start: str = ""  # file of a head of the same shape to go on from
-    keep_start: float = 0.0  # its share in the weights at the end: what it knew is kept better
-    manner: Manner = field(default_factory=Manner)
+    start: str = ""  # file of a head of the same shape to continue from
+    keep_start: float = 0.0  # share of its weights in the average at the end
+    style: WritingStyle = field(default_factory=WritingStyle)
 
     def __post_init__(self) -> None:
         def require(name: str, right: bool, expected: str) -> None:
@@ -74,10 +74,10 @@ class Plan:
 
         for name in ("steps", "early_steps"):
             require(name, 1 <= getattr(self, name) <= MAX_STEPS, f"1 to {MAX_STEPS}")
-        # What is predicted lies in the same row, also by the steps of a measurement.
+        # A prediction lies in the same row, also in the steps of a measurement.
         least = max(self.steps, self.early_steps, _MEASURED_STEPS) + 1
         require("length", self.length >= least, f"{least} or more")
-        for name in ("rounds", "tokens", "rows", "batch_tokens", "intermediate", "window"):
+        for name in ("cycles", "tokens", "rows", "batch_tokens", "intermediate", "window"):
             require(name, getattr(self, name) >= 1, "1 or more")
         for name in ("draft_vocabulary", "measure_tokens"):
             require(name, getattr(self, name) >= 1, "1 or more")
@@ -98,25 +98,32 @@ class Plan:
         require("optimizer", self.optimizer in ("muon", "adamw"), "muon or adamw")
         require("start", not self.start or Path(self.start).is_file(), "a file of a head")
         if self.keep_start and not self.start:
-            raise NworError(f"keep_start: got {self.keep_start} without a head, expected a start")
+            raise NworError(
+                f"keep_start: got {self.keep_start} without start; give the file of a head"
+            )
 
 
 class Training:
-    """One run: texts, head, optimiser and what was measured."""
+    """One run: texts, head, optimiser and measurements."""
 
     def __init__(
-        self, target: Target, openings: list[Any], held_out: list[Any], plan: Plan, out: Path
+        self,
+        target: TrainingTarget,
+        openings: list[Any],
+        held_out: list[Any],
+        plan: TrainingPlan,
+        out: Path,
     ) -> None:
         self.target, self.plan, self.out = target, plan, out
         self._shape = head_shape(target, plan)
-        # Kept from now on: `measure` may write where it was read.
+        # Read once: `measure` may write to the same file.
         self._start = self._load_start() if plan.start else {}
         self.began = time.monotonic()
         self.trained_seconds = 0.0
         self.trained_tokens = self.updates = self.written_tokens = 0
         self.history: list[dict[str, Any]] = []
         torch.manual_seed(plan.seed)
-        self._writer = Writer(target, openings, plan.manner)
+        self._writer = CorpusWriter(target, openings, plan.style)
         self._opening_sizes = _sizes(openings)
         rows = max(1, plan.tokens // (plan.rows * plan.length)) * plan.rows
         self._corpus = Corpus.empty(rows, plan.length, target)
@@ -129,21 +136,21 @@ class Training:
     def run(self) -> None:
         plan = self.plan
         seconds = plan.minutes * 60
-        for index in range(plan.rounds):
-            collected = self._collect(seconds * plan.collect_share / plan.rounds)
-            self.say(f"round {index + 1}: {collected.num_tokens:,} tokens written")
+        for index in range(plan.cycles):
+            collected = self._collect(seconds * plan.collect_share / plan.cycles)
+            self.say(f"cycle {index + 1}: {collected.num_tokens:,} tokens written")
             if self._head is None:
                 self._make_head(collected)
-            # Measuring and saving have their own time at the end.
+            # Some time is left for the last measurement and for saving.
             left = seconds - (time.monotonic() - self.began)
-            later = seconds * plan.collect_share / plan.rounds * (plan.rounds - 1 - index)
-            share = max(0.0, left - later - 0.02 * seconds) / (plan.rounds - index)
-            self._train(collected, share, plan.rounds - index)
+            later = seconds * plan.collect_share / plan.cycles * (plan.cycles - 1 - index)
+            share = max(0.0, left - later - 0.02 * seconds) / (plan.cycles - index)
+            self._train(collected, share, plan.cycles - index)
         if not self.updates:
             raise NworError(
-                f"minutes: got {plan.minutes} without time for an update, of which "
-                f"{self.text_seconds / 60:.3f} went into texts; expected more, or fewer than "
-                f"{plan.rows} rows of length {plan.length} at once"
+                f"minutes: got {plan.minutes}, of which texts took {self.text_seconds / 60:.3f}: "
+                f"no time is left for an update; give more minutes, or fewer than {plan.rows} "
+                f"rows of length {plan.length}"
             )
         self.measure()
         if plan.keep_start:
@@ -153,7 +160,7 @@ class Training:
             self.measure()
 
     def _collect(self, seconds: float) -> Corpus:
-        """Rows written in that time; at least one pass, so that there is something to learn."""
+        """Writes rows for that time, at least once."""
         plan, corpus = self.plan, self._corpus
         begin = time.monotonic()
         done = 0
@@ -191,19 +198,19 @@ class Training:
         self._optimizers: list[torch.optim.Optimizer] = []
         self.say(f"head: {self._head.num_parameters:,} parameters")
         if plan.start:
-            self.measure(save=False)  # nothing is learnt yet
+            self.measure(save=False)  # before any update
 
     def _require_answers(self, corpus: Corpus) -> None:
-        """Raises where there is nothing to learn: no choice counts that an entry predicts."""
+        """Raises unless some entry predicts a token with weight."""
         same = corpus.start[:, 1:] == corpus.start[:, :-1]
         if not ((corpus.weight[:, 1:] > 0) & same).any():
             raise NworError(
-                f"length: got {self.plan.length}, where none of {corpus.tokens.shape[0]} rows gets "
-                f"to what the target writes, expected more; openings have {self._opening_sizes}"
+                f"length: got {self.plan.length}, too short: the target wrote nothing in "
+                f"{corpus.tokens.shape[0]} rows; openings have {self._opening_sizes}"
             )
 
     def _load_start(self) -> dict[str, torch.Tensor]:
-        """Weights of the head to go on from, and to average with."""
+        """Weights of the head to continue from and to average with."""
         head = Eagle3Head.load(Path(self.plan.start))
         if head.shape != self._shape:
             raise NworError(f"start: got a head of {head.shape}, expected {self._shape}")
@@ -213,15 +220,15 @@ class Training:
         }
 
     def _vocabulary(self, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Draft ids of all tokens, -1 for none, and the output matrix."""
+        """Draft ids of all tokens (-1: none), and the output matrix."""
         to_draft = torch.full((self.target.vocabulary,), -1, device=self.target.device)
         to_draft[tokens] = torch.arange(len(tokens), device=self.target.device)
         return to_draft, self.target.embedding[tokens].contiguous()
 
-    def _train(self, corpus: Corpus, seconds: float, rounds_left: int) -> None:
+    def _train(self, corpus: Corpus, seconds: float, cycles_left: int) -> None:
         plan, begin, before = self.plan, time.monotonic(), self.trained_seconds
-        # The schedule runs over all rounds; those to come are taken to be as long as this one.
-        total = before + seconds * rounds_left
+        # The schedule runs over all cycles and assumes that later ones take as long as this one.
+        total = before + seconds * cycles_left
         rows = max(1, plan.batch_tokens // plan.length)
         said = measured = begin
         for index in _shuffled(corpus.tokens.shape[0], rows, self.target.device):
@@ -236,7 +243,7 @@ class Training:
             self.updates += 1
             self.trained_tokens += index.numel() * plan.length
             if self.updates % 8 == 0:
-                self._wait()  # the clock is to see the device's time, not the queue's
+                self._wait()  # so that the clock measures the device, not the queue
             if now - said > 15:
                 said = now
                 self.say(f"update {self.updates}, {self.trained_tokens:,} tokens")
@@ -277,7 +284,7 @@ class Training:
         loss.backward()
 
     def measure(self, *, save: bool = True) -> dict[str, Any]:
-        """Acceptance on the held-out prompts now; saves the head and everything measured so far."""
+        """Measures acceptance on the held-out prompts; saves the head and all measurements."""
         self._check_weights()
         working = self._head.to(self.target.dtype)
         held_out = self._held_out
@@ -316,9 +323,8 @@ class Training:
             wrong = int((~weight.isfinite()).sum())
             if wrong:
                 raise NworError(
-                    f"{name}: got {wrong} of {weight.numel()} weights that are no finite numbers "
-                    f"after {self.updates} updates, expected all to be; try a learning_rate below "
-                    f"{self.plan.learning_rate}"
+                    f"{name}: {wrong} of {weight.numel()} weights are not finite after "
+                    f"{self.updates} updates; try a learning_rate below {self.plan.learning_rate}"
                 )
 
     def say(self, sentence: str) -> None:
@@ -332,26 +338,26 @@ class Training:
         working: Eagle3Head,
         vocabulary: tuple[torch.Tensor, torch.Tensor],
         temperature: float = 1.0,
-    ) -> Batch:
+    ) -> UnrollBatch:
         return make_batch(rows, working, self.target.embedding, *vocabulary, temperature)
 
     def _write_held_out(self, held_out: list[Any]) -> Corpus:
         plan = self.plan
         limit = (plan.measure_tokens, plan.measure_tokens)
-        manner = Manner(1.0, 0.0, limit, 0.0, plan.manner.stop_tokens)
+        style = WritingStyle(1.0, 0.0, limit, 0.0, plan.style.stop_tokens)
         corpus = Corpus.empty(len(held_out), plan.length, self.target)
-        Writer(self.target, held_out, manner).write(corpus, 0, len(held_out))
+        CorpusWriter(self.target, held_out, style).write(corpus, 0, len(held_out))
         self.target.release()
         answered = int(((corpus.weight >= 1) & (corpus.start == 0)).any(dim=1).sum())
         if not answered:
             raise NworError(
-                f"length: got {plan.length}, where none of {len(held_out)} held-out prompts gets "
-                f"to its answer, expected more; they have {_sizes(held_out)}"
+                f"length: got {plan.length}, too short: no answer to any of {len(held_out)} "
+                f"held-out prompts; they have {_sizes(held_out)}"
             )
         if answered < len(held_out):
             self.say(
-                f"held out: {len(held_out) - answered} of {len(held_out)} prompts reach no answer "
-                f"in a length of {plan.length} and are not measured"
+                f"held out: {len(held_out) - answered} of {len(held_out)} prompts have no answer "
+                f"within length {plan.length} and are not measured"
             )
         return corpus
 
@@ -364,8 +370,8 @@ class Training:
             torch.cuda.empty_cache()
 
 
-def head_shape(target: Target, plan: Plan) -> HeadShape:
-    """Of the head that the plan makes for the target."""
+def head_shape(target: TrainingTarget, plan: TrainingPlan) -> HeadShape:
+    """The shape of the head that the plan makes for the target."""
     return HeadShape(
         hidden=target.hidden,
         intermediate=plan.intermediate,
@@ -380,10 +386,10 @@ def head_shape(target: Target, plan: Plan) -> HeadShape:
     )
 
 
-def initial_weights(shape: HeadShape, target: Target) -> dict[str, torch.Tensor]:
-    """Small random matrices; the MLP and the last norm start as the target's last layer has them.
+def initial_weights(shape: HeadShape, target: TrainingTarget) -> dict[str, torch.Tensor]:
+    """Random matrices; the MLP and the last norm are copied from the target's last layer.
 
-    The output matrix is the target's and stays: what leads into it is known already.
+    They lead into the output matrix, which is the target's and is not trained.
     """
     weights = {}
     for name, size in shape.sizes().items():
@@ -404,14 +410,14 @@ def initial_weights(shape: HeadShape, target: Target) -> dict[str, torch.Tensor]
     return {name: weight.to(target.device).contiguous() for name, weight in weights.items()}
 
 
-def make_optimizers(head: Eagle3Head, plan: Plan) -> Iterator[torch.optim.Optimizer]:
+def make_optimizers(head: Eagle3Head, plan: TrainingPlan) -> Iterator[torch.optim.Optimizer]:
     matrices = {name for name in head.weights if not name.endswith("norm")}
     wide = [weight for name, weight in head.weights.items() if name in matrices]
     others = [weight for name, weight in head.weights.items() if name not in matrices]
     fused = wide[0].is_cuda
     adam = {"betas": (0.9, 0.98), "fused": fused}
     if plan.optimizer == "muon":
-        # Updates of the size AdamW's would have, so that one learning rate serves both.
+        # Updates as large as AdamW's, so that both use one learning rate.
         yield torch.optim.Muon(
             [{"params": wide, "peak": plan.learning_rate}],
             lr=plan.learning_rate,
@@ -426,7 +432,7 @@ def make_optimizers(head: Eagle3Head, plan: Plan) -> Iterator[torch.optim.Optimi
 
 
 def _shuffled(count: int, rows: int, device: torch.device) -> Iterator[torch.Tensor]:
-    """Row indices in batches, without end, every row once before any comes again."""
+    """Yields batches of row indices for ever; each row comes once before any repeats."""
     while True:
         order = torch.randperm(count, device=device)
         yield from (
@@ -446,7 +452,7 @@ def _sizes(openings: list[prompts.Opening]) -> str:
 def read_prompts(
     path: Path, vocabulary: int
 ) -> tuple[list[prompts.Opening], list[prompts.Opening]]:
-    """Openings and held-out prompts as `write_prompts` left them: ids, no tokenizer needed."""
+    """Reads the openings and held-out prompts that `write_prompts` wrote; needs no tokenizer."""
     try:
         data = json.loads(path.read_text(encoding="utf-8"))
         parts = {name: list(data[name]) for name in ("openings", "held_out")}
@@ -464,12 +470,12 @@ def read_prompts(
 
 
 def prompt_encoder(folder: Path) -> prompts.Encode:
-    """From text to ids with the tokenizer in `folder`; needs the package tokenizers."""
+    """Returns a function from text to ids, with the tokenizer in `folder`."""
     try:
         from tokenizers import Tokenizer
     except ImportError:
         raise NworError(
-            f"{folder}: its tokenizer needs the package tokenizers: pip install tokenizers"
+            f"{folder}: its tokenizer needs the package tokenizers: run `pip install tokenizers`"
         ) from None
     path = folder / "tokenizer.json"
     if not path.is_file():
@@ -479,16 +485,16 @@ def prompt_encoder(folder: Path) -> prompts.Encode:
 
 
 def write_prompts(folder: Path, path: Path, count: int = 16384) -> None:
-    """Encodes the prompts with the tokenizer in `folder`, for a machine that has none.
+    """Encodes the prompts with the tokenizer in `folder` and writes them to `path`.
 
-    To `count` openings come five everyday questions for every eight.
+    For every eight of `count` openings it adds five everyday questions.
     """
     encode = prompt_encoder(folder)
     ends = tuple(tuple(encode(text)) for text in ("<|endoftext|>", "<|im_end|>"))
-    if ends != tuple((token,) for token in Manner.stop_tokens):
+    if ends != tuple((token,) for token in WritingStyle.stop_tokens):
         raise NworError(
             f"{folder}: got a tokenizer whose <|endoftext|> and <|im_end|> are {ends}, expected "
-            f"{Manner.stop_tokens}: texts are written in SmolLM2's form of a chat"
+            f"{WritingStyle.stop_tokens}: texts use SmolLM2's chat template"
         )
     begun = [*prompts.openings(encode, count), *prompts.asked(encode, count * 5 // 8)]
     parts = {"openings": begun, "held_out": prompts.held_out(encode)}
@@ -499,14 +505,14 @@ def write_prompts(folder: Path, path: Path, count: int = 16384) -> None:
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="nwor_specpv.train.eagle3", description=__doc__)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.add_argument("--out", type=Path, required=True, help="folder of the head and its card")
+    parser.add_argument("--out", type=Path, required=True, help="folder for the head")
     parser.add_argument("--target", type=Path, help="Hugging Face folder of a Llama")
-    parser.add_argument("--prompts", type=Path, help="encoded prompts; made there if missing")
+    parser.add_argument("--prompts", type=Path, help="file of encoded prompts; written if missing")
     there = "cuda" if torch.cuda.is_available() else "cpu"
     parser.add_argument(
         "--device", default=there, help="cpu or cuda, default: cuda if there is one"
     )
-    for name, value in asdict(Plan()).items():
+    for name, value in asdict(TrainingPlan()).items():
         if isinstance(value, (int, float, str)):
             flag = f"--{name.replace('_', '-')}"
             parser.add_argument(flag, type=type(value), default=value, help=f"default: {value}")
@@ -514,7 +520,7 @@ def main(arguments: list[str] | None = None) -> int:
     out, device = options.pop("out"), options.pop("device")
     folder, path = options.pop("target"), options.pop("prompts")
     try:
-        plan = Plan(**options)
+        plan = TrainingPlan(**options)
         require_device(device)
         device = torch.device(device)
         out.mkdir(parents=True, exist_ok=True)
@@ -526,7 +532,7 @@ def main(arguments: list[str] | None = None) -> int:
         path = path or out / "prompts.json"
         if not path.is_file():
             write_prompts(folder, path)
-        target = Target(folder, device=device, dtype=dtype)
+        target = TrainingTarget(folder, device=device, dtype=dtype)
         openings, held_out = read_prompts(path, target.vocabulary)
         Training(target, openings, held_out, plan, out).run()
     except (NworError, OSError) as error:

@@ -1,4 +1,4 @@
-"""What acceptance would be: walks over greedy texts with the ranks of the target's choices."""
+"""Estimates acceptance on greedy texts from the ranks of the target's choices."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ def tokens_per_step(
 ) -> tuple[int, int]:
     """(tokens, steps) of decoding each row's first text with trees of these widths.
 
-    `ranks` [steps, rows, L]; `counts` [rows, L]: the choice of the next token is the answer's. A
-    draft at depth d is there if it is among the best widths[d] below its parent. A step gives the
-    drafts that were right and the target's own token, unless the answer ends before it.
+    `ranks` [steps, rows, L]; `counts` [rows, L]: the next token belongs to the answer. A tree has
+    the right draft at depth d if its rank is below widths[d]. A step gives the drafts that were
+    right and the target's own token, unless the answer ends before it.
     """
     hits = torch.stack([ranks[depth] < width for depth, width in enumerate(widths)])
     accepted = hits.int().cumprod(0).sum(0)  # [rows, L] at each entry
@@ -41,7 +41,7 @@ def tokens_per_step(
 
 
 def summary(ranks: torch.Tensor, corpus: Corpus) -> dict[str, Any]:
-    """By kind: tokens per step for a chain of 4 and widths 4,3,2,1, and the first guess's hits."""
+    """By kind: tokens per step (chain of 4, widths 4,3,2,1) and hits of the first guess."""
     rows, length = corpus.tokens.shape
     placed = ranks.view(ranks.shape[0], rows, length).cpu()
     counts, start = (corpus.weight >= 1).cpu(), corpus.start.cpu()
@@ -55,11 +55,11 @@ def summary(ranks: torch.Tensor, corpus: Corpus) -> dict[str, Any]:
         answer = part[1] & (part[2] == 0)
         steps = {}
         for name, widths in (("chain_4", CHAIN), ("widths_4321", WIDTHS)):
-            tokens, rounds = tokens_per_step(*part, widths)
-            steps[name] = round(tokens / max(rounds, 1), 3)
+            tokens, count = tokens_per_step(*part, widths)
+            steps[name] = round(tokens / max(count, 1), 3)
         hits = []
         for step in range(ranks.shape[0]):
-            # Of entries whose predicted row belongs to the answer.
+            # Entries whose predicted row belongs to the answer.
             ahead = torch.zeros_like(answer)
             ahead[:, : length - step - 1] = answer[:, step + 1 :] & (
                 part[2][:, step + 1 :] == part[2][:, : length - step - 1]

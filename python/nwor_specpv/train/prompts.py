@@ -1,9 +1,9 @@
-"""How training texts begin, and the prompts that are kept for measuring.
+"""First words of training texts, and the held-out prompts.
 
-The target writes its own training data. A text begins with a few given words, goes on with some
-that are sampled at temperature 1 (a user's question, the rest of a first sentence, a signature) and
-is then continued by the target as it would answer. Everyday questions (`questions`) are given whole
-or cut short. Held-out prompts are whole and never trained on.
+The target writes its own training data. A text begins with a few given words. Some more are sampled
+at temperature 1 (a user's question, the rest of a first sentence, a signature). Then the target
+answers. Everyday questions (`questions`) are given whole or cut short. Held-out prompts are whole
+and never trained on.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from nwor_specpv.errors import NworError
 from .questions import question
 
 KINDS = ("chat", "story", "code", "text")
-# How many of a hundred texts are of each kind.
+# Per cent of the texts.
 SHARES = {"chat": 52, "story": 18, "code": 20, "text": 10}
 
 _SYSTEMS = (
@@ -225,16 +225,16 @@ Encode = Callable[[str], list[int]]
 
 @dataclass(frozen=True)
 class Opening:
-    """How a text begins: token ids that are given, and how many more are made up at most."""
+    """The given first tokens of a text, and how many more are sampled at most."""
 
     kind: str
     tokens: list[int]
-    invented: tuple[int, int]  # the limit is drawn from this range; (0, 0): nothing is
-    answer: list[int]  # ids between what was invented and the answer
+    invented: tuple[int, int]  # range of the limit; (0, 0): none are sampled
+    answer: list[int]  # ids between the sampled tokens and the answer
 
 
 def read_opening(entry: Any, vocabulary: int) -> Opening:
-    """Of a file's entry; what a target of that vocabulary cannot be given is refused."""
+    """Reads an entry of a file; raises if it does not fit a target of that vocabulary."""
     names = sorted(Opening.__dataclass_fields__)
     if not isinstance(entry, dict) or sorted(entry) != names:
         got = f"fields {', '.join(sorted(entry))}" if isinstance(entry, dict) else repr(entry)
@@ -271,7 +271,7 @@ def chat_prompt(text: str, system: str = _SYSTEMS[0]) -> str:
 
 
 def openings(encode: Encode, count: int = 4096, seed: int = 0) -> list[Opening]:
-    """`count` different beginnings, kinds in the proportions of SHARES."""
+    """Returns `count` openings, kinds in the proportions of SHARES."""
     rng = random.Random(seed)
     between = encode("\n<|im_start|>assistant\n")
     made = []
@@ -291,7 +291,7 @@ def openings(encode: Encode, count: int = 4096, seed: int = 0) -> list[Opening]:
 
 
 def asked(encode: Encode, count: int = 2560, seed: int = 0) -> list[Opening]:
-    """`count` different chats with everyday questions; of a quarter the rest is made up."""
+    """Returns `count` chats with everyday questions; a quarter are cut short."""
     rng = random.Random(seed)
     between = encode("\n<|im_start|>assistant\n")
     made: dict[tuple[str, str], Opening] = {}
@@ -311,7 +311,7 @@ def asked(encode: Encode, count: int = 2560, seed: int = 0) -> list[Opening]:
 
 
 def held_out(encode: Encode) -> list[Opening]:
-    """The prompts of HELD_OUT, whole: nothing is invented."""
+    """Returns the prompts of HELD_OUT, whole."""
     return [
         Opening(kind, encode(chat_prompt(text) if kind == "chat" else text), (0, 0), [])
         for kind, texts in HELD_OUT.items()
@@ -324,7 +324,7 @@ def _chat_opening(words: str, system: str) -> str:
 
 
 def _deal(count: int) -> list[str]:
-    """Kinds in turn, so that any stretch of the list has about the right shares."""
+    """Mixes the kinds so that any part of the list has about the right shares."""
     owed = dict.fromkeys(KINDS, 0)
     dealt = []
     for _ in itertools.repeat(None, count):

@@ -1,7 +1,7 @@
-"""Everyday questions for training: forms filled with topics.
+"""Everyday questions for training: templates filled with topics.
 
-What people ask differs from what the target invents when nobody asks. Nothing in here is about a
-topic of the held-out prompts, so that those stay unseen.
+People ask other questions than the target invents. No topic here is one of the held-out prompts, so
+those stay unseen.
 """
 
 from __future__ import annotations

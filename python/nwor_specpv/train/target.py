@@ -1,7 +1,7 @@
-"""The target as training sees it: a Llama that steps a large batch and shows its features.
+"""The target in training: a Llama that runs a large batch and returns its features.
 
-Own code rather than a host's: thousands of rows at one position, a cache of one piece, and the
-outputs of three layers with every step.
+Training runs thousands of rows at one position over a contiguous cache, and needs the outputs of
+three layers in every step, so it does not use a host.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from torch.nn.functional import linear, rms_norm, scaled_dot_product_attention, 
 
 from nwor_specpv.drafters.eagle3_head import rotate, rotation
 from nwor_specpv.errors import NworError, logger
-from nwor_specpv.models import safetensors
+from nwor_specpv.models.weights import load_weights
 
 
-class Target:
-    """A Llama with tied embeddings from a Hugging Face folder. Not thread-safe: one cache."""
+class TrainingTarget:
+    """A Llama with tied embeddings from a Hugging Face folder. Not thread-safe."""
 
     def __init__(
         self,
@@ -45,7 +45,7 @@ class Target:
         self.norm_epsilon = config["rms_norm_eps"]
         self.feature_layers = feature_layers or published_layers(self.num_layers)
         self.device, self.dtype = torch.device(device), dtype
-        loaded, _ = safetensors.load(folder / "model.safetensors")
+        loaded, _ = load_weights(folder / "model.safetensors")
         weights = {name: tensor.to(device, dtype) for name, tensor in loaded.items()}
         self.embedding = weights["model.embed_tokens.weight"]
         self.norm = weights["model.norm.weight"]
@@ -59,7 +59,7 @@ class Target:
             self.decode_attention = _decode_attention(self.device, dtype, self.head_dim, groups)
 
     def allocate(self, batch: int, length: int) -> None:
-        """A cache for `batch` rows of `length` positions; what was in it is forgotten."""
+        """Allocates an empty cache for `batch` rows of `length` positions."""
         shape = (self.num_layers, 2, batch, self.num_kv_heads, length, self.head_dim)
         if self._cache is None or self._cache.shape != shape:
             self._cache = None
@@ -74,8 +74,8 @@ class Target:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Runs `tokens` [B, n] at row positions `position` .. and keeps their keys and values.
 
-        A row's text begins at `start` [B]: it sees nothing before and counts from there. Returns
-        the features [B, n, layers * hidden] and the normalised last outputs [B, n, hidden].
+        A row's text begins at `start` [B]: positions count from there, and nothing before is seen.
+        Returns the features [B, n, layers * hidden] and the normalised last outputs [B, n, hidden].
         """
         count = tokens.shape[1]
         end = position + count
@@ -111,7 +111,7 @@ class Target:
 
     def _bias(self, own: torch.Tensor, end: int, start: torch.Tensor) -> torch.Tensor:
         """[B, Hkv, groups * n, span]: 0 where a row is seen, else -inf."""
-        # Keys are read in multiples of 16, so that masks are aligned as fused kernels want them.
+        # Keys are read in multiples of 16, since fused kernels need aligned masks.
         groups = self.num_heads // self.num_kv_heads
         span = min(-(-end // 16) * 16, self._cache.shape[4])
         place = torch.arange(span, device=self.device)
@@ -128,7 +128,7 @@ class Target:
         bias: torch.Tensor,
     ) -> torch.Tensor:
         """query [B, n, Hq, D] -> [B, n, Hq * D]."""
-        # The query heads of a group are rows against their key head: nothing is repeated.
+        # The query heads of a group are rows for their key head, so keys are not repeated.
         grouped = query.unflatten(2, (self.num_kv_heads, -1)).permute(0, 2, 3, 1, 4)
         span = bias.shape[-1]
         attended = scaled_dot_product_attention(
@@ -137,7 +137,7 @@ class Target:
         return attended.unflatten(2, grouped.shape[2:4]).permute(0, 3, 1, 2, 4).flatten(2)
 
     def logits(self, normed: torch.Tensor) -> torch.Tensor:
-        """Scores of the whole vocabulary in float32: halves would tie the best tokens."""
+        """Scores of the vocabulary in float32; in half precision the best tokens often tie."""
         return multiply_float(normed, self.embedding)
 
     def _norm(self, values: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
@@ -147,21 +147,23 @@ class Target:
 def _decode_attention(
     device: torch.device, dtype: torch.dtype, head_dim: int, groups: int
 ) -> Callable[..., torch.Tensor] | None:
-    """Our kernel for single tokens, where it takes such heads and Triton has what it needs."""
+    """The Triton kernel for single tokens, or None if it cannot run here."""
     try:
         from .decode_kernel import decode_attention
 
         query, start = torch.ones(1, 1, groups, head_dim), torch.zeros(1, dtype=torch.int64)
         keys = torch.ones(1, 1, 64, head_dim, device=device, dtype=dtype)
         decode_attention(query.to(device, dtype), keys, keys, 20, start.to(device)).sum().item()
-    except Exception as error:  # a missing compiler shows itself in many ways
-        logger.warning("train: no Triton kernel, torch's attention serves: %s", error)
+    except Exception as error:  # a missing compiler raises many kinds of errors
+        logger.warning(
+            "train: the Triton kernel cannot run, so torch's attention is used: %s", error
+        )
         return None
     return decode_attention
 
 
 def published_layers(num_layers: int) -> tuple[int, ...]:
-    """The layers EAGLE3's authors read: a low one, the middle, a high one."""
+    """The layers that EAGLE3's authors use: a low one, the middle one, a high one."""
     low, high = min(2, num_layers - 1), max(num_layers - 3, 0)
     return tuple(sorted({low, num_layers // 2, high}))
 
@@ -177,11 +179,11 @@ def multiply_float(rows: torch.Tensor, matrix: torch.Tensor) -> torch.Tensor:
 
 
 def _read_config(folder: Path) -> dict[str, Any]:
-    """Of a Llama as this file runs it; what it would compute otherwise is refused."""
+    """Reads config.json; raises unless `TrainingTarget` can run the model."""
     try:
         config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise NworError(f"{folder}: got no config.json that can be read: {error}") from None
+        raise NworError(f"{folder}: config.json cannot be read: {error}") from None
     if config.get("model_type") != "llama" or not config.get("tie_word_embeddings"):
         got = config.get("model_type")
         raise NworError(f"{folder}: got {got!r}, expected a llama with tied embeddings")
@@ -198,7 +200,7 @@ def _read_config(folder: Path) -> dict[str, Any]:
 
 
 def _rope(config: dict[str, Any]) -> dict[str, Any]:
-    """As transformers 5 writes it, or as it was before."""
+    """Rotary parameters as transformers 5 writes them, or as earlier versions did."""
     return config.get("rope_parameters") or config.get("rope_scaling") or {}
 
 

@@ -1,8 +1,8 @@
-"""The head run ahead of the target, as it will be when it drafts ("training-time test").
+"""Runs the head ahead of the target, as in drafting ("training-time test").
 
 Step 0 reads the target's features at every row; step j reads the head's own output of step j - 1
-and the token that really came. A row's entry of step j attends to the entries of step 0 up to that
-row, and to the row's own entries of steps 1 .. j: exactly what a drafted chain would see.
+and the true token. A row's entry of step j attends to the entries of step 0 up to that row, and to
+the row's own entries of steps 1 .. j, as in a drafted chain.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ MAX_STEPS = 64
 
 
 @dataclass
-class Batch:
-    """Rows of a corpus as the unrolled head needs them. Tokens are flat: T = rows * length."""
+class UnrollBatch:
+    """Rows of a corpus, prepared for the unrolled head. Tokens are flat: T = rows * length."""
 
     embeddings: torch.Tensor  # [rows, L, hidden]: of the tokens
     features: torch.Tensor  # [rows, L, layers * hidden]
     bias: torch.Tensor  # [rows, 1, 1, L, L]: 0 where an entry is seen, else -inf
     probabilities: torch.Tensor  # [T, draft vocabulary]: the target's for the next token
-    best: torch.Tensor  # [T]: the target's choice as a draft id; -1 where it has none
-    weight: torch.Tensor  # [T]: how much each row's choice of the next token counts
+    best: torch.Tensor  # [T]: the target's choice as a draft id; -1: none
+    weight: torch.Tensor  # [T]: weight of each row's next token
     start: torch.Tensor  # [rows, L]
 
     def ahead(self, step: int) -> torch.Tensor:
@@ -51,7 +51,7 @@ def make_batch(
     to_draft: torch.Tensor,
     output: torch.Tensor,
     label_temperature: float = 1.0,
-) -> Batch:
+) -> UnrollBatch:
     """`to_draft` [vocabulary] gives draft ids, -1 for none; `output` is the matrix of those."""
     hidden = head.shape.hidden
     features = corpus.features[..., :-hidden]
@@ -67,9 +67,9 @@ def make_batch(
     logits = multiply_float(normed.flatten(0, 1), output)
     probabilities = torch.softmax(logits.div_(label_temperature), dim=-1).to(embedding.dtype)
     best = to_draft[corpus.best.flatten().long()]
-    # A choice the draft vocabulary lacks cannot be drafted: nothing is to be learnt there.
+    # A choice outside the draft vocabulary cannot be drafted and gets no weight.
     weight = corpus.weight.flatten().float() * (best >= 0)
-    return Batch(
+    return UnrollBatch(
         embedding[corpus.tokens.long()],
         features,
         bias[:, None, None],
@@ -81,9 +81,9 @@ def make_batch(
 
 
 class Unroll:
-    """Runs the steps of a batch; `outputs` yields the normalised outputs of each, flat."""
+    """Runs a batch step by step."""
 
-    def __init__(self, head: Eagle3Head, batch: Batch) -> None:
+    def __init__(self, head: Eagle3Head, batch: UnrollBatch) -> None:
         self._head, self._batch = head, batch
         length = batch.start.shape[1]
         cos, sin = head.rotation(length + MAX_STEPS)
@@ -120,7 +120,7 @@ class Unroll:
         scores = (flat @ first_key.transpose(2, 3)).view(rows, kv_heads, groups, length, length)
         scores = scores + self._batch.bias
         own = [(query * key[:, :, None]).sum(-1) for key in self._keys[1:]]
-        # The columns of own entries are padded: rows stay aligned for fast products.
+        # The columns of own entries are padded, so that rows stay aligned for fast products.
         more = torch.stack(own, dim=-1) if own else query[..., :0]
         more = pad(more, (0, -len(own) % 8), value=float("-inf")) if own else more
         shares = torch.softmax(torch.cat([scores, more], dim=-1), dim=-1)
@@ -135,8 +135,8 @@ class Unroll:
 class _SoftLoss(torch.autograd.Function):
     """Cross entropy against the target's probabilities over a frozen output matrix.
 
-    The gradient is found on the way forward, some rows at a time: scores of a whole batch are never
-    kept.
+    The forward pass computes the gradient, some rows at a time, so that the scores of a whole batch
+    are never in memory.
     """
 
     @staticmethod
@@ -163,18 +163,18 @@ def soft_loss(
     weight: torch.Tensor,
     chunk: int = 8192,
 ) -> torch.Tensor:
-    """A loss to go backward from; its value is not computed, only its gradient."""
+    """A loss with a gradient; its value is not computed."""
     return _SoftLoss.apply(normed, output, probabilities, weight, chunk)
 
 
 @torch.no_grad()
 def ranks(
-    head: Eagle3Head, batch: Batch, output: torch.Tensor, steps: int, chunk: int = 4096
+    head: Eagle3Head, batch: UnrollBatch, output: torch.Tensor, steps: int, chunk: int = 4096
 ) -> torch.Tensor:
-    """[steps, T]: place of the target's choice in the head's order at each step, from 0.
+    """[steps, T]: rank of the target's choice among the head's guesses at each step, from 0.
 
-    Counted as drafting would find it: with the right tokens before it. Where there is no such
-    choice (the text ends, or the draft vocabulary lacks it) the place is the vocabulary's size.
+    The tokens before it are the true ones. Where there is no choice (the text ends, or the draft
+    vocabulary lacks it) the rank is the vocabulary's size.
     """
     unroll, size = Unroll(head, batch), output.shape[0]
     found = torch.full((steps, batch.best.shape[0]), size, device=output.device)
@@ -185,6 +185,6 @@ def ranks(
             here = wanted[at : at + chunk]
             scores = multiply_float(normed[at : at + here.shape[0]], output)
             own = scores.gather(1, here.clamp(min=0)[:, None])
-            place = (~(scores <= own)).sum(-1)  # a NaN is behind everything
+            place = (~(scores <= own)).sum(-1)  # a NaN ranks last
             found[step, at : at + here.shape[0]] = torch.where(here >= 0, place, size)
     return found

@@ -1,7 +1,7 @@
-"""Our attention as transformers calls it, and the step it belongs to.
+"""The attention function that transformers calls, and the step it belongs to.
 
-Models are told nothing but a name (`nwor_specpv`) and one keyword (`nwor_step`), which transformers
-hands through to the attention function of every layer.
+A model gets a name (`nwor_specpv`) and one keyword (`nwor_step`), which transformers hands to the
+attention function of every layer.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from transformers import AttentionInterface
 
 from nwor_specpv import NworError, PartialStore, verify_attention, verify_plan
 
-from .gathered import gathered_attention
+from .float32_attention import float32_attention
 from .sizes import window_of
 
 NAME = "nwor_specpv"
-_UNSAID = -1  # a window that a layer leaves to its mask
-# What a layer may ask of attention beyond these would be left out in silence.
+_UNSAID = -1  # the layer did not say; its mask has the window
+# Features of attention that are not supported.
 _REFUSED = ("attention_mask", "s_aux", "sinks", "position_bias", "block_mask")
 
 
@@ -41,11 +41,11 @@ class Step:
     refreshing: bool = False  # blocks of some request are chosen anew
     tree_rows: torch.Tensor | None = None  # [B, 2] int32: the trees' rows, for a refresh
     plans: dict[int, torch.Tensor] = field(default_factory=dict)  # CUDA, by the layers' window
-    # What a layer has put into the cache and is to attend with; None: it has done so.
+    # What the current layer has cached and must attend with; None: it has attended.
     cached_kv: tuple[torch.Tensor, torch.Tensor] | None = None
 
     def to(self, device: torch.device) -> Step:
-        """With its tensors there."""
+        """A copy with its tensors on `device`."""
         moved = {
             one.name: value.to(device, non_blocking=True)
             for one in fields(self)
@@ -68,24 +68,23 @@ def attend(
     softcap: float | None = None,
     **more: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Attention of one layer over pages and rows in flight; its K/V was written before."""
+    """Attention of one layer over pages and the rows of the step; K/V was written before."""
     if nwor_step is None:
         raise NworError(
-            f"model: got a {type(module).__name__} that hands on no keywords, expected nwor_step "
-            "as a Generator gives it; use a model that hands them to its attention"
+            f"model: {type(module).__name__} does not hand the keyword nwor_step to its attention; "
+            "use a model that hands keywords on"
         )
     _take_cached(module, nwor_step, key, value)
     if more.get("is_causal", getattr(module, "is_causal", True)) is False:
         raise NworError(
-            f"model: got a {type(module).__name__} whose tokens see what follows them; use a "
-            "causal language model"
+            f"model: {type(module).__name__} attends to later tokens; use a causal language model"
         )
-    asked = {"attention_mask": attention_mask, **more}  # a mask of its own: no one else makes any
+    asked = {"attention_mask": attention_mask, **more}  # a mask here is the model's own
     for name in _REFUSED:
         if asked.get(name) is not None:
             raise NworError(
-                f"model: got a layer that asks for {name}, which verify attention has not; use a "
-                "model without"
+                f"model: a layer asks for {name}, which verify attention does not support; use a "
+                "model without it"
             )
     if sliding_window == _UNSAID:
         config = getattr(module, "config", None)
@@ -104,12 +103,12 @@ def attend(
 def _take_cached(
     module: torch.nn.Module, step: Step, key: torch.Tensor, value: torch.Tensor
 ) -> None:
-    """Later steps read K/V from the cache: it has to be what this one attends with."""
+    """Raises unless the layer attends with the K/V that it has cached."""
     cached, step.cached_kv = step.cached_kv, None
     if cached is None or key is not cached[0] or value is not cached[1]:
         raise NworError(
-            f"model: got a {type(module).__name__} that attends with other K/V than it caches; use "
-            "a model that hands what the cache's update returns to attention, once"
+            f"model: {type(module).__name__} attends with other K/V than it caches; use a model "
+            "that hands the result of the cache's update to attention, once"
         )
 
 
@@ -146,12 +145,12 @@ def attend_rows(
     if not rows.is_cuda:
         return _attend_on_cpu(step, arguments, options)
     if rows.dtype == torch.float32:
-        return gathered_attention(*arguments, positions=step.positions, **options)
+        return float32_attention(*arguments, positions=step.positions, **options)
     return verify_attention(*arguments, **options, plan=_plan(step, rows, layer, view, options))
 
 
 def _attend_on_cpu(step: Step, arguments: tuple, options: dict[str, Any]) -> torch.Tensor:
-    """There rows are counted: those of a padded step that belong to no request are left out."""
+    """Leaves out the rows of a padded step that belong to no request."""
     total, own = len(step.tokens), int(step.query_start[-1])
     if own == total:
         return verify_attention(*arguments, **options)
@@ -165,7 +164,7 @@ def _attend_on_cpu(step: Step, arguments: tuple, options: dict[str, Any]) -> tor
 def _plan(
     step: Step, rows: torch.Tensor, layer: int, view: Any, options: dict[str, Any]
 ) -> torch.Tensor:
-    """The work of a step, shared out once for all layers of one window."""
+    """The plan of a step, made once for all layers of one window."""
     window = options["window"]
     if window not in step.plans:
         step.plans[window] = verify_plan(

@@ -1,4 +1,4 @@
-"""Caches for transformers whose books are kept by our allocator and whose drafts are staged.
+"""Caches for transformers that stage drafts and free tokens in constant time.
 
     cache = VirtualKVCache.from_config(model.config, max_seq_len=4096)
     model(input_ids, past_key_values=cache)                  # any forward pass, or generate()
@@ -8,9 +8,9 @@
     model(root_and_drafts, past_key_values=cache)            # they are staged, not cached
     cache.commit([1, 2])                                     # rows that were accepted
 
-`StaticKVCache` has one piece of memory per sequence and hands out views of it. `VirtualKVCache` has
-pages: it gathers, and in return drops, forks and reorders tokens without moving any.
-Not thread-safe; a batch has one length, as everywhere in transformers.
+`StaticKVCache` has one piece of memory per sequence; reads are views of it. `VirtualKVCache` has
+pages: reads gather, and dropping, forking and reordering tokens moves none.
+Not thread-safe. All sequences of a batch have one length.
 """
 
 from __future__ import annotations
@@ -75,9 +75,9 @@ class _Layer(CacheLayerMixin):
 
 
 class _PagedCache(Cache):
-    """What both caches share: a pool of pages for all layers, and the books.
+    """The common part of both caches: a pool of pages for all layers, and its allocator.
 
-    Sizes as the model has them: `num_heads` are KV heads.
+    `num_heads` counts KV heads.
     """
 
     def __init__(
@@ -112,7 +112,7 @@ class _PagedCache(Cache):
             self._interceptor.bind_layer(str(layer), *(side[layer] for side in self._pool))
         self._requests: list[int] = []
         self._next_request = 0
-        self._round: _Round | None = None
+        self._round: _OpenRound | None = None
         self._start_over(batch_size)
         super().__init__(layers=[_Layer(self, layer) for layer in range(num_layers)])
 
@@ -126,11 +126,11 @@ class _PagedCache(Cache):
         device: torch.device | str = "cpu",
         **options: Any,
     ) -> Any:
-        """A cache for a decoder's configuration."""
+        """Makes a cache for a decoder's configuration."""
         layers, heads, dim = kv_sizes(text_config(config))
         return cls(layers, heads, max_seq_len, dim, batch_size, dtype, device, **options)
 
-    # ---- what people ask -------------------------------------------------------------------------
+    # ---- properties -----------------------------------------------------------------------------
 
     @property
     def batch_size(self) -> int:
@@ -150,7 +150,7 @@ class _PagedCache(Cache):
         return self.remaining_capacity == 0
 
     def stats(self) -> dict[str, Any]:
-        """The allocator's and the interceptor's numbers."""
+        """Statistics of the allocator and the interceptor."""
         return {"slots": self._allocator.stats(), "rounds": self._interceptor.stats()}
 
     def get_kv_for_layer(self, layer_idx: int) -> Pair:
@@ -164,7 +164,7 @@ class _PagedCache(Cache):
     # ---- growing ---------------------------------------------------------------------------------
 
     def append(self, new_keys: torch.Tensor, new_values: torch.Tensor) -> None:
-        """K and V of new tokens for all layers at once: [L, B, H, n, D]."""
+        """Appends K and V of new tokens for all layers: [L, B, H, n, D]."""
         expected = (self.num_layers, self.batch_size, self.num_heads)
         for name, rows in (("new_keys", new_keys), ("new_values", new_values)):
             if rows.dim() != 5 or rows.shape[:3] != expected or rows.shape[4] != self.head_dim:
@@ -182,7 +182,7 @@ class _PagedCache(Cache):
         position: torch.Tensor | None,
         read: bool = True,
     ) -> Pair | None:
-        """What a layer's `update` does; rows at a `cache_position` replace the rest from there."""
+        """A layer's `update`; rows at a `cache_position` replace everything from there on."""
         self._check_rows(key, value)
         count = key.shape[2]
         if position is not None:
@@ -206,7 +206,7 @@ class _PagedCache(Cache):
         return self._read(layer, start + count) if read else None
 
     def _grow(self, length: int) -> None:
-        """Slots for tokens up to `length`; the first layer of a pass finds none, the others do."""
+        """Makes slots for tokens up to `length`; only the first layer of a pass has to."""
         now = self._allocated
         if length <= now:
             return
@@ -235,7 +235,7 @@ class _PagedCache(Cache):
     # ---- shrinking -------------------------------------------------------------------------------
 
     def rollback(self, accepted_length: int) -> None:
-        """Keeps the first tokens. Takes the same time whatever the length."""
+        """Keeps the first tokens. The time does not depend on the length."""
         if not 0 <= accepted_length <= self._allocated:
             raise NworError(
                 f"accepted_length: got {accepted_length}, expected 0 to {self._allocated}"
@@ -245,13 +245,13 @@ class _PagedCache(Cache):
         self._lengths = [min(length, accepted_length) for length in self._lengths]
 
     def _release_to(self, length: int) -> None:
-        # Backwards: pages are handed out again in the reverse order, so sequence b gets its own.
+        # Backwards: pages are reused in reverse order, so sequence b gets its own again.
         for request in reversed(self._requests):
             self._allocator.truncate(request, length)
         self._allocated = length
 
     def crop(self, tokens_to_remove: int) -> None:
-        """As transformers calls it: -n removes n tokens, 0 none. Above 0: the length to keep."""
+        """-n removes n tokens, 0 none; a positive number is the length to keep."""
         if tokens_to_remove > 0:
             self.rollback(min(tokens_to_remove, self.seq_len))
         elif tokens_to_remove < 0:
@@ -267,7 +267,7 @@ class _PagedCache(Cache):
             raise NworError(
                 f"keep_indices: got {keep}, expected ascending positions from 0 to {length - 1}"
             )
-        # What stands where it stood needs no mask.
+        # Tokens that keep their position need no mask.
         first = next((i for i, index in enumerate(keep) if i != index), len(keep))
         mask = torch.ones(length - first, dtype=torch.bool)
         mask[[index - first for index in keep[first:]]] = False
@@ -281,7 +281,7 @@ class _PagedCache(Cache):
         self._allocated = len(keep)
 
     def reset(self) -> None:
-        """Forgets everything; the memory stays."""
+        """Drops all tokens; the memory stays."""
         if self._round is not None:
             self.abort_round()
         self._start_over(self.batch_size)
@@ -306,10 +306,10 @@ class _PagedCache(Cache):
     # ---- rounds ----------------------------------------------------------------------------------
 
     def begin_round(self, num_drafts: int, parents: Sequence[int] | None = None) -> None:
-        """The next forward pass verifies drafts: its last `num_drafts` rows are staged.
+        """Makes the next forward pass verify drafts: its last `num_drafts` rows are staged.
 
         `parents`: for a tree, the parent row of each draft; rows count from 0 over the whole pass.
-        The pass needs the tree's attention mask and position ids then; chains need nothing.
+        For a tree the pass needs its attention mask and position ids; a chain needs nothing.
         """
         self._no_open_round("begin_round")
         if num_drafts < 0 or (parents is not None and len(parents) != num_drafts):
@@ -317,8 +317,10 @@ class _PagedCache(Cache):
                 f"num_drafts: got {num_drafts}, expected 0 or more, and as many as parents"
             )
         if len(set(self._lengths)) != 1:
-            raise NworError(f"begin_round: got layers of lengths {self._lengths}, expected equal")
-        self._round = _Round(num_drafts, None if parents is None else list(parents))
+            raise NworError(
+                f"begin_round: layers have lengths {self._lengths}, expected equal lengths"
+            )
+        self._round = _OpenRound(num_drafts, None if parents is None else list(parents))
 
     def _update_round(
         self, layer: int, key: torch.Tensor, value: torch.Tensor, rows: list[torch.Tensor]
@@ -329,7 +331,7 @@ class _PagedCache(Cache):
             self._open_round(current, count)
         elif count != current.num_rows:
             raise NworError(
-                f"key_states: got {count} rows, expected {current.num_rows} as the first layer"
+                f"key_states: got {count} rows, expected {current.num_rows} as in the first layer"
             )
         outcome = self._interceptor.write(str(layer), *rows, current.slots)
         if outcome.action == "bypass":
@@ -338,7 +340,7 @@ class _PagedCache(Cache):
         self._lengths[layer] = current.start + current.num_direct
         return (torch.cat((cached[0], key), 2), torch.cat((cached[1], value), 2))
 
-    def _open_round(self, current: _Round, count: int) -> None:
+    def _open_round(self, current: _OpenRound, count: int) -> None:
         if current.num_drafts >= count:
             raise NworError(
                 f"num_drafts: got {current.num_drafts} of {count} rows, expected a root before them"
@@ -366,7 +368,9 @@ class _PagedCache(Cache):
         """
         current = self._round
         if current is None or current.num_rows == 0:
-            raise NworError("commit: got no open round, expected begin_round and a forward pass")
+            raise NworError(
+                "commit: no round is open; call begin_round and run a forward pass first"
+            )
         paths = [list(path)] * self.batch_size if _is_flat(path) else [list(one) for one in path]
         depth = len(paths[0]) if paths else 0
         if len(paths) != self.batch_size or any(len(one) != depth for one in paths):
@@ -392,16 +396,16 @@ class _PagedCache(Cache):
         self._round = None
 
     def abort_round(self) -> None:
-        """Ends a round: rows before the drafts stay cached, drafts never were.
+        """Ends a round without drafts: rows before the drafts stay cached.
 
-        After a pass that failed half way nothing of it stays.
+        After a pass that failed half-way nothing of it stays.
         """
         if self._round is None:
             return
         if self._round.num_rows > 0:
             self._interceptor.abort()
         self._round = None
-        self.rollback(self.seq_len)  # what all layers have
+        self.rollback(self.seq_len)  # the tokens that all layers have
 
     # ---- checks ----------------------------------------------------------------------------------
 
@@ -417,7 +421,7 @@ class _PagedCache(Cache):
                 raise NworError(f"{name}: got shape {tuple(rows.shape)}, expected {shape}")
         if key.shape[2] != value.shape[2]:
             raise NworError(
-                f"value_states: got {value.shape[2]} rows, expected {key.shape[2]} as key_states"
+                f"value_states: got {value.shape[2]} rows, expected {key.shape[2]} as in key_states"
             )
 
     def _check_sequences(self, indices: torch.Tensor) -> list[int]:
@@ -434,10 +438,10 @@ class _PagedCache(Cache):
 
     def _no_open_round(self, what: str) -> None:
         if self._round is not None:
-            raise NworError(f"{what}: got an open round, expected commit or abort_round first")
+            raise NworError(f"{what}: a round is open; call commit or abort_round first")
 
     def _count_pages(self, **options: Any) -> tuple[int, int]:
-        """How many pages there are, and how many tokens each."""
+        """The number of pages, and of tokens in a page."""
         raise NotImplementedError
 
     def _make_pool(self, num_pages: int, page_size: int) -> Pair:
@@ -450,8 +454,8 @@ class _PagedCache(Cache):
         raise NotImplementedError
 
 
-class _Round:
-    """A round between begin_round and commit; opened by the first layer's rows."""
+class _OpenRound:
+    """A round between begin_round and commit; the first layer's rows open it."""
 
     def __init__(self, num_drafts: int, parents: list[int] | None) -> None:
         self.num_drafts, self.parents = num_drafts, parents
@@ -462,7 +466,7 @@ class _Round:
 class StaticKVCache(_PagedCache):
     """One piece of memory per sequence; reads are views of it.
 
-    The memory is taken at the start, once: 2 * num_layers * batch_size * num_heads * max_seq_len *
+    The memory is allocated at the start: 2 * num_layers * batch_size * num_heads * max_seq_len *
     head_dim elements.
     """
 
@@ -470,7 +474,7 @@ class StaticKVCache(_PagedCache):
         return self._batch_size, self.max_seq_len
 
     def _make_pool(self, num_pages: int, page_size: int) -> Pair:
-        # A sequence is one page, stored as attention reads it: [L, B, H, S, D].
+        # A sequence is one page, in the order that attention reads: [L, B, H, S, D].
         shape = (self.num_layers, num_pages, self.num_heads, page_size, self.head_dim)
         memory = [torch.zeros(shape, dtype=self.dtype, device=self.device) for _ in range(2)]
         return tuple(side.transpose(2, 3) for side in memory)
@@ -506,11 +510,11 @@ class StaticKVCache(_PagedCache):
 
 
 class VirtualKVCache(_PagedCache):
-    """Pages, wherever they are; reads gather.
+    """Pages; reads gather them.
 
-    `compact` only forgets slots, and the batch operations of beam search share pages until one of
-    the sequences writes. Options: `page_size` (16), `num_pages` (what the batch needs at its
-    longest, twice over).
+    `compact` only frees slots, and the batch operations of beam search share pages until one of the
+    sequences writes. Options: `page_size` (16), `num_pages` (default: twice what the longest batch
+    needs).
     """
 
     def _count_pages(self, *, page_size: int = 16, num_pages: int | None = None) -> tuple[int, int]:

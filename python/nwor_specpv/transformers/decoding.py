@@ -10,14 +10,14 @@ import torch
 from nwor_specpv import _C, NworError, PartialStore, SpecPVConfig, VerifyPolicy
 from nwor_specpv.drafters import Drafter, TreeConfig
 
-from .pace import Pacer, Size
 from .request import Part, Request, pruned
 from .round import Round
-from .rows import RowChooser
+from .row_chooser import RowChooser
 from .runner import ModelRunner
 from .sampling import Sampling, Verdict, confirm, fold_seed, judge
 from .stats import Stats
 from .view_log import ViewLog
+from .view_pacer import CallSizes, ViewPacer
 
 _SHORT = 1023
 
@@ -41,7 +41,7 @@ class Decoding:
         prefill_rows: int,
         chunk_rows: int = 0,
         specpv: tuple[SpecPVConfig, PartialStore] | None = None,
-        pacer: Pacer | None = None,
+        pacer: ViewPacer | None = None,
         progress: Callable[[int, int], None] = lambda done, total: None,
         view_log: ViewLog | None = None,
     ) -> None:
@@ -148,7 +148,9 @@ class Decoding:
         drafting: float,
     ) -> None:
         pacer, batch = self._pacer, len(parts)
-        size = Size(batch, self._partial.budget.static_tokens, self._partial.budget.tail_capacity)
+        size = CallSizes(
+            batch, self._partial.budget.static_tokens, self._partial.budget.tail_capacity
+        )
         fed = sum(len(part.fed) for part in parts) / batch
         kinds = {part.decision.kind for part in parts if part.decision is not None}
         if not pacer.viewing:

@@ -1,4 +1,4 @@
-"""A smaller model as the drafter: it continues each request greedily, row by row."""
+"""A smaller model as the drafter: it continues each request greedily."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from .round import Round
 from .runner import ModelRunner
 
 _PREFILL_ROWS = 256
-_FEW_ROWS = 16  # what a step leaves to run, and not a prompt
+_FEW_ROWS = 16  # more rows are a prompt, which no graph captures
 
 
 class ModelDrafter(Drafter):
-    """Chains from any causal language model of transformers with the target's vocabulary.
+    """Drafts chains with a causal language model of transformers with the target's vocabulary.
 
-    It has a paged cache of its own; what was drafted and not accepted is a change of length.
+    It has its own paged cache; rejected drafts are removed by truncation.
     """
 
     def __init__(self, model: Any) -> None:
@@ -48,7 +48,7 @@ class ModelDrafter(Drafter):
         if num_tokens == 0:
             return True
         tokens = self._tokens[request]
-        if num_tokens >= len(tokens):  # the first is the prompt's, and was never observed
+        if num_tokens >= len(tokens):  # the first token is the prompt's and was not observed
             return False
         del tokens[-num_tokens:]
         self._truncate(request, len(tokens) - 1)
@@ -68,7 +68,7 @@ class ModelDrafter(Drafter):
             return [DraftTree(self._chain(request, depth)) for request in requests]
 
     def _reserve(self, depth: int) -> None:
-        """Room for every request; a cache that grew is empty, and prompts are run again."""
+        """Makes room for every request; a cache that grows is emptied, and prompts run again."""
         size, limit = self._runner.page_size, self._runner.context
         needed = sum(min(len(own) + depth, limit) + size for own in self._tokens.values())
         if self._runner.cache.capacity < needed:
@@ -79,11 +79,11 @@ class ModelDrafter(Drafter):
         tokens = self._tokens[request]
         chain = [tokens[-1]]
         limit = self._runner.context
-        if len(tokens) > limit:  # of the target's only
+        if len(tokens) > limit:  # beyond the context of this model
             return chain
         allocator = self._runner.cache.allocator
         key = self._keys[request]
-        self._truncate(request, len(tokens) - 1)  # the root's row is run, also a second time
+        self._truncate(request, len(tokens) - 1)  # the root's row is always run
         cached = allocator.length(key) if key in allocator else 0
         allocator.extend(key, 0)
         rows = tokens[cached:]
@@ -108,7 +108,7 @@ class ModelDrafter(Drafter):
             round_.commit([[]])
         except BaseException:
             round_.abort()
-            self._runner.cache.truncate(key, prefix)  # slots that may hold nothing yet
+            self._runner.cache.truncate(key, prefix)  # its slots may not be written
             raise
         return following
 

@@ -1,4 +1,4 @@
-"""Drafters by name, as a Generator takes them."""
+"""Makes the drafter of a Generator from a name or an object."""
 
 from __future__ import annotations
 
@@ -8,34 +8,32 @@ from typing import Any
 from nwor_specpv import NworError
 from nwor_specpv.drafters import Drafter
 from nwor_specpv.drafters import make_drafter as by_name
-from nwor_specpv.drafters.registry import drafter_names
-from nwor_specpv.methods import method_names, unknown_name
+from nwor_specpv.drafters.registry import HOST_NAMES, drafter_names, unknown_drafter
 
 from .loading import load_model
 from .runner import ModelRunner
 
 
 def check_drafter(drafter: str | Drafter, draft_model: Any) -> None:
-    """Whether the two go together; needs no target."""
+    """Raises unless `drafter` and `draft_model` go together; needs no target."""
     if not isinstance(drafter, (str, Drafter)):
         raise NworError(f"drafter: got {type(drafter).__name__}, expected a name or a Drafter")
     if isinstance(drafter, str):
-        own = ("none", "draft_model", *drafter_names())
-        valid = [name for name in method_names() if name in own]
+        valid = (*HOST_NAMES, *drafter_names())
         if drafter not in valid:
-            raise unknown_name("drafter", drafter, valid)
+            raise unknown_drafter(drafter, valid)
     needed = isinstance(drafter, str) and drafter == "draft_model"
     if needed and draft_model is None:
-        raise NworError("draft_model: got none, expected a smaller model with the same vocabulary")
+        raise NworError("draft_model: got None, expected a smaller model with the same vocabulary")
     if not needed and draft_model is not None:
         raise NworError(
-            f"draft_model: got one beside the drafter {drafter!r}, which uses none; expected the "
-            "drafter 'draft_model'"
+            f"draft_model: the drafter {drafter!r} uses none; leave it out, or use the drafter "
+            "'draft_model'"
         )
 
 
 def make_drafter(drafter: str | Drafter, runner: ModelRunner, draft_model: Any) -> Drafter | None:
-    """None for "none". Checks that target and drafter have one vocabulary."""
+    """Returns the drafter; None for "none". Raises if target and drafter do not fit."""
     check_drafter(drafter, draft_model)
     if isinstance(drafter, Drafter):
         made = drafter
@@ -50,7 +48,7 @@ def make_drafter(drafter: str | Drafter, runner: ModelRunner, draft_model: Any) 
 
 
 def _model_drafter(model: Any, target: ModelRunner) -> Drafter:
-    """One from a folder is loaded to where the target is, in its type."""
+    """A folder is loaded on the target's device and in its type."""
     from .draft_model import ModelDrafter
 
     try:
@@ -58,7 +56,7 @@ def _model_drafter(model: Any, target: ModelRunner) -> Drafter:
             dtype = str(target.dtype).removeprefix("torch.")
             model, _ = load_model(model, dtype, target.device)
         return ModelDrafter(model)
-    except NworError as error:  # which of the two models it is
+    except NworError as error:  # says which of the two models
         raise NworError(f"draft_model: {error}") from None
 
 
@@ -68,12 +66,12 @@ def _check(drafter: Drafter | None, runner: ModelRunner) -> None:
     size = getattr(drafter, "vocab_size", None)
     if size is not None and size != runner.vocab_size:
         raise NworError(
-            f"drafter: got a vocabulary of {size}, expected {runner.vocab_size} as the target; "
+            f"drafter: got a vocabulary of {size}, expected the target's {runner.vocab_size}; "
             "use a drafter made for this model"
         )
     wrong = [i for i in drafter.feature_layers if not 0 <= i < runner.num_layers]
     if wrong:
         raise NworError(
             f"drafter: asks for features of layer {wrong[0]}, expected 0 to "
-            f"{runner.num_layers - 1}: is it a drafter of this model?"
+            f"{runner.num_layers - 1}; use a drafter made for this model"
         )

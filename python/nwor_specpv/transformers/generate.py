@@ -26,20 +26,20 @@ import torch
 from nwor_specpv import _C, NworConfig, NworError, PartialStore, SpecPVConfig
 from nwor_specpv.drafters import Drafter, TreeConfig
 
+from .arguments import as_integer, as_python, at_least_one
 from .decoding import Decoding
 from .drafting import make_drafter
-from .generation_config import tell_unheeded
-from .integers import at_least_one, integer, plain
+from .generation_config import warn_ignored
 from .loading import load_model
-from .pace import Pacer
 from .prefixes import KeptPrefixes
 from .request import Part, Request
 from .round import Round
-from .rows import SIZES, RowChooser
+from .row_chooser import SIZES, RowChooser
 from .runner import ModelRunner
 from .sampling import Sampling, fold_seed
 from .stats import Stats
 from .view_log import ViewLog
+from .view_pacer import ViewPacer
 
 # Sampling depends on the tree, so its size must not depend on a clock.
 _SAMPLING_ROWS = {"cpu": 8, "cuda": 32}
@@ -127,7 +127,7 @@ class Generator:
             )
         )
         if cache_of is None:
-            tell_unheeded(model)
+            warn_ignored(model)
         self.tokenizer = tokenizer
         self._specpv = specpv if specpv is not None and specpv.enable_specpv else None
         self._check_specpv(page_size)
@@ -135,7 +135,7 @@ class Generator:
         self._lossy = _C.LossyEngine() if lossy else None  # counted by `specpv_lossy_engines`
         self._drafter = make_drafter(drafter, self._runner, draft_model)
         self._prefill_rows, self._pace = prefill_rows, pace
-        self._pacers: dict[tuple[int, int], Pacer] = {}
+        self._pacers: dict[tuple[int, int], ViewPacer] = {}
         self._kept = cache_of._kept if cache_of is not None else KeptPrefixes()
         # What was measured and learnt about rows, by the drafter it was learnt with.
         self._choosers: dict[Hashable, RowChooser] = {} if cache_of is None else cache_of._choosers
@@ -256,7 +256,7 @@ class Generator:
             is_list = input_ids.dim() == 2 and input_ids.shape[0] != 1
             rows = (input_ids if input_ids.dim() == 2 else input_ids[None]).tolist()
         else:
-            rows = [plain(one) for one in input_ids]
+            rows = [as_python(one) for one in input_ids]
             is_list = any(isinstance(one, Sequence) for one in rows)
             rows = rows if is_list else [rows]
         vocabulary, prompts = self._runner.vocab_size, []
@@ -265,7 +265,7 @@ class Generator:
                 raise NworError(f"input_ids: got {row!r} among lists, expected prompts of ids")
             if not row:
                 raise NworError(f"input_ids: prompt {index} is empty, expected at least one token")
-            ids = [integer(token) for token in row]
+            ids = [as_integer(token) for token in row]
             at = next((i for i, t in enumerate(ids) if t is None or not 0 <= t < vocabulary), None)
             if at is not None:
                 raise NworError(
@@ -309,9 +309,9 @@ class Generator:
     def _stop_ids(self, eos_token_id: int | Iterable[int] | None) -> frozenset[int]:
         if eos_token_id is None:
             return frozenset(self._own_ids("eos_token_id"))
-        given, vocabulary = plain(eos_token_id), self._runner.vocab_size
+        given, vocabulary = as_python(eos_token_id), self._runner.vocab_size
         several = isinstance(given, Iterable) and not isinstance(given, str)
-        ids = [integer(token) for token in given] if several else [integer(given)]
+        ids = [as_integer(token) for token in given] if several else [as_integer(given)]
         if not all(token is not None and -1 <= token < vocabulary for token in ids):
             raise NworError(
                 f"eos_token_id: got {eos_token_id!r}, expected ids from 0 to {vocabulary - 1}, or "
@@ -488,7 +488,7 @@ class Generator:
         cache.beside[self] = (store, (len(requests), tokens, largest))
         return self._specpv, store
 
-    def _pacer(self, requests: list[Request], sampling: Sampling) -> Pacer | None:
+    def _pacer(self, requests: list[Request], sampling: Sampling) -> ViewPacer | None:
         """What was learnt about views over contexts of such lengths."""
         config = self._specpv
         if config is None or config.specpv_mode != "lossless":
@@ -499,7 +499,7 @@ class Generator:
         chooser = self._choosers.get(self._learnt_with)
         pacer = self._pacers.setdefault(
             (len(requests), longest.bit_length()),
-            Pacer(
+            ViewPacer(
                 None if chooser is None else chooser.cost,
                 rows_cost=self._runner.device.type == "cpu",
             ),
@@ -544,7 +544,7 @@ def _check_shared(**given: Any) -> None:
 
 
 def _checked_chunk(chunk_rows: Any) -> int:
-    count = integer(chunk_rows)
+    count = as_integer(chunk_rows)
     if count is None or count < 0 or count == 1:
         raise NworError(f"chunk_rows: got {chunk_rows!r}, expected 0 (off) or 2 and more")
     return count
@@ -554,7 +554,7 @@ def _ids_of(owner: Any, name: str) -> set[int]:
     """One id or several, as configurations and tokenizers have them; what is below 0 is none."""
     found = getattr(owner, name, None)
     found = found if isinstance(found, Iterable) else [found]
-    return {token for token in map(integer, found) if token is not None and token >= 0}
+    return {token for token in map(as_integer, found) if token is not None and token >= 0}
 
 
 def _leading(tokens: list[int], pad: int) -> int:

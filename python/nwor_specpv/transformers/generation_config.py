@@ -1,4 +1,4 @@
-"""What a model's `generation_config` asks of transformers' generate, and is not done here."""
+"""Settings of a model's `generation_config` that a Generator ignores."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 from nwor_specpv.errors import logger
 
-# Fields that change greedy tokens or where they end, with the value that changes nothing.
+# Settings that change greedy tokens or where they end, with the value that changes nothing.
 _NEUTRAL: dict[str, Any] = {
     "repetition_penalty": 1.0,
     "encoder_repetition_penalty": 1.0,
@@ -37,8 +37,8 @@ _ALSO_NEUTRAL: dict[str, tuple] = {
 }
 
 
-def unheeded(model: Any) -> dict[str, Any]:
-    """The fields that are set, by name."""
+def ignored_settings(model: Any) -> dict[str, Any]:
+    """The ignored settings that are set, by name."""
     config = getattr(model, "generation_config", None)
     found = {name: getattr(config, name, None) for name in _NEUTRAL}
     return {
@@ -49,12 +49,13 @@ def unheeded(model: Any) -> dict[str, Any]:
 
 
 def neutral(model: Any) -> dict[str, Any]:
-    """Arguments with which transformers' generate heeds none of them either."""
-    return {name: _NEUTRAL[name] for name in unheeded(model)}
+    """Arguments with which transformers' generate ignores them too."""
+    return {name: _NEUTRAL[name] for name in ignored_settings(model)}
 
 
-def tell_unheeded(model: Any) -> None:
-    found = unheeded(model)
+def warn_ignored(model: Any) -> None:
+    """Logs the ignored settings, if there are any."""
+    found = ignored_settings(model)
     if found:
-        told = ", ".join(f"{name}={reprlib.repr(value)}" for name, value in found.items())
-        logger.warning("model: its generation_config asks for %s, which is not done here", told)
+        settings = ", ".join(f"{name}={reprlib.repr(value)}" for name, value in found.items())
+        logger.warning("model: Generator ignores these settings of generation_config: %s", settings)

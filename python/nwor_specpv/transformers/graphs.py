@@ -19,7 +19,7 @@ import torch
 from nwor_specpv import Interceptor, NworError, PartialStore, RoundPlan
 
 from .attention import Step
-from .packed import num_words, views
+from .packed_tensors import num_words, split_memory
 
 _SIZES = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)
 MOST_ROWS = _SIZES[-1]  # a step of more is compute-bound, and launches hide behind the work
@@ -140,7 +140,7 @@ class StepGraphs:
             torch.zeros(count, dtype=torch.int64, pin_memory=self._on_gpu),
             torch.zeros(count, dtype=torch.int64, device=self._device),
         )
-        parts = [views(memory, sizes) for memory in small]
+        parts = [split_memory(memory, sizes) for memory in small]
         if not shape.tree:
             for side in parts:
                 side["tree_mask"] = None

@@ -1,8 +1,8 @@
-"""A model's decoder layers while a Generator runs it: few rows go through two ops of ours.
+"""Replaces a model's decoder layers while a Generator runs it: few rows go through two ops.
 
-Around attention a layer of the Llama family is some fifty small operations, which cost more than
-the arithmetic of a few rows. `attention_inputs` and `layer_output` are the same in two: on the CPU
-for float32, on CUDA also for float16 and bfloat16.
+Around attention a layer of the Llama family has about fifty small operations, which cost more than
+the arithmetic of a few rows. `attention_inputs` and `layer_output` replace them: on the CPU for
+float32, on CUDA also for float16 and bfloat16.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch import nn
 from .attention import Step, attend_rows
 from .graphs import MOST_ROWS
 from .linear import MAX_ROWS, is_plain
-from .stand_ins import StandIn, is_hooked
+from .replacements import Replacement, is_hooked
 
 _attention_inputs = torch.ops.nwor_specpv.attention_inputs.default
 _layer_output = torch.ops.nwor_specpv.layer_output.default
@@ -28,15 +28,15 @@ _KNOWN = {
     "transformers.models.qwen2.modeling_qwen2": "Qwen2DecoderLayer",
     "transformers.models.qwen3.modeling_qwen3": "Qwen3DecoderLayer",
 }
-# Where ours are worth it, and for how many rows.
+# Types for which the two ops are faster, and up to how many rows.
 _DTYPES = {"cpu": (torch.float32,), "cuda": (torch.float32, torch.float16, torch.bfloat16)}
 _MAX_ROWS = {"cpu": MAX_ROWS, "cuda": MOST_ROWS}
-# Between their layer and ours, of the outputs' length: some roundings.
+# Allowed difference between the two layers, relative to the outputs: some roundings.
 _CLOSE = {torch.float32: 1e-4, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
 
 
 class RowLayer(nn.Module):
-    """Stands in for a decoder layer and shares its parameters; many rows it leaves to that."""
+    """Replaces a decoder layer and shares its parameters; the original runs many rows."""
 
     def __init__(self, layer: nn.Module, window: int) -> None:
         super().__init__()
@@ -66,7 +66,7 @@ class RowLayer(nn.Module):
 
     @property
     def is_current(self) -> bool:
-        """Whether the layer still is what ours was made of; adapters replace its parts."""
+        """Whether the original still has the same parts; adapters replace some."""
         for one, before in self._made_of:
             now = _parts(one)
             if len(now) != len(before) or not all(map(operator.is_, now, before)):
@@ -103,22 +103,22 @@ class RowLayer(nn.Module):
     def __getattr__(self, name: str) -> Any:
         try:
             return super().__getattr__(name)
-        except AttributeError:  # what a model asks its layers for
+        except AttributeError:  # a model may read attributes of its layers
             return getattr(super().__getattr__("layer"), name)
 
 
 def _parts(module: nn.Module) -> list[nn.Module | nn.Parameter | None]:
-    """Its own, not those of its modules."""
+    """Its direct modules and parameters."""
     return [*module._modules.values(), *module._parameters.values()]
 
 
-def row_layers(layers: nn.ModuleList, text: Any) -> list[StandIn]:
-    """For the layers that ours gives the same for.
+def row_layers(layers: nn.ModuleList, text: Any) -> list[Replacement]:
+    """Replacements for the layers that give the same results.
 
-    `text`: the model's config, whose attention is ours. Of each kind one layer is run both ways:
-    what a release of transformers has changed is left to it.
+    `text`: the decoder's config. Of each kind one layer is run both ways; if a release of
+    transformers computes something else, its own layers run.
     """
-    found: list[StandIn] = []
+    found: list[Replacement] = []
     agreed: dict[int, bool] = {}
     for name, layer in layers._modules.items():
         if not _known(layer, text):
@@ -129,22 +129,22 @@ def row_layers(layers: nn.ModuleList, text: Any) -> list[StandIn]:
             agreed[window] = _agree(layer, ours, text)
             if not agreed[window]:
                 warnings.warn(
-                    f"{type(layer).__name__} of this transformers computes something else than "
-                    "nwor_specpv knows: the model's own layers run, with slower steps",
+                    f"{type(layer).__name__} of this transformers differs from what nwor_specpv "
+                    "computes: the model's own layers run, with slower steps",
                     stacklevel=2,
                 )
         if agreed[window]:
-            found.append(StandIn(layers, name, layer, ours))
+            found.append(Replacement(layers, name, layer, ours))
     return found
 
 
-def untouched(found: list[StandIn]) -> list[StandIn]:
-    """Without the layers that somebody looks into or has changed by now."""
-    return [one for one in found if one.is_there and one.ours.is_current]
+def unchanged_layers(found: list[Replacement]) -> list[Replacement]:
+    """Leaves out layers that were hooked or changed since."""
+    return [one for one in found if one.is_current and one.module.is_current]
 
 
 def _known(layer: nn.Module, text: Any) -> bool:
-    """A layer of a class that we know, with nothing added to it."""
+    """Whether it is a layer of a known class, without additions."""
     kind = type(layer)
     if _KNOWN.get(kind.__module__) != kind.__name__ or text.hidden_act not in ("silu", "swish"):
         return False
@@ -161,7 +161,7 @@ def _known(layer: nn.Module, text: Any) -> bool:
 
 
 def _window(layer: nn.Module, text: Any) -> int:
-    """As the layer hands it to attention: by itself, or for all layers alike."""
+    """The window that the layer hands to attention: its own, or the model's."""
     if hasattr(layer.self_attn, "sliding_window"):
         return layer.self_attn.sliding_window or 0
     alike = type(layer).__name__ == "MistralDecoderLayer"
@@ -169,7 +169,7 @@ def _window(layer: nn.Module, text: Any) -> int:
 
 
 class _NoCache:
-    """Takes the rows of a trial and keeps none."""
+    """A cache that keeps nothing, for a trial."""
 
     def __init__(self, step: Step) -> None:
         self._step = step
@@ -184,12 +184,12 @@ class _NoCache:
 
 @torch.inference_mode()
 def _agree(layer: nn.Module, ours: RowLayer, text: Any, rows: int = 3) -> bool:
-    """Both layers over a few rows that see each other alone."""
+    """Whether both layers give the same for a few rows without a prefix."""
     attention = layer.self_attn
     weight = attention.q_proj.weight
     device, dtype = weight.device, weight.dtype
     random = torch.Generator().manual_seed(0)
-    # Small, so that of the output much is what the layer adds.
+    # Small inputs, so that the layer's own part of the output is large.
     hidden = (torch.randn(1, rows, text.hidden_size, generator=random) / 16).to(device, dtype)
     angles = torch.randn(1, rows, attention.head_dim // 2, generator=random).repeat(1, 1, 2)
     turns = tuple(one.to(device, dtype) for one in (angles.cos(), angles.sin()))

@@ -1,4 +1,4 @@
-"""Models by folder, and the default one."""
+"""Loads models from folders; the default is SmolLM2-135M-Instruct."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from nwor_specpv.models.folder import torch_dtype
 
 from .runner import check_model
 
-_MEND = "fetch or convert it again"
+_ADVICE = "fetch or convert it again"
 
 
 def load_model(
@@ -32,15 +32,15 @@ def load_model(
         raise NworError(f"model: {folder} has no config.json, expected a Hugging Face model folder")
     with _quiet():
         model, found = _load_weights(folder, wanted)
-    check_model(model)  # before its weights: an encoder has none for what generates
-    # What is missing or of another size transformers leaves random, and says so in a table.
+    check_model(model)  # first: an encoder has no weights for generation
+    # transformers leaves missing and wrong weights random and prints a table.
     for keys, problem in (
         (sorted(found["missing_keys"]), "no weights for"),
         (sorted(key for key, *_ in found["mismatched_keys"]), "weights of another size for"),
     ):
         if keys:
             more = f" and {len(keys) - 1} more" if len(keys) > 1 else ""
-            raise NworError(f"model: {folder} has {problem} {keys[0]}{more}; {_MEND}")
+            raise NworError(f"model: {folder} has {problem} {keys[0]}{more}; {_ADVICE}")
     return model.to(device).eval(), _load_tokenizer(folder)
 
 
@@ -56,20 +56,19 @@ def _load_weights(folder: Path, dtype: torch.dtype) -> tuple[Any, dict[str, Any]
             ignore_mismatched_sizes=True,
             output_loading_info=True,
         )
-    except (OSError, SafetensorError) as error:  # files that are missing or cut off
+    except (OSError, SafetensorError) as error:  # missing or truncated files
         raise NworError(
-            f"model: {folder} cannot be loaded: {_first_line(error)}; {_MEND}"
+            f"model: {folder} cannot be loaded: {_first_line(error)}; {_ADVICE}"
         ) from None
     except ValueError as error:
         raise NworError(
-            f"model: {folder} holds no decoder model that transformers can load: "
-            f"{_first_line(error)}"
+            f"model: {folder} has no decoder model that transformers can load: {_first_line(error)}"
         ) from None
 
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Without transformers' bars and tables."""
+    """Hides transformers' progress bars and tables."""
     from transformers.utils import logging
 
     bars, verbosity = logging.is_progress_bar_enabled(), logging.get_verbosity()
@@ -84,7 +83,7 @@ def _quiet() -> Iterator[None]:
 
 
 def _load_tokenizer(folder: Path) -> Any:
-    """None where the folder has none."""
+    """Returns the folder's tokenizer; None if it has none."""
     from transformers import AutoTokenizer
 
     names = ("tokenizer.json", "tokenizer_config.json")
@@ -94,7 +93,7 @@ def _load_tokenizer(folder: Path) -> Any:
         return AutoTokenizer.from_pretrained(folder, local_files_only=True)
     except Exception as error:
         raise NworError(
-            f"model: the tokenizer in {folder} cannot be loaded: {_first_line(error)}; {_MEND}"
+            f"model: the tokenizer in {folder} cannot be loaded: {_first_line(error)}; {_ADVICE}"
         ) from None
 
 

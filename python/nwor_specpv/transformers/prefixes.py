@@ -1,4 +1,4 @@
-"""Sequences whose pages stay after a call, so that the next prompt need not run them again."""
+"""Keeps sequences in the cache after a call, so that later prompts do not run them again."""
 
 from __future__ import annotations
 
@@ -17,25 +17,25 @@ _MOST = 8  # sequences kept
 @dataclass
 class Kept:
     key: int
-    tokens: list[int]  # those whose K/V is cached and came from full attention
+    tokens: list[int]  # tokens whose cached K/V came from full attention
     features: torch.Tensor | None
-    layers: tuple[int, ...]  # whose outputs they are
+    layers: tuple[int, ...]  # layers of the features
 
 
 class KeptPrefixes:
-    """The most recent sequences, oldest out first."""
+    """The most recent sequences; the oldest is dropped first."""
 
     def __init__(self) -> None:
         self._kept: OrderedDict[int, Kept] = OrderedDict()
 
     def clear(self) -> None:
-        """The cache they were in is gone."""
+        """Forgets all; their cache no longer exists."""
         self._kept.clear()
 
     def find(self, prompt: list[int], layers: tuple[int, ...]) -> tuple[Kept, int] | None:
-        """The sequence that shares the longest beginning, with features of `layers` if any.
+        """Returns the sequence that shares the longest prefix, and the length of that prefix.
 
-        The prompt's last token is always run.
+        It has features of `layers`, if there are any. The prompt's last token is always run.
         """
         best, length = None, 0
         for kept in self._kept.values():
@@ -50,7 +50,7 @@ class KeptPrefixes:
         return best, length
 
     def add(self, allocator: SlotAllocator, request: Request, layers: tuple[int, ...]) -> None:
-        """Takes over the request's pages, up to what full attention has verified."""
+        """Keeps the request's pages, up to what full attention has verified."""
         length = min(request.cached, len(request.tokens))
         if request.partial is not None:
             length = min(length, request.partial.full_len)
@@ -69,7 +69,7 @@ class KeptPrefixes:
             self._drop_oldest(allocator)
 
     def make_room(self, allocator: SlotAllocator, tokens: int) -> None:
-        """Drops the oldest until so many tokens fit. Whole pages: the caller has counted ends."""
+        """Drops the oldest until `tokens` slots are free, whole pages included."""
         while self._kept and allocator.stats()["free_slots"] < tokens:
             self._drop_oldest(allocator)
 

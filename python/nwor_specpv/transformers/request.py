@@ -1,4 +1,4 @@
-"""One sequence of a generation, and one step's rows of it."""
+"""One sequence of a generation, and its rows in one step."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from nwor_specpv import DraftTree, StepDecision, StoredCache
 
 @dataclass
 class Request:
-    """`tokens` ends in the root: emitted or provisional, its K/V not in the cache yet."""
+    """One sequence. `tokens` ends with the root, whose K/V is not cached yet."""
 
     key: int
     index: int  # among the prompts of the call
@@ -19,19 +19,19 @@ class Request:
     prompt_len: int
     max_new_tokens: int
     seed: int
-    shown: int  # of tokens, what the user has; equal to all but in lossless mode
+    shown: int  # tokens that the user has; fewer than all only in lossless mode
     cached: int = 0  # tokens in the cache
     finish: str | None = None
     partial: StoredCache | None = None
-    pending: list[int] = field(default_factory=list)  # rest of a long chain, chunk by chunk
-    depths: list[int] = field(default_factory=list)  # of every new token: 0 = the target's own
+    pending: list[int] = field(default_factory=list)  # rest of a long chain, verified in chunks
+    depths: list[int] = field(default_factory=list)  # depth of every new token; 0: the target's own
     features: list[torch.Tensor] = field(default_factory=list)
     tail_probs: list[torch.Tensor] = field(default_factory=list)
-    cuts: int = 0  # how often a tail was cut: later coins are others
+    cuts: int = 0  # how often a tail was cut; each cut changes the coins
 
     @property
     def room(self) -> int:
-        """New tokens that may still follow."""
+        """How many new tokens may still follow."""
         return self.max_new_tokens - (len(self.tokens) - self.prompt_len)
 
     @property

@@ -9,7 +9,7 @@ import torch
 from nwor_specpv import NworError, PartialStore, RoundPlan, Tree, tree_from_parents
 
 from .attention import Step
-from .packed import brought
+from .packed_tensors import copy_to_device
 from .request import Part
 from .runner import ModelRunner
 
@@ -187,7 +187,9 @@ class Round:
                 rows[index, : len(path)] = torch.tensor([fed + row for row in path])
                 slots[index, : len(path)] = cache.extend(part.request.key, len(path))
         counts = torch.tensor([len(path) for path in paths], dtype=torch.int32)
-        there = brought({"rows": rows, "counts": counts, "slots": slots}, self._runner.device)
+        there = copy_to_device(
+            {"rows": rows, "counts": counts, "slots": slots}, self._runner.device
+        )
         receipt = cache.interceptor.commit(*there.values(), rows="request")
         if not receipt.ok:
             raise NworError(
@@ -213,7 +215,7 @@ def _tree(
     def padded(lists: list[list[int]], dtype: torch.dtype) -> torch.Tensor:
         return torch.tensor([one + [0] * (rows - len(one)) for one in lists], dtype=dtype)
 
-    there = brought(
+    there = copy_to_device(
         {
             "parents": padded(parents, torch.int32),
             "prefix_lens": torch.tensor(prefix_lens or [0] * len(parents), dtype=torch.int32),

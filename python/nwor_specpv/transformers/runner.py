@@ -13,11 +13,11 @@ from nwor_specpv import CapacityError, NworConfig, NworError
 
 from .attention import NAME, Step
 from .graphs import MOST_ROWS
-from .layers import row_layers, untouched
-from .linear import plain_ones, row_linears
+from .layers import row_layers, unchanged_layers
+from .linear import row_linears, unchanged_linears
 from .paged import PagedCache
+from .replacements import Replacement, replaced
 from .sizes import any_window, kv_sizes, masks_windows, text_config
-from .stand_ins import StandIn, in_place
 
 
 class ModelRunner:
@@ -63,7 +63,7 @@ class ModelRunner:
         row_bytes = self.num_kv_heads * self.head_dim * self.dtype.itemsize
         self.token_bytes = 2 * self.num_layers * row_bytes  # K and V
         self._linears = row_linears(model)
-        self._layers: list[StandIn] | None = None
+        self._layers: list[Replacement] | None = None
         self._features: dict[int, torch.Tensor] = {}
         self._cache: PagedCache | None = None
         self._last_key = 0
@@ -153,8 +153,8 @@ class ModelRunner:
             config._attn_implementation = NAME
             if self._layers is None:
                 self._layers = row_layers(layers, config)
-            stack.enter_context(in_place(untouched(self._layers)))
-            stack.enter_context(in_place(plain_ones(self._linears)))
+            stack.enter_context(replaced(unchanged_layers(self._layers)))
+            stack.enter_context(replaced(unchanged_linears(self._linears)))
             for index in feature_layers:
                 handle = layers[index].register_forward_hook(self._keep(index))
                 stack.callback(handle.remove)

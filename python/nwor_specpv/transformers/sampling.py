@@ -1,4 +1,4 @@
-"""How tokens are chosen from logits: greedy or sampled, and where a run of them ends."""
+"""Chooses tokens from logits, greedy or sampled, and cuts them where a sequence ends."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ from nwor_specpv import (
     target_probs,
 )
 
-from .integers import integer
+from .arguments import as_integer
 
 _GOLDEN = 0x9E3779B97F4A7C15
-_TAIL_SALT = 1 << 20  # more than a request has cuts, whose number is the other salt
-_MOST_TOKENS = 2**31 - 1  # of any vocabulary
+_TAIL_SALT = 1 << 20  # above every number of cuts, which is the other salt
+_MOST_TOKENS = 2**31 - 1  # more than any vocabulary has
 
 
 @dataclass(frozen=True)
 class Sampling:
-    """Temperature 0 is greedy. `seeds` has one entry per request."""
+    """Options of sampling. Temperature 0 is greedy."""
 
     temperature: float = 0.0
     top_k: int = 0
@@ -48,7 +48,7 @@ class Sampling:
                 f"temperature: got {self.temperature!r}, expected a finite number, 0 or more, in "
                 "float32"
             )
-        top_k = integer(self.top_k)
+        top_k = as_integer(self.top_k)
         if top_k is None or top_k < 0:
             raise NworError(f"top_k: got {self.top_k!r}, expected 0 (all) or more")
         object.__setattr__(self, "top_k", min(top_k, _MOST_TOKENS))
@@ -62,7 +62,7 @@ class Sampling:
         return self.temperature == 0
 
     def probabilities(self, logits: torch.Tensor) -> torch.Tensor:
-        """[B, R, V] from [B, R, V]."""
+        """Probabilities [B, R, V] from logits [B, R, V]."""
         return target_probs(
             logits, temperature=float(self.temperature), top_k=self.top_k, top_p=float(self.top_p)
         )
@@ -70,23 +70,23 @@ class Sampling:
 
 @dataclass
 class Verdict:
-    """What the target says about one request's rows."""
+    """The target's verdict on one request's rows."""
 
     path: list[int]  # accepted rows of the tree
     next_token: int
-    confirmed: int = 0  # lossless: tokens of the tail that stand
-    whole: bool = True  # all of them
+    confirmed: int = 0  # lossless: confirmed tokens of the tail
+    whole: bool = True  # the whole tail was confirmed
 
 
 def _float32(value: Real) -> float:
     try:
         return torch.tensor(float(value), dtype=torch.float32).item()
-    except (OverflowError, RuntimeError):  # too large for Python's, for torch's
+    except (OverflowError, RuntimeError):  # too large for a float
         return math.inf
 
 
 def fold_seed(seed: int, salt: int) -> int:
-    """Another seed for each salt, as int64."""
+    """A different seed for each salt, as int64."""
     mixed = (seed + salt * _GOLDEN) & (1 << 64) - 1
     return mixed - (1 << 64) if mixed >> 63 else mixed
 
@@ -97,7 +97,7 @@ def judge(
     logits: torch.Tensor,
     seeds: Sequence[int],
 ) -> tuple[list[Verdict], torch.Tensor | None]:
-    """Verdicts over a batch of trees from logits [B, R, V]; sampling also gives probabilities."""
+    """Verdicts on a batch of trees from logits [B, R, V]; for sampling also probabilities."""
     probs = None
     if sampling.greedy:
         ids = logits.argmax(-1)
@@ -125,7 +125,7 @@ def confirm(
     logits: torch.Tensor,
     seed: int,
 ) -> tuple[Verdict, torch.Tensor | None]:
-    """Lossless mode: one request's tail, whose tokens are `chain` [T + 1], then its tree."""
+    """Lossless mode: judges one request's tail, the tokens `chain` [T + 1], then its tree."""
     device = logits.device
     tokens = torch.tensor([chain], device=device)
     drafts = torch.tensor([len(chain) - 1], dtype=torch.int32, device=device)
@@ -138,12 +138,12 @@ def confirm(
     probs = sampling.probabilities(logits)
     at = tree.positions[:, 0] + 1
     coins, final = _coins([seed], at, tree.rows, device)
-    # Coins of the tail's own, since those of its steps have been used; each belongs to the position
-    # of the token it decides, so that no later tail uses it again.
+    # The tail has its own coins, since those of its steps are used. Each belongs to the position of
+    # the token it decides, so that no later tail uses it again.
     own, first, step = [fold_seed(seed, _TAIL_SALT)], at - (len(chain) - 1), MAX_TREE_ROWS - 1
 
     def piece(begin: int) -> tuple[torch.Tensor | None, ...]:
-        """`step` drafts of the chain, the token before them, and what judges them."""
+        """The token at `begin`, the next `step` drafts, and what judges them."""
         rows = tokens[:, begin : begin + step + 1]
         full = sampling.probabilities(chain_logits[None, begin : begin + step + 1])
         drawn = None if partial_probs is None else partial_probs[:, begin : begin + step]
@@ -163,18 +163,16 @@ def confirm(
 
 
 def _verdict(judged: TwoLevel, before: int, length: int) -> Verdict:
-    """Of a chain of `length` tokens whose first `before` drafts stand already."""
+    """The verdict on a chain of `length` tokens whose first `before` drafts are confirmed."""
     confirmed, count = before + int(judged.confirmed), int(judged.counts)
     path = judged.path[0, :count].tolist()
     return Verdict(path, _checked(int(judged.next_token)), confirmed, confirmed == length - 1)
 
 
 def _checked(token: int) -> int:
-    """On CUDA nothing is drawn, and nothing raised, where the model's logits are no numbers."""
+    """Raises if no token was chosen: on CUDA, NaN logits raise nothing themselves."""
     if token < 0:
-        raise NworError(
-            "logits: got a NaN, an infinity or no token left to choose, expected numbers"
-        )
+        raise NworError("logits: got NaN, infinity or no token to choose from, expected numbers")
     return token
 
 

@@ -1,4 +1,4 @@
-"""A model of transformers behind a session store: what a target worker serves."""
+"""A session store over a model of transformers, for the target worker."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from .runner import ModelRunner
 
 
 class SessionTarget:
-    """Owns the cache of a model's sessions; `store` is how they are used, from any thread.
+    """Owns the cache of a model's sessions. Use the sessions through `store`, from any thread.
 
-    Greedy: a draft is accepted iff it is the model's first choice after its parent.
+    Greedy: a draft is accepted if and only if it is the model's first choice after its parent.
     """
 
     def __init__(
@@ -31,7 +31,7 @@ class SessionTarget:
         max_batch: int = 64,
         clock: Callable[[], float] | None = None,
     ) -> None:
-        """`cache_tokens`: over all sessions. The others are those of SessionStore."""
+        """`cache_tokens`: of all sessions together. The other options are SessionStore's."""
         self._runner = ModelRunner(
             model, nwor or NworConfig(), page_size=page_size, cache_tokens=cache_tokens
         )
@@ -52,7 +52,7 @@ class SessionTarget:
         )
 
     def _forward(self, batch: SessionBatch) -> torch.Tensor:
-        """What the model says after each row of a tree; nobody looks at the others."""
+        """Runs the model; returns its first choice after each row of a tree, 0 after other rows."""
         rows = batch.tree_rows.unique()
         step = Step(
             tokens=batch.tokens,
@@ -71,6 +71,6 @@ class SessionTarget:
                 ids = torch.zeros_like(batch.tokens)
                 ids[rows] = logits.argmax(-1)
         except NworError as error:
-            # A client is told that its arguments are wrong by these; here they were right.
-            raise RuntimeError(f"the model cannot be run: {error}") from error
+            # To a client an NworError means wrong arguments, and these were right.
+            raise RuntimeError(f"the model failed: {error}") from error
         return ids

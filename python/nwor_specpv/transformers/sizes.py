@@ -1,4 +1,4 @@
-"""What a decoder's configuration says of its K/V: sizes and windows."""
+"""Sizes and windows of K/V, from a decoder's configuration."""
 
 from __future__ import annotations
 
@@ -7,18 +7,18 @@ from typing import Any
 
 from nwor_specpv import NworError
 
-# One cache serves all layers, so these are asked for once.
+# One cache serves all layers, so these must be the same in all.
 _ALIKE = ("num_attention_heads", "num_key_value_heads", "head_dim", "hidden_size", "sliding_window")
 _MAKES_MASKS = "create_sliding_window_causal_mask"
 
 
 def text_config(config: Any) -> Any:
-    """Of what generates; refuses one whose layers differ in what a cache has once."""
+    """The decoder's configuration; raises if its layers differ in sizes of the cache."""
     text = config.get_text_config(decoder=True)
     for name in _ALIKE:
         try:
             getattr(text, name, None)
-        except RuntimeError:  # transformers' own is one: each layer has a value
+        except RuntimeError:  # transformers raises it when layers differ
             raise NworError(
                 f"model: got layers of different {name}, expected the same in all"
             ) from None
@@ -26,14 +26,14 @@ def text_config(config: Any) -> Any:
 
 
 def kv_sizes(text: Any) -> tuple[int, int, int]:
-    """Layers, KV heads and values of a head."""
+    """Layers, KV heads and channels of a head."""
     heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
     dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
     return text.num_hidden_layers, heads, dim
 
 
 def window_of(text: Any, layer: int) -> int:
-    """The sliding window of a layer, 0 where it sees everything."""
+    """The sliding window of a layer; 0: none."""
     kinds = getattr(text, "layer_types", None)
     if kinds is not None and kinds[layer] != "sliding_attention":
         return 0
@@ -43,15 +43,15 @@ def window_of(text: Any, layer: int) -> int:
 
 
 def any_window(text: Any) -> int:
-    """The sliding window of some layer, 0 when every layer sees everything."""
+    """The largest sliding window of the layers; 0: none."""
     return max(window_of(text, layer) for layer in range(text.num_hidden_layers))
 
 
 def masks_windows(decoder: Any) -> bool:
-    """Whether a model's own masks know windows.
+    """Whether a model's own masks have windows.
 
-    Without them transformers reads a prompt over everything, and goes on with the window that its
-    cache keeps: tokens depend on the pieces in which they were run.
+    Without them transformers ignores the window in prompts and applies it in decoding, so tokens
+    depend on the pieces in which they were run.
     """
     files = (sys.modules.get(kind.__module__) for kind in type(decoder).__mro__)
     return any(hasattr(file, _MAKES_MASKS) for file in files)

@@ -1,4 +1,4 @@
-"""What a generation did, in numbers."""
+"""Statistics of a generation."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 @dataclass
 class Stats:
-    """Counted over all requests of one call of `generate`."""
+    """Counts over all requests of one call of `generate`."""
 
     requests: int = 0
     prompt_tokens: int = 0
@@ -32,27 +32,29 @@ class Stats:
     step_kinds: Counter[str] = field(default_factory=Counter)
     coverage: list[tuple[int, int]] = field(default_factory=list)  # (context, tokens seen)
     rechecked_tokens: int = 0
-    disagreed_tokens: int = 0  # of those, what full attention would have chosen otherwise
+    disagreed_tokens: int = 0  # of those: full attention would have chosen otherwise
     cut_tokens: int = 0  # lossless: accepted by partial steps, refused by a full one
     graph_replays: int = 0  # passes that were replayed CUDA graphs
-    eager_passes: Counter[str] = field(default_factory=Counter)  # why others were not, on CUDA
+    eager_passes: Counter[str] = field(
+        default_factory=Counter
+    )  # passes without a graph on CUDA, by reason
     violations: list[str] = field(default_factory=list)
     seed: int | None = None
 
     @property
     def tokens_per_step(self) -> float:
-        """After each request's first token, which the prompt's pass gives."""
+        """Without each request's first token, which the prompt's pass gives."""
         return (self.new_tokens - self.requests) / self.steps if self.steps else 0.0
 
     @property
     def tokens_per_second(self) -> float:
-        """Of decoding, again without the first tokens."""
+        """Of decoding, without the first tokens."""
         later = self.new_tokens - self.requests
         return later / self.decode_seconds if self.decode_seconds > 0 else 0.0
 
     @property
     def view_coverage(self) -> float | None:
-        """Tokens that partial steps looked at, of those there were."""
+        """Share of the tokens that partial steps attended to."""
         context = sum(there for there, _ in self.coverage)
         return sum(seen for _, seen in self.coverage) / context if context else None
 
@@ -62,15 +64,15 @@ class Stats:
 
     def as_dict(self) -> dict[str, Any]:
         """Plain numbers, for JSON."""
-        told = {
+        numbers = {
             name: value
             for name, value in vars(self).items()
             if not isinstance(value, (Counter, list))
         }
         for name in ("accepted_lengths", "rows", "step_kinds", "eager_passes"):
             counts = getattr(self, name)
-            told[name] = {str(key): counts[key] for key in sorted(counts)}
+            numbers[name] = {str(key): counts[key] for key in sorted(counts)}
         for name in ("tokens_per_step", "tokens_per_second", "view_coverage", "drift"):
-            told[name] = getattr(self, name)
-        told["violations"] = list(self.violations)
-        return told
+            numbers[name] = getattr(self, name)
+        numbers["violations"] = list(self.violations)
+        return numbers

@@ -1,4 +1,4 @@
-"""The target worker: a model's sessions, over gRPC, for drafters in other processes.
+"""The target worker serves a model's sessions over gRPC to drafters in other processes.
 
     nwor-specpv worker --port 50051                    # where the target is
 
@@ -6,7 +6,7 @@
     with Client("127.0.0.1:50051") as client, client.session("s") as session:
         result = session.verify(tree, prompt)
 
-Only this folder imports grpc, and only when something of it is used (docs/worker.md).
+Only this folder imports grpc, and only when one of its names is used (docs/worker.md).
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from .client import Client, RemoteResult, RemoteSession, WorkerInfo
-    from .codes import WorkerError
     from .limits import Limits
     from .server import Server
+    from .status_codes import WorkerError
 
 __all__ = [
     "Client",
@@ -29,7 +29,7 @@ __all__ = [
     "WorkerInfo",
 ]
 
-_PLACES = {"Limits": "limits", "Server": "server", "WorkerError": "codes"}
+_MODULES = {"Limits": "limits", "Server": "server", "WorkerError": "status_codes"}
 
 
 def __getattr__(name: str) -> Any:
@@ -37,4 +37,4 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from importlib import import_module
 
-    return getattr(import_module(f"{__name__}.{_PLACES.get(name, 'client')}"), name)
+    return getattr(import_module(f"{__name__}.{_MODULES.get(name, 'client')}"), name)

@@ -1,4 +1,4 @@
-"""Where a worker listens."""
+"""Addresses that a worker listens on."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ def join_address(host: str, port: int) -> str:
 
 
 def check_address(host: str, port: int) -> None:
-    """Raises NworError where nothing can be bound: before the work, not after it."""
+    """Raises NworError if the address cannot be bound, before the model is loaded."""
     try:
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
     except (OSError, UnicodeError) as error:
         raise cannot_bind(host, port, error) from None
     problems = [problem for one in found if (problem := _probe(one)) is not None]
-    # A name may have addresses of a kind that this machine has not; a port is taken everywhere.
+    # A name may have addresses that this machine lacks, but a port in use is always an error.
     taken = next((one for one in problems if one.errno == errno.EADDRINUSE), None)
     if taken is not None or len(problems) == len(found):
         raise cannot_bind(host, port, taken or problems[0])
@@ -39,8 +39,8 @@ def _probe(found: Any) -> OSError | None:
 
 
 def cannot_bind(host: str, port: int, error: object) -> NworError:
-    told = getattr(error, "strerror", None) or error
-    return NworError(f"--host, --port: got {join_address(host, port)}, which cannot be had: {told}")
+    reason = getattr(error, "strerror", None) or error
+    return NworError(f"--host, --port: cannot listen at {join_address(host, port)}: {reason}")
 
 
 def is_loopback(host: str) -> bool:

@@ -1,13 +1,13 @@
-"""The drafter's side: sessions of a worker, as those of a store are used.
+"""The client of a worker; its sessions are used like those of a store.
 
     with Client("127.0.0.1:50051") as client, client.session("s", resend=True) as session:
         result = session.verify(tree, prompt)
         result = session.verify(tree, [result.next_token])
 
-One rule for a worker that has lost a session: with `resend` a session remembers the tokens it has
-sent and had accepted, and after a DesyncError or UnknownSessionError it ends what the worker has,
-sends the whole sequence once, and raises what that raises. Without it the error is the caller's,
-and so it is for a session that another has started, whose first tokens are not known here.
+With `resend` a session remembers the tokens it has sent and those that were accepted. After a
+DesyncError or UnknownSessionError it ends the worker's session, sends the whole sequence once, and
+raises whatever that raises. Without `resend` the caller gets the error. The caller also gets it for
+a session that another client has started, because its first tokens are not known here.
 """
 
 from __future__ import annotations
@@ -22,25 +22,25 @@ from typing import TYPE_CHECKING, Any
 
 from nwor_specpv.errors import DesyncError, NworError, UnknownSessionError
 
-from .codes import error_of
 from .rpc import grpc, messages, stubs
+from .status_codes import error_of
 
 if TYPE_CHECKING:
     from nwor_specpv import DraftTree
 
-_MOST_SECONDS = 10**9  # gRPC has nanoseconds since 1970 in 64 bits: what ends later ends at once
+_MOST_SECONDS = 10**9  # gRPC has 64 bits for nanoseconds since 1970; a later deadline is over
 _FINISH = {messages.FINISH_STOP: "stop", messages.FINISH_LENGTH: "length"}
 
 
 @dataclass(frozen=True)
 class RemoteResult:
-    """As `VerifyResult`."""
+    """The same as `VerifyResult`."""
 
     accepted_rows: list[int]  # of the tree, root excluded
-    tokens: list[int]  # theirs
+    tokens: list[int]  # tokens of those rows
     next_token: int  # the correction or bonus token, or the last; not cached
-    cache_hit: bool  # the session was there
-    length: int  # cached now: the next expected_prefix_len
+    cache_hit: bool  # the worker had the session
+    length: int  # tokens cached now: the next expected_prefix_len
     rows_run: int
     rows_saved: int
     finish: str | None  # "stop" or "length" when next_token is the sequence's last
@@ -48,7 +48,7 @@ class RemoteResult:
 
 @dataclass(frozen=True)
 class WorkerInfo:
-    """What a worker says of itself; 0 for what it does not limit."""
+    """The description of a worker; 0: no limit."""
 
     version: str
     model: str
@@ -64,22 +64,22 @@ class WorkerInfo:
 
 
 class Client:
-    """A connection to a worker, made at the first call. Thread-safe; its sessions are not."""
+    """A connection to a worker, opened by the first call. Thread-safe; its sessions are not."""
 
     def __init__(self, address: str, *, timeout: float | None = None) -> None:
-        """`timeout`: seconds that a call may take, None or infinity for any time."""
+        """`timeout`: seconds that a call may take; None or infinity: no limit."""
         self.address, self.timeout = address, _seconds(timeout)
-        # A proxy that the environment names is one for the web.
+        # A proxy in the environment is for the web, not for workers.
         self._channel = grpc.insecure_channel(address, options=(("grpc.enable_http_proxy", 0),))
         self._calls = stubs(self._channel)
 
     def ping(self, *, wait: bool = False) -> WorkerInfo:
-        """`wait`: until there is a worker, as long as a call may take."""
+        """Asks for a description. `wait`: waits for a worker, as long as a call may take."""
         reply = self.call("Ping", messages.PingRequest(), wait=wait)
         return WorkerInfo(**{name: getattr(reply, name) for name in WorkerInfo.__annotations__})
 
     def session(self, name: str, *, resend: bool = False) -> RemoteSession:
-        """A session of this name, which no other client uses; it starts with its first verify."""
+        """Returns a session; its first verify starts it. No other client may use the name."""
         return RemoteSession(self, name, resend=resend)
 
     def call(self, name: str, request: Any, *, wait: bool = False) -> Any:
@@ -87,11 +87,11 @@ class Client:
             return self._calls[name](request, timeout=self.timeout, wait_for_ready=wait)
         except grpc.RpcError as error:
             raise error_of(error, self.address) from None
-        except ValueError:  # gRPC's way to say so
-            raise NworError(f"client: got a call after it was closed, {name}") from None
+        except ValueError:  # gRPC raises it on a closed channel
+            raise NworError(f"client: {name} was called after close") from None
 
     def close(self) -> None:
-        """Calls that wait are cancelled. What sessions hold, the worker keeps until it is idle."""
+        """Cancels waiting calls. The worker keeps the sessions until they are idle too long."""
         self._channel.close()
 
     def __enter__(self) -> Client:
@@ -107,13 +107,13 @@ class Client:
 
 
 class RemoteSession:
-    """One sequence of a worker. Not thread-safe: it remembers a length."""
+    """One sequence of a worker. Not thread-safe."""
 
     def __init__(self, client: Client, name: str, *, resend: bool = False) -> None:
         self.client, self.name = client, name
-        self.length = 0  # tokens cached, as the last result said
+        self.length = 0  # tokens cached, from the last result
         self._resend = resend
-        self._tokens: list[int] = []  # those; none when the first of them are not known
+        self._tokens: list[int] = []  # the cached tokens; empty when the first are not known
 
     def __repr__(self) -> str:
         return f"RemoteSession({self.name!r}, length={self.length})"
@@ -128,7 +128,7 @@ class RemoteSession:
         stop_ids: Sequence[int] = (),
         max_new_tokens: int = 0,
     ) -> RemoteResult:
-        """`SessionStore.verify`; by default what the last result said is expected to be cached."""
+        """`SessionStore.verify`; by default it expects the length of the last result."""
         expected = self.length if expected_prefix_len is None else expected_prefix_len
         new = _integers("new_tokens", new_tokens)
         options = {
@@ -150,7 +150,7 @@ class RemoteSession:
         return result
 
     def end(self) -> None:
-        """Gives back its pages. Raises UnknownSessionError when it is gone already.
+        """Ends the session. Raises UnknownSessionError when the worker does not have it.
 
         The next verify starts a new sequence, also after an error.
         """
@@ -166,12 +166,12 @@ class RemoteSession:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        # Ended before, or evicted; and an error on its way out is the one to be seen.
+        # It may have been ended or evicted, and an error inside the block must not be hidden.
         with contextlib.suppress(UnknownSessionError if kind is None else NworError):
             self.end()
 
     def _known(self, length: int) -> list[int] | None:
-        """So many of its first tokens, to be sent again; None unless all are known."""
+        """Its first `length` tokens, to send again; None unless all are known."""
         known = self._tokens[:length] if self._resend else None
         return None if known is None or len(known) != length else known
 
@@ -194,8 +194,8 @@ class RemoteSession:
                 expected_prefix_len=expected_prefix_len,
                 **options,
             )
-        except (TypeError, ValueError) as error:  # what does not fit a field
-            raise NworError(f"verify: got what no message holds: {error}") from None
+        except (TypeError, ValueError) as error:  # a value that does not fit its field
+            raise NworError(f"verify: a value does not fit the message: {error}") from None
         reply = self.client.call("VerifyDrafts", request)
         rows = list(reply.accepted_rows)
         return RemoteResult(
@@ -216,13 +216,13 @@ def _seconds(timeout: float | None) -> float | None:
     if not 0 < timeout <= _MOST_SECONDS:
         raise NworError(
             f"timeout: got {timeout}, expected more than 0 and at most {_MOST_SECONDS} seconds, "
-            "or None for any time"
+            "or None for no limit"
         )
     return timeout
 
 
 def _rows(tree: Any) -> tuple[list[int], list[int]]:
-    """Tokens and parents of a DraftTree, of a Tree of one request, or of anything like them."""
+    """Tokens and parents of a DraftTree, a Tree of one request, or a similar object."""
     if tree is None:
         return [], []
     if not hasattr(tree, "tokens") or not hasattr(tree, "parents"):
@@ -231,7 +231,7 @@ def _rows(tree: Any) -> tuple[list[int], list[int]]:
 
 
 def _integers(name: str, values: Any) -> list[int]:
-    """Of a sequence, a tensor, or a tensor of one request's rows."""
+    """Reads integers from a sequence, a tensor, or a tensor of one request's rows."""
     rows = values.tolist() if hasattr(values, "tolist") else values
     if not isinstance(rows, Sequence):
         raise NworError(f"{name}: got {values!r}, expected integers")

@@ -1,4 +1,4 @@
-"""What one call may ask for."""
+"""Limits on one call."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from nwor_specpv.errors import NworError
 
 _MAX_NAME = 256  # characters
 _MAX_STOP_IDS = 256
-_INTEGER_BYTES = 10  # most that an integer takes in a message
+_INTEGER_BYTES = 10  # the most bytes of an integer in a message
 _CHARACTER_BYTES = 4
 _OTHER_BYTES = 1024
-_MOST_BYTES = 2**31 - 1  # of a message, as gRPC counts them
+_MOST_BYTES = 2**31 - 1  # gRPC's limit on a message
 
 
 @dataclass(frozen=True)
 class Limits:
-    """Of one call; `max_calls`: VerifyDrafts at once, and as many EndSession."""
+    """The largest call; `max_calls`: VerifyDrafts at once, and as many EndSession."""
 
     max_tree_rows: int = 256
     max_prompt_tokens: int = 8192
@@ -36,12 +36,12 @@ class Limits:
 
     @property
     def message_bytes(self) -> int:
-        """The largest message that a call within the limits can be."""
+        """The size of the largest message within the limits."""
         integers = self.max_prompt_tokens + 2 * self.max_tree_rows + _MAX_STOP_IDS
         return integers * _INTEGER_BYTES + _MAX_NAME * _CHARACTER_BYTES + _OTHER_BYTES
 
     def check(self, request: Any) -> None:
-        """Raises NworError unless a VerifyDraftsRequest is within them."""
+        """Raises NworError unless a VerifyDraftsRequest is within the limits."""
         self.check_name(request.session)
         for name, got, most, what in (
             ("tree", len(request.tree.tokens), self.max_tree_rows, "rows"),
@@ -53,6 +53,6 @@ class Limits:
                 raise NworError(f"{name}: got {got} {what}, expected at most {most}")
 
     def check_name(self, session: str) -> None:
-        """Raises NworError when it is too long."""
+        """Raises NworError when the name is too long."""
         if len(session) > _MAX_NAME:
             raise NworError(f"session: got {len(session)} characters, expected at most {_MAX_NAME}")

@@ -1,11 +1,11 @@
-"""gRPC and the calls of target.proto, as its descriptor names them."""
+"""Imports gRPC and builds handlers and stubs from the descriptor of target.proto."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
 
-# As the extra `worker` of pyproject.toml says.
+# The same as the extra `worker` in pyproject.toml.
 INSTALL = 'pip install "grpcio>=1.62" "protobuf>=4.25"'
 
 try:
@@ -25,7 +25,7 @@ CALLS = tuple(method.name for method in _SERVICE.methods)
 
 
 def handlers(behaviours: dict[str, Callable[[Any, Any], Any]]) -> Any:
-    """For a server: what answers each call, by its name."""
+    """For a server: the handler of each call, from functions by name."""
     return grpc.method_handlers_generic_handler(
         _SERVICE.full_name,
         {
@@ -40,7 +40,7 @@ def handlers(behaviours: dict[str, Callable[[Any, Any], Any]]) -> Any:
 
 
 def stubs(channel: Any) -> dict[str, Any]:
-    """For a client: each call by its name."""
+    """For a client: the stub of each call, by name."""
     return {
         method.name: channel.unary_unary(
             f"/{_SERVICE.full_name}/{method.name}",

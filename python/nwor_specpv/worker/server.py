@@ -1,4 +1,4 @@
-"""A session store behind gRPC."""
+"""Serves a session store over gRPC."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from nwor_specpv import DraftTree, VerifyRequest, __version__
 from nwor_specpv.errors import CapacityError, NworError
 
 from .address import cannot_bind, check_address, join_address
-from .batches import Batches, Ticket
-from .codes import WorkerStoppingError, status_of
+from .batcher import CallBatcher, PendingCall
 from .limits import Limits
 from .rpc import CALLS, grpc, handlers, messages
+from .status_codes import WorkerStoppingError, status_of
 
 if TYPE_CHECKING:
     from nwor_specpv import SessionStore, VerifyResult
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger("nwor_specpv")
 
 GRACE_SECONDS = 30.0
-_SPARE_CALLS = 16  # to answer a Ping and to refuse, when all others wait
+_SPARE_CALLS = 16  # for Ping and for refusals while all others wait
 _FINISH = {
     None: messages.FINISH_NONE,
     "stop": messages.FINISH_STOP,
@@ -34,7 +34,7 @@ _FINISH = {
 
 
 class Server:
-    """Serves from `start` to `stop`. The store may be used by others too, from any thread."""
+    """Serves from `start` to `stop`. Other threads may use the store too."""
 
     def __init__(
         self,
@@ -50,10 +50,10 @@ class Server:
         max_length: int = 0,
         sweep_seconds: float | None = None,
     ) -> None:
-        """Binds the port (0: any free one; `port` says which). Raises NworError when it is taken.
+        """Binds the port (0: any free one; `port` says which). Raises NworError if it is in use.
 
-        `model`, `vocab_size`, `max_sessions`, `max_length` are the store's, to tell clients;
-        `sweep_seconds`: how often an idle server takes idle sessions away, None for never.
+        `model`, `vocab_size`, `max_sessions`, `max_length` describe the store to clients.
+        `sweep_seconds`: how often an idle server ends idle sessions; None: never.
         """
         if max_batch < 1:
             raise NworError(f"max_batch: got {max_batch}, expected 1 or more")
@@ -70,7 +70,7 @@ class Server:
             "max_tree_rows": self.limits.max_tree_rows,
             "max_prompt_tokens": self.limits.max_prompt_tokens,
         }
-        # Both wait for the model, so each has a number of its own.
+        # Both wait for the model, so each has its own limit.
         self._turns = {
             name: threading.BoundedSemaphore(self.limits.max_calls)
             for name in ("VerifyDrafts", "EndSession")
@@ -81,14 +81,14 @@ class Server:
             self._threads,
             options=(
                 ("grpc.max_receive_message_length", self.limits.message_bytes),
-                ("grpc.so_reuseport", 0),  # or two workers would share a port in silence
+                ("grpc.so_reuseport", 0),  # or two workers could share a port unnoticed
             ),
             maximum_concurrent_rpcs=most_calls,
         )
         answers = {name: self._answering(name) for name in CALLS}
         self._server.add_generic_rpc_handlers((handlers(answers),))
         self.port = _bind(self._server, host, port)
-        self._batches: Batches | None = None
+        self._batcher: CallBatcher | None = None
         self._used = False
 
     @property
@@ -96,23 +96,23 @@ class Server:
         return join_address(self.host, self.port)
 
     def start(self) -> Server:
-        """Once: a server that was stopped stays so."""
+        """Starts serving; may be called once."""
         if self._used:
-            raise NworError("start: got a second one, or one after stop, expected a new Server")
+            raise NworError("start: this server was started or stopped before; make a new Server")
         self._used = True
-        self._batches = Batches(self._store, self._max_batch, self._sweep_seconds)
+        self._batcher = CallBatcher(self._store, self._max_batch, self._sweep_seconds)
         self._server.start()
         return self
 
     def stop(self, grace_seconds: float = GRACE_SECONDS) -> None:
-        """Takes no more calls. The batch that runs is answered; calls that wait are told so.
+        """Stops serving. The batch that runs is answered; calls that wait are refused.
 
-        Calls that still run after `grace_seconds` are told too; the pass they wait for ends first.
+        After `grace_seconds` running calls are refused too; the pass they wait for ends first.
         """
         self._used = True
         stopped = self._server.stop(grace_seconds)
-        if self._batches is not None:
-            self._batches.close()
+        if self._batcher is not None:
+            self._batcher.close()
         stopped.wait()
         self._threads.shutdown()
 
@@ -128,7 +128,7 @@ class Server:
         self.stop()
 
     def _answering(self, name: str) -> Callable[[Any, Any], Any]:
-        """What gRPC calls: the method of that name below, its errors as a status."""
+        """Returns the function that gRPC calls; it turns errors into a status."""
         answer = {
             "VerifyDrafts": self._verify_drafts,
             "EndSession": self._end_session,
@@ -140,16 +140,16 @@ class Server:
                 with self._turn(name):
                     return answer(request, context)
             except BaseException as error:
-                code, told = status_of(error)
+                code, details = status_of(error)
                 if code is grpc.StatusCode.INTERNAL:
                     logger.error("worker: %s failed: %r", name, error, exc_info=error)
-            return context.abort(code, told)  # by raising
+            return context.abort(code, details)  # raises
 
         return answering
 
     @contextlib.contextmanager
     def _turn(self, name: str) -> Iterator[None]:
-        """One of the calls of this name that there may be at once."""
+        """Counts the calls of this name; raises CapacityError when there are too many."""
         turns = self._turns.get(name)
         if turns is None:
             yield
@@ -157,7 +157,7 @@ class Server:
         if not turns.acquire(blocking=False):
             most = self.limits.max_calls
             calls = "call" if most == 1 else "calls"
-            raise CapacityError(f"{name}: got more than {most} {calls} at once, try again later")
+            raise CapacityError(f"{name}: got more than {most} {calls} at once; try again later")
         try:
             yield
         finally:
@@ -165,19 +165,19 @@ class Server:
 
     def _verify_drafts(self, request: Any, context: Any) -> Any:
         self.limits.check(request)
-        ticket = Ticket(
+        call = PendingCall(
             _verify_request(request),
             request.session,
             request.expected_prefix_len,
             len(request.new_tokens),
         )
-        # Called when the call ends in any way, so also when its client leaves or its time is up.
-        if context.add_callback(ticket.abandon):
-            self._batches.submit(ticket)
-            result = ticket.wait()
+        # gRPC calls this when the call ends, also when its client leaves or its time is up.
+        if context.add_callback(call.abandon):
+            self._batcher.submit(call)
+            result = call.wait()
             if result is not None:
                 return _reply(result)
-        return messages.VerifyDraftsReply()  # to nobody
+        return messages.VerifyDraftsReply()  # nobody receives it
 
     def _end_session(self, request: Any, context: Any) -> Any:
         del context
@@ -187,20 +187,20 @@ class Server:
 
     def _ping(self, request: Any, context: Any) -> Any:
         del request, context
-        if self._batches.closed:
-            raise WorkerStoppingError(self._batches.closed)
+        if self._batcher.closed:
+            raise WorkerStoppingError(self._batcher.closed)
         stats = self._store.stats()
         return messages.PingReply(
             sessions=stats["live"],
             held_bytes=stats["held_bytes"],
             max_bytes=stats["max_bytes"],
-            waiting=self._batches.num_waiting,
+            waiting=self._batcher.num_waiting,
             **self._about,
         )
 
 
 def _bind(server: Any, host: str, port: int) -> int:
-    check_address(host, port)  # says why, which gRPC does not
+    check_address(host, port)  # gRPC does not say why
     try:
         bound = server.add_insecure_port(join_address(host, port))
     except RuntimeError as error:
@@ -215,7 +215,7 @@ def _verify_request(request: Any) -> VerifyRequest:
     if request.tree.tokens or request.tree.parents:
         tree = DraftTree(list(request.tree.tokens), list(request.tree.parents) or None)
         if request.chunk_rows == 0:
-            tree.validate()  # before it could fail a batch of others
+            tree.validate()  # or it could fail a batch of others
     return VerifyRequest(
         request.session,
         tree,

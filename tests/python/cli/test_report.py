@@ -276,7 +276,7 @@ def test_a_page_that_cannot_be_written_is_found_out_before_the_work(
             line = f"page: got '{out}', expected a file in a writable folder"
             assert capsys.readouterr().err == f"nwor-specpv: {line}\n"
     for modes, line in (
-        ("none,eagel3", "drafter: got 'eagel3', expected one of none, ngram"),
+        ("none,eagel3", "drafter: got 'eagel3', expected one of none, draft_model"),
         ("none:lossles", "specpv_mode: got 'lossles'"),
     ):
         assert cli.main(["report", "--out", str(tmp_path / "page.html"), "--modes", modes]) == 2

@@ -96,7 +96,7 @@ def call(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str,
         (("--max-prompt-tokens", "0"), "--max-prompt-tokens: got 0, expected 1 or more"),
         (("--cache-tokens", "0"), "--cache-tokens: got 0, expected 1 or more"),
         (("--device", "tpu"), "--device: got 'tpu', expected cpu or cuda"),
-        (("--host", "no.such.host.invalid"), "got no.such.host.invalid:50051, which cannot be had"),
+        (("--host", "no.such.host.invalid"), "cannot listen at no.such.host.invalid:50051"),
         (("--metrics-host", "here"), "metrics_host: got 'here'"),
         (
             ("--port", "0", "--max-prompt-tokens", "300000000", "--model", "/no/such/folder"),
@@ -121,7 +121,7 @@ def test_a_busy_port_is_found_before_a_model_is_loaded(capsys: pytest.CaptureFix
         port = str(worker.server.port)
         code, out, err = call(capsys, "--port", port, "--model", "/no/such/folder")
     assert (code, out) == (2, "")
-    assert f"got 127.0.0.1:{port}, which cannot be had: Address already in use" in err
+    assert f"cannot listen at 127.0.0.1:{port}: Address already in use" in err
 
 
 @pytest.mark.parametrize(("module", "package"), [("grpc", "grpcio"), ("google", "protobuf")])

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from nwor_specpv import methods
+from nwor_specpv.drafters import registry
 from nwor_specpv.drafters.eagle3 import SHIPPED
 from nwor_specpv.drafters.eagle3_head import Eagle3Head
 
@@ -21,7 +21,7 @@ def test_there_are_examples() -> None:
 
 @pytest.mark.parametrize("index", range(len(EXAMPLES)))
 def test_an_example_runs(index: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(methods, "_methods", dict(methods._methods))
+    monkeypatch.setattr(registry, "_registered", {})
     exec(compile(EXAMPLES[index], f"docs/drafters.md, example {index + 1}", "exec"), {})
 
 

@@ -16,7 +16,7 @@ from nwor_specpv import NworError
 from nwor_specpv.drafters import TreeConfig, eagle3, make_drafter
 from nwor_specpv.drafters.eagle3 import SHIPPED, Eagle3Drafter
 from nwor_specpv.drafters.eagle3_head import Eagle3Head, HeadShape
-from nwor_specpv.models import safetensors
+from nwor_specpv.models.weights import save_weights
 from tests.python.drafters.slow_head import slow_tree
 
 SEED = int(os.environ.get("NWOR_TEST_SEED", torch.seed() % 2**31))
@@ -444,9 +444,9 @@ def test_wrong_use_says_what_was_expected(tmp_path: Path) -> None:
         Eagle3Drafter(head, torch.zeros(VOCABULARY, HIDDEN), min_probability=1)
     drafter = Eagle3Drafter(head, torch.zeros(VOCABULARY, HIDDEN))
     drafter.begin("a", [1])
-    with pytest.raises(NworError, match="begun already"):
+    with pytest.raises(NworError, match="has already begun"):
         drafter.begin("a", [1])
-    with pytest.raises(NworError, match="of which nothing was observed"):
+    with pytest.raises(NworError, match="which has observed nothing; call observe first"):
         drafter.draft(["a"], TreeConfig())
     with pytest.raises(NworError, match=r"features: got sizes None, expected \[1, 48\]"):
         drafter.observe("a", [1], None)
@@ -489,7 +489,7 @@ def test_a_shape_that_cannot_be_is_refused(
         dataclasses.replace(head.shape, **wrong)
     fields = json.dumps(dataclasses.asdict(head.shape) | wrong)
     tensors = {**head.weights, "draft_to_target": head.draft_to_target}
-    safetensors.save(tmp_path / "head.safetensors", tensors, {"eagle3": fields})
+    save_weights(tmp_path / "head.safetensors", tensors, {"eagle3": fields})
     with pytest.raises(NworError, match=f"head.safetensors: not an EAGLE3 head: {message}"):
         Eagle3Head.load(tmp_path / "head.safetensors")
 
@@ -505,7 +505,7 @@ def test_bases_and_epsilons_may_be_whole_numbers() -> None:
         (torch.arange(4) + VOCABULARY - 3, "got ids from 87 to 90, expected 0 to 89"),
         (torch.arange(4) * 0.5, "got torch.float32, expected whole numbers"),
         (torch.ones(4, dtype=torch.bool), "got torch.bool, expected whole numbers"),
-        (torch.tensor([3, 1, 3, 3]), "got 4 ids of 2 tokens, expected every token once"),
+        (torch.tensor([3, 1, 3, 3]), "got 4 ids of 2 tokens, expected each token once"),
         (torch.arange(4).view(2, 2), r"got sizes \[2, 2\], expected \[draft vocabulary\]"),
         (torch.tensor(1), r"got sizes \[\], expected \[draft vocabulary\]"),
         (torch.arange(0), r"got sizes \[0\], expected \[draft vocabulary\]"),
@@ -522,7 +522,7 @@ def test_a_draft_vocabulary_that_cannot_be_is_refused(ids: torch.Tensor, message
 def test_a_file_with_a_wrong_draft_vocabulary_is_refused(tmp_path: Path, ids: torch.Tensor) -> None:
     head, path = make_head(), tmp_path / "head.safetensors"
     fields = json.dumps(dataclasses.asdict(head.shape))
-    safetensors.save(path, {**head.weights, "draft_to_target": ids}, {"eagle3": fields})
+    save_weights(path, {**head.weights, "draft_to_target": ids}, {"eagle3": fields})
     with pytest.raises(NworError, match=r"head\.safetensors: .*draft_to_target: got "):
         Eagle3Head.load(path)
 
@@ -539,7 +539,7 @@ def test_draft_vocabularies_of_any_integer_type_are_read_the_same(dtype: torch.d
 def test_weights_that_are_no_numbers_are_refused(tmp_path: Path, wrong: float) -> None:
     head, path = make_head(), tmp_path / "head.safetensors"
     head.weights["fuse"][0, :2] = wrong
-    message = "weight fuse: got 2 of 768 that are no finite numbers, expected none"
+    message = "weight fuse: got 2 of 768 values not finite, expected none"
     with pytest.raises(NworError, match=f"^{message}"):
         Eagle3Head(head.shape, head.weights, head.draft_to_target)
     head.save(path)

@@ -15,7 +15,7 @@ import torch
 from nwor_specpv import NworError
 from nwor_specpv.drafters.eagle3_head import Eagle3Head, HeadShape
 from nwor_specpv.models import stories
-from nwor_specpv.train.target import Target
+from nwor_specpv.train.target import TrainingTarget
 
 SCRIPT = Path(__file__).resolve().parents[3] / "benchmarks" / "head_window.py"
 
@@ -42,7 +42,7 @@ def benchmark(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> ModuleType:
 
 
 def make_head() -> Eagle3Head:
-    target = Target(stories())
+    target = TrainingTarget(stories())
     shape = HeadShape(
         hidden=target.hidden,
         intermediate=24,

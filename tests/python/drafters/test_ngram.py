@@ -113,7 +113,7 @@ def test_tokens_that_were_refused_are_refused_again() -> None:
     drafter = NgramDrafter(min_tokens=1)
     drafter.begin("x", [1, 2, 3])
     for _ in range(2):
-        with pytest.raises(NworError, match="after the prompt, expected its own tokens"):
+        with pytest.raises(NworError, match="after the prompt, expected the prompt's own tokens"):
             drafter.observe("x", [7, 7, 4], None)
     drafter.observe("x", [2, 3, 1], None)
     assert drafter.draft(["x"], TreeConfig(3, 2, 1))[0].tokens == [1, 2, 3]
@@ -126,9 +126,9 @@ def test_wrong_use_says_what_was_expected() -> None:
     with pytest.raises(NworError, match="'x', which has not begun"):
         drafter.draft(["x"], TreeConfig())
     drafter.begin("x", [1, 2, 3])
-    with pytest.raises(NworError, match="begun already"):
+    with pytest.raises(NworError, match="has already begun"):
         drafter.begin("x", [1])
-    with pytest.raises(NworError, match="after the prompt, expected its own tokens"):
+    with pytest.raises(NworError, match="after the prompt, expected the prompt's own tokens"):
         drafter.observe("x", [7, 7, 4], None)
     assert not drafter.retract("x", 100)
     with pytest.raises(NworError, match="num_tokens: got -1, expected 0 or more"):

@@ -11,7 +11,7 @@ from nwor_specpv.drafters.eagle3_head import Eagle3Head
 from nwor_specpv.models import smollm2
 from nwor_specpv.train import acceptance, prompts
 from nwor_specpv.train.eagle3 import prompt_encoder
-from nwor_specpv.train.target import Target
+from nwor_specpv.train.target import TrainingTarget
 
 
 @pytest.mark.slow
@@ -19,7 +19,7 @@ def test_held_out_texts_are_drafted_well() -> None:
     """Loose bounds: a head that reads the wrong layers or rotates wrongly gets hardly above 1."""
     folder = smollm2("float32")
     head = Eagle3Head.load(SHIPPED)
-    target = Target(folder, head.shape.feature_layers)
+    target = TrainingTarget(folder, head.shape.feature_layers)
     openings = prompts.held_out(prompt_encoder(folder))
     drafter = Eagle3Drafter(head, target.embedding)
     for kind, least in (("chat", 1.8), ("story", 2.0), ("code", 2.0)):

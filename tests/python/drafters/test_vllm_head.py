@@ -12,7 +12,7 @@ from nwor_specpv import NworError
 from nwor_specpv.drafters import vllm_head
 from nwor_specpv.drafters.eagle3_head import Eagle3Head, HeadShape
 from nwor_specpv.drafters.vllm_head import write_vllm_head
-from nwor_specpv.models import safetensors
+from nwor_specpv.models.weights import load_weights, save_weights
 
 SHAPE = HeadShape(
     hidden=32,
@@ -31,7 +31,7 @@ SHAPE = HeadShape(
 def make_target(folder: Path, vocabulary: int) -> tuple[Path, torch.Tensor]:
     folder.mkdir()
     embedding = torch.randn(vocabulary, SHAPE.hidden)
-    safetensors.save(folder / "model.safetensors", {"model.embed_tokens.weight": embedding})
+    save_weights(folder / "model.safetensors", {"model.embed_tokens.weight": embedding})
     (folder / "config.json").write_text(json.dumps({"vocab_size": vocabulary, "hidden_size": 32}))
     return folder, embedding
 
@@ -58,7 +58,7 @@ def test_one_entry_guesses_the_same(tmp_path: Path) -> None:
     assert config["architectures"] == ["LlamaForCausalLMEagle3"]
     assert config["eagle_aux_hidden_state_layer_ids"] == [1, 4, 6]
     assert (config["draft_vocab_size"], config["intermediate_size"]) == (20, 48)
-    tensors, _ = safetensors.load(folder / "model.safetensors")
+    tensors, _ = load_weights(folder / "model.safetensors")
     features, token = torch.randn(96), 11
 
     fused = head.fuse(features)
@@ -91,7 +91,7 @@ def test_one_entry_guesses_the_same(tmp_path: Path) -> None:
 def test_another_target_is_refused(tmp_path: Path) -> None:
     target, _ = make_target(tmp_path / "target", 65)
     path, _ = make_head(tmp_path)
-    with pytest.raises(NworError, match="trained for another target"):
+    with pytest.raises(NworError, match="the head is for another target"):
         write_vllm_head(tmp_path / "out", target, path)
     assert not (tmp_path / "out").exists()
 
@@ -108,6 +108,6 @@ def test_what_goes_wrong_on_the_command_line_is_one_line(
         vllm_head.main([])
     lines = capsys.readouterr().err.splitlines()
     assert len(lines) == 3
-    assert "trained for another target" in lines[0]
+    assert "the head is for another target" in lines[0]
     assert "config.json" in lines[1]
     assert "folder" in lines[2]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import struct
 import subprocess
 import sys
 import tempfile
@@ -13,38 +12,15 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from nwor_specpv import NworError
-from nwor_specpv.models import folder, safetensors, smollm2, stories
+from nwor_specpv.models import folder, smollm2, stories
 from nwor_specpv.models.llama import LlamaShape, pairs_to_halves
 from nwor_specpv.models.smollm2 import convert
 from nwor_specpv.models.smollm2.__main__ import main
 from nwor_specpv.models.tiny_model import TinyModel
 from tests.python.models.gguf_writer import gguf_file
-
-
-@pytest.mark.parametrize(
-    ("shape", "size"), [([2, 2], 0), ([2, 2], 12), ([2, 2], 20), ([-1, 2], 16), ([0], 4)]
-)
-def test_weights_of_another_size_than_they_say_are_refused(
-    tmp_path: Path, shape: list[int], size: int
-) -> None:
-    path = tmp_path / "m.safetensors"
-    header = {"w": {"dtype": "F32", "shape": shape, "data_offsets": [0, size]}}
-    text = json.dumps(header).encode()
-    path.write_bytes(struct.pack("<Q", len(text)) + text + bytes(size))
-    line = f"m.safetensors: not a readable safetensors file: a tensor .* has {size} bytes"
-    with pytest.raises(NworError, match=line):
-        safetensors.load(path)
-
-
-def test_empty_weights_are_read_as_written(tmp_path: Path) -> None:
-    path = tmp_path / "m.safetensors"
-    safetensors.save(path, {"none": torch.zeros(0, 3), "one": torch.tensor(2.5)})
-    found, _ = safetensors.load(path)
-    assert found["none"].shape == (0, 3)
-    assert found["one"].item() == 2.5
-
 
 # ---- conversion ----
 
@@ -119,20 +95,6 @@ def small_model(
     return gguf_file(tmp_path / "m.gguf", described, tensors), weights
 
 
-def read_safetensors(path: Path) -> dict[str, torch.Tensor]:
-    data = path.read_bytes()
-    (length,) = struct.unpack_from("<Q", data)
-    header = json.loads(data[8 : 8 + length])
-    assert header.pop("__metadata__") == {"format": "pt"}
-    kinds = {"F32": torch.float32, "BF16": torch.bfloat16}
-    found = {}
-    for name, entry in header.items():
-        begin, end = (8 + length + at for at in entry["data_offsets"])
-        raw = torch.frombuffer(bytearray(data[begin:end]), dtype=kinds[entry["dtype"]])
-        found[name] = raw.view(entry["shape"])
-    return found
-
-
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_gguf_becomes_a_folder(tmp_path: Path, dtype: str) -> None:
     source, weights = small_model(tmp_path)
@@ -140,8 +102,8 @@ def test_a_gguf_becomes_a_folder(tmp_path: Path, dtype: str) -> None:
     made = convert(source, tmp_path / "model", dtype, lambda *args: told.append(args))
     assert made == tmp_path / "model"
     assert told[-1][:2] == (len(weights), len(weights))
-    found = read_safetensors(made / "model.safetensors")
-    assert list(found) == list(weights)
+    found = load_file(made / "model.safetensors")
+    assert found.keys() == weights.keys()
     for name, weight in weights.items():
         heads = 2 if "q_proj" in name else 1
         if "q_proj" in name or "k_proj" in name:
@@ -196,12 +158,12 @@ def test_no_tensor_is_left_behind(
 @pytest.mark.parametrize(
     ("key", "value", "message"),
     [
-        ("llama.rope.scaling.type", "linear", "got 'linear', expected no scaled rotation"),
-        ("llama.rope.scaling.factor", 8.0, "got 8.0, expected no scaled rotation"),
-        ("llama.rope.scale_linear", 2.0, "got 2.0, expected no scaled rotation"),
-        ("llama.attention.key_length", 8, "got 8, expected 4, as 8 channels over 2 heads make"),
-        ("llama.attention.value_length", 2, "got 2, expected 4, as"),
-        ("llama.rope.dimension_count", 2, "got 2, expected 4, as"),
+        ("llama.rope.scaling.type", "linear", "got 'linear', expected no scaled rotary positions"),
+        ("llama.rope.scaling.factor", 8.0, "got 8.0, expected no scaled rotary positions"),
+        ("llama.rope.scale_linear", 2.0, "got 2.0, expected no scaled rotary positions"),
+        ("llama.attention.key_length", 8, "got 8, expected 4, since 2 heads share 8 channels"),
+        ("llama.attention.value_length", 2, "got 2, expected 4, since"),
+        ("llama.rope.dimension_count", 2, "got 2, expected 4, since"),
         ("llama.attention.head_count", 0, "got 0, expected at least 1"),
         ("llama.attention.head_count", 3, "got 3, expected a divisor of 4, half of 8 channels"),
         ("llama.attention.head_count", [2, 2], "got a list, expected an int"),
@@ -266,15 +228,6 @@ def test_the_command_prints_the_folder(
     assert folder_path.is_dir()
 
 
-def test_a_failed_conversion_leaves_nothing(tmp_path: Path) -> None:
-    shapes = {"a": (2,), "b": (2,)}
-    with pytest.raises(NworError, match="fewer tensors than announced"):
-        folder.write_folder(tmp_path / "m", {}, shapes, [("a", torch.zeros(2))], "float32")
-    with pytest.raises(NworError, match="not the next one announced"):
-        folder.write_folder(tmp_path / "m", {}, shapes, [("b", torch.zeros(2))], "float32")
-    assert list(tmp_path.iterdir()) == []
-
-
 @pytest.mark.parametrize("trouble", [OSError(28, "No space left on device"), None])
 def test_a_download_that_cannot_be_unpacked_names_the_mend(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, trouble: OSError | None
@@ -296,7 +249,9 @@ def test_a_download_that_cannot_be_unpacked_names_the_mend(
     monkeypatch.setattr(zipfile.ZipFile, "extract", extract)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    with pytest.raises(NworError, match=r"cannot be unpacked in .*: make room there, set TMPDIR"):
+    with pytest.raises(
+        NworError, match=r"cannot be unpacked in .*: free some space there, set TMPDIR"
+    ):
         smollm2()
     assert list(tmp_path.iterdir()) == []
 
@@ -321,7 +276,8 @@ def test_a_full_disk_leaves_nothing_and_names_the_mend(tmp_path: Path) -> None:
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("\n") == 1
-    assert "model: cannot be written (File too large); it needs 1 MB there" in done.stdout
+    assert "model: cannot be written (" in done.stdout
+    assert "File too large (os error 27)); it needs 1 MB there" in done.stdout
     assert "XDG_CACHE_HOME" in done.stdout
     assert list(cache.iterdir()) == []
     # And the next try, with room, works.
@@ -331,7 +287,7 @@ def test_a_full_disk_leaves_nothing_and_names_the_mend(tmp_path: Path) -> None:
 
 def test_the_first_of_two_conversions_wins(tmp_path: Path) -> None:
     for content in ("first", "second"):
-        made = folder.write_folder(tmp_path / "m", {"x": content}, {}, [], "float32")
+        made = folder.write_folder(tmp_path / "m", {"x": content}, {})
     assert (made / "x").read_text() == "first"
     assert [entry.name for entry in tmp_path.iterdir()] == ["m"]
 
@@ -394,7 +350,7 @@ def test_the_widened_story_model_is_the_same_function(tmp_path: Path, head_dim: 
     config = json.loads((made / "config.json").read_text())
     assert config["head_dim"] == head_dim
     tokens = [1, 403, 407, 261, 378, 7, 300, 411]
-    logits = forward(read_safetensors(made / "model.safetensors"), config, tokens)
+    logits = forward(load_file(made / "model.safetensors"), config, tokens)
 
     model = TinyModel()
     groups = model.shape.num_heads // model.shape.num_kv_heads

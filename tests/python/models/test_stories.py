@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from nwor_specpv.models.tiny_model import TinyModel, Tokenizer
+from nwor_specpv.models.tiny_model import TinyModel, TinyTokenizer
 from tests.python.models.stories_decoding import (
     DraftTree,
     Speculation,
@@ -20,14 +20,14 @@ def model() -> TinyModel:
 
 
 def test_tokenizer_round_trip() -> None:
-    tokenizer = Tokenizer()
+    tokenizer = TinyTokenizer()
     assert len(tokenizer.pieces) == 512
     text = 'Lily said, "Hello!" Ünïcode and tabs\t too.\n'
     assert tokenizer.decode(tokenizer.encode(text)) == text
 
 
 def test_the_model_tells_the_story_it_was_trained_on(model: TinyModel) -> None:
-    tokenizer = Tokenizer()
+    tokenizer = TinyTokenizer()
     run = decode_plain(model, tokenizer.encode("Once upon a time"), 12)
     assert tokenizer.decode(run.tokens).startswith(", there was a little girl named")
 
@@ -46,7 +46,7 @@ def test_ngrams_draft_what_followed_before() -> None:
 def test_speculation_gives_the_tokens_of_plain_decoding(
     model: TinyModel, text: str, length: int, branches: int
 ) -> None:
-    prompt = Tokenizer().encode(text)
+    prompt = TinyTokenizer().encode(text)
     with torch.inference_mode():
         plain = decode_plain(model, prompt, 60)
         run = Speculation(model).decode(prompt, 60, length, branches)

@@ -26,12 +26,12 @@ from nwor_specpv import (
     accept_sampling,
     tree_from_parents,
 )
-from nwor_specpv.models.tiny_model import TinyModel, Tokenizer
+from nwor_specpv.models.tiny_model import TinyModel, TinyTokenizer
 from tests.python.models.stories_decoding import decode_plain, draft_by_ngrams
 from tests.python.session.tiny_server import TinyServer, page_bytes
 
 MODEL = TinyModel()
-PROMPT = Tokenizer().encode("Once upon a time, there was a little girl")
+PROMPT = TinyTokenizer().encode("Once upon a time, there was a little girl")
 LENGTH = 40
 PLAIN = PROMPT + decode_plain(MODEL, PROMPT, LENGTH + 20).tokens
 

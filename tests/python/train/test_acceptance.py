@@ -20,7 +20,7 @@ from nwor_specpv.drafters.eagle3_head import Eagle3Head
 from nwor_specpv.models import stories
 from nwor_specpv.train import acceptance, eagle3, measure
 from nwor_specpv.train.prompts import Opening
-from nwor_specpv.train.target import Target
+from nwor_specpv.train.target import TrainingTarget
 
 SEED = int(os.environ.get("NWOR_TEST_SEED", torch.seed() % 2**31))
 
@@ -47,8 +47,8 @@ class Knowing(Drafter):
 
 
 @pytest.fixture(scope="module")
-def target() -> Target:
-    return Target(stories())
+def target() -> TrainingTarget:
+    return TrainingTarget(stories())
 
 
 def openings(count: int) -> list[Opening]:
@@ -58,7 +58,7 @@ def openings(count: int) -> list[Opening]:
     ]
 
 
-def test_a_step_gives_the_right_drafts_and_one_more(target: Target) -> None:
+def test_a_step_gives_the_right_drafts_and_one_more(target: TrainingTarget) -> None:
     print(f"seed={SEED}")
     torch.manual_seed(SEED)
     corpus = acceptance.write_texts(target, openings(1), 24, 40)
@@ -79,11 +79,11 @@ def test_a_limit_of_nothing_counts_nothing() -> None:
     assert tally == acceptance.Tally(limit=0)
 
 
-def test_chains_gain_what_the_ranks_say(target: Target, tmp_path: Path) -> None:
+def test_chains_gain_what_the_ranks_say(target: TrainingTarget, tmp_path: Path) -> None:
     print(f"seed={SEED}")
     torch.manual_seed(SEED)
     corpus = acceptance.write_texts(target, openings(4), 24, 36)
-    plan = eagle3.Plan(rows=2, length=36, tokens=72, draft_vocabulary=400, intermediate=96)
+    plan = eagle3.TrainingPlan(rows=2, length=36, tokens=72, draft_vocabulary=400, intermediate=96)
     training = eagle3.Training(target, openings(2), openings(1), plan, tmp_path)
     training._make_head(corpus)
     head = training._head
@@ -108,7 +108,7 @@ def test_chains_gain_what_the_ranks_say(target: Target, tmp_path: Path) -> None:
     assert tally.tokens > tally.steps  # it has learnt these texts
 
 
-def test_shorter_answers_are_the_first_tokens_of_longer_ones(target: Target) -> None:
+def test_shorter_answers_are_the_first_tokens_of_longer_ones(target: TrainingTarget) -> None:
     corpus = acceptance.write_texts(target, openings(3), 24, 40)
     short = acceptance.shorten(corpus, 5)
     for row in range(3):
@@ -132,11 +132,11 @@ def test_figures_are_printed_whatever_becomes_of_their_file(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     figures = {"weights": "head"}
-    acceptance.tell(figures, tmp_path / "figures.json")
+    acceptance.report_figures(figures, tmp_path / "figures.json")
     assert json.loads(capsys.readouterr().out) == figures
     assert json.loads((tmp_path / "figures.json").read_text()) == figures
     gone = tmp_path / "gone" / "figures.json"
-    monkeypatch.setattr(acceptance, "run", lambda _: acceptance.tell(figures, gone))
+    monkeypatch.setattr(acceptance, "run", lambda _: acceptance.report_figures(figures, gone))
     assert acceptance.main([]) == 2
     out, err = capsys.readouterr()
     assert json.loads(out) == figures
@@ -153,13 +153,13 @@ def test_counts_below_one_are_refused(option: str, capsys: pytest.CaptureFixture
 
 
 def test_a_head_of_another_target_is_refused(
-    target: Target,
+    target: TrainingTarget,
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(models, "smollm2", lambda _: stories())
-    shape = eagle3.head_shape(target, eagle3.Plan(intermediate=8))
+    shape = eagle3.head_shape(target, eagle3.TrainingPlan(intermediate=8))
     for change, line in (
         ({"hidden": target.hidden + 2}, f"hidden {target.hidden + 2}, expected {target.hidden}"),
         ({"target_vocabulary": 40}, f"target_vocabulary 40, expected {target.vocabulary}"),

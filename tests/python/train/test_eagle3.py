@@ -19,9 +19,9 @@ from nwor_specpv import NworError
 from nwor_specpv.drafters.eagle3_head import Eagle3Head
 from nwor_specpv.models import stories
 from nwor_specpv.train import acceptance, eagle3, measure, questions, unroll
-from nwor_specpv.train.corpus import Corpus, Manner, Writer
+from nwor_specpv.train.corpus import Corpus, CorpusWriter, WritingStyle
 from nwor_specpv.train.prompts import KINDS, Opening, asked, held_out, openings
-from nwor_specpv.train.target import Target
+from nwor_specpv.train.target import TrainingTarget
 from nwor_specpv.train.target import _decode_attention as decode_attention_of
 from tests.python.drafters.slow_head import SlowHead
 
@@ -29,8 +29,8 @@ STOP = 2
 
 
 @pytest.fixture(scope="module")
-def target() -> Target:
-    return Target(stories())
+def target() -> TrainingTarget:
+    return TrainingTarget(stories())
 
 
 @pytest.fixture
@@ -50,26 +50,28 @@ def make_openings(rng: torch.Generator, count: int = 12) -> list[Opening]:
     return made
 
 
-def write(target: Target, rng: torch.Generator, rows: int = 6, length: int = 48) -> Corpus:
+def write(target: TrainingTarget, rng: torch.Generator, rows: int = 6, length: int = 48) -> Corpus:
     corpus = Corpus.empty(rows, length, target)
-    Writer(target, make_openings(rng), Manner(answer=(4, 12), stop_tokens=(1, STOP))).write(
-        corpus, 0, rows
-    )
+    CorpusWriter(
+        target, make_openings(rng), WritingStyle(answer=(4, 12), stop_tokens=(1, STOP))
+    ).write(corpus, 0, rows)
     return corpus
 
 
-def make_head(target: Target, corpus: Corpus, tmp_path: Path, **plan: object) -> eagle3.Training:
+def make_head(
+    target: TrainingTarget, corpus: Corpus, tmp_path: Path, **plan: object
+) -> eagle3.Training:
     settings = {"rows": 2, "length": 48, "tokens": 96, "draft_vocabulary": 300, "window": 20}
     training = eagle3.Training(
         target, make_openings(torch.Generator()), [Opening("chat", [5, 6], (0, 0), [])],
-        eagle3.Plan(**{**settings, **plan}), tmp_path,
+        eagle3.TrainingPlan(**{**settings, **plan}), tmp_path,
     )  # fmt: skip
     training._make_head(corpus)
     return training
 
 
 def test_rows_hold_texts_as_the_target_would_write_them(
-    target: Target, rng: torch.Generator
+    target: TrainingTarget, rng: torch.Generator
 ) -> None:
     corpus = write(target, rng)
     for row in range(corpus.tokens.shape[0]):
@@ -87,12 +89,12 @@ def test_rows_hold_texts_as_the_target_would_write_them(
 
 
 def test_given_tokens_do_not_count_and_answers_count_fully(
-    target: Target, rng: torch.Generator
+    target: TrainingTarget, rng: torch.Generator
 ) -> None:
     corpus = Corpus.empty(1, 24, target)
     opening = Opening("chat", [10, 11, 12], (3, 3), [7, 8, 9])
-    manner = Manner(greedy_share=1.0, answer=(5, 5), stop_tokens=(STOP,))
-    Writer(target, [opening], manner).write(corpus, 0, 1)
+    style = WritingStyle(greedy_share=1.0, answer=(5, 5), stop_tokens=(STOP,))
+    CorpusWriter(target, [opening], style).write(corpus, 0, 1)
     tokens, weight = corpus.tokens[0].tolist(), corpus.weight[0].tolist()
     assert tokens[:3] == [10, 11, 12]
     assert weight[:2] == [0, 0]
@@ -126,7 +128,7 @@ def slow_chain(
 
 
 def test_unrolled_steps_see_what_a_drafted_chain_would_see(
-    target: Target, rng: torch.Generator, tmp_path: Path
+    target: TrainingTarget, rng: torch.Generator, tmp_path: Path
 ) -> None:
     corpus = write(target, rng)
     training = make_head(target, corpus, tmp_path)
@@ -159,7 +161,7 @@ def test_gradient_is_that_of_the_cross_entropy(rng: torch.Generator) -> None:
 
 
 def test_weights_ahead_stop_where_a_text_ends(
-    target: Target, rng: torch.Generator, tmp_path: Path
+    target: TrainingTarget, rng: torch.Generator, tmp_path: Path
 ) -> None:
     corpus = write(target, rng)
     training = make_head(target, corpus, tmp_path)
@@ -231,7 +233,7 @@ def test_openings_are_of_every_kind_and_held_out_prompts_are_not_among_them() ->
 
 @pytest.mark.parametrize("optimizer", ["adamw", pytest.param("muon", marks=pytest.mark.slow)])
 def test_a_small_run_learns_and_leaves_a_head(
-    target: Target, rng: torch.Generator, tmp_path: Path, optimizer: str
+    target: TrainingTarget, rng: torch.Generator, tmp_path: Path, optimizer: str
 ) -> None:
     prompts = tmp_path / "prompts.json"
     entries = [o.__dict__ for o in make_openings(rng, 8)]
@@ -242,7 +244,7 @@ def test_a_small_run_learns_and_leaves_a_head(
         f"--out={tmp_path}", f"--target={stories()}", f"--prompts={prompts}", "--device=cpu",
         "--rows=8", "--length=40", "--tokens=640", "--batch-tokens=160", "--steps=2",
         "--intermediate=96", "--draft-vocabulary=256", f"--optimizer={optimizer}", "--updates=20",
-        "--learning-rate=0.01", "--rounds=2", "--listed-vocabulary=300", "--early-steps=1",
+        "--learning-rate=0.01", "--cycles=2", "--listed-vocabulary=300", "--early-steps=1",
         "--deepen-from=0.5",
     ]  # fmt: skip
     assert eagle3.main(command) == 0
@@ -261,7 +263,7 @@ def test_a_small_run_learns_and_leaves_a_head(
 
 
 def test_a_head_of_no_numbers_is_last_and_is_not_saved(
-    target: Target, rng: torch.Generator, tmp_path: Path
+    target: TrainingTarget, rng: torch.Generator, tmp_path: Path
 ) -> None:
     corpus = write(target, rng)
     training = make_head(target, corpus, tmp_path, intermediate=32, measure_tokens=8)
@@ -272,9 +274,7 @@ def test_a_head_of_no_numbers_is_last_and_is_not_saved(
     batch = training._batch(corpus, working, training._listed)
     found = unroll.ranks(working, batch, training._listed[1], 2)
     assert (found == len(training._listed[1])).all()
-    with pytest.raises(
-        NworError, match=r"norm: got 1 of \d+ weights that are no .* after 0 updates"
-    ):
+    with pytest.raises(NworError, match=r"norm: 1 of \d+ weights are not finite after 0 updates"):
         training.measure()
     assert {path: path.read_bytes() for path in tmp_path.iterdir()} == before
 
@@ -288,7 +288,7 @@ def test_a_head_of_no_numbers_is_last_and_is_not_saved(
         ({"steps": 0}, "steps: got 0, expected 1 to 64"),
         ({"steps": 65}, "steps: got 65, expected 1 to 64"),
         ({"early_steps": 0}, "early_steps: got 0, expected 1 to 64"),
-        ({"rounds": 0}, "rounds: got 0, expected 1 or more"),
+        ({"cycles": 0}, "cycles: got 0, expected 1 or more"),
         ({"draft_vocabulary": 0}, "draft_vocabulary: got 0, expected 1 or more"),
         ({"window": 0}, "window: got 0, expected 1 or more"),
         ({"updates": -1}, "updates: got -1, expected 0 or more"),
@@ -310,16 +310,18 @@ def test_a_head_of_no_numbers_is_last_and_is_not_saved(
         ({"seed": 2**64}, f"seed: got {2**64}, expected {-(2**63)} to {2**64 - 1}"),
         ({"seed": -(2**63) - 1}, f"seed: got {-(2**63) - 1}, expected {-(2**63)} to"),
         ({"start": "/no/such/head"}, "start: got /no/such/head, expected a file"),
-        ({"keep_start": 0.5}, "keep_start: got 0.5 without a head, expected a start"),
+        ({"keep_start": 0.5}, "keep_start: got 0.5 without start; give the file of a head"),
     ],
 )
 def test_a_plan_that_cannot_be_is_refused(wrong: dict[str, float], message: str) -> None:
     with pytest.raises(NworError, match=message):
-        eagle3.Plan(**wrong)
+        eagle3.TrainingPlan(**wrong)
 
 
-def test_a_run_goes_on_from_a_head(target: Target, rng: torch.Generator, tmp_path: Path) -> None:
-    corpus, small = write(target, rng), {"intermediate": 32, "rounds": 1, "measure_tokens": 8}
+def test_a_run_goes_on_from_a_head(
+    target: TrainingTarget, rng: torch.Generator, tmp_path: Path
+) -> None:
+    corpus, small = write(target, rng), {"intermediate": 32, "cycles": 1, "measure_tokens": 8}
     start = tmp_path / "start.safetensors"
     make_head(target, corpus, tmp_path, **small)._head.save(start)
     small |= {"start": str(start), "updates": 1, "learning_rate": 0.0, "optimizer": "adamw"}
@@ -341,10 +343,10 @@ def test_a_run_goes_on_from_a_head(target: Target, rng: torch.Generator, tmp_pat
 
 
 def test_a_start_where_the_head_is_written_is_averaged_as_it_was(
-    target: Target, rng: torch.Generator, tmp_path: Path
+    target: TrainingTarget, rng: torch.Generator, tmp_path: Path
 ) -> None:
     corpus, start = write(target, rng), tmp_path / "eagle3.safetensors"
-    small = {"intermediate": 32, "rounds": 1, "measure_tokens": 8}
+    small = {"intermediate": 32, "cycles": 1, "measure_tokens": 8}
     make_head(target, corpus, tmp_path, **small)._head.save(start)
     begun = Eagle3Head.load(start).weights
     small |= {"start": str(start), "updates": 1, "learning_rate": 0.0, "optimizer": "adamw"}
@@ -359,24 +361,24 @@ def test_a_start_where_the_head_is_written_is_averaged_as_it_was(
 
 
 def test_a_start_of_another_shape_is_refused_before_any_text_is_written(
-    target: Target, rng: torch.Generator, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    target: TrainingTarget, rng: torch.Generator, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     start = tmp_path / "start.safetensors"
     make_head(target, write(target, rng), tmp_path, intermediate=32)._head.save(start)
-    monkeypatch.setattr(Writer, "write", lambda *_: pytest.fail("texts were written"))
-    plan = eagle3.Plan(intermediate=32, window=21, start=str(start))
+    monkeypatch.setattr(CorpusWriter, "write", lambda *_: pytest.fail("texts were written"))
+    plan = eagle3.TrainingPlan(intermediate=32, window=21, start=str(start))
     with pytest.raises(NworError, match=r"start: got a head of .*window=20.*expected.*window=21"):
         eagle3.Training(target, make_openings(rng), make_openings(rng), plan, tmp_path)
 
 
 def test_a_run_without_an_update_leaves_what_was_there(
-    target: Target, rng: torch.Generator, tmp_path: Path
+    target: TrainingTarget, rng: torch.Generator, tmp_path: Path
 ) -> None:
     (tmp_path / "eagle3.safetensors").write_bytes(b"a good head")
     training = make_head(
         target, write(target, rng), tmp_path, intermediate=32, measure_tokens=8, minutes=1e-6
     )
-    line = r"minutes: got 1e-06 without time for an update, of which \d+\.\d{3} went into texts"
+    line = r"minutes: got 1e-06, of which texts took \d+\.\d{3}: no time is left for an update"
     with pytest.raises(NworError, match=line):
         training.run()
     assert [path.name for path in tmp_path.iterdir()] == ["eagle3.safetensors"]
@@ -384,7 +386,7 @@ def test_a_run_without_an_update_leaves_what_was_there(
 
 
 def test_a_start_that_learns_nothing_is_left_as_it_was(
-    target: Target, rng: torch.Generator, tmp_path: Path
+    target: TrainingTarget, rng: torch.Generator, tmp_path: Path
 ) -> None:
     make_head(target, write(target, rng), tmp_path, intermediate=32, measure_tokens=8).measure()
     names = ("eagle3.safetensors", "training.json")
@@ -392,24 +394,24 @@ def test_a_start_that_learns_nothing_is_left_as_it_was(
     options = {"intermediate": 32, "measure_tokens": 8, "minutes": 1e-6}
     options["start"] = str(tmp_path / "eagle3.safetensors")
     training = make_head(target, write(target, rng), tmp_path, **options)
-    with pytest.raises(NworError, match="without time for an update"):
+    with pytest.raises(NworError, match="no time is left for an update"):
         training.run()
     assert [(tmp_path / name).read_bytes() for name in names] == before
 
 
 def test_texts_that_end_before_their_answer_are_refused(
-    target: Target, rng: torch.Generator, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    target: TrainingTarget, rng: torch.Generator, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     long, short = (Opening("chat", [5] * size, (0, 0), []) for size in (13, 3))
-    plan = eagle3.Plan(rows=2, length=12, tokens=24, intermediate=32, updates=1)
+    plan = eagle3.TrainingPlan(rows=2, length=12, tokens=24, intermediate=32, updates=1)
     training = eagle3.Training(target, [long, long], [short, long, short], plan, tmp_path)
     said = capsys.readouterr().err
-    assert "held out: 1 of 3 prompts reach no answer in a length of 12" in said
-    line = r"length: got 12, where none of 2 rows .*; openings have 13 to 13 tokens"
+    assert "held out: 1 of 3 prompts have no answer within length 12" in said
+    line = r"length: got 12, too short: .* nothing in 2 rows; openings have 13 to 13 tokens"
     with pytest.raises(NworError, match=line):
         training.run()
     assert not list(tmp_path.iterdir())
-    line = r"length: got 12, where none of 2 held-out prompts .*; they have 13 to 13 tokens"
+    line = r"length: got 12, too short: no answer .* 2 held-out prompts; they have 13 to 13 tokens"
     with pytest.raises(NworError, match=line):
         eagle3.Training(target, [short], [long, long], plan, tmp_path)
     eagle3.Training(target, [short], [short], plan, tmp_path)
@@ -428,7 +430,7 @@ def full_disk() -> Iterator[None]:
 
 
 def test_what_was_measured_stays_when_the_disk_is_full(
-    target: Target, rng: torch.Generator, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    target: TrainingTarget, rng: torch.Generator, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     training = make_head(target, write(target, rng), tmp_path, intermediate=32, measure_tokens=8)
     training.measure()
@@ -490,7 +492,7 @@ def test_prompts_that_cannot_be_are_refused_with_their_place(
 
 def test_a_missing_tokenizer_library_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "tokenizers", None)
-    with pytest.raises(NworError, match=r"package tokenizers.*: pip install tokenizers"):
+    with pytest.raises(NworError, match=r"package tokenizers: run `pip install tokenizers`"):
         eagle3.prompt_encoder(stories())
 
 
@@ -511,7 +513,7 @@ def test_the_kernel_is_not_used_for_groups_it_would_not_finish(
         assert used is kernel.decode_attention
     assert launched == [1, 9, 16]  # tried with the target's own
     assert decode_attention_of(cpu, torch.float32, 8, 17) is None
-    with pytest.raises(NworError, match=r"query: got 17 heads of a group, expected 16 at most"):
+    with pytest.raises(NworError, match=r"query: got 17 heads of a group, expected at most 16"):
         kernel.decode_attention(torch.ones(1, 1, 17, 8), *[torch.ones(1, 1, 64, 8)] * 2, 3, None)
     assert launched == [1, 9, 16]
 
@@ -528,7 +530,7 @@ def test_a_target_is_run_as_its_folder_says_or_refused(tmp_path: Path) -> None:
         "rope_parameters": {"rope_type": "default", "rope_theta": 500.0},
     }
     LlamaForCausalLM(LlamaConfig(**config)).save_pretrained(tmp_path)
-    target = Target(tmp_path)
+    target = TrainingTarget(tmp_path)
     assert target.rope_theta == 500.0
     file = tmp_path / "config.json"
     saved = json.loads(file.read_text())
@@ -542,9 +544,9 @@ def test_a_target_is_run_as_its_folder_says_or_refused(tmp_path: Path) -> None:
     ):
         file.write_text(json.dumps(saved | change))
         with pytest.raises(NworError, match=line):
-            Target(tmp_path)
-    with pytest.raises(NworError, match=r"got no config.json that can be read"):
-        Target(tmp_path / "nowhere")
+            TrainingTarget(tmp_path)
+    with pytest.raises(NworError, match=r"config.json cannot be read"):
+        TrainingTarget(tmp_path / "nowhere")
 
 
 def test_wrong_use_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -25,7 +25,7 @@ from nwor_specpv import DraftTree, NworConfig, NworError, SpecPVConfig
 from nwor_specpv.cli import main as cli
 from nwor_specpv.cli.generate import view_config
 from nwor_specpv.drafters import TreeConfig
-from nwor_specpv.models import safetensors
+from nwor_specpv.models.weights import load_weights, save_weights
 from nwor_specpv.transformers import Generator, StaticKVCache, load_model, loading
 from tests.python.transformers.tiny_models import FAMILIES, Oracle, tiny
 
@@ -210,13 +210,13 @@ def test_models_that_cannot_be_run_are_refused() -> None:
 @pytest.mark.parametrize(
     ("family", "sizes", "message"),
     [
-        ("diffllama", {}, "a DiffLlamaAttention that attends with other K/V than it caches"),
-        ("doge", {}, "a layer that asks for attention_mask, which verify attention has not"),
-        ("nemotron", {}, "a NemotronAttention that hands on no keywords, expected nwor_step"),
+        ("diffllama", {}, "DiffLlamaAttention attends with other K/V than it caches"),
+        ("doge", {}, "a layer asks for attention_mask, which verify attention does not support"),
+        ("nemotron", {}, "NemotronAttention does not hand the keyword nwor_step to its attention"),
         (
             "gemma3_text",
             {"use_bidirectional_attention": True},
-            "a Gemma3Attention whose tokens see what follows them",
+            "Gemma3Attention attends to later tokens",
         ),
         (
             "deepseek_v3",
@@ -319,9 +319,9 @@ def test_weights_that_are_not_all_there_are_named(
     """Not made up, which is what transformers does."""
     tiny().save_pretrained(tmp_path)
     file = tmp_path / "model.safetensors"
-    weights, metadata = safetensors.load(file)
+    weights, metadata = load_weights(file)
     damage(weights)
-    safetensors.save(file, weights, metadata)
+    save_weights(file, weights, metadata)
     capfd.readouterr()
     with pytest.raises(NworError, match=message):
         load_model(tmp_path)
@@ -349,23 +349,23 @@ def test_files_that_are_cut_off_are_named(tmp_path: Path) -> None:
 
 def test_drafters_of_another_model_are_refused() -> None:
     with pytest.raises(
-        NworError, match="got 'telepathy', expected one of none, ngram, draft_model"
+        NworError, match="got 'telepathy', expected one of none, draft_model, ngram, eagle3"
     ):
         Generator(tiny(), drafter="telepathy")
     with pytest.raises(NworError, match="drafter: got int, expected a name or a Drafter"):
         Generator(tiny(), drafter=3)
-    with pytest.raises(NworError, match="draft_model: got none, expected a smaller model"):
+    with pytest.raises(NworError, match="draft_model: got None, expected a smaller model"):
         Generator(tiny(), drafter="draft_model")
     with pytest.raises(NworError, match="draft_model: model: got '/nowhere', expected the folder"):
         Generator(tiny(), drafter="draft_model", draft_model="/nowhere")
-    with pytest.raises(NworError, match="got one beside the drafter 'ngram', which uses none"):
+    with pytest.raises(NworError, match="draft_model: the drafter 'ngram' uses none"):
         Generator(tiny(), drafter="ngram", draft_model=tiny("qwen2"))
     with pytest.raises(
         NworError, match=r"a target of vocabulary 96 .* use the drafter 'ngram', or"
     ):
         Generator(tiny(), drafter="eagle3")
     other = tiny(vocab_size=97)
-    with pytest.raises(NworError, match="got a vocabulary of 97, expected 96 as the target"):
+    with pytest.raises(NworError, match="got a vocabulary of 97, expected the target's 96"):
         Generator(tiny(), drafter="draft_model", draft_model=other)
     oracle = Oracle({}, random.Random(0), feature_layers=(0, 7))
     with pytest.raises(NworError, match="features of layer 7, expected 0 to 2"):
@@ -411,8 +411,8 @@ def test_a_drafter_that_breaks_its_promise_is_named(trees: list, message: str) -
         (["--prompt", "a", "--max-new-tokens", "x"], "--max-new-tokens: got 'x', expected a whole"),
         (["--prompt", "a", "--max-new-tokens", "0"], "--max-new-tokens: got 0, expected 1 or more"),
         (["--prompt", "a", "--drafter", "telepathy"], "drafter: got 'telepathy', expected one of"),
-        (["--prompt", "a", "--drafter", "draft_model"], "draft_model: got none, expected a small"),
-        (["--prompt", "a", "--draft-model", "b"], "got one beside the drafter 'eagle3', which use"),
+        (["--prompt", "a", "--drafter", "draft_model"], "draft_model: got None, expected a small"),
+        (["--prompt", "a", "--draft-model", "b"], "draft_model: the drafter 'eagle3' uses none"),
         (["--prompt", "a", "--specpv", "lossless", "--view-tokens", "9"], "--view-tokens: got 9, "),
         (["--prompt", "a", "--view-tokens", "512"], "--view-tokens: got 512 beside --specpv off, "),
         (["--prompt", "a", "--view-tokens", "9"], "expected --specpv rectify, refresh or lossless"),

@@ -281,7 +281,7 @@ def test_reordered_sequences_go_their_own_ways(model, kind) -> None:
         (lambda c: c.update(torch.zeros(2, 2, 1, 8), torch.zeros(2, 2, 1, 8), 0), "key_states"),
         (lambda c: c.update(torch.zeros(1, 2, 1, 8), torch.zeros(1, 2, 2, 8), 0), "value_states"),
         (lambda c: c.append(*[torch.zeros(2, 1, 2, 10, 8)] * 2), "max_seq_len: got 17"),
-        (lambda c: c.commit([1]), "no open round"),
+        (lambda c: c.commit([1]), "no round is open"),
         (lambda c: c.begin_round(-1), "num_drafts"),
         (lambda c: c.begin_round(2, [0]), "num_drafts"),
         (lambda c: c.get_kv_for_layer(2), "layer_idx: got 2"),

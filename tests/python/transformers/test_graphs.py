@@ -14,7 +14,7 @@ import torch
 from nwor_specpv import Interceptor, NworConfig, SlotAllocator
 from nwor_specpv.drafters import TreeConfig
 from nwor_specpv.transformers import Generator
-from nwor_specpv.transformers.gathered import gathered_attention
+from nwor_specpv.transformers.float32_attention import float32_attention
 from nwor_specpv.transformers.graphs import StepGraphs
 from nwor_specpv.transformers.paged import _BlockTables
 from tests.python.attention.steps import Shape, make_step
@@ -216,7 +216,7 @@ def test_checked_steps_are_looked_at_one_by_one(device: str) -> None:
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("view", ["none", "partial", "mixed_partial"])
 @pytest.mark.parametrize("mask", ["causal", "tree", "random"])
-def test_gathered_attention_is_verify_attention(device: str, view: str, mask: str) -> None:
+def test_float32_attention_is_verify_attention(device: str, view: str, mask: str) -> None:
     rng = seeded()
     for _ in range(4):
         shape = Shape(
@@ -230,7 +230,7 @@ def test_gathered_attention_is_verify_attention(device: str, view: str, mask: st
         step = make_step(shape, rng.randrange(1 << 30), device)
         prefix = step.arguments["prefix_lens"].tolist()
         places = [p + i for p, rows in zip(prefix, shape.rows, strict=True) for i in range(rows)]
-        got = gathered_attention(
+        got = float32_attention(
             **step.arguments,
             tree_mask=step.tree_mask,
             scale=step.scale,

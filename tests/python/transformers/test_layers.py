@@ -27,7 +27,7 @@ cuda_only = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA de
 HALVES = (torch.float16, torch.bfloat16)
 
 
-def stand_ins(model: Any) -> list[int]:
+def replaced_layers(model: Any) -> list[int]:
     """Layers that are ours while the model is run."""
     with ModelRunner(model, NworConfig()).installed():
         return [i for i, one in enumerate(model.model.layers) if isinstance(one, RowLayer)]
@@ -36,7 +36,7 @@ def stand_ins(model: Any) -> list[int]:
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_known_family_is_run_by_ours(family: str) -> None:
     model = tiny(family)
-    assert stand_ins(model) == [0, 1, 2]
+    assert replaced_layers(model) == [0, 1, 2]
     assert not any(isinstance(one, RowLayer) for one in model.modules())
 
 
@@ -46,7 +46,7 @@ def test_windows_are_those_of_each_layer() -> None:
     config.layer_types = ["full_attention", "sliding_attention", "sliding_attention"]
     torch.manual_seed(1)
     model = type(tiny("qwen2"))(config).eval()
-    assert stand_ins(model) == [0, 1, 2]
+    assert replaced_layers(model) == [0, 1, 2]
     prompt = list(range(1, 40))
     assert Generator(model, drafter="none").generate(prompt, 20).token_ids == decode_plainly(
         model, prompt, 20
@@ -66,8 +66,8 @@ def test_a_layer_that_computes_something_else_is_left_alone(
         return 2 * out if change == "doubled" else out + 0.01 * out.abs().max()
 
     monkeypatch.setattr(kind, "forward", forward)
-    with pytest.warns(UserWarning, match="LlamaDecoderLayer .* computes something else"):
-        assert stand_ins(model) == []
+    with pytest.warns(UserWarning, match="LlamaDecoderLayer .* differs from what"):
+        assert replaced_layers(model) == []
     generator = Generator(model, drafter="none")
     with pytest.warns(UserWarning, match="the model's own layers run"):
         result = generator.generate([1, 2, 3], 8)
@@ -85,10 +85,10 @@ def test_what_is_added_to_a_layer_is_run() -> None:
     scaled = Scaled(64, 96, bias=False)
     scaled.weight = layer.mlp.up_proj.weight
     layer.mlp.up_proj = scaled
-    assert stand_ins(model) == [0, 2]
+    assert replaced_layers(model) == [0, 2]
     with torch.no_grad():
         model.model.layers[2].mlp.down_proj.bias = nn.Parameter(torch.randn(64))
-    assert stand_ins(model) == [0]
+    assert replaced_layers(model) == [0]
     generator = Generator(model, drafter="none")
     assert generator.generate([5, 6], 8).token_ids == decode_plainly(model, [5, 6], 8)
 
@@ -188,8 +188,8 @@ def test_many_rows_are_left_to_the_layer(monkeypatch: pytest.MonkeyPatch) -> Non
 def test_other_types_are_left_alone() -> None:
     model = copy.deepcopy(tiny())
     model.model.layers[1].input_layernorm.bfloat16()
-    assert stand_ins(model) == [0, 2]
-    assert stand_ins(model.to(torch.bfloat16)) == []
+    assert replaced_layers(model) == [0, 2]
+    assert replaced_layers(model.to(torch.bfloat16)) == []
 
 
 def test_a_layer_with_a_forward_of_its_own_is_left_alone() -> None:
@@ -198,7 +198,7 @@ def test_a_layer_with_a_forward_of_its_own_is_left_alone() -> None:
     projection = model.model.layers[0].mlp.up_proj
     own = projection.forward
     projection.forward = lambda rows: own(rows)
-    assert stand_ins(model) == [1, 2]
+    assert replaced_layers(model) == [1, 2]
 
 
 # ---- CUDA ----------------------------------------------------------------------------------------
@@ -238,7 +238,7 @@ def test_cuda_layers_are_ours_and_as_near_to_the_truth(family: str, dtype: torch
     model = on_cuda(family, dtype)
     with warnings.catch_warnings():
         warnings.simplefilter("error", UserWarning)  # that ours are something else
-        assert stand_ins(model) == [0, 1, 2]
+        assert replaced_layers(model) == [0, 1, 2]
     wide = copy.deepcopy(model).double()
     with torch.no_grad():
         truth = wide(torch.tensor([prompt], device="cuda")).logits[0]
@@ -256,13 +256,13 @@ def test_cuda_layers_that_are_hooked_or_changed_are_left_alone(
 ) -> None:
     model = copy.deepcopy(on_cuda("llama", dtype))
     handle = model.model.layers[1].mlp.register_forward_hook(lambda *_: None)
-    assert stand_ins(model) == [0, 2]
+    assert replaced_layers(model) == [0, 2]
     handle.remove()
     kind = type(model.model.layers[0])
     own = kind.forward
     monkeypatch.setattr(kind, "forward", lambda self, *a, **more: own(self, *a, **more) * 1.25)
-    with pytest.warns(UserWarning, match="LlamaDecoderLayer .* computes something else"):
-        assert stand_ins(model) == []
+    with pytest.warns(UserWarning, match="LlamaDecoderLayer .* differs from what"):
+        assert replaced_layers(model) == []
 
 
 @cuda_only

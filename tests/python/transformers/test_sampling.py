@@ -321,5 +321,5 @@ def test_a_token_that_was_not_drawn_is_no_text(monkeypatch: pytest.MonkeyPatch) 
         return torch.full((1, 2), -1), torch.tensor([0]), torch.tensor([-1])
 
     monkeypatch.setattr(sampling, "accept_sampling", draws_nothing)
-    with pytest.raises(NworError, match="logits: got a NaN"):
+    with pytest.raises(NworError, match="logits: got NaN"):
         sampling.judge(sampling.Sampling(0.8), tree, torch.zeros(1, 2, VOCAB), [7])

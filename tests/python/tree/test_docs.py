@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import nwor_specpv as nwor
-from nwor_specpv.models.tiny_model import TinyModel, Tokenizer
+from nwor_specpv.models.tiny_model import TinyModel, TinyTokenizer
 from tests.python.models.stories_decoding import decode_plain
 
 PAGE = Path(__file__).resolve().parents[3] / "docs" / "trees.md"
@@ -98,7 +98,7 @@ def test_the_example_is_ten_lines() -> None:
 
 
 def test_the_example_decodes_what_plain_decoding_does() -> None:
-    prompt = Tokenizer().encode("Once upon a time")
+    prompt = TinyTokenizer().encode("Once upon a time")
     truth = decode_plain(TinyModel(), prompt, 40).tokens
     world, rng, rounds = World(prompt), random.Random(3), 0
     emitted: list[int] = []
@@ -115,7 +115,7 @@ def test_the_example_decodes_what_plain_decoding_does() -> None:
 
 
 def test_the_sampling_lines_run_too() -> None:
-    world = World(Tokenizer().encode("Once upon a time"))
+    world = World(TinyTokenizer().encode("Once upon a time"))
     names = world.names(drafter([], random.Random(4)))
     first = EXAMPLES[0].split("path, counts, ")[0]
     exec(first + EXAMPLES[1], names)

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from nwor_specpv import DraftTree, SessionBatch
-from nwor_specpv.models.tiny_model import TinyModel, Tokenizer
+from nwor_specpv.models.tiny_model import TinyModel, TinyTokenizer
 from nwor_specpv.worker import Client, Limits, RemoteSession, Server
 from tests.python.models.stories_decoding import decode_plain, draft_by_ngrams
 from tests.python.session.tiny_server import TinyServer
@@ -21,7 +21,7 @@ PATIENCE_S = 300.0
 NO_PROXY = (("grpc.enable_http_proxy", 0),)  # one that the environment names is for the web
 
 MODEL = TinyModel()
-PROMPT = Tokenizer().encode("Once upon a time, there was a little girl")
+PROMPT = TinyTokenizer().encode("Once upon a time, there was a little girl")
 LENGTH = 40
 PLAIN = PROMPT + decode_plain(MODEL, PROMPT, LENGTH + 30).tokens
 

@@ -217,8 +217,13 @@ def test_ends_that_wait_leave_room_for_a_ping() -> None:
         (None, [1.5], {}, "new_tokens: got 1.5, expected integers"),
         (None, [True], {}, "new_tokens: got True, expected integers"),
         (None, 7, {}, "new_tokens: got 7, expected integers"),
-        (None, [2**70], {}, "got what no message holds"),
-        (SimpleNamespace(tokens=[1, 2], parents=[-1, 2**40]), [1], {}, "what no message holds"),
+        (None, [2**70], {}, "a value does not fit the message"),
+        (
+            SimpleNamespace(tokens=[1, 2], parents=[-1, 2**40]),
+            [1],
+            {},
+            "a value does not fit the message",
+        ),
         (SimpleNamespace(tokens=[1, 2], parents=None), [1], {}, "parents: got None, expected int"),
     ],
 )

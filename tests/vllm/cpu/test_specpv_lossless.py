@@ -20,7 +20,7 @@ import torch
 from nwor_specpv import Metrics
 from nwor_specpv.errors import NworError
 from nwor_specpv.models import stories
-from nwor_specpv.models.tiny_model import Tokenizer
+from nwor_specpv.models.tiny_model import TinyTokenizer
 from nwor_specpv.vllm.specpv.failures import RankError
 from nwor_specpv.vllm.specpv.rules import DRAFTER
 from support import chi_square, disturbances
@@ -113,7 +113,7 @@ def test_requests_of_many_lengths_in_one_batch(
 
 def test_a_book_a_question_about_its_beginning_and_code(before: dict) -> None:
     """Other text than the model's own: little of it is confirmed, and all of it is plain vLLM's."""
-    encode, length = Tokenizer().encode, 260
+    encode, length = TinyTokenizer().encode, 260
     book = encode(disturbances.BOOK.read_text()[:4000])
     first, last = map(encode, disturbances.ASKED.split("{}"))
     asked = first + book[length : 2 * length - len(first) - len(last)] + last

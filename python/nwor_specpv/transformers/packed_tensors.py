@@ -1,4 +1,4 @@
-"""Small tensors in one piece of memory, so that one copy brings them to a device."""
+"""Packs small tensors into one piece of memory, so that one copy moves them to a device."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ Sizes = dict[str, tuple[torch.dtype, tuple[int, ...]]]
 
 
 def num_words(sizes: Sizes) -> int:
-    """Of 8 bytes, that all of them take; each begins with one of its own."""
+    """Words of 8 bytes for all tensors; each begins at a new word."""
     return sum(_words(*one) for one in sizes.values())
 
 
-def views(memory: torch.Tensor, sizes: Sizes) -> dict[str, torch.Tensor]:
-    """The tensors in `memory`, [num_words] int64."""
+def split_memory(memory: torch.Tensor, sizes: Sizes) -> dict[str, torch.Tensor]:
+    """Returns the tensors as views of `memory`, [num_words] int64."""
     found, at = {}, 0
     for name, (dtype, size) in sizes.items():
         taken = _words(dtype, size)
@@ -23,15 +23,17 @@ def views(memory: torch.Tensor, sizes: Sizes) -> dict[str, torch.Tensor]:
     return found
 
 
-def brought(tensors: dict[str, torch.Tensor], device: torch.device) -> dict[str, torch.Tensor]:
-    """Contiguous tensors of the host on `device`; nobody waits for the copy."""
+def copy_to_device(
+    tensors: dict[str, torch.Tensor], device: torch.device
+) -> dict[str, torch.Tensor]:
+    """Copies contiguous host tensors to `device` without waiting for the copy."""
     if device.type == "cpu":
         return tensors
     sizes = {name: (one.dtype, tuple(one.shape)) for name, one in tensors.items()}
     memory = torch.empty(num_words(sizes), dtype=torch.int64, pin_memory=True)
-    for name, place in views(memory, sizes).items():
+    for name, place in split_memory(memory, sizes).items():
         place.copy_(tensors[name])
-    return views(memory.to(device, non_blocking=True), sizes)
+    return split_memory(memory.to(device, non_blocking=True), sizes)
 
 
 def _words(dtype: torch.dtype, size: tuple[int, ...]) -> int:

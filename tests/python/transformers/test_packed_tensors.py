@@ -5,12 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 
-from nwor_specpv.transformers.packed import brought, num_words, views
+from nwor_specpv.transformers.packed_tensors import copy_to_device, num_words, split_memory
 from tests.python.specpv.contexts import DEVICES, seeded
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_what_is_brought_is_what_was_there(device: str) -> None:
+def test_copies_are_equal(device: str) -> None:
     rng = seeded()
     dtypes = (torch.int32, torch.int64, torch.bool, torch.float32)
     for _ in range(20):
@@ -18,7 +18,7 @@ def test_what_is_brought_is_what_was_there(device: str) -> None:
         for index in range(rng.randrange(1, 6)):
             size = [rng.randrange(4) for _ in range(rng.randrange(1, 4))]
             tensors[str(index)] = torch.randint(0, 2, size).to(rng.choice(dtypes))
-        there = brought(tensors, torch.device(device))
+        there = copy_to_device(tensors, torch.device(device))
         assert list(there) == list(tensors)
         for name, one in tensors.items():
             assert there[name].device.type == device
@@ -30,7 +30,7 @@ def test_what_is_brought_is_what_was_there(device: str) -> None:
 def test_views_share_no_word() -> None:
     sizes = {"a": (torch.int32, (3,)), "b": (torch.int32, (0, 2)), "c": (torch.int64, (2, 2))}
     memory = torch.zeros(num_words(sizes), dtype=torch.int64)
-    found = views(memory, sizes)
+    found = split_memory(memory, sizes)
     for value, one in enumerate(found.values(), 1):
         one.fill_(value)
     assert [one.flatten().tolist() for one in found.values()] == [[1] * 3, [], [3] * 4]

@@ -1,4 +1,4 @@
-"""Whether lossless partial verification pays, from what steps cost."""
+"""Decides when lossless partial verification pays, from the times of steps."""
 
 from __future__ import annotations
 
@@ -8,19 +8,19 @@ from dataclasses import dataclass
 from nwor_specpv.running_mean import RunningMean
 
 _KEEP = 0.7  # weight of the past in running averages
-_WATCHED = 6  # full steps before views are thought of
-_PROMISE = 1.15  # gain that an estimate must show before views are tried
-_WORTH = 1.05  # and that the trial's own figures must show before they are kept
-_TRIAL_STEPS = 2  # partial steps of a trial: a wrong one costs little
-_REST = 512  # tokens with full steps after views have not paid; doubles each time
+_WATCHED = 6  # full steps before views are considered
+_PROMISE = 1.15  # estimated gain from which views are tried
+_WORTH = 1.05  # measured gain from which views are kept
+_TRIAL_STEPS = 2  # partial steps of a trial
+_REST = 512  # tokens with full steps after a failed trial; doubles each time
 _MOST_REST = 1 << 14
-# Rows that attention takes along for the cost of one, where reading K/V is what it waits for.
+# Rows that cost attention as much as one row where it waits for K/V.
 _FREE_ROWS = 16
 
 
 @dataclass
-class Size:
-    """What a call's steps have in common."""
+class CallSizes:
+    """Sizes of a call's steps."""
 
     batch: int
     view_tokens: int
@@ -31,13 +31,13 @@ def _mean() -> RunningMean:
     return RunningMean(most_past=_KEEP / (1 - _KEEP))
 
 
-class Pacer:
-    """Starts with full steps; views are tried when they promise to pay and kept while they do.
+class ViewPacer:
+    """Starts with full steps, tries views when the estimate is good, keeps them while they pay.
 
-    A tail costs each of its tokens a second row, and is lost from its first wrong token on. Where a
-    row costs as much as on a CPU over a short context, no view makes up for that, which the curve
-    of costs tells before anything is tried: `cost(rows)` are the seconds of a pass without context
-    (None: unknown, so views are tried). `rows_cost`: attention costs by the row there.
+    A tail costs each of its tokens a second row, and is lost from its first wrong token on. On a
+    CPU over a short context no view makes up for that; the estimate shows it without a trial.
+    `cost(rows)`: seconds of a pass without context (None: unknown, so views are tried).
+    `rows_cost`: the time of attention grows with the rows.
     """
 
     def __init__(self, cost: Callable[[int], float] | None, *, rows_cost: bool) -> None:
@@ -55,7 +55,7 @@ class Pacer:
         self._viewed = _mean()  # tokens a second of whole tails
 
     def begin(self) -> None:
-        """A new call: no tail is waiting, and what its first steps cost is looked at afresh."""
+        """Starts a call: no tail is waiting, and its first steps are measured again."""
         if self.viewing and self._trial:
             self.viewing = False
         self._trial, self._tail = False, [0, 0.0, 0]
@@ -64,13 +64,19 @@ class Pacer:
 
     @property
     def hurry(self) -> bool:
-        """The tail is to be confirmed now: a trial has seen enough."""
+        """Whether the tail must be confirmed now, because a trial has enough steps."""
         return self._trial and self._tail[2] >= _TRIAL_STEPS
 
     def full_step(
-        self, size: Size, context: int, rows: float, tokens: float, seconds: float, drafting: float
+        self,
+        size: CallSizes,
+        context: int,
+        rows: float,
+        tokens: float,
+        seconds: float,
+        drafting: float,
     ) -> bool:
-        """A step without views that gave `tokens` to a request. True: now views."""
+        """Notes a full step that gave a request `tokens`. Returns True to switch to views."""
         self._full.add(seconds)
         self._drafting.add(drafting)
         self._tokens.add(tokens)
@@ -79,14 +85,14 @@ class Pacer:
         if self._full.count < _WATCHED or self._rested < self._rest:
             return False
         if self._cost is not None and self.promise(size, context) < _PROMISE:
-            self._rested = 0  # asked again later: contexts grow
+            self._rested = 0  # tried again later: contexts grow
             return False
         self._trial, self._tail = True, [0, 0.0, 0]
         self.trials += 1
         return True
 
-    def promise(self, size: Size, context: int) -> float:
-        """Tokens a second with views that are never wrong, to those of full steps."""
+    def promise(self, size: CallSizes, context: int) -> float:
+        """Estimated gain of views that are never wrong: tokens a second relative to full steps."""
         rows, batch = max(1.0, self._rows.value), size.batch
         alone = self._cost(round(rows * batch))
         attention = max(0.0, self._full.value - self._drafting.value - alone)
@@ -97,7 +103,7 @@ class Pacer:
         return self._gain(partial, more, tail)
 
     def _gain(self, partial: float, more: float, tail: float) -> float:
-        """Of tails of `tail` tokens, when a partial step and one row more in a full one cost so."""
+        """Gain of tails of `tail` tokens; `partial`, `more`: seconds of a step, of a row more."""
         full, tokens = self._full.value, self._tokens.value
         seconds = tail / tokens * partial + full + tail * more
         return (tail + tokens) / seconds / (tokens / full)
@@ -107,8 +113,10 @@ class Pacer:
         self._tail[1] += seconds
         self._tail[2] += 1
 
-    def confirmation(self, size: Size, shown: float, lost: int, fed: float, seconds: float) -> bool:
-        """A full step over tails of `fed` tokens showed `shown`. True: now full steps again."""
+    def confirmation(
+        self, size: CallSizes, shown: float, lost: int, fed: float, seconds: float
+    ) -> bool:
+        """Notes a full step over tails of `fed` tokens. Returns True to switch to full steps."""
         self._tail[0] += shown
         self._tail[1] += seconds
         self._viewed.add(self._tail[0] / max(self._tail[1], 1e-9))

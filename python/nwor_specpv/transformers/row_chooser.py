@@ -1,4 +1,4 @@
-"""How many rows a verification step should have, from what steps cost and what they bring."""
+"""Chooses the number of rows of a verification step from the times and tokens of steps."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from nwor_specpv.running_mean import RunningMean
 
 # Sizes that are measured and tried. The first is plain decoding.
 SIZES = (1, 3, 5, 8, 12, 16, 24, 32)
-_CHAIN_ROWS = 5  # up to here a tree is a chain: breadth at small sizes costs depth
+_CHAIN_ROWS = 5  # up to here a tree is a chain, since breadth would cost depth
 _CHAINS = tuple(size for size in SIZES if 1 < size <= _CHAIN_ROWS)
 _KEEP = 0.9  # weight of the past in running averages
-_SLACK = 1.02  # by how much a step may be slower than the quickest before it and set a new mark
-_DRAFTING = 1.5  # most that a step with its drafting costs beside the pass alone
-_HOPE = 1.4  # most that the next larger tree may bring
-_DOUBT = 0.7  # tokens by which a size may be better than it seemed; grows while it is not tried
+_SLACK = 1.02  # a step sets a new mark if it is at most this much slower than the best
+_DRAFTING = 1.5  # the most that a step with drafting costs relative to its pass
+_HOPE = 1.4  # the most that the next larger tree is expected to gain
+_DOUBT = 0.7  # tokens added to a size that was seldom tried
 
 
 def _mean() -> RunningMean:
@@ -27,8 +27,10 @@ def _mean() -> RunningMean:
 
 @dataclass
 class _Arm:
+    """What is known of one size."""
+
     gain: RunningMean = field(default_factory=_mean)  # tokens of a step
-    seconds: float = 0.0  # of the quickest steps: one that was held up says nothing about its rows
+    seconds: float = 0.0  # of the quickest steps: a delayed step says nothing about its rows
     tries: int = 0
 
     @property
@@ -42,28 +44,28 @@ class _Arm:
 
 
 class RowChooser:
-    """Tries sizes while decoding and stays with the one that gives the most tokens a second.
+    """Tries sizes while decoding and keeps the one with the most tokens a second.
 
-    Starts from the measured cost of a step alone: a size whose step costs more than its tokens can
-    be worth is never tried.
+    It starts from measured costs: a size is never tried if its step costs more than its tokens can
+    be worth.
     """
 
     def __init__(self, costs: dict[int, float]) -> None:
-        self.costs = dict(costs)  # rows of a pass -> seconds: the curve
+        self.costs = dict(costs)  # rows of a pass -> seconds
         self._arms: dict[Hashable, dict[int, _Arm]] = {}
         self._right: dict[Hashable, RunningMean] = {}  # share of chains' drafts that were right
 
     def shape(self, tree: TreeConfig, rows: int) -> TreeConfig:
-        """`tree` with a number of rows, and what depth and breadth make of them."""
+        """`tree` with `rows` rows, and a depth and breadth that fit them."""
         depth = min(tree.depth, max(1, rows - 1))
         return replace(tree, rows=rows, depth=depth, top_k=1 if rows <= _CHAIN_ROWS else tree.top_k)
 
     def choose(self, tree: TreeConfig, situation: Hashable, batch: int) -> TreeConfig:
-        """The next step's tree. Each `situation` (batch, views, context) learns alone."""
+        """The next step's tree. Each `situation` (batch, views, context) is learnt separately."""
         arms = self._arms.setdefault(situation, {})
         tried: list[int] = []
         hopes: dict[int, float] = {}
-        for size in self._worth_trying(tree, batch):  # each is tried before it is judged
+        for size in self._worth_trying(tree, batch):  # each is tried before it is compared
             if arms.setdefault(size, _Arm()).tries < 2:
                 known = [arms[one].tokens / self._seconds(arms, one, batch) for one in tried]
                 smallest = size <= SIZES[1]
@@ -82,7 +84,7 @@ class RowChooser:
         seconds: float,
         runs: Sequence[int] = (),
     ) -> None:
-        """A step for which `rows` were allowed gave `tokens` per request; `runs`: to each."""
+        """Notes a step of at most `rows` rows: `tokens` per request on average, `runs`: of each."""
         arms = self._arms.setdefault(situation, {})
         arms.setdefault(rows, _Arm()).note(tokens, seconds)
         if runs and rows in _CHAINS:
@@ -93,11 +95,11 @@ class RowChooser:
     def _learn_from_chain(
         arms: dict[int, _Arm], right: RunningMean, rows: int, runs: Sequence[int]
     ) -> None:
-        """Chains begin alike: what one gave says what a shorter or longer one would have.
+        """Chains begin alike, so the result of one predicts a shorter or longer one.
 
-        A longer one would have gone on only where all of this one was right, and then with the
-        share of drafts that are `right` of late. So a text that becomes easier or harder is
-        noticed at every size, whichever is used.
+        A longer one would have continued only where all of this one was right, and then with the
+        recent share of drafts that were `right`. So every size learns when a text becomes easier
+        or harder.
         """
         for run in runs:
             for draft in range(1, min(run + 1, rows)):
@@ -110,9 +112,9 @@ class RowChooser:
             arms[other].gain.add(sum(told) / len(told))
 
     def _hope(self, arms: dict[int, _Arm], size: int, batch: int) -> float:
-        """Tokens a second, the more generous the less is known. One row gives one token.
+        """Tokens a second, with a bonus for sizes that were seldom tried. One row gives one token.
 
-        What was judged long ago is doubted again: a few early misses end no drafter for good.
+        The bonus grows with time, so a few early misses do not rule out a size for good.
         """
         arm = arms[size]
         steps = sum(other.tries for other in arms.values())
@@ -120,18 +122,18 @@ class RowChooser:
         return (arm.tokens + doubt) / self._seconds(arms, size, batch)
 
     def _seconds(self, arms: dict[int, _Arm], size: int, batch: int) -> float:
-        """As measured, or what the curve says when every try of this size was held up."""
+        """The measured time, or the estimate from costs when every try was delayed."""
         likely = _DRAFTING * arms[1].seconds * self.cost(size * batch) / self.cost(batch)
         return min(arms[size].seconds, likely)
 
     def _promise(self, arms: dict[int, _Arm], tried: int, larger: int, batch: int) -> float:
-        """Tokens a second that a larger tree can hope for."""
+        """The most tokens a second that a larger tree is expected to give."""
         seconds = self._seconds(arms, tried, batch)
         seconds *= self.cost(larger * batch) / self.cost(tried * batch)
         return _HOPE * arms[tried].tokens / seconds
 
     def cost(self, rows: int) -> float:
-        """Seconds of a pass over `rows` rows, between and beyond the measured sizes by lines."""
+        """Seconds of a pass over `rows` rows, interpolated from the measured sizes."""
         known = sorted(self.costs)
         for low, high in itertools.pairwise(known):
             if rows <= high:
@@ -140,8 +142,8 @@ class RowChooser:
         return self.costs[known[-1]] * rows / known[-1]
 
     def _worth_trying(self, tree: TreeConfig, batch: int) -> list[int]:
-        # No tree brings more than one token per row or per depth. The smallest is tried whatever
-        # the curve says: a machine that was busy while it was measured must not end all drafting.
+        # No tree gives more than one token per row or per depth. The smallest is always tried: a
+        # machine that was busy during the measurement must not end all drafting.
         one = self.cost(batch)
         return [
             size

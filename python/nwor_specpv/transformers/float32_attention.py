@@ -1,8 +1,7 @@
-"""Verify attention by torch's own products over gathered K/V: float32 on CUDA.
+"""Verify attention in float32 on CUDA, by torch over gathered K/V.
 
-Our kernels there take float16 and bfloat16; whoever asks for float32 asks for digits, not for
-speed. Shapes alone decide what is launched, nothing waits for the device, and a graph may capture
-it.
+The CUDA kernels take float16 and bfloat16 only. Shapes alone decide what is launched and nothing
+waits for the device, so a graph can capture it.
 """
 
 from __future__ import annotations
@@ -12,7 +11,7 @@ import torch
 from nwor_specpv import PartialView
 
 
-def gathered_attention(
+def float32_attention(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
@@ -30,7 +29,7 @@ def gathered_attention(
     window: int = 0,
     softcap: float = 0.0,
 ) -> torch.Tensor:
-    """What `verify_attention` computes; `positions` [T] are the rows'. Caches are contiguous."""
+    """The same as `verify_attention`; `positions` [T] are the rows'. Caches are contiguous."""
     num_rows, heads, dim = query.shape
     kv_heads = key.shape[1]
     at, is_row = _rows(query_start, max_rows, num_rows)
@@ -54,7 +53,7 @@ def gathered_attention(
         among = among & (of_row[:, None, :] > of_row[..., None] - window)
     visible = torch.cat([before, among], 2)[:, None, None]  # [B, 1, 1, R, N + R]
     scores = scores.masked_fill(~visible, torch.finfo(scores.dtype).min)
-    # What nobody sees may hold anything, and a weight of zero does not make that harmless.
+    # Unseen values may be NaN, which a weight of zero does not remove.
     by_some = (visible & is_row[:, None, None, :, None]).any(3)
     values = values.masked_fill(~by_some[:, :, 0, :, None], 0)
     out = scores.softmax(-1) @ values[:, :, None]
@@ -69,7 +68,7 @@ def gathered_attention(
 def _rows(
     query_start: torch.Tensor, max_rows: int, num_rows: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """[B, R] rows of each request, and which of them there are."""
+    """[B, R] rows of each request, and which of them exist."""
     step = torch.arange(max_rows, device=query_start.device)
     at = query_start[:-1, None] + step
     return at.clamp(max=num_rows - 1), at < query_start[1:, None]

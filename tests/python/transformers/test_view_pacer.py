@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import pytest
 
 from nwor_specpv.transformers import Generator
-from nwor_specpv.transformers.pace import Pacer, Size
+from nwor_specpv.transformers.view_pacer import CallSizes, ViewPacer
 from tests.python.specpv.contexts import seeded
 from tests.python.transformers.test_specpv_modes import TREE, configured
 from tests.python.transformers.tiny_models import Oracle, decode_plainly, random_prompt, tiny
@@ -38,12 +38,12 @@ ROWS, TOKENS, DRAFTING, VIEW, TAIL = 8, 4, 0.005, 1024, 48
 
 def simulate(
     machine: Machine, context: int, right: float, *, count: int = 2000, known: bool = True
-) -> tuple[float, Pacer]:
+) -> tuple[float, ViewPacer]:
     """Time of plain full steps over that of a paced run; a tail's token stands with `right`."""
     rng = random.Random(3)
-    pacer = Pacer(machine.cost if known else None, rows_cost=machine is CPU)
+    pacer = ViewPacer(machine.cost if known else None, rows_cost=machine is CPU)
     pacer.begin()
-    size, spent, shown, waiting = Size(1, VIEW, TAIL), 0.0, 0, 0
+    size, spent, shown, waiting = CallSizes(1, VIEW, TAIL), 0.0, 0, 0
     switching = False
     while shown < count:
         if switching and waiting == 0:
