@@ -2,29 +2,30 @@
 
 #include <algorithm>
 
+#include "attention/cuda/sm80/tile_shape.h"
+#include "attention/cuda/sm90/tile_shape.h"
 #include "attention/plan.h"
-#include "attention/tile_shape.h"
 #include "attention/unsupported.h"
 #include "base/check.h"
 
 namespace nwor {
 namespace {
 
-constexpr int32_t kReservedSmemBytes = 1024;  // the driver's own share of a block's shared memory
-constexpr int32_t kMaxStages = 6;  // of kernels that are not tile kernels: see WaitCopies
-constexpr int32_t kMaxLeaves = 32;
-// What ChooseGrain can ask for: the groups of a prefix, the leaves of one; some more of each in the
-// first round.
-constexpr int64_t kSlotsPerCta = kMaxGroups + 2 * LeafGroup(24) + 3;
+constexpr int32_t kReservedSmemBytes = 1024;  // shared memory that the driver takes of each block
+constexpr int32_t kMaxSm80Stages = 6;         // ptx::WaitCopies takes no more
+constexpr int32_t kMaxSplits = 32;
+// What ChooseGranularity can need: all groups of a prefix, the splits of a group, and a few more of
+// each in the first wave.
+constexpr int64_t kSlotsPerCta = kMaxGroups + 2 * SplitsPerGroup(24) + 3;
 
-constexpr const char* kTooLittleShared = "more shared memory per block than the device has";
+constexpr const char* kTooLittleShared = "a device with more shared memory per block";
 
 constexpr int64_t CeilDiv(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
-// What is missing, or null. Tells `got`, if there is one, which argument lacks it.
+// What is missing, or null if nothing is. Sets `got`, if not null, to the argument that is wrong.
 const char* FindUnsupported(const VerifyShape& shape, const DeviceProps& device, std::string* got) {
-  const auto missing = [&](const char* expected, const auto&... parts) {
-    if (got != nullptr) *got = Concat(parts...);
+  const auto missing = [&](const char* expected, const auto&... values) {
+    if (got != nullptr) *got = Concat(values...);
     return expected;
   };
   if (device.compute_capability < 80) {
@@ -51,21 +52,22 @@ const char* FindUnsupported(const VerifyShape& shape, const DeviceProps& device,
                    Name(shape.cache_dtype), " beside ", Name(shape.dtype), " rows");
   }
   if (shape.page_size < 16 || shape.page_size % 16 != 0) {
-    return missing("a page size that 16 divides", "key_cache: got pages of ", shape.page_size,
-                   " tokens");
+    return missing("a page size that is a multiple of 16", "key_cache: got pages of ",
+                   shape.page_size, " tokens");
   }
   if (shape.block_size % 16 != 0) {
-    return missing("a block size that 16 divides", "view.block_size: got ", shape.block_size);
+    return missing("a block size that is a multiple of 16", "view.block_size: got ",
+                   shape.block_size);
   }
   if (shape.num_kv_heads <= 0 || shape.num_heads % shape.num_kv_heads != 0) {
-    return missing("query heads in equal groups per KV head", "query: got ", shape.num_heads,
-                   " heads over ", shape.num_kv_heads, " KV heads");
+    return missing("query heads that are a multiple of the KV heads", "query: got ",
+                   shape.num_heads, " heads over ", shape.num_kv_heads, " KV heads");
   }
   return nullptr;
 }
 
-// The smallest tile that holds a typical request's packed rows: rows beyond are padding that costs
-// tensor work, rows left over cost another pass over the tokens.
+// The smallest tile that holds the packed rows of a typical request. Rows of padding cost tensor
+// core work; rows that do not fit cost another pass over the tokens.
 int32_t ChooseRowTile(const VerifyShape& shape, int32_t largest) {
   const int64_t requests = std::max(shape.num_requests, 1);
   const int64_t rows = shape.rows_hint > 0 ? shape.rows_hint : CeilDiv(shape.num_rows, requests);
@@ -74,64 +76,63 @@ int32_t ChooseRowTile(const VerifyShape& shape, int32_t largest) {
   return std::min(tile, largest);
 }
 
-// Shared memory of a CTA: what it always needs, a pipeline stage, what the stages must hold at
-// least.
-struct SharedNeed {
+// Shared memory of a CTA: a fixed part, one pipeline stage, and what the stages must hold at least.
+struct SmemRequirement {
   int32_t fixed, stage, least;
   int32_t min_stages, max_stages;
   int32_t max_ctas_per_sm;
-  bool starts_early;
+  bool prefetches_next_split;
 };
 
-// Whether there are two leaves for each SM at most, of few rows: then a CTA has few steps, and they
-// had better be under way all at once than shared by two CTAs.
-bool IsAlone(const VerifyShape& shape, const DeviceProps& device, int32_t row_tile) {
+// Whether one CTA per SM is better than two: with few rows and at most two splits for each SM, a
+// CTA has few steps, and one deep pipeline loads them all at once.
+bool PrefersOneCtaPerSm(const VerifyShape& shape, const DeviceProps& device, int32_t row_tile) {
   const int64_t packed = int64_t{shape.num_rows} * (shape.num_heads / shape.num_kv_heads);
   const int64_t tiles = std::max<int64_t>(shape.num_requests, CeilDiv(packed, row_tile));
-  return TileHalves(shape.head_dim, row_tile) == 1 &&
-         tiles * shape.num_kv_heads * kMaxLeaves / 2 <= device.num_sms;
+  return sm90::RowHalves(shape.head_dim, row_tile) == 1 &&
+         tiles * shape.num_kv_heads * kMaxSplits / 2 <= device.num_sms;
 }
 
-SharedNeed NeedOf(const VerifyShape& shape, const DeviceProps& device, bool warpgroup,
-                  int32_t row_tile) {
+SmemRequirement SmemRequirementOf(const VerifyShape& shape, const DeviceProps& device,
+                                  bool warpgroup, int32_t row_tile) {
   const int dim = shape.head_dim;
   const bool float8 = shape.cache_dtype == DType::kFloat8E4M3;
   if (warpgroup) {
-    const int32_t most = TileCtasPerSm(dim, TileGroups(row_tile));
-    return {TileFixedBytes(dim, row_tile),
-            TileStageBytes(dim),
+    const int32_t most = sm90::CtasPerSm(dim, sm90::ConsumerWarpgroups(row_tile));
+    return {sm90::FixedBytes(dim, row_tile),
+            sm90::StageBytes(dim),
             0,
             2,
-            kMaxTileStages,
-            IsAlone(shape, device, row_tile) ? 1 : most,
+            sm90::kMaxStages,
+            PrefersOneCtaPerSm(shape, device, row_tile) ? 1 : most,
             false};
   }
-  const bool may_pair = CtaThreads(dim, row_tile) == 32 * kStreams;
-  return {
-      QueryBytes(dim, row_tile) + kItemBytes + RowStateBytes(row_tile) + FoldBytes(dim, row_tile),
-      kStreams * StageBytes(dim, float8),
-      MergeBytes(dim, row_tile),
-      1,
-      kMaxStages,
-      may_pair ? 2 : 1,
-      StartsLeavesEarly(row_tile)};
+  const bool fits_twice = sm80::CtaThreads(dim, row_tile) == 32 * sm80::kKvWarps;
+  return {sm80::QueryBytes(dim, row_tile) + sm80::kWorkTileBytes + sm80::RowStateBytes(row_tile) +
+              sm80::GroupOutputBytes(dim, row_tile),
+          sm80::kKvWarps * sm80::StageBytes(dim, float8),
+          sm80::MergeBytes(dim, row_tile),
+          1,
+          kMaxSm80Stages,
+          fits_twice ? 2 : 1,
+          sm80::PrefetchesNextSplit(row_tile)};
 }
 
-// Two CTAs per SM hide each other's start and merge, where both can have a pipeline. False: too
-// big.
-bool FitSharedMemory(const SharedNeed& need, const DeviceProps& device, VerifyConfig* config) {
-  for (int32_t ctas = need.max_ctas_per_sm; ctas >= 1; --ctas) {
+// Chooses CTAs per SM and stages. Two CTAs hide each other's start and merge, if each has room for
+// a pipeline. Returns false if not even one CTA fits.
+bool FitSharedMemory(const SmemRequirement& smem, const DeviceProps& device, VerifyConfig* config) {
+  for (int32_t ctas = smem.max_ctas_per_sm; ctas >= 1; --ctas) {
     const int32_t room =
         std::min(device.smem_per_sm_bytes / ctas - kReservedSmemBytes, device.smem_per_block_bytes);
-    const int32_t stages = std::min((room - need.fixed) / need.stage, need.max_stages);
-    if (stages < std::max(need.min_stages, ctas) || need.fixed + need.least > room) continue;
+    const int32_t stages = std::min((room - smem.fixed) / smem.stage, smem.max_stages);
+    if (stages < std::max(smem.min_stages, ctas) || smem.fixed + smem.least > room) continue;
     config->stages = stages;
     config->num_ctas = ctas * device.num_sms;
-    // The merge buffer takes the place of the others.
-    const int32_t apart = (room - need.fixed - need.least) / need.stage;
-    config->early_stages = need.starts_early ? std::min(apart, stages - 1) : 0;
-    config->smem_bytes =
-        need.fixed + std::max(stages * need.stage, config->early_stages * need.stage + need.least);
+    // The merge buffer takes the place of the other stages.
+    const int32_t beside_merge = (room - smem.fixed - smem.least) / smem.stage;
+    config->prefetch_stages = smem.prefetches_next_split ? std::min(beside_merge, stages - 1) : 0;
+    config->smem_bytes = smem.fixed + std::max(stages * smem.stage,
+                                               config->prefetch_stages * smem.stage + smem.least);
     return true;
   }
   return false;
@@ -144,12 +145,13 @@ VerifyConfig ChooseVerifyConfig(const VerifyShape& shape, const DeviceProps& dev
   config.unsupported = FindUnsupported(shape, device, nullptr);
   if (config.unsupported != nullptr) return config;
 
-  // Float8 tokens are widened in registers, on their way to the other matrix instruction.
+  // Float8 tokens are converted in registers, which only mma.sync takes as its B operand.
   config.warpgroup = device.warpgroup_mma && shape.cache_dtype != DType::kFloat8E4M3;
-  const int32_t groups = MaxTileGroups(shape.head_dim);
-  int32_t row_tile =
-      ChooseRowTile(shape, config.warpgroup ? groups * kTileRows : MaxRowTile(shape.head_dim));
-  while (!FitSharedMemory(NeedOf(shape, device, config.warpgroup, row_tile), device, &config)) {
+  const int32_t warpgroups = sm90::MaxConsumerWarpgroups(shape.head_dim);
+  int32_t row_tile = ChooseRowTile(shape, config.warpgroup ? warpgroups * sm90::kWarpgroupRows
+                                                           : sm80::MaxRowTile(shape.head_dim));
+  while (!FitSharedMemory(SmemRequirementOf(shape, device, config.warpgroup, row_tile), device,
+                          &config)) {
     if (config.warpgroup || row_tile == 16) {
       config.unsupported = kTooLittleShared;
       return config;
@@ -160,24 +162,24 @@ VerifyConfig ChooseVerifyConfig(const VerifyShape& shape, const DeviceProps& dev
 
   const int64_t group = shape.num_heads / shape.num_kv_heads;
   const int64_t tiles = CeilDiv(shape.num_rows * group, row_tile) + shape.num_requests;
-  const int64_t pairs = tiles * shape.num_kv_heads;
-  // Kernels whose streams meet at the end of a leaf want longer ones.
-  config.min_leaf_tokens = config.warpgroup ? 384 : 512;
-  config.max_leaves = kMaxLeaves;
-  // Where it has been measured: 16-bit caches of older devices keep short leaves.
+  const int64_t output_tiles = tiles * shape.num_kv_heads;
+  // The sm_80 kernel merges its KV warps at the end of every split, so its splits are longer.
+  config.min_split_tokens = config.warpgroup ? 384 : 512;
+  config.max_splits = kMaxSplits;
+  // Only where it was measured to help: 16-bit caches on older devices keep short splits.
   const bool float8 = shape.cache_dtype == DType::kFloat8E4M3;
-  config.fill_leaves = config.warpgroup || float8 ? device.num_sms / shape.num_kv_heads : 0;
-  config.wide_ctas = config.warpgroup && groups > 1 ? device.num_sms : 0;
-  config.max_pairs = static_cast<int32_t>(pairs);
-  // Requests of many rows may have more leaves, a CTA's worth of row tiles each.
-  int64_t leaves = pairs * config.max_leaves;
-  if (config.wide_ctas > 0 && shape.num_rows * group > kTileRows) {
-    const int64_t tiles_per_cta = CeilDiv(2 * kTileRows, row_tile);
-    leaves = std::max(leaves, shape.num_requests * config.wide_ctas * tiles_per_cta);
+  config.fill_splits = config.warpgroup || float8 ? device.num_sms / shape.num_kv_heads : 0;
+  config.wide_ctas = config.warpgroup && warpgroups > 1 ? device.num_sms : 0;
+  config.max_output_tiles = static_cast<int32_t>(output_tiles);
+  // Requests with many rows may have more splits.
+  int64_t splits = output_tiles * config.max_splits;
+  if (config.wide_ctas > 0 && shape.num_rows * group > sm90::kWarpgroupRows) {
+    const int64_t tiles_per_cta = CeilDiv(2 * sm90::kWarpgroupRows, row_tile);
+    splits = std::max(splits, shape.num_requests * config.wide_ctas * tiles_per_cta);
   }
-  config.max_slots = static_cast<int32_t>(std::min(kSlotsPerCta * config.num_ctas, leaves));
-  // At least one per CTA: those without work find that out from an entry of their own.
-  config.max_items = std::max(config.max_slots + config.max_pairs, config.num_ctas);
+  config.max_slots = static_cast<int32_t>(std::min(kSlotsPerCta * config.num_ctas, splits));
+  // At least one entry per CTA: a CTA without work learns that from its own entry.
+  config.max_work_tiles = std::max(config.max_slots + config.max_output_tiles, config.num_ctas);
   return config;
 }
 

@@ -2,16 +2,27 @@
 
 #include <cstdint>
 
-#include "attention/tile_shape.h"
+#include "attention/cuda/sm90/tile_shape.h"
 #include "base/export.h"
 #include "base/types.h"
 
-// Which kernel, how many CTAs and how much memory a verification step takes: pure functions of
-// sizes the host knows. Nothing here reads device memory or needs CUDA. Thread-safe.
+// How one verification step runs on a CUDA device: which kernel, how many CTAs, how much memory,
+// and how prefixes are split. The functions are pure: they take sizes that the host knows, read no
+// device memory and need no CUDA. Thread-safe.
+//
+//   split          a range of one request's prefix tokens that is attended with its own softmax
+//                  state, as in split-KV (FlashAttention's num_splits)
+//   split group    consecutive splits whose states are merged first
+//   output tile    one request, one KV head, one row tile of packed rows (rows * query heads)
+//   work tile      what a CTA takes from the queue: one split, one split group or all splits of an
+//                  output tile
+//
+// Two callers: attention/verify.cpp asks ChooseVerifyConfig once per call; the planner kernel
+// (cuda/plan.cu) calls SplitRequest and ChooseGranularity on the device with the actual lengths.
 
 namespace nwor {
 
-// Sizes of one step. Lengths are on the device and do not appear.
+// Sizes of one step. Lengths live on the device and are not part of it.
 struct VerifyShape {
   int32_t num_requests = 0;              // B
   int32_t num_rows = 0;                  // T, rows of all requests
@@ -22,7 +33,7 @@ struct VerifyShape {
   DType cache_dtype = DType::kBFloat16;  // dtype or float8
   int32_t page_size = 16;
   int32_t block_size = 0;  // of a partial view; 0: none
-  // Rows of a typical request, for the choice of the row tile: 0 takes T / B. Affects speed only.
+  // Rows of a typical request; chooses the row tile. 0: T / B. Affects speed only.
   int32_t rows_hint = 0;
 };
 
@@ -34,139 +45,147 @@ struct DeviceProps {
   bool warpgroup_mma = false;  // sm_90, and the library was built for sm_90a
 };
 
-// How one launch is shaped. Row tile, stages and CTAs change speed, never a bit of the result; the
-// kind of kernel and the leaves do, and follow from device, model and the request itself alone.
+// The shape of one launch. row_tile, stages and num_ctas change speed but never a bit of the
+// result. The kernel (`warpgroup`) and the splits do change bits; they depend only on the device,
+// the model and the request itself.
 struct VerifyConfig {
-  const char* unsupported = nullptr;  // what is missing, or null: the kernels serve this shape
-  bool warpgroup = false;             // kernels for warpgroup matrix instructions
-  int32_t row_tile = 0;               // packed rows per work item
-  int32_t stages = 0;                 // pipeline depth per stream
-  int32_t early_stages = 0;           // of them, filled while the leaf before is merged
-  int32_t num_ctas = 0;               // persistent: fills the device once
-  int32_t smem_bytes = 0;
-  int32_t min_leaf_tokens = 0;  // a prefix is cut into leaves of at least so many tokens,
-  int32_t max_leaves = 0;       // into at most so many
-  int32_t fill_leaves = 0;      // leaves of all KV heads of one request for all SMs, one each
-  // A request whose packed rows exceed a warpgroup's has other leaves: one for each of so many CTAs
-  // at most, all its KV heads and row tiles together. 0: no difference is made.
+  const char* unsupported = nullptr;  // what is missing; null: the kernels support this shape
+  bool warpgroup = false;             // the sm_90a kernel (wgmma, TMA) instead of the sm_80 one
+  int32_t row_tile = 0;               // packed rows per work tile
+  int32_t stages = 0;                 // pipeline stages (sm_80: of each KV warp)
+  int32_t prefetch_stages = 0;        // stages filled for the next split during a merge; sm_80 only
+  int32_t num_ctas = 0;               // persistent CTAs: they fill the device once
+  int32_t smem_bytes = 0;             // dynamic shared memory of a CTA
+  int32_t min_split_tokens = 0;       // a split has at least this many tokens
+  int32_t max_splits = 0;             // a prefix has at most this many splits
+  int32_t fill_splits = 0;  // splits per KV head with which one request fills every SM once
+  // Requests with more packed rows than one warpgroup holds are split by SplitWidePrefix over at
+  // most this many CTAs. 0: they are split like the others.
   int32_t wide_ctas = 0;
-  int32_t max_pairs = 0;  // (request, KV head, row tile) triples a step can have
-  int32_t max_slots = 0;  // partial results the workspace holds
-  int32_t max_items = 0;  // work items a plan can have
+  int32_t max_output_tiles = 0;  // upper bound of the output tiles of a step
+  int32_t max_slots = 0;         // partial results that the workspace holds
+  int32_t max_work_tiles = 0;    // work tiles that a plan holds
 };
 
-// Leaves of a prefix span of `tokens` tokens. A function of the request's own span and rows and of
-// device and model constants only: that is what keeps results independent of the batch.
-struct LeafSplit {
-  int32_t leaf_tokens = 0;  // a multiple of kLeafAlign
-  int32_t num_leaves = 1;   // at least 1: the last leaf also takes the in-flight rows
+// The splits of a prefix. They depend only on the request's own tokens and rows and on constants of
+// the device and the model, so a request's result does not depend on the batch.
+struct PrefixSplits {
+  int32_t split_tokens = 0;  // tokens of a split, a multiple of kSplitAlign
+  int32_t num_splits = 1;    // at least 1: the last split also takes the in-flight rows
 };
-inline constexpr int32_t kLeafAlign = 64;
+inline constexpr int32_t kSplitAlign = 64;
 
-// Of some more leaves than fill the device once, a few CTAs would work on two and most on one, and
-// every leaf's end costs: up to `reach` times as many, the leaves are longer instead.
-constexpr LeafSplit SplitPrefix(int32_t tokens, int32_t min_leaf_tokens, int32_t max_leaves,
-                                int32_t fill_leaves = 0, int32_t reach = 1) {
+// Splits `tokens` prefix tokens. If the count lies between fill_splits and reach * fill_splits, it
+// is reduced to fill_splits: otherwise a few CTAs would work on two splits and most on one, and the
+// end of every split costs time.
+constexpr PrefixSplits SplitPrefix(int32_t tokens, int32_t min_split_tokens, int32_t max_splits,
+                                   int32_t fill_splits = 0, int32_t reach = 1) {
   const int64_t span = tokens;
-  int64_t leaves = (span + min_leaf_tokens - 1) / min_leaf_tokens;
-  if (leaves > fill_leaves && leaves <= int64_t{reach} * fill_leaves) leaves = fill_leaves;
-  leaves = leaves < 1 ? 1 : (leaves > max_leaves ? max_leaves : leaves);
-  int64_t leaf = (span + leaves - 1) / leaves;
-  leaf = (leaf + kLeafAlign - 1) / kLeafAlign * kLeafAlign;
-  leaf = leaf < kLeafAlign ? kLeafAlign : leaf;
-  const int64_t count = (span + leaf - 1) / leaf;
-  return {static_cast<int32_t>(leaf), static_cast<int32_t>(count < 1 ? 1 : count)};
+  int64_t splits = (span + min_split_tokens - 1) / min_split_tokens;
+  if (splits > fill_splits && splits <= int64_t{reach} * fill_splits) splits = fill_splits;
+  splits = splits < 1 ? 1 : (splits > max_splits ? max_splits : splits);
+  int64_t size = (span + splits - 1) / splits;
+  size = (size + kSplitAlign - 1) / kSplitAlign * kSplitAlign;
+  size = size < kSplitAlign ? kSplitAlign : size;
+  const int64_t count = (span + size - 1) / size;
+  return {static_cast<int32_t>(size), static_cast<int32_t>(count < 1 ? 1 : count)};
 }
 
-// Leaves of a request whose packed rows exceed a warpgroup's: one for each of `ctas` CTAs at most
-// over its `pairs` of KV head and row tile, so few and long ones where these are many. What bounds
-// it is arithmetic, and folds cost some.
-inline constexpr int32_t kMinWideLeafTokens = 512;
-inline constexpr int32_t kMaxWideLeaves = 128;
-constexpr LeafSplit SplitWidePrefix(int32_t tokens, int32_t pairs, int32_t ctas) {
-  const int32_t most = ctas > pairs ? ctas / pairs : 1;
-  return SplitPrefix(tokens, kMinWideLeafTokens, most < kMaxWideLeaves ? most : kMaxWideLeaves);
+// Splits the prefix of a request with more packed rows than one warpgroup holds. Such a request is
+// compute-bound and merging costs time, so it gets few, long splits: over its `output_tiles` at
+// most one work tile for each of `ctas` CTAs.
+inline constexpr int32_t kMinWideSplitTokens = 512;
+inline constexpr int32_t kMaxWideSplits = 128;
+constexpr PrefixSplits SplitWidePrefix(int32_t tokens, int32_t output_tiles, int32_t ctas) {
+  const int32_t most = ctas > output_tiles ? ctas / output_tiles : 1;
+  return SplitPrefix(tokens, kMinWideSplitTokens, most < kMaxWideSplits ? most : kMaxWideSplits);
 }
 
-// Leaves of a request with that many packed rows. With more than 32 of them tile kernels have two
-// CTAs on an SM even for one request (of heads up to 128), and want leaves for both.
-constexpr LeafSplit SplitRequest(int32_t tokens, int32_t packed_rows, int32_t kv_heads,
-                                 const VerifyConfig& config) {
-  if (config.wide_ctas > 0 && packed_rows > kTileRows) {
-    const int32_t tiles = (packed_rows + 2 * kTileRows - 1) / (2 * kTileRows);
+// Splits a request by its number of packed rows. With more than half a warpgroup of rows the sm_90a
+// kernel runs two CTAs per SM even for one request (head sizes up to 128), so the smaller `reach`
+// leaves enough splits for both.
+constexpr PrefixSplits SplitRequest(int32_t tokens, int32_t packed_rows, int32_t kv_heads,
+                                    const VerifyConfig& config) {
+  if (config.wide_ctas > 0 && packed_rows > sm90::kWarpgroupRows) {
+    const int32_t tiles = (packed_rows + 2 * sm90::kWarpgroupRows - 1) / (2 * sm90::kWarpgroupRows);
     return SplitWidePrefix(tokens, tiles * kv_heads, config.wide_ctas);
   }
-  const int32_t reach = config.warpgroup && packed_rows > kTileRows / 2 ? 2 : 4;
-  return SplitPrefix(tokens, config.min_leaf_tokens, config.max_leaves, config.fill_leaves, reach);
+  const int32_t reach = config.warpgroup && packed_rows > sm90::kWarpgroupRows / 2 ? 2 : 4;
+  return SplitPrefix(tokens, config.min_split_tokens, config.max_splits, config.fill_splits, reach);
 }
 
-// How much of a request one work item takes. Coarse items leave few partial results, fine ones end
-// evenly. The result is the same: partials are folded in the same tree either way.
-enum class ItemGrain : int32_t { kLeaf, kLeafGroup, kRequest };
+// How many splits one work tile takes. Coarse work tiles leave few partial results; fine ones
+// balance the load. The result is the same: states are merged in the same order either way.
+enum class WorkGranularity : int32_t { kSplit, kSplitGroup, kRequest };
 
-// Leaves of a group: a request has four groups of equal length, or eight. Kernels ask at every end
-// of a leaf, so nothing is divided by a variable.
+// Splits per split group. A request has up to four groups, or eight if it has more than 24 splits.
+// Kernels evaluate this at the end of every split, so it divides by constants only.
 inline constexpr int32_t kMaxGroups = 8;
-constexpr int32_t LeafGroup(int32_t num_leaves) {
-  return num_leaves > 24 ? (num_leaves + kMaxGroups - 1) / kMaxGroups
-                         : (num_leaves + kMaxGroups / 2 - 1) / (kMaxGroups / 2);
+constexpr int32_t SplitsPerGroup(int32_t num_splits) {
+  return num_splits > 24 ? (num_splits + kMaxGroups - 1) / kMaxGroups
+                         : (num_splits + kMaxGroups / 2 - 1) / (kMaxGroups / 2);
 }
-inline constexpr int32_t kMaxGroupLeaves = LeafGroup(kMaxWideLeaves);
+inline constexpr int32_t kMaxGroupSplits = SplitsPerGroup(kMaxWideSplits);
 
-constexpr int32_t LeavesPerItem(ItemGrain grain, int32_t num_leaves) {
-  switch (grain) {
-    case ItemGrain::kLeaf:
+constexpr int32_t SplitsPerWorkTile(WorkGranularity granularity, int32_t num_splits) {
+  switch (granularity) {
+    case WorkGranularity::kSplit:
       return 1;
-    case ItemGrain::kLeafGroup:
-      return LeafGroup(num_leaves);
-    case ItemGrain::kRequest:
+    case WorkGranularity::kSplitGroup:
+      return SplitsPerGroup(num_splits);
+    case WorkGranularity::kRequest:
       break;
   }
-  return num_leaves;
+  return num_splits;
 }
 
-// What the choice of a request's grain looks at. Work counts tokens times pairs.
-struct GrainQuery {
-  int64_t work_all = 0;   // of the step
-  int64_t work_left = 0;  // of this request and those after it in the queue
-  int32_t started = 0;    // items of the requests before it
-  int32_t pairs = 0;      // of this request
-  LeafSplit split;
+// What ChooseGranularity looks at. Work is measured in tokens times output tiles.
+struct GranularityQuery {
+  int64_t work_all = 0;      // of the step
+  int64_t work_left = 0;     // of this request and those behind it in the queue
+  int32_t started = 0;       // work tiles of the requests before it
+  int32_t output_tiles = 0;  // of this request
+  PrefixSplits kv_splits;
   int32_t span = 0;  // tokens of its prefix
 };
 
-// The queue goes from coarse to fine. An item may be as large as what is left for each CTA when its
-// turn comes; or, if the first round of CTAs takes it, as large as what each CTA gets in all, or as
-// many leaves as some CTA would get of them one by one (and a fifth more than its share at most);
-// or as large as its share in two rounds, if these are all.
-inline constexpr int32_t kEvenRounds = 2;
-constexpr ItemGrain ChooseGrain(const GrainQuery& query, int32_t num_ctas) {
-  for (ItemGrain grain = ItemGrain::kRequest; grain != ItemGrain::kLeaf;
-       grain = static_cast<ItemGrain>(static_cast<int32_t>(grain) - 1)) {
-    const int32_t leaves = LeavesPerItem(grain, query.split.num_leaves);
-    const int64_t whole = int64_t{leaves} * query.split.leaf_tokens;
+// Chooses the coarsest work tiles that still balance the load. The queue goes from coarse to fine.
+// A work tile may be as large as
+//   * the work that is left for each CTA when its turn comes; or
+//   * if the first wave of CTAs takes it: the work each CTA gets in all, or as many splits as some
+//     CTA would get one by one, up to a fifth more than its share; or
+//   * its share of two waves, if two waves are all there is.
+inline constexpr int32_t kEvenWaves = 2;
+constexpr WorkGranularity ChooseGranularity(const GranularityQuery& query, int32_t num_ctas) {
+  for (WorkGranularity granularity = WorkGranularity::kRequest;
+       granularity != WorkGranularity::kSplit;
+       granularity = static_cast<WorkGranularity>(static_cast<int32_t>(granularity) - 1)) {
+    const int32_t splits = SplitsPerWorkTile(granularity, query.kv_splits.num_splits);
+    const int64_t whole = int64_t{splits} * query.kv_splits.split_tokens;
     const int64_t tokens = (whole < query.span ? whole : query.span) * num_ctas;
-    const int64_t items = int64_t{(query.split.num_leaves + leaves - 1) / leaves} * query.pairs;
-    if (tokens <= query.work_left) return grain;
-    const int64_t fewer = (whole - query.split.leaf_tokens) * num_ctas;
-    if (query.started + items <= num_ctas && fewer < query.work_all &&
+    const int64_t work_tiles =
+        int64_t{(query.kv_splits.num_splits + splits - 1) / splits} * query.output_tiles;
+    if (tokens <= query.work_left) return granularity;
+    const int64_t one_less = (whole - query.kv_splits.split_tokens) * num_ctas;
+    if (query.started + work_tiles <= num_ctas && one_less < query.work_all &&
         tokens * 5 <= query.work_all * 6) {
-      return grain;
+      return granularity;
     }
-    for (int64_t rounds = 1; rounds <= kEvenRounds; ++rounds) {
-      const bool fits = query.started + items <= rounds * num_ctas;
-      const bool is_all = rounds == 1 || rounds * tokens * 21 >= query.work_all * 20;
-      if (fits && is_all && rounds * tokens * 20 <= query.work_all * 21) return grain;
+    for (int64_t waves = 1; waves <= kEvenWaves; ++waves) {
+      const bool fits = query.started + work_tiles <= waves * num_ctas;
+      const bool fills_waves = waves == 1 || waves * tokens * 21 >= query.work_all * 20;
+      if (fits && fills_waves && waves * tokens * 20 <= query.work_all * 21) return granularity;
     }
   }
-  return ItemGrain::kLeaf;
+  return WorkGranularity::kSplit;
 }
 
-// Never throws: a shape the kernels do not serve comes back with `unsupported` set.
+// Chooses the launch for a shape. Never throws: for a shape that the kernels do not support, the
+// result has `unsupported` set.
 NWOR_EXPORT VerifyConfig ChooseVerifyConfig(const VerifyShape& shape, const DeviceProps& device);
 
-// Fixed sizes of the two device buffers of a step; both 256-byte aligned, contents undefined until
-// LaunchVerifyPlan. REQUIRES: config.unsupported == nullptr.
+// Sizes of the two device buffers of a step. Both buffers must be 256-byte aligned; their contents
+// are undefined until LaunchVerifyPlan has run. REQUIRES: config.unsupported == nullptr.
 NWOR_EXPORT int64_t VerifyPlanBytes(const VerifyShape& shape, const VerifyConfig& config);
 NWOR_EXPORT int64_t VerifyWorkspaceBytes(const VerifyShape& shape, const VerifyConfig& config);
 

@@ -5,16 +5,18 @@
 #include "base/cache_layout.h"
 #include "base/types.h"
 
-// One verification step's attention for one layer, as kernels take it: pointers, strides, sizes.
+// The parameters of verify attention for one step and one layer, as kernels take them: pointers,
+// strides, sizes. Plain data.
 //
 // Row t of request b (query_start[b] <= t < query_start[b+1]) attends to
 //   the prefix      tokens 0 .. prefix_lens[b]-1 of the paged cache, or the tokens of b's view, and
-//   in-flight rows  of its own request, from key/value and never from the cache: those whose bit is
-//                   set in tree_mask[t], or rows query_start[b] .. t when there is no mask.
-// A row that sees nothing gets zeros and an LSE of -infinity.
+//   in-flight rows  of its own request, from key and value, never from the cache: those whose bit
+//   is
+//                   set in tree_mask[t], or rows query_start[b] .. t if there is no mask.
+// A row that sees no token gets zeros and an LSE of -infinity.
 //
 // Shapes: T rows of all requests, B requests, Hq query heads, Hkv KV heads (Hq % Hkv == 0), D
-// channels, W mask words. Strides count elements; channels are contiguous everywhere.
+// channels, W mask words. Strides are in elements; channels are contiguous.
 
 namespace nwor {
 
@@ -53,7 +55,7 @@ struct VerifyParams {
   RowStrides query_strides, key_strides, value_strides, out_strides;
 
   CacheLayout cache;                     // the layer's pages; dtype may be float8 with scales
-  const int32_t* block_table = nullptr;  // [B, table_stride], entries past the prefix are garbage
+  const int32_t* block_table = nullptr;  // [B, table_stride]; entries past the prefix are not read
   const int32_t* prefix_lens = nullptr;  // [B]
   const int32_t* query_start = nullptr;  // [B + 1]
   const uint64_t* tree_mask = nullptr;   // [T, mask_words]: bit j = row query_start[b] + j, or null
@@ -67,7 +69,8 @@ struct VerifyParams {
   float scale = 1.0f;    // of q.k, before softcap
   float softcap = 0.0f;  // 0: none; else logit = softcap * tanh(logit / softcap)
   int32_t window = 0;    // 0: none; else a row at position p sees positions > p - window
-  // CUDA: requests with more rows are left out, their rows of out and lse untouched. 0: none are.
+  // CUDA: requests with more rows are skipped; their rows of out and lse are not written. 0: no
+  // limit.
   int32_t max_request_rows = 0;
 
   int32_t num_requests = 0;        // B
@@ -77,7 +80,7 @@ struct VerifyParams {
   int32_t head_dim = 0;            // D
   DType dtype = DType::kBFloat16;  // of query, key, value, out and compact views
 
-  // First error found on the device: code, request, value; never cleared by a kernel. May be null.
+  // The first error found on the device: code, request, value. Kernels never clear it. May be null.
   int64_t* status = nullptr;  // [8]
   StreamHandle stream = nullptr;
 };

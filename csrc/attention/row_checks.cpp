@@ -18,8 +18,8 @@ int64_t AddressOf(const at::Tensor& tensor) {
   return static_cast<int64_t>(reinterpret_cast<uintptr_t>(tensor.const_data_ptr()));
 }
 
-// From the first byte to behind the last one, of elements that lie within `period` bytes of each
-// other: steps by whole periods are left out. 0: there is no period.
+// Bytes from the first to the last element, leaving out dimensions whose stride is a multiple of
+// `period`. 0: no period.
 int64_t ExtentBytes(const at::Tensor& tensor, int64_t period) {
   int64_t bytes = tensor.element_size();
   for (int64_t dim = 0; dim < tensor.dim(); ++dim) {
@@ -29,7 +29,7 @@ int64_t ExtentBytes(const at::Tensor& tensor, int64_t period) {
   return bytes;
 }
 
-// Whether all bytes of `a` differ from all of `b` modulo `period`: they have their own part of it.
+// Whether no byte of `a` equals a byte of `b` modulo `period`.
 bool AreApart(const at::Tensor& a, const at::Tensor& b, int64_t period) {
   const int64_t distance = (AddressOf(b) - AddressOf(a)) % period;
   const int64_t from_a = distance < 0 ? distance + period : distance;
@@ -38,7 +38,7 @@ bool AreApart(const at::Tensor& a, const at::Tensor& b, int64_t period) {
 
 }  // namespace
 
-void CheckOnePlacePerElement(const at::Tensor& out) {
+void CheckNoSelfOverlap(const at::Tensor& out) {
   if (out.numel() == 0) return;
   std::vector<std::pair<int64_t, int64_t>> dims;  // (stride, size), from the inside
   for (int64_t dim = 0; dim < out.dim(); ++dim) {
@@ -48,7 +48,7 @@ void CheckOnePlacePerElement(const at::Tensor& out) {
   int64_t span = 1;  // elements covered so far
   for (const auto& [stride, size] : dims) {
     NWOR_CHECK(stride >= span, "out: got overlapping strides ", out.strides(), " for sizes ",
-               out.sizes(), ", expected one place per element");
+               out.sizes(), ", expected elements that do not overlap");
     span += stride * (size - 1);
   }
 }
@@ -68,7 +68,7 @@ bool MayOverlap(const at::Tensor& a, const at::Tensor& b) {
   return true;
 }
 
-bool AreSamePlaces(const at::Tensor& a, const at::Tensor& b) {
+bool IsSameMemory(const at::Tensor& a, const at::Tensor& b) {
   if (a.const_data_ptr() != b.const_data_ptr() || a.sizes() != b.sizes() ||
       a.scalar_type() != b.scalar_type()) {
     return false;
@@ -80,8 +80,8 @@ bool AreSamePlaces(const at::Tensor& a, const at::Tensor& b) {
 }
 
 LogitScalars CheckLogitScalars(double scale, double softcap) {
-  NWOR_CHECK(std::abs(scale) <= kMaxScale, "scale: got ", scale, ", expected at most ", kMaxScale,
-             " either way");
+  NWOR_CHECK(std::abs(scale) <= kMaxScale, "scale: got ", scale, ", expected -", kMaxScale, " to ",
+             kMaxScale);
   NWOR_CHECK(softcap == 0.0 || (softcap >= kMinSoftcap && softcap <= kMaxSoftcap), "softcap: got ",
              softcap, ", expected 0 (none) or ", kMinSoftcap, " to ", kMaxSoftcap);
   return {static_cast<float>(scale), static_cast<float>(softcap)};

@@ -7,8 +7,8 @@
 
 namespace nwor {
 
-// Why ChooseVerifyConfig finds a shape unsupported: the argument, what it got and what is expected.
-// Empty for shapes that it supports.
+// Why ChooseVerifyConfig does not support a shape: the argument, what it got and what is expected.
+// Empty if the shape is supported.
 NWOR_EXPORT std::string DescribeUnsupported(const VerifyShape& shape, const DeviceProps& device);
 
 }  // namespace nwor

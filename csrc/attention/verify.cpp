@@ -7,7 +7,7 @@
 #include <mutex>
 #include <optional>
 
-#include "attention/cpu/verify_cpu.h"
+#include "attention/cpu/verify.h"
 #include "attention/routes/flash.h"
 #include "attention/routes/route.h"
 #include "attention/verify_arguments.h"
@@ -18,7 +18,7 @@
 #include <c10/cuda/CUDAFunctions.h>
 #include <c10/cuda/CUDAGuard.h>
 
-#include "attention/cuda/verify_cuda.h"
+#include "attention/cuda/verify.h"
 #include "attention/unsupported.h"
 #endif
 
@@ -27,8 +27,8 @@ namespace {
 
 constexpr const char* kRouteVariable = "NWOR_SPECPV_ATTENTION_ROUTE";
 
-// The latest choice, for status reports. Written on every call, so only when it changes is the
-// reason's text copied.
+// The latest choice, for status reports. Set is called on every step, so it copies the reason only
+// if it changed.
 class LatestChoice {
  public:
   void Set(const RouteChoice& choice) {
@@ -69,10 +69,10 @@ RouteChoice Choose(const VerifyArguments& arguments, const RouteRequest& request
     const char* variable = std::getenv(kRouteVariable);
     wanted = variable != nullptr ? variable : "";
   }
-  // Looking up other packages' ops takes a while; the everyday cases do not need it.
+  // Looking up the ops of other packages is slow, and the common cases do not need it.
   RouteAvailability available;
   available.Set(Route::kCpu, true);
-  const bool plain = !request.cuda && (wanted.empty() || wanted == "auto" || wanted == "cpu");
+  const bool cpu_only = !request.cuda && (wanted.empty() || wanted == "auto" || wanted == "cpu");
 #ifdef NWOR_WITH_CUDA
   available.Set(Route::kCuda, true);
   const bool verification = request.cuda && request.max_rows <= kPrefillRows &&
@@ -81,7 +81,7 @@ RouteChoice Choose(const VerifyArguments& arguments, const RouteRequest& request
 #else
   const bool verification = false;
 #endif
-  if (!plain && !verification) available = FindRoutes(arguments.query.device());
+  if (!cpu_only && !verification) available = FindRoutes(arguments.query.device());
   RouteChoice choice = ChooseRoute(request, available, wanted);
   NWOR_CHECK(choice.ok, choice.reason);
   return choice;
@@ -90,7 +90,7 @@ RouteChoice Choose(const VerifyArguments& arguments, const RouteRequest& request
 #ifdef NWOR_WITH_CUDA
 
 constexpr int64_t kPlanAlign = 256;
-// Of requests in a batch with prefills, as far as the choice of a row tile goes.
+// Assumed rows of the other requests in a batch with prefills; chooses the row tile.
 constexpr int32_t kRowsBesidePrefill = 16;
 
 struct CudaPlan {
@@ -130,7 +130,7 @@ void CheckPlan(const at::Tensor& plan, const CudaPlan& expected, at::Device devi
   NWOR_CHECK(plan.size(0) == expected.total_bytes, "plan: got ", plan.size(0), " bytes, expected ",
              expected.total_bytes, " (a plan made for these shapes)");
   NWOR_CHECK(reinterpret_cast<uintptr_t>(plan.const_data_ptr()) % kPlanAlign == 0,
-             "plan: got memory at ", plan.const_data_ptr(), ", expected it 256-byte aligned");
+             "plan: got memory at ", plan.const_data_ptr(), ", expected 256-byte alignment");
 }
 
 void LaunchPlan(const VerifyParams& params, const CudaPlan& shape, const at::Tensor& plan) {
@@ -185,11 +185,11 @@ void Run(const RouteChoice& choice, const VerifyArguments& arguments, CheckedVer
 void VerifyAttention(const VerifyArguments& arguments, const VerifyOutputs& outputs) {
   CheckedVerify checked = CheckVerifyArguments(arguments, &outputs, /*plan_only=*/false);
   const RouteChoice choice = Choose(arguments, checked.request);
-  // On the CPU values are judged without rows too.
+  // The CPU route checks values even if there are no rows.
   if (checked.params.num_rows > 0 || choice.route == Route::kCpu) {
     Run(choice, arguments, checked, outputs);
   }
-  Latest().Set(choice);  // after the parts that a route asks others for
+  Latest().Set(choice);  // last: a flash route calls VerifyAttention for its rows
 }
 
 VerifyOutputs MakeVerifyOutputs(const at::Tensor& query, bool with_lse) {

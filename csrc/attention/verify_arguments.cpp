@@ -180,10 +180,10 @@ void CheckOutputs(const VerifyArguments& arguments, const VerifyOutputs& outputs
   CheckDevice(out, "out", query.device());
   NWOR_CHECK(out.stride(2) == 1, "out: got a stride of ", out.stride(2),
              " between channels, expected 1 (contiguous channels)");
-  CheckOnePlacePerElement(out);
+  CheckNoSelfOverlap(out);
   const auto check_apart = [&](const at::Tensor& input, const char* name) {
-    NWOR_CHECK(!MayOverlap(out, input), "out: got memory of ", name,
-               ", expected memory of its own");
+    NWOR_CHECK(!MayOverlap(out, input), "out: got memory that overlaps ", name,
+               ", expected memory that overlaps no input");
   };
   check_apart(arguments.query, "query");
   check_apart(arguments.key, "key");

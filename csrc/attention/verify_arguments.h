@@ -7,8 +7,8 @@
 
 namespace nwor {
 
-// Checked arguments as kernels take them, with the copies that had to be made (rows whose channels
-// were not contiguous, or not aligned for a CUDA kernel).
+// Checked arguments as kernels take them. Rows whose channels are not contiguous, or not aligned
+// for a CUDA kernel, have been copied.
 struct CheckedVerify {
   VerifyParams params;
   RouteRequest request;
@@ -17,9 +17,9 @@ struct CheckedVerify {
   at::Tensor query, key, value, compact_keys, compact_values;
 };
 
-// Checks sizes, dtypes, devices and scalars; values inside index tensors are not looked at.
-// `outputs` may be null: a plan is made without. `plan_only`: key and value may be undefined.
-// Throws nwor::Error naming the argument, what was got and what was expected.
+// Checks sizes, dtypes, devices and scalars, but not the values in index tensors. `outputs` may be
+// null for a plan. With `plan_only` key and value may be undefined. Throws nwor::Error that names
+// the argument, what it got and what was expected. Thread-safe.
 NWOR_EXPORT CheckedVerify CheckVerifyArguments(const VerifyArguments& arguments,
                                                const VerifyOutputs* outputs, bool plan_only);
 

@@ -312,7 +312,7 @@ void BindInterceptor(py::module_& m) {
            "Routes one layer's rows: key and value [n, H, D], slot_mapping [n] int64, -1:\n"
            "skip. rows are those of the batch these are (default: all, in order). Nothing is\n"
            "written when an argument is wrong, which raises NworError. With defer the write\n"
-           "may wait for merge_rows_of_layer or the commit: until then nothing may read the\n"
+           "may wait for merge_and_write_rows or the commit: until then nothing may read the\n"
            "rows from the cache or change the tensors.")
       .def(
           "commit",

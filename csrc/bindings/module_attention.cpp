@@ -5,23 +5,25 @@
 #include "bindings/module.h"
 #include "kv_interceptor/interceptor.h"
 
-// The Python face of attention beside its torch ops: routes, sizes of plans, and what needs an
-// interceptor.
+// Python bindings of attention besides its torch ops: routes, plan sizes, and functions that take
+// an interceptor.
 
 namespace py = pybind11;
 
 namespace nwor {
 namespace {
 
-void MergeRowsOfLayer(Interceptor& interceptor, const std::string& layer, const at::Tensor& query,
-                      const at::Tensor& key, const at::Tensor& value, const at::Tensor& prefix_out,
-                      const at::Tensor& prefix_lse, const at::Tensor& query_start, double scale,
-                      const at::Tensor& out, double softcap, int64_t rows_per_request) {
+void MergeAndWriteRowsOfLayer(Interceptor& interceptor, const std::string& layer,
+                              const at::Tensor& query, const at::Tensor& key,
+                              const at::Tensor& value, const at::Tensor& prefix_out,
+                              const at::Tensor& prefix_lse, const at::Tensor& query_start,
+                              double scale, const at::Tensor& out, double softcap,
+                              int64_t rows_per_request) {
   std::optional<DeferredWrite> write = interceptor.TakeDeferred(layer);
   try {
-    MergeRows({query, key, value, prefix_out, prefix_lse, query_start, std::nullopt, scale, softcap,
-               rows_per_request, /*rows_ready=*/true},
-              out, {}, write.has_value() ? &write->params : nullptr);
+    MergeAndWriteRows({query, key, value, prefix_out, prefix_lse, query_start, std::nullopt, scale,
+                       softcap, rows_per_request, /*rows_ready=*/true},
+                      out, {}, write.has_value() ? &write->params : nullptr);
   } catch (...) {
     if (write.has_value()) interceptor.ReturnDeferred(layer, std::move(*write));
     throw;
@@ -32,10 +34,10 @@ void MergeRowsOfLayer(Interceptor& interceptor, const std::string& layer, const 
 
 void BindAttention(py::module_& m) {
   m.def("last_attention_route", &LastRoute,
-        "The route of the process' latest verify attention ('none' before the first) and\n"
-        "why it was taken.");
+        "The route of this process' latest verify attention and why it was chosen;\n"
+        "'none' before the first.");
   m.def("attention_routes", &DescribeRoutes,
-        "What each route is here, a line for each: 'name: present', or why not.");
+        "The routes of this process, one line each: 'name: present', or why it is absent.");
   m.def(
       "verify_plan_bytes",
       [](const at::Tensor& query, const at::Tensor& key_cache, const at::Tensor& block_table,
@@ -52,15 +54,15 @@ void BindAttention(py::module_& m) {
       },
       py::arg("query"), py::arg("key_cache"), py::arg("block_table"), py::arg("prefix_lens"),
       py::arg("query_start"), py::arg("block_size") = 0, py::arg("max_rows") = 0,
-      "Bytes that a plan of verify attention takes for these shapes on this device, 0 on\n"
-      "the CPU; block_size is that of the partial view, 0 without.");
-  m.def("merge_rows_of_layer", &MergeRowsOfLayer, py::arg("interceptor"), py::arg("layer"),
+      "Bytes of a plan of verify attention for these shapes on this device; 0 on the CPU.\n"
+      "block_size: of the partial view; 0: none.");
+  m.def("merge_and_write_rows", &MergeAndWriteRowsOfLayer, py::arg("interceptor"), py::arg("layer"),
         py::arg("query"), py::arg("key"), py::arg("value"), py::arg("prefix_out"),
         py::arg("prefix_lse"), py::arg("query_start"), py::arg("scale"), py::arg("out"),
         py::arg("softcap") = 0.0, py::arg("rows_per_request") = 0,
-        "merge_rows for chains, with the layer's deferred write in the same launch. On CUDA query, "
-        "key and value must have been written before the launch ahead of it, the attention to the "
-        "prefix, began.");
+        "merge_rows for chains, and the layer's deferred write (Interceptor.write with\n"
+        "defer=True) in the same launch. On CUDA query, key and value must have been\n"
+        "written before the previous launch, the attention to the prefix, began.");
 }
 
 }  // namespace nwor

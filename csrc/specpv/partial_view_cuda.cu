@@ -1,6 +1,6 @@
 #include <cstdint>
 
-#include "base/cuda/early_launch.cuh"
+#include "base/cuda/dependent_launch.cuh"
 #include "specpv/partial_view.h"
 
 namespace nwor {
@@ -40,8 +40,8 @@ __global__ void __launch_bounds__(kThreads)
     BuildViewKernel(const __grid_constant__ ViewParams params) {
   __shared__ int32_t retrieved;
   if (threadIdx.x == 0) retrieved = params.k;
-  AwaitLaunchAhead();
-  LetNextBegin();
+  WaitOnDependentGrids();
+  LaunchDependentGrids();
   const auto head = static_cast<int32_t>(blockIdx.x % params.num_kv_heads);
   const auto request = static_cast<int32_t>(blockIdx.x / params.num_kv_heads);
   const auto layer = static_cast<int32_t>(blockIdx.y);
@@ -94,7 +94,7 @@ __global__ void __launch_bounds__(kThreads)
 void LaunchBuildView(const ViewParams& params) {
   const dim3 grid(static_cast<unsigned>(params.num_requests * params.num_kv_heads),
                   static_cast<unsigned>(params.num_layers));
-  LaunchEarly(BuildViewKernel, grid, kThreads, 0, params, "view kernel");
+  LaunchDependent(BuildViewKernel, grid, kThreads, 0, params, "view kernel");
 }
 
 }  // namespace nwor

@@ -2,7 +2,7 @@
 #include <cstdint>
 #include <type_traits>
 
-#include "base/cuda/early_launch.cuh"
+#include "base/cuda/dependent_launch.cuh"
 #include "base/cuda/element.cuh"
 #include "base/cuda/launch_check.h"
 #include "base/row_op.h"
@@ -20,8 +20,8 @@ constexpr int kMaxResidentScores = 4;  // thread blocks of the tensor kernel on 
 template <typename Q, typename T>
 __global__ void __launch_bounds__(kPlainWarps * 32)
     PlainScoreKernel(const __grid_constant__ SelectParams params) {
-  AwaitLaunchAhead();
-  LetNextBegin();
+  WaitOnDependentGrids();
+  LaunchDependentGrids();
   const auto kv_head = static_cast<int32_t>(blockIdx.y % params.num_kv_heads);
   const auto request = static_cast<int32_t>(blockIdx.y / params.num_kv_heads);
   const int32_t candidates = min(params.num_candidates[request], params.max_blocks);
@@ -152,8 +152,8 @@ void LaunchTensorScore(const SelectParams& params, const TensorGrid& grid) {
                                  static_cast<int>(grid.shared_bytes)),
             "score kernel's shared memory");
   const dim3 ctas(static_cast<unsigned>(grid.ctas * params.num_kv_heads));
-  LaunchEarly(kernel, ctas, grid.warps * 32, static_cast<size_t>(grid.shared_bytes),
-              TensorScoreParams{params, grid.query_room}, "score kernel");
+  LaunchDependent(kernel, ctas, grid.warps * 32, static_cast<size_t>(grid.shared_bytes),
+                  TensorScoreParams{params, grid.query_room}, "score kernel");
 }
 
 template <typename T>
@@ -180,7 +180,7 @@ void LaunchPlainScore(const SelectParams& params) {
     WithElementType(params.dtype, [&](auto* summary) {
       using T = std::remove_pointer_t<decltype(summary)>;
       if constexpr (!std::is_same_v<Q, E4M3> && !std::is_same_v<T, E4M3>) {
-        LaunchEarly(PlainScoreKernel<Q, T>, grid, kPlainWarps * 32, 0, params, "score kernel");
+        LaunchDependent(PlainScoreKernel<Q, T>, grid, kPlainWarps * 32, 0, params, "score kernel");
       }
     });
   });

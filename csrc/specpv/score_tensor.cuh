@@ -4,7 +4,7 @@
 #include <type_traits>
 
 #include "attention/cuda/ptx.cuh"
-#include "base/cuda/early_launch.cuh"
+#include "base/cuda/dependent_launch.cuh"
 #include "base/cuda/element.cuh"
 #include "specpv/retrieval.h"
 #include "specpv/score_share.cuh"
@@ -374,8 +374,8 @@ __global__ void __launch_bounds__(kMaxTensorWarps * 32, kChunks <= 4 ? 2 : 1)
   const int warp = static_cast<int>(threadIdx.x / 32);
   const int num_warps = static_cast<int>(blockDim.x / 32);
   HintUnits(params, FindShare(params, cta, num_ctas, kTensorBlocks), kv_head);
-  AwaitLaunchAhead();
-  LetNextBegin();
+  WaitOnDependentGrids();
+  LaunchDependentGrids();
   const RequestShare share = FindShare(params, cta, num_ctas, kTensorBlocks);
   const int32_t candidates = share.candidates;
   const int units = (candidates + kTensorBlocks - 1) / kTensorBlocks;

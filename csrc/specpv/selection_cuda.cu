@@ -1,6 +1,6 @@
 #include <cstdint>
 
-#include "base/cuda/early_launch.cuh"
+#include "base/cuda/dependent_launch.cuh"
 #include "specpv/selection.h"
 
 // The k highest of a list of scores, by one block of threads: a radix select over the range that
@@ -335,7 +335,7 @@ __global__ void __launch_bounds__(kThreads)
   if (threadIdx.x == 0) scratch.num_ranked = 0;
   // The launch of the scores let this one begin when all before it had ended, so that only the
   // scores have to be waited for.
-  if (params.max_blocks == 0) AwaitLaunchAhead();
+  if (params.max_blocks == 0) WaitOnDependentGrids();
   const bool shared_list = params.selection == Selection::kShared;
   const auto request =
       static_cast<int32_t>(shared_list ? blockIdx.x : blockIdx.x / params.num_kv_heads);
@@ -344,8 +344,8 @@ __global__ void __launch_bounds__(kThreads)
   const int32_t count = min(params.num_candidates[request], params.max_blocks);
   const int32_t taken = BlocksToTake(params, request, count);
   const int64_t row = int64_t{request} * params.num_kv_heads + kv_head;
-  AwaitLaunchAhead();
-  LetNextBegin();
+  WaitOnDependentGrids();
+  LaunchDependentGrids();
   if (count < 0 || store_row < 0) return;
   const OwnKeys<kKeys> keys(params, params.scores + row * params.max_blocks, count);
   int32_t* ids = params.ids + (store_row * params.num_kv_heads + kv_head) * params.k;
@@ -385,7 +385,8 @@ void LaunchTakeHighest(const SelectParams& params) {
                       : keys <= 8  ? TakeHighestKernel<8>
                       : keys <= 32 ? TakeHighestKernel<32>
                                    : TakeHighestKernel<0>;
-  LaunchEarly(kernel, dim3(static_cast<unsigned>(lists)), kThreads, 0, params, "selection kernel");
+  LaunchDependent(kernel, dim3(static_cast<unsigned>(lists)), kThreads, 0, params,
+                  "selection kernel");
 }
 
 }  // namespace nwor

@@ -48,7 +48,7 @@ __all__: list[str] = [
     "find_run_end",
     "judge_greedy",
     "last_attention_route",
-    "merge_rows_of_layer",
+    "merge_and_write_rows",
     "metrics_render",
     "metrics_serve",
     "metrics_snapshot",
@@ -697,7 +697,7 @@ def judge_greedy(
     chunk: ChainChunk, target_ids: collections.abc.Sequence[typing.SupportsIndex]
 ) -> tuple[int, int]: ...
 def last_attention_route() -> str: ...
-def merge_rows_of_layer(
+def merge_and_write_rows(
     interceptor: Interceptor,
     layer: str,
     query: torch.Tensor,

@@ -1,9 +1,9 @@
 #if defined(__x86_64__)
 
-#include "attention/cpu/block_cover.h"
+#include "attention/cpu/block_mask.h"
+#include "attention/cpu/kernels.h"
 #include "attention/cpu/prefix_reader.h"
-#include "attention/cpu/task.h"
-#include "attention/cpu/visibility.h"
+#include "attention/cpu/row_mask.h"
 
 #define NWOR_SIMD_KERNEL "attention/cpu/kernel.h"
 #include "base/simd/simd_avx2.h"

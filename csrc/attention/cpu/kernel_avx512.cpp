@@ -1,10 +1,10 @@
 #if defined(__x86_64__)
 
-#include "attention/cpu/block_cover.h"
-#include "attention/cpu/matrix_unit.h"
+#include "attention/cpu/amx.h"
+#include "attention/cpu/block_mask.h"
+#include "attention/cpu/kernels.h"
 #include "attention/cpu/prefix_reader.h"
-#include "attention/cpu/task.h"
-#include "attention/cpu/visibility.h"
+#include "attention/cpu/row_mask.h"
 
 #define NWOR_SIMD_KERNEL "attention/cpu/kernel.h"
 #include "base/simd/simd_avx512.h"
@@ -23,7 +23,7 @@ const Kernels kAmxKernels = {"amx",
                              simd_avx512::kLanes,
                              true,
                              &simd_avx512::PackQueriesAndPairs,
-                             &simd_avx512::AttendWithMatrixUnit,
+                             &simd_avx512::AttendWithAmx,
                              &simd_avx512::Merge,
                              &simd_avx512::Finish};
 

@@ -1,4 +1,5 @@
-// Compiler vectors of four floats: every machine, and the check of the other instruction sets.
+// Compiler vectors of four floats: for every machine, and as a reference for the other instruction
+// sets.
 #define NWOR_SIMD_LEVEL NWOR_SIMD_GENERIC
 #include "attention/cpu/kernel.h"
 

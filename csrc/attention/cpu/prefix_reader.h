@@ -5,14 +5,14 @@
 
 #include "attention/params.h"
 
-// Where the tokens one request's rows see before themselves lie: in pages, in a partial view's
-// blocks of pages, or in a compact view. Reads only table entries it needs.
+// Finds the prefix tokens of a request: in pages, in a partial view's blocks of pages, or in a
+// compact view. Reads only the table entries that it needs.
 
 namespace nwor::cpu {
 
 enum class PrefixKind : uint8_t { kPages, kBlocks, kCompact };
 
-// By the lengths: a view without room has no memory behind it, and is one nevertheless.
+// Decided by the lengths: a view of size 0 has no memory but is still a view.
 inline PrefixKind KindOfPrefix(const VerifyParams& params, int request) {
   if (params.compact.lens != nullptr && params.compact.lens[request] >= 0) {
     return PrefixKind::kCompact;

@@ -2,12 +2,12 @@
 
 #include <cstdint>
 
-#include "attention/cpu/matrix_unit.h"
-#include "attention/cpu/task.h"
+#include "attention/cpu/amx.h"
+#include "attention/cpu/kernels.h"
 #include "base/simd/simd.h"
 
-// A chunk's queries as float, interleaved for tiles: tile.h says how. Compiled once per instruction
-// set, see kernel.h.
+// Packs a chunk's queries as float, interleaved for tiles as tile.h describes. Compiled once per
+// instruction set, see kernel.h.
 
 namespace nwor::NWOR_SIMD_NAMESPACE {
 
@@ -52,7 +52,7 @@ void PackQueriesAndPairs(const VerifyParams& params, const cpu::RowChunk& rows,
                          cpu::Scratch& scratch) {
   PackQueries(params, rows, scratch);
   if (params.dtype == DType::kBFloat16) {
-    cpu::MatrixUnit::PackQueries(rows, params.head_dim, scratch);
+    cpu::Amx::PackQueries(rows, params.head_dim, scratch);
   }
 }
 #endif

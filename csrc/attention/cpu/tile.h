@@ -4,15 +4,15 @@
 #include <cstring>
 #include <limits>
 
-#include "attention/cpu/task.h"
+#include "attention/cpu/kernels.h"
 #include "attention/params.h"
 #include "base/simd/simd.h"
 
-// What one tile of four packed rows does with a block of tokens: scores, softmax, weighted sums.
+// One tile of four packed rows and a block of tokens: scores (QK), softmax, weighted sums (PV).
 // Compiled once per instruction set, see kernel.h.
 //
-// Scores of a tile lie token-major, [token][4 rows], so that softmax works lane by row and the sums
-// broadcast straight from them.
+// Scores of a tile lie token-major, [token][4 rows]: softmax works with one row per lane, and the
+// sums broadcast weights directly from memory.
 
 namespace nwor::NWOR_SIMD_NAMESPACE {
 
@@ -21,10 +21,10 @@ using cpu::kTileRows;
 constexpr float kLog2E = 1.4426950408889634f;
 constexpr float kMinusInfinity = -std::numeric_limits<float>::infinity();
 
-// Register tiles of four rows: tokens per score tile, registers of channels per sum tile. Fewer
-// rows leave room for up to twice as much: more multiply-adds that do not wait for each other.
-// Three rows of eight tokens would be 24 sums beside queries and keys, and some of 32 registers
-// would live in memory.
+// Register tiles of four rows: tokens per score tile, and vector registers of channels per sum
+// tile. Fewer rows leave room for up to twice as many: more independent multiply-adds. Three rows
+// of eight tokens would be 24 sums besides queries and keys, and some of 32 registers would be
+// spilled.
 #if NWOR_SIMD_LEVEL == NWOR_SIMD_AVX2
 constexpr int kTileTokens = 2;
 constexpr int kTileTokensOfThree = 4;
@@ -37,47 +37,49 @@ constexpr int kTileVecs = 4;
 constexpr int TileTokens(int rows) {
   return rows == kTileRows ? kTileTokens : rows == 3 ? kTileTokensOfThree : 2 * kTileTokens;
 }
-// Of a score tile's tokens those whose sums over lanes are made four tokens at a time.
+// Tokens of a score tile whose sums over lanes are computed four tokens at a time.
 constexpr int TokensSummedTogether(int tokens) {
   return NWOR_SIMD_LEVEL == NWOR_SIMD_AVX512 ? tokens : 0;
 }
 constexpr int TileVecs(int rows) { return rows < kTileRows ? 2 * kTileVecs : kTileVecs; }
 
-// What will be read next, fetched into L2 a line or two at a time between the multiply-adds. In one
-// burst the fetches would fill the miss queues, and the loads behind them would wait.
-struct Ahead {
-  const std::byte* const* rows = nullptr;  // one for each token walked meanwhile; null: nothing
+// Rows that will be read next. They are prefetched into L2 a line or two at a time between the
+// multiply-adds: a burst of prefetches would fill the miss queues and delay the loads after it.
+struct Prefetch {
+  const std::byte* const* rows = nullptr;  // one for each token of the current block; null: none
   int element_bytes = 0;
 
-  Ahead From(int token) const { return {rows == nullptr ? nullptr : rows + token, element_bytes}; }
+  Prefetch From(int token) const {
+    return {rows == nullptr ? nullptr : rows + token, element_bytes};
+  }
 };
 
 constexpr int kLineBytes = 64;
-constexpr int kSoon = 8;  // tokens that a walk over values fetches ahead of itself into L1
+constexpr int kPrefetchTokens = 8;  // distance in tokens of prefetches into L1 in SumTile
 
 // ---- scores -----------------------------------------------------------------------------------
 
 // scores[t][r] = queries[r] . keys[t] for kRows of a tile's rows; other rows get 0. A tile's
-// queries lie interleaved, [D / kLanes][4 rows][kLanes]: one stream, and no two rows in one cache
-// bank.
+// queries are interleaved, [D / kLanes][4 rows][kLanes]: one stream of memory, and no bank
+// conflicts between rows.
 //
-// kFetch: lines of the rows ahead are fetched into L2, and into L1 those of the tile that follows,
-// which begins at `soon`.
-template <int kRows, int kTokens, bool kFetch, typename T>
-NWOR_SIMD_INLINE void ScoreTile(const float* queries, const T* const* keys, const T* const* soon,
-                                int head_dim, const Ahead& ahead, float* scores) {
+// kPrefetch: prefetches lines of `prefetch` into L2, and those of the next score tile, which begins
+// at `next`, into L1.
+template <int kRows, int kTokens, bool kPrefetch, typename T>
+NWOR_SIMD_INLINE void ScoreTile(const float* queries, const T* const* keys, const T* const* next,
+                                int head_dim, const Prefetch& prefetch, float* scores) {
   Vec sums[kTokens][kTileRows] = {};
   for (int d = 0; d < head_dim; d += kLanes) {
-    if (kFetch && d * ahead.element_bytes % kLineBytes == 0) {
+    if (kPrefetch && d * prefetch.element_bytes % kLineBytes == 0) {
 #pragma GCC unroll 8
       for (int t = 0; t < kTokens; ++t) {
-        __builtin_prefetch(ahead.rows[t] + d * ahead.element_bytes, 0, 2);
+        __builtin_prefetch(prefetch.rows[t] + d * prefetch.element_bytes, 0, 2);
       }
     }
-    if (kFetch && d * static_cast<int>(sizeof(T)) % kLineBytes == 0) {
+    if (kPrefetch && d * static_cast<int>(sizeof(T)) % kLineBytes == 0) {
 #pragma GCC unroll 8
       for (int t = 0; t < kTokens; ++t) {
-        __builtin_prefetch(soon[t] + d, 0, 3);
+        __builtin_prefetch(next[t] + d, 0, 3);
       }
     }
     Vec q[kRows];
@@ -101,7 +103,7 @@ NWOR_SIMD_INLINE void ScoreTile(const float* queries, const T* const* keys, cons
     Store(scores + t * kTileRows, SumLanesOfFour(sums + t));
   }
   if constexpr (kTokens % 4 != 0) {
-    // In the same order: a score must not depend on its place.
+    // The same order of additions: a score must not depend on its position.
     constexpr int kFirst = kTokens / 4 * 4, kRest = kTokens % 4;
     Vec rest[4][kTileRows] = {};
     std::memcpy(rest, sums + kFirst, kRest * sizeof(rest[0]));
@@ -116,24 +118,24 @@ NWOR_SIMD_INLINE void ScoreTile(const float* queries, const T* const* keys, cons
 }
 
 // REQUIRES: count is a multiple of 4.
-template <int kRows, bool kFetch, typename T>
+template <int kRows, bool kPrefetch, typename T>
 void ScoreTiles(const float* queries, const T* const* keys, int count, int head_dim,
-                const Ahead& ahead, float* scores) {
+                const Prefetch& prefetch, float* scores) {
   constexpr int kTokens = TileTokens(kRows);
   int t = 0;
   for (; t + kTokens <= count; t += kTokens) {
-    const T* const* soon = keys + (t + 2 * kTokens <= count ? t + kTokens : t);
-    ScoreTile<kRows, kTokens, kFetch>(queries, keys + t, soon, head_dim, ahead.From(t),
-                                      scores + t * kTileRows);
+    const T* const* next = keys + (t + 2 * kTokens <= count ? t + kTokens : t);
+    ScoreTile<kRows, kTokens, kPrefetch>(queries, keys + t, next, head_dim, prefetch.From(t),
+                                         scores + t * kTileRows);
   }
   for (; t + kTileTokens <= count; t += kTileTokens) {
-    ScoreTile<kRows, kTileTokens, false>(queries, keys + t, keys + t, head_dim, ahead,
+    ScoreTile<kRows, kTileTokens, false>(queries, keys + t, keys + t, head_dim, prefetch,
                                          scores + t * kTileRows);
   }
   if constexpr (kTokens % kTileTokens != 0) {
     static_assert(kTokens % kTileTokens == 2 && kTileTokens == 4);
     if (t < count) {
-      ScoreTile<kRows, 2, false>(queries, keys + t, keys + t, head_dim, ahead,
+      ScoreTile<kRows, 2, false>(queries, keys + t, keys + t, head_dim, prefetch,
                                  scores + t * kTileRows);
     }
   }
@@ -141,11 +143,11 @@ void ScoreTiles(const float* queries, const T* const* keys, int count, int head_
 
 template <int kRows, typename T>
 void ScoreBlock(const float* queries, const T* const* keys, int count, int head_dim,
-                const Ahead& ahead, float* scores) {
-  if (ahead.rows != nullptr) {
-    ScoreTiles<kRows, true>(queries, keys, count, head_dim, ahead, scores);
+                const Prefetch& prefetch, float* scores) {
+  if (prefetch.rows != nullptr) {
+    ScoreTiles<kRows, true>(queries, keys, count, head_dim, prefetch, scores);
   } else {
-    ScoreTiles<kRows, false>(queries, keys, count, head_dim, ahead, scores);
+    ScoreTiles<kRows, false>(queries, keys, count, head_dim, prefetch, scores);
   }
 }
 
@@ -164,9 +166,9 @@ struct Softmax {
     }
   }
 
-  // Turns a tile's scores into weights, updates its maximum and sum, and says in `decay` by what
-  // the sums so far have to be multiplied. Scores past `count` are padding; row_bits, if given,
-  // points to the tokens each row sees.
+  // Turns a tile's scores into weights, updates its maximum and sum, and sets `decay` to the factor
+  // of the sums so far. Scores from `count` on are padding. row_bits, if not null, points to the
+  // tokens that each row sees.
   void Apply(float* scores, int count, int padded, const uint64_t* const* row_bits, float* max,
              float* sum, float* decay) const {
     Vec largest = Broadcast(kMinusInfinity);
@@ -177,7 +179,7 @@ struct Softmax {
       largest = MaxOf(largest, logit);
     }
     if (row_bits != nullptr || count != padded) {
-      Hide(scores, count, padded, row_bits);
+      Mask(scores, count, padded, row_bits);
       largest = Broadcast(kMinusInfinity);
       for (int i = 0; i < padded * kTileRows; i += kLanes) {
         largest = MaxOf(largest, Load(scores + i));
@@ -186,9 +188,9 @@ struct Softmax {
     const Quad old_max = LoadQuad(max);
     const Quad new_max = MaxOf(
         old_max,
-        FoldRows(
+        ReduceRows(
             largest, [](Quad a, Quad b) __attribute__((always_inline)) { return MaxOf(a, b); }));
-    // Rows that have seen nothing yet have no maximum to subtract.
+    // Rows that have seen no token yet have no maximum to subtract.
     const Quad base = new_max == kMinusInfinity ? Quad{} : new_max;
     const Vec bases = RepeatRows(base);
     Vec total = {};
@@ -202,7 +204,7 @@ struct Softmax {
     StoreQuad(decay, kept);
     StoreQuad(sum,
               LoadQuad(sum) * kept +
-                  FoldRows(
+                  ReduceRows(
                       total, [](Quad a, Quad b) __attribute__((always_inline)) { return a + b; }));
   }
 
@@ -213,7 +215,7 @@ struct Softmax {
     return q;
   }
 
-  static void Hide(float* scores, int count, int padded, const uint64_t* const* row_bits) {
+  static void Mask(float* scores, int count, int padded, const uint64_t* const* row_bits) {
     for (int i = count * kTileRows; i < padded * kTileRows; ++i) {
       scores[i] = kMinusInfinity;
     }
@@ -231,9 +233,10 @@ struct Softmax {
 // ---- weighted sums ----------------------------------------------------------------------------
 
 // acc[r][d ..] = acc[r][d ..] * decay[r] + sum over tokens of weights[t][r] * values[t][d ..].
-template <int kRows, int kVecs, bool kFetch, typename T>
+template <int kRows, int kVecs, bool kPrefetch, typename T>
 NWOR_SIMD_INLINE void SumTile(const float* weights, const T* const* values, int count, int d,
-                              const float* decay, int head_dim, const Ahead& ahead, float* acc) {
+                              const float* decay, int head_dim, const Prefetch& prefetch,
+                              float* acc) {
   Vec sums[kRows][kVecs];
 #pragma GCC unroll 4
   for (int r = 0; r < kRows; ++r) {
@@ -242,15 +245,16 @@ NWOR_SIMD_INLINE void SumTile(const float* weights, const T* const* values, int 
       sums[r][c] = Load(acc + r * head_dim + d + c * kLanes) * decay[r];
     }
   }
-  // The lines that begin in these channels of a row ahead.
-  const int ahead_end = (d + kVecs * kLanes) * ahead.element_bytes;
-  const int ahead_begin = (d * ahead.element_bytes + kLineBytes - 1) / kLineBytes * kLineBytes;
+  // The lines of a prefetched row that begin in these channels.
+  const int prefetch_end = (d + kVecs * kLanes) * prefetch.element_bytes;
+  const int prefetch_begin =
+      (d * prefetch.element_bytes + kLineBytes - 1) / kLineBytes * kLineBytes;
   for (int t = 0; t < count; ++t) {
-    if (kFetch) {
-      for (int byte = ahead_begin; byte < ahead_end; byte += kLineBytes) {
-        __builtin_prefetch(ahead.rows[t] + byte, 0, 2);
+    if (kPrefetch) {
+      for (int byte = prefetch_begin; byte < prefetch_end; byte += kLineBytes) {
+        __builtin_prefetch(prefetch.rows[t] + byte, 0, 2);
       }
-      __builtin_prefetch(values[t + kSoon < count ? t + kSoon : t] + d, 0, 3);
+      __builtin_prefetch(values[t + kPrefetchTokens < count ? t + kPrefetchTokens : t] + d, 0, 3);
     }
     const T* value = values[t] + d;
     const float* weight = weights + t * kTileRows;
@@ -272,26 +276,26 @@ NWOR_SIMD_INLINE void SumTile(const float* weights, const T* const* values, int 
   }
 }
 
-template <int kRows, bool kFetch, typename T>
+template <int kRows, bool kPrefetch, typename T>
 void SumTiles(const float* weights, const T* const* values, int count, const float* decay,
-              int head_dim, const Ahead& ahead, float* acc) {
+              int head_dim, const Prefetch& prefetch, float* acc) {
   constexpr int kVecs = TileVecs(kRows);
   int d = 0;
   for (; d + kVecs * kLanes <= head_dim; d += kVecs * kLanes) {
-    SumTile<kRows, kVecs, kFetch>(weights, values, count, d, decay, head_dim, ahead, acc);
+    SumTile<kRows, kVecs, kPrefetch>(weights, values, count, d, decay, head_dim, prefetch, acc);
   }
   for (; d < head_dim; d += kLanes) {
-    SumTile<kRows, 1, kFetch>(weights, values, count, d, decay, head_dim, ahead, acc);
+    SumTile<kRows, 1, kPrefetch>(weights, values, count, d, decay, head_dim, prefetch, acc);
   }
 }
 
 template <int kRows, typename T>
 void SumBlock(const float* weights, const T* const* values, int count, const float* decay,
-              int head_dim, const Ahead& ahead, float* acc) {
-  if (ahead.rows != nullptr) {
-    SumTiles<kRows, true>(weights, values, count, decay, head_dim, ahead, acc);
+              int head_dim, const Prefetch& prefetch, float* acc) {
+  if (prefetch.rows != nullptr) {
+    SumTiles<kRows, true>(weights, values, count, decay, head_dim, prefetch, acc);
   } else {
-    SumTiles<kRows, false>(weights, values, count, decay, head_dim, ahead, acc);
+    SumTiles<kRows, false>(weights, values, count, decay, head_dim, prefetch, acc);
   }
 }
 

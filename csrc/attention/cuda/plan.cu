@@ -2,12 +2,14 @@
 
 #include "attention/cuda/row_depth.cuh"
 #include "attention/cuda/status.cuh"
-#include "attention/cuda/verify_cuda.h"
+#include "attention/cuda/verify.h"
 #include "attention/plan.h"
 #include "base/check.h"
 
-// The planner: one block, once per step. Cuts requests into leaves, chooses the grain of the work
-// items and lists them, longest first, so that the dynamic queue ends evenly.
+// The planner: one thread block, once per step (LaunchVerifyPlan in verify.h). It reads the lengths
+// on the device and writes the plan (../plan.h): splits each request's prefix, chooses the
+// granularity of its work tiles and lists them longest first, so that CTAs finish at about the same
+// time. It also clears the scheduler's counters in the workspace.
 
 namespace nwor {
 namespace {
@@ -24,8 +26,8 @@ __device__ int ClampLength(int value, int64_t limit, VerifyStatus code, int requ
   return value < 0 ? 0 : static_cast<int>(limit);
 }
 
-// The rows of a request that the plan has work for. Tells `status`, if there is one, what is wrong
-// with them.
+// The rows of a request that the plan covers. Reports what is wrong with them, if `status` is not
+// null.
 struct RowRange {
   int query_start, request_rows;
 };
@@ -52,7 +54,7 @@ __device__ int LeastDepth(const VerifyParams& p, const RowRange& rows) {
   return __reduce_min_sync(0xffffffffu, least);
 }
 
-// `depth` is that of the row that sees furthest back.
+// `depth` is the smallest depth of the rows: that row sees furthest back.
 __device__ PlanRequest ReadRequest(const VerifyParams& p, int b, int depth,
                                    const VerifyConfig& config) {
   PlanRequest request = {};
@@ -84,75 +86,78 @@ __device__ PlanRequest ReadRequest(const VerifyParams& p, int b, int depth,
     request.token_begin = min(max(first, 0), request.prefix_tokens);
   }
   const int packed = request.num_rows * (p.num_heads / p.num_kv_heads);
-  const LeafSplit split = SplitRequest(request.span(), packed, p.num_kv_heads, config);
-  request.leaf_tokens = split.leaf_tokens;
-  request.num_leaves = split.num_leaves;
+  const PrefixSplits kv_splits = SplitRequest(request.span(), packed, p.num_kv_heads, config);
+  request.split_tokens = kv_splits.split_tokens;
+  request.num_splits = kv_splits.num_splits;
   return request;
 }
 
 __device__ PlanDemand DemandOf(const PlanRequest& request, int group, int kv_heads, int row_tile) {
-  const int leaves_per_item = request.leaves_per_item;
-  const int pairs = CeilDiv(request.num_rows * group, row_tile) * kv_heads;
-  const int parts = CeilDiv(request.num_leaves, leaves_per_item);
-  const int leaves = min(leaves_per_item, request.num_leaves);
+  const int splits_per_work_tile = request.splits_per_work_tile;
+  const int output_tiles = CeilDiv(request.num_rows * group, row_tile) * kv_heads;
+  const int partials = CeilDiv(request.num_splits, splits_per_work_tile);
+  const int splits = min(splits_per_work_tile, request.num_splits);
   PlanDemand demand;
-  demand.item_tokens = min(leaves * request.leaf_tokens, request.span());
-  demand.items = pairs * parts;
-  demand.slots = parts > 1 ? demand.items : 0;
-  demand.split_pairs = parts > 1 ? pairs : 0;
-  demand.parts = pairs > 0 ? parts : 0;
+  demand.work_tile_tokens = min(splits * request.split_tokens, request.span());
+  demand.work_tiles = output_tiles * partials;
+  demand.slots = partials > 1 ? demand.work_tiles : 0;
+  demand.split_outputs = partials > 1 ? output_tiles : 0;
+  demand.partials = output_tiles > 0 ? partials : 0;
   return demand;
 }
 
 // Sums over a warp; every lane gets the result.
 __device__ int WarpSum(int value) { return __reduce_add_sync(0xffffffffu, value); }
 
-// The sums over the requests queued before b, and over all of them; of `parts` the largest. Called
-// by whole warps.
+// Sums over the requests queued before b, and over all requests; for `partials`, the maximum.
+// Called by whole warps.
 struct QueueSums {
   PlanDemand before;
   PlanDemand all;
 };
 __device__ QueueSums SumQueue(const PlanRequest* requests, int num_requests, int b,
-                              int item_tokens) {
+                              int work_tile_tokens) {
   QueueSums sums = {};
   for (int other = threadIdx.x % 32; other < num_requests; other += 32) {
     const PlanDemand d = requests[other].demand;
-    sums.all.items += d.items;
-    sums.all.split_pairs += d.split_pairs;
-    sums.all.parts = max(sums.all.parts, d.parts);
-    if (d.item_tokens > item_tokens || (d.item_tokens == item_tokens && other < b)) {
-      sums.before.items += d.items;
+    sums.all.work_tiles += d.work_tiles;
+    sums.all.split_outputs += d.split_outputs;
+    sums.all.partials = max(sums.all.partials, d.partials);
+    if (d.work_tile_tokens > work_tile_tokens ||
+        (d.work_tile_tokens == work_tile_tokens && other < b)) {
+      sums.before.work_tiles += d.work_tiles;
       sums.before.slots += d.slots;
-      sums.before.split_pairs += d.split_pairs;
+      sums.before.split_outputs += d.split_outputs;
     }
   }
-  sums.before.items = WarpSum(sums.before.items);
+  sums.before.work_tiles = WarpSum(sums.before.work_tiles);
   sums.before.slots = WarpSum(sums.before.slots);
-  sums.before.split_pairs = WarpSum(sums.before.split_pairs);
-  sums.all.items = WarpSum(sums.all.items);
-  sums.all.split_pairs = WarpSum(sums.all.split_pairs);
-  sums.all.parts = __reduce_max_sync(0xffffffffu, sums.all.parts);
+  sums.before.split_outputs = WarpSum(sums.before.split_outputs);
+  sums.all.work_tiles = WarpSum(sums.all.work_tiles);
+  sums.all.split_outputs = WarpSum(sums.all.split_outputs);
+  sums.all.partials = __reduce_max_sync(0xffffffffu, sums.all.partials);
   return sums;
 }
 
-__device__ GrainQuery QueryOf(const PlanRequest& request, int group, int kv_heads, int row_tile) {
-  GrainQuery query;
-  query.pairs = CeilDiv(request.num_rows * group, row_tile) * kv_heads;
-  query.split = {request.leaf_tokens, request.num_leaves};
+__device__ GranularityQuery GranularityQueryOf(const PlanRequest& request, int group, int kv_heads,
+                                               int row_tile) {
+  GranularityQuery query;
+  query.output_tiles = CeilDiv(request.num_rows * group, row_tile) * kv_heads;
+  query.kv_splits = {request.split_tokens, request.num_splits};
   query.span = request.span();
   return query;
 }
 
-__device__ int SetGrain(PlanRequest* request, const GrainQuery& query, int num_ctas) {
-  request->leaves_per_item = LeavesPerItem(ChooseGrain(query, num_ctas), request->num_leaves);
-  return CeilDiv(request->num_leaves, request->leaves_per_item) * query.pairs;
+__device__ int SetGranularity(PlanRequest* request, const GranularityQuery& query, int num_ctas) {
+  request->splits_per_work_tile =
+      SplitsPerWorkTile(ChooseGranularity(query, num_ctas), request->num_splits);
+  return CeilDiv(request->num_splits, request->splits_per_work_tile) * query.output_tiles;
 }
 
-// Chooses the grains of the first requests, whose items the CTAs start with, one after the other;
-// returns how many they are. Called by one warp.
-__device__ int PlanFirstRound(PlanRequest* requests, int num_requests, int group, int kv_heads,
-                              const VerifyConfig& config) {
+// Chooses the granularity of the first requests, whose work tiles the CTAs start with, one after
+// the other. Returns how many requests that are. Called by one warp.
+__device__ int PlanFirstWave(PlanRequest* requests, int num_requests, int group, int kv_heads,
+                             const VerifyConfig& config) {
   long long work = 0;
   for (int b = threadIdx.x; b < num_requests; b += 32) work += requests[b].work;
   for (int lane = 16; lane > 0; lane /= 2) work += __shfl_xor_sync(0xffffffffu, work, lane);
@@ -161,20 +166,20 @@ __device__ int PlanFirstRound(PlanRequest* requests, int num_requests, int group
   int64_t left = work;
   int started = 0;
   int b = 0;
-  for (; b < num_requests && started < kEvenRounds * config.num_ctas; ++b) {
-    GrainQuery query = QueryOf(requests[b], group, kv_heads, config.row_tile);
+  for (; b < num_requests && started < kEvenWaves * config.num_ctas; ++b) {
+    GranularityQuery query = GranularityQueryOf(requests[b], group, kv_heads, config.row_tile);
     query.work_all = all;
     query.work_left = left;
     query.started = started;
-    started += SetGrain(&requests[b], query, config.num_ctas);
+    started += SetGranularity(&requests[b], query, config.num_ctas);
     left -= requests[b].work;
   }
   return b;
 }
 
-// Entries [begin, end) tell their CTAs that there is nothing to do. Called by the whole block.
-__device__ void MarkIdle(PlanItem* items, int begin, int end) {
-  for (int i = begin + threadIdx.x; i < end; i += kPlanThreads) items[i].request = -1;
+// Marks entries [begin, end) as empty, for CTAs without work. Called by the whole block.
+__device__ void MarkIdle(WorkTile* work_tiles, int begin, int end) {
+  for (int i = begin + threadIdx.x; i < end; i += kPlanThreads) work_tiles[i].request = -1;
 }
 
 __global__ void __launch_bounds__(kPlanThreads)
@@ -184,15 +189,16 @@ __global__ void __launch_bounds__(kPlanThreads)
   const PlanOffsets at = LocatePlan(p.num_requests, config);
   PlanHeader* header = reinterpret_cast<PlanHeader*>(plan);
   PlanRequest* requests = reinterpret_cast<PlanRequest*>(plan + at.requests);
-  PlanItem* items = reinterpret_cast<PlanItem*>(plan + at.items);
-  PlanItem* pairs = reinterpret_cast<PlanItem*>(plan + at.pairs);
+  WorkTile* work_tiles = reinterpret_cast<WorkTile*>(plan + at.work_tiles);
+  WorkTile* split_outputs = reinterpret_cast<WorkTile*>(plan + at.split_outputs);
 
-  __shared__ unsigned long long total_pairs, total_slots;
-  __shared__ int first_round;
-  if (threadIdx.x == 0) total_pairs = total_slots = 0;
+  __shared__ unsigned long long total_output_tiles, total_slots;
+  __shared__ int first_wave;
+  if (threadIdx.x == 0) total_output_tiles = total_slots = 0;
   __syncthreads();
   for (int i = threadIdx.x; i < num_counters; i += kPlanThreads) counters[i] = 0;
-  // Positions in a tree follow from the mask: a warp looks at a request's. Else row 0 has depth 0.
+  // With a tree mask a row's depth follows from the mask; a warp reads those of a request.
+  // Otherwise row 0 has depth 0.
   const bool uses_depths = p.window > 0 && p.tree_mask != nullptr;
   for (int b = threadIdx.x / 32; uses_depths && b < p.num_requests; b += kPlanWarps) {
     const int depth = LeastDepth(p, RowsOf(p, b, nullptr));
@@ -201,36 +207,37 @@ __global__ void __launch_bounds__(kPlanThreads)
   __syncthreads();
   for (int b = threadIdx.x; b < p.num_requests; b += kPlanThreads) {
     PlanRequest request = ReadRequest(p, b, uses_depths ? requests[b].token_begin : 0, config);
-    const int pairs = CeilDiv(request.num_rows * group, config.row_tile) * p.num_kv_heads;
-    request.work = int64_t{pairs} * (request.span() + request.num_rows);
+    const int output_tiles = CeilDiv(request.num_rows * group, config.row_tile) * p.num_kv_heads;
+    request.work = int64_t{output_tiles} * (request.span() + request.num_rows);
     requests[b] = request;
-    atomicAdd(&total_pairs, static_cast<unsigned long long>(pairs));
+    atomicAdd(&total_output_tiles, static_cast<unsigned long long>(output_tiles));
   }
   __syncthreads();
-  // Row ranges that overlap could ask for more than T rows allow.
-  if (total_pairs > static_cast<unsigned long long>(config.max_pairs)) {
+  // Overlapping row ranges could ask for more output tiles than T rows allow.
+  if (total_output_tiles > static_cast<unsigned long long>(config.max_output_tiles)) {
     if (threadIdx.x == 0) {
-      ReportError(p.status, VerifyStatus::kBadRowRange, 0, total_pairs);
+      ReportError(p.status, VerifyStatus::kBadRowRange, 0, total_output_tiles);
       *header = {};
     }
-    MarkIdle(items, 0, config.num_ctas);
+    MarkIdle(work_tiles, 0, config.num_ctas);
     return;
   }
   if (p.num_requests == 0) {
     if (threadIdx.x == 0) *header = {};
-    MarkIdle(items, 0, config.num_ctas);
+    MarkIdle(work_tiles, 0, config.num_ctas);
   }
 
   if (threadIdx.x < 32) {
-    const int count = PlanFirstRound(requests, p.num_requests, group, p.num_kv_heads, config);
-    if (threadIdx.x == 0) first_round = count;
+    const int count = PlanFirstWave(requests, p.num_requests, group, p.num_kv_heads, config);
+    if (threadIdx.x == 0) first_wave = count;
   }
   __syncthreads();
-  for (int b = first_round + threadIdx.x; b < p.num_requests; b += kPlanThreads) {
-    GrainQuery query = QueryOf(requests[b], group, p.num_kv_heads, config.row_tile);
+  for (int b = first_wave + threadIdx.x; b < p.num_requests; b += kPlanThreads) {
+    GranularityQuery query =
+        GranularityQueryOf(requests[b], group, p.num_kv_heads, config.row_tile);
     for (int later = b; later < p.num_requests; ++later) query.work_left += requests[later].work;
-    query.started = kEvenRounds * config.num_ctas;
-    SetGrain(&requests[b], query, config.num_ctas);
+    query.started = kEvenWaves * config.num_ctas;
+    SetGranularity(&requests[b], query, config.num_ctas);
   }
   __syncthreads();
   for (int b = threadIdx.x; b < p.num_requests; b += kPlanThreads) {
@@ -239,58 +246,60 @@ __global__ void __launch_bounds__(kPlanThreads)
   }
   __syncthreads();
   if (total_slots > static_cast<unsigned long long>(config.max_slots)) {
-    // Whole requests need no slots.
+    // Work tiles of whole requests need no slots.
     for (int b = threadIdx.x; b < p.num_requests; b += kPlanThreads) {
-      requests[b].leaves_per_item = requests[b].num_leaves;
+      requests[b].splits_per_work_tile = requests[b].num_splits;
       requests[b].demand = DemandOf(requests[b], group, p.num_kv_heads, config.row_tile);
     }
   }
   __syncthreads();
 
-  // One warp lists one request's items: parts outermost, so that the heads and row tiles that share
-  // pages run at the same time.
+  // One warp lists the work tiles of one request. Partials are the outermost index, so that the
+  // heads and row tiles that share pages run at the same time.
   const int lane = threadIdx.x % 32;
   for (int b = threadIdx.x / 32; b < p.num_requests; b += kPlanWarps) {
     const PlanRequest request = requests[b];
-    const QueueSums sums = SumQueue(requests, p.num_requests, b, request.demand.item_tokens);
+    const QueueSums sums = SumQueue(requests, p.num_requests, b, request.demand.work_tile_tokens);
     if (b == 0) {
-      for (int i = sums.all.items + lane; i < config.num_ctas; i += 32) items[i].request = -1;
+      for (int i = sums.all.work_tiles + lane; i < config.num_ctas; i += 32) {
+        work_tiles[i].request = -1;
+      }
       if (lane == 0) {
         PlanHeader done = {};
-        done.num_items = sums.all.items;
-        done.num_split_pairs = sums.all.split_pairs;
-        done.max_parts = sums.all.parts;
+        done.num_work_tiles = sums.all.work_tiles;
+        done.num_split_outputs = sums.all.split_outputs;
+        done.max_partials = sums.all.partials;
         *header = done;
       }
     }
     const int packed_rows = request.num_rows * group;
     const int row_tiles = CeilDiv(packed_rows, config.row_tile);
-    const int leaves_per_item = request.leaves_per_item;
-    const int parts = CeilDiv(request.num_leaves, leaves_per_item);
-    for (int i = lane; i < request.demand.items; i += 32) {
+    const int splits_per_work_tile = request.splits_per_work_tile;
+    const int partials = CeilDiv(request.num_splits, splits_per_work_tile);
+    for (int i = lane; i < request.demand.work_tiles; i += 32) {
       const int tile = i % row_tiles;
       const int head = i / row_tiles % p.num_kv_heads;
-      const int part = i / row_tiles / p.num_kv_heads;
-      const int pair = head * row_tiles + tile;
-      PlanItem item;
-      item.request = b;
-      item.kv_head = head;
-      item.row_begin = tile * config.row_tile;
-      item.num_rows = min(config.row_tile, packed_rows - item.row_begin);
-      item.query_start = request.query_start;
-      item.request_rows = request.num_rows;
-      item.prefix_tokens = request.prefix_tokens;
-      item.source = request.source;
-      item.token_begin = request.token_begin;
-      item.leaf_tokens = request.leaf_tokens;
-      item.num_leaves = request.num_leaves;
-      item.leaf_begin = part * leaves_per_item;
-      item.leaf_end = min(item.leaf_begin + leaves_per_item, request.num_leaves);
-      item.slot = parts > 1 ? sums.before.slots + pair * parts + part : -1;
-      item.pair = parts > 1 ? sums.before.split_pairs + pair : -1;
-      item.num_parts = parts;
-      items[sums.before.items + i] = item;
-      if (parts > 1 && part == 0) pairs[item.pair] = item;
+      const int partial = i / row_tiles / p.num_kv_heads;
+      const int output_tile = head * row_tiles + tile;
+      WorkTile work_tile;
+      work_tile.request = b;
+      work_tile.kv_head = head;
+      work_tile.row_begin = tile * config.row_tile;
+      work_tile.num_rows = min(config.row_tile, packed_rows - work_tile.row_begin);
+      work_tile.query_start = request.query_start;
+      work_tile.request_rows = request.num_rows;
+      work_tile.prefix_tokens = request.prefix_tokens;
+      work_tile.source = request.source;
+      work_tile.token_begin = request.token_begin;
+      work_tile.split_tokens = request.split_tokens;
+      work_tile.num_splits = request.num_splits;
+      work_tile.split_begin = partial * splits_per_work_tile;
+      work_tile.split_end = min(work_tile.split_begin + splits_per_work_tile, request.num_splits);
+      work_tile.slot = partials > 1 ? sums.before.slots + output_tile * partials + partial : -1;
+      work_tile.output_tile = partials > 1 ? sums.before.split_outputs + output_tile : -1;
+      work_tile.num_partials = partials;
+      work_tiles[sums.before.work_tiles + i] = work_tile;
+      if (partials > 1 && partial == 0) split_outputs[work_tile.output_tile] = work_tile;
     }
   }
 }

@@ -7,15 +7,23 @@
 #include <cstdint>
 #include <type_traits>
 
-// The instructions the verify kernels are built from, sm_80 and up.
+// PTX instructions of both kernels, sm_80 and up. mbarrier.cuh has those of barriers, sm90/ those
+// of sm_90a.
 
 namespace nwor::ptx {
+
+// Whether this compilation is for sm_90a, which has wgmma.
+#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
+inline constexpr bool kHasWgmma = true;
+#else
+inline constexpr bool kHasWgmma = false;
+#endif
 
 __device__ inline uint32_t SharedAddress(const void* pointer) {
   return static_cast<uint32_t>(__cvta_generic_to_shared(pointer));
 }
 
-// Cache-line policy for tokens that are read once: they leave the L2 before anything else does.
+// Cache policy for tokens that are read once: L2 evicts them first.
 __device__ inline uint64_t EvictFirstPolicy() {
   uint64_t policy;
   asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
@@ -37,7 +45,7 @@ __device__ inline void CopyAsync8(uint32_t target, const void* source) {
   asm volatile("cp.async.ca.shared.global [%0], [%1], 8;" ::"r"(target), "l"(source) : "memory");
 }
 
-// The same; zeros when !valid, and then source is not read.
+// 16 bytes; if !valid, writes zeros and does not read the source.
 __device__ inline void CopyAsync(uint32_t target, const void* source, bool valid) {
   const int bytes = valid ? 16 : 0;
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(target), "l"(source),
@@ -58,9 +66,10 @@ __device__ inline void WaitCopies() {
   asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");
 }
 
-// Waits until at most `pending` of this thread's copy groups are under way. 0 <= pending < 6.
+// Waits until at most `pending` of this thread's copy groups are pending. REQUIRES: 0 <= pending
+// < 6.
 __device__ inline void WaitCopies(int pending) {
-  // Usual depths first; a switch would become an indirect branch.
+  // The usual depths come first; a switch would become an indirect branch.
   if (pending == 2) return WaitCopies<2>();
   if (pending == 5) return WaitCopies<5>();
   if (pending == 3) return WaitCopies<3>();
@@ -174,8 +183,8 @@ __device__ inline float2 ToFloat2<__half>(uint32_t pair) {
   return __half22float2(Bits<__half2>(pair));
 }
 
-// Of two elements of type T: those that are infinite or NaN, whose exponent is all ones; the others
-// are zeros.
+// Keeps those of two elements of type T that are infinite or NaN (all exponent bits set) and
+// replaces the others by zero.
 template <typename T>
 __device__ inline uint32_t NonFinite(uint32_t pair) {
   constexpr uint32_t kOnes = std::is_same_v<T, __half> ? 0x7c00u : 0x7f80u;
@@ -206,8 +215,8 @@ __device__ inline uint32_t Float8ToHalf2(uint32_t pair) {
       __nv_cvt_fp8x2_to_halfraw2(static_cast<__nv_fp8x2_storage_t>(pair), __NV_E4M3));
 }
 
-// The same of the upper two of four bytes. The conversion reads half a register by itself, unless
-// the half was made by a shift.
+// The same for the upper two of four bytes. The conversion can read half a register directly, but
+// the compiler does not use that after a shift.
 __device__ inline uint32_t UpperFloat8ToHalf2(uint32_t quad) {
 #if __CUDA_ARCH__ >= 890
   uint32_t halves;
@@ -220,12 +229,12 @@ __device__ inline uint32_t UpperFloat8ToHalf2(uint32_t quad) {
 #endif
 }
 
-// Threads of `count / 32` warps meet at barrier `id`.
+// Synchronises `count` threads, whole warps, at barrier `id`.
 __device__ inline void NamedBarrier(int id, int count) {
   asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(count) : "memory");
 }
 
-// The same; tells all of them whether any of them brings true.
+// The same; returns to all threads whether `value` is true for any of them.
 __device__ inline bool NamedBarrierOr(int id, int count, bool value) {
   uint32_t any;
   asm volatile(
@@ -237,7 +246,8 @@ __device__ inline bool NamedBarrierOr(int id, int count, bool value) {
   return any != 0;
 }
 
-// Adds; whoever sees that by LoadAcquire sees what this thread has done or seen before.
+// Atomic add with release semantics: a thread that sees it with LoadAcquire also sees what this
+// thread did or saw before.
 __device__ inline void AddRelease(uint32_t* pointer, uint32_t value) {
   asm volatile("red.release.gpu.global.add.u32 [%0], %1;" ::"l"(pointer), "r"(value) : "memory");
 }

@@ -6,9 +6,9 @@
 
 namespace nwor {
 
-// Rows that a row of the plan's request sees besides itself: its depth in the tree, its distance
-// behind the prefix; -1: it sees not even itself. Bits of rows that the request does not have mean
-// nothing.
+// The depth of a row in its request's tree: the number of rows it sees besides itself, which is its
+// distance from the end of the prefix; -1: it does not even see itself. Mask bits beyond the
+// request's rows are ignored. Plan: RowRange or WorkTile.
 template <class Plan>
 __device__ int RowDepth(const VerifyParams& p, const Plan& plan, int row) {
   if (p.tree_mask == nullptr) return row;
@@ -17,8 +17,8 @@ __device__ int RowDepth(const VerifyParams& p, const Plan& plan, int row) {
 #pragma unroll 1
   for (int first = 0; first < plan.request_rows; first += 64) {
     const int rows = plan.request_rows - first;
-    const uint64_t meant = rows >= 64 ? ~0ull : (1ull << rows) - 1;
-    visible += __popcll(mask[first / 64] & meant);
+    const uint64_t in_request = rows >= 64 ? ~0ull : (1ull << rows) - 1;
+    visible += __popcll(mask[first / 64] & in_request);
   }
   return visible - 1;
 }

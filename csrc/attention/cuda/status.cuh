@@ -1,10 +1,10 @@
 #pragma once
 
-#include "attention/cuda/verify_cuda.h"
+#include "attention/cuda/verify.h"
 
 namespace nwor {
 
-// Records the first error of a step; later ones are dropped. status may be null.
+// Records an error unless there is one already. status may be null.
 __device__ inline void ReportError(int64_t* status, VerifyStatus code, int64_t request,
                                    int64_t value) {
   if (status == nullptr) return;

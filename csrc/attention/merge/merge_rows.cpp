@@ -21,7 +21,7 @@ void CheckState(const at::Tensor& tensor, const char* name, const at::Tensor& qu
   NWOR_CHECK(tensor.stride(2) == 1, name, ": got a stride of ", tensor.stride(2),
              " between channels, expected 1 (contiguous channels)");
   NWOR_CHECK(!tensor.is_cuda() || IsAligned(tensor), name,
-             ": got rows that are not 16-byte aligned, expected aligned ones on cuda");
+             ": got rows that are not 16-byte aligned, expected 16-byte alignment on cuda");
 }
 
 void CheckQuery(const at::Tensor& query, MergeRowsParams* params) {
@@ -66,9 +66,9 @@ void CheckTokens(const MergeRowsArguments& arguments, MergeRowsParams* params) {
   const int64_t requests = params->num_requests, tokens = arguments.key.size(0);
   CheckIndex(*arguments.token_lens, "token_lens", at::kInt, {requests}, arguments.query.device());
   NWOR_CHECK(!arguments.tree_mask.has_value() && arguments.rows_per_request == 0,
-             "token_lens: got tree_mask or rows_per_request too, expected neither");
+             "token_lens: got tree_mask or rows_per_request as well, expected neither");
   NWOR_CHECK(tokens <= INT32_MAX && (requests == 0 ? tokens == 0 : tokens % requests == 0),
-             "key: got ", tokens, " tokens, expected as many for each of the ", requests,
+             "key: got ", tokens, " tokens, expected the same number for each of the ", requests,
              " requests");
   params->token_lens = static_cast<const int32_t*>(arguments.token_lens->const_data_ptr());
   params->token_room = requests == 0 ? 0 : static_cast<int32_t>(tokens / requests);
@@ -108,7 +108,8 @@ void CheckLengths(const MergeRowsArguments& arguments, MergeRowsParams* params) 
   params->softcap = scalars.softcap;
 }
 
-// On the CPU the values are at hand. Rows before the first and behind the last start are nobody's.
+// Checks query_start, on the CPU. Rows before the first start and from the last one on belong to no
+// request.
 void CheckStarts(const MergeRowsParams& params) {
   if (params.rows_per_request > 0) return;
   int32_t before = 0;
@@ -124,24 +125,30 @@ void CheckStarts(const MergeRowsParams& params) {
   }
 }
 
-// Rows attend to each other's K and V, so `out` must not be among the inputs; prefix_out may, as
-// each row and head reads its own place of it before it writes there.
+// Rows attend to each other's K and V, so `out` must not overlap them. It may be prefix_out: each
+// row and head reads its element before it writes it.
 void CheckOut(const MergeRowsArguments& arguments, const at::Tensor& out) {
-  CheckOnePlacePerElement(out);
+  CheckNoSelfOverlap(out);
   for (const auto& [input, name] :
        {std::pair{&arguments.query, "query"}, std::pair{&arguments.key, "key"},
         std::pair{&arguments.value, "value"}}) {
-    NWOR_CHECK(!MayOverlap(out, *input), "out: got memory of ", name,
-               ", expected memory of its own, or prefix_out");
+    NWOR_CHECK(!MayOverlap(out, *input), "out: got memory that overlaps ", name,
+               ", expected memory that overlaps no input, or prefix_out itself");
   }
-  NWOR_CHECK(AreSamePlaces(out, arguments.prefix_out) || !MayOverlap(out, arguments.prefix_out),
-             "out: got part of prefix_out, expected all of it or memory of its own");
+  NWOR_CHECK(IsSameMemory(out, arguments.prefix_out) || !MayOverlap(out, arguments.prefix_out),
+             "out: got memory that overlaps prefix_out, expected prefix_out itself or memory that "
+             "does not "
+             "overlap it");
 }
 
 }  // namespace
 
-void MergeRows(const MergeRowsArguments& arguments, const at::Tensor& out, const at::Tensor& lse,
-               const StageParams* write) {
+void MergeRows(const MergeRowsArguments& arguments, const at::Tensor& out, const at::Tensor& lse) {
+  MergeAndWriteRows(arguments, out, lse, nullptr);
+}
+
+void MergeAndWriteRows(const MergeRowsArguments& arguments, const at::Tensor& out,
+                       const at::Tensor& lse, const StageParams* write) {
   MergeRowsParams params;
   const at::Tensor& query = arguments.query;
   CheckQuery(query, &params);
@@ -157,7 +164,7 @@ void MergeRows(const MergeRowsArguments& arguments, const at::Tensor& out, const
     CheckIndex(lse, "lse", at::kFloat, {params.num_rows, params.num_heads}, device);
     params.lse = static_cast<float*>(lse.mutable_data_ptr());
   }
-  // Copies that were made just now are not ready.
+  // Copies made just now are not ready.
   params.rows_ready = arguments.rows_ready &&
                       readable_query.const_data_ptr() == query.const_data_ptr() &&
                       key.const_data_ptr() == arguments.key.const_data_ptr() &&
@@ -179,7 +186,7 @@ void MergeRows(const MergeRowsArguments& arguments, const at::Tensor& out, const
     return;
   }
 #ifdef NWOR_WITH_CUDA
-  LaunchMergeRows(params, write);
+  LaunchMergeAndWriteRows(params, write);
 #endif
 }
 

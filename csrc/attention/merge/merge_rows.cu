@@ -4,7 +4,7 @@
 #include <algorithm>
 
 #include "attention/merge/merge_rows_params.h"
-#include "base/cuda/early_launch.cuh"
+#include "base/cuda/dependent_launch.cuh"
 #include "kv_interceptor/stage/stage_row.cuh"
 
 namespace nwor {
@@ -12,7 +12,7 @@ namespace {
 
 constexpr int kThreads = 128;
 constexpr int kWarps = kThreads / 32;
-constexpr int kRowsAtOnce = 8;  // in-flight rows whose K and V are on their way together
+constexpr int kRowsAtOnce = 8;  // in-flight rows whose K and V are loaded together
 constexpr int kChannels = 8;    // of one head that a lane holds: 16 bytes
 constexpr uint32_t kAll = 0xffffffff;
 
@@ -21,7 +21,7 @@ __device__ float2 ToFloats(__nv_bfloat162 pair) { return __bfloat1622float2(pair
 __device__ void Put(__half2* to, float2 x) { *to = __float22half2_rn(x); }
 __device__ void Put(__nv_bfloat162* to, float2 x) { *to = __float22bfloat162_rn(x); }
 
-// A lane's channels of one row and head, as they lie in memory.
+// A lane's channels of one row and head, as stored.
 template <typename Pair>
 struct Packed {
   uint4 words;
@@ -32,7 +32,7 @@ struct Packed {
   __device__ float2 pair(int i) const { return ToFloats(reinterpret_cast<const Pair*>(&words)[i]); }
 };
 
-// The lanes of one head sum up.
+// The sum over the lanes of one head.
 template <int kLanes>
 __device__ float HeadSum(float x) {
 #pragma unroll
@@ -40,7 +40,7 @@ __device__ float HeadSum(float x) {
   return x;
 }
 
-// Their highest.
+// The maximum over them.
 template <int kLanes>
 __device__ float HeadMax(float x) {
 #pragma unroll
@@ -59,7 +59,7 @@ __device__ float Dot(const Packed<Pair>& a, const Packed<Pair>& b) {
   return sum;
 }
 
-// The request of a row, B when it belongs to none. Asked by a whole warp.
+// The request of a row; B if it belongs to none. Called by a whole warp.
 __device__ int32_t RequestOf(const MergeRowsParams& params, int32_t row, int lane) {
   int32_t request = 0;
   while (request < params.num_requests) {
@@ -102,7 +102,7 @@ struct State {
   }
 };
 
-// Which of the `count` rows from the request's row `first` on are seen, one bit each.
+// Which of the `count` rows from the request's row `first` on are visible, one bit each.
 static_assert(64 % kRowsAtOnce == 0);
 __device__ uint32_t Visible(const MergeRowsParams& params, int32_t row, int32_t first,
                             int32_t count) {
@@ -120,7 +120,7 @@ __device__ void MergeRow(const MergeRowsParams& params, int32_t row, int32_t fir
   const int32_t own = first_head + lane / kLanes;
   const int32_t channel = lane % kLanes * kChannels;
   const bool stores = own < params.num_heads && channel < params.head_dim;
-  // Lanes without work of their own do a neighbour's, so that all of them take part in sums.
+  // Lanes without a head repeat their neighbour's, so that all lanes take part in the sums.
   const int32_t head = min(own, params.num_heads - 1);
   const bool holds = channel < params.head_dim;
   const int32_t kv_head = head / (params.num_heads / params.num_kv_heads);
@@ -139,7 +139,7 @@ __device__ void MergeRow(const MergeRowsParams& params, int32_t row, int32_t fir
       begin = request * params.token_room;
       end = begin + min(params.token_lens[request], params.token_room);
     } else {
-      // Starts are device data: whatever they say, only rows that are there are read.
+      // Starts are device data and may be wrong: only rows that exist are read.
       begin = max(params.query_start[request], 0);
       if (params.tree_mask != nullptr) end = min(params.query_start[request + 1], params.num_rows);
     }
@@ -152,13 +152,13 @@ __device__ void MergeRow(const MergeRowsParams& params, int32_t row, int32_t fir
     const uint32_t visible = Visible(params, row, first - begin, end - first);  // of all lanes
 #pragma unroll
     for (int j = 0; j < kRowsAtOnce; ++j) {
-      // Rows that are not seen are not read: what stands there is nobody's business.
+      // Rows that are not visible are not read: they may hold anything.
       if (!(visible >> j & 1) || !holds) continue;
       keys[j].Load(params.key, place(params.key_strides, first + j, kv_head));
       values[j].Load(params.value, place(params.value_strides, first + j, kv_head));
     }
-    // Lane j of a head keeps row j's score, so that what follows is there once, not for every row:
-    // the code is fetched from memory behind attention that has filled the caches.
+    // Lane j of a head keeps row j's score, so that the code below exists once and not once per
+    // row: after attention has filled the caches, instructions are fetched from memory.
     float score = -INFINITY;
 #pragma unroll
     for (int j = 0; j < kRowsAtOnce; ++j) {
@@ -176,7 +176,7 @@ __device__ void MergeRow(const MergeRowsParams& params, int32_t row, int32_t fir
       if (visible >> j & 1) state.Add(__shfl_sync(kAll, weight, j, kLanes), values[j]);
     }
   }
-  if (params.rows_ready) AwaitLaunchAhead();
+  if (params.rows_ready) WaitOnDependentGrids();
   const float prefix_lse =
       params
           .prefix_lse[row * params.prefix_lse_strides.row + head * params.prefix_lse_strides.head];
@@ -207,24 +207,24 @@ __host__ __device__ int32_t WarpsPerRow(const MergeRowsParams& params) {
   return (params.num_heads + kHeads - 1) / kHeads;
 }
 
-// How blocks share the layer's write; zeros without one.
-struct WriteShare {
+// How thread blocks grid the layer's write; zeros if there is none.
+struct WriteGrid {
   StageTable table;
   int32_t num_blocks;
   int32_t threads_per_row;
   int32_t rows_per_block;
 };
 
-struct MergeTable {
+struct MergeAndWriteParams {
   MergeRowsParams rows;
-  WriteShare write;
+  WriteGrid write;
   StreamHandle stream;
 };
 
-// The first write.num_blocks blocks write, K and V in turn; the others merge, one warp for some
-// query heads of a row. Neither waits for the other.
+// The first write.num_blocks thread blocks write, alternating K and V. The others merge: one warp
+// has some query heads of a row. Neither waits for the other.
 template <typename Pair, int kLanes, bool kWrites>
-__device__ void DoShare(const MergeRowsParams& params, const WriteShare& write) {
+__device__ void RunBlock(const MergeRowsParams& params, const WriteGrid& write) {
   if constexpr (kWrites) {
     if (static_cast<int32_t>(blockIdx.x) < write.num_blocks) {
       const int32_t within = threadIdx.x / write.threads_per_row;
@@ -245,34 +245,34 @@ __device__ void DoShare(const MergeRowsParams& params, const WriteShare& write) 
 
 template <typename Pair, int kLanes, bool kWrites>
 __global__ void __launch_bounds__(kThreads)
-    MergeRowsKernel(const __grid_constant__ MergeTable table) {
-  if (!table.rows.rows_ready) AwaitLaunchAhead();
-  DoShare<Pair, kLanes, kWrites>(table.rows, table.write);
-  AwaitLaunchAhead();
+    MergeRowsKernel(const __grid_constant__ MergeAndWriteParams table) {
+  if (!table.rows.rows_ready) WaitOnDependentGrids();
+  RunBlock<Pair, kLanes, kWrites>(table.rows, table.write);
+  WaitOnDependentGrids();
 }
 
-WriteShare ShareWrite(const StageParams& params) {
-  WriteShare share{};
-  share.table = MakeStageTable(params, RowOp::kCopy16);
-  share.threads_per_row = std::min(share.table.shape.vectors_per_row, kThreads);
-  share.rows_per_block = kThreads / share.threads_per_row;
-  share.num_blocks = 2 * ((params.num_rows + share.rows_per_block - 1) / share.rows_per_block);
-  return share;
+WriteGrid GridOfWrite(const StageParams& params) {
+  WriteGrid grid{};
+  grid.table = MakeStageTable(params, RowOp::kCopy16);
+  grid.threads_per_row = std::min(grid.table.shape.vectors_per_row, kThreads);
+  grid.rows_per_block = kThreads / grid.threads_per_row;
+  grid.num_blocks = 2 * ((params.num_rows + grid.rows_per_block - 1) / grid.rows_per_block);
+  return grid;
 }
 
 template <typename Pair, int kLanes>
-void Launch(const MergeRowsParams& params, const WriteShare& write) {
+void Launch(const MergeRowsParams& params, const WriteGrid& write) {
   const int64_t warps = int64_t{params.num_rows} * WarpsPerRow<kLanes>(params);
   const auto blocks = static_cast<unsigned>((warps + kWarps - 1) / kWarps + write.num_blocks);
   if (blocks == 0) return;
   const auto kernel = write.num_blocks > 0 ? MergeRowsKernel<Pair, kLanes, true>
                                            : MergeRowsKernel<Pair, kLanes, false>;
-  const MergeTable table{params, write, params.stream};
-  LaunchEarly(kernel, dim3(blocks), kThreads, 0, table, "merge_rows kernel");
+  const MergeAndWriteParams table{params, write, params.stream};
+  LaunchDependent(kernel, dim3(blocks), kThreads, 0, table, "merge_rows kernel");
 }
 
 template <typename Pair>
-void LaunchFor(const MergeRowsParams& params, const WriteShare& write) {
+void LaunchFor(const MergeRowsParams& params, const WriteGrid& write) {
   if (params.head_dim <= 8 * kChannels) return Launch<Pair, 8>(params, write);
   if (params.head_dim <= 16 * kChannels) return Launch<Pair, 16>(params, write);
   return Launch<Pair, 32>(params, write);
@@ -280,20 +280,20 @@ void LaunchFor(const MergeRowsParams& params, const WriteShare& write) {
 
 }  // namespace
 
-void LaunchMergeRows(const MergeRowsParams& params, const StageParams* write) {
-  WriteShare share{};
+void LaunchMergeAndWriteRows(const MergeRowsParams& params, const StageParams* write) {
+  WriteGrid grid{};
   if (write != nullptr && write->num_rows > 0) {
-    // Rows that need another op than the usual one have a launch of their own.
+    // A write that is not a plain 16-byte copy has its own launch.
     if (write->cache.geometry.dtype == write->dtype && ChooseStageOp(*write) == RowOp::kCopy16) {
-      share = ShareWrite(*write);
+      grid = GridOfWrite(*write);
     } else {
-      StageParams alone = *write;
-      alone.stream = params.stream;
-      LaunchStage(alone);
+      StageParams separate = *write;
+      separate.stream = params.stream;
+      LaunchStage(separate);
     }
   }
-  if (params.dtype == DType::kFloat16) return LaunchFor<__half2>(params, share);
-  return LaunchFor<__nv_bfloat162>(params, share);
+  if (params.dtype == DType::kFloat16) return LaunchFor<__half2>(params, grid);
+  return LaunchFor<__nv_bfloat162>(params, grid);
 }
 
 }  // namespace nwor

@@ -6,16 +6,15 @@
 #include "base/types.h"
 #include "kv_interceptor/stage/stage.h"
 
-// In-flight rows added to attention that somebody else has computed over the prefix, as kernels
-// take it: no torch, no CUDA.
+// Parameters of merge_rows as kernels take them: no torch, no CUDA.
 //
-// Row t of request b attends to the rows of its own request that tree_mask shows, or to rows
-// query_start[b] .. t without one, and is merged with its prefix state by the LSEs, in float. A
-// prefix state whose LSE is infinite, of either sign, saw nothing and is not read. Rows of no
-// request are left alone.
+// Row t of request b attends to the rows of its request that tree_mask shows, or to rows
+// query_start[b] .. t without a mask. The result is merged with the row's prefix state by their
+// LSEs, in float. A prefix state whose LSE is infinite, of either sign, saw no token and is not
+// read. Rows that belong to no request are not written.
 //
-// With token_lens, key and value are not of the rows but of further tokens: all rows of request b
-// attend to the token_lens[b] ones from b * token_room on.
+// With token_lens, key and value do not belong to the rows but to other tokens: all rows of request
+// b attend to token_lens[b] tokens from b * token_room on.
 
 namespace nwor {
 
@@ -36,17 +35,17 @@ struct MergeRowsParams {
   const int32_t* query_start = nullptr;  // [B + 1]
   const uint64_t* tree_mask = nullptr;   // [T, mask_words], or null
   int32_t mask_words = 0;
-  const int32_t* token_lens = nullptr;  // [B], or null; none of tree_mask, rows_per_request then
+  const int32_t* token_lens = nullptr;  // [B], or null; not with tree_mask or rows_per_request
   int32_t token_room = 0;               // rows of key and value per request
 
   float scale = 1.0f;
   float softcap = 0.0f;  // 0: none
 
-  // Above 0: every request has so many rows, and query_start is not read. Chains only.
+  // Above 0: the rows of every request; query_start is not read. Chains only.
   int32_t rows_per_request = 0;
-  // CUDA: query, key and value were written before the launch ahead of this one began, so that they
-  // may be read while it still runs. What that launch reads is not written by this one before it
-  // has ended, except for caches and staging of the rows in flight.
+  // CUDA: query, key and value were written before the previous launch on the stream began, so they
+  // may be read while it runs. Until that launch has ended, this one writes nothing that it reads,
+  // except caches and staging of the in-flight rows.
   bool rows_ready = false;
 
   int32_t num_requests = 0;  // B
@@ -59,9 +58,10 @@ struct MergeRowsParams {
   StreamHandle stream = nullptr;
 };
 
-// One launch, capturable; `write`: the layer's write, done beside it in the same launch, or null.
-// REQUIRES: float16 or bfloat16; D a multiple of 8 and at most 256; 16-byte aligned pointers, row
-// and head strides. Defined in builds with CUDA.
-void LaunchMergeRows(const MergeRowsParams& params, const StageParams* write);
+// Merges the rows and does the layer's write, if `write` is not null, in one launch; capturable. A
+// write that needs a conversion has its own launch.
+// REQUIRES: float16 or bfloat16; D is a multiple of 8 and at most 256; pointers, row and head
+// strides are 16-byte aligned. Defined in builds with CUDA.
+void LaunchMergeAndWriteRows(const MergeRowsParams& params, const StageParams* write);
 
 }  // namespace nwor

@@ -22,7 +22,7 @@ namespace {
 
 constexpr float kMinusInfinity = -std::numeric_limits<float>::infinity();
 
-// One row and head. Weights first, so that the channel loops are plain sums.
+// Merges one row and head. Weights come first, so that the channel loops are plain sums.
 template <typename State, typename Out>
 void MergeRow(const MergeParams& params, int64_t row, int64_t head) {
   float weights[kMaxMergeStates];
@@ -139,7 +139,7 @@ void MergeGroup(const std::vector<at::Tensor>& outs, const std::vector<at::Tenso
   params.stream = CurrentStream(out.device());
   LaunchMergeStates(params);
 #else
-  CurrentStream(out.device());  // says that this build has no CUDA
+  CurrentStream(out.device());  // throws: this build has no CUDA
 #endif
 }
 

@@ -1,7 +1,7 @@
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 
-#include "attention/merge/merge_params.h"
+#include "attention/merge/merge_state_params.h"
 #include "base/cuda/launch_check.h"
 
 namespace nwor {
@@ -18,8 +18,7 @@ __device__ void Put(float* to, float x) { *to = x; }
 __device__ void Put(__half* to, float x) { *to = __float2half_rn(x); }
 __device__ void Put(__nv_bfloat16* to, float x) { *to = __float2bfloat16_rn(x); }
 
-// One warp per row and head: the weights are few and computed by every lane, channels are shared
-// out over the lanes.
+// One warp per row and head: every lane computes the few weights, and the lanes share the channels.
 template <typename State, typename Out>
 __global__ void __launch_bounds__(kThreads) MergeStatesKernel(const MergeParams params) {
   const int64_t index = static_cast<int64_t>(blockIdx.x) * kWarpsPerBlock + threadIdx.x / 32;

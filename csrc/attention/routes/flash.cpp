@@ -14,7 +14,7 @@
 #include "attention/routes/flash_rows.h"
 #include "base/check.h"
 #ifdef NWOR_WITH_CUDA
-#include "attention/cuda/verify_cuda.h"
+#include "attention/cuda/verify.h"
 #endif
 
 namespace nwor {
@@ -24,30 +24,30 @@ at::Tensor EvenStarts(int64_t count, int64_t step, const at::Tensor& like) {
   return at::arange(0, (count + 1) * step, step, like.options().dtype(at::kInt));
 }
 
-// Rows of the longest request; the number of all rows is always enough. At least 2: FlashAttention
-// 2 takes 1 to mean that every request has one row, and does not look at the starts.
+// Rows of the longest request; the number of all rows is a safe bound. At least 2: FlashAttention-2
+// takes 1 to mean that every request has one row, and ignores the starts.
 int64_t MaxQuery(const VerifyArguments& arguments) {
   const int64_t rows = arguments.query.size(0);
   const int64_t longest = arguments.max_rows > 0 ? std::min(arguments.max_rows, rows) : rows;
   return std::max<int64_t>(longest, 2);
 }
 
-// Rows to give every request, where it is told how many the longest has and not many of them would
-// be nobody's; else 0.
-int64_t FoldedRows(const VerifyArguments& arguments) {
-  constexpr int64_t kMostTimes = 4;
+// Rows per request if the batch is packed to the same number for each; 0 if that number is unknown
+// or would add too many rows of padding.
+int64_t RowsToPack(const VerifyArguments& arguments) {
+  constexpr int64_t kMaxPadding = 4;
   const int64_t total = arguments.query.size(0), requests = arguments.block_table.size(0);
   const int64_t rows = requests == 1 ? total : std::min(arguments.max_rows, total);
-  return requests * rows <= kMostTimes * total ? rows : 0;
+  return requests * rows <= kMaxPadding * total ? rows : 0;
 }
 
-AttentionState NothingSeen(const at::Tensor& query) {
+AttentionState EmptyState(const at::Tensor& query) {
   constexpr float kNothing = -std::numeric_limits<float>::infinity();
   const auto options = query.options().dtype(at::kFloat);
   return {at::zeros_like(query), at::full({query.size(0), query.size(1)}, kNothing, options)};
 }
 
-// The prefix as contiguous tokens per request, for a kernel without pages.
+// Copies the prefix to contiguous tokens per request, for a kernel without pages.
 void GatherPages(const VerifyArguments& arguments, FlashCall* call) {
   const at::Tensor& table = arguments.block_table;
   const at::Tensor pages = table.flatten().to(at::kLong);
@@ -59,13 +59,13 @@ void GatherPages(const VerifyArguments& arguments, FlashCall* call) {
   call->max_key = tokens;
 }
 
-// A batch as `rows` rows of each request: where they are in the batch, and where the batch's rows
-// are among them. Rows that a request does not have, and rows of no request, are some row or other.
-struct RowPlaces {
+// A batch as `rows` rows of each request: the batch row of each of these rows, and the reverse.
+// Rows that a request does not have, and rows that belong to no request, map to some valid row.
+struct RowIndices {
   at::Tensor of_requests;  // [requests * rows]
   at::Tensor of_batch;     // [T]
 };
-RowPlaces PlaceRows(const VerifyArguments& arguments, int64_t requests, int64_t rows) {
+RowIndices IndexRows(const VerifyArguments& arguments, int64_t requests, int64_t rows) {
   const at::Tensor starts = arguments.query_start.to(at::kLong);
   const at::Tensor begins = starts.narrow(0, 0, requests);
   const int64_t total = arguments.query.size(0);
@@ -77,17 +77,18 @@ RowPlaces PlaceRows(const VerifyArguments& arguments, int64_t requests, int64_t 
           request.mul(rows).add(within)};
 }
 
-// All rows and query heads of a KV head as the heads of one query token, and every (request, KV
-// head) as a sequence: the kernel reads K and V once for all of them, in place.
-AttentionState FoldedCompact(const VerifyArguments& arguments, const CheckedVerify& checked,
+// Attention to a compact view with packed GQA: all rows and query heads of a KV head become the
+// heads of one query token, and every (request, KV head) a sequence. The kernel reads K and V once,
+// in place.
+AttentionState PackedCompact(const VerifyArguments& arguments, const CheckedVerify& checked,
                              const FlashCall& base, int64_t rows) {
   const at::Tensor& keys = checked.compact_keys;
   const int64_t requests = keys.size(0), kv_heads = keys.size(1), tokens = keys.size(2);
   const int64_t head_dim = keys.size(3);
   const int64_t heads = arguments.query.size(1), group = heads / kv_heads;
-  const RowPlaces places = PlaceRows(arguments, requests, rows);
+  const RowIndices indices = IndexRows(arguments, requests, rows);
   FlashCall call = base;
-  call.query = arguments.query.index_select(0, places.of_requests)
+  call.query = arguments.query.index_select(0, indices.of_requests)
                    .view({requests, rows, kv_heads, group, head_dim})
                    .transpose(1, 2)
                    .reshape({requests * kv_heads, rows * group, head_dim});
@@ -99,19 +100,19 @@ AttentionState FoldedCompact(const VerifyArguments& arguments, const CheckedVeri
   call.max_query = 1;
   call.max_key = tokens;
   AttentionState state = CallTorchFlash(call);
-  const auto unfold = [&](const at::Tensor& folded, at::IntArrayRef sizes) {
-    return folded.transpose(1, 2).reshape(sizes).index_select(0, places.of_batch);
+  const auto unpack = [&](const at::Tensor& packed, at::IntArrayRef sizes) {
+    return packed.transpose(1, 2).reshape(sizes).index_select(0, indices.of_batch);
   };
-  state.out = unfold(state.out.reshape({requests, kv_heads, rows, group, head_dim}),
+  state.out = unpack(state.out.reshape({requests, kv_heads, rows, group, head_dim}),
                      {requests * rows, heads, head_dim});
   state.lse =
-      unfold(state.lse.reshape({requests, kv_heads, rows, group}), {requests * rows, heads});
+      unpack(state.lse.reshape({requests, kv_heads, rows, group}), {requests * rows, heads});
   return state;
 }
 
-// FlashAttention-2 puts the LSE of a request without tokens in pages where it would be if all
-// requests had as many rows as the longest: into that of others, or beyond. So such a request gets
-// one token, and its rows are said to have seen nothing.
+// FlashAttention-2 writes the LSE of a request with an empty prefix in pages to the offset it would
+// have if all requests had as many rows as the longest one: over that of others, or out of bounds.
+// So such a request gets one token, and its rows an LSE of -infinity.
 AttentionState CallFlash2(const FlashOp& op, FlashCall call) {
   const at::Tensor lens = *call.key_lens;
   call.key_lens = lens.clamp_min(1);
@@ -122,7 +123,7 @@ AttentionState CallFlash2(const FlashOp& op, FlashCall call) {
   return state;
 }
 
-// What calls for prefix and rows have in common.
+// What the calls for the prefix and for the rows have in common.
 FlashCall RowsCall(const VerifyArguments& arguments, bool only_prefill) {
   FlashCall call;
   call.query = arguments.query;
@@ -130,20 +131,20 @@ FlashCall RowsCall(const VerifyArguments& arguments, bool only_prefill) {
   call.max_query = MaxQuery(arguments);
   call.scale = arguments.scale;
   call.softcap = arguments.softcap;
-  // A prefill fills the device by its rows. Splits would depend on the batch.
-  const bool alone = arguments.block_table.size(0) == 1;
-  const int64_t known = alone ? arguments.query.size(0) : arguments.max_rows;
+  // A prefill fills the device with its rows, and a number of splits would depend on the batch.
+  const bool one_request = arguments.block_table.size(0) == 1;
+  const int64_t known = one_request ? arguments.query.size(0) : arguments.max_rows;
   if (only_prefill || known > kPrefillRows) call.num_splits = 1;
   return call;
 }
 
-AttentionState Prefix(Route route, const VerifyArguments& arguments, const CheckedVerify& checked,
-                      bool only_prefill) {
+AttentionState AttendPrefix(Route route, const VerifyArguments& arguments,
+                            const CheckedVerify& checked, bool only_prefill) {
   const bool in_pages = !arguments.compact_view.has_value();
   if (in_pages && (arguments.key_cache.size(0) == 0 || arguments.block_table.size(1) == 0)) {
-    return NothingSeen(arguments.query);
+    return EmptyState(arguments.query);
   }
-  if (!in_pages && checked.compact_keys.size(2) == 0) return NothingSeen(arguments.query);
+  if (!in_pages && checked.compact_keys.size(2) == 0) return EmptyState(arguments.query);
   FlashCall call = RowsCall(arguments, only_prefill);
   if (route != Route::kTorchFlash) {
     const std::optional<FlashOp> op = FindFlashOp(route);
@@ -159,8 +160,8 @@ AttentionState Prefix(Route route, const VerifyArguments& arguments, const Check
     GatherPages(arguments, &call);
     return CallTorchFlash(call);
   }
-  const int64_t folded = FoldedRows(arguments);
-  if (folded > 0) return FoldedCompact(arguments, checked, call, folded);
+  const int64_t packed = RowsToPack(arguments);
+  if (packed > 0) return PackedCompact(arguments, checked, call, packed);
   const at::Tensor& keys = checked.compact_keys;
   call.key = keys.transpose(1, 2).flatten(0, 1);
   call.value = checked.compact_values.transpose(1, 2).flatten(0, 1);
@@ -170,8 +171,8 @@ AttentionState Prefix(Route route, const VerifyArguments& arguments, const Check
   return CallTorchFlash(call);
 }
 
-// Whether our kernel can take the rows from a route that has the prefix.
-bool CanTakeRows(const VerifyArguments& arguments) {
+// Whether our kernel can compute the rows for a route that computes the prefix.
+bool OwnKernelServesRows(const VerifyArguments& arguments) {
 #ifndef NWOR_WITH_CUDA
   if (arguments.query.is_cuda()) return false;
 #endif
@@ -179,15 +180,16 @@ bool CanTakeRows(const VerifyArguments& arguments) {
          arguments.key_cache.size(1) % 16 == 0;
 }
 
-// A tree is for our kernel. So are chains where FlashAttention-3 has the prefix: otherwise its rows
-// would have to be copied apart (SpaceRows).
-bool TakesRows(Route route, const VerifyArguments& arguments) {
-  return arguments.tree_mask.has_value() || (route == Route::kFlash3 && CanTakeRows(arguments));
+// Our kernel computes trees. It also computes chains if FlashAttention-3 has the prefix: otherwise
+// K and V would have to be padded (PadRows).
+bool UsesOwnKernelForRows(Route route, const VerifyArguments& arguments) {
+  return arguments.tree_mask.has_value() ||
+         (route == Route::kFlash3 && OwnKernelServesRows(arguments));
 }
 
 // Attention of the rows among themselves.
-AttentionState InFlight(Route route, const VerifyArguments& arguments, bool only_prefill) {
-  if (TakesRows(route, arguments)) {
+AttentionState AttendInFlight(Route route, const VerifyArguments& arguments, bool only_prefill) {
+  if (UsesOwnKernelForRows(route, arguments)) {
     VerifyArguments rows = arguments;
     rows.prefix_lens = at::zeros_like(arguments.prefix_lens);
     rows.compact_view.reset();
@@ -204,7 +206,7 @@ AttentionState InFlight(Route route, const VerifyArguments& arguments, bool only
   call.max_key = call.max_query;
   call.causal = true;
   if (route == Route::kFlash3) {
-    const SpacedRows rows = SpaceRows(arguments, only_prefill);
+    const PaddedRows rows = PadRows(arguments, only_prefill);
     call.key = rows.key;
     call.value = rows.value;
     call.key_start = rows.start;
@@ -216,8 +218,8 @@ AttentionState InFlight(Route route, const VerifyArguments& arguments, bool only
   return CallFlashOp(*op, call);
 }
 
-// FlashAttention-3 is registered on every device, but has kernels for those of capability 9 alone;
-// on others it ends the process.
+// FlashAttention-3 is registered on every device but only has kernels for compute capability 9; on
+// others it ends the process.
 bool HasKernels(Route route, int32_t capability) {
   return route != Route::kFlash3 || capability == 0 || capability / 10 == 9;
 }
@@ -247,7 +249,7 @@ std::string DescribeFlashRoute(Route route, int32_t capability) {
   }
   const std::optional<FlashOp> op = FindFlashOp(route);
   if (op.has_value() && !HasKernels(route, capability)) {
-    return "absent: " + op->name + " is for devices of compute capability 9";
+    return "absent: " + op->name + " needs a device of compute capability 9";
   }
   if (op.has_value()) return "present: " + op->name;
   std::string text = "absent: not registered with torch:";
@@ -257,17 +259,17 @@ std::string DescribeFlashRoute(Route route, int32_t capability) {
 
 void FlashVerify(Route route, const VerifyArguments& arguments, const CheckedVerify& checked,
                  const VerifyOutputs& outputs, bool only_prefill) {
-  // Kernels of others want what ours takes with any strides: rows with contiguous channels.
-  VerifyArguments readable = WithinBounds(arguments);
-  readable.query = checked.query;
-  readable.key = checked.key;
-  readable.value = checked.value;
+  // FlashAttention needs rows with contiguous channels.
+  VerifyArguments clamped = ClampToBounds(arguments);
+  clamped.query = checked.query;
+  clamped.key = checked.key;
+  clamped.value = checked.value;
   if (only_prefill) {
-    readable.prefix_lens =
-        at::where(IsPrefill(readable.query_start), readable.prefix_lens, at::Scalar(0));
+    clamped.prefix_lens =
+        at::where(IsPrefill(clamped.query_start), clamped.prefix_lens, at::Scalar(0));
   }
-  const AttentionState prefix = Prefix(route, readable, checked, only_prefill);
-  const AttentionState rows = InFlight(route, readable, only_prefill);
+  const AttentionState prefix = AttendPrefix(route, clamped, checked, only_prefill);
+  const AttentionState rows = AttendInFlight(route, clamped, only_prefill);
   MergeStatesInto({prefix.out, rows.out}, {prefix.lse, rows.lse}, outputs.out, outputs.lse,
                   /*num_flash=*/1);
 }

@@ -8,12 +8,12 @@
 
 #include <algorithm>
 
-#include "attention/cuda/verify_cuda.h"
+#include "attention/cuda/verify.h"
 
 namespace nwor {
 namespace {
 
-// Tells of the first request that is `bad` [B], unless something was told before.
+// Reports the first request that is `bad` [B], unless there is an error already.
 void Report(const std::optional<at::Tensor>& status, VerifyStatus code, const at::Tensor& bad,
             const at::Tensor& values) {
   if (!status.has_value() || bad.numel() == 0) return;
@@ -21,12 +21,12 @@ void Report(const std::optional<at::Tensor>& status, VerifyStatus code, const at
   const at::Tensor found = at::stack({at::full_like(request, static_cast<int64_t>(code)), request,
                                       values.index_select(0, request).to(at::kLong)})
                                .view({3});
-  at::Tensor told = status->narrow(0, 0, 3);
-  const at::Tensor is_first = bad.any().logical_and(told.select(0, 0).eq(0));
-  told.copy_(at::where(is_first, found, told));
+  at::Tensor first_error = status->narrow(0, 0, 3);
+  const at::Tensor is_first = bad.any().logical_and(first_error.select(0, 0).eq(0));
+  first_error.copy_(at::where(is_first, found, first_error));
 }
 
-// `lens` within 0 .. room.
+// Clamps `lens` to 0 .. room.
 at::Tensor ClampLengths(const at::Tensor& lens, int64_t room, VerifyStatus code,
                         const std::optional<at::Tensor>& status) {
   Report(status, code, lens.lt(0).logical_or(lens.gt(room)), lens);
@@ -43,8 +43,8 @@ at::Tensor ClampStarts(const VerifyArguments& arguments) {
   return std::get<0>(at::cummax(starts.clamp(0, rows), 0));
 }
 
-// Entries that no length reaches, or of requests without rows, may be garbage: nobody is told of
-// them.
+// Entries past a length, and those of requests without rows, may hold anything and are not
+// reported.
 at::Tensor ClampPages(const VerifyArguments& arguments, const at::Tensor& starts,
                       const at::Tensor& lens) {
   const at::Tensor& table = arguments.block_table;
@@ -65,7 +65,7 @@ at::Tensor ClampPages(const VerifyArguments& arguments, const at::Tensor& starts
 
 }  // namespace
 
-VerifyArguments WithinBounds(const VerifyArguments& arguments) {
+VerifyArguments ClampToBounds(const VerifyArguments& arguments) {
   VerifyArguments safe = arguments;
   safe.query_start = ClampStarts(arguments);
   const bool any_pages = arguments.key_cache.size(0) > 0;

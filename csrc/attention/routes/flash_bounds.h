@@ -3,17 +3,18 @@
 #include "attention/verify.h"
 #include "base/export.h"
 
-// Lengths, starts and pages for kernels that trust them. Ours look at them on the device while they
-// plan; FlashAttention's read wherever they point.
+// Clamps lengths, row starts and page ids for FlashAttention's kernels, which do not check them.
+// (Our kernels check them on the device while they plan.)
 
 namespace nwor {
 
-// The same arguments within bounds: lengths by the memory there is, row starts ascending within the
-// rows, table entries that name a page. What was out of range is told to arguments.status by the
-// codes of VerifyStatus, the first one stays. Enqueued, waits for nothing.
+// Returns the arguments with every index in range: lengths within their memory, row starts
+// ascending within the rows, table entries that name a page. The first value that was out of range
+// is reported in arguments.status by a code of VerifyStatus. Work is enqueued; nothing waits for
+// the device.
 //
-// A request that does not use the compact view is out of range as well: these kernels see either
-// views or pages.
-NWOR_EXPORT VerifyArguments WithinBounds(const VerifyArguments& arguments);
+// With a compact view, a request that uses its pages also counts as out of range: these kernels
+// read either the view or the pages.
+NWOR_EXPORT VerifyArguments ClampToBounds(const VerifyArguments& arguments);
 
 }  // namespace nwor

@@ -31,7 +31,7 @@ c10::IValue Optional(const std::optional<at::Tensor>& tensor) {
   return tensor.has_value() ? c10::IValue(*tensor) : c10::IValue();
 }
 
-// Sets what a call means for an argument of this name; false: it is not one of ours.
+// Sets the argument of this name from the call. False: the name is unknown.
 bool SetFromCall(std::string_view name, const FlashCall& call, c10::IValue* value) {
   if (name == "q") {
     *value = call.query;
@@ -69,7 +69,7 @@ bool SetFromCall(std::string_view name, const FlashCall& call, c10::IValue* valu
   return true;
 }
 
-// Sets an argument that is none of ours to its default, or to its type's zero; false: neither.
+// Sets an unknown argument to its default, or to zero or none. False: it has neither.
 bool SetNeutral(const c10::Argument& argument, const FlashCall& call, c10::IValue* value) {
   if (argument.default_value().has_value()) {
     *value = *argument.default_value();
@@ -77,7 +77,7 @@ bool SetNeutral(const c10::Argument& argument, const FlashCall& call, c10::IValu
   }
   switch (argument.type()->kind()) {
     case c10::TypeKind::TensorType:
-      // FlashAttention-2 wants key starts also with pages, where only their number is looked at.
+      // FlashAttention-2 requires cu_seqlens_k with pages too, but reads only its size.
       *value = call.query_start;
       return WithoutUnderscore(argument.name()) == "cu_seqlens_k";
     case c10::TypeKind::OptionalType:
@@ -97,7 +97,7 @@ bool SetNeutral(const c10::Argument& argument, const FlashCall& call, c10::IValu
   }
 }
 
-// False: the schema has an argument we know no value for.
+// Fills the arguments of an op. False: there is no value for one of them.
 bool FillStack(const c10::FunctionSchema& schema, const FlashCall& call, torch::jit::Stack* stack) {
   for (const c10::Argument& argument : schema.arguments()) {
     c10::IValue value;
@@ -116,7 +116,7 @@ bool HasCudaKernel(const c10::OperatorHandle& op) {
          op.hasKernelForDispatchKey(c10::DispatchKey::CompositeImplicitAutograd);
 }
 
-// Kernels give the LSE as [heads, rows].
+// Kernels return the LSE as [heads, rows].
 at::Tensor RowMajorLse(const at::Tensor& lse, const FlashCall& call) {
   NWOR_CHECK(
       lse.dim() == 2 && lse.size(0) == call.query.size(1) && lse.size(1) == call.query.size(0),
@@ -153,7 +153,7 @@ AttentionState CallFlashOp(const FlashOp& op, const FlashCall& call) {
              " with the schema ", c10::toString(op.handle.schema()),
              ", expected one whose arguments are known");
   op.handle.callBoxed(stack);
-  // Either a list of tensors or the tensors themselves; out and LSE come first.
+  // The op returns a list of tensors or several tensors; out and LSE come first.
   std::vector<at::Tensor> results;
   if (!stack.empty() && stack.front().isTensorList()) {
     results = stack.front().toTensorVector();

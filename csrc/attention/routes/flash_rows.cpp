@@ -12,12 +12,12 @@
 namespace nwor {
 namespace {
 
-constexpr int64_t kGapRows = 256;  // more than a tile of any of FlashAttention-3's kernels
+constexpr int64_t kPaddingRows = 256;  // more than any KV tile of FlashAttention-3
 
 at::Tensor Lengths(const at::Tensor& query_start) { return query_start.diff(); }
 
-// Per row the first request that ends behind it; the number of requests where none does.
-at::Tensor FirstEndingBehind(const at::Tensor& query_start, int64_t rows) {
+// For each row, the first request that ends after it; the number of requests if there is none.
+at::Tensor RequestEndingAfter(const at::Tensor& query_start, int64_t rows) {
   const at::Tensor ends = query_start.slice(0, 1).to(at::kLong);
   const at::Tensor row = at::arange(rows, ends.options());
   return at::searchsorted(ends, row, /*out_int32=*/false, /*right=*/true);
@@ -27,31 +27,32 @@ at::Tensor FirstEndingBehind(const at::Tensor& query_start, int64_t rows) {
 
 at::Tensor RequestOfRows(const at::Tensor& query_start, int64_t rows) {
   const int64_t requests = query_start.size(0) - 1;
-  return FirstEndingBehind(query_start, rows).clamp_max(requests - 1);
+  return RequestEndingAfter(query_start, rows).clamp_max(requests - 1);
 }
 
 at::Tensor IsPrefill(const at::Tensor& query_start) {
   return Lengths(query_start).gt(kPrefillRows);
 }
 
-SpacedRows SpaceRows(const VerifyArguments& arguments, bool only_prefill) {
+PaddedRows PadRows(const VerifyArguments& arguments, bool only_prefill) {
   const at::Tensor& starts = arguments.query_start;
   const int64_t requests = starts.size(0) - 1;
   const int64_t rows = arguments.key.size(0);
   const at::Tensor lens = Lengths(starts);
-  const at::Tensor spaced = lens.gt(only_prefill ? kPrefillRows : 0);
-  const int64_t gaps = std::min(requests, only_prefill ? rows / (kPrefillRows + 1) : rows);
-  // By how much each request moves, and the rows behind the last.
+  const at::Tensor is_padded = lens.gt(only_prefill ? kPrefillRows : 0);
+  const int64_t paddings = std::min(requests, only_prefill ? rows / (kPrefillRows + 1) : rows);
+  // By how much each request moves, and the rows after the last request.
   const at::Tensor shift =
-      at::cat({at::zeros({1}, starts.options().dtype(at::kLong)), spaced.cumsum(0)}).mul(kGapRows);
+      at::cat({at::zeros({1}, starts.options().dtype(at::kLong)), is_padded.cumsum(0)})
+          .mul(kPaddingRows);
 
-  const at::Tensor moved = shift.index_select(0, FirstEndingBehind(starts, rows));
+  const at::Tensor moved = shift.index_select(0, RequestEndingAfter(starts, rows));
   const at::Tensor place = at::arange(rows, shift.options()).add(moved);
-  const auto spread = [&](const at::Tensor& from) {
-    return at::zeros({rows + gaps * kGapRows, from.size(1), from.size(2)}, from.options())
+  const auto pad = [&](const at::Tensor& from) {
+    return at::zeros({rows + paddings * kPaddingRows, from.size(1), from.size(2)}, from.options())
         .index_copy_(0, place, from);
   };
-  return {spread(arguments.key), spread(arguments.value), starts.add(shift).to(at::kInt), lens};
+  return {pad(arguments.key), pad(arguments.value), starts.add(shift).to(at::kInt), lens};
 }
 
 }  // namespace nwor

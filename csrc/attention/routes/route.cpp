@@ -38,8 +38,8 @@ std::vector<RouteFeature> RequiredFeatures(const RouteRequest& request) {
 
 bool FlashHeadDim(int32_t head_dim) { return head_dim % 8 == 0 && head_dim <= 256; }
 
-// kAlignedMemory is required of requests whose memory is not aligned: only a route that reads any
-// address supports it.
+// kAlignedMemory is required by requests whose memory is not aligned: only routes that read any
+// address support it.
 bool Supports(Route route, RouteFeature feature, const RouteRequest& request,
               const RouteAvailability& available) {
   using F = RouteFeature;
@@ -53,8 +53,7 @@ bool Supports(Route route, RouteFeature feature, const RouteRequest& request,
       if (feature == F::kPageSize) return page_fits;
       return feature != F::kCpuDevice && feature != F::kFloat32Rows && feature != F::kAlignedMemory;
     case Route::kTorchFlash:
-      // Pages are gathered into contiguous K/V first, so their size does not matter, their sum
-      // does.
+      // Pages are first gathered into contiguous K/V: their size does not matter, their sum does.
       if (feature == F::kPages) return request.table_bytes <= kMaxGatheredBytes;
       return (feature == F::kHeadDim && FlashHeadDim(request.head_dim)) ||
              feature == F::kCudaDevice || feature == F::kPageSize || feature == F::kCompactView ||
@@ -95,12 +94,12 @@ RouteChoice Refuse(const RouteRequest& request, const RouteAvailability& availab
                    const std::string& why) {
   const char* advice = request.aligned
                            ? ""
-                           : "\nkey_cache, value_cache or out: got rows that do not begin at "
-                             "multiples of 16 bytes, expected them to (a clone's do)";
+                           : "\nkey_cache, value_cache or out: got rows that are not 16-byte "
+                             "aligned, expected 16-byte alignment (as of a clone)";
   return {false, Route::kCpu, false, why + "\n" + FeatureTable(request, available) + advice};
 }
 
-// Flash routes leave the in-flight rows of a tree to our own kernels.
+// Flash routes need our CUDA kernel for the in-flight rows of a tree.
 bool Serves(Route route, const RouteRequest& request, const RouteAvailability& available) {
   if (!available.Has(route) || !MissingFeatures(route, request, available).empty()) return false;
   const bool ours = route == Route::kCpu || route == Route::kCuda;
@@ -108,10 +107,11 @@ bool Serves(Route route, const RouteRequest& request, const RouteAvailability& a
          (available.Has(Route::kCuda) && MissingFeatures(Route::kCuda, request, available).empty());
 }
 
-// Also without a look at what lies behind the last token of a page. By name any route is taken.
-bool ServesByItself(Route route, const RouteRequest& request, const RouteAvailability& available) {
-  const bool reads_on = route == Route::kFlash3 && request.page_size >= kFlash3TileTokens;
-  return !reads_on && Serves(route, request, available);
+// Whether a route may be chosen without being named: it serves the request and reads nothing past
+// the last token of a page.
+bool ServesUnnamed(Route route, const RouteRequest& request, const RouteAvailability& available) {
+  const bool reads_past_end = route == Route::kFlash3 && request.page_size >= kFlash3TileTokens;
+  return !reads_past_end && Serves(route, request, available);
 }
 
 }  // namespace
@@ -187,7 +187,7 @@ RouteChoice ChooseRoute(const RouteRequest& request, const RouteAvailability& av
                     "route: got '" + std::string(wanted) +
                         "', expected a route that is present and serves this request");
     }
-    return Take(*route, "asked for");
+    return Take(*route, "requested by name");
   }
   if (!request.cuda) {
     if (Serves(Route::kCpu, request, available)) return Take(Route::kCpu, "tensors on the cpu");
@@ -196,7 +196,7 @@ RouteChoice ChooseRoute(const RouteRequest& request, const RouteAvailability& av
   if (request.num_requests > 0 && request.max_rows > kPrefillRows && !request.tree_mask &&
       !request.compact_view) {
     for (const Route route : kFlashRoutes) {
-      if (!ServesByItself(route, request, available)) continue;
+      if (!ServesUnnamed(route, request, available)) continue;
       RouteChoice choice = Take(route, "prefill: more than 256 rows in a request");
       choice.only_prefill = Serves(Route::kCuda, request, available);
       if (choice.only_prefill) choice.reason += "; requests of fewer take cuda";
@@ -205,15 +205,15 @@ RouteChoice ChooseRoute(const RouteRequest& request, const RouteAvailability& av
   }
   if (fast && request.max_rows * int64_t{request.group} >= kComputeBoundRows &&
       request.table_tokens >= kMergePaysTokens && !request.compact_view &&
-      ServesByItself(Route::kFlash3, request, available)) {
-    return Take(Route::kFlash3, "fast: bound by arithmetic, over a long prefix");
+      ServesUnnamed(Route::kFlash3, request, available)) {
+    return Take(Route::kFlash3, "fast: compute-bound, with a long prefix");
   }
   if (Serves(Route::kCuda, request, available)) {
     return Take(Route::kCuda, "verification rows on a cuda device");
   }
   // A compact view may hold requests that use their pages; only our kernels read such a mix.
   for (const Route route : kFlashRoutes) {
-    if (!request.compact_view && ServesByItself(route, request, available)) {
+    if (!request.compact_view && ServesUnnamed(route, request, available)) {
       return Take(route, "our kernels do not serve this request");
     }
   }

@@ -9,23 +9,23 @@
 #include "base/types.h"
 
 // Which implementation serves a verification step: a pure function of what the host knows.
-// Thread-safe; needs neither torch nor a device.
+// attention/verify.cpp calls it for every step. Thread-safe; needs neither torch nor a device.
 
 namespace nwor {
 
 enum class Route : uint8_t {
-  kCpu,         // verify_cpu.h
-  kCuda,        // verify_cuda.h
+  kCpu,         // cpu/verify.h
+  kCuda,        // cuda/verify.h
   kTorchFlash,  // FlashAttention-2 inside LibTorch (aten::_flash_attention_forward)
-  kFlash2,      // an installed FlashAttention-2 with pages, or the one in vLLM
-  kFlash3,      // an installed FlashAttention-3, or the one in vLLM
+  kFlash2,      // FlashAttention-2 with pages: the installed package, or that of vLLM
+  kFlash3,      // FlashAttention-3: the installed package, or that of vLLM
 };
 inline constexpr int kNumRoutes = 5;
 
 // "cpu", "cuda", "torch_flash", "flash_attn_2", "flash_attn_3".
 NWOR_EXPORT const char* Name(Route route);
 
-// What a request may ask for beyond plain attention over pages.
+// What a request may require of a route.
 enum class RouteFeature : uint8_t {
   kCpuDevice,
   kCudaDevice,
@@ -61,18 +61,18 @@ struct RouteRequest {
   int32_t num_requests = 1;
   int32_t max_rows = 1;      // rows of the longest request, as far as the host knows
   int32_t group = 1;         // query heads per KV head
-  int64_t table_tokens = 0;  // room of the whole block table: an upper bound of all prefixes
-  // What a kernel without pages would have to copy first: K and V of the whole block table.
+  int64_t table_tokens = 0;  // tokens of the whole block table: an upper bound of all prefixes
+  // K and V of the whole block table: what a kernel without pages would have to copy.
   int64_t table_bytes = 0;
 };
 
-// A copy larger than this is not made behind the caller's back.
+// Larger copies are not made implicitly.
 inline constexpr int64_t kMaxGatheredBytes = int64_t{1} << 30;
 
-// Which routes this build and process have: compiled in, or registered with torch.
+// The routes of this build and process: compiled in, or registered with torch.
 struct RouteAvailability {
   bool present[kNumRoutes] = {};
-  int32_t page_multiple[kNumRoutes] = {16, 16, 16, 16, 16};  // page sizes a CUDA route takes
+  int32_t page_multiple[kNumRoutes] = {16, 16, 16, 16, 16};  // a CUDA route takes multiples of it
 
   void Set(Route route, bool here) { present[static_cast<int>(route)] = here; }
   bool Has(Route route) const { return present[static_cast<int>(route)]; }
@@ -81,45 +81,45 @@ struct RouteAvailability {
 struct RouteChoice {
   bool ok = false;
   Route route = Route::kCpu;
-  // The route has the requests with more than kPrefillRows rows; the others are Route::kCuda's, so
-  // that their bits are what they are without those.
+  // The route serves only requests with more than kPrefillRows rows; Route::kCuda serves the
+  // others, so that their bits do not depend on the prefills.
   bool only_prefill = false;
-  // Why this route; or, when not ok, the table of required, supported and missing features.
+  // Why this route was chosen; if not ok, the table of required, supported and missing features.
   std::string reason;
 };
 
-// Whether our CUDA kernels are built for heads of so many channels.
+// Whether our CUDA kernels are built for this head size.
 NWOR_EXPORT bool KernelHeadDim(int64_t head_dim);
 
-// Requests with more rows than this are prefill: compute-bound, FlashAttention's own ground.
+// Requests with more rows than this are prefills: compute-bound, what FlashAttention is built for.
 inline constexpr int32_t kPrefillRows = 256;
 
-// FlashAttention-3 reads pages that hold a whole tile of its own, and no smaller ones, to their
-// end: what is not finite behind the last token would reach the result. Its smallest tile.
+// FlashAttention-3 reads a page to its end if it holds at least one of its KV tiles: values past
+// the last token that are not finite would reach the result. This is its smallest tile.
 inline constexpr int32_t kFlash3TileTokens = 80;
 
-// From so many packed rows (rows times query heads per KV head) verification is bound by
-// arithmetic, and from so many prefix tokens of all requests on the work pays for a kernel of
-// another's and a merge: on an H200 with 64 rows FlashAttention-3 with its merge takes 281 us over
-// 131072 tokens of one request where ours takes 267, and 510 over 262144 of eight instead of 522.
+// For "fast": from this many packed rows (rows times query heads per KV head) verification is
+// compute-bound, and from this many prefix tokens of all requests FlashAttention-3 and a merge are
+// faster. On an H200 with 64 rows they take 281 us for one request of 131072 tokens (ours 267 us),
+// and 510 us for eight requests with 262144 tokens (ours 522 us).
 inline constexpr int32_t kComputeBoundRows = 128;
 inline constexpr int64_t kMergePaysTokens = 262144;
 
-// Picks a route. `wanted` is "auto" (or empty), "fast" or a route's name; a named route that cannot
-// serve the request is not replaced by another.
+// Chooses a route. `wanted` is "auto" (or empty), "fast" or the name of a route. A named route that
+// cannot serve the request is an error; it is not replaced by another.
 //
-// "auto" keeps what our kernels promise: a row's bits depend on its own request only. Prefill keeps
-// it too, by kernels that do not split prefixes, where max_rows tells of it. "fast" gives it up
-// where it pays: compute-bound verification over long prefixes goes to FlashAttention-3, if there
-// is one, whose split of the work depends on the batch. Elsewhere it is "auto".
+// "auto" keeps the promise of our kernels: a row's bits depend only on its own request. Prefills
+// that max_rows announces go to FlashAttention without splits, which keeps the promise too. "fast"
+// gives it up where that pays: compute-bound verification over long prefixes goes to
+// FlashAttention-3, if there is one, whose splits depend on the batch. Otherwise "fast" is "auto".
 NWOR_EXPORT RouteChoice ChooseRoute(const RouteRequest& request, const RouteAvailability& available,
                                     std::string_view wanted = {});
 
-// What a route lacks for a request; empty: it serves it.
+// The features that a route lacks for a request; empty if it serves it.
 NWOR_EXPORT std::vector<RouteFeature> MissingFeatures(Route route, const RouteRequest& request,
                                                       const RouteAvailability& available);
 
-// One line per route: required features, and what each route supports and misses of them.
+// The required features, and one line per route with those that it supports and lacks.
 NWOR_EXPORT std::string FeatureTable(const RouteRequest& request,
                                      const RouteAvailability& available);
 

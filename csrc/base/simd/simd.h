@@ -4,13 +4,14 @@
 #include <cstring>
 #include <limits>
 
-// The vector operations the CPU attention is written in, over one native register of floats.
+// Vector operations of the CPU kernels (attention, linear, specpv) on one native register of
+// floats.
 //
-// A file that wants another instruction set than the compiler's default defines NWOR_SIMD_LEVEL
-// before it includes this header and compiles the rest under `#pragma GCC target`; every level has
-// its own namespace, so that several may live in one library:
+// A file that needs another instruction set than the compiler's default defines NWOR_SIMD_LEVEL
+// before it includes this header and compiles the rest under `#pragma GCC target`. Every level has
+// its own namespace, so that several can live in one library:
 //
-//   kGeneric  4 lanes, compiler vectors only: any machine, also the slow check of the others
+//   kGeneric  4 lanes, compiler vectors only: any machine; a reference for the others
 //   kNeon     4 lanes, aarch64
 //   kAvx2     8 lanes, x86 with AVX2, FMA and F16C
 //   kAvx512  16 lanes, x86 with AVX-512 F, BW, DQ and VL
@@ -246,9 +247,9 @@ NWOR_SIMD_INLINE void StoreAs(Half* p, Vec v) {
 
 // ---- lanes and rows -------------------------------------------------------------------------
 
-// Folds a register that repeats the four rows of a tile (lane i belongs to row i % 4).
+// Reduces a register that repeats the four rows of a tile (lane i belongs to row i % 4).
 template <typename Op>
-NWOR_SIMD_INLINE Quad FoldRows(Vec v, Op op) {
+NWOR_SIMD_INLINE Quad ReduceRows(Vec v, Op op) {
   Quad parts[kLanes / 4];
   std::memcpy(parts, &v, sizeof(v));
   Quad result = parts[0];
@@ -270,8 +271,8 @@ NWOR_SIMD_INLINE Vec RepeatRows(Quad q) {
 // Lane i of the result is the sum of all lanes of the i-th argument.
 NWOR_SIMD_INLINE Quad SumLanes(Vec a, Vec b, Vec c, Vec d) {
   const auto add = [](Quad x, Quad y) __attribute__((always_inline)) { return x + y; };
-  const Quad qa = FoldRows(a, add), qb = FoldRows(b, add);
-  const Quad qc = FoldRows(c, add), qd = FoldRows(d, add);
+  const Quad qa = ReduceRows(a, add), qb = ReduceRows(b, add);
+  const Quad qc = ReduceRows(c, add), qd = ReduceRows(d, add);
 #if NWOR_SIMD_LEVEL == NWOR_SIMD_NEON
   return vpaddq_f32(vpaddq_f32(qa, qb), vpaddq_f32(qc, qd));
 #else

@@ -1,7 +1,7 @@
-// Compiles the header that NWOR_SIMD_KERNEL names for AVX2, whatever the compiler's default.
-// Headers that other files share come before, or their inline functions would exist for this
-// machine alone: includers bring their own, those of the standard library that kernels use are
-// here.
+// Compiles the header NWOR_SIMD_KERNEL for AVX2, whatever the compiler's default. Headers that
+// other files share must be included before: otherwise their inline functions would be compiled for
+// AVX2 and used by those files too. Includers bring their own; those of the standard library that
+// the kernels use are here.
 #include <immintrin.h>
 
 #include <algorithm>

@@ -29,10 +29,10 @@ __all__ = [
 
 @dataclass
 class PartialView:
-    """Blocks of `block_size` tokens inside the paged cache, per KV head and in token order.
+    """Blocks of `block_size` tokens in the paged cache, per KV head and in token order.
 
-    Block id = page * (page_size / block_size) + part. `view_lens[b]` tokens are seen; the last
-    block may be partly filled. `num_blocks[b] = -1`: request b uses its whole prefix.
+    Block id = page * (page_size / block_size) + part. A request sees `view_lens[b]` tokens; its
+    last block may be partly filled. `num_blocks[b] = -1`: request b uses its whole prefix.
     """
 
     blocks: torch.Tensor  # [B, Hkv, max_blocks] int32
@@ -43,7 +43,7 @@ class PartialView:
 
 @dataclass
 class CompactView:
-    """A contiguous copy of the tokens to see. `lens[b] = -1`: request b uses its whole prefix."""
+    """A contiguous copy of the tokens to attend to. `lens[b] = -1`: request b uses its prefix."""
 
     keys: torch.Tensor  # [B, Hkv, N, D]
     values: torch.Tensor  # [B, Hkv, N, D]
@@ -56,7 +56,7 @@ View = PartialView | CompactView
 def _results(
     query: torch.Tensor, out: torch.Tensor | None, return_lse: bool
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """What an attention op writes to: `out` and, when asked for, the rows' LSE."""
+    """The outputs of an attention op: `out` and, with `return_lse`, the rows' LSE."""
     if out is None:
         out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
     if not return_lse:
@@ -92,23 +92,25 @@ def verify_attention(
     """Attention of in-flight rows to their request's prefix and to each other.
 
     Row t of request b (`query_start[b] <= t < query_start[b+1]`) sees the first `prefix_lens[b]`
-    tokens of its pages, or the tokens of `view`, and of its own request's rows those whose bit is
-    set in `tree_mask[t]` (bit j: row `query_start[b] + j`); without a mask, itself and the rows
-    before. K/V of rows is read from `key`, `value`, never from the cache. A row that sees nothing
-    gets zeros and an LSE of -inf. With `window` a row at position p sees positions > p - window.
+    tokens of its pages, or the tokens of `view`, and those rows of its own request whose bit is
+    set in `tree_mask[t]` (bit j: row `query_start[b] + j`). Without a mask it sees itself and the
+    rows before it. K and V of in-flight rows come from `key` and `value`, never from the cache. A
+    row that sees no token gets zeros and an LSE of -inf. With `window`, a row at position p sees
+    positions > p - window.
 
     Returns `out` [T, Hq, D], and with `return_lse` also the natural-log LSE [T, Hq] (float32).
+    `out` must not overlap itself or any input.
 
-    `max_rows`: rows of the longest request, if known; chooses tile and route. Our own kernels give
-    the same result with a wrong one, FlashAttention's rely on it.
-    `plan`: what `verify_plan` made for these lengths, so that a step's layers share it (CUDA).
-    `status`: int64[8] that a CUDA kernel sets when it finds a length or page out of range. With a
-    `plan` our kernels judge lengths in `verify_plan`, which takes the same tensor.
+    `max_rows`: rows of the longest request, if known; chooses tile and route. Our kernels give the
+    same result with any value; FlashAttention's need an upper bound.
+    `plan`: from `verify_plan` for these lengths, shared by the layers of a step (CUDA).
+    `status`: int64[8], set by a CUDA kernel if a length or page is out of range. With a `plan`,
+    lengths are checked in `verify_plan`, which takes the same tensor.
     `route`: a name of `route_report()`, "auto" or "fast", instead of NWOR_SPECPV_ATTENTION_ROUTE. A
-    FlashAttention package asked for by name is imported; "auto" takes one that has been.
-    "fast" gives compute-bound steps to FlashAttention-3, where a row's bits depend on the batch. A
-    FlashAttention route with a CompactView needs every request to use the view; one that does not
-    is reported in `status`.
+    FlashAttention package requested by name is imported; "auto" uses one that already is.
+    "fast" sends compute-bound steps to FlashAttention-3; a row's bits then depend on the batch. On
+    a FlashAttention route with a CompactView every request must use the view; one that does not is
+    reported in `status`.
     """
     if not torch.compiler.is_compiling():
         named = route or os.environ.get("NWOR_SPECPV_ATTENTION_ROUTE", "")
@@ -156,12 +158,12 @@ def verify_plan(
     plan: torch.Tensor | None = None,
     status: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Plans one step's work on the device, once for all layers; pass the result as `plan=`.
+    """Makes the scheduler metadata of a step, once for all layers; pass the result as `plan=`.
 
-    It holds for calls of the same shapes, lengths, mask, view lengths, window and `max_rows`. Given
-    a `plan` of the same shapes it is planned anew in place, which is what a CUDA graph captures. On
-    the CPU there is nothing to plan: the result is empty, and accepted. `status`: as that of
-    `verify_attention`, for lengths out of range: our kernels judge them here, pages layer by layer.
+    It is valid for calls with the same shapes, lengths, mask, view lengths, window and `max_rows`.
+    A `plan` of the same shapes is overwritten in place, which a CUDA graph can capture. On the CPU
+    there is nothing to plan: the result is empty, and `verify_attention` accepts it. `status`: as
+    in `verify_attention`. Lengths are checked here, pages in the calls of the layers.
     """
     if plan is None:
         size = _C.verify_plan_bytes(
@@ -196,10 +198,10 @@ def merge_states(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Merges attention over disjoint sets of tokens: `outs` N x [T, H, D], `lses` N x [T, H].
 
-    Sums in float32 in the order given. A state whose LSE is -inf saw nothing and is not read.
+    Sums are float32, in the order given. A state whose LSE is -inf saw no token and is not read.
     """
     outs, lses = list(outs), list(lses)
-    if not outs:  # torch cannot tell a device from nothing
+    if not outs:  # without tensors torch knows no device
         raise NworError("outs: got no states, expected at least one")
     return call(torch.ops.nwor_specpv.merge_states.default, outs, lses)
 
@@ -219,16 +221,17 @@ def merge_rows(
     out: torch.Tensor | None = None,
     return_lse: bool = False,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-    """Adds the rows in flight to attention that another kernel has computed over the prefix.
+    """Attention among the in-flight rows, merged with attention over the prefix.
 
-    `prefix_out` [T, Hq, D] and `prefix_lse` [T, Hq] (natural log, float32, any strides) are
-    attention of every row to its prefix; an infinite LSE, of either sign, means that a row saw
-    nothing there. Rows see each other as in `verify_attention`. `out` may be `prefix_out`. Rows
-    that belong to no request are left as they are. One launch on CUDA.
+    `prefix_out` [T, Hq, D] and `prefix_lse` [T, Hq] (natural log, float32, any strides) are the
+    attention of every row to its prefix, from another kernel. An infinite LSE, of either sign,
+    means that a row saw no token there. Rows see each other as in `verify_attention`. `out` may be
+    `prefix_out` itself; otherwise it must not overlap itself or any input. Rows that belong to no
+    request are not written. One launch on CUDA.
 
-    With `token_lens` [B] int32, `key` and `value` [B * room, Hkv, D] hold further tokens of the
-    requests instead of the rows, and every row of request b sees `token_lens[b]` of its own: drafts
-    that an earlier pass has made.
+    With `token_lens` [B] int32, `key` and `value` [B * room, Hkv, D] hold other tokens of the
+    requests instead of the rows, and every row of request b sees the first `token_lens[b]` of its
+    request's: drafts that an earlier pass has made.
     """
     out, lse = _results(query, out, return_lse)
     call(
@@ -250,14 +253,14 @@ def merge_rows(
 
 
 def last_route() -> str:
-    """The route of this process' latest verify_attention, and why it was taken."""
+    """The route of this process' latest verify_attention, and why it was chosen."""
     return _C.last_attention_route()
 
 
 def route_report() -> dict[str, str]:
-    """What each route is here, and which one was taken last.
+    """The state of each route in this process, and the route that was used last.
 
-    On a machine with a GPU FlashAttention packages are imported for it: see `flash_packages`.
+    On a machine with a GPU this imports FlashAttention packages: see `flash_packages`.
     """
     reasons = {}
     if torch.cuda.is_available():

@@ -117,7 +117,7 @@ class Steps:
     ) -> bool:
         """Routes one layer's rows; False: the caller writes them itself.
 
-        With `defer` the layer's attention does the write (`merge_rows_of_layer`), where it may.
+        With `defer` the layer's attention does the write (`merge_and_write_rows`), where it may.
         """
         step = self._step
         if step is None or layer not in self._staging.bound:

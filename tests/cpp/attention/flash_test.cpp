@@ -7,7 +7,7 @@
 #include <limits>
 #include <map>
 
-#include "attention/cuda/verify_cuda.h"
+#include "attention/cuda/verify.h"
 #include "attention/routes/flash_bounds.h"
 #include "attention/verify.h"
 #include "attention/verify_arguments.h"
@@ -352,7 +352,7 @@ TEST(Flash, RowsOverACacheWithoutPagesSeeEachOther) {
     // A length is too long for it, however large the table is.
     arguments.prefix_lens = at::tensor({0, 4, 0}, at::kInt);
     arguments.status = at::zeros({8}, at::kLong);
-    const VerifyArguments safe = WithinBounds(arguments);
+    const VerifyArguments safe = ClampToBounds(arguments);
     EXPECT_EQ(Told(*arguments.status), (std::vector<int64_t>{1, 1, 4}));
     EXPECT_EQ(safe.prefix_lens.max().item<int>(), 0);
   }
@@ -366,7 +366,7 @@ TEST(Flash, RowsUnderACompactViewWithoutRoomSeeEachOther) {
   ExpectWhatOurKernelGives(Route::kTorchFlash, arguments);
   arguments.compact_view->lens = at::tensor({0, 0, 5}, at::kInt);
   arguments.status = at::zeros({8}, at::kLong);
-  WithinBounds(arguments);
+  ClampToBounds(arguments);
   EXPECT_EQ(Told(*arguments.status), (std::vector<int64_t>{3, 2, 5}));
 }
 
@@ -387,7 +387,7 @@ TEST(Flash, TellsOfRequestsThatDoNotUseTheCompactView) {
         std::pair{std::vector<int>{12, 0, 13}, std::vector<int64_t>{3, 2, 13}}}) {
     arguments.compact_view = {keys, keys, at::tensor(lens, at::kInt)};
     arguments.status = at::zeros({8}, at::kLong);
-    const VerifyArguments safe = WithinBounds(arguments);
+    const VerifyArguments safe = ClampToBounds(arguments);
     EXPECT_EQ(Told(*arguments.status), expected);
     EXPECT_GE(safe.compact_view->lens.min().item<int>(), 0);
     EXPECT_LE(safe.compact_view->lens.max().item<int>(), 12);
@@ -412,7 +412,7 @@ TEST(Flash, FlashAttention3IsAbsentWhereItHasNoKernels) {
     EXPECT_TRUE(available.Has(Route::kFlash2));
     EXPECT_FALSE(available.Has(Route::kFlash3));
     EXPECT_EQ(DescribeFlashRoute(Route::kFlash3, capability),
-              "absent: _vllm_fa3_C::fwd is for devices of compute capability 9");
+              "absent: _vllm_fa3_C::fwd needs a device of compute capability 9");
   }
 }
 

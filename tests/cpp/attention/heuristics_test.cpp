@@ -14,8 +14,10 @@
 #include <utility>
 #include <vector>
 
+#include "attention/cuda/combine_shape.h"
+#include "attention/cuda/sm80/tile_shape.h"
+#include "attention/cuda/sm90/tile_shape.h"
 #include "attention/plan.h"
-#include "attention/tile_shape.h"
 #include "attention/unsupported.h"
 
 namespace nwor {
@@ -36,7 +38,7 @@ VerifyShape Shape(int requests, int rows, int heads = 32, int kv_heads = 8, int 
   return shape;
 }
 
-TEST(SplitPrefix, CoversTheSpanWithLeavesOfWholeSteps) {
+TEST(SplitPrefix, CoversTheSpanWithSplitsOfWholeSteps) {
   std::random_device device;
   const char* given = std::getenv("NWOR_TEST_SEED");
   const unsigned seed = given != nullptr ? std::strtoul(given, nullptr, 10) : device();
@@ -45,141 +47,141 @@ TEST(SplitPrefix, CoversTheSpanWithLeavesOfWholeSteps) {
   for (int i = 0; i < 20000; ++i) {
     const int bits = std::uniform_int_distribution<>(0, 20)(random);
     const int tokens = std::uniform_int_distribution<>(0, 1 << bits)(random);
-    const int max_leaves = std::uniform_int_distribution<>(1, 128)(random);
-    const int min_leaf = 64 * std::uniform_int_distribution<>(1, 16)(random);
+    const int max_splits = std::uniform_int_distribution<>(1, 128)(random);
+    const int min_split = 64 * std::uniform_int_distribution<>(1, 16)(random);
     const int fill = std::uniform_int_distribution<>(0, 140)(random);
     const int reach = std::uniform_int_distribution<>(1, 4)(random);
-    const LeafSplit split = SplitPrefix(tokens, min_leaf, max_leaves, fill, reach);
-    ASSERT_GE(split.num_leaves, 1);
-    ASSERT_LE(split.num_leaves, max_leaves);
-    ASSERT_EQ(split.leaf_tokens % kLeafAlign, 0);
-    const int64_t covered = int64_t{split.leaf_tokens} * split.num_leaves;
+    const PrefixSplits kv_splits = SplitPrefix(tokens, min_split, max_splits, fill, reach);
+    ASSERT_GE(kv_splits.num_splits, 1);
+    ASSERT_LE(kv_splits.num_splits, max_splits);
+    ASSERT_EQ(kv_splits.split_tokens % kSplitAlign, 0);
+    const int64_t covered = int64_t{kv_splits.split_tokens} * kv_splits.num_splits;
     ASSERT_GE(covered, tokens);
-    if (split.num_leaves > 1) {
-      ASSERT_LT(covered - split.leaf_tokens, tokens)
-          << "the last leaf of " << tokens << " is empty";
+    if (kv_splits.num_splits > 1) {
+      ASSERT_LT(covered - kv_splits.split_tokens, tokens)
+          << "the last split of " << tokens << " is empty";
     }
   }
 }
 
-TEST(SplitPrefix, KeepsAnEmptyPrefixAsOneLeafForTheInFlightRows) {
-  EXPECT_EQ(SplitPrefix(0, 256, 16).num_leaves, 1);
-  EXPECT_GT(SplitPrefix(0, 256, 16).leaf_tokens, 0);
+TEST(SplitPrefix, KeepsAnEmptyPrefixAsOneSplitForTheInFlightRows) {
+  EXPECT_EQ(SplitPrefix(0, 256, 16).num_splits, 1);
+  EXPECT_GT(SplitPrefix(0, 256, 16).split_tokens, 0);
 }
 
 TEST(SplitPrefix, HoldsForAMillionTokens) {
-  const LeafSplit split = SplitPrefix(1 << 20, 256, 16);
-  EXPECT_EQ(split.num_leaves, 16);
-  EXPECT_EQ(split.leaf_tokens, 1 << 16);
+  const PrefixSplits kv_splits = SplitPrefix(1 << 20, 256, 16);
+  EXPECT_EQ(kv_splits.num_splits, 16);
+  EXPECT_EQ(kv_splits.split_tokens, 1 << 16);
 }
 
-// Leaves of a request of 8 KV heads, usually with 8 rows of 4 query heads each.
-LeafSplit Split(int tokens, const VerifyConfig& config, int packed_rows = 32) {
+// Splits of a request with 8 KV heads, usually 8 rows of 4 query heads each.
+PrefixSplits Split(int tokens, const VerifyConfig& config, int packed_rows = 32) {
   return SplitRequest(tokens, packed_rows, 8, config);
 }
 
-TEST(SplitRequest, NeverLeavesASecondRoundToAFewCtas) {
+TEST(SplitRequest, NeverLeavesASecondWaveToAFewCtas) {
   for (const DeviceProps& device : {kH200, kA100, kL40}) {
     for (const int kv_heads : {1, 2, 4, 8, 16, 32}) {
       VerifyShape shape = Shape(1, 1, 32, kv_heads);
       if (!device.warpgroup_mma) shape.cache_dtype = DType::kFloat8E4M3;
       const VerifyConfig config = ChooseVerifyConfig(shape, device);
-      ASSERT_GT(config.fill_leaves, 0);
+      ASSERT_GT(config.fill_splits, 0);
       const int packed = 32 / kv_heads;
-      const int four_rounds = 4 * config.fill_leaves * config.min_leaf_tokens;
-      for (int tokens = 0; tokens <= four_rounds; tokens += 64) {
-        const int leaves = SplitRequest(tokens, packed, kv_heads, config).num_leaves;
-        EXPECT_LE(leaves * kv_heads, config.num_ctas) << tokens << " tokens, " << kv_heads;
+      const int four_waves = 4 * config.fill_splits * config.min_split_tokens;
+      for (int tokens = 0; tokens <= four_waves; tokens += 64) {
+        const int splits = SplitRequest(tokens, packed, kv_heads, config).num_splits;
+        EXPECT_LE(splits * kv_heads, config.num_ctas) << tokens << " tokens, " << kv_heads;
       }
     }
   }
 }
 
-TEST(SplitRequest, GivesLongLeavesToRequestsThatFillTheDeviceWithThem) {
+TEST(SplitRequest, GivesLongSplitsToRequestsThatFillTheDevice) {
   const VerifyConfig config = ChooseVerifyConfig(Shape(1, 8), kH200);
-  EXPECT_EQ(Split(4608, config).num_leaves, 12);
-  EXPECT_EQ(Split(16384, config).num_leaves, 16);
-  EXPECT_EQ(Split(24576, config).num_leaves, 16);
-  EXPECT_EQ(Split(32768, config).num_leaves, 32);
+  EXPECT_EQ(Split(4608, config).num_splits, 12);
+  EXPECT_EQ(Split(16384, config).num_splits, 16);
+  EXPECT_EQ(Split(24576, config).num_splits, 16);
+  EXPECT_EQ(Split(32768, config).num_splits, 32);
   // 16 rows: two CTAs on an SM.
-  EXPECT_EQ(Split(12288, config, 64).num_leaves, 16);
-  EXPECT_EQ(Split(16384, config, 64).num_leaves, 32);
+  EXPECT_EQ(Split(12288, config, 64).num_splits, 16);
+  EXPECT_EQ(Split(16384, config, 64).num_splits, 32);
   VerifyShape float8 = Shape(8, 1);
   float8.cache_dtype = DType::kFloat8E4M3;
   const VerifyConfig other = ChooseVerifyConfig(float8, kH200);
   for (const int packed : {4, 32, 64}) {
-    EXPECT_EQ(Split(8192, other, packed).num_leaves, 16);
-    EXPECT_EQ(Split(32768, other, packed).num_leaves, 16);
-    EXPECT_EQ(Split(65536, other, packed).num_leaves, 32);
+    EXPECT_EQ(Split(8192, other, packed).num_splits, 16);
+    EXPECT_EQ(Split(32768, other, packed).num_splits, 16);
+    EXPECT_EQ(Split(65536, other, packed).num_splits, 32);
   }
   // Not measured on older devices.
-  EXPECT_EQ(Split(16384, ChooseVerifyConfig(Shape(8, 1), kA100)).num_leaves, 32);
+  EXPECT_EQ(Split(16384, ChooseVerifyConfig(Shape(8, 1), kA100)).num_splits, 32);
 }
 
-// Grains of `requests` alike, as the planner asks for them: 8 KV heads, one row tile each.
-std::vector<ItemGrain> Grains(int requests, int tokens, const VerifyConfig& config) {
-  GrainQuery query;
-  query.pairs = 8;
-  query.split = Split(tokens, config);
+// Granularities of equal `requests`, as the planner asks for them: 8 KV heads, one row tile each.
+std::vector<WorkGranularity> Granularities(int requests, int tokens, const VerifyConfig& config) {
+  GranularityQuery query;
+  query.output_tiles = 8;
+  query.kv_splits = Split(tokens, config);
   query.span = tokens;
   query.work_all = query.work_left = int64_t{tokens} * 8 * requests;
-  std::vector<ItemGrain> grains;
+  std::vector<WorkGranularity> granularities;
   for (int b = 0; b < requests; ++b) {
-    grains.push_back(ChooseGrain(query, config.num_ctas));
-    const int leaves = LeavesPerItem(grains.back(), query.split.num_leaves);
-    query.started = std::min(query.started + (query.split.num_leaves + leaves - 1) / leaves * 8,
-                             kEvenRounds * config.num_ctas);
+    granularities.push_back(ChooseGranularity(query, config.num_ctas));
+    const int splits = SplitsPerWorkTile(granularities.back(), query.kv_splits.num_splits);
+    query.started = std::min(query.started + (query.kv_splits.num_splits + splits - 1) / splits * 8,
+                             kEvenWaves * config.num_ctas);
     query.work_left -= int64_t{tokens} * 8;
   }
-  return grains;
+  return granularities;
 }
 
-// Leaves of each item of the step, as the queue has them: long ones first.
-std::vector<int> Items(int requests, int tokens, const VerifyConfig& config) {
-  const int leaves = Split(tokens, config).num_leaves;
-  std::vector<int> items;
-  for (const ItemGrain grain : Grains(requests, tokens, config)) {
-    const int per_item = LeavesPerItem(grain, leaves);
-    for (int first = 0; first < leaves; first += per_item) {
-      items.insert(items.end(), 8, std::min(per_item, leaves - first));
+// Splits of each work tile of the step, as the queue has them: long ones first.
+std::vector<int> WorkTiles(int requests, int tokens, const VerifyConfig& config) {
+  const int splits = Split(tokens, config).num_splits;
+  std::vector<int> work_tiles;
+  for (const WorkGranularity granularity : Granularities(requests, tokens, config)) {
+    const int per_work_tile = SplitsPerWorkTile(granularity, splits);
+    for (int first = 0; first < splits; first += per_work_tile) {
+      work_tiles.insert(work_tiles.end(), 8, std::min(per_work_tile, splits - first));
     }
   }
-  std::sort(items.rbegin(), items.rend());
-  return items;
+  std::sort(work_tiles.rbegin(), work_tiles.rend());
+  return work_tiles;
 }
 
-TEST(ChooseGrain, FillsTheDeviceForOneLongRequest) {
+TEST(ChooseGranularity, FillsTheDeviceForOneLongRequest) {
   const VerifyConfig config = ChooseVerifyConfig(Shape(1, 8), kH200);
   for (const int tokens : {32768, 131072, 1 << 20}) {
-    const size_t items = Items(1, tokens, config).size();
-    EXPECT_GT(items, 2 * kH200.num_sms * 9 / 10) << tokens;
-    EXPECT_LE(items, 2 * config.num_ctas) << tokens;
+    const size_t work_tiles = WorkTiles(1, tokens, config).size();
+    EXPECT_GT(work_tiles, 2 * kH200.num_sms * 9 / 10) << tokens;
+    EXPECT_LE(work_tiles, 2 * config.num_ctas) << tokens;
   }
 }
 
-TEST(ChooseGrain, IsFineForFewRequestsAndGoesFromCoarseToFineForMany) {
+TEST(ChooseGranularity, IsFineForFewRequestsAndGoesFromCoarseToFineForMany) {
   const VerifyConfig config = ChooseVerifyConfig(Shape(1, 8), kH200);
-  EXPECT_EQ(Grains(1, 4608, config).front(), ItemGrain::kLeaf);
-  EXPECT_EQ(Grains(1, 32768, config).front(), ItemGrain::kLeaf);
-  EXPECT_EQ(Grains(8, 32768, config).front(), ItemGrain::kLeafGroup);
-  EXPECT_EQ(Grains(500, 32768, config).front(), ItemGrain::kRequest);
+  EXPECT_EQ(Granularities(1, 4608, config).front(), WorkGranularity::kSplit);
+  EXPECT_EQ(Granularities(1, 32768, config).front(), WorkGranularity::kSplit);
+  EXPECT_EQ(Granularities(8, 32768, config).front(), WorkGranularity::kSplitGroup);
+  EXPECT_EQ(Granularities(500, 32768, config).front(), WorkGranularity::kRequest);
   for (const int requests : {1, 5, 17, 100, 500}) {
-    const std::vector<ItemGrain> grains = Grains(requests, 32768, config);
-    EXPECT_EQ(grains.back(), ItemGrain::kLeaf);
-    EXPECT_TRUE(std::is_sorted(grains.rbegin(), grains.rend()));
+    const std::vector<WorkGranularity> granularities = Granularities(requests, 32768, config);
+    EXPECT_EQ(granularities.back(), WorkGranularity::kSplit);
+    EXPECT_TRUE(std::is_sorted(granularities.rbegin(), granularities.rend()));
   }
 }
 
-TEST(ChooseGrain, StaysWithinTheSlotsOfTheWorkspace) {
+TEST(ChooseGranularity, StaysWithinTheSlotsOfTheWorkspace) {
   for (const DeviceProps& device : {kH200, kA100}) {
     for (const int tokens : {257, 513, 2048, 4608, 9000, 16384, 32768, 131072, 1 << 20}) {
       for (int requests = 1; requests < 2000; requests = requests * 5 / 4 + 1) {
         const VerifyConfig config = ChooseVerifyConfig(Shape(requests, 8), device);
-        const int leaves = Split(tokens, config).num_leaves;
+        const int splits = Split(tokens, config).num_splits;
         int64_t slots = 0;
-        for (const ItemGrain grain : Grains(requests, tokens, config)) {
-          const int per_item = LeavesPerItem(grain, leaves);
-          if (per_item < leaves) slots += 8 * ((leaves + per_item - 1) / per_item);
+        for (const WorkGranularity granularity : Granularities(requests, tokens, config)) {
+          const int per_work_tile = SplitsPerWorkTile(granularity, splits);
+          if (per_work_tile < splits) slots += 8 * ((splits + per_work_tile - 1) / per_work_tile);
         }
         EXPECT_LE(slots, config.max_slots) << requests << " x " << tokens;
       }
@@ -187,7 +189,7 @@ TEST(ChooseGrain, StaysWithinTheSlotsOfTheWorkspace) {
   }
 }
 
-TEST(ChooseGrain, StaysWithinTheSlotsForManyRowsOfFewHeads) {
+TEST(ChooseGranularity, StaysWithinTheSlotsForManyRowsOfFewHeads) {
   for (const int kv_heads : {1, 2, 3, 8}) {
     for (const int rows : {3, 9, 16, 32, 64, 256}) {
       for (const int requests : {1, 2, 4, 8, 40}) {
@@ -195,20 +197,20 @@ TEST(ChooseGrain, StaysWithinTheSlotsForManyRowsOfFewHeads) {
         const VerifyShape shape = Shape(requests, rows, 8 * kv_heads, kv_heads);
         const VerifyConfig config = ChooseVerifyConfig(shape, kH200);
         for (int tokens = 400; tokens < 200'000; tokens += tokens / 7) {
-          GrainQuery query;
-          query.pairs = (packed + config.row_tile - 1) / config.row_tile * kv_heads;
-          query.split = SplitRequest(tokens, packed, kv_heads, config);
+          GranularityQuery query;
+          query.output_tiles = (packed + config.row_tile - 1) / config.row_tile * kv_heads;
+          query.kv_splits = SplitRequest(tokens, packed, kv_heads, config);
           query.span = tokens;
-          const int64_t work = int64_t{tokens} * query.pairs;
+          const int64_t work = int64_t{tokens} * query.output_tiles;
           query.work_all = query.work_left = work * requests;
           int64_t slots = 0;
           for (int b = 0; b < requests; ++b) {
-            const int leaves =
-                LeavesPerItem(ChooseGrain(query, config.num_ctas), query.split.num_leaves);
-            const int parts = (query.split.num_leaves + leaves - 1) / leaves;
-            if (parts > 1) slots += int64_t{parts} * query.pairs;
-            query.started =
-                std::min(query.started + parts * query.pairs, kEvenRounds * config.num_ctas);
+            const int splits = SplitsPerWorkTile(ChooseGranularity(query, config.num_ctas),
+                                                 query.kv_splits.num_splits);
+            const int partials = (query.kv_splits.num_splits + splits - 1) / splits;
+            if (partials > 1) slots += int64_t{partials} * query.output_tiles;
+            query.started = std::min(query.started + partials * query.output_tiles,
+                                     kEvenWaves * config.num_ctas);
             query.work_left -= work;
           }
           ASSERT_LE(slots, config.max_slots)
@@ -219,83 +221,85 @@ TEST(ChooseGrain, StaysWithinTheSlotsForManyRowsOfFewHeads) {
   }
 }
 
-TEST(ChooseGrain, EndsEvenlyForBatchesThatDoNotFitTheDevice) {
+TEST(ChooseGranularity, EndsEvenlyForBatchesThatDoNotFitTheDevice) {
   // The queue's list schedule of equal-speed CTAs, against a perfect division of the work.
   const VerifyConfig config = ChooseVerifyConfig(Shape(4, 8), kH200);
-  const LeafSplit split = Split(32768, config);
+  const PrefixSplits kv_splits = Split(32768, config);
   for (int requests = 4; requests <= 40; ++requests) {
     std::priority_queue<int, std::vector<int>, std::greater<>> busy_until;
     for (int i = 0; i < config.num_ctas; ++i) busy_until.push(0);
     int end = 0;
-    for (const int leaves : Items(requests, 32768, config)) {
-      const int done = busy_until.top() + leaves;
+    for (const int splits : WorkTiles(requests, 32768, config)) {
+      const int done = busy_until.top() + splits;
       busy_until.pop();
       busy_until.push(done);
       end = std::max(end, done);
     }
-    const double ideal = 8.0 * requests * split.num_leaves / config.num_ctas;
+    const double ideal = 8.0 * requests * kv_splits.num_splits / config.num_ctas;
     EXPECT_LE(end, ideal + 1.5) << requests << " requests";
   }
 }
 
-TEST(LeafGroup, GivesGroupsOfEqualLengthThatFewEnoughItemsCover) {
-  for (int leaves = 1; leaves <= 132; ++leaves) {
-    const int group = LeafGroup(leaves);
-    const int groups = (leaves + group - 1) / group;
-    EXPECT_LE(groups, kMaxGroups) << leaves;
-    EXPECT_GE(group * groups, leaves);
-    EXPECT_LT(group * (groups - 1), leaves);
+TEST(SplitsPerGroup, GivesAtMostEightGroupsOfEqualLength) {
+  for (int splits = 1; splits <= 132; ++splits) {
+    const int group = SplitsPerGroup(splits);
+    const int groups = (splits + group - 1) / group;
+    EXPECT_LE(groups, kMaxGroups) << splits;
+    EXPECT_GE(group * groups, splits);
+    EXPECT_LT(group * (groups - 1), splits);
   }
-  // Eight requests of 4608 tokens: an item for every CTA, all of them of the same length.
+  // Eight requests of 4608 tokens: a work tile for every CTA, all of them of the same length.
   const VerifyConfig config = ChooseVerifyConfig(Shape(8, 8), kH200);
-  const std::vector<int> items = Items(8, 4608, config);
-  EXPECT_EQ(items.size(), 256u);
-  EXPECT_EQ(items.front(), items.back());
-  EXPECT_LE(items.size(), static_cast<size_t>(config.num_ctas));
+  const std::vector<int> work_tiles = WorkTiles(8, 4608, config);
+  EXPECT_EQ(work_tiles.size(), 256u);
+  EXPECT_EQ(work_tiles.front(), work_tiles.back());
+  EXPECT_LE(work_tiles.size(), static_cast<size_t>(config.num_ctas));
 }
 
-TEST(ChooseGrain, GivesEveryCtaOneItemOfEightFloat8Requests) {
+TEST(ChooseGranularity, GivesEveryCtaOneWorkTileOfEightFloat8Requests) {
   VerifyShape shape = Shape(8, 1);
   shape.cache_dtype = DType::kFloat8E4M3;
   const VerifyConfig config = ChooseVerifyConfig(shape, kH200);
-  const std::vector<int> items = Items(8, 32768, config);
-  EXPECT_EQ(items.size(), 256u);
-  EXPECT_EQ(items.front(), items.back());
+  const std::vector<int> work_tiles = WorkTiles(8, 32768, config);
+  EXPECT_EQ(work_tiles.size(), 256u);
+  EXPECT_EQ(work_tiles.front(), work_tiles.back());
 }
 
-TEST(ChooseGrain, TakesGroupsWhereLeavesWouldEndNoEarlier) {
+TEST(ChooseGranularity, TakesGroupsWhereSplitsWouldEndNoEarlier) {
   const VerifyConfig config = ChooseVerifyConfig(Shape(8, 8), kH200);
-  // Partial views of the default budget, with tails of any length: leaves one by one are three to
-  // the CTA that gets most of them, which is a group.
+  // Partial views of the default budget with in-flight rows: if work tiles were single splits, the
+  // busiest CTA would get three, which is a group.
   for (int tokens = 4096; tokens <= 4608; tokens += 16) {
-    const std::vector<int> items = Items(8, tokens, config);
-    EXPECT_LE(items.size(), static_cast<size_t>(config.num_ctas)) << tokens;
-    const double share = 8.0 * 8 * Split(tokens, config).num_leaves / config.num_ctas;
-    EXPECT_LE(items.front(), std::ceil(share)) << tokens;
+    const std::vector<int> work_tiles = WorkTiles(8, tokens, config);
+    EXPECT_LE(work_tiles.size(), static_cast<size_t>(config.num_ctas)) << tokens;
+    const double share = 8.0 * 8 * Split(tokens, config).num_splits / config.num_ctas;
+    EXPECT_LE(work_tiles.front(), std::ceil(share)) << tokens;
   }
   // Half of them would leave half of the device without work.
-  EXPECT_GT(Items(4, 4256, config).size(), static_cast<size_t>(config.num_ctas));
+  EXPECT_GT(WorkTiles(4, 4256, config).size(), static_cast<size_t>(config.num_ctas));
 }
 
-TEST(PlanItem, KnowsTheLeavesOfItsPairsParts) {
-  for (int leaves = 2; leaves <= 128; ++leaves) {
-    for (const ItemGrain grain : {ItemGrain::kLeaf, ItemGrain::kLeafGroup}) {
-      const int per_item = LeavesPerItem(grain, leaves);
-      PlanItem item = {};
-      item.num_leaves = leaves;
-      item.num_parts = (leaves + per_item - 1) / per_item;
-      if (item.num_parts == 1) continue;
-      // Other grains may give as many parts, but then of the same leaves.
-      EXPECT_EQ((leaves + item.leaves_per_part() - 1) / item.leaves_per_part(), item.num_parts);
-      EXPECT_EQ(item.leaves_per_part(), per_item) << leaves;
+TEST(WorkTile, KnowsTheSplitsOfItsOutputTilesPartials) {
+  for (int splits = 2; splits <= 128; ++splits) {
+    for (const WorkGranularity granularity :
+         {WorkGranularity::kSplit, WorkGranularity::kSplitGroup}) {
+      const int per_work_tile = SplitsPerWorkTile(granularity, splits);
+      WorkTile work_tile = {};
+      work_tile.num_splits = splits;
+      work_tile.num_partials = (splits + per_work_tile - 1) / per_work_tile;
+      if (work_tile.num_partials == 1) continue;
+      // Other granularities may give as many partials, but then of the same splits.
+      EXPECT_EQ((splits + work_tile.splits_per_partial() - 1) / work_tile.splits_per_partial(),
+                work_tile.num_partials);
+      EXPECT_EQ(work_tile.splits_per_partial(), per_work_tile) << splits;
     }
   }
 }
 
 // Four requests of every head size, cache type and usual number of rows, on each of the devices.
-std::vector<std::pair<DeviceProps, VerifyShape>> EveryKind(
+std::vector<std::output_tile<DeviceProps, VerifyShape>> EveryKind(
     std::initializer_list<DeviceProps> devices) {
-  std::vector<std::pair<DeviceProps, VerifyShape>> kinds;
+  std::vector<std::output_tile<DeviceProps, VerifyShape>> kinds;
   for (const DeviceProps& device : devices) {
     for (const int head_dim : {64, 80, 96, 128, 192, 256}) {
       for (const DType cache : {DType::kBFloat16, DType::kFloat8E4M3}) {
@@ -356,8 +360,8 @@ TEST(ChooseVerifyConfig, CutsAPrefixAlikeWhateverTheBatch) {
           const VerifyConfig config = ChooseVerifyConfig(shape, kH200);
           for (int tokens = 0; tokens < 100'000; tokens += 1111) {
             for (const int packed : {4, 32, 33, 64, 65, 256}) {
-              ASSERT_EQ(Split(tokens, config, packed).leaf_tokens,
-                        Split(tokens, alone, packed).leaf_tokens)
+              ASSERT_EQ(Split(tokens, config, packed).split_tokens,
+                        Split(tokens, alone, packed).split_tokens)
                   << requests << " x " << rows << " rows, " << tokens << " tokens, " << packed;
             }
           }
@@ -371,41 +375,45 @@ TEST(ChooseVerifyConfig, LeavesEveryWarpRoomForAGroupOfPartialResults) {
   for (const auto& [device, shape] : EveryKind({kH200, kH200WithoutWarpgroups, kA100, kL40})) {
     const int dim = shape.head_dim;
     const VerifyConfig config = ChooseVerifyConfig(shape, device);
-    const int leaves = config.wide_ctas > 0 ? kMaxGroupLeaves : LeafGroup(24);
-    EXPECT_GE(leaves, LeafGroup(config.max_leaves));
+    const int splits = config.wide_ctas > 0 ? kMaxGroupSplits : SplitsPerGroup(24);
+    EXPECT_GE(splits, SplitsPerGroup(config.max_splits));
     int rows = 1;
-    int warps = CtaThreads(dim, config.row_tile) / 32;
-    int buffer = config.stages * kStreams * StageBytes(dim, shape.cache_dtype != shape.dtype);
+    int warps = 0, buffer = 0;
     if (config.warpgroup) {
-      rows = TileHalves(dim, config.row_tile);
-      warps = TileConsumers(TileGroups(config.row_tile)) / 32;
-      buffer = config.stages * 2 * TileBytes(dim) + TileQueryBytes(dim, config.row_tile);
+      rows = sm90::RowHalves(dim, config.row_tile);
+      warps = sm90::ConsumerThreads(sm90::ConsumerWarpgroups(config.row_tile)) / 32;
+      buffer = config.stages * 2 * sm90::KvTileBytes(dim) + sm90::QueryBytes(dim, config.row_tile);
+    } else {
+      warps = sm80::CtaThreads(dim, config.row_tile) / 32;
+      buffer =
+          config.stages * sm80::kKvWarps * sm80::StageBytes(dim, shape.cache_dtype != shape.dtype);
     }
-    EXPECT_GE(buffer / warps, CombineWarpBytes(dim, rows, leaves))
+    EXPECT_GE(buffer / warps, CombineWarpBytes(dim, rows, splits))
         << dim << ", " << shape.num_rows << " rows, SMs of " << device.smem_per_sm_bytes;
   }
 }
 
-TEST(ChooseVerifyConfig, KeepsEarlyStagesApartFromTheMergeBuffer) {
+TEST(ChooseVerifyConfig, KeepsPrefetchedStagesApartFromTheMergeBuffer) {
   for (const auto& [device, shape] : EveryKind({kH200WithoutWarpgroups, kA100, kL40})) {
     const int dim = shape.head_dim;
     const VerifyConfig config = ChooseVerifyConfig(shape, device);
-    const int stage = kStreams * StageBytes(dim, shape.cache_dtype != shape.dtype);
-    const int fixed = QueryBytes(dim, config.row_tile) + kItemBytes +
-                      RowStateBytes(config.row_tile) + FoldBytes(dim, config.row_tile);
-    EXPECT_LT(config.early_stages, config.stages);
-    EXPECT_GE(config.early_stages, 0);
+    const int stage = sm80::kKvWarps * sm80::StageBytes(dim, shape.cache_dtype != shape.dtype);
+    const int fixed = sm80::QueryBytes(dim, config.row_tile) + sm80::kWorkTileBytes +
+                      sm80::RowStateBytes(config.row_tile) +
+                      sm80::GroupOutputBytes(dim, config.row_tile);
+    EXPECT_LT(config.prefetch_stages, config.stages);
+    EXPECT_GE(config.prefetch_stages, 0);
     EXPECT_LE(fixed + config.stages * stage, config.smem_bytes);
-    EXPECT_LE(fixed + config.early_stages * stage + MergeBytes(dim, config.row_tile),
+    EXPECT_LE(fixed + config.prefetch_stages * stage + sm80::MergeBytes(dim, config.row_tile),
               config.smem_bytes);
     if (config.row_tile > 16) {
-      EXPECT_EQ(config.early_stages, 0);
+      EXPECT_EQ(config.prefetch_stages, 0);
     }
   }
   VerifyShape float8 = Shape(8, 1, 32, 8, 128);
   float8.cache_dtype = DType::kFloat8E4M3;
   EXPECT_EQ(ChooseVerifyConfig(float8, kH200).stages, 3);
-  EXPECT_EQ(ChooseVerifyConfig(float8, kH200).early_stages, 2);
+  EXPECT_EQ(ChooseVerifyConfig(float8, kH200).prefetch_stages, 2);
 }
 
 TEST(ChooseVerifyConfig, TakesTheKernelFromDeviceAndCacheAlone) {
@@ -456,17 +464,17 @@ TEST(DescribeUnsupported, NamesTheArgumentAndItsNumber) {
   };
   EXPECT_EQ(text([](VerifyShape&) {}), "");
   EXPECT_EQ(text([](VerifyShape& s) { s.page_size = 24; }),
-            "key_cache: got pages of 24 tokens, expected a page size that 16 divides");
+            "key_cache: got pages of 24 tokens, expected a page size that is a multiple of 16");
   EXPECT_EQ(text([](VerifyShape& s) { s.head_dim = 72; }),
             "query: got 72 channels, expected head size 64, 80, 96, 128, 192 or 256");
   EXPECT_EQ(text([](VerifyShape& s) { s.block_size = 8; }),
-            "view.block_size: got 8, expected a block size that 16 divides");
+            "view.block_size: got 8, expected a block size that is a multiple of 16");
   EXPECT_EQ(text([](VerifyShape& s) {
               s.num_heads = 30;
               s.num_kv_heads = 8;
             }),
-            "query: got 30 heads over 8 KV heads, expected query heads in equal groups per KV "
-            "head");
+            "query: got 30 heads over 8 KV heads, expected query heads that are a multiple "
+            "of the KV heads");
   EXPECT_EQ(text([](VerifyShape& s) { s.dtype = DType::kFloat32; }),
             "query: got dtype float32, expected float16 or bfloat16 rows");
   EXPECT_EQ(text([](VerifyShape& s) {
@@ -489,40 +497,41 @@ TEST(DescribeUnsupported, NamesTheArgumentAndItsNumber) {
                   s.head_dim = 256;
                 },
                 small),
-            "query: got 32/8 heads of 256 channels, expected more shared memory per block than "
-            "the device has");
+            "query: got 32/8 heads of 256 channels, expected a device with more shared memory "
+            "per block");
 }
 
 TEST(VerifyBytes, AreFixedBySizesTheHostKnows) {
   const VerifyShape shape = Shape(32, 8);
   const VerifyConfig config = ChooseVerifyConfig(shape, kH200);
-  const int64_t slots = config.max_slots + kOwnSlots * config.num_ctas;
+  const int64_t slots = config.max_slots + kScratchSlotsPerCta * config.num_ctas;
   EXPECT_GT(VerifyWorkspaceBytes(shape, config), slots * config.row_tile * 128 * 4);
   EXPECT_LT(VerifyWorkspaceBytes(shape, config), slots * config.row_tile * 130 * 4 + (1 << 20));
-  EXPECT_GE(VerifyPlanBytes(shape, config), int64_t{sizeof(PlanItem)} * config.max_items);
+  EXPECT_GE(VerifyPlanBytes(shape, config), int64_t{sizeof(WorkTile)} * config.max_work_tiles);
   EXPECT_LT(VerifyPlanBytes(shape, config), 1 << 20);
 }
 
-TEST(VerifyBytes, BoundPairsByRows) {
+TEST(VerifyBytes, BoundOutputTilesByRows) {
   // Rows of any raggedness: at most one partly filled tile per request.
   const VerifyConfig config = ChooseVerifyConfig(Shape(7, 100), kH200);
   const int worst = 6 * 1 + (700 - 6) * 4 / config.row_tile + 1;
-  EXPECT_GE(config.max_pairs, worst * 8);
+  EXPECT_GE(config.max_output_tiles, worst * 8);
 }
 
 TEST(ChooseVerifyConfig, TakesTwoWarpgroupsForManyRowsWhereRegistersAllow) {
   for (const int head_dim : {64, 80, 96, 128}) {
     const VerifyConfig wide = ChooseVerifyConfig(Shape(1, 64, 32, 8, head_dim), kH200);
-    EXPECT_EQ(wide.row_tile, 2 * kTileRows) << head_dim;
+    EXPECT_EQ(wide.row_tile, 2 * sm90::kWarpgroupRows) << head_dim;
     EXPECT_EQ(wide.num_ctas, kH200.num_sms) << head_dim;
     EXPECT_LE(wide.smem_bytes, kH200.smem_per_block_bytes) << head_dim;
     EXPECT_GE(wide.stages, 4) << head_dim;
     EXPECT_EQ(wide.wide_ctas, kH200.num_sms) << head_dim;
-    EXPECT_LE(ChooseVerifyConfig(Shape(1, 16, 32, 8, head_dim), kH200).row_tile, kTileRows);
+    EXPECT_LE(ChooseVerifyConfig(Shape(1, 16, 32, 8, head_dim), kH200).row_tile,
+              sm90::kWarpgroupRows);
   }
   for (const int head_dim : {192, 256}) {
     const VerifyConfig config = ChooseVerifyConfig(Shape(1, 64, 32, 8, head_dim), kH200);
-    EXPECT_LE(config.row_tile, kTileRows);
+    EXPECT_LE(config.row_tile, sm90::kWarpgroupRows);
     EXPECT_EQ(config.wide_ctas, 0);
   }
   VerifyShape float8 = Shape(1, 64);
@@ -530,15 +539,15 @@ TEST(ChooseVerifyConfig, TakesTwoWarpgroupsForManyRowsWhereRegistersAllow) {
   EXPECT_LE(ChooseVerifyConfig(float8, kH200).row_tile, 64);
 }
 
-TEST(SplitWidePrefix, GivesOneRequestALeafForEveryCtaAndNoMore) {
-  constexpr int kPairs = 16;  // 8 KV heads, 256 packed rows
+TEST(SplitWidePrefix, GivesOneRequestAWorkTileForEveryCtaAndNoMore) {
+  constexpr int kOutputTiles = 16;  // 8 KV heads, 256 packed rows
   for (const int tokens : {4608, 32768, 131072, 1 << 20}) {
-    const LeafSplit split = SplitWidePrefix(tokens, kPairs, kH200.num_sms);
-    EXPECT_EQ(split.num_leaves, 8) << tokens;
-    EXPECT_LE(split.num_leaves * kPairs, kH200.num_sms) << tokens;
+    const PrefixSplits kv_splits = SplitWidePrefix(tokens, kOutputTiles, kH200.num_sms);
+    EXPECT_EQ(kv_splits.num_splits, 8) << tokens;
+    EXPECT_LE(kv_splits.num_splits * kOutputTiles, kH200.num_sms) << tokens;
   }
-  EXPECT_EQ(SplitWidePrefix(600, kPairs, kH200.num_sms).num_leaves, 2);
-  EXPECT_EQ(SplitWidePrefix(100000, 500, kH200.num_sms).num_leaves, 1);
+  EXPECT_EQ(SplitWidePrefix(600, kOutputTiles, kH200.num_sms).num_splits, 2);
+  EXPECT_EQ(SplitWidePrefix(100000, 500, kH200.num_sms).num_splits, 1);
 }
 
 }  // namespace

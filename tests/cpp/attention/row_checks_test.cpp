@@ -83,27 +83,28 @@ TEST(MayOverlap, KnowsNothingOfEmptyTensorsAndOtherMemory) {
   EXPECT_FALSE(MayOverlap(rows, at::empty({4, 3, 8})));
 }
 
-TEST(AreSamePlaces, LooksAtStridesThatMeanSomething) {
+TEST(IsSameMemory, LooksAtStridesThatMeanSomething) {
   const at::Tensor rows = at::empty({4, 3, 8});
-  EXPECT_TRUE(AreSamePlaces(rows, rows.view({4, 3, 8})));
-  EXPECT_FALSE(AreSamePlaces(rows, rows.narrow(0, 0, 3)));
-  EXPECT_FALSE(AreSamePlaces(rows.narrow(0, 0, 3), rows.narrow(0, 1, 3)));
-  EXPECT_FALSE(AreSamePlaces(rows.transpose(0, 1).narrow(1, 0, 3), rows.narrow(0, 0, 3)));
+  EXPECT_TRUE(IsSameMemory(rows, rows.view({4, 3, 8})));
+  EXPECT_FALSE(IsSameMemory(rows, rows.narrow(0, 0, 3)));
+  EXPECT_FALSE(IsSameMemory(rows.narrow(0, 0, 3), rows.narrow(0, 1, 3)));
+  EXPECT_FALSE(IsSameMemory(rows.transpose(0, 1).narrow(1, 0, 3), rows.narrow(0, 0, 3)));
   EXPECT_TRUE(
-      AreSamePlaces(rows.narrow(0, 0, 1), rows.narrow(0, 0, 1).as_strided({1, 3, 8}, {5, 8, 1})));
+      IsSameMemory(rows.narrow(0, 0, 1), rows.narrow(0, 0, 1).as_strided({1, 3, 8}, {5, 8, 1})));
 }
 
-TEST(CheckOnePlacePerElement, RefusesRowsThatReachIntoOthers) {
+TEST(CheckNoSelfOverlap, RefusesRowsThatReachIntoOthers) {
   const at::Tensor memory = at::empty({200});
-  CheckOnePlacePerElement(memory.as_strided({4, 3, 8}, {24, 8, 1}));
-  CheckOnePlacePerElement(memory.as_strided({4, 3, 8}, {8, 40, 1}));
-  CheckOnePlacePerElement(memory.as_strided({1, 3, 8}, {0, 8, 1}));
-  EXPECT_EQ(MessageOf([&] {
-              CheckOnePlacePerElement(memory.as_strided({4, 3, 8}, {16, 8, 1}));
-            }),
-            "out: got overlapping strides [16, 8, 1] for sizes [4, 3, 8], expected one place per "
-            "element");
-  EXPECT_THROW(CheckOnePlacePerElement(memory.as_strided({4, 3, 8}, {0, 8, 1})), Error);
+  CheckNoSelfOverlap(memory.as_strided({4, 3, 8}, {24, 8, 1}));
+  CheckNoSelfOverlap(memory.as_strided({4, 3, 8}, {8, 40, 1}));
+  CheckNoSelfOverlap(memory.as_strided({1, 3, 8}, {0, 8, 1}));
+  EXPECT_EQ(
+      MessageOf([&] {
+        CheckNoSelfOverlap(memory.as_strided({4, 3, 8}, {16, 8, 1}));
+      }),
+      "out: got overlapping strides [16, 8, 1] for sizes [4, 3, 8], expected elements that do not "
+      "overlap");
+  EXPECT_THROW(CheckNoSelfOverlap(memory.as_strided({4, 3, 8}, {0, 8, 1})), Error);
 }
 
 TEST(CheckLogitScalars, SaysWhatFloat32CanServe) {
@@ -114,7 +115,7 @@ TEST(CheckLogitScalars, SaysWhatFloat32CanServe) {
     EXPECT_EQ(CheckLogitScalars(1.0, softcap).softcap, static_cast<float>(softcap));
   }
   EXPECT_EQ(MessageOf([] { CheckLogitScalars(1e39, 0.0); }),
-            "scale: got 1e+39, expected at most 1e+30 either way");
+            "scale: got 1e+39, expected -1e+30 to 1e+30");
   EXPECT_EQ(MessageOf([] { CheckLogitScalars(1.0, 1e-50); }),
             "softcap: got 1e-50, expected 0 (none) or 1e-06 to 1000");
   EXPECT_THROW(CheckLogitScalars(1.0, 1001.0), Error);

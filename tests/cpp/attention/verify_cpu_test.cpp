@@ -1,8 +1,7 @@
-#include "attention/cpu/verify_cpu.h"
-
 #include <ATen/Parallel.h>
 #include <gtest/gtest.h>
 
+#include "attention/cpu/verify.h"
 #include "attention/verify_step.h"
 #include "base/check.h"
 

@@ -205,7 +205,7 @@ def test_out_among_slices_of_the_rows(device: str) -> None:
         buffer = fused(arguments, spare_heads=2)
         before = buffer.clone()
         arguments["out"] = buffer[:, first : first + 4]
-        with pytest.raises(NworError, match=f"^out: got memory of {name}, expected"):
+        with pytest.raises(NworError, match=f"^out: got memory that overlaps {name}, expected"):
             verify_attention(**arguments)
         assert torch.equal(buffer, before)
     arguments = good(device)
@@ -225,7 +225,7 @@ def test_out_beside_the_query_of_every_head(device: str) -> None:
     assert torch.equal(verify_attention(**arguments), expected)
     assert torch.equal(arguments["out"], expected)
     arguments["out"] = pairs[:, :, 0]
-    with pytest.raises(NworError, match=r"^out: got memory of query"):
+    with pytest.raises(NworError, match=r"^out: got memory that overlaps query"):
         verify_attention(**arguments)
 
 
@@ -236,7 +236,7 @@ def test_out_shifted_against_the_query(device: str) -> None:
     room = torch.empty(6, 5, 64, dtype=arguments["query"].dtype, device=device)
     arguments["query"] = room[:5, :4].copy_(arguments["query"])
     arguments["out"] = room[1:, :4]
-    with pytest.raises(NworError, match=r"^out: got memory of query"):
+    with pytest.raises(NworError, match=r"^out: got memory that overlaps query"):
         verify_attention(**arguments)
 
 
@@ -245,7 +245,7 @@ def test_out_shifted_against_the_query(device: str) -> None:
 def test_out_within_a_compact_view(device: str, name: str) -> None:
     arguments = good(device, view="compact")
     arguments["out"] = getattr(arguments["view"], name).as_strided((5, 4, 64), (256, 64, 1))
-    with pytest.raises(NworError, match=f"^out: got memory of view.{name}, expected"):
+    with pytest.raises(NworError, match=f"^out: got memory that overlaps view.{name}, expected"):
         verify_attention(**arguments)
 
 
@@ -255,7 +255,7 @@ def test_out_within_the_pages(device: str, name: str) -> None:
     """Pages have gaps here: those of K lie between those of V."""
     arguments = good(device, layout="kv_second")
     arguments["out"] = arguments[name].as_strided((5, 4, 64), (256, 64, 1))
-    with pytest.raises(NworError, match=f"^out: got memory of {name}, expected"):
+    with pytest.raises(NworError, match=f"^out: got memory that overlaps {name}, expected"):
         verify_attention(**arguments)
 
 

@@ -71,7 +71,7 @@ def test_equals_the_reference(route: str, batch: int, mask: str) -> None:
     out, lse = step.run(route=route, max_rows=max(rows) if told else 0, status=status)
     assert status.tolist() == [0] * 8
     assert_close(step, out, lse)
-    assert last_route() == f"{route} (asked for)"
+    assert last_route() == f"{route} (requested by name)"
 
 
 @pytest.mark.parametrize("mask", ["causal", "tree"])

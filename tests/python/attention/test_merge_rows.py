@@ -130,7 +130,7 @@ def test_rows_that_the_host_has_counted(device: str) -> None:
         out = torch.full_like(prefix_out, float("nan"))
         interceptor = Interceptor(NworConfig())
         arguments = (*given, prefix_out, prefix_lse, nonsense, step.scale, out)
-        _C.merge_rows_of_layer(interceptor, "layer", *arguments, rows_per_request=rows[0])
+        _C.merge_and_write_rows(interceptor, "layer", *arguments, rows_per_request=rows[0])
         assert torch.equal(out, expected)
 
 
@@ -146,7 +146,7 @@ def test_one_request_may_be_counted_as_any_number_of_rows(
     out = torch.full_like(prefix_out, float("nan"))
     arguments = (*given, prefix_out, prefix_lse, step.arguments["query_start"], step.scale, out)
     interceptor = Interceptor(NworConfig())
-    _C.merge_rows_of_layer(interceptor, "layer", *arguments, rows_per_request=rows_per_request)
+    _C.merge_and_write_rows(interceptor, "layer", *arguments, rows_per_request=rows_per_request)
     assert torch.equal(out, expected)
 
 
@@ -278,7 +278,7 @@ def test_torch_knows_the_op(device: str) -> None:
                 "query_start": torch.tensor([0, 1, 3], dtype=torch.int32),
                 "token_lens": torch.zeros(2, dtype=torch.int32),
             },
-            "3 tokens, expected as many for each of the 2 requests",
+            "3 tokens, expected the same number for each of the 2 requests",
         ),
         (
             {
@@ -307,7 +307,7 @@ def test_wrong_arguments_name_themselves(change: dict, message: str) -> None:
 def test_out_must_not_be_an_input() -> None:
     query = torch.zeros(3, 4, 64)
     start = torch.tensor([0, 3], dtype=torch.int32)
-    with pytest.raises(NworError, match="out: got memory of query"):
+    with pytest.raises(NworError, match="out: got memory that overlaps query"):
         merge_rows(
             query, query, query, query.clone(), torch.zeros(3, 4), start, None, 1.0, out=query
         )
@@ -342,7 +342,7 @@ def test_out_must_not_be_prefix_out_a_row_further() -> None:
     start = torch.tensor([0, 3], dtype=torch.int32)
     room = torch.zeros(4, 5, 64)
     given = (rows, rows, rows, room[:3, :4], torch.zeros(3, 4), start, None, 1.0)
-    with pytest.raises(NworError, match="out: got part of prefix_out"):
+    with pytest.raises(NworError, match="out: got memory that overlaps prefix_out"):
         merge_rows(*given, out=room[1:, :4])
 
 
@@ -427,7 +427,7 @@ def test_a_deferred_write_is_done_with_the_rows(device: str, head_dim: int) -> N
             start = torch.tensor([0, 5, 8], dtype=torch.int32, device=device)
             out = torch.zeros_like(query)
             lse = torch.full((8, 4), -INFINITY, device=device)
-            _C.merge_rows_of_layer(
+            _C.merge_and_write_rows(
                 interceptor, "layer", query, key, value, out, lse, start, 0.125, out
             )
             plain = merge_rows(query, key, value, torch.zeros_like(query), lse, start, None, 0.125)
@@ -453,7 +453,7 @@ def test_a_deferred_write_waits_on_when_the_rows_are_refused(device: str) -> Non
     lse = torch.full((8, 4), -INFINITY, device=device)
     out = torch.zeros_like(query)
     with pytest.raises(NworError, match="scale: got"):
-        _C.merge_rows_of_layer(
+        _C.merge_and_write_rows(
             interceptor, "layer", query, key, value, out, lse, start, INFINITY, out
         )
     commit(interceptor, device)
@@ -482,7 +482,7 @@ def test_a_deferred_write_to_a_float8_cache(device: str) -> None:
         interceptor.write("layer", key, value, slots, defer=defer)
         out = torch.zeros_like(query)
         arguments = (query, key, value, out, lse, start, 0.125, out)
-        _C.merge_rows_of_layer(interceptor, "layer", *arguments)
+        _C.merge_and_write_rows(interceptor, "layer", *arguments)
         assert torch.equal(out, expected)
         commit(interceptor, device)
         tokens = cache.transpose(1, 2).flatten(0, 1).float()

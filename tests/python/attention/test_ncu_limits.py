@@ -26,7 +26,7 @@ UNITS = {
     WAIT.format("long_scoreboard_not_issued"): "inst",
 }
 PLAN = {"device": "a GPU", "torch": "2", "commit": "abc"}
-OURS, THEIRS, SPIN = "nwor::TileKernel<x>", "flash::kernel", "spin_kernel(long)"
+OURS, THEIRS, SPIN = "nwor::sm90::VerifyKernel<x>", "flash::kernel", "spin_kernel(long)"
 
 
 @pytest.fixture

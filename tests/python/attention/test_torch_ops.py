@@ -233,7 +233,7 @@ def test_torchs_flash_attention_agrees(mask: str, view: str, rows: list[int]) ->
 def test_the_last_route_is_told_with_the_reason_of_the_last_call() -> None:
     step = make_step(Shape([2], [5], heads=4, kv_heads=2), 6, "cpu")
     step.run(route="cpu")
-    assert attention_module.last_route() == "cpu (asked for)"
+    assert attention_module.last_route() == "cpu (requested by name)"
     step.run()
     assert attention_module.last_route() == "cpu (tensors on the cpu)"
 

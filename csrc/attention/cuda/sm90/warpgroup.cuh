@@ -2,21 +2,29 @@
 
 #include "attention/cuda/ptx.cuh"
 
-// Warpgroup matrix instructions of sm_90a: 64 rows from registers times a matrix in shared memory.
+// Warpgroup instructions of sm_90a: wgmma (64 rows times a matrix in shared memory) and setmaxnreg.
+
+namespace nwor::warpgroup {
+
+// Sets the warpgroup's registers per thread: more for consumers, fewer for producers.
+template <int kRegisters>
+__device__ inline void AllocRegisters() {
+  asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kRegisters));
+}
+template <int kRegisters>
+__device__ inline void DeallocRegisters() {
+  asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kRegisters));
+}
+
+}  // namespace nwor::warpgroup
 
 namespace nwor::wgmma {
 
-// Whether this translation is for a device that has them.
-#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
-inline constexpr bool kAvailable = true;
-#else
-inline constexpr bool kAvailable = false;
-#endif
-
-// A matrix of 16-bit elements in shared memory, in atoms: kAtomBytes wide rows, 8 of them, swizzled
-// as RowSwizzle<kAtomBytes> does. `leading` is the distance between atoms side by side (used when
-// the columns of the product run along the rows in memory), `stride` between atoms one above the
-// other. The lower half moves with the address: + bytes / 16.
+// The descriptor of a matrix of 16-bit elements in shared memory. The matrix consists of atoms: 8
+// rows of kAtomBytes bytes, swizzled as RowSwizzle<kAtomBytes> does. `leading` is the distance
+// between atoms side by side (used if the columns of the product run along the rows in memory),
+// `stride` the distance between atoms one above the other. Adding bytes / 16 to the lower half
+// moves the address.
 __device__ inline uint32_t DescriptorLow(uint32_t address, int leading) {
   return static_cast<uint32_t>(leading >> 4) << 16 | (address & 0x3ffff) >> 4;
 }
@@ -29,13 +37,13 @@ __device__ inline uint64_t Descriptor(uint32_t low, int stride) {
 
 __device__ inline void Fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 __device__ inline void Commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
-// Waits until at most kPending committed groups are under way.
+// Waits until at most kPending committed groups are pending.
 template <int kPending = 0>
 __device__ inline void Wait() {
   asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(kPending) : "memory");
 }
 
-// Orders this thread's ordinary shared-memory writes before the matrix unit's reads.
+// Orders this thread's writes to shared memory before reads by wgmma and TMA (async proxy).
 __device__ inline void FenceShared() {
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 }
@@ -47,7 +55,8 @@ __device__ inline void Pin(float (&registers)[kCount]) {
   for (int i = 0; i < kCount; ++i) asm volatile("" : "+f"(registers[i])::"memory");
 }
 
-// d = a * b (+ d if accumulate), 64 x kColumns. kColumnsInRows: b's columns run along memory rows.
+// d = a * b (+ d if accumulate), 64 x kColumns, `a` in registers. kColumnsInRows: the columns of b
+// run along the rows in memory.
 template <typename T, int kColumns, bool kColumnsInRows>
 struct Multiply;
 
@@ -62,7 +71,7 @@ struct Multiply;
 #define NWOR_ACC96(d, i) NWOR_ACC64(d, i), NWOR_ACC32(d, (i) + 64)
 #define NWOR_ACC128(d, i) NWOR_ACC64(d, i), NWOR_ACC64(d, (i) + 64)
 
-// The operands of one instruction: the accumulators, a[0..3], the descriptor, the flag, the layout.
+// Operands of one instruction: accumulators, a[0..3], descriptor, accumulate flag, layout.
 #define NWOR_LIST32 "%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15"
 #define NWOR_LIST64                                        \
   "%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15," \
@@ -145,7 +154,7 @@ NWOR_MULTIPLY(__half, "f16", 192, 96, NWOR_REST192)
 NWOR_MULTIPLY(__nv_bfloat16, "bf16", 256, 128, NWOR_REST256)
 NWOR_MULTIPLY(__half, "f16", 256, 128, NWOR_REST256)
 
-// The same with `a` in shared memory, rows along memory rows, and b's columns across them.
+// The same with `a` in shared memory: the rows of a and b run along the rows in memory.
 template <typename T, int kColumns>
 struct MultiplyShared;
 

@@ -201,7 +201,7 @@ class NworFlashImpl(TargetLayer, FlashAttentionImpl):
             fa_version=self.vllm_flash_attn_version,
             **descale,
         )
-        _C.merge_rows_of_layer(
+        _C.merge_and_write_rows(
             self.engine.interceptor,
             layer.layer_name,
             plain_query,

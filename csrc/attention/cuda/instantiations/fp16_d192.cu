@@ -1,0 +1,3 @@
+#include "attention/cuda/launch.cuh"
+
+template struct nwor::VerifyLauncher<__half, false, 192>;

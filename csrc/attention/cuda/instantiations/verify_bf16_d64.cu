@@ -1,3 +1,0 @@
-#include "attention/cuda/verify_launch.cuh"
-
-template struct nwor::VerifyLauncher<__nv_bfloat16, false, 64>;
