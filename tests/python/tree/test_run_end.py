@@ -1,10 +1,10 @@
-"""Where a run of tokens ends: at a stop token or at the limit."""
+"""Where a run of tokens ends: at a stop token or at the limit, by the one implementation there is."""
 
 from __future__ import annotations
 
 import pytest
 
-from nwor_specpv.transformers.sampling import cut_run
+from nwor_specpv import _C
 
 
 @pytest.mark.parametrize(
@@ -25,4 +25,4 @@ from nwor_specpv.transformers.sampling import cut_run
 def test_a_run_ends_at_a_stop_token_or_at_the_limit(
     run: list[int], room: int, expected: tuple[int, str | None]
 ) -> None:
-    assert cut_run(run, frozenset({1, 2}), room) == expected
+    assert _C.find_run_end(run, {1, 2}, room) == expected
