@@ -93,6 +93,16 @@ def main(argv: list[str]) -> int:
     parser.add_argument(
         "--view-tokens", type=count, help=f"what a partial step sees, default: {VIEW_TOKENS}"
     )
+    parser.add_argument(
+        "--specpv-storage",
+        choices=("paged", "compact"),
+        help="what a partial step reads: blocks of the cache (paged, default) or a copy (compact)",
+    )
+    parser.add_argument(
+        "--offload",
+        action="store_true",
+        help="keep the cache in host memory and copies for partial steps on the device",
+    )
     parser.add_argument("--temperature", type=float, default=0.0, help="0 (default): greedy")
     parser.add_argument("--top-k", type=int, default=0, help="likeliest tokens only; 0: all")
     parser.add_argument("--top-p", type=float, default=1.0, help="likeliest mass only; 1: all")
@@ -149,14 +159,23 @@ def main(argv: list[str]) -> int:
 
 
 def _views(arguments: argparse.Namespace) -> SpecPVConfig | None:
-    if arguments.view_tokens is None:
-        return view_config(arguments.specpv, VIEW_TOKENS)
-    if arguments.specpv == "off":
+    given = {
+        "--view-tokens": arguments.view_tokens,
+        "--specpv-storage": arguments.specpv_storage,
+        "--offload": arguments.offload or None,
+    }
+    option = next((name for name, value in given.items() if value is not None), None)
+    if arguments.specpv == "off" and option is not None:
         raise NworError(
-            f"--view-tokens: got {arguments.view_tokens} beside --specpv off, which has no views; "
-            "expected --specpv rectify, refresh or lossless"
+            f"{option}: got {given[option]} beside --specpv off, which has no views; expected "
+            "--specpv rectify, refresh or lossless"
         )
-    return view_config(arguments.specpv, arguments.view_tokens)
+    config = view_config(arguments.specpv, arguments.view_tokens or VIEW_TOKENS)
+    if arguments.offload and arguments.specpv_storage == "paged":
+        raise NworError("--offload: got --specpv-storage paged beside it, expected compact")
+    if config is not None and (arguments.offload or arguments.specpv_storage == "compact"):
+        config.specpv_storage, config.specpv_offload = "compact", arguments.offload
+    return config
 
 
 class TextStream:
