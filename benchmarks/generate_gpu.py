@@ -21,12 +21,13 @@ import torch
 from transformers import LlamaConfig
 from transformers.models.auto import AutoModelForCausalLM
 
-from nwor_specpv import NworConfig, PartialStore, SpecPVConfig, VerifyPolicy
+from nwor_specpv import NworConfig, SpecPVConfig, VerifyPolicy
 from nwor_specpv.bench.report import machine
 from nwor_specpv.cli.parser import counts
 from nwor_specpv.transformers.request import Part, Request
 from nwor_specpv.transformers.round import Round
 from nwor_specpv.transformers.runner import ModelRunner
+from nwor_specpv.transformers.views import Views
 
 LLAMA_8B = {
     "vocab_size": 128256,
@@ -66,6 +67,7 @@ class Steps:
 
     def __init__(self, runner: ModelRunner, batch: int, context: int, rows: int, accepted: int):
         self._runner, self._rows, self._accepted = runner, rows, accepted
+        self.chosen: list[list[int]] = []  # what the last step's rows would go on with
         if runner.reserve(batch * (context + _ROOM), batch * rows):
             for side in (runner.cache.keys, runner.cache.values):
                 for layer in side:
@@ -82,48 +84,43 @@ class Steps:
             request.partial = None
             self._runner.cache.allocator.free(request.key)
 
-    def run(self, store: PartialStore | None, policy: VerifyPolicy | None) -> str:
-        """One step of all requests; what kind it was."""
+    def run(self, views: Views | None, policy: VerifyPolicy | None) -> str:
+        """One step of all requests; what kind it was. Lossless: every tail is confirmed."""
         parts = [
             Part(r, [], [0] * self._rows, [*range(-1, self._rows - 1)], r.cached)
             for r in self._requests
         ]
-        kind = "full"
-        if store is not None:
+        kind, lossless = "full", False
+        if views is not None:
+            lossless = views.config.specpv_mode == "lossless"
             for part in parts:
                 request = part.request
                 decision = policy.decide(request.partial, self._rows)
                 part.decision, part.prefix_len = decision, decision.prefix_len
                 part.fed = request.tokens[decision.prefix_len : decision.committed_len]
+                part.want_fed_logits = lossless
                 kind = decision.kind
-            store.begin([(part.request.partial, part.decision) for part in parts])
             keys = [request.key for request in self._requests]
-            store.build_views(self._runner.cache.block_table(keys))
+            batch = [(part.request.partial, part.decision) for part in parts]
+            views.begin(batch, self._runner.cache.block_table(keys))
         round_ = Round(self._runner, parts)
-        round_.run(store, len(parts))
-        round_.tree_logits().argmax(-1).tolist()
+        round_.run(views, len(parts))
+        self.chosen = round_.tree_logits().argmax(-1).tolist()
         round_.commit([[*range(1, self._accepted + 1)]] * len(parts))
         for part in parts:
             part.request.tokens += [0] * (self._accepted + 1)
             part.request.cached = len(part.request.tokens) - 1
-            if store is not None:
-                part.request.partial.finish(part.decision, self._accepted)
+            if views is not None:
+                confirmed = len(part.fed) if lossless else 0
+                part.request.partial.finish(part.decision, confirmed + self._accepted)
         return kind
 
-    def open_views(self, config: SpecPVConfig, context: int) -> PartialStore:
-        caches = self._runner.cache.caches
-        store = PartialStore(
-            config,
-            [key for key, _ in caches],
-            [value for _, value in caches],
-            max_requests=len(self._requests),
-            max_tokens=context + _ROOM,
-            max_rows=self._rows,
-        )
+    def open_views(self, config: SpecPVConfig, context: int) -> Views:
+        views = self._runner.open_views(config, len(self._requests), context + _ROOM, self._rows)
         for request in self._requests:
-            request.partial = store.open(context)
+            request.partial = views.store.open(context)
             request.partial.prefill(request.cached)
-        return store
+        return views
 
 
 def partial_steps(kinds: list[str]) -> float | None:
@@ -144,28 +141,28 @@ def measure(runner: ModelRunner, batch: int, context: int, arguments: Any) -> di
     before = graphs.replays if graphs else 0
     kinds: list[str] = []
 
-    def run(count: int, store: PartialStore | None, policy: VerifyPolicy | None) -> None:
+    def run(count: int, views: Views | None, policy: VerifyPolicy | None) -> None:
         for _ in range(count):
             runner.synchronize()
             started = time.perf_counter()
-            kind = steps.run(store, policy)
+            kind = steps.run(views, policy)
             runner.synchronize()
             taken[kind].append(time.perf_counter() - started)
             kinds.append(kind)
 
     with runner.installed():
         run(arguments.steps, None, None)
-        store = steps.open_views(config, context)
-        run(3 * arguments.steps, store, VerifyPolicy(config))
+        views = steps.open_views(config, context)
+        run(3 * arguments.steps, views, VerifyPolicy(config))
     steps.end()
     if graphs:
-        graphs.drop(store)
+        graphs.drop(views)
     # The first step of a kind runs without a graph and the second captures one.
     ms = {kind: 1000 * statistics.median(times[2:]) for kind, times in taken.items() if times[2:]}
     result = {
         "batch": batch,
         "context": context,
-        "view_tokens": store.budget.static_tokens,
+        "view_tokens": views.store.budget.static_tokens,
         "ms": ms,
         "steps": {kind: len(times) for kind, times in taken.items()},
         "replays": graphs.replays - before if graphs else 0,

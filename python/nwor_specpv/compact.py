@@ -1,8 +1,7 @@
 """Compact storage: the tokens of partial views copied into contiguous memory.
 
-Needed when the full cache lives in host memory (`specpv_offload`) or in another dtype. A refresh
-copies a view's tokens once; after that the commit that writes accepted rows to the full cache
-writes them behind the view as well.
+Needed when the full cache lives in host memory (`specpv_offload`). A refresh copies a view's tokens
+once; after that the commit that writes accepted rows to the full cache appends them to the view.
 """
 
 from __future__ import annotations
@@ -49,24 +48,18 @@ class CompactViews:
         verify_attention(..., view=compact.view(layer))
         commit(..., tail=compact.tail(root_slots))         # accepted rows go behind the views
 
-    What a view holds is device data that the commit moves on, so nothing is read back, and a commit
-    that was refused, or one without `tail`, only means that `update` copies those tokens later.
-    Caches may be of another dtype, or in pinned host memory. A copy that fails makes its requests
-    see their whole prefix in this step and asks for a full one next (`offload_failure`, counted;
-    its reason is logged).
-    A request should keep its place in the batch: its view is copied anew when it moves.
+    What a view holds is device data that the commit moves on, so nothing is read back. After a
+    commit that was refused, or one without `tail`, the next `update` copies those tokens.
+    Caches may be in pinned host memory. When a copy fails, its requests see their whole prefix in
+    this step and run a full step next (`offload_failure`, counted; the reason is logged).
+    A request should keep its place in the batch: its view is copied again when it moves.
     """
 
     def __init__(
         self,
         store: PartialStore,
-        key_caches: list[torch.Tensor],
-        value_caches: list[torch.Tensor],
-        *,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
-        k_scales: list[torch.Tensor] | None = None,
-        v_scales: list[torch.Tensor] | None = None,
+        key_caches: Sequence[torch.Tensor],
+        value_caches: Sequence[torch.Tensor],
     ) -> None:
         if len(key_caches) != store.num_layers or len(value_caches) != store.num_layers:
             raise NworError(
@@ -75,16 +68,13 @@ class CompactViews:
             )
         self._store = store
         self._caches = key_caches, value_caches
-        self._scales = k_scales, v_scales
-        first = key_caches[0]
-        _, _, heads, dim = first.shape
-        self._device = torch.device(device) if device is not None else first.device
+        _, _, heads, dim = key_caches[0].shape
+        self._device = store.num_blocks.device
         batch = store.num_blocks.shape[0]
+        self._most = store.blocks(0).shape[-1] * store.budget.block_size  # tokens of a view
         # The step's own rows join the tail before the next view is made.
-        room = store.blocks(0).shape[-1] * store.budget.block_size + store.budget.max_rows
-        shape = (2, store.num_layers, batch, heads, room, dim)
-        default = torch.bfloat16 if first.dtype == torch.float8_e4m3fn else first.dtype
-        self._kv = torch.empty(shape, dtype=dtype or default, device=self._device)
+        shape = (2, store.num_layers, batch, heads, self._most + store.budget.max_rows, dim)
+        self._kv = torch.empty(shape, dtype=key_caches[0].dtype, device=self._device)
         # Lengths of this step's views, and whether what a place holds is still of use.
         self._step = torch.full((2, batch), -1, dtype=torch.int32, device=self._device)
         self._held = torch.zeros(batch, dtype=torch.int32, device=self._device)
@@ -92,20 +82,21 @@ class CompactViews:
         # must not be kept by its view.
         self._owners: list[tuple[weakref.ref[StoredCache], int] | None] = [None] * batch
         self._reported: set[str] = set()
-        self._gather()  # nothing yet, but caches and scales that do not fit are refused
+        self._gather()  # nothing yet, but caches that do not fit are refused
+
+    @property
+    def bytes(self) -> int:
+        """Memory of the copies."""
+        return self._kv.nbytes
 
     def view(self, layer: int) -> CompactView:
         """The view of a layer; the same tensors in every step."""
-        return CompactView(self._kv[0, layer], self._kv[1, layer], self._step[0])
+        keys, values = self._kv[:, layer, :, :, : self._most]
+        return CompactView(keys, values, self._step[0])
 
     def tail(self, root_slots: torch.Tensor) -> CommitTail:
         """For this step's commit. `root_slots` [batch] int64: the cache slot of each row 0."""
         return CommitTail(self._kv[0], self._kv[1], self._step[0], root_slots, self._held)
-
-    @property
-    def held_tokens(self) -> torch.Tensor:
-        """[batch] int32: tokens that each view has now, on the device."""
-        return self._held
 
     def update(self, batch: Batch) -> None:
         """Copies what the views of this step's partial requests do not hold yet."""
@@ -147,7 +138,7 @@ class CompactViews:
             return
         self._reported.add(kind)
         logger.warning(
-            "nwor_specpv: views could not be copied, their requests see the whole prefix "
+            "nwor_specpv: could not copy views; their requests see the whole prefix "
             "(offload_failure): %s",
             error,
         )
@@ -161,6 +152,4 @@ class CompactViews:
             self._kv[0],
             self._kv[1],
             block_size=self._store.budget.block_size,
-            k_scales=self._scales[0],
-            v_scales=self._scales[1],
         )

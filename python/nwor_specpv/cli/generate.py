@@ -102,6 +102,16 @@ def build_parser() -> Parser:
         type=count,
         help=f"tokens that a partial step attends to, default: {VIEW_TOKENS}",
     )
+    parser.add_argument(
+        "--specpv-storage",
+        choices=("paged", "compact"),
+        help="what a partial step reads: blocks of the cache (paged, default) or a copy (compact)",
+    )
+    parser.add_argument(
+        "--offload",
+        action="store_true",
+        help="keep the cache in host memory and copies for partial steps on the device",
+    )
     parser.add_argument("--temperature", type=float, default=0.0, help="0 (default): greedy")
     parser.add_argument(
         "--top-k", type=int, default=0, help="sample from the k likeliest tokens; 0 (default): all"
@@ -169,14 +179,23 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _views(arguments: argparse.Namespace) -> SpecPVConfig | None:
-    if arguments.view_tokens is None:
-        return view_config(arguments.specpv, VIEW_TOKENS)
-    if arguments.specpv == "off":
+    given = {
+        "--view-tokens": arguments.view_tokens,
+        "--specpv-storage": arguments.specpv_storage,
+        "--offload": arguments.offload or None,
+    }
+    option = next((name for name, value in given.items() if value is not None), None)
+    if arguments.specpv == "off" and option is not None:
         raise NworError(
-            f"--view-tokens: got {arguments.view_tokens} beside --specpv off, which has no views; "
-            "expected --specpv rectify, refresh or lossless"
+            f"{option}: got {given[option]} beside --specpv off, which has no views; expected "
+            "--specpv rectify, refresh or lossless"
         )
-    return view_config(arguments.specpv, arguments.view_tokens)
+    config = view_config(arguments.specpv, arguments.view_tokens or VIEW_TOKENS)
+    if arguments.offload and arguments.specpv_storage == "paged":
+        raise NworError("--offload: got --specpv-storage paged beside it, expected compact")
+    if config is not None and (arguments.offload or arguments.specpv_storage == "compact"):
+        config.specpv_storage, config.specpv_offload = "compact", arguments.offload
+    return config
 
 
 class TextStream:

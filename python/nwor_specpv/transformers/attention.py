@@ -12,10 +12,11 @@ from typing import Any
 import torch
 from transformers import AttentionInterface
 
-from nwor_specpv import NworError, PartialStore, verify_attention, verify_plan
+from nwor_specpv import NworError, verify_attention, verify_plan
 
 from .float32_attention import float32_attention
 from .sizes import window_of
+from .views import Views
 
 NAME = "nwor_specpv"
 _UNSAID = -1  # the layer did not say; its mask has the window
@@ -37,7 +38,7 @@ class Step:
     max_rows: int
     logit_rows: torch.Tensor | None = None  # rows whose logits are wanted; None: all
     caches: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)
-    partial: PartialStore | None = None
+    partial: Views | None = None
     refreshing: bool = False  # blocks of some request are chosen anew
     tree_rows: torch.Tensor | None = None  # [B, 2] int32: the trees' rows, for a refresh
     plans: dict[int, torch.Tensor] = field(default_factory=dict)  # CUDA, by the layers' window
@@ -128,7 +129,7 @@ def attend_rows(
     if step.partial is not None:
         if step.refreshing:
             packed = rows[None].expand(step.block_table.shape[0], -1, -1, -1)
-            step.partial.refresh_layer(layer, packed, step.block_table, step.tree_rows)
+            step.partial.store.refresh_layer(layer, packed, step.block_table, step.tree_rows)
         view = step.partial.view(layer)
     arguments = (
         rows,

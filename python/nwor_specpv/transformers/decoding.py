@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import torch
 
-from nwor_specpv import _C, NworError, PartialStore, SpecPVConfig, VerifyPolicy
+from nwor_specpv import _C, NworError, VerifyPolicy
 from nwor_specpv.drafters import Drafter, TreeConfig
 
 from .request import Part, Request, pruned
@@ -18,6 +18,7 @@ from .sampling import Sampling, Verdict, confirm, fold_seed, judge
 from .stats import Stats
 from .view_log import ViewLog
 from .view_pacer import CallSizes, ViewPacer
+from .views import Views
 
 _SHORT = 1023
 
@@ -40,7 +41,7 @@ class Decoding:
         *,
         prefill_rows: int,
         chunk_rows: int = 0,
-        specpv: tuple[SpecPVConfig, PartialStore] | None = None,
+        views: Views | None = None,
         pacer: ViewPacer | None = None,
         progress: Callable[[int, int], None] = lambda done, total: None,
         view_log: ViewLog | None = None,
@@ -51,9 +52,9 @@ class Decoding:
         self._stats, self._on_tokens, self._progress = stats, on_tokens, progress
         self._prefill_rows, self._chunk_rows = prefill_rows, chunk_rows
         self._layers = drafter.feature_layers if drafter is not None else ()
-        self._partial = specpv[1] if specpv else None
-        self._policy = VerifyPolicy(specpv[0]) if specpv else None
-        self._lossless = bool(specpv) and specpv[0].specpv_mode == "lossless"
+        self._views = views
+        self._policy = VerifyPolicy(views.config) if views else None
+        self._lossless = bool(views) and views.config.specpv_mode == "lossless"
         self._pacer = pacer
         self._switching = False
         self._places = 0
@@ -92,8 +93,8 @@ class Decoding:
             self._commit(round_, [[]])
             request.cached = root + 1
             self._progress(request.cached - reused, len(tokens) - reused)
-        if self._partial is not None:
-            request.partial = self._partial.open(len(tokens), request.max_new_tokens)
+        if self._views is not None:
+            request.partial = self._views.store.open(len(tokens), request.max_new_tokens)
             if request.partial is not None:
                 request.partial.prefill(len(tokens))
         request.features = features
@@ -117,13 +118,13 @@ class Decoding:
         shape = self._shape(active)
         parts = self._draft(active, shape)
         drafted = time.perf_counter()
-        partial = self._decide(parts) if self._viewing else None
+        partial = self._make_views(parts) if self._viewing else None
         round_ = self._run_round(parts, partial)
         verdicts, probs = self._judge(round_)
         self._finish(round_, verdicts, probs)
         seconds = time.perf_counter() - began
         if self._view_log is not None and partial is not None:
-            self._view_log.note(partial, self._runner.cache.allocator, parts)
+            self._view_log.note(partial.store, self._runner.cache.allocator, parts)
         self._stats.draft_seconds += drafted - began
         self._stats.passes += 1
         confirming = any(part.fed for part in parts)
@@ -148,9 +149,8 @@ class Decoding:
         drafting: float,
     ) -> None:
         pacer, batch = self._pacer, len(parts)
-        size = CallSizes(
-            batch, self._partial.budget.static_tokens, self._partial.budget.tail_capacity
-        )
+        budget = self._views.store.budget
+        size = CallSizes(batch, budget.static_tokens, budget.tail_capacity)
         fed = sum(len(part.fed) for part in parts) / batch
         kinds = {part.decision.kind for part in parts if part.decision is not None}
         if not pacer.viewing:
@@ -165,7 +165,7 @@ class Decoding:
 
     @property
     def _viewing(self) -> bool:
-        return self._partial is not None and (self._pacer is None or self._pacer.viewing)
+        return self._views is not None and (self._pacer is None or self._pacer.viewing)
 
     def _switch(self, active: list[Request]) -> None:
         """From views to full steps or back, as soon as no tail waits for its confirmation."""
@@ -230,7 +230,7 @@ class Decoding:
             part.tokens = part.tokens[: self._chunk_rows]
             part.parents = part.parents[: self._chunk_rows]
 
-    def _decide(self, parts: list[Part]) -> PartialStore:
+    def _make_views(self, parts: list[Part]) -> Views:
         """Full, full + refresh or partial, for each request of its own."""
         batch: list = [None] * self._places
         for part in parts:
@@ -249,12 +249,11 @@ class Decoding:
             if decision.kind == "partial":
                 there = decision.committed_len
                 self._stats.coverage.append((there, min(there, decision.view_tokens)))
-        self._partial.begin(batch)
         places = [None] * self._places
         for part in parts:
             places[part.request.index] = part.request.key
-        self._partial.build_views(self._runner.cache.block_table(places))
-        return self._partial
+        self._views.begin(batch, self._runner.cache.block_table(places))
+        return self._views
 
     def _ending(self, request: Request) -> bool:
         """Lossless: the provisional tokens would end the sequence, so they have to be confirmed."""
@@ -263,9 +262,7 @@ class Decoding:
         waiting = request.tokens[request.shown :]
         return request.room <= 0 or not self._stop_ids.isdisjoint(waiting)
 
-    def _run_round(
-        self, parts: list[Part], partial: PartialStore | None, *, graphs: bool = True
-    ) -> Round:
+    def _run_round(self, parts: list[Part], partial: Views | None, *, graphs: bool = True) -> Round:
         round_ = Round(self._runner, parts, self._layers, graphs=graphs)
         round_.run(partial, self._places)
         return round_

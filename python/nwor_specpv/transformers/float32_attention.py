@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import torch
 
-from nwor_specpv import PartialView
+from nwor_specpv import CompactView, PartialView
 
 
 def float32_attention(
@@ -25,7 +25,7 @@ def float32_attention(
     *,
     positions: torch.Tensor,
     max_rows: int,
-    view: PartialView | None = None,
+    view: PartialView | CompactView | None = None,
     window: int = 0,
     softcap: float = 0.0,
 ) -> torch.Tensor:
@@ -37,9 +37,10 @@ def float32_attention(
     asking = query[at].unflatten(2, (kv_heads, -1)).permute(0, 2, 3, 1, 4)  # [B, H, G, R, D]
     head = torch.arange(kv_heads, device=query.device)[None, :, None]
     flat = [side.flatten(0, 1) for side in (key_cache, value_cache)]
+    copies = [[view.keys], [view.values]] if isinstance(view, CompactView) else [[], []]
     keys, values = (
-        torch.cat([cached[in_prefix, head], rows[at].transpose(1, 2)], 2)
-        for cached, rows in zip(flat, (key, value), strict=True)
+        torch.cat([cached[in_prefix, head], *copy, rows[at].transpose(1, 2)], 2)
+        for cached, copy, rows in zip(flat, copies, (key, value), strict=True)
     )  # [B, H, N + R, D]
     scores = asking @ keys[:, :, None].transpose(-1, -2) * scale
     if softcap:
@@ -78,14 +79,21 @@ def _prefix(
     block_table: torch.Tensor,
     prefix_lens: torch.Tensor,
     cache: torch.Tensor,
-    view: PartialView | None,
+    view: PartialView | CompactView | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Slots of the tokens before the rows [B, 1 or H, N], and which of them are seen [B, N]."""
+    """Slots of the tokens before the rows [B, 1 or H, N], and which of them are seen [B, N].
+
+    The tokens of a compact view come after those in slots.
+    """
     most = cache.shape[0] * cache.shape[1] - 1
     slots = _spread(block_table, cache.shape[1]).clamp(0, most)[:, None]
     seen = torch.arange(slots.shape[2], device=slots.device) < prefix_lens[:, None]
     if view is None:
         return slots, seen
+    if isinstance(view, CompactView):
+        partial = view.lens[:, None] >= 0
+        among = torch.arange(view.keys.shape[2], device=slots.device) < view.lens[:, None]
+        return slots, torch.cat([seen & ~partial, among], 1)
     chosen = _spread(view.blocks, view.block_size).clamp(0, most)
     partial = view.num_blocks[:, None] >= 0
     among = torch.arange(chosen.shape[2], device=slots.device) < view.view_lens[:, None]

@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 
-from nwor_specpv import _C, NworConfig, NworError, PartialStore, SpecPVConfig
+from nwor_specpv import _C, NworConfig, NworError, SpecPVConfig
 from nwor_specpv.drafters import Drafter, TreeConfig
 
 from .arguments import as_integer, as_python, at_least_one
@@ -40,6 +40,7 @@ from .sampling import Sampling, fold_seed
 from .stats import Stats
 from .view_log import ViewLog
 from .view_pacer import ViewPacer
+from .views import Views
 
 # Sampling depends on the tree, so its size must not depend on a clock.
 _SAMPLING_ROWS = {"cpu": 8, "cuda": 32}
@@ -65,7 +66,9 @@ class Generator:
     `model`: a causal language model of transformers, the folder of one, or None for
     SmolLM2-135M-Instruct, whose tokenizer is then used too. `drafter`: "none", "ngram", "eagle3",
     "draft_model" (with `draft_model`, a smaller model) or a Drafter. `cache_tokens`: size of the
-    cache; default: it grows with what is asked for. `check_contract`: every step is watched by a
+    cache; default: it grows with what is asked for. `gpu_cache_bytes`: a limit for K/V, views and
+    block summaries on the model's device; more is refused. K/V that `specpv_offload` keeps in host
+    memory does not count. Default: no limit. `check_contract`: every step is watched by a
     ContractChecker, and `stats.violations` says what it found (slow). `cuda_graphs`: steps are
     captured by their shape and replayed; default: on CUDA. `pace`: greedy lossless verification
     uses its views only where they pay; False: always. `cache_of`: another Generator whose
@@ -84,6 +87,7 @@ class Generator:
         draft_model: Any = None,
         page_size: int = 16,
         cache_tokens: int | None = None,
+        gpu_cache_bytes: int | None = None,
         prefill_rows: int = 256,
         check_contract: bool = False,
         cuda_graphs: bool | None = None,
@@ -100,6 +104,7 @@ class Generator:
                 model=model if model is not cache_of.model else None,
                 nwor=nwor,
                 cache_tokens=cache_tokens,
+                gpu_cache_bytes=gpu_cache_bytes,
                 check_contract=check_contract or None,
                 cuda_graphs=cuda_graphs,
             )
@@ -112,6 +117,9 @@ class Generator:
         prefill_rows = at_least_one("prefill_rows", prefill_rows)
         if cache_tokens is not None:
             cache_tokens = at_least_one("cache_tokens", cache_tokens)
+        if gpu_cache_bytes is not None:
+            gpu_cache_bytes = at_least_one("gpu_cache_bytes", gpu_cache_bytes)
+        self._specpv = specpv if specpv is not None and specpv.enable_specpv else None
         self._runner = (
             cache_of._runner
             if cache_of is not None
@@ -124,12 +132,13 @@ class Generator:
                 graphs=getattr(model, "device", None) is not None and model.device.type == "cuda"
                 if cuda_graphs is None
                 else cuda_graphs,
+                offload=self._specpv is not None and self._specpv.specpv_offload,
+                gpu_cache_bytes=gpu_cache_bytes,
             )
         )
         if cache_of is None:
             warn_ignored(model)
         self.tokenizer = tokenizer
-        self._specpv = specpv if specpv is not None and specpv.enable_specpv else None
         self._check_specpv(page_size)
         lossy = self._specpv is not None and self._specpv.specpv_mode != "lossless"
         self._lossy = _C.LossyEngine() if lossy else None  # counted by `specpv_lossy_engines`
@@ -216,7 +225,7 @@ class Generator:
         done = False
         try:
             with self._runner.installed(self._feature_layers):
-                views = self._open_store(requests, largest)
+                views = self._open_views(requests, largest)
                 decoding = Decoding(
                     self._runner,
                     self._drafter,
@@ -228,7 +237,7 @@ class Generator:
                     _teller(on_token, is_list),
                     prefill_rows=self._prefill_rows,
                     chunk_rows=chunk_rows,
-                    specpv=views,
+                    views=views,
                     pacer=None if views is None else self._pacer(requests, sampling),
                     progress=_progress_bar(),
                     view_log=view_log,
@@ -455,15 +464,18 @@ class Generator:
                 "specpv: got a model with sliding-window layers, expected full attention in every "
                 "layer: such layers see a window already"
             )
-        if self._specpv.specpv_storage != "paged":
-            raise NworError("specpv_storage: got 'compact', expected 'paged' in this host")
+        offload = self._runner.offload  # with cache_of it is another generator's choice
+        if self._specpv.specpv_offload != offload:
+            where = "host memory" if offload else "the model's device"
+            raise NworError(
+                f"specpv_offload: got {not offload} beside cache_of, expected {offload}: that "
+                f"cache is in {where}"
+            )
         self._specpv.validate_for(
             page_size=page_size, max_rows=SIZES[-1], max_context=self._runner.context
         )
 
-    def _open_store(
-        self, requests: list[Request], largest: int
-    ) -> tuple[SpecPVConfig, PartialStore] | None:
+    def _open_views(self, requests: list[Request], largest: int) -> Views | None:
         if self._specpv is None:
             return None
         cache = self._runner.cache
@@ -472,21 +484,15 @@ class Generator:
             return None  # the view covers everything
         tokens = longest + 2 * largest + self._specpv.specpv_n_spec_tokens_buf
         if self in cache.beside:  # graphs that were captured over its views go on
-            store, (places, most, rows) = cache.beside[self]
+            views, (places, most, rows) = cache.beside[self]
             if (places, rows) == (len(requests), largest) and tokens <= most:
-                return self._specpv, store
+                return views
             if cache.graphs is not None:
-                cache.graphs.drop(store)
-        store = PartialStore(
-            self._specpv,
-            [key for key, _ in cache.caches],
-            [value for _, value in cache.caches],
-            max_requests=len(requests),
-            max_tokens=tokens,
-            max_rows=largest,
-        )
-        cache.beside[self] = (store, (len(requests), tokens, largest))
-        return self._specpv, store
+                cache.graphs.drop(views)
+            del views, cache.beside[self]  # their memory first
+        views = self._runner.open_views(self._specpv, len(requests), tokens, largest)
+        cache.beside[self] = (views, (len(requests), tokens, largest))
+        return views
 
     def _pacer(self, requests: list[Request], sampling: Sampling) -> ViewPacer | None:
         """What was learnt about views over contexts of such lengths."""

@@ -16,10 +16,11 @@ from typing import NamedTuple
 
 import torch
 
-from nwor_specpv import Interceptor, NworError, PartialStore, RoundPlan
+from nwor_specpv import Interceptor, NworError, RoundPlan
 
 from .attention import Step
 from .packed_tensors import num_words, split_memory
+from .views import Views
 
 _SIZES = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)
 MOST_ROWS = _SIZES[-1]  # a step of more is compute-bound, and launches hide behind the work
@@ -109,7 +110,7 @@ class StepGraphs:
             self.replays += 1
             self._interceptor.note_replay()
             if step.refreshing:
-                step.partial.mark_refreshed()
+                step.partial.store.mark_refreshed()
             logits, features = fixed.out
         rows = len(step.tokens)
         if step.logit_rows is None:
@@ -123,7 +124,7 @@ class StepGraphs:
             return "cpu"
         return "refused" if fixed.refused else "first"
 
-    def _make(self, shape: Shape, store: PartialStore | None) -> _Fixed:
+    def _make(self, shape: Shape, partial: Views | None) -> _Fixed:
         rows, places = shape.rows, shape.places
         words = -(-shape.longest // 64) if shape.tree else 0
         sizes = {
@@ -150,14 +151,14 @@ class StepGraphs:
             block_table=table,
             max_rows=shape.longest,
             caches=self._caches,
-            partial=store,
+            partial=partial,
             refreshing=shape.refreshing,
         )
         return _Fixed(step, parts[0], small)
 
-    def drop(self, store: PartialStore) -> None:
-        """Its views are used no more."""
-        for key in [key for key in self._fixed if key[1] == id(store)]:
+    def drop(self, partial: Views) -> None:
+        """These views are used no more."""
+        for key in [key for key in self._fixed if key[1] == id(partial)]:
             del self._fixed[key]
 
     def _capture(self, fixed: _Fixed, shape: Shape, forward: Forward) -> None:

@@ -9,7 +9,14 @@ from weakref import WeakKeyDictionary
 import torch
 from transformers.cache_utils import Cache
 
-from nwor_specpv import ContractChecker, Interceptor, NworConfig, NworError, SlotAllocator
+from nwor_specpv import (
+    ContractChecker,
+    Interceptor,
+    NworConfig,
+    NworError,
+    SlotAllocator,
+    pinned_cache,
+)
 
 from .attention import Step
 from .graphs import StepGraphs
@@ -35,13 +42,16 @@ class PagedCache(Cache):
         *,
         check_contract: bool = False,
         graphs: bool = False,
+        offload: bool = False,
     ) -> None:
+        """`offload`: K/V is in host memory, which the device reads and writes in place."""
         super().__init__(layers=[])
         shape = (num_layers, num_pages, page_size, num_heads, head_dim)
         # Poisoned under check: whatever reads a slot that was never written shows at once.
         fill = float("nan") if check_contract else 0.0
+        make = pinned_cache if offload else torch.empty
         self.keys, self.values = (
-            torch.full(shape, fill, dtype=dtype, device=device) for _ in range(2)
+            make(shape, dtype=dtype, device=device).fill_(fill) for _ in range(2)
         )
         self.num_layers, self.page_size, self.device = num_layers, page_size, device
         self.num_pages = num_pages

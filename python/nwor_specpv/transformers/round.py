@@ -6,12 +6,13 @@ from collections.abc import Sequence
 
 import torch
 
-from nwor_specpv import NworError, PartialStore, RoundPlan, Tree, tree_from_parents
+from nwor_specpv import NworError, RoundPlan, Tree, tree_from_parents
 
 from .attention import Step
 from .packed_tensors import copy_to_device
 from .request import Part
 from .runner import ModelRunner
+from .views import Views
 
 
 class Round:
@@ -29,6 +30,10 @@ class Round:
         self._runner, self._cache, self._graphs = runner, runner.cache, graphs
         self._feature_layers = feature_layers
         self.parts = parts
+        # The round's requests, as indices of parts; None: a place of the views without rows.
+        self._order: list[int | None] = [*range(len(parts))]
+        self._partial: Views | None = None
+        self._slots: list[torch.Tensor] = []  # of each part's rows up to its root
         self.starts = [0]
         for part in parts:
             self.starts.append(self.starts[-1] + part.num_rows)
@@ -36,20 +41,18 @@ class Round:
         self.features: torch.Tensor | None = None
         self.violations: list[str] = []
 
-    def run(self, partial: PartialStore | None, places: int) -> None:
+    def run(self, partial: Views | None, places: int) -> None:
         """The forward pass. `places`: requests of the batch of `partial`, by their index."""
-        cache, parts = self._cache, self.parts
-        slots = [self._place(part) for part in parts]  # may copy a shared page
+        cache = self._cache
+        if partial is not None:
+            self._partial, self._order = partial, [None] * places
+            for index, part in enumerate(self.parts):
+                self._order[part.request.index] = index
+        self._slots = [self._place(part) for part in self.parts]  # may copy a shared page
         if cache.checker is not None:
             cache.checker.snapshot()
-        step = self._step(slots, partial, places)
-        plan = RoundPlan(
-            [part.num_rows for part in parts],
-            [len(part.tokens) - 1 for part in parts],
-            []
-            if all(part.is_chain for part in parts)
-            else [[len(part.fed) + p for p in part.parents[1:]] for part in parts],
-        )
+        step = self._step()
+        plan = self._plan()
         fixed = self._runner.prepare(step, self._feature_layers) if self._graphs else None
         decision = cache.interceptor.begin(plan)
         if any(plan.num_drafts) and not decision.stage:
@@ -66,6 +69,15 @@ class Round:
         if cache.checker is not None:
             self.violations += map(repr, cache.checker.verify_staged())
 
+    def _plan(self) -> RoundPlan:
+        lens, drafts, parents = [], [], []
+        for index in self._order:
+            part = None if index is None else self.parts[index]
+            lens.append(0 if part is None else part.num_rows)
+            drafts.append(0 if part is None else len(part.tokens) - 1)
+            parents.append([] if part is None else [len(part.fed) + p for p in part.parents[1:]])
+        return RoundPlan(lens, drafts, [] if all(p.is_chain for p in self.parts) else parents)
+
     def _place(self, part: Part) -> torch.Tensor:
         """Slots of the rows that go to the cache: those before the root, and the root."""
         key, last = part.request.key, part.prefix_len + len(part.fed) + 1
@@ -74,26 +86,20 @@ class Round:
             self._cache.extend(key, missing)
         return self._cache.allocator.slots(key, part.prefix_len, last)
 
-    def _step(self, slots: list[torch.Tensor], partial: PartialStore | None, places: int) -> Step:
+    def _step(self) -> Step:
         """On the host, but for the block table."""
-        cache, parts = self._cache, self.parts
-        order: list[Part | None] = list(parts)
-        if partial is not None:
-            order = [None] * places
-            for part in parts:
-                order[part.request.index] = part
+        cache, parts, partial = self._cache, self.parts, self._partial
         tokens, positions, wanted, bounds, prefixes, spans = [], [], [], [0], [], []
         mapping = torch.full((self.starts[-1],), -1, dtype=torch.int64)
-        placed = dict(zip(map(id, parts), zip(slots, self.starts, strict=False), strict=True))
-        for part in order:
+        for index in self._order:
             begin = bounds[-1]
-            if part is None:
+            if index is None:
                 bounds.append(begin)
                 prefixes.append(0)
                 spans.append([begin, begin])
                 continue
-            own, start = placed[id(part)]
-            assert start == begin
+            part, own = parts[index], self._slots[index]
+            assert self.starts[index] == begin
             mapping[begin : begin + len(own)] = own
             root = part.prefix_len + len(part.fed)
             depths = [0]
@@ -107,7 +113,7 @@ class Round:
             bounds.append(begin + part.num_rows)
             prefixes.append(part.prefix_len)
             spans.append([begin + len(part.fed), bounds[-1]])
-        keys = [None if part is None else part.request.key for part in order]
+        keys = [None if index is None else parts[index].request.key for index in self._order]
         return Step(
             tokens=torch.tensor(tokens),
             positions=torch.tensor(positions),
@@ -177,26 +183,30 @@ class Round:
 
     def commit(self, paths: list[list[int]]) -> None:
         """Caches the accepted rows of each part's tree, in every layer or in none."""
-        cache = self._cache
-        depth = max(1, *map(len, paths))
-        rows = torch.full((len(paths), depth), -1, dtype=torch.int32)
-        slots = torch.full((len(paths), depth), -1, dtype=torch.int64)
-        for index, (part, path) in enumerate(zip(self.parts, paths, strict=True)):
+        cache, places, depth = self._cache, len(self._order), max(1, *map(len, paths))
+        rows = torch.full((places, depth), -1, dtype=torch.int32)
+        slots = torch.full((places, depth), -1, dtype=torch.int64)
+        emitted, roots = [0] * places, [-1] * places
+        for place, index in enumerate(self._order):
+            if index is None:
+                continue
+            part, path = self.parts[index], paths[index]
+            emitted[place], roots[place] = len(path), int(self._slots[index][0])
             if path:
                 fed = len(part.fed)
-                rows[index, : len(path)] = torch.tensor([fed + row for row in path])
-                slots[index, : len(path)] = cache.extend(part.request.key, len(path))
-        counts = torch.tensor([len(path) for path in paths], dtype=torch.int32)
-        there = copy_to_device(
-            {"rows": rows, "counts": counts, "slots": slots}, self._runner.device
+                rows[place, : len(path)] = torch.tensor([fed + row for row in path])
+                slots[place, : len(path)] = cache.extend(part.request.key, len(path))
+        given = {"rows": rows, "counts": torch.tensor(emitted, dtype=torch.int32), "slots": slots}
+        there = copy_to_device(given | {"roots": torch.tensor(roots)}, self._runner.device)
+        tail = None if self._partial is None else self._partial.tail(there["roots"])
+        receipt = cache.interceptor.commit(
+            there["rows"], there["counts"], there["slots"], rows="request", tail=tail
         )
-        receipt = cache.interceptor.commit(*there.values(), rows="request")
         if not receipt.ok:
             raise NworError(
                 f"commit: got {receipt.verdict.error} {receipt.problem}, expected ok".rstrip()
             )
         if cache.checker is not None:
-            emitted = [len(path) for path in paths]
             self.violations += map(repr, cache.checker.verify(receipt, emitted))
 
     def abort(self) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from nwor_specpv import CapacityError, NworConfig, NworError
+from nwor_specpv import CapacityError, NworConfig, NworError, SpecPVConfig
 
 from .attention import NAME, Step
 from .graphs import MOST_ROWS
@@ -18,6 +18,7 @@ from .linear import row_linears, unchanged_linears
 from .paged import PagedCache
 from .replacements import Replacement, replaced
 from .sizes import any_window, kv_sizes, masks_windows, text_config
+from .views import Views
 
 
 class ModelRunner:
@@ -32,11 +33,14 @@ class ModelRunner:
         cache_tokens: int | None = None,
         check_contract: bool = False,
         graphs: bool = False,
+        offload: bool = False,
+        gpu_cache_bytes: int | None = None,
     ) -> None:
         check_model(model)
         self.model = model
         self._nwor, self.page_size = nwor, page_size
         self._fixed_tokens, self._check_contract = cache_tokens, check_contract
+        self.offload, self._gpu_cache_bytes = offload, gpu_cache_bytes
         self._graphs = graphs and not check_contract  # the checker looks at every layer's write
         text = model.config.get_text_config(decoder=True)
         self.num_layers, self.num_kv_heads, self.head_dim = kv_sizes(text)
@@ -101,6 +105,7 @@ class ModelRunner:
         if self._cache is not None:
             tokens = max(tokens, self._cache.capacity)
         pages = max(64, -(-tokens // self.page_size))
+        self._check_memory(pages)
         self._cache = None  # its memory first
         self._cache = PagedCache(
             self.num_layers,
@@ -113,8 +118,41 @@ class ModelRunner:
             self._config(drafts),
             check_contract=self._check_contract,
             graphs=self._graphs,
+            offload=self.offload,
         )
         return True
+
+    def _check_memory(self, pages: int, views: int = 0) -> None:
+        """Refuses a cache, or views of so many bytes beside it, beyond `gpu_cache_bytes`."""
+        most, tokens = self._gpu_cache_bytes, pages * self.page_size
+        cache = 0 if self.offload else tokens * self.token_bytes
+        if most is None or cache + views <= most:
+            return
+        got = f"gpu_cache_bytes: got {most}, expected {cache + views} or more"
+        if cache > most:
+            raise CapacityError(
+                f"{got} for K/V of {tokens} tokens; set specpv_offload with specpv_storage "
+                "'compact' to keep it in host memory"
+            )
+        raise CapacityError(
+            f"{got}: {cache} for the cache, {views} for views and block summaries; lower "
+            "specpv_n_retrieval_blocks or run fewer requests at once"
+        )
+
+    def open_views(
+        self, config: SpecPVConfig, max_requests: int, max_tokens: int, max_rows: int
+    ) -> Views:
+        """Views of the cache as it is now."""
+        views = Views(
+            config,
+            self.cache.caches,
+            max_requests=max_requests,
+            max_tokens=max_tokens,
+            max_rows=max_rows,
+        )
+        others = sum(known.bytes for known, _ in self.cache.beside.values())
+        self._check_memory(self.cache.num_pages, views.bytes + others)
+        return views
 
     def _config(self, drafts: int) -> NworConfig:
         """As asked for; staging that graphs know cannot grow, so it is as large as it will be."""

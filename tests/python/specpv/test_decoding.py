@@ -304,7 +304,7 @@ def test_accepted_rows_reach_compact_views_from_the_commit_and_not_by_a_copy() -
     def watch() -> None:
         """Tokens are copied after a refresh; in all later steps the view is there already."""
         nonlocal gathered
-        held = host.compact.held_tokens.tolist()
+        held = host.compact._held.tolist()
         lens = host.compact.view(0).lens.tolist()
         for place, request in enumerate(host.requests):
             if request.decision.kind != "partial":

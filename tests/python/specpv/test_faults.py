@@ -15,7 +15,6 @@ import torch
 
 from nwor_specpv import (
     CommitTail,
-    CompactViews,
     Metrics,
     NworError,
     PartialStore,
@@ -249,7 +248,7 @@ def test_compact_views_are_as_long_as_the_device_says() -> None:
     size = host.config.specpv_block_size
     told = [decision.view_tokens for _, decision in batch]
     assert lens.tolist() == host.store.view_lens.tolist() == [told[0] - size, told[1]]
-    assert host.compact.held_tokens.tolist() == lens.tolist()
+    assert host.compact._held.tolist() == lens.tolist()
     host.store.build_views(table_of(host)[:, :2].contiguous())
     host.compact.update(batch)
     assert host.store.num_blocks.tolist() == host.compact.view(0).lens.tolist() == [-1, -1]
@@ -365,22 +364,6 @@ def test_contexts_that_no_device_counts_are_refused() -> None:
     PartialStore(config, [cache], [cache], max_tokens=most, **sizes)
     with pytest.raises(NworError, match=f"max_tokens: got {most + 1}, expected at most {most}"):
         PartialStore(config, [cache], [cache], max_tokens=most + 1, **sizes)
-
-
-@pytest.mark.parametrize(
-    ("scales", "message"),
-    [
-        ({"k_scales": [torch.ones(1)]}, "k_scales: got 1 layers, expected 2"),
-        ({"v_scales": [torch.ones(1)] * 3}, "v_scales: got 3 layers, expected 2"),
-        ({"k_scales": [torch.ones(1), torch.ones(1)]}, "k_scale: got a scale"),
-    ],
-)
-def test_scales_that_do_not_fit_are_refused_at_the_start(
-    scales: dict[str, list[torch.Tensor]], message: str
-) -> None:
-    host = started(seeded())
-    with pytest.raises(NworError, match=message):
-        CompactViews(host.store, list(host.keys), list(host.values), **scales)
 
 
 def test_a_failed_copy_says_why_once(caplog: pytest.LogCaptureFixture) -> None:

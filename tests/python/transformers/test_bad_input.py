@@ -21,7 +21,7 @@ from transformers import (
     T5Model,
 )
 
-from nwor_specpv import DraftTree, NworConfig, NworError, SpecPVConfig
+from nwor_specpv import DraftTree, NworConfig, NworError
 from nwor_specpv.cli import main as cli
 from nwor_specpv.cli.generate import view_config
 from nwor_specpv.drafters import TreeConfig
@@ -101,9 +101,6 @@ def test_other_wrong_options() -> None:
         Generator(tiny(), drafter="none", nwor=NworConfig(enable_nwor=False))
     with pytest.raises(NworError, match="--view-tokens: got 100, expected 176 or more"):
         view_config("lossless", 100)
-    config = SpecPVConfig(enable_specpv=True, specpv_storage="compact")
-    with pytest.raises(NworError, match="specpv_storage: got 'compact'"):
-        Generator(tiny(), drafter="none", specpv=config)
 
 
 def padded(rows: list[list[int]], left: bool) -> list[list[int]]:
@@ -416,6 +413,15 @@ def test_a_drafter_that_breaks_its_promise_is_named(trees: list, message: str) -
         (["--prompt", "a", "--specpv", "lossless", "--view-tokens", "9"], "--view-tokens: got 9, "),
         (["--prompt", "a", "--view-tokens", "512"], "--view-tokens: got 512 beside --specpv off, "),
         (["--prompt", "a", "--view-tokens", "9"], "expected --specpv rectify, refresh or lossless"),
+        (["--prompt", "a", "--offload"], "--offload: got True beside --specpv off, "),
+        (
+            ["--prompt", "a", "--specpv-storage", "compact"],
+            "--specpv-storage: got compact beside --specpv off, ",
+        ),
+        (
+            ["--prompt", "a", "--specpv", "refresh", "--specpv-storage", "paged", "--offload"],
+            "--offload: got --specpv-storage paged beside it, expected compact",
+        ),
         (["--prompt", "a", "--temperature", "-1"], "temperature: got -1.0, expected a finite numb"),
         (["--prompt", "a", "--temperature", "1e300"], "temperature: got 1e+300, expected a finite"),
         (["--prompt", "a", "--top-p", "1e-300"], "top_p: got 1e-300, expected more than 0, at mos"),
@@ -477,6 +483,31 @@ def test_generate_prints_text_or_json(folder: Path, capsys: pytest.CaptureFixtur
         assert cli.main(hot) == 0
         texts.append(json.loads(capsys.readouterr().out)["text"])
     assert texts[0] == texts[1]
+
+
+def test_generate_keeps_the_cache_where_it_is_told(
+    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made, asked = Generator.__init__, []
+
+    def watch(self: Generator, *arguments: Any, specpv: Any, **options: Any) -> None:
+        asked.append((specpv.specpv_storage, specpv.specpv_offload))
+        made(self, *arguments, specpv=specpv, **options)
+
+    monkeypatch.setattr(Generator, "__init__", watch)
+    rng = random.Random(3)
+    prompt = " ".join(f"w{rng.randrange(1, 96)}" for _ in range(250))
+    command = ["generate", "--model", str(folder), "--drafter", "none", "--max-new-tokens", "20"]
+    command += ["--prompt", prompt, "--json", "--specpv", "refresh", "--view-tokens", "176"]
+    found = []
+    for storage in ([], ["--specpv-storage", "compact"], ["--offload"]):
+        assert cli.main([*command, *storage]) == 0
+        found.append(json.loads(capsys.readouterr().out))
+    assert asked == [("paged", False), ("compact", False), ("compact", True)]
+    assert found[0]["stats"]["step_kinds"]["partial"] > 0
+    for told in found[1:]:
+        assert told["token_ids"] == found[0]["token_ids"]
+        assert told["stats"]["step_kinds"] == found[0]["stats"]["step_kinds"]
 
 
 def test_generate_drafts_for_any_model(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,4 +1,4 @@
-"""The example of docs/generate.md runs as it stands."""
+"""The examples of docs/generate.md run as they stand, one after the other."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from pathlib import Path
 PAGE = Path(__file__).resolve().parents[3] / "docs" / "generate.md"
 
 
-def test_the_example_runs() -> None:
-    (example,) = re.findall(r"^```python\n(.*?)^```", PAGE.read_text("utf-8"), re.M | re.S)
-    exec(compile(example, "docs/generate.md", "exec"), {})
+def test_the_examples_run() -> None:
+    examples = re.findall(r"^```python\n(.*?)^```", PAGE.read_text("utf-8"), re.M | re.S)
+    assert len(examples) == 2
+    exec(compile("".join(examples), "docs/generate.md", "exec"), {})

@@ -214,7 +214,7 @@ def test_checked_steps_are_looked_at_one_by_one(device: str) -> None:
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("view", ["none", "partial", "mixed_partial"])
+@pytest.mark.parametrize("view", ["none", "partial", "mixed_partial", "compact", "mixed_compact"])
 @pytest.mark.parametrize("mask", ["causal", "tree", "random"])
 def test_float32_attention_is_verify_attention(device: str, view: str, mask: str) -> None:
     rng = seeded()

@@ -1,4 +1,4 @@
-"""Where a run of tokens ends: at a stop token or at the limit, by the one implementation there is."""
+"""Where a run of tokens ends: at a stop token or at the limit."""
 
 from __future__ import annotations
 
