@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -15,31 +16,35 @@ from nwor_specpv.cli.demo.texts import BOOK, book_prompt
 from nwor_specpv.cli.report import render
 from nwor_specpv.models import stories
 
-CONTEXT, VIEW, COUNT = 400, 176, 64
+CONTEXT, VIEW, COUNT = 384, 176, 112
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return stories(progress=lambda *_: None, destination=tmp_path_factory.mktemp("m") / "stories")
+    """The story model with a tokenizer of one id for each of the commonest words."""
+    path = stories(progress=lambda *_: None, destination=tmp_path_factory.mktemp("m") / "stories")
+    words = Counter(re.findall(r"\w+|[^\w\s]+", BOOK.read_text(encoding="utf-8"))).most_common(511)
+    vocabulary = {"<unk>": 0} | {word: index for index, (word, _) in enumerate(words, 1)}
+    tokenizer = {
+        "version": "1.0",
+        "added_tokens": [],
+        "pre_tokenizer": {"type": "Whitespace"},
+        "model": {"type": "WordLevel", "vocab": vocabulary, "unk_token": "<unk>"},
+    }
+    (path / "tokenizer.json").write_text(json.dumps(tokenizer))
+    config = {"tokenizer_class": "PreTrainedTokenizerFast"}
+    (path / "tokenizer_config.json").write_text(json.dumps(config))
+    return path
 
 
 @pytest.fixture(scope="module")
 def report(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> dict:
     page = tmp_path_factory.mktemp("page") / "demo.html"
+    given = {"--model": folder, "--report": page, "--threads": 1, "--drafter": "ngram"}
+    given |= {"--context": CONTEXT, "--view-tokens": VIEW, "--max-new-tokens": COUNT}
     arguments = demo.build_parser().parse_args(
-        [
-            *("--model", str(folder), "--report", str(page), "--threads", "1"),
-            *(
-                "--context",
-                str(CONTEXT),
-                "--view-tokens",
-                str(VIEW),
-                "--max-new-tokens",
-                str(COUNT),
-            ),
-        ]
+        [str(part) for pair in given.items() for part in pair]
     )
-    arguments.drafter = "ngram"
     made = demo.decode(*demo.load(arguments), arguments, lambda text: None)
     return json.loads(json.dumps(made))
 
@@ -113,10 +118,10 @@ def test_the_table_ends_with_a_sentence_for_each_long_context(report: dict) -> N
     assert len(table(report["runs"])) == 1 + len(report["runs"])
     nwor, refresh, rectify, lossless = sentences(report["runs"])
     assert re.fullmatch(
-        r"NWOR, n-gram, 400: \d+\.\d\d times as fast as plain decoding; exact.", nwor
+        r"NWOR, n-gram, 384: \d+\.\d\d times as fast as plain decoding; exact.", nwor
     )
     read = r"\d+ of \d+ steps were partial and read \d+ % of the context"
-    start = r"SpecPV {}, 400: \d+\.\d\d times as fast as NWOR alone; " + read
+    start = r"SpecPV {}, 384: \d+\.\d\d times as fast as NWOR alone; " + read
     assert re.fullmatch(start.format("lossless") + "; exact.", lossless)
     assert re.match(start.format("refresh") + "; not exact: the ", refresh)
     assert refresh.endswith("plain decoding, and drift is not counted in this mode.")
@@ -143,14 +148,17 @@ def test_sentences_of_other_outcomes() -> None:
         "tokens_per_second": 5.0,
     }
     lucky = run | {"name": "b", "specpv": "rectify", "drift": 0.0}
+    short = run | {"name": "d", "specpv": "rectify", "same_tokens": False}
     off = run | {"name": "c"}
     assert list(sentences([plain, off])) == []  # no partial verification: nothing to compare
-    assert list(sentences([plain, off, wrong, lucky])) == [
+    assert list(sentences([plain, off, wrong, lucky, short])) == [
         "c: 1.00 times as fast as plain decoding; exact.",
         "a: 0.50 times as fast as NWOR alone; no step was partial; NOT exact, which is an error.",
         "b: 1.00 times as fast as NWOR alone; no step was partial; not exact: the tokens happen to "
         "be those of plain decoding, and full attention would have chosen 0.0 % of the rechecked "
         "tokens otherwise.",
+        "d: 1.00 times as fast as NWOR alone; no step was partial; not exact: the first 5 tokens "
+        "are those of plain decoding, and no token was rechecked.",
     ]
 
 

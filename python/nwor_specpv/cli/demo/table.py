@@ -67,8 +67,10 @@ def _exactness(run: dict[str, Any]) -> str:
         agreed = "the tokens happen to be those of plain decoding"
     else:
         agreed = f"the first {run['agreed_tokens']} tokens are those of plain decoding"
-    if run["drift"] is None:
+    if run["specpv"] == "refresh":
         return f"not exact: {agreed}, and drift is not counted in this mode"
+    if run["drift"] is None:
+        return f"not exact: {agreed}, and no token was rechecked"
     return (
         f"not exact: {agreed}, and full attention would have chosen {100 * run['drift']:.1f} % of "
         "the rechecked tokens otherwise"
