@@ -17,7 +17,6 @@ from typing import Any
 
 import pytest
 import torch
-from test_specpv_refresh import full_steps_since, grown
 
 from nwor_specpv import Metrics, NworError
 from nwor_specpv.models import stories
@@ -39,6 +38,7 @@ from support.engines import (
 from support.engines import stats as own_stats
 from support.flash_double import FLASH_ATTN, NUM_SMS, Calls, flash_attention
 from support.heads import story_head
+from support.metric_counts import full_steps_since, grown
 from support.small_views import SMALL_VIEW, prompts
 
 ARRIVALS = [0, 1, 3, 3, 7, 20]  # prefills stand behind requests that verify

@@ -25,11 +25,11 @@ class Rank:
     """One rank's speculator, and what it has counted."""
 
     def __init__(self) -> None:
-        import speculator_world as double
         from vllm.distributed import parallel_state
 
         from nwor_specpv.vllm.specpv import speculator as module
         from nwor_specpv.vllm.specpv.failures import DraftFailures
+        from support import speculator_world as double
 
         self.double, self.patches = double, pytest.MonkeyPatch()
         group = SimpleNamespace(cpu_group=dist.group.WORLD)
@@ -110,7 +110,7 @@ def fail_in_the_model(rank: int) -> dict[str, Any]:
 
     me = Rank()
     me.world.forward = fail
-    with pytest.raises(RankError, match="cannot go on without the others: RuntimeError: injected"):
+    with pytest.raises(RankError, match="restart the server: RuntimeError: injected"):
         me.propose()
     return me.report()
 
@@ -192,7 +192,7 @@ def test_ranks_that_are_well_draft(ranks: list) -> None:
         assert not found["gives_up"]
 
 
-def test_a_rank_that_is_not_ready_stops_the_round_of_all(ranks: list) -> None:
+def test_a_rank_that_is_not_ready_stops_the_drafting_of_all(ranks: list) -> None:
     check_given_up(ranks, "fail_before_a_pass")
     for seen in ranks:
         first, second, third = seen["fail_before_a_pass"]["drafts"]

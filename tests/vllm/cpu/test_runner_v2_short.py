@@ -7,9 +7,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from test_runner_v2 import check, job, run
-
 from support.engines import STOCK, drive, greedy, start
+from support.runner_v2_jobs import check, job, run
 from support.small_views import prompts
 
 TOKENS = 10

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from nwor_specpv.vllm import plugin
 from nwor_specpv.vllm.hooks import speculators
 
 
@@ -24,8 +25,8 @@ def test_our_propose_is_called_as_vllms() -> None:
 
 
 def test_the_name_is_replaced_once_and_only_for_us(monkeypatch: pytest.MonkeyPatch) -> None:
-    speculators.install()
-    speculators.install()
+    speculators.install(plugin._make_speculator)
+    speculators.install(plugin._make_speculator)
     assert speculators.problem is None
     import vllm.v1.worker.gpu.model_runner as runner
     import vllm.v1.worker.gpu.spec_decode as package
@@ -46,11 +47,11 @@ def test_the_name_is_replaced_once_and_only_for_us(monkeypatch: pytest.MonkeyPat
     assert not speculators.wanted(config(None, enable_specpv=True))
 
     monkeypatch.setattr(package, "init_speculator", lambda other: other)
-    speculators.install()
+    speculators.install(plugin._make_speculator)
     assert speculators.problem is not None
     assert "vllm_config, device" in speculators.problem
     monkeypatch.undo()
-    speculators.install()
+    speculators.install(plugin._make_speculator)
     assert speculators.problem is None
 
 

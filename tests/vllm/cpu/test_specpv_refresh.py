@@ -13,6 +13,7 @@ from nwor_specpv import Metrics
 from nwor_specpv.errors import NworError
 from support.engines import STOCK, counted, drive, greedy, own_engine, start, story_prompts
 from support.engines import stats as own_stats
+from support.metric_counts import full_steps_since, grown
 from support.small_views import LENGTHS, SMALL_VIEW, cover_all, prompts
 
 VIEW = SMALL_VIEW | {"specpv_mode": "refresh", "check_contract": True}
@@ -27,16 +28,6 @@ def begin(nwor: dict[str, Any] | None = None, **options: Any) -> Any:
 def expected() -> list[list[int]]:
     story = drive(start(STOCK), prompts(), greedy(MAX_TOKENS))
     return [story.tokens[str(i)] for i in range(len(LENGTHS))]
-
-
-def grown(before: dict[str, Any], name: str) -> int:
-    return Metrics().snapshot()[name] - before[name]
-
-
-def full_steps_since(before: dict[str, Any]) -> dict[str, int]:
-    """By trigger."""
-    now, was = (counts["specpv_full_steps_total"] for counts in (Metrics().snapshot(), before))
-    return {trigger: now[trigger] - was.get(trigger, 0) for trigger in now}
 
 
 def check_books() -> None:

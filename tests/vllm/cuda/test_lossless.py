@@ -14,21 +14,6 @@ from typing import Any
 
 import pytest
 import torch
-from test_cuda import GRAPHS, TURN, begin, smollm2_head
-from test_cuda_long_context import (
-    ALL_PASSES,
-    DRAFTS,
-    EAGER,
-    PLAIN,
-    STOCK,
-    Said,
-    check_confirmed,
-    check_disturbed,
-    check_drawn,
-    check_proposals,
-    draw,
-)
-from test_cuda_specpv import SCHEDULER, SPECULATION, VIEW_OF_400
 
 from nwor_specpv import Metrics
 from nwor_specpv.models import smollm2
@@ -40,6 +25,28 @@ from support.compare_runs import (
 )
 from support.disturbances import ASKED, BOOK, CODE, Script, passages, wanted
 from support.engines import NGRAM, drive, own_engine, release_engines
+from support.gpu_checks import (
+    Said,
+    check_confirmed,
+    check_disturbed,
+    check_drawn,
+    check_proposals,
+    draw,
+)
+from support.gpu_engines import (
+    ALL_PASSES,
+    DRAFTS,
+    EAGER,
+    GRAPHS,
+    PLAIN,
+    SCHEDULER,
+    SPECULATION,
+    STOCK,
+    TURN,
+    VIEW_OF_400,
+    begin,
+    smollm2_head,
+)
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 

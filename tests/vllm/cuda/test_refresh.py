@@ -12,8 +12,9 @@ from typing import Any
 
 import pytest
 import torch
-from test_cuda import GRAPHS, begin, smollm2_head
-from test_cuda_long_context import (
+
+from nwor_specpv.models import smollm2
+from support.book_texts import (
     BOOK_OPTIONS,
     BOOK_VIEW,
     COVERED,
@@ -22,12 +23,11 @@ from test_cuda_long_context import (
     LONGER_LENGTHS,
     read,
     texts,
-    watch_replays,
 )
-
-from nwor_specpv.models import smollm2
 from support.engines import NGRAM, own_engine
 from support.engines import stats as own_stats
+from support.gpu_checks import watch_replays
+from support.gpu_engines import GRAPHS, begin, smollm2_head
 from support.small_views import cover_all
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")

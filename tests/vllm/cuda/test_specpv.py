@@ -7,35 +7,33 @@ from typing import Any
 
 import pytest
 import torch
-from test_cuda import (
-    GRAPHS,
-    TURN,
-    alike,
-    begin,
-    check_log_probabilities,
-    dummy_prompts,
-    eagle3,
-    smollm2_head,
-)
 
 from nwor_specpv import Metrics
 from nwor_specpv.models import smollm2, stories
-from nwor_specpv.vllm.specpv.rules import DRAFTER
 from support.disturbances import ASKED, BOOK
 from support.engine_process import run_job
 from support.engines import NGRAM, check_drafting, drive, greedy, own_engine
 from support.engines import stats as own_stats
+from support.gpu_checks import alike, check_log_probabilities
+from support.gpu_engines import (
+    GRAPHS,
+    REFRESH,
+    SCHEDULER,
+    SPECULATION,
+    TURN,
+    VIEW_OF_400,
+    begin,
+    dummy_prompts,
+    eagle3,
+    smollm2_head,
+)
 from support.heads import story_head
+from support.metric_counts import grown
 from support.small_views import SMALL_VIEW, prompts
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 
 VIEW = SMALL_VIEW | {"specpv_draft_passes": 3}
-SPECULATION = {"method": "custom_class", "model": DRAFTER, "num_speculative_tokens": 8}
-
-
-def grown(before: dict[str, Any], name: str) -> int:
-    return Metrics().snapshot()[name] - before[name]
 
 
 def test_the_target_drafts_over_views(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -55,9 +53,6 @@ def test_the_target_drafts_over_views(monkeypatch: pytest.MonkeyPatch) -> None:
     print(f"{confirmed} of {drafted} confirmed; like plain vLLM before a difference: {share:.2f}")
     assert confirmed > 0.5 * drafted > 0
     assert share > 0.3  # bfloat16: another number of rows rounds otherwise
-
-
-SCHEDULER = "nwor_specpv.vllm.specpv.scheduler.LongContextScheduler"
 
 
 @pytest.mark.parametrize("sampled", [False, True], ids=["greedy", "sampled"])
@@ -95,18 +90,6 @@ def test_head_and_target_draft_in_turns(tmp_path: Path, graphs: bool, sampled: b
         share = alike(ours, theirs)
         print(f"like vLLM's own before a difference: {share:.2f}")
         assert share > 0.3  # bfloat16: another attention kernel rounds otherwise
-
-
-# Of 384 tokens, and what is drafted.
-VIEW_OF_400 = {
-    "enable_specpv": True,
-    "specpv_n_sink_blocks": 2,
-    "specpv_n_retrieval_blocks": 16,
-    "specpv_n_window_blocks": 6,
-    "specpv_draft_lookup": 4,
-    "specpv_draft_passes": 3,
-    "strict": True,
-}
 
 
 @pytest.mark.parametrize("runner", ["v1", "v2"])
@@ -169,17 +152,6 @@ def check_stop_strings(llm: Any, texts: list[str], outputs: list[Any]) -> None:
             assert len(found.token_ids) == 64
     print(f"{words}: {len(ended)} requests have ended there, {sum(ended)} as before")
     assert any(ended)
-
-
-REFRESH = {
-    "enable_specpv": True,
-    "specpv_mode": "refresh",
-    "specpv_n_sink_blocks": 1,
-    "specpv_n_retrieval_blocks": 8,
-    "specpv_n_window_blocks": 4,
-    "specpv_full_refresh_interval": 3,
-    "strict": True,
-}
 
 
 def long_prompts() -> list[list[int]]:

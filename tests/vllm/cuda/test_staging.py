@@ -6,44 +6,35 @@ attention kernel rounds otherwise, so against vLLM's own only most tokens are al
 
 from __future__ import annotations
 
-import json
 import logging
-import random
 from pathlib import Path
 
 import pytest
 import torch
 from vllm.plugins import load_general_plugins
 
-from nwor_specpv.drafters.vllm_head import write_vllm_head
 from nwor_specpv.models import smollm2, stories
 from support.configs import HYBRID, MTP, WINDOW
-from support.engines import NGRAM, drive, greedy, own_engine, start, story_prompts
+from support.engines import NGRAM, drive, greedy, own_engine, story_prompts
 from support.engines import stats as own_stats
+from support.gpu_checks import alike, check_log_probabilities
+from support.gpu_engines import (
+    GRAPHS,
+    TURN,
+    begin,
+    dummy_prompts,
+    eagle3,
+    smollm2_head,
+    stories_on_gpu,
+    write_config,
+)
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 
-GRAPHS = {
-    "enforce_eager": False,
-    "compilation_config": {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"},
-}
 CHECKED = {"check_contract": True, "strict": True}  # eager: the checker sees every write
 STRICT = {"strict": True}
 # Staging takes nothing, so every round is written directly; graphs are captured all the same.
 DIRECT = {"max_staging_bytes": 1}
-
-
-def begin(nwor: dict, **options: object):
-    defaults = {
-        "dtype": "bfloat16",
-        "attention_backend": "CUSTOM",
-        "kv_cache_memory_bytes": 64 << 20,
-    }
-    return start(nwor, **(defaults | {"gpu_memory_utilization": 0.1} | options))
-
-
-def stories_on_gpu(nwor: dict, **options: object):
-    return begin(nwor, model=str(stories(64)), skip_tokenizer_init=True, **options)
 
 
 def check_books(*, graphs: bool) -> dict:
@@ -55,18 +46,6 @@ def check_books(*, graphs: bool) -> dict:
     assert own_engine().violations == []
     assert (own_engine().num_replays > 0) is graphs
     return stats
-
-
-def alike(found: dict[str, list[int]], expected: dict[str, list[int]]) -> float:
-    """The share of tokens before the first difference."""
-    same = total = 0
-    for request, tokens in expected.items():
-        total += len(tokens)
-        for got, wanted in zip(found[request], tokens, strict=True):
-            if got != wanted:
-                break
-            same += 1
-    return same / total
 
 
 @pytest.mark.parametrize("route", ["", "cuda"], ids=["flash_prefix", "own_attention"])
@@ -145,63 +124,6 @@ def test_mtp_keeps_the_contract(tmp_path: Path) -> None:
 
 
 # ---- dummy weights at a real model's shapes, EAGLE3 and the V2 runner ----
-
-
-def dummy_target(folder: Path) -> Path:
-    config = {
-        "architectures": ["LlamaForCausalLM"],
-        "model_type": "llama",
-        "hidden_size": 1024,
-        "intermediate_size": 2048,
-        "num_hidden_layers": 8,
-        "num_attention_heads": 8,
-        "num_key_value_heads": 2,
-        "head_dim": 128,
-        "vocab_size": 4096,
-        "max_position_embeddings": 4096,
-        "rms_norm_eps": 1e-5,
-        "rope_theta": 500000.0,
-        "hidden_act": "silu",
-        "tie_word_embeddings": False,
-        "bos_token_id": 1,
-        "eos_token_id": 2,
-        "torch_dtype": "bfloat16",
-    }
-    return write_config(folder / "target", config)
-
-
-def dummy_head(folder: Path) -> Path:
-    target = json.loads((dummy_target(folder) / "config.json").read_text())
-    head = {"architectures": ["LlamaForCausalLMEagle3"], "num_hidden_layers": 1}
-    return write_config(folder / "head", target | head | {"draft_vocab_size": 4096})
-
-
-def write_config(folder: Path, config: dict) -> Path:
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "config.json").write_text(json.dumps(config))
-    return folder
-
-
-def eagle3(folder: Path, nwor: dict, *, drafts: int = 4, **options: object):
-    speculation = {
-        "method": "eagle3",
-        "model": str(dummy_head(folder)),
-        "num_speculative_tokens": drafts,
-        "rejection_sample_method": "synthetic",
-        "synthetic_acceptance_length": 3.0,
-    }
-    defaults = {
-        "model": str(dummy_target(folder)),
-        "skip_tokenizer_init": True,
-        "load_format": "dummy",
-        "max_model_len": 1024,
-    }
-    return begin(nwor, speculation=speculation, **(defaults | options))
-
-
-def dummy_prompts() -> list[list[int]]:
-    rng = random.Random(5)
-    return [[rng.randrange(3, 4096) for _ in range(n)] for n in (30, 5, 200, 64, 17, 90)]
 
 
 def test_v2_keeps_the_contract(tmp_path: Path) -> None:
@@ -284,33 +206,6 @@ CHATS = (
     "Name ten animals, one per line. Then name them again in the same order.",
     "What is the capital of France?",
 )
-
-
-TURN = "<|im_start|>user\n{}<|im_end|>\n<|im_start|>assistant\n"
-
-
-def smollm2_head(folder: Path, drafts: int = 4) -> dict[str, object]:
-    """Speculation with the head that this package ships."""
-    head = write_vllm_head(folder, smollm2("bfloat16"))
-    return {"method": "eagle3", "model": str(head), "num_speculative_tokens": drafts}
-
-
-def check_log_probabilities(theirs: list, ours: list, name: str) -> None:
-    """Outputs with log-probabilities (float32), compared up to the first other token."""
-    differences, total = [], 0
-    for wanted, got in zip(theirs, ours, strict=True):
-        total += len(wanted.token_ids)
-        for index, pair in enumerate(zip(wanted.token_ids, got.token_ids, strict=True)):
-            if pair[0] != pair[1]:
-                break
-            chosen = [side.logprobs[index][pair[0]].logprob for side in (wanted, got)]
-            differences.append(abs(chosen[0] - chosen[1]))
-    mean, most = sum(differences) / len(differences), max(differences)
-    print(f"{name}: {len(differences)} of {total} tokens before the first other one; "
-          f"log-probabilities differ by {mean:.5f} on average, {most:.5f} at most")  # fmt: skip
-    assert len(differences) > 0.25 * total
-    assert mean < 0.02
-    assert most < 0.3
 
 
 @pytest.mark.parametrize("method", ["ngram", "eagle3"])

@@ -8,15 +8,15 @@ from typing import Any
 
 import pytest
 import torch
-from test_cuda import GRAPHS, stories_on_gpu
-from test_cuda_specpv import SCHEDULER, SPECULATION, grown
 
 from nwor_specpv import Metrics
 from nwor_specpv.vllm.specpv.rules import SCHEDULERS
 from support.cache_write_watch import watch_cost_measurement
 from support.engines import NGRAM, check_drafting, counted, drive, greedy, own_engine
 from support.engines import stats as own_stats
+from support.gpu_engines import GRAPHS, SCHEDULER, SPECULATION, stories_on_gpu
 from support.heads import story_head
+from support.metric_counts import grown
 from support.prefix_cache_blocks import PAGE, count_published_blocks, scheduler_of, watch_requests
 from support.small_views import LENGTHS, SMALL_VIEW, prompts
 
