@@ -58,6 +58,8 @@ def test_drafts_are_staged_and_tokens_are_vllms(expected: list[list[int]]) -> No
     story = drive(llm, story_prompts(6), greedy())
     assert [story.tokens[str(i)] for i in range(6)] == expected
     stats = check_books()
+    engine = 'nwor_engine_info{drafter="ngram",draft_tokens="4",mode="full",attention="auto"} 1\n'
+    assert engine in Metrics().render()
     # vLLM counts the same drafts, except those of a request's last step, which it cuts short.
     assert counted(llm, "vllm:spec_decode_num_draft_tokens") == stats["staged_tokens"]
     assert counted(llm, "vllm:spec_decode_num_accepted_tokens") <= stats["committed_tokens"]
