@@ -73,7 +73,7 @@ class Decoding:
     # ---- the prompt ------------------------------------------------------------------------------
 
     def _prefill(self, request: Request) -> None:
-        """Runs what of the prompt is not cached; its last row gives the first token."""
+        """Runs the part of the prompt that is not cached; its last row gives the first token."""
         tokens, reused = request.tokens, request.cached
         if self._drafter is not None:
             self._drafter.begin(request.key, tokens)
@@ -168,7 +168,7 @@ class Decoding:
         return self._views is not None and (self._pacer is None or self._pacer.viewing)
 
     def _switch(self, active: list[Request]) -> None:
-        """From views to full steps or back, as soon as no tail waits for its confirmation."""
+        """Switches between views and full steps, once no tail waits for its confirmation."""
         if not self._switching:
             return
         caches = [r.partial for r in active if r.partial is not None]
@@ -213,8 +213,8 @@ class Decoding:
                 wrong = next((token for token in tokens if not 0 <= token < size), None)
                 if wrong is not None:
                     raise NworError(
-                        f"drafter: got token {wrong}, expected ids from 0 to {size - 1}: is it a "
-                        "drafter of this model?"
+                        f"drafter: got token {wrong}, expected ids from 0 to {size - 1}; use a "
+                        "drafter made for this model"
                     )
             part = Part(request, [], tokens, parents, request.cached)
             self._chunk(part)
@@ -222,7 +222,7 @@ class Decoding:
         return parts
 
     def _chunk(self, part: Part) -> None:
-        """Of a long chain only the first chunk is run; the rest waits for what it brings."""
+        """Runs only the first chunk of a long chain; the rest waits for its outcome."""
         request = part.request
         request.pending = []
         if self._chunk_rows and len(part.tokens) > self._chunk_rows and part.is_chain:
@@ -407,7 +407,7 @@ class Decoding:
         self._drafter.observe(request.key, run, seen)
 
     def _retract(self, request: Request, count: int) -> None:
-        """Provisional tokens are taken back from the drafter too."""
+        """Takes provisional tokens back from the drafter too."""
         if self._drafter is None:
             return
         if request.features:

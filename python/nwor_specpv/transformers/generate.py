@@ -1,4 +1,4 @@
-"""Text from a decoder model of transformers, faster and the same.
+"""Generates text with a decoder model of transformers: the same tokens in fewer steps.
 
     generator = Generator(model, tokenizer, drafter="eagle3")
     generation = generator.generate(input_ids, max_new_tokens=200)
@@ -288,7 +288,7 @@ class Generator:
         return prompts, is_list
 
     def _refuse_padding(self, prompts: list[list[int]]) -> None:
-        """What pads rows to one length; not where it may as well begin or end a text."""
+        """Raises for padded prompts, unless the padding id also begins or ends a text."""
         pads = self._own_ids("pad_token_id") | _ids_of(self.tokenizer, "pad_token_id")
         for name in ("eos_token_id", "bos_token_id"):
             pads -= self._own_ids(name) | _ids_of(self.tokenizer, name)
@@ -329,7 +329,7 @@ class Generator:
         return frozenset(token for token in ids if token >= 0)
 
     def _own_ids(self, name: str) -> set[int]:
-        """What the model says of itself, for generation or, where it says nothing, at all."""
+        """Ids from the model's generation config or, if that has none, from its config."""
         owner = getattr(self.model, "generation_config", None)
         if getattr(owner, name, None) is None:
             owner = self.model.config.get_text_config(decoder=True)
@@ -543,10 +543,10 @@ class Generator:
 
 
 def _check_shared(**given: Any) -> None:
-    """What a Generator has with its model and cache is not asked for again beside them."""
+    """Raises for options that belong to the generator given as `cache_of`."""
     name = next((name for name, value in given.items() if value is not None), None)
     if name is not None:
-        raise NworError(f"{name}: got one beside cache_of, expected none: it is that generator's")
+        raise NworError(f"{name}: cannot be given with cache_of; it is that generator's")
 
 
 def _checked_chunk(chunk_rows: Any) -> int:
@@ -557,7 +557,7 @@ def _checked_chunk(chunk_rows: Any) -> int:
 
 
 def _ids_of(owner: Any, name: str) -> set[int]:
-    """One id or several, as configurations and tokenizers have them; what is below 0 is none."""
+    """One id or several, from a configuration or a tokenizer; negative ids are left out."""
     found = getattr(owner, name, None)
     found = found if isinstance(found, Iterable) else [found]
     return {token for token in map(as_integer, found) if token is not None and token >= 0}
@@ -577,7 +577,7 @@ def _teller(on_token: OnToken | None, is_list: bool) -> Callable[[Request, list[
 
 
 def _progress_bar() -> Callable[[int, int], None]:
-    """A bar on stderr for long prompts, where somebody looks."""
+    """A progress bar on stderr for long prompts, if stderr is a terminal."""
 
     def show(done: int, total: int) -> None:
         if total >= _PROGRESS_FROM and sys.stderr.isatty():

@@ -50,15 +50,15 @@ class ModelRunner:
         original = _longrope_original(text)
         if original < self.context:
             self.context_told = (
-                f"{original}, from which on longrope turns a pass's rows by other angles (its "
-                f"context: {self.context})"
+                f"{original}, where longrope changes its angles (the context of the model is "
+                f"{self.context})"
             )
             self.context = original
         self.window = any_window(text)
         if 0 < self.window < self.context and not masks_windows(model.get_decoder()):
             self.context_told = (
-                f"{self.window}, the sliding window that the model's cache has and its mask has "
-                f"not (its context: {self.context})"
+                f"{self.window}, the sliding window of the model's cache, which its mask does not "
+                f"have (the context of the model is {self.context})"
             )
             self.context = self.window
         self.head = model.get_output_embeddings()
@@ -253,7 +253,7 @@ class ModelRunner:
 
 
 def check_model(model: Any) -> None:
-    """Refuses what cannot be run, with what to use instead."""
+    """Raises unless the model can be run; the error says what to use instead."""
     if not isinstance(model, PreTrainedModel):
         raise NworError(
             f"model: got {type(model).__name__}, expected a causal language model of transformers"
@@ -269,7 +269,7 @@ def check_model(model: Any) -> None:
         )
     if not getattr(model, "_supports_attention_backend", False) or _decoder_layers(model) is None:
         raise NworError(
-            f"model: got {name}, whose attention is not open to other implementations; use a model "
+            f"model: got {name}, whose attention cannot be replaced; use a model "
             "that follows transformers' attention interface (Llama, Qwen2, Qwen3, Mistral, ..)"
         )
     text = text_config(model.config)
@@ -289,20 +289,20 @@ def check_model(model: Any) -> None:
 
 
 def _refuse_quantised(model: PreTrainedModel) -> None:
-    """Its layers choose the scale of their input by all rows of a pass: drafts would change it."""
+    """Raises for torch.ao layers: all rows of a pass share a scale, so drafts would change it."""
     for name, module in model.named_modules():
         if type(module).__module__.startswith("torch.ao.nn.quantized"):
             raise NworError(
-                f"model: got {name} quantised by torch.ao, whose results depend on the rows beside "
-                "a row, expected weights of a floating type; use the model as it was before"
+                f"model: {name} is quantised by torch.ao, and its results depend on the other rows "
+                "of a pass; use the model with floating-point weights"
             )
 
 
 def _longrope_original(text: Any) -> int:
-    """Up to which length longrope turns every row by one set of angles.
+    """The length up to which longrope uses one set of angles.
 
-    Beyond it transformers chooses by the last position of a pass, for all its rows. Ours hold rows
-    of several requests, pieces of prompts and drafts, beside K of passes that ended earlier.
+    Beyond it transformers chooses the angles of a pass by its last position. A pass here holds rows
+    of several requests, pieces of prompts and drafts, beside K of earlier passes.
     """
     rope = getattr(text, "rope_parameters", None) or {}
     kinds = [rope, *(one for one in rope.values() if isinstance(one, dict))]

@@ -27,8 +27,8 @@ from nwor_specpv import (
     tree_from_parents,
 )
 from nwor_specpv.models.tiny_model import TinyModel, TinyTokenizer
-from tests.python.models.stories_decoding import decode_plain, draft_by_ngrams
-from tests.python.session.tiny_server import TinyServer, page_bytes
+from tests.python.models.tiny_decoding import decode_plain, draft_by_ngrams
+from tests.python.session.tiny_host import TinyHost, page_bytes
 
 MODEL = TinyModel()
 PROMPT = TinyTokenizer().encode("Once upon a time, there was a little girl")
@@ -37,14 +37,14 @@ PLAIN = PROMPT + decode_plain(MODEL, PROMPT, LENGTH + 20).tokens
 
 
 @pytest.fixture
-def server() -> TinyServer:
-    return TinyServer(model=MODEL)
+def server() -> TinyHost:
+    return TinyHost(model=MODEL)
 
 
 class Client:
     """Keeps its own sequence; sends what is new."""
 
-    def __init__(self, server: TinyServer, name: str, tokens: list[int] | None = None) -> None:
+    def __init__(self, server: TinyHost, name: str, tokens: list[int] | None = None) -> None:
         self.store, self.name = server.store, name
         self.tokens, self.cached = list(tokens or PROMPT), 0
 
@@ -69,7 +69,7 @@ def ngram_tree(tokens: list[int], branches: int) -> DraftTree:
 
 
 @pytest.mark.parametrize("branches", [0, 1, 3])
-def test_decodes_like_plain_decoding(server: TinyServer, branches: int) -> None:
+def test_decodes_like_plain_decoding(server: TinyHost, branches: int) -> None:
     client = Client(server, "one")
     while len(client.tokens) < len(PROMPT) + LENGTH:
         result = client.verify(ngram_tree(client.tokens, branches) if branches else None)
@@ -80,7 +80,7 @@ def test_decodes_like_plain_decoding(server: TinyServer, branches: int) -> None:
     assert stats["cache_misses"] == 1
 
 
-def test_a_long_chain_in_chunks_equals_one_pass(server: TinyServer) -> None:
+def test_a_long_chain_in_chunks_equals_one_pass(server: TinyHost) -> None:
     drafts = PLAIN[len(PROMPT) : len(PROMPT) + 30]
     drafts[17] = (drafts[17] + 1) % 512
     chain = DraftTree([PROMPT[-1], *drafts])
@@ -94,7 +94,7 @@ def test_a_long_chain_in_chunks_equals_one_pass(server: TinyServer) -> None:
     assert chunked.tokens == once.tokens == PLAIN[: len(once.tokens)]
 
 
-def test_sessions_of_a_batch_share_a_pass(server: TinyServer) -> None:
+def test_sessions_of_a_batch_share_a_pass(server: TinyHost) -> None:
     prompts = [PROMPT, PROMPT[:4], PROMPT[:7]]
     clients = [Client(server, str(i), prompt) for i, prompt in enumerate(prompts)]
     for _ in range(5):
@@ -108,7 +108,7 @@ def test_sessions_of_a_batch_share_a_pass(server: TinyServer) -> None:
         assert client.tokens == (prompt + plain)[: len(client.tokens)]
 
 
-def test_threads_share_passes(server: TinyServer) -> None:
+def test_threads_share_passes(server: TinyHost) -> None:
     clients = [Client(server, f"thread {i}", PROMPT[: 3 + i]) for i in range(4)]
 
     def decode(client: Client) -> None:
@@ -125,7 +125,7 @@ def test_threads_share_passes(server: TinyServer) -> None:
         assert client.tokens == (PROMPT[: 3 + i] + plain)[: len(client.tokens)]
 
 
-def test_what_a_client_keeps_may_be_less(server: TinyServer) -> None:
+def test_what_a_client_keeps_may_be_less(server: TinyHost) -> None:
     client = Client(server, "a")
     drafts = PLAIN[len(PROMPT) : len(PROMPT) + 12]
     client.verify(DraftTree([PROMPT[-1], *drafts]))
@@ -136,7 +136,7 @@ def test_what_a_client_keeps_may_be_less(server: TinyServer) -> None:
     assert client.tokens == PLAIN[: len(client.tokens)]
 
 
-def test_a_fork_goes_its_own_way(server: TinyServer) -> None:
+def test_a_fork_goes_its_own_way(server: TinyHost) -> None:
     client = Client(server, "a")
     client.verify()
     server.store.fork("a", "b")
@@ -152,14 +152,14 @@ def test_a_fork_goes_its_own_way(server: TinyServer) -> None:
     assert other.tokens == (prompt + plain)[: len(other.tokens)]
 
 
-def test_an_acceptor_of_ones_own(server: TinyServer) -> None:
+def test_an_acceptor_of_ones_own(server: TinyHost) -> None:
     def nothing(batch, logits):
         choices = logits.argmax(-1)[batch.tree_rows[:, 0]]
         sessions = len(batch.sessions)
         path = torch.full((sessions, 1), -1, dtype=torch.int32)
         return path, torch.zeros(sessions, dtype=torch.int32), choices
 
-    picky = TinyServer(model=MODEL, accept=nothing)
+    picky = TinyHost(model=MODEL, accept=nothing)
     client = Client(picky, "a")
     for _ in range(4):
         result = client.verify(DraftTree([client.tokens[-1], *PLAIN[len(client.tokens) :][:3]]))
@@ -182,7 +182,7 @@ def test_sampling_is_an_acceptor() -> None:
             coins[:, 0].contiguous(),
         )
 
-    server = TinyServer(model=MODEL, accept=sample)
+    server = TinyHost(model=MODEL, accept=sample)
     clients = [Client(server, "a"), Client(server, "b", PROMPT[:6])]
     for _ in range(6):
         known = clients[0].tokens
@@ -197,7 +197,7 @@ def test_sampling_is_an_acceptor() -> None:
     assert clients[1].tokens == (PROMPT[:6] + plain)[: len(clients[1].tokens)]
 
 
-def test_a_tree_of_tensors_is_a_tree(server: TinyServer) -> None:
+def test_a_tree_of_tensors_is_a_tree(server: TinyHost) -> None:
     drafts = PLAIN[len(PROMPT) : len(PROMPT) + 2]
     tokens = torch.tensor([[PROMPT[-1], 7, drafts[0], drafts[1]]])
     parents = torch.tensor([[-1, 0, 0, 2]], dtype=torch.int32)
@@ -211,7 +211,7 @@ def test_a_tree_of_tensors_is_a_tree(server: TinyServer) -> None:
     "of",
     [list, tuple, np.array, torch.tensor, lambda values: torch.tensor(values, dtype=torch.int16)],
 )
-def test_rows_of_a_tree_may_be_any_integers(server: TinyServer, of) -> None:
+def test_rows_of_a_tree_may_be_any_integers(server: TinyHost, of) -> None:
     drafts = PLAIN[len(PROMPT) : len(PROMPT) + 2]
     tree = SimpleNamespace(tokens=of([PROMPT[-1], 7, *drafts]), parents=of([-1, 0, 0, 2]))
     assert server.store.verify("a", tree, PROMPT).tokens == drafts
@@ -240,14 +240,14 @@ def test_rows_of_a_tree_may_be_any_integers(server: TinyServer, of) -> None:
     ],
 )
 def test_rows_of_a_tree_are_never_changed_to_fit(
-    server: TinyServer, tokens, parents, message: str
+    server: TinyHost, tokens, parents, message: str
 ) -> None:
     with pytest.raises(NworError, match=message):
         server.store.verify("a", SimpleNamespace(tokens=tokens, parents=parents), [1])
     assert server.batches == []
 
 
-def test_a_handle_remembers_the_length(server: TinyServer) -> None:
+def test_a_handle_remembers_the_length(server: TinyHost) -> None:
     with Session(server.store, "a") as session:
         tokens = list(PROMPT)
         for _ in range(4):
@@ -269,7 +269,7 @@ def test_a_handle_remembers_the_length(server: TinyServer) -> None:
         fork.end()
 
 
-def test_nothing_behind_the_end_is_cached(server: TinyServer) -> None:
+def test_nothing_behind_the_end_is_cached(server: TinyHost) -> None:
     drafts = PLAIN[len(PROMPT) : len(PROMPT) + 8]
     chain = DraftTree([PROMPT[-1], *drafts])
     result = server.store.verify("a", chain, PROMPT, max_new_tokens=3)
@@ -282,7 +282,7 @@ def test_nothing_behind_the_end_is_cached(server: TinyServer) -> None:
     assert server.store.verify("c", None, PROMPT).finish is None
 
 
-def test_lengths_that_disagree_are_refused(server: TinyServer) -> None:
+def test_lengths_that_disagree_are_refused(server: TinyHost) -> None:
     client = Client(server, "a")
     client.verify()
     before = Metrics().snapshot()["nwor_session_desyncs_total"]
@@ -297,7 +297,7 @@ def test_lengths_that_disagree_are_refused(server: TinyServer) -> None:
 
 
 def test_the_oldest_makes_room_and_says_so() -> None:
-    server = TinyServer(model=MODEL, max_bytes=3 * page_bytes(MODEL))
+    server = TinyHost(model=MODEL, max_bytes=3 * page_bytes(MODEL))
     clients = [Client(server, name, PROMPT[:9]) for name in "abcd"]
     for client in clients:
         client.verify()
@@ -313,7 +313,7 @@ def test_the_oldest_makes_room_and_says_so() -> None:
 
 @pytest.mark.parametrize("together", [False, True])
 def test_what_fits_in_no_way_evicts_nobody(together: bool) -> None:
-    server = TinyServer(num_pages=24, model=MODEL)
+    server = TinyHost(num_pages=24, model=MODEL)
     idle = [Client(server, name, [1] * 100) for name in "xyz"]  # seven pages each
     for client in idle:
         client.verify()
@@ -332,15 +332,15 @@ def test_what_fits_in_no_way_evicts_nobody(together: bool) -> None:
 
 
 def test_drafts_of_passes_one_after_the_other_share_their_room() -> None:
-    following = TinyServer(model=MODEL).store.verify("a", None, PROMPT[:9]).next_token
+    following = TinyHost(model=MODEL).store.verify("a", None, PROMPT[:9]).next_token
     wrong = DraftTree([PROMPT[8], *[(following + 1) % 512] * 20])
-    server = TinyServer(num_pages=3, model=MODEL, max_batch=1)
+    server = TinyHost(num_pages=3, model=MODEL, max_batch=1)
     batch = [VerifyRequest(name, wrong, PROMPT[:9]) for name in "ab"]  # two pages, then one
     assert [result.length for result in server.store.verify_batch(batch)] == [9, 9]
 
 
 def test_forks_in_a_batch_copy_their_shared_page_once() -> None:
-    server = TinyServer(num_pages=3, model=MODEL)
+    server = TinyHost(num_pages=3, model=MODEL)
     server.store.verify("a", None, [1] * 20)
     server.store.fork("a", "b")
     batch = [VerifyRequest(name, None, [2], 20) for name in "ab"]
@@ -349,7 +349,7 @@ def test_forks_in_a_batch_copy_their_shared_page_once() -> None:
 
 def test_time_takes_idle_sessions() -> None:
     now = [0.0]
-    server = TinyServer(model=MODEL, ttl_seconds=5, clock=lambda: now[0])
+    server = TinyHost(model=MODEL, ttl_seconds=5, clock=lambda: now[0])
     Client(server, "a").verify()
     now[0] = 6
     assert server.store.sweep() == 1
@@ -358,7 +358,7 @@ def test_time_takes_idle_sessions() -> None:
 
 
 def test_what_the_model_raises_reaches_every_thread_and_changes_nothing(
-    server: TinyServer, monkeypatch: pytest.MonkeyPatch
+    server: TinyHost, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     client = Client(server, "a")
     client.verify()
@@ -419,7 +419,7 @@ def test_what_a_function_returns_wrong_is_named(
 
     if name == "forward":
         monkeypatch.setattr(MODEL, "forward", wrong)
-    server = TinyServer(model=MODEL, **({} if name == "forward" else {name: wrong}))
+    server = TinyHost(model=MODEL, **({} if name == "forward" else {name: wrong}))
     with pytest.raises(NworError, match=f"^{message}"):
         server.store.verify("a", None, [1])
     assert server.store.stats()["live"] == 0
@@ -428,10 +428,10 @@ def test_what_a_function_returns_wrong_is_named(
 @pytest.mark.parametrize("name", ["accept", "clock"])
 def test_what_is_no_function_is_named(name: str) -> None:
     with pytest.raises(NworError, match=f"^{name}: got int, expected a function or None"):
-        TinyServer(model=MODEL, **{name: 7})
+        TinyHost(model=MODEL, **{name: 7})
 
 
-class Owner(TinyServer):
+class Owner(TinyHost):
     """Its store calls back all it can, and it holds the store."""
 
     def __init__(self) -> None:
@@ -524,7 +524,7 @@ def test_a_store_that_was_cleared_says_so() -> None:
         ("tree", [1], "tree: got <class 'str'>, expected a DraftTree"),
     ],
 )
-def test_wrong_arguments_are_named(server: TinyServer, tree, new_tokens, message: str) -> None:
+def test_wrong_arguments_are_named(server: TinyHost, tree, new_tokens, message: str) -> None:
     with pytest.raises(NworError, match=message):
         server.store.verify("a", tree, new_tokens)
     with pytest.raises(NworError, match="session: got 7"):
@@ -542,14 +542,14 @@ def test_wrong_arguments_are_named(server: TinyServer, tree, new_tokens, message
     ],
 )
 def test_a_chain_in_chunks_is_checked_as_any_tree(
-    server: TinyServer, tree: DraftTree, message: str
+    server: TinyHost, tree: DraftTree, message: str
 ) -> None:
     with pytest.raises(NworError, match=message):
         server.store.verify("a", tree, [1], 0, 4)
     assert server.batches == []
 
 
-def test_an_end_comes_once(server: TinyServer) -> None:
+def test_an_end_comes_once(server: TinyHost) -> None:
     Client(server, "a").verify()
     server.store.end_session("a")
     with pytest.raises(UnknownSessionError, match="got 'a'"):

@@ -175,7 +175,7 @@ def test_padding_is_refused_also_around_one_prompt_or_one_of_several_lengths(
 def test_what_is_shared_is_not_asked_for_again(name: str, value: Any) -> None:
     """It would be ignored."""
     first = Generator(tiny(), drafter="none")
-    with pytest.raises(NworError, match=f"{name}: got one beside cache_of"):
+    with pytest.raises(NworError, match=f"{name}: cannot be given with cache_of"):
         Generator(drafter="none", cache_of=first, **{name: value})
     assert Generator(first.model, drafter="none", cache_of=first).model is first.model
 
@@ -194,7 +194,7 @@ def test_models_that_cannot_be_run_are_refused() -> None:
         _supports_attention_backend = False
 
     closed = Closed(tiny().config)
-    with pytest.raises(NworError, match="model: got Closed, whose attention is not open to other"):
+    with pytest.raises(NworError, match="model: got Closed, whose attention cannot be replaced"):
         Generator(closed, drafter="none")
     with pytest.raises(NworError, match="model: got Linear, expected a causal language model"):
         Generator(torch.nn.Linear(2, 2), drafter="none")
@@ -268,7 +268,7 @@ def test_layers_of_several_head_sizes_are_refused() -> None:
 def test_layers_quantised_by_the_rows_of_a_pass_are_refused(kinds: set) -> None:
     """Drafts beside a token would change it."""
     model = torch.ao.quantization.quantize_dynamic(tiny(), kinds, dtype=torch.qint8)
-    with pytest.raises(NworError, match=r"^model: got .* quantised by torch\.ao, whose") as caught:
+    with pytest.raises(NworError, match=r"^model: .* is quantised by torch\.ao, and") as caught:
         Generator(model, drafter="none")
     assert "\n" not in str(caught.value)
 

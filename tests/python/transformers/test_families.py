@@ -120,7 +120,7 @@ def test_longrope_is_run_where_its_angles_are_those_of_one_token(nested: bool) -
         assert generator.generate(prompt, count).token_ids == truth
     truths = [decode_plainly(model, prompt, 20) for prompt in prompts]
     assert generator.generate(prompts, 20).token_ids == truths
-    beyond = "80, from which on longrope turns a pass's rows by other angles"
+    beyond = "80, where longrope changes its angles"
     with pytest.raises(NworError, match=f"got 80 tokens in prompt 0, .* fewer than {beyond}"):
         generator.generate([1] * 80, 1)
     with pytest.raises(NworError, match=rf"at most 1: 79 \+ 2 is beyond {beyond} .*context: 512\)"):

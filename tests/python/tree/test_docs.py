@@ -11,7 +11,7 @@ import torch
 
 import nwor_specpv as nwor
 from nwor_specpv.models.tiny_model import TinyModel, TinyTokenizer
-from tests.python.models.stories_decoding import decode_plain
+from tests.python.models.tiny_decoding import decode_plain
 
 PAGE = Path(__file__).resolve().parents[3] / "docs" / "trees.md"
 EXAMPLES = re.findall(r"```python\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL)

@@ -13,8 +13,8 @@ import torch
 from nwor_specpv import DraftTree, SessionBatch
 from nwor_specpv.models.tiny_model import TinyModel, TinyTokenizer
 from nwor_specpv.worker import Client, Limits, RemoteSession, Server
-from tests.python.models.stories_decoding import decode_plain, draft_by_ngrams
-from tests.python.session.tiny_server import TinyServer
+from tests.python.models.tiny_decoding import decode_plain, draft_by_ngrams
+from tests.python.session.tiny_host import TinyHost
 
 # Of anything that ends by itself; a machine may be slow.
 PATIENCE_S = 300.0
@@ -26,8 +26,8 @@ LENGTH = 40
 PLAIN = PROMPT + decode_plain(MODEL, PROMPT, LENGTH + 30).tokens
 
 
-class Target(TinyServer):
-    """A model that waits at a gate, and fails when told to."""
+class GatedHost(TinyHost):
+    """A host whose model waits at a gate and can be made to fail."""
 
     def __init__(self, **options: Any) -> None:
         self.gate, self.entered = threading.Event(), threading.Event()
@@ -45,9 +45,9 @@ class Target(TinyServer):
 
 
 class Worker:
-    """A target, the server in front of it, and a client."""
+    """A host, its server, and a client."""
 
-    def __init__(self, target: Target, server: Server) -> None:
+    def __init__(self, target: GatedHost, server: Server) -> None:
         self.target, self.server = target, server
         self.client = Client(server.address, timeout=PATIENCE_S)
 
@@ -64,7 +64,7 @@ class Worker:
 def serving(
     limits: Limits | None = None, sweep_seconds: float | None = None, **options: Any
 ) -> Iterator[Worker]:
-    target = Target(**options)
+    target = GatedHost(**options)
     server = Server(
         target.store,
         model="stories260K",

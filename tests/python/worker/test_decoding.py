@@ -12,7 +12,7 @@ from nwor_specpv.models import stories
 from nwor_specpv.transformers import Generator, load_model
 from nwor_specpv.transformers.sessions import SessionTarget
 from nwor_specpv.worker import Client, Limits, Server
-from tests.python.models.stories_decoding import decode_plain
+from tests.python.models.tiny_decoding import decode_plain
 from tests.python.specpv.contexts import DEVICES
 from tests.python.worker.serving import (
     LENGTH,

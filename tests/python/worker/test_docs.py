@@ -7,7 +7,7 @@ from pathlib import Path
 
 from nwor_specpv.cli.worker import build_parser
 from nwor_specpv.worker import rpc
-from tests.python.models.stories_decoding import decode_plain
+from tests.python.models.tiny_decoding import decode_plain
 from tests.python.worker.serving import MODEL, serving
 
 PAGE = (Path(__file__).resolve().parents[3] / "docs" / "worker.md").read_text(encoding="utf-8")

@@ -20,7 +20,7 @@ from nwor_specpv import (
 )
 from nwor_specpv.worker import Client, Limits, WorkerError, server
 from nwor_specpv.worker.rpc import grpc, messages, stubs
-from tests.python.session.tiny_server import page_bytes
+from tests.python.session.tiny_host import page_bytes
 from tests.python.worker.serving import (
     LENGTH,
     MODEL,

@@ -20,7 +20,7 @@ from tests.python.worker.serving import (
     PLAIN,
     PROMPT,
     Calls,
-    Target,
+    GatedHost,
     serving,
     until,
 )
@@ -154,7 +154,7 @@ def test_a_server_that_would_answer_nobody_is_refused(
     options: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(NworError, match=message):
-        Server(Target().store, model="m", vocab_size=512, **options)
+        Server(GatedHost().store, model="m", vocab_size=512, **options)
 
 
 def test_a_session_that_cannot_be_looked_at_fails_alone(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -253,7 +253,7 @@ def test_a_name_may_have_addresses_that_this_machine_has_not(
 
 def test_a_port_that_is_taken_is_told() -> None:
     with serving() as worker:
-        target = Target()
+        target = GatedHost()
         with pytest.raises(NworError, match=f"cannot listen at 127.0.0.1:{worker.server.port}: "):
             Server(
                 target.store,
@@ -266,11 +266,11 @@ def test_a_port_that_is_taken_is_told() -> None:
 
 
 def test_a_server_that_was_never_started_stops() -> None:
-    Server(Target().store, model="m", vocab_size=512).stop()
+    Server(GatedHost().store, model="m", vocab_size=512).stop()
 
 
 def test_a_server_starts_once() -> None:
-    server = Server(Target().store, model="m", vocab_size=512)
+    server = Server(GatedHost().store, model="m", vocab_size=512)
     with server:
         with pytest.raises(NworError, match="start: this server was started or stopped before"):
             server.start()

@@ -1,4 +1,4 @@
-"""A session store in front of a real model, as a target worker would have it."""
+"""A session store over the shipped story model, with its cache."""
 
 from __future__ import annotations
 
@@ -16,7 +16,9 @@ from nwor_specpv.models.tiny_model import TinyModel
 PAGE_SIZE = 16
 
 
-class TinyServer:
+class TinyHost:
+    """Owns the model and the pages; `store` has the sessions."""
+
     def __init__(self, num_pages: int = 96, model: TinyModel | None = None, **options) -> None:
         self.model = model or TinyModel()
         shape = self.model.shape

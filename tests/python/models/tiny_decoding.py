@@ -1,9 +1,9 @@
 """Greedy decoding of one sequence, three ways: plain, with draft chains, with draft trees.
 
-Plain decoding keeps K/V in ordinary growing tensors and uses torch's attention: it shares nothing
-with the speculative ways, so equal tokens mean something. Those go the product's whole way: paged
-caches bound to an Interceptor, one round per step (begin, write per layer, verify attention over
-the pages and the staged rows, greedy acceptance, commit), watched by a ContractChecker.
+Plain decoding keeps K/V in growing tensors and uses torch's attention, so it shares nothing with the
+other two. Those use the package: paged caches bound to an Interceptor and one round per step (begin,
+write per layer, verify attention over the pages and the staged rows, greedy acceptance, commit),
+watched by a ContractChecker.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ BOS = 1
 
 
 @dataclass
-class DraftTree:
+class NgramTree:
     """Tokens that may follow. `parents[i]` is a row of the step: 0 is the last emitted token."""
 
     tokens: list[int] = field(default_factory=list)
@@ -44,12 +44,12 @@ class DraftTree:
             parent = known[0]
 
 
-def draft_by_ngrams(history: list[int], length: int, branches: int) -> DraftTree:
+def draft_by_ngrams(history: list[int], length: int, branches: int) -> NgramTree:
     """What followed the last tokens where they stood before: the newest matches first.
 
     Longer matches go before shorter ones; each distinct continuation becomes a branch.
     """
-    tree = DraftTree()
+    tree = NgramTree()
     found: list[list[int]] = []
     for size in (3, 2, 1):
         tail = history[-size:]
@@ -66,7 +66,7 @@ def draft_by_ngrams(history: list[int], length: int, branches: int) -> DraftTree
 
 
 @dataclass
-class Run:
+class DecodingRun:
     """What one way of decoding did."""
 
     tokens: list[int]
@@ -75,7 +75,7 @@ class Run:
     violations: list[object]
 
 
-def decode_plain(model: TinyModel, prompt: list[int], max_tokens: int) -> Run:
+def decode_plain(model: TinyModel, prompt: list[int], max_tokens: int) -> DecodingRun:
     """One token a step, attention over everything by torch."""
     shape = model.shape
     empty = torch.empty(0, shape.num_kv_heads, shape.head_dim)
@@ -108,10 +108,10 @@ def decode_plain(model: TinyModel, prompt: list[int], max_tokens: int) -> Run:
         tokens.append(int(logits[-1].argmax()))
         if tokens[-1] == BOS:
             break
-    return Run(tokens[len(prompt) :], steps, {}, [])
+    return DecodingRun(tokens[len(prompt) :], steps, {}, [])
 
 
-class Speculation:
+class SpeculativeDecoder:
     """One sequence with its paged caches behind an interceptor."""
 
     def __init__(self, model: TinyModel) -> None:
@@ -134,7 +134,7 @@ class Speculation:
     def _slots(self, positions: torch.Tensor) -> torch.Tensor:
         return self._pages[positions // PAGE_SIZE].long() * PAGE_SIZE + positions % PAGE_SIZE
 
-    def _step(self, committed: int, rows: list[int], tree: DraftTree) -> list[int]:
+    def _step(self, committed: int, rows: list[int], tree: NgramTree) -> list[int]:
         """Feeds `rows` at positions committed.. and the drafts below the last of them.
 
         Returns the tokens this step emits: the accepted drafts and the target's own next one.
@@ -199,20 +199,22 @@ class Speculation:
         self._violations += self._checker.verify(receipt, [len(accepted)])
         return emitted
 
-    def decode(self, prompt: list[int], max_tokens: int, length: int, branches: int) -> Run:
+    def decode(self, prompt: list[int], max_tokens: int, length: int, branches: int) -> DecodingRun:
         """Greedy decoding with drafts of up to `branches` continuations of `length` tokens."""
         tokens, committed, steps = list(prompt), 0, 0
         limit = len(prompt) + max_tokens
         while steps == 0 or (len(tokens) < limit and tokens[-1] != BOS):
             rows = tokens[committed:]
             room = min(length, limit - len(tokens) - 1)
-            tree = draft_by_ngrams(tokens, room, branches) if room > 0 else DraftTree()
+            tree = draft_by_ngrams(tokens, room, branches) if room > 0 else NgramTree()
             emitted = self._step(committed, rows, tree)
             # Everything fed and every accepted draft is in the cache; the last token is not yet.
             committed = len(tokens) + len(emitted) - 1
             tokens += emitted
             steps += 1
-        return Run(tokens[len(prompt) :], steps, self._interceptor.stats(), self._violations)
+        return DecodingRun(
+            tokens[len(prompt) :], steps, self._interceptor.stats(), self._violations
+        )
 
 
 def _ancestor_masks(num_rows: int, parents: list[int]) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""Conversion of models: a GGUF file made by hand, and the story model run from its folder."""
+"""SmolLM2: a GGUF file becomes a Hugging Face folder, and other files are refused."""
 
 from __future__ import annotations
 
@@ -15,14 +15,11 @@ import torch
 from safetensors.torch import load_file
 
 from nwor_specpv import NworError
-from nwor_specpv.models import folder, smollm2, stories
-from nwor_specpv.models.llama import LlamaShape, pairs_to_halves
+from nwor_specpv.models import smollm2
+from nwor_specpv.models.llama import LlamaShape
 from nwor_specpv.models.smollm2 import convert
 from nwor_specpv.models.smollm2.__main__ import main
-from nwor_specpv.models.tiny_model import TinyModel
 from tests.python.models.gguf_writer import gguf_file
-
-# ---- conversion ----
 
 SHAPE = LlamaShape(
     vocabulary=4,
@@ -229,7 +226,7 @@ def test_the_command_prints_the_folder(
 
 
 @pytest.mark.parametrize("trouble", [OSError(28, "No space left on device"), None])
-def test_a_download_that_cannot_be_unpacked_names_the_mend(
+def test_a_download_that_cannot_be_unpacked_says_what_to_do(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, trouble: OSError | None
 ) -> None:
     def pip(command: list[str], **_: object) -> subprocess.CompletedProcess:
@@ -256,7 +253,7 @@ def test_a_download_that_cannot_be_unpacked_names_the_mend(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_full_disk_leaves_nothing_and_names_the_mend(tmp_path: Path) -> None:
+def test_a_full_disk_leaves_nothing_and_says_what_to_do(tmp_path: Path) -> None:
     """No file may grow beyond 4000 bytes: writes fail in the middle of the weights."""
     source, _ = small_model(tmp_path)
     script = (
@@ -283,89 +280,3 @@ def test_a_full_disk_leaves_nothing_and_names_the_mend(tmp_path: Path) -> None:
     # And the next try, with room, works.
     convert(source, cache / "model", "float32")
     assert (cache / "model" / "model.safetensors").is_file()
-
-
-def test_the_first_of_two_conversions_wins(tmp_path: Path) -> None:
-    for content in ("first", "second"):
-        made = folder.write_folder(tmp_path / "m", {"x": content}, {})
-    assert (made / "x").read_text() == "first"
-    assert [entry.name for entry in tmp_path.iterdir()] == ["m"]
-
-
-def test_an_unknown_dtype_is_named() -> None:
-    with pytest.raises(NworError, match="dtype: got 'int8', expected one of float32"):
-        folder.torch_dtype("int8")
-
-
-def test_the_cache_is_where_the_user_wants_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    assert folder.cache_root() == tmp_path / "nwor_specpv"
-    monkeypatch.delenv("XDG_CACHE_HOME")
-    monkeypatch.setenv("HOME", str(tmp_path / "home"))
-    assert folder.cache_root() == tmp_path / "home" / ".cache" / "nwor_specpv"
-
-
-# ---- the story model ----
-
-
-def forward(weights: dict[str, torch.Tensor], config: dict, tokens: list[int]) -> torch.Tensor:
-    """Logits of a Llama folder, as transformers computes them: halves rotated, heads repeated."""
-    d, groups = config["head_dim"], config["num_attention_heads"] // config["num_key_value_heads"]
-    frequencies = config["rope_theta"] ** (-torch.arange(0, d, 2).double() / d)
-    angles = torch.outer(torch.arange(len(tokens)).double(), frequencies).repeat(1, 2)
-
-    def norm(x: torch.Tensor, name: str) -> torch.Tensor:
-        scaled = x / (x.pow(2).mean(-1, keepdim=True) + config["rms_norm_eps"]).sqrt()
-        return scaled * weights[name].double()
-
-    def project(x: torch.Tensor, name: str) -> torch.Tensor:
-        return x @ weights[f"{name}.weight"].double().T
-
-    def rotate(x: torch.Tensor) -> torch.Tensor:
-        swapped = torch.cat((-x[..., d // 2 :], x[..., : d // 2]), -1)
-        return x * angles.cos()[:, None] + swapped * angles.sin()[:, None]
-
-    x = weights["model.embed_tokens.weight"].double()[tokens]
-    visible = torch.ones(len(tokens), len(tokens)).tril().bool()
-    for layer in range(config["num_hidden_layers"]):
-        at = f"model.layers.{layer}"
-        h = norm(x, f"{at}.input_layernorm.weight")
-        q, k, v = (project(h, f"{at}.self_attn.{n}_proj").view(len(tokens), -1, d) for n in "qkv")
-        q, k, v = rotate(q), rotate(k).repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
-        scores = torch.einsum("thd,shd->hts", q, k) / d**0.5
-        probabilities = scores.masked_fill(~visible, -torch.inf).softmax(-1)
-        mixed = torch.einsum("hts,shd->thd", probabilities, v).flatten(1)
-        x = x + project(mixed, f"{at}.self_attn.o_proj")
-        h = norm(x, f"{at}.post_attention_layernorm.weight")
-        gate = torch.nn.functional.silu(project(h, f"{at}.mlp.gate_proj"))
-        x = x + project(gate * project(h, f"{at}.mlp.up_proj"), f"{at}.mlp.down_proj")
-    return norm(x, "model.norm.weight") @ weights["model.embed_tokens.weight"].double().T
-
-
-@pytest.mark.parametrize("head_dim", [32, 64])
-def test_the_widened_story_model_is_the_same_function(tmp_path: Path, head_dim: int) -> None:
-    made = stories(head_dim, destination=tmp_path / "stories")
-    config = json.loads((made / "config.json").read_text())
-    assert config["head_dim"] == head_dim
-    tokens = [1, 403, 407, 261, 378, 7, 300, 411]
-    logits = forward(load_file(made / "model.safetensors"), config, tokens)
-
-    model = TinyModel()
-    groups = model.shape.num_heads // model.shape.num_kv_heads
-
-    def attend(_: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        k, v = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
-        scores = torch.einsum("thd,shd->hts", q, k) / model.shape.head_dim**0.5
-        scores = scores.masked_fill(~torch.ones(scores.shape[1:]).tril().bool(), -torch.inf)
-        return torch.einsum("hts,shd->thd", scores.softmax(-1), v)
-
-    expected = model.forward(torch.tensor(tokens), torch.arange(len(tokens)), attend)
-    assert (logits - expected).abs().max() < 2e-3
-    assert logits.argmax(-1).tolist() == expected.argmax(-1).tolist()
-
-
-def test_pairs_to_halves_moves_rows_only() -> None:
-    weight = torch.arange(12.0).view(6, 2).repeat(2, 1)
-    assert pairs_to_halves(weight, 2)[:6, 0].tolist() == [0, 4, 8, 2, 6, 10]
