@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from pathlib import Path
 from typing import Any
@@ -55,6 +56,10 @@ def long_prompt(tokenizer: Any, num_tokens: int, seed: int = 1) -> list[int]:
 
 
 def book_prompt(tokenizer: Any, num_tokens: int) -> list[int]:
-    """The beginning of War and Peace, repeated where it is shorter than `num_tokens` tokens."""
-    text = tokenizer(BOOK.read_text(encoding="utf-8")).input_ids
-    return (text * (num_tokens // len(text) + 1))[:num_tokens]
+    """The first `num_tokens` tokens of War and Peace; a text that is too short begins again."""
+    body: list[int] = []
+    for line in itertools.cycle(BOOK.read_text(encoding="utf-8").splitlines(keepends=True)):
+        if len(body) >= num_tokens:
+            break
+        body += tokenizer(line).input_ids
+    return body[:num_tokens]
