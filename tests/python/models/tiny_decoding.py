@@ -1,9 +1,9 @@
 """Greedy decoding of one sequence, three ways: plain, with draft chains, with draft trees.
 
-Plain decoding keeps K/V in growing tensors and uses torch's attention, so it shares nothing with the
-other two. Those use the package: paged caches bound to an Interceptor and one round per step (begin,
-write per layer, verify attention over the pages and the staged rows, greedy acceptance, commit),
-watched by a ContractChecker.
+Plain decoding keeps K/V in growing tensors and uses torch's attention, so it shares nothing with
+the other two. Those use the package: paged caches bound to an Interceptor and one round per step
+(begin, write per layer, verify attention over the pages and the staged rows, greedy acceptance,
+commit), watched by a ContractChecker.
 """
 
 from __future__ import annotations
