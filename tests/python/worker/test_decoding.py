@@ -211,5 +211,5 @@ def test_what_a_model_of_transformers_refuses_is_no_fault_of_the_client(
         raise NworError("model: got something else")
 
     monkeypatch.setattr(target._runner, "run", refuse)
-    with pytest.raises(RuntimeError, match="cannot be run: model: got something else"):
+    with pytest.raises(RuntimeError, match="the model failed: model: got something else"):
         target.store.verify("a", None, PROMPT)
