@@ -387,5 +387,5 @@ def test_attention_that_vllm_makes_of_ours_is_refused(
             """As vLLM's, which writes the encoder's K/V itself."""
 
         for kind in ("encoder_decoder", "decoder"):
-            with pytest.raises(NworError, match=r"CrossAttentionImpl.*enable_nwor false"):
+            with pytest.raises(NworError, match=r'CrossAttentionImpl.*"enable_nwor": false'):
                 CrossAttentionImpl(**SHAPE, attn_type=kind)

@@ -171,10 +171,19 @@ def test_lookups_follow_the_chain_and_are_judged_apart(monkeypatch: pytest.Monke
     )
     learn = ours._learn
 
+    class Answering(list):
+        """A text that finds the chain itself, and three tokens behind it."""
+
+        append = list.extend
+
+        def lookup(self, chain: list[int], count: int) -> list[int]:
+            return [*chain, 73, 74, 75][:count]
+
     def learning(names: Any, *args: Any) -> None:
         learn(names, *args)
         for name in names:
-            ours._requests[name].index.lookup = lambda chain, count: [*chain, 73, 74, 75][:count]
+            known = ours._requests[name]
+            known.index = Answering([0] * len(known.index))
 
     monkeypatch.setattr(ours, "_learn", learning)
     propose = ours._propose
@@ -331,7 +340,7 @@ def test_a_pass_that_fails_on_one_of_several_ranks_ends_the_worker(
     """The other ranks may wait in the midst of it. What we refuse they refuse, too."""
     llm = begin()
     drive(llm, prompts()[:1], greedy(2))
-    monkeypatch.setattr(own_engine().draft_failures, "_single_rank", False)
+    monkeypatch.setattr(own_engine().draft_failures, "single_rank", False)
     errors = iter([NworError("refused"), RuntimeError("injected")])
 
     def failing(*_: Any) -> Any:
@@ -356,7 +365,7 @@ def test_ranks_that_have_failed_forget_alike_what_they_have_learnt(
     expectations = [getattr(fresh, name).value for name in learnt]
     known = [getattr(ours, name).value for name in learnt]
     assert all(one != other for one, other in zip(known, expectations, strict=True))
-    monkeypatch.setattr(own_engine().draft_failures, "_single_rank", False)
+    monkeypatch.setattr(own_engine().draft_failures, "single_rank", False)
     passes, propose = ours._passes, ours.propose
 
     def failing(*args: Any) -> int:
@@ -523,9 +532,9 @@ def test_a_target_with_another_attention_stops_the_start() -> None:
     assert own_layers(layers) == list(layers)
     layers["theirs"] = SimpleNamespace(impl=object())
     assert own_layers(layers, besides={"theirs"}) == [name for name in layers if name != "theirs"]
-    with pytest.raises(NworError, match=r"got theirs with vLLM's own.*--attention-backend CUSTOM"):
+    with pytest.raises(NworError, match=r"theirs uses vLLM's own.*--attention-backend CUSTOM"):
         own_layers(layers)
-    with pytest.raises(NworError, match="got no layer"):
+    with pytest.raises(NworError, match="the target uses vLLM's own"):
         own_layers({})
 
 

@@ -47,7 +47,7 @@ def prompts() -> list[str]:
             f"The password is 'heliotrope'. Remember it.\n\n{book[3000:7000]}\n\n"
             "What is the password that was named in the first line?"
         ),
-        text("python/nwor_specpv/tree.py")[:4000],
+        text("python/nwor_specpv/ops/tree.py")[:4000],
         turn.format("What is the capital of France?"),
     ]
 

@@ -17,7 +17,7 @@ MAX_TOKENS = 48
 PREEMPTIONS = "vllm:num_preemptions"
 ROOT = Path(__file__).resolve().parents[3]
 BOOK = ROOT / "python" / "nwor_specpv" / "cli" / "demo" / "war_and_peace.txt"
-CODE = ROOT / "python" / "nwor_specpv" / "tree.py"
+CODE = ROOT / "python" / "nwor_specpv" / "ops" / "tree.py"
 # Around a text: a question at its end about its beginning.
 ASKED = "The password is 'heliotrope'.\n\n{}\n\nWhat is the password?"
 
