@@ -1,3 +1,3 @@
 #define NWOR_SIMD_LEVEL NWOR_SIMD_GENERIC
 #define NWOR_SIMD_SUITE SimdGeneric
-#include "attention/simd_cases.h"
+#include "base/simd_cases.h"
