@@ -460,9 +460,6 @@ void BindStore(py::module_& m) {
       .def_property_readonly(
           "ids", &PartialStore::ids,
           "The chosen candidates, ascending, [L, max_requests, Hkv, k] int32, -1 padded.")
-      .def_property_readonly(
-          "rows", &PartialStore::rows,
-          "The rows of the step's requests, [max_requests] int32; -1: takes no part.")
       .def_property_readonly("committed_lens", &PartialStore::committed_lens,
                              "Tokens committed before the step, [max_requests] int32.")
       .def_property_readonly("num_layers", &PartialStore::num_layers, "Layers of the caches.")

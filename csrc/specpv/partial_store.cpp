@@ -343,7 +343,6 @@ bool StoredCache::RefreshComplete(const StepDecision& decision) const {
   return refreshed_ == std::pair(decision.full_len, decision.committed_len);
 }
 
-at::Tensor PartialStore::rows() const { return lens_[kStoreRow]; }
 at::Tensor PartialStore::committed_lens() const { return lens_[kCommitted]; }
 
 StoredCache::StoredCache(std::shared_ptr<PartialStore> store, int64_t row, int64_t prompt_tokens,

@@ -89,8 +89,7 @@ class NWOR_EXPORT PartialStore : public std::enable_shared_from_this<PartialStor
   const at::Tensor& kmax() const { return kmax_; }
   const at::Tensor& kmin() const { return kmin_; }
   const at::Tensor& ids() const { return ids_; }
-  // [max_requests] int32 each, of the step that was begun last.
-  at::Tensor rows() const;
+  // [max_requests] int32, of the step that was begun last.
   at::Tensor committed_lens() const;
 
   // A captured graph has refreshed all layers of this step.

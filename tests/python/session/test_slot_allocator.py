@@ -99,9 +99,7 @@ class Model:
         try:
             self.rng.choice(actions)()
         except CapacityError as error:
-            need, free = map(
-                int, re.search(r"need of (\d+) .* the (\d+) free", str(error)).groups()
-            )
+            need, free = map(int, re.search(r"needs (\d+), but only (\d+) of", str(error)).groups())
             # What is written anew, a page of it shared, or every page of a request to be moved.
             held = max((len(self.pages(name)) for name in self.requests), default=0)
             assert self.allocator.stats()["free_pages"] == free < need <= max(4, held)
