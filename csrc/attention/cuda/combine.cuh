@@ -400,8 +400,8 @@ class UnitCombiner {
 // the queue is empty.
 __device__ inline uint32_t TakeTicket(const VerifyArgs& args, const LaunchCounts& counts) {
   auto& counters = args.counters->per_launch[counts.launch % 2];
-  const uint32_t first_items = min(counts.num_work_tiles, static_cast<int>(gridDim.x));
-  if (ptx::LoadAcquire(&counters.started) != first_items) return kNoTicket;
+  const uint32_t first_work_tiles = min(counts.num_work_tiles, static_cast<int>(gridDim.x));
+  if (ptx::LoadAcquire(&counters.started) != first_work_tiles) return kNoTicket;
   return atomicAdd(&counters.tickets, 1);
 }
 

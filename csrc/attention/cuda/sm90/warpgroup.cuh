@@ -117,9 +117,6 @@ struct Multiply;
                      "r"(static_cast<int>(accumulate)), "n"(kColumnsInRows ? 1 : 0)); \
     }                                                                                 \
   };
-#define NWOR_REST32(kName, kColumns)                                                              \
-  "setp.ne.b32 p, %21, 0; wgmma.mma_async.sync.aligned.m64n" #kColumns "k16.f32." kName "." kName \
-  " {" NWOR_LIST32 "}, {%16,%17,%18,%19}, %20, p, 1, 1, %22;"
 #define NWOR_REST64(kName, kColumns)                                                              \
   "setp.ne.b32 p, %37, 0; wgmma.mma_async.sync.aligned.m64n" #kColumns "k16.f32." kName "." kName \
   " {" NWOR_LIST64 "}, {%32,%33,%34,%35}, %36, p, 1, 1, %38;"
@@ -139,8 +136,6 @@ struct Multiply;
   "setp.ne.b32 p, %133, 0; wgmma.mma_async.sync.aligned.m64n" #kColumns "k16.f32." kName "." kName \
   " {" NWOR_LIST256 "}, {%128,%129,%130,%131}, %132, p, 1, 1, %134;"
 
-NWOR_MULTIPLY(__nv_bfloat16, "bf16", 32, 16, NWOR_REST32)
-NWOR_MULTIPLY(__half, "f16", 32, 16, NWOR_REST32)
 NWOR_MULTIPLY(__nv_bfloat16, "bf16", 64, 32, NWOR_REST64)
 NWOR_MULTIPLY(__half, "f16", 64, 32, NWOR_REST64)
 NWOR_MULTIPLY(__nv_bfloat16, "bf16", 80, 40, NWOR_REST80)
@@ -198,7 +193,6 @@ NWOR_MULTIPLY_SHARED(__half, "f16", 64, 32, NWOR_LIST64, NWOR_SHARED64)
 #undef NWOR_LIST128
 #undef NWOR_LIST192
 #undef NWOR_LIST256
-#undef NWOR_REST32
 #undef NWOR_REST64
 #undef NWOR_REST80
 #undef NWOR_REST96
