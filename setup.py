@@ -13,6 +13,7 @@ other. build/current points to the folder that was last built in place. Environm
     TORCH_CUDA_ARCH_LIST  such as "8.0;9.0a;9.0+PTX"
     NWOR_BUILD_TESTS      ON builds the GoogleTest suite too
     NWOR_WERROR           ON makes errors of the compilers' warnings
+    NWOR_PCH              ON precompiles torch's headers
     CMAKE_ARGS            further arguments for CMake
 """
 
@@ -197,9 +198,10 @@ class cmake_build_ext(build_ext):
         if self._with_tests or not (build_dir / "CMakeCache.txt").is_file():
             # A plain install leaves a developer's configured tests as they are, unbuilt.
             arguments.append(f"-DNWOR_BUILD_TESTS={'ON' if self._with_tests else 'OFF'}")
-        if "NWOR_WERROR" in os.environ:
+        for name in ("NWOR_WERROR", "NWOR_PCH"):
             # As with the tests: whoever builds with it need not compile all again after an install.
-            arguments.append(f"-DNWOR_WERROR={os.environ['NWOR_WERROR']}")
+            if name in os.environ:
+                arguments.append(f"-D{name}={os.environ[name]}")
         arguments += shlex.split(os.environ.get("CMAKE_ARGS", ""))
         self._call("-S", str(ROOT), "-B", str(build_dir), *arguments)
         return build_dir

@@ -10,9 +10,6 @@ find_package(pybind11 CONFIG REQUIRED HINTS "${_pybind11_dir}")
 file(GLOB _module_sources CONFIGURE_DEPENDS "${CMAKE_CURRENT_SOURCE_DIR}/csrc/bindings/module*.cpp")
 pybind11_add_module(_C MODULE NO_EXTRAS ${_module_sources})
 target_link_libraries(_C PRIVATE nwor_specpv nwor_warnings torch_python)
-if(NWOR_PCH)
-  target_precompile_headers(_C PRIVATE <torch/csrc/utils/pybind.h>)
-endif()
 set_target_properties(_C PROPERTIES
   BUILD_RPATH "\$ORIGIN;${NWOR_TORCH_DIR}/lib"
   INSTALL_RPATH "\$ORIGIN:\$ORIGIN/../torch/lib")

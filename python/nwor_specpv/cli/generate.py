@@ -34,8 +34,13 @@ def model_name(arguments: argparse.Namespace) -> str:
     return "SmolLM2-135M-Instruct" if arguments.model is None else str(arguments.model)
 
 
-def view_config(mode: str, view_tokens: int, tail_tokens: int | None = None) -> SpecPVConfig | None:
-    """Partial verification with views of `view_tokens` tokens; None when it is off."""
+def view_config(
+    mode: str, view_tokens: int, tail_tokens: int | None = None, partial_steps: int = 0
+) -> SpecPVConfig | None:
+    """Partial verification with views of `view_tokens` tokens; None when it is off.
+
+    `partial_steps`: between full steps at most; 0: as many as the tail has room for.
+    """
     if mode == "off":
         return None
     from nwor_specpv import SpecPVConfig
@@ -55,6 +60,7 @@ def view_config(mode: str, view_tokens: int, tail_tokens: int | None = None) -> 
         specpv_n_window_blocks=_WINDOW,
         specpv_n_retrieval_blocks=blocks,
         specpv_n_spec_tokens_buf=tail_tokens,
+        specpv_full_refresh_interval=partial_steps,
     )
 
 

@@ -30,6 +30,7 @@ from .table import sentences, table
 from .texts import CHAT, book_prompt
 
 _WARM_UP = 32  # tokens
+_PARTIAL_STEPS = 4  # between confirmations: a lossless tail is discarded from a wrong token on
 
 
 def build_parser() -> Parser:
@@ -91,7 +92,10 @@ def decode(
     drafter, context, views = arguments.drafter, arguments.context, arguments.view_tokens
     names = {"ngram": "n-gram", "eagle3": "EAGLE3 trees"}
     trees = names.get(drafter, drafter)
-    first = Generator(model, tokenizer, "none")
+    question = encode(tokenizer, arguments.prompt, raw=False)
+    # Room for all runs: a cache that has to grow forgets the long text, which then runs again.
+    room = context + len(question) + 8 * arguments.max_new_tokens + 1024
+    first = Generator(model, tokenizer, "none", cache_tokens=room)
     say("measuring what verification steps cost ..")
     costs = first.row_costs
     drafters = dict.fromkeys((drafter, "ngram"))
@@ -102,14 +106,14 @@ def decode(
             *(Mode(f"NWOR, {names.get(name, name)}", name) for name in drafters),
             Mode("plain decoding"),
         ],
-        encode(tokenizer, arguments.prompt, raw=False),
+        question,
         arguments.max_new_tokens,
     )
     say(f"reading {context} tokens, then continuing them in five ways ..")
     long = sweep(
         first,
         [
-            Mode(f"SpecPV lossless, {context}", drafter, "lossless", views, pace=False),
+            Mode(f"SpecPV lossless, {context}", drafter, "lossless", views, _PARTIAL_STEPS, False),
             Mode(f"SpecPV rectify, {context}", drafter, "rectify", views),
             Mode(f"SpecPV refresh, {context}", drafter, "refresh", views),
             Mode(f"NWOR, {trees}, {context}", drafter),

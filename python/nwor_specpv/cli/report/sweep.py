@@ -18,6 +18,7 @@ class Mode:
     drafter: str = "none"
     specpv: str = "off"
     view_tokens: int = 1024
+    partial_steps: int = 0  # between full steps at most; 0: as many as the tail has room for
     pace: bool = True  # False: lossless verification uses its views whether they pay or not
 
 
@@ -66,7 +67,7 @@ def sweep(
     for mode in modes:
         generator = Generator(
             drafter=mode.drafter,
-            specpv=view_config(mode.specpv, mode.view_tokens),
+            specpv=view_config(mode.specpv, mode.view_tokens, partial_steps=mode.partial_steps),
             pace=mode.pace,
             cache_of=first,
         )
