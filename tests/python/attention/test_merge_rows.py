@@ -329,7 +329,9 @@ def test_out_among_slices_of_the_inputs(device: str) -> None:
     expected = merge_rows(*parts, lse, start, None, 0.125)
     for first in (8, 12):
         assert torch.equal(merge(buffer.clone(), first), expected)
-    refused = {0: "memory of query", 3: "memory of query", 4: "memory of key", 7: "memory of value"}
+    overlaps = "memory that overlaps"
+    refused = {first: f"{overlaps} query" for first in (0, 3)}
+    refused |= {4: f"{overlaps} key", 7: f"{overlaps} value"}
     for first, name in {**refused, 9: "part of prefix_out"}.items():
         memory = buffer.clone()
         with pytest.raises(NworError, match=f"^out: got {name}"):
