@@ -297,9 +297,9 @@ TEST(WorkTile, KnowsTheSplitsOfItsOutputTilesPartials) {
 }
 
 // Four requests of every head size, cache type and usual number of rows, on each of the devices.
-std::vector<std::output_tile<DeviceProps, VerifyShape>> EveryKind(
+std::vector<std::pair<DeviceProps, VerifyShape>> EveryKind(
     std::initializer_list<DeviceProps> devices) {
-  std::vector<std::output_tile<DeviceProps, VerifyShape>> kinds;
+  std::vector<std::pair<DeviceProps, VerifyShape>> kinds;
   for (const DeviceProps& device : devices) {
     for (const int head_dim : {64, 80, 96, 128, 192, 256}) {
       for (const DType cache : {DType::kBFloat16, DType::kFloat8E4M3}) {
