@@ -379,7 +379,7 @@ TEST_F(InterceptorTest, ChunksOfOneRoundHaveNoDestinationInCommon) {
   EXPECT_TRUE(chunk(2, 10, /*last=*/false).ok());
   for (const int64_t slot : {9, 10}) {
     EXPECT_EQ(MessageOf([&] { chunk(3, slot, /*last=*/true); }),
-              Concat("slots: got ", slot, " for request 0 at index 0 once more, expected each ",
+              Concat("slots: got ", slot, " for request 0 at index 0 again, expected each ",
                      "destination once (duplicate_slot)"));
   }
   EXPECT_TRUE(at::equal(KeySlot(0, 9), key[1]));
