@@ -61,7 +61,7 @@ def test_lengths_that_disagree_name_both() -> None:
 
 def test_a_session_that_is_not_here() -> None:
     with serving() as worker:
-        with pytest.raises(UnknownSessionError, match="session 'a': got 3 tokens"):
+        with pytest.raises(UnknownSessionError, match="session 'a': got expected_prefix_len 3"):
             worker.client.session("a").verify(None, [1], 3)
         session = worker.client.session("b")
         session.verify(None, PROMPT)
