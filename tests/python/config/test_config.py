@@ -49,7 +49,8 @@ OTHER = {
 
 
 def as_environment(values: dict[str, Any]) -> dict[str, str]:
-    return {f"{ENV_PREFIX}{key.upper()}": str(value) for key, value in values.items()}
+    names = {key: key.removeprefix("specpv_").upper() for key in values}
+    return {f"{ENV_PREFIX}{names[key]}": str(value) for key, value in values.items()}
 
 
 def test_defaults_are_those_of_the_library() -> None:

@@ -63,7 +63,7 @@ def test_all_sources_give_the_same_configuration(tmp_path: Path) -> None:
     assert set(values) == set(KEYS)
     (tmp_path / "a.json").write_text(json.dumps(values))
     (tmp_path / "a.yaml").write_text("".join(f"{k}: {json.dumps(v)}\n" for k, v in values.items()))
-    env = {f"NWOR_SPECPV_{k.upper()}": str(v) for k, v in values.items()}
+    env = {"NWOR_SPECPV_" + k.removeprefix("specpv_").upper(): str(v) for k, v in values.items()}
     sources: list[Settings] = [
         load_config(values, env={}),
         load_config(file=tmp_path / "a.json", env={}),
