@@ -207,7 +207,7 @@ def test_wheel_holds_what_it_should_and_nothing_else(wheel: Path) -> None:
         info = f"nwor_specpv-{project_version()}.dist-info"
         scripts = archive.read(f"{info}/entry_points.txt").decode()
         described = archive.read(f"{info}/METADATA").decode()
-    assert "nwor-specpv = nwor_specpv.__main__:main" in scripts
+    assert "nwor-specpv = nwor_specpv.cli.main:main" in scripts
     assert "License-Expression: Apache-2.0" in described
     assert f"{info}/licenses/LICENSE" in names
 

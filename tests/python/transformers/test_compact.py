@@ -303,7 +303,7 @@ def test_who_shares_a_cache_shares_where_it_is() -> None:
         made.generate(world.prompts[0], 8, tree=TREE)
         with pytest.raises(NworError, match=r"specpv_offload: got .* beside cache_of"):
             Generator(specpv=world.config("lossless", other), cache_of=made)
-        with pytest.raises(NworError, match="gpu_cache_bytes: got one beside cache_of"):
+        with pytest.raises(NworError, match="gpu_cache_bytes: cannot be given with cache_of"):
             Generator(cache_of=made, gpu_cache_bytes=1)
         full = Generator(drafter="none", cache_of=made)  # full steps over the same cache
         result = full.generate(world.prompts[0], 16)

@@ -123,7 +123,9 @@ def test_longrope_is_run_where_its_angles_are_those_of_one_token(nested: bool) -
     beyond = "80, where longrope changes its angles"
     with pytest.raises(NworError, match=f"got 80 tokens in prompt 0, .* fewer than {beyond}"):
         generator.generate([1] * 80, 1)
-    with pytest.raises(NworError, match=rf"at most 1: 79 \+ 2 is beyond {beyond} .*context: 512\)"):
+    with pytest.raises(
+        NworError, match=rf"at most 1: 79 \+ 2 is beyond {beyond} .*context of the model is 512\)"
+    ):
         generator.generate([1] * 79, 2)
 
 

@@ -98,7 +98,7 @@ class Model:
             request.selected, request.failed = False, failed
 
     def forget(self, names: set[str]) -> None:
-        for name in self.known.keys() - names:
+        for name in [name for name in self.known if name not in names]:
             self.rows.close(self.known.pop(name).row)
 
 

@@ -133,7 +133,7 @@ class RefreshRequests:
             _C.count(metric, context * self.bytes_per_token)
 
     def _forget(self, names: set[str]) -> None:
-        for name in self._known.keys() - names:
+        for name in [name for name in self._known if name not in names]:
             row = self._known.pop(name).row
             if row is not None:
                 self._store.close(row)
