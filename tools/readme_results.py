@@ -30,6 +30,7 @@ from tables.records import ROOT, load
 DOCS = ROOT / "docs"
 PAGES = (
     ROOT / "README.md",
+    DOCS / "generate.md",
     DOCS / "measured.md",
     DOCS / "measured_attention.md",
     DOCS / "vllm_long_context.md",
@@ -48,6 +49,7 @@ SECTIONS: dict[str, Callable[[], Iterator[str]]] = {
     "long_context": vllm.long_context_lines,
     "generate_cpu": generate.cpu_lines,
     "generate_gpu": generate.gpu_lines,
+    "offload": generate.offload_lines,
     "commit": commit.commit_lines,
     "commit_cpu": commit.cpu_commit_lines,
     "commit_traffic": commit.traffic_lines,

@@ -97,3 +97,41 @@ def gpu_lines() -> Iterator[str]:
                 f"{result['full / partial']:.2f}",
                 f"{result['full / mean with refreshes']:.2f}",
             )
+
+
+def offload_lines() -> Iterator[str]:
+    """Steps over a cache in host memory, beside one on the GPU."""
+    data = load("h200/offload.json")
+    yield (
+        f"{data['device']}, commit `{data['revision']}`: random bfloat16 weights (8 layers of "
+        f"llama-3.1-8b), a budget of {data['budget'] / 2**30:.0f} GiB, {data['rows']} rows and "
+        f"{data['accepted']} accepted drafts for every request; ms of a step, `mean` over full and "
+        "partial steps. Tokens were equal in all runs."
+    )
+    yield ""
+    yield from head(
+        *("shapes", "B x L", "K/V", "cache on", "GiB on the GPU", "full", "partial"),
+        *("mean, `refresh`", "mean, `lossless`"),
+    )
+    for model, entry in data["models"].items():
+        for result in entry["results"]:
+            for side, name in (("gpu", "GPU"), ("host", "host")):
+                yield row(model, *_offload_cells(result, side, name))
+
+
+def _offload_cells(result: dict, side: str, name: str) -> list[str]:
+    runs = result["rounds"]
+
+    def mean(way: str, kind: str) -> str:
+        return f"{sum(run[way][side]['ms'][kind] for run in runs) / len(runs):.1f}"
+
+    return [
+        f"{result['batch']} x {result['context']}",
+        f"{runs[0]['full']['gpu']['gpu_bytes']['cache'] / 2**30:.1f} GiB",
+        name,
+        f"{sum(runs[0]['refresh'][side]['gpu_bytes'].values()) / 2**30:.1f}",
+        mean("full", "full"),
+        mean("refresh", "partial"),
+        mean("refresh", "mean of cycles"),
+        mean("lossless", "mean of cycles"),
+    ]
