@@ -21,20 +21,22 @@ BYTES = 10
 
 
 class Rows:
-    """As the store of views gives rows."""
+    """As the store of views gives rows; the lowest one, in whatever order rows came back."""
 
     def __init__(self, config: SpecPVConfig, count: int) -> None:
-        self.config, self.free = config, list(range(count))
+        self.config, self.free = config, set(range(count))
 
     @property
     def has_room(self) -> bool:
         return bool(self.free)
 
     def open(self) -> int | None:
-        return self.free.pop() if self.free else None
+        row = min(self.free, default=None)
+        self.free.discard(row)
+        return row
 
     def close(self, row: int) -> None:
-        self.free.append(row)
+        self.free.add(row)
 
 
 @dataclass
