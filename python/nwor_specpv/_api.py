@@ -46,7 +46,6 @@ from .ops.acceptance import (
     accept_chain_sampling,
     accept_greedy,
     accept_sampling,
-    accept_typical,
     make_coins,
 )
 from .ops.attention import (
@@ -126,7 +125,6 @@ __all__ = [
     "accept_chain_sampling",
     "accept_greedy",
     "accept_sampling",
-    "accept_typical",
     "block_summaries",
     "build_view",
     "cache_views",
