@@ -63,11 +63,9 @@ from .ops.tree import (
     MAX_TREE_ROWS,
     Tree,
     describe_status,
-    normalize_topology,
     tree_from_chain,
     tree_from_parents,
     tree_from_topk,
-    tree_from_topology,
 )
 from .partial import PartialStore
 from .paths import get_cmake_dir, get_include
@@ -141,7 +139,6 @@ __all__ = [
     "make_drafter",
     "merge_rows",
     "merge_states",
-    "normalize_topology",
     "pinned_cache",
     "register_drafter",
     "select_blocks",
@@ -149,7 +146,6 @@ __all__ = [
     "tree_from_chain",
     "tree_from_parents",
     "tree_from_topk",
-    "tree_from_topology",
     "verify_attention",
     "verify_in_chunks",
     "verify_plan",
