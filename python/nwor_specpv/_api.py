@@ -8,8 +8,6 @@ from ._C import (
     COMMIT_ERRORS,
     FULL_TRIGGERS,
     Budget,
-    ChainChunk,
-    ChunkedResult,
     CommitVerdict,
     ContractChecker,
     Decision,
@@ -32,8 +30,6 @@ from ._C import (
     VerifyRequest,
     VerifyResult,
     Violation,
-    judge_greedy,
-    verify_in_chunks,
 )
 from .compact import CompactViews, pinned_cache
 from .config import Settings, load_config
@@ -81,8 +77,6 @@ __all__ = [
     "MAX_TREE_ROWS",
     "Budget",
     "CapacityError",
-    "ChainChunk",
-    "ChunkedResult",
     "CommitTail",
     "CommitVerdict",
     "CompactView",
@@ -133,7 +127,6 @@ __all__ = [
     "gather_view",
     "get_cmake_dir",
     "get_include",
-    "judge_greedy",
     "load_config",
     "make_coins",
     "make_drafter",
@@ -147,7 +140,6 @@ __all__ = [
     "tree_from_parents",
     "tree_from_topk",
     "verify_attention",
-    "verify_in_chunks",
     "verify_plan",
     "write_kv",
     "write_rows",
