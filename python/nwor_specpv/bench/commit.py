@@ -6,7 +6,6 @@ others; on the CPU a commit runs beside memcpy. Each run checks the bytes it wro
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 
 import torch
@@ -350,7 +349,3 @@ def main(argv: Sequence[str] | None = None) -> int:
         "missing": missing,
     }
     return publish(report, describe, arguments.json)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -8,7 +8,6 @@ same summaries; each run is checked in float64. On CUDA calls run inside a graph
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -341,7 +340,3 @@ def main(argv: Sequence[str] | None = None) -> int:
         "results": results,
     }
     return publish(report, describe, arguments.json)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

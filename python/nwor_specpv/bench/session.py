@@ -8,7 +8,6 @@ checks lengths and slots.
 
 from __future__ import annotations
 
-import sys
 import time
 from collections.abc import Callable, Sequence
 
@@ -165,7 +164,3 @@ def main(argv: Sequence[str] | None = None) -> int:
         "results": results,
     }
     return publish(report, describe, arguments.json)
-
-
-if __name__ == "__main__":
-    sys.exit(main())
