@@ -14,7 +14,6 @@
 
 #include "bindings/module.h"
 #include "bindings/module_collected.h"
-#include "session/chunked_verify.h"
 #include "session/session_error.h"
 #include "session/session_store.h"
 
@@ -69,47 +68,6 @@ Result ParseReturned(const char* name, const char* expected, const py::object& r
   } catch (const py::cast_error&) {
     throw Error(Concat(name, ": got ", Kind(returned), ", expected ", expected));
   }
-}
-
-void BindChunks(py::module_& m) {
-  py::class_<ChainChunk>(m, "ChainChunk", "A part of a draft chain that is verified at once.")
-      .def_readonly("first_row", &ChainChunk::first_row,
-                    "Its first row in the chain; row 0 is the root.")
-      .def_readonly("tokens", &ChainChunk::tokens, "Its rows, the first one accepted already.")
-      .def_readonly(
-          "next_draft", &ChainChunk::next_draft,
-          "The draft behind the chunk, which its last row judges; None at the chain's end.");
-  py::class_<ChunkedResult>(m, "ChunkedResult",
-                            "What became of a chain that was verified in chunks.")
-      .def_readonly("accepted", &ChunkedResult::accepted, "Drafts accepted.")
-      .def_readonly("next_token", &ChunkedResult::next_token,
-                    "The target's token behind the last of them: a correction, or a bonus.")
-      .def_readonly("chunks", &ChunkedResult::chunks, "Chunks run.")
-      .def_readonly("rows_run", &ChunkedResult::rows_run, "Rows of the chain that were run.")
-      .def_readonly("rows_saved", &ChunkedResult::rows_saved, "Rows of the chain that were not.");
-  m.def(
-      "verify_in_chunks",
-      [](const std::vector<int64_t>& chain, const py::function& verify, int64_t chunk_rows) {
-        return VerifyInChunks(
-            chain,
-            [&](const ChainChunk& chunk) {
-              const auto [accepted, next_token] = ParseReturned<std::pair<int64_t, int64_t>>(
-                  "verify", "integers (accepted, next_token)", verify(chunk));
-              return ChunkVerdict{accepted, next_token};
-            },
-            chunk_rows);
-      },
-      py::arg("chain"), py::arg("verify"), py::arg("chunk_rows") = kDefaultChunkRows,
-      "Verifies a chain (root first) in chunks; verify(chunk) returns (accepted, next_token).");
-  m.def(
-      "judge_greedy",
-      [](const ChainChunk& chunk, const std::vector<int64_t>& target_ids) {
-        const ChunkVerdict verdict = JudgeGreedy(chunk, target_ids);
-        return std::pair(verdict.accepted, verdict.next_token);
-      },
-      py::arg("chunk"), py::arg("target_ids"),
-      "(accepted, next_token) of a chunk, given the target's choice after each of its\n"
-      "rows; what verify_in_chunks takes from verify.");
 }
 
 // A tensor of one request's rows, or a sequence of integers.
@@ -525,7 +483,6 @@ void BindStore(py::module_& m) {
 
 void BindSession(py::module_& m) {
   BindSessionErrors();
-  BindChunks(m);
   BindSessionValues(m);
   BindStore(m);
 }

@@ -11,27 +11,15 @@
 #include "tree/fault.h"
 #include "tree/logits_params.h"
 #include "tree/run_end.h"
-#include "tree/topology.h"
 
-// The Python face of draft trees that needs no tensors: shapes written down by people, where a run
-// ends, and what status words mean. Everything else is torch ops.
+// The Python face of draft trees that needs no tensors: where a run ends, and what status words
+// mean. Everything else is torch ops.
 
 namespace py = pybind11;
 
 namespace nwor {
 
 void BindTree(py::module_& m) {
-  m.def(
-      "normalize_topology",
-      [](const std::vector<int32_t>& parents, bool add_root) {
-        Topology topology = NormalizeTopology(parents, add_root);
-        return std::pair(std::move(topology.parents), std::move(topology.source));
-      },
-      py::arg("parents"), py::arg("add_root") = false,
-      "The parents of a tree in any order as (parents, source): root first, every parent\n"
-      "before its child, and the entry given for each row, -1 for a root that was added.\n"
-      "Several -1, or one with add_root, are drafts below such a root. Raises NworError\n"
-      "for cycles, ranges, no root, or more than 256 rows.");
   m.def(
       "find_run_end",
       [](const std::vector<int64_t>& run, const std::set<int64_t>& stop_ids, int64_t room) {

@@ -264,13 +264,9 @@ void BuildViewOp(const at::Tensor& ids, const at::Tensor& block_table, const at:
 void GatherViewOp(const std::vector<at::Tensor>& key_caches,
                   const std::vector<at::Tensor>& value_caches, const at::Tensor& blocks,
                   at::Tensor lens, at::Tensor held, at::Tensor keys, at::Tensor values,
-                  int64_t block_size, const std::optional<std::vector<at::Tensor>>& k_scales,
-                  const std::optional<std::vector<at::Tensor>>& v_scales) {
-  WithTorchErrors([&] {
-    GatherView(key_caches, value_caches, blocks, lens, held, keys, values, block_size,
-               k_scales.value_or(std::vector<at::Tensor>{}),
-               v_scales.value_or(std::vector<at::Tensor>{}));
-  });
+                  int64_t block_size) {
+  WithTorchErrors(
+      [&] { GatherView(key_caches, value_caches, blocks, lens, held, keys, values, block_size); });
 }
 
 #define NWOR_SELECT_SCHEMA                                                               \
@@ -296,8 +292,7 @@ void RegisterSpecPVSchemas(torch::Library& library) {
       "()");
   library.def(
       "gather_view(Tensor[] key_caches, Tensor[] value_caches, Tensor blocks, Tensor(a!) lens, "
-      "Tensor(b!) held, Tensor(c!) keys, Tensor(d!) values, int block_size, "
-      "Tensor[]? k_scales=None, Tensor[]? v_scales=None) -> ()");
+      "Tensor(b!) held, Tensor(c!) keys, Tensor(d!) values, int block_size) -> ()");
 }
 
 void RegisterSpecPVKernels(torch::Library& library) {

@@ -116,16 +116,6 @@ AcceptedTensors AcceptChainSamplingOp(const at::Tensor& tokens, const at::Tensor
   });
 }
 
-AcceptedTensors AcceptTypicalOp(const at::Tensor& tokens, const at::Tensor& target_probs,
-                                const at::Tensor& first_child, const at::Tensor& next_sibling,
-                                const at::Tensor& final_coins, double epsilon, double delta,
-                                const OptionalTensor& status) {
-  return WithTorchErrors([&]() -> AcceptedTensors {
-    return Flatten(AcceptTypical(tokens, target_probs, first_child, next_sibling, final_coins,
-                                 epsilon, delta, status));
-  });
-}
-
 // The fakes of all acceptances: the shapes follow from the first argument, tokens.
 template <typename... Rest>
 AcceptedTensors AcceptFake(const at::Tensor& tokens, Rest... rest) {
@@ -193,10 +183,6 @@ void RegisterTreeSchemas(torch::Library& library) {
       "accept_chain_sampling(Tensor tokens, Tensor target_probs, Tensor? draft_probs, "
       "Tensor coins, Tensor final_coins, Tensor? num_drafts=None, Tensor(a!)? status=None) "
       "-> " NWOR_ACCEPTED);
-  library.def(
-      "accept_typical(Tensor tokens, Tensor target_probs, Tensor first_child, "
-      "Tensor next_sibling, Tensor final_coins, float epsilon=0.3, float delta=0.09, "
-      "Tensor(a!)? status=None) -> " NWOR_ACCEPTED);
   library.def("make_coins(Tensor seeds, Tensor positions, SymInt num_rows) -> (Tensor, Tensor)");
   library.def(
       "target_probs(Tensor logits, Tensor? temperature=None, Tensor? top_k=None, "
@@ -212,7 +198,6 @@ void RegisterTreeKernels(torch::Library& library) {
   library.impl("accept_greedy", &AcceptGreedyOp);
   library.impl("accept_sampling", &AcceptSamplingOp);
   library.impl("accept_chain_sampling", &AcceptChainSamplingOp);
-  library.impl("accept_typical", &AcceptTypicalOp);
   library.impl("make_coins", &MakeCoinsOp);
   library.impl("target_probs", &TargetProbsOp);
 }
@@ -225,7 +210,6 @@ void RegisterTreeFakes(torch::Library& library) {
   library.impl("accept_greedy", FakeKernel<&AcceptFake<T, T, T, O>>());
   library.impl("accept_sampling", FakeKernel<&AcceptFake<T, T, T, T, T, double, double, O>>());
   library.impl("accept_chain_sampling", FakeKernel<&AcceptFake<T, O, T, T, O, O>>());
-  library.impl("accept_typical", FakeKernel<&AcceptFake<T, T, T, T, double, double, O>>());
   library.impl("make_coins", FakeKernel<&MakeCoinsFake>());
   library.impl("target_probs",
                FakeKernel<&TargetProbsFake<O, O, O, O, O, O, O, O, O, O, O, O, O>>());

@@ -30,35 +30,12 @@ void ChunkSchedule::Report(const ChunkVerdict& verdict) {
              verdict.accepted, " for the chunk of rows ", chunk_.first_row, " to ", end - 1,
              ", expected 0 to ", judged);
   Counters::Global().Add(Counter::kChunkRows, rows);
-  ++result_.chunks;
-  result_.rows_run = end;
   result_.accepted += verdict.accepted;
   if (chunk_.next_draft && verdict.accepted == judged) return Open(end);
   done_ = true;
   result_.next_token = verdict.next_token;
   result_.rows_saved = static_cast<int64_t>(chain_.size()) - end;
   Counters::Global().Add(Counter::kChunkRowsSaved, result_.rows_saved);
-}
-
-ChunkedResult VerifyInChunks(std::span<const int64_t> chain, const ChunkVerifier& verify,
-                             int64_t chunk_rows) {
-  ChunkSchedule schedule({chain.begin(), chain.end()}, chunk_rows);
-  while (!schedule.done()) schedule.Report(verify(schedule.chunk()));
-  return schedule.result();
-}
-
-ChunkVerdict JudgeGreedy(const ChainChunk& chunk, std::span<const int64_t> target_ids) {
-  const size_t num_rows = chunk.tokens.size();
-  NWOR_CHECK(target_ids.size() == num_rows, "target_ids: got ", target_ids.size(),
-             ", expected one for each of the chunk's ", num_rows, " rows");
-  for (size_t row = 0; row + 1 < num_rows; ++row) {
-    if (target_ids[row] != chunk.tokens[row + 1]) {
-      return {static_cast<int64_t>(row), target_ids[row]};
-    }
-  }
-  const auto accepted = static_cast<int64_t>(num_rows) - 1;
-  const bool goes_on = chunk.next_draft && *chunk.next_draft == target_ids.back();
-  return {accepted + (goes_on ? 1 : 0), target_ids.back()};
 }
 
 }  // namespace nwor

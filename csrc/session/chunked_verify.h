@@ -1,9 +1,7 @@
 #pragma once
 
 #include <cstdint>
-#include <functional>
 #include <optional>
-#include <span>
 #include <vector>
 
 #include "base/export.h"
@@ -17,8 +15,6 @@
 // the draft behind the chunk; that draft opens the next one.
 
 namespace nwor {
-
-inline constexpr int64_t kDefaultChunkRows = 8;
 
 struct ChainChunk {
   int64_t first_row;                  // of the chain; row 0 is the root
@@ -34,25 +30,20 @@ struct ChunkVerdict {
   int64_t next_token;
 };
 
-// Runs the chunk's rows, accepts, commits what was accepted of its own rows.
-using ChunkVerifier = std::function<ChunkVerdict(const ChainChunk&)>;
-
 struct ChunkedResult {
   int64_t accepted = 0;  // drafts
   int64_t next_token = -1;
-  int64_t chunks = 0;
-  int64_t rows_run = 0;
   int64_t rows_saved = 0;  // of the chain's rows
 };
 
-// The chunks of one chain, one after the other: for hosts that run chunks of several chains in one
-// forward pass. Counts rows run and saved.
+// The chunks of one chain, one after the other. The outcome is that of one pass over all rows.
+// Counts rows run and saved.
 //
 // Thread-safety: none.
 class NWOR_EXPORT ChunkSchedule {
  public:
   // REQUIRES: a root; chunk_rows >= 1.
-  ChunkSchedule(std::vector<int64_t> chain, int64_t chunk_rows = kDefaultChunkRows);
+  ChunkSchedule(std::vector<int64_t> chain, int64_t chunk_rows);
 
   bool done() const { return done_; }
   // The chunk to run now. REQUIRES: not done.
@@ -70,15 +61,5 @@ class NWOR_EXPORT ChunkSchedule {
   ChunkedResult result_;
   bool done_ = false;
 };
-
-// Verifies a chain (root first) with the outcome of one pass over all its rows. Counts rows run and
-// saved. An exception of `verify` passes through; what earlier chunks committed stays.
-// REQUIRES: a root; chunk_rows >= 1. Thread-safe if `verify` is.
-NWOR_EXPORT ChunkedResult VerifyInChunks(std::span<const int64_t> chain,
-                                         const ChunkVerifier& verify,
-                                         int64_t chunk_rows = kDefaultChunkRows);
-
-// The verdict when the target's choice after each row of the chunk is known.
-NWOR_EXPORT ChunkVerdict JudgeGreedy(const ChainChunk& chunk, std::span<const int64_t> target_ids);
 
 }  // namespace nwor

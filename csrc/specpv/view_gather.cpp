@@ -23,20 +23,12 @@ T* MutableData(const at::Tensor& tensor) {
   return static_cast<T*>(tensor.mutable_data_ptr());
 }
 
-std::optional<at::Tensor> ScaleOf(const std::vector<at::Tensor>& scales, size_t layer) {
-  return scales.empty() ? std::nullopt : std::optional(scales[layer]);
-}
-
 // Memory of the views' device, or of the host where the device can read it.
 void CheckReadable(const at::Tensor& tensor, const char* name, at::Device device) {
   if (tensor.device() == device) return;
   if (device.is_cuda() && tensor.is_cpu() && tensor.is_pinned()) return;
   throw Error(Concat(name, ": got ", Describe(tensor), ", expected memory of ", device.str(),
                      device.is_cuda() ? " or pinned host memory" : ""));
-}
-
-void CheckReadable(const std::optional<at::Tensor>& scale, const char* name, at::Device device) {
-  if (scale.has_value() && scale->defined()) CheckReadable(*scale, name, device);
 }
 
 void CheckViews(const at::Tensor& keys, const at::Tensor& values, int64_t layers, int64_t requests,
@@ -57,32 +49,22 @@ void CheckViews(const at::Tensor& keys, const at::Tensor& values, int64_t layers
 void GatherView(const std::vector<at::Tensor>& key_caches,
                 const std::vector<at::Tensor>& value_caches, const at::Tensor& blocks,
                 at::Tensor lens, at::Tensor held, at::Tensor keys, at::Tensor values,
-                int64_t block_size, const std::vector<at::Tensor>& k_scales,
-                const std::vector<at::Tensor>& v_scales) {
+                int64_t block_size) {
   const size_t num_layers = key_caches.size();
   NWOR_CHECK(num_layers >= 1 && value_caches.size() == num_layers, "value_caches: got ",
              value_caches.size(), " layers, expected ", num_layers, " as key_caches, at least one");
-  for (const auto& [scales, name] :
-       {std::pair{&k_scales, "k_scales"}, std::pair{&v_scales, "v_scales"}}) {
-    NWOR_CHECK(scales->empty() || scales->size() == num_layers, name, ": got ", scales->size(),
-               " layers, expected ", num_layers, " as key_caches, or none");
-  }
   const at::Device device = keys.device();
   GatherParams params;
   std::vector<GatherLayer> layers;
   for (size_t layer = 0; layer < num_layers; ++layer) {
     const CacheLayout cache = DescribeCache(key_caches[layer], value_caches[layer]);
-    const std::optional<at::Tensor> k_scale = ScaleOf(k_scales, layer);
-    const std::optional<at::Tensor> v_scale = ScaleOf(v_scales, layer);
     if (layer == 0) params.geometry = cache.geometry;
     NWOR_CHECK(cache.geometry == params.geometry, "key_caches: got ", Describe(key_caches[layer]),
                " strides ", key_caches[layer].strides(), " for layer ", layer, ", expected ",
                Describe(key_caches[0]), " strides ", key_caches[0].strides(), " as layer 0");
     CheckReadable(key_caches[layer], "key_caches", device);
     CheckReadable(value_caches[layer], "value_caches", device);
-    CheckReadable(k_scale, "k_scales", device);
-    CheckReadable(v_scale, "v_scales", device);
-    layers.push_back({cache.key, cache.value, DescribeScales(key_caches[layer], k_scale, v_scale)});
+    layers.push_back({cache.key, cache.value});
   }
   const CacheGeometry& geometry = params.geometry;
   NWOR_CHECK(block_size >= 1 && geometry.page_size % block_size == 0, "block_size: got ",
@@ -93,7 +75,9 @@ void GatherView(const std::vector<at::Tensor>& key_caches,
   CheckIndex(lens, "lens", at::kInt, {requests}, device);
   CheckIndex(held, "held", at::kInt, {requests}, device);
   CheckViews(keys, values, static_cast<int64_t>(num_layers), requests, geometry);
-  params.dtype = RowDType(keys, "keys");
+  NWOR_CHECK(RowDType(keys, "keys") == geometry.dtype, "keys: got dtype ",
+             c10::toString(keys.scalar_type()), ", expected ", Name(geometry.dtype),
+             " as key_caches");
   if (requests == 0 || IsFake(keys)) return;
 
   params.lens = MutableData<int32_t>(lens);

@@ -3,7 +3,6 @@
 #include <ATen/core/Tensor.h>
 
 #include <cstdint>
-#include <optional>
 #include <vector>
 
 #include "base/export.h"
@@ -17,15 +16,13 @@ namespace nwor {
 // lens[b]. lens[b] -1: the request is left alone.
 //   key_caches, value_caches  L x [P, S, Hkv, D], in the views' memory or in pinned host memory
 //   blocks [L, B, Hkv, max_blocks] int32, as a PartialView's   lens, held [B] int32
-//   keys, values [L, B, Hkv, N, D], contiguous channels, the same strides; K and V of a float8
-//   cache are multiplied by their scales, which lie where caches may, not necessarily with theirs
+//   keys, values [L, B, Hkv, N, D] of the caches' dtype, contiguous channels, the same strides
 // On the CPU a length or block out of range throws Error and nothing is written. On CUDA it makes
 // lens[b] -1, so that the request sees its whole prefix; nothing is read by the host, capturable.
 NWOR_EXPORT void GatherView(const std::vector<at::Tensor>& key_caches,
                             const std::vector<at::Tensor>& value_caches, const at::Tensor& blocks,
                             at::Tensor lens, at::Tensor held, at::Tensor keys, at::Tensor values,
-                            int64_t block_size, const std::vector<at::Tensor>& k_scales = {},
-                            const std::vector<at::Tensor>& v_scales = {});
+                            int64_t block_size);
 
 // A paged cache for views to be gathered from, in pinned host memory that the device reads and
 // writes in place (specpv_offload): sizes and dtype as given, on `device`. On the CPU it is

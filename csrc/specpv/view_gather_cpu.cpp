@@ -1,9 +1,10 @@
 #include <algorithm>
 #include <atomic>
+#include <cstddef>
+#include <cstring>
 
 #include "base/check.h"
 #include "base/parallel.h"
-#include "base/row_read.h"
 #include "specpv/view_gather_params.h"
 
 namespace nwor {
@@ -44,23 +45,21 @@ void CopyList(const GatherParams& params, const List& list) {
   const GatherLayer& layer = params.layers[list.layer];
   const int32_t parts = geometry.page_size / params.block_size;
   const int32_t* blocks = BlocksOf(params, list);
-  const int64_t from_bytes = ElementBytes(geometry.dtype), to_bytes = ElementBytes(params.dtype);
-  const float k_scale = ScaleOfHead(layer.scales.key, layer.scales.key_count, list.head);
-  const float v_scale = ScaleOfHead(layer.scales.value, layer.scales.value_count, list.head);
+  const int64_t bytes = ElementBytes(geometry.dtype);
   for (int32_t token = params.held[list.request]; token < params.lens[list.request]; ++token) {
     const int32_t block = blocks[token / params.block_size];
     const int64_t page = block / parts;
     const int64_t offset = block % parts * params.block_size + token % params.block_size;
     const int64_t at = list.layer * params.layer_stride + list.request * params.request_stride +
                        list.head * params.head_stride + token * params.token_stride;
-    const auto copy = [&](const void* cache, const KvStrides& strides, void* view, float scale) {
+    const auto copy = [&](const void* cache, const KvStrides& strides, void* view) {
       const int64_t from = page * strides.page + offset * strides.token + list.head * strides.head;
-      ReadHead(static_cast<const std::byte*>(cache) + from * from_bytes, geometry.dtype,
-               static_cast<std::byte*>(view) + at * to_bytes, params.dtype, geometry.head_dim,
-               scale);
+      std::memcpy(static_cast<std::byte*>(view) + at * bytes,
+                  static_cast<const std::byte*>(cache) + from * bytes,
+                  static_cast<size_t>(geometry.head_dim * bytes));
     };
-    copy(layer.key, geometry.key, params.keys, k_scale);
-    copy(layer.value, geometry.value, params.values, v_scale);
+    copy(layer.key, geometry.key, params.keys);
+    copy(layer.value, geometry.value, params.values);
   }
 }
 

@@ -1,8 +1,6 @@
 #include <algorithm>
 #include <cstdint>
-#include <type_traits>
 
-#include "base/cuda/element.cuh"
 #include "base/cuda/launch_check.h"
 #include "base/row_op.h"
 #include "specpv/view_gather_params.h"
@@ -30,34 +28,24 @@ __device__ int32_t MostTokens(const GatherParams& params) {
   return listed < params.capacity ? static_cast<int32_t>(listed) : params.capacity;
 }
 
-template <typename In, typename Out, int kVector>
+// Element: as wide as the cache's elements. Word: what a lane copies at once.
+template <typename Element, typename Word>
 __device__ void CopySide(const GatherParams& params, const Run& run, const void* cache,
-                         const KvStrides& strides, void* view, int64_t view_at, int32_t head,
-                         float scale) {
-  const int vectors = params.geometry.head_dim / kVector;
-  const In* from = static_cast<const In*>(cache) + run.page * strides.page +
-                   run.offset * strides.token + head * strides.head;
-  Out* to = static_cast<Out*>(view) + view_at;
+                         const KvStrides& strides, void* view, int64_t view_at, int32_t head) {
+  constexpr int kElements = sizeof(Word) / sizeof(Element);
+  const int words = params.geometry.head_dim / kElements;
+  const Element* from = static_cast<const Element*>(cache) + run.page * strides.page +
+                        run.offset * strides.token + head * strides.head;
+  Element* to = static_cast<Element*>(view) + view_at;
 #pragma unroll 4
-  for (int i = static_cast<int>(threadIdx.x % 32); i < (run.end - run.begin) * vectors; i += 32) {
-    const int token = run.begin + i / vectors, channel = i % vectors * kVector;
-    const auto packet = *reinterpret_cast<const Packet<In, kVector>*>(
-        from + (token - run.first) * strides.token + channel);
-    Packet<Out, kVector> converted;
-    if constexpr (std::is_same_v<In, Out>) {
-      converted = packet;
-    } else {
-#pragma unroll
-      for (int j = 0; j < kVector; ++j) {
-        StoreElement(&converted.element[j], ElementToFloat(packet.element[j]) * scale);
-      }
-    }
-    *reinterpret_cast<Packet<Out, kVector>*>(to + token * params.token_stride + channel) =
-        converted;
+  for (int i = static_cast<int>(threadIdx.x % 32); i < (run.end - run.begin) * words; i += 32) {
+    const int token = run.begin + i / words, channel = i % words * kElements;
+    *reinterpret_cast<Word*>(to + token * params.token_stride + channel) =
+        *reinterpret_cast<const Word*>(from + (token - run.first) * strides.token + channel);
   }
 }
 
-template <typename In, typename Out, int kVector>
+template <typename Element, typename Word>
 __global__ void __launch_bounds__(kWarps * 32, kBlocksPerSm)
     GatherKernel(const __grid_constant__ GatherParams params) {
   const auto request = static_cast<int32_t>(blockIdx.y);
@@ -85,15 +73,9 @@ __global__ void __launch_bounds__(kWarps * 32, kBlocksPerSm)
     const GatherLayer& from = params.layers[layer];
     const int64_t at =
         layer * params.layer_stride + request * params.request_stride + head * params.head_stride;
-    const KvScales& scales = from.scales;
-    const float k_scale =
-        scales.key == nullptr ? 1.0f : scales.key[scales.key_count == 1 ? 0 : head];
-    const float v_scale =
-        scales.value == nullptr ? 1.0f : scales.value[scales.value_count == 1 ? 0 : head];
-    CopySide<In, Out, kVector>(params, run, from.key, params.geometry.key, params.keys, at, head,
-                               k_scale);
-    CopySide<In, Out, kVector>(params, run, from.value, params.geometry.value, params.values, at,
-                               head, v_scale);
+    CopySide<Element, Word>(params, run, from.key, params.geometry.key, params.keys, at, head);
+    CopySide<Element, Word>(params, run, from.value, params.geometry.value, params.values, at,
+                            head);
   }
 }
 
@@ -110,23 +92,28 @@ __global__ void HoldKernel(const __grid_constant__ GatherParams params) {
   }
 }
 
-bool AllowsVectors(const GatherParams& params) {
+bool AllowsWords(const GatherParams& params, int64_t bytes) {
   const CacheGeometry& cache = params.geometry;
-  Alignment in, out;
+  Alignment all;
   for (int layer = 0; layer < params.num_layers; ++layer) {
-    in.Add(params.layers[layer].key);
-    in.Add(params.layers[layer].value);
+    all.Add(params.layers[layer].key);
+    all.Add(params.layers[layer].value);
   }
+  all.Add(params.keys);
+  all.Add(params.values);
   for (const KvStrides& strides : {cache.key, cache.value}) {
-    in.AddElements({strides.page, strides.token, strides.head}, cache.dtype);
+    all.AddElements({strides.page, strides.token, strides.head}, cache.dtype);
   }
-  out.Add(params.keys);
-  out.Add(params.values);
-  out.AddElements(
-      {params.layer_stride, params.request_stride, params.head_stride, params.token_stride},
-      params.dtype);
-  return cache.head_dim % 8 == 0 && in.Allows(std::min(16, 8 * ElementBytes(cache.dtype))) &&
-         out.Allows(16);
+  all.AddElements({params.layer_stride, params.request_stride, params.head_stride,
+                   params.token_stride, cache.head_dim},
+                  cache.dtype);
+  return all.Allows(bytes);
+}
+
+template <typename Element>
+auto ChooseKernel(const GatherParams& params) {
+  return AllowsWords(params, sizeof(uint4)) ? GatherKernel<Element, uint4>
+                                            : GatherKernel<Element, Element>;
 }
 
 }  // namespace
@@ -139,17 +126,9 @@ void LaunchGatherView(const GatherParams& params) {
   const dim3 grid(static_cast<unsigned>(std::min((units + kWarps - 1) / kWarps, resident)),
                   static_cast<unsigned>(params.num_requests));
   const auto stream = static_cast<cudaStream_t>(params.stream);
-  const bool vectors = AllowsVectors(params);
-  WithElementType(params.geometry.dtype, [&](auto* in) {
-    using In = std::remove_pointer_t<decltype(in)>;
-    WithElementType(params.dtype, [&](auto* out) {
-      using Out = std::remove_pointer_t<decltype(out)>;
-      if constexpr (!std::is_same_v<Out, E4M3>) {
-        const auto kernel = vectors ? GatherKernel<In, Out, 8> : GatherKernel<In, Out, 1>;
-        kernel<<<grid, kWarps * 32, 0, stream>>>(params);
-      }
-    });
-  });
+  const auto kernel = params.geometry.dtype == DType::kFloat32 ? ChooseKernel<uint32_t>(params)
+                                                               : ChooseKernel<uint16_t>(params);
+  kernel<<<grid, kWarps * 32, 0, stream>>>(params);
   CheckCuda(cudaGetLastError(), "gather kernel");
   if (!params.last) return;
   const auto blocks = static_cast<unsigned>((params.num_requests + 127) / 128);

@@ -14,21 +14,19 @@ inline constexpr int kMaxGatherLayers = 64;  // of one launch: their addresses t
 struct GatherLayer {
   const void* key = nullptr;
   const void* value = nullptr;
-  KvScales scales;
 };
 
 // Distances in elements. Layers are counted from the first of this call.
 struct GatherParams {
   std::array<GatherLayer, kMaxGatherLayers> layers;
-  CacheGeometry geometry;           // of every layer; dtype may be float8
+  CacheGeometry geometry;           // of every layer; the views have its dtype
   const int32_t* blocks = nullptr;  // [L, B, Hkv, max_blocks]
   int32_t* lens = nullptr;          // [B]
   int32_t* held = nullptr;          // [B]
   void* keys = nullptr;             // [L, B, Hkv, N, D]
   void* values = nullptr;
   int64_t layer_stride = 0, request_stride = 0, head_stride = 0, token_stride = 0;
-  DType dtype = DType::kBFloat16;  // of the views: float32, float16 or bfloat16
-  int32_t first_layer = 0;         // of all layers, for messages
+  int32_t first_layer = 0;  // of all layers, for messages
   int32_t num_layers = 0;
   int32_t num_requests = 0;
   int32_t max_blocks = 0;

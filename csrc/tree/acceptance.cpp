@@ -157,9 +157,7 @@ Accepted Sample(SamplingParams params, const Indices& indices, const at::Tensor&
   const int64_t batch = indices.tokens.size(0);
   const int64_t rows = indices.tokens.size(1);
   CheckProbs(target_probs, "target_probs", batch, rows, rows, -1, device);
-  const at::Tensor accept = params.rule == AcceptRule::kTypical
-                                ? at::Tensor()
-                                : FloatArgument(coins, "coins", {batch, rows}, device);
+  const at::Tensor accept = FloatArgument(coins, "coins", {batch, rows}, device);
   const at::Tensor last = FloatArgument(final_coins, "final_coins", {batch}, device);
   const Result result = MakeResult(batch, rows, device, status);
   params.tokens = Longs(indices.tokens);
@@ -257,20 +255,6 @@ Accepted AcceptChainSampling(const at::Tensor& tokens, const at::Tensor& target_
     params.draft = RowsOf(*draft_probs);
   }
   return Sample(params, indices, target_probs, coins, final_coins, status);
-}
-
-Accepted AcceptTypical(const at::Tensor& tokens, const at::Tensor& target_probs,
-                       const at::Tensor& first_child, const at::Tensor& next_sibling,
-                       const at::Tensor& final_coins, double epsilon, double delta,
-                       const std::optional<at::Tensor>& status) {
-  CheckThreshold(epsilon, "epsilon");
-  CheckThreshold(delta, "delta");
-  SamplingParams params;
-  params.rule = AcceptRule::kTypical;
-  params.epsilon = epsilon;
-  params.delta = delta;
-  return Sample(params, TreeIndices(tokens, first_child, next_sibling), target_probs, at::Tensor(),
-                final_coins, status);
 }
 
 Coins MakeCoins(const at::Tensor& seeds, const at::Tensor& positions, int64_t num_rows) {

@@ -52,14 +52,6 @@ NWOR_EXPORT Accepted AcceptChainSampling(const at::Tensor& tokens, const at::Ten
                                          const std::optional<at::Tensor>& num_drafts = std::nullopt,
                                          const std::optional<at::Tensor>& status = std::nullopt);
 
-// Typical acceptance (Medusa): the most probable child is accepted if its target probability is
-// above min(epsilon, delta * exp(-entropy)). NOT lossless. final_coins [B] draws the last token
-// from the target's distribution.
-NWOR_EXPORT Accepted AcceptTypical(const at::Tensor& tokens, const at::Tensor& target_probs,
-                                   const at::Tensor& first_child, const at::Tensor& next_sibling,
-                                   const at::Tensor& final_coins, double epsilon, double delta,
-                                   const std::optional<at::Tensor>& status = std::nullopt);
-
 struct Coins {
   at::Tensor accept;  // [B, R] float32: for AcceptSampling's coins
   at::Tensor final;   // [B] float32

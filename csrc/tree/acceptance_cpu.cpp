@@ -2,7 +2,6 @@
 #include <array>
 #include <atomic>
 #include <bit>
-#include <cmath>
 #include <type_traits>
 #include <vector>
 
@@ -102,7 +101,7 @@ class Sampler {
         target_(params.target.data + request * params.target.batch),
         draft_(params.draft.data == nullptr ? nullptr
                                             : params.draft.data + request * params.draft.batch),
-        coins_(params.coins == nullptr ? nullptr : params.coins + request * params.rows),
+        coins_(params.coins + request * params.rows),
         final_coin_(params.final_coins[request]),
         path_(params.out.path + request * params.rows) {}
 
@@ -137,9 +136,7 @@ class Sampler {
           return PackFault(TreeFault::kToken, i, Saturate(tokens_[i]));
         }
       }
-      if (coins_ != nullptr && !IsCoin(coins_[row])) {
-        return PackFault(TreeFault::kCoin, row, Bits(coins_[row]));
-      }
+      if (!IsCoin(coins_[row])) return PackFault(TreeFault::kCoin, row, Bits(coins_[row]));
     }
     if (!IsCoin(final_coin_)) return PackFault(TreeFault::kCoin, params_.rows, Bits(final_coin_));
     return 0;
@@ -155,7 +152,6 @@ class Sampler {
   // The accepted child of `row`, or -1. Leaves in rejected_ what the row's draw must not give.
   int Choose(int row) {
     rejected_.clear();
-    if (params_.rule == AcceptRule::kTypical) return ChooseTypical(row);
     uint64_t mass = 0;
     const float coin = coins_[depth_];
     for (int child = links_.FirstChild(row); child >= 0; child = links_.NextSibling(child)) {
@@ -179,26 +175,6 @@ class Sampler {
       }
     }
     return -1;
-  }
-
-  int ChooseTypical(int row) {
-    double entropy = 0.0;
-    for (int v = 0; v < params_.vocabulary; ++v) {
-      const float p = Target(row, v);
-      if (!IsProbability(p)) return Fail(TreeFault::kProbability, row, p);
-      if (p > 0.0f) entropy -= p * std::log(static_cast<double>(p));
-    }
-    const double bound = std::min(params_.epsilon, params_.delta * std::exp(-entropy));
-    int best = -1;
-    float best_p = 0.0f;
-    for (int child = links_.FirstChild(row); child >= 0; child = links_.NextSibling(child)) {
-      const float p = Target(row, tokens_[child]);
-      if (p > bound && p > best_p) {
-        best = child;
-        best_p = p;
-      }
-    }
-    return best;
   }
 
   // The token after the last accepted row: from what the rejected children leave of its target

@@ -42,9 +42,8 @@ struct ProbabilityRows {
 };
 
 enum class AcceptRule : int32_t {
-  kTarget,   // siblings share a coin over the target's mass
-  kDraft,    // chains: min(1, p / q), q in draft_probs
-  kTypical,  // p(child) above min(epsilon, delta * exp(-entropy)); not lossless
+  kTarget,  // siblings share a coin over the target's mass
+  kDraft,   // chains: min(1, p / q), q in draft_probs
 };
 
 struct SamplingParams {
@@ -53,12 +52,10 @@ struct SamplingParams {
   ProbabilityRows target;           // [B, R, V]
   ProbabilityRows draft;            // [B, R-1 or more, V], kDraft only: row i drew row i + 1
   TreeLinks links;
-  const float* coins = nullptr;        // [B, R], one per depth; not read by kTypical
+  const float* coins = nullptr;        // [B, R], one per depth
   const float* final_coins = nullptr;  // [B]
   double threshold_single = 1.0;
   double threshold_acc = 1.0;
-  double epsilon = 0.0;
-  double delta = 0.0;
   AcceptOutputs out;
   int32_t num_requests = 0;
   int32_t rows = 0;

@@ -177,106 +177,6 @@ __global__ void __launch_bounds__(kThreads)
          static_cast<int>(gridDim.y) * kWarps);
 }
 
-// ---- typical acceptance: every row on the walk is read for its entropy --------------------------
-
-constexpr int kTypicalThreads = 1024;
-
-// Tokens outside the vocabulary on rows that links lead to, and the final coin. Ends with a
-// barrier. REQUIRES: LoadLinks found no fault.
-__device__ void CheckTypical(const SamplingParams& params, int64_t request, WalkShared& shared) {
-  const int row = static_cast<int>(threadIdx.x);
-  if (row < params.rows) {
-    for (int child = shared.first[row]; child >= 0; child = shared.next[child]) {
-      const int64_t token = shared.tokens[child];
-      if (token < 0 || token >= params.vocabulary) atomicMin(&shared.first_wrong, child);
-    }
-  }
-  __syncthreads();
-  if (row == 0) {
-    const float coin = params.final_coins[request];
-    const int wrong = shared.first_wrong;
-    if (wrong < params.rows) {
-      shared.fault = PackFault(TreeFault::kToken, wrong, Saturate(shared.tokens[wrong]));
-    } else if (!IsCoin(coin)) {
-      shared.fault = PackFault(TreeFault::kCoin, params.rows, Bits(coin));
-    }
-  }
-  __syncthreads();
-}
-
-__device__ double BlockSum(double value, double* partial) {
-  for (int step = 16; step > 0; step /= 2) value += __shfl_xor_sync(0xFFFFFFFFu, value, step);
-  __syncthreads();
-  if (threadIdx.x % 32 == 0) partial[threadIdx.x / 32] = value;
-  __syncthreads();
-  double sum = 0.0;
-  for (int warp = 0; warp < kTypicalThreads / 32; ++warp) sum += partial[warp];
-  return sum;
-}
-
-__global__ void __launch_bounds__(kTypicalThreads)
-    TypicalWalkKernel(const __grid_constant__ SamplingParams params) {
-  __shared__ WalkShared shared;
-  __shared__ double partial[kTypicalThreads / 32];
-  const int64_t request = blockIdx.x;
-  const int thread = static_cast<int>(threadIdx.x);
-  LoadLinks(params.tokens, params.links, request, params.rows, shared);
-  if (thread == 0) {
-    shared.count = 0;
-    shared.last_row = 0;
-  }
-  if (shared.fault == 0) CheckTypical(params, request, shared);
-  int row = 0;
-  while (shared.fault == 0) {
-    const float* p = RowOf(params.target, request, row);
-    double entropy = 0.0;
-    bool valid = true;
-    for (int v = thread; v < params.vocabulary; v += kTypicalThreads) {
-      const float value = p[v * params.target.token];
-      valid &= IsProbability(value);
-      if (value > 0.0f) entropy -= static_cast<double>(value * logf(value));
-    }
-    entropy = BlockSum(entropy, partial);
-    valid = __syncthreads_and(valid) != 0;
-    if (thread == 0) {
-      if (!valid) shared.fault = PackFault(TreeFault::kProbability, row, 0);
-      const double bound = fmin(params.epsilon, params.delta * exp(-entropy));
-      int best = -1;
-      float best_p = 0.0f;
-      for (int child = shared.first[row]; child >= 0; child = shared.next[child]) {
-        const float own = p[shared.tokens[child] * params.target.token];
-        if (own > bound && own > best_p) {
-          best = child;
-          best_p = own;
-        }
-      }
-      shared.choice[0] = best;
-      if (best >= 0 && shared.fault == 0) {
-        shared.path[shared.count++] = best;
-        shared.last_row = best;
-      }
-    }
-    __syncthreads();
-    const int next = shared.choice[0];
-    if (next < 0 || shared.fault != 0) break;
-    row = next;
-    __syncthreads();
-  }
-  __syncthreads();
-  const SamplingWorkspace workspace =
-      Split(params.workspace, params.num_requests, NumTiles(params.vocabulary));
-  SamplingHeader& header = workspace.headers[request];
-  if (thread < 8) header.rejected[thread] = 0;
-  if (thread == 0) {
-    header.fault = shared.fault;
-    header.last_row = shared.last_row;
-    header.excess = 0;
-  }
-  WriteWalk(params.out, shared, request, params.rows);
-  if (shared.fault != 0) return;
-  SumRow(params, workspace, request, shared.last_row, false, thread / 32, kTypicalThreads / 32);
-}
-
 int BlocksPerRequest(const SamplingParams& params) {
   // A warp to a tile where the batch is small; where it is large, what fills the device.
   const int wanted = (NumTiles(params.vocabulary) + kWarps - 1) / kWarps;
@@ -294,12 +194,8 @@ int64_t SamplingWorkspaceBytes(int num_requests, int vocabulary) {
 
 void LaunchAcceptSampling(const SamplingParams& params) {
   const auto stream = static_cast<cudaStream_t>(params.stream);
-  if (params.rule == AcceptRule::kTypical) {
-    TypicalWalkKernel<<<params.num_requests, kTypicalThreads, 0, stream>>>(params);
-  } else {
-    const dim3 grid(params.num_requests, BlocksPerRequest(params));
-    SampleWalkKernel<<<grid, kThreads, 0, stream>>>(params);
-  }
+  const dim3 grid(params.num_requests, BlocksPerRequest(params));
+  SampleWalkKernel<<<grid, kThreads, 0, stream>>>(params);
   CheckCuda(cudaGetLastError(), "accept_sampling walk launch");
   LaunchSampleDraw(params);
 }

@@ -29,7 +29,7 @@ __device__ inline bool LeadsForward(int link, int row, int rows) {
 
 // Loads tokens and links; a chain's are made up. Links that lead backwards or out of the tree are a
 // fault, so every walk over them ends; as are two to one row, so every row has one parent at most.
-// Ends with a barrier; without a fault first_wrong is `rows` then. REQUIRES: blockDim.x >= rows.
+// Ends with a barrier. REQUIRES: blockDim.x >= rows.
 __device__ inline void LoadLinks(const int64_t* tokens, const TreeLinks& links, int64_t request,
                                  int rows, WalkShared& shared) {
   const int row = static_cast<int>(threadIdx.x);

@@ -14,8 +14,6 @@ __all__: list[str] = [
     "TREE_FAULTS",
     "AllocatorState",
     "Budget",
-    "ChainChunk",
-    "ChunkedResult",
     "CommitVerdict",
     "ContractChecker",
     "Decision",
@@ -46,7 +44,6 @@ __all__: list[str] = [
     "count_full_steps",
     "describe_engine",
     "find_run_end",
-    "judge_greedy",
     "last_attention_route",
     "merge_and_write_rows",
     "metrics_render",
@@ -54,9 +51,7 @@ __all__: list[str] = [
     "metrics_snapshot",
     "metrics_status",
     "metrics_stop",
-    "normalize_topology",
     "pinned_cache",
-    "verify_in_chunks",
     "verify_plan_bytes",
 ]
 
@@ -518,26 +513,6 @@ class SlotAllocator:
     @property
     def page_size(self) -> int: ...
 
-class ChainChunk:
-    @property
-    def first_row(self) -> int: ...
-    @property
-    def next_draft(self) -> int | None: ...
-    @property
-    def tokens(self) -> list[int]: ...
-
-class ChunkedResult:
-    @property
-    def accepted(self) -> int: ...
-    @property
-    def chunks(self) -> int: ...
-    @property
-    def next_token(self) -> int: ...
-    @property
-    def rows_run(self) -> int: ...
-    @property
-    def rows_saved(self) -> int: ...
-
 class DraftTree:
     def __init__(
         self,
@@ -691,9 +666,6 @@ def find_run_end(
     stop_ids: collections.abc.Set[typing.SupportsIndex],
     room: typing.SupportsIndex,
 ) -> tuple[int, str | None]: ...
-def judge_greedy(
-    chunk: ChainChunk, target_ids: collections.abc.Sequence[typing.SupportsIndex]
-) -> tuple[int, int]: ...
 def last_attention_route() -> str: ...
 def merge_and_write_rows(
     interceptor: Interceptor,
@@ -714,17 +686,9 @@ def metrics_serve(host: str, port: typing.SupportsIndex) -> int: ...
 def metrics_snapshot() -> dict: ...
 def metrics_status() -> dict: ...
 def metrics_stop() -> None: ...
-def normalize_topology(
-    parents: collections.abc.Sequence[typing.SupportsIndex], add_root: bool = False
-) -> tuple[list[int], list[int]]: ...
 def pinned_cache(
     sizes: collections.abc.Sequence[typing.SupportsIndex], dtype: torch.dtype, device: torch.device
 ) -> torch.Tensor: ...
-def verify_in_chunks(
-    chain: collections.abc.Sequence[typing.SupportsIndex],
-    verify: collections.abc.Callable,
-    chunk_rows: typing.SupportsIndex = 8,
-) -> ChunkedResult: ...
 def verify_plan_bytes(
     query: torch.Tensor,
     key_cache: torch.Tensor,

@@ -8,8 +8,6 @@ from ._C import (
     COMMIT_ERRORS,
     FULL_TRIGGERS,
     Budget,
-    ChainChunk,
-    ChunkedResult,
     CommitVerdict,
     ContractChecker,
     Decision,
@@ -32,8 +30,6 @@ from ._C import (
     VerifyRequest,
     VerifyResult,
     Violation,
-    judge_greedy,
-    verify_in_chunks,
 )
 from .compact import CompactViews, pinned_cache
 from .config import Settings, load_config
@@ -46,7 +42,6 @@ from .ops.acceptance import (
     accept_chain_sampling,
     accept_greedy,
     accept_sampling,
-    accept_typical,
     make_coins,
 )
 from .ops.attention import (
@@ -64,11 +59,9 @@ from .ops.tree import (
     MAX_TREE_ROWS,
     Tree,
     describe_status,
-    normalize_topology,
     tree_from_chain,
     tree_from_parents,
     tree_from_topk,
-    tree_from_topology,
 )
 from .partial import PartialStore
 from .paths import get_cmake_dir, get_include
@@ -84,8 +77,6 @@ __all__ = [
     "MAX_TREE_ROWS",
     "Budget",
     "CapacityError",
-    "ChainChunk",
-    "ChunkedResult",
     "CommitTail",
     "CommitVerdict",
     "CompactView",
@@ -126,7 +117,6 @@ __all__ = [
     "accept_chain_sampling",
     "accept_greedy",
     "accept_sampling",
-    "accept_typical",
     "block_summaries",
     "build_view",
     "cache_views",
@@ -137,13 +127,11 @@ __all__ = [
     "gather_view",
     "get_cmake_dir",
     "get_include",
-    "judge_greedy",
     "load_config",
     "make_coins",
     "make_drafter",
     "merge_rows",
     "merge_states",
-    "normalize_topology",
     "pinned_cache",
     "register_drafter",
     "select_blocks",
@@ -151,9 +139,7 @@ __all__ = [
     "tree_from_chain",
     "tree_from_parents",
     "tree_from_topk",
-    "tree_from_topology",
     "verify_attention",
-    "verify_in_chunks",
     "verify_plan",
     "write_kv",
     "write_rows",

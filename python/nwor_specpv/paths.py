@@ -21,8 +21,3 @@ def get_include() -> str:
 def get_cmake_dir() -> str:
     """The folder for `-Dnwor_specpv_DIR=`, holding the target nwor_specpv::nwor_specpv."""
     return str(_PACKAGE_DIR / "cmake")
-
-
-def get_library() -> str:
-    """The path of libnwor_specpv.so."""
-    return str(_PACKAGE_DIR / _stamp.LIBRARY)

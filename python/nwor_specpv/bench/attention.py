@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -355,7 +354,3 @@ def main(argv: Sequence[str] | None = None) -> int:
         "goal": CPU_GOALS if device == "cpu" else "",
     }
     return publish(report, describe, arguments.json)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -6,7 +6,6 @@ others; on the CPU a commit runs beside memcpy. Each run checks the bytes it wro
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 
 import torch
@@ -94,16 +93,7 @@ def bench_commit_cuda(tokens: int, layout: str, replays: int, write: peers.Peer)
 
     def commit() -> None:
         for i in range(sets):
-            nwor_specpv.commit(
-                staged[i, 0],
-                staged[i, 1],
-                keys[i],
-                values[i],
-                path,
-                counts,
-                table,
-                status,
-            )
+            nwor_specpv.commit(*staged[i], keys[i], values[i], path, counts, table, status)
 
     def copy() -> None:
         for i in range(sets):
@@ -120,13 +110,7 @@ def bench_commit_cuda(tokens: int, layout: str, replays: int, write: peers.Peer)
     def vllm() -> None:
         for i in range(sets):
             for layer in range(LAYERS):
-                write.call(
-                    staged[i, 0, layer],
-                    staged[i, 1, layer],
-                    keys[i][layer],
-                    values[i][layer],
-                    slots,
-                )
+                write.call(*staged[i, :, layer], keys[i][layer], values[i][layer], slots)
 
     variants = {"commit": commit, "copy": copy, "index_put": index_put}
     if write.call is not None:
@@ -160,32 +144,20 @@ def bench_stage_cuda(tokens: int, layout: str, replays: int, write: peers.Peer) 
     not_staged = torch.full_like(stage_rows, -1)
     status = torch.zeros(8, dtype=torch.int64, device="cuda")
 
+    def given(i: int, layer: int) -> tuple[torch.Tensor, ...]:
+        caches_of = caches.keys[layer], caches.values[layer]
+        return keys[i, layer], values[i, layer], *caches_of, slots
+
     def stage(rows_to: torch.Tensor) -> None:
         for i in range(sets):
             for layer in range(LAYERS):
-                nwor_specpv.write_kv(
-                    keys[i, layer],
-                    values[i, layer],
-                    caches.keys[layer],
-                    caches.values[layer],
-                    slots,
-                    rows_to,
-                    staged[0, layer],
-                    staged[1, layer],
-                    exclusive=True,
-                    status=status,
-                )
+                to = (rows_to, *staged[:, layer])
+                nwor_specpv.write_kv(*given(i, layer), *to, exclusive=True, status=status)
 
     def vllm() -> None:
         for i in range(sets):
             for layer in range(LAYERS):
-                write.call(
-                    keys[i, layer],
-                    values[i, layer],
-                    caches.keys[layer],
-                    caches.values[layer],
-                    slots,
-                )
+                write.call(*given(i, layer))
 
     variants = {"stage": lambda: stage(stage_rows), "direct": lambda: stage(not_staged)}
     if write.call is not None:
@@ -220,9 +192,7 @@ def bench_commit_cpu(tokens: int, layout: str, replays: int) -> dict:
     tables = slots.view(shape)
 
     def commit() -> None:
-        nwor_specpv.commit(
-            staged[0], staged[1], caches.keys, caches.values, path, counts, tables, status
-        )
+        nwor_specpv.commit(*staged, caches.keys, caches.values, path, counts, tables, status)
 
     def memcpy() -> None:
         target.copy_(staged)
@@ -350,7 +320,3 @@ def main(argv: Sequence[str] | None = None) -> int:
         "missing": missing,
     }
     return publish(report, describe, arguments.json)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -11,7 +11,6 @@ exist, found by looking at the attention itself (oracle).
 from __future__ import annotations
 
 import itertools
-import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -256,7 +255,3 @@ def main(argv: Sequence[str] | None = None) -> int:
         "results": measure(recorded, arguments.budgets, arguments.later),
     }
     return publish(report, describe, arguments.json)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -8,7 +8,6 @@ same summaries; each run is checked in float64. On CUDA calls run inside a graph
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -126,6 +125,18 @@ class Inputs:
         build_views(*lists, self.blocks, self.num_blocks, self.view_lens)
 
 
+def score_blocks(
+    query: torch.Tensor, kmax: torch.Tensor, kmin: torch.Tensor, quest: bool
+) -> torch.Tensor:
+    if quest:
+        rows = torch.einsum("qhgd,nhd->hgqn", query.clamp(min=0), kmax)
+        rows = rows + torch.einsum("qhgd,nhd->hgqn", query.clamp(max=0), kmin)
+    else:
+        upper = torch.einsum("qhgd,nhd->hgqn", query, kmax)
+        rows = torch.maximum(upper, torch.einsum("qhgd,nhd->hgqn", query, kmin))
+    return rows.mean(2).mean(1)
+
+
 def choose_and_copy(
     query: torch.Tensor,
     kmax: torch.Tensor,
@@ -136,13 +147,7 @@ def choose_and_copy(
     quest: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The torch formulation; what torch.compile gets too."""
-    if quest:
-        rows = torch.einsum("qhgd,nhd->hgqn", query.clamp(min=0), kmax)
-        rows = rows + torch.einsum("qhgd,nhd->hgqn", query.clamp(max=0), kmin)
-    else:
-        upper = torch.einsum("qhgd,nhd->hgqn", query, kmax)
-        rows = torch.maximum(upper, torch.einsum("qhgd,nhd->hgqn", query, kmin))
-    scores = rows.mean(2).mean(1)
+    scores = score_blocks(query, kmax, kmin, quest)
     chosen = scores.topk(k, dim=-1).indices.sort(-1).values
     index = chosen[..., None].expand(-1, -1, keys.shape[-1])
     return torch.take_along_dim(keys, index, 1), torch.take_along_dim(values, index, 1)
@@ -178,21 +183,12 @@ def check(inputs: Inputs) -> float:
     if view != (viewed, viewed * BLOCK):
         raise AssertionError(f"{case}: a view of {view} blocks and tokens, not of {viewed} blocks")
     keys = inputs.contiguous_kv()[0].reshape(case.kv_heads, case.candidates, BLOCK, case.dim)
-    kmax, kmin = keys.amax(2), keys.amin(2)
-    if not (
-        torch.equal(inputs.kmax[0].transpose(0, 1), kmax)
-        and torch.equal(inputs.kmin[0].transpose(0, 1), kmin)
-    ):
+    kmax, kmin = (side.transpose(0, 1) for side in extremes(keys))
+    if not (torch.equal(inputs.kmax[0], kmax) and torch.equal(inputs.kmin[0], kmin)):
         raise AssertionError(f"{case}: summaries differ")
     group = case.heads // case.kv_heads
     query = inputs.query[0].double().reshape(case.rows, case.kv_heads, group, case.dim)
-    if case.score == "specpv":
-        upper = torch.einsum("qhgd,hnd->hgqn", query, kmax.double())
-        rows = torch.maximum(upper, torch.einsum("qhgd,hnd->hgqn", query, kmin.double()))
-    else:
-        rows = torch.einsum("qhgd,hnd->hgqn", query.clamp(min=0), kmax.double())
-        rows = rows + torch.einsum("qhgd,hnd->hgqn", query.clamp(max=0), kmin.double())
-    scores = rows.mean((1, 2))
+    scores = score_blocks(query, kmax.double(), kmin.double(), case.score == "quest")
     taken = torch.zeros_like(scores, dtype=torch.bool).scatter_(1, inputs.ids[0].long(), True)
     if int(taken.sum()) != case.kv_heads * inputs.k:
         raise AssertionError(f"{case}: ids repeat")
@@ -335,13 +331,5 @@ def main(argv: Sequence[str] | None = None) -> int:
         results.append(bench_step(Shape(8, tokens, **shape), replays))
     for requests in arguments.commits or []:
         results.append(bench_commit(Shape(requests, 0, **shape), replays))
-    report = {
-        **machine(device),
-        "replays": replays,
-        "results": results,
-    }
+    report = {**machine(device), "replays": replays, "results": results}
     return publish(report, describe, arguments.json)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

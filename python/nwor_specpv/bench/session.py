@@ -8,8 +8,6 @@ checks lengths and slots.
 
 from __future__ import annotations
 
-import sys
-import time
 from collections.abc import Callable, Sequence
 
 import torch
@@ -19,7 +17,7 @@ from nwor_specpv import DraftTree, Interceptor, NworConfig, SessionStore, SlotAl
 from nwor_specpv.cli.parser import Parser, count
 
 from .report import add_json_argument, machine, publish
-from .timing import Timing
+from .timing import time_calls
 
 PAGE_SIZE, HEADS, DIM, DRAFTS = 16, 1, 8, 8
 GOAL = 2.0
@@ -104,19 +102,6 @@ VARIANTS = {
 }
 
 
-def measure(variants: dict[str, Variant], replays: int) -> dict[str, Timing]:
-    samples: dict[str, list[float]] = {name: [] for name in variants}
-    for turn in range(replays + 2):
-        for name, (prepare, take_back) in variants.items():
-            prepare()
-            start = time.perf_counter()
-            take_back()
-            elapsed = time.perf_counter() - start
-            if turn >= 2:
-                samples[name].append(elapsed * 1e6)
-    return {name: Timing.of(taken) for name, taken in samples.items()}
-
-
 def describe(report: dict) -> str:
     short, long = report["lengths"]
     lines = [
@@ -145,10 +130,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         if getattr(arguments, name) < 2:
             parser.error(f"--{name}: got {getattr(arguments, name)}, expected at least 2")
     lengths = (arguments.short, arguments.long)
-    variants = {
-        f"{name}@{length}": make(length) for name, make in VARIANTS.items() for length in lengths
-    }
-    timings = measure(variants, arguments.replays)
+    before, variants = {}, {}
+    for name, make in VARIANTS.items():
+        for length in lengths:
+            before[f"{name}@{length}"], variants[f"{name}@{length}"] = make(length)
+    timings = time_calls(variants, arguments.replays, before)
     results = {}
     for name in VARIANTS:
         pair = [timings[f"{name}@{length}"] for length in lengths]
@@ -165,7 +151,3 @@ def main(argv: Sequence[str] | None = None) -> int:
         "results": results,
     }
     return publish(report, describe, arguments.json)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -6,7 +6,6 @@ import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from itertools import pairwise
 
 import torch
 
@@ -83,46 +82,17 @@ def time_graphs(
     return {name: Timing.of(taken) for name, taken in samples.items()}
 
 
-def time_sustained(
-    graphs: dict[str, torch.cuda.CUDAGraph],
-    calls: dict[str, int],
-    seconds: float,
-    samples: int = 20,
+def time_calls(
+    variants: dict[str, Callable[[], None]],
+    replays: int,
+    before: dict[str, Callable[[], None]] | None = None,
 ) -> dict[str, Timing]:
-    """Replays one graph after the other for so long each, without a pause.
-
-    The second half counts: by then a device that runs into its power limit has slowed down.
-    """
-    found = {}
-    for name, graph in graphs.items():
-        # As many replays as one sample takes, by a short run.
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        for _ in range(10):
-            graph.replay()
-        end.record()
-        torch.cuda.synchronize()
-        count = max(1, round(seconds * 1000 / (2 * samples) / (start.elapsed_time(end) / 10)))
-        marks = [torch.cuda.Event(enable_timing=True) for _ in range(2 * samples + 1)]
-        marks[0].record()
-        for mark in marks[1:]:
-            for _ in range(count):
-                graph.replay()
-            mark.record()
-        torch.cuda.synchronize()
-        taken = [
-            one.elapsed_time(other) * 1000 / (count * calls[name])
-            for one, other in pairwise(marks[samples:])
-        ]
-        found[name] = Timing.of(taken)
-    return found
-
-
-def time_calls(variants: dict[str, Callable[[], None]], replays: int) -> dict[str, Timing]:
-    """Calls the variants in turn on the CPU."""
+    """Calls the variants in turn on the CPU; what `before` has of a name runs ahead, unmeasured."""
     samples: dict[str, list[float]] = {name: [] for name in variants}
     for turn in range(replays + 2):
         for name, run in variants.items():
+            if before is not None:
+                before[name]()
             start = time.perf_counter()
             run()
             elapsed = time.perf_counter() - start

@@ -6,7 +6,6 @@ CPU by the clock. Each run compares what it got with the plain Python formulatio
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -272,7 +271,3 @@ def main(argv: Sequence[str] | None = None) -> int:
         "results": bench(shape, device, arguments.replays),
     }
     return publish(report, describe, arguments.json)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -65,13 +64,10 @@ class LlamaShape:
         found: dict[str, tuple[int, ...]] = {
             "model.embed_tokens.weight": (self.vocabulary, self.hidden)
         }
-        for layer, name in self._layer_names(per_layer):
-            found[f"model.layers.{layer}.{name}"] = per_layer[name]
+        for layer in range(self.num_layers):
+            found |= {f"model.layers.{layer}.{name}": shape for name, shape in per_layer.items()}
         found["model.norm.weight"] = (self.hidden,)
         return found
-
-    def _layer_names(self, per_layer: dict[str, tuple[int, ...]]) -> Iterator[tuple[int, str]]:
-        return ((layer, name) for layer in range(self.num_layers) for name in per_layer)
 
 
 def pairs_to_halves(weight: torch.Tensor, num_heads: int) -> torch.Tensor:

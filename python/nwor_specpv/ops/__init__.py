@@ -10,7 +10,6 @@ from .acceptance import (
     accept_chain_sampling,
     accept_greedy,
     accept_sampling,
-    accept_typical,
     make_coins,
 )
 from .attention import merge_rows, merge_states, verify_attention, verify_plan
@@ -25,7 +24,6 @@ __all__ = [
     "accept_chain_sampling",
     "accept_greedy",
     "accept_sampling",
-    "accept_typical",
     "attention_inputs",
     "block_summaries",
     "build_view",

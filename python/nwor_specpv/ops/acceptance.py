@@ -1,4 +1,4 @@
-"""Which drafts the target accepts: greedy, lossless sampling, typical; and seeded coins."""
+"""Which drafts the target accepts: greedy and lossless sampling; and seeded coins."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ __all__ = [
     "accept_chain_sampling",
     "accept_greedy",
     "accept_sampling",
-    "accept_typical",
     "make_coins",
 ]
 
@@ -101,35 +100,6 @@ def accept_chain_sampling(
         coins,
         final_coins,
         num_drafts,
-        status,
-    )
-
-
-def accept_typical(
-    tokens: torch.Tensor,
-    target_probs: torch.Tensor,
-    first_child: torch.Tensor,
-    next_sibling: torch.Tensor,
-    final_coins: torch.Tensor,
-    epsilon: float = 0.3,
-    delta: float = 0.09,
-    *,
-    status: torch.Tensor | None = None,
-) -> Accepted:
-    """Typical acceptance (Medusa). NOT lossless: it accepts whatever the target finds plausible.
-
-    The most probable child is accepted if its target probability is above
-    min(epsilon, delta * exp(-entropy)); the last token is drawn from the target's distribution.
-    """
-    return call(
-        torch.ops.nwor_specpv.accept_typical.default,
-        tokens,
-        target_probs,
-        first_child,
-        next_sibling,
-        final_coins,
-        epsilon,
-        delta,
         status,
     )
 

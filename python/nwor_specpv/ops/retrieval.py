@@ -163,17 +163,15 @@ def gather_view(
     values: torch.Tensor,
     *,
     block_size: int,
-    k_scales: Sequence[torch.Tensor] | None = None,
-    v_scales: Sequence[torch.Tensor] | None = None,
 ) -> None:
     """Copies the tokens of views that are not held yet into contiguous memory, in all layers.
 
     `blocks` [L, B, Hkv, max_blocks] as `build_view` wrote them; of request b tokens `held[b]` to
     `lens[b]` - 1 (int32) go to `keys`, `values` [L, B, Hkv, N, D], then `held[b]` is `lens[b]`.
-    A request with `lens[b]` -1 is left alone. Caches may be of another dtype (float8 with scales)
-    and lie in pinned host memory. On the CPU a length or block out of range raises and nothing is
-    written; on CUDA it makes `lens[b]` -1, which in a `CompactView` means the whole prefix. Two
-    launches, no host sync, capturable.
+    A request with `lens[b]` -1 is left alone. Views have the caches' dtype; caches may lie in
+    pinned host memory. On the CPU a length or block out of range raises and nothing is written; on
+    CUDA it makes `lens[b]` -1, which in a `CompactView` means the whole prefix. Two launches, no
+    host sync, capturable.
     """
     call(
         torch.ops.nwor_specpv.gather_view.default,
@@ -185,6 +183,4 @@ def gather_view(
         keys,
         values,
         block_size,
-        None if k_scales is None else list(k_scales),
-        None if v_scales is None else list(v_scales),
     )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import operator
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -18,11 +17,9 @@ __all__ = [
     "MAX_TREE_ROWS",
     "Tree",
     "describe_status",
-    "normalize_topology",
     "tree_from_chain",
     "tree_from_parents",
     "tree_from_topk",
-    "tree_from_topology",
 ]
 
 MAX_TREE_ROWS = 256
@@ -113,11 +110,6 @@ def _describe_value(label: str, value: int) -> str:
     return f" (value {value})"
 
 
-def _check_tokens(name: str, tokens: torch.Tensor) -> None:
-    if tokens.dtype not in (torch.int32, torch.int64):
-        raise NworError(f"{name}: got dtype {tokens.dtype}, expected torch.int32 or torch.int64")
-
-
 def tree_from_parents(
     parents: torch.Tensor,
     prefix_lens: torch.Tensor,
@@ -131,7 +123,9 @@ def tree_from_parents(
     reached. On the CPU an invalid tree raises with its row named; on CUDA see `Tree.status`.
     """
     if tokens is not None:
-        _check_tokens("tokens", tokens)
+        if tokens.dtype not in (torch.int32, torch.int64):
+            got = tokens.dtype
+            raise NworError(f"tokens: got dtype {got}, expected torch.int32 or torch.int64")
         if tokens.shape != parents.shape:
             got, expected = list(tokens.shape), list(parents.shape)
             raise NworError(f"tokens: got sizes {got}, expected {expected} as parents")
@@ -184,52 +178,3 @@ def tree_from_topk(
         num_rows,
     )
     return Tree(*built)
-
-
-def normalize_topology(
-    parents: Sequence[int], *, add_root: bool = False
-) -> tuple[list[int], list[int]]:
-    """Any parent list as (parents, source) with one root in row 0 and parents before children.
-
-    One -1 is the root; several are drafts below a root that is added, as is a single one with
-    `add_root`. `source[row]` is the entry given for that row, -1 for the added root.
-    """
-    try:
-        given = [operator.index(parent) for parent in parents]
-    except TypeError as error:
-        raise NworError(f"parents: got {parents!r}, expected integers") from error
-    for node, parent in enumerate(given):
-        if not -1 <= parent < len(given):
-            raise NworError(f"parents[{node}]: got {parent}, expected -1 .. {len(given) - 1}")
-    return _C.normalize_topology(given, add_root)
-
-
-def tree_from_topology(
-    parents: Sequence[int],
-    tokens: torch.Tensor,
-    prefix_lens: torch.Tensor,
-    root_tokens: torch.Tensor | None = None,
-) -> Tree:
-    """One topology for the whole batch: `tokens` [B, n], one for each entry of `parents`.
-
-    With `root_tokens` [B] the entries are drafts, and those with -1 hang below the root; without,
-    the one entry with -1 is the root.
-    """
-    rows, source = normalize_topology(parents, add_root=root_tokens is not None)
-    if tokens.dim() != 2 or tokens.shape[1] != len(parents):
-        got = list(tokens.shape)
-        raise NworError(f"tokens: got sizes {got}, expected [requests, {len(parents)}]")
-    device = tokens.device
-    if root_tokens is not None:
-        _check_tokens("root_tokens", root_tokens)
-        if root_tokens.shape != tokens.shape[:1]:
-            got = list(root_tokens.shape)
-            raise NworError(f"root_tokens: got sizes {got}, expected [{tokens.shape[0]}]")
-        tokens = torch.cat([root_tokens[:, None].to(tokens), tokens], dim=1)
-        source = [entry + 1 for entry in source]
-    elif source[0] < 0:
-        roots = sum(parent == -1 for parent in parents)
-        raise NworError(f"parents: got {roots} roots, expected one, or root_tokens above them")
-    ordered = tokens[:, torch.tensor(source, device=device)]
-    above = torch.tensor(rows, dtype=torch.int32, device=device).expand(ordered.shape)
-    return tree_from_parents(above, prefix_lens, ordered)

@@ -141,14 +141,6 @@ class _PagedCache(Cache):
         """Tokens cached in every layer."""
         return min(self._lengths)
 
-    @property
-    def remaining_capacity(self) -> int:
-        return self.max_seq_len - self.seq_len
-
-    @property
-    def is_full(self) -> bool:
-        return self.remaining_capacity == 0
-
     def stats(self) -> dict[str, Any]:
         """Statistics of the allocator and the interceptor."""
         return {"slots": self._allocator.stats(), "rounds": self._interceptor.stats()}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -24,17 +23,13 @@ class SessionTarget:
         model: Any,
         *,
         cache_tokens: int,
-        page_size: int = 16,
         nwor: NworConfig | None = None,
         ttl_seconds: float = 0.0,
         max_sessions: int = 0,
         max_batch: int = 64,
-        clock: Callable[[], float] | None = None,
     ) -> None:
         """`cache_tokens`: of all sessions together. The other options are SessionStore's."""
-        self._runner = ModelRunner(
-            model, nwor or NworConfig(), page_size=page_size, cache_tokens=cache_tokens
-        )
+        self._runner = ModelRunner(model, nwor or NworConfig(), cache_tokens=cache_tokens)
         cache = self._runner.cache
         self.cache_tokens = cache.capacity
         self.cache_bytes = cache.capacity * self._runner.token_bytes
@@ -48,7 +43,6 @@ class SessionTarget:
             max_length=self.max_length,
             max_sessions=max_sessions,
             max_batch=max_batch,
-            clock=clock,
         )
 
     def _forward(self, batch: SessionBatch) -> torch.Tensor:

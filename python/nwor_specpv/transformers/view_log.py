@@ -13,12 +13,11 @@ from .request import Part
 class ViewLog:
     """Records the views of a call: `generator.generate(..., view_log=log)`, then `log.views`.
 
-    It keeps the first request's views in one layer (default: the middle one), one for every choice
-    of blocks, with the tail of its last partial step. Recording waits for the device.
+    It keeps the first request's views in the middle layer, one for every choice of blocks, with the
+    tail of its last partial step. Recording waits for the device.
     """
 
-    def __init__(self, layer: int | None = None) -> None:
-        self._layer = layer
+    def __init__(self) -> None:
         self._views: dict[int, dict[str, Any]] = {}  # by the tokens that full attention has seen
 
     @property
@@ -39,9 +38,8 @@ class ViewLog:
                 self._views[decision.full_len] = self._view(store, allocator, part)
 
     def _view(self, store: PartialStore, allocator: SlotAllocator, part: Part) -> dict[str, Any]:
-        layer = store.num_layers // 2 if self._layer is None else self._layer
         count = max(0, int(store.num_blocks[0]))  # -1: the whole prefix is seen
-        blocks, size = store.blocks(layer)[0, :, :count], store.budget.block_size
+        blocks, size = store.blocks(store.num_layers // 2)[0, :, :count], store.budget.block_size
         in_page = allocator.page_size // size
         place = {page: index for index, page in enumerate(allocator.pages(part.request.key))}
         heads = Counter(

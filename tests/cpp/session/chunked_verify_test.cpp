@@ -32,7 +32,21 @@ std::pair<int64_t, int64_t> PlainDecoding(const Chain& chain) {
   return {static_cast<int64_t>(chain.size()) - 1, Next(prefix)};
 }
 
-TEST(VerifyInChunks, EqualsPlainDecodingForAnyChainAndChunkSize) {
+// What the target says of a chunk's drafts and of the draft behind them.
+ChunkVerdict Judge(const ChainChunk& chunk, const Chain& chain) {
+  Chain prefix(chain.begin(), chain.begin() + chunk.first_row + 1);
+  Chain drafts(chunk.tokens.begin() + 1, chunk.tokens.end());
+  if (chunk.next_draft) drafts.push_back(*chunk.next_draft);
+  for (const int64_t draft : drafts) {
+    const int64_t token = Next(prefix);
+    const auto accepted = static_cast<int64_t>(prefix.size()) - chunk.first_row - 1;
+    if (token != draft) return {accepted, token};
+    prefix.push_back(draft);
+  }
+  return {static_cast<int64_t>(drafts.size()), Next(prefix)};
+}
+
+TEST(ChunkSchedule, EqualsPlainDecodingForAnyChainAndChunkSize) {
   const char* const given = std::getenv("NWOR_TEST_SEED");
   const uint64_t seed =
       given != nullptr ? std::strtoull(given, nullptr, 10) : std::random_device{}();
@@ -46,57 +60,44 @@ TEST(VerifyInChunks, EqualsPlainDecodingForAnyChainAndChunkSize) {
     }
     const auto chunk_rows = static_cast<int64_t>(1 + random() % 12);
     const auto [accepted, next_token] = PlainDecoding(chain);
-    int64_t rows = 0;
-    const ChunkedResult result = VerifyInChunks(
-        chain,
-        [&](const ChainChunk& chunk) {
-          EXPECT_EQ(chunk.first_row, rows);
-          EXPECT_LE(static_cast<int64_t>(chunk.tokens.size()), chunk_rows);
-          EXPECT_LE(chunk.first_row, accepted);  // nothing behind a rejection is run
-          rows += static_cast<int64_t>(chunk.tokens.size());
-          std::vector<int64_t> targets;
-          Chain prefix(chain.begin(), chain.begin() + chunk.first_row);
-          for (const int64_t token : chunk.tokens) {
-            prefix.push_back(token);
-            targets.push_back(Next(prefix));
-          }
-          return JudgeGreedy(chunk, targets);
-        },
-        chunk_rows);
+    ChunkSchedule schedule(chain, chunk_rows);
+    int64_t rows = 0, chunks = 0;
+    for (; !schedule.done(); ++chunks) {
+      const ChainChunk& chunk = schedule.chunk();
+      ASSERT_EQ(chunk.first_row, rows);
+      ASSERT_LE(static_cast<int64_t>(chunk.tokens.size()), chunk_rows);
+      ASSERT_LE(chunk.first_row, accepted);  // nothing behind a rejection is run
+      rows += static_cast<int64_t>(chunk.tokens.size());
+      schedule.Report(Judge(chunk, chain));
+    }
+    const ChunkedResult& result = schedule.result();
     ASSERT_EQ(result.accepted, accepted);
     ASSERT_EQ(result.next_token, next_token);
-    ASSERT_EQ(result.rows_run, rows);
-    ASSERT_EQ(result.rows_run + result.rows_saved, static_cast<int64_t>(chain.size()));
+    ASSERT_EQ(rows + result.rows_saved, static_cast<int64_t>(chain.size()));
     // No chunk more than the one that holds the last accepted row.
-    ASSERT_EQ(result.chunks, accepted / chunk_rows + 1);
+    ASSERT_EQ(chunks, accepted / chunk_rows + 1);
   }
 }
 
-TEST(VerifyInChunks, CountsTheRowsItSaves) {
+TEST(ChunkSchedule, CountsTheRowsItSaves) {
   const CountersSnapshot before = Counters::Global().Read();
-  const Chain chain(33, 5);
-  const ChunkedResult result = VerifyInChunks(chain, [](const ChainChunk& chunk) {
-    return ChunkVerdict{3, 9};
-  });
-  EXPECT_EQ(result.accepted, 3);
-  EXPECT_EQ(result.next_token, 9);
-  EXPECT_EQ(result.rows_run, kDefaultChunkRows);
-  EXPECT_EQ(result.rows_saved, 33 - kDefaultChunkRows);
+  ChunkSchedule schedule(Chain(33, 5), 8);
+  schedule.Report({3, 9});
+  ASSERT_TRUE(schedule.done());
+  EXPECT_EQ(schedule.result().accepted, 3);
+  EXPECT_EQ(schedule.result().next_token, 9);
+  EXPECT_EQ(schedule.result().rows_saved, 25);
   const CountersSnapshot after = Counters::Global().Read();
   EXPECT_EQ(after[Counter::kChunkRowsSaved] - before[Counter::kChunkRowsSaved], 25);
   EXPECT_EQ(after[Counter::kChunkRows] - before[Counter::kChunkRows], 8);
 }
 
-TEST(VerifyInChunks, RefusesWhatCannotBe) {
-  const auto all = [](const ChainChunk& chunk) { return ChunkVerdict{0, 0}; };
-  EXPECT_THROW(VerifyInChunks({}, all), Error);
-  EXPECT_THROW(VerifyInChunks(Chain{1, 2}, all, 0), Error);
-  EXPECT_THROW(VerifyInChunks(Chain{1, 2},
-                              [](const ChainChunk&) {
-                                return ChunkVerdict{2, 0};
-                              }),
-               Error);
-  EXPECT_THROW(JudgeGreedy({0, {1, 2}, {}}, Chain{1}), Error);
+TEST(ChunkSchedule, RefusesWhatCannotBe) {
+  EXPECT_THROW(ChunkSchedule({}, 8), Error);
+  EXPECT_THROW(ChunkSchedule({1, 2}, 0), Error);
+  ChunkSchedule schedule({1, 2}, 8);
+  EXPECT_THROW(schedule.Report({2, 0}), Error);
+  EXPECT_THROW(schedule.Report({-1, 0}), Error);
 }
 
 }  // namespace

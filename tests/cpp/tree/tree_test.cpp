@@ -10,7 +10,6 @@
 #include "tree/acceptance.h"
 #include "tree/fault.h"
 #include "tree/run_end.h"
-#include "tree/topology.h"
 #include "tree/tree_params.h"
 
 namespace nwor {
@@ -120,13 +119,6 @@ TEST(RunEnd, IsTheFirstStopTokenOrTheLastThatHasRoom) {
   EXPECT_EQ(end(stops, 2), std::pair(int64_t{2}, FinishReason::kStop));  // which is emitted
   EXPECT_EQ(end(stops, 1), std::pair(int64_t{1}, FinishReason::kLength));
   EXPECT_EQ(end(stops, 0), std::pair(int64_t{0}, FinishReason::kLength));
-}
-
-TEST(Topology, SeveralRootsGetOneAboveThem) {
-  const Topology topology = NormalizeTopology({-1, 0, -1, 2});
-  EXPECT_EQ(topology.parents, (std::vector<int32_t>{-1, 0, 1, 0, 3}));
-  EXPECT_EQ(topology.source, (std::vector<int32_t>{-1, 0, 1, 2, 3}));
-  EXPECT_THROW(NormalizeTopology({1, 0}), Error);
 }
 
 }  // namespace

@@ -50,7 +50,7 @@ import torch, nwor_specpv
 
 print(nwor_specpv.__file__)
 wrong = [
-    lambda: nwor_specpv.ops.tree.normalize_topology([1, 0]),
+    lambda: nwor_specpv.SlotAllocator(0, 1),
     lambda: nwor_specpv.tree_from_parents(torch.tensor([[-1, 5]]), torch.tensor([0])),
 ]
 for call in wrong:  # of a binding, of an op

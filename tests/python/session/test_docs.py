@@ -12,7 +12,7 @@ EXAMPLES = re.findall(r"^```python\n(.*?)^```", PAGE.read_text(encoding="utf-8")
 
 
 def test_there_are_examples() -> None:
-    assert len(EXAMPLES) == 4
+    assert len(EXAMPLES) == 3
 
 
 @pytest.mark.parametrize("index", range(len(EXAMPLES)))

@@ -49,7 +49,6 @@ class Views:
                     dtype=dtype,
                     device=device,
                     layout="kv_first",
-                    scales=2 if dtype == FLOAT8 else 0,
                 )
             )
         parts = page_size // self.size
@@ -75,14 +74,12 @@ class Views:
             self.lens.append(len(self.tokens[0, b, 0]))
         self.blocks = self.blocks.to(device)
         self.device = device
-        out = torch.bfloat16 if dtype == FLOAT8 and device == "cuda" else dtype
-        self.dtype = torch.float32 if dtype == FLOAT8 and device == "cpu" else out
+        self.dtype = dtype
         view = (2, len(self.lengths), 2, self.room * self.size + 3, dim)
         self.keys = torch.full(view, POISON, dtype=self.dtype, device=device)
         self.values = self.keys.clone()
 
     def gather(self, lens: torch.Tensor, held: torch.Tensor, /, **changes: object) -> None:
-        scales = [layer.k_scale for layer in self.layers]
         arguments = {
             "key_caches": [layer.key for layer in self.layers],
             "value_caches": [layer.value for layer in self.layers],
@@ -92,8 +89,6 @@ class Views:
             "keys": self.keys,
             "values": self.values,
             "block_size": self.size,
-            "k_scales": None if scales[0] is None else scales,
-            "v_scales": None if scales[0] is None else scales,
         }
         gather_view(**(arguments | changes))
 
@@ -101,9 +96,7 @@ class Views:
         pages = self.layers[layer]
         token = self.tokens[layer, b, head][index]
         cache = getattr(pages, side)
-        row = cache[int(pages.table[b, token // cache.shape[1]]), token % cache.shape[1], head]
-        scale = 1.0 if pages.k_scale is None else pages.k_scale[head]
-        return (row.float() * scale).to(self.dtype)
+        return cache[int(pages.table[b, token // cache.shape[1]]), token % cache.shape[1], head]
 
     def check(self, begin: list[int], end: list[int]) -> None:
         for layer in range(2):
@@ -118,7 +111,7 @@ class Views:
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16, FLOAT8])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 def test_copies_what_is_not_held_and_nothing_else(device: str, dtype: torch.dtype) -> None:
     rng = seeded()
     views = Views(rng, device, dtype, dim=rng.choice([5, 16, 80]))
@@ -259,22 +252,16 @@ def test_caches_in_host_memory(device: str) -> None:
 @pytest.mark.skipif("cuda" not in DEVICES, reason="no CUDA device")
 def test_on_cuda_everything_must_be_readable_by_the_device() -> None:
     """Pageable memory of the host is refused by name, in whichever argument it comes."""
-    views = Views(seeded(), "cuda", FLOAT8)
+    views = Views(seeded(), "cuda", torch.bfloat16)
     lens = ints(views.lens, "cuda")
     layers = views.layers
     host = {
         "key_caches": [layer.key.cpu() for layer in layers],
         "value_caches": [layer.value.cpu() for layer in layers],
-        "k_scales": [layer.k_scale.cpu() for layer in layers],
-        "v_scales": [layer.k_scale.cpu() for layer in layers],
     }
     pinned = {name: [part.pin_memory() for part in parts] for name, parts in host.items()}
-    caches = {name: pinned[name] for name in ("key_caches", "value_caches")}
-    for given in (pinned, caches, {name: pinned[name] for name in ("k_scales", "v_scales")}):
-        views.keys.fill_(POISON)
-        views.values.fill_(POISON)
-        views.gather(lens, torch.zeros_like(lens), **given)
-        views.check([0, 0, 0], views.lens)
+    views.gather(lens, torch.zeros_like(lens), **pinned)
+    views.check([0, 0, 0], views.lens)
     for name, pageable in host.items():
         wrong = [pinned[name][0], pageable[1]]
         with pytest.raises(NworError, match=f"{name}: got .* or pinned host memory"):
@@ -287,13 +274,16 @@ WRONG = {
     "held": (lambda v: {"held": ints([0], "cpu")}, "held: got sizes"),
     "keys": (lambda v: {"keys": v.keys[:, :2]}, "keys: got"),
     "values": (lambda v: {"values": v.values.half()}, "values: got"),
-    "scales": (
+    "dtype": (
+        lambda v: {"keys": v.keys.half(), "values": v.values.half()},
+        "keys: got dtype Half, expected float32 as key_caches",
+    ),
+    "float8": (
         lambda v: {
             "key_caches": [layer.key.to(FLOAT8) for layer in v.layers],
             "value_caches": [layer.value.to(FLOAT8) for layer in v.layers],
-            "v_scales": [torch.ones(1, device="meta")] * 2,
         },
-        "v_scales: got .* on meta, expected memory of cpu",
+        "keys: got dtype Float, expected float8_e4m3fn as key_caches",
     ),
     "negative": (lambda v: {"held": ints([0, -1, 0], "cpu")}, r"held\[1\]: got -1"),
 }

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import random
 from fractions import Fraction
 
@@ -13,7 +12,6 @@ from nwor_specpv import (
     accept_chain_sampling,
     accept_greedy,
     accept_sampling,
-    accept_typical,
     make_coins,
 )
 from tests.python.tree.forest import (
@@ -21,7 +19,6 @@ from tests.python.tree.forest import (
     SEED,
     Fractions,
     chain_walk,
-    children_of,
     draw,
     greedy_walk,
     links_of,
@@ -209,38 +206,6 @@ def test_thresholds_accept_more(device: str) -> None:
     assert run(threshold_acc=0.2) == [1, -1, -1]
     probs[0, 0] = torch.tensor([0.6, 0.0, 0.4])
     assert run(threshold_single=0.01, threshold_acc=1e-6) == [2, -1, -1]  # never the impossible
-
-
-@pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("vocabulary", [6, 3000])
-def test_typical_accepts_what_is_plausible(device: str, vocabulary: int) -> None:
-    print(f"seed={SEED}")
-    rng = random.Random(SEED + vocabulary)
-    rows, batch, epsilon, delta = 20, 8, 0.2, 0.4
-    forest, tokens, probs, _, final = random_call(rows, vocabulary, batch, rng)
-    expected = []
-    for b in range(batch):
-        path, row = [], 0
-        while True:
-            p = probs[b, row].double().tolist()
-            entropy = -sum(x * math.log(x) for x in p if x > 0)
-            bound = min(epsilon, delta * math.exp(-entropy))
-            family = sorted(children_of(forest[b], row), key=lambda c: (-p[tokens[b][c]], c))
-            if not family or p[tokens[b][family[0]]] <= bound:
-                break
-            row = family[0]
-            path.append(row)
-        chosen = draw(Fractions(probs[b])[row], Fraction(final[b].item()))
-        expected.append((path, chosen))
-    outcome = accept_typical(
-        torch.tensor(tokens, device=device),
-        probs.to(device),
-        *batch_links(forest, device),
-        final.to(device),
-        epsilon,
-        delta,
-    )
-    assert_accepted(outcome, expected, rows)
 
 
 # ---- seeds ------------------------------------------------------------------------------------

@@ -13,7 +13,6 @@ from nwor_specpv import (
     accept_chain_sampling,
     accept_greedy,
     accept_sampling,
-    accept_typical,
     describe_status,
     make_coins,
     target_probs,
@@ -132,26 +131,19 @@ def test_what_the_walk_does_not_read_may_be_anything(device: str) -> None:
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_greedy_and_typical_mark_wrong_links(device: str) -> None:
+def test_greedy_marks_wrong_links(device: str) -> None:
     given = good(device)
     wrong = changed("next_sibling", (1, 1), 1)(given)
     tokens, first = given["tokens"], given["first_child"]
-    calls = (
-        lambda **more: accept_greedy(tokens, tokens, first, wrong, **more),
-        lambda **more: accept_typical(
-            tokens, given["target_probs"], first, wrong, given["final_coins"], **more
-        ),
-    )
-    for run in calls:
-        if device == "cpu":
-            with pytest.raises(NworError, match=r"\[1, 1\]: got 1, expected -1 or a later row"):
-                run()
-            continue
-        status = torch.full((2,), 7, device=device)
-        _, counts, following = run(status=status)
-        assert describe_status(status.tolist()[1]).startswith("link")
-        assert (int(counts[1]), int(following[1])) == (0, -1)
-        assert int(following[0]) >= 0
+    if device == "cpu":
+        with pytest.raises(NworError, match=r"\[1, 1\]: got 1, expected -1 or a later row"):
+            accept_greedy(tokens, tokens, first, wrong)
+        return
+    status = torch.full((2,), 7, device=device)
+    _, counts, following = accept_greedy(tokens, tokens, first, wrong, status=status)
+    assert describe_status(status.tolist()[1]).startswith("link")
+    assert (int(counts[1]), int(following[1])) == (0, -1)
+    assert int(following[0]) >= 0
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -180,41 +172,34 @@ def test_chains_mark_their_own(device: str) -> None:
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_greedy_and_typical_mark_rows_with_two_parents(device: str) -> None:
+def test_greedy_marks_rows_with_two_parents(device: str) -> None:
     given = good(device)
     shared = changed("first_child", (1, 2), 3)(given)
     tokens, following = given["tokens"], given["next_sibling"]
-    for run in (
-        lambda **more: accept_greedy(tokens, tokens, shared, following, **more),
-        lambda **more: accept_typical(
-            tokens, given["target_probs"], shared, following, given["final_coins"], **more
-        ),
-    ):
-        if device == "cpu":
-            with pytest.raises(NworError, match="got 2 links to row 3 of request 1"):
-                run()
-            continue
-        status = torch.full((2,), 7, device=device)
-        _, counts, following_token = run(status=status)
-        assert status.tolist()[0] == 0
-        assert describe_status(status.tolist()[1]).startswith("shared_row at row 3 (value 2)")
-        assert (int(counts[1]), int(following_token[1])) == (0, -1)
+    if device == "cpu":
+        with pytest.raises(NworError, match="got 2 links to row 3 of request 1"):
+            accept_greedy(tokens, tokens, shared, following)
+        return
+    status = torch.full((2,), 7, device=device)
+    _, counts, next_token = accept_greedy(tokens, tokens, shared, following, status=status)
+    assert status.tolist()[0] == 0
+    assert describe_status(status.tolist()[1]).startswith("shared_row at row 3 (value 2)")
+    assert (int(counts[1]), int(next_token[1])) == (0, -1)
 
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("token", [5, -1, 2**32])
-def test_typical_looks_at_tokens_off_the_walk(device: str, token: int) -> None:
-    """As sampling does: a row that links lead to has a token, whether the walk comes by or not."""
+def test_sampling_looks_at_tokens_off_the_walk(device: str, token: int) -> None:
+    """A row that links lead to has a token, whether the walk comes by or not."""
     given = good(device)
     given["tokens"][1, 3] = token  # below row 1, which nothing accepts
     given["target_probs"][:] = torch.tensor([0.0, 0.0, 0.0, 0.0, 1.0])
-    del given["coins"]
     if device == "cpu":
         with pytest.raises(NworError, match=r"tokens\[1, 3\]: got "):
-            accept_typical(**given)
+            accept_sampling(**given)
         return
     status = torch.full((2,), 7, device=device)
-    _, counts, following = accept_typical(**given, status=status)
+    _, counts, following = accept_sampling(**given, status=status)
     assert describe_status(status.tolist()[1]).startswith("token at row 3 ")
     assert (int(counts[1]), int(following[1])) == (0, -1)
     assert (status.tolist()[0], int(following[0])) == (0, 4)
@@ -427,14 +412,6 @@ def test_wrong_shapes_types_and_numbers_are_named(device: str, case: int) -> Non
                 t, n(1, 2, 4), n(1, 3, 4), n(1, 2), n(1)
             ),
             r"draft_probs: got sizes \[1, 3, 4\], expected \[1, 1 or 2, 4\]",
-        ),
-        (
-            lambda t, n: accept_typical(t, n(1, 2, 4), t.int(), t.int(), n(1), epsilon=0.0),
-            "epsilon: got 0",
-        ),
-        (
-            lambda t, n: accept_typical(t, n(1, 2, 4), t.int(), t.int(), n(1), delta=2.0),
-            "delta: got 2",
         ),
     ],
 )  # fmt: skip

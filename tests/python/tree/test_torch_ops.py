@@ -42,7 +42,6 @@ def calls(device: str) -> dict[str, tuple]:
         "accept_greedy": (chain, chain, *links, status),
         "accept_sampling": (chain, probs, *links, *coins, 1.0, 1.0, status),
         "accept_chain_sampling": (chain, probs, probs, *coins, numbers - 4, status),
-        "accept_typical": (chain, probs, *links, coins[1], 0.3, 0.1, status),
         "make_coins": (numbers, numbers, 4),
         "target_probs": (
             probs, ones, numbers.int(), ones * 0.9, ones * 0.1, ones, ones, ones,

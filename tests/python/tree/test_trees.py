@@ -1,4 +1,4 @@
-"""Trees from parents, top-k steps, topologies and choices: structure against sets and searches."""
+"""Trees from parents and top-k steps: structure against sets and searches."""
 
 from __future__ import annotations
 
@@ -10,15 +10,12 @@ import torch
 
 from nwor_specpv import (
     _C,
-    MAX_TREE_ROWS,
     NworError,
     Tree,
     describe_status,
-    normalize_topology,
     tree_from_chain,
     tree_from_parents,
     tree_from_topk,
-    tree_from_topology,
 )
 from tests.python.tree.forest import DEVICES, SEED, ancestors, links_of, random_parents
 
@@ -305,78 +302,6 @@ def test_wrong_steps_are_named_or_marked(device: str) -> None:
         assert describe_status(words[1]).startswith(label)
         assert tree.first_child[1].tolist() == [-1] * 9
         assert tree.tokens[:, 0].tolist() == [1, 2]
-
-
-# ---- topologies and choices -------------------------------------------------------------------
-
-
-def test_one_root_is_kept_and_several_get_one() -> None:
-    assert normalize_topology([-1, 0, 0, 2]) == ([-1, 0, 0, 2], [0, 1, 2, 3])
-    assert normalize_topology([-1, -1, 0, 1]) == ([-1, 0, 0, 1, 2], [-1, 0, 1, 2, 3])
-    assert normalize_topology([-1, 0], add_root=True) == ([-1, 0, 1], [-1, 0, 1])
-    assert normalize_topology([], add_root=True) == ([-1], [-1])
-    # Children before parents: rows go by depth, in the order given within one.
-    assert normalize_topology([1, -1, 0, 1]) == ([-1, 0, 0, 1], [1, 0, 3, 2])
-
-
-def test_random_topologies_keep_every_node_below_its_parent() -> None:
-    print(f"seed={SEED}")
-    rng = random.Random(SEED)
-    for _ in range(50):
-        parents = random_parents(rng.randrange(1, 40), rng)
-        for node in rng.sample(range(len(parents)), len(parents) // 4):
-            parents[node] = -1
-        names = list(range(len(parents)))
-        rng.shuffle(names)  # node i is called names[i]
-        shuffled = [0] * len(parents)
-        for node, parent in enumerate(parents):
-            shuffled[names[node]] = -1 if parent < 0 else names[parent]
-        rows, source = normalize_topology(shuffled, add_root=rng.random() < 0.5)
-        assert rows[0] == -1
-        assert sorted(entry for entry in source if entry >= 0) == sorted(names)
-        for row in range(1, len(rows)):
-            assert 0 <= rows[row] < row
-            above = source[rows[row]]
-            wanted = shuffled[source[row]]
-            assert above == wanted or (wanted == -1 and rows[row] == 0 and above == -1)
-
-
-@pytest.mark.parametrize(
-    ("parents", "message"),
-    [
-        ([-1, 2, 1], r"parents\[1\]: got 2.*own ancestor"),
-        ([0], r"parents\[0\]: got 0.*own ancestor"),
-        ([-1, 5], r"parents\[1\]: got 5, expected -1 .. 1"),
-        ([], "parents: got no nodes"),
-        ([-1] * MAX_TREE_ROWS, "parents: got 257 rows with the root, expected at most 256"),
-        ([None], "parents: got"),
-        ([-1, 0.9], r"parents: got \[-1, 0.9\], expected integers"),
-        ([-1, "0"], "parents: got .*, expected integers"),
-        ([-1, "x"], "parents: got .*, expected integers"),
-        ([-1, 2**40], r"parents\[1\]: got 1099511627776, expected -1 .. 1"),
-    ],
-)
-def test_wrong_topologies_are_named(parents: list[int], message: str) -> None:
-    with pytest.raises(NworError, match=message):
-        normalize_topology(parents)
-
-
-@pytest.mark.parametrize("device", DEVICES)
-def test_a_topology_with_tokens(device: str) -> None:
-    tokens = torch.tensor([[10, 11, 12], [20, 21, 22]], device=device)
-    lens = ints([3, 4], device)
-    tree = tree_from_topology([-1, -1, 0], tokens, lens, torch.tensor([1, 2], device=device))
-    assert_is(tree, [[-1, 0, 0, 1]] * 2, [3, 4])
-    assert tree.tokens.tolist() == [[1, 10, 11, 12], [2, 20, 21, 22]]
-    tree = tree_from_topology([1, -1, 0], tokens, lens)
-    assert_is(tree, [[-1, 0, 1]] * 2, [3, 4])
-    assert tree.tokens.tolist() == [[11, 10, 12], [21, 20, 22]]
-    with pytest.raises(NworError, match="parents: got 2 roots, expected one"):
-        tree_from_topology([-1, -1, 0], tokens, lens)
-    with pytest.raises(NworError, match="tokens: got sizes"):
-        tree_from_topology([-1, 0], tokens, lens)
-    with pytest.raises(NworError, match=r"root_tokens: got dtype torch\.float32, expected"):
-        tree_from_topology([-1, -1, 0], tokens, lens, torch.tensor([1.5, 2.0], device=device))
 
 
 def word(label: str, row: int, value: int | float) -> int:

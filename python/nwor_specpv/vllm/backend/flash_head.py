@@ -38,17 +38,8 @@ class HeadFlashImpl(FlashAttentionImpl):
         output_scale: torch.Tensor | None = None,
         output_block_scale: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        return super().forward(
-            layer,
-            query,
-            key,
-            value,
-            kv_cache,
-            self._shortened(attn_metadata),
-            output,
-            output_scale,
-            output_block_scale,
-        )
+        given = layer, query, key, value, kv_cache, self._shortened(attn_metadata), output
+        return super().forward(*given, output_scale, output_block_scale)
 
     def _shortened(self, metadata: FlashAttentionMetadata | None) -> FlashAttentionMetadata | None:
         """The metadata may be the target's as well. If it has a schedule, that is either one of
