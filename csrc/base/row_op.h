@@ -38,6 +38,8 @@ constexpr RowVectorBytes VectorBytes(RowOp op) {
   return kBytes[static_cast<size_t>(op)];
 }
 
+constexpr bool Copies(RowOp op) { return VectorBytes(op).row == VectorBytes(op).cache; }
+
 // Everything that vectors must not straddle, or-ed together: a power of two divides all of it when
 // it divides `bits`. In bytes.
 struct Alignment {

@@ -62,9 +62,8 @@ TailTensors ParseTail(const py::object& tail) {
   if (tail.is_none()) return {};
   try {
     return {tail.attr("tail_keys").cast<at::Tensor>(), tail.attr("tail_values").cast<at::Tensor>(),
-            tail.attr("tail_begin").cast<at::Tensor>(),
-            tail.attr("root_slots").cast<std::optional<at::Tensor>>(),
-            tail.attr("tail_held").cast<std::optional<at::Tensor>>()};
+            tail.attr("tail_begin").cast<at::Tensor>(), tail.attr("root_slots").cast<at::Tensor>(),
+            tail.attr("tail_held").cast<at::Tensor>()};
   } catch (const std::exception& error) {
     throw Error(Concat("tail: got ", std::string(py::repr(py::type::of(tail))),
                        ", expected a CommitTail: ", error.what()));

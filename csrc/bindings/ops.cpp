@@ -45,7 +45,8 @@ void CommitOp(const at::Tensor& staged_key, const at::Tensor& staged_value,
               const OptionalTensor& tail_held) {
   const at::Tensor none;
   const TailTensors tail{tail_keys.value_or(none), tail_values.value_or(none),
-                         tail_begin.value_or(none), root_slots, tail_held};
+                         tail_begin.value_or(none), root_slots.value_or(none),
+                         tail_held.value_or(none)};
   WithTorchErrors([&] {
     CommitStaged(staged_key, staged_value, key_caches, value_caches, path, counts, slots, status,
                  parents, k_scales.value_or(std::vector<at::Tensor>{}),

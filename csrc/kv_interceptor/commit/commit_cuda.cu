@@ -109,10 +109,14 @@ __global__ void __launch_bounds__(kCommitThreads, Views::kBlocksPerSm - (kUnifor
     open();
     if (!decide()) return;
     DispatchRowOp(plane.group.op, [&](auto op) {
-      WarpShare<decltype(op)::value, Tail> share(batch, plane, views.tail);
-      share.Start(share.LoadFirst());
-      share.Finish();
-      CopyRoots<decltype(op)::value>(table, views.tail);
+      constexpr RowOp kGroupOp = decltype(op)::value;
+      // Views have the cache's dtype, so nothing is quantised beside them.
+      if constexpr (std::is_same_v<Tail, NoTail> || Copies(kGroupOp)) {
+        WarpShare<kGroupOp, Tail> share(batch, plane, views.tail);
+        share.Start(share.LoadFirst());
+        share.Finish();
+        CopyRoots<kGroupOp>(table, views.tail);
+      }
     });
   }
 }

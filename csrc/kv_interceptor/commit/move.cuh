@@ -95,7 +95,7 @@ class WarpSlice {
       if (view_ == nullptr) return;
       ForVectors<kEasy>(plane.group, first_, view_head, VectorBytes(op).row,
                         [&](int i, int64_t offset) {
-                          if (Has(i)) vectors_[i].StoreView(view_ + offset, scale_of(i));
+                          if (Has(i)) vectors_[i].StoreRow(view_ + offset);
                         });
     }
   }

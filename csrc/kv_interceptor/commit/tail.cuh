@@ -41,7 +41,7 @@ struct TailTable {
   }
   // Both words of a request, on their way at once.
   __device__ TailEntry Load(int32_t request_idx) const {
-    return {params.begin[request_idx], params.RootSlot(request_idx)};
+    return {params.begin[request_idx], params.root_slots[request_idx]};
   }
 };
 
@@ -63,7 +63,6 @@ inline TailTable MakeTailTable(const CommitParams& params) {
 
 // Tells how many tokens the views have now. One warp, after the verdict.
 __device__ inline void PublishHeld(const BatchTable& batch, const TailTable& tail) {
-  if (tail.params.held == nullptr) return;
   const int32_t num_requests = NumRequests(batch);
 #pragma unroll 1
   for (int32_t request = static_cast<int32_t>(threadIdx.x % 32); request < num_requests;
@@ -74,7 +73,7 @@ __device__ inline void PublishHeld(const BatchTable& batch, const TailTable& tai
 }
 
 // The rows of one layer that are in the cache already, dealt to `num_warps` warps. REQUIRES: the
-// batch is valid.
+// batch is valid; op copies.
 template <RowOp op>
 __device__ __noinline__ void FeedRoots(const BatchTable& batch, const LayerTable& layer,
                                        int layer_idx, const TailTable& tail, uint32_t warp,
@@ -91,7 +90,6 @@ __device__ __noinline__ void FeedRoots(const BatchTable& batch, const LayerTable
     const CacheStrides& strides = group.cache[side];
     const char* from = layer.cache[side] + SlotOffset(strides, group.pages, entry.root_slot);
     char* to = tail.At(layer_idx, side, request, entry.begin);
-    const float* scales = layer.scales[side];
 #pragma unroll 1
     for (int32_t first = static_cast<int32_t>(threadIdx.x % 32); first < shape.vectors_per_row;
          first += kCommitSliceVectors) {
@@ -100,9 +98,7 @@ __device__ __noinline__ void FeedRoots(const BatchTable& batch, const LayerTable
       for (int i = 0; i < kCommitVectorsPerLane; ++i) {
         const VectorPlace place(shape, first + i * 32);
         if (first + i * 32 >= shape.vectors_per_row) break;
-        const float scale =
-            scales == nullptr ? 1.0f : scales[place.head * layer.scale_stride[side]];
-        vectors[i].LoadCache(from + place.Offset(strides.head, VectorBytes(op).cache), scale);
+        vectors[i].Load(from + place.Offset(strides.head, VectorBytes(op).row));
       }
 #pragma unroll
       for (int i = 0; i < kCommitVectorsPerLane; ++i) {

@@ -15,6 +15,8 @@ CommitTail DescribeTail(const TailTensors& tensors, const CommitParams& params,
   NWOR_CHECK(params.num_groups == 1, "tail: got ", params.num_groups, " cache groups, expected 1");
   const CommitGroup& group = params.groups[0];
   const CacheGeometry& geometry = group.geometry;
+  NWOR_CHECK(geometry.dtype == group.dtype, "tail: got a cache of ", Name(geometry.dtype),
+             ", expected ", Name(group.dtype), " as the staged rows");
   NWOR_CHECK(keys.dim() == 5 && keys.size(0) == params.num_layers && keys.size(1) == num_requests &&
                  keys.size(2) == geometry.num_heads && keys.size(4) == geometry.head_dim &&
                  keys.stride(4) == 1,
@@ -34,12 +36,8 @@ CommitTail DescribeTail(const TailTensors& tensors, const CommitParams& params,
   CheckDevice(keys, "tail_keys", device);
   CheckDevice(tensors.values, "tail_values", device);
   CheckIndex(tensors.begin, "tail_begin", at::kInt, {num_requests}, device);
-  if (tensors.root_slots.has_value()) {
-    CheckIndex(*tensors.root_slots, "root_slots", at::kLong, {num_requests}, device);
-  }
-  if (tensors.held.has_value()) {
-    CheckIndex(*tensors.held, "tail_held", at::kInt, {num_requests}, device);
-  }
+  CheckIndex(tensors.root_slots, "root_slots", at::kLong, {num_requests}, device);
+  CheckIndex(tensors.held, "tail_held", at::kInt, {num_requests}, device);
   tail.layer_stride = keys.stride(0);
   tail.request_stride = keys.stride(1);
   tail.head_stride = keys.stride(2);
@@ -49,16 +47,11 @@ CommitTail DescribeTail(const TailTensors& tensors, const CommitParams& params,
   tail.keys = keys.mutable_data_ptr();
   tail.values = tensors.values.mutable_data_ptr();
   tail.begin = static_cast<const int32_t*>(tensors.begin.const_data_ptr());
-  if (tensors.root_slots.has_value()) {
-    tail.root_slots = static_cast<const int64_t*>(tensors.root_slots->const_data_ptr());
-  }
-  if (tensors.held.has_value()) {
-    NWOR_CHECK(
-        at::get_overlap_status(*tensors.held, tensors.begin) == at::MemOverlapStatus::No,
-        "tail_held: got the memory of tail_begin, expected memory of its own, because one is "
-        "read while the other is written");
-    tail.held = static_cast<int32_t*>(tensors.held->mutable_data_ptr());
-  }
+  tail.root_slots = static_cast<const int64_t*>(tensors.root_slots.const_data_ptr());
+  NWOR_CHECK(at::get_overlap_status(tensors.held, tensors.begin) == at::MemOverlapStatus::No,
+             "tail_held: got the memory of tail_begin, expected memory of its own, because one is "
+             "read while the other is written");
+  tail.held = static_cast<int32_t*>(tensors.held.mutable_data_ptr());
   return tail;
 }
 

@@ -3,7 +3,6 @@
 #include <ATen/core/Tensor.h>
 
 #include <cstdint>
-#include <optional>
 
 #include "base/export.h"
 #include "kv_interceptor/commit/commit.h"
@@ -14,8 +13,8 @@ namespace nwor {
 struct TailTensors {
   at::Tensor keys, values;  // [L, B, Hkv, N, D] of the staged rows' dtype; undefined: none
   at::Tensor begin;         // [B] int32: where the step's rows begin in each view, -1: not fed
-  std::optional<at::Tensor> root_slots;  // [B] int64: cache slot of each request's row 0, -1: none
-  std::optional<at::Tensor> held;        // [B] int32: becomes the tokens that each view has
+  at::Tensor root_slots;    // [B] int64: cache slot of each request's row 0, -1: none
+  at::Tensor held;          // [B] int32: becomes the tokens that each view has
 };
 
 // Checks them against a commit of num_requests requests whose layers and first group are described.

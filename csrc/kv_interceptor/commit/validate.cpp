@@ -24,7 +24,7 @@ CommitVerdict CheckRound(const CommitParams& params) {
 CommitVerdict CheckTail(const CommitParams& params, int32_t request) {
   const CommitTail& tail = params.tail;
   if (tail.keys == nullptr || tail.begin[request] < 0) return {};
-  const int64_t root = tail.RootSlot(request);
+  const int64_t root = tail.root_slots[request];
   const int64_t end = tail.FirstRow(request) + params.counts[request];
   if (end > tail.capacity) return {CommitError::kTailFull, request, 0, end};
   if (root >= params.groups[0].geometry.num_slots()) {

@@ -217,7 +217,7 @@ __device__ inline CommitVerdict DescribeTailFault(const BatchTable& batch, const
                                                   uint32_t fault) {
   const Entry entry = LoadEntry(batch, static_cast<int32_t>(fault >> kFaultBits));
   if ((fault & 1) == (kCheckRoot & 1)) {
-    return {CommitError::kSlotRange, entry.request, 0, tail.params.RootSlot(entry.request)};
+    return {CommitError::kSlotRange, entry.request, 0, tail.params.root_slots[entry.request]};
   }
   return {CommitError::kTailFull, entry.request, 0, tail.Load(entry.request).End(entry.count)};
 }

@@ -107,22 +107,11 @@ struct CopyVector {
   __device__ void Load(const char* row) { word = *reinterpret_cast<const Word*>(row); }
   __device__ void StoreRow(char* row) const { *reinterpret_cast<Word*>(row) = word; }
   __device__ void StoreCache(char* cache, float) const { StoreRow(cache); }
-  // What the cache holds: from it, and as it will be read back.
-  __device__ void LoadCache(const char* cache, float) { Load(cache); }
-  __device__ void StoreView(char* row, float) const { StoreRow(row); }
 };
 
 __device__ inline float ToFloat(float x) { return x; }
 __device__ inline float ToFloat(__half x) { return __half2float(x); }
 __device__ inline float ToFloat(__nv_bfloat16 x) { return __bfloat162float(x); }
-
-__device__ inline void FromFloat(float x, float* to) { *to = x; }
-__device__ inline void FromFloat(float x, __half* to) { *to = __float2half_rn(x); }
-__device__ inline void FromFloat(float x, __nv_bfloat16* to) { *to = __float2bfloat16_rn(x); }
-
-__device__ inline float Dequantize(uint8_t code, float scale) {
-  return __half2float(__half(__nv_cvt_fp8_to_halfraw(code, __NV_E4M3))) * scale;
-}
 
 // Divides, never multiplies by a reciprocal: the bytes must equal those of the engine's own write.
 template <typename T, int kChannels>
@@ -139,24 +128,6 @@ struct QuantizeVector {
   __device__ void StoreRow(char* row) const {
 #pragma unroll
     for (int i = 0; i < kWords; ++i) reinterpret_cast<Word*>(row)[i] = words[i];
-  }
-  __device__ void LoadCache(const char* cache, float scale) {
-    T* channels = reinterpret_cast<T*>(words);
-#pragma unroll
-    for (int i = 0; i < kChannels; ++i) {
-      FromFloat(Dequantize(reinterpret_cast<const uint8_t*>(cache)[i], scale), channels + i);
-    }
-  }
-  __device__ void StoreView(char* row, float scale) const {
-    QuantizeVector rounded;
-    const T* channels = reinterpret_cast<const T*>(words);
-#pragma unroll
-    for (int i = 0; i < kChannels; ++i) {
-      const auto code =
-          __nv_cvt_float_to_fp8(ToFloat(channels[i]) / scale, __NV_SATFINITE, __NV_E4M3);
-      FromFloat(Dequantize(code, scale), reinterpret_cast<T*>(rounded.words) + i);
-    }
-    rounded.StoreRow(row);
   }
   __device__ void StoreCache(char* cache, float scale) const {
     const T* channels = reinterpret_cast<const T*>(words);

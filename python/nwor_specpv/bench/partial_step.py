@@ -211,7 +211,7 @@ class Commits:
         self.status = torch.zeros(8, dtype=torch.int64, device=shape.device)
         views = (2, shape.layers, shape.requests, shape.kv_heads, 64, shape.dim)
         self.views = torch.zeros(views, dtype=shape.dtype, device=shape.device)
-        self.begin = torch.zeros_like(self.counts)
+        self.begin, self.held = torch.zeros_like(self.counts), torch.zeros_like(self.counts)
         self.roots = torch.zeros(shape.requests, dtype=torch.int64, device=shape.device)
 
     def _slots(self) -> torch.Tensor:
@@ -225,18 +225,9 @@ class Commits:
     def run(self, form: str) -> None:
         tail = None
         if form == "compact views":
-            tail = CommitTail(self.views[0], self.views[1], self.begin, self.roots)
-        commit(
-            self.staged[0],
-            self.staged[1],
-            self.keys,
-            self.values,
-            self.path,
-            self.counts,
-            self.slots,
-            self.status,
-            tail=tail,
-        )
+            tail = CommitTail(*self.views, self.begin, self.roots, self.held)
+        given = self.keys, self.values, self.path, self.counts, self.slots, self.status
+        commit(*self.staged, *given, tail=tail)
 
     def check(self) -> None:
         for form in self.forms:

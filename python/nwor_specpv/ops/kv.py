@@ -17,15 +17,16 @@ class CommitTail:
     """Compact views a commit feeds: accepted rows go to the caches and to the views, or to neither.
 
     Row 0 of request b, which is in the cache already, becomes token `tail_begin[b]` of its view
-    (-1: the request is not fed), accepted rows the tokens after it; without a root slot they begin
-    there. `tail_held[b]` becomes the number of tokens the view then has.
+    (-1: the request is not fed), accepted rows the tokens after it; with a root slot of -1 they
+    begin there. `tail_held[b]` becomes the number of tokens the view then has. Caches, staged rows
+    and views have one dtype.
     """
 
-    tail_keys: torch.Tensor  # [L, B, Hkv, N, D] of the staged rows' dtype
+    tail_keys: torch.Tensor  # [L, B, Hkv, N, D]
     tail_values: torch.Tensor
     tail_begin: torch.Tensor  # [B] int32
-    root_slots: torch.Tensor | None = None  # [B] int64, -1: none
-    tail_held: torch.Tensor | None = None  # [B] int32
+    root_slots: torch.Tensor  # [B] int64, -1: none
+    tail_held: torch.Tensor  # [B] int32
 
 
 def write_kv(

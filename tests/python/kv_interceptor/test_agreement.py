@@ -149,10 +149,16 @@ def pass_a_wrong_shape_on_one_rank(rank: int) -> dict[str, Any]:
     return fail_on_one_rank(rank, lambda me: me.interceptor.commit(path, counts), "counts: got")
 
 
+def feeding(keys: torch.Tensor) -> CommitTail:
+    """Views of one request that hold nothing yet, without its row 0."""
+    begin, held = torch.zeros(2, 1, dtype=torch.int32)
+    return CommitTail(keys, keys.clone(), begin, torch.tensor([-1]), held)
+
+
 def pass_a_wrong_view_on_one_rank(rank: int) -> dict[str, Any]:
     def fail(me: Rank) -> None:
         keys = torch.zeros(3, 1, HEADS, 8, DIM)
-        tail = CommitTail(keys, keys.clone(), torch.zeros(1, dtype=torch.int32))
+        tail = feeding(keys)
         path, counts = torch.ones(1, 1, dtype=torch.int32), torch.ones(1, dtype=torch.int32)
         me.interceptor.commit(path, counts, tail=tail)
 
@@ -189,7 +195,7 @@ def lack_room_in_a_view_on_one_rank(rank: int) -> dict[str, Any]:
     me.begin()
     copies = me.copy()
     keys = torch.zeros(2, 1, HEADS, 8 if rank == 0 else 1, DIM)
-    tail = CommitTail(keys, keys.clone(), torch.zeros(1, dtype=torch.int32))
+    tail = feeding(keys)
     path, counts = torch.tensor([[1, 2]], dtype=torch.int32), torch.tensor([2], dtype=torch.int32)
     receipt = me.interceptor.commit(path, counts, tail=tail)
     return {
