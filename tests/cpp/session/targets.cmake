@@ -1,15 +1,14 @@
 # The tests with threads under the thread sanitizer, with only the sources they need and without
 # CUDA, so that `make test-all` can build them in any tree: ninja session_thread_sanitizer_test.
 if(NOT NWOR_SANITIZE)
-  file(GLOB _sources CONFIGURE_DEPENDS
+  file(GLOB_RECURSE _sources CONFIGURE_DEPENDS
+    "${PROJECT_SOURCE_DIR}/csrc/base/*.cpp"
     "${PROJECT_SOURCE_DIR}/csrc/kv_interceptor/*.cpp"
     "${PROJECT_SOURCE_DIR}/csrc/tree/*.cpp"
     "${PROJECT_SOURCE_DIR}/csrc/session/*.cpp")
   add_executable(session_thread_sanitizer_test EXCLUDE_FROM_ALL
     ${_sources}
     "${PROJECT_SOURCE_DIR}/csrc/metrics/counters.cpp"
-    "${PROJECT_SOURCE_DIR}/csrc/base/parallel.cpp"
-    "${PROJECT_SOURCE_DIR}/csrc/base/profiling.cpp"
     "${CMAKE_CURRENT_LIST_DIR}/session_room_test.cpp"
     "${CMAKE_CURRENT_LIST_DIR}/session_store_test.cpp"
     "${CMAKE_CURRENT_LIST_DIR}/session_threads_test.cpp")
