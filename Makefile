@@ -6,6 +6,9 @@
 #   NWOR_CUDA=AUTO|ON|OFF      CUDA kernels (default: AUTO, wherever nvcc is found; `make demo` compiles none without a GPU)
 
 VENV_PYTHON := .venv/bin/python
+# Tests start hundreds of processes that import torch, transformers or vLLM: they are compiled once.
+export PYTHONPYCACHEPREFIX := $(CURDIR)/build/pycache
+unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
 # Targets share build folders and two environments: make -j must not work on them twice at once.

@@ -128,7 +128,7 @@ def test_a_benchmark_gives_its_figures_as_one_document(
 def test_figures_that_cannot_be_written_are_found_out_before_the_work(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(bench_session, "measure", lambda *_, **__: pytest.fail("began the work"))
+    monkeypatch.setattr(bench_session, "time_calls", lambda *_, **__: pytest.fail("began the work"))
     link, place = tmp_path / "link", tmp_path / "figures.json"
     link.symlink_to(tmp_path / "absent" / "figures.json")
     for path in (tmp_path, tmp_path / "absent" / "figures.json", link):
