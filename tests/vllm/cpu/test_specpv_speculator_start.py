@@ -19,6 +19,7 @@ from support.speculator_world import (
     World,
     forward_of_nobody,
     make,
+    proposals_module,
     speculator_module,
 )
 
@@ -188,6 +189,7 @@ def test_ranges_of_the_users_are_refused_and_ours_are_not(
 
     def begin(self: Any, vllm_config: Any, _: Any) -> None:
         self.num_speculative_steps, self.max_num_reqs = LIMIT, BATCH
+        self.device = torch.device("cpu")
         self.speculative_config, self.seeds = vllm_config.speculative_config, torch.zeros(BATCH)
 
     def engine_of(vllm_config: Any) -> Any:
@@ -197,7 +199,7 @@ def test_ranges_of_the_users_are_refused_and_ours_are_not(
         )
 
     monkeypatch.setattr(speculator_module().EagleSpeculator, "__init__", begin)
-    monkeypatch.setattr(speculator_module(), "engine_of", engine_of)
+    monkeypatch.setattr(proposals_module(), "engine_of", engine_of)
     cpu = torch.device("cpu")
     if ranges is None:
         speculator_module().PartialViewSpeculator(config, cpu)

@@ -42,11 +42,11 @@ def worker_runner(llm: Any) -> Any:
 def test_costs_and_memory_are_there_before_the_first_request(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
-    from nwor_specpv.vllm.specpv import drafter, speculator
+    from nwor_specpv.vllm.specpv import drafter, proposals
 
     runner, _, mode = kind.partition("-")
     choose_runner(monkeypatch, runner)
-    module, name = (speculator, "measure_loop") if runner == "v2" else (drafter, "measure_passes")
+    module, name = (proposals, "measure_loop") if runner == "v2" else (drafter, "measure_passes")
     before, measured = Metrics().snapshot(), watch_cost_measurement(monkeypatch, module, name)
     options: dict[str, Any] = {"speculation": SPECULATION}
     if runner == "v2":

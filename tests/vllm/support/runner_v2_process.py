@@ -110,7 +110,7 @@ def watch_start() -> list[bool]:
     """For each measurement of costs: whether a byte of the caches was other after it, the head's
     own included."""
     from nwor_specpv.vllm.specpv import costs
-    from nwor_specpv.vllm.specpv import speculator as module
+    from nwor_specpv.vllm.specpv import proposals as module
 
     found: list[bool] = []
 
@@ -167,7 +167,7 @@ def guess_from(runner: Any, prompts: list[list[int]], texts: list[list[int]]) ->
 
 def capture(speculator: Any, sizes: list[int]) -> None:
     """What the speculator does when vLLM has captured its own graphs."""
-    from nwor_specpv.vllm.specpv import speculator as module
+    from nwor_specpv.vllm.specpv import proposals as module
 
     for layer in speculator._engine.layers.values():
         layer.use_direct_call = True  # not through an op that is written in Python

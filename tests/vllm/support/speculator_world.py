@@ -35,6 +35,10 @@ def speculator_module() -> Any:
     return importlib.import_module("nwor_specpv.vllm.specpv.speculator")
 
 
+def proposals_module() -> Any:
+    return importlib.import_module("nwor_specpv.vllm.specpv.proposals")
+
+
 def next_token(text: list[int]) -> int:
     state = 17
     for token in text[-6:]:
