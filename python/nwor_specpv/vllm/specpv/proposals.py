@@ -17,6 +17,7 @@ from vllm.distributed.parallel_state import graph_capture
 
 from nwor_specpv import _C
 from nwor_specpv.errors import logger
+from nwor_specpv.ops import certain_logits
 from nwor_specpv.vllm.engine import Engine, engine_of
 
 from .chain import Chains
@@ -30,8 +31,6 @@ from .views import ViewStore
 
 # Proposals that a choice of blocks serves at least: what comes after it is seen as it is.
 _PROPOSALS_PER_CHOICE = 4
-# What draft logits hold for tokens that a draft is not: their probability is 0.
-_NEVER = -1e30
 # vLLM's sampler draws what replaces a rejected draft with the noise of the request's seed and the
 # position. Drafts with the same noise would not be independent of it, so they have another seed.
 _OTHER_SEED = 0x5DEECE66D1CE4E5
@@ -54,6 +53,7 @@ class PassProposals:
     draft_tokens: torch.Tensor
     seeds: torch.Tensor
     alone: str  # who drafts when passes have failed, for the log
+    draws_guesses: bool  # with the noise of their places, as passes draw
 
     def _begin_life(self, vllm_config: Any) -> None:
         """After vLLM's own constructor."""
@@ -243,8 +243,9 @@ class PassProposals:
         loop.begin(table, device_rows, prefix, active, roots, select=select)
         if self.draft_logits is not None:
             torch.bitwise_xor(self.seeds, _OTHER_SEED, out=self.draft_seeds)
-            self._certain(input_batch.idx_mapping, passes + self._guesses)
-            loop.chains.drafts[:, passes + self._guesses :] = 0
+            if self.draws_guesses:  # there may be no more than these
+                self._certain(input_batch.idx_mapping, passes + self._guesses)
+                loop.chains.drafts[:, passes + self._guesses :] = 0
         return select
 
     def _run(self, kind: str, table: torch.Tensor) -> None:
@@ -261,9 +262,9 @@ class PassProposals:
         `requests` [B]: those of the proposal; drafts of others may still wait for their full step.
         """
         if self.draft_logits is not None and filled < self.limit:
-            rest, own = self.draft_logits[:, filled:], requests.long()
-            rest[own] = _NEVER
-            rest[own, :, 0] = 0
+            own = requests.to(torch.int32)
+            nothing = torch.zeros(own.shape[0], self.limit, dtype=torch.int64, device=own.device)
+            certain_logits(self.draft_logits, own, torch.full_like(own, filled), nothing)
 
     def _padded(self, count: int) -> int:
         sizes = [size for kind, size in self._graphs if kind == "first" and size >= count]
@@ -339,7 +340,7 @@ class PassProposals:
             target.layer_index,
             SampledTarget(self, target),
             self.make_head(chains),
-            by_root=self.draft_logits is not None,
+            by_root=self.draft_logits is not None and self.draws_guesses,
             keeps_failure=not self._engine.draft_failures.single_rank,
         )
         taken = (store.bytes + tail.bytes) / 1e6

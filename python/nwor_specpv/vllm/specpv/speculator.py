@@ -35,6 +35,7 @@ class PartialViewSpeculator(PassProposals, EagleSpeculator):
     """vLLM's EAGLE speculator, which drafts further with the target's help. Thread-safety: none."""
 
     alone = "the head drafts alone"
+    draws_guesses = True
 
     def __init__(self, vllm_config: Any, device: torch.device) -> None:
         super().__init__(vllm_config, device)
