@@ -182,7 +182,8 @@ def test_ranges_of_the_users_are_refused_and_ours_are_not(
         cache_config=SimpleNamespace(
             enable_prefix_caching=False, cache_dtype="auto", block_size=PAGE
         ),
-        parallel_config=SimpleNamespace(data_parallel_size=1),
+        parallel_config=SimpleNamespace(data_parallel_size=1, enable_eplb=False),
+        device_config=SimpleNamespace(device_type="cuda"),
         lora_config=None,
         use_v2_model_runner=True,
     )
