@@ -356,6 +356,7 @@ TORCH_LIBRARY(nwor_specpv, library) {
   nwor::RegisterAttentionSchemas(library);
   nwor::RegisterTreeSchemas(library);
   nwor::RegisterSpecPVSchemas(library);
+  nwor::RegisterDraftersSchemas(library);
 }
 
 TORCH_LIBRARY_IMPL(nwor_specpv, CPU, library) {
@@ -364,6 +365,7 @@ TORCH_LIBRARY_IMPL(nwor_specpv, CPU, library) {
   nwor::RegisterAttentionKernels(library);
   nwor::RegisterTreeKernels(library);
   nwor::RegisterSpecPVKernels(library);
+  nwor::RegisterDraftersKernels(library);
 }
 TORCH_LIBRARY_IMPL(nwor_specpv, Meta, library) {
   nwor::RegisterKernels(library);
@@ -371,6 +373,7 @@ TORCH_LIBRARY_IMPL(nwor_specpv, Meta, library) {
   nwor::RegisterAttentionFakes(library);
   nwor::RegisterTreeFakes(library);
   nwor::RegisterSpecPVFakes(library);
+  nwor::RegisterDraftersFakes(library);
 }
 #ifdef NWOR_WITH_CUDA
 TORCH_LIBRARY_IMPL(nwor_specpv, CUDA, library) {
@@ -379,5 +382,6 @@ TORCH_LIBRARY_IMPL(nwor_specpv, CUDA, library) {
   nwor::RegisterAttentionKernels(library);
   nwor::RegisterTreeKernels(library);
   nwor::RegisterSpecPVKernels(library);
+  nwor::RegisterDraftersKernels(library);
 }
 #endif

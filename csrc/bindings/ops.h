@@ -48,6 +48,11 @@ void RegisterDecoderSchemas(torch::Library& library);
 void RegisterDecoderKernels(torch::Library& library);
 void RegisterDecoderFakes(torch::Library& library);
 
+// ops_drafters.cpp
+void RegisterDraftersSchemas(torch::Library& library);
+void RegisterDraftersKernels(torch::Library& library);
+void RegisterDraftersFakes(torch::Library& library);
+
 // ops_tree.cpp
 void RegisterTreeSchemas(torch::Library& library);
 void RegisterTreeKernels(torch::Library& library);

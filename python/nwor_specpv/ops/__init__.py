@@ -14,6 +14,7 @@ from .acceptance import (
 )
 from .attention import merge_rows, merge_states, verify_attention, verify_plan
 from .decoder import attention_inputs, layer_output, linear_rows
+from .drafting import certain_logits, ngram_lookup
 from .kv import CommitTail, commit, write_kv, write_rows
 from .logits import target_probs
 from .retrieval import block_summaries, build_view, gather_view, select_blocks
@@ -27,6 +28,7 @@ __all__ = [
     "attention_inputs",
     "block_summaries",
     "build_view",
+    "certain_logits",
     "commit",
     "gather_view",
     "layer_output",
@@ -34,6 +36,7 @@ __all__ = [
     "make_coins",
     "merge_rows",
     "merge_states",
+    "ngram_lookup",
     "select_blocks",
     "target_probs",
     "tree_from_chain",

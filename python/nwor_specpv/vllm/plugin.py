@@ -13,7 +13,7 @@ from typing import Any
 from nwor_specpv.errors import NworError, logger
 
 from . import versions
-from .hooks import speculators
+from .hooks import runner_choice, speculators
 from .settings import read_settings
 
 CUDA_BACKEND = "nwor_specpv.vllm.backend.cuda.NworFlashBackend"
@@ -35,6 +35,9 @@ def register() -> None:
 
     _log_as_vllm_does()
     speculators.prepare(_make_speculator)
+    problem = runner_choice.install()
+    if problem is not None:  # vLLM takes its runner V1, which the rules of mode `lossless` refuse
+        logger.warning("nwor_specpv: %s", problem)
     register_backend(AttentionBackendEnum.CUSTOM, CUDA_BACKEND)
     if current_platform.is_cpu():
         register_backend(AttentionBackendEnum.CPU_ATTN, CPU_BACKEND)
@@ -42,6 +45,10 @@ def register() -> None:
 
 def _make_speculator(vllm_config: Any, device: Any) -> Any:
     """Our speculator, whose module imports much of vLLM."""
+    if speculators.drafts_without_head(vllm_config):
+        from .specpv.self_speculator import SelfSpeculator
+
+        return SelfSpeculator(vllm_config, device)
     from .specpv.speculator import PartialViewSpeculator
 
     return PartialViewSpeculator(vllm_config, device)

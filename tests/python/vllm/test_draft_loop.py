@@ -93,10 +93,13 @@ class Texts:
     def go_on(self, count: int) -> torch.Tensor:
         return self._guesses(count)
 
+    def tell(self, chains: Chains, count: int) -> None:
+        self.closed = True
+
     def take_up(
         self, chains: Chains, count: int, hidden: torch.Tensor, *, last: bool
     ) -> torch.Tensor:
-        self.closed = last
+        self.closed = False
         for b in range(min(count, len(self.texts))):
             if not chains.active[b]:
                 continue

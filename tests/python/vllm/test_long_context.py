@@ -111,12 +111,14 @@ def test_longer_contexts_and_better_agreement_want_more_passes() -> None:
 
 
 GOOD = LongContext(
-    drafter="custom_class", drafter_class=DRAFTER, num_drafts=16, max_model_len=32768
+    drafter="custom_class", drafter_class=DRAFTER, num_drafts=16, max_model_len=32768, cpu=True
 )
 LOSSLESS = {"enable_specpv": True, "specpv_mode": "lossless"}
 REFRESH = {"enable_specpv": True, "specpv_mode": "refresh"}
 CACHED = {"prefix_caching": True, "drafter_class": "e"}
 HEAD = {"drafter": "eagle3", "drafter_class": "h", "runner_v2": True, "async_scheduling": True}
+HEAD |= {"cpu": False}
+LOOKUPS = HEAD | {"drafter": "ngram_gpu", "drafter_class": "ngram_gpu"}
 
 
 def test_a_good_set_up_is_let_in() -> None:
@@ -124,6 +126,7 @@ def test_a_good_set_up_is_let_in() -> None:
     ngram = replace(GOOD, drafter="ngram", drafter_class="ngram", runner_v2=True)
     assert refusals(load_config(REFRESH), ngram, None) == []
     assert refusals(load_config(LOSSLESS), replace(GOOD, **HEAD), None) == []
+    assert refusals(load_config(LOSSLESS), replace(GOOD, **LOOKUPS), None) == []
     ranges = replace(ngram, drafts_by_batch_size=True)  # vLLM's own choice stays
     assert refusals(load_config(REFRESH), ranges, None) == []
     for kind in (False, True):
@@ -135,12 +138,23 @@ def test_a_good_set_up_is_let_in() -> None:
     ("settings", "change", "reason", "remedy"),
     [
         (LOSSLESS, {"drafter_class": "eagle"}, "in which the target drafts itself", DRAFTER),
+        (LOSSLESS, HEAD | {"runner_v2": False}, "has chosen V1", "VLLM_USE_V2_MODEL_RUNNER=1"),
+        (LOSSLESS, LOOKUPS | {"runner_v2": False}, "has chosen V1", "VLLM_USE_V2_MODEL_RUNNER=1"),
         (
             LOSSLESS,
-            HEAD | {"runner_v2": False},
+            LOOKUPS | {"runner_v2": False, "cpu": True},
             "in which the target drafts itself",
-            "model runner V2",
+            DRAFTER,
         ),
+        (LOSSLESS, {"cpu": False}, "slower than no drafting", '"method": "ngram_gpu"'),
+        (
+            LOSSLESS,
+            HEAD | {"drafter": "ngram"},
+            "in which the target drafts itself",
+            '"method": "ngram_gpu"',
+        ),
+        (LOSSLESS, LOOKUPS | {"num_drafts": 4}, "a lookup alone drafts 4", "specpv_draft_lookup"),
+        (LOSSLESS, LOOKUPS | {"expert_balancing": True}, "expert load", "--enable-eplb"),
         (LOSSLESS, HEAD | {"drafter": "mtp"}, "in which the target drafts itself", "'eagle3'"),
         (LOSSLESS, HEAD | {"num_drafts": 4}, "the head alone drafts 4", "num_speculative_tokens"),
         (LOSSLESS, HEAD | {"data_parallel": 2}, "data parallelism of 2", "--data-parallel-size 1"),
@@ -217,7 +231,8 @@ def test_numbers_of_drafts_by_batch_size_are_described(ranges: list | None, told
         cache_config=SimpleNamespace(
             enable_prefix_caching=False, cache_dtype="auto", block_size=None
         ),
-        parallel_config=SimpleNamespace(data_parallel_size=1),
+        parallel_config=SimpleNamespace(data_parallel_size=1, enable_eplb=False),
+        device_config=SimpleNamespace(device_type="cuda"),
         lora_config=None,
         use_v2_model_runner=True,
     )

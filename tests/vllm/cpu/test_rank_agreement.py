@@ -27,6 +27,7 @@ class Rank:
     def __init__(self) -> None:
         from vllm.distributed import parallel_state
 
+        from nwor_specpv.vllm.specpv import proposals
         from nwor_specpv.vllm.specpv import speculator as module
         from nwor_specpv.vllm.specpv.failures import DraftFailures
         from support import speculator_world as double
@@ -39,7 +40,7 @@ class Rank:
         self.failures = self.spec._engine.draft_failures = DraftFailures(single_rank=False)
         self.patches.setattr(module.EagleSpeculator, "propose", lambda *_: None)
         self.patches.setattr(module.EagleSpeculator, "capture", lambda _: None)
-        self.patches.setattr(module, "graph_capture", lambda device: contextlib.nullcontext())
+        self.patches.setattr(proposals, "graph_capture", lambda device: contextlib.nullcontext())
         self.spec._counts = SimpleNamespace(judged=lambda *_: None, drafted=lambda *_: None)
         self.spec._engine.num_drafts = double.LIMIT
         self.before = counted()

@@ -1,4 +1,5 @@
-"""Model runner V2 itself, on the CPU: an EAGLE3 head and partial passes of the target in turns.
+"""Model runner V2 itself, on the CPU: partial passes of the target in turns with an EAGLE3 head,
+and with lookups.
 
 vLLM's runner, scheduler, speculator and sampler are the real ones, with asynchronous scheduling;
 their Triton kernels run in Triton's interpreter (`triton_cpu.py`), and drafting is recorded and
@@ -8,11 +9,12 @@ replayed as CUDA graphs are (`recorded_graph.py`). Output is plain vLLM's, token
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from support.engines import STOCK, drive, greedy, start
-from support.runner_v2_jobs import MAX_TOKENS, check, job, run
+from support.runner_v2_jobs import MAX_TOKENS, WITHOUT_HEAD, check, job, run
 from support.small_views import prompts
 
 pytestmark = pytest.mark.slow
@@ -27,17 +29,27 @@ def truth(expected: dict[str, list[int]]) -> list[list[int]]:
     return [prompt + expected[str(i)] for i, prompt in enumerate(prompts())]
 
 
-def test_rounds_in_graphs(tmp_path: Path, expected: dict[str, list[int]]) -> None:
+KINDS = ("head", "lookups")
+SPECULATORS = {"head": "PartialViewSpeculator", "lookups": "SelfSpeculator"}
+
+
+def told(kind: str, expected: dict[str, list[int]]) -> dict[str, Any]:
+    """What a job says of who guesses: a head that knows the texts, or lookups."""
+    return {"truth": truth(expected)} if kind == "head" else {"speculation": WITHOUT_HEAD}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_proposals_in_graphs(kind: str, tmp_path: Path, expected: dict[str, list[int]]) -> None:
     (found,) = run(
         tmp_path,
-        job(truth=truth(expected), graphs=[6, 2, 1], arrivals=[0, 0, 0, 1, 2, 3]),
+        job(graphs=[6, 2, 1], arrivals=[0, 0, 0, 1, 2, 3], **told(kind, expected)),
     )
-    check(found)
+    check(found, speculator=SPECULATORS[kind])
     assert found["tokens"] == [expected]
     assert found["replays"] > 3 * found["proposals"]  # those of the measurement, too
     assert found["costs"] > 0
     # Passes confirm more than a token each, and full steps most of what they drafted.
-    assert found["tokens_per_pass"] > 1.5
+    assert found["tokens_per_pass"] > (1.5 if kind == "head" else 1.1)
     assert found["steps"][0] < 0.6 * MAX_TOKENS
     assert found["rows_left"] < 8
 
@@ -61,8 +73,11 @@ def test_costs_are_measured_at_start_without_graphs(
     tmp_path: Path, expected: dict[str, list[int]]
 ) -> None:
     """Eager, before the first request: memory and costs, with fixed passes memory alone."""
-    told = {"truth": truth(expected)}
-    free, fixed = run(tmp_path, job({"specpv_draft_passes": 0}, **told), job(**told))
+    free, fixed = run(
+        tmp_path,
+        job({"specpv_draft_passes": 0}, **told("head", expected)),
+        job(**told("head", expected)),
+    )
     for found in (free, fixed):
         assert found["tokens"] == [expected]
         assert found["start"]["failures"] == found["failures"] == {}, found["latest_failure"]
@@ -75,19 +90,26 @@ def test_costs_are_measured_at_start_without_graphs(
     check(fixed)
 
 
-def test_what_happens_to_requests(tmp_path: Path, expected: dict[str, list[int]]) -> None:
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_happens_to_requests(
+    kind: str, tmp_path: Path, expected: dict[str, list[int]]
+) -> None:
     """Preempted, aborted, and again from the prefix cache; a head that is always wrong."""
     tight = {"num_gpu_blocks_override": 50, "max_model_len": 320}
     preempted, aborted, again = run(
         tmp_path,
-        job(start=tight),
-        job({"specpv_max_requests": 2}, aborts={4: "0"}, truth=truth(expected)),
-        job({"specpv_draft_passes": 0}, repeats=2, truth=truth(expected), graphs=[8, 1]),
+        job(start=tight, speculation={} if kind == "head" else WITHOUT_HEAD),
+        job(
+            {"specpv_max_requests": 2, "specpv_draft_passes": 2},
+            aborts={4: "0"},
+            **told(kind, expected),
+        ),
+        job({"specpv_draft_passes": 0}, repeats=2, graphs=[8, 1], **told(kind, expected)),
     )
-    check(preempted)
+    check(preempted, speculator=SPECULATORS[kind])
     assert preempted["tokens"] == [expected]
     assert preempted["preemptions"] > 0
-    check(aborted)
+    check(aborted, speculator=SPECULATORS[kind])
     cut = aborted["tokens"][0].pop("0")
     assert cut == expected["0"][: len(cut)]
     assert len(cut) < MAX_TOKENS
@@ -98,15 +120,17 @@ def test_what_happens_to_requests(tmp_path: Path, expected: dict[str, list[int]]
     assert again["cache_written_by_proposals"] == 0
 
 
-def test_failing_passes_leave_the_head_alone(
-    tmp_path: Path, expected: dict[str, list[int]]
+@pytest.mark.parametrize("kind", KINDS)
+def test_failing_passes_leave_the_guesses_alone(
+    kind: str, tmp_path: Path, expected: dict[str, list[int]]
 ) -> None:
+    method = {} if kind == "head" else WITHOUT_HEAD
     greedy_run, sampled = run(
         tmp_path,
-        job(fault=5),
+        job(fault=5, speculation=method),
         job(
             fault=5,
-            speculation={"draft_sample_method": "probabilistic"},
+            speculation=method | {"draft_sample_method": "probabilistic"},
             params={"max_tokens": 8, "temperature": 0.7, "seed": 5},
         ),
     )
@@ -118,25 +142,28 @@ def test_failing_passes_leave_the_head_alone(
     assert all(len(tokens) == 8 for tokens in sampled["tokens"][0].values())
 
 
+@pytest.mark.parametrize("kind", KINDS)
 def test_drafts_at_temperatures_are_drawn_from_their_logits(
-    tmp_path: Path, expected: dict[str, list[int]]
+    kind: str, tmp_path: Path, expected: dict[str, list[int]]
 ) -> None:
     """Every draft is the one its logits and the noise of its place give: what vLLM's sampler is
     told is what was drawn from. Requests at temperature 0 in the same set-up stay greedy."""
     sampling = {"draft_sample_method": "probabilistic"}
+    guesses = told(kind, expected)
+    guesses["speculation"] = sampling | guesses.get("speculation", {})
     drawn, plain = run(
         tmp_path,
         job(
-            speculation=sampling,
+            speculation=guesses["speculation"],
             params={"max_tokens": 12, "temperature": 0.8, "seed": 3},
             graphs=[6, 1],
         ),
-        job(speculation=sampling, truth=truth(expected)),
+        job(**guesses),
     )
-    check(drawn)
+    check(drawn, speculator=SPECULATORS[kind])
     number, right = drawn["drawn"]
     assert number == right > 60
-    check(plain)
+    check(plain, speculator=SPECULATORS[kind])
     assert plain["tokens"] == [expected]
 
 
@@ -146,19 +173,19 @@ def test_nothing_provisional_is_summarised_or_hashed(tmp_path: Path) -> None:
     requests are hashes of such tokens, too."""
     count = 56
     # Steps that were under way when a request ended go on beyond its text.
-    told = drive(start(STOCK, speculation=None), prompts(), greedy(count + 24)).tokens
+    longer = drive(start(STOCK, speculation=None), prompts(), greedy(count + 24)).tokens
     (found,) = run(
         tmp_path,
         job(
             {"specpv_n_window_blocks": 1},  # so that what was generated leaves it soon
-            confirmed=truth(told),
+            confirmed=truth(longer),
             graphs=[6, 2, 1],
             arrivals=[0, 0, 0, 1, 2, 5],
             params={"max_tokens": count},
         ),
     )
     check(found)
-    assert found["tokens"] == [{name: tokens[:count] for name, tokens in told.items()}]
+    assert found["tokens"] == [{name: tokens[:count] for name, tokens in longer.items()}]
     seen = found["confirmed"]
     print(seen)
     assert seen["problems"] == []

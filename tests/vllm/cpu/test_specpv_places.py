@@ -192,8 +192,8 @@ def test_elsewhere_the_scheduler_is_vllms_and_says_so(
 
 
 def test_other_schedulers_are_known() -> None:
+    from nwor_specpv.vllm.specpv.proposals import chooses_lengths
     from nwor_specpv.vllm.specpv.scheduler import LongContextScheduler
-    from nwor_specpv.vllm.specpv.speculator import chooses_lengths
 
     assert chooses_lengths(LongContextScheduler)
     assert chooses_lengths("nwor_specpv.vllm.specpv.scheduler.LongContextScheduler")

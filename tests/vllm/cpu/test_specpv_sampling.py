@@ -72,7 +72,7 @@ def emit(
 ) -> tuple[torch.Tensor, float]:
     """[REQUESTS, EMITTED] words that drafting and full steps give, and accepted drafts per step."""
     from nwor_specpv.vllm.specpv import draft_models
-    from nwor_specpv.vllm.specpv import speculator as module
+    from nwor_specpv.vllm.specpv import proposals as module
 
     monkeypatch.setattr(draft_models, "gumbel_sample", reference_sampling.gumbel_sample)
     if not own_noise:

@@ -21,6 +21,7 @@ from support.speculator_world import (
     continued,
     forward_of_nobody,
     make,
+    proposals_module,
     propose,
     speculator_module,
     step,
@@ -69,7 +70,7 @@ def test_rounds_in_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
         return SimpleNamespace(replay=lambda: (replayed.append(size), run()))
 
     monkeypatch.setattr(
-        speculator_module(), "graph_capture", lambda device: contextlib.nullcontext()
+        proposals_module(), "graph_capture", lambda device: contextlib.nullcontext()
     )
     monkeypatch.setattr(torch.accelerator, "synchronize", lambda: None)
     monkeypatch.setattr(spec, "_record", record)

@@ -19,6 +19,7 @@ from support.speculator_world import (
     World,
     forward_of_nobody,
     make,
+    proposals_module,
     speculator_module,
 )
 
@@ -181,13 +182,15 @@ def test_ranges_of_the_users_are_refused_and_ours_are_not(
         cache_config=SimpleNamespace(
             enable_prefix_caching=False, cache_dtype="auto", block_size=PAGE
         ),
-        parallel_config=SimpleNamespace(data_parallel_size=1),
+        parallel_config=SimpleNamespace(data_parallel_size=1, enable_eplb=False),
+        device_config=SimpleNamespace(device_type="cuda"),
         lora_config=None,
         use_v2_model_runner=True,
     )
 
     def begin(self: Any, vllm_config: Any, _: Any) -> None:
         self.num_speculative_steps, self.max_num_reqs = LIMIT, BATCH
+        self.device = torch.device("cpu")
         self.speculative_config, self.seeds = vllm_config.speculative_config, torch.zeros(BATCH)
 
     def engine_of(vllm_config: Any) -> Any:
@@ -197,7 +200,7 @@ def test_ranges_of_the_users_are_refused_and_ours_are_not(
         )
 
     monkeypatch.setattr(speculator_module().EagleSpeculator, "__init__", begin)
-    monkeypatch.setattr(speculator_module(), "engine_of", engine_of)
+    monkeypatch.setattr(proposals_module(), "engine_of", engine_of)
     cpu = torch.device("cpu")
     if ranges is None:
         speculator_module().PartialViewSpeculator(config, cpu)

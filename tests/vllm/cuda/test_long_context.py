@@ -44,12 +44,11 @@ from support.gpu_checks import (
     watch_replays,
 )
 from support.gpu_engines import (
-    ALL_PASSES,
     EAGER,
     GRAPHS,
+    LOOKUPS,
     PLAIN,
     SCHEDULER,
-    SPECULATION,
     STOCK,
     begin,
     smollm2_head,
@@ -164,32 +163,30 @@ def plain() -> Said:
 
 
 def drafting(
-    runner: str, folder: Path, monkeypatch: pytest.MonkeyPatch
+    guesses: str, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Our settings and vLLM's options that draft over views on that model runner."""
-    monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "1" if runner == "v2" else "0")
-    if runner == "v1":
-        return VIEW, {"speculation": SPECULATION}
+    """Our settings and vLLM's options that draft over views."""
+    monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "1")
+    if guesses == "lookups":
+        return VIEW, {"speculation": dict(LOOKUPS), "scheduler_cls": SCHEDULER}
     head = story_head(folder, torch.float16)
     return HEAD_VIEW, {"speculation": head, "scheduler_cls": SCHEDULER}
 
 
-@pytest.mark.parametrize("kind", ["v1-eager", "v1-graphs", "v2-eager", "v2-graphs"])
+@pytest.mark.parametrize("kind", ["lookups-eager", "lookups-graphs", "head-eager", "head-graphs"])
 def test_what_happens_to_requests(
     plain: Said, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
     """Preempted, found in the prefix cache, aborted, stopped: tokens are plain vLLM's."""
-    runner, _, graphs = kind.partition("-")
-    nwor, options = drafting(runner, tmp_path, monkeypatch)
-    if kind == "v1-graphs":
-        nwor = nwor | ALL_PASSES
+    guesses, _, graphs = kind.partition("-")
+    nwor, options = drafting(guesses, tmp_path, monkeypatch)
     if graphs == "graphs":
         options |= GRAPHS
     else:
         nwor, options = nwor | {"check_contract": True}, options | EAGER
     before = Metrics().snapshot()
     found = STORIES.run(stories_on_gpu(nwor, **(options | STORIES.options | HALF)))
-    assert hasattr(own_engine().runner, "input_batch") is (runner == "v1")
+    assert not hasattr(own_engine().runner, "input_batch"), "the V1 runner was used"
     assert (own_engine().num_replays > 0) is (graphs == "graphs")
     if graphs == "eager":  # what runs in graphs cannot be watched
         assert own_engine().violations == []
@@ -198,19 +195,17 @@ def test_what_happens_to_requests(
     close.check(mean=0.005, most=0.1, share=0.5)
 
 
-@pytest.mark.parametrize("runner", ["v1", "v2"])
+@pytest.mark.parametrize("guesses", ["lookups", "head"])
 def test_drawn_tokens_keep_the_distribution(
-    plain: Said, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, runner: str
+    plain: Said, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, guesses: str
 ) -> None:
-    """Lookups and passes on V1, head and passes in turns on V2: pairs of neighbours follow the
-    distribution of plain vLLM's."""
-    nwor, options = drafting(runner, tmp_path, monkeypatch)
-    if runner == "v2":
-        options["speculation"]["draft_sample_method"] = "probabilistic"
+    """Pairs of neighbours follow the distribution of plain vLLM's."""
+    nwor, options = drafting(guesses, tmp_path, monkeypatch)
+    options["speculation"]["draft_sample_method"] = "probabilistic"
     before = Metrics().snapshot()
     llm = stories_on_gpu(nwor | {"specpv_max_requests": CROWD}, **(options | CROWDED | HALF))
     ours = draw(llm, 1)
-    assert hasattr(own_engine().runner, "input_batch") is (runner == "v1")
+    assert not hasattr(own_engine().runner, "input_batch"), "the V1 runner was used"
     check_confirmed(before, 0.1)
     assert grown(before, "specpv_confirmed_tokens_total") < grown(
         before, "specpv_drafted_tokens_total"
@@ -218,13 +213,12 @@ def test_drawn_tokens_keep_the_distribution(
     check_drawn(ours, plain.drawn, [slice(i, i + 2) for i in range(3)], degrees=20)
 
 
-@pytest.mark.parametrize("runner", ["v1", "v2"])
+@pytest.mark.parametrize("guesses", ["lookups", "head"])
 def test_drafting_changes_no_byte_of_the_cache(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, runner: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, guesses: str
 ) -> None:
     """Full graphs: the target's caches before and after every proposal are equal bit by bit."""
-    nwor, options = drafting(runner, tmp_path, monkeypatch)
-    nwor = nwor | (ALL_PASSES if runner == "v1" else {}) | {"specpv_max_requests": 4}
-    llm = stories_on_gpu(nwor, **(options | HALF | GRAPHS))
+    nwor, options = drafting(guesses, tmp_path, monkeypatch)
+    llm = stories_on_gpu(nwor | {"specpv_max_requests": 4}, **(options | HALF | GRAPHS))
     long = [prompt for prompt in prompts() if len(prompt) > 100]  # all of them have views
-    check_proposals(llm, long, monkeypatch, runner, least=0.3)
+    check_proposals(llm, long, monkeypatch, least=0.3)

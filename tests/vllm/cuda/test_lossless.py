@@ -34,13 +34,12 @@ from support.gpu_checks import (
     draw,
 )
 from support.gpu_engines import (
-    ALL_PASSES,
     DRAFTS,
     EAGER,
     GRAPHS,
+    LOOKUPS,
     PLAIN,
     SCHEDULER,
-    SPECULATION,
     STOCK,
     TURN,
     VIEW_OF_400,
@@ -62,15 +61,13 @@ def model(dtype: str) -> dict[str, Any]:
 
 
 def drafting(
-    runner: str, folder: Path, monkeypatch: pytest.MonkeyPatch, dtype: str
+    guesses: str, folder: Path, monkeypatch: pytest.MonkeyPatch, dtype: str
 ) -> dict[str, Any]:
-    """vLLM's options with which SmolLM2 drafts over views on that model runner: by lookups and
-    passes on V1, with the shipped head on V2."""
-    monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "1" if runner == "v2" else "0")
-    options = model(dtype) | {"speculation": SPECULATION}
-    if runner == "v2":
-        options |= {"speculation": smollm2_head(folder, DRAFTS), "scheduler_cls": SCHEDULER}
-    return options
+    """vLLM's options with which SmolLM2 drafts over views: by passes in turns with lookups, or with
+    the shipped head."""
+    monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "1")
+    speculation = smollm2_head(folder, DRAFTS) if guesses == "head" else dict(LOOKUPS)
+    return model(dtype) | {"speculation": speculation, "scheduler_cls": SCHEDULER}
 
 
 # ---- what happens to requests ----
@@ -122,9 +119,9 @@ def stock_speculation(
     return found
 
 
-@pytest.mark.parametrize("runner", ["v1", "v2"])
+@pytest.mark.parametrize("guesses", ["lookups", "head"])
 def test_what_happens_to_requests_of_smollm2(
-    read_passages: Passages, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, runner: str
+    read_passages: Passages, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, guesses: str
 ) -> None:
     """Full graphs: preempted, found in the prefix cache, aborted, stopped.
 
@@ -133,22 +130,20 @@ def test_what_happens_to_requests_of_smollm2(
     another of its attention backends: with the same one most places are equal bit by bit.
     """
     script = read_passages.script
-    options = drafting(runner, tmp_path, monkeypatch, read_passages.dtype)
-    nwor, stock = VIEW_OF_400 | ALL_PASSES, NGRAM
-    if runner == "v2":
-        nwor, stock = VIEW_OF_400, options["speculation"]
+    options = drafting(guesses, tmp_path, monkeypatch, read_passages.dtype)
+    stock = options["speculation"] if guesses == "head" else NGRAM
     theirs = {
         backend: stock_speculation(read_passages, backend, stock)
         for backend in ("FLASH_ATTN", "TRITON_ATTN")
     }
     before = Metrics().snapshot()
     views = {"specpv_max_requests": script.num_views}
-    llm = begin(nwor | views, **(options | script.options | GRAPHS))
+    llm = begin(VIEW_OF_400 | views, **(options | script.options | GRAPHS))
     found = script.run(llm)
-    assert hasattr(own_engine().runner, "input_batch") is (runner == "v1")
+    assert not hasattr(own_engine().runner, "input_batch"), "the V1 runner was used"
     assert own_engine().num_replays > 0
     # A chain ends at its first wrong token: of eight, each right nine times in ten, five are.
-    name = f"SmolLM2, {runner}, {read_passages.dtype}"
+    name = f"SmolLM2, {guesses}, {read_passages.dtype}"
     close = check_disturbed(name, script, found, read_passages.greedy, before, least=0.25)
     del llm
     release_engines()
@@ -201,61 +196,52 @@ def half() -> Said:
     return Said(outputs, drawn)
 
 
-@pytest.mark.parametrize("runner", ["v1", "v2"])
+@pytest.mark.parametrize("guesses", ["lookups", "head"])
 def test_every_write_keeps_the_contract(
-    half: Said, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, runner: str
+    half: Said, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, guesses: str
 ) -> None:
     """Eager: nothing but accepted tokens reaches the cache, and tokens are plain vLLM's up to where
     two were all but equally likely."""
-    options = drafting(runner, tmp_path, monkeypatch, "float16")
+    options = drafting(guesses, tmp_path, monkeypatch, "float16")
     options |= ROOM | EAGER | {"kv_cache_memory_bytes": 256 << 20}
     before = Metrics().snapshot()
     llm = begin(VIEW_OF_400 | {"check_contract": True}, **options)
     found = drive(llm, texts(), wanted(), arrivals=[0, 0, 0, 2])
-    assert hasattr(own_engine().runner, "input_batch") is (runner == "v1")
+    assert not hasattr(own_engine().runner, "input_batch"), "the V1 runner was used"
     assert own_engine().checker is not None
     assert own_engine().violations == []
     assert own_engine().num_replays == 0
     close = compare_runs((half.greedy[name], found.outputs[name]) for name in half.greedy)
-    print(f"SmolLM2, {runner}, eager: {close}")
+    print(f"SmolLM2, {guesses}, eager: {close}")
     check_confirmed(before, 0.25)
     close.check(mean=0.005, most=0.1, share=0.5)
 
 
-@pytest.mark.parametrize("runner", ["v1", "v2"])
+@pytest.mark.parametrize("guesses", ["lookups", "head"])
 def test_drafting_changes_no_byte_of_the_cache(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, runner: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, guesses: str
 ) -> None:
     """Full graphs: the target's caches before and after every proposal are equal bit by bit."""
-    options = drafting(runner, tmp_path, monkeypatch, "float16")
+    options = drafting(guesses, tmp_path, monkeypatch, "float16")
     options |= ROOM | GRAPHS | {"kv_cache_memory_bytes": 256 << 20}
-    nwor = VIEW_OF_400 | (ALL_PASSES if runner == "v1" else {}) | {"specpv_max_requests": 4}
-    llm = begin(nwor, **options)
+    llm = begin(VIEW_OF_400 | {"specpv_max_requests": 4}, **options)
     read = passages(llm.get_tokenizer()).prompts
     long = [prompt for prompt in read if len(prompt) > 400]  # all of them have views
-    check_proposals(llm, long, monkeypatch, runner, least=0.2)
+    check_proposals(llm, long, monkeypatch, least=0.2)
 
 
-@pytest.mark.parametrize("runner", ["v1", "v2"])
+@pytest.mark.parametrize("guesses", ["lookups", "head"])
 def test_drawn_tokens_keep_the_distribution(
-    half: Said, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, runner: str
+    half: Said, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, guesses: str
 ) -> None:
-    """Full graphs; lookups and passes on V1, the shipped head and passes in turns on V2. A full
-    step gives the first token, drafts are judged behind it.
-
-    On V1 every step drafts eight tokens at places where many may come, and drafts of the step that
-    ends a request are not counted: few are confirmed.
-    """
-    options = drafting(runner, tmp_path, monkeypatch, "float16") | ROOM | GRAPHS
-    nwor, least = VIEW_OF_400 | {"specpv_max_requests": CROWD}, 0.1
-    if runner == "v1":
-        nwor, least = nwor | ALL_PASSES, 0.005
-    else:
-        options["speculation"]["draft_sample_method"] = "probabilistic"
+    """Full graphs. A full step gives the first token, drafts are judged behind it."""
+    options = drafting(guesses, tmp_path, monkeypatch, "float16") | ROOM | GRAPHS
+    options["speculation"]["draft_sample_method"] = "probabilistic"
+    nwor = VIEW_OF_400 | {"specpv_max_requests": CROWD}
     before = Metrics().snapshot()
     llm = begin(nwor, max_num_seqs=CROWD, **options)
     ours = draw(llm, 1, opening(llm), crowd=CROWD, samples=SAMPLES)
-    assert hasattr(own_engine().runner, "input_batch") is (runner == "v1")
+    assert not hasattr(own_engine().runner, "input_batch"), "the V1 runner was used"
     assert own_engine().num_replays > 0
-    check_confirmed(before, least)
+    check_confirmed(before, 0.1)
     check_drawn(ours, half.drawn, [slice(i, i + 1) for i in (1, 2, 3)], degrees=10)

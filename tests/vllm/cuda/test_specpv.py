@@ -1,4 +1,4 @@
-"""Partial views in the real vLLM on a GPU: drafting on runner V1, verify steps on V2 in graphs."""
+"""Partial views in the real vLLM on a GPU: drafting over them, and verify steps in graphs."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from support.engines import stats as own_stats
 from support.gpu_checks import alike, check_log_probabilities
 from support.gpu_engines import (
     GRAPHS,
+    LOOKUPS,
     REFRESH,
     SCHEDULER,
-    SPECULATION,
     TURN,
     VIEW_OF_400,
     begin,
@@ -37,13 +37,17 @@ VIEW = SMALL_VIEW | {"specpv_draft_passes": 3}
 
 
 def test_the_target_drafts_over_views(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "0")
+    """On model runner V2, which vLLM chooses by itself."""
+    monkeypatch.delenv("VLLM_USE_V2_MODEL_RUNNER", raising=False)
     model = {"model": str(stories(64)), "skip_tokenizer_init": True, "enforce_eager": True}
     plain = begin({"enable_nwor": False}, speculation=None, attention_backend="FLASH_ATTN", **model)
     theirs = drive(plain, prompts(), greedy(48)).tokens
     before = Metrics().snapshot()
-    llm = begin(VIEW | {"check_contract": True}, speculation=SPECULATION, **model)
+    nwor = VIEW | {"check_contract": True}
+    llm = begin(nwor, speculation=LOOKUPS, scheduler_cls=SCHEDULER, **model)
+    assert llm.llm_engine.vllm_config.scheduler_config.async_scheduling
     ours = drive(llm, prompts(), greedy(48)).tokens
+    assert not hasattr(own_engine().runner, "input_batch"), "the V1 runner was used"
     assert own_engine().violations == []
     assert own_stats()["fallbacks"] == {}
     check_drafting(before)
@@ -92,35 +96,32 @@ def test_head_and_target_draft_in_turns(tmp_path: Path, graphs: bool, sampled: b
         assert share > 0.3  # bfloat16: another attention kernel rounds otherwise
 
 
-@pytest.mark.parametrize("runner", ["v1", "v2"])
-def test_smollm2_reads_a_book(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, runner: str) -> None:
-    """Mixed lengths; V1 drafts by n-grams and passes, V2 with the shipped head and in full graphs.
-
-    V1's requests draft different numbers of tokens: such steps are no case for vLLM's full graphs.
-    """
+@pytest.mark.parametrize("guesses", ["lookups", "head"])
+def test_smollm2_reads_a_book(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, guesses: str
+) -> None:
+    """Mixed lengths, in full graphs; guesses are looked up, or the shipped head's."""
     book = BOOK.read_text()
     texts = (f"{book[:9000]}\n\nContinue.", ASKED.format(book[9000:15000]), "Name ten animals.")
     texts = [TURN.format(text) for text in texts]
-    monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "1" if runner == "v2" else "0")
-    speculation, more = SPECULATION, {}
-    if runner == "v2":
-        speculation, more = smollm2_head(tmp_path, 12), {"scheduler_cls": SCHEDULER}
+    monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "1")
+    speculation = smollm2_head(tmp_path, 12) if guesses == "head" else LOOKUPS
     model = {"model": str(smollm2("bfloat16")), "max_model_len": 4096}
     model |= {"max_num_batched_tokens": 4096, "kv_cache_memory_bytes": 512 << 20} | GRAPHS
     stock = {"speculation": None, "attention_backend": "FLASH_ATTN"}
     before, sides = Metrics().snapshot(), []
     for nwor, options in (
         ({"enable_nwor": False}, stock),
-        (VIEW_OF_400, {"speculation": speculation} | more),
+        (VIEW_OF_400, {"speculation": speculation, "scheduler_cls": SCHEDULER}),
     ):
         llm = begin(nwor, **(model | options))
         outputs = llm.generate(texts, greedy(64, logprobs=1), use_tqdm=False)
         sides.append([output.outputs[0] for output in outputs])
         lengths = [len(side.token_ids) for side in sides[-1]]
         free = torch.cuda.mem_get_info()[0] >> 30
-        print(f"{runner}, {nwor}: {lengths} tokens, {free} GiB are free", flush=True)
+        print(f"{guesses}, {nwor}: {lengths} tokens, {free} GiB are free", flush=True)
         if nwor is VIEW_OF_400:
-            assert hasattr(own_engine().runner, "input_batch") is (runner == "v1")
+            assert not hasattr(own_engine().runner, "input_batch"), "the V1 runner was used"
             check_stop_strings(llm, texts, sides[-1])
         del llm
     check_drafting(before)
@@ -128,10 +129,10 @@ def test_smollm2_reads_a_book(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, r
     drafted = grown(before, "specpv_drafted_tokens_total")
     confirmed = grown(before, "specpv_confirmed_tokens_total")
     replays = own_engine().num_replays
-    print(f"{runner}: {confirmed} of {drafted} confirmed, {replays} steps were replayed")
+    print(f"{guesses}: {confirmed} of {drafted} confirmed, {replays} steps were replayed")
     assert confirmed > 0.5 * drafted > 0
-    assert replays > 0 or runner == "v1"
-    check_log_probabilities(*sides, runner)
+    assert replays > 0
+    check_log_probabilities(*sides, guesses)
 
 
 def check_stop_strings(llm: Any, texts: list[str], outputs: list[Any]) -> None:

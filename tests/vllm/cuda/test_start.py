@@ -14,7 +14,7 @@ from nwor_specpv.vllm.specpv.rules import SCHEDULERS
 from support.cache_write_watch import watch_cost_measurement
 from support.engines import NGRAM, check_drafting, counted, drive, greedy, own_engine
 from support.engines import stats as own_stats
-from support.gpu_engines import GRAPHS, SCHEDULER, SPECULATION, stories_on_gpu
+from support.gpu_engines import GRAPHS, LOOKUPS, SCHEDULER, stories_on_gpu
 from support.heads import story_head
 from support.metric_counts import grown
 from support.prefix_cache_blocks import PAGE, count_published_blocks, scheduler_of, watch_requests
@@ -38,30 +38,26 @@ def worker_runner(llm: Any) -> Any:
 # ---- mode `lossless`: memory and costs ----
 
 
-@pytest.mark.parametrize("kind", ["v1-eager", "v1-graphs", "v2-eager", "v2-graphs"])
+@pytest.mark.parametrize("kind", ["lookups-eager", "lookups-graphs", "head-eager", "head-graphs"])
 def test_costs_and_memory_are_there_before_the_first_request(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
-    from nwor_specpv.vllm.specpv import drafter, speculator
+    from nwor_specpv.vllm.specpv import proposals
 
-    runner, _, mode = kind.partition("-")
-    choose_runner(monkeypatch, runner)
-    module, name = (speculator, "measure_loop") if runner == "v2" else (drafter, "measure_passes")
-    before, measured = Metrics().snapshot(), watch_cost_measurement(monkeypatch, module, name)
-    options: dict[str, Any] = {"speculation": SPECULATION}
-    if runner == "v2":
-        head = story_head(tmp_path, torch.float16)
-        options = {"speculation": head, "scheduler_cls": SCHEDULER}
+    guesses, _, mode = kind.partition("-")
+    choose_runner(monkeypatch, "v2")
+    before = Metrics().snapshot()
+    measured = watch_cost_measurement(monkeypatch, proposals, "measure_loop")
+    speculation = story_head(tmp_path, torch.float16) if guesses == "head" else LOOKUPS
+    options: dict[str, Any] = {"speculation": speculation, "scheduler_cls": SCHEDULER}
     options |= GRAPHS if mode == "graphs" else {"enforce_eager": True}
     nwor = SMALL_VIEW | ({"check_contract": True} if mode == "eager" else {})
     llm = stories_on_gpu(nwor, **(HALF | options))
     runs = worker_runner(llm)
-    assert hasattr(runs, "input_batch") is (runner == "v1")
+    assert not hasattr(runs, "input_batch"), "the V1 runner was used"
 
     def state() -> tuple[Any, Any]:
         """Costs, and the memory of views."""
-        if runner == "v1":
-            return runs.drafter._costs, runs.drafter._store
         loop = runs.speculator._loop
         return runs.speculator.lengths.costs, loop.store if loop is not None else None
 

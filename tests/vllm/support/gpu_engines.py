@@ -8,7 +8,6 @@ from pathlib import Path
 
 from nwor_specpv.drafters.vllm_head import write_vllm_head
 from nwor_specpv.models import smollm2, stories
-from nwor_specpv.vllm.specpv.rules import DRAFTER
 from support.engines import start
 
 GRAPHS = {
@@ -19,7 +18,9 @@ EAGER = {"enforce_eager": True}
 STOCK = {"speculation": None, "attention_backend": "FLASH_ATTN"}
 PLAIN = {"enable_nwor": False}
 TURN = "<|im_start|>user\n{}<|im_end|>\n<|im_start|>assistant\n"
-SPECULATION = {"method": "custom_class", "model": DRAFTER, "num_speculative_tokens": 8}
+DRAFTS = 8
+# The target drafts by itself, on model runner V2.
+LOOKUPS = {"method": "ngram_gpu", "num_speculative_tokens": DRAFTS}
 SCHEDULER = "nwor_specpv.vllm.specpv.scheduler.LongContextScheduler"
 REFRESH = {
     "enable_specpv": True,
@@ -40,10 +41,6 @@ VIEW_OF_400 = {
     "specpv_draft_passes": 3,
     "strict": True,
 }
-# With as many passes as drafts every request that has a view drafts so many tokens. vLLM's runner
-# V1 replays full graphs where all requests of a step do.
-DRAFTS = SPECULATION["num_speculative_tokens"]
-ALL_PASSES = {"specpv_draft_passes": DRAFTS}
 
 
 def begin(nwor: dict, **options: object):

@@ -1,8 +1,8 @@
 """Engines on model runner V2 in a process of their own: runner_v2_process.py JOB.json RESULT.json.
 
-job: a list of runs, each with `start` (arguments of engines.start, `speculation` in it without the
-head's path), `prompts`, `params` (of SamplingParams), `arrivals`, `aborts`, `repeats` (how often
-the prompts are run), and
+job: a list of runs, each with `start` (arguments of engines.start; where its `speculation` names no
+method it is a head of made-up weights), `prompts`, `params` (of SamplingParams), `arrivals`,
+`aborts`, `repeats` (how often the prompts are run), and
     graphs    batch sizes for which drafting is recorded, see `recorded_graph.py`
     truth     texts, one for each prompt: the head guesses from them, now and then wrongly
     fault     passes of the target fail from the so many-th on
@@ -47,7 +47,8 @@ def main() -> None:
 
 def run(job: dict[str, Any], head: dict[str, Any]) -> dict[str, Any]:
     options = job["start"]
-    options["speculation"] = head | options["speculation"]
+    if "method" not in options["speculation"]:
+        options["speculation"] = head | options["speculation"]
     measured, begun = watch_start(), Metrics().snapshot()
     llm = start(options.pop("nwor"), **options)
     executor = llm.llm_engine.engine_core.engine_core.model_executor
@@ -110,7 +111,7 @@ def watch_start() -> list[bool]:
     """For each measurement of costs: whether a byte of the caches was other after it, the head's
     own included."""
     from nwor_specpv.vllm.specpv import costs
-    from nwor_specpv.vllm.specpv import speculator as module
+    from nwor_specpv.vllm.specpv import proposals as module
 
     found: list[bool] = []
 
@@ -167,7 +168,7 @@ def guess_from(runner: Any, prompts: list[list[int]], texts: list[list[int]]) ->
 
 def capture(speculator: Any, sizes: list[int]) -> None:
     """What the speculator does when vLLM has captured its own graphs."""
-    from nwor_specpv.vllm.specpv import speculator as module
+    from nwor_specpv.vllm.specpv import proposals as module
 
     for layer in speculator._engine.layers.values():
         layer.use_direct_call = True  # not through an op that is written in Python
@@ -249,7 +250,9 @@ def watch_lengths(llm: Any) -> list[tuple[int, int]]:
 def check_draws(speculator: Any, batch: Any) -> list[bool]:
     chains, found = speculator._loop.chains, []
     for b, request in enumerate(batch.idx_mapping.tolist()):
-        behind = chains.rows - 1 if chains.active[b] else 0  # the head's guesses
+        # The head's guesses were drawn, and what a lookup guesses is certain.
+        behind = chains.rows - 1 if speculator.draws_guesses else speculator.limit
+        behind = behind if chains.active[b] else 0
         count = min(int(chains.lens[b]) + behind, speculator.limit)
         places = chains.prefix[b] + torch.arange(count)
         seeds = speculator.draft_seeds[request].expand(count).contiguous()

@@ -35,6 +35,22 @@ def speculator_module() -> Any:
     return importlib.import_module("nwor_specpv.vllm.specpv.speculator")
 
 
+def proposals_module() -> Any:
+    return importlib.import_module("nwor_specpv.vllm.specpv.proposals")
+
+
+def self_module() -> Any:
+    return importlib.import_module("nwor_specpv.vllm.specpv.self_speculator")
+
+
+def repeating(length: int, again: int, rng: Any = random) -> list[int]:
+    """A text that says some of its tokens again at its end: what follows them follows again, as the
+    next token depends on the last ones alone."""
+    text = [rng.randrange(WORDS) for _ in range(6)]
+    text += continued(text, length - 6 - again)
+    return text + text[20 : 20 + again]
+
+
 def next_token(text: list[int]) -> int:
     state = 17
     for token in text[-6:]:
@@ -129,7 +145,10 @@ class World:
         return self.compute_logits(states)
 
 
-def make(world: Any, monkeypatch: pytest.MonkeyPatch, batch: int = BATCH) -> PartialViewSpeculator:
+def make(
+    world: Any, monkeypatch: pytest.MonkeyPatch, batch: int = BATCH, *, head: bool = True
+) -> Any:
+    """A speculator with the made-up head, or one that looks texts up."""
     from nwor_specpv.vllm.specpv import draft_models
 
     monkeypatch.setattr(draft_models, "set_forward_context", world.forward_context)
@@ -145,7 +164,7 @@ def make(world: Any, monkeypatch: pytest.MonkeyPatch, batch: int = BATCH) -> Par
         specpv_draft_passes=3,
         specpv_draft_lookup=ROWS - 1,
     )
-    ours = speculator_module().PartialViewSpeculator
+    ours = speculator_module().PartialViewSpeculator if head else self_module().SelfSpeculator
     spec = ours.__new__(ours)
     spec._engine = SimpleNamespace(
         settings=settings, layers={"target.0": None}, draft_failures=DraftFailures(single_rank=True)
@@ -174,7 +193,20 @@ def make(world: Any, monkeypatch: pytest.MonkeyPatch, batch: int = BATCH) -> Par
     spec.seeds = torch.arange(batch)
     spec.draft_seeds = torch.zeros_like(spec.seeds)
     spec.use_fp64_gumbel = False
+    if not head:
+        add_texts(world, spec)
     return spec
+
+
+def add_texts(world: World, spec: Any) -> None:
+    """The runner's texts, and our copy of them on the device."""
+    from nwor_specpv.vllm.specpv.texts import Texts
+
+    batch = spec.max_num_reqs
+    spec._texts = Texts(batch, MAX_LEN, LIMIT, (2, 5), spec.device)
+    gpu = torch.zeros(batch, MAX_LEN, dtype=torch.int32)
+    states = SimpleNamespace(all_token_ids=SimpleNamespace(gpu=gpu))
+    spec._engine.runner = world.runner = SimpleNamespace(req_states=states)
 
 
 def step(world: World, spec: PartialViewSpeculator, prefix: list[int], rejected: list[int]) -> Any:
@@ -184,6 +216,10 @@ def step(world: World, spec: PartialViewSpeculator, prefix: list[int], rejected:
         for p in range(length):  # the head has seen every confirmed token, shifted by one
             world.head_slots[int(table[b, p // PAGE]) * PAGE + p % PAGE] = text[p + 1]
         spec.draft_tokens[b, 0] = next_token(text)
+    if hasattr(world, "runner"):
+        for b, text in enumerate(world.texts):
+            told = world.runner.req_states.all_token_ids.gpu[b]
+            told[: len(text)] = torch.tensor(text, dtype=torch.int32)
     ends = torch.tensor([n + r for n, r in zip(prefix, rejected, strict=True)], dtype=torch.int32)
     count = len(prefix)
     return SimpleNamespace(
@@ -192,7 +228,8 @@ def step(world: World, spec: PartialViewSpeculator, prefix: list[int], rejected:
         seq_lens=ends,
         seq_lens_cpu_upper_bound=ends,
         prefill_len_np=torch.zeros(count, dtype=torch.int32).numpy(),
-        idx_mapping=torch.arange(count),
+        idx_mapping=torch.arange(count, dtype=torch.int32),
+        idx_mapping_np=torch.arange(count).numpy(),
     )
 
 

@@ -19,6 +19,10 @@ from nwor_specpv.vllm.settings import read_settings
 
 from .wrapping import replace
 
+# Methods whose heads take turns with partial passes, and the one that has no head.
+HEADS = ("eagle", "eagle3")
+WITHOUT_HEAD = "ngram_gpu"
+
 # Builds our speculator from a VllmConfig and a device.
 Factory = Callable[[Any, Any], Any]
 
@@ -84,13 +88,16 @@ def install(make_ours: Factory) -> None:
 
 
 def wanted(vllm_config: Any) -> bool:
-    """Whether this engine drafts by a head and partial passes: mode `lossless` with EAGLE."""
-    settings = read_settings(vllm_config.additional_config)
+    """Whether this engine drafts by partial passes on model runner V2: mode `lossless` with an
+    EAGLE head, or without a head."""
     speculative = vllm_config.speculative_config
-    return (
-        settings.enable_specpv
-        and settings.enable_nwor
-        and settings.specpv_mode == "lossless"
-        and speculative is not None
-        and speculative.method in ("eagle", "eagle3")
-    )
+    if speculative is None or speculative.method not in (*HEADS, WITHOUT_HEAD):
+        return False
+    settings = read_settings(vllm_config.additional_config)
+    return settings.enable_specpv and settings.enable_nwor and settings.specpv_mode == "lossless"
+
+
+def drafts_without_head(vllm_config: Any) -> bool:
+    """Whether it does so without a head."""
+    speculative = vllm_config.speculative_config
+    return speculative is not None and speculative.method == WITHOUT_HEAD and wanted(vllm_config)

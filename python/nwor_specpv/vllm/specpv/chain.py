@@ -87,9 +87,11 @@ class Chains:
         return self.said[:count].gather(1, self.accepted[:count, None].long())[:, 0]
 
     def close(self, guesses: torch.Tensor) -> None:
-        """Guesses [count, rows - 1] that follow the chains; only the full step looks at them."""
-        count = guesses.shape[0]
-        self.drafts[:count].scatter_(1, self.columns(count)[:, :-1].long(), guesses)
+        """Guesses [count, any number] that follow the chains; only the full step looks at them."""
+        count, number = guesses.shape
+        columns = self.columns(count)[:, :1] + torch.arange(number, device=guesses.device)
+        # Nobody looks at columns from `limit` on.
+        self.drafts[:count].scatter_(1, columns.clamp(max=self.drafts.shape[1] - 1), guesses)
 
     def guess(self, roots: torch.Tensor, guesses: torch.Tensor) -> None:
         """The rows of the pass to come: roots [count] and the head's guesses [count, rows - 1]."""

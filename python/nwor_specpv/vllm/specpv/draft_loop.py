@@ -22,7 +22,8 @@ from .views import ViewBatch, ViewStore
 
 
 class Head(Protocol):
-    """The trained head, whose K/V has slots of its own in the engine's cache."""
+    """What guesses: a trained head, whose K/V has slots of its own in the engine's cache, or a
+    lookup."""
 
     def go_on(self, count: int) -> torch.Tensor:
         """[count, rows - 1]: guesses after the full step's rows, which it has seen."""
@@ -32,8 +33,11 @@ class Head(Protocol):
     ) -> torch.Tensor:
         """The same after the rows of a pass, of which `chains.accepted` + 1 count.
 
-        `last`: no pass follows, the full step judges these guesses.
+        `last`: no pass follows, the full step judges these guesses. There may be more of them.
         """
+
+    def tell(self, chains: Chains, count: int) -> None:
+        """The drafts are complete: those that were not drawn can be told to the sampler."""
 
 
 class PartialTarget(Protocol):
@@ -136,6 +140,7 @@ class DraftLoop:
         count = block_table.shape[0]
         assert self._hidden is not None
         self.chains.close(self._head.take_up(self.chains, count, self._hidden, last=True))
+        self._head.tell(self.chains, count)
 
     def check(self) -> None:
         """Raises what has failed in a pass of this proposal. Replays of graphs run none of it."""

@@ -168,6 +168,9 @@ class EagleHead:
         after = accepted[:, None] + 1
         return self._draft(count, first, states[row], stretch, after, columns)
 
+    def tell(self, chains: Chains, count: int) -> None:
+        """Its guesses were drawn, and their logits are told."""
+
     def _stretch(self, count: int, start: torch.Tensor) -> Stretch:
         spec, chains = self._speculator, self._chains
         table = spec.block_tables.input_block_tables[self._group][:count]

@@ -12,6 +12,7 @@ from typing import Any
 
 from nwor_specpv.config import Settings
 from nwor_specpv.errors import NworError
+from nwor_specpv.vllm.hooks.speculators import HEADS, WITHOUT_HEAD
 from nwor_specpv.vllm.support import Refusal, is_quantized
 
 from .publishing import CapsPublished
@@ -22,13 +23,20 @@ SCHEDULERS = {
     False: "nwor_specpv.vllm.specpv.scheduler.RefreshScheduler",
     True: "nwor_specpv.vllm.specpv.scheduler.AsyncRefreshScheduler",
 }
-# In mode `lossless` with a head.
+# In mode `lossless` on model runner V2.
 LONG_CONTEXT_SCHEDULER = "nwor_specpv.vllm.specpv.scheduler.LongContextScheduler"
+# How users ask for mode `lossless` without a head: on GPUs, and on the CPU platform, whose vLLM has
+# model runner V1 alone.
+_SELF_DRAFTING = (
+    f'--speculative-config \'{{"method": "{WITHOUT_HEAD}", "num_speculative_tokens": 16}}\''
+)
+_CLASS_DRAFTING = (
+    '--speculative-config \'{"method": "custom_class", "model": '
+    f'"{DRAFTER}", "num_speculative_tokens": 16}}\''
+)
 # The longest chain vLLM's rejection sampler takes.
 MAX_DRAFTS = 128
 
-# Methods whose heads take turns with partial passes on model runner V2.
-HEADS = ("eagle", "eagle3")
 LOSSLESS, REFRESH = "lossless", "refresh"
 
 
@@ -41,10 +49,12 @@ class LongContext:
     num_drafts: int = 0
     drafts_by_batch_size: bool = False  # vLLM chooses their number from ranges of batch sizes
     runner_v2: bool = False
+    cpu: bool = False  # vLLM's CPU platform
     async_scheduling: bool = False
     prefix_caching: bool = False
     caps_published: bool | None = None  # by an asynchronous scheduler or by the other; None: nobody
     data_parallel: int = 1
+    expert_balancing: bool = False
     lora: bool = False
     multimodal: bool = False
     max_model_len: int = 0
@@ -65,10 +75,12 @@ def describe(vllm_config: Any) -> LongContext:
             speculative is not None and speculative.num_speculative_tokens_per_batch_size
         ),
         runner_v2=bool(vllm_config.use_v2_model_runner),
+        cpu=vllm_config.device_config.device_type == "cpu",
         async_scheduling=bool(vllm_config.scheduler_config.async_scheduling),
         prefix_caching=bool(vllm_config.cache_config.enable_prefix_caching),
         caps_published=scheduler.asynchronous if caps else None,
         data_parallel=vllm_config.parallel_config.data_parallel_size,
+        expert_balancing=bool(vllm_config.parallel_config.enable_eplb),
         lora=vllm_config.lora_config is not None,
         multimodal=bool(model.is_multimodal_model or model.uses_mrope),
         max_model_len=model.max_model_len,
@@ -173,25 +185,47 @@ def _published(setup: LongContext) -> Iterator[Refusal]:
 
 
 def _lossless(setup: LongContext, guesses: int, *, ours: bool) -> Iterator[Refusal]:
-    head = setup.runner_v2 and setup.drafter in HEADS
-    if not ours and not head:
+    known = setup.drafter in (*HEADS, WITHOUT_HEAD)
+    if known and not setup.runner_v2 and not setup.cpu:
+        yield Refusal(
+            f"the drafter {setup.drafter!r} needs vLLM's model runner V2 in mode 'lossless', but "
+            "vLLM has chosen V1",
+            "set VLLM_USE_V2_MODEL_RUNNER=1",
+        )
+        return
+    on_v2 = setup.runner_v2 and known
+    if not ours and not on_v2:
+        remedy = _CLASS_DRAFTING if setup.cpu else _SELF_DRAFTING
         yield Refusal(
             f"the drafter {setup.drafter!r} is not for mode 'lossless', in which the target drafts "
             "itself",
-            "use a head of method 'eagle3' on model runner V2, or --speculative-config "
-            f'\'{{"method": "custom_class", "model": "{DRAFTER}", "num_speculative_tokens": 16}}\'',
+            f"use a head of method 'eagle3' on model runner V2, or {remedy}",
         )
         return
-    if head and setup.num_drafts <= guesses:
+    if ours and not setup.cpu:
         yield Refusal(
-            f"{setup.num_drafts} speculative tokens are too few: the head alone drafts {guesses}",
+            f"the drafter {DRAFTER} is for the CPU platform alone: on GPUs it is slower than no "
+            "drafting",
+            f"use {_SELF_DRAFTING}",
+        )
+        return
+    if on_v2 and setup.num_drafts <= guesses:
+        who = "a lookup" if setup.drafter == WITHOUT_HEAD else "the head"
+        yield Refusal(
+            f"{setup.num_drafts} speculative tokens are too few: {who} alone drafts {guesses}",
             "use num_speculative_tokens 16, or a smaller specpv_draft_lookup",
         )
-    if head and setup.drafts_by_batch_size:
+    if on_v2 and setup.drafts_by_batch_size:
         yield Refusal(
-            "num_speculative_tokens_per_batch_size is not supported: steps verify the head's "
-            "drafts or a whole chain, by batch, context and costs",
+            "num_speculative_tokens_per_batch_size is not supported: steps verify a few drafts or "
+            "a whole chain, by batch, context and costs",
             f"drop it, and add --scheduler-cls {LONG_CONTEXT_SCHEDULER}",
+        )
+    if setup.drafter == WITHOUT_HEAD and setup.expert_balancing:
+        yield Refusal(
+            "expert load balancing is not supported: vLLM would register the target twice, as it "
+            "is the drafter, too",
+            "drop --enable-eplb",
         )
     if ours and setup.runner_v2:
         yield Refusal(

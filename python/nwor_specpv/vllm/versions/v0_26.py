@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import torch
+
 from .functions import VllmFunction
 
 # Read and run: see docs/vllm_validation.md.
@@ -52,8 +56,19 @@ AFTER_SAMPLING_V2 = VllmFunction(
 MAKE_SPECULATOR = VllmFunction(
     "vllm.v1.worker.gpu.spec_decode", "init_speculator", ("vllm_config", "device")
 )
+# Lists what model runner V2 does not support, and the entry for drafters by n-grams in it.
+UNSUPPORTED_BY_V2 = VllmFunction(
+    "vllm.config.vllm", "VllmConfig._get_v2_model_runner_unsupported_features", ("self",)
+)
+NGRAM_ON_V2 = "ngram/ngram_gpu speculative decoding"
 # Publishes blocks of a request to the prefix cache: a method of the cache's coordinator.
 PUBLISH_BLOCKS = ("self", "request", "num_computed_tokens")
+
+
+def texts_of(runner: Any) -> torch.Tensor:
+    """[requests, tokens] int32: the text of every request that model runner V2 knows, by index.
+    On a GPU it is host memory that the device reads."""
+    return runner.req_states.all_token_ids.gpu
 
 
 def end_of_start(worker_class: str) -> VllmFunction:

@@ -1,0 +1,165 @@
+"""Mode `lossless` on model runner V2 without a head: the target drafts for itself.
+
+    --speculative-config '{"method": "ngram_gpu", "num_speculative_tokens": 16}'
+    --scheduler-cls nwor_specpv.vllm.specpv.scheduler.LongContextScheduler
+
+Guesses come from the request's own text, by a lookup on the device. Partial passes of the target
+confirm them, and the target's own next token joins the chain with each pass, so a pass is never in
+vain. Where passes do not pay, lookups draft alone, as vLLM's `ngram_gpu` does. vLLM's next step
+verifies all drafts with full attention.
+
+vLLM fixes the number of drafts before they are made, so a lookup without a match drafts, too: the
+latest token again.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from vllm.config.compilation import CUDAGraphMode
+from vllm.v1.worker.gpu.spec_decode.autoregressive.cudagraph_utils import (
+    SpeculatorCudaGraphManager,
+)
+from vllm.v1.worker.gpu.spec_decode.speculator import DraftModelSpeculator
+
+from nwor_specpv.errors import logger
+from nwor_specpv.ops import certain_logits
+from nwor_specpv.vllm import versions
+
+from .chain import Chains
+from .ngram_head import NgramHead
+from .proposals import PassProposals
+from .target import TargetModel, own_layers
+from .texts import Texts
+
+# vLLM's own choice where users say nothing, and ours in its place.
+_VLLM_LENGTHS = (5, 5)
+_LENGTHS = (2, 5)
+_MOST_LENGTH = 16
+
+
+class SelfSpeculator(PassProposals, DraftModelSpeculator):
+    """A speculator whose only model is the target. Thread-safety: none."""
+
+    alone = "lookups draft alone"
+    draws_guesses = False
+    supports_mm_inputs = False
+
+    def __init__(self, vllm_config: Any, device: torch.device) -> None:
+        super().__init__(vllm_config, device)
+        self._begin_life(vllm_config)
+        lengths = match_lengths(self.speculative_config)
+        self._texts = Texts(self.max_num_reqs, self.max_model_len, self.limit, lengths, device)
+        self._manager: SpeculatorCudaGraphManager | None = None
+        logger.info("nwor_specpv: texts for lookups take %.1f MB", self._texts.bytes / 1e6)
+
+    def make_head(self, chains: Chains) -> NgramHead:
+        return NgramHead(self, chains, self._texts)
+
+    def graph_pool(self) -> Any:
+        assert self._manager is not None
+        return self._manager.pool
+
+    # ---- what vLLM calls ------------------------------------------------------------------------
+
+    def load_draft_model(self, target_model: Any, target_attn_layer_names: set[str]) -> Any:
+        return target_model
+
+    def load_model(self, target_model: Any) -> None:
+        super().load_model(target_model)
+        names = own_layers(self._engine.layers)
+        self._target = TargetModel(self.vllm_config, target_model, names)
+
+    def set_attn(
+        self,
+        model_state: Any,
+        kv_cache_config: Any,
+        block_tables: Any,
+        target_input_buffers: Any,
+        target_attn_groups: Any,
+    ) -> None:
+        """No layer is ours alone, so there is no backend to make."""
+        self.model_state = model_state
+        self.kv_cache_config = kv_cache_config
+        self.block_tables = block_tables
+
+    def init_cudagraph_manager(self, cudagraph_mode: CUDAGraphMode) -> None:
+        # The target's manager was made just before, for both lengths. This one tells the sizes of
+        # batches; the scheduler must not take our lengths for vLLM's own.
+        self.speculative_config.num_speculative_tokens_per_batch_size = self._dynamic
+        self._manager = SpeculatorCudaGraphManager(
+            self.vllm_config, self.device, cudagraph_mode, self.limit + 1
+        )
+        self.speculative_config.num_speculative_tokens_per_batch_size = None
+
+    def capture(self) -> None:
+        assert self._manager is not None
+        descs = self._manager._capture_descs.get(CUDAGraphMode.FULL, ())
+        self._capture_passes({desc.num_reqs for desc in descs})
+
+    @torch.inference_mode()
+    def propose(
+        self,
+        input_batch: Any,
+        attn_metadata: Any,
+        slot_mappings: Any,
+        last_hidden_states: torch.Tensor,
+        aux_hidden_states: list[torch.Tensor] | None,
+        num_sampled: torch.Tensor,
+        num_rejected: torch.Tensor,
+        last_sampled: torch.Tensor,
+        next_prefill_tokens: torch.Tensor,
+        temperature: torch.Tensor,
+        seeds: torch.Tensor,
+        num_tokens_across_dp: torch.Tensor | None = None,
+        dummy_run: bool = False,
+        skip_attn_for_dummy_run: bool = False,
+        mm_inputs: Any = None,
+        is_profile: bool = False,
+    ) -> torch.Tensor:
+        count = input_batch.num_reqs
+        if dummy_run or is_profile:
+            return self.draft_tokens[:count]
+        wanted, passes = self._decide(input_batch, num_rejected)
+        if wanted:
+            self._copy_request_inputs(count, input_batch.idx_mapping, temperature, seeds)
+            self.idx_mapping[count:].fill_(-1)  # who only fills the batch has no text
+            self._update_texts(input_batch, num_rejected)
+        if wanted and not passes:
+            self._look_up(input_batch, num_rejected)
+        passes = self._try_passes(input_batch, passes, num_sampled, num_rejected, last_sampled)
+        self._note(input_batch, passes)
+        return self.draft_tokens[:count]
+
+    # ---- texts and lookups ----------------------------------------------------------------------
+
+    def _update_texts(self, input_batch: Any, num_rejected: torch.Tensor) -> None:
+        count = input_batch.num_reqs
+        self._texts.update(
+            versions.adapter.texts_of(self._engine.runner),
+            input_batch.req_ids,
+            input_batch.idx_mapping_np.tolist(),
+            input_batch.seq_lens_cpu_upper_bound[:count].tolist(),
+            input_batch.prefill_len_np.tolist(),
+            input_batch.idx_mapping,
+            input_batch.seq_lens[:count] - num_rejected[:count],
+        )
+
+    def _look_up(self, input_batch: Any, num_rejected: torch.Tensor) -> None:
+        """Drafts by lookups alone."""
+        count, requests = input_batch.num_reqs, input_batch.idx_mapping
+        lens = input_batch.seq_lens[:count] - num_rejected[:count] + 1
+        drafts = self._texts.look_up(requests, lens, self.limit)
+        self.draft_tokens[:count] = drafts
+        if self.draft_logits is not None:
+            certain_logits(self.draft_logits, requests, torch.zeros_like(requests), drafts)
+
+
+def match_lengths(speculative_config: Any) -> tuple[int, int]:
+    """Tokens of a match, at least and at most: the user's `prompt_lookup_min` and `_max`. vLLM puts
+    5 and 5 there where users say nothing."""
+    said = speculative_config.prompt_lookup_min, speculative_config.prompt_lookup_max
+    if said == _VLLM_LENGTHS or None in said:
+        return _LENGTHS
+    return max(1, min(said[0], _MOST_LENGTH)), max(1, min(said[1], _MOST_LENGTH))
