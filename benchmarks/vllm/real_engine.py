@@ -130,6 +130,7 @@ def start(side: str, args: Namespace, cells: Sequence[Cell]) -> tuple[Any, dict[
         "dtype": str(config.model_config.dtype).removeprefix("torch."),
         "quantisation": config.model_config.quantization,
         "runner": "V2" if config.use_v2_model_runner else "V1",
+        "scheduler": str(config.scheduler_config.scheduler_cls or "vLLM's"),
         "async_scheduling": bool(config.scheduler_config.async_scheduling),
         "drafter": drafting.method if drafting is not None else None,
         "drafts": drafting.num_speculative_tokens if drafting is not None else 0,

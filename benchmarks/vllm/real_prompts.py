@@ -25,6 +25,7 @@ from typing import Any
 
 KINDS = ("continue", "question", "edit")
 LEAST_SOURCE = 4000  # characters; shorter source files are not worth an edit
+_SOURCES_AT_ONCE = 64
 
 _MARK = "{the text}"
 _NAMES = ("Arkady", "Bruno", "Cassius", "Dobry", "Emil", "Falk", "Griffin", "Hektor")
@@ -111,7 +112,7 @@ class Prompts:
         self._tokenizer = tokenizer
         self._text = self._encode(text.content)
         self._before, self._after = self._turn()
-        self._sources: dict[str, list[int]] = {}
+        self._sources: dict[int, list[int]] = {}
         self.text_tokens = len(self._text)
 
     def make(self, kind: str, requests: int, length: int) -> list[list[int]]:
@@ -144,14 +145,20 @@ class Prompts:
         """Whole files from one of them on, the last one cut."""
         sources, body = library_sources(), []
         for number in itertools.count(index):
-            source = sources[number % len(sources)]
-            if source.name not in self._sources:
-                text = f"# File: {source.name}\n{source.content}\n\n"
-                self._sources[source.name] = self._encode(text)
-            body += self._sources[source.name]
+            body += self._encoded(number % len(sources))
             if len(body) >= room:
                 break
         return body[:room]
+
+    def _encoded(self, number: int) -> list[int]:
+        """One file's tokens. Many files are encoded at once, which uses all cores."""
+        if number not in self._sources:
+            numbers = range(number, min(number + _SOURCES_AT_ONCE, len(library_sources())))
+            sources = [library_sources()[index] for index in numbers]
+            texts = [f"# File: {source.name}\n{source.content}\n\n" for source in sources]
+            encoded = self._tokenizer(texts, add_special_tokens=False)["input_ids"]
+            self._sources |= zip(numbers, encoded, strict=True)
+        return self._sources[number]
 
     def _continue(self, index: int) -> tuple[list[int], list[int]]:
         tokenizer = self._tokenizer

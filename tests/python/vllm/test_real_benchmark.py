@@ -42,6 +42,9 @@ class Letters:
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         return [*map(ord, text)]
 
+    def __call__(self, texts: list[str], add_special_tokens: bool = True) -> dict[str, Any]:
+        return {"input_ids": [self.encode(text, add_special_tokens) for text in texts]}
+
     def get_vocab(self) -> dict[str, int]:
         return {"<|im_start|>": 0}
 
@@ -245,7 +248,7 @@ def measured(job: Any, speed: float, **more: Any) -> dict[str, Any]:
 
 ENGINE = {
     "device": "a GPU", "python": "3", "torch": "2", "cuda": "13", "vllm": "0", "dtype": "bfloat16",
-    "text_tokens": 9, "quantisation": None, "runner": "V2", "async_scheduling": True,
+    "text_tokens": 9, "quantisation": None, "runner": "V2", "scheduler": "S", "async_scheduling": True,
     "drafter": None, "drafts": 0, "cudagraph_mode": "FULL", "options": {}, "start_s": 30.0,
 }  # fmt: skip
 
