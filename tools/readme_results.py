@@ -8,6 +8,7 @@ A page takes a section by its name: `<!-- NAME:begin (...) -->` and `<!-- NAME:e
 
 from __future__ import annotations
 
+import functools
 import re
 import sys
 from collections.abc import Callable, Iterator
@@ -21,6 +22,8 @@ from tables import (
     gains,
     generate,
     long_context_plot,
+    real,
+    real_plot,
     specpv,
     tree,
     vllm,
@@ -39,6 +42,10 @@ PLOTS: dict[Path, Callable[[], str]] = {
     DOCS / "attention.svg": attention.plot,
     DOCS / "coverage.svg": lambda: coverage_plot.render(load("cpu/coverage.json")),
     DOCS / "vllm_long_context.svg": lambda: long_context_plot.render(load("h200/vllm_specpv.json")),
+    **{
+        DOCS / f"vllm_{name}.svg": functools.partial(real_plot.render, data)
+        for name, data in real.results().items()
+    },
 }
 SECTIONS: dict[str, Callable[[], Iterator[str]]] = {
     "gains": gains.gains_lines,
@@ -47,6 +54,7 @@ SECTIONS: dict[str, Callable[[], Iterator[str]]] = {
     "vllm_steps": vllm.step_lines,
     "vllm_traffic": vllm.traffic_lines,
     "long_context": vllm.long_context_lines,
+    "real": real.real_lines,
     "generate_cpu": generate.cpu_lines,
     "generate_gpu": generate.gpu_lines,
     "offload": generate.offload_lines,

@@ -34,6 +34,7 @@ os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
+from engine_state import counts, origin, worker_runner
 from offline import LLAMA_8B, eagle_head, write_config
 
 DRAFTS = 4  # of the head
@@ -126,17 +127,6 @@ def report(args: argparse.Namespace, found: dict[str, list[dict[str, Any]]]) -> 
         told |= {"layers": args.layers, "settings": settings, "cells": cells, "counts": counts}
         told |= {"long_drafts": LONG_DRAFTS, "agreement": args.agreement, "passes": args.passes}
         Path(args.json).write_text(json.dumps(told, indent=2) + "\n")
-
-
-def origin() -> dict[str, str]:
-    """What is measured, by its versions."""
-    import torch
-    import vllm
-
-    from nwor_specpv import _stamp
-
-    versions = {"torch": torch.__version__, "vllm": vllm.version.__version__}
-    return {"commit": _stamp.read_stamp().revision} | versions
 
 
 def run_side(args: argparse.Namespace) -> int:
@@ -257,11 +247,6 @@ def taking_turns(path: str) -> Iterator[None]:
         yield
 
 
-def worker_runner(llm: Any) -> Any:
-    executor = llm.llm_engine.engine_core.engine_core.model_executor
-    return executor.driver_worker.worker.model_runner
-
-
 def fill_caches(llm: Any) -> None:
     """Random K/V, layer by layer, in pieces."""
     runner = worker_runner(llm)
@@ -367,23 +352,6 @@ def note(outputs: Any, lens: dict[str, int]) -> None:
             raise RuntimeError(
                 f"{output.request_id} has ended after {lens[output.request_id]} tokens"
             )
-
-
-def counts() -> dict[str, Any]:
-    """What was counted, and what went wrong in drafting: the head may have drafted alone."""
-    from nwor_specpv import Metrics
-    from nwor_specpv.vllm.registry import current_engine
-
-    found = {
-        name: value
-        for name, value in Metrics().snapshot().items()
-        if value and name.startswith(("specpv_", "nwor_staged", "nwor_committed", "nwor_fallback"))
-    }
-    engine = current_engine()
-    if engine is not None and engine.draft_failures.latest:
-        found["draft_failure"] = engine.draft_failures.latest
-        print(f"  drafting over views failed: {engine.draft_failures.latest}", flush=True)
-    return found
 
 
 if __name__ == "__main__":
