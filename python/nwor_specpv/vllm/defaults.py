@@ -12,10 +12,10 @@ from typing import Any
 
 from .specpv.rules import DRAFTER, HEADS, LONG_CONTEXT_SCHEDULER, LOSSLESS, REFRESH, SCHEDULERS
 
-# Mode `lossless` without a head, on model runner V2.
+# Mode `lossless` without a head, on a GPU.
 SELF_DRAFT = {"method": "ngram_gpu", "num_speculative_tokens": 16}
-# The same on runner V1, which is all that the CPU platform has.
-SELF_DRAFT_V1 = {"method": "custom_class", "model": DRAFTER, "num_speculative_tokens": 16}
+# The same on the CPU platform, which has model runner V1 alone.
+SELF_DRAFT_ON_CPU = {"method": "custom_class", "model": DRAFTER, "num_speculative_tokens": 16}
 # Mode `refresh`: vLLM's own lookups.
 LOOKUPS = {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 4}
 # A head's drafts and those of the passes, with the row that is no draft: 16 rows.
@@ -33,16 +33,12 @@ _SHARE_OF_USED, _SHARE_OF_LEFT = 1 / 16, 3 / 4
 _MOST_VIEWS = 4096
 
 
-def speculation(
-    mode: str, said: Mapping[str, Any], *, on_cpu: bool, runner_v2: bool | None
-) -> dict[str, Any]:
-    """Keys to add to the speculative config. `runner_v2`: what the user has said, None: nothing."""
+def speculation(mode: str, said: Mapping[str, Any], *, on_cpu: bool) -> dict[str, Any]:
+    """Keys to add to the speculative config."""
     drafter = said.get("method")
     if drafter is None and said.get("model") is None:
-        if mode == REFRESH:
-            found = LOOKUPS
-        else:
-            found = SELF_DRAFT_V1 if on_cpu or runner_v2 is False else SELF_DRAFT
+        own = SELF_DRAFT_ON_CPU if on_cpu else SELF_DRAFT
+        found = own if mode == LOSSLESS else LOOKUPS
     elif mode == LOSSLESS and drafter in HEADS:
         found = {"num_speculative_tokens": HEAD_DRAFTS}
     elif mode == LOSSLESS and (drafter in DRAFTED_ON_V2 or said.get("model") == DRAFTER):

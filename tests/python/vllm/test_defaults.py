@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 
 from nwor_specpv import NworError
@@ -15,50 +13,43 @@ GIB = 1 << 30
 TOKEN = 2 * 32 * 8 * 128 * 2  # K/V bytes at the shapes of an 8B model
 
 
+HEAD = {"method": "eagle3", "model": "head"}
+
+
 @pytest.mark.parametrize(
-    ("mode", "said", "on_cpu", "runner_v2", "added"),
+    ("mode", "said", "on_gpu", "on_cpu"),
     [
-        ("lossless", {}, False, None, defaults.SELF_DRAFT),
-        ("lossless", {}, False, True, defaults.SELF_DRAFT),
-        ("lossless", {}, False, False, defaults.SELF_DRAFT_V1),
-        ("lossless", {}, True, None, defaults.SELF_DRAFT_V1),
-        ("lossless", {"num_speculative_tokens": 8}, False, None, {"method": "ngram_gpu"}),
+        ("lossless", {}, defaults.SELF_DRAFT, defaults.SELF_DRAFT_ON_CPU),
         (
             "lossless",
             {"num_speculative_tokens": 8},
-            True,
-            None,
+            {"method": "ngram_gpu"},
             {"method": "custom_class", "model": DRAFTER},
         ),
+        ("lossless", HEAD, {"num_speculative_tokens": 15}, {"num_speculative_tokens": 15}),
+        ("lossless", HEAD | {"num_speculative_tokens": 7}, {}, {}),
         (
             "lossless",
-            {"method": "eagle3", "model": "head"},
-            False,
-            None,
-            {"num_speculative_tokens": 15},
+            {"method": "ngram_gpu"},
+            {"num_speculative_tokens": 16},
+            {"num_speculative_tokens": 16},
         ),
         (
             "lossless",
-            {"method": "eagle3", "model": "head", "num_speculative_tokens": 7},
-            False,
-            None,
-            {},
+            {"model": DRAFTER},
+            {"num_speculative_tokens": 16},
+            {"num_speculative_tokens": 16},
         ),
-        ("lossless", {"method": "ngram_gpu"}, False, None, {"num_speculative_tokens": 16}),
-        ("lossless", {"model": DRAFTER}, True, None, {"num_speculative_tokens": 16}),
-        ("lossless", {"method": "ngram"}, False, None, {}),
-        ("lossless", {"model": "a/draft-model"}, False, None, {}),
-        ("refresh", {}, False, None, defaults.LOOKUPS),
-        ("refresh", {}, True, None, defaults.LOOKUPS),
-        ("refresh", {"method": "eagle3", "model": "head"}, False, None, {}),
+        ("lossless", {"method": "ngram"}, {}, {}),
+        ("lossless", {"model": "a/draft-model"}, {}, {}),
+        ("refresh", {}, defaults.LOOKUPS, defaults.LOOKUPS),
+        ("refresh", HEAD, {}, {}),
     ],
 )
-def test_speculation(
-    mode: str, said: dict, on_cpu: bool, runner_v2: bool | None, added: dict[str, Any]
-) -> None:
-    found = defaults.speculation(mode, said, on_cpu=on_cpu, runner_v2=runner_v2)
-    assert found == added
-    assert not found.keys() & said.keys()
+def test_speculation(mode: str, said: dict, on_gpu: dict, on_cpu: dict) -> None:
+    assert defaults.speculation(mode, said, on_cpu=False) == on_gpu
+    assert defaults.speculation(mode, said, on_cpu=True) == on_cpu
+    assert not (on_gpu | on_cpu).keys() & said.keys()
 
 
 @pytest.mark.parametrize(

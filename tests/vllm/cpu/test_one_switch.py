@@ -190,8 +190,8 @@ def test_runner_v2_is_chosen_for_models_with_experts(
     assert "model runner V2" in lines(caplog)[-1]
     monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "0")
     config = make()
-    assert not config.use_v2_model_runner
-    assert config.speculative_config.method == "custom_class"
+    assert not config.use_v2_model_runner, "the user has said so; the engine will be refused"
+    assert config.scheduler_config.scheduler_cls is None
     assert "runner" not in lines(caplog)[-1]
 
 

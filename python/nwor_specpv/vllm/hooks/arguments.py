@@ -77,9 +77,7 @@ def _speculation(arguments: Any, settings: Settings) -> dict[str, Any]:
     said |= {key: value for key, value in flags.items() if value is not None}
     if said.get("num_speculative_tokens_per_batch_size"):  # then vLLM takes their number from there
         said.setdefault("num_speculative_tokens", 0)
-    return defaults.speculation(
-        settings.specpv_mode, said, on_cpu=platform() == "cpu", runner_v2=_runner_said()
-    )
+    return defaults.speculation(settings.specpv_mode, said, on_cpu=platform() == "cpu")
 
 
 def _make_speculation(original: Method) -> Method:
