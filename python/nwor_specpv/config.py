@@ -116,9 +116,8 @@ class Settings:
         high=128,
     )
     specpv_max_requests: int = _key(
-        8,
-        "vLLM: requests at once that have views; summaries take memory for each",
-        low=1,
+        0,
+        "vLLM: requests at once that have views; 0: all, as far as memory allows",
         high=4096,
     )
 

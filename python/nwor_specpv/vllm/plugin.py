@@ -1,8 +1,9 @@
 """The entry point: vLLM calls `register` in every process, possibly more than once.
 
-It names our backends and returns; what can be refused is judged when an engine is built, where its
-configuration is known. On CUDA users choose us (`--attention-backend CUSTOM`); the CPU platform has
-one backend whatever is asked, so there ours stands in its place.
+It names our backends, has `enable_specpv` fill in what users leave open (`hooks.arguments`), and
+returns; what can be refused is judged when an engine is built, where its configuration is known. On
+CUDA users choose us (`--attention-backend CUSTOM`); the CPU platform has one backend whatever is
+asked, so there ours stands in its place.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from typing import Any
 from nwor_specpv.errors import NworError, logger
 
 from . import versions
-from .hooks import runner_choice, speculators
+from .hooks import arguments, runner_choice, speculators
 from .settings import read_settings
 
 CUDA_BACKEND = "nwor_specpv.vllm.backend.cuda.NworFlashBackend"
@@ -38,6 +39,9 @@ def register() -> None:
     problem = runner_choice.install()
     if problem is not None:  # vLLM takes its runner V1, which the rules of mode `lossless` refuse
         logger.warning("nwor_specpv: %s", problem)
+    problem = arguments.install()
+    if problem is not None:
+        logger.warning("nwor_specpv: enable_specpv sets nothing that was left open: %s", problem)
     register_backend(AttentionBackendEnum.CUSTOM, CUDA_BACKEND)
     if current_platform.is_cpu():
         register_backend(AttentionBackendEnum.CPU_ATTN, CPU_BACKEND)

@@ -365,7 +365,8 @@ def test_a_row_too_many_is_found() -> None:
 def fake_settings(**keys: Any) -> Any:
     from nwor_specpv.config import load_config
 
-    return load_config({"enable_specpv": True, "specpv_mode": "lossless"} | keys)
+    views = {"specpv_max_requests": 8}
+    return load_config({"enable_specpv": True, "specpv_mode": "lossless"} | views | keys)
 
 
 def test_lengths_follow_batch_times_context_without_costs() -> None:

@@ -116,7 +116,7 @@ def test_views_that_cover_the_context_give_the_tokens_of_plain_vllm(
 def test_what_is_refused() -> None:
     both = r"published to other requests.*scheduler\.RefreshScheduler.*--no-enable-prefix-caching"
     with pytest.raises(NworError, match=both):
-        start(VIEW, enable_prefix_caching=True)
+        begin(scheduler_cls="vllm.v1.core.sched.scheduler.Scheduler")
     with pytest.raises(NworError, match=r"for synchronous.*scheduler\.RefreshScheduler"):
         begin(scheduler_cls=SCHEDULERS[True])
 

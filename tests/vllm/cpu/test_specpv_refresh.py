@@ -209,6 +209,7 @@ def test_steps_stay_full_where_views_cannot_be_made(
     check_books()
 
 
-def test_prefix_caching_is_refused() -> None:
+def test_prefix_caching_is_refused_with_vllms_own_scheduler() -> None:
+    theirs = "vllm.v1.core.sched.scheduler.Scheduler"
     with pytest.raises(NworError, match=r"prefix caching.*--no-enable-prefix-caching"):
-        start(VIEW, enable_prefix_caching=True)
+        start(VIEW, enable_prefix_caching=True, scheduler_cls=theirs)

@@ -14,6 +14,22 @@ SUPPORTED = ("0.26.0",)
 # How a cache is laid out: a name of nwor_specpv.LAYOUTS.
 CACHE_LAYOUT = "packed"
 
+ARGUMENTS = "vllm.engine.arg_utils"
+CONFIG = "vllm.config.vllm"
+# Makes an engine's configuration of its arguments, and within it that of speculation.
+MAKE_CONFIG = VllmFunction(
+    ARGUMENTS, "EngineArgs.create_engine_config", ("self", "usage_context", "headless")
+)
+MAKE_SPECULATION = VllmFunction(
+    ARGUMENTS,
+    "EngineArgs.create_speculative_config",
+    ("self", "target_model_config", "target_parallel_config"),
+)
+# Chooses the rows of CUDA graphs.
+CHOOSE_GRAPHS = VllmFunction(CONFIG, "VllmConfig._set_cudagraph_sizes", ("self",))
+# Says whether model runner V2 is the one for this model, unless the user has chosen.
+PREFERS_RUNNER_V2 = VllmFunction(CONFIG, "VllmConfig._is_default_v2_model_runner_model", ("self",))
+
 RUNNER_V1 = "vllm.v1.worker.gpu_model_runner"
 RUNNER_V2 = "vllm.v1.worker.gpu.model_runner"
 

@@ -1,0 +1,239 @@
+"""Where vLLM's arguments become an engine's configuration: `enable_specpv` fills in the rest.
+
+Four methods are replaced, each after a check of its signature:
+
+* `MAKE_SPECULATION` gets the keys of the speculative config that were left open;
+* `CHOOSE_GRAPHS` captures graphs for more rows, which drafts make of a batch;
+* `PREFERS_RUNNER_V2` says yes where our speculator is to draft;
+* `MAKE_CONFIG` sets the scheduler class and the number of views, which need the configuration as
+  vLLM has resolved it, and logs one line with everything that was set.
+
+What is set follows from `nwor_specpv.vllm.defaults`. Without `enable_specpv` nothing changes.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from nwor_specpv.config import Settings
+from nwor_specpv.errors import NworError, logger
+from nwor_specpv.vllm import defaults, versions
+from nwor_specpv.vllm.settings import KEY, asked_settings
+from nwor_specpv.vllm.specpv.rules import LOSSLESS, REFRESH
+
+from .wrapping import replace
+
+Method = Callable[..., Any]
+
+# The largest graph that vLLM captures unless told otherwise.
+_STOCK_GRAPH_ROWS = 512
+
+
+def install() -> str | None:
+    """Replaces the methods, once; the problem, if one is not as expected."""
+    vllm = versions.adapter
+    return (
+        replace(vllm.MAKE_SPECULATION, _make_speculation)
+        or replace(vllm.CHOOSE_GRAPHS, _choose_graphs)
+        or replace(vllm.PREFERS_RUNNER_V2, _prefer_runner_v2)
+        or replace(vllm.MAKE_CONFIG, _make_config)
+    )
+
+
+def platform() -> str:
+    """`cuda`, `cpu`, or nothing where long contexts do not run."""
+    from vllm.platforms import current_platform
+
+    if current_platform.is_cuda():
+        return "cuda"
+    return "cpu" if current_platform.is_cpu() else ""
+
+
+def _asked(additional_config: Any, model: Any) -> Settings | None:
+    """The settings, if they ask for long contexts and this engine could have them."""
+    settings = asked_settings(additional_config)
+    fits = settings.enable_nwor and settings.specpv_mode in (LOSSLESS, REFRESH)
+    if not settings.enable_specpv or not fits or not platform():
+        return None
+    return settings if model is None or model.runner_type == "generate" else None
+
+
+def _runner_said() -> bool | None:
+    from vllm import envs
+
+    return envs.VLLM_USE_V2_MODEL_RUNNER
+
+
+def _speculation(arguments: Any, settings: Settings) -> dict[str, Any]:
+    """Keys of the speculative config that these EngineArgs leave open."""
+    said = {key.replace("-", "_"): v for key, v in (arguments.speculative_config or {}).items()}
+    flags = {
+        "method": arguments.spec_method,
+        "model": arguments.spec_model,
+        "num_speculative_tokens": arguments.spec_tokens,
+    }
+    said |= {key: value for key, value in flags.items() if value is not None}
+    if said.get("num_speculative_tokens_per_batch_size"):  # then vLLM takes their number from there
+        said.setdefault("num_speculative_tokens", 0)
+    return defaults.speculation(settings.specpv_mode, said, on_cpu=platform() == "cpu")
+
+
+def _make_speculation(original: Method) -> Method:
+    def create_speculative_config(
+        self: Any, target_model_config: Any, target_parallel_config: Any
+    ) -> Any:
+        settings = _asked(self.additional_config, target_model_config)
+        added = _speculation(self, settings) if settings is not None else {}
+        said = self.speculative_config
+        if added:
+            self.speculative_config = dict(said or {}) | added
+        try:
+            return original(self, target_model_config, target_parallel_config)
+        finally:
+            if added:
+                self.speculative_config = said  # the arguments may be used again
+
+    return create_speculative_config
+
+
+def _choose_graphs(original: Method) -> Method:
+    def _set_cudagraph_sizes(self: Any) -> None:
+        graphs, scheduling = self.compilation_config, self.scheduler_config
+        said = graphs.cudagraph_capture_sizes is not None
+        said = said or graphs.max_cudagraph_capture_size is not None
+        original(self)
+        settings = _asked(self.additional_config, self.model_config)
+        if said or settings is None or settings.specpv_mode != LOSSLESS:
+            return
+        if not graphs.cudagraph_capture_sizes or self.speculative_config is None:
+            return
+        more = defaults.graph_rows(
+            scheduling.max_num_seqs,
+            1 + self.num_speculative_tokens,
+            graphs.max_cudagraph_capture_size,
+            scheduling.max_num_batched_tokens,
+        )
+        if more:
+            graphs.cudagraph_capture_sizes = graphs.cudagraph_capture_sizes + more
+            graphs.max_cudagraph_capture_size = None
+            original(self)
+
+    return _set_cudagraph_sizes
+
+
+def _prefer_runner_v2(original: Method) -> Method:
+    def _is_default_v2_model_runner_model(self: Any) -> bool:
+        return original(self) or _drafts_on_v2(self)
+
+    return _is_default_v2_model_runner_model
+
+
+def _drafts_on_v2(vllm_config: Any) -> bool:
+    """Whether our speculator is to draft."""
+    speculative = vllm_config.speculative_config
+    if speculative is None or speculative.method not in defaults.DRAFTED_ON_V2:
+        return False
+    settings = _asked(vllm_config.additional_config, vllm_config.model_config)
+    return settings is not None and settings.specpv_mode == LOSSLESS and platform() == "cuda"
+
+
+def _make_config(original: Method) -> Method:
+    def create_engine_config(self: Any, usage_context: Any = None, headless: bool = False) -> Any:
+        asked_settings(self.additional_config)  # a wrong key is refused before a model is read
+        config = original(self, usage_context, headless)
+        settings = _asked(self.additional_config, config.model_config)
+        if settings is not None:
+            filled = _fill(self, config, settings)
+            if filled:
+                logger.info("%s", defaults.line(filled))
+        return config
+
+    return create_engine_config
+
+
+def _fill(arguments: Any, config: Any, settings: Settings) -> list[str]:
+    """Sets what needs the finished configuration; says everything that was left open and is set."""
+    filled = []
+    added = _speculation(arguments, settings)
+    if added:
+        filled.append(f"speculative config {json.dumps(added)}")
+    if _runner_said() is None and config.use_v2_model_runner and _needed_a_push(config):
+        filled.append("model runner V2")
+    if arguments.scheduler_cls is None and _choose_scheduler(config, settings):
+        filled.append(f"scheduler class {config.scheduler_config.scheduler_cls}")
+    rows = config.compilation_config.max_cudagraph_capture_size or 0
+    if rows > _STOCK_GRAPH_ROWS and not _said_graphs(arguments):
+        filled.append(f"CUDA graphs up to {rows} rows")
+    if settings.specpv_max_requests == 0 and _choose_views(config, settings):
+        number = config.additional_config[KEY]["specpv_max_requests"]
+        filled.append(f"specpv_max_requests {number}, by memory and --max-num-seqs")
+    return filled
+
+
+def _needed_a_push(config: Any) -> bool:
+    """Whether vLLM would have taken model runner V1."""
+    chosen = type(config)._is_default_v2_model_runner_model
+    return not chosen.__wrapped__(config)
+
+
+def _said_graphs(arguments: Any) -> bool:
+    graphs = arguments.compilation_config
+    values = (
+        arguments.cudagraph_capture_sizes,
+        arguments.max_cudagraph_capture_size,
+        graphs.cudagraph_capture_sizes,
+        graphs.max_cudagraph_capture_size,
+    )
+    return any(value is not None for value in values)
+
+
+def _choose_scheduler(config: Any, settings: Settings) -> bool:
+    speculative = config.speculative_config
+    chosen = defaults.scheduler(
+        settings.specpv_mode,
+        speculative.method if speculative is not None else "",
+        runner_v2=platform() == "cuda" and config.use_v2_model_runner,
+        asynchronous=bool(config.scheduler_config.async_scheduling),
+        prefix_caching=bool(config.cache_config.enable_prefix_caching),
+    )
+    if chosen is not None:
+        config.scheduler_config.scheduler_cls = chosen
+    return chosen is not None
+
+
+def _device_memory() -> int:
+    """Bytes; 0 on a host without the device, such as a driver of Ray."""
+    from vllm.platforms import current_platform
+
+    try:
+        return int(current_platform.get_device_total_memory())
+    except Exception:
+        return 0
+
+
+def _choose_views(config: Any, settings: Settings) -> bool:
+    additional, model = config.additional_config, config.model_config
+    memory = _device_memory()
+    if not memory or not isinstance(additional, Mapping):
+        return False
+    try:
+        budget = settings.specpv().budget(1)
+    except NworError:
+        return False  # refused when the engine is built, with everything else
+    parallel = config.parallel_config
+    per_token = model.get_num_layers(parallel) * model.get_num_kv_heads(parallel)
+    per_token *= model.get_head_size() * model.dtype.itemsize * 2  # K and V
+    blocks = model.max_model_len // budget.block_size if budget.retrieval_blocks else 0
+    rows = 1 + config.num_speculative_tokens + settings.specpv_draft_lookup
+    number = defaults.num_views(
+        config.scheduler_config.max_num_seqs,
+        summary_bytes=blocks * per_token,  # the largest and smallest key of a block
+        tail_bytes=rows * per_token,
+        memory=memory,
+        utilization=config.cache_config.gpu_memory_utilization,
+    )
+    ours = dict(additional.get(KEY) or {}) | {"specpv_max_requests": number}
+    config.additional_config = dict(additional) | {KEY: ours}
+    return True
