@@ -13,6 +13,9 @@ from typing import Any
 # Caches that are not quantized, as vLLM names them.
 _PLAIN_CACHES = ("auto", "float16", "bfloat16", "float32", "half", "float")
 
+# Quantised caches that we commit to and attend to.
+FLOAT8 = ("fp8", "fp8_e4m3")
+
 
 def is_quantized(kv_cache_dtype: str) -> bool:
     """Whether a cache that vLLM names so is quantised."""

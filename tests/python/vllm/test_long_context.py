@@ -170,7 +170,12 @@ def test_a_good_set_up_is_let_in() -> None:
         (LOSSLESS, {"data_parallel": 2}, "data parallelism of 2", "--data-parallel-size 1"),
         (LOSSLESS, {"lora": True}, "LoRA", "--enable-lora"),
         (LOSSLESS, {"multimodal": True}, "multimodal", "without enable_specpv"),
-        (LOSSLESS, {"cache_dtype": "fp8"}, "a KV cache of fp8", "--kv-cache-dtype auto"),
+        (
+            LOSSLESS,
+            {"cache_dtype": "fp8_e5m2"},
+            "a KV cache of fp8_e5m2",
+            "--kv-cache-dtype fp8 or auto",
+        ),
         (LOSSLESS, {"num_drafts": 200}, "200 speculative tokens", "128 or fewer"),
         (
             LOSSLESS,

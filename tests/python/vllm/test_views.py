@@ -48,26 +48,42 @@ def config(**keys: Any) -> SpecPVConfig:
 
 
 class PagedRequests:
-    """Packed caches as vLLM has them, and requests with shuffled pages."""
+    """Packed caches as vLLM has them, and requests with shuffled pages.
 
-    def __init__(self, requests: int, tokens: int) -> None:
+    `scales`: of K and V, whose caches are float8 then; vLLM calls their codes bytes.
+    """
+
+    def __init__(
+        self, requests: int, tokens: int, scales: tuple[float, float] | None = None
+    ) -> None:
         pages = -(-tokens // PAGE)
         assert versions.adapter.CACHE_LAYOUT in LAYOUTS
         self.caches = [
             torch.randn(requests * pages + 1, HEADS, PAGE, 2 * DIM) for _ in range(LAYERS)
         ]
-        self.key_caches = [key_value_of(cache)[0] for cache in self.caches]
+        self.layer = SimpleNamespace()
+        self.scales = (1.0, 1.0)
+        held = self.caches
+        if scales is not None:
+            self.scales = scales
+            named = zip(("_k_scale", "_v_scale", "_q_scale"), (*scales, 2.0), strict=True)
+            self.layer = SimpleNamespace(**{name: torch.tensor(x) for name, x in named})
+            held = [cache.to(torch.float8_e4m3fn) for cache in self.caches]
+            self.caches = [cache.view(torch.uint8) for cache in held]
+        self.key_caches, self._value_caches = zip(*map(key_value_of, held), strict=True)
         order = torch.randperm(requests * pages).int() + 1
         self.table = order.view(requests, pages).contiguous()
 
     def keys(self, layer: int, request: int, length: int) -> torch.Tensor:
         """[tokens, heads, channels] in token order."""
-        pages = self.key_caches[layer][self.table[request].long()]
-        return pages.flatten(0, 1)[:length]
+        return self._read(self.key_caches[layer], request, length) * self.scales[0]
 
     def values(self, layer: int, request: int, length: int) -> torch.Tensor:
-        values = key_value_of(self.caches[layer])[1]
-        return values[self.table[request].long()].flatten(0, 1)[:length]
+        return self._read(self._value_caches[layer], request, length) * self.scales[1]
+
+    def _read(self, cache: torch.Tensor, request: int, length: int) -> torch.Tensor:
+        pages = cache.contiguous().view(cache.dtype).float()[self.table[request].long()]
+        return pages.flatten(0, 1)[:length]
 
     def store(self, max_requests: int, **keys: Any) -> ViewStore:
         return ViewStore(
@@ -77,6 +93,8 @@ class PagedRequests:
             max_batch=8,
             max_tokens=self.table.shape[1] * PAGE,
             max_rows=9,
+            key_scales=[self.layer._k_scale] * LAYERS if self.scales != (1.0, 1.0) else (),
+            dtype=torch.float32,
         )
 
 
@@ -198,10 +216,14 @@ def dense(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> torc
     return torch.einsum("ht,thd->hd", weights, values)
 
 
-def test_passes_see_view_tail_and_one_another_and_write_the_tail_alone() -> None:
-    engine = PagedRequests(requests=2, tokens=160)
+@pytest.mark.parametrize("scales", [None, (0.5, 0.25)], ids=["float32", "float8"])
+def test_passes_see_view_tail_and_one_another_and_write_the_tail_alone(
+    scales: tuple[float, float] | None,
+) -> None:
+    engine = PagedRequests(requests=2, tokens=160, scales=scales)
     held = [cache.clone() for cache in engine.caches]
-    store, tail = engine.store(max_requests=2), Tail(engine.key_caches, 8, 20)
+    store = engine.store(max_requests=2)
+    tail = Tail(engine.key_caches, 8, 20, torch.float32)
     lens = [101, 77]
     rows = ints([store.open(), store.open()])
     store.begin(ViewBatch(engine.table, rows, ints(lens), ints([1, 1])))
@@ -235,8 +257,12 @@ def test_passes_see_view_tail_and_one_another_and_write_the_tail_alone() -> None
             key, value = torch.randn(2, 2 * num_rows, HEADS, DIM)
             output = torch.full((2 * num_rows + 3, QUERY_HEADS, DIM), torch.nan)
             impl = SimpleNamespace(scale=DIM**-0.5, logits_soft_cap=0.0)
-            where = SimpleNamespace(layer_name=name)
-            passed.attend(impl, where, query, key, value, engine.caches[layer], output)
+            where = SimpleNamespace(layer_name=name, **vars(engine.layer))
+            given = query
+            if scales is not None:  # vLLM quantises queries, too
+                given = (query / where._q_scale).to(torch.float8_e4m3fn)
+                query = given.float() * where._q_scale
+            passed.attend(impl, where, given, key, value, engine.caches[layer], output)
             for b in range(2):
                 for head in range(HEADS):
                     if number == 0:

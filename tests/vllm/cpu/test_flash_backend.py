@@ -219,6 +219,32 @@ def test_a_float8_cache_is_staged_and_quantised_by_the_commit() -> None:
     check_caches(staged, direct, stats["rejected_tokens"])
 
 
+@pytest.mark.parametrize("mode", ["lossless", "refresh"])
+def test_views_of_a_float8_cache(mode: str) -> None:
+    """Passes, summaries and tails over codes. Tokens depend on what was drafted, by rounding: the
+    verify step reads drafts before they are quantised."""
+    model = {"model": str(stories(64)), "skip_tokenizer_init": True, "kv_cache_dtype": "fp8"}
+    speculation = {"method": "custom_class", "model": DRAFTER, "num_speculative_tokens": 8}
+    before, refresh = Metrics().snapshot(), mode == "refresh"
+    views = SMALL_VIEW | {"specpv_mode": mode, "specpv_draft_passes": 0 if refresh else 3}
+    with flash_attention(plugin.CUDA_BACKEND):
+        llm = start(
+            views,
+            speculation=NGRAM if refresh else speculation,
+            enable_prefix_caching=False,
+            **model,
+        )
+        drive(llm, prompts(), greedy(32), arrivals=[0, 0, 3, 3, 9, 12])
+        check_books()
+        assert {layer.kv_cache.dtype for layer in own_engine().layers.values()} == {torch.uint8}
+    if refresh:
+        assert grown(before, "specpv_partial_steps_total") > 0
+        return
+    check_drafting(before)
+    drafted = grown(before, "specpv_drafted_tokens_total")
+    assert 0.5 * drafted < grown(before, "specpv_confirmed_tokens_total") <= drafted
+
+
 def test_layers_that_are_not_quantised_have_plans_of_their_own() -> None:
     """FlashAttention-3 cuts its work by the size of a number."""
     model = {"model": str(stories(64)), "skip_tokenizer_init": True}
@@ -231,14 +257,17 @@ def test_layers_that_are_not_quantised_have_plans_of_their_own() -> None:
 
 def test_scales_of_quantised_queries_may_be_those_of_kv_heads() -> None:
     with flash_attention(plugin.CUDA_BACKEND):
-        from nwor_specpv.vllm.backend.flash_layer import plain_rows
+        from nwor_specpv.vllm.backend.caches import plain_query
 
     codes = torch.randn(3, 4, 8).to(torch.float8_e4m3fn)
     values = codes.float()
-    assert torch.equal(plain_rows(codes, torch.tensor(2.0), torch.float32), 2 * values)
-    by_head = torch.tensor([2.0, 0.5])
+
+    def layer(scale: object) -> SimpleNamespace:
+        return SimpleNamespace(_q_scale=torch.tensor(scale))
+
+    assert torch.equal(plain_query(layer(2.0), codes, torch.float32), 2 * values)
     wanted = values * torch.tensor([2.0, 2.0, 0.5, 0.5])[:, None]
-    assert torch.equal(plain_rows(codes, by_head, torch.float32), wanted)
+    assert torch.equal(plain_query(layer([2.0, 0.5]), codes, torch.float32), wanted)
 
 
 def test_the_target_drafts_over_views() -> None:

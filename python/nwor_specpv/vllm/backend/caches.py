@@ -26,6 +26,26 @@ def views_of(
     return codes, (layer._k_scale, layer._v_scale)
 
 
+def scaled_caches(
+    layer: Any, cache: torch.Tensor
+) -> tuple[tuple[torch.Tensor, torch.Tensor], dict[str, torch.Tensor]]:
+    """K and V of a layer's cache, and the scales that attention needs beside quantised ones."""
+    if cache.dtype != torch.uint8:
+        return key_value_of(cache), {}
+    codes = key_value_of(cache.view(torch.float8_e4m3fn))
+    return codes, {"k_scale": layer._k_scale, "v_scale": layer._v_scale}
+
+
+def plain_query(layer: Any, query: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Queries [T, H, D] of a layer as numbers: vLLM quantises them beside a quantised cache."""
+    if query.dtype == dtype:
+        return query
+    scale = layer._q_scale
+    if scale.numel() > 1:  # one of each KV head
+        scale = scale.repeat_interleave(query.shape[1] // scale.numel())[:, None]
+    return query.to(dtype).mul_(scale)
+
+
 def write_direct(
     caches: tuple[torch.Tensor, torch.Tensor],
     key: torch.Tensor,

@@ -25,7 +25,7 @@ from nwor_specpv.vllm.engine import StepSeen
 from nwor_specpv.vllm.registry import find_engine
 from nwor_specpv.vllm.specpv.refresh import RefreshStep
 
-from .caches import key_value_of
+from .caches import views_of
 from .flash_head import head_window
 from .flash_metadata import NworFlashMetadata, VerifyPart
 from .layer import engine_of_layer, own_layers
@@ -196,10 +196,11 @@ class NworFlashMetadataBuilder(FlashAttentionMetadataBuilder):
 
     def _plan(self, part: VerifyPart, *, capture: bool) -> None:
         """Plans the step's work once for all layers, in the buffer of its shape."""
-        key_cache, _ = key_value_of(self._layer.kv_cache)
+        (key_cache, _), _ = views_of(self._layer)
         impl = self._layer.impl
         # Planning looks at sizes only.
-        query = key_cache.new_empty(1, 1, impl.head_size)
+        dtype = self.vllm_config.model_config.dtype
+        query = key_cache.new_empty(1, 1, impl.head_size, dtype=dtype)
         query = query.expand(part.num_rows, impl.num_heads, impl.head_size)
         where = (query, key_cache, part.block_table, part.prefix_lens, part.query_start)
         view = part.refresh.view(self._own[0]) if part.refresh is not None else None

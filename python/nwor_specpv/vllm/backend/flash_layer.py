@@ -19,16 +19,14 @@ from nwor_specpv import _C, PartialView, verify_attention
 from nwor_specpv.errors import NworError
 from nwor_specpv.vllm.engine import engine_of
 from nwor_specpv.vllm.specpv.partial_pass import PartialPass
-from nwor_specpv.vllm.support import is_quantized
+from nwor_specpv.vllm.support import FLOAT8, is_quantized
 
-from .caches import key_value_of
+from .caches import key_value_of, plain_query, scaled_caches
 from .flash_metadata import NworFlashMetadata, VerifyPart
 from .layer import TargetLayer
 
 # Values of `attention_route` that leave prefixes to FlashAttention-3.
 FLASH_ROUTES = ("", "auto", "flash_attn_3")
-# Quantised caches that we commit to, as vLLM names them.
-FLOAT8 = ("fp8", "fp8_e4m3")
 # Head sizes that our own attention has kernels for on CUDA.
 KERNEL_HEAD_SIZES = (64, 80, 96, 128, 192, 256)
 
@@ -40,7 +38,12 @@ class NworFlashImpl(TargetLayer, FlashAttentionImpl):
 
     @classmethod
     def takes_quantized(cls, arguments: Mapping[str, Any]) -> bool:
-        return arguments["kv_cache_dtype"] in FLOAT8 and not cls._needs_ours(arguments)
+        return (
+            arguments["kv_cache_dtype"] in FLOAT8
+            and arguments["sliding_window"] is None
+            and get_flash_attn_version(head_size=arguments["head_size"]) == 3
+            and engine_of(get_current_vllm_config()).settings.attention_route in FLASH_ROUTES
+        )
 
     @classmethod
     def device_problem(cls, arguments: Mapping[str, Any]) -> str | None:
@@ -109,11 +112,11 @@ class NworFlashImpl(TargetLayer, FlashAttentionImpl):
                 f"nwor_specpv: {layer.layer_name} has a quantised output; serve this model with "
                 '"enable_nwor": false'
             )
-        name, n = layer.layer_name, part.num_rows
+        n = part.num_rows
         if self.flash_prefix:
             self._merge_rows(layer, query[:n], key[:n], value[:n], kv_cache, part, output[:n])
         else:
-            self._attend(name, query[:n], key[:n], value[:n], kv_cache, part, output[:n])
+            self._attend(layer, query[:n], key[:n], value[:n], kv_cache, part, output[:n])
         if attn_metadata.rest is not None:
             behind = (tensor[n:] for tensor in (query, key, value))
             super().forward(layer, *behind, kv_cache, attn_metadata.rest, output[n:])
@@ -121,7 +124,7 @@ class NworFlashImpl(TargetLayer, FlashAttentionImpl):
 
     def _attend(
         self,
-        name: str,
+        layer: Any,
         query: torch.Tensor,
         key: torch.Tensor,
         value: torch.Tensor,
@@ -130,7 +133,8 @@ class NworFlashImpl(TargetLayer, FlashAttentionImpl):
         output: torch.Tensor,
     ) -> None:
         """Our attention for all of it."""
-        caches = key_value_of(kv_cache)
+        caches, scales = scaled_caches(layer, kv_cache)
+        query = plain_query(layer, query, output.dtype)
         refresh, plan = part.refresh, part.plan
 
         def attend(view: PartialView | None, out: torch.Tensor | None = None) -> torch.Tensor:
@@ -151,8 +155,10 @@ class NworFlashImpl(TargetLayer, FlashAttentionImpl):
                 max_rows=part.max_rows,
                 plan=plan if out is not None else None,  # made for the step's own views
                 route=self._route,
+                **scales,
             )
 
+        name = layer.layer_name
         attend(None if refresh is None else refresh.view(name), output)
         if refresh is not None:
             refresh.after(name, attend, query, output)
@@ -171,7 +177,7 @@ class NworFlashImpl(TargetLayer, FlashAttentionImpl):
 
         Queries of a quantised cache are quantised, too; K and V of the rows in flight are not yet.
         """
-        prefix, plain_query, descale = part.prefix, query, {}
+        prefix, descale = part.prefix, {}
         assert prefix is not None
         if self._quantized:
             kv_cache = kv_cache.view(torch.float8_e4m3fn)
@@ -180,7 +186,6 @@ class NworFlashImpl(TargetLayer, FlashAttentionImpl):
             descale["v_descale"] = layer._v_scale.expand(shape)
             if query.dtype != output.dtype:
                 descale["q_descale"] = layer._q_scale.expand(shape)
-                plain_query = plain_rows(query, layer._q_scale, output.dtype)
         key_cache, value_cache = key_value_of(kv_cache)
         _, lse = flash_attn_varlen_func(
             q=query,
@@ -204,7 +209,7 @@ class NworFlashImpl(TargetLayer, FlashAttentionImpl):
         _C.merge_and_write_rows(
             self.engine.interceptor,
             layer.layer_name,
-            plain_query,
+            plain_query(layer, query, output.dtype),
             key,
             value,
             output,
@@ -215,10 +220,3 @@ class NworFlashImpl(TargetLayer, FlashAttentionImpl):
             softcap=self.logits_soft_cap,
             rows_per_request=part.max_rows if part.uniform else 0,
         )
-
-
-def plain_rows(codes: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Quantised queries [T, H, D] as numbers; `scale` is one, or one of each KV head."""
-    if scale.numel() > 1:
-        scale = scale.repeat_interleave(codes.shape[1] // scale.numel())[:, None]
-    return codes.to(dtype).mul_(scale)

@@ -266,8 +266,10 @@ class PartialViewDrafter:
             max_batch=batch,
             max_tokens=self._max_len,
             max_rows=1 + self._limit,
+            key_scales=self._target.key_scales(),
+            dtype=self._target.dtype,
         )
-        tail = Tail(caches, batch, self._limit + 1 + self._inner)
+        tail = Tail(caches, batch, self._limit + 1 + self._inner, self._target.dtype)
         self._store, self._tail = store, tail
         taken = (store.bytes + tail.bytes) / 1e6
         logger.info("nwor_specpv: views of %d requests take %.1f MB", batch, taken)

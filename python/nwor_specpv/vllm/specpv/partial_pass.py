@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from nwor_specpv import merge_rows, verify_attention, verify_plan
-from nwor_specpv.vllm.backend.caches import key_value_of
+from nwor_specpv.vllm.backend.caches import plain_query, scaled_caches
 
 from .tail import Tail
 from .views import ViewStore
@@ -88,12 +88,13 @@ class PartialPass:
         index, count = self.layer_index[layer.layer_name], self.num_requests
         num_rows = count * self.num_rows
         query, key, value = (tensor[:num_rows] for tensor in (query, key, value))
+        query = plain_query(layer, query, key.dtype)
         if self.select:
             grouped = query.unflatten(0, (count, self.num_rows))
             self.store.refresh_layer(index, grouped, self.query_rows)
             self.store.build(count, index)
         self.tail.write(index, key, value, self.slots)
-        key_cache, value_cache = key_value_of(kv_cache)
+        (key_cache, value_cache), scales = scaled_caches(layer, kv_cache)
         view, out = self.store.view(index, count), output[:num_rows]
         where = (self.block_table, self.prefix_lens, self.query_start)
         if self.plan is None:
@@ -113,6 +114,7 @@ class PartialPass:
             plan=self.plan,
             out=out,
             return_lse=self.has_tail,
+            **scales,
         )
         if self.has_tail:
             merge_rows(

@@ -330,8 +330,10 @@ class PassProposals:
             max_batch=self.max_num_reqs,
             max_tokens=self.max_model_len,
             max_rows=rows + _PROPOSALS_PER_CHOICE * self.limit,
+            key_scales=target.key_scales(),
+            dtype=target.dtype,
         )
-        tail = Tail(caches, self.max_num_reqs, self.limit + rows)
+        tail = Tail(caches, self.max_num_reqs, self.limit + rows, target.dtype)
         chains = Chains(self.max_num_reqs, rows, self.limit, self.max_model_len, self.device)
         self._loop = DraftLoop(
             chains,

@@ -17,7 +17,7 @@ import torch
 
 from nwor_specpv import _C, PartialView
 from nwor_specpv.errors import logger
-from nwor_specpv.vllm.backend.caches import key_value_of
+from nwor_specpv.vllm.backend.caches import views_of
 
 from .drift import DriftProbe
 from .refresh_requests import RefreshDecision, RefreshRequests
@@ -69,6 +69,7 @@ class RefreshViews:
         max_rows: int,
         num_heads: int,
         dtype: torch.dtype,
+        key_scales: Sequence[torch.Tensor] = (),
     ) -> None:
         self.layer_index = {name: number for number, name in enumerate(layers)}
         self.store = ViewStore(
@@ -78,6 +79,8 @@ class RefreshViews:
             max_batch=max_batch,
             max_tokens=max_tokens,
             max_rows=max_rows,
+            key_scales=key_scales,
+            dtype=dtype,
         )
         bytes_per_token = 2 * sum(cache[0, 0].nbytes for cache in key_caches)
         self.requests = RefreshRequests(self.store, max_rows, bytes_per_token)
@@ -282,7 +285,8 @@ class Refresh:
             self.views.finish()
 
     def _make(self, engine: Any, layers: list[str]) -> RefreshViews:
-        caches = [key_value_of(engine.layers[name].kv_cache)[0] for name in layers]
+        seen = [views_of(engine.layers[name]) for name in layers]
+        caches = [key for (key, _), _ in seen]
         views = RefreshViews(
             engine.settings,
             layers,
@@ -292,6 +296,7 @@ class Refresh:
             max_rows=1 + engine.setup.num_speculative_tokens,
             num_heads=engine.layers[layers[0]].impl.num_heads,
             dtype=self._model.dtype,
+            key_scales=[scales[0] for _, scales in seen if scales],
         )
         taken = views.store.bytes / 1e6
         logger.info(

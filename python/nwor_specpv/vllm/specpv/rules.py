@@ -13,7 +13,7 @@ from typing import Any
 from nwor_specpv.config import Settings
 from nwor_specpv.errors import NworError
 from nwor_specpv.vllm.hooks.speculators import HEADS, WITHOUT_HEAD
-from nwor_specpv.vllm.support import Refusal, is_quantized
+from nwor_specpv.vllm.support import FLOAT8, Refusal, is_quantized
 
 from .publishing import CapsPublished
 
@@ -136,11 +136,11 @@ def _refusals(settings: Settings, setup: LongContext, staging_off: str | None) -
             "vLLM's own pages",
             "use specpv_storage 'paged' without specpv_offload",
         )
-    if is_quantized(setup.cache_dtype):
+    if is_quantized(setup.cache_dtype) and setup.cache_dtype not in FLOAT8:
         yield Refusal(
-            f"a KV cache of {setup.cache_dtype} is not supported: views read K/V as the model "
-            "computes it",
-            "use --kv-cache-dtype auto, or drop enable_specpv",
+            f"a KV cache of {setup.cache_dtype} is not supported: views read {FLOAT8[0]} or K/V as "
+            "the model computes it",
+            f"use --kv-cache-dtype {FLOAT8[0]} or auto, or drop enable_specpv",
         )
     if settings.specpv_budget != "fixed":
         yield Refusal(

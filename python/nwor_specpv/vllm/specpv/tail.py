@@ -14,13 +14,22 @@ _PAGE_MULTIPLE = 16  # what our GPU kernels want of a page
 
 
 class Tail:
-    """Room for `capacity` tokens of `max_batch` requests in every layer."""
+    """Room for `capacity` tokens of `max_batch` requests in every layer.
 
-    def __init__(self, key_caches: list[torch.Tensor], max_batch: int, capacity: int) -> None:
+    Its K/V is never quantised: `dtype` is the model's, by default that of the caches.
+    """
+
+    def __init__(
+        self,
+        key_caches: list[torch.Tensor],
+        max_batch: int,
+        capacity: int,
+        dtype: torch.dtype | None = None,
+    ) -> None:
         first = key_caches[0]
         self.capacity = -(-capacity // _PAGE_MULTIPLE) * _PAGE_MULTIPLE
         shape = (len(key_caches), max_batch, self.capacity, *first.shape[2:])
-        self.keys = torch.zeros(shape, dtype=first.dtype, device=first.device)
+        self.keys = torch.zeros(shape, dtype=dtype or first.dtype, device=first.device)
         self.values = torch.zeros_like(self.keys)
         pages = torch.arange(max_batch, dtype=torch.int32, device=first.device)
         self.block_table = pages[:, None].contiguous()

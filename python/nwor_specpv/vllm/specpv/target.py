@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
 
 import torch
 from vllm.forward_context import set_forward_context
 
 from nwor_specpv.errors import NworError
-from nwor_specpv.vllm.backend.caches import key_value_of
+from nwor_specpv.vllm.backend.caches import views_of
 from nwor_specpv.vllm.backend.layer import TargetLayer
 
 from .partial_pass import PartialPass
@@ -44,14 +44,25 @@ class TargetModel:
 
     def key_caches(self) -> list[torch.Tensor]:
         """K of every layer, [P, S, Hkv, D] each; once vLLM has given them memory."""
-        context = self._config.compilation_config.static_forward_context
         found = []
-        for name in self.layers:
-            cache = context[name].kv_cache
-            if cache.numel() == 0:
+        for name, layer in self._attention():
+            if layer.kv_cache.numel() == 0:
                 raise NworError(f"layer {name}: vLLM has not made its KV cache yet")
-            found.append(key_value_of(cache)[0])
+            found.append(views_of(layer)[0][0])
         return found
+
+    def key_scales(self) -> list[torch.Tensor]:
+        """What K of every quantised layer is multiplied by; empty: none is quantised."""
+        return [scales[0] for _, layer in self._attention() if (scales := views_of(layer)[1])]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """In which the model computes K and V."""
+        return self._config.model_config.dtype
+
+    def _attention(self) -> Iterator[tuple[str, Any]]:
+        context = self._config.compilation_config.static_forward_context
+        return ((name, context[name]) for name in self.layers)
 
     def greedy(
         self, passed: PartialPass, tokens: torch.Tensor, positions: torch.Tensor

@@ -43,7 +43,11 @@ class ViewStore:
         max_batch: int,
         max_tokens: int,
         max_rows: int,
+        key_scales: Sequence[torch.Tensor] = (),
+        dtype: torch.dtype | None = None,
     ) -> None:
+        """`key_scales`, `dtype`: of quantised caches: what K is multiplied by, layer by layer, and
+        the dtype of summaries."""
         first = key_caches[0]
         for cache in key_caches:
             if cache.shape != first.shape or cache.dtype != first.dtype:
@@ -56,6 +60,7 @@ class ViewStore:
         self.config = config
         self.budget = budget = config.budget(max_rows)
         self.key_caches = list(key_caches)
+        self._key_scales = list(key_scales) or [None] * len(key_caches)
         self.max_requests = max_requests
         self.max_tokens = max_tokens
         layers, device = len(key_caches), first.device
@@ -66,7 +71,9 @@ class ViewStore:
             return torch.full(shape, value, dtype=torch.int32, device=device)
 
         self.kmax = torch.zeros(
-            (layers, max_requests, blocks, num_heads, head_size), dtype=first.dtype, device=device
+            (layers, max_requests, blocks, num_heads, head_size),
+            dtype=dtype or first.dtype,
+            device=device,
         )
         self.kmin = torch.zeros_like(self.kmax)
         self.ids = ints(layers, max_requests, num_heads, budget.retrieval_blocks, value=-1)
@@ -183,7 +190,7 @@ class ViewStore:
             self.kmax[layer],
             self.kmin[layer],
             self.budget.block_size,
-            None,
+            self._key_scales[layer],
             self._step_done[:count],
             rows=rows,
         )
