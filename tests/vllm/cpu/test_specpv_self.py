@@ -115,20 +115,23 @@ def test_the_sampler_is_told_what_was_not_drawn(
     passes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Chains are drawn, with their logits. All that follows them is certain."""
-    from nwor_specpv.vllm.specpv import draft_models
+    from nwor_specpv.vllm.specpv import draft_sampling
     from support import reference_sampling
 
-    monkeypatch.setattr(draft_models, "gumbel_sample", reference_sampling.gumbel_sample)
+    monkeypatch.setattr(draft_sampling, "gumbel_sample", reference_sampling.gumbel_sample)
     rng = random.Random(SEED)
     world = World([repeating(200, 10, rng), repeating(150, 9, rng)])
     spec = make(world, monkeypatch, head=False)
+    spec.draws = True
     spec.temperature.fill_(0.01)  # the made-up target is sure
     spec.draft_logits = torch.full((BATCH, LIMIT, WORDS), float("nan"))
     proposal(world, spec, passes)
     for b, text in enumerate(world.texts):
         assert spec.draft_tokens[b].tolist() == continued(text, LIMIT)
         drawn = passes * ROWS
-        assert (spec.draft_logits[b, :drawn] == 0).sum(1).eq(WORDS - 1).all()  # the target's own
+        told = spec.draft_logits[b, :drawn]
+        assert told.argmax(1).tolist() == continued(text, LIMIT)[:drawn]
+        assert (told > -200).all()  # the target's own, who gives every word a chance
         certain = spec.draft_logits[b, drawn:]
         assert certain.argmax(1).tolist() == continued(text, LIMIT)[drawn:]
         assert (certain == -1e30).sum(1).eq(WORDS - 1).all()
