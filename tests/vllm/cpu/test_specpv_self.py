@@ -90,7 +90,8 @@ def test_lookups_in_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
     )
     monkeypatch.setattr(torch.accelerator, "synchronize", lambda: None)
     monkeypatch.setattr(spec, "_record", record)
-    descs = [SimpleNamespace(num_reqs=n) for n in (6, 4, 4, 1)]
+    descs = [SimpleNamespace(num_reqs=n, uniform_token_count=LIMIT + 1) for n in (6, 4, 4, 1)]
+    descs.append(SimpleNamespace(num_reqs=5, uniform_token_count=1))  # no drafts, no passes
     spec._manager = SimpleNamespace(_capture_descs={CUDAGraphMode.FULL: descs}, pool=None)
     spec.lengths._fixed = 0
     world.texts = [[]] * BATCH

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 from abc import abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -195,8 +195,10 @@ class PassProposals:
         chains = self._loop.chains if passes and self._loop is not None else None
         self._counts.drafted(chains, input_batch.req_ids, passes)
 
-    def _capture_passes(self, sizes: set[int]) -> None:
-        """Graphs of passes for batches of these sizes, and costs of them."""
+    def _capture_passes(self, descs: Iterable[Any]) -> None:
+        """Graphs of passes for the batches of vLLM's full graphs that verify drafts, and costs of
+        them. Graphs of single rows are for steps without drafts."""
+        sizes = {desc.num_reqs for desc in descs if desc.uniform_token_count != 1}
         if not sizes or not self._possible():
             return
         try:

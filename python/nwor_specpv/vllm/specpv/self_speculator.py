@@ -95,8 +95,7 @@ class SelfSpeculator(PassProposals, DraftModelSpeculator):
 
     def capture(self) -> None:
         assert self._manager is not None
-        descs = self._manager._capture_descs.get(CUDAGraphMode.FULL, ())
-        self._capture_passes({desc.num_reqs for desc in descs})
+        self._capture_passes(self._manager._capture_descs.get(CUDAGraphMode.FULL, ()))
 
     @torch.inference_mode()
     def propose(

@@ -71,7 +71,7 @@ class PartialViewSpeculator(PassProposals, EagleSpeculator):
         super().capture()
         manager = self.prefill_cudagraph_manager
         if manager is not None:
-            self._capture_passes({desc.num_reqs for desc in manager.graphs})
+            self._capture_passes(manager.graphs)
 
     @torch.inference_mode()
     def propose(
