@@ -110,6 +110,11 @@ class Settings:
     specpv_draft_lookup: int = _key(
         4, "vLLM, lossless: tokens looked up in the text that a partial pass confirms", high=64
     )
+    specpv_draft_sampling: str = _key(
+        "auto",
+        "vLLM, lossless: drafts of sampled requests; auto: sampled where memory allows",
+        choices=("auto", "greedy", "sampled"),
+    )
     specpv_draft_select_interval: int = _key(
         1,
         "vLLM, lossless without a head: partial passes after which blocks are chosen anew; 0: once",

@@ -146,7 +146,9 @@ def make_loop(
     chains = world.chains = Chains(batch, rows, limit, max_len, torch.device("cpu"))
     for buffer in (chains.tokens, chains.drafts, chains.said):
         buffer.fill_(POISON)
-    return DraftLoop(chains, store, tail, {"a": 0, "b": 1}, world, world, by_root=by_root)
+    loop = DraftLoop(chains, store, tail, {"a": 0, "b": 1}, world, world)
+    loop.by_root = by_root
+    return loop
 
 
 @pytest.mark.parametrize("skill", [0.0, 0.7, 1.0])

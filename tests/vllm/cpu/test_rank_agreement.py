@@ -53,7 +53,7 @@ class Rank:
         return drafts[0].tolist()
 
     def capture(self) -> None:
-        manager = SimpleNamespace(graphs=[SimpleNamespace(num_reqs=1)])
+        manager = SimpleNamespace(graphs=[SimpleNamespace(num_reqs=1, uniform_token_count=2)])
         self.spec.prefill_cudagraph_manager = manager
         self.spec.capture()
 

@@ -148,19 +148,15 @@ def test_drafts_at_temperatures_are_drawn_from_their_logits(
 ) -> None:
     """Every draft is the one its logits and the noise of its place give: what vLLM's sampler is
     told is what was drawn from. Requests at temperature 0 in the same set-up stay greedy."""
-    sampling = {"draft_sample_method": "probabilistic"}
-    guesses = told(kind, expected)
-    guesses["speculation"] = sampling | guesses.get("speculation", {})
+    params = {"max_tokens": 12, "temperature": 0.8, "seed": 3, "top_k": 40, "top_p": 0.95}
+    method = {} if kind == "head" else WITHOUT_HEAD
     drawn, plain = run(
         tmp_path,
-        job(
-            speculation=guesses["speculation"],
-            params={"max_tokens": 12, "temperature": 0.8, "seed": 3},
-            graphs=[6, 1],
-        ),
-        job(**guesses),
+        job(params=params, graphs=[6, 1], speculation=method),
+        job(**told(kind, expected)),
     )
     check(drawn, speculator=SPECULATORS[kind])
+    assert drawn["replays"] > 3 * drawn["proposals"]
     number, right = drawn["drawn"]
     assert number == right > 60
     check(plain, speculator=SPECULATORS[kind])

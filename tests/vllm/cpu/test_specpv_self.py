@@ -90,7 +90,8 @@ def test_lookups_in_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
     )
     monkeypatch.setattr(torch.accelerator, "synchronize", lambda: None)
     monkeypatch.setattr(spec, "_record", record)
-    descs = [SimpleNamespace(num_reqs=n) for n in (6, 4, 4, 1)]
+    descs = [SimpleNamespace(num_reqs=n, uniform_token_count=LIMIT + 1) for n in (6, 4, 4, 1)]
+    descs.append(SimpleNamespace(num_reqs=5, uniform_token_count=1))  # no drafts, no passes
     spec._manager = SimpleNamespace(_capture_descs={CUDAGraphMode.FULL: descs}, pool=None)
     spec.lengths._fixed = 0
     world.texts = [[]] * BATCH
@@ -115,20 +116,23 @@ def test_the_sampler_is_told_what_was_not_drawn(
     passes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Chains are drawn, with their logits. All that follows them is certain."""
-    from nwor_specpv.vllm.specpv import draft_models
+    from nwor_specpv.vllm.specpv import draft_sampling
     from support import reference_sampling
 
-    monkeypatch.setattr(draft_models, "gumbel_sample", reference_sampling.gumbel_sample)
+    monkeypatch.setattr(draft_sampling, "gumbel_sample", reference_sampling.gumbel_sample)
     rng = random.Random(SEED)
     world = World([repeating(200, 10, rng), repeating(150, 9, rng)])
     spec = make(world, monkeypatch, head=False)
+    spec.draws = True
     spec.temperature.fill_(0.01)  # the made-up target is sure
     spec.draft_logits = torch.full((BATCH, LIMIT, WORDS), float("nan"))
     proposal(world, spec, passes)
     for b, text in enumerate(world.texts):
         assert spec.draft_tokens[b].tolist() == continued(text, LIMIT)
         drawn = passes * ROWS
-        assert (spec.draft_logits[b, :drawn] == 0).sum(1).eq(WORDS - 1).all()  # the target's own
+        told = spec.draft_logits[b, :drawn]
+        assert told.argmax(1).tolist() == continued(text, LIMIT)[:drawn]
+        assert (told > -200).all()  # the target's own, who gives every word a chance
         certain = spec.draft_logits[b, drawn:]
         assert certain.argmax(1).tolist() == continued(text, LIMIT)[drawn:]
         assert (certain == -1e30).sum(1).eq(WORDS - 1).all()

@@ -75,8 +75,9 @@ def test_rounds_in_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.accelerator, "synchronize", lambda: None)
     monkeypatch.setattr(spec, "_record", record)
     monkeypatch.setattr(speculator_module().EagleSpeculator, "capture", lambda _: None)
-    manager = SimpleNamespace(graphs=[SimpleNamespace(num_reqs=n) for n in (1, 4, 4, 6)])
-    spec.prefill_cudagraph_manager = manager
+    descs = [SimpleNamespace(num_reqs=n, uniform_token_count=LIMIT + 1) for n in (1, 4, 4, 6)]
+    descs.append(SimpleNamespace(num_reqs=5, uniform_token_count=1))  # no drafts, no passes
+    spec.prefill_cudagraph_manager = SimpleNamespace(graphs=descs)
     saved = spec.block_tables.input_block_tables[0].clone()
     spec.lengths._fixed = 0
     world.texts += [[]] * (BATCH - 2)  # they fill the batch up

@@ -176,7 +176,10 @@ def test_ranges_of_the_users_are_refused_and_ours_are_not(
     config = SimpleNamespace(
         speculative_config=speculative,
         model_config=SimpleNamespace(
-            is_multimodal_model=False, uses_mrope=False, max_model_len=32768
+            is_multimodal_model=False,
+            uses_mrope=False,
+            max_model_len=32768,
+            get_vocab_size=lambda: 50,
         ),
         scheduler_config=SimpleNamespace(scheduler_cls=None, async_scheduling=True),
         cache_config=SimpleNamespace(
@@ -190,7 +193,9 @@ def test_ranges_of_the_users_are_refused_and_ours_are_not(
 
     def begin(self: Any, vllm_config: Any, _: Any) -> None:
         self.num_speculative_steps, self.max_num_reqs = LIMIT, BATCH
-        self.device = torch.device("cpu")
+        self.device, self.vllm_config = torch.device("cpu"), vllm_config
+        self.vocab_size, self.draft_logits = 50, None
+        self.use_local_argmax_reduction = False
         self.speculative_config, self.seeds = vllm_config.speculative_config, torch.zeros(BATCH)
 
     def engine_of(vllm_config: Any) -> Any:

@@ -204,7 +204,7 @@ def watch_proposals(speculator: Any) -> tuple[list[bool], list[bool], list[float
             draft(batch, passes, *args)
             chains = speculator._loop.chains
             grew.extend((chains.lens[chains.active] / passes).tolist())
-            if speculator.draft_logits is not None:
+            if speculator.draws:
                 drawn.extend(check_draws(speculator, batch))
         finally:
             now = caches()

@@ -193,6 +193,9 @@ def make(
     spec.seeds = torch.arange(batch)
     spec.draft_seeds = torch.zeros_like(spec.seeds)
     spec.use_fp64_gumbel = False
+    spec.draws = False  # nobody is sampled
+    spec.top_k = torch.zeros(batch, dtype=torch.int32)
+    spec.top_p, spec.min_p = torch.ones(batch), torch.zeros(batch)
     if not head:
         add_texts(world, spec)
     return spec

@@ -65,20 +65,19 @@ class DraftLoop:
         target: PartialTarget,
         head: Head,
         *,
-        by_root: bool = False,
         keeps_failure: bool = False,
     ) -> None:
-        """`by_root`: the root alone chooses blocks, not the guesses. Where tokens are drawn, a view
-        must not depend on the noise that draws them: guesses have the same.
-
-        `keeps_failure`: there are other ranks, see `PartialPass`; `check` raises it."""
+        """`keeps_failure`: there are other ranks, see `PartialPass`; `check` raises it."""
         self.chains, self.store, self.tail = chains, store, tail
         self._layer_index = layer_index
         self._target, self._head = target, head
         batch, device = chains.prefix.shape[0], chains.prefix.device
         self._starts = torch.arange(batch + 1, dtype=torch.int32, device=device) * chains.rows
         self._roots = torch.tensor([[0, 1]] * batch, dtype=torch.int32, device=device)
-        self._by_root, self._keeps_failure = by_root, keeps_failure
+        # The root alone chooses blocks, not the guesses. Where guesses are drawn, a view must not
+        # depend on the noise that draws them: passes have the same.
+        self.by_root = False
+        self._keeps_failure = keeps_failure
         self._failure: Exception | None = None  # of this proposal
         self._hidden: torch.Tensor | None = None
 
@@ -162,7 +161,7 @@ class DraftLoop:
             num_rows=chains.rows,
             has_tail=not first,
             select=select,
-            query_rows=self._roots[:count] if select and self._by_root else None,
+            query_rows=self._roots[:count] if select and self.by_root else None,
             keeps_failure=self._keeps_failure,
             failure=self._failure,  # views of a pass that failed are not there for the next one
         )

@@ -11,11 +11,11 @@ from typing import Any, Protocol
 import torch
 from vllm.forward_context import set_forward_context
 from vllm.v1.attention.backend import CommonAttentionMetadata
-from vllm.v1.worker.gpu.sample.gumbel import gumbel_sample
 
 from nwor_specpv.errors import NworError
 
 from .chain import Chains, slots_of, window_of
+from .draft_sampling import Drawing, draw
 from .lengths import Lengths
 from .partial_pass import PartialPass
 from .target import TargetModel
@@ -23,7 +23,7 @@ from .target import TargetModel
 _HEAD_TOKENS = 1024  # that a head sees beside partial passes, at most
 
 
-class Drafting(Protocol):
+class Drafting(Drawing, Protocol):
     """What both models use of vLLM's speculator and of ours, which extends it."""
 
     # vLLM's own.
@@ -34,16 +34,12 @@ class Drafting(Protocol):
     attn_groups: Any
     block_tables: Any
     draft_attn_layer_names: set[str]
-    draft_logits: torch.Tensor | None  # [requests, limit, vocabulary]; None: drafts are greedy
     draft_tokens: torch.Tensor  # [B, limit]
     hidden_states: torch.Tensor
     idx_mapping: torch.Tensor  # [B]: where a request's state lies
-    temperature: torch.Tensor
-    use_fp64_gumbel: bool
 
     # Ours.
-    limit: int  # drafts of a request
-    draft_seeds: torch.Tensor
+    draws: bool  # whether a request of this proposal is sampled, and its drafts are drawn
     lengths: Lengths
 
     def group_of(self, layer: str) -> int:
@@ -51,32 +47,6 @@ class Drafting(Protocol):
 
     def _greedy_sample_draft(self, hidden: torch.Tensor) -> torch.Tensor:
         """vLLM's own: the head's likeliest tokens."""
-
-
-def _draw(
-    spec: Drafting,
-    logits: torch.Tensor,
-    requests: torch.Tensor,
-    positions: torch.Tensor,
-    columns: torch.Tensor | None,
-) -> torch.Tensor:
-    """Tokens as requests [rows] ask for. Of those that are drafts of the full step, its sampler
-    has to know the logits: `columns` [rows] tells which, those not below the limit are none."""
-    kept: dict[str, torch.Tensor] = {}
-    if columns is not None:
-        requests = torch.where(columns < spec.limit, requests, -1)
-        kept["output_processed_logits"] = spec.draft_logits
-        kept["output_processed_logits_col"] = columns.clamp(max=spec.limit - 1)
-    return gumbel_sample(
-        logits,
-        requests,
-        spec.temperature,
-        spec.draft_seeds,
-        positions,
-        apply_temperature=True,
-        use_fp64=spec.use_fp64_gumbel,
-        **kept,
-    )
 
 
 def _column(columns: torch.Tensor | None, number: int) -> torch.Tensor | None:
@@ -103,16 +73,17 @@ class SampledTarget:
             combined = spec.model.combine_hidden_states(torch.cat(wanted, dim=-1))
         else:
             combined = hidden
-        if spec.draft_logits is None:
+        if not spec.draws:
             return logits.argmax(dim=-1), combined
+        assert spec.draft_logits is not None
         if logits.shape[-1] != spec.draft_logits.shape[-1]:
             raise NworError(
-                f"draft_sample_method 'probabilistic': the target has {logits.shape[-1]} logits "
-                f"and the head {spec.draft_logits.shape[-1]}; use draft_sample_method 'greedy'"
+                f"the target has {logits.shape[-1]} logits and the head "
+                f"{spec.draft_logits.shape[-1]}, so drafts cannot be drawn; use "
+                "specpv_draft_sampling 'greedy'"
             )
-        requests = spec.idx_mapping[: passed.num_requests, None].expand(-1, passed.num_rows)
-        # Positions are the rows', as the full step will have them.
-        said = _draw(spec, logits, requests.reshape(-1), positions, columns)
+        requests = spec.idx_mapping[: passed.num_requests]
+        said = draw(spec, logits, requests, positions, columns)
         return said.clamp(0, logits.shape[-1] - 1), combined
 
 
@@ -251,11 +222,11 @@ class EagleHead:
         self, hidden: torch.Tensor, positions: torch.Tensor, column: torch.Tensor | None
     ) -> torch.Tensor:
         spec = self._speculator
-        if spec.draft_logits is None:
+        if not spec.draws:
             return self._likeliest(hidden)
         requests = spec.idx_mapping[: hidden.shape[0]]
         logits = spec.model.compute_logits(hidden)
-        return _draw(spec, logits, requests, positions.long() + 1, column)
+        return draw(spec, logits, requests, positions.long() + 1, column)
 
     def _likeliest(self, hidden: torch.Tensor) -> torch.Tensor:
         """The head's best guesses. vLLM spreads its scores over the target's vocabulary first."""

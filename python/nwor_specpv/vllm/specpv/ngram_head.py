@@ -29,7 +29,7 @@ class NgramHead:
 
     def tell(self, chains: Chains, count: int) -> None:
         logits = self._speculator.draft_logits
-        if logits is not None:
+        if self._speculator.draws and logits is not None:
             drafts = chains.drafts[:count, : chains.limit]
             certain_logits(logits, self._rows(count), chains.lens[:count], drafts)
 

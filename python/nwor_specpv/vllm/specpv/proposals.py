@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 from abc import abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -18,12 +18,14 @@ from vllm.distributed.parallel_state import graph_capture
 from nwor_specpv import _C
 from nwor_specpv.errors import logger
 from nwor_specpv.ops import certain_logits
+from nwor_specpv.vllm import versions
 from nwor_specpv.vllm.engine import Engine, engine_of
 
 from .chain import Chains
 from .costs import measure_loop
 from .draft_loop import DraftLoop, Head
 from .draft_models import SampledTarget
+from .draft_sampling import own_logits
 from .lengths import AcceptanceCounts, Lengths, head_drafts
 from .tail import Tail
 from .target import TargetModel
@@ -47,6 +49,8 @@ class PassProposals:
     max_num_reqs: int
     max_model_len: int
     num_speculative_steps: int
+    vocab_size: int
+    use_local_argmax_reduction: bool
     block_tables: Any
     kv_cache_config: Any
     draft_logits: torch.Tensor | None
@@ -68,6 +72,7 @@ class PassProposals:
         self._rows: dict[str, int] = {}  # of the store, by request
         self._chosen_at: dict[str, int] = {}  # lengths at most, when they chose blocks
         self.draft_seeds = torch.zeros_like(self.seeds)  # of drafts by passes
+        self._own_draft_logits()
         self.latest_passes = 0  # of the latest drafts; 0: guesses alone
         self._counts = AcceptanceCounts(self.device, self.lengths.observe)
         self._offered = False
@@ -80,6 +85,22 @@ class PassProposals:
                 self.limit,
                 self._guesses,
             )
+
+    def _own_draft_logits(self) -> None:
+        """Memory for drafts that are drawn, if the setting and what is free allow it."""
+        self.draws = False
+        target = self.vllm_config.model_config.get_vocab_size()
+        problem = ""
+        if self.vocab_size != target:
+            problem = f"the head has {self.vocab_size} logits and the target {target}"
+        if self.use_local_argmax_reduction:
+            problem = "use_local_argmax_reduction gathers no logits"
+        shape = (self.max_num_reqs, self.limit, self.vocab_size)
+        setting = self._engine.settings.specpv_draft_sampling
+        self.draft_logits = own_logits(setting, self.draft_logits, shape, problem, self.device)
+        self.top_k = torch.zeros_like(self.seeds, dtype=torch.int32)
+        self.top_p = torch.ones_like(self.seeds, dtype=torch.float32)
+        self.min_p = torch.zeros_like(self.top_p)
 
     @abstractmethod
     def make_head(self, chains: Chains) -> Head:
@@ -133,6 +154,21 @@ class PassProposals:
             )
         return wanted, passes
 
+    def _choose_sampling(self, input_batch: Any) -> None:
+        """Passes draw where a request of the step is sampled; they are greedy otherwise."""
+        self.draws = False
+        if self.draft_logits is None:
+            return
+        states = versions.adapter.sampling_of(self._engine.runner)
+        self.draws = bool((states.temperature.np[input_batch.idx_mapping_np] > 0).any())
+        if self.draws:
+            for own, theirs in (
+                (self.top_k, states.top_k),
+                (self.top_p, states.top_p),
+                (self.min_p, states.min_p),
+            ):
+                own.copy_(theirs.gpu)
+
     def _try_passes(
         self,
         input_batch: Any,
@@ -159,8 +195,10 @@ class PassProposals:
         chains = self._loop.chains if passes and self._loop is not None else None
         self._counts.drafted(chains, input_batch.req_ids, passes)
 
-    def _capture_passes(self, sizes: set[int]) -> None:
-        """Graphs of passes for batches of these sizes, and costs of them."""
+    def _capture_passes(self, descs: Iterable[Any]) -> None:
+        """Graphs of passes for the batches of vLLM's full graphs that verify drafts, and costs of
+        them. Graphs of single rows are for steps without drafts."""
+        sizes = {desc.num_reqs for desc in descs if desc.uniform_token_count != 1}
         if not sizes or not self._possible():
             return
         try:
@@ -215,7 +253,7 @@ class PassProposals:
         for kind in kinds:
             self._run(kind, table)
         self.draft_tokens[:count] = loop.chains.drafts[:count, : self.limit]
-        if any((kind, padded) not in self._graphs for kind in kinds):
+        if any((self._graph_kind(kind), padded) not in self._graphs for kind in kinds):
             with agreed():
                 loop.check()
         _C.count("specpv_draft_passes_total", passes)
@@ -241,16 +279,21 @@ class PassProposals:
         select = self._chooses(names, ends)
         device_rows = host.to(self.device, non_blocking=True)
         loop.begin(table, device_rows, prefix, active, roots, select=select)
-        if self.draft_logits is not None:
+        loop.by_root = self.draws and self.draws_guesses
+        if self.draws:
             torch.bitwise_xor(self.seeds, _OTHER_SEED, out=self.draft_seeds)
             if self.draws_guesses:  # there may be no more than these
                 self._certain(input_batch.idx_mapping, passes + self._guesses)
                 loop.chains.drafts[:, passes + self._guesses :] = 0
         return select
 
+    def _graph_kind(self, kind: str) -> str:
+        """Drawing is another graph than the likeliest tokens."""
+        return f"drawn {kind}" if self.draws else kind
+
     def _run(self, kind: str, table: torch.Tensor) -> None:
         """A part of a proposal for as many requests as the table has; from its graph, if any."""
-        graph = self._graphs.get((kind, table.shape[0]))
+        graph = self._graphs.get((self._graph_kind(kind), table.shape[0]))
         if graph is not None:
             graph.replay()
         else:
@@ -267,7 +310,8 @@ class PassProposals:
             certain_logits(self.draft_logits, own, torch.full_like(own, filled), nothing)
 
     def _padded(self, count: int) -> int:
-        sizes = [size for kind, size in self._graphs if kind == "first" and size >= count]
+        first = self._graph_kind("first")
+        sizes = [size for kind, size in self._graphs if kind == first and size >= count]
         return min(sizes, default=count)
 
     def _view_rows(self, names: list[str], ends: list[int], prompts: list[int]) -> list[int]:
@@ -342,7 +386,6 @@ class PassProposals:
             target.layer_index,
             SampledTarget(self, target),
             self.make_head(chains),
-            by_root=self.draft_logits is not None and self.draws_guesses,
             keeps_failure=not self._engine.draft_failures.single_rank,
         )
         taken = (store.bytes + tail.bytes) / 1e6
@@ -364,17 +407,22 @@ class PassProposals:
             loop = self._ready()
             nobody = torch.zeros(0, dtype=torch.int32, device=self.device)
         with graph_capture(device=self.device):
-            for size in sizes:
-                with agreed():
-                    table = self._table(size)
-                    loop.begin(table, nobody, nobody, nobody.bool(), nobody.long())
-                for kind in ("first", "kept", "later", "close"):
-                    run = functools.partial(getattr(loop, kind), table)
-                    run()
+            for draws in (False, True) if self.draft_logits is not None else (False,):
+                self.draws, loop.by_root = draws, draws and self.draws_guesses
+                for size in sizes:
+                    if draws and size != sizes[0] and size & (size - 1):
+                        continue  # sampled batches have fewer sizes: graphs take time and memory
                     with agreed():
-                        loop.check()
-                        self._graphs[kind, size] = self._record(run)
-                        loop.check()
+                        table = self._table(size)
+                        loop.begin(table, nobody, nobody, nobody.bool(), nobody.long())
+                    for kind in ("first", "kept", "later", "close"):
+                        run = functools.partial(getattr(loop, kind), table)
+                        run()
+                        with agreed():
+                            loop.check()
+                            self._graphs[self._graph_kind(kind), size] = self._record(run)
+                            loop.check()
+        self.draws = loop.by_root = False
         logger.info(
             "nwor_specpv: captured CUDA graphs of partial passes for batches of %s", sizes[::-1]
         )

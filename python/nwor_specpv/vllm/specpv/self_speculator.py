@@ -95,8 +95,7 @@ class SelfSpeculator(PassProposals, DraftModelSpeculator):
 
     def capture(self) -> None:
         assert self._manager is not None
-        descs = self._manager._capture_descs.get(CUDAGraphMode.FULL, ())
-        self._capture_passes({desc.num_reqs for desc in descs})
+        self._capture_passes(self._manager._capture_descs.get(CUDAGraphMode.FULL, ()))
 
     @torch.inference_mode()
     def propose(
@@ -123,6 +122,7 @@ class SelfSpeculator(PassProposals, DraftModelSpeculator):
             return self.draft_tokens[:count]
         wanted, passes = self._decide(input_batch, num_rejected)
         if wanted:
+            self._choose_sampling(input_batch)
             self._copy_request_inputs(count, input_batch.idx_mapping, temperature, seeds)
             self.idx_mapping[count:].fill_(-1)  # who only fills the batch has no text
             self._update_texts(input_batch, num_rejected)
@@ -152,7 +152,7 @@ class SelfSpeculator(PassProposals, DraftModelSpeculator):
         lens = input_batch.seq_lens[:count] - num_rejected[:count] + 1
         drafts = self._texts.look_up(requests, lens, self.limit)
         self.draft_tokens[:count] = drafts
-        if self.draft_logits is not None:
+        if self.draws and self.draft_logits is not None:
             certain_logits(self.draft_logits, requests, torch.zeros_like(requests), drafts)
 
 

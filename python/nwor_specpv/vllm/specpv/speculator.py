@@ -71,7 +71,7 @@ class PartialViewSpeculator(PassProposals, EagleSpeculator):
         super().capture()
         manager = self.prefill_cudagraph_manager
         if manager is not None:
-            self._capture_passes({desc.num_reqs for desc in manager.graphs})
+            self._capture_passes(manager.graphs)
 
     @torch.inference_mode()
     def propose(
@@ -97,6 +97,7 @@ class PartialViewSpeculator(PassProposals, EagleSpeculator):
         real = not dummy_run and not is_profile
         if real:
             wanted, passes = self._decide(input_batch, num_rejected)
+            self._choose_sampling(input_batch)
         with self._steps(1 if passes else wanted):
             super().propose(
                 input_batch,

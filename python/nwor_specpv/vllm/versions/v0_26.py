@@ -87,6 +87,12 @@ def texts_of(runner: Any) -> torch.Tensor:
     return runner.req_states.all_token_ids.gpu
 
 
+def sampling_of(runner: Any) -> Any:
+    """Temperatures, top-k, top-p and min-p of model runner V2's requests by index, each as `np` on
+    the host and as `gpu`, which the device reads."""
+    return runner.sampler.sampling_states
+
+
 def end_of_start(worker_class: str) -> VllmFunction:
     """The method of this worker class that ends the start of an engine."""
     module, _, owner = worker_class.rpartition(".")
