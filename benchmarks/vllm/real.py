@@ -79,6 +79,8 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--tokens", type=int, default=128, help="of a request, on average")
     parser.add_argument("--warm-tokens", type=int, default=32, help="before, not counted")
     parser.add_argument("--cell-seconds", type=float, default=30, help="decoding, at most")
+    parser.add_argument("--share-prompts", action="store_true",
+                        help="compute prompts once for all temperatures")  # fmt: skip
     parser.add_argument("--seconds", type=float, default=0, help="of this call; 0: no limit")
     parser.add_argument("--retry", action="store_true", help="try again what has failed")
     parser.add_argument("--dtype", default="auto")
@@ -264,7 +266,7 @@ class Worker:
         records.add(told | {"text_tokens": self._prompts.text_tokens})
 
     def _warm_up(self, cells: list[Cell]) -> None:
-        """What a process does once is done before the first cell."""
+        """What a process does once is done before the first cell, with texts of no cell."""
         from real_measure import Size
 
         fits = [cell for cell in cells if self._fits(cell)]
@@ -272,7 +274,8 @@ class Worker:
         sizes |= {max(fits, key=lambda c: (c.requests, -c.context), default=None)}
         for cell in sizes - {None}:
             size = Size(max(1, self._size.tokens // 4), 0, self._size.seconds)
-            self._bench.run(self._make(cell), cell.temperature, size)
+            prompts = [[*prompt[1:], prompt[0]] for prompt in self._make(cell)]
+            self._bench.run(prompts, cell.temperature, size)
 
     def _fits(self, cell: Cell) -> bool:
         return cell.requests * cell.context <= self._capacity

@@ -70,7 +70,7 @@ def options(side: str, args: Namespace, cells: Sequence[Cell], *, gpu: bool) -> 
         "max_model_len": max(cell.context for cell in cells),
         "max_num_seqs": max(cell.requests for cell in cells),
         "max_num_batched_tokens": PREFILL_TOKENS[device],
-        "enable_prefix_caching": False,
+        "enable_prefix_caching": args.share_prompts,
         "skip_tokenizer_init": True,
         "kv_cache_memory_bytes": cache_bytes(args, cells, gpu=gpu),
         "seed": 0,
