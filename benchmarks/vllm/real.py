@@ -19,6 +19,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -160,7 +161,8 @@ def work_through(
         state.write_text(json.dumps({"stage": "start", "visit": visit.number, "jobs": jobs}))
         command = [sys.executable, __file__, *arguments, "--child", visit.side]
         command += ["--deadline", str(deadline - _GRACE_S if args.seconds else 0)]
-        child = launch(command, real_engine.environment(visit.side), args.out / f"{visit.side}.log")
+        variables = real_engine.environment(visit.side, os.environ)
+        child = launch(command, variables, args.out / f"{visit.side}.log")
         code = wait(child, deadline, lambda: progress.show(visit.side))
         if code == UNFINISHED or time.time() > deadline:
             return False
@@ -170,14 +172,15 @@ def work_through(
 
 
 def launch(command: list[str], variables: dict[str, str], log: Path) -> subprocess.Popen[bytes]:
-    """A process whose output goes to the end of a file."""
+    """A process, with a group of its own, whose output goes to the end of a file."""
     with log.open("ab") as file:
-        environment = dict(os.environ) | variables
-        return subprocess.Popen(command, env=environment, stdout=file, stderr=file)
+        return subprocess.Popen(
+            command, env=variables, stdout=file, stderr=file, start_new_session=True
+        )
 
 
 def wait(child: subprocess.Popen[bytes], deadline: float, show: Any) -> int:
-    """The status of the process; it is ended where it outlasts the deadline."""
+    """The status of the process; it is ended, with its own ones, if it outlasts the deadline."""
     try:
         while True:
             try:
@@ -188,7 +191,7 @@ def wait(child: subprocess.Popen[bytes], deadline: float, show: Any) -> int:
                 return UNFINISHED
     finally:
         if child.poll() is None:
-            child.kill()
+            os.killpg(child.pid, signal.SIGKILL)
             child.wait()
 
 

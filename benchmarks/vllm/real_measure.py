@@ -78,7 +78,7 @@ class Bench:
         self._core = getattr(self._engine.engine_core, "engine_core", None)
         self._drafts = Drafts(llm)
         self._ends = set(ends)
-        self._plugin = plugin
+        self._plugin = plugin and self._core is not None  # its counters are in this process
         self._number = 0
 
     def run(
@@ -197,6 +197,8 @@ class Bench:
         self, before: dict[str, Any], drafted: int, accepted: int, steps: int
     ) -> dict[str, Any]:
         """Of vLLM's scheduler: drafts verified and accepted. Of the plugin: passes, failures."""
+        if self._core is None:
+            return {}
         told: dict[str, Any] = {
             "drafted": self._drafts.drafted - drafted,
             "accepted": self._drafts.accepted - accepted,
