@@ -19,6 +19,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -79,6 +80,8 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--tokens", type=int, default=128, help="of a request, on average")
     parser.add_argument("--warm-tokens", type=int, default=32, help="before, not counted")
     parser.add_argument("--cell-seconds", type=float, default=30, help="decoding, at most")
+    parser.add_argument("--share-prompts", action="store_true",
+                        help="compute prompts once for all temperatures")  # fmt: skip
     parser.add_argument("--seconds", type=float, default=0, help="of this call; 0: no limit")
     parser.add_argument("--retry", action="store_true", help="try again what has failed")
     parser.add_argument("--dtype", default="auto")
@@ -158,7 +161,8 @@ def work_through(
         state.write_text(json.dumps({"stage": "start", "visit": visit.number, "jobs": jobs}))
         command = [sys.executable, __file__, *arguments, "--child", visit.side]
         command += ["--deadline", str(deadline - _GRACE_S if args.seconds else 0)]
-        child = launch(command, real_engine.environment(visit.side), args.out / f"{visit.side}.log")
+        variables = real_engine.environment(visit.side, os.environ)
+        child = launch(command, variables, args.out / f"{visit.side}.log")
         code = wait(child, deadline, lambda: progress.show(visit.side))
         if code == UNFINISHED or time.time() > deadline:
             return False
@@ -168,14 +172,15 @@ def work_through(
 
 
 def launch(command: list[str], variables: dict[str, str], log: Path) -> subprocess.Popen[bytes]:
-    """A process whose output goes to the end of a file."""
+    """A process, with a group of its own, whose output goes to the end of a file."""
     with log.open("ab") as file:
-        environment = dict(os.environ) | variables
-        return subprocess.Popen(command, env=environment, stdout=file, stderr=file)
+        return subprocess.Popen(
+            command, env=variables, stdout=file, stderr=file, start_new_session=True
+        )
 
 
 def wait(child: subprocess.Popen[bytes], deadline: float, show: Any) -> int:
-    """The status of the process; it is ended where it outlasts the deadline."""
+    """The status of the process; it is ended, with its own ones, if it outlasts the deadline."""
     try:
         while True:
             try:
@@ -186,7 +191,7 @@ def wait(child: subprocess.Popen[bytes], deadline: float, show: Any) -> int:
                 return UNFINISHED
     finally:
         if child.poll() is None:
-            child.kill()
+            os.killpg(child.pid, signal.SIGKILL)
             child.wait()
 
 
@@ -264,7 +269,7 @@ class Worker:
         records.add(told | {"text_tokens": self._prompts.text_tokens})
 
     def _warm_up(self, cells: list[Cell]) -> None:
-        """What a process does once is done before the first cell."""
+        """What a process does once is done before the first cell, with texts of no cell."""
         from real_measure import Size
 
         fits = [cell for cell in cells if self._fits(cell)]
@@ -272,7 +277,8 @@ class Worker:
         sizes |= {max(fits, key=lambda c: (c.requests, -c.context), default=None)}
         for cell in sizes - {None}:
             size = Size(max(1, self._size.tokens // 4), 0, self._size.seconds)
-            self._bench.run(self._make(cell), cell.temperature, size)
+            prompts = [[*prompt[1:], prompt[0]] for prompt in self._make(cell)]
+            self._bench.run(prompts, cell.temperature, size)
 
     def _fits(self, cell: Cell) -> bool:
         return cell.requests * cell.context <= self._capacity

@@ -13,7 +13,7 @@ import json
 import platform
 import time
 from argparse import Namespace
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,11 +30,11 @@ CACHE_SHARE = 0.75  # of a GPU's memory, at most: weights, graphs and views need
 _BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
 
 
-def environment(side: str) -> dict[str, str]:
-    """Variables of a side's process: stock sides do not load the plugin."""
+def environment(side: str, user: Mapping[str, str]) -> dict[str, str]:
+    """Variables of a side's process: the user's, then ours. Stock sides do not load the plugin."""
     told = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
     told |= {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "VLLM_LOGGING_LEVEL": "INFO"}
-    return told | ({"VLLM_PLUGINS": "none"} if side in STOCK else {})
+    return told | dict(user) | ({"VLLM_PLUGINS": "none"} if side in STOCK else {})
 
 
 def speculation(side: str, head: str, *, gpu: bool) -> dict[str, Any] | None:
@@ -70,7 +70,7 @@ def options(side: str, args: Namespace, cells: Sequence[Cell], *, gpu: bool) -> 
         "max_model_len": max(cell.context for cell in cells),
         "max_num_seqs": max(cell.requests for cell in cells),
         "max_num_batched_tokens": PREFILL_TOKENS[device],
-        "enable_prefix_caching": False,
+        "enable_prefix_caching": args.share_prompts,
         "skip_tokenizer_init": True,
         "kv_cache_memory_bytes": cache_bytes(args, cells, gpu=gpu),
         "seed": 0,

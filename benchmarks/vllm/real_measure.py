@@ -40,6 +40,7 @@ class Answer:
     tokens: list[int] = field(default_factory=list)
     times: list[float] = field(default_factory=list)  # of each output
     sizes: list[int] = field(default_factory=list)  # tokens of each output
+    cached: int = 0  # tokens of the prompt that were in the prefix cache
     second_best: list[tuple[int, float]] = field(default_factory=list)  # token, by how much
 
 
@@ -77,7 +78,7 @@ class Bench:
         self._core = getattr(self._engine.engine_core, "engine_core", None)
         self._drafts = Drafts(llm)
         self._ends = set(ends)
-        self._plugin = plugin
+        self._plugin = plugin and self._core is not None  # its counters are in this process
         self._number = 0
 
     def run(
@@ -105,7 +106,9 @@ class Bench:
         told |= timing(answers, starts, start, steps)
         told |= self._drafting(before, drafted, accepted, len(steps))
         told |= content([a.tokens for a in answers.values()], list(lens.values()), self._ends)
-        told["first_token_s"] = spread(first)
+        cached = sum(answer.cached for answer in answers.values())
+        told["cached"] = cached / sum(map(len, prompts))
+        told["first_token_s"] = {} if cached else spread(first)
         self._finish(list(answers))
         told["wall_s"] = time.perf_counter() - began
         kept = size.warm_tokens + size.tokens
@@ -155,6 +158,7 @@ class Bench:
             answer.tokens += made.token_ids
             answer.times.append(now)
             answer.sizes.append(len(made.token_ids))
+            answer.cached = output.num_cached_tokens or 0
             for token, entries in zip(made.token_ids, made.logprobs or (), strict=False):
                 best, other = max((e.logprob, i) for i, e in entries.items() if i != token)
                 answer.second_best.append((other, round(entries[token].logprob - best, 5)))
@@ -193,6 +197,8 @@ class Bench:
         self, before: dict[str, Any], drafted: int, accepted: int, steps: int
     ) -> dict[str, Any]:
         """Of vLLM's scheduler: drafts verified and accepted. Of the plugin: passes, failures."""
+        if self._core is None:
+            return {}
         told: dict[str, Any] = {
             "drafted": self._drafts.drafted - drafted,
             "accepted": self._drafts.accepted - accepted,

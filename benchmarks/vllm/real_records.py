@@ -5,6 +5,7 @@ A record is added when its measurement is over, so a run that was stopped goes o
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 from collections.abc import Iterable, Sequence
@@ -72,9 +73,11 @@ def plan(cells: Sequence[Cell], sides: Sequence[str], turns: int) -> list[Visit]
     for number in range(starts):
         part = range(number * turns // starts, (number + 1) * turns // starts)
         for side in sides:
-            jobs = [Job(cell, side, turn) for turn in part for cell in cells]
-            if side == "plain" and number == 0:
-                jobs += [Job(cell, side, REFERENCE) for cell in cells if not cell.temperature]
+            jobs = []
+            for turn, cell in itertools.product(part, cells):
+                jobs.append(Job(cell, side, turn))
+                if side == "plain" and turn == 0 and cell.temperature == 0:
+                    jobs.append(Job(cell, side, REFERENCE))
             visits.append(Visit(side, number, tuple(jobs)))
     return visits
 

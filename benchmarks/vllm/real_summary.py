@@ -20,7 +20,9 @@ MEDIANS = (
     "views_drafted", "views_confirmed", "after_end", "repeated",
 )  # fmt: skip
 SPREADS = ("step_ms", "first_token_s", "output_gap_ms", "token_ms")
-ENGINE = ("runner", "scheduler", "async_scheduling", "drafter", "drafts", "cudagraph_mode", "options")
+ENGINE = (
+    "runner", "scheduler", "async_scheduling", "drafter", "drafts", "cudagraph_mode", "options",
+)  # fmt: skip
 
 
 def identify(args: Namespace) -> None:

@@ -44,7 +44,7 @@ def result_lines(data: dict[str, Any]) -> Iterator[str]:
         f"{data['vllm']}, commit `{data['revision']}`. Tokens per second of the batch while it "
         f"decodes, median of the turns; {data['tokens']} tokens for each request. `context` counts "
         "prompt and answer. Text: "
-        f"{data['text']}; `edit`: Python's standard library." + "".join(_means(data))
+        f"{data['text']}; `edit`: Python's standard library.{_means(data)}"
     )
     yield ""
     sides = sides_of(data)
@@ -62,16 +62,18 @@ def result_lines(data: dict[str, Any]) -> Iterator[str]:
         yield from missing
 
 
-def _means(data: dict[str, Any]) -> Iterator[str]:
+def _means(data: dict[str, Any]) -> str:
+    """Geometric means of the speeds, with the worst and the best cell."""
+    told = []
     for side in sides_of(data):
         found = speeds(data, side)
         if side != "plain" and found:
-            mean, worst, best = geometric_mean(found), min(found), max(found)
             name = f"`{side}`" if side == OURS else side
-            yield (
-                f" Of plain vLLM's speed, {name} has {mean:.2f} (geometric mean of {len(found)} "
-                f"cells, {worst:.2f} to {best:.2f})."
-            )
+            spread = f"{min(found):.2f} to {max(found):.2f}, {len(found)} cells"
+            told.append(f"{name} {geometric_mean(found):.2f} ({spread})")
+    if not told:
+        return ""
+    return f" Relative to plain vLLM, geometric mean (range): {'; '.join(told)}."
 
 
 def _cells(cell: dict[str, Any], sides: list[str]) -> Iterator[str]:

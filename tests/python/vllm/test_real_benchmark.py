@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import importlib
 import json
+import os
+import signal
 import sys
+import time
 import xml.etree.ElementTree as ET
 from collections.abc import Iterator
 from pathlib import Path
@@ -143,7 +147,7 @@ def test_sides_alternate_and_are_started_twice(modules: SimpleNamespace) -> None
         ("plain", 0), ("ngram", 0), ("plain", 1), ("ngram", 1)
     ]  # fmt: skip
     turns = [[job.turn for job in visit.jobs] for visit in visits]
-    assert turns == [[0, 0, 1, 1, -1], [0, 0, 1, 1], [2, 2, 3, 3, 4, 4], [2, 2, 3, 3, 4, 4]]
+    assert turns == [[0, -1, 0, 1, 1], [0, 0, 1, 1], [2, 2, 3, 3, 4, 4], [2, 2, 3, 3, 4, 4]]
     jobs = [job.key for visit in visits for job in visit.jobs]
     assert len(set(jobs)) == len(jobs) == 2 * 2 * 5 + 1
     assert len(modules.real_records.plan(cells, ["plain", "ngram"], 1)) == 2
@@ -227,6 +231,16 @@ def test_sides_have_their_own_drafters(modules: SimpleNamespace, tmp_path: Path)
     assert sizes.pop() > 96 * 30720 * 2 * 2 * 64 * 4
 
 
+def test_stock_sides_do_not_load_the_plugin(modules: SimpleNamespace) -> None:
+    user = {"VLLM_PLUGINS": "nwor_specpv", "VLLM_LOGGING_LEVEL": "DEBUG"}
+    for side in modules.real_engine.SIDES:
+        found = modules.real_engine.environment(side, user)
+        assert found["VLLM_LOGGING_LEVEL"] == "DEBUG"
+        assert found["VLLM_PLUGINS"] == (
+            "nwor_specpv" if side in ("lossless", "streaming") else "none"
+        )
+
+
 def test_arguments_that_make_no_sense_are_refused(
     modules: SimpleNamespace, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -248,8 +262,9 @@ def measured(job: Any, speed: float, **more: Any) -> dict[str, Any]:
 
 ENGINE = {
     "device": "a GPU", "python": "3", "torch": "2", "cuda": "13", "vllm": "0", "dtype": "bfloat16",
-    "text_tokens": 9, "quantisation": None, "runner": "V2", "scheduler": "S", "async_scheduling": True,
-    "drafter": None, "drafts": 0, "cudagraph_mode": "FULL", "options": {}, "start_s": 30.0,
+    "text_tokens": 9, "quantisation": None, "runner": "V2", "scheduler": "S",
+    "async_scheduling": True, "drafter": None, "drafts": 0, "cudagraph_mode": "FULL",
+    "options": {}, "start_s": 30.0,
 }  # fmt: skip
 
 
@@ -307,7 +322,7 @@ def test_the_summary_names_the_first_other_token(summary: dict[str, Any]) -> Non
 def test_the_table(modules: SimpleNamespace, summary: dict[str, Any], tmp_path: Path) -> None:
     lines = (tmp_path / "table.md").read_text().splitlines()
     assert lines == list(modules.table.result_lines(summary))
-    assert "`lossless` has 2.00 (geometric mean of 1 cells, 2.00 to 2.00)" in lines[0]
+    assert "geometric mean (range): `lossless` 2.00 (2.00 to 2.00, 1 cells)." in lines[0]
     assert "quantisation 4 bit" in lines[0]
     greedy = "2 of 4, gap 1.000 (plain: 4 of 4)"
     assert lines[4] == f"| continue | 0 | 2 x 2048 | 12 | 24 | 2.00 | 2.40 | 3.00 | {greedy} |"
@@ -367,6 +382,31 @@ class Engines:
             path.write_text(json.dumps({"stage": "job", "job": jobs[1].record("running")}))
             return SimpleNamespace(wait=lambda timeout=0: -9, poll=lambda: -9)
         return SimpleNamespace(wait=lambda timeout=0: 0, poll=lambda: 0)
+
+
+INNER = """
+import fcntl, sys, time
+file = open(sys.argv[1], "w")
+fcntl.flock(file, fcntl.LOCK_EX)
+print("up", flush=True)
+time.sleep(600)
+"""
+OUTER = "import subprocess, sys; subprocess.run([sys.executable, '-c', *sys.argv[1:]])"
+
+
+def test_a_process_that_outlasts_the_deadline_is_ended(
+    modules: SimpleNamespace, tmp_path: Path
+) -> None:
+    """And what it has started: a process that holds a lock."""
+    lock, log = tmp_path / "lock", tmp_path / "log"
+    command = [sys.executable, "-c", OUTER, INNER, str(lock)]
+    child = modules.real.launch(command, dict(os.environ), log)
+    while log.read_text() != "up\n":
+        time.sleep(0.05)
+    assert modules.real.wait(child, time.time(), lambda: None) == modules.real.UNFINISHED
+    assert child.returncode == -signal.SIGKILL
+    with lock.open() as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
 
 
 def test_failures_are_recorded_and_the_rest_goes_on(

@@ -23,6 +23,7 @@ from support.small_views import SMALL_VIEW
 FOLDER = Path(__file__).resolve().parents[3] / "benchmarks" / "vllm"
 CELL = {"requests": 2, "context": 320, "prompt": "continue", "temperature": 0.0}
 SIZE = ("--cells", "2x320", "--prompts", "continue", "--temperatures", "0", "--tokens", "24")
+SIZE += ("--warm-tokens", "4")
 # On CPUs the drafter is one of vLLM's model runner V1.
 SPECULATION = {"method": "custom_class", "model": DRAFTER, "num_speculative_tokens": 8}
 
@@ -78,7 +79,7 @@ def test_two_sides_of_one_cell(
     settings = SMALL_VIEW | {"specpv_draft_passes": 2}
     engine = {"lossless": {"speculative_config": SPECULATION, "block_size": 16}}
     arguments = ["--model", str(model), "--out", str(tmp_path), "--sides", "plain", "lossless"]
-    arguments += [*SIZE, "--warm-tokens", "4", "--dtype", "float32", "--turns", "2"]
+    arguments += [*SIZE, "--dtype", "float32", "--turns", "2"]
     arguments += ["--set", json.dumps(settings), "--engine", json.dumps(engine)]
     assert real.main(arguments) == 0
     assert started == ["plain", "lossless"] * 2
@@ -92,7 +93,7 @@ def test_two_sides_of_one_cell(
         assert record.items() >= (CELL | {"status": "measured", "stopped": ""}).items()
         assert record["tokens_per_s"] > 0
         assert all(24 <= len(tokens) <= 28 for tokens in record["outputs"])
-        assert len(record["outputs"]) == 2
+        assert (len(record["outputs"]), record["cached"]) == (2, 0)
         for name in ("step_ms", "first_token_s", "output_gap_ms", "token_ms"):
             assert 0 < record[name]["p50"] <= record[name]["p99"]
     plain, reference, ours = jobs[:3]
@@ -126,15 +127,20 @@ def test_two_sides_of_one_cell(
 def test_an_engine_that_does_not_start_is_left_out(
     real: ModuleType, model: Path, tmp_path: Path
 ) -> None:
-    """In processes of their own, stock sides without the plugin."""
-    engine = {"ngram": {"speculative_config": {"method": "none such"}}}
+    """In processes of their own, stock sides without the plugin. Prompts come once."""
+    engine = {"ngram": {"speculative_config": {"method": "none such"}}, "all": {"block_size": 16}}
     arguments = ["--model", str(model), "--out", str(tmp_path), "--sides", "ngram", "plain"]
     arguments += [*SIZE, "--dtype", "float32", "--turns", "1", "--engine", json.dumps(engine)]
+    arguments += ["--share-prompts"]
     assert real.main(arguments) == 0
     found = {(r["side"], r["turn"]): r for r in read(tmp_path) if "status" in r}
     assert {key: record["status"] for key, record in found.items()} == {
         ("ngram", 0): "failed", ("plain", 0): "measured", ("plain", -1): "measured"
     }  # fmt: skip
     assert found["ngram", 0]["reason"].startswith("the engine did not start: ValidationError")
+    first, again = (found["plain", turn] for turn in (0, -1))
+    assert (first["cached"], again["first_token_s"]) == (0, {})
+    assert first["first_token_s"]["p50"] > 0
+    assert again["cached"] > 0.8
     assert "none such" in (tmp_path / "ngram.log").read_text()
     assert "nwor_specpv" not in (tmp_path / "plain.log").read_text()
