@@ -86,7 +86,9 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--retry", action="store_true", help="try again what has failed")
     parser.add_argument("--dtype", default="auto")
     parser.add_argument("--quantisation", default="", help="of the weights, for the record")
-    parser.add_argument("--revision", default="", help="commit, for the record")
+    parser.add_argument(
+        "--revision", default="", help="commit, for the record; default: the build's"
+    )
     parser.add_argument("--set", type=json.loads, default={}, help="JSON: keys of the plugin")
     parser.add_argument("--engine", type=json.loads, default={},
                         help='JSON by side or "all": arguments of vLLM\'s LLM')  # fmt: skip
@@ -121,6 +123,7 @@ def resolve_model(args: argparse.Namespace) -> None:
         if args.dtype == "auto":
             args.dtype = "bfloat16" if torch.cuda.is_available() else "float32"
         args.model, args.model_name = str(smollm2(args.dtype)), "SmolLM2-135M-Instruct"
+        args.quantisation = args.quantisation or "Q4_1, unpacked"
     if args.head == "shipped":
         from nwor_specpv.drafters.vllm_head import write_vllm_head
 

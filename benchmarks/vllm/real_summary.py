@@ -84,6 +84,7 @@ def summarise(run: dict[str, Any], records: Records) -> dict[str, Any]:
     first = engines[0] if engines else {}
     names = ("device", "python", "torch", "cuda", "vllm", "dtype", "text_tokens")
     told = run | {name: first.get(name) for name in names}
+    told["revision"] = run["revision"] or first.get("commit")
     told["quantisation"] = run["quantisation"] or first.get("quantisation") or "none"
     told["engines"] = {
         one["engine"]: {name: one[name] for name in ENGINE}
