@@ -42,12 +42,13 @@ def worker_runner(llm: Any) -> Any:
 def test_costs_and_memory_are_there_before_the_first_request(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
-    from nwor_specpv.vllm.specpv import drafter, speculator
+    """V2 measures speed in service."""
+    from nwor_specpv.vllm.specpv import drafter
 
     runner, _, mode = kind.partition("-")
     choose_runner(monkeypatch, runner)
-    module, name = (speculator, "measure_loop") if runner == "v2" else (drafter, "measure_passes")
-    before, measured = Metrics().snapshot(), watch_cost_measurement(monkeypatch, module, name)
+    before = Metrics().snapshot()
+    measured = watch_cost_measurement(monkeypatch, drafter, "measure_passes")
     options: dict[str, Any] = {"speculation": SPECULATION}
     if runner == "v2":
         head = story_head(tmp_path, torch.float16)
@@ -63,18 +64,19 @@ def test_costs_and_memory_are_there_before_the_first_request(
         if runner == "v1":
             return runs.drafter._costs, runs.drafter._store
         loop = runs.speculator._loop
-        return runs.speculator.lengths.costs, loop.store if loop is not None else None
+        return None, loop.store if loop is not None else None
 
     costs, store = state()
     print(f"{kind}: {costs}")
-    assert costs.run(1, 0) > 0
-    assert costs.base < 1.0  # seconds, of five small layers
+    if runner == "v1":
+        assert costs.run(1, 0) > 0
+        assert costs.base < 1.0  # seconds, of five small layers
     assert store is not None
-    assert measured == [True]
+    assert measured == [True] * (runner == "v1")
     story = drive(llm, prompts(), greedy(MAX_TOKENS))
     assert all(len(tokens) == MAX_TOKENS for tokens in story.tokens.values())
     assert state() == (costs, store)  # the first long request measures nothing
-    assert measured == [True]
+    assert measured == [True] * (runner == "v1")
     assert own_engine().violations == []
     assert own_stats()["fallbacks"] == {}
     check_drafting(before)

@@ -8,6 +8,7 @@ from its neighbours.
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Sequence
 from statistics import median
 from typing import NamedTuple
@@ -111,7 +112,7 @@ class Estimate:
     def _add_tokens(self, gap: int, tokens: Sequence[int]) -> None:
         number = len(tokens)
         mean = sum(tokens) / number
-        inside = sum((one - mean) ** 2 for one in tokens) / number
+        inside = sum(map(operator.mul, tokens, tokens)) / number - mean**2
         # Small batches need more steps for as many requests.
         most = _AFTER_PAUSE if gap > _PAUSE else max(_MOST_STEPS, _LEAST_REQUESTS / number)
         past = min(most * number, self._requests * 0.5 ** (gap / _HALF_LIFE))
@@ -136,7 +137,7 @@ class Estimate:
         if self.seconds <= 0 or self.tokens <= 0:
             return None
         time_error = max(_NOISE, math.sqrt(self._seconds_spread) / self.seconds)
-        token_error = math.sqrt(self._tokens_spread) / self.tokens
+        token_error = math.sqrt(max(0.0, self._tokens_spread)) / self.tokens
         error = math.sqrt(time_error**2 / max(1, self._steps) + token_error**2 / self._requests)
         if self.count < ENOUGH:
             error = max(error, 1.0)

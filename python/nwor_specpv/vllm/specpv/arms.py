@@ -29,7 +29,7 @@ _LEAST_OF_PLAIN, _BAD_STEPS = 0.97, 8
 _LARGE_BATCH = 8  # requests whose steps say as much as two others
 _PROBE_STEPS = 6
 _SETTLE_STEPS = 3  # after a probe, until its last step is known
-_LOOK_INTERVAL = 4  # visits of a cell between looks at all arms
+_LOOK_INTERVAL = 8  # visits of a cell between looks at all arms
 _BORROW_INTERVAL = 32
 _FRESH = 100  # steps up to which an observation prices the numbers of passes beside it
 _PAID = 0.01  # share of the time served that probes may lose
@@ -208,7 +208,7 @@ class ArmChoice:
         if not arm.passes:
             if known is None:
                 seconds = _FIRST_GUESSES.seconds * plain.seconds
-                return _Hope(arm, _FIRST_GUESSES._replace(seconds=seconds), 2 * plain.rate)
+                return _Hope(arm, _FIRST_GUESSES._replace(seconds=seconds), math.inf)
             return _Hope(arm, known, known.rate * (1 + known.error))
         if known is not None and known.age < _FRESH:
             return _Hope(arm, known, known.rate * (1 + known.error))
@@ -230,7 +230,7 @@ class ArmChoice:
             return _Hope(arm, known, known.rate * (1 + known.error))
         seconds = (_FIRST_BASE + _FIRST_PER_PASS * arm.passes) * plain.seconds
         tokens = 1 + _FIRST_TOKENS_PER_PASS * arm.passes
-        return _Hope(arm, Outlook(seconds, tokens, 1.0, _NEVER), 2 * plain.rate)
+        return _Hope(arm, Outlook(seconds, tokens, 1.0, _NEVER), math.inf)
 
     def _begin(self, hope: _Hope, costs: dict[_Hope, float], plain: Outlook) -> None:
         assert self._credit is not None
