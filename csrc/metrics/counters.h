@@ -63,6 +63,20 @@ namespace nwor {
     "Tokens that the target model drafted over partial views")                                    \
   X(kConfirmedTokens, "specpv_confirmed_tokens_total",                                            \
     "Tokens drafted over partial views that a full step confirmed")                               \
+  X(kPlainSteps, "specpv_plain_steps_total", "Steps that verified no drafts")                     \
+  X(kPlainTokens, "specpv_plain_step_tokens_total", "Tokens of timed plain steps")                \
+  X(kPlainMicroseconds, "specpv_plain_step_microseconds_total", "Time of timed plain steps")      \
+  X(kGuessSteps, "specpv_guess_steps_total", "Steps that verified guesses alone")                 \
+  X(kGuessTokens, "specpv_guess_step_tokens_total", "Tokens of timed steps with guesses alone")   \
+  X(kGuessMicroseconds, "specpv_guess_step_microseconds_total",                                   \
+    "Time of timed steps with guesses alone")                                                     \
+  X(kPassSteps, "specpv_pass_steps_total", "Steps that verified drafts of partial passes")        \
+  X(kPassTokens, "specpv_pass_step_tokens_total", "Tokens of timed steps with partial passes")    \
+  X(kPassMicroseconds, "specpv_pass_step_microseconds_total",                                     \
+    "Time of timed steps with partial passes")                                                    \
+  X(kArmSwitches, "specpv_arm_switches_total",                                                    \
+    "Changes of the choice between plain steps, guesses and numbers of passes")                   \
+  X(kProbeSteps, "specpv_probe_steps_total", "Steps that tried another choice than the best one") \
   X(kProbedRows, "specpv_probed_rows_total",                                                      \
     "Rows of full steps whose attention was also computed over the partial view")                 \
   X(kDeviatingRows, "specpv_deviating_rows_total",                                                \

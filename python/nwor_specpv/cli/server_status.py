@@ -30,6 +30,17 @@ _COUNTS = {
     "contract_violations": "nwor_contract_violations_total",
     "partial_steps": "specpv_partial_steps_total",
     "draft_passes": "specpv_draft_passes_total",
+    "plain_steps": "specpv_plain_steps_total",
+    "plain_step_tokens": "specpv_plain_step_tokens_total",
+    "plain_step_microseconds": "specpv_plain_step_microseconds_total",
+    "guess_steps": "specpv_guess_steps_total",
+    "guess_step_tokens": "specpv_guess_step_tokens_total",
+    "guess_step_microseconds": "specpv_guess_step_microseconds_total",
+    "pass_steps": "specpv_pass_steps_total",
+    "pass_step_tokens": "specpv_pass_step_tokens_total",
+    "pass_step_microseconds": "specpv_pass_step_microseconds_total",
+    "arm_switches": "specpv_arm_switches_total",
+    "probe_steps": "specpv_probe_steps_total",
     "view_drafted_tokens": "specpv_drafted_tokens_total",
     "view_confirmed_tokens": "specpv_confirmed_tokens_total",
     "lossy_engines": "specpv_lossy_engines",
@@ -105,6 +116,11 @@ def lines(report: dict[str, Any]) -> list[tuple[str, str]]:
     if report["partial_steps"] or full:
         by_trigger = f" ({_listed(report['full_steps'])})" if full else ""
         found.append(("steps", f"{report['partial_steps']:,} partial, {full:,} full{by_trigger}"))
+    if report["plain_steps"] or report["guess_steps"] or report["pass_steps"]:
+        kinds = [_speed(report, kind) for kind in ("plain", "guess", "pass")]
+        found.append(("chosen steps", ", ".join(kinds)))
+        tried = f"{report['arm_switches']:,} switches, {report['probe_steps']:,} probe steps"
+        found.append(("choices", tried))
     if report["draft_passes"]:
         mean = report["draft_passes_per_round"]
         per_round = "" if mean is None else f", {mean:.2f} per round"
@@ -212,6 +228,13 @@ def _engine(engine: dict[str, str] | None) -> str:
         f"drafter {engine['drafter']}, up to {engine['draft_tokens']} draft tokens, "
         f"mode {engine['mode']}, attention {engine['attention']}"
     )
+
+
+def _speed(report: dict[str, Any], kind: str) -> str:
+    """Steps of a kind, and the tokens per second of those that were timed."""
+    time_us, tokens = report[f"{kind}_step_microseconds"], report[f"{kind}_step_tokens"]
+    speed = f" ({1e6 * tokens / time_us:,.0f} tokens/s)" if time_us else ""
+    return f"{report[f'{kind}_steps']:,} {kind}{speed}"
 
 
 def _with(report: dict[str, Any], key: str, part: str, word: str) -> str:

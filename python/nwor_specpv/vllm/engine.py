@@ -23,7 +23,7 @@ from .hooks import runner as runner_hooks
 from .settings import read_settings
 from .specpv import rules as long_context
 from .specpv.failures import DraftFailures
-from .specpv.lengths import Lengths, head_drafts
+from .specpv.lengths import Lengths
 from .specpv.refresh import Refresh
 from .staging import Staging
 from .steps import Steps
@@ -59,7 +59,8 @@ class Engine:
             self._hook(runner_hooks.install_start(vllm_config.parallel_config.worker_cls))
         self.seen: StepSeen | None = None
         self.names: Sequence[str] = ()  # of a step's requests, in their order (runner V2)
-        self.num_drafts = 0  # that the scheduler wants for the next step (runner V2)
+        # What the scheduler wants for the next step (runner V2): drafts, and passes to make them.
+        self.num_drafts = self.num_passes = 0
         self.prefix_hits = False  # a request may read what another one of the step computes
         self.refresh = self._make_refresh(vllm_config)
         self.lengths = self._make_lengths(vllm_config)
@@ -116,13 +117,11 @@ class Engine:
         return Refresh(self, vllm_config)
 
     def _make_lengths(self, vllm_config: Any) -> Lengths | None:
-        """How many drafts and passes pay, in mode `lossless` with a head (runner V2)."""
+        """How many drafts and passes are possible in mode `lossless` on runner V2."""
         if not self.lossless or not vllm_config.use_v2_model_runner:
             return None
         self._hook(runner_hooks.install_names() or speculators.problem)
-        single_rank = vllm_config.parallel_config.world_size == 1
-        most = self.setup.num_speculative_tokens
-        return Lengths(self.settings, most, single_rank=single_rank)
+        return Lengths(self.settings, self.setup.num_speculative_tokens)
 
     @property
     def uniform_rows(self) -> tuple[int, ...]:
@@ -130,10 +129,10 @@ class Engine:
         without drafts there is nothing to verify.
         """
         most = self.setup.num_speculative_tokens
-        drafts = [most, *(number for number in self.setup.drafts_by_batch_size if number)]
+        drafts = [most, *self.setup.drafts_by_batch_size]
         if self.lengths is not None:
-            drafts.append(head_drafts(self.settings, most))
-        return tuple(1 + number for number in dict.fromkeys(drafts))
+            drafts += self.lengths.drafts
+        return tuple(1 + number for number in dict.fromkeys(drafts) if number)
 
     def add_group(self, layer_names: Sequence[str]) -> int:
         """Registers layers that share one slot mapping; the same layers are the same group.

@@ -20,9 +20,10 @@ class RegisteredEngine(Protocol):
     off: str | None  # why nothing is staged; None: drafts are staged
     lossless: bool  # drafts come from views
     refresh: Any  # None: not in mode `refresh`
-    lengths: Any  # None: not in mode `lossless` with a head
+    lengths: Any  # None: not in mode `lossless` on runner V2
     names: Sequence[str]  # of a step's requests, in their order (runner V2)
-    num_drafts: int  # that the scheduler wants for the next step (runner V2)
+    num_drafts: int  # that the scheduler wants for the next step (runner V2); 0: a plain one
+    num_passes: int  # that make them; 0: guesses alone
     prefix_hits: bool  # a request may read what another one of the step computes
 
     def attach(self, runner: Any) -> None:

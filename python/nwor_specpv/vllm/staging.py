@@ -64,6 +64,11 @@ class Staging:
             self._watch()
         return self.interceptor
 
+    def writes_single_rows(self, lens: Sequence[int], drafts: Sequence[int]) -> bool:
+        """Whether vLLM itself writes the rows of a step: one of each request, none a draft. A
+        contract checker sees such steps, too."""
+        return not self._watched and not any(drafts) and max(lens, default=0) <= 1
+
     def release(self) -> None:
         """Lets go of every cache; the next `bind` starts afresh. REQUIRES: no open round."""
         self.interceptor = self.checker = None

@@ -67,6 +67,8 @@ class Steps:
 
         With `capture` the step is only recorded into a CUDA graph; the next one ends it. With
         `may_defer` no row of the step is read from the cache, so layers may write late.
+
+        A step of single rows without drafts has no round: vLLM writes them itself, as fast as ever.
         """
         step = self._step
         if (
@@ -79,6 +81,8 @@ class Steps:
             step.slots[group] = slot_mapping
             return
         self.abort()
+        if self._staging.writes_single_rows(lens, drafts):
+            return
         interceptor = self._staging.bind(slot_mapping.device)
         if self._staging.checker is not None and not capture:
             self._staging.checker.snapshot()

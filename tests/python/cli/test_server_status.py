@@ -49,6 +49,15 @@ specpv_partial_steps_total 40
 specpv_full_steps_total{trigger="first"} 2
 specpv_full_steps_total{trigger="interval"} 5
 specpv_full_steps_total{trigger="policy"} 0
+specpv_plain_steps_total 100
+specpv_plain_step_tokens_total 900
+specpv_plain_step_microseconds_total 500000
+specpv_guess_steps_total 20
+specpv_pass_steps_total 1380
+specpv_pass_step_tokens_total 60000
+specpv_pass_step_microseconds_total 12000000
+specpv_arm_switches_total 3
+specpv_probe_steps_total 36
 specpv_draft_passes_total 3750
 specpv_drafted_tokens_total 8000
 specpv_confirmed_tokens_total 6000
@@ -76,6 +85,8 @@ cache writes    3.0 GiB written, 1.5 MiB avoided
 staging         512 B
 bypassed        capacity 7, commit_lost 1 (docs/metrics.md explains the reasons)
 steps           40 partial, 7 full (interval 5, first 2)
+chosen steps    100 plain (1,800 tokens/s), 20 guess, 1,380 pass (5,000 tokens/s)
+choices         3 switches, 36 probe steps
 draft passes    3,750, 2.50 per round
 confirmed       75.0% (6,000 of 8,000 tokens drafted over views)
 draft failures  out_of_memory 1

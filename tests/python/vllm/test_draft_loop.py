@@ -371,84 +371,21 @@ def fake_settings(**keys: Any) -> Any:
     return load_config({"enable_specpv": True, "specpv_mode": "lossless"} | views | keys)
 
 
-def test_lengths_follow_batch_times_context_without_costs() -> None:
+def test_lengths_that_are_possible() -> None:
     from nwor_specpv.vllm.specpv.lengths import Lengths
 
-    lengths = Lengths(fake_settings(), 16, single_rank=False)
-    assert lengths.number([4096]) == 4
-    assert lengths.number([32768] * 4) == 4
-    assert lengths.number([32768] * 8) == 16
-    assert lengths.number([122_880] * 6) == 16
-    assert lengths.number([4000] * 100) == 4, "requests that views cover whole do not count"
-    # 4 tokens a pass; 4 guesses of the head follow.
-    assert lengths.passes([32768] * 8) == 3
-    # 8 of these have views, the others read everything in every pass.
-    assert lengths.passes([32768] * 24) == 0
-    assert (
-        Lengths(fake_settings(specpv_max_requests=24), 16, single_rank=False).passes([32768] * 24)
-        == 3
-    )
-    assert lengths.passes([32768] * 8 + [4000] * 2) == 3
-    assert lengths.passes([32768] * 8 + [4000] * 60) == 0
-    lengths.give_up()
-    assert lengths.number([32768] * 8) == 4
-
-
-def test_lengths_follow_measured_costs() -> None:
-    from nwor_specpv.vllm.specpv.lengths import Lengths
-    from nwor_specpv.vllm.specpv.policy import StepCosts
-
-    costs = StepCosts(base=5e-3, per_row=5e-6, per_token=131072 / 4.4e12)
-    lengths = Lengths(fake_settings(), 16, single_rank=True)
-    lengths.learn(costs)
-    assert lengths.number([4096]) == 4
-    assert lengths.number([122_880] * 6) == 16
-    assert lengths.number([32768] * 8) == 16
-    assert lengths.number([32768] + [4000] * 63) == 4, "short requests read theirs, too"
-    enough = Lengths(fake_settings(specpv_max_requests=64), 16, single_rank=True)
-    enough.learn(costs)
-    # With 8 views 56 requests read everything: a pass costs as much as a full step.
-    assert lengths.passes([32768] * 64) < enough.passes([32768] * 64)
-    for _ in range(50):  # a head that is mostly right
-        lengths.observe([0, 0, 90, 100, 0, 0])
-        enough.observe([0, 0, 90, 100, 0, 0])
-    assert (lengths.number([32768] * 64), enough.number([32768] * 64)) == (4, 16)
-    for _ in range(50):  # as it was
-        lengths.observe([0, 0, 70, 100, 0, 0])
-    for _ in range(200):  # partial drafts that are nearly always wrong are not worth their time
-        lengths.observe([1, 10, 0, 0, 30, 10])
-    assert lengths.number([122_880] * 6) == 4
-    several = Lengths(fake_settings(), 16, single_rank=False)
-    several.learn(costs)  # ranks and the scheduler must come to the same answer
-    assert several.number([32768] * 8) == 16
-    fixed = Lengths(fake_settings(specpv_draft_passes=3), 16, single_rank=True)
-    assert fixed.passes([5000]) == 3
-    assert fixed.passes([1000]) == 0
-
-
-def test_acceptance_is_counted_by_who_drafted() -> None:
-    from nwor_specpv.vllm.specpv import lengths
-
-    seen: list[list[int]] = []
-    counts = lengths.AcceptanceCounts(torch.device("cpu"), seen.append)
-    chains = SimpleNamespace(
-        lens=torch.tensor([10, 20, 5, 12, 9, 0]),
-        active=torch.tensor([True, True, True, True, False, False]),
-        rows=5,
-    )
-    names = ["x", "y", "z", "v", "w"]
-    for number in range(lengths._LOOK_INTERVAL + 1):
-        by_passes = number >= lengths._LOOK_INTERVAL
-        counts.drafted(chains if by_passes else None, names, 6 if by_passes else 0)
-        # 16 drafts each. Of "x" all 10 of the chain are accepted, and 2 of 4 guesses behind it; of
-        # "y" a whole chain that leaves no room for any; of "z" 2 of 5; of "v" all 12 and all 4.
-        rejected = torch.tensor([4, 0, 14, 0, 0])
-        counts.judged(names, [16] * 5, rejected)
-    head = [12 + 16 + 2 + 16 + 16, 13 + 16 + 3 + 16 + 16]
-    chain = [10 + 16 + 2 + 12, 10 + 16 + 3 + 12]
-    assert seen == [[0, 0, *head, 0, 0], [*chain, 2 + 4, 3 + 4, 10 + 16 + 5 + 12, 24]]
-    before = len(seen)
-    for _ in range(3 * lengths._LOOK_INTERVAL):
-        counts.judged(["y", "x", "z"], [16] * 3, rejected[:3])  # another batch: not compared
-        counts.judged(names, [16, 16, 3, 16, 16], rejected)
-    assert len(seen) == before
+    lengths = Lengths(fake_settings(), 16)
+    assert lengths.drafts == (0, 4, 16)
+    assert lengths.possible(32768)
+    assert not lengths.possible(lengths.shortest)
+    # 4 tokens a pass; 4 guesses follow.
+    assert lengths.passes_that_fill(32768) == 3
+    assert lengths.passes_that_fill(lengths.shortest) == 0
+    fixed = Lengths(fake_settings(specpv_draft_passes=5), 16)
+    assert fixed.fixed_arm(5000) == (16, 5)
+    assert fixed.fixed_arm(1000) == (4, 0), "views cover it whole"
+    assert fixed.passes_that_fill(5000) == 5
+    fixed.give_up()
+    assert fixed.fixed_arm(5000) == (4, 0)
+    assert fixed.passes_that_fill(5000) == 0
+    assert not fixed.possible(32768)

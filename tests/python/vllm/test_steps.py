@@ -139,6 +139,24 @@ class OnDevice(torch.Tensor):
     is_cuda = property(lambda _: True)
 
 
+@pytest.mark.parametrize("capture", [False, True])
+def test_single_rows_without_drafts_are_vllms_to_write(capture: bool) -> None:
+    """In a captured graph and where it is replayed alike."""
+    world = World()
+    key = value = torch.zeros(2, HEADS, DIM, dtype=torch.bfloat16)
+    epoch = world.interceptor.stats()["epoch"]
+    world.steps.begin(0, [1, 1], [0, 0], SLOTS[:2], capture)
+    assert not world.interceptor.stats()["round_open"]
+    assert not world.steps.write("a", key, value, SLOTS[:2])
+    world.steps.finish(lambda _: pytest.fail("nobody asks what was accepted"))
+    assert world.interceptor.stats()["epoch"] == epoch
+    assert world.interceptor.commits == 0
+    # Rows of a prompt are ours as ever.
+    world.steps.begin(0, [2], [0], SLOTS[:2])
+    assert world.interceptor.stats()["round_open"]
+    world.steps.abort()
+
+
 def test_every_chunk_on_a_gpu_is_heard_of(
     short_chunks: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:

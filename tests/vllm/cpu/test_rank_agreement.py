@@ -41,13 +41,10 @@ class Rank:
         self.patches.setattr(module.EagleSpeculator, "propose", lambda *_: None)
         self.patches.setattr(module.EagleSpeculator, "capture", lambda _: None)
         self.patches.setattr(proposals, "graph_capture", lambda device: contextlib.nullcontext())
-        self.spec._counts = SimpleNamespace(judged=lambda *_: None, drafted=lambda *_: None)
-        self.spec._engine.num_drafts = double.LIMIT
         self.before = counted()
 
     def propose(self) -> list[int]:
         batch = self.double.step(self.world, self.spec, [299], [0])
-        batch.num_draft_tokens_per_req = None
         roots = torch.full((self.double.BATCH, 1), self.world.texts[0][-1])
         drafts = self.double.propose(self.spec, batch, last_sampled=roots)
         return drafts[0].tolist()
@@ -62,7 +59,7 @@ class Rank:
         return more | {
             "failed": {reason: now[reason] - self.before.get(reason, 0) for reason in now},
             "latest": self.failures.latest,
-            "gives_up": self.spec.lengths.passes([10**6]) == 0,
+            "gives_up": self.spec.lengths.given_up,
         }
 
 
@@ -121,7 +118,6 @@ def capture_with(record: Callable[[Rank, int], Any]) -> Callable[[int], dict[str
         me = Rank()
         me.world.texts += [[]] * (me.double.BATCH - 1)
         me.world.forward = me.double.forward_of_nobody
-        me.patches.setattr(me.spec, "_measure", fail)  # costs decide nothing here
         me.patches.setattr(me.spec, "_record", record(me, rank))
         me.capture()
         return me.report(graphs=len(me.spec._graphs))

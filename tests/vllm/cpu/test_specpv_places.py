@@ -113,21 +113,59 @@ def request(computed: int, tokens: int, placeholders: int = 0, allowed: int | No
     )
 
 
-def test_the_scheduler_asks_for_as_many_drafts_as_pay(monkeypatch: pytest.MonkeyPatch) -> None:
-    scheduler = scheduler_of(monkeypatch)
+def test_the_scheduler_asks_for_as_many_drafts_as_it_has_decided(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    scheduler = scheduler_of(monkeypatch, specpv_draft_passes=3)
     cases = [
-        ({"a": (request(3000, 3001), 1)}, 4),
-        ({"a": (request(200_000, 200_001), 1)}, 16),
-        ({"a": (request(200_000, 200_018, 3), 21)}, 16),
-        ({"a": (request(200_000, 300_000), 512)}, 4),  # a prompt that is not done yet
-        ({"a": (request(200_000, 300_000), 512), "b": (request(160_000, 160_001), 17)}, 16),
-        ({}, 4),
+        ({"a": (request(3000, 3001), 1)}, (4, 0)),
+        ({"a": (request(200_000, 200_001), 1)}, (16, 3)),
+        ({"a": (request(200_000, 200_018, 3), 21)}, (16, 3)),
+        ({"a": (request(200_000, 300_000), 512)}, (0, 0)),  # a prompt that is not done yet
+        ({"a": (request(200_000, 300_000), 512), "b": (request(160_000, 160_001), 17)}, (16, 3)),
+        ({}, (0, 0)),
     ]
     for requests, expected in cases:
         scheduler.requests = {name: found for name, (found, _) in requests.items()}
         output = Output({name: number for name, (_, number) in requests.items()}, 16)
         scheduler._update_after_schedule(output)
-        assert output.num_spec_tokens_to_schedule == expected, requests
+        decided = output.num_spec_tokens_to_schedule, output.nwor_specpv_passes
+        assert decided == expected, requests
+
+
+def test_speed_decides_and_failed_passes_are_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps through the scheduler: passes are made free, and so they are chosen until they fail."""
+    from nwor_specpv.vllm.specpv import scheduler as ours
+
+    scheduler, now = scheduler_of(monkeypatch), [0.0]
+    monkeypatch.setattr(ours.time, "perf_counter", lambda: now[0])
+    monkeypatch.setattr(ours.AsyncScheduler, "update_from_output", lambda *_: "vLLM's")
+    engine = SimpleNamespace(lengths=SimpleNamespace(given_up=False))
+    monkeypatch.setattr(ours, "find_engine", lambda _: engine)
+    drafts, asked = 0, []
+
+    def serve(steps: int) -> list[tuple[int, int]]:
+        nonlocal drafts
+        asked.clear()
+        for _ in range(steps):
+            scheduler.requests = {"a": request(9000, 9001), "b": request(9000, 9001)}
+            output = Output(dict.fromkeys("ab", 1 + drafts), 16)
+            output.scheduled_spec_decode_tokens = {name: [-1] * drafts for name in "ab" if drafts}
+            scheduler._update_after_schedule(output)
+            sampled = [[7] * (1 + drafts)] * 2
+            now[0] += 0.01
+            told = SimpleNamespace(sampled_token_ids=sampled)
+            assert scheduler.update_from_output(output, told) == "vLLM's"
+            drafts = output.num_spec_tokens_to_schedule
+            asked.append((drafts, output.nwor_specpv_passes))
+        return asked
+
+    assert serve(4) == [(0, 0)] * 4, "it starts with plain steps"
+    assert serve(300)[-1][0] == 16
+    assert asked[-1][1] > 0
+    engine.lengths.given_up = True
+    assert {passes for _, passes in serve(200)} == {0}
+    assert asked[-1] == (4, 0)
 
 
 @pytest.mark.parametrize(("tokens", "wanted"), [(3000, 4), (200_000, 16)])
@@ -137,7 +175,7 @@ def test_without_asynchronous_scheduling_only_drafts_that_were_made_are_verified
     """vLLM's runner reports all columns there are; the head has filled those asked for."""
     from vllm.v1.outputs import DraftTokenIds
 
-    scheduler = scheduler_of(monkeypatch)
+    scheduler = scheduler_of(monkeypatch, specpv_draft_passes=3)
     rows = {"plain": 1, "strict": 1, "loose": 1, "prompt": 512}
     scheduler.requests = {
         "plain": request(tokens, tokens + 1),

@@ -72,21 +72,18 @@ def test_rounds_in_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
         proposals_module(), "graph_capture", lambda device: contextlib.nullcontext()
     )
-    monkeypatch.setattr(torch.accelerator, "synchronize", lambda: None)
     monkeypatch.setattr(spec, "_record", record)
     monkeypatch.setattr(speculator_module().EagleSpeculator, "capture", lambda _: None)
     descs = [SimpleNamespace(num_reqs=n, uniform_token_count=LIMIT + 1) for n in (1, 4, 4, 6)]
     descs.append(SimpleNamespace(num_reqs=5, uniform_token_count=1))  # no drafts, no passes
     spec.prefill_cudagraph_manager = SimpleNamespace(graphs=descs)
     saved = spec.block_tables.input_block_tables[0].clone()
-    spec.lengths._fixed = 0
     world.texts += [[]] * (BATCH - 2)  # they fill the batch up
     world.forward, forward = lambda *args: forward_of_nobody(*args), world.forward
     spec.capture()
     assert sorted(spec._graphs) == [
         (kind, n) for kind in ("close", "first", "kept", "later") for n in (1, 4, 6)
     ]
-    assert spec.lengths.costs is not None
     assert torch.equal(spec.block_tables.input_block_tables[0], saved)
     replayed.clear()
     world.forward, world.texts = forward, world.texts[:2]
@@ -99,7 +96,7 @@ def test_rounds_in_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_who_drafts_how_much(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The head as many tokens as the scheduler wants, or one and then the passes'."""
+    """The head as many tokens as the scheduler wants, or one and then the passes the rest."""
     world = World([[1] * 300, [2] * 20])
     spec = make(world, monkeypatch)
     steps, by_passes = [], []
@@ -112,29 +109,22 @@ def test_who_drafts_how_much(monkeypatch: pytest.MonkeyPatch) -> None:
         spec, "_draft_by_passes", lambda batch, passes, *_: by_passes.append(passes)
     )
     batch = step(world, spec, [299, 19], [0, 0])
-    batch.prefill_len_np = torch.tensor([300, 20]).numpy()
-    batch.num_draft_tokens_per_req = None
-    judged: list[list[int]] = []
-    spec._counts = SimpleNamespace(
-        judged=lambda _, drafts, __: judged.append(drafts), drafted=lambda *_: None
-    )
     spec.num_speculative_steps = LIMIT
-    batch.prefill_len_np[:] = 0
-    for wanted, dummy in ((LIMIT, False), (ROWS - 1, False), (0, False), (LIMIT, True)):
-        spec._engine.num_drafts = wanted
+    for wanted, passes, dummy in (
+        (LIMIT, 3, False),
+        (ROWS - 1, 0, False),
+        (0, 0, False),
+        (LIMIT, 0, False),
+        (LIMIT, 5, True),
+        (LIMIT, 5, False),
+    ):
+        spec._engine.num_drafts, spec._engine.num_passes = wanted, passes
         assert propose(spec, batch, dummy_run=dummy).shape == (2, LIMIT)
-    assert steps == [1, ROWS - 1, 1, LIMIT]  # 0: a scheduler that says nothing
-    assert by_passes == [3, 3]
-    batch.prefill_len_np[:] = 1000  # all are in the midst of their prompts
-    spec._engine.num_drafts = LIMIT
-    propose(spec, batch)
-    assert by_passes == [3, 3]
+        assert spec.latest_passes == (0 if dummy else passes)
+    # A plain step: vLLM's head still fills its own K/V, for which it drafts one.
+    assert steps == [1, ROWS - 1, 1, LIMIT, LIMIT, 1]
+    assert by_passes == [3, 5]
     assert spec.num_speculative_steps == LIMIT
-    # Rows of prompts are nobody's drafts: they must not look like a head that is always right.
-    assert judged == []
-    batch.num_draft_tokens_per_req = torch.tensor([2, 0, 7]).numpy()
-    propose(spec, batch)
-    assert judged == [[2, 0]]
 
 
 def test_a_failing_pass_drafts_nothing_and_serving_goes_on(
@@ -151,10 +141,6 @@ def test_a_failing_pass_drafts_nothing_and_serving_goes_on(
 
     monkeypatch.setattr(world, "forward", fail, raising=False)
     batch = step(world, spec, [299], [0])
-    batch.prefill_len_np = torch.tensor([0]).numpy()
-    batch.num_draft_tokens_per_req = None
-    spec._counts = SimpleNamespace(judged=lambda *_: None, drafted=lambda *_: None)
-    spec._engine.num_drafts = LIMIT
     spec.draft_tokens.fill_(7)
     before = Metrics().snapshot()["specpv_draft_failures_total"].get("error", 0)
     for _ in range(2):
@@ -163,7 +149,7 @@ def test_a_failing_pass_drafts_nothing_and_serving_goes_on(
     assert spec._engine.draft_failures.latest == "RuntimeError: out of memory"
     assert spec.draft_tokens[0].tolist() == [0] * LIMIT
     assert spec.latest_passes == 0
-    assert spec.lengths.number([10**6]) == ROWS - 1
+    assert spec.lengths.fixed_arm(10**6) == (ROWS - 1, 0)
 
 
 def test_when_blocks_are_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -227,10 +213,10 @@ def test_rows_are_for_whom_the_lengths_call_long(monkeypatch: pytest.MonkeyPatch
     config = spec._engine.settings.specpv()
     config.specpv_partial_threshold = 200
     spec._engine.settings.specpv = lambda: config
-    spec.lengths = Lengths(spec._engine.settings, LIMIT, single_rank=True)
+    spec.lengths = Lengths(spec._engine.settings, LIMIT)
     assert spec._ready().store.budget.static_tokens < 150
-    assert spec.lengths.passes([150, 200]) == 0
-    assert spec.lengths.passes([150, 200, 201]) > 0
+    assert spec.lengths.fixed_arm(200).passes == 0
+    assert spec.lengths.fixed_arm(201).passes == 3
     rows = spec._view_rows(["a", "b", "c"], [150, 200, 201], [0] * 3)
     assert rows[:2] == [-1, -1]
     assert rows[2] >= 0

@@ -11,7 +11,6 @@ import torch
 
 from nwor_specpv import Metrics
 from nwor_specpv.vllm.specpv.rules import SCHEDULERS
-from support.cache_write_watch import watch_cost_measurement
 from support.engines import NGRAM, check_drafting, counted, drive, greedy, own_engine
 from support.engines import stats as own_stats
 from support.gpu_engines import GRAPHS, LOOKUPS, SCHEDULER, stories_on_gpu
@@ -35,19 +34,16 @@ def worker_runner(llm: Any) -> Any:
     return executor.driver_worker.worker.model_runner
 
 
-# ---- mode `lossless`: memory and costs ----
+# ---- mode `lossless`: memory ----
 
 
 @pytest.mark.parametrize("kind", ["lookups-eager", "lookups-graphs", "head-eager", "head-graphs"])
-def test_costs_and_memory_are_there_before_the_first_request(
+def test_memory_is_there_before_the_first_request(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
-    from nwor_specpv.vllm.specpv import proposals
-
     guesses, _, mode = kind.partition("-")
     choose_runner(monkeypatch, "v2")
     before = Metrics().snapshot()
-    measured = watch_cost_measurement(monkeypatch, proposals, "measure_loop")
     speculation = story_head(tmp_path, torch.float16) if guesses == "head" else LOOKUPS
     options: dict[str, Any] = {"speculation": speculation, "scheduler_cls": SCHEDULER}
     options |= GRAPHS if mode == "graphs" else {"enforce_eager": True}
@@ -56,21 +52,11 @@ def test_costs_and_memory_are_there_before_the_first_request(
     runs = worker_runner(llm)
     assert not hasattr(runs, "input_batch"), "the V1 runner was used"
 
-    def state() -> tuple[Any, Any]:
-        """Costs, and the memory of views."""
-        loop = runs.speculator._loop
-        return runs.speculator.lengths.costs, loop.store if loop is not None else None
-
-    costs, store = state()
-    print(f"{kind}: {costs}")
-    assert costs.run(1, 0) > 0
-    assert costs.base < 1.0  # seconds, of five small layers
-    assert store is not None
-    assert measured == [True]
+    loop = runs.speculator._loop
+    assert loop is not None, "no memory was taken at start"
     story = drive(llm, prompts(), greedy(MAX_TOKENS))
     assert all(len(tokens) == MAX_TOKENS for tokens in story.tokens.values())
-    assert state() == (costs, store)  # the first long request measures nothing
-    assert measured == [True]
+    assert runs.speculator._loop is loop
     assert own_engine().violations == []
     assert own_stats()["fallbacks"] == {}
     check_drafting(before)

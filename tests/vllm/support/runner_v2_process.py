@@ -6,6 +6,7 @@ method it is a head of made-up weights), `prompts`, `params` (of SamplingParams)
     graphs    batch sizes for which drafting is recorded, see `recorded_graph.py`
     truth     texts, one for each prompt: the head guesses from them, now and then wrongly
     fault     passes of the target fail from the so many-th on
+    arms      [drafts, passes] that steps take in turns, instead of what pays
     confirmed texts as well: summaries and prefix hashes are watched, see `confirmed.py`
     synchronous  in the first: all runs are without asynchronous scheduling
 A job {"kernels": N} compares vLLM's sampling kernels with `reference_sampling.py` on N rows.
@@ -14,6 +15,7 @@ A job {"kernels": N} compares vLLM's sampling kernels with `reference_sampling.p
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import sys
 import tempfile
@@ -49,23 +51,19 @@ def run(job: dict[str, Any], head: dict[str, Any]) -> dict[str, Any]:
     options = job["start"]
     if "method" not in options["speculation"]:
         options["speculation"] = head | options["speculation"]
-    measured, begun = watch_start(), Metrics().snapshot()
+    begun = Metrics().snapshot()
     llm = start(options.pop("nwor"), **options)
     executor = llm.llm_engine.engine_core.engine_core.model_executor
     runner = executor.driver_worker.worker.model_runner
     speculator, found = runner.speculator, {}
-    costs, loop = speculator.lengths.costs, speculator._loop
-    found["start"] = {
-        "cache_written": measured,  # by each measurement
-        "costs": costs and [costs.base, costs.per_row, costs.per_token],
-        "tail": loop and loop.tail.bytes,
-        "failures": draft_failures(begun),
-    }
+    loop = speculator._loop
+    found["start"] = {"tail": loop and loop.tail.bytes, "failures": draft_failures(begun)}
+    if job.get("arms"):
+        take_turns(llm, job["arms"])
     if job.get("truth"):
         guess_from(runner, job["prompts"], job["truth"])
     if job.get("graphs"):
         capture(speculator, job["graphs"])
-        found["costs"] = speculator.lengths.costs.base
     if job.get("fault"):
         fail_from(speculator, job["fault"])
     if job.get("confirmed"):
@@ -107,28 +105,20 @@ def run(job: dict[str, Any], head: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def watch_start() -> list[bool]:
-    """For each measurement of costs: whether a byte of the caches was other after it, the head's
-    own included."""
-    from nwor_specpv.vllm.specpv import costs
-    from nwor_specpv.vllm.specpv import proposals as module
+def take_turns(llm: Any, arms: list[list[int]]) -> None:
+    """Has the scheduler choose another arm in every step; short requests get no passes."""
+    from nwor_specpv.vllm.specpv.arm_estimates import Arm
 
-    found: list[bool] = []
+    decisions = llm.llm_engine.engine_core.engine_core.scheduler.decisions
+    turns, choose = itertools.cycle(Arm(*arm) for arm in arms), decisions.choice.choose
 
-    def watched(*args: Any) -> Any:
-        layers = own_engine().layers.values()
-        for layer in layers:
-            layer.kv_cache.normal_()
-        held = [layer.kv_cache.clone() for layer in layers]
-        measured = costs.measure_loop(*args)
-        now = [layer.kv_cache for layer in layers]
-        found.append(not all(map(torch.equal, held, now)))
-        for layer in layers:
-            layer.kv_cache.zero_()
-        return measured
+    def chosen(*args: Any, passes: bool, **more: Any) -> Any:
+        arm = next(turns)
+        if arm.passes and not passes:
+            arm = Arm(decisions.choice.arms[1].drafts, 0)
+        return choose(*args, passes=passes, **more)._replace(arm=arm)
 
-    module.measure_loop = watched
-    return found
+    decisions.choice.choose = chosen
 
 
 def guess_from(runner: Any, prompts: list[list[int]], texts: list[list[int]]) -> None:
@@ -176,7 +166,6 @@ def capture(speculator: Any, sizes: list[int]) -> None:
     module.graph_capture = lambda device: contextlib.nullcontext()
     with torch.inference_mode():
         speculator._capture_loop(sizes)
-        speculator._measure(sorted(sizes))
 
 
 def fail_from(speculator: Any, number: int) -> None:

@@ -167,10 +167,14 @@ def make(
     ours = speculator_module().PartialViewSpeculator if head else self_module().SelfSpeculator
     spec = ours.__new__(ours)
     spec._engine = SimpleNamespace(
-        settings=settings, layers={"target.0": None}, draft_failures=DraftFailures(single_rank=True)
+        settings=settings,
+        layers={"target.0": None},
+        draft_failures=DraftFailures(single_rank=True),
+        num_drafts=LIMIT,
+        num_passes=3,
     )
     spec.limit, spec._guesses = LIMIT, ROWS - 1
-    spec.lengths = Lengths(settings, LIMIT, single_rank=True)
+    spec.lengths = Lengths(settings, LIMIT)
     spec._target, spec._loop, spec._graphs, spec._rows = world, None, {}, {}
     spec._chosen_at = {}
     spec.max_num_reqs, spec.max_model_len = batch, MAX_LEN

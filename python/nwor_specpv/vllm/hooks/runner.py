@@ -20,9 +20,13 @@ from typing import Any
 
 import torch
 
+from nwor_specpv import _C
 from nwor_specpv.vllm import draft_rows, registry, versions
 
 from .wrapping import wrap
+
+# Attributes of a step's plan that our scheduler sets: see `specpv.decisions`.
+PASSES, COUNTS = "nwor_specpv_passes", "nwor_specpv_counts"
 
 
 def install() -> str | None:
@@ -49,7 +53,7 @@ def install() -> str | None:
 def install_names() -> str | None:
     """Wraps the method of runner V2 that orders a step's requests; V1 keeps their names itself.
 
-    It is told, too, how many drafts the scheduler wants for the next step.
+    It is told, too, what drafts the scheduler wants for the next step: see `specpv.decisions`.
     """
 
     def name_v2(runner: Any, scheduler_output: Any, _: Any) -> None:
@@ -59,8 +63,24 @@ def install_names() -> str | None:
             rows_by_name = scheduler_output.num_scheduled_tokens
             found.names = module.sort_batch_req_ids(rows_by_name, runner.decode_query_len)
             found.num_drafts = scheduler_output.num_spec_tokens_to_schedule
+            if found.lengths is not None:
+                found.num_passes = _passes(scheduler_output, found.lengths)
+                for name, amount in getattr(scheduler_output, COUNTS, {}).items():
+                    _C.count(name, amount)
 
     return wrap(versions.adapter.ORDER_REQUESTS_V2, name_v2)
+
+
+def _passes(scheduler_output: Any, lengths: Any) -> int:
+    """Partial passes that make the drafts of the next step. A scheduler that is not ours has no
+    word for them."""
+    chosen = getattr(scheduler_output, PASSES, None)
+    if chosen is not None:
+        return chosen
+    rows, known = scheduler_output.num_scheduled_tokens, scheduler_output.scheduled_cached_reqs
+    computed = dict(zip(known.req_ids, known.num_computed_tokens, strict=True))
+    computed |= {new.req_id: new.num_computed_tokens for new in scheduler_output.scheduled_new_reqs}
+    return lengths.passes_that_fill(max(computed[name] + rows[name] for name in rows))
 
 
 def install_start(worker_class: str) -> str | None:

@@ -4,17 +4,21 @@
     views             per-request summaries, chosen blocks and views into the engine's cache
     tail              K/V of unconfirmed drafts, in memory of our own
     partial_pass      the target model over a view: what one forward pass of it needs
-    policy            how many partial passes pay, from measured costs and running acceptance
+    policy            how many partial passes pay on model runner V1, from costs and acceptance
     drafter           mode `lossless` on model runner V1: a proposer vLLM loads by its class path
     turns             the passes of one of its proposals
     target            the target model as a drafter: partial passes
-    costs             what passes cost, measured at start
+    costs             what passes cost there, measured at start
     chain             chains of drafts that grow on the device
     draft_loop        head and partial pass in turns, as graphs
     draft_models      vLLM's target and head on rows of ours
     speculator        mode `lossless` on model runner V2, in the place of vLLM's EAGLE speculator
-    lengths           how many drafts and passes pay there
-    scheduler         vLLM's schedulers: with as many drafts as pay, or capping what is published
+    lengths           how many drafts and passes are possible there
+    arm_estimates     what plain steps, guesses and numbers of passes take and yield
+    arms              which of them is chosen, which are tried
+    step_clock        how long a step took, and what was chosen for it
+    decisions         what each step's drafts are, for all ranks
+    scheduler         vLLM's schedulers: with drafts that pay, or capping what is published
     refresh           mode `refresh`: the verify step itself attends to the view
     refresh_requests  which of its requests see their view in a step
     publishing        what its requests may give to the prefix cache

@@ -1,4 +1,4 @@
-"""What partial passes cost, measured at start: from passes over an empty cache, for nobody.
+"""What partial passes cost on model runner V1, measured at start: passes over an empty cache.
 
 They run as they will in serving, on the caches vLLM serves from, and write nothing there.
 """
@@ -6,12 +6,11 @@ They run as they will in serving, on the caches vLLM serves from, and write noth
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import TypeVar
 
 import torch
 
-from .draft_loop import DraftLoop
 from .failures import DraftFailures
 from .partial_pass import PartialPass
 from .policy import StepCosts, fit_costs
@@ -22,13 +21,12 @@ from .views import ViewStore
 T = TypeVar("T")
 _REPEATS = 3  # of a measured pass; the quickest counts
 _ROWS = 8  # of the larger one of one request
-_MOST_TOKENS = 32768  # that a request of a measured pass reads
 
 
 def measure_passes(
     target: TargetModel, store: ViewStore, tail: Tail, failures: DraftFailures
 ) -> StepCosts:
-    """Costs of passes of one request (model runner V1), rank 0's on every rank.
+    """Costs of passes of one request, rank 0's on every rank.
 
     REQUIRES: all ranks measure, as a pass runs on all of them. All of them raise, or none.
     """
@@ -68,49 +66,6 @@ def measure_passes(
         return _quickest(prepare, run)
 
     return _rank_zeros(fit_costs(timed(1, 0), timed(_ROWS, 0), _ROWS, timed(1, tokens), tokens))
-
-
-def measure_loop(
-    loop: DraftLoop,
-    table: torch.Tensor,
-    sizes: Sequence[int],
-    run: Callable[[str, torch.Tensor], None],
-) -> StepCosts:
-    """Costs of a pass beside a head (model runner V2), from the later ones.
-
-    `table` [largest size, pages] int32: where the passes look, as it was afterwards. `sizes`: of
-    batches, in order. `run(kind, table)`: a part of a proposal, from a graph or not.
-    """
-    saved = table.clone()
-    small, large = sizes[0], sizes[-1]
-    page_size, pages = loop.store.page_size, loop.store.key_caches[0].shape[0]
-    per_request = min(pages // large, table.shape[1], _MOST_TOKENS // page_size)
-    ids = torch.arange(large * per_request, dtype=torch.int32, device=table.device)
-    table[:large, :per_request] = ids.view(large, per_request)
-    tokens = max(1, per_request * page_size - loop.chains.limit)
-
-    def timed(size: int, context: int) -> float:
-        lens = torch.full((size,), context, dtype=torch.int32, device=table.device)
-        nowhere, roots = torch.full_like(lens, -1), lens.long() * 0
-
-        def begin() -> None:
-            loop.begin(table[:size], nowhere, lens, lens >= 0, roots)
-            # They read their contexts, but nobody's chain grows: no K/V has a slot, in the tail or
-            # in the head's own cache.
-            loop.chains.active.zero_()
-            run("first", table[:size])
-
-        return _quickest(begin, lambda _: run("later", table[:size]))
-
-    try:
-        empty = timed(small, 0)
-        more = timed(large, 0) if large > small else empty
-        # Of the largest batch: one request alone does not fill the memory's bandwidth.
-        read = timed(large, tokens) - more
-    finally:
-        table.copy_(saved)
-    rows = max(1, (large - small) * loop.chains.rows) + 1
-    return fit_costs(empty, more, rows, empty + read, large * tokens)
 
 
 def _quickest(prepare: Callable[[], T], run: Callable[[T], None]) -> float:

@@ -1,4 +1,4 @@
-"""How many partial passes to draft with before a full step: pure functions of measured costs.
+"""How many partial passes to draft with on model runner V1: pure functions of measured costs.
 
 m partial passes come before a full step. A pass yields some tokens (its own and the lookups it
 confirms); each stands with probability `agreement`, and the first that does not ends the chain.
@@ -75,7 +75,6 @@ class DraftOutlook:
     lookup_tokens: float  # tokens a lookup alone yields
     tokens_behind: float  # of a lookup behind a chain
     max_drafts: int
-    all_pass: bool = False  # requests without views take part in passes, and read all they have
 
 
 def choose_passes(costs: StepCosts, known: DraftOutlook) -> int:
@@ -85,10 +84,6 @@ def choose_passes(costs: StepCosts, known: DraftOutlook) -> int:
         return 0
     view = sum(min(known.view_tokens, tokens) for tokens in known.contexts)
     whole = context + known.others
-    pass_rows, pass_tokens = requests * known.rows_per_pass, view
-    if known.all_pass:
-        pass_rows += known.num_others * known.rows_per_pass
-        pass_tokens += known.others
 
     def rate(passes: int) -> float:
         if passes == 0:
@@ -102,7 +97,7 @@ def choose_passes(costs: StepCosts, known: DraftOutlook) -> int:
             gained += known.agreement**chain * expected_accepted(known.lookup_agreement, behind)
         rows = requests * (1 + drafts) + known.num_others * (1 + known.lookup_tokens)
         spent = costs.full(rows, whole)
-        spent += passes * costs.run(pass_rows, pass_tokens)
+        spent += passes * costs.run(requests * known.rows_per_pass, view)
         return requests * (1 + gained) / spent if spent > 0 else 0.0
 
     most = max(1, round(known.max_drafts / max(1.0, known.tokens_per_pass)))

@@ -22,11 +22,10 @@ from nwor_specpv.vllm import versions
 from nwor_specpv.vllm.engine import Engine, engine_of
 
 from .chain import Chains
-from .costs import measure_loop
 from .draft_loop import DraftLoop, Head
 from .draft_models import SampledTarget
 from .draft_sampling import own_logits
-from .lengths import AcceptanceCounts, Lengths, head_drafts
+from .lengths import Lengths
 from .tail import Tail
 from .target import TargetModel
 from .views import ViewStore
@@ -62,10 +61,9 @@ class PassProposals:
     def _begin_life(self, vllm_config: Any) -> None:
         """After vLLM's own constructor."""
         self._engine: Engine = engine_of(vllm_config)
-        settings = self._engine.settings
         self.limit = self.num_speculative_steps
-        self._guesses = head_drafts(settings, self.limit)
         self.lengths: Lengths = self._engine.lengths
+        self._guesses = self.lengths.guesses
         self._target: TargetModel | None = None
         self._loop: DraftLoop | None = None
         self._graphs: dict[tuple[str, int], torch.cuda.CUDAGraph] = {}
@@ -74,16 +72,14 @@ class PassProposals:
         self.draft_seeds = torch.zeros_like(self.seeds)  # of drafts by passes
         self._own_draft_logits()
         self.latest_passes = 0  # of the latest drafts; 0: guesses alone
-        self._counts = AcceptanceCounts(self.device, self.lengths.observe)
         self._offered = False
         self._offer_lengths()
         if not chooses_lengths(getattr(vllm_config.scheduler_config, "scheduler_cls", None)):
             logger.warning(
-                "nwor_specpv: every step verifies %d drafts, even of short requests; add "
-                "--scheduler-cls nwor_specpv.vllm.specpv.scheduler.LongContextScheduler to verify "
-                "%d where that is faster",
+                "nwor_specpv: every step verifies %d drafts, even where that is slower than plain "
+                "steps; add --scheduler-cls "
+                "nwor_specpv.vllm.specpv.scheduler.LongContextScheduler to let speed decide",
                 self.limit,
-                self._guesses,
             )
 
     def _own_draft_logits(self) -> None:
@@ -111,48 +107,33 @@ class PassProposals:
         """The memory pool of captured graphs."""
 
     def _offer_lengths(self) -> None:
-        """Steps verify either few drafts or all: vLLM captures graphs of both kinds."""
+        """Steps verify no drafts, few or all: vLLM captures graphs of each kind."""
         most = self.max_num_reqs
-        self._dynamic = [(1, most, self._guesses), (most, most, self.limit)]
+        self._dynamic = [(1, most, number) for number in dict.fromkeys(self.lengths.drafts)]
         self.speculative_config.num_speculative_tokens_per_batch_size = self._dynamic
 
     # ---- what the runner and our hooks call -----------------------------------------------------
 
     @torch.inference_mode()
     def start(self) -> None:
-        """What `capture` has not done, before the first request: memory, and costs of passes that
-        run without graphs; see `hooks.runner`. Nothing where no request can be long."""
+        """What `capture` has not done, before the first request: memory; see `hooks.runner`.
+        Nothing where no request can be long."""
         if not self._possible():
             return
         try:
             with self._engine.draft_failures.agreed():
                 self._ready()
-            if self.lengths.wants_costs:
-                views = self._engine.settings.specpv_max_requests
-                self._measure(sorted({1, min(views, self.max_num_reqs)}))
         except Exception as error:
             self._fail_at_start(error)
 
     # ---- steps of a proposal --------------------------------------------------------------------
 
-    def _decide(self, input_batch: Any, num_rejected: torch.Tensor) -> tuple[int, int]:
-        """How many drafts a request gets, and how many passes make them. Counts, too, what the full
-        step accepted of the earlier drafts."""
-        count, passes = input_batch.num_reqs, 0
+    def _decide(self) -> tuple[int, int]:
+        """Drafts of each request, and passes that make them, as the scheduler wants them."""
         if not self._offered:  # the target's manager, too, as soon as its runner is known
             self._offered = True
             self._offer_graphs()
-        wanted = self._engine.num_drafts or self.limit
-        drafts = input_batch.num_draft_tokens_per_req  # None: rows of prompts alone
-        if drafts is not None:
-            self._counts.judged(input_batch.req_ids, drafts[:count].tolist(), num_rejected)
-        if wanted > self._guesses:
-            ends = input_batch.seq_lens_cpu_upper_bound[:count].tolist()
-            prompts = input_batch.prefill_len_np.tolist()
-            passes = self.lengths.passes(
-                [end for end, prompt in zip(ends, prompts, strict=True) if end >= prompt]
-            )
-        return wanted, passes
+        return self._engine.num_drafts, 0 if self.lengths.given_up else self._engine.num_passes
 
     def _choose_sampling(self, input_batch: Any) -> None:
         """Passes draw where a request of the step is sampled; they are greedy otherwise."""
@@ -190,21 +171,14 @@ class PassProposals:
         self.latest_passes = passes
         return passes
 
-    def _note(self, input_batch: Any, passes: int) -> None:
-        """Drafts are made: the next full step judges them."""
-        chains = self._loop.chains if passes and self._loop is not None else None
-        self._counts.drafted(chains, input_batch.req_ids, passes)
-
     def _capture_passes(self, descs: Iterable[Any]) -> None:
-        """Graphs of passes for the batches of vLLM's full graphs that verify drafts, and costs of
-        them. Graphs of single rows are for steps without drafts."""
+        """Graphs of passes for the batches of vLLM's full graphs that verify drafts. Graphs of
+        single rows are for steps without drafts."""
         sizes = {desc.num_reqs for desc in descs if desc.uniform_token_count != 1}
         if not sizes or not self._possible():
             return
         try:
             self._capture_loop(sorted(sizes, reverse=True))
-            if self.lengths.wants_costs:
-                self._measure(sorted(sizes))
         except Exception as error:
             self._fail_at_start(error)
 
@@ -213,7 +187,7 @@ class PassProposals:
             offer_larger_graphs(getattr(self._engine.runner, "cudagraph_manager", None))
         except Exception as error:  # vLLM's own names: without them, steps run without graphs
             logger.warning(
-                "nwor_specpv: could not offer CUDA graphs for both draft lengths; some steps run "
+                "nwor_specpv: could not offer CUDA graphs for all draft lengths; some steps run "
                 "without graphs: %s",
                 error,
             )
@@ -433,12 +407,6 @@ class PassProposals:
             run()
         return graph
 
-    def _measure(self, sizes: list[int]) -> None:
-        """Costs of a pass in batches of these sizes, in order."""
-        costs = measure_loop(self._ready(), self._table(sizes[-1]), sizes, self._run)
-        self.lengths.learn(costs)
-        logger.info("nwor_specpv: measured the costs of partial passes: %s", costs)
-
 
 def chooses_lengths(scheduler: Any) -> bool:
     """Whether vLLM's `scheduler_cls`, a class, its name or None, decides how many are drafted."""
@@ -448,14 +416,14 @@ def chooses_lengths(scheduler: Any) -> bool:
 def offer_larger_graphs(manager: Any) -> None:
     """Lets a batch be padded to any larger graph of its own number of rows.
 
-    vLLM looks at the graphs of the next larger number of tokens only. With two numbers of rows that
-    graph is often the other kind's, and the step would run without a graph.
+    vLLM looks at the graphs of the next larger number of tokens only. With several numbers of rows
+    that graph is often another kind's, and the step would run without a graph. Graphs of batches
+    whose requests have different numbers of rows come last: they are not full ones.
     """
     if manager is None:
         return
     found = {desc for descs in manager._candidates.values() for desc in descs}
-    # In vLLM's order among those of one size: full graphs first.
-    ordered = sorted(found, key=lambda desc: (desc.num_tokens, desc.uniform_token_count is None))
+    ordered = sorted(found, key=lambda desc: (desc.uniform_token_count is None, desc.num_tokens))
     for tokens, loras in list(manager._candidates):
         manager._candidates[tokens, loras] = [
             desc for desc in ordered if desc.num_tokens >= tokens and desc.num_active_loras == loras

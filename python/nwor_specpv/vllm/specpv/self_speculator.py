@@ -120,7 +120,7 @@ class SelfSpeculator(PassProposals, DraftModelSpeculator):
         count = input_batch.num_reqs
         if dummy_run or is_profile:
             return self.draft_tokens[:count]
-        wanted, passes = self._decide(input_batch, num_rejected)
+        wanted, passes = self._decide()
         if wanted:
             self._choose_sampling(input_batch)
             self._copy_request_inputs(count, input_batch.idx_mapping, temperature, seeds)
@@ -128,8 +128,7 @@ class SelfSpeculator(PassProposals, DraftModelSpeculator):
             self._update_texts(input_batch, num_rejected)
         if wanted and not passes:
             self._look_up(input_batch, num_rejected)
-        passes = self._try_passes(input_batch, passes, num_sampled, num_rejected, last_sampled)
-        self._note(input_batch, passes)
+        self._try_passes(input_batch, passes, num_sampled, num_rejected, last_sampled)
         return self.draft_tokens[:count]
 
     # ---- texts and lookups ----------------------------------------------------------------------

@@ -96,9 +96,10 @@ class PartialViewSpeculator(PassProposals, EagleSpeculator):
         passes, wanted = 0, self.limit
         real = not dummy_run and not is_profile
         if real:
-            wanted, passes = self._decide(input_batch, num_rejected)
+            wanted, passes = self._decide()
             self._choose_sampling(input_batch)
-        with self._steps(1 if passes else wanted):
+        # Without drafts, too: the head's own K/V must not have gaps.
+        with self._steps(1 if passes else max(1, wanted)):
             super().propose(
                 input_batch,
                 attn_metadata,
@@ -117,9 +118,7 @@ class PartialViewSpeculator(PassProposals, EagleSpeculator):
                 mm_inputs,
                 is_profile,
             )
-        passes = self._try_passes(input_batch, passes, num_sampled, num_rejected, last_sampled)
-        if real:
-            self._note(input_batch, passes)
+        self._try_passes(input_batch, passes, num_sampled, num_rejected, last_sampled)
         return self.draft_tokens[: input_batch.num_reqs]
 
     @contextlib.contextmanager

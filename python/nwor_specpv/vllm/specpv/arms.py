@@ -1,0 +1,290 @@
+"""Which arm a step takes: plain, guesses alone, or so many partial passes. Pure: times are given.
+
+The arm with the most tokens per second is taken, as measured while serving. Rules:
+
+* A cell (see `arm_estimates`) starts with plain steps, or with what its nearest neighbour does.
+* Other arms are tried in short probes. What they lose against the chosen arm is paid from an
+  account, which grows by 1 % of the time served. The worse an arm was, the longer it waits: the
+  doubt about it must first have grown beyond the chosen arm's rate.
+* An arm is chosen if the lower bound of its rate is 1 % above the chosen arm's rate.
+* When 8 steps in a row yield less than 0.97 of plain, plain is chosen at once, and what was known
+  of other arms in this cell must be measured again.
+* Numbers of passes are tried from the inside out: one that was never measured is priced from those
+  beside it. Time grows evenly with passes; tokens grow ever more slowly.
+* A probe is the next steps of the whole engine, whatever their cells: with asynchronous scheduling
+  on a busy host, a step's time has parts of the two steps after it (see `step_clock`).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from .arm_estimates import ENOUGH, PLAIN, Arm, Cell, Cells, Estimate, Outlook, make_arms
+
+_MARGIN = 1.01  # an arm must be so much better
+_LEAST_OF_PLAIN, _BAD_STEPS = 0.97, 8
+_LARGE_BATCH = 8  # requests whose steps say as much as two others
+_PROBE_STEPS = 6
+_SETTLE_STEPS = 3  # after a probe, until its last step is known
+_LOOK_INTERVAL = 8  # visits of a cell between looks at all arms
+_BORROW_INTERVAL = 32
+_FRESH = 100  # steps up to which an observation prices the numbers of passes beside it
+_PAID = 0.01  # share of the time served that probes may lose
+# Plain steps' worth of time: what the account has at first and at most, and how far a probe may
+# overdraw it before it is broken off.
+_FIRST_CREDIT, _MOST_CREDIT, _MOST_DEBT = 8, 40, 4
+# Plain steps' worth that a probe may lose without waiting for its turn, and what it must promise.
+_FREE, _WORTH = 0.5, 1.03
+# Of arms that nobody has seen, relative to plain steps.
+_NEVER = 1_000_000  # steps since an arm was seen
+_FIRST_GUESSES = Outlook(1.2, 1.3, 1.0, _NEVER)
+_FIRST_BASE, _FIRST_PER_PASS, _FIRST_TOKENS_PER_PASS = 1.3, 0.6, 0.6
+
+
+class Choice(NamedTuple):
+    """What was chosen for a step, to be given back with what came of it."""
+
+    arm: Arm
+    cell: Cell
+    probe: bool = False
+    first: bool = False  # of a probe: its time is not that of the later ones
+    paid: float = 0.0  # seconds
+
+
+@dataclass
+class _Probe:
+    arm: Arm
+    first: bool = True
+    paid: float = 0.0  # for each step
+    least: float = -math.inf  # of the account: then it is broken off
+    left: int = _PROBE_STEPS
+
+
+class _Hope(NamedTuple):
+    arm: Arm
+    expected: Outlook
+    rate: float  # that is still possible
+
+    def loss(self, rate: float) -> float:
+        """Seconds that a step is expected to lose against an arm of this rate."""
+        return max(0.0, self.expected.seconds - self.expected.tokens / rate)
+
+
+class ArmChoice:
+    """The choice of one engine. Thread-safety: none.
+
+    `limit`: drafts of a step at most; `guesses`: drafts without passes.
+    """
+
+    def __init__(self, limit: int, guesses: int) -> None:
+        self.arms = make_arms(limit, guesses)
+        self.switches = 0
+        self.probe_steps = 0
+        self._start = self.arms[min(3, len(self.arms) - 1)]  # 2 passes, which say enough of others
+        self._cells = Cells()
+        self._credit: float | None = None  # seconds; None: no plain step was measured yet
+        self._probe: _Probe | None = None
+        self._latest: tuple[Arm, int] = (PLAIN, 0)  # of the latest probe: its arm and its end
+        self._steps = 0
+        self._passes_failed = False
+
+    # ---- what the scheduler calls ---------------------------------------------------------------
+
+    def choose(
+        self, batch: int, context: float, *, passes: bool, measurable: bool = True
+    ) -> Choice:
+        """For the next step of `batch` requests with a mean context.
+
+        `passes`: a request is long enough for partial passes. `measurable`: the step has no rows
+        of prompts, so its time says something.
+        """
+        passes = passes and not self._passes_failed
+        cell = self._cells.find(batch, context, passes=passes)
+        if not measurable:
+            return Choice(cell.arm, cell)
+        self._steps += 1
+        cell.visits += 1
+        if self._probe is None and cell.visits >= cell.next_look:
+            self._look(cell, passes=passes)
+        return self._next_of_probe(cell, passes=passes) or Choice(cell.arm, cell)
+
+    def observe(self, choice: Choice, seconds: float | None, tokens: Sequence[int]) -> None:
+        """A step took so long, and its requests got so many tokens each. None: of no use."""
+        cell, arm = choice.cell, choice.arm
+        estimate = cell.estimates.setdefault(arm, Estimate())
+        estimate.add(cell.visits, seconds, tokens, rough=choice.first)
+        plain = cell.outlook(PLAIN)
+        if not tokens or plain is None:
+            return
+        mean, likely = sum(tokens) / len(tokens), estimate.seconds
+        self._pay(choice, likely if seconds is None else min(seconds, 3 * likely), mean, plain)
+        if seconds is None or choice.probe or arm == PLAIN or arm != cell.arm:
+            return
+        if mean / seconds >= _LEAST_OF_PLAIN * plain.rate:
+            cell.bad_steps.clear()
+            return
+        cell.bad_steps.append((seconds, tokens))
+        if len(cell.bad_steps) >= (_BAD_STEPS if len(tokens) < _LARGE_BATCH else _BAD_STEPS // 2):
+            self._retreat(cell)
+
+    def fail_passes(self) -> None:
+        """Partial passes do not work: they are chosen no more."""
+        self._passes_failed, self._probe = True, None
+
+    def rates(self, cell: Cell) -> dict[Arm, float]:
+        """Tokens per second of a request, of the arms that were measured in a cell."""
+        return {
+            arm: estimate.tokens / estimate.seconds
+            for arm, estimate in sorted(cell.estimates.items())
+            if estimate.count >= ENOUGH
+        }
+
+    # ---- the account ----------------------------------------------------------------------------
+
+    def _pay(self, choice: Choice, seconds: float, tokens: float, plain: Outlook) -> None:
+        if self._credit is None:
+            self._credit = _FIRST_CREDIT * plain.seconds
+        self._credit += _PAID * seconds
+        current = choice.cell.rate(choice.cell.arm)
+        if choice.probe and current is not None:
+            self._credit -= seconds - tokens / current - choice.paid
+        self._credit = min(self._credit, _MOST_CREDIT * plain.seconds)
+
+    # ---- decisions ------------------------------------------------------------------------------
+
+    def _look(self, cell: Cell, *, passes: bool) -> None:
+        """Chooses the cell's arm anew, or starts a probe."""
+        cell.next_look = cell.visits + _LOOK_INTERVAL
+        arms = self.arms if passes else self.arms[:2]
+        if not cell.alone and cell.visits % _BORROW_INTERVAL <= _LOOK_INTERVAL:
+            self._cells.borrow(cell, arms)
+        found = {arm: outlook for arm in arms if (outlook := cell.outlook(arm)) is not None}
+        plain = found.get(PLAIN)
+        if plain is None or (plain.error >= 1.0 and not cell.measured(PLAIN)):
+            cell.arm = PLAIN
+            if self._steps >= self._latest[1] + _SETTLE_STEPS:
+                self._probe = _Probe(PLAIN)
+            return
+        if cell.arm not in found:
+            cell.arm = PLAIN
+        current = found[cell.arm]
+        sure = {arm: o.rate * (1 - o.error) for arm, o in found.items() if arm != cell.arm}
+        best = max(sure, key=lambda arm: sure[arm], default=cell.arm)
+        if best != cell.arm and sure[best] > _MARGIN * current.rate:
+            cell.arm = best
+            cell.bad_steps.clear()
+            self.switches += 1
+        elif self._credit is not None and self._steps >= self._latest[1] + _SETTLE_STEPS:
+            self._try_other(cell, arms, found)
+
+    def _try_other(self, cell: Cell, arms: Sequence[Arm], found: dict[Arm, Outlook]) -> None:
+        """Starts a probe of the arm not seen for longest, of those that may be better.
+
+        The account is saved up for it. Meanwhile arms are tried that lose next to nothing.
+        """
+        assert self._credit is not None
+        current, plain = found[cell.arm], found[PLAIN]
+        hopes = (self._hope(arm, found) for arm in arms if arm != cell.arm)
+        turns = [hope for hope in hopes if hope and hope.rate > _MARGIN * current.rate]
+        costs = {hope: _PROBE_STEPS * hope.loss(current.rate) for hope in turns}
+        free = [
+            hope
+            for hope in turns
+            if costs[hope] <= _FREE * plain.seconds and hope.rate > _WORTH * current.rate
+        ]
+        if free:
+            self._begin(max(free, key=lambda hope: hope.rate), costs, plain)
+        elif turns:
+            oldest = max(turns, key=lambda hope: hope.expected.age)
+            if min(costs[oldest], 0.9 * _MOST_CREDIT * plain.seconds) <= self._credit:
+                self._begin(oldest, costs, plain)
+
+    def _hope(self, arm: Arm, found: dict[Arm, Outlook]) -> _Hope | None:
+        """None: nothing near the arm is known."""
+        known, plain = found.get(arm), found[PLAIN]
+        if not arm.passes:
+            if known is None:
+                seconds = _FIRST_GUESSES.seconds * plain.seconds
+                return _Hope(arm, _FIRST_GUESSES._replace(seconds=seconds), math.inf)
+            return _Hope(arm, known, known.rate * (1 + known.error))
+        if known is not None and known.age < _FRESH:
+            return _Hope(arm, known, known.rate * (1 + known.error))
+        age = _NEVER if known is None else known.age
+        fresh = {o.passes: f for o, f in found.items() if o.passes and f.age < _FRESH}
+        if not fresh:
+            return self._hope_of_start(arm, known, plain)
+        index = self.arms.index(arm)
+        if not any(o.passes in fresh for o in self.arms[max(2, index - 1) : index + 2]):
+            return None
+        expected, most = _between(arm, fresh | {0: Outlook(plain.seconds, 1.0, 0.0)})
+        return _Hope(arm, expected._replace(age=age), most / expected.seconds)
+
+    def _hope_of_start(self, arm: Arm, known: Outlook | None, plain: Outlook) -> _Hope | None:
+        """Nobody has passed lately: one number of passes stands for all."""
+        if arm != self._start:
+            return None
+        if known is not None:
+            return _Hope(arm, known, known.rate * (1 + known.error))
+        seconds = (_FIRST_BASE + _FIRST_PER_PASS * arm.passes) * plain.seconds
+        tokens = 1 + _FIRST_TOKENS_PER_PASS * arm.passes
+        return _Hope(arm, Outlook(seconds, tokens, 1.0, _NEVER), math.inf)
+
+    def _begin(self, hope: _Hope, costs: dict[_Hope, float], plain: Outlook) -> None:
+        assert self._credit is not None
+        latest, end = self._latest
+        again = hope.arm == latest and self._steps <= end + 2 * _SETTLE_STEPS
+        least = min(0.0, self._credit - costs[hope]) - _MOST_DEBT * plain.seconds
+        self._probe = _Probe(hope.arm, not again, costs[hope] / _PROBE_STEPS, least)
+
+    def _next_of_probe(self, cell: Cell, *, passes: bool) -> Choice | None:
+        """The next step of the probe, if there is one."""
+        probe = self._probe
+        if probe is None:
+            return None
+        broke = self._credit is not None and self._credit < probe.least
+        if probe.left == 0 or broke or (probe.arm.passes and not passes):
+            self._probe, self._latest = None, (probe.arm, self._steps)
+            return None
+        first, probe.first = probe.first, False
+        probe.left -= 1
+        if probe.arm == cell.arm:
+            return Choice(probe.arm, cell, first=first)
+        self.probe_steps += 1
+        if self._credit is not None:
+            self._credit -= probe.paid
+        return Choice(probe.arm, cell, True, first, probe.paid)
+
+    def _retreat(self, cell: Cell) -> None:
+        """What was known of the chosen arm does not hold any more, and so it is with the others."""
+        for arm, estimate in cell.estimates.items():
+            if arm == cell.arm:
+                estimate.doubt()
+                for bad in cell.bad_steps:
+                    estimate.add(cell.visits, *bad)
+            elif arm.passes:
+                estimate.age()
+        cell.arm, cell.alone = PLAIN, True
+        cell.bad_steps.clear()
+        cell.borrowed.clear()
+        self.switches += 1
+
+
+def _between(arm: Arm, known: dict[int, Outlook]) -> tuple[Outlook, float]:
+    """What is expected of an arm between or beside those known by their passes, 0 among them; and
+    the most tokens that it can yield."""
+    below = sorted(passes for passes in known if passes < arm.passes)
+    above = min((passes for passes in known if passes > arm.passes), default=None)
+    low = below[-1]
+    high = above if above is not None else low
+    if above is None:
+        low = below[-2]
+    one, other = known[low], known[high]
+    share = (arm.passes - low) / (high - low)
+    seconds = max(one.seconds, one.seconds + share * (other.seconds - one.seconds))
+    even = one.tokens + share * (other.tokens - one.tokens)
+    even = min(1.0 + arm.drafts, max(1.0, even))
+    # Tokens grow ever more slowly: between two arms there may be more than evenly, beyond less.
+    return Outlook(seconds, (even + other.tokens) / 2, 1.0), max(even, other.tokens)

@@ -1,0 +1,133 @@
+"""A made-up engine around the choice of arms: what steps take and yield is given by a function."""
+
+from __future__ import annotations
+
+import bisect
+import functools
+import itertools
+import operator
+import random
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from nwor_specpv.vllm.specpv.arm_estimates import Arm
+from nwor_specpv.vllm.specpv.arms import ArmChoice
+from nwor_specpv.vllm.specpv.step_clock import StepClock
+
+LIMIT, GUESSES = 16, 4
+
+
+@dataclass(frozen=True)
+class World:
+    """Seconds of steps, and how often a draft stands."""
+
+    plain: float = 5e-3  # a step of one row
+    row: float = 0.03  # share of it, for each further row
+    pass_: float = 0.4  # share of it, for each pass
+    agreement: float = 0.9  # of what passes confirm
+    guess: float = 0.5  # of guesses that nobody has confirmed
+    per_pass: float = 2.5  # tokens that a pass adds
+    noise: float = 0.02
+    outliers: float = 0.0
+
+    def seconds(self, arm: Arm, scale: float = 1.0) -> float:
+        return self.plain * scale * (1 + self.row * arm.drafts + self.pass_ * arm.passes)
+
+    def survival(self, arm: Arm) -> list[float]:
+        """The chance of each draft to stand if all before it do."""
+        chain = min(arm.drafts, int(arm.passes * self.per_pass))
+        behind = min(arm.drafts - chain, GUESSES)
+        return [self.agreement] * chain + [self.guess] * behind
+
+    @functools.cache  # noqa: B019
+    def stands(self, arm: Arm) -> list[float]:
+        """The chance that so many drafts stand: of all of them first, of one last."""
+        return list(itertools.accumulate(self.survival(arm), operator.mul))[::-1]
+
+    def tokens(self, arm: Arm) -> float:
+        """Of a request, on average."""
+        return 1 + sum(self.stands(arm))
+
+    def rate(self, arm: Arm) -> float:
+        return self.tokens(arm) / self.seconds(arm)
+
+    def best(self, choice: ArmChoice) -> Arm:
+        return max(choice.arms, key=self.rate)
+
+
+@dataclass
+class Run:
+    """What was served, and what it took: really, by plain steps alone, by the best arm alone."""
+
+    seconds: float = 0.0
+    plain: float = 0.0
+    best: float = 0.0
+    taken: dict[Arm, int] = field(default_factory=dict)
+
+    @property
+    def of_plain(self) -> float:
+        return self.plain / self.seconds
+
+    @property
+    def of_best(self) -> float:
+        return self.best / self.seconds
+
+
+class Engine:
+    """Asynchronous: a step is scheduled before the last one's output is there."""
+
+    def __init__(
+        self, choice: ArmChoice | None = None, seed: int = 0, *, late: bool = False
+    ) -> None:
+        """`late`: the host is the slower one, so that times shift to the next step."""
+        self.choice = choice or ArmChoice(LIMIT, GUESSES)
+        self.random, self.late = random.Random(seed), late
+        self._clock, self._now = StepClock(), 0.0
+        self._arms: list[Arm] = []
+        self._pending: tuple[object, float, list[int]] | None = None
+
+    def serve(
+        self,
+        world: World,
+        steps: int,
+        batch: Callable[[int], int] = lambda _: 16,
+        context: Callable[[int], float] = lambda _: 8192.0,
+        passes: bool = True,
+    ) -> Run:
+        run = Run()
+        best = world.best(self.choice)
+        if not passes:
+            best = max(self.choice.arms[:2], key=world.rate)
+        for number in range(steps):
+            count, length = batch(number), context(number)
+            chosen = self.choice.choose(count, length, passes=passes)
+            output = object()
+            self._clock.scheduled(output, chosen, self._now, measurable=True)
+            self._arms.append(chosen.arm)
+            run.taken[chosen.arm] = run.taken.get(chosen.arm, 0) + 1
+            self._finish()
+            arm = self._arms[max(0, len(self._arms) - 2)]  # its drafts are verified now
+            stands = world.stands(arm)
+            draws = [self.random.random() for _ in range(count)]
+            emitted = [1 + len(stands) - bisect.bisect(stands, draw) for draw in draws]
+            timed = chosen.arm if self.late else arm
+            # Times grow with batch and context, as those of a real engine do.
+            scale = (0.5 + count / 32) * (0.5 + length / 16384)
+            scale *= self.random.lognormvariate(0, world.noise)
+            if self.random.random() < world.outliers:
+                scale *= self.random.uniform(3, 12)
+            spent = world.seconds(timed, scale)
+            self._now += spent
+            self._pending = (output, self._now, emitted)
+            tokens = sum(emitted) / count
+            run.seconds += spent
+            run.plain += tokens * world.seconds(self.choice.arms[0], scale)
+            run.best += tokens / world.rate(best) * scale
+        return run
+
+    def _finish(self) -> None:
+        if self._pending is not None:
+            output, ended, emitted = self._pending
+            found = self._clock.finished(output, ended)
+            if found is not None:
+                self.choice.observe(*found, emitted)
