@@ -100,7 +100,6 @@ def test_lookups_in_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
     assert spec._engine.draft_failures.latest == ""
     kinds = ("close", "first", "kept", "later")
     assert sorted(spec._graphs) == [(kind, n) for kind in kinds for n in (1, 4, 6)]
-    assert spec.lengths.costs is not None
     replayed.clear()
     world.forward = forward
     rng = random.Random(SEED)

@@ -122,6 +122,11 @@ class World:
     def layer_index(self) -> dict[str, int]:
         return {name: index for index, name in enumerate(self.layers)}
 
+    dtype = torch.float32
+
+    def key_scales(self) -> list[torch.Tensor]:
+        return []
+
     def key_caches(self) -> list[torch.Tensor]:
         return [torch.zeros(4, PAGE, 1, 16) for _ in self.layers]
 
