@@ -105,7 +105,15 @@ py::dict MetricsSnapshot() {
     return Counters::Global().Read();
   }();
   py::dict dict;
-  for (int i = 0; i < kNumCounters; ++i) dict[kCounterTexts[i].metric] = snapshot.values[i];
+  for (int i = 0; i < kNumCounters; ++i) {
+    const CounterText& text = kCounterTexts[static_cast<size_t>(i)];
+    const int64_t value = snapshot.values[i];
+    if (text.Unit() == 1.0) {
+      dict[text.metric] = value;
+    } else {
+      dict[text.metric] = text.Unit() * static_cast<double>(value);
+    }
+  }
   dict["nwor_staging_bytes"] = snapshot.staging_bytes;
   dict["nwor_sessions_live"] = snapshot.live_sessions;
   dict["specpv_lossy_engines"] = snapshot.lossy_engines;

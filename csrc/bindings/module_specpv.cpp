@@ -494,7 +494,8 @@ void BindCounting(py::module_& m) {
       },
       py::arg("metric"), py::arg("amount"),
       "Adds an amount to a counter by its metric name, for hosts that count for\n"
-      "themselves. Raises NworError for an unknown name or an amount below 0.");
+      "themselves; counters of seconds take microseconds. Raises NworError for an\n"
+      "unknown name or an amount below 0.");
   m.def(
       "count_full_steps",
       [](std::string_view trigger, int64_t amount) {

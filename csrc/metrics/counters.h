@@ -7,6 +7,7 @@
 #include <mutex>
 #include <optional>
 #include <string>
+#include <string_view>
 #include <vector>
 
 #include "base/bypass_reason.h"
@@ -65,15 +66,13 @@ namespace nwor {
     "Tokens drafted over partial views that a full step confirmed")                               \
   X(kPlainSteps, "specpv_plain_steps_total", "Steps that verified no drafts")                     \
   X(kPlainTokens, "specpv_plain_step_tokens_total", "Tokens of timed plain steps")                \
-  X(kPlainMicroseconds, "specpv_plain_step_microseconds_total", "Time of timed plain steps")      \
+  X(kPlainTime, "specpv_plain_step_seconds_total", "Time of timed plain steps")                   \
   X(kGuessSteps, "specpv_guess_steps_total", "Steps that verified guesses alone")                 \
   X(kGuessTokens, "specpv_guess_step_tokens_total", "Tokens of timed steps with guesses alone")   \
-  X(kGuessMicroseconds, "specpv_guess_step_microseconds_total",                                   \
-    "Time of timed steps with guesses alone")                                                     \
+  X(kGuessTime, "specpv_guess_step_seconds_total", "Time of timed steps with guesses alone")      \
   X(kPassSteps, "specpv_pass_steps_total", "Steps that verified drafts of partial passes")        \
   X(kPassTokens, "specpv_pass_step_tokens_total", "Tokens of timed steps with partial passes")    \
-  X(kPassMicroseconds, "specpv_pass_step_microseconds_total",                                     \
-    "Time of timed steps with partial passes")                                                    \
+  X(kPassTime, "specpv_pass_step_seconds_total", "Time of timed steps with partial passes")       \
   X(kArmSwitches, "specpv_arm_switches_total",                                                    \
     "Changes of the choice between plain steps, guesses and numbers of passes")                   \
   X(kProbeSteps, "specpv_probe_steps_total", "Steps that tried another choice than the best one") \
@@ -91,6 +90,11 @@ enum class Counter : int {
 struct CounterText {
   const char* metric;
   const char* help;
+
+  // What a counter's 1 is in the unit of its name: counters of seconds count microseconds.
+  constexpr double Unit() const {
+    return std::string_view(metric).ends_with("_seconds_total") ? 1e-6 : 1.0;
+  }
 };
 inline constexpr std::array kCounterTexts = {
 #define NWOR_TEXT(name, metric, help) CounterText{metric, help},

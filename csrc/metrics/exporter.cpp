@@ -165,8 +165,9 @@ class CountersCollectable : public prometheus::Collectable {
     std::vector<MetricFamily> families;
     for (int i = 0; i < kNumCounters; ++i) {
       const CounterText& text = kCounterTexts[static_cast<size_t>(i)];
-      families.push_back(Single(text.metric, text.help, MetricType::Counter, labels_,
-                                static_cast<double>(snapshot[static_cast<Counter>(i)])));
+      families.push_back(
+          Single(text.metric, text.help, MetricType::Counter, labels_,
+                 text.Unit() * static_cast<double>(snapshot[static_cast<Counter>(i)])));
     }
     families.push_back(Fallbacks(snapshot, labels_));
     families.push_back(Single("nwor_staging_bytes", "Bytes held by staging buffers",

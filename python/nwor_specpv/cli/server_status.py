@@ -32,13 +32,13 @@ _COUNTS = {
     "draft_passes": "specpv_draft_passes_total",
     "plain_steps": "specpv_plain_steps_total",
     "plain_step_tokens": "specpv_plain_step_tokens_total",
-    "plain_step_microseconds": "specpv_plain_step_microseconds_total",
+    "plain_step_seconds": "specpv_plain_step_seconds_total",
     "guess_steps": "specpv_guess_steps_total",
     "guess_step_tokens": "specpv_guess_step_tokens_total",
-    "guess_step_microseconds": "specpv_guess_step_microseconds_total",
+    "guess_step_seconds": "specpv_guess_step_seconds_total",
     "pass_steps": "specpv_pass_steps_total",
     "pass_step_tokens": "specpv_pass_step_tokens_total",
-    "pass_step_microseconds": "specpv_pass_step_microseconds_total",
+    "pass_step_seconds": "specpv_pass_step_seconds_total",
     "arm_switches": "specpv_arm_switches_total",
     "probe_steps": "specpv_probe_steps_total",
     "view_drafted_tokens": "specpv_drafted_tokens_total",
@@ -81,7 +81,8 @@ def collect(url: str) -> dict[str, Any]:
     report["uptime_seconds"] = max(0, int(time.time() - started)) if started else None
     report["build"] = build
     report["engine"] = _labels(samples, "nwor_engine_info", _ENGINE_LABELS)
-    report |= {key: int(_total(samples, name)) for key, name in _COUNTS.items()}
+    totals = {key: _total(samples, name) for key, name in _COUNTS.items()}
+    report |= {key: x if key.endswith("_seconds") else int(x) for key, x in totals.items()}
     for key, (name, label) in _COUNTS_BY_LABEL.items():
         report[key] = _by_label(samples, name, label)
     report["acceptance"] = _ratio(report["committed_tokens"], report["staged_tokens"])
@@ -232,8 +233,8 @@ def _engine(engine: dict[str, str] | None) -> str:
 
 def _speed(report: dict[str, Any], kind: str) -> str:
     """Steps of a kind, and the tokens per second of those that were timed."""
-    time_us, tokens = report[f"{kind}_step_microseconds"], report[f"{kind}_step_tokens"]
-    speed = f" ({1e6 * tokens / time_us:,.0f} tokens/s)" if time_us else ""
+    seconds, tokens = report[f"{kind}_step_seconds"], report[f"{kind}_step_tokens"]
+    speed = f" ({tokens / seconds:,.0f} tokens/s)" if seconds else ""
     return f"{report[f'{kind}_steps']:,} {kind}{speed}"
 
 

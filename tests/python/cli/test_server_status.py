@@ -51,11 +51,11 @@ specpv_full_steps_total{trigger="interval"} 5
 specpv_full_steps_total{trigger="policy"} 0
 specpv_plain_steps_total 100
 specpv_plain_step_tokens_total 900
-specpv_plain_step_microseconds_total 500000
+specpv_plain_step_seconds_total 0.5
 specpv_guess_steps_total 20
 specpv_pass_steps_total 1380
 specpv_pass_step_tokens_total 60000
-specpv_pass_step_microseconds_total 12000000
+specpv_pass_step_seconds_total 12
 specpv_arm_switches_total 3
 specpv_probe_steps_total 36
 specpv_draft_passes_total 3750

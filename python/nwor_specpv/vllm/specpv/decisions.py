@@ -79,7 +79,7 @@ class Decisions:
         if seconds is not None:
             kind = f"specpv_{_kind(chosen.arm)}_step"
             self._counts[f"{kind}_tokens_total"] += sum(tokens)
-            self._counts[f"{kind}_microseconds_total"] += round(1e6 * seconds)
+            self._counts[f"{kind}_seconds_total"] += round(1e6 * seconds)  # as `count` takes it
         now_seen = (self.choice.switches, self.choice.probe_steps)
         self._counts["specpv_arm_switches_total"] += now_seen[0] - self._seen[0]
         self._counts["specpv_probe_steps_total"] += now_seen[1] - self._seen[1]
