@@ -13,7 +13,7 @@ import torch
 from nwor_specpv import LAYOUTS, Metrics, PartialView, SpecPVConfig
 from nwor_specpv.errors import NworError
 from nwor_specpv.vllm import versions
-from nwor_specpv.vllm.backend.caches import key_value_of
+from nwor_specpv.vllm.backend.caches import key_value_of, plain_query
 from nwor_specpv.vllm.specpv.drift import DriftProbe
 from nwor_specpv.vllm.specpv.partial_pass import PartialPass
 from nwor_specpv.vllm.specpv.refresh import RefreshViews
@@ -214,6 +214,18 @@ def dense(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> torc
     keys, values = (t.double().repeat_interleave(group, 1) for t in (keys, values))
     weights = torch.einsum("hd,thd->ht", query.double(), keys).mul(DIM**-0.5).softmax(-1)
     return torch.einsum("ht,thd->hd", weights, values)
+
+
+def test_scales_of_quantised_queries_may_be_those_of_kv_heads() -> None:
+    codes = torch.randn(3, 4, 8).to(torch.float8_e4m3fn)
+    values = codes.float()
+
+    def plain(scale: float | list[float]) -> torch.Tensor:
+        return plain_query(SimpleNamespace(_q_scale=torch.tensor(scale)), codes, torch.float32)
+
+    assert torch.equal(plain(2.0), 2 * values)
+    wanted = values * torch.tensor([2.0, 2.0, 0.5, 0.5])[:, None]
+    assert torch.equal(plain([2.0, 0.5]), wanted)
 
 
 @pytest.mark.parametrize("scales", [None, (0.5, 0.25)], ids=["float32", "float8"])

@@ -255,21 +255,6 @@ def test_layers_that_are_not_quantised_have_plans_of_their_own() -> None:
     assert kinds.count(torch.float32) == kinds.count(torch.float8_e4m3fn) > 0
 
 
-def test_scales_of_quantised_queries_may_be_those_of_kv_heads() -> None:
-    with flash_attention(plugin.CUDA_BACKEND):
-        from nwor_specpv.vllm.backend.caches import plain_query
-
-    codes = torch.randn(3, 4, 8).to(torch.float8_e4m3fn)
-    values = codes.float()
-
-    def layer(scale: object) -> SimpleNamespace:
-        return SimpleNamespace(_q_scale=torch.tensor(scale))
-
-    assert torch.equal(plain_query(layer(2.0), codes, torch.float32), 2 * values)
-    wanted = values * torch.tensor([2.0, 2.0, 0.5, 0.5])[:, None]
-    assert torch.equal(plain_query(layer([2.0, 0.5]), codes, torch.float32), wanted)
-
-
 def test_the_target_drafts_over_views() -> None:
     """Mode lossless on model runner V1: verifying requests of many lengths, passes in between."""
     model = {"model": str(stories(64)), "skip_tokenizer_init": True}
