@@ -212,6 +212,9 @@ class Bench:
         for kind in ("drafted", "confirmed"):
             key = f"specpv_{kind}_tokens_total"
             told[f"views_{kind}"] = now[key] - before[key]
+        for kind in ("plain_steps", "guess_steps", "pass_steps", "probe_steps", "arm_switches"):
+            key = f"specpv_{kind}_total"
+            told[kind] = now[key] - before[key]
         return told | {"draft_failures": {why: n for why, n in failures.items() if n}}
 
 

@@ -29,6 +29,7 @@ class World:
     per_pass: float = 2.5  # tokens that a pass adds
     noise: float = 0.02
     outliers: float = 0.0
+    first: float = 0.0  # seconds more of an arm's first step: kernels are loaded, memory is taken
 
     def seconds(self, arm: Arm, scale: float = 1.0) -> float:
         return self.plain * scale * (1 + self.row * arm.drafts + self.pass_ * arm.passes)
@@ -84,6 +85,7 @@ class Engine:
         self.random, self.late = random.Random(seed), late
         self._clock, self._now = StepClock(), 0.0
         self._arms: list[Arm] = []
+        self._begun: set[Arm] = set()
         self._pending: tuple[object, float, list[int]] | None = None
 
     def serve(
@@ -117,6 +119,9 @@ class Engine:
             if self.random.random() < world.outliers:
                 scale *= self.random.uniform(3, 12)
             spent = world.seconds(timed, scale)
+            if timed not in self._begun:
+                self._begun.add(timed)
+                spent += world.first
             self._now += spent
             self._pending = (output, self._now, emitted)
             tokens = sum(emitted) / count

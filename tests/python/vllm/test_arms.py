@@ -49,6 +49,16 @@ def test_the_best_arm_is_found_and_plain_is_not_undercut(name: str, late: bool) 
 
 
 @ALL
+@pytest.mark.parametrize("first", [0.1, 3.0])
+def test_the_first_step_of_an_arm_is_slow(name: str, first: float) -> None:
+    """It says nothing about the arm, and other arms are tried soon all the same."""
+    engine = Engine(seed=8)
+    engine.serve(of(name, first=first), 1000)
+    rest = engine.serve(of(name, first=first), 2000)
+    assert rest.of_best > 0.96
+
+
+@ALL
 def test_noise_and_outliers(name: str) -> None:
     engine = Engine(seed=2)
     run = engine.serve(of(name, noise=0.1, outliers=0.02), 6000)

@@ -33,9 +33,12 @@ _LOOK_INTERVAL = 8  # visits of a cell between looks at all arms
 _BORROW_INTERVAL = 32
 _FRESH = 100  # steps up to which an observation prices the numbers of passes beside it
 _PAID = 0.01  # share of the time served that probes may lose
-# Plain steps' worth of time: what the account has at first and at most, and how far a probe may
-# overdraw it before it is broken off.
-_FIRST_CREDIT, _MOST_CREDIT, _MOST_DEBT = 8, 40, 4
+# Plain steps' worth of time: what the account has at first, at most and at least, and how far a
+# probe may overdraw it before it is broken off.
+_FIRST_CREDIT, _MOST_CREDIT, _LEAST_CREDIT, _MOST_DEBT = 8, 40, -16, 4
+# Plain steps' worth that a step without passes costs the account at most: the first step of an arm
+# may take seconds, since kernels are loaded and memory is taken, and says nothing about the arm.
+_MOST_COST = 3
 # Plain steps' worth that a probe may lose without waiting for its turn, and what it must promise.
 _FREE, _WORTH = 0.5, 1.03
 # Of arms that nobody has seen, relative to plain steps.
@@ -147,11 +150,13 @@ class ArmChoice:
     def _pay(self, choice: Choice, seconds: float, tokens: float, plain: Outlook) -> None:
         if self._credit is None:
             self._credit = _FIRST_CREDIT * plain.seconds
+        seconds = min(seconds, (_MOST_COST + choice.arm.passes) * plain.seconds)
         self._credit += _PAID * seconds
         current = choice.cell.rate(choice.cell.arm)
         if choice.probe and current is not None:
             self._credit -= seconds - tokens / current - choice.paid
-        self._credit = min(self._credit, _MOST_CREDIT * plain.seconds)
+        least, most = _LEAST_CREDIT * plain.seconds, _MOST_CREDIT * plain.seconds
+        self._credit = max(least, min(self._credit, most))
 
     # ---- decisions ------------------------------------------------------------------------------
 
