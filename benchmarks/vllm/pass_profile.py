@@ -54,9 +54,9 @@ def main(arguments: list[str]) -> int:
 
 
 def run(args: argparse.Namespace, own: argparse.Namespace) -> dict[str, Any]:
-    from transformers import AutoTokenizer
-
     import os
+
+    from transformers import AutoTokenizer
 
     os.environ.update(real_engine.environment("lossless", os.environ))
     cell = args.cells[0]
@@ -65,13 +65,13 @@ def run(args: argparse.Namespace, own: argparse.Namespace) -> dict[str, Any]:
     llm, told = real_engine.start("lossless", args, args.cells)
     bench = Bench(llm, [], plugin=True)
     size = Size(args.tokens, 0, args.cell_seconds)
-    answers = bench._add(  # noqa: SLF001
+    answers = bench._add(
         prompts.make(cell.prompt, cell.requests, cell.context - size.room),
         cell.temperature, size, logprobs=False,
     )  # fmt: skip
     mark_parts()
     while not all(answer.tokens for answer in answers.values()):
-        bench._step(answers)  # noqa: SLF001
+        bench._step(answers)
     step(bench, answers, _WARM_STEPS)
     found = trace(lambda: step(bench, answers, own.steps), own.steps)
     return {"engine": told, "cell": str(cell), "passes": own.passes} | found
@@ -79,7 +79,7 @@ def run(args: argparse.Namespace, own: argparse.Namespace) -> dict[str, Any]:
 
 def step(bench: Bench, answers: dict[str, Answer], count: int) -> None:
     for _ in range(count):
-        bench._step(answers)  # noqa: SLF001
+        bench._step(answers)
 
 
 def mark_parts() -> None:
@@ -144,7 +144,7 @@ def by_part(events: list[dict[str, Any]], steps: int) -> dict[str, Any]:
     if not work:
         raise SystemExit("the profiler saw no work of the device: kernels are counted on a GPU")
     parts: dict[str, dict[str, Any]] = {}
-    reached, latest = work[0]["ts"], ""
+    reached = work[0]["ts"]
     for event in work:
         name = launches.get(event["args"].get("correlation"), "unknown")
         part = parts.setdefault(
@@ -156,13 +156,11 @@ def by_part(events: list[dict[str, Any]], steps: int) -> dict[str, Any]:
         entry = part["kernels"][short(event["name"])]
         entry[0] += 1 / steps
         entry[1] += event["dur"] / steps
-        reached, latest = max(reached, end), name
+        reached = max(reached, end)
     counts = collections.Counter(name for _, _, name in marks)
     for name, part in parts.items():
         part["times_per_step"] = counts[name] / steps
-        part["kernels"] = dict(
-            sorted(part["kernels"].items(), key=lambda item: -item[1][1])
-        )
+        part["kernels"] = dict(sorted(part["kernels"].items(), key=lambda item: -item[1][1]))
     return {"span_us": (reached - work[0]["ts"]) / steps, "parts": parts}
 
 

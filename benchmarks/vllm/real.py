@@ -78,7 +78,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--temperatures", nargs="+", type=float, default=TEMPERATURES)
     parser.add_argument("--turns", type=int, default=2, help="measurements of a cell on each side")
     parser.add_argument("--tokens", type=int, default=128, help="of a request, on average")
-    parser.add_argument("--warm-tokens", type=int, default=32, help="before, not counted")
+    parser.add_argument("--warm-tokens", type=int, default=64, help="before, not counted")
     parser.add_argument("--cell-seconds", type=float, default=30, help="decoding, at most")
     parser.add_argument("--share-prompts", action="store_true",
                         help="compute prompts once for all temperatures")  # fmt: skip
@@ -279,7 +279,7 @@ class Worker:
         sizes = {max(fits, key=lambda c: (c.context, -c.requests), default=None)}
         sizes |= {max(fits, key=lambda c: (c.requests, -c.context), default=None)}
         for cell in sizes - {None}:
-            size = Size(max(1, self._size.tokens // 4), 0, self._size.seconds)
+            size = Size(self._size.tokens, 0, self._size.seconds)
             prompts = [[*prompt[1:], prompt[0]] for prompt in self._make(cell)]
             self._bench.run(prompts, cell.temperature, size)
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import itertools
 import statistics
 import time
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -70,13 +71,32 @@ class Drafts:
         scheduler.make_spec_decoding_stats = counted
 
 
+class Arms:
+    """Counts what the plugin's scheduler chooses for each step, where it is in this process."""
+
+    def __init__(self, llm: Any) -> None:
+        self.taken: Counter[str] = Counter()
+        core = getattr(llm.llm_engine.engine_core, "engine_core", None)
+        decisions = getattr(core and core.scheduler, "decisions", None)
+        if decisions is None:
+            return
+        decide = decisions.decide
+
+        def counted(*args: Any) -> Any:
+            arm = decide(*args)
+            self.taken[str(arm)] += 1
+            return arm
+
+        decisions.decide = counted
+
+
 class Bench:
     """Runs cells on one engine. Thread-safety: none."""
 
     def __init__(self, llm: Any, ends: Sequence[int], *, plugin: bool) -> None:
         self._engine = llm.llm_engine
         self._core = getattr(self._engine.engine_core, "engine_core", None)
-        self._drafts = Drafts(llm)
+        self._drafts, self._arms = Drafts(llm), Arms(llm)
         self._ends = set(ends)
         self._plugin = plugin and self._core is not None  # its counters are in this process
         self._number = 0
@@ -98,6 +118,7 @@ class Bench:
         first = [answer.times[0] - began for answer in answers.values()]
         self._decode(answers, size.warm_tokens, size.seconds)
         before, drafted, accepted = self._counts(), self._drafts.drafted, self._drafts.accepted
+        arms = self._arms.taken.copy()
         starts = {name: len(answer.times) for name, answer in answers.items()}
         lens = {name: len(answer.tokens) for name, answer in answers.items()}
         start = time.perf_counter()
@@ -105,6 +126,8 @@ class Bench:
         told = {"stopped": stopped, "tokens": size.tokens, "warm_tokens": size.warm_tokens}
         told |= timing(answers, starts, start, steps)
         told |= self._drafting(before, drafted, accepted, len(steps))
+        if self._arms.taken:
+            told["arms"] = dict(self._arms.taken - arms)
         told |= content([a.tokens for a in answers.values()], list(lens.values()), self._ends)
         cached = sum(answer.cached for answer in answers.values())
         told["cached"] = cached / sum(map(len, prompts))
@@ -212,7 +235,7 @@ class Bench:
         for kind in ("drafted", "confirmed"):
             key = f"specpv_{kind}_tokens_total"
             told[f"views_{kind}"] = now[key] - before[key]
-        for kind in ("plain_steps", "guess_steps", "pass_steps", "probe_steps", "arm_switches"):
+        for kind in ("probe_steps", "arm_switches"):
             key = f"specpv_{kind}_total"
             told[kind] = now[key] - before[key]
         return told | {"draft_failures": {why: n for why, n in failures.items() if n}}

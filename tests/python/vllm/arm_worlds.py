@@ -37,7 +37,7 @@ class World:
     def survival(self, arm: Arm) -> list[float]:
         """The chance of each draft to stand if all before it do."""
         chain = min(arm.drafts, int(arm.passes * self.per_pass))
-        behind = min(arm.drafts - chain, GUESSES)
+        behind = min(arm.drafts - chain, GUESSES if arm.passes else arm.drafts)
         return [self.agreement] * chain + [self.guess] * behind
 
     @functools.cache  # noqa: B019
@@ -81,7 +81,7 @@ class Engine:
         self, choice: ArmChoice | None = None, seed: int = 0, *, late: bool = False
     ) -> None:
         """`late`: the host is the slower one, so that times shift to the next step."""
-        self.choice = choice or ArmChoice(LIMIT, GUESSES)
+        self.choice = choice or ArmChoice(LIMIT, GUESSES, long_guesses=True)
         self.random, self.late = random.Random(seed), late
         self._clock, self._now = StepClock(), 0.0
         self._arms: list[Arm] = []
@@ -99,7 +99,7 @@ class Engine:
         run = Run()
         best = world.best(self.choice)
         if not passes:
-            best = max(self.choice.arms[:2], key=world.rate)
+            best = max((arm for arm in self.choice.arms if not arm.passes), key=world.rate)
         for number in range(steps):
             count, length = batch(number), context(number)
             chosen = self.choice.choose(count, length, passes=passes)

@@ -19,6 +19,7 @@ WORLDS = {
     "many passes": World(pass_=0.4, row=0.02, agreement=0.97),
     "guesses": World(pass_=0.9, row=0.02, agreement=0.7, guess=0.7),
     "few passes": World(pass_=0.5, row=0.03, agreement=0.85, guess=0.4),
+    "copies": World(pass_=0.9, row=0.02, agreement=0.95, guess=0.95),
 }
 ALL = pytest.mark.parametrize("name", WORLDS)
 
@@ -28,12 +29,15 @@ def of(name: str, **more: float) -> World:
 
 
 def test_the_worlds_are_what_their_names_say() -> None:
-    arms = make_arms(LIMIT, GUESSES)
-    assert arms[:3] == [PLAIN, Arm(GUESSES, 0), Arm(LIMIT, 1)]
-    assert [arm.passes for arm in arms[2:]] == [1, 2, 3, 4, 6, 8, 12]
+    arms = make_arms(LIMIT, GUESSES, long_guesses=True)
+    assert arms[:4] == [PLAIN, Arm(GUESSES, 0), Arm(LIMIT, 0), Arm(LIMIT // 2, 1)]
+    assert [arm.passes for arm in arms[3:]] == [1, 2, 3, 4, 6, 8, 12]
+    assert [arm.drafts for arm in arms[3:]] == [8, 8, *[16] * 5]
+    assert make_arms(LIMIT, GUESSES) == arms[:2] + arms[3:]
     best = {name: max(arms, key=world.rate) for name, world in WORLDS.items()}
     assert best["plain"] == best["nothing stands"] == PLAIN
     assert best["guesses"] == Arm(GUESSES, 0)
+    assert best["copies"] == Arm(LIMIT, 0)
     assert [best[name].passes for name in ("few passes", "passes", "many passes")] == [2, 4, 6]
 
 

@@ -375,7 +375,7 @@ def test_lengths_that_are_possible() -> None:
     from nwor_specpv.vllm.specpv.lengths import Lengths
 
     lengths = Lengths(fake_settings(), 16)
-    assert lengths.drafts == (0, 4, 16)
+    assert lengths.drafts == (0, 4, 8, 16)
     assert lengths.possible(32768)
     assert not lengths.possible(lengths.shortest)
     # 4 tokens a pass; 4 guesses follow.

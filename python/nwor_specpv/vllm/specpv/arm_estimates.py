@@ -23,11 +23,12 @@ class Arm(NamedTuple):
     def __str__(self) -> str:
         if not self.drafts:
             return "plain"
-        return f"{self.passes} passes" if self.passes else "guesses"
+        return f"{self.passes} passes" if self.passes else f"{self.drafts} guesses"
 
 
 PLAIN = Arm(0, 0)
 _PASSES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)
+_FEW_PASSES = 2  # whose drafts seldom fill half the limit
 
 ENOUGH = 3  # measured steps that make an estimate
 _HALF_LIFE = 200  # steps
@@ -45,10 +46,23 @@ _DISTANCE_ERROR = 0.04  # relative, for each cell between
 _OLD = 250  # steps without an observation that double what an arm may yield
 
 
-def make_arms(limit: int, guesses: int) -> list[Arm]:
-    """Plain first, then guesses alone, then numbers of passes in order."""
+def draft_lengths(limit: int, guesses: int) -> list[int]:
+    """Numbers of drafts that steps may verify; half the limit is enough for few passes."""
+    return sorted({PLAIN.drafts, guesses, max(guesses, limit // 2), limit})
+
+
+def make_arms(limit: int, guesses: int, *, long_guesses: bool = False) -> list[Arm]:
+    """Plain first, then guesses alone, then numbers of passes in order.
+
+    `long_guesses`: as many guesses as drafts cost nothing, so a step may have that many.
+    """
+    half = max(guesses, limit // 2)
+    arms = [PLAIN, Arm(guesses, 0)]
+    if long_guesses and limit > guesses:
+        arms.append(Arm(limit, 0))
     most = max(1, limit - guesses)
-    return [PLAIN, Arm(guesses, 0), *(Arm(limit, n) for n in _PASSES if n <= most)]
+    arms += [Arm(half if n <= _FEW_PASSES else limit, n) for n in _PASSES if n <= most]
+    return arms
 
 
 class Outlook(NamedTuple):

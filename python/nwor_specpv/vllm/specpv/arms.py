@@ -36,14 +36,16 @@ _PAID = 0.01  # share of the time served that probes may lose
 # Plain steps' worth of time: what the account has at first, at most and at least, and how far a
 # probe may overdraw it before it is broken off.
 _FIRST_CREDIT, _MOST_CREDIT, _LEAST_CREDIT, _MOST_DEBT = 8, 40, -16, 4
-# Plain steps' worth that a step without passes costs the account at most: the first step of an arm
-# may take seconds, since kernels are loaded and memory is taken, and says nothing about the arm.
-_MOST_COST = 3
+# Plain steps' worth that a step without passes costs the account at most; the first step of a probe
+# may take seconds, since kernels are loaded and memory is taken, which says nothing about the arm.
+_MOST_COST, _MOST_FIRST_COST = 6, 3
 # Plain steps' worth that a probe may lose without waiting for its turn, and what it must promise.
 _FREE, _WORTH = 0.5, 1.03
 # Of arms that nobody has seen, relative to plain steps.
 _NEVER = 1_000_000  # steps since an arm was seen
 _FIRST_GUESSES = Outlook(1.2, 1.3, 1.0, _NEVER)
+# Of more guesses than a few, relative to the few: their time, and how many more are right.
+_MORE_GUESSES = Outlook(1.15, 1.5, 1.0, _NEVER)
 _FIRST_BASE, _FIRST_PER_PASS, _FIRST_TOKENS_PER_PASS = 1.3, 0.6, 0.6
 
 
@@ -79,14 +81,17 @@ class _Hope(NamedTuple):
 class ArmChoice:
     """The choice of one engine. Thread-safety: none.
 
-    `limit`: drafts of a step at most; `guesses`: drafts without passes.
+    `limit`: drafts of a step at most; `guesses`: drafts without passes; `long_guesses`: steps may
+    have `limit` drafts without passes, too.
     """
 
-    def __init__(self, limit: int, guesses: int) -> None:
-        self.arms = make_arms(limit, guesses)
+    def __init__(self, limit: int, guesses: int, *, long_guesses: bool = False) -> None:
+        self.arms = make_arms(limit, guesses, long_guesses=long_guesses)
         self.switches = 0
         self.probe_steps = 0
-        self._start = self.arms[min(3, len(self.arms) - 1)]  # 2 passes, which say enough of others
+        self._without = [arm for arm in self.arms if not arm.passes]
+        self._with = [arm for arm in self.arms if arm.passes]
+        self._start = self._with[:2][-1]  # 2 passes, which say enough of others
         self._cells = Cells()
         self._credit: float | None = None  # seconds; None: no plain step was measured yet
         self._probe: _Probe | None = None
@@ -150,7 +155,8 @@ class ArmChoice:
     def _pay(self, choice: Choice, seconds: float, tokens: float, plain: Outlook) -> None:
         if self._credit is None:
             self._credit = _FIRST_CREDIT * plain.seconds
-        seconds = min(seconds, (_MOST_COST + choice.arm.passes) * plain.seconds)
+        most = _MOST_FIRST_COST if choice.first else _MOST_COST
+        seconds = min(seconds, (most + choice.arm.passes) * plain.seconds)
         self._credit += _PAID * seconds
         current = choice.cell.rate(choice.cell.arm)
         if choice.probe and current is not None:
@@ -163,7 +169,7 @@ class ArmChoice:
     def _look(self, cell: Cell, *, passes: bool) -> None:
         """Chooses the cell's arm anew, or starts a probe."""
         cell.next_look = cell.visits + _LOOK_INTERVAL
-        arms = self.arms if passes else self.arms[:2]
+        arms = self.arms if passes else self._without
         if not cell.alone and cell.visits % _BORROW_INTERVAL <= _LOOK_INTERVAL:
             self._cells.borrow(cell, arms)
         found = {arm: outlook for arm in arms if (outlook := cell.outlook(arm)) is not None}
@@ -211,21 +217,38 @@ class ArmChoice:
         """None: nothing near the arm is known."""
         known, plain = found.get(arm), found[PLAIN]
         if not arm.passes:
-            if known is None:
-                seconds = _FIRST_GUESSES.seconds * plain.seconds
-                return _Hope(arm, _FIRST_GUESSES._replace(seconds=seconds), math.inf)
-            return _Hope(arm, known, known.rate * (1 + known.error))
+            if known is not None:
+                return _Hope(arm, known, known.rate * (1 + known.error))
+            return self._hope_of_guesses(arm, found)
         if known is not None and known.age < _FRESH:
             return _Hope(arm, known, known.rate * (1 + known.error))
         age = _NEVER if known is None else known.age
-        fresh = {o.passes: f for o, f in found.items() if o.passes and f.age < _FRESH}
+        fresh = {o: f for o, f in found.items() if o.passes and f.age < _FRESH}
         if not fresh:
             return self._hope_of_start(arm, known, plain)
-        index = self.arms.index(arm)
-        if not any(o.passes in fresh for o in self.arms[max(2, index - 1) : index + 2]):
+        index = self._with.index(arm)
+        if not any(o in fresh for o in self._with[max(0, index - 1) : index + 2]):
             return None
-        expected, most = _between(arm, fresh | {0: Outlook(plain.seconds, 1.0, 0.0)})
+        # Arms of other lengths differ by more than passes: they count where there is nothing else.
+        alike = {o.passes: f for o, f in fresh.items() if o.drafts == arm.drafts}
+        near = alike or {o.passes: f for o, f in fresh.items()}
+        expected, most = _between(arm, near | {0: Outlook(plain.seconds, 1.0, 0.0)})
         return _Hope(arm, expected._replace(age=age), most / expected.seconds)
+
+    def _hope_of_guesses(self, arm: Arm, found: dict[Arm, Outlook]) -> _Hope | None:
+        """Of guesses that nobody has tried. More of them are worth trying if the few were right."""
+        plain, few = found[PLAIN], self._without[1]
+        if arm == few:
+            seconds = _FIRST_GUESSES.seconds * plain.seconds
+            return _Hope(arm, _FIRST_GUESSES._replace(seconds=seconds), math.inf)
+        if few not in found:
+            return None
+        seconds = found[few].seconds * _MORE_GUESSES.seconds
+        right = found[few].tokens - 1.0
+        expected = _MORE_GUESSES._replace(
+            seconds=seconds, tokens=1.0 + _MORE_GUESSES.tokens * right
+        )
+        return _Hope(arm, expected, (1.0 + right * arm.drafts / few.drafts) / seconds)
 
     def _hope_of_start(self, arm: Arm, known: Outlook | None, plain: Outlook) -> _Hope | None:
         """Nobody has passed lately: one number of passes stands for all."""

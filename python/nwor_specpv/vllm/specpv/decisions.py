@@ -23,16 +23,18 @@ from .lengths import Lengths
 from .step_clock import StepClock
 
 _LOG_SECONDS = 60.0
+_VERIFIES = "nwor_specpv_verifies"  # how many passes made the drafts of a step
 
 
 class Decisions:
     """Of one scheduler. Thread-safety: none."""
 
     def __init__(self, lengths: Lengths) -> None:
-        self.choice = ArmChoice(lengths.limit, lengths.guesses)
+        self.choice = ArmChoice(lengths.limit, lengths.guesses, long_guesses=lengths.lookups)
         self._lengths = lengths
         self._clock = StepClock()
         self._counts: Counter[str] = Counter()
+        self._passes = 0  # of the latest decision, whose drafts the next step verifies
         self._seen = (0, 0)  # switches and probe steps that were counted
         self._logged: tuple[float, tuple[int, int]] | None = None  # when, and what then
 
@@ -62,6 +64,8 @@ class Decisions:
             self._log(chosen, batch, now)
         output.num_spec_tokens_to_schedule = arm.drafts
         setattr(output, PASSES, arm.passes)
+        setattr(output, _VERIFIES, self._passes)
+        self._passes = arm.passes
         self._counts[f"specpv_{_kind(arm)}_steps_total"] += batch > 0
         setattr(output, COUNTS, dict(self._counts))
         self._counts.clear()
@@ -93,9 +97,8 @@ class Decisions:
 
     def _count_confirmed(self, output: Any, sampled: Sequence[Sequence[int]]) -> None:
         """Of drafts by passes: those that were right, and the first wrong one of each request."""
-        drafts = output.scheduled_spec_decode_tokens
-        number = max(map(len, drafts.values()), default=0)
-        if number <= self._lengths.guesses:
+        number = max(map(len, output.scheduled_spec_decode_tokens.values()), default=0)
+        if not getattr(output, _VERIFIES, 0) or not number:
             return
         right = sum(max(0, len(ids) - 1) for ids in sampled)
         wrong = sum(0 < len(ids) <= number for ids in sampled)

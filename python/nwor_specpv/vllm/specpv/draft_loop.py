@@ -80,6 +80,8 @@ class DraftLoop:
         self._keeps_failure = keeps_failure
         self._failure: Exception | None = None  # of this proposal
         self._hidden: torch.Tensor | None = None
+        # By batch size: views do not change between the passes of a proposal.
+        self._plans: dict[int, torch.Tensor] = {}
 
     def begin(
         self,
@@ -162,6 +164,8 @@ class DraftLoop:
             has_tail=not first,
             select=select,
             query_rows=self._roots[:count] if select and self.by_root else None,
+            plan=self._plans.get(count),
+            planned=not first and count in self._plans,
             keeps_failure=self._keeps_failure,
             failure=self._failure,  # views of a pass that failed are not there for the next one
         )
@@ -172,6 +176,8 @@ class DraftLoop:
             chains.columns(count).flatten(),
         )
         self._failure = passed.failure
+        if passed.plan is not None:
+            self._plans[count] = passed.plan
         # Of the same address in every pass: the next one is a graph of its own.
         if self._hidden is None:
             most = chains.prefix.shape[0] * chains.rows

@@ -1,7 +1,8 @@
 """How many drafts and passes are possible on model runner V2; `decisions` chooses among them.
 
-Steps verify no drafts, `specpv_draft_lookup` guesses, or `num_speculative_tokens` drafts that
-partial passes made: each number has CUDA graphs of its own.
+Steps verify no drafts, `specpv_draft_lookup` guesses, or drafts that partial passes made: half of
+`num_speculative_tokens`, or all of them. Lookups may fill all of them, too. Each number has CUDA
+graphs of its own.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from typing import Any
 
 from nwor_specpv import VerifyPolicy
 
-from .arm_estimates import PLAIN, Arm
+from .arm_estimates import Arm, draft_lengths
 
 
 def head_drafts(settings: Any, limit: int) -> int:
@@ -21,8 +22,10 @@ def head_drafts(settings: Any, limit: int) -> int:
 class Lengths:
     """Of one engine, in each of its processes. Thread-safety: none."""
 
-    def __init__(self, settings: Any, limit: int) -> None:
+    def __init__(self, settings: Any, limit: int, *, lookups: bool = False) -> None:
+        """`lookups`: guesses come from lookups, so that any number of them costs the same."""
         self.limit, self.guesses = limit, head_drafts(settings, limit)
+        self.lookups = lookups
         self.fixed = settings.specpv_draft_passes  # 0: what pays
         config = settings.specpv()
         budget = config.budget(1 + self.guesses)
@@ -34,7 +37,7 @@ class Lengths:
     @property
     def drafts(self) -> tuple[int, ...]:
         """Numbers of drafts that steps may have."""
-        return (PLAIN.drafts, self.guesses, self.limit)
+        return tuple(draft_lengths(self.limit, self.guesses))
 
     def fixed_arm(self, longest: int) -> Arm:
         """Without a choice, for steps whose longest request has so many tokens."""

@@ -39,6 +39,7 @@ class PartialPass:
     select: bool  # the pass' queries choose the blocks, in the first pass of a proposal at least
     query_rows: torch.Tensor | None = None  # [B, 2] int32: rows that are no padding
     plan: torch.Tensor | None = None  # of all layers: their views have the same lengths
+    planned: bool = False  # whether `plan` is that of these views already
     keeps_failure: bool = False  # other ranks run it, too: whoever fails goes on to its end
     failure: Exception | None = None
 
@@ -97,8 +98,11 @@ class PartialPass:
         (key_cache, value_cache), scales = scaled_caches(layer, kv_cache)
         view, out = self.store.view(index, count), output[:num_rows]
         where = (self.block_table, self.prefix_lens, self.query_start)
-        if self.plan is None:
-            self.plan = verify_plan(query, key_cache, *where, view=view, max_rows=self.num_rows)
+        if not self.planned:
+            self.plan = verify_plan(
+                query, key_cache, *where, view=view, max_rows=self.num_rows, plan=self.plan
+            )
+            self.planned = True
         seen = verify_attention(
             query,
             key,

@@ -25,6 +25,7 @@ from nwor_specpv.vllm.settings import read_settings
 from .decisions import Decisions
 from .lengths import Lengths
 from .publishing import CapsPublished
+from .rules import HEADS
 
 
 class LongContextScheduler(AsyncScheduler):
@@ -39,7 +40,8 @@ class LongContextScheduler(AsyncScheduler):
         self.decisions: Decisions | None = None
         if speculators.wanted(self.vllm_config):
             settings = read_settings(self.vllm_config.additional_config)
-            self.decisions = Decisions(Lengths(settings, self.num_spec_tokens))
+            lookups = self.vllm_config.speculative_config.method not in HEADS
+            self.decisions = Decisions(Lengths(settings, self.num_spec_tokens, lookups=lookups))
         else:
             logger.warning(
                 "nwor_specpv: --scheduler-cls %s has no effect: it is for mode 'lossless' on "
