@@ -204,6 +204,16 @@ def test_a_step_is_what_was_chosen_one_step_before() -> None:
     assert clock.finished(outputs[2], 11.5) is not None
 
 
+def test_steps_without_a_choice_do_not_shift_the_others() -> None:
+    """Steps of prompts alone are not told to the clock, but their outputs come all the same."""
+    clock, outputs, _ = steps_of(PLAIN, PLAIN)
+    assert clock.finished(object(), 9.0) is None
+    assert clock.finished(outputs[0], 10.0) is None
+    found = clock.finished(outputs[1], 10.5)
+    assert found is not None
+    assert found[1] == 0.5
+
+
 def test_idle_times_and_prompts_are_no_steps() -> None:
     clock, outputs, choice = steps_of(PLAIN)
     clock.finished(outputs[0], 1.0)

@@ -8,7 +8,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from support.engines import STOCK, drive, greedy, start
-from support.runner_v2_jobs import check, job, run
+from support.runner_v2_jobs import WITHOUT_HEAD, check, job, run
 from support.small_views import prompts
 
 TOKENS = 10
@@ -22,3 +22,14 @@ def test_head_and_target_in_turns_write_what_plain_vllm_writes(tmp_path: Path) -
     (found,) = run(tmp_path, job(truth=truth, params=params) | {"prompts": texts})
     check(found)
     assert found["tokens"] == [plain]
+
+
+def test_steps_are_timed_after_steps_of_prompts_alone(tmp_path: Path) -> None:
+    """A prompt of several steps: what is scheduled next to them is plain steps, whose times the
+    choice needs."""
+    pieces = {"max_num_batched_tokens": 64, "max_num_seqs": 2}
+    free = {"specpv_draft_passes": 0}
+    more = {"params": {"max_tokens": TOKENS}, "speculation": WITHOUT_HEAD, "start": pieces}
+    (found,) = run(tmp_path, job(free, **more) | {"prompts": prompts()[:1]})
+    assert found["grown"]["specpv_plain_steps_total"] >= TOKENS - 2
+    assert found["grown"]["specpv_plain_step_tokens_total"] >= TOKENS // 2

@@ -41,11 +41,11 @@ class StepClock:
 
         None: not known.
         """
-        while self._open and self._open[0].output is not output:
-            self._open.popleft()
-        if not self._open:
-            self._ended = None
+        if all(step.output is not output for step in self._open):
+            self._ended = None  # nothing was chosen for it: it has rows of prompts alone
             return None
+        while self._open[0].output is not output:
+            self._open.popleft()
         step = self._open.popleft()
         before, self._ended = self._ended, (step, now)
         if before is None or not before[0].measurable or not step.measurable:
