@@ -65,6 +65,7 @@ def run(args: argparse.Namespace, own: argparse.Namespace) -> dict[str, Any]:
     llm, told = real_engine.start("lossless", args, args.cells)
     bench = Bench(llm, [], plugin=True)
     size = Size(args.tokens, 0, args.cell_seconds)
+    bench._even_prefill(cell.requests)
     answers = bench._add(
         prompts.make(cell.prompt, cell.requests, cell.context - size.room),
         cell.temperature, size, logprobs=False,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from . import real
 from .records import load
 from .vllm import cell_ratios, geometric_mean
 
@@ -11,7 +12,29 @@ LONG_CELLS = ("8x32768", "24x32768", "6x122880")
 
 
 def gains_lines() -> Iterator[str]:
+    yield from _real_weights()
     yield from (_long_contexts(), _transformers(), _views(), "", _step_time())
+
+
+def _real_weights() -> Iterator[str]:
+    """Of every model that was measured with its own weights."""
+    for data in real.results().values():
+        speeds = real.speeds(data, real.OURS)
+        if not speeds:
+            continue
+        cells = [cell for cell in data["cells"] if "speed" in cell["sides"].get(real.OURS, {})]
+        sizes = dict.fromkeys(f"{cell['requests']} x {cell['context']}" for cell in cells)
+        found = []
+        for temperature in sorted({cell["temperature"] for cell in cells}):
+            own = [c["sides"][real.OURS]["speed"] for c in cells if c["temperature"] == temperature]
+            kind = f"temperature {temperature:g}" if temperature else "greedy"
+            found.append(f"{min(own):.1f}x to {max(own):.1f}x {kind}")
+        head = "the head in this package" if data["head"] else "no trained head"
+        yield (
+            f"* **Long contexts in vLLM: {min(speeds):.1f}x to {max(speeds):.1f}x plain vLLM with "
+            f"real weights and text**, {head}, mode `lossless`: {', '.join(found)}. "
+            f"{data['model']}, {', '.join(sizes)} tokens, {data['device'].removeprefix('NVIDIA ')}."
+        )
 
 
 def _long_contexts() -> str:
@@ -21,7 +44,7 @@ def _long_contexts() -> str:
     sizes[0] = "{} requests x {} tokens".format(*LONG_CELLS[0].split("x"))
     found = ", ".join(f"{speed} at {size}" for speed, size in zip(times, sizes, strict=True))
     return (
-        f"* **Long contexts in vLLM: {times[0]} to {times[-1]} the throughput of stock EAGLE3**, "
+        f"* **With a trained head: {times[0]} to {times[-1]} the throughput of stock EAGLE3**, "
         f"with the output of full attention: {found}. H200, Llama-3.1-8B shapes, **dummy "
         "weights and preset acceptance**."
     )
