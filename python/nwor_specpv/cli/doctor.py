@@ -88,8 +88,8 @@ def _torch() -> Finding:
         fix = _stamp.install_torch(stamp or "2.11.0", again=True)
         return Finding("torch", False, str(problem), fix, "core")
     found = str(torch.__version__)  # with the local part, which package metadata may lack
-    if stamp is not None and found != stamp:
-        return Finding("torch", False, f"{found}, but built for {stamp}", "make build", "core")
+    if stamp is not None and not _stamp.fits_torch(stamp, found):
+        return Finding("torch", False, f"{found}, but built for {stamp}", fix, "core")
     return Finding("torch", True, found, fix, "core")
 
 
