@@ -21,6 +21,7 @@ from nwor_specpv import _stamp
 from . import status
 
 _TIMEOUT_S = 60.0
+_TRANSFORMERS = '"transformers>=5.16,<5.24"'
 _WORKER_PACKAGES = '"grpcio>=1.62" "protobuf>=4.25"'
 
 
@@ -56,7 +57,7 @@ def examine() -> list[Finding]:
         _header("gtest", "gtest/gtest.h", "apt-get install libgtest-dev", "the C++ tests"),
         _gpu(),
         _module("vllm", "pip install vllm==0.26.0", "the vLLM backend"),
-        _module("transformers", 'pip install "transformers==5.22.*"', "the transformers host"),
+        _module("transformers", f"pip install {_TRANSFORMERS}", "the transformers host"),
         _module("gguf", 'pip install "gguf>=0.17"', "the default model of the transformers host"),
         _module("grpcio", f"pip install {_WORKER_PACKAGES}", "nwor-specpv worker", module="grpc"),
         _module("pyyaml", "pip install pyyaml", "settings in YAML files", module="yaml"),
