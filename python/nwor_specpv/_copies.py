@@ -24,7 +24,7 @@ def find_problem(package_dir: Path) -> str | None:
             f"nwor_specpv in {package_dir} cannot be loaded: this process has loaded another copy, "
             f"{loaded}; use one of the two, or run `pip uninstall -y nwor-specpv` for the other."
         )
-    if package_dir.parent not in _site_folders():
+    if package_dir.parent.resolve() not in _site_folders():
         return None  # a checkout or a folder that somebody put on the path: that choice counts
     others = copies_on(sys.path, package_dir)
     if not others:
@@ -38,10 +38,11 @@ def find_problem(package_dir: Path) -> str | None:
 
 def copies_on(path: Iterable[str], package_dir: Path) -> list[Path]:
     """Built copies of the package in folders of `path`, without the one in `package_dir`."""
-    found = []
+    found: list[Path] = []
+    ours = package_dir.parent.resolve() / PACKAGE
     for entry in path:
         folder = Path(entry or ".").resolve() / PACKAGE
-        if folder != package_dir and folder not in found and (folder / LIBRARY).is_file():
+        if folder != ours and folder not in found and (folder / LIBRARY).is_file():
             found.append(folder)
     return found
 
