@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ast
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -11,6 +13,7 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
+import yaml
 
 from tests.python.packaging.test_checks import load
 
@@ -90,6 +93,25 @@ def test_a_wheel_that_is_not_there_is_one_sentence(tmp_path: Path) -> None:
     )
     assert done.returncode == 1
     assert done.stderr.strip() == f"smoke: there is no {tmp_path / 'no.whl'}: run `make wheel`"
+
+
+def constant(path: Path, name: str) -> list[str]:
+    (text,) = re.findall(rf"^{name} = (.+)$", path.read_text(), re.MULTILINE)
+    return list(ast.literal_eval(text))
+
+
+def test_the_workflow_builds_what_is_supported() -> None:
+    workflow = yaml.safe_load((ROOT / ".github" / "workflows" / "wheels.yml").read_text())
+    build = workflow["jobs"]["build"]
+    matrix = build["strategy"]["matrix"]
+    assert matrix["machine"] == ["x86_64", "aarch64"]
+    assert matrix["torch"] == constant(ROOT / "setup.py", "TORCH_TESTED")
+    assert matrix["torch"][1:] == constant(TOOLS / "test_torch.py", "TORCH")
+    classifiers = (ROOT / "pyproject.toml").read_text()
+    assert matrix["python"] == re.findall(
+        r'"Programming Language :: Python :: (3\.\d+)"', classifiers
+    )
+    assert build["env"]["TORCH_CUDA_ARCH_LIST"] == load(TOOLS / "wheel.py").ARCHITECTURES
 
 
 # ---- environments of other releases of torch ----
