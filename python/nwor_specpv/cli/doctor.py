@@ -184,10 +184,10 @@ def _nvcc() -> Finding:
         return match[1] if match else None
 
     fix = "install the CUDA toolkit or set CUDA_HOME"
-    return _tool("nvcc", ("nvcc",), fix, "CUDA kernels", folders=folders, version=release)
+    return _tool("nvcc", ("nvcc",), fix, "building CUDA kernels", folders=folders, version=release)
 
 
-def _header(name: str, header: str, fix: str, needed_for: str = "the metrics endpoint") -> Finding:
+def _header(name: str, header: str, fix: str, needed_for: str = "building the metrics endpoint") -> Finding:
     compiler = _which("c++", "g++", "clang++")
     if compiler is None:
         return Finding(
