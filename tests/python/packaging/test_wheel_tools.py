@@ -85,6 +85,22 @@ def test_a_build_with_all_architectures_is_the_default(
     ]
 
 
+@pytest.mark.parametrize("status", [0, 1])
+def test_another_torch_builds_in_its_environment(
+    wheel_tool: ModuleType, monkeypatch: pytest.MonkeyPatch, status: int
+) -> None:
+    calls: list[list[str]] = []
+    monkeypatch.setattr(
+        wheel_tool.subprocess, "call", lambda command, **_: calls.append(command) or status
+    )
+    monkeypatch.setattr(wheel_tool, "installed_torch", lambda: ("2.11.0+cu130", "13.0"))
+    monkeypatch.setattr(sys, "argv", ["wheel.py", "--no-smoke", "2.13.0"])
+    assert wheel_tool.main() == status
+    assert calls[0] == [str(TOOLS / "setup_environment.sh"), "2.13.0"]
+    python = str(ROOT / ".venv-torch-2.13.0" / "bin" / "python")
+    assert calls[1:] == [[python, str(TOOLS / "wheel.py"), "--no-smoke"]][status:]
+
+
 def test_a_wheel_that_is_not_there_is_one_sentence(tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, str(TOOLS / "smoke_wheel.py"), str(tmp_path / "no.whl")],
