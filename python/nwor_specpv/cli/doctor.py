@@ -187,7 +187,9 @@ def _nvcc() -> Finding:
     return _tool("nvcc", ("nvcc",), fix, "building CUDA kernels", folders=folders, version=release)
 
 
-def _header(name: str, header: str, fix: str, needed_for: str = "building the metrics endpoint") -> Finding:
+def _header(
+    name: str, header: str, fix: str, needed_for: str = "building the metrics endpoint"
+) -> Finding:
     compiler = _which("c++", "g++", "clang++")
     if compiler is None:
         return Finding(
