@@ -3,6 +3,7 @@
 #   PYTHON=python3.12          interpreter of a new .venv (3.11 to 3.13)
 #   MAX_JOBS=4                 compiler processes at once
 #   TORCH_CUDA_ARCH_LIST=9.0a  CUDA architectures (default: the GPU here, else 9.0a)
+#   TORCH=2.13.0               release of torch, for `make wheel` (default: that of .venv) and `make test-torch`
 #   NWOR_CUDA=AUTO|ON|OFF      CUDA kernels (default: AUTO, wherever nvcc is found; `make demo` compiles none without a GPU)
 
 VENV_PYTHON := .venv/bin/python
@@ -13,7 +14,7 @@ unexport PYTHONDONTWRITEBYTECODE
 .DEFAULT_GOAL := help
 # Targets share build folders and two environments: make -j must not work on them twice at once.
 .NOTPARALLEL:
-.PHONY: help setup setup-vllm build test test-vllm test-all test-gpu demo bench lint format clean
+.PHONY: help setup setup-vllm build test test-vllm test-all test-gpu test-torch wheel demo bench lint format clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -39,6 +40,12 @@ test-all: build setup-vllm  ## everything: also clang-tidy, slow tests, a millio
 
 test-gpu: build  ## the tests that need a GPU, plain and under compute-sanitizer
 	@$(VENV_PYTHON) tools/gpu_tests.py
+
+test-torch: setup  ## GoogleTest and pytest with other releases of torch, each in .venv-torch-TORCH
+	@$(VENV_PYTHON) tools/test_torch.py $(TORCH)
+
+wheel: setup  ## a wheel in dist/ that needs no compiler, tried in a bare root folder; TORCH=2.13.0
+	@$(VENV_PYTHON) tools/wheel.py $(TORCH)
 
 demo: setup  ## decode with a real model in several ways: one table and a page
 	@NWOR_BUILD_TESTS=OFF tools/build.sh --cpu-if-no-gpu

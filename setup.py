@@ -3,9 +3,12 @@
     pip install --no-build-isolation .        # or -e . : rebuilds only what changed
     python setup.py build_ext --inplace       # what `make build` runs
 
+The wheel's metadata asks for the minor version of torch that it was built for.
+
 The CMake folder build/<interpreter>-torch-<version> is kept between builds. NWOR_CUDA=OFF has a
 folder of its own, with -cpu at the end, so that builds with and without kernels do not undo each
-other. build/current points to the folder that was last built in place. Environment:
+other; the wheel of `make wheel` has one with -wheel. build/current points to the folder that was
+last built in place, build/torch-<version> to the last one for that torch. Environment:
 
     MAX_JOBS              compiler processes at once (default: by cores and free memory)
     NWOR_CUDA             AUTO | ON | OFF
@@ -15,6 +18,7 @@ other. build/current points to the folder that was last built in place. Environm
     NWOR_WERROR           ON makes errors of the compilers' warnings
     NWOR_PCH              ON precompiles torch's headers
     CMAKE_ARGS            further arguments for CMake
+    NWOR_LOCAL_VERSION    is added to the version of the wheel, such as torch2.11.cu130
 """
 
 from __future__ import annotations
@@ -36,7 +40,7 @@ from setuptools.command.build_py import build_py
 
 ROOT = Path(__file__).resolve().parent
 PACKAGE = "nwor_specpv"
-TORCH_TESTED = "2.11.0"
+TORCH_TESTED = ("2.11.0", "2.13.0", "2.14.0")
 # One compiler process over torch's headers, or one nvcc over a kernel, stays below this.
 GIB_PER_JOB = 3.0
 
@@ -45,19 +49,60 @@ def stop(sentence: str) -> SystemExit:
     return SystemExit(f"nwor_specpv: {sentence}")
 
 
-def torch_version() -> str:
-    """torch's full version, such as 2.11.0+cu130, read without importing it."""
+def find_torch() -> str | None:
+    """torch's full version, such as 2.11.0+cu130, read without importing it; None without torch."""
     spec = importlib.util.find_spec("torch")
     if spec is None or not spec.submodule_search_locations:
-        raise stop(
-            "torch was not found in the environment that builds this package: run "
-            f"`pip install torch=={TORCH_TESTED}`, then `pip install --no-build-isolation .`"
-        )
+        return None
     text = (Path(spec.submodule_search_locations[0]) / "version.py").read_text(encoding="utf-8")
     match = re.search(r"^__version__\s*=\s*['\"]([^'\"]+)['\"]", text, re.MULTILINE)
     if match is None:
-        raise stop(f"no version found in torch's version.py: reinstall torch=={TORCH_TESTED}")
+        raise stop(
+            "no version found in torch's version.py: "
+            f"run `pip install --force-reinstall torch=={TORCH_TESTED[0]}`"
+        )
     return match[1]
+
+
+def minor_version(version: str) -> str:
+    """2.11 for 2.11.0+cu130."""
+    return ".".join(version.split(".")[:2])
+
+
+def torch_version() -> str:
+    """The version of the torch that the library is built against."""
+    version = find_torch()
+    if version is None:
+        raise stop(
+            "torch was not found in the environment that builds this package: run "
+            f"`pip install torch=={TORCH_TESTED[0]}`, then `pip install --no-build-isolation .`"
+        )
+    tested = [minor_version(known) for known in TORCH_TESTED]
+    numbers = [tuple(map(int, text.split("."))) for text in (minor_version(version), tested[0])]
+    if numbers[0] < numbers[1]:
+        raise stop(
+            f"torch {version} is too old, expected {tested[0]} or newer: run "
+            f"`pip install torch=={TORCH_TESTED[0]}` and build again"
+        )
+    if minor_version(version) not in tested:
+        print(
+            f"nwor_specpv: torch {version} has not been tried, only {', '.join(tested)}", flush=True
+        )
+    return version
+
+
+def requirements() -> list[str]:
+    """What the import needs; without torch, as in an archive of sources, any that can be built."""
+    version = find_torch()
+    pin = f"torch=={minor_version(version)}.*" if version else "torch>=2.11"
+    return [pin, "numpy", "safetensors>=0.8"]
+
+
+def version_tag() -> str:
+    local = os.environ.get("NWOR_LOCAL_VERSION", "")
+    if local and not re.fullmatch(r"[a-z0-9]+(\.[a-z0-9]+)*", local):
+        raise stop(f"NWOR_LOCAL_VERSION: got '{local}', expected a tag like torch2.11.cu130")
+    return f"+{local}" if local else ""
 
 
 def find_tool(name: str) -> str | None:
@@ -137,6 +182,12 @@ def remove_other_modules(package: Path, build_dir: Path) -> None:
             print(f"nwor_specpv: removed {path.name}, the library was built again", flush=True)
 
 
+def link(name: str, build_dir: Path) -> None:
+    path = build_dir.parent / name
+    path.unlink(missing_ok=True)
+    path.symlink_to(build_dir.name)
+
+
 class cmake_build_ext(build_ext):
     """Configures, builds and installs with CMake, into the wheel's tree or into python/."""
 
@@ -145,6 +196,7 @@ class cmake_build_ext(build_ext):
         build_dir = self._configure()
         self._build(build_dir, jobs)
         self._place(build_dir)
+        link(f"torch-{self._torch.partition('+')[0]}", build_dir)
 
     def get_outputs(self) -> list[str]:
         return [str(path) for path in self._placed_files(self._destination())]
@@ -167,15 +219,16 @@ class cmake_build_ext(build_ext):
         return found
 
     def _configure(self) -> Path:
-        version = torch_version()
+        self._torch = torch_version()
         self._cmake = find_tool("cmake")
         if self._cmake is None:
             raise stop("cmake was not found: run `pip install cmake ninja` and build again")
         if importlib.util.find_spec("pybind11") is None:
             raise stop("pybind11 was not found: run `pip install pybind11` and build again")
-        tag = f"{sys.implementation.cache_tag}-torch-{version.replace('+', '-')}"
+        tag = f"{sys.implementation.cache_tag}-torch-{self._torch.replace('+', '-')}"
         cpu = "-cpu" if os.environ.get("NWOR_CUDA") == "OFF" else ""
-        build_dir = ROOT / "build" / f"{tag}{cpu}"
+        wheel = "-wheel" if version_tag() else ""  # of more architectures than a checkout has
+        build_dir = ROOT / "build" / f"{tag}{cpu}{wheel}"
         ninja = find_tool("ninja")
         forget_another_place(build_dir)
         default = os.environ.get("CMAKE_GENERATOR", "Unix Makefiles")
@@ -220,9 +273,7 @@ class cmake_build_ext(build_ext):
             )
         if self.inplace:
             remove_other_modules(destination / PACKAGE, build_dir)
-            current = ROOT / "build" / "current"
-            current.unlink(missing_ok=True)
-            current.symlink_to(build_dir.name)
+            link("current", build_dir)
 
     def _call(self, *arguments: str) -> None:
         command = [str(self._cmake), *arguments]
@@ -248,6 +299,8 @@ if int(setuptools.__version__.partition(".")[0]) < 77:
     )
 
 setup(
+    install_requires=requirements(),
+    options={"egg_info": {"tag_build": version_tag()}},
     ext_modules=[Extension(f"{PACKAGE}._C", sources=[])],
     cmdclass={"build_ext": cmake_build_ext, "build_py": fresh_build_py},
 )

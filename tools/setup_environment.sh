@@ -1,11 +1,15 @@
 #!/usr/bin/env bash
 # What `make setup` does: system packages, a virtual environment in .venv, uv, the pinned requirements.
 # A second run only checks. PYTHON=<interpreter> chooses the interpreter of a new .venv.
+#
+#   tools/setup_environment.sh           .venv, with the torch that the requirements name
+#   tools/setup_environment.sh 2.13.0    .venv-torch-2.13.0, with that torch and otherwise the same packages
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 venv=.venv
 requirements=requirements/dev.txt
+torch="${1:-}"
 uv_version=0.13.7
 stamp="$venv/.nwor-requirements"
 place="$venv/.nwor-place"
@@ -72,6 +76,13 @@ install_requirements() {
   fi
 }
 
+if [[ -n "$torch" && "$torch" != "$(sed -n 's/^torch==//p' "$requirements")" ]]; then
+  [[ "$torch" =~ ^[0-9]+\.[0-9]+\.[0-9]+$ ]] || stop "torch: got '$torch', expected a version like 2.13.0"
+  venv=".venv-torch-$torch"
+  stamp="$venv/.nwor-requirements"
+  place="$venv/.nwor-place"
+fi
+
 tools/install_system_packages.sh
 
 # Programs of a virtual environment name their interpreter by its full path.
@@ -86,6 +97,10 @@ if [[ ! -x "$venv/bin/python" ]] || ! usable "$venv/bin/python"; then
 fi
 printf '%s\n' "$here" >"$place"
 
+if [[ "$venv" != .venv ]]; then
+  sed "s/^torch==.*/torch==$torch/" "$requirements" >"$venv/requirements.txt"
+  requirements="$venv/requirements.txt"
+fi
 wanted="$(sha256sum "$requirements" | cut -d' ' -f1)"
 if [[ "$(cat "$stamp" 2>/dev/null || true)" != "$wanted" ]]; then
   install_requirements

@@ -7,19 +7,22 @@ paged cache. See `nwor-specpv status` for what this installation can do.
 from __future__ import annotations
 
 import sys
-from itertools import pairwise
 from pathlib import Path
 
 from . import _stamp
 
+_stamp.check_python()  # before the sources that an old Python cannot read
+
 
 def _is_command_line() -> bool:
     """Whether this process is `nwor-specpv` or `python -m nwor_specpv`."""
+    from itertools import pairwise  # an old Python has none
+
     program = Path((getattr(sys, "argv", None) or [""])[0]).name
     return program == "nwor-specpv" or ("-m", __name__) in pairwise(sys.orig_argv)
 
 
-# First of all a library built for another torch is refused with a sentence: loaded, it would crash.
+# A library built for another torch is refused with a sentence: loaded, it would crash.
 if not _is_command_line():
     _stamp.load_native()
     from ._api import *  # noqa: F403

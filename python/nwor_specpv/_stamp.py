@@ -2,14 +2,17 @@
 
 A library built for another torch fails without an explanation: undefined symbols, or a crash in the
 first op. `_build_info.json` says what the library was built for; `check()` compares it with the
-installed torch and raises one sentence that names both. This module needs only Python itself.
+installed torch and raises one sentence that names both and the command that fixes it. torch is not
+imported for that. This module needs only Python itself.
 """
 
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import json
 import re
+import sys
 from dataclasses import dataclass
 from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
@@ -18,7 +21,9 @@ from types import ModuleType
 LIBRARY = "libnwor_specpv.so"
 STAMP = "_build_info.json"
 MODULE = "_C"
+MODULE_NAME = f"{__package__}.{MODULE}"
 NOT_INSTALLED = "not installed"
+OLDEST_PYTHON = (3, 10)
 
 _PACKAGE_DIR = Path(__file__).resolve().parent
 
@@ -71,29 +76,51 @@ def check(
     torch_version: str | None = None,
     torch_cuda: str | None = None,
 ) -> BuildStamp:
-    """Raises StampMismatch unless the built files are complete and fit the installed torch.
+    """Raises StampMismatch unless the built files are complete and fit this Python and torch.
 
     `torch_version` and `torch_cuda` are `torch.__version__` and `torch.version.cuda`; without a
-    version, torch is imported and asked for both.
+    version, the installed torch is looked at.
     """
+    check_python()
     stamp = read_stamp(package_dir)
     _check_files(package_dir, stamp)
     if torch_version is None:
         torch_version, torch_cuda = _installed_torch(stamp)
-    if torch_version != stamp.torch:
+    if not fits_torch(stamp.torch, torch_version):
         raise StampMismatch(
             f"nwor_specpv {stamp.version} was built for torch {stamp.torch}, but torch "
-            f"{torch_version} is installed; {_rebuild(package_dir)}, or install torch "
-            f"{stamp.torch}."
+            f"{torch_version} is installed; run `{install_torch(stamp.torch)}`, or "
+            f"{_rebuild(package_dir)}."
         )
     if stamp.cuda and _major(stamp.cuda) != _major(torch_cuda or ""):
         here = f"for CUDA {torch_cuda}" if torch_cuda else "without CUDA"
         raise StampMismatch(
             f"nwor_specpv {stamp.version} was built with CUDA {stamp.cuda}, but the installed "
-            f"torch {torch_version} is built {here}; {_rebuild(package_dir)} with a toolkit of "
-            "torch's CUDA version."
+            f"torch {torch_version} is built {here}; install torch {stamp.torch}, or "
+            f"{_rebuild(package_dir)} with a toolkit of torch's CUDA version."
         )
     return stamp
+
+
+def check_python(version: tuple[int, ...] | None = None) -> None:
+    """Raises StampMismatch if this Python is too old for the package's sources."""
+    major, minor = (version or sys.version_info)[:2]
+    if (major, minor) < OLDEST_PYTHON:
+        oldest = ".".join(map(str, OLDEST_PYTHON))
+        raise StampMismatch(
+            f"nwor_specpv needs Python {oldest} or later, but this is Python {major}.{minor}; run "
+            "`python3.12 -m venv NEW` and install it there."
+        )
+
+
+def fits_torch(built: str, here: str) -> bool:
+    """Whether a library built for torch `built` runs with torch `here`.
+
+    Every minor version has an ABI of its own. Patch releases keep it, and so do the builds of one
+    release ("+cpu", "+cu130"). Pre-releases promise nothing.
+    """
+    minors = [re.fullmatch(r"(\d+\.\d+)\.\d+(\+.*)?", version) for version in (built, here)]
+    return built == here or (None not in minors and minors[0][1] == minors[1][1])
 
 
 def check_device(
@@ -185,9 +212,18 @@ def install_torch(version: str, *, again: bool = False) -> str:
 
 def load_native() -> ModuleType:
     """The module `_C`. Raises StampMismatch with one sentence where it does not fit or load."""
-    check()
+    stamp = check()
+    if MODULE_NAME not in sys.modules:
+        from . import _copies
+
+        problem = _copies.find_problem(_PACKAGE_DIR)
+        if problem:
+            raise StampMismatch(problem)
+    torch, problem = load_torch()  # its libraries first: ours look for them in memory, then on disk
+    if torch is None:
+        raise _without_torch(stamp, problem)
     try:
-        return importlib.import_module(f".{MODULE}", __package__)
+        return importlib.import_module(MODULE_NAME)
     except (ImportError, OSError) as error:
         raise explain_load_error(error) from None
 
@@ -204,9 +240,12 @@ def explain_load_error(
     name = missing[1]
     if name.startswith("libprometheus-cpp"):
         fix = (
-            "install it (Debian: apt-get install prometheus-cpp-dev) or rebuild with "
+            "run `apt-get install prometheus-cpp-dev` (Debian), or build again with "
             "NWOR_PROMETHEUS=OFF in the environment"
         )
+    elif name.startswith(("libtorch", "libc10", "libcudart")):
+        command = install_torch(read_stamp(package_dir).torch, again=True)
+        fix = f"it comes with torch: run `{command}`"
     else:
         fix = f"install the package that holds it, or {_rebuild(package_dir)}"
     return StampMismatch(f"nwor_specpv needs the shared library {name}, which is not here; {fix}.")
@@ -229,13 +268,36 @@ def _check_files(package_dir: Path, stamp: BuildStamp) -> None:
 
 
 def _installed_torch(stamp: BuildStamp) -> tuple[str, str | None]:
+    """torch's version and its CUDA version, from its version file where it is not imported yet."""
+    found = None if "torch" in sys.modules else _read_torch_version()
+    if found is not None:
+        return found
     torch, problem = load_torch()
     if torch is None:
-        raise StampMismatch(
-            f"nwor_specpv {stamp.version} was built for torch {stamp.torch}, but torch is "
-            f"{problem}; {install_torch(stamp.torch, again=problem != NOT_INSTALLED)}."
-        )
+        raise _without_torch(stamp, problem)
     return str(torch.__version__), torch.version.cuda
+
+
+def _read_torch_version() -> tuple[str, str | None] | None:
+    """None where torch is missing or its version file is not what it has been for years."""
+    spec = importlib.util.find_spec("torch")
+    if spec is None or not spec.submodule_search_locations:
+        return None
+    try:
+        text = (Path(spec.submodule_search_locations[0]) / "version.py").read_text("utf-8")
+    except (OSError, UnicodeDecodeError):
+        return None
+    version = re.search(r"^__version__\s*=\s*['\"]([^'\"]+)['\"]", text, re.MULTILINE)
+    cuda = re.search(r"^cuda\b[^=\n]*=\s*(?:None|['\"]([\d.]+)['\"])\s*$", text, re.MULTILINE)
+    return (version[1], cuda[1]) if version and cuda else None
+
+
+def _without_torch(stamp: BuildStamp, problem: str | None) -> StampMismatch:
+    command = install_torch(stamp.torch, again=problem != NOT_INSTALLED)
+    return StampMismatch(
+        f"nwor_specpv {stamp.version} was built for torch {stamp.torch}, but torch is {problem}; "
+        f"run `{command}`."
+    )
 
 
 def _broken_torch(error: Exception) -> str:

@@ -21,6 +21,7 @@ from nwor_specpv import _stamp
 from . import status
 
 _TIMEOUT_S = 60.0
+_TRANSFORMERS = '"transformers>=5.16,<5.24"'
 _WORKER_PACKAGES = '"grpcio>=1.62" "protobuf>=4.25"'
 
 
@@ -56,7 +57,7 @@ def examine() -> list[Finding]:
         _header("gtest", "gtest/gtest.h", "apt-get install libgtest-dev", "the C++ tests"),
         _gpu(),
         _module("vllm", "pip install vllm==0.26.0", "the vLLM backend"),
-        _module("transformers", 'pip install "transformers==5.22.*"', "the transformers host"),
+        _module("transformers", f"pip install {_TRANSFORMERS}", "the transformers host"),
         _module("gguf", 'pip install "gguf>=0.17"', "the default model of the transformers host"),
         _module("grpcio", f"pip install {_WORKER_PACKAGES}", "nwor-specpv worker", module="grpc"),
         _module("pyyaml", "pip install pyyaml", "settings in YAML files", module="yaml"),
@@ -88,8 +89,8 @@ def _torch() -> Finding:
         fix = _stamp.install_torch(stamp or "2.11.0", again=True)
         return Finding("torch", False, str(problem), fix, "core")
     found = str(torch.__version__)  # with the local part, which package metadata may lack
-    if stamp is not None and found != stamp:
-        return Finding("torch", False, f"{found}, but built for {stamp}", "make build", "core")
+    if stamp is not None and not _stamp.fits_torch(stamp, found):
+        return Finding("torch", False, f"{found}, but built for {stamp}", fix, "core")
     return Finding("torch", True, found, fix, "core")
 
 
@@ -183,10 +184,12 @@ def _nvcc() -> Finding:
         return match[1] if match else None
 
     fix = "install the CUDA toolkit or set CUDA_HOME"
-    return _tool("nvcc", ("nvcc",), fix, "CUDA kernels", folders=folders, version=release)
+    return _tool("nvcc", ("nvcc",), fix, "building CUDA kernels", folders=folders, version=release)
 
 
-def _header(name: str, header: str, fix: str, needed_for: str = "the metrics endpoint") -> Finding:
+def _header(
+    name: str, header: str, fix: str, needed_for: str = "building the metrics endpoint"
+) -> Finding:
     compiler = _which("c++", "g++", "clang++")
     if compiler is None:
         return Finding(

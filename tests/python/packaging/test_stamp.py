@@ -1,9 +1,13 @@
-"""The build stamp: each way it can disagree with what is here is one sentence naming both."""
+"""The build stamp: each way it can disagree with what is here is one sentence naming both.
+
+The sentence also holds the command that fixes it, in backticks.
+"""
 
 from __future__ import annotations
 
 import importlib.util
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -59,6 +63,11 @@ def message(call, *arguments, **keywords) -> str:
     return text
 
 
+def commands(text: str) -> list[str]:
+    """What the sentence says to run."""
+    return re.findall(r"`([^`]+)`", text)
+
+
 def test_matching_stamp_is_returned(built: Path) -> None:
     found = stamp.check(built, torch_version="2.11.0+cu130", torch_cuda="13.0")
     assert found == stamp.BuildStamp(
@@ -70,18 +79,37 @@ def test_matching_stamp_is_returned(built: Path) -> None:
     )
 
 
-@pytest.mark.parametrize("here", ["2.10.0+cu130", "2.11.0+cpu", "2.11.0", "2.11.0+cu128", "2.12.0"])
+@pytest.mark.parametrize(
+    "here", ["2.10.0+cu130", "2.12.0+cu130", "2.1.0", "2.111.0", "3.11.0", "2.11.0a0+cu130", "2.11"]
+)
 def test_another_torch_is_refused_naming_both(built: Path, here: str) -> None:
     text = message(stamp.check, built, torch_version=here, torch_cuda="13.0")
     assert "built for torch 2.11.0+cu130" in text
     assert f"torch {here} is installed" in text
-    assert "pip install --no-build-isolation" in text
+    assert commands(text) == [
+        "pip install torch==2.11.0",
+        "pip install --no-build-isolation --no-deps --force-reinstall .",
+    ]
+
+
+@pytest.mark.parametrize("here", ["2.11.0", "2.11.1", "2.11.0+cu131", "2.11.12+local.1"])
+def test_every_release_of_that_minor_version_is_taken(built: Path, here: str) -> None:
+    assert stamp.check(built, torch_version=here, torch_cuda="13.0").torch == "2.11.0+cu130"
+
+
+def test_a_library_for_a_pre_release_is_for_that_one_only(built: Path) -> None:
+    early = "2.15.0a0+git0123456"
+    (built / "_build_info.json").write_text(json.dumps(FIELDS | {"torch": early}))
+    stamp.check(built, torch_version=early, torch_cuda="13.0")
+    text = message(stamp.check, built, torch_version="2.15.0", torch_cuda="13.0")
+    assert f"built for torch {early}" in text
 
 
 def test_another_cuda_major_is_refused_naming_both(built: Path) -> None:
     text = message(stamp.check, built, torch_version="2.11.0+cu130", torch_cuda="12.8")
     assert "CUDA 13.0.88" in text
     assert "CUDA 12.8" in text
+    assert commands(text) == ["pip install --no-build-isolation --no-deps --force-reinstall ."]
     text = message(stamp.check, built, torch_version="2.11.0+cu130", torch_cuda=None)
     assert "without CUDA" in text
 
@@ -184,9 +212,14 @@ def test_load_error_names_the_missing_library(built: Path) -> None:
         return message(fail)
 
     missing = "cannot open shared object file: No such file or directory"
-    text = raised(f"libprometheus-cpp-pull.so.1.0: {missing}")
-    assert "libprometheus-cpp-pull.so.1.0" in text
+    text = raised(f"libprometheus-cpp-core.so.1.0: {missing}")
+    assert "libprometheus-cpp-core.so.1.0" in text
     assert "NWOR_PROMETHEUS=OFF" in text
+    assert commands(text) == ["apt-get install prometheus-cpp-dev"]
+    for name in ("libcudart.so.13", "libc10_cuda.so", "libtorch_cpu.so"):
+        text = raised(f"{name}: {missing}")
+        assert name in text
+        assert commands(text) == ["pip install --force-reinstall torch==2.11.0"]
     assert "libodd.so.3" in raised(f"libodd.so.3: {missing}")
     assert "undefined symbol: _Zx" in raised("libnwor_specpv.so: undefined symbol: _Zx")
 
@@ -212,6 +245,24 @@ def copy_package(destination: Path) -> Path:
     return folder
 
 
+def test_an_old_python_is_refused() -> None:
+    stamp.check_python()
+    stamp.check_python((3, 10, 0))
+    text = message(stamp.check_python, (3, 9, 18))
+    assert "needs Python 3.10 or later, but this is Python 3.9" in text
+    assert commands(text) == ["python3.12 -m venv NEW"]
+
+
+def test_an_old_python_is_refused_before_anything_else_is_read(tmp_path: Path) -> None:
+    folder = tmp_path / "nwor_specpv"
+    folder.mkdir()
+    for name in ("__init__.py", "_stamp.py"):
+        shutil.copy(PACKAGE / name, folder)
+    old = "import itertools, sys; sys.version_info = (3, 9, 18); del itertools.pairwise\n"
+    result = run_python(old + IMPORT, tmp_path)
+    assert result.stdout.startswith("StampMismatch | nwor_specpv needs Python 3.10"), result.stderr
+
+
 IMPORT = """
 try:
     import nwor_specpv
@@ -220,7 +271,7 @@ except ImportError as error:
     # By the last folder and the name: a checkout may be called as the package is.
     files = [line.split()[-1] for line in open("/proc/self/maps") if ".so" in line]
     ours = [name for name in files if "nwor_specpv" in "/".join(name.split("/")[-2:])]
-    print("loaded", len(ours))
+    print("loaded", len(ours), "torch" in sys.modules)
 else:
     print("imported", nwor_specpv.__file__)
 """
@@ -239,7 +290,7 @@ def test_import_checks_the_stamp_before_loading(tmp_path: Path) -> None:
     assert first.startswith("StampMismatch | "), result.stdout + result.stderr
     assert "torch 1.2.3+cu999" in first
     assert f"torch {fields['torch']} is installed" in first
-    assert second == "loaded 0"
+    assert second == "loaded 0 False"
 
 
 def test_import_of_an_unbuilt_package_says_how_to_build(tmp_path: Path) -> None:
@@ -248,4 +299,50 @@ def test_import_of_an_unbuilt_package_says_how_to_build(tmp_path: Path) -> None:
         (folder / name).unlink()
     result = run_python(IMPORT, tmp_path)
     assert "StampMismatch | nwor_specpv is not built" in result.stdout, result.stdout
-    assert "loaded 0" in result.stdout
+    assert "loaded 0 False" in result.stdout
+
+
+VERSION_FILES = {
+    "2.11.0+cu130": "__version__ = '2.11.0+cu130'\ncuda: Optional[str] = '13.0'\n",
+    "2.11.0+cpu": "__version__ = '2.11.0+cpu'\ncuda: Optional[str] = None\n",
+    "2.10.0+cu130": "from typing import Optional\n__version__ = \"2.10.0+cu130\"\ncuda = '13.0'\n",
+}
+
+
+@pytest.mark.parametrize(
+    ("version", "says"),
+    [
+        ("2.11.0+cu130", "checked"),
+        ("2.11.0+cpu", "torch 2.11.0+cpu is built without CUDA"),
+        ("2.10.0+cu130", "torch 2.10.0+cu130 is installed"),
+    ],
+)
+def test_torch_is_not_imported_to_learn_its_version(built: Path, version: str, says: str) -> None:
+    site = built.parent
+    (site / "torch").mkdir()
+    (site / "torch" / "__init__.py").write_text("raise RuntimeError('imported')\n")
+    (site / "torch" / "version.py").write_text(VERSION_FILES[version])
+    shutil.copy(PACKAGE / "_stamp.py", site / "nwor_stamp_copy.py")
+    code = (
+        "import pathlib, nwor_stamp_copy as stamp\n"
+        f"try: stamp.check(pathlib.Path({str(built)!r})); print('checked')\n"
+        "except ImportError as error: print(error)"
+    )
+    result = run_python(code, site)
+    assert says in result.stdout, result.stdout + result.stderr
+
+
+def test_a_torch_that_cannot_be_imported_is_named(tmp_path: Path) -> None:
+    """Its version fits: only loading it shows what is wrong."""
+    folder = copy_package(tmp_path)
+    version = json.loads((folder / "_build_info.json").read_text())["torch"]
+    (tmp_path / "torch").mkdir()
+    (tmp_path / "torch" / "__init__.py").write_text("raise OSError('libodd.so: gone')\n")
+    cuda = (
+        f"cuda: Optional[str] = '{json.loads((folder / '_build_info.json').read_text())['cuda']}'"
+    )
+    (tmp_path / "torch" / "version.py").write_text(f"__version__ = '{version}'\n{cuda}\n")
+    result = run_python(IMPORT, tmp_path)
+    first = result.stdout.splitlines()[0]
+    assert "cannot be imported (OSError: libodd.so: gone)" in first, result.stdout + result.stderr
+    assert commands(first) == [f"pip install --force-reinstall torch=={version.partition('+')[0]}"]

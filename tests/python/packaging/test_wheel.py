@@ -16,6 +16,7 @@ import sys
 import tarfile
 import zipfile
 from collections.abc import Iterator
+from email import message_from_string
 from importlib import metadata
 from pathlib import Path
 
@@ -209,6 +210,8 @@ def test_wheel_holds_what_it_should_and_nothing_else(wheel: Path) -> None:
         described = archive.read(f"{info}/METADATA").decode()
     assert "nwor-specpv = nwor_specpv.cli.main:main" in scripts
     assert "License-Expression: Apache-2.0" in described
+    assert "nwor_specpv = nwor_specpv.vllm.plugin:register" in scripts
+    assert_complete(described)
     assert f"{info}/licenses/LICENSE" in names
 
     inside = {name.removeprefix("nwor_specpv/") for name in names if not name.startswith(info)}
@@ -223,6 +226,21 @@ def test_wheel_holds_what_it_should_and_nothing_else(wheel: Path) -> None:
     (extension,) = {name for name in inside if re.fullmatch(r"_C\..*\.so", name)}
     assert {"__init__.py", "py.typed", "_C.pyi"} <= sources
     assert inside == sources | headers | built | {extension}
+
+
+def assert_complete(described: str) -> None:
+    """What a page of the package shows, and what pip installs beside it."""
+    headers = message_from_string(described)
+    assert headers["Summary"]
+    assert headers["Keywords"]
+    assert headers["Description-Content-Type"] == "text/markdown"
+    assert headers.get_payload().lstrip().startswith("# nwor_specpv")
+    assert "Environment :: GPU :: NVIDIA CUDA" in headers.get_all("Classifier")
+    assert set(headers.get_all("Provides-Extra")) == {"transformers", "vllm", "worker", "train"}
+    # The same minor version as in the stamp that the import checks.
+    torch = json.loads((PACKAGE / "_build_info.json").read_text())["torch"]
+    needed = [line for line in headers.get_all("Requires-Dist") if line.startswith("torch")]
+    assert needed == [f"torch=={'.'.join(torch.split('.')[:2])}.*"]
 
 
 def test_wheel_is_relocatable(installed: Path) -> None:
@@ -367,6 +385,39 @@ def test_missing_torch_is_one_sentence_with_the_mend() -> None:
     (line,) = result.stderr.strip().splitlines()
     assert "pip install torch==2.11.0" in line
     assert "--no-build-isolation" in line
+
+
+@pytest.mark.parametrize(
+    ("version", "refused"), [("2.10.0+cu130", True), ("1.13.1", True), ("2.12.0", False)]
+)
+def test_which_torch_is_built_with(tmp_path: Path, version: str, refused: bool) -> None:
+    """One that is too old is refused; one that was not tried is named and used."""
+    (tmp_path / "torch").mkdir()
+    (tmp_path / "torch" / "__init__.py").touch()
+    (tmp_path / "torch" / "version.py").write_text(f"__version__ = '{version}'\n")
+    program = (
+        f"import runpy, setuptools, sys\nsys.path.insert(0, {str(tmp_path)!r})\n"
+        "setuptools.setup = lambda **keywords: print(keywords['install_requires'])\n"
+        "print('uses', runpy.run_path('setup.py')['torch_version']())\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True)
+    minor = ".".join(version.split(".")[:2])
+    assert f"['torch=={minor}.*', " in done.stdout
+    if refused:
+        (line,) = done.stderr.strip().splitlines()
+        assert f"torch {version} is too old, expected 2.11 or newer" in line
+        assert "`pip install torch==2.11.0`" in line
+    else:
+        assert f"torch {version} has not been tried, only 2.11, 2.13, 2.14" in done.stdout
+        assert f"uses {version}" in done.stdout
+
+
+@pytest.mark.parametrize("value", ["torch 2.11", "Torch2.11", "+cu130", "a..b"])
+def test_a_wrong_local_version_is_one_sentence(value: str) -> None:
+    result = setup_py("", {"NWOR_LOCAL_VERSION": value})
+    assert result.returncode == 1
+    (line,) = result.stderr.strip().splitlines()
+    assert f"NWOR_LOCAL_VERSION: got '{value}'" in line
 
 
 @pytest.mark.parametrize("value", ["0", "many", "-2", "1.5"])

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
+import transformers
+from packaging.version import Version
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, LlamaConfig, PreTrainedModel
 
 from nwor_specpv import NworError
@@ -74,6 +76,11 @@ def test_a_window_that_only_the_models_cache_has_ends_its_context(family: str) -
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
     prompt = random_prompt(rng, 9, 10)
     generator = Generator(model, drafter="ngram")
+    if family == "moshi" and Version(transformers.__version__) < Version("5.21"):
+        # Its decoder drops the keywords that it is given.
+        with pytest.raises(NworError, match="MoshiAttention does not hand the keyword nwor_step"):
+            generator.generate(prompt, 2)
+        return
     truth = decode_plainly(model, prompt, 24 - len(prompt))
     assert generator.generate(prompt, 24 - len(prompt), eos_token_id=-1).token_ids == truth
     with pytest.raises(NworError, match=r"expected fewer than 24, the sliding window .* 512"):
