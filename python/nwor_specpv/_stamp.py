@@ -20,7 +20,7 @@ STAMP = "_build_info.json"
 MODULE = "_C"
 NOT_INSTALLED = "not installed"
 
-_PACKAGE_DIR = Path(__file__).resolve().parent
+_PACKAGE_DIR = Path(__file__).absolute().parent
 
 
 class StampMismatch(ImportError):  # noqa: N818 (the name says what is wrong)

@@ -33,8 +33,8 @@ class Lengths:
 
     @property
     def drafts(self) -> tuple[int, ...]:
-        """Numbers of drafts that steps may have."""
-        return (PLAIN.drafts, self.guesses, self.limit)
+        """Numbers of drafts that steps may have, the largest last."""
+        return tuple(dict.fromkeys((PLAIN.drafts, self.guesses, self.limit)))
 
     def fixed_arm(self, longest: int) -> Arm:
         """Without a choice, for steps whose longest request has so many tokens."""
