@@ -38,6 +38,7 @@ from support.engines import (
 from support.engines import stats as own_stats
 from support.flash_double import FLASH_ATTN, NUM_SMS, Calls, flash_attention
 from support.heads import story_head
+from support.installed import PAGE
 from support.metric_counts import full_steps_since, grown
 from support.small_views import SMALL_VIEW, prompts
 
@@ -82,8 +83,8 @@ def test_tokens_and_committed_rows_are_those_of_vllms_backend(side: str, stock: 
 
 def test_a_block_that_is_hit_in_the_step_that_fills_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """All requests of the step have as many rows as verify ones, so layers might write late."""
-    text = [3 + 7 * place % 500 for place in range(48)]
-    prompts = [text[:16], text[:32], text]
+    text = [3 + 7 * place % 500 for place in range(3 * PAGE)]
+    prompts = [text[:PAGE], text[: 2 * PAGE], text]
     asked: list[bool]  # by the runner, which picks full graphs for uniform batches
 
     def seen(llm: Any) -> dict:
@@ -97,7 +98,7 @@ def test_a_block_that_is_hit_in_the_step_that_fills_it(monkeypatch: pytest.Monke
 
         monkeypatch.setattr(dispatcher, "dispatch", note)
         story = drive(llm, prompts, greedy(24), arrivals=[0, 30, 30])
-        assert (story.cached["1"], story.cached["2"]) == (16, 32)
+        assert (story.cached["1"], story.cached["2"]) == (PAGE, 2 * PAGE)
         return story.tokens
 
     found = []
@@ -105,7 +106,7 @@ def test_a_block_that_is_hit_in_the_step_that_fills_it(monkeypatch: pytest.Monke
         asked = []
         with flash_attention(backend):
             model = {"model": str(stories(64)), "skip_tokenizer_init": True}
-            speculation = NGRAM | {"num_speculative_tokens": 15}
+            speculation = NGRAM | {"num_speculative_tokens": PAGE - 1}
             found.append((seen(start(nwor, speculation=speculation, **model)), asked))
     (wanted, theirs), (tokens, ours) = found
     assert tokens == wanted
@@ -303,15 +304,15 @@ def test_heads_see_as_much_as_a_view_holds(tmp_path: Path, mode: str) -> None:
 
 def test_schedules_of_a_heads_own_are_of_its_window() -> None:
     """Model runner V2 has a builder for the head alone."""
-    from nwor_specpv.vllm.backend.flash_head import HeadFlashImpl, head_window
+    from nwor_specpv.vllm.backend.flash_head import HeadFlashImpl, head_window, of_window
 
     impl = HeadFlashImpl.__new__(HeadFlashImpl)
     impl.latest = (95, 0)
-    made = SimpleNamespace(scheduler_metadata=torch.zeros(1), sliding_window=(-1, -1))
-    assert impl._shortened(made) is made, "the schedule would not fit the window"
+    made = SimpleNamespace(scheduler_metadata=torch.zeros(1))
+    assert impl.window_of(made) == (-1, -1), "the schedule would not fit the window"
+    assert impl.window_of(of_window(made, (40, 0))) == (40, 0)
     made.scheduler_metadata = None
-    assert impl._shortened(made).sliding_window == (95, 0)
-    assert made.sliding_window == (-1, -1)
+    assert impl.window_of(made) == (95, 0)
 
     def layers(**latest: tuple[int, int] | None) -> SimpleNamespace:
         impls = {

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from support.engines import STOCK, drive, greedy, start
+from support.installed import PAGE
 from support.runner_v2_jobs import MAX_TOKENS, WITHOUT_HEAD, check, job, run
 from support.small_views import prompts
 
@@ -113,7 +114,7 @@ def test_what_happens_to_requests(
     kind: str, tmp_path: Path, expected: dict[str, list[int]]
 ) -> None:
     """Preempted, aborted, and again from the prefix cache; a head that is always wrong."""
-    tight = {"num_gpu_blocks_override": 50, "max_model_len": 320}
+    tight = {"num_gpu_blocks_override": 800 // PAGE, "max_model_len": 320}
     preempted, aborted, again = run(
         tmp_path,
         job(start=tight, speculation={} if kind == "head" else WITHOUT_HEAD),

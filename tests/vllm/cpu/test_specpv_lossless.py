@@ -36,6 +36,7 @@ from support.engines import (
     start,
 )
 from support.engines import stats as own_stats
+from support.installed import PAGE
 from support.small_views import LENGTHS, SMALL_VIEW, prompts, varied_prompt
 
 SPECULATION = {"method": "custom_class", "model": DRAFTER, "num_speculative_tokens": 8}
@@ -193,7 +194,7 @@ def test_lookups_follow_the_chain_and_are_judged_apart(monkeypatch: pytest.Monke
 
 
 def test_preempted_requests(expected: list, before: dict) -> None:
-    llm = begin(num_gpu_blocks_override=50, max_model_len=320)
+    llm = begin(num_gpu_blocks_override=800 // PAGE, max_model_len=320)
     check(drive(llm, prompts(), greedy(MAX_TOKENS)), expected, before)
     assert counted(llm, "vllm:num_preemptions") > 0
 

@@ -14,7 +14,8 @@ from nwor_specpv.vllm.specpv.rules import SCHEDULERS
 from support.engine_process import run_script
 from support.engines import STOCK, Story, counted, drive, greedy, own_engine, start
 from support.engines import stats as own_stats
-from support.prefix_cache_blocks import PAGE, count_published_blocks, scheduler_of, watch_requests
+from support.installed import PAGE
+from support.prefix_cache_blocks import count_published_blocks, scheduler_of, watch_requests
 from support.small_views import LENGTHS, SMALL_VIEW, cover_all, prompts
 
 VIEW = SMALL_VIEW | {"specpv_mode": "refresh", "check_contract": True}
@@ -78,7 +79,7 @@ def test_answers_of_partial_steps_are_not_found() -> None:
 
 
 def test_requests_that_are_preempted_and_come_back() -> None:
-    llm = begin(num_gpu_blocks_override=50, max_model_len=320)
+    llm = begin(num_gpu_blocks_override=800 // PAGE, max_model_len=320)
     requests = watch_requests(llm)
     story = drive(llm, prompts(), greedy(MAX_TOKENS), aborts={6: "2"})
     assert counted(llm, "vllm:num_preemptions") > 0
@@ -125,7 +126,7 @@ def test_what_is_refused() -> None:
 def test_asynchronous_scheduling_on_model_runner_v2(tmp_path: Path) -> None:
     """An EAGLE3 head; one prompt ends in a piece of one row, and some requests are preempted."""
     options = {"nwor": VIEW, "scheduler_cls": SCHEDULERS[True], "enable_prefix_caching": True}
-    options |= {"num_gpu_blocks_override": 50, "max_model_len": 320}
+    options |= {"num_gpu_blocks_override": 800 // PAGE, "max_model_len": 320}
     options |= {"long_prefill_token_threshold": 149, "speculation": {"num_speculative_tokens": 4}}
     job = {"start": options, "prompts": prompts(), "max_tokens": 24}
     script = Path(__file__).parents[1] / "support" / "refresh_v2_process.py"

@@ -201,7 +201,7 @@ def test_vllm_takes_runner_v2_for_us_alone(monkeypatch: pytest.MonkeyPatch) -> N
         speculative_config=speculation,
         additional_config={"nwor_specpv": {"enable_specpv": True}},
     ).create_engine_config()
-    refused = versions.adapter.NGRAM_ON_V2
+    refused = versions.adapter.ngram_on_v2
 
     def listed(**nwor: Any) -> bool:
         config.additional_config = {"nwor_specpv": nwor}

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import gc
+import os
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -64,7 +65,12 @@ def start(nwor: Mapping[str, Any], *, speculation: Any = NGRAM, model: str = "",
 
         model = str(stories())
         defaults["skip_tokenizer_init"] = True
-    return LLM(model=model, **(defaults | options))
+    llm = LLM(model=model, **(defaults | options))
+    # From vLLM 0.32 on an engine that is dropped ends the process groups of all others here.
+    finalizer = getattr(llm.llm_engine.engine_core, "_finalizer", None)
+    if finalizer is not None and os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] == "0":
+        finalizer.detach()
+    return llm
 
 
 def _override_kernels_once() -> None:

@@ -182,7 +182,7 @@ def make(
     spec.lengths = Lengths(settings, LIMIT)
     spec._target, spec._loop, spec._graphs, spec._rows = world, None, {}, {}
     spec._chosen_at = {}
-    spec.max_num_reqs, spec.max_model_len = batch, MAX_LEN
+    spec.max_num_reqs = batch
     spec.device = torch.device("cpu")
     spec.vllm_config = SimpleNamespace(model_config=SimpleNamespace(max_model_len=MAX_LEN))
     spec.model, spec.draft_logits, spec._offered = world, None, True
@@ -192,7 +192,9 @@ def make(
     spec.kv_cache_config = SimpleNamespace(kv_cache_groups=groups)
     pages = MAX_LEN // PAGE
     table = (torch.randperm(batch * pages) + 1).int().view(batch, pages)
-    spec.block_tables = SimpleNamespace(input_block_tables=[table], kernel_block_sizes=[PAGE])
+    spec.block_tables = SimpleNamespace(
+        input_block_tables=[table], kernel_block_sizes=[PAGE], block_sizes=[PAGE]
+    )
     builder = SimpleNamespace(build=lambda _, common, fast_build: common)
     spec.attn_groups = [[SimpleNamespace(get_metadata_builder=lambda _: builder)]]
     spec.draft_tokens = torch.zeros(batch, LIMIT, dtype=torch.int64)
