@@ -19,6 +19,7 @@ from nwor_specpv.vllm.engine import Engine
 from support.configs import CHUNKED, SHARING
 from support.engines import STOCK, drive, greedy, own_engine, start, story_prompts
 from support.flash_double import flash_attention
+from support.installed import server_arguments_module
 
 Change = Callable[[pytest.MonkeyPatch, Any], None]
 
@@ -138,10 +139,10 @@ def test_pieces_that_vllm_makes_by_default_are_let_in(partition: bool) -> None:
 
 
 def test_flags_that_we_tell_users_to_change_are_vllms() -> None:
-    from vllm.entrypoints.openai.cli_args import make_arg_parser
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
-    known = set(make_arg_parser(FlexibleArgumentParser())._option_string_actions)
+    parser = server_arguments_module().make_arg_parser(FlexibleArgumentParser())
+    known = set(parser._option_string_actions)
     named = set(re.findall(r"--[a-z-]+", Path(support.__file__).read_text()))
     assert len(named) > 5
     assert named - known == set()

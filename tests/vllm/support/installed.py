@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.metadata
 from importlib.metadata import PackageNotFoundError
+from typing import Any
 
 from nwor_specpv.vllm import versions
 
@@ -19,3 +21,13 @@ VERSION = _version().partition("+")[0]
 ADAPTER = versions.closest(VERSION)[0]
 # Tokens of a page: as few as the CPU backend takes.
 PAGE = ADAPTER.cpu_page
+
+
+def server_arguments_module() -> Any:
+    """vLLM's module that reads the arguments of its server."""
+    for folder in ("openai", "launchers", "common"):
+        try:
+            return importlib.import_module(f"vllm.entrypoints.{folder}.cli_args")
+        except ModuleNotFoundError:
+            continue
+    raise ModuleNotFoundError("vLLM reads its server's arguments elsewhere")

@@ -121,6 +121,12 @@ class Adapter(ABC):
     )
     attend_cpu: VllmFunction = VllmFunction(CPU, "CPUAttentionBackendImpl.forward", _ATTEND)
     build_cpu: VllmFunction = VllmFunction(CPU, "CPUAttentionMetadataBuilder.build", _BUILD)
+    # What a backend says of itself. With a flag that nobody has read, vLLM may go past our write.
+    backend_flags: VllmFields = VllmFields(
+        ATTENTION,
+        "AttentionBackend",
+        ("supported_dtypes", "supported_kv_cache_dtypes", "forward_includes_kv_cache_update"),
+    )
     # What builders are told of a step. A field that nobody has read may have to be cut in two.
     step_metadata: VllmFields
     schedule_drafts: VllmFunction = VllmFunction(

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from .adapter import RUNNER_V2
-from .functions import VllmFunction
+from .adapter import ATTENTION, RUNNER_V2
+from .functions import VllmFields, VllmFunction
 from .v0_32 import Vllm032
 
 
@@ -20,6 +20,14 @@ class Vllm033(Vllm032):
         (
             *("self", "idx_mapping", "sampled_tokens", "num_sampled", "num_rejected"),
             *("query_start_loc", "draft_tokens"),
+        ),
+    )
+    backend_flags: VllmFields = VllmFields(
+        ATTENTION,
+        "AttentionBackend",
+        (
+            *("supported_dtypes", "supported_kv_cache_dtypes", "forward_includes_kv_cache_update"),
+            "supports_kv_cache_update_bypass",
         ),
     )
     noise_by_column: bool = True
