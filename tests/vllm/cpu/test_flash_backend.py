@@ -38,7 +38,7 @@ from support.engines import (
 from support.engines import stats as own_stats
 from support.flash_double import FLASH_ATTN, NUM_SMS, Calls, flash_attention
 from support.heads import story_head
-from support.installed import PAGE
+from support.installed import ADAPTER, PAGE
 from support.metric_counts import full_steps_since, grown
 from support.small_views import SMALL_VIEW, prompts
 
@@ -358,20 +358,20 @@ def test_requests_behind_take_what_is_theirs_along() -> None:
         from nwor_specpv.vllm.backend.flash_builder import behind
 
     lens, count = [5, 5, 7, 1], 2
+    others = set(ADAPTER.of_requests) - {"seq_lens", "block_table_tensor", "is_prefilling"}
+    arrays = {"encoder_seq_lens_cpu", "req_idx"}
     rows, requests = torch.arange(sum(lens)), torch.arange(len(lens))
     whole_batch = CommonAttentionMetadata(
         query_start_loc=torch.tensor([0, 5, 10, 17, 18]),
         query_start_loc_cpu=torch.tensor([0, 5, 10, 17, 18]),
         seq_lens=requests, num_reqs=4, num_actual_tokens=18, max_query_len=7, max_seq_len=99,
         block_table_tensor=requests[:, None], slot_mapping=rows, positions=rows,
-        encoder_seq_lens=requests, encoder_seq_lens_cpu=requests.numpy(),
-        dcp_local_seq_lens=requests, dcp_local_seq_lens_cpu=requests,
-        is_prefilling=requests > 1, seq_lens_cpu_upper_bound=requests,
-        mm_req_doc_ranges={0: [(0, 3)], 2: [(1, 4), (5, 6)], 3: []}, rswa_prefix_lens=requests,
-        _seq_lens_cpu=requests, _num_computed_tokens_cpu=requests,
+        is_prefilling=requests > 1,
+        mm_req_doc_ranges={0: [(0, 3)], 2: [(1, 4), (5, 6)], 3: []},
+        **{name: requests.numpy() if name in arrays else requests for name in others},
     )  # fmt: skip
-    whole_batch.compute_num_computed_tokens()
-    whole_batch.token_to_req_indices(torch.zeros(18, dtype=torch.int32))
+    whole_batch._num_computed_tokens_cache = requests  # as if somebody had asked for them
+    whole_batch._token_to_req_indices_cache = rows
     found = dict(vars(behind(whole_batch, count, 10, 7)))
     for name in ("query_start_loc", "query_start_loc_cpu"):
         assert found.pop(name).tolist() == [0, 7, 8]
@@ -383,9 +383,9 @@ def test_requests_behind_take_what_is_theirs_along() -> None:
     numbers = {"num_reqs": 2, "num_actual_tokens": 8, "max_query_len": 7, "max_seq_len": 99}
     assert {name: found.pop(name) for name in numbers} == numbers
     assert found.pop("causal") is True
-    not_set = ("logits_indices_padded", "num_logits_indices")  # fast prefill, which is refused
+    fast_prefill = ("logits_indices_padded", "num_logits_indices", "max_logits_per_req")  # refused
     made_when_asked_for = ("_num_computed_tokens_cache", "_token_to_req_indices_cache")
-    assert [found.pop(name) for name in (*not_set, *made_when_asked_for)] == [None] * 4
+    assert {found.pop(name, None) for name in (*fast_prefill, *made_when_asked_for)} == {None}
     for name, value in found.items():
         assert value.tolist() == [2, 3], name
 
