@@ -19,6 +19,7 @@ def _version() -> str:
 
 VERSION = _version().partition("+")[0]
 ADAPTER = versions.closest(VERSION)[0]
+versions.choose(ADAPTER.version)  # as the plugin does when vLLM loads it
 # Tokens of a page: as few as the CPU backend takes.
 PAGE = ADAPTER.cpu_page
 

@@ -22,6 +22,7 @@ import torch
 from nwor_specpv import SpecPVConfig
 from nwor_specpv.vllm.specpv.failures import DraftFailures
 from nwor_specpv.vllm.specpv.lengths import Lengths
+from support.installed import ADAPTER  # noqa: F401  (chooses it)
 
 if TYPE_CHECKING:
     from nwor_specpv.vllm.specpv.speculator import PartialViewSpeculator
@@ -184,7 +185,11 @@ def make(
     spec._chosen_at = {}
     spec.max_num_reqs = batch
     spec.device = torch.device("cpu")
-    spec.vllm_config = SimpleNamespace(model_config=SimpleNamespace(max_model_len=MAX_LEN))
+    spec.vllm_config = SimpleNamespace(
+        model_config=SimpleNamespace(max_model_len=MAX_LEN),
+        scheduler_config=SimpleNamespace(max_num_seqs=batch),
+        speculative_config=SimpleNamespace(num_speculative_tokens_per_batch_size=None),
+    )
     spec.model, spec.draft_logits, spec._offered = world, None, True
     spec.use_local_argmax_reduction = False
     spec.draft_attn_layer_names = {"head.0"}
