@@ -42,6 +42,8 @@ from support.installed import ADAPTER, PAGE
 from support.metric_counts import full_steps_since, grown
 from support.small_views import SMALL_VIEW, prompts
 
+pytestmark = pytest.mark.serves("FlashAttention backend, on a double", "V1")
+
 ARRIVALS = [0, 1, 3, 3, 7, 20]  # prefills stand behind requests that verify
 LAYERS = 5
 SIDES = {

@@ -29,6 +29,8 @@ from support.heads import story_head
 from support.installed import ADAPTER
 from support.small_views import SMALL_VIEW, prompts
 
+pytestmark = pytest.mark.serves("one switch", "V1")
+
 LINE = "enable_specpv has set what was left open"
 VLLM_SCHEDULER = "vllm.v1.core.sched.scheduler.Scheduler"
 DRAFTS = "vllm:spec_decode_num_draft_tokens"
@@ -55,6 +57,7 @@ def expected() -> dict[str, list[int]]:
 # ---- engines -------------------------------------------------------------------------------------
 
 
+@pytest.mark.quick
 def test_one_switch_starts_an_engine_whose_tokens_are_vllms(
     expected: dict, caplog: pytest.LogCaptureFixture
 ) -> None:

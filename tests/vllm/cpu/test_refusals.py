@@ -150,6 +150,7 @@ def test_flags_that_we_tell_users_to_change_are_vllms() -> None:
 
 
 @pytest.mark.parametrize("version", ["0.25.1", "0.99.0"])
+@pytest.mark.quick
 def test_another_vllm_is_left_alone(
     version: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -178,11 +179,13 @@ def test_another_vllm_is_left_alone(
 
 
 @pytest.mark.parametrize("version", ["0.25.1", "0.99.0"])
+@pytest.mark.quick
 def test_another_vllm_whose_functions_fit_is_served_with_one_warning(
     version: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     import vllm.version
 
+    plugin.register()  # vLLM's level of logging is ours from here on
     monkeypatch.setattr(versions, "adapter", None)
     monkeypatch.setattr(versions, "_served", "")
     monkeypatch.setattr(vllm.version, "__version__", version)
@@ -195,6 +198,7 @@ def test_another_vllm_whose_functions_fit_is_served_with_one_warning(
 
 
 @pytest.mark.parametrize("backend", [plugin.CPU_BACKEND, plugin.CUDA_BACKEND], ids=["cpu", "cuda"])
+@pytest.mark.quick
 def test_no_fused_op_writes_past_our_backends(backend: str) -> None:
     """From 0.33 on vLLM asks the backend of a layer whether a model's op may write its K/V."""
     from vllm.utils.import_utils import resolve_obj_by_qualname

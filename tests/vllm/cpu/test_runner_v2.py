@@ -30,7 +30,10 @@ def truth(expected: dict[str, list[int]]) -> list[list[int]]:
     return [prompt + expected[str(i)] for i, prompt in enumerate(prompts())]
 
 
-KINDS = ("head", "lookups")
+KINDS = [
+    pytest.param("head", marks=pytest.mark.serves("lossless with a head", "V2")),
+    pytest.param("lookups", marks=pytest.mark.serves("lossless without a head", "V2")),
+]
 SPECULATORS = {"head": "PartialViewSpeculator", "lookups": "SelfSpeculator"}
 
 
@@ -94,6 +97,7 @@ def test_the_arm_changes_in_every_step(
     assert 0 < counted["specpv_confirmed_tokens_total"] <= counted["specpv_drafted_tokens_total"]
 
 
+@pytest.mark.serves("drafts by measured speed", "V2")
 def test_speed_decides(tmp_path: Path, expected: dict[str, list[int]]) -> None:
     """It starts with plain steps. Memory is taken before the first request."""
     head = told("head", expected)

@@ -39,6 +39,8 @@ from support.engines import stats as own_stats
 from support.installed import PAGE
 from support.small_views import LENGTHS, SMALL_VIEW, prompts, varied_prompt
 
+pytestmark = pytest.mark.serves("lossless without a head", "V1")
+
 SPECULATION = {"method": "custom_class", "model": DRAFTER, "num_speculative_tokens": 8}
 VIEW = SMALL_VIEW | {"specpv_draft_passes": 3, "check_contract": True}
 MAX_TOKENS = 48
@@ -95,6 +97,7 @@ def published_blocks(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
     return found
 
 
+@pytest.mark.quick
 def test_requests_of_many_lengths_in_one_batch(
     expected: list, before: dict, monkeypatch: pytest.MonkeyPatch
 ) -> None:

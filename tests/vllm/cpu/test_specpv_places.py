@@ -16,6 +16,8 @@ from nwor_specpv.vllm import plugin
 from nwor_specpv.vllm.hooks import speculators
 from support.installed import ADAPTER
 
+pytestmark = pytest.mark.quick
+
 
 def test_our_propose_is_called_as_vllms() -> None:
     from nwor_specpv.vllm.specpv.self_speculator import SelfSpeculator
@@ -74,6 +76,13 @@ class Output(SimpleNamespace):
         )
 
 
+def validated(request: Any, drafts: list[int]) -> list[int]:
+    """As vLLM's manager from 0.32 on: drafts that the request's grammar lets through."""
+    if not request.use_structured_output:
+        return drafts
+    return request.structured_output_request.grammar.validate_tokens(drafts)
+
+
 def scheduler_of(
     monkeypatch: pytest.MonkeyPatch, method: str | None = "eagle3", drafts: int = 16, **nwor: Any
 ) -> Any:
@@ -88,7 +97,8 @@ def scheduler_of(
         self.defer_block_free = self.enable_return_routed_experts = False
         self._inflight_prefills = set()
         self.structured_output_manager = SimpleNamespace(
-            should_advance=lambda request: request.use_structured_output
+            should_advance=lambda request: request.use_structured_output,
+            validate_tokens=validated,
         )
 
     monkeypatch.setattr(ours.AsyncScheduler, "__init__", begin)

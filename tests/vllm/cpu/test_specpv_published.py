@@ -48,6 +48,8 @@ def continued(story: Story) -> list[list[int]]:
     return [prompt + story.tokens[str(i)] for i, prompt in enumerate(prompts())]
 
 
+@pytest.mark.serves("refresh", "V1")
+@pytest.mark.quick
 def test_answers_of_partial_steps_are_not_found() -> None:
     before = Metrics().snapshot()
     llm = begin(max_num_batched_tokens=96)
@@ -78,6 +80,7 @@ def test_answers_of_partial_steps_are_not_found() -> None:
     check_books()
 
 
+@pytest.mark.serves("refresh", "V1")
 def test_requests_that_are_preempted_and_come_back() -> None:
     llm = begin(num_gpu_blocks_override=800 // PAGE, max_model_len=320)
     requests = watch_requests(llm)
@@ -88,6 +91,7 @@ def test_requests_that_are_preempted_and_come_back() -> None:
     check_books()
 
 
+@pytest.mark.serves("refresh", "V1")
 def test_views_that_cover_the_context_give_the_tokens_of_plain_vllm(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -123,6 +127,7 @@ def test_what_is_refused() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.serves("refresh", "V2")
 def test_asynchronous_scheduling_on_model_runner_v2(tmp_path: Path) -> None:
     """An EAGLE3 head; one prompt ends in a piece of one row, and some requests are preempted."""
     options = {"nwor": VIEW, "scheduler_cls": SCHEDULERS[True], "enable_prefix_caching": True}

@@ -17,6 +17,8 @@ from support.installed import PAGE
 from support.metric_counts import full_steps_since, grown
 from support.small_views import LENGTHS, SMALL_VIEW, cover_all, prompts
 
+pytestmark = pytest.mark.serves("refresh", "V1")
+
 VIEW = SMALL_VIEW | {"specpv_mode": "refresh", "check_contract": True}
 MAX_TOKENS = 48
 

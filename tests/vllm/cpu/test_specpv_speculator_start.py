@@ -22,6 +22,8 @@ from support.speculator_world import (
     speculator_module,
 )
 
+pytestmark = pytest.mark.quick
+
 
 @pytest.mark.parametrize("case", ["alone", "short", "lowered"])
 def test_a_start_without_graphs_takes_memory(
@@ -92,6 +94,7 @@ def test_graphs_of_all_lengths_are_offered(mode: str, monkeypatch: pytest.Monkey
         speculative_config=speculative,
         num_speculative_tokens=LIMIT,
         scheduler_config=SimpleNamespace(max_num_seqs=BATCH),
+        cache_config=SimpleNamespace(use_kda_recoverssm=False),
         parallel_config=SimpleNamespace(data_parallel_size=1, tensor_parallel_size=1),
         compilation_config=SimpleNamespace(
             cudagraph_capture_sizes=[1, 2, 4, 8, 16, 32, 64, 96], max_cudagraph_capture_size=96

@@ -11,6 +11,8 @@ from support.engine_process import run_script
 from support.engines import STAGED, STOCK, drive, greedy, start, story_prompts
 from support.installed import ADAPTER, PAGE
 
+pytestmark = [pytest.mark.serves("staging", "V2"), pytest.mark.quick]
+
 TOKENS, DRAFTS = 16, 3
 SCRIPT = Path(__file__).parents[1] / "support" / "staging_v2_process.py"
 DRAFTERS = {"head": {}, "ngram": {"method": "ngram_gpu", "prompt_lookup_max": 3}}

@@ -30,6 +30,8 @@ from support.engines import (
 from support.engines import stats as own_stats
 from support.installed import PAGE
 
+pytestmark = pytest.mark.serves("staging", "V1")
+
 
 def check_books(*, committed: bool = True) -> dict:
     """Nothing was aborted or bypassed, no rule was broken, and staged = committed + rejected."""
@@ -54,6 +56,7 @@ def expected() -> list[list[int]]:
     return [story.tokens[str(i)] for i in range(6)]
 
 
+@pytest.mark.quick
 def test_drafts_are_staged_and_tokens_are_vllms(expected: list[list[int]]) -> None:
     llm = start(STAGED)
     story = drive(llm, story_prompts(6), greedy())
@@ -103,6 +106,7 @@ def test_aborted_requests_leave_the_others_alone(expected: list[list[int]]) -> N
     check_books()
 
 
+@pytest.mark.quick
 def test_only_drafts_are_staged(expected: list[list[int]], monkeypatch: pytest.MonkeyPatch) -> None:
     """In every round: rows of a prompt and each request's row 0 go to the cache at once."""
     from nwor_specpv.vllm.steps import Steps
@@ -350,6 +354,7 @@ print("problem", speculators.problem)
     assert "problem None" in done.stdout
 
 
+@pytest.mark.quick
 def test_methods_of_the_runners_are_wrapped_once() -> None:
     import vllm.v1.worker.gpu.model_runner as v2
     import vllm.v1.worker.gpu_model_runner as v1
