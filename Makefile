@@ -4,6 +4,7 @@
 #   MAX_JOBS=4                 compiler processes at once
 #   TORCH_CUDA_ARCH_LIST=9.0a  CUDA architectures (default: the GPU here, else 9.0a)
 #   TORCH=2.13.0               release of torch, for `make wheel` (default: that of .venv) and `make test-torch`
+#   VLLM=0.26.0                version of vLLM that setup-vllm and test-vllm take (default: the newest in requirements/)
 #   NWOR_CUDA=AUTO|ON|OFF      CUDA kernels (default: AUTO, wherever nvcc is found; `make demo` compiles none without a GPU)
 
 VENV_PYTHON := .venv/bin/python
@@ -14,7 +15,9 @@ unexport PYTHONDONTWRITEBYTECODE
 .DEFAULT_GOAL := help
 # Targets share build folders and two environments: make -j must not work on them twice at once.
 .NOTPARALLEL:
-.PHONY: help setup setup-vllm build test test-vllm test-all test-gpu test-torch wheel demo bench lint format clean
+.PHONY: help setup setup-vllm setup-vllms build test test-vllm test-all test-gpu test-torch wheel demo bench lint format clean
+# `make test` takes the oldest vLLM: it has the torch of .venv, so that the library is built once. `make test-all` takes all.
+OLDEST_VLLM := $(shell ls requirements | sed -n 's/^vllm-\(.*\)\.txt$$/\1/p' | sort -V | head -n 1)
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -25,17 +28,21 @@ setup:  ## install system packages and the pinned requirements in .venv
 build: setup  ## build the libraries and the C++ tests, only what changed
 	@tools/build.sh
 
-setup-vllm: setup  ## install the real vLLM for the CPU in .venv-vllm
+setup-vllm: setup  ## install the real vLLM for the CPU in .venv-vllm; VLLM=0.26.0 another version
 	@NWOR_BUILD_TESTS=OFF tools/build.sh
-	@tools/setup_vllm.sh
+	@tools/setup_vllm.sh $(VLLM)
 
-test: build setup-vllm  ## lint, GoogleTest, pytest, vLLM; without the slow tests and clang-tidy
+setup-vllms: setup-vllm
+	@tools/setup_vllm.sh $(OLDEST_VLLM)
+
+test: build  ## lint, GoogleTest, pytest, vLLM; without the slow tests and clang-tidy
+	@tools/setup_vllm.sh $(OLDEST_VLLM)
 	@$(VENV_PYTHON) tools/run_tests.py
 
-test-vllm: build setup-vllm  ## the tests of the real vLLM on the CPU, without the slow ones
-	@$(VENV_PYTHON) tools/run_tests.py --vllm
+test-vllm: build setup-vllm  ## the tests of the real vLLM on the CPU, without the slow ones; VLLM=0.26.0
+	@$(VENV_PYTHON) tools/run_tests.py --vllm $(VLLM)
 
-test-all: build setup-vllm  ## everything: also clang-tidy, slow tests, a million fuzz rounds
+test-all: build setup-vllms  ## everything: also clang-tidy, slow tests, a million fuzz rounds
 	@$(VENV_PYTHON) tools/run_tests.py --all
 
 test-gpu: build  ## the tests that need a GPU, plain and under compute-sanitizer
@@ -66,8 +73,9 @@ format: setup  ## run clang-format and ruff on all files
 	  xargs -r ls -d 2>/dev/null | xargs -r .venv/bin/clang-format -i
 	@.venv/bin/ruff check -q --fix . ; .venv/bin/ruff format -q .
 
-clean:  ## remove what was built; .venv and .venv-vllm stay
+clean:  ## remove what was built; environments stay
 	@rm -rf build dist python/nwor_specpv.egg-info .pytest_cache .ruff_cache
 	@rm -rf python/nwor_specpv/*.so python/nwor_specpv/_build_info.json python/nwor_specpv/cmake
-	@rm -f .venv/.nwor-editable .venv-vllm/.nwor-linked
+	@rm -f .venv/.nwor-editable .venv-vllm-*/.nwor-linked
+	@rm -rf .venv-vllm-*/lib/python*/site-packages/nwor_specpv
 	@find . -name __pycache__ -type d -not -path './.venv*' -prune -exec rm -rf {} +

@@ -18,6 +18,7 @@ from tables import (
     attention,
     attention_cpu,
     commit,
+    compatibility,
     coverage_plot,
     gains,
     generate,
@@ -36,6 +37,7 @@ PAGES = (
     DOCS / "generate.md",
     DOCS / "measured.md",
     DOCS / "measured_attention.md",
+    DOCS / "vllm.md",
     DOCS / "vllm_long_context.md",
 )
 PLOTS: dict[Path, Callable[[], str]] = {
@@ -54,6 +56,7 @@ SECTIONS: dict[str, Callable[[], Iterator[str]]] = {
     "vllm_steps": vllm.step_lines,
     "vllm_traffic": vllm.traffic_lines,
     "long_context": vllm.long_context_lines,
+    "compatibility": compatibility.compatibility_lines,
     "real": real.real_lines,
     "generate_cpu": generate.cpu_lines,
     "generate_gpu": generate.gpu_lines,

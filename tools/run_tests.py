@@ -1,12 +1,14 @@
 #!/usr/bin/env python3
 """What `make test`, `test-vllm` and `test-all` do after the build: lint, tests, a summary.
 
-    tools/run_tests.py [--all] [--vllm]
+    tools/run_tests.py [--all] [--vllm [VERSION] [--quick]]
 
 Lint, GoogleTest, pytest and the tests of vLLM all run, whatever failed before. pytest and vLLM run
-at the same time, since neither keeps two cores busy. The last line counts what passed, failed and
-was skipped; the exit status is 1 if anything failed. --all adds clang-tidy, the tests marked slow
-and, unless NWOR_FUZZ_ROUNDS is set, a million fuzz rounds. --vllm runs only the tests of vLLM.
+at the same time, since neither keeps two cores busy. Of vLLM the oldest version is taken, which has
+the torch of .venv. The last line counts what passed, failed and was skipped; the exit status is 1
+if anything failed. --all adds clang-tidy, the tests marked slow, all versions of vLLM and, unless
+NWOR_FUZZ_ROUNDS is set, a million fuzz rounds. --vllm runs only the tests of vLLM, of the newest
+version unless one is named; with --quick those marked so.
 
 NWOR_TEST_SEED decides random cases. Unless it is set, it is computed from the sources, so that the
 same sources give the same verdict; with --all every test draws its own seed.
@@ -28,7 +30,6 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 BIN = ROOT / ".venv" / "bin"
-VLLM_BIN = ROOT / ".venv-vllm" / "bin"
 CURRENT = ROOT / "build" / "current"
 GPU = Path("/dev/nvidiactl")
 FUZZ_ROUNDS_ALL = "1000000"
@@ -131,37 +132,47 @@ def run_pytest(*, slow: bool) -> Outcome:
     return run("pytest", command + ([] if slow else ["-m", "not slow"]), results)
 
 
-def run_vllm(*, slow: bool, log: Path | None = None) -> Outcome:
+def vllm_versions() -> list[str]:
+    """Those that have an environment for the CPU, the oldest first."""
+    names = (path.stem.partition("-")[2] for path in (ROOT / "requirements").glob("vllm-*.txt"))
+    return sorted(names, key=lambda name: tuple(map(int, name.split("."))))
+
+
+def run_vllm(version: str, *, slow: bool, quick: bool = False, log: Path | None = None) -> Outcome:
     """One process, because importing vLLM takes longer than starting an engine."""
-    results = CURRENT / "vllm"
-    command = [str(VLLM_BIN / "python"), "-m", "pytest", "-q", f"--junitxml={results / 'all.xml'}"]
+    python = ROOT / f".venv-vllm-{version}" / "bin" / "python"
+    results = CURRENT / f"vllm-{version}"
+    command = [str(python), "-m", "pytest", "-q", f"--junitxml={results / 'all.xml'}"]
     folder = ROOT / "tests" / "vllm"
     command += ["-c", str(folder / "pytest.ini"), str(folder)]
-    return run("vLLM", command + ([] if slow else ["-m", "not slow"]), results, log)
+    chosen = [word for word, taken in (("not slow", not slow), ("quick", quick)) if taken]
+    command += ["-m", " and ".join(chosen)] if chosen else []
+    return run(f"vLLM {version}", command, results, log)
+
+
+def run_vllms(*, slow: bool, logs: Path | None = None) -> list[Outcome]:
+    """The oldest version, whose torch is that of .venv; with the slow tests all versions."""
+    versions = vllm_versions()
+    return [
+        run_vllm(version, slow=slow, log=logs and logs / f"vllm-{version}.log")
+        for version in (versions if slow else versions[:1])
+    ]
 
 
 def run_side_by_side(*, slow: bool) -> list[Outcome]:
     """pytest and vLLM at once; on a GPU in turn, since some tests measure its free memory."""
     if GPU.exists():
-        return [run_pytest(slow=slow), run_vllm(slow=slow)]
-    log = CURRENT / "vllm.log"
-    print(f"\nThe tests of vLLM run at the same time as pytest. Their output goes to {log}")
-    print("and is printed here when both are done.")
+        return [run_pytest(slow=slow), *run_vllms(slow=slow)]
+    print("\nThe tests of vLLM run at the same time as pytest. Their output goes to")
+    print(f"{CURRENT}/vllm-*.log and is printed here when all are done.")
     with ThreadPoolExecutor(max_workers=1) as pool:
-        vllm = pool.submit(run_vllm, slow=slow, log=log)
-        outcomes = [run_pytest(slow=slow), vllm.result()]
-    print(log.read_text(errors="replace"), flush=True)
+        vllm = pool.submit(run_vllms, slow=slow, logs=CURRENT)
+        outcomes = [run_pytest(slow=slow), *vllm.result()]
+    for version in vllm_versions():
+        log = CURRENT / f"vllm-{version}.log"
+        if log.is_file():
+            print(log.read_text(errors="replace"), flush=True)
     return outcomes
-
-
-def prepare_environment() -> None:
-    """What every kind of test inherits."""
-    # Several processes share the cores, and waiting OpenMP threads would spin.
-    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cores() // workers())))
-    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
-    # Tests start servers on loopback, which no web proxy can reach.
-    kept = [name for name in (os.environ.get("no_proxy"), os.environ.get("NO_PROXY")) if name]
-    os.environ["no_proxy"] = ",".join([*kept, "127.0.0.1", "::1", "localhost"])
 
 
 def main() -> int:
@@ -169,7 +180,15 @@ def main() -> int:
     parser.add_argument(
         "--all", action="store_true", help="also clang-tidy, slow tests and a million fuzz rounds"
     )
-    parser.add_argument("--vllm", action="store_true", help="only the tests on the real vLLM")
+    parser.add_argument(
+        "--vllm",
+        nargs="?",
+        const=vllm_versions()[-1],
+        choices=vllm_versions(),
+        metavar="VERSION",
+        help="only the tests on the real vLLM, by default on the newest one",
+    )
+    parser.add_argument("--quick", action="store_true", help="of these only those marked quick")
     options = parser.parse_args()
     if options.all:
         os.environ.setdefault("NWOR_FUZZ_ROUNDS", FUZZ_ROUNDS_ALL)
@@ -177,10 +196,16 @@ def main() -> int:
         os.environ.setdefault("NWOR_TEST_SEED", str(seed_of(ROOT)))
         print(f"random cases: NWOR_TEST_SEED={os.environ['NWOR_TEST_SEED']}")
 
-    prepare_environment()
+    # Several processes share the cores, and waiting OpenMP threads would spin.
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cores() // workers())))
+    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+    # Tests start servers on loopback, which no web proxy can reach.
+    kept = [name for name in (os.environ.get("no_proxy"), os.environ.get("NO_PROXY")) if name]
+    os.environ["no_proxy"] = ",".join([*kept, "127.0.0.1", "::1", "localhost"])
+
     start = time.monotonic()
     if options.vllm:
-        outcomes = [run_vllm(slow=options.all)]
+        outcomes = [run_vllm(options.vllm, slow=options.all, quick=options.quick)]
     else:
         outcomes = [
             run("lint", [str(ROOT / "tools" / "lint.sh"), *([] if options.all else [NO_TIDY])]),

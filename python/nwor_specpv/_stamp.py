@@ -25,7 +25,7 @@ MODULE_NAME = f"{__package__}.{MODULE}"
 NOT_INSTALLED = "not installed"
 OLDEST_PYTHON = (3, 10)
 
-_PACKAGE_DIR = Path(__file__).resolve().parent
+_PACKAGE_DIR = Path(__file__).absolute().parent
 
 
 class StampMismatch(ImportError):  # noqa: N818 (the name says what is wrong)

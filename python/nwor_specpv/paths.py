@@ -6,7 +6,7 @@ from pathlib import Path
 
 from . import _stamp
 
-_PACKAGE_DIR = Path(__file__).resolve().parent
+_PACKAGE_DIR = Path(__file__).absolute().parent
 
 
 def get_include() -> str:

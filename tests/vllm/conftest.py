@@ -21,6 +21,13 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "0")
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """What a test stands for goes to the JUnit file: see tools/compatibility.py."""
+    for item in items:
+        for mark in item.iter_markers("serves"):
+            item.user_properties.append(("serves", " on ".join(mark.args)))
+
+
 @pytest.fixture(autouse=True)
 def _one_engine_at_a_time() -> Iterator[None]:
     """Engines of a test are gone before the next one starts."""

@@ -36,11 +36,22 @@ def drafts_of_batch(lens: Sequence[int], scheduled: Sequence[Sequence[int]]) -> 
     return counts
 
 
-def drafts_of_decodes(lens: Sequence[int], prefilling: Sequence[bool]) -> list[int]:
-    """Draft rows of each request where all but the first row of a decode are drafts (runner V2)."""
-    return [
+def drafts_of_decodes(
+    lens: Sequence[int], prefilling: Sequence[bool], scheduled: Sequence[int] | None = None
+) -> list[int]:
+    """Draft rows of each request where all but the first row of a decode are drafts (runner V2).
+
+    A prompt's last token may have drafts behind it, which only fill the batch up and are always
+    rejected. `scheduled` says how many drafts the requests of the step have; None: nobody knows,
+    and then rows of prompts are taken for tokens.
+    """
+    found = [
         max(0, length - 1) if not busy else 0 for length, busy in zip(lens, prefilling, strict=True)
     ]
+    for request, number in enumerate(scheduled or ()):
+        if request < len(lens) and prefilling[request] and 0 < number < lens[request]:
+            found[request] = number
+    return found
 
 
 def without_padding(lens: Sequence[int]) -> int:

@@ -18,7 +18,7 @@ from nwor_specpv import _C, ContractChecker, Interceptor
 from nwor_specpv.errors import NworError, logger
 
 from . import draft_rows, registry, support, versions
-from .hooks import prefix_hits, speculators
+from .hooks import graph_lengths, prefix_hits, speculators
 from .hooks import runner as runner_hooks
 from .settings import read_settings
 from .specpv import rules as long_context
@@ -59,6 +59,7 @@ class Engine:
             self._hook(runner_hooks.install_start(vllm_config.parallel_config.worker_cls))
         self.seen: StepSeen | None = None
         self.names: Sequence[str] = ()  # of a step's requests, in their order (runner V2)
+        self.scheduled_drafts: Sequence[int] | None = None  # of each, where vLLM says so
         # What the scheduler wants for the next step (runner V2): drafts, and passes to make them.
         self.num_drafts = self.num_passes = 0
         self.prefix_hits = False  # a request may read what another one of the step computes
@@ -84,7 +85,9 @@ class Engine:
         if self.setup.speculation is None:
             return "no speculation is configured"
         problems = [str(refusal) for refusal in support.refusals(self.setup)]
-        hook_problem = runner_hooks.install() or prefix_hits.install()
+        hook_problem = (
+            runner_hooks.install() or runner_hooks.install_plan() or prefix_hits.install()
+        )
         if hook_problem is not None:
             problems.append(f"{hook_problem}; install vLLM {versions.supported()}")
         if not problems:
@@ -109,7 +112,7 @@ class Engine:
         if not self.settings.enable_specpv or self.settings.specpv_mode != long_context.REFRESH:
             return None
         if vllm_config.use_v2_model_runner:
-            self._hook(runner_hooks.install_names())
+            self._hook(runner_hooks.install_plan())
         logger.warning(
             "nwor_specpv: mode 'refresh' is NOT lossless: verify steps attend to a partial view "
             "and tokens may differ from vLLM's own; use specpv_mode 'lossless' if they must not"
@@ -120,7 +123,7 @@ class Engine:
         """How many drafts and passes are possible in mode `lossless` on runner V2."""
         if not self.lossless or not vllm_config.use_v2_model_runner:
             return None
-        self._hook(runner_hooks.install_names() or speculators.problem)
+        self._hook(runner_hooks.install_plan() or graph_lengths.install() or speculators.problem)
         return Lengths(self.settings, self.setup.num_speculative_tokens)
 
     @property
@@ -185,7 +188,7 @@ class Engine:
             return draft_rows.drafts_of_batch(lens, runner.input_batch.spec_token_ids)
         prefilling = common.is_prefilling.tolist()
         return draft_rows.drafts_of_decodes(
-            lens, prefilling + [True] * (len(lens) - len(prefilling))
+            lens, prefilling + [True] * (len(lens) - len(prefilling)), self.scheduled_drafts
         )
 
     def prefilling(

@@ -9,6 +9,7 @@ asked, so there ours stands in its place.
 from __future__ import annotations
 
 import logging
+from pathlib import Path
 from typing import Any
 
 from nwor_specpv.errors import NworError, logger
@@ -23,9 +24,10 @@ CPU_BACKEND = "nwor_specpv.vllm.backend.cpu.NworCpuBackend"
 
 def register() -> None:
     """Registers the backends with this process' vLLM. Calling it again changes nothing."""
+    import vllm
     from vllm.version import __version__ as version
 
-    problem = versions.choose(version)
+    problem, warning = versions.choose(version, Path(vllm.__file__).absolute().parents[1])
     if problem is not None:
         if read_settings(None).strict:
             raise NworError(f"nwor_specpv: {problem}")
@@ -35,6 +37,8 @@ def register() -> None:
     from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
     _log_as_vllm_does()
+    if warning is not None:
+        logger.warning("nwor_specpv: %s", warning)
     speculators.prepare(_make_speculator)
     problem = runner_choice.install()
     if problem is not None:  # vLLM takes its runner V1, which the rules of mode `lossless` refuse

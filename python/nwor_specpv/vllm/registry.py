@@ -22,6 +22,7 @@ class RegisteredEngine(Protocol):
     refresh: Any  # None: not in mode `refresh`
     lengths: Any  # None: not in mode `lossless` on runner V2
     names: Sequence[str]  # of a step's requests, in their order (runner V2)
+    scheduled_drafts: Sequence[int] | None  # of each, where vLLM says so
     num_drafts: int  # that the scheduler wants for the next step (runner V2); 0: a plain one
     num_passes: int  # that make them; 0: guesses alone
     prefix_hits: bool  # a request may read what another one of the step computes

@@ -50,6 +50,7 @@ class Setup:
     num_speculative_tokens: int = 0
     drafts_by_batch_size: tuple[int, ...] = ()  # numbers of drafts that vLLM chooses from
     drafter_shares_kv: bool = False
+    adaptive_verification: bool = False  # vLLM gives drafts to requests on the device
     sharing_layers: int = 0  # layers of the model without K/V of their own
     attention_chunk: int = 0  # tokens that a layer sees at once, 0: no chunks
     bidirectional_images: bool = False
@@ -77,6 +78,7 @@ def describe(vllm_config: Any) -> Setup:
         ),
         drafts_by_batch_size=_drafts_by_batch_size(speculative),
         drafter_shares_kv=speculative is not None and speculative.use_gemma4_mtp(),
+        adaptive_verification=bool(getattr(speculative, "enable_adaptive_verification", False)),
         sharing_layers=getattr(model.hf_text_config, "num_kv_shared_layers", None) or 0,
         attention_chunk=model.attention_chunk_size or 0,
         bidirectional_images=bool(model.is_mm_prefix_lm),
@@ -152,6 +154,11 @@ def _refusals(setup: Setup) -> Iterator[Refusal]:
         yield Refusal(
             "fast prefill with KV sharing is not supported: layers skip rows",
             "drop --kv-sharing-fast-prefill",
+        )
+    if setup.adaptive_verification:
+        yield Refusal(
+            "adaptive verification is not supported: the host does not know which rows are drafts",
+            "drop enable_adaptive_verification from --speculative-config",
         )
     yield from _attention_refusals(setup)
 

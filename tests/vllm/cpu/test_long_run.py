@@ -9,6 +9,7 @@ import pytest
 
 from support.engines import STAGED, greedy, own_engine, start, story_prompts
 from support.engines import stats as own_stats
+from support.installed import PAGE
 
 SEED = int(os.environ.get("NWOR_TEST_SEED", random.randrange(2**31)))
 STEPS = int(os.environ.get("NWOR_VLLM_STEPS", "10000"))
@@ -19,7 +20,9 @@ def test_the_contract_holds_for_ten_thousand_steps() -> None:
     """Requests come and go, some are aborted, some are preempted; blocks are reused many times."""
     print(f"seed={SEED}")
     rng = random.Random(SEED)
-    llm = start(STAGED, num_gpu_blocks_override=40, max_model_len=256, max_num_batched_tokens=64)
+    llm = start(
+        STAGED, num_gpu_blocks_override=640 // PAGE, max_model_len=256, max_num_batched_tokens=64
+    )
     engine, prompts = llm.llm_engine, story_prompts(6)
     alive: set[str] = set()
     for step in range(STEPS):

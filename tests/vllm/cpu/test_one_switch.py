@@ -26,7 +26,10 @@ from support.engines import (
     start,
 )
 from support.heads import story_head
+from support.installed import ADAPTER
 from support.small_views import SMALL_VIEW, prompts
+
+pytestmark = pytest.mark.serves("one switch", "V1")
 
 LINE = "enable_specpv has set what was left open"
 VLLM_SCHEDULER = "vllm.v1.core.sched.scheduler.Scheduler"
@@ -54,6 +57,7 @@ def expected() -> dict[str, list[int]]:
 # ---- engines -------------------------------------------------------------------------------------
 
 
+@pytest.mark.quick
 def test_one_switch_starts_an_engine_whose_tokens_are_vllms(
     expected: dict, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -171,7 +175,8 @@ def test_vllms_own_graphs_are_kept_beside_the_larger_ones(monkeypatch: pytest.Mo
     make(max_num_batched_tokens=8192)
     stock, ours = seen
     more = defaults.graph_rows(96, 17, 512, 8192)
-    assert stock == [1, 2, 4, *range(8, 256, 8), *range(256, 513, 16)]
+    assert set(stock) >= {1, 2, 4, *range(8, 256, 8), *range(256, 513, 16)}
+    assert max(stock) == 512
     assert ours == stock + more
     seen.clear()
     make(max_num_seqs=8, max_num_batched_tokens=8192)
@@ -185,9 +190,10 @@ def test_runner_v2_is_chosen_for_models_with_experts(
     from vllm.config import ModelConfig
 
     monkeypatch.setattr(ModelConfig, "is_moe", property(lambda _: True))
-    assert not make({"enable_specpv": False}).use_v2_model_runner
+    by_default = ADAPTER.prefers_runner_v2 is None  # vLLM takes it for every model
+    assert make({"enable_specpv": False}).use_v2_model_runner is by_default
     assert make().use_v2_model_runner
-    assert "model runner V2" in lines(caplog)[-1]
+    assert ("model runner V2" in lines(caplog)[-1]) is not by_default
     monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "0")
     config = make()
     assert not config.use_v2_model_runner, "the user has said so; the engine will be refused"

@@ -18,6 +18,7 @@ from nwor_specpv.cli.demo.texts import BOOK
 from nwor_specpv.models import stories
 from nwor_specpv.vllm.specpv.rules import DRAFTER
 from support.engines import release_engines
+from support.installed import PAGE, VERSION
 from support.small_views import SMALL_VIEW
 
 FOLDER = Path(__file__).resolve().parents[3] / "benchmarks" / "vllm"
@@ -77,7 +78,7 @@ def test_two_sides_of_one_cell(
     started: list[str] = []
     monkeypatch.setattr(real, "launch", in_this_process(real, started))
     settings = SMALL_VIEW | {"specpv_draft_passes": 2}
-    engine = {"lossless": {"speculative_config": SPECULATION, "block_size": 16}}
+    engine = {"lossless": {"speculative_config": SPECULATION, "block_size": PAGE}}
     arguments = ["--model", str(model), "--out", str(tmp_path), "--sides", "plain", "lossless"]
     arguments += [*SIZE, "--dtype", "float32", "--turns", "2"]
     arguments += ["--set", json.dumps(settings), "--engine", json.dumps(engine)]
@@ -116,7 +117,7 @@ def test_two_sides_of_one_cell(
     result = tmp_path / "real_tiny.json"
     assert real.main(["--out", str(tmp_path), "--summary", str(result), "--revision", "abc"]) == 0
     told = json.loads(result.read_text())
-    assert told.items() >= {"model": "tiny", "revision": "abc", "vllm": "0.26.0"}.items()
+    assert told.items() >= {"model": "tiny", "revision": "abc", "vllm": VERSION}.items()
     (cell,) = told["cells"]
     assert cell["sides"]["lossless"]["speed"] > 0
     assert [run["equal"] for run in cell["sides"]["lossless"]["greedy"]] == [2, 2]
@@ -128,7 +129,7 @@ def test_an_engine_that_does_not_start_is_left_out(
     real: ModuleType, model: Path, tmp_path: Path
 ) -> None:
     """In processes of their own, stock sides without the plugin. Prompts come once."""
-    engine = {"ngram": {"speculative_config": {"method": "none such"}}, "all": {"block_size": 16}}
+    engine = {"ngram": {"speculative_config": {"method": "none such"}}, "all": {"block_size": PAGE}}
     arguments = ["--model", str(model), "--out", str(tmp_path), "--sides", "ngram", "plain"]
     arguments += [*SIZE, "--dtype", "float32", "--turns", "1", "--engine", json.dumps(engine)]
     arguments += ["--share-prompts"]

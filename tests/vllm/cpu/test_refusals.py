@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import logging
 import re
@@ -14,11 +15,12 @@ import pytest
 import torch
 
 from nwor_specpv import NworError
-from nwor_specpv.vllm import plugin, support
+from nwor_specpv.vllm import plugin, support, versions
 from nwor_specpv.vllm.engine import Engine
 from support.configs import CHUNKED, SHARING
 from support.engines import STOCK, drive, greedy, own_engine, start, story_prompts
 from support.flash_double import flash_attention
+from support.installed import ADAPTER, server_arguments_module
 
 Change = Callable[[pytest.MonkeyPatch, Any], None]
 
@@ -138,35 +140,77 @@ def test_pieces_that_vllm_makes_by_default_are_let_in(partition: bool) -> None:
 
 
 def test_flags_that_we_tell_users_to_change_are_vllms() -> None:
-    from vllm.entrypoints.openai.cli_args import make_arg_parser
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
-    known = set(make_arg_parser(FlexibleArgumentParser())._option_string_actions)
+    parser = server_arguments_module().make_arg_parser(FlexibleArgumentParser())
+    known = set(parser._option_string_actions)
     named = set(re.findall(r"--[a-z-]+", Path(support.__file__).read_text()))
     assert len(named) > 5
     assert named - known == set()
 
 
-@pytest.mark.parametrize("version", ["0.25.1", "0.27.0"])
+@pytest.mark.parametrize("version", ["0.25.1", "0.99.0"])
+@pytest.mark.quick
 def test_another_vllm_is_left_alone(
     version: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
+    """A function that the plugin wraps has another parameter there."""
     import vllm.version
     from vllm.v1.attention.backends import registry
 
+    other = dataclasses.replace(ADAPTER.plan_step_v1, parameters=("self", "plan"))
+    monkeypatch.setattr(
+        versions,
+        "ADAPTERS",
+        tuple(dataclasses.replace(known, plan_step_v1=other) for known in versions.ADAPTERS),
+    )
     monkeypatch.setattr(vllm.version, "__version__", version)
     registered: list[Any] = []
     monkeypatch.setattr(registry, "register_backend", lambda *given: registered.append(given))
     with caplog.at_level(logging.WARNING, "nwor_specpv"):
         plugin.register()
     assert registered == []
-    assert (
-        f"nwor_specpv is off: vLLM {version} is not supported; install vLLM 0.26.0" in caplog.text
-    )
+    said = f"nwor_specpv is off: vLLM {version} is not supported; install vLLM 0.26.0, 0.32.0 or"
+    assert said in caplog.text
     monkeypatch.setenv("NWOR_SPECPV_STRICT", "1")
     with pytest.raises(NworError, match=f"vLLM {version} is not supported"):
         plugin.register()
     assert registered == []
+
+
+@pytest.mark.parametrize("version", ["0.25.1", "0.99.0"])
+@pytest.mark.quick
+def test_another_vllm_whose_functions_fit_is_served_with_one_warning(
+    version: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    import vllm.version
+
+    plugin.register()  # vLLM's level of logging is ours from here on
+    monkeypatch.setattr(versions, "adapter", None)
+    monkeypatch.setattr(versions, "_served", "")
+    monkeypatch.setattr(vllm.version, "__version__", version)
+    with caplog.at_level(logging.WARNING, "nwor_specpv"):
+        plugin.register()
+        plugin.register()
+    assert versions.adapter is ADAPTER
+    said = f"vLLM {version} was not tested; it has the functions of vLLM {ADAPTER.version}"
+    assert caplog.text.count(said) == 1
+
+
+@pytest.mark.parametrize("backend", [plugin.CPU_BACKEND, plugin.CUDA_BACKEND], ids=["cpu", "cuda"])
+@pytest.mark.quick
+def test_no_fused_op_writes_past_our_backends(backend: str) -> None:
+    """From 0.33 on vLLM asks the backend of a layer whether a model's op may write its K/V."""
+    from vllm.utils.import_utils import resolve_obj_by_qualname
+
+    with flash_attention(plugin.CUDA_BACKEND):
+        ours = resolve_obj_by_qualname(backend)
+    assert vars(ours)["supports_kv_cache_update_bypass"] is False
+    known = set(ADAPTER.backend_flags.fields)
+    # A flag that nobody has read may be a way past our write.
+    from vllm.v1.attention.backend import AttentionBackend
+
+    assert set(AttentionBackend.__annotations__) == known
 
 
 # ---- models that attend otherwise ----
@@ -177,14 +221,14 @@ def random_weights(monkeypatch: pytest.MonkeyPatch) -> None:
     """Such that attention matters: vLLM's own made-up weights are next to nothing."""
     import vllm.model_executor.model_loader.dummy_loader as loader
 
-    def fill(model: torch.nn.Module, *_: Any, **__: Any) -> None:
+    def fill(_: Any, model: torch.nn.Module, *__: Any) -> None:
         generator = torch.Generator().manual_seed(1)
         for name, weight in model.state_dict().items():
             if weight.is_floating_point():
                 drawn = 0.35 * torch.randn(weight.shape, generator=generator)
                 weight.copy_(torch.ones_like(weight) if "norm" in name else drawn)
 
-    monkeypatch.setattr(loader, "initialize_dummy_weights", torch.no_grad()(fill))
+    monkeypatch.setattr(loader.DummyModelLoader, "load_weights", torch.no_grad()(fill))
 
 
 def made_up(folder: Path, config: dict) -> dict[str, Any]:

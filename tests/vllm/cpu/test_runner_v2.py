@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from support.engines import STOCK, drive, greedy, start
+from support.installed import PAGE
 from support.runner_v2_jobs import MAX_TOKENS, WITHOUT_HEAD, check, job, run
 from support.small_views import prompts
 
@@ -29,7 +30,10 @@ def truth(expected: dict[str, list[int]]) -> list[list[int]]:
     return [prompt + expected[str(i)] for i, prompt in enumerate(prompts())]
 
 
-KINDS = ("head", "lookups")
+KINDS = [
+    pytest.param("head", marks=pytest.mark.serves("lossless with a head", "V2")),
+    pytest.param("lookups", marks=pytest.mark.serves("lossless without a head", "V2")),
+]
 SPECULATORS = {"head": "PartialViewSpeculator", "lookups": "SelfSpeculator"}
 
 
@@ -93,6 +97,7 @@ def test_the_arm_changes_in_every_step(
     assert 0 < counted["specpv_confirmed_tokens_total"] <= counted["specpv_drafted_tokens_total"]
 
 
+@pytest.mark.serves("drafts by measured speed", "V2")
 def test_speed_decides(tmp_path: Path, expected: dict[str, list[int]]) -> None:
     """It starts with plain steps. Memory is taken before the first request."""
     head = told("head", expected)
@@ -113,7 +118,7 @@ def test_what_happens_to_requests(
     kind: str, tmp_path: Path, expected: dict[str, list[int]]
 ) -> None:
     """Preempted, aborted, and again from the prefix cache; a head that is always wrong."""
-    tight = {"num_gpu_blocks_override": 50, "max_model_len": 320}
+    tight = {"num_gpu_blocks_override": 800 // PAGE, "max_model_len": 320}
     preempted, aborted, again = run(
         tmp_path,
         job(start=tight, speculation={} if kind == "head" else WITHOUT_HEAD),

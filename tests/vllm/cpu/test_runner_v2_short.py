@@ -7,9 +7,13 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from support.engines import STOCK, drive, greedy, start
 from support.runner_v2_jobs import WITHOUT_HEAD, check, job, run
 from support.small_views import prompts
+
+pytestmark = [pytest.mark.serves("lossless with a head", "V2"), pytest.mark.quick]
 
 TOKENS = 10
 

@@ -8,6 +8,9 @@ from nwor_specpv.models import smollm2
 from support.engine_process import run_job
 from support.engines import NGRAM, STAGED, counted, drive, greedy, own_engine, start
 from support.engines import stats as own_stats
+from support.installed import PAGE
+
+pytestmark = pytest.mark.serves("staging", "V1")
 
 pytestmark = pytest.mark.slow
 
@@ -88,7 +91,7 @@ def test_together_with_arrivals_chunks_and_prefix_hits(expected: list[list[int]]
 
 
 def test_preempted(expected: list[list[int]]) -> None:
-    llm = start(STAGED, **options(num_gpu_blocks_override=36))
+    llm = start(STAGED, **options(num_gpu_blocks_override=576 // PAGE))
     story = drive(llm, prompts(), greedy(MAX_TOKENS))
     assert counted(llm, "vllm:num_preemptions") > 0
     check(story.tokens, expected)

@@ -36,7 +36,10 @@ from support.engines import (
     start,
 )
 from support.engines import stats as own_stats
+from support.installed import PAGE
 from support.small_views import LENGTHS, SMALL_VIEW, prompts, varied_prompt
+
+pytestmark = pytest.mark.serves("lossless without a head", "V1")
 
 SPECULATION = {"method": "custom_class", "model": DRAFTER, "num_speculative_tokens": 8}
 VIEW = SMALL_VIEW | {"specpv_draft_passes": 3, "check_contract": True}
@@ -94,6 +97,7 @@ def published_blocks(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
     return found
 
 
+@pytest.mark.quick
 def test_requests_of_many_lengths_in_one_batch(
     expected: list, before: dict, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -193,7 +197,7 @@ def test_lookups_follow_the_chain_and_are_judged_apart(monkeypatch: pytest.Monke
 
 
 def test_preempted_requests(expected: list, before: dict) -> None:
-    llm = begin(num_gpu_blocks_override=50, max_model_len=320)
+    llm = begin(num_gpu_blocks_override=800 // PAGE, max_model_len=320)
     check(drive(llm, prompts(), greedy(MAX_TOKENS)), expected, before)
     assert counted(llm, "vllm:num_preemptions") > 0
 
@@ -292,7 +296,8 @@ def test_summaries_are_of_confirmed_keys_alone(expected: list) -> None:
         for i in members[:2]:
             blocks = (lens[i] - 1) // 16 - 2 - 1  # whole, between sink and window
             for layer in (0, 4):
-                keys = store.key_caches[layer][seen.block_table[i, 1 : 1 + blocks].long()]
+                pages = store.key_caches[layer][seen.block_table[i].long()]
+                keys = pages.flatten(0, 1).unflatten(0, (-1, 16))[1 : 1 + blocks]
                 row = requests[i].row
                 assert torch.equal(store.kmax[layer, row, :blocks], keys.amax(1))
                 assert torch.equal(store.kmin[layer, row, :blocks], keys.amin(1))

@@ -14,14 +14,22 @@ import pytest
 
 from nwor_specpv.vllm import plugin
 from nwor_specpv.vllm.hooks import speculators
+from support.installed import ADAPTER
+
+pytestmark = pytest.mark.quick
 
 
 def test_our_propose_is_called_as_vllms() -> None:
+    from nwor_specpv.vllm.specpv.self_speculator import SelfSpeculator
     from nwor_specpv.vllm.specpv.speculator import EagleSpeculator, PartialViewSpeculator
+    from nwor_specpv.vllm.versions.adapter import PROPOSED
 
-    ours = inspect.signature(PartialViewSpeculator.propose).parameters
-    theirs = inspect.signature(EagleSpeculator.propose).parameters
-    assert list(ours) == list(theirs)
+    theirs = list(inspect.signature(EagleSpeculator.propose).parameters)
+    assert theirs == list(ADAPTER.propose.parameters)
+    for speculator in (PartialViewSpeculator, SelfSpeculator):
+        *ours, others = inspect.signature(speculator.propose).parameters.values()
+        assert [one.name for one in ours] == theirs[: len(ours)] == list(PROPOSED)
+        assert others.kind is inspect.Parameter.VAR_KEYWORD  # vLLM names the rest
 
 
 def test_the_name_is_replaced_once_and_only_for_us(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -68,6 +76,13 @@ class Output(SimpleNamespace):
         )
 
 
+def validated(request: Any, drafts: list[int]) -> list[int]:
+    """As vLLM's manager from 0.32 on: drafts that the request's grammar lets through."""
+    if not request.use_structured_output:
+        return drafts
+    return request.structured_output_request.grammar.validate_tokens(drafts)
+
+
 def scheduler_of(
     monkeypatch: pytest.MonkeyPatch, method: str | None = "eagle3", drafts: int = 16, **nwor: Any
 ) -> Any:
@@ -77,11 +92,13 @@ def scheduler_of(
     def begin(self: Any, vllm_config: Any) -> None:
         self.vllm_config, self.requests = vllm_config, {}
         self.num_spec_tokens, self.num_sampled_tokens_per_step = drafts, 1
-        self.use_v2_model_runner, self.current_step, self.pp_size = True, 0, 1
+        self.use_v2_model_runner, self.current_step = True, 0
+        self.pp_size = self.decode_stagger = 1
         self.defer_block_free = self.enable_return_routed_experts = False
         self._inflight_prefills = set()
         self.structured_output_manager = SimpleNamespace(
-            should_advance=lambda request: request.use_structured_output
+            should_advance=lambda request: request.use_structured_output,
+            validate_tokens=validated,
         )
 
     monkeypatch.setattr(ours.AsyncScheduler, "__init__", begin)

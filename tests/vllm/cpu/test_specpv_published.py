@@ -14,7 +14,8 @@ from nwor_specpv.vllm.specpv.rules import SCHEDULERS
 from support.engine_process import run_script
 from support.engines import STOCK, Story, counted, drive, greedy, own_engine, start
 from support.engines import stats as own_stats
-from support.prefix_cache_blocks import PAGE, count_published_blocks, scheduler_of, watch_requests
+from support.installed import PAGE
+from support.prefix_cache_blocks import count_published_blocks, scheduler_of, watch_requests
 from support.small_views import LENGTHS, SMALL_VIEW, cover_all, prompts
 
 VIEW = SMALL_VIEW | {"specpv_mode": "refresh", "check_contract": True}
@@ -47,6 +48,8 @@ def continued(story: Story) -> list[list[int]]:
     return [prompt + story.tokens[str(i)] for i, prompt in enumerate(prompts())]
 
 
+@pytest.mark.serves("refresh", "V1")
+@pytest.mark.quick
 def test_answers_of_partial_steps_are_not_found() -> None:
     before = Metrics().snapshot()
     llm = begin(max_num_batched_tokens=96)
@@ -77,8 +80,9 @@ def test_answers_of_partial_steps_are_not_found() -> None:
     check_books()
 
 
+@pytest.mark.serves("refresh", "V1")
 def test_requests_that_are_preempted_and_come_back() -> None:
-    llm = begin(num_gpu_blocks_override=50, max_model_len=320)
+    llm = begin(num_gpu_blocks_override=800 // PAGE, max_model_len=320)
     requests = watch_requests(llm)
     story = drive(llm, prompts(), greedy(MAX_TOKENS), aborts={6: "2"})
     assert counted(llm, "vllm:num_preemptions") > 0
@@ -87,6 +91,7 @@ def test_requests_that_are_preempted_and_come_back() -> None:
     check_books()
 
 
+@pytest.mark.serves("refresh", "V1")
 def test_views_that_cover_the_context_give_the_tokens_of_plain_vllm(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -122,10 +127,11 @@ def test_what_is_refused() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.serves("refresh", "V2")
 def test_asynchronous_scheduling_on_model_runner_v2(tmp_path: Path) -> None:
     """An EAGLE3 head; one prompt ends in a piece of one row, and some requests are preempted."""
     options = {"nwor": VIEW, "scheduler_cls": SCHEDULERS[True], "enable_prefix_caching": True}
-    options |= {"num_gpu_blocks_override": 50, "max_model_len": 320}
+    options |= {"num_gpu_blocks_override": 800 // PAGE, "max_model_len": 320}
     options |= {"long_prefill_token_threshold": 149, "speculation": {"num_speculative_tokens": 4}}
     job = {"start": options, "prompts": prompts(), "max_tokens": 24}
     script = Path(__file__).parents[1] / "support" / "refresh_v2_process.py"
@@ -137,7 +143,7 @@ def test_asynchronous_scheduling_on_model_runner_v2(tmp_path: Path) -> None:
     assert found["preemptions"] > 0
     assert found["full_tokens"] == VIEW_TOKENS - 4
     number, beyond = found["published"]
-    assert number > 20
+    assert number > 320 // PAGE
     assert beyond == 0
     for index, length in enumerate(LENGTHS):
         assert found["cached"][str(index)] <= max(VIEW_TOKENS - 4, length)

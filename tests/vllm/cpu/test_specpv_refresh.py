@@ -13,8 +13,11 @@ from nwor_specpv import Metrics
 from nwor_specpv.errors import NworError
 from support.engines import STOCK, counted, drive, greedy, own_engine, start, story_prompts
 from support.engines import stats as own_stats
+from support.installed import PAGE
 from support.metric_counts import full_steps_since, grown
 from support.small_views import LENGTHS, SMALL_VIEW, cover_all, prompts
+
+pytestmark = pytest.mark.serves("refresh", "V1")
 
 VIEW = SMALL_VIEW | {"specpv_mode": "refresh", "check_contract": True}
 MAX_TOKENS = 48
@@ -103,7 +106,7 @@ def test_a_tail_without_room_is_verified_in_full() -> None:
 
 
 def test_preempted_and_aborted_requests_give_their_rows_back() -> None:
-    llm = begin({"specpv_max_requests": 3}, num_gpu_blocks_override=50, max_model_len=320)
+    llm = begin({"specpv_max_requests": 3}, num_gpu_blocks_override=800 // PAGE, max_model_len=320)
     story = drive(llm, prompts(), greedy(MAX_TOKENS), aborts={6: "2"})
     assert counted(llm, "vllm:num_preemptions") > 0
     assert all(len(story.tokens[str(i)]) == MAX_TOKENS for i in (0, 1, 3, 4, 5))
@@ -137,7 +140,9 @@ def test_prompts_in_pieces_of_one_row(monkeypatch: pytest.MonkeyPatch) -> None:
     So it is with answers that are computed again after a preemption."""
     decisions = watch_decisions(monkeypatch)
     # Every step of every request has one row, so that no draft is verified either.
-    llm = begin(long_prefill_token_threshold=1, num_gpu_blocks_override=50, max_model_len=320)
+    llm = begin(
+        long_prefill_token_threshold=1, num_gpu_blocks_override=800 // PAGE, max_model_len=320
+    )
     same = [(prompt * 40)[:120] for prompt in story_prompts(6)]
     drive(llm, same, greedy(MAX_TOKENS))
     assert counted(llm, "vllm:num_preemptions") > 0

@@ -216,11 +216,12 @@ def test_drafts_obey_top_k_and_top_p(monkeypatch: pytest.MonkeyPatch, head: bool
 
 
 def test_drafts_with_the_samplers_own_noise_would_be_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Else a draft that is rejected says which word replaces it: what vLLM's own drafts do."""
+    """Else a draft that is rejected says which word replaces it: what vLLM's own drafts do in 0.26.
+    Later versions have other noise for drafts themselves."""
     words = Words(seed=1)
     runs, _ = emit(words, monkeypatch, 1, own_noise=False)
     statistic, limit = compare(runs, words.joint())
-    assert statistic > limit
+    assert (statistic > limit) is not reference_sampling.HASHED
 
 
 def test_wrong_draft_logits_would_be_seen(monkeypatch: pytest.MonkeyPatch) -> None:

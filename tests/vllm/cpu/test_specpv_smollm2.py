@@ -18,6 +18,8 @@ from support import disturbances
 from support.engines import check_drafting, drive, greedy, own_engine, release_engines, start
 from support.engines import stats as own_stats
 
+pytestmark = pytest.mark.serves("lossless without a head", "V1")
+
 pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).resolve().parents[3]

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from nwor_specpv.vllm.specpv.lengths import Lengths
+from support.installed import ADAPTER
 from support.speculator_world import (
     BATCH,
     LIMIT,
@@ -103,7 +104,7 @@ def test_who_drafts_how_much(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
         speculator_module().EagleSpeculator,
         "propose",
-        lambda self, *_: steps.append(self.num_speculative_steps),
+        lambda self, *_, **__: steps.append(self.num_speculative_steps),
     )
     monkeypatch.setattr(
         spec, "_draft_by_passes", lambda batch, passes, *_: by_passes.append(passes)
@@ -134,7 +135,7 @@ def test_a_failing_pass_drafts_nothing_and_serving_goes_on(
 
     world = World([[1] * 300])
     spec = make(world, monkeypatch)
-    monkeypatch.setattr(speculator_module().EagleSpeculator, "propose", lambda *_: None)
+    monkeypatch.setattr(speculator_module().EagleSpeculator, "propose", lambda *_, **__: None)
 
     def fail(*_: Any) -> Any:
         raise RuntimeError("out of memory")
@@ -223,7 +224,7 @@ def test_rows_are_for_whom_the_lengths_call_long(monkeypatch: pytest.MonkeyPatch
 
 
 @pytest.mark.parametrize("case", ["own vocabulary", "the target's matrix", "two ranks", "no ids"])
-def test_the_heads_best_guess_is_vllms(case: str) -> None:
+def test_the_heads_best_guess_is_vllms(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """By vLLM's own way, scores spread over the target's vocabulary, or by a shorter one."""
     from nwor_specpv.vllm.specpv.draft_models import EagleHead
 
@@ -249,10 +250,9 @@ def test_the_heads_best_guess_is_vllms(case: str) -> None:
     ranks = SimpleNamespace(tensor_parallel_size=2 if case == "two ranks" else 1)
     head = EagleHead.__new__(EagleHead)
     head._speculator = SimpleNamespace(
-        model=model,
-        _greedy_sample_draft=greedy,
-        vllm_config=SimpleNamespace(parallel_config=ranks),
+        model=model, vllm_config=SimpleNamespace(parallel_config=ranks)
     )
+    monkeypatch.setattr(type(ADAPTER), "likeliest", lambda _, speculator, hidden: greedy(hidden))
     hidden = torch.randn(50, size, generator=random)
     assert head._likeliest(hidden).tolist() == greedy(hidden).tolist()
     assert len(asked) == (1 if case == "own vocabulary" else 2)

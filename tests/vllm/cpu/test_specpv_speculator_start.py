@@ -22,6 +22,8 @@ from support.speculator_world import (
     speculator_module,
 )
 
+pytestmark = pytest.mark.quick
+
 
 @pytest.mark.parametrize("case", ["alone", "short", "lowered"])
 def test_a_start_without_graphs_takes_memory(
@@ -74,6 +76,9 @@ def test_graphs_of_all_lengths_are_offered(mode: str, monkeypatch: pytest.Monkey
     from vllm.config.compilation import CUDAGraphMode
     from vllm.v1.worker.gpu import cudagraph_utils
 
+    from nwor_specpv.vllm import registry
+    from nwor_specpv.vllm.hooks import graph_lengths
+
     group = SimpleNamespace(is_first_rank=True, is_last_rank=True)
     monkeypatch.setattr(cudagraph_utils, "get_pp_group", lambda: group)
     monkeypatch.setattr(cudagraph_utils, "is_breakable_cudagraph_enabled", lambda: False)
@@ -89,13 +94,15 @@ def test_graphs_of_all_lengths_are_offered(mode: str, monkeypatch: pytest.Monkey
         speculative_config=speculative,
         num_speculative_tokens=LIMIT,
         scheduler_config=SimpleNamespace(max_num_seqs=BATCH),
+        cache_config=SimpleNamespace(use_kda_recoverssm=False),
         parallel_config=SimpleNamespace(data_parallel_size=1, tensor_parallel_size=1),
         compilation_config=SimpleNamespace(
             cudagraph_capture_sizes=[1, 2, 4, 8, 16, 32, 64, 96], max_cudagraph_capture_size=96
         ),
     )
-    spec._offer_lengths()
-    assert speculative.uses_dynamic_speculative_decoding()
+    assert graph_lengths.install() is None
+    engine = SimpleNamespace(lengths=spec.lengths)
+    monkeypatch.setattr(registry, "find_engine", lambda _: engine)
     spec.init_cudagraph_manager(CUDAGraphMode[mode])
     assert not speculative.uses_dynamic_speculative_decoding(), "vLLM's scheduler would take it"
     full = spec.prefill_cudagraph_manager._capture_descs[CUDAGraphMode.FULL]
@@ -121,10 +128,9 @@ def test_graphs_of_all_lengths_are_offered(mode: str, monkeypatch: pytest.Monkey
 
 
 @pytest.mark.parametrize("ranges", [None, [(1, 4, LIMIT), (5, BATCH, 2)]])
-def test_ranges_of_the_users_are_refused_and_ours_are_not(
+def test_ranges_of_the_users_are_refused(
     ranges: list | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The set-up is judged before ours stand in their place."""
     from nwor_specpv.config import load_config
     from nwor_specpv.errors import NworError
     from nwor_specpv.vllm.specpv import rules
@@ -170,7 +176,6 @@ def test_ranges_of_the_users_are_refused_and_ours_are_not(
     cpu = torch.device("cpu")
     if ranges is None:
         speculator_module().PartialViewSpeculator(config, cpu)
-        assert speculative.num_speculative_tokens_per_batch_size is not None
         return
     with pytest.raises(NworError, match="num_speculative_tokens_per_batch_size"):
         speculator_module().PartialViewSpeculator(config, cpu)

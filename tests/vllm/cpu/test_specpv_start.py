@@ -14,6 +14,7 @@ from nwor_specpv import Metrics
 from nwor_specpv.vllm.specpv.rules import DRAFTER
 from support.cache_write_watch import watch_cost_measurement
 from support.engines import STOCK, check_drafting, draft_failures, drive, greedy, own_engine, start
+from support.installed import PAGE
 from support.small_views import SMALL_VIEW, prompts
 
 SPECULATION = {"method": "custom_class", "model": DRAFTER, "num_speculative_tokens": 8}
@@ -109,7 +110,7 @@ def test_nothing_is_taken_where_no_request_can_be_long(
 def test_nothing_is_taken_where_vllm_lowers_the_longest_context(measured: list) -> None:
     """To what its caches hold, which is known after the drafter was made."""
     per_token = 5 * 2 * 4 * 32 * 4  # layers, K and V, heads, their size, float32
-    llm, drafter = begin(max_model_len=-1, kv_cache_memory_bytes=80 * per_token)
+    llm, drafter = begin(max_model_len=-1, kv_cache_memory_bytes=(64 + PAGE) * per_token)
     assert 48 <= llm.llm_engine.vllm_config.model_config.max_model_len <= 80
     assert drafter._store is drafter._costs is None
     assert measured == []

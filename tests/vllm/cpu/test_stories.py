@@ -28,6 +28,9 @@ from support.engines import (
     story_prompts,
 )
 from support.engines import stats as own_stats
+from support.installed import PAGE
+
+pytestmark = pytest.mark.serves("staging", "V1")
 
 
 def check_books(*, committed: bool = True) -> dict:
@@ -53,6 +56,7 @@ def expected() -> list[list[int]]:
     return [story.tokens[str(i)] for i in range(6)]
 
 
+@pytest.mark.quick
 def test_drafts_are_staged_and_tokens_are_vllms(expected: list[list[int]]) -> None:
     llm = start(STAGED)
     story = drive(llm, story_prompts(6), greedy())
@@ -68,20 +72,22 @@ def test_drafts_are_staged_and_tokens_are_vllms(expected: list[list[int]]) -> No
 
 
 def test_requests_that_arrive_late_share_prefixes_and_chunks(expected: list[list[int]]) -> None:
-    """Prompts twice over: the second time their blocks are in the prefix cache; chunks of 24."""
+    """Prompts and half of their answers again: blocks of both are in the prefix cache; chunks of
+    24."""
     llm = start(STAGED, max_num_batched_tokens=48, long_prefill_token_threshold=24)
     prompts = story_prompts(6)
     first = drive(llm, prompts, greedy(), arrivals=[0, 1, 3, 3, 7, 20])
     assert [first.tokens[str(i)] for i in range(6)] == expected
     hits = counted(llm, "vllm:prefix_cache_hits")
-    second = drive(llm, prompts, greedy(), arrivals=[0, 0, 0, 2, 2, 2])
-    assert [second.tokens[str(i)] for i in range(6)] == expected
+    longer = [prompt + answer[:40] for prompt, answer in zip(prompts, expected, strict=True)]
+    second = drive(llm, longer, greedy(40), arrivals=[0, 0, 0, 2, 2, 2])
+    assert [second.tokens[str(i)] for i in range(6)] == [answer[40:] for answer in expected]
     assert counted(llm, "vllm:prefix_cache_hits") > hits
     check_books()
 
 
 def test_preempted_requests_resume_as_if_nothing_had_happened(expected: list[list[int]]) -> None:
-    llm = start(STAGED, num_gpu_blocks_override=20, max_model_len=256)
+    llm = start(STAGED, num_gpu_blocks_override=320 // PAGE, max_model_len=256)
     story = drive(llm, story_prompts(6), greedy())
     assert counted(llm, "vllm:num_preemptions") > 0
     assert [story.tokens[str(i)] for i in range(6)] == expected
@@ -100,6 +106,7 @@ def test_aborted_requests_leave_the_others_alone(expected: list[list[int]]) -> N
     check_books()
 
 
+@pytest.mark.quick
 def test_only_drafts_are_staged(expected: list[list[int]], monkeypatch: pytest.MonkeyPatch) -> None:
     """In every round: rows of a prompt and each request's row 0 go to the cache at once."""
     from nwor_specpv.vllm.steps import Steps
@@ -347,15 +354,18 @@ print("problem", speculators.problem)
     assert "problem None" in done.stdout
 
 
+@pytest.mark.quick
 def test_methods_of_the_runners_are_wrapped_once() -> None:
     import vllm.v1.worker.gpu.model_runner as v2
     import vllm.v1.worker.gpu_model_runner as v1
 
+    from nwor_specpv.vllm import versions
     from nwor_specpv.vllm.hooks import prefix_hits
     from nwor_specpv.vllm.hooks import runner as runner_hooks
 
     for _ in range(2):
         assert runner_hooks.install() is None
+        assert runner_hooks.install_plan() is None
         assert prefix_hits.install() is None
     expected = [
         (v1.GPUModelRunner, "_update_states_after_model_execute"),
@@ -363,7 +373,8 @@ def test_methods_of_the_runners_are_wrapped_once() -> None:
         (v1.GPUModelRunner, "_is_uniform_decode"),
         (v2.GPUModelRunner, "postprocess_sampled"),
         (v2.GPUModelRunner, "add_requests"),
-        (v2, "get_uniform_token_count"),
+        (v2, versions.adapter.uniform_rows_v2.path),
+        (v2.GPUModelRunner, "prepare_inputs"),
     ]
     for holder, name in expected:
         wrapped = getattr(holder, name)

@@ -12,6 +12,7 @@ from typing import Any
 
 from support import small_views
 from support.engines import Story, counted, drive, greedy, own_engine
+from support.installed import PAGE
 
 MAX_TOKENS = 48
 PREEMPTIONS = "vllm:num_preemptions"
@@ -135,7 +136,7 @@ class Script:
 
 def stories() -> Script:
     """Of the story model, with `small_views.SMALL_VIEW`."""
-    options = {"num_gpu_blocks_override": 50, "max_model_len": 320}
+    options = {"num_gpu_blocks_override": 800 // PAGE, "max_model_len": 320}
     return Script(small_views.prompts(), options)
 
 
@@ -151,7 +152,7 @@ def passages(tokenizer: Any) -> Script:
     prompts[2] = first + prompts[2][len(first) : -len(last)] + last
     prompts[3] = tokenizer(CODE.read_text()).input_ids[: lengths[3]]
     # The first five fit. Before one of them can have ended each needs a block more: too many.
-    blocks = sum(-(-length // 16) for length in lengths[:5]) + 4
+    blocks = sum(-(-length // PAGE) for length in lengths[:5]) + 4
     options = {"num_gpu_blocks_override": blocks, "max_model_len": 2048}
     return Script(prompts, options | {"max_num_batched_tokens": 8192})
 

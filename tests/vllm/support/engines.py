@@ -5,7 +5,9 @@ Nothing of ours is imported at the top: some jobs run where our library cannot b
 
 from __future__ import annotations
 
+import functools
 import gc
+import os
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -45,13 +47,14 @@ def start(nwor: Mapping[str, Any], *, speculation: Any = NGRAM, model: str = "",
     """An engine in this process, of the shipped story model unless told otherwise."""
     from vllm import LLM
 
+    _override_kernels_once()
     defaults: dict[str, Any] = {
         "dtype": "float32",
         "enforce_eager": True,
         "max_model_len": 512,
         "max_num_seqs": 8,
         "max_num_batched_tokens": 512,
-        "block_size": 16,
+        "block_size": _page(),
         "disable_log_stats": False,
         "kv_cache_memory_bytes": 16 << 20,
         "speculative_config": dict(speculation) if speculation else None,
@@ -62,7 +65,32 @@ def start(nwor: Mapping[str, Any], *, speculation: Any = NGRAM, model: str = "",
 
         model = str(stories())
         defaults["skip_tokenizer_init"] = True
-    return LLM(model=model, **(defaults | options))
+    llm = LLM(model=model, **(defaults | options))
+    # From vLLM 0.32 on an engine that is dropped ends the process groups of all others here.
+    finalizer = getattr(llm.llm_engine.engine_core, "_finalizer", None)
+    if finalizer is not None and os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] == "0":
+        finalizer.detach()
+    return llm
+
+
+def _override_kernels_once() -> None:
+    """From vLLM 0.32 on its worker looks through all modules for kernels to replace. The second
+    engine of a process fails there once llvmlite is imported; the first one has replaced them."""
+    from vllm.platforms import current_platform
+
+    platform, name = type(current_platform), "register_triton_kernel_overrides"
+    original = getattr(platform, name, None)
+    if original is not None and not hasattr(original, "cache_info"):
+        setattr(platform, name, staticmethod(functools.cache(getattr(current_platform, name))))
+
+
+def _page() -> int:
+    """Tokens of a page."""
+    try:
+        from support.installed import PAGE
+    except ImportError:  # our library cannot be loaded
+        return 32  # any version takes it
+    return PAGE
 
 
 def draft_failures(before: dict[str, Any]) -> dict[str, int]:

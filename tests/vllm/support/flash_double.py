@@ -65,6 +65,7 @@ def flash_attention(backend: str) -> Iterator[Calls]:
         "reshape_and_cache_flash": _write,
         "flash_attn_supports_sinks": lambda: True,
         "get_flash_attn_version": lambda *_, **__: 3,
+        "flash_attn_supports_kv_cache_dtype": lambda *_, **__: True,
     }
     device = SimpleNamespace(multi_processor_count=NUM_SMS)
     with (

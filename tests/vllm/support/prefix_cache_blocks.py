@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-PAGE = 16
+from support.installed import PAGE
 
 
 def scheduler_of(llm: Any) -> Any:

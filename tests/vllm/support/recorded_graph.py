@@ -17,6 +17,8 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 _READS = ("item", "tolist", "numpy", "cpu", "__bool__", "__int__", "__float__", "__index__")
+# Plans attention of vLLM's own layers on the CPU, in as much memory as it needs; no GPU has it.
+_SCHEDULE = "_C::get_scheduler_metadata"
 
 
 class RecordedGraph:
@@ -54,15 +56,19 @@ class _Recorder(TorchDispatchMode):
         given = {storage(t) for t in pytree.tree_leaves((args, kwargs)) if is_tensor(t)}
         made = [t for t in pytree.tree_leaves(found) if is_tensor(t) and storage(t) not in given]
         self._graph.made += made
-        fresh: list[Any] = []  # kept until the next replay: vLLM's schedule points into itself
+        fresh: list[Any] = []  # kept until the next replay: a schedule points into itself
 
         def again() -> None:
             nonlocal fresh
             fresh = pytree.tree_leaves(func(*args, **kwargs))
             for old, new in zip(pytree.tree_leaves(found), fresh, strict=True):
-                if is_tensor(old) and storage(old) != storage(new):
-                    assert old.shape == new.shape, f"{func}: a shape depends on data"
-                    old.copy_(new)
+                if not is_tensor(old) or storage(old) == storage(new):
+                    continue
+                if func.name() == _SCHEDULE:
+                    old.set_(new)
+                    continue
+                assert old.shape == new.shape, f"{func}: a shape depends on data"
+                old.copy_(new)
 
         self._graph.calls.append(again)
         return found

@@ -1,14 +1,24 @@
 """What model runner V2's sampling kernels compute, for whole batches at once, without Triton.
 
 Drafts are drawn by adding Gumbel noise to logits; the noise follows from a request's seed and a
-row's position. Written from the definitions (Philox 4x32-10, Gumbel-max, rejection sampling);
-`test_runner_v2.py` compares it with vLLM's own kernels.
+row's position, in the way of the installed version. Written from the definitions (Philox 4x32-10,
+MurmurHash3, Gumbel-max, rejection sampling); `test_runner_v2.py` compares it with vLLM's own
+kernels.
 """
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import torch
+
+from support.installed import ADAPTER
+
+# From 0.32 on noise comes from a hash, that of drafts is another one, and logits are kept as they
+# are before temperature.
+HASHED = "is_drafting" in ADAPTER.sample.parameters
+_DRAFTING = 1 << 30
 
 _MASK = np.uint64(0xFFFFFFFF)
 
@@ -38,8 +48,32 @@ def uniform(words: np.ndarray) -> np.ndarray:
     return np.maximum(drawn, np.float32(4.6566127342e-10))
 
 
-def noise(seeds: torch.Tensor, positions: torch.Tensor, words: int) -> torch.Tensor:
-    """[rows, words] float64: Gumbel noise of every row."""
+def murmur(seeds: np.ndarray, positions: np.ndarray, words: int) -> np.ndarray:
+    """[rows, words]: MurmurHash3 of two words of the seed, the position and the column."""
+
+    def rotated(value: np.ndarray, by: int) -> np.ndarray:
+        return ((value << np.uint64(by)) | (value >> np.uint64(32 - by))) & _MASK
+
+    def mixed(state: np.ndarray, key: np.ndarray) -> np.ndarray:
+        key = rotated(key * np.uint64(0xCC9E2D51) & _MASK, 15) * np.uint64(0x1B873593) & _MASK
+        return (rotated(state ^ key, 13) * np.uint64(5) + np.uint64(0xE6546B64)) & _MASK
+
+    state = mixed(np.zeros_like(seeds), seeds & _MASK)
+    state = mixed(mixed(state, seeds >> np.uint64(32)), positions & _MASK)
+    state = mixed(state[:, None], np.arange(words, dtype=np.uint64)[None]) ^ np.uint64(16)
+    for shift, factor in ((16, 0x85EBCA6B), (13, 0xC2B2AE35), (16, 1)):
+        state = (state ^ (state >> np.uint64(shift))) * np.uint64(factor) & _MASK
+    return state
+
+
+def noise(
+    seeds: torch.Tensor, positions: torch.Tensor, words: int, *, drafting: bool = False
+) -> torch.Tensor:
+    """[rows, words] float64: Gumbel noise of every row. `drafting`: of a draft."""
+    if HASHED:
+        places = positions.numpy().astype(np.uint64) + np.uint64(_DRAFTING * drafting)
+        drawn = (murmur(seeds.numpy().view(np.uint64), places, words) + 0.5) * 2.0**-32
+        return torch.from_numpy(-np.log(-np.log1p(-drawn)))
     keys = philox(seeds.numpy().view(np.uint64), positions.numpy().astype(np.uint64))
     columns = np.arange(words, dtype=np.uint64)
     drawn = uniform(philox(np.repeat(keys[:, None], words, 1), np.tile(columns, (len(keys), 1))))
@@ -53,23 +87,32 @@ def gumbel_sample(
     seed: torch.Tensor,
     pos: torch.Tensor,
     apply_temperature: bool,
-    output_processed_logits: torch.Tensor | None = None,
-    output_processed_logits_col: torch.Tensor | None = None,
+    is_drafting: bool = True,
     use_fp64: bool = False,
+    **kept: torch.Tensor,
 ) -> torch.Tensor:
-    """Called as vLLM's own."""
+    """Called as vLLM's own. `kept`: see `keeping`."""
+    assert set(kept) <= set(ADAPTER.sample.parameters)
     requests = expanded_idx_mapping.long()
     real = requests >= 0
     heat = torch.where(real, temperature[requests.clamp(min=0)], 0.0)[:, None]
     scores = logits.float()
     if apply_temperature:
         scores = torch.where(heat > 0, scores / heat.where(heat > 0, torch.ones(1)), scores)
-    if output_processed_logits is not None:
-        columns = output_processed_logits_col.long().expand(len(requests))
-        output_processed_logits[requests[real], columns[real]] = scores[real]
+    if kept:
+        told, columns = kept.values()
+        columns = columns.long().expand(len(requests))
+        told[requests[real], columns[real]] = (logits if HASHED else scores)[real]
     own = torch.where(real, seed[requests.clamp(min=0)], 0)
-    drawn = scores.double() + noise(own, pos, scores.shape[1]) * (heat > 0)
-    return drawn.argmax(1)
+    drawn = noise(own, pos, scores.shape[1], drafting=is_drafting)
+    return (scores.double() + drawn * (heat > 0)).argmax(1)
+
+
+def keeping(told: torch.Tensor, columns: torch.Tensor) -> dict[str, Any]:
+    """Arguments of vLLM's sampling that have it keep the logits of drafts."""
+    if HASHED:
+        return {"is_drafting": True, "logits_cache": told, "logits_cache_col": columns}
+    return {"output_processed_logits": told, "output_processed_logits_col": columns}
 
 
 def verify(

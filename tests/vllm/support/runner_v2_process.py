@@ -246,7 +246,9 @@ def check_draws(speculator: Any, batch: Any) -> list[bool]:
         places = chains.prefix[b] + torch.arange(count)
         seeds = speculator.draft_seeds[request].expand(count).contiguous()
         logits = speculator.draft_logits[request, :count]
-        noise = reference_sampling.noise(seeds, places, logits.shape[1])
+        if reference_sampling.HASHED:
+            logits = logits / speculator.temperature[request]
+        noise = reference_sampling.noise(seeds, places, logits.shape[1], drafting=True)
         best = (logits.double() + noise).argmax(1)
         found += (best == speculator.draft_tokens[b, :count]).tolist()
     return found
@@ -266,7 +268,9 @@ def compare_kernels(rows: int) -> dict[str, Any]:
     places, columns = torch.randint(0, 100_000, (rows,)), torch.arange(rows) % drafts
     told = [torch.zeros(requests, drafts, words) for _ in range(2)]
     said = [
-        sample(logits, owners, heat, seeds, places, True, kept, columns)
+        sample(
+            logits, owners, heat, seeds, places, True, **reference_sampling.keeping(kept, columns)
+        )
         for sample, kept in ((gumbel_sample, told[0]), (reference_sampling.gumbel_sample, told[1]))
     ]
     drawn = (said[0] == said[1]).double().mean().item()

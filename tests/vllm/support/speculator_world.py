@@ -22,6 +22,7 @@ import torch
 from nwor_specpv import SpecPVConfig
 from nwor_specpv.vllm.specpv.failures import DraftFailures
 from nwor_specpv.vllm.specpv.lengths import Lengths
+from support.installed import ADAPTER  # noqa: F401  (chooses it)
 
 if TYPE_CHECKING:
     from nwor_specpv.vllm.specpv.speculator import PartialViewSpeculator
@@ -182,9 +183,13 @@ def make(
     spec.lengths = Lengths(settings, LIMIT)
     spec._target, spec._loop, spec._graphs, spec._rows = world, None, {}, {}
     spec._chosen_at = {}
-    spec.max_num_reqs, spec.max_model_len = batch, MAX_LEN
+    spec.max_num_reqs = batch
     spec.device = torch.device("cpu")
-    spec.vllm_config = SimpleNamespace(model_config=SimpleNamespace(max_model_len=MAX_LEN))
+    spec.vllm_config = SimpleNamespace(
+        model_config=SimpleNamespace(max_model_len=MAX_LEN),
+        scheduler_config=SimpleNamespace(max_num_seqs=batch),
+        speculative_config=SimpleNamespace(num_speculative_tokens_per_batch_size=None),
+    )
     spec.model, spec.draft_logits, spec._offered = world, None, True
     spec.use_local_argmax_reduction = False
     spec.draft_attn_layer_names = {"head.0"}
@@ -192,7 +197,9 @@ def make(
     spec.kv_cache_config = SimpleNamespace(kv_cache_groups=groups)
     pages = MAX_LEN // PAGE
     table = (torch.randperm(batch * pages) + 1).int().view(batch, pages)
-    spec.block_tables = SimpleNamespace(input_block_tables=[table], kernel_block_sizes=[PAGE])
+    spec.block_tables = SimpleNamespace(
+        input_block_tables=[table], kernel_block_sizes=[PAGE], block_sizes=[PAGE]
+    )
     builder = SimpleNamespace(build=lambda _, common, fast_build: common)
     spec.attn_groups = [[SimpleNamespace(get_metadata_builder=lambda _: builder)]]
     spec.draft_tokens = torch.zeros(batch, LIMIT, dtype=torch.int64)

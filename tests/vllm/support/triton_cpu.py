@@ -11,6 +11,8 @@ import os
 from types import SimpleNamespace
 from typing import Any
 
+from support.installed import VERSION
+
 
 def prepare(*, asynchronous: bool = True) -> None:
     """From here on vLLM finds Triton, and takes model runner V2, by default with asynchronous
@@ -22,7 +24,7 @@ def prepare(*, asynchronous: bool = True) -> None:
     backends["cpu"] = SimpleNamespace(driver=None, compiler=None)
     version = importlib.metadata.version
     # vLLM looks up the package of its own name to learn that it is built for the CPU.
-    importlib.metadata.version = lambda name: "0.26.0+cpu" if name == "vllm" else version(name)
+    importlib.metadata.version = lambda name: f"{VERSION}+cpu" if name == "vllm" else version(name)
     try:
         import vllm.triton_utils as found
     finally:

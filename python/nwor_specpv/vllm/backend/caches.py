@@ -12,7 +12,7 @@ from nwor_specpv.vllm import versions
 
 def key_value_of(cache: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """K and V [P, S, Hkv, D] of a cache as vLLM lays it out."""
-    return cache_views(cache, versions.adapter.CACHE_LAYOUT)
+    return cache_views(cache, versions.adapter.cache_layout)
 
 
 def views_of(

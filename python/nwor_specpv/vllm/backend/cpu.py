@@ -42,6 +42,8 @@ class NworCpuMetadata(CPUAttentionMetadata):
 class NworCpuBackend(CPUAttentionBackend):
     """Chosen by vLLM on the CPU whatever is asked; stands aside where there is nothing to stage."""
 
+    supports_kv_cache_update_bypass = False  # as in `cuda`
+
     @classmethod  # vLLM's is static and is called the same way
     def get_impl_cls(cls) -> type[CPUAttentionBackendImpl]:
         return choose_impl(NworCpuImpl, cls, NworCpuMetadataBuilder)

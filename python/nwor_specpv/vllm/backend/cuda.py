@@ -25,6 +25,9 @@ from .layer import choose_impl
 class NworFlashBackend(FlashAttentionBackend):
     """Stands aside where there is nothing to stage: then it is FlashAttention under our name."""
 
+    # From vLLM 0.33 on a fused op would write K/V, drafts included, and never call our write.
+    supports_kv_cache_update_bypass = False
+
     @staticmethod
     def get_name() -> str:
         return "CUSTOM"

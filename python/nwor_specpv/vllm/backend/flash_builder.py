@@ -20,33 +20,17 @@ from vllm.v1.attention.backends.flash_attn import (
 
 from nwor_specpv import _C, verify_plan
 from nwor_specpv.errors import NworError
-from nwor_specpv.vllm import draft_rows
+from nwor_specpv.vllm import draft_rows, versions
 from nwor_specpv.vllm.engine import StepSeen
 from nwor_specpv.vllm.registry import find_engine
 from nwor_specpv.vllm.specpv.refresh import RefreshStep
 
 from .caches import views_of
-from .flash_head import head_window
+from .flash_head import HeadFlashImpl, head_window, of_window
 from .flash_metadata import NworFlashMetadata, VerifyPart
 from .layer import engine_of_layer, own_layers
 from .plan_buffers import PlanBuffers
 from .prefix_planner import PrefixPlanner
-
-# Fields of vLLM's metadata that have an entry for each request, and for each row.
-_OF_REQUESTS = (
-    "seq_lens",
-    "block_table_tensor",
-    "encoder_seq_lens",
-    "encoder_seq_lens_cpu",
-    "dcp_local_seq_lens",
-    "dcp_local_seq_lens_cpu",
-    "is_prefilling",
-    "seq_lens_cpu_upper_bound",
-    "rswa_prefix_lens",
-    "_seq_lens_cpu",
-    "_num_computed_tokens_cpu",
-)
-_OF_ROWS = ("slot_mapping", "positions")
 
 
 class NworFlashMetadataBuilder(FlashAttentionMetadataBuilder):
@@ -93,7 +77,8 @@ class NworFlashMetadataBuilder(FlashAttentionMetadataBuilder):
         """What vLLM's builder finds at its first build, if that schedules; ours need not."""
         layers = vllm_config.compilation_config.static_forward_context.values()
         impls = [getattr(layer, "impl", None) for layer in layers]
-        windows = {i.sliding_window for i in impls if isinstance(i, FlashAttentionImpl)}
+        ours = (i for i in impls if isinstance(i, FlashAttentionImpl))
+        windows = {i.sliding_window for i in ours if not isinstance(i, HeadFlashImpl)}
         self.aot_sliding_window = (-1, -1)
         if len(windows) == 1:
             self.aot_sliding_window = windows.pop() or (-1, -1)
@@ -108,9 +93,7 @@ class NworFlashMetadataBuilder(FlashAttentionMetadataBuilder):
     ) -> FlashAttentionMetadata:
         if not self._own or fast_build:  # a fast build is the drafter's
             metadata = super().build(common_prefix_len, common_attn_metadata, fast_build)
-            if self._latest is not None:
-                metadata.sliding_window = self._latest
-            return metadata
+            return metadata if self._latest is None else of_window(metadata, self._latest)
         return self._build(common_attn_metadata, capture=False)
 
     def build_for_cudagraph_capture(
@@ -223,9 +206,9 @@ def behind(
     common: CommonAttentionMetadata, count: int, num_rows: int, max_query_len: int
 ) -> CommonAttentionMetadata:
     """The requests after the first `count`, whose rows begin at `num_rows`."""
-    fields = vars(common)
-    parts = {name: fields[name][count:] for name in _OF_REQUESTS if fields[name] is not None}
-    parts |= {name: fields[name][num_rows:] for name in _OF_ROWS if fields[name] is not None}
+    fields, vllm = vars(common), versions.adapter
+    parts = {name: fields[name][count:] for name in vllm.of_requests if fields[name] is not None}
+    parts |= {name: fields[name][num_rows:] for name in vllm.of_rows if fields[name] is not None}
     ranges = common.mm_req_doc_ranges
     if ranges is not None:
         ranges = {request - count: of for request, of in ranges.items() if request >= count}

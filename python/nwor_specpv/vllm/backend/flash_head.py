@@ -6,7 +6,6 @@ the target attends to views. What the head sees changes what is drafted, and how
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Sequence
 from typing import Any
 
@@ -14,7 +13,11 @@ import torch
 from vllm.config import get_current_vllm_config
 from vllm.v1.attention.backends.flash_attn import FlashAttentionImpl, FlashAttentionMetadata
 
+from nwor_specpv.vllm import versions
 from nwor_specpv.vllm.engine import engine_of
+
+_WHOLE = (-1, -1)  # no window
+_WINDOW = "nwor_specpv_window"
 
 
 class HeadFlashImpl(FlashAttentionImpl):
@@ -23,7 +26,7 @@ class HeadFlashImpl(FlashAttentionImpl):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         refresh = engine_of(get_current_vllm_config()).refresh
-        whole = refresh is None or self.sliding_window != (-1, -1)
+        whole = refresh is None or self.sliding_window != _WHOLE
         self.latest = None if whole else (refresh.view_tokens - 1, 0)
 
     def forward(
@@ -38,17 +41,24 @@ class HeadFlashImpl(FlashAttentionImpl):
         output_scale: torch.Tensor | None = None,
         output_block_scale: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        given = layer, query, key, value, kv_cache, self._shortened(attn_metadata), output
+        seen = attn_metadata
+        if seen is not None and self.latest is not None:
+            seen = versions.adapter.windowed(self, seen, self.window_of(seen))
+        given = layer, query, key, value, kv_cache, seen, output
         return super().forward(*given, output_scale, output_block_scale)
 
-    def _shortened(self, metadata: FlashAttentionMetadata | None) -> FlashAttentionMetadata | None:
+    def window_of(self, metadata: FlashAttentionMetadata) -> tuple[int, int]:
         """The metadata may be the target's as well. If it has a schedule, that is either one of
-        the head's own (`head_window`) or one of whole contexts (prompts), and is kept."""
-        if metadata is None or self.latest is None or metadata.scheduler_metadata is not None:
-            return metadata
-        shortened = copy.copy(metadata)
-        shortened.sliding_window = self.latest
-        return shortened
+        the head's own (`of_window`) or one of whole contexts (prompts), and it stands."""
+        if metadata.scheduler_metadata is None:
+            return self.latest
+        return getattr(metadata, _WINDOW, _WHOLE)
+
+
+def of_window(metadata: FlashAttentionMetadata, window: tuple[int, int]) -> FlashAttentionMetadata:
+    """Notes the window that the schedule in the metadata is of."""
+    setattr(metadata, _WINDOW, window)
+    return metadata
 
 
 def head_window(vllm_config: Any, layer_names: Sequence[str]) -> tuple[int, int] | None:

@@ -1,11 +1,11 @@
 """Where vLLM's arguments become an engine's configuration: `enable_specpv` fills in the rest.
 
-Four methods are replaced, each after a check of its signature:
+Up to four methods are replaced, each after a check of its signature:
 
-* `MAKE_SPECULATION` gets the keys of the speculative config that were left open;
-* `CHOOSE_GRAPHS` captures graphs for more rows, which drafts make of a batch;
-* `PREFERS_RUNNER_V2` says yes where our speculator is to draft;
-* `MAKE_CONFIG` sets the scheduler class and the number of views, which need the configuration as
+* `make_speculation` gets the keys of the speculative config that were left open;
+* `choose_graphs` captures graphs for more rows, which drafts make of a batch;
+* `prefers_runner_v2`, which not every version has, says yes where our speculator is to draft;
+* `make_config` sets the scheduler class and the number of views, which need the configuration as
   vLLM has resolved it, and logs one line with everything that was set.
 
 What is set follows from `nwor_specpv.vllm.defaults`. Without `enable_specpv` nothing changes.
@@ -35,10 +35,10 @@ def install() -> str | None:
     """Replaces the methods, once; the problem, if one is not as expected."""
     vllm = versions.adapter
     return (
-        replace(vllm.MAKE_SPECULATION, _make_speculation)
-        or replace(vllm.CHOOSE_GRAPHS, _choose_graphs)
-        or replace(vllm.PREFERS_RUNNER_V2, _prefer_runner_v2)
-        or replace(vllm.MAKE_CONFIG, _make_config)
+        replace(vllm.make_speculation, _make_speculation)
+        or replace(vllm.choose_graphs, _choose_graphs)
+        or (vllm.prefers_runner_v2 and replace(vllm.prefers_runner_v2, _prefer_runner_v2))
+        or replace(vllm.make_config, _make_config)
     )
 
 
@@ -174,6 +174,8 @@ def _fill(arguments: Any, config: Any, settings: Settings) -> list[str]:
 
 def _needed_a_push(config: Any) -> bool:
     """Whether vLLM would have taken model runner V1."""
+    if versions.adapter.prefers_runner_v2 is None:
+        return False
     chosen = type(config)._is_default_v2_model_runner_model
     return not chosen.__wrapped__(config)
 

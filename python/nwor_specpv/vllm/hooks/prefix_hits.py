@@ -6,8 +6,8 @@ may write late (`Steps.begin`, `may_defer`), and a full CUDA graph does whatever
 a step does neither: its layers write first, and vLLM, which picks full graphs for uniform batches,
 is told that it is none.
 
-The plan of a step is seen first (`PLAN_STEP_*`), then vLLM asks whether the step is uniform
-(`IS_UNIFORM_V1`, `UNIFORM_ROWS_V2`), within one call of `execute_model`.
+The plan of a step is seen first (`plan_step_*`), then vLLM asks whether the step is uniform
+(`is_uniform_v1`, `uniform_rows_v2`), within one call of `execute_model`.
 """
 
 from __future__ import annotations
@@ -52,10 +52,10 @@ def install() -> str | None:
 
     vllm = versions.adapter
     return (
-        wrap(vllm.PLAN_STEP_V1, note)
-        or wrap(vllm.PLAN_STEP_V2, note)
-        or replace(vllm.IS_UNIFORM_V1, _answering(False))
-        or replace(vllm.UNIFORM_ROWS_V2, _answering(None))
+        wrap(vllm.plan_step_v1, note)
+        or wrap(vllm.plan_step_v2, note)
+        or replace(vllm.is_uniform_v1, _answering(False))
+        or replace(vllm.uniform_rows_v2, _answering(None))
     )
 
 

@@ -2,7 +2,8 @@
 
 * `install`: after every sampling step, before the drafter. Runner V1 has the sampled tokens on the
   device then, runner V2 has counted the rejected ones.
-* `install_names`, on V2 with long contexts: the order of a step's requests.
+* `install_plan`, on V2: how many drafts each request of a step has, where vLLM says so; for long
+  contexts the order of its requests, too.
 * `install_start`, in mode `lossless`: the end of the worker's start. Caches have memory and graphs
   are captured, and no request has come. vLLM tells drafters nothing then: one of a class is called
   with steps alone, a speculator's `capture` only where there are graphs, and on the CPU the worker
@@ -15,7 +16,6 @@ backends what was accepted. Each returns the problem where a method is not as ex
 from __future__ import annotations
 
 import functools
-import importlib
 from typing import Any
 
 import torch
@@ -47,28 +47,32 @@ def install() -> str | None:
             found.finish(functools.partial(draft_rows.accepted_by_rejections, num_rejected))
 
     vllm = versions.adapter
-    return wrap(vllm.AFTER_SAMPLING_V1, finish_v1) or wrap(vllm.AFTER_SAMPLING_V2, finish_v2)
+    return wrap(vllm.after_sampling_v1, finish_v1) or wrap(vllm.after_sampling_v2, finish_v2)
 
 
-def install_names() -> str | None:
+def install_plan() -> str | None:
     """Wraps the method of runner V2 that orders a step's requests; V1 keeps their names itself.
 
     It is told, too, what drafts the scheduler wants for the next step: see `specpv.decisions`.
     """
 
-    def name_v2(runner: Any, scheduler_output: Any, _: Any) -> None:
+    def name_v2(runner: Any, scheduler_output: Any, *more: Any) -> None:
         found = registry.find_engine(runner.vllm_config)
-        if found is not None:
-            module = importlib.import_module(versions.adapter.RUNNER_V2)
-            rows_by_name = scheduler_output.num_scheduled_tokens
-            found.names = module.sort_batch_req_ids(rows_by_name, runner.decode_query_len)
-            found.num_drafts = scheduler_output.num_spec_tokens_to_schedule
+        if found is None:
+            return
+        vllm = versions.adapter
+        found.scheduled_drafts = vllm.scheduled_drafts(*more)
+        if found.refresh is not None or found.lengths is not None:
+            found.names = vllm.names_of(runner, scheduler_output, *more)
+            found.num_drafts = vllm.wanted_drafts(scheduler_output)
             if found.lengths is not None:
-                found.num_passes = _passes(scheduler_output, found.lengths)
+                found.num_passes = 0
+                if found.num_drafts:
+                    found.num_passes = _passes(scheduler_output, found.lengths)
                 for name, amount in getattr(scheduler_output, COUNTS, {}).items():
                     _C.count(name, amount)
 
-    return wrap(versions.adapter.ORDER_REQUESTS_V2, name_v2)
+    return wrap(versions.adapter.order_requests_v2, name_v2)
 
 
 def _passes(scheduler_output: Any, lengths: Any) -> int:

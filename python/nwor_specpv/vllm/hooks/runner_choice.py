@@ -1,8 +1,8 @@
 """Which model runner vLLM takes for `ngram_gpu`: V2 in mode `lossless`, V1 otherwise.
 
-vLLM keeps a list of what V2 does not support, and `ngram_gpu` is on it because V2 has no such
-drafter. In mode `lossless` ours stands in its place, so the entry is left out. It goes when vLLM's
-V2 has this method.
+vLLM 0.26 keeps a list of what V2 does not support, and `ngram_gpu` is on it because V2 has no such
+drafter. In mode `lossless` ours stands in its place, so the entry is left out. Later versions have
+this method on V2.
 """
 
 from __future__ import annotations
@@ -24,8 +24,9 @@ def install() -> str | None:
             found = original(config)
             if not drafts_without_head(config):
                 return found
-            return [feature for feature in found if feature != versions.adapter.NGRAM_ON_V2]
+            return [feature for feature in found if feature != versions.adapter.ngram_on_v2]
 
         return unsupported
 
-    return replace(versions.adapter.UNSUPPORTED_BY_V2, shorter)
+    listing = versions.adapter.unsupported_by_v2
+    return replace(listing, shorter) if listing is not None else None

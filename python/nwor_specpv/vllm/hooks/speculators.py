@@ -16,6 +16,7 @@ from typing import Any
 
 from nwor_specpv.vllm import versions
 from nwor_specpv.vllm.settings import read_settings
+from nwor_specpv.vllm.versions.adapter import RUNNER_V2
 
 from .wrapping import replace
 
@@ -41,7 +42,7 @@ def prepare(make_ours: Factory) -> None:
 
 
 def _package() -> str:
-    return versions.adapter.MAKE_SPECULATOR.module
+    return versions.adapter.make_speculator.module
 
 
 class _Awaiting(MetaPathFinder):
@@ -72,17 +73,18 @@ class _Awaiting(MetaPathFinder):
 def install(make_ours: Factory) -> None:
     """Replaces the name wherever it is; what keeps us from it is left in `problem`."""
     global problem
-    made = versions.adapter.MAKE_SPECULATOR
+    made = versions.adapter.make_speculator
 
-    def choosing(original: Factory) -> Factory:
-        def init_speculator(vllm_config: Any, device: Any) -> Any:
-            make = make_ours if wanted(vllm_config) else original
-            return make(vllm_config, device)
+    def choosing(original: Callable[..., Any]) -> Callable[..., Any]:
+        def init_speculator(vllm_config: Any, device: Any, *more: Any) -> Any:
+            if wanted(vllm_config):
+                return make_ours(vllm_config, device)
+            return original(vllm_config, device, *more)
 
         return init_speculator
 
     problem = replace(made, choosing)
-    runner = sys.modules.get(versions.adapter.RUNNER_V2)
+    runner = sys.modules.get(RUNNER_V2)
     if problem is None and runner is not None:  # it has imported the name
         setattr(runner, made.path, getattr(sys.modules[made.module], made.path))
 

@@ -13,6 +13,7 @@ from vllm.forward_context import set_forward_context
 from vllm.v1.attention.backend import CommonAttentionMetadata
 
 from nwor_specpv.errors import NworError
+from nwor_specpv.vllm import versions
 
 from .chain import Chains, slots_of, window_of
 from .draft_sampling import Drawing, draw
@@ -44,9 +45,6 @@ class Drafting(Drawing, Protocol):
 
     def group_of(self, layer: str) -> int:
         """The cache group of a layer."""
-
-    def _greedy_sample_draft(self, hidden: torch.Tensor) -> torch.Tensor:
-        """vLLM's own: the head's likeliest tokens."""
 
 
 def _column(columns: torch.Tensor | None, number: int) -> torch.Tensor | None:
@@ -104,7 +102,7 @@ class EagleHead:
         self._speculator, self._chains = speculator, chains
         self._layers = sorted(speculator.draft_attn_layer_names)
         self._group = speculator.group_of(self._layers[0])
-        self._page_size = speculator.block_tables.kernel_block_sizes[self._group]
+        self._page_size = versions.adapter.page_size(speculator.block_tables, self._group)
         batch, device = chains.prefix.shape[0], speculator.device
         self._starts = {
             rows: torch.arange(batch + 1, dtype=torch.int32) * rows for rows in (1, chains.rows)
@@ -123,7 +121,7 @@ class EagleHead:
         stretch = self._stretch(count, self._chains.prefix[:count])
         at = self._steps[:1].expand(count, 1)
         return self._draft(count, spec.draft_tokens[:count, 0], spec.hidden_states[:count],
-                           stretch, at)  # fmt: skip
+                           stretch, at, self._columns(count, last=False))  # fmt: skip
 
     def take_up(
         self, chains: Chains, count: int, hidden: torch.Tensor, *, last: bool
@@ -134,13 +132,20 @@ class EagleHead:
         said = chains.said[:count].flatten()
         outputs, states = self._run(count, said, hidden[: count * rows], stretch, at)
         row = self._starts_device[rows][:count] + accepted
-        columns = chains.columns(count) if last else None
+        columns = self._columns(count, last=last)
         first = self._sample(outputs[row], stretch.start + accepted, _column(columns, 0))
         after = accepted[:, None] + 1
         return self._draft(count, first, states[row], stretch, after, columns)
 
     def tell(self, chains: Chains, count: int) -> None:
         """Its guesses were drawn, and their logits are told."""
+
+    def _columns(self, count: int, *, last: bool) -> torch.Tensor | None:
+        """Which drafts of the full step its guesses are, None: no drafts of it. Where noise depends
+        on that, a guess has the noise of the pass that judges it, which then tells its own logits.
+        """
+        tells = last or versions.adapter.noise_by_column
+        return self._chains.columns(count) if tells else None
 
     def _stretch(self, count: int, start: torch.Tensor) -> Stretch:
         spec, chains = self._speculator, self._chains
@@ -233,9 +238,9 @@ class EagleHead:
         spec = self._speculator
         ids = getattr(spec.model, "draft_id_to_target_id", None)
         if ids is None or spec.vllm_config.parallel_config.tensor_parallel_size > 1:
-            return spec._greedy_sample_draft(hidden)
+            return versions.adapter.likeliest(spec, hidden)
         scores = spec.model.logits_processor(spec.model.lm_head, hidden)
         if scores.shape[-1] != ids.shape[0]:  # the target's own output matrix
-            return spec._greedy_sample_draft(hidden)
+            return versions.adapter.likeliest(spec, hidden)
         best = scores.argmax(dim=-1)
         return best + ids[best]

@@ -10,13 +10,14 @@ are. Any distribution of drafts gives the same output distribution; this one is 
 from __future__ import annotations
 
 import os
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 from vllm.v1.worker.gpu.sample.gumbel import gumbel_sample
 
 from nwor_specpv.errors import NworError, logger
 from nwor_specpv.ops import target_probs
+from nwor_specpv.vllm import versions
 
 # Of the memory that is free when the speculator is made: what draft logits take by themselves.
 _LARGEST_SHARE = 0.05
@@ -59,20 +60,19 @@ def draw(
         min_p=spec.min_p[own],
     )
     owners = requests[:, None].expand(-1, probs.shape[1]).reshape(-1)
-    kept: dict[str, Any] = {}
     if columns is not None:
         owners = torch.where(columns < spec.limit, owners, -1)
-        kept["output_processed_logits"] = spec.draft_logits
-        kept["output_processed_logits_col"] = columns.clamp(max=spec.limit - 1)
-    return gumbel_sample(
+        columns = columns.clamp(max=spec.limit - 1)
+    return versions.adapter.draw(
+        gumbel_sample,
         probs.flatten(0, 1).log_().clamp_(min=_NO_CHANCE),
         owners,
         spec.temperature,
         spec.draft_seeds,
         positions,
-        apply_temperature=False,
         use_fp64=spec.use_fp64_gumbel,
-        **kept,
+        kept=spec.draft_logits if columns is not None else None,
+        columns=columns,
     )
 
 
@@ -85,12 +85,13 @@ def own_logits(
 ) -> torch.Tensor | None:
     """Draft logits [requests, drafts, vocabulary], None: drafts are greedy.
 
-    `held`: vLLM's, which a user asked for by `draft_sample_method`. `problem`: why drafts cannot be
-    drawn here; empty: they can.
+    `held`: vLLM's, which a user asked for by `draft_sample_method`. They may be of the head's
+    dtype, in which ours would be rounded. `problem`: why drafts cannot be drawn here; empty: they
+    can.
     """
     if setting == "greedy":
         return None
-    if held is not None:
+    if held is not None and held.dtype == torch.float32:
         return held
     needed, free = 4 * shape[0] * shape[1] * shape[2], free_bytes(device)
     if not problem and setting == "auto" and needed > _LARGEST_SHARE * free:

@@ -36,7 +36,7 @@ class Lengths:
 
     @property
     def drafts(self) -> tuple[int, ...]:
-        """Numbers of drafts that steps may have."""
+        """Numbers of drafts that steps may have, the largest last."""
         return tuple(draft_lengths(self.limit, self.guesses))
 
     def fixed_arm(self, longest: int) -> Arm:

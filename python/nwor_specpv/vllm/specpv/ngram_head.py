@@ -40,6 +40,6 @@ class NgramHead:
 
     def _rows(self, count: int) -> torch.Tensor:
         """[count] int32: the texts of requests whose chains grow; nobody's row for the others."""
-        requests = self._speculator.idx_mapping[:count]
+        requests = self._speculator.idx_mapping[:count].to(torch.int32)
         grows = self._chains.open(count) & (requests >= 0)
         return torch.where(grows, requests, self._texts.nobody)

@@ -46,7 +46,6 @@ class PassProposals:
     speculative_config: Any
     device: torch.device
     max_num_reqs: int
-    max_model_len: int
     num_speculative_steps: int
     vocab_size: int
     use_local_argmax_reduction: bool
@@ -57,6 +56,15 @@ class PassProposals:
     seeds: torch.Tensor
     alone: str  # who drafts when passes have failed, for the log
     draws_guesses: bool  # with the noise of their places, as passes draw
+
+    @property
+    def max_model_len(self) -> int:
+        """vLLM may lower it to what its caches hold, after the speculator was made."""
+        return self.vllm_config.model_config.max_model_len
+
+    @max_model_len.setter
+    def max_model_len(self, _: int) -> None:
+        """vLLM's constructor sets what the configuration says."""
 
     def _begin_life(self, vllm_config: Any) -> None:
         """After vLLM's own constructor."""
@@ -73,7 +81,6 @@ class PassProposals:
         self._own_draft_logits()
         self.latest_passes = 0  # of the latest drafts; 0: guesses alone
         self._offered = False
-        self._offer_lengths()
         if not chooses_lengths(getattr(vllm_config.scheduler_config, "scheduler_cls", None)):
             logger.warning(
                 "nwor_specpv: every step verifies %d drafts, even where that is slower than plain "
@@ -105,12 +112,6 @@ class PassProposals:
     @abstractmethod
     def graph_pool(self) -> Any:
         """The memory pool of captured graphs."""
-
-    def _offer_lengths(self) -> None:
-        """Steps verify no drafts, few or all: vLLM captures graphs of each kind."""
-        most = self.max_num_reqs
-        self._dynamic = [(1, most, number) for number in dict.fromkeys(self.lengths.drafts)]
-        self.speculative_config.num_speculative_tokens_per_batch_size = self._dynamic
 
     # ---- what the runner and our hooks call -----------------------------------------------------
 
@@ -337,8 +338,6 @@ class PassProposals:
             return self._loop
         settings, target = self._engine.settings, self._target
         assert target is not None
-        # vLLM may have lowered it to what its caches hold, and tells its runner alone.
-        self.max_model_len = self.vllm_config.model_config.max_model_len
         caches = target.key_caches()
         rows = 1 + self._guesses
         store = ViewStore(

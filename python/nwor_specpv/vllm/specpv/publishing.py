@@ -50,7 +50,7 @@ class CapsPublished:
             return
         coordinator = self.kv_cache_manager.coordinator
         problem = versions.signature_problem(
-            type(coordinator).cache_blocks, versions.adapter.PUBLISH_BLOCKS
+            type(coordinator).cache_blocks, versions.adapter.publish_blocks.parameters
         )
         if problem is not None:
             raise NworError(

@@ -18,9 +18,6 @@ from typing import Any
 
 import torch
 from vllm.config.compilation import CUDAGraphMode
-from vllm.v1.worker.gpu.spec_decode.autoregressive.cudagraph_utils import (
-    SpeculatorCudaGraphManager,
-)
 from vllm.v1.worker.gpu.spec_decode.speculator import DraftModelSpeculator
 
 from nwor_specpv.errors import logger
@@ -51,7 +48,7 @@ class SelfSpeculator(PassProposals, DraftModelSpeculator):
         self._begin_life(vllm_config)
         lengths = match_lengths(self.speculative_config)
         self._texts = Texts(self.max_num_reqs, self.max_model_len, self.limit, lengths, device)
-        self._manager: SpeculatorCudaGraphManager | None = None
+        self._manager: Any = None  # of CUDA graphs
         logger.info("nwor_specpv: texts for lookups take %.1f MB", self._texts.bytes / 1e6)
 
     def make_head(self, chains: Chains) -> NgramHead:
@@ -85,13 +82,9 @@ class SelfSpeculator(PassProposals, DraftModelSpeculator):
         self.block_tables = block_tables
 
     def init_cudagraph_manager(self, cudagraph_mode: CUDAGraphMode) -> None:
-        # The target's manager was made just before, for both lengths. This one tells the sizes of
-        # batches; the scheduler must not take our lengths for vLLM's own.
-        self.speculative_config.num_speculative_tokens_per_batch_size = self._dynamic
-        self._manager = SpeculatorCudaGraphManager(
-            self.vllm_config, self.device, cudagraph_mode, self.limit + 1
-        )
-        self.speculative_config.num_speculative_tokens_per_batch_size = None
+        """It tells the sizes of batches: there are graphs of passes for the same."""
+        managers = versions.adapter.speculator_graphs()
+        self._manager = managers(self.vllm_config, self.device, cudagraph_mode, self.limit + 1)
 
     def capture(self) -> None:
         assert self._manager is not None
@@ -111,14 +104,10 @@ class SelfSpeculator(PassProposals, DraftModelSpeculator):
         next_prefill_tokens: torch.Tensor,
         temperature: torch.Tensor,
         seeds: torch.Tensor,
-        num_tokens_across_dp: torch.Tensor | None = None,
-        dummy_run: bool = False,
-        skip_attn_for_dummy_run: bool = False,
-        mm_inputs: Any = None,
-        is_profile: bool = False,
+        **others: Any,
     ) -> torch.Tensor:
         count = input_batch.num_reqs
-        if dummy_run or is_profile:
+        if others.get("dummy_run") or others.get("is_profile"):
             return self.draft_tokens[:count]
         wanted, passes = self._decide()
         if wanted:
@@ -147,7 +136,7 @@ class SelfSpeculator(PassProposals, DraftModelSpeculator):
 
     def _look_up(self, input_batch: Any, num_rejected: torch.Tensor) -> None:
         """Drafts by lookups alone."""
-        count, requests = input_batch.num_reqs, input_batch.idx_mapping
+        count, requests = input_batch.num_reqs, input_batch.idx_mapping.to(torch.int32)
         lens = input_batch.seq_lens[:count] - num_rejected[:count] + 1
         drafts = self._texts.look_up(requests, lens, self.limit)
         self.draft_tokens[:count] = drafts

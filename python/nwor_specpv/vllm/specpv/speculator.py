@@ -20,10 +20,9 @@ from typing import Any
 
 import torch
 from vllm.config.compilation import CUDAGraphMode
-from vllm.v1.worker.gpu.spec_decode.autoregressive.cudagraph_utils import (
-    SpeculatorCudaGraphManager,
-)
 from vllm.v1.worker.gpu.spec_decode.eagle.speculator import EagleSpeculator
+
+from nwor_specpv.vllm import versions
 
 from .chain import Chains
 from .draft_models import EagleHead
@@ -56,19 +55,12 @@ class PartialViewSpeculator(PassProposals, EagleSpeculator):
         self._target = TargetModel(self.vllm_config, target_model, names)
 
     def init_cudagraph_manager(self, cudagraph_mode: CUDAGraphMode) -> None:
-        # The target's manager was made just before, for both lengths; the head's for its single
-        # rows knows one length only, and the scheduler must not take ours for vLLM's own.
-        self.speculative_config.num_speculative_tokens_per_batch_size = None
         super().init_cudagraph_manager(cudagraph_mode)
-        self.speculative_config.num_speculative_tokens_per_batch_size = self._dynamic
-        self.prefill_cudagraph_manager = SpeculatorCudaGraphManager(
-            self.vllm_config, self.device, cudagraph_mode, self.limit + 1
-        )
         offer_larger_graphs(self.prefill_cudagraph_manager)
-        self.speculative_config.num_speculative_tokens_per_batch_size = None
 
     def capture(self) -> None:
-        super().capture()
+        with versions.adapter.offered(self.vllm_config, self.lengths.drafts):
+            super().capture()  # the head's drafts may be a graph for each number of them
         manager = self.prefill_cudagraph_manager
         if manager is not None:
             self._capture_passes(manager.graphs)
@@ -87,14 +79,11 @@ class PartialViewSpeculator(PassProposals, EagleSpeculator):
         next_prefill_tokens: torch.Tensor,
         temperature: torch.Tensor,
         seeds: torch.Tensor,
-        num_tokens_across_dp: torch.Tensor | None = None,
-        dummy_run: bool = False,
-        skip_attn_for_dummy_run: bool = False,
-        mm_inputs: Any = None,
-        is_profile: bool = False,
+        **others: Any,
     ) -> torch.Tensor:
         passes, wanted = 0, self.limit
-        real = not dummy_run and not is_profile
+        others.pop("num_speculative_tokens", None)  # `_steps` says how many the head drafts
+        real = not others.get("dummy_run") and not others.get("is_profile")
         if real:
             wanted, passes = self._decide()
             self._choose_sampling(input_batch)
@@ -112,11 +101,7 @@ class PartialViewSpeculator(PassProposals, EagleSpeculator):
                 next_prefill_tokens,
                 temperature,
                 seeds,
-                num_tokens_across_dp,
-                dummy_run,
-                skip_attn_for_dummy_run,
-                mm_inputs,
-                is_profile,
+                **others,
             )
         self._try_passes(input_batch, passes, num_sampled, num_rejected, last_sampled)
         return self.draft_tokens[: input_batch.num_reqs]

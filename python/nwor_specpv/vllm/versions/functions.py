@@ -1,7 +1,7 @@
-"""Functions of vLLM that are wrapped, replaced or called, and whether they are as they were read.
+"""Functions and classes of vLLM that the plugin relies on, and whether they are as they were read.
 
-vLLM promises no stability below its plugin interface, so each is compared with the signature that
-was read before it is touched.
+vLLM promises no stability below its plugin interface, so each is compared with what was read before
+it is touched.
 """
 
 from __future__ import annotations
@@ -19,6 +19,18 @@ class VllmFunction:
     module: str
     path: str  # in the module: `function` or `Class.method`
     parameters: tuple[str, ...]
+
+    def __str__(self) -> str:
+        return f"{self.module}.{self.path}"
+
+
+@dataclass(frozen=True)
+class VllmFields:
+    """A dataclass of vLLM and the names of its fields."""
+
+    module: str
+    path: str
+    fields: tuple[str, ...]
 
     def __str__(self) -> str:
         return f"{self.module}.{self.path}"

@@ -2,98 +2,158 @@
 
 from __future__ import annotations
 
+import contextlib
+import copy
+import importlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from .functions import VllmFunction
-
-# Read and run: see docs/vllm_validation.md.
-SUPPORTED = ("0.26.0",)
-
-# How a cache is laid out: a name of nwor_specpv.LAYOUTS.
-CACHE_LAYOUT = "packed"
-
-ARGUMENTS = "vllm.engine.arg_utils"
-CONFIG = "vllm.config.vllm"
-# Makes an engine's configuration of its arguments, and within it that of speculation.
-MAKE_CONFIG = VllmFunction(
-    ARGUMENTS, "EngineArgs.create_engine_config", ("self", "usage_context", "headless")
-)
-MAKE_SPECULATION = VllmFunction(
-    ARGUMENTS,
-    "EngineArgs.create_speculative_config",
-    ("self", "target_model_config", "target_parallel_config"),
-)
-# Chooses the rows of CUDA graphs.
-CHOOSE_GRAPHS = VllmFunction(CONFIG, "VllmConfig._set_cudagraph_sizes", ("self",))
-# Says whether model runner V2 is the one for this model, unless the user has chosen.
-PREFERS_RUNNER_V2 = VllmFunction(CONFIG, "VllmConfig._is_default_v2_model_runner_model", ("self",))
-
-RUNNER_V1 = "vllm.v1.worker.gpu_model_runner"
-RUNNER_V2 = "vllm.v1.worker.gpu.model_runner"
-
-# Called with the plan of a step, before anything else of it.
-PLAN_STEP_V1 = VllmFunction(
-    RUNNER_V1, "GPUModelRunner._update_states", ("self", "scheduler_output")
-)
-PLAN_STEP_V2 = VllmFunction(RUNNER_V2, "GPUModelRunner.add_requests", ("self", "scheduler_output"))
-# Asked whether a step may run as a full CUDA graph.
-IS_UNIFORM_V1 = VllmFunction(
-    RUNNER_V1,
-    "GPUModelRunner._is_uniform_decode",
-    (
-        "max_num_scheduled_tokens",
-        "uniform_decode_query_len",
-        "num_tokens",
-        "num_reqs",
-        "force_uniform_decode",
-    ),
-)
-UNIFORM_ROWS_V2 = VllmFunction(
-    RUNNER_V2, "get_uniform_token_count", ("num_reqs", "num_tokens", "max_query_len")
-)
-# Orders the requests of a step, as its module's `sort_batch_req_ids` does.
-ORDER_REQUESTS_V2 = VllmFunction(
-    RUNNER_V2, "GPUModelRunner.prepare_inputs", ("self", "scheduler_output", "batch_desc")
-)
-# Called after every sampling step, before the drafter: acceptance is known.
-AFTER_SAMPLING_V1 = VllmFunction(
-    RUNNER_V1,
-    "GPUModelRunner._update_states_after_model_execute",
-    ("self", "output_token_ids", "scheduler_output"),
-)
-AFTER_SAMPLING_V2 = VllmFunction(
+from .adapter import (
+    ATTENTION,
+    CONFIG,
+    PROPOSED,
     RUNNER_V2,
-    "GPUModelRunner.postprocess_sampled",
-    ("self", "idx_mapping", "sampled_tokens", "num_sampled", "num_rejected", "query_start_loc"),
+    SPECULATORS,
+    Adapter,
+    replaced,
 )
-# Builds the speculator of model runner V2, which imports it by name.
-MAKE_SPECULATOR = VllmFunction(
-    "vllm.v1.worker.gpu.spec_decode", "init_speculator", ("vllm_config", "device")
-)
-# Lists what model runner V2 does not support, and the entry for drafters by n-grams in it.
-UNSUPPORTED_BY_V2 = VllmFunction(
-    "vllm.config.vllm", "VllmConfig._get_v2_model_runner_unsupported_features", ("self",)
-)
-NGRAM_ON_V2 = "ngram/ngram_gpu speculative decoding"
-# Publishes blocks of a request to the prefix cache: a method of the cache's coordinator.
-PUBLISH_BLOCKS = ("self", "request", "num_computed_tokens")
+from .functions import VllmFields, VllmFunction
 
 
-def texts_of(runner: Any) -> torch.Tensor:
-    """[requests, tokens] int32: the text of every request that model runner V2 knows, by index.
-    On a GPU it is host memory that the device reads."""
-    return runner.req_states.all_token_ids.gpu
+@dataclass(frozen=True, kw_only=True)
+class Vllm026(Adapter):
+    version: str = "0.26.0"
+    cpu_page: int = 16
+
+    prefers_runner_v2: VllmFunction | None = VllmFunction(
+        CONFIG, "VllmConfig._is_default_v2_model_runner_model", ("self",)
+    )
+    unsupported_by_v2: VllmFunction | None = VllmFunction(
+        CONFIG, "VllmConfig._get_v2_model_runner_unsupported_features", ("self",)
+    )
+    ngram_on_v2: str = "ngram/ngram_gpu speculative decoding"
+    uniform_rows_v2: VllmFunction = VllmFunction(
+        RUNNER_V2, "get_uniform_token_count", ("num_reqs", "num_tokens", "max_query_len")
+    )
+    # Orders the requests as its module's `sort_batch_req_ids` does.
+    order_requests_v2: VllmFunction = VllmFunction(
+        RUNNER_V2, "GPUModelRunner.prepare_inputs", ("self", "scheduler_output", "batch_desc")
+    )
+    after_sampling_v2: VllmFunction = VllmFunction(
+        RUNNER_V2,
+        "GPUModelRunner.postprocess_sampled",
+        ("self", "idx_mapping", "sampled_tokens", "num_sampled", "num_rejected", "query_start_loc"),
+    )
+    make_speculator: VllmFunction = VllmFunction(
+        SPECULATORS, "init_speculator", ("vllm_config", "device")
+    )
+    step_metadata: VllmFields = VllmFields(
+        ATTENTION,
+        "CommonAttentionMetadata",
+        (
+            *("query_start_loc", "query_start_loc_cpu", "seq_lens", "num_reqs"),
+            *("num_actual_tokens", "max_query_len", "max_seq_len", "block_table_tensor"),
+            *("slot_mapping", "causal", "logits_indices_padded", "num_logits_indices"),
+            *("encoder_seq_lens", "encoder_seq_lens_cpu", "dcp_local_seq_lens"),
+            *("dcp_local_seq_lens_cpu", "positions", "is_prefilling", "seq_lens_cpu_upper_bound"),
+            *("mm_req_doc_ranges", "rswa_prefix_lens", "_seq_lens_cpu", "_num_computed_tokens_cpu"),
+            *("_num_computed_tokens_cache", "_token_to_req_indices_cache"),
+        ),
+    )
+    of_requests: tuple[str, ...] = (
+        *("seq_lens", "block_table_tensor", "encoder_seq_lens", "encoder_seq_lens_cpu"),
+        *("dcp_local_seq_lens", "dcp_local_seq_lens_cpu", "is_prefilling"),
+        *("seq_lens_cpu_upper_bound", "rswa_prefix_lens"),
+        *("_seq_lens_cpu", "_num_computed_tokens_cpu"),
+    )
+    propose: VllmFunction = VllmFunction(
+        f"{SPECULATORS}.speculator",
+        "BaseSpeculator.propose",
+        (
+            *PROPOSED,
+            *("num_tokens_across_dp", "dummy_run", "skip_attn_for_dummy_run", "mm_inputs"),
+            "is_profile",
+        ),
+    )
+    copy_inputs: VllmFunction = VllmFunction(
+        f"{SPECULATORS}.speculator",
+        "DraftModelSpeculator._copy_request_inputs",
+        ("self", "num_reqs", "idx_mapping", "temperature", "seeds"),
+    )
+    sample: VllmFunction = VllmFunction(
+        "vllm.v1.worker.gpu.sample.gumbel",
+        "gumbel_sample",
+        (
+            *("logits", "expanded_idx_mapping", "temperature", "seed", "pos", "apply_temperature"),
+            *("output_processed_logits", "output_processed_logits_col", "use_fp64"),
+        ),
+    )
+    capture_head: VllmFunction = VllmFunction(
+        f"{SPECULATORS}.autoregressive.cudagraph_utils",
+        "SpeculatorCudaGraphManager.capture",
+        (
+            *("self", "forward_fn", "model_state", "input_buffers", "block_tables", "attn_groups"),
+            *("kv_cache_config", "progress_bar_desc"),
+        ),
+    )
+
+    def names_of(self, runner: Any, scheduler_output: Any, *more: Any) -> Sequence[str]:
+        module = importlib.import_module(RUNNER_V2)
+        rows_by_name = scheduler_output.num_scheduled_tokens
+        return module.sort_batch_req_ids(rows_by_name, runner.decode_query_len)
+
+    def scheduled_drafts(self, *more: Any) -> Sequence[int] | None:
+        return None
+
+    def page_size(self, block_tables: Any, group: int) -> int:
+        return block_tables.kernel_block_sizes[group]
+
+    def offered(
+        self, vllm_config: Any, drafts: Sequence[int]
+    ) -> contextlib.AbstractContextManager[None]:
+        """Ranges of batch sizes may overlap: each has graphs of its own."""
+        most = vllm_config.scheduler_config.max_num_seqs
+        ranges = [(1, most, number) for number in drafts]
+        speculative = vllm_config.speculative_config
+        return replaced(speculative, "num_speculative_tokens_per_batch_size", ranges)
+
+    def likeliest(self, speculator: Any, hidden: torch.Tensor) -> torch.Tensor:
+        return speculator._greedy_sample_draft(hidden)
+
+    def draw(
+        self,
+        sample: Callable[..., torch.Tensor],
+        log_probs: torch.Tensor,
+        owners: torch.Tensor,
+        temperature: torch.Tensor,
+        seeds: torch.Tensor,
+        positions: torch.Tensor,
+        *,
+        use_fp64: bool,
+        kept: torch.Tensor | None,
+        columns: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """vLLM keeps logits as they are after temperature."""
+        told = {"output_processed_logits": kept, "output_processed_logits_col": columns}
+        return sample(
+            log_probs,
+            owners,
+            temperature,
+            seeds,
+            positions,
+            apply_temperature=False,
+            use_fp64=use_fp64,
+            **(told if kept is not None else {}),
+        )
+
+    def windowed(self, impl: Any, metadata: Any, window: tuple[int, int]) -> Any:
+        """The window is the metadata's."""
+        shortened = copy.copy(metadata)
+        shortened.sliding_window = window
+        return shortened
 
 
-def sampling_of(runner: Any) -> Any:
-    """Temperatures, top-k, top-p and min-p of model runner V2's requests by index, each as `np` on
-    the host and as `gpu`, which the device reads."""
-    return runner.sampler.sampling_states
-
-
-def end_of_start(worker_class: str) -> VllmFunction:
-    """The method of this worker class that ends the start of an engine."""
-    module, _, owner = worker_class.rpartition(".")
-    return VllmFunction(module, f"{owner}.compile_or_warm_up_model", ("self",))
+ADAPTER = Vllm026()
