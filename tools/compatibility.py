@@ -2,7 +2,7 @@
 """Records which tests of vLLM passed, on what: benchmarks/results/compatibility.json.
 
     tools/compatibility.py                          after `make test-vllm`: what it left in build/
-    tools/compatibility.py JUNIT.xml PYTHON         another JUnit file, and the Python that wrote it
+    tools/compatibility.py JUNIT.xml .. PYTHON      other JUnit files, the Python that wrote them
 
 A run replaces an earlier one of the same vLLM, torch, Python, processor and device. The table of
 docs/vllm.md is made from it by tools/readme_results.py.
@@ -46,10 +46,10 @@ def outcome(case: ElementTree.Element) -> str:
     return "skipped" if case.find("skipped") is not None else "passed"
 
 
-def count_features(path: Path) -> dict[str, dict[str, int]]:
+def count_features(*paths: Path) -> dict[str, dict[str, int]]:
     """Outcomes of the tests that stand for a feature, by feature and runner."""
     found: dict[str, Counter[str]] = {}
-    for case in ElementTree.parse(path).iter("testcase"):
+    for case in (case for path in paths for case in ElementTree.parse(path).iter("testcase")):
         for stated in case.iter("property"):
             if stated.get("name") == "serves":
                 found.setdefault(str(stated.get("value")), Counter())[outcome(case)] += 1
@@ -74,19 +74,20 @@ def revision() -> str:
 
 
 def main(arguments: list[str]) -> int:
-    if len(arguments) == 2:
-        jobs = [(Path(arguments[0]), Path(arguments[1]))]
+    if arguments:
+        *named, last = map(Path, arguments)
+        jobs = [(named, last)]
     else:
         files = sorted((ROOT / "build" / "current").glob("vllm-*/all.xml"))
-        jobs = [(file, ROOT / f".venv-{file.parent.name}" / "bin" / "python") for file in files]
+        jobs = [([file], ROOT / f".venv-{file.parent.name}" / "bin" / "python") for file in files]
     if not jobs:
         print("there is nothing to record; run make test-vllm first", file=sys.stderr)
         return 1
     runs = json.loads(RECORD.read_text())["runs"] if RECORD.is_file() else []
-    for file, python in jobs:
-        run = ask(python) | {"revision": revision(), "features": count_features(file)}
+    for files, python in jobs:
+        run = ask(python) | {"revision": revision(), "features": count_features(*files)}
         runs = add(runs, run)
-        print(f"{file}: vLLM {run['vllm']}, torch {run['torch']}, {run['device']}")
+        print(f"vLLM {run['vllm']}, torch {run['torch']}, {run['device']}: {len(files)} files")
     RECORD.write_text(json.dumps({"runs": runs}, indent=1) + "\n")
     return 0
 

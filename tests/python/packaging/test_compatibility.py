@@ -40,6 +40,8 @@ def test_tests_are_counted_by_what_they_stand_for(tmp_path: Path) -> None:
     (tmp_path / "all.xml").write_text(JUNIT)
     found = load(TOOLS / "compatibility.py").count_features(tmp_path / "all.xml")
     assert found == {"refresh on V2": {"skipped": 1}, "staging on V1": {"passed": 1, "failed": 1}}
+    twice = load(TOOLS / "compatibility.py").count_features(*[tmp_path / "all.xml"] * 2)
+    assert twice["staging on V1"] == {"passed": 2, "failed": 2}
 
 
 def test_a_run_replaces_the_one_before_it() -> None:
