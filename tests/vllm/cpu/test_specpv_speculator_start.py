@@ -106,7 +106,8 @@ def test_graphs_of_all_lengths_are_offered(mode: str, monkeypatch: pytest.Monkey
     spec.init_cudagraph_manager(CUDAGraphMode[mode])
     assert not speculative.uses_dynamic_speculative_decoding(), "vLLM's scheduler would take it"
     full = spec.prefill_cudagraph_manager._capture_descs[CUDAGraphMode.FULL]
-    by_rows = {rows: set() for rows in (1, ROWS, 1 + LIMIT)}
+    by_rows = {1 + drafts: set() for drafts in spec.lengths.drafts}
+    assert set(by_rows) >= {1, ROWS, 1 + LIMIT}
     for desc in full:
         by_rows[desc.uniform_token_count].add(desc.num_reqs)
     assert by_rows[1 + LIMIT] >= {1, 2, 4, 6}
