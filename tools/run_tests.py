@@ -175,6 +175,16 @@ def run_side_by_side(*, slow: bool) -> list[Outcome]:
     return outcomes
 
 
+def prepare_environment() -> None:
+    """What every kind of test inherits."""
+    # Several processes share the cores, and waiting OpenMP threads would spin.
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cores() // workers())))
+    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+    # Tests start servers on loopback, which no web proxy can reach.
+    kept = [name for name in (os.environ.get("no_proxy"), os.environ.get("NO_PROXY")) if name]
+    os.environ["no_proxy"] = ",".join([*kept, "127.0.0.1", "::1", "localhost"])
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument(
@@ -196,13 +206,7 @@ def main() -> int:
         os.environ.setdefault("NWOR_TEST_SEED", str(seed_of(ROOT)))
         print(f"random cases: NWOR_TEST_SEED={os.environ['NWOR_TEST_SEED']}")
 
-    # Several processes share the cores, and waiting OpenMP threads would spin.
-    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cores() // workers())))
-    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
-    # Tests start servers on loopback, which no web proxy can reach.
-    kept = [name for name in (os.environ.get("no_proxy"), os.environ.get("NO_PROXY")) if name]
-    os.environ["no_proxy"] = ",".join([*kept, "127.0.0.1", "::1", "localhost"])
-
+    prepare_environment()
     start = time.monotonic()
     if options.vllm:
         outcomes = [run_vllm(options.vllm, slow=options.all, quick=options.quick)]
