@@ -15,6 +15,7 @@ import collections
 import json
 import re
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -65,19 +66,7 @@ def main() -> int:
 
 def trace(side: steps.Side, count: int) -> dict[str, Any]:
     """Launches and microseconds per step, by kernel."""
-    import torch
-    from torch.profiler import ProfilerActivity, profile
-
-    activity = ProfilerActivity.CUDA if torch.cuda.is_available() else ProfilerActivity.CPU
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "trace.json"
-        with profile(activities=[activity]) as tracer:
-            steps.run(side, count)
-        tracer.export_chrome_trace(str(path))
-        events = json.loads(path.read_text())["traceEvents"]
-    events = sorted((e for e in events if e.get("cat") in KINDS), key=lambda event: event["ts"])
-    if not events:
-        raise SystemExit("the profiler saw no work of the device: kernels are counted on a GPU")
+    events = device_work(traced(lambda: steps.run(side, count)))
     kernels: dict[str, list[float]] = collections.defaultdict(lambda: [0, 0.0])
     reached = events[0]["ts"]
     between = 0.0
@@ -89,6 +78,30 @@ def trace(side: steps.Side, count: int) -> dict[str, Any]:
         reached = max(reached, event["ts"] + event["dur"])
     span = (reached - events[0]["ts"]) / count
     return {"side": side.name, "span_us": span, "between_us": between, "kernels": dict(kernels)}
+
+
+def traced(work: Callable[[], None], *, host: bool = False) -> list[dict[str, Any]]:
+    """What torch's profiler sees while `work` runs; with `host` what the host does, too."""
+    import torch
+    from torch.profiler import ProfilerActivity, profile
+
+    activities = [ProfilerActivity.CUDA] if torch.cuda.is_available() else []
+    if host or not activities:
+        activities.append(ProfilerActivity.CPU)
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "trace.json"
+        with profile(activities=activities) as tracer:
+            work()
+        tracer.export_chrome_trace(str(path))
+        return json.loads(path.read_text())["traceEvents"]
+
+
+def device_work(events: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Kernels, copies and fills in their order."""
+    found = sorted((e for e in events if e.get("cat") in KINDS), key=lambda event: event["ts"])
+    if not found:
+        raise SystemExit("the profiler saw no work of the device: kernels are counted on a GPU")
+    return found
 
 
 def short(name: str) -> str:

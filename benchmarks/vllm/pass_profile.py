@@ -16,6 +16,7 @@ import argparse
 import bisect
 import collections
 import json
+import os
 import sys
 import tempfile
 from pathlib import Path
@@ -26,7 +27,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 import real
 import real_engine
 import real_prompts
-from kernels import KINDS, short
+from kernels import device_work, short, traced
 from real_measure import Answer, Bench, Size
 
 _MARK = "nwor_part "
@@ -54,8 +55,6 @@ def main(arguments: list[str]) -> int:
 
 
 def run(args: argparse.Namespace, own: argparse.Namespace) -> dict[str, Any]:
-    import os
-
     from transformers import AutoTokenizer
 
     os.environ.update(real_engine.environment("lossless", os.environ))
@@ -65,22 +64,22 @@ def run(args: argparse.Namespace, own: argparse.Namespace) -> dict[str, Any]:
     llm, told = real_engine.start("lossless", args, args.cells)
     bench = Bench(llm, [], plugin=True)
     size = Size(args.tokens, 0, args.cell_seconds)
-    bench._even_prefill(cell.requests)
-    answers = bench._add(
+    bench.even_prefill(cell.requests)
+    answers = bench.add(
         prompts.make(cell.prompt, cell.requests, cell.context - size.room),
         cell.temperature, size, logprobs=False,
     )  # fmt: skip
     mark_parts()
     while not all(answer.tokens for answer in answers.values()):
-        bench._step(answers)
+        bench.step(answers)
     step(bench, answers, _WARM_STEPS)
-    found = trace(lambda: step(bench, answers, own.steps), own.steps)
+    found = by_part(traced(lambda: step(bench, answers, own.steps), host=True), own.steps)
     return {"engine": told, "cell": str(cell), "passes": own.passes} | found
 
 
 def step(bench: Bench, answers: dict[str, Answer], count: int) -> None:
     for _ in range(count):
-        bench._step(answers)
+        bench.step(answers)
 
 
 def mark_parts() -> None:
@@ -109,18 +108,6 @@ def mark_parts() -> None:
     wrap(PassProposals, "_run", "")
 
 
-def trace(work: Any, steps: int) -> dict[str, Any]:
-    from torch.profiler import ProfilerActivity, profile
-
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "trace.json"
-        with profile(activities=[ProfilerActivity.CUDA, ProfilerActivity.CPU]) as tracer:
-            work()
-        tracer.export_chrome_trace(str(path))
-        events = json.loads(path.read_text())["traceEvents"]
-    return by_part(events, steps)
-
-
 def by_part(events: list[dict[str, Any]], steps: int) -> dict[str, Any]:
     """Kernels by the innermost part whose time on the host has their launch."""
     marks = sorted(
@@ -141,9 +128,7 @@ def by_part(events: list[dict[str, Any]], steps: int) -> dict[str, Any]:
         for e in events
         if e.get("cat") in ("cuda_runtime", "cuda_driver") and "correlation" in e.get("args", {})
     }
-    work = sorted((e for e in events if e.get("cat") in KINDS), key=lambda e: e["ts"])
-    if not work:
-        raise SystemExit("the profiler saw no work of the device: kernels are counted on a GPU")
+    work = device_work(events)
     parts: dict[str, dict[str, Any]] = {}
     reached = work[0]["ts"]
     for event in work:

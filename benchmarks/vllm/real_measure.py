@@ -110,11 +110,11 @@ class Bench:
         logprobs: bool = False,
     ) -> dict[str, Any]:
         """What is measured of one batch; see the top of this file."""
-        self._even_prefill(len(prompts))
+        self.even_prefill(len(prompts))
         began = time.perf_counter()
-        answers = self._add(prompts, temperature, size, logprobs=logprobs)
+        answers = self.add(prompts, temperature, size, logprobs=logprobs)
         while not all(answer.tokens for answer in answers.values()):
-            self._step(answers)
+            self.step(answers)
         first = [answer.times[0] - began for answer in answers.values()]
         self._decode(answers, size.warm_tokens, size.seconds)
         before, drafted, accepted = self._counts(), self._drafts.drafted, self._drafts.accepted
@@ -141,12 +141,12 @@ class Bench:
             told["second_best"] = [answer.second_best[:kept] for answer in answers.values()]
         return told
 
-    def _even_prefill(self, requests: int) -> None:
+    def even_prefill(self, requests: int) -> None:
         if self._core is not None:
             config = self._core.scheduler.scheduler_config
             config.long_prefill_token_threshold = max(16, config.max_num_batched_tokens // requests)
 
-    def _add(
+    def add(
         self, prompts: Sequence[list[int]], temperature: float, size: Size, *, logprobs: bool
     ) -> dict[str, Answer]:
         from vllm import SamplingParams
@@ -168,7 +168,7 @@ class Bench:
             answers[name] = Answer()
         return answers
 
-    def _step(self, answers: dict[str, Answer]) -> tuple[float, int, bool]:
+    def step(self, answers: dict[str, Answer]) -> tuple[float, int, bool]:
         """One step: when its outputs came, their tokens, and whether a request has ended."""
         outputs = self._engine.step()
         now, tokens, ended = time.perf_counter(), 0, False
@@ -194,7 +194,7 @@ class Bench:
         missing, times = tokens * len(answers), []
         limit = time.perf_counter() + seconds
         while missing > 0:
-            now, made, ended = self._step(answers)
+            now, made, ended = self.step(answers)
             if made:
                 times.append(now)
                 missing -= made

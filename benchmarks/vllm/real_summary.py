@@ -7,6 +7,7 @@ import json
 import statistics
 import sys
 from argparse import Namespace
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -129,6 +130,8 @@ def summarise_side(
         found = [run[name] for run in runs if run[name]]
         kinds = found[0] if found else {}
         told[name] = {kind: statistics.median(one[kind] for one in found) for kind in kinds}
+    if any("arms" in run for run in runs):
+        told["arms"] = dict(sum((Counter(run.get("arms", {})) for run in runs), Counter()))
     failures = [run["draft_failures"] for run in runs if run.get("draft_failures")]
     if failures:
         told["draft_failures"] = failures[-1]

@@ -21,6 +21,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[3]
 FOLDER = ROOT / "benchmarks" / "vllm"
 NAMES = ("real", "real_engine", "real_measure", "real_prompts", "real_records", "real_summary")
+NAMES += ("pass_profile", "kernels", "steps")
 
 
 @pytest.fixture
@@ -282,6 +283,7 @@ def summary(modules: SimpleNamespace, tmp_path: Path) -> dict[str, Any]:
         records.add(measured(job(greedy, "plain", turn), speed, **told))
         outputs = [[1, 8, 3], [1, 2, 3, 4]] if turn else [[1, 2, 5], [1, 2]]
         more = {"passes_per_step": 3.0, "views_drafted": 9, "views_confirmed": 6}
+        more["arms"] = {"plain": 2, f"{turn + 1} passes": 5}
         records.add(measured(job(greedy, "lossless", turn), 2 * speed, outputs=outputs, **more))
         records.add(measured(job(sampled, "plain", turn), speed))
         records.add(job(sampled, "lossless", turn).record("failed", reason="out of memory"))
@@ -302,6 +304,7 @@ def test_the_summary_has_medians_and_speeds(summary: dict[str, Any]) -> None:
     assert ours["runs_tokens_per_s"] == [20, 28]
     assert (ours["tokens_per_s"], ours["speed"]) == (24, 2.0)
     assert (ours["passes_per_step"], ours["views_confirmed"]) == (3, 6)
+    assert ours["arms"] == {"plain": 4, "1 passes": 5, "2 passes": 5}
     assert ours["token_ms"] == {"mean": 1.0, "p50": 1.0, "p99": 2.0}
     assert greedy["sides"]["plain"]["speed"] == 1
     assert list(sampled["sides"]) == ["plain"]
@@ -439,3 +442,27 @@ def test_failures_are_recorded_and_the_rest_goes_on(
     assert len(engines.started) == 3  # nothing is done twice
     assert modules.real.main([*arguments, "--retry"]) == 0
     assert engines.started[3:] == ["plain", "ngram", "plain"]
+
+
+def test_kernels_belong_to_the_innermost_part_that_launched_them(modules: SimpleNamespace) -> None:
+    def part(name: str, ts: float, dur: float) -> dict[str, Any]:
+        mark = {"ph": "X", "cat": "user_annotation", "name": f"nwor_part {name}"}
+        return mark | {"ts": ts, "dur": dur}
+
+    def launched(number: int, at: float, ts: float, dur: float) -> list[dict[str, Any]]:
+        told = {"args": {"correlation": number}}
+        call = {"cat": "cuda_runtime", "name": "cudaGraphLaunch", "ts": at, "dur": 1.0}
+        return [call | told, {"cat": "kernel", "name": f"k{number}", "ts": ts, "dur": dur} | told]
+
+    events = [part("propose", 10, 50), part("later", 20, 10), part("verify", 100, 10)]
+    events += launched(1, 12, 200, 4)  # in propose alone
+    events += launched(2, 25, 210, 8)  # in later, which propose holds
+    events += launched(3, 101, 216, 8)  # in verify, beside the one before for 2
+    events += launched(4, 300, 230, 1)  # in none
+    found = modules.pass_profile.by_part(events, steps=2)
+    parts = found["parts"]
+    assert found["span_us"] == 31 / 2
+    busy = {name: (one["us"], one["idle_us"]) for name, one in parts.items()}
+    assert busy == {"propose": (2, 0), "later": (4, 3), "verify": (3, 0), "host": (0.5, 3)}
+    assert parts["later"]["kernels"] == {"k2": [0.5, 4.0]}
+    assert parts["later"]["times_per_step"] == 0.5

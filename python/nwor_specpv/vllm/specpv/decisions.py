@@ -29,8 +29,9 @@ _VERIFIES = "nwor_specpv_verifies"  # how many passes made the drafts of a step
 class Decisions:
     """Of one scheduler. Thread-safety: none."""
 
-    def __init__(self, lengths: Lengths) -> None:
-        self.choice = ArmChoice(lengths.limit, lengths.guesses, long_guesses=lengths.lookups)
+    def __init__(self, lengths: Lengths, *, lookups: bool) -> None:
+        """`lookups`: guesses come from lookups, so that any number of them costs the same."""
+        self.choice = ArmChoice(lengths.limit, lengths.guesses, long_guesses=lookups)
         self._lengths = lengths
         self._clock = StepClock()
         self._counts: Counter[str] = Counter()

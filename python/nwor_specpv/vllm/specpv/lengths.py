@@ -22,10 +22,8 @@ def head_drafts(settings: Any, limit: int) -> int:
 class Lengths:
     """Of one engine, in each of its processes. Thread-safety: none."""
 
-    def __init__(self, settings: Any, limit: int, *, lookups: bool = False) -> None:
-        """`lookups`: guesses come from lookups, so that any number of them costs the same."""
+    def __init__(self, settings: Any, limit: int) -> None:
         self.limit, self.guesses = limit, head_drafts(settings, limit)
-        self.lookups = lookups
         self.fixed = settings.specpv_draft_passes  # 0: what pays
         config = settings.specpv()
         budget = config.budget(1 + self.guesses)

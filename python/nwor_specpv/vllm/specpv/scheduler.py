@@ -41,7 +41,7 @@ class LongContextScheduler(AsyncScheduler):
         if speculators.wanted(self.vllm_config):
             settings = read_settings(self.vllm_config.additional_config)
             lookups = self.vllm_config.speculative_config.method not in HEADS
-            self.decisions = Decisions(Lengths(settings, self.num_spec_tokens, lookups=lookups))
+            self.decisions = Decisions(Lengths(settings, self.num_spec_tokens), lookups=lookups)
         else:
             logger.warning(
                 "nwor_specpv: --scheduler-cls %s has no effect: it is for mode 'lossless' on "
