@@ -29,11 +29,14 @@ def _real_weights() -> Iterator[str]:
             own = [c["sides"][real.OURS]["speed"] for c in cells if c["temperature"] == temperature]
             kind = f"temperature {temperature:g}" if temperature else "greedy"
             found.append(f"{min(own):.1f}x to {max(own):.1f}x {kind}")
+        turns = min(len(c["sides"][real.OURS]["runs_tokens_per_s"]) for c in cells)
+        count = "one turn" if turns == 1 else f"{turns} turns"
         head = "the head in this package" if data["head"] else "no trained head"
         yield (
             f"* **Long contexts in vLLM: {min(speeds):.1f}x to {max(speeds):.1f}x plain vLLM with "
             f"real weights and text**, {head}, mode `lossless`: {', '.join(found)}. "
-            f"{data['model']}, {', '.join(sizes)} tokens, {data['device'].removeprefix('NVIDIA ')}."
+            f"{data['model']}, {', '.join(sizes)} tokens, {count}, "
+            f"{data['device'].removeprefix('NVIDIA ')}."
         )
 
 
