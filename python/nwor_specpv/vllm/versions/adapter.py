@@ -99,7 +99,11 @@ class Adapter(ABC):
         "GPUModelRunner._update_states_after_model_execute",
         ("self", "output_token_ids", "scheduler_output"),
     )
-    after_sampling_v2: VllmFunction
+    after_sampling_v2: VllmFunction = VllmFunction(
+        RUNNER_V2,
+        "GPUModelRunner.postprocess_sampled",
+        ("self", "idx_mapping", "sampled_tokens", "num_sampled", "num_rejected", "query_start_loc"),
+    )
     # Builds the speculator of model runner V2, which imports it by name.
     make_speculator: VllmFunction
     # Lists the batches that a manager of CUDA graphs has graphs for.

@@ -42,11 +42,6 @@ class Vllm026(Adapter):
     order_requests_v2: VllmFunction = VllmFunction(
         RUNNER_V2, "GPUModelRunner.prepare_inputs", ("self", "scheduler_output", "batch_desc")
     )
-    after_sampling_v2: VllmFunction = VllmFunction(
-        RUNNER_V2,
-        "GPUModelRunner.postprocess_sampled",
-        ("self", "idx_mapping", "sampled_tokens", "num_sampled", "num_rejected", "query_start_loc"),
-    )
     make_speculator: VllmFunction = VllmFunction(
         SPECULATORS, "init_speculator", ("vllm_config", "device")
     )

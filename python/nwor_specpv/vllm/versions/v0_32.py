@@ -36,11 +36,6 @@ class Vllm032(Adapter):
         "GPUModelRunner.prepare_inputs",
         ("self", "scheduler_output", "batch_req_state", "batch_desc", "num_active_loras"),
     )
-    after_sampling_v2: VllmFunction = VllmFunction(
-        RUNNER_V2,
-        "GPUModelRunner.postprocess_sampled",
-        ("self", "idx_mapping", "sampled_tokens", "num_sampled", "num_rejected", "query_start_loc"),
-    )
     make_speculator: VllmFunction = VllmFunction(
         SPECULATORS, "init_speculator", ("vllm_config", "device", "req_states")
     )
