@@ -14,23 +14,27 @@ from . import _stamp
 _stamp.check_python()  # before the sources that an old Python cannot read
 
 
-def _is_command_line() -> bool:
-    """Whether this process is `nwor-specpv` or `python -m nwor_specpv`."""
+def _loads_when_used() -> bool:
+    """Whether this is the command line or vLLM's plugin.
+
+    `status` and `doctor` explain a library that does not load, and help needs none. The plugin
+    says in one line of vLLM's log what does not fit.
+    """
     from itertools import pairwise  # an old Python has none
 
     program = Path((getattr(sys, "argv", None) or [""])[0]).name
-    return program == "nwor-specpv" or ("-m", __name__) in pairwise(sys.orig_argv)
+    is_command = program == "nwor-specpv" or ("-m", __name__) in pairwise(sys.orig_argv)
+    return is_command or "nwor_specpv_vllm" in sys.modules
 
 
 # A library built for another torch is refused with a sentence: loaded, it would crash.
-if not _is_command_line():
+if not _loads_when_used():
     _stamp.load_native()
     from ._api import *  # noqa: F403
     from ._api import __all__ as __all__
     from ._api import __version__ as __version__
 else:
-    # `status` and `doctor` explain a library that does not load, and help needs none: the command
-    # line loads it when it takes the first name from here.
+
     def __getattr__(name: str) -> object:
         if name.startswith("_") and name != "__version__":
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

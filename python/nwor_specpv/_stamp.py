@@ -24,6 +24,9 @@ MODULE = "_C"
 MODULE_NAME = f"{__package__}.{MODULE}"
 NOT_INSTALLED = "not installed"
 OLDEST_PYTHON = (3, 10)
+# The release of vLLM that needs a torch of this minor version, of those that have an adapter. The
+# newest is last.
+VLLM_OF_TORCH = {"2.11": "0.26.0", "2.13": "0.32.0", "2.14": "0.33.0"}
 
 _PACKAGE_DIR = Path(__file__).absolute().parent
 
@@ -87,10 +90,11 @@ def check(
     if torch_version is None:
         torch_version, torch_cuda = _installed_torch(stamp)
     if not fits_torch(stamp.torch, torch_version):
+        # vLLM needs the torch it came with.
+        other = "" if _has_vllm() else f"run `{install_torch(stamp.torch)}`, or "
         raise StampMismatch(
             f"nwor_specpv {stamp.version} was built for torch {stamp.torch}, but torch "
-            f"{torch_version} is installed; run `{install_torch(stamp.torch)}`, or "
-            f"{_rebuild(package_dir)}."
+            f"{torch_version} is installed; {other}{_rebuild(package_dir)}."
         )
     if stamp.cuda and _major(stamp.cuda) != _major(torch_cuda or ""):
         here = f"for CUDA {torch_cuda}" if torch_cuda else "without CUDA"
@@ -210,6 +214,12 @@ def install_torch(version: str, *, again: bool = False) -> str:
     return f"pip install {force}torch=={version.partition('+')[0]}"
 
 
+def install_vllm(torch_version: str) -> str:
+    """The command for the vLLM that runs with a library for this torch; the newest if none does."""
+    minor = ".".join(torch_version.split(".")[:2])
+    return f"pip install vllm=={VLLM_OF_TORCH.get(minor, [*VLLM_OF_TORCH.values()][-1])}"
+
+
 def load_native() -> ModuleType:
     """The module `_C`. Raises StampMismatch with one sentence where it does not fit or load."""
     stamp = check()
@@ -305,7 +315,13 @@ def _broken_torch(error: Exception) -> str:
     return f"installed but cannot be imported ({type(error).__name__}: {text})"
 
 
+def _has_vllm() -> bool:
+    return importlib.util.find_spec("vllm") is not None
+
+
 def _rebuild(package_dir: Path) -> str:
+    if (package_dir / Path(__file__).name).is_symlink():  # as tools/setup_vllm.sh links a checkout
+        return "run `make setup-vllm` in the checkout (VLLM=VERSION for an older one)"
     if is_source_checkout(package_dir):
         return "run `make build` (or `pip install --no-build-isolation -e .`) in the checkout"
     return (

@@ -56,7 +56,7 @@ def examine() -> list[Finding]:
         ),
         _header("gtest", "gtest/gtest.h", "apt-get install libgtest-dev", "the C++ tests"),
         _gpu(),
-        _module("vllm", "pip install vllm==0.26.0", "the vLLM backend"),
+        _module("vllm", _stamp.install_vllm(_wanted_torch() or ""), "the vLLM backend"),
         _module("transformers", f"pip install {_TRANSFORMERS}", "the transformers host"),
         _module("gguf", 'pip install "gguf>=0.17"', "the default model of the transformers host"),
         _module("grpcio", f"pip install {_WORKER_PACKAGES}", "nwor-specpv worker", module="grpc"),

@@ -1,9 +1,10 @@
-"""The entry point: vLLM calls `register` in every process, possibly more than once.
+"""What vLLM's entry point (`nwor_specpv_vllm`) does. Doing it again changes nothing.
 
-It names our backends, has `enable_specpv` fill in what users leave open (`hooks.arguments`), and
-returns; what can be refused is judged when an engine is built, where its configuration is known. On
-CUDA users choose us (`--attention-backend CUSTOM`); the CPU platform has one backend whatever is
-asked, so there ours stands in its place.
+This vLLM and this torch are checked before anything native is loaded. Then our backends are named,
+and `enable_specpv` fills in what users leave open (`hooks.arguments`). What can be refused is
+judged when an engine is built, where its configuration is known. On CUDA users choose us
+(`--attention-backend CUSTOM`); the CPU platform has one backend whatever is asked, so there ours
+stands in its place.
 """
 
 from __future__ import annotations
@@ -12,10 +13,10 @@ import logging
 from pathlib import Path
 from typing import Any
 
+from nwor_specpv import _stamp
 from nwor_specpv.errors import NworError, logger
 
 from . import versions
-from .hooks import arguments, runner_choice, speculators
 from .settings import read_settings
 
 CUDA_BACKEND = "nwor_specpv.vllm.backend.cuda.NworFlashBackend"
@@ -23,20 +24,37 @@ CPU_BACKEND = "nwor_specpv.vllm.backend.cpu.NworCpuBackend"
 
 
 def register() -> None:
-    """Registers the backends with this process' vLLM. Calling it again changes nothing."""
+    """Registers the backends with this process' vLLM."""
     import vllm
     from vllm.version import __version__ as version
 
+    _log_as_vllm_does()
     problem, warning = versions.choose(version, Path(vllm.__file__).absolute().parents[1])
+    if problem is None:
+        problem = _load_problem()
     if problem is not None:
         if read_settings(None).strict:
             raise NworError(f"nwor_specpv: {problem}")
         logger.warning("nwor_specpv is off: %s", problem)
         return
+    _install(warning)
+
+
+def _load_problem() -> str | None:
+    """Why the library does not load, with the command that helps."""
+    try:
+        _stamp.load_native()
+    except ImportError as error:
+        return str(error)
+    return None
+
+
+def _install(warning: str | None) -> None:
     from vllm.platforms import current_platform
     from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
-    _log_as_vllm_does()
+    from .hooks import arguments, runner_choice, speculators
+
     if warning is not None:
         logger.warning("nwor_specpv: %s", warning)
     speculators.prepare(_make_speculator)
@@ -53,6 +71,8 @@ def register() -> None:
 
 def _make_speculator(vllm_config: Any, device: Any) -> Any:
     """Our speculator, whose module imports much of vLLM."""
+    from .hooks import speculators
+
     if speculators.drafts_without_head(vllm_config):
         from .specpv.self_speculator import SelfSpeculator
 

@@ -210,7 +210,7 @@ def test_wheel_holds_what_it_should_and_nothing_else(wheel: Path) -> None:
         described = archive.read(f"{info}/METADATA").decode()
     assert "nwor-specpv = nwor_specpv.cli.main:main" in scripts
     assert "License-Expression: Apache-2.0" in described
-    assert "nwor_specpv = nwor_specpv.vllm.plugin:register" in scripts
+    assert "nwor_specpv = nwor_specpv_vllm:register" in scripts
     assert_complete(described)
     assert f"{info}/licenses/LICENSE" in names
 

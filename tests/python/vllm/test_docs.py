@@ -90,6 +90,6 @@ def test_the_way_in_is_registered_and_needs_no_vllm() -> None:
         for point in importlib.metadata.entry_points(group="vllm.general_plugins")
         if point.name == "nwor_specpv"
     )
-    assert point.value == "nwor_specpv.vllm.plugin:register"
+    assert point.value == "nwor_specpv_vllm:register"
     assert callable(point.load())
     assert "vllm" not in sys.modules

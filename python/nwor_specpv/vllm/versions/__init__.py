@@ -10,6 +10,8 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+from nwor_specpv import _stamp
+
 from . import v0_26, v0_32, v0_33
 from .adapter import Adapter
 from .functions import VllmFields, VllmFunction, signature_problem
@@ -59,12 +61,23 @@ def choose(version: str, site: Path | None = None) -> tuple[str | None, str | No
         return None, None
     fitting = _fitting(plain, site)
     if fitting is None:
-        return f"vLLM {version} is not supported; install vLLM {supported()}", None
+        return (
+            f"vLLM {version} is not supported; run `{_stamp.install_vllm(_built_for())}` (vLLM "
+            f"{supported()} works, each with its torch)"
+        ), None
     adapter, _served = fitting, version
     return None, (
         f"vLLM {version} was not tested; it has the functions of vLLM {fitting.version} and is "
         f"served as such. Tested versions: {supported()}"
     )
+
+
+def _built_for() -> str:
+    """The torch of our library; empty where it was not built."""
+    try:
+        return _stamp.read_stamp().torch
+    except _stamp.StampMismatch:
+        return ""
 
 
 def closest(version: str) -> list[Adapter]:
