@@ -16,7 +16,6 @@ unexport PYTHONDONTWRITEBYTECODE
 # Targets share build folders and two environments: make -j must not work on them twice at once.
 .NOTPARALLEL:
 .PHONY: help setup setup-vllm setup-vllms build test test-vllm test-all test-gpu test-torch wheel demo bench lint format clean
-# `make test` takes the oldest vLLM: it has the torch of .venv, so that the library is built once. `make test-all` takes all.
 OLDEST_VLLM := $(shell ls requirements | sed -n 's/^vllm-\(.*\)\.txt$$/\1/p' | sort -V | head -n 1)
 
 help:  ## list the targets
@@ -32,11 +31,11 @@ setup-vllm: setup  ## install the real vLLM for the CPU in .venv-vllm; VLLM=0.26
 	@NWOR_BUILD_TESTS=OFF tools/build.sh
 	@tools/setup_vllm.sh $(VLLM)
 
-setup-vllms: setup-vllm
+setup-vllms:
+	@tools/setup_vllm.sh
 	@tools/setup_vllm.sh $(OLDEST_VLLM)
 
-test: build  ## lint, GoogleTest, pytest, vLLM; without the slow tests and clang-tidy
-	@tools/setup_vllm.sh $(OLDEST_VLLM)
+test: build setup-vllms  ## lint, GoogleTest, pytest, vLLM; without the slow tests and clang-tidy
 	@$(VENV_PYTHON) tools/run_tests.py
 
 test-vllm: build setup-vllm  ## the tests of the real vLLM on the CPU, without the slow ones; VLLM=0.26.0

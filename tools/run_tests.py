@@ -4,10 +4,10 @@
     tools/run_tests.py [--all] [--vllm [VERSION] [--quick]]
 
 Lint, GoogleTest, pytest and the tests of vLLM all run, whatever failed before. pytest and vLLM run
-at the same time, since neither keeps two cores busy. Of vLLM the oldest version is taken, which has
-the torch of .venv. The last line counts what passed, failed and was skipped; the exit status is 1
-if anything failed. --all adds clang-tidy, the tests marked slow, all versions of vLLM and, unless
-NWOR_FUZZ_ROUNDS is set, a million fuzz rounds. --vllm runs only the tests of vLLM, of the newest
+at the same time, since neither keeps two cores busy. Of vLLM the newest version runs all tests, the
+others those marked quick. The last line counts what passed, failed and was skipped; the exit status
+is 1 if anything failed. --all adds clang-tidy, the tests marked slow, all tests on every version of
+vLLM and, unless NWOR_FUZZ_ROUNDS is set, a million fuzz rounds. --vllm runs only the tests of vLLM, of the newest
 version unless one is named; with --quick those marked so.
 
 NWOR_TEST_SEED decides random cases. Unless it is set, it is computed from the sources, so that the
@@ -151,11 +151,16 @@ def run_vllm(version: str, *, slow: bool, quick: bool = False, log: Path | None 
 
 
 def run_vllms(*, slow: bool, logs: Path | None = None) -> list[Outcome]:
-    """The oldest version, whose torch is that of .venv; with the slow tests all versions."""
-    versions = vllm_versions()
+    """All tests on the newest version, the quick ones on the others; with the slow tests all."""
+    *older, newest = vllm_versions()
     return [
-        run_vllm(version, slow=slow, log=logs and logs / f"vllm-{version}.log")
-        for version in (versions if slow else versions[:1])
+        run_vllm(
+            version,
+            slow=slow,
+            quick=not slow and version != newest,
+            log=logs and logs / f"vllm-{version}.log",
+        )
+        for version in (newest, *older)
     ]
 
 

@@ -93,22 +93,25 @@ def test_tests_that_would_share_a_gpu_run_one_after_the_other(
 ) -> None:
     module, logs = load(TOOLS / "run_tests.py"), []
 
-    def run_vllm(version: str, *, slow: bool, log: Path | None = None) -> str:
+    def run_vllm(version: str, *, slow: bool, quick: bool, log: Path | None = None) -> str:
         logs.append(log)
         if log is not None:
             log.write_text(f"said there of {version}")
-        return f"vLLM {version}"
+        return f"vLLM {version}" + " slow" * slow + " quick" * quick
 
     monkeypatch.setattr(module, "GPU", tmp_path if shared else tmp_path / "none")
     monkeypatch.setattr(module, "CURRENT", tmp_path)
     monkeypatch.setattr(module, "run_pytest", lambda *, slow: "pytest")
     monkeypatch.setattr(module, "run_vllm", run_vllm)
     oldest, *_, newest = module.vllm_versions()
-    assert module.run_side_by_side(slow=False) == ["pytest", f"vLLM {oldest}"]
-    assert logs == [None if shared else tmp_path / f"vllm-{oldest}.log"]
+    ran = module.run_side_by_side(slow=False)
+    assert ran == ["pytest", f"vLLM {newest}", f"vLLM {oldest} quick"]
+    versions = (newest, oldest)
+    assert logs == [None if shared else tmp_path / f"vllm-{version}.log" for version in versions]
     told = capfd.readouterr().out
-    assert (f"said there of {oldest}" in told) is not shared
-    assert module.run_vllms(slow=True) == [f"vLLM {oldest}", f"vLLM {newest}"]
+    for version in versions:
+        assert (f"said there of {version}" in told) is not shared
+    assert module.run_vllms(slow=True) == [f"vLLM {newest} slow", f"vLLM {oldest} slow"]
 
 
 @pytest.mark.parametrize(
