@@ -7,8 +7,8 @@ Lint, GoogleTest, pytest and the tests of vLLM all run, whatever failed before. 
 at the same time, since neither keeps two cores busy. Of vLLM the newest version runs all tests, the
 others those marked quick. The last line counts what passed, failed and was skipped; the exit status
 is 1 if anything failed. --all adds clang-tidy, the tests marked slow, all tests on every version of
-vLLM and, unless NWOR_FUZZ_ROUNDS is set, a million fuzz rounds. --vllm runs only the tests of vLLM, of the newest
-version unless one is named; with --quick those marked so.
+vLLM and, unless NWOR_FUZZ_ROUNDS is set, a million fuzz rounds. --vllm runs only the tests of vLLM,
+of the newest version unless one is named; with --quick those marked so.
 
 NWOR_TEST_SEED decides random cases. Unless it is set, it is computed from the sources, so that the
 same sources give the same verdict; with --all every test draws its own seed.
