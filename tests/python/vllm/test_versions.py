@@ -62,9 +62,11 @@ def test_versions_that_were_read_have_an_adapter(version: str, local: str) -> No
 @pytest.mark.parametrize("version", ["0.25.1", "0.27.0", "0.32.1", "1.0.0", "dev"])
 def test_versions_that_fit_no_adapter_are_refused(version: str, tmp_path: Path) -> None:
     other = write_release(tmp_path, versions.ADAPTERS[0], prepare_inputs=("self", "other"))
-    expected_problem = f"vLLM {version} is not supported; install vLLM 0.26.0, 0.32.0 or 0.33.0"
-    assert versions.choose(version, other) == (expected_problem, None)
-    assert versions.choose(version) == (expected_problem, None)
+    for site in (other, None):
+        problem, warning = versions.choose(version, site)
+        assert problem.startswith(f"vLLM {version} is not supported; run `pip install vllm==")
+        assert "(vLLM 0.26.0, 0.32.0 or 0.33.0 works, each with its torch)" in problem
+        assert warning is None
 
 
 @pytest.mark.parametrize(
