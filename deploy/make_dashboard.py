@@ -48,7 +48,7 @@ PANELS = (
         "Draft tokens",
         "short",
         ((STAGED, "staged"), (COMMITTED, "committed"), (REJECTED, "rejected")),
-        "Per second; staged = committed + rejected.",
+        "Per second; staged = committed + rejected, unless commits fail.",
     ),
     Panel(
         "Accepted drafts a round",
@@ -82,6 +82,16 @@ PANELS = (
         "short",
         ((rate("nwor_fallback_total", "reason"), "{{reason}}"),),
         "Per second; docs/vllm.md says what each reason means.",
+    ),
+    Panel(
+        "Failed commits by reason",
+        "short",
+        (
+            (rate("nwor_commit_failures_total", "reason"), "{{reason}}"),
+            (rate("nwor_recoveries_total"), "requests computed again"),
+            (f"sum(nwor_staging_off_engines{{{JOB}}})", "engines without drafts"),
+        ),
+        "Per second, and engines; docs/vllm.md says what happens after a fault.",
     ),
     Panel(
         "Rounds",

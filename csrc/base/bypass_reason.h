@@ -23,7 +23,7 @@
   X(kRankDisagreement, "rank_disagreement", "ranks accepted different tokens")               \
   X(kCommitFailure, "commit_failure",                                                        \
     "the commit failed and accepted rows were written one by one")                           \
-  X(kCommitLost, "commit_lost", "accepted rows could not be written, the request must end")
+  X(kCommitLost, "commit_lost", "accepted rows could not be written")
 
 namespace nwor {
 

@@ -88,10 +88,12 @@ py::dict StatsDict(const Interceptor::Stats& stats) {
   dict["staged_tokens"] = stats.staged_tokens;
   dict["committed_tokens"] = stats.committed_tokens;
   dict["rejected_tokens"] = stats.rejected_tokens;
+  dict["failed_tokens"] = stats.failed_tokens;
   dict["cache_bytes_written"] = stats.cache_bytes_written;
   dict["cache_bytes_avoided"] = stats.cache_bytes_avoided;
   dict["staging_bytes"] = stats.staging_bytes;
   dict["fallbacks"] = NonZero(kBypassReasonTexts, stats.fallbacks);
+  dict["commit_failures"] = NonZero(kCommitErrorTexts, stats.commit_failures, 1);
   dict["layers"] = stats.num_layers;
   dict["groups"] = stats.num_groups;
   dict["epoch"] = stats.epoch;
@@ -116,8 +118,10 @@ py::dict MetricsSnapshot() {
   }
   dict["nwor_staging_bytes"] = snapshot.staging_bytes;
   dict["nwor_sessions_live"] = snapshot.live_sessions;
+  dict["nwor_staging_off_engines"] = snapshot.staging_off_engines;
   dict["specpv_lossy_engines"] = snapshot.lossy_engines;
   dict["nwor_fallback_total"] = NonZero(kBypassReasonTexts, snapshot.fallbacks);
+  dict["nwor_commit_failures_total"] = NonZero(kCommitErrorTexts, snapshot.commit_failures, 1);
   int64_t count = 0;
   for (const int64_t bucket : snapshot.latency_buckets) count += bucket;
   dict["nwor_commit_seconds_count"] = count;
@@ -268,8 +272,8 @@ void BindRounds(py::module_& m) {
       .def_property_readonly(
           "degraded", [](const Receipt& r) { return Label(r.degraded); },
           "Why the commit was not done in one piece, a label of BYPASS_REASONS, as far as the\n"
-          "host knows without waiting; 'none': it was. After 'commit_lost' the host must end\n"
-          "the requests.")
+          "host knows without waiting; 'none': it was. After 'commit_lost' the host must\n"
+          "compute the requests again or end them.")
       .def_readonly("problem", &Receipt::problem, "Text for people when degraded, else empty.")
       .def_readonly(
           "status", &Receipt::status,

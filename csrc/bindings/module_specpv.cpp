@@ -470,14 +470,17 @@ void BindStore(py::module_& m) {
                              "The largest Budget a request may have.");
 }
 
-// An engine that is not lossless, counted as long as it is there.
-class LossyEngine {
+// An engine in some state, counted as long as this is there.
+template <void (Counters::*add)(int64_t)>
+class CountedEngine {
  public:
-  LossyEngine() { Counters::Global().AddLossyEngines(1); }
-  ~LossyEngine() { Counters::Global().AddLossyEngines(-1); }
-  LossyEngine(const LossyEngine&) = delete;
-  LossyEngine& operator=(const LossyEngine&) = delete;
+  CountedEngine() { (Counters::Global().*add)(1); }
+  ~CountedEngine() { (Counters::Global().*add)(-1); }
+  CountedEngine(const CountedEngine&) = delete;
+  CountedEngine& operator=(const CountedEngine&) = delete;
 };
+using LossyEngine = CountedEngine<&Counters::AddLossyEngines>;
+using StagingOff = CountedEngine<&Counters::AddStagingOffEngines>;
 
 // For hosts that verify and draft with their own machinery and count for themselves.
 void BindCounting(py::module_& m) {
@@ -524,6 +527,10 @@ void BindCounting(py::module_& m) {
       m, "LossyEngine",
       "An engine that is not lossless, counted in specpv_lossy_engines as long as it is\n"
       "there.")
+      .def(py::init<>(), "Counts one more.");
+  py::class_<StagingOff>(m, "StagingOff",
+                         "An engine that decodes without drafts after a fault, counted in\n"
+                         "nwor_staging_off_engines as long as it is there.")
       .def(py::init<>(), "Counts one more.");
   m.def(
       "count_draft_failure",

@@ -83,7 +83,8 @@ class NWOR_EXPORT Receipt {
   int64_t epoch = 0;
   at::Tensor status;  // int64[8] on the caches' device, see commit/error.h
   // Set when the accepted rows could not be committed in one piece: they were then written one by
-  // one from staging (kCommitFailure), or lost (kCommitLost: the host must end the requests).
+  // one from staging (kCommitFailure), or lost (kCommitLost: the host must compute the
+  // requests again or end them).
   BypassReason degraded = BypassReason::kNone;
   std::string problem;  // text for people when degraded
 

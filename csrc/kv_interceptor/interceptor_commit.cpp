@@ -180,6 +180,7 @@ void Interceptor::Impl::CommitStaged(const CommitCall& call, RankAnswer& answer,
     if (!fault) params.agreement = static_cast<const int64_t*>(agreement.const_data_ptr());
   }
   if (incomplete) {
+    books.CountFailure(CommitError::kIncompleteStaging);
     receipt->degraded = BypassReason::kIncompleteStaging;
     receipt->status.zero_();
     receipt->status[kStatusCode].fill_(static_cast<int64_t>(CommitError::kIncompleteStaging));
@@ -214,7 +215,9 @@ void Interceptor::Impl::CommitDirect(RankAnswer& answer, Receipt* receipt) {
   const at::Tensor differs = digest[0].ne(digest[1].bitwise_not());
   receipt->status[kStatusCode].add_(differs, static_cast<int>(CommitError::kRankDisagreement));
   receipt->status[kStatusValue].add_(digest[0].mul(differs));
-  if (table.device().is_cpu() && differs.item<bool>()) ReportDisagreement(receipt);
+  if (table.device().is_cuda() || !differs.item<bool>()) return;
+  books.CountFailure(CommitError::kRankDisagreement);
+  ReportDisagreement(receipt);
 }
 
 void Interceptor::Impl::ReportDisagreement(Receipt* receipt) {
@@ -236,9 +239,13 @@ CommitVerdict Interceptor::Impl::ValidateOnCpu(const CommitParams& params) const
 
 void Interceptor::Impl::CommitOnCpu(const CommitParams& params, const CommitVerdict& found,
                                     bool is_last, Receipt* receipt) {
+  if (found.error != CommitError::kOk) books.CountFailure(found.error);
   NWOR_CHECK(!IsInputFault(found.error), ExplainInputFault(found, params));
   CommitVerdict verdict = CommitCpu(params, undo, *writer);
   const bool failed = verdict.error == CommitError::kWriteFailed;
+  if (failed || (found.error == CommitError::kOk && verdict.error != CommitError::kOk)) {
+    books.CountFailure(verdict.error);
+  }
   // Staging is intact and every byte is back: write the accepted rows once more from there.
   if (failed) verdict = CommitCpu(params, undo, *writer);
   if (verdict.error == CommitError::kOk && !is_last) {
@@ -248,7 +255,9 @@ void Interceptor::Impl::CommitOnCpu(const CommitParams& params, const CommitVerd
     });
   }
   // Before anything is reported, which throws if strict: what is in the cache counts.
-  books.CountCommit(params.status[kStatusCommitted], params.bytes_per_token);
+  if (verdict.error == CommitError::kOk) {
+    books.CountCommit(params.status[kStatusCommitted], params.bytes_per_token);
+  }
   if (verdict.error == CommitError::kSlotMismatch) {
     receipt->degraded = BypassReason::kSlotMismatch;  // counted when the write fell back
     receipt->problem = Sentence(verdict.error);

@@ -2,6 +2,8 @@
 
 #include <ATen/ops/zeros.h>
 
+#include <utility>
+
 #include "base/check.h"
 #include "kv_interceptor/commit/commit.h"
 
@@ -99,8 +101,16 @@ void RoundBooks::CountCommit(int64_t tokens, int64_t bytes_per_token) {
   Counters::Global().Add(Counter::kCacheBytesWritten, tokens * bytes_per_token);
   const std::lock_guard lock(mutex_);
   open_committed_ += tokens;
+  open_failed_ = false;
   totals_.committed_tokens += tokens;
   totals_.cache_bytes_written += tokens * bytes_per_token;
+}
+
+void RoundBooks::CountFailure(CommitError error) {
+  Counters::Global().AddCommitFailure(error);
+  const std::lock_guard lock(mutex_);
+  ++totals_.commit_failures[static_cast<size_t>(error)];
+  open_failed_ = true;
 }
 
 void RoundBooks::SetStagingBytes(int64_t bytes) {
@@ -145,9 +155,12 @@ void RoundBooks::CloseRound(int64_t tokens, int64_t bytes_per_token, bool aborte
   ++totals_.rounds;
   totals_.aborted_rounds += aborted ? 1 : 0;
   totals_.staged_tokens += tokens;
+  const bool failed = std::exchange(open_failed_, false);
   if (on_device) return;
-  const int64_t rejected = tokens - open_committed_;
-  open_committed_ = 0;
+  const int64_t rest = tokens - std::exchange(open_committed_, 0);
+  const int64_t rejected = failed ? 0 : rest;
+  counters.Add(Counter::kFailedTokens, rest - rejected);
+  totals_.failed_tokens += rest - rejected;
   counters.Add(Counter::kRejectedTokens, rejected);
   counters.Add(Counter::kCacheBytesAvoided, rejected * bytes_per_token);
   totals_.rejected_tokens += rejected;
@@ -161,8 +174,12 @@ InterceptorStats RoundBooks::Read() const {
   InterceptorStats stats = totals_;
   stats.committed_tokens += device[Counter::kCommittedTokens];
   stats.rejected_tokens += device[Counter::kRejectedTokens];
+  stats.failed_tokens += device[Counter::kFailedTokens];
   stats.cache_bytes_written += device[Counter::kCacheBytesWritten];
   stats.cache_bytes_avoided += device[Counter::kCacheBytesAvoided];
+  for (int error = 0; error < kNumCommitErrors; ++error) {
+    stats.commit_failures[error] += device.commit_failures[error];
+  }
   return stats;
 }
 
@@ -181,8 +198,12 @@ void RoundBooks::AddDeviceTotals(CountersSnapshot& snapshot, bool in_order) cons
   };
   add(Counter::kCommittedTokens, totals[kCounterCommittedTokens]);
   add(Counter::kRejectedTokens, totals[kCounterRejectedTokens]);
+  add(Counter::kFailedTokens, totals[kCounterFailedTokens]);
   add(Counter::kCacheBytesWritten, totals[kCounterCommittedBytes]);
   add(Counter::kCacheBytesAvoided, totals[kCounterRejectedBytes]);
+  for (int error = 1; error < kNumCommitErrors; ++error) {  // after kOk
+    snapshot.commit_failures[error] += totals[kCounterOutcomes + error];
+  }
 }
 
 }  // namespace nwor

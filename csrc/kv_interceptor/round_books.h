@@ -14,7 +14,8 @@
 #include "metrics/counters.h"
 
 // What one interceptor has done, in numbers: its own totals and its share of the process-wide
-// counters. For every closed round staged = committed + rejected.
+// counters. For every closed round staged = committed + rejected + failed. Tokens have failed if a
+// commit of their round was refused or failed.
 //
 // Commits on a GPU are counted there (commit/counters.h); the books ask the device when somebody
 // reads, on a stream of their own, so that reading neither waits for a round nor disturbs a
@@ -26,9 +27,10 @@ namespace nwor {
 
 struct InterceptorStats {
   int64_t rounds = 0, aborted_rounds = 0, stage_operations = 0;
-  int64_t staged_tokens = 0, committed_tokens = 0, rejected_tokens = 0;
+  int64_t staged_tokens = 0, committed_tokens = 0, rejected_tokens = 0, failed_tokens = 0;
   int64_t cache_bytes_written = 0, cache_bytes_avoided = 0, staging_bytes = 0;
   std::array<int64_t, kNumBypassReasons> fallbacks{};
+  std::array<int64_t, kNumCommitErrors> commit_failures{};
   int num_layers = 0, num_groups = 0;
   int64_t epoch = 0;
   bool round_open = false;
@@ -51,6 +53,9 @@ class RoundBooks {
 
   void CountWrite(int64_t direct_bytes, bool staged);
   void CountCommit(int64_t tokens, int64_t bytes_per_token);  // on the CPU
+  // A commit that the host knows to have failed. What is left of its round has failed, too, unless
+  // a later commit succeeds.
+  void CountFailure(CommitError error);
 
   // What the interceptor is and does now, for readers on other threads.
   void SetStagingBytes(int64_t bytes);
@@ -79,6 +84,7 @@ class RoundBooks {
   mutable std::mutex mutex_;  // guards what follows
   InterceptorStats totals_;
   int64_t open_committed_ = 0;  // tokens of the open round, CPU
+  bool open_failed_ = false;    // a commit of the open round failed
   at::Tensor device_words_;     // int64: the counters, then the ticket
   bool closing_ = false;        // the next reading is the last one
   int source_id_ = 0;

@@ -46,6 +46,7 @@ Counters& Counters::Global() {
                      Counters& self = Global();
                      Zero(self.values_);
                      Zero(self.fallbacks_);
+                     Zero(self.commit_failures_);
                      Zero(self.latency_buckets_);
                      self.latency_sum_nanoseconds_.store(0, kRelaxed);
                      Zero(self.refresh_buckets_);
@@ -118,6 +119,7 @@ void Counters::RemoveSource(int id) {
   found->Refresh();
   Fold(found->last.values, values_);
   Fold(found->last.fallbacks, fallbacks_);
+  Fold(found->last.commit_failures, commit_failures_);
   Fold(found->last.latency_buckets, latency_buckets_);
   latency_sum_nanoseconds_.fetch_add(Nanoseconds(found->last.latency_sum_seconds), kRelaxed);
   Fold(found->last.refresh_buckets, refresh_buckets_);
@@ -137,6 +139,7 @@ CountersSnapshot Counters::Read() const {
   CountersSnapshot snapshot;
   Load(values_, snapshot.values);
   Load(fallbacks_, snapshot.fallbacks);
+  Load(commit_failures_, snapshot.commit_failures);
   Load(latency_buckets_, snapshot.latency_buckets);
   snapshot.latency_sum_seconds =
       static_cast<double>(latency_sum_nanoseconds_.load(kRelaxed)) * 1e-9;
@@ -150,11 +153,13 @@ CountersSnapshot Counters::Read() const {
   snapshot.staging_bytes = staging_bytes_.load(kRelaxed);
   snapshot.live_sessions = live_sessions_.load(kRelaxed);
   snapshot.lossy_engines = lossy_engines_.load(kRelaxed);
+  snapshot.staging_off_engines = staging_off_engines_.load(kRelaxed);
   snapshot.engine = engine_;
   for (RegisteredSource& source : sources_) {
     source.Refresh();
     Sum(source.last.values, snapshot.values);
     Sum(source.last.fallbacks, snapshot.fallbacks);
+    Sum(source.last.commit_failures, snapshot.commit_failures);
     Sum(source.last.latency_buckets, snapshot.latency_buckets);
     snapshot.latency_sum_seconds += source.last.latency_sum_seconds;
     Sum(source.last.refresh_buckets, snapshot.refresh_buckets);

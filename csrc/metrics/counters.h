@@ -11,6 +11,7 @@
 #include <vector>
 
 #include "base/bypass_reason.h"
+#include "base/commit_error.h"
 #include "base/draft_failure.h"
 #include "base/export.h"
 #include "base/full_trigger.h"
@@ -30,12 +31,16 @@ namespace nwor {
   X(kCommittedTokens, "nwor_committed_tokens_total", "Draft tokens committed to the cache")       \
   X(kRejectedTokens, "nwor_rejected_tokens_total",                                                \
     "Draft tokens rejected; their K/V never reached the cache")                                   \
+  X(kFailedTokens, "nwor_failed_tokens_total",                                                    \
+    "Draft tokens that a refused or failed commit left uncommitted, accepted or not")             \
   X(kRounds, "nwor_rounds_total", "Verification rounds that ended, committed or aborted")         \
   X(kAbortedRounds, "nwor_aborted_rounds_total", "Verification rounds that were aborted")         \
   X(kCacheBytesWritten, "nwor_cache_bytes_written_total",                                         \
     "Bytes written to paged caches by direct writes and commits")                                 \
   X(kCacheBytesAvoided, "nwor_cache_bytes_avoided_total",                                         \
     "Bytes of rejected draft tokens that were not written to paged caches")                       \
+  X(kRecoveries, "nwor_recoveries_total",                                                         \
+    "Times that running requests were computed again after a commit failed")                      \
   X(kContractViolations, "nwor_contract_violations_total",                                        \
     "Contract violations that the checker reported")                                              \
   X(kChunkRows, "nwor_chunk_rows_total", "Rows that chunked verification ran")                    \
@@ -137,6 +142,7 @@ struct EngineInfo {
 struct CountersSnapshot {
   std::array<int64_t, kNumCounters> values{};
   std::array<int64_t, kNumBypassReasons> fallbacks{};                      // by BypassReason
+  std::array<int64_t, kNumCommitErrors> commit_failures{};                 // by CommitError
   std::array<int64_t, kCommitLatencyBounds.size() + 1> latency_buckets{};  // not cumulative
   double latency_sum_seconds = 0;
   std::array<int64_t, kCommitLatencyBounds.size() + 1> refresh_buckets{};
@@ -148,6 +154,7 @@ struct CountersSnapshot {
   int64_t staging_bytes = 0;
   int64_t live_sessions = 0;
   int64_t lossy_engines = 0;
+  int64_t staging_off_engines = 0;
   std::optional<EngineInfo> engine;  // the newest one
 
   int64_t operator[](Counter counter) const { return values[static_cast<size_t>(counter)]; }
@@ -166,6 +173,9 @@ class NWOR_EXPORT Counters {
   void AddFallback(BypassReason reason) {
     fallbacks_[static_cast<size_t>(reason)].fetch_add(1, std::memory_order_relaxed);
   }
+  void AddCommitFailure(CommitError error) {
+    commit_failures_[static_cast<size_t>(error)].fetch_add(1, std::memory_order_relaxed);
+  }
   void AddStagingBytes(int64_t delta) {
     staging_bytes_.fetch_add(delta, std::memory_order_relaxed);
   }
@@ -174,6 +184,9 @@ class NWOR_EXPORT Counters {
   }
   void AddLossyEngines(int64_t delta) {
     lossy_engines_.fetch_add(delta, std::memory_order_relaxed);
+  }
+  void AddStagingOffEngines(int64_t delta) {
+    staging_off_engines_.fetch_add(delta, std::memory_order_relaxed);
   }
   void AddFullStep(FullTrigger trigger) {
     full_steps_[static_cast<size_t>(trigger)].fetch_add(1, std::memory_order_relaxed);
@@ -205,6 +218,7 @@ class NWOR_EXPORT Counters {
  private:
   std::array<std::atomic<int64_t>, kNumCounters> values_{};
   std::array<std::atomic<int64_t>, kNumBypassReasons> fallbacks_{};
+  std::array<std::atomic<int64_t>, kNumCommitErrors> commit_failures_{};
   std::array<std::atomic<int64_t>, kCommitLatencyBounds.size() + 1> latency_buckets_{};
   std::atomic<int64_t> latency_sum_nanoseconds_{0};
   std::array<std::atomic<int64_t>, kCommitLatencyBounds.size() + 1> refresh_buckets_{};
@@ -216,6 +230,7 @@ class NWOR_EXPORT Counters {
   std::atomic<int64_t> staging_bytes_{0};
   std::atomic<int64_t> live_sessions_{0};
   std::atomic<int64_t> lossy_engines_{0};
+  std::atomic<int64_t> staging_off_engines_{0};
 
   struct RegisteredSource {
     int id;

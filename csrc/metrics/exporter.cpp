@@ -79,6 +79,11 @@ MetricFamily Fallbacks(const CountersSnapshot& snapshot, const Labels& labels) {
                  "reason", kBypassReasonTexts, snapshot.fallbacks, 1, labels);
 }
 
+MetricFamily CommitFailures(const CountersSnapshot& snapshot, const Labels& labels) {
+  return ByLabel("nwor_commit_failures_total", "Commits that were refused or failed, by reason",
+                 "reason", kCommitErrorTexts, snapshot.commit_failures, 1, labels);
+}
+
 MetricFamily FullSteps(const CountersSnapshot& snapshot, const Labels& labels) {
   return ByLabel("specpv_full_steps_total", "Verification steps over the whole context, by trigger",
                  "trigger", kFullTriggerTexts, snapshot.full_steps, 1, labels);
@@ -170,12 +175,16 @@ class CountersCollectable : public prometheus::Collectable {
                  text.Unit() * static_cast<double>(snapshot[static_cast<Counter>(i)])));
     }
     families.push_back(Fallbacks(snapshot, labels_));
+    families.push_back(CommitFailures(snapshot, labels_));
     families.push_back(Single("nwor_staging_bytes", "Bytes held by staging buffers",
                               MetricType::Gauge, labels_,
                               static_cast<double>(snapshot.staging_bytes)));
     families.push_back(Single("nwor_sessions_live", "Sessions that hold cached tokens",
                               MetricType::Gauge, labels_,
                               static_cast<double>(snapshot.live_sessions)));
+    families.push_back(Single("nwor_staging_off_engines",
+                              "Engines that decode without drafts after a fault", MetricType::Gauge,
+                              labels_, static_cast<double>(snapshot.staging_off_engines)));
     families.push_back(
         Single("specpv_lossy_engines",
                "Engines that are NOT lossless: their tokens may differ from those of "

@@ -31,6 +31,7 @@ __all__: list[str] = [
     "SessionStore",
     "SlotAllocator",
     "SpecPVConfig",
+    "StagingOff",
     "StepDecision",
     "StepOutcome",
     "StoredCache",
@@ -221,6 +222,9 @@ class ContractChecker:
     def verify_staged(self) -> list[Violation]: ...
 
 class LossyEngine:
+    def __init__(self) -> None: ...
+
+class StagingOff:
     def __init__(self) -> None: ...
 
 class Budget:

@@ -118,8 +118,8 @@ void Publish(const CommitParams& params, const CommitVerdict& verdict, int64_t n
     params.status[kStatusCommitted] = num_tokens;
   }
   if (params.counters != nullptr) {
-    AddCommit(params.counters, {verdict.error == CommitError::kOk, num_tokens,
-                                params.bytes_per_token, params.closing_tokens});
+    AddCommit(params.counters,
+              {verdict.error, num_tokens, params.bytes_per_token, params.closing_tokens});
   }
   if (params.tips != nullptr && verdict.error == CommitError::kOk) {
     for (int32_t request = 0; request < params.num_requests; ++request) {

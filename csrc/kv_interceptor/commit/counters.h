@@ -3,28 +3,30 @@
 #include <cstdint>
 
 #include "base/host_device.h"
+#include "kv_interceptor/commit/error.h"
 
-// Running totals that commits add to, where they run. Rejected tokens are settled by the commit
-// that closes a round, together with its committed ones, so that a reader at any moment sees totals
-// that only grow.
+// Running totals that commits add to, where they run. What was not committed is settled by the
+// commit that closes a round, so that a reader at any moment sees totals that only grow. It was
+// rejected, unless that commit was refused: then it has failed.
 
 namespace nwor {
 
 enum CommitCounter : int {
-  kCounterCommits = 0,
-  kCounterFailedCommits = 1,
-  kCounterCommittedTokens = 2,
-  kCounterCommittedBytes = 3,
-  kCounterRejectedTokens = 4,
-  kCounterRejectedBytes = 5,
-  kCounterOpenTokens = 6,  // committed by the chunks of the round that is open
-  kNumCommitCounters = 7,
+  kCounterCommittedTokens = 0,
+  kCounterCommittedBytes = 1,
+  kCounterRejectedTokens = 2,
+  kCounterRejectedBytes = 3,
+  kCounterFailedTokens = 4,
+  kCounterOpenTokens = 5,  // committed by the chunks of the round that is open
+  kCounterOutcomes = 6,    // one for each CommitError: commits that ended so
+  kNumCommitCounters = kCounterOutcomes + kNumCommitErrors,
 };
+static_assert(kNumCommitCounters <= 32, "one warp of the commit kernel updates them");
 
 // What one commit adds.
 struct CountedCommit {
-  bool ok;
-  int64_t num_tokens;  // 0 unless ok
+  CommitError error;
+  int64_t num_tokens;  // 0 unless the error is kOk
   int64_t bytes_per_token;
   int64_t closing_tokens;  // >= 0: it closes a round that staged so many
 };
@@ -33,22 +35,23 @@ struct CountedCommit {
 NWOR_HOST_DEVICE inline int64_t CounterAfter(int counter, int64_t before, int64_t open,
                                              const CountedCommit& commit) {
   const bool closes = commit.closing_tokens >= 0;
-  const int64_t rejected = closes ? commit.closing_tokens - open - commit.num_tokens : 0;
+  const bool failed = commit.error != CommitError::kOk;
+  const int64_t rest = closes ? commit.closing_tokens - open - commit.num_tokens : 0;
   switch (counter) {
-    case kCounterCommits:
-      return before + (commit.ok ? 1 : 0);
-    case kCounterFailedCommits:
-      return before + (commit.ok ? 0 : 1);
     case kCounterCommittedTokens:
       return before + commit.num_tokens;
     case kCounterCommittedBytes:
       return before + commit.num_tokens * commit.bytes_per_token;
     case kCounterRejectedTokens:
-      return before + rejected;
+      return before + (failed ? 0 : rest);
     case kCounterRejectedBytes:
-      return before + rejected * commit.bytes_per_token;
-    default:  // kCounterOpenTokens
+      return before + (failed ? 0 : rest * commit.bytes_per_token);
+    case kCounterFailedTokens:
+      return before + (failed ? rest : 0);
+    case kCounterOpenTokens:
       return closes ? 0 : open + commit.num_tokens;
+    default:
+      return before + (counter == kCounterOutcomes + static_cast<int>(commit.error) ? 1 : 0);
   }
 }
 

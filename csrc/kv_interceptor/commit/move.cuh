@@ -184,8 +184,8 @@ __device__ inline int64_t LoadCounter(const BatchTable& batch) {
   return batch.counters != nullptr && lane < kNumCommitCounters ? batch.counters[lane] : 0;
 }
 
-// One warp of the grid. `counter`: its lanes'.
-__device__ inline void WriteStatus(const BatchTable& batch, const CommitVerdict& verdict, bool ok,
+// One warp of the grid, whose first lane has the verdict. `counter`: its lanes'.
+__device__ inline void WriteStatus(const BatchTable& batch, const CommitVerdict& verdict,
                                    int64_t num_tokens, int64_t counter) {
   const uint32_t lane = threadIdx.x % 32;
   if (batch.status != nullptr && lane == 0) {
@@ -197,10 +197,11 @@ __device__ inline void WriteStatus(const BatchTable& batch, const CommitVerdict&
     for (int word = kStatusCommitted + 1; word < kNumStatusWords; ++word) batch.status[word] = 0;
   }
   const int64_t open = __shfl_sync(0xffffffff, counter, kCounterOpenTokens);
+  const int error = __shfl_sync(0xffffffff, static_cast<int>(verdict.error), 0);
   if (batch.counters != nullptr && lane < kNumCommitCounters) {
-    batch.counters[lane] =
-        CounterAfter(static_cast<int>(lane), counter, open,
-                     {ok, num_tokens, batch.bytes_per_token, batch.closing_tokens});
+    batch.counters[lane] = CounterAfter(
+        static_cast<int>(lane), counter, open,
+        {static_cast<CommitError>(error), num_tokens, batch.bytes_per_token, batch.closing_tokens});
   }
 }
 
@@ -225,7 +226,7 @@ __device__ inline void Publish(const BatchTable& batch, const BatchVerdict& foun
   const bool ok = found.fault == kNoFault;
   CommitVerdict verdict;
   if (!ok && lane == 0) verdict = Describe(batch, found.fault);
-  WriteStatus(batch, verdict, ok, ok ? found.num_accepted : 0, counter);
+  WriteStatus(batch, verdict, ok ? found.num_accepted : 0, counter);
   if (batch.closing_tokens >= 0) return ClearRound(batch, ok, lane);
   if (batch.tips == nullptr || !ok) return;
   const int32_t num_requests = batch.num_positions / batch.positions_per_request;
@@ -249,7 +250,7 @@ __device__ void Announce(const BatchTable& batch, const Tail& tail, const BatchV
     const uint32_t lane = threadIdx.x % 32;
     CommitVerdict verdict;
     if (lane == 0) verdict = DescribeTailFault(batch, tail, found.fault);
-    WriteStatus(batch, verdict, /*ok=*/false, 0, counter);
+    WriteStatus(batch, verdict, 0, counter);
     if (batch.closing_tokens >= 0) ClearRound(batch, /*ok=*/false, lane);
   } else {
     Publish(batch, found, counter);

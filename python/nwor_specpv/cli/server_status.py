@@ -24,6 +24,9 @@ _COUNTS = {
     "staged_tokens": "nwor_staged_tokens_total",
     "committed_tokens": "nwor_committed_tokens_total",
     "rejected_tokens": "nwor_rejected_tokens_total",
+    "failed_tokens": "nwor_failed_tokens_total",
+    "recoveries": "nwor_recoveries_total",
+    "staging_off_engines": "nwor_staging_off_engines",
     "cache_bytes_written": "nwor_cache_bytes_written_total",
     "cache_bytes_avoided": "nwor_cache_bytes_avoided_total",
     "staging_bytes": "nwor_staging_bytes",
@@ -55,6 +58,7 @@ _COUNTS = {
 }
 _COUNTS_BY_LABEL = {
     "bypasses": ("nwor_fallback_total", "reason"),
+    "commit_failures": ("nwor_commit_failures_total", "reason"),
     "full_steps": ("specpv_full_steps_total", "trigger"),
     "draft_failures": ("specpv_draft_failures_total", "reason"),
 }
@@ -113,6 +117,16 @@ def lines(report: dict[str, Any]) -> list[tuple[str, str]]:
         ("staging", _bytes(report["staging_bytes"])),
         ("bypassed", _bypasses(report["bypasses"])),
     ]
+    if report["commit_failures"]:
+        found.append(
+            (
+                "failed commits",
+                f"{_listed(report['commit_failures'])}; {report['failed_tokens']:,} draft tokens, "
+                f"requests computed again {report['recoveries']:,} times",
+            )
+        )
+    if report["staging_off_engines"]:
+        found.append(("drafts", "OFF after a fault; the log says which and for how long"))
     full = sum(report["full_steps"].values())
     if report["partial_steps"] or full:
         by_trigger = f" ({_listed(report['full_steps'])})" if full else ""

@@ -306,16 +306,35 @@ TEST_F(Commit, CountsOnlyWhatItWroteAndSettlesTheRestOnClosing) {
   Run();  // five tokens, the round goes on
   EXPECT_EQ(counters[kCounterRejectedTokens], 0);
   Accept({{0, 1}}, {2}, {{5, 5}});
-  Run();  // refused
+  Run();  // refused, and then corrected
   Accept({{0, 1}}, {2}, {{5, 6}});
   params_.closing_tokens = 10;
   Run();  // two more of ten
-  EXPECT_EQ(counters[kCounterCommits], 2);
-  EXPECT_EQ(counters[kCounterFailedCommits], 1);
+  EXPECT_EQ(counters[kCounterOutcomes], 2);
+  EXPECT_EQ(counters[kCounterOutcomes + static_cast<int>(CommitError::kDuplicateSlot)], 1);
   EXPECT_EQ(counters[kCounterCommittedTokens], 7);
   EXPECT_EQ(counters[kCounterCommittedBytes], 700);
   EXPECT_EQ(counters[kCounterRejectedTokens], 3);
   EXPECT_EQ(counters[kCounterRejectedBytes], 300);
+  EXPECT_EQ(counters[kCounterFailedTokens], 0);
+  EXPECT_EQ(counters[kCounterOpenTokens], 0);
+}
+
+TEST_F(Commit, CountsTheRestAsFailedWhenTheLastCommitIsRefused) {
+  std::vector<int64_t> counters(kNumCommitCounters, 0);
+  params_.counters = counters.data();
+  params_.bytes_per_token = 100;
+  Accept({{0, 1}}, {2}, {{5, 6}});
+  Run();
+  Accept({{0, 1}}, {2}, {{9, 9}});
+  params_.closing_tokens = 10;
+  Run();
+  EXPECT_EQ(counters[kCounterOutcomes], 1);
+  EXPECT_EQ(counters[kCounterOutcomes + static_cast<int>(CommitError::kDuplicateSlot)], 1);
+  EXPECT_EQ(counters[kCounterCommittedTokens], 2);
+  EXPECT_EQ(counters[kCounterRejectedTokens], 0);
+  EXPECT_EQ(counters[kCounterRejectedBytes], 0);
+  EXPECT_EQ(counters[kCounterFailedTokens], 8);
   EXPECT_EQ(counters[kCounterOpenTokens], 0);
 }
 

@@ -52,6 +52,9 @@ class InterceptorTest : public ::testing::Test {
   at::Tensor KeySlot(int layer, int64_t slot) {
     return keys_[layer].reshape({-1, kHeads, kDim})[slot];
   }
+  static int64_t Failures(const Interceptor& interceptor, CommitError error) {
+    return interceptor.stats().commit_failures[static_cast<size_t>(error)];
+  }
   bool Unchanged() {
     return at::equal(at::stack(keys_), before_keys_) &&
            at::equal(at::stack(values_), before_values_);
@@ -184,7 +187,10 @@ TEST_F(InterceptorTest, SaysIncompleteAndWritesNothingWhenALayerIsMissing) {
   EXPECT_EQ(receipt.degraded, BypassReason::kIncompleteStaging);
   EXPECT_NE(receipt.problem.find("layer.1"), std::string::npos) << receipt.problem;
   EXPECT_TRUE(Unchanged());
-  EXPECT_EQ(interceptor.stats().rejected_tokens, 1);
+  EXPECT_EQ(interceptor.stats().rejected_tokens, 0);
+  EXPECT_EQ(interceptor.stats().failed_tokens, 1);
+  EXPECT_EQ(interceptor.stats().cache_bytes_avoided, 0);
+  EXPECT_EQ(Failures(interceptor, CommitError::kIncompleteStaging), 1);
 }
 
 TEST_F(InterceptorTest, WritesDirectlyWhenTheRoundDoesNotFit) {
@@ -344,7 +350,9 @@ TEST_F(InterceptorTest, SaysLostAndChangesNothingWhenTheCommitFailsAgain) {
   EXPECT_EQ(receipt.degraded, BypassReason::kCommitLost);
   EXPECT_TRUE(Unchanged());
   EXPECT_EQ(interceptor.stats().committed_tokens, 0);
-  EXPECT_EQ(interceptor.stats().rejected_tokens, 2);
+  EXPECT_EQ(interceptor.stats().rejected_tokens, 0);
+  EXPECT_EQ(interceptor.stats().failed_tokens, 2);
+  EXPECT_EQ(Failures(interceptor, CommitError::kWriteFailed), 1);
 }
 
 TEST_F(InterceptorTest, CommitsInChunksOfOneRound) {
@@ -569,7 +577,13 @@ TEST_F(InterceptorTest, WrongUseThrowsAndLeavesTheRoundAsItWas) {
   EXPECT_THROW(interceptor.Commit(Ints({2}).view({1, 1}), Ints({1})), Error);  // skips row 1
   EXPECT_THROW(interceptor.Commit(Ints({0}).view({1, 1}), Ints({1})), Error);  // the root
   EXPECT_TRUE(Unchanged());
-  EXPECT_TRUE(interceptor.Commit(Ints({1, 2}).view({1, 2}), Ints({2})).ok());
+  EXPECT_TRUE(interceptor.Commit(Ints({1}).view({1, 1}), Ints({1})).ok());
+  const InterceptorStats stats = interceptor.stats();
+  EXPECT_EQ(Failures(interceptor, CommitError::kCountRange), 1);
+  EXPECT_EQ(Failures(interceptor, CommitError::kNotAChain), 1);
+  EXPECT_EQ(Failures(interceptor, CommitError::kPathRange), 1);
+  EXPECT_EQ(stats.failed_tokens, 0) << "the call was corrected";
+  EXPECT_EQ(stats.rejected_tokens, 1);
 }
 
 }  // namespace

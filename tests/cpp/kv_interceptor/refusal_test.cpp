@@ -43,7 +43,10 @@ TEST_F(Refusal, CommitsNothingWhenALayerGaveOtherSlots) {
   EXPECT_EQ(receipt.degraded, BypassReason::kSlotMismatch);
   EXPECT_EQ(receipt.committed_tokens(), 0);
   ExpectCaches(before);
-  EXPECT_EQ(interceptor_.stats().rejected_tokens, 3);
+  EXPECT_EQ(interceptor_.stats().rejected_tokens, 0);
+  EXPECT_EQ(interceptor_.stats().failed_tokens, 3);
+  EXPECT_EQ(interceptor_.stats().commit_failures[static_cast<size_t>(CommitError::kSlotMismatch)],
+            1);
 }
 
 TEST_F(Refusal, CommitsNothingWhenALayerThatHadStagedGivesOtherSlotsLater) {

@@ -38,6 +38,11 @@ nwor_aborted_rounds_total{rank="0"} 2
 nwor_staged_tokens_total{rank="0"} 6000
 nwor_committed_tokens_total{rank="0"} 4500
 nwor_rejected_tokens_total{rank="0"} 1500
+nwor_failed_tokens_total{rank="0"} 30
+nwor_commit_failures_total{rank="0",reason="slot_range"} 2
+nwor_commit_failures_total{rank="0",reason="duplicate_slot"} 0
+nwor_recoveries_total{rank="0"} 2
+nwor_staging_off_engines{rank="0"} 1
 nwor_cache_bytes_written_total{rank="0"} 3221225472
 nwor_cache_bytes_avoided_total{rank="0"} 1.572864e+06
 nwor_staging_bytes{rank="0"} 512
@@ -84,6 +89,8 @@ draft tokens    6,000 staged, 4,500 committed, 1,500 rejected
 cache writes    3.0 GiB written, 1.5 MiB avoided
 staging         512 B
 bypassed        capacity 7, commit_lost 1 (docs/metrics.md explains the reasons)
+failed commits  slot_range 2; 30 draft tokens, requests computed again 2 times
+drafts          OFF after a fault; the log says which and for how long
 steps           40 partial, 7 full (interval 5, first 2)
 chosen steps    100 plain (1,800 tokens/s), 20 guess, 1,380 pass (5,000 tokens/s)
 choices         3 switches, 36 probe steps

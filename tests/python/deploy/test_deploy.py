@@ -122,8 +122,9 @@ def test_the_container_is_healthy_while_both_endpoints_answer() -> None:
 RAISED = {
     "NworContractViolated": {"nwor_contract_violations_total": "0x30 1x60"},
     "NworAcceptedTokensLost": {'nwor_fallback_total{reason="commit_lost"}': "0x30 1x60"},
-    "NworRanksDisagree": {'nwor_fallback_total{reason="rank_disagreement"}': "0x30 1x60"},
-    "NworCommitsFail": {'nwor_fallback_total{reason="slot_mismatch"}': "0x30 1x60"},
+    "NworStagingOff": {"nwor_staging_off_engines": "0x10 1x60"},
+    "NworRanksDisagree": {'nwor_commit_failures_total{reason="rank_disagreement"}': "0x30 1x60"},
+    "NworCommitsFail": {'nwor_commit_failures_total{reason="slot_mismatch"}': "0x30 1x60"},
     "NworStagingTooSmall": {
         'nwor_fallback_total{reason="capacity"}': "0+10x90",
         "nwor_rounds_total": "0+100x90",
@@ -142,6 +143,9 @@ STILL = {
     "nwor_contract_violations_total": "1x90",
     'nwor_fallback_total{reason="commit_lost"}': "0x90",
     'nwor_fallback_total{reason="capacity"}': "0+1x90",
+    'nwor_commit_failures_total{reason="rank_disagreement"}': "1x90",
+    'nwor_commit_failures_total{reason="slot_mismatch"}': "1x90",
+    "nwor_staging_off_engines": "0x60 1x2 0x28",  # a pause
     'specpv_draft_failures_total{reason="error"}': "1x90",
     "nwor_aborted_rounds_total": "0x90",
     "nwor_rounds_total": "0+100x90",

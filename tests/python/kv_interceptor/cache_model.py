@@ -128,6 +128,7 @@ class InterceptorModel:
             "staged_tokens": 0,
             "committed_tokens": 0,
             "rejected_tokens": 0,
+            "failed_tokens": 0,
         }
         self.committed_rows: set[int] = set()
 
@@ -166,12 +167,14 @@ class InterceptorModel:
                     key, value = self.staged[layer, row]
                     cache.put(slot, key, value, self.row_dtype)
 
-    def end(self, aborted: bool) -> None:
+    def end(self, aborted: bool, failed: bool = False) -> None:
+        """`failed`: the round's commit was refused."""
         self.counts["rounds"] += 1
         self.counts["aborted_rounds"] += aborted
         if self.staging:
             staged = len({row for _, row in self.staged})
             self.counts["staged_tokens"] += staged
             self.counts["committed_tokens"] += len(self.committed_rows)
-            self.counts["rejected_tokens"] += staged - len(self.committed_rows)
+            rest = "failed_tokens" if failed else "rejected_tokens"
+            self.counts[rest] += staged - len(self.committed_rows)
         self.staging = False

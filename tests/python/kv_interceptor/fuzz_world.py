@@ -204,7 +204,7 @@ class World(WrongCalls):
             self.tally["aborts" if decision.stage else "direct rounds"] += 1
         elif self.refusing:
             receipt = self.commit_refused(query_lens, num_drafts)
-            model.end(aborted=False)
+            model.end(aborted=False, failed=True)
         else:
             receipt, emitted = self.commit_round(query_lens, num_drafts, bad_at == 2)
             model.end(aborted=receipt is None)

@@ -122,7 +122,10 @@ def test_a_slot_mismatch_between_layers_refuses_the_commit() -> None:
     assert receipt.verdict.error == "slot_mismatch"
     engine.expect(rows, {4: 0})
     stats = engine.interceptor.stats()
-    assert (stats["committed_tokens"], stats["rejected_tokens"]) == (0, 2)
+    assert (stats["committed_tokens"], stats["rejected_tokens"]) == (0, 0)
+    assert (stats["failed_tokens"], stats["cache_bytes_avoided"]) == (2, 0)
+    assert stats["commit_failures"] == {"slot_mismatch": 1}
+    assert nwor.Metrics().snapshot()["nwor_commit_failures_total"]["slot_mismatch"] >= 1
 
 
 def test_a_slot_out_of_range_is_not_written_and_refuses_the_commit() -> None:
