@@ -1,55 +1,66 @@
-"""What became of commits on a GPU, learned without waiting for it."""
+"""What became of commits on a GPU, learned in the next step."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from nwor_specpv import COMMIT_ERRORS
-from nwor_specpv.errors import NworError
+
+
+class RefusedCommit(NamedTuple):
+    reason: str  # one of COMMIT_ERRORS
+    problem: str  # a sentence for the log
 
 
 class CommitStatusReader:
-    """Status words of commits on a GPU, read when they have arrived: nobody waits for them.
+    """Status words of a step's commits, which the next step reads before its tokens are known.
 
-    A fault there means that emitted tokens are missing from the cache. By the time it is known the
-    next step has used the staging, so all that is left is to say so and end.
+    By then the next step has used the staging: what a refused commit should have written is gone.
     """
 
     def __init__(self) -> None:
-        self._words: torch.Tensor | None = None
-        self._status: torch.Tensor | None = None  # on its way; None: nothing is
+        self._words: list[torch.Tensor] = []  # on the host, one for each commit of a step
+        self._sent: list[Any] = []  # receipts whose statuses are on their way
         self._committed: torch.cuda.Event | None = None
         self._arrived: torch.cuda.Event | None = None
         self._aside: torch.cuda.Stream | None = None  # a copy would hold up the step's kernels
 
-    def request(self, receipt: Any) -> None:
-        """Sends for the status of this commit, after looking at the last one's."""
-        self.check()
-        if self._status is not None:  # the last one is still on its way: it is waited for here
-            self._arrived.synchronize()
-            self.check()
-        if self._words is None:
-            self._words = torch.zeros(8, dtype=torch.int64, pin_memory=True)
+    def send(self, receipts: list[Any]) -> None:
+        """Sends for the statuses of a step's commits. REQUIRES: the last ones were read."""
+        on_gpu = receipts[0].status.is_cuda
+        while len(self._words) < len(receipts):
+            self._words.append(torch.zeros(8, dtype=torch.int64, pin_memory=on_gpu))
+        self._sent = receipts
+        if not on_gpu:
+            self._copy()
+            return
+        if self._aside is None:
             self._committed, self._arrived = torch.cuda.Event(), torch.cuda.Event()
-            self._aside = torch.cuda.Stream(receipt.status.device)
-        self._status = receipt.status
+            self._aside = torch.cuda.Stream(receipts[0].status.device)
         self._committed.record()
         with torch.cuda.stream(self._aside):
             self._committed.wait()
-            self._words.copy_(self._status, non_blocking=True)
+            self._copy()
             self._arrived.record()
 
-    def check(self) -> None:
-        """Raises NworError if a commit that has been heard of went wrong."""
-        if self._status is None or self._words is None or not self._arrived.query():
-            return
-        self._status = None
-        code, request, index, value = self._words[:4].tolist()
-        if code != 0:
-            raise NworError(
-                f"nwor_specpv: a commit failed on the GPU with {COMMIT_ERRORS[code]} (request "
-                f"{request}, index {index}, value {value}), so accepted tokens are missing from "
-                "the cache; restart the server and report this line"
-            )
+    def _copy(self) -> None:
+        for words, receipt in zip(self._words, self._sent, strict=False):
+            words.copy_(receipt.status, non_blocking=True)
+
+    def read(self) -> RefusedCommit | None:
+        """Waits for what was sent for: the first commit that was refused, if one was."""
+        if self._sent and self._arrived is not None:
+            self._arrived.synchronize()
+        sent, self._sent = self._sent, []
+        for words in self._words[: len(sent)]:
+            code, request, index, value = words[:4].tolist()
+            if code != 0:
+                reason = COMMIT_ERRORS[code]
+                return RefusedCommit(
+                    reason,
+                    f"a commit was refused with {reason} (request {request}, index {index}, value "
+                    f"{value}), so accepted tokens are missing from the cache",
+                )
+        return None

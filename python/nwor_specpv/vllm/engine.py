@@ -18,7 +18,8 @@ from nwor_specpv import _C, ContractChecker, Interceptor
 from nwor_specpv.errors import NworError, logger
 
 from . import draft_rows, registry, support, versions
-from .hooks import graph_lengths, prefix_hits, speculators
+from .faults import Faults
+from .hooks import graph_lengths, prefix_hits, recovery, speculators
 from .hooks import runner as runner_hooks
 from .settings import read_settings
 from .specpv import rules as long_context
@@ -68,8 +69,9 @@ class Engine:
         single_rank = vllm_config.parallel_config.world_size == 1
         self.draft_failures = DraftFailures(single_rank=single_rank)
         most = self.setup.num_speculative_tokens
-        self.staging = Staging(self.layers, self.settings, vllm_config, most)
-        self.steps = Steps(self.staging)
+        self.faults = Faults(recovers=support.recovers(vllm_config))
+        self.staging = Staging(self.layers, self.settings, vllm_config, most, self.faults)
+        self.steps = Steps(self.staging, self.faults)
         self._runner: Callable[[], Any] = lambda: None
         if self.off is None:
             route = self.settings.attention_route or "auto"
@@ -86,7 +88,10 @@ class Engine:
             return "no speculation is configured"
         problems = [str(refusal) for refusal in support.refusals(self.setup)]
         hook_problem = (
-            runner_hooks.install() or runner_hooks.install_plan() or prefix_hits.install()
+            runner_hooks.install()
+            or runner_hooks.install_plan()
+            or prefix_hits.install()
+            or recovery.install()
         )
         if hook_problem is not None:
             problems.append(f"{hook_problem}; install vLLM {versions.supported()}")

@@ -26,6 +26,7 @@ class RegisteredEngine(Protocol):
     num_drafts: int  # that the scheduler wants for the next step (runner V2); 0: a plain one
     num_passes: int  # that make them; 0: guesses alone
     prefix_hits: bool  # a request may read what another one of the step computes
+    faults: Any  # what the scheduler has to know of them
 
     def attach(self, runner: Any) -> None:
         """Says which model runner drives the engine."""

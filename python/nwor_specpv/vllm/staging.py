@@ -13,6 +13,7 @@ from nwor_specpv.config import Settings
 from nwor_specpv.errors import NworError, logger
 
 from .backend.caches import views_of
+from .faults import Faults
 
 # The value of `agreement_group` that means this engine's tensor-parallel ranks.
 TENSOR_PARALLEL = "tp"
@@ -25,7 +26,12 @@ class Staging:
     """
 
     def __init__(
-        self, layers: Mapping[str, Any], settings: Settings, vllm_config: Any, num_drafts: int
+        self,
+        layers: Mapping[str, Any],
+        settings: Settings,
+        vllm_config: Any,
+        num_drafts: int,
+        faults: Faults,
     ) -> None:
         self.layers = layers
         self.groups: list[list[str]] = []  # names of layers that share one slot mapping
@@ -33,6 +39,7 @@ class Staging:
         self.interceptor: Interceptor | None = None
         self.checker: ContractChecker | None = None
         self.violations: list[str] = []
+        self._faults = faults
         self._settings = settings
         self._watched = settings.check_contract
         self._dtype = vllm_config.model_config.dtype  # of K and V before a cache quantises them
@@ -75,12 +82,15 @@ class Staging:
         self.bound.clear()
 
     def note(self, violations: Sequence[Any]) -> None:
-        """Remembers what the checker found, says it, and raises with `strict`."""
+        """Remembers what the checker found, says it, and raises with `strict`. The cache is wrong
+        then: requests are computed again, and drafts end."""
         for violation in violations:
             self.violations.append(repr(violation))
             logger.error("nwor_specpv: the contract checker found %r; report this line", violation)
         if violations and self._settings.strict:
             raise NworError(f"the contract checker found {violations[0]!r}; report this line")
+        if violations:
+            self._faults.lose("contract_violation", "the commit contract was broken")
 
     def _watch(self) -> None:
         """Sets the contract checker on the caches, if each layer has memory of its own."""

@@ -19,6 +19,7 @@ from nwor_specpv.errors import NworError, logger
 from . import draft_rows
 from .backend.caches import views_of, write_direct
 from .commit_status import CommitStatusReader
+from .faults import Faults
 from .staging import Staging
 
 # Path entries that one commit may have (see docs/commit.md).
@@ -45,9 +46,10 @@ class OpenStep:
 class Steps:
     """The steps of one engine. Thread-safety: none; a vLLM worker runs them from one thread."""
 
-    def __init__(self, staging: Staging) -> None:
+    def __init__(self, staging: Staging, faults: Faults) -> None:
         self.num_replays = 0  # steps whose writes a CUDA graph did
         self._staging = staging
+        self._faults = faults
         self._step: OpenStep | None = None
         self._rows: tuple[Any, torch.Tensor, torch.Tensor] | None = None  # of the last step
         self._statuses = CommitStatusReader()
@@ -138,8 +140,12 @@ class Steps:
     # ---- ending ---------------------------------------------------------------------------------
 
     def finish(self, accepted: Callable[[torch.Tensor], torch.Tensor]) -> None:
-        """Commits what was accepted. `accepted` gives the counts [B] for the numbers of drafts."""
+        """Commits what was accepted. `accepted` gives the counts [B] for the numbers of drafts.
+
+        What became of the last step's commits is known here, before this step's tokens are.
+        """
         step, self._step = self._step, None
+        self._settle_last()
         if step is None:
             return
         checker = self._staging.checker
@@ -168,13 +174,12 @@ class Steps:
         except Exception as error:
             logger.exception("nwor_specpv: the commit failed; writing accepted rows one by one")
             try:
-                self._rescue(step, counts, f"{type(error).__name__}: {error}")
+                self._rescue(step, counts, f"{type(error).__name__}: {error}", "error")
             finally:
                 step.interceptor.abort()
             return
-        if counts.is_cuda and checker is None:
-            for receipt in receipts:
-                self._request_status(step, receipt)
+        if self._learns_late(counts):
+            self._statuses.send(receipts)
         elif not receipts[-1].ok:
             self._end_refused(step, counts, receipts[-1])
         elif checker is not None:
@@ -186,25 +191,33 @@ class Steps:
         if step is not None:
             step.interceptor.abort()
 
-    def _request_status(self, step: OpenStep, receipt: Any) -> None:
-        """Sends for a commit's status; a fault in the last one's is counted and raised."""
-        try:
-            self._statuses.request(receipt)
-        except NworError as error:
-            step.interceptor.report_bypass("commit_lost", str(error))
-            raise
+    def _learns_late(self, counts: torch.Tensor) -> bool:
+        """Whether a commit's outcome is known in the next step only: nobody waits for a GPU."""
+        return counts.is_cuda and self._staging.checker is None
+
+    def _settle_last(self) -> None:
+        """Reads what became of the last step's commits."""
+        refused = self._statuses.read()
+        if refused is not None:
+            self._lose(self._staging.interceptor, *refused)
+
+    def _lose(self, interceptor: Interceptor | None, reason: str, problem: str) -> None:
+        """Accepted tokens are not in the cache."""
+        if interceptor is not None:
+            interceptor.report_bypass("commit_lost", problem)
+        self._faults.lose(reason, problem)
 
     def _end_refused(self, step: OpenStep, counts: torch.Tensor, receipt: Any) -> None:
         """Ends a step one of whose commits wrote nothing."""
+        reason = receipt.verdict.error
         try:
-            if receipt.verdict.error == "rank_disagreement":  # each rank would write its own rows
+            if reason == "rank_disagreement":  # each rank would write its own rows
                 problem = (
-                    "nwor_specpv: tensor-parallel ranks accepted different tokens, so none of them "
-                    "may write; restart the server"
+                    "tensor-parallel ranks accepted different tokens, so none of them may write"
                 )
-                step.interceptor.report_bypass("commit_lost", problem)
-                raise NworError(problem)
-            self._rescue(step, counts, receipt.problem)
+                self._lose(step.interceptor, reason, problem)
+                return
+            self._rescue(step, counts, receipt.problem, reason)
         finally:
             if step.interceptor.stats()["round_open"]:  # further chunks were to follow
                 step.interceptor.abort()
@@ -246,11 +259,11 @@ class Steps:
                 break
         return receipts
 
-    def _rescue(self, step: OpenStep, counts: torch.Tensor, problem: str) -> None:
+    def _rescue(self, step: OpenStep, counts: torch.Tensor, problem: str, reason: str) -> None:
         """Writes the accepted rows from staging, which a failed commit leaves as it was.
 
-        If that fails too its exception ends the step, and with it the requests: a token that was
-        emitted must not be missing from the cache.
+        If that fails too, requests are computed again: a token that was emitted must not be missing
+        from the cache.
         """
         if not step.staged:
             return
@@ -258,9 +271,10 @@ class Steps:
         try:
             self._write_accepted(step, counts)
         except Exception as error:
-            step.interceptor.report_bypass("commit_lost", f"{type(error).__name__}: {error}")
-            raise
+            self._lose(step.interceptor, reason, f"{problem}; {type(error).__name__}: {error}")
+            return
         step.interceptor.report_bypass("commit_failure", problem)
+        self._faults.stop(reason, problem)
 
     def _write_accepted(self, step: OpenStep, counts: torch.Tensor) -> None:
         path = draft_rows.accepted_path(step.path, counts)

@@ -58,6 +58,12 @@ class Setup:
     encoder: bool = False
 
 
+def recovers(vllm_config: Any) -> bool:
+    """Whether requests can be computed again after a fault: the scheduler is in this process."""
+    parallel = vllm_config.parallel_config
+    return parallel.world_size == 1 and parallel.distributed_executor_backend in (None, "uni")
+
+
 def describe(vllm_config: Any) -> Setup:
     """The set-up of a VllmConfig."""
     parallel, model = vllm_config.parallel_config, vllm_config.model_config

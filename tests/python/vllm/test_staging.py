@@ -11,6 +11,7 @@ import torch
 
 from nwor_specpv import RoundPlan
 from nwor_specpv.vllm import staging
+from nwor_specpv.vllm.faults import Faults
 from nwor_specpv.vllm.settings import read_settings
 
 PAGES, SIZE, HEADS, DIM = 4, 16, 2, 64
@@ -41,7 +42,9 @@ def made_up(max_num_seqs: int, **settings: Any) -> staging.Staging:
         scheduler_config=SimpleNamespace(max_num_seqs=max_num_seqs),
         compilation_config=SimpleNamespace(max_cudagraph_capture_size=512),
     )
-    found = staging.Staging(layers, read_settings({"nwor_specpv": settings}, {}), config, 16)
+    found = staging.Staging(
+        layers, read_settings({"nwor_specpv": settings}, {}), config, 16, Faults(recovers=False)
+    )
     found.groups = [["a", "b"], ["c"]]
     return found
 

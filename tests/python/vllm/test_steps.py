@@ -8,8 +8,10 @@ from typing import Any
 import pytest
 import torch
 
+from nwor_specpv import COMMIT_ERRORS
 from nwor_specpv.errors import NworError
 from nwor_specpv.vllm import steps
+from nwor_specpv.vllm.faults import Faults
 from nwor_specpv.vllm.settings import read_settings
 from nwor_specpv.vllm.staging import Staging
 
@@ -40,7 +42,14 @@ class Refusing:
 class World:
     """Layers "a", "b".. and a step in which they have written their rows."""
 
-    def __init__(self, error: str = "write_failed", call: int = 1, layers: int = 1) -> None:
+    def __init__(
+        self,
+        error: str = "write_failed",
+        call: int = 1,
+        layers: int = 1,
+        *,
+        recovers: bool = False,
+    ) -> None:
         torch.manual_seed(1)
         self.caches = {
             name: torch.zeros(PAGES, HEADS, SIZE, 2 * DIM, dtype=torch.bfloat16)
@@ -52,11 +61,12 @@ class World:
             compilation_config=SimpleNamespace(max_cudagraph_capture_size=0),
         )
         held = {name: SimpleNamespace(kv_cache=cache) for name, cache in self.caches.items()}
-        staging = Staging(held, read_settings({"nwor_specpv": {}}, {}), config, 4)
+        self.faults = Faults(recovers=recovers)
+        staging = Staging(held, read_settings({"nwor_specpv": {}}, {}), config, 4, self.faults)
         staging.groups = [list(held)]
         staging.bind(SLOTS.device)
         self.interceptor = staging.interceptor = Refusing(staging.interceptor, error, call)
-        self.steps = steps.Steps(staging)
+        self.steps = steps.Steps(staging, self.faults)
         self.steps.begin(0, [5], [4], SLOTS)
         for name in held:
             self.write(name)
@@ -157,18 +167,52 @@ def test_single_rows_without_drafts_are_vllms_to_write(capture: bool) -> None:
     world.steps.abort()
 
 
-def test_every_chunk_on_a_gpu_is_heard_of(
-    short_chunks: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    world = World(call=-1)
-    made: list[int] = []
-    posted: list[int] = []
+def refused(code: str) -> Any:
+    """What a commit on a GPU leaves behind: words that are read later."""
+    status = torch.zeros(8, dtype=torch.int64)
+    status[:4] = torch.tensor([COMMIT_ERRORS.index(code), 1, 2, 33])
+    return SimpleNamespace(status=status)
 
-    def commit(*_: Any, **__: Any) -> int:
-        made.append(len(made))
+
+def finish_late(world: World, accepted: int = 4) -> None:
+    """As on a GPU, where counts are and nobody waits for a commit."""
+    world.steps.finish(lambda drafts: torch.full_like(drafts, accepted).as_subclass(OnDevice))
+
+
+@pytest.mark.parametrize("code", [*COMMIT_ERRORS[1:6], *COMMIT_ERRORS[7:]])
+@pytest.mark.parametrize("call", [1, 3])
+def test_every_chunk_on_a_gpu_is_heard_of_in_the_next_step(
+    short_chunks: None,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    code: str,
+    call: int,
+) -> None:
+    world, made = World(call=-1, recovers=True), []
+
+    def commit(*_: Any, **__: Any) -> Any:
+        made.append(refused(code if len(made) + 1 == call else "ok"))
         return made[-1]
 
     monkeypatch.setattr(world.interceptor, "commit", commit)
-    monkeypatch.setattr(world.steps._statuses, "request", posted.append)
-    world.steps.finish(lambda drafts: torch.full_like(drafts, 4).as_subclass(OnDevice))
-    assert posted == made == [0, 1, 2, 3]
+    finish_late(world)
+    assert len(made) == 4
+    assert not world.faults.drafts_are_off, "nobody has waited"
+    world.steps.finish(lambda _: pytest.fail("a step without drafts"))
+    assert world.faults.drafts_are_off
+    assert world.faults.process(object()) == (True, True)
+    assert world.interceptor.stats()["fallbacks"] == {"commit_lost": 1}
+    assert f"refused with {code} (request 1, index 2, value 33)" in caplog.text
+    world.steps.finish(lambda _: pytest.fail("a step without drafts"))
+    assert world.interceptor.stats()["fallbacks"] == {"commit_lost": 1}, "said once"
+
+
+def test_elsewhere_a_commit_that_a_gpu_refused_ends_the_engine(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    world = World(call=-1)
+    monkeypatch.setattr(world.interceptor, "commit", lambda *_, **__: refused("duplicate_slot"))
+    finish_late(world)
+    with pytest.raises(NworError, match=r"refused with duplicate_slot .* restart the server"):
+        world.steps.finish(lambda _: pytest.fail("a step without drafts"))
+    assert world.interceptor.stats()["fallbacks"] == {"commit_lost": 1}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 from typing import Any
 
@@ -43,9 +44,11 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
         }
         for name in names
     ]
+    jobs.append(copy.deepcopy(jobs[0]) | {"refuse": [1, 2, 5]})
+    jobs[-1]["start"]["nwor"] = {}
     found, log = run_script(tmp_path_factory.mktemp("v2"), jobs, SCRIPT)
     print(log[-2000:])
-    return {"expected": [expected, after]} | dict(zip(names, found, strict=True))
+    return {"expected": [expected, after]} | dict(zip([*names, "refused"], found, strict=True))
 
 
 @pytest.mark.parametrize("drafter", DRAFTERS)
@@ -59,6 +62,15 @@ def test_drafts_are_staged_and_tokens_are_vllms(runs: dict[str, Any], drafter: s
     stats = found["stats"]
     assert stats["fallbacks"] == {}
     assert stats["staged_tokens"] == stats["committed_tokens"] + stats["rejected_tokens"] > 0
+
+
+def test_refused_commits_are_survived(runs: dict[str, Any]) -> None:
+    """Asynchronous scheduling: another step is on its way when a refusal is known."""
+    found = runs["refused"]
+    assert found["scheduler"] == "AsyncScheduler"
+    assert found["tokens"] == runs["expected"]
+    assert found["refused"] == 3
+    assert 2 <= found["recoveries"] <= 3, "two may be lost before the scheduler is told"
 
 
 @pytest.mark.parametrize("drafter", DRAFTERS)

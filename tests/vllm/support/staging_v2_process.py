@@ -2,7 +2,8 @@
 
 jobs: a list of runs, each with `start` (arguments of engines.start; where its `speculation` names
 no method it is a head of made-up weights), `prompts`, `max_tokens` and `again`: prompts that are
-run when the others are done, which they may find in the prefix cache.
+run when the others are done, which they may find in the prefix cache. `refuse`: commits of accepted
+drafts that are refused as a GPU refuses them.
 """
 
 from __future__ import annotations
@@ -16,10 +17,13 @@ from typing import Any
 import torch
 
 import conftest  # noqa: F401  (vLLM's environment)
+from nwor_specpv import Metrics
+from nwor_specpv.vllm import faults
 from support import triton_cpu
 from support.engines import drive, greedy, own_engine, start
 from support.engines import stats as own_stats
 from support.heads import story_head
+from support.refusals import refuse_commits
 
 
 def main() -> None:
@@ -36,6 +40,11 @@ def run(job: dict[str, Any], head: dict[str, Any]) -> dict[str, Any]:
         options["speculation"] = head | options["speculation"]
     llm = start(options.pop("nwor"), **options)
     steps = watch_steps()
+    refused = None
+    if "refuse" in job:
+        drive(llm, job["prompts"][:1], greedy(2))  # the interceptor is made
+        faults.PAUSE_SECONDS = 0.0
+        refused = refuse_commits(own_engine(), set(job["refuse"]))
     first = drive(llm, job["prompts"], greedy(job["max_tokens"]))
     second = drive(llm, job["again"], greedy(job["max_tokens"]), arrivals=[0, 0, 5])
     return {
@@ -45,6 +54,9 @@ def run(job: dict[str, Any], head: dict[str, Any]) -> dict[str, Any]:
         "stats": own_stats(),
         "violations": own_engine().violations,
         "runner": type(own_engine().runner).__module__,
+        "scheduler": type(llm.llm_engine.engine_core.engine_core.scheduler).__name__,
+        "refused": refused.num_failed if refused else 0,
+        "recoveries": Metrics().snapshot()["nwor_recoveries_total"],
     }
 
 

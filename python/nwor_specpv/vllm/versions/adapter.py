@@ -23,6 +23,7 @@ CONFIG = "vllm.config.vllm"
 RUNNER_V1 = "vllm.v1.worker.gpu_model_runner"
 RUNNER_V2 = "vllm.v1.worker.gpu.model_runner"
 GRAPHS = "vllm.v1.worker.gpu.cudagraph_utils"
+SCHEDULER = "vllm.v1.core.sched.scheduler"
 SPECULATORS = "vllm.v1.worker.gpu.spec_decode"
 ATTENTION = "vllm.v1.attention.backend"
 FLASH = "vllm.v1.attention.backends.flash_attn"
@@ -139,12 +140,17 @@ class Adapter(ABC):
         ("self", "scheduler_output"),
     )
     take_drafts: VllmFunction = VllmFunction(
-        "vllm.v1.core.sched.scheduler",
+        SCHEDULER,
         "Scheduler.update_draft_token_ids",
         ("self", "draft_token_ids"),
     )
+    # Plans a step.
+    plan_step: VllmFunction = VllmFunction(
+        SCHEDULER, "Scheduler.schedule", ("self", "throttle_prefills")
+    )
+    preempt_request: VllmFunction
     take_output: VllmFunction = VllmFunction(
-        "vllm.v1.core.sched.scheduler",
+        SCHEDULER,
         "Scheduler.update_from_output",
         ("self", "scheduler_output", "model_runner_output"),
     )
@@ -208,6 +214,11 @@ class Adapter(ABC):
     def wanted_drafts(scheduler_output: Any) -> int:
         """Drafts that the scheduler wants for the next step."""
         return scheduler_output.num_spec_tokens_to_schedule
+
+    @abstractmethod
+    def preempt(self, scheduler: Any, request: Any) -> None:
+        """Has a request computed again. It was taken from the running ones, and none of its outputs
+        that are on their way will be processed."""
 
     @abstractmethod
     def page_size(self, block_tables: Any, group: int) -> int:

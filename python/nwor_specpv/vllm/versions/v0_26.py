@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import importlib
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -16,6 +17,7 @@ from .adapter import (
     CONFIG,
     PROPOSED,
     RUNNER_V2,
+    SCHEDULER,
     SPECULATORS,
     Adapter,
     replaced,
@@ -64,6 +66,9 @@ class Vllm026(Adapter):
         *("seq_lens_cpu_upper_bound", "rswa_prefix_lens"),
         *("_seq_lens_cpu", "_num_computed_tokens_cpu"),
     )
+    preempt_request: VllmFunction = VllmFunction(
+        SCHEDULER, "Scheduler._preempt_request", ("self", "request", "timestamp")
+    )
     propose: VllmFunction = VllmFunction(
         f"{SPECULATORS}.speculator",
         "BaseSpeculator.propose",
@@ -102,6 +107,10 @@ class Vllm026(Adapter):
 
     def scheduled_drafts(self, *more: Any) -> Sequence[int] | None:
         return None
+
+    def preempt(self, scheduler: Any, request: Any) -> None:
+        scheduler._preempt_request(request, time.monotonic())
+        request.num_output_placeholders = 0  # vLLM expects outputs that are on their way
 
     def page_size(self, block_tables: Any, group: int) -> int:
         return block_tables.kernel_block_sizes[group]

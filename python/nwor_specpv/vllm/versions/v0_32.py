@@ -4,13 +4,23 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from .adapter import ATTENTION, GRAPHS, PROPOSED, RUNNER_V2, SPECULATORS, Adapter, replaced
+from .adapter import (
+    ATTENTION,
+    GRAPHS,
+    PROPOSED,
+    RUNNER_V2,
+    SCHEDULER,
+    SPECULATORS,
+    Adapter,
+    replaced,
+)
 from .functions import VllmFields, VllmFunction
 
 _SPECULATOR_GRAPHS = f"{SPECULATORS}.target_dependent_ar.cudagraph_utils"
@@ -69,6 +79,11 @@ class Vllm032(Adapter):
         *("dcp_local_seq_lens", "dcp_local_seq_lens_cpu_upper_bound", "is_prefilling"),
         *("seq_lens_cpu_upper_bound", "req_idx", "rswa_prefix_lens", "replayssm_decode_base_cpu"),
     )
+    preempt_request: VllmFunction = VllmFunction(
+        SCHEDULER,
+        "Scheduler._preempt_request",
+        ("self", "request", "timestamp", "drop_stale_output"),
+    )
     propose: VllmFunction = VllmFunction(
         f"{SPECULATORS}.speculator",
         "BaseSpeculator.propose",
@@ -111,6 +126,9 @@ class Vllm032(Adapter):
     def scheduled_drafts(self, *more: Any) -> Sequence[int] | None:
         found = more[0].num_draft_tokens_np
         return [0] * len(more[0].req_ids) if found is None else found.tolist()
+
+    def preempt(self, scheduler: Any, request: Any) -> None:
+        scheduler._preempt_request(request, time.monotonic(), drop_stale_output=True)
 
     def page_size(self, block_tables: Any, group: int) -> int:
         return block_tables.block_sizes[group]
