@@ -118,6 +118,7 @@ py::dict MetricsSnapshot() {
   dict["nwor_sessions_live"] = snapshot.live_sessions;
   dict["specpv_lossy_engines"] = snapshot.lossy_engines;
   dict["nwor_fallback_total"] = NonZero(kBypassReasonTexts, snapshot.fallbacks);
+  dict["nwor_worker_calls_total"] = NonZero(kCallOutcomeTexts, snapshot.worker_calls);
   int64_t count = 0;
   for (const int64_t bucket : snapshot.latency_buckets) count += bucket;
   dict["nwor_commit_seconds_count"] = count;

@@ -137,12 +137,15 @@ RAISED = {
         "nwor_staged_tokens_total": "0+100x90",
     },
     "SpecpvDraftingFails": {'specpv_draft_failures_total{reason="error"}': "0x30 1x60"},
+    "NworWorkerCallsFail": {'nwor_worker_calls_total{outcome="failed"}': "0x30 1x60"},
 }
 STILL = {
     "nwor_contract_violations_total": "1x90",
     'nwor_fallback_total{reason="commit_lost"}': "0x90",
     'nwor_fallback_total{reason="capacity"}': "0+1x90",
     'specpv_draft_failures_total{reason="error"}': "1x90",
+    'nwor_worker_calls_total{outcome="failed"}': "1x90",
+    'nwor_worker_calls_total{outcome="refused"}': "0+10x90",
     "nwor_aborted_rounds_total": "0x90",
     "nwor_rounds_total": "0+100x90",
     "nwor_committed_tokens_total": "0+60x90",
