@@ -22,7 +22,9 @@ from . import status
 
 _TIMEOUT_S = 60.0
 _TRANSFORMERS = '"transformers>=5.16,<5.24"'
-_WORKER_PACKAGES = '"grpcio>=1.62" "protobuf>=4.25"'
+_WORKER_PACKAGES = (
+    '"grpcio>=1.62" "grpcio-health-checking>=1.62" "grpcio-reflection>=1.62" "protobuf>=4.25"'
+)
 
 
 @dataclass(frozen=True)
