@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from nwor_specpv import DraftTree
 
 _MOST_SECONDS = 10**9  # gRPC has 64 bits for nanoseconds since 1970; a later deadline is over
+_MOST_KEEPALIVE_SECONDS = 86400
 _FINISH = {messages.FINISH_STOP: "stop", messages.FINISH_LENGTH: "length"}
 
 
@@ -81,6 +82,7 @@ class Client:
         address: str,
         *,
         timeout: float | None = None,
+        keepalive_seconds: float = 30.0,
         root_certificate: str | Path | None = None,
         tls: bool = False,
         token: str | None = None,
@@ -88,6 +90,8 @@ class Client:
     ) -> None:
         """`timeout`: seconds that a call may take; None or infinity: no limit.
 
+        `keepalive_seconds`: how often a waiting call asks whether the worker's machine is still
+        there. One that does not answer for as long again is `UNAVAILABLE`.
         `root_certificate`: a PEM file that the worker's certificate is checked against, also by
         $NWOR_WORKER_ROOT_CERTIFICATE; `tls` alone: the root certificates that gRPC comes with.
         `token`: also by $NWOR_WORKER_TOKEN or $NWOR_WORKER_TOKEN_FILE. Other machines need both,
@@ -96,7 +100,18 @@ class Client:
         self.address, self.timeout = address, _seconds(timeout)
         self._security = ClientSecurity.load(tls, root_certificate, token)
         self._security.check_address(address, insecure=insecure)
-        options = (("grpc.enable_http_proxy", 0),)  # a proxy is for the web, not for workers
+        if not 1 <= keepalive_seconds <= _MOST_KEEPALIVE_SECONDS:
+            raise NworError(
+                f"keepalive_seconds: got {keepalive_seconds}, expected 1 to "
+                f"{_MOST_KEEPALIVE_SECONDS}"
+            )
+        every = round(keepalive_seconds * 1000)
+        options = (
+            ("grpc.enable_http_proxy", 0),  # a proxy is for the web, not for workers
+            ("grpc.keepalive_time_ms", every),
+            ("grpc.keepalive_timeout_ms", every),
+            ("grpc.http2.ping_timeout_ms", every),  # newer versions of gRPC go by this one
+        )
         if self._security.tls:
             credentials = grpc.ssl_channel_credentials(self._security.root_certificate)
             self._channel = grpc.secure_channel(address, credentials, options)

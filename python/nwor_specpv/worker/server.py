@@ -29,6 +29,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger("nwor_specpv")
 
 GRACE_SECONDS = 30.0
+_KEEPALIVE_MS = 60_000
+_LEAST_PING_MS = 1000
 _FLUSH_SECONDS = 2.0  # for answers that are ready when the server stops
 _SPARE_CALLS = 64  # for Ping, health, reflection and refusals while all others wait
 _FINISH = {
@@ -100,6 +102,12 @@ class Server:
             options=(
                 ("grpc.max_receive_message_length", self.limits.message_bytes),
                 ("grpc.so_reuseport", 0),  # or two workers could share a port unnoticed
+                # Clients ask whether the worker is there; those that are gone are found alike.
+                ("grpc.http2.min_recv_ping_interval_without_data_ms", _LEAST_PING_MS),
+                ("grpc.http2.max_ping_strikes", 0),
+                ("grpc.keepalive_time_ms", _KEEPALIVE_MS),
+                ("grpc.keepalive_timeout_ms", _KEEPALIVE_MS),
+                ("grpc.http2.ping_timeout_ms", _KEEPALIVE_MS),
             ),
             maximum_concurrent_rpcs=most_calls,
             interceptors=(TokenCheck(security, count_unauthenticated),),

@@ -68,6 +68,25 @@ def test_with_tls_and_a_token_it_may_listen_everywhere(story_folder: Path, tmp_p
         assert (process.returncode, err) == (0, "")
 
 
+def test_a_worker_that_hangs_is_found_without_a_timeout(story_folder: Path) -> None:
+    with started("--model", str(story_folder), "--port", "0", "--cache-tokens", "2048") as (
+        process,
+        line,
+    ):
+        address = re.match(r"worker: listening at ([^,]+),", line)[1]
+        with Client(address, keepalive_seconds=1) as client:
+            session = client.session("a", resend=True)
+            session.verify(None, PROMPT)
+            process.send_signal(signal.SIGSTOP)  # its machine keeps the connection open
+            with pytest.raises(WorkerError) as raised:
+                session.verify(None, [PLAIN[len(PROMPT)]])
+            assert raised.value.code == "UNAVAILABLE"
+            process.send_signal(signal.SIGCONT)
+            assert client.ping(wait=True).sessions == 1
+            result = session.verify(None, [PLAIN[len(PROMPT)]])
+            assert result.next_token == PLAIN[len(PROMPT) + 1]
+
+
 @contextmanager
 def started(*arguments: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
     """The process, and what it said when it listened; killed if it does not end."""

@@ -413,6 +413,12 @@ def test_a_timeout_that_no_call_can_have_is_refused(timeout: float) -> None:
         Client("127.0.0.1:1", timeout=timeout)
 
 
+@pytest.mark.parametrize("seconds", [0, -1.0, float("nan"), float("inf")])
+def test_a_keepalive_that_cannot_be_is_refused(seconds: float) -> None:
+    with pytest.raises(NworError, match=f"keepalive_seconds: got {seconds}, expected 1 to 86400"):
+        Client("127.0.0.1:1", keepalive_seconds=seconds)
+
+
 @pytest.mark.parametrize("timeout", [1e9, float("inf"), None])
 def test_a_timeout_may_be_long(timeout: float | None) -> None:
     with serving() as worker, Client(worker.server.address, timeout=timeout) as client:
