@@ -16,7 +16,7 @@ except ModuleNotFoundError as error:
         f"the target worker needs {missing}, which is not installed: {INSTALL}", name=error.name
     ) from None
 
-_HEALTH_PREFIX = f"/{health.SERVICE_NAME}/"
+_OPEN_CALL = f"/{health.SERVICE_NAME}/Check"
 _DENIED = (
     "the bearer token is missing or wrong; the client sends it as token=, from NWOR_WORKER_TOKEN "
     "or NWOR_WORKER_TOKEN_FILE"
@@ -43,7 +43,9 @@ def add_reflection(server: Any) -> None:
 
 
 class TokenCheck(grpc.ServerInterceptor):
-    """Refuses calls without the token. Health is for everybody: probes have no tokens."""
+    """Refuses calls without the token. Probes have none, so a check of health needs none; a watch
+    does, because it stays.
+    """
 
     def __init__(self, security: ServerSecurity, denied: Any) -> None:
         """`denied()` is called for each refused call."""
@@ -51,7 +53,7 @@ class TokenCheck(grpc.ServerInterceptor):
 
     def intercept_service(self, continuation: Any, details: Any) -> Any:
         metadata = dict(details.invocation_metadata or ())
-        if details.method.startswith(_HEALTH_PREFIX) or self._security.admits(metadata):
+        if details.method == _OPEN_CALL or self._security.admits(metadata):
             return continuation(details)
         handler = continuation(details)
         if handler is None:  # no such call, which gRPC says
@@ -63,4 +65,6 @@ class TokenCheck(grpc.ServerInterceptor):
 
         if handler.request_streaming:
             return grpc.stream_stream_rpc_method_handler(refuse)
+        if handler.response_streaming:
+            return grpc.unary_stream_rpc_method_handler(refuse)
         return grpc.unary_unary_rpc_method_handler(refuse)

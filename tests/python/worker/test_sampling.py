@@ -5,13 +5,15 @@ from __future__ import annotations
 import itertools
 import math
 from fractions import Fraction
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
 from nwor_specpv import DraftTree, NworError
-from nwor_specpv.worker import Client, RemoteSession, Server, WorkerError
+from nwor_specpv.worker import Client, RemoteSession, Server, WorkerError, judging
+from nwor_specpv.worker.rpc import messages
 from tests.python.session.tiny_host import TinyHost
 from tests.python.worker.serving import (
     MODEL,
@@ -155,12 +157,25 @@ def test_a_seed_repeats_and_others_differ() -> None:
             continued(worker.client.session(f"s{run}"), 20, 2, seed)[: len(PROMPT) + 20]
             for run, seed in enumerate((7, 7, 8))
         ]
-        free = [
-            decode(worker.client.session(f"f{run}"), PROMPT, 40, 0, temperature=1.0)
-            for run in range(2)
-        ]
     assert texts[0] == texts[1] != texts[2]
-    assert free[0] != free[1]  # without a seed: of 512 tokens, forty times
+
+
+def test_without_a_seed_each_call_has_a_new_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    drawn = itertools.count(100)
+    monkeypatch.setattr(judging, "secrets", SimpleNamespace(randbits=lambda bits: next(drawn)))
+    with serving() as worker:
+        free = [
+            worker.client.session(f"f{run}").verify(None, PROMPT, temperature=1.0).next_token
+            for run in range(5)
+        ]
+        told = [
+            worker.client.session(f"t{seed}")
+            .verify(None, PROMPT, temperature=1.0, seed=seed)
+            .next_token
+            for seed in range(100, 105)
+        ]
+    assert free == told
+    assert len(set(free)) > 1
 
 
 def test_a_seed_gives_the_same_tokens_whatever_shares_the_pass() -> None:
@@ -287,6 +302,44 @@ def test_wrong_options_are_named_and_lose_nothing(
         assert type(raised.value) is NworError
         assert "\n" not in str(raised.value)
         assert session.verify(CHAIN, [PROMPT[-1]]).next_token == PLAIN[len(PROMPT)]
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        (
+            {"probs": b"1234", "counts": [1, 1], "tokens": [5, 6], "log_probs": [0.0, 0.0]},
+            "got dense and sparse ones",
+        ),
+        (
+            {"counts": [1, 2], "tokens": [5, 6], "log_probs": [0.0, 0.0]},
+            "got 2 tokens and 2 log-probabilities, expected 3 as the counts say",
+        ),
+        ({"counts": [2, -1], "tokens": [5], "log_probs": [0.0]}, r"got counts \[2, -1\] for 2"),
+        ({"tokens": [5, 6], "log_probs": [0.0, 0.0]}, r"got counts \[\] for 2 drafts"),
+        (
+            {"counts": [2, 1], "tokens": [5, 5, 6], "log_probs": [-0.7, -0.7, 0.0]},
+            "got a token twice for row 1",
+        ),
+        (
+            {"counts": [1, 1], "tokens": [5, -6], "log_probs": [0.0, 0.0]},
+            "got token -6 for row 2, expected 0 to 511",
+        ),
+        ({}, "got 0 bytes, expected 4096"),
+    ],
+)
+def test_messages_of_other_clients_are_checked(fields: dict[str, Any], message: str) -> None:
+    request = messages.VerifyDraftsRequest(
+        session="a",
+        tree=messages.DraftTree(tokens=list(CHAIN.tokens)),
+        new_tokens=PROMPT,
+        sampling=messages.Sampling(temperature=1.0),
+        distributions=messages.DraftDistributions(**fields),
+    )
+    with serving() as worker:
+        with pytest.raises(NworError, match=f"distributions: {message}"):
+            worker.client.call("VerifyDrafts", request)
+        assert worker.client.ping().sessions == 0
 
 
 def test_a_store_without_a_judge_does_not_sample() -> None:

@@ -112,7 +112,7 @@ def test_a_wrong_token_is_refused_and_changes_nothing(token: str | None, call: s
     assert counted == before + 1
 
 
-def test_health_needs_no_token_and_reflection_does() -> None:
+def test_a_check_of_health_needs_no_token_and_the_rest_does() -> None:
     from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
     own = ServerSecurity(token=TOKEN)
@@ -124,6 +124,9 @@ def test_health_needs_no_token_and_reflection_does() -> None:
         health = health_pb2_grpc.HealthStub(channel)
         answer = health.Check(health_pb2.HealthCheckRequest(), timeout=PATIENCE_S)
         assert answer.status == health_pb2.HealthCheckResponse.SERVING
+        with pytest.raises(grpc.RpcError) as raised:  # it would hold a place
+            list(health.Watch(health_pb2.HealthCheckRequest(), timeout=PATIENCE_S))
+        assert raised.value.code() is grpc.StatusCode.UNAUTHENTICATED
         stub = reflection_pb2_grpc.ServerReflectionStub(channel)
         with pytest.raises(grpc.RpcError) as raised:
             list(stub.ServerReflectionInfo(iter([listing]), timeout=PATIENCE_S))
