@@ -97,7 +97,7 @@ void Counters::RegisteredSource::Refresh() {
   } catch (...) {
     fresh = last;
   }
-  last = fresh;
+  last = std::move(fresh);
 }
 
 void Counters::DescribeEngine(EngineInfo info) {
