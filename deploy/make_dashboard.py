@@ -144,6 +144,42 @@ PANELS = (
         "Mode refresh: rows whose attention over the view differs by more than a tenth.",
     ),
     Panel(
+        "Worker calls",
+        "short",
+        ((rate("nwor_worker_calls_total", "outcome"), "{{outcome}}"),),
+        "Per second; calls of the target worker.",
+    ),
+    Panel(
+        "Worker time per call",
+        "s",
+        (
+            (
+                f"{rate('nwor_worker_call_seconds_total')} / {rate('nwor_worker_calls_total')}",
+                "mean",
+            ),
+            (
+                f"{rate('nwor_worker_wait_seconds_total')} / {rate('nwor_worker_calls_total')}",
+                "waiting",
+            ),
+        ),
+        "From a call to its answer, and the part that it waited for its turn.",
+    ),
+    Panel(
+        "Worker traffic",
+        "Bps",
+        (
+            (rate("nwor_worker_bytes_received_total"), "received"),
+            (rate("nwor_worker_bytes_sent_total"), "sent"),
+        ),
+        "Bytes of messages.",
+    ),
+    Panel(
+        "Sessions",
+        "short",
+        ((f"sum by (instance) (nwor_sessions_live{{{JOB}}})", "{{instance}}"),),
+        "Sequences that the target worker keeps.",
+    ),
+    Panel(
         "Builds",
         "short",
         ((f"count by (version, revision) (nwor_build_info{{{JOB}}})", "{{version}} {{revision}}"),),

@@ -28,6 +28,7 @@ from tables import (
     specpv,
     tree,
     vllm,
+    worker,
 )
 from tables.records import ROOT, load
 
@@ -39,6 +40,7 @@ PAGES = (
     DOCS / "measured_attention.md",
     DOCS / "vllm.md",
     DOCS / "vllm_long_context.md",
+    DOCS / "worker.md",
 )
 PLOTS: dict[Path, Callable[[], str]] = {
     DOCS / "attention.svg": attention.plot,
@@ -76,6 +78,7 @@ SECTIONS: dict[str, Callable[[], Iterator[str]]] = {
     "attention_dram": attention.dram_lines,
     "attention_errors": attention.error_lines,
     "attention_cpu": attention_cpu.cpu_attention_lines,
+    "worker": worker.worker_lines,
 }
 MARKED = re.compile(r"(<!-- (\w+):begin[^\n]*\n).*?(<!-- \2:end -->)", re.DOTALL)
 

@@ -122,6 +122,7 @@ py::dict MetricsSnapshot() {
   dict["specpv_lossy_engines"] = snapshot.lossy_engines;
   dict["nwor_fallback_total"] = NonZero(kBypassReasonTexts, snapshot.fallbacks);
   dict["nwor_commit_failures_total"] = NonZero(kCommitErrorTexts, snapshot.commit_failures, 1);
+  dict["nwor_worker_calls_total"] = NonZero(kCallOutcomeTexts, snapshot.worker_calls);
   int64_t count = 0;
   for (const int64_t bucket : snapshot.latency_buckets) count += bucket;
   dict["nwor_commit_seconds_count"] = count;

@@ -4,9 +4,11 @@
 #include <torch/csrc/utils/pybind.h>
 
 #include <array>
+#include <cmath>
 #include <functional>
 #include <memory>
 #include <string>
+#include <string_view>
 #include <tuple>
 #include <type_traits>
 #include <utility>
@@ -14,8 +16,10 @@
 
 #include "bindings/module.h"
 #include "bindings/module_collected.h"
+#include "metrics/counters.h"
 #include "session/session_error.h"
 #include "session/session_store.h"
+#include "specpv/config.h"
 
 // The Python face of sessions.
 
@@ -381,6 +385,34 @@ class PythonStore : public SessionStore {
   const std::array<HeldFunction, 3> functions_;
 };
 
+void BindCounting(py::module_& m) {
+  m.def(
+      "count_worker_call",
+      [](std::string_view outcome, int64_t bytes_received, int64_t bytes_sent, double seconds,
+         double wait_seconds) {
+        std::array<std::string_view, kNumCallOutcomes> labels;
+        for (int i = 0; i < kNumCallOutcomes; ++i) labels[i] = kCallOutcomeTexts[i].label;
+        const auto parsed = ParseChoice<CallOutcome>("outcome", outcome, labels);
+        Counters& counters = Counters::Global();
+        const auto add_time = [&](Counter counter, double amount) {
+          // A clock that goes back must not take anything away.
+          if (amount > 0) counters.Add(counter, std::llround(amount * 1e6));
+        };
+        counters.AddWorkerCall(parsed);
+        counters.Add(Counter::kWorkerBytesReceived, bytes_received);
+        counters.Add(Counter::kWorkerBytesSent, bytes_sent);
+        add_time(Counter::kWorkerCallTime, seconds);
+        add_time(Counter::kWorkerWaitTime, wait_seconds);
+      },
+      py::arg("outcome"), py::arg("bytes_received"), py::arg("bytes_sent"), py::arg("seconds"),
+      py::arg("wait_seconds"),
+      "Counts a call of the target worker by its outcome, a label of CALL_OUTCOMES; raises\n"
+      "NworError for an unknown one.");
+  py::dict outcomes;
+  for (const ReasonText& text : kCallOutcomeTexts) outcomes[py::str(text.label)] = text.sentence;
+  m.attr("CALL_OUTCOMES") = outcomes;
+}
+
 void BindStore(py::module_& m) {
   py::register_local_exception_translator([](std::exception_ptr pointer) {
     try {
@@ -485,6 +517,7 @@ void BindSession(py::module_& m) {
   BindSessionErrors();
   BindSessionValues(m);
   BindStore(m);
+  BindCounting(m);
 }
 
 }  // namespace nwor

@@ -53,6 +53,7 @@ Counters& Counters::Global() {
                      self.refresh_sum_nanoseconds_.store(0, kRelaxed);
                      Zero(self.full_steps_);
                      Zero(self.draft_failures_);
+                     Zero(self.worker_calls_);
                      Zero(self.summary_sums_);
                      Zero(self.summary_counts_);
                      self.sources_.clear();
@@ -97,7 +98,7 @@ void Counters::RegisteredSource::Refresh() {
   } catch (...) {
     fresh = last;
   }
-  last = fresh;
+  last = std::move(fresh);
 }
 
 void Counters::DescribeEngine(EngineInfo info) {
@@ -126,6 +127,7 @@ void Counters::RemoveSource(int id) {
   refresh_sum_nanoseconds_.fetch_add(Nanoseconds(found->last.refresh_sum_seconds), kRelaxed);
   Fold(found->last.full_steps, full_steps_);
   Fold(found->last.draft_failures, draft_failures_);
+  Fold(found->last.worker_calls, worker_calls_);
   Fold(found->last.summary_sums, summary_sums_);
   Fold(found->last.summary_counts, summary_counts_);
   // staging_bytes is a gauge: the memory goes with the source.
@@ -148,6 +150,7 @@ CountersSnapshot Counters::Read() const {
       static_cast<double>(refresh_sum_nanoseconds_.load(kRelaxed)) * 1e-9;
   Load(full_steps_, snapshot.full_steps);
   Load(draft_failures_, snapshot.draft_failures);
+  Load(worker_calls_, snapshot.worker_calls);
   Load(summary_sums_, snapshot.summary_sums);
   Load(summary_counts_, snapshot.summary_counts);
   snapshot.staging_bytes = staging_bytes_.load(kRelaxed);
@@ -166,6 +169,7 @@ CountersSnapshot Counters::Read() const {
     snapshot.refresh_sum_seconds += source.last.refresh_sum_seconds;
     Sum(source.last.full_steps, snapshot.full_steps);
     Sum(source.last.draft_failures, snapshot.draft_failures);
+    Sum(source.last.worker_calls, snapshot.worker_calls);
     Sum(source.last.summary_sums, snapshot.summary_sums);
     Sum(source.last.summary_counts, snapshot.summary_counts);
     snapshot.staging_bytes += source.last.staging_bytes;

@@ -11,6 +11,7 @@
 #include <vector>
 
 #include "base/bypass_reason.h"
+#include "base/call_outcome.h"
 #include "base/commit_error.h"
 #include "base/draft_failure.h"
 #include "base/export.h"
@@ -55,6 +56,10 @@ namespace nwor {
   X(kSessionHits, "nwor_session_cache_hits_total", "Verify calls whose session was cached")       \
   X(kSessionMisses, "nwor_session_cache_misses_total",                                            \
     "Verify calls whose session was new or unknown")                                              \
+  X(kWorkerBytesReceived, "nwor_worker_bytes_received_total", "Bytes of messages from clients")   \
+  X(kWorkerBytesSent, "nwor_worker_bytes_sent_total", "Bytes of messages to clients")             \
+  X(kWorkerCallTime, "nwor_worker_call_seconds_total", "Time from calls to their answers")        \
+  X(kWorkerWaitTime, "nwor_worker_wait_seconds_total", "Part of it that calls waited their turn") \
   X(kPartialSteps, "specpv_partial_steps_total", "Verification steps over a partial view")        \
   X(kKvBytesRead, "specpv_kv_bytes_read_total", "K/V bytes that steps read")                      \
   X(kKvBytesFull, "specpv_kv_bytes_full_total",                                                   \
@@ -149,6 +154,7 @@ struct CountersSnapshot {
   double refresh_sum_seconds = 0;
   std::array<int64_t, kNumFullTriggers> full_steps{};       // by FullTrigger
   std::array<int64_t, kNumDraftFailures> draft_failures{};  // by DraftFailure
+  std::array<int64_t, kNumCallOutcomes> worker_calls{};     // by CallOutcome
   std::array<int64_t, kNumSummaries> summary_sums{};
   std::array<int64_t, kNumSummaries> summary_counts{};
   int64_t staging_bytes = 0;
@@ -194,6 +200,9 @@ class NWOR_EXPORT Counters {
   void AddDraftFailure(DraftFailure reason) {
     draft_failures_[static_cast<size_t>(reason)].fetch_add(1, std::memory_order_relaxed);
   }
+  void AddWorkerCall(CallOutcome outcome) {
+    worker_calls_[static_cast<size_t>(outcome)].fetch_add(1, std::memory_order_relaxed);
+  }
   void Observe(Summary summary, int64_t amount) {
     summary_sums_[static_cast<size_t>(summary)].fetch_add(amount, std::memory_order_relaxed);
     summary_counts_[static_cast<size_t>(summary)].fetch_add(1, std::memory_order_relaxed);
@@ -225,6 +234,7 @@ class NWOR_EXPORT Counters {
   std::atomic<int64_t> refresh_sum_nanoseconds_{0};
   std::array<std::atomic<int64_t>, kNumFullTriggers> full_steps_{};
   std::array<std::atomic<int64_t>, kNumDraftFailures> draft_failures_{};
+  std::array<std::atomic<int64_t>, kNumCallOutcomes> worker_calls_{};
   std::array<std::atomic<int64_t>, kNumSummaries> summary_sums_{};
   std::array<std::atomic<int64_t>, kNumSummaries> summary_counts_{};
   std::atomic<int64_t> staging_bytes_{0};

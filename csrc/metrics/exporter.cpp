@@ -94,6 +94,11 @@ MetricFamily DraftFailures(const CountersSnapshot& snapshot, const Labels& label
                  "reason", kDraftFailureTexts, snapshot.draft_failures, 0, labels);
 }
 
+MetricFamily WorkerCalls(const CountersSnapshot& snapshot, const Labels& labels) {
+  return ByLabel("nwor_worker_calls_total", "Calls that the target worker ended, by outcome",
+                 "outcome", kCallOutcomeTexts, snapshot.worker_calls, 0, labels);
+}
+
 MetricFamily TokensOf(Summary summary, const CountersSnapshot& snapshot, const Labels& labels) {
   const auto index = static_cast<size_t>(summary);
   ClientMetric metric;
@@ -176,6 +181,7 @@ class CountersCollectable : public prometheus::Collectable {
     }
     families.push_back(Fallbacks(snapshot, labels_));
     families.push_back(CommitFailures(snapshot, labels_));
+    families.push_back(WorkerCalls(snapshot, labels_));
     families.push_back(Single("nwor_staging_bytes", "Bytes held by staging buffers",
                               MetricType::Gauge, labels_,
                               static_cast<double>(snapshot.staging_bytes)));

@@ -8,6 +8,7 @@ import torch
 
 __all__: list[str] = [
     "BYPASS_REASONS",
+    "CALL_OUTCOMES",
     "COMMIT_ERRORS",
     "FULL_TRIGGERS",
     "SAMPLING_OPTIONS",
@@ -43,6 +44,7 @@ __all__: list[str] = [
     "count",
     "count_draft_failure",
     "count_full_steps",
+    "count_worker_call",
     "describe_engine",
     "find_run_end",
     "last_attention_route",
@@ -662,6 +664,13 @@ def attention_routes() -> str: ...
 def count(metric: str, amount: typing.SupportsIndex) -> None: ...
 def count_draft_failure(reason: str) -> None: ...
 def count_full_steps(trigger: str, amount: typing.SupportsIndex) -> None: ...
+def count_worker_call(
+    outcome: str,
+    bytes_received: typing.SupportsIndex,
+    bytes_sent: typing.SupportsIndex,
+    seconds: typing.SupportsFloat | typing.SupportsIndex,
+    wait_seconds: typing.SupportsFloat | typing.SupportsIndex,
+) -> None: ...
 def describe_engine(
     drafter: str, draft_tokens: typing.SupportsIndex, mode: str, attention: str
 ) -> None: ...
@@ -704,6 +713,7 @@ def verify_plan_bytes(
 ) -> int: ...
 
 BYPASS_REASONS: dict[str, str]
+CALL_OUTCOMES: dict[str, str]
 COMMIT_ERRORS: list[str]
 FULL_TRIGGERS: dict[str, str]
 SAMPLING_OPTIONS: tuple[str, str, str, str, str, str, str]

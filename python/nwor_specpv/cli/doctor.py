@@ -22,7 +22,15 @@ from . import status
 
 _TIMEOUT_S = 60.0
 _TRANSFORMERS = '"transformers>=5.16,<5.24"'
-_WORKER_PACKAGES = '"grpcio>=1.62" "protobuf>=4.25"'
+_WORKER_PACKAGES = (
+    '"grpcio>=1.62" "grpcio-health-checking>=1.62" "grpcio-reflection>=1.62" "protobuf>=4.25"'
+)
+
+_WORKER_MODULES = {
+    "grpcio": "grpc",
+    "grpcio-health-checking": "grpc_health",
+    "grpcio-reflection": "grpc_reflection",
+}
 
 
 @dataclass(frozen=True)
@@ -59,7 +67,10 @@ def examine() -> list[Finding]:
         _module("vllm", _stamp.install_vllm(_wanted_torch() or ""), "the vLLM backend"),
         _module("transformers", f"pip install {_TRANSFORMERS}", "the transformers host"),
         _module("gguf", 'pip install "gguf>=0.17"', "the default model of the transformers host"),
-        _module("grpcio", f"pip install {_WORKER_PACKAGES}", "nwor-specpv worker", module="grpc"),
+        *(
+            _module(name, f"pip install {_WORKER_PACKAGES}", "nwor-specpv worker", module=module)
+            for name, module in _WORKER_MODULES.items()
+        ),
         _module("pyyaml", "pip install pyyaml", "settings in YAML files", module="yaml"),
     ]
     return findings

@@ -34,6 +34,7 @@ HOSTED = {
     "report": "write a page about one run or several",
     "demo": "decode with a real model in several ways and show one table",
     "worker": "serve a model's sessions over gRPC to drafters in other processes",
+    "draft": "continue a prompt with drafts from here and the model of a worker",
 }
 
 EXIT_OK, EXIT_FAILURE = 0, 1

@@ -55,12 +55,15 @@ _COUNTS = {
     "sessions_started": "nwor_sessions_started_total",
     "sessions_evicted": "nwor_sessions_evicted_total",
     "sessions_expired": "nwor_sessions_expired_total",
+    "worker_bytes_received": "nwor_worker_bytes_received_total",
+    "worker_bytes_sent": "nwor_worker_bytes_sent_total",
 }
 _COUNTS_BY_LABEL = {
     "bypasses": ("nwor_fallback_total", "reason"),
     "commit_failures": ("nwor_commit_failures_total", "reason"),
     "full_steps": ("specpv_full_steps_total", "trigger"),
     "draft_failures": ("specpv_draft_failures_total", "reason"),
+    "worker_calls": ("nwor_worker_calls_total", "outcome"),
 }
 _TIMEOUT_S = 5.0
 _MAX_BYTES = 16 << 20
@@ -163,6 +166,10 @@ def lines(report: dict[str, Any]) -> list[tuple[str, str]]:
                 f"{report['sessions_evicted']:,} evicted, {report['sessions_expired']:,} expired",
             )
         )
+    if report["worker_calls"]:
+        traffic = f"{_bytes(report['worker_bytes_received'])} received, "
+        traffic += f"{_bytes(report['worker_bytes_sent'])} sent"
+        found.append(("calls", f"{_listed(report['worker_calls'])}; {traffic}"))
     return found
 
 

@@ -8,21 +8,24 @@ import math
 import signal
 import sys
 import threading
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from nwor_specpv.config import load_config, metrics_url
 from nwor_specpv.worker.address import check_address, is_loopback
 from nwor_specpv.worker.limits import Limits
+from nwor_specpv.worker.security import ServerSecurity
 
 from .parser import PROGRAM, Parser, count, count_or_zero, require_device
 
 if TYPE_CHECKING:
     from nwor_specpv import NworConfig, Settings
     from nwor_specpv.transformers.sessions import SessionTarget
+    from nwor_specpv.worker.judging import Judge
 
 DEFAULT_PORT = 50051
 _EXIT_FAILURE = 1
-_OPEN = "other machines can reach {}; the connection is not encrypted and needs no password"
+_OPEN = "other machines can reach %s; there is no TLS or no token, as --insecure says"
 
 logger = logging.getLogger("nwor_specpv")
 
@@ -72,6 +75,24 @@ def build_parser() -> Parser:
         help="VerifyDrafts calls at once, more are refused; default: 256",
     )
     parser.add_argument(
+        "--max-distribution-bytes",
+        type=count_or_zero,
+        default=Limits.max_distribution_bytes,
+        help="of the draft distributions of one call, default: 16777216",
+    )
+    parser.add_argument(
+        "--tls-certificate", type=Path, help="PEM file of the certificate; needs --tls-key"
+    )
+    parser.add_argument("--tls-key", type=Path, help="PEM file of its key")
+    parser.add_argument(
+        "--token-file", type=Path, help="file of the bearer token that clients must send"
+    )
+    parser.add_argument(
+        "--insecure",
+        action="store_true",
+        help="listen without TLS or token where other machines can reach the worker",
+    )
+    parser.add_argument(
         "--metrics-port", type=_port, help="of the Prometheus endpoint; 0: any free port"
     )
     parser.add_argument("--metrics-host", help="address of that endpoint, default: 127.0.0.1")
@@ -80,7 +101,9 @@ def build_parser() -> Parser:
 
 def run(arguments: argparse.Namespace) -> int:
     try:
+        from nwor_specpv.worker.judging import Judge
         from nwor_specpv.worker.server import Server
+        from nwor_specpv.worker.token_bytes import token_bytes_of
     except ModuleNotFoundError as error:  # grpcio or protobuf
         print(f"{PROGRAM}: {error}", file=sys.stderr)
         return _EXIT_FAILURE
@@ -90,9 +113,14 @@ def run(arguments: argparse.Namespace) -> int:
     given = {name: getattr(arguments, name) for name in ("metrics_port", "metrics_host")}
     settings = load_config({name: value for name, value in given.items() if value is not None})
     require_device(arguments.device)
+    security = ServerSecurity.load(
+        arguments.tls_certificate, arguments.tls_key, arguments.token_file
+    )
+    security.check_host(arguments.host, insecure=arguments.insecure)
     check_address(arguments.host, arguments.port)
     _limits(arguments, 1)
-    target = _load_target(arguments, settings.nwor())
+    judge = Judge()
+    target, tokenizer = _load_target(arguments, settings.nwor(), judge)
     limits = _limits(arguments, target.max_length)
     server = Server(
         target.store,
@@ -105,13 +133,19 @@ def run(arguments: argparse.Namespace) -> int:
         max_sessions=arguments.max_sessions,
         max_length=target.max_length,
         sweep_seconds=max(1.0, arguments.ttl / 4) if arguments.ttl else None,
+        judge=judge,
+        token_bytes=token_bytes_of(tokenizer),
+        security=security,
+        insecure=arguments.insecure,
     )
     metrics = _serve_metrics(settings)
-    if not is_loopback(arguments.host):
-        logger.warning("worker: %s", _OPEN.format(arguments.host))
+    if not is_loopback(arguments.host) and (security.certificate is None or not security.token):
+        logger.warning("worker: " + _OPEN, arguments.host)
     stopping = _on_signals()
     with server:
-        at = f"{server.address}, model {model_name(arguments)}"
+        secured = [("TLS", security.certificate), ("a token", security.token)]
+        using = "".join(f", {name}" for name, value in secured if value is not None)
+        at = f"{server.address}{using}, model {model_name(arguments)}"
         limited = _describe(arguments, target, limits)
         print(f"worker: listening at {at}, {limited}{metrics}", flush=True)
         stopping.wait()
@@ -120,7 +154,10 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _limits(arguments: argparse.Namespace, max_length: int) -> Limits:
     return Limits(
-        arguments.max_tree_rows, arguments.max_prompt_tokens or max_length, arguments.max_calls
+        arguments.max_tree_rows,
+        arguments.max_prompt_tokens or max_length,
+        arguments.max_calls,
+        arguments.max_distribution_bytes,
     )
 
 
@@ -144,7 +181,10 @@ def _serve_metrics(settings: Settings) -> str:
     return f", metrics at {metrics_url(at['host'], at['port'])}"
 
 
-def _load_target(arguments: argparse.Namespace, nwor: NworConfig) -> SessionTarget:
+def _load_target(
+    arguments: argparse.Namespace, nwor: NworConfig, judge: Judge
+) -> tuple[SessionTarget, Any]:
+    """The model's sessions, and its tokenizer or None."""
     import torch
 
     from nwor_specpv.transformers.loading import load_model
@@ -152,15 +192,17 @@ def _load_target(arguments: argparse.Namespace, nwor: NworConfig) -> SessionTarg
 
     if arguments.threads is not None:
         torch.set_num_threads(arguments.threads)
-    model, _ = load_model(arguments.model, arguments.dtype, arguments.device)
-    return SessionTarget(
+    model, tokenizer = load_model(arguments.model, arguments.dtype, arguments.device)
+    target = SessionTarget(
         model,
         cache_tokens=arguments.cache_tokens,
         nwor=nwor,
         ttl_seconds=arguments.ttl,
         max_sessions=arguments.max_sessions,
         max_batch=arguments.max_batch,
+        accept=judge.accept,
     )
+    return target, tokenizer
 
 
 def _on_signals() -> threading.Event:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -13,10 +14,7 @@ from .runner import ModelRunner
 
 
 class SessionTarget:
-    """Owns the cache of a model's sessions. Use the sessions through `store`, from any thread.
-
-    Greedy: a draft is accepted if and only if it is the model's first choice after its parent.
-    """
+    """Owns the cache of a model's sessions. Use the sessions through `store`, from any thread."""
 
     def __init__(
         self,
@@ -27,17 +25,24 @@ class SessionTarget:
         ttl_seconds: float = 0.0,
         max_sessions: int = 0,
         max_batch: int = 64,
+        accept: Callable[..., Any] | None = None,
     ) -> None:
-        """`cache_tokens`: of all sessions together. The other options are SessionStore's."""
+        """`cache_tokens`: of all sessions together. The other options are SessionStore's.
+
+        `accept` gets the logits of the rows `tree_rows.unique()`. None: a draft is accepted if and
+        only if it is the model's first choice after its parent.
+        """
         self._runner = ModelRunner(model, nwor or NworConfig(), cache_tokens=cache_tokens)
         cache = self._runner.cache
         self.cache_tokens = cache.capacity
         self.cache_bytes = cache.capacity * self._runner.token_bytes
         self.vocab_size = self._runner.vocab_size
         self.max_length = min(self._runner.context, cache.capacity)  # of one sequence
+        self._greedy = accept is None
         self.store = SessionStore(
             cache.interceptor,
             self._forward,
+            accept,
             ttl_seconds=ttl_seconds,
             vocab_size=self.vocab_size,
             max_length=self.max_length,
@@ -46,7 +51,9 @@ class SessionTarget:
         )
 
     def _forward(self, batch: SessionBatch) -> torch.Tensor:
-        """Runs the model; returns its first choice after each row of a tree, 0 after other rows."""
+        """Runs the model; returns the logits of the trees' rows. Without `accept`: ids of all rows,
+        the first choice after each row of a tree, 0 after other rows.
+        """
         rows = batch.tree_rows.unique()
         step = Step(
             tokens=batch.tokens,
@@ -62,6 +69,8 @@ class SessionTarget:
         try:
             with self._runner.installed():
                 logits, _ = self._runner.run(step)
+                if not self._greedy:
+                    return logits
                 ids = torch.zeros_like(batch.tokens)
                 ids[rows] = logits.argmax(-1)
         except NworError as error:

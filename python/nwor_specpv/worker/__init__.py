@@ -15,21 +15,31 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from .client import Client, RemoteResult, RemoteSession, WorkerInfo
+    from .judging import Judge
     from .limits import Limits
+    from .security import ServerSecurity
     from .server import Server
     from .status_codes import WorkerError
 
 __all__ = [
     "Client",
+    "Judge",
     "Limits",
     "RemoteResult",
     "RemoteSession",
     "Server",
+    "ServerSecurity",
     "WorkerError",
     "WorkerInfo",
 ]
 
-_MODULES = {"Limits": "limits", "Server": "server", "WorkerError": "status_codes"}
+_MODULES = {
+    "Judge": "judging",
+    "Limits": "limits",
+    "Server": "server",
+    "ServerSecurity": "security",
+    "WorkerError": "status_codes",
+}
 
 
 def __getattr__(name: str) -> Any:

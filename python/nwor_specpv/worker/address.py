@@ -48,3 +48,16 @@ def is_loopback(host: str) -> bool:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
         return host == "localhost"
+
+
+def host_of(address: str) -> str:
+    """The host of an address as gRPC takes it: `host:port`, `[::1]:port`, `dns:///host:port`."""
+    if address.startswith(("unix:", "unix-abstract:")):
+        return "localhost"
+    for scheme in ("dns:", "ipv4:", "ipv6:"):
+        address = address.removeprefix(scheme)
+    address = address.rpartition("/")[2]
+    if address.startswith("["):
+        return address[1:].partition("]")[0]
+    # A bare IPv6 address has more than one colon.
+    return address.partition(":")[0] if address.count(":") == 1 else address

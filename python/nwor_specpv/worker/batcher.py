@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
+from collections.abc import Callable
+from contextlib import nullcontext
 from typing import TYPE_CHECKING
 
 from nwor_specpv.errors import UnknownSessionError
@@ -13,11 +16,14 @@ from .status_codes import WorkerStoppingError
 if TYPE_CHECKING:
     from nwor_specpv import SessionStore, VerifyRequest, VerifyResult
 
+    from .judging import Judge, Sampling
+
 logger = logging.getLogger("nwor_specpv")
 
 # A store runs longer prompts in several passes; calls in the same batch would wait for all.
 _LONG_PROMPT = 256
-_STOPPING = "the worker is stopping"
+_STOPPING = "the worker is stopping; send the whole sequence to another one"
+_CUT_SHORT = "the worker stopped before the pass of this call ended"
 _ENDED = "the worker no longer runs calls; its log has more"
 
 
@@ -25,9 +31,17 @@ class PendingCall:
     """A verify that waits for its turn. Thread-safe."""
 
     def __init__(
-        self, request: VerifyRequest, session: str, prefix_len: int, num_new_tokens: int
+        self,
+        request: VerifyRequest,
+        session: str,
+        prefix_len: int,
+        num_new_tokens: int,
+        sampling: Sampling | None = None,
     ) -> None:
         self.request, self.session, self.prefix_len = request, session, prefix_len
+        self.sampling = sampling  # None: greedy
+        self.wait_seconds = self.run_seconds = 0.0  # of a call that has ended
+        self._came, self._began = time.monotonic(), 0.0
         self.is_long = num_new_tokens > _LONG_PROMPT
         self.abandoned = False
         self._settled = threading.Event()
@@ -39,11 +53,18 @@ class PendingCall:
         self.abandoned = True
         self._settled.set()
 
+    def begin(self) -> None:
+        """Called when its turn has come; later calls change nothing."""
+        self._began = self._began or time.monotonic()
+
     def settle(
         self, result: VerifyResult | None = None, error: BaseException | None = None
     ) -> None:
         """Sets the outcome; later calls change nothing."""
         if not self._settled.is_set():
+            began = self._began or time.monotonic()
+            self.wait_seconds = began - self._came
+            self.run_seconds = time.monotonic() - began
             self._result, self._error = result, error
             self._settled.set()
 
@@ -59,13 +80,21 @@ class CallBatcher:
     """One thread that runs the waiting calls. It sweeps idle sessions when nothing waits."""
 
     def __init__(
-        self, store: SessionStore, max_batch: int = 64, sweep_seconds: float | None = None
+        self,
+        store: SessionStore,
+        max_batch: int = 64,
+        sweep_seconds: float | None = None,
+        judge: Judge | None = None,
+        on_end: Callable[[], None] | None = None,
     ) -> None:
+        """`judge`: of the store, if it samples. `on_end` is called when no call runs any more."""
         self._store, self._max_batch, self._sweep_seconds = store, max_batch, sweep_seconds
+        self._judge, self._on_end = judge, on_end
         if sweep_seconds is not None:
             self._sweep_seconds = min(sweep_seconds, threading.TIMEOUT_MAX)
         self._changed = threading.Condition()
         self._waiting: list[PendingCall] = []  # in the order they came
+        self._running: list[PendingCall] = []
         self._closed = ""  # the reason
         self._thread = threading.Thread(target=self._run, name="nwor-worker", daemon=True)
         self._thread.start()
@@ -87,10 +116,18 @@ class CallBatcher:
             self._waiting.append(call)
             self._changed.notify()
 
-    def close(self) -> None:
-        """Finishes the batch that runs and refuses the calls that wait."""
+    def drain(self, grace_seconds: float) -> None:
+        """Refuses the calls that wait, and later ones. The batch that runs has so much time left;
+        then its calls are refused too.
+        """
         for call in self._refuse(_STOPPING):
             call.settle(error=WorkerStoppingError(_STOPPING))
+        self._thread.join(min(max(grace_seconds, 0), threading.TIMEOUT_MAX))
+        for call in list(self._running):
+            call.settle(error=WorkerStoppingError(_CUT_SHORT))
+
+    def join(self) -> None:
+        """Waits for the batch that runs. REQUIRES: `drain` was called."""
         self._thread.join()
 
     def _refuse(self, reason: str) -> list[PendingCall]:
@@ -106,13 +143,17 @@ class CallBatcher:
         try:
             while (batch := self._take()) is not None:
                 if batch:
+                    self._running = batch
                     self._verify(batch)
+                    self._running = []
                 else:
                     self._sweep()
         except BaseException as error:  # or waiting calls would wait for ever
             logger.exception("worker: calls can no longer be run; restart the worker")
             for call in [*(batch or []), *self._refuse(_ENDED)]:
                 call.settle(error=error)
+            if self._on_end is not None:
+                self._on_end()
 
     def _take(self) -> list[PendingCall] | None:
         """Returns the next batch; an empty one when it is time to sweep, None at the end."""
@@ -161,8 +202,12 @@ class CallBatcher:
         batch = [call for call in batch if not call.abandoned]
         if not batch:
             return
+        for call in batch:
+            call.begin()
+        sampled = {call.session: call.sampling for call in batch if call.sampling is not None}
         try:
-            results = self._store.verify_batch([call.request for call in batch])
+            with self._judge.using(sampled) if self._judge is not None else nullcontext():
+                results = self._store.verify_batch([call.request for call in batch])
         except BaseException as error:  # the thread must not end: later calls would wait for ever
             if len(batch) == 1:
                 batch[0].settle(error=error)

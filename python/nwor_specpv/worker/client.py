@@ -15,26 +15,30 @@ from __future__ import annotations
 import contextlib
 import math
 import operator
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from nwor_specpv.errors import DesyncError, NworError, UnknownSessionError
 
+from .distributions import write_distributions
 from .rpc import grpc, messages, stubs
-from .status_codes import error_of
+from .security import ClientSecurity
+from .status_codes import WorkerError, error_of
 
 if TYPE_CHECKING:
     from nwor_specpv import DraftTree
 
 _MOST_SECONDS = 10**9  # gRPC has 64 bits for nanoseconds since 1970; a later deadline is over
+_MOST_KEEPALIVE_SECONDS = 86400
 _FINISH = {messages.FINISH_STOP: "stop", messages.FINISH_LENGTH: "length"}
 
 
 @dataclass(frozen=True)
 class RemoteResult:
-    """The same as `VerifyResult`."""
+    """The same as `VerifyResult`, and what the call took."""
 
     accepted_rows: list[int]  # of the tree, root excluded
     tokens: list[int]  # tokens of those rows
@@ -44,6 +48,10 @@ class RemoteResult:
     rows_run: int
     rows_saved: int
     finish: str | None  # "stop" or "length" when next_token is the sequence's last
+    acceptance_rate: float  # accepted drafts by all drafts; 0 without drafts
+    wait_seconds: float  # until the call's turn came
+    run_seconds: float  # of its passes
+    token_bytes: list[bytes]  # of `tokens` and `next_token`, where they were asked for
 
 
 @dataclass(frozen=True)
@@ -61,17 +69,56 @@ class WorkerInfo:
     max_prompt_tokens: int
     max_length: int
     waiting: int  # calls whose turn has not come
+    samples: bool  # takes a temperature
+    has_token_bytes: bool
+    max_distribution_bytes: int
 
 
 class Client:
     """A connection to a worker, opened by the first call. Thread-safe; its sessions are not."""
 
-    def __init__(self, address: str, *, timeout: float | None = None) -> None:
-        """`timeout`: seconds that a call may take; None or infinity: no limit."""
+    def __init__(
+        self,
+        address: str,
+        *,
+        timeout: float | None = None,
+        keepalive_seconds: float = 30.0,
+        root_certificate: str | Path | None = None,
+        tls: bool = False,
+        token: str | None = None,
+        insecure: bool = False,
+    ) -> None:
+        """`timeout`: seconds that a call may take; None or infinity: no limit.
+
+        `keepalive_seconds`: how often a waiting call asks whether the worker's machine is still
+        there. One that does not answer for as long again is `UNAVAILABLE`.
+        `root_certificate`: a PEM file that the worker's certificate is checked against, also by
+        $NWOR_WORKER_ROOT_CERTIFICATE; `tls` alone: the root certificates that gRPC comes with.
+        `token`: also by $NWOR_WORKER_TOKEN or $NWOR_WORKER_TOKEN_FILE. Other machines need both,
+        unless `insecure`.
+        """
         self.address, self.timeout = address, _seconds(timeout)
-        # A proxy in the environment is for the web, not for workers.
-        self._channel = grpc.insecure_channel(address, options=(("grpc.enable_http_proxy", 0),))
+        self._security = ClientSecurity.load(tls, root_certificate, token)
+        self._security.check_address(address, insecure=insecure)
+        if not 1 <= keepalive_seconds <= _MOST_KEEPALIVE_SECONDS:
+            raise NworError(
+                f"keepalive_seconds: got {keepalive_seconds}, expected 1 to "
+                f"{_MOST_KEEPALIVE_SECONDS}"
+            )
+        every = round(keepalive_seconds * 1000)
+        options = (
+            ("grpc.enable_http_proxy", 0),  # a proxy is for the web, not for workers
+            ("grpc.keepalive_time_ms", every),
+            ("grpc.keepalive_timeout_ms", every),
+            ("grpc.http2.ping_timeout_ms", every),  # newer versions of gRPC go by this one
+        )
+        if self._security.tls:
+            credentials = grpc.ssl_channel_credentials(self._security.root_certificate)
+            self._channel = grpc.secure_channel(address, credentials, options)
+        else:
+            self._channel = grpc.insecure_channel(address, options)
         self._calls = stubs(self._channel)
+        self._closed = False
 
     def ping(self, *, wait: bool = False) -> WorkerInfo:
         """Asks for a description. `wait`: waits for a worker, as long as a call may take."""
@@ -84,14 +131,24 @@ class Client:
 
     def call(self, name: str, request: Any, *, wait: bool = False) -> Any:
         try:
-            return self._calls[name](request, timeout=self.timeout, wait_for_ready=wait)
+            return self._calls[name](
+                request,
+                timeout=self.timeout,
+                metadata=self._security.metadata,
+                wait_for_ready=wait,
+            )
         except grpc.RpcError as error:
-            raise error_of(error, self.address) from None
+            at = f"{self.address}{' (with TLS)' if self._security.tls else ' (without TLS)'}"
+            if error.code() is grpc.StatusCode.CANCELLED and not self._closed:
+                # gRPC cancels calls that reach a server in the moment it stops.
+                raise WorkerError(f"worker at {at}: it stopped", "UNAVAILABLE") from None
+            raise error_of(error, at) from None
         except ValueError:  # gRPC raises it on a closed channel
             raise NworError(f"client: {name} was called after close") from None
 
     def close(self) -> None:
         """Cancels waiting calls. The worker keeps the sessions until they are idle too long."""
+        self._closed = True
         self._channel.close()
 
     def __enter__(self) -> Client:
@@ -127,14 +184,30 @@ class RemoteSession:
         chunk_rows: int = 0,
         stop_ids: Sequence[int] = (),
         max_new_tokens: int = 0,
+        temperature: float = 0.0,
+        top_k: int = 0,
+        top_p: float = 1.0,
+        seed: int | None = None,
+        draft_probs: Any = None,
+        draft_log_probs: Sequence[Mapping[int, float]] | None = None,
+        token_bytes: bool = False,
     ) -> RemoteResult:
-        """`SessionStore.verify`; by default it expects the length of the last result."""
+        """`SessionStore.verify`; by default it expects the length of the last result.
+
+        A `temperature` above 0 samples, with `top_k` (0: all) and `top_p` (1: all). The same `seed`
+        gives the same tokens; None: a new one. For a chain of drafts that were drawn at random,
+        `draft_probs` [drafts, vocabulary] or `draft_log_probs` (for each draft a mapping of all
+        tokens that it could have been to their log-probabilities) lets more of them be accepted.
+        """
         expected = self.length if expected_prefix_len is None else expected_prefix_len
         new = _integers("new_tokens", new_tokens)
         options = {
             "chunk_rows": chunk_rows,
             "stop_ids": _integers("stop_ids", stop_ids),
             "max_new_tokens": max_new_tokens,
+            "sampling": _sampling(temperature, top_k, top_p, seed),
+            "distributions": write_distributions(draft_probs, draft_log_probs),
+            "want_token_bytes": token_bytes,
         }
         known = self._known(expected)
         try:
@@ -207,6 +280,10 @@ class RemoteSession:
             rows_run=reply.rows_run,
             rows_saved=reply.rows_saved,
             finish=_FINISH.get(reply.finish),
+            acceptance_rate=reply.acceptance_rate,
+            wait_seconds=reply.wait_us * 1e-6,
+            run_seconds=reply.run_us * 1e-6,
+            token_bytes=list(reply.token_bytes),
         )
 
 
@@ -219,6 +296,16 @@ def _seconds(timeout: float | None) -> float | None:
             "or None for no limit"
         )
     return timeout
+
+
+def _sampling(temperature: float, top_k: int, top_p: float, seed: int | None) -> Any:
+    for name, value in (("temperature", temperature), ("top_p", top_p)):
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or math.isnan(value):
+            raise NworError(f"{name}: got {value!r}, expected a number")
+    try:
+        return messages.Sampling(temperature=temperature, top_k=top_k, top_p=top_p, seed=seed)
+    except (TypeError, ValueError) as error:
+        raise NworError(f"top_k, seed: got {top_k!r} and {seed!r}: {error}") from None
 
 
 def _rows(tree: Any) -> tuple[list[int], list[int]]:

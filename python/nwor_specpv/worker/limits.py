@@ -22,23 +22,27 @@ class Limits:
     max_tree_rows: int = 256
     max_prompt_tokens: int = 8192
     max_calls: int = 256
+    max_distribution_bytes: int = 16 << 20  # 0: calls have no distributions
 
     def __post_init__(self) -> None:
         for name, value in vars(self).items():
-            if value < 1:
-                raise NworError(f"{name}: got {value}, expected 1 or more")
+            least = 0 if name == "max_distribution_bytes" else 1
+            if value < least:
+                raise NworError(f"{name}: got {value}, expected {least} or more")
         if self.message_bytes > _MOST_BYTES:
             raise NworError(
-                f"max_tree_rows, max_prompt_tokens: got {self.max_tree_rows} and "
-                f"{self.max_prompt_tokens}, messages of {self.message_bytes} bytes, expected at "
-                f"most {_MOST_BYTES}"
+                "max_tree_rows, max_prompt_tokens, max_distribution_bytes: got "
+                f"{self.max_tree_rows}, {self.max_prompt_tokens} and "
+                f"{self.max_distribution_bytes}, messages of {self.message_bytes} bytes, expected "
+                f"at most {_MOST_BYTES}"
             )
 
     @property
     def message_bytes(self) -> int:
         """The size of the largest message within the limits."""
         integers = self.max_prompt_tokens + 2 * self.max_tree_rows + _MAX_STOP_IDS
-        return integers * _INTEGER_BYTES + _MAX_NAME * _CHARACTER_BYTES + _OTHER_BYTES
+        fixed = _MAX_NAME * _CHARACTER_BYTES + _OTHER_BYTES
+        return integers * _INTEGER_BYTES + fixed + self.max_distribution_bytes
 
     def check(self, request: Any) -> None:
         """Raises NworError unless a VerifyDraftsRequest is within the limits."""
@@ -48,6 +52,12 @@ class Limits:
             ("parents", len(request.tree.parents), self.max_tree_rows, "rows"),
             ("new_tokens", len(request.new_tokens), self.max_prompt_tokens, "tokens"),
             ("stop_ids", len(request.stop_ids), _MAX_STOP_IDS, "tokens"),
+            (
+                "distributions",
+                request.distributions.ByteSize(),
+                self.max_distribution_bytes,
+                "bytes",
+            ),
         ):
             if got > most:
                 raise NworError(f"{name}: got {got} {what}, expected at most {most}")

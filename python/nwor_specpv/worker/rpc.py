@@ -6,7 +6,10 @@ from collections.abc import Callable
 from typing import Any
 
 # The same as the extra `worker` in pyproject.toml.
-INSTALL = 'pip install "grpcio>=1.62" "protobuf>=4.25"'
+INSTALL = (
+    'pip install "grpcio>=1.62" "grpcio-health-checking>=1.62" "grpcio-reflection>=1.62" '
+    '"protobuf>=4.25"'
+)
 
 try:
     import grpc
@@ -18,9 +21,10 @@ except ModuleNotFoundError as error:
         f"the target worker needs {missing}, which is not installed: {INSTALL}", name=error.name
     ) from None
 
-__all__ = ["CALLS", "INSTALL", "grpc", "handlers", "messages", "stubs"]
+__all__ = ["CALLS", "INSTALL", "SERVICE_NAME", "grpc", "handlers", "messages", "stubs"]
 
 _SERVICE = messages.DESCRIPTOR.services_by_name["Target"]
+SERVICE_NAME = _SERVICE.full_name
 CALLS = tuple(method.name for method in _SERVICE.methods)
 
 

@@ -31,11 +31,17 @@ class WorkerStoppingError(Exception):
     """The worker is stopping and does not run this call."""
 
 
+class CallAbandonedError(Exception):
+    """The client has left, so nobody receives the answer."""
+
+
 def status_of(error: BaseException) -> tuple[grpc.StatusCode, str]:
     """The status and the details that a client receives."""
     text = " ".join(str(error).split()).encode(errors="replace").decode()
     if isinstance(error, WorkerStoppingError):
         return grpc.StatusCode.UNAVAILABLE, text
+    if isinstance(error, CallAbandonedError):
+        return grpc.StatusCode.CANCELLED, text
     for kind, code in _CODES:
         if isinstance(error, kind):
             return code, _cut(text)

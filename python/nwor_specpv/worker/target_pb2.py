@@ -14,29 +14,33 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1fnwor_specpv/worker/target.proto\x12\x0enwor_specpv.v1\",\n\tDraftTree\x12\x0e\n\x06tokens\x18\x01 \x03(\x03\x12\x0f\n\x07parents\x18\x02 \x03(\x11\"\xbe\x01\n\x13VerifyDraftsRequest\x12\x0f\n\x07session\x18\x01 \x01(\t\x12\'\n\x04tree\x18\x02 \x01(\x0b\x32\x19.nwor_specpv.v1.DraftTree\x12\x12\n\nnew_tokens\x18\x03 \x03(\x03\x12\x1b\n\x13\x65xpected_prefix_len\x18\x04 \x01(\x03\x12\x12\n\nchunk_rows\x18\x05 \x01(\x03\x12\x10\n\x08stop_ids\x18\x06 \x03(\x03\x12\x16\n\x0emax_new_tokens\x18\x07 \x01(\x03\"\xaf\x01\n\x11VerifyDraftsReply\x12\x15\n\raccepted_rows\x18\x01 \x03(\x05\x12\x12\n\nnext_token\x18\x02 \x01(\x03\x12\x11\n\tcache_hit\x18\x03 \x01(\x08\x12\x0e\n\x06length\x18\x04 \x01(\x03\x12\x10\n\x08rows_run\x18\x05 \x01(\x03\x12\x12\n\nrows_saved\x18\x06 \x01(\x03\x12&\n\x06\x66inish\x18\x07 \x01(\x0e\x32\x16.nwor_specpv.v1.Finish\"$\n\x11\x45ndSessionRequest\x12\x0f\n\x07session\x18\x01 \x01(\t\"\x11\n\x0f\x45ndSessionReply\"\r\n\x0bPingRequest\"\xe5\x01\n\tPingReply\x12\x0f\n\x07version\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12\x12\n\nvocab_size\x18\x03 \x01(\x03\x12\x10\n\x08sessions\x18\x04 \x01(\x03\x12\x14\n\x0cmax_sessions\x18\x05 \x01(\x03\x12\x12\n\nheld_bytes\x18\x06 \x01(\x03\x12\x11\n\tmax_bytes\x18\x07 \x01(\x03\x12\x15\n\rmax_tree_rows\x18\x08 \x01(\x03\x12\x19\n\x11max_prompt_tokens\x18\t \x01(\x03\x12\x12\n\nmax_length\x18\n \x01(\x03\x12\x0f\n\x07waiting\x18\x0b \x01(\x03*=\n\x06\x46inish\x12\x0f\n\x0b\x46INISH_NONE\x10\x00\x12\x0f\n\x0b\x46INISH_STOP\x10\x01\x12\x11\n\rFINISH_LENGTH\x10\x02\x32\xf2\x01\n\x06Target\x12V\n\x0cVerifyDrafts\x12#.nwor_specpv.v1.VerifyDraftsRequest\x1a!.nwor_specpv.v1.VerifyDraftsReply\x12P\n\nEndSession\x12!.nwor_specpv.v1.EndSessionRequest\x1a\x1f.nwor_specpv.v1.EndSessionReply\x12>\n\x04Ping\x12\x1b.nwor_specpv.v1.PingRequest\x1a\x19.nwor_specpv.v1.PingReplyb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1fnwor_specpv/worker/target.proto\x12\x0enwor_specpv.v1\",\n\tDraftTree\x12\x0e\n\x06tokens\x18\x01 \x03(\x03\x12\x0f\n\x07parents\x18\x02 \x03(\x11\"h\n\x08Sampling\x12\x13\n\x0btemperature\x18\x01 \x01(\x01\x12\r\n\x05top_k\x18\x02 \x01(\x03\x12\x12\n\x05top_p\x18\x03 \x01(\x01H\x00\x88\x01\x01\x12\x11\n\x04seed\x18\x04 \x01(\x03H\x01\x88\x01\x01\x42\x08\n\x06_top_pB\x07\n\x05_seed\"V\n\x12\x44raftDistributions\x12\r\n\x05probs\x18\x01 \x01(\x0c\x12\x0e\n\x06\x63ounts\x18\x02 \x03(\x05\x12\x0e\n\x06tokens\x18\x03 \x03(\x03\x12\x11\n\tlog_probs\x18\x04 \x03(\x02\"\xbf\x02\n\x13VerifyDraftsRequest\x12\x0f\n\x07session\x18\x01 \x01(\t\x12\'\n\x04tree\x18\x02 \x01(\x0b\x32\x19.nwor_specpv.v1.DraftTree\x12\x12\n\nnew_tokens\x18\x03 \x03(\x03\x12\x1b\n\x13\x65xpected_prefix_len\x18\x04 \x01(\x03\x12\x12\n\nchunk_rows\x18\x05 \x01(\x03\x12\x10\n\x08stop_ids\x18\x06 \x03(\x03\x12\x16\n\x0emax_new_tokens\x18\x07 \x01(\x03\x12*\n\x08sampling\x18\x08 \x01(\x0b\x32\x18.nwor_specpv.v1.Sampling\x12\x39\n\rdistributions\x18\t \x01(\x0b\x32\".nwor_specpv.v1.DraftDistributions\x12\x18\n\x10want_token_bytes\x18\n \x01(\x08\"\xfe\x01\n\x11VerifyDraftsReply\x12\x15\n\raccepted_rows\x18\x01 \x03(\x05\x12\x12\n\nnext_token\x18\x02 \x01(\x03\x12\x11\n\tcache_hit\x18\x03 \x01(\x08\x12\x0e\n\x06length\x18\x04 \x01(\x03\x12\x10\n\x08rows_run\x18\x05 \x01(\x03\x12\x12\n\nrows_saved\x18\x06 \x01(\x03\x12&\n\x06\x66inish\x18\x07 \x01(\x0e\x32\x16.nwor_specpv.v1.Finish\x12\x17\n\x0f\x61\x63\x63\x65ptance_rate\x18\x08 \x01(\x01\x12\x0f\n\x07wait_us\x18\t \x01(\x03\x12\x0e\n\x06run_us\x18\n \x01(\x03\x12\x13\n\x0btoken_bytes\x18\x0b \x03(\x0c\"$\n\x11\x45ndSessionRequest\x12\x0f\n\x07session\x18\x01 \x01(\t\"\x11\n\x0f\x45ndSessionReply\"\r\n\x0bPingRequest\"\xaf\x02\n\tPingReply\x12\x0f\n\x07version\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12\x12\n\nvocab_size\x18\x03 \x01(\x03\x12\x10\n\x08sessions\x18\x04 \x01(\x03\x12\x14\n\x0cmax_sessions\x18\x05 \x01(\x03\x12\x12\n\nheld_bytes\x18\x06 \x01(\x03\x12\x11\n\tmax_bytes\x18\x07 \x01(\x03\x12\x15\n\rmax_tree_rows\x18\x08 \x01(\x03\x12\x19\n\x11max_prompt_tokens\x18\t \x01(\x03\x12\x12\n\nmax_length\x18\n \x01(\x03\x12\x0f\n\x07waiting\x18\x0b \x01(\x03\x12\x0f\n\x07samples\x18\x0c \x01(\x08\x12\x17\n\x0fhas_token_bytes\x18\r \x01(\x08\x12\x1e\n\x16max_distribution_bytes\x18\x0e \x01(\x03*=\n\x06\x46inish\x12\x0f\n\x0b\x46INISH_NONE\x10\x00\x12\x0f\n\x0b\x46INISH_STOP\x10\x01\x12\x11\n\rFINISH_LENGTH\x10\x02\x32\xf2\x01\n\x06Target\x12V\n\x0cVerifyDrafts\x12#.nwor_specpv.v1.VerifyDraftsRequest\x1a!.nwor_specpv.v1.VerifyDraftsReply\x12P\n\nEndSession\x12!.nwor_specpv.v1.EndSessionRequest\x1a\x1f.nwor_specpv.v1.EndSessionReply\x12>\n\x04Ping\x12\x1b.nwor_specpv.v1.PingRequest\x1a\x19.nwor_specpv.v1.PingReplyb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'nwor_specpv.worker.target_pb2', _globals)
 if _descriptor._USE_C_DESCRIPTORS == False:
   DESCRIPTOR._options = None
-  _globals['_FINISH']._serialized_start=772
-  _globals['_FINISH']._serialized_end=833
+  _globals['_FINISH']._serialized_start=1248
+  _globals['_FINISH']._serialized_end=1309
   _globals['_DRAFTTREE']._serialized_start=51
   _globals['_DRAFTTREE']._serialized_end=95
-  _globals['_VERIFYDRAFTSREQUEST']._serialized_start=98
-  _globals['_VERIFYDRAFTSREQUEST']._serialized_end=288
-  _globals['_VERIFYDRAFTSREPLY']._serialized_start=291
-  _globals['_VERIFYDRAFTSREPLY']._serialized_end=466
-  _globals['_ENDSESSIONREQUEST']._serialized_start=468
-  _globals['_ENDSESSIONREQUEST']._serialized_end=504
-  _globals['_ENDSESSIONREPLY']._serialized_start=506
-  _globals['_ENDSESSIONREPLY']._serialized_end=523
-  _globals['_PINGREQUEST']._serialized_start=525
-  _globals['_PINGREQUEST']._serialized_end=538
-  _globals['_PINGREPLY']._serialized_start=541
-  _globals['_PINGREPLY']._serialized_end=770
-  _globals['_TARGET']._serialized_start=836
-  _globals['_TARGET']._serialized_end=1078
+  _globals['_SAMPLING']._serialized_start=97
+  _globals['_SAMPLING']._serialized_end=201
+  _globals['_DRAFTDISTRIBUTIONS']._serialized_start=203
+  _globals['_DRAFTDISTRIBUTIONS']._serialized_end=289
+  _globals['_VERIFYDRAFTSREQUEST']._serialized_start=292
+  _globals['_VERIFYDRAFTSREQUEST']._serialized_end=611
+  _globals['_VERIFYDRAFTSREPLY']._serialized_start=614
+  _globals['_VERIFYDRAFTSREPLY']._serialized_end=868
+  _globals['_ENDSESSIONREQUEST']._serialized_start=870
+  _globals['_ENDSESSIONREQUEST']._serialized_end=906
+  _globals['_ENDSESSIONREPLY']._serialized_start=908
+  _globals['_ENDSESSIONREPLY']._serialized_end=925
+  _globals['_PINGREQUEST']._serialized_start=927
+  _globals['_PINGREQUEST']._serialized_end=940
+  _globals['_PINGREPLY']._serialized_start=943
+  _globals['_PINGREPLY']._serialized_end=1246
+  _globals['_TARGET']._serialized_start=1312
+  _globals['_TARGET']._serialized_end=1554
 # @@protoc_insertion_point(module_scope)

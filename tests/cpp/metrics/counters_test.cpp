@@ -167,9 +167,23 @@ TEST(Counters, NeverGoBackwardsWhileSourcesComeAndGo) {
   EXPECT_EQ(counters.Read()[Counter::kRounds], expected);
 }
 
+TEST(Counters, CountWorkerCallsByOutcome) {
+  Counters counters;
+  for (int i = 0; i < kNumCallOutcomes; ++i) {
+    for (int n = 0; n <= i; ++n) counters.AddWorkerCall(static_cast<CallOutcome>(i));
+  }
+  const int id = counters.AddSource([](CountersSnapshot& s) { s.worker_calls[0] += 10; });
+  EXPECT_EQ(counters.Read().worker_calls[0], 11);
+  counters.RemoveSource(id);
+  const CountersSnapshot snapshot = counters.Read();
+  EXPECT_EQ(snapshot.worker_calls[0], 11);
+  for (int i = 1; i < kNumCallOutcomes; ++i) EXPECT_EQ(snapshot.worker_calls[i], i + 1) << i;
+}
+
 TEST(Counters, StartAtZeroInAForkedChildAndGoOnInTheParent) {
   Counters& counters = Counters::Global();
   counters.Add(Counter::kRounds, 4);
+  counters.AddWorkerCall(CallOutcome::kAnswered);
   counters.AddStagingBytes(128);
   const int id = counters.AddSource(
       [](CountersSnapshot& s) { s.values[static_cast<size_t>(Counter::kCommittedTokens)] += 9; });
@@ -181,7 +195,7 @@ TEST(Counters, StartAtZeroInAForkedChildAndGoOnInTheParent) {
     counters.RemoveSource(id);
     const CountersSnapshot own = counters.Read();
     const bool fresh = own[Counter::kRounds] == 1 && own[Counter::kCommittedTokens] == 0 &&
-                       own.staging_bytes == before.staging_bytes;
+                       own.worker_calls[0] == 0 && own.staging_bytes == before.staging_bytes;
     _exit(fresh ? 0 : 1);
   }
   int status = -1;

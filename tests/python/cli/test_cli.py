@@ -97,7 +97,7 @@ def test_wrong_use_is_one_line_and_exit_2(
 def test_help_is_no_failure(capsys: pytest.CaptureFixture[str]) -> None:
     code, out, err = call(capsys, "--help")
     assert (code, err) == (0, "")
-    for command in ("status", "doctor", "bench", "generate", "report", "demo", "worker"):
+    for command in ("status", "doctor", "bench", "generate", "report", "demo", "worker", "draft"):
         assert command in out
 
 
@@ -337,6 +337,7 @@ def test_commands_get_the_rest_of_the_line(
         ("generate", ("--prompt", "a"), {"prompt": "a"}),
         ("report", (), {"source": None}),
         ("worker", ("--port", "0"), {"port": 0}),
+        ("draft", ("--prompt", "a"), {"prompt": "a"}),
     ):
         module = importlib.import_module(f"nwor_specpv.cli.{name}")
         monkeypatch.setattr(module, "run", seen.append)
@@ -355,7 +356,7 @@ def test_commands_get_the_rest_of_the_line(
         ("bench", "--help"),
         *(
             (name, "--help")
-            for name in ("status", "doctor", "generate", "report", "demo", "worker")
+            for name in ("status", "doctor", "generate", "report", "demo", "worker", "draft")
         ),
     ],
 )

@@ -77,6 +77,11 @@ nwor_sessions_live 3
 nwor_sessions_started_total 9
 nwor_sessions_evicted_total 4
 nwor_sessions_expired_total 2
+nwor_worker_calls_total{outcome="answered"} 120
+nwor_worker_calls_total{outcome="refused"} 3
+nwor_worker_calls_total{outcome="failed"} 0
+nwor_worker_bytes_received_total 2048
+nwor_worker_bytes_sent_total 1024
 vllm:num_requests_running{model_name="a b"} 1.0
 """
 )
@@ -102,6 +107,7 @@ drift           15.0% (3 of 20 probed rows)
 drift           0.5% (2 of 400 rechecked tokens)
 contract        BROKEN 2 times
 sessions        3 live, 9 started, 4 evicted, 2 expired
+calls           answered 120, refused 3; 2.0 KiB received, 1.0 KiB sent
 """
 IDLE_LINES = """\
 version       1.2.3 (0123456789ab), torch 2.11.0+cu130, CUDA 13.0

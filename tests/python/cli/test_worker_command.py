@@ -18,14 +18,73 @@ import pytest
 from nwor_specpv import Metrics, NworError
 from nwor_specpv.cli import main as cli
 from nwor_specpv.models import stories
-from nwor_specpv.worker import Client
+from nwor_specpv.worker import Client, WorkerError
 from nwor_specpv.worker.address import is_loopback
-from tests.python.worker.serving import LENGTH, PATIENCE_S, PLAIN, PROMPT, decode, serving
+from tests.python.worker.certificates import Authority
+from tests.python.worker.serving import (
+    LENGTH,
+    PATIENCE_S,
+    PLAIN,
+    PROMPT,
+    Calls,
+    decode,
+    serving,
+)
 
 
 @pytest.fixture(scope="module")
 def story_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return stories(progress=lambda *_: None, destination=tmp_path_factory.mktemp("m") / "stories")
+
+
+def test_with_tls_and_a_token_it_may_listen_everywhere(story_folder: Path, tmp_path: Path) -> None:
+    authority, token = Authority(tmp_path, "root"), tmp_path / "token"
+    files = authority.issue()
+    token.write_text("correct-horse\n")
+    with started(
+        *("--model", str(story_folder), "--host", "0.0.0.0", "--port", "0"),
+        *("--cache-tokens", "2048", "--token-file", str(token)),
+        *("--tls-certificate", str(files.certificate), "--tls-key", str(files.key)),
+    ) as (process, line):
+        found = re.match(r"worker: listening at 0\.0\.0\.0:(\d+), TLS, a token, model ", line)
+        assert found, line + process.stderr.read()
+        with Client(
+            f"127.0.0.1:{found[1]}",
+            timeout=PATIENCE_S,
+            root_certificate=authority.root,
+            token="correct-horse",
+        ) as client:
+            info = client.ping(wait=True)
+            assert (info.samples, info.has_token_bytes) == (True, False)
+            tokens = decode(client.session("a"), PROMPT, 10, 2)
+            assert tokens == PLAIN[: len(tokens)]
+            sampled = [
+                client.session(f"s{run}").verify(None, PROMPT, temperature=1.0, seed=3).next_token
+                for run in range(2)
+            ]
+            assert sampled[0] == sampled[1]
+        process.send_signal(signal.SIGTERM)
+        _, err = process.communicate(timeout=PATIENCE_S)
+        assert (process.returncode, err) == (0, "")
+
+
+def test_a_worker_that_hangs_is_found_without_a_timeout(story_folder: Path) -> None:
+    with started("--model", str(story_folder), "--port", "0", "--cache-tokens", "2048") as (
+        process,
+        line,
+    ):
+        address = re.match(r"worker: listening at ([^,]+),", line)[1]
+        with Client(address, keepalive_seconds=1) as client:
+            session = client.session("a", resend=True)
+            session.verify(None, PROMPT)
+            process.send_signal(signal.SIGSTOP)  # its machine keeps the connection open
+            with pytest.raises(WorkerError) as raised:
+                session.verify(None, [PLAIN[len(PROMPT)]])
+            assert raised.value.code == "UNAVAILABLE"
+            process.send_signal(signal.SIGCONT)
+            assert client.ping(wait=True).sessions == 1
+            result = session.verify(None, [PLAIN[len(PROMPT)]])
+            assert result.next_token == PLAIN[len(PROMPT) + 1]
 
 
 @contextmanager
@@ -76,6 +135,40 @@ def test_it_serves_until_it_is_told_to_stop(story_folder: Path, number: signal.S
         assert (process.returncode, out, err) == (0, "", "")
 
 
+def test_sigterm_leaves_no_call_without_an_answer(story_folder: Path) -> None:
+    """Clients that never pause get results, then UNAVAILABLE."""
+    answered, gone = threading.Semaphore(0), threading.Event()
+
+    def call_on(address: str, index: int) -> tuple[int, set[str]]:
+        count, codes = 0, set()
+        with Client(address, timeout=PATIENCE_S) as client:
+            while not (gone.is_set() and codes):
+                try:
+                    client.session(f"s{index}").verify(None, PROMPT)
+                    client.session(f"s{index}").end()
+                except WorkerError as error:
+                    codes.add(error.code)
+                else:
+                    count += 1
+                    answered.release()
+        return count, codes
+
+    with started("--model", str(story_folder), "--port", "0", "--cache-tokens", "2048") as (
+        process,
+        line,
+    ):
+        address = re.match(r"worker: listening at ([^,]+),", line)[1]
+        calls = Calls(*(lambda index=index: call_on(address, index) for index in range(4)))
+        for _ in range(8):
+            assert answered.acquire(timeout=PATIENCE_S)
+        process.send_signal(signal.SIGTERM)
+        out, err = process.communicate(timeout=PATIENCE_S)
+        gone.set()
+        outcomes = calls.outcomes()
+        assert (process.returncode, out, err) == (0, "", "")
+    assert [codes for _, codes in outcomes] == [{"UNAVAILABLE"}] * 4
+
+
 def call(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:
     try:
         code = cli.main(["worker", *arguments])
@@ -96,11 +189,21 @@ def call(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str,
         (("--max-prompt-tokens", "0"), "--max-prompt-tokens: got 0, expected 1 or more"),
         (("--cache-tokens", "0"), "--cache-tokens: got 0, expected 1 or more"),
         (("--device", "tpu"), "--device: got 'tpu', expected cpu or cuda"),
-        (("--host", "no.such.host.invalid"), "cannot listen at no.such.host.invalid:50051"),
+        (
+            ("--host", "no.such.host.invalid", "--insecure"),
+            "cannot listen at no.such.host.invalid:50051",
+        ),
+        (("--host", "0.0.0.0"), "--host: got '0.0.0.0', which other machines can reach, without"),
+        (("--tls-key", "/no/such"), "--tls-certificate: got none, expected a file"),
+        (("--token-file", "/no/such"), "--token-file: got '/no/such', which cannot be read"),
+        (
+            ("--max-distribution-bytes", "-1"),
+            "--max-distribution-bytes: got -1, expected 1 or more",
+        ),
         (("--metrics-host", "here"), "metrics_host: got 'here'"),
         (
             ("--port", "0", "--max-prompt-tokens", "300000000", "--model", "/no/such/folder"),
-            "max_prompt_tokens: got 256 and 300000000",
+            "max_distribution_bytes: got 256, 300000000 and",
         ),
         (("--port", "0", "--model", "/no/such/folder"), "model: got '/no/such/folder'"),
         (("--frobnicate",), "unrecognized arguments: --frobnicate"),
@@ -124,7 +227,15 @@ def test_a_busy_port_is_found_before_a_model_is_loaded(capsys: pytest.CaptureFix
     assert f"cannot listen at 127.0.0.1:{port}: Address already in use" in err
 
 
-@pytest.mark.parametrize(("module", "package"), [("grpc", "grpcio"), ("google", "protobuf")])
+@pytest.mark.parametrize(
+    ("module", "package"),
+    [
+        ("grpc", "grpcio"),
+        ("google", "protobuf"),
+        ("grpc_health", "grpcio-health-checking"),
+        ("grpc_reflection", "grpcio-reflection"),
+    ],
+)
 def test_without_its_packages_it_says_what_to_install(
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
@@ -139,7 +250,8 @@ def test_without_its_packages_it_says_what_to_install(
     assert (code, out) == (1, "")
     assert err == (
         f"nwor-specpv: the target worker needs {package}, which is not installed: "
-        'pip install "grpcio>=1.62" "protobuf>=4.25"\n'
+        'pip install "grpcio>=1.62" "grpcio-health-checking>=1.62" "grpcio-reflection>=1.62" '
+        '"protobuf>=4.25"\n'
     )
 
 

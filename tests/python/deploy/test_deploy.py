@@ -138,6 +138,7 @@ RAISED = {
         "nwor_staged_tokens_total": "0+100x90",
     },
     "SpecpvDraftingFails": {'specpv_draft_failures_total{reason="error"}': "0x30 1x60"},
+    "NworWorkerCallsFail": {'nwor_worker_calls_total{outcome="failed"}': "0x30 1x60"},
 }
 STILL = {
     "nwor_contract_violations_total": "1x90",
@@ -147,6 +148,8 @@ STILL = {
     'nwor_commit_failures_total{reason="slot_mismatch"}': "1x90",
     "nwor_staging_off_engines": "0x60 1x2 0x28",  # a pause
     'specpv_draft_failures_total{reason="error"}': "1x90",
+    'nwor_worker_calls_total{outcome="failed"}': "1x90",
+    'nwor_worker_calls_total{outcome="refused"}': "0+10x90",
     "nwor_aborted_rounds_total": "0x90",
     "nwor_rounds_total": "0+100x90",
     "nwor_committed_tokens_total": "0+60x90",

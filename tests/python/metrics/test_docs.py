@@ -7,7 +7,7 @@ from pathlib import Path
 
 from prometheus_client.parser import text_string_to_metric_families
 
-from nwor_specpv import BYPASS_REASONS, FULL_TRIGGERS, Metrics
+from nwor_specpv import _C, BYPASS_REASONS, FULL_TRIGGERS, Metrics
 
 PAGE = Path(__file__).resolve().parents[3] / "docs" / "metrics.md"
 
@@ -52,3 +52,7 @@ def test_every_reason_is_explained() -> None:
     documented = section("Reasons")
     reasons = {label: text for label, text in BYPASS_REASONS.items() if label != "none"}
     assert {label: documented.get(label) for label in reasons} == reasons
+
+
+def test_every_outcome_is_explained() -> None:
+    assert section("Outcomes") == {"outcome": "meaning", **_C.CALL_OUTCOMES}

@@ -17,7 +17,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from nwor_specpv import _C, BYPASS_REASONS, Interceptor, Metrics, NworConfig, RoundPlan, _stamp
 from tests.python.metrics.rounds import BYTES_PER_TOKEN, play
 
-LABELS = {"rank", "reason", "trigger", "le"}
+LABELS = {"rank", "reason", "trigger", "outcome", "le"}
 INFO_LABELS = {
     "nwor_build_info": {"version", "torch", "cuda", "architectures", "revision"},
     "nwor_engine_info": {"rank", "drafter", "draft_tokens", "mode", "attention"},

@@ -12,7 +12,7 @@ import torch
 
 from nwor_specpv import DraftTree, SessionBatch
 from nwor_specpv.models.tiny_model import TinyModel, TinyTokenizer
-from nwor_specpv.worker import Client, Limits, RemoteSession, Server
+from nwor_specpv.worker import Client, Judge, Limits, RemoteSession, Server
 from tests.python.models.tiny_decoding import decode_plain, draft_by_ngrams
 from tests.python.session.tiny_host import TinyHost
 
@@ -27,13 +27,14 @@ PLAIN = PROMPT + decode_plain(MODEL, PROMPT, LENGTH + 30).tokens
 
 
 class GatedHost(TinyHost):
-    """A host whose model waits at a gate and can be made to fail."""
+    """A host whose model waits at a gate and can be made to fail. Its calls may sample."""
 
     def __init__(self, **options: Any) -> None:
+        self.judge = Judge()
         self.gate, self.entered = threading.Event(), threading.Event()
         self.gate.set()
         self.failure: Callable[[SessionBatch], BaseException | None] = lambda batch: None
-        super().__init__(model=MODEL, **options)
+        super().__init__(model=MODEL, accept=self.judge.accept, **options)
 
     def forward(self, batch: SessionBatch) -> torch.Tensor:
         self.entered.set()
@@ -62,7 +63,10 @@ class Worker:
 
 @contextmanager
 def serving(
-    limits: Limits | None = None, sweep_seconds: float | None = None, **options: Any
+    limits: Limits | None = None,
+    sweep_seconds: float | None = None,
+    server_options: dict[str, Any] | None = None,
+    **options: Any,
 ) -> Iterator[Worker]:
     target = GatedHost(**options)
     server = Server(
@@ -71,6 +75,8 @@ def serving(
         vocab_size=MODEL.shape.vocabulary,
         limits=limits,
         sweep_seconds=sweep_seconds,
+        judge=target.judge,
+        **(server_options or {}),
     )
     with server:
         worker = Worker(target, server)

@@ -11,7 +11,7 @@ from nwor_specpv import DraftTree, NworError, Session, tree_from_parents
 from nwor_specpv.models import stories
 from nwor_specpv.transformers import Generator, load_model
 from nwor_specpv.transformers.sessions import SessionTarget
-from nwor_specpv.worker import Client, Limits, Server
+from nwor_specpv.worker import Client, Judge, Limits, Server
 from tests.python.models.tiny_decoding import decode_plain
 from tests.python.specpv.contexts import DEVICES
 from tests.python.worker.serving import (
@@ -199,6 +199,35 @@ def test_a_model_of_transformers_decodes_as_its_generator(
     assert tokens[: len(PROMPT) + LENGTH] == PROMPT + expected.token_ids
     assert tokens == PLAIN[: len(tokens)]
     assert other == (PROMPT[:9] + decode_plain(MODEL, PROMPT[:9], LENGTH).tokens)[: len(other)]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_model_of_transformers_samples(story_folder: Path, device: str) -> None:
+    """Tokens come from the top-k of the model that sees everything, alike in any company."""
+    model, _ = load_model(story_folder, "float32", device)
+    judge = Judge()
+    target = SessionTarget(model, cache_tokens=1024, accept=judge.accept)
+    server = Server(
+        target.store,
+        model="stories",
+        vocab_size=target.vocab_size,
+        limits=Limits(max_prompt_tokens=target.max_length),
+        judge=judge,
+    )
+    options = {"temperature": 1.0, "top_k": 4, "seed": 11}
+    with server, Client(server.address, timeout=PATIENCE_S) as client:
+        alone = decode(client.session("alone"), PROMPT, LENGTH, 2, **options)
+        both = Calls(
+            lambda: decode(client.session("a"), PROMPT, LENGTH, 2, **options),
+            lambda: decode(client.session("b"), PROMPT[:9], LENGTH, 2),
+        )
+        sampled, greedy = both.outcomes()
+    assert sampled == alone != PLAIN[: len(alone)]
+    assert greedy == (PROMPT[:9] + decode_plain(MODEL, PROMPT[:9], LENGTH).tokens)[: len(greedy)]
+    with torch.no_grad():
+        logits = model(torch.tensor([alone], device=device)).logits[0, len(PROMPT) - 1 : -1]
+    best = logits.topk(4).indices.tolist()
+    assert all(token in row for token, row in zip(alone[len(PROMPT) :], best, strict=True))
 
 
 def test_what_a_model_of_transformers_refuses_is_no_fault_of_the_client(

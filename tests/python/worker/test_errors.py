@@ -248,7 +248,7 @@ def test_names_are_limited() -> None:
 
 
 def test_a_message_larger_than_the_limits_allow_is_not_read() -> None:
-    limits = Limits(max_tree_rows=4, max_prompt_tokens=4)
+    limits = Limits(max_tree_rows=4, max_prompt_tokens=4, max_distribution_bytes=0)
     request = messages.VerifyDraftsRequest(session="a", new_tokens=[1] * (limits.message_bytes + 1))
     with serving(limits) as worker:
         code, told = status(worker.server.address, "VerifyDrafts", request)
@@ -267,6 +267,9 @@ def test_the_largest_call_within_the_limits_fits() -> None:
         chunk_rows=-1,
         stop_ids=[-1] * 256,
         max_new_tokens=-1,
+        sampling=messages.Sampling(temperature=1.5, top_k=-1, top_p=0.5, seed=-1),
+        distributions=messages.DraftDistributions(probs=b"p" * ((16 << 20) - 5)),
+        want_token_bytes=True,
     )
     limits.check(request)
     assert request.ByteSize() <= limits.message_bytes
@@ -277,6 +280,12 @@ def test_limits_are_those_that_a_message_can_have(name: str) -> None:
     with pytest.raises(NworError, match=rf"{name}.* 300000000.* at most {2**31 - 1}"):
         Limits(**{name: 300_000_000})
     assert Limits(max_prompt_tokens=200_000_000).message_bytes < 2**31
+
+
+def test_a_limit_on_distributions_may_be_none() -> None:
+    assert Limits(max_distribution_bytes=0).max_distribution_bytes == 0
+    with pytest.raises(NworError, match="max_distribution_bytes: got -1, expected 0 or more"):
+        Limits(max_distribution_bytes=-1)
 
 
 @pytest.mark.parametrize("name", ["max_tree_rows", "max_prompt_tokens", "max_calls"])
@@ -402,6 +411,12 @@ def test_what_leaving_a_session_raises_hides_no_error(reason: str) -> None:
 def test_a_timeout_that_no_call_can_have_is_refused(timeout: float) -> None:
     with pytest.raises(NworError, match=f"timeout: got {re.escape(str(timeout))}, expected"):
         Client("127.0.0.1:1", timeout=timeout)
+
+
+@pytest.mark.parametrize("seconds", [0, -1.0, float("nan"), float("inf")])
+def test_a_keepalive_that_cannot_be_is_refused(seconds: float) -> None:
+    with pytest.raises(NworError, match=f"keepalive_seconds: got {seconds}, expected 1 to 86400"):
+        Client("127.0.0.1:1", keepalive_seconds=seconds)
 
 
 @pytest.mark.parametrize("timeout", [1e9, float("inf"), None])
