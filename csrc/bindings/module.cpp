@@ -201,11 +201,12 @@ void BindRounds(py::module_& m) {
   py::class_<RoundPlan>(
       m, "RoundPlan", "What the engine knows of a round before the forward pass, all on the host.")
       .def(py::init([](std::vector<int32_t> query_lens, std::vector<int32_t> num_drafts,
-                       std::vector<std::vector<int32_t>> parents) {
-             return RoundPlan{std::move(query_lens), std::move(num_drafts), std::move(parents)};
+                       std::vector<std::vector<int32_t>> parents, bool ascending) {
+             return RoundPlan{std::move(query_lens), std::move(num_drafts), std::move(parents),
+                              ascending};
            }),
            py::arg("query_lens"), py::arg("num_drafts"),
-           py::arg("parents") = std::vector<std::vector<int32_t>>{},
+           py::arg("parents") = std::vector<std::vector<int32_t>>{}, py::arg("ascending") = false,
            "Request b has query_lens[b] rows in the batch, in order, the last num_drafts[b] of\n"
            "which are drafts; at least one is none. Interceptor.begin judges it.")
       .def_readonly("query_lens", &RoundPlan::query_lens, "Rows of each request, [B].")
@@ -213,7 +214,10 @@ void BindRounds(py::module_& m) {
                     "Draft rows of each request, its last ones, [B].")
       .def_readonly("parents", &RoundPlan::parents,
                     "Of draft trees: for each request, the parent of each draft as a row of the\n"
-                    "request, 0 its first. Empty: chains.");
+                    "request, 0 its first. Empty: chains.")
+      .def_readonly("ascending", &RoundPlan::ascending,
+                    "Draft trees whose parents only the device knows: a commit checks that the\n"
+                    "rows of a path ascend, not how they are linked.");
 
   py::class_<Decision>(m, "Decision", "What Interceptor.begin decided for the whole round.")
       .def_readonly("stage", &Decision::stage, "Whether the round's drafts are staged.")

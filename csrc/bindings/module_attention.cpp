@@ -18,10 +18,11 @@ void MergeAndWriteRowsOfLayer(Interceptor& interceptor, const std::string& layer
                               const at::Tensor& value, const at::Tensor& prefix_out,
                               const at::Tensor& prefix_lse, const at::Tensor& query_start,
                               double scale, const at::Tensor& out, double softcap,
-                              int64_t rows_per_request) {
+                              int64_t rows_per_request,
+                              const std::optional<at::Tensor>& tree_mask) {
   std::optional<DeferredWrite> write = interceptor.TakeDeferred(layer);
   try {
-    MergeAndWriteRows({query, key, value, prefix_out, prefix_lse, query_start, std::nullopt, scale,
+    MergeAndWriteRows({query, key, value, prefix_out, prefix_lse, query_start, tree_mask, scale,
                        softcap, rows_per_request, /*rows_ready=*/true},
                       out, {}, write.has_value() ? &write->params : nullptr);
   } catch (...) {
@@ -60,7 +61,8 @@ void BindAttention(py::module_& m) {
         py::arg("query"), py::arg("key"), py::arg("value"), py::arg("prefix_out"),
         py::arg("prefix_lse"), py::arg("query_start"), py::arg("scale"), py::arg("out"),
         py::arg("softcap") = 0.0, py::arg("rows_per_request") = 0,
-        "merge_rows for chains, and the layer's deferred write (Interceptor.write with\n"
+        py::arg("tree_mask") = py::none(),
+        "merge_rows, and the layer's deferred write (Interceptor.write with\n"
         "defer=True) in the same launch. On CUDA query, key and value must have been\n"
         "written before the previous launch, the attention to the prefix, began.");
 }

@@ -131,7 +131,7 @@ CommitParams Interceptor::Impl::DescribeCommit(const CommitCall& call, at::Tenso
   params.row_map = rows.device_stage_rows();
   params.num_map_rows = rows.num_rows();
   params.request_rows = rows.request_rows();
-  params.parents = rows.parents();
+  params.parents = open->plan.ascending ? nullptr : rows.parents();
   params.tips = rows.tips();
   params.round_status = static_cast<int64_t*>(open->status.mutable_data_ptr());
   params.status = static_cast<int64_t*>(status.mutable_data_ptr());

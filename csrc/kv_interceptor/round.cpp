@@ -15,6 +15,8 @@ void CheckPlan(const RoundPlan& plan) {
              " requests, expected ", num_requests, " as query_lens");
   NWOR_CHECK(plan.parents.empty() || plan.parents.size() == num_requests, "parents: got ",
              plan.parents.size(), " requests, expected ", num_requests, " as query_lens, or none");
+  NWOR_CHECK(!plan.ascending || plan.parents.empty(),
+             "ascending: got true and parents, expected one of them");
   for (size_t b = 0; b < num_requests; ++b) {
     const int32_t rows = plan.query_lens[b], drafts = plan.num_drafts[b];
     NWOR_CHECK(rows >= 0, "query_lens: got ", rows, " for request ", b, ", expected 0 or more");

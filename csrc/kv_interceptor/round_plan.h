@@ -15,6 +15,9 @@ struct RoundPlan {
   // Draft trees: per request, the parent of each draft as a row of the request (0 = its first row).
   // A parent comes before its child. Empty: chains, each row the child of the one before it.
   std::vector<std::vector<int32_t>> parents;
+  // Draft trees whose parents only the device knows, `parents` is empty then: of a path it is
+  // checked that its rows are drafts of the request in ascending order, not how they are linked.
+  bool ascending = false;
 
   bool operator==(const RoundPlan&) const = default;
 

@@ -60,6 +60,13 @@ class Settings:
     )
     metrics_host: str = _key("127.0.0.1", "address the Prometheus endpoint listens at")
     check_contract: bool = _key(False, "verify the commit contract after every round (slow)")
+    draft_tree: int | str = _key(
+        "off",
+        "vLLM: rows of the draft tree that a step verifies; auto: by the number of requests",
+        low=2,
+        high=256,
+        choices=("off", "auto"),
+    )
 
     enable_specpv: bool = _key(False, "verify long contexts over a partial view")
     specpv_block_size: int = _key(16, "tokens of a block; divides the page size", low=1, high=1024)
@@ -265,7 +272,7 @@ def _parse(field: dataclasses.Field[Any], text: str) -> Any:
         return word in _TRUE
     if kind.endswith("None") and word in _NONE:
         return None
-    if kind.startswith("int"):
+    if kind.startswith("int") and word not in field.metadata["choices"]:
         try:
             return int(word)
         except ValueError:
@@ -278,6 +285,10 @@ def _check(name: str, field: dataclasses.Field[Any], value: Any) -> None:
     low, high = field.metadata["low"], field.metadata["high"]
     if kind == "bool":
         expected, fits = "true or false", isinstance(value, bool)
+    elif field.metadata["choices"] and kind.startswith("int"):
+        choices = field.metadata["choices"]
+        expected = f"{', '.join(map(repr, choices))} or {low} to {high}"
+        fits = value in choices if isinstance(value, str) else _is_within(value, low, high)
     elif field.metadata["choices"]:
         choices = field.metadata["choices"]
         expected = f"one of {', '.join(map(repr, choices))}"
@@ -287,13 +298,17 @@ def _check(name: str, field: dataclasses.Field[Any], value: Any) -> None:
     else:
         span = f"an integer of at least {low}" if high == _INT64_MAX else f"{low} to {high}"
         expected = span
-        fits = isinstance(value, int) and not isinstance(value, bool) and low <= value <= high
+        fits = _is_within(value, low, high)
         if kind.endswith("None"):
             expected, fits = f"{span}, or none", fits or value is None
     if fits and field.name == "metrics_host":
         expected, fits = "an IP address or localhost", _is_host(value)
     if not fits:
         raise NworError(f"{name}: got {_kind(value)}, expected {expected}")
+
+
+def _is_within(value: Any, low: int, high: int) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and low <= value <= high
 
 
 def metrics_url(host: str, port: int) -> str:

@@ -15,7 +15,11 @@ std::optional<int64_t> Find(const Table& table, int outer, int64_t inner) {
 }  // namespace
 
 ShadowRound::ShadowRound(const RoundPlan& plan, const Decision& decision)
-    : open(true), staging(decision.stage), epoch(decision.epoch), reason(decision.reason) {
+    : open(true),
+      staging(decision.stage),
+      epoch(decision.epoch),
+      reason(decision.reason),
+      ascending_(plan.ascending) {
   int64_t row = 0;
   for (size_t request = 0; request < plan.query_lens.size(); ++request) {
     const int64_t num_rows = plan.query_lens[request], num_drafts = plan.num_drafts[request];
@@ -71,7 +75,8 @@ int64_t ShadowRound::DraftAt(int group, int64_t slot) const {
 }
 
 bool ShadowRound::ExtendsPath(int64_t request, int64_t previous_row, int64_t row) const {
-  return IsDraft(row) && request_of_[row] == request && parent_[row] == previous_row;
+  if (!IsDraft(row) || request_of_[row] != request) return false;
+  return ascending_ ? row > previous_row : parent_[row] == previous_row;
 }
 
 void ShadowRound::NoteCommitted(int64_t request, int64_t row) {

@@ -49,7 +49,7 @@ class ShadowRound {
   // The draft row headed for a slot, or -1.
   int64_t DraftAt(int group, int64_t slot) const;
 
-  // Whether a path entry is a draft of its request that hangs on the one before it.
+  // Whether a path entry is a draft of its request that hangs on the one before it, or may.
   bool ExtendsPath(int64_t request, int64_t previous_row, int64_t row) const;
   // The row the next accepted draft of a request must be a child of.
   int64_t Tip(int64_t request) const { return tip_[request]; }
@@ -66,6 +66,7 @@ class ShadowRound {
   BypassReason reason = BypassReason::kNone;
 
  private:
+  bool ascending_ = false;  // parents are not known
   int64_t num_draft_rows_ = 0;
   std::vector<int64_t> request_of_;       // [T]
   std::vector<int64_t> parent_;           // [T] row of the parent, -1 = not a draft

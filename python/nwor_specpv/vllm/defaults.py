@@ -1,4 +1,4 @@
-"""One switch: what `enable_specpv` chooses where the user has said nothing to vLLM.
+"""What `enable_specpv` and `draft_tree` choose where the user has said nothing to vLLM.
 
 Pure functions: what was said comes in, what to set goes out. `hooks.arguments` calls them where
 vLLM makes an engine's configuration. What the user has said always stands; `specpv.rules` refuses
@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from .specpv.rules import DRAFTER, HEADS, LONG_CONTEXT_SCHEDULER, LOSSLESS, REFRESH, SCHEDULERS
+from .tree.shape import ROWS_BY_REQUESTS
 
 # Mode `lossless` without a head, on a GPU.
 SELF_DRAFT = {"method": "ngram_gpu", "num_speculative_tokens": 16}
@@ -45,6 +46,22 @@ def speculation(mode: str, said: Mapping[str, Any], *, on_cpu: bool) -> dict[str
         found = {"num_speculative_tokens": SELF_DRAFT["num_speculative_tokens"]}
     else:
         return {}
+    return {key: value for key, value in found.items() if said.get(key) is None}
+
+
+def tree_drafts(tree: int | str) -> int:
+    """Drafts of the largest tree."""
+    return (ROWS_BY_REQUESTS[0][2] if tree == "auto" else int(tree)) - 1
+
+
+def tree_speculation(tree: int | str, said: Mapping[str, Any]) -> dict[str, Any]:
+    """Keys to add to the speculative config for trees of `tree` rows, or `auto`."""
+    if tree == "off" or said.get("method") not in HEADS:
+        return {}
+    found: dict[str, Any] = {"num_speculative_tokens": tree_drafts(tree)}
+    if tree == "auto":
+        ranges = [(first, last, rows - 1) for first, last, rows in ROWS_BY_REQUESTS]
+        found["num_speculative_tokens_per_batch_size"] = ranges
     return {key: value for key, value in found.items() if said.get(key) is None}
 
 

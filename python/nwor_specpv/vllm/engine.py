@@ -19,7 +19,7 @@ from nwor_specpv.errors import NworError, logger
 
 from . import draft_rows, registry, support, versions
 from .faults import Faults
-from .hooks import graph_lengths, prefix_hits, recovery, speculators
+from .hooks import graph_lengths, prefix_hits, recovery, speculators, trees
 from .hooks import runner as runner_hooks
 from .settings import read_settings
 from .specpv import rules as long_context
@@ -27,7 +27,10 @@ from .specpv.failures import DraftFailures
 from .specpv.lengths import Lengths
 from .specpv.refresh import Refresh
 from .staging import Staging
-from .steps import Steps
+from .steps import Steps, TreePaths
+from .tree import rules as tree_rules
+from .tree.shape import shape_of
+from .tree.store import TreeStore
 
 # vLLM's tags of the model that verifies, and of EAGLE and MTP heads; other drafters have others.
 TARGET_MODEL = "backbone"
@@ -65,6 +68,7 @@ class Engine:
         self.num_drafts = self.num_passes = 0
         self.prefix_hits = False  # a request may read what another one of the step computes
         self.refresh = self._make_refresh(vllm_config)
+        self.trees = self._make_trees(vllm_config)
         self.lengths = self._make_lengths(vllm_config)
         single_rank = vllm_config.parallel_config.world_size == 1
         self.draft_failures = DraftFailures(single_rank=single_rank)
@@ -124,6 +128,22 @@ class Engine:
         )
         return Refresh(self, vllm_config)
 
+    def _make_trees(self, vllm_config: Any) -> TreeStore | None:
+        """Draft trees, if they were asked for."""
+        if self.settings.draft_tree == "off":
+            return None
+        setup = tree_rules.describe(vllm_config)
+        tree_rules.judge(self.settings, setup, self.off)
+        problem = trees.install() or speculators.problem
+        if problem is not None:
+            raise NworError(f"nwor_specpv, draft_tree: {problem}; install vLLM 0.26.0")
+        shape = shape_of(1 + setup.num_drafts)
+        by_requests = "64 rows for one request to 4 for 17 and more, by their number"
+        rows = by_requests if self.settings.draft_tree == "auto" else f"{shape.rows} rows"
+        logger.info("nwor_specpv: steps verify draft trees of %s", rows)
+        device = vllm_config.device_config.device
+        return TreeStore(shape, setup.max_requests, setup.max_tokens, device)
+
     def _make_lengths(self, vllm_config: Any) -> Lengths | None:
         """How many drafts and passes are possible in mode `lossless` on runner V2."""
         if not self.lossless or not vllm_config.use_v2_model_runner:
@@ -160,6 +180,8 @@ class Engine:
             )
         if self.settings.enable_specpv:
             long_context.judge_layers({name: self.layers.get(name) for name in names})
+        if self.trees is not None:
+            tree_rules.judge_layers({name: self.layers.get(name) for name in names})
         groups.append(names)
         return len(groups) - 1
 
@@ -218,7 +240,15 @@ class Engine:
         """Ends the step: `accepted` gives the counts [B] for the numbers of drafts [B]."""
         if self.refresh is not None:
             self.refresh.finish()
-        self.steps.finish(accepted)
+        self.steps.finish(accepted, self._tree_paths())
+
+    def _tree_paths(self) -> TreePaths | None:
+        """The rows that were accepted in a step with trees."""
+        step = self.trees.step if self.trees is not None else None
+        if step is None or step.path is None:
+            return None
+        depth = self.trees.shape.depth
+        return TreePaths(step.path[:, :depth].contiguous(), step.slot_places(depth))
 
     # ---- what there is to see -------------------------------------------------------------------
 

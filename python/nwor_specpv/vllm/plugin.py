@@ -77,6 +77,10 @@ def _make_speculator(vllm_config: Any, device: Any) -> Any:
         from .specpv.self_speculator import SelfSpeculator
 
         return SelfSpeculator(vllm_config, device)
+    if speculators.drafts_trees(vllm_config):
+        from .tree.speculator import TreeSpeculator
+
+        return TreeSpeculator(vllm_config, device)
     from .specpv.speculator import PartialViewSpeculator
 
     return PartialViewSpeculator(vllm_config, device)

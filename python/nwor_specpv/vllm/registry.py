@@ -21,6 +21,7 @@ class RegisteredEngine(Protocol):
     lossless: bool  # drafts come from views
     refresh: Any  # None: not in mode `refresh`
     lengths: Any  # None: not in mode `lossless` on runner V2
+    trees: Any  # None: drafts are chains
     names: Sequence[str]  # of a step's requests, in their order (runner V2)
     scheduled_drafts: Sequence[int] | None  # of each, where vLLM says so
     num_drafts: int  # that the scheduler wants for the next step (runner V2); 0: a plain one

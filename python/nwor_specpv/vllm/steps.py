@@ -36,11 +36,20 @@ class OpenStep:
     capture: bool
     num_drafts: torch.Tensor  # [B] int32 on the caches' device
     path: torch.Tensor  # [B, depth] int32: rows of the request, the first that may be accepted on
+    places: torch.Tensor | None = None  # see TreePaths; None: every row goes to its own slot
     joined: set[int] = field(default_factory=set)  # groups whose metadata was built
     slots: dict[int, torch.Tensor] = field(default_factory=dict)  # by group, [T]
     num_writes: int = 0  # layers written by Python, none when a graph was replayed
     layers: set[str] = field(default_factory=set)  # of those, the ones that staged their rows
     may_defer: bool = False  # nothing reads the step's rows from the cache
+
+
+@dataclass(frozen=True)
+class TreePaths:
+    """Accepted rows of draft trees. Slots were given to rows as if drafts were chains."""
+
+    path: torch.Tensor  # [B, depth] int32: rows of the request, -1 padded
+    places: torch.Tensor  # [B, depth] int64: rows of the batch whose slots they go to
 
 
 class Steps:
@@ -64,11 +73,13 @@ class Steps:
         slot_mapping: torch.Tensor,
         capture: bool = False,
         may_defer: bool = False,
+        trees: bool = False,
     ) -> None:
         """Opens the round of a step, or joins it where the engine has several cache groups.
 
         With `capture` the step is only recorded into a CUDA graph; the next one ends it. With
-        `may_defer` no row of the step is read from the cache, so layers may write late.
+        `may_defer` no row of the step is read from the cache, so layers may write late. With
+        `trees` drafts are trees, and `finish` is told which rows were accepted.
 
         A step of single rows without drafts has no round: vLLM writes them itself, as fast as ever.
         """
@@ -88,7 +99,7 @@ class Steps:
         interceptor = self._staging.bind(slot_mapping.device)
         if self._staging.checker is not None and not capture:
             self._staging.checker.snapshot()
-        plan = RoundPlan(lens, drafts)
+        plan = RoundPlan(lens, drafts, ascending=trees and any(drafts))
         staged = interceptor.begin(plan, capture).stage
         counts, path = self._rows_on_device(lens, drafts, slot_mapping.device)
         self._step = OpenStep(
@@ -98,8 +109,8 @@ class Steps:
             capture,
             counts,
             path,
-            {group},
-            {group: slot_mapping},
+            joined={group},
+            slots={group: slot_mapping},
             may_defer=may_defer and self._staging.checker is None,
         )
 
@@ -137,10 +148,20 @@ class Steps:
             step.layers.add(layer)
         return outcome.action != "bypass" or outcome.reason == "stale_round"
 
+    @property
+    def stages(self) -> bool:
+        """Whether the drafts of the open step are staged."""
+        return self._step is not None and self._step.staged
+
     # ---- ending ---------------------------------------------------------------------------------
 
-    def finish(self, accepted: Callable[[torch.Tensor], torch.Tensor]) -> None:
-        """Commits what was accepted. `accepted` gives the counts [B] for the numbers of drafts.
+    def finish(
+        self,
+        accepted: Callable[[torch.Tensor], torch.Tensor],
+        paths: TreePaths | None = None,
+    ) -> None:
+        """Commits what was accepted. `accepted` gives the counts [B] for the numbers of drafts;
+        `paths`: which rows these are, where drafts are trees.
 
         What became of the last step's commits is known here, before this step's tokens are.
         """
@@ -148,6 +169,8 @@ class Steps:
         self._settle_last()
         if step is None:
             return
+        if paths is not None:
+            step.path, step.places = paths.path, paths.places
         checker = self._staging.checker
         if step.capture:
             step.interceptor.abort()
@@ -245,14 +268,22 @@ class Steps:
         """
         depth = step.path.shape[1]
         chunks = draft_rows.chunk_depths(len(step.plan.query_lens), depth, MAX_COMMIT_ENTRIES)
+        slots = None
+        if step.places is not None:
+            slots = [step.slots[group][step.places] for group in sorted(step.slots)]
         if len(chunks) == 1:  # every launch here is felt in a short step
-            return [step.interceptor.commit(step.path, counts, rows="request")]
+            return [step.interceptor.commit(step.path, counts, slots, rows="request")]
         known = not counts.is_cuda or self._staging.checker is not None
         receipts = []
         for begin, end in chunks:
             part = (counts - begin).clamp(0, end - begin)
+            columns = slice(begin, end)
             receipt = step.interceptor.commit(
-                step.path[:, begin:end].contiguous(), part, rows="request", last=end == depth
+                step.path[:, columns].contiguous(),
+                part,
+                slots and [one[:, columns].contiguous() for one in slots],
+                rows="request",
+                last=end == depth,
             )
             receipts.append(receipt)
             if known and not receipt.ok:
@@ -280,11 +311,12 @@ class Steps:
         path = draft_rows.accepted_path(step.path, counts)
         starts = torch.tensor([0, *step.plan.query_lens], device=path.device).cumsum(0)[:-1]
         batch_rows = (path + starts[:, None])[path >= 0].long()
+        places = batch_rows if step.places is None else step.places[path >= 0]
         stage_rows = torch.tensor(step.interceptor.stage_rows(), device=path.device)
         chosen = stage_rows[batch_rows].long()
         for group, slots in step.slots.items():
             keys, values = step.interceptor.staged(group)
-            destinations = slots[batch_rows]
+            destinations = slots[places]
             for layer, name in enumerate(self._staging.groups[group]):
                 if step.num_writes and name not in step.layers:
                     continue  # staging has rows of an earlier step; what it wrote is in its cache

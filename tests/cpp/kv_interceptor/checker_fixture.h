@@ -119,8 +119,10 @@ class ContractCheckerTest : public ::testing::Test {
       interceptor_.Write(Name(layer), written_keys_.back(), Rows(num_rows), Slots(slots));
     }
   }
-  void BeginAndWrite() {
-    ASSERT_TRUE(interceptor_.Begin(kPlan).stage);
+  void BeginAndWrite(bool ascending = false) {
+    RoundPlan plan = kPlan;
+    plan.ascending = ascending;
+    ASSERT_TRUE(interceptor_.Begin(plan).stage);
     WriteAll();
   }
   // Accepts `count` drafts of the chain.

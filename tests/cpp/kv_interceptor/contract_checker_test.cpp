@@ -101,6 +101,16 @@ TEST_F(ContractCheckerTest, C6CatchesACommittedRowThatIsNotOnAPath) {
   EXPECT_CAUGHT(checker_.Verify(&receipt), "C6");
 }
 
+TEST_F(ContractCheckerTest, C6CatchesAPathThatDescends) {
+  Tamper tamper(checker_);
+  const at::Tensor path = at::tensor({2, 1, -1, -1, -1, -1}, at::kInt).view({2, 3});
+  tamper.path = &path;
+  interceptor_.SetObserver(&tamper);
+  BeginAndWrite(/*ascending=*/true);
+  const Receipt receipt = Accept(2);
+  EXPECT_CAUGHT(checker_.Verify(&receipt), "C6");
+}
+
 TEST_F(ContractCheckerTest, C7CatchesAWriteOfOursWhenSwitchedOff) {
   Tamper tamper(checker_);
   tamper.on_write = [&](Outcome&) { FlipByte(0, 13); };

@@ -19,6 +19,13 @@ TEST_F(ContractSilence, AboutAChain) {
   EXPECT_SILENT(checker_.Verify(&receipt, {2, 0}));
 }
 
+TEST_F(ContractSilence, AboutAnAscendingPath) {
+  BeginAndWrite(/*ascending=*/true);
+  EXPECT_SILENT(checker_.VerifyStaged());
+  const Receipt receipt = Accept(1, true, /*first=*/3);
+  EXPECT_SILENT(checker_.Verify(&receipt, {1, 0}));
+}
+
 TEST_F(ContractSilence, AboutAnAbort) {
   BeginAndWrite();
   interceptor_.Abort();

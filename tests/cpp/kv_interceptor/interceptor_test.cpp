@@ -137,6 +137,36 @@ TEST_F(InterceptorTest, CommitsATreePathToConsecutiveSlots) {
   }
 }
 
+TEST_F(InterceptorTest, CommitsAscendingPathsOfTreesWhoseParentsItIsNotTold) {
+  Interceptor interceptor{NworConfig{}};
+  Bind(interceptor, 1);
+  const RoundPlan plan{{2, 5}, {1, 4}, {}, /*ascending=*/true};
+  interceptor.Begin(plan);
+  const at::Tensor key = Rows(7);
+  interceptor.Write(Layer(0), key, Rows(7), Slots({0, 1, 4, 5, 6, 7, 8}));
+  const at::Tensor slots = Slots({1, -1, 5, 6}).view({2, 2});
+  const auto commit = [&](std::vector<int> path, int count) {
+    return interceptor.Commit(Ints(std::move(path)).view({2, 2}), Ints({0, count}), {slots},
+                              RowSpace::kRequest);
+  };
+  EXPECT_THROW(commit({-1, -1, 4, 2}, 2), Error);  // descends
+  EXPECT_THROW(commit({-1, -1, 2, 2}, 2), Error);  // the same row twice
+  EXPECT_THROW(commit({-1, -1, 0, 2}, 2), Error);  // the root
+  EXPECT_TRUE(commit({-1, -1, 2, 4}, 2).ok());
+  EXPECT_TRUE(at::equal(KeySlot(0, 5), key[4]));
+  EXPECT_TRUE(at::equal(KeySlot(0, 6), key[6]));
+  EXPECT_FALSE(at::equal(KeySlot(0, 1), key[1]));
+  // The next plan of the same sizes is one of chains again.
+  interceptor.Begin({{2, 5}, {1, 4}, {}});
+  interceptor.Write(Layer(0), key, Rows(7), Slots({0, 1, 4, 5, 6, 7, 8}));
+  EXPECT_THROW(commit({-1, -1, 2, 4}, 2), Error);
+  interceptor.Abort();
+  EXPECT_NE(MessageOf([&] {
+              interceptor.Begin({{2}, {1}, {{0}}, true});
+            }).find("ascending"),
+            std::string::npos);
+}
+
 TEST_F(InterceptorTest, TakesRowsInAnyOrderAndCountsDuplicatesOnce) {
   Interceptor interceptor{NworConfig{}};
   Bind(interceptor, 2);

@@ -445,6 +445,35 @@ def test_a_deferred_write_is_done_with_the_rows(device: str, head_dim: int) -> N
 
 
 @pytest.mark.parametrize("device", DEVICES)
+def test_a_deferred_write_beside_rows_of_trees(device: str) -> None:
+    """The mask hides rows from one another; what is written and staged is the same."""
+    dtype = row_dtypes(device)[-1]
+    interceptor, cache, key, value, query, slots = open_round(device, dtype, 64)
+    interceptor.write("layer", key, value, slots, defer=True)
+    start = torch.tensor([0, 5, 8], dtype=torch.int32, device=device)
+    seen = [[0], [0, 1], [0, 2], [0, 1, 3], [0, 2, 4], [0], [0, 1], [0, 2]]
+    words = [[sum(1 << row for row in rows)] for rows in seen]
+    mask = torch.tensor(words, dtype=torch.int64, device=device)
+    lse = torch.full((8, 4), -INFINITY, device=device)
+    out = torch.zeros_like(query)
+    arguments = (query, key, value, out, lse, start, 0.125)
+    expected = merge_rows(query, key, value, torch.zeros_like(query), lse, start, mask, 0.125)
+    chain = merge_rows(query, key, value, torch.zeros_like(query), lse, start, None, 0.125)
+    _C.merge_and_write_rows(interceptor, "layer", *arguments, out, tree_mask=mask)
+    assert torch.equal(out, expected)
+    differs = (out != chain).flatten(1).any(1).nonzero().flatten().tolist()
+    assert differs == [2, 3, 4, 7]
+    written = (cache.transpose(1, 2).flatten(0, 1) != 0).flatten(1).any(1)
+    assert written.nonzero().flatten().tolist() == [20, 50]
+    assert torch.equal(interceptor.staged()[0][0, :6], key[[1, 2, 3, 4, 6, 7]])
+    with pytest.raises(NworError, match="rows_per_request: got 4"):
+        _C.merge_and_write_rows(
+            interceptor, "layer", *arguments, out, tree_mask=mask, rows_per_request=4
+        )
+    commit(interceptor, device)
+
+
+@pytest.mark.parametrize("device", DEVICES)
 def test_a_deferred_write_waits_on_when_the_rows_are_refused(device: str) -> None:
     interceptor, cache, key, value, query, slots = open_round(device, row_dtypes(device)[-1], 64)
     interceptor.write("layer", key, value, slots, defer=True)

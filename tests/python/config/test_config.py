@@ -24,6 +24,7 @@ OTHER = {
     "metrics_port": 9400,
     "metrics_host": "0.0.0.0",
     "check_contract": True,
+    "draft_tree": 16,
     "enable_specpv": True,
     "specpv_block_size": 8,
     "specpv_n_sink_blocks": 3,
@@ -119,6 +120,11 @@ def test_the_environment_switches_the_endpoint_off(text: str) -> None:
     assert load_config(env={"NWOR_SPECPV_METRICS_PORT": text}).metrics_port is None
 
 
+def test_the_environment_knows_rows_and_words() -> None:
+    assert load_config(env={"NWOR_SPECPV_DRAFT_TREE": " 32"}).draft_tree == 32
+    assert load_config(env={"NWOR_SPECPV_DRAFT_TREE": "Off"}).draft_tree == "off"
+
+
 WRONG = [
     ({"strict": 1}, "strict: got 1 (int), expected true or false"),
     ({"strict": "true"}, "strict: got 'true' (str), expected true or false"),
@@ -127,6 +133,10 @@ WRONG = [
     ({"staging_rows": -1}, "staging_rows: got -1 (int), expected an integer of at least 0"),
     ({"staging_rows": 1.0}, "staging_rows: got 1.0 (float), expected an integer of at least 0"),
     ({"max_staging_bytes": 0}, "max_staging_bytes: got 0 (int), expected an integer of at least 1"),
+    ({"draft_tree": 1}, "draft_tree: got 1 (int), expected 'off', 'auto' or 2 to 256"),
+    ({"draft_tree": "16"}, "draft_tree: got '16' (str), expected 'off', 'auto' or 2 to 256"),
+    ({"draft_tree": True}, "draft_tree: got True (bool), expected 'off', 'auto' or 2 to 256"),
+    ({"draft_tree": 257}, "draft_tree: got 257 (int), expected 'off', 'auto' or 2 to 256"),
     ({"agreement_group": 3}, "agreement_group: got 3 (int), expected a string"),
     ({"metrics_port": 65536}, "metrics_port: got 65536 (int), expected 0 to 65535, or none"),
     ({"metrics_port": "x"}, "metrics_port: got 'x' (str), expected 0 to 65535, or none"),

@@ -15,6 +15,7 @@ from nwor_specpv import NworError, Settings, SpecPVConfig, load_config
 
 # What only the vLLM plugin asks is no business of the library.
 VLLM_ONLY = {
+    "draft_tree",
     "specpv_draft_passes",
     "specpv_draft_lookup",
     "specpv_draft_sampling",

@@ -143,6 +143,39 @@ def test_a_layer_that_staged_nothing_gets_no_rows_of_an_earlier_step(wrote: bool
     assert world.interceptor.stats()["fallbacks"]["commit_failure"] == 1
 
 
+@pytest.mark.parametrize("refused", [False, True])
+@pytest.mark.parametrize("chunked", [False, True])
+def test_rows_of_a_tree_go_to_consecutive_slots(
+    monkeypatch: pytest.MonkeyPatch, chunked: bool, refused: bool
+) -> None:
+    """Also if they are written one by one, and if the step has rows of a prompt behind it."""
+    if chunked:
+        monkeypatch.setattr(steps, "MAX_COMMIT_ENTRIES", 2)
+    world = World(call=-1)
+    world.finish(0)
+    slots = torch.tensor([*SLOTS.tolist(), 20, 21])
+    world.interceptor._call = world.interceptor.commits + 1 if refused else -1
+    world.steps.begin(0, [5, 2], [4, 0], slots, trees=True)
+    assert world.steps.stages
+    key, value = torch.randn(2, 7, HEADS, DIM).to(torch.bfloat16)
+    before = world.caches["a"].clone()
+    assert world.steps.write("a", key, value, slots)
+    path = torch.tensor([[2, 4, -1], [-1, -1, -1]], dtype=torch.int32)
+    places = torch.tensor([[1, 2, 3], [6, 6, 6]])
+    world.steps.finish(
+        lambda drafts: torch.tensor([2, 0], dtype=torch.int32), steps.TreePaths(path, places)
+    )
+    pages = world.caches["a"].transpose(1, 2).reshape(PAGES * SIZE, HEADS, 2 * DIM)
+    rows = torch.cat((key, value), dim=-1)
+    wanted = before.transpose(1, 2).reshape(PAGES * SIZE, HEADS, 2 * DIM).clone()
+    for slot, row in {3: 0, 4: 2, 5: 4, 20: 5, 21: 6}.items():
+        wanted[slot] = rows[row]
+    assert torch.equal(pages, wanted)
+    fallbacks = world.interceptor.stats()["fallbacks"]
+    assert fallbacks == ({"commit_failure": 1} if refused else {})
+    assert not world.steps.stages
+
+
 class OnDevice(torch.Tensor):
     """A tensor that says it is on a GPU."""
 

@@ -112,8 +112,10 @@ def test_only_drafts_are_staged(expected: list[list[int]], monkeypatch: pytest.M
 
     begin, mixed = Steps.begin, []
 
-    def look(self: Steps, group: int, lens: list, drafts: list, *rest: object) -> None:
-        begin(self, group, lens, drafts, *rest)
+    def look(
+        self: Steps, group: int, lens: list, drafts: list, *rest: object, **more: object
+    ) -> None:
+        begin(self, group, lens, drafts, *rest, **more)
         staged = [row >= 0 for row in own_engine().interceptor.stage_rows()]
         wanted = [
             row >= count - number

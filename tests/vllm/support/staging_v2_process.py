@@ -66,8 +66,10 @@ def watch_steps() -> list[list[list[int]]]:
 
     begin, found = Steps.begin, []
 
-    def watched(self: Any, group: int, lens: list[int], drafts: list[int], *rest: Any) -> None:
-        begin(self, group, lens, drafts, *rest)
+    def watched(
+        self: Any, group: int, lens: list[int], drafts: list[int], *rest: Any, **more: Any
+    ) -> None:
+        begin(self, group, lens, drafts, *rest, **more)
         scheduled = own_engine().scheduled_drafts or []
         found.append([list(lens), list(drafts), list(scheduled)])
 

@@ -17,7 +17,7 @@ from vllm.v1.attention.backends.flash_attn import (
 )
 
 from .flash_builder import NworFlashMetadataBuilder
-from .flash_head import HeadFlashImpl
+from .flash_head import HeadFlashImpl, TreeHeadFlashImpl
 from .flash_layer import NworFlashImpl
 from .layer import choose_impl
 
@@ -34,7 +34,8 @@ class NworFlashBackend(FlashAttentionBackend):
 
     @classmethod  # vLLM's is static and is called the same way
     def get_impl_cls(cls) -> type[FlashAttentionImpl]:
-        return choose_impl(NworFlashImpl, cls, NworFlashMetadataBuilder, head=HeadFlashImpl)
+        heads = {"refresh": HeadFlashImpl, "trees": TreeHeadFlashImpl}
+        return choose_impl(NworFlashImpl, cls, NworFlashMetadataBuilder, heads)
 
     @staticmethod
     def get_builder_cls() -> type[FlashAttentionMetadataBuilder]:

@@ -125,6 +125,7 @@ class NworFlashMetadataBuilder(FlashAttentionMetadataBuilder):
             capture,
             # Requests behind read their rows from the cache, and so do hits of the prefix cache.
             may_defer=count >= real and (capture or not self._engine.prefix_hits),
+            trees=self._engine.trees is not None,
         )
         if not capture:
             table = common.block_table_tensor[:real]
@@ -139,6 +140,8 @@ class NworFlashMetadataBuilder(FlashAttentionMetadataBuilder):
             num_rows = sum(lens[:count])
             rest = super().build(0, behind(common, count, num_rows, max(lens[count:])))
         verify = self._verify_part(common, lens[:count], num_rows)
+        if self._engine.trees is not None:
+            verify.tree_mask = self._engine.trees.mask_of(num_rows, capture=capture)
         verify.refresh = self._refresh(lens, drafts, common, verify.prefix_lens, capture=capture)
         if self._plans_ours:
             self._plan(verify, capture=capture)

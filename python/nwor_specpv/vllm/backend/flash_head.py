@@ -1,7 +1,8 @@
-"""A drafting head on CUDA in mode `refresh`: of a long request it sees the latest tokens only.
+"""A drafting head on CUDA: in mode `refresh` with a window, and over the rows of a tree.
 
-It would read its whole cache for every draft otherwise, which is most of what is left to save once
-the target attends to views. What the head sees changes what is drafted, and how much is accepted.
+In mode `refresh` it sees the latest tokens of a long request only. It would read its whole cache
+for every draft otherwise, which is most of what is left to save once the target attends to views.
+What the head sees changes what is drafted, and how much is accepted.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from vllm.v1.attention.backends.flash_attn import FlashAttentionImpl, FlashAtten
 
 from nwor_specpv.vllm import versions
 from nwor_specpv.vllm.engine import engine_of
+from nwor_specpv.vllm.tree.level import TreeLevel
 
 _WHOLE = (-1, -1)  # no window
 _WINDOW = "nwor_specpv_window"
@@ -53,6 +55,27 @@ class HeadFlashImpl(FlashAttentionImpl):
         if metadata.scheduler_metadata is None:
             return self.latest
         return getattr(metadata, _WINDOW, _WHOLE)
+
+
+class TreeHeadFlashImpl(FlashAttentionImpl):
+    """vLLM's own, and our attention for rows of a tree, which are never written."""
+
+    def forward(
+        self,
+        layer: Any,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        kv_cache: torch.Tensor,
+        attn_metadata: FlashAttentionMetadata | TreeLevel | None,
+        output: torch.Tensor,
+        output_scale: torch.Tensor | None = None,
+        output_block_scale: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        if isinstance(attn_metadata, TreeLevel):
+            return attn_metadata.attend(self, layer, query, key, value, kv_cache, output)
+        given = layer, query, key, value, kv_cache, attn_metadata, output
+        return super().forward(*given, output_scale, output_block_scale)
 
 
 def of_window(metadata: FlashAttentionMetadata, window: tuple[int, int]) -> FlashAttentionMetadata:

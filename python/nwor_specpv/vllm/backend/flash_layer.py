@@ -146,7 +146,7 @@ class NworFlashImpl(TargetLayer, FlashAttentionImpl):
                 part.block_table,
                 part.prefix_lens,
                 part.query_start,
-                None,
+                part.tree_mask,
                 self.scale,
                 view=view,
                 window=self.window,
@@ -218,5 +218,6 @@ class NworFlashImpl(TargetLayer, FlashAttentionImpl):
             self.scale,
             output,
             softcap=self.logits_soft_cap,
-            rows_per_request=part.max_rows if part.uniform else 0,
+            rows_per_request=part.max_rows if part.uniform and part.tree_mask is None else 0,
+            tree_mask=part.tree_mask,
         )

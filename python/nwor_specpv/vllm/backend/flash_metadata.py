@@ -25,6 +25,7 @@ class VerifyPart:
     plan: torch.Tensor | None = None  # for our attention, where a layer of the group needs it
     prefix: PrefixSchedule | None = None  # for FlashAttention over the prefix, likewise
     refresh: RefreshStep | None = None
+    tree_mask: torch.Tensor | None = None  # [num_rows, words] int64; None: drafts are chains
 
 
 @dataclass

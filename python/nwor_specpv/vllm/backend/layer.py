@@ -105,20 +105,21 @@ def _check_sharing(config: Any, name: str, source: str | None) -> None:
 
 
 def choose_impl(
-    ours: type[TargetLayer], backend: type, builder: type, head: type | None = None
+    ours: type[TargetLayer], backend: type, builder: type, heads: Mapping[str, type]
 ) -> type:
     """Our class for layers of the target model where staging is on, vLLM's own elsewhere.
 
     `backend` may be one that vLLM has made of ours, with another builder than `builder`: it changes
-    requests, lengths or the mask before ours sees them. `head`: for layers of an EAGLE head, where
-    the target attends to views.
+    requests, lengths or the mask before ours sees them. `heads`: for layers of an EAGLE head, where
+    the target attends to views (`refresh`), and where the head grows trees (`trees`).
     """
     config = get_current_vllm_config_or_none()
     if config is None:
         return ours.stock
-    if model_tags.model_tag == HEAD_MODEL and head is not None:
+    if model_tags.model_tag == HEAD_MODEL:
         engine = find_engine(config)
-        return head if engine is not None and engine.refresh is not None else ours.stock
+        asked = (name for name in heads if getattr(engine, name, None) is not None)
+        return heads.get(next(asked, ""), ours.stock)
     if model_tags.model_tag != TARGET_MODEL:
         return ours.stock
     if engine_of(config).off is not None:

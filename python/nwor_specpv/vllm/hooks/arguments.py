@@ -1,14 +1,15 @@
-"""Where vLLM's arguments become an engine's configuration: `enable_specpv` fills in the rest.
+"""Where vLLM's arguments become an engine's configuration: `enable_specpv` and `draft_tree` fill in
+the rest.
 
 Up to four methods are replaced, each after a check of its signature:
 
 * `make_speculation` gets the keys of the speculative config that were left open;
 * `choose_graphs` captures graphs for more rows, which drafts make of a batch;
-* `prefers_runner_v2`, which not every version has, says yes where our speculator is to draft;
+* `prefers_runner_v2`, which not every version has, says yes where our speculators are to draft;
 * `make_config` sets the scheduler class and the number of views, which need the configuration as
   vLLM has resolved it, and logs one line with everything that was set.
 
-What is set follows from `nwor_specpv.vllm.defaults`. Without `enable_specpv` nothing changes.
+What is set follows from `nwor_specpv.vllm.defaults`. Without the two settings nothing changes.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from nwor_specpv.vllm import defaults, versions
 from nwor_specpv.vllm.settings import KEY, asked_settings
 from nwor_specpv.vllm.specpv.rules import LOSSLESS, REFRESH
 
+from . import speculators
 from .wrapping import replace
 
 Method = Callable[..., Any]
@@ -68,6 +70,19 @@ def _runner_said() -> bool | None:
 
 def _speculation(arguments: Any, settings: Settings) -> dict[str, Any]:
     """Keys of the speculative config that these EngineArgs leave open."""
+    said = _said_speculation(arguments)
+    return defaults.speculation(settings.specpv_mode, said, on_cpu=platform() == "cpu")
+
+
+def _tree_speculation(arguments: Any) -> dict[str, Any]:
+    """The same for draft trees."""
+    settings = asked_settings(arguments.additional_config)
+    if not settings.enable_nwor:
+        return {}
+    return defaults.tree_speculation(settings.draft_tree, _said_speculation(arguments))
+
+
+def _said_speculation(arguments: Any) -> dict[str, Any]:
     said = {key.replace("-", "_"): v for key, v in (arguments.speculative_config or {}).items()}
     flags = {
         "method": arguments.spec_method,
@@ -77,7 +92,7 @@ def _speculation(arguments: Any, settings: Settings) -> dict[str, Any]:
     said |= {key: value for key, value in flags.items() if value is not None}
     if said.get("num_speculative_tokens_per_batch_size"):  # then vLLM takes their number from there
         said.setdefault("num_speculative_tokens", 0)
-    return defaults.speculation(settings.specpv_mode, said, on_cpu=platform() == "cpu")
+    return said
 
 
 def _make_speculation(original: Method) -> Method:
@@ -85,7 +100,7 @@ def _make_speculation(original: Method) -> Method:
         self: Any, target_model_config: Any, target_parallel_config: Any
     ) -> Any:
         settings = _asked(self.additional_config, target_model_config)
-        added = _speculation(self, settings) if settings is not None else {}
+        added = _speculation(self, settings) if settings is not None else _tree_speculation(self)
         said = self.speculative_config
         if added:
             self.speculative_config = dict(said or {}) | added
@@ -135,8 +150,12 @@ def _drafts_on_v2(vllm_config: Any) -> bool:
     speculative = vllm_config.speculative_config
     if speculative is None or speculative.method not in defaults.DRAFTED_ON_V2:
         return False
+    if platform() != "cuda":
+        return False
+    if speculators.drafts_trees(vllm_config):
+        return True
     settings = _asked(vllm_config.additional_config, vllm_config.model_config)
-    return settings is not None and settings.specpv_mode == LOSSLESS and platform() == "cuda"
+    return settings is not None and settings.specpv_mode == LOSSLESS
 
 
 def _make_config(original: Method) -> Method:

@@ -62,6 +62,8 @@ def install_plan() -> str | None:
             return
         vllm = versions.adapter
         found.scheduled_drafts = vllm.scheduled_drafts(*more)
+        if found.trees is not None:
+            found.num_drafts = vllm.wanted_drafts(scheduler_output)
         if found.refresh is not None or found.lengths is not None:
             found.names = vllm.names_of(runner, scheduler_output, *more)
             found.num_drafts = vllm.wanted_drafts(scheduler_output)

@@ -1,4 +1,5 @@
-"""Which speculator model runner V2 builds: ours in mode `lossless`, vLLM's own otherwise.
+"""Which speculator model runner V2 builds: ours in mode `lossless` and for draft trees, vLLM's own
+otherwise.
 
 One name is replaced, `init_speculator`, after its parameters were compared with those that were
 read. It goes when vLLM lets speculators be named by their class.
@@ -77,7 +78,7 @@ def install(make_ours: Factory) -> None:
 
     def choosing(original: Callable[..., Any]) -> Callable[..., Any]:
         def init_speculator(vllm_config: Any, device: Any, *more: Any) -> Any:
-            if wanted(vllm_config):
+            if wanted(vllm_config) or drafts_trees(vllm_config):
                 return make_ours(vllm_config, device)
             return original(vllm_config, device, *more)
 
@@ -97,6 +98,15 @@ def wanted(vllm_config: Any) -> bool:
         return False
     settings = read_settings(vllm_config.additional_config)
     return settings.enable_specpv and settings.enable_nwor and settings.specpv_mode == "lossless"
+
+
+def drafts_trees(vllm_config: Any) -> bool:
+    """Whether a head of this engine drafts trees."""
+    speculative = vllm_config.speculative_config
+    if speculative is None or speculative.method not in HEADS:
+        return False
+    settings = read_settings(vllm_config.additional_config)
+    return settings.enable_nwor and settings.draft_tree != "off"
 
 
 def drafts_without_head(vllm_config: Any) -> bool:

@@ -116,6 +116,14 @@ class Adapter(ABC):
         ("self", "request", "num_computed_tokens"),
     )
 
+    # Draft trees, on model runner V2; None: they were not read for this version.
+    # Gives the rows of a step their slots, by their positions.
+    place_rows_v2: VllmFunction | None = None
+    # Called with the index of a request that begins.
+    begin_request_v2: VllmFunction | None = None
+    # Asked for samplers in the place of vLLM's own.
+    make_samplers_v2: VllmFunction | None = None
+
     # ---- what is overridden or called ----
 
     write_flash: VllmFunction = VllmFunction(FLASH, "FlashAttentionImpl.do_kv_cache_update", _WRITE)
@@ -166,12 +174,22 @@ class Adapter(ABC):
     )
     sample: VllmFunction  # draws tokens
     capture_head: VllmFunction  # of speculators' managers of CUDA graphs
+    # Draft trees: what draws a head's drafts, what judges them, and how a row's logits become what
+    # its token is drawn from.
+    draw_draft: VllmFunction | None = None
+    judge_drafts: VllmFunction | None = None
+    apply_sampling: VllmFunction | None = None
 
     # Fields of `step_metadata` with an entry for each request, and for each row.
     of_requests: tuple[str, ...]
     of_rows: tuple[str, ...] = ("slot_mapping", "positions")
     # Whether a token that is drawn for a column of the draft logits has noise of that column.
     noise_by_column: bool = False
+
+    @property
+    def has_trees(self) -> bool:
+        """Whether what draft trees need was read for this version."""
+        return self.place_rows_v2 is not None
 
     def parts(self) -> Iterator[VllmFunction | VllmFields]:
         """Everything of vLLM that this version was read for."""

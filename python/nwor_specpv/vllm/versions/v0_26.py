@@ -24,6 +24,8 @@ from .adapter import (
 )
 from .functions import VllmFields, VllmFunction
 
+_MODEL_STATES = "vllm.v1.worker.gpu.model_states"
+
 
 @dataclass(frozen=True, kw_only=True)
 class Vllm026(Adapter):
@@ -46,6 +48,17 @@ class Vllm026(Adapter):
     )
     make_speculator: VllmFunction = VllmFunction(
         SPECULATORS, "init_speculator", ("vllm_config", "device")
+    )
+    place_rows_v2: VllmFunction | None = VllmFunction(
+        RUNNER_V2, "GPUModelRunner.prepare_attn", ("self", "input_batch")
+    )
+    begin_request_v2: VllmFunction | None = VllmFunction(
+        f"{_MODEL_STATES}.default",
+        "DefaultModelState.add_request",
+        ("self", "req_index", "new_req_data"),
+    )
+    make_samplers_v2: VllmFunction | None = VllmFunction(
+        f"{_MODEL_STATES}.interface", "ModelState.custom_sampler", ("self", "sampler")
     )
     step_metadata: VllmFields = VllmFields(
         ATTENTION,
@@ -97,6 +110,28 @@ class Vllm026(Adapter):
         (
             *("self", "forward_fn", "model_state", "input_buffers", "block_tables", "attn_groups"),
             *("kv_cache_config", "progress_bar_desc"),
+        ),
+    )
+
+    draw_draft: VllmFunction | None = VllmFunction(
+        f"{SPECULATORS}.speculator",
+        "DraftModelSpeculator.sample_draft",
+        (
+            *("self", "hidden_states", "positions", "idx_mapping", "temperature", "seeds"),
+            *("draft_step", "draft_logits"),
+        ),
+    )
+    judge_drafts: VllmFunction | None = VllmFunction(
+        f"{SPECULATORS}.rejection_sampler",
+        "RejectionSampler.__call__",
+        ("self", "logits", "input_batch", "draft_logits"),
+    )
+    apply_sampling: VllmFunction | None = VllmFunction(
+        "vllm.v1.worker.gpu.sample.sampler",
+        "Sampler.apply_sampling_params",
+        (
+            *("self", "logits", "expanded_idx_mapping", "idx_mapping_np", "pos", "input_ids"),
+            *("expanded_local_pos", "skip_top_k_top_p"),
         ),
     )
 

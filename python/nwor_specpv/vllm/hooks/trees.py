@@ -1,0 +1,81 @@
+"""What draft trees wrap in vLLM's model runner V2, each after a check of its signature.
+
+* Before the model runs: rows have slots, and get the positions and the mask of their trees.
+* A request begins: no tree waits for it. Where vLLM walks a request's rows as a chain (penalties,
+  bad words, structured output), its trees are chains.
+* The rejection sampler is ours, by vLLM's own extension point.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from nwor_specpv.vllm import registry, versions
+
+from .wrapping import replace, wrap
+
+
+def install() -> str | None:
+    """Wraps these methods, once; the problem, if one is not as expected."""
+    vllm = versions.adapter
+    hooks = (
+        (vllm.place_rows_v2, lambda method: wrap(method, _open, after=True)),
+        (vllm.begin_request_v2, lambda method: wrap(method, _forget)),
+        (vllm.make_samplers_v2, lambda method: replace(method, _sampling)),
+    )
+    for method, put in hooks:
+        problem = _missing() if method is None else put(method)
+        if problem is not None:
+            return problem
+    return None
+
+
+def _missing() -> str:
+    return f"draft trees were not read for vLLM {versions.adapter.version}"
+
+
+def _open(runner: Any, input_batch: Any) -> None:
+    engine = registry.find_engine(runner.vllm_config)
+    if engine is None or engine.trees is None:
+        return
+    drafts = input_batch.num_draft_tokens_per_req
+    engine.trees.begin(
+        input_batch.idx_mapping,
+        input_batch.query_start_loc,
+        input_batch.cu_num_logits,
+        input_batch.positions,
+        input_batch.num_scheduled_tokens.tolist(),
+        None if drafts is None else drafts.tolist(),
+    )
+
+
+def _forget(model_state: Any, req_index: int, new_req_data: Any) -> None:
+    engine = registry.find_engine(model_state.vllm_config)
+    if engine is not None and engine.trees is not None:
+        engine.trees.forget(req_index, chain=walks_rows(new_req_data.sampling_params))
+
+
+def walks_rows(params: Any) -> bool:
+    """Whether vLLM takes the rows of a request with these parameters for a chain."""
+    return params is not None and bool(
+        params.repetition_penalty != 1.0
+        or params.frequency_penalty
+        or params.presence_penalty
+        or params.bad_words_token_ids
+        or params.structured_outputs is not None
+    )
+
+
+def _sampling(original: Callable[..., Any]) -> Callable[..., Any]:
+    def custom_sampler(model_state: Any, sampler: Any) -> Any:
+        config = model_state.vllm_config
+        engine = registry.find_engine(config)
+        if engine is None or engine.trees is None:
+            return original(model_state, sampler)
+        from nwor_specpv.vllm.tree.sampler import TreeSampler
+
+        ours = TreeSampler(sampler, engine, config.speculative_config, model_state.device)
+        return sampler, ours
+
+    return custom_sampler
