@@ -37,7 +37,7 @@ from nwor_specpv.drafters.eagle3 import SHIPPED, Eagle3Drafter
 from nwor_specpv.drafters.eagle3_head import Eagle3Head, rotate
 from nwor_specpv.errors import NworError
 from nwor_specpv.models import smollm2
-from nwor_specpv.train.eagle3 import prompt_encoder
+from nwor_specpv.train.prompt_file import prompt_encoder
 from nwor_specpv.train.prompts import Encode
 from nwor_specpv.train.target import TrainingTarget
 

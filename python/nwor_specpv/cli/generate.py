@@ -93,7 +93,7 @@ def build_parser() -> Parser:
     parser = Parser(prog="nwor-specpv generate", description=__doc__)
     source = parser.add_mutually_exclusive_group(required=True)
     source.add_argument("--prompt", help="the text to answer or to continue")
-    source.add_argument("--file", type=Path, help="a file with that text")
+    source.add_argument("--file", type=Path, help="a file with that text; - reads standard input")
     parser.add_argument("--max-new-tokens", type=count, default=200, help="default: 200")
     parser.add_argument(
         "--drafter",
@@ -128,6 +128,27 @@ def build_parser() -> Parser:
         default=1.0,
         help="sample from the likeliest tokens of this mass; 1 (default): all",
     )
+    parser.add_argument(
+        "--min-p",
+        type=float,
+        default=0.0,
+        help="sample from tokens at least so likely relative to the likeliest; 0 (default): all",
+    )
+    parser.add_argument(
+        "--repetition-penalty",
+        type=float,
+        default=1.0,
+        help="above 1: tokens of the prompt and the answer become less likely; default: 1",
+    )
+    parser.add_argument(
+        "--presence-penalty",
+        type=float,
+        default=0.0,
+        help="taken from the logits of tokens that the answer has; default: 0",
+    )
+    parser.add_argument(
+        "--stop", action="append", metavar="TEXT", help="end before this text; may be repeated"
+    )
     parser.add_argument("--seed", type=int, help="seed of sampling, default: a new one each time")
     parser.add_argument(
         "--raw", action="store_true", help="continue the text itself, without a chat template"
@@ -140,6 +161,7 @@ def build_parser() -> Parser:
 def run(arguments: argparse.Namespace) -> int:
     from nwor_specpv.transformers.drafting import check_drafter
     from nwor_specpv.transformers.generate import Generator
+    from nwor_specpv.transformers.processors import Processors
     from nwor_specpv.transformers.sampling import Sampling
 
     # Arguments that need no model are checked before one is loaded.
@@ -149,13 +171,14 @@ def run(arguments: argparse.Namespace) -> int:
     if drafter is None:
         drafter = "eagle3" if arguments.model is None else "ngram"
     check_drafter(drafter, arguments.draft_model)
-    Sampling(arguments.temperature, arguments.top_k, arguments.top_p)
+    Sampling(arguments.temperature, arguments.top_k, arguments.top_p, arguments.min_p)
+    Processors(arguments.repetition_penalty, arguments.presence_penalty)
     specpv = _views(arguments)
     model, tokenizer = load(arguments)
     generator = Generator(
         model, tokenizer, drafter, specpv=specpv, draft_model=arguments.draft_model
     )
-    stream = None if arguments.json else TextStream(tokenizer)
+    stream = None if arguments.json else _Printer(tokenizer, tuple(arguments.stop or ()))
     generation = generator.generate(
         encode(tokenizer, text, raw=arguments.raw),
         arguments.max_new_tokens,
@@ -164,6 +187,10 @@ def run(arguments: argparse.Namespace) -> int:
         arguments.top_p,
         arguments.seed,
         on_token=stream,
+        min_p=arguments.min_p,
+        repetition_penalty=arguments.repetition_penalty,
+        presence_penalty=arguments.presence_penalty,
+        stop=arguments.stop,
     )
     stats = generation.stats
     if stream is None:
@@ -204,28 +231,25 @@ def _views(arguments: argparse.Namespace) -> SpecPVConfig | None:
     return config
 
 
-class TextStream:
-    """Prints text as tokens arrive; a character of several tokens is printed once it is whole."""
+class _Printer:
+    """Prints text as tokens arrive."""
 
-    def __init__(self, tokenizer: Any) -> None:
-        self._tokenizer = tokenizer
-        self._tokens: list[int] = []
-        self._printed = ""
+    def __init__(self, tokenizer: Any, stop: tuple[str, ...]) -> None:
+        from nwor_specpv.transformers.streaming import TextPieces
+
+        self._pieces = TextPieces(tokenizer, stop)
 
     def __call__(self, token: int) -> None:
-        self._tokens.append(token)
-        text = self._tokenizer.decode(self._tokens, skip_special_tokens=True)
-        if not text.endswith("\N{REPLACEMENT CHARACTER}"):
-            print(text[len(self._printed) :], end="", flush=True)
-            self._printed = text
+        print(self._pieces.add(token), end="", flush=True)
 
     def end(self) -> None:
-        text = self._tokenizer.decode(self._tokens, skip_special_tokens=True)
-        print(text[len(self._printed) :])
+        print(self._pieces.end())
 
 
 def _read(path: Path) -> str:
     try:
+        if str(path) == "-":
+            return sys.stdin.buffer.read().decode("utf-8")
         return path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise NworError(f"--file: got {str(path)!r}, which cannot be read: {error}") from None

@@ -25,6 +25,7 @@ from nwor_specpv.ops.tree import tree_from_topk
 
 from .base import Drafter, TreeConfig, check_requests, check_retracted
 from .eagle3_head import Eagle3Head, rotate
+from .published_head import load_published
 
 SHIPPED = Path(__file__).resolve().parent / "smollm2-135m-instruct-eagle3.safetensors"
 
@@ -108,15 +109,18 @@ class Eagle3Drafter(Drafter):
         *,
         dtype: torch.dtype | None = None,
         draft_vocabulary: int | None = None,
-        own_tokens: int = 256,
+        own_tokens: int | None = None,
+        own_output: torch.Tensor | None = None,
         min_probability: float | None = None,
     ) -> None:
         """`embedding` and `output` [vocabulary, hidden] are the target's; the same if tied.
 
         `draft_vocabulary` keeps only that many of the head's tokens, the most frequent ones
-        (default: 8192 on the CPU, else all). The latest `own_tokens` rarer tokens of a request's
-        own text can be drafted too. Rows to which the head gives less than `min_probability` are
-        left out (default: 0.05 on the CPU, where every row costs the target time, else 0).
+        (default: 8192 on the CPU, else all). The latest `own_tokens` (256) rarer tokens of a
+        request's own text can be drafted too. Rows to which the head gives less than
+        `min_probability` are left out (default: 0.05 on the CPU, where every row costs the target
+        time, else 0). `own_output` [draft vocabulary, hidden] is the head's own output matrix. Such
+        a head drafts all its tokens, which have no order, and no others.
         """
         shape = head.shape
         for name, matrix in (("embedding", embedding), ("output", output)):
@@ -128,6 +132,12 @@ class Eagle3Drafter(Drafter):
                 )
         size = head.draft_to_target.shape[0]
         device = embedding.device
+        if own_output is not None:
+            if tuple(own_output.shape) != (size, shape.hidden):
+                got = list(own_output.shape)
+                raise NworError(f"own_output: got sizes {got}, expected {[size, shape.hidden]}")
+            draft_vocabulary, own_tokens = draft_vocabulary or size, own_tokens or 0
+        own_tokens = 256 if own_tokens is None else own_tokens
         if draft_vocabulary is None:
             draft_vocabulary = min(size, _CPU_VOCABULARY) if device.type == "cpu" else size
         if not 1 <= draft_vocabulary <= size:
@@ -165,7 +175,8 @@ class Eagle3Drafter(Drafter):
         self._embedding = embedding.detach()
         self._to_target = self._head.draft_to_target[:draft_vocabulary].contiguous()
         self._matrix = (embedding if output is None else output).detach()
-        self._output = self._matrix[self._to_target].to(dtype)
+        rows = self._matrix[self._to_target] if own_output is None else own_output.to(device)
+        self._output = rows[:draft_vocabulary].detach().to(dtype)
         self._common = frozenset(self._to_target.tolist())
         self._max_own = own_tokens
         self._device = device
@@ -174,8 +185,13 @@ class Eagle3Drafter(Drafter):
 
     @classmethod
     def for_target(cls, target: Any, weights: Path | str | None = None, **options: Any) -> Drafter:
-        """For a Hugging Face model, with the head in the file `weights` (default: the shipped)."""
+        """For a Hugging Face model, with the head in the file `weights` (default: the shipped).
+
+        A folder has a published head, as vLLM and SGLang read it.
+        """
         path = Path(weights) if weights is not None else SHIPPED
+        if path.is_dir():
+            return cls._for_published(target, path, **options)
         if not path.is_file():
             raise NworError(
                 f"weights: got {path}, which does not exist; expected an EAGLE3 head, as "
@@ -183,17 +199,26 @@ class Eagle3Drafter(Drafter):
             )
         head = Eagle3Head.load(path)
         embedding = target.get_input_embeddings().weight
-        expected = (head.shape.target_vocabulary, head.shape.hidden)
-        if tuple(embedding.shape) != expected:
-            got = "vocabulary {} and hidden size {}"
-            raise NworError(
-                f"drafter: got a target of {got.format(*embedding.shape)}, but {path.name} is a "
-                f"head for {got.format(*expected)}; use the drafter 'ngram', or train a head: "
-                "python -m nwor_specpv.train.eagle3"
-            )
+        _require_target(path.name, head, embedding)
         output = target.get_output_embeddings().weight
         tied = output.data_ptr() == embedding.data_ptr()
         return cls(head, embedding, None if tied else output, **options)
+
+    @classmethod
+    def _for_published(cls, target: Any, folder: Path, **options: Any) -> Drafter:
+        text = target.config.get_text_config(decoder=True)
+        found = load_published(folder, text.num_hidden_layers)
+        embedding, own = target.get_input_embeddings().weight, found.embedding
+        _require_target(folder.name, found.head, embedding if own is None else own)
+        _require_target(folder.name, found.head, embedding)
+        output = target.get_output_embeddings().weight
+        return cls(
+            found.head,
+            embedding if own is None else own.to(embedding.device),
+            output,
+            own_output=found.output,
+            **options,
+        )
 
     # ---- the interface ----
 
@@ -355,7 +380,7 @@ class Eagle3Drafter(Drafter):
         return rotate(query, cos, sin), rotate(key, cos, sin), value
 
     def _finish(self, hidden: torch.Tensor, attended: torch.Tensor) -> torch.Tensor:
-        return _layer_output(hidden, attended, *self._outputs)
+        return _layer_output(self._head.residual(hidden), attended, *self._outputs)
 
     def _attend(
         self,
@@ -507,6 +532,18 @@ class Eagle3Drafter(Drafter):
         if state is None:
             raise NworError(f"request: got {request!r}, which has not begun")
         return state
+
+
+def _require_target(name: str, head: Eagle3Head, embedding: torch.Tensor) -> None:
+    """Raises unless the head in `name` is for a target with this embedding."""
+    expected = (head.shape.target_vocabulary, head.shape.hidden)
+    if tuple(embedding.shape) != expected:
+        got = "vocabulary {} and hidden size {}"
+        raise NworError(
+            f"drafter: got a target of {got.format(*embedding.shape)}, but {name} is a head for "
+            f"{got.format(*expected)}; use the drafter 'ngram', or train a head: "
+            "python -m nwor_specpv.train.eagle3"
+        )
 
 
 def _new_entries(state: _RequestState, window: int) -> _NewEntries:

@@ -42,6 +42,8 @@ class HeadShape:
     window: int  # the most entries that an entry attends to
     rope_theta: float
     norm_epsilon: float
+    feature_norm: bool = True  # each layer's features are normalised before they are fused
+    norm_before_residual: bool = False  # the layer's residual is its normalised input
 
     def __post_init__(self) -> None:
         def require(name: str, right: bool, expected: str) -> None:
@@ -73,8 +75,8 @@ class HeadShape:
     def sizes(self) -> dict[str, tuple[int, ...]]:
         """The size of every weight."""
         hidden, layers = self.hidden, len(self.feature_layers)
-        return {
-            "feature_norm": (layers, hidden),
+        norms = {"feature_norm": (layers, hidden)} if self.feature_norm else {}
+        return norms | {
             "fuse": (hidden, layers * hidden),
             "token_norm": (hidden,),
             "hidden_norm": (hidden,),
@@ -119,9 +121,10 @@ class Eagle3Head:
 
     def fuse(self, features: torch.Tensor) -> torch.Tensor:
         """[.., layers * hidden] of the target -> [.., hidden]."""
-        parts = features.unflatten(-1, self.weights["feature_norm"].shape)
-        parts = self._norm(parts, None) * self.weights["feature_norm"]
-        return self.linear(parts.flatten(-2), self.weights["fuse"])
+        if self.shape.feature_norm:
+            parts = features.unflatten(-1, self.weights["feature_norm"].shape)
+            features = (self._norm(parts, None) * self.weights["feature_norm"]).flatten(-2)
+        return self.linear(features, self.weights["fuse"])
 
     def project(
         self, embeddings: torch.Tensor, hidden: torch.Tensor
@@ -144,10 +147,16 @@ class Eagle3Head:
 
     def finish(self, hidden: torch.Tensor, attended: torch.Tensor) -> torch.Tensor:
         """The layer's output from its input and what was attended to, [.., Hq * D]."""
-        hidden = hidden + self.linear(attended, self.weights["attention_output"])
+        hidden = self.residual(hidden) + self.linear(attended, self.weights["attention_output"])
         normed = self._norm(hidden, self.weights["mlp_norm"])
         gate, up = self.linear(normed, self.weights["gate_up"]).chunk(2, dim=-1)
         return hidden + self.linear(silu(gate) * up, self.weights["down"])
+
+    def residual(self, hidden: torch.Tensor) -> torch.Tensor:
+        """What the layer's input adds to its output."""
+        if self.shape.norm_before_residual:
+            return self._norm(hidden, self.weights["hidden_norm"])
+        return hidden
 
     def normalize(self, output: torch.Tensor) -> torch.Tensor:
         """Returns what the target's output matrix is multiplied with."""

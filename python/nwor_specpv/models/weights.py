@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from pathlib import Path
 
 import torch
@@ -38,15 +38,18 @@ def save_weights(
         file.write(data)
 
 
-def load_weights(path: Path) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
-    """Returns the tensors, copied into memory, and the metadata."""
+def load_weights(
+    path: Path, skipped: Container[str] = ()
+) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
+    """Returns the tensors but for those `skipped`, copied into memory, and the metadata."""
     require_package("safetensors", SAFETENSORS, "a safetensors file")
     from safetensors import SafetensorError, safe_open
 
     try:
         with safe_open(path, framework="pt") as file:
             # The file is mapped: without a copy the tensors would change when the file does.
-            tensors = {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118
+            names = [name for name in file.keys() if name not in skipped]  # noqa: SIM118
+            tensors = {name: file.get_tensor(name).clone() for name in names}
             metadata = file.metadata() or {}
     except OSError as error:
         raise NworError(f"{path}: cannot be read: {error}") from None

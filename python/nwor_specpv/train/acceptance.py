@@ -31,8 +31,8 @@ from nwor_specpv.errors import NworError
 
 from . import prompts
 from .corpus import Corpus, CorpusWriter, WritingStyle
-from .eagle3 import prompt_encoder
 from .measure import summary
+from .prompt_file import prompt_encoder
 from .target import TrainingTarget
 from .unroll import make_batch, ranks
 
@@ -165,7 +165,7 @@ def by_depth(target: TrainingTarget, head: Eagle3Head, corpus: Corpus) -> list[f
     kept = head.draft_to_target
     to_draft = torch.full((target.vocabulary,), -1)
     to_draft[kept] = torch.arange(len(kept))
-    output = target.embedding[kept]
+    output = target.output[kept]
     batch = make_batch(corpus, head, target.embedding, to_draft, output)
     (found,) = summary(ranks(head, batch, output, 6), corpus).values()
     return found["top1_by_depth"]
@@ -234,8 +234,8 @@ def run(arguments: list[str] | None = None) -> int:
         say(f"{kind}: {len(part)} texts written")
     working = head.to(torch.float32)
     every = {"draft_vocabulary": len(head.draft_to_target), "min_probability": 0.0}
-    whole = Eagle3Drafter(head, target.embedding, **every)
-    default = Eagle3Drafter(head, target.embedding)
+    whole = Eagle3Drafter(head, target.embedding, target.output, **every)
+    default = Eagle3Drafter(head, target.embedding, target.output)
     found: dict[str, Any] = {
         "weights": options.weights.name,
         "texts": {kind: corpus.tokens.shape[0] for kind, corpus in written.items()},

@@ -14,6 +14,7 @@ import torch
 from .prompts import KINDS, Opening
 from .target import TrainingTarget
 
+MOST_LENGTH = 32767  # of a row: positions are kept in 16 bits
 _INVENT, _ANSWER, _OVER = 0, 1, 2
 # Tokens with less than exp(-4) of the best token's probability are not drawn.
 _CUT = 4.0

@@ -15,7 +15,7 @@ import math
 import sys
 import time
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -27,8 +27,9 @@ from nwor_specpv.drafters.eagle3_head import Eagle3Head, HeadShape
 from nwor_specpv.errors import NworError
 
 from . import prompts
-from .corpus import Corpus, CorpusWriter, WritingStyle
+from .corpus import MOST_LENGTH, Corpus, CorpusWriter, WritingStyle
 from .measure import summary
+from .prompt_file import read_prompts, read_stop_tokens, write_prompts
 from .target import TrainingTarget
 from .unroll import MAX_STEPS, Unroll, UnrollBatch, make_batch, ranks, soft_loss
 
@@ -76,7 +77,7 @@ class TrainingPlan:
             require(name, 1 <= getattr(self, name) <= MAX_STEPS, f"1 to {MAX_STEPS}")
         # A prediction lies in the same row, also in the steps of a measurement.
         least = max(self.steps, self.early_steps, _MEASURED_STEPS) + 1
-        require("length", self.length >= least, f"{least} or more")
+        require("length", least <= self.length <= MOST_LENGTH, f"{least} to {MOST_LENGTH}")
         for name in ("cycles", "tokens", "rows", "batch_tokens", "intermediate", "window"):
             require(name, getattr(self, name) >= 1, "1 or more")
         for name in ("draft_vocabulary", "measure_tokens"):
@@ -223,7 +224,7 @@ class Training:
         """Draft ids of all tokens (-1: none), and the output matrix."""
         to_draft = torch.full((self.target.vocabulary,), -1, device=self.target.device)
         to_draft[tokens] = torch.arange(len(tokens), device=self.target.device)
-        return to_draft, self.target.embedding[tokens].contiguous()
+        return to_draft, self.target.output[tokens].contiguous()
 
     def _train(self, corpus: Corpus, seconds: float, cycles_left: int) -> None:
         plan, begin, before = self.plan, time.monotonic(), self.trained_seconds
@@ -449,64 +450,11 @@ def _sizes(openings: list[prompts.Opening]) -> str:
     return f"{min(sizes)} to {max(sizes)} tokens"
 
 
-def read_prompts(
-    path: Path, vocabulary: int
-) -> tuple[list[prompts.Opening], list[prompts.Opening]]:
-    """Reads the openings and held-out prompts that `write_prompts` wrote; needs no tokenizer."""
-    try:
-        data = json.loads(path.read_text(encoding="utf-8"))
-        parts = {name: list(data[name]) for name in ("openings", "held_out")}
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise NworError(f"{path}: not a file of prompts: {error}") from None
-    for name, part in parts.items():
-        if not part:
-            raise NworError(f"{path}: {name}: got none, expected one or more")
-        for place, entry in enumerate(part):
-            try:
-                part[place] = prompts.read_opening(entry, vocabulary)
-            except NworError as error:
-                raise NworError(f"{path}: {name}[{place}]: {error}") from None
-    return parts["openings"], parts["held_out"]
-
-
-def prompt_encoder(folder: Path) -> prompts.Encode:
-    """Returns a function from text to ids, with the tokenizer in `folder`."""
-    try:
-        from tokenizers import Tokenizer
-    except ImportError:
-        raise NworError(
-            f"{folder}: its tokenizer needs the package tokenizers: run `pip install tokenizers`"
-        ) from None
-    path = folder / "tokenizer.json"
-    if not path.is_file():
-        raise NworError(f"{folder}: got no tokenizer.json, expected a Hugging Face model folder")
-    tokenizer = Tokenizer.from_file(str(path))
-    return lambda text: tokenizer.encode(text, add_special_tokens=False).ids
-
-
-def write_prompts(folder: Path, path: Path, count: int = 16384) -> None:
-    """Encodes the prompts with the tokenizer in `folder` and writes them to `path`.
-
-    For every eight of `count` openings it adds five everyday questions.
-    """
-    encode = prompt_encoder(folder)
-    ends = tuple(tuple(encode(text)) for text in ("<|endoftext|>", "<|im_end|>"))
-    if ends != tuple((token,) for token in WritingStyle.stop_tokens):
-        raise NworError(
-            f"{folder}: got a tokenizer whose <|endoftext|> and <|im_end|> are {ends}, expected "
-            f"{WritingStyle.stop_tokens}: texts use SmolLM2's chat template"
-        )
-    begun = [*prompts.openings(encode, count), *prompts.asked(encode, count * 5 // 8)]
-    parts = {"openings": begun, "held_out": prompts.held_out(encode)}
-    text = json.dumps({name: [asdict(entry) for entry in part] for name, part in parts.items()})
-    write_whole(path, text)
-
-
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="nwor_specpv.train.eagle3", description=__doc__)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("--out", type=Path, required=True, help="folder for the head")
-    parser.add_argument("--target", type=Path, help="Hugging Face folder of a Llama")
+    parser.add_argument("--target", type=Path, help="Hugging Face folder of a Llama or Qwen2")
     parser.add_argument("--prompts", type=Path, help="file of encoded prompts; written if missing")
     there = "cuda" if torch.cuda.is_available() else "cpu"
     parser.add_argument(
@@ -534,6 +482,8 @@ def main(arguments: list[str] | None = None) -> int:
             write_prompts(folder, path)
         target = TrainingTarget(folder, device=device, dtype=dtype)
         openings, held_out = read_prompts(path, target.vocabulary)
+        style = replace(plan.style, stop_tokens=read_stop_tokens(path, target.vocabulary))
+        plan = replace(plan, style=style)
         Training(target, openings, held_out, plan, out).run()
     except (NworError, OSError) as error:
         print(f"train.eagle3: {error}", file=sys.stderr)

@@ -16,6 +16,7 @@ from typing import Any
 
 from nwor_specpv.errors import NworError
 
+from .chat_format import CHATML, ChatFormat
 from .questions import question
 
 KINDS = ("chat", "story", "code", "text")
@@ -266,19 +267,17 @@ def _whole(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
-def chat_prompt(text: str, system: str = _SYSTEMS[0]) -> str:
-    return f"{_chat_opening(text, system)}<|im_end|>\n<|im_start|>assistant\n"
-
-
-def openings(encode: Encode, count: int = 4096, seed: int = 0) -> list[Opening]:
+def openings(
+    encode: Encode, count: int = 4096, seed: int = 0, chat: ChatFormat = CHATML
+) -> list[Opening]:
     """Returns `count` openings, kinds in the proportions of SHARES."""
     rng = random.Random(seed)
-    between = encode("\n<|im_start|>assistant\n")
+    between = encode(chat.answer)[1:]  # without the end of the question, which the target writes
     made = []
     for kind in _deal(count):
         if kind == "chat":
             words = rng.choice(("", *_QUESTIONS)) if rng.random() < 0.8 else ""
-            tokens = encode(_chat_opening(words, rng.choice(_SYSTEMS)))
+            tokens = encode(chat.question(words, rng.choice(_SYSTEMS)))
             made.append(Opening(kind, tokens, (12, 72), between))
             continue
         form, invented = {
@@ -290,37 +289,39 @@ def openings(encode: Encode, count: int = 4096, seed: int = 0) -> list[Opening]:
     return made
 
 
-def asked(encode: Encode, count: int = 2560, seed: int = 0) -> list[Opening]:
+def asked(
+    encode: Encode, count: int = 2560, seed: int = 0, chat: ChatFormat = CHATML
+) -> list[Opening]:
     """Returns `count` chats with everyday questions; a quarter are cut short."""
     rng = random.Random(seed)
-    between = encode("\n<|im_start|>assistant\n")
+    between = encode(chat.answer)[1:]
     made: dict[tuple[str, str], Opening] = {}
     while len(made) < count:
         text, system = question(rng), rng.choice(_SYSTEMS)
         if (text, system) in made:
             continue
         if rng.random() >= 0.25:
-            opening = Opening("chat", encode(chat_prompt(text, system)), (0, 0), [])
+            opening = Opening("chat", encode(chat.prompt(text, system)), (0, 0), [])
         else:
             words = text.split(" ")
             words = words[: rng.randint(2, max(2, len(words) - 1))]
-            tokens = encode(_chat_opening(" ".join(words), system))
+            tokens = encode(chat.question(" ".join(words), system))
             opening = Opening("chat", tokens, (6, 32), between)
         made[text, system] = opening
     return list(made.values())
 
 
-def held_out(encode: Encode) -> list[Opening]:
+def held_out(encode: Encode, chat: ChatFormat = CHATML) -> list[Opening]:
     """Returns the prompts of HELD_OUT, whole."""
+
+    def whole(kind: str, text: str) -> str:
+        return chat.prompt(text, _SYSTEMS[0]) if kind == "chat" else text
+
     return [
-        Opening(kind, encode(chat_prompt(text) if kind == "chat" else text), (0, 0), [])
+        Opening(kind, encode(whole(kind, text)), (0, 0), [])
         for kind, texts in HELD_OUT.items()
         for text in texts
     ]
-
-
-def _chat_opening(words: str, system: str) -> str:
-    return f"<|im_start|>system\n{system}<|im_end|>\n<|im_start|>user\n{words}"
 
 
 def _deal(count: int) -> list[str]:

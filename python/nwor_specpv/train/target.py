@@ -1,4 +1,4 @@
-"""The target in training: a Llama that runs a large batch and returns its features.
+"""The target in training: a Llama or Qwen2 that runs a large batch and returns its features.
 
 Training runs thousands of rows at one position over a contiguous cache, and needs the outputs of
 three layers in every step, so it does not use a host.
@@ -20,7 +20,7 @@ from nwor_specpv.models.weights import load_weights
 
 
 class TrainingTarget:
-    """A Llama with tied embeddings from a Hugging Face folder. Not thread-safe."""
+    """A Llama or Qwen2 from a Hugging Face folder. Not thread-safe."""
 
     def __init__(
         self,
@@ -45,9 +45,13 @@ class TrainingTarget:
         self.norm_epsilon = config["rms_norm_eps"]
         self.feature_layers = feature_layers or published_layers(self.num_layers)
         self.device, self.dtype = torch.device(device), dtype
-        loaded, _ = load_weights(folder / "model.safetensors")
+        loaded = _load_all(folder)
         weights = {name: tensor.to(device, dtype) for name, tensor in loaded.items()}
         self.embedding = weights["model.embed_tokens.weight"]
+        tied = config.get("tie_word_embeddings")
+        if not tied and "lm_head.weight" not in weights:
+            raise NworError(f"{folder}: got no lm_head.weight, expected it or tied embeddings")
+        self.output = self.embedding if tied else weights["lm_head.weight"]
         self.norm = weights["model.norm.weight"]
         self.layers = [_layer(weights, index) for index in range(self.num_layers)]
         cos, sin = rotation(self.context, self.head_dim, self.rope_theta)
@@ -88,7 +92,7 @@ class TrainingTarget:
         hidden, features = self.embedding[tokens], []
         for index, layer in enumerate(self.layers):
             normed = self._norm(hidden, layer["attention_norm"])
-            projected = linear(normed, layer["query_key_value"])
+            projected = linear(normed, layer["query_key_value"], layer["query_key_value_bias"])
             turned = rotate(projected[..., :rotated].unflatten(-1, (-1, self.head_dim)), cos, sin)
             query, key = turned[:, :, : self.num_heads], turned[:, :, self.num_heads :]
             value = projected[..., rotated:].unflatten(-1, (-1, self.head_dim))
@@ -138,7 +142,7 @@ class TrainingTarget:
 
     def logits(self, normed: torch.Tensor) -> torch.Tensor:
         """Scores of the vocabulary in float32; in half precision the best tokens often tie."""
-        return multiply_float(normed, self.embedding)
+        return multiply_float(normed, self.output)
 
     def _norm(self, values: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         return rms_norm(values, values.shape[-1:], weight, self.norm_epsilon)
@@ -184,14 +188,15 @@ def _read_config(folder: Path) -> dict[str, Any]:
         config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise NworError(f"{folder}: config.json cannot be read: {error}") from None
-    if config.get("model_type") != "llama" or not config.get("tie_word_embeddings"):
+    if config.get("model_type") not in ("llama", "qwen2"):
         got = config.get("model_type")
-        raise NworError(f"{folder}: got {got!r}, expected a llama with tied embeddings")
+        raise NworError(f"{folder}: got {got!r}, expected a llama or a qwen2")
     rope = _rope(config)
     for name, got, expected in (
         ("hidden_act", config.get("hidden_act", "silu"), "silu"),
         ("attention_bias", bool(config.get("attention_bias")), False),
         ("mlp_bias", bool(config.get("mlp_bias")), False),
+        ("use_sliding_window", bool(config.get("use_sliding_window")), False),
         ("rope_type", rope.get("rope_type", rope.get("type", "default")), "default"),
     ):
         if got != expected:
@@ -204,11 +209,23 @@ def _rope(config: dict[str, Any]) -> dict[str, Any]:
     return config.get("rope_parameters") or config.get("rope_scaling") or {}
 
 
-def _layer(weights: dict[str, torch.Tensor], index: int) -> dict[str, torch.Tensor]:
-    def part(name: str) -> torch.Tensor:
-        return weights.pop(f"model.layers.{index}.{name}.weight")
+def _load_all(folder: Path) -> dict[str, torch.Tensor]:
+    """The weights in `folder`, of one file or of several."""
+    whole = folder / "model.safetensors"
+    files = [whole] if whole.is_file() else sorted(folder.glob("model-*.safetensors"))
+    if not files:
+        raise NworError(f"{folder}: got no model.safetensors, expected a Hugging Face model folder")
+    return {name: one for file in files for name, one in load_weights(file)[0].items()}
 
+
+def _layer(weights: dict[str, torch.Tensor], index: int) -> dict[str, torch.Tensor | None]:
+    def part(name: str, kind: str = "weight") -> torch.Tensor:
+        return weights.pop(f"model.layers.{index}.{name}.{kind}")
+
+    biased = f"model.layers.{index}.self_attn.q_proj.bias" in weights
+    biases = [part(f"self_attn.{name}_proj", "bias") for name in "qkv"] if biased else []
     return {
+        "query_key_value_bias": torch.cat(biases) if biased else None,
         "attention_norm": part("input_layernorm"),
         "query_key_value": torch.cat([part(f"self_attn.{name}_proj") for name in "qkv"]),
         "attention_output": part("self_attn.o_proj"),

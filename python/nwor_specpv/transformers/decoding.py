@@ -8,19 +8,21 @@ from collections.abc import Callable
 import torch
 
 from nwor_specpv import _C, NworError, VerifyPolicy
+from nwor_specpv.arms import Choice
 from nwor_specpv.drafters import Drafter, TreeConfig
 
+from .logprobs import LogProbabilities
+from .options import Options
+from .prefixes import take_shared
 from .request import Part, Request, pruned
 from .round import Round
 from .row_chooser import RowChooser
 from .runner import ModelRunner
-from .sampling import Sampling, Verdict, confirm, fold_seed, judge
+from .sampling import Verdict, confirm, judge
 from .stats import Stats
 from .view_log import ViewLog
 from .view_pacer import CallSizes, ViewPacer
 from .views import Views
-
-_SHORT = 1023
 
 OnToken = Callable[[Request, list[int]], None]
 
@@ -32,26 +34,26 @@ class Decoding:
         self,
         runner: ModelRunner,
         drafter: Drafter | None,
-        sampling: Sampling,
+        options: Options,
         tree: TreeConfig,
         chooser: RowChooser | None,
-        stop_ids: frozenset[int],
         stats: Stats,
         on_tokens: OnToken,
         *,
         prefill_rows: int,
-        chunk_rows: int = 0,
         views: Views | None = None,
         pacer: ViewPacer | None = None,
         progress: Callable[[int, int], None] = lambda done, total: None,
         view_log: ViewLog | None = None,
     ) -> None:
         self._view_log = view_log
-        self._runner, self._drafter, self._sampling = runner, drafter, sampling
-        self._tree, self._chooser, self._stop_ids = tree, chooser, stop_ids
+        self._runner, self._drafter, self._sampling = runner, drafter, options.sampling
+        self._tree, self._chooser, self._stop_ids = tree, chooser, options.stop_ids
+        self._stop_strings, self._processors = options.stop_strings, options.processors
+        self._logprobs = LogProbabilities() if options.logprobs else None
         self._stats, self._on_tokens, self._progress = stats, on_tokens, progress
-        self._prefill_rows, self._chunk_rows = prefill_rows, chunk_rows
-        self._layers = drafter.feature_layers if drafter is not None else ()
+        self._prefill_rows, self._chunk_rows = prefill_rows, options.chunk_rows
+        self._layers = tuple(drafter.feature_layers) if drafter is not None else ()
         self._views = views
         self._policy = VerifyPolicy(views.config) if views else None
         self._lossless = bool(views) and views.config.specpv_mode == "lossless"
@@ -62,7 +64,9 @@ class Decoding:
     def run(self, requests: list[Request]) -> None:
         self._places = len(requests)
         began = time.perf_counter()
-        for request in requests:
+        for index, request in enumerate(requests):
+            allocator = self._runner.cache.allocator
+            take_shared(allocator, request, requests[:index], self._layers)
             self._prefill(request)
         prefilled = time.perf_counter()
         self._stats.prefill_seconds = prefilled - began
@@ -87,7 +91,8 @@ class Decoding:
             if round_.features is not None:
                 features.append(round_.features)
             if root == last:
-                verdicts, _ = judge(
+                self._process(round_)
+                verdicts = judge(
                     self._sampling, round_.trees(), round_.tree_logits(), [request.seed]
                 )
             self._commit(round_, [[]])
@@ -99,6 +104,8 @@ class Decoding:
                 request.partial.prefill(len(tokens))
         request.features = features
         first = verdicts[0].next_token
+        if self._logprobs is not None:
+            self._logprobs.add(request, round_, 0, [0], [first])
         request.tokens.append(first)
         request.depths.append(0)
         self._stats.reused_tokens += reused
@@ -115,13 +122,13 @@ class Decoding:
         began = time.perf_counter()
         self._switch(active)
         shown, cut = self._stats.new_tokens, self._stats.cut_tokens
-        shape = self._shape(active)
+        shape, choice = self._shape(active)
         parts = self._draft(active, shape)
         drafted = time.perf_counter()
         partial = self._make_views(parts) if self._viewing else None
         round_ = self._run_round(parts, partial)
-        verdicts, probs = self._judge(round_)
-        self._finish(round_, verdicts, probs)
+        verdicts = self._judge(round_)
+        self._finish(round_, verdicts)
         seconds = time.perf_counter() - began
         if self._view_log is not None and partial is not None:
             self._view_log.note(partial.store, self._runner.cache.allocator, parts)
@@ -130,10 +137,8 @@ class Decoding:
         confirming = any(part.fed for part in parts)
         # The first step is also the drafter's first look at the prompt.
         usual = not confirming and self._stats.passes > 1
-        if self._chooser is not None and self._drafter is not None and usual:
-            runs = [len(verdict.path) + 1 for verdict in verdicts]
-            tokens = sum(runs) / len(runs)
-            self._chooser.note(shape.rows, self._situation(active), tokens, seconds, runs)
+        if choice is not None and usual:
+            self._chooser.note(choice, seconds, [len(verdict.path) + 1 for verdict in verdicts])
         if self._pacer is not None:
             lost = self._stats.cut_tokens - cut
             told = self._stats.new_tokens - shown
@@ -178,15 +183,11 @@ class Decoding:
             self._pacer.switch()
             self._switching = False
 
-    def _situation(self, active: list[Request]) -> tuple[int, bool, int]:
-        """What a step's cost depends on beside its rows; contexts by powers of two from 1024 on."""
-        longest = max(len(request.tokens) for request in active)
-        return len(active), self._viewing, max(_SHORT, longest).bit_length()
-
-    def _shape(self, active: list[Request]) -> TreeConfig:
-        if self._chooser is None or self._drafter is None:
-            return self._tree
-        return self._chooser.choose(self._tree, self._situation(active), len(active))
+    def _shape(self, active: list[Request]) -> tuple[TreeConfig, Choice | None]:
+        if self._chooser is None:
+            return self._tree, None
+        context = sum(len(request.tokens) for request in active) / len(active)
+        return self._chooser.choose(self._tree, len(active), context, viewing=self._viewing)
 
     def _draft(self, active: list[Request], shape: TreeConfig) -> list[Part]:
         asked = [r for r in active if r.room > 1 and not r.pending]
@@ -269,37 +270,36 @@ class Decoding:
 
     # ---- verdicts --------------------------------------------------------------------------------
 
-    def _judge(self, round_: Round) -> tuple[list[Verdict], torch.Tensor | None]:
-        """Verdicts, and with sampling the probabilities [B, R, V] of the trees' rows."""
+    def _process(self, round_: Round) -> None:
+        """Applies penalties and processors; keeps what log-probabilities are taken from."""
+        if self._logprobs is not None:
+            self._logprobs.keep(round_)
+        if self._processors:
+            round_.logits = self._processors.run(round_)
+
+    def _judge(self, round_: Round) -> list[Verdict]:
+        self._process(round_)
         trees, logits = round_.trees(), round_.tree_logits()
-        seeds = [fold_seed(part.request.seed, part.request.cuts) for part in round_.parts]
-        verdicts, probs = judge(self._sampling, trees, logits, seeds)
+        seeds = [part.request.seed for part in round_.parts]
+        verdicts = judge(self._sampling, trees, logits, seeds)
         for index, part in enumerate(round_.parts):
             if part.fed and self._lossless:
-                verdicts[index] = self._confirm(round_, index, seeds[index])
+                verdicts[index] = self._confirm(round_, index)
             elif part.fed:
                 self._count_drift(round_, index)
-        return verdicts, probs
+        return verdicts
 
-    def _confirm(self, round_: Round, index: int, seed: int) -> Verdict:
+    def _confirm(self, round_: Round, index: int) -> Verdict:
         part = round_.parts[index]
-        request = part.request
-        chain = part.fed + part.tokens[:1]
-        single = Round(self._runner, [part])
-        start = round_._logit_spans()[index][1]
-        logits = round_.logits[start : start + len(part.tokens)][None]
-        partial_probs = torch.stack(request.tail_probs)[None] if request.tail_probs else None
-        verdict, _ = confirm(
+        start = round_.logit_spans()[index][1]
+        return confirm(
             self._sampling,
-            chain,
+            part.fed + part.tokens[:1],
             round_.fed_logits(index),
-            partial_probs,
-            single.trees(),
-            logits,
-            seed,
+            Round(self._runner, [part]).trees(),
+            round_.logits[start : start + len(part.tokens)][None],
+            part.request.seed,
         )
-        request.tail_probs = []
-        return verdict
 
     def _count_drift(self, round_: Round, index: int) -> None:
         """The logits of rows fed again tell what full attention would have chosen."""
@@ -315,7 +315,7 @@ class Decoding:
 
     # ---- what stands -----------------------------------------------------------------------------
 
-    def _finish(self, round_: Round, verdicts: list[Verdict], probs: torch.Tensor | None) -> None:
+    def _finish(self, round_: Round, verdicts: list[Verdict]) -> None:
         paths, runs = [], []
         for part, verdict in zip(round_.parts, verdicts, strict=True):
             run = [part.tokens[row] for row in verdict.path] + [verdict.next_token]
@@ -329,14 +329,7 @@ class Decoding:
             runs.append(kept)
         self._commit(round_, paths)
         for index, (part, verdict) in enumerate(zip(round_.parts, verdicts, strict=True)):
-            if probs is not None:
-                self._keep_probs(part, probs[index], paths[index])
             self._settle(round_, index, part, verdict, paths[index], runs[index])
-
-    def _keep_probs(self, part: Part, probs: torch.Tensor, path: list[int]) -> None:
-        """Lossless: what each token of a provisional run was drawn from, for its confirmation."""
-        if self._lossless and part.decision is not None and part.decision.kind == "partial":
-            part.request.tail_probs += [probs[row] for row in (0, *path)]
 
     def _settle(
         self,
@@ -356,6 +349,11 @@ class Decoding:
         stats.accepted_lengths[len(path)] += 1
         stats.rows[len(part.tokens)] += 1
         self._go_on_with_chain(request, part, verdict, run)
+        if self._logprobs is not None:
+            if self._lossless:
+                self._logprobs.confirm(part, round_, index, verdict.confirmed)
+            at = [0, *path] if verdict.whole else [verdict.confirmed - len(part.fed)]
+            self._logprobs.add(request, round_, index, at, run)
         if verdict.whole:
             rows = [root, *(root + row for row in path)]
             request.tokens += run
@@ -367,7 +365,6 @@ class Decoding:
             rows = [start + verdict.confirmed]
             request.tokens[kept:] = run
             request.depths[kept - request.prompt_len :] = [0]
-            request.cuts += 1
             request.cached = kept
             stats.cut_tokens += lost
             self._runner.cache.truncate(request.key, kept)
@@ -426,9 +423,13 @@ class Decoding:
         waiting = request.tokens[request.shown :]
         room = request.max_new_tokens - (request.shown - request.prompt_len)
         count, finish = _C.find_run_end(waiting, self._stop_ids, room)
+        if self._stop_strings:
+            found = self._stop_strings.find(request.new_tokens, waiting[:count])
+            count, finish = (count, finish) if found is None else (found, "stop")
         if finish is not None:
             del request.tokens[request.shown + count :]
             del request.depths[request.shown + count - request.prompt_len :]
+            del request.logprobs[request.shown + count - request.prompt_len :]
         request.shown += count
         request.finish = finish
         self._stats.new_tokens += count

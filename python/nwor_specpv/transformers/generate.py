@@ -10,43 +10,46 @@ SpecPVConfig most steps over a long context look at a part of it (see docs/specp
 
 from __future__ import annotations
 
-import math
-import secrets
+import functools
+import inspect
 import sys
-import time
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass, field
-from numbers import Integral
 from pathlib import Path
 from typing import Any
-
-import torch
 
 from nwor_specpv import _C, NworConfig, NworError, SpecPVConfig
 from nwor_specpv.drafters import Drafter, TreeConfig
 
-from .arguments import as_integer, as_python, at_least_one
+from .arguments import at_least_one
+from .call_lock import CallLock, lock_of
 from .decoding import Decoding
 from .drafting import make_drafter
 from .generation_config import warn_ignored
 from .loading import load_model
+from .options import OnToken, Options, make_streamer
+from .other_options import refuse_options
 from .prefixes import KeptPrefixes
-from .request import Part, Request
-from .round import Round
+from .processors import Processor, Processors
+from .prompts import read_prompts
+from .request import Request
 from .row_chooser import SIZES, RowChooser
+from .row_costs import row_costs
 from .runner import ModelRunner
 from .sampling import Sampling, fold_seed
+from .special_ids import end_ids
 from .stats import Stats
+from .stopping import StopStrings, cut_text, read_stop
+from .streaming import TextPieces, TextStream
+from .thread_hint import hint_at_spinning
 from .view_log import ViewLog
 from .view_pacer import ViewPacer
 from .views import Views
 
-# Sampling depends on the tree, so its size must not depend on a clock.
-_SAMPLING_ROWS = {"cpu": 8, "cuda": 32}
+# Views of the lossy modes depend on the tree, so with a seed its size must not depend on a clock.
+_LOSSY_ROWS = {"cpu": 8, "cuda": 32}
 _PROGRESS_FROM = 1024  # tokens of a prompt from which on a bar is shown
-
-OnToken = Callable[..., None]
 
 
 @dataclass
@@ -58,10 +61,15 @@ class Generation:
     stats: Stats
     finish: str | list[str] = ""  # "stop" or "length"
     depths: list[int] | list[list[int]] = field(default_factory=list)  # 0: the target's own token
+    # Of every new token by the model's own logits, if asked for.
+    logprobs: list[float] | list[list[float]] | None = None
 
 
 class Generator:
-    """Generates with one model. Not thread-safe; the model is untouched between calls.
+    """Generates with one model, which is never changed.
+
+    Calls of several threads run one after the other, also those of generators that share a cache or
+    a drafter. Other generators of the model and the model itself run at the same time.
 
     `model`: a causal language model of transformers, the folder of one, or None for
     SmolLM2-135M-Instruct, whose tokenizer is then used too. `drafter`: "none", "ngram", "eagle3",
@@ -70,8 +78,8 @@ class Generator:
     block summaries on the model's device; more is refused. K/V that `specpv_offload` keeps in host
     memory does not count. Default: no limit. `check_contract`: every step is watched by a
     ContractChecker, and `stats.violations` says what it found (slow). `cuda_graphs`: steps are
-    captured by their shape and replayed; default: on CUDA. `pace`: greedy lossless verification
-    uses its views only where they pay; False: always. `cache_of`: another Generator whose
+    captured by their shape and replayed; default: on CUDA. `pace`: lossless verification uses
+    its views only where they pay; False: always. `cache_of`: another Generator whose
     model, cache and kept prefixes this one shares, so that a long prompt runs once for both; with
     the same drafter also what was learnt about rows.
     """
@@ -136,6 +144,7 @@ class Generator:
                 gpu_cache_bytes=gpu_cache_bytes,
             )
         )
+        self._lock = CallLock() if cache_of is None else cache_of._lock
         if cache_of is None:
             warn_ignored(model)
         self.tokenizer = tokenizer
@@ -161,8 +170,9 @@ class Generator:
 
     @property
     def row_costs(self) -> dict[int, float]:
-        """Seconds of a verification step by its rows, measured on the first use."""
-        return dict(self._rows_chooser().costs)
+        """Seconds of a verification step by its rows, measured on the first use on a machine."""
+        with self._lock:
+            return dict(self._rows_chooser().costs)
 
     def _rows_chooser(self) -> RowChooser:
         """Generators that share a cache share it too, if their drafters are alike."""
@@ -177,7 +187,8 @@ class Generator:
 
         To be called when the model's weights have changed: what is cached is of the old ones.
         """
-        self._kept.make_room(self._runner.cache.allocator, sys.maxsize)
+        with self._lock:
+            self._kept.make_room(self._runner.cache.allocator, sys.maxsize)
 
     def generate(
         self,
@@ -191,36 +202,95 @@ class Generator:
         tree: TreeConfig | None = None,
         on_token: OnToken | None = None,
         *,
+        attention_mask: Any = None,
+        min_p: float = 0.0,
+        repetition_penalty: float = 1.0,
+        presence_penalty: float = 0.0,
+        logits_processor: Iterable[Processor] | Processor | None = None,
+        stop: str | int | Iterable[str | int] | None = None,
+        num_return_sequences: int = 1,
+        return_logprobs: bool = False,
+        streamer: Any = None,
         chunk_rows: int = 0,
         view_log: ViewLog | None = None,
+        **other: Any,
     ) -> Generation:
-        """Continues one prompt (ids, or a tensor [n] or [1, n]) or several (lists, or [batch, n]).
+        """Continues one prompt or several; docs/generate.md has a table of the options.
 
-        Prompts of several lengths are lists: padding would be read as text, and is refused.
-        Ends after `max_new_tokens` or with `eos_token_id` (one or several; default: the model's
-        own, -1 for none). `tree.rows` 0 lets the generator choose. `on_token(token)` is called for
-        every new token, `on_token(token, request)` for lists of prompts. `chunk_rows`: chains
-        longer than that are verified chunk by chunk. Request i of a list samples with `seed` + i.
-        `view_log` records which blocks partial steps attend to.
+        `input_ids`: ids (a list, or a tensor [n] or [1, n]), several prompts (lists, or
+        [batch, n]), a tokenizer's whole output, or messages of a chat. Padding is left out if an
+        attention mask hides it, and refused otherwise.
+        Ends after `max_new_tokens`, with `eos_token_id` (one or several; default: the model's
+        own, -1 for none) or with `stop`. `tree.rows` 0 lets the generator choose.
+        `on_token(token)` is called for every new token, `on_token(token, request)` for lists of
+        prompts. `chunk_rows`: chains longer than that are verified chunk by chunk. Request i of a
+        list samples with `seed` + i. `view_log` records which blocks partial steps attend to.
         """
-        sampling = Sampling(temperature, top_k, top_p)
-        prompts, is_list = self._prompts(input_ids)
-        max_new_tokens = at_least_one("max_new_tokens", max_new_tokens)
-        chunk_rows = _checked_chunk(chunk_rows)
-        self._check_lengths(prompts, max_new_tokens)
-        tree = tree or TreeConfig()
-        if not isinstance(tree, TreeConfig):
-            raise NworError(f"tree: got {type(tree).__name__}, expected a TreeConfig")
-        if not isinstance(seed, Integral | None):
-            raise NworError(f"seed: got {seed!r}, expected a whole number or None")
-        if not (on_token is None or callable(on_token)):
-            raise NworError(f"on_token: got {type(on_token).__name__}, expected a function")
-        stops = self._stop_ids(eos_token_id)
-        first_seed = secrets.randbits(31) if seed is None else int(seed)
+        refuse_options(other, _own_options())
+        vocabulary = self._runner.vocab_size
+        sampling = Sampling(temperature, top_k, top_p, min_p)
+        prompts, is_list = read_prompts(input_ids, attention_mask, self.model, self.tokenizer)
+        stop_ids, strings = read_stop(stop, self.tokenizer, vocabulary)
+        options = Options(
+            max_new_tokens,
+            sampling,
+            tree,
+            end_ids(self.model, eos_token_id, vocabulary) | stop_ids,
+            seed,
+            on_token,
+            num_return_sequences,
+            Processors(repetition_penalty, presence_penalty, logits_processor),
+            StopStrings(strings, self.tokenizer),
+            return_logprobs,
+            make_streamer(streamer),
+            chunk_rows,
+        )
+        self._check_lengths(prompts, options.max_new_tokens)
+        options.warn_unused()
+        prompts = [prompt for prompt in prompts for _ in range(options.sequences)]
+        is_list = is_list or options.sequences > 1
+        if options.streamer is not None:
+            options.streamer.begin(prompts)
+        with self._lock, lock_of(self if self._drafter is None else self._drafter):
+            requests, stats = self._run(prompts, options, is_list, view_log)
+        if options.streamer is not None:
+            options.streamer.end()
+        return self._result(requests, stats, is_list, strings, options.logprobs)
+
+    def stream(self, input_ids: Any, max_new_tokens: int, **options: Any) -> TextStream:
+        """Pieces of one text while it is generated; `options` are those of `generate`.
+
+        for piece in generator.stream(messages, 200):
+            print(piece, end="", flush=True)
+        """
+        if self.tokenizer is None:
+            raise NworError("stream: got no tokenizer, expected one in Generator(model, tokenizer)")
+        if "on_token" in options:
+            raise NworError("on_token: cannot be given to stream, which calls it; use generate")
+        mask, copies = options.get("attention_mask"), options.get("num_return_sequences", 1)
+        prompts, _ = read_prompts(input_ids, mask, self.model, self.tokenizer)
+        count = len(prompts) * at_least_one("num_return_sequences", copies)
+        if count != 1:
+            raise NworError(
+                f"stream: got {count} sequences, expected one; on_token(token, request) of "
+                "generate tells the tokens of several"
+            )
+        _, strings = read_stop(options.get("stop"), self.tokenizer, self._runner.vocab_size)
+        ids = prompts[0]
+        options["attention_mask"] = [1] * len(ids)  # what was hidden is left out by now
+        generate = functools.partial(self.generate, ids, max_new_tokens, **options)
+        return TextStream(generate, TextPieces(self.tokenizer, strings))
+
+    def _run(
+        self, prompts: list[list[int]], options: Options, is_list: bool, view_log: ViewLog | None
+    ) -> tuple[list[Request], Stats]:
+        sampling = options.sampling
+        tree = self._fixed_tree(options.tree, sampling)
+        hint_at_spinning(self._runner.device)
         stats = Stats(requests=len(prompts), prompt_tokens=sum(map(len, prompts)))
-        stats.seed = None if sampling.greedy else first_seed
+        stats.seed = None if sampling.greedy else options.seed
         largest = self._largest_tree(tree, sampling)
-        requests = self._open(prompts, max_new_tokens, first_seed, largest)
+        requests = self._open(prompts, options.max_new_tokens, options.seed, largest)
         before = self._counts()
         done = False
         try:
@@ -229,16 +299,14 @@ class Generator:
                 decoding = Decoding(
                     self._runner,
                     self._drafter,
-                    sampling,
-                    self._fixed_tree(tree, sampling),
-                    self._choose_rows(tree, sampling),
-                    stops,
+                    options,
+                    tree,
+                    self._choose_rows(tree),
                     stats,
-                    _teller(on_token, is_list),
+                    _teller(options, is_list),
                     prefill_rows=self._prefill_rows,
-                    chunk_rows=chunk_rows,
                     views=views,
-                    pacer=None if views is None else self._pacer(requests, sampling),
+                    pacer=None if views is None else self._pacer(requests),
                     progress=_progress_bar(),
                     view_log=view_log,
                 )
@@ -247,58 +315,9 @@ class Generator:
         finally:
             self._close(requests, keep=done)
         self._count(stats, before)
-        return self._result(requests, stats, is_list)
+        return requests, stats
 
     # ---- what is asked for -----------------------------------------------------------------------
-
-    def _prompts(self, input_ids: Any) -> tuple[list[list[int]], bool]:
-        if isinstance(input_ids, str):
-            raise NworError("input_ids: got text, expected token ids: tokenizer(text).input_ids")
-        if not isinstance(input_ids, Iterable) or isinstance(input_ids, Mapping):
-            got = type(input_ids).__name__
-            raise NworError(f"input_ids: got {got}, expected token ids or lists of them")
-        if isinstance(input_ids, torch.Tensor):
-            wrong = input_ids.is_floating_point() or input_ids.dtype == torch.bool
-            if input_ids.dim() not in (1, 2) or wrong:
-                got = f"{list(input_ids.shape)} of {input_ids.dtype}"
-                raise NworError(f"input_ids: got {got}, expected token ids [n] or [batch, n]")
-            is_list = input_ids.dim() == 2 and input_ids.shape[0] != 1
-            rows = (input_ids if input_ids.dim() == 2 else input_ids[None]).tolist()
-        else:
-            rows = [as_python(one) for one in input_ids]
-            is_list = any(isinstance(one, Sequence) for one in rows)
-            rows = rows if is_list else [rows]
-        vocabulary, prompts = self._runner.vocab_size, []
-        for index, row in enumerate(rows):
-            if not isinstance(row, Sequence):
-                raise NworError(f"input_ids: got {row!r} among lists, expected prompts of ids")
-            if not row:
-                raise NworError(f"input_ids: prompt {index} is empty, expected at least one token")
-            ids = [as_integer(token) for token in row]
-            at = next((i for i, t in enumerate(ids) if t is None or not 0 <= t < vocabulary), None)
-            if at is not None:
-                raise NworError(
-                    f"input_ids: got {row[at]!r} in prompt {index}, expected ids from 0 to "
-                    f"{vocabulary - 1}"
-                )
-            prompts.append(ids)
-        if not prompts:
-            raise NworError("input_ids: got no prompts, expected at least one")
-        self._refuse_padding(prompts)
-        return prompts, is_list
-
-    def _refuse_padding(self, prompts: list[list[int]]) -> None:
-        """Raises for padded prompts, unless the padding id also begins or ends a text."""
-        pads = self._own_ids("pad_token_id") | _ids_of(self.tokenizer, "pad_token_id")
-        for name in ("eos_token_id", "bos_token_id"):
-            pads -= self._own_ids(name) | _ids_of(self.tokenizer, name)
-        for index, prompt in enumerate(prompts):
-            for pad in pads.intersection((prompt[0], prompt[-1])):
-                count = max(_leading(prompt, pad), _leading(prompt[::-1], pad))
-                raise NworError(
-                    f"input_ids: got {count} tokens of padding ({pad}) around prompt {index}, "
-                    "expected none: give lists, whose lengths may differ"
-                )
 
     def _check_lengths(self, prompts: list[list[int]], max_new_tokens: int) -> None:
         context, told = self._runner.context, self._runner.context_told
@@ -315,80 +334,27 @@ class Generator:
                     f"{max_new_tokens} is beyond {told}"
                 )
 
-    def _stop_ids(self, eos_token_id: int | Iterable[int] | None) -> frozenset[int]:
-        if eos_token_id is None:
-            return frozenset(self._own_ids("eos_token_id"))
-        given, vocabulary = as_python(eos_token_id), self._runner.vocab_size
-        several = isinstance(given, Iterable) and not isinstance(given, str)
-        ids = [as_integer(token) for token in given] if several else [as_integer(given)]
-        if not all(token is not None and -1 <= token < vocabulary for token in ids):
-            raise NworError(
-                f"eos_token_id: got {eos_token_id!r}, expected ids from 0 to {vocabulary - 1}, or "
-                "-1 for none"
-            )
-        return frozenset(token for token in ids if token >= 0)
-
-    def _own_ids(self, name: str) -> set[int]:
-        """Ids from the model's generation config or, if that has none, from its config."""
-        owner = getattr(self.model, "generation_config", None)
-        if getattr(owner, name, None) is None:
-            owner = self.model.config.get_text_config(decoder=True)
-        return _ids_of(owner, name)
-
     # ---- trees -----------------------------------------------------------------------------------
 
     def _largest_tree(self, tree: TreeConfig, sampling: Sampling) -> int:
         if self._drafter is None:
             return 1
-        if tree.rows:
-            return tree.rows
-        return SIZES[-1] if sampling.greedy else self._sampling_rows
-
-    @property
-    def _sampling_rows(self) -> int:
-        return _SAMPLING_ROWS.get(self._runner.device.type, 8)
+        return self._fixed_tree(tree, sampling).rows or SIZES[-1]
 
     def _fixed_tree(self, tree: TreeConfig, sampling: Sampling) -> TreeConfig:
-        if tree.rows or sampling.greedy:
+        """Rows 0: their number is chosen by the time of steps."""
+        if tree.rows or sampling.greedy or self._lossy is None:
             return tree
-        return TreeConfig(self._sampling_rows, tree.depth, tree.top_k)
+        rows = _LOSSY_ROWS.get(self._runner.device.type, 8)
+        return TreeConfig(rows, tree.depth, tree.top_k)
 
-    def _choose_rows(self, tree: TreeConfig, sampling: Sampling) -> RowChooser | None:
-        if tree.rows or not sampling.greedy or self._drafter is None:
-            return None
-        return self._rows_chooser()
+    def _choose_rows(self, tree: TreeConfig) -> RowChooser | None:
+        return None if tree.rows or self._drafter is None else self._rows_chooser()
 
     def _measure(self) -> dict[int, float]:
-        """Seconds of passes of 1 to 32 rows, the best of four each.
-
-        Sizes take turns, so that what holds the machine up for a while holds up all of them. Fewer
-        rows never cost more: a size that was held up every time is as quick as the next.
-        """
-        costs = dict.fromkeys(SIZES, math.inf)
         size = self._runner.page_size
         self._kept.make_room(self._runner.cache.allocator, -(-SIZES[-1] // size) * size)
-        with self._runner.installed():
-            for rows in SIZES * 4:
-                costs[rows] = min(costs[rows], self._time_pass(rows))
-        least = [min(costs[more] for more in SIZES if more >= rows) for rows in SIZES]
-        return dict(zip(SIZES, least, strict=True))
-
-    def _time_pass(self, rows: int) -> float:
-        request = self._new_request([0] * rows, 0, 1, 0)
-        part = Part(request, [0] * (rows - 1), [0], [-1], 0, want_fed_logits=True)
-        try:
-            started = time.perf_counter()
-            round_ = Round(self._runner, [part])
-            try:
-                round_.run(None, 1)
-                round_.commit([[]])
-            except BaseException:
-                round_.abort()
-                raise
-            self._runner.synchronize()
-            return time.perf_counter() - started
-        finally:
-            self._runner.cache.allocator.free(request.key)
+        return row_costs(self._runner)
 
     # ---- requests --------------------------------------------------------------------------------
 
@@ -407,9 +373,7 @@ class Generator:
                 self._kept.clear()
             raise
         requests = [
-            self._reuse(
-                self._new_request(prompt, index, max_new_tokens, fold_seed(seed + index, 0))
-            )
+            self._reuse(self._new_request(prompt, index, max_new_tokens, fold_seed(seed + index)))
             for index, prompt in enumerate(prompts)
         ]
         # What was found is held by now: room is for the rest, and makes nothing run again.
@@ -494,12 +458,10 @@ class Generator:
         cache.beside[self] = (views, (len(requests), tokens, largest))
         return views
 
-    def _pacer(self, requests: list[Request], sampling: Sampling) -> ViewPacer | None:
+    def _pacer(self, requests: list[Request]) -> ViewPacer | None:
         """What was learnt about views over contexts of such lengths."""
         config = self._specpv
-        if config is None or config.specpv_mode != "lossless":
-            return None
-        if not (self._pace and sampling.greedy):
+        if config is None or config.specpv_mode != "lossless" or not self._pace:
             return None
         longest = max(len(request.tokens) for request in requests)
         chooser = self._choosers.get(self._learnt_with)
@@ -530,16 +492,38 @@ class Generator:
         stats.graph_replays = after[1] - before[1]
         stats.eager_passes = after[2] - before[2]
 
-    def _result(self, requests: list[Request], stats: Stats, is_list: bool) -> Generation:
+    def _result(
+        self,
+        requests: list[Request],
+        stats: Stats,
+        is_list: bool,
+        strings: tuple[str, ...],
+        with_logprobs: bool,
+    ) -> Generation:
         ids = [request.new_tokens for request in requests]
         ends = [request.finish or "" for request in requests]
         depths = [request.depths for request in requests]
+        logprobs = [request.logprobs for request in requests] if with_logprobs else None
         texts = None
         if self.tokenizer is not None:
-            texts = [self.tokenizer.decode(one, skip_special_tokens=True) for one in ids]
+            whole = [self.tokenizer.decode(one, skip_special_tokens=True) for one in ids]
+            texts = [cut_text(text, strings) for text in whole]
         if is_list:
-            return Generation(ids, texts, stats, ends, depths)
-        return Generation(ids[0], texts[0] if texts else None, stats, ends[0], depths[0])
+            return Generation(ids, texts, stats, ends, depths, logprobs)
+        return Generation(
+            ids[0],
+            texts[0] if texts else None,
+            stats,
+            ends[0],
+            depths[0],
+            logprobs[0] if logprobs else None,
+        )
+
+
+@functools.cache
+def _own_options() -> tuple[str, ...]:
+    """Names of the options of `generate`."""
+    return tuple(inspect.signature(Generator.generate).parameters)[1:-1]
 
 
 def _check_shared(**given: Any) -> None:
@@ -549,26 +533,12 @@ def _check_shared(**given: Any) -> None:
         raise NworError(f"{name}: cannot be given with cache_of; it is that generator's")
 
 
-def _checked_chunk(chunk_rows: Any) -> int:
-    count = as_integer(chunk_rows)
-    if count is None or count < 0 or count == 1:
-        raise NworError(f"chunk_rows: got {chunk_rows!r}, expected 0 (off) or 2 and more")
-    return count
+def _teller(options: Options, is_list: bool) -> Callable[[Request, list[int]], None]:
+    on_token, streamer = options.on_token, options.streamer
 
-
-def _ids_of(owner: Any, name: str) -> set[int]:
-    """One id or several, from a configuration or a tokenizer; negative ids are left out."""
-    found = getattr(owner, name, None)
-    found = found if isinstance(found, Iterable) else [found]
-    return {token for token in map(as_integer, found) if token is not None and token >= 0}
-
-
-def _leading(tokens: list[int], pad: int) -> int:
-    return next((i for i, token in enumerate(tokens) if token != pad), len(tokens))
-
-
-def _teller(on_token: OnToken | None, is_list: bool) -> Callable[[Request, list[int]], None]:
     def tell(request: Request, tokens: list[int]) -> None:
+        if streamer is not None:
+            streamer.put(tokens)
         if on_token is not None:
             for token in tokens:
                 on_token(token, request.index) if is_list else on_token(token)

@@ -1,4 +1,4 @@
-"""Replaces a model's decoder layers while a Generator runs it: few rows go through two ops.
+"""Decoder layers of what stands in for a model: few rows go through two ops.
 
 Around attention a layer of the Llama family has about fifty small operations, which cost more than
 the arithmetic of a few rows. `attention_inputs` and `layer_output` replace them: on the CPU for
@@ -7,7 +7,6 @@ float32, on CUDA also for float16 and bfloat16.
 
 from __future__ import annotations
 
-import operator
 import warnings
 from typing import Any
 
@@ -17,7 +16,7 @@ from torch import nn
 from .attention import Step, attend_rows
 from .graphs import MOST_ROWS
 from .linear import MAX_ROWS, is_plain
-from .replacements import Replacement, is_hooked
+from .stand_in import is_hooked
 
 _attention_inputs = torch.ops.nwor_specpv.attention_inputs.default
 _layer_output = torch.ops.nwor_specpv.layer_output.default
@@ -62,16 +61,6 @@ class RowLayer(nn.Module):
             mlp.up_proj.weight,
             mlp.down_proj.weight,
         )
-        self._made_of = [(one, _parts(one)) for one in layer.modules()]
-
-    @property
-    def is_current(self) -> bool:
-        """Whether the original still has the same parts; adapters replace some."""
-        for one, before in self._made_of:
-            now = _parts(one)
-            if len(now) != len(before) or not all(map(operator.is_, now, before)):
-                return False
-        return not any(is_hooked(one) for one, _ in self._made_of)
 
     def forward(
         self,
@@ -107,18 +96,12 @@ class RowLayer(nn.Module):
             return getattr(super().__getattr__("layer"), name)
 
 
-def _parts(module: nn.Module) -> list[nn.Module | nn.Parameter | None]:
-    """Its direct modules and parameters."""
-    return [*module._modules.values(), *module._parameters.values()]
-
-
-def row_layers(layers: nn.ModuleList, text: Any) -> list[Replacement]:
-    """Replacements for the layers that give the same results.
+def replace_layers(layers: nn.ModuleList, text: Any) -> None:
+    """Replaces the layers that give the same results.
 
     `text`: the decoder's config. Of each kind one layer is run both ways; if a release of
     transformers computes something else, its own layers run.
     """
-    found: list[Replacement] = []
     agreed: dict[int, bool] = {}
     for name, layer in layers._modules.items():
         if not _known(layer, text):
@@ -134,13 +117,7 @@ def row_layers(layers: nn.ModuleList, text: Any) -> list[Replacement]:
                     stacklevel=2,
                 )
         if agreed[window]:
-            found.append(Replacement(layers, name, layer, ours))
-    return found
-
-
-def unchanged_layers(found: list[Replacement]) -> list[Replacement]:
-    """Leaves out layers that were hooked or changed since."""
-    return [one for one in found if one.is_current and one.module.is_current]
+            layers._modules[name] = ours
 
 
 def _known(layer: nn.Module, text: Any) -> bool:

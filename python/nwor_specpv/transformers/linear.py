@@ -1,11 +1,11 @@
-"""Replaces a model's linear layers while a Generator runs it: few rows use `linear_rows`."""
+"""Linear layers of what stands in for a model: few rows use `linear_rows`."""
 
 from __future__ import annotations
 
 import torch
 from torch import nn
 
-from .replacements import Replacement, is_hooked
+from .stand_in import is_hooked
 
 _linear_rows = torch.ops.nwor_specpv.linear_rows.default
 # With more rows torch's product is faster; prompts always use it.
@@ -20,33 +20,18 @@ class RowLinear(nn.Module):
         self.in_features, self.out_features = linear.in_features, linear.out_features
         self.weight, self.bias = linear.weight, linear.bias
 
-    def shares(self, linear: nn.Linear) -> bool:
-        """Whether `linear` still has these parameters."""
-        return self.weight is linear.weight and self.bias is linear.bias
-
     def forward(self, rows: torch.Tensor) -> torch.Tensor:
         if rows.numel() <= MAX_ROWS * self.in_features:
             return _linear_rows(rows, self.weight, self.bias)
         return nn.functional.linear(rows, self.weight, self.bias)
 
 
-def row_linears(model: nn.Module) -> list[Replacement]:
-    """Replacements for every plain linear layer on the CPU."""
-    return [
-        Replacement(parent, name, child, RowLinear(child))
-        for parent in model.modules()
-        for name, child in parent._modules.items()
-        if is_plain(child) and child.weight.device.type == "cpu"
-    ]
-
-
-def unchanged_linears(found: list[Replacement]) -> list[Replacement]:
-    """Leaves out layers that were hooked or changed since."""
-    return [
-        one
-        for one in found
-        if one.is_current and is_plain(one.original) and one.module.shares(one.original)
-    ]
+def replace_linears(model: nn.Module) -> None:
+    """Replaces every plain linear layer on the CPU."""
+    for parent in model.modules():
+        for name, child in parent._modules.items():
+            if is_plain(child) and child.weight.device.type == "cpu":
+                parent._modules[name] = RowLinear(child)
 
 
 def is_plain(module: nn.Module) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,6 +17,7 @@ from nwor_specpv.models.folder import torch_dtype
 from .runner import check_model
 
 _ADVICE = "fetch or convert it again"
+_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")  # owner/name
 
 
 def load_model(
@@ -27,7 +29,9 @@ def load_model(
     wanted = torch_dtype(dtype)
     folder = Path(source) if source is not None else smollm2(dtype)
     if not folder.is_dir():
-        raise NworError(f"model: got {str(folder)!r}, expected the folder of a model")
+        raise NworError(
+            f"model: got {str(folder)!r}, expected the folder of a model{_hint(source)}"
+        )
     if not (folder / "config.json").is_file():
         raise NworError(f"model: {folder} has no config.json, expected a Hugging Face model folder")
     with _quiet():
@@ -42,6 +46,16 @@ def load_model(
             more = f" and {len(keys) - 1} more" if len(keys) > 1 else ""
             raise NworError(f"model: {folder} has {problem} {keys[0]}{more}; {_ADVICE}")
     return model.to(device).eval(), _load_tokenizer(folder)
+
+
+def _hint(source: str | Path | None) -> str:
+    """How to download a model, if `source` may be its name on the Hugging Face Hub."""
+    if _HUB_ID.fullmatch(str(source)) is None:
+        return ""
+    return (
+        f"; a model of the Hugging Face Hub is downloaded first: hf download {source} "
+        f"--local-dir {Path(str(source)).name}"
+    )
 
 
 def _load_weights(folder: Path, dtype: torch.dtype) -> tuple[Any, dict[str, Any]]:

@@ -41,7 +41,7 @@ class KeptPrefixes:
         for kept in self._kept.values():
             if layers and kept.layers != layers:
                 continue
-            shared = _shared(kept.tokens, prompt, len(prompt) - 1)
+            shared = shared_length(kept.tokens, prompt, len(prompt) - 1)
             if shared > length:
                 best, length = kept, shared
         if best is None:
@@ -78,7 +78,28 @@ class KeptPrefixes:
         allocator.free(key)
 
 
-def _shared(one: list[int], other: list[int], most: int) -> int:
+def take_shared(
+    allocator: SlotAllocator, request: Request, others: list[Request], layers: tuple[int, ...]
+) -> None:
+    """Starts a request with what prompts of the same call have computed, if it has less.
+
+    `others` have been run and have features of `layers`. The prompt's last token is always run.
+    """
+    most = len(request.tokens) - 1
+    lengths = [shared_length(one.tokens[: one.cached], request.tokens, most) for one in others]
+    length = max(lengths, default=0)
+    if length <= request.cached:
+        return
+    source = others[lengths.index(length)]
+    allocator.free(request.key)
+    allocator.fork(source.key, request.key, length)
+    request.cached = length
+    if layers:
+        request.features = [torch.cat(source.features)[:length]]
+
+
+def shared_length(one: list[int], other: list[int], most: int) -> int:
+    """Tokens with which both begin, `most` at most."""
     most = min(most, len(one), len(other))
     if one[:most] == other[:most]:
         return most

@@ -25,9 +25,8 @@ class Request:
     partial: StoredCache | None = None
     pending: list[int] = field(default_factory=list)  # rest of a long chain, verified in chunks
     depths: list[int] = field(default_factory=list)  # depth of every new token; 0: the target's own
+    logprobs: list[float] = field(default_factory=list)  # of every new token, if asked for
     features: list[torch.Tensor] = field(default_factory=list)
-    tail_probs: list[torch.Tensor] = field(default_factory=list)
-    cuts: int = 0  # how often a tail was cut; each cut changes the coins
 
     @property
     def room(self) -> int:

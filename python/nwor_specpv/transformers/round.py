@@ -156,7 +156,7 @@ class Round:
 
     def tree_logits(self) -> torch.Tensor:
         """[B, R, V], padded with rows that nobody looks at."""
-        spans = self._logit_spans()
+        spans = self.logit_spans()
         if len(spans) == 1:
             return self.logits[spans[0][1] :][None]
         rows = max(end - root for _, root, end in spans)
@@ -167,10 +167,10 @@ class Round:
 
     def fed_logits(self, part_idx: int) -> torch.Tensor:
         """[rows before the root, V] of a part that wanted them."""
-        first, root, _ = self._logit_spans()[part_idx]
+        first, root, _ = self.logit_spans()[part_idx]
         return self.logits[first:root]
 
-    def _logit_spans(self) -> list[tuple[int, int, int]]:
+    def logit_spans(self) -> list[tuple[int, int, int]]:
         """(first, root, end) of each part among the rows that have logits."""
         spans, at = [], 0
         for part in self.parts:

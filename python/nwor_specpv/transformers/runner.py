@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -13,16 +14,18 @@ from nwor_specpv import CapacityError, NworConfig, NworError, SpecPVConfig
 
 from .attention import NAME, Step
 from .graphs import MOST_ROWS
-from .layers import row_layers, unchanged_layers
-from .linear import row_linears, unchanged_linears
+from .layers import replace_layers
+from .linear import replace_linears
 from .paged import PagedCache
-from .replacements import Replacement, replaced
 from .sizes import any_window, kv_sizes, masks_windows, text_config
+from .stand_in import StandIn
 from .views import Views
+
+_KEYS = itertools.count(1)
 
 
 class ModelRunner:
-    """Owns a model's cache and runs it. One at a time; the model is only changed inside `run`."""
+    """Owns a model's cache and runs it, from one thread at a time. The model is never changed."""
 
     def __init__(
         self,
@@ -66,11 +69,9 @@ class ModelRunner:
         self.dtype = next(p.dtype for p in model.parameters() if p.is_floating_point())
         row_bytes = self.num_kv_heads * self.head_dim * self.dtype.itemsize
         self.token_bytes = 2 * self.num_layers * row_bytes  # K and V
-        self._linears = row_linears(model)
-        self._layers: list[Replacement] | None = None
+        self._stand_in: StandIn | None = None
         self._features: dict[int, torch.Tensor] = {}
         self._cache: PagedCache | None = None
-        self._last_key = 0
         if cache_tokens is not None:
             self.reserve(cache_tokens)
 
@@ -169,34 +170,33 @@ class ModelRunner:
         )
 
     def new_key(self) -> int:
-        """A name for a request that no other has."""
-        self._last_key += 1
-        return self._last_key
+        """A name for a request that no other has, of whichever model."""
+        return next(_KEYS)
 
     def synchronize(self) -> None:
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
 
     @contextmanager
-    def installed(self, feature_layers: Sequence[int] = ()) -> Iterator[None]:
-        """Inside, the model attends through us; afterwards it is as it was."""
-        config = self.model.config.get_text_config(decoder=True)
-        before, training = config._attn_implementation, self.model.training
-        layers = _decoder_layers(self.model)
+    def installed(self, feature_layers: Sequence[int] = ()) -> Iterator[PreTrainedModel]:
+        """Inside, steps can be run. Gives what stands in for the model, as the model is now."""
         with ExitStack() as stack:
             stack.enter_context(torch.inference_mode())
-            stack.callback(self.model.train, training)
-            stack.callback(setattr, config, "_attn_implementation", before)
-            self.model.eval()
-            config._attn_implementation = NAME
-            if self._layers is None:
-                self._layers = row_layers(layers, config)
-            stack.enter_context(replaced(unchanged_layers(self._layers)))
-            stack.enter_context(replaced(unchanged_linears(self._linears)))
+            if self._stand_in is None or not self._stand_in.is_current:
+                self._stand_in = self._make_stand_in()
+            layers = _decoder_layers(self._stand_in.model)
             for index in feature_layers:
                 handle = layers[index].register_forward_hook(self._keep(index))
                 stack.callback(handle.remove)
-            yield
+            yield self._stand_in.model
+
+    def _make_stand_in(self) -> StandIn:
+        made = StandIn(self.model, NAME)
+        layers = _decoder_layers(made.model)
+        replace_layers(layers, made.model.config.get_text_config(decoder=True))
+        replace_linears(made.model)
+        made.model.eval()
+        return made
 
     def _keep(self, index: int) -> Any:
         def hook(module: torch.nn.Module, arguments: Any, output: Any) -> None:
@@ -229,7 +229,7 @@ class ModelRunner:
         step.caches = cache.caches
         cache.step, cache.written = step, 0
         try:
-            output = self.model(
+            output = self._stand_in.model(
                 input_ids=step.tokens[None],
                 position_ids=step.positions[None],
                 past_key_values=cache,

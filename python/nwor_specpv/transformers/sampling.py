@@ -10,23 +10,17 @@ from numbers import Real
 import torch
 
 from nwor_specpv import (
-    MAX_TREE_ROWS,
     NworError,
     Tree,
-    TwoLevel,
-    accept_chain_sampling,
     accept_greedy,
     accept_sampling,
     confirm_greedy,
-    confirm_sampling,
     make_coins,
     target_probs,
 )
 
 from .arguments import as_integer
 
-_GOLDEN = 0x9E3779B97F4A7C15
-_TAIL_SALT = 1 << 20  # above every number of cuts, which is the other salt
 _MOST_TOKENS = 2**31 - 1  # more than any vocabulary has
 
 
@@ -37,9 +31,10 @@ class Sampling:
     temperature: float = 0.0
     top_k: int = 0
     top_p: float = 1.0
+    min_p: float = 0.0
 
     def __post_init__(self) -> None:
-        for name in ("temperature", "top_p"):
+        for name in ("temperature", "top_p", "min_p"):
             value = getattr(self, name)
             if not isinstance(value, Real):
                 raise NworError(f"{name}: got {value!r}, expected a number")
@@ -56,16 +51,29 @@ class Sampling:
             raise NworError(
                 f"top_p: got {self.top_p!r}, expected more than 0, at most 1, in float32"
             )
+        if not 0 <= self.min_p <= 1:
+            raise NworError(f"min_p: got {self.min_p!r}, expected 0 (all) to 1")
 
     @property
     def greedy(self) -> bool:
         return self.temperature == 0
 
+    def unused(self) -> dict[str, float]:
+        """Options that were set and change nothing, because decoding is greedy."""
+        neutral = {"top_k": 0, "top_p": 1.0, "min_p": 0.0}
+        given = {name: getattr(self, name) for name in neutral}
+        return {name: given[name] for name in given if self.greedy and given[name] != neutral[name]}
+
     def probabilities(self, logits: torch.Tensor) -> torch.Tensor:
         """Probabilities [B, R, V] from logits [B, R, V]."""
-        return target_probs(
+        probs = target_probs(
             logits, temperature=float(self.temperature), top_k=self.top_k, top_p=float(self.top_p)
         )
+        if self.min_p:
+            least = self.min_p * probs.amax(-1, keepdim=True)
+            probs = probs.masked_fill(probs < least, 0.0)
+            probs = probs / probs.sum(-1, keepdim=True)
+        return probs
 
 
 @dataclass
@@ -85,98 +93,78 @@ def _float32(value: Real) -> float:
         return math.inf
 
 
-def fold_seed(seed: int, salt: int) -> int:
-    """A different seed for each salt, as int64."""
-    mixed = (seed + salt * _GOLDEN) & (1 << 64) - 1
+def fold_seed(seed: int) -> int:
+    """Any whole number as an int64."""
+    mixed = seed & (1 << 64) - 1
     return mixed - (1 << 64) if mixed >> 63 else mixed
 
 
-def judge(
-    sampling: Sampling,
-    tree: Tree,
-    logits: torch.Tensor,
-    seeds: Sequence[int],
-) -> tuple[list[Verdict], torch.Tensor | None]:
-    """Verdicts on a batch of trees from logits [B, R, V]; for sampling also probabilities."""
-    probs = None
+def choose_tokens(
+    sampling: Sampling, logits: torch.Tensor, seeds: Sequence[int], positions: torch.Tensor
+) -> torch.Tensor:
+    """The target's token after every row [B, R], -1 where logits [B, R, V] are no numbers.
+
+    A sampled token depends on its row's logits, its request's seed and its position [B, R] alone.
+    So drafts are accepted where they are what plain sampling gives, and never change a text.
+    """
     if sampling.greedy:
         ids = logits.argmax(-1)
-        accepted = accept_greedy(tree.tokens, ids, tree.first_child, tree.next_sibling)
-    else:
-        probs = sampling.probabilities(logits)
-        coins, final = _coins(seeds, tree.positions[:, 0] + 1, tree.rows, logits.device)
-        accepted = accept_sampling(
-            tree.tokens, probs, tree.first_child, tree.next_sibling, coins, final
-        )
+        best = logits.gather(-1, ids[..., None])[..., 0]
+        return ids.masked_fill(~best.isfinite(), -1)
+    batch, rows, _ = logits.shape
+    probs = sampling.probabilities(logits.flatten(0, 1)[:, None])  # a tail has many rows
+    own = torch.tensor(list(seeds), device=logits.device).repeat_interleave(rows)
+    coins, final = make_coins(own, positions.flatten(), 1)
+    leaf = torch.full((batch * rows, 1), -1, dtype=torch.int32, device=logits.device)
+    root = torch.zeros(batch * rows, 1, dtype=torch.int64, device=logits.device)
+    _, _, drawn = accept_sampling(root, probs, leaf, leaf, coins, final)
+    return drawn.unflatten(0, (batch, rows))
+
+
+def judge(
+    sampling: Sampling, tree: Tree, logits: torch.Tensor, seeds: Sequence[int]
+) -> list[Verdict]:
+    """Verdicts on a batch of trees from logits [B, R, V]."""
+    ids = choose_tokens(sampling, logits, seeds, tree.positions + 1)
+    accepted = accept_greedy(tree.tokens, ids, tree.first_child, tree.next_sibling)
     path, counts, following = (part.tolist() for part in accepted)
-    verdicts = [
+    return [
         Verdict(rows[:count], _checked(token))
         for rows, count, token in zip(path, counts, following, strict=True)
     ]
-    return verdicts, probs
 
 
 def confirm(
     sampling: Sampling,
     chain: list[int],
     chain_logits: torch.Tensor,
-    partial_probs: torch.Tensor | None,
     tree: Tree,
     logits: torch.Tensor,
     seed: int,
-) -> tuple[Verdict, torch.Tensor | None]:
+) -> Verdict:
     """Lossless mode: judges one request's tail, the tokens `chain` [T + 1], then its tree."""
-    device = logits.device
-    tokens = torch.tensor([chain], device=device)
-    drafts = torch.tensor([len(chain) - 1], dtype=torch.int32, device=device)
-    walk = (tree.first_child, tree.next_sibling)
-    if sampling.greedy:
-        judged = confirm_greedy(
-            tokens, chain_logits.argmax(-1)[None], drafts, tree.tokens, logits.argmax(-1), *walk
-        )
-        return _verdict(judged, 0, len(chain)), None
-    probs = sampling.probabilities(logits)
-    at = tree.positions[:, 0] + 1
-    coins, final = _coins([seed], at, tree.rows, device)
-    # The tail has its own coins, since those of its steps are used. Each belongs to the position of
-    # the token it decides, so that no later tail uses it again.
-    own, first, step = [fold_seed(seed, _TAIL_SALT)], at - (len(chain) - 1), MAX_TREE_ROWS - 1
-
-    def piece(begin: int) -> tuple[torch.Tensor | None, ...]:
-        """The token at `begin`, the next `step` drafts, and what judges them."""
-        rows = tokens[:, begin : begin + step + 1]
-        full = sampling.probabilities(chain_logits[None, begin : begin + step + 1])
-        drawn = None if partial_probs is None else partial_probs[:, begin : begin + step]
-        return rows, full, drawn, _coins(own, first + begin, rows.shape[1], device)[0]
-
-    *begins, last = range(0, max(1, len(chain) - 1), step)
-    for begin in begins:
-        _, count, following = accept_chain_sampling(*piece(begin), final)
-        if int(count) < step:
-            cut = begin + int(count)
-            return Verdict([], _checked(int(following)), cut, whole=False), probs
-    rows, full, drawn, tail_coins = piece(last)
-    judged = confirm_sampling(
-        rows, full, drawn, drafts - last, tree.tokens, probs, *walk, tail_coins, coins, final
+    device, tail = logits.device, len(chain) - 1
+    first = tree.positions[:, :1] - tail + 1  # of the token after the chain's first
+    positions = first + torch.arange(tail, device=device, dtype=first.dtype)
+    judged = confirm_greedy(
+        torch.tensor([chain], device=device),
+        choose_tokens(sampling, chain_logits[None], [seed], positions),
+        torch.tensor([tail], dtype=torch.int32, device=device),
+        tree.tokens,
+        choose_tokens(sampling, logits, [seed], tree.positions + 1),
+        tree.first_child,
+        tree.next_sibling,
     )
-    return _verdict(judged, last, len(chain)), probs
-
-
-def _verdict(judged: TwoLevel, before: int, length: int) -> Verdict:
-    """The verdict on a chain of `length` tokens whose first `before` drafts are confirmed."""
-    confirmed, count = before + int(judged.confirmed), int(judged.counts)
+    confirmed, count = int(judged.confirmed), int(judged.counts)
     path = judged.path[0, :count].tolist()
-    return Verdict(path, _checked(int(judged.next_token)), confirmed, confirmed == length - 1)
+    return Verdict(path, _checked(int(judged.next_token)), confirmed, confirmed == tail)
 
 
 def _checked(token: int) -> int:
-    """Raises if no token was chosen: on CUDA, NaN logits raise nothing themselves."""
+    """Raises if no token was chosen."""
     if token < 0:
-        raise NworError("logits: got NaN, infinity or no token to choose from, expected numbers")
+        raise NworError(
+            "logits: got NaN, infinity or no token to choose from, expected numbers; check the "
+            "model's weights, and the logits_processor if there is one"
+        )
     return token
-
-
-def _coins(
-    seeds: Sequence[int], positions: torch.Tensor, rows: int, device: torch.device
-) -> tuple[torch.Tensor, torch.Tensor]:
-    return make_coins(torch.tensor(list(seeds), device=device), positions, rows)

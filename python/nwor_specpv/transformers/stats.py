@@ -13,7 +13,7 @@ class Stats:
 
     requests: int = 0
     prompt_tokens: int = 0
-    reused_tokens: int = 0  # of the prompts, found in the cache
+    reused_tokens: int = 0  # of the prompts, found in the cache or shared by prompts of the call
     new_tokens: int = 0
     steps: int = 0  # verification steps of a request; a batch of four is four
     passes: int = 0  # forward passes after the prompts

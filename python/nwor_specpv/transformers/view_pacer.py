@@ -14,6 +14,8 @@ _WORTH = 1.05  # measured gain from which views are kept
 _TRIAL_STEPS = 2  # partial steps of a trial
 _REST = 512  # tokens with full steps after a failed trial; doubles each time
 _MOST_REST = 1 << 14
+_SHARE = 0.03  # of the time of full steps that trials may lose
+_TRIAL_LOSS = 1.5  # full steps' worth that a trial loses at most
 # Rows that cost attention as much as one row where it waits for K/V.
 _FREE_ROWS = 16
 
@@ -47,6 +49,7 @@ class ViewPacer:
         self._trial = False
         self._tail = [0, 0.0, 0]  # tokens, seconds and partial steps since the last confirmation
         self._rest, self._rested = _REST, _REST
+        self._credit = 0.0  # seconds that trials may lose
         self._begin_watching()
 
     def _begin_watching(self) -> None:
@@ -82,11 +85,15 @@ class ViewPacer:
         self._tokens.add(tokens)
         self._rows.add(rows)
         self._rested += tokens
+        self._credit += _SHARE * seconds
         if self._full.count < _WATCHED or self._rested < self._rest:
             return False
         if self._cost is not None and self.promise(size, context) < _PROMISE:
             self._rested = 0  # tried again later: contexts grow
             return False
+        if self._credit < _TRIAL_LOSS * self._full.value:
+            return False
+        self._credit = 0.0
         self._trial, self._tail = True, [0, 0.0, 0]
         self.trials += 1
         return True

@@ -18,7 +18,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from nwor_specpv import NworError
 from nwor_specpv.drafters.eagle3_head import Eagle3Head
 from nwor_specpv.models import stories
-from nwor_specpv.train import acceptance, eagle3, measure, questions, unroll
+from nwor_specpv.train import acceptance, eagle3, measure, prompt_file, questions, unroll
 from nwor_specpv.train.corpus import Corpus, CorpusWriter, WritingStyle
 from nwor_specpv.train.prompts import KINDS, Opening, asked, held_out, openings
 from nwor_specpv.train.target import TrainingTarget
@@ -283,8 +283,8 @@ def test_a_head_of_no_numbers_is_last_and_is_not_saved(
     ("wrong", "message"),
     [
         ({"rows": 0}, "rows: got 0, expected 1 or more"),
-        ({"length": 6}, "length: got 6, expected 7 or more"),
-        ({"length": 16, "steps": 16}, "length: got 16, expected 17 or more"),
+        ({"length": 6}, "length: got 6, expected 7 to 32767"),
+        ({"length": 16, "steps": 16}, "length: got 16, expected 17 to 32767"),
         ({"steps": 0}, "steps: got 0, expected 1 to 64"),
         ({"steps": 65}, "steps: got 65, expected 1 to 64"),
         ({"early_steps": 0}, "early_steps: got 0, expected 1 to 64"),
@@ -445,9 +445,12 @@ def test_half_a_file_of_prompts_is_never_left(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ends = {"<|endoftext|>": [0], "<|im_end|>": [2]}
-    monkeypatch.setattr(
-        eagle3, "prompt_encoder", lambda _: lambda text: ends.get(text) or list(text.encode())
-    )
+
+    def encode(text: str) -> list[int]:
+        parts = re.split(r"(<\|endoftext\|>|<\|im_end\|>)", text)
+        return [token for part in parts for token in ends.get(part) or part.encode()]
+
+    monkeypatch.setattr(prompt_file, "prompt_encoder", lambda _: encode)
     path = tmp_path / "prompts.json"
     with full_disk(), pytest.raises(OSError, match="File too large"):
         eagle3.write_prompts(tmp_path, path, 8)
@@ -493,7 +496,7 @@ def test_prompts_that_cannot_be_are_refused_with_their_place(
 def test_a_missing_tokenizer_library_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "tokenizers", None)
     with pytest.raises(NworError, match=r"package tokenizers: run `pip install tokenizers`"):
-        eagle3.prompt_encoder(stories())
+        prompt_file.prompt_encoder(stories())
 
 
 def test_the_kernel_is_not_used_for_groups_it_would_not_finish(
@@ -540,7 +543,8 @@ def test_a_target_is_run_as_its_folder_says_or_refused(tmp_path: Path) -> None:
         ({"rope_parameters": None, "rope_scaling": scaled}, "got rope_type 'llama3'"),
         ({"attention_bias": True}, "got attention_bias True, expected False"),
         ({"hidden_act": "gelu"}, "got hidden_act 'gelu', expected 'silu'"),
-        ({"tie_word_embeddings": False}, "expected a llama with tied embeddings"),
+        ({"tie_word_embeddings": False}, "got no lm_head.weight, expected it or tied"),
+        ({"model_type": "qwen3"}, "got 'qwen3', expected a llama or a qwen2"),
     ):
         file.write_text(json.dumps(saved | change))
         with pytest.raises(NworError, match=line):
@@ -564,7 +568,7 @@ def test_wrong_use_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str
         (["--device=frob"], "--device: got 'frob', expected cpu or cuda"),
         (["--device=frob", "--rows=0"], "rows: got 0, expected 1 or more"),
         (["--device=cpu", f"--target={tmp_path}"], "got no tokenizer.json, expected a Hugging"),
-        (["--device=cpu", f"--target={other}"], "got a tokenizer whose <|endoftext|> and <|im_end"),
+        (["--device=cpu", f"--target={other}"], "got a tokenizer without a token that ends a turn"),
     ):
         assert eagle3.main([f"--out={tmp_path / 'new'}", *wrong]) == 2
         assert line in capsys.readouterr().err

@@ -10,5 +10,5 @@ PAGE = Path(__file__).resolve().parents[3] / "docs" / "generate.md"
 
 def test_the_examples_run() -> None:
     examples = re.findall(r"^```python\n(.*?)^```", PAGE.read_text("utf-8"), re.M | re.S)
-    assert len(examples) == 2
+    assert len(examples) == 3
     exec(compile("".join(examples), "docs/generate.md", "exec"), {})

@@ -220,7 +220,8 @@ def test_a_prompt_that_fills_the_cache_is_found_again() -> None:
             batch = generator.generate([prompt] * 4, 9)
             assert batch.token_ids == [decode_plainly(model, prompt, 9)] * 4
             assert batch.stats.violations == []
-            assert batch.stats.reused_tokens == (4 * 299 if turn else 0)
+            # In the first turn the other three take it from the first of the call.
+            assert batch.stats.reused_tokens == (4 if turn else 3) * 299
     other = random_prompt(rng, 300, 301)
     batch = generator.generate([prompt, other, prompt, other], 9)
     assert batch.token_ids == [decode_plainly(model, one, 9) for one in (prompt, other)] * 2
@@ -333,7 +334,7 @@ def test_what_was_learnt_about_rows_is_shared_with_the_cache(
     own = [Generator(drafter=Oracle({}, random.Random(0)), cache_of=first) for _ in range(2)]
     first.generate([1, 2, 3, 1, 2, 3], 12)
     assert alike._rows_chooser() is first._rows_chooser()
-    assert alike._rows_chooser()._arms  # from steps of the first
+    assert alike._rows_chooser()._choice._steps > 0  # of the first
     strangers = [one._rows_chooser() for one in (first, other, *own)]
     assert len({id(one) for one in strangers}) == 4
     assert all(one.row_costs == first.row_costs for one in (alike, other, *own))

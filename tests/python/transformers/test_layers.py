@@ -29,8 +29,8 @@ HALVES = (torch.float16, torch.bfloat16)
 
 def replaced_layers(model: Any) -> list[int]:
     """Layers that are ours while the model is run."""
-    with ModelRunner(model, NworConfig()).installed():
-        return [i for i, one in enumerate(model.model.layers) if isinstance(one, RowLayer)]
+    with ModelRunner(model, NworConfig()).installed() as running:
+        return [i for i, one in enumerate(running.model.layers) if isinstance(one, RowLayer)]
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -216,14 +216,15 @@ def on_cuda(family: str, dtype: torch.dtype) -> PreTrainedModel:
 def logits_of(model: PreTrainedModel, prompt: list[int], *, ours: bool) -> torch.Tensor:
     """Of all rows of a prompt, in one pass."""
     runner = ModelRunner(model, NworConfig())
-    if not ours:
-        runner._layers = []
     runner.reserve(len(prompt))
     request = Request(runner.new_key(), 0, list(prompt), len(prompt), 1, 0, 0)
     runner.cache.allocator.extend(request.key, len(prompt))
     part = Part(request, prompt[:-1], prompt[-1:], [-1], 0)
     part.want_fed_logits = True
-    with runner.installed():
+    with runner.installed() as running:
+        if not ours:
+            for name, layer in running.model.layers._modules.items():
+                running.model.layers._modules[name] = getattr(layer, "layer", layer)
         round_ = Round(runner, [part])
         round_.run(None, 1)
         round_.commit([[]])

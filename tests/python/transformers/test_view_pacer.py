@@ -112,7 +112,7 @@ def test_a_paced_generation_says_what_plain_decoding_says() -> None:
     for tree in (TREE, None):  # a size that is given, so that costs are unknown; and one chosen
         drafter = Oracle(truths, rng, feature_layers=(1,))
         made = Generator(model, drafter=drafter, specpv=configured("lossless"), check_contract=True)
-        for _ in range(2):
+        for _ in range(6):
             for prompt in prompts:
                 result = made.generate(prompt, 48, tree=tree)
                 assert result.token_ids == truths[tuple(prompt)]

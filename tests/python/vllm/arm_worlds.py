@@ -10,8 +10,7 @@ import random
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from nwor_specpv.vllm.specpv.arm_estimates import Arm
-from nwor_specpv.vllm.specpv.arms import ArmChoice
+from nwor_specpv.arms import Arm, ArmChoice, make_arms
 from nwor_specpv.vllm.specpv.step_clock import StepClock
 
 LIMIT, GUESSES = 16, 4
@@ -81,7 +80,7 @@ class Engine:
         self, choice: ArmChoice | None = None, seed: int = 0, *, late: bool = False
     ) -> None:
         """`late`: the host is the slower one, so that times shift to the next step."""
-        self.choice = choice or ArmChoice(LIMIT, GUESSES, long_guesses=True)
+        self.choice = choice or ArmChoice(make_arms(LIMIT, GUESSES, long_guesses=True))
         self.random, self.late = random.Random(seed), late
         self._clock, self._now = StepClock(), 0.0
         self._arms: list[Arm] = []

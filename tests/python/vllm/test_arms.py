@@ -7,8 +7,8 @@ import random
 
 import pytest
 
-from nwor_specpv.vllm.specpv.arm_estimates import PLAIN, Arm, Estimate, make_arms
-from nwor_specpv.vllm.specpv.arms import ArmChoice
+from nwor_specpv.arms import PLAIN, Arm, ArmChoice, make_arms
+from nwor_specpv.arms.estimates import Estimate
 from nwor_specpv.vllm.specpv.step_clock import StepClock
 from tests.python.vllm.arm_worlds import GUESSES, LIMIT, Engine, World
 
@@ -179,7 +179,7 @@ def test_one_slow_step_does_not_spoil_an_estimate() -> None:
 
 
 def steps_of(*arms: Arm) -> tuple[StepClock, list[object], ArmChoice]:
-    clock, choice, outputs = StepClock(), ArmChoice(LIMIT, GUESSES), []
+    clock, choice, outputs = StepClock(), ArmChoice(make_arms(LIMIT, GUESSES)), []
     for number, arm in enumerate(arms):
         outputs.append(object())
         chosen = choice.choose(4, 4096, passes=True)._replace(arm=arm)

@@ -107,7 +107,7 @@ def run(job: dict[str, Any], head: dict[str, Any]) -> dict[str, Any]:
 
 def take_turns(llm: Any, arms: list[list[int]]) -> None:
     """Has the scheduler choose another arm in every step; short requests get no passes."""
-    from nwor_specpv.vllm.specpv.arm_estimates import Arm
+    from nwor_specpv.arms import Arm
 
     decisions = llm.llm_engine.engine_core.engine_core.scheduler.decisions
     turns, choose = itertools.cycle(Arm(*arm) for arm in arms), decisions.choice.choose

@@ -14,11 +14,10 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from nwor_specpv.arms import PLAIN, Arm, ArmChoice, Choice, make_arms
 from nwor_specpv.errors import logger
 from nwor_specpv.vllm.hooks.runner import COUNTS, PASSES
 
-from .arm_estimates import PLAIN, Arm
-from .arms import ArmChoice, Choice
 from .lengths import Lengths
 from .step_clock import StepClock
 
@@ -31,7 +30,7 @@ class Decisions:
 
     def __init__(self, lengths: Lengths, *, lookups: bool) -> None:
         """`lookups`: guesses come from lookups, so that any number of them costs the same."""
-        self.choice = ArmChoice(lengths.limit, lengths.guesses, long_guesses=lookups)
+        self.choice = ArmChoice(make_arms(lengths.limit, lengths.guesses, long_guesses=lookups))
         self._lengths = lengths
         self._clock = StepClock()
         self._counts: Counter[str] = Counter()

@@ -10,8 +10,7 @@ from __future__ import annotations
 from typing import Any
 
 from nwor_specpv import VerifyPolicy
-
-from .arm_estimates import Arm, draft_lengths
+from nwor_specpv.arms import Arm, draft_lengths
 
 
 def head_drafts(settings: Any, limit: int) -> int:

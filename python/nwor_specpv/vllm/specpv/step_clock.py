@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections import deque
 from typing import NamedTuple
 
-from .arms import Choice
+from nwor_specpv.arms import Choice
 
 # Share of the time between two outputs in which the second step may not have been scheduled yet;
 # beyond it the engine was idle.

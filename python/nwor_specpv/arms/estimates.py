@@ -226,10 +226,11 @@ class Cells:
                     continue
                 found = near.estimates[arm].outlook(near.visits)
                 if found is not None:
-                    error = found.error + _DISTANCE_ERROR * distance
-                    if arm == PLAIN:  # what all others are compared with should be known here
-                        error += cell.visits / _OLD
-                    cell.borrowed[arm] = found._replace(seconds=found.seconds * scale, error=error)
+                    # What was seen elsewhere grows old here, too.
+                    error = found.error + _DISTANCE_ERROR * distance + cell.visits / _OLD
+                    cell.borrowed[arm] = Outlook(
+                        found.seconds * scale, found.tokens, error, found.age + cell.visits
+                    )
 
     def _nearest(self, key: CellKey) -> Cell | None:
         return next((near for _, near in self._by_distance(key) if near.measured(PLAIN)), None)

@@ -1,35 +1,33 @@
-"""Which arm a step takes: plain, guesses alone, or so many partial passes. Pure: times are given.
+"""Which arm a step takes: plain, so many guesses, or so many partial passes. Pure: times are given.
 
 The arm with the most tokens per second is taken, as measured while serving. Rules:
 
-* A cell (see `arm_estimates`) starts with plain steps, or with what its nearest neighbour does.
+* A cell (see `estimates`) starts with plain steps, or with what its nearest neighbour does.
 * Other arms are tried in short probes. What they lose against the chosen arm is paid from an
   account, which grows by 1 % of the time served. The worse an arm was, the longer it waits: the
   doubt about it must first have grown beyond the chosen arm's rate.
 * An arm is chosen if the lower bound of its rate is 1 % above the chosen arm's rate.
 * When 8 steps in a row yield less than 0.97 of plain, plain is chosen at once, and what was known
   of other arms in this cell must be measured again.
+* More guesses than a few are tried where the next fewer were right.
 * Numbers of passes are tried from the inside out: one that was never measured is priced from those
   beside it. Time grows evenly with passes; tokens grow ever more slowly.
 * A probe is the next steps of the whole engine, whatever their cells: with asynchronous scheduling
-  on a busy host, a step's time has parts of the two steps after it (see `step_clock`).
+  on a busy host, a step's time has parts of the two steps after it (see vLLM's `step_clock`).
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from .arm_estimates import ENOUGH, PLAIN, Arm, Cell, Cells, Estimate, Outlook, make_arms
+from .estimates import ENOUGH, PLAIN, Arm, Cell, Cells, Estimate, Outlook
 
 _MARGIN = 1.01  # an arm must be so much better
 _LEAST_OF_PLAIN, _BAD_STEPS = 0.97, 8
 _LARGE_BATCH = 8  # requests whose steps say as much as two others
-_PROBE_STEPS = 6
-_SETTLE_STEPS = 3  # after a probe, until its last step is known
-_LOOK_INTERVAL = 8  # visits of a cell between looks at all arms
 _BORROW_INTERVAL = 32
 _FRESH = 100  # steps up to which an observation prices the numbers of passes beside it
 _PAID = 0.01  # share of the time served that probes may lose
@@ -49,6 +47,17 @@ _MORE_GUESSES = Outlook(1.15, 1.5, 1.0, _NEVER)
 _FIRST_BASE, _FIRST_PER_PASS, _FIRST_TOKENS_PER_PASS = 1.3, 0.6, 0.6
 
 
+@dataclass(frozen=True)
+class Pace:
+    """How soon arms are tried and judged. The defaults are those of an engine that serves for long
+    and knows what a step took two steps later."""
+
+    probe_steps: int = 6
+    settle_steps: int = 3  # after a probe, until its last step is known
+    look_interval: int = 8  # visits of a cell between looks at all arms
+    slow_first: bool = True  # the first step of a probe says nothing about the later ones
+
+
 class Choice(NamedTuple):
     """What was chosen for a step, to be given back with what came of it."""
 
@@ -62,10 +71,10 @@ class Choice(NamedTuple):
 @dataclass
 class _Probe:
     arm: Arm
+    left: int  # steps
     first: bool = True
     paid: float = 0.0  # for each step
     least: float = -math.inf  # of the account: then it is broken off
-    left: int = _PROBE_STEPS
 
 
 class _Hope(NamedTuple):
@@ -81,17 +90,24 @@ class _Hope(NamedTuple):
 class ArmChoice:
     """The choice of one engine. Thread-safety: none.
 
-    `limit`: drafts of a step at most; `guesses`: drafts without passes; `long_guesses`: steps may
-    have `limit` drafts without passes, too.
+    `arms`: plain first, then numbers of guesses, then numbers of passes, all in order. `price`:
+    how many times as long a step of one arm takes as a step with the next fewer guesses, before
+    anything was measured.
     """
 
-    def __init__(self, limit: int, guesses: int, *, long_guesses: bool = False) -> None:
-        self.arms = make_arms(limit, guesses, long_guesses=long_guesses)
+    def __init__(
+        self,
+        arms: Sequence[Arm],
+        pace: Pace | None = None,
+        price: Callable[[Arm, Arm], float] = lambda arm, fewer: _MORE_GUESSES.seconds,
+    ) -> None:
+        self.arms = list(arms)
+        self._pace, self._price = pace or Pace(), price
         self.switches = 0
         self.probe_steps = 0
         self._without = [arm for arm in self.arms if not arm.passes]
         self._with = [arm for arm in self.arms if arm.passes]
-        self._start = self._with[:2][-1]  # 2 passes, which say enough of others
+        self._start = self._with[:2][-1:]  # 2 passes, which say enough of others
         self._cells = Cells()
         self._credit: float | None = None  # seconds; None: no plain step was measured yet
         self._probe: _Probe | None = None
@@ -102,22 +118,34 @@ class ArmChoice:
     # ---- what the scheduler calls ---------------------------------------------------------------
 
     def choose(
-        self, batch: int, context: float, *, passes: bool, measurable: bool = True
+        self,
+        batch: int,
+        context: float,
+        *,
+        passes: bool,
+        measurable: bool = True,
+        only: Sequence[Arm] | None = None,
     ) -> Choice:
         """For the next step of `batch` requests with a mean context.
 
         `passes`: a request is long enough for partial passes. `measurable`: the step has no rows
-        of prompts, so its time says something.
+        of prompts, so its time says something. `only`: the arms to choose from, plain among them;
+        default: all that are possible.
         """
         passes = passes and not self._passes_failed
+        arms = only or (self.arms if passes else self._without)
         cell = self._cells.find(batch, context, passes=passes)
+        if cell.arm not in arms:
+            cell.arm = PLAIN
         if not measurable:
             return Choice(cell.arm, cell)
         self._steps += 1
         cell.visits += 1
+        if not self._pace.settle_steps and self._is_over(arms):
+            self._end_probe()
         if self._probe is None and cell.visits >= cell.next_look:
-            self._look(cell, passes=passes)
-        return self._next_of_probe(cell, passes=passes) or Choice(cell.arm, cell)
+            self._look(cell, arms)
+        return self._next_of_probe(cell, arms) or Choice(cell.arm, cell)
 
     def observe(self, choice: Choice, seconds: float | None, tokens: Sequence[int]) -> None:
         """A step took so long, and its requests got so many tokens each. None: of no use."""
@@ -166,18 +194,18 @@ class ArmChoice:
 
     # ---- decisions ------------------------------------------------------------------------------
 
-    def _look(self, cell: Cell, *, passes: bool) -> None:
+    def _look(self, cell: Cell, arms: Sequence[Arm]) -> None:
         """Chooses the cell's arm anew, or starts a probe."""
-        cell.next_look = cell.visits + _LOOK_INTERVAL
-        arms = self.arms if passes else self._without
-        if not cell.alone and cell.visits % _BORROW_INTERVAL <= _LOOK_INTERVAL:
+        interval = self._pace.look_interval
+        cell.next_look = cell.visits + interval
+        if not cell.alone and cell.visits % _BORROW_INTERVAL <= interval:
             self._cells.borrow(cell, arms)
         found = {arm: outlook for arm in arms if (outlook := cell.outlook(arm)) is not None}
         plain = found.get(PLAIN)
         if plain is None or (plain.error >= 1.0 and not cell.measured(PLAIN)):
             cell.arm = PLAIN
-            if self._steps >= self._latest[1] + _SETTLE_STEPS:
-                self._probe = _Probe(PLAIN)
+            if self._settled:
+                self._probe = _Probe(PLAIN, self._pace.probe_steps, self._pace.slow_first)
             return
         if cell.arm not in found:
             cell.arm = PLAIN
@@ -188,8 +216,13 @@ class ArmChoice:
             cell.arm = best
             cell.bad_steps.clear()
             self.switches += 1
-        elif self._credit is not None and self._steps >= self._latest[1] + _SETTLE_STEPS:
+        elif self._credit is not None and self._settled:
             self._try_other(cell, arms, found)
+
+    @property
+    def _settled(self) -> bool:
+        """Whether all steps of the latest probe are known."""
+        return self._steps >= self._latest[1] + self._pace.settle_steps
 
     def _try_other(self, cell: Cell, arms: Sequence[Arm], found: dict[Arm, Outlook]) -> None:
         """Starts a probe of the arm not seen for longest, of those that may be better.
@@ -200,7 +233,7 @@ class ArmChoice:
         current, plain = found[cell.arm], found[PLAIN]
         hopes = (self._hope(arm, found) for arm in arms if arm != cell.arm)
         turns = [hope for hope in hopes if hope and hope.rate > _MARGIN * current.rate]
-        costs = {hope: _PROBE_STEPS * hope.loss(current.rate) for hope in turns}
+        costs = {hope: self._pace.probe_steps * hope.loss(current.rate) for hope in turns}
         free = [
             hope
             for hope in turns
@@ -236,23 +269,24 @@ class ArmChoice:
         return _Hope(arm, expected._replace(age=age), most / expected.seconds)
 
     def _hope_of_guesses(self, arm: Arm, found: dict[Arm, Outlook]) -> _Hope | None:
-        """Of guesses that nobody has tried. More of them are worth trying if the few were right."""
-        plain, few = found[PLAIN], self._without[1]
-        if arm == few:
+        """Of guesses that nobody has tried. More are worth trying if the next fewer were right."""
+        plain, index = found[PLAIN], self._without.index(arm)
+        if index == 1:
             seconds = _FIRST_GUESSES.seconds * plain.seconds
             return _Hope(arm, _FIRST_GUESSES._replace(seconds=seconds), math.inf)
-        if few not in found:
+        fewer = self._without[index - 1]
+        if fewer not in found:
             return None
-        seconds = found[few].seconds * _MORE_GUESSES.seconds
-        right = found[few].tokens - 1.0
+        seconds = found[fewer].seconds * self._price(arm, fewer)
+        right = found[fewer].tokens - 1.0
         expected = _MORE_GUESSES._replace(
             seconds=seconds, tokens=1.0 + _MORE_GUESSES.tokens * right
         )
-        return _Hope(arm, expected, (1.0 + right * arm.drafts / few.drafts) / seconds)
+        return _Hope(arm, expected, (1.0 + right * arm.drafts / fewer.drafts) / seconds)
 
     def _hope_of_start(self, arm: Arm, known: Outlook | None, plain: Outlook) -> _Hope | None:
         """Nobody has passed lately: one number of passes stands for all."""
-        if arm != self._start:
+        if [arm] != self._start:
             return None
         if known is not None:
             return _Hope(arm, known, known.rate * (1 + known.error))
@@ -263,18 +297,29 @@ class ArmChoice:
     def _begin(self, hope: _Hope, costs: dict[_Hope, float], plain: Outlook) -> None:
         assert self._credit is not None
         latest, end = self._latest
-        again = hope.arm == latest and self._steps <= end + 2 * _SETTLE_STEPS
+        steps = self._pace.probe_steps
+        again = hope.arm == latest and self._steps <= end + 2 * self._pace.settle_steps
+        first = self._pace.slow_first and not again
         least = min(0.0, self._credit - costs[hope]) - _MOST_DEBT * plain.seconds
-        self._probe = _Probe(hope.arm, not again, costs[hope] / _PROBE_STEPS, least)
+        self._probe = _Probe(hope.arm, steps, first, costs[hope] / steps, least)
 
-    def _next_of_probe(self, cell: Cell, *, passes: bool) -> Choice | None:
-        """The next step of the probe, if there is one."""
+    def _is_over(self, arms: Sequence[Arm]) -> bool:
         probe = self._probe
         if probe is None:
-            return None
+            return False
         broke = self._credit is not None and self._credit < probe.least
-        if probe.left == 0 or broke or (probe.arm.passes and not passes):
-            self._probe, self._latest = None, (probe.arm, self._steps)
+        return probe.left == 0 or broke or probe.arm not in arms
+
+    def _end_probe(self) -> None:
+        assert self._probe is not None
+        self._probe, self._latest = None, (self._probe.arm, self._steps)
+
+    def _next_of_probe(self, cell: Cell, arms: Sequence[Arm]) -> Choice | None:
+        """The next step of the probe, if there is one."""
+        if self._is_over(arms):
+            self._end_probe()
+        probe = self._probe
+        if probe is None:
             return None
         first, probe.first = probe.first, False
         probe.left -= 1
