@@ -82,12 +82,12 @@ Eagle3Drafter::Eagle3Drafter(const std::filesystem::path& file, const Model& tar
              .query_norm = {},
              .key_norm = {}};
   const auto gate_up = take("gate_up", {2 * wide, hidden}).chunk(2);
-  outputs_ = {.attention = {take("attention_output", {hidden, heads * dim}), {}},
-              .norm = take("mlp_norm", {hidden}),
-              .epsilon = epsilon_,
-              .gate = gate_up[0],
-              .up = gate_up[1],
-              .down = take("down", {hidden, wide})};
+  outputs_.attention.weight = take("attention_output", {hidden, heads * dim});
+  outputs_.norm = take("mlp_norm", {hidden});
+  outputs_.epsilon = epsilon_;
+  outputs_.gate = gate_up[0];
+  outputs_.up = gate_up[1];
+  outputs_.down = take("down", {hidden, wide});
   to_target_ = weights.Take("draft_to_target", {-1}).to(at::kLong);  // the most frequent first
   if (cpu) to_target_ = to_target_.slice(0, 0, kCpuVocabulary);
   NWOR_CHECK(to_target_.numel() > 0 && to_target_.min().item<int64_t>() >= 0 &&

@@ -49,6 +49,8 @@ Engine::Engine(const Settings& settings, const Model& model, std::unique_ptr<Dra
   if (settings.specpv.enable_specpv) {
     const int64_t rows = drafter_ ? settings.tree.rows : 1;
     settings.specpv.ValidateFor(settings.page_size, rows, model.config().context);
+    const nwor::Budget view = nwor::ChooseBudget(settings.specpv, rows, longest);
+    if (view.static_tokens() >= longest) return;  // a view would cover everything
     const int64_t slack = 2 * rows + settings.specpv.specpv_n_spec_tokens_buf;
     store_ = nwor::PartialStore::Create(
         settings.specpv, cache_->keys, cache_->values,
