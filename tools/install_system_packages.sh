@@ -11,6 +11,7 @@ required=(
   python3-dev python3-venv
   libgtest-dev
   prometheus-cpp-dev libcivetweb-dev libcurl4-openssl-dev zlib1g-dev
+  libyaml-cpp-dev nlohmann-json3-dev # examples/engine
 )
 # Faster rebuilds; a real Prometheus for the scrape test; a real browser for the report.
 optional=(ccache prometheus chromium)

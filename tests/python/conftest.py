@@ -8,7 +8,7 @@ import pytest
 import torch
 
 # Whole models run here, side by side: threads of theirs would wait for each other.
-ONE_THREAD = ("cli", "transformers", "worker")
+ONE_THREAD = ("cli", "engine", "transformers", "worker")
 
 
 @pytest.fixture(autouse=True)

@@ -336,7 +336,8 @@ def test_a_cpp_engine_links_the_wheel(installed: Path, tmp_path: Path) -> None:
     torch_dir = Path(torch.__file__).parent
     configure = [cmake, "-S", str(source), "-B", str(tmp_path / "b"), "-DCMAKE_BUILD_TYPE=Release"]
     configure += [f"-Dnwor_specpv_DIR={installed / 'nwor_specpv' / 'cmake'}"]
-    missing = subprocess.run(configure, capture_output=True, text=True, timeout=300)
+    without = [*configure, "-DNWOR_PYTHON=/bin/false"]
+    missing = subprocess.run(without, capture_output=True, text=True, timeout=300)
     assert missing.returncode != 0
     assert "pass -DNWOR_TORCH_DIR" in " ".join(missing.stderr.split())
 
@@ -351,6 +352,25 @@ def test_a_cpp_engine_links_the_wheel(installed: Path, tmp_path: Path) -> None:
     assert round_ == "2 committed, rejected never written"
 
 
+def test_a_package_in_place_finds_the_torch_of_the_python_on_the_path(tmp_path: Path) -> None:
+    """An editable install has no torch beside it."""
+    import torch
+
+    assert not (PACKAGE.parent / "torch").exists()
+    source, bin_folder = tmp_path / "source", str(Path(sys.executable).parent)
+    source.mkdir()
+    (source / "CMakeLists.txt").write_text(
+        "cmake_minimum_required(VERSION 3.25)\nproject(finder LANGUAGES CXX)\n"
+        'find_package(nwor_specpv REQUIRED)\nmessage("torch is in ${NWOR_TORCH_DIR}.")\n'
+    )
+    cmake = shutil.which("cmake", path=bin_folder) or "cmake"
+    configure = [cmake, "-S", str(source), "-B", str(tmp_path / "b")]
+    configure += [f"-Dnwor_specpv_DIR={PACKAGE / 'cmake'}"]
+    path = os.pathsep.join([bin_folder, os.environ["PATH"]])
+    said = run(configure, tmp_path, os.environ | {"PATH": path}, with_stderr=True)
+    assert f"torch is in {Path(torch.__file__).parent}." in said
+
+
 def test_the_page_about_cpp_shows_that_engine() -> None:
     page = (ROOT / "docs" / "cpp.md").read_text(encoding="utf-8")
     source = Path(__file__).parent / "consumer"
@@ -358,7 +378,8 @@ def test_the_page_about_cpp_shows_that_engine() -> None:
     lines = (source / "CMakeLists.txt").read_text(encoding="utf-8").splitlines(keepends=True)
     assert "".join(line for line in lines if not line.startswith("#")) in page
     for header in re.findall(r"`([a-z_/]+\.h)`", page):
-        assert (ROOT / "csrc" / header).is_file(), header
+        places = (ROOT / "csrc", ROOT / "examples" / "engine")
+        assert any((place / header).is_file() for place in places), header
 
 
 # ---- what goes wrong ----

@@ -1,0 +1,173 @@
+#include "model.h"
+
+#include <ATen/TensorOperators.h>
+#include <ATen/ops/arange.h>
+#include <ATen/ops/cat.h>
+#include <ATen/ops/outer.h>
+#include <ATen/ops/pow.h>
+#include <ATen/ops/rms_norm.h>
+#include <ATen/ops/scalar_tensor.h>
+#include <ATen/ops/where.h>
+
+#include <cmath>
+
+#include "base/check.h"
+#include "linear/linear_rows.h"
+#include "weights.h"
+
+namespace engine {
+namespace {
+
+namespace fs = std::filesystem;
+
+int64_t Positive(const Json& json, const char* key) {
+  const auto value = json.at(key).get<int64_t>();
+  NWOR_CHECK(value >= 1, key, ": got ", value, ", expected 1 or more");
+  return value;
+}
+
+// Newer files have all of it under rope_parameters, older ones in rope_theta and rope_scaling.
+at::Tensor Frequencies(const Json& json, int64_t head_dim) {
+  Json rope = json.value("rope_parameters", Json());
+  if (!rope.is_object()) rope = json.value("rope_scaling", Json());
+  if (!rope.is_object()) rope = Json::object();
+  const double theta = rope.value("rope_theta", json.value("rope_theta", 10000.0));
+  at::Tensor steps = at::arange(0, head_dim, 2, at::kLong).to(at::kFloat) / head_dim;
+  at::Tensor frequencies = 1.0 / at::pow(at::scalar_tensor(theta, at::kFloat), steps);
+  const std::string kind = rope.value("rope_type", rope.value("type", "default"));
+  if (kind == "default") return frequencies;
+  NWOR_CHECK(kind == "llama3", "rope_type: got '", kind, "', expected 'default' or 'llama3'");
+  // Llama 3.1: waves longer than the original context turn `factor` times slower; between two
+  // lengths the change is gradual.
+  const double factor = rope.at("factor"), low = rope.at("low_freq_factor");
+  const double high = rope.at("high_freq_factor");
+  const double context = rope.at("original_max_position_embeddings");
+  const at::Tensor waves = 2 * M_PI / frequencies;
+  const at::Tensor smooth = (context / waves - low) / (high - low);
+  const at::Tensor between = (1 - smooth) * (frequencies / factor) + smooth * frequencies;
+  const at::Tensor slow = at::where(waves > context / low, frequencies / factor, frequencies);
+  return at::where(waves.gt(context / low).logical_or(waves.lt(context / high)), slow, between);
+}
+
+ModelConfig Parse(const Json& json, const Json& generation) {
+  const auto kind = json.at("model_type").get<std::string>();
+  NWOR_CHECK(kind == "llama" || kind == "qwen2" || kind == "qwen3", "model_type: got '", kind,
+             "', expected 'llama', 'qwen2' or 'qwen3'");
+  const auto act = json.at("hidden_act").get<std::string>();
+  NWOR_CHECK(act == "silu", "hidden_act: got '", act, "', expected 'silu'");
+  NWOR_CHECK(!json.value("use_sliding_window", false),
+             "use_sliding_window: got true, expected a model whose layers all see everything");
+  ModelConfig config{};
+  config.num_layers = Positive(json, "num_hidden_layers");
+  config.hidden = Positive(json, "hidden_size");
+  config.intermediate = Positive(json, "intermediate_size");
+  config.num_heads = Positive(json, "num_attention_heads");
+  config.num_kv_heads = Positive(json, "num_key_value_heads");
+  const bool has_dim = json.contains("head_dim") && !json["head_dim"].is_null();
+  config.head_dim = has_dim ? Positive(json, "head_dim") : config.hidden / config.num_heads;
+  config.vocabulary = Positive(json, "vocab_size");
+  config.context = Positive(json, "max_position_embeddings");
+  config.norm_epsilon = json.at("rms_norm_eps");
+  config.tied = json.value("tie_word_embeddings", false);
+  config.frequencies = Frequencies(json, config.head_dim);
+  for (const char* key : {"dtype", "torch_dtype"}) {
+    if (config.dtype.empty() && json.contains(key)) config.dtype = json[key].get<std::string>();
+  }
+  Json stops = generation.value("eos_token_id", Json());
+  if (stops.is_null()) stops = json.value("eos_token_id", Json());
+  if (stops.is_number()) stops = Json::array({stops});
+  if (!stops.is_null()) config.stops = stops.get<std::vector<int64_t>>();
+  return config;
+}
+
+}  // namespace
+
+ModelConfig ModelConfig::Read(const fs::path& folder) {
+  NWOR_CHECK(fs::is_directory(folder), "--model: got '", folder.string(),
+             "', expected a folder with config.json and model.safetensors");
+  const fs::path file = folder / "config.json", generation = folder / "generation_config.json";
+  const Json json = ReadJson(file);
+  const Json more = fs::exists(generation) ? ReadJson(generation) : Json::object();
+  try {
+    return Parse(json, more);
+  } catch (const Json::exception& error) {
+    throw nwor::Error(nwor::Concat(file.string(), ": ", error.what()));
+  } catch (const nwor::Error& error) {
+    throw nwor::Error(nwor::Concat(file.string(), ": ", error.what()));
+  }
+}
+
+Model::Model(const fs::path& folder, at::Device device, at::ScalarType dtype)
+    : config_(ModelConfig::Read(folder)) {
+  Weights weights = Weights::FromFolder(folder);
+  const int64_t hidden = config_.hidden, dim = config_.head_dim, wide = config_.intermediate;
+  const auto take = [&](const std::string& name, const std::vector<int64_t>& sizes) {
+    return weights.Take(name, sizes).to(device, dtype);
+  };
+  const auto take_if = [&](const std::string& name, int64_t size) {
+    const auto found = weights.TakeIf(name, {size});
+    return found ? std::optional(found->to(device, dtype)) : std::nullopt;
+  };
+  const auto linear = [&](const std::string& name, int64_t outputs, int64_t inputs) {
+    return nwor::LinearLayer{take(name + ".weight", {outputs, inputs}),
+                             take_if(name + ".bias", outputs)};
+  };
+  embedding_ = take("model.embed_tokens.weight", {config_.vocabulary, hidden});
+  norm_ = take("model.norm.weight", {hidden});
+  output_ = embedding_;
+  if (config_.tied) {
+    weights.TakeIf("lm_head.weight", {config_.vocabulary, hidden});
+  } else {
+    output_ = take("lm_head.weight", {config_.vocabulary, hidden});
+  }
+  for (int64_t i = 0; i < config_.num_layers; ++i) {
+    const std::string name = nwor::Concat("model.layers.", i, ".");
+    const std::string attention = name + "self_attn.", mlp = name + "mlp.";
+    weights.TakeIf(attention + "rotary_emb.inv_freq", {dim / 2});  // of old files; not needed
+    Layer layer;
+    layer.inputs = {.norm = take(name + "input_layernorm.weight", {hidden}),
+                    .epsilon = config_.norm_epsilon,
+                    .query = linear(attention + "q_proj", config_.num_heads * dim, hidden),
+                    .key = linear(attention + "k_proj", config_.num_kv_heads * dim, hidden),
+                    .value = linear(attention + "v_proj", config_.num_kv_heads * dim, hidden),
+                    .query_norm = take_if(attention + "q_norm.weight", dim),
+                    .key_norm = take_if(attention + "k_norm.weight", dim)};
+    layer.outputs = {.attention = linear(attention + "o_proj", hidden, config_.num_heads * dim),
+                     .norm = take(name + "post_attention_layernorm.weight", {hidden}),
+                     .epsilon = config_.norm_epsilon,
+                     .gate = take(mlp + "gate_proj.weight", {wide, hidden}),
+                     .up = take(mlp + "up_proj.weight", {wide, hidden}),
+                     .down = take(mlp + "down_proj.weight", {hidden, wide})};
+    layers_.push_back(std::move(layer));
+  }
+  weights.ExpectNoneLeft();
+  frequencies_ = config_.frequencies.to(device);
+}
+
+Model::Output Model::Forward(const at::Tensor& tokens, const at::Tensor& positions,
+                             const std::vector<int64_t>& feature_layers,
+                             const Attend& attend) const {
+  at::Tensor hidden = embedding_.index_select(0, tokens);
+  const at::Tensor angles = at::outer(positions.to(at::kFloat), frequencies_).repeat({1, 2});
+  const at::Tensor cos = angles.cos().to(hidden.scalar_type());
+  const at::Tensor sin = angles.sin().to(hidden.scalar_type());
+  std::vector<at::Tensor> features;
+  for (int64_t i = 0; i < config_.num_layers; ++i) {
+    const auto [query, key, value] = nwor::AttentionInputs(hidden, layers_[i].inputs, cos, sin);
+    const at::Tensor attended = attend(i, query, key, value);
+    hidden = nwor::LayerOutput(hidden, attended.flatten(1), layers_[i].outputs);
+    for (const int64_t wanted : feature_layers) {
+      if (wanted == i) features.push_back(hidden);
+    }
+  }
+  Output output;
+  output.hidden = at::rms_norm(hidden, {config_.hidden}, norm_, config_.norm_epsilon);
+  if (!features.empty()) output.features = at::cat(features, 1);
+  return output;
+}
+
+at::Tensor Model::Logits(const at::Tensor& hidden) const {
+  return nwor::LinearRows(hidden, output_);
+}
+
+}  // namespace engine

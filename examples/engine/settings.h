@@ -1,0 +1,57 @@
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <filesystem>
+#include <string>
+#include <vector>
+
+#include "drafter.h"
+#include "kv_interceptor/interceptor.h"
+#include "specpv/config.h"
+#include "verdict.h"
+
+// What the command line and a YAML or JSON file may say. Every key is also an option: --device,
+// --max-new-tokens, --specpv-mode; an option wins over the file.
+
+namespace engine {
+
+struct Settings {
+  // of the engine
+  std::string device = "cpu";  // or cuda, cuda:1
+  std::string dtype = "auto";  // auto: float32 on the CPU, else the file's, or bfloat16
+  int64_t max_new_tokens = 128;
+  int64_t max_batch_size = 8;  // requests that run at once
+  int64_t cache_tokens = 0;    // 0: room for max_batch_size of the longest requests
+  int64_t page_size = 16;
+  int64_t prefill_rows = 256;  // rows of prompts in a step
+  bool check_contract = false;
+  bool ignore_eos = false;
+  int64_t seed = 0;
+  Sampling sampling;
+
+  // under speculative_config; also accepted beside it
+  bool enable_speculative_decoding = true;
+  std::string method = "none";  // or ngram, eagle3
+  bool enable_target_tree = true;
+  std::string head;  // safetensors file of the EAGLE3 head
+  TreeShape tree;
+  nwor::NworConfig nwor;
+  nwor::SpecPVConfig specpv;
+
+  // Reads a file, whose name ends in .yaml, .yml or .json. Throws nwor::Error that names the file
+  // and the key: unknown keys, keys that stand there twice, wrong types, values out of range.
+  void ReadFile(const std::filesystem::path& file);
+
+  // One key as the command line has it. Throws nwor::Error.
+  void Set(const std::string& key, const std::string& text);
+
+  // What must fit together. Throws nwor::Error.
+  void Validate() const;
+
+  bool speculating() const {
+    return enable_speculative_decoding && enable_target_tree && method != "none";
+  }
+};
+
+}  // namespace engine

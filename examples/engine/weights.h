@@ -1,0 +1,47 @@
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <filesystem>
+#include <map>
+#include <nlohmann/json.hpp>
+#include <optional>
+#include <string>
+#include <vector>
+
+// Tensors of safetensors files: eight bytes with the length of a JSON header, the header, the data.
+
+namespace engine {
+
+using Json = nlohmann::json;
+
+// The whole of a JSON file. Throws nwor::Error that names the file.
+Json ReadJson(const std::filesystem::path& file);
+
+class Weights {
+ public:
+  // Reads one file, or the files of a model's folder: model.safetensors, or all that
+  // model.safetensors.index.json names. Throws nwor::Error when a file is cut short or damaged.
+  static Weights FromFile(const std::filesystem::path& file);
+  static Weights FromFolder(const std::filesystem::path& folder);
+
+  // Hands a tensor out, once; its sizes must be these, -1 is any. Throws nwor::Error.
+  at::Tensor Take(const std::string& name, const std::vector<int64_t>& sizes);
+  // The same for tensors that some models lack.
+  std::optional<at::Tensor> TakeIf(const std::string& name, const std::vector<int64_t>& sizes);
+
+  // Every tensor must have been taken: one that is left over belongs to a part of the model that
+  // this engine does not compute.
+  void ExpectNoneLeft() const;
+
+  const Json& metadata() const { return metadata_; }
+
+ private:
+  void Add(const std::filesystem::path& file);
+
+  std::filesystem::path place_;  // for messages
+  std::map<std::string, at::Tensor> tensors_;
+  Json metadata_ = Json::object();
+};
+
+}  // namespace engine
