@@ -27,7 +27,7 @@ Engine::Engine(const Settings& settings, const Model& model, std::unique_ptr<Dra
     request.index = static_cast<int64_t>(i);
     request.tokens = prompts[i];
     request.prompt_len = request.shown = length;
-    request.seed = FoldSeed(settings.seed + request.index, 0);
+    request.seed = static_cast<int64_t>(static_cast<uint64_t>(settings.seed) + i);  // may wrap
     longest = std::max(longest, length + settings.max_new_tokens);
     requests_.push_back(std::move(request));
   }
@@ -223,7 +223,6 @@ void Engine::Settle(const Round& round, const Part& part, const Verdict& verdict
   stats_.drafts += part.tree.num_drafts();
   stats_.accepted += static_cast<int64_t>(path.size());
   const bool partial = part.decision && part.decision->kind == nwor::StepKind::kPartial;
-  if (part.wants_fed_logits) request.tail_probs.clear();
   std::vector<int64_t> rows;
   if (verdict.whole) {
     const int64_t root = part.begin + part.num_fed();
@@ -238,7 +237,6 @@ void Engine::Settle(const Round& round, const Part& part, const Verdict& verdict
     request.tokens.resize(kept);
     request.tokens.insert(request.tokens.end(), run.begin(), run.end());
     request.cached = kept;
-    ++request.cuts;
     stats_.cut_tokens += lost;
     cache_->slots.Truncate(request.index, kept);
     if (drafter_) drafter_->Retract(request.index, lost);
@@ -248,10 +246,6 @@ void Engine::Settle(const Round& round, const Part& part, const Verdict& verdict
           .step_kinds[std::string(nwor::kStepKindNames[static_cast<size_t>(part.decision->kind)])];
     const int64_t accepted = static_cast<int64_t>(path.size()) + verdict.confirmed;
     request.partial->Finish(*part.decision, accepted, verdict.disagreed);
-    if (partial && lossless() && verdict.probs.defined()) {
-      request.tail_probs.push_back(verdict.probs[0]);
-      for (const int64_t row : path) request.tail_probs.push_back(verdict.probs[row]);
-    }
   }
   Observe(round, request, rows, run);
   if (!partial || !lossless()) Show(request);
@@ -278,7 +272,6 @@ void Engine::Show(Request& request) {
   request.finish = nwor::Label(end.finish);
   request.tokens.resize(request.shown);
   request.partial.reset();
-  request.tail_probs.clear();
   cache_->slots.Free(request.index);
   free_pages_ += PagesOf(request);
   if (drafter_) drafter_->End(request.index);

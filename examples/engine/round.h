@@ -30,10 +30,8 @@ struct Request {
   int64_t shown = 0;   // tokens that are final; fewer than all in mode lossless only
   int64_t place = -1;  // in the batch
   int64_t seed = 0;
-  int64_t cuts = 0;  // how often a tail was cut; each cut changes the coins
   std::string finish;
   std::shared_ptr<nwor::StoredCache> partial;  // its state under partial verification
-  std::vector<at::Tensor> tail_probs;          // lossless sampling: what the tail was drawn from
 
   int64_t size() const { return static_cast<int64_t>(tokens.size()); }
   bool prefilling() const { return size() == prompt_len; }  // it has no token of its own yet

@@ -1,9 +1,8 @@
 #include "verdict.h"
 
 #include <ATen/TensorOperators.h>
-#include <ATen/ops/cat.h>
 #include <ATen/ops/full.h>
-#include <ATen/ops/stack.h>
+#include <ATen/ops/zeros.h>
 
 #include <algorithm>
 
@@ -14,9 +13,6 @@
 
 namespace engine {
 namespace {
-
-// The coins of a tail that is judged again: above every number of cuts, which are the other salts.
-constexpr int64_t kTailSalt = 1 << 20;
 
 // The trees of some parts side by side, padded to the largest, and where their logits are.
 struct Trees {
@@ -65,7 +61,7 @@ Verdict Read(const nwor::Accepted& accepted, int64_t b) {
   return verdict;
 }
 
-// Greedy: a tail and the tree below it are one tree, and one walk judges both.
+// A tail and the tree below it are one tree, and one walk judges both.
 Verdict SplitAtRoot(Verdict verdict, int64_t tail) {
   const auto root = std::upper_bound(verdict.path.begin(), verdict.path.end(), tail);
   verdict.confirmed = root - verdict.path.begin();
@@ -86,40 +82,29 @@ at::Tensor Probabilities(const at::Tensor& logits, const Sampling& sampling) {
   return nwor::TargetProbs(arguments);
 }
 
-// Sampling: tokens of the tail were drawn from what a view gave (tail_probs). Each stands with
-// probability min(1, p / q); only if all do, the tree's verdict counts.
-Verdict Confirm(const Round& round, const Part& part, const Sampling& sampling, Verdict tree,
-                const at::Tensor& final_coin) {
-  const at::Device device = round.logits().device();
-  const int64_t tail = part.num_fed();
-  std::vector<int64_t> chain = part.fed;
-  chain.push_back(part.tree.tokens[0]);
-  const at::Tensor fed = round.logits().slice(0, part.logit_begin, part.logit_begin + tail);
-  const at::Tensor probs = at::cat(
-      {Probabilities(fed.unsqueeze(0), sampling), tree.probs.slice(0, 0, 1).unsqueeze(0)}, 1);
-  const Request& request = *part.request;
+// The target's token after each of the rows [B, R]. A sampled one depends on its row's logits, its
+// request's seed and its position alone: drafts are accepted where they are what plain sampling
+// gives, and never change a text.
+at::Tensor ChooseTokens(const at::Tensor& logits, const Trees& trees,
+                        const std::vector<const Part*>& parts, const Sampling& sampling) {
+  if (sampling.greedy()) return logits.argmax(-1).take(trees.logit_rows);
+  const at::Tensor rows = trees.logit_rows.flatten();
+  const int64_t count = rows.numel();
+  std::vector<int64_t> seeds;
+  for (const Part* part : parts) seeds.push_back(part->request->seed);
+  const at::Tensor own =
+      ToDevice(seeds, logits.device()).repeat_interleave(trees.logit_rows.size(1));
   const nwor::Coins coins =
-      nwor::MakeCoins(ToDevice({FoldSeed(FoldSeed(request.seed, request.cuts), kTailSalt)}, device),
-                      ToDevice({part.prefix_len + 1}, device), tail + 1);
-  const nwor::Accepted judged = nwor::AcceptChainSampling(
-      ToDevice(chain, device).unsqueeze(0), probs, at::stack(request.tail_probs).unsqueeze(0),
-      coins.accept, final_coin);
-  Verdict verdict = Read(judged, 0);
-  tree.confirmed = static_cast<int64_t>(verdict.path.size());
-  tree.whole = tree.confirmed == tail;
-  if (!tree.whole) {
-    tree.path.clear();
-    tree.next_token = verdict.next_token;
-  }
-  return tree;
+      nwor::MakeCoins(own, trees.tree.positions.flatten() + 1, /*num_rows=*/1);
+  const at::Tensor leaf = at::full({count, 1}, -1, own.options().dtype(at::kInt));
+  const nwor::Accepted drawn =
+      nwor::AcceptSampling(at::zeros({count, 1}, own.options()),
+                           Probabilities(logits.index_select(0, rows).unsqueeze(1), sampling), leaf,
+                           leaf, coins.accept, coins.final);
+  return drawn.next_token.view(trees.logit_rows.sizes());
 }
 
 }  // namespace
-
-int64_t FoldSeed(int64_t seed, int64_t salt) {
-  constexpr uint64_t kGolden = 0x9E3779B97F4A7C15;
-  return static_cast<int64_t>(static_cast<uint64_t>(seed) + static_cast<uint64_t>(salt) * kGolden);
-}
 
 std::vector<Verdict> Judge(const Round& round, const Sampling& sampling, bool lossless) {
   std::vector<Verdict> verdicts(round.parts().size());
@@ -132,46 +117,23 @@ std::vector<Verdict> Judge(const Round& round, const Sampling& sampling, bool lo
   }
   if (parts.empty()) return verdicts;
   const at::Tensor& logits = round.logits();
-  const at::Device device = logits.device();
-  const Trees trees = BuildTrees(parts, lossless && sampling.greedy(), device);
+  const Trees trees = BuildTrees(parts, lossless, logits.device());
   const nwor::Tree& tree = trees.tree;
-  if (sampling.greedy()) {
-    const at::Tensor ids = logits.argmax(-1);
-    const nwor::Accepted accepted = nwor::AcceptGreedy(tree.tokens, ids.take(trees.logit_rows),
-                                                       tree.first_child, tree.next_sibling);
-    for (size_t b = 0; b < parts.size(); ++b) {
-      Verdict& verdict = verdicts[index[b]] = Read(accepted, static_cast<int64_t>(b));
-      const Part& part = *parts[b];
-      if (!part.wants_fed_logits) continue;
-      const int64_t tail = part.num_fed();
-      if (lossless) {
-        verdict = SplitAtRoot(verdict, tail);
-      } else {
-        std::vector<int64_t> said(part.fed.begin() + 1, part.fed.end());
-        said.push_back(part.tree.tokens[0]);
-        const at::Tensor told = ids.slice(0, part.logit_begin, part.logit_begin + tail);
-        verdict.disagreed = told.ne(ToDevice(said, device)).sum().item<int64_t>();
-      }
-    }
-    return verdicts;
-  }
-  const at::Tensor probs = Probabilities(
-      logits.index_select(0, trees.logit_rows.flatten()).unflatten(0, trees.logit_rows.sizes()),
-      sampling);
-  std::vector<int64_t> seeds;
-  for (const Part* part : parts) {
-    seeds.push_back(FoldSeed(part->request->seed, part->request->cuts));
-  }
-  const nwor::Coins coins = nwor::MakeCoins(ToDevice(seeds, device),
-                                            tree.positions.select(1, 0) + 1, tree.tokens.size(1));
-  const nwor::Accepted accepted = nwor::AcceptSampling(
-      tree.tokens, probs, tree.first_child, tree.next_sibling, coins.accept, coins.final);
+  const nwor::Accepted accepted =
+      nwor::AcceptGreedy(tree.tokens, ChooseTokens(logits, trees, parts, sampling),
+                         tree.first_child, tree.next_sibling);
   for (size_t b = 0; b < parts.size(); ++b) {
-    const auto at = static_cast<int64_t>(b);
-    Verdict& verdict = verdicts[index[b]] = Read(accepted, at);
-    verdict.probs = probs[at];
-    if (lossless && parts[b]->wants_fed_logits) {
-      verdict = Confirm(round, *parts[b], sampling, verdict, coins.final.slice(0, at, at + 1));
+    Verdict& verdict = verdicts[index[b]] = Read(accepted, static_cast<int64_t>(b));
+    const Part& part = *parts[b];
+    if (!part.wants_fed_logits) continue;
+    const int64_t tail = part.num_fed();
+    if (lossless) {
+      verdict = SplitAtRoot(verdict, tail);
+    } else if (sampling.greedy()) {
+      std::vector<int64_t> said(part.fed.begin() + 1, part.fed.end());
+      said.push_back(part.tree.tokens[0]);
+      const at::Tensor told = logits.slice(0, part.logit_begin, part.logit_begin + tail).argmax(-1);
+      verdict.disagreed = told.ne(ToDevice(said, logits.device())).sum().item<int64_t>();
     }
   }
   return verdicts;

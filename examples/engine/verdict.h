@@ -23,14 +23,10 @@ struct Verdict {
   int64_t confirmed = 0;
   bool whole = true;       // all of them; else the tree below the tail is void
   int64_t disagreed = -1;  // mode rectify: tokens of the tail that full attention would not choose
-  at::Tensor probs;        // sampling: [rows of the tree, vocabulary]
 };
 
 // One for each part of the round; parts without logits get an empty one. The same seed gives the
 // same tokens in any batch.
 std::vector<Verdict> Judge(const Round& round, const Sampling& sampling, bool lossless);
-
-// A seed of its own for each salt.
-int64_t FoldSeed(int64_t seed, int64_t salt);
 
 }  // namespace engine
