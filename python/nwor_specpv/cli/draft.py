@@ -75,7 +75,7 @@ def run(arguments: argparse.Namespace) -> int:
     from nwor_specpv.drafters import TreeConfig, make_drafter
     from nwor_specpv.worker.security import read_token
 
-    from .generate import TextStream, encode
+    from .generate import TextPrinter, encode
 
     text = arguments.prompt if arguments.file is None else _read(arguments.file)
     tree = TreeConfig(rows=arguments.rows, depth=arguments.depth, top_k=2)
@@ -96,7 +96,7 @@ def run(arguments: argparse.Namespace) -> int:
                 f"--model: got a tokenizer of {len(tokenizer)} tokens, expected at most "
                 f"{info.vocab_size}: the worker's model is {info.model}"
             )
-        stream = None if arguments.json else TextStream(tokenizer)
+        stream = None if arguments.json else TextPrinter(tokenizer)
         drafted = decode(
             client,
             make_drafter("ngram") if arguments.drafter == "ngram" else None,

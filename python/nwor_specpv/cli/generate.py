@@ -178,7 +178,7 @@ def run(arguments: argparse.Namespace) -> int:
     generator = Generator(
         model, tokenizer, drafter, specpv=specpv, draft_model=arguments.draft_model
     )
-    stream = None if arguments.json else _Printer(tokenizer, tuple(arguments.stop or ()))
+    stream = None if arguments.json else TextPrinter(tokenizer, tuple(arguments.stop or ()))
     generation = generator.generate(
         encode(tokenizer, text, raw=arguments.raw),
         arguments.max_new_tokens,
@@ -231,10 +231,10 @@ def _views(arguments: argparse.Namespace) -> SpecPVConfig | None:
     return config
 
 
-class _Printer:
+class TextPrinter:
     """Prints text as tokens arrive."""
 
-    def __init__(self, tokenizer: Any, stop: tuple[str, ...]) -> None:
+    def __init__(self, tokenizer: Any, stop: tuple[str, ...] = ()) -> None:
         from nwor_specpv.transformers.streaming import TextPieces
 
         self._pieces = TextPieces(tokenizer, stop)

@@ -221,7 +221,7 @@ def test_wheel_holds_what_it_should_and_nothing_else(wheel: Path) -> None:
         if path.is_file() and path.suffix not in (".so", ".pyc") and path.parent.name != "cmake"
     }
     headers = {f"include/{p.relative_to(ROOT / 'csrc')}" for p in (ROOT / "csrc").rglob("*.h")}
-    built = {"libnwor_specpv.so", "_build_info.json"}
+    built = {"libnwor_specpv.so", "_build_info.json", "nwor_specpv_vllm.py"}
     built |= {"cmake/nwor_specpvConfig.cmake", "cmake/nwor_specpvConfigVersion.cmake"}
     (extension,) = {name for name in inside if re.fullmatch(r"_C\..*\.so", name)}
     assert {"__init__.py", "py.typed", "_C.pyi"} <= sources

@@ -16,13 +16,13 @@ class FailingCommits:
         self.num_commits = self.num_failed = 0
         self._interceptor = interceptor
 
-    def commit(self, path: Any, counts: torch.Tensor, **kwargs: Any) -> Any:
+    def commit(self, path: Any, counts: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         if counts.any():
             self.num_commits += 1
             if self.num_commits in self.calls:
                 self.num_failed += 1
                 return self._fail()
-        return self._interceptor.commit(path, counts, **kwargs)
+        return self._interceptor.commit(path, counts, *args, **kwargs)
 
     def _fail(self) -> Any:
         raise RuntimeError("injected")
