@@ -69,8 +69,8 @@ def test_refused_commits_are_survived(runs: dict[str, Any]) -> None:
     found = runs["refused"]
     assert found["scheduler"] == "AsyncScheduler"
     assert found["tokens"] == runs["expected"]
-    assert found["refused"] == 3
-    assert 2 <= found["recoveries"] <= 3, "two may be lost before the scheduler is told"
+    # Two may be lost before the scheduler is told.
+    assert 1 <= found["recoveries"] <= found["refused"] <= 3
 
 
 @pytest.mark.parametrize("drafter", DRAFTERS)
