@@ -159,10 +159,10 @@ def build_parser() -> Parser:
 
 
 def run(arguments: argparse.Namespace) -> int:
+    from nwor_specpv.transformers.calls.processors import Processors
+    from nwor_specpv.transformers.calls.sampling import Sampling
     from nwor_specpv.transformers.drafting import check_drafter
     from nwor_specpv.transformers.generate import Generator
-    from nwor_specpv.transformers.processors import Processors
-    from nwor_specpv.transformers.sampling import Sampling
 
     # Arguments that need no model are checked before one is loaded.
     text = arguments.prompt if arguments.file is None else _read(arguments.file)
@@ -235,7 +235,7 @@ class TextPrinter:
     """Prints text as tokens arrive."""
 
     def __init__(self, tokenizer: Any, stop: tuple[str, ...] = ()) -> None:
-        from nwor_specpv.transformers.streaming import TextPieces
+        from nwor_specpv.transformers.calls.streaming import TextPieces
 
         self._pieces = TextPieces(tokenizer, stop)
 

@@ -11,18 +11,18 @@ from nwor_specpv import _C, NworError, VerifyPolicy
 from nwor_specpv.arms import Choice
 from nwor_specpv.drafters import Drafter, TreeConfig
 
-from .logprobs import LogProbabilities
-from .options import Options
+from .calls.logprobs import LogProbabilities
+from .calls.options import Options
+from .calls.sampling import Verdict, confirm, judge
 from .prefixes import take_shared
 from .request import Part, Request, pruned
 from .round import Round
-from .row_chooser import RowChooser
+from .rows.chooser import RowChooser
 from .runner import ModelRunner
-from .sampling import Verdict, confirm, judge
 from .stats import Stats
-from .view_log import ViewLog
-from .view_pacer import CallSizes, ViewPacer
-from .views import Views
+from .views.log import ViewLog
+from .views.pacer import CallSizes, ViewPacer
+from .views.views import Views
 
 OnToken = Callable[[Request, list[int]], None]
 

@@ -22,30 +22,30 @@ from typing import Any
 from nwor_specpv import _C, NworConfig, NworError, SpecPVConfig
 from nwor_specpv.drafters import Drafter, TreeConfig
 
-from .arguments import at_least_one
 from .call_lock import CallLock, lock_of
+from .calls.arguments import at_least_one
+from .calls.generation_config import warn_ignored
+from .calls.options import OnToken, Options, make_streamer
+from .calls.other_options import refuse_options
+from .calls.processors import Processor, Processors
+from .calls.prompts import read_prompts
+from .calls.sampling import Sampling, fold_seed
+from .calls.special_ids import end_ids
+from .calls.stopping import StopStrings, cut_text, read_stop
+from .calls.streaming import TextPieces, TextStream
 from .decoding import Decoding
 from .drafting import make_drafter
-from .generation_config import warn_ignored
 from .loading import load_model
-from .options import OnToken, Options, make_streamer
-from .other_options import refuse_options
 from .prefixes import KeptPrefixes
-from .processors import Processor, Processors
-from .prompts import read_prompts
 from .request import Request
-from .row_chooser import SIZES, RowChooser
-from .row_costs import row_costs
+from .rows.chooser import SIZES, RowChooser
+from .rows.costs import row_costs
 from .runner import ModelRunner
-from .sampling import Sampling, fold_seed
-from .special_ids import end_ids
 from .stats import Stats
-from .stopping import StopStrings, cut_text, read_stop
-from .streaming import TextPieces, TextStream
 from .thread_hint import hint_at_spinning
-from .view_log import ViewLog
-from .view_pacer import ViewPacer
-from .views import Views
+from .views.log import ViewLog
+from .views.pacer import ViewPacer
+from .views.views import Views
 
 # Views of the lossy modes depend on the tree, so with a seed its size must not depend on a clock.
 _LOSSY_ROWS = {"cpu": 8, "cuda": 32}

@@ -15,8 +15,9 @@ from transformers import BatchEncoding
 
 from nwor_specpv import NworError
 from nwor_specpv.cli import main as cli
-from nwor_specpv.transformers import Generator, load_model, row_costs, thread_hint
-from nwor_specpv.transformers.row_chooser import SIZES
+from nwor_specpv.transformers import Generator, load_model, thread_hint
+from nwor_specpv.transformers.rows import costs
+from nwor_specpv.transformers.rows.chooser import SIZES
 from tests.python.transformers.tiny_models import TREES, decode_plainly, tiny
 from tests.python.transformers.tokenizers_made_here import words
 
@@ -212,9 +213,9 @@ def test_the_hint_is_logged_once(
 def kept(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Every measurement is kept; the list grows with each."""
     measured: list[int] = []
-    measure = row_costs.measure
-    monkeypatch.setattr(row_costs, "_WORTH_KEEPING", 0.0)
-    monkeypatch.setattr(row_costs, "measure", lambda runner: measured.append(1) or measure(runner))
+    measure = costs.measure
+    monkeypatch.setattr(costs, "_WORTH_KEEPING", 0.0)
+    monkeypatch.setattr(costs, "measure", lambda runner: measured.append(1) or measure(runner))
     return measured
 
 
@@ -257,9 +258,9 @@ def test_a_damaged_file_of_costs_is_measured_and_written_again(
     _ = Generator(tiny(), drafter="none").row_costs
     (place,) = costs_folder.iterdir()
     place.write_bytes(damage)
-    costs = Generator(tiny(), drafter="none").row_costs
+    again = Generator(tiny(), drafter="none").row_costs
     assert len(kept) == 2
-    assert Generator(tiny(), drafter="none").row_costs == costs
+    assert Generator(tiny(), drafter="none").row_costs == again
     assert len(kept) == 2
 
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import pytest
 
 from nwor_specpv.drafters import TreeConfig
-from nwor_specpv.transformers.row_chooser import SIZES, RowChooser
+from nwor_specpv.transformers.rows.chooser import SIZES, RowChooser
 
 # Seconds of a step by rows: a CPU whose cost grows early, and a GPU where rows are nearly free.
 CPU = dict(zip(SIZES, (0.030, 0.033, 0.037, 0.047, 0.060, 0.072, 0.100, 0.130), strict=True))

@@ -11,7 +11,7 @@ from transformers import TextIteratorStreamer, TextStreamer
 
 from nwor_specpv import NworError
 from nwor_specpv.transformers import Generator
-from nwor_specpv.transformers.streaming import TextPieces
+from nwor_specpv.transformers.calls.streaming import TextPieces
 from tests.python.specpv.contexts import seeded
 from tests.python.transformers.tiny_models import decode_plainly, random_prompt, tiny
 from tests.python.transformers.tokenizers_made_here import words

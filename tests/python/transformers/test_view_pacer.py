@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import pytest
 
 from nwor_specpv.transformers import Generator
-from nwor_specpv.transformers.view_pacer import CallSizes, ViewPacer
+from nwor_specpv.transformers.views.pacer import CallSizes, ViewPacer
 from tests.python.specpv.contexts import seeded
 from tests.python.transformers.test_specpv_modes import TREE, configured
 from tests.python.transformers.tiny_models import Oracle, decode_plainly, random_prompt, tiny
