@@ -192,8 +192,8 @@ class Generator:
 
     def generate(
         self,
-        input_ids: Any,
-        max_new_tokens: int,
+        input_ids: Any = None,
+        max_new_tokens: int | None = None,
         temperature: float = 0.0,
         top_k: int = 0,
         top_p: float = 1.0,
@@ -215,13 +215,14 @@ class Generator:
         view_log: ViewLog | None = None,
         **other: Any,
     ) -> Generation:
-        """Continues one prompt or several; docs/generate.md has a table of the options.
+        """Continues one prompt or several; docs/generate_options.md lists the options.
 
         `input_ids`: ids (a list, or a tensor [n] or [1, n]), several prompts (lists, or
         [batch, n]), a tokenizer's whole output, or messages of a chat. Padding is left out if an
         attention mask hides it, and refused otherwise.
-        Ends after `max_new_tokens`, with `eos_token_id` (one or several; default: the model's
-        own, -1 for none) or with `stop`. `tree.rows` 0 lets the generator choose.
+        Ends after `max_new_tokens`, with `eos_token_id` (one or several; default: the model's own,
+        -1 for none) or with `stop`. Prompts and `max_new_tokens` must be given.
+        `tree.rows` 0 lets the generator choose.
         `on_token(token)` is called for every new token, `on_token(token, request)` for lists of
         prompts. `chunk_rows`: chains longer than that are verified chunk by chunk. Request i of a
         list samples with `seed` + i. `view_log` records which blocks partial steps attend to.

@@ -89,13 +89,30 @@ def test_options_of_sampling_without_a_temperature_are_said(
         ("assistant_model", "drafter='draft_model'"),
         ("no_repeat_ngram_size", r"use logits_processor=\[NoRepeatNGramLogitsProcessor\(...\)\]"),
         ("repitition_penalty", "the nearest is repetition_penalty"),
-        ("zzz", "docs/generate.md lists the options"),
+        ("zzz", "docs/generate_options.md lists the options"),
     ],
 )
 def test_options_of_transformers_name_our_way(name: str, way: str) -> None:
     generator = Generator(tiny(), drafter="none")
     with pytest.raises(NworError, match=f"{name}: not an option of Generator.generate; .*{way}"):
         generator.generate([1, 2], 4, **{name: 1})
+
+
+@pytest.mark.parametrize(
+    ("options", "line"),
+    [
+        ({"input_ids": [1, 2]}, "max_new_tokens: got none, expected the most new tokens"),
+        ({"input_ids": [1, 2], "max_length": 9}, "max_length: .*; use max_new_tokens"),
+        ({"inputs": [1, 2], "max_new_tokens": 9}, "inputs: .*; call it input_ids"),
+        ({"max_new_tokens": 9}, "input_ids: got NoneType, expected token ids"),
+        ({"inputs_embeds": torch.zeros(1, 2, 3), "max_new_tokens": 9}, "give input_ids"),
+    ],
+)
+def test_what_is_missing_is_named_beside_options_of_transformers(
+    options: dict[str, Any], line: str
+) -> None:
+    with pytest.raises(NworError, match=line):
+        Generator(tiny(), drafter="none").generate(**options)
 
 
 # ---- prompts -------------------------------------------------------------------------------------
