@@ -244,7 +244,9 @@ class Generator:
             options.streamer.end()
         return collect(requests, stats, self.tokenizer, strings, options, is_list=is_list)
 
-    def stream(self, input_ids: Any, max_new_tokens: int, **options: Any) -> TextStream:
+    def stream(
+        self, input_ids: Any = None, max_new_tokens: int | None = None, **options: Any
+    ) -> TextStream:
         """Pieces of one text while it is generated; `options` are those of `generate`.
 
         for piece in generator.stream(messages, 200):

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import json
+import sys
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
@@ -133,3 +135,43 @@ def test_prompts_are_read_once_however_many_ways_and_rounds(matrix: ModuleType) 
     assert again[1:] == [8] * 11
     matrix.run_cell({name: way(name) for name in own}, prompts[:4], 6, 1)
     assert again[12:] == [4] * 6
+
+
+def test_the_table_appears_once_there_is_a_record(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(str(SCRIPT.parent.parent / "tools"))
+    for name in [name for name in sys.modules if name.partition(".")[0] == "tables"]:
+        monkeypatch.delitem(sys.modules, name)
+    table = importlib.import_module("tables.generate_matrix")
+    monkeypatch.setattr(table, "RESULTS", tmp_path)
+    assert "has not been run yet" in "".join(table.matrix_lines())
+    (tmp_path / "cpu").mkdir()
+    (tmp_path / "cpu" / "generate_matrix.json").touch()
+
+    def cell(kind: str, batch: int, share: float) -> dict:
+        return {
+            "batch": batch,
+            "context": 100,
+            "kind": kind,
+            "load_average": 1.25,
+            "rates": {"none": [10.0, 20.0], "ngram": [8.0, 30.0]},
+            "of_plain": {"none": 1.0, "ngram": share},
+            "first_of_plain": {"none": 1.0, "ngram": 0.8},
+            "same_tokens": {"none": True, "ngram": True},
+        }
+
+    record = {
+        "device": "CPU, 2 threads", "model": "M", "dtype": "float32", "tokens": 64, "rounds": 2,
+        "goal": 0.97, "cells": [cell("book", 8, 0.96), cell("log", 8, 1.5), cell("book", 1, 1.2)],
+    }  # fmt: skip
+    monkeypatch.setattr(table, "load", lambda _: record)
+    lines = list(table.matrix_lines())
+    assert "Least share 0.96, of first calls alone 0.80; goal 0.97." in lines[0]
+    assert "texts book / log; the same tokens." in lines[0]
+    assert lines[2:] == [
+        "| prompts x tokens | plain, tokens per second | ngram |",
+        "| --- | --- | --- |",
+        "| 1 x 100 | 13.3 / - | 1.20 / - |",
+        "| 8 x 100 | 13.3 / 13.3 | 0.96 / 1.50 |",
+    ]
