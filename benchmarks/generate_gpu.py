@@ -27,7 +27,7 @@ from nwor_specpv.cli.parser import counts
 from nwor_specpv.transformers.request import Part, Request
 from nwor_specpv.transformers.round import Round
 from nwor_specpv.transformers.runner import ModelRunner
-from nwor_specpv.transformers.views import Views
+from nwor_specpv.transformers.views.views import Views
 
 LLAMA_8B = {
     "vocab_size": 128256,

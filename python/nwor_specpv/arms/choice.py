@@ -31,14 +31,12 @@ _LARGE_BATCH = 8  # requests whose steps say as much as two others
 _BORROW_INTERVAL = 32
 _FRESH = 100  # steps up to which an observation prices the numbers of passes beside it
 _PAID = 0.01  # share of the time served that probes may lose
-# Plain steps' worth of time: what the account has at first, at most and at least, and how far a
-# probe may overdraw it before it is broken off.
-_FIRST_CREDIT, _MOST_CREDIT, _LEAST_CREDIT, _MOST_DEBT = 8, 40, -16, 4
+# Plain steps' worth of time: what the account has at most and at least.
+_MOST_CREDIT, _LEAST_CREDIT = 40, -16
 # Plain steps' worth that a step without passes costs the account at most; the first step of a probe
 # may take seconds, since kernels are loaded and memory is taken, which says nothing about the arm.
 _MOST_COST, _MOST_FIRST_COST = 6, 3
-# Plain steps' worth that a probe may lose without waiting for its turn, and what it must promise.
-_FREE, _WORTH = 0.5, 1.03
+_WORTH = 1.03  # what a probe must promise that does not wait for its turn
 # Of arms that nobody has seen, relative to plain steps.
 _NEVER = 1_000_000  # steps since an arm was seen
 _FIRST_GUESSES = Outlook(1.2, 1.3, 1.0, _NEVER)
@@ -53,9 +51,15 @@ class Pace:
     and knows what a step took two steps later."""
 
     probe_steps: int = 6
+    probe_requests: int = 0  # that are enough: more requests need fewer steps; 0: all steps
     settle_steps: int = 3  # after a probe, until its last step is known
     look_interval: int = 8  # visits of a cell between looks at all arms
     slow_first: bool = True  # the first step of a probe says nothing about the later ones
+    # Plain steps' worth of time: what the account has at first, how far a probe may overdraw it
+    # before it is broken off, and what a probe may lose without waiting for its turn.
+    first_credit: float = 8.0
+    most_debt: float = 4.0
+    free: float = 0.5
 
 
 class Choice(NamedTuple):
@@ -99,7 +103,7 @@ class ArmChoice:
         self,
         arms: Sequence[Arm],
         pace: Pace | None = None,
-        price: Callable[[Arm, Arm], float] = lambda arm, fewer: _MORE_GUESSES.seconds,
+        price: Callable[[Arm, Arm], float] | None = None,
     ) -> None:
         self.arms = list(arms)
         self._pace, self._price = pace or Pace(), price
@@ -113,6 +117,7 @@ class ArmChoice:
         self._probe: _Probe | None = None
         self._latest: tuple[Arm, int] = (PLAIN, 0)  # of the latest probe: its arm and its end
         self._steps = 0
+        self._probe_steps = self._pace.probe_steps
         self._passes_failed = False
 
     # ---- what the scheduler calls ---------------------------------------------------------------
@@ -134,6 +139,9 @@ class ArmChoice:
         """
         passes = passes and not self._passes_failed
         arms = only or (self.arms if passes else self._without)
+        if self._pace.probe_requests:
+            needed = -(-self._pace.probe_requests // batch)
+            self._probe_steps = min(self._pace.probe_steps, needed)
         cell = self._cells.find(batch, context, passes=passes)
         if cell.arm not in arms:
             cell.arm = PLAIN
@@ -182,7 +190,7 @@ class ArmChoice:
 
     def _pay(self, choice: Choice, seconds: float, tokens: float, plain: Outlook) -> None:
         if self._credit is None:
-            self._credit = _FIRST_CREDIT * plain.seconds
+            self._credit = self._pace.first_credit * plain.seconds
         most = _MOST_FIRST_COST if choice.first else _MOST_COST
         seconds = min(seconds, (most + choice.arm.passes) * plain.seconds)
         self._credit += _PAID * seconds
@@ -205,7 +213,7 @@ class ArmChoice:
         if plain is None or (plain.error >= 1.0 and not cell.measured(PLAIN)):
             cell.arm = PLAIN
             if self._settled:
-                self._probe = _Probe(PLAIN, self._pace.probe_steps, self._pace.slow_first)
+                self._probe = _Probe(PLAIN, self._probe_steps, self._pace.slow_first)
             return
         if cell.arm not in found:
             cell.arm = PLAIN
@@ -233,18 +241,23 @@ class ArmChoice:
         current, plain = found[cell.arm], found[PLAIN]
         hopes = (self._hope(arm, found) for arm in arms if arm != cell.arm)
         turns = [hope for hope in hopes if hope and hope.rate > _MARGIN * current.rate]
-        costs = {hope: self._pace.probe_steps * hope.loss(current.rate) for hope in turns}
+        losses, steps = {hope: hope.loss(current.rate) for hope in turns}, self._probe_steps
         free = [
             hope
             for hope in turns
-            if costs[hope] <= _FREE * plain.seconds and hope.rate > _WORTH * current.rate
+            if steps * losses[hope] <= self._pace.free * plain.seconds
+            and hope.rate > _WORTH * current.rate
         ]
         if free:
-            self._begin(max(free, key=lambda hope: hope.rate), costs, plain)
+            best = max(free, key=lambda hope: hope.rate)
+            self._begin(best.arm, losses[best], steps, plain)
         elif turns:
             oldest = max(turns, key=lambda hope: hope.expected.age)
-            if min(costs[oldest], 0.9 * _MOST_CREDIT * plain.seconds) <= self._credit:
-                self._begin(oldest, costs, plain)
+            loss, most = losses[oldest], 0.9 * _MOST_CREDIT * plain.seconds
+            if self._pace.probe_requests:  # fewer steps, if those can be paid
+                steps = min(steps, max(1, int(self._credit / max(loss, 1e-9))))
+            if min(steps * loss, most) <= self._credit:
+                self._begin(oldest.arm, loss, steps, plain)
 
     def _hope(self, arm: Arm, found: dict[Arm, Outlook]) -> _Hope | None:
         """None: nothing near the arm is known."""
@@ -272,17 +285,21 @@ class ArmChoice:
         """Of guesses that nobody has tried. More are worth trying if the next fewer were right."""
         plain, index = found[PLAIN], self._without.index(arm)
         if index == 1:
-            seconds = _FIRST_GUESSES.seconds * plain.seconds
+            seconds = self._priced(arm, PLAIN, _FIRST_GUESSES) * plain.seconds
             return _Hope(arm, _FIRST_GUESSES._replace(seconds=seconds), math.inf)
         fewer = self._without[index - 1]
         if fewer not in found:
             return None
-        seconds = found[fewer].seconds * self._price(arm, fewer)
+        seconds = found[fewer].seconds * self._priced(arm, fewer, _MORE_GUESSES)
         right = found[fewer].tokens - 1.0
         expected = _MORE_GUESSES._replace(
             seconds=seconds, tokens=1.0 + _MORE_GUESSES.tokens * right
         )
         return _Hope(arm, expected, (1.0 + right * arm.drafts / fewer.drafts) / seconds)
+
+    def _priced(self, arm: Arm, fewer: Arm, otherwise: Outlook) -> float:
+        """How many times as long a step takes as one with the next fewer guesses."""
+        return otherwise.seconds if self._price is None else self._price(arm, fewer)
 
     def _hope_of_start(self, arm: Arm, known: Outlook | None, plain: Outlook) -> _Hope | None:
         """Nobody has passed lately: one number of passes stands for all."""
@@ -294,14 +311,14 @@ class ArmChoice:
         tokens = 1 + _FIRST_TOKENS_PER_PASS * arm.passes
         return _Hope(arm, Outlook(seconds, tokens, 1.0, _NEVER), math.inf)
 
-    def _begin(self, hope: _Hope, costs: dict[_Hope, float], plain: Outlook) -> None:
+    def _begin(self, arm: Arm, loss: float, steps: int, plain: Outlook) -> None:
+        """`loss`: seconds that a step is expected to lose."""
         assert self._credit is not None
         latest, end = self._latest
-        steps = self._pace.probe_steps
-        again = hope.arm == latest and self._steps <= end + 2 * self._pace.settle_steps
+        again = arm == latest and self._steps <= end + 2 * self._pace.settle_steps
         first = self._pace.slow_first and not again
-        least = min(0.0, self._credit - costs[hope]) - _MOST_DEBT * plain.seconds
-        self._probe = _Probe(hope.arm, steps, first, costs[hope] / steps, least)
+        least = min(0.0, self._credit - steps * loss) - self._pace.most_debt * plain.seconds
+        self._probe = _Probe(arm, steps, first, loss, least)
 
     def _is_over(self, arms: Sequence[Arm]) -> bool:
         probe = self._probe

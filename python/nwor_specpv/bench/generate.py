@@ -26,7 +26,7 @@ from nwor_specpv.cli.generate import (
 from nwor_specpv.cli.parser import Parser, count, count_or_zero
 from nwor_specpv.errors import NworError
 from nwor_specpv.transformers import Generator
-from nwor_specpv.transformers.generation_config import neutral
+from nwor_specpv.transformers.calls.generation_config import neutral
 
 from .report import add_json_argument, machine, publish
 

@@ -10,6 +10,13 @@ from typing import Any
 
 from nwor_specpv.errors import NworError
 
+from .generate import (
+    TextPrinter,
+    add_prompt_arguments,
+    add_sampling_arguments,
+    encode,
+    prompt_text,
+)
 from .parser import PROGRAM, Parser, address, count
 
 _DEFAULT_WORKER = "127.0.0.1:50051"
@@ -18,9 +25,7 @@ _EXIT_FAILURE = 1
 
 def build_parser() -> Parser:
     parser = Parser(prog="nwor-specpv draft", description=__doc__)
-    source = parser.add_mutually_exclusive_group(required=True)
-    source.add_argument("--prompt", help="the text to answer or to continue")
-    source.add_argument("--file", type=Path, help="a file with that text")
+    add_prompt_arguments(parser)
     parser.add_argument(
         "--worker", type=address, default=_DEFAULT_WORKER, help=f"default: {_DEFAULT_WORKER}"
     )
@@ -29,19 +34,12 @@ def build_parser() -> Parser:
         type=Path,
         help="folder of the tokenizer of the worker's model, default: SmolLM2-135M-Instruct",
     )
-    parser.add_argument("--max-new-tokens", type=count, default=200, help="default: 200")
     parser.add_argument(
         "--drafter", choices=("ngram", "none"), default="ngram", help="default: ngram"
     )
     parser.add_argument("--rows", type=count, default=8, help="of a draft tree, default: 8")
     parser.add_argument("--depth", type=count, default=6, help="of a draft tree, default: 6")
-    parser.add_argument("--temperature", type=float, default=0.0, help="0 (default): greedy")
-    parser.add_argument("--top-k", type=int, default=0, help="0 (default): all tokens")
-    parser.add_argument("--top-p", type=float, default=1.0, help="1 (default): all tokens")
-    parser.add_argument("--seed", type=int, help="seed of sampling, default: a new one each time")
-    parser.add_argument(
-        "--raw", action="store_true", help="continue the text itself, without a chat template"
-    )
+    add_sampling_arguments(parser)
     parser.add_argument(
         "--timeout", type=float, default=120.0, help="seconds of one call, default: 120"
     )
@@ -75,9 +73,7 @@ def run(arguments: argparse.Namespace) -> int:
     from nwor_specpv.drafters import TreeConfig, make_drafter
     from nwor_specpv.worker.security import read_token
 
-    from .generate import TextPrinter, encode
-
-    text = arguments.prompt if arguments.file is None else _read(arguments.file)
+    text = prompt_text(arguments)
     tree = TreeConfig(rows=arguments.rows, depth=arguments.depth, top_k=2)
     client = Client(
         arguments.worker,
@@ -134,10 +130,3 @@ def _tokenizer(folder: Path | None) -> Any:
     if not (found / "tokenizer.json").is_file():
         raise NworError(f"--model: got {str(found)!r}, expected a folder with a tokenizer.json")
     return AutoTokenizer.from_pretrained(found, local_files_only=True)
-
-
-def _read(path: Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise NworError(f"--file: got {str(path)!r}, which cannot be read: {error}") from None

@@ -29,6 +29,43 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--threads", type=count, help="CPU threads, default: torch's")
 
 
+def add_prompt_arguments(parser: argparse.ArgumentParser) -> None:
+    source = parser.add_mutually_exclusive_group(required=True)
+    source.add_argument("--prompt", help="the text to answer or to continue")
+    source.add_argument("--file", type=Path, help="a file with that text; - reads standard input")
+    parser.add_argument("--max-new-tokens", type=count, default=200, help="default: 200")
+    parser.add_argument(
+        "--raw", action="store_true", help="continue the text itself, without a chat template"
+    )
+
+
+def prompt_text(arguments: argparse.Namespace) -> str:
+    """The text of --prompt or --file."""
+    if arguments.file is None:
+        return arguments.prompt
+    try:
+        if str(arguments.file) == "-":
+            return sys.stdin.buffer.read().decode("utf-8")
+        return arguments.file.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        got = repr(str(arguments.file))
+        raise NworError(f"--file: got {got}, which cannot be read: {error}") from None
+
+
+def add_sampling_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--temperature", type=float, default=0.0, help="0 (default): greedy")
+    parser.add_argument(
+        "--top-k", type=int, default=0, help="sample from the k likeliest tokens; 0 (default): all"
+    )
+    parser.add_argument(
+        "--top-p",
+        type=float,
+        default=1.0,
+        help="sample from the likeliest tokens of this mass; 1 (default): all",
+    )
+    parser.add_argument("--seed", type=int, help="seed of sampling, default: a new one each time")
+
+
 def model_name(arguments: argparse.Namespace) -> str:
     """The name that reports show."""
     return "SmolLM2-135M-Instruct" if arguments.model is None else str(arguments.model)
@@ -91,10 +128,7 @@ def encode(tokenizer: Any, text: str, *, raw: bool) -> list[int]:
 
 def build_parser() -> Parser:
     parser = Parser(prog="nwor-specpv generate", description=__doc__)
-    source = parser.add_mutually_exclusive_group(required=True)
-    source.add_argument("--prompt", help="the text to answer or to continue")
-    source.add_argument("--file", type=Path, help="a file with that text; - reads standard input")
-    parser.add_argument("--max-new-tokens", type=count, default=200, help="default: 200")
+    add_prompt_arguments(parser)
     parser.add_argument(
         "--drafter",
         help="none, ngram (default with --model), draft_model or eagle3 (default without)",
@@ -118,16 +152,7 @@ def build_parser() -> Parser:
         action="store_true",
         help="keep the cache in host memory and copies for partial steps on the device",
     )
-    parser.add_argument("--temperature", type=float, default=0.0, help="0 (default): greedy")
-    parser.add_argument(
-        "--top-k", type=int, default=0, help="sample from the k likeliest tokens; 0 (default): all"
-    )
-    parser.add_argument(
-        "--top-p",
-        type=float,
-        default=1.0,
-        help="sample from the likeliest tokens of this mass; 1 (default): all",
-    )
+    add_sampling_arguments(parser)
     parser.add_argument(
         "--min-p",
         type=float,
@@ -149,23 +174,19 @@ def build_parser() -> Parser:
     parser.add_argument(
         "--stop", action="append", metavar="TEXT", help="end before this text; may be repeated"
     )
-    parser.add_argument("--seed", type=int, help="seed of sampling, default: a new one each time")
-    parser.add_argument(
-        "--raw", action="store_true", help="continue the text itself, without a chat template"
-    )
     parser.add_argument("--json", action="store_true", help="print one JSON document")
     add_model_arguments(parser)
     return parser
 
 
 def run(arguments: argparse.Namespace) -> int:
+    from nwor_specpv.transformers.calls.processors import Processors
+    from nwor_specpv.transformers.calls.sampling import Sampling
     from nwor_specpv.transformers.drafting import check_drafter
     from nwor_specpv.transformers.generate import Generator
-    from nwor_specpv.transformers.processors import Processors
-    from nwor_specpv.transformers.sampling import Sampling
 
     # Arguments that need no model are checked before one is loaded.
-    text = arguments.prompt if arguments.file is None else _read(arguments.file)
+    text = prompt_text(arguments)
     # The shipped head fits the default model only.
     drafter = arguments.drafter
     if drafter is None:
@@ -235,7 +256,7 @@ class TextPrinter:
     """Prints text as tokens arrive."""
 
     def __init__(self, tokenizer: Any, stop: tuple[str, ...] = ()) -> None:
-        from nwor_specpv.transformers.streaming import TextPieces
+        from nwor_specpv.transformers.calls.streaming import TextPieces
 
         self._pieces = TextPieces(tokenizer, stop)
 
@@ -244,12 +265,3 @@ class TextPrinter:
 
     def end(self) -> None:
         print(self._pieces.end())
-
-
-def _read(path: Path) -> str:
-    try:
-        if str(path) == "-":
-            return sys.stdin.buffer.read().decode("utf-8")
-        return path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise NworError(f"--file: got {str(path)!r}, which cannot be read: {error}") from None

@@ -11,13 +11,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass, field
-from functools import cache
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch.nn.functional import linear, scaled_dot_product_attention
+from torch.nn.functional import scaled_dot_product_attention
 
 from nwor_specpv._C import DraftTree
 from nwor_specpv.errors import NworError
@@ -25,14 +23,14 @@ from nwor_specpv.ops.tree import tree_from_topk
 
 from .base import Drafter, TreeConfig, check_requests, check_retracted
 from .eagle3_head import Eagle3Head, rotate
+from .eagle3_products import FEW_ROWS, multiply
+from .eagle3_state import Growth, RequestState, new_entries
 from .published_head import load_published
 
 SHIPPED = Path(__file__).resolve().parent / "smollm2-135m-instruct-eagle3.safetensors"
 
 # Rows of a tree when neither host nor caller sets them.
 _DEFAULT_ROWS = 32
-# With more rows than this, torch's product is faster than the one for few rows.
-_FEW_ROWS = 64
 _attention_inputs = torch.ops.nwor_specpv.attention_inputs.default
 _layer_output = torch.ops.nwor_specpv.layer_output.default
 # Limits of `tree_from_topk`.
@@ -42,60 +40,6 @@ _SPARE_ENTRIES = 512
 _MIN_PROBABILITY = 0.05
 # On the CPU the rarer half of the vocabulary takes a third of the time and is seldom right.
 _CPU_VOCABULARY = 8192
-
-
-@dataclass
-class _RequestState:
-    """The state of one request."""
-
-    keys: torch.Tensor  # [Hkv, capacity, D], rotated
-    values: torch.Tensor  # the same
-    oldest: int = 0  # the first entry that is still read
-    length: int = 0  # where the next entry goes
-    position: int = 0  # of the next entry, for rotary positions
-    root: int | None = None
-    hidden: torch.Tensor | None = None  # [hidden]: output of the last entry, if that is read
-    # Tokens of the text that the draft vocabulary lacks, the latest last, and their matrix.
-    own_ids: dict[int, None] = field(default_factory=dict)
-    own_tokens: torch.Tensor | None = None  # [E]
-    own_rows: torch.Tensor | None = None  # [E, hidden]
-    pending: list[tuple[torch.Tensor, list[int]]] = field(default_factory=list)
-
-
-@dataclass
-class _NewEntries:
-    """Entries that are about to be added to a request; only `settle` changes the request."""
-
-    state: _RequestState
-    features: torch.Tensor  # [n, ..]
-    tokens: list[int]
-    oldest: int
-    position: int  # of the first of them
-
-    @property
-    def end(self) -> int:
-        return self.state.length + len(self.tokens)
-
-    def leave_out(self, finite: list[bool]) -> None:
-        """Drops everything up to the last entry that is not finite."""
-        if not all(finite):
-            self.oldest = self.end - finite[::-1].index(False)
-
-    def settle(self, output: torch.Tensor) -> None:
-        state = self.state
-        state.hidden = output if self.oldest < self.end else None
-        state.position = self.position + len(self.tokens)
-        state.oldest, state.length = self.oldest, self.end
-        state.pending.clear()
-
-
-@dataclass
-class _Growth:
-    """Trees that are growing, of all requests at once: B requests, k rows a depth."""
-
-    tokens: list[torch.Tensor]  # [B, k], then [B, k * k]: candidates of each depth
-    scores: list[torch.Tensor]  # the same: log probabilities along the path
-    parents: list[torch.Tensor]  # [B, k]: ids of the candidates that were grown further
 
 
 class Eagle3Drafter(Drafter):
@@ -154,7 +98,7 @@ class Eagle3Drafter(Drafter):
         self.feature_layers = shape.feature_layers
         self.vocab_size = shape.target_vocabulary
         self._head = head.to(dtype, device)
-        self._head.linear = _linear
+        self._head.linear = multiply
         for name, weight in head.weights.items():
             if name.endswith("norm"):
                 self._head.weights[name] = weight.to(device, torch.float32)
@@ -181,7 +125,7 @@ class Eagle3Drafter(Drafter):
         self._max_own = own_tokens
         self._device = device
         self._cos = self._sin = torch.empty(0)
-        self._requests: dict[Hashable, _RequestState] = {}
+        self._requests: dict[Hashable, RequestState] = {}
 
     @classmethod
     def for_target(cls, target: Any, weights: Path | str | None = None, **options: Any) -> Drafter:
@@ -228,7 +172,7 @@ class Eagle3Drafter(Drafter):
         self._check_tokens("prompt_ids", prompt_ids)
         shape, room = self._head.shape, self._head.shape.window + _SPARE_ENTRIES
         keys = torch.zeros(shape.num_kv_heads, room, shape.head_dim, device=self._device)
-        self._requests[request] = _RequestState(keys, torch.zeros_like(keys))
+        self._requests[request] = RequestState(keys, torch.zeros_like(keys))
         self._note_own(self._requests[request], prompt_ids)  # `observe` brings its rows
 
     def observe(
@@ -285,7 +229,7 @@ class Eagle3Drafter(Drafter):
 
     # ---- what the target has committed ----
 
-    def _note_own(self, state: _RequestState, tokens: Sequence[int]) -> None:
+    def _note_own(self, state: RequestState, tokens: Sequence[int]) -> None:
         """Remembers rare tokens of the text, since they often come again."""
         for token in tokens if self._max_own else ():
             if token in self._common:
@@ -298,14 +242,14 @@ class Eagle3Drafter(Drafter):
         while len(state.own_ids) > self._max_own:
             state.own_ids.pop(next(iter(state.own_ids)))
 
-    def _own(self, state: _RequestState) -> tuple[torch.Tensor, torch.Tensor]:
+    def _own(self, state: RequestState) -> tuple[torch.Tensor, torch.Tensor]:
         """Ids and matrix of the request's own tokens, rebuilt when they have changed."""
         if state.own_rows is None:
             state.own_tokens = torch.tensor(list(state.own_ids), device=self._device)
             state.own_rows = self._matrix[state.own_tokens].to(self._output.dtype)
         return state.own_tokens, state.own_rows
 
-    def _take_in(self, states: list[_RequestState]) -> None:
+    def _take_in(self, states: list[RequestState]) -> None:
         """Adds entries of everything observed since the last tree; keeps the last one's output.
 
         All or nothing: until the end only memory after a request's entries is written.
@@ -314,7 +258,7 @@ class Eagle3Drafter(Drafter):
         if not busy:
             return
         window = self._head.shape.window
-        arrivals = [_new_entries(state, window) for state in busy]
+        arrivals = [new_entries(state, window) for state in busy]
         hidden = self._head.fuse(torch.cat([one.features for one in arrivals]))
         tokens = torch.tensor([t for one in arrivals for t in one.tokens], device=self._device)
         sizes = [len(one.tokens) for one in arrivals]
@@ -339,7 +283,7 @@ class Eagle3Drafter(Drafter):
         for one, output in zip(arrivals, outputs, strict=True):
             one.settle(output)
 
-    def _make_room(self, state: _RequestState, more: int) -> None:
+    def _make_room(self, state: RequestState, more: int) -> None:
         """Makes room for the pending entries of the window and `more`; drops the oldest entries."""
         window = self._head.shape.window
         arriving = min(window, sum(len(tokens) for _, tokens in state.pending)) + more
@@ -357,7 +301,7 @@ class Eagle3Drafter(Drafter):
         state.oldest, state.length = 0, kept
 
     @staticmethod
-    def _put(state: _RequestState, begin: int, key: torch.Tensor, value: torch.Tensor) -> None:
+    def _put(state: RequestState, begin: int, key: torch.Tensor, value: torch.Tensor) -> None:
         end = begin + key.shape[0]
         state.keys[:, begin:end] = key.transpose(0, 1)
         state.values[:, begin:end] = value.transpose(0, 1)
@@ -373,7 +317,7 @@ class Eagle3Drafter(Drafter):
             self._cos, self._sin = (table.to(self._device) for table in tables)
         places = places.to(self._device)
         embeddings, cos, sin = self._embedding[tokens].float(), self._cos[places], self._sin[places]
-        if len(tokens) <= _FEW_ROWS:
+        if len(tokens) <= FEW_ROWS:
             return _attention_inputs(torch.cat([embeddings, hidden], -1), cos, sin, *self._inputs)
         query, key, value = self._head.project(embeddings, hidden)
         cos, sin = cos[:, None], sin[:, None]
@@ -384,7 +328,7 @@ class Eagle3Drafter(Drafter):
 
     def _attend(
         self,
-        state: _RequestState,
+        state: RequestState,
         query: torch.Tensor,
         oldest: int,
         length: int,
@@ -411,7 +355,7 @@ class Eagle3Drafter(Drafter):
         return attended.unflatten(1, (rows, -1)).transpose(0, 1).reshape(rows, -1)
 
     def _guess(
-        self, states: list[_RequestState], hidden: torch.Tensor, count: int
+        self, states: list[RequestState], hidden: torch.Tensor, count: int
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """The best `count` tokens after each row of [B, .., hidden], with log probabilities."""
         normed = self._head.normalize(hidden)
@@ -438,18 +382,18 @@ class Eagle3Drafter(Drafter):
 
     # ---- trees ----
 
-    def _grown(self, states: list[_RequestState], tree: TreeConfig) -> list[DraftTree]:
+    def _grown(self, states: list[RequestState], tree: TreeConfig) -> list[DraftTree]:
         if not states:
             return []
         rows = tree.rows or _DEFAULT_ROWS
         return self._trees(states, self._grow(states, tree, rows), rows)
 
-    def _grow(self, states: list[_RequestState], tree: TreeConfig, rows: int) -> _Growth:
+    def _grow(self, states: list[RequestState], tree: TreeConfig, rows: int) -> Growth:
         batch, depths = len(states), min(tree.depth, _MAX_STEPS)
         width = _width(depths, min(tree.top_k, self._to_target.shape[0]))
         hidden = torch.stack([state.hidden for state in states])
         tokens, scores = self._guess(states, hidden, width)  # [B, k]
-        growth = _Growth([tokens], [scores], [])
+        growth = Growth([tokens], [scores], [])
         kept = torch.arange(width, device=self._device).expand(batch, width)
         hidden = hidden[:, None].expand(-1, width, -1)
         seen = torch.zeros(batch, width, 0, dtype=torch.bool, device=self._device)
@@ -472,7 +416,7 @@ class Eagle3Drafter(Drafter):
             kept = index + width + width * width * (depth - 1)
         return growth
 
-    def _complete(self, growth: _Growth, best: torch.Tensor, rows: int) -> bool:
+    def _complete(self, growth: Growth, best: torch.Tensor, rows: int) -> bool:
         """Whether nothing below candidates scored `best` can be among the rows to keep."""
         scores = torch.cat(growth.scores, dim=1)
         if rows < 2:
@@ -484,7 +428,7 @@ class Eagle3Drafter(Drafter):
 
     def _step(
         self,
-        states: list[_RequestState],
+        states: list[RequestState],
         tokens: torch.Tensor,
         hidden: torch.Tensor,
         seen: torch.Tensor,
@@ -505,7 +449,7 @@ class Eagle3Drafter(Drafter):
         output = self._finish(flat, torch.cat(attended))
         return output.unflatten(0, (batch, width))
 
-    def _trees(self, states: list[_RequestState], growth: _Growth, rows: int) -> list[DraftTree]:
+    def _trees(self, states: list[RequestState], growth: Growth, rows: int) -> list[DraftTree]:
         worth = (torch.cat(growth.scores, dim=1) >= self._least).sum(1).tolist()
         trees = []
         for index, (state, count) in enumerate(zip(states, worth, strict=True)):
@@ -527,7 +471,7 @@ class Eagle3Drafter(Drafter):
             if not 0 <= token < self.vocab_size:
                 raise NworError(f"{name}: got {token}, expected 0 to {self.vocab_size - 1}")
 
-    def _state(self, request: Hashable) -> _RequestState:
+    def _state(self, request: Hashable) -> RequestState:
         state = self._requests.get(request)
         if state is None:
             raise NworError(f"request: got {request!r}, which has not begun")
@@ -546,16 +490,6 @@ def _require_target(name: str, head: Eagle3Head, embedding: torch.Tensor) -> Non
         )
 
 
-def _new_entries(state: _RequestState, window: int) -> _NewEntries:
-    """The pending entries; of a long text only those in the head's window."""
-    tokens = [token for _, some in state.pending for token in some]
-    features = torch.cat([part for part, _ in state.pending])[-window:].float()
-    passed = max(0, len(tokens) - window)
-    # Entries before skipped ones are no longer adjacent, so they are not read.
-    oldest = state.length if passed else state.oldest
-    return _NewEntries(state, features, tokens[-window:], oldest, state.position + passed)
-
-
 def _width(depths: int, most: int) -> int:
     """Children of a row: at most `most`, and few enough for the limit on candidates."""
     return next(
@@ -563,18 +497,3 @@ def _width(depths: int, most: int) -> int:
         for width in range(most, 0, -1)
         if width + (depths - 1) * width * width <= _MAX_CANDIDATES
     )
-
-
-def _linear(rows: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """Multiplies in the type of the weights; takes and returns float32."""
-    if rows.is_cpu and rows.numel() <= _FEW_ROWS * rows.shape[-1]:
-        return torch.ops.nwor_specpv.linear_rows.default(rows, weight)
-    if rows.is_cpu and weight.dtype == torch.bfloat16 and not _multiplies_bfloat16():
-        return linear(rows, weight.float())
-    return linear(rows.to(weight.dtype), weight).float()
-
-
-@cache
-def _multiplies_bfloat16() -> bool:
-    """Whether this CPU has a fast bfloat16 product; without one torch warns and is slow."""
-    return torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported()

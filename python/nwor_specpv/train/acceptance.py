@@ -22,7 +22,7 @@ from typing import Any
 import torch
 
 from nwor_specpv._files import write_whole
-from nwor_specpv.cli.parser import count, output_file
+from nwor_specpv.cli.parser import count, output_file, require_device
 from nwor_specpv.drafters import Drafter, TreeConfig
 from nwor_specpv.drafters.eagle3 import SHIPPED, Eagle3Drafter
 from nwor_specpv.drafters.eagle3_head import Eagle3Head
@@ -30,9 +30,10 @@ from nwor_specpv.drafters.ngram import NgramDrafter
 from nwor_specpv.errors import NworError
 
 from . import prompts
+from .chat_format import read_chat_format
 from .corpus import Corpus, CorpusWriter, WritingStyle
 from .measure import summary
-from .prompt_file import prompt_encoder
+from .prompt_file import prompt_encoder, stop_tokens
 from .target import TrainingTarget
 from .unroll import make_batch, ranks
 
@@ -49,14 +50,17 @@ _SEED = 20_000
 
 
 def write_texts(
-    target: TrainingTarget, openings: Sequence[prompts.Opening], answer_tokens: int, length: int
+    target: TrainingTarget,
+    openings: Sequence[prompts.Opening],
+    answer_tokens: int,
+    length: int,
+    stops: Sequence[int] = WritingStyle.stop_tokens,
 ) -> Corpus:
     """Writes a row for each opening: the opening, invented tokens, and a greedy answer."""
     corpus = Corpus.empty(len(openings), length, target)
     limit = (answer_tokens, answer_tokens)
-    CorpusWriter(target, openings, WritingStyle(greedy_share=1.0, answer=limit)).write(
-        corpus, 0, len(openings)
-    )
+    style = WritingStyle(greedy_share=1.0, answer=limit, stop_tokens=tuple(stops))
+    CorpusWriter(target, openings, style).write(corpus, 0, len(openings))
     return corpus
 
 
@@ -162,9 +166,9 @@ def measure(
 
 def by_depth(target: TrainingTarget, head: Eagle3Head, corpus: Corpus) -> list[float]:
     """How often the first guess is the target's choice, at depths 1 to 6."""
-    kept = head.draft_to_target
-    to_draft = torch.full((target.vocabulary,), -1)
-    to_draft[kept] = torch.arange(len(kept))
+    kept = head.draft_to_target.to(target.device)
+    to_draft = torch.full((target.vocabulary,), -1, device=target.device)
+    to_draft[kept] = torch.arange(len(kept), device=target.device)
     output = target.output[kept]
     batch = make_batch(corpus, head, target.embedding, to_draft, output)
     (found,) = summary(ranks(head, batch, output, 6), corpus).values()
@@ -196,6 +200,8 @@ def run(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="nwor_specpv.train.acceptance", description=__doc__)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("--weights", type=Path, default=SHIPPED, help="default: the shipped head")
+    parser.add_argument("--target", type=Path, help="folder, default: SmolLM2-135M-Instruct")
+    parser.add_argument("--device", default="cpu", help="cpu (default) or cuda")
     parser.add_argument("--invented", type=count, default=32, help="questions the target invents")
     parser.add_argument("--prompts", type=count, default=24, help="held-out prompts of a kind")
     parser.add_argument(
@@ -216,28 +222,31 @@ def run(arguments: list[str] | None = None) -> int:
     from nwor_specpv.models import smollm2
 
     head = Eagle3Head.load(options.weights)
-    folder = smollm2("float32")
-    target = TrainingTarget(folder, head.shape.feature_layers)
+    require_device(options.device)
+    folder = options.target or smollm2("float32")
+    target = TrainingTarget(folder, head.shape.feature_layers, options.device)
     require_same(head, target, options.weights)
-    encode = prompt_encoder(folder)
+    encode, chat = prompt_encoder(folder), read_chat_format(folder)
+    stops = stop_tokens(folder, encode, chat)
     torch.manual_seed(_SEED)
-    openings = prompts.openings(encode, 4 * options.invented, seed=_SEED)
+    openings = prompts.openings(encode, 4 * options.invented, seed=_SEED, chat=chat)
     parts = {INVENTED: [o for o in openings if o.kind == "chat"][: options.invented]}
-    for opening in prompts.held_out(encode):
+    for opening in prompts.held_out(encode, chat):
         parts.setdefault(opening.kind, []).append(opening)
     limits = options.answer_tokens
     written = {}
     for kind, part in parts.items():
         part = part[: options.prompts] if kind != INVENTED else part
         longest = max(len(o.tokens) + o.invented[1] + len(o.answer) + 1 for o in part)
-        written[kind] = write_texts(target, part, max(limits), longest + max(limits))
+        written[kind] = write_texts(target, part, max(limits), longest + max(limits), stops)
         say(f"{kind}: {len(part)} texts written")
-    working = head.to(torch.float32)
+    working = head.to(torch.float32, target.device)
     every = {"draft_vocabulary": len(head.draft_to_target), "min_probability": 0.0}
     whole = Eagle3Drafter(head, target.embedding, target.output, **every)
     default = Eagle3Drafter(head, target.embedding, target.output)
     found: dict[str, Any] = {
         "weights": options.weights.name,
+        "target": "SmolLM2-135M-Instruct" if options.target is None else folder.resolve().name,
         "texts": {kind: corpus.tokens.shape[0] for kind, corpus in written.items()},
         "trees": {name: vars(tree) for name, tree in TREES.items()},
     }

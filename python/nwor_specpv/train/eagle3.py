@@ -1,8 +1,9 @@
-"""Trains an EAGLE3 head for a Llama on texts that the target writes itself.
+"""Trains an EAGLE3 head for a Llama or Qwen2 on texts that the target writes itself.
 
-    python -m nwor_specpv.train.eagle3 --out DIR --minutes 5 --device cuda
+    python -m nwor_specpv.train.eagle3 --target FOLDER --out DIR --minutes 5 --device cuda
 
-Writes DIR/eagle3.safetensors and DIR/training.json after every measurement. Without --target the
+Writes DIR/eagle3.safetensors, DIR/training.json and the card DIR/eagle3.md after every measurement.
+--resume goes on with a run that was broken off, from its latest measurement. Without --target the
 head is for SmolLM2-135M-Instruct. About a quarter of the time goes into writing texts, the rest
 into training, with a measurement on held-out prompts every minute.
 """
@@ -11,11 +12,10 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import sys
 import time
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -27,81 +27,16 @@ from nwor_specpv.drafters.eagle3_head import Eagle3Head, HeadShape
 from nwor_specpv.errors import NworError
 
 from . import prompts
-from .corpus import MOST_LENGTH, Corpus, CorpusWriter, WritingStyle
+from .card import card
+from .corpus import Corpus, CorpusWriter, WritingStyle
 from .measure import summary
+from .plan import MEASURED_STEPS, TrainingPlan
+from .progress import CARD, HEAD, RECORD, Progress, plan_record, read_progress
 from .prompt_file import read_prompts, read_stop_tokens, write_prompts
 from .target import TrainingTarget
-from .unroll import MAX_STEPS, Unroll, UnrollBatch, make_batch, ranks, soft_loss
+from .unroll import Unroll, UnrollBatch, make_batch, ranks, soft_loss
 
-_MEASURED_STEPS = 6
-
-
-@dataclass
-class TrainingPlan:
-    """The options of a run. The defaults are for one large GPU."""
-
-    minutes: float = 5.0
-    cycles: int = 2  # how often new texts are written
-    collect_share: float = 0.25  # of the time
-    tokens: int = 12_600_000  # the most of a cycle: all are kept, with their features
-    rows: int = 4096  # written at once
-    length: int = 512  # tokens of a row
-    batch_tokens: int = 16384
-    steps: int = 6  # unrolled
-    early_steps: int = 6  # until `deepen_from` of the training
-    deepen_from: float = 0.0
-    step_decay: float = 0.9  # weight of a step relative to the one before
-    intermediate: int = 2048
-    window: int = 512
-    draft_vocabulary: int = 16384  # trained: the most frequent tokens
-    listed_vocabulary: int = 0  # tokens in the file, if more: the rarer ones can be drafted too
-    optimizer: str = "muon"
-    learning_rate: float = 5e-3
-    weight_decay: float = 0.02
-    label_temperature: float = 0.6  # at the end; 1 until `sharpen_from` of the training
-    sharpen_from: float = 0.4
-    measure_seconds: float = 60.0
-    measure_tokens: int = 160  # of an answer
-    updates: int = 0  # the most updates; 0: until the time is over
-    seed: int = 0
-    start: str = ""  # file of a head of the same shape to continue from
-    keep_start: float = 0.0  # share of its weights in the average at the end
-    style: WritingStyle = field(default_factory=WritingStyle)
-
-    def __post_init__(self) -> None:
-        def require(name: str, right: bool, expected: str) -> None:
-            if not right:
-                raise NworError(f"{name}: got {getattr(self, name)}, expected {expected}")
-
-        for name in ("steps", "early_steps"):
-            require(name, 1 <= getattr(self, name) <= MAX_STEPS, f"1 to {MAX_STEPS}")
-        # A prediction lies in the same row, also in the steps of a measurement.
-        least = max(self.steps, self.early_steps, _MEASURED_STEPS) + 1
-        require("length", least <= self.length <= MOST_LENGTH, f"{least} to {MOST_LENGTH}")
-        for name in ("cycles", "tokens", "rows", "batch_tokens", "intermediate", "window"):
-            require(name, getattr(self, name) >= 1, "1 or more")
-        for name in ("draft_vocabulary", "measure_tokens"):
-            require(name, getattr(self, name) >= 1, "1 or more")
-        for name in ("updates", "listed_vocabulary"):
-            require(name, getattr(self, name) >= 0, "0 or more")
-        for name in ("keep_start", "collect_share", "deepen_from"):
-            require(name, 0 <= getattr(self, name) <= 1, "0 to 1")
-        require("sharpen_from", 0 <= self.sharpen_from < 1, "0 to less than 1")
-        for name in ("learning_rate", "weight_decay"):
-            right = 0 <= getattr(self, name) < math.inf
-            require(name, right, "a finite number, 0 or more")
-        require("label_temperature", 0 < self.label_temperature < math.inf, "more than 0")
-        require("minutes", 0 < self.minutes < math.inf, "a finite number above 0")
-        require("measure_seconds", self.measure_seconds > 0, "more than 0")
-        require("step_decay", 0 < self.step_decay <= 1, "more than 0, 1 at most")
-        low, high = -(2**63), 2**64 - 1  # torch's
-        require("seed", low <= self.seed <= high, f"{low} to {high}")
-        require("optimizer", self.optimizer in ("muon", "adamw"), "muon or adamw")
-        require("start", not self.start or Path(self.start).is_file(), "a file of a head")
-        if self.keep_start and not self.start:
-            raise NworError(
-                f"keep_start: got {self.keep_start} without start; give the file of a head"
-            )
+_NEARLY_ALL = 0.95  # of the minutes; with fewer left a run does not go on
 
 
 class Training:
@@ -114,22 +49,37 @@ class Training:
         held_out: list[Any],
         plan: TrainingPlan,
         out: Path,
+        *,
+        name: str = "",
+        progress: Progress | None = None,
     ) -> None:
-        self.target, self.plan, self.out = target, plan, out
+        """`name`: of the target, for the card. `progress`: of a run that this one goes on with."""
+        if plan.length > target.context:
+            raise NworError(
+                f"length: got {plan.length}, expected at most {target.context}, the target's "
+                "context"
+            )
+        progress = progress or Progress()
+        self.target, self.plan, self.out, self._name = target, plan, out, name
         self._shape = head_shape(target, plan)
         # Read once: `measure` may write to the same file.
         self._start = self._load_start() if plan.start else {}
-        self.began = time.monotonic()
-        self.trained_seconds = 0.0
-        self.trained_tokens = self.updates = self.written_tokens = 0
-        self.history: list[dict[str, Any]] = []
-        torch.manual_seed(plan.seed)
+        self._resumed = None if progress.head is None else self._load("resume", progress.head)
+        self.began = time.monotonic() - progress.seconds
+        self.trained_seconds, self.text_seconds = progress.trained_seconds, 0.0
+        self.trained_tokens, self.updates = progress.trained_tokens, progress.updates
+        self.written_tokens, self._cycle = progress.written_tokens, progress.cycle
+        self.history: list[dict[str, Any]] = list(progress.history)
+        self._covered = 0.0
+        self._ended = False
+        # What goes on writes other texts.
+        torch.manual_seed((plan.seed + self.updates) % 2**63 if self.updates else plan.seed)
         self._writer = CorpusWriter(target, openings, plan.style)
         self._opening_sizes = _sizes(openings)
         rows = max(1, plan.tokens // (plan.rows * plan.length)) * plan.rows
         self._corpus = Corpus.empty(rows, plan.length, target)
         self._held_out = self._write_held_out(held_out)
-        self.text_seconds = time.monotonic() - self.began
+        self.text_seconds = time.monotonic() - self.began - progress.seconds
         self._head: Eagle3Head | None = None
 
     # ---- the parts of a run ----
@@ -137,7 +87,8 @@ class Training:
     def run(self) -> None:
         plan = self.plan
         seconds = plan.minutes * 60
-        for index in range(plan.cycles):
+        for index in range(self._cycle, plan.cycles):
+            self._cycle = index
             collected = self._collect(seconds * plan.collect_share / plan.cycles)
             self.say(f"cycle {index + 1}: {collected.num_tokens:,} tokens written")
             if self._head is None:
@@ -153,8 +104,10 @@ class Training:
                 f"no time is left for an update; give more minutes, or fewer than {plan.rows} "
                 f"rows of length {plan.length}"
             )
+        self._ended = not plan.keep_start
         self.measure()
         if plan.keep_start:
+            self._ended = True
             with torch.no_grad():
                 for name, begun in self._start.items():
                     self._head.weights[name].lerp_(begun, plan.keep_start)
@@ -188,9 +141,13 @@ class Training:
         listed = max(plan.draft_vocabulary, plan.listed_vocabulary)
         kept = frequency.argsort(descending=True, stable=True)[:listed]
         trained = kept[: plan.draft_vocabulary]
-        covered = frequency[trained].sum() / frequency.sum()
-        self.say(f"draft vocabulary: {len(trained)} tokens cover {float(covered):.4%}")
         begun = {name: weight.clone() for name, weight in self._start.items()}
+        if self._resumed is not None:
+            kept = self._resumed.draft_to_target.to(target.device).long()
+            trained = kept[: plan.draft_vocabulary]
+            begun = self._weights_of(self._resumed)
+        self._covered = float(frequency[trained].sum() / frequency.sum())
+        self.say(f"draft vocabulary: {len(trained)} tokens cover {self._covered:.4%}")
         weights = begun or initial_weights(self._shape, target)
         self._head = Eagle3Head(self._shape, weights, kept)
         for weight in self._head.weights.values():
@@ -198,7 +155,7 @@ class Training:
         self._trained, self._listed = (self._vocabulary(tokens) for tokens in (trained, kept))
         self._optimizers: list[torch.optim.Optimizer] = []
         self.say(f"head: {self._head.num_parameters:,} parameters")
-        if plan.start:
+        if plan.start and self._resumed is None:
             self.measure(save=False)  # before any update
 
     def _require_answers(self, corpus: Corpus) -> None:
@@ -212,9 +169,15 @@ class Training:
 
     def _load_start(self) -> dict[str, torch.Tensor]:
         """Weights of the head to continue from and to average with."""
-        head = Eagle3Head.load(Path(self.plan.start))
+        return self._weights_of(self._load("start", Path(self.plan.start)))
+
+    def _load(self, option: str, path: Path) -> Eagle3Head:
+        head = Eagle3Head.load(path)
         if head.shape != self._shape:
-            raise NworError(f"start: got a head of {head.shape}, expected {self._shape}")
+            raise NworError(f"{option}: got a head of {head.shape}, expected {self._shape}")
+        return head
+
+    def _weights_of(self, head: Eagle3Head) -> dict[str, torch.Tensor]:
         return {
             name: weight.to(self.target.device, torch.float32)
             for name, weight in head.weights.items()
@@ -291,9 +254,7 @@ class Training:
         held_out = self._held_out
         parts = torch.arange(held_out.tokens.shape[0]).to(self.target.device).split(32)
         batches = (self._batch(held_out.rows(part), working, self._listed) for part in parts)
-        placed = [
-            ranks(working, batch, self._listed[1], _MEASURED_STEPS).cpu() for batch in batches
-        ]
+        placed = [ranks(working, batch, self._listed[1], MEASURED_STEPS).cpu() for batch in batches]
         entry = {
             "seconds": round(time.monotonic() - self.began, 1),
             "updates": self.updates,
@@ -308,15 +269,33 @@ class Training:
         return entry
 
     def _save(self) -> None:
-        self._head.save(self.out / "eagle3.safetensors")
+        self._head.save(self.out / HEAD)
+        target, last = self.target, self.history[-1]
         report = {
-            "plan": {**asdict(self.plan), "start": Path(self.plan.start).name},
+            "plan": plan_record(self.plan),
+            "head": {
+                "target": self._name or "a target without a name",
+                "num_layers": target.num_layers,
+                "feature_layers": list(target.feature_layers),
+                "vocabulary": target.vocabulary,
+                "draft_vocabulary": len(self._head.draft_to_target),
+                "trained_vocabulary": len(self._trained[1]),
+                "covered": round(self._covered, 6),
+            },
             "parameters": self._head.num_parameters,
-            "device": _device_name(self.target.device),
+            "device": _device_name(target.device),
+            "dtype": str(target.dtype).removeprefix("torch."),
             "torch": torch.__version__,
+            "progress": {
+                "cycle": self._cycle,
+                "seconds": last["seconds"],
+                "trained_seconds": round(self.trained_seconds, 1),
+                "ended": self._ended,
+            },
             "measured": self.history,
         }
-        write_whole(self.out / "training.json", json.dumps(report, indent=1) + "\n")
+        write_whole(self.out / RECORD, json.dumps(report, indent=1) + "\n")
+        write_whole(self.out / CARD, card(report))
 
     def _check_weights(self) -> None:
         """What is saved takes the place of a head that may have been good."""
@@ -346,7 +325,11 @@ class Training:
         plan = self.plan
         limit = (plan.measure_tokens, plan.measure_tokens)
         style = WritingStyle(1.0, 0.0, limit, 0.0, plan.style.stop_tokens)
-        corpus = Corpus.empty(len(held_out), plan.length, self.target)
+        # Rows may be far longer, and each position is a step.
+        longest = max(len(one.tokens) + one.invented[1] + len(one.answer) for one in held_out)
+        least = MEASURED_STEPS + 1
+        length = min(plan.length, max(least, longest + plan.measure_tokens + 1))
+        corpus = Corpus.empty(len(held_out), length, self.target)
         CorpusWriter(self.target, held_out, style).write(corpus, 0, len(held_out))
         self.target.release()
         answered = int(((corpus.weight >= 1) & (corpus.start == 0)).any(dim=1).sum())
@@ -460,6 +443,9 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument(
         "--device", default=there, help="cpu or cuda, default: cuda if there is one"
     )
+    parser.add_argument(
+        "--resume", action="store_true", help="go on with the run in --out, if there is one"
+    )
     for name, value in asdict(TrainingPlan()).items():
         if isinstance(value, (int, float, str)):
             flag = f"--{name.replace('_', '-')}"
@@ -467,13 +453,15 @@ def main(arguments: list[str] | None = None) -> int:
     options = vars(parser.parse_args(arguments))
     out, device = options.pop("out"), options.pop("device")
     folder, path = options.pop("target"), options.pop("prompts")
+    resume = options.pop("resume")
     try:
         plan = TrainingPlan(**options)
         require_device(device)
         device = torch.device(device)
         out.mkdir(parents=True, exist_ok=True)
         dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-        if folder is None:
+        own = folder is None
+        if own:
             from nwor_specpv.models import smollm2
 
             folder = smollm2(str(dtype).removeprefix("torch."))
@@ -484,7 +472,12 @@ def main(arguments: list[str] | None = None) -> int:
         openings, held_out = read_prompts(path, target.vocabulary)
         style = replace(plan.style, stop_tokens=read_stop_tokens(path, target.vocabulary))
         plan = replace(plan, style=style)
-        Training(target, openings, held_out, plan, out).run()
+        progress = read_progress(out, plan) if resume else Progress()
+        if progress.ended or progress.seconds >= _NEARLY_ALL * 60 * plan.minutes:
+            print(f"train.eagle3: the run in {out} has had its {plan.minutes:g} minutes")
+            return 0
+        name = "SmolLM2-135M-Instruct" if own else Path(folder).resolve().name
+        Training(target, openings, held_out, plan, out, name=name, progress=progress).run()
     except (NworError, OSError) as error:
         print(f"train.eagle3: {error}", file=sys.stderr)
         return 2

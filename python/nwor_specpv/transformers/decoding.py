@@ -11,20 +11,21 @@ from nwor_specpv import _C, NworError, VerifyPolicy
 from nwor_specpv.arms import Choice
 from nwor_specpv.drafters import Drafter, TreeConfig
 
-from .logprobs import LogProbabilities
-from .options import Options
+from .calls.logprobs import LogProbabilities
+from .calls.options import Options
+from .calls.sampling import Verdict, confirm, judge
 from .prefixes import take_shared
 from .request import Part, Request, pruned
 from .round import Round
-from .row_chooser import RowChooser
+from .rows.chooser import RowChooser
 from .runner import ModelRunner
-from .sampling import Verdict, confirm, judge
 from .stats import Stats
-from .view_log import ViewLog
-from .view_pacer import CallSizes, ViewPacer
-from .views import Views
+from .views.log import ViewLog
+from .views.pacer import CallSizes, ViewPacer
+from .views.views import Views
 
 OnToken = Callable[[Request, list[int]], None]
+_FIRST_LOOK = TreeConfig(rows=2, depth=1, top_k=1)
 
 
 class Decoding:
@@ -115,6 +116,9 @@ class Decoding:
             if joined is not None:
                 request.features = [joined]
             self._drafter.observe(request.key, request.tokens[1:], joined)
+            if request.room > 1:
+                # The drafter's first look at the prompt belongs to the prompt, not to a step.
+                self._drafter.draft([request.key], _FIRST_LOOK)
 
     # ---- a step ----------------------------------------------------------------------------------
 
@@ -135,7 +139,7 @@ class Decoding:
         self._stats.draft_seconds += drafted - began
         self._stats.passes += 1
         confirming = any(part.fed for part in parts)
-        # The first step is also the drafter's first look at the prompt.
+        # A call's first step may wait for what later ones find.
         usual = not confirming and self._stats.passes > 1
         if choice is not None and usual:
             self._chooser.note(choice, seconds, [len(verdict.path) + 1 for verdict in verdicts])

@@ -14,55 +14,41 @@ import functools
 import inspect
 import sys
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterable
-from dataclasses import dataclass, field
+from collections.abc import Hashable, Iterable
 from pathlib import Path
 from typing import Any
 
 from nwor_specpv import _C, NworConfig, NworError, SpecPVConfig
 from nwor_specpv.drafters import Drafter, TreeConfig
 
-from .arguments import at_least_one
 from .call_lock import CallLock, lock_of
+from .calls.arguments import at_least_one
+from .calls.generation_config import warn_ignored
+from .calls.options import OnToken, Options, make_streamer
+from .calls.other_options import refuse_options
+from .calls.processors import Processor, Processors
+from .calls.prompts import read_prompts
+from .calls.results import Generation, collect, show_progress, teller
+from .calls.sampling import Sampling, fold_seed
+from .calls.special_ids import end_ids
+from .calls.stopping import StopStrings, read_stop
+from .calls.streaming import TextPieces, TextStream
 from .decoding import Decoding
 from .drafting import make_drafter
-from .generation_config import warn_ignored
 from .loading import load_model
-from .options import OnToken, Options, make_streamer
-from .other_options import refuse_options
 from .prefixes import KeptPrefixes
-from .processors import Processor, Processors
-from .prompts import read_prompts
 from .request import Request
-from .row_chooser import SIZES, RowChooser
-from .row_costs import row_costs
+from .rows.chooser import SIZES, RowChooser
+from .rows.costs import row_costs
 from .runner import ModelRunner
-from .sampling import Sampling, fold_seed
-from .special_ids import end_ids
 from .stats import Stats
-from .stopping import StopStrings, cut_text, read_stop
-from .streaming import TextPieces, TextStream
 from .thread_hint import hint_at_spinning
-from .view_log import ViewLog
-from .view_pacer import ViewPacer
-from .views import Views
+from .views.log import ViewLog
+from .views.pacer import ViewPacer
+from .views.views import Views
 
 # Views of the lossy modes depend on the tree, so with a seed its size must not depend on a clock.
 _LOSSY_ROWS = {"cpu": 8, "cuda": 32}
-_PROGRESS_FROM = 1024  # tokens of a prompt from which on a bar is shown
-
-
-@dataclass
-class Generation:
-    """Of one prompt, or lists of them for a list of prompts."""
-
-    token_ids: list[int] | list[list[int]]  # new tokens, the stop token included
-    text: str | list[str] | None  # None without a tokenizer
-    stats: Stats
-    finish: str | list[str] = ""  # "stop" or "length"
-    depths: list[int] | list[list[int]] = field(default_factory=list)  # 0: the target's own token
-    # Of every new token by the model's own logits, if asked for.
-    logprobs: list[float] | list[list[float]] | None = None
 
 
 class Generator:
@@ -192,8 +178,8 @@ class Generator:
 
     def generate(
         self,
-        input_ids: Any,
-        max_new_tokens: int,
+        input_ids: Any = None,
+        max_new_tokens: int | None = None,
         temperature: float = 0.0,
         top_k: int = 0,
         top_p: float = 1.0,
@@ -215,13 +201,14 @@ class Generator:
         view_log: ViewLog | None = None,
         **other: Any,
     ) -> Generation:
-        """Continues one prompt or several; docs/generate.md has a table of the options.
+        """Continues one prompt or several; docs/generate_options.md lists the options.
 
         `input_ids`: ids (a list, or a tensor [n] or [1, n]), several prompts (lists, or
         [batch, n]), a tokenizer's whole output, or messages of a chat. Padding is left out if an
         attention mask hides it, and refused otherwise.
-        Ends after `max_new_tokens`, with `eos_token_id` (one or several; default: the model's
-        own, -1 for none) or with `stop`. `tree.rows` 0 lets the generator choose.
+        Ends after `max_new_tokens`, with `eos_token_id` (one or several; default: the model's own,
+        -1 for none) or with `stop`. Prompts and `max_new_tokens` must be given.
+        `tree.rows` 0 lets the generator choose.
         `on_token(token)` is called for every new token, `on_token(token, request)` for lists of
         prompts. `chunk_rows`: chains longer than that are verified chunk by chunk. Request i of a
         list samples with `seed` + i. `view_log` records which blocks partial steps attend to.
@@ -255,9 +242,11 @@ class Generator:
             requests, stats = self._run(prompts, options, is_list, view_log)
         if options.streamer is not None:
             options.streamer.end()
-        return self._result(requests, stats, is_list, strings, options.logprobs)
+        return collect(requests, stats, self.tokenizer, strings, options, is_list=is_list)
 
-    def stream(self, input_ids: Any, max_new_tokens: int, **options: Any) -> TextStream:
+    def stream(
+        self, input_ids: Any = None, max_new_tokens: int | None = None, **options: Any
+    ) -> TextStream:
         """Pieces of one text while it is generated; `options` are those of `generate`.
 
         for piece in generator.stream(messages, 200):
@@ -303,11 +292,11 @@ class Generator:
                     tree,
                     self._choose_rows(tree),
                     stats,
-                    _teller(options, is_list),
+                    teller(options, is_list=is_list),
                     prefill_rows=self._prefill_rows,
                     views=views,
                     pacer=None if views is None else self._pacer(requests),
-                    progress=_progress_bar(),
+                    progress=show_progress,
                     view_log=view_log,
                 )
                 decoding.run(requests)
@@ -492,33 +481,6 @@ class Generator:
         stats.graph_replays = after[1] - before[1]
         stats.eager_passes = after[2] - before[2]
 
-    def _result(
-        self,
-        requests: list[Request],
-        stats: Stats,
-        is_list: bool,
-        strings: tuple[str, ...],
-        with_logprobs: bool,
-    ) -> Generation:
-        ids = [request.new_tokens for request in requests]
-        ends = [request.finish or "" for request in requests]
-        depths = [request.depths for request in requests]
-        logprobs = [request.logprobs for request in requests] if with_logprobs else None
-        texts = None
-        if self.tokenizer is not None:
-            whole = [self.tokenizer.decode(one, skip_special_tokens=True) for one in ids]
-            texts = [cut_text(text, strings) for text in whole]
-        if is_list:
-            return Generation(ids, texts, stats, ends, depths, logprobs)
-        return Generation(
-            ids[0],
-            texts[0] if texts else None,
-            stats,
-            ends[0],
-            depths[0],
-            logprobs[0] if logprobs else None,
-        )
-
 
 @functools.cache
 def _own_options() -> tuple[str, ...]:
@@ -531,29 +493,3 @@ def _check_shared(**given: Any) -> None:
     name = next((name for name, value in given.items() if value is not None), None)
     if name is not None:
         raise NworError(f"{name}: cannot be given with cache_of; it is that generator's")
-
-
-def _teller(options: Options, is_list: bool) -> Callable[[Request, list[int]], None]:
-    on_token, streamer = options.on_token, options.streamer
-
-    def tell(request: Request, tokens: list[int]) -> None:
-        if streamer is not None:
-            streamer.put(tokens)
-        if on_token is not None:
-            for token in tokens:
-                on_token(token, request.index) if is_list else on_token(token)
-
-    return tell
-
-
-def _progress_bar() -> Callable[[int, int], None]:
-    """A progress bar on stderr for long prompts, if stderr is a terminal."""
-
-    def show(done: int, total: int) -> None:
-        if total >= _PROGRESS_FROM and sys.stderr.isatty():
-            filled = 30 * done // total
-            bar = "#" * filled + "." * (30 - filled)
-            end = "\r\033[K" if done == total else ""
-            print(f"\rprompt [{bar}] {done} of {total}{end}", end="", file=sys.stderr, flush=True)
-
-    return show

@@ -18,9 +18,9 @@ import torch
 
 from nwor_specpv import Interceptor, NworError, RoundPlan
 
-from .attention import Step
+from .layers.attention import Step
 from .packed_tensors import num_words, split_memory
-from .views import Views
+from .views.views import Views
 
 _SIZES = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)
 MOST_ROWS = _SIZES[-1]  # a step of more is compute-bound, and launches hide behind the work

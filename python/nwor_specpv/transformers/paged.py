@@ -18,8 +18,8 @@ from nwor_specpv import (
     pinned_cache,
 )
 
-from .attention import Step
 from .graphs import StepGraphs
+from .layers.attention import Step
 
 
 class PagedCache(Cache):

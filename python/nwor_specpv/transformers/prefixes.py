@@ -11,7 +11,7 @@ from nwor_specpv import SlotAllocator
 
 from .request import Request
 
-_MOST = 8  # sequences kept
+_MOST = 8  # sequences kept, of each choice of features
 
 
 @dataclass
@@ -23,7 +23,11 @@ class Kept:
 
 
 class KeptPrefixes:
-    """The most recent sequences; the oldest is dropped first."""
+    """The most recent sequences; the oldest is dropped first.
+
+    Sequences with features and without take no places from each other: generators that share a
+    cache may need either.
+    """
 
     def __init__(self) -> None:
         self._kept: OrderedDict[int, Kept] = OrderedDict()
@@ -65,16 +69,17 @@ class KeptPrefixes:
         tokens = request.tokens[:length]
         layers = () if features is None else layers
         self._kept[request.key] = Kept(request.key, tokens, features, layers)
-        while len(self._kept) > _MOST:
-            self._drop_oldest(allocator)
+        alike = [kept.key for kept in self._kept.values() if kept.layers == layers]
+        for key in alike[:-_MOST]:
+            self._drop(allocator, key)
 
     def make_room(self, allocator: SlotAllocator, tokens: int) -> None:
         """Drops the oldest until `tokens` slots are free, whole pages included."""
         while self._kept and allocator.stats()["free_slots"] < tokens:
-            self._drop_oldest(allocator)
+            self._drop(allocator, next(iter(self._kept)))
 
-    def _drop_oldest(self, allocator: SlotAllocator) -> None:
-        key, _ = self._kept.popitem(last=False)
+    def _drop(self, allocator: SlotAllocator, key: int) -> None:
+        del self._kept[key]
         allocator.free(key)
 
 

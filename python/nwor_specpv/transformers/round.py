@@ -8,11 +8,11 @@ import torch
 
 from nwor_specpv import NworError, RoundPlan, Tree, tree_from_parents
 
-from .attention import Step
+from .layers.attention import Step
 from .packed_tensors import copy_to_device
 from .request import Part
 from .runner import ModelRunner
-from .views import Views
+from .views.views import Views
 
 
 class Round:

@@ -12,14 +12,14 @@ from transformers import PreTrainedModel
 
 from nwor_specpv import CapacityError, NworConfig, NworError, SpecPVConfig
 
-from .attention import NAME, Step
 from .graphs import MOST_ROWS
-from .layers import replace_layers
-from .linear import replace_linears
+from .layers.attention import NAME, Step
+from .layers.decoder import replace_layers
+from .layers.linear import replace_linears
+from .layers.stand_in import StandIn
 from .paged import PagedCache
 from .sizes import any_window, kv_sizes, masks_windows, text_config
-from .stand_in import StandIn
-from .views import Views
+from .views.views import Views
 
 _KEYS = itertools.count(1)
 

@@ -9,7 +9,7 @@ import torch
 
 from nwor_specpv import NworConfig, NworError, SessionBatch, SessionStore
 
-from .attention import Step
+from .layers.attention import Step
 from .runner import ModelRunner
 
 

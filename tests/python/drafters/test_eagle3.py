@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from nwor_specpv import NworError
-from nwor_specpv.drafters import TreeConfig, eagle3, make_drafter
+from nwor_specpv.drafters import TreeConfig, eagle3, eagle3_products, make_drafter
 from nwor_specpv.drafters.eagle3 import SHIPPED, Eagle3Drafter
 from nwor_specpv.drafters.eagle3_head import Eagle3Head, HeadShape
 from nwor_specpv.models.weights import save_weights
@@ -563,14 +563,14 @@ def test_products_of_bfloat16_weights(
     monkeypatch: pytest.MonkeyPatch, rows: int, multiplies: bool
 ) -> None:
     """By whatever way they are made, and without torch's warning where the CPU has none."""
-    native = eagle3._multiplies_bfloat16()
+    native = eagle3_products._multiplies_bfloat16()
     if multiplies and not native:
         pytest.skip("this CPU does not multiply bfloat16")
-    monkeypatch.setattr(eagle3, "_multiplies_bfloat16", lambda: multiplies)
+    monkeypatch.setattr(eagle3_products, "_multiplies_bfloat16", lambda: multiplies)
     given, weight = torch.randn(rows, 96), torch.randn(40, 96).bfloat16()
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        found = eagle3._linear(given, weight)
+        found = eagle3_products.multiply(given, weight)
     assert found.dtype == torch.float32
     expected = given.double() @ weight.double().T
     assert (found - expected).abs().max() < 0.02 * expected.abs().max()
@@ -580,4 +580,4 @@ def test_long_contexts_are_read_without_a_warning_of_torch() -> None:
     """Its bfloat16 product warns, with a trace, where the CPU has none."""
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        eagle3._linear(torch.randn(200, 96), torch.randn(40, 96).bfloat16())
+        eagle3_products.multiply(torch.randn(200, 96), torch.randn(40, 96).bfloat16())

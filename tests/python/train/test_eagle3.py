@@ -291,6 +291,7 @@ def test_a_head_of_no_numbers_is_last_and_is_not_saved(
         ({"cycles": 0}, "cycles: got 0, expected 1 or more"),
         ({"draft_vocabulary": 0}, "draft_vocabulary: got 0, expected 1 or more"),
         ({"window": 0}, "window: got 0, expected 1 or more"),
+        ({"answer_tokens": 0}, "answer_tokens: got 0, expected 1 or more"),
         ({"updates": -1}, "updates: got -1, expected 0 or more"),
         ({"keep_start": 1.5}, "keep_start: got 1.5, expected 0 to 1"),
         ({"keep_start": float("nan")}, "keep_start: got nan, expected 0 to 1"),

@@ -15,8 +15,9 @@ from transformers import BatchEncoding
 
 from nwor_specpv import NworError
 from nwor_specpv.cli import main as cli
-from nwor_specpv.transformers import Generator, load_model, row_costs, thread_hint
-from nwor_specpv.transformers.row_chooser import SIZES
+from nwor_specpv.transformers import Generator, load_model, thread_hint
+from nwor_specpv.transformers.rows import costs
+from nwor_specpv.transformers.rows.chooser import SIZES
 from tests.python.transformers.tiny_models import TREES, decode_plainly, tiny
 from tests.python.transformers.tokenizers_made_here import words
 
@@ -88,13 +89,30 @@ def test_options_of_sampling_without_a_temperature_are_said(
         ("assistant_model", "drafter='draft_model'"),
         ("no_repeat_ngram_size", r"use logits_processor=\[NoRepeatNGramLogitsProcessor\(...\)\]"),
         ("repitition_penalty", "the nearest is repetition_penalty"),
-        ("zzz", "docs/generate.md lists the options"),
+        ("zzz", "docs/generate_options.md lists the options"),
     ],
 )
 def test_options_of_transformers_name_our_way(name: str, way: str) -> None:
     generator = Generator(tiny(), drafter="none")
     with pytest.raises(NworError, match=f"{name}: not an option of Generator.generate; .*{way}"):
         generator.generate([1, 2], 4, **{name: 1})
+
+
+@pytest.mark.parametrize(
+    ("options", "line"),
+    [
+        ({"input_ids": [1, 2]}, "max_new_tokens: got none, expected the most new tokens"),
+        ({"input_ids": [1, 2], "max_length": 9}, "max_length: .*; use max_new_tokens"),
+        ({"inputs": [1, 2], "max_new_tokens": 9}, "inputs: .*; call it input_ids"),
+        ({"max_new_tokens": 9}, "input_ids: got NoneType, expected token ids"),
+        ({"inputs_embeds": torch.zeros(1, 2, 3), "max_new_tokens": 9}, "give input_ids"),
+    ],
+)
+def test_what_is_missing_is_named_beside_options_of_transformers(
+    options: dict[str, Any], line: str
+) -> None:
+    with pytest.raises(NworError, match=line):
+        Generator(tiny(), drafter="none").generate(**options)
 
 
 # ---- prompts -------------------------------------------------------------------------------------
@@ -212,9 +230,9 @@ def test_the_hint_is_logged_once(
 def kept(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Every measurement is kept; the list grows with each."""
     measured: list[int] = []
-    measure = row_costs.measure
-    monkeypatch.setattr(row_costs, "_WORTH_KEEPING", 0.0)
-    monkeypatch.setattr(row_costs, "measure", lambda runner: measured.append(1) or measure(runner))
+    measure = costs.measure
+    monkeypatch.setattr(costs, "_WORTH_KEEPING", 0.0)
+    monkeypatch.setattr(costs, "measure", lambda runner: measured.append(1) or measure(runner))
     return measured
 
 
@@ -257,9 +275,9 @@ def test_a_damaged_file_of_costs_is_measured_and_written_again(
     _ = Generator(tiny(), drafter="none").row_costs
     (place,) = costs_folder.iterdir()
     place.write_bytes(damage)
-    costs = Generator(tiny(), drafter="none").row_costs
+    again = Generator(tiny(), drafter="none").row_costs
     assert len(kept) == 2
-    assert Generator(tiny(), drafter="none").row_costs == costs
+    assert Generator(tiny(), drafter="none").row_costs == again
     assert len(kept) == 2
 
 

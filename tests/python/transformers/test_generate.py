@@ -388,3 +388,24 @@ def test_an_end_of_the_models_own_that_it_cannot_say_is_none() -> None:
     for told in ([96, 50256], -1):
         model.generation_config.eos_token_id = told
         assert generator.generate([1, 2], 3).token_ids == truth
+
+
+@pytest.mark.parametrize("layers", [(), (1,)])
+def test_the_first_look_at_a_prompt_belongs_to_the_prompt(layers: tuple[int, ...]) -> None:
+    """Where the head reads hundreds of entries, which no step should pay for."""
+    rng, asked = seeded(), []
+
+    class Asked(Oracle):
+        def draft(self, requests, tree):
+            asked.append((len(requests), tree.rows))
+            return super().draft(requests, tree)
+
+    prompts = [random_prompt(rng, 10, 20) for _ in range(3)]
+    truths = {tuple(p): decode_plainly(tiny(), p, 6) for p in prompts}
+    generator = Generator(tiny(), drafter=Asked(truths, rng, feature_layers=layers))
+    result = generator.generate(prompts, 6, tree=TreeConfig(rows=5, depth=4, top_k=1))
+    assert asked[:4] == [(1, 2), (1, 2), (1, 2), (3, 5)]
+    assert result.token_ids == [truths[tuple(prompt)] for prompt in prompts]
+    asked.clear()
+    generator.generate(prompts, 1)
+    assert asked == []

@@ -14,8 +14,8 @@ import torch
 from nwor_specpv import Interceptor, NworConfig, SlotAllocator
 from nwor_specpv.drafters import TreeConfig
 from nwor_specpv.transformers import Generator
-from nwor_specpv.transformers.float32_attention import float32_attention
 from nwor_specpv.transformers.graphs import StepGraphs
+from nwor_specpv.transformers.layers.float32_attention import float32_attention
 from nwor_specpv.transformers.paged import _BlockTables
 from tests.python.attention.steps import Shape, make_step
 from tests.python.specpv.contexts import DEVICES, seeded

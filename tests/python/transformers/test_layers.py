@@ -16,7 +16,7 @@ from transformers.models.auto import AutoModelForCausalLM
 from nwor_specpv import NworConfig
 from nwor_specpv.drafters import TreeConfig
 from nwor_specpv.transformers import Generator, layers
-from nwor_specpv.transformers.layers import RowLayer
+from nwor_specpv.transformers.layers.decoder import RowLayer
 from nwor_specpv.transformers.request import Part, Request
 from nwor_specpv.transformers.round import Round
 from nwor_specpv.transformers.runner import ModelRunner

@@ -20,7 +20,7 @@ from transformers import (
 
 from nwor_specpv import NworError
 from nwor_specpv.transformers import Generator
-from nwor_specpv.transformers.sampling import Sampling
+from nwor_specpv.transformers.calls.sampling import Sampling
 from tests.python.specpv.contexts import seeded
 from tests.python.transformers.test_specpv_modes import configured
 from tests.python.transformers.tiny_models import (

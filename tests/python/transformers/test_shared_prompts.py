@@ -70,3 +70,20 @@ def test_views_over_shared_prompts_see_what_they_see_alone() -> None:
     assert result.token_ids == [truths[tuple(prompt)] for prompt in prompts]
     assert result.stats.step_kinds["partial"] > 0
     assert result.stats.violations == []
+
+
+def test_generators_that_share_a_cache_keep_each_others_prompts() -> None:
+    """One needs the features of the prompts, the other does not, and a call has as many prompts as
+    are kept."""
+    rng = seeded()
+    prompts = [random_prompt(rng, 20, 30) for _ in range(8)]
+    truths = {tuple(p): decode_plainly(tiny(), p, 6) for p in prompts}
+    plain = Generator(tiny(), drafter="none", cache_tokens=2048)
+    drafter = Oracle(truths, rng, feature_layers=(1,))
+    featured = Generator(drafter=drafter, cache_of=plain)
+    featured.generate(prompts, 6, tree=TREE)
+    again = sum(map(len, prompts)) - len(prompts)
+    for generator in (plain, featured, plain, featured):
+        result = generator.generate(prompts, 6, tree=TREE)
+        assert result.token_ids == [truths[tuple(prompt)] for prompt in prompts]
+        assert result.stats.reused_tokens == again

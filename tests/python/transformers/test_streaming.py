@@ -11,7 +11,7 @@ from transformers import TextIteratorStreamer, TextStreamer
 
 from nwor_specpv import NworError
 from nwor_specpv.transformers import Generator
-from nwor_specpv.transformers.streaming import TextPieces
+from nwor_specpv.transformers.calls.streaming import TextPieces
 from tests.python.specpv.contexts import seeded
 from tests.python.transformers.tiny_models import decode_plainly, random_prompt, tiny
 from tests.python.transformers.tokenizers_made_here import words
@@ -110,6 +110,8 @@ def test_what_a_stream_cannot_do_is_named() -> None:
         generator.stream(prompt, 4, on_token=print)
     with pytest.raises(NworError, match="stream: got no tokenizer"):
         Generator(tiny(), drafter="none").stream(prompt, 4)
+    with pytest.raises(NworError, match=r"max_length: .*; use max_new_tokens"):
+        list(generator.stream(prompt, max_length=9))
     with pytest.raises(NworError, match="temperature: got -1"):
         list(generator.stream(prompt, 4, temperature=-1))
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import pytest
 
 from nwor_specpv.transformers import Generator
-from nwor_specpv.transformers.view_pacer import CallSizes, ViewPacer
+from nwor_specpv.transformers.views.pacer import CallSizes, ViewPacer
 from tests.python.specpv.contexts import seeded
 from tests.python.transformers.test_specpv_modes import TREE, configured
 from tests.python.transformers.tiny_models import Oracle, decode_plainly, random_prompt, tiny
@@ -69,14 +69,16 @@ def simulate(
     return shown / TOKENS * (machine.step(ROWS, context) + DRAFTING) / spent, pacer
 
 
+@pytest.mark.parametrize(("count", "least"), [(160, 0.985), (2000, 0.97)])
 @pytest.mark.parametrize("right", [0.5, 0.95, 0.99, 1.0])
 @pytest.mark.parametrize("context", [1500, 4096, 6144, 32768, 131072])
 @pytest.mark.parametrize("machine", [CPU, GPU], ids=["cpu", "gpu"])
 def test_a_paced_run_is_never_noticeably_slower(
-    machine: Machine, context: int, right: float
+    machine: Machine, context: int, right: float, count: int, least: float
 ) -> None:
-    gain, _ = simulate(machine, context, right)
-    assert gain > 0.97
+    """Also in the first tokens; trials of rows lose some of their time, too."""
+    gain, _ = simulate(machine, context, right, count=count)
+    assert gain > least
 
 
 @pytest.mark.parametrize("context", [1500, 4096, 6144])

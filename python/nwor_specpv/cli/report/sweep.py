@@ -9,7 +9,7 @@ from typing import Any
 
 from nwor_specpv.cli.generate import view_config
 from nwor_specpv.transformers import Generation, Generator
-from nwor_specpv.transformers.view_log import ViewLog
+from nwor_specpv.transformers.views.log import ViewLog
 
 
 @dataclass(frozen=True)

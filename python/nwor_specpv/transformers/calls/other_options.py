@@ -74,5 +74,5 @@ def _refuse(name: str, own: Iterable[str]) -> NoReturn:
         way = f"use logits_processor=[{_PROCESSORS[name]}(...)] of transformers"
     if way is None:
         near = difflib.get_close_matches(name, list(own), 1)
-        way = f"the nearest is {near[0]}" if near else "docs/generate.md lists the options"
+        way = f"the nearest is {near[0]}" if near else "docs/generate_options.md lists the options"
     raise NworError(f"{name}: not an option of Generator.generate; {way}")

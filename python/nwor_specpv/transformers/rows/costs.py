@@ -16,11 +16,11 @@ import torch
 from nwor_specpv import _stamp
 from nwor_specpv._files import write_whole
 from nwor_specpv.models.folder import cache_root
+from nwor_specpv.transformers.request import Part, Request
+from nwor_specpv.transformers.round import Round
+from nwor_specpv.transformers.runner import ModelRunner
 
-from .request import Part, Request
-from .round import Round
-from .row_chooser import SIZES
-from .runner import ModelRunner
+from .chooser import SIZES
 
 _WORTH_KEEPING = 0.5  # seconds of a measurement; a shorter one is made again
 # Of a configuration, what says how much work a row is.

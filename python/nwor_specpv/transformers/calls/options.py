@@ -25,7 +25,7 @@ OnToken = Callable[..., None]
 class Options:
     """Of all requests of a call."""
 
-    max_new_tokens: int
+    max_new_tokens: int | None
     sampling: Sampling
     tree: TreeConfig
     stop_ids: frozenset[int]
@@ -39,6 +39,8 @@ class Options:
     chunk_rows: int = 0
 
     def __post_init__(self) -> None:
+        if self.max_new_tokens is None:
+            raise NworError("max_new_tokens: got none, expected the most new tokens, 1 or more")
         self.max_new_tokens = at_least_one("max_new_tokens", self.max_new_tokens)
         self.sequences = at_least_one("num_return_sequences", self.sequences)
         self.chunk_rows = _checked_chunk(self.chunk_rows)

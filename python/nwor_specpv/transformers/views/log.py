@@ -6,8 +6,7 @@ from collections import Counter
 from typing import Any
 
 from nwor_specpv import PartialStore, SlotAllocator
-
-from .request import Part
+from nwor_specpv.transformers.request import Part
 
 
 class ViewLog:

@@ -14,7 +14,7 @@ _WORTH = 1.05  # measured gain from which views are kept
 _TRIAL_STEPS = 2  # partial steps of a trial
 _REST = 512  # tokens with full steps after a failed trial; doubles each time
 _MOST_REST = 1 << 14
-_SHARE = 0.03  # of the time of full steps that trials may lose
+_SHARE = 0.015  # of the time of full steps that trials may lose; trials of rows lose theirs, too
 _TRIAL_LOSS = 1.5  # full steps' worth that a trial loses at most
 # Rows that cost attention as much as one row where it waits for K/V.
 _FREE_ROWS = 16

@@ -13,8 +13,19 @@ from nwor_specpv.drafters import TreeConfig
 SIZES = (1, 3, 5, 8, 12, 16, 24, 32)
 _ARMS = [Arm(size - 1, 0) for size in SIZES]
 _CHAIN_ROWS = 5  # up to here a tree is a chain, since breadth would cost depth
-# A call is short, and a step's time is known at its end.
-_PACE = Pace(probe_steps=3, settle_steps=0, look_interval=2, slow_first=False)
+_DRAFTING = 0.2  # of a plain step, until it is measured
+# A call is short, and a step's time is known at its end. What the first trials may lose must be
+# small beside a call of a few dozen steps.
+_PACE = Pace(
+    probe_steps=3,
+    probe_requests=3,
+    settle_steps=0,
+    look_interval=2,
+    slow_first=False,
+    first_credit=0.5,
+    most_debt=0.0,
+    free=0.25,
+)
 
 
 class RowChooser:
@@ -48,7 +59,14 @@ class RowChooser:
         return self.shape(tree, chosen.arm.drafts + 1), chosen
 
     def note(self, choice: Choice, seconds: float, tokens: Sequence[int]) -> None:
-        """A step took so long and gave each request so many tokens."""
+        """A step took so long and gave each request so many tokens.
+
+        So many rows never take longer than as many steps of one row: what a probe takes beyond is
+        the machine's, and one such step must not condemn a size.
+        """
+        plain = choice.cell.outlook(PLAIN)
+        if choice.probe and plain is not None:
+            seconds = min(seconds, (choice.arm.drafts + 1) * plain.seconds)
         self._choice.observe(choice, seconds, tokens)
 
     def cost(self, rows: int) -> float:
@@ -61,8 +79,10 @@ class RowChooser:
         return self.costs[known[-1]] * rows / known[-1]
 
     def _price(self, arm: Arm, fewer: Arm) -> float:
-        costs = [self.cost((one.drafts + 1) * self._batch) for one in (arm, fewer)]
-        return costs[0] / costs[1]
+        rows = [one.drafts + 1 for one in (arm, fewer)]
+        costs = [self.cost(one * self._batch) for one in rows]
+        drafting = _DRAFTING if fewer == PLAIN else 0.0
+        return min(costs[0] / costs[1], rows[0] / rows[1]) + drafting
 
     def _worth_trying(self, tree: TreeConfig, batch: int) -> list[Arm]:
         # No tree gives more than one token per row or per depth. The smallest is always tried: a

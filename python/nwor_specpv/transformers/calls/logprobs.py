@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 import torch
 
-from .request import Part, Request
-from .round import Round
+from nwor_specpv.transformers.request import Part, Request
+from nwor_specpv.transformers.round import Round
 
 
 class LogProbabilities:

@@ -13,10 +13,10 @@ import torch
 from transformers import AttentionInterface
 
 from nwor_specpv import NworError, verify_attention, verify_plan
+from nwor_specpv.transformers.sizes import window_of
+from nwor_specpv.transformers.views.views import Views
 
 from .float32_attention import float32_attention
-from .sizes import window_of
-from .views import Views
 
 NAME = "nwor_specpv"
 _UNSAID = -1  # the layer did not say; its mask has the window

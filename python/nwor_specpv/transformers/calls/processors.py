@@ -14,9 +14,8 @@ import torch
 from transformers import RepetitionPenaltyLogitsProcessor
 
 from nwor_specpv import NworError
-
-from .request import Part
-from .round import Round
+from nwor_specpv.transformers.request import Part
+from nwor_specpv.transformers.round import Round
 
 # Ids [n, length] of n rows and their logits [n, V] -> logits [n, V], as in transformers.
 Processor = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]

@@ -13,8 +13,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from nwor_specpv.transformers.graphs import MOST_ROWS
+
 from .attention import Step, attend_rows
-from .graphs import MOST_ROWS
 from .linear import MAX_ROWS, is_plain
 from .stand_in import is_hooked
 
