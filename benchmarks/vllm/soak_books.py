@@ -23,7 +23,8 @@ GROWING = ("nwor_rounds_total", "nwor_staged_tokens_total", "nwor_committed_toke
            "nwor_rejected_tokens_total", "nwor_cache_bytes_written_total")  # fmt: skip
 # What the traffic is meant to bring about in vLLM.
 WANTED = ("vllm:num_preemptions_total", "vllm:prefix_cache_hits_total")
-_LEVEL = re.compile(r"\b(WARNING|ERROR|CRITICAL)\b|nwor_specpv")
+# Lines without a process are of its start, when it does not know its name yet.
+_LEVEL = re.compile(r"^\(.* pid=\d+\) .*\b(WARNING|ERROR|CRITICAL)\b|nwor_specpv")
 _STAMP = re.compile(r"\d\d-\d\d \d\d:\d\d:\d\d(?:[.,]\d+)?")
 _MOST_NAMED = 5
 
@@ -112,24 +113,31 @@ class Counters:
         if problem not in self.problems:
             self.problems.append(problem)
 
-    def end(self, own: Samples, engine: Samples) -> None:
-        """REQUIRES: the server is idle, and has had a request after the last one that was left."""
-        self._faults(own)
-        if balance(own) != 0:
-            self._say(f"at the end {balance(own):.0f} staged tokens are unaccounted for")
-        if own.total("nwor_committed_tokens_total") <= 0:
-            self._say("nothing was committed")
+    def end(self, own: Samples | None, engine: Samples) -> None:
+        """`own`: None without the plugin.
+
+        REQUIRES: the server is idle, and has had a request after the last one that was left.
+        """
+        if own is not None:
+            self._end_own(own, engine)
         for name in ("vllm:num_requests_running", "vllm:num_requests_waiting"):
             if engine.total(name):
                 self._say(f"at the end {name} is {engine.total(name):.0f}")
         if engine.total("vllm:kv_cache_usage_perc"):
             self._say("at the end blocks of the KV cache are in use")
-        drafts = engine.total("vllm:spec_decode_num_draft_tokens_total")
-        if drafts > own.total("nwor_staged_tokens_total"):
-            self._say(f"vLLM verified {drafts:.0f} drafts, more than were staged")
         for name in WANTED:
             if not engine.total(name):
                 self._say(f"{name} is 0: the traffic did not bring it about")
+
+    def _end_own(self, own: Samples, engine: Samples) -> None:
+        self._faults(own)
+        if balance(own) != 0:
+            self._say(f"at the end {balance(own):.0f} staged tokens are unaccounted for")
+        if own.total("nwor_committed_tokens_total") <= 0:
+            self._say("nothing was committed")
+        drafts = engine.total("vllm:spec_decode_num_draft_tokens_total")
+        if drafts > own.total("nwor_staged_tokens_total"):
+            self._say(f"vLLM verified {drafts:.0f} drafts, more than were staged")
 
 
 class Memory:

@@ -31,6 +31,7 @@ SCHEMA = {
 PATTERN = "(ab|ba){3,20}"
 _POOL = 8  # different requests of a kind
 _CHARACTERS = 4  # of a token, about
+_HALF = 0.5  # of the requests that are left are sampled, where any are
 
 
 @dataclass(frozen=True)
@@ -52,7 +53,9 @@ class Traffic:
         prompt_tokens: int,
         answer_tokens: int,
         adapters: Sequence[str] = (),
+        sampled: bool = True,
     ) -> None:
+        """Without `sampled` all requests are greedy."""
         self._chance = random.Random(seed)
         self._text = text
         self._prompt_tokens, self._answer_tokens = prompt_tokens, answer_tokens
@@ -64,7 +67,9 @@ class Traffic:
             kind: [Request(kind, make(), f"{kind} {number}") for number in range(_POOL)]
             for kind, make in makers.items()
         }
-        self.weights = {kind: n for kind, n in KINDS.items() if kind != "lora" or adapters}
+        left_out = {"lora"} if not adapters else set()
+        left_out |= {"sampled"} if not sampled else set()
+        self.weights = {kind: n for kind, n in KINDS.items() if kind not in left_out}
 
     def __iter__(self) -> Traffic:
         return self
@@ -75,7 +80,8 @@ class Traffic:
             return self._chance.choice(self._pools[kind])
         if kind == "sampled":
             return Request(kind, self._sampled())
-        body = self._chance.choice([self._greedy, self._sampled])()
+        wants_sampling = "sampled" in self.weights and self._chance.random() < _HALF
+        body = self._sampled() if wants_sampling else self._greedy()
         body |= {"max_tokens": self._answer_tokens, "ignore_eos": True}
         return Request(kind, body, leave_after=self._chance.randint(1, 12))
 

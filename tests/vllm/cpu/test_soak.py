@@ -75,6 +75,14 @@ def test_the_mix_has_every_kind_and_comes_again(modules: SimpleNamespace) -> Non
     assert moments[-1] == pytest.approx(1000, rel=0.15)
 
 
+def test_without_sampling_all_requests_are_greedy(modules: SimpleNamespace) -> None:
+    sizes = {"prompt_tokens": 40, "answer_tokens": 16}
+    calm = modules.soak_traffic.Traffic(TEXT, SEED, sampled=False, **sizes)
+    made = list(itertools.islice(calm, 500))
+    assert {request.body["temperature"] for request in made} == {0}
+    assert {request.kind for request in made} == calm.weights.keys() - {"sampled", "lora"}
+
+
 def test_answers_without_a_fault_raise_nothing(modules: SimpleNamespace) -> None:
     answers = modules.soak_books.Answers()
     made = list(itertools.islice(traffic(modules), 500))
