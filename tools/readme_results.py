@@ -26,6 +26,8 @@ from tables import (
     long_context_plot,
     real,
     real_plot,
+    serving,
+    serving_plot,
     specpv,
     tree,
     vllm,
@@ -51,6 +53,10 @@ PLOTS: dict[Path, Callable[[], str]] = {
         DOCS / f"vllm_{name}.svg": functools.partial(real_plot.render, data)
         for name, data in real.results().items()
     },
+    **{
+        DOCS / f"vllm_{name}.svg": functools.partial(serving_plot.render, data)
+        for name, data in serving.results().items()
+    },
 }
 SECTIONS: dict[str, Callable[[], Iterator[str]]] = {
     "gains": gains.gains_lines,
@@ -61,6 +67,7 @@ SECTIONS: dict[str, Callable[[], Iterator[str]]] = {
     "long_context": vllm.long_context_lines,
     "compatibility": compatibility.compatibility_lines,
     "real": real.real_lines,
+    "serving": serving.serving_lines,
     "generate_cpu": generate.cpu_lines,
     "generate_gpu": generate.gpu_lines,
     "generate_matrix": generate_matrix.matrix_lines,

@@ -134,6 +134,16 @@ class Prompts:
             made.append(head + body + tail)
         return made
 
+    def windows(self, lengths: Sequence[int], seed: int) -> list[list[int]]:
+        """Prompts of these lengths, each from a place of its own, drawn by the seed."""
+        first, _ = self._continue(0)
+        chance = random.Random(seed)
+        starts = [chance.randrange(len(self._text)) for _ in lengths]
+        return [
+            first + self._window(start, max(1, length - len(first)))
+            for start, length in zip(starts, lengths, strict=True)
+        ]
+
     def _window(self, start: int, room: int) -> list[int]:
         """The text from a place on; where it ends it begins again."""
         found = self._text[start : start + room]

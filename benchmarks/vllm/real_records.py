@@ -6,12 +6,11 @@ A record is added when its measurement is over, so a run that was stopped goes o
 from __future__ import annotations
 
 import itertools
-import json
-import os
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
+
+from json_lines import JsonLines
 
 REFERENCE = -1  # a turn that is not timed: plain vLLM says how sure it is of each token
 VISITS = 2  # engine starts of a side, so that sides take turns
@@ -82,37 +81,8 @@ def plan(cells: Sequence[Cell], sides: Sequence[str], turns: int) -> list[Visit]
     return visits
 
 
-class Records:
-    """The file; two processes may use it as long as one of them writes."""
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-
-    def read(self) -> list[dict[str, Any]]:
-        """All whole lines: a process that was stopped may leave a part of one."""
-        if not self._path.exists():
-            return []
-        found = []
-        for line in self._path.read_text(encoding="utf-8").splitlines():
-            try:
-                found.append(json.loads(line))
-            except json.JSONDecodeError:
-                continue
-        return found
-
-    def add(self, *records: dict[str, Any]) -> None:
-        lines = "".join(json.dumps(record, separators=(",", ":")) + "\n" for record in records)
-        with self._path.open("ab+") as file:
-            if file.tell() and not self._ends_a_line():
-                lines = "\n" + lines
-            file.write(lines.encode())
-            file.flush()
-            os.fsync(file.fileno())
-
-    def _ends_a_line(self) -> bool:
-        with self._path.open("rb") as file:
-            file.seek(-1, os.SEEK_END)
-            return file.read(1) == b"\n"
+class Records(JsonLines):
+    """Of jobs and of engines."""
 
     def jobs(self) -> list[dict[str, Any]]:
         """The latest record of each job."""
@@ -129,9 +99,7 @@ class Records:
 
     def forget_failures(self) -> None:
         """Failed jobs are pending again."""
-        kept = [record for record in self.read() if record.get("status") != FAILED]
-        self._path.unlink(missing_ok=True)
-        self.add(*kept)
+        self.drop(FAILED)
 
     def start_seconds(self, side: str) -> float:
         """How long the engine of a side takes until it is ready, by what was seen."""

@@ -1,184 +1,234 @@
 #!/usr/bin/env python3
-"""Serving with and without the plugin: two OpenAI-compatible servers, the same clients in turns.
+"""Serving with and without the plugin, under traffic: OpenAI-compatible servers, asked in turn.
 
-    python benchmarks/vllm/serving.py --model smollm2 --clients 4 --requests 24 --repeats 3
+    python benchmarks/vllm/serving.py --model smollm2 --out DIR                       # chat lengths
+    python benchmarks/vllm/serving.py --model FOLDER --head HEAD --lengths long \\
+        --sides stock nwor long --loads 4c 25% 50% 75% 90% all --out DIR --seconds 540
+    python benchmarks/vllm/serving.py --out DIR --summary benchmarks/results/h200/serving_NAME.json
 
-Prints, per server, output tokens a second, the time to the first token and between tokens (median
-and 99th percentile), and the ratio of the medians. Both servers are up all the time; only one of
-them is asked at a time. `--server-args` goes to both.
+A load is a number of clients that wait for their answers (8c), requests a second at random moments
+(2.5; 50% of what stock vLLM served of all), or all at once (all): see serving_load.py. Lengths of
+prompts and answers are drawn from a table of lengths.json, prompts from real_prompts.py's text. All
+sides get the same requests at the same moments, with the same drafter:
+
+* stock: vLLM as it comes. * nwor: with the plugin. * long: with the plugin's `enable_specpv`.
+
+All servers are up all the time, each with its share of a GPU's memory; one is asked at a time, the
+others are idle. Every measurement is a line of DIR/records.jsonl, and a later call goes on where
+one was stopped. With --seconds a call ends in time, with status 75 while something is left.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import os
+import platform
 import shlex
-import socket
-import statistics
 import subprocess
 import sys
 import time
-import urllib.error
-import urllib.request
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-PROMPT = "Write the numbers from {} to {} in words, separated by commas. Then write them once more."
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+
+import real_prompts
+import server_process
+import serving_load
+import serving_measure
+import serving_summary
+from server_process import Server, has_gpu
+from serving_load import Load
+from serving_measure import Asked
+from serving_records import FAILED, MEASURED, STOCK, Job, Records, plan
+
+SIDES = (STOCK, "nwor", "long")
+LOADS = ("8c", "25%", "50%", "75%", "90%", "all")
+NGRAM = {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 4}
+HEAD_DRAFTS, LONG_DRAFTS = 4, 15
+UNFINISHED = 75
+MEMORY = 0.9  # of a GPU, of all servers together
 
 
-@dataclass
-class Server:
-    name: str
-    url: str
-    process: subprocess.Popen[bytes]
-    tokens_per_s: list[float] = field(default_factory=list)
-    first_ms: list[float] = field(default_factory=list)
-    gap_ms: list[float] = field(default_factory=list)
-
-
-def main() -> int:
-    args = parse()
-    with ExitStack() as stack:
-        servers = []
-        for name in ("stock", "nwor"):
-            servers.append(start(args, name))
-            stack.callback(stop, servers[-1].process)
-            if has_gpu():  # a server that starts measures how much memory is free
-                wait_until_ready(servers[-1])
-        for server in servers:
-            wait_until_ready(server)
-        for number in range(args.repeats + 1):
-            for server in servers if number % 2 else servers[::-1]:
-                measure(args, server, counted=number > 0)
-        report = {server.name: summarise(server) for server in servers}
-    size = f"{args.requests} requests of {args.tokens} tokens"
-    print(f"{args.clients} clients, {size}, {args.repeats} repeats")
-    print("          tokens/s   first ms p50/p99       gap ms p50/p99")
-    for name, row in report.items():
-        first, gap = row["first_ms"], row["gap_ms"]
-        print(
-            f"{name:8} {row['tokens_per_s']:9.1f}   {first[0]:8.1f} {first[1]:8.1f}"
-            f"     {gap[0]:8.2f} {gap[1]:8.2f}"
-        )
-    ratio = report["nwor"]["gap_ms"][0] / report["stock"]["gap_ms"][0]
-    print(f"nwor/stock, time between tokens: {ratio:.3f}")
-    if args.json:
-        Path(args.json).write_text(json.dumps(report | {"ratio": ratio}, indent=2))
+def main(arguments: list[str]) -> int:
+    args = parse(arguments)
+    args.out.mkdir(parents=True, exist_ok=True)
+    if args.summary:
+        return serving_summary.write(args.out, args.summary)
+    records = Records(args.out / "records.jsonl")
+    if args.retry:
+        records.drop(FAILED)
+    resolve(args)
+    serving_summary.identify(args.out, told_of(args))
+    jobs = plan(args.loads, args.sides, args.turns)
+    left = records.pending(jobs)
+    if left:
+        work(args, records, left)
+    left = records.pending(jobs)
+    if left:
+        print(f"\n{len(left)} measurements are left: run the command again", file=sys.stderr)
+        return UNFINISHED
     return 0
 
 
-def parse() -> argparse.Namespace:
+def parse(arguments: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--model", default="smollm2", help="smollm2 or anything vLLM loads")
-    parser.add_argument("--drafts", type=int, default=4)
-    parser.add_argument("--clients", type=int, default=4)
-    parser.add_argument("--requests", type=int, default=24)
-    parser.add_argument("--tokens", type=int, default=64)
-    parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--server-args", default="", help="for both, such as '--dtype float32'")
-    parser.add_argument("--json", default="", help="write the results there")
-    return parser.parse_args()
+    parser.add_argument("--model", default="smollm2", help="smollm2, or a Hugging Face folder")
+    parser.add_argument("--head", default="", help="an EAGLE3 head in place of n-grams")
+    parser.add_argument("--speculation", type=json.loads, default={},
+                        help="JSON: more keys of vLLM's speculative config")  # fmt: skip
+    parser.add_argument("--out", type=Path, required=True, help="folder of records and logs")
+    parser.add_argument("--sides", nargs="+", choices=SIDES, default=list(SIDES[:2]))
+    parser.add_argument("--lengths", choices=serving_load.tables()["tables"], default="chat")
+    parser.add_argument("--loads", nargs="+", type=Load.parse, default=list(map(Load, LOADS)))
+    parser.add_argument("--requests", type=int, default=200, help="of a load")
+    parser.add_argument("--turns", type=int, default=2, help="measurements of a load on each side")
+    parser.add_argument("--text", nargs="+", default=[], help="files in place of the default text")
+    parser.add_argument("--seconds", type=float, default=0, help="of this call; 0: no limit")
+    parser.add_argument("--retry", action="store_true", help="try again what has failed")
+    parser.add_argument("--dtype", default="bfloat16" if has_gpu() else "float32")
+    parser.add_argument("--set", type=json.loads, default={}, help="JSON: keys of the plugin")
+    parser.add_argument("--server-args", default="", help="of vLLM, for all: '--max-num-seqs 64'")
+    parser.add_argument("--side-args", type=json.loads, default={},
+                        help='JSON, more of them by side: {"long": "--block-size 32"}')  # fmt: skip
+    parser.add_argument("--summary", type=Path, help="write the result of DIR there, run nothing")
+    return parser.parse_args(arguments)
 
 
-def start(args: argparse.Namespace, name: str) -> Server:
-    model = args.model
-    if model == "smollm2":
+def resolve(args: argparse.Namespace) -> None:
+    """Makes the folder of the shipped model."""
+    args.name = Path(args.model).name
+    if args.model == "smollm2":
         from nwor_specpv.models import smollm2
 
-        model = str(smollm2("bfloat16"))
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        port = listener.getsockname()[1]
-    drafts = {"method": "ngram", "num_speculative_tokens": args.drafts, "prompt_lookup_max": 4}
-    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", model]
-    command += ["--served-model-name", "model", "--host", "127.0.0.1", "--port", str(port)]
-    command += ["--speculative-config", json.dumps(drafts), *shlex.split(args.server_args)]
-    if has_gpu() and "--gpu-memory-utilization" not in args.server_args:
-        command += ["--gpu-memory-utilization", "0.4"]  # both have to fit
-    # Two servers that bind their threads to the same cores would wait for each other.
-    env = {"VLLM_CPU_OMP_THREADS_BIND": "nobind"} | dict(os.environ)
-    if name == "stock":
-        env["VLLM_PLUGINS"] = "none"
-    elif has_gpu():
-        command += ["--attention-backend", "CUSTOM"]
-    process = subprocess.Popen(command, env=env, stdout=subprocess.DEVNULL)
-    return Server(name, f"http://127.0.0.1:{port}", process)
+        args.model, args.name = str(smollm2(args.dtype)), "SmolLM2-135M-Instruct"
 
 
-def has_gpu() -> bool:
-    import torch
-
-    return torch.cuda.is_available()
-
-
-def stop(process: subprocess.Popen[bytes]) -> None:
-    process.terminate()
-    process.wait(timeout=60)
-
-
-def wait_until_ready(server: Server) -> None:
-    for _ in range(1200):
-        if server.process.poll() is not None:
-            raise SystemExit(f"the server {server.name} ended with {server.process.returncode}")
-        try:
-            with urllib.request.urlopen(f"{server.url}/health", timeout=5):
-                return
-        except (urllib.error.URLError, ConnectionError):
-            time.sleep(0.5)
-    raise SystemExit(f"the server {server.name} is not ready after ten minutes")
-
-
-def measure(args: argparse.Namespace, server: Server, *, counted: bool) -> None:
-    started = time.perf_counter()
-    with ThreadPoolExecutor(args.clients) as pool:
-        arrivals = list(pool.map(lambda i: ask(server, i, args.tokens), range(args.requests)))
-    seconds = time.perf_counter() - started
-    if not counted:
-        return
-    server.tokens_per_s.append(args.requests * args.tokens / seconds)
-    for times in arrivals:
-        server.first_ms.append(1e3 * times[0])
-        # A step emits several tokens at once; what a reader feels is the time per token.
-        server.gap_ms.append(1e3 * (times[-1] - times[0]) / max(1, args.tokens - 1))
-
-
-def ask(server: Server, index: int, tokens: int) -> list[float]:
-    """Seconds from asking to each piece of the streamed answer."""
-    body: dict[str, Any] = {
-        "model": "model",
-        "prompt": PROMPT.format(index, index + 9),
-        "max_tokens": tokens,
-        "temperature": 0,
-        "ignore_eos": True,
-        "stream": True,
-    }
-    request = urllib.request.Request(
-        f"{server.url}/v1/completions",
-        data=json.dumps(body).encode(),
-        headers={"Content-Type": "application/json"},
-    )
-    started, times = time.perf_counter(), []
-    with urllib.request.urlopen(request, timeout=600) as response:
-        for line in response:
-            if line.startswith(b"data: {"):
-                times.append(time.perf_counter() - started)
-    return times
-
-
-def summarise(server: Server) -> dict[str, Any]:
-    def spread(values: list[float]) -> tuple[float, float]:
-        return statistics.median(values), sorted(values)[int(0.99 * (len(values) - 1))]
-
+def told_of(args: argparse.Namespace) -> dict[str, Any]:
+    text = real_prompts.read_text(args.text)
     return {
-        "tokens_per_s": statistics.median(server.tokens_per_s),
-        "first_ms": spread(server.first_ms),
-        "gap_ms": spread(server.gap_ms),
+        "model": args.name,
+        "dtype": args.dtype,
+        "head": Path(args.head).name if args.head else None,
+        "drafter": {side: speculation(side, args) for side in args.sides},
+        "lengths": args.lengths,
+        "requests_of_a_load": args.requests,
+        "text": text.name,
+        "text_sha256": text.sha256,
+        "settings": args.set,
+        "server_args": args.server_args,
+        "side_args": args.side_args,
     }
+
+
+def speculation(side: str, args: argparse.Namespace) -> dict[str, Any] | None:
+    """vLLM's speculative config. Without a head `enable_specpv` chooses one itself."""
+    if args.head:
+        drafts = LONG_DRAFTS if side == "long" else HEAD_DRAFTS
+        told = {"method": "eagle3", "model": args.head, "num_speculative_tokens": drafts}
+        return told | args.speculation
+    return None if side == "long" else NGRAM | args.speculation
+
+
+def server_arguments(side: str, args: argparse.Namespace) -> list[str]:
+    told = ["--model", args.model, "--dtype", args.dtype]
+    drafts = speculation(side, args)
+    if drafts is not None:
+        told += ["--speculative-config", json.dumps(drafts)]
+    if side == "long" and args.head:
+        told += ["--scheduler-cls", "nwor_specpv.vllm.specpv.scheduler.LongContextScheduler"]
+    more = [*shlex.split(args.server_args), *shlex.split(args.side_args.get(side, ""))]
+    if "--max-model-len" not in more:
+        told += ["--max-model-len", str(serving_load.longest(args.lengths) + 16)]
+    if has_gpu() and "--gpu-memory-utilization" not in more:
+        told += ["--gpu-memory-utilization", f"{MEMORY / len(args.sides):.2f}"]
+    return told + more
+
+
+def settings(side: str, args: argparse.Namespace) -> dict[str, Any] | None:
+    if side == STOCK:
+        return None
+    return ({"enable_specpv": True} if side == "long" else {}) | args.set
+
+
+def work(args: argparse.Namespace, records: Records, jobs: list[Job]) -> None:
+    """Starts the servers and measures until all is done or time is up."""
+    from transformers import AutoTokenizer
+
+    began = time.monotonic()
+    tokenizer = AutoTokenizer.from_pretrained(args.model)
+    prompts = real_prompts.Prompts(tokenizer, real_prompts.read_text(args.text))
+    with ExitStack() as stack:
+        servers = {side: start(side, args, records, stack) for side in args.sides}
+        for server in servers.values():
+            warm_up(server, prompts)
+        for job in jobs:
+            spent = time.monotonic() - began
+            if args.seconds and spent + records.job_seconds(job.load) > args.seconds:
+                return
+            measure(job, args, records, servers[job.side], prompts)
+
+
+def start(side: str, args: argparse.Namespace, records: Records, stack: ExitStack) -> Server:
+    """One after the other: a server that starts measures how much memory is free."""
+    from engine_state import origin
+
+    began = time.monotonic()
+    keys = settings(side, args)
+    log = args.out / f"{side}.log"
+    server = server_process.launch(side, server_arguments(side, args), log, settings=keys)
+    stack.callback(server_process.end, server)
+    server_process.wait_until_ready(server)
+    told = {"server": side, "start_s": time.monotonic() - began, "device": device()}
+    records.add(told | {"python": platform.python_version()} | origin())
+    return server
+
+
+def device() -> str:
+    if not has_gpu():
+        return f"{platform.machine()} CPU"
+    command = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout.split("\n")[0]
+
+
+def warm_up(server: Server, prompts: real_prompts.Prompts) -> None:
+    """What a server does once is done before it is measured."""
+    load = Load("4c")
+    sizes = serving_load.draw("tiny", 8, 0)
+    windows = prompts.windows([one.prompt for one in sizes], 0)
+    asked = [Asked(prompt, one, 0.0) for prompt, one in zip(windows, sizes, strict=True)]
+    serving_measure.run(server, load, asked)
+
+
+def measure(
+    job: Job, args: argparse.Namespace, records: Records, server: Server,
+    prompts: real_prompts.Prompts,
+) -> None:  # fmt: skip
+    load = job.load
+    if load.share and not records.most():
+        records.add(job.record(FAILED, reason="stock vLLM has not served all at once"))
+        return
+    seed, rate = serving_load.seed_of(load, job.turn), load.rate(records.most())
+    sizes = serving_load.draw(args.lengths, args.requests, seed)
+    windows = prompts.windows([one.prompt for one in sizes], seed)
+    moments = serving_load.moments(args.requests, rate, seed)
+    asked = [Asked(*one) for one in zip(windows, sizes, moments, strict=True)]
+    try:
+        found = serving_measure.run(server, load, asked)
+    except (RuntimeError, OSError) as error:
+        records.add(job.record(FAILED, reason=str(error)))
+        print(f"{job.side:6} {load.name:>6}: {error}", flush=True)
+        return
+    offered = None if rate == float("inf") else rate
+    records.add(job.record(MEASURED, offered_per_s=offered, **found))
+    times = (found["first_ms"]["p50"], found["token_ms"]["p50"], found["token_ms"]["p99"])
+    print(
+        f"{job.side:6} {load.name:>6} turn {job.turn}: {found['tokens_per_s']:9.1f} tokens/s, "
+        f"first {times[0]:.0f} ms, tokens {times[1]:.2f} ms, p99 {times[2]:.2f} ms",
+        flush=True,
+    )
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    raise SystemExit(main(sys.argv[1:]))

@@ -19,7 +19,9 @@
 #include <c10/cuda/CUDAGuard.h>
 
 #include "attention/cuda/verify.h"
+#include "attention/plan_users.h"
 #include "attention/unsupported.h"
+#include "base/cuda/launch_check.h"
 #endif
 
 namespace nwor {
@@ -133,6 +135,29 @@ void CheckPlan(const at::Tensor& plan, const CudaPlan& expected, at::Device devi
              "plan: got memory at ", plan.const_data_ptr(), ", expected 256-byte alignment");
 }
 
+bool IsCapturing(cudaStream_t stream) {
+  cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
+  CheckCuda(cudaStreamIsCapturing(stream, &status), "cudaStreamIsCapturing");
+  return status != cudaStreamCaptureStatusNone;
+}
+
+// Before a stream uses a plan of the caller's: what another stream still does with it comes first.
+// Neither can be waited for in a capture, where the caller orders what shares a plan.
+void TakePlan(const at::Tensor& plan, StreamHandle handle) {
+  static PlanUsers users;
+  const std::optional<StreamHandle> had = users.Enter(plan.const_data_ptr(), handle);
+  if (!had.has_value()) return;
+  const auto before = static_cast<cudaStream_t>(*had), stream = static_cast<cudaStream_t>(handle);
+  if (IsCapturing(stream) || IsCapturing(before)) return;
+  cudaEvent_t event = nullptr;
+  CheckCuda(cudaEventCreateWithFlags(&event, cudaEventDisableTiming), "cudaEventCreate");
+  const cudaError_t recorded = cudaEventRecord(event, before);
+  const cudaError_t waits =
+      recorded == cudaSuccess ? cudaStreamWaitEvent(stream, event, 0) : recorded;
+  CheckCuda(cudaEventDestroy(event), "cudaEventDestroy");  // once it has come
+  CheckCuda(waits, "waiting for the stream that had the plan");
+}
+
 void LaunchPlan(const VerifyParams& params, const CudaPlan& shape, const at::Tensor& plan) {
   auto* memory = static_cast<std::byte*>(plan.mutable_data_ptr());
   LaunchVerifyPlan(params, shape.config, memory, memory + shape.plan_bytes);
@@ -145,6 +170,7 @@ void VerifyCuda(const VerifyArguments& arguments, const CheckedVerify& checked) 
   if (arguments.plan.has_value() && params.max_request_rows == 0) {
     plan = *arguments.plan;
     CheckPlan(plan, shape, checked.device);
+    TakePlan(plan, params.stream);
   } else {
     plan = at::empty({shape.total_bytes}, arguments.query.options().dtype(at::kByte));
     LaunchPlan(params, shape, plan);
@@ -211,6 +237,7 @@ void PlanVerify(const VerifyArguments& arguments, at::Tensor plan) {
     const CudaPlan shape = ShapePlan(checked.params, checked.request, checked.device.index());
     CheckPlan(plan, shape, checked.device);
     checked.params.stream = CurrentStream(checked.device);
+    TakePlan(plan, checked.params.stream);
     if (checked.params.num_rows > 0) LaunchPlan(checked.params, shape, plan);
     return;
   }

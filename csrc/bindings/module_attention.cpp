@@ -18,13 +18,15 @@ void MergeAndWriteRowsOfLayer(Interceptor& interceptor, const std::string& layer
                               const at::Tensor& value, const at::Tensor& prefix_out,
                               const at::Tensor& prefix_lse, const at::Tensor& query_start,
                               double scale, const at::Tensor& out, double softcap,
-                              int64_t rows_per_request,
-                              const std::optional<at::Tensor>& tree_mask) {
+                              int64_t rows_per_request, const std::optional<at::Tensor>& tree_mask,
+                              bool overlaps) {
+  MergeRowsArguments arguments{query,       key,       value, prefix_out, prefix_lse,
+                               query_start, tree_mask, scale, softcap,    rows_per_request};
+  arguments.rows_ready = overlaps;
+  arguments.ordered = !overlaps;
   std::optional<DeferredWrite> write = interceptor.TakeDeferred(layer);
   try {
-    MergeAndWriteRows({query, key, value, prefix_out, prefix_lse, query_start, tree_mask, scale,
-                       softcap, rows_per_request, /*rows_ready=*/true},
-                      out, {}, write.has_value() ? &write->params : nullptr);
+    MergeAndWriteRows(arguments, out, {}, write.has_value() ? &write->params : nullptr);
   } catch (...) {
     if (write.has_value()) interceptor.ReturnDeferred(layer, std::move(*write));
     throw;
@@ -61,10 +63,11 @@ void BindAttention(py::module_& m) {
         py::arg("query"), py::arg("key"), py::arg("value"), py::arg("prefix_out"),
         py::arg("prefix_lse"), py::arg("query_start"), py::arg("scale"), py::arg("out"),
         py::arg("softcap") = 0.0, py::arg("rows_per_request") = 0,
-        py::arg("tree_mask") = py::none(),
+        py::arg("tree_mask") = py::none(), py::arg("overlaps") = false,
         "merge_rows, and the layer's deferred write (Interceptor.write with\n"
-        "defer=True) in the same launch. On CUDA query, key and value must have been\n"
-        "written before the previous launch, the attention to the prefix, began.");
+        "defer=True) in the same launch. With overlaps it may begin on CUDA while the\n"
+        "previous launch, the attention to the prefix, still runs: query, key and value\n"
+        "must have been written before that began, and it must end after all before it.");
 }
 
 }  // namespace nwor

@@ -165,6 +165,9 @@ void MergeAndWriteRows(const MergeRowsArguments& arguments, const at::Tensor& ou
     params.lse = static_cast<float*>(lse.mutable_data_ptr());
   }
   // Copies made just now are not ready.
+  NWOR_CHECK(!arguments.rows_ready || !arguments.ordered,
+             "ordered: got rows_ready as well, expected one of them");
+  params.ordered = arguments.ordered;
   params.rows_ready = arguments.rows_ready &&
                       readable_query.const_data_ptr() == query.const_data_ptr() &&
                       key.const_data_ptr() == arguments.key.const_data_ptr() &&

@@ -268,6 +268,10 @@ void Launch(const MergeRowsParams& params, const WriteGrid& write) {
   const auto kernel = write.num_blocks > 0 ? MergeRowsKernel<Pair, kLanes, true>
                                            : MergeRowsKernel<Pair, kLanes, false>;
   const MergeAndWriteParams table{params, write, params.stream};
+  if (params.ordered) {
+    kernel<<<blocks, kThreads, 0, static_cast<cudaStream_t>(params.stream)>>>(table);
+    return CheckCuda(cudaGetLastError(), "merge_rows kernel");
+  }
   LaunchDependent(kernel, dim3(blocks), kThreads, 0, table, "merge_rows kernel");
 }
 

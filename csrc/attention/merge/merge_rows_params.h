@@ -47,6 +47,10 @@ struct MergeRowsParams {
   // may be read while it runs. Until that launch has ended, this one writes nothing that it reads,
   // except caches and staging of the in-flight rows.
   bool rows_ready = false;
+  // CUDA: the launch begins after all that is before it on the stream has ended. For a prefix whose
+  // last launch may end before those ahead of it, as FlashAttention-3's combine does where every
+  // request has one split, unless it resets the scheduler's semaphore. Not with rows_ready.
+  bool ordered = false;
 
   int32_t num_requests = 0;  // B
   int32_t num_rows = 0;      // T

@@ -414,7 +414,8 @@ def commit(interceptor: Interceptor, device: str) -> None:
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("head_dim", [64, 80, 128, 256])
-def test_a_deferred_write_is_done_with_the_rows(device: str, head_dim: int) -> None:
+@pytest.mark.parametrize("overlaps", [False, True])
+def test_a_deferred_write_is_done_with_the_rows(device: str, head_dim: int, overlaps: bool) -> None:
     print(f"seed={SEED}")
     for dtype in row_dtypes(device):
         caches, outs = [], []
@@ -427,8 +428,9 @@ def test_a_deferred_write_is_done_with_the_rows(device: str, head_dim: int) -> N
             out = torch.zeros_like(query)
             lse = torch.full((8, 4), -INFINITY, device=device)
             _C.merge_and_write_rows(
-                interceptor, "layer", query, key, value, out, lse, start, 0.125, out
-            )
+                interceptor, "layer", query, key, value, out, lse, start, 0.125, out,
+                overlaps=overlaps,
+            )  # fmt: skip
             plain = merge_rows(query, key, value, torch.zeros_like(query), lse, start, None, 0.125)
             assert torch.equal(out, plain)
             written = (cache.transpose(1, 2).flatten(0, 1) != 0).flatten(1).any(1)

@@ -136,6 +136,7 @@ RAISED = {
     "NworFewDraftsAccepted": {
         "nwor_committed_tokens_total": "0+5x90",
         "nwor_staged_tokens_total": "0+100x90",
+        "nwor_failed_tokens_total": "0x90",
     },
     "SpecpvDraftingFails": {'specpv_draft_failures_total{reason="error"}': "0x30 1x60"},
     "NworWorkerCallsFail": {'nwor_worker_calls_total{outcome="failed"}': "0x30 1x60"},
@@ -154,6 +155,7 @@ STILL = {
     "nwor_rounds_total": "0+100x90",
     "nwor_committed_tokens_total": "0+60x90",
     "nwor_staged_tokens_total": "0+100x90",
+    "nwor_failed_tokens_total": "0x90",
 }
 
 

@@ -70,6 +70,17 @@ class Server:
             return None
         return float(found[0]["value"][1]) if len(found) == 1 else None
 
+    def wait_for_samples(self, expression: str) -> list[dict]:
+        """The answer, as soon as there is one: a rate needs two scrapes."""
+        deadline = time.monotonic() + PATIENCE_S
+        while time.monotonic() < deadline and self.process.poll() is None:
+            self.value(expression)  # fails on what the server cannot parse
+            found = self.query(expression)
+            if found:
+                return found
+            time.sleep(0.2)
+        pytest.fail(f"{expression}: no answer\n{self.log.read_text()}")
+
     def wait_for(self, expression: str, expected: float) -> None:
         deadline = time.monotonic() + PATIENCE_S
         value = None
@@ -101,6 +112,21 @@ def server(tmp_path: Path) -> Iterator[Server]:
     metrics.stop()
 
 
+def dashboard_queries() -> dict[str, list[str]]:
+    """Queries by panel, with its variables as Grafana sets them."""
+    path = ROOT / "deploy" / "grafana" / "dashboards" / "nwor_specpv.json"
+    panels = json.loads(path.read_text(encoding="utf-8"))["panels"]
+    settings = {"$job": "nwor", "$__rate_interval": "10m"}
+    found: dict[str, list[str]] = {}
+    for panel in panels:
+        for target in panel["targets"]:
+            query = target["expr"]
+            for name, value in settings.items():
+                query = query.replace(name, value)
+            found.setdefault(panel["title"], []).append(query)
+    return found
+
+
 def documented_queries() -> list[str]:
     text = (ROOT / "docs" / "metrics.md").read_text(encoding="utf-8")
     blocks = re.findall(r"```promql\n(.*?)```", text, re.DOTALL)
@@ -125,3 +151,28 @@ def test_a_server_scrapes_and_agrees_with_the_snapshot(server: Server) -> None:
     assert len(queries) >= 4
     for query in queries:
         server.value(query)  # fails on what the server cannot parse
+
+
+def test_every_query_of_the_dashboard_has_an_answer(server: Server) -> None:
+    seed = int(os.environ.get("NWOR_TEST_SEED") or secrets.randbits(32))
+    print(f"seed={seed}")
+    names = ("committed", "staged", "rejected")
+    before = {name: Metrics().snapshot()[f"nwor_{name}_tokens_total"] for name in names}
+    server.wait_for("nwor_staged_tokens_total", before["staged"])
+    play(40, seed)
+    after = {name: Metrics().snapshot()[f"nwor_{name}_tokens_total"] for name in names}
+    server.wait_for("nwor_staged_tokens_total", after["staged"])
+    found = dashboard_queries()
+    queries = [query for panel in found.values() for query in panel]
+    assert len(queries) > 20
+    assert not any("$" in query for query in queries)
+    for query in queries:
+        assert server.wait_for_samples(query), query
+    grown = {name: after[name] - before[name] for name in names}
+    (acceptance,) = (query for query in queries if "committed" in query and "/ sum" in query and
+                     "staged" in query)  # fmt: skip
+    server.wait_for(acceptance, grown["committed"] / grown["staged"])
+    assert server.query("sum by (reason) (nwor_no_such_total)") == []
+    variable = f"http://127.0.0.1:{server.port}/api/v1/label/job/values?match[]=nwor_build_info"
+    with urllib.request.urlopen(variable, timeout=10) as response:
+        assert json.load(response)["data"] == ["nwor"]

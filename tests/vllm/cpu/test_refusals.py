@@ -6,9 +6,10 @@ import dataclasses
 import json
 import logging
 import re
+import sys
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -431,5 +432,32 @@ def test_attention_that_vllm_makes_of_ours_is_refused(
             """As vLLM's, which writes the encoder's K/V itself."""
 
         for kind in ("encoder_decoder", "decoder"):
-            with pytest.raises(NworError, match=r'CrossAttentionImpl.*"enable_nwor": false'):
+            derived = r'vLLM derives CrossAttentionImpl from our attention.*"enable_nwor": false'
+            with pytest.raises(NworError, match=derived):
                 CrossAttentionImpl(**SHAPE, attn_type=kind)
+
+
+@pytest.mark.parametrize(
+    "unfit", [{"use_mla": True}, {"use_mm_prefix": True}], ids=["MLA", "images"]
+)
+def test_vllm_refuses_our_backend_for_a_model_it_is_unfit_for(
+    unfit: dict[str, bool], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What vLLM says on a GPU, where `--attention-backend CUSTOM` was asked for."""
+    for name in ("vllm._C", "vllm._C_stable_libtorch"):  # of vLLM's wheel for GPUs
+        monkeypatch.setitem(sys.modules, name, sys.modules.get(name) or ModuleType(name))
+    from vllm.platforms import cuda
+    from vllm.platforms.interface import DeviceCapability
+    from vllm.v1.attention.backends.registry import AttentionBackendEnum
+    from vllm.v1.attention.selector import AttentionSelectorConfig
+
+    platform = cuda.CudaPlatformBase
+    hopper = classmethod(lambda *_, **__: DeviceCapability(9, 0))
+    monkeypatch.setattr(platform, "get_device_capability", hopper)
+    model = AttentionSelectorConfig(64, torch.bfloat16, "auto", 16)
+    plugin.register()
+    with flash_attention(plugin.CUDA_BACKEND):
+        chosen = platform.get_attn_backend_cls(AttentionBackendEnum.CUSTOM, model)
+        assert chosen == plugin.CUDA_BACKEND
+        with pytest.raises(ValueError, match=r"Selected backend .*CUSTOM.* is not valid for"):
+            platform.get_attn_backend_cls(AttentionBackendEnum.CUSTOM, model._replace(**unfit))

@@ -17,6 +17,7 @@ from vllm.v1.attention.backends.flash_attn import (
 
 from nwor_specpv import _C, PartialView, verify_attention
 from nwor_specpv.errors import NworError
+from nwor_specpv.vllm import versions
 from nwor_specpv.vllm.engine import engine_of
 from nwor_specpv.vllm.specpv.partial_pass import PartialPass
 from nwor_specpv.vllm.support import FLOAT8, is_quantized
@@ -220,4 +221,5 @@ class NworFlashImpl(TargetLayer, FlashAttentionImpl):
             softcap=self.logits_soft_cap,
             rows_per_request=part.max_rows if part.uniform and part.tree_mask is None else 0,
             tree_mask=part.tree_mask,
+            overlaps=versions.adapter.flash_combine_waits,
         )

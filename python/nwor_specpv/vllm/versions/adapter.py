@@ -52,6 +52,9 @@ class Adapter(ABC):
     version: str
     # How a cache is laid out: a name of nwor_specpv.LAYOUTS.
     cache_layout: str = "packed"
+    # Whether FlashAttention-3's combine ends after the attention before it, also where no request
+    # has several splits: it resets the scheduler's semaphore. To be read in its source.
+    flash_combine_waits: bool = False
     # Tokens of a page of the CPU backend are a multiple of this.
     cpu_page: int
 
