@@ -453,10 +453,10 @@ void BindStore(py::module_& m) {
                              "Tokens of each view, [max_requests] int32.")
       .def_property_readonly(
           "kmax", &PartialStore::kmax,
-          "The largest K of each block by channel, [L, max_requests, N, Hkv, D].")
+          "The largest K of each block by channel, [L, P, blocks of a page, Hkv, D].")
       .def_property_readonly(
           "kmin", &PartialStore::kmin,
-          "The smallest K of each block by channel, [L, max_requests, N, Hkv, D].")
+          "The smallest K of each block by channel, [L, P, blocks of a page, Hkv, D].")
       .def_property_readonly(
           "ids", &PartialStore::ids,
           "The chosen candidates, ascending, [L, max_requests, Hkv, k] int32, -1 padded.")

@@ -208,10 +208,10 @@ void RegisterAttentionFakes(torch::Library& library) {
 void BlockSummariesOp(const at::Tensor& key_cache, const at::Tensor& block_table,
                       const at::Tensor& start_tokens, const at::Tensor& end_tokens, at::Tensor kmax,
                       at::Tensor kmin, int64_t block_size, const OptionalTensor& k_scale,
-                      const OptionalTensor& done_blocks, const OptionalTensor& rows) {
+                      const OptionalTensor& done_blocks, bool by_pages) {
   WithTorchErrors([&] {
     BlockSummaries(key_cache, block_table, start_tokens, end_tokens, kmax, kmin, block_size,
-                   k_scale, done_blocks, rows);
+                   k_scale, done_blocks, by_pages);
   });
 }
 
@@ -220,10 +220,13 @@ void SelectBlocksOutOp(const at::Tensor& query, const at::Tensor& kmax, const at
                        std::string_view query_reduce, std::string_view group_reduce,
                        std::string_view selection, const OptionalTensor& query_rows,
                        int64_t max_rows, at::Tensor ids, const OptionalTensor& scores,
-                       const OptionalTensor& rows) {
-  const SelectOptions options{score, query_reduce, group_reduce, selection, max_rows};
+                       const OptionalTensor& rows, const OptionalTensor& block_table,
+                       int64_t first_block) {
+  const SelectOptions options{score,     query_reduce, group_reduce,
+                              selection, max_rows,     first_block};
   WithTorchErrors([&] {
-    SelectBlocks(query, kmax, kmin, num_candidates, options, query_rows, ids, scores, rows);
+    SelectBlocks(query, kmax, kmin, num_candidates, options, query_rows, ids, scores, rows,
+                 std::nullopt, block_table);
   });
 }
 
@@ -248,7 +251,7 @@ at::Tensor SelectBlocksOp(const at::Tensor& query, const at::Tensor& kmax, const
                                     group_reduce, selection, query_rows, max_rows);
   ids.fill_(-1);  // for requests without candidates, which keep theirs
   SelectBlocksOutOp(query, kmax, kmin, num_candidates, score, query_reduce, group_reduce, selection,
-                    query_rows, max_rows, ids, std::nullopt, std::nullopt);
+                    query_rows, max_rows, ids, std::nullopt, std::nullopt, std::nullopt, 0);
   return ids;
 }
 
@@ -278,14 +281,15 @@ void RegisterSpecPVSchemas(torch::Library& library) {
   library.def(
       "block_summaries(Tensor key_cache, Tensor block_table, Tensor start_tokens, "
       "Tensor end_tokens, Tensor(a!) kmax, Tensor(b!) kmin, int block_size, "
-      "Tensor? k_scale=None, Tensor? done_blocks=None, Tensor? rows=None) -> ()");
+      "Tensor? k_scale=None, Tensor? done_blocks=None, bool by_pages=False) -> ()");
   library.def(
       "select_blocks(Tensor query, Tensor kmax, Tensor kmin, Tensor num_candidates, "
       "SymInt k, " NWOR_SELECT_SCHEMA ") -> Tensor");
   library.def(
       "select_blocks_out(Tensor query, Tensor kmax, Tensor kmin, Tensor "
       "num_candidates, " NWOR_SELECT_SCHEMA
-      ", *, Tensor(a!) ids, Tensor(b!)? scores=None, Tensor? rows=None) -> ()");
+      ", *, Tensor(a!) ids, Tensor(b!)? scores=None, Tensor? rows=None, "
+      "Tensor? block_table=None, int first_block=0) -> ()");
   library.def(
       "build_view(Tensor ids, Tensor block_table, Tensor full_lens, Tensor committed_lens, "
       "Tensor partial, Tensor(a!) blocks, Tensor(b!) num_blocks, Tensor(c!) view_lens, "

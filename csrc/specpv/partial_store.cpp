@@ -139,15 +139,17 @@ std::shared_ptr<PartialStore> PartialStore::Create(const SpecPVConfig& config,
   const int64_t requests = options.max_requests, heads = geometry.num_heads;
   const Budget& budget = store->budget_;
   const bool retrieves = budget.retrieval_blocks > 0;
-  const int64_t blocks =
-      retrieves ? std::max<int64_t>(0, options.max_tokens / budget.block_size - budget.sink_blocks)
-                : 0;
+  const int64_t pages = retrieves ? geometry.num_pages : 0;
+  const int64_t page_blocks = geometry.page_size / budget.block_size;
+  store->max_pages_ =
+      retrieves ? (options.max_tokens + geometry.page_size - 1) / geometry.page_size : 0;
   const at::ScalarType dtype = options.dtype.value_or(
       geometry.dtype == DType::kFloat8E4M3 ? at::kBFloat16 : ToScalarType(geometry.dtype));
   const auto of = [device](at::ScalarType type) { return at::dtype(type).device(device); };
-  store->kmax_ = at::empty({layers, requests, blocks, heads, geometry.head_dim}, of(dtype));
+  store->kmax_ = at::empty({layers, pages, page_blocks, heads, geometry.head_dim}, of(dtype));
   store->kmin_ = at::empty_like(store->kmax_);
-  store->scores_ = at::empty({requests * heads * blocks}, of(at::kFloat));
+  store->scores_ =
+      at::empty({requests * heads * store->max_pages_ * page_blocks}, of(at::kFloat));
   store->ids_ = at::full({layers, requests, heads, budget.retrieval_blocks}, -1, of(at::kInt));
   store->blocks_ = at::full({layers, requests, heads, budget.max_view_blocks()}, -1, of(at::kInt));
   store->num_blocks_ = at::full({requests}, -1, of(at::kInt));
@@ -258,16 +260,19 @@ void PartialStore::RefreshLayer(int64_t layer, const at::Tensor& query,
   try {
     const std::optional<at::Tensor> scale =
         k_scales_.empty() ? std::nullopt : std::optional(k_scales_[layer]);
-    const at::Tensor rows = lens_[kStoreRow];
-    BlockSummaries(key_caches_[layer], block_table, lens_[kStart], lens_[kEnd], kmax_[layer],
-                   kmin_[layer], budget_.block_size, scale, lens_[kDone], rows);
+    const at::Tensor table =
+        block_table.dim() != 2
+            ? block_table  // refused below
+            : block_table.narrow(1, 0, std::min(block_table.size(1), max_pages_));
+    BlockSummaries(key_caches_[layer], table, lens_[kStart], lens_[kEnd], kmax_[layer],
+                   kmin_[layer], budget_.block_size, scale, lens_[kDone], /*by_pages=*/true);
     const SelectOptions options{ChoiceName(config_.score(), kScoreNames),
                                 ChoiceName(config_.specpv_query_reduce, kQueryReduceNames),
                                 ChoiceName(config_.specpv_group_reduce, kGroupReduceNames),
                                 ChoiceName(config_.specpv_selection, kSelectionNames),
-                                options_.max_rows};
+                                options_.max_rows, budget_.sink_blocks};
     SelectBlocks(query, kmax_[layer], kmin_[layer], lens_[kCandidates], options, query_rows,
-                 ids_[layer], scores_, rows, lens_[kLimit]);
+                 ids_[layer], scores_, lens_[kStoreRow], lens_[kLimit], table);
   } catch (const std::exception&) {
     for (const Begun& begun : batch_) {
       const std::shared_ptr<StoredCache> cache = begun.cache.lock();

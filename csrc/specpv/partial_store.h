@@ -85,7 +85,7 @@ class NWOR_EXPORT PartialStore : public std::enable_shared_from_this<PartialStor
   const at::Tensor& all_blocks() const { return blocks_; }  // [L, max_requests, Hkv, blocks]
   const at::Tensor& num_blocks() const { return num_blocks_; }
   const at::Tensor& view_lens() const { return view_lens_; }
-  // [L, rows, N, Hkv, D] and [L, rows, Hkv, k]: for tests and for the commit.
+  // [L, pages, blocks of a page, Hkv, D] and [L, rows, Hkv, k]: for tests and for the commit.
   const at::Tensor& kmax() const { return kmax_; }
   const at::Tensor& kmin() const { return kmin_; }
   const at::Tensor& ids() const { return ids_; }
@@ -118,6 +118,7 @@ class NWOR_EXPORT PartialStore : public std::enable_shared_from_this<PartialStor
   const Budget budget_;
   std::vector<at::Tensor> key_caches_, value_caches_, k_scales_;
   int64_t page_size_ = 0;
+  int64_t max_pages_ = 0;  // of a request that chooses blocks
   int64_t bytes_per_token_ = 0;
   at::Tensor kmax_, kmin_, ids_, blocks_, num_blocks_, view_lens_, scores_;
   at::Tensor lens_;  // [kNumLens, max_requests] int32

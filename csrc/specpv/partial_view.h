@@ -5,7 +5,7 @@
 #include "base/export.h"
 #include "base/host_device.h"
 #include "base/types.h"
-#include "specpv/summaries.h"
+#include "specpv/retrieval.h"
 
 // The view of a partial step, as verify attention takes it: per KV head a list of blocks inside the
 // paged cache, in token order. Nothing is copied.

@@ -25,15 +25,45 @@
 
 namespace nwor {
 
+// Summaries that lie with the pages of a cache, [pages, blocks of a page, Hkv, D]: those of pages
+// follow one another, at the distance of blocks.
+struct SummaryPages {
+  const int32_t* block_table = nullptr;  // [B, table_stride], or null: summaries lie with requests
+  int64_t table_stride = 0;
+  int32_t max_pages = 0;  // columns of block_table
+  int32_t num_pages = 0;
+  int32_t blocks_per_page = 1;
+  int32_t first_block = 0;  // of a request's text: the first candidate
+};
+
+// Where candidate `block` of a request lies among the blocks of all pages, -1: outside of them.
+NWOR_HOST_DEVICE inline int32_t BlockInPages(const SummaryPages& pages, int32_t request,
+                                             int32_t block) {
+  const int32_t of_text = pages.first_block + block;
+  const int32_t column = of_text / pages.blocks_per_page;
+  if (column >= pages.max_pages) return -1;
+  const int32_t page = pages.block_table[request * pages.table_stride + column];
+  if (page < 0 || page >= pages.num_pages) return -1;
+  return page * pages.blocks_per_page + of_text % pages.blocks_per_page;
+}
+
+// A request's row of a store: -1 when there is none such.
+NWOR_HOST_DEVICE inline int32_t StoreRow(const int32_t* rows, int32_t request, int32_t num_rows) {
+  if (rows == nullptr) return request;
+  return rows[request] >= 0 && rows[request] < num_rows ? rows[request] : -1;
+}
+
 struct SelectParams {
   const void* query = nullptr;                               // [B, Q, Hq, D]
   int64_t query_request = 0, query_row = 0, query_head = 0;  // strides in elements
   // [B, 2] rows begin .. end - 1 of request b's queries count, or null: all Q.
   const int32_t* query_rows = nullptr;
-  const void* kmax = nullptr;  // [rows, N, Hkv, D]; without a list of rows there are B
+  // [B, N, Hkv, D], or with a block table those of pages, see below.
+  const void* kmax = nullptr;
   const void* kmin = nullptr;
   SummaryStrides kmax_strides, kmin_strides;
-  const int32_t* rows = nullptr;            // [B] row of request b in the store, or null: row b
+  SummaryPages pages;
+  const int32_t* rows = nullptr;            // [B] row of request b's ids, or null: row b
   const int32_t* num_candidates = nullptr;  // [B] blocks to choose from; < 0: leave ids as they are
   const int32_t* limits = nullptr;          // [B] blocks request b may take, or null: k
   int32_t* ids = nullptr;                   // [rows, Hkv, k] ascending, -1 padded
@@ -51,8 +81,8 @@ struct SelectParams {
   int32_t num_heads = 0;     // Hq
   int32_t num_kv_heads = 0;  // Hkv
   int32_t head_dim = 0;      // D
-  int32_t max_blocks = 0;    // N
-  int32_t num_rows = 0;      // of kmax, kmin and ids
+  int32_t max_blocks = 0;    // N; by pages as many as the pages of a request have
+  int32_t num_rows = 0;      // of ids
   int32_t k = 0;
   StreamHandle stream = nullptr;
 };
@@ -96,12 +126,12 @@ NWOR_HOST_DEVICE inline QueryRange QueriesOf(const SelectParams& params, int32_t
   return range;
 }
 
-// Throws Error naming the request when candidates or rows are out of range, or a maximum is to be
-// taken of more rows than cpu::kMaxScoreRows.
+// Throws Error naming the request when candidates, rows or pages are out of range, or a maximum is
+// to be taken of more rows than cpu::kMaxScoreRows.
 NWOR_EXPORT void SelectBlocksCpu(const SelectParams& params);
 
 // Two launches: scores, then one thread block for each (request, KV head) that selects. Candidates
-// beyond N and rows beyond Q are left out.
+// beyond N and rows beyond Q are left out; a block of no page is scored by the first page.
 NWOR_EXPORT void LaunchSelectBlocks(const SelectParams& params);  // CUDA builds only
 
 }  // namespace nwor

@@ -43,6 +43,11 @@ void CheckValues(const SelectParams& params) {
                ", expected at most the ", params.max_blocks, " blocks of kmax");
     NWOR_CHECK(candidates < 0 || StoreRow(params.rows, b, params.num_rows) >= 0, "rows[", b,
                "]: got ", params.rows[b], ", expected 0 to ", params.num_rows - 1);
+    for (int32_t i = 0; params.pages.block_table != nullptr && i < candidates; ++i) {
+      NWOR_CHECK(BlockInPages(params.pages, b, i) >= 0, "num_candidates[", b, "]: got ", candidates,
+                 ", but block ", params.pages.first_block + i, " lies in none of the ",
+                 params.pages.num_pages, " pages of kmax");
+    }
     if (params.query_rows == nullptr || candidates < 0) continue;
     const int32_t begin = params.query_rows[2 * b], end = params.query_rows[2 * b + 1];
     NWOR_CHECK(0 <= begin && begin <= end && end <= params.num_queries, "query_rows[", b, "]: got ",
@@ -119,19 +124,39 @@ void ForEachUnit(int64_t num_units, const std::function<void(int64_t)>& run) {
   });
 }
 
-const std::byte* SummaryAt(const void* base, const SummaryStrides& strides, int64_t row,
-                           int64_t block, int64_t head, DType dtype) {
+// Where candidate `block` lies: in the request's row, or in one of all pages.
+struct SummaryPlace {
+  int64_t row = 0;
+  int64_t block = 0;
+};
+
+const std::byte* SummaryAt(const void* base, const SummaryStrides& strides, const SummaryPlace& at,
+                           int64_t head, DType dtype) {
   return static_cast<const std::byte*>(base) +
-         (row * strides.request + block * strides.block + head * strides.head) *
+         (at.row * strides.request + at.block * strides.block + head * strides.head) *
              ElementBytes(dtype);
+}
+
+SummaryPlace PlaceOf(const SelectParams& params, int32_t request, int32_t block) {
+  if (params.pages.block_table == nullptr) return {request, block};
+  return {0, BlockInPages(params.pages, request, block)};
+}
+
+// How many blocks from `first` on lie side by side, at most `most`.
+int32_t BlocksAbreast(const SelectParams& params, int32_t request, int32_t first, int32_t most) {
+  if (params.pages.block_table == nullptr) return most;
+  const int64_t begin = BlockInPages(params.pages, request, first);
+  int32_t count = 1;
+  while (count < most && BlockInPages(params.pages, request, first + count) == begin + count) {
+    ++count;
+  }
+  return count;
 }
 
 void ScoreChunk(const SelectParams& params, const cpu::SpecPVKernels& kernels,
                 const PackedQueries& queries, int32_t request, int32_t kv_head, int32_t first) {
-  const int32_t blocks = std::min(kChunkBlocks, params.num_candidates[request] - first);
-  if (blocks <= 0) return;
+  const int32_t end = std::min(first + kChunkBlocks, params.num_candidates[request]);
   const int64_t bytes = ElementBytes(params.dtype);
-  const int32_t row = StoreRow(params.rows, request, params.num_rows);
   cpu::ScoreTask task;
   task.upper = queries.upper.data();
   task.lower = params.score == Score::kQuest ? queries.lower.data() : queries.upper.data();
@@ -141,16 +166,21 @@ void ScoreChunk(const SelectParams& params, const cpu::SpecPVKernels& kernels,
   task.add = params.score == Score::kQuest;
   task.query_max = params.query_reduce == QueryReduce::kMax;
   task.group_max = params.group_reduce == GroupReduce::kMax;
-  task.kmax = SummaryAt(params.kmax, params.kmax_strides, row, first, kv_head, params.dtype);
-  task.kmin = SummaryAt(params.kmin, params.kmin_strides, row, first, kv_head, params.dtype);
   task.kmax_stride_bytes = params.kmax_strides.block * bytes;
   task.kmin_stride_bytes = params.kmin_strides.block * bytes;
   task.dtype = params.dtype;
   task.head_dim = params.head_dim;
-  task.num_blocks = blocks;
-  task.scores = params.scores +
-                (int64_t{request} * params.num_kv_heads + kv_head) * params.max_blocks + first;
-  kernels.score(task);
+  float* const scores =
+      params.scores + (int64_t{request} * params.num_kv_heads + kv_head) * params.max_blocks;
+  while (first < end) {
+    const SummaryPlace at = PlaceOf(params, request, first);
+    task.kmax = SummaryAt(params.kmax, params.kmax_strides, at, kv_head, params.dtype);
+    task.kmin = SummaryAt(params.kmin, params.kmin_strides, at, kv_head, params.dtype);
+    task.num_blocks = BlocksAbreast(params, request, first, end - first);
+    task.scores = scores + first;
+    kernels.score(task);
+    first += task.num_blocks;
+  }
 }
 
 // The `taken` highest of `keys`, ids ascending into `out`, -1 behind them up to k.

@@ -26,14 +26,16 @@ __global__ void __launch_bounds__(kPlainWarps * 32)
   const auto request = static_cast<int32_t>(blockIdx.y / params.num_kv_heads);
   const int32_t candidates = min(params.num_candidates[request], params.max_blocks);
   const auto block = static_cast<int32_t>(blockIdx.x * kPlainWarps + threadIdx.x / 32);
-  const int64_t row = StoreRow(params.rows, request, params.num_rows);
-  if (block >= candidates || row < 0) return;
+  if (block >= candidates) return;
   const int lane = static_cast<int>(threadIdx.x % 32);
   const int group = params.num_heads / params.num_kv_heads;
+  const bool by_pages = params.pages.block_table != nullptr;
+  const int64_t row = by_pages ? 0 : request;
+  const int64_t at = by_pages ? max(0, BlockInPages(params.pages, request, block)) : block;
   const T* high = static_cast<const T*>(params.kmax) + row * params.kmax_strides.request +
-                  block * params.kmax_strides.block + kv_head * params.kmax_strides.head;
+                  at * params.kmax_strides.block + kv_head * params.kmax_strides.head;
   const T* low = static_cast<const T*>(params.kmin) + row * params.kmin_strides.request +
-                 block * params.kmin_strides.block + kv_head * params.kmin_strides.head;
+                 at * params.kmin_strides.block + kv_head * params.kmin_strides.head;
   const QueryRange range = QueriesOf(params, request);
   const bool quest = params.score == Score::kQuest;
   float total = 0.0f;

@@ -14,7 +14,6 @@ namespace nwor {
 struct RequestShare {
   int32_t request;  // -1: nothing is left to do
   int32_t candidates;
-  int32_t store_row;
   int32_t cta;  // of num_ctas
   int32_t num_ctas;
 };
@@ -23,7 +22,6 @@ namespace share_detail {
 
 struct Claim {
   int32_t candidates = 0;
-  int32_t store_row = -1;
   uint32_t units = 0;
 };
 
@@ -32,9 +30,7 @@ __device__ inline Claim ReadClaim(const SelectParams& params, int32_t request, i
   Claim claim;
   if (request >= params.num_requests) return claim;
   claim.candidates = min(__ldcg(params.num_candidates + request), params.max_blocks);
-  claim.store_row = params.rows == nullptr ? request : __ldcg(params.rows + request);
-  if (params.rows != nullptr && claim.store_row >= params.num_rows) claim.store_row = -1;
-  if (claim.candidates > 0 && claim.store_row >= 0) {
+  if (claim.candidates > 0) {
     claim.units = static_cast<uint32_t>((claim.candidates + unit_blocks - 1) / unit_blocks);
   }
   return claim;
@@ -52,7 +48,7 @@ __device__ inline RequestShare FindShare(const SelectParams& params, int32_t cta
   const auto lane = static_cast<int32_t>(threadIdx.x % 32);
   if (params.num_requests == 1) {
     const Claim claim = ReadClaim(params, 0, unit_blocks);
-    return {claim.units > 0 ? 0 : -1, claim.candidates, claim.store_row, cta, ctas};
+    return {claim.units > 0 ? 0 : -1, claim.candidates, cta, ctas};
   }
   uint32_t all_units = 0;
   int32_t claimants = 0;
@@ -62,7 +58,7 @@ __device__ inline RequestShare FindShare(const SelectParams& params, int32_t cta
     all_units += __reduce_add_sync(0xffffffff, claim.units);
     claimants += __popc(__ballot_sync(0xffffffff, claim.units > 0));
   }
-  if (claimants == 0) return {-1, 0, -1, 0, 0};
+  if (claimants == 0) return {-1, 0, 0, 0};
   // Rounding is the same for every thread block and never goes down as units go up, so that one
   // part ends where the next begins, and the last within `ctas`.
   const float ratio = static_cast<float>(ctas - claimants) / static_cast<float>(all_units);
@@ -88,14 +84,13 @@ __device__ inline RequestShare FindShare(const SelectParams& params, int32_t cta
     if (owner != 0) {
       const int from = __ffs(static_cast<int>(owner)) - 1;
       return {first + from, __shfl_sync(0xffffffff, claim.candidates, from),
-              __shfl_sync(0xffffffff, claim.store_row, from),
               cta - __shfl_sync(0xffffffff, begin, from),
               __shfl_sync(0xffffffff, end - begin, from)};
     }
     units_before += __shfl_sync(0xffffffff, reached, 31);
     claimants_before += __popc(mask);
   }
-  return {-1, 0, -1, 0, 0};
+  return {-1, 0, 0, 0};
 }
 
 }  // namespace nwor

@@ -148,23 +148,25 @@ struct TensorScore {
     const T* low;
     int64_t high_block, low_block;  // strides
 
-    __device__ Summaries(const SelectParams& params, int32_t store_row, int32_t kv_head)
+    __device__ Summaries(const SelectParams& params, int32_t request, int32_t kv_head)
         : high_block(params.kmax_strides.block), low_block(params.kmin_strides.block) {
-      high = static_cast<const T*>(params.kmax) + store_row * params.kmax_strides.request +
+      const int64_t row = params.pages.block_table == nullptr ? request : 0;
+      high = static_cast<const T*>(params.kmax) + row * params.kmax_strides.request +
              kv_head * params.kmax_strides.head;
-      low = static_cast<const T*>(params.kmin) + store_row * params.kmin_strides.request +
+      low = static_cast<const T*>(params.kmin) + row * params.kmin_strides.request +
             kv_head * params.kmin_strides.head;
     }
   };
 
-  // One warp brings the summaries of 16 blocks, whole rows at a time.
-  __device__ static void LoadUnit(const T* base, int64_t stride, int first, int last, char* to) {
+  // One warp brings the summaries of 16 blocks, whole rows at a time. block_of(i): where block i of
+  // them lies; all lanes call it.
+  template <typename BlockOf>
+  __device__ static void LoadUnit(const T* base, int64_t stride, BlockOf&& block_of, char* to) {
     const int lane = static_cast<int>(threadIdx.x % 32);
 #pragma unroll
     for (int i = 0; i < kTensorBlocks * kWords / 32; ++i) {
       const int row = (i * 32 + lane) / kWords, word = (i * 32 + lane) % kWords;
-      // Rows beyond the candidates read the last one again; their scores are not stored.
-      const T* from = base + min(first + row, last) * stride;
+      const T* from = base + block_of(row) * stride;
       ptx::CopyAsync(ptx::SharedAddress(to + Place(row, word)),
                      reinterpret_cast<const uint4*>(from) + word);
     }
@@ -341,7 +343,7 @@ __device__ inline void HintUnits(const SelectParams& params, const RequestShare&
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
   const int num_warps = static_cast<int>(blockDim.x / 32);
   const int warp = static_cast<int>(threadIdx.x / 32), lane = static_cast<int>(threadIdx.x % 32);
-  if (share.request < 0 || lane >= 2 * kTensorStages) return;
+  if (share.request < 0 || lane >= 2 * kTensorStages || params.pages.block_table != nullptr) return;
   const SummaryStrides& strides = lane % 2 == 0 ? params.kmax_strides : params.kmin_strides;
   if (strides.head != params.head_dim ||
       strides.block != int64_t{params.num_kv_heads} * params.head_dim) {
@@ -353,7 +355,7 @@ __device__ inline void HintUnits(const SelectParams& params, const RequestShare&
   const int64_t elements = min(part, share.candidates * strides.block - begin);
   if (elements <= 0) return;
   const void* from = lane % 2 == 0 ? params.kmax : params.kmin;
-  const char* at = static_cast<const char*>(from) + (share.store_row * strides.request + begin) * 2;
+  const char* at = static_cast<const char*>(from) + (share.request * strides.request + begin) * 2;
   asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(at),
                "r"(static_cast<uint32_t>(elements * 2)));
 #endif
@@ -393,14 +395,23 @@ __global__ void __launch_bounds__(kMaxTensorWarps * 32, kChunks <= 4 ? 2 : 1)
   char* const sums = shared + group * padded * Tile::kRowBytes;
   char* const ring =
       sums + (kSums ? kSumRows * Tile::kRowBytes : 0) + warp * kTensorStages * 2 * Tile::kUnitBytes;
-  const typename Tile::Summaries summaries(params, share.store_row, kv_head);
+  const typename Tile::Summaries summaries(params, share.request, kv_head);
   const int step = share.num_ctas * num_warps;
   const auto load = [&](int unit, char* to) {
     if (unit < units) {
       const int first = unit * kTensorBlocks;
-      Tile::LoadUnit(summaries.high, summaries.high_block, first, candidates - 1, to);
-      Tile::LoadUnit(summaries.low, summaries.low_block, first, candidates - 1,
-                     to + Tile::kUnitBytes);
+      const auto load_both = [&](auto&& block_of) {
+        Tile::LoadUnit(summaries.high, summaries.high_block, block_of, to);
+        Tile::LoadUnit(summaries.low, summaries.low_block, block_of, to + Tile::kUnitBytes);
+      };
+      // Rows beyond the candidates read the last one again; their scores are not stored.
+      if (params.pages.block_table == nullptr) {
+        load_both([&](int i) { return int64_t{min(first + i, candidates - 1)}; });
+      } else {
+        const int own = min(first + lane % kTensorBlocks, candidates - 1);
+        const int place = max(0, BlockInPages(params.pages, share.request, own));
+        load_both([&](int i) { return int64_t{__shfl_sync(0xffffffff, place, i)}; });
+      }
     }
     ptx::CommitCopies();
   };

@@ -81,17 +81,38 @@ void CheckSummaries(const at::Tensor& kmax, const at::Tensor& kmin, at::Device d
              Describe(kmin), ", expected ", Describe(kmax), " as kmax");
 }
 
-void CheckSizes(const at::Tensor& summaries, int64_t requests, int64_t heads, int64_t channels,
-                const std::optional<at::Tensor>& rows) {
-  if (rows.has_value()) CheckIndex(*rows, "rows", at::kInt, {requests}, summaries.device());
-  NWOR_CHECK((summaries.size(0) == requests || rows.has_value()) && summaries.size(2) == heads &&
+// By requests there is one for each of `rows`; by pages there are `rows` pages.
+void CheckSizes(const at::Tensor& summaries, int64_t rows, int64_t heads, int64_t channels) {
+  NWOR_CHECK(summaries.size(0) == rows && summaries.size(2) == heads &&
                  summaries.size(3) == channels,
-             "kmax: got sizes ", summaries.sizes(), ", expected [", requests, ", blocks, ", heads,
-             ", ", channels, "]");
+             "kmax: got sizes ", summaries.sizes(), ", expected [", rows, ", blocks, ", heads, ", ",
+             channels, "]");
 }
 
 SummaryStrides StridesOf(const at::Tensor& summaries) {
   return {summaries.stride(0), summaries.stride(1), summaries.stride(2)};
+}
+
+// Those by pages, where blocks of all pages are numbered through.
+SummaryStrides StridesByPages(const at::Tensor& summaries, const char* name) {
+  SummaryStrides strides = StridesOf(summaries);
+  const int64_t pages = summaries.size(0), blocks = summaries.size(1);
+  NWOR_CHECK(pages <= 1 || blocks <= 1 || strides.request == blocks * strides.block, name,
+             ": got strides ", summaries.strides(), ", expected blocks of a page behind those of ",
+             "the page before");
+  NWOR_CHECK(pages * blocks <= kMaxInt, name, ": got ", pages * blocks,
+             " blocks, expected at most ", kMaxInt);
+  if (blocks == 1) strides.block = strides.request;
+  return strides;
+}
+
+// Blocks that a request may have; with a table those of its pages.
+int32_t BlocksOf(const at::Tensor& summaries, const at::Tensor* block_table) {
+  const int64_t pages = block_table == nullptr ? 1 : block_table->size(1);
+  const int64_t blocks = pages * summaries.size(1);
+  NWOR_CHECK(blocks <= kMaxInt, "block_table: got ", pages, " pages of ", summaries.size(1),
+             " blocks, expected at most ", kMaxInt, " blocks");
+  return static_cast<int32_t>(blocks);
 }
 
 }  // namespace
@@ -99,8 +120,7 @@ SummaryStrides StridesOf(const at::Tensor& summaries) {
 void BlockSummaries(const at::Tensor& key_cache, const at::Tensor& block_table,
                     const at::Tensor& start_tokens, const at::Tensor& end_tokens, at::Tensor kmax,
                     at::Tensor kmin, int64_t block_size, const std::optional<at::Tensor>& k_scale,
-                    const std::optional<at::Tensor>& done_blocks,
-                    const std::optional<at::Tensor>& rows) {
+                    const std::optional<at::Tensor>& done_blocks, bool by_pages) {
   SummaryParams params;
   params.cache = DescribeCache(key_cache, key_cache, k_scale);
   const at::Device device = key_cache.device();
@@ -110,7 +130,11 @@ void BlockSummaries(const at::Tensor& key_cache, const at::Tensor& block_table,
   const at::Tensor start = Lengths(start_tokens, "start_tokens", requests, device);
   const at::Tensor end = Lengths(end_tokens, "end_tokens", requests, device);
   CheckSummaries(kmax, kmin, device);
-  CheckSizes(kmax, requests, params.cache.geometry.num_heads, params.cache.geometry.head_dim, rows);
+  const CacheGeometry& geometry = params.cache.geometry;
+  CheckSizes(kmax, by_pages ? geometry.num_pages : requests, geometry.num_heads, geometry.head_dim);
+  NWOR_CHECK(!by_pages || kmax.size(1) * block_size == geometry.page_size, "kmax: got ",
+             kmax.size(1), " blocks of ", block_size, " tokens for each page, expected those of ",
+             geometry.page_size, " tokens");
   for (const auto& [tensor, name] : {std::pair{&kmax, "kmax"}, std::pair{&kmin, "kmin"}}) {
     NWOR_CHECK(tensor->size(3) == 1 || tensor->stride(3) == 1, name, ": got a stride of ",
                tensor->stride(3), " between channels, expected 1 (contiguous channels)");
@@ -125,8 +149,6 @@ void BlockSummaries(const at::Tensor& key_cache, const at::Tensor& block_table,
   params.start_tokens = Data<int32_t>(start);
   params.end_tokens = Data<int32_t>(end);
   if (done.defined()) params.done_blocks = Data<int32_t>(done);
-  if (rows.has_value()) params.rows = Data<int32_t>(*rows);
-  params.num_rows = static_cast<int32_t>(kmax.size(0));
   params.kmax = kmax.mutable_data_ptr();
   params.kmin = kmin.mutable_data_ptr();
   params.kmax_strides = StridesOf(kmax);
@@ -134,7 +156,8 @@ void BlockSummaries(const at::Tensor& key_cache, const at::Tensor& block_table,
   params.dtype = RowDType(kmax, "kmax");
   params.table_stride = TableStride(block_table);
   params.max_pages = static_cast<int32_t>(block_table.size(1));
-  params.max_blocks = static_cast<int32_t>(kmax.size(1));
+  params.by_pages = by_pages;
+  params.max_blocks = BlocksOf(kmax, by_pages ? &block_table : nullptr);
   params.block_size = static_cast<int32_t>(block_size);
   params.num_requests = static_cast<int32_t>(requests);
   params.stream = CurrentStream(device);
@@ -149,7 +172,8 @@ void SelectBlocks(const at::Tensor& query_in, const at::Tensor& kmax_in, const a
                   const at::Tensor& num_candidates, const SelectOptions& options,
                   const std::optional<at::Tensor>& query_rows, at::Tensor ids,
                   const std::optional<at::Tensor>& scores_in, const std::optional<at::Tensor>& rows,
-                  const std::optional<at::Tensor>& limits) {
+                  const std::optional<at::Tensor>& limits,
+                  const std::optional<at::Tensor>& block_table) {
   SelectParams params;
   NWOR_CHECK(query_in.dim() == 4, "query: got sizes ", query_in.sizes(),
              ", expected [requests, rows, heads, channels]");
@@ -159,10 +183,20 @@ void SelectBlocks(const at::Tensor& query_in, const at::Tensor& kmax_in, const a
   params.query_dtype = RowDType(query, "query");
   CheckSummaries(kmax, kmin, device);
   const int64_t requests = query.size(0), heads = query.size(2), channels = query.size(3);
-  const int64_t kv_heads = kmax.size(2), blocks = kmax.size(1);
+  const int64_t kv_heads = kmax.size(2);
   NWOR_CHECK(kv_heads >= 1 && heads >= 1 && heads % kv_heads == 0, "query: got ", heads,
              " heads, expected a multiple of the ", kv_heads, " KV heads of kmax");
-  CheckSizes(kmax, requests, kv_heads, channels, rows);
+  const bool by_pages = block_table.has_value();
+  CheckSizes(kmax, by_pages ? kmax.size(0) : requests, kv_heads, channels);
+  if (by_pages) {
+    const int64_t tables = CheckTable(*block_table, device);
+    NWOR_CHECK(tables == requests, "block_table: got ", tables, " requests, expected ", requests);
+  }
+  NWOR_CHECK(options.first_block >= 0 && options.first_block <= kMaxInt &&
+                 (by_pages || options.first_block == 0),
+             "first_block: got ", options.first_block, ", expected 0",
+             by_pages ? " or more" : " without a block table");
+  const int64_t blocks = BlocksOf(kmax, by_pages ? &*block_table : nullptr);
   NWOR_CHECK(channels >= 1 && channels <= cpu::kMaxHeadDim, "query: got ", channels,
              " channels, expected 1 to ", cpu::kMaxHeadDim);
   NWOR_CHECK(query.size(1) >= 1 || query_rows.has_value(),
@@ -183,7 +217,8 @@ void SelectBlocks(const at::Tensor& query_in, const at::Tensor& kmax_in, const a
     CheckIndex(*query_rows, "query_rows", at::kInt, {requests, 2}, device);
   }
   if (limits.has_value()) CheckIndex(*limits, "limits", at::kInt, {requests}, device);
-  CheckIndex(ids, "ids", at::kInt, {kmax.size(0), kv_heads, -1}, device);
+  if (rows.has_value()) CheckIndex(*rows, "rows", at::kInt, {requests}, device);
+  CheckIndex(ids, "ids", at::kInt, {rows.has_value() ? -1 : requests, kv_heads, -1}, device);
   const int64_t needed = requests * kv_heads * blocks;
   if (scores_in.has_value()) {
     NWOR_CHECK(scores_in->scalar_type() == at::kFloat && scores_in->is_contiguous() &&
@@ -203,11 +238,19 @@ void SelectBlocks(const at::Tensor& query_in, const at::Tensor& kmax_in, const a
   params.query_head = query.stride(2);
   if (query_rows.has_value()) params.query_rows = Data<int32_t>(*query_rows);
   if (rows.has_value()) params.rows = Data<int32_t>(*rows);
-  params.num_rows = static_cast<int32_t>(kmax.size(0));
+  params.num_rows = static_cast<int32_t>(ids.size(0));
   params.kmax = kmax.const_data_ptr();
   params.kmin = kmin.const_data_ptr();
-  params.kmax_strides = StridesOf(kmax);
-  params.kmin_strides = StridesOf(kmin);
+  params.kmax_strides = by_pages ? StridesByPages(kmax, "kmax") : StridesOf(kmax);
+  params.kmin_strides = by_pages ? StridesByPages(kmin, "kmin") : StridesOf(kmin);
+  if (by_pages) {
+    params.pages = {Data<int32_t>(*block_table),
+                    TableStride(*block_table),
+                    static_cast<int32_t>(block_table->size(1)),
+                    static_cast<int32_t>(kmax.size(0)),
+                    static_cast<int32_t>(kmax.size(1)),
+                    static_cast<int32_t>(options.first_block)};
+  }
   params.num_candidates = Data<int32_t>(candidates);
   if (limits.has_value()) params.limits = Data<int32_t>(*limits);
   params.ids = MutableData<int32_t>(ids);

@@ -17,8 +17,8 @@
 
 namespace nwor {
 
-// Distances in elements between requests, blocks and heads of [B, N, Hkv, D]; channels are
-// contiguous.
+// Distances in elements between requests (by pages: pages), blocks and heads of [B, N, Hkv, D];
+// channels are contiguous.
 struct SummaryStrides {
   int64_t request = 0;
   int64_t block = 0;
@@ -33,25 +33,20 @@ struct SummaryParams {
   const int32_t* start_tokens = nullptr;  // [B]
   const int32_t* end_tokens = nullptr;    // [B]
   const int32_t* done_blocks = nullptr;   // [B] blocks that are summarised already, or null: none
-  const int32_t* rows = nullptr;  // [B] row of request b in kmax and kmin, -1: none; or null: row b
-  void* kmax = nullptr;           // [B, N, Hkv, D]
+  // [B, N, Hkv, D]; by pages [pages of the cache, blocks of a page, Hkv, D]: summaries of a block
+  // lie where its page lies, so requests that share a page share them.
+  void* kmax = nullptr;
   void* kmin = nullptr;
   SummaryStrides kmax_strides, kmin_strides;
   DType dtype = DType::kFloat32;  // of the summaries: float32, float16 or bfloat16
   int64_t table_stride = 0;
   int32_t max_pages = 0;   // columns of block_table
-  int32_t max_blocks = 0;  // N
-  int32_t num_rows = 0;    // of kmax and kmin
+  int32_t max_blocks = 0;  // N; by pages as many as the pages of a request have
   int32_t block_size = 0;
+  bool by_pages = false;  // start_tokens are multiples of block_size, which divides the page size
   int32_t num_requests = 0;
   StreamHandle stream = nullptr;
 };
-
-// A request's row of a store: -1 when there is none such.
-NWOR_HOST_DEVICE inline int32_t StoreRow(const int32_t* rows, int32_t request, int32_t num_rows) {
-  if (rows == nullptr) return request;
-  return rows[request] >= 0 && rows[request] < num_rows ? rows[request] : -1;
-}
 
 // Complete blocks of a request.
 NWOR_HOST_DEVICE inline int32_t CompleteBlocks(int32_t start, int32_t end, int32_t block_size) {
@@ -59,7 +54,7 @@ NWOR_HOST_DEVICE inline int32_t CompleteBlocks(int32_t start, int32_t end, int32
 }
 
 // Throws Error naming the request when tokens lie outside its pages, blocks outside the summaries,
-// or a page outside the cache; nothing is written then. Threads of torch's pool.
+// or a page outside the cache, or, by pages, its first token within a block; nothing is written then. Threads of torch's pool.
 NWOR_EXPORT void SummarizeBlocksCpu(const SummaryParams& params);
 
 // One launch. Blocks outside the summaries and pages outside the cache are left out.

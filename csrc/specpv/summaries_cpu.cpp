@@ -20,12 +20,11 @@ int32_t DoneBlocks(const SummaryParams& params, int32_t request) {
 }
 
 void CheckRequest(const SummaryParams& params, int32_t b) {
-  if (params.rows != nullptr && params.rows[b] == -1) return;
-  NWOR_CHECK(StoreRow(params.rows, b, params.num_rows) >= 0, "rows[", b, "]: got ", params.rows[b],
-             ", expected -1 to ", params.num_rows - 1);
   const CacheGeometry& cache = params.cache.geometry;
   const int64_t start = params.start_tokens[b], end = params.end_tokens[b];
   NWOR_CHECK(start >= 0, "start_tokens[", b, "]: got ", start, ", expected 0 or more");
+  NWOR_CHECK(!params.by_pages || start % params.block_size == 0, "start_tokens[", b, "]: got ",
+             start, ", expected a multiple of the block size ", params.block_size);
   const int64_t room = int64_t{params.max_pages} * cache.page_size;
   NWOR_CHECK(end <= room, "end_tokens[", b, "]: got ", end, ", expected at most ", room,
              " (block_table has ", params.max_pages, " pages of ", cache.page_size, " tokens)");
@@ -63,7 +62,11 @@ class BlockSummary {
                  (page * cache.key.page + token % cache.page_size * cache.key.token) * bytes;
     }
     const int64_t out_bytes = ElementBytes(params_.dtype);
-    const int32_t row = StoreRow(params_.rows, request, params_.num_rows);
+    int64_t row = request, at = block;
+    if (params_.by_pages) {
+      row = params_.block_table[request * params_.table_stride + first / cache.page_size];
+      at = first % cache.page_size / params_.block_size;
+    }
     const KvScales& scales = params_.cache.scales;
     cpu::ExtremesTask task;
     task.rows = rows_.data();
@@ -73,8 +76,8 @@ class BlockSummary {
     task.out_dtype = params_.dtype;
     for (int32_t head = 0; head < cache.num_heads; ++head) {
       task.scale = scales.key == nullptr ? 1.0f : scales.key[scales.key_count == 1 ? 0 : head];
-      task.kmax = At(params_.kmax, params_.kmax_strides, row, block, head, out_bytes);
-      task.kmin = At(params_.kmin, params_.kmin_strides, row, block, head, out_bytes);
+      task.kmax = At(params_.kmax, params_.kmax_strides, row, at, head, out_bytes);
+      task.kmin = At(params_.kmin, params_.kmin_strides, row, at, head, out_bytes);
       kernels_.extremes(task);
       for (const std::byte*& row : rows_) row += cache.key.head * bytes;
     }
@@ -104,7 +107,7 @@ void SummarizeBlocksCpu(const SummaryParams& params) {
     ranges.push_back({num_units, done});
     const int32_t blocks =
         CompleteBlocks(params.start_tokens[b], params.end_tokens[b], params.block_size);
-    if (StoreRow(params.rows, b, params.num_rows) >= 0 && blocks > done) num_units += blocks - done;
+    if (blocks > done) num_units += blocks - done;
   }
   ranges.push_back({num_units, 0});
 

@@ -92,7 +92,6 @@ __device__ void AddRows(const SummaryParams& params, const BlockRows& rows, int 
 template <typename In, typename Out, int kVector, typename Extremes, int kLoadsInFlight>
 __device__ void SummarizeBlock(const SummaryParams& params, int32_t request, int32_t block,
                                int32_t head) {
-  const int64_t row = StoreRow(params.rows, request, params.num_rows);
   BlockRows rows;
   if (!FindRows<In>(params, request, block, head, &rows)) return;
   const CacheGeometry& cache = params.cache.geometry;
@@ -104,10 +103,16 @@ __device__ void SummarizeBlock(const SummaryParams& params, int32_t request, int
   if (params.cache.scales.key != nullptr) {
     scale = params.cache.scales.key[params.cache.scales.key_count == 1 ? 0 : head];
   }
+  int64_t row = request, at = block;
+  if (params.by_pages) {
+    if (!rows.in_one_page) return;
+    row = rows.table[rows.first_token / cache.page_size];
+    at = rows.first_token % cache.page_size / params.block_size;
+  }
   Out* const kmax = static_cast<Out*>(params.kmax) + row * params.kmax_strides.request +
-                    block * params.kmax_strides.block + head * params.kmax_strides.head;
+                    at * params.kmax_strides.block + head * params.kmax_strides.head;
   Out* const kmin = static_cast<Out*>(params.kmin) + row * params.kmin_strides.request +
-                    block * params.kmin_strides.block + head * params.kmin_strides.head;
+                    at * params.kmin_strides.block + head * params.kmin_strides.head;
   for (int first = lane % lanes_per_row * kVector; first < cache.head_dim;
        first += lanes_per_row * kVector) {
     Extremes extremes;
@@ -129,7 +134,6 @@ __global__ void __launch_bounds__(kWarps * 32, kBlocksPerSm)
   const int32_t blocks = min(
       params.max_blocks,
       CompleteBlocks(params.start_tokens[request], params.end_tokens[request], params.block_size));
-  if (StoreRow(params.rows, request, params.num_rows) < 0) return;
   const int32_t heads = params.cache.geometry.num_heads;
   const int64_t num_units = int64_t{max(0, blocks - done)} * heads;
   for (int64_t unit = blockIdx.x * kWarps + threadIdx.x / 32; unit < num_units;

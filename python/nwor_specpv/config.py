@@ -34,6 +34,7 @@ _NONE = ("", "none", "null", "off")
 _INT64_MAX = 2**63 - 1
 _BLOCKS_MAX = 2**20
 _TOKENS_MAX = 2**31
+MOST_VIEWS = 4096  # of one vLLM engine
 
 
 def _key(
@@ -129,8 +130,8 @@ class Settings:
     )
     specpv_max_requests: int = _key(
         0,
-        "vLLM: requests at once that have views; 0: all, as far as memory allows",
-        high=4096,
+        "vLLM: requests at once that have views; 0: all",
+        high=MOST_VIEWS,
     )
 
     def __post_init__(self) -> None:

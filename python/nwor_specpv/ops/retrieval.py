@@ -24,7 +24,7 @@ def block_summaries(
     k_scale: torch.Tensor | None = None,
     done_blocks: torch.Tensor | None = None,
     *,
-    rows: torch.Tensor | None = None,
+    by_pages: bool = False,
 ) -> None:
     """Channelwise maximum and minimum of K over each complete block of tokens.
 
@@ -33,7 +33,9 @@ def block_summaries(
     Rows below `done_blocks[b]` (int32) are there already and are left alone: as a block is always
     summarised whole, going on from there equals starting afresh, bit for bit. Summaries are
     float32, float16 or bfloat16; K of a float8 cache is multiplied by `k_scale` first.
-    With `rows` [B] int32 request b has row `rows[b]` of a larger `kmax`, `kmin`, not row b.
+    With `by_pages` `kmax`, `kmin` are [P, S / block_size, Hkv, D], and summaries of a block lie
+    where its page lies: requests that share a page share them. `block_size` then divides the page
+    size and `start_tokens`.
     """
     call(
         torch.ops.nwor_specpv.block_summaries.default,
@@ -46,7 +48,7 @@ def block_summaries(
         block_size,
         k_scale,
         done_blocks,
-        rows,
+        by_pages,
     )
 
 
@@ -66,6 +68,8 @@ def select_blocks(
     out: torch.Tensor | None = None,
     scores: torch.Tensor | None = None,
     rows: torch.Tensor | None = None,
+    block_table: torch.Tensor | None = None,
+    first_block: int = 0,
 ) -> torch.Tensor:
     """The `k` best of each request's first `num_candidates[b]` blocks: ids [B, Hkv, k] int32.
 
@@ -79,12 +83,15 @@ def select_blocks(
     of them at most, if known; chooses the way, never the result. `out`: ids to write to, where a
     request with negative `num_candidates` keeps what it has; with `scores`, float32 scratch of
     B * Hkv * N elements, the call allocates nothing and can be captured. With `out`, `rows` [B]
-    int32 may say which row of `kmax`, `kmin` and `out` request b has.
+    int32 may say which row of `out` request b has, and with `block_table` [B, pages] int32
+    summaries lie by pages, see `block_summaries`: N is then the blocks of a row's pages, and the
+    first candidate is block `first_block` of a request's text.
     """
     reductions = (score, query_reduce, group_reduce, selection, query_rows, max_rows)
     if out is None:
-        if rows is not None:
-            raise NworError("rows: got a tensor without out, expected out to be given with it")
+        for name, given in (("rows", rows), ("block_table", block_table)):
+            if given is not None:
+                raise NworError(f"{name}: got a tensor without out, expected out with it")
         return call(
             torch.ops.nwor_specpv.select_blocks.default,
             query,
@@ -106,6 +113,8 @@ def select_blocks(
         ids=out,
         scores=scores,
         rows=rows,
+        block_table=block_table,
+        first_block=first_block,
     )
     return out
 

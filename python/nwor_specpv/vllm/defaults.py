@@ -29,9 +29,6 @@ DRAFTED_ON_V2 = (*HEADS, SELF_DRAFT["method"])
 _MOST_GRAPH_ROWS = 2048
 # A batch is padded by at most an eighth to the next graph.
 _GRAPH_STEP = 8
-# Summaries and tails: so much of the memory that vLLM may use, and of what it leaves.
-_SHARE_OF_USED, _SHARE_OF_LEFT = 1 / 16, 3 / 4
-_MOST_VIEWS = 4096
 
 
 def speculation(mode: str, said: Mapping[str, Any], *, on_cpu: bool) -> dict[str, Any]:
@@ -90,21 +87,6 @@ def graph_rows(max_num_seqs: int, rows: int, largest: int, max_tokens: int) -> l
         requests = min(most, requests + max(1, requests // _GRAPH_STEP))
         found.append(requests * rows)
     return found
-
-
-def num_views(
-    max_num_seqs: int, *, summary_bytes: int, tail_bytes: int, memory: int, utilization: float
-) -> int:
-    """Requests that have views at once: all of them, as far as memory allows.
-
-    Block summaries, for each request with a view, and tails, for each of `max_num_seqs`, take at
-    most 1/16 of the memory that vLLM may use, and at most 3/4 of what it leaves. `memory`: of one
-    device.
-    """
-    share = min(_SHARE_OF_USED * utilization, _SHARE_OF_LEFT * (1 - utilization))
-    room = int(memory * share) - max_num_seqs * tail_bytes
-    fitting = room // summary_bytes if summary_bytes else max_num_seqs
-    return max(1, min(fitting, max_num_seqs, _MOST_VIEWS))
 
 
 def line(filled: Sequence[str]) -> str:

@@ -7,6 +7,7 @@ Thread-safety: none; a vLLM worker runs its steps from one thread.
 
 from __future__ import annotations
 
+import dataclasses
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -15,6 +16,7 @@ from typing import Any
 import torch
 
 from nwor_specpv import _C, ContractChecker, Interceptor
+from nwor_specpv.config import MOST_VIEWS, Settings
 from nwor_specpv.errors import NworError, logger
 
 from . import draft_rows, registry, support, versions
@@ -22,6 +24,7 @@ from .faults import Faults
 from .hooks import graph_lengths, prefix_hits, recovery, speculators, trees
 from .hooks import runner as runner_hooks
 from .settings import read_settings
+from .specpv import memory
 from .specpv import rules as long_context
 from .specpv.failures import DraftFailures
 from .specpv.lengths import Lengths
@@ -52,15 +55,18 @@ class Engine:
     def __init__(self, vllm_config: Any) -> None:
         self.vllm_config = weakref.ref(vllm_config)
         self.layers = vllm_config.compilation_config.static_forward_context
-        self.settings = read_settings(vllm_config.additional_config)
+        self.settings = _with_views(read_settings(vllm_config.additional_config), vllm_config)
         self.setup = support.describe(vllm_config)
         self.off = self._judge()
         if self.settings.enable_specpv:
             long_context.judge(self.settings, long_context.describe(vllm_config), self.off)
         mode = self.settings.specpv_mode if self.settings.enable_specpv else None
         self.lossless = mode == long_context.LOSSLESS  # drafts come from views
+        worker_class = vllm_config.parallel_config.worker_cls
         if self.lossless:
-            self._hook(runner_hooks.install_start(vllm_config.parallel_config.worker_cls))
+            self._hook(runner_hooks.install_start(worker_class))
+        if self.settings.enable_specpv and vllm_config.device_config.device_type == "cuda":
+            self._hook(runner_hooks.install_memory(worker_class))
         self.seen: StepSeen | None = None
         self.names: Sequence[str] = ()  # of a step's requests, in their order (runner V2)
         self.scheduled_drafts: Sequence[int] | None = None  # of each, where vLLM says so
@@ -234,6 +240,13 @@ class Engine:
             for name, end, busy in zip(names, computed, found, strict=False)
         ]
 
+    def left_for_caches(self, available: int) -> int:
+        """What caches may take of so many bytes on this rank."""
+        vllm_config = self.vllm_config()
+        if not self.settings.enable_specpv or vllm_config is None:
+            return available
+        return memory.describe(self.settings, vllm_config).left_for_caches(available)
+
     # ---- the step -------------------------------------------------------------------------------
 
     def finish(self, accepted: Callable[[torch.Tensor], torch.Tensor]) -> None:
@@ -275,6 +288,14 @@ class Engine:
     def num_replays(self) -> int:
         """Steps whose writes a CUDA graph did."""
         return self.steps.num_replays
+
+
+def _with_views(settings: Settings, vllm_config: Any) -> Settings:
+    """With a number of requests that have views: all, unless the user has said fewer."""
+    if not settings.enable_specpv or settings.specpv_max_requests:
+        return settings
+    number = min(vllm_config.scheduler_config.max_num_seqs, MOST_VIEWS)
+    return dataclasses.replace(settings, specpv_max_requests=number)
 
 
 def engine_of(vllm_config: Any) -> Engine:

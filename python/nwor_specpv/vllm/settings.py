@@ -13,20 +13,9 @@ from nwor_specpv.errors import NworError
 
 KEY = "nwor_specpv"
 _MODE = "specpv_mode"
-# Views of an engine whose configuration nobody has filled in: it was not made of vLLM's arguments.
-_VIEWS = 8
 
 
 def read_settings(additional_config: Any, env: Mapping[str, str] = os.environ) -> Settings:
-    """The settings of an engine, in vLLM's additional config. With `enable_specpv` there is a
-    number of views."""
-    settings = asked_settings(additional_config, env)
-    if not settings.enable_specpv or settings.specpv_max_requests:
-        return settings
-    return dataclasses.replace(settings, specpv_max_requests=_VIEWS)
-
-
-def asked_settings(additional_config: Any, env: Mapping[str, str] = os.environ) -> Settings:
     """What the user has said, in vLLM's additional config, where other packages may have keys of
     their own, and in the environment."""
     if not isinstance(additional_config, Mapping):

@@ -47,6 +47,15 @@ class Pages:
         return np.stack(rows) if rows else np.zeros((0, *self.key.shape[2:]))
 
 
+def of_pages(summaries: torch.Tensor, table: torch.Tensor, first: int, count: int) -> torch.Tensor:
+    """[.., count, Hkv, D]: of summaries [.., P, blocks of a page, Hkv, D] those of one request's
+    blocks from `first` on, gathered one by one."""
+    parts = summaries.shape[-3]
+    blocks = [summaries[..., int(table[n // parts]), n % parts, :, :]
+              for n in range(first, first + count)]  # fmt: skip
+    return torch.stack(blocks, -3) if blocks else summaries[..., 0, :0, :, :]
+
+
 def make_pages(
     lengths: list[int],
     *,

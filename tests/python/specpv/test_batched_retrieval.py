@@ -57,15 +57,15 @@ def reduced_sums(
 class Batch:
     query: torch.Tensor  # [rows of all requests, Hq, D]
     ranges: list[tuple[int, int]]
-    kmax: torch.Tensor  # [store rows, N, Hkv, D]
+    kmax: torch.Tensor  # [requests, N, Hkv, D]
     kmin: torch.Tensor
-    rows: list[int]
+    stored: int  # rows of a store of ids
+    rows: list[int]  # of it
     candidates: list[int]
 
     def chosen(self, request: int, k: int, *reductions: str) -> list[list[int]]:
-        (begin, end), row = self.ranges[request], self.rows[request]
-        count = self.candidates[request]
-        summaries = self.kmax[row, :count], self.kmin[row, :count]
+        (begin, end), count = self.ranges[request], self.candidates[request]
+        summaries = self.kmax[request, :count], self.kmin[request, :count]
         scores = reduced_sums(self.query[begin:end], *summaries, *reductions)
         order = torch.sort(scores, descending=True, stable=True).indices[:, :k].sort(1).values
         return [ids + [-1] * (k - len(ids)) for ids in order.tolist()]
@@ -89,18 +89,47 @@ def invent(rng: random.Random, requests: int, most: int, kv_heads: int, group: i
     if rng.random() < 0.3:  # one of all refreshes
         candidates = [-1] * requests
     candidates[rng.randrange(requests)] = blocks
-    kmin = torch.randint(-2, 3, (stored, blocks, kv_heads, dim)).float()
+    kmin = torch.randint(-2, 3, (requests, blocks, kv_heads, dim)).float()
     kmax = kmin + torch.randint(0, 3, kmin.shape)
-    for row, count in zip(rows, candidates, strict=True):
-        kmin[row, max(0, count) :] = kmax[row, max(0, count) :] = float("nan")
-    return Batch(query, ranges, kmax, kmin, rows, candidates)
+    for b, count in enumerate(candidates):
+        kmin[b, max(0, count) :] = kmax[b, max(0, count) :] = float("nan")
+    return Batch(query, ranges, kmax, kmin, stored, rows, candidates)
+
+
+@dataclass
+class Pages:
+    """The summaries of a batch by pages, everything else NaN."""
+
+    kmax: torch.Tensor  # [pages, blocks of a page, Hkv, D]
+    kmin: torch.Tensor
+    table: torch.Tensor  # [requests, pages of one] int32
+    first: int  # block of each text that is the first candidate
+
+
+def lay_out(rng: random.Random, batch: Batch) -> Pages:
+    """Pages in any order. Columns that no candidate lies in name none."""
+    requests, blocks = batch.kmax.shape[:2]
+    parts, first = rng.choice([1, 2, 4]), rng.randrange(5)
+    columns = -(-(first + blocks) // parts) + rng.randrange(3)
+    order = torch.randperm(requests * columns + 3)
+    table = order[: requests * columns].reshape(requests, columns).int()
+    shape = (len(order), parts, *batch.kmax.shape[2:])
+    pages = Pages(*(torch.full(shape, float("nan")) for _ in range(2)), table, first)
+    for b, count in enumerate(batch.candidates):
+        for i in range(max(0, count)):
+            at = int(table[b, (first + i) // parts]), (first + i) % parts
+            pages.kmax[at], pages.kmin[at] = batch.kmax[b, i], batch.kmin[b, i]
+        unused = -(-(first + count) // parts) if count > 0 else 0
+        table[b, unused:] = rng.choice([-1, len(order), 2**31 - 1])
+    return pages
 
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("size", BATCHES)
 @pytest.mark.parametrize(("score", "query_reduce", "group_reduce"), REDUCTIONS)
+@pytest.mark.parametrize("by_pages", [False, True])
 def test_ranges_of_one_tensor(
-    device: str, size: str, score: str, query_reduce: str, group_reduce: str
+    device: str, size: str, score: str, query_reduce: str, group_reduce: str, *, by_pages: bool
 ) -> None:
     rng = seeded()
     requests, most, kv_heads, group = BATCHES[size]
@@ -114,9 +143,15 @@ def test_ranges_of_one_tensor(
 
     packed = batch.query.to(device, dtype)[None].expand(requests, -1, -1, -1)
     summaries = batch.kmax.to(device, dtype), batch.kmin.to(device, dtype)
+    blocks, table, first = batch.kmax.shape[1], None, 0
+    if by_pages:
+        pages = lay_out(rng, batch)
+        summaries = pages.kmax.to(device, dtype), pages.kmin.to(device, dtype)
+        table, first = pages.table.to(device), pages.first
+        blocks = table.shape[1] * pages.kmax.shape[1]
     for max_rows in {0, most, 1}:
-        ids = ints([[[77] * k] * kv_heads] * len(batch.kmax))
-        scores = torch.full((requests * kv_heads * batch.kmax.shape[1],), float("nan"))
+        ids = ints([[[77] * k] * kv_heads] * batch.stored)
+        scores = torch.full((requests * kv_heads * blocks,), float("nan"))
         select_blocks(
             packed,
             *summaries,
@@ -128,8 +163,10 @@ def test_ranges_of_one_tensor(
             out=ids,
             scores=scores.to(device),
             rows=ints(batch.rows),
+            block_table=table,
+            first_block=first,
         )
-        wanted = [[[77] * k] * kv_heads for _ in batch.kmax]
+        wanted = [[[77] * k] * kv_heads for _ in range(batch.stored)]
         for b, (row, count) in enumerate(zip(batch.rows, batch.candidates, strict=True)):
             if count >= 0:
                 wanted[row] = batch.chosen(b, k, *reductions)
@@ -177,3 +214,32 @@ def test_a_bound_below_zero_is_named() -> None:
     count = torch.tensor([4], dtype=torch.int32)
     with pytest.raises(NworError, match="max_rows: got -1, expected 0"):
         select_blocks(torch.zeros(1, 1, 1, 8), summary, summary, count, 2, max_rows=-1)
+
+
+def test_wrong_pages_are_named() -> None:
+    """A candidate in no page, a table of other requests, pages without a table."""
+    store, count = torch.zeros(6, 2, 1, 8), torch.tensor([3], dtype=torch.int32)
+    table = torch.tensor([[5, 0, 6]], dtype=torch.int32)
+    query, ids = torch.zeros(1, 1, 1, 8), torch.full((1, 1, 2), -1, dtype=torch.int32)
+
+    def choose(first: int, **changes: torch.Tensor) -> None:
+        given = {"out": ids, "block_table": table} | changes
+        select_blocks(query, store, store, count, 2, first_block=first, **given)
+
+    choose(1)
+    assert ids.tolist() == [[[0, 1]]]
+    for columns in (3, 2):  # a page that the store has not, no page at all
+        with pytest.raises(NworError, match="but block 4 lies in none of the 6 pages"):
+            choose(2, block_table=table[:, :columns].contiguous())
+    with pytest.raises(NworError, match="block_table: got 2 requests, expected 1"):
+        choose(0, block_table=table.expand(2, 3).contiguous())
+    with pytest.raises(NworError, match="first_block: got -1, expected 0 or more"):
+        choose(-1)
+    own = torch.zeros(1, 6, 1, 8)
+    with pytest.raises(NworError, match="first_block: got 1, expected 0 without a block table"):
+        select_blocks(query, own, own, count, 2, out=ids, first_block=1)
+    with pytest.raises(NworError, match="block_table: got a tensor without out"):
+        select_blocks(query, store, store, count, 2, block_table=table)
+    apart = torch.zeros(6, 4, 1, 8)[:, :2]
+    with pytest.raises(NworError, match="kmax: got strides"):
+        select_blocks(query, apart, apart, count, 2, out=ids, block_table=table)

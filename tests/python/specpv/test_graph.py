@@ -24,7 +24,7 @@ from nwor_specpv import (
     verify_attention,
     write_kv,
 )
-from tests.python.specpv.contexts import DEVICES, best, scores_of, seeded
+from tests.python.specpv.contexts import DEVICES, best, of_pages, scores_of, seeded
 
 LAYERS, HEADS, KV_HEADS, DIM, PAGE = 2, 4, 2, 64, 16
 BLOCK, SINK, RETRIEVED, WINDOW = 16, 1, 3, 1
@@ -236,9 +236,9 @@ def check_refresh(step: Step, request: Request, score: str) -> None:
         tokens = request.kv[2 * layer][SINK * BLOCK : (SINK + blocks) * BLOCK]
         by_block = tokens.reshape(blocks, BLOCK, KV_HEADS, DIM)
         kmax, kmin = by_block.amax(1), by_block.amin(1)
-        row = request.cache.row
-        assert torch.equal(step.store.kmax[layer, row, :blocks].float().cpu(), kmax)
-        assert torch.equal(step.store.kmin[layer, row, :blocks].float().cpu(), kmin)
+        for kept, wanted in ((step.store.kmax, kmax), (step.store.kmin, kmin)):
+            found = of_pages(kept[layer], step.table[request.place], SINK, blocks)
+            assert torch.equal(found.float().cpu(), wanted)
         query = step.query[layer, begin:end].double().cpu().numpy()
         scores = scores_of(query, kmax.numpy(), kmin.numpy(), score, "mean", "mean")
         exact = np.rint(scores * (end - begin) * (HEADS // KV_HEADS))

@@ -64,6 +64,49 @@ def test_equal_to_max_and_min(device: str, layout: str, dtype: torch.dtype) -> N
 
 
 @pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, FLOAT8])
+def test_by_pages_they_lie_where_their_pages_lie(device: str, dtype: torch.dtype) -> None:
+    """Two requests share the pages of a beginning; what no block covers is left alone."""
+    rng = seeded()
+    size = rng.choice([4, 8, 16])
+    page_size = size * rng.choice([1, 2, 3])
+    lengths = [rng.randrange(2 * page_size, 9 * page_size) for _ in range(3)]
+    dim, scales = rng.choice([5, 64, 128]), rng.choice([1, 2]) if dtype == FLOAT8 else 0
+    pages = make_pages(
+        lengths, dim=dim, page_size=page_size, dtype=dtype, device=device, scales=scales
+    )
+    pages.table[1, :2] = pages.table[0, :2]
+    out = torch.float32 if dtype == FLOAT8 else dtype
+    shape = (pages.key.shape[0], page_size // size, *pages.key.shape[2:])
+    kmax = torch.full(shape, POISON, dtype=out, device=device)
+    kmin = -kmax
+    starts = [size * rng.randrange(0, 4) for _ in lengths]
+    done = [rng.randrange(0, 2) for _ in lengths]
+    block_summaries(
+        pages.key,
+        pages.table,
+        ints(starts, device),
+        ints(lengths, device),
+        kmax,
+        kmin,
+        size,
+        pages.k_scale,
+        ints(done, device),
+        by_pages=True,
+    )
+    wanted_max, wanted_min = torch.full_like(kmax, POISON), torch.full_like(kmin, -POISON)
+    for b, (start, end) in enumerate(zip(starts, lengths, strict=True)):
+        upper, lower = summaries_of(pages.tokens(b), start, end, size)
+        for i in range(done[b], len(upper)):
+            token = start + i * size
+            at = int(pages.table[b, token // page_size]), token % page_size // size
+            wanted_max[at] = torch.from_numpy(upper[i]).to(out)
+            wanted_min[at] = torch.from_numpy(lower[i]).to(out)
+    assert torch.equal(kmax, wanted_max)
+    assert torch.equal(kmin, wanted_min)
+
+
+@pytest.mark.parametrize("device", DEVICES)
 def test_step_by_step_equals_at_once_bit_for_bit(device: str) -> None:
     rng = seeded()
     pages = make_pages(
@@ -187,6 +230,20 @@ WRONG = {
     ),
     "done": ({"done_blocks": torch.tensor([0, -1], dtype=torch.int32)}, "done_blocks"),
     "scale": ({"k_scale": torch.ones(1)}, "k_scale: got a scale"),
+    "by pages, of requests": ({"by_pages": True}, "kmax: got sizes"),
+    "by pages, blocks of a page": (
+        {"by_pages": True, "kmax": torch.zeros(8, 2, 2, 16), "kmin": torch.zeros(8, 2, 2, 16)},
+        "kmax: got 2 blocks of 16 tokens for each page",
+    ),
+    "by pages, within a block": (
+        {
+            "by_pages": True,
+            "kmax": torch.zeros(8, 1, 2, 16),
+            "kmin": torch.zeros(8, 1, 2, 16),
+            "start_tokens": torch.tensor([0, 8], dtype=torch.int32),
+        },
+        r"start_tokens\[1\]: got 8, expected a multiple of the block size 16",
+    ),
 }
 
 
@@ -203,3 +260,7 @@ def test_wrong_use_is_named_and_writes_nothing(name: str) -> None:
 def test_fakes_and_schemas() -> None:
     arguments = good()
     torch.library.opcheck(torch.ops.nwor_specpv.block_summaries.default, tuple(arguments.values()))
+    store = torch.full((arguments["key_cache"].shape[0], 1, 2, 16), POISON)
+    arguments |= {"kmax": store, "kmin": store.clone()}
+    given = (*arguments.values(), None, None, True)
+    torch.library.opcheck(torch.ops.nwor_specpv.block_summaries.default, given)

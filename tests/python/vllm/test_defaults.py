@@ -4,14 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from nwor_specpv import NworError
 from nwor_specpv.vllm import defaults
-from nwor_specpv.vllm.settings import asked_settings, read_settings
 from nwor_specpv.vllm.specpv.rules import DRAFTER, LONG_CONTEXT_SCHEDULER, SCHEDULERS
-
-GIB = 1 << 30
-TOKEN = 2 * 32 * 8 * 128 * 2  # K/V bytes at the shapes of an 8B model
-
 
 HEAD = {"method": "eagle3", "model": "head"}
 
@@ -109,57 +103,7 @@ def test_vllms_own_graphs_are_enough(max_num_seqs: int, max_tokens: int) -> None
     assert defaults.graph_rows(max_num_seqs, 17, 512, max_tokens) == []
 
 
-def views(
-    max_num_seqs: int, tokens: int, memory: int = 141 * GIB, utilization: float = 0.92
-) -> int:
-    return defaults.num_views(
-        max_num_seqs,
-        summary_bytes=tokens // 16 * TOKEN,
-        tail_bytes=21 * TOKEN,
-        memory=memory,
-        utilization=utilization,
-    )
-
-
-def test_views_for_all_requests_as_far_as_memory_allows() -> None:
-    assert views(8, 32768) == 8
-    assert views(64, 32768) == 31
-    assert views(64, 131072) == 7
-    assert views(1024, 131072) == 5, "tails take memory, too"
-    assert views(64, 131072, memory=80 * GIB) == 4
-    assert views(64, 131072, memory=8 * GIB) == 1
-    assert views(64, 131072, utilization=1.0) == 1
-    # Half a device that is shared with others: by what vLLM may use.
-    assert views(64, 131072, utilization=0.5) == 4
-    free = {"summary_bytes": 0, "tail_bytes": TOKEN, "memory": GIB, "utilization": 0.9}
-    assert defaults.num_views(64, **free) == 64
-    assert defaults.num_views(10**5, **free) == 4096, "the largest value of the key"
-
-
-@pytest.mark.parametrize(("max_num_seqs", "tokens"), [(64, 32768), (256, 8192), (1024, 131072)])
-@pytest.mark.parametrize("utilization", [0.5, 0.8, 0.92])
-def test_views_fit_beside_vllm(max_num_seqs: int, tokens: int, utilization: float) -> None:
-    number, memory = views(max_num_seqs, tokens, utilization=utilization), 141 * GIB
-    taken = number * (tokens // 16) * TOKEN + max_num_seqs * 21 * TOKEN
-    assert taken < memory * (1 - utilization)
-    assert taken <= memory * utilization / 16
-
-
 def test_the_line_names_everything() -> None:
     said = defaults.line(["scheduler class a.B", "CUDA graphs up to 1632 rows"])
     assert "enable_specpv" in said
     assert "scheduler class a.B; CUDA graphs up to 1632 rows" in said
-
-
-def test_the_number_of_views_is_automatic_and_never_none_in_an_engine() -> None:
-    """A configuration that was not made of vLLM's arguments has a number, too."""
-    asked = {"nwor_specpv": {"enable_specpv": True}}
-    assert asked_settings(asked, {}).specpv_max_requests == 0
-    assert read_settings(asked, {}).specpv_max_requests == 8
-    asked["nwor_specpv"]["specpv_max_requests"] = 3
-    assert read_settings(asked, {}).specpv_max_requests == 3
-    env = {"NWOR_SPECPV_ENABLE_SPECPV": "1", "NWOR_SPECPV_MAX_REQUESTS": "5"}
-    assert read_settings(None, env).specpv_max_requests == 5
-    assert read_settings({}, {}).specpv_max_requests == 0
-    with pytest.raises(NworError, match="specpv_max_requests: got -1"):
-        asked_settings({"nwor_specpv": {"specpv_max_requests": -1}}, {})

@@ -160,6 +160,21 @@ def test_drafting_starts_after_vllms_warm_up(
     assert calls == (["vllm", "start"] if case == "ours" else ["vllm"])
 
 
+@pytest.mark.parametrize("case", ["ours", "the user has said", "unknown"])
+def test_caches_leave_room_for_views(
+    case: str, worker: type, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    worker.determine_available_memory = lambda self: 1000
+    for _ in range(2):
+        assert runner_hooks.install_memory("theirs.worker.Worker") is None
+    found = SimpleNamespace(left_for_caches=lambda available: available - 300)
+    monkeypatch.setattr(registry, "find_engine", lambda _: None if case == "unknown" else found)
+    made = worker([])
+    said = 1000 if case == "the user has said" else None
+    made.vllm_config = SimpleNamespace(cache_config=SimpleNamespace(kv_cache_memory_bytes=said))
+    assert made.determine_available_memory() == (700 if case == "ours" else 1000)
+
+
 def test_a_worker_that_vllm_changed_is_not_wrapped(worker: type) -> None:
     problem = runner_hooks.install_start("theirs.worker.Another")
     assert problem is not None

@@ -19,6 +19,7 @@ from nwor_specpv.vllm.specpv.partial_pass import PartialPass
 from nwor_specpv.vllm.specpv.refresh import RefreshViews
 from nwor_specpv.vllm.specpv.tail import Tail
 from nwor_specpv.vllm.specpv.views import ViewBatch, ViewStore
+from tests.python.specpv.contexts import of_pages
 
 SEED = int(os.environ.get("NWOR_TEST_SEED", random.randrange(2**31)))
 
@@ -150,8 +151,9 @@ def test_growing_requests_see_what_a_scan_would_choose() -> None:
                 blocks = max(length // BLOCK - WINDOW, SINK) - SINK
                 keys = engine.keys(layer, request, length)[SINK * BLOCK :][: blocks * BLOCK]
                 spans = keys.unflatten(0, (blocks, BLOCK))
-                assert torch.equal(store.kmax[layer, rows[request], :blocks], spans.amax(1))
-                assert torch.equal(store.kmin[layer, rows[request], :blocks], spans.amin(1))
+                for kept, wanted in ((store.kmax, spans.amax(1)), (store.kmin, spans.amin(1))):
+                    found = of_pages(kept[layer], engine.table[request], SINK, blocks)
+                    assert torch.equal(found, wanted)
                 for head in range(HEADS):
                     got = seen_tokens(engine, view, request, head)
                     chosen = query[request, : used[request]]
@@ -178,13 +180,13 @@ def test_what_failed_is_summarised_again_and_rows_start_afresh() -> None:
     assert store._done[0] == blocks
     assert store.anchors[0] == 80
     store.close(row)
-    # Another request in the same row must not inherit summaries.
+    # Another request in the same row must not inherit how much is summarised.
     assert store.open() == 0
     store.begin(ViewBatch(engine.table[1:], ints([0]), ints([60]), ints([1])))
     store.refresh_layer(0, torch.randn(1, 1, QUERY_HEADS, DIM))
     blocks = 60 // BLOCK - WINDOW - SINK
     keys = engine.keys(0, 1, 60)[SINK * BLOCK :][: blocks * BLOCK].unflatten(0, (blocks, BLOCK))
-    assert torch.equal(store.kmax[0, 0, :blocks], keys.amax(1))
+    assert torch.equal(of_pages(store.kmax[0], engine.table[1], SINK, blocks), keys.amax(1))
 
 
 def test_requests_without_a_row_or_a_view_see_everything() -> None:

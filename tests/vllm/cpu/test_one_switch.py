@@ -73,7 +73,6 @@ def test_one_switch_starts_an_engine_whose_tokens_are_vllms(
     assert own_engine().settings.specpv_max_requests == 8, "--max-num-seqs"
     (line,) = lines(caplog)
     assert f'"model": "{DRAFTER}"' in line
-    assert "specpv_max_requests 8" in line
     assert "scheduler" not in line
     assert run(llm).tokens == expected
     assert counted(llm, DRAFTS) > 0
@@ -146,7 +145,6 @@ def test_a_gpu_drafts_for_itself_on_runner_v2(caplog: pytest.LogCaptureFixture) 
         assert config.use_v2_model_runner
         assert config.scheduler_config.scheduler_cls == LONG_CONTEXT_SCHEDULER
         assert config.compilation_config.max_cudagraph_capture_size == 96 * 17
-        assert config.additional_config["nwor_specpv"]["specpv_max_requests"] == 96
     assert args.additional_config == {"nwor_specpv": SMALL_VIEW}, "the user's own"
     first, second = lines(caplog)
     assert first == second
@@ -154,7 +152,6 @@ def test_a_gpu_drafts_for_itself_on_runner_v2(caplog: pytest.LogCaptureFixture) 
         '"method": "ngram_gpu"',
         LONG_CONTEXT_SCHEDULER,
         "CUDA graphs up to 1632 rows",
-        "specpv_max_requests 96",
     ):
         assert part in first
     assert "runner" not in first, "vLLM chooses V2 for this model by itself"
@@ -231,7 +228,7 @@ def test_what_the_user_has_said_stands(caplog: pytest.LogCaptureFixture) -> None
 
 
 @pytest.mark.usefixtures("cuda")
-def test_said_in_other_ways(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_said_in_other_ways() -> None:
     config = make(spec_tokens=9, compilation_config={"cudagraph_capture_sizes": [17, 34]})
     assert config.speculative_config.method == "ngram_gpu"
     assert config.speculative_config.num_speculative_tokens == 9
@@ -240,8 +237,6 @@ def test_said_in_other_ways(monkeypatch: pytest.MonkeyPatch) -> None:
     assert config.speculative_config.method == "ngram"
     assert config.speculative_config.num_speculative_tokens == 3
     assert config.scheduler_config.scheduler_cls is None
-    monkeypatch.setenv("NWOR_SPECPV_MAX_REQUESTS", "4")
-    assert "specpv_max_requests" not in make().additional_config["nwor_specpv"]
 
 
 def test_what_does_not_fit_is_still_refused() -> None:

@@ -6,8 +6,8 @@ Up to four methods are replaced, each after a check of its signature:
 * `make_speculation` gets the keys of the speculative config that were left open;
 * `choose_graphs` captures graphs for more rows, which drafts make of a batch;
 * `prefers_runner_v2`, which not every version has, says yes where our speculators are to draft;
-* `make_config` sets the scheduler class and the number of views, which need the configuration as
-  vLLM has resolved it, and logs one line with everything that was set.
+* `make_config` sets the scheduler class, which needs the configuration as vLLM has resolved it, and
+  logs one line with everything that was set.
 
 What is set follows from `nwor_specpv.vllm.defaults`. Without the two settings nothing changes.
 """
@@ -15,13 +15,13 @@ What is set follows from `nwor_specpv.vllm.defaults`. Without the two settings n
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 from nwor_specpv.config import Settings
-from nwor_specpv.errors import NworError, logger
+from nwor_specpv.errors import logger
 from nwor_specpv.vllm import defaults, versions
-from nwor_specpv.vllm.settings import KEY, asked_settings
+from nwor_specpv.vllm.settings import read_settings
 from nwor_specpv.vllm.specpv.rules import LOSSLESS, REFRESH
 
 from . import speculators
@@ -55,7 +55,7 @@ def platform() -> str:
 
 def _asked(additional_config: Any, model: Any) -> Settings | None:
     """The settings, if they ask for long contexts and this engine could have them."""
-    settings = asked_settings(additional_config)
+    settings = read_settings(additional_config)
     fits = settings.enable_nwor and settings.specpv_mode in (LOSSLESS, REFRESH)
     if not settings.enable_specpv or not fits or not platform():
         return None
@@ -76,7 +76,7 @@ def _speculation(arguments: Any, settings: Settings) -> dict[str, Any]:
 
 def _tree_speculation(arguments: Any) -> dict[str, Any]:
     """The same for draft trees."""
-    settings = asked_settings(arguments.additional_config)
+    settings = read_settings(arguments.additional_config)
     if not settings.enable_nwor:
         return {}
     return defaults.tree_speculation(settings.draft_tree, _said_speculation(arguments))
@@ -160,7 +160,7 @@ def _drafts_on_v2(vllm_config: Any) -> bool:
 
 def _make_config(original: Method) -> Method:
     def create_engine_config(self: Any, usage_context: Any = None, headless: bool = False) -> Any:
-        asked_settings(self.additional_config)  # a wrong key is refused before a model is read
+        read_settings(self.additional_config)  # a wrong key is refused before a model is read
         config = original(self, usage_context, headless)
         settings = _asked(self.additional_config, config.model_config)
         if settings is not None:
@@ -185,9 +185,6 @@ def _fill(arguments: Any, config: Any, settings: Settings) -> list[str]:
     rows = config.compilation_config.max_cudagraph_capture_size or 0
     if rows > _STOCK_GRAPH_ROWS and not _said_graphs(arguments):
         filled.append(f"CUDA graphs up to {rows} rows")
-    if settings.specpv_max_requests == 0 and _choose_views(config, settings):
-        number = config.additional_config[KEY]["specpv_max_requests"]
-        filled.append(f"specpv_max_requests {number}, by memory and --max-num-seqs")
     return filled
 
 
@@ -222,39 +219,3 @@ def _choose_scheduler(config: Any, settings: Settings) -> bool:
     if chosen is not None:
         config.scheduler_config.scheduler_cls = chosen
     return chosen is not None
-
-
-def _device_memory() -> int:
-    """Bytes; 0 on a host without the device, such as a driver of Ray."""
-    from vllm.platforms import current_platform
-
-    try:
-        return int(current_platform.get_device_total_memory())
-    except Exception:
-        return 0
-
-
-def _choose_views(config: Any, settings: Settings) -> bool:
-    additional, model = config.additional_config, config.model_config
-    memory = _device_memory()
-    if not memory or not isinstance(additional, Mapping):
-        return False
-    try:
-        budget = settings.specpv().budget(1)
-    except NworError:
-        return False  # refused when the engine is built, with everything else
-    parallel = config.parallel_config
-    per_token = model.get_num_layers(parallel) * model.get_num_kv_heads(parallel)
-    per_token *= model.get_head_size() * model.dtype.itemsize * 2  # K and V
-    blocks = model.max_model_len // budget.block_size if budget.retrieval_blocks else 0
-    rows = 1 + config.num_speculative_tokens + settings.specpv_draft_lookup
-    number = defaults.num_views(
-        config.scheduler_config.max_num_seqs,
-        summary_bytes=blocks * per_token,  # the largest and smallest key of a block
-        tail_bytes=rows * per_token,
-        memory=memory,
-        utilization=config.cache_config.gpu_memory_utilization,
-    )
-    ours = dict(additional.get(KEY) or {}) | {"specpv_max_requests": number}
-    config.additional_config = dict(additional) | {KEY: ours}
-    return True

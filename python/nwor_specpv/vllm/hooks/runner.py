@@ -16,6 +16,7 @@ backends what was accepted. Each returns the problem where a method is not as ex
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -23,7 +24,7 @@ import torch
 from nwor_specpv import _C
 from nwor_specpv.vllm import draft_rows, registry, versions
 
-from .wrapping import wrap
+from .wrapping import replace, wrap
 
 # Attributes of a step's plan that our scheduler sets: see `specpv.decisions`.
 PASSES, COUNTS = "nwor_specpv_passes", "nwor_specpv_counts"
@@ -87,6 +88,25 @@ def _passes(scheduler_output: Any, lengths: Any) -> int:
     computed = dict(zip(known.req_ids, known.num_computed_tokens, strict=True))
     computed |= {new.req_id: new.num_computed_tokens for new in scheduler_output.scheduled_new_reqs}
     return lengths.passes_that_fill(max(computed[name] + rows[name] for name in rows))
+
+
+def install_memory(worker_class: str) -> str | None:
+    """Has the method of vLLM's worker, of the class that is named, which says how much memory there
+    is for caches, leave some for views. Where the user has said how large caches are, that stands;
+    and on the CPU, where vLLM leaves enough."""
+
+    def leave_room(original: Callable[..., int]) -> Callable[..., int]:
+        def determine_available_memory(worker: Any) -> int:
+            available = original(worker)
+            config = worker.vllm_config
+            found = registry.find_engine(config)
+            if found is None or config.cache_config.kv_cache_memory_bytes:
+                return available
+            return found.left_for_caches(available)
+
+        return determine_available_memory
+
+    return replace(versions.adapter.measure_memory(worker_class), leave_room)
 
 
 def install_start(worker_class: str) -> str | None:

@@ -65,13 +65,15 @@ class ViewStore:
         self.max_tokens = max_tokens
         layers, device = len(key_caches), first.device
         self._retrieves = budget.retrieval_blocks > 0
-        blocks = max_tokens // budget.block_size if self._retrieves else 0
+        self._pages = -(-max_tokens // self.page_size) if self._retrieves else 0
+        page_blocks = self.page_size // budget.block_size
 
         def ints(*shape: int, value: int) -> torch.Tensor:
             return torch.full(shape, value, dtype=torch.int32, device=device)
 
+        # By pages, as the cache: however many requests there are and however long they may become.
         self.kmax = torch.zeros(
-            (layers, max_requests, blocks, num_heads, head_size),
+            (layers, first.shape[0] if self._retrieves else 0, page_blocks, num_heads, head_size),
             dtype=dtype or first.dtype,
             device=device,
         )
@@ -82,7 +84,7 @@ class ViewStore:
         self.num_blocks = ints(max_batch, value=-1)
         self.view_lens = ints(max_batch, value=0)
         self._scores = torch.zeros(
-            max_batch * num_heads * blocks, dtype=torch.float32, device=device
+            max_batch * num_heads * self._pages * page_blocks, dtype=torch.float32, device=device
         )
         # By row, and a last place for requests without one.
         self._done = ints(max_requests + 1, value=0)  # blocks summarised
@@ -181,10 +183,10 @@ class ViewStore:
         if not self._retrieves:
             return
         count = query.shape[0]
-        rows, config = self._rows[:count], self.config
+        config, table = self.config, self._table[:, : self._pages]
         block_summaries(
             self.key_caches[layer],
-            self._table,
+            table,
             self._start[:count],
             self._end[:count],
             self.kmax[layer],
@@ -192,7 +194,7 @@ class ViewStore:
             self.budget.block_size,
             self._key_scales[layer],
             self._step_done[:count],
-            rows=rows,
+            by_pages=True,
         )
         score = config.specpv_score
         if score == "auto":
@@ -210,7 +212,9 @@ class ViewStore:
             query_rows=query_rows,
             out=self.ids[layer],
             scores=self._scores,
-            rows=rows,
+            rows=self._rows[:count],
+            block_table=table,
+            first_block=self.budget.sink_blocks,
         )
 
     def build(self, count: int, layer: int | None = None) -> None:

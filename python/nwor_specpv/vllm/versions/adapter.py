@@ -201,12 +201,19 @@ class Adapter(ABC):
             if isinstance(value, VllmFunction | VllmFields):
                 yield value
         yield from map(self.end_of_start, WORKERS)
+        yield from map(self.measure_memory, WORKERS)
 
     @staticmethod
     def end_of_start(worker_class: str) -> VllmFunction:
         """The method of this worker class that ends the start of an engine."""
         module, _, owner = worker_class.rpartition(".")
         return VllmFunction(module, f"{owner}.compile_or_warm_up_model", ("self",))
+
+    @staticmethod
+    def measure_memory(worker_class: str) -> VllmFunction:
+        """The method of this worker class that says how many bytes caches may take."""
+        module, _, owner = worker_class.rpartition(".")
+        return VllmFunction(module, f"{owner}.determine_available_memory", ("self",))
 
     # ---- the state of model runner V2 ----
 
