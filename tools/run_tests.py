@@ -99,14 +99,20 @@ def run(
     return Outcome(name, ok, time.monotonic() - start, counts)
 
 
-def seed_of(root: Path) -> int:
-    """A number computed from all sources: the same sources give the same number anywhere."""
-    sources = (p for part in ("csrc", "python", "tests") for p in (root / part).rglob("*"))
+def digest_of(root: Path) -> str:
+    """Of all sources: the same ones give the same digest anywhere."""
+    parts = ("csrc", "python", "tests", "examples")
+    sources = (p for part in parts for p in (root / part).rglob("*"))
     digest = hashlib.sha256()
     for path in sorted(p for p in sources if p.suffix in SOURCE_SUFFIXES):
         digest.update(path.relative_to(root).as_posix().encode())
         digest.update(path.read_bytes())
-    return int(digest.hexdigest()[:8], 16) >> 1  # any generator takes 31 bits
+    return digest.hexdigest()
+
+
+def seed_of(root: Path) -> int:
+    """A number computed from all sources."""
+    return int(digest_of(root)[:8], 16) >> 1  # any generator takes 31 bits
 
 
 def cores() -> int:

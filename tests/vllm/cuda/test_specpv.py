@@ -176,6 +176,7 @@ def test_refresh_in_full_graphs(tmp_path: Path) -> None:
     assert not hasattr(own_engine().runner, "input_batch"), "the V1 runner was used"
 
 
+@pytest.mark.alone
 def test_refresh_where_vllm_finds_the_size_of_its_caches(tmp_path: Path) -> None:
     """Model runner V1 then captures graphs on caches of few blocks, and makes others afterwards.
 
