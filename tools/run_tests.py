@@ -24,6 +24,7 @@ import sys
 import time
 import xml.etree.ElementTree as ElementTree
 from collections import Counter
+from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -34,6 +35,7 @@ CURRENT = ROOT / "build" / "current"
 GPU = Path("/dev/nvidiactl")
 FUZZ_ROUNDS_ALL = "1000000"
 NO_TIDY = "--no-clang-tidy"  # it takes minutes: left to `make lint` and `make test-all`
+SOURCES = ("csrc", "python", "tests", "examples")
 SOURCE_SUFFIXES = {".py", ".h", ".cpp", ".cu", ".cuh"}
 
 
@@ -99,9 +101,8 @@ def run(
     return Outcome(name, ok, time.monotonic() - start, counts)
 
 
-def digest_of(root: Path) -> str:
+def digest_of(root: Path, parts: Iterable[str] = SOURCES) -> str:
     """Of all sources: the same ones give the same digest anywhere."""
-    parts = ("csrc", "python", "tests", "examples")
     sources = (p for part in parts for p in (root / part).rglob("*"))
     digest = hashlib.sha256()
     for path in sorted(p for p in sources if p.suffix in SOURCE_SUFFIXES):
