@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
 import sys
@@ -10,137 +9,17 @@ import time
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
 
-TOOL = Path(__file__).resolve().parents[3] / "tools" / "gpu_tests.py"
-
-TESTS = """
-import os, time
-import pytest
-
-CACHED = os.environ.get("PYTORCH_NO_CUDA_MEMORY_CACHING") is None
-TOOL = os.environ.get("SANITIZED", "plain")
-
-@pytest.mark.parametrize("n", range(6))
-def test_cuda(n):
-    assert CACHED is (TOOL != "memcheck")
-
-def test_cuda_graph():
-    assert CACHED
-
-def test_of_the_cpu():
-    raise AssertionError
-
-def test_cuda_absent():
-    pytest.skip("not here")
-
-@pytest.mark.skipif(False, reason="no CUDA device")
-def test_of_a_device():
-    pass
-"""
-SANITIZER = """#!/bin/sh
-export SANITIZED=$2
-while [ "$1" != 9 ]; do shift; done
-shift
-"$@"
-code=$?
-{summary}
-exit $code
-"""
-CLEAN = """
-case $SANITIZED in
-  racecheck) echo "========= RACECHECK SUMMARY: 0 hazards displayed (0 errors, 0 warnings)";;
-  *) echo "========= ERROR SUMMARY: 0 errors";;
-esac
-"""
-# The reports of a GPU whose memory is free; `free` says otherwise.
-NVIDIA_SMI = """#!/bin/sh
-case "$1" in
-  *driver_version) echo 580.1;;
-  *) cat free 2>/dev/null || echo 140000;;
-esac
-"""
-FOUND = {
-    "device": "Made-up GPU",
-    "torch": "2.11.0+cu130",
-    "vllm": "0.26.0",
-    "python": "3.12.3",
-    "library": {"torch": "2.11.0", "cuda": "13.0", "for": "90a"},
-    "revision": "abcdef",
-    "plugin": True,
-}
-PATHS = {"kernels": "test_some.py", "host": "test_host.py", "vllm": "vllm"}
-
-
-class Tool:
-    """The tool in a folder of its own, where each group has tests of its own."""
-
-    def __init__(self, module: ModuleType, root: Path) -> None:
-        self.module, self.root = module, root
-        self.file = root / "results.json"
-
-    def write(self, name: str, text: str) -> None:
-        path = self.root / name
-        path.parent.mkdir(exist_ok=True)
-        path.write_text(text)
-
-    def sanitizer(self, summary: str = CLEAN) -> None:
-        self.write("bin/compute-sanitizer", SANITIZER.format(summary=summary))
-        (self.root / "bin" / "compute-sanitizer").chmod(0o755)
-
-    def call(self, *groups: str, jobs: int = 1, **options: Any) -> int:
-        """The exit status of a call; keywords are its options."""
-        arguments = ["--groups", *groups, "--jobs", str(jobs), "--json", str(self.file)]
-        arguments += ["--logs", str(self.root / "logs")]
-        for name, value in options.items():
-            values = value if isinstance(value, list) else [value]
-            arguments += [f"--{name.replace('_', '-')}", *map(str, values)]
-        return self.module.main([*arguments])
-
-    @property
-    def data(self) -> dict[str, Any]:
-        return json.loads(self.file.read_text())
-
-    def outcomes(self, check: str = "plain") -> dict[str, str]:
-        """By the name of the test."""
-        tests = [entry for entry in self.data["tests"] if entry["check"] == check]
-        return {entry["test"].partition("::")[2]: entry["outcome"] for entry in tests}
-
-    def entry(self, name: str) -> dict[str, Any]:
-        (entry,) = [entry for entry in self.data["tests"] if entry["test"].endswith(name)]
-        return entry
+from tests.python.packaging.made_up_gpu import FOUND, Tool, load_tool, made_up_gpu
 
 
 @pytest.fixture
 def tool(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Tool]:
-    monkeypatch.setattr(sys, "path", list(sys.path))
-    spec = importlib.util.spec_from_file_location("nwor_gpu_tests", TOOL)
-    module = importlib.util.module_from_spec(spec)
-    monkeypatch.setitem(sys.modules, spec.name, module)
-    before = set(sys.modules)
-    spec.loader.exec_module(module)
-    module.ROOT = tmp_path
-    groups = {
-        name: module.Group((path,), of_kernels=name == "kernels") for name, path in PATHS.items()
-    }
-    monkeypatch.setattr(module, "GROUPS", groups)
-    monkeypatch.setattr(module, "probe", lambda _: dict(FOUND))
-    found = Tool(module, tmp_path)
-    found.write("bin/nvidia-smi", NVIDIA_SMI)
-    (tmp_path / "bin" / "nvidia-smi").chmod(0o755)
-    found.sanitizer()
-    found.write("test_some.py", TESTS)
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}{os.pathsep}{os.environ['PATH']}")
-    monkeypatch.delenv("PYTEST_ADDOPTS", raising=False)
-    monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")  # processes start sooner
-    yield found
-    for name in set(sys.modules) - before:
-        if name.partition(".")[0] in ("gpu", "run_tests"):
-            del sys.modules[name]
+    with made_up_gpu(tmp_path, monkeypatch) as found:
+        yield found
 
 
 # ---- what runs ----
@@ -371,17 +250,31 @@ def test_cuda_two(): pass
     assert all("test_cuda_ends" in entry["text"] for entry in ended)
 
 
-def test_a_test_that_never_ends_has_failed_and_the_others_run(tool: Tool) -> None:
-    tests = """
-import time
-
-def test_cuda_hangs(): time.sleep(600)
-def test_cuda_two(): pass
-"""
-    tool.write("test_some.py", tests)
-    assert tool.call("kernels", test_minutes=0.1) == 1
-    assert tool.outcomes() == {"test_cuda_hangs": "failed", "test_cuda_two": "passed"}
-    assert "no news for 6 s" in tool.entry("hangs")["text"]
+def test_a_test_that_never_ends_has_failed_and_the_others_run(
+    tool: Tool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What the process had done before counts."""
+    module, stopped = tool.module, []
+    results = module.Results(tool.file, {})
+    results.plan("kernels", ["plain"], ["a", "b", "c"])
+    shard = module.Shard("kernels", "plain", ["a", "b", "c"], log=tool.root / "some.log", begun="b")
+    shard.log.write_text("the end of its output")
+    shard.seen = {"a": {"outcome": "passed", "seconds": 1.0, "text": ""}}
+    monkeypatch.setattr(shard, "poll", lambda: None)
+    monkeypatch.setattr(shard, "stop", lambda: stopped.append(shard))
+    pool = module.Pool(results, module.Limits(jobs=1, test_seconds=60), tool.root)
+    pool._running.append(shard)
+    shard.news_at = time.monotonic()
+    assert pool._look() == []
+    assert not stopped
+    shard.news_at -= 100
+    (owed,) = pool._look()
+    assert set(stopped) == {shard}
+    assert (pool._running, owed.tests) == ([], ["c"])
+    outcomes = {key[2]: entry["outcome"] for key, entry in results.tests.items()}
+    assert outcomes == {"a": "passed", "b": "failed", "c": "not run"}
+    text = results.tests["kernels", "plain", "b"]["text"]
+    assert text == "no news for 60 s\nthe end of its output"
 
 
 def test_a_process_that_ends_badly_behind_its_tests_is_no_success(tool: Tool, capsys: Any) -> None:
@@ -503,15 +396,12 @@ def test_it_is_refused_where_it_cannot_run(tool: Tool, monkeypatch: pytest.Monke
 
 def test_the_probe_names_what_is_here() -> None:
     """With this interpreter, which has no vLLM for GPUs."""
-    spec = importlib.util.spec_from_file_location("nwor_gpu_probe", TOOL)
-    module = importlib.util.module_from_spec(spec)
     before = list(sys.path)
     try:
-        sys.modules[spec.name] = module
-        spec.loader.exec_module(module)
+        module = load_tool("nwor_gpu_probe")
     finally:
         sys.path[:] = before
-        del sys.modules[spec.name]
+        sys.modules.pop("nwor_gpu_probe", None)
     found = module.probe(sys.executable)
     assert found.keys() == FOUND.keys()
     with pytest.raises(SystemExit, match="/bin/false: failed"):
