@@ -5,6 +5,8 @@
 #   TORCH_CUDA_ARCH_LIST=9.0a  CUDA architectures (default: the GPU here, else 9.0a)
 #   TORCH=2.13.0               release of torch, for `make wheel` (default: that of .venv) and `make test-torch`
 #   VLLM=0.26.0                version of vLLM that setup-vllm and test-vllm take (default: the newest in requirements/)
+#   GPU_PYTHON=python3         for test-gpu and bench-gpu: an interpreter with vLLM for GPUs, in which this package is built (default: .venv's)
+#   GPU_TESTS="--minutes 9"    options of tools/gpu_tests.py; GPU_BENCHMARKS those of tools/gpu_benchmarks.py
 #   NWOR_CUDA=AUTO|ON|OFF      CUDA kernels (default: AUTO, wherever nvcc is found; `make demo` compiles none without a GPU)
 
 VENV_PYTHON := .venv/bin/python
@@ -15,7 +17,9 @@ unexport PYTHONDONTWRITEBYTECODE
 .DEFAULT_GOAL := help
 # Targets share build folders and two environments: make -j must not work on them twice at once.
 .NOTPARALLEL:
-.PHONY: help setup setup-vllm setup-vllms build test test-vllm test-all test-gpu test-torch wheel demo bench lint format clean
+.PHONY: help setup setup-vllm setup-vllms build test test-vllm test-all test-gpu bench-gpu test-torch wheel demo bench lint format clean
+GPU_PYTHON := $(VENV_PYTHON)
+GPU_BUILD := $(if $(filter $(VENV_PYTHON),$(GPU_PYTHON)),build)
 OLDEST_VLLM := $(shell ls requirements | sed -n 's/^vllm-\(.*\)\.txt$$/\1/p' | sort -V | head -n 1)
 
 help:  ## list the targets
@@ -44,14 +48,17 @@ test-vllm: build setup-vllm  ## the tests of the real vLLM on the CPU, without t
 test-all: build setup-vllms  ## everything: also clang-tidy, slow tests, a million fuzz rounds
 	@$(VENV_PYTHON) tools/run_tests.py --all
 
-test-gpu: build  ## the tests that need a GPU, plain and under compute-sanitizer
-	@$(VENV_PYTHON) tools/gpu_tests.py
+test-gpu: $(GPU_BUILD)  ## all tests that need a GPU, vLLM's too, also under compute-sanitizer; again goes on
+	@$(GPU_PYTHON) tools/gpu_tests.py $(GPU_TESTS)
 
 test-torch: setup  ## GoogleTest and pytest with other releases of torch, each in .venv-torch-TORCH
 	@$(VENV_PYTHON) tools/test_torch.py $(TORCH)
 
 wheel: setup  ## a wheel in dist/ that needs no compiler, tried in a bare root folder; TORCH=2.13.0
 	@$(VENV_PYTHON) tools/wheel.py $(TORCH)
+
+bench-gpu: $(GPU_BUILD)  ## measure benchmarks/results/h200 again; again goes on; GPU_BENCHMARKS="NAMES --minutes 9"
+	@$(GPU_PYTHON) tools/gpu_benchmarks.py $(GPU_BENCHMARKS)
 
 demo: setup  ## decode with a real model in several ways: one table and a page
 	@NWOR_BUILD_TESTS=OFF tools/build.sh --cpu-if-no-gpu

@@ -1,22 +1,24 @@
 #!/usr/bin/env python3
-"""The tests that need a GPU, plain and under compute-sanitizer, several processes at once.
+"""The tests that need a GPU: kernels, worker and engine, vLLM, and kernels under compute-sanitizer.
 
-    tools/gpu_tests.py [--checks plain memcheck racecheck synccheck] [--jobs 4] [--minutes 30]
-                       [--json FILE] [-k EXPRESSION] [PATHS ...]
+    tools/gpu_tests.py [--groups kernels host vllm sanitizers] [--minutes 9] [--jobs 16]
+                       [--checks memcheck racecheck synccheck] [--json FILE] [--only TEXT]
+                       [--retry] [--vllm-python PYTHON]
 
-Every check spreads the tests over `jobs` processes. All checks run at the same time and share the
-cores. Tests that have not run when the time is up are counted, and the file of --json names them;
-it also has the sanitizer's first findings, each with its test. The sanitizer checks this project's
-kernels only. Launches that it could not check, for example for want of memory, are no findings, but
-they are no success either: fewer processes need less memory. The exit status is 0 if in every check
-every test passed or said why it skips, every launch was checked, and nothing was found. Without a
-GPU or without the sanitizer nothing runs and the exit status is 1.
+Many processes run at once. Tests of vLLM have a process for each file, one after another, since
+vLLM keeps memory of the GPU until its process ends. FILE is extended by every call: what has run
+for the same sources, device and versions is not run again, except, with --retry, what has failed.
+With --minutes a call ends in time. The exit status is 0 when all tests of these groups have passed
+or said why they skip, every launch was checked and nothing was found, 75 while tests are left, else
+1. The sanitizer checks this project's kernels only.
 """
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
+import math
 import os
 import re
 import shutil
@@ -25,240 +27,350 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections import Counter
-from dataclasses import dataclass, field
+from collections.abc import Iterable
+from dataclasses import dataclass
 from pathlib import Path
-from typing import IO
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+
+from gpu import sanitizer
+from gpu.results import Key, Results
+from gpu.shards import RUN_PYTEST, Shard, deal
+from run_tests import digest_of
 
 ROOT = Path(__file__).resolve().parent.parent
-SANITIZERS = ("memcheck", "racecheck", "synccheck")
-DEFAULT_PATHS = [f"tests/python/{name}" for name in ("attention", "kv_interceptor", "specpv",
-                 "tree", "decoder", "transformers")]  # fmt: skip
-DEFAULT_TESTS = "cuda or graph or captured or kernels or torch_ops"
-# torch's caching would hide accesses beyond a tensor, but graphs cannot be captured without it.
-_CAPTURES = re.compile(r"graph|captur|bench")
-_BARRIERS = ("--num-cuda-barriers", "65536", "--force-synchronization-limit", "16")
-_NO_CACHE = {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
-_FOUND = re.compile(r"(?:ERROR SUMMARY: (\d+) error|RACECHECK SUMMARY: (\d+) hazard)")
-_VERDICT = re.compile(r"^(\S+::.*?) (PASSED|FAILED|ERROR|SKIPPED|XFAIL)", re.MULTILINE)
-# Again at the end: a sanitizer may have spoken between a test's name and its verdict.
-_AT_END = re.compile(r"^(PASSED|FAILED|ERROR) (\S+::.*?)(?: - .*)?$", re.MULTILINE)
-_UNSEEN = "Internal Sanitizer Error"  # of the tool itself, though its summary counts it
-_SAID = re.compile(r"(?<!=)={9} (?! )(?!COMPUTE-SANITIZER|.* SUMMARY:|Target )(.+)")
-_KINDS = {"PASSED": "passed", "FAILED": "failed", "ERROR": "failed", "SKIPPED": "skipped",
-          "XFAIL": "skipped"}  # fmt: skip
+KERNEL_FOLDERS = ("attention", "decoder", "drafters", "kv_interceptor", "profiling", "specpv",
+                  "transformers", "tree")  # fmt: skip
+# Names of tests that run kernels; those that are skipped without a GPU are taken as well.
+KERNEL_TESTS = re.compile("cuda|graph|captured|kernels|torch_ops")
+VLLM_FREE_GIB = 40  # an engine of the tests takes up to a tenth of the GPU, and says so at start
+_SAVE_SECONDS = 5.0
+_FEWEST = 10  # tests of a process, which takes seconds to start
 
 
-@dataclass
-class Shard:
-    """Tests that one process runs, and what it wrote."""
-
-    check: str
-    tests: list[str]
-    environment: dict[str, str]
-    log: Path
-    process: subprocess.Popen | None = None
-    output: IO[str] | None = None
-
-    def start(self, threads: int) -> None:
-        """With so many threads for what its tests compute on the host, unless the caller chose."""
-        command = [sys.executable, "-m", "pytest", "-v", "-rpfE", "-p", "no:cacheprovider"]
-        command += ["-p", "no:xdist"]
-        if self.check in SANITIZERS:
-            command = [
-                *("compute-sanitizer", "--tool", self.check, "--kernel-name", "kns=nwor"),
-                # To know the host's stack it keeps frames of Python, and with them their objects.
-                *("--show-backtrace", "device"),
-                # It has memory for so many barriers of every launch that nobody has waited for.
-                *(_BARRIERS if self.check == "synccheck" else ()),
-                *("--print-limit", "10000", "--error-exitcode", "9", *command),
-            ]
-        self.output = self.log.open("w")
-        self.process = subprocess.Popen(
-            [*command, *self.tests],
-            cwd=ROOT,
-            env={"OMP_NUM_THREADS": str(threads)} | os.environ | self.environment,
-            stdout=self.output,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )
-
-    def stop(self) -> None:
-        """Ends what still runs, children too."""
-        assert self.process is not None
-        assert self.output is not None
-        if self.process.poll() is None:
-            os.killpg(self.process.pid, signal.SIGKILL)
-            self.process.wait()
-        self.output.close()
+@dataclass(frozen=True)
+class Group:
+    paths: tuple[str, ...]
+    arguments: tuple[str, ...] = ()  # of pytest
+    of_kernels: bool = False
 
 
-@dataclass
-class Outcome:
-    """Of one check: tests by what became of them, and the sanitizer's findings."""
+GROUPS = {
+    "kernels": Group(tuple(f"tests/python/{name}" for name in KERNEL_FOLDERS), of_kernels=True),
+    "host": Group(("tests/python/worker", "tests/python/engine"), ("-m", "not slow")),
+    "vllm": Group(("tests/vllm/cuda",), ("-c", "tests/vllm/pytest.ini", "--rootdir", ".")),
+}
+SANITIZERS = "sanitizers"  # over the tests of `kernels`
 
-    check: str
-    seconds: float
-    counts: Counter[str] = field(default_factory=Counter)
-    findings: int = 0
-    unseen: int = 0  # launches that the sanitizer could not check
-    troubles: list[str] = field(default_factory=list)
-    not_run: list[str] = field(default_factory=list)
-    said: list[str] = field(default_factory=list)  # by the sanitizer, the first lines
-
-    @property
-    def ok(self) -> bool:
-        bad = self.counts["failed"] + self.counts["not run"] + len(self.troubles)
-        return not (bad or self.findings or self.unseen) and self.counts["passed"] > 0
-
-    def take(self, shard: Shard) -> None:
-        assert shard.process is not None
-        text = shard.log.read_text(errors="replace")
-        seen: dict[str, str] = {}
-        verdicts = _VERDICT.findall(text)
-        verdicts += [(name, verdict) for verdict, name in _AT_END.findall(text)]
-        for name, verdict in verdicts:
-            kind = _KINDS[verdict]
-            if seen.get(name) != "failed":  # its teardown may have failed as well
-                seen[name] = kind
-        self.counts += Counter(seen.values())
-        not_run = [name for name in shard.tests if name not in seen]
-        self.counts["not run"] += len(not_run)
-        self.not_run += not_run
-        if shard.check in SANITIZERS:
-            self.said += first_words(text, shard.tests)
-        summaries = [int(errors or hazards) for errors, hazards in _FOUND.findall(text)]
-        unseen = text.count(f"========= {_UNSEEN}")
-        self.unseen += unseen
-        self.findings += max(0, sum(summaries) - unseen)
-        failed = [name for name, kind in seen.items() if kind == "failed"]
-        self.troubles += [f"failed: {name}" for name in failed]
-        code = shard.process.returncode
-        ended = code == 0 or (code in (1, 9) and (failed or sum(summaries)))
-        if not ended:
-            self.troubles.append(f"a process ended with {code}, see {shard.log}")
-        elif shard.check in SANITIZERS and not summaries:
-            self.troubles.append(f"{shard.check} printed no summary, see {shard.log}")
-
-    def __str__(self) -> str:
-        counts = ", ".join(f"{n} {kind}" for kind, n in sorted(self.counts.items()) if n)
-        found = f", {self.findings} findings" if self.check in SANITIZERS else ""
-        found += f", {self.unseen} launches not checked" if self.unseen else ""
-        return f"{self.check}: {counts}{found} ({self.seconds:.0f} s)"
+# What the interpreter that runs it has; vLLM itself is not imported, which takes half a minute.
+PROBE = """
+import json, platform, sys
+from importlib import metadata
+import torch
+import nwor_specpv
+from nwor_specpv import _stamp
+try:
+    vllm = metadata.version("vllm")
+except metadata.PackageNotFoundError:
+    vllm = None
+stamp = _stamp.read_stamp()
+plugins = {point.name for point in metadata.entry_points(group="vllm.general_plugins")}
+print(json.dumps({
+    "device": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
+    "torch": torch.__version__,
+    "vllm": vllm,
+    "python": platform.python_version(),
+    "library": {"torch": stamp.torch, "cuda": stamp.cuda, "for": " ".join(stamp.architectures)},
+    "revision": stamp.revision,
+    "plugin": "nwor_specpv" in plugins,
+}))
+"""
 
 
-def first_words(text: str, tests: list[str], most: int = 20) -> list[str]:
-    """The first lines of findings, each behind the test in which it came."""
-    found: list[str] = []
-    current = "before any test"
-    for line in text.splitlines():
-        # Of test_a[1] and test_a[1]b the longer one; lines of tracebacks are none.
-        current = max((t for t in tests if line.startswith(f"{t} ")), key=len, default=current)
-        said = _SAID.search(line)
-        if said and not said[1].startswith(_UNSEEN) and len(found) < most:
-            found.append(f"{current}: {said[1]}")
-    return found
+def probe(python: str) -> dict[str, Any]:
+    done = subprocess.run([python, "-c", PROBE], capture_output=True, text=True, check=False)
+    if done.returncode:
+        sys.exit(f"gpu_tests: {python}: {(done.stderr.strip().splitlines() or ['failed'])[-1]}")
+    return json.loads(done.stdout.splitlines()[-1])
 
 
-def refusal(checks: list[str]) -> str | None:
-    """Why these checks cannot run here."""
-    import torch
-
-    if not torch.cuda.is_available():
+def refusal(found: dict[str, Any], vllm: dict[str, Any], groups: Iterable[str]) -> str | None:
+    """Why these groups cannot run here."""
+    if found["device"] is None:
         return "no CUDA device here"
-    if set(checks) & set(SANITIZERS) and shutil.which("compute-sanitizer") is None:
-        return "compute-sanitizer is not on the PATH; it is in the CUDA toolkit (or --checks plain)"
+    if not found["library"]["cuda"]:
+        return "the library was built without CUDA kernels: run make build where nvcc is"
+    if SANITIZERS in groups and shutil.which("compute-sanitizer") is None:
+        return (
+            "compute-sanitizer is not on the PATH; it is in the CUDA toolkit (or leave the group "
+            "sanitizers out)"
+        )
+    if "vllm" in groups and (vllm["vllm"] is None or vllm["device"] is None):
+        return (
+            "the group vllm needs vLLM for GPUs: --vllm-python PYTHON, of an environment that has "
+            "it and this package (or leave the group out)"
+        )
+    if "vllm" in groups and not vllm["plugin"]:
+        return "vLLM finds no plugin nwor_specpv: install this package in its environment"
     return None
 
 
-def collect(paths: list[str], expression: str) -> list[str]:
-    command = [sys.executable, "-m", "pytest", "--collect-only", "-q", "-p", "no:cacheprovider"]
-    done = subprocess.run(
-        [*command, "-k", expression, *paths], cwd=ROOT, capture_output=True, text=True, check=False
-    )
-    tests = [line for line in done.stdout.splitlines() if "::" in line]
-    if done.returncode or not tests:
-        sys.exit(f"gpu_tests: no tests were collected\n{done.stdout[-2000:]}{done.stderr[-2000:]}")
-    return tests
+def git(*arguments: str) -> str | None:
+    """What git says of the checkout; None where there is none."""
+    command = ["git", "-C", str(ROOT), *arguments]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+    except OSError:
+        return None
+    return done.stdout.strip() if done.returncode == 0 else None
 
 
-def deal(check: str, tests: list[str], jobs: int, folder: Path) -> list[Shard]:
-    """Neighbours take about as long, so they go to different processes."""
-    parts = [({}, tests)]
-    if check == "memcheck":
-        captures = [test for test in tests if _CAPTURES.search(test)]
-        parts = [({}, captures), (_NO_CACHE, [test for test in tests if test not in captures])]
-    shards: list[Shard] = []
-    for environment, part in parts:
-        count = min(len(part), max(1, round(jobs * len(part) / len(tests))))
-        for index in range(count):
-            log = folder / f"{check}_{len(shards)}.log"
-            shards.append(Shard(check, part[index::count], environment, log))
+def nvidia_smi(what: str) -> str | None:
+    """A value of the first GPU."""
+    command = ["nvidia-smi", f"--query-gpu={what}", "--format=csv,noheader,nounits"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+    except OSError:
+        return None
+    lines = done.stdout.splitlines()
+    return lines[0].strip() if done.returncode == 0 and lines else None
+
+
+def setting_of(found: dict[str, Any], vllm: dict[str, Any], revision: str) -> dict[str, Any]:
+    """What the results are of."""
+    changes = git("status", "--porcelain")
+    return {
+        "device": found["device"],
+        "driver": nvidia_smi("driver_version"),
+        "torch": found["torch"],
+        "vllm": vllm["vllm"],
+        "python": found["python"],
+        "library": found["library"],
+        "commit": revision or git("rev-parse", "--short=12", "HEAD") or found["revision"],
+        "dirty": None if changes is None else bool(changes),
+        "sources": digest_of(ROOT),
+    }
+
+
+# ---- which tests ----
+
+
+def collect(groups: dict[str, str], folder: Path) -> dict[str, list[dict[str, Any]]]:
+    """The tests of these groups, each of which is collected by an interpreter, all at once."""
+    running = {}
+    for name, python in groups.items():
+        group, lines = GROUPS[name], folder / f"collect_{name}.jsonl"
+        command = [python, str(RUN_PYTEST), str(lines), "0", "--collect-only", "-q"]
+        command += ["-p", "no:cacheprovider", "-p", "no:xdist", *group.arguments, *group.paths]
+        process = subprocess.Popen(
+            command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        )
+        running[name] = process, lines
+    found = {}
+    for name, (process, lines) in running.items():
+        output, _ = process.communicate()
+        told = [json.loads(line) for line in lines.read_text().splitlines()]
+        found[name] = [line for line in told if "found" in line]
+        if GROUPS[name].of_kernels:
+            tests = found[name]
+            found[name] = [t for t in tests if t["gpu"] or KERNEL_TESTS.search(t["found"])]
+        if process.returncode or not found[name]:
+            sys.exit(f"gpu_tests: no tests of {name} were collected\n{output[-3000:]}")
+    return found
+
+
+def checks_of(group: str, chosen: list[str]) -> dict[str, list[str]]:
+    """The checks of a group by the group whose tests they run."""
+    return {"kernels": list(chosen)} if group == SANITIZERS else {group: ["plain"]}
+
+
+def shards_of(keys: list[Key], alone: list[str], vllm_python: str, jobs: int) -> list[Shard]:
+    """Processes for these tests: those that want the GPU for themselves first, then vLLM's."""
+    named: dict[tuple[str, str], list[str]] = {}
+    for group, check, test in keys:
+        named.setdefault((group, check), []).append(test)
+    kinds = sum(GROUPS[group].of_kernels for group, _ in named)
+    shards = []
+    for (group, check), tests in named.items():
+        whole = Shard(group, check, tests, arguments=GROUPS[group].arguments)
+        if GROUPS[group].of_kernels:
+            most = math.ceil(len(tests) / _FEWEST)
+            shards += deal(whole, min(most, max(1, 2 * jobs // kinds)))
+            continue
+        if group == "vllm":
+            whole.python, whole.in_turn = vllm_python, True
+        files: dict[str, list[str]] = {}
+        for test in tests:
+            if test in alone:
+                shards.append(dataclasses.replace(whole.again([test]), alone=True))
+            else:  # tests of a file share what they have built
+                files.setdefault(test.partition("::")[0], []).append(test)
+        shards += [whole.again(of_file) for of_file in files.values()]
+    order = {"vllm": 0, "kernels": 1, "host": 2}
+    shards.sort(key=lambda s: (not s.alone, s.sanitized, order[s.group]))
     return shards
 
 
-def run(
-    checks: list[str], tests: list[str], jobs: int, seconds: float, logs: Path
-) -> list[Outcome]:
-    shards = [shard for check in checks for shard in deal(check, tests, jobs, logs)]
-    start = time.monotonic()
-    ends: dict[str, float] = {}
-    asked: list[int] = []  # signals to end: what has run by then is reported
-    before = signal.signal(signal.SIGTERM, lambda number, _: asked.append(number))
-    try:
-        threads = max(1, len(os.sched_getaffinity(0)) // len(shards))
-        for shard in shards:
-            shard.start(threads)
-        while time.monotonic() - start < seconds and not asked:
-            running = {s.check for s in shards if s.process and s.process.poll() is None}
-            for check in set(checks) - running - ends.keys():
-                ends[check] = time.monotonic() - start
-            if not running:
-                break
-            time.sleep(0.2)
-    finally:
-        for shard in shards:
-            if shard.process is not None:
+# ---- running them ----
+
+
+@dataclass
+class Limits:
+    jobs: int
+    seconds: float = 0.0  # of this call; 0: no limit
+    test_seconds: float = 300.0  # without news from a process
+
+    @property
+    def grace(self) -> float:
+        """Before the end no further test begins."""
+        return min(60.0, 0.1 * self.seconds)
+
+
+class Pool:
+    """Runs processes, so many at once."""
+
+    def __init__(self, results: Results, limits: Limits, logs: Path) -> None:
+        self._results, self._limits, self._logs = results, limits, logs
+        self._running: list[Shard] = []
+        self._count = 0
+
+    def run(self, waiting: list[Shard]) -> None:
+        """Until all is done, or the time is up, or the tool is asked to end."""
+        limits, began, asked = self._limits, time.monotonic(), []
+        until = time.time() + limits.seconds - limits.grace if limits.seconds else 0.0
+        before = signal.signal(signal.SIGTERM, lambda number, _: asked.append(number))
+        saved = began
+        try:
+            while waiting or self._running:
+                waiting[:0] = self._look()
+                now = time.monotonic()
+                if asked or (limits.seconds and now - began > limits.seconds):
+                    break
+                if not limits.seconds or now - began < limits.seconds - limits.grace:
+                    self._start_some(waiting, until)
+                elif not self._running:
+                    break
+                if now - saved > _SAVE_SECONDS:
+                    self._results.save()
+                    saved = now
+                time.sleep(0.2)
+        finally:
+            for shard in self._running:
                 shard.stop()
-        signal.signal(signal.SIGTERM, before)
-    took = time.monotonic() - start
-    outcomes = []
-    for check in checks:
-        outcome = Outcome(check, ends.get(check, took))
-        for shard in shards:
-            if shard.check == check:
-                outcome.take(shard)
-        outcomes.append(outcome)
-    return outcomes
+                shard.poll()
+                self._results.close(shard, None, "")
+            self._results.save()
+            signal.signal(signal.SIGTERM, before)
+
+    def _look(self) -> list[Shard]:
+        """Takes what was written; shards that processes owe which are over are returned."""
+        owed = []
+        for shard in list(self._running):
+            code, why = shard.poll(), ""
+            if code is None and time.monotonic() - shard.news_at > self._limits.test_seconds:
+                why = f"no news for {self._limits.test_seconds:.0f} s"
+                shard.stop()
+                shard.poll()
+            if code is None and not why:
+                self._results.take(shard)
+                continue
+            shard.stop()
+            self._running.remove(shard)
+            owed += self._results.close(shard, code, why)
+        return owed
+
+    def _start_some(self, waiting: list[Shard], until: float) -> None:
+        for shard in list(waiting):
+            if len(self._running) >= self._limits.jobs or any(s.alone for s in self._running):
+                return
+            if not self._fits(shard):
+                continue
+            waiting.remove(shard)
+            log = self._logs / f"{self._count}_{shard.group}_{shard.check}.log"
+            self._count += 1
+            threads = max(1, len(os.sched_getaffinity(0)) // self._limits.jobs)
+            shard.start(ROOT, log, until, threads)
+            self._running.append(shard)
+
+    def _fits(self, shard: Shard) -> bool:
+        if not self._running:
+            return True
+        if shard.alone:
+            return False
+        if not shard.in_turn:
+            return True
+        if any(other.group == shard.group for other in self._running):
+            return False
+        free = nvidia_smi("memory.free")  # MiB
+        return free is not None and float(free) > 1024 * VLLM_FREE_GIB
 
 
-def main() -> int:
+def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    known = ("plain", *SANITIZERS)
-    parser.add_argument("--checks", nargs="+", choices=known, default=list(known))
-    parser.add_argument("--jobs", type=int, default=4, help="processes of a check (default: 4)")
-    parser.add_argument("--minutes", type=float, default=30.0, help="time limit (default: 30)")
+    groups = [*GROUPS, SANITIZERS]
+    parser.add_argument("--groups", nargs="+", choices=groups, default=groups)
+    parser.add_argument("--checks", nargs="+", choices=sanitizer.CHECKS, default=sanitizer.CHECKS,
+                        help="of the sanitizers")  # fmt: skip
+    cores = len(os.sched_getaffinity(0))
+    parser.add_argument("--jobs", type=int, default=min(16, cores), help="processes at once")
+    parser.add_argument("--minutes", type=float, default=0, help="of this call; 0: no limit")
+    parser.add_argument("--test-minutes", type=float, default=5, help="of a single test")
+    parser.add_argument("--only", default="", help="tests with this in their names")
+    parser.add_argument("--retry", action="store_true", help="run again what has failed")
+    parser.add_argument("--json", type=Path, default=ROOT / "build" / "gpu_tests.json")
     parser.add_argument("--logs", type=Path, help="a folder for the output of the processes")
-    parser.add_argument("--json", type=Path, help="a file for the outcome")
-    parser.add_argument("-k", dest="expression", default=DEFAULT_TESTS, help="as pytest takes it")
-    parser.add_argument("paths", nargs="*", default=DEFAULT_PATHS)
-    options = parser.parse_args()
+    parser.add_argument("--vllm-python", default=sys.executable, help="an interpreter with vLLM")
+    parser.add_argument("--revision", default="", help="commit, where git does not know it")
+    return parser.parse_args(arguments)
 
-    if why := refusal(options.checks):
+
+def main(arguments: list[str] | None = None) -> int:
+    options = parse(arguments)
+    began = time.monotonic()
+    found = probe(sys.executable)
+    same = options.vllm_python == sys.executable
+    vllm = found if same else probe(options.vllm_python)
+    if why := refusal(found, vllm, options.groups):
         sys.exit(f"gpu_tests: {why}")
-    tests = collect(options.paths, options.expression)
     logs = options.logs or Path(tempfile.mkdtemp(prefix="nwor_gpu_tests_"))
-    logs.mkdir(parents=True, exist_ok=True)
-    print(f"{len(tests)} tests, {options.jobs} processes for each of {options.checks}; {logs}")
-    outcomes = run(options.checks, tests, max(1, options.jobs), 60 * options.minutes, logs)
-    for outcome in outcomes:
-        print(outcome)
-        for line in outcome.troubles + outcome.said[:20]:
-            print(f"  {line}")
-    if options.json:
-        records = [vars(outcome) | {"ok": outcome.ok} for outcome in outcomes]
-        options.json.write_text(json.dumps(records, indent=1) + "\n")
-    return 0 if all(outcome.ok for outcome in outcomes) else 1
+    for folder in (logs, options.json.parent):
+        folder.mkdir(parents=True, exist_ok=True)
+    results = Results(options.json, setting_of(found, vllm, options.revision))
+    if options.retry:
+        results.forget_failures()
+
+    checks: dict[str, list[str]] = {}  # by the group whose tests they run
+    for group in options.groups:
+        for name, more in checks_of(group, options.checks).items():
+            checks.setdefault(name, []).extend(more)
+    find_tests(results, checks, options.vllm_python, logs)
+    keys = [key for key in results.tests if key[1] in checks.get(key[0], ())]
+    keys = [key for key in keys if options.only in key[2]]
+    waiting = shards_of(results.pending(keys), results.alone, options.vllm_python, options.jobs)
+    print(f"{len(results.pending(keys))} of {len(keys)} tests are left; output: {logs}", flush=True)
+    limits = Limits(max(1, options.jobs), 60 * options.minutes, 60 * options.test_minutes)
+    if options.minutes:
+        limits.seconds = max(1.0, limits.seconds - (time.monotonic() - began))
+    Pool(results, limits, logs).run(waiting)
+    for line in results.told(keys):
+        print(line)
+    print(f"written to {options.json}")
+    return results.verdict(keys)
+
+
+def find_tests(
+    results: Results, checks: dict[str, list[str]], vllm_python: str, logs: Path
+) -> None:
+    """Has the file name all tests of these checks."""
+    unknown = {
+        name: vllm_python if name == "vllm" else sys.executable
+        for name, wanted in checks.items()
+        if any((name, check) not in {key[:2] for key in results.tests} for check in wanted)
+    }
+    for name, tests in collect(unknown, logs).items():
+        results.plan(name, checks[name], [test["found"] for test in tests])
+        results.alone += [test["found"] for test in tests if test["alone"]]
 
 
 if __name__ == "__main__":

@@ -26,6 +26,8 @@ format_check() {
 run structure "$bin/python" tools/check_structure.py
 run clang-format format_check
 run "README results" "$bin/python" tools/readme_results.py --check
+# A warning: results that are older than what they measure.
+"$bin/python" tools/stale_results.py || failed+=("stale results")
 run "ruff check" "$bin/ruff" check -q .
 run "ruff format" "$bin/ruff" format -q --check .
 if [[ "${1:-}" == --no-clang-tidy ]]; then

@@ -1,4 +1,4 @@
-"""Makes the tables of README.md and docs/, and the plots, from benchmarks/results.
+"""Makes the plots and the tables of README.md, docs/ and benchmarks/results from what is recorded.
 
     tools/readme_results.py            rewrites what stands between the markers, and the plots
     tools/readme_results.py --check    exits 1 if they are not what the results say
@@ -26,6 +26,7 @@ from tables import (
     long_context_plot,
     real,
     real_plot,
+    recorded,
     serving,
     serving_plot,
     specpv,
@@ -33,11 +34,12 @@ from tables import (
     vllm,
     worker,
 )
-from tables.records import ROOT, load
+from tables.records import RESULTS, ROOT, load
 
 DOCS = ROOT / "docs"
 PAGES = (
     ROOT / "README.md",
+    RESULTS / "README.md",
     DOCS / "generate.md",
     DOCS / "measured.md",
     DOCS / "measured_attention.md",
@@ -88,6 +90,9 @@ SECTIONS: dict[str, Callable[[], Iterator[str]]] = {
     "attention_errors": attention.error_lines,
     "attention_cpu": attention_cpu.cpu_attention_lines,
     "worker": worker.worker_lines,
+    "h200_files": recorded.h200_lines,
+    "cpu_files": recorded.cpu_lines,
+    "gpu_tests": recorded.gpu_test_lines,
 }
 MARKED = re.compile(r"(<!-- (\w+):begin[^\n]*\n).*?(<!-- \2:end -->)", re.DOTALL)
 

@@ -24,6 +24,7 @@ import sys
 import time
 import xml.etree.ElementTree as ElementTree
 from collections import Counter
+from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -34,6 +35,7 @@ CURRENT = ROOT / "build" / "current"
 GPU = Path("/dev/nvidiactl")
 FUZZ_ROUNDS_ALL = "1000000"
 NO_TIDY = "--no-clang-tidy"  # it takes minutes: left to `make lint` and `make test-all`
+SOURCES = ("csrc", "python", "tests", "examples")
 SOURCE_SUFFIXES = {".py", ".h", ".cpp", ".cu", ".cuh"}
 
 
@@ -99,14 +101,19 @@ def run(
     return Outcome(name, ok, time.monotonic() - start, counts)
 
 
-def seed_of(root: Path) -> int:
-    """A number computed from all sources: the same sources give the same number anywhere."""
-    sources = (p for part in ("csrc", "python", "tests") for p in (root / part).rglob("*"))
+def digest_of(root: Path, parts: Iterable[str] = SOURCES) -> str:
+    """Of all sources: the same ones give the same digest anywhere."""
+    sources = (p for part in parts for p in (root / part).rglob("*"))
     digest = hashlib.sha256()
     for path in sorted(p for p in sources if p.suffix in SOURCE_SUFFIXES):
         digest.update(path.relative_to(root).as_posix().encode())
         digest.update(path.read_bytes())
-    return int(digest.hexdigest()[:8], 16) >> 1  # any generator takes 31 bits
+    return digest.hexdigest()
+
+
+def seed_of(root: Path) -> int:
+    """A number computed from all sources."""
+    return int(digest_of(root)[:8], 16) >> 1  # any generator takes 31 bits
 
 
 def cores() -> int:

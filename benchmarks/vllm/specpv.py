@@ -64,19 +64,28 @@ def main() -> int:
     args = parse()
     if args.child:
         return run_side(args)
+    with contextlib.ExitStack() as stack:
+        folder = Path(args.keep or stack.enter_context(tempfile.TemporaryDirectory()))
+        return run_sides(args, folder)
+
+
+def run_sides(args: argparse.Namespace, folder: Path) -> int:
+    """Those of which the folder has no file, each in a process."""
     found: dict[str, list[dict[str, Any]]] = {side: [] for side in args.sides}
-    for _ in range(args.repeats):
+    for number in range(args.repeats):
         for side in args.sides:
-            with tempfile.NamedTemporaryFile(suffix=".json") as out:
-                command = [sys.executable, __file__, "--child", side, "--json", out.name]
+            out, part = folder / f"{side}_{number}.json", folder / "part.json"
+            if not out.exists():
+                command = [sys.executable, __file__, "--child", side, "--json", str(part)]
                 command += ["--cells", *args.cells, "--steps", str(args.steps)]
                 command += ["--layers", str(args.layers), "--passes", str(args.passes)]
                 command += ["--agreement", str(args.agreement), "--memory", str(args.memory)]
-                done = subprocess.run(command, check=False, timeout=args.timeout)
-                if done.returncode == 0:
-                    found[side].append(json.loads(Path(out.name).read_text()))
+                if subprocess.run(command, check=False, timeout=args.timeout).returncode == 0:
+                    part.replace(out)
+            if out.exists():
+                found[side].append(json.loads(out.read_text()))
             report(args, found)
-    return 0 if all(found.values()) else 1
+    return 0 if all(len(runs) == args.repeats for runs in found.values()) else 1
 
 
 def parse() -> argparse.Namespace:
@@ -92,6 +101,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--lock", default="", help="a file: sides started at once take turns")
     parser.add_argument("--timeout", type=float, default=600)
     parser.add_argument("--json", default="")
+    parser.add_argument("--keep", default="", help="a folder: what has run is not run again")
     parser.add_argument("--child", choices=sorted(SIDES), default="")
     return parser.parse_args()
 

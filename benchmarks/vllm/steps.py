@@ -3,6 +3,7 @@
 
     python benchmarks/vllm/steps.py --drafts 4 --json steps_4.json
     python benchmarks/vllm/steps.py --drafts 7 --first nwor --batch 8 --context 8192
+    python benchmarks/vllm/steps.py --drafts 7 --compile off --add --json steps_4.json
 
 Two engines with an 8B model's shapes and dummy weights live in one process and take turns: a few
 steps of one, a few of the other, for every acceptance rate in turn. What a table of 72 cells would
@@ -15,6 +16,9 @@ spend on waiting is left out, none of it part of a step:
   fit twice.
 * acceptance is vLLM's synthetic one, each draft accepted with the given rate if those before it
   were; the rates are changed in place.
+
+vLLM compiles and captures as it does by default. With `--compile off` it compiles nothing and
+captures full graphs of the sizes at hand, so that starts are shorter.
 
 A step's time is the wall time of some steps between two synchronisations, divided by them; the
 median over turns is kept. Start-up is timed after an engine of few layers came and went, so that
@@ -86,15 +90,15 @@ def main() -> int:
             profile(args, sides)
             return 0
         print("B x L         acceptance   stock ms            nwor ms             nwor/stock")
-        result: dict[str, Any] = {
+        origin = {
             "device": device,
             "torch": torch.__version__,
             "vllm": vllm.version.__version__,
             "revision": _stamp.read_stamp().revision,
-            "arguments": vars(args) | {"json": ""},
-            "start_s": starts,
-            "cells": [],
         }
+        others = other_runs(args, origin)
+        arguments = vars(args) | {"json": "", "add": False}
+        result: dict[str, Any] = {"arguments": arguments, "start_s": starts, "cells": []}
         for context in args.context:
             for batch in args.batch:
                 result["cells"] += measure(args, sides, batch, context)
@@ -103,12 +107,25 @@ def main() -> int:
                 result["worst"] = max(ratios)
                 result["stats"] = staging_stats(sides)
                 if args.json:
-                    Path(args.json).write_text(json.dumps(result, indent=1))
+                    told = origin | {"runs": [*others, result]}
+                    Path(args.json).write_text(json.dumps(told, indent=1))
         print(f"geometric mean {result['geometric_mean']:.4f}, worst {result['worst']:.4f}")
         stats = result["stats"]
         print(f"staged {stats['staged_tokens']} = committed {stats['committed_tokens']} + rejected "
               f"{stats['rejected_tokens']}; fallbacks {stats['fallbacks'] or 'none'}")  # fmt: skip
     return 0
+
+
+def other_runs(args: argparse.Namespace, origin: dict[str, Any]) -> list[dict[str, Any]]:
+    """Runs in the file that stay there: of other drafts or another way to compile."""
+    if not args.add or not Path(args.json).exists():
+        return []
+    known = json.loads(Path(args.json).read_text())
+    if other := [name for name in origin if known[name] != origin[name]]:
+        raise SystemExit(f"--add: {args.json} is of another {', '.join(other)}")
+    own = (args.drafts, args.compile)
+    runs = known["runs"]
+    return [r for r in runs if (r["arguments"]["drafts"], r["arguments"]["compile"]) != own]
 
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
@@ -124,12 +141,14 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--turns", type=int, default=3)
     parser.add_argument("--turn-seconds", type=float, default=0.25, help="fewer steps if longer")
     parser.add_argument("--first", choices=("stock", "nwor"), default="stock")
+    parser.add_argument("--compile", choices=("default", "off"), default="default")
     parser.add_argument("--route", default="", help="attention_route of the plugin")
     parser.add_argument("--cache-bytes", type=int, default=0, help="default: what is left")
     parser.add_argument(
         "--profile", action="store_true", help="for ncu.sh: one eager step per engine and rate"
     )
     parser.add_argument("--json", default="", help="write the results there, cell by cell")
+    parser.add_argument("--add", action="store_true", help="other runs stay in that file")
     return parser.parse_args(arguments)
 
 
@@ -176,7 +195,7 @@ def start(args: argparse.Namespace, folder: Path, *, nwor: bool) -> Any:
         options["gpu_memory_utilization"] = 0.02  # the cache's size is given
         total = torch.cuda.get_device_properties(0).total_memory
         options["kv_cache_memory_bytes"] = args.cache_bytes or total - RESERVED_BYTES
-        if not args.profile:
+        if not args.profile and args.compile == "off":
             # Rows of the target and of the drafter, which has one per request.
             rows = sorted({b * n for b in args.batch for n in (1, 1 + args.drafts)})
             options["compilation_config"] = {
@@ -207,15 +226,19 @@ def share_cache_memory() -> None:
     import vllm.v1.worker.gpu.attn_utils as allocation
 
     kept: dict[Any, Any] = {}
-    allocate = allocation._allocate_kv_cache
+    # From vLLM 0.32 on it gives views in a layout, before that plain memory.
+    views = not hasattr(allocation, "_allocate_kv_cache")
+    name = "allocate_kv_cache" if views else "_allocate_kv_cache"
+    allocate = getattr(allocation, name)
 
     def shared(config: Any, *rest: Any) -> Any:
         key = (config.num_blocks, tuple(sorted(t.size for t in config.kv_cache_tensors)))
+        key += tuple(map(str, rest)) if views else ()
         if key not in kept:
             kept[key] = allocate(config, *rest)
         return kept[key]
 
-    allocation._allocate_kv_cache = shared
+    setattr(allocation, name, shared)
 
 
 def pretend_prompts_are_cached(side: Side) -> None:

@@ -24,10 +24,12 @@ def step_lines() -> Iterator[str]:
     rates = sorted({cell["acceptance"] for run in data["runs"] for cell in run["cells"]})
     seconds = [run["start_s"] for run in data["runs"]]
     starts = " and ".join(f"{start['nwor']} s (stock {start['stock']} s)" for start in seconds)
+    modes = {run["arguments"].get("compile", "off") for run in data["runs"]}
+    compiled = "vLLM's default compile mode" if modes == {"default"} else "full CUDA graphs"
     yield (
         f"vLLM {data['vllm']} on {data['device']}, torch {data['torch']}, commit "
         f"`{data['revision']}`. Llama-3.1-8B shapes with dummy weights, EAGLE3, model runner V2, "
-        "full CUDA graphs, bf16. Each cell is the step time with the plugin divided by the step "
+        f"{compiled}, bf16. Each cell is the step time with the plugin divided by the step "
         "time of stock vLLM with FlashAttention-3, by the share of drafts accepted. Both engines "
         f"took turns in one process. Geometric mean {geometric_mean(ratios):.3f}, worst "
         f"{max(ratios):.3f}. An engine starts in {starts}."

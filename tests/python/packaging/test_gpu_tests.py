@@ -1,179 +1,201 @@
-"""tools/gpu_tests.py, with tests of its own and a made-up compute-sanitizer."""
+"""tools/gpu_tests.py, with tests of its own, a made-up compute-sanitizer and a made-up GPU."""
 
 from __future__ import annotations
 
-import importlib.util
+import json
 import os
 import sys
 import time
+from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
 
-TOOL = Path(__file__).resolve().parents[3] / "tools" / "gpu_tests.py"
-
-TESTS = """
-import os, time
-import pytest
-
-CACHED = os.environ.get("PYTORCH_NO_CUDA_MEMORY_CACHING") is None
-TOOL = os.environ.get("SANITIZED", "plain")
-
-@pytest.mark.parametrize("n", range(6))
-def test_cuda(n):
-    assert CACHED is (TOOL != "memcheck")
-
-def test_cuda_graph():
-    assert CACHED
-
-def test_of_the_cpu():
-    raise AssertionError
-
-def test_cuda_absent():
-    pytest.skip("not here")
-"""
-SANITIZER = """#!/bin/sh
-export SANITIZED=$2
-while [ "$1" != 9 ]; do shift; done
-shift
-"$@"
-code=$?
-{summary}
-exit $code
-"""
-CLEAN = """
-case $SANITIZED in
-  memcheck) echo "========= ERROR SUMMARY: 0 errors";;
-  racecheck) echo "========= RACECHECK SUMMARY: 0 hazards displayed (0 errors, 0 warnings)";;
-esac
-"""
+from tests.python.packaging.made_up_gpu import FOUND, Tool, load_tool, made_up_gpu
 
 
 @pytest.fixture
-def tool(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    spec = importlib.util.spec_from_file_location("nwor_gpu_tests", TOOL)
-    module = importlib.util.module_from_spec(spec)
-    monkeypatch.setitem(sys.modules, spec.name, module)
-    spec.loader.exec_module(module)
-    module.ROOT = tmp_path
-    for folder in ("logs", "bin"):
-        (tmp_path / folder).mkdir()
-    monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}{os.pathsep}{os.environ['PATH']}")
-    monkeypatch.delenv("PYTEST_ADDOPTS", raising=False)
-    return module
+def tool(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Tool]:
+    with made_up_gpu(tmp_path, monkeypatch) as found:
+        yield found
 
 
-def outcomes(
-    tool: ModuleType, tests: str, checks: list[str], summary: str = CLEAN, jobs: int = 2
-) -> dict[str, Any]:
-    sanitizer = tool.ROOT / "bin" / "compute-sanitizer"
-    sanitizer.write_text(SANITIZER.format(summary=summary))
-    sanitizer.chmod(0o755)
-    (tool.ROOT / "test_some.py").write_text(tests)
-    names = tool.collect(["test_some.py"], "cuda")
-    assert all("of_the_cpu" not in name for name in names)
-    found = tool.run(checks, names, jobs, 600, tool.ROOT / "logs")
-    return {outcome.check: outcome for outcome in found}
+# ---- what runs ----
 
 
-def test_every_check_runs_every_test(tool: ModuleType) -> None:
-    found = outcomes(tool, TESTS, ["plain", "memcheck", "racecheck"])
-    for outcome in found.values():
-        assert outcome.troubles == []
-        assert outcome.ok
-        assert (outcome.counts["passed"], outcome.counts["skipped"]) == (7, 1)
-        assert outcome.counts["failed"] == outcome.counts["not run"] == outcome.findings == 0
+def test_every_check_runs_every_test_of_kernels(tool: Tool) -> None:
+    assert tool.call("kernels", "sanitizers", checks=["memcheck", "racecheck"]) == 0
+    for check in ("plain", "memcheck", "racecheck"):
+        outcomes = tool.outcomes(check)
+        assert "test_of_the_cpu" not in outcomes
+        assert outcomes["test_of_a_device"] == "passed"
+        assert Counter(outcomes.values()) == {"passed": 8, "skipped": 1}
+    data = tool.data
+    assert data["findings"] == []
+    setting = data["setting"]
+    assert setting["sources"] == tool.module.digest_of(tool.root)
+    assert (setting["device"], setting["driver"]) == ("Made-up GPU", "580.1")
+    assert (setting["commit"], setting["dirty"]) == ("abcdef", None)  # no checkout
+    assert all(entry["seconds"] >= 0 for entry in data["tests"])
 
 
-def test_a_finding_is_no_success(tool: ModuleType) -> None:
-    summary = 'echo "========= ERROR SUMMARY: 2 errors"; code=9'
-    found = outcomes(tool, TESTS, ["plain", "memcheck"], summary)
-    assert found["plain"].ok
-    assert not found["memcheck"].ok
-    assert found["memcheck"].findings % 2 == 0
-    assert found["memcheck"].findings > 0
-
-
-def test_what_a_sanitizer_says_is_kept_with_its_test(tool: ModuleType) -> None:
-    """It speaks in the midst of a line, and that test has passed all the same."""
+def test_files_of_vllm_run_one_after_another_in_processes_of_their_own(tool: Tool) -> None:
     tests = """
+import os, pathlib, time
+
+def test_alone_among_its_like():
+    with open("pids", "a") as file:
+        file.write(f"{os.getpid()} ")
+    assert not pathlib.Path("busy").exists()
+    pathlib.Path("busy").touch()
+    time.sleep(0.2)
+    pathlib.Path("busy").unlink()
+
+def test_again():
+    test_alone_among_its_like()
+"""
+    for name in ("a", "b", "c"):
+        tool.write(f"vllm/test_{name}.py", tests)
+    assert tool.call("vllm", jobs=3) == 0
+    pids = (tool.root / "pids").read_text().split()
+    assert (len(pids), len(set(pids))) == (6, 3)
+
+
+def test_a_test_that_wants_the_gpu_for_itself_runs_first_and_alone(tool: Tool) -> None:
+    alone = """
+import pathlib, time, pytest
+
+@pytest.mark.alone
+def test_measures_what_is_free():
+    time.sleep(0.5)
+    pathlib.Path("measured").touch()
+
+def test_later():
+    assert pathlib.Path("measured").exists()
+"""
+    beside = "import pathlib\ndef test_cuda():\n    assert pathlib.Path('measured').exists()\n"
+    tool.write("pytest.ini", "[pytest]\nmarkers = alone\n")
+    tool.write("vllm/test_a.py", alone)
+    tool.write("test_some.py", beside)
+    assert tool.call("kernels", "vllm", jobs=4) == 0
+
+
+def test_vllm_waits_until_there_is_memory(tool: Tool) -> None:
+    tool.write("free", "1000")
+    slow = "import time, pathlib\ndef test_cuda():\n    time.sleep(1)\n    "
+    tool.write("test_some.py", slow + "pathlib.Path('over').touch()\n")
+    after = "import pathlib\ndef test_after():\n    assert pathlib.Path('over').exists()\n"
+    tool.write("vllm/test_a.py", after)
+    shards = tool.module.shards_of
+    # The kernels are under way when vLLM's turn comes.
+    tool.module.shards_of = lambda *args: sorted(shards(*args), key=lambda s: s.group)
+    assert tool.call("kernels", "vllm", jobs=4) == 0
+
+
+@pytest.mark.parametrize("chosen", [None, "3"])
+def test_processes_share_the_cores(
+    tool: Tool, monkeypatch: pytest.MonkeyPatch, chosen: str | None
+) -> None:
+    cores = len(os.sched_getaffinity(0))
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    if chosen is not None:
+        monkeypatch.setenv("OMP_NUM_THREADS", chosen)
+    expected = chosen or str(max(1, cores // 2))
+    tests = f"""
 import os
 
-def test_cuda_quiet():
-    pass
-
-def test_cuda_loud(capfd):
-    with capfd.disabled():
-        os.write(1, b"========= Barrier error detected. Divergent thread(s) in warp\\n")
-        os.write(1, b"=========     at some kernel\\n")
+def test_cuda_one():
+    assert os.environ["OMP_NUM_THREADS"] == "{expected}"
 """
-    summary = 'echo "========= ERROR SUMMARY: 1 error"; code=9'
-    outcome = outcomes(tool, tests, ["synccheck"], summary)["synccheck"]
-    assert (outcome.counts["passed"], outcome.counts["not run"]) == (2, 0)
-    name = "test_some.py::test_cuda_loud"
-    assert outcome.said == [f"{name}: Barrier error detected. Divergent thread(s) in warp"]
-    assert not outcome.ok
+    tool.write("test_some.py", tests)
+    assert tool.call("kernels", "sanitizers", checks="racecheck", jobs=2) == 0
 
 
-@pytest.mark.parametrize("beside", [0, 1])
-def test_a_launch_not_looked_at_is_neither_a_finding_nor_a_success(
-    tool: ModuleType, beside: int
-) -> None:
+# ---- calls that go on ----
+
+
+def test_what_has_run_is_not_run_again(tool: Tool) -> None:
+    """Another group is added; a failure is run again when asked; other sources are another file."""
     tests = """
-import os
+import pathlib
 
-def test_cuda_launches(capfd):
-    with capfd.disabled():
-        os.write(1, b"========= Internal Sanitizer Error: no memory to track the launch\\n")
+def test_cuda_one():
+    with open("calls", "a") as file:
+        file.write("x")
+
+def test_cuda_two():
+    print("printed before the end")
+    assert pathlib.Path("fixed").exists()
 """
-    summary = f'echo "========= ERROR SUMMARY: {1 + beside} error"; code=9'
-    outcome = outcomes(tool, tests, ["synccheck"], summary)["synccheck"]
-    assert (outcome.findings, outcome.unseen) == (beside, 1)
-    assert "1 launches not checked" in str(outcome)
-    assert not outcome.ok
+    calls = tool.root / "calls"
+    tool.write("test_some.py", tests)
+    assert tool.call("kernels") == 1
+    failed = tool.entry("test_cuda_two")
+    assert failed["outcome"] == "failed"
+    assert "assert pathlib" in failed["text"]
+    assert "printed before the end" in failed["text"]
+    tool.write("test_host.py", "def test_host(): pass\n")
+    assert tool.call("kernels", "host") == 1
+    assert calls.read_text() == "x"
+    assert tool.outcomes()["test_host"] == "passed"
+    tool.write("fixed", "")
+    arguments = ["--groups", "kernels", "host", "--json", str(tool.file), "--retry"]
+    assert tool.module.main(arguments) == 0
+    assert calls.read_text() == "x"
+    assert set(tool.outcomes().values()) == {"passed"}
+    tool.write("csrc/other.cpp", "")
+    assert tool.call("kernels") == 0
+    assert calls.read_text() == "xx"
+    assert "test_host" not in tool.outcomes()
+    earlier = json.loads(tool.file.with_suffix(".earlier.json").read_text())
+    assert len(earlier["tests"]) == 3
 
 
-def test_a_sanitizer_that_says_nothing_is_no_success(tool: ModuleType) -> None:
-    found = outcomes(tool, TESTS, ["racecheck"], summary=":")
-    assert not found["racecheck"].ok
-    assert "printed no summary" in found["racecheck"].troubles[0]
-
-
-def test_what_fails_or_ends_its_process_is_named(tool: ModuleType) -> None:
-    tests = "import os\ndef test_cuda_fails(): assert False\ndef test_cuda_ends(): os._exit(3)\n"
-    (outcome,) = outcomes(tool, tests, ["plain"]).values()
-    assert not outcome.ok
-    assert outcome.counts == {"failed": 1, "not run": 1}
-    assert "failed: test_some.py::test_cuda_fails" in outcome.troubles
-    assert any("ended with 3" in trouble for trouble in outcome.troubles)
-
-
-def test_what_has_not_run_in_time_is_counted(
-    tool: ModuleType, monkeypatch: pytest.MonkeyPatch
+def test_a_call_ends_in_time_and_the_next_one_goes_on(
+    tool: Tool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """A test that has begun before the grace goes on; the one behind it is left."""
     tests = """
-import time
+import pathlib, time
 
 def test_cuda_fast():
     pass
 
-def test_cuda_slow():
-    open("late", "w").close()
-    time.sleep(600)
+def test_cuda_late():
+    pathlib.Path("late").touch()
+    time.sleep(0 if pathlib.Path("again").exists() else 600)
+
+def test_cuda_last():
+    pass
 """
-    late, now = tool.ROOT / "late", time.monotonic
-    monkeypatch.setattr(tool.time, "monotonic", lambda: now() + 1000 * late.exists())
-    # One process, in which the fast one is over when the slow one begins.
-    (outcome,) = outcomes(tool, tests, ["plain"], jobs=1).values()
-    assert late.exists()
-    assert not outcome.ok
-    assert outcome.counts == {"passed": 1, "not run": 1}
-    assert outcome.not_run == ["test_some.py::test_cuda_slow"]
+    tool.write("test_some.py", tests)
+    late, now = tool.root / "late", time.monotonic
+    clock = tool.module.time
+    monkeypatch.setattr(clock, "monotonic", lambda: now() + 1000 * late.exists())
+    assert tool.call("kernels", minutes=10, test_minutes=100) == 75
+    pending = {"test_cuda_fast": "passed", "test_cuda_late": "not run", "test_cuda_last": "not run"}
+    # One process, in which the fast one is over when the late one begins.
+    assert tool.outcomes() in (pending, pending | {"test_cuda_last": "passed"})
+    monkeypatch.setattr(clock, "monotonic", now)
+    tool.write("again", "")
+    assert tool.call("kernels", minutes=10) == 0
 
 
-def test_asked_to_end_it_tells_what_has_run_and_leaves_nobody_behind(tool: ModuleType) -> None:
+def test_no_test_begins_when_the_time_is_up(tool: Tool, tmp_path: Path) -> None:
+    tool.write("test_some.py", "def test_cuda_one(): pass\ndef test_cuda_two(): pass\n")
+    lines, log = tmp_path / "lines", tmp_path / "some.log"
+    shard = tool.module.Shard("kernels", "plain", ["test_some.py"])
+    shard.start(tool.root, log, 1.0, 1)
+    assert shard.process.wait() == 2
+    shard.poll()
+    assert list(shard.seen) == ["test_some.py::test_cuda_one"]
+    assert shard.end == {"end": 2, "stopped": True}
+    assert not lines.exists()
+
+
+def test_asked_to_end_it_tells_what_has_run_and_leaves_nobody_behind(tool: Tool) -> None:
     tests = """
 import os, signal, time
 
@@ -185,48 +207,202 @@ def test_cuda_last():
     os.kill(os.getppid(), signal.SIGTERM)
     time.sleep(600)
 """
-    names = ["test_some.py::test_cuda_fast", "test_some.py::test_cuda_last"]
-    (tool.ROOT / "test_some.py").write_text(tests)
-    (outcome,) = tool.run(["plain"], names, 1, 300, tool.ROOT / "logs")
-    assert outcome.counts == {"passed": 1, "not run": 1}
-    assert outcome.not_run == names[1:]
-    assert outcome.seconds < 300
+    tool.write("test_some.py", tests)
+    assert tool.call("kernels") == 75
+    assert tool.outcomes() == {"test_cuda_fast": "passed", "test_cuda_last": "not run"}
     with pytest.raises(ProcessLookupError):
-        os.kill(int((tool.ROOT / "pid").read_text()), 0)
+        os.kill(int((tool.root / "pid").read_text()), 0)
 
 
-@pytest.mark.parametrize("chosen", [None, "3"])
-def test_processes_share_the_cores(
-    tool: ModuleType, monkeypatch: pytest.MonkeyPatch, chosen: str | None
-) -> None:
-    cores = len(os.sched_getaffinity(0))
-    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-    if chosen is not None:
-        monkeypatch.setenv("OMP_NUM_THREADS", chosen)
-    expected = chosen or str(max(1, cores // 4))  # two checks of two processes
-    tests = f"""
+def test_part_of_a_line_is_read_when_it_is_whole(tool: Tool, tmp_path: Path) -> None:
+    shard = tool.module.Shard("kernels", "plain", ["a"], log=tmp_path / "some.log")
+    shard.process = type("Running", (), {"poll": lambda _: None})()
+    lines = tmp_path / "some.jsonl"
+    lines.write_text('{"begun": "a"}\n{"test": "a", "outc')
+    shard.poll()
+    assert (shard.begun, shard.seen) == ("a", {})
+    with lines.open("a") as file:
+        file.write('ome": "passed"}\n')
+    shard.poll()
+    assert (shard.begun, shard.seen) == (None, {"a": {"outcome": "passed"}})
+
+
+# ---- what goes wrong ----
+
+
+def test_a_test_that_ends_its_process_has_failed_and_the_others_run(tool: Tool) -> None:
+    tests = """
 import os
 
-def test_cuda_one():
-    assert os.environ["OMP_NUM_THREADS"] == "{expected}"
-
-def test_cuda_two():
-    test_cuda_one()
+def test_cuda_one(): pass
+def test_cuda_ends():
+    print("last words", flush=True)
+    os._exit(3)
+def test_cuda_two(): pass
 """
-    found = outcomes(tool, tests, ["plain", "racecheck"])
-    assert all(outcome.ok for outcome in found.values())
-    assert [outcome.counts["passed"] for outcome in found.values()] == [2, 2]
+    tool.write("test_some.py", tests)
+    assert tool.call("kernels", "sanitizers", checks="memcheck") == 1
+    expected = dict.fromkeys(("test_cuda_one", "test_cuda_two"), "passed")
+    for check in ("plain", "memcheck"):
+        assert tool.outcomes(check) == expected | {"test_cuda_ends": "failed"}
+    ended = [e for e in tool.data["tests"] if e["outcome"] == "failed"]
+    assert all("the process ended with 3" in entry["text"] for entry in ended)
+    assert all("test_cuda_ends" in entry["text"] for entry in ended)
 
 
-def test_it_is_refused_without_a_gpu_or_the_sanitizer(
-    tool: ModuleType, monkeypatch: pytest.MonkeyPatch
+def test_a_test_that_never_ends_has_failed_and_the_others_run(
+    tool: Tool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(sys, "argv", ["gpu_tests.py"])
-    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
-    with pytest.raises(SystemExit, match="no CUDA device"):
-        tool.main()
-    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
-    monkeypatch.setenv("PATH", str(tool.ROOT / "bin"))
-    with pytest.raises(SystemExit, match="compute-sanitizer is not on the PATH"):
-        tool.main()
-    assert tool.refusal(["plain"]) is None
+    """What the process had done before counts."""
+    module, stopped = tool.module, []
+    results = module.Results(tool.file, {})
+    results.plan("kernels", ["plain"], ["a", "b", "c"])
+    shard = module.Shard("kernels", "plain", ["a", "b", "c"], log=tool.root / "some.log", begun="b")
+    shard.log.write_text("the end of its output")
+    shard.seen = {"a": {"outcome": "passed", "seconds": 1.0, "text": ""}}
+    monkeypatch.setattr(shard, "poll", lambda: None)
+    monkeypatch.setattr(shard, "stop", lambda: stopped.append(shard))
+    pool = module.Pool(results, module.Limits(jobs=1, test_seconds=60), tool.root)
+    pool._running.append(shard)
+    shard.news_at = time.monotonic()
+    assert pool._look() == []
+    assert not stopped
+    shard.news_at -= 100
+    (owed,) = pool._look()
+    assert set(stopped) == {shard}
+    assert (pool._running, owed.tests) == ([], ["c"])
+    outcomes = {key[2]: entry["outcome"] for key, entry in results.tests.items()}
+    assert outcomes == {"a": "passed", "b": "failed", "c": "not run"}
+    text = results.tests["kernels", "plain", "b"]["text"]
+    assert text == "no news for 60 s\nthe end of its output"
+
+
+def test_a_process_that_ends_badly_behind_its_tests_is_no_success(tool: Tool, capsys: Any) -> None:
+    tests = "import atexit, os\ndef test_cuda_one(): atexit.register(os._exit, 5)\n"
+    tool.write("test_some.py", tests)
+    assert tool.call("kernels") == 1
+    assert tool.outcomes() == {"test_cuda_one": "passed"}
+    (found,) = tool.data["findings"]
+    assert found["kind"] == "process"
+    assert found["text"].startswith("ended with 5")
+    assert "process: test_some.py::test_cuda_one: ended with 5" in capsys.readouterr().out
+
+
+def test_tests_that_all_skip_are_no_success(tool: Tool) -> None:
+    tool.write("test_some.py", "import pytest\ndef test_cuda(): pytest.skip('no library')\n")
+    assert tool.call("kernels") == 1
+    assert tool.entry("test_cuda")["text"] == "Skipped: no library"
+
+
+def test_tests_that_cannot_be_collected_are_said(tool: Tool) -> None:
+    tool.write("test_some.py", "import nothing_of_this_name\ndef test_cuda(): pass\n")
+    with pytest.raises(SystemExit, match="no tests of kernels were collected"):
+        tool.call("kernels")
+
+
+# ---- sanitizers ----
+
+
+def test_a_finding_is_no_success(tool: Tool) -> None:
+    tool.sanitizer('echo "========= ERROR SUMMARY: 2 errors"; code=9')
+    assert tool.call("kernels", "sanitizers", checks="memcheck") == 1
+    assert tool.call("kernels") == 0
+    assert {found["kind"] for found in tool.data["findings"]} == {"finding"}
+    assert "2 findings" in tool.data["findings"][0]["text"]
+    blamed = [test for found in tool.data["findings"] for test in found["tests"]]
+    assert sorted(blamed) == sorted({entry["test"] for entry in tool.data["tests"]})
+    tool.sanitizer()
+    arguments = ["--groups", "sanitizers", "--checks", "memcheck", "--json", str(tool.file)]
+    assert tool.module.main([*arguments, "--retry"]) == 0
+    assert tool.data["findings"] == []
+
+
+LOUD = """
+import os
+
+def test_cuda_quiet():
+    pass
+
+def test_cuda_loud(capfd):
+    with capfd.disabled():
+        os.write(1, b"========= Barrier error detected. Divergent thread(s) in warp\\n")
+        os.write(1, b"=========     at some kernel\\n")
+"""
+
+
+def test_what_a_sanitizer_says_is_kept_with_its_test(tool: Tool) -> None:
+    """It speaks in the midst of a line, and that test has passed all the same."""
+    tool.write("test_some.py", LOUD)
+    tool.sanitizer('echo "========= ERROR SUMMARY: 1 error"; code=9')
+    assert tool.call("sanitizers", checks="synccheck") == 1
+    assert set(tool.outcomes("synccheck").values()) == {"passed"}
+    (found,) = tool.data["findings"]
+    assert found["tests"] == ["test_some.py::test_cuda_loud"]
+    assert found["text"] == "Barrier error detected. Divergent thread(s) in warp"
+
+
+@pytest.mark.parametrize("beside", [0, 1])
+def test_a_launch_not_looked_at_is_neither_a_finding_nor_a_success(tool: Tool, beside: int) -> None:
+    tests = """
+import os
+
+def test_cuda_launches(capfd):
+    with capfd.disabled():
+        os.write(1, b"========= Internal Sanitizer Error: no memory to track the launch\\n")
+"""
+    tool.write("test_some.py", tests)
+    tool.sanitizer(f'echo "========= ERROR SUMMARY: {1 + beside} error"; code=9')
+    assert tool.call("sanitizers", checks="synccheck") == 1
+    kinds = [found["kind"] for found in tool.data["findings"]]
+    assert kinds == ["finding"] * beside + ["not checked"]
+    assert tool.data["findings"][-1]["text"] == "1 launches not checked"
+
+
+def test_a_sanitizer_that_says_nothing_is_no_success(tool: Tool) -> None:
+    tool.sanitizer(":")
+    assert tool.call("sanitizers", checks="racecheck") == 1
+    assert all("racecheck printed no summary" in f["text"] for f in tool.data["findings"])
+
+
+def test_sanitized_tests_count_when_their_process_has_ended(tool: Tool) -> None:
+    """Until then the sanitizer may speak of each of them."""
+    results = tool.module.Results(tool.file, {})
+    shard = tool.module.Shard("kernels", "memcheck", ["a", "b"])
+    shard.seen = {"a": {"outcome": "passed", "seconds": 1.0, "text": ""}}
+    results.plan("kernels", ["memcheck"], ["a", "b"])
+    results.take(shard)
+    assert results.close(shard, None, "") == []
+    assert {entry["outcome"] for entry in results.tests.values()} == {"not run"}
+
+
+# ---- refusals ----
+
+
+def test_it_is_refused_where_it_cannot_run(tool: Tool, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(*groups: str, **changed: Any) -> str:
+        monkeypatch.setattr(tool.module, "probe", lambda _: FOUND | changed)
+        with pytest.raises(SystemExit) as raised:
+            tool.call(*groups)
+        return str(raised.value)
+
+    assert refused("kernels", device=None) == "gpu_tests: no CUDA device here"
+    library = FOUND["library"] | {"cuda": ""}
+    assert "built without CUDA kernels" in refused("kernels", library=library)
+    assert "--vllm-python PYTHON" in refused("vllm", vllm=None)
+    assert "no plugin nwor_specpv" in refused("vllm", plugin=False)
+    (tool.root / "bin" / "compute-sanitizer").unlink()
+    assert "compute-sanitizer is not on the PATH" in refused("sanitizers")
+
+
+def test_the_probe_names_what_is_here() -> None:
+    """With this interpreter, which has no vLLM for GPUs."""
+    before = list(sys.path)
+    try:
+        module = load_tool("nwor_gpu_probe")
+    finally:
+        sys.path[:] = before
+        sys.modules.pop("nwor_gpu_probe", None)
+    found = module.probe(sys.executable)
+    assert found.keys() == FOUND.keys()
+    with pytest.raises(SystemExit, match="/bin/false: failed"):
+        module.probe("/bin/false")

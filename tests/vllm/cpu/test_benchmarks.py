@@ -32,8 +32,8 @@ def benchmark(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., ModuleT
         monkeypatch.setattr(sys, "argv", [name, *map(str, arguments)])
         if name in ("steps", "kernels"):  # both engines share caches, and nobody afterwards
             allocation = importlib.import_module("vllm.v1.worker.gpu.attn_utils")
-            shared = "_allocate_kv_cache"
-            monkeypatch.setattr(allocation, shared, getattr(allocation, shared))
+            for shared in {"_allocate_kv_cache", "allocate_kv_cache"} & vars(allocation).keys():
+                monkeypatch.setattr(allocation, shared, getattr(allocation, shared))
         return importlib.import_module(name)
 
     yield load
@@ -51,8 +51,24 @@ def test_steps(benchmark: Callable[..., ModuleType], tmp_path: Path) -> None:
     size = ("--batch", 1, 3, "--context", 128, "--acceptance", 0.5, "--steps", 3, "--turns", 1)
     assert benchmark("steps", *SMALL, *size, "--json", out).main() == 0
     found = json.loads(out.read_text())
-    assert [(cell["batch"], cell["acceptance"]) for cell in found["cells"]] == [(1, 0.5), (3, 0.5)]
-    assert found["stats"]["fallbacks"] == {}
+    (run,) = found["runs"]
+    assert [(cell["batch"], cell["acceptance"]) for cell in run["cells"]] == [(1, 0.5), (3, 0.5)]
+    assert run["stats"]["fallbacks"] == {}
+    assert run["arguments"]["compile"] == "default"
+
+
+def test_steps_are_added_to_a_file(benchmark: Callable[..., ModuleType], tmp_path: Path) -> None:
+    """A run replaces that of the same drafts and compilation; of another commit it is refused."""
+    out = tmp_path / "steps.json"
+    module = benchmark("steps", "--drafts", 4, "--add", "--json", out)
+    args, origin = module.parse(), {"device": "none", "revision": "a"}
+    assert module.other_runs(args, origin) == []
+    runs = [{"arguments": {"drafts": n, "compile": c}} for n in (4, 7) for c in ("default", "off")]
+    out.write_text(json.dumps(origin | {"runs": runs}))
+    assert module.other_runs(args, origin) == runs[1:]
+    assert module.other_runs(module.parse(["--json", str(out)]), origin) == []
+    with pytest.raises(SystemExit, match="is of another revision"):
+        module.other_runs(args, origin | {"revision": "b"})
 
 
 @pytest.mark.slow
@@ -147,6 +163,33 @@ def test_specpv_report(
     assert f"commit `{found['commit']}`" in lines[0]
     assert lines[0] == lines[0].strip()
     assert len(lines) == 2 + 2 + len(names)
+
+
+def test_specpv_sides_that_have_run_are_kept(
+    benchmark: Callable[..., ModuleType], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """What a side that failed has left is not taken for a result."""
+    out, kept, started = tmp_path / "specpv.json", tmp_path / "kept", []
+    kept.mkdir()
+    sides = ("--sides", "stock", "refresh", "--cells", "1x4096", "--keep", kept)
+    module = benchmark("specpv", *sides, "--json", out)
+    told = {"step_ms": 2.0, "tokens_per_s": 9.0}
+    broken = {"refresh"}
+
+    def run(command: list[str], **_: Any) -> SimpleNamespace:
+        side = command[command.index("--child") + 1]
+        started.append(side)
+        run = {"counts": {}, "cells": {"1x4096": told}}
+        Path(command[command.index("--json") + 1]).write_text(json.dumps(run))
+        return SimpleNamespace(returncode=int(side in broken))
+
+    monkeypatch.setattr(module.subprocess, "run", run)
+    assert module.main() == 1
+    assert len(json.loads(out.read_text())["cells"]["1x4096"]["refresh"]) == 0
+    broken.clear()
+    assert module.main() == 0
+    assert started == ["stock", "refresh", "refresh"]
+    assert len(json.loads(out.read_text())["cells"]["1x4096"]["refresh"]) == 1
 
 
 def test_specpv_report_before_a_side_has_run(

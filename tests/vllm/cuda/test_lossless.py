@@ -38,12 +38,14 @@ from support.gpu_engines import (
     EAGER,
     GRAPHS,
     LOOKUPS,
+    MODES,
     PLAIN,
     SCHEDULER,
     STOCK,
     TURN,
     VIEW_OF_400,
     begin,
+    both_modes,
     smollm2_head,
 )
 
@@ -199,6 +201,24 @@ def half() -> Said:
 
 
 @pytest.mark.parametrize("guesses", ["lookups", "head"])
+def test_tokens_are_plain_vllms_in_its_default_mode(
+    half: Said, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, guesses: str
+) -> None:
+    """Compiled, full and piecewise graphs, against plain vLLM's full graphs."""
+    options = drafting(guesses, tmp_path, monkeypatch, "float16")
+    options |= ROOM | MODES["default"] | {"kv_cache_memory_bytes": 256 << 20}
+    before = Metrics().snapshot()
+    llm = begin(VIEW_OF_400, **options)
+    found = drive(llm, texts(), wanted(), arrivals=[0, 0, 0, 2])
+    assert not hasattr(own_engine().runner, "input_batch"), "the V1 runner was used"
+    assert own_engine().num_replays > 0
+    close = compare_runs((half.greedy[name], found.outputs[name]) for name in half.greedy)
+    print(f"SmolLM2, {guesses}, default mode: {close}")
+    check_confirmed(before, 0.25)
+    close.check(mean=0.005, most=0.1, share=0.5)
+
+
+@pytest.mark.parametrize("guesses", ["lookups", "head"])
 def test_every_write_keeps_the_contract(
     half: Said, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, guesses: str
 ) -> None:
@@ -219,13 +239,14 @@ def test_every_write_keeps_the_contract(
     close.check(mean=0.005, most=0.1, share=0.5)
 
 
+@both_modes
 @pytest.mark.parametrize("guesses", ["lookups", "head"])
 def test_drafting_changes_no_byte_of_the_cache(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, guesses: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, guesses: str, mode: str
 ) -> None:
-    """Full graphs: the target's caches before and after every proposal are equal bit by bit."""
+    """The target's caches before and after every proposal are equal bit by bit."""
     options = drafting(guesses, tmp_path, monkeypatch, "float16")
-    options |= ROOM | GRAPHS | {"kv_cache_memory_bytes": 256 << 20}
+    options |= ROOM | MODES[mode] | {"kv_cache_memory_bytes": 256 << 20}
     llm = begin(VIEW_OF_400 | {"specpv_max_requests": 4}, **options)
     read = passages(llm.get_tokenizer()).prompts
     long = [prompt for prompt in read if len(prompt) > 400]  # all of them have views

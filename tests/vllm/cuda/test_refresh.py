@@ -1,4 +1,4 @@
-"""Mode `refresh` in the real vLLM on a GPU, in full CUDA graphs: over views that hold everything
+"""Mode `refresh` in the real vLLM on a GPU, in CUDA graphs: over views that hold everything
 each layer's output is that of full attention, bit for bit.
 
 Python does not run while a graph is replayed, so outputs are compared by operations that are
@@ -27,7 +27,7 @@ from support.book_texts import (
 from support.engines import NGRAM, own_engine
 from support.engines import stats as own_stats
 from support.gpu_checks import watch_replays
-from support.gpu_engines import GRAPHS, begin, smollm2_head
+from support.gpu_engines import MODES, begin, both_modes, smollm2_head
 from support.small_views import cover_all
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
@@ -72,9 +72,10 @@ class Compared:
         return found
 
 
+@both_modes
 @pytest.mark.parametrize("runner", ["v1", "v2"])
 def test_views_of_everything_are_full_attention_bit_for_bit(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, runner: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, runner: str, mode: str
 ) -> None:
     """SmolLM2 over a book; V1 drafts by n-grams, V2 with the shipped head.
 
@@ -84,7 +85,7 @@ def test_views_of_everything_are_full_attention_bit_for_bit(
     compared, partial = Compared(monkeypatch), watch_replays(monkeypatch)
     speculation = smollm2_head(tmp_path) if runner == "v2" else NGRAM
     model = {"model": str(smollm2("bfloat16")), "speculation": speculation}
-    llm = begin(BOOK_VIEW, **(model | BOOK_OPTIONS | GRAPHS))
+    llm = begin(BOOK_VIEW, **(model | BOOK_OPTIONS | MODES[mode]))
     compared.take()
     partial.clear()
 

@@ -18,11 +18,13 @@ from support.gpu_checks import alike, check_log_probabilities
 from support.gpu_engines import (
     GRAPHS,
     LOOKUPS,
+    MODES,
     REFRESH,
     SCHEDULER,
     TURN,
     VIEW_OF_400,
     begin,
+    both_modes,
     dummy_prompts,
     eagle3,
     smollm2_head,
@@ -60,11 +62,12 @@ def test_the_target_drafts_over_views(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("sampled", [False, True], ids=["greedy", "sampled"])
-@pytest.mark.parametrize("graphs", [False, True], ids=["eager", "graphs"])
-def test_head_and_target_draft_in_turns(tmp_path: Path, graphs: bool, sampled: bool) -> None:
+@pytest.mark.parametrize("mode", ["eager", *MODES])
+def test_head_and_target_draft_in_turns(tmp_path: Path, mode: str, sampled: bool) -> None:
     """Model runner V2. The head is wrong throughout, so a pass gives a token; most are right."""
-    model = {"model": str(stories(64)), "skip_tokenizer_init": True, "enforce_eager": True}
-    model |= GRAPHS if graphs else {}
+    graphs = mode != "eager"
+    model = {"model": str(stories(64)), "skip_tokenizer_init": True}
+    model |= MODES[mode] if graphs else {"enforce_eager": True}
     head = story_head(tmp_path)
     params = greedy(48, temperature=1.0, seed=3) if sampled else greedy(48)
     if sampled:
@@ -96,18 +99,19 @@ def test_head_and_target_draft_in_turns(tmp_path: Path, graphs: bool, sampled: b
         assert share > 0.3  # bfloat16: another attention kernel rounds otherwise
 
 
+@both_modes
 @pytest.mark.parametrize("guesses", ["lookups", "head"])
 def test_smollm2_reads_a_book(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, guesses: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, guesses: str, mode: str
 ) -> None:
-    """Mixed lengths, in full graphs; guesses are looked up, or the shipped head's."""
+    """Mixed lengths, in graphs; guesses are looked up, or the shipped head's."""
     book = BOOK.read_text()
     texts = (f"{book[:9000]}\n\nContinue.", ASKED.format(book[9000:15000]), "Name ten animals.")
     texts = [TURN.format(text) for text in texts]
     monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "1")
     speculation = smollm2_head(tmp_path, 12) if guesses == "head" else LOOKUPS
     model = {"model": str(smollm2("bfloat16")), "max_model_len": 4096}
-    model |= {"max_num_batched_tokens": 4096, "kv_cache_memory_bytes": 512 << 20} | GRAPHS
+    model |= {"max_num_batched_tokens": 4096, "kv_cache_memory_bytes": 512 << 20} | MODES[mode]
     stock = {"speculation": None, "attention_backend": "FLASH_ATTN"}
     before, sides = Metrics().snapshot(), []
     for nwor, options in (
@@ -160,10 +164,11 @@ def long_prompts() -> list[list[int]]:
     return [(p * 140)[:n] for p, n in zip(dummy_prompts(), lengths, strict=True)]
 
 
-def test_refresh_in_full_graphs(tmp_path: Path) -> None:
+@both_modes
+def test_refresh_in_graphs(tmp_path: Path, mode: str) -> None:
     """One graph for every mix of full and partial requests, drift counted on the device."""
     before = Metrics().snapshot()
-    llm = eagle3(tmp_path, REFRESH, enable_prefix_caching=False, **GRAPHS)
+    llm = eagle3(tmp_path, REFRESH, enable_prefix_caching=False, **MODES[mode])
     story = drive(llm, long_prompts(), greedy(120))
     assert all(len(tokens) == 120 for tokens in story.tokens.values())
     assert own_engine().num_replays > 20
@@ -176,6 +181,7 @@ def test_refresh_in_full_graphs(tmp_path: Path) -> None:
     assert not hasattr(own_engine().runner, "input_batch"), "the V1 runner was used"
 
 
+@pytest.mark.alone
 def test_refresh_where_vllm_finds_the_size_of_its_caches(tmp_path: Path) -> None:
     """Model runner V1 then captures graphs on caches of few blocks, and makes others afterwards.
 

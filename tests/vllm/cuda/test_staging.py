@@ -20,8 +20,10 @@ from support.engines import stats as own_stats
 from support.gpu_checks import alike, check_log_probabilities
 from support.gpu_engines import (
     GRAPHS,
+    MODES,
     TURN,
     begin,
+    both_modes,
     dummy_prompts,
     eagle3,
     smollm2_head,
@@ -58,10 +60,11 @@ def test_v1_keeps_the_contract(route: str) -> None:
     check_books(graphs=False)
 
 
-def test_v1_in_full_graphs_is_what_direct_writes_give() -> None:
+@both_modes
+def test_v1_in_graphs_is_what_direct_writes_give(mode: str) -> None:
     runs = {}
     for name, nwor in (("direct", DIRECT), ("staged", STRICT)):
-        llm = stories_on_gpu(nwor, **GRAPHS)
+        llm = stories_on_gpu(nwor, **MODES[mode])
         runs[name] = drive(llm, story_prompts(6), greedy(), arrivals=[0, 0, 0, 9, 9, 30]).tokens
     check_books(graphs=True)
     assert runs["staged"] == runs["direct"]
@@ -70,7 +73,7 @@ def test_v1_in_full_graphs_is_what_direct_writes_give() -> None:
         model=str(stories(64)),
         skip_tokenizer_init=True,
         attention_backend="FLASH_ATTN",
-        **GRAPHS,
+        **MODES[mode],
     )
     theirs = drive(stock, story_prompts(6), greedy(), arrivals=[0, 0, 0, 9, 9, 30]).tokens
     share = alike(runs["staged"], theirs)
@@ -187,8 +190,9 @@ def test_a_float8_cache_is_left_to_vllm_by_our_own_attention(
     assert own_engine().interceptor is None
 
 
-def test_v2_in_full_graphs(tmp_path: Path) -> None:
-    llm = eagle3(tmp_path, STRICT, **GRAPHS)
+@both_modes
+def test_v2_in_graphs(tmp_path: Path, mode: str) -> None:
+    llm = eagle3(tmp_path, STRICT, **MODES[mode])
     assert llm.llm_engine.vllm_config.scheduler_config.async_scheduling
     story = drive(llm, dummy_prompts(), greedy(60))
     assert all(len(tokens) == 60 for tokens in story.tokens.values())
@@ -208,15 +212,16 @@ CHATS = (
 )
 
 
+@both_modes
 @pytest.mark.parametrize("method", ["ngram", "eagle3"])
-def test_smollm2_gives_vllms_logits(tmp_path: Path, method: str) -> None:
-    """bfloat16, full graphs; n-grams on model runner V1, the shipped head on V2."""
+def test_smollm2_gives_vllms_logits(tmp_path: Path, method: str, mode: str) -> None:
+    """bfloat16; n-grams on model runner V1, the shipped head on V2."""
     prompts = [TURN.format(chat) for chat in CHATS]
     speculation = NGRAM if method == "ngram" else smollm2_head(tmp_path)
     sides = []
     for backend, nwor in (("FLASH_ATTN", {"enable_nwor": False}), ("CUSTOM", STRICT)):
         model = {"model": str(smollm2("bfloat16")), "attention_backend": backend}
-        llm = begin(nwor, speculation=speculation, **model, **GRAPHS)
+        llm = begin(nwor, speculation=speculation, **model, **MODES[mode])
         outputs = llm.generate(prompts, greedy(96, logprobs=1), use_tqdm=False)
         sides.append([output.outputs[0] for output in outputs])
     assert hasattr(own_engine().runner, "input_batch") is (method == "ngram")

@@ -6,6 +6,8 @@ import json
 import random
 from pathlib import Path
 
+import pytest
+
 from nwor_specpv.drafters.vllm_head import write_vllm_head
 from nwor_specpv.models import smollm2, stories
 from support.engines import start
@@ -15,6 +17,9 @@ GRAPHS = {
     "compilation_config": {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"},
 }
 EAGER = {"enforce_eager": True}
+# How engines run: full graphs alone, or as vLLM does by default: compiled, full and piecewise.
+MODES = {"graphs": GRAPHS, "default": {"enforce_eager": False}}
+both_modes = pytest.mark.parametrize("mode", list(MODES))
 STOCK = {"speculation": None, "attention_backend": "FLASH_ATTN"}
 PLAIN = {"enable_nwor": False}
 TURN = "<|im_start|>user\n{}<|im_end|>\n<|im_start|>assistant\n"

@@ -1,0 +1,1 @@
+"""Parts of tools/gpu_tests.py and tools/gpu_benchmarks.py."""
