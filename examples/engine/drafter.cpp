@@ -1,9 +1,10 @@
 #include "drafter.h"
 
+#include "eagle3.h"
+
 namespace engine {
 
 void NgramDrafter::Begin(int64_t request, int64_t first_token) {
-  texts_.erase(request);
   texts_.try_emplace(request, nwor::NgramOptions{}).first->second.Append({first_token});
 }
 
@@ -26,17 +27,10 @@ std::vector<nwor::DraftTree> NgramDrafter::Draft(const std::vector<int64_t>& req
   return trees;
 }
 
-nwor::DraftTree Pruned(const nwor::DraftTree& tree, int64_t depth) {
-  const std::vector<int32_t> depths = tree.Depths();
-  nwor::DraftTree kept{{tree.tokens[0]}, {-1}};
-  std::vector<int32_t> place(tree.num_rows(), 0);
-  for (int64_t row = 1; row < tree.num_rows(); ++row) {
-    if (depths[row] > depth) continue;
-    place[row] = static_cast<int32_t>(kept.num_rows());
-    kept.tokens.push_back(tree.tokens[row]);
-    kept.parents.push_back(place[tree.parent(row)]);
-  }
-  return kept;
+std::unique_ptr<Drafter> MakeDrafter(const Settings& settings, const Model& target) {
+  if (!settings.speculating()) return nullptr;
+  if (settings.method == Method::kNgram) return std::make_unique<NgramDrafter>();
+  return std::make_unique<Eagle3Drafter>(settings.head, target);
 }
 
 }  // namespace engine

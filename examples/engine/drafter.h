@@ -4,27 +4,24 @@
 
 #include <cstdint>
 #include <map>
+#include <memory>
 #include <vector>
 
 #include "drafters/ngram_index.h"
+#include "model.h"
 #include "session/draft_tree.h"
+#include "settings.h"
 
 // Who proposes drafts. A wrong proposal costs time and never changes the output.
 
 namespace engine {
-
-struct TreeShape {
-  int64_t rows = 8;  // the root included
-  int64_t depth = 5;
-  int64_t top_k = 4;
-};
 
 class Drafter {
  public:
   virtual ~Drafter() = default;
 
   // Layers of the target whose outputs Observe gets.
-  virtual const std::vector<int64_t>& feature_layers() const = 0;
+  virtual std::vector<int64_t> feature_layers() const { return {}; }
 
   virtual void Begin(int64_t request, int64_t first_token) = 0;
 
@@ -46,7 +43,6 @@ class Drafter {
 // What followed the last tokens where they stood before in the request's own text.
 class NgramDrafter final : public Drafter {
  public:
-  const std::vector<int64_t>& feature_layers() const override { return none_; }
   void Begin(int64_t request, int64_t first_token) override;
   void Observe(int64_t request, const std::vector<int64_t>& tokens,
                const at::Tensor& features) override;
@@ -56,11 +52,10 @@ class NgramDrafter final : public Drafter {
   void End(int64_t request) override { texts_.erase(request); }
 
  private:
-  const std::vector<int64_t> none_;
   std::map<int64_t, nwor::NgramIndex> texts_;
 };
 
-// The rows of a tree down to `depth`.
-nwor::DraftTree Pruned(const nwor::DraftTree& tree, int64_t depth);
+// The one that the settings ask for; null for none. Throws nwor::Error when it does not fit.
+std::unique_ptr<Drafter> MakeDrafter(const Settings& settings, const Model& target);
 
 }  // namespace engine

@@ -7,7 +7,6 @@
 #include <ATen/ops/floor_divide.h>
 #include <ATen/ops/full_like.h>
 #include <ATen/ops/log_softmax.h>
-#include <ATen/ops/outer.h>
 #include <ATen/ops/pow.h>
 #include <ATen/ops/rms_norm.h>
 #include <ATen/ops/scalar_tensor.h>
@@ -21,7 +20,7 @@
 
 #include "base/check.h"
 #include "linear/linear_rows.h"
-#include "round.h"
+#include "target.h"
 #include "tree/tree.h"
 #include "weights.h"
 
@@ -35,31 +34,40 @@ constexpr double kCpuProbability = 0.05;
 // Entries kept beyond the window, for Retract.
 constexpr int64_t kSpareEntries = 512;
 
+// query [r, Hq, D] over entries [n, Hkv, D] -> [r, Hq * D]; bias [r, n] or none.
+at::Tensor Attend(const at::Tensor& query, const at::Tensor& keys, const at::Tensor& values,
+                  const std::optional<at::Tensor>& bias) {
+  const int64_t groups = query.size(1) / keys.size(1);
+  const auto heads_first = [](const at::Tensor& side) { return side.transpose(0, 1).unsqueeze(0); };
+  const at::Tensor out = at::scaled_dot_product_attention(
+      heads_first(query), heads_first(keys.repeat_interleave(groups, 1)),
+      heads_first(values.repeat_interleave(groups, 1)), bias);
+  return out.squeeze(0).transpose(0, 1).flatten(1);
+}
+
 }  // namespace
 
 Eagle3Drafter::Eagle3Drafter(const std::filesystem::path& file, const Model& target) {
-  Weights weights = Weights::FromFile(file);
+  Weights weights(file);
   const ModelConfig& model = target.config();
   int64_t heads = 0, kv_heads = 0, dim = 0, wide = 0, vocabulary = 0, hidden = 0;
   double theta = 0;
-  try {
+  InFile(file, "not an EAGLE3 head", [&] {
     const Json shape = Json::parse(weights.metadata().at("eagle3").get<std::string>());
     heads = shape.at("num_heads"), kv_heads = shape.at("num_kv_heads"), dim = shape.at("head_dim");
     wide = shape.at("intermediate"), vocabulary = shape.at("target_vocabulary");
     hidden = shape.at("hidden"), window_ = shape.at("window");
     theta = shape.at("rope_theta"), epsilon_ = shape.at("norm_epsilon");
     feature_layers_ = shape.at("feature_layers").get<std::vector<int64_t>>();
-  } catch (const Json::exception& error) {
-    throw nwor::Error(nwor::Concat(file.string(), ": not an EAGLE3 head: ", error.what()));
-  }
-  NWOR_CHECK(vocabulary == model.vocabulary && hidden == model.hidden, file.string(),
-             ": a head for vocabulary ", vocabulary, " and hidden size ", hidden,
-             ", expected one for this model, which has ", model.vocabulary, " and ", model.hidden);
+    NWOR_CHECK(vocabulary == model.vocabulary && hidden == model.hidden, "a head for vocabulary ",
+               vocabulary, " and hidden size ", hidden, ", expected one for this model, which has ",
+               model.vocabulary, " and ", model.hidden);
+    for (const int64_t layer : feature_layers_) {
+      NWOR_CHECK(layer >= 0 && layer < model.num_layers, "reads layer ", layer, ", expected 0 to ",
+                 model.num_layers - 1);
+    }
+  });
   const auto layers = static_cast<int64_t>(feature_layers_.size());
-  for (const int64_t layer : feature_layers_) {
-    NWOR_CHECK(layer >= 0 && layer < model.num_layers, file.string(), ": reads layer ", layer,
-               ", expected 0 to ", model.num_layers - 1);
-  }
   const at::Device device = target.embedding().device();
   const bool cpu = device.is_cpu();
   // Products in 16 bits, norms in float32.
@@ -102,79 +110,46 @@ Eagle3Drafter::Eagle3Drafter(const std::filesystem::path& file, const Model& tar
   frequencies_ = at::pow(at::scalar_tensor(theta, at::kDouble), -steps).to(at::kFloat).to(device);
 }
 
+// Entries of rows that stand. Of the head's layer only the last row's output is needed.
 void Eagle3Drafter::Observe(int64_t request, const std::vector<int64_t>& tokens,
                             const at::Tensor& features) {
   State& state = requests_.at(request);
+  const auto count = static_cast<int64_t>(tokens.size());
+  const at::Device device = embedding_.device();
+  const at::Tensor parts = features.to(at::kFloat).unflatten(1, feature_norm_.sizes());
+  const at::Tensor normed =
+      at::rms_norm(parts, {parts.size(2)}, std::nullopt, epsilon_) * feature_norm_;
+  const at::Tensor hidden = nwor::LinearRows(normed.flatten(1), fuse_);
+  const at::Tensor positions = at::arange(state.position, state.position + count,
+                                          at::TensorOptions(device).dtype(at::kLong));
+  const auto [query, key, value] = Project(ToDevice(tokens, device), hidden, positions);
+  const auto append = [&](const at::Tensor& entries, const at::Tensor& more) {
+    const at::Tensor all = entries.defined() ? at::cat({entries, more}) : more;
+    return all.slice(0, -(window_ + kSpareEntries)).contiguous();
+  };
+  state.keys = append(state.keys, key);
+  state.values = append(state.values, value);
+  state.position += count;
   state.root = tokens.back();
-  state.new_tokens.insert(state.new_tokens.end(), tokens.begin(), tokens.end());
-  state.new_features.push_back(features.to(at::kFloat));
+  const at::Tensor attended = Attend(query.slice(0, count - 1), state.keys.slice(0, -window_),
+                                     state.values.slice(0, -window_), std::nullopt);
+  state.hidden = nwor::LayerOutput(hidden.slice(0, count - 1), attended, outputs_).squeeze(0);
 }
 
 void Eagle3Drafter::Retract(int64_t request, int64_t count) {
   State& state = requests_.at(request);
-  const auto waiting = static_cast<int64_t>(state.new_tokens.size());
-  const int64_t fresh = std::min(count, waiting);
-  if (fresh > 0) {
-    state.new_tokens.resize(waiting - fresh);
-    state.new_features = {at::cat(state.new_features).slice(0, 0, waiting - fresh)};
-  }
-  const int64_t old = count - fresh;
-  state.position -= old;
-  if (!state.keys.defined() || old == 0) return;
-  const int64_t kept = std::max<int64_t>(0, state.keys.size(0) - old);
+  const int64_t kept = std::max<int64_t>(0, state.keys.size(0) - count);
   state.keys = state.keys.slice(0, 0, kept);
   state.values = state.values.slice(0, 0, kept);
+  state.position -= count;
 }
 
-// [rows, layers * hidden] features, or outputs of the head, with the tokens that follow.
+// Tokens with the features of the rows before them, or with outputs of the head.
 std::array<at::Tensor, 3> Eagle3Drafter::Project(const at::Tensor& tokens, const at::Tensor& hidden,
                                                  const at::Tensor& positions) const {
-  const at::Tensor angles = at::outer(positions.to(at::kFloat), frequencies_).repeat({1, 2});
+  const auto [cos, sin] = Rotation(positions, frequencies_, at::kFloat);
   const at::Tensor rows = at::cat({embedding_.index_select(0, tokens).to(at::kFloat), hidden}, 1);
-  return nwor::AttentionInputs(rows, inputs_, angles.cos(), angles.sin());
-}
-
-// query [r, Hq, D] over entries [n, Hkv, D] -> [r, Hq * D]; bias [r, n] or undefined.
-at::Tensor Eagle3Drafter::Attend(const at::Tensor& query, const at::Tensor& keys,
-                                 const at::Tensor& values, const at::Tensor& bias) const {
-  const int64_t groups = query.size(1) / keys.size(1);
-  const auto heads_first = [](const at::Tensor& side) { return side.transpose(0, 1).unsqueeze(0); };
-  const auto mask = bias.defined() ? std::optional(bias) : std::nullopt;
-  const at::Tensor out = at::scaled_dot_product_attention(
-      heads_first(query), heads_first(keys.repeat_interleave(groups, 1)),
-      heads_first(values.repeat_interleave(groups, 1)), mask);
-  return out.squeeze(0).transpose(0, 1).flatten(1);
-}
-
-// Entries of everything that was observed since the last tree.
-void Eagle3Drafter::TakeIn(State& state) {
-  if (state.new_tokens.empty()) return;
-  const at::Device device = embedding_.device();
-  const auto all = static_cast<int64_t>(state.new_tokens.size());
-  const int64_t count = std::min(all, window_);  // older ones are not seen
-  const at::Tensor features = at::cat(state.new_features).slice(0, all - count);
-  const at::Tensor parts = features.unflatten(1, feature_norm_.sizes());
-  const at::Tensor normed =
-      at::rms_norm(parts, {parts.size(2)}, std::nullopt, epsilon_) * feature_norm_;
-  const at::Tensor hidden = nwor::LinearRows(normed.flatten(1), fuse_);
-  state.position += all;
-  const at::Tensor positions = at::arange(state.position - count, state.position,
-                                          at::TensorOptions(device).dtype(at::kLong));
-  const at::Tensor tokens = ToDevice(state.new_tokens, device).slice(0, all - count);
-  auto [query, key, value] = Project(tokens, hidden, positions);
-  const bool adjacent = state.keys.defined() && count == all;
-  state.keys = adjacent ? at::cat({state.keys, key}) : key;
-  state.values = adjacent ? at::cat({state.values, value}) : value;
-  const int64_t most = window_ + kSpareEntries;
-  if (state.keys.size(0) > most) {
-    state.keys = state.keys.slice(0, -most).clone();
-    state.values = state.values.slice(0, -most).clone();
-  }
-  const at::Tensor attended = Attend(query.slice(0, count - 1), state.keys.slice(0, -window_),
-                                     state.values.slice(0, -window_), {});
-  state.hidden = nwor::LayerOutput(hidden.slice(0, count - 1), attended, outputs_).squeeze(0);
-  state.new_tokens.clear();
-  state.new_features.clear();
+  return nwor::AttentionInputs(rows, inputs_, cos, sin);
 }
 
 Eagle3Drafter::Guesses Eagle3Drafter::Guess(const at::Tensor& hidden, int64_t count) const {
@@ -186,11 +161,10 @@ Eagle3Drafter::Guesses Eagle3Drafter::Guess(const at::Tensor& hidden, int64_t co
 
 std::vector<nwor::DraftTree> Eagle3Drafter::Draft(const std::vector<int64_t>& requests,
                                                   const TreeShape& shape) {
-  std::vector<State*> states;
+  std::vector<const State*> states;
   std::vector<at::Tensor> outputs, keys, values;
   for (const int64_t request : requests) {
-    State& state = requests_.at(request);
-    TakeIn(state);
+    const State& state = requests_.at(request);
     states.push_back(&state);
     outputs.push_back(state.hidden);
     keys.push_back(state.keys.slice(0, -window_));

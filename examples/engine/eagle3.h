@@ -2,9 +2,9 @@
 
 #include <ATen/core/Tensor.h>
 
+#include <array>
 #include <filesystem>
 #include <map>
-#include <string>
 #include <vector>
 
 #include "decoder/decoder_rows.h"
@@ -23,7 +23,7 @@ class Eagle3Drafter final : public Drafter {
   // SmolLM2-135M-Instruct. Throws nwor::Error when it is for another target.
   Eagle3Drafter(const std::filesystem::path& file, const Model& target);
 
-  const std::vector<int64_t>& feature_layers() const override { return feature_layers_; }
+  std::vector<int64_t> feature_layers() const override { return feature_layers_; }
   void Begin(int64_t request, int64_t first_token) override { requests_[request] = {}; }
   void Observe(int64_t request, const std::vector<int64_t>& tokens,
                const at::Tensor& features) override;
@@ -38,18 +38,13 @@ class Eagle3Drafter final : public Drafter {
     int64_t position = 0;     // of the next entry
     int64_t root = 0;         // the last token
     at::Tensor hidden;        // [hidden]: output of the last entry
-    std::vector<int64_t> new_tokens;
-    std::vector<at::Tensor> new_features;
   };
   struct Guesses {
     at::Tensor tokens, scores;  // [.., count]: ids of the target, logarithms of probabilities
   };
 
-  void TakeIn(State& state);
   std::array<at::Tensor, 3> Project(const at::Tensor& tokens, const at::Tensor& hidden,
                                     const at::Tensor& positions) const;
-  at::Tensor Attend(const at::Tensor& query, const at::Tensor& keys, const at::Tensor& values,
-                    const at::Tensor& bias) const;
   Guesses Guess(const at::Tensor& hidden, int64_t count) const;
 
   std::vector<int64_t> feature_layers_;

@@ -5,8 +5,7 @@
 // PROMPTS.json is a list of prompts, each a list of token ids. The result is JSON: new tokens of
 // each prompt, why they end, and counts. Errors are one line and exit status 2; no file is written.
 //
-// Read on in this order: settings.h, weights.h, model.h, cache.h, round.h, drafter.h, verdict.h,
-// engine.h.
+// Read on in this order: settings.h, weights.h, model.h, target.h, drafter.h, engine.h.
 
 #include <ATen/Context.h>
 #include <c10/core/InferenceMode.h>
@@ -17,7 +16,6 @@
 #include <iostream>
 
 #include "base/check.h"
-#include "eagle3.h"
 #include "engine.h"
 #include "settings.h"
 #include "weights.h"
@@ -30,13 +28,12 @@ using Prompts = std::vector<std::vector<int64_t>>;
 
 struct Options {
   fs::path model, ids, out;
-  int64_t break_contract = -1;  // at this step, to see the checker work
   Settings settings;
 };
 
 Options ReadOptions(int argc, char** argv) {
   Options options;
-  std::vector<std::pair<std::string, std::string>> given;
+  std::vector<std::pair<std::string, std::string>> keys;
   for (int i = 1; i < argc; i += 2) {
     std::string key = argv[i];
     NWOR_CHECK(key.starts_with("--"), "got '", key, "', expected an option that begins with --");
@@ -51,18 +48,11 @@ Options ReadOptions(int argc, char** argv) {
     } else if (key == "--config") {
       options.settings.ReadFile(value);
     } else {
-      key = key.substr(2);
-      std::replace(key.begin(), key.end(), '-', '_');
-      given.emplace_back(key, value);
+      std::replace(key.begin() + 2, key.end(), '-', '_');
+      keys.emplace_back(key.substr(2), value);
     }
   }
-  for (const auto& [key, value] : given) {
-    if (key == "break_contract") {
-      options.break_contract = std::atoll(value.c_str());
-    } else {
-      options.settings.Set(key, value);
-    }
-  }
+  for (const auto& [key, value] : keys) options.settings.Set(key, value);  // over the file
   NWOR_CHECK(!options.model.empty(), "--model: got none, expected the folder of a model");
   NWOR_CHECK(!options.ids.empty(), "--ids: got none, expected a JSON file of prompts");
   options.settings.Validate();
@@ -71,14 +61,13 @@ Options ReadOptions(int argc, char** argv) {
 
 Prompts ReadPrompts(const fs::path& file) {
   const Json json = ReadJson(file);
-  bool right = json.is_array() && !json.empty();
-  for (const Json& prompt : right ? json : Json::array()) {
-    right = right && prompt.is_array();
-    for (const Json& token : right ? prompt : Json::array()) {
-      right = right && token.is_number_integer();
-    }
-  }
-  NWOR_CHECK(right, file.string(), ": expected a list of prompts, each a list of token ids");
+  const auto is_prompt = [](const Json& prompt) {
+    return prompt.is_array() && std::all_of(prompt.begin(), prompt.end(), [](const Json& token) {
+             return token.is_number_integer();
+           });
+  };
+  NWOR_CHECK(json.is_array() && !json.empty() && std::all_of(json.begin(), json.end(), is_prompt),
+             file.string(), ": expected a list of prompts, each a list of token ids");
   return json.get<Prompts>();
 }
 
@@ -92,15 +81,10 @@ at::ScalarType TypeOf(const Settings& settings, const std::string& of_file) {
   std::string name = settings.dtype;
   const bool cpu = settings.device == "cpu";
   if (name == "auto") name = cpu ? "float32" : of_file == "float16" ? "float16" : "bfloat16";
-  NWOR_CHECK(cpu == (name == "float32"), "dtype: got '", name, "' on ", settings.device,
+  const bool half = name == "float16", right = cpu ? name == "float32" : half || name == "bfloat16";
+  NWOR_CHECK(right, "dtype: got '", name, "' on ", settings.device,
              ", expected float32 on a CPU, float16 or bfloat16 on a GPU");
-  return name == "float32" ? at::kFloat : name == "float16" ? at::kHalf : at::kBFloat16;
-}
-
-std::unique_ptr<Drafter> MakeDrafter(const Settings& settings, const Model& model) {
-  if (!settings.speculating()) return nullptr;
-  if (settings.method == "ngram") return std::make_unique<NgramDrafter>();
-  return std::make_unique<Eagle3Drafter>(settings.head, model);
+  return cpu ? at::kFloat : half ? at::kHalf : at::kBFloat16;
 }
 
 Json Result(const Engine& engine, double seconds) {
@@ -149,8 +133,7 @@ void Main(int argc, char** argv) {
   const Prompts prompts = ReadPrompts(options.ids);
   const at::ScalarType dtype = TypeOf(settings, ModelConfig::Read(options.model).dtype);
   const Model model(options.model, DeviceOf(settings), dtype);
-  Engine engine(settings, model, MakeDrafter(settings, model), prompts);
-  engine.BreakContractAt(options.break_contract);
+  Engine engine(settings, model, prompts);
   const auto began = std::chrono::steady_clock::now();
   engine.Run();
   const std::chrono::duration<double> taken = std::chrono::steady_clock::now() - began;

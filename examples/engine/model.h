@@ -5,6 +5,7 @@
 #include <filesystem>
 #include <functional>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "decoder/decoder_rows.h"
@@ -27,6 +28,10 @@ struct ModelConfig {
   static ModelConfig Read(const std::filesystem::path& folder);
 };
 
+// Cosines and sines [T, D] of rotary positions [T]; frequencies [D / 2].
+std::pair<at::Tensor, at::Tensor> Rotation(const at::Tensor& positions,
+                                           const at::Tensor& frequencies, at::ScalarType dtype);
+
 class Model {
  public:
   // Throws nwor::Error for files, sizes and kinds of models that do not fit.
@@ -39,7 +44,7 @@ class Model {
 
   struct Output {
     at::Tensor hidden;    // [T, hidden], normalized
-    at::Tensor features;  // [T, layers * hidden]: outputs of feature_layers side by side
+    at::Tensor features;  // [T, layers * hidden]: outputs of feature_layers side by side, if any
   };
   // tokens, positions: [T] int64 on the device.
   Output Forward(const at::Tensor& tokens, const at::Tensor& positions,

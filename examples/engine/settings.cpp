@@ -2,61 +2,51 @@
 
 #include <yaml-cpp/yaml.h>
 
-#include <cmath>
 #include <functional>
 #include <limits>
 #include <map>
 #include <set>
 
 #include "base/check.h"
+#include "session/draft_tree.h"
 #include "weights.h"
 
 namespace engine {
 namespace {
 
-constexpr int64_t kMost = std::numeric_limits<int64_t>::max();
-
-// Sets one field from a value; throws Json::exception or nwor::Error.
+// Sets one field from a value, or throws nwor::Error.
 using Setter = std::function<void(const std::string& key, const Json& value)>;
+
+void Expect(bool right, const std::string& key, const Json& value, const std::string& expected) {
+  NWOR_CHECK(right, key, ": got ", value.dump(), ", expected ", expected);
+}
 
 Setter Flag(bool* field) {
   return [field](const std::string& key, const Json& value) {
-    NWOR_CHECK(value.is_boolean(), key, ": got ", value.dump(), ", expected true or false");
+    Expect(value.is_boolean(), key, value, "true or false");
     *field = value.get<bool>();
   };
 }
 
-Setter Whole(int64_t* field, int64_t low, int64_t high = kMost) {
+Setter Whole(int64_t* field, int64_t low, int64_t high = std::numeric_limits<int64_t>::max()) {
   return [=](const std::string& key, const Json& value) {
-    const bool whole =
-        value.is_number_integer() &&
-        (value.is_number_unsigned() ? value.get<uint64_t>() <= uint64_t{kMost} : true);
-    const std::string expected = high == kMost
-                                     ? nwor::Concat("a whole number, ", low, " or more")
-                                     : nwor::Concat("a whole number, ", low, " to ", high);
-    NWOR_CHECK(whole && value.get<int64_t>() >= low && value.get<int64_t>() <= high, key, ": got ",
-               value.dump(), ", expected ", expected);
+    const bool whole = value.is_number_integer() && value >= low && value <= high;
+    Expect(whole, key, value, nwor::Concat("a whole number, ", low, " to ", high));
     *field = value.get<int64_t>();
   };
 }
 
 Setter Number(double* field, double low, double high) {
   return [=](const std::string& key, const Json& value) {
-    const double number = value.is_number() ? value.get<double>() : NAN;
-    NWOR_CHECK(number >= low && number <= high, key, ": got ", value.dump(),
-               ", expected a number, ", low, " to ", high);
-    *field = number;
+    Expect(value.is_number() && value >= low && value <= high, key, value,
+           nwor::Concat("a number, ", low, " to ", high));
+    *field = value.get<double>();
   };
 }
 
-Setter Text(std::string* field, const std::set<std::string>& choices = {}) {
+Setter Text(std::string* field) {
   return [=](const std::string& key, const Json& value) {
-    std::string valid = "text";
-    for (const auto& choice : choices) {
-      valid = nwor::Concat(valid == "text" ? "" : valid + ", ", "'", choice, "'");
-    }
-    const bool fits = value.is_string() && (choices.empty() || choices.contains(value));
-    NWOR_CHECK(fits, key, ": got ", value.dump(), ", expected ", valid);
+    Expect(value.is_string(), key, value, "text");
     *field = value.get<std::string>();
   };
 }
@@ -88,20 +78,21 @@ std::map<std::string, Setter> Setters(Settings* s) {
   const int64_t tokens = int64_t{1} << 31, blocks = int64_t{1} << 20;
   return {
       {"device", Text(&s->device)},
-      {"dtype", Text(&s->dtype, {"auto", "float32", "float16", "bfloat16"})},
+      {"dtype", Text(&s->dtype)},
       {"max_new_tokens", Whole(&s->max_new_tokens, 1, tokens)},
       {"max_batch_size", Whole(&s->max_batch_size, 1, 4096)},
       {"cache_tokens", Whole(&s->cache_tokens, 0, tokens * 16)},
       {"page_size", Whole(&s->page_size, 1, 1024)},
       {"prefill_rows", Whole(&s->prefill_rows, 1, nwor::kMaxTreeRows)},
       {"check_contract", Flag(&s->check_contract)},
+      {"break_contract", Whole(&s->break_contract, -1)},
       {"ignore_eos", Flag(&s->ignore_eos)},
       {"temperature", Number(&s->sampling.temperature, 0, 1e6)},
       {"top_k", Whole(&s->sampling.top_k, 0, tokens - 1)},
       {"top_p", Number(&s->sampling.top_p, 1e-6, 1)},
       {"seed", Whole(&s->seed, 0)},
       {"enable_speculative_decoding", Flag(&s->enable_speculative_decoding)},
-      {"method", Text(&s->method, {"none", "ngram", "eagle3"})},
+      {"method", Choice(&s->method, kMethodNames)},
       {"enable_target_tree", Flag(&s->enable_target_tree)},
       {"head", Text(&s->head)},
       {"tree_rows", Whole(&s->tree.rows, 1, nwor::kMaxTreeRows)},
@@ -141,33 +132,37 @@ Json Scalar(const YAML::Node& node) {
   return node.Scalar();
 }
 
-using Pairs = std::vector<std::pair<std::string, Json>>;
+std::string OwnName(const std::string& key) {
+  const auto alias = kAliases.find(key);
+  return alias == kAliases.end() ? key : alias->second;
+}
 
-// The keys of a mapping in their order; speculative_config is opened, once.
-void Collect(const YAML::Node& node, bool nested, Pairs* pairs) {
+void Apply(const std::map<std::string, Setter>& setters, const std::string& key,
+           const Json& value) {
+  const auto setter = setters.find(OwnName(key));
+  if (setter == setters.end()) {
+    std::vector<std::string> valid;
+    for (const auto& [name, unused] : setters) valid.push_back(name);
+    throw nwor::Error(nwor::Concat("unknown key '", key, "', expected one of ", valid));
+  }
+  setter->second(key, value);
+}
+
+// Applies the keys of a mapping; speculative_config is opened, once.
+void ApplyAll(const std::map<std::string, Setter>& setters, const YAML::Node& node, bool nested,
+              std::set<std::string>* seen) {
   NWOR_CHECK(node.IsMap(), nested ? "speculative_config: " : "",
              "got no mapping, expected keys and values");
   for (const auto& entry : node) {
     const std::string key = entry.first.IsScalar() ? entry.first.Scalar() : "?";
+    NWOR_CHECK(seen->insert(OwnName(key)).second, key, ": stands there twice, expected it once");
     if (!nested && key == "speculative_config") {
-      Collect(entry.second, true, pairs);
+      ApplyAll(setters, entry.second, true, seen);
     } else {
       NWOR_CHECK(entry.second.IsScalar(), key, ": got no single value, expected one");
-      pairs->emplace_back(key, Scalar(entry.second));
+      Apply(setters, key, Scalar(entry.second));
     }
   }
-}
-
-void Apply(const std::map<std::string, Setter>& setters, const std::string& name,
-           const Json& value) {
-  const auto alias = kAliases.find(name);
-  const auto setter = setters.find(alias == kAliases.end() ? name : alias->second);
-  if (setter == setters.end()) {
-    std::string valid;
-    for (const auto& entry : setters) valid += (valid.empty() ? "" : ", ") + entry.first;
-    throw nwor::Error(nwor::Concat("unknown key '", name, "', expected one of ", valid));
-  }
-  setter->second(name, value);
 }
 
 }  // namespace
@@ -177,28 +172,17 @@ void Settings::ReadFile(const std::filesystem::path& file) {
   NWOR_CHECK(kind == ".json" || kind == ".yaml" || kind == ".yml", "--config: got '", file.string(),
              "', expected a name that ends in .yaml, .yml or .json");
   if (kind == ".json") ReadJson(file);  // JSON is YAML too: what follows serves both
-  YAML::Node content;
-  try {
-    content = YAML::LoadFile(file.string());
-  } catch (const YAML::BadFile&) {
-    throw nwor::Error(nwor::Concat(file.string(), ": cannot be read"));
-  } catch (const YAML::Exception& error) {
-    throw nwor::Error(nwor::Concat(file.string(), ": not YAML: ", error.what()));
-  }
-  try {
-    Pairs pairs;
-    if (!content.IsNull()) Collect(content, false, &pairs);
-    const auto setters = Setters(this);
-    std::set<std::string> seen;
-    for (const auto& [key, value] : pairs) {
-      const auto alias = kAliases.find(key);
-      const std::string& own = alias == kAliases.end() ? key : alias->second;
-      NWOR_CHECK(seen.insert(own).second, key, ": stands there twice, expected it once");
-      Apply(setters, key, value);
+  InFile(file, "", [&] {
+    try {
+      const YAML::Node content = YAML::LoadFile(file.string());
+      std::set<std::string> seen;
+      if (!content.IsNull()) ApplyAll(Setters(this), content, /*nested=*/false, &seen);
+    } catch (const YAML::BadFile&) {
+      throw nwor::Error("cannot be read");
+    } catch (const YAML::Exception& error) {
+      throw nwor::Error(nwor::Concat("not YAML: ", error.what()));
     }
-  } catch (const nwor::Error& error) {
-    throw nwor::Error(nwor::Concat(file.string(), ": ", error.what()));
-  }
+  });
 }
 
 void Settings::Set(const std::string& key, const std::string& text) {
@@ -208,7 +192,7 @@ void Settings::Set(const std::string& key, const std::string& text) {
 void Settings::Validate() const {
   NWOR_CHECK(device == "cpu" || device == "cuda" || device.starts_with("cuda:"), "device: got '",
              device, "', expected cpu, cuda or cuda:<number>");
-  NWOR_CHECK(method != "eagle3" || !speculating() || !head.empty(),
+  NWOR_CHECK(method != Method::kEagle3 || !speculating() || !head.empty(),
              "head: got none, expected the file of an EAGLE3 head for method 'eagle3'");
   if (!specpv.enable_specpv) return;
   specpv.Validate();

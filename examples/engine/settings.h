@@ -1,20 +1,34 @@
 #pragma once
 
-#include <ATen/core/Tensor.h>
-
+#include <array>
 #include <filesystem>
 #include <string>
-#include <vector>
+#include <string_view>
 
-#include "drafter.h"
 #include "kv_interceptor/interceptor.h"
 #include "specpv/config.h"
-#include "verdict.h"
 
 // What the command line and a YAML or JSON file may say. Every key is also an option: --device,
 // --max-new-tokens, --specpv-mode; an option wins over the file.
 
 namespace engine {
+
+enum class Method { kNone, kNgram, kEagle3 };
+inline constexpr std::array<std::string_view, 3> kMethodNames = {"none", "ngram", "eagle3"};
+
+struct TreeShape {
+  int64_t rows = 8;  // the root included
+  int64_t depth = 5;
+  int64_t top_k = 4;
+};
+
+struct Sampling {
+  double temperature = 0.0;  // 0: greedy
+  int64_t top_k = 0;         // 0: all
+  double top_p = 1.0;
+
+  bool greedy() const { return temperature == 0.0; }
+};
 
 struct Settings {
   // of the engine
@@ -26,13 +40,14 @@ struct Settings {
   int64_t page_size = 16;
   int64_t prefill_rows = 256;  // rows of prompts in a step
   bool check_contract = false;
+  int64_t break_contract = -1;  // at this step something writes to a slot that belongs to nobody
   bool ignore_eos = false;
   int64_t seed = 0;
   Sampling sampling;
 
   // under speculative_config; also accepted beside it
   bool enable_speculative_decoding = true;
-  std::string method = "none";  // or ngram, eagle3
+  Method method = Method::kNone;
   bool enable_target_tree = true;
   std::string head;  // safetensors file of the EAGLE3 head
   TreeShape tree;
@@ -50,7 +65,7 @@ struct Settings {
   void Validate() const;
 
   bool speculating() const {
-    return enable_speculative_decoding && enable_target_tree && method != "none";
+    return enable_speculative_decoding && enable_target_tree && method != Method::kNone;
   }
 };
 

@@ -9,21 +9,34 @@
 #include <string>
 #include <vector>
 
+#include "base/check.h"
+
 // Tensors of safetensors files: eight bytes with the length of a JSON header, the header, the data.
 
 namespace engine {
 
 using Json = nlohmann::json;
 
+// Runs `read`. Its errors get the file's name in front, those of the JSON library also `problem`.
+template <typename Read>
+auto InFile(const std::filesystem::path& file, const char* problem, const Read& read) {
+  try {
+    return read();
+  } catch (const Json::exception& error) {
+    throw nwor::Error(nwor::Concat(file.string(), ": ", problem, ": ", error.what()));
+  } catch (const nwor::Error& error) {
+    throw nwor::Error(nwor::Concat(file.string(), ": ", error.what()));
+  }
+}
+
 // The whole of a JSON file. Throws nwor::Error that names the file.
 Json ReadJson(const std::filesystem::path& file);
 
 class Weights {
  public:
-  // Reads one file, or the files of a model's folder: model.safetensors, or all that
+  // One file, or the files of a model's folder: model.safetensors, or all that
   // model.safetensors.index.json names. Throws nwor::Error when a file is cut short or damaged.
-  static Weights FromFile(const std::filesystem::path& file);
-  static Weights FromFolder(const std::filesystem::path& folder);
+  explicit Weights(const std::filesystem::path& place);
 
   // Hands a tensor out, once; its sizes must be these, -1 is any. Throws nwor::Error.
   at::Tensor Take(const std::string& name, const std::vector<int64_t>& sizes);
@@ -39,7 +52,7 @@ class Weights {
  private:
   void Add(const std::filesystem::path& file);
 
-  std::filesystem::path place_;  // for messages
+  const std::filesystem::path place_;  // for messages
   std::map<std::string, at::Tensor> tensors_;
   Json metadata_ = Json::object();
 };
