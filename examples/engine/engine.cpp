@@ -25,8 +25,7 @@ Engine::Engine(const Settings& settings, const Model& model,
     NWOR_CHECK(length + settings.max_new_tokens <= config.context, "prompt ", i, ": got ", length,
                " tokens and max_new_tokens ", settings.max_new_tokens, ", expected ",
                config.context, " together at most, the context of the model");
-    requests_.push_back({.index = static_cast<int64_t>(i),
-                         .session = std::to_string(i),
+    requests_.push_back({.session = std::to_string(i),
                          .tokens = prompts[i],
                          .prompt_len = length,
                          .shown = length,
@@ -40,12 +39,12 @@ Engine::Engine(const Settings& settings, const Model& model,
   if (settings.cache_tokens > 0) free_pages_ = settings.cache_tokens / settings.page_size;
   NWOR_CHECK(free_pages_ >= most_pages, "cache_tokens: got ", settings.cache_tokens, ", expected ",
              most_pages * settings.page_size, " or more for the longest of these requests");
-  drafter_ = MakeDrafter(settings, model);
+  if (settings.speculating()) drafter_.emplace(settings_, model);
   const auto batch = static_cast<int64_t>(max_running_);
   target_ = std::make_unique<Target>(settings_, model, free_pages_, batch, longest,
-                                     drafter_ ? settings.tree.rows : 1);
+                                     drafter_ ? settings.tree_rows : 1);
   if (drafter_) target_->feature_layers = drafter_->feature_layers();
-  if (target_->views()) policy_.emplace(settings.specpv);
+  if (target_->views()) policy_.emplace(settings);
   if (settings.check_contract) checker_.emplace(target_->interceptor());
   nwor::SessionConfig sessions;
   sessions.vocab_size = config.vocabulary;
@@ -58,7 +57,7 @@ Engine::Engine(const Settings& settings, const Model& model,
 
 // What a request may need at its end: its tokens, and in mode lossless a tail beyond them.
 int64_t Engine::PagesOf(const Request& request) const {
-  const int64_t tokens = request.prompt_len + settings_.max_new_tokens + 1 + settings_.tree.rows;
+  const int64_t tokens = request.prompt_len + settings_.max_new_tokens + 1 + settings_.tree_rows;
   return (tokens + settings_.page_size - 1) / settings_.page_size;
 }
 
@@ -76,7 +75,7 @@ void Engine::Admit() {
     waiting_.pop_front();
     running_.push_back(request);
     free_pages_ -= PagesOf(*request);
-    if (drafter_) drafter_->Begin(request->index, request->tokens[0]);
+    request->drafts.text.Append({request->tokens[0]});
   }
 }
 
@@ -84,7 +83,7 @@ void Engine::Admit() {
 void Engine::Step() {
   Plan();
   std::vector<nwor::VerifyRequest> asked;
-  for (const auto& [session, part] : target_->parts) asked.push_back(part.ask);
+  for (const auto& [session, part] : target_->parts) asked.push_back(part);
   if (checker_) checker_->Snapshot();
   std::vector<nwor::VerifyResult> results;
   try {
@@ -102,63 +101,52 @@ void Engine::Step() {
 
 // What every running request does next.
 void Engine::Plan() {
-  std::vector<int64_t> asked;
+  const auto drafts = [this](const Request& request) {
+    return drafter_ && settings_.tree_rows > 1 && !request.prefilling() && room(request) > 1;
+  };
+  std::vector<const DraftState*> asked;
   for (const Request* request : running_) {
-    const bool drafts = drafter_ && !request->prefilling() && room(*request) > 1;
-    if (drafts && settings_.tree.rows > 1) asked.push_back(request->index);
+    if (drafts(*request)) asked.push_back(&request->drafts);
   }
-  std::map<int64_t, nwor::DraftTree> trees;
-  if (!asked.empty()) {
-    const std::vector<nwor::DraftTree> drafted = drafter_->Draft(asked, settings_.tree);
-    for (size_t i = 0; i < asked.size(); ++i) trees[asked[i]] = drafted[i];
-  }
+  std::vector<nwor::DraftTree> trees;
+  if (!asked.empty()) trees = drafter_->Draft(asked);
+  auto tree = trees.begin();
   target_->parts.clear();
   int64_t rows = settings_.prefill_rows;
   for (Request* request : running_) {
-    if (!request->prefilling()) {
-      const auto found = trees.find(request->index);
-      const nwor::DraftTree root{{request->tokens.back()}, {-1}};
-      target_->parts[request->session] = DecodePart(
-          *request, found == trees.end() ? root : found->second.Pruned(room(*request) - 1));
-    } else if (rows > 0) {
-      const Part part = PromptPart(*request, rows);
-      rows -= part.num_rows();
-      target_->parts[request->session] = part;
-    }
+    if (request->prefilling() && rows == 0) continue;
+    const int64_t end = request->prefilling()
+                            ? std::min(request->cached + rows, request->prompt_len)
+                            : request->size();
+    if (request->prefilling()) rows -= end - request->cached;
+    const nwor::DraftTree root{{request->tokens[end - 1]}, {-1}};
+    target_->parts[request->session] =
+        MakePart(*request, end, drafts(*request) ? (tree++)->Pruned(room(*request) - 1) : root);
   }
 }
 
-// The next piece of a prompt. Its last row is the root, and that of the last piece is judged.
-Part Engine::PromptPart(Request& request, int64_t rows) const {
-  const int64_t end = std::min(request.cached + rows, request.prompt_len);
-  Part part{.request = &request, .judged = end == request.prompt_len};
-  part.ask.session = request.session;
-  part.ask.tree.tokens = {request.tokens[end - 1]};
-  part.ask.new_tokens.assign(request.tokens.begin() + request.cached, request.tokens.begin() + end);
-  part.ask.expected_prefix_len = request.cached;
-  if (part.judged) part.ask.stop_ids = stops_;
-  return part;
-}
-
-// The root and its tree. Under partial verification the library's policy says whether they see
+// Rows up to the token before `end`, which is the root: a piece of the prompt, or the root alone,
+// and the tree below it. Under partial verification the library's policy says whether they see
 // everything, or a view, or everything with the tail run again.
-Part Engine::DecodePart(Request& request, nwor::DraftTree tree) {
-  Part part{.request = &request};
-  int64_t prefix_len = request.cached;
+Part Engine::MakePart(Request& request, int64_t end, nwor::DraftTree tree) {
+  Part part;
+  part.request = &request;
+  part.judged = end == request.size();
+  part.expected_prefix_len = request.cached;
   const bool ended = !stats_.speculation_ended.empty();
   if (ended && request.view && request.view->tail_len() == 0) request.view.reset();
   if (request.view) {
     if (ended || MustConfirm(request)) request.view->RequireFull(nwor::FullTrigger::kPolicy);
     part.decision = policy_->Decide(*request.view, tree.num_rows());
-    prefix_len = part.decision->prefix_len;
-    if (prefix_len < request.cached) store_->Rollback(request.session, prefix_len);
+    part.expected_prefix_len = part.decision->prefix_len;
+    if (part.refed()) store_->Rollback(request.session, part.expected_prefix_len);
   }
-  part.ask.session = request.session;
-  part.ask.tree = std::move(tree);
-  part.ask.new_tokens.assign(request.tokens.begin() + prefix_len, request.tokens.end());
-  part.ask.expected_prefix_len = prefix_len;
-  part.ask.stop_ids = stops_;
-  part.ask.max_new_tokens = std::max<int64_t>(1, room(request));
+  part.session = request.session;
+  part.tree = std::move(tree);
+  const auto tokens = request.tokens.begin();
+  part.new_tokens.assign(tokens + part.expected_prefix_len, tokens + end);
+  part.stop_ids = stops_;
+  part.max_new_tokens = std::max<int64_t>(1, room(request));
   return part;
 }
 
@@ -200,7 +188,7 @@ void Engine::SettlePrompt(const Part& part, int64_t next_token) {
   if (part.judged) request.tokens.push_back(next_token);
   if (drafter_) {
     const auto begin = request.tokens.begin();
-    drafter_->Observe(request.index, {begin + first, begin + request.cached + 1}, part.features);
+    drafter_->Observe(&request.drafts, {begin + first, begin + request.cached + 1}, part.features);
   }
   if (!part.judged) return;
   if (policy_ && stats_.speculation_ended.empty()) {
@@ -215,13 +203,13 @@ void Engine::Settle(const Part& part, const nwor::VerifyResult& result) {
   Request& request = *part.request;
   if (request.prefilling()) return SettlePrompt(part, result.next_token);
   const int64_t tail = part.num_fed(), accepted = std::ssize(result.accepted_rows);
-  stats_.drafts += part.ask.tree.num_drafts();
+  stats_.drafts += part.tree.num_drafts();
   stats_.accepted += accepted;
   // The tail as far as it is confirmed, the row after it (the root, if all of it is), the path.
   std::vector<int64_t> rows = {part.confirmed}, run = result.tokens;
   for (const int32_t row : result.accepted_rows) rows.push_back(tail + row);
   run.push_back(result.next_token);
-  const int64_t kept = part.ask.expected_prefix_len + part.confirmed + 1;
+  const int64_t kept = part.expected_prefix_len + part.confirmed + 1;
   const int64_t lost = request.size() - kept;
   request.tokens.resize(kept);
   request.tokens.insert(request.tokens.end(), run.begin(), run.end());
@@ -229,7 +217,7 @@ void Engine::Settle(const Part& part, const nwor::VerifyResult& result) {
   if (lost > 0) {
     stats_.cut_tokens += lost;
     store_->Rollback(request.session, request.cached);
-    if (drafter_) drafter_->Retract(request.index, lost);
+    if (drafter_) drafter_->Retract(&request.drafts, lost);
   }
   const bool provisional = part.decision && part.decision->kind == nwor::StepKind::kPartial;
   if (part.decision) {
@@ -241,7 +229,7 @@ void Engine::Settle(const Part& part, const nwor::VerifyResult& result) {
   if (drafter_) {
     at::Tensor features = part.features;
     if (features.defined()) features = features.index_select(0, ToDevice(rows, features.device()));
-    drafter_->Observe(request.index, run, features);
+    drafter_->Observe(&request.drafts, run, features);
   }
   if (!provisional || !target_->lossless()) Show(request);
 }
@@ -259,7 +247,7 @@ void Engine::Show(Request& request) {
   request.view.reset();
   store_->End(request.session);
   free_pages_ += PagesOf(request);
-  if (drafter_) drafter_->End(request.index);
+  request.drafts = {};
 }
 
 // After a violation or a refusal nothing is drafted any more: the requests go on with plain steps.

@@ -43,8 +43,7 @@ class Engine {
   void Admit();
   void Step();
   void Plan();
-  Part PromptPart(Request& request, int64_t rows) const;
-  Part DecodePart(Request& request, nwor::DraftTree tree);
+  Part MakePart(Request& request, int64_t end, nwor::DraftTree tree);
   bool MustConfirm(const Request& request) const;
   nwor::Accepted Accept(const nwor::SessionBatch& batch, const at::Tensor& ids);
   void Check(const std::vector<nwor::VerifyResult>& results);
@@ -64,8 +63,8 @@ class Engine {
   std::deque<Request*> waiting_;
   std::vector<Request*> running_;
   size_t max_running_ = 0;
-  int64_t free_pages_ = 0;            // that no running request may need
-  std::unique_ptr<Drafter> drafter_;  // null: plain decoding
+  int64_t free_pages_ = 0;          // that no running request may need
+  std::optional<Drafter> drafter_;  // none: plain decoding
   std::unique_ptr<Target> target_;
   std::unique_ptr<nwor::SessionStore> store_;
   std::optional<nwor::VerifyPolicy> policy_;

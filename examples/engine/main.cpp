@@ -14,6 +14,7 @@
 #include <chrono>
 #include <fstream>
 #include <iostream>
+#include <map>
 
 #include "base/check.h"
 #include "engine.h"
@@ -21,37 +22,39 @@
 #include "weights.h"
 
 namespace engine {
+
+NLOHMANN_DEFINE_TYPE_NON_INTRUSIVE(Stats, steps, new_tokens, drafts, accepted, cut_tokens,
+                                   violations, largest_batch, step_kinds, speculation_ended)
+
 namespace {
 
 namespace fs = std::filesystem;
 using Prompts = std::vector<std::vector<int64_t>>;
 
 struct Options {
-  fs::path model, ids, out;
+  fs::path model, ids, out, config;
   Settings settings;
 };
 
 Options ReadOptions(int argc, char** argv) {
   Options options;
+  const std::map<std::string, fs::path*> paths = {{"--model", &options.model},
+                                                  {"--ids", &options.ids},
+                                                  {"--out", &options.out},
+                                                  {"--config", &options.config}};
   std::vector<std::pair<std::string, std::string>> keys;
   for (int i = 1; i < argc; i += 2) {
     std::string key = argv[i];
     NWOR_CHECK(key.starts_with("--"), "got '", key, "', expected an option that begins with --");
     NWOR_CHECK(i + 1 < argc, key, ": got no value, expected one");
-    const std::string value = argv[i + 1];
-    if (key == "--model") {
-      options.model = value;
-    } else if (key == "--ids") {
-      options.ids = value;
-    } else if (key == "--out") {
-      options.out = value;
-    } else if (key == "--config") {
-      options.settings.ReadFile(value);
-    } else {
-      std::replace(key.begin() + 2, key.end(), '-', '_');
-      keys.emplace_back(key.substr(2), value);
+    if (paths.contains(key)) {
+      *paths.at(key) = argv[i + 1];
+      continue;
     }
+    std::replace(key.begin() + 2, key.end(), '-', '_');
+    keys.emplace_back(key.substr(2), argv[i + 1]);
   }
+  if (!options.config.empty()) options.settings.ReadFile(options.config);
   for (const auto& [key, value] : keys) options.settings.Set(key, value);  // over the file
   NWOR_CHECK(!options.model.empty(), "--model: got none, expected the folder of a model");
   NWOR_CHECK(!options.ids.empty(), "--ids: got none, expected a JSON file of prompts");
@@ -71,40 +74,15 @@ Prompts ReadPrompts(const fs::path& file) {
   return json.get<Prompts>();
 }
 
-at::Device DeviceOf(const Settings& settings) {
-  NWOR_CHECK(settings.device == "cpu" || at::hasCUDA(), "device: got '", settings.device,
-             "', but this LibTorch finds no GPU; use cpu");
-  return at::Device(settings.device);
-}
-
-at::ScalarType TypeOf(const Settings& settings, const std::string& of_file) {
-  std::string name = settings.dtype;
-  const bool cpu = settings.device == "cpu";
-  if (name == "auto") name = cpu ? "float32" : of_file == "float16" ? "float16" : "bfloat16";
-  const bool half = name == "float16", right = cpu ? name == "float32" : half || name == "bfloat16";
-  NWOR_CHECK(right, "dtype: got '", name, "' on ", settings.device,
-             ", expected float32 on a CPU, float16 or bfloat16 on a GPU");
-  return cpu ? at::kFloat : half ? at::kHalf : at::kBFloat16;
-}
-
 Json Result(const Engine& engine, double seconds) {
-  Json result = {{"token_ids", Json::array()}, {"finish", Json::array()}};
+  Json result = {
+      {"token_ids", Json::array()}, {"finish", Json::array()}, {"stats", engine.stats()}};
   for (const Request& request : engine.requests()) {
     result["token_ids"].push_back(std::vector<int64_t>(request.tokens.begin() + request.prompt_len,
                                                        request.tokens.begin() + request.shown));
     result["finish"].push_back(request.finish);
   }
-  const Stats& stats = engine.stats();
-  result["stats"] = {{"seconds", seconds},
-                     {"new_tokens", stats.new_tokens},
-                     {"steps", stats.steps},
-                     {"drafts", stats.drafts},
-                     {"accepted", stats.accepted},
-                     {"cut_tokens", stats.cut_tokens},
-                     {"largest_batch", stats.largest_batch},
-                     {"step_kinds", stats.step_kinds},
-                     {"violations", stats.violations},
-                     {"speculation_ended", stats.speculation_ended}};
+  result["stats"]["seconds"] = seconds;
   return result;
 }
 
@@ -131,8 +109,9 @@ void Main(int argc, char** argv) {
   const Options options = ReadOptions(argc, argv);
   const Settings& settings = options.settings;
   const Prompts prompts = ReadPrompts(options.ids);
-  const at::ScalarType dtype = TypeOf(settings, ModelConfig::Read(options.model).dtype);
-  const Model model(options.model, DeviceOf(settings), dtype);
+  NWOR_CHECK(settings.device == "cpu" || at::hasCUDA(), "device: got '", settings.device,
+             "', but this LibTorch finds no GPU; use cpu");
+  const Model model(options.model, at::Device(settings.device));
   Engine engine(settings, model, prompts);
   const auto began = std::chrono::steady_clock::now();
   engine.Run();

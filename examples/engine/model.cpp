@@ -84,22 +84,17 @@ ModelConfig ModelConfig::Read(const fs::path& folder) {
   });
 }
 
-std::pair<at::Tensor, at::Tensor> Rotation(const at::Tensor& positions,
-                                           const at::Tensor& frequencies, at::ScalarType dtype) {
-  const at::Tensor angles = at::outer(positions.to(at::kFloat), frequencies).repeat({1, 2});
-  return {angles.cos().to(dtype), angles.sin().to(dtype)};
-}
-
-Model::Model(const fs::path& folder, at::Device device, at::ScalarType dtype)
-    : config_(ModelConfig::Read(folder)) {
+Model::Model(const fs::path& folder, at::Device device) : config_(ModelConfig::Read(folder)) {
   Weights weights(folder);
+  const at::ScalarType half = config_.dtype == "float16" ? at::kHalf : at::kBFloat16;
+  const at::ScalarType dtype = device.is_cpu() ? at::kFloat : half;
   const int64_t hidden = config_.hidden, dim = config_.head_dim, wide = config_.intermediate;
   const auto take = [&](const std::string& name, const std::vector<int64_t>& sizes) {
     return weights.Take(name, sizes).to(device, dtype);
   };
   const auto take_if = [&](const std::string& name, int64_t size) {
-    const auto found = weights.TakeIf(name, {size});
-    return found ? std::optional(found->to(device, dtype)) : std::nullopt;
+    const at::Tensor found = weights.Take(name, {size}, /*required=*/false);
+    return found.defined() ? std::optional(found.to(device, dtype)) : std::nullopt;
   };
   const auto linear = [&](const std::string& name, int64_t outputs, int64_t inputs) {
     return nwor::LinearLayer{take(name + ".weight", {outputs, inputs}),
@@ -109,11 +104,11 @@ Model::Model(const fs::path& folder, at::Device device, at::ScalarType dtype)
   norm_ = take("model.norm.weight", {hidden});
   const std::vector<int64_t> output_sizes = {config_.vocabulary, hidden};
   output_ = config_.tied ? embedding_ : take("lm_head.weight", output_sizes);
-  if (config_.tied) weights.TakeIf("lm_head.weight", output_sizes);  // some files have it twice
+  if (config_.tied) weights.Take("lm_head.weight", output_sizes, /*required=*/false);
   for (int64_t i = 0; i < config_.num_layers; ++i) {
     const std::string name = nwor::Concat("model.layers.", i, ".");
     const std::string attention = name + "self_attn.", mlp = name + "mlp.";
-    weights.TakeIf(attention + "rotary_emb.inv_freq", {dim / 2});  // of old files; not needed
+    weights.Take(attention + "rotary_emb.inv_freq", {dim / 2}, /*required=*/false);  // of old files
     Layer layer;
     layer.inputs = {.norm = take(name + "input_layernorm.weight", {hidden}),
                     .epsilon = config_.norm_epsilon,
@@ -138,7 +133,9 @@ Model::Output Model::Forward(const at::Tensor& tokens, const at::Tensor& positio
                              const std::vector<int64_t>& feature_layers,
                              const Attend& attend) const {
   at::Tensor hidden = embedding_.index_select(0, tokens);
-  const auto [cos, sin] = Rotation(positions, frequencies_, hidden.scalar_type());
+  const at::Tensor angles = at::outer(positions.to(at::kFloat), frequencies_).repeat({1, 2});
+  const at::Tensor cos = angles.cos().to(hidden.scalar_type());
+  const at::Tensor sin = angles.sin().to(hidden.scalar_type());
   std::vector<at::Tensor> features;
   for (int64_t i = 0; i < config_.num_layers; ++i) {
     const auto [query, key, value] = nwor::AttentionInputs(hidden, layers_[i].inputs, cos, sin);

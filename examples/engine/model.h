@@ -5,7 +5,6 @@
 #include <filesystem>
 #include <functional>
 #include <string>
-#include <utility>
 #include <vector>
 
 #include "decoder/decoder_rows.h"
@@ -28,14 +27,11 @@ struct ModelConfig {
   static ModelConfig Read(const std::filesystem::path& folder);
 };
 
-// Cosines and sines [T, D] of rotary positions [T]; frequencies [D / 2].
-std::pair<at::Tensor, at::Tensor> Rotation(const at::Tensor& positions,
-                                           const at::Tensor& frequencies, at::ScalarType dtype);
-
 class Model {
  public:
-  // Throws nwor::Error for files, sizes and kinds of models that do not fit.
-  Model(const std::filesystem::path& folder, at::Device device, at::ScalarType dtype);
+  // On a CPU in float32, on a GPU in the file's float16, else bfloat16. Throws nwor::Error for
+  // files, sizes and kinds of models that do not fit.
+  Model(const std::filesystem::path& folder, at::Device device);
 
   // The caller's part of a layer: caches K/V and attends, [T, Hq, D] from query [T, Hq, D] and key,
   // value [T, Hkv, D].

@@ -12,7 +12,6 @@
 #include <algorithm>
 #include <cmath>
 #include <iostream>
-#include <limits>
 
 #include "attention/verify.h"
 #include "base/check.h"
@@ -27,24 +26,21 @@ namespace {
 std::vector<at::Tensor> Allocate(const Settings& settings, const Model& model, int64_t num_pages) {
   const ModelConfig& config = model.config();
   const at::TensorOptions options = model.embedding().options();
-  const double fill = settings.check_contract ? std::numeric_limits<double>::quiet_NaN() : 0.0;
+  const double fill = settings.check_contract ? NAN : 0.0;
   const std::vector<int64_t> sizes = {num_pages, settings.page_size, config.num_kv_heads,
                                       config.head_dim};
   double bytes = 2.0 * static_cast<double>(config.num_layers * options.dtype().itemsize());
   for (const int64_t size : sizes) bytes *= static_cast<double>(size);
   // Linux hands out more memory than there is, and kills who uses it: so it is counted first.
-  const double memory =
-      static_cast<double>(sysconf(_SC_PHYS_PAGES)) * static_cast<double>(sysconf(_SC_PAGESIZE));
-  std::vector<at::Tensor> layers;
+  const double memory = 1.0 * sysconf(_SC_PHYS_PAGES) * sysconf(_SC_PAGESIZE);
+  std::vector<at::Tensor> layers(config.num_layers);
   try {
     NWOR_CHECK(!options.device().is_cpu() || bytes < memory, "beyond the memory of the machine");
-    for (int64_t i = 0; i < config.num_layers; ++i)
-      layers.push_back(at::full(sizes, fill, options));
+    for (at::Tensor& layer : layers) layer = at::full(sizes, fill, options);
   } catch (const std::exception&) {
-    throw nwor::Error(nwor::Concat("cache_tokens: got ", num_pages * settings.page_size,
-                                   ", which take ", bytes / (1 << 30),
-                                   " GiB, more than is free on ", options.device().str(),
-                                   "; lower cache_tokens or max_batch_size"));
+    NWOR_CHECK(false, "cache_tokens: got ", num_pages * settings.page_size, ", which take ",
+               bytes / (1 << 30), " GiB, more than is free on ", options.device().str(),
+               "; lower cache_tokens or max_batch_size");
   }
   return layers;
 }
@@ -63,7 +59,7 @@ Target::Target(const Settings& settings, const Model& model, int64_t num_pages, 
       max_requests_(requests),
       keys_(Allocate(settings, model, num_pages)),
       values_(Allocate(settings, model, num_pages)),
-      interceptor_(settings.nwor) {
+      interceptor_(settings) {
   for (size_t layer = 0; layer < keys_.size(); ++layer) {
     interceptor_.BindLayer(std::to_string(layer), keys_[layer], values_[layer]);
   }
@@ -71,13 +67,13 @@ Target::Target(const Settings& settings, const Model& model, int64_t num_pages, 
   interceptor_.SetLogSink([](nwor::BypassReason reason, std::string_view detail) {
     std::cerr << "engine: staging fell back: " << nwor::Label(reason) << ": " << detail << "\n";
   });
-  if (!settings.specpv.enable_specpv) return;
-  settings.specpv.ValidateFor(settings.page_size, rows, model.config().context);
-  const nwor::Budget budget = nwor::ChooseBudget(settings.specpv, rows, longest);
+  if (!settings.enable_specpv) return;
+  settings.ValidateFor(settings.page_size, rows, model.config().context);
+  const nwor::Budget budget = nwor::ChooseBudget(settings, rows, longest);
   if (budget.static_tokens() >= longest) return;  // a view would cover everything
-  const int64_t slack = 2 * rows + settings.specpv.specpv_n_spec_tokens_buf;
+  const int64_t slack = 2 * rows + settings.specpv_n_spec_tokens_buf;
   views_ = nwor::PartialStore::Create(
-      settings.specpv, keys_, values_,
+      settings, keys_, values_,
       {.max_requests = requests, .max_tokens = longest + slack, .max_rows = rows, .dtype = {}});
 }
 
@@ -112,10 +108,9 @@ at::Tensor Target::Forward(const nwor::SessionBatch& batch) {
         return Attend(layer, query, key, value, &step);
       });
   for (const std::string& session : batch.sessions) {
+    if (!output.features.defined()) break;
     Part& part = parts.at(session);
-    if (!feature_layers.empty()) {
-      part.features = output.features.slice(0, part.begin, part.begin + part.num_rows());
-    }
+    part.features = output.features.slice(0, part.begin, part.begin + part.num_rows());
   }
   at::Tensor ids = at::zeros_like(batch.tokens);
   if (judged.empty()) return ids;
@@ -188,22 +183,18 @@ at::Tensor Target::Attend(int64_t layer, const at::Tensor& query, const at::Tens
 // change a text.
 at::Tensor Target::ChooseTokens(const at::Tensor& logits, const std::vector<int64_t>& seeds,
                                 const at::Tensor& positions) const {
-  const Sampling& sampling = settings_.sampling;
-  if (sampling.greedy()) return logits.argmax(-1);
-  const int64_t count = logits.size(0);
+  if (settings_.temperature == 0) return logits.argmax(-1);
   const auto each = [&](double value, at::ScalarType dtype) {
-    return at::full({count}, value, at::TensorOptions(device_).dtype(dtype));
+    return at::full({logits.size(0)}, value, at::TensorOptions(device_).dtype(dtype));
   };
   nwor::TargetProbsArguments options{.logits = logits.unsqueeze(1)};
-  options.temperature = each(sampling.temperature, at::kFloat);
-  options.top_k = each(static_cast<double>(sampling.top_k), at::kInt);
-  options.top_p = each(sampling.top_p, at::kFloat);
+  options.temperature = each(settings_.temperature, at::kFloat);
+  options.top_k = each(static_cast<double>(settings_.top_k), at::kInt);
+  options.top_p = each(settings_.top_p, at::kFloat);
   // Every row is a tree of its own, a root without drafts.
-  const nwor::Coins coins = nwor::MakeCoins(ToDevice(seeds, device_), positions + 1, 1);
-  const at::Tensor leaf = each(-1, at::kInt).unsqueeze(1);
-  return nwor::AcceptSampling(each(0, at::kLong).unsqueeze(1), nwor::TargetProbs(options), leaf,
-                              leaf, coins.accept, coins.final)
-      .next_token;
+  const at::Tensor root = each(0, at::kLong).unsqueeze(1), leaf = each(-1, at::kInt).unsqueeze(1);
+  const auto [coins, last] = nwor::MakeCoins(ToDevice(seeds, device_), positions + 1, 1);
+  return nwor::AcceptSampling(root, nwor::TargetProbs(options), leaf, leaf, coins, last).next_token;
 }
 
 // A draft stands where the target chose it too. So do the tokens of a tail in mode lossless; below
@@ -218,13 +209,13 @@ nwor::Accepted Target::Accept(const nwor::SessionBatch& batch, const at::Tensor&
     part.confirmed = tail;
     if (!part.refed()) continue;
     const int64_t* said = host.const_data_ptr<int64_t>() + part.begin;
-    const int64_t* stood = part.ask.new_tokens.data() + 1;
+    const int64_t* stood = part.new_tokens.data() + 1;
     if (lossless()) {
       part.confirmed = std::mismatch(said, said + tail, stood).first - said;
       if (part.confirmed == tail) continue;
       accepted.counts[static_cast<int64_t>(b)].zero_();
       accepted.next_token[static_cast<int64_t>(b)].fill_(said[part.confirmed]);
-    } else if (settings_.sampling.greedy()) {
+    } else if (settings_.temperature == 0) {
       part.disagreed = 0;
       for (int64_t i = 0; i < tail; ++i) part.disagreed += said[i] != stood[i];
     }

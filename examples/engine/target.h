@@ -8,6 +8,7 @@
 #include <string>
 #include <vector>
 
+#include "drafter.h"
 #include "kv_interceptor/interceptor.h"
 #include "model.h"
 #include "session/session_store.h"
@@ -28,7 +29,6 @@ namespace engine {
 // One sequence from its admission to its end. After its prompt, `tokens` ends with the root: the
 // last token, whose K/V is not cached yet.
 struct Request {
-  int64_t index = 0;    // among the prompts
   std::string session;  // its name in the store
   std::vector<int64_t> tokens;
   int64_t prompt_len = 0;
@@ -36,18 +36,18 @@ struct Request {
   int64_t shown = 0;   // tokens that are final; fewer than all in mode lossless only
   int64_t seed = 0;
   std::string finish;
+  DraftState drafts;
   std::shared_ptr<nwor::StoredCache> view;  // its state under partial verification, or null
 
   int64_t size() const { return static_cast<int64_t>(tokens.size()); }
   bool prefilling() const { return size() == prompt_len; }  // it has no token of its own yet
 };
 
-// A request's rows in a round. `ask` has them as the store takes them: new tokens, the last of
-// which is the root, and the tree below it. Those before the root are a piece of the prompt, or a
-// tail that a full step runs again.
-struct Part {
+// A request's rows in a round, as the store takes them: new tokens, the last of which is the root,
+// and the tree below it. Those before the root are a piece of the prompt, or a tail that a full
+// step runs again.
+struct Part : nwor::VerifyRequest {
   Request* request = nullptr;
-  nwor::VerifyRequest ask;
   bool judged = true;                          // false: a piece of a prompt that goes on
   std::optional<nwor::StepDecision> decision;  // of partial verification
 
@@ -57,8 +57,8 @@ struct Part {
   int64_t confirmed = 0;   // how many of the tokens before the root stand
   int64_t disagreed = -1;  // how many of a tail that stands full attention would not choose
 
-  int64_t num_fed() const { return static_cast<int64_t>(ask.new_tokens.size()) - 1; }
-  int64_t num_rows() const { return num_fed() + ask.tree.num_rows(); }
+  int64_t num_fed() const { return static_cast<int64_t>(new_tokens.size()) - 1; }
+  int64_t num_rows() const { return num_fed() + tree.num_rows(); }
   bool refed() const { return decision && decision->refed_rows > 0; }
 };
 
@@ -81,9 +81,7 @@ class Target {
 
   nwor::Interceptor& interceptor() { return interceptor_; }
   nwor::PartialStore* views() const { return views_.get(); }  // null: every step is full
-  bool lossless() const {
-    return views_ && settings_.specpv.specpv_mode == nwor::SpecPVMode::kLossless;
-  }
+  bool lossless() const { return views_ && settings_.specpv_mode == nwor::SpecPVMode::kLossless; }
 
  private:
   struct Step;  // what all layers share

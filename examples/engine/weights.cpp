@@ -2,7 +2,6 @@
 
 #include <ATen/ops/from_file.h>
 
-#include <algorithm>
 #include <cmath>
 #include <cstring>
 #include <fstream>
@@ -79,24 +78,17 @@ void Weights::Add(const fs::path& file) {
   });
 }
 
-std::optional<at::Tensor> Weights::TakeIf(const std::string& name,
-                                          const std::vector<int64_t>& sizes) {
+at::Tensor Weights::Take(const std::string& name, const std::vector<int64_t>& sizes,
+                         bool required) {
   const auto found = tensors_.find(name);
-  if (found == tensors_.end()) return std::nullopt;
+  NWOR_CHECK(found != tensors_.end() || !required, place_.string(), ": no tensor ", name,
+             ", expected one of sizes ", sizes);
+  if (found == tensors_.end()) return {};
   const at::Tensor tensor = found->second;
-  const bool fits =
-      std::equal(sizes.begin(), sizes.end(), tensor.sizes().begin(), tensor.sizes().end(),
-                 [](int64_t wanted, int64_t got) { return wanted == got || wanted == -1; });
-  NWOR_CHECK(fits, place_.string(), ": tensor ", name, " has sizes ", tensor.sizes(), ", expected ",
-             sizes);
+  NWOR_CHECK(tensor.sizes() == sizes, place_.string(), ": tensor ", name, " has sizes ",
+             tensor.sizes(), ", expected ", sizes);
   tensors_.erase(found);
   return tensor;
-}
-
-at::Tensor Weights::Take(const std::string& name, const std::vector<int64_t>& sizes) {
-  const auto found = TakeIf(name, sizes);
-  NWOR_CHECK(found, place_.string(), ": no tensor ", name, ", expected one of sizes ", sizes);
-  return *found;
 }
 
 void Weights::ExpectNoneLeft() const {

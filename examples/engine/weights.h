@@ -5,8 +5,8 @@
 #include <filesystem>
 #include <map>
 #include <nlohmann/json.hpp>
-#include <optional>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "base/check.h"
@@ -38,10 +38,10 @@ class Weights {
   // model.safetensors.index.json names. Throws nwor::Error when a file is cut short or damaged.
   explicit Weights(const std::filesystem::path& place);
 
-  // Hands a tensor out, once; its sizes must be these, -1 is any. Throws nwor::Error.
-  at::Tensor Take(const std::string& name, const std::vector<int64_t>& sizes);
-  // The same for tensors that some models lack.
-  std::optional<at::Tensor> TakeIf(const std::string& name, const std::vector<int64_t>& sizes);
+  // Hands a tensor out, once; its sizes must be these. Throws nwor::Error. Those that some models
+  // lack are not required: undefined then.
+  at::Tensor Take(const std::string& name, const std::vector<int64_t>& sizes, bool required = true);
+  std::map<std::string, at::Tensor> TakeAll() { return std::move(tensors_); }
 
   // Every tensor must have been taken: one that is left over belongs to a part of the model that
   // this engine does not compute.
