@@ -13,8 +13,7 @@ NLOHMANN_DEFINE_TYPE_NON_INTRUSIVE(Eagle3Shape, hidden, intermediate, num_heads,
 
 namespace engine {
 
-// A head as `python -m nwor_specpv.train.eagle3` makes them, and as the package has one for
-// SmolLM2-135M-Instruct.
+// Heads are as `python -m nwor_specpv.train.eagle3` makes them; the package has one for SmolLM2.
 Drafter::Drafter(const Settings& settings, const Model& target) : settings_(settings) {
   if (settings.method != Method::kEagle3) return;
   Weights weights(settings.head);

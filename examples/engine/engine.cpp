@@ -2,13 +2,13 @@
 
 #include <algorithm>
 #include <iostream>
+#include <span>
 
 #include "base/check.h"
 #include "session/session_error.h"
 #include "tree/run_end.h"
 
 namespace engine {
-
 Engine::Engine(const Settings& settings, const Model& model,
                const std::vector<std::vector<int64_t>>& prompts)
     : settings_(settings) {
@@ -34,23 +34,22 @@ Engine::Engine(const Settings& settings, const Model& model,
     most_pages = std::max(most_pages, PagesOf(requests_.back()));
   }
   for (Request& request : requests_) waiting_.push_back(&request);
-  max_running_ = std::min(static_cast<size_t>(settings.max_batch_size), requests_.size());
-  free_pages_ = static_cast<int64_t>(max_running_) * most_pages;
+  max_running_ = std::min<int64_t>(settings.max_batch_size, std::ssize(requests_));
+  free_pages_ = max_running_ * most_pages;
   if (settings.cache_tokens > 0) free_pages_ = settings.cache_tokens / settings.page_size;
   NWOR_CHECK(free_pages_ >= most_pages, "cache_tokens: got ", settings.cache_tokens, ", expected ",
              most_pages * settings.page_size, " or more for the longest of these requests");
   if (settings.speculating()) drafter_.emplace(settings_, model);
-  const auto batch = static_cast<int64_t>(max_running_);
-  target_ = std::make_unique<Target>(settings_, model, free_pages_, batch, longest,
+  target_ = std::make_unique<Target>(settings_, model, free_pages_, max_running_, longest,
                                      drafter_ ? settings.tree_rows : 1);
   if (drafter_) target_->feature_layers = drafter_->feature_layers();
-  if (target_->views()) policy_.emplace(settings);
-  if (settings.check_contract) checker_.emplace(target_->interceptor());
+  if (target_->views) policy_.emplace(settings);
+  if (settings.check_contract) checker_.emplace(target_->interceptor);
   nwor::SessionConfig sessions;
   sessions.vocab_size = config.vocabulary;
-  sessions.max_batch = batch;
+  sessions.max_batch = max_running_;
   store_ = std::make_unique<nwor::SessionStore>(
-      sessions, target_->interceptor(),
+      sessions, target_->interceptor,
       [this](const nwor::SessionBatch& rows) { return target_->Forward(rows); },
       [this](const nwor::SessionBatch& rows, const at::Tensor& ids) { return Accept(rows, ids); });
 }
@@ -69,7 +68,7 @@ void Engine::Run() {
 // Requests start in their order, as soon as there are a place and pages up to their end: the store
 // need not take pages from one that runs.
 void Engine::Admit() {
-  while (!waiting_.empty() && running_.size() < max_running_ &&
+  while (!waiting_.empty() && std::ssize(running_) < max_running_ &&
          PagesOf(*waiting_.front()) <= free_pages_) {
     Request* request = waiting_.front();
     waiting_.pop_front();
@@ -84,6 +83,7 @@ void Engine::Step() {
   Plan();
   std::vector<nwor::VerifyRequest> asked;
   for (const auto& [session, part] : target_->parts) asked.push_back(part);
+  violations_.clear();
   if (checker_) checker_->Snapshot();
   std::vector<nwor::VerifyResult> results;
   try {
@@ -115,9 +115,8 @@ void Engine::Plan() {
   int64_t rows = settings_.prefill_rows;
   for (Request* request : running_) {
     if (request->prefilling() && rows == 0) continue;
-    const int64_t end = request->prefilling()
-                            ? std::min(request->cached + rows, request->prompt_len)
-                            : request->size();
+    const int64_t most = request->prefilling() ? rows : 1;
+    const int64_t end = std::min(request->cached + most, request->size());
     if (request->prefilling()) rows -= end - request->cached;
     const nwor::DraftTree root{{request->tokens[end - 1]}, {-1}};
     target_->parts[request->session] =
@@ -136,7 +135,13 @@ Part Engine::MakePart(Request& request, int64_t end, nwor::DraftTree tree) {
   const bool ended = !stats_.speculation_ended.empty();
   if (ended && request.view && request.view->tail_len() == 0) request.view.reset();
   if (request.view) {
-    if (ended || MustConfirm(request)) request.view->RequireFull(nwor::FullTrigger::kPolicy);
+    // Mode lossless: what would end the sequence waits for its confirmation.
+    const auto tokens = request.tokens.begin();
+    const bool unsure = target_->lossless() && request.shown < request.size();
+    const bool at_end = room(request) <= 0 ||
+                        std::find_first_of(tokens + request.shown, request.tokens.end(),
+                                           stops_.begin(), stops_.end()) != request.tokens.end();
+    if (ended || (unsure && at_end)) request.view->RequireFull(nwor::FullTrigger::kPolicy);
     part.decision = policy_->Decide(*request.view, tree.num_rows());
     part.expected_prefix_len = part.decision->prefix_len;
     if (part.refed()) store_->Rollback(request.session, part.expected_prefix_len);
@@ -150,19 +155,15 @@ Part Engine::MakePart(Request& request, int64_t end, nwor::DraftTree tree) {
   return part;
 }
 
-// Mode lossless: what waits for its confirmation would end the sequence.
-bool Engine::MustConfirm(const Request& request) const {
-  if (!target_->lossless() || request.shown == request.size()) return false;
-  const auto waiting = request.tokens.begin() + request.shown;
-  return room(request) <= 0 || std::find_first_of(waiting, request.tokens.end(), stops_.begin(),
-                                                  stops_.end()) != request.tokens.end();
-}
-
 // Between the pass and the commit: drafts must be in staging and nowhere else.
 nwor::Accepted Engine::Accept(const nwor::SessionBatch& batch, const at::Tensor& ids) {
   last_pass_ = batch.sessions.size();
-  if (checker_) violations_ = checker_->VerifyStaged();
-  if (stats_.steps == settings_.break_contract) target_->BreakContract();
+  if (checker_) {
+    for (const auto& one : checker_->VerifyStaged()) violations_.push_back(one);
+  }
+  if (stats_.steps == settings_.break_contract) {
+    target_->values.back().select(0, -1).select(0, -1).fill_(1.0);  // a slot that nobody has
+  }
   return target_->Accept(batch, ids);
 }
 
@@ -173,8 +174,7 @@ void Engine::Check(const std::vector<nwor::VerifyResult>& results) {
   for (const nwor::VerifyResult& result : results) {
     if (last_pass_ == results.size()) emitted.push_back(std::ssize(result.accepted_rows));
   }
-  const std::vector<nwor::Violation> after = checker_->Verify(/*receipt=*/nullptr, emitted);
-  violations_.insert(violations_.end(), after.begin(), after.end());
+  for (const auto& one : checker_->Verify(nullptr, emitted)) violations_.push_back(one);
   stats_.violations += std::ssize(violations_);
   if (violations_.empty()) return;
   const nwor::Violation& first = violations_.front();
@@ -192,7 +192,7 @@ void Engine::SettlePrompt(const Part& part, int64_t next_token) {
   }
   if (!part.judged) return;
   if (policy_ && stats_.speculation_ended.empty()) {
-    request.view = target_->views()->Open(request.prompt_len, settings_.max_new_tokens);
+    request.view = target_->views->Open(request.prompt_len, settings_.max_new_tokens);
     if (request.view) request.view->Prefill(request.prompt_len);
   }
   Show(request);
@@ -236,9 +236,9 @@ void Engine::Settle(const Part& part, const nwor::VerifyResult& result) {
 
 // What is final goes to the user; a request that is done leaves its place and its pages.
 void Engine::Show(Request& request) {
-  const std::vector<int64_t> waiting(request.tokens.begin() + request.shown, request.tokens.end());
   const int64_t left = settings_.max_new_tokens - (request.shown - request.prompt_len);
-  const nwor::RunEnd end = nwor::FindRunEnd(waiting, stops_, left);
+  const nwor::RunEnd end =
+      nwor::FindRunEnd(std::span(request.tokens).subspan(request.shown), stops_, left);
   request.shown += end.num_tokens;
   stats_.new_tokens += end.num_tokens;
   if (end.finish == nwor::FinishReason::kNone) return;

@@ -44,7 +44,6 @@ class Engine {
   void Step();
   void Plan();
   Part MakePart(Request& request, int64_t end, nwor::DraftTree tree);
-  bool MustConfirm(const Request& request) const;
   nwor::Accepted Accept(const nwor::SessionBatch& batch, const at::Tensor& ids);
   void Check(const std::vector<nwor::VerifyResult>& results);
   void SettlePrompt(const Part& part, int64_t next_token);
@@ -62,7 +61,7 @@ class Engine {
   std::vector<Request> requests_;
   std::deque<Request*> waiting_;
   std::vector<Request*> running_;
-  size_t max_running_ = 0;
+  int64_t max_running_ = 0;
   int64_t free_pages_ = 0;          // that no running request may need
   std::optional<Drafter> drafter_;  // none: plain decoding
   std::unique_ptr<Target> target_;

@@ -31,35 +31,27 @@ namespace {
 namespace fs = std::filesystem;
 using Prompts = std::vector<std::vector<int64_t>>;
 
-struct Options {
-  fs::path model, ids, out, config;
-  Settings settings;
-};
-
-Options ReadOptions(int argc, char** argv) {
-  Options options;
-  const std::map<std::string, fs::path*> paths = {{"--model", &options.model},
-                                                  {"--ids", &options.ids},
-                                                  {"--out", &options.out},
-                                                  {"--config", &options.config}};
+// Files go to `files`; the rest are settings, over those of the file --config.
+Settings ReadOptions(int argc, char** argv, std::map<std::string, fs::path>* files) {
   std::vector<std::pair<std::string, std::string>> keys;
   for (int i = 1; i < argc; i += 2) {
     std::string key = argv[i];
     NWOR_CHECK(key.starts_with("--"), "got '", key, "', expected an option that begins with --");
     NWOR_CHECK(i + 1 < argc, key, ": got no value, expected one");
-    if (paths.contains(key)) {
-      *paths.at(key) = argv[i + 1];
+    if (files->contains(key)) {
+      files->at(key) = argv[i + 1];
       continue;
     }
     std::replace(key.begin() + 2, key.end(), '-', '_');
     keys.emplace_back(key.substr(2), argv[i + 1]);
   }
-  if (!options.config.empty()) options.settings.ReadFile(options.config);
-  for (const auto& [key, value] : keys) options.settings.Set(key, value);  // over the file
-  NWOR_CHECK(!options.model.empty(), "--model: got none, expected the folder of a model");
-  NWOR_CHECK(!options.ids.empty(), "--ids: got none, expected a JSON file of prompts");
-  options.settings.Validate();
-  return options;
+  Settings settings;
+  if (!files->at("--config").empty()) settings.ReadFile(files->at("--config"));
+  for (const auto& [key, value] : keys) settings.Set(key, value);
+  NWOR_CHECK(!files->at("--model").empty(), "--model: got none, expected the folder of a model");
+  NWOR_CHECK(!files->at("--ids").empty(), "--ids: got none, expected a JSON file of prompts");
+  settings.Validate();
+  return settings;
 }
 
 Prompts ReadPrompts(const fs::path& file) {
@@ -75,8 +67,7 @@ Prompts ReadPrompts(const fs::path& file) {
 }
 
 Json Result(const Engine& engine, double seconds) {
-  Json result = {
-      {"token_ids", Json::array()}, {"finish", Json::array()}, {"stats", engine.stats()}};
+  Json result = {{"stats", engine.stats()}};
   for (const Request& request : engine.requests()) {
     result["token_ids"].push_back(std::vector<int64_t>(request.tokens.begin() + request.prompt_len,
                                                        request.tokens.begin() + request.shown));
@@ -88,10 +79,6 @@ Json Result(const Engine& engine, double seconds) {
 
 // A file is written beside its place and renamed: it is there whole or not at all.
 void Write(const fs::path& out, const std::string& text) {
-  if (out.empty()) {
-    std::cout << text << "\n";
-    return;
-  }
   const fs::path beside = out.string() + ".part";
   std::ofstream stream(beside);
   stream << text << "\n";
@@ -106,17 +93,19 @@ void Write(const fs::path& out, const std::string& text) {
 
 void Main(int argc, char** argv) {
   const c10::InferenceMode no_gradients;
-  const Options options = ReadOptions(argc, argv);
-  const Settings& settings = options.settings;
-  const Prompts prompts = ReadPrompts(options.ids);
+  std::map<std::string, fs::path> files = {
+      {"--model", {}}, {"--ids", {}}, {"--out", {}}, {"--config", {}}};
+  const Settings settings = ReadOptions(argc, argv, &files);
+  const Prompts prompts = ReadPrompts(files["--ids"]);
   NWOR_CHECK(settings.device == "cpu" || at::hasCUDA(), "device: got '", settings.device,
              "', but this LibTorch finds no GPU; use cpu");
-  const Model model(options.model, at::Device(settings.device));
+  const Model model(files["--model"], at::Device(settings.device));
   Engine engine(settings, model, prompts);
   const auto began = std::chrono::steady_clock::now();
   engine.Run();
   const std::chrono::duration<double> taken = std::chrono::steady_clock::now() - began;
-  Write(options.out, Result(engine, taken.count()).dump());
+  const std::string text = Result(engine, taken.count()).dump();
+  files["--out"].empty() ? void(std::cout << text << "\n") : Write(files["--out"], text);
 }
 
 }  // namespace

@@ -11,7 +11,6 @@
 #include <cmath>
 
 #include "base/check.h"
-#include "linear/linear_rows.h"
 #include "weights.h"
 
 namespace engine {
@@ -73,9 +72,7 @@ ModelConfig ModelConfig::Read(const fs::path& folder) {
     const bool has_dim = json.contains("head_dim") && !json["head_dim"].is_null();
     config.head_dim = has_dim ? size("head_dim") : config.hidden / config.num_heads;
     config.frequencies = Frequencies(json, config.head_dim);
-    for (const char* key : {"dtype", "torch_dtype"}) {
-      if (config.dtype.empty() && json.contains(key)) config.dtype = text(key);
-    }
+    config.dtype = json.value("dtype", json.value("torch_dtype", ""));
     Json stops = more.value("eos_token_id", Json());
     if (stops.is_null()) stops = json.value("eos_token_id", Json());
     if (stops.is_number()) stops = Json::array({stops});
@@ -145,14 +142,8 @@ Model::Output Model::Forward(const at::Tensor& tokens, const at::Tensor& positio
       if (wanted == i) features.push_back(hidden);
     }
   }
-  Output output;
-  output.hidden = at::rms_norm(hidden, {config_.hidden}, norm_, config_.norm_epsilon);
-  if (!features.empty()) output.features = at::cat(features, 1);
-  return output;
-}
-
-at::Tensor Model::Logits(const at::Tensor& hidden) const {
-  return nwor::LinearRows(hidden, output_);
+  return {at::rms_norm(hidden, {config_.hidden}, norm_, config_.norm_epsilon),
+          features.empty() ? at::Tensor() : at::cat(features, 1)};
 }
 
 }  // namespace engine

@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "decoder/decoder_rows.h"
+#include "linear/linear_rows.h"
 
 // A decoder of the Llama family, without its attention: what the library calls for the rows of a
 // step is in decoder/decoder_rows.h. On the CPU in float32 a row's result does not depend on the
@@ -47,7 +48,7 @@ class Model {
                  const std::vector<int64_t>& feature_layers, const Attend& attend) const;
 
   // [T, hidden] -> [T, vocabulary]
-  at::Tensor Logits(const at::Tensor& hidden) const;
+  at::Tensor Logits(const at::Tensor& hidden) const { return nwor::LinearRows(hidden, output_); }
 
   const ModelConfig& config() const { return config_; }
   const at::Tensor& embedding() const { return embedding_; }  // [vocabulary, hidden]

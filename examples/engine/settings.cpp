@@ -63,14 +63,12 @@ const std::map<std::string, std::pair<Json, Json>> kRanges = {
     {"cache_tokens", {0, int64_t{1} << 35}},
     {"page_size", {1, 1024}},
     {"prefill_rows", {1, nwor::kMaxTreeRows}},
-    {"temperature", {0, 1000000}},
     {"seed", {0, INT64_MAX}},
     {"top_p", {0.000001, 1}},
     {"tree_rows", {1, nwor::kMaxTreeRows}},
     {"tree_depth", {1, 32}},
     {"tree_top_k", {1, 10}},
-    {"max_staging_bytes", {1, INT64_MAX}},
-};
+    {"max_staging_bytes", {1, INT64_MAX}}};
 
 std::string OwnName(const std::string& key) {
   const auto alias = kAliases.find(key);
@@ -86,15 +84,15 @@ void Put(const std::string& key, const Json& value, Settings* settings) {
     for (const auto& entry : all.items()) valid += (valid.empty() ? "" : ", ") + entry.key();
     throw nwor::Error(nwor::Concat("unknown key '", key, "', expected one of ", valid));
   }
-  const auto range = kRanges.find(field.key());
-  const auto [low, high] =
-      range == kRanges.end() ? std::pair<Json, Json>(0, int64_t{1} << 31) : range->second;
-  const bool whole = field->is_number_integer();
   bool right = field->is_boolean() ? value.is_boolean() : value.is_string();
   std::string expected = field->is_boolean() ? "true or false" : "text";
   if (field->is_number()) {
+    const auto range = kRanges.find(field.key());
+    const bool whole = field->is_number_integer(), listed = range != kRanges.end();
+    const Json low = listed ? range->second.first : Json(0);
+    const Json high = listed ? range->second.second : Json(int64_t{1} << 31);
     right =
-        (whole ? value.is_number_integer() : value.is_number()) && value >= low && value <= high;
+        (whole ? value.is_number_integer() : value.is_number()) && low <= value && value <= high;
     expected = nwor::Concat(whole ? "a whole" : "a", " number, ", low.dump(), " to ", high.dump());
   }
   NWOR_CHECK(right, key, ": got ", value.dump(), ", expected ", expected);
@@ -138,10 +136,7 @@ void PutAll(const YAML::Node& node, bool nested, std::set<std::string>* seen, Se
 }  // namespace
 
 void Settings::ReadFile(const std::filesystem::path& file) {
-  const std::string kind = file.extension().string();
-  NWOR_CHECK(kind == ".json" || kind == ".yaml" || kind == ".yml", "--config: got '", file.string(),
-             "', expected a name that ends in .yaml, .yml or .json");
-  if (kind == ".json") ReadJson(file);  // JSON is YAML too: what follows serves both
+  if (file.extension() == ".json") ReadJson(file);  // JSON is YAML too: what follows serves both
   InFile(file, "", [&] {
     try {
       const YAML::Node content = YAML::LoadFile(file.string());

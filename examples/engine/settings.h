@@ -43,8 +43,8 @@ struct Settings : nwor::NworConfig, nwor::SpecPVConfig {
   int64_t tree_depth = 5;
   int64_t tree_top_k = 4;
 
-  // Reads a file, whose name ends in .yaml, .yml or .json. Throws nwor::Error that names the file
-  // and the key: unknown keys, keys that stand there twice, wrong types, values out of range.
+  // Reads YAML, or JSON from a name that ends in .json. Throws nwor::Error that names file and key:
+  // unknown keys, keys that stand there twice, wrong types, values out of range.
   void ReadFile(const std::filesystem::path& file);
 
   // One key as the command line has it. Throws nwor::Error.

@@ -5,7 +5,6 @@
 #include <ATen/ops/empty.h>
 #include <ATen/ops/full.h>
 #include <ATen/ops/tensor.h>
-#include <ATen/ops/zeros.h>
 #include <ATen/ops/zeros_like.h>
 #include <unistd.h>
 
@@ -53,18 +52,18 @@ at::Tensor ToDevice(const std::vector<int64_t>& values, at::Device device, at::S
 
 Target::Target(const Settings& settings, const Model& model, int64_t num_pages, int64_t requests,
                int64_t longest, int64_t rows)
-    : settings_(settings),
+    : keys(Allocate(settings, model, num_pages)),
+      values(Allocate(settings, model, num_pages)),
+      interceptor(settings),
+      settings_(settings),
       model_(model),
       device_(model.embedding().device()),
-      max_requests_(requests),
-      keys_(Allocate(settings, model, num_pages)),
-      values_(Allocate(settings, model, num_pages)),
-      interceptor_(settings) {
-  for (size_t layer = 0; layer < keys_.size(); ++layer) {
-    interceptor_.BindLayer(std::to_string(layer), keys_[layer], values_[layer]);
+      max_requests_(requests) {
+  for (size_t layer = 0; layer < keys.size(); ++layer) {
+    interceptor.BindLayer(std::to_string(layer), keys[layer], values[layer]);
   }
   // What falls back is told once for each reason.
-  interceptor_.SetLogSink([](nwor::BypassReason reason, std::string_view detail) {
+  interceptor.SetLogSink([](nwor::BypassReason reason, std::string_view detail) {
     std::cerr << "engine: staging fell back: " << nwor::Label(reason) << ": " << detail << "\n";
   });
   if (!settings.enable_specpv) return;
@@ -72,8 +71,8 @@ Target::Target(const Settings& settings, const Model& model, int64_t num_pages, 
   const nwor::Budget budget = nwor::ChooseBudget(settings, rows, longest);
   if (budget.static_tokens() >= longest) return;  // a view would cover everything
   const int64_t slack = 2 * rows + settings.specpv_n_spec_tokens_buf;
-  views_ = nwor::PartialStore::Create(
-      settings, keys_, values_,
+  views = nwor::PartialStore::Create(
+      settings, keys, values,
       {.max_requests = requests, .max_tokens = longest + slack, .max_rows = rows, .dtype = {}});
 }
 
@@ -88,20 +87,31 @@ struct Target::Step {
 at::Tensor Target::Forward(const nwor::SessionBatch& batch) {
   Step step{.batch = batch};
   // Whose rows are judged: those of the trees, and a tail's that a full step runs again.
-  std::vector<int64_t> judged, seeds;
+  std::vector<int64_t> judged, seeds, tree_rows;
+  std::vector<nwor::BatchEntry> entries;
   int64_t row = 0;
   for (const std::string& session : batch.sessions) {
     Part& part = parts.at(session);
     part.begin = row;
-    row += part.refed() || !part.judged ? 0 : part.num_fed();
-    for (const int64_t end = part.begin + part.num_rows(); row < end; ++row) {
-      if (!part.judged) continue;
+    const int64_t root = row + part.num_fed(), end = row + part.num_rows();
+    for (row = part.refed() ? row : root; part.judged && row < end; ++row) {
       judged.push_back(row);
       seeds.push_back(part.request->seed);
     }
+    row = end;
     step.max_rows = std::max(step.max_rows, part.num_rows());
+    tree_rows.insert(tree_rows.end(), {root, end});
+    entries.push_back({part.request->view, part.decision.value_or(nwor::StepDecision{})});
+    step.refreshing |= part.decision && part.decision->kind == nwor::StepKind::kFullRefresh;
   }
-  if (views_) BeginViews(batch, &step);
+  if (views) {  // their tensors are of as many requests as there may be
+    tree_rows.resize(2 * max_requests_);
+    step.tree_rows = ToDevice(tree_rows, device_, at::kInt).view({max_requests_, 2});
+    step.block_table = at::constant_pad_nd(batch.block_table,
+                                           {0, 0, 0, max_requests_ - batch.block_table.size(0)});
+    views->Begin(entries);
+    views->BuildViews(step.block_table);
+  }
   const Model::Output output = model_.Forward(
       batch.tokens, batch.positions, feature_layers,
       [&](int64_t layer, const at::Tensor& query, const at::Tensor& key, const at::Tensor& value) {
@@ -120,53 +130,33 @@ at::Tensor Target::Forward(const nwor::SessionBatch& batch) {
                          ChooseTokens(logits, seeds, batch.positions.index_select(0, rows)));
 }
 
-// Tells the store of views what each request of the batch does.
-void Target::BeginViews(const nwor::SessionBatch& batch, Step* step) {
-  std::vector<nwor::BatchEntry> entries;
-  std::vector<int64_t> tree_rows;
-  for (const std::string& session : batch.sessions) {
-    const Part& part = parts.at(session);
-    entries.push_back({part.request->view, part.decision.value_or(nwor::StepDecision{})});
-    tree_rows.insert(tree_rows.end(), {part.begin + part.num_fed(), part.begin + part.num_rows()});
-    step->refreshing |= part.decision && part.decision->kind == nwor::StepKind::kFullRefresh;
-  }
-  tree_rows.resize(2 * max_requests_);
-  step->tree_rows = ToDevice(tree_rows, device_, at::kInt).view({max_requests_, 2});
-  step->block_table =
-      at::constant_pad_nd(batch.block_table, {0, 0, 0, max_requests_ - batch.block_table.size(0)});
-  views_->Begin(entries);
-  views_->BuildViews(step->block_table);
-}
-
 at::Tensor Target::Attend(int64_t layer, const at::Tensor& query, const at::Tensor& key,
                           const at::Tensor& value, Step* step) {
   const nwor::SessionBatch& batch = step->batch;
-  const nwor::Outcome written = interceptor_.Write(std::to_string(layer), key, value,
-                                                   batch.slot_mapping, std::nullopt, batch.epoch);
-  NWOR_CHECK(written.action != nwor::Action::kBypass, "layer ", layer,
-             ": the interceptor refused its K/V: ", nwor::Label(written.reason));
+  interceptor.Write(std::to_string(layer), key, value, batch.slot_mapping, std::nullopt,
+                    batch.epoch);
   nwor::VerifyArguments verify{.query = query, .key = key, .value = value};
-  verify.key_cache = keys_[layer];
-  verify.value_cache = values_[layer];
+  verify.key_cache = keys[layer];
+  verify.value_cache = values[layer];
   verify.block_table = batch.block_table;
   verify.prefix_lens = batch.prefix_lens;
   verify.query_start = batch.query_start;
   if (batch.tree_mask.defined()) verify.tree_mask = batch.tree_mask;
   verify.scale = 1.0 / std::sqrt(static_cast<double>(query.size(2)));
   verify.max_rows = step->max_rows;
-  if (views_) {
+  if (views) {
     if (step->refreshing) {  // blocks are chosen by the queries of the trees' rows
       const at::Tensor everyone = query.unsqueeze(0).expand({max_requests_, -1, -1, -1});
-      views_->RefreshLayer(layer, everyone, step->block_table, step->tree_rows);
+      views->RefreshLayer(layer, everyone, step->block_table, step->tree_rows);
     }
     const auto count = static_cast<int64_t>(batch.sessions.size());
-    verify.partial_view = {views_->blocks(layer).slice(0, 0, count),
-                           views_->num_blocks().slice(0, 0, count),
-                           views_->view_lens().slice(0, 0, count), views_->budget().block_size};
+    verify.partial_view = {views->blocks(layer).slice(0, 0, count),
+                           views->num_blocks().slice(0, 0, count),
+                           views->view_lens().slice(0, 0, count), views->budget().block_size};
   }
   if (query.is_cuda()) {  // planned once for all layers
     if (!step->plan.defined()) {
-      const int64_t block_size = views_ ? views_->budget().block_size : 0;
+      const int64_t block_size = views ? views->budget().block_size : 0;
       step->plan = at::empty({nwor::PlanBytes(verify, block_size)},
                              at::TensorOptions(device_).dtype(at::kByte));
       nwor::PlanVerify(verify, step->plan);
@@ -222,7 +212,5 @@ nwor::Accepted Target::Accept(const nwor::SessionBatch& batch, const at::Tensor&
   }
   return accepted;
 }
-
-void Target::BreakContract() { values_.back().select(0, -1).select(0, -1).fill_(1.0); }
 
 }  // namespace engine

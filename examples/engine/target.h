@@ -73,19 +73,16 @@ class Target {
   at::Tensor Forward(const nwor::SessionBatch& batch);
   nwor::Accepted Accept(const nwor::SessionBatch& batch, const at::Tensor& ids);
 
-  // Writes to a slot that belongs to nobody.
-  void BreakContract();
+  std::map<std::string, Part> parts;     // of the round, by session
+  std::vector<int64_t> feature_layers;   // whose outputs the round keeps
+  std::vector<at::Tensor> keys, values;  // the cache of each layer, [P, S, Hkv, D]
+  nwor::Interceptor interceptor;
+  std::shared_ptr<nwor::PartialStore> views;  // null: every step is full
 
-  std::map<std::string, Part> parts;    // of the round, by session
-  std::vector<int64_t> feature_layers;  // whose outputs the round keeps
-
-  nwor::Interceptor& interceptor() { return interceptor_; }
-  nwor::PartialStore* views() const { return views_.get(); }  // null: every step is full
-  bool lossless() const { return views_ && settings_.specpv_mode == nwor::SpecPVMode::kLossless; }
+  bool lossless() const { return views && settings_.specpv_mode == nwor::SpecPVMode::kLossless; }
 
  private:
   struct Step;  // what all layers share
-  void BeginViews(const nwor::SessionBatch& batch, Step* step);
   at::Tensor Attend(int64_t layer, const at::Tensor& query, const at::Tensor& key,
                     const at::Tensor& value, Step* step);
   at::Tensor ChooseTokens(const at::Tensor& logits, const std::vector<int64_t>& seeds,
@@ -95,9 +92,6 @@ class Target {
   const Model& model_;
   const at::Device device_;
   const int64_t max_requests_;
-  std::vector<at::Tensor> keys_, values_;  // of each layer, [P, S, Hkv, D]
-  nwor::Interceptor interceptor_;
-  std::shared_ptr<nwor::PartialStore> views_;
 };
 
 // [values.size()] on the device.

@@ -384,7 +384,6 @@ def test_a_switch_turns_drafts_off(
         ("a.yaml", "seed: [1]", "seed: got no single value"),
         ("a.yaml", "a: b: c", "not YAML"),
         ("a.json", "{", "not JSON"),
-        ("a.toml", "", "expected a name that ends in .yaml, .yml or .json"),
         ("a.yaml", "{enable_specpv: true, specpv_block_size: 24}", "specpv_block_size: got 24"),
         (
             "a.yaml",
