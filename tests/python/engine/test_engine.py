@@ -144,6 +144,11 @@ def result_of(done: subprocess.CompletedProcess[str], folder: Path) -> dict[str,
     return result
 
 
+def test_it_can_be_read_in_an_hour() -> None:
+    files = [*SOURCE.glob("*.cpp"), *SOURCE.glob("*.h")]
+    assert 0 < sum(len(file.read_text(encoding="utf-8").splitlines()) for file in files) < 1500
+
+
 # ---- the same tokens as the host ----
 
 EXACT = {
