@@ -374,7 +374,7 @@ def test_a_switch_turns_drafts_off(
     ("name", "text", "said"),
     [
         ("a.yaml", "speculative_config: {specpv_blocks: 3}", "unknown key 'specpv_blocks'"),
-        ("a.json", '{"max_token": 3}', "unknown key 'max_token', expected one of ["),
+        ("a.json", '{"max_token": 3}', "unknown key 'max_token', expected one of break"),
         ("a.yaml", "max_new_tokens: many", 'max_new_tokens: got "many", expected a whole number'),
         ("a.yaml", "max_new_tokens: 0", "max_new_tokens: got 0, expected a whole number, 1 to"),
         ("a.yaml", "max_new_tokens: 1.5", "max_new_tokens: got 1.5, expected"),
