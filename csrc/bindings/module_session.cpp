@@ -6,6 +6,7 @@
 #include <array>
 #include <cmath>
 #include <functional>
+#include <limits>
 #include <memory>
 #include <string>
 #include <string_view>
@@ -172,6 +173,13 @@ void BindSessionValues(py::module_& m) {
       .def(
           "validate", [](const DraftTree& tree) { tree.Validate(); },
           "Raises NworError naming the row that is wrong, or for more than 256 rows.")
+      .def(
+          "pruned",
+          [](const DraftTree& tree, int64_t depth) {
+            tree.Validate(std::numeric_limits<int32_t>::max());
+            return tree.Pruned(depth);
+          },
+          py::arg("depth"), "The rows of at most this depth, in their order; the root always.")
       .def("__len__", &DraftTree::num_rows, "Rows, the root included.");
 
   py::class_<SessionBatch>(

@@ -38,4 +38,17 @@ int32_t DraftTree::Depth() const {
   return *std::max_element(depths.begin(), depths.end());
 }
 
+DraftTree DraftTree::Pruned(int64_t depth) const {
+  const std::vector<int32_t> depths = Depths();
+  DraftTree pruned{{tokens[0]}, {-1}};
+  std::vector<int32_t> place(tokens.size(), 0);  // of each row that is kept
+  for (int64_t row = 1; row < num_rows(); ++row) {
+    if (depths[row] > depth) continue;
+    place[row] = static_cast<int32_t>(pruned.num_rows());
+    pruned.tokens.push_back(tokens[row]);
+    pruned.parents.push_back(place[parent(row)]);
+  }
+  return pruned;
+}
+
 }  // namespace nwor

@@ -30,6 +30,8 @@ struct NWOR_EXPORT DraftTree {
   bool is_chain() const;
   std::vector<int32_t> Depths() const;  // [R]; the root's is 0
   int32_t Depth() const;                // the largest of them
+  // The rows of at most this depth, in their order; the root always.
+  DraftTree Pruned(int64_t depth) const;
 };
 
 }  // namespace nwor

@@ -3,64 +3,47 @@
 #include <ATen/core/Tensor.h>
 
 #include <cstdint>
-#include <map>
+#include <optional>
 #include <vector>
 
+#include "drafters/eagle3_head.h"
 #include "drafters/ngram_index.h"
-#include "session/draft_tree.h"
+#include "model.h"
+#include "settings.h"
 
-// Who proposes drafts. A wrong proposal costs time and never changes the output.
+// Who proposes drafts: an EAGLE3 head, or the request's own text where the last tokens stood
+// before. A wrong proposal costs time and never changes the output.
 
 namespace engine {
 
-struct TreeShape {
-  int64_t rows = 8;  // the root included
-  int64_t depth = 5;
-  int64_t top_k = 4;
+// What is remembered of a request.
+struct DraftState {
+  nwor::NgramIndex text{nwor::NgramOptions{}};
+  nwor::Eagle3Head::State head;
 };
 
 class Drafter {
  public:
-  virtual ~Drafter() = default;
+  // Throws nwor::Error when the head is for another target.
+  Drafter(const Settings& settings, const Model& target);
 
   // Layers of the target whose outputs Observe gets.
-  virtual const std::vector<int64_t>& feature_layers() const = 0;
-
-  virtual void Begin(int64_t request, int64_t first_token) = 0;
+  std::vector<int64_t> feature_layers() const;
 
   // Rows that were run and stand: `tokens[i]` follows row i, whose features are features[i]. The
   // last of `tokens` is the next root.
-  virtual void Observe(int64_t request, const std::vector<int64_t>& tokens,
-                       const at::Tensor& features) = 0;
+  void Observe(DraftState* state, const std::vector<int64_t>& tokens,
+               const at::Tensor& features) const;
 
   // Takes the last `count` observed tokens back, with their rows.
-  virtual void Retract(int64_t request, int64_t count) = 0;
+  void Retract(DraftState* state, int64_t count) const;
 
   // A tree for each request, below its last token; the root alone where nothing is proposed.
-  virtual std::vector<nwor::DraftTree> Draft(const std::vector<int64_t>& requests,
-                                             const TreeShape& shape) = 0;
-
-  virtual void End(int64_t request) = 0;
-};
-
-// What followed the last tokens where they stood before in the request's own text.
-class NgramDrafter final : public Drafter {
- public:
-  const std::vector<int64_t>& feature_layers() const override { return none_; }
-  void Begin(int64_t request, int64_t first_token) override;
-  void Observe(int64_t request, const std::vector<int64_t>& tokens,
-               const at::Tensor& features) override;
-  void Retract(int64_t request, int64_t count) override;
-  std::vector<nwor::DraftTree> Draft(const std::vector<int64_t>& requests,
-                                     const TreeShape& shape) override;
-  void End(int64_t request) override { texts_.erase(request); }
+  std::vector<nwor::DraftTree> Draft(const std::vector<const DraftState*>& states) const;
 
  private:
-  const std::vector<int64_t> none_;
-  std::map<int64_t, nwor::NgramIndex> texts_;
+  const Settings& settings_;
+  std::optional<nwor::Eagle3Head> head_;  // none: n-grams
 };
-
-// The rows of a tree down to `depth`.
-nwor::DraftTree Pruned(const nwor::DraftTree& tree, int64_t depth);
 
 }  // namespace engine

@@ -3,17 +3,16 @@
 #include <deque>
 #include <map>
 #include <memory>
+#include <optional>
 #include <string>
 #include <vector>
 
-#include "cache.h"
 #include "drafter.h"
-#include "model.h"
-#include "round.h"
+#include "kv_interceptor/contract/contract_checker.h"
+#include "session/session_store.h"
 #include "settings.h"
-#include "specpv/partial_store.h"
 #include "specpv/verify_policy.h"
-#include "verdict.h"
+#include "target.h"
 
 // Requests in, tokens out: admission, steps, what stands after each.
 
@@ -31,7 +30,7 @@ struct Stats {
 class Engine {
  public:
   // Throws nwor::Error when prompts, model and settings do not fit each other.
-  Engine(const Settings& settings, const Model& model, std::unique_ptr<Drafter> drafter,
+  Engine(const Settings& settings, const Model& model,
          const std::vector<std::vector<int64_t>>& prompts);
 
   // Runs all requests to their ends.
@@ -40,46 +39,38 @@ class Engine {
   const std::vector<Request>& requests() const { return requests_; }
   const Stats& stats() const { return stats_; }
 
-  // For demonstrations and tests: step number `step` writes to a slot that belongs to nobody, which
-  // the contract checker is to notice.
-  void BreakContractAt(int64_t step) { broken_step_ = step; }
-
  private:
   void Admit();
   void Step();
-  std::vector<Part> PlanParts();
-  Part PrefillPart(Request& request, int64_t rows) const;
-  void DecideViews(std::vector<Part>* parts);
-  bool MustConfirm(const Request& request) const;
-  void Settle(const Round& round, const Part& part, const Verdict& verdict,
-              const std::vector<int64_t>& path, const std::vector<int64_t>& run);
-  void SettlePrompt(const Round& round, const Part& part, const Verdict& verdict);
-  void Observe(const Round& round, Request& request, const std::vector<int64_t>& rows,
-               const std::vector<int64_t>& tokens);
+  void Plan();
+  Part MakePart(Request& request, int64_t end, nwor::DraftTree tree);
+  nwor::Accepted Accept(const nwor::SessionBatch& batch, const at::Tensor& ids);
+  void Check(const std::vector<nwor::VerifyResult>& results);
+  void SettlePrompt(const Part& part, int64_t next_token);
+  void Settle(const Part& part, const nwor::VerifyResult& result);
   void Show(Request& request);
   void EndSpeculation(const std::string& reason);
 
   int64_t PagesOf(const Request& request) const;
-  bool lossless() const {
-    return store_ != nullptr && settings_.specpv.specpv_mode == nwor::SpecPVMode::kLossless;
-  }
   int64_t room(const Request& request) const {
     return settings_.max_new_tokens - (request.size() - request.prompt_len);
   }
 
   const Settings settings_;
-  const Model& model_;
-  std::unique_ptr<Drafter> drafter_;  // null: plain decoding
   std::vector<int64_t> stops_;
   std::vector<Request> requests_;
   std::deque<Request*> waiting_;
-  std::vector<Request*> places_;  // null: the place is free
-  int64_t free_pages_ = 0;        // that no running request may need
-  std::unique_ptr<PagedCache> cache_;
-  std::shared_ptr<nwor::PartialStore> store_;  // null: every step is full
-  std::unique_ptr<nwor::VerifyPolicy> policy_;
+  std::vector<Request*> running_;
+  int64_t max_running_ = 0;
+  int64_t free_pages_ = 0;          // that no running request may need
+  std::optional<Drafter> drafter_;  // none: plain decoding
+  std::unique_ptr<Target> target_;
+  std::unique_ptr<nwor::SessionStore> store_;
+  std::optional<nwor::VerifyPolicy> policy_;
+  std::optional<nwor::ContractChecker> checker_;
+  std::vector<nwor::Violation> violations_;  // of this step
+  size_t last_pass_ = 0;                     // requests in the step's last pass
   Stats stats_;
-  int64_t broken_step_ = -1;
 };
 
 }  // namespace engine

@@ -5,8 +5,7 @@
 // PROMPTS.json is a list of prompts, each a list of token ids. The result is JSON: new tokens of
 // each prompt, why they end, and counts. Errors are one line and exit status 2; no file is written.
 //
-// Read on in this order: settings.h, weights.h, model.h, cache.h, round.h, drafter.h, verdict.h,
-// engine.h.
+// Read on in this order: settings.h, weights.h, model.h, target.h, drafter.h, engine.h.
 
 #include <ATen/Context.h>
 #include <c10/core/InferenceMode.h>
@@ -15,121 +14,71 @@
 #include <chrono>
 #include <fstream>
 #include <iostream>
+#include <map>
 
 #include "base/check.h"
-#include "eagle3.h"
 #include "engine.h"
 #include "settings.h"
 #include "weights.h"
 
 namespace engine {
+
+NLOHMANN_DEFINE_TYPE_NON_INTRUSIVE(Stats, steps, new_tokens, drafts, accepted, cut_tokens,
+                                   violations, largest_batch, step_kinds, speculation_ended)
+
 namespace {
 
 namespace fs = std::filesystem;
 using Prompts = std::vector<std::vector<int64_t>>;
 
-struct Options {
-  fs::path model, ids, out;
-  int64_t break_contract = -1;  // at this step, to see the checker work
-  Settings settings;
-};
-
-Options ReadOptions(int argc, char** argv) {
-  Options options;
-  std::vector<std::pair<std::string, std::string>> given;
+// Files go to `files`; the rest are settings, over those of the file --config.
+Settings ReadOptions(int argc, char** argv, std::map<std::string, fs::path>* files) {
+  std::vector<std::pair<std::string, std::string>> keys;
   for (int i = 1; i < argc; i += 2) {
     std::string key = argv[i];
     NWOR_CHECK(key.starts_with("--"), "got '", key, "', expected an option that begins with --");
     NWOR_CHECK(i + 1 < argc, key, ": got no value, expected one");
-    const std::string value = argv[i + 1];
-    if (key == "--model") {
-      options.model = value;
-    } else if (key == "--ids") {
-      options.ids = value;
-    } else if (key == "--out") {
-      options.out = value;
-    } else if (key == "--config") {
-      options.settings.ReadFile(value);
-    } else {
-      key = key.substr(2);
-      std::replace(key.begin(), key.end(), '-', '_');
-      given.emplace_back(key, value);
+    if (files->contains(key)) {
+      files->at(key) = argv[i + 1];
+      continue;
     }
+    std::replace(key.begin() + 2, key.end(), '-', '_');
+    keys.emplace_back(key.substr(2), argv[i + 1]);
   }
-  for (const auto& [key, value] : given) {
-    if (key == "break_contract") {
-      options.break_contract = std::atoll(value.c_str());
-    } else {
-      options.settings.Set(key, value);
-    }
-  }
-  NWOR_CHECK(!options.model.empty(), "--model: got none, expected the folder of a model");
-  NWOR_CHECK(!options.ids.empty(), "--ids: got none, expected a JSON file of prompts");
-  options.settings.Validate();
-  return options;
+  Settings settings;
+  if (!files->at("--config").empty()) settings.ReadFile(files->at("--config"));
+  for (const auto& [key, value] : keys) settings.Set(key, value);
+  NWOR_CHECK(!files->at("--model").empty(), "--model: got none, expected the folder of a model");
+  NWOR_CHECK(!files->at("--ids").empty(), "--ids: got none, expected a JSON file of prompts");
+  settings.Validate();
+  return settings;
 }
 
 Prompts ReadPrompts(const fs::path& file) {
   const Json json = ReadJson(file);
-  bool right = json.is_array() && !json.empty();
-  for (const Json& prompt : right ? json : Json::array()) {
-    right = right && prompt.is_array();
-    for (const Json& token : right ? prompt : Json::array()) {
-      right = right && token.is_number_integer();
-    }
-  }
-  NWOR_CHECK(right, file.string(), ": expected a list of prompts, each a list of token ids");
+  const auto is_prompt = [](const Json& prompt) {
+    return prompt.is_array() && std::all_of(prompt.begin(), prompt.end(), [](const Json& token) {
+             return token.is_number_integer();
+           });
+  };
+  NWOR_CHECK(json.is_array() && !json.empty() && std::all_of(json.begin(), json.end(), is_prompt),
+             file.string(), ": expected a list of prompts, each a list of token ids");
   return json.get<Prompts>();
 }
 
-at::Device DeviceOf(const Settings& settings) {
-  NWOR_CHECK(settings.device == "cpu" || at::hasCUDA(), "device: got '", settings.device,
-             "', but this LibTorch finds no GPU; use cpu");
-  return at::Device(settings.device);
-}
-
-at::ScalarType TypeOf(const Settings& settings, const std::string& of_file) {
-  std::string name = settings.dtype;
-  const bool cpu = settings.device == "cpu";
-  if (name == "auto") name = cpu ? "float32" : of_file == "float16" ? "float16" : "bfloat16";
-  NWOR_CHECK(cpu == (name == "float32"), "dtype: got '", name, "' on ", settings.device,
-             ", expected float32 on a CPU, float16 or bfloat16 on a GPU");
-  return name == "float32" ? at::kFloat : name == "float16" ? at::kHalf : at::kBFloat16;
-}
-
-std::unique_ptr<Drafter> MakeDrafter(const Settings& settings, const Model& model) {
-  if (!settings.speculating()) return nullptr;
-  if (settings.method == "ngram") return std::make_unique<NgramDrafter>();
-  return std::make_unique<Eagle3Drafter>(settings.head, model);
-}
-
 Json Result(const Engine& engine, double seconds) {
-  Json result = {{"token_ids", Json::array()}, {"finish", Json::array()}};
+  Json result = {{"stats", engine.stats()}};
   for (const Request& request : engine.requests()) {
     result["token_ids"].push_back(std::vector<int64_t>(request.tokens.begin() + request.prompt_len,
                                                        request.tokens.begin() + request.shown));
     result["finish"].push_back(request.finish);
   }
-  const Stats& stats = engine.stats();
-  result["stats"] = {{"seconds", seconds},
-                     {"new_tokens", stats.new_tokens},
-                     {"steps", stats.steps},
-                     {"drafts", stats.drafts},
-                     {"accepted", stats.accepted},
-                     {"cut_tokens", stats.cut_tokens},
-                     {"largest_batch", stats.largest_batch},
-                     {"step_kinds", stats.step_kinds},
-                     {"violations", stats.violations},
-                     {"speculation_ended", stats.speculation_ended}};
+  result["stats"]["seconds"] = seconds;
   return result;
 }
 
 // A file is written beside its place and renamed: it is there whole or not at all.
 void Write(const fs::path& out, const std::string& text) {
-  if (out.empty()) {
-    std::cout << text << "\n";
-    return;
-  }
   const fs::path beside = out.string() + ".part";
   std::ofstream stream(beside);
   stream << text << "\n";
@@ -144,17 +93,19 @@ void Write(const fs::path& out, const std::string& text) {
 
 void Main(int argc, char** argv) {
   const c10::InferenceMode no_gradients;
-  const Options options = ReadOptions(argc, argv);
-  const Settings& settings = options.settings;
-  const Prompts prompts = ReadPrompts(options.ids);
-  const at::ScalarType dtype = TypeOf(settings, ModelConfig::Read(options.model).dtype);
-  const Model model(options.model, DeviceOf(settings), dtype);
-  Engine engine(settings, model, MakeDrafter(settings, model), prompts);
-  engine.BreakContractAt(options.break_contract);
+  std::map<std::string, fs::path> files = {
+      {"--model", {}}, {"--ids", {}}, {"--out", {}}, {"--config", {}}};
+  const Settings settings = ReadOptions(argc, argv, &files);
+  const Prompts prompts = ReadPrompts(files["--ids"]);
+  NWOR_CHECK(settings.device == "cpu" || at::hasCUDA(), "device: got '", settings.device,
+             "', but this LibTorch finds no GPU; use cpu");
+  const Model model(files["--model"], at::Device(settings.device));
+  Engine engine(settings, model, prompts);
   const auto began = std::chrono::steady_clock::now();
   engine.Run();
   const std::chrono::duration<double> taken = std::chrono::steady_clock::now() - began;
-  Write(options.out, Result(engine, taken.count()).dump());
+  const std::string text = Result(engine, taken.count()).dump();
+  files["--out"].empty() ? void(std::cout << text << "\n") : Write(files["--out"], text);
 }
 
 }  // namespace

@@ -7,24 +7,16 @@
 #include <ATen/ops/pow.h>
 #include <ATen/ops/rms_norm.h>
 #include <ATen/ops/scalar_tensor.h>
-#include <ATen/ops/where.h>
 
 #include <cmath>
 
 #include "base/check.h"
-#include "linear/linear_rows.h"
 #include "weights.h"
 
 namespace engine {
 namespace {
 
 namespace fs = std::filesystem;
-
-int64_t Positive(const Json& json, const char* key) {
-  const auto value = json.at(key).get<int64_t>();
-  NWOR_CHECK(value >= 1, key, ": got ", value, ", expected 1 or more");
-  return value;
-}
 
 // Newer files have all of it under rope_parameters, older ones in rope_theta and rope_scaling.
 at::Tensor Frequencies(const Json& json, int64_t head_dim) {
@@ -43,41 +35,8 @@ at::Tensor Frequencies(const Json& json, int64_t head_dim) {
   const double high = rope.at("high_freq_factor");
   const double context = rope.at("original_max_position_embeddings");
   const at::Tensor waves = 2 * M_PI / frequencies;
-  const at::Tensor smooth = (context / waves - low) / (high - low);
-  const at::Tensor between = (1 - smooth) * (frequencies / factor) + smooth * frequencies;
-  const at::Tensor slow = at::where(waves > context / low, frequencies / factor, frequencies);
-  return at::where(waves.gt(context / low).logical_or(waves.lt(context / high)), slow, between);
-}
-
-ModelConfig Parse(const Json& json, const Json& generation) {
-  const auto kind = json.at("model_type").get<std::string>();
-  NWOR_CHECK(kind == "llama" || kind == "qwen2" || kind == "qwen3", "model_type: got '", kind,
-             "', expected 'llama', 'qwen2' or 'qwen3'");
-  const auto act = json.at("hidden_act").get<std::string>();
-  NWOR_CHECK(act == "silu", "hidden_act: got '", act, "', expected 'silu'");
-  NWOR_CHECK(!json.value("use_sliding_window", false),
-             "use_sliding_window: got true, expected a model whose layers all see everything");
-  ModelConfig config{};
-  config.num_layers = Positive(json, "num_hidden_layers");
-  config.hidden = Positive(json, "hidden_size");
-  config.intermediate = Positive(json, "intermediate_size");
-  config.num_heads = Positive(json, "num_attention_heads");
-  config.num_kv_heads = Positive(json, "num_key_value_heads");
-  const bool has_dim = json.contains("head_dim") && !json["head_dim"].is_null();
-  config.head_dim = has_dim ? Positive(json, "head_dim") : config.hidden / config.num_heads;
-  config.vocabulary = Positive(json, "vocab_size");
-  config.context = Positive(json, "max_position_embeddings");
-  config.norm_epsilon = json.at("rms_norm_eps");
-  config.tied = json.value("tie_word_embeddings", false);
-  config.frequencies = Frequencies(json, config.head_dim);
-  for (const char* key : {"dtype", "torch_dtype"}) {
-    if (config.dtype.empty() && json.contains(key)) config.dtype = json[key].get<std::string>();
-  }
-  Json stops = generation.value("eos_token_id", Json());
-  if (stops.is_null()) stops = json.value("eos_token_id", Json());
-  if (stops.is_number()) stops = Json::array({stops});
-  if (!stops.is_null()) config.stops = stops.get<std::vector<int64_t>>();
-  return config;
+  const at::Tensor share = ((context / waves - low) / (high - low)).clamp(0, 1);
+  return (1 - share) * (frequencies / factor) + share * frequencies;
 }
 
 }  // namespace
@@ -88,25 +47,51 @@ ModelConfig ModelConfig::Read(const fs::path& folder) {
   const fs::path file = folder / "config.json", generation = folder / "generation_config.json";
   const Json json = ReadJson(file);
   const Json more = fs::exists(generation) ? ReadJson(generation) : Json::object();
-  try {
-    return Parse(json, more);
-  } catch (const Json::exception& error) {
-    throw nwor::Error(nwor::Concat(file.string(), ": ", error.what()));
-  } catch (const nwor::Error& error) {
-    throw nwor::Error(nwor::Concat(file.string(), ": ", error.what()));
-  }
+  return InFile(file, "not a model's configuration", [&] {
+    const auto text = [&](const char* key) { return json.at(key).get<std::string>(); };
+    const auto size = [&](const char* key) {
+      const auto value = json.at(key).get<int64_t>();
+      NWOR_CHECK(value >= 1, key, ": got ", value, ", expected 1 or more");
+      return value;
+    };
+    const std::string kind = text("model_type"), act = text("hidden_act");
+    NWOR_CHECK(kind == "llama" || kind == "qwen2" || kind == "qwen3", "model_type: got '", kind,
+               "', expected 'llama', 'qwen2' or 'qwen3'");
+    NWOR_CHECK(act == "silu", "hidden_act: got '", act, "', expected 'silu'");
+    NWOR_CHECK(!json.value("use_sliding_window", false),
+               "use_sliding_window: got true, expected a model whose layers all see everything");
+    ModelConfig config = {.num_layers = size("num_hidden_layers"),
+                          .hidden = size("hidden_size"),
+                          .intermediate = size("intermediate_size"),
+                          .num_heads = size("num_attention_heads"),
+                          .num_kv_heads = size("num_key_value_heads"),
+                          .vocabulary = size("vocab_size"),
+                          .context = size("max_position_embeddings"),
+                          .norm_epsilon = json.at("rms_norm_eps"),
+                          .tied = json.value("tie_word_embeddings", false)};
+    const bool has_dim = json.contains("head_dim") && !json["head_dim"].is_null();
+    config.head_dim = has_dim ? size("head_dim") : config.hidden / config.num_heads;
+    config.frequencies = Frequencies(json, config.head_dim);
+    config.dtype = json.value("dtype", json.value("torch_dtype", ""));
+    Json stops = more.value("eos_token_id", Json());
+    if (stops.is_null()) stops = json.value("eos_token_id", Json());
+    if (stops.is_number()) stops = Json::array({stops});
+    if (!stops.is_null()) config.stops = stops.get<std::vector<int64_t>>();
+    return config;
+  });
 }
 
-Model::Model(const fs::path& folder, at::Device device, at::ScalarType dtype)
-    : config_(ModelConfig::Read(folder)) {
-  Weights weights = Weights::FromFolder(folder);
+Model::Model(const fs::path& folder, at::Device device) : config_(ModelConfig::Read(folder)) {
+  Weights weights(folder);
+  const at::ScalarType half = config_.dtype == "float16" ? at::kHalf : at::kBFloat16;
+  const at::ScalarType dtype = device.is_cpu() ? at::kFloat : half;
   const int64_t hidden = config_.hidden, dim = config_.head_dim, wide = config_.intermediate;
   const auto take = [&](const std::string& name, const std::vector<int64_t>& sizes) {
     return weights.Take(name, sizes).to(device, dtype);
   };
   const auto take_if = [&](const std::string& name, int64_t size) {
-    const auto found = weights.TakeIf(name, {size});
-    return found ? std::optional(found->to(device, dtype)) : std::nullopt;
+    const at::Tensor found = weights.Take(name, {size}, /*required=*/false);
+    return found.defined() ? std::optional(found.to(device, dtype)) : std::nullopt;
   };
   const auto linear = [&](const std::string& name, int64_t outputs, int64_t inputs) {
     return nwor::LinearLayer{take(name + ".weight", {outputs, inputs}),
@@ -114,16 +99,13 @@ Model::Model(const fs::path& folder, at::Device device, at::ScalarType dtype)
   };
   embedding_ = take("model.embed_tokens.weight", {config_.vocabulary, hidden});
   norm_ = take("model.norm.weight", {hidden});
-  output_ = embedding_;
-  if (config_.tied) {
-    weights.TakeIf("lm_head.weight", {config_.vocabulary, hidden});
-  } else {
-    output_ = take("lm_head.weight", {config_.vocabulary, hidden});
-  }
+  const std::vector<int64_t> output_sizes = {config_.vocabulary, hidden};
+  output_ = config_.tied ? embedding_ : take("lm_head.weight", output_sizes);
+  if (config_.tied) weights.Take("lm_head.weight", output_sizes, /*required=*/false);
   for (int64_t i = 0; i < config_.num_layers; ++i) {
     const std::string name = nwor::Concat("model.layers.", i, ".");
     const std::string attention = name + "self_attn.", mlp = name + "mlp.";
-    weights.TakeIf(attention + "rotary_emb.inv_freq", {dim / 2});  // of old files; not needed
+    weights.Take(attention + "rotary_emb.inv_freq", {dim / 2}, /*required=*/false);  // of old files
     Layer layer;
     layer.inputs = {.norm = take(name + "input_layernorm.weight", {hidden}),
                     .epsilon = config_.norm_epsilon,
@@ -160,14 +142,8 @@ Model::Output Model::Forward(const at::Tensor& tokens, const at::Tensor& positio
       if (wanted == i) features.push_back(hidden);
     }
   }
-  Output output;
-  output.hidden = at::rms_norm(hidden, {config_.hidden}, norm_, config_.norm_epsilon);
-  if (!features.empty()) output.features = at::cat(features, 1);
-  return output;
-}
-
-at::Tensor Model::Logits(const at::Tensor& hidden) const {
-  return nwor::LinearRows(hidden, output_);
+  return {at::rms_norm(hidden, {config_.hidden}, norm_, config_.norm_epsilon),
+          features.empty() ? at::Tensor() : at::cat(features, 1)};
 }
 
 }  // namespace engine

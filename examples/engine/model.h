@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "decoder/decoder_rows.h"
+#include "linear/linear_rows.h"
 
 // A decoder of the Llama family, without its attention: what the library calls for the rows of a
 // step is in decoder/decoder_rows.h. On the CPU in float32 a row's result does not depend on the
@@ -29,8 +30,9 @@ struct ModelConfig {
 
 class Model {
  public:
-  // Throws nwor::Error for files, sizes and kinds of models that do not fit.
-  Model(const std::filesystem::path& folder, at::Device device, at::ScalarType dtype);
+  // On a CPU in float32, on a GPU in the file's float16, else bfloat16. Throws nwor::Error for
+  // files, sizes and kinds of models that do not fit.
+  Model(const std::filesystem::path& folder, at::Device device);
 
   // The caller's part of a layer: caches K/V and attends, [T, Hq, D] from query [T, Hq, D] and key,
   // value [T, Hkv, D].
@@ -39,14 +41,14 @@ class Model {
 
   struct Output {
     at::Tensor hidden;    // [T, hidden], normalized
-    at::Tensor features;  // [T, layers * hidden]: outputs of feature_layers side by side
+    at::Tensor features;  // [T, layers * hidden]: outputs of feature_layers side by side, if any
   };
   // tokens, positions: [T] int64 on the device.
   Output Forward(const at::Tensor& tokens, const at::Tensor& positions,
                  const std::vector<int64_t>& feature_layers, const Attend& attend) const;
 
   // [T, hidden] -> [T, vocabulary]
-  at::Tensor Logits(const at::Tensor& hidden) const;
+  at::Tensor Logits(const at::Tensor& hidden) const { return nwor::LinearRows(hidden, output_); }
 
   const ModelConfig& config() const { return config_; }
   const at::Tensor& embedding() const { return embedding_; }  // [vocabulary, hidden]

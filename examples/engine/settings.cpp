@@ -2,72 +2,46 @@
 
 #include <yaml-cpp/yaml.h>
 
-#include <cmath>
-#include <functional>
-#include <limits>
 #include <map>
 #include <set>
 
 #include "base/check.h"
+#include "session/draft_tree.h"
 #include "weights.h"
 
+// The settings as one flat JSON object. A choice is its name there.
+#define ENGINE_CHOICE(Enum)                                                                        \
+  void to_json(engine::Json& json, Enum value) { json = nwor::ChoiceName(value, k##Enum##Names); } \
+  void from_json(const engine::Json& json, Enum& value) {                                          \
+    value = nwor::ParseChoice<Enum>("", json.get<std::string>(), k##Enum##Names);                  \
+  }
+
+namespace nwor {
+
+ENGINE_CHOICE(Selector)
+ENGINE_CHOICE(Score)
+ENGINE_CHOICE(QueryReduce)
+ENGINE_CHOICE(GroupReduce)
+ENGINE_CHOICE(Selection)
+ENGINE_CHOICE(SpecPVMode)
+ENGINE_CHOICE(BudgetRule)
+
+}  // namespace nwor
+
 namespace engine {
+
+ENGINE_CHOICE(Method)
+NLOHMANN_DEFINE_TYPE_NON_INTRUSIVE(
+    Settings, device, max_new_tokens, max_batch_size, cache_tokens, page_size, prefill_rows,
+    check_contract, break_contract, ignore_eos, seed, temperature, top_k, top_p,
+    enable_speculative_decoding, method, enable_target_tree, head, tree_rows, tree_depth,
+    tree_top_k, strict, staging_rows, max_staging_bytes, enable_specpv, specpv_block_size,
+    specpv_n_sink_blocks, specpv_n_retrieval_blocks, specpv_n_window_blocks,
+    specpv_n_spec_tokens_buf, specpv_partial_threshold, specpv_full_refresh_interval,
+    specpv_selector, specpv_score, specpv_query_reduce, specpv_group_reduce, specpv_selection,
+    specpv_mode, specpv_budget)
+
 namespace {
-
-constexpr int64_t kMost = std::numeric_limits<int64_t>::max();
-
-// Sets one field from a value; throws Json::exception or nwor::Error.
-using Setter = std::function<void(const std::string& key, const Json& value)>;
-
-Setter Flag(bool* field) {
-  return [field](const std::string& key, const Json& value) {
-    NWOR_CHECK(value.is_boolean(), key, ": got ", value.dump(), ", expected true or false");
-    *field = value.get<bool>();
-  };
-}
-
-Setter Whole(int64_t* field, int64_t low, int64_t high = kMost) {
-  return [=](const std::string& key, const Json& value) {
-    const bool whole =
-        value.is_number_integer() &&
-        (value.is_number_unsigned() ? value.get<uint64_t>() <= uint64_t{kMost} : true);
-    const std::string expected = high == kMost
-                                     ? nwor::Concat("a whole number, ", low, " or more")
-                                     : nwor::Concat("a whole number, ", low, " to ", high);
-    NWOR_CHECK(whole && value.get<int64_t>() >= low && value.get<int64_t>() <= high, key, ": got ",
-               value.dump(), ", expected ", expected);
-    *field = value.get<int64_t>();
-  };
-}
-
-Setter Number(double* field, double low, double high) {
-  return [=](const std::string& key, const Json& value) {
-    const double number = value.is_number() ? value.get<double>() : NAN;
-    NWOR_CHECK(number >= low && number <= high, key, ": got ", value.dump(),
-               ", expected a number, ", low, " to ", high);
-    *field = number;
-  };
-}
-
-Setter Text(std::string* field, const std::set<std::string>& choices = {}) {
-  return [=](const std::string& key, const Json& value) {
-    std::string valid = "text";
-    for (const auto& choice : choices) {
-      valid = nwor::Concat(valid == "text" ? "" : valid + ", ", "'", choice, "'");
-    }
-    const bool fits = value.is_string() && (choices.empty() || choices.contains(value));
-    NWOR_CHECK(fits, key, ": got ", value.dump(), ", expected ", valid);
-    *field = value.get<std::string>();
-  };
-}
-
-template <typename Enum, size_t kCount>
-Setter Choice(Enum* field, const std::array<std::string_view, kCount>& names) {
-  return [field, &names](const std::string& key, const Json& value) {
-    const std::string text = value.is_string() ? value.get<std::string>() : value.dump();
-    *field = nwor::ParseChoice<Enum>(key, text, names);
-  };
-}
 
 // Names that other engines' files have for the same things.
 const std::map<std::string, std::string> kAliases = {
@@ -82,50 +56,52 @@ const std::map<std::string, std::string> kAliases = {
     {"specpv_full_refresh_steps", "specpv_full_refresh_interval"},
 };
 
-// Every key of a file or of the command line.
-std::map<std::string, Setter> Setters(Settings* s) {
-  nwor::SpecPVConfig* p = &s->specpv;
-  const int64_t tokens = int64_t{1} << 31, blocks = int64_t{1} << 20;
-  return {
-      {"device", Text(&s->device)},
-      {"dtype", Text(&s->dtype, {"auto", "float32", "float16", "bfloat16"})},
-      {"max_new_tokens", Whole(&s->max_new_tokens, 1, tokens)},
-      {"max_batch_size", Whole(&s->max_batch_size, 1, 4096)},
-      {"cache_tokens", Whole(&s->cache_tokens, 0, tokens * 16)},
-      {"page_size", Whole(&s->page_size, 1, 1024)},
-      {"prefill_rows", Whole(&s->prefill_rows, 1, nwor::kMaxTreeRows)},
-      {"check_contract", Flag(&s->check_contract)},
-      {"ignore_eos", Flag(&s->ignore_eos)},
-      {"temperature", Number(&s->sampling.temperature, 0, 1e6)},
-      {"top_k", Whole(&s->sampling.top_k, 0, tokens - 1)},
-      {"top_p", Number(&s->sampling.top_p, 1e-6, 1)},
-      {"seed", Whole(&s->seed, 0)},
-      {"enable_speculative_decoding", Flag(&s->enable_speculative_decoding)},
-      {"method", Text(&s->method, {"none", "ngram", "eagle3"})},
-      {"enable_target_tree", Flag(&s->enable_target_tree)},
-      {"head", Text(&s->head)},
-      {"tree_rows", Whole(&s->tree.rows, 1, nwor::kMaxTreeRows)},
-      {"tree_depth", Whole(&s->tree.depth, 1, 32)},
-      {"tree_top_k", Whole(&s->tree.top_k, 1, 10)},
-      {"strict", Flag(&s->nwor.strict)},
-      {"staging_rows", Whole(&s->nwor.staging_rows, 0)},
-      {"max_staging_bytes", Whole(&s->nwor.max_staging_bytes, 1)},
-      {"enable_specpv", Flag(&p->enable_specpv)},
-      {"specpv_block_size", Whole(&p->specpv_block_size, 1, nwor::kMaxBlockSize)},
-      {"specpv_n_sink_blocks", Whole(&p->specpv_n_sink_blocks, 0, blocks)},
-      {"specpv_n_retrieval_blocks", Whole(&p->specpv_n_retrieval_blocks, 0, blocks)},
-      {"specpv_n_window_blocks", Whole(&p->specpv_n_window_blocks, 0, blocks)},
-      {"specpv_n_spec_tokens_buf", Whole(&p->specpv_n_spec_tokens_buf, 0, tokens)},
-      {"specpv_partial_threshold", Whole(&p->specpv_partial_threshold, 0, tokens)},
-      {"specpv_full_refresh_interval", Whole(&p->specpv_full_refresh_interval, 0, tokens)},
-      {"specpv_selector", Choice(&p->specpv_selector, nwor::kSelectorNames)},
-      {"specpv_score", Choice(&p->specpv_score, nwor::kScoreNames)},
-      {"specpv_query_reduce", Choice(&p->specpv_query_reduce, nwor::kQueryReduceNames)},
-      {"specpv_group_reduce", Choice(&p->specpv_group_reduce, nwor::kGroupReduceNames)},
-      {"specpv_selection", Choice(&p->specpv_selection, nwor::kSelectionNames)},
-      {"specpv_mode", Choice(&p->specpv_mode, nwor::kSpecPVModeNames)},
-      {"specpv_budget", Choice(&p->specpv_budget, nwor::kBudgetRuleNames)},
-  };
+// Numbers that may not be just anything from 0 to 2^31.
+const std::map<std::string, std::pair<Json, Json>> kRanges = {
+    {"max_new_tokens", {1, int64_t{1} << 31}},
+    {"max_batch_size", {1, 4096}},
+    {"cache_tokens", {0, int64_t{1} << 35}},
+    {"page_size", {1, 1024}},
+    {"prefill_rows", {1, nwor::kMaxTreeRows}},
+    {"seed", {0, INT64_MAX}},
+    {"top_p", {0.000001, 1}},
+    {"tree_rows", {1, nwor::kMaxTreeRows}},
+    {"tree_depth", {1, 32}},
+    {"tree_top_k", {1, 10}},
+    {"max_staging_bytes", {1, INT64_MAX}}};
+
+std::string OwnName(const std::string& key) {
+  const auto alias = kAliases.find(key);
+  return alias == kAliases.end() ? key : alias->second;
+}
+
+// The value must be of the kind that stands there now.
+void Put(const std::string& key, const Json& value, Settings* settings) {
+  Json all = *settings;
+  const auto field = all.find(OwnName(key));
+  if (field == all.end()) {
+    std::string valid;
+    for (const auto& entry : all.items()) valid += (valid.empty() ? "" : ", ") + entry.key();
+    throw nwor::Error(nwor::Concat("unknown key '", key, "', expected one of ", valid));
+  }
+  bool right = field->is_boolean() ? value.is_boolean() : value.is_string();
+  std::string expected = field->is_boolean() ? "true or false" : "text";
+  if (field->is_number()) {
+    const auto range = kRanges.find(field.key());
+    const bool whole = field->is_number_integer(), listed = range != kRanges.end();
+    const Json low = listed ? range->second.first : Json(0);
+    const Json high = listed ? range->second.second : Json(int64_t{1} << 31);
+    right =
+        (whole ? value.is_number_integer() : value.is_number()) && low <= value && value <= high;
+    expected = nwor::Concat(whole ? "a whole" : "a", " number, ", low.dump(), " to ", high.dump());
+  }
+  NWOR_CHECK(right, key, ": got ", value.dump(), ", expected ", expected);
+  *field = value;
+  try {
+    all.get_to(*settings);
+  } catch (const nwor::Error& error) {  // a name that is no choice
+    throw nwor::Error(key + error.what());
+  }
 }
 
 // A plain scalar of YAML by its looks: true, 12, 0.5, else text. Quoted ones are text.
@@ -141,82 +117,55 @@ Json Scalar(const YAML::Node& node) {
   return node.Scalar();
 }
 
-using Pairs = std::vector<std::pair<std::string, Json>>;
-
-// The keys of a mapping in their order; speculative_config is opened, once.
-void Collect(const YAML::Node& node, bool nested, Pairs* pairs) {
+// Takes the keys of a mapping; speculative_config is opened, once.
+void PutAll(const YAML::Node& node, bool nested, std::set<std::string>* seen, Settings* settings) {
   NWOR_CHECK(node.IsMap(), nested ? "speculative_config: " : "",
              "got no mapping, expected keys and values");
   for (const auto& entry : node) {
     const std::string key = entry.first.IsScalar() ? entry.first.Scalar() : "?";
+    NWOR_CHECK(seen->insert(OwnName(key)).second, key, ": stands there twice, expected it once");
     if (!nested && key == "speculative_config") {
-      Collect(entry.second, true, pairs);
+      PutAll(entry.second, true, seen, settings);
     } else {
       NWOR_CHECK(entry.second.IsScalar(), key, ": got no single value, expected one");
-      pairs->emplace_back(key, Scalar(entry.second));
+      Put(key, Scalar(entry.second), settings);
     }
   }
-}
-
-void Apply(const std::map<std::string, Setter>& setters, const std::string& name,
-           const Json& value) {
-  const auto alias = kAliases.find(name);
-  const auto setter = setters.find(alias == kAliases.end() ? name : alias->second);
-  if (setter == setters.end()) {
-    std::string valid;
-    for (const auto& entry : setters) valid += (valid.empty() ? "" : ", ") + entry.first;
-    throw nwor::Error(nwor::Concat("unknown key '", name, "', expected one of ", valid));
-  }
-  setter->second(name, value);
 }
 
 }  // namespace
 
 void Settings::ReadFile(const std::filesystem::path& file) {
-  const std::string kind = file.extension().string();
-  NWOR_CHECK(kind == ".json" || kind == ".yaml" || kind == ".yml", "--config: got '", file.string(),
-             "', expected a name that ends in .yaml, .yml or .json");
-  if (kind == ".json") ReadJson(file);  // JSON is YAML too: what follows serves both
-  YAML::Node content;
-  try {
-    content = YAML::LoadFile(file.string());
-  } catch (const YAML::BadFile&) {
-    throw nwor::Error(nwor::Concat(file.string(), ": cannot be read"));
-  } catch (const YAML::Exception& error) {
-    throw nwor::Error(nwor::Concat(file.string(), ": not YAML: ", error.what()));
-  }
-  try {
-    Pairs pairs;
-    if (!content.IsNull()) Collect(content, false, &pairs);
-    const auto setters = Setters(this);
-    std::set<std::string> seen;
-    for (const auto& [key, value] : pairs) {
-      const auto alias = kAliases.find(key);
-      const std::string& own = alias == kAliases.end() ? key : alias->second;
-      NWOR_CHECK(seen.insert(own).second, key, ": stands there twice, expected it once");
-      Apply(setters, key, value);
+  if (file.extension() == ".json") ReadJson(file);  // JSON is YAML too: what follows serves both
+  InFile(file, "", [&] {
+    try {
+      const YAML::Node content = YAML::LoadFile(file.string());
+      std::set<std::string> seen;
+      if (!content.IsNull()) PutAll(content, /*nested=*/false, &seen, this);
+    } catch (const YAML::BadFile&) {
+      throw nwor::Error("cannot be read");
+    } catch (const YAML::Exception& error) {
+      throw nwor::Error(nwor::Concat("not YAML: ", error.what()));
     }
-  } catch (const nwor::Error& error) {
-    throw nwor::Error(nwor::Concat(file.string(), ": ", error.what()));
-  }
+  });
 }
 
 void Settings::Set(const std::string& key, const std::string& text) {
-  Apply(Setters(this), key, Scalar(YAML::Node(text)));
+  Put(key, Scalar(YAML::Node(text)), this);
 }
 
 void Settings::Validate() const {
   NWOR_CHECK(device == "cpu" || device == "cuda" || device.starts_with("cuda:"), "device: got '",
              device, "', expected cpu, cuda or cuda:<number>");
-  NWOR_CHECK(method != "eagle3" || !speculating() || !head.empty(),
+  NWOR_CHECK(method != Method::kEagle3 || !speculating() || !head.empty(),
              "head: got none, expected the file of an EAGLE3 head for method 'eagle3'");
-  if (!specpv.enable_specpv) return;
-  specpv.Validate();
-  const int64_t tail = nwor::ChooseBudget(specpv, tree.rows).tail_capacity;
-  NWOR_CHECK(tail + tree.rows <= nwor::kMaxTreeRows, "specpv_n_spec_tokens_buf: got ",
-             specpv.specpv_n_spec_tokens_buf, " beside trees of ", tree.rows,
+  if (!enable_specpv) return;
+  SpecPVConfig::Validate();
+  const int64_t tail = nwor::ChooseBudget(*this, tree_rows).tail_capacity;
+  NWOR_CHECK(tail + tree_rows <= nwor::kMaxTreeRows, "specpv_n_spec_tokens_buf: got ",
+             specpv_n_spec_tokens_buf, " beside trees of ", tree_rows,
              " rows, expected a tail and a tree of at most ", nwor::kMaxTreeRows,
-             " rows together, which a full step runs in one piece; they have ", tail + tree.rows);
+             " rows together, which a full step runs in one piece; they have ", tail + tree_rows);
 }
 
 }  // namespace engine

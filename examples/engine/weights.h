@@ -5,9 +5,11 @@
 #include <filesystem>
 #include <map>
 #include <nlohmann/json.hpp>
-#include <optional>
 #include <string>
+#include <utility>
 #include <vector>
+
+#include "base/check.h"
 
 // Tensors of safetensors files: eight bytes with the length of a JSON header, the header, the data.
 
@@ -15,20 +17,31 @@ namespace engine {
 
 using Json = nlohmann::json;
 
+// Runs `read`. Its errors get the file's name in front, those of the JSON library also `problem`.
+template <typename Read>
+auto InFile(const std::filesystem::path& file, const char* problem, const Read& read) {
+  try {
+    return read();
+  } catch (const Json::exception& error) {
+    throw nwor::Error(nwor::Concat(file.string(), ": ", problem, ": ", error.what()));
+  } catch (const nwor::Error& error) {
+    throw nwor::Error(nwor::Concat(file.string(), ": ", error.what()));
+  }
+}
+
 // The whole of a JSON file. Throws nwor::Error that names the file.
 Json ReadJson(const std::filesystem::path& file);
 
 class Weights {
  public:
-  // Reads one file, or the files of a model's folder: model.safetensors, or all that
+  // One file, or the files of a model's folder: model.safetensors, or all that
   // model.safetensors.index.json names. Throws nwor::Error when a file is cut short or damaged.
-  static Weights FromFile(const std::filesystem::path& file);
-  static Weights FromFolder(const std::filesystem::path& folder);
+  explicit Weights(const std::filesystem::path& place);
 
-  // Hands a tensor out, once; its sizes must be these, -1 is any. Throws nwor::Error.
-  at::Tensor Take(const std::string& name, const std::vector<int64_t>& sizes);
-  // The same for tensors that some models lack.
-  std::optional<at::Tensor> TakeIf(const std::string& name, const std::vector<int64_t>& sizes);
+  // Hands a tensor out, once; its sizes must be these. Throws nwor::Error. Those that some models
+  // lack are not required: undefined then.
+  at::Tensor Take(const std::string& name, const std::vector<int64_t>& sizes, bool required = true);
+  std::map<std::string, at::Tensor> TakeAll() { return std::move(tensors_); }
 
   // Every tensor must have been taken: one that is left over belongs to a part of the model that
   // this engine does not compute.
@@ -39,7 +52,7 @@ class Weights {
  private:
   void Add(const std::filesystem::path& file);
 
-  std::filesystem::path place_;  // for messages
+  const std::filesystem::path place_;  // for messages
   std::map<std::string, at::Tensor> tensors_;
   Json metadata_ = Json::object();
 };

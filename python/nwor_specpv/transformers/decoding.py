@@ -15,7 +15,7 @@ from .calls.logprobs import LogProbabilities
 from .calls.options import Options
 from .calls.sampling import Verdict, confirm, judge
 from .prefixes import take_shared
-from .request import Part, Request, pruned
+from .request import Part, Request
 from .round import Round
 from .rows.chooser import RowChooser
 from .runner import ModelRunner
@@ -213,7 +213,8 @@ class Decoding:
                     raise NworError(
                         f"drafter: got a root of {tree.tokens[0]}, expected {request.tokens[-1]}"
                     )
-                tokens, parents = pruned(tree, request.room - 1)
+                tree = tree.pruned(request.room - 1)
+                tokens, parents = tree.tokens, tree.parents
                 size = self._runner.vocab_size
                 wrong = next((token for token in tokens if not 0 <= token < size), None)
                 if wrong is not None:

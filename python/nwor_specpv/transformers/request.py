@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from nwor_specpv import DraftTree, StepDecision, StoredCache
+from nwor_specpv import StepDecision, StoredCache
 
 
 @dataclass
@@ -57,17 +57,3 @@ class Part:
     @property
     def is_chain(self) -> bool:
         return all(parent == row - 1 for row, parent in enumerate(self.parents))
-
-
-def pruned(tree: DraftTree, depth: int) -> tuple[list[int], list[int]]:
-    """Tokens and parents of the rows down to `depth`."""
-    tokens, parents = tree.tokens, tree.parents
-    depths, kept, place = [0], [0], {0: 0}
-    for row in range(1, len(tokens)):
-        depths.append(depths[parents[row]] + 1)
-        if depths[row] <= depth:
-            place[row] = len(kept)
-            kept.append(row)
-    if len(kept) == len(tokens):
-        return list(tokens), list(parents)
-    return [tokens[row] for row in kept], [-1, *(place[parents[row]] for row in kept[1:])]

@@ -144,6 +144,11 @@ def result_of(done: subprocess.CompletedProcess[str], folder: Path) -> dict[str,
     return result
 
 
+def test_it_can_be_read_in_an_hour() -> None:
+    files = [*SOURCE.glob("*.cpp"), *SOURCE.glob("*.h")]
+    assert 0 < sum(len(file.read_text(encoding="utf-8").splitlines()) for file in files) < 1500
+
+
 # ---- the same tokens as the host ----
 
 EXACT = {
@@ -369,14 +374,14 @@ def test_a_switch_turns_drafts_off(
     ("name", "text", "said"),
     [
         ("a.yaml", "speculative_config: {specpv_blocks: 3}", "unknown key 'specpv_blocks'"),
-        ("a.json", '{"max_token": 3}', "unknown key 'max_token', expected one of cache_tokens"),
+        ("a.json", '{"max_token": 3}', "unknown key 'max_token', expected one of break"),
         ("a.yaml", "max_new_tokens: many", 'max_new_tokens: got "many", expected a whole number'),
         ("a.yaml", "max_new_tokens: 0", "max_new_tokens: got 0, expected a whole number, 1 to"),
         ("a.yaml", "max_new_tokens: 1.5", "max_new_tokens: got 1.5, expected"),
         ("a.yaml", "check_contract: 3", "check_contract: got 3, expected true or false"),
         ("a.yaml", "top_p: 2", "top_p: got 2, expected a number"),
         ("a.yaml", "specpv_mode: fast", "specpv_mode: got 'fast', expected one of 'rectify'"),
-        ("a.yaml", "method: magic", "method: got \"magic\", expected 'eagle3', 'ngram', 'none'"),
+        ("a.yaml", "method: magic", "method: got 'magic', expected one of 'none', 'ngram',"),
         ("a.yaml", "seed: 1\nseed: 2", "seed: stands there twice"),
         ("a.json", '{"seed": 1, "seed": 2}', "seed: stands there twice"),
         ("a.yaml", "method: ngram\nspec_method: ngram", "spec_method: stands there twice"),
@@ -384,7 +389,6 @@ def test_a_switch_turns_drafts_off(
         ("a.yaml", "seed: [1]", "seed: got no single value"),
         ("a.yaml", "a: b: c", "not YAML"),
         ("a.json", "{", "not JSON"),
-        ("a.toml", "", "expected a name that ends in .yaml, .yml or .json"),
         ("a.yaml", "{enable_specpv: true, specpv_block_size: 24}", "specpv_block_size: got 24"),
         (
             "a.yaml",
@@ -436,7 +440,6 @@ def assert_refused(done: subprocess.CompletedProcess[str], folder: Path, said: s
             "cache_tokens: got 17179869184, which take 12288 GiB, more than",
         ),
         ({"device": "tpu"}, [[1]], "device: got 'tpu', expected cpu, cuda"),
-        ({"dtype": "float16"}, [[1]], "dtype: got 'float16' on cpu, expected float32"),
         ({"method": "eagle3"}, [[1]], "head: got none"),
         ({"method": "eagle3", "head": "nowhere"}, [[1]], "nowhere: cannot be read"),
         ({"out": "nowhere/out.json"}, [[1]], "--out: 'nowhere/out.json' cannot be written"),
@@ -538,7 +541,7 @@ def test_a_head_of_another_model_is_one_line(
     run: Run, folders: Callable[[str], Path], tmp_path: Path
 ) -> None:
     done = run(folders("llama"), [[1]], method="eagle3", head=SHIPPED)
-    assert_refused(done, tmp_path, "a head for vocabulary 49152 and hidden size 576, expected one")
+    assert_refused(done, tmp_path, "expected [49152, 576]: the head is for another target")
     done = run(
         folders("llama"), [[1]], method="eagle3", head=folders("llama") / "model.safetensors"
     )

@@ -68,6 +68,14 @@ def ngram_tree(tokens: list[int], branches: int) -> DraftTree:
     return DraftTree([tokens[-1], *tree.tokens], [-1, *tree.parents])
 
 
+def test_a_pruned_tree_keeps_its_upper_rows() -> None:
+    tree = DraftTree([3, 4, 9, 5, 8], [-1, 0, 0, 1, 2])
+    assert (tree.pruned(1).tokens, tree.pruned(1).parents) == ([3, 4, 9], [-1, 0, 0])
+    assert tree.pruned(2).parents == tree.parents
+    with pytest.raises(NworError, match="parents: got 3 for row 1"):
+        DraftTree([1, 2], [-1, 3]).pruned(1)
+
+
 @pytest.mark.parametrize("branches", [0, 1, 3])
 def test_decodes_like_plain_decoding(server: TinyHost, branches: int) -> None:
     client = Client(server, "one")
