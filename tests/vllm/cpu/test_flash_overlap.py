@@ -19,8 +19,6 @@ from support.installed import ADAPTER
 def test_the_merge_overlaps_where_the_combine_is_known_to_wait(
     waits: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    adapter = dataclasses.replace(ADAPTER, flash_combine_waits=waits)
-    monkeypatch.setattr(versions, "adapter", adapter)
     merge, seen = _C.merge_and_write_rows, set()
 
     def merged(*args: Any, overlaps: bool, **kwargs: Any) -> None:
@@ -30,7 +28,10 @@ def test_the_merge_overlaps_where_the_combine_is_known_to_wait(
     monkeypatch.setattr(_C, "merge_and_write_rows", merged)
     model = {"model": str(stories(64)), "skip_tokenizer_init": True}
     with flash_attention(plugin.CUDA_BACKEND):
-        drive(start({"strict": True}, **model), story_prompts(2), greedy(24))
+        llm = start({"strict": True}, **model)  # which chooses the adapter
+        adapter = dataclasses.replace(ADAPTER, flash_combine_waits=waits)
+        monkeypatch.setattr(versions, "adapter", adapter)
+        drive(llm, story_prompts(2), greedy(24))
     assert seen == {waits}
 
 
