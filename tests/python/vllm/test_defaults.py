@@ -146,7 +146,7 @@ def test_views_fit_beside_vllm(max_num_seqs: int, tokens: int, utilization: floa
 
 
 def test_the_line_names_everything() -> None:
-    said = defaults.line(["scheduler class a.B", "CUDA graphs up to 1632 rows"])
+    said = defaults.line("enable_specpv", ["scheduler class a.B", "CUDA graphs up to 1632 rows"])
     assert "enable_specpv" in said
     assert "scheduler class a.B; CUDA graphs up to 1632 rows" in said
 
