@@ -269,7 +269,7 @@ class Engine:
         step = self.trees.step if self.trees is not None else None
         if step is None or step.path is None:
             return None
-        depth = self.trees.shape.depth
+        depth = min(self.trees.shape.depth, step.path.shape[1] - 1)
         return TreePaths(step.path[:, :depth].contiguous(), step.slot_places(depth))
 
     # ---- what there is to see -------------------------------------------------------------------

@@ -58,6 +58,9 @@ class TreeSpeculator(EagleSpeculator):
 
     def _capture_growth(self, shapes: Collection[tuple[int, int]]) -> None:
         """One graph of all levels for each number of rows and requests, the largest first."""
+        # Nothing was computed yet: what caches and states hold may be no numbers.
+        self.input_buffers.positions.fill_(-1)
+        self.hidden_states.zero_()
         with graph_capture(device=self.device):
             for rows, size in sorted(shapes, reverse=True):
                 run = functools.partial(self._grow, shape_of(rows), size)
@@ -94,9 +97,10 @@ class TreeSpeculator(EagleSpeculator):
         if real:
             self._offer_graphs()
             order = self._trees.restore(input_batch.input_ids, input_batch.positions)
-            if order is not None:
+            if order is not None and aux_hidden_states:  # all that EAGLE3 reads
+                aux_hidden_states = [one[order] for one in aux_hidden_states]
+            elif order is not None:
                 last_hidden_states = last_hidden_states[order]
-                aux_hidden_states = aux_hidden_states and [one[order] for one in aux_hidden_states]
         with self._one_step():
             super().propose(
                 input_batch,
