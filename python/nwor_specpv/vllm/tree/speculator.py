@@ -58,9 +58,10 @@ class TreeSpeculator(EagleSpeculator):
 
     def _capture_growth(self, shapes: Collection[tuple[int, int]]) -> None:
         """One graph of all levels for each number of rows and requests, the largest first."""
-        # Nothing was computed yet: what caches and states hold may be no numbers.
+        # What vLLM's trial runs have left may be no numbers.
         self.input_buffers.positions.fill_(-1)
-        self.hidden_states.zero_()
+        for part in (self.hidden_states, self._first_scores, self._first_tokens):
+            part.zero_()
         with graph_capture(device=self.device):
             for rows, size in sorted(shapes, reverse=True):
                 run = functools.partial(self._grow, shape_of(rows), size)
