@@ -32,6 +32,7 @@ from tables import (
     specpv,
     tree,
     vllm,
+    vllm_trees,
     worker,
 )
 from tables.records import RESULTS, ROOT, load
@@ -67,6 +68,7 @@ SECTIONS: dict[str, Callable[[], Iterator[str]]] = {
     "vllm_steps": vllm.step_lines,
     "vllm_traffic": vllm.traffic_lines,
     "long_context": vllm.long_context_lines,
+    "vllm_trees": vllm_trees.vllm_tree_lines,
     "compatibility": compatibility.compatibility_lines,
     "real": real.real_lines,
     "serving": serving.serving_lines,

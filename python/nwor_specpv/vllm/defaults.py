@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from .specpv.rules import DRAFTER, HEADS, LONG_CONTEXT_SCHEDULER, LOSSLESS, REFRESH, SCHEDULERS
-from .tree.shape import ROWS_BY_REQUESTS
+from .tree.shape import ARM_ROWS
 
 # Mode `lossless` without a head, on a GPU.
 SELF_DRAFT = {"method": "ngram_gpu", "num_speculative_tokens": 16}
@@ -21,6 +21,9 @@ SELF_DRAFT_ON_CPU = {"method": "custom_class", "model": DRAFTER, "num_speculativ
 LOOKUPS = {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 4}
 # A head's drafts and those of the passes, with the row that is no draft: 16 rows.
 HEAD_DRAFTS = 15
+
+# `draft_tree: auto`.
+TREE_SCHEDULER = "nwor_specpv.vllm.tree.scheduler.TreeScheduler"
 
 # Methods that our speculator on model runner V2 takes.
 DRAFTED_ON_V2 = (*HEADS, SELF_DRAFT["method"])
@@ -48,7 +51,13 @@ def speculation(mode: str, said: Mapping[str, Any], *, on_cpu: bool) -> dict[str
 
 def tree_drafts(tree: int | str) -> int:
     """Drafts of the largest tree."""
-    return (ROWS_BY_REQUESTS[0][2] if tree == "auto" else int(tree)) - 1
+    return (ARM_ROWS[-1] if tree == "auto" else int(tree)) - 1
+
+
+def tree_ranges(tree: int | str) -> list[tuple[int, int, int]]:
+    """For vLLM, (first, last, drafts) of numbers of requests. Where our scheduler chooses, this
+    says that numbers of drafts vary: vLLM then fills no request up with drafts that nobody made."""
+    return [(1, 1, tree_drafts(tree))] if tree == "auto" else []
 
 
 def tree_speculation(tree: int | str, said: Mapping[str, Any]) -> dict[str, Any]:
@@ -57,8 +66,7 @@ def tree_speculation(tree: int | str, said: Mapping[str, Any]) -> dict[str, Any]
         return {}
     found: dict[str, Any] = {"num_speculative_tokens": tree_drafts(tree)}
     if tree == "auto":
-        ranges = [(first, last, rows - 1) for first, last, rows in ROWS_BY_REQUESTS]
-        found["num_speculative_tokens_per_batch_size"] = ranges
+        found["num_speculative_tokens_per_batch_size"] = tree_ranges(tree)
     return {key: value for key, value in found.items() if said.get(key) is None}
 
 
@@ -89,9 +97,9 @@ def graph_rows(max_num_seqs: int, rows: int, largest: int, max_tokens: int) -> l
     return found
 
 
-def line(filled: Sequence[str]) -> str:
-    """What the log says of everything that was set."""
+def line(setting: str, filled: Sequence[str]) -> str:
+    """What the log says of everything that a setting of ours has set."""
     return (
-        f"nwor_specpv: enable_specpv has set what was left open: {'; '.join(filled)}. A value that "
+        f"nwor_specpv: {setting} has set what was left open: {'; '.join(filled)}. A value that "
         "is passed to vLLM stands"
     )

@@ -32,7 +32,7 @@ from .specpv.refresh import Refresh
 from .staging import Staging
 from .steps import Steps, TreePaths
 from .tree import rules as tree_rules
-from .tree.shape import shape_of
+from .tree.shape import arms_of_batch, rows_of_step, shape_of
 from .tree.store import TreeStore
 
 # vLLM's tags of the model that verifies, and of EAGLE and MTP heads; other drafters have others.
@@ -74,18 +74,22 @@ class Engine:
         self.num_drafts = self.num_passes = 0
         self.prefix_hits = False  # a request may read what another one of the step computes
         self.refresh = self._make_refresh(vllm_config)
+        self._tree_room = 0  # rows of a step; 0: their number is fixed
         self.trees = self._make_trees(vllm_config)
         self.lengths = self._make_lengths(vllm_config)
         single_rank = vllm_config.parallel_config.world_size == 1
         self.draft_failures = DraftFailures(single_rank=single_rank)
+        self.draft_lengths = self._list_lengths()
         most = self.setup.num_speculative_tokens
         self.faults = Faults(recovers=support.recovers(vllm_config))
-        self.staging = Staging(self.layers, self.settings, vllm_config, most, self.faults)
+        drafts = self._tree_room or vllm_config.scheduler_config.max_num_seqs * most
+        self.staging = Staging(self.layers, self.settings, vllm_config, drafts, self.faults)
         self.steps = Steps(self.staging, self.faults)
         self._runner: Callable[[], Any] = lambda: None
         if self.off is None:
             route = self.settings.attention_route or "auto"
-            _C.describe_engine(self.setup.speculation, most, mode or "full", route)
+            trees = self.trees and ("trees by speed" if self._tree_room else "trees")
+            _C.describe_engine(self.setup.speculation, most, mode or trees or "full", route)
             self.staging.serve_metrics()  # now, so that a scrape before the first request finds it
 
     # ---- set-up ---------------------------------------------------------------------------------
@@ -141,12 +145,24 @@ class Engine:
         setup = tree_rules.describe(vllm_config)
         tree_rules.judge(self.settings, setup, self.off)
         problem = trees.install() or speculators.problem
+        if problem is None and self.settings.draft_tree == "auto":
+            problem = graph_lengths.install()
         if problem is not None:
-            raise NworError(f"nwor_specpv, draft_tree: {problem}; install vLLM 0.26.0")
+            raise NworError(
+                f"nwor_specpv, draft_tree: {problem}; install vLLM {versions.supported()}"
+            )
         shape = shape_of(1 + setup.num_drafts)
-        by_requests = "64 rows for one request to 4 for 17 and more, by their number"
-        rows = by_requests if self.settings.draft_tree == "auto" else f"{shape.rows} rows"
-        logger.info("nwor_specpv: steps verify draft trees of %s", rows)
+        if self.settings.draft_tree == "auto":
+            room = tree_rules.room_of_step(self.settings, setup)
+            self._tree_room = rows_of_step(setup.max_requests, room)
+            logger.info(
+                "nwor_specpv: steps verify draft trees of up to %d rows or none, by measured "
+                "speed; a step has up to %d rows",
+                shape.rows,
+                self._tree_room,
+            )
+        else:
+            logger.info("nwor_specpv: steps verify draft trees of %d rows", shape.rows)
         device = vllm_config.device_config.device
         return TreeStore(shape, setup.max_requests, setup.max_tokens, device)
 
@@ -157,15 +173,21 @@ class Engine:
         self._hook(runner_hooks.install_plan() or graph_lengths.install() or speculators.problem)
         return Lengths(self.settings, self.setup.num_speculative_tokens)
 
+    def _list_lengths(self) -> tuple[int, ...]:
+        """Numbers of drafts that our scheduler may choose; none: it does not choose."""
+        if self.lengths is not None:
+            return self.lengths.drafts
+        if not self._tree_room:
+            return ()
+        return (0, *(rows - 1 for rows in arms_of_batch(1, self._tree_room)))
+
     @property
     def uniform_rows(self) -> tuple[int, ...]:
         """Rows that every request of a batch in a full CUDA graph may have, but for single rows:
         without drafts there is nothing to verify.
         """
         most = self.setup.num_speculative_tokens
-        drafts = [most, *self.setup.drafts_by_batch_size]
-        if self.lengths is not None:
-            drafts += self.lengths.drafts
+        drafts = [most, *self.setup.drafts_by_batch_size, *self.draft_lengths]
         return tuple(1 + number for number in dict.fromkeys(drafts) if number)
 
     def add_group(self, layer_names: Sequence[str]) -> int:
@@ -260,7 +282,7 @@ class Engine:
         step = self.trees.step if self.trees is not None else None
         if step is None or step.path is None:
             return None
-        depth = self.trees.shape.depth
+        depth = min(self.trees.shape.depth, step.path.shape[1] - 1)
         return TreePaths(step.path[:, :depth].contiguous(), step.slot_places(depth))
 
     # ---- what there is to see -------------------------------------------------------------------

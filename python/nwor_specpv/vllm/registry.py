@@ -22,6 +22,7 @@ class RegisteredEngine(Protocol):
     refresh: Any  # None: not in mode `refresh`
     lengths: Any  # None: not in mode `lossless` on runner V2
     trees: Any  # None: drafts are chains
+    draft_lengths: tuple[int, ...]  # that our scheduler may choose; empty: it does not choose
     names: Sequence[str]  # of a step's requests, in their order (runner V2)
     scheduled_drafts: Sequence[int] | None  # of each, where vLLM says so
     num_drafts: int  # that the scheduler wants for the next step (runner V2); 0: a plain one

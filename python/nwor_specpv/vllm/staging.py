@@ -30,9 +30,10 @@ class Staging:
         layers: Mapping[str, Any],
         settings: Settings,
         vllm_config: Any,
-        num_drafts: int,
+        max_drafts: int,
         faults: Faults,
     ) -> None:
+        """`max_drafts`: of a full batch."""
         self.layers = layers
         self.groups: list[list[str]] = []  # names of layers that share one slot mapping
         self.bound: dict[str, int] = {}  # layer -> address of its cache
@@ -43,7 +44,7 @@ class Staging:
         self._settings = settings
         self._watched = settings.check_contract
         self._dtype = vllm_config.model_config.dtype  # of K and V before a cache quantises them
-        self._max_drafts = vllm_config.scheduler_config.max_num_seqs * num_drafts
+        self._max_drafts = max_drafts
         self._max_graph_rows = vllm_config.compilation_config.max_cudagraph_capture_size or 0
 
     def serve_metrics(self) -> None:

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from nwor_specpv.arms import Arm, ArmChoice, make_arms
-from nwor_specpv.vllm.specpv.step_clock import StepClock
+from nwor_specpv.vllm.scheduling.step_clock import StepClock
 
 LIMIT, GUESSES = 16, 4
 

@@ -9,7 +9,7 @@ import pytest
 
 from nwor_specpv.arms import PLAIN, Arm, ArmChoice, make_arms
 from nwor_specpv.arms.estimates import Estimate
-from nwor_specpv.vllm.specpv.step_clock import StepClock
+from nwor_specpv.vllm.scheduling.step_clock import StepClock
 from tests.python.vllm.arm_worlds import GUESSES, LIMIT, Engine, World
 
 WORLDS = {

@@ -104,6 +104,6 @@ def test_vllms_own_graphs_are_enough(max_num_seqs: int, max_tokens: int) -> None
 
 
 def test_the_line_names_everything() -> None:
-    said = defaults.line(["scheduler class a.B", "CUDA graphs up to 1632 rows"])
+    said = defaults.line("enable_specpv", ["scheduler class a.B", "CUDA graphs up to 1632 rows"])
     assert "enable_specpv" in said
     assert "scheduler class a.B; CUDA graphs up to 1632 rows" in said

@@ -39,11 +39,14 @@ def made_up(max_num_seqs: int, **settings: Any) -> staging.Staging:
     }
     config = SimpleNamespace(
         model_config=SimpleNamespace(dtype=torch.bfloat16),
-        scheduler_config=SimpleNamespace(max_num_seqs=max_num_seqs),
         compilation_config=SimpleNamespace(max_cudagraph_capture_size=512),
     )
     found = staging.Staging(
-        layers, read_settings({"nwor_specpv": settings}, {}), config, 16, Faults(recovers=False)
+        layers,
+        read_settings({"nwor_specpv": settings}, {}),
+        config,
+        16 * max_num_seqs,
+        Faults(recovers=False),
     )
     found.groups = [["a", "b"], ["c"]]
     return found

@@ -57,12 +57,11 @@ class World:
         }
         config = SimpleNamespace(
             model_config=SimpleNamespace(dtype=torch.bfloat16),
-            scheduler_config=SimpleNamespace(max_num_seqs=4),
             compilation_config=SimpleNamespace(max_cudagraph_capture_size=0),
         )
         held = {name: SimpleNamespace(kv_cache=cache) for name, cache in self.caches.items()}
         self.faults = Faults(recovers=recovers)
-        staging = Staging(held, read_settings({"nwor_specpv": {}}, {}), config, 4, self.faults)
+        staging = Staging(held, read_settings({"nwor_specpv": {}}, {}), config, 16, self.faults)
         staging.groups = [list(held)]
         staging.bind(SLOTS.device)
         self.interceptor = staging.interceptor = Refusing(staging.interceptor, error, call)

@@ -12,7 +12,7 @@ from nwor_specpv.config import Settings
 from nwor_specpv.vllm import defaults
 from nwor_specpv.vllm.hooks.trees import walks_rows
 from nwor_specpv.vllm.tree import rules
-from nwor_specpv.vllm.tree.shape import rows_of_step
+from nwor_specpv.vllm.tree.shape import ARM_ROWS, arms_of_batch, rows_of_step
 
 FINE = rules.TreeSetup(drafter="eagle3", num_drafts=15, max_requests=8, max_tokens=2048)
 TREE = Settings(draft_tree=16)
@@ -28,7 +28,6 @@ def test_an_ordinary_set_up_is_let_in(method: str) -> None:
     ("change", "reason", "remedy"),
     [
         ({"runner_v2": False}, "model runner V1", "VLLM_USE_V2_MODEL_RUNNER=1"),
-        ({"readable": False}, "were not read for vLLM", "install vLLM 0.26.0"),
         ({"tensor_parallel": 2}, "tensor parallelism of 2", "--tensor-parallel-size 1"),
         ({"pipeline_parallel": 2}, "pipeline parallelism of 2", "--pipeline-parallel-size 1"),
         ({"data_parallel": 4}, "data parallelism of 4", "--data-parallel-size 1"),
@@ -36,6 +35,7 @@ def test_an_ordinary_set_up_is_let_in(method: str) -> None:
         ({"hybrid": True}, "state-space layers", "without draft_tree"),
         ({"mla": True}, "MLA", "without draft_tree"),
         ({"lora": True}, "LoRA", "--enable-lora"),
+        ({"sampling_mask": True}, "sampling masks", "--return-sampling-mask"),
         ({"drafter": "ngram", "num_drafts": 15}, "method ngram has no head", "eagle or eagle3"),
         ({"num_drafts": 4}, "num_speculative_tokens is 4", "drop num_speculative_tokens"),
         ({"drafts_by_requests": ((1, 8, 4),)}, "lengths of chains", "drop it"),
@@ -62,20 +62,44 @@ def test_what_settings_and_staging_refuse() -> None:
     assert "no speculation is configured" in refusal.reason
 
 
-def test_rows_chosen_by_the_number_of_requests() -> None:
-    auto, ranges = Settings(draft_tree="auto"), rules._chosen_drafts()
-    assert ranges == ((1, 1, 63), (2, 4, 31), (5, 8, 15), (9, 16, 7), (17, 17, 3))
-    fine = replace(FINE, num_drafts=63, drafts_by_requests=ranges, logit_bytes=4, max_requests=40)
-    assert rules.refusals(auto, fine, None) == []
-    (refusal,) = rules.refusals(auto, replace(fine, experts=True), None)
-    assert "set draft_tree to a number of rows" in refusal.remedy
-    (refusal,) = rules.refusals(auto, replace(fine, drafts_by_requests=((1, 9, 3),)), None)
+AUTO = Settings(draft_tree="auto")
+CHOSEN = replace(
+    FINE, num_drafts=63, drafts_by_requests=((1, 1, 63),), chooses_rows=True, max_requests=40
+)
+
+
+def test_rows_chosen_by_speed() -> None:
+    assert rules.refusals(AUTO, CHOSEN, None) == []
+    (refusal,) = rules.refusals(AUTO, replace(CHOSEN, chooses_rows=False), None)
+    assert "chooses no rows" in refusal.reason
+    assert "drop --scheduler-cls, or set draft_tree to a number of rows" in refusal.remedy
+    (refusal,) = rules.refusals(AUTO, replace(CHOSEN, drafts_by_requests=((1, 9, 3),)), None)
     assert "lengths of chains" in refusal.reason
-    (refusal,) = rules.refusals(auto, replace(fine, num_drafts=4), None)
+    (refusal,) = rules.refusals(AUTO, replace(CHOSEN, num_drafts=4), None)
     assert "trees have up to 63 drafts" in refusal.reason
-    assert [rows_of_step(n) for n in (1, 2, 4, 7, 16, 17, 32, 33)] == [
-        *(64, 64, 128, 128, 128, 128, 128, 132)
-    ]
+    # A request must have room for the smallest trees; larger ones are left out where they do not
+    # fit.
+    (refusal,) = rules.refusals(AUTO, replace(CHOSEN, max_tokens=3), None)
+    assert "4 rows of 1 requests do not fit" in refusal.reason
+
+
+def test_room_of_a_step() -> None:
+    assert rules.room_of_step(AUTO, CHOSEN) == 2048
+    assert rules.room_of_step(AUTO, replace(CHOSEN, logit_bytes=1 << 22)) == 512
+    staging = Settings(draft_tree="auto", max_staging_bytes=1 << 20)
+    assert rules.room_of_step(staging, replace(CHOSEN, draft_bytes=1 << 14)) == 64
+
+
+def test_rows_of_a_batch() -> None:
+    assert arms_of_batch(1, 2048) == list(ARM_ROWS) == [4, 8, 16, 32, 64]
+    assert arms_of_batch(9, 2048) == [4, 8, 16, 32]
+    assert arms_of_batch(200, 2048) == [4]  # MOST_ROWS is for larger trees
+    assert arms_of_batch(600, 2048) == []
+    assert arms_of_batch(5, 64) == [4, 8]
+    for room in (3, 4, 63, 100, 511, 512, 700, 2048):
+        for requests in (1, 2, 7, 8, 9, 60, 128, 129, 300):
+            every = [n * rows for n in range(1, requests + 1) for rows in arms_of_batch(n, room)]
+            assert rows_of_step(requests, room) == max(every, default=0), (room, requests)
 
 
 def test_a_layer_with_a_window_is_refused() -> None:
@@ -98,7 +122,7 @@ def test_a_layer_with_a_window_is_refused() -> None:
         (
             "auto",
             {"method": "eagle3", "num_speculative_tokens": 4},
-            {"num_speculative_tokens_per_batch_size": list(rules._chosen_drafts())},
+            {"num_speculative_tokens_per_batch_size": [(1, 1, 63)]},
         ),
     ],
 )
@@ -113,6 +137,7 @@ def test_whose_rows_vllm_walks_as_a_chain() -> None:
         "presence_penalty": 0.0,
         "bad_words_token_ids": None,
         "structured_outputs": None,
+        "thinking_token_budget": None,
     }
     assert not walks_rows(None)
     assert not walks_rows(SimpleNamespace(**plain))
@@ -122,5 +147,6 @@ def test_whose_rows_vllm_walks_as_a_chain() -> None:
         {"presence_penalty": 0.5},
         {"bad_words_token_ids": [[4, 5]]},
         {"structured_outputs": SimpleNamespace(json="{}")},
+        {"thinking_token_budget": 100},
     ):
         assert walks_rows(SimpleNamespace(**(plain | change)))

@@ -13,7 +13,7 @@ from nwor_specpv import Tree, tree_from_parents
 from nwor_specpv.errors import NworError
 from nwor_specpv.vllm.tree.growth import best_tokens, grow
 from nwor_specpv.vllm.tree.shape import shape_of
-from nwor_specpv.vllm.tree.store import TreeStore, causal_words
+from nwor_specpv.vllm.tree.store import TreeStore, WholeTrees, causal_words
 from tests.python.tree.forest import SEED, ancestors, greedy_walk, random_parents
 
 WORDS = 3  # tokens: matches are frequent
@@ -84,7 +84,7 @@ def test_steps_of_random_trees_against_a_walk_by_hand(rows: int) -> None:
     print(f"seed={SEED}")
     rng, shape = random.Random(SEED + rows), shape_of(rows)
     torch.manual_seed(SEED)
-    for _ in range(12):
+    for _ in range(16):
         store = TreeStore(shape, REQUESTS, TOKENS, torch.device("cpu"))
         chained = [rng.random() < 0.3 for _ in range(REQUESTS)]
         for index, chain in enumerate(chained):
@@ -105,13 +105,22 @@ def test_steps_of_random_trees_against_a_walk_by_hand(rows: int) -> None:
             assert drafts[index, :length].tolist() == chains[index, :length].tolist()
             parents[index] = [*range(-1, length), *([-2] * (rows - 1 - length))]
 
-        batch = Batch([random_request(i, rows, drafts[i].tolist(), rng) for i in order.tolist()])
+        same = rng.choice([None, None, rows - 1, rng.randrange(1, rows)])
+        batch = Batch(
+            [random_request(i, rows, drafts[i].tolist(), rng, same) for i in order.tolist()]
+        )
         batch.begin(store)
         check_step(store, batch, parents, chained)
 
 
-def random_request(index: int, rows: int, drafts: list[int], rng: random.Random) -> Request:
+def random_request(
+    index: int, rows: int, drafts: list[int], rng: random.Random, same: int | None
+) -> Request:
+    """With `same` drafts, as many as the others have."""
     prefix = rng.randrange(50)
+    if same is not None:
+        ids = [rng.randrange(WORDS), *drafts[:same]]
+        return Request(index, prefix, same + 1, same, ids)
     kind = rng.choice(["whole", "whole", "cut", "single", "prompt", "filled"])
     number = {"whole": rows - 1, "cut": rng.randrange(rows)}.get(kind, 0)
     before = 0
@@ -132,6 +141,8 @@ def check_step(
         assert not any(batch.drafts)
         return
     drawn = torch.randint(0, WORDS, (len(batch.logit_rows),))
+    whole = type(step) is WholeTrees
+    assert whole is (set(batch.lens) == {batch.drafts[0] + 1} and len(set(batch.drafts)) == 1)
     emitted, counts = step.accept(batch.ids[batch.logit_rows].long(), drawn, staged=True)
     row_order, logit_order = step.row_order(len(batch.ids)), step.logit_order(len(drawn))
     expected_ids = batch.ids.tolist()
@@ -151,7 +162,8 @@ def check_step(
                 assert bits(step.mask[place]) == seen
         targets = drawn[at : at + 1 + one.drafts].tolist()
         path, _ = greedy_walk([above[row] for row in linked], one.ids[: len(linked)], targets)
-        assert step.path[b].tolist() == path + [-1] * (store.shape.rows - len(path))
+        width = one.rows if whole else store.shape.rows
+        assert step.path[b].tolist() == path + [-1] * (width - len(path))
         assert int(counts[b]) == len(path) + 1
         walk = [0, *path]
         assert emitted[b, : len(walk)].tolist() == [targets[row] for row in walk]
@@ -160,13 +172,19 @@ def check_step(
             assert int(row_order[start + i]) == start + row
             expected_ids[start + i] = one.ids[row] if has_tree else one.ids[i]
         rest = range(start + len(walk), start + one.rows)
-        assert row_order[start + len(walk) : start + one.rows].tolist() == list(rest)
+        assert whole or row_order[rest.start : rest.stop].tolist() == list(rest)
         places = step.slot_places(store.shape.depth)[b, : len(path)].tolist()
         assert places == list(range(start + 1, start + 1 + len(path)))
     order = store.restore(batch.ids, batch.positions)
     assert torch.equal(order, row_order)
     assert torch.equal(batch.positions, batch.plain)
-    assert batch.ids.tolist() == expected_ids
+    found = batch.ids.tolist()
+    if whole:  # rejected rows are anything
+        for b in range(len(batch.requests)):
+            first, count = int(batch.starts[b]), int(counts[b])
+            assert found[first : first + count] == expected_ids[first : first + count]
+    else:
+        assert found == expected_ids
     assert store.step is None
 
 

@@ -14,12 +14,9 @@ import pytest
 
 from support.engine_process import run_script
 from support.engines import STAGED, story_prompts
-from support.installed import ADAPTER, PAGE
+from support.installed import PAGE
 
-pytestmark = [
-    pytest.mark.serves("draft trees", "V2"),
-    pytest.mark.skipif(not ADAPTER.has_trees, reason="trees were not read for this vLLM"),
-]
+pytestmark = pytest.mark.serves("draft trees", "V2")
 
 SCRIPT = Path(__file__).parents[1] / "support" / "trees_v2_process.py"
 ROWS, TOKENS = 8, 10
@@ -88,18 +85,54 @@ def test_mixed_requests_over_random_trees(tmp_path: Path) -> None:
     assert found["steps"][0] < expected["steps"][0]
 
 
+# Drafts that steps have in turns where they are chosen: 0 are a plain step.
+TURNS = (7, 3, 0, 15, 63, 0, 0, 31)
+
+
 @pytest.mark.slow
 def test_trees_that_a_head_grows(tmp_path: Path) -> None:
-    """Their size follows the number of requests, and growing is recorded and replayed."""
+    """Steps differ in their rows, and growing is recorded and replayed."""
     expected, found = run(
         tmp_path,
         plain(FEW),
-        job(FEW, nwor={"draft_tree": "auto"}, arrivals=[0, 4, 4, 5], graphs=[[64, 1], [32, 4]]),
+        job(
+            FEW,
+            nwor={"draft_tree": "auto"},
+            arms=[[drafts, 0] for drafts in TURNS],
+            arrivals=[0, 4, 4, 5],
+            graphs=[[64, 1], [32, 4], [16, 4], [8, 4], [4, 4]],
+        ),
     )
     check(found)
     assert found["tokens"] == expected["tokens"]
     check_log_probs(found, expected)
-    assert found["replays"] > len(found["walks"]) - 2
+    assert found["scheduler"] == "TreeScheduler"
+    assert found["replays"] > 0.6 * len(found["walks"])  # not of all batches
+    wanted, verified = (set(part) for part in zip(*found["lengths"], strict=True))
+    assert wanted == set(TURNS)
+    assert verified >= {0, 3, 7, 15, 31}
+    counted = found["grown"]
+    assert counted["specpv_plain_steps_total"] > 2
+    assert counted["specpv_guess_steps_total"] > 4
+
+
+@pytest.mark.slow
+def test_rows_by_speed_and_an_eagle_head(tmp_path: Path) -> None:
+    """What the scheduler chooses by itself, and trees of a head that reads one layer's states."""
+    expected, chosen, eagle = run(
+        tmp_path,
+        plain(FEW),
+        job(FEW, nwor={"draft_tree": "auto"}),
+        job(FEW, head="eagle"),
+    )
+    for found in (chosen, eagle):
+        check(found)
+        assert found["tokens"] == expected["tokens"]
+        check_log_probs(found, expected)
+    assert chosen["lengths"][0] == [0, 0]  # nothing was measured
+    assert chosen["grown"]["specpv_plain_steps_total"] > 0
+    assert "specpv_plain_steps_total" not in eagle["grown"]
+    assert {wanted for wanted, _ in eagle["lengths"]} == {ROWS - 1}
 
 
 @pytest.mark.slow
@@ -108,7 +141,7 @@ def test_what_happens_to_requests(tmp_path: Path) -> None:
     has no room: then no draft is accepted."""
     tight = {"num_gpu_blocks_override": 160 // PAGE, "max_model_len": 128}
     # A head computes the last block of a hit again.
-    long = {"prompts": [(PROMPTS[i] * 9)[: 3 * PAGE + 5] for i in FEW]}
+    long = {"prompts": [(PROMPTS[i] * 40)[: 3 * PAGE + 5] for i in FEW]}
     expected, expected_long, preempted, aborted, again, cut, direct = run(
         tmp_path,
         plain(FEW),

@@ -122,6 +122,9 @@ class Script:
         assert free_blocks(llm) == free
         assert not _scheduler(llm).requests
         engine = own_engine()
+        assert not engine.interceptor.stats()["round_open"]
+        if engine.trees is not None:  # which have no views
+            return
         runner = engine.runner
         if hasattr(runner, "input_batch"):
             known, store = runner.drafter._requests, runner.drafter._store
@@ -131,7 +134,6 @@ class Script:
         assert len(known) == 1
         assert sorted(store._free) == sorted(set(store._free))
         assert len(store._free) == self.num_views - 1
-        assert not engine.interceptor.stats()["round_open"]
 
 
 def stories() -> Script:

@@ -3,6 +3,8 @@
 jobs: a list of runs, each with `start` (arguments of engines.start; `speculation` is added to a
 head of made-up weights, None: no speculation), `prompts`, `params` (of SamplingParams, one for each
 prompt; `bad_words` are lists of tokens), `arrivals`, `aborts`, `repeats`, and
+    head      `eagle`, instead of `eagle3`
+    arms      [drafts, 0] that steps take in turns, instead of what pays
     oracle    number of an earlier run: trees are random and hold what that run has written on one
               of their paths, now and then with an error; `seed` says how
     bypass    no round fits in staging
@@ -23,10 +25,12 @@ from typing import Any
 import torch
 
 import conftest  # noqa: F401  (vLLM's environment)
+from nwor_specpv import Metrics
 from support import triton_cpu
 from support.engines import counted, drive, greedy, own_engine, start
 from support.heads import story_head
 from support.recorded_graph import RecordedGraph, record
+from support.runner_v2_process import take_turns, watch_lengths
 
 PREEMPTIONS = "vllm:num_preemptions"
 
@@ -37,11 +41,13 @@ def main() -> None:
     allow_all_parameters()
     jobs = json.loads(Path(sys.argv[1]).read_text())
     with tempfile.TemporaryDirectory() as folder:
-        head = story_head(Path(folder), torch.float32)
-        del head["num_speculative_tokens"]
+        heads = {}
+        for method in ("eagle3", "eagle"):
+            heads[method] = story_head(Path(folder), torch.float32, method)
+            del heads[method]["num_speculative_tokens"]
         results: list[dict[str, Any]] = []
         for job in jobs:
-            results.append(run(job, head, results))
+            results.append(run(job, heads[job.get("head", "eagle3")], results))
         Path(sys.argv[2]).write_text(json.dumps(results))
 
 
@@ -73,6 +79,8 @@ def run(job: dict[str, Any], head: dict[str, Any], before: list[dict[str, Any]])
     executor = llm.llm_engine.engine_core.engine_core.model_executor
     runner = executor.driver_worker.worker.model_runner
     walks: list[list[list[int]]] = []
+    lengths: list[tuple[int, int]] = []
+    before_it = Metrics().snapshot()
     if options["speculation"] is not None:
         if job.get("bypass"):
             staging = own_engine().staging
@@ -83,7 +91,9 @@ def run(job: dict[str, Any], head: dict[str, Any], before: list[dict[str, Any]])
             draft_from(runner, job["prompts"], texts, job.get("seed", 0))
         if job.get("graphs"):
             record_growth(runner.speculator, job["graphs"])
-        walks = watch_walks()
+        if job.get("arms"):
+            take_turns(llm, job["arms"])
+        walks, lengths = watch_walks(), watch_lengths(llm)
     params = [params_of(one) for one in job["params"]]
     aborts = {int(step): name for step, name in job.get("aborts", {}).items()}
     preempted = counted(llm, PREEMPTIONS)
@@ -108,9 +118,18 @@ def run(job: dict[str, Any], head: dict[str, Any], before: list[dict[str, Any]])
             "sampler": type(runner.rejection_sampler).__name__,
             "violations": engine.violations,
             "stats": engine.interceptor.stats(),
+            "scheduler": type(llm.llm_engine.engine_core.engine_core.scheduler).__name__,
+            "lengths": lengths,
+            "grown": grown(before_it),
             "replays": sum(graph.replays for graph in runner.speculator._graphs.values()),
         }
     return found
+
+
+def grown(before: dict[str, Any]) -> dict[str, float]:
+    now = Metrics().snapshot()
+    found = {name: now[name] - before[name] for name in now if isinstance(now[name], int | float)}
+    return {name: value for name, value in found.items() if value}
 
 
 def record_growth(speculator: Any, shapes: list[list[int]]) -> None:

@@ -7,7 +7,7 @@ Up to four methods are replaced, each after a check of its signature:
 * `choose_graphs` captures graphs for more rows, which drafts make of a batch;
 * `prefers_runner_v2`, which not every version has, says yes where our speculators are to draft;
 * `make_config` sets the scheduler class, which needs the configuration as vLLM has resolved it, and
-  logs one line with everything that was set.
+  logs one line with what was set.
 
 What is set follows from `nwor_specpv.vllm.defaults`. Without the two settings nothing changes.
 """
@@ -166,10 +166,20 @@ def _make_config(original: Method) -> Method:
         if settings is not None:
             filled = _fill(self, config, settings)
             if filled:
-                logger.info("%s", defaults.line(filled))
+                logger.info("%s", defaults.line("enable_specpv", filled))
+        elif _chooses_rows(self, config):
+            config.scheduler_config.scheduler_cls = defaults.TREE_SCHEDULER
+            filled = [f"scheduler class {defaults.TREE_SCHEDULER}"]
+            logger.info("%s", defaults.line("draft_tree", filled))
         return config
 
     return create_engine_config
+
+
+def _chooses_rows(arguments: Any, config: Any) -> bool:
+    """Whether rows of draft trees are to be chosen, and the scheduler was left open."""
+    auto = read_settings(config.additional_config).draft_tree == "auto"
+    return auto and speculators.drafts_trees(config) and arguments.scheduler_cls is None
 
 
 def _fill(arguments: Any, config: Any, settings: Settings) -> list[str]:

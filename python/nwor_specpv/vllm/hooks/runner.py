@@ -26,7 +26,7 @@ from nwor_specpv.vllm import draft_rows, registry, versions
 
 from .wrapping import replace, wrap
 
-# Attributes of a step's plan that our scheduler sets: see `specpv.decisions`.
+# Attributes of a step's plan that our scheduler sets: see `scheduling.decisions`.
 PASSES, COUNTS = "nwor_specpv_passes", "nwor_specpv_counts"
 
 
@@ -54,7 +54,7 @@ def install() -> str | None:
 def install_plan() -> str | None:
     """Wraps the method of runner V2 that orders a step's requests; V1 keeps their names itself.
 
-    It is told, too, what drafts the scheduler wants for the next step: see `specpv.decisions`.
+    It is told, too, what drafts the scheduler wants for the next step: see `scheduling.decisions`.
     """
 
     def name_v2(runner: Any, scheduler_output: Any, *more: Any) -> None:
@@ -63,17 +63,15 @@ def install_plan() -> str | None:
             return
         vllm = versions.adapter
         found.scheduled_drafts = vllm.scheduled_drafts(*more)
-        if found.trees is not None:
-            found.num_drafts = vllm.wanted_drafts(scheduler_output)
+        found.num_drafts = vllm.wanted_drafts(scheduler_output)
         if found.refresh is not None or found.lengths is not None:
             found.names = vllm.names_of(runner, scheduler_output, *more)
-            found.num_drafts = vllm.wanted_drafts(scheduler_output)
-            if found.lengths is not None:
-                found.num_passes = 0
-                if found.num_drafts:
-                    found.num_passes = _passes(scheduler_output, found.lengths)
-                for name, amount in getattr(scheduler_output, COUNTS, {}).items():
-                    _C.count(name, amount)
+        if found.lengths is not None:
+            found.num_passes = 0
+            if found.num_drafts:
+                found.num_passes = _passes(scheduler_output, found.lengths)
+        for name, amount in getattr(scheduler_output, COUNTS, {}).items():
+            _C.count(name, amount)
 
     return wrap(versions.adapter.order_requests_v2, name_v2)
 

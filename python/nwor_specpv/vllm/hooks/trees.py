@@ -2,13 +2,15 @@
 
 * Before the model runs: rows have slots, and get the positions and the mask of their trees.
 * A request begins: no tree waits for it. Where vLLM walks a request's rows as a chain (penalties,
-  bad words, structured output), its trees are chains.
+  bad words, structured output, budgets of thinking), its trees are chains.
 * The rejection sampler is ours, by vLLM's own extension point.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
+from importlib.metadata import entry_points
 from typing import Any
 
 from nwor_specpv.vllm import registry, versions
@@ -25,14 +27,10 @@ def install() -> str | None:
         (vllm.make_samplers_v2, lambda method: replace(method, _sampling)),
     )
     for method, put in hooks:
-        problem = _missing() if method is None else put(method)
+        problem = put(method)
         if problem is not None:
             return problem
     return None
-
-
-def _missing() -> str:
-    return f"draft trees were not read for vLLM {versions.adapter.version}"
 
 
 def _open(runner: Any, input_batch: Any) -> None:
@@ -51,9 +49,17 @@ def _open(runner: Any, input_batch: Any) -> None:
 
 
 def _forget(model_state: Any, req_index: int, new_req_data: Any) -> None:
-    engine = registry.find_engine(model_state.vllm_config)
+    config = model_state.vllm_config
+    engine = registry.find_engine(config)
     if engine is not None and engine.trees is not None:
-        engine.trees.forget(req_index, chain=walks_rows(new_req_data.sampling_params))
+        # Processors of logits that are not vLLM's own are told of rows as if they were a chain.
+        others = bool(config.model_config.logits_processors) or _installed_processors()
+        engine.trees.forget(req_index, chain=others or walks_rows(new_req_data.sampling_params))
+
+
+@functools.cache
+def _installed_processors() -> bool:
+    return bool(entry_points(group="vllm.logits_processors"))
 
 
 def walks_rows(params: Any) -> bool:
@@ -64,6 +70,7 @@ def walks_rows(params: Any) -> bool:
         or params.presence_penalty
         or params.bad_words_token_ids
         or params.structured_outputs is not None
+        or params.thinking_token_budget is not None
     )
 
 

@@ -14,8 +14,7 @@
     draft_models      vLLM's target and head on rows of ours
     speculator        mode `lossless` on model runner V2, in the place of vLLM's EAGLE speculator
     lengths           how many drafts and passes are possible there
-    step_clock        how long a step took, and what was chosen for it
-    decisions         what each step's drafts are, for all ranks, by `nwor_specpv.arms`
+    decisions         which drafts pay, by `nwor_specpv.arms`
     scheduler         vLLM's schedulers: with drafts that pay, or capping what is published
     refresh           mode `refresh`: the verify step itself attends to the view
     refresh_requests  which of its requests see their view in a step

@@ -1,8 +1,4 @@
-"""What each step's drafts are: decided by the scheduler, followed by all ranks.
-
-A decision travels with vLLM's plan of the step: `num_spec_tokens_to_schedule`, vLLM's own field, is
-the number of drafts of the next step; `nwor_specpv_passes` is the number of partial passes that
-make them; `nwor_specpv_counts` is what workers count, as their processes serve metrics.
+"""What the drafts of steps over long contexts are.
 
 Where passes fail, the process with the worker knows: a scheduler in it chooses them no more. One in
 another process goes on choosing by speed; its workers then make the drafts by guesses.
@@ -10,125 +6,31 @@ another process goes on choosing by speed; its workers then make the drafts by g
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Mapping, Sequence
-from typing import Any
-
-from nwor_specpv.arms import PLAIN, Arm, ArmChoice, Choice, make_arms
-from nwor_specpv.errors import logger
-from nwor_specpv.vllm.hooks.runner import COUNTS, PASSES
+from nwor_specpv.arms import Arm, ArmChoice, Choice, make_arms
+from nwor_specpv.vllm.scheduling.decisions import Decisions
 
 from .lengths import Lengths
-from .step_clock import StepClock
-
-_LOG_SECONDS = 60.0
-_VERIFIES = "nwor_specpv_verifies"  # how many passes made the drafts of a step
 
 
-class Decisions:
-    """Of one scheduler. Thread-safety: none."""
+class LongContextDecisions(Decisions):
+    """Plain steps, guesses or partial passes. Thread-safety: none."""
 
     def __init__(self, lengths: Lengths, *, lookups: bool) -> None:
         """`lookups`: guesses come from lookups, so that any number of them costs the same."""
-        self.choice = ArmChoice(make_arms(lengths.limit, lengths.guesses, long_guesses=lookups))
+        super().__init__(ArmChoice(make_arms(lengths.limit, lengths.guesses, long_guesses=lookups)))
         self._lengths = lengths
-        self._clock = StepClock()
-        self._counts: Counter[str] = Counter()
-        self._passes = 0  # of the latest decision, whose drafts the next step verifies
-        self._seen = (0, 0)  # switches and probe steps that were counted
-        self._logged: tuple[float, tuple[int, int]] | None = None  # when, and what then
 
-    def decide(self, output: Any, requests: Mapping[str, Any], now: float) -> Arm:
-        """Decides for the drafts that a scheduled step makes, and writes it into its plan."""
-        batch = tokens = longest = 0
-        measurable = True
-        drafts = output.scheduled_spec_decode_tokens
-        for name, number in output.num_scheduled_tokens.items():
-            request = requests[name]
-            end = request.num_computed_tokens + number
-            measurable = measurable and number == 1 + len(drafts.get(name, ()))
-            if end >= request.num_tokens + request.num_output_placeholders:  # it gets a token
-                batch, tokens, longest = batch + 1, tokens + end, max(longest, end)
-        arm = PLAIN
-        if batch and self._lengths.fixed:
-            arm = self._lengths.fixed_arm(longest)
-        elif batch:
-            chosen = self.choice.choose(
-                batch,
-                tokens / batch,
-                passes=longest > self._lengths.shortest,
-                measurable=measurable,
-            )
-            self._clock.scheduled(output, chosen, now, measurable=measurable)
-            arm = chosen.arm
-            self._log(chosen, batch, now)
-        output.num_spec_tokens_to_schedule = arm.drafts
-        setattr(output, PASSES, arm.passes)
-        setattr(output, _VERIFIES, self._passes)
-        self._passes = arm.passes
-        self._counts[f"specpv_{_kind(arm)}_steps_total"] += batch > 0
-        setattr(output, COUNTS, dict(self._counts))
-        self._counts.clear()
-        return arm
+    def choose(self, batch: int, context: float, longest: int, *, measurable: bool) -> Choice:
+        """See the base class."""
+        passes = longest > self._lengths.shortest
+        return self.choice.choose(batch, context, passes=passes, measurable=measurable)
 
-    def finish(self, output: Any, sampled: Sequence[Sequence[int]], now: float) -> None:
-        """A step's output is there: the tokens of each of its requests."""
-        self._count_confirmed(output, sampled)
-        found = self._clock.finished(output, now)
-        if found is None:
-            return
-        chosen, seconds = found
-        tokens = [len(ids) for ids in sampled if len(ids)]
-        self.choice.observe(chosen, seconds, tokens)
-        if seconds is not None:
-            kind = f"specpv_{_kind(chosen.arm)}_step"
-            self._counts[f"{kind}_tokens_total"] += sum(tokens)
-            self._counts[f"{kind}_seconds_total"] += round(1e6 * seconds)  # as `count` takes it
-        now_seen = (self.choice.switches, self.choice.probe_steps)
-        self._counts["specpv_arm_switches_total"] += now_seen[0] - self._seen[0]
-        self._counts["specpv_probe_steps_total"] += now_seen[1] - self._seen[1]
-        self._seen = now_seen
+    def fixed_arm(self, longest: int) -> Arm | None:
+        """See the base class."""
+        return self._lengths.fixed_arm(longest) if self._lengths.fixed else None
 
     def fail_passes(self) -> None:
         """Passes have failed in the worker of this process."""
         if not self._lengths.given_up:
             self._lengths.give_up()
             self.choice.fail_passes()
-
-    def _count_confirmed(self, output: Any, sampled: Sequence[Sequence[int]]) -> None:
-        """Of drafts by passes: those that were right, and the first wrong one of each request."""
-        number = max(map(len, output.scheduled_spec_decode_tokens.values()), default=0)
-        if not getattr(output, _VERIFIES, 0) or not number:
-            return
-        right = sum(max(0, len(ids) - 1) for ids in sampled)
-        wrong = sum(0 < len(ids) <= number for ids in sampled)
-        self._counts["specpv_confirmed_tokens_total"] += right
-        self._counts["specpv_drafted_tokens_total"] += right + wrong
-
-    def _log(self, chosen: Choice, batch: int, now: float) -> None:
-        """At most a line a minute, and only if something was tried."""
-        tried = (self.choice.switches, self.choice.probe_steps)
-        if self._logged is None:
-            self._logged = now, tried
-        if now < self._logged[0] + _LOG_SECONDS or tried == self._logged[1]:
-            return
-        switches, probes = (now - then for now, then in zip(tried, self._logged[1], strict=True))
-        self._logged = now, tried
-        rates = ", ".join(
-            f"{arm} {batch * rate:.0f}" for arm, rate in self.choice.rates(chosen.cell).items()
-        )
-        logger.info(
-            "nwor_specpv: %d requests take steps of kind: %s (measured tokens per second: %s); "
-            "%d switches and %d probe steps since the last line",
-            batch,
-            chosen.cell.arm,
-            rates or "none yet",
-            switches,
-            probes,
-        )
-
-
-def _kind(arm: Arm) -> str:
-    if not arm.drafts:
-        return "plain"
-    return "pass" if arm.passes else "guess"

@@ -20,6 +20,7 @@ from nwor_specpv.errors import logger
 from nwor_specpv.ops import certain_logits
 from nwor_specpv.vllm import versions
 from nwor_specpv.vllm.engine import Engine, engine_of
+from nwor_specpv.vllm.hooks.graph_lengths import offer_larger_graphs
 
 from .chain import Chains
 from .draft_loop import DraftLoop, Head
@@ -133,7 +134,7 @@ class PassProposals:
         """Drafts of each request, and passes that make them, as the scheduler wants them."""
         if not self._offered:  # the target's manager, too, as soon as its runner is known
             self._offered = True
-            self._offer_graphs()
+            offer_larger_graphs(getattr(self._engine.runner, "cudagraph_manager", None))
         return self._engine.num_drafts, 0 if self.lengths.given_up else self._engine.num_passes
 
     def _choose_sampling(self, input_batch: Any) -> None:
@@ -182,16 +183,6 @@ class PassProposals:
             self._capture_loop(sorted(sizes, reverse=True))
         except Exception as error:
             self._fail_at_start(error)
-
-    def _offer_graphs(self) -> None:
-        try:
-            offer_larger_graphs(getattr(self._engine.runner, "cudagraph_manager", None))
-        except Exception as error:  # vLLM's own names: without them, steps run without graphs
-            logger.warning(
-                "nwor_specpv: could not offer CUDA graphs for all draft lengths; some steps run "
-                "without graphs: %s",
-                error,
-            )
 
     def _fail(self, error: Exception, reason: str = "") -> None:
         """Guesses are all there is from now on; serving goes on."""
@@ -410,20 +401,3 @@ class PassProposals:
 def chooses_lengths(scheduler: Any) -> bool:
     """Whether vLLM's `scheduler_cls`, a class, its name or None, decides how many are drafted."""
     return str(getattr(scheduler, "__qualname__", scheduler)).endswith("LongContextScheduler")
-
-
-def offer_larger_graphs(manager: Any) -> None:
-    """Lets a batch be padded to any larger graph of its own number of rows.
-
-    vLLM looks at the graphs of the next larger number of tokens only. With several numbers of rows
-    that graph is often another kind's, and the step would run without a graph. Graphs of batches
-    whose requests have different numbers of rows come last: they are not full ones.
-    """
-    if manager is None:
-        return
-    found = {desc for descs in manager._candidates.values() for desc in descs}
-    ordered = sorted(found, key=lambda desc: (desc.uniform_token_count is None, desc.num_tokens))
-    for tokens, loras in list(manager._candidates):
-        manager._candidates[tokens, loras] = [
-            desc for desc in ordered if desc.num_tokens >= tokens and desc.num_active_loras == loras
-        ]

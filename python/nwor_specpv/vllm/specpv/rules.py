@@ -65,7 +65,7 @@ class LongContext:
 def describe(vllm_config: Any) -> LongContext:
     """The set-up of a VllmConfig."""
     speculative, model = vllm_config.speculative_config, vllm_config.model_config
-    scheduler = _scheduler(vllm_config.scheduler_config.scheduler_cls)
+    scheduler = scheduler_class(vllm_config.scheduler_config.scheduler_cls)
     caps = isinstance(scheduler, type) and issubclass(scheduler, CapsPublished)
     return LongContext(
         drafter=speculative.method if speculative is not None else None,
@@ -89,7 +89,7 @@ def describe(vllm_config: Any) -> LongContext:
     )
 
 
-def _scheduler(named: Any) -> Any:
+def scheduler_class(named: Any) -> Any:
     """The class that vLLM's `scheduler_cls` is or names; None: vLLM's own."""
     if not isinstance(named, str):
         return named

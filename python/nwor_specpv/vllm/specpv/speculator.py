@@ -23,10 +23,11 @@ from vllm.config.compilation import CUDAGraphMode
 from vllm.v1.worker.gpu.spec_decode.eagle.speculator import EagleSpeculator
 
 from nwor_specpv.vllm import versions
+from nwor_specpv.vllm.hooks.graph_lengths import offer_larger_graphs
 
 from .chain import Chains
 from .draft_models import EagleHead
-from .proposals import PassProposals, offer_larger_graphs
+from .proposals import PassProposals
 from .target import TargetModel, own_layers
 
 

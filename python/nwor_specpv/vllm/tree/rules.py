@@ -11,12 +11,12 @@ from typing import Any
 
 from nwor_specpv.config import Settings
 from nwor_specpv.errors import NworError
-from nwor_specpv.vllm import versions
-from nwor_specpv.vllm.defaults import tree_drafts, tree_speculation
+from nwor_specpv.vllm.defaults import tree_drafts, tree_ranges
 from nwor_specpv.vllm.hooks.speculators import HEADS
+from nwor_specpv.vllm.specpv.rules import scheduler_class
 from nwor_specpv.vllm.support import Refusal
 
-from .shape import rows_of_step
+from .shape import ARM_ROWS
 
 # What logits of a full batch may take: vLLM does not count them when it measures memory.
 MAX_LOGIT_BYTES = 2 << 30
@@ -32,16 +32,16 @@ class TreeSetup:
     drafts_by_requests: tuple[tuple[int, int, int], ...] = ()  # (first, last, drafts)
     draft_sampling: str = "greedy"
     acceptance: str = "standard"  # how vLLM is to accept drafts
+    chooses_rows: bool = False  # its scheduler does
     runner_v2: bool = True
-    readable: bool = True  # what trees need was read for this version of vLLM
     tensor_parallel: int = 1
     pipeline_parallel: int = 1
     data_parallel: int = 1
     multimodal: bool = False
     hybrid: bool = False
-    experts: bool = False
     mla: bool = False
     lora: bool = False
+    sampling_mask: bool = False
     max_requests: int = 1
     max_tokens: int = 1  # rows of a step
     draft_bytes: int = 0  # K/V of one draft
@@ -61,16 +61,18 @@ def describe(vllm_config: Any) -> TreeSetup:
         ),
         draft_sampling=getattr(speculative, "draft_sample_method", None) or "greedy",
         acceptance=getattr(speculative, "rejection_sample_method", None) or "standard",
+        chooses_rows=bool(
+            getattr(scheduler_class(scheduling.scheduler_cls), "chooses_rows", False)
+        ),
         runner_v2=bool(vllm_config.use_v2_model_runner),
-        readable=versions.adapter.has_trees,
         tensor_parallel=parallel.tensor_parallel_size,
         pipeline_parallel=parallel.pipeline_parallel_size,
         data_parallel=parallel.data_parallel_size,
         multimodal=bool(model.is_multimodal_model or model.uses_mrope),
         hybrid=bool(model.is_hybrid),
-        experts=bool(model.is_moe),
         mla=bool(model.use_mla),
         lora=vllm_config.lora_config is not None,
+        sampling_mask=bool(getattr(model, "return_sampling_mask", False)),
         max_requests=scheduling.max_num_seqs,
         max_tokens=scheduling.max_num_batched_tokens,
         draft_bytes=2 * model.get_num_layers(parallel) * per_layer,
@@ -132,29 +134,22 @@ def _of_settings(
 
 
 def _of_length(settings: Settings, setup: TreeSetup) -> Iterator[Refusal]:
-    tree = settings.draft_tree
-    drafts, chosen = setup.num_drafts, tree == "auto"
+    tree, drafts = settings.draft_tree, setup.num_drafts
     if drafts != tree_drafts(tree):
         yield Refusal(
             f"num_speculative_tokens is {drafts}, but trees have up to {tree_drafts(tree)} drafts",
             "drop num_speculative_tokens from --speculative-config",
         )
-    elif setup.drafts_by_requests != (_chosen_drafts() if chosen else ()):
+    elif list(setup.drafts_by_requests) != tree_ranges(tree):
         yield Refusal(
             "num_speculative_tokens_per_batch_size was set to lengths of chains",
             "drop it from --speculative-config",
         )
-    if chosen and setup.experts:
+    if tree == "auto" and not setup.chooses_rows:
         yield Refusal(
-            "rows of a tree make a mixture of experts read more of its experts, which 'auto' does "
-            "not weigh",
-            "set draft_tree to a number of rows if you have measured that it pays",
+            "the scheduler class that was set chooses no rows",
+            "drop --scheduler-cls, or set draft_tree to a number of rows",
         )
-
-
-def _chosen_drafts() -> tuple[tuple[int, int, int], ...]:
-    chosen = tree_speculation("auto", {"method": HEADS[0]})
-    return tuple(chosen["num_speculative_tokens_per_batch_size"])
 
 
 def _of_engine(setup: TreeSetup) -> Iterator[Refusal]:
@@ -162,10 +157,6 @@ def _of_engine(setup: TreeSetup) -> Iterator[Refusal]:
         yield Refusal(
             "model runner V1 samples the last token of a chain apart from its drafts",
             "set VLLM_USE_V2_MODEL_RUNNER=1",
-        )
-    if not setup.readable:
-        yield Refusal(
-            f"trees were not read for vLLM {versions.adapter.version}", "install vLLM 0.26.0"
         )
     for name, size in (
         ("tensor", setup.tensor_parallel),
@@ -179,6 +170,8 @@ def _of_engine(setup: TreeSetup) -> Iterator[Refusal]:
             )
     if setup.lora:
         yield Refusal("LoRA was not tested with trees", "drop --enable-lora")
+    if setup.sampling_mask:
+        yield Refusal("sampling masks are told of chains alone", "drop --return-sampling-mask")
 
 
 def _of_model(setup: TreeSetup) -> Iterator[Refusal]:
@@ -191,10 +184,21 @@ def _of_model(setup: TreeSetup) -> Iterator[Refusal]:
         yield Refusal("MLA has no attention with a tree mask here", without)
 
 
+def room_of_step(settings: Settings, setup: TreeSetup) -> int:
+    """Rows that staging, logits and a step hold."""
+    room = [setup.max_tokens]
+    if setup.draft_bytes:
+        room.append(settings.max_staging_bytes // setup.draft_bytes)
+    if setup.logit_bytes:
+        room.append(MAX_LOGIT_BYTES // setup.logit_bytes)
+    return min(room)
+
+
 def _of_memory(settings: Settings, setup: TreeSetup) -> Iterator[Refusal]:
-    requests, rows = setup.max_requests, setup.max_requests * (1 + setup.num_drafts)
-    if settings.draft_tree == "auto":
-        rows = rows_of_step(requests)
+    requests, each = setup.max_requests, 1 + setup.num_drafts
+    if settings.draft_tree == "auto":  # larger trees and batches only where they fit
+        requests, each = 1, ARM_ROWS[0]
+    rows = requests * each
     staged = rows * setup.draft_bytes
     if staged > settings.max_staging_bytes:
         yield Refusal(

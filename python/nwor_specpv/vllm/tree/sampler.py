@@ -15,9 +15,11 @@ from vllm.v1.worker.gpu.input_batch import get_num_sampled_and_rejected
 from vllm.v1.worker.gpu.metrics.logits import get_num_nans
 from vllm.v1.worker.gpu.sample.gumbel import gumbel_sample
 from vllm.v1.worker.gpu.sample.output import SamplerOutput
+from vllm.v1.worker.gpu.sample.states import NO_LOGPROBS
 from vllm.v1.worker.gpu.spec_decode.rejection_sampler import RejectionSampler
 
 from nwor_specpv.errors import NworError
+from nwor_specpv.vllm import versions
 
 
 class TreeSampler(RejectionSampler):
@@ -28,39 +30,31 @@ class TreeSampler(RejectionSampler):
         self._engine = engine
 
     def __call__(
-        self, logits: torch.Tensor, input_batch: Any, draft_logits: torch.Tensor | None = None
+        self,
+        logits: torch.Tensor,
+        input_batch: Any,
+        draft_logits: torch.Tensor | None = None,
+        invalid_drafts: torch.Tensor | None = None,
     ) -> SamplerOutput:
+        """`invalid_drafts` [logits]: rows whose drafts a grammar has not let through."""
         sampler, step = self.sampler, self._engine.trees.step
         if step is None:
             raise NworError("nwor_specpv: a step has drafts that no tree was opened for; report it")
         num_nans = get_num_nans(logits) if sampler.compute_nans else None
         tokens = input_batch.input_ids[input_batch.logits_indices]
         positions = input_batch.positions[input_batch.logits_indices]
-        requests = input_batch.expanded_idx_mapping
-        processed = sampler.apply_sampling_params(
-            logits,
-            requests,
-            input_batch.idx_mapping_np,
-            positions,
-            tokens,
-            input_batch.expanded_local_pos,
-        )
-        drawn = gumbel_sample(
-            processed,
-            requests,
-            sampler.sampling_states.temperature.gpu,
-            sampler.sampling_states.seeds.gpu,
-            positions,
-            apply_temperature=False,
-            use_fp64=sampler.use_fp64_gumbel,
-        )
-        staged = self._engine.steps.stages
-        emitted, count = step.accept(tokens.long(), drawn, staged=staged)
+        vllm = versions.adapter
+        processed = vllm.processed(sampler, logits, input_batch, tokens, positions)
+        drawn = vllm.draw_of_target(gumbel_sample, sampler, processed, input_batch, positions)
+        tokens = tokens.long()
+        if invalid_drafts is not None:
+            tokens = tokens.masked_fill(invalid_drafts, -1)
+        emitted, count = step.accept(tokens, drawn, staged=self._engine.steps.stages)
         log_probs = None
-        if sampler.returns_logprobs(input_batch.idx_mapping_np):
+        if sampler.sampling_states.max_num_logprobs(input_batch.idx_mapping_np) != NO_LOGPROBS:
             told = processed if sampler.logprobs_mode.startswith("processed_") else logits
             walked = told[step.logit_order(told.shape[0])]
-            log_probs = self._get_logprobs_tensors(input_batch, emitted, count, walked)
+            log_probs = vllm.log_probs(self, input_batch, emitted, count, walked)
         num_sampled, num_rejected = get_num_sampled_and_rejected(
             count,
             input_batch.seq_lens,

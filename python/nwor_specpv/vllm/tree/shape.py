@@ -8,9 +8,10 @@ from dataclasses import dataclass
 from nwor_specpv import MAX_TREE_ROWS
 from nwor_specpv.errors import NworError
 
-# Rows of a tree by the number of requests, as (first, last, rows): about 128 rows in a step. The
-# last entry is for more requests, too; such small trees are hardly more than chains.
-ROWS_BY_REQUESTS = ((1, 1, 64), (2, 4, 32), (5, 8, 16), (9, 16, 8), (17, 17, 4))
+# Rows that trees may have where measured speed decides. The smallest are hardly more than chains.
+ARM_ROWS = (4, 8, 16, 32, 64)
+# Rows of a step with larger trees than the smallest: so many vLLM captures CUDA graphs for.
+MOST_ROWS = 512
 
 # Children of a row that are looked at, at most.
 _MOST_CHILDREN = 8
@@ -33,11 +34,22 @@ class TreeShape:
         return -(-self.rows // 64)
 
 
-def rows_of_step(max_requests: int) -> int:
-    """Rows of the largest step of up to so many requests where rows are chosen by their number."""
-    found = [rows * min(last, max_requests) for first, last, rows in ROWS_BY_REQUESTS
-             if first <= max_requests]  # fmt: skip
-    return max(*found, max_requests * ROWS_BY_REQUESTS[-1][2])
+def arms_of_batch(batch: int, room: int) -> list[int]:
+    """Rows that the trees of so many requests may have, in a step that has `room` for so many."""
+    smallest = ARM_ROWS[0]
+    return [
+        rows
+        for rows in ARM_ROWS
+        if batch * rows <= (room if rows == smallest else min(room, MOST_ROWS))
+    ]
+
+
+def rows_of_step(max_requests: int, room: int) -> int:
+    """Rows of the largest step of up to so many requests where measured speed decides."""
+    possible = [room // ARM_ROWS[0], *(min(room, MOST_ROWS) // rows for rows in ARM_ROWS[1:])]
+    return max(
+        rows * min(most, max_requests) for rows, most in zip(ARM_ROWS, possible, strict=True)
+    )
 
 
 @functools.cache

@@ -16,10 +16,12 @@ from collections.abc import Collection, Iterator
 from typing import Any
 
 import torch
+from vllm.config.compilation import CUDAGraphMode
 from vllm.distributed.parallel_state import graph_capture
 from vllm.v1.worker.gpu.spec_decode.eagle.speculator import EagleSpeculator
 
 from nwor_specpv.vllm.engine import engine_of
+from nwor_specpv.vllm.hooks.graph_lengths import offer_larger_graphs
 
 from .growth import best_tokens, grow
 from .head import TreeHead
@@ -39,6 +41,12 @@ class TreeSpeculator(EagleSpeculator):
         self._first_scores = torch.zeros(shape, dtype=torch.float32, device=self.device)
         self._drafted = self._trees.room()
         self._graphs: dict[tuple[int, int], torch.cuda.CUDAGraph] = {}  # by rows and requests
+        self._offered = not self._engine.draft_lengths  # graphs of the target's
+
+    def init_cudagraph_manager(self, cudagraph_mode: CUDAGraphMode) -> None:
+        super().init_cudagraph_manager(cudagraph_mode)
+        if self._engine.draft_lengths:
+            offer_larger_graphs(self.prefill_cudagraph_manager)
 
     def capture(self) -> None:
         with self._one_step():
@@ -50,6 +58,10 @@ class TreeSpeculator(EagleSpeculator):
 
     def _capture_growth(self, shapes: Collection[tuple[int, int]]) -> None:
         """One graph of all levels for each number of rows and requests, the largest first."""
+        # What vLLM's trial runs have left may be no numbers.
+        self.input_buffers.positions.fill_(-1)
+        for part in (self.hidden_states, self._first_scores, self._first_tokens):
+            part.zero_()
         with graph_capture(device=self.device):
             for rows, size in sorted(shapes, reverse=True):
                 run = functools.partial(self._grow, shape_of(rows), size)
@@ -82,11 +94,14 @@ class TreeSpeculator(EagleSpeculator):
         **others: Any,
     ) -> torch.Tensor:
         real = not others.get("dummy_run") and not others.get("is_profile")
+        others.pop("num_speculative_tokens", None)  # `_one_step` says how many vLLM's part drafts
         if real:
+            self._offer_graphs()
             order = self._trees.restore(input_batch.input_ids, input_batch.positions)
-            if order is not None:
+            if order is not None and aux_hidden_states:  # all that EAGLE3 reads
+                aux_hidden_states = [one[order] for one in aux_hidden_states]
+            elif order is not None:
                 last_hidden_states = last_hidden_states[order]
-                aux_hidden_states = aux_hidden_states and [one[order] for one in aux_hidden_states]
         with self._one_step():
             super().propose(
                 input_batch,
@@ -97,17 +112,22 @@ class TreeSpeculator(EagleSpeculator):
                 *more,
                 **others,
             )
-        if not real:
-            return self.draft_tokens[: input_batch.num_reqs]
-        wanted = self._engine.num_drafts  # fewer than the most where vLLM chooses their number
-        shape = shape_of(1 + wanted) if wanted else self._trees.shape
-        count = input_batch.num_reqs
+        count, wanted = input_batch.num_reqs, self._engine.num_drafts
+        if not real or not wanted:  # a plain step follows: the head has taken in this one's tokens
+            return self.draft_tokens[:count]
+        shape = shape_of(1 + wanted)  # fewer rows than the most where their number is chosen
         sizes = [size for rows, size in self._graphs if rows == shape.rows and size >= count]
         if sizes:
             self._graphs[shape.rows, min(sizes)].replay()
         else:
             self._grow(shape, count)
         return self._trees.put(input_batch.idx_mapping, self._drafted)
+
+    def _offer_graphs(self) -> None:
+        """Once, as soon as the runner is known: those of the target's manager."""
+        if not self._offered:
+            self._offered = True
+            offer_larger_graphs(getattr(self._engine.runner, "cudagraph_manager", None))
 
     def _grow(self, shape: TreeShape, count: int) -> None:
         """Grows trees of the first requests that vLLM's part of the proposal was of. What it reads

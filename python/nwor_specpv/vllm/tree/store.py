@@ -25,9 +25,7 @@ class DraftedTrees:
     """Trees of a batch, of R rows each."""
 
     tokens: torch.Tensor  # [B, R] int64; that of the root is not known
-    first_child: torch.Tensor  # [B, R] int32, -1: none
-    next_sibling: torch.Tensor  # [B, R] int32, -1: none
-    depths: torch.Tensor  # [B, R] int32
+    links: torch.Tensor  # [B, 3, R] int32: first children, next siblings, depth less row
     mask: torch.Tensor  # [B, R, words] int64
 
     def copy_to(self, other: DraftedTrees) -> None:
@@ -41,13 +39,15 @@ class DraftedTrees:
 class StepTrees:
     """The trees that one step verifies, in the order of its B requests."""
 
-    starts: torch.Tensor  # [B] int64: where a request's rows begin
-    logit_starts: torch.Tensor  # [B] int64: the same among rows with logits
+    starts: torch.Tensor  # [B]: where a request's rows begin
+    logit_starts: torch.Tensor  # [B]: the same among rows with logits
     first_child: torch.Tensor  # [B, R] int32, without links to rows that the step has not
     next_sibling: torch.Tensor
     num_requests: int  # at the front of the batch that `mask` is of
     mask: torch.Tensor  # [rows of those, words] int64
     num_rows: int  # of the whole batch
+    offsets: torch.Tensor  # [rows of those] what was added to their positions
+    steps: torch.Tensor  # 0, 1, ..: at least R
     # After acceptance.
     path: torch.Tensor | None = None  # [B, R] int32: accepted rows, -1 padded
     counts: torch.Tensor | None = None  # [B] int32
@@ -62,16 +62,17 @@ class StepTrees:
         target's sampler draws after it. Without `staged` the cache holds the step's rows as if they
         were a chain: then no draft is accepted.
         """
-        steps = torch.arange(self.first_child.shape[1], device=drawn.device)
-        at = (self.logit_starts[:, None] + steps).clamp(max=drawn.shape[0] - 1)
-        target = drawn[at]
+        tokens, target = self._of_trees(tokens), self._of_trees(drawn)
         first_child = self.first_child if staged else torch.full_like(self.first_child, -1)
-        self.path, self.counts, _ = accept_greedy(
-            tokens[at], target, first_child, self.next_sibling
-        )
-        root = torch.zeros_like(self.path[:, :1])
-        self.walk = torch.cat([root, self.path[:, :-1]], 1).clamp(min=0).long()
+        self.path, self.counts, _ = accept_greedy(tokens, target, first_child, self.next_sibling)
+        # The root is never on a path, so the last entry is -1.
+        self.walk = self.path.long().roll(1, dims=1).clamp_(min=0)
         return target.gather(1, self.walk), self.counts + 1
+
+    def _of_trees(self, values: torch.Tensor) -> torch.Tensor:
+        """[B, R] of [logits]."""
+        steps = self.steps[: self.first_child.shape[1]]
+        return values[(self.logit_starts[:, None] + steps).clamp(max=values.shape[0] - 1)]
 
     def logit_order(self, size: int) -> torch.Tensor:
         """[size]: rows with logits, those of each walk at the front of their request's."""
@@ -84,7 +85,7 @@ class StepTrees:
     def _order(self, starts: torch.Tensor, size: int) -> torch.Tensor:
         assert self.walk is not None
         assert self.counts is not None
-        steps = torch.arange(self.walk.shape[1], device=starts.device)
+        steps = self.steps[: self.walk.shape[1]]
         walked = steps <= self.counts[:, None]
         # What is beyond the walk says once more that the root stays where it is.
         places = starts[:, None] + torch.where(walked, steps, 0)
@@ -94,8 +95,29 @@ class StepTrees:
 
     def slot_places(self, depth: int) -> torch.Tensor:
         """[B, depth]: rows of the batch whose slots the first accepted rows go to."""
-        steps = torch.arange(1, depth + 1, device=self.starts.device)
-        return (self.starts[:, None] + steps).clamp(max=self.num_rows - 1)
+        places = self.starts[:, None] + self.steps[1 : depth + 1]
+        return places.clamp(max=self.num_rows - 1)
+
+
+@dataclass
+class WholeTrees(StepTrees):
+    """Where every row of the batch belongs to a tree, and all trees have R rows: the step of a full
+    CUDA graph, in which every launch is felt."""
+
+    def _of_trees(self, values: torch.Tensor) -> torch.Tensor:
+        return values.view(self.first_child.shape)
+
+    def _order(self, starts: torch.Tensor, size: int) -> torch.Tensor:
+        """What is beyond a walk is rejected, and may be anything of its request."""
+        assert self.walk is not None
+        order = (starts[:, None] + self.walk).flatten()
+        if size > order.shape[0]:  # rows that fill up a graph
+            order = torch.cat([order, self.steps[order.shape[0] : size]])
+        return order
+
+    def slot_places(self, depth: int) -> torch.Tensor:
+        """See the base class."""
+        return self.starts[:, None] + self.steps[1 : depth + 1]
 
 
 class TreeStore:
@@ -106,33 +128,32 @@ class TreeStore:
     ) -> None:
         self.shape = shape
         rows = torch.arange(shape.rows, device=device)
-        chain = torch.where(rows < min(shape.depth, shape.rows - 1), rows + 1, -1)
-        self._chain_child = chain.to(torch.int32)
+        child = torch.where(rows < min(shape.depth, shape.rows - 1), rows + 1, -1)
+        nothing = torch.full_like(child, -1)
+        self._chain_links = torch.stack([child, nothing, torch.zeros_like(child)]).to(torch.int32)
         self._chain_mask = causal_words(rows, shape.words)
         self._rows = rows.to(torch.int32)
-        links = torch.full((max_requests, shape.rows), -1, dtype=torch.int32, device=device)
-        self._first_child, self._next_sibling = links, links.clone()
-        self._depths = self._rows.repeat(max_requests, 1)
+        # [3, requests, R], as in DraftedTrees but for the order.
+        self._links = self._chain_links[:, None].repeat(1, max_requests, 1)
+        self._links[:2] = -1
         self._masks = self._chain_mask.repeat(max_requests, 1, 1)
         self.chains = torch.zeros(max_requests, dtype=torch.bool, device=device)
-        self._tokens = torch.arange(max_tokens, device=device)
-        self._plain_positions = torch.zeros(max_tokens, dtype=torch.int64, device=device)
+        self._tokens = torch.arange(max(max_tokens, shape.rows + 1), device=device)
         # Of steps in CUDA graphs, which read it here.
         self.mask = self._chain_mask[:1].repeat(max_tokens, 1)
         self.step: StepTrees | None = None  # the one that is under way, if it has drafts
 
     def room(self) -> DraftedTrees:
         """Memory for the trees of all requests."""
-        tokens = torch.zeros_like(self._depths, dtype=torch.int64)
-        parts = (self._first_child, self._next_sibling, self._depths, self._masks)
-        return DraftedTrees(tokens, *(part.clone() for part in parts))
+        tokens = torch.zeros_like(self._links[0], dtype=torch.int64)
+        links = self._links.transpose(0, 1).contiguous()
+        return DraftedTrees(tokens, links, self._masks.clone())
 
     # ---- between steps --------------------------------------------------------------------------
 
     def forget(self, request: int, *, chain: bool) -> None:
         """A request begins at this index; `chain`: its trees must be chains."""
-        self._first_child[request] = -1
-        self._next_sibling[request] = -1
+        self._links[:2, request] = -1
         self.chains[request] = chain
 
     def drafted(self, tree: Tree, chain: torch.Tensor, chained: torch.Tensor) -> DraftedTrees:
@@ -141,15 +162,19 @@ class TreeStore:
         `chained` [B]: requests whose trees must be chains; `chain` [B, depth]: tokens of these.
         They have their chain in the first rows, and the rows behind it belong to no tree.
         """
-        chained = chained[:, None]
-        child, sibling = (self._padded(one, -1) for one in (tree.first_child, tree.next_sibling))
+        depths = torch.where(tree.depths > 0, tree.depths - self._rows[: tree.rows], 0)
+        links = torch.stack(
+            [self._padded(part, fill) for part, fill in (
+                (tree.first_child, -1), (tree.next_sibling, -1), (depths, 0)
+            )],
+            1,
+        )  # fmt: skip
         mask = self._padded(tree.mask, 0)
         mask = torch.nn.functional.pad(mask, (0, self.shape.words - mask.shape[2]))
+        chained = chained[:, None]
         return DraftedTrees(
             torch.where(chained, self._padded(chain, 0, 1), self._padded(tree.tokens, 0)),
-            torch.where(chained, self._chain_child, child),
-            torch.where(chained, -1, sibling),
-            torch.where(chained, self._rows, self._padded(tree.depths, 0)),
+            torch.where(chained[..., None], self._chain_links, links),
             torch.where(chained[..., None], self._chain_mask, mask),
         )
 
@@ -157,9 +182,7 @@ class TreeStore:
         """Keeps the trees of requests [B] for their next step; returns its drafts [B, R - 1]."""
         requests = requests.long()
         count = requests.shape[0]
-        self._first_child[requests] = drafted.first_child[:count]
-        self._next_sibling[requests] = drafted.next_sibling[:count]
-        self._depths[requests] = drafted.depths[:count]
+        self._links[:, requests] = drafted.links[:count].transpose(0, 1)
         self._masks[requests] = drafted.mask[:count]
         return drafted.tokens[:count, 1:]
 
@@ -192,38 +215,77 @@ class TreeStore:
         its prompt has none, and no draft of it is accepted.
         """
         self.step = None
-        batch = len(lens)
+        batch, rows = len(lens), lens[0]
+        alike = rows > 1 and all(number == rows for number in lens)
         front = max((b + 1 for b, number in enumerate(drafts or ()) if number), default=0)
-        if lens[0] > 1 and all(number == lens[0] for number in lens):
+        starts, logit_starts = query_start[:batch], logit_start[:batch]
+        if alike and rows <= self.shape.rows and drafts and min(drafts) == rows - 1:
+            self.step = self._begin_whole(requests[:batch].long(), starts, rows, positions)
+            return
+        if alike:
             front = batch  # it may run as a graph, which reads the mask of every row
         if front == 0:
             return
         num_rows = sum(lens[:front])
         requests = requests[:batch].long()
-        starts, logit_starts = query_start[:batch].long(), logit_start[:batch].long()
-        num_logits = logit_start[1 : batch + 1] - logit_start[:batch]
-        has_tree = query_start[1 : batch + 1] - query_start[:batch] == num_logits
-        rows = torch.where(has_tree, num_logits, 1)[:, None]
-        links = (self._first_child[requests], self._next_sibling[requests])
+        num_logits = logit_start[1 : batch + 1] - logit_starts
+        has_tree = query_start[1 : batch + 1] - starts == num_logits
+        links = self._links[:, requests]
         # Rows ascend along links, so the first rows of a tree are a tree.
-        first_child, next_sibling = (torch.where(one < rows, one, -1) for one in links)
+        kept = torch.where(has_tree, num_logits, 1)[:, None]
+        first_child, next_sibling = torch.where(links[:2] < kept, links[:2], -1).unbind()
 
         token = self._tokens[:num_rows]
         owner = torch.bucketize(token, query_start[1 : front + 1].long(), right=True)
         owner = owner.clamp(max=front - 1)
         local = token - starts[owner]
         inside = has_tree[owner]
-        at = (requests[owner], local.clamp(max=self.shape.rows - 1))
-        plain = self._plain_positions[:num_rows]
-        plain.copy_(positions[:num_rows])
-        positions[:num_rows] = plain + torch.where(inside, self._depths[at] - local, 0)
+        at = local.clamp(max=self.shape.rows - 1)
+        offsets = torch.where(inside, links[2][owner, at], 0)
+        positions[:num_rows] += offsets
         mask = self._mask_rows(num_rows, max(lens[:front]))
         mask.copy_(causal_words(local, mask.shape[1]))
         words = mask[:, : self.shape.words]
-        words.copy_(torch.where(inside[:, None], self._masks[at], words))
+        words.copy_(torch.where(inside[:, None], self._masks[requests[owner], at], words))
         mask[:, self.shape.words :].masked_fill_(inside[:, None], 0)
         self.step = StepTrees(
-            starts, logit_starts, first_child, next_sibling, front, mask, sum(lens)
+            starts,
+            logit_starts,
+            first_child,
+            next_sibling,
+            front,
+            mask,
+            sum(lens),
+            offsets,
+            self._tokens,
+        )
+
+    def _begin_whole(
+        self, requests: torch.Tensor, starts: torch.Tensor, rows: int, positions: torch.Tensor
+    ) -> WholeTrees:
+        """The first `rows` rows of every tree are all that the batch has."""
+        count = requests.shape[0]
+        number = count * rows
+        links = self._links[:, :, :rows][:, requests]
+        first_child, next_sibling, offsets = links.unbind()
+        if rows < self.shape.rows:  # a smaller tree has no links beyond itself, but one may be cut
+            first_child, next_sibling = torch.where(links[:2] < rows, links[:2], -1).unbind()
+        offsets = offsets.flatten()
+        positions[:number] += offsets
+        mask = self.mask[:number]
+        torch.index_select(
+            self._masks[:, :rows], 0, requests, out=mask.view(count, rows, self.shape.words)
+        )
+        return WholeTrees(
+            starts,
+            starts,
+            first_child,
+            next_sibling,
+            count,
+            mask,
+            number,
+            offsets,
+            self._tokens,
         )
 
     def mask_of(self, num_rows: int, *, capture: bool) -> torch.Tensor | None:
@@ -252,8 +314,7 @@ class TreeStore:
         step, self.step = self.step, None
         if step is None or step.walk is None:
             return None
-        num_rows = step.mask.shape[0]
-        positions[:num_rows] = self._plain_positions[:num_rows]
+        positions[: step.offsets.shape[0]] -= step.offsets
         order = step.row_order(ids.shape[0])
         ids.copy_(ids[order])
         return order

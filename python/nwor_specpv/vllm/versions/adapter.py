@@ -25,6 +25,7 @@ RUNNER_V2 = "vllm.v1.worker.gpu.model_runner"
 GRAPHS = "vllm.v1.worker.gpu.cudagraph_utils"
 SCHEDULER = "vllm.v1.core.sched.scheduler"
 SPECULATORS = "vllm.v1.worker.gpu.spec_decode"
+MODEL_STATES = "vllm.v1.worker.gpu.model_states"
 ATTENTION = "vllm.v1.attention.backend"
 FLASH = "vllm.v1.attention.backends.flash_attn"
 CPU = "vllm.v1.attention.backends.cpu_attn"
@@ -119,13 +120,21 @@ class Adapter(ABC):
         ("self", "request", "num_computed_tokens"),
     )
 
-    # Draft trees, on model runner V2; None: they were not read for this version.
+    # Draft trees, on model runner V2.
     # Gives the rows of a step their slots, by their positions.
-    place_rows_v2: VllmFunction | None = None
+    place_rows_v2: VllmFunction = VllmFunction(
+        RUNNER_V2, "GPUModelRunner.prepare_attn", ("self", "input_batch")
+    )
     # Called with the index of a request that begins.
-    begin_request_v2: VllmFunction | None = None
+    begin_request_v2: VllmFunction = VllmFunction(
+        f"{MODEL_STATES}.default",
+        "DefaultModelState.add_request",
+        ("self", "req_index", "new_req_data"),
+    )
     # Asked for samplers in the place of vLLM's own.
-    make_samplers_v2: VllmFunction | None = None
+    make_samplers_v2: VllmFunction = VllmFunction(
+        f"{MODEL_STATES}.interface", "ModelState.custom_sampler", ("self", "sampler")
+    )
 
     # ---- what is overridden or called ----
 
@@ -177,22 +186,18 @@ class Adapter(ABC):
     )
     sample: VllmFunction  # draws tokens
     capture_head: VllmFunction  # of speculators' managers of CUDA graphs
-    # Draft trees: what draws a head's drafts, what judges them, and how a row's logits become what
-    # its token is drawn from.
-    draw_draft: VllmFunction | None = None
-    judge_drafts: VllmFunction | None = None
-    apply_sampling: VllmFunction | None = None
+    # Draft trees: what draws a head's drafts, what judges them, how a row's logits become what its
+    # token is drawn from, and what tells the log-probabilities of emitted tokens.
+    draw_draft: VllmFunction
+    judge_drafts: VllmFunction
+    apply_sampling: VllmFunction
+    tell_log_probs: VllmFunction
 
     # Fields of `step_metadata` with an entry for each request, and for each row.
     of_requests: tuple[str, ...]
     of_rows: tuple[str, ...] = ("slot_mapping", "positions")
     # Whether a token that is drawn for a column of the draft logits has noise of that column.
     noise_by_column: bool = False
-
-    @property
-    def has_trees(self) -> bool:
-        """Whether what draft trees need was read for this version."""
-        return self.place_rows_v2 is not None
 
     def parts(self) -> Iterator[VllmFunction | VllmFields]:
         """Everything of vLLM that this version was read for."""
@@ -288,6 +293,42 @@ class Adapter(ABC):
         `kept` [requests, drafts, vocabulary] float32: where vLLM's sampler looks for what they were
         drawn from, at `columns` [rows]; None: nowhere.
         """
+
+    # ---- draft trees: vLLM's sampler over the rows of a step ----
+
+    @abstractmethod
+    def processed(
+        self,
+        sampler: Any,
+        logits: torch.Tensor,
+        input_batch: Any,
+        tokens: torch.Tensor,
+        positions: torch.Tensor,
+    ) -> torch.Tensor:
+        """What vLLM's `sampler` draws from after rows with these `tokens`, at `positions`."""
+
+    @abstractmethod
+    def draw_of_target(
+        self,
+        sample: Callable[..., torch.Tensor],
+        sampler: Any,
+        processed: torch.Tensor,
+        input_batch: Any,
+        positions: torch.Tensor,
+    ) -> torch.Tensor:
+        """The tokens that plain decoding draws after these rows, by vLLM's `sample`."""
+
+    @abstractmethod
+    def log_probs(
+        self,
+        judge: Any,
+        input_batch: Any,
+        emitted: torch.Tensor,
+        counts: torch.Tensor,
+        logits: torch.Tensor,
+    ) -> Any:
+        """Log-probabilities of what was emitted, from the rejection sampler `judge`. `logits`: of
+        each request's rows, those that it was emitted after first. None: nobody wants them."""
 
     # ---- a head's window in mode `refresh` ----
 

@@ -24,8 +24,6 @@ from .adapter import (
 )
 from .functions import VllmFields, VllmFunction
 
-_MODEL_STATES = "vllm.v1.worker.gpu.model_states"
-
 
 @dataclass(frozen=True, kw_only=True)
 class Vllm026(Adapter):
@@ -49,17 +47,6 @@ class Vllm026(Adapter):
     )
     make_speculator: VllmFunction = VllmFunction(
         SPECULATORS, "init_speculator", ("vllm_config", "device")
-    )
-    place_rows_v2: VllmFunction | None = VllmFunction(
-        RUNNER_V2, "GPUModelRunner.prepare_attn", ("self", "input_batch")
-    )
-    begin_request_v2: VllmFunction | None = VllmFunction(
-        f"{_MODEL_STATES}.default",
-        "DefaultModelState.add_request",
-        ("self", "req_index", "new_req_data"),
-    )
-    make_samplers_v2: VllmFunction | None = VllmFunction(
-        f"{_MODEL_STATES}.interface", "ModelState.custom_sampler", ("self", "sampler")
     )
     step_metadata: VllmFields = VllmFields(
         ATTENTION,
@@ -114,7 +101,7 @@ class Vllm026(Adapter):
         ),
     )
 
-    draw_draft: VllmFunction | None = VllmFunction(
+    draw_draft: VllmFunction = VllmFunction(
         f"{SPECULATORS}.speculator",
         "DraftModelSpeculator.sample_draft",
         (
@@ -122,18 +109,23 @@ class Vllm026(Adapter):
             *("draft_step", "draft_logits"),
         ),
     )
-    judge_drafts: VllmFunction | None = VllmFunction(
+    judge_drafts: VllmFunction = VllmFunction(
         f"{SPECULATORS}.rejection_sampler",
         "RejectionSampler.__call__",
         ("self", "logits", "input_batch", "draft_logits"),
     )
-    apply_sampling: VllmFunction | None = VllmFunction(
+    apply_sampling: VllmFunction = VllmFunction(
         "vllm.v1.worker.gpu.sample.sampler",
         "Sampler.apply_sampling_params",
         (
             *("self", "logits", "expanded_idx_mapping", "idx_mapping_np", "pos", "input_ids"),
             *("expanded_local_pos", "skip_top_k_top_p"),
         ),
+    )
+    tell_log_probs: VllmFunction = VllmFunction(
+        f"{SPECULATORS}.rejection_sampler",
+        "RejectionSampler._get_logprobs_tensors",
+        ("self", "input_batch", "sampled", "num_sampled", "logits"),
     )
 
     def names_of(self, runner: Any, scheduler_output: Any, *more: Any) -> Sequence[str]:
@@ -188,6 +180,51 @@ class Vllm026(Adapter):
             use_fp64=use_fp64,
             **(told if kept is not None else {}),
         )
+
+    def processed(
+        self,
+        sampler: Any,
+        logits: torch.Tensor,
+        input_batch: Any,
+        tokens: torch.Tensor,
+        positions: torch.Tensor,
+    ) -> torch.Tensor:
+        return sampler.apply_sampling_params(
+            logits,
+            input_batch.expanded_idx_mapping,
+            input_batch.idx_mapping_np,
+            positions,
+            tokens,
+            input_batch.expanded_local_pos,
+        )
+
+    def draw_of_target(
+        self,
+        sample: Callable[..., torch.Tensor],
+        sampler: Any,
+        processed: torch.Tensor,
+        input_batch: Any,
+        positions: torch.Tensor,
+    ) -> torch.Tensor:
+        return sample(
+            processed,
+            input_batch.expanded_idx_mapping,
+            sampler.sampling_states.temperature.gpu,
+            sampler.sampling_states.seeds.gpu,
+            positions,
+            apply_temperature=False,
+            use_fp64=sampler.use_fp64_gumbel,
+        )
+
+    def log_probs(
+        self,
+        judge: Any,
+        input_batch: Any,
+        emitted: torch.Tensor,
+        counts: torch.Tensor,
+        logits: torch.Tensor,
+    ) -> Any:
+        return judge._get_logprobs_tensors(input_batch, emitted, counts, logits)
 
     def windowed(self, impl: Any, metadata: Any, window: tuple[int, int]) -> Any:
         """The window is the metadata's."""

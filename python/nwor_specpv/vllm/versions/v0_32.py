@@ -119,6 +119,35 @@ class Vllm032(Adapter):
             *("kv_cache_config", "progress_bar_desc", "specialize_spec_tokens"),
         ),
     )
+    draw_draft: VllmFunction = VllmFunction(
+        f"{SPECULATORS}.speculator",
+        "DraftModelSpeculator.sample_draft",
+        (
+            *("self", "hidden_states", "sample_src_positions", "idx_mapping", "temperature"),
+            *("seeds", "draft_step", "draft_logits", "spec_step_idx"),
+        ),
+    )
+    judge_drafts: VllmFunction = VllmFunction(
+        f"{SPECULATORS}.rejection_sampler",
+        "RejectionSampler.__call__",
+        ("self", "logits", "input_batch", "draft_logits", "invalid_drafts"),
+    )
+    apply_sampling: VllmFunction = VllmFunction(
+        "vllm.v1.worker.gpu.sample.sampler",
+        "Sampler.apply_sampling_params",
+        (
+            *("self", "logits", "expanded_idx_mapping", "idx_mapping", "idx_mapping_np", "pos"),
+            *("input_ids", "expanded_local_pos", "seq_lens_upper_bound_np", "skip_top_k_top_p"),
+        ),
+    )
+    tell_log_probs: VllmFunction = VllmFunction(
+        f"{SPECULATORS}.rejection_sampler",
+        "RejectionSampler._get_logprobs_tensors",
+        (
+            *("self", "sampled", "num_sampled", "logits", "cu_num_logits", "cu_num_logits_np"),
+            "max_num_logprobs",
+        ),
+    )
 
     def names_of(self, runner: Any, scheduler_output: Any, *more: Any) -> Sequence[str]:
         return more[0].req_ids
@@ -181,6 +210,61 @@ class Vllm032(Adapter):
             is_drafting=True,
             use_fp64=use_fp64,
             **(told if kept is not None else {}),
+        )
+
+    def processed(
+        self,
+        sampler: Any,
+        logits: torch.Tensor,
+        input_batch: Any,
+        tokens: torch.Tensor,
+        positions: torch.Tensor,
+    ) -> torch.Tensor:
+        return sampler.apply_sampling_params(
+            logits,
+            input_batch.expanded_idx_mapping,
+            input_batch.idx_mapping,
+            input_batch.idx_mapping_np,
+            positions,
+            tokens,
+            input_batch.expanded_local_pos,
+            input_batch.seq_lens_cpu_upper_bound.numpy(),
+        )
+
+    def draw_of_target(
+        self,
+        sample: Callable[..., torch.Tensor],
+        sampler: Any,
+        processed: torch.Tensor,
+        input_batch: Any,
+        positions: torch.Tensor,
+    ) -> torch.Tensor:
+        return sample(
+            processed,
+            input_batch.expanded_idx_mapping,
+            sampler.sampling_states.temperature.gpu,
+            sampler.sampling_states.seeds.gpu,
+            positions,
+            apply_temperature=False,
+            is_drafting=False,
+            use_fp64=sampler.use_fp64_gumbel,
+        )
+
+    def log_probs(
+        self,
+        judge: Any,
+        input_batch: Any,
+        emitted: torch.Tensor,
+        counts: torch.Tensor,
+        logits: torch.Tensor,
+    ) -> Any:
+        return judge._get_logprobs_tensors(
+            emitted,
+            counts,
+            logits,
+            input_batch.cu_num_logits,
+            input_batch.cu_num_logits_np,
+            judge.sampler.sampling_states.max_num_logprobs(input_batch.idx_mapping_np),
         )
 
     def windowed(self, impl: Any, metadata: Any, window: tuple[int, int]) -> Any:

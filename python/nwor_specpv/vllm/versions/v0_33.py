@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from .adapter import ATTENTION, RUNNER_V2
+from .adapter import ATTENTION, RUNNER_V2, SPECULATORS
 from .functions import VllmFields, VllmFunction
 from .v0_32 import Vllm032
 
@@ -28,6 +28,14 @@ class Vllm033(Vllm032):
         (
             *("supported_dtypes", "supported_kv_cache_dtypes", "forward_includes_kv_cache_update"),
             "supports_kv_cache_update_bypass",
+        ),
+    )
+    draw_draft: VllmFunction = VllmFunction(
+        f"{SPECULATORS}.speculator",
+        "DraftModelSpeculator.sample_draft",
+        (
+            *("self", "hidden_states", "sample_src_positions", "idx_mapping", "temperature"),
+            *("seeds", "draft_step", "draft_logits", "spec_step_idx", "num_steps"),
         ),
     )
     noise_by_column: bool = True

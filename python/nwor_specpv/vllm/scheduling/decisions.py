@@ -1,0 +1,130 @@
+"""What each step's drafts are: decided by the scheduler, followed by all ranks.
+
+A decision travels with vLLM's plan of the step: `num_spec_tokens_to_schedule`, vLLM's own field, is
+the number of drafts of the next step; `nwor_specpv_passes` is the number of partial passes that
+make them; `nwor_specpv_counts` is what workers count, as their processes serve metrics.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from nwor_specpv.arms import PLAIN, Arm, ArmChoice, Choice
+from nwor_specpv.errors import logger
+from nwor_specpv.vllm.hooks.runner import COUNTS, PASSES
+
+from .step_clock import StepClock
+
+_LOG_SECONDS = 60.0
+_VERIFIES = "nwor_specpv_verifies"  # how many passes made the drafts of a step
+
+
+class Decisions(ABC):
+    """Of one scheduler. Thread-safety: none."""
+
+    def __init__(self, choice: ArmChoice) -> None:
+        self.choice = choice
+        self._clock = StepClock()
+        self._counts: Counter[str] = Counter()
+        self._passes = 0  # of the latest decision, whose drafts the next step verifies
+        self._seen = (0, 0)  # switches and probe steps that were counted
+        self._logged: tuple[float, tuple[int, int]] | None = None  # when, and what then
+
+    @abstractmethod
+    def choose(self, batch: int, context: float, longest: int, *, measurable: bool) -> Choice:
+        """By `choice`, for `batch` requests of `context` tokens on average, `longest` at most.
+        `measurable`: the step has no rows of prompts."""
+
+    def fixed_arm(self, longest: int) -> Arm | None:
+        """Where the user has fixed it; None: there is a choice."""
+        return None
+
+    def name(self, arm: Arm) -> str:
+        """For the log."""
+        return str(arm)
+
+    def decide(self, output: Any, requests: Mapping[str, Any], now: float) -> Arm:
+        """Decides for the drafts that a scheduled step makes, and writes it into its plan."""
+        batch = tokens = longest = 0
+        measurable = True
+        drafts = output.scheduled_spec_decode_tokens
+        for name, number in output.num_scheduled_tokens.items():
+            request = requests[name]
+            end = request.num_computed_tokens + number
+            measurable = measurable and number == 1 + len(drafts.get(name, ()))
+            if end >= request.num_tokens + request.num_output_placeholders:  # it gets a token
+                batch, tokens, longest = batch + 1, tokens + end, max(longest, end)
+        arm = self.fixed_arm(longest) if batch else PLAIN
+        if arm is None:
+            chosen = self.choose(batch, tokens / batch, longest, measurable=measurable)
+            self._clock.scheduled(output, chosen, now, measurable=measurable)
+            arm = chosen.arm
+            self._log(chosen, batch, now)
+        output.num_spec_tokens_to_schedule = arm.drafts
+        setattr(output, PASSES, arm.passes)
+        setattr(output, _VERIFIES, self._passes)
+        self._passes = arm.passes
+        self._counts[f"specpv_{_kind(arm)}_steps_total"] += batch > 0
+        setattr(output, COUNTS, dict(self._counts))
+        self._counts.clear()
+        return arm
+
+    def finish(self, output: Any, sampled: Sequence[Sequence[int]], now: float) -> None:
+        """A step's output is there: the tokens of each of its requests."""
+        self._count_confirmed(output, sampled)
+        found = self._clock.finished(output, now)
+        if found is None:
+            return
+        chosen, seconds = found
+        tokens = [len(ids) for ids in sampled if len(ids)]
+        self.choice.observe(chosen, seconds, tokens)
+        if seconds is not None:
+            kind = f"specpv_{_kind(chosen.arm)}_step"
+            self._counts[f"{kind}_tokens_total"] += sum(tokens)
+            self._counts[f"{kind}_seconds_total"] += round(1e6 * seconds)  # as `count` takes it
+        now_seen = (self.choice.switches, self.choice.probe_steps)
+        self._counts["specpv_arm_switches_total"] += now_seen[0] - self._seen[0]
+        self._counts["specpv_probe_steps_total"] += now_seen[1] - self._seen[1]
+        self._seen = now_seen
+
+    def _count_confirmed(self, output: Any, sampled: Sequence[Sequence[int]]) -> None:
+        """Of drafts by passes: those that were right, and the first wrong one of each request."""
+        number = max(map(len, output.scheduled_spec_decode_tokens.values()), default=0)
+        if not getattr(output, _VERIFIES, 0) or not number:
+            return
+        right = sum(max(0, len(ids) - 1) for ids in sampled)
+        wrong = sum(0 < len(ids) <= number for ids in sampled)
+        self._counts["specpv_confirmed_tokens_total"] += right
+        self._counts["specpv_drafted_tokens_total"] += right + wrong
+
+    def _log(self, chosen: Choice, batch: int, now: float) -> None:
+        """At most a line a minute, and only if something was tried."""
+        tried = (self.choice.switches, self.choice.probe_steps)
+        if self._logged is None:
+            self._logged = now, tried
+        if now < self._logged[0] + _LOG_SECONDS or tried == self._logged[1]:
+            return
+        switches, probes = (now - then for now, then in zip(tried, self._logged[1], strict=True))
+        self._logged = now, tried
+        rates = ", ".join(
+            f"{self.name(arm)} {batch * rate:.0f}"
+            for arm, rate in self.choice.rates(chosen.cell).items()
+        )
+        logger.info(
+            "nwor_specpv: %d requests take steps of kind: %s (measured tokens per second: %s); "
+            "%d switches and %d probe steps since the last line",
+            batch,
+            self.name(chosen.cell.arm),
+            rates or "none yet",
+            switches,
+            probes,
+        )
+
+
+def _kind(arm: Arm) -> str:
+    if not arm.drafts:
+        return "plain"
+    return "pass" if arm.passes else "guess"
