@@ -42,6 +42,7 @@ class Staging:
         self._faults = faults
         self._settings = settings
         self._watched = settings.check_contract
+        self._parallel = vllm_config.parallel_config
         self._dtype = vllm_config.model_config.dtype  # of K and V before a cache quantises them
         self._max_drafts = vllm_config.scheduler_config.max_num_seqs * num_drafts
         self._max_graph_rows = vllm_config.compilation_config.max_cudagraph_capture_size or 0
@@ -52,8 +53,8 @@ class Staging:
             return
         from vllm.distributed.parallel_state import get_world_group
 
-        rank = {"LOCAL_RANK": str(get_world_group().local_rank)}
-        Metrics().serve_settings(self._settings, rank)
+        rank = worker_of_host(get_world_group().local_rank, self._parallel)
+        Metrics().serve_settings(self._settings, {"LOCAL_RANK": str(rank)})
 
     def bind(self, device: torch.device) -> Interceptor:
         """Binds every layer whose cache is new. REQUIRES: no open round."""
@@ -147,6 +148,15 @@ def _places(layer: Any) -> list[int]:
     cache = getattr(layer, "kv_cache", ())
     tensors = [cache] if isinstance(cache, torch.Tensor) else cache
     return [tensor.data_ptr() for tensor in tensors]
+
+
+def worker_of_host(local_rank: int, parallel: Any) -> int:
+    """A worker's number among those of its host. vLLM numbers those of a data-parallel rank from 0
+    on a CPU, and all of them on GPUs.
+    """
+    if local_rank >= parallel.world_size:
+        return local_rank
+    return local_rank + (parallel.data_parallel_rank_local or 0) * parallel.world_size
 
 
 def rows_in_room(wanted: int, graph_rows: int, room: int) -> int:
