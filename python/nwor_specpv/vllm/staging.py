@@ -43,6 +43,7 @@ class Staging:
         self._settings = settings
         self._watched = settings.check_contract
         self._parallel = vllm_config.parallel_config
+        self._has_connector = vllm_config.kv_transfer_config is not None
         self._dtype = vllm_config.model_config.dtype  # of K and V before a cache quantises them
         self._max_drafts = vllm_config.scheduler_config.max_num_seqs * num_drafts
         self._max_graph_rows = vllm_config.compilation_config.max_cudagraph_capture_size or 0
@@ -94,17 +95,23 @@ class Staging:
             self._faults.lose("contract_violation", "the commit contract was broken")
 
     def _watch(self) -> None:
-        """Sets the contract checker on the caches, if each layer has memory of its own."""
-        places = Counter(place for layer in self.layers.values() for place in _places(layer))
-        if any(places[place] > 1 for place in self.bound.values()):
-            # vLLM lets layers of different groups, its own too, share memory, block by block; the
-            # checker would take one layer's writes for damage to another.
-            logger.warning(
-                "nwor_specpv: check_contract is ignored: layers of this model share cache memory"
-            )
+        """Sets the contract checker on the caches, if nobody else writes to them."""
+        problem = self._foreign_writes()
+        if problem is not None:
+            logger.warning("nwor_specpv: check_contract is ignored: %s", problem)
             self._watched = False
             return
         self.checker = ContractChecker(self.interceptor)
+
+    def _foreign_writes(self) -> str | None:
+        """Whose writes the checker would take for damage."""
+        if self._has_connector:
+            return "a KV connector loads blocks at any time"
+        places = Counter(place for layer in self.layers.values() for place in _places(layer))
+        if any(places[place] > 1 for place in self.bound.values()):
+            # vLLM lets layers of different groups, its own too, share memory, block by block.
+            return "layers of this model share cache memory"
+        return None
 
     def _rows_to_reserve(self, config: Any) -> int:
         """Drafts of a full batch, as far as there is room; it does not grow."""

@@ -54,6 +54,8 @@ class Adapter(ABC):
     cache_layout: str = "packed"
     # Tokens of a page of the CPU backend are a multiple of this.
     cpu_page: int
+    # Whether the offloading connector saves blocks that end with a request's last token.
+    offloads_last_token: bool = False
 
     # ---- what is wrapped or replaced ----
 

@@ -31,6 +31,7 @@ _MODEL_STATES = "vllm.v1.worker.gpu.model_states"
 class Vllm026(Adapter):
     version: str = "0.26.0"
     cpu_page: int = 16
+    offloads_last_token: bool = True
 
     prefers_runner_v2: VllmFunction | None = VllmFunction(
         CONFIG, "VllmConfig._is_default_v2_model_runner_model", ("self",)
