@@ -170,7 +170,7 @@ def test_the_contract_checker_stands_aside(caplog: pytest.LogCaptureFixture) -> 
 
 
 def test_preempted_requests_come_back(texts: list[list[int]], answers: list[list[int]]) -> None:
-    llm = begin(host_connector("layer"), num_gpu_blocks_override=960 // PAGE, max_model_len=480)
+    llm = begin(host_connector("layer"), num_gpu_blocks_override=544 // PAGE, max_model_len=480)
     check_run(llm, texts, answers)
     assert counted(llm, "vllm:num_preemptions") > 0
 
