@@ -4,7 +4,8 @@ A commit that failed leaves the cache without tokens that were emitted. Every ou
 not processed by then is dropped, all running requests are computed again by vLLM's own preemption,
 and no drafts are scheduled for a while, or for good. `hooks.recovery` tells vLLM's scheduler.
 
-This works where the scheduler runs in the worker's process. Elsewhere a fault ends the engine.
+This works where the scheduler runs in the worker's process and no KV connector keeps copies of what
+was lost. Elsewhere a fault ends the engine.
 """
 
 from __future__ import annotations
@@ -43,8 +44,8 @@ class Faults:
         if not self._recovers:
             raise NworError(
                 f"nwor_specpv: {problem}; requests of this engine cannot be computed again, since "
-                "its scheduler is in another process: restart the server and "
-                "report this line"
+                "its scheduler is in another process, or a KV connector keeps copies: restart the "
+                "server and report this line"
             )
         self._lost = True
         self._pause(reason, problem, "running requests are computed again, and ")

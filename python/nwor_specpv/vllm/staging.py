@@ -43,6 +43,8 @@ class Staging:
         self._faults = faults
         self._settings = settings
         self._watched = settings.check_contract
+        self._parallel = vllm_config.parallel_config
+        self._has_connector = vllm_config.kv_transfer_config is not None
         self._dtype = vllm_config.model_config.dtype  # of K and V before a cache quantises them
         self._max_drafts = max_drafts
         self._max_graph_rows = vllm_config.compilation_config.max_cudagraph_capture_size or 0
@@ -53,8 +55,8 @@ class Staging:
             return
         from vllm.distributed.parallel_state import get_world_group
 
-        rank = {"LOCAL_RANK": str(get_world_group().local_rank)}
-        Metrics().serve_settings(self._settings, rank)
+        rank = worker_of_host(get_world_group().local_rank, self._parallel)
+        Metrics().serve_settings(self._settings, {"LOCAL_RANK": str(rank)})
 
     def bind(self, device: torch.device) -> Interceptor:
         """Binds every layer whose cache is new. REQUIRES: no open round."""
@@ -94,17 +96,23 @@ class Staging:
             self._faults.lose("contract_violation", "the commit contract was broken")
 
     def _watch(self) -> None:
-        """Sets the contract checker on the caches, if each layer has memory of its own."""
-        places = Counter(place for layer in self.layers.values() for place in _places(layer))
-        if any(places[place] > 1 for place in self.bound.values()):
-            # vLLM lets layers of different groups, its own too, share memory, block by block; the
-            # checker would take one layer's writes for damage to another.
-            logger.warning(
-                "nwor_specpv: check_contract is ignored: layers of this model share cache memory"
-            )
+        """Sets the contract checker on the caches, if nobody else writes to them."""
+        problem = self._foreign_writes()
+        if problem is not None:
+            logger.warning("nwor_specpv: check_contract is ignored: %s", problem)
             self._watched = False
             return
         self.checker = ContractChecker(self.interceptor)
+
+    def _foreign_writes(self) -> str | None:
+        """Whose writes the checker would take for damage."""
+        if self._has_connector:
+            return "a KV connector loads blocks at any time"
+        places = Counter(place for layer in self.layers.values() for place in _places(layer))
+        if any(places[place] > 1 for place in self.bound.values()):
+            # vLLM lets layers of different groups, its own too, share memory, block by block.
+            return "layers of this model share cache memory"
+        return None
 
     def _rows_to_reserve(self, config: Any) -> int:
         """Drafts of a full batch, as far as there is room; it does not grow."""
@@ -148,6 +156,15 @@ def _places(layer: Any) -> list[int]:
     cache = getattr(layer, "kv_cache", ())
     tensors = [cache] if isinstance(cache, torch.Tensor) else cache
     return [tensor.data_ptr() for tensor in tensors]
+
+
+def worker_of_host(local_rank: int, parallel: Any) -> int:
+    """A worker's number among those of its host. vLLM numbers those of a data-parallel rank from 0
+    on a CPU, and all of them on GPUs.
+    """
+    if local_rank >= parallel.world_size:
+        return local_rank
+    return local_rank + (parallel.data_parallel_rank_local or 0) * parallel.world_size
 
 
 def rows_in_room(wanted: int, graph_rows: int, room: int) -> int:

@@ -10,11 +10,19 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from . import versions
+
 # Caches that are not quantized, as vLLM names them.
 _PLAIN_CACHES = ("auto", "float16", "bfloat16", "float32", "half", "float")
 
 # Quantised caches that we commit to and attend to.
 FLOAT8 = ("fp8", "fp8_e4m3")
+
+# KV connectors that were tried. What this one saves are blocks of tokens that are known when a step
+# is planned. Those are in the cache: drafts that were accepted since the last step's end, the root
+# as soon as its layer has run. A connector that saved a step's drafts would find nothing there.
+OFFLOADING = "OffloadingConnector"
+CONNECTORS = frozenset({OFFLOADING})
 
 
 def is_quantized(kv_cache_dtype: str) -> bool:
@@ -42,6 +50,8 @@ class Setup:
     prefill_context_parallel: int = 1
     micro_batches: bool = False
     kv_connector: str | None = None
+    offloads_answers: bool = False  # vLLM's offloading connector saves more than prompts
+    runner_v2: bool = False
     mla: bool = False
     cascade_attention: bool = False
     kv_sharing_fast_prefill: bool = False
@@ -59,9 +69,11 @@ class Setup:
 
 
 def recovers(vllm_config: Any) -> bool:
-    """Whether requests can be computed again after a fault: the scheduler is in this process."""
+    """Whether requests can be computed again after a fault: the scheduler is in this process, and
+    no KV connector keeps what was computed wrongly."""
     parallel = vllm_config.parallel_config
-    return parallel.world_size == 1 and parallel.distributed_executor_backend in (None, "uni")
+    alone = parallel.world_size == 1 and parallel.distributed_executor_backend in (None, "uni")
+    return alone and vllm_config.kv_transfer_config is None
 
 
 def describe(vllm_config: Any) -> Setup:
@@ -73,7 +85,10 @@ def describe(vllm_config: Any) -> Setup:
         decode_context_parallel=parallel.decode_context_parallel_size,
         prefill_context_parallel=parallel.prefill_context_parallel_size,
         micro_batches=bool(parallel.use_ubatching),
-        kv_connector=transfer.kv_connector if transfer is not None else None,
+        kv_connector=_connector(transfer),
+        offloads_answers=transfer is not None
+        and not transfer.kv_connector_extra_config.get("offload_prompt_only", True),
+        runner_v2=bool(vllm_config.use_v2_model_runner),
         mla=bool(model.use_mla),
         cascade_attention=not model.disable_cascade_attn,
         kv_sharing_fast_prefill=bool(vllm_config.cache_config.kv_sharing_fast_prefill),
@@ -91,6 +106,13 @@ def describe(vllm_config: Any) -> Setup:
         answer_window=model.rswa_window or 0,
         encoder=bool(model.is_encoder_decoder),
     )
+
+
+def _connector(transfer: Any) -> str | None:
+    """The name of the KV connector; that of another module's with the module's."""
+    if transfer is None or transfer.kv_connector is None:
+        return None
+    return ".".join(filter(None, (transfer.kv_connector_module_path, transfer.kv_connector)))
 
 
 def _drafts_by_batch_size(speculative: Any) -> tuple[int, ...]:
@@ -132,12 +154,7 @@ def _refusals(setup: Setup) -> Iterator[Refusal]:
             "micro-batches (dual batch overlap) are not supported: several are in flight at once",
             "drop --enable-dbo and --ubatch-size",
         )
-    if setup.kv_connector is not None:
-        yield Refusal(
-            f"KV connector {setup.kv_connector} is not supported: it saves a layer's K/V before "
-            "drafts are committed",
-            "drop --kv-transfer-config",
-        )
+    yield from _connector_refusals(setup)
     if setup.mla:
         yield Refusal(
             "MLA is not supported: the cache holds latents, not K and V",
@@ -167,6 +184,27 @@ def _refusals(setup: Setup) -> Iterator[Refusal]:
             "drop enable_adaptive_verification from --speculative-config",
         )
     yield from _attention_refusals(setup)
+
+
+def _connector_refusals(setup: Setup) -> Iterator[Refusal]:
+    if setup.kv_connector is not None and setup.kv_connector not in CONNECTORS:
+        yield Refusal(
+            f"KV connector {setup.kv_connector} was not tried: one that saves all rows of a step "
+            "would save drafts before they are committed",
+            f"use {OFFLOADING}, or drop --kv-transfer-config",
+        )
+    elif setup.kv_connector is not None and setup.runner_v2:
+        yield Refusal(
+            "KV connectors were tried on model runner V1 alone",
+            "set VLLM_USE_V2_MODEL_RUNNER=0, or drop --kv-transfer-config",
+        )
+    saves_answers = setup.kv_connector == OFFLOADING and setup.offloads_answers
+    if saves_answers and versions.adapter.offloads_last_token:
+        yield Refusal(
+            f"{OFFLOADING} of vLLM {versions.adapter.version} saves a block that ends with the "
+            "last token of a request, whose K/V nobody has computed",
+            "drop offload_prompt_only from kv_connector_extra_config, or install vLLM 0.32.0",
+        )
 
 
 def _attention_refusals(setup: Setup) -> Iterator[Refusal]:

@@ -169,6 +169,8 @@ def test_a_good_set_up_is_let_in() -> None:
         (LOSSLESS, {"async_scheduling": True}, "asynchronous", "--no-async-scheduling"),
         (LOSSLESS, {"data_parallel": 2}, "data parallelism of 2", "--data-parallel-size 1"),
         (LOSSLESS, {"lora": True}, "LoRA", "--enable-lora"),
+        (LOSSLESS, {"kv_connector": True}, "not tried with views", "--kv-transfer-config"),
+        (REFRESH, {"kv_connector": True, "drafter_class": "e"}, "K/V of partial steps", "--kv-tr"),
         (LOSSLESS, {"multimodal": True}, "multimodal", "without enable_specpv"),
         (
             LOSSLESS,
@@ -239,6 +241,7 @@ def test_numbers_of_drafts_by_batch_size_are_described(ranges: list | None, told
         parallel_config=SimpleNamespace(data_parallel_size=1, enable_eplb=False),
         device_config=SimpleNamespace(device_type="cuda"),
         lora_config=None,
+        kv_transfer_config=None,
         use_v2_model_runner=True,
     )
     found = describe(config)

@@ -27,6 +27,23 @@ def test_what_fits_is_reserved_as_long_as_graphs_fit(room: int, rows: int) -> No
     assert staging.rows_in_room(4096, 512, room) == rows
 
 
+@pytest.mark.parametrize("counts_all", [False, True], ids=["CPU", "GPU"])
+@pytest.mark.parametrize("tensor_parallel", [1, 2])
+def test_every_worker_of_a_host_has_a_number_of_its_own(
+    tensor_parallel: int, counts_all: bool
+) -> None:
+    """vLLM numbers workers of data-parallel ranks in two ways."""
+    found = []
+    for rank in range(3):
+        parallel = SimpleNamespace(world_size=tensor_parallel, data_parallel_rank_local=rank)
+        for local in range(tensor_parallel):
+            told = local + counts_all * rank * tensor_parallel
+            found.append(staging.worker_of_host(told, parallel))
+    assert found == list(range(3 * tensor_parallel))
+    alone = SimpleNamespace(world_size=1, data_parallel_rank_local=None)
+    assert staging.worker_of_host(0, alone) == 0
+
+
 def made_up(max_num_seqs: int, **settings: Any) -> staging.Staging:
     """Three layers in two groups, one of them quantised, in an engine with 16 drafts."""
     plain = torch.zeros(PAGES, HEADS, SIZE, 2 * DIM, dtype=torch.bfloat16)
@@ -40,6 +57,8 @@ def made_up(max_num_seqs: int, **settings: Any) -> staging.Staging:
     config = SimpleNamespace(
         model_config=SimpleNamespace(dtype=torch.bfloat16),
         compilation_config=SimpleNamespace(max_cudagraph_capture_size=512),
+        parallel_config=None,
+        kv_transfer_config=None,
     )
     found = staging.Staging(
         layers,

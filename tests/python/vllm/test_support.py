@@ -29,6 +29,11 @@ def test_an_ordinary_set_up_is_let_in() -> None:
         ({"prefill_context_parallel": 2}, "context parallelism", "--prefill-context-parallel-size"),
         ({"micro_batches": True}, "dual batch overlap", "--enable-dbo and --ubatch-size"),
         ({"kv_connector": "Nixl"}, "KV connector Nixl", "--kv-transfer-config"),
+        (
+            {"kv_connector": support.OFFLOADING, "runner_v2": True},
+            "model runner V1 alone",
+            "VLLM_USE_V2_MODEL_RUNNER=0",
+        ),
         ({"mla": True}, "MLA", "without nwor_specpv"),
         ({"cascade_attention": True}, "cascade attention", "--disable-cascade-attn"),
         ({"kv_sharing_fast_prefill": True}, "fast prefill", "--kv-sharing-fast-prefill"),
@@ -50,6 +55,36 @@ def test_each_refusal_names_reason_and_remedy(change: dict, reason: str, remedy:
     assert reason in refusal.reason
     assert remedy in refusal.remedy
     assert str(refusal) == f"{refusal.reason}; {refusal.remedy}"
+
+
+@pytest.mark.parametrize("version", [adapter.version for adapter in versions.ADAPTERS])
+def test_connectors_that_were_tried_are_let_in(
+    version: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """vLLM 0.26 saves, of answers, the place of a token that was never computed."""
+    known = {adapter.version: adapter for adapter in versions.ADAPTERS}
+    monkeypatch.setattr(versions, "adapter", known[version])
+    for name in sorted(support.CONNECTORS):
+        assert support.refusals(replace(FINE, kv_connector=name)) == []
+    whole = replace(FINE, kv_connector=support.OFFLOADING, offloads_answers=True)
+    found = [refusal.remedy for refusal in support.refusals(whole)]
+    assert [("offload_prompt_only" in text) for text in found] == [True] * (version == "0.26.0")
+
+
+@pytest.mark.parametrize(
+    ("transfer", "name"),
+    [
+        (None, None),
+        ({"kv_connector": None}, None),
+        ({"kv_connector": "OffloadingConnector"}, "OffloadingConnector"),
+        ({"kv_connector": "OffloadingConnector", "module": "mine"}, "mine.OffloadingConnector"),
+    ],
+)
+def test_a_connector_of_another_module_is_not_vllms(transfer: dict | None, name: str) -> None:
+    given = transfer and SimpleNamespace(
+        kv_connector=transfer["kv_connector"], kv_connector_module_path=transfer.get("module")
+    )
+    assert support._connector(given) == name
 
 
 def test_every_problem_is_told_at_once() -> None:
@@ -87,6 +122,7 @@ def vllm_config(by_batch_size: object = None, **speculation: object) -> SimpleNa
         model_config=model_config(),
         cache_config=SimpleNamespace(kv_sharing_fast_prefill=False),
         kv_transfer_config=None,
+        use_v2_model_runner=False,
         speculative_config=SimpleNamespace(**speculation) if speculation else None,
     )
 

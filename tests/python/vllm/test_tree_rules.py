@@ -36,6 +36,7 @@ def test_an_ordinary_set_up_is_let_in(method: str) -> None:
         ({"mla": True}, "MLA", "without draft_tree"),
         ({"lora": True}, "LoRA", "--enable-lora"),
         ({"sampling_mask": True}, "sampling masks", "--return-sampling-mask"),
+        ({"kv_connector": True}, "KV connectors", "--kv-transfer-config"),
         ({"drafter": "ngram", "num_drafts": 15}, "method ngram has no head", "eagle or eagle3"),
         ({"num_drafts": 4}, "num_speculative_tokens is 4", "drop num_speculative_tokens"),
         ({"drafts_by_requests": ((1, 8, 4),)}, "lengths of chains", "drop it"),

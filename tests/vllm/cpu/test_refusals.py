@@ -81,7 +81,7 @@ REFUSED: dict[str, tuple[Change, str]] = {
     "context": (of("parallel_config", "decode_context_parallel_size", 2), "context parallelism"),
     "overlap": (of("parallel_config", "enable_dbo", True), "dual batch overlap"),
     "micro-batches": (of("parallel_config", "ubatch_size", 2), "dual batch overlap"),
-    "connector": (with_connector, "KV connector ExampleConnector"),
+    "connector": (with_connector, "KV connector ExampleConnector was not tried"),
     "latents": (with_latents, "MLA"),
     "cascade": (of("model_config", "disable_cascade_attn", False), "cascade attention"),
     "sharing": (of("cache_config", "kv_sharing_fast_prefill", True), "fast prefill"),

@@ -43,11 +43,10 @@ def story_prompts(count: int = 3) -> list[list[int]]:
     return [tokenizer.encode(_STORIES[i % len(_STORIES)]) for i in range(count)]
 
 
-def start(nwor: Mapping[str, Any], *, speculation: Any = NGRAM, model: str = "", **options: Any):
-    """An engine in this process, of the shipped story model unless told otherwise."""
-    from vllm import LLM
-
-    _override_kernels_once()
+def engine_options(
+    nwor: Mapping[str, Any], *, speculation: Any = NGRAM, model: str = "", **options: Any
+) -> dict[str, Any]:
+    """vLLM's arguments: the shipped story model unless told otherwise."""
     defaults: dict[str, Any] = {
         "dtype": "float32",
         "enforce_eager": True,
@@ -65,7 +64,15 @@ def start(nwor: Mapping[str, Any], *, speculation: Any = NGRAM, model: str = "",
 
         model = str(stories())
         defaults["skip_tokenizer_init"] = True
-    llm = LLM(model=model, **(defaults | options))
+    return defaults | options | {"model": model}
+
+
+def start(nwor: Mapping[str, Any], **options: Any):
+    """An engine in this process; `options` are those of `engine_options`."""
+    from vllm import LLM
+
+    _override_kernels_once()
+    llm = LLM(**engine_options(nwor, **options))
     # From vLLM 0.32 on an engine that is dropped ends the process groups of all others here.
     finalizer = getattr(llm.llm_engine.engine_core, "_finalizer", None)
     if finalizer is not None and os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] == "0":

@@ -55,10 +55,6 @@ class NworCpuBackend(CPUAttentionBackend):
     def get_builder_cls() -> type[CPUAttentionMetadataBuilder]:
         return NworCpuMetadataBuilder
 
-    @classmethod
-    def supports_kv_connector(cls) -> bool:
-        return False
-
 
 class NworCpuMetadataBuilder(CPUAttentionMetadataBuilder):
     """Opens the round of a step. A builder without layers of ours is vLLM's own."""

@@ -40,7 +40,3 @@ class NworFlashBackend(FlashAttentionBackend):
     @staticmethod
     def get_builder_cls() -> type[FlashAttentionMetadataBuilder]:
         return NworFlashMetadataBuilder
-
-    @classmethod
-    def supports_kv_connector(cls) -> bool:
-        return False

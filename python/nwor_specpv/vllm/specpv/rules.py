@@ -53,7 +53,8 @@ class LongContext:
     async_scheduling: bool = False
     prefix_caching: bool = False
     caps_published: bool | None = None  # by an asynchronous scheduler or by the other; None: nobody
-    data_parallel: int = 1
+    data_parallel: int = 1  # of models with experts; vLLM's engines of others know of no rank
+    kv_connector: bool = False
     expert_balancing: bool = False
     lora: bool = False
     multimodal: bool = False
@@ -80,6 +81,7 @@ def describe(vllm_config: Any) -> LongContext:
         prefix_caching=bool(vllm_config.cache_config.enable_prefix_caching),
         caps_published=scheduler.asynchronous if caps else None,
         data_parallel=vllm_config.parallel_config.data_parallel_size,
+        kv_connector=vllm_config.kv_transfer_config is not None,
         expert_balancing=bool(vllm_config.parallel_config.enable_eplb),
         lora=vllm_config.lora_config is not None,
         multimodal=bool(model.is_multimodal_model or model.uses_mrope),
@@ -148,6 +150,11 @@ def _refusals(settings: Settings, setup: LongContext, staging_off: str | None) -
             "views of one size",
             "use specpv_budget 'fixed'",
         )
+    if setup.kv_connector:
+        reason = "was not tried with views"
+        if mode == REFRESH:
+            reason = "would keep K/V of partial steps"
+        yield Refusal(f"a KV connector {reason}", "drop --kv-transfer-config, or enable_specpv")
     if mode == LOSSLESS:
         yield from _lossless(setup, max(1, settings.specpv_draft_lookup), ours=ours)
     elif mode == REFRESH and ours:
@@ -238,8 +245,8 @@ def _lossless(setup: LongContext, guesses: int, *, ours: bool) -> Iterator[Refus
         )
     if setup.data_parallel > 1:
         yield Refusal(
-            f"data parallelism of {setup.data_parallel} is not supported: ranks would draft with "
-            "different numbers of passes",
+            f"data parallelism of {setup.data_parallel} with experts is not supported: ranks would "
+            "draft with different numbers of passes",
             "use --data-parallel-size 1",
         )
     if setup.lora:

@@ -42,6 +42,7 @@ class TreeSetup:
     mla: bool = False
     lora: bool = False
     sampling_mask: bool = False
+    kv_connector: bool = False
     max_requests: int = 1
     max_tokens: int = 1  # rows of a step
     draft_bytes: int = 0  # K/V of one draft
@@ -73,6 +74,7 @@ def describe(vllm_config: Any) -> TreeSetup:
         mla=bool(model.use_mla),
         lora=vllm_config.lora_config is not None,
         sampling_mask=bool(getattr(model, "return_sampling_mask", False)),
+        kv_connector=vllm_config.kv_transfer_config is not None,
         max_requests=scheduling.max_num_seqs,
         max_tokens=scheduling.max_num_batched_tokens,
         draft_bytes=2 * model.get_num_layers(parallel) * per_layer,
@@ -172,6 +174,8 @@ def _of_engine(setup: TreeSetup) -> Iterator[Refusal]:
         yield Refusal("LoRA was not tested with trees", "drop --enable-lora")
     if setup.sampling_mask:
         yield Refusal("sampling masks are told of chains alone", "drop --return-sampling-mask")
+    if setup.kv_connector:
+        yield Refusal("KV connectors were not tested with trees", "drop --kv-transfer-config")
 
 
 def _of_model(setup: TreeSetup) -> Iterator[Refusal]:

@@ -58,6 +58,8 @@ class Adapter(ABC):
     flash_combine_waits: bool = False
     # Tokens of a page of the CPU backend are a multiple of this.
     cpu_page: int
+    # Whether the offloading connector saves blocks that end with a request's last token.
+    offloads_last_token: bool = False
 
     # ---- what is wrapped or replaced ----
 

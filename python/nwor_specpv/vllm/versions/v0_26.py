@@ -30,6 +30,7 @@ class Vllm026(Adapter):
     version: str = "0.26.0"
     cpu_page: int = 16
     flash_combine_waits: bool = True
+    offloads_last_token: bool = True
 
     prefers_runner_v2: VllmFunction | None = VllmFunction(
         CONFIG, "VllmConfig._is_default_v2_model_runner_model", ("self",)
