@@ -15,7 +15,8 @@ from transformers.models.auto import AutoModelForCausalLM
 
 from nwor_specpv import NworConfig
 from nwor_specpv.drafters import TreeConfig
-from nwor_specpv.transformers import Generator, layers
+from nwor_specpv.transformers import Generator
+from nwor_specpv.transformers.layers import decoder
 from nwor_specpv.transformers.layers.decoder import RowLayer
 from nwor_specpv.transformers.request import Part, Request
 from nwor_specpv.transformers.round import Round
@@ -167,13 +168,13 @@ def test_a_model_that_changed_after_the_first_call_is_run_as_it_is(change: Any) 
 def count_calls(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The rows of every call of ours from now on."""
     counts: list[int] = []
-    op = layers._attention_inputs
+    op = decoder._attention_inputs
 
     def counted(rows: torch.Tensor, *more: Any) -> Any:
         counts.append(rows.shape[0])
         return op(rows, *more)
 
-    monkeypatch.setattr(layers, "_attention_inputs", counted)
+    monkeypatch.setattr(decoder, "_attention_inputs", counted)
     return counts
 
 

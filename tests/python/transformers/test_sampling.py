@@ -13,7 +13,8 @@ import torch
 from nwor_specpv import NworError, SpecPVConfig, make_coins, tree_from_chain
 from nwor_specpv.drafters import TreeConfig
 from nwor_specpv.drafters.ngram import NgramDrafter
-from nwor_specpv.transformers import Generator, decoding, sampling
+from nwor_specpv.transformers import Generator, decoding
+from nwor_specpv.transformers.calls import sampling
 from tests.python.specpv.contexts import DEVICES, seeded
 from tests.python.transformers.test_specpv_modes import configured
 from tests.python.transformers.tiny_models import (

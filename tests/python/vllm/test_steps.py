@@ -57,6 +57,8 @@ class World:
         }
         config = SimpleNamespace(
             model_config=SimpleNamespace(dtype=torch.bfloat16),
+            parallel_config=None,
+            kv_transfer_config=None,
             compilation_config=SimpleNamespace(max_cudagraph_capture_size=0),
         )
         held = {name: SimpleNamespace(kv_cache=cache) for name, cache in self.caches.items()}

@@ -150,6 +150,8 @@ class World:
             self.caches["b"] = cache
         config = SimpleNamespace(
             model_config=SimpleNamespace(dtype=torch.float32),
+            parallel_config=None,
+            kv_transfer_config=None,
             scheduler_config=SimpleNamespace(max_num_seqs=4),
             compilation_config=SimpleNamespace(max_cudagraph_capture_size=0),
         )

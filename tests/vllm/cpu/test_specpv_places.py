@@ -152,11 +152,12 @@ def test_the_scheduler_asks_for_as_many_drafts_as_it_has_decided(
 
 def test_speed_decides_and_failed_passes_are_left(monkeypatch: pytest.MonkeyPatch) -> None:
     """Steps through the scheduler: passes are made free, and so they are chosen until they fail."""
+    from nwor_specpv.vllm.scheduling import scheduler as base
     from nwor_specpv.vllm.specpv import scheduler as ours
 
     scheduler, now = scheduler_of(monkeypatch), [0.0]
-    monkeypatch.setattr(ours.time, "perf_counter", lambda: now[0])
-    monkeypatch.setattr(ours.AsyncScheduler, "update_from_output", lambda *_: "vLLM's")
+    monkeypatch.setattr(base.time, "perf_counter", lambda: now[0])
+    monkeypatch.setattr(base.AsyncScheduler, "update_from_output", lambda *_: "vLLM's")
     engine = SimpleNamespace(lengths=SimpleNamespace(given_up=False))
     monkeypatch.setattr(ours, "find_engine", lambda _: engine)
     drafts, asked = 0, []

@@ -101,7 +101,7 @@ def test_graphs_of_all_lengths_are_offered(mode: str, monkeypatch: pytest.Monkey
         ),
     )
     assert graph_lengths.install() is None
-    engine = SimpleNamespace(lengths=spec.lengths)
+    engine = SimpleNamespace(draft_lengths=spec.lengths.drafts)
     monkeypatch.setattr(registry, "find_engine", lambda _: engine)
     spec.init_cudagraph_manager(CUDAGraphMode[mode])
     assert not speculative.uses_dynamic_speculative_decoding(), "vLLM's scheduler would take it"
@@ -158,6 +158,7 @@ def test_ranges_of_the_users_are_refused(
         parallel_config=SimpleNamespace(data_parallel_size=1, enable_eplb=False),
         device_config=SimpleNamespace(device_type="cuda"),
         lora_config=None,
+        kv_transfer_config=None,
         use_v2_model_runner=True,
     )
 
