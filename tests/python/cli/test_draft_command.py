@@ -33,6 +33,7 @@ def listening(line: str) -> str:
     return re.match(r"worker: listening at (\S+),", line)[1]
 
 
+@pytest.mark.slow
 def test_two_processes_write_what_one_writes(story_folder: Path) -> None:
     generator = Generator(*load_model(story_folder), drafter="none")
     ids = generator.tokenizer(PROMPT).input_ids

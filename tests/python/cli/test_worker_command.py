@@ -107,7 +107,9 @@ def started(*arguments: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
             process.kill()
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize(
+    "number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.slow)]
+)
 def test_it_serves_until_it_is_told_to_stop(story_folder: Path, number: signal.Signals) -> None:
     metrics = ["--metrics-port", "0"] if Metrics().status()["built"] else []
     with started(

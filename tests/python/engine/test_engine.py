@@ -162,7 +162,9 @@ EXACT = {
 
 
 @pytest.mark.parametrize("mode", EXACT)
-@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
+@pytest.mark.parametrize(
+    "family", ["llama", "qwen2", pytest.param("qwen3", marks=pytest.mark.slow)]
+)
 def test_exact_modes_say_what_the_host_says(
     run: Run, folders: Callable[[str], Path], tmp_path: Path, family: str, mode: str
 ) -> None:

@@ -1,6 +1,6 @@
 """Random rounds against the Python model of the cache: no byte may differ, wrong calls change none.
 
-NWOR_FUZZ_ROUNDS: rounds per dtype (20,000; `make test-all` plays a million). NWOR_TEST_SEED repeats
+NWOR_FUZZ_ROUNDS: rounds per dtype (8,000; `make test-all` plays a million). NWOR_TEST_SEED repeats
 a run.
 """
 
@@ -19,7 +19,7 @@ import torch
 from tests.python.kv_interceptor.cache_model import e4m3_codes
 from tests.python.kv_interceptor.fuzz_world import World
 
-ROUNDS = int(os.environ.get("NWOR_FUZZ_ROUNDS", "20000"))
+ROUNDS = int(os.environ.get("NWOR_FUZZ_ROUNDS", "8000"))
 ROUNDS_PER_WORLD = 200
 BAD_INPUT_SHARE = 0.25  # of all rounds: one wrong call or more in each
 

@@ -96,7 +96,7 @@ def offload_failures() -> int:
 
 @kinds
 @pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("tree", TREES)
+@pytest.mark.parametrize("tree", [pytest.param("chain", marks=pytest.mark.slow), "tree"])
 def test_tokens_are_those_of_paged_storage(
     device: str, dtype: torch.dtype, mode: str, tree: str
 ) -> None:
@@ -150,7 +150,7 @@ def test_requests_that_end_leave_their_place_empty(
 
 @kinds
 @pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("graphs", [True, False])
+@pytest.mark.parametrize("graphs", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_captured_steps_read_the_copies_of_their_own_step(
     device: str, dtype: torch.dtype, mode: str, graphs: bool
 ) -> None:

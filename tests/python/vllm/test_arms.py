@@ -81,7 +81,10 @@ def test_one_request(name: str) -> None:
     assert run.of_best > 0.94
 
 
-@pytest.mark.parametrize("seed", [1, 2, 3])
+SLOW_SEEDS = [pytest.param(seed, marks=pytest.mark.slow) for seed in (2, 3)]
+
+
+@pytest.mark.parametrize("seed", [1, *SLOW_SEEDS])
 def test_the_workload_changes(seed: int) -> None:
     engine = Engine(seed=seed)
     for name in ("plain", "passes", "guesses", "many passes", "plain", "guesses", "few passes"):

@@ -133,7 +133,10 @@ def test_offloading(
     assert places >= (places_known(texts) if whole else of_prompts)
 
 
-@pytest.mark.parametrize("when", ["layer", "forward", "next"])
+SLOW_MOMENTS = [pytest.param(when, marks=pytest.mark.slow) for when in ("forward", "next")]
+
+
+@pytest.mark.parametrize("when", ["layer", *SLOW_MOMENTS])
 def test_known_tokens_are_saved_at_any_time_of_a_step(
     when: str,
     texts: list[list[int]],
@@ -169,6 +172,7 @@ def test_the_contract_checker_stands_aside(caplog: pytest.LogCaptureFixture) -> 
     assert own_engine().checker is None
 
 
+@pytest.mark.slow
 def test_preempted_requests_come_back(texts: list[list[int]], answers: list[list[int]]) -> None:
     llm = begin(host_connector("layer"), num_gpu_blocks_override=544 // PAGE, max_model_len=480)
     check_run(llm, texts, answers)

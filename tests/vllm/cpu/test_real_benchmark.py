@@ -72,6 +72,7 @@ def read(out: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (out / "records.jsonl").read_text().splitlines()]
 
 
+@pytest.mark.slow
 def test_two_sides_of_one_cell(
     real: ModuleType, model: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

@@ -28,6 +28,7 @@ def test_head_and_target_in_turns_write_what_plain_vllm_writes(tmp_path: Path) -
     assert found["tokens"] == [plain]
 
 
+@pytest.mark.slow
 def test_steps_are_timed_after_steps_of_prompts_alone(tmp_path: Path) -> None:
     """A prompt of several steps: what is scheduled next to them is plain steps, whose times the
     choice needs."""
