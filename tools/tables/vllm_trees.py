@@ -13,8 +13,9 @@ _TITLES = {"text": "SmolLM2-135M-Instruct, shipped head", "shapes": "Llama-3.1-8
 
 
 def vllm_tree_lines() -> Iterator[str]:
-    """Nothing as long as there is no result."""
+    """One line as long as there is no result."""
     if not (RESULTS / _FILE).exists():
+        yield "`benchmarks/vllm/trees.py` has not been run on a GPU yet."
         return
     data = load(_FILE)
     parts = data["parts"]
