@@ -46,6 +46,7 @@ PAGES = (
     DOCS / "measured_attention.md",
     DOCS / "vllm.md",
     DOCS / "vllm_long_context.md",
+    DOCS / "vllm_trees.md",
     DOCS / "worker.md",
 )
 PLOTS: dict[Path, Callable[[], str]] = {
