@@ -222,8 +222,7 @@ void SelectBlocksOutOp(const at::Tensor& query, const at::Tensor& kmax, const at
                        int64_t max_rows, at::Tensor ids, const OptionalTensor& scores,
                        const OptionalTensor& rows, const OptionalTensor& block_table,
                        int64_t first_block) {
-  const SelectOptions options{score,     query_reduce, group_reduce,
-                              selection, max_rows,     first_block};
+  const SelectOptions options{score, query_reduce, group_reduce, selection, max_rows, first_block};
   WithTorchErrors([&] {
     SelectBlocks(query, kmax, kmin, num_candidates, options, query_rows, ids, scores, rows,
                  std::nullopt, block_table);

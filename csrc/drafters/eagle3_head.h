@@ -36,8 +36,8 @@ struct Eagle3Shape {
 };
 
 struct Eagle3Options {
-  int64_t draft_vocabulary = 0;         // only so many of the head's tokens, the first; 0: all
-  double min_probability = 0.0;         // rows that the head gives less are left out
+  int64_t draft_vocabulary = 0;              // only so many of the head's tokens, the first; 0: all
+  double min_probability = 0.0;              // rows that the head gives less are left out
   std::optional<at::ScalarType> dtype = {};  // of products; default: the target's
 };
 

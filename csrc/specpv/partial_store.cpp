@@ -148,8 +148,7 @@ std::shared_ptr<PartialStore> PartialStore::Create(const SpecPVConfig& config,
   const auto of = [device](at::ScalarType type) { return at::dtype(type).device(device); };
   store->kmax_ = at::empty({layers, pages, page_blocks, heads, geometry.head_dim}, of(dtype));
   store->kmin_ = at::empty_like(store->kmax_);
-  store->scores_ =
-      at::empty({requests * heads * store->max_pages_ * page_blocks}, of(at::kFloat));
+  store->scores_ = at::empty({requests * heads * store->max_pages_ * page_blocks}, of(at::kFloat));
   store->ids_ = at::full({layers, requests, heads, budget.retrieval_blocks}, -1, of(at::kInt));
   store->blocks_ = at::full({layers, requests, heads, budget.max_view_blocks()}, -1, of(at::kInt));
   store->num_blocks_ = at::full({requests}, -1, of(at::kInt));
@@ -270,7 +269,8 @@ void PartialStore::RefreshLayer(int64_t layer, const at::Tensor& query,
                                 ChoiceName(config_.specpv_query_reduce, kQueryReduceNames),
                                 ChoiceName(config_.specpv_group_reduce, kGroupReduceNames),
                                 ChoiceName(config_.specpv_selection, kSelectionNames),
-                                options_.max_rows, budget_.sink_blocks};
+                                options_.max_rows,
+                                budget_.sink_blocks};
     SelectBlocks(query, kmax_[layer], kmin_[layer], lens_[kCandidates], options, query_rows,
                  ids_[layer], scores_, lens_[kStoreRow], lens_[kLimit], table);
   } catch (const std::exception&) {

@@ -83,10 +83,10 @@ void CheckSummaries(const at::Tensor& kmax, const at::Tensor& kmin, at::Device d
 
 // By requests there is one for each of `rows`; by pages there are `rows` pages.
 void CheckSizes(const at::Tensor& summaries, int64_t rows, int64_t heads, int64_t channels) {
-  NWOR_CHECK(summaries.size(0) == rows && summaries.size(2) == heads &&
-                 summaries.size(3) == channels,
-             "kmax: got sizes ", summaries.sizes(), ", expected [", rows, ", blocks, ", heads, ", ",
-             channels, "]");
+  NWOR_CHECK(
+      summaries.size(0) == rows && summaries.size(2) == heads && summaries.size(3) == channels,
+      "kmax: got sizes ", summaries.sizes(), ", expected [", rows, ", blocks, ", heads, ", ",
+      channels, "]");
 }
 
 SummaryStrides StridesOf(const at::Tensor& summaries) {

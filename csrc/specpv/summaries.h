@@ -54,7 +54,8 @@ NWOR_HOST_DEVICE inline int32_t CompleteBlocks(int32_t start, int32_t end, int32
 }
 
 // Throws Error naming the request when tokens lie outside its pages, blocks outside the summaries,
-// or a page outside the cache, or, by pages, its first token within a block; nothing is written then. Threads of torch's pool.
+// or a page outside the cache, or, by pages, its first token within a block; nothing is written
+// then. Threads of torch's pool.
 NWOR_EXPORT void SummarizeBlocksCpu(const SummaryParams& params);
 
 // One launch. Blocks outside the summaries and pages outside the cache are left out.

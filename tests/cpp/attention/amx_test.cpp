@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "attention/verify_step.h"
+#include "test_seed.h"
 
 #if defined(__x86_64__)
 
@@ -112,7 +113,7 @@ class AmxTest : public ::testing::Test {
 };
 
 TEST_F(AmxTest, ScoresAreProductsOfEveryRowAndToken) {
-  std::mt19937 random(nwor::testing::Seed());
+  std::mt19937 random(TestSeed());
   for (int run = 0; run < 60; ++run) {
     const Shape shape = RandomShape(random);
     Block block(shape, random());
@@ -135,7 +136,7 @@ TEST_F(AmxTest, ScoresAreProductsOfEveryRowAndToken) {
 
 // Weights keep sixteen bits, and rows past the chunk are not written.
 TEST_F(AmxTest, SumsAreWeightedAndKeepWhatTheyHad) {
-  std::mt19937 random(nwor::testing::Seed());
+  std::mt19937 random(TestSeed());
   constexpr float kGuard = 12345.0f;
   for (int run = 0; run < 60; ++run) {
     const Shape shape = RandomShape(random);

@@ -4,10 +4,8 @@
 
 #include <algorithm>
 #include <cmath>
-#include <cstdlib>
 #include <functional>
 #include <initializer_list>
-#include <iostream>
 #include <queue>
 #include <random>
 #include <string>
@@ -19,6 +17,7 @@
 #include "attention/cuda/sm90/tile_shape.h"
 #include "attention/plan.h"
 #include "attention/unsupported.h"
+#include "test_seed.h"
 
 namespace nwor {
 namespace {
@@ -39,11 +38,7 @@ VerifyShape Shape(int requests, int rows, int heads = 32, int kv_heads = 8, int 
 }
 
 TEST(SplitPrefix, CoversTheSpanWithSplitsOfWholeSteps) {
-  std::random_device device;
-  const char* given = std::getenv("NWOR_TEST_SEED");
-  const unsigned seed = given != nullptr ? std::strtoul(given, nullptr, 10) : device();
-  std::cout << "seed=" << seed << "\n";
-  std::mt19937 random(seed);
+  std::mt19937 random(TestSeed());
   for (int i = 0; i < 20000; ++i) {
     const int bits = std::uniform_int_distribution<>(0, 20)(random);
     const int tokens = std::uniform_int_distribution<>(0, 1 << bits)(random);

@@ -11,6 +11,7 @@
 #include "attention/verify_step.h"
 #include "base/check.h"
 #include "message_of.h"
+#include "test_seed.h"
 
 namespace nwor {
 namespace {
@@ -38,7 +39,7 @@ bool HaveCommonPlace(const at::Tensor& a, const at::Tensor& b) {
 
 // What has a place in common is always found, and slices of one buffer are never taken for it.
 TEST(MayOverlap, IsNeverWrongAboutSlicesAndNeverMissesAPlace) {
-  const uint32_t seed = testing::Seed();
+  const uint32_t seed = TestSeed();
   std::mt19937 random(seed);
   const auto draw = [&](int64_t low, int64_t high) {
     return std::uniform_int_distribution<int64_t>(low, high)(random);

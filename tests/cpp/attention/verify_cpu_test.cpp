@@ -4,6 +4,7 @@
 #include "attention/cpu/verify.h"
 #include "attention/verify_step.h"
 #include "base/check.h"
+#include "test_seed.h"
 
 namespace nwor {
 namespace {
@@ -28,7 +29,7 @@ std::vector<StepShape> Shapes() {
 }
 
 TEST(VerifyCpu, EveryInstructionSetEqualsTheReference) {
-  const uint32_t seed = testing::Seed();
+  const uint32_t seed = TestSeed();
   for (const StepShape& shape : Shapes()) {
     VerifyStep step(shape, seed);
     for (const std::string& set : VerifyCpuInstructionSets(shape.head_dim)) {

@@ -4,25 +4,17 @@
 #include <cmath>
 #include <cstdint>
 #include <cstdlib>
-#include <iostream>
 #include <limits>
 #include <random>
 #include <string>
 #include <vector>
 
 #include "attention/params.h"
+#include "test_seed.h"
 
 // A verification step in plain memory, and fp64 loops over what each row sees.
 
 namespace nwor::testing {
-
-inline uint32_t Seed() {
-  const char* given = std::getenv("NWOR_TEST_SEED");
-  const uint32_t seed = given != nullptr ? static_cast<uint32_t>(std::strtoul(given, nullptr, 10))
-                                         : std::random_device{}();
-  std::cout << "seed=" << seed << "\n";
-  return seed;
-}
 
 struct StepShape {
   std::vector<int> rows;

@@ -6,7 +6,6 @@
 #include <algorithm>
 #include <cmath>
 #include <cstdlib>
-#include <iostream>
 #include <map>
 #include <numeric>
 #include <random>
@@ -15,6 +14,7 @@
 #include <vector>
 
 #include "base/check.h"
+#include "test_seed.h"
 
 namespace nwor {
 namespace {
@@ -22,20 +22,23 @@ namespace {
 using Tokens = std::vector<int64_t>;
 using Vector = std::vector<double>;
 
-const Eagle3Shape kShape = {.hidden = 16,
-                            .intermediate = 24,
-                            .num_heads = 4,
-                            .num_kv_heads = 2,
-                            .head_dim = 6,
-                            .target_vocabulary = 30,
-                            .feature_layers = {0, 2},
-                            .window = 5,
-                            .rope_theta = 100.0,
-                            .norm_epsilon = 1e-5};
+const Eagle3Shape& Shape() {
+  static const Eagle3Shape shape = {.hidden = 16,
+                                    .intermediate = 24,
+                                    .num_heads = 4,
+                                    .num_kv_heads = 2,
+                                    .head_dim = 6,
+                                    .target_vocabulary = 30,
+                                    .feature_layers = {0, 2},
+                                    .window = 5,
+                                    .rope_theta = 100.0,
+                                    .norm_epsilon = 1e-5};
+  return shape;
+}
 constexpr int64_t kDraftVocabulary = 20;
 
 std::map<std::string, at::Tensor> RandomWeights() {
-  const auto& s = kShape;
+  const auto& s = Shape();
   const auto random = [](at::IntArrayRef sizes) { return 0.5 * at::randn(sizes); };
   return {
       {"feature_norm", 1 + 0.1 * random({2, s.hidden})},
@@ -69,7 +72,8 @@ class SlowHead {
   Vector Fuse(const at::Tensor& features) const {
     Vector all;
     for (int64_t layer = 0; layer < 2; ++layer) {
-      const at::Tensor part = features.slice(0, layer * kShape.hidden, (layer + 1) * kShape.hidden);
+      const at::Tensor part =
+          features.slice(0, layer * Shape().hidden, (layer + 1) * Shape().hidden);
       const Vector normed = Norm(Plain(part), weights_.at("feature_norm")[layer]);
       all.insert(all.end(), normed.begin(), normed.end());
     }
@@ -81,8 +85,8 @@ class SlowHead {
     const Vector second = Norm(hidden, weights_.at("hidden_norm"));
     input.insert(input.end(), second.begin(), second.end());
     const Vector all = Times(weights_.at("query_key_value"), input);
-    const int64_t queries = kShape.num_heads * kShape.head_dim;
-    const int64_t keys = kShape.num_kv_heads * kShape.head_dim;
+    const int64_t queries = Shape().num_heads * Shape().head_dim;
+    const int64_t keys = Shape().num_kv_heads * Shape().head_dim;
     const auto begin = all.begin();
     return {{position,
              Rotated({begin + queries, begin + queries + keys}, position),
@@ -92,9 +96,9 @@ class SlowHead {
   }
 
   Vector Output(const Row& row, const std::vector<Entry>& seen) const {
-    const int64_t dim = kShape.head_dim, groups = kShape.num_heads / kShape.num_kv_heads;
+    const int64_t dim = Shape().head_dim, groups = Shape().num_heads / Shape().num_kv_heads;
     Vector attended;
-    for (int64_t head = 0; head < kShape.num_heads; ++head) {
+    for (int64_t head = 0; head < Shape().num_heads; ++head) {
       const int64_t first = head / groups * dim;
       Vector chances;
       for (const Entry& entry : seen) {
@@ -112,8 +116,8 @@ class SlowHead {
     const Vector middle = Plus(row.hidden, Times(weights_.at("attention_output"), attended));
     const Vector both = Times(weights_.at("gate_up"), Norm(middle, weights_.at("mlp_norm")));
     Vector gated;
-    for (int64_t i = 0; i < kShape.intermediate; ++i) {
-      gated.push_back(both[i] / (1 + std::exp(-both[i])) * both[kShape.intermediate + i]);
+    for (int64_t i = 0; i < Shape().intermediate; ++i) {
+      gated.push_back(both[i] / (1 + std::exp(-both[i])) * both[Shape().intermediate + i]);
     }
     return Plus(middle, Times(weights_.at("down"), gated));
   }
@@ -154,18 +158,18 @@ class SlowHead {
   static Vector Norm(Vector values, const at::Tensor& weight) {
     double sum = 0;
     for (const double value : values) sum += value * value;
-    const double scale = 1 / std::sqrt(sum / values.size() + kShape.norm_epsilon);
+    const double scale = 1 / std::sqrt(sum / values.size() + Shape().norm_epsilon);
     const Vector weights = Plain(weight);
     for (size_t i = 0; i < values.size(); ++i) values[i] *= scale * weights[i];
     return values;
   }
   static Vector Rotated(const Vector& values, int64_t position) {
-    const size_t dim = kShape.head_dim, half = dim / 2;
+    const size_t dim = Shape().head_dim, half = dim / 2;
     Vector rotated = values;
     for (size_t head = 0; head < values.size(); head += dim) {
       for (size_t i = 0; i < half; ++i) {
         const double angle =
-            position * std::pow(kShape.rope_theta, -2.0 * static_cast<double>(i) / dim);
+            position * std::pow(Shape().rope_theta, -2.0 * static_cast<double>(i) / dim);
         const double low = values[head + i], high = values[head + half + i];
         rotated[head + i] = low * std::cos(angle) - high * std::sin(angle);
         rotated[head + half + i] = high * std::cos(angle) + low * std::sin(angle);
@@ -206,7 +210,7 @@ std::set<Tokens> SlowTree(const SlowHead& head, const Tokens& tokens, const at::
     const auto at = static_cast<int64_t>(i);
     const SlowHead::Row row = head.Project(tokens[i], head.Fuse(features[at]), at);
     text.push_back(row.entry);
-    if (static_cast<int64_t>(text.size()) > kShape.window) text.erase(text.begin());
+    if (static_cast<int64_t>(text.size()) > Shape().window) text.erase(text.begin());
     hidden = head.Output(row, text);
   }
   const auto children = [&](const Candidate& of, const Vector& output) {
@@ -255,28 +259,25 @@ std::set<Tokens> Paths(const DraftTree& tree) {
 class Eagle3HeadTest : public testing::Test {
  protected:
   void SetUp() override {
-    const char* const given = std::getenv("NWOR_TEST_SEED");
-    const uint64_t seed =
-        given != nullptr ? std::strtoull(given, nullptr, 10) : std::random_device{}();
-    std::cout << "seed=" << seed << "\n";
+    const uint64_t seed = TestSeed();
     random_.seed(seed);
     at::manual_seed(seed);
     weights_ = RandomWeights();
-    embedding_ = at::randn({kShape.target_vocabulary, kShape.hidden});
-    output_ = at::randn({kShape.target_vocabulary, kShape.hidden});
+    embedding_ = at::randn({Shape().target_vocabulary, Shape().hidden});
+    output_ = at::randn({Shape().target_vocabulary, Shape().hidden});
   }
 
   Eagle3Head Head(const Eagle3Options& options = {}) {
-    return {kShape, weights_, embedding_, output_, options};
+    return {Shape(), weights_, embedding_, output_, options};
   }
   Tokens Text(int64_t length) {
     Tokens tokens;
     for (int64_t i = 0; i < length; ++i) {
-      tokens.push_back(static_cast<int64_t>(random_() % kShape.target_vocabulary));
+      tokens.push_back(static_cast<int64_t>(random_() % Shape().target_vocabulary));
     }
     return tokens;
   }
-  static at::Tensor Features(int64_t rows) { return at::randn({rows, 2 * kShape.hidden}); }
+  static at::Tensor Features(int64_t rows) { return at::randn({rows, 2 * Shape().hidden}); }
 
   std::mt19937_64 random_;
   std::map<std::string, at::Tensor> weights_;
@@ -338,8 +339,9 @@ TEST_F(Eagle3HeadTest, KeepsToTheFirstTokensOfItsVocabulary) {
   const DraftTree tree = head.Draft(states, 12, 3, 5).at(0);
   std::set<int64_t> allowed;
   for (int64_t i = 0; i < 3; ++i) allowed.insert(weights_["draft_to_target"][i].item<int64_t>());
-  for (int64_t row = 1; row < tree.num_rows(); ++row)
+  for (int64_t row = 1; row < tree.num_rows(); ++row) {
     EXPECT_TRUE(allowed.contains(tree.tokens[row]));
+  }
   EXPECT_EQ(tree.num_rows(), 12);
 }
 
@@ -347,14 +349,14 @@ TEST_F(Eagle3HeadTest, RefusesWhatDoesNotFit) {
   const auto refused = [&](const std::string& name, const at::Tensor& tensor) {
     std::map<std::string, at::Tensor> weights = weights_;
     weights[name] = tensor;
-    EXPECT_THROW(Eagle3Head(kShape, weights, embedding_, output_), Error) << name;
+    EXPECT_THROW(Eagle3Head(Shape(), weights, embedding_, output_), Error) << name;
   };
   refused("fuse", at::zeros({3, 3}));
-  refused("draft_to_target", at::full({2}, kShape.target_vocabulary));
+  refused("draft_to_target", at::full({2}, Shape().target_vocabulary));
   refused("draft_to_target", at::zeros({0}, at::kLong));
   refused("surplus", at::zeros({1}));
-  EXPECT_THROW(Eagle3Head(kShape, {}, embedding_, output_), Error);
-  EXPECT_THROW(Eagle3Head(kShape, weights_, embedding_.slice(0, 1), output_), Error);
+  EXPECT_THROW(Eagle3Head(Shape(), {}, embedding_, output_), Error);
+  EXPECT_THROW(Eagle3Head(Shape(), weights_, embedding_.slice(0, 1), output_), Error);
   const Eagle3Head head = Head();
   Eagle3Head::State state;
   const Eagle3Head::State* const states[] = {&state};

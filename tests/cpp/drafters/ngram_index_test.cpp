@@ -3,12 +3,12 @@
 #include <gtest/gtest.h>
 
 #include <algorithm>
-#include <cstdlib>
 #include <random>
 #include <vector>
 
 #include "base/check.h"
 #include "drafters/vote_tree.h"
+#include "test_seed.h"
 
 namespace nwor {
 namespace {
@@ -48,11 +48,6 @@ TEST(NgramIndex, GivesTheRootAloneWhereNothingMatches) {
   EXPECT_EQ(DraftFor({7}, 8, 4, 4).tokens, (Tokens{7}));
 }
 
-uint64_t Seed() {
-  const char* const given = std::getenv("NWOR_TEST_SEED");
-  return given != nullptr ? std::strtoull(given, nullptr, 10) : std::random_device{}();
-}
-
 // Every place of the text but its end, the longest match first, the latest of equals.
 Tokens SlowLookup(const Tokens& text, const Tokens& drafts, int64_t count,
                   const NgramOptions& options) {
@@ -71,8 +66,7 @@ Tokens SlowLookup(const Tokens& text, const Tokens& drafts, int64_t count,
 }
 
 TEST(NgramIndex, LooksUpWhatAScanFinds) {
-  const uint64_t seed = Seed();
-  SCOPED_TRACE(::testing::Message() << "seed=" << seed);
+  const uint64_t seed = TestSeed();
   std::mt19937_64 random(seed);
   for (int run = 0; run < 40; ++run) {
     const NgramOptions options{1 + static_cast<int64_t>(random() % 2), 4, 8};
@@ -104,8 +98,7 @@ TEST(NgramIndex, LooksUpWhatAScanFinds) {
 }
 
 TEST(NgramIndex, ForgetsWhatIsTakenBack) {
-  const uint64_t seed = Seed();
-  SCOPED_TRACE(::testing::Message() << "seed=" << seed);
+  const uint64_t seed = TestSeed();
   std::mt19937_64 random(seed);
   NgramIndex index({1, 3, 8});
   Tokens text;

@@ -1,9 +1,8 @@
-#include <cstdlib>
-#include <iostream>
 #include <memory>
 #include <random>
 
 #include "kv_interceptor/checker_fixture.h"
+#include "test_seed.h"
 
 // The checker says nothing about correct rounds, whatever their shape.
 
@@ -158,9 +157,7 @@ TEST_F(ContractSilence, AcceptsHonestHostBooks) {
 class ContractSilenceOfDType : public ::testing::TestWithParam<at::ScalarType> {};
 
 TEST_P(ContractSilenceOfDType, OverRandomRounds) {
-  const char* text = std::getenv("NWOR_TEST_SEED");
-  const uint64_t seed = text != nullptr ? std::stoull(text) : std::random_device{}();
-  std::cout << "seed=" << seed << "\n";
+  const uint64_t seed = TestSeed();
   std::mt19937_64 random(seed);
   at::manual_seed(seed);
   const auto pick = [&](int64_t low, int64_t high) {  // inclusive

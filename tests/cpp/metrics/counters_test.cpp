@@ -6,7 +6,6 @@
 
 #include <atomic>
 #include <cmath>
-#include <cstdlib>
 #include <limits>
 #include <random>
 #include <set>
@@ -14,6 +13,8 @@
 #include <string>
 #include <thread>
 #include <vector>
+
+#include "test_seed.h"
 
 namespace nwor {
 namespace {
@@ -135,9 +136,7 @@ TEST(Counters, StandWhereASourceLastStoodWhenItThrows) {
 }
 
 TEST(Counters, NeverGoBackwardsWhileSourcesComeAndGo) {
-  uint64_t seed = std::random_device{}();
-  if (const char* text = std::getenv("NWOR_TEST_SEED")) seed = std::strtoull(text, nullptr, 10);
-  std::cout << "seed=" << seed << "\n";
+  const uint64_t seed = TestSeed();
   Counters counters;
   std::atomic<bool> done{false};
   std::atomic<int64_t> expected{0};

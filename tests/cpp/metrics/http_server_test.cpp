@@ -8,6 +8,7 @@
 #include <memory>
 #include <stdexcept>
 #include <string>
+#include <string_view>
 #include <thread>
 #include <vector>
 
@@ -25,7 +26,7 @@ using testing::ReadAll;
 using std::chrono::milliseconds;
 using std::chrono::seconds;
 
-const std::string kRequest = "GET /text HTTP/1.1\r\nHost: test\r\n\r\n";
+constexpr std::string_view kRequest = "GET /text HTTP/1.1\r\nHost: test\r\n\r\n";
 
 std::unique_ptr<HttpServer> Begin(HttpServer::Render render,
                                   milliseconds patience = HttpServer::kPatience) {
@@ -36,7 +37,7 @@ std::unique_ptr<HttpServer> Begin(HttpServer::Render render,
   return server;
 }
 
-bool Send(const LoopbackSocket& client, const std::string& bytes) {
+bool Send(const LoopbackSocket& client, std::string_view bytes) {
   return send(client.fd(), bytes.data(), bytes.size(), MSG_NOSIGNAL) ==
          static_cast<ssize_t>(bytes.size());
 }

@@ -2,12 +2,12 @@
 
 #include <gtest/gtest.h>
 
-#include <cstdlib>
 #include <random>
 #include <vector>
 
 #include "base/check.h"
 #include "metrics/counters.h"
+#include "test_seed.h"
 
 namespace nwor {
 namespace {
@@ -47,10 +47,7 @@ ChunkVerdict Judge(const ChainChunk& chunk, const Chain& chain) {
 }
 
 TEST(ChunkSchedule, EqualsPlainDecodingForAnyChainAndChunkSize) {
-  const char* const given = std::getenv("NWOR_TEST_SEED");
-  const uint64_t seed =
-      given != nullptr ? std::strtoull(given, nullptr, 10) : std::random_device{}();
-  SCOPED_TRACE(::testing::Message() << "seed=" << seed);
+  const uint64_t seed = TestSeed();
   std::mt19937_64 random(seed);
   for (int trial = 0; trial < 3000; ++trial) {
     Chain chain{static_cast<int64_t>(random() % 100)};

@@ -2,9 +2,10 @@
 
 #include <gtest/gtest.h>
 
-#include <cstdlib>
 #include <random>
 #include <vector>
+
+#include "test_seed.h"
 
 namespace nwor {
 namespace {
@@ -26,9 +27,7 @@ std::vector<std::vector<int64_t>> Paths(const DraftTree& tree, size_t longest) {
 }
 
 TEST(DraftTree, PruningKeepsThePathsOfThatDepthInTheirOrder) {
-  const char* given = std::getenv("NWOR_TEST_SEED");
-  const unsigned seed = given != nullptr ? std::atoi(given) : std::random_device{}();
-  SCOPED_TRACE(testing::Message() << "seed=" << seed);
+  const uint64_t seed = TestSeed();
   std::mt19937 random(seed);
   for (int repeat = 0; repeat < 200; ++repeat) {
     DraftTree tree{{7}, {-1}};

@@ -4,21 +4,16 @@
 #include <gtest/gtest.h>
 
 #include <algorithm>
-#include <cstdlib>
 #include <limits>
 #include <random>
 
 #include "message_of.h"
 #include "metrics/counters.h"
 #include "session/toy_target.h"
+#include "test_seed.h"
 
 namespace nwor {
 namespace {
-
-uint64_t Seed() {
-  const char* const given = std::getenv("NWOR_TEST_SEED");
-  return given != nullptr ? std::strtoull(given, nullptr, 10) : std::random_device{}();
-}
 
 // A tree whose drafts are right with some probability, grown row by row anywhere.
 DraftTree RandomTree(std::mt19937_64& random, const Tokens& sequence, int64_t rows) {
@@ -74,8 +69,7 @@ TEST(SessionStore, CommitsAPathThroughATreeWithoutAnyOtherPass) {
 }
 
 TEST(SessionStore, DecodesLikePlainDecodingWhateverIsDraftedTogether) {
-  const uint64_t seed = Seed();
-  SCOPED_TRACE(::testing::Message() << "seed=" << seed);
+  const uint64_t seed = TestSeed();
   std::mt19937_64 random(seed);
   ToyTarget target(400, 8);
   SessionStore store({}, target.interceptor(), target.AsForward());

@@ -4,7 +4,6 @@
 #include <atomic>
 #include <barrier>
 #include <condition_variable>
-#include <cstdlib>
 #include <functional>
 #include <mutex>
 #include <random>
@@ -13,6 +12,7 @@
 
 #include "session/session_store.h"
 #include "session/toy_target.h"
+#include "test_seed.h"
 
 // The store under many threads. Built with -DNWOR_SANITIZE=thread these are the tests that count.
 
@@ -262,10 +262,7 @@ TEST(SessionThreads, OneOfThoseWhoStartTheSameSessionWins) {
 }
 
 TEST(SessionThreads, AnythingAtOnceLeavesEverySessionRightOrGone) {
-  const char* const given = std::getenv("NWOR_TEST_SEED");
-  const uint64_t seed =
-      given != nullptr ? std::strtoull(given, nullptr, 10) : std::random_device{}();
-  SCOPED_TRACE(::testing::Message() << "seed=" << seed);
+  const uint64_t seed = TestSeed();
   ToyTarget target(24, 4);  // room for a few sessions only: they push each other out
   std::atomic<int64_t> ticks{0}, refused{0};
   SessionConfig config;

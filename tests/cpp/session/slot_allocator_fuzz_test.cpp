@@ -1,6 +1,5 @@
 #include <gtest/gtest.h>
 
-#include <cstdlib>
 #include <map>
 #include <random>
 #include <set>
@@ -8,6 +7,7 @@
 
 #include "session/session_error.h"
 #include "session/slot_allocator.h"
+#include "test_seed.h"
 
 // Random calls against a model that knows nothing of pages: requests are lists of token values, and
 // a pretended cache holds a value in each slot. Whatever the allocator says (slots, page copies,
@@ -17,11 +17,6 @@ namespace nwor {
 namespace {
 
 constexpr int kPages = 40, kRequests = 12;
-
-uint64_t Seed() {
-  const char* const given = std::getenv("NWOR_TEST_SEED");
-  return given != nullptr ? std::strtoull(given, nullptr, 10) : std::random_device{}();
-}
 
 class World {
  public:
@@ -237,8 +232,7 @@ class World {
 };
 
 TEST(SlotAllocatorFuzz, AMillionCallsLeaveEveryRequestItsTokens) {
-  const uint64_t seed = Seed();
-  SCOPED_TRACE(::testing::Message() << "seed=" << seed);
+  const uint64_t seed = TestSeed();
   for (const int64_t page_size : {1, 3, 8, 16}) {
     World world(seed + page_size, page_size);
     for (int step = 0; step < 250'000; ++step) {
