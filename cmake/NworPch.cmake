@@ -1,20 +1,36 @@
-# Precompiled headers of torch: a fifth less to compile. They are off by default because they hide missing includes;
-# `make demo` turns them on where it builds for the CPU only.
+# Precompiled headers: much less to parse, at the price of hidden missing includes. The tests always use them;
+# the library and the module only with NWOR_PCH=ON.
 
-target_precompile_headers(nwor_specpv PRIVATE
-  "$<$<COMPILE_LANGUAGE:CXX>:<ATen/core/Tensor.h$<ANGLE-R>>"
-  "$<$<COMPILE_LANGUAGE:CXX>:<ATen/ops/empty.h$<ANGLE-R>>")
-# Loading them takes a second, which files without torch's headers would not save.
-foreach(_source IN LISTS NWOR_SOURCES NWOR_BUILD_INFO_SOURCE)
-  file(STRINGS "${_source}" _torch REGEX "^#include <(ATen|torch)/" LIMIT_COUNT 1)
-  if(NOT _torch)
-    set_source_files_properties("${_source}" PROPERTIES SKIP_PRECOMPILE_HEADERS ON)
-  endif()
-endforeach()
+# precompile(<target> <header>...): the headers that files of the target most often include.
+function(precompile target)
+  list(TRANSFORM ARGN REPLACE "(.+)" "$<$<COMPILE_LANGUAGE:CXX>:<\\1$<ANGLE-R>>" OUTPUT_VARIABLE _headers)
+  target_precompile_headers(${target} PRIVATE ${_headers})
+  use_precompiled(${target})
+endfunction()
+
 # Without these two ccache caches nothing that uses precompiled headers.
-target_compile_options(nwor_specpv PRIVATE $<$<COMPILE_LANG_AND_ID:CXX,GNU>:-fpch-preprocess>)
-if(CMAKE_CXX_COMPILER_LAUNCHER MATCHES "ccache")
-  set(_sloppiness "CCACHE_SLOPPINESS=pch_defines,time_macros")
-  set_target_properties(nwor_specpv PROPERTIES
-    CXX_COMPILER_LAUNCHER "${CMAKE_COMMAND};-E;env;${_sloppiness};${CMAKE_CXX_COMPILER_LAUNCHER}")
+function(use_precompiled target)
+  target_compile_options(${target} PRIVATE $<$<COMPILE_LANG_AND_ID:CXX,GNU>:-fpch-preprocess>)
+  if(CMAKE_CXX_COMPILER_LAUNCHER MATCHES "ccache")
+    set_target_properties(${target} PROPERTIES CXX_COMPILER_LAUNCHER
+      "${CMAKE_COMMAND};-E;env;CCACHE_SLOPPINESS=pch_defines,time_macros;${CMAKE_CXX_COMPILER_LAUNCHER}")
+  endif()
+endfunction()
+
+# Loading them takes a second or two, which files without torch's headers would not save.
+function(precompile_only_for regex)
+  foreach(_source IN LISTS ARGN)
+    file(STRINGS "${_source}" _found REGEX "^#include ${regex}" LIMIT_COUNT 1)
+    if(NOT _found)
+      set_source_files_properties("${_source}" PROPERTIES SKIP_PRECOMPILE_HEADERS ON)
+    endif()
+  endforeach()
+endfunction()
+
+if(NWOR_PCH)
+  precompile(nwor_specpv ATen/core/Tensor.h ATen/ops/empty.h)
+  precompile_only_for("<(ATen|torch)/" ${NWOR_SOURCES} ${NWOR_BUILD_INFO_SOURCE})
+  if(TARGET _C)
+    precompile(_C torch/csrc/utils/pybind.h torch/csrc/autograd/python_variable.h pybind11/stl.h)
+  endif()
 endif()
