@@ -3,9 +3,9 @@
 
     tools/run_tests.py [--all] [--vllm [VERSION] [--quick]]
 
-Lint, GoogleTest, pytest and the tests of vLLM all run, whatever failed before. pytest and vLLM run
-at the same time, since neither keeps two cores busy. Of vLLM the newest version runs all tests, the
-others those marked quick. The last line counts what passed, failed and was skipped; the exit status
+Lint, GoogleTest, pytest and the tests of vLLM all run, whatever failed before. The newest vLLM runs
+all its tests beside pytest, since neither keeps two cores busy; after pytest the older versions run
+those marked quick. The last line counts what passed, failed and was skipped; the exit status
 is 1 if anything failed. --all adds clang-tidy, the tests marked slow, all tests on every version of
 vLLM and, unless NWOR_FUZZ_ROUNDS is set, a million fuzz rounds. --vllm runs only the tests of vLLM,
 of the newest version unless one is named; with --quick those marked so.
@@ -157,9 +157,9 @@ def run_vllm(version: str, *, slow: bool, quick: bool = False, log: Path | None 
     return run(f"vLLM {version}", command, results, log)
 
 
-def run_vllms(*, slow: bool, logs: Path | None = None) -> list[Outcome]:
+def run_vllms(versions: Iterable[str], *, slow: bool, logs: Path | None = None) -> list[Outcome]:
     """All tests on the newest version, the quick ones on the others; with the slow tests all."""
-    *older, newest = vllm_versions()
+    newest = vllm_versions()[-1]
     return [
         run_vllm(
             version,
@@ -167,19 +167,25 @@ def run_vllms(*, slow: bool, logs: Path | None = None) -> list[Outcome]:
             quick=not slow and version != newest,
             log=logs and logs / f"vllm-{version}.log",
         )
-        for version in (newest, *older)
+        for version in versions
     ]
 
 
 def run_side_by_side(*, slow: bool) -> list[Outcome]:
-    """pytest and vLLM at once; on a GPU in turn, since some tests measure its free memory."""
+    """The newest vLLM beside pytest and the older ones.
+
+    On a GPU one after the other, since some tests measure its free memory.
+    """
+    *older, newest = vllm_versions()
     if GPU.exists():
-        return [run_pytest(slow=slow), *run_vllms(slow=slow)]
+        return [run_pytest(slow=slow), *run_vllms([newest, *older], slow=slow)]
     print("\nThe tests of vLLM run at the same time as pytest. Their output goes to")
     print(f"{CURRENT}/vllm-*.log and is printed here when all are done.")
     with ThreadPoolExecutor(max_workers=1) as pool:
-        vllm = pool.submit(run_vllms, slow=slow, logs=CURRENT)
-        outcomes = [run_pytest(slow=slow), *vllm.result()]
+        beside = pool.submit(run_vllms, [newest], slow=slow, logs=CURRENT)
+        outcomes = [run_pytest(slow=slow)]
+        after = run_vllms(older, slow=slow, logs=CURRENT)
+        outcomes += [*beside.result(), *after]
     for version in vllm_versions():
         log = CURRENT / f"vllm-{version}.log"
         if log.is_file():

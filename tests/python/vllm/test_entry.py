@@ -49,7 +49,7 @@ def call(site: Path, **env: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-@pytest.mark.parametrize("version", ["0.11.2", "0.99.0"])
+@pytest.mark.parametrize("version", [pytest.param("0.11.2", marks=pytest.mark.slow), "0.99.0"])
 def test_another_vllm_is_one_line_with_the_command(tmp_path: Path, version: str) -> None:
     site = make_site(tmp_path, version, torch="2.13.0+cu130")
     done = call(site)

@@ -19,6 +19,7 @@ from support.metric_counts import grown
 REQUESTS, TOKENS = 6, 60
 
 
+@pytest.mark.slow
 def test_faults_that_a_commit_finds(monkeypatch: pytest.MonkeyPatch) -> None:
     """Slots are refused as bad input, and rows are written from staging. What layers did is learned
     in the next step, as on a GPU: requests are computed again, and drafts end."""

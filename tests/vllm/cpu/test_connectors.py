@@ -107,7 +107,6 @@ def offloaded() -> list[Block]:
     ]
 
 
-@pytest.mark.quick
 @pytest.mark.parametrize("whole", [False, True], ids=["prompts", "answers"])
 def test_offloading(
     whole: bool,

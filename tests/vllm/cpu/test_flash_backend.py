@@ -282,7 +282,7 @@ def test_the_target_drafts_over_views() -> None:
     assert confirmed > 0.5 * drafted > 0
 
 
-@pytest.mark.parametrize("mode", ["refresh", "plain"])
+@pytest.mark.parametrize("mode", [pytest.param("refresh", marks=pytest.mark.slow), "plain"])
 def test_heads_see_as_much_as_a_view_holds(tmp_path: Path, mode: str) -> None:
     """In mode refresh; the target's layers, whose metadata they share, are left alone."""
     model = {"model": str(stories(64)), "skip_tokenizer_init": True, "enable_prefix_caching": False}

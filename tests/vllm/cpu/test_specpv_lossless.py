@@ -393,7 +393,7 @@ def test_ranks_that_have_failed_forget_alike_what_they_have_learnt(
     assert draft_failures(before) == {"error": 1}
 
 
-@pytest.mark.parametrize("place", ["_passes", "_drafts"])
+@pytest.mark.parametrize("place", ["_passes", pytest.param("_drafts", marks=pytest.mark.slow)])
 def test_a_failure_between_passes_keeps_what_is_known_of_the_text(
     place: str, expected: list, before: dict, monkeypatch: pytest.MonkeyPatch
 ) -> None:
