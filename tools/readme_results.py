@@ -47,6 +47,7 @@ PAGES = (
     DOCS / "vllm.md",
     DOCS / "vllm_long_context.md",
     DOCS / "vllm_trees.md",
+    DOCS / "vllm_validation.md",
     DOCS / "worker.md",
 )
 PLOTS: dict[Path, Callable[[], str]] = {
@@ -68,6 +69,7 @@ SECTIONS: dict[str, Callable[[], Iterator[str]]] = {
     "demo": generate.demo_lines,
     "vllm_steps": vllm.step_lines,
     "vllm_traffic": vllm.traffic_lines,
+    "prefix_reuse": vllm.prefix_reuse_lines,
     "long_context": vllm.long_context_lines,
     "vllm_trees": vllm_trees.vllm_tree_lines,
     "compatibility": compatibility.compatibility_lines,

@@ -119,3 +119,20 @@ def traffic_lines() -> Iterator[str]:
         megabytes = (f"{piece[name] / 1e6:.2f}" for name in names)
         accepted = f"{piece['acceptance']:.0%}".replace("%", " %")
         yield row(accepted, piece["side"], piece["kernels"], *megabytes)
+
+
+def prefix_reuse_lines() -> Iterator[str]:
+    data = load("cpu/vllm_prefix_reuse.json")
+    yield (
+        f"vLLM {data['vllm']} on the CPU, torch {data['torch']}, commit `{data['commit']}`: "
+        f"{data['model']}, {data['dtype']}, greedy, {data['conversations']} conversations of "
+        f"{data['turns']} turns at once, {data['answer_tokens']} tokens an answer, pages of "
+        f"{data['page']} tokens. A prompt is all that was said before and a new question. The most "
+        "that can be found are the whole pages before it."
+    )
+    yield ""
+    yield from head("", "tokens found", "of the most", "answers equal to plain vLLM's")
+    for side in data["sides"]:
+        share = side["found"] / side["possible"]
+        equal = f"{side['equal_answers']} of {side['answers']}"
+        yield row(side["side"], side["found"], f"{100 * share:.0f} %", equal)

@@ -123,6 +123,18 @@ def on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.slow
+def test_prefix_reuse(benchmark: Callable[..., ModuleType], tmp_path: Path) -> None:
+    out = tmp_path / "reuse.json"
+    sides = ("--sides", "plain", "staging, n-grams")
+    size = ("--conversations", 2, "--turns", 2, "--answer-tokens", 24)
+    assert benchmark("prefix_reuse", *sides, *size, "--json", out).main() == 0
+    plain, staging = json.loads(out.read_text())["sides"]
+    assert plain["found"] == plain["possible"] == staging["possible"] > 0
+    assert plain["equal_answers"] == staging["equal_answers"] == plain["answers"] == 4
+    assert staging["found"] > 0
+
+
+@pytest.mark.slow
 def test_prefix_schedule(
     benchmark: Callable[..., ModuleType], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
