@@ -16,7 +16,6 @@ last built in place, build/torch-<version> to the last one for that torch. Envir
     TORCH_CUDA_ARCH_LIST  such as "8.0;9.0a;9.0+PTX"
     NWOR_BUILD_TESTS      ON builds the GoogleTest suite too
     NWOR_WERROR           ON makes errors of the compilers' warnings
-    NWOR_PCH              ON precompiles torch's headers
     CMAKE_ARGS            further arguments for CMake
     NWOR_LOCAL_VERSION    is added to the version of the wheel, such as torch2.11.cu130
 """
@@ -251,10 +250,9 @@ class cmake_build_ext(build_ext):
         if self._with_tests or not (build_dir / "CMakeCache.txt").is_file():
             # A plain install leaves a developer's configured tests as they are, unbuilt.
             arguments.append(f"-DNWOR_BUILD_TESTS={'ON' if self._with_tests else 'OFF'}")
-        for name in ("NWOR_WERROR", "NWOR_PCH"):
+        if "NWOR_WERROR" in os.environ:
             # As with the tests: whoever builds with it need not compile all again after an install.
-            if name in os.environ:
-                arguments.append(f"-D{name}={os.environ[name]}")
+            arguments.append(f"-DNWOR_WERROR={os.environ['NWOR_WERROR']}")
         arguments += shlex.split(os.environ.get("CMAKE_ARGS", ""))
         self._call("-S", str(ROOT), "-B", str(build_dir), *arguments)
         return build_dir

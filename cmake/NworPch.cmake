@@ -1,5 +1,4 @@
-# Precompiled headers: much less to parse, at the price of hidden missing includes. The tests always use them;
-# the library and the module only with NWOR_PCH=ON.
+# Precompiled headers, for the tests: much less to parse, at the price of hidden missing includes.
 
 # precompile(<target> <header>...): the headers that files of the target most often include.
 function(precompile target)
@@ -26,11 +25,3 @@ function(precompile_only_for regex)
     endif()
   endforeach()
 endfunction()
-
-if(NWOR_PCH)
-  precompile(nwor_specpv ATen/core/Tensor.h ATen/ops/empty.h)
-  precompile_only_for("<(ATen|torch)/" ${NWOR_SOURCES} ${NWOR_BUILD_INFO_SOURCE})
-  if(TARGET _C)
-    precompile(_C torch/csrc/utils/pybind.h torch/csrc/autograd/python_variable.h pybind11/stl.h)
-  endif()
-endif()

@@ -40,7 +40,7 @@ choose_architectures() {
   if [[ ! "$capabilities" =~ ^[0-9]+\.[0-9]+ ]]; then
     if [[ "${1:-}" == --cpu-if-no-gpu && -z "${NWOR_CUDA:-}" ]] && ! grep -q '"cuda": "[0-9]' "$info" 2>/dev/null; then
       without_cuda "no GPU here, building for the CPU only; make test also compiles the CUDA kernels"
-      export NWOR_PCH=ON
+      export CMAKE_ARGS="-DCMAKE_UNITY_BUILD=ON ${CMAKE_ARGS:-}"
       return
     fi
     TORCH_CUDA_ARCH_LIST=9.0a

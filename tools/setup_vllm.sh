@@ -76,8 +76,8 @@ link_checkout() {
   ln -sfn "$PWD/python/nwor_specpv_vllm.py" "$site/nwor_specpv_vllm.py"
   if [[ -n "$own" ]]; then
     say "building the library for torch $(find_torch "$python"), only what changed"
-    NWOR_CUDA=OFF NWOR_BUILD_TESTS=OFF NWOR_PCH=ON NWOR_WERROR="${NWOR_WERROR:-ON}" CMAKE_ARGS=-DCMAKE_INSTALL_MESSAGE=NEVER \
-      "$python" setup.py -q build_ext --build-lib "$site"
+    NWOR_CUDA=OFF NWOR_BUILD_TESTS=OFF NWOR_WERROR="${NWOR_WERROR:-ON}" \
+      CMAKE_ARGS="-DCMAKE_INSTALL_MESSAGE=NEVER -DCMAKE_UNITY_BUILD=ON" "$python" setup.py -q build_ext --build-lib "$site"
   fi
 }
 

@@ -13,6 +13,9 @@
 
 namespace nwor {
 
+// The most that the second dimension of a CUDA grid takes.
+inline constexpr int64_t kMaxGridRows = 65535;
+
 // float32, float16 and bfloat16; nothing for other types.
 NWOR_EXPORT std::optional<DType> FloatDType(at::ScalarType type);
 // The same, with an error for other types; caches also float8_e4m3fn.

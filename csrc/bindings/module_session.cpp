@@ -393,7 +393,7 @@ class PythonStore : public SessionStore {
   const std::array<HeldFunction, 3> functions_;
 };
 
-void BindCounting(py::module_& m) {
+void BindWorkerCalls(py::module_& m) {
   m.def(
       "count_worker_call",
       [](std::string_view outcome, int64_t bytes_received, int64_t bytes_sent, double seconds,
@@ -421,7 +421,7 @@ void BindCounting(py::module_& m) {
   m.attr("CALL_OUTCOMES") = outcomes;
 }
 
-void BindStore(py::module_& m) {
+void BindSessionStore(py::module_& m) {
   py::register_local_exception_translator([](std::exception_ptr pointer) {
     try {
       if (pointer) std::rethrow_exception(pointer);
@@ -524,8 +524,8 @@ void BindStore(py::module_& m) {
 void BindSession(py::module_& m) {
   BindSessionErrors();
   BindSessionValues(m);
-  BindStore(m);
-  BindCounting(m);
+  BindSessionStore(m);
+  BindWorkerCalls(m);
 }
 
 }  // namespace nwor

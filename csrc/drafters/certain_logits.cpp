@@ -11,8 +11,6 @@
 namespace nwor {
 namespace {
 
-constexpr int64_t kMaxRequests = 65535;  // of a grid's second dimension
-
 void FillOnCpu(const CertainLogitsParams& params) {
   for (int32_t request = 0; request < params.num_requests; ++request) {
     const int32_t row = params.rows[request];
@@ -35,8 +33,8 @@ void CertainLogits(at::Tensor logits, const at::Tensor& rows, const at::Tensor& 
              ", expected [rows, drafts, vocabulary] float32 with contiguous tokens");
   CheckIndex(rows, "rows", at::kInt, {-1}, logits.device());
   CheckIndex(starts, "starts", at::kInt, {rows.size(0)}, logits.device());
-  NWOR_CHECK(rows.size(0) <= kMaxRequests, "rows: got ", rows.size(0), " requests, expected ",
-             kMaxRequests, " or fewer");
+  NWOR_CHECK(rows.size(0) <= kMaxGridRows, "rows: got ", rows.size(0), " requests, expected ",
+             kMaxGridRows, " or fewer");
   NWOR_CHECK(tokens.dim() == 2 && tokens.scalar_type() == at::kLong &&
                  tokens.size(0) == rows.size(0) && tokens.size(1) == logits.size(1) &&
                  (tokens.stride(1) == 1 || tokens.size(1) <= 1),

@@ -13,8 +13,6 @@
 namespace nwor {
 namespace {
 
-constexpr int64_t kMaxRequests = 65535;  // of a grid's second dimension
-
 void LookUpOnCpu(const NgramLookupParams& params) {
   for (int32_t request = 0; request < params.num_requests; ++request) {
     const NgramText text = TextOf(params, request);
@@ -40,8 +38,8 @@ void CheckArguments(const at::Tensor& text, const at::Tensor& rows, const at::Te
              " between tokens, expected 1");
   CheckIndex(rows, "rows", at::kInt, {-1}, text.device());
   CheckIndex(lens, "lens", at::kInt, {rows.size(0)}, text.device());
-  NWOR_CHECK(rows.size(0) <= kMaxRequests, "rows: got ", rows.size(0), " requests, expected ",
-             kMaxRequests, " or fewer");
+  NWOR_CHECK(rows.size(0) <= kMaxGridRows, "rows: got ", rows.size(0), " requests, expected ",
+             kMaxGridRows, " or fewer");
   NWOR_CHECK(1 <= lengths.min_tokens && lengths.min_tokens <= lengths.max_tokens &&
                  lengths.max_tokens <= kMaxNgramTokens,
              "min_tokens, max_tokens: got ", lengths.min_tokens, " and ", lengths.max_tokens,

@@ -18,11 +18,6 @@
 namespace nwor {
 namespace {
 
-template <typename T>
-T* MutableData(const at::Tensor& tensor) {
-  return static_cast<T*>(tensor.mutable_data_ptr());
-}
-
 // Memory of the views' device, or of the host where the device can read it.
 void CheckReadable(const at::Tensor& tensor, const char* name, at::Device device) {
   if (tensor.device() == device) return;
@@ -80,8 +75,8 @@ void GatherView(const std::vector<at::Tensor>& key_caches,
              " as key_caches");
   if (requests == 0 || IsFake(keys)) return;
 
-  params.lens = MutableData<int32_t>(lens);
-  params.held = MutableData<int32_t>(held);
+  params.lens = static_cast<int32_t*>(lens.mutable_data_ptr());
+  params.held = static_cast<int32_t*>(held.mutable_data_ptr());
   params.layer_stride = keys.stride(0);
   params.request_stride = keys.stride(1);
   params.head_stride = keys.stride(2);

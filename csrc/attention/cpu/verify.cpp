@@ -37,7 +37,7 @@ struct Chunk {
   int64_t num_work_tiles = 1;
 };
 
-struct WorkTile {
+struct ChunkTile {
   int32_t chunk = 0;
   int64_t first_split = 0;  // relative to the chunk's first split
   int64_t num_splits = 0;
@@ -142,7 +142,7 @@ class Schedule {
   }
 
   void RunWorkTile(int64_t index, Scratch& scratch) {
-    const WorkTile& work_tile = work_tiles_[index];
+    const ChunkTile& work_tile = work_tiles_[index];
     const Chunk& chunk = chunks_[work_tile.chunk];
     const int tiles = chunk.rows.tiles();
     scratch.Prepare(chunk.rows, params_.head_dim, kernels_.uses_amx);
@@ -201,7 +201,7 @@ class Schedule {
   const VerifyParams& params_;
   const Kernels& kernels_;
   std::vector<Chunk> chunks_;
-  std::vector<WorkTile> work_tiles_;
+  std::vector<ChunkTile> work_tiles_;
   std::vector<int64_t> partial_offsets_;
   int64_t total_splits_ = 0;
   int64_t multiply_adds_ = 0;

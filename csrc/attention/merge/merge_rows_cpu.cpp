@@ -4,16 +4,14 @@
 #include <algorithm>
 #include <atomic>
 #include <cmath>
-#include <limits>
 #include <vector>
 
 #include "attention/merge/merge_rows.h"
+#include "attention/merge/merge_state_params.h"
 #include "base/parallel.h"
 
 namespace nwor {
 namespace {
-
-constexpr float kMinusInfinity = -std::numeric_limits<float>::infinity();
 
 template <typename T>
 const T* At(const void* base, const RowStrides& strides, int64_t row, int64_t head) {
@@ -67,7 +65,7 @@ void MergeHead(const MergeRowsParams& params, int32_t row, int32_t head,
   const float given =
       params
           .prefix_lse[row * params.prefix_lse_strides.row + head * params.prefix_lse_strides.head];
-  const float prefix_lse = std::isinf(given) ? kMinusInfinity : given;
+  const float prefix_lse = std::isinf(given) ? kEmptyLse : given;
   float max = prefix_lse;
   scores->clear();
   for (const int32_t other : visible) {
@@ -81,7 +79,7 @@ void MergeHead(const MergeRowsParams& params, int32_t row, int32_t head,
     scores->push_back(score);
     max = std::max(max, score);
   }
-  const float base = max == kMinusInfinity ? 0.0f : max;
+  const float base = max == kEmptyLse ? 0.0f : max;
   float sum = 0.0f;
   std::fill(total->begin(), total->end(), 0.0f);
   const auto add = [&](float weight, const T* from) {
@@ -90,7 +88,7 @@ void MergeHead(const MergeRowsParams& params, int32_t row, int32_t head,
       (*total)[d] += weight * static_cast<float>(from[d]);
     }
   };
-  if (prefix_lse != kMinusInfinity) {
+  if (prefix_lse != kEmptyLse) {
     add(std::exp(prefix_lse - base), At<T>(params.prefix_out, params.prefix_strides, row, head));
   }
   for (size_t i = 0; i < visible.size(); ++i) {
@@ -103,7 +101,7 @@ void MergeHead(const MergeRowsParams& params, int32_t row, int32_t head,
   for (int32_t d = 0; d < params.head_dim; ++d) out[d] = static_cast<T>((*total)[d] * inverse);
   if (params.lse != nullptr) {
     params.lse[int64_t{row} * params.num_heads + head] =
-        sum == 0.0f ? kMinusInfinity : base + std::log(sum);
+        sum == 0.0f ? kEmptyLse : base + std::log(sum);
   }
 }
 

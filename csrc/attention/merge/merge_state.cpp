@@ -20,20 +20,18 @@
 namespace nwor {
 namespace {
 
-constexpr float kMinusInfinity = -std::numeric_limits<float>::infinity();
-
 // Merges one row and head. Weights come first, so that the channel loops are plain sums.
 template <typename State, typename Out>
 void MergeRow(const MergeParams& params, int64_t row, int64_t head) {
   float weights[kMaxMergeStates];
-  float max = kMinusInfinity;
+  float max = kEmptyLse;
   for (int i = 0; i < params.num_states; ++i) {
     const MergeState& state = params.states[i];
     weights[i] =
         state.LseOf(state.lse[row * state.lse_strides.row + head * state.lse_strides.head]);
     max = std::max(max, weights[i]);
   }
-  const float base = max == kMinusInfinity ? 0.0f : max;
+  const float base = max == kEmptyLse ? 0.0f : max;
   float sum = 0.0f;
   for (int i = 0; i < params.num_states; ++i) {
     weights[i] = std::exp(weights[i] - base);
@@ -56,7 +54,7 @@ void MergeRow(const MergeParams& params, int64_t row, int64_t head) {
     for (int c = 0; c < count; ++c) out[d + c] = static_cast<Out>(total[c] * inverse);
   }
   if (params.lse != nullptr) {
-    params.lse[row * params.num_heads + head] = sum == 0.0f ? kMinusInfinity : base + std::log(sum);
+    params.lse[row * params.num_heads + head] = sum == 0.0f ? kEmptyLse : base + std::log(sum);
   }
 }
 

@@ -18,6 +18,8 @@
 namespace nwor {
 
 inline constexpr int kMaxMergeStates = 32;
+// The LSE of a row that saw no token.
+inline constexpr float kEmptyLse = -std::numeric_limits<float>::infinity();
 
 struct MergeState {
   const void* out = nullptr;   // [rows, heads, D]
@@ -30,8 +32,7 @@ struct MergeState {
 
   // Converts a stored LSE: -infinity if the row saw no token.
   NWOR_HOST_DEVICE constexpr float LseOf(float given) const {
-    constexpr float kInfinity = std::numeric_limits<float>::infinity();
-    return infinity_is_empty && given == kInfinity ? -kInfinity : given;
+    return infinity_is_empty && given == -kEmptyLse ? kEmptyLse : given;
   }
 };
 

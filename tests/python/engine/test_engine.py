@@ -46,13 +46,14 @@ Run = Callable[..., subprocess.CompletedProcess[str]]
 
 @pytest.fixture(scope="module")
 def program(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The engine, built against the package as docs/cpp.md says."""
+    """The engine, built as docs/cpp.md says, but all files at once: a third of the time."""
     folder = tmp_path_factory.mktemp("engine")
     own = Path(sys.executable).parent
     path = os.pathsep.join([str(own), os.environ["PATH"]])
     cmake = shutil.which("cmake", path=path) or "cmake"
     configure = [cmake, "-S", str(SOURCE), "-B", str(folder)]
     configure += [f"-Dnwor_specpv_DIR={nwor_specpv.get_cmake_dir()}", "-DCMAKE_CXX_FLAGS=-Werror"]
+    configure += ["-DCMAKE_UNITY_BUILD=ON"]
     if shutil.which("ccache"):
         configure += ["-DCMAKE_CXX_COMPILER_LAUNCHER=ccache"]
     for command in (configure, [cmake, "--build", str(folder), "-j2"]):

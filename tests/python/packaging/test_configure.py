@@ -192,7 +192,7 @@ def configured(
         path.write_text("".join(f"{name}={value}\n" for name, value in lines.items()))
     given = {"cmake": "/bin/cmake", "ninja": "/bin/ninja"} if tools is None else tools
     names = ("CMAKE_ARGS", "CMAKE_GENERATOR", "CUDA_HOME", "CUDA_PATH")
-    names += ("NWOR_CUDA", "NWOR_PCH", "NWOR_WERROR")
+    names += ("NWOR_CUDA", "NWOR_WERROR")
     bare = {k: v for k, v in os.environ.items() if k not in names and "LAUNCHER" not in k}
     command = [sys.executable, "-c", CONFIGURE, str(root), json.dumps(given)]
     told = run(command, ROOT, bare | env)
@@ -278,9 +278,9 @@ def test_a_build_without_kernels_has_a_folder_of_its_own(tmp_path: Path) -> None
 def test_warnings_are_errors_only_where_asked_for(tmp_path: Path) -> None:
     """A plain install leaves a developer's folder as it is: every file would be compiled again."""
     arguments, _, _ = configured(tmp_path, NINJA)
-    assert not [value for value in arguments if "WERROR" in value or "PCH" in value]
-    arguments, _, _ = configured(tmp_path, NWOR_WERROR="ON", NWOR_PCH="ON")
-    assert {"-DNWOR_WERROR=ON", "-DNWOR_PCH=ON"} <= set(arguments)
+    assert not [value for value in arguments if "WERROR" in value]
+    arguments, _, _ = configured(tmp_path, NWOR_WERROR="ON")
+    assert "-DNWOR_WERROR=ON" in arguments
 
 
 @pytest.mark.parametrize(
@@ -356,19 +356,34 @@ def test_a_new_folder_makes_no_errors_of_warnings(
         assert ("-Werror" in options) is errors
 
 
-def test_precompiled_headers_are_for_files_with_torch(tmp_path: Path) -> None:
-    command = [CMAKE, "-S", str(ROOT), "-B", str(tmp_path), f"-DNWOR_PYTHON={sys.executable}"]
-    command += [f"-DNWOR_{name}=OFF" for name in ("CUDA", "PROMETHEUS", "BUILD_TESTS")]
+def compile_commands(build: Path, *options: str) -> list[dict[str, str]]:
+    command = [CMAKE, "-S", str(ROOT), "-B", str(build), f"-DNWOR_PYTHON={sys.executable}"]
+    command += [f"-DNWOR_{name}=OFF" for name in ("CUDA", "PROMETHEUS", "BUILD_PYTHON")]
     command.append("-DCMAKE_CXX_COMPILER_LAUNCHER=/bin/ccache")
-    run([*command, "-G", "Unix Makefiles", "-DNWOR_BUILD_PYTHON=OFF", "-DNWOR_PCH=ON"], tmp_path)
-    commands = json.loads((tmp_path / "compile_commands.json").read_text())
-    sources = [entry for entry in commands if entry["file"].endswith(".cpp")]
-    with_torch = 0
-    for entry in sources:
-        text = Path(entry["file"]).read_text(encoding="utf-8")
-        has_torch = re.search("^#include <(ATen|torch)/", text, re.MULTILINE) is not None
-        assert ("cmake_pch.hxx" in entry["command"]) is has_torch, entry["file"]
-        with_torch += has_torch
-    assert 0 < with_torch < len(sources)
-    rules = (tmp_path / "CMakeFiles" / "nwor_specpv.dir" / "build.make").read_text()
-    assert rules.count("CCACHE_SLOPPINESS=pch_defines,time_macros /bin/ccache") > len(sources)
+    run([*command, "-G", "Unix Makefiles", *options], build)
+    return json.loads((build / "compile_commands.json").read_text())
+
+
+def test_precompiled_headers_are_for_tests_with_torch(tmp_path: Path) -> None:
+    tests = 0
+    for entry in compile_commands(tmp_path):
+        file = Path(entry["file"])
+        has_headers = "cmake_pch.hxx" in entry["command"]
+        if file.is_relative_to(ROOT / "csrc"):
+            assert not has_headers, file
+        elif file.is_relative_to(ROOT / "tests"):
+            text = file.read_text(encoding="utf-8")
+            pattern = "^#include (<ATen/|.*(toy_target|checker_fixture))"
+            assert not has_headers or re.search(pattern, text, re.MULTILINE), file
+            tests += has_headers
+    assert tests > 0
+    rules = "".join(path.read_text() for path in tmp_path.glob("tests/cpp/**/build.make"))
+    assert rules.count("CCACHE_SLOPPINESS=pch_defines,time_macros /bin/ccache") > tests
+
+
+def test_a_unity_build_leaves_instruction_sets_alone(tmp_path: Path) -> None:
+    commands = compile_commands(tmp_path, "-DCMAKE_UNITY_BUILD=ON", "-DNWOR_BUILD_TESTS=OFF")
+    files = {Path(entry["file"]) for entry in commands}
+    own = {file for file in files if file.is_relative_to(ROOT / "csrc")}
+    assert own == set((ROOT / "csrc").glob("*/cpu/kernel_*.cpp")) != set()
+    assert 0 < len(files - own) < 40

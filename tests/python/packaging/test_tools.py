@@ -453,7 +453,7 @@ def built_with(
         root / ".venv" / "bin",
         "python",
         'echo "cuda=${NWOR_CUDA-unset}"; echo "werror=${NWOR_WERROR-unset}"\n'
-        'echo "pch=${NWOR_PCH-unset}"\n'
+        'echo "cmake=${CMAKE_ARGS-unset}"\n'
         'echo "arch=${TORCH_CUDA_ARCH_LIST-unset} $*"',
     )
     fake(root / ".venv" / "bin", "uv", "echo uv $*")
@@ -522,12 +522,12 @@ def test_the_demo_s_build_compiles_no_kernels_without_a_gpu(
     env: dict[str, str],
     cpu_only: bool,
 ) -> None:
-    for name in ("NWOR_CUDA", "NWOR_PCH", "TORCH_CUDA_ARCH_LIST"):
+    for name in ("NWOR_CUDA", "CMAKE_ARGS", "TORCH_CUDA_ARCH_LIST"):
         monkeypatch.delenv(name, raising=False)
     said, _ = built_with(tmp_path, gpus, "--cpu-if-no-gpu", info=info, **env)
     assert (CPU_ONLY in said) is cpu_only
     assert ("cuda=OFF" in said) is cpu_only
-    assert ("pch=ON" in said) is cpu_only
+    assert ("cmake=-DCMAKE_UNITY_BUILD=ON" in said) is cpu_only
     assert ("CUDA kernels for " in said) is not cpu_only
     said, _ = built_with(tmp_path, gpus, info=info, **env)  # make test and make build
     assert CPU_ONLY not in said

@@ -153,6 +153,7 @@ def exact_texts(temperature: float, top_k: int, length: int) -> dict[tuple[int, 
     return texts
 
 
+@pytest.mark.slow
 def test_longer_texts_are_distributed_as_the_model_says() -> None:
     """Lossless: seven tokens take several tails, some of them cut."""
     rng = seeded()

@@ -517,6 +517,7 @@ def test_sampling_keeps_the_distribution(monkeypatch: pytest.MonkeyPatch) -> Non
     assert statistic < limit
 
 
+@pytest.mark.slow
 def test_layers_it_cannot_serve_stop_the_start(tmp_path: Path) -> None:
     config = json.loads((stories() / "config.json").read_text())
     config |= {"architectures": ["MistralForCausalLM"], "model_type": "mistral"}
@@ -524,6 +525,9 @@ def test_layers_it_cannot_serve_stop_the_start(tmp_path: Path) -> None:
     model = {"model": str(tmp_path), "load_format": "dummy", "skip_tokenizer_init": True}
     with pytest.raises(NworError, match=r"sliding window of 32.*without enable_specpv"):
         begin(**model)
+
+
+def test_layers_of_two_cache_groups_stop_the_start() -> None:
     begin()
     with pytest.raises(NworError, match="are in different KV cache groups"):
         own_engine().add_group(["another"])
