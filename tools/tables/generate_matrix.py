@@ -23,7 +23,8 @@ def matrix_lines() -> Iterator[str]:
     same = all(same for cell in data["cells"] for same in cell["same_tokens"].values())
     told = "the same tokens" if same else "not always the same tokens"
     yield (
-        f"{data['device']}: {data['model']}, {data['dtype']}, greedy, {data['tokens']} new tokens "
+        f"{data['device']} ({data['processor']}): "
+        f"{data['model']}, {data['dtype']}, greedy, {data['tokens']} new tokens "
         f"for each prompt, all {data['rounds']} calls of a generator together, the first included. "
         f"Tokens per second relative to plain decoding, for texts {' / '.join(kinds)}; {told}. "
         f"Least share {worst:.2f}, of first calls alone {min(firsts):.2f}; goal {data['goal']}. "

@@ -10,7 +10,8 @@ from .records import head, load, row
 def worker_lines() -> Iterator[str]:
     data = load("cpu/worker_remote.json")
     yield (
-        f"{data['machine']['device']} (aarch64): {data['model']}, {data['dtype']}, greedy, "
+        f"{data['machine']['device']} ({data['machine']['processor']}): "
+        f"{data['model']}, {data['dtype']}, greedy, "
         f"{data['prompts']} prompts one at a time, "
         f"{data['new_tokens']} new tokens each. Latency is simulated, there and back. All took "
         "turns in one run and wrote the same tokens. Load average of other work before the run: "

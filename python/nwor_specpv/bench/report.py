@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import platform
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -51,6 +52,7 @@ def machine(device: str) -> dict[str, Any]:
     cpu = f"CPU, {torch.get_num_threads()} threads"
     return {
         "device": torch.cuda.get_device_name() if device == "cuda" else cpu,
+        "processor": platform.machine(),
         "torch": torch.__version__,
         "revision": _stamp.read_stamp().revision,
         "version": nwor_specpv.__version__,

@@ -162,8 +162,9 @@ def test_the_table_appears_once_there_is_a_record(
         }
 
     record = {
-        "device": "CPU, 2 threads", "model": "M", "dtype": "float32", "tokens": 64, "rounds": 2,
-        "goal": 0.97, "cells": [cell("book", 8, 0.96), cell("log", 8, 1.5), cell("book", 1, 1.2)],
+        "device": "CPU, 2 threads", "processor": "p", "model": "M", "dtype": "float32",
+        "tokens": 64, "rounds": 2, "goal": 0.97,
+        "cells": [cell("book", 8, 0.96), cell("log", 8, 1.5), cell("book", 1, 1.2)],
     }  # fmt: skip
     monkeypatch.setattr(table, "load", lambda _: record)
     lines = list(table.matrix_lines())
