@@ -65,8 +65,10 @@ class Model:
         request = self.known.get(name)
         prompt = prefilling or rows != 1 + drafts
         if prompt or context <= max(budget.static_tokens, self.config.specpv_partial_threshold):
-            if prompt and request is not None:
+            if request is not None and prompt:
                 request.selected = False
+            elif request is not None:
+                request.failed = False  # a short context needs no view
             return RefreshDecision(trigger="short_context")
         if not in_front:
             return RefreshDecision(trigger="policy")
