@@ -2,9 +2,11 @@
 """The engine in C++ (examples/engine) beside the transformers host: tokens per second of both.
 
     python benchmarks/engine.py --engine build/engine/engine [--json FILE] [--new-tokens 64]
+    python benchmarks/engine.py --device cuda --new-tokens 512
 
-SmolLM2-135M-Instruct, greedy, float32 on the CPU, one batch of four chats. Both take turns, and the
-best of each counts; loading is left out, prompts are not. Trees have 8 rows on both sides.
+SmolLM2-135M-Instruct, greedy, one batch of four chats; float32 on the CPU, bfloat16 on a GPU. Both
+take turns, and the best of each counts. Loading is left out; prompts count, and so does what the
+engine's process does for the first time. Trees have 8 rows on both sides.
 """
 
 from __future__ import annotations
@@ -36,8 +38,11 @@ METHODS = ("none", "ngram", "eagle3")
 TREE = TreeConfig(rows=8)
 
 
-def run_engine(program: Path, folder: Path, method: str, prompts: Path, count: int) -> Any:
+def run_engine(
+    program: Path, folder: Path, device: str, method: str, prompts: Path, count: int
+) -> Any:
     command = [program, "--model", folder, "--ids", prompts, "--method", method]
+    command += ["--device", device]
     command += ["--head", SHIPPED, "--max-new-tokens", count, "--tree-rows", TREE.rows]
     command += ["--ignore-eos", "true"]
     done = subprocess.run([str(part) for part in command], capture_output=True, text=True)
@@ -46,9 +51,19 @@ def run_engine(program: Path, folder: Path, method: str, prompts: Path, count: i
     return json.loads(done.stdout)
 
 
-def measure(program: Path, new_tokens: int, turns: int) -> dict[str, Any]:
-    folder = smollm2()
-    hosts = {method: Generator(folder, drafter=method) for method in METHODS}
+def load(device: str) -> tuple[Path, dict[str, Generator]]:
+    """The model's folder, and a host for each method."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    dtype = "float32" if device == "cpu" else "bfloat16"
+    folder = smollm2(dtype)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).to(device)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    return folder, {method: Generator(model, tokenizer, method) for method in METHODS}
+
+
+def measure(program: Path, device: str, new_tokens: int, turns: int) -> dict[str, Any]:
+    folder, hosts = load(device)
     tokenizer = hosts["none"].tokenizer
     prompts = [encode(tokenizer, question, raw=False) for question in QUESTIONS]
     best: dict[str, dict[str, float]] = {method: {} for method in METHODS}
@@ -61,7 +76,7 @@ def measure(program: Path, new_tokens: int, turns: int) -> dict[str, Any]:
                 host.forget()  # no prompt is cached on either side
                 told = host.generate(prompts, new_tokens, eos_token_id=-1, tree=TREE)
                 seconds = told.stats.prefill_seconds + told.stats.decode_seconds
-                result = run_engine(program, folder, method, ids, new_tokens)
+                result = run_engine(program, folder, device, method, ids, new_tokens)
                 rates = {
                     "host": told.stats.new_tokens / seconds,
                     "engine": result["stats"]["new_tokens"] / result["stats"]["seconds"],
@@ -93,12 +108,15 @@ def describe(report: dict[str, Any]) -> str:
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--engine", type=Path, default=Path("build/engine/engine"))
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--new-tokens", type=int, default=64)
     parser.add_argument("--turns", type=int, default=3)
     add_json_argument(parser)
     arguments = parser.parse_args()
     before = os.getloadavg()[0]
-    report = machine("cpu") | measure(arguments.engine, arguments.new_tokens, arguments.turns)
+    report = machine(arguments.device) | measure(
+        arguments.engine, arguments.device, arguments.new_tokens, arguments.turns
+    )
     report["load_before"] = round(before, 1)  # other programs that ran: 0 on a quiet machine
     return publish(report, describe, arguments.json)
 

@@ -5,8 +5,8 @@
                        [--checks memcheck racecheck synccheck] [--json FILE] [--only TEXT]
                        [--retry] [--vllm-python PYTHON]
 
-Many processes run at once. Tests of vLLM have a process for each file, one after another, since
-vLLM keeps memory of the GPU until its process ends. FILE is extended by every call: what has run
+Many processes run at once. Tests of vLLM have processes of their own, of one file each and as many
+as memory allows: vLLM keeps it until its process ends. FILE is extended by every call: what has run
 for the same sources, device and versions is not run again, except, with --retry, what has failed.
 With --minutes a call ends in time. The exit status is 0 when all tests of these groups have passed
 or said why they skip, every launch was checked and nothing was found, 75 while tests are left, else
@@ -44,9 +44,10 @@ KERNEL_FOLDERS = ("attention", "decoder", "drafters", "kv_interceptor", "profili
                   "transformers", "tree")  # fmt: skip
 # Names of tests that run kernels; those that are skipped without a GPU are taken as well.
 KERNEL_TESTS = re.compile("cuda|graph|captured|kernels|torch_ops")
-VLLM_FREE_GIB = 40  # an engine of the tests takes up to a tenth of the GPU, and says so at start
+VLLM_GIB = 20  # an engine of the tests takes up to a tenth of the GPU, and says so at start
 _SAVE_SECONDS = 5.0
 _FEWEST = 10  # tests of a process, which takes seconds to start
+_MOST_OF_VLLM = 4  # tests of a process: engines start slowly, and processes run at once
 
 
 @dataclass(frozen=True)
@@ -199,14 +200,17 @@ def shards_of(keys: list[Key], alone: list[str], vllm_python: str, jobs: int) ->
             shards += deal(whole, min(most, max(1, 2 * jobs // kinds)))
             continue
         if group == "vllm":
-            whole.python, whole.in_turn = vllm_python, True
+            whole.python = vllm_python
         files: dict[str, list[str]] = {}
         for test in tests:
             if test in alone:
                 shards.append(dataclasses.replace(whole.again([test]), alone=True))
             else:  # tests of a file share what they have built
                 files.setdefault(test.partition("::")[0], []).append(test)
-        shards += [whole.again(of_file) for of_file in files.values()]
+        for of_file in files.values():
+            most = _MOST_OF_VLLM if group == "vllm" else len(of_file)
+            count = math.ceil(len(of_file) / most)
+            shards += [whole.again(of_file[i::count]) for i in range(count)]
     order = {"vllm": 0, "kernels": 1, "host": 2}
     shards.sort(key=lambda s: (not s.alone, s.sanitized, order[s.group]))
     return shards
@@ -298,12 +302,11 @@ class Pool:
             return True
         if shard.alone:
             return False
-        if not shard.in_turn:
+        if shard.group != "vllm":
             return True
-        if any(other.group == shard.group for other in self._running):
-            return False
         free = nvidia_smi("memory.free")  # MiB
-        return free is not None and float(free) > 1024 * VLLM_FREE_GIB
+        others = sum(other.group == "vllm" for other in self._running)  # may not have it all yet
+        return free is not None and float(free) > 1024 * VLLM_GIB * (1 + others)
 
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:

@@ -7,8 +7,9 @@
     python benchmarks/vllm/real.py --model FOLDER --out DIR --summary real_MODEL.json
 
 Each side (see real_engine.py) is a process of its own and serves all cells; sides take turns, and
-each is started at most twice. A cell is a number of requests, a context (prompt and answer), a kind
-of prompt (see real_prompts.py) and a temperature; real_measure.py says what is timed. Every
+each is started at most twice. With --together all are up at once, each with its share of the GPU's
+memory, and take turns cell by cell. A cell is a number of requests, a context (prompt and answer),
+a kind of prompt (see real_prompts.py) and a temperature; real_measure.py says what is timed. Every
 measurement is a line of DIR/records.jsonl, and a later call goes on where one was stopped.
 With --seconds a call ends in time, with status 75 while something is left. The output of an engine
 is in DIR/SIDE.log. An engine that does not start, or fails in a cell, is recorded and left out.
@@ -32,7 +33,19 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 import real_engine
 import real_prompts
 import real_summary
-from real_records import FAILED, MEASURED, REFERENCE, SKIPPED, Cell, Job, Records, Visit, plan
+from real_records import (
+    FAILED,
+    MEASURED,
+    REFERENCE,
+    SKIPPED,
+    VISITS,
+    Cell,
+    Job,
+    Records,
+    Visit,
+    plan,
+)
+from turns import Gate, Turns
 
 REQUESTS, CONTEXTS = (1, 8, 24, 96), (2048, 8192, 30720)
 TEMPERATURES = (0.0, 0.6, 1.0)
@@ -54,9 +67,11 @@ def main(arguments: list[str]) -> int:
     if args.child:
         return serve(args, records)
     real_summary.identify(args)
-    visits = plan(args.cells, args.sides, args.turns)
-    for visit in visits:
-        if not work_through(arguments, args, records, visits, visit, deadline):
+    visits = plan(args.cells, args.sides, args.turns, most=1 if args.together else VISITS)
+    at_once = len(args.sides) if args.together else 1
+    run = Run(arguments, args, records, visits, deadline)
+    for first in range(0, len(visits), at_once):
+        if not run.work_through(visits[first : first + at_once]):
             left = sum(len(records.pending(visit.jobs)) for visit in visits)
             print(f"\n{left} measurements are left: run the command again", file=sys.stderr)
             return UNFINISHED
@@ -80,6 +95,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--tokens", type=int, default=128, help="of a request, on average")
     parser.add_argument("--warm-tokens", type=int, default=64, help="before, not counted")
     parser.add_argument("--cell-seconds", type=float, default=30, help="decoding, at most")
+    parser.add_argument("--together", action="store_true", help="have all engines up at once")
     parser.add_argument("--share-prompts", action="store_true",
                         help="compute prompts once for all temperatures")  # fmt: skip
     parser.add_argument("--seconds", type=float, default=0, help="of this call; 0: no limit")
@@ -149,29 +165,73 @@ def leave_out_long_cells(args: argparse.Namespace, records: Records) -> None:
     records.add(*(job.record(SKIPPED, reason=why) for job in records.pending(jobs)))
 
 
-def work_through(
-    arguments: list[str], args: argparse.Namespace, records: Records,
-    visits: list[Visit], visit: Visit, deadline: float,
-) -> bool:  # fmt: skip
-    """Runs a visit's pending jobs. False: there is no time left for the next one."""
-    progress = Progress(visits, records)
-    state = args.out / "state.json"
-    while pending := records.pending(visit.jobs):
-        needed = records.start_seconds(visit.side) + records.job_seconds(pending[0].cell)
-        if time.time() + needed > deadline:
-            return False
-        jobs = [job.record("pending") for job in pending]
-        state.write_text(json.dumps({"stage": "start", "visit": visit.number, "jobs": jobs}))
-        command = [sys.executable, __file__, *arguments, "--child", visit.side]
-        command += ["--deadline", str(deadline - _GRACE_S if args.seconds else 0)]
+class Run:
+    """Starts the engines of visits, and waits for them."""
+
+    def __init__(
+        self, arguments: list[str], args: argparse.Namespace, records: Records,
+        visits: list[Visit], deadline: float,
+    ) -> None:  # fmt: skip
+        self._arguments, self._args, self._records = arguments, args, records
+        self._visits, self._deadline = visits, deadline
+        self._progress = Progress(visits, records)
+
+    def work_through(self, visits: list[Visit]) -> bool:
+        """Runs the pending jobs of visits whose engines are up at once. False: there is no time
+        left."""
+        while some := [visit for visit in visits if self._records.pending(visit.jobs)]:
+            first = self._records.pending(some[0].jobs)[0]
+            starts = max(self._records.start_seconds(visit.side) for visit in some)
+            needed = starts + self._records.job_seconds(first.cell)
+            if time.time() + needed > self._deadline:
+                return False
+            codes = self._wait(
+                [(visit, self._start(visit)) for visit in some], Gate(self._args.out)
+            )
+            for visit, code in zip(some, codes, strict=True):
+                if code not in (0, UNFINISHED):
+                    self._note_failure(visit, code)
+            if UNFINISHED in codes or time.time() > self._deadline:
+                return False
+        return True
+
+    def _start(self, visit: Visit) -> subprocess.Popen[bytes]:
+        jobs = [job.record("pending") for job in self._records.pending(visit.jobs)]
+        state = {"stage": "start", "visit": visit.number, "jobs": jobs}
+        state_of(self._args, visit.side).write_text(json.dumps(state))
+        until = self._deadline - _GRACE_S if self._args.seconds else 0
+        command = [sys.executable, __file__, *self._arguments, "--child", visit.side]
+        command += ["--deadline", str(until)]
         variables = real_engine.environment(visit.side, os.environ)
-        child = launch(command, variables, args.out / f"{visit.side}.log")
-        code = wait(child, deadline, lambda: progress.show(visit.side))
-        if code == UNFINISHED or time.time() > deadline:
-            return False
-        if code:
-            note_failure(json.loads(state.read_text()), code, records, visits, visit.side)
-    return True
+        return launch(command, variables, self._args.out / f"{visit.side}.log")
+
+    def _wait(self, children: list[tuple[Visit, subprocess.Popen[bytes]]], gate: Gate) -> list[int]:
+        def look() -> None:
+            gate.look([visit.side for visit, child in children if child.poll() is None])
+            self._progress.show(", ".join(visit.side for visit, _ in children))
+
+        try:
+            return [wait(child, self._deadline, look) for _, child in children]
+        finally:
+            for _, child in children:
+                end(child)
+
+    def _note_failure(self, visit: Visit, code: int) -> None:
+        """Of an engine that did not start all jobs have failed, otherwise the one at hand."""
+        state = json.loads(state_of(self._args, visit.side).read_text())
+        why = state.get("reason", f"the engine process ended with status {code}")
+        if state["stage"] == "start":
+            jobs = [job for some in self._visits if some.side == visit.side for job in some.jobs]
+            why = f"the engine did not start: {why}"
+        else:
+            jobs = [Job.of(state["job"])]
+        failed = [job.record(FAILED, reason=why) for job in self._records.pending(jobs)]
+        self._records.add(*failed)
+
+
+def state_of(args: argparse.Namespace, side: str) -> Path:
+    """What the process of a side is to do, and is doing."""
+    return args.out / f"{side}.state.json"
 
 
 def launch(command: list[str], variables: dict[str, str], log: Path) -> subprocess.Popen[bytes]:
@@ -182,33 +242,25 @@ def launch(command: list[str], variables: dict[str, str], log: Path) -> subproce
         )
 
 
-def wait(child: subprocess.Popen[bytes], deadline: float, show: Any) -> int:
+def wait(child: subprocess.Popen[bytes], deadline: float, look: Any) -> int:
     """The status of the process; it is ended, with its own ones, if it outlasts the deadline."""
     try:
         while True:
+            look()
             try:
                 return child.wait(timeout=1)
             except subprocess.TimeoutExpired:
-                show()
+                pass
             if time.time() > deadline:
                 return UNFINISHED
     finally:
-        if child.poll() is None:
-            os.killpg(child.pid, signal.SIGKILL)
-            child.wait()
+        end(child)
 
 
-def note_failure(
-    state: dict[str, Any], code: int, records: Records, visits: list[Visit], side: str
-) -> None:
-    """Of an engine that did not start all jobs have failed, otherwise the one at hand."""
-    why = state.get("reason", f"the engine process ended with status {code}")
-    if state["stage"] == "start":
-        jobs = [job for visit in visits if visit.side == side for job in visit.jobs]
-        why = f"the engine did not start: {why}"
-    else:
-        jobs = [Job.of(state["job"])]
-    records.add(*(job.record(FAILED, reason=why) for job in records.pending(jobs)))
+def end(child: subprocess.Popen[bytes]) -> None:
+    if child.poll() is None:
+        os.killpg(child.pid, signal.SIGKILL)
+        child.wait()
 
 
 class Progress:
@@ -232,17 +284,21 @@ class Progress:
 
 def serve(args: argparse.Namespace, records: Records) -> int:
     """The engine process of one side: 0 when its jobs are done, UNFINISHED when time is up."""
-    path = args.out / "state.json"
+    path = state_of(args, args.child)
     state = json.loads(path.read_text())
     jobs = [Job.of(record) for record in state.pop("jobs")]
+    turns = Turns(args.out, args.child)
     try:
-        worker = Worker(args, records, state["visit"], path)
+        worker = Worker(args, records, state["visit"])
+        if args.together:
+            turns.wait()
         for job in jobs:
-            if args.deadline and time.time() + records.job_seconds(job.cell) > args.deadline:
-                return UNFINISHED
-            state = {"stage": "job", "job": job.record("running")}
-            path.write_text(json.dumps(state))
-            worker.measure(job)
+            with turns:
+                if args.deadline and time.time() + records.job_seconds(job.cell) > args.deadline:
+                    return UNFINISHED
+                state = {"stage": "job", "job": job.record("running")}
+                path.write_text(json.dumps(state))
+                worker.measure(job)
     except Exception as error:
         traceback.print_exc()
         reason = f"{type(error).__name__}: {str(error).strip()[:400]}"
@@ -254,7 +310,7 @@ def serve(args: argparse.Namespace, records: Records) -> int:
 class Worker:
     """An engine with its prompts."""
 
-    def __init__(self, args: argparse.Namespace, records: Records, visit: int, path: Path) -> None:
+    def __init__(self, args: argparse.Namespace, records: Records, visit: int) -> None:
         from real_measure import Bench, Size
         from transformers import AutoTokenizer
 

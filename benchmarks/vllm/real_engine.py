@@ -75,7 +75,9 @@ def options(side: str, args: Namespace, cells: Sequence[Cell], *, gpu: bool) -> 
         "kv_cache_memory_bytes": cache_bytes(args, cells, gpu=gpu),
         "seed": 0,
     }
-    if not gpu:
+    if gpu:
+        told["gpu_memory_utilization"] = 0.02  # the size of the cache is given
+    else:
         told["enforce_eager"] = True
     drafting = speculation(side, args.head, gpu=gpu)
     if drafting is not None:
@@ -95,7 +97,8 @@ def model_config(folder: str) -> dict[str, Any]:
 
 
 def cache_bytes(args: Namespace, cells: Sequence[Cell], *, gpu: bool) -> int:
-    """K/V memory of the largest cell, the same on all sides; less where the GPU has less."""
+    """K/V memory of the largest cell, the same on all sides; less where the GPU has less for an
+    engine."""
     config = model_config(args.model)
     heads = config["num_attention_heads"]
     size = config.get("head_dim") or config["hidden_size"] // heads
@@ -107,7 +110,9 @@ def cache_bytes(args: Namespace, cells: Sequence[Cell], *, gpu: bool) -> int:
         return wanted
     import torch
 
-    return min(wanted, int(CACHE_SHARE * torch.cuda.get_device_properties(0).total_memory))
+    engines = len(args.sides) if args.together else 1
+    total = torch.cuda.get_device_properties(0).total_memory
+    return min(wanted, int(CACHE_SHARE * total / engines))
 
 
 def start(side: str, args: Namespace, cells: Sequence[Cell]) -> tuple[Any, dict[str, Any]]:

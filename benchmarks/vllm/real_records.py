@@ -66,9 +66,11 @@ class Visit:
     jobs: tuple[Job, ...]
 
 
-def plan(cells: Sequence[Cell], sides: Sequence[str], turns: int) -> list[Visit]:
-    """Sides in turn. Each is started twice at most, and serves all cells and some of the turns."""
-    visits, starts = [], min(VISITS, turns)
+def plan(
+    cells: Sequence[Cell], sides: Sequence[str], turns: int, most: int = VISITS
+) -> list[Visit]:
+    """Sides in turn. Each is started so often at most, and serves all cells and some turns."""
+    visits, starts = [], min(most, turns)
     for number in range(starts):
         part = range(number * turns // starts, (number + 1) * turns // starts)
         for side in sides:

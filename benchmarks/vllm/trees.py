@@ -13,9 +13,10 @@
   `text` with the same rows and 1 request did: weights and drafts mean nothing.
 
 Sides are `plain`, stock chains of 1 to 7 drafts, trees of so many rows, and `trees`, whose rows are
-chosen while serving. Each is a process of its own with model runner V2; sides take turns. The clock
-runs while the whole batch decodes. Every measurement is a line of DIR/records.jsonl, and a later
-call goes on where one was stopped; with --seconds it stops in time, with status 75.
+chosen while serving. Each is a process of its own with model runner V2; sides take turns, and
+--together says how many engines are up at once. The clock runs while the whole batch decodes. Every
+measurement is a line of DIR/records.jsonl, and a later call goes on where one was stopped; with
+--seconds it stops in time, with status 75.
 """
 
 from __future__ import annotations
@@ -27,7 +28,6 @@ import os
 import platform
 import random
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
@@ -38,8 +38,10 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
+from real import end, launch, wait
 from real_engine import environment
 from real_records import FAILED, MEASURED, Cell, Job, Records
+from turns import Gate, Turns
 
 PARTS = ("verify", "text", "shapes")
 CHAINS = tuple(f"chain{number}" for number in range(1, 8))
@@ -65,14 +67,15 @@ def main(arguments: list[str]) -> int:
         return serve(args, records)
     deadline = time.time() + args.seconds if args.seconds else float("inf")
     for part in args.parts:
-        for turn in range(args.turns):
-            for side in args.sides or SIDES[part]:
-                if side not in SIDES[part] or not records.pending(jobs(args, part, side, turn)):
-                    continue
-                if time.time() + records.start_seconds(f"{part} {side}") > deadline:
-                    print("measurements are left: run the command again", file=sys.stderr)
-                    return UNFINISHED
-                run_side(arguments, args, records, part, side, turn)
+        wanted = [side for side in args.sides or SIDES[part] if side in SIDES[part]]
+        left = [side for side in wanted if records.pending(jobs(args, part, side))]
+        for first in range(0, len(left), args.together):
+            some = left[first : first + args.together]
+            starts = [records.start_seconds(f"{part} {side}") for side in some]
+            if time.time() + max(starts) > deadline:
+                print("measurements are left: run the command again", file=sys.stderr)
+                return UNFINISHED
+            run_sides(arguments, args, records, part, some, deadline)
     return 0
 
 
@@ -87,46 +90,58 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--prompts", type=int, default=72, help="of text, at most")
     parser.add_argument("--layers", type=int, default=32, help="of the 8B shapes")
     parser.add_argument("--seconds", type=float, default=0, help="of this call; 0: no limit")
-    parser.add_argument("--timeout", type=float, default=1800, help="seconds of an engine")
+    parser.add_argument("--together", type=int, default=1, help="engines that are up at once")
     parser.add_argument("--summary", type=Path, help="write the result of DIR there, run nothing")
-    parser.add_argument("--child", nargs=3, metavar=("PART", "SIDE", "TURN"),
+    parser.add_argument("--child", nargs=3, metavar=("PART", "SIDE", "DEADLINE"),
                         help=argparse.SUPPRESS)  # fmt: skip
     return parser.parse_args(arguments)
 
 
-def jobs(args: argparse.Namespace, part: str, side: str, turn: int) -> list[Job]:
+def jobs(args: argparse.Namespace, part: str, side: str) -> list[Job]:
     context = 0 if part == "text" else CONTEXT
     batches = args.batch or BATCHES[part]
-    return [Job(Cell(batch, context, part, 0.0), side, turn) for batch in batches]
+    return [
+        Job(Cell(batch, context, part, 0.0), side, turn)
+        for turn in range(args.turns)
+        for batch in batches
+    ]
 
 
-def run_side(
+def run_sides(
     arguments: list[str],
     args: argparse.Namespace,
     records: Records,
     part: str,
-    side: str,
-    turn: int,
+    sides: Sequence[str],
+    deadline: float,
 ) -> None:
-    print(f"{part}, turn {turn}: {side}", file=sys.stderr, flush=True)
-    stock = "lossless" if side.startswith("trees") else "plain"
-    told = environment(stock, os.environ) | {"VLLM_USE_V2_MODEL_RUNNER": "1"}
-    command = [sys.executable, sys.argv[0], *arguments, "--child", part, side, str(turn)]
-    with (args.out / f"{part}-{side}.log").open("ab") as log:
-        try:
-            code = subprocess.run(
-                command, env=told, stdout=log, stderr=log, check=False, timeout=args.timeout
-            ).returncode
-        except subprocess.TimeoutExpired:
-            code = -1
-    for job in records.pending(jobs(args, part, side, turn)):
-        records.add(job.record(FAILED, reason=f"the engine ended with status {code}"))
+    print(f"{part}: {', '.join(sides)}", file=sys.stderr, flush=True)
+    gate = Gate(args.out)
+    with contextlib.ExitStack() as stack:
+        children = {}
+        for side in sides:
+            stock = "lossless" if side.startswith("trees") else "plain"
+            told = environment(stock, os.environ) | {"VLLM_USE_V2_MODEL_RUNNER": "1"}
+            command = [sys.executable, sys.argv[0], *arguments]
+            command += ["--child", part, side, str(deadline)]
+            children[side] = launch(command, told, args.out / f"{part}-{side}.log")
+            stack.callback(end, children[side])
+
+        def look() -> None:
+            gate.look([f"{part}-{side}" for side in sides if children[side].poll() is None])
+
+        codes = {side: wait(child, deadline, look) for side, child in children.items()}
+    for side, code in codes.items():
+        if code != UNFINISHED:
+            left = records.pending(jobs(args, part, side))
+            reason = f"the engine ended with status {code}"
+            records.add(*(job.record(FAILED, reason=reason) for job in left))
 
 
 def serve(args: argparse.Namespace, records: Records) -> int:
-    part, side, turn = args.child[0], args.child[1], int(args.child[2])
-    todo = records.pending(jobs(args, part, side, turn))
-    began = time.perf_counter()
+    part, side, deadline = args.child[0], args.child[1], float(args.child[2])
+    todo = records.pending(jobs(args, part, side))
+    began, turns = time.perf_counter(), Turns(args.out, f"{part}-{side}")
     with tempfile.TemporaryDirectory() as folder:
         accepted = accepted_by_rows(records) if part == "shapes" else {}
         llm = start(args, part, side, [job.cell.requests for job in todo], accepted, Path(folder))
@@ -134,12 +149,18 @@ def serve(args: argparse.Namespace, records: Records) -> int:
             {"engine": f"{part} {side}", "ready_s": round(time.perf_counter() - began, 1)}
             | described(args)
         )
+        turns.wait()
         for job in todo:
-            batch = job.cell.requests
-            started = time.perf_counter()
-            found = verify(llm, batch) if part == "verify" else speed(args, llm, part, side, batch)
-            wall = time.perf_counter() - started
-            records.add(job.record(MEASURED, wall_s=round(wall, 2), **found))
+            with turns:
+                if time.time() > deadline:
+                    return UNFINISHED
+                batch, started = job.cell.requests, time.perf_counter()
+                if part == "verify":
+                    found = verify(llm, batch)
+                else:
+                    found = speed(args, llm, part, side, batch)
+                wall = time.perf_counter() - started
+                records.add(job.record(MEASURED, wall_s=round(wall, 2), **found))
     return 0
 
 
@@ -173,7 +194,8 @@ def start(
     from vllm import LLM
 
     drafts, trees = drafts_of(side), side.startswith("trees")
-    model, head, options = model_of(args, part, folder)
+    longest = (512 if part == "text" else CONTEXT) + 2 * args.tokens + 64
+    model, head, options = model_of(args, part, folder, max(batches) * longest)
     speculation: dict[str, Any] | None = {"method": "eagle3", "model": head}
     if not trees:
         speculation["num_speculative_tokens"] = drafts
@@ -190,6 +212,7 @@ def start(
     if gpu:
         lengths = [drafts] if drafts else [drafts_of(name) for name in TREES if trees]
         options["attention_backend"] = "CUSTOM" if trees else "FLASH_ATTN"
+        options["gpu_memory_utilization"] = 0.02  # the size of the cache is given
         sizes = sorted({b * (1 + n) for b in batches for n in (0, *lengths) if b * (1 + n) <= 512})
         options["compilation_config"] = {
             "mode": 0,
@@ -199,7 +222,7 @@ def start(
     llm = LLM(
         model=model,
         max_num_seqs=max(batches),
-        max_model_len=(512 if part == "text" else CONTEXT) + 2 * args.tokens + 64,
+        max_model_len=longest,
         max_num_batched_tokens=8192 if gpu else 1024,
         skip_tokenizer_init=True,
         enable_prefix_caching=False,
@@ -213,8 +236,11 @@ def start(
     return llm
 
 
-def model_of(args: argparse.Namespace, part: str, folder: Path) -> tuple[str, str, dict[str, Any]]:
-    """Folders of the model and its head, and vLLM's options for them."""
+def model_of(
+    args: argparse.Namespace, part: str, folder: Path, tokens: int
+) -> tuple[str, str, dict[str, Any]]:
+    """Folders of the model and its head, and vLLM's options for them, with a cache of so many
+    tokens."""
     import torch
     from offline import LLAMA_8B, eagle_head, write_config
 
@@ -231,7 +257,9 @@ def model_of(args: argparse.Namespace, part: str, folder: Path) -> tuple[str, st
 
     Eagle3LlamaForCausalLM.has_own_lm_head = True  # of 32000 tokens, as trained heads have
     config = LLAMA_8B | {"num_hidden_layers": args.layers}
-    options = {"load_format": "dummy", "kv_cache_memory_bytes": (16 << 30) if gpu else (512 << 20)}
+    # Of a layer and token: keys and values of 8 heads of 128 channels; the head is a layer more.
+    cache = int(1.1 * tokens) * (args.layers + 1) * (4096 if gpu else 8192) + (64 << 20)
+    options = {"load_format": "dummy", "kv_cache_memory_bytes": cache}
     return str(write_config(folder / "target", config)), str(eagle_head(folder)), options
 
 

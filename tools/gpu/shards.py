@@ -28,7 +28,6 @@ class Shard:
     arguments: tuple[str, ...] = ()  # of pytest
     environment: dict[str, str] = field(default_factory=dict)
     alone: bool = False  # nobody else may use the GPU
-    in_turn: bool = False  # not beside others of its group
 
     log: Path = Path()
     begun: str | None = None  # the test that is running
@@ -56,7 +55,7 @@ class Shard:
 
     def again(self, tests: list[str]) -> Shard:
         """Some of its tests in a new process."""
-        names = ("group", "check", "python", "arguments", "environment", "alone", "in_turn")
+        names = ("group", "check", "python", "arguments", "environment", "alone")
         return Shard(tests=tests, **{name: getattr(self, name) for name in names})
 
     def start(self, root: Path, log: Path, until: float, threads: int) -> None:

@@ -41,26 +41,30 @@ def test_every_check_runs_every_test_of_kernels(tool: Tool) -> None:
     assert all(entry["seconds"] >= 0 for entry in data["tests"])
 
 
-def test_files_of_vllm_run_one_after_another_in_processes_of_their_own(tool: Tool) -> None:
+@pytest.mark.parametrize(("free", "at_once"), [("30000", 1), ("50000", 2)])
+def test_vllm_has_as_many_processes_as_memory_holds(tool: Tool, free: str, at_once: int) -> None:
+    """Of one file each, and of a few of its tests."""
     tests = """
 import os, pathlib, time
+import pytest
 
-def test_alone_among_its_like():
-    with open("pids", "a") as file:
-        file.write(f"{os.getpid()} ")
-    assert not pathlib.Path("busy").exists()
-    pathlib.Path("busy").touch()
-    time.sleep(0.2)
-    pathlib.Path("busy").unlink()
-
-def test_again():
-    test_alone_among_its_like()
+@pytest.mark.parametrize("n", range(6))
+def test_beside_others(n):
+    here = pathlib.Path("busy", str(os.getpid()))
+    here.parent.mkdir(exist_ok=True)
+    here.touch()
+    time.sleep(0.4)
+    with open("seen", "a") as file:
+        file.write(f"{os.getpid()} {len(list(here.parent.iterdir()))} ")
+    here.unlink()
 """
-    for name in ("a", "b", "c"):
+    tool.write("free", free)
+    for name in ("a", "b"):
         tool.write(f"vllm/test_{name}.py", tests)
-    assert tool.call("vllm", jobs=3) == 0
-    pids = (tool.root / "pids").read_text().split()
-    assert (len(pids), len(set(pids))) == (6, 3)
+    assert tool.call("vllm", jobs=4) == 0
+    seen = (tool.root / "seen").read_text().split()
+    assert (len(seen[::2]), len(set(seen[::2]))) == (12, 4)
+    assert max(map(int, seen[1::2])) == at_once
 
 
 def test_a_test_that_wants_the_gpu_for_itself_runs_first_and_alone(tool: Tool) -> None:

@@ -9,6 +9,7 @@ import json
 import os
 import signal
 import sys
+import threading
 import time
 import xml.etree.ElementTree as ET
 from collections.abc import Iterator
@@ -21,7 +22,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[3]
 FOLDER = ROOT / "benchmarks" / "vllm"
 NAMES = ("real", "real_engine", "real_measure", "real_prompts", "real_records", "real_summary")
-NAMES += ("pass_profile", "kernels", "steps")
+NAMES += ("pass_profile", "kernels", "steps", "turns")
 
 
 @pytest.fixture
@@ -373,7 +374,7 @@ class Engines:
     def __call__(self, command: list[str], *_: Any) -> Any:
         side = command[command.index("--child") + 1]
         self.started.append(side)
-        path = self._out / "state.json"
+        path = self._out / f"{side}.state.json"
         state = json.loads(path.read_text())
         records = self._modules.real_records.Records(self._out / "records.jsonl")
         if side == "ngram":
@@ -442,6 +443,69 @@ def test_failures_are_recorded_and_the_rest_goes_on(
     assert len(engines.started) == 3  # nothing is done twice
     assert modules.real.main([*arguments, "--retry"]) == 0
     assert engines.started[3:] == ["plain", "ngram", "plain"]
+
+
+def test_engines_that_are_up_at_once_are_started_once(
+    modules: SimpleNamespace, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    config = {"num_attention_heads": 4, "hidden_size": 64, "num_hidden_layers": 2}
+    (tmp_path / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 4096}))
+    engines = Engines(modules, tmp_path)
+    monkeypatch.setattr(modules.real, "launch", engines)
+    arguments = ["--model", str(tmp_path), "--out", str(tmp_path), "--sides", "ngram", "plain"]
+    arguments += ["--cells", "1x2048", "--prompts", "continue", "--temperatures", "0.6"]
+    assert modules.real.main([*arguments, "--turns", "2", "--together"]) == 0
+    assert engines.started == ["ngram", "plain"]
+    records = modules.real_records.Records(tmp_path / "records.jsonl")
+    found = [(record["side"], record["turn"], record["status"]) for record in records.jobs()]
+    assert sorted(found) == [
+        ("ngram", 0, "failed"), ("ngram", 1, "failed"),
+        ("plain", 0, "measured"), ("plain", 1, "failed"),
+    ]  # fmt: skip
+
+
+def test_engines_wait_for_each_other_and_take_turns(
+    modules: SimpleNamespace, tmp_path: Path
+) -> None:
+    started, events = threading.Event(), []
+    (tmp_path / "late.up").touch()  # of a run before
+    gate = modules.turns.Gate(tmp_path)
+
+    def engine(name: str) -> None:
+        turns = modules.turns.Turns(tmp_path, name)
+        if name == "late":
+            assert started.wait(30)
+        turns.wait()
+        for _ in range(3):
+            with turns:
+                events.append(("begin", name))
+                time.sleep(0.05)
+                events.append(("end", name))
+
+    names = ("first", "late")
+    threads = [threading.Thread(target=engine, args=(name,)) for name in names]
+    for thread in threads:
+        thread.start()
+    for _ in range(10):
+        gate.look(names)
+        time.sleep(0.02)
+    assert events == []
+    started.set()
+    while any(thread.is_alive() for thread in threads):
+        gate.look(names)
+        time.sleep(0.02)
+    order = [name for what, name in events if what == "begin"]
+    assert events == [(what, name) for name in order for what in ("begin", "end")]
+    assert order in (["first", "late"] * 3, ["late", "first"] * 3)
+
+
+def test_an_engine_that_has_ended_holds_up_nobody(modules: SimpleNamespace, tmp_path: Path) -> None:
+    gate = modules.turns.Gate(tmp_path)
+    (tmp_path / "first.up").touch()
+    gate.look(["first", "broken"])
+    assert not (tmp_path / "gate.open").exists()
+    gate.look(["first"])
+    assert (tmp_path / "gate.open").exists()
 
 
 def test_kernels_belong_to_the_innermost_part_that_launched_them(modules: SimpleNamespace) -> None:

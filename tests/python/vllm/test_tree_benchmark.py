@@ -20,12 +20,20 @@ ORIGIN = {"device": "d", "commit": "c", "torch": "t", "vllm": "v", "layers": 2, 
 def modules(monkeypatch: pytest.MonkeyPatch) -> Iterator[SimpleNamespace]:
     for folder in ("tools", "benchmarks/vllm"):
         monkeypatch.syspath_prepend(str(ROOT / folder))
-    names = ("trees", "real_records", "real_engine", "tables.vllm_trees", "tables.records")
+    own = ("trees", "real", "turns", "real_records", "real_engine")
+    names = (*own, "tables.vllm_trees", "tables.records")
     before = set(sys.modules)
     found = {name.rpartition(".")[2]: importlib.import_module(name) for name in names}
     yield SimpleNamespace(**found)
     for name in set(sys.modules) - before:
-        if name.partition(".")[0] in {"trees", "real_records", "real_engine", "tables"}:
+        if name.partition(".")[0] in {
+            "trees",
+            "real",
+            "turns",
+            "real_records",
+            "real_engine",
+            "tables",
+        }:
             del sys.modules[name]
 
 
@@ -43,13 +51,13 @@ def test_sides_and_their_drafts(modules: SimpleNamespace) -> None:
 
 
 def test_a_stopped_run_goes_on(modules: SimpleNamespace, tmp_path: Path) -> None:
-    args = modules.trees.parse(["--out", str(tmp_path), "--batch", "1", "4"])
+    args = modules.trees.parse(["--out", str(tmp_path), "--batch", "1", "4", "--turns", "2"])
     records = modules.real_records.Records(tmp_path / "records.jsonl")
-    jobs = modules.trees.jobs(args, "shapes", "trees8", 0)
-    assert [job.cell.requests for job in jobs] == [1, 4]
+    jobs = modules.trees.jobs(args, "shapes", "trees8")
+    assert [(job.turn, job.cell.requests) for job in jobs] == [(0, 1), (0, 4), (1, 1), (1, 4)]
     records.add(jobs[0].record("measured", tokens_per_s=1.0, wall_s=1.0))
     assert records.pending(jobs) == jobs[1:]
-    other = modules.trees.jobs(args, "shapes", "trees8", 1)
+    other = modules.trees.jobs(args, "shapes", "trees16")
     assert records.pending(other) == other
 
 

@@ -129,11 +129,11 @@ def test_two_sides_of_one_cell(
 def test_an_engine_that_does_not_start_is_left_out(
     real: ModuleType, model: Path, tmp_path: Path
 ) -> None:
-    """In processes of their own, stock sides without the plugin. Prompts come once."""
+    """In processes of their own, up at once, stock sides without the plugin. Prompts come once."""
     engine = {"ngram": {"speculative_config": {"method": "none such"}}, "all": {"block_size": PAGE}}
     arguments = ["--model", str(model), "--out", str(tmp_path), "--sides", "ngram", "plain"]
     arguments += [*SIZE, "--dtype", "float32", "--turns", "1", "--engine", json.dumps(engine)]
-    arguments += ["--share-prompts"]
+    arguments += ["--share-prompts", "--together"]
     assert real.main(arguments) == 0
     found = {(r["side"], r["turn"]): r for r in read(tmp_path) if "status" in r}
     assert {key: record["status"] for key, record in found.items()} == {

@@ -1,0 +1,57 @@
+"""Engines that are up at once: none measures while another starts, and they measure in turn.
+
+Each engine is a process with a `Turns` of its own; the process that has started them has a `Gate`.
+What they tell each other are files in a folder that all of them share.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import time
+from collections.abc import Iterable
+from pathlib import Path
+from typing import IO
+
+_LOOK_S = 0.05
+_PAUSE_S = 0.2  # in which another process takes its turn
+
+
+class Gate:
+    """Opens when all engines are up."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        for path in (self._open, *folder.glob("*.up")):
+            path.unlink(missing_ok=True)
+
+    @property
+    def _open(self) -> Path:
+        return self._folder / "gate.open"
+
+    def look(self, running: Iterable[str]) -> None:
+        """`running`: names of the processes that have not ended."""
+        if all((self._folder / f"{name}.up").exists() for name in running):
+            self._open.touch()
+
+
+class Turns:
+    """Of one process: `with turns:` nobody else measures."""
+
+    def __init__(self, folder: Path, name: str) -> None:
+        self._folder, self._up = folder, folder / f"{name}.up"
+        self._lock: IO[str] | None = None
+
+    def wait(self) -> None:
+        """This engine is up: returns when the others are."""
+        self._up.touch()
+        while not (self._folder / "gate.open").exists():
+            time.sleep(_LOOK_S)
+
+    def __enter__(self) -> None:
+        self._lock = (self._folder / "turn.lock").open("w")
+        fcntl.flock(self._lock, fcntl.LOCK_EX)
+
+    def __exit__(self, *_: object) -> None:
+        assert self._lock is not None
+        self._lock.close()
+        time.sleep(_PAUSE_S)
