@@ -74,7 +74,7 @@ class Engine:
         self.num_drafts = self.num_passes = 0
         self.prefix_hits = False  # a request may read what another one of the step computes
         self.refresh = self._make_refresh(vllm_config)
-        self._tree_room = 0  # rows of a step; 0: their number is fixed
+        self.tree_room = 0  # rows of a step; 0: their number is fixed
         self.trees = self._make_trees(vllm_config)
         self.lengths = self._make_lengths(vllm_config)
         single_rank = vllm_config.parallel_config.world_size == 1
@@ -82,13 +82,13 @@ class Engine:
         self.draft_lengths = self._list_lengths()
         most = self.setup.num_speculative_tokens
         self.faults = Faults(recovers=support.recovers(vllm_config))
-        drafts = self._tree_room or vllm_config.scheduler_config.max_num_seqs * most
+        drafts = self.tree_room or vllm_config.scheduler_config.max_num_seqs * most
         self.staging = Staging(self.layers, self.settings, vllm_config, drafts, self.faults)
         self.steps = Steps(self.staging, self.faults)
         self._runner: Callable[[], Any] = lambda: None
         if self.off is None:
             route = self.settings.attention_route or "auto"
-            trees = self.trees and ("trees by speed" if self._tree_room else "trees")
+            trees = self.trees and ("trees by speed" if self.tree_room else "trees")
             _C.describe_engine(self.setup.speculation, most, mode or trees or "full", route)
             self.staging.serve_metrics()  # now, so that a scrape before the first request finds it
 
@@ -154,12 +154,12 @@ class Engine:
         shape = shape_of(1 + setup.num_drafts)
         if self.settings.draft_tree == "auto":
             room = tree_rules.room_of_step(self.settings, setup)
-            self._tree_room = rows_of_step(setup.max_requests, room)
+            self.tree_room = rows_of_step(setup.max_requests, room)
             logger.info(
                 "nwor_specpv: steps verify draft trees of up to %d rows or none, by measured "
                 "speed; a step has up to %d rows",
                 shape.rows,
-                self._tree_room,
+                self.tree_room,
             )
         else:
             logger.info("nwor_specpv: steps verify draft trees of %d rows", shape.rows)
@@ -177,9 +177,9 @@ class Engine:
         """Numbers of drafts that our scheduler may choose; none: it does not choose."""
         if self.lengths is not None:
             return self.lengths.drafts
-        if not self._tree_room:
+        if not self.tree_room:
             return ()
-        return (0, *(rows - 1 for rows in arms_of_batch(1, self._tree_room)))
+        return (0, *(rows - 1 for rows in arms_of_batch(1, self.tree_room)))
 
     @property
     def uniform_rows(self) -> tuple[int, ...]:

@@ -21,7 +21,7 @@ SCRIPT = Path(__file__).resolve().parents[3] / "benchmarks" / "head_window.py"
 
 
 @pytest.fixture
-def benchmark(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> ModuleType:
+def program(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> ModuleType:
     """The script, with the story model, a head that has learnt nothing, and a token a letter."""
     torch.manual_seed(7)  # two computations are compared: no run may meet scores that nearly tie
     spec = importlib.util.spec_from_file_location("head_window", SCRIPT)
@@ -64,8 +64,8 @@ def run(module: ModuleType, folder: Path, *more: str) -> int:
     return module.main([*common, "--windows", "24", "3", "--contexts", "64", "40", *more])
 
 
-def test_runs_and_agrees_with_the_packages_drafter(benchmark: ModuleType, tmp_path: Path) -> None:
-    assert run(benchmark, tmp_path, "--passages", "2") == 0
+def test_runs_and_agrees_with_the_packages_drafter(program: ModuleType, tmp_path: Path) -> None:
+    assert run(program, tmp_path, "--passages", "2") == 0
     found = json.loads((tmp_path / "out.json").read_text())
     assert (found["contexts"], found["windows"]) == ([40, 64], [3, 24, "all"])
     assert found["checked_chains"] > 0
@@ -78,25 +78,25 @@ def test_runs_and_agrees_with_the_packages_drafter(benchmark: ModuleType, tmp_pa
 
 
 def test_other_chains_than_the_packages_end_it(
-    benchmark: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    program: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    theirs = benchmark.package_chains
+    theirs = program.package_chains
     monkeypatch.setattr(
-        benchmark, "package_chains", lambda *a: [[chain[0] + 1, *chain[1:]] for chain in theirs(*a)]
+        program, "package_chains", lambda *a: [[chain[0] + 1, *chain[1:]] for chain in theirs(*a)]
     )
     with pytest.raises(NworError, match="expected the drafter's"):
-        run(benchmark, tmp_path, "--passages", "1")
+        run(program, tmp_path, "--passages", "1")
 
 
-def test_a_short_text_is_refused(benchmark: ModuleType, tmp_path: Path) -> None:
+def test_a_short_text_is_refused(program: ModuleType, tmp_path: Path) -> None:
     (tmp_path / "book").write_text("Once.")
     with pytest.raises(NworError, match="got a passage of 13 tokens, expected 64"):
-        run(benchmark, tmp_path)
+        run(program, tmp_path)
 
 
-def test_errors_are_those_of_passages(benchmark: ModuleType) -> None:
+def test_errors_are_those_of_passages(program: ModuleType) -> None:
     tokens = [20, 26, 23, 31]
-    mean, error = benchmark.mean_and_error(tokens, [10] * 4)
+    mean, error = program.mean_and_error(tokens, [10] * 4)
     assert mean == pytest.approx(2.5)
     assert error == pytest.approx(statistics.stdev(tokens) / 10 / 2)
-    assert benchmark.mean_and_error([20], [10]) == (2.0, None)
+    assert program.mean_and_error([20], [10]) == (2.0, None)

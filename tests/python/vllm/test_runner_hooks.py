@@ -12,6 +12,7 @@ import torch
 
 from nwor_specpv.vllm import registry
 from nwor_specpv.vllm.hooks import runner as runner_hooks
+from nwor_specpv.vllm.hooks import trees as tree_hooks
 
 V1 = "vllm.v1.worker.gpu_model_runner"
 V2 = "vllm.v1.worker.gpu.model_runner"
@@ -187,3 +188,27 @@ def test_a_worker_that_vllm_changed_is_not_wrapped(worker: type) -> None:
     assert problem is not None
     assert "takes (self, sizes), expected (self)" in problem
     assert worker.compile_or_warm_up_model is changed
+
+
+# ---- vLLM's warm-up of model runner V2 ----
+
+
+@pytest.mark.parametrize(("room", "requests"), [(0, 32), (512, 8), (2048, 32), (16, 1)])
+def test_the_warm_up_has_no_more_rows_than_a_step(
+    monkeypatch: pytest.MonkeyPatch, room: int, requests: int
+) -> None:
+    """Where measured speed decides, a full batch never has the largest trees. `room` 0: it does
+    not decide."""
+    config = SimpleNamespace(max_num_seqs=32)
+    runner = SimpleNamespace(vllm_config=object(), scheduler_config=config, decode_query_len=64)
+    monkeypatch.setattr(registry, "find_engine", lambda _: SimpleNamespace(tree_room=room))
+    seen = []
+
+    def fails(model_runner: Any, *calls: Any) -> None:
+        seen.append((model_runner.scheduler_config.max_num_seqs, calls))
+        raise RuntimeError
+
+    with pytest.raises(RuntimeError):
+        tree_hooks._warming(fails)(runner, "execute", "sample")
+    assert seen == [(requests, ("execute", "sample"))]
+    assert config.max_num_seqs == 32

@@ -20,7 +20,7 @@ SCRIPT = Path(__file__).resolve().parents[3] / "benchmarks" / "worker_remote.py"
 
 
 @pytest.fixture
-def benchmark(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+def program(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     spec = importlib.util.spec_from_file_location("worker_remote", SCRIPT)
     assert spec is not None
     assert spec.loader is not None
@@ -31,7 +31,7 @@ def benchmark(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 
 
 def test_every_way_is_measured_and_writes_the_same(
-    benchmark: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    program: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = stories(progress=lambda *_: None, destination=tmp_path / "stories")
     byte_level().save_pretrained(folder)
@@ -40,7 +40,7 @@ def test_every_way_is_measured_and_writes_the_same(
     monkeypatch.setattr(
         sys, "argv", ["worker_remote.py", *arguments.split(), "--json", str(result)]
     )
-    assert benchmark.main() == 0
+    assert program.main() == 0
     report = json.loads(result.read_text())
     assert [one["way"] for one in report["ways"]] == [
         "local, no drafts",
@@ -59,21 +59,21 @@ def test_every_way_is_measured_and_writes_the_same(
     assert report["machine"]["device"].startswith("CPU")
 
 
-def test_other_tokens_are_found(benchmark: ModuleType) -> None:
+def test_other_tokens_are_found(program: ModuleType) -> None:
     def way(tokens: list[int]) -> Any:
         return lambda prompt, num_tokens: (tokens, 1.0, {"calls": 1})
 
-    rows = benchmark.measure({"a": way([1, 2]), "b": way([1, 3])}, [[7]], 2, 1)
+    rows = program.measure({"a": way([1, 2]), "b": way([1, 3])}, [[7]], 2, 1)
     assert [row["same_tokens"] for row in rows] == [True, False]
-    assert "NO" in benchmark.table(rows)
+    assert "NO" in program.table(rows)
 
 
 def test_half_of_the_latency_passes_before_a_call_and_half_after(
-    benchmark: ModuleType, monkeypatch: pytest.MonkeyPatch
+    program: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     events: list[Any] = []
-    monkeypatch.setattr(benchmark.time, "sleep", events.append)
-    with serving() as worker, benchmark.DelayedClient(worker.server.address, 20.0) as client:
+    monkeypatch.setattr(program.time, "sleep", events.append)
+    with serving() as worker, program.DelayedClient(worker.server.address, 20.0) as client:
         original = Client.call
 
         def called(self: Client, name: str, request: Any, **options: Any) -> Any:

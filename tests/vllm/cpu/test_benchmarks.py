@@ -23,7 +23,7 @@ FOLDER = Path(__file__).resolve().parents[3] / "benchmarks" / "vllm"
 
 
 @pytest.fixture
-def benchmark(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., ModuleType]]:
+def program(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., ModuleType]]:
     """Imports one of them, its arguments on the command line."""
     monkeypatch.syspath_prepend(str(FOLDER))
     before = set(sys.modules)
@@ -46,10 +46,10 @@ SMALL = ("--model", "stories", "--method", "ngram")
 
 
 @pytest.mark.slow
-def test_steps(benchmark: Callable[..., ModuleType], tmp_path: Path) -> None:
+def test_steps(program: Callable[..., ModuleType], tmp_path: Path) -> None:
     out = tmp_path / "steps.json"
     size = ("--batch", 1, 3, "--context", 128, "--acceptance", 0.5, "--steps", 3, "--turns", 1)
-    assert benchmark("steps", *SMALL, *size, "--json", out).main() == 0
+    assert program("steps", *SMALL, *size, "--json", out).main() == 0
     found = json.loads(out.read_text())
     (run,) = found["runs"]
     assert [(cell["batch"], cell["acceptance"]) for cell in run["cells"]] == [(1, 0.5), (3, 0.5)]
@@ -57,10 +57,10 @@ def test_steps(benchmark: Callable[..., ModuleType], tmp_path: Path) -> None:
     assert run["arguments"]["compile"] == "default"
 
 
-def test_steps_are_added_to_a_file(benchmark: Callable[..., ModuleType], tmp_path: Path) -> None:
+def test_steps_are_added_to_a_file(program: Callable[..., ModuleType], tmp_path: Path) -> None:
     """A run replaces that of the same drafts and compilation; of another commit it is refused."""
     out = tmp_path / "steps.json"
-    module = benchmark("steps", "--drafts", 4, "--add", "--json", out)
+    module = program("steps", "--drafts", 4, "--add", "--json", out)
     args, origin = module.parse(), {"device": "none", "revision": "a"}
     assert module.other_runs(args, origin) == []
     runs = [{"arguments": {"drafts": n, "compile": c}} for n in (4, 7) for c in ("default", "off")]
@@ -72,24 +72,24 @@ def test_steps_are_added_to_a_file(benchmark: Callable[..., ModuleType], tmp_pat
 
 
 @pytest.mark.slow
-def test_offline(benchmark: Callable[..., ModuleType], tmp_path: Path) -> None:
+def test_offline(program: Callable[..., ModuleType], tmp_path: Path) -> None:
     out = tmp_path / "offline.json"
     size = ("--batch", 2, "--context", 64, "--tokens", 8, "--runs", 1)
-    assert benchmark("offline", *SMALL, *size, "--json", out).main() == 0
+    assert program("offline", *SMALL, *size, "--json", out).main() == 0
     (cell,) = json.loads(out.read_text())["cells"]
     assert cell["ratio"] > 0
 
 
 @pytest.mark.slow
 def test_kernels(
-    benchmark: Callable[..., ModuleType],
+    program: Callable[..., ModuleType],
     monkeypatch: pytest.MonkeyPatch,
     tmp_path: Path,
     capfd: pytest.CaptureFixture[str],
 ) -> None:
     """Operators of the CPU stand in for kernels: attention is vLLM's on one side, ours on one."""
     out = tmp_path / "kernels.json"
-    module = benchmark("kernels", *SMALL, "--cells", "2x128", "--steps", 2, "--json", out)
+    module = program("kernels", *SMALL, "--cells", "2x128", "--steps", 2, "--json", out)
     monkeypatch.setattr(module, "KINDS", ("cpu_op",))
     assert module.main() == 0
     stock, nwor = json.loads(out.read_text())
@@ -123,11 +123,11 @@ def on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.slow
-def test_prefix_reuse(benchmark: Callable[..., ModuleType], tmp_path: Path) -> None:
+def test_prefix_reuse(program: Callable[..., ModuleType], tmp_path: Path) -> None:
     out = tmp_path / "reuse.json"
     sides = ("--sides", "plain", "staging, n-grams")
     size = ("--conversations", 2, "--turns", 2, "--answer-tokens", 24)
-    assert benchmark("prefix_reuse", *sides, *size, "--json", out).main() == 0
+    assert program("prefix_reuse", *sides, *size, "--json", out).main() == 0
     plain, staging = json.loads(out.read_text())["sides"]
     assert plain["found"] == plain["possible"] == staging["possible"] > 0
     assert plain["equal_answers"] == staging["equal_answers"] == plain["answers"] == 4
@@ -136,12 +136,12 @@ def test_prefix_reuse(benchmark: Callable[..., ModuleType], tmp_path: Path) -> N
 
 @pytest.mark.slow
 def test_prefix_schedule(
-    benchmark: Callable[..., ModuleType], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    program: Callable[..., ModuleType], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """Its calls of FlashAttention, bound to vLLM's signatures."""
     out = tmp_path / "schedule.json"
     with flash_attention(FLASH_ATTN) as calls:
-        module = benchmark("prefix_schedule", "--times", 1, 2, "--replays", 1, "--json", out)
+        module = program("prefix_schedule", "--times", 1, 2, "--replays", 1, "--json", out)
         monkeypatch.setattr(module, "CELLS", [(1, 64), (3, 96)])
         on_cpu(monkeypatch)
         assert module.main() == 0
@@ -154,12 +154,12 @@ def test_prefix_schedule(
 
 
 def test_specpv_report(
-    benchmark: Callable[..., ModuleType], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    program: Callable[..., ModuleType], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """The table of long contexts can be made from it, and it says what was measured."""
     out = tmp_path / "specpv.json"
     names = ("1x4096", "8x32768", "24x32768", "6x122880")
-    module = benchmark("specpv", "--cells", *names, "--json", out)
+    module = program("specpv", "--cells", *names, "--json", out)
     told = {"step_ms": 2.0, "tokens_per_s": 9.0, "passes": 3, "verify_ms": 1.0}
     run = module.origin() | {"device": "none", "counts": {}, "cells": dict.fromkeys(names, told)}
     sides = ("stock", "refresh", "lossless")
@@ -178,13 +178,13 @@ def test_specpv_report(
 
 
 def test_specpv_sides_that_have_run_are_kept(
-    benchmark: Callable[..., ModuleType], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    program: Callable[..., ModuleType], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """What a side that failed has left is not taken for a result."""
     out, kept, started = tmp_path / "specpv.json", tmp_path / "kept", []
     kept.mkdir()
     sides = ("--sides", "stock", "refresh", "--cells", "1x4096", "--keep", kept)
-    module = benchmark("specpv", *sides, "--json", out)
+    module = program("specpv", *sides, "--json", out)
     told = {"step_ms": 2.0, "tokens_per_s": 9.0}
     broken = {"refresh"}
 
@@ -205,10 +205,10 @@ def test_specpv_sides_that_have_run_are_kept(
 
 
 def test_specpv_report_before_a_side_has_run(
-    benchmark: Callable[..., ModuleType], tmp_path: Path
+    program: Callable[..., ModuleType], tmp_path: Path
 ) -> None:
     out = tmp_path / "specpv.json"
-    module = benchmark("specpv", "--cells", "1x4096", "--json", out)
+    module = program("specpv", "--cells", "1x4096", "--json", out)
     module.report(module.parse(), {"stock": []})
     assert json.loads(out.read_text())["cells"] == {"1x4096": {"stock": [], "step_ms": {}}}
 
@@ -244,9 +244,9 @@ class Requests:
 
 
 def test_specpv_requests_last_as_long_as_the_steps(
-    benchmark: Callable[..., ModuleType], monkeypatch: pytest.MonkeyPatch
+    program: Callable[..., ModuleType], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    module = benchmark("specpv")
+    module = program("specpv")
     seconds = SimpleNamespace(perf_counter=itertools.count().__next__, monotonic_ns=lambda: 0)
     monkeypatch.setattr(module, "time", seconds)
     monkeypatch.setattr(module, "worker_runner", lambda _: SimpleNamespace(speculator=None))
@@ -263,7 +263,7 @@ def test_specpv_requests_last_as_long_as_the_steps(
         measure(48, 300)
 
 
-def test_ncu_table(benchmark: Callable[..., ModuleType], tmp_path: Path) -> None:
+def test_ncu_table(program: Callable[..., ModuleType], tmp_path: Path) -> None:
     """Kernels between two markers are a step; those before the first belong to none."""
     names = [
         "elementwise<at::native::abs>",
@@ -286,7 +286,7 @@ def test_ncu_table(benchmark: Callable[..., ModuleType], tmp_path: Path) -> None
     lines = ["told " + json.dumps({"device": "none"})]
     lines += ["piece " + json.dumps(piece) for piece in pieces]
     output.write_text("starts\n" + "\n".join(lines))
-    assert benchmark("ncu_table", kernels, output, result).main() == 0
+    assert program("ncu_table", kernels, output, result).main() == 0
     stock, nwor = json.loads(result.read_text())["pieces"]
     assert stock["l2_write_bytes"] == {"vLLM write": 64}
     assert nwor["l2_write_bytes"] == {"merge_rows": 64, "commit": 64}

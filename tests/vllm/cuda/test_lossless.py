@@ -223,17 +223,18 @@ def test_every_write_keeps_the_contract(
     half: Said, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, guesses: str
 ) -> None:
     """Eager: nothing but accepted tokens reaches the cache, and tokens are plain vLLM's up to where
-    two were all but equally likely."""
+    two were all but equally likely. Every byte of the cache is read in every step, so it is small.
+    """
     options = drafting(guesses, tmp_path, monkeypatch, "float16")
-    options |= ROOM | EAGER | {"kv_cache_memory_bytes": 256 << 20}
+    options |= ROOM | EAGER | {"kv_cache_memory_bytes": 64 << 20}
     before = Metrics().snapshot()
     llm = begin(VIEW_OF_400 | {"check_contract": True}, **options)
-    found = drive(llm, texts(), wanted(), arrivals=[0, 0, 0, 2])
+    found = drive(llm, texts()[:2], wanted(), arrivals=[0, 2])
     assert not hasattr(own_engine().runner, "input_batch"), "the V1 runner was used"
     assert own_engine().checker is not None
     assert own_engine().violations == []
     assert own_engine().num_replays == 0
-    close = compare_runs((half.greedy[name], found.outputs[name]) for name in half.greedy)
+    close = compare_runs((half.greedy[name], output) for name, output in found.outputs.items())
     print(f"SmolLM2, {guesses}, eager: {close}")
     check_confirmed(before, 0.25)
     close.check(mean=0.005, most=0.1, share=0.5)

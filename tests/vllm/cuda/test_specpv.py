@@ -171,7 +171,8 @@ def test_refresh_in_graphs(tmp_path: Path, mode: str) -> None:
     llm = eagle3(tmp_path, REFRESH, enable_prefix_caching=False, **MODES[mode])
     story = drive(llm, long_prompts(), greedy(120))
     assert all(len(tokens) == 120 for tokens in story.tokens.values())
-    assert own_engine().num_replays > 20
+    # By default vLLM takes a piecewise graph of 32 rows for six requests, not a full one of 35.
+    assert own_engine().num_replays > (20 if mode == "graphs" else 0)
     assert own_stats()["fallbacks"] == {}
     assert grown(before, "specpv_partial_steps_total") > 50
     probed = grown(before, "specpv_probed_rows_total")

@@ -49,11 +49,16 @@ VIEW_OF_400 = {
 
 
 def begin(nwor: dict, **options: object):
+    from vllm.compilation.monitor import set_cudagraph_capturing_enabled
+
     defaults = {
         "dtype": "bfloat16",
         "attention_backend": "CUSTOM",
         "kv_cache_memory_bytes": 64 << 20,
     }
+    # Model runner V1 forbids captures when it is done, for the whole process; V2 asks before its
+    # piecewise ones and never allows them again.
+    set_cudagraph_capturing_enabled(True)
     return start(nwor, **(defaults | {"gpu_memory_utilization": 0.1} | options))
 
 

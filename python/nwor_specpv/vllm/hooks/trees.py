@@ -4,6 +4,7 @@
 * A request begins: no tree waits for it. Where vLLM walks a request's rows as a chain (penalties,
   bad words, structured output, budgets of thinking), its trees are chains.
 * The rejection sampler is ours, by vLLM's own extension point.
+* Before the first request: where measured speed decides, full batches never have the largest trees.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ def install() -> str | None:
         (vllm.place_rows_v2, lambda method: wrap(method, _open, after=True)),
         (vllm.begin_request_v2, lambda method: wrap(method, _forget)),
         (vllm.make_samplers_v2, lambda method: replace(method, _sampling)),
+        (vllm.warm_up_v2, lambda function: replace(function, _warming)),
     )
     for method, put in hooks:
         problem = put(method)
@@ -86,3 +88,19 @@ def _sampling(original: Callable[..., Any]) -> Callable[..., Any]:
         return sampler, ours
 
     return custom_sampler
+
+
+def _warming(original: Callable[..., Any]) -> Callable[..., Any]:
+    def warmup_kernels(model_runner: Any, *calls: Any) -> Any:
+        engine = registry.find_engine(model_runner.vllm_config)
+        if engine is None or not engine.tree_room:
+            return original(model_runner, *calls)
+        config, rows = model_runner.scheduler_config, model_runner.decode_query_len
+        requests = config.max_num_seqs
+        config.max_num_seqs = min(requests, max(1, engine.tree_room // rows))
+        try:
+            return original(model_runner, *calls)
+        finally:
+            config.max_num_seqs = requests
+
+    return warmup_kernels

@@ -133,6 +133,12 @@ class Adapter(ABC):
         "DefaultModelState.add_request",
         ("self", "req_index", "new_req_data"),
     )
+    # Runs a step of as many drafts as there may be, for full batches, before the first request.
+    warm_up_v2: VllmFunction = VllmFunction(
+        "vllm.v1.worker.gpu_worker",
+        "warmup_kernels",
+        ("model_runner", "worker_execute_model", "worker_sample_tokens"),
+    )
     # Asked for samplers in the place of vLLM's own.
     make_samplers_v2: VllmFunction = VllmFunction(
         f"{MODEL_STATES}.interface", "ModelState.custom_sampler", ("self", "sampler")
