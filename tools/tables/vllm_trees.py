@@ -1,23 +1,19 @@
-"""Draft trees in vLLM beside stock chains of the same head, once they were measured."""
+"""Draft trees in vLLM beside stock chains of the same head."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from typing import Any
 
-from .records import RESULTS, head, load, row
+from .records import head, load, row
 
-_FILE = "h200/vllm_trees.json"
+FILE = "h200/vllm_trees.json"
 _TREES = ("trees4", "trees8", "trees16", "trees32", "trees64", "trees")
 _TITLES = {"text": "SmolLM2-135M-Instruct, shipped head", "shapes": "Llama-3.1-8B shapes"}
 
 
 def vllm_tree_lines() -> Iterator[str]:
-    """One line as long as there is no result."""
-    if not (RESULTS / _FILE).exists():
-        yield "`benchmarks/vllm/trees.py` has not been run on a GPU yet."
-        return
-    data = load(_FILE)
+    data = load(FILE)
     parts = data["parts"]
     versions = f"vLLM {data['vllm']}, torch {data['torch']}, commit `{data['commit']}`"
     yield f"{data['device']}, {versions}."
