@@ -141,15 +141,14 @@ def test_differences_name_file_and_line(
     assert len(found) == 4
 
 
-def test_a_name_is_followed_to_where_it_is_defined(tmp_path: Path) -> None:
+@pytest.mark.parametrize("module", ["vllm.v1.worker.utils", "..utils"])
+def test_a_name_is_followed_to_where_it_is_defined(tmp_path: Path, module: str) -> None:
     adapter = versions.ADAPTERS[-1]
     site = write_release(tmp_path, adapter)
     runner = site / "vllm/v1/worker/gpu/model_runner.py"
     rows = adapter.uniform_rows_v2
     text = f"def {rows.path}({', '.join(rows.parameters)}): ..."
-    runner.write_text(
-        f"from vllm.v1.worker.utils import {rows.path}\n" + runner.read_text().replace(text, "")
-    )
+    runner.write_text(f"from {module} import {rows.path}\n" + runner.read_text().replace(text, ""))
     helpers = site / "vllm/v1/worker/utils.py"
     helpers.write_text(f"\n{text}\n")
     assert versions.open_release(site).differences(adapter) == []

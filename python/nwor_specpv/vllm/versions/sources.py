@@ -74,7 +74,7 @@ class Release(ABC):
         for depth, name in enumerate(path):
             inner = _definition(node, name)
             if inner is None and depth == 0:
-                source = _origin(tree, name)
+                source = _origin(file, tree, name)
                 if source is not None:
                     return self._find(source, path)
             if inner is None:
@@ -154,13 +154,14 @@ def _definition(node: ast.AST | None, name: str) -> ast.AST | None:
     return next((one for one in body if isinstance(one, kinds) and one.name == name), None)
 
 
-def _origin(tree: ast.Module, name: str) -> str | None:
-    """The module that a name is imported from."""
+def _origin(file: str, tree: ast.Module, name: str) -> str | None:
+    """The module that a name of this file is imported from."""
     for node in tree.body:
-        if not isinstance(node, ast.ImportFrom) or not node.module or node.level:
+        if not isinstance(node, ast.ImportFrom) or not node.module:
             continue
         if any(alias.name == name and alias.asname is None for alias in node.names):
-            return node.module
+            folders = file.split("/")[: -node.level] if node.level else []
+            return ".".join([*folders, node.module])
     return None
 
 
