@@ -43,6 +43,7 @@ PAGES = (
     RESULTS / "README.md",
     DOCS / "generate.md",
     DOCS / "measured.md",
+    DOCS / "measured_transformers.md",
     DOCS / "measured_attention.md",
     DOCS / "vllm.md",
     DOCS / "vllm_long_context.md",
