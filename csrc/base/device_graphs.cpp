@@ -36,7 +36,7 @@ struct DeviceGraphs::Impl {
 
   // The default stream cannot be captured. One for all graphs: cuBLAS keeps memory for each.
   c10::cuda::CUDAStream stream;
-  c10::MempoolId_t pool = at::cuda::graph_pool_handle();
+  c10::MempoolId_t pool{};
   std::vector<Captured> graphs;
 };
 
@@ -44,11 +44,14 @@ DeviceGraphs::DeviceGraphs(at::Device device) {
   NWOR_CHECK(device.is_cuda(), "device: got ", device.str(), ", expected a CUDA device");
   impl_ = std::make_unique<Impl>(
       Impl{.stream = c10::cuda::getStreamFromPool(/*isHighPriority=*/false, device.index()),
+           .pool = {},
            .graphs = {}});
 }
 
 int64_t DeviceGraphs::Capture(const Work& work) {
   const c10::cuda::CUDAStreamGuard guard(impl_->stream);
+  // Memory goes with the last of its graphs, and so does its name.
+  if (impl_->graphs.empty()) impl_->pool = at::cuda::graph_pool_handle();
   Impl::Captured captured{std::make_unique<at::cuda::CUDAGraph>(), {}};
   captured.graph->capture_begin(impl_->pool, cudaStreamCaptureModeThreadLocal);
   try {
