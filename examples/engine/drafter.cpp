@@ -1,6 +1,5 @@
 #include "drafter.h"
 
-#include "base/check.h"
 #include "weights.h"
 
 namespace nwor {
@@ -30,10 +29,6 @@ Drafter::Drafter(const Settings& settings, const Model& target) : settings_(sett
                  ", expected 0 to ", target.config().num_layers - 1);
     }
   });
-}
-
-std::vector<int64_t> Drafter::feature_layers() const {
-  return head_ ? head_->shape().feature_layers : std::vector<int64_t>();
 }
 
 void Drafter::Observe(DraftState* state, const std::vector<int64_t>& tokens,

@@ -1,8 +1,5 @@
 #pragma once
 
-#include <ATen/core/Tensor.h>
-
-#include <cstdint>
 #include <optional>
 #include <vector>
 
@@ -28,7 +25,9 @@ class Drafter {
   Drafter(const Settings& settings, const Model& target);
 
   // Layers of the target whose outputs Observe gets.
-  std::vector<int64_t> feature_layers() const;
+  std::vector<int64_t> feature_layers() const {
+    return head_ ? head_->shape().feature_layers : std::vector<int64_t>();
+  }
 
   // Rows that were run and stand: `tokens[i]` follows row i, whose features are features[i]. The
   // last of `tokens` is the next root.

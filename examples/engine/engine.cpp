@@ -9,7 +9,7 @@
 #include "tree/run_end.h"
 
 namespace engine {
-Engine::Engine(const Settings& settings, const Model& model,
+Engine::Engine(const Settings& settings, Model& model,
                const std::vector<std::vector<int64_t>>& prompts)
     : settings_(settings) {
   const ModelConfig& config = model.config();
@@ -132,11 +132,11 @@ Part Engine::MakePart(Request& request, int64_t end, nwor::DraftTree tree) {
   part.request = &request;
   part.judged = end == request.size();
   part.expected_prefix_len = request.cached;
+  const auto tokens = request.tokens.begin();
   const bool ended = !stats_.speculation_ended.empty();
   if (ended && request.view && request.view->tail_len() == 0) request.view.reset();
   if (request.view) {
     // Mode lossless: what would end the sequence waits for its confirmation.
-    const auto tokens = request.tokens.begin();
     const bool unsure = target_->lossless() && request.shown < request.size();
     const bool at_end = room(request) <= 0 ||
                         std::find_first_of(tokens + request.shown, request.tokens.end(),
@@ -148,7 +148,6 @@ Part Engine::MakePart(Request& request, int64_t end, nwor::DraftTree tree) {
   }
   part.session = request.session;
   part.tree = std::move(tree);
-  const auto tokens = request.tokens.begin();
   part.new_tokens.assign(tokens + part.expected_prefix_len, tokens + end);
   part.stop_ids = stops_;
   part.max_new_tokens = std::max<int64_t>(1, room(request));

@@ -1,16 +1,8 @@
 #pragma once
 
 #include <deque>
-#include <map>
-#include <memory>
-#include <optional>
-#include <string>
-#include <vector>
 
-#include "drafter.h"
 #include "kv_interceptor/contract/contract_checker.h"
-#include "session/session_store.h"
-#include "settings.h"
 #include "specpv/verify_policy.h"
 #include "target.h"
 
@@ -30,8 +22,7 @@ struct Stats {
 class Engine {
  public:
   // Throws nwor::Error when prompts, model and settings do not fit each other.
-  Engine(const Settings& settings, const Model& model,
-         const std::vector<std::vector<int64_t>>& prompts);
+  Engine(const Settings& settings, Model& model, const std::vector<std::vector<int64_t>>& prompts);
 
   // Runs all requests to their ends.
   void Run();

@@ -14,11 +14,8 @@
 #include <chrono>
 #include <fstream>
 #include <iostream>
-#include <map>
 
-#include "base/check.h"
 #include "engine.h"
-#include "settings.h"
 #include "weights.h"
 
 namespace engine {
@@ -28,7 +25,6 @@ NLOHMANN_DEFINE_TYPE_NON_INTRUSIVE(Stats, steps, new_tokens, drafts, accepted, c
 
 namespace {
 
-namespace fs = std::filesystem;
 using Prompts = std::vector<std::vector<int64_t>>;
 
 // Files go to `files`; the rest are settings, over those of the file --config.
@@ -56,10 +52,9 @@ Settings ReadOptions(int argc, char** argv, std::map<std::string, fs::path>* fil
 
 Prompts ReadPrompts(const fs::path& file) {
   const Json json = ReadJson(file);
-  const auto is_prompt = [](const Json& prompt) {
-    return prompt.is_array() && std::all_of(prompt.begin(), prompt.end(), [](const Json& token) {
-             return token.is_number_integer();
-           });
+  const auto is_token = [](const Json& token) { return token.is_number_integer(); };
+  const auto is_prompt = [&](const Json& prompt) {
+    return prompt.is_array() && std::all_of(prompt.begin(), prompt.end(), is_token);
   };
   NWOR_CHECK(json.is_array() && !json.empty() && std::all_of(json.begin(), json.end(), is_prompt),
              file.string(), ": expected a list of prompts, each a list of token ids");
@@ -99,7 +94,7 @@ void Main(int argc, char** argv) {
   const Prompts prompts = ReadPrompts(files["--ids"]);
   NWOR_CHECK(settings.device == "cpu" || at::hasCUDA(), "device: got '", settings.device,
              "', but this LibTorch finds no GPU; use cpu");
-  const Model model(files["--model"], at::Device(settings.device));
+  Model model(files["--model"], at::Device(settings.device), settings.cuda_graphs);
   Engine engine(settings, model, prompts);
   const auto began = std::chrono::steady_clock::now();
   engine.Run();

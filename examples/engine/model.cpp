@@ -1,22 +1,18 @@
 #include "model.h"
 
-#include <ATen/TensorOperators.h>
-#include <ATen/ops/arange.h>
-#include <ATen/ops/cat.h>
-#include <ATen/ops/outer.h>
-#include <ATen/ops/pow.h>
-#include <ATen/ops/rms_norm.h>
-#include <ATen/ops/scalar_tensor.h>
+#include <ATen/ATen.h>
 
+#include <algorithm>
+#include <array>
 #include <cmath>
 
-#include "base/check.h"
 #include "weights.h"
 
 namespace engine {
 namespace {
 
-namespace fs = std::filesystem;
+// Rows that steps on a GPU are padded to. Where there are more, launches hide behind the work.
+constexpr std::array<int64_t, 10> kSizes = {1, 2, 4, 8, 12, 16, 24, 32, 48, 64};
 
 // Newer files have all of it under rope_parameters, older ones in rope_theta and rope_scaling.
 at::Tensor Frequencies(const Json& json, int64_t head_dim) {
@@ -48,13 +44,12 @@ ModelConfig ModelConfig::Read(const fs::path& folder) {
   const Json json = ReadJson(file);
   const Json more = fs::exists(generation) ? ReadJson(generation) : Json::object();
   return InFile(file, "not a model's configuration", [&] {
-    const auto text = [&](const char* key) { return json.at(key).get<std::string>(); };
     const auto size = [&](const char* key) {
       const auto value = json.at(key).get<int64_t>();
       NWOR_CHECK(value >= 1, key, ": got ", value, ", expected 1 or more");
       return value;
     };
-    const std::string kind = text("model_type"), act = text("hidden_act");
+    const std::string kind = json.at("model_type"), act = json.at("hidden_act");
     NWOR_CHECK(kind == "llama" || kind == "qwen2" || kind == "qwen3", "model_type: got '", kind,
                "', expected 'llama', 'qwen2' or 'qwen3'");
     NWOR_CHECK(act == "silu", "hidden_act: got '", act, "', expected 'silu'");
@@ -69,7 +64,7 @@ ModelConfig ModelConfig::Read(const fs::path& folder) {
                           .context = size("max_position_embeddings"),
                           .norm_epsilon = json.at("rms_norm_eps"),
                           .tied = json.value("tie_word_embeddings", false)};
-    const bool has_dim = json.contains("head_dim") && !json["head_dim"].is_null();
+    const bool has_dim = !json.value("head_dim", Json()).is_null();
     config.head_dim = has_dim ? size("head_dim") : config.hidden / config.num_heads;
     config.frequencies = Frequencies(json, config.head_dim);
     config.dtype = json.value("dtype", json.value("torch_dtype", ""));
@@ -81,7 +76,8 @@ ModelConfig ModelConfig::Read(const fs::path& folder) {
   });
 }
 
-Model::Model(const fs::path& folder, at::Device device) : config_(ModelConfig::Read(folder)) {
+Model::Model(const fs::path& folder, at::Device device, bool cuda_graphs)
+    : config_(ModelConfig::Read(folder)) {
   Weights weights(folder);
   const at::ScalarType half = config_.dtype == "float16" ? at::kHalf : at::kBFloat16;
   const at::ScalarType dtype = device.is_cpu() ? at::kFloat : half;
@@ -106,44 +102,75 @@ Model::Model(const fs::path& folder, at::Device device) : config_(ModelConfig::R
     const std::string name = nwor::Concat("model.layers.", i, ".");
     const std::string attention = name + "self_attn.", mlp = name + "mlp.";
     weights.Take(attention + "rotary_emb.inv_freq", {dim / 2}, /*required=*/false);  // of old files
-    Layer layer;
-    layer.inputs = {.norm = take(name + "input_layernorm.weight", {hidden}),
-                    .epsilon = config_.norm_epsilon,
-                    .query = linear(attention + "q_proj", config_.num_heads * dim, hidden),
-                    .key = linear(attention + "k_proj", config_.num_kv_heads * dim, hidden),
-                    .value = linear(attention + "v_proj", config_.num_kv_heads * dim, hidden),
-                    .query_norm = take_if(attention + "q_norm.weight", dim),
-                    .key_norm = take_if(attention + "k_norm.weight", dim)};
-    layer.outputs = {.attention = linear(attention + "o_proj", hidden, config_.num_heads * dim),
-                     .norm = take(name + "post_attention_layernorm.weight", {hidden}),
-                     .epsilon = config_.norm_epsilon,
-                     .gate = take(mlp + "gate_proj.weight", {wide, hidden}),
-                     .up = take(mlp + "up_proj.weight", {wide, hidden}),
-                     .down = take(mlp + "down_proj.weight", {hidden, wide})};
-    layers_.push_back(std::move(layer));
+    inputs_.push_back({.norm = take(name + "input_layernorm.weight", {hidden}),
+                       .epsilon = config_.norm_epsilon,
+                       .query = linear(attention + "q_proj", config_.num_heads * dim, hidden),
+                       .key = linear(attention + "k_proj", config_.num_kv_heads * dim, hidden),
+                       .value = linear(attention + "v_proj", config_.num_kv_heads * dim, hidden),
+                       .query_norm = take_if(attention + "q_norm.weight", dim),
+                       .key_norm = take_if(attention + "k_norm.weight", dim)});
+    outputs_.push_back({.attention = linear(attention + "o_proj", hidden, config_.num_heads * dim),
+                        .norm = take(name + "post_attention_layernorm.weight", {hidden}),
+                        .epsilon = config_.norm_epsilon,
+                        .gate = take(mlp + "gate_proj.weight", {wide, hidden}),
+                        .up = take(mlp + "up_proj.weight", {wide, hidden}),
+                        .down = take(mlp + "down_proj.weight", {hidden, wide})});
   }
   weights.ExpectNoneLeft();
   frequencies_ = config_.frequencies.to(device);
+  if (cuda_graphs && device.is_cuda()) graphs_.emplace(embedding_.device());
+}
+
+// What lies between attention in the layer before and in this one. The first piece begins with the
+// tokens, and the last one ends with normalized rows. The layer's input comes first.
+std::vector<at::Tensor> Model::RunPiece(int64_t layer, Step* step) const {
+  at::Tensor& hidden = step->hidden;
+  if (layer == 0) {
+    hidden = embedding_.index_select(0, step->tokens);
+    const at::Tensor angles = at::outer(step->positions, frequencies_).repeat({1, 2});
+    step->cos = angles.cos().to(hidden.scalar_type());
+    step->sin = angles.sin().to(hidden.scalar_type());
+  } else {
+    hidden = nwor::LayerOutput(hidden, step->attended.flatten(1), outputs_[layer - 1]);
+  }
+  if (layer == config_.num_layers) {
+    return {hidden, at::rms_norm(hidden, {config_.hidden}, norm_, config_.norm_epsilon)};
+  }
+  const auto [q, k, v] = nwor::AttentionInputs(hidden, inputs_[layer], step->cos, step->sin);
+  return {hidden, q, k, v};
 }
 
 Model::Output Model::Forward(const at::Tensor& tokens, const at::Tensor& positions,
-                             const std::vector<int64_t>& feature_layers,
-                             const Attend& attend) const {
-  at::Tensor hidden = embedding_.index_select(0, tokens);
-  const at::Tensor angles = at::outer(positions.to(at::kFloat), frequencies_).repeat({1, 2});
-  const at::Tensor cos = angles.cos().to(hidden.scalar_type());
-  const at::Tensor sin = angles.sin().to(hidden.scalar_type());
-  std::vector<at::Tensor> features;
-  for (int64_t i = 0; i < config_.num_layers; ++i) {
-    const auto [query, key, value] = nwor::AttentionInputs(hidden, layers_[i].inputs, cos, sin);
-    const at::Tensor attended = attend(i, query, key, value);
-    hidden = nwor::LayerOutput(hidden, attended.flatten(1), layers_[i].outputs);
-    for (const int64_t wanted : feature_layers) {
-      if (wanted == i) features.push_back(hidden);
+                             const std::vector<int64_t>& feature_layers, const Attend& attend) {
+  const int64_t rows = tokens.size(0), last = config_.num_layers;
+  const auto size = std::lower_bound(kSizes.begin(), kSizes.end(), rows);
+  const bool stays = tokens.is_cuda() && size != kSizes.end();
+  Step own, &step = stays ? steps_[*size] : own;
+  if (!step.tokens.defined()) {  // the first of its size runs as it is
+    const int64_t all = stays ? *size : rows;
+    step.tokens = at::zeros({all}, tokens.options());
+    step.positions = at::zeros_like(step.tokens, at::kFloat);
+    step.attended = embedding_.new_zeros({all, config_.num_heads, config_.head_dim});
+  } else if (graphs_ && step.graph < 0) {
+    for (int64_t i = 0; i <= last; ++i) {
+      step.graph = graphs_->Capture([&] { return RunPiece(i, &step); }) - i;
     }
   }
-  return {at::rms_norm(hidden, {config_.hidden}, norm_, config_.norm_epsilon),
-          features.empty() ? at::Tensor() : at::cat(features, 1)};
+  const auto cut = [rows](const at::Tensor& all) {
+    return all.size(0) == rows ? all : all.slice(0, 0, rows);
+  };
+  cut(step.tokens).copy_(tokens);
+  cut(step.positions).copy_(positions);
+  const at::Tensor attended = cut(step.attended);
+  std::vector<at::Tensor> piece, features;
+  for (int64_t i = 0; i <= last; ++i) {
+    piece = step.graph < 0 ? RunPiece(i, &step) : graphs_->Replay(step.graph + i);
+    if (i < last) attend(i, cut(piece[1]), cut(piece[2]), cut(piece[3]), attended);
+    for (const int64_t wanted : feature_layers) {
+      if (wanted == i - 1) features.push_back(cut(piece[0]));
+    }
+  }
+  return {cut(piece[1]), features.empty() ? at::Tensor() : at::cat(features, 1)};
 }
 
 }  // namespace engine

@@ -4,9 +4,12 @@
 
 #include <filesystem>
 #include <functional>
+#include <map>
+#include <optional>
 #include <string>
 #include <vector>
 
+#include "base/device_graphs.h"
 #include "decoder/decoder_rows.h"
 #include "linear/linear_rows.h"
 
@@ -32,20 +35,20 @@ class Model {
  public:
   // On a CPU in float32, on a GPU in the file's float16, else bfloat16. Throws nwor::Error for
   // files, sizes and kinds of models that do not fit.
-  Model(const std::filesystem::path& folder, at::Device device);
+  Model(const std::filesystem::path& folder, at::Device device, bool cuda_graphs);
 
-  // The caller's part of a layer: caches K/V and attends, [T, Hq, D] from query [T, Hq, D] and key,
-  // value [T, Hkv, D].
-  using Attend = std::function<at::Tensor(int64_t layer, const at::Tensor&, const at::Tensor&,
-                                          const at::Tensor&)>;
+  // The caller's part of a layer: caches K/V and attends, to out [T, Hq, D] from query [T, Hq, D]
+  // and key, value [T, Hkv, D].
+  using Attend = std::function<void(int64_t layer, const at::Tensor& query, const at::Tensor& key,
+                                    const at::Tensor& value, const at::Tensor& out)>;
 
   struct Output {
-    at::Tensor hidden;    // [T, hidden], normalized
+    at::Tensor hidden;    // [T, hidden], normalized; the next call overwrites it
     at::Tensor features;  // [T, layers * hidden]: outputs of feature_layers side by side, if any
   };
   // tokens, positions: [T] int64 on the device.
   Output Forward(const at::Tensor& tokens, const at::Tensor& positions,
-                 const std::vector<int64_t>& feature_layers, const Attend& attend) const;
+                 const std::vector<int64_t>& feature_layers, const Attend& attend);
 
   // [T, hidden] -> [T, vocabulary]
   at::Tensor Logits(const at::Tensor& hidden) const { return nwor::LinearRows(hidden, output_); }
@@ -55,14 +58,21 @@ class Model {
   const at::Tensor& output() const { return output_; }        // the same, or tied
 
  private:
-  struct Layer {
-    nwor::AttentionInputWeights inputs;
-    nwor::LayerOutputWeights outputs;
+  // What the pieces of a step between its attentions share. On a GPU a step of few rows is padded,
+  // in tensors that stay; the second one of a size captures its pieces, which are then replayed.
+  struct Step {
+    at::Tensor tokens, positions, attended;  // are written between pieces
+    at::Tensor hidden, cos, sin;
+    int64_t graph = -1;  // of the first piece; -1: not captured
   };
+  std::vector<at::Tensor> RunPiece(int64_t layer, Step* step) const;
 
   ModelConfig config_;
   at::Tensor embedding_, norm_, output_, frequencies_;
-  std::vector<Layer> layers_;
+  std::vector<nwor::AttentionInputWeights> inputs_;  // of each layer
+  std::vector<nwor::LayerOutputWeights> outputs_;
+  std::map<int64_t, Step> steps_;  // those that stay, by their rows
+  std::optional<nwor::DeviceGraphs> graphs_;
 };
 
 }  // namespace engine

@@ -5,7 +5,6 @@
 #include <map>
 #include <set>
 
-#include "base/check.h"
 #include "session/draft_tree.h"
 #include "weights.h"
 
@@ -32,8 +31,8 @@ namespace engine {
 
 ENGINE_CHOICE(Method)
 NLOHMANN_DEFINE_TYPE_NON_INTRUSIVE(
-    Settings, device, max_new_tokens, max_batch_size, cache_tokens, page_size, prefill_rows,
-    check_contract, break_contract, ignore_eos, seed, temperature, top_k, top_p,
+    Settings, device, cuda_graphs, max_new_tokens, max_batch_size, cache_tokens, page_size,
+    prefill_rows, check_contract, break_contract, ignore_eos, seed, temperature, top_k, top_p,
     enable_speculative_decoding, method, enable_target_tree, head, tree_rows, tree_depth,
     tree_top_k, strict, staging_rows, max_staging_bytes, enable_specpv, specpv_block_size,
     specpv_n_sink_blocks, specpv_n_retrieval_blocks, specpv_n_window_blocks,
@@ -57,6 +56,7 @@ const std::map<std::string, std::string> kAliases = {
 };
 
 // Numbers that may not be just anything from 0 to 2^31.
+const std::pair<Json, Json> kAnyRange = {0, int64_t{1} << 31};
 const std::map<std::string, std::pair<Json, Json>> kRanges = {
     {"max_new_tokens", {1, int64_t{1} << 31}},
     {"max_batch_size", {1, 4096}},
@@ -87,10 +87,8 @@ void Put(const std::string& key, const Json& value, Settings* settings) {
   bool right = field->is_boolean() ? value.is_boolean() : value.is_string();
   std::string expected = field->is_boolean() ? "true or false" : "text";
   if (field->is_number()) {
-    const auto range = kRanges.find(field.key());
-    const bool whole = field->is_number_integer(), listed = range != kRanges.end();
-    const Json low = listed ? range->second.first : Json(0);
-    const Json high = listed ? range->second.second : Json(int64_t{1} << 31);
+    const bool whole = field->is_number_integer(), listed = kRanges.contains(field.key());
+    const auto& [low, high] = listed ? kRanges.at(field.key()) : kAnyRange;
     right =
         (whole ? value.is_number_integer() : value.is_number()) && low <= value && value <= high;
     expected = nwor::Concat(whole ? "a whole" : "a", " number, ", low.dump(), " to ", high.dump());

@@ -21,6 +21,7 @@ inline constexpr std::array<std::string_view, 3> kMethodNames = {"none", "ngram"
 struct Settings : nwor::NworConfig, nwor::SpecPVConfig {
   // of the engine
   std::string device = "cpu";  // or cuda, cuda:1
+  bool cuda_graphs = true;     // on a GPU, for steps of few rows
   int64_t max_new_tokens = 128;
   int64_t max_batch_size = 8;  // requests that run at once
   int64_t cache_tokens = 0;    // 0: room for max_batch_size of the longest requests

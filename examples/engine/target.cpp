@@ -1,11 +1,6 @@
 #include "target.h"
 
-#include <ATen/TensorOperators.h>
-#include <ATen/ops/constant_pad_nd.h>
-#include <ATen/ops/empty.h>
-#include <ATen/ops/full.h>
-#include <ATen/ops/tensor.h>
-#include <ATen/ops/zeros_like.h>
+#include <ATen/ATen.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -50,7 +45,7 @@ at::Tensor ToDevice(const std::vector<int64_t>& values, at::Device device, at::S
   return at::tensor(values, at::TensorOptions(at::kLong)).to(device, dtype);
 }
 
-Target::Target(const Settings& settings, const Model& model, int64_t num_pages, int64_t requests,
+Target::Target(const Settings& settings, Model& model, int64_t num_pages, int64_t requests,
                int64_t longest, int64_t rows)
     : keys(Allocate(settings, model, num_pages)),
       values(Allocate(settings, model, num_pages)),
@@ -114,9 +109,7 @@ at::Tensor Target::Forward(const nwor::SessionBatch& batch) {
   }
   const Model::Output output = model_.Forward(
       batch.tokens, batch.positions, feature_layers,
-      [&](int64_t layer, const at::Tensor& query, const at::Tensor& key, const at::Tensor& value) {
-        return Attend(layer, query, key, value, &step);
-      });
+      [&](int64_t layer, const auto&... tensors) { Attend(layer, tensors..., &step); });
   for (const std::string& session : batch.sessions) {
     if (!output.features.defined()) break;
     Part& part = parts.at(session);
@@ -130,8 +123,8 @@ at::Tensor Target::Forward(const nwor::SessionBatch& batch) {
                          ChooseTokens(logits, seeds, batch.positions.index_select(0, rows)));
 }
 
-at::Tensor Target::Attend(int64_t layer, const at::Tensor& query, const at::Tensor& key,
-                          const at::Tensor& value, Step* step) {
+void Target::Attend(int64_t layer, const at::Tensor& query, const at::Tensor& key,
+                    const at::Tensor& value, const at::Tensor& out, Step* step) {
   const nwor::SessionBatch& batch = step->batch;
   interceptor.Write(std::to_string(layer), key, value, batch.slot_mapping, std::nullopt,
                     batch.epoch);
@@ -163,9 +156,7 @@ at::Tensor Target::Attend(int64_t layer, const at::Tensor& query, const at::Tens
     }
     verify.plan = step->plan;
   }
-  const nwor::VerifyOutputs outputs = nwor::MakeVerifyOutputs(query, /*with_lse=*/false);
-  nwor::VerifyAttention(verify, outputs);
-  return outputs.out;
+  nwor::VerifyAttention(verify, {.out = out});
 }
 
 // The target's token after each row. A sampled one depends on its row's logits, its request's seed

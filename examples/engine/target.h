@@ -1,7 +1,5 @@
 #pragma once
 
-#include <ATen/core/Tensor.h>
-
 #include <map>
 #include <memory>
 #include <optional>
@@ -10,9 +8,7 @@
 
 #include "drafter.h"
 #include "kv_interceptor/interceptor.h"
-#include "model.h"
 #include "session/session_store.h"
-#include "settings.h"
 #include "specpv/partial_store.h"
 
 // The target model over a paged cache: what the library's SessionStore calls back in a round. The
@@ -66,7 +62,7 @@ class Target {
  public:
   // K/V for `num_pages` pages; `requests` at once, of `longest` tokens at their ends; trees of
   // `rows` rows. Throws nwor::Error when they do not fit the settings or the memory.
-  Target(const Settings& settings, const Model& model, int64_t num_pages, int64_t requests,
+  Target(const Settings& settings, Model& model, int64_t num_pages, int64_t requests,
          int64_t longest, int64_t rows);
 
   // [T] int64: what the target says after each row; 0 where nobody asks.
@@ -83,13 +79,13 @@ class Target {
 
  private:
   struct Step;  // what all layers share
-  at::Tensor Attend(int64_t layer, const at::Tensor& query, const at::Tensor& key,
-                    const at::Tensor& value, Step* step);
+  void Attend(int64_t layer, const at::Tensor& query, const at::Tensor& key,
+              const at::Tensor& value, const at::Tensor& out, Step* step);
   at::Tensor ChooseTokens(const at::Tensor& logits, const std::vector<int64_t>& seeds,
                           const at::Tensor& positions) const;
 
   const Settings& settings_;
-  const Model& model_;
+  Model& model_;
   const at::Device device_;
   const int64_t max_requests_;
 };

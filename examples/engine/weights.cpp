@@ -9,8 +9,6 @@
 
 namespace engine {
 
-namespace fs = std::filesystem;
-
 Json ReadJson(const fs::path& file) {
   return InFile(file, "not JSON", [&] {
     std::ifstream stream(file);
@@ -80,14 +78,13 @@ void Weights::Add(const fs::path& file) {
 
 at::Tensor Weights::Take(const std::string& name, const std::vector<int64_t>& sizes,
                          bool required) {
-  const auto found = tensors_.find(name);
-  NWOR_CHECK(found != tensors_.end() || !required, place_.string(), ": no tensor ", name,
-             ", expected one of sizes ", sizes);
-  if (found == tensors_.end()) return {};
-  const at::Tensor tensor = found->second;
+  const auto found = tensors_.extract(name);
+  NWOR_CHECK(found || !required, place_.string(), ": no tensor ", name, ", expected one of sizes ",
+             sizes);
+  if (!found) return {};
+  const at::Tensor tensor = found.mapped();
   NWOR_CHECK(tensor.sizes() == sizes, place_.string(), ": tensor ", name, " has sizes ",
              tensor.sizes(), ", expected ", sizes);
-  tensors_.erase(found);
   return tensor;
 }
 

@@ -16,10 +16,11 @@
 namespace engine {
 
 using Json = nlohmann::json;
+namespace fs = std::filesystem;
 
 // Runs `read`. Its errors get the file's name in front, those of the JSON library also `problem`.
 template <typename Read>
-auto InFile(const std::filesystem::path& file, const char* problem, const Read& read) {
+auto InFile(const fs::path& file, const char* problem, const Read& read) {
   try {
     return read();
   } catch (const Json::exception& error) {
@@ -30,13 +31,13 @@ auto InFile(const std::filesystem::path& file, const char* problem, const Read& 
 }
 
 // The whole of a JSON file. Throws nwor::Error that names the file.
-Json ReadJson(const std::filesystem::path& file);
+Json ReadJson(const fs::path& file);
 
 class Weights {
  public:
   // One file, or the files of a model's folder: model.safetensors, or all that
   // model.safetensors.index.json names. Throws nwor::Error when a file is cut short or damaged.
-  explicit Weights(const std::filesystem::path& place);
+  explicit Weights(const fs::path& place);
 
   // Hands a tensor out, once; its sizes must be these. Throws nwor::Error. Those that some models
   // lack are not required: undefined then.
@@ -50,9 +51,9 @@ class Weights {
   const Json& metadata() const { return metadata_; }
 
  private:
-  void Add(const std::filesystem::path& file);
+  void Add(const fs::path& file);
 
-  const std::filesystem::path place_;  // for messages
+  const fs::path place_;  // for messages
   std::map<std::string, at::Tensor> tensors_;
   Json metadata_ = Json::object();
 };

@@ -266,17 +266,24 @@ def test_a_text_ends_at_its_stop_token(
     assert result["finish"][0] == "stop"
 
 
-@pytest.mark.slow
-def test_smollm2_says_what_the_host_says(run: Run, tmp_path: Path) -> None:
+TOPICS = ["the sky", "bread", "mountains", "bees", "a guitar", "the sea", "sleep", "newspapers"]
+
+
+def smollm2_chats() -> tuple[Path, list[list[int]]]:
+    """The folder of SmolLM2, and prompts for it."""
     try:
         folder = smollm2()
     except NworError as error:
         pytest.skip(f"SmolLM2-135M-Instruct is not here: {error}")
-    topics = ["the sky", "bread", "mountains", "bees", "a guitar", "the sea", "sleep", "newspapers"]
-    texts = [f"Tell me about {topic}." for topic in topics]
+    texts = [f"Tell me about {topic}." for topic in TOPICS]
     command = [sys.executable, str(SOURCE / "ids.py"), "encode", str(folder), *texts]
     told = subprocess.run(command, capture_output=True, text=True, timeout=300, check=True)
-    prompts = json.loads(told.stdout)
+    return folder, json.loads(told.stdout)
+
+
+@pytest.mark.slow
+def test_smollm2_says_what_the_host_says(run: Run, tmp_path: Path) -> None:
+    folder, prompts = smollm2_chats()
     host = Generator(folder, drafter="none")
     wanted = host.generate(prompts, max_new_tokens=48).token_ids
     for options in ({}, {"method": "ngram"}, {"method": "eagle3", "head": SHIPPED}):
@@ -286,7 +293,30 @@ def test_smollm2_says_what_the_host_says(run: Run, tmp_path: Path) -> None:
     command = [sys.executable, str(SOURCE / "ids.py"), "decode", str(folder)]
     command += [str(tmp_path / "out.json")]
     told = subprocess.run(command, capture_output=True, text=True, timeout=300, check=True)
-    assert told.stdout.count("--- prompt ") == len(texts)
+    assert told.stdout.count("--- prompt ") == len(TOPICS)
+
+
+GRAPHED = {
+    "plain": {},
+    "ngram": {"method": "ngram"},
+    "eagle3": {"method": "eagle3", "head": SHIPPED},
+    "lossless": {"method": "ngram", "specpv_mode": "lossless", **VIEW, "specpv_block_size": 16},
+}
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+@pytest.mark.parametrize("mode", GRAPHED)
+def test_graphs_change_no_token(run: Run, tmp_path: Path, mode: str) -> None:
+    """Steps of few and of many rows: requests join and leave, prompts run beside drafts."""
+    folder, prompts = smollm2_chats()
+    given = {"device": "cuda", "max_new_tokens": 96, "max_batch_size": 3, "ignore_eos": True}
+    plain, graphed = (
+        result_of(run(folder, prompts, cuda_graphs=on, **given, **GRAPHED[mode]), tmp_path)
+        for on in (False, True)
+    )
+    assert graphed["token_ids"] == plain["token_ids"]
+    assert graphed["stats"]["steps"] == plain["stats"]["steps"]
+    assert ("partial" in graphed["stats"]["step_kinds"]) == (mode == "lossless")
 
 
 # ---- the contract ----
