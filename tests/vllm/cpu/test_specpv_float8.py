@@ -190,11 +190,14 @@ def test_operations_left_to_the_compiler_run_as_kernels(monkeypatch: pytest.Monk
             tried.append(priority)
             return contextlib.nullcontext()
 
-    for base, found in (("none", 1), ("all", 0)):
-        config = VllmConfig(compilation_config=CompilationConfig(custom_ops=[base]))
+    config = VllmConfig(compilation_config=CompilationConfig(custom_ops=["none"]))
+    for compiled in (False, True):
         with set_current_vllm_config(config):
-            model = torch.nn.Sequential(SiluAndMul(compile_native=False), torch.nn.Linear(2, 2))
-        assert len(draft_weights._left_to_compiler(model)) == found
+            activation = SiluAndMul(compile_native=compiled)
+        model = torch.nn.Sequential(activation, torch.nn.Linear(2, 2))
+        assert draft_weights._left_to_compiler(model) == [activation]
+        activation._forward_method = activation.forward_cuda  # as where it is not left to it
+        assert draft_weights._left_to_compiler(model) == []
     operations = {"norm": Operation("native"), "mine": Operation("mine", "native")}
     monkeypatch.setattr(IrOp, "registry", operations)
     with contextlib.ExitStack() as stack:

@@ -77,8 +77,8 @@ class DraftWeights:
                 "nwor_specpv, specpv_draft_weights 'float8': the model has no linear layer with "
                 "weights that are not quantised; drop specpv_draft_weights"
             )
-        on_gpu = self._copies[0][1].weights.is_cuda
-        self._operations = _left_to_compiler(model) if on_gpu else []
+        self._on_gpu = self._copies[0][1].weights.is_cuda
+        self._operations = _left_to_compiler(model) if self._on_gpu else []
         logger.info("nwor_specpv: float8 weights of partial passes take %.2f GB", self.bytes / 1e9)
 
     @property
@@ -101,7 +101,7 @@ class DraftWeights:
             for operation in self._operations:
                 method = operation.forward_cuda
                 stack.enter_context(replaced(operation, "_forward_method", method))
-            if self._operations:
+            if self._on_gpu:
                 _use_kernels(stack)
             yield
 
@@ -127,12 +127,13 @@ def _kind(module: Any) -> type[_Float8] | None:
 
 
 def _left_to_compiler(model: torch.nn.Module) -> list[Any]:
-    """Operations that have a kernel and do not use it, because a compiler was to fuse them."""
+    """Operations that have a kernel of vLLM's and do not use it, because a compiler was to fuse
+    them with others, or compiles each of them where it is called."""
     return [
         module
         for module in model.modules()
         if isinstance(module, CustomOp)
-        and module._forward_method == module.forward_native
+        and module._forward_method != module.forward_cuda
         and type(module).forward_cuda is not CustomOp.forward_cuda
     ]
 
