@@ -80,6 +80,7 @@ def run_sides(args: argparse.Namespace, folder: Path) -> int:
                 command += ["--cells", *args.cells, "--steps", str(args.steps)]
                 command += ["--layers", str(args.layers), "--passes", str(args.passes)]
                 command += ["--agreement", str(args.agreement), "--memory", str(args.memory)]
+                command += ["--set", json.dumps(args.set)]
                 if subprocess.run(command, check=False, timeout=args.timeout).returncode == 0:
                     part.replace(out)
             if out.exists():
@@ -98,6 +99,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--agreement", type=float, default=0.95)
     parser.add_argument("--passes", type=int, default=0, help="of a proposal; 0: as many as pay")
     parser.add_argument("--memory", type=float, default=0.9, help="share of the GPU's memory")
+    parser.add_argument("--set", type=json.loads, default={}, help="JSON: keys of our sides")
     parser.add_argument("--lock", default="", help="a file: sides started at once take turns")
     parser.add_argument("--timeout", type=float, default=600)
     parser.add_argument("--json", default="")
@@ -131,12 +133,16 @@ def report(args: argparse.Namespace, found: dict[str, list[dict[str, Any]]]) -> 
     if args.json:
         first = next((run for runs in found.values() for run in runs), {})
         counts = {side: runs[-1]["counts"] for side, runs in found.items() if runs}
-        settings = {side: SIDES[side] for side in found}
+        settings = {side: settings_of(side, args) for side in found}
         told = {name: first.get(name, "") for name in ("device", "commit", "torch", "vllm")}
         told |= {"drafts": DRAFTS, "acceptance_length": 3.0, "steps": args.steps}
         told |= {"layers": args.layers, "settings": settings, "cells": cells, "counts": counts}
         told |= {"long_drafts": LONG_DRAFTS, "agreement": args.agreement, "passes": args.passes}
         Path(args.json).write_text(json.dumps(told, indent=2) + "\n")
+
+
+def settings_of(side: str, args: argparse.Namespace) -> dict[str, Any]:
+    return dict(SIDES[side]) if side == "stock" else SIDES[side] | args.set
 
 
 def run_side(args: argparse.Namespace) -> int:
@@ -174,7 +180,7 @@ def start(side: str, cells: list[tuple[int, int]], folder: Path, args: argparse.
     room = max(1024, most_tokens(args.steps))
     longest = max(context for _, context in cells) + room
     model = LLAMA_8B | {"num_hidden_layers": layers, "max_position_embeddings": longest}
-    settings = dict(SIDES[side])
+    settings = settings_of(side, args)
     if settings.get("enable_specpv"):
         settings["specpv_max_requests"] = max(batches)
     options: dict[str, Any] = {}
@@ -351,7 +357,7 @@ def measure(llm: Any, clock: VerifyClock, batch: int, context: int, steps: int) 
     told: dict[str, Any] = {"step_ms": 1e3 * seconds / steps, "tokens_per_s": tokens / seconds}
     speculator = worker_runner(llm).speculator
     if hasattr(speculator, "lengths"):
-        told |= {"passes": speculator.latest_passes, "measured": repr(speculator.lengths.costs)}
+        told["passes"] = speculator.latest_passes
     return told | {"verify_ms": verify_ms}
 
 

@@ -164,6 +164,9 @@ def capture(speculator: Any, sizes: list[int]) -> None:
         layer.use_direct_call = True  # not through an op that is written in Python
     torch.cuda.CUDAGraph, torch.cuda.graph = RecordedGraph, record
     module.graph_capture = lambda device: contextlib.nullcontext()
+    if hasattr(speculator, "hidden_states"):
+        # Of warm-up steps, whose attention gives zeros on a GPU and what was in memory on the CPU.
+        speculator.hidden_states.zero_()
     with torch.inference_mode():
         speculator._capture_loop(sizes)
 

@@ -27,7 +27,7 @@ from nwor_specpv.vllm import versions
 from .chain import Chains
 from .ngram_head import NgramHead
 from .proposals import PassProposals
-from .target import TargetModel, own_layers
+from .target import own_layers
 from .texts import Texts
 
 # vLLM's own choice where users say nothing, and ours in its place.
@@ -66,7 +66,7 @@ class SelfSpeculator(PassProposals, DraftModelSpeculator):
     def load_model(self, target_model: Any) -> None:
         super().load_model(target_model)
         names = own_layers(self._engine.layers)
-        self._target = TargetModel(self.vllm_config, target_model, names)
+        self._make_target(target_model, names)
 
     def set_attn(
         self,
