@@ -137,9 +137,7 @@ def test_prompts_are_read_once_however_many_ways_and_rounds(matrix: ModuleType) 
     assert again[12:] == [4] * 6
 
 
-def test_the_table_shows_the_record(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_table_shows_the_record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(SCRIPT.parent.parent / "tools"))
     for name in [name for name in sys.modules if name.partition(".")[0] == "tables"]:
         monkeypatch.delitem(sys.modules, name)
