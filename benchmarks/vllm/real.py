@@ -20,7 +20,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import signal
 import subprocess
 import sys
 import time
@@ -45,11 +44,10 @@ from real_records import (
     Visit,
     plan,
 )
-from turns import Gate, Turns
+from turns import UNFINISHED, Gate, Turns, end, launch, wait
 
 REQUESTS, CONTEXTS = (1, 8, 24, 96), (2048, 8192, 30720)
 TEMPERATURES = (0.0, 0.6, 1.0)
-UNFINISHED = 75
 _GRACE_S = 5.0  # an engine process ends by itself before it is ended
 
 
@@ -232,35 +230,6 @@ class Run:
 def state_of(args: argparse.Namespace, side: str) -> Path:
     """What the process of a side is to do, and is doing."""
     return args.out / f"{side}.state.json"
-
-
-def launch(command: list[str], variables: dict[str, str], log: Path) -> subprocess.Popen[bytes]:
-    """A process, with a group of its own, whose output goes to the end of a file."""
-    with log.open("ab") as file:
-        return subprocess.Popen(
-            command, env=variables, stdout=file, stderr=file, start_new_session=True
-        )
-
-
-def wait(child: subprocess.Popen[bytes], deadline: float, look: Any) -> int:
-    """The status of the process; it is ended, with its own ones, if it outlasts the deadline."""
-    try:
-        while True:
-            look()
-            try:
-                return child.wait(timeout=1)
-            except subprocess.TimeoutExpired:
-                pass
-            if time.time() > deadline:
-                return UNFINISHED
-    finally:
-        end(child)
-
-
-def end(child: subprocess.Popen[bytes]) -> None:
-    if child.poll() is None:
-        os.killpg(child.pid, signal.SIGKILL)
-        child.wait()
 
 
 class Progress:

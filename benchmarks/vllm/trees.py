@@ -38,10 +38,9 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
-from real import end, launch, wait
 from real_engine import environment
 from real_records import FAILED, MEASURED, Cell, Job, Records
-from turns import Gate, Turns
+from turns import UNFINISHED, Gate, Turns, end, launch, wait
 
 PARTS = ("verify", "text", "shapes")
 CHAINS = tuple(f"chain{number}" for number in range(1, 8))
@@ -54,7 +53,6 @@ SIDES = {
 BATCHES = {"verify": (1, 4, 8, 16), "text": (1, 4, 8, 16, 32), "shapes": (1, 4, 8, 16, 32)}
 CONTEXT = 1024  # of prompts at the 8B shapes
 WARM_STEPS, SETTLING = 10, 4  # runs that are not counted where rows are chosen
-UNFINISHED = 75
 
 
 def main(arguments: list[str]) -> int:
@@ -72,10 +70,11 @@ def main(arguments: list[str]) -> int:
         for first in range(0, len(left), args.together):
             some = left[first : first + args.together]
             starts = [records.start_seconds(f"{part} {side}") for side in some]
-            if time.time() + max(starts) > deadline:
+            if time.time() + max(starts) <= deadline:
+                run_sides(arguments, args, records, part, some, deadline)
+            if any(records.pending(jobs(args, part, side)) for side in some):  # time is up
                 print("measurements are left: run the command again", file=sys.stderr)
                 return UNFINISHED
-            run_sides(arguments, args, records, part, some, deadline)
     return 0
 
 

@@ -1,4 +1,5 @@
-"""Engines that are up at once: none measures while another starts, and they measure in turn.
+"""Processes with engines that are up at once: none measures while another starts, and they measure
+in turn.
 
 Each engine is a process with a `Turns` of its own; the process that has started them has a `Gate`.
 What they tell each other are files in a folder that all of them share.
@@ -7,11 +8,15 @@ What they tell each other are files in a folder that all of them share.
 from __future__ import annotations
 
 import fcntl
+import os
+import signal
+import subprocess
 import time
 from collections.abc import Iterable
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
+UNFINISHED = 75  # the status of a call that has something left
 _LOOK_S = 0.05
 _PAUSE_S = 0.2  # in which another process takes its turn
 
@@ -55,3 +60,32 @@ class Turns:
         assert self._lock is not None
         self._lock.close()
         time.sleep(_PAUSE_S)
+
+
+def launch(command: list[str], variables: dict[str, str], log: Path) -> subprocess.Popen[bytes]:
+    """A process, with a group of its own, whose output goes to the end of a file."""
+    with log.open("ab") as file:
+        return subprocess.Popen(
+            command, env=variables, stdout=file, stderr=file, start_new_session=True
+        )
+
+
+def wait(child: subprocess.Popen[bytes], deadline: float, look: Any) -> int:
+    """The status of the process; it is ended, with its own ones, if it outlasts the deadline."""
+    try:
+        while True:
+            look()
+            try:
+                return child.wait(timeout=1)
+            except subprocess.TimeoutExpired:
+                pass
+            if time.time() > deadline:
+                return UNFINISHED
+    finally:
+        end(child)
+
+
+def end(child: subprocess.Popen[bytes]) -> None:
+    if child.poll() is None:
+        os.killpg(child.pid, signal.SIGKILL)
+        child.wait()
