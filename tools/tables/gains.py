@@ -8,13 +8,13 @@ from . import real, vllm_trees
 from .records import load
 from .vllm import cell_ratios, geometric_mean
 
-LONG_CELLS = ("8x32768", "24x32768", "6x122880")
 TREE_ROWS = 16
+FEW = 16  # requests that trees are meant for
 
 
 def gains_lines() -> Iterator[str]:
     yield from _real_weights()
-    yield from (_long_contexts(), _trees(), _transformers(), _views(), "", _step_time())
+    yield from (_trees(), _transformers(), "", _step_time())
 
 
 def _real_weights() -> Iterator[str]:
@@ -28,30 +28,16 @@ def _real_weights() -> Iterator[str]:
         found = []
         for temperature in sorted({cell["temperature"] for cell in cells}):
             own = [c["sides"][real.OURS]["speed"] for c in cells if c["temperature"] == temperature]
-            kind = f"temperature {temperature:g}" if temperature else "greedy"
+            kind = f"T {temperature:g}" if temperature else "greedy"
             found.append(f"{min(own):.1f}x to {max(own):.1f}x {kind}")
         turns = min(len(c["sides"][real.OURS]["runs_tokens_per_s"]) for c in cells)
         count = "one turn" if turns == 1 else f"{turns} turns"
-        head = "the head in this package" if data["head"] else "no trained head"
+        head = "our head" if data["head"] else "no head"
         yield (
-            f"* **Long contexts in vLLM: {min(speeds):.1f}x to {max(speeds):.1f}x plain vLLM with "
-            f"real weights and text**, {head}, mode `lossless`: {', '.join(found)}. "
-            f"{data['model']}, {', '.join(sizes)} tokens, {count}, "
-            f"{data['device'].removeprefix('NVIDIA ')}."
+            f"* **Long contexts in vLLM, {head}: {min(speeds):.1f}x to {max(speeds):.1f}x plain "
+            f"vLLM**: {', '.join(found)}. {data['model']}, {', '.join(sizes)} tokens, real weights "
+            f"and text, {count}, {data['device'].removeprefix('NVIDIA ')}."
         )
-
-
-def _long_contexts() -> str:
-    cells = load("h200/vllm_specpv.json")["cells"]
-    times = [f"{cells[name]['speed']['lossless']:.2f}x" for name in LONG_CELLS]
-    sizes = [name.replace("x", " x ") for name in LONG_CELLS]
-    sizes[0] = "{} requests x {} tokens".format(*LONG_CELLS[0].split("x"))
-    found = ", ".join(f"{speed} at {size}" for speed, size in zip(times, sizes, strict=True))
-    return (
-        f"* **With a trained head: {times[0]} to {times[-1]} the throughput of stock EAGLE3**, "
-        f"with the output of full attention: {found}. H200, Llama-3.1-8B shapes, **dummy "
-        "weights and preset acceptance**."
-    )
 
 
 def _trees() -> str:
@@ -64,14 +50,16 @@ def _trees() -> str:
         {b: ours[b] / max(sides[side][str(b)]["tokens_per_s"] for side in some) for b in ours}
         for some in (["chain4"], chains)
     )
-    told = ", ".join(f"{of_best[b]:.2f}x at {b}" for b in sorted(of_best))
+    few = {b: ratio for b, ratio in of_best.items() if b <= FEW}
+    most = max(of_best)
     turns = min(cell["turns"] for cells in sides.values() for cell in cells.values())
     count = "one turn" if turns == 1 else f"{turns} turns"
     return (
-        f"* **Draft trees in vLLM: {min(of_four.values()):.2f}x to {max(of_four.values()):.2f}x "
-        f"stock's chain of 4 drafts**, {TREE_ROWS} rows, real weights and text. Beside the best "
-        f"chain of each batch: {told} requests. SmolLM2-135M-Instruct with the EAGLE3 head in "
-        f"this package, greedy, {count}, {data['device'].removeprefix('NVIDIA ')}."
+        f"* **Draft trees in vLLM: {min(few.values()):.2f}x to {max(few.values()):.2f}x stock's "
+        f"best chain** for {min(few)} to {max(few)} requests, {of_best[most]:.2f}x for {most}; "
+        f"{min(of_four.values()):.2f}x to {max(of_four.values()):.2f}x its chain of 4. {TREE_ROWS} "
+        f"rows, SmolLM2-135M-Instruct with our head, held-out prompts, greedy, {count}, full "
+        f"graphs, {data['device'].removeprefix('NVIDIA ')}."
     )
 
 
@@ -87,23 +75,7 @@ def _transformers() -> str:
     return (
         f"* **transformers on a CPU: {min(eagle3):.1f}x to {max(eagle3):.1f}x `generate`**, the "
         f"same tokens ({min(plain):.1f}x to {max(plain):.1f}x without drafts). {data['model']} "
-        "with the EAGLE3 head in this package, float32, 2 cores."
-    )
-
-
-def _views() -> str:
-    steps = [r for r in load("h200/retrieval.json")["results"] if r["what"] == "step"]
-    whole = next(
-        one
-        for one in load("h200/generate.json")["models"]["llama-3.1-8b"]
-        if (one["batch"], one["context"]) == (8, 32768)
-    )
-    first, last = (f"{one['speedup']:.1f}x" for one in (steps[0], steps[-1]))
-    sizes = " and ".join(f"{one['requests']} x {one['tokens']}" for one in steps)
-    return (
-        f"* **Partial views: {first} to {last} faster attention** over {whole['view_tokens']} "
-        f"tokens instead of all ({sizes}). A whole step of the transformers host is "
-        f"{whole['full / partial']:.2f}x faster at 8 x 32768. H200, Llama-3.1-8B shapes."
+        "with our head, float32, 2 cores."
     )
 
 
