@@ -139,11 +139,7 @@ def resolve_model(args: argparse.Namespace) -> None:
         args.model, args.model_name = str(smollm2(args.dtype)), "SmolLM2-135M-Instruct"
         args.quantisation = args.quantisation or "Q4_1, unpacked"
     if args.head == "shipped":
-        from nwor_specpv.drafters.vllm_head import write_vllm_head
-
-        args.head = str(args.out.resolve() / "head")
-        if not Path(args.head, "config.json").exists():
-            write_vllm_head(Path(args.head), Path(args.model))
+        args.head = real_engine.shipped_head(args.out, args.model)
 
 
 def leave_out_long_cells(args: argparse.Namespace, records: Records) -> None:

@@ -96,6 +96,16 @@ def model_config(folder: str) -> dict[str, Any]:
     return config.get("text_config", config)
 
 
+def shipped_head(out: Path, model: str) -> str:
+    """The folder of SmolLM2's head, made in `out`."""
+    from nwor_specpv.drafters.vllm_head import write_vllm_head
+
+    folder = out.resolve() / "head"
+    if not (folder / "config.json").exists():
+        write_vllm_head(folder, Path(model))
+    return str(folder)
+
+
 def cache_bytes(args: Namespace, cells: Sequence[Cell], *, gpu: bool) -> int:
     """K/V memory of the largest cell, the same on all sides; less where the GPU has less for an
     engine."""

@@ -38,6 +38,7 @@ import server_process
 import serving_load
 import serving_measure
 import serving_summary
+from real_engine import shipped_head
 from server_process import Server, has_gpu
 from serving_load import Load
 from serving_measure import Asked
@@ -75,7 +76,8 @@ def main(arguments: list[str]) -> int:
 def parse(arguments: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--model", default="smollm2", help="smollm2, or a Hugging Face folder")
-    parser.add_argument("--head", default="", help="an EAGLE3 head in place of n-grams")
+    parser.add_argument("--head", default="",
+                        help="an EAGLE3 head, or shipped: in place of n-grams")  # fmt: skip
     parser.add_argument("--speculation", type=json.loads, default={},
                         help="JSON: more keys of vLLM's speculative config")  # fmt: skip
     parser.add_argument("--out", type=Path, required=True, help="folder of records and logs")
@@ -97,12 +99,14 @@ def parse(arguments: list[str]) -> argparse.Namespace:
 
 
 def resolve(args: argparse.Namespace) -> None:
-    """Makes the folder of the shipped model."""
+    """Makes the folders of the shipped names."""
     args.name = Path(args.model).name
     if args.model == "smollm2":
         from nwor_specpv.models import smollm2
 
         args.model, args.name = str(smollm2(args.dtype)), "SmolLM2-135M-Instruct"
+    if args.head == "shipped":
+        args.head = shipped_head(args.out, args.model)
 
 
 def told_of(args: argparse.Namespace) -> dict[str, Any]:

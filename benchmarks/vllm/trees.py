@@ -142,7 +142,7 @@ def serve(args: argparse.Namespace, records: Records) -> int:
     todo = records.pending(jobs(args, part, side))
     began, turns = time.perf_counter(), Turns(args.out, f"{part}-{side}")
     with tempfile.TemporaryDirectory() as folder:
-        accepted = accepted_by_rows(records) if part == "shapes" else {}
+        accepted = accepted_by_rows(records, side) if part == "shapes" else {}
         llm = start(args, part, side, [job.cell.requests for job in todo], accepted, Path(folder))
         records.add(
             {"engine": f"{part} {side}", "ready_s": round(time.perf_counter() - began, 1)}
@@ -193,6 +193,7 @@ def start(
     from vllm import LLM
 
     drafts, trees = drafts_of(side), side.startswith("trees")
+    rows_are_chosen = side == "trees"
     longest = (512 if part == "text" else CONTEXT) + 2 * args.tokens + 64
     model, head, options = model_of(args, part, folder, max(batches) * longest)
     speculation: dict[str, Any] | None = {"method": "eagle3", "model": head}
@@ -205,14 +206,15 @@ def start(
         speculation["rejection_sample_method"] = "synthetic"
         speculation["synthetic_acceptance_rates"] = [*rates, *[0.0] * drafts][:drafts]
     if trees:
-        rows: int | str = 1 + drafts if drafts else "auto"
+        rows: int | str = "auto" if rows_are_chosen else 1 + drafts
         options["additional_config"] = {"nwor_specpv": {"draft_tree": rows, "strict": True}}
     gpu = torch.cuda.is_available()
     if gpu:
         lengths = [drafts] if drafts else [drafts_of(name) for name in TREES if trees]
         options["attention_backend"] = "CUSTOM" if trees else "FLASH_ATTN"
         options["gpu_memory_utilization"] = 0.02  # the size of the cache is given
-        sizes = sorted({b * (1 + n) for b in batches for n in (0, *lengths) if b * (1 + n) <= 512})
+        most = 512 if rows_are_chosen else 2048  # as without these options
+        sizes = sorted({b * (1 + n) for b in batches for n in (0, *lengths) if b * (1 + n) <= most})
         options["compilation_config"] = {
             "mode": 0,
             "cudagraph_mode": "FULL_DECODE_ONLY",
@@ -287,14 +289,17 @@ def accept_at_random(accepted: dict[str, list[float]]) -> None:
     WholeTrees.accept = accept  # type: ignore[method-assign]
 
 
-def accepted_by_rows(records: Records) -> dict[str, list[float]]:
-    """Of the sides of `text` with one request: how often a step accepts its first, second, .."""
+def accepted_by_rows(records: Records, side: str) -> dict[str, list[float]]:
+    """How often a step of this side accepts its first, second, .. draft: as in `text` with one
+    request. Where rows are chosen, that of all trees."""
+    wanted = {"plain": (), "trees": TREES}.get(side, (side,))
     found: dict[str, Counter[int]] = {}
     for record in records.jobs():
-        if record["prompt"] == "text" and record["requests"] == 1 and record["status"] == MEASURED:
+        of_text = record["prompt"] == "text" and record["requests"] == 1
+        if of_text and record["side"] in wanted and record["status"] == MEASURED:
             known = found.setdefault(record["side"], Counter())
             known.update({int(number): count for number, count in record["emitted"].items()})
-    missing = {*CHAINS, *TREES} - found.keys()
+    missing = set(wanted) - found.keys()
     if missing:
         raise SystemExit(
             f"part shapes needs part text with 1 request: {', '.join(sorted(missing))}"

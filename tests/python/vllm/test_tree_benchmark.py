@@ -61,16 +61,55 @@ def test_a_stopped_run_goes_on(modules: SimpleNamespace, tmp_path: Path) -> None
     assert records.pending(other) == other
 
 
+def test_a_call_without_time_starts_nothing(
+    modules: SimpleNamespace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(modules.trees, "launch", lambda *_: pytest.fail("an engine was started"))
+    given = ["--out", str(tmp_path), "--parts", "text", "--sides", "plain", "--seconds", "0.001"]
+    assert modules.trees.main(given) == modules.turns.UNFINISHED
+
+
+@pytest.mark.parametrize(
+    ("work", "status"), [("time.sleep(600)", 75), ("sys.exit(75)", 75), ("sys.exit(3)", 0)]
+)
+def test_what_a_deadline_leaves_is_not_a_failure(
+    modules: SimpleNamespace,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    work: str,
+    status: int,
+) -> None:
+    started = []
+
+    def launch(_: Any, variables: dict[str, str], log: Path) -> Any:
+        command = [sys.executable, "-c", f"import sys, time; {work}"]
+        started.append(modules.turns.launch(command, variables, log))
+        return started[-1]
+
+    monkeypatch.setattr(modules.trees, "launch", launch)
+    monkeypatch.setattr(modules.real_records.Records, "start_seconds", lambda *_: 0.0)
+    given = ["--out", str(tmp_path), "--parts", "text", "--sides", "plain", "chain2"]
+    given += ["--batch", "1", "--turns", "1", "--together", "2", "--seconds", "2"]
+    assert modules.trees.main(given) == status
+    assert len(started) == 2
+    assert all(process.poll() is not None for process in started)
+    records = modules.real_records.Records(tmp_path / "records.jsonl")
+    jobs = modules.trees.jobs(modules.trees.parse(given), "text", "plain")
+    assert records.pending(jobs) == (jobs if status else [])
+
+
 def test_acceptance_is_what_text_has_shown(modules: SimpleNamespace, tmp_path: Path) -> None:
     records = modules.real_records.Records(tmp_path / "records.jsonl")
     with pytest.raises(SystemExit, match="part text with 1 request"):
-        modules.trees.accepted_by_rows(records)
+        modules.trees.accepted_by_rows(records, "trees")
+    assert modules.trees.accepted_by_rows(records, "plain") == {}
     for side in (*modules.trees.CHAINS, *modules.trees.TREES):
         for turn, emitted in enumerate(({"1": 5, "3": 1}, {"2": 2, "3": 2})):
             records.add(measured(modules, side, 1, "text", turn=turn, emitted=emitted))
         records.add(measured(modules, side, 4, "text", emitted={"9": 100}))
     # Of ten steps five got more than the target's own token, and three a second draft as well.
-    assert modules.trees.accepted_by_rows(records)["trees16"] == [0.5, 0.3]
+    assert modules.trees.accepted_by_rows(records, "trees16") == {"trees16": [0.5, 0.3]}
+    assert modules.trees.accepted_by_rows(records, "trees").keys() == set(modules.trees.TREES)
 
 
 def test_the_result_makes_the_table(

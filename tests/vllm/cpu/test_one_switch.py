@@ -256,3 +256,22 @@ def test_embedding_models_have_nothing_to_draft(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(type(pooling), "create_model_config", lambda _: made)
     assert isinstance(made, ModelConfig)
     assert pooling.create_speculative_config(made, None) is None
+
+
+@pytest.mark.usefixtures("cuda")
+@pytest.mark.parametrize(("tree", "rows"), [(32, 2048), (8, 768), ("auto", 512)])
+def test_steps_of_whole_trees_have_graphs(
+    tmp_path: Any, caplog: pytest.LogCaptureFixture, tree: int | str, rows: int
+) -> None:
+    import torch
+
+    head = story_head(tmp_path, torch.float32)
+    head.pop("num_speculative_tokens", None)
+    options = {"speculative_config": head, "max_num_batched_tokens": 8192}
+    config = make({"enable_specpv": False, "draft_tree": tree}, **options)
+    assert config.compilation_config.max_cudagraph_capture_size == rows
+    (line,) = lines(caplog)
+    assert (f"CUDA graphs up to {rows} rows" in line) is (rows > 512)
+    more = {"max_cudagraph_capture_size": 64}
+    config = make({"enable_specpv": False, "draft_tree": tree}, **options, **more)
+    assert config.compilation_config.max_cudagraph_capture_size == 64, "the user has said so"

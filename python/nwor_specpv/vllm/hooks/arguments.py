@@ -119,8 +119,7 @@ def _choose_graphs(original: Method) -> Method:
         said = graphs.cudagraph_capture_sizes is not None
         said = said or graphs.max_cudagraph_capture_size is not None
         original(self)
-        settings = _asked(self.additional_config, self.model_config)
-        if said or settings is None or settings.specpv_mode != LOSSLESS:
+        if said or not _has_long_steps(self):
             return
         if not graphs.cudagraph_capture_sizes or self.speculative_config is None:
             return
@@ -136,6 +135,14 @@ def _choose_graphs(original: Method) -> Method:
             original(self)
 
     return _set_cudagraph_sizes
+
+
+def _has_long_steps(vllm_config: Any) -> bool:
+    """Whether requests have many rows in a step, always the same number."""
+    settings = _asked(vllm_config.additional_config, vllm_config.model_config)
+    if settings is not None:
+        return settings.specpv_mode == LOSSLESS
+    return speculators.drafts_trees(vllm_config) and not _chooses_rows(vllm_config)
 
 
 def _prefer_runner_v2(original: Method) -> Method:
@@ -167,19 +174,26 @@ def _make_config(original: Method) -> Method:
             filled = _fill(self, config, settings)
             if filled:
                 logger.info("%s", defaults.line("enable_specpv", filled))
-        elif _chooses_rows(self, config):
-            config.scheduler_config.scheduler_cls = defaults.TREE_SCHEDULER
-            filled = [f"scheduler class {defaults.TREE_SCHEDULER}"]
-            logger.info("%s", defaults.line("draft_tree", filled))
+        elif speculators.drafts_trees(config):
+            filled = _fill_for_trees(self, config)
+            if filled:
+                logger.info("%s", defaults.line("draft_tree", filled))
         return config
 
     return create_engine_config
 
 
-def _chooses_rows(arguments: Any, config: Any) -> bool:
-    """Whether rows of draft trees are to be chosen, and the scheduler was left open."""
-    auto = read_settings(config.additional_config).draft_tree == "auto"
-    return auto and speculators.drafts_trees(config) and arguments.scheduler_cls is None
+def _chooses_rows(vllm_config: Any) -> bool:
+    """Whether rows of draft trees, if there are any, are chosen while serving."""
+    return read_settings(vllm_config.additional_config).draft_tree == "auto"
+
+
+def _fill_for_trees(arguments: Any, config: Any) -> list[str]:
+    filled = []
+    if _chooses_rows(config) and arguments.scheduler_cls is None:
+        config.scheduler_config.scheduler_cls = defaults.TREE_SCHEDULER
+        filled.append(f"scheduler class {defaults.TREE_SCHEDULER}")
+    return filled + _more_graphs(arguments, config)
 
 
 def _fill(arguments: Any, config: Any, settings: Settings) -> list[str]:
@@ -192,10 +206,13 @@ def _fill(arguments: Any, config: Any, settings: Settings) -> list[str]:
         filled.append("model runner V2")
     if arguments.scheduler_cls is None and _choose_scheduler(config, settings):
         filled.append(f"scheduler class {config.scheduler_config.scheduler_cls}")
+    return filled + _more_graphs(arguments, config)
+
+
+def _more_graphs(arguments: Any, config: Any) -> list[str]:
     rows = config.compilation_config.max_cudagraph_capture_size or 0
-    if rows > _STOCK_GRAPH_ROWS and not _said_graphs(arguments):
-        filled.append(f"CUDA graphs up to {rows} rows")
-    return filled
+    more = rows > _STOCK_GRAPH_ROWS and not _said_graphs(arguments)
+    return [f"CUDA graphs up to {rows} rows"] if more else []
 
 
 def _needed_a_push(config: Any) -> bool:
