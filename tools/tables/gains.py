@@ -20,23 +20,23 @@ def gains_lines() -> Iterator[str]:
 def _real_weights() -> Iterator[str]:
     """Of every model that was measured with its own weights."""
     for data in real.results().values():
-        speeds = real.speeds(data, real.OURS)
-        if not speeds:
-            continue
         cells = [cell for cell in data["cells"] if "speed" in cell["sides"].get(real.OURS, {})]
-        sizes = dict.fromkeys(f"{cell['requests']} x {cell['context']}" for cell in cells)
-        found = []
-        for temperature in sorted({cell["temperature"] for cell in cells}):
-            own = [c["sides"][real.OURS]["speed"] for c in cells if c["temperature"] == temperature]
-            kind = f"T {temperature:g}" if temperature else "greedy"
-            found.append(f"{min(own):.1f}x to {max(own):.1f}x {kind}")
+        if not cells:
+            continue
+        sizes: dict[str, list[float]] = {}  # in the order of the file: the longest contexts first
+        for cell in cells:
+            size = f"{cell['requests']} x {cell['context']}"
+            sizes.setdefault(size, []).append(cell["sides"][real.OURS]["speed"])
+        found = [f"{min(own):.1f}x to {max(own):.1f}x at {size}" for size, own in sizes.items()]
+        heat = {cell["temperature"] for cell in cells}
         turns = min(len(c["sides"][real.OURS]["runs_tokens_per_s"]) for c in cells)
         count = "one turn" if turns == 1 else f"{turns} turns"
         head = "our head" if data["head"] else "no head"
         yield (
-            f"* **Long contexts in vLLM, {head}: {min(speeds):.1f}x to {max(speeds):.1f}x plain "
-            f"vLLM**: {', '.join(found)}. {data['model']}, {', '.join(sizes)} tokens, real weights "
-            f"and text, {count}, {data['device'].removeprefix('NVIDIA ')}."
+            f"* **Long contexts in vLLM, {head}: {found[0].replace(' at ', ' plain vLLM at ')} "
+            f"tokens**{''.join(f', {one}' for one in found[1:])}, T {min(heat):g} to "
+            f"{max(heat):g}. {data['model']}, real weights and text, {count}, "
+            f"{data['device'].removeprefix('NVIDIA ')}."
         )
 
 
