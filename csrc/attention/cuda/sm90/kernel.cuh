@@ -3,6 +3,7 @@
 #include "attention/cuda/combine.cuh"
 #include "attention/cuda/sm90/boundary_producer.cuh"
 #include "attention/cuda/sm90/consumer.cuh"
+#include "attention/cuda/sm90/queries.cuh"
 #include "attention/cuda/sm90/tma_producer.cuh"
 #include "attention/cuda/sm90/work_producer.cuh"
 #include "base/cuda/dependent_launch.cuh"
@@ -141,8 +142,12 @@ __device__ void RunConsumer(const VerifyArgs& args, const SharedStorage<Traits>&
       return;
     }
     if constexpr (SharedStorage<Traits>::kQueryBytes > 0) {
-      mbarrier::Wait(smem.query_full(), query.phase);
-      query.Advance(1);
+      if (Traits::kQueryInRegisters && num_work_tiles == 0) {
+        CopyFirstQueries(args, smem, work_tile->plan);
+      } else {
+        mbarrier::Wait(smem.query_full(), query.phase);
+        query.Advance(1);
+      }
       if constexpr (!Traits::kQueryInRegisters) wgmma::FenceShared();
     }
     RunWorkTile(args, smem, slot.index, &stage);
