@@ -101,6 +101,15 @@ struct CudaPlan {
   int64_t total_bytes = 0;  // plan, then workspace
 };
 
+// No request attends to more prefix tokens, unless it does not use the step's view.
+int64_t MaxPrefixTokens(const VerifyParams& params) {
+  if (params.view.num_blocks != nullptr) {
+    return int64_t{params.view.max_blocks} * params.view.block_size;
+  }
+  if (params.compact.lens != nullptr) return params.compact.max_tokens;
+  return int64_t{params.max_pages} * params.cache.geometry.page_size;
+}
+
 CudaPlan ShapePlan(const VerifyParams& params, const RouteRequest& request, int device) {
   VerifyShape shape;
   shape.num_requests = params.num_requests;
@@ -117,6 +126,7 @@ CudaPlan ShapePlan(const VerifyParams& params, const RouteRequest& request, int 
   shape.page_size = params.cache.geometry.page_size;
   shape.block_size = params.view.block_size;
   shape.rows_hint = params.max_request_rows > 0 ? kRowsBesidePrefill : request.max_rows;
+  shape.max_prefix_tokens = MaxPrefixTokens(params);
   CudaPlan plan;
   const DeviceProps props = QueryDeviceProps(device);
   plan.config = ChooseVerifyConfig(shape, props);
