@@ -173,14 +173,23 @@ void LaunchPlan(const VerifyParams& params, const CudaPlan& shape, const at::Ten
   LaunchVerifyPlan(params, shape.config, memory, memory + shape.plan_bytes);
 }
 
+// Whether this call has copied the view, by a launch that may be the one ahead.
+bool CopiesView(const VerifyArguments& arguments, const CheckedVerify& checked) {
+  if (!arguments.compact_view.has_value()) return false;
+  const CompactViewTensors& view = *arguments.compact_view;
+  return checked.compact_keys.const_data_ptr() != view.keys.const_data_ptr() ||
+         checked.compact_values.const_data_ptr() != view.values.const_data_ptr();
+}
+
 void VerifyCuda(const VerifyArguments& arguments, const CheckedVerify& checked) {
-  const VerifyParams& params = checked.params;
+  VerifyParams params = checked.params;
   const CudaPlan shape = ShapePlan(params, checked.request, checked.device.index());
   at::Tensor plan;
   if (arguments.plan.has_value() && params.max_request_rows == 0) {
     plan = *arguments.plan;
     CheckPlan(plan, shape, checked.device);
     TakePlan(plan, params.stream);
+    params.prefix_ready = arguments.prefix_ready && !CopiesView(arguments, checked);
   } else {
     plan = at::empty({shape.total_bytes}, arguments.query.options().dtype(at::kByte));
     LaunchPlan(params, shape, plan);

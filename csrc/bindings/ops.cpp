@@ -89,7 +89,7 @@ void VerifyAttentionOp(const at::Tensor& query, const at::Tensor& key, const at:
                        const OptionalTensor& compact_values, const OptionalTensor& compact_lens,
                        const OptionalTensor& k_scale, const OptionalTensor& v_scale, int64_t window,
                        double softcap, int64_t max_rows, const OptionalTensor& plan,
-                       const OptionalTensor& status, std::string_view route) {
+                       const OptionalTensor& status, std::string_view route, bool prefix_ready) {
   VerifyArguments arguments;
   arguments.query = query;
   arguments.key = key;
@@ -109,6 +109,7 @@ void VerifyAttentionOp(const at::Tensor& query, const at::Tensor& key, const at:
   arguments.plan = plan;
   arguments.status = status;
   arguments.route = std::string(route);
+  arguments.prefix_ready = prefix_ready;
   SetView(view_blocks, view_num_blocks, view_lens, view_block_size, compact_keys, compact_values,
           compact_lens, &arguments);
   WithTorchErrors([&] { VerifyAttention(arguments, {out, lse.value_or(at::Tensor())}); });
@@ -177,7 +178,8 @@ void RegisterAttentionSchemas(torch::Library& library) {
       "Tensor value_cache, " NWOR_STEP_SCHEMA
       "float scale, Tensor(a!) out, Tensor(b!)? lse=None, *, " NWOR_VIEW_SCHEMA
       "Tensor? k_scale=None, Tensor? v_scale=None, int window=0, float softcap=0.0, "
-      "int max_rows=0, Tensor? plan=None, Tensor(c!)? status=None, str route='') -> ()");
+      "int max_rows=0, Tensor? plan=None, Tensor(c!)? status=None, str route='', "
+      "bool prefix_ready=False) -> ()");
   library.def("verify_plan(Tensor query, Tensor key_cache, " NWOR_STEP_SCHEMA
               "Tensor(a!) plan, *, " NWOR_VIEW_SCHEMA
               "int window=0, int max_rows=0, Tensor(b!)? status=None) -> ()");

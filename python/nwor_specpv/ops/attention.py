@@ -88,6 +88,7 @@ def verify_attention(
     plan: torch.Tensor | None = None,
     status: torch.Tensor | None = None,
     route: str = "",
+    prefix_ready: bool = False,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """Attention of in-flight rows to their request's prefix and to each other.
 
@@ -111,6 +112,11 @@ def verify_attention(
     "fast" sends compute-bound steps to FlashAttention-3; a row's bits then depend on the batch. On
     a FlashAttention route with a CompactView every request must use the view; one that does not is
     reported in `status`.
+    `prefix_ready`: with a `plan` on CUDA, reading the prefix may begin while the launch ahead of
+    this call still runs. Plan, block table, view and the prefix's tokens must have been written by
+    launches that had ended when that one began, and it must not write them: projections, rotations
+    and the staging of drafts may run ahead, `verify_plan`, a commit, the making of a view or a
+    prefill into pages of another request's prefix may not. The result is the same.
     """
     if not torch.compiler.is_compiling():
         named = route or os.environ.get("NWOR_SPECPV_ATTENTION_ROUTE", "")
@@ -140,6 +146,7 @@ def verify_attention(
         plan=plan,
         status=status,
         route=route,
+        prefix_ready=prefix_ready,
     )
     return out if lse is None else (out, lse)
 

@@ -5,6 +5,7 @@
 #include "attention/cuda/sm90/mask.cuh"
 #include "attention/cuda/sm90/shared_storage.cuh"
 #include "attention/cuda/sm90/warpgroup.cuh"
+#include "base/cuda/dependent_launch.cuh"
 
 namespace nwor::sm90 {
 
@@ -19,6 +20,7 @@ class BoundaryProducer {
 
   __device__ void Run() {
     PipelineState slot, stage, boundary;
+    if (args_.params.prefix_ready) WaitOnDependentGrids();
     while (true) {
       mbarrier::Wait(smem_.work_tile_full(slot.index), slot.phase);
       const SharedWorkTile& work_tile = *smem_.work_tile(slot.index);

@@ -143,6 +143,7 @@ template <class Traits>
 __device__ void RunConsumer(const VerifyArgs& args, const SharedStorage<Traits>& smem) {
   PipelineState slot, stage, query;
   int num_work_tiles = 0;
+  if (args.params.prefix_ready) WaitOnDependentGrids();
   while (true) {
     mbarrier::Wait(smem.work_tile_full(slot.index), slot.phase);
     SharedWorkTile* work_tile = smem.work_tile(slot.index);
@@ -204,8 +205,12 @@ __global__ void __launch_bounds__(CtaThreads(Traits::kWarpgroups),
     if (threadIdx.x / 2 == 32 && args.params.cache.geometry.num_pages > 0) {
       tma::PrefetchMap(args.maps + threadIdx.x % 2);
     }
-    WaitOnDependentGrids();
-    LaunchDependentGrids();
+    // Otherwise those wait that read what the launch ahead writes, or write what it reads: the
+    // consumers, the work producer behind the first page ids, and the boundary producer.
+    if (!args.params.prefix_ready) {
+      WaitOnDependentGrids();
+      LaunchDependentGrids();
+    }
     const int producer = static_cast<int>(threadIdx.x) - Traits::kThreads;
     WorkProducer<Traits> work_producer(args, smem, producer / 32 == 2);
     __syncthreads();

@@ -4,6 +4,7 @@
 #include "attention/cuda/sm90/kv_steps.cuh"
 #include "attention/cuda/sm90/queries.cuh"
 #include "attention/cuda/sm90/shared_storage.cuh"
+#include "base/cuda/dependent_launch.cuh"
 
 namespace nwor::sm90 {
 
@@ -15,12 +16,15 @@ template <class Traits>
 class WorkProducer {
  public:
   // Only the warp for which `runs` is true may call Run. It reads the CTA's first work tile and the
-  // counts before anything waits.
+  // counts before anything waits for another warp.
   __device__ WorkProducer(const VerifyArgs& args, const SharedStorage<Traits>& smem, bool runs)
       : args_(args), smem_(smem) {
     if (!runs) return;
     part_ = ReadPart(args.work_tiles + blockIdx.x);
-    if (lane() == 0) counts_.Read(args);
+    if (lane() == 0) {
+      counts_.ReadPlan(args);
+      if (!args.params.prefix_ready) counts_.ReadCounters(args);
+    }
   }
 
   __device__ void Run() {
@@ -43,7 +47,7 @@ class WorkProducer {
         }
       }
       if (steps.num_prefix() > 0) StorePageIds(first_page);
-      if (lane() == 0 && !has_started) SignalStart(args_, counts_);
+      if (!has_started) Start();
       has_started = true;
       if constexpr (kLoadsQueries && !Traits::kQueryInRegisters) LoadQueries(work_tile->plan);
       for (int step = kPageBatchSteps; step < steps.num_prefix(); step += kPageBatchSteps) {
@@ -64,6 +68,16 @@ class WorkProducer {
   __device__ static int4 ReadPart(const WorkTile* work_tile) {
     if (lane() >= sizeof(WorkTile) / sizeof(int4)) return {};
     return reinterpret_cast<const int4*>(work_tile)[lane()];
+  }
+
+  // Called once the first tokens are on their way.
+  __device__ void Start() {
+    if (args_.params.prefix_ready) {
+      WaitOnDependentGrids();
+      LaunchDependentGrids();
+      if (lane() == 0) counts_.ReadCounters(args_);
+    }
+    if (lane() == 0) SignalStart(args_, counts_);
   }
 
   // Fetches and reads the next work tile. Returns its index, or -1 if the queue is empty. It is
