@@ -157,10 +157,12 @@ void MergeRowsOp(const at::Tensor& query, const at::Tensor& key, const at::Tenso
                  const at::Tensor& prefix_out, const at::Tensor& prefix_lse,
                  const at::Tensor& query_start, const OptionalTensor& tree_mask, double scale,
                  at::Tensor out, const OptionalTensor& lse, double softcap,
-                 const OptionalTensor& token_lens) {
+                 const OptionalTensor& token_lens, bool behind_verify) {
   MergeRowsArguments arguments{query,       key,       value, prefix_out, prefix_lse,
                                query_start, tree_mask, scale, softcap};
   arguments.token_lens = token_lens;
+  // Every block of our kernels waits for the launches ahead before it ends.
+  arguments.ordered = !behind_verify;
   WithTorchErrors([&] { MergeRows(arguments, out, lse.value_or(at::Tensor())); });
 }
 
@@ -187,7 +189,7 @@ void RegisterAttentionSchemas(torch::Library& library) {
   library.def(
       "merge_rows(Tensor query, Tensor key, Tensor value, Tensor prefix_out, Tensor prefix_lse, "
       "Tensor query_start, Tensor? tree_mask, float scale, Tensor(a!) out, Tensor(b!)? lse=None, "
-      "*, float softcap=0.0, Tensor? token_lens=None) -> ()");
+      "*, float softcap=0.0, Tensor? token_lens=None, bool behind_verify=False) -> ()");
 }
 
 void RegisterAttentionKernels(torch::Library& library) {

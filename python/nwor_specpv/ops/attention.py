@@ -225,6 +225,7 @@ def merge_rows(
     *,
     softcap: float = 0.0,
     token_lens: torch.Tensor | None = None,
+    behind_verify: bool = False,
     out: torch.Tensor | None = None,
     return_lse: bool = False,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
@@ -239,6 +240,10 @@ def merge_rows(
     With `token_lens` [B] int32, `key` and `value` [B * room, Hkv, D] hold other tokens of the
     requests instead of the rows, and every row of request b sees the first `token_lens[b]` of its
     request's: drafts that an earlier pass has made.
+
+    `behind_verify`: the launch ahead is `verify_attention` on the route cuda, which ends after all
+    before it, so on CUDA this one may start early. Other kernels may end before those they were
+    launched behind, as FlashAttention-3's combine does.
     """
     out, lse = _results(query, out, return_lse)
     call(
@@ -255,6 +260,7 @@ def merge_rows(
         lse,
         softcap=softcap,
         token_lens=token_lens,
+        behind_verify=behind_verify,
     )
     return out if lse is None else (out, lse)
 

@@ -136,6 +136,7 @@ class PartialPass:
                 impl.scale,
                 softcap=impl.logits_soft_cap,
                 token_lens=self.tail_lens,
+                behind_verify=True,  # views are read by our kernels only
                 out=out,
             )
         return output
