@@ -1,7 +1,8 @@
 """Verify attention on a CUDA device against its peers: the shapes of speculative verification.
 
     python benchmarks/attention_gpu.py [--json FILE]
-        [--sections k1,odd,ragged,view,compact,fp8,rows64,torch,sustained]
+        [--sections k1,odd,ragged,view,compact,fp8,rows64,models,torch,sustained]
+    python benchmarks/attention_gpu.py --shapes 1x4608,8x32768 --rows 8,16,64 [--json FILE]
     python benchmarks/attention_gpu.py --sections errors [--json FILE]
 
 Protocol: K/V sets of at least 300 MB in turn, shuffled pages of 16 tokens, all calls of a variant
@@ -13,8 +14,9 @@ of the shortest and the longest request of one set; one that is wrong is not tim
 ours nothing is. A peer that is not there is named, with the reason. Peers compute a chain, as they
 have no tree mask, but for FlashInfer's, which has one.
 
-The section torch has peers inside torch beside the others, over contiguous K/V: LibTorch's
-FlashAttention-2, and, for trees, SDPA with a boolean mask and compiled flex attention.
+The section models has the heads of small models. The section torch has peers inside torch beside
+the others, over contiguous K/V: LibTorch's FlashAttention-2, and, for trees, SDPA with a boolean
+mask and compiled flex attention.
 
 In the section sustained every variant runs for three seconds without a pause, and the second half
 of them counts: that is where a device meets its power limit. Clocks and power are read meanwhile.
@@ -36,7 +38,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 import torch
-from attention_inputs import HEADS, KV_HEADS, PAGE, Bench, Case, Errors, Set
+from attention_inputs import HEADS, KV_HEADS, PAGE, Bench, Case, Errors, Set, cases_of
 from attention_peers import PEERS, find_peers
 from gpu_clocks import Clocks
 
@@ -53,7 +55,9 @@ GOALS_US = {
     (32, 32768): 960.0,
     (1, 131072): 127.0,
 }
-SECTIONS = ("k1", "odd", "ragged", "view", "compact", "fp8", "rows64", "torch", "sustained")
+SECTIONS = (
+    "k1", "odd", "ragged", "view", "compact", "fp8", "rows64", "models", "torch", "sustained"
+)  # fmt: skip
 SUSTAINED_SECONDS = 3.0
 SUSTAINED_SAMPLES = 20  # of the second half
 OF_TORCH = ("FA2", "SDPA tree", "flex tree")
@@ -93,6 +97,13 @@ def cases(sections: Sequence[str]) -> list[Case]:
             ((1, 131072), 229.0),
         ):
             found.append(Case("rows64", (length,) * batch, 64, goal_us=goal))
+    if "models" in sections:
+        # Qwen2.5-0.5B, Qwen2.5-1.5B, SmolLM2-135M.
+        for heads, kv_heads, head_dim in ((14, 2, 64), (12, 2, 128), (9, 3, 64)):
+            kind = {"heads": heads, "kv_heads": kv_heads, "head_dim": head_dim}
+            for batch, length in ((1, 4608), (8, 4608), (32, 4608), (8, 32768)):
+                for rows in (1, 5, 16):
+                    found.append(Case("models", (length,) * batch, rows, **kind))
     if "torch" in sections:
         for batch, length, rows in ((1, 32768, 8), (8, 32768, 8), (8, 4608, 16), (8, 32768, 64)):
             found.append(Case("torch", (length,) * batch, rows))
@@ -216,6 +227,8 @@ def label(result: dict) -> str:
     name += " compact" if case["compact"] else ""
     if case["section"] == "sustained":
         name += " sustained"
+    if (case["heads"], case["kv_heads"]) != (HEADS, KV_HEADS):
+        name += f" {case['heads']}/{case['kv_heads']}"
     if (case["dtype"], case["head_dim"]) != ("bfloat16", 128):
         name += f" {case['dtype']} D {case['head_dim']}"
     return name + (" fp8" if case["cache"].startswith("float8") else "")
@@ -267,6 +280,8 @@ def row(result: dict) -> str:
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--sections", default=",".join(SECTIONS), help="or errors, alone")
+    parser.add_argument("--shapes", help="BxL,... with --rows, instead of sections")
+    parser.add_argument("--rows", default="8,16,64")
     parser.add_argument("--replays", type=int, default=20)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--json", type=Path)
@@ -309,7 +324,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
             f"{'goal us':<13}max err (fp64)"
         )
     results = []
-    for case in cases_of_errors() if errors_only else cases(sections):
+    if options.shapes:
+        chosen = cases_of("shapes", options.shapes, options.rows)
+    else:
+        chosen = cases_of_errors() if errors_only else cases(sections)
+    for case in chosen:
         result = measure(case, peers, 0 if errors_only else options.replays, options.seed)
         results.append(result)
         print(error_row(result) if errors_only else row(result), flush=True)

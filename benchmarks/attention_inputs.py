@@ -24,6 +24,8 @@ class Case:
     cache: str = "bfloat16"
     dtype: str = "bfloat16"  # of the rows; the cache's, unless that is float8
     head_dim: int = 128
+    heads: int = HEADS
+    kv_heads: int = KV_HEADS
     view: bool = False  # per-head block lists over all pages, each head in an order of its own
     compact: bool = False  # a contiguous copy of all tokens
     goal_us: float | None = None
@@ -38,6 +40,16 @@ class Case:
         return sum(self.lens)
 
 
+def cases_of(section: str, shapes: str, rows: str) -> list[Case]:
+    """Shapes as a command line names them, `BxL,...`, each with every number of rows, `R,...`."""
+    sizes = [tuple(map(int, shape.split("x"))) for shape in shapes.split(",")]
+    return [
+        Case(section, (length,) * batch, int(count))
+        for batch, length in sizes
+        for count in rows.split(",")
+    ]
+
+
 def random_tree(rows: int, rng: random.Random) -> list[int]:
     """Row r's visible rows as a bit mask: itself and its ancestors; parents come first."""
     masks: list[int] = []
@@ -50,8 +62,8 @@ def random_tree(rows: int, rng: random.Random) -> list[int]:
 class Pool:
     """One cache that all K/V sets of a case take their pages from."""
 
-    def __init__(self, dtype: torch.dtype, num_pages: int, head_dim: int) -> None:
-        shape = (num_pages, PAGE, KV_HEADS, head_dim)
+    def __init__(self, dtype: torch.dtype, num_pages: int, kv_heads: int, head_dim: int) -> None:
+        shape = (num_pages, PAGE, kv_heads, head_dim)
         self.keys, self.values = (torch.empty(shape, dtype=dtype, device=DEVICE) for _ in range(2))
         self.caches = self.keys, self.values
         step = 1 << 14
@@ -105,12 +117,12 @@ class Bench:
         batch, rows = len(case.lens), case.rows
         prefix_pages = [math.ceil(n / PAGE) for n in case.lens]
         pages = [math.ceil((n + rows) / PAGE) for n in case.lens]
-        token_bytes = 2 * KV_HEADS * case.head_dim * dtype.itemsize
+        token_bytes = 2 * case.kv_heads * case.head_dim * dtype.itemsize
         self.bytes = case.tokens * token_bytes
         num_sets = max(1, math.ceil(SET_BYTES / self.bytes))
         if most_sets is not None:
             num_sets = min(num_sets, most_sets)
-        self.pool = Pool(dtype, num_sets * sum(pages), case.head_dim)
+        self.pool = Pool(dtype, num_sets * sum(pages), case.kv_heads, case.head_dim)
         order = torch.randperm(num_sets * sum(pages), dtype=torch.int32)
         self.lens = torch.tensor(case.lens, dtype=torch.int32, device=DEVICE)
         self.all_lens = self.lens + rows
@@ -149,7 +161,7 @@ class Bench:
             drawn = torch.randn(total, heads, case.head_dim, device=DEVICE)
             return drawn.to(getattr(torch, case.dtype))
 
-        query, key, value = draw(HEADS), draw(KV_HEADS), draw(KV_HEADS)
+        query, key, value = draw(case.heads), draw(case.kv_heads), draw(case.kv_heads)
         for b, length in enumerate(case.lens):
             rows = slice(b * case.rows, (b + 1) * case.rows)
             at = torch.arange(length, length + case.rows, device=DEVICE)
@@ -163,7 +175,9 @@ class Bench:
         if case.view:
             blocks = case.lens[0] // PAGE
             lists = [
-                torch.stack([t[torch.randperm(blocks, device=DEVICE)] for _ in range(KV_HEADS)])
+                torch.stack(
+                    [t[torch.randperm(blocks, device=DEVICE)] for _ in range(case.kv_heads)]
+                )
                 for t in table[:, :blocks]
             ]
             counts = torch.full((len(case.lens),), blocks, dtype=torch.int32, device=DEVICE)
@@ -175,7 +189,9 @@ class Bench:
         tokens = cache[table[:, : self.case.lens[0] // PAGE].long()]  # [B, pages, PAGE, Hkv, D]
         return tokens.flatten(1, 2).transpose(1, 2).contiguous()
 
-    def ours(self, s: Set, tree: bool, route: str = "cuda") -> torch.Tensor:
+    def ours(
+        self, s: Set, tree: bool, route: str = "cuda", *, prefix_ready: bool = False
+    ) -> torch.Tensor:
         return nwor_specpv.verify_attention(
             s.query,
             s.key,
@@ -192,11 +208,12 @@ class Bench:
             max_rows=self.case.rows,
             plan=self.plans[tree] if route == "cuda" else None,
             route=route,
+            prefix_ready=prefix_ready,
         )
 
     def reference(self, s: Set, tree: bool, request: int) -> torch.Tensor:
         """One request in float64, head by head, from gathered tokens."""
-        rows, head_dim = self.case.rows, self.case.head_dim
+        rows, heads, head_dim = self.case.rows, self.case.heads, self.case.head_dim
         length = self.case.lens[request]
         at = torch.arange(length, device=DEVICE)
         page = s.table[request, at // PAGE].long()
@@ -209,9 +226,9 @@ class Bench:
         else:
             seen = torch.ones(rows, rows, dtype=torch.bool, device=DEVICE).tril()
         seen = torch.cat([seen.new_ones(rows, length), seen], 1)
-        out = torch.empty(rows, HEADS, head_dim, dtype=torch.float64, device=DEVICE)
-        group = HEADS // KV_HEADS
-        for head in range(HEADS):
+        out = torch.empty(rows, heads, head_dim, dtype=torch.float64, device=DEVICE)
+        group = heads // self.case.kv_heads
+        for head in range(heads):
             kv = head // group
             k = torch.cat([keys[:, kv], s.key[own, kv].double()])
             v = torch.cat([values[:, kv], s.value[own, kv].double()])
@@ -223,7 +240,7 @@ class Bench:
         """Of the shortest and the longest request of the last set, all their rows and heads."""
         s = self.sets[-1]
         s.out.fill_(math.nan)
-        out = run(s).view(-1, self.case.rows, HEADS, self.case.head_dim)
+        out = run(s).view(-1, self.case.rows, self.case.heads, self.case.head_dim)
         wrong = torch.cat([(out[b].double() - self.expected(tree, b)).flatten() for b in self.ends])
         mean, rms = wrong.abs().mean().item(), wrong.square().mean().sqrt().item()
         return Errors(mean, rms, wrong.abs().max().item())

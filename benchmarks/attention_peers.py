@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from attention_inputs import DEVICE, HEADS, KV_HEADS, PAGE, Bench, Set
+from attention_inputs import DEVICE, PAGE, Bench, Set
 from attention_torch_peers import flash_attention_2, flex, sdpa
 
 
@@ -68,8 +68,8 @@ def flash_attention_3() -> Callable[[Bench, Set], torch.Tensor]:
             batch_size=len(case.lens),
             max_seqlen_q=case.rows,
             max_seqlen_k=max(case.lens) + case.rows,
-            num_heads_q=HEADS,
-            num_heads_kv=KV_HEADS,
+            num_heads_q=case.heads,
+            num_heads_kv=case.kv_heads,
             headdim=case.head_dim,
             cache_seqlens=bench.all_lens,
             qkv_dtype=bench.pool.keys.dtype,
@@ -121,7 +121,7 @@ def flash_attention_2_folded() -> Callable[[Bench, Set], object]:
         if case.cache != "bfloat16" or case.view or len(set(case.lens)) > 1:
             raise NotImplementedError("uniform bfloat16 batches only")
         batch, length, head_dim = len(case.lens), case.lens[0], case.head_dim
-        shape = (batch, length, KV_HEADS, head_dim)
+        shape = (batch, length, case.kv_heads, head_dim)
         if contiguous.get("shape") != shape:
             contiguous.clear()
             contiguous["shape"] = shape
@@ -131,11 +131,11 @@ def flash_attention_2_folded() -> Callable[[Bench, Set], object]:
                 for _ in range(sets)
             ]
         keys, values = contiguous["kv"][bench.sets.index(s) % len(contiguous["kv"])]
-        group = HEADS // KV_HEADS
+        group = case.heads // case.kv_heads
         folded = (
-            s.query.view(batch, case.rows, KV_HEADS, group, head_dim)
+            s.query.view(batch, case.rows, case.kv_heads, group, head_dim)
             .transpose(2, 3)
-            .reshape(batch, case.rows * group, KV_HEADS, head_dim)
+            .reshape(batch, case.rows * group, case.kv_heads, head_dim)
         )
         torch.ops.aten._flash_attention_forward(
             folded,
@@ -190,8 +190,8 @@ def flash_infer(tree: bool) -> Callable[[Bench, Set], torch.Tensor]:
             ints(ends),
             pages,
             ints([(n - 1) % PAGE + 1 for n in lens]),
-            HEADS,
-            KV_HEADS,
+            case.heads,
+            case.kv_heads,
             case.head_dim,
             PAGE,
             custom_mask=mask,

@@ -1,6 +1,7 @@
 #include "attention/heuristics.h"
 
 #include <algorithm>
+#include <cstdint>
 
 #include "attention/cuda/sm80/tile_shape.h"
 #include "attention/cuda/sm90/tile_shape.h"
@@ -84,27 +85,34 @@ struct SmemRequirement {
   bool prefetches_next_split;
 };
 
-// Whether one CTA per SM is better than two: with few rows and at most two splits for each SM, a
-// CTA has few steps, and one deep pipeline loads them all at once.
-bool PrefersOneCtaPerSm(const VerifyShape& shape, const DeviceProps& device, int32_t row_tile) {
-  const int64_t packed = int64_t{shape.num_rows} * (shape.num_heads / shape.num_kv_heads);
-  const int64_t tiles = std::max<int64_t>(shape.num_requests, CeilDiv(packed, row_tile));
-  return sm90::RowHalves(shape.head_dim, row_tile) == 1 &&
-         tiles * shape.num_kv_heads * kMaxSplits / 2 <= device.num_sms;
+// Whether one CTA per SM is better than two: then a CTA has few steps, and one deep pipeline loads
+// them all at once. With few rows up to two splits for each SM are few; with more rows one is.
+bool PrefersOneCtaPerSm(const VerifyShape& shape, const DeviceProps& device,
+                        const VerifyConfig& config, int32_t row_tile) {
+  const int32_t warpgroups = sm90::ConsumerWarpgroups(row_tile);
+  if (!config.warpgroup || sm90::CtasPerSm(shape.head_dim, warpgroups) == 1) return false;
+  const int64_t group = shape.num_heads / shape.num_kv_heads;
+  const int64_t tiles =
+      std::max<int64_t>(shape.num_requests, CeilDiv(shape.num_rows * group, row_tile));
+  if (sm90::RowHalves(shape.head_dim, row_tile) == 1) {
+    return tiles * shape.num_kv_heads * kMaxSplits / 2 <= device.num_sms;
+  }
+  if (shape.max_prefix_tokens <= 0 || shape.max_prefix_tokens > INT32_MAX) return false;
+  const PrefixSplits most = SplitRequest(static_cast<int32_t>(shape.max_prefix_tokens), row_tile,
+                                         shape.num_kv_heads, config);
+  return tiles * shape.num_kv_heads * most.num_splits <= device.num_sms;
 }
 
-SmemRequirement SmemRequirementOf(const VerifyShape& shape, const DeviceProps& device,
-                                  bool warpgroup, int32_t row_tile) {
+SmemRequirement SmemRequirementOf(const VerifyShape& shape, bool warpgroup, int32_t row_tile) {
   const int dim = shape.head_dim;
   const bool float8 = shape.cache_dtype == DType::kFloat8E4M3;
   if (warpgroup) {
-    const int32_t most = sm90::CtasPerSm(dim, sm90::ConsumerWarpgroups(row_tile));
     return {sm90::FixedBytes(dim, row_tile),
             sm90::StageBytes(dim),
             0,
             2,
             sm90::kMaxStages,
-            PrefersOneCtaPerSm(shape, device, row_tile) ? 1 : most,
+            sm90::CtasPerSm(dim, sm90::ConsumerWarpgroups(row_tile)),
             false};
   }
   const bool fits_twice = sm80::CtaThreads(dim, row_tile) == 32 * sm80::kKvWarps;
@@ -150,15 +158,17 @@ VerifyConfig ChooseVerifyConfig(const VerifyShape& shape, const DeviceProps& dev
   const int32_t warpgroups = sm90::MaxConsumerWarpgroups(shape.head_dim);
   int32_t row_tile = ChooseRowTile(shape, config.warpgroup ? warpgroups * sm90::kWarpgroupRows
                                                            : sm80::MaxRowTile(shape.head_dim));
-  while (!FitSharedMemory(SmemRequirementOf(shape, device, config.warpgroup, row_tile), device,
-                          &config)) {
+  SmemRequirement smem = SmemRequirementOf(shape, config.warpgroup, row_tile);
+  while (!FitSharedMemory(smem, device, &config)) {
     if (config.warpgroup || row_tile == 16) {
       config.unsupported = kTooLittleShared;
       return config;
     }
     row_tile /= 2;
+    smem = SmemRequirementOf(shape, config.warpgroup, row_tile);
   }
   config.row_tile = row_tile;
+  config.max_ctas = config.num_ctas;
 
   const int64_t group = shape.num_heads / shape.num_kv_heads;
   const int64_t tiles = CeilDiv(shape.num_rows * group, row_tile) + shape.num_requests;
@@ -170,6 +180,10 @@ VerifyConfig ChooseVerifyConfig(const VerifyShape& shape, const DeviceProps& dev
   const bool float8 = shape.cache_dtype == DType::kFloat8E4M3;
   config.fill_splits = config.warpgroup || float8 ? device.num_sms / shape.num_kv_heads : 0;
   config.wide_ctas = config.warpgroup && warpgroups > 1 ? device.num_sms : 0;
+  if (PrefersOneCtaPerSm(shape, device, config, row_tile)) {
+    smem.max_ctas_per_sm = 1;
+    FitSharedMemory(smem, device, &config);  // what fits twice fits once
+  }
   config.max_output_tiles = static_cast<int32_t>(output_tiles);
   // Requests with many rows may have more splits.
   int64_t splits = output_tiles * config.max_splits;
@@ -177,9 +191,9 @@ VerifyConfig ChooseVerifyConfig(const VerifyShape& shape, const DeviceProps& dev
     const int64_t tiles_per_cta = CeilDiv(2 * sm90::kWarpgroupRows, row_tile);
     splits = std::max(splits, shape.num_requests * config.wide_ctas * tiles_per_cta);
   }
-  config.max_slots = static_cast<int32_t>(std::min(kSlotsPerCta * config.num_ctas, splits));
+  config.max_slots = static_cast<int32_t>(std::min(kSlotsPerCta * config.max_ctas, splits));
   // At least one entry per CTA: a CTA without work learns that from its own entry.
-  config.max_work_tiles = std::max(config.max_slots + config.max_output_tiles, config.num_ctas);
+  config.max_work_tiles = std::max(config.max_slots + config.max_output_tiles, config.max_ctas);
   return config;
 }
 

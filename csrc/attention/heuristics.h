@@ -35,6 +35,9 @@ struct VerifyShape {
   int32_t block_size = 0;  // of a partial view; 0: none
   // Rows of a typical request; chooses the row tile. 0: T / B. Affects speed only.
   int32_t rows_hint = 0;
+  // No request attends to more prefix tokens, as the host knows it from the sizes of tables and
+  // views. Chooses the number of CTAs, neither a split nor a size of memory. 0: unknown.
+  int64_t max_prefix_tokens = 0;
 };
 
 struct DeviceProps {
@@ -55,6 +58,7 @@ struct VerifyConfig {
   int32_t stages = 0;                 // pipeline stages (sm_80: of each KV warp)
   int32_t prefetch_stages = 0;        // stages filled for the next split during a merge; sm_80 only
   int32_t num_ctas = 0;               // persistent CTAs: they fill the device once
+  int32_t max_ctas = 0;               // the most for this shape; sizes of memory hold for them
   int32_t smem_bytes = 0;             // dynamic shared memory of a CTA
   int32_t min_split_tokens = 0;       // a split has at least this many tokens
   int32_t max_splits = 0;             // a prefix has at most this many splits

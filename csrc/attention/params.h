@@ -72,6 +72,9 @@ struct VerifyParams {
   // CUDA: requests with more rows are skipped; their rows of out and lse are not written. 0: no
   // limit.
   int32_t max_request_rows = 0;
+  // CUDA: the launch may read the plan, the block table, the view and the prefix while the launch
+  // ahead of it still runs; see VerifyArguments. Off, it reads nothing before that has ended.
+  bool prefix_ready = false;
 
   int32_t num_requests = 0;        // B
   int32_t num_rows = 0;            // T

@@ -128,7 +128,7 @@ struct WorkspaceOffsets {
   int64_t end = 0;
 };
 constexpr WorkspaceOffsets LocateWorkspace(int32_t head_dim, const VerifyConfig& config) {
-  const int64_t slots = int64_t{config.max_slots} + int64_t{kScratchSlotsPerCta} * config.num_ctas;
+  const int64_t slots = int64_t{config.max_slots} + int64_t{kScratchSlotsPerCta} * config.max_ctas;
   WorkspaceOffsets at;
   at.outputs = at.states + Align256(slots * config.row_tile * 2 * 4);
   at.end = at.outputs + Align256(slots * config.row_tile * head_dim * 4);

@@ -101,6 +101,15 @@ struct CudaPlan {
   int64_t total_bytes = 0;  // plan, then workspace
 };
 
+// No request attends to more prefix tokens, unless it does not use the step's view.
+int64_t MaxPrefixTokens(const VerifyParams& params) {
+  if (params.view.num_blocks != nullptr) {
+    return int64_t{params.view.max_blocks} * params.view.block_size;
+  }
+  if (params.compact.lens != nullptr) return params.compact.max_tokens;
+  return int64_t{params.max_pages} * params.cache.geometry.page_size;
+}
+
 CudaPlan ShapePlan(const VerifyParams& params, const RouteRequest& request, int device) {
   VerifyShape shape;
   shape.num_requests = params.num_requests;
@@ -117,6 +126,7 @@ CudaPlan ShapePlan(const VerifyParams& params, const RouteRequest& request, int 
   shape.page_size = params.cache.geometry.page_size;
   shape.block_size = params.view.block_size;
   shape.rows_hint = params.max_request_rows > 0 ? kRowsBesidePrefill : request.max_rows;
+  shape.max_prefix_tokens = MaxPrefixTokens(params);
   CudaPlan plan;
   const DeviceProps props = QueryDeviceProps(device);
   plan.config = ChooseVerifyConfig(shape, props);
@@ -163,14 +173,23 @@ void LaunchPlan(const VerifyParams& params, const CudaPlan& shape, const at::Ten
   LaunchVerifyPlan(params, shape.config, memory, memory + shape.plan_bytes);
 }
 
+// Whether this call has copied the view, by a launch that may be the one ahead.
+bool CopiesView(const VerifyArguments& arguments, const CheckedVerify& checked) {
+  if (!arguments.compact_view.has_value()) return false;
+  const CompactViewTensors& view = *arguments.compact_view;
+  return checked.compact_keys.const_data_ptr() != view.keys.const_data_ptr() ||
+         checked.compact_values.const_data_ptr() != view.values.const_data_ptr();
+}
+
 void VerifyCuda(const VerifyArguments& arguments, const CheckedVerify& checked) {
-  const VerifyParams& params = checked.params;
+  VerifyParams params = checked.params;
   const CudaPlan shape = ShapePlan(params, checked.request, checked.device.index());
   at::Tensor plan;
   if (arguments.plan.has_value() && params.max_request_rows == 0) {
     plan = *arguments.plan;
     CheckPlan(plan, shape, checked.device);
     TakePlan(plan, params.stream);
+    params.prefix_ready = arguments.prefix_ready && !CopiesView(arguments, checked);
   } else {
     plan = at::empty({shape.total_bytes}, arguments.query.options().dtype(at::kByte));
     LaunchPlan(params, shape, plan);

@@ -89,7 +89,7 @@ void VerifyAttentionOp(const at::Tensor& query, const at::Tensor& key, const at:
                        const OptionalTensor& compact_values, const OptionalTensor& compact_lens,
                        const OptionalTensor& k_scale, const OptionalTensor& v_scale, int64_t window,
                        double softcap, int64_t max_rows, const OptionalTensor& plan,
-                       const OptionalTensor& status, std::string_view route) {
+                       const OptionalTensor& status, std::string_view route, bool prefix_ready) {
   VerifyArguments arguments;
   arguments.query = query;
   arguments.key = key;
@@ -109,6 +109,7 @@ void VerifyAttentionOp(const at::Tensor& query, const at::Tensor& key, const at:
   arguments.plan = plan;
   arguments.status = status;
   arguments.route = std::string(route);
+  arguments.prefix_ready = prefix_ready;
   SetView(view_blocks, view_num_blocks, view_lens, view_block_size, compact_keys, compact_values,
           compact_lens, &arguments);
   WithTorchErrors([&] { VerifyAttention(arguments, {out, lse.value_or(at::Tensor())}); });
@@ -156,10 +157,12 @@ void MergeRowsOp(const at::Tensor& query, const at::Tensor& key, const at::Tenso
                  const at::Tensor& prefix_out, const at::Tensor& prefix_lse,
                  const at::Tensor& query_start, const OptionalTensor& tree_mask, double scale,
                  at::Tensor out, const OptionalTensor& lse, double softcap,
-                 const OptionalTensor& token_lens) {
+                 const OptionalTensor& token_lens, bool behind_verify) {
   MergeRowsArguments arguments{query,       key,       value, prefix_out, prefix_lse,
                                query_start, tree_mask, scale, softcap};
   arguments.token_lens = token_lens;
+  // Every block of our kernels waits for the launches ahead before it ends.
+  arguments.ordered = !behind_verify;
   WithTorchErrors([&] { MergeRows(arguments, out, lse.value_or(at::Tensor())); });
 }
 
@@ -177,7 +180,8 @@ void RegisterAttentionSchemas(torch::Library& library) {
       "Tensor value_cache, " NWOR_STEP_SCHEMA
       "float scale, Tensor(a!) out, Tensor(b!)? lse=None, *, " NWOR_VIEW_SCHEMA
       "Tensor? k_scale=None, Tensor? v_scale=None, int window=0, float softcap=0.0, "
-      "int max_rows=0, Tensor? plan=None, Tensor(c!)? status=None, str route='') -> ()");
+      "int max_rows=0, Tensor? plan=None, Tensor(c!)? status=None, str route='', "
+      "bool prefix_ready=False) -> ()");
   library.def("verify_plan(Tensor query, Tensor key_cache, " NWOR_STEP_SCHEMA
               "Tensor(a!) plan, *, " NWOR_VIEW_SCHEMA
               "int window=0, int max_rows=0, Tensor(b!)? status=None) -> ()");
@@ -185,7 +189,7 @@ void RegisterAttentionSchemas(torch::Library& library) {
   library.def(
       "merge_rows(Tensor query, Tensor key, Tensor value, Tensor prefix_out, Tensor prefix_lse, "
       "Tensor query_start, Tensor? tree_mask, float scale, Tensor(a!) out, Tensor(b!)? lse=None, "
-      "*, float softcap=0.0, Tensor? token_lens=None) -> ()");
+      "*, float softcap=0.0, Tensor? token_lens=None, bool behind_verify=False) -> ()");
 }
 
 void RegisterAttentionKernels(torch::Library& library) {

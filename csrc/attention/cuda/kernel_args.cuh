@@ -74,9 +74,16 @@ struct LaunchCounts {
   uint32_t launch = 0;
 
   __device__ void Read(const VerifyArgs& args) {
+    ReadPlan(args);
+    ReadCounters(args);
+  }
+  __device__ void ReadPlan(const VerifyArgs& args) {
     num_work_tiles = args.plan->num_work_tiles;
     num_split_outputs = args.plan->num_split_outputs;
     max_partials = args.plan->max_partials;
+  }
+  // The launch before this one must have ended.
+  __device__ void ReadCounters(const VerifyArgs& args) {
     fetch_base = args.counters->fetch_base;
     launch = args.counters->launch;
   }

@@ -219,12 +219,12 @@ __global__ void __launch_bounds__(kPlanThreads)
       ReportError(p.status, VerifyStatus::kBadRowRange, 0, total_output_tiles);
       *header = {};
     }
-    MarkIdle(work_tiles, 0, config.num_ctas);
+    MarkIdle(work_tiles, 0, config.max_ctas);
     return;
   }
   if (p.num_requests == 0) {
     if (threadIdx.x == 0) *header = {};
-    MarkIdle(work_tiles, 0, config.num_ctas);
+    MarkIdle(work_tiles, 0, config.max_ctas);
   }
 
   if (threadIdx.x < 32) {
@@ -261,7 +261,7 @@ __global__ void __launch_bounds__(kPlanThreads)
     const PlanRequest request = requests[b];
     const QueueSums sums = SumQueue(requests, p.num_requests, b, request.demand.work_tile_tokens);
     if (b == 0) {
-      for (int i = sums.all.work_tiles + lane; i < config.num_ctas; i += 32) {
+      for (int i = sums.all.work_tiles + lane; i < config.max_ctas; i += 32) {
         work_tiles[i].request = -1;
       }
       if (lane == 0) {

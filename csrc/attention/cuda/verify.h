@@ -55,7 +55,7 @@ NWOR_EXPORT void LaunchVerifyPlan(const VerifyParams& params, const VerifyConfig
 
 // Computes one layer's attention. REQUIRES: query, key, value, out, cache and view pointers are
 // 16-byte aligned, and their strides are multiples of 16 bytes; scale > 0; a plan of these lengths
-// was launched before.
+// was launched before. With params.prefix_ready it was not the launch ahead.
 NWOR_EXPORT void LaunchVerify(const VerifyParams& params, const VerifyConfig& config,
                               const void* plan, void* workspace);
 

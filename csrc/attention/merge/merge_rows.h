@@ -24,7 +24,9 @@ struct MergeRowsArguments {
   double softcap = 0.0;          // 0: none
   int64_t rows_per_request = 0;  // above 0: rows of every request; query_start is not read
   bool rows_ready = false;       // see MergeRowsParams
-  bool ordered = false;          // see MergeRowsParams
+  // See MergeRowsParams. Off only behind a launch that is known to end last: VerifyAttention on
+  // route cuda, or FlashAttention-3 where its source says so.
+  bool ordered = true;
   // [B] int32: key and value hold other tokens of the requests instead of the rows: token_lens[b]
   // tokens of request b, clamped to 0 .. room. Not together with tree_mask or rows_per_request.
   std::optional<at::Tensor> token_lens = std::nullopt;

@@ -49,7 +49,9 @@ struct MergeRowsParams {
   bool rows_ready = false;
   // CUDA: the launch begins after all that is before it on the stream has ended. For a prefix whose
   // last launch may end before those ahead of it, as FlashAttention-3's combine does where every
-  // request has one split, unless it resets the scheduler's semaphore. Not with rows_ready.
+  // request has one split, unless it resets the scheduler's semaphore: its blocks return without
+  // waiting for the attention they were launched behind, and a dependent launch, which waits for
+  // the combine alone, would read what is not written yet. Not with rows_ready.
   bool ordered = false;
 
   int32_t num_requests = 0;  // B

@@ -88,6 +88,7 @@ def verify_attention(
     plan: torch.Tensor | None = None,
     status: torch.Tensor | None = None,
     route: str = "",
+    prefix_ready: bool = False,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """Attention of in-flight rows to their request's prefix and to each other.
 
@@ -111,6 +112,11 @@ def verify_attention(
     "fast" sends compute-bound steps to FlashAttention-3; a row's bits then depend on the batch. On
     a FlashAttention route with a CompactView every request must use the view; one that does not is
     reported in `status`.
+    `prefix_ready`: with a `plan` on CUDA, reading the prefix may begin while the launch ahead of
+    this call still runs. Plan, block table, view and the prefix's tokens must have been written by
+    launches that had ended when that one began, and it must not write them: projections, rotations
+    and the staging of drafts may run ahead, `verify_plan`, a commit, the making of a view or a
+    prefill into pages of another request's prefix may not. The result is the same.
     """
     if not torch.compiler.is_compiling():
         named = route or os.environ.get("NWOR_SPECPV_ATTENTION_ROUTE", "")
@@ -140,6 +146,7 @@ def verify_attention(
         plan=plan,
         status=status,
         route=route,
+        prefix_ready=prefix_ready,
     )
     return out if lse is None else (out, lse)
 
@@ -218,6 +225,7 @@ def merge_rows(
     *,
     softcap: float = 0.0,
     token_lens: torch.Tensor | None = None,
+    behind_verify: bool = False,
     out: torch.Tensor | None = None,
     return_lse: bool = False,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
@@ -232,6 +240,10 @@ def merge_rows(
     With `token_lens` [B] int32, `key` and `value` [B * room, Hkv, D] hold other tokens of the
     requests instead of the rows, and every row of request b sees the first `token_lens[b]` of its
     request's: drafts that an earlier pass has made.
+
+    `behind_verify`: the launch ahead is `verify_attention` on the route cuda, which ends after all
+    before it, so on CUDA this one may start early. Other kernels may end before those they were
+    launched behind, as FlashAttention-3's combine does.
     """
     out, lse = _results(query, out, return_lse)
     call(
@@ -248,6 +260,7 @@ def merge_rows(
         lse,
         softcap=softcap,
         token_lens=token_lens,
+        behind_verify=behind_verify,
     )
     return out if lse is None else (out, lse)
 

@@ -342,6 +342,37 @@ TEST(ChooseVerifyConfig, GivesOneRequestOfFewRowsADeepPipelineOnEachSm) {
   }
 }
 
+TEST(ChooseVerifyConfig, GivesSixteenRowsOfAShortRequestADeepPipelineOnEachSm) {
+  const auto config = [](int64_t max_prefix_tokens, int requests = 1, int rows = 16) {
+    VerifyShape shape = Shape(requests, rows);
+    shape.max_prefix_tokens = max_prefix_tokens;
+    return ChooseVerifyConfig(shape, kH200);
+  };
+  for (const int tokens : {1, 1024, 4624}) {
+    EXPECT_EQ(config(tokens).num_ctas, kH200.num_sms) << tokens;
+    EXPECT_GE(config(tokens).stages, 5) << tokens;
+  }
+  // One split more than there are SMs for, or a length that the host does not know.
+  for (const int64_t tokens : {int64_t{16384}, int64_t{1} << 40, int64_t{0}}) {
+    EXPECT_EQ(config(tokens).num_ctas, 2 * kH200.num_sms) << tokens;
+  }
+  EXPECT_EQ(config(1024, 4).num_ctas, kH200.num_sms);
+  EXPECT_EQ(config(4624, 4).num_ctas, 2 * kH200.num_sms);
+  // The bound changes neither sizes, which are asked for without it, nor splits.
+  for (const int rows : {1, 8, 16, 64}) {
+    VerifyShape shape = Shape(1, rows);
+    const VerifyConfig unknown = ChooseVerifyConfig(shape, kH200);
+    for (const int tokens : {1024, 4624, 100'000}) {
+      const VerifyConfig known = config(tokens, 1, rows);
+      EXPECT_EQ(VerifyPlanBytes(shape, known), VerifyPlanBytes(shape, unknown));
+      EXPECT_EQ(VerifyWorkspaceBytes(shape, known), VerifyWorkspaceBytes(shape, unknown));
+      for (const int packed : {4, 64, 256}) {
+        EXPECT_EQ(Split(4608, known, packed).num_splits, Split(4608, unknown, packed).num_splits);
+      }
+    }
+  }
+}
+
 TEST(ChooseVerifyConfig, CutsAPrefixAlikeWhateverTheBatch) {
   for (const int head_dim : {64, 128, 256}) {
     for (const DType cache : {DType::kBFloat16, DType::kFloat8E4M3}) {

@@ -3,6 +3,7 @@
 #include "attention/cuda/combine.cuh"
 #include "attention/cuda/sm90/boundary_producer.cuh"
 #include "attention/cuda/sm90/consumer.cuh"
+#include "attention/cuda/sm90/queries.cuh"
 #include "attention/cuda/sm90/tma_producer.cuh"
 #include "attention/cuda/sm90/work_producer.cuh"
 #include "base/cuda/dependent_launch.cuh"
@@ -13,7 +14,8 @@
 //   producer   one warpgroup keeps the stages filled, across work tiles: one warp fetches work
 //   tiles,
 //              queries and page ids (work_producer.cuh), two issue TMA loads of K and V
-//              (tma_producer.cuh), one copies boundary steps (boundary_producer.cuh)
+//              (tma_producer.cuh), one copies boundary steps and running outputs
+//              (boundary_producer.cuh)
 //   consumer   one or two warpgroups compute QK, softmax and PV (consumer.cuh)
 //   mask       tree mask, window and end of the prefix, in boundary steps only (mask.cuh)
 //   split      the consumer's state is reset at every split of the prefix (../../plan.h)
@@ -44,6 +46,7 @@ __device__ void RunWorkTile(const VerifyArgs& args, const SharedStorage<Traits>&
   const auto release = [&](uint32_t empty) {
     if (threadIdx.x % 32 == 0) mbarrier::Arrive(empty, 32);
   };
+  BroughtOutputs<Traits> brought(args, plan, steps);
   int step = 0;
   int used = -1;               // the stage whose PV product is in flight
   bool used_boundary = false;  // threads have accessed its values themselves
@@ -63,6 +66,10 @@ __device__ void RunWorkTile(const VerifyArgs& args, const SharedStorage<Traits>&
     used = now.index;
     used_boundary = boundary;
     stage->Advance(args.stages);
+    if (brought.IsBehind(step + 1)) {  // FinishSplit takes it
+      stage->Advance(args.stages);
+      brought.Advance(plan, steps.num_steps);
+    }
     return now;
   };
   const auto first_qk = [&] {
@@ -80,7 +87,12 @@ __device__ void RunWorkTile(const VerifyArgs& args, const SharedStorage<Traits>&
 #pragma unroll 1
     while (step < split_end) {
       // Nearly all steps are unmasked and followed by another.
-      const int unmasked_end = min(split_end, steps.UnmaskedEnd(step));
+      int unmasked_end = min(split_end, steps.UnmaskedEnd(step));
+      // A boundary step behind a running output gets its K together with its V. With two stages it
+      // can have neither before the values of this split's last step are released: no QK ahead.
+      if (brought.IsBehind(split_end) && steps.IsBoundary(split_end)) {
+        unmasked_end = min(unmasked_end, split_end - 1);
+      }
 #pragma unroll 1
       for (; step < unmasked_end; ++step) {
         attention.Softmax();
@@ -121,7 +133,7 @@ __device__ void RunWorkTile(const VerifyArgs& args, const SharedStorage<Traits>&
     }
     attention.WaitPv();
     release_values();
-    attention.FinishSplit(split, in_group);
+    attention.FinishSplit(split, in_group, brought.any(), *stage);
     in_group = NextInGroup(plan, in_group);
   }
 }
@@ -131,6 +143,7 @@ template <class Traits>
 __device__ void RunConsumer(const VerifyArgs& args, const SharedStorage<Traits>& smem) {
   PipelineState slot, stage, query;
   int num_work_tiles = 0;
+  if (args.params.prefix_ready) WaitOnDependentGrids();
   while (true) {
     mbarrier::Wait(smem.work_tile_full(slot.index), slot.phase);
     SharedWorkTile* work_tile = smem.work_tile(slot.index);
@@ -141,8 +154,12 @@ __device__ void RunConsumer(const VerifyArgs& args, const SharedStorage<Traits>&
       return;
     }
     if constexpr (SharedStorage<Traits>::kQueryBytes > 0) {
-      mbarrier::Wait(smem.query_full(), query.phase);
-      query.Advance(1);
+      if (Traits::kQueryInRegisters && num_work_tiles == 0) {
+        CopyFirstQueries(args, smem, work_tile->plan);
+      } else {
+        mbarrier::Wait(smem.query_full(), query.phase);
+        query.Advance(1);
+      }
       if constexpr (!Traits::kQueryInRegisters) wgmma::FenceShared();
     }
     RunWorkTile(args, smem, slot.index, &stage);
@@ -188,8 +205,12 @@ __global__ void __launch_bounds__(CtaThreads(Traits::kWarpgroups),
     if (threadIdx.x / 2 == 32 && args.params.cache.geometry.num_pages > 0) {
       tma::PrefetchMap(args.maps + threadIdx.x % 2);
     }
-    WaitOnDependentGrids();
-    LaunchDependentGrids();
+    // Otherwise those wait that read what the launch ahead writes, or write what it reads: the
+    // consumers, the work producer behind the first page ids, and the boundary producer.
+    if (!args.params.prefix_ready) {
+      WaitOnDependentGrids();
+      LaunchDependentGrids();
+    }
     const int producer = static_cast<int>(threadIdx.x) - Traits::kThreads;
     WorkProducer<Traits> work_producer(args, smem, producer / 32 == 2);
     __syncthreads();

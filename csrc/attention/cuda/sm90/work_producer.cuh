@@ -2,23 +2,29 @@
 
 #include "attention/cuda/merge.cuh"
 #include "attention/cuda/sm90/kv_steps.cuh"
+#include "attention/cuda/sm90/queries.cuh"
 #include "attention/cuda/sm90/shared_storage.cuh"
+#include "base/cuda/dependent_launch.cuh"
 
 namespace nwor::sm90 {
 
 // The producer warp that fetches work tiles: it loads them into shared memory, with their queries
-// and the page ids of their tokens, ahead of the other warps. It is the only warp that waits for
-// its own loads from global memory, which take microseconds behind the token loads in flight.
+// (but for the first: CopyFirstQueries) and the page ids of their tokens, ahead of the other warps.
+// It is the only warp that waits for its own loads from global memory, which take microseconds
+// behind the token loads in flight.
 template <class Traits>
 class WorkProducer {
  public:
   // Only the warp for which `runs` is true may call Run. It reads the CTA's first work tile and the
-  // counts before anything waits.
+  // counts before anything waits for another warp.
   __device__ WorkProducer(const VerifyArgs& args, const SharedStorage<Traits>& smem, bool runs)
       : args_(args), smem_(smem) {
     if (!runs) return;
     part_ = ReadPart(args.work_tiles + blockIdx.x);
-    if (lane() == 0) counts_.Read(args);
+    if (lane() == 0) {
+      counts_.ReadPlan(args);
+      if (!args.params.prefix_ready) counts_.ReadCounters(args);
+    }
   }
 
   __device__ void Run() {
@@ -30,13 +36,19 @@ class WorkProducer {
       const int first_page = Publish(work_tile, index < 0);
       if (work_tile->is_end) return;
       slot_.Advance(2);
-      if (lane() == 0 && !has_started) SignalStart(args_, counts_);
-      has_started = true;
       const KvSteps<Traits> steps(args_.params, work_tile->plan);
       // Queries that stay in shared memory may be in use until the previous work tile ends.
       constexpr bool kLoadsQueries = SharedStorage<Traits>::kQueryBytes > 0;
-      if constexpr (kLoadsQueries && Traits::kQueryInRegisters) LoadQueries(work_tile->plan);
+      if constexpr (kLoadsQueries && Traits::kQueryInRegisters) {
+        if (has_started) {
+          LoadQueries(work_tile->plan);
+        } else {
+          query_.Advance(1);  // the consumers load them
+        }
+      }
       if (steps.num_prefix() > 0) StorePageIds(first_page);
+      if (!has_started) Start();
+      has_started = true;
       if constexpr (kLoadsQueries && !Traits::kQueryInRegisters) LoadQueries(work_tile->plan);
       for (int step = kPageBatchSteps; step < steps.num_prefix(); step += kPageBatchSteps) {
         StorePageIds(ReadPageIds(*work_tile, steps, step));
@@ -56,6 +68,16 @@ class WorkProducer {
   __device__ static int4 ReadPart(const WorkTile* work_tile) {
     if (lane() >= sizeof(WorkTile) / sizeof(int4)) return {};
     return reinterpret_cast<const int4*>(work_tile)[lane()];
+  }
+
+  // Called once the first tokens are on their way.
+  __device__ void Start() {
+    if (args_.params.prefix_ready) {
+      WaitOnDependentGrids();
+      LaunchDependentGrids();
+      if (lane() == 0) counts_.ReadCounters(args_);
+    }
+    if (lane() == 0) SignalStart(args_, counts_);
   }
 
   // Fetches and reads the next work tile. Returns its index, or -1 if the queue is empty. It is
@@ -130,18 +152,10 @@ class WorkProducer {
 
   // Loads the work tile's rows of Q. Other rows keep what was there; they do not affect the result.
   __device__ void LoadQueries(const WorkTile& plan) {
-    const VerifyParams& p = args_.params;
     mbarrier::Wait(smem_.query_empty(), query_.phase ^ 1);
 #pragma unroll 4
     for (int i = lane(); i < plan.num_rows * kChunks; i += 32) {
-      const int row = i / kChunks;
-      const int chunk = i % kChunks;
-      const OutputRow at = LocateRow(args_, plan, row);
-      const auto* source = static_cast<const typename Traits::Element*>(p.query) +
-                           at.row * p.query_strides.row + at.head * p.query_strides.head +
-                           chunk * 8;
-      const uint32_t target = smem_.query + QueryOffset<Traits>(row, chunk);
-      ptx::CopyAsync(target, source);
+      CopyQueryChunk<Traits>(args_, smem_, plan, i / kChunks, i % kChunks);
     }
     mbarrier::ArriveAfterCopies(smem_.query_full());
     query_.Advance(1);

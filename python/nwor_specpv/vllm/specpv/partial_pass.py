@@ -40,6 +40,7 @@ class PartialPass:
     query_rows: torch.Tensor | None = None  # [B, 2] int32: rows that are no padding
     plan: torch.Tensor | None = None  # of all layers: their views have the same lengths
     planned: bool = False  # whether `plan` is that of these views already
+    begun: bool = False  # whether a layer has run
     keeps_failure: bool = False  # other ranks run it, too: whoever fails goes on to its end
     failure: Exception | None = None
 
@@ -116,10 +117,14 @@ class PartialPass:
             max_rows=self.num_rows,
             view=view,
             plan=self.plan,
+            # A pass writes nothing that its layers read of the prefix, but for what comes right
+            # before: the plan in the first layer, and the layer's view where it is chosen anew.
+            prefix_ready=self.begun and not self.select,
             out=out,
             return_lse=self.has_tail,
             **scales,
         )
+        self.begun = True
         if self.has_tail:
             merge_rows(
                 query,
@@ -131,6 +136,7 @@ class PartialPass:
                 impl.scale,
                 softcap=impl.logits_soft_cap,
                 token_lens=self.tail_lens,
+                behind_verify=True,  # views are read by our kernels only
                 out=out,
             )
         return output
