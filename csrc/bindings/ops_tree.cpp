@@ -7,6 +7,7 @@
 
 #include "bindings/ops.h"
 #include "tree/acceptance.h"
+#include "tree/likeliest.h"
 #include "tree/logits.h"
 #include "tree/tree.h"
 
@@ -159,6 +160,22 @@ at::Tensor TargetProbsFake(const at::Tensor& logits, Rest... rest) {
   return at::empty_symint(logits.sym_sizes(), logits.options().dtype(at::kFloat));
 }
 
+std::tuple<at::Tensor, at::Tensor> LikeliestTokensOp(const at::Tensor& logits, int64_t count) {
+  return WithTorchErrors([&]() -> std::tuple<at::Tensor, at::Tensor> {
+    const Likeliest found = LikeliestTokens(logits, count);
+    return {found.tokens, found.log_probs};
+  });
+}
+
+std::tuple<at::Tensor, at::Tensor> LikeliestTokensFake(const at::Tensor& logits,
+                                                       c10::SymInt count) {
+  std::vector<c10::SymInt> sizes = logits.sym_sizes().vec();
+  TORCH_CHECK_VALUE(!sizes.empty(), "logits: got sizes [], expected [.., vocabulary]");
+  sizes.back() = std::move(count);
+  return {at::empty_symint(sizes, logits.options().dtype(at::kLong)),
+          at::empty_symint(sizes, logits.options().dtype(at::kFloat))};
+}
+
 }  // namespace
 
 #define NWOR_TREE_RESULT "(Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)"
@@ -190,6 +207,7 @@ void RegisterTreeSchemas(torch::Library& library) {
       "Tensor? frequency_penalty=None, Tensor? presence_penalty=None, "
       "Tensor? output_counts=None, Tensor? prompt_mask=None, Tensor? tokens=None, "
       "Tensor? parents=None, Tensor? bitmask=None, Tensor(a!)? status=None) -> Tensor");
+  library.def("likeliest_tokens(Tensor logits, SymInt count) -> (Tensor, Tensor)");
 }
 
 void RegisterTreeKernels(torch::Library& library) {
@@ -200,6 +218,7 @@ void RegisterTreeKernels(torch::Library& library) {
   library.impl("accept_chain_sampling", &AcceptChainSamplingOp);
   library.impl("make_coins", &MakeCoinsOp);
   library.impl("target_probs", &TargetProbsOp);
+  library.impl("likeliest_tokens", &LikeliestTokensOp);
 }
 
 void RegisterTreeFakes(torch::Library& library) {
@@ -213,6 +232,7 @@ void RegisterTreeFakes(torch::Library& library) {
   library.impl("make_coins", FakeKernel<&MakeCoinsFake>());
   library.impl("target_probs",
                FakeKernel<&TargetProbsFake<O, O, O, O, O, O, O, O, O, O, O, O, O>>());
+  library.impl("likeliest_tokens", FakeKernel<&LikeliestTokensFake>());
 }
 
 }  // namespace nwor

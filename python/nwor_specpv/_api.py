@@ -53,7 +53,7 @@ from .ops.attention import (
     verify_plan,
 )
 from .ops.kv import CommitTail, commit, write_kv, write_rows
-from .ops.logits import target_probs
+from .ops.logits import likeliest_tokens, target_probs
 from .ops.retrieval import block_summaries, build_view, gather_view, select_blocks
 from .ops.tree import (
     MAX_TREE_ROWS,
@@ -127,6 +127,7 @@ __all__ = [
     "gather_view",
     "get_cmake_dir",
     "get_include",
+    "likeliest_tokens",
     "load_config",
     "make_coins",
     "make_drafter",

@@ -16,7 +16,7 @@ from .attention import merge_rows, merge_states, verify_attention, verify_plan
 from .decoder import attention_inputs, layer_output, linear_rows
 from .drafting import certain_logits, ngram_lookup
 from .kv import CommitTail, commit, write_kv, write_rows
-from .logits import target_probs
+from .logits import likeliest_tokens, target_probs
 from .retrieval import block_summaries, build_view, gather_view, select_blocks
 from .tree import tree_from_chain, tree_from_parents, tree_from_topk
 
@@ -32,6 +32,7 @@ __all__ = [
     "commit",
     "gather_view",
     "layer_output",
+    "likeliest_tokens",
     "linear_rows",
     "make_coins",
     "merge_rows",

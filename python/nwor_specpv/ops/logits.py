@@ -1,4 +1,4 @@
-"""From the target's logits to the probabilities that acceptance takes."""
+"""From the target's logits to the probabilities that acceptance takes; the likeliest tokens."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from nwor_specpv.errors import NworError
 
 from ._call import call
 
-__all__ = ["target_probs"]
+__all__ = ["likeliest_tokens", "target_probs"]
 
 Number = float | int | torch.Tensor
 
@@ -107,3 +107,13 @@ def target_probs(
         bitmask,
         status,
     )
+
+
+def likeliest_tokens(logits: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """The `count` likeliest tokens of each row of `logits` [.., V], int64 [.., count], and their
+    log-probabilities, float32; the best first, and the lower id first of equal logits.
+
+    `count` is at most 32. A logit that is no finite number counts as -infinite: its probability is
+    0. A row gives the same bits in every batch.
+    """
+    return call(torch.ops.nwor_specpv.likeliest_tokens.default, logits, count)

@@ -11,6 +11,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from nwor_specpv import (
     accept_greedy,
     accept_sampling,
+    likeliest_tokens,
     make_coins,
     target_probs,
     tree_from_chain,
@@ -49,6 +50,7 @@ def calls(device: str) -> dict[str, tuple]:
             torch.ones(2, 6, dtype=torch.bool, device=device),
             chain, tree.parents, torch.full((2, 4, 1), -1, dtype=INT32, device=device), status,
         ),
+        "likeliest_tokens": (probs, 3),
     }  # fmt: skip
 
 
@@ -62,7 +64,9 @@ def test_opcheck(device: str, name: str) -> None:
 def test_every_tree_op_is_checked() -> None:
     # Attributes of OPS are those that somebody has asked for.
     names = (name.removeprefix("nwor_specpv::") for name in torch._C._dispatch_get_all_op_names())
-    ours = {name for name in names if name.startswith(("tree_", "accept_", "target_"))}
+    ours = {
+        name for name in names if name.startswith(("tree_", "accept_", "target_", "likeliest_"))
+    }
     assert ours | {"make_coins"} == set(calls("cpu"))
 
 
@@ -103,6 +107,9 @@ def test_fake_tensors_give_shapes_and_touch_nothing() -> None:
         assert (path.shape, counts.shape, following.dtype) == ((3, 70), (3,), torch.int64)
         logits = torch.empty(3, 70, 11, dtype=torch.bfloat16, device="cuda")
         assert target_probs(logits).dtype == torch.float32
+        best, log_probs = likeliest_tokens(logits, 4)
+        assert (best.shape, best.dtype) == ((3, 70, 4), torch.int64)
+        assert (log_probs.shape, log_probs.dtype) == ((3, 70, 4), torch.float32)
 
 
 @cuda_only

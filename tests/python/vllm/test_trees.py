@@ -9,9 +9,9 @@ from dataclasses import dataclass
 import pytest
 import torch
 
-from nwor_specpv import Tree, tree_from_parents
+from nwor_specpv import Tree, likeliest_tokens, tree_from_parents
 from nwor_specpv.errors import NworError
-from nwor_specpv.vllm.tree.growth import best_tokens, grow
+from nwor_specpv.vllm.tree.growth import grow
 from nwor_specpv.vllm.tree.shape import shape_of
 from nwor_specpv.vllm.tree.store import TreeStore, WholeTrees, causal_words
 from tests.python.tree.forest import SEED, ancestors, greedy_walk, random_parents
@@ -294,7 +294,7 @@ def test_grown_trees_are_those_of_a_search_with_dictionaries(rows: int) -> None:
         return after.float(), after.float()
 
     def best(outputs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        return best_tokens(outputs @ output, shape.width)
+        return likeliest_tokens(outputs @ output, shape.width)
 
     tokens, scores = best(start)
     grown = grow(shape, tokens, scores, start, chained, run, best)

@@ -8,9 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from support.engine_process import run_script
 from support.engines import STAGED, story_prompts
@@ -83,6 +85,57 @@ def test_mixed_requests_over_random_trees(tmp_path: Path) -> None:
     assert any(path and path != list(range(1, len(path) + 1)) for path in taken)
     assert sum(map(len, taken)) > 0.4 * len(PROMPTS) * TOKENS
     assert found["steps"][0] < expected["steps"][0]
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("case", ["own vocabulary", "the target's matrix", "two ranks", "no ids"])
+def test_the_heads_best_tokens_are_vllms(case: str) -> None:
+    """Those of vLLM's logits, which spread a head's own over the target's vocabulary."""
+    from vllm.model_executor.models.llama_eagle3 import Eagle3LlamaForCausalLM
+
+    from nwor_specpv.vllm.tree.speculator import TreeSpeculator
+
+    random = torch.Generator().manual_seed(3)
+    whole = case in ("the target's matrix", "no ids")
+    words, size = 40, 8
+    own = words if whole else 12
+    ids = torch.randperm(words, generator=random)[:12].sort().values - torch.arange(12)
+    asked = []
+
+    class Head:
+        """vLLM's own logits, of the parts that they are made of."""
+
+        config = SimpleNamespace(vocab_size=words, draft_vocab_size=12)
+        draft_id_to_target_id = None if case == "no ids" else ids
+        lm_head = torch.randn(own, size, generator=random)
+
+        def logits_processor(self, matrix: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
+            return hidden @ matrix.T
+
+        def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
+            asked.append(len(hidden))
+            if case == "the target's matrix":  # a head whose logits are for all tokens
+                return hidden @ self.lm_head.T
+            return Eagle3LlamaForCausalLM.compute_logits(self, hidden)
+
+    ranks = SimpleNamespace(tensor_parallel_size=2 if case == "two ranks" else 1)
+    speculator = TreeSpeculator.__new__(TreeSpeculator)
+    speculator.model = Head()
+    speculator.vllm_config = SimpleNamespace(parallel_config=ranks)
+    outputs = torch.randn(5, 3, size, generator=random)
+    tokens, log_probs = speculator._best(outputs, 4)
+    assert len(asked) == (0 if case == "own vocabulary" else 1)
+    logits = speculator.model.compute_logits(outputs.flatten(0, 1)).unflatten(0, (5, 3))
+    expected = logits.float().log_softmax(-1).topk(4, dim=-1)
+    assert torch.equal(tokens, expected.indices)
+    torch.testing.assert_close(log_probs, expected.values)
+    # Graphs begin with what `sample_draft` has left.
+    speculator._trees = SimpleNamespace(shape=SimpleNamespace(width=4))
+    speculator._first_tokens = torch.zeros(9, 4, dtype=torch.int64)
+    speculator._first_scores = torch.zeros(9, 4)
+    assert torch.equal(speculator.sample_draft(outputs[:, 1]), expected.indices[:, 1, 0])
+    assert torch.equal(speculator._first_tokens[:5], expected.indices[:, 1])
+    torch.testing.assert_close(speculator._first_scores[:5], expected.values[:, 1])
 
 
 # Drafts that steps have in turns where they are chosen: 0 are a plain step.

@@ -14,6 +14,7 @@ from vllm.v1.attention.backend import CommonAttentionMetadata
 
 from nwor_specpv.errors import NworError
 from nwor_specpv.vllm import versions
+from nwor_specpv.vllm.head_scores import own_scores
 
 from .chain import Chains, slots_of, window_of
 from .draft_sampling import Drawing, draw
@@ -234,13 +235,9 @@ class EagleHead:
         return draw(spec, logits, requests, positions.long() + 1, column)
 
     def _likeliest(self, hidden: torch.Tensor) -> torch.Tensor:
-        """The head's best guesses. vLLM spreads its scores over the target's vocabulary first."""
-        spec = self._speculator
-        ids = getattr(spec.model, "draft_id_to_target_id", None)
-        if ids is None or spec.vllm_config.parallel_config.tensor_parallel_size > 1:
-            return versions.adapter.likeliest(spec, hidden)
-        scores = spec.model.logits_processor(spec.model.lm_head, hidden)
-        if scores.shape[-1] != ids.shape[0]:  # the target's own output matrix
-            return versions.adapter.likeliest(spec, hidden)
-        best = scores.argmax(dim=-1)
-        return best + ids[best]
+        """The head's best guesses."""
+        own = own_scores(self._speculator, hidden)
+        if own is None:
+            return versions.adapter.likeliest(self._speculator, hidden)
+        best = own[0].argmax(dim=-1)
+        return best + own[1][best]

@@ -36,11 +36,6 @@ class Grown:
     chain: torch.Tensor  # [B, depth] int64: the likeliest chain of requests that want chains
 
 
-def best_tokens(logits: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """The `count` likeliest tokens [.., count] and their log-probabilities, float32."""
-    return logits.float().log_softmax(-1).topk(count, dim=-1)[::-1]
-
-
 def grow(
     shape: TreeShape,
     tokens: torch.Tensor,
@@ -57,37 +52,37 @@ def grow(
     """
     batch, width = tokens.shape
     device = tokens.device
-    places = torch.arange(width, device=device)
-    kept = places.expand(batch, width)
-    seen = (torch.ones_like(places) << places).expand(batch, width)
-    scores = _chain_only(scores, chained)
+    places = torch.arange(shape.depth * width, device=device)
+    levels = places // width + 1
+    bits = torch.ones_like(places) << places  # those of rows that are run are below 64
+    # Candidates that a chain has no use for: all but the first of a level.
+    idle = chained[:, None] & (torch.arange(width * width, device=device) > 0)
+    kept = places[:width].expand(batch, width)
+    seen = bits[:width].expand(batch, width)
+    scores = scores.masked_fill(idle[:, :width], _UNLIKELY)
     rows = [(tokens, states[:, None].expand(-1, width, -1), seen)]
     found = [(tokens, scores)]
     parents: list[torch.Tensor] = []
     chain = [tokens[:, 0]]
-    levels = torch.arange(shape.depth, device=device).repeat_interleave(width) + 1
     for depth in range(1, shape.depth):
         inputs = [torch.cat(parts, 1) for parts in zip(*rows, strict=True)]
         outputs, after = run(*inputs, levels[: depth * width])
         children, chances = best(outputs[:, -width:])
-        chances = _chain_only((chances + scores[..., None]).flatten(1), chained)
         children = children.flatten(1)
+        chances = (chances + scores[..., None]).flatten(1).masked_fill(idle, _UNLIKELY)
         found.append((children, chances))
         parents.append(kept)
         scores, index = chances.topk(width, dim=-1)
-        tokens, above = children.gather(1, index), index // width
-        state = after[:, -width:].gather(1, above[..., None].expand(-1, -1, after.shape[2]))
-        seen = seen.gather(1, above) | (torch.ones_like(places) << (depth * width + places))
-        rows.append((tokens, state, seen))
-        kept = index + width + width * width * (depth - 1)
+        tokens = children.gather(1, index)
         chain.append(tokens[:, 0])
+        if depth + 1 == shape.depth:  # nothing grows below
+            break
+        above = index // width
+        state = after[:, -width:].gather(1, above[..., None].expand(-1, -1, after.shape[2]))
+        seen = seen.gather(1, above) | bits[depth * width : (depth + 1) * width]
+        rows.append((tokens, state, seen))
+        kept = index + (width + width * width * (depth - 1))
     nothing = torch.zeros(batch, dtype=torch.int32, device=device)
     steps, chances = zip(*found, strict=True)
     tree = tree_from_topk(steps, chances, parents, nothing.long(), nothing, shape.rows)
     return Grown(tree, torch.stack(chain, 1))
-
-
-def _chain_only(scores: torch.Tensor, chained: torch.Tensor) -> torch.Tensor:
-    """Scores [B, n] that keep, of requests which want a chain, the first candidate alone."""
-    others = torch.arange(scores.shape[1], device=scores.device) > 0
-    return torch.where(chained[:, None] & others, _UNLIKELY, scores)

@@ -21,6 +21,7 @@ class TreeHead:
         self._table = speculator.block_tables.input_block_tables[group][:count]
         # Where the last token stands that the head has an entry of.
         self._last = speculator.input_buffers.positions[:count]
+        self._prefix = (self._last + 1).to(torch.int32)
 
     def run(
         self, tokens: torch.Tensor, states: torch.Tensor, seen: torch.Tensor, levels: torch.Tensor
@@ -29,8 +30,7 @@ class TreeHead:
         spec, num_rows = self._speculator, tokens.shape[1]
         total = self._count * num_rows
         start = torch.arange(0, total + 1, num_rows, dtype=torch.int32, device=tokens.device)
-        prefix = (self._last + 1).to(torch.int32)
-        level = TreeLevel(self._table, prefix, start, seen.reshape(total, 1), num_rows)
+        level = TreeLevel(self._table, self._prefix, start, seen.reshape(total, 1), num_rows)
         places = (self._last[:, None] + levels).clamp(max=spec.max_model_len - 1)
         with set_forward_context(
             dict.fromkeys(self._layers, level), spec.vllm_config, num_tokens=total, slot_mapping={}

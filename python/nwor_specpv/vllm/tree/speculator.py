@@ -20,10 +20,12 @@ from vllm.config.compilation import CUDAGraphMode
 from vllm.distributed.parallel_state import graph_capture
 from vllm.v1.worker.gpu.spec_decode.eagle.speculator import EagleSpeculator
 
+from nwor_specpv import likeliest_tokens
 from nwor_specpv.vllm.engine import engine_of
+from nwor_specpv.vllm.head_scores import own_scores
 from nwor_specpv.vllm.hooks.graph_lengths import offer_larger_graphs
 
-from .growth import best_tokens, grow
+from .growth import grow
 from .head import TreeHead
 from .shape import TreeShape, shape_of
 
@@ -79,8 +81,11 @@ class TreeSpeculator(EagleSpeculator):
         return tokens[:, 0]
 
     def _best(self, outputs: torch.Tensor, width: int) -> tuple[torch.Tensor, torch.Tensor]:
-        logits = self.model.compute_logits(outputs.flatten(0, -2))
-        return best_tokens(logits.unflatten(0, outputs.shape[:-1]), width)
+        rows = outputs.flatten(0, -2)
+        own = own_scores(self, rows)
+        logits = self.model.compute_logits(rows) if own is None else own[0]
+        tokens, log_probs = likeliest_tokens(logits.unflatten(0, outputs.shape[:-1]), width)
+        return (tokens if own is None else tokens + own[1][tokens]), log_probs
 
     @torch.inference_mode()
     def propose(

@@ -202,6 +202,12 @@ class Adapter(ABC):
     )
     sample: VllmFunction  # draws tokens
     capture_head: VllmFunction  # of speculators' managers of CUDA graphs
+    # Spreads a head's logits over the target's vocabulary. What it is given is read instead.
+    head_logits: VllmFunction = VllmFunction(
+        "vllm.model_executor.models.llama_eagle3",
+        "Eagle3LlamaForCausalLM.compute_logits",
+        ("self", "hidden_states"),
+    )
     # Draft trees: what draws a head's drafts, what judges them, how a row's logits become what its
     # token is drawn from, and what tells the log-probabilities of emitted tokens.
     draw_draft: VllmFunction
