@@ -13,12 +13,12 @@
 namespace nwor {
 namespace {
 
-constexpr float kNever = -std::numeric_limits<float>::infinity();
+constexpr float kNoLogit = -std::numeric_limits<float>::infinity();
 
 template <typename T>
 float Read(const T* row, int32_t token) {
   const auto logit = static_cast<float>(row[token]);
-  return std::isfinite(logit) ? logit : kNever;
+  return std::isfinite(logit) ? logit : kNoLogit;
 }
 
 template <typename T>
@@ -26,7 +26,7 @@ void FindInRow(const LikeliestParams& params, int64_t row) {
   const T* const logits = static_cast<const T*>(params.logits) + row * params.row_stride;
   const int32_t count = params.count;
   std::array<float, kMaxLikeliest> best;
-  best.fill(kNever);
+  best.fill(kNoLogit);
   int64_t* const tokens = params.tokens + row * count;
   int32_t kept = 0;
   for (int32_t v = 0; v < params.vocabulary; ++v) {
@@ -43,12 +43,12 @@ void FindInRow(const LikeliestParams& params, int64_t row) {
   }
   const float largest = best[0];
   double sum = 0;
-  if (largest != kNever) {
+  if (largest != kNoLogit) {
     for (int32_t v = 0; v < params.vocabulary; ++v) sum += std::exp(Read(logits, v) - largest);
   }
   const auto log_sum = static_cast<float>(std::log(sum));
   for (int32_t i = 0; i < count; ++i) {
-    params.log_probs[row * count + i] = best[i] == kNever ? kNever : (best[i] - largest) - log_sum;
+    params.log_probs[row * count + i] = best[i] == kNoLogit ? kNoLogit : (best[i] - largest) - log_sum;
   }
 }
 
