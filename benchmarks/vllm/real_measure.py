@@ -72,10 +72,12 @@ class Drafts:
 
 
 class Arms:
-    """Counts what the plugin's scheduler chooses for each step, where it is in this process."""
+    """What the plugin's scheduler chooses for each step, and what it measures of it, where it is in
+    this process."""
 
     def __init__(self, llm: Any) -> None:
         self.taken: Counter[str] = Counter()
+        self.measured: list[tuple[str, float, float]] = []  # arm, ms, tokens of a request
         core = getattr(llm.llm_engine.engine_core, "engine_core", None)
         decisions = getattr(core and core.scheduler, "decisions", None)
         if decisions is None:
@@ -88,6 +90,15 @@ class Arms:
             return arm
 
         decisions.decide = counted
+        observe = decisions.choice.observe
+
+        def noted(choice: Any, seconds: float | None, tokens: Sequence[int]) -> None:
+            observe(choice, seconds, tokens)
+            if seconds is not None and tokens:
+                measured = str(choice.arm), 1e3 * seconds, statistics.fmean(tokens)
+                self.measured.append(measured)
+
+        decisions.choice.observe = noted
 
 
 class Bench:
@@ -118,7 +129,7 @@ class Bench:
         first = [answer.times[0] - began for answer in answers.values()]
         self._decode(answers, size.warm_tokens, size.seconds)
         before, drafted, accepted = self._counts(), self._drafts.drafted, self._drafts.accepted
-        arms = self._arms.taken.copy()
+        arms, measured = self._arms.taken.copy(), len(self._arms.measured)
         starts = {name: len(answer.times) for name, answer in answers.items()}
         lens = {name: len(answer.tokens) for name, answer in answers.items()}
         start = time.perf_counter()
@@ -128,6 +139,7 @@ class Bench:
         told |= self._drafting(before, drafted, accepted, len(steps))
         if self._arms.taken:
             told["arms"] = dict(self._arms.taken - arms)
+            told["arm_steps"] = self._arms.measured[measured:]
         told |= content([a.tokens for a in answers.values()], list(lens.values()), self._ends)
         cached = sum(answer.cached for answer in answers.values())
         told["cached"] = cached / sum(map(len, prompts))

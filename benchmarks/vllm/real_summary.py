@@ -132,6 +132,7 @@ def summarise_side(
         told[name] = {kind: statistics.median(one[kind] for one in found) for kind in kinds}
     if any("arms" in run for run in runs):
         told["arms"] = dict(sum((Counter(run.get("arms", {})) for run in runs), Counter()))
+        told["arm_means"] = arm_means([step for run in runs for step in run.get("arm_steps", ())])
     failures = [run["draft_failures"] for run in runs if run.get("draft_failures")]
     if failures:
         told["draft_failures"] = failures[-1]
@@ -140,6 +141,16 @@ def summarise_side(
         told["stopped"] = stops[-1]
     if reference is not None and "outputs" in runs[0]:
         told["greedy"] = [differences(reference, run["outputs"]) for run in runs]
+    return told
+
+
+def arm_means(steps: Sequence[tuple[str, float, float]]) -> dict[str, dict[str, float]]:
+    """What steps of each arm took and brought, of those that the plugin could measure."""
+    told = {}
+    for arm in dict.fromkeys(arm for arm, _, _ in steps):
+        own = [(ms, tokens) for name, ms, tokens in steps if name == arm]
+        ms, tokens = (statistics.fmean(values) for values in zip(*own, strict=True))
+        told[arm] = {"measured": len(own), "ms": ms, "tokens": tokens}
     return told
 
 

@@ -285,6 +285,7 @@ def summary(modules: SimpleNamespace, tmp_path: Path) -> dict[str, Any]:
         outputs = [[1, 8, 3], [1, 2, 3, 4]] if turn else [[1, 2, 5], [1, 2]]
         more = {"passes_per_step": 3.0, "views_drafted": 9, "views_confirmed": 6}
         more["arms"] = {"plain": 2, f"{turn + 1} passes": 5}
+        more["arm_steps"] = [["plain", 3.0 + turn, 1.0], [f"{turn + 1} passes", 9.0, 4.0]]
         records.add(measured(job(greedy, "lossless", turn), 2 * speed, outputs=outputs, **more))
         records.add(measured(job(sampled, "plain", turn), speed))
         records.add(job(sampled, "lossless", turn).record("failed", reason="out of memory"))
@@ -306,6 +307,8 @@ def test_the_summary_has_medians_and_speeds(summary: dict[str, Any]) -> None:
     assert (ours["tokens_per_s"], ours["speed"]) == (24, 2.0)
     assert (ours["passes_per_step"], ours["views_confirmed"]) == (3, 6)
     assert ours["arms"] == {"plain": 4, "1 passes": 5, "2 passes": 5}
+    assert ours["arm_means"]["plain"] == {"measured": 2, "ms": 3.5, "tokens": 1.0}
+    assert ours["arm_means"]["2 passes"] == {"measured": 1, "ms": 9.0, "tokens": 4.0}
     assert ours["token_ms"] == {"mean": 1.0, "p50": 1.0, "p99": 2.0}
     assert greedy["sides"]["plain"]["speed"] == 1
     assert list(sampled["sides"]) == ["plain"]
