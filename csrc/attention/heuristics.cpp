@@ -153,6 +153,7 @@ VerifyConfig ChooseVerifyConfig(const VerifyShape& shape, const DeviceProps& dev
   config.unsupported = FindUnsupported(shape, device, nullptr);
   if (config.unsupported != nullptr) return config;
 
+  config.max_smem_bytes = device.smem_per_block_bytes;
   // Float8 tokens are converted in registers, which only mma.sync takes as its B operand.
   config.warpgroup = device.warpgroup_mma && shape.cache_dtype != DType::kFloat8E4M3;
   const int32_t warpgroups = sm90::MaxConsumerWarpgroups(shape.head_dim);

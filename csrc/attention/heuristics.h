@@ -60,6 +60,7 @@ struct VerifyConfig {
   int32_t num_ctas = 0;               // persistent CTAs: they fill the device once
   int32_t max_ctas = 0;               // the most for this shape; sizes of memory hold for them
   int32_t smem_bytes = 0;             // dynamic shared memory of a CTA
+  int32_t max_smem_bytes = 0;         // the most on this device, whatever the shape
   int32_t min_split_tokens = 0;       // a split has at least this many tokens
   int32_t max_splits = 0;             // a prefix has at most this many splits
   int32_t fill_splits = 0;  // splits per KV head with which one request fills every SM once

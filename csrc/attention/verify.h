@@ -55,8 +55,8 @@ struct VerifyArguments {
   // any value; FlashAttention's need an upper bound. 0: unknown, T / B is used.
   int64_t max_rows = 0;
   std::optional<at::Tensor> plan;  // from PlanVerify, for these lengths; CUDA only
-  // CUDA, with a plan: the plan, the block table, the view and the tokens of the prefix were
-  // written by launches that had ended when the launch ahead of this call began, and that one
+  // CUDA, with a plan: the plan, the block table, the view, `status` and the tokens of the prefix
+  // were written by launches that had ended when the launch ahead of this call began, and that one
   // writes none of them. They are then read while it still runs; query, key, value and masks are
   // not. Staging leaves prefixes alone, so it may be on where projections, rotations and writes of
   // the layer run ahead. It must be off behind PlanVerify, a commit, whatever makes a view, and

@@ -12,8 +12,9 @@ namespace nwor {
 // `dependent`: a programmatic dependent launch; the kernel calls WaitOnDependentGrids.
 inline void LaunchKernel(void (*kernel)(VerifyArgs), int threads, bool dependent,
                          const VerifyArgs& args, const VerifyConfig& config) {
-  cudaError_t error =
-      cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, config.smem_bytes);
+  // One bound for all shapes: it belongs to the kernel, and another thread may launch it, too.
+  cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                                           config.max_smem_bytes);
   if (error == cudaSuccess) {
     cudaLaunchAttribute attribute;
     attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;

@@ -115,8 +115,10 @@ class BoundaryProducer {
     }
     ptx::CommitCopies();
     ptx::WaitCopies<0>();
-    mbarrier::Arrive(smem_.keys_full(stage));
+    wgmma::FenceShared();  // the copy engine overwrites the stage
+    // Consumers wait for the barrier of K alone: V's phase must have ended when they leave.
     mbarrier::Arrive(smem_.values_full(stage));
+    mbarrier::Arrive(smem_.keys_full(stage));
   }
 
   struct TokenRows {
