@@ -48,7 +48,8 @@ void FindInRow(const LikeliestParams& params, int64_t row) {
   }
   const auto log_sum = static_cast<float>(std::log(sum));
   for (int32_t i = 0; i < count; ++i) {
-    params.log_probs[row * count + i] = best[i] == kNoLogit ? kNoLogit : (best[i] - largest) - log_sum;
+    params.log_probs[row * count + i] =
+        best[i] == kNoLogit ? kNoLogit : (best[i] - largest) - log_sum;
   }
 }
 
