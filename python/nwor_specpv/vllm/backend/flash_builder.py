@@ -179,7 +179,7 @@ class NworFlashMetadataBuilder(FlashAttentionMetadataBuilder):
             torch.sub(common.seq_lens[:count], max_rows, out=prefix)
         else:
             torch.sub(common.seq_lens[:count], start[1:], out=prefix).add_(start[:-1])
-        uniform = all(length in (0, max_rows) for length in lens)
+        uniform = {0, max_rows}.issuperset(lens)
         block_table = common.block_table_tensor[:count]
         return VerifyPart(num_rows, max_rows, uniform, block_table, prefix, start)
 
