@@ -7,8 +7,9 @@ The arm with the most tokens per second is taken, as measured while serving. Rul
   account, which grows by 1 % of the time served. The worse an arm was, the longer it waits: the
   doubt about it must first have grown beyond the chosen arm's rate.
 * An arm is chosen if the lower bound of its rate is 1 % above the chosen arm's rate.
-* When 8 steps in a row yield less than 0.97 of plain, plain is chosen at once, and what was known
-  of other arms in this cell must be measured again.
+* When 8 steps in a row yield less than 0.97 of plain, plain is chosen at once. What was known of
+  numbers of passes in this cell must be measured again; where guesses were chosen, other numbers
+  of guesses are expected to be right as much less often.
 * More guesses than a few are tried where the next fewer were right.
 * Numbers of passes are tried from the inside out: one that was never measured is priced from those
   beside it. Time grows evenly with passes; tokens grow ever more slowly.
@@ -349,13 +350,17 @@ class ArmChoice:
 
     def _retreat(self, cell: Cell) -> None:
         """What was known of the chosen arm does not hold any more, and so it is with the others."""
+        chosen = cell.estimates[cell.arm]
+        right = chosen.tokens - 1.0
+        chosen.doubt()
+        for bad in cell.bad_steps:
+            chosen.add(cell.visits, *bad)
+        left = min(1.0, (chosen.tokens - 1.0) / right) if right > 0 else 0.0
         for arm, estimate in cell.estimates.items():
-            if arm == cell.arm:
-                estimate.doubt()
-                for bad in cell.bad_steps:
-                    estimate.add(cell.visits, *bad)
-            elif arm.passes:
+            if arm.passes and arm != cell.arm:
                 estimate.age()
+            elif arm not in (PLAIN, cell.arm) and not cell.arm.passes:
+                estimate.fade(left)
         cell.arm, cell.alone = PLAIN, True
         cell.bad_steps.clear()
         cell.borrowed.clear()

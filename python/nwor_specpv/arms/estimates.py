@@ -146,6 +146,10 @@ class Estimate:
         self._first.clear()
         self._requests = min(self._requests, 1.0)
 
+    def fade(self, left: float) -> None:
+        """Of its drafts that were right, this share is expected to be right from now on."""
+        self.tokens = 1.0 + left * (self.tokens - 1.0)
+
     def outlook(self, visit: int) -> Outlook | None:
         """None: nothing has been measured."""
         if self.seconds <= 0 or self.tokens <= 0:

@@ -6,7 +6,6 @@ root: the last emitted token, or the last of a prefill chunk.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Sequence
 
 import torch
@@ -16,8 +15,7 @@ from nwor_specpv.errors import NworError
 
 def query_lens(query_start: torch.Tensor, num_requests: int) -> list[int]:
     """Rows of each request from the running sum on the host."""
-    starts = query_start[: num_requests + 1].tolist()
-    return [end - start for start, end in itertools.pairwise(starts)]
+    return query_start[: num_requests + 1].diff().tolist()
 
 
 def drafts_of_batch(lens: Sequence[int], scheduled: Sequence[Sequence[int]]) -> list[int]:
@@ -68,9 +66,9 @@ def verify_requests(lens: Sequence[int], drafts: Sequence[int], uniform_rows: in
     All up to the last that has drafts. In a batch whose requests all have `uniform_rows` rows it is
     all of them, padding included, drafts or not: a graph captured for it knows no other way.
     """
-    if any(lens) and all(length in (0, uniform_rows) for length in lens):
+    if any(lens) and {0, uniform_rows}.issuperset(lens):
         return len(lens)
-    count = max((b + 1 for b, number in enumerate(drafts) if number), default=0)
+    count = next((b for b in range(len(drafts), 0, -1) if drafts[b - 1]), 0)
     return len(lens) if not any(lens[count:]) and count else count
 
 

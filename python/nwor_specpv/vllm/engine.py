@@ -192,6 +192,13 @@ class Engine:
         drafts = [most, *self.setup.drafts_by_batch_size, *self.draft_lengths]
         return tuple(1 + number for number in dict.fromkeys(drafts) if number)
 
+    @property
+    def leaves_single_rows(self) -> bool:
+        """Whether steps of single rows, which have no drafts, are vLLM's alone. Mode `refresh` and
+        drafters on runner V1 look at their requests, a contract checker at what they write."""
+        looks = self.refresh is not None or (self.lossless and self.lengths is None)
+        return not looks and self.staging.writes_single_rows((), ())
+
     def add_group(self, layer_names: Sequence[str]) -> int:
         """Registers layers that share one slot mapping; the same layers are the same group.
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import random
 
+import numpy as np
 import torch
 
 from nwor_specpv.vllm.specpv.texts import Texts
@@ -46,9 +47,9 @@ def test_copies_follow_requests_that_come_go_and_wait() -> None:
         texts.update(
             source,
             [name for name, _, _, _ in step],
-            [index for _, index, _, _ in step],
-            ends,
-            [prompt for _, _, _, prompt in step],
+            np.array([index for _, index, _, _ in step]),
+            np.array(ends),
+            np.array([prompt for _, _, _, prompt in step]),
             torch.tensor([index for _, index, _, _ in step], dtype=torch.int32),
             prefix,
         )
@@ -72,6 +73,6 @@ def test_a_prompt_is_there_as_a_whole_before_it_is_computed() -> None:
     texts = Texts(2, 300, LIMIT, (2, 5), torch.device("cpu"))
     source = torch.arange(600, dtype=torch.int32).view(2, 300)
     one = torch.tensor([1], dtype=torch.int32)
-    texts.update(source, ["a"], [1], [64], [250], one, torch.tensor([64]))
+    texts.update(source, ["a"], *map(np.array, ([1], [64], [250])), one, torch.tensor([64]))
     assert torch.equal(texts.tokens[1, :250], source[1, :250])
     assert texts.bytes == texts.tokens.nbytes >= 4 * 2 * 300

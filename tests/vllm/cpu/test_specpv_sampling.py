@@ -133,11 +133,11 @@ def emit(
         )
         ones = torch.ones(REQUESTS).int()
         if not head:
-            spec._update_texts(batch, torch.zeros_like(ones))
+            last = spec._update_texts(batch, torch.zeros_like(ones))
         if passes:
             spec._draft_by_passes(batch, passes, ones, torch.zeros_like(ones), roots[:, None])
         else:
-            spec._look_up(batch, torch.zeros_like(ones))
+            spec._look_up(batch, last)
         drafts = spec.draft_tokens.clone()
         line = torch.cat((roots[:, None], drafts), 1)
         places = prefix[:, None] + torch.arange(LIMIT + 1)
@@ -297,15 +297,18 @@ def test_greedy_batches_draw_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     )
     spec._engine.runner.sampler = SimpleNamespace(sampling_states=states)
     spec.draft_logits = torch.zeros(6, LIMIT, WORDS)
-    spec._choose_sampling(batch)
+    spec._choose_sampling(batch, passes=1)
     assert not spec.draws
     assert spec.top_k.tolist() == [0] * 6
     batch.idx_mapping_np[1] = 1
-    spec._choose_sampling(batch)
+    spec._choose_sampling(batch, passes=0)
+    assert spec.draws
+    assert spec.top_k.tolist() == [0] * 6
+    spec._choose_sampling(batch, passes=1)
     assert spec.draws
     assert spec.top_k.tolist() == list(range(6))
     assert torch.equal(spec.top_p, states.top_p.gpu)
     assert torch.equal(spec.min_p, states.min_p.gpu)
     spec.draft_logits = None
-    spec._choose_sampling(batch)
+    spec._choose_sampling(batch, passes=1)
     assert not spec.draws

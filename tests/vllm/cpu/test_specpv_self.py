@@ -37,9 +37,9 @@ def proposal(world: World, spec: Any, passes: int, rejected: list[int] | None = 
     told = torch.tensor(rejected, dtype=torch.int32)
     spec.idx_mapping[:count] = batch.idx_mapping
     spec.idx_mapping[count:] = -1
-    spec._update_texts(batch, told)
+    prefix = spec._update_texts(batch, told)
     if not passes:
-        spec._look_up(batch, told)
+        spec._look_up(batch, prefix)
         return
     roots = torch.tensor([[text[-1]] for text in world.texts])
     spec._draft_by_passes(batch, passes, torch.ones(count).int(), told, roots)

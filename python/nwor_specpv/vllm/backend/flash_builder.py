@@ -112,6 +112,9 @@ class NworFlashMetadataBuilder(FlashAttentionMetadataBuilder):
                 f"nwor_specpv: {self._own[0]} has attention that is not causal; serve this model "
                 'with "enable_nwor": false'
             )
+        if common.max_query_len <= 1 and self._engine.leaves_single_rows:
+            self._engine.steps.abort()  # the last one, if it did not end
+            return super().build(0, common)
         lens = draft_rows.query_lens(common.query_start_loc_cpu, common.num_reqs)
         drafts = [max(0, n - 1) for n in lens] if capture else self._engine.drafts(lens, common)
         real = draft_rows.without_padding(lens)
@@ -176,7 +179,7 @@ class NworFlashMetadataBuilder(FlashAttentionMetadataBuilder):
             torch.sub(common.seq_lens[:count], max_rows, out=prefix)
         else:
             torch.sub(common.seq_lens[:count], start[1:], out=prefix).add_(start[:-1])
-        uniform = all(length in (0, max_rows) for length in lens)
+        uniform = {0, max_rows}.issuperset(lens)
         block_table = common.block_table_tensor[:count]
         return VerifyPart(num_rows, max_rows, uniform, block_table, prefix, start)
 

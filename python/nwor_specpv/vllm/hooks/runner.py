@@ -66,7 +66,7 @@ def install_plan() -> str | None:
         vllm = versions.adapter
         found.scheduled_drafts = vllm.scheduled_drafts(*more)
         found.num_drafts = vllm.wanted_drafts(scheduler_output)
-        if found.refresh is not None or found.lengths is not None:
+        if found.refresh is not None:
             found.names = vllm.names_of(runner, scheduler_output, *more)
         if found.lengths is not None:
             found.num_passes = 0

@@ -48,18 +48,19 @@ class Decisions(ABC):
 
     def decide(self, output: Any, requests: Mapping[str, Any], now: float) -> Arm:
         """Decides for the drafts that a scheduled step makes, and writes it into its plan."""
-        batch = tokens = longest = 0
-        measurable = True
-        drafts = output.scheduled_spec_decode_tokens
-        for name, number in output.num_scheduled_tokens.items():
-            request = requests[name]
-            end = request.num_computed_tokens + number
-            measurable = measurable and number == 1 + len(drafts.get(name, ()))
-            if end >= request.num_tokens + request.num_output_placeholders:  # it gets a token
-                batch, tokens, longest = batch + 1, tokens + end, max(longest, end)
+        rows, drafts = output.num_scheduled_tokens, output.scheduled_spec_decode_tokens
+        # A request has more rows than one and its drafts where these are of a prompt.
+        measurable = sum(rows.values()) == len(rows) + sum(map(len, drafts.values()))
+        ends = [
+            end
+            for name, number in rows.items()
+            if (end := (request := requests[name]).num_computed_tokens + number)
+            >= request.num_tokens + request.num_output_placeholders  # it gets a token
+        ]
+        batch, longest = len(ends), max(ends, default=0)
         arm = self.fixed_arm(longest) if batch else PLAIN
         if arm is None:
-            chosen = self.choose(batch, tokens / batch, longest, measurable=measurable)
+            chosen = self.choose(batch, sum(ends) / batch, longest, measurable=measurable)
             self._clock.scheduled(output, chosen, now, measurable=measurable)
             arm = chosen.arm
             self._log(chosen, batch, now)
@@ -68,8 +69,8 @@ class Decisions(ABC):
         setattr(output, _VERIFIES, self._passes)
         self._passes = arm.passes
         self._counts[f"specpv_{_kind(arm)}_steps_total"] += batch > 0
-        setattr(output, COUNTS, dict(self._counts))
-        self._counts.clear()
+        setattr(output, COUNTS, self._counts)
+        self._counts = Counter()
         return arm
 
     def finish(self, output: Any, sampled: Sequence[Sequence[int]], now: float) -> None:
@@ -79,21 +80,24 @@ class Decisions(ABC):
         if found is None:
             return
         chosen, seconds = found
-        tokens = [len(ids) for ids in sampled if len(ids)]
+        tokens = [number for number in map(len, sampled) if number]
         self.choice.observe(chosen, seconds, tokens)
         if seconds is not None:
             kind = f"specpv_{_kind(chosen.arm)}_step"
             self._counts[f"{kind}_tokens_total"] += sum(tokens)
             self._counts[f"{kind}_seconds_total"] += round(1e6 * seconds)  # as `count` takes it
         now_seen = (self.choice.switches, self.choice.probe_steps)
-        self._counts["specpv_arm_switches_total"] += now_seen[0] - self._seen[0]
-        self._counts["specpv_probe_steps_total"] += now_seen[1] - self._seen[1]
-        self._seen = now_seen
+        if now_seen != self._seen:
+            self._counts["specpv_arm_switches_total"] += now_seen[0] - self._seen[0]
+            self._counts["specpv_probe_steps_total"] += now_seen[1] - self._seen[1]
+            self._seen = now_seen
 
     def _count_confirmed(self, output: Any, sampled: Sequence[Sequence[int]]) -> None:
         """Of drafts by passes: those that were right, and the first wrong one of each request."""
+        if not getattr(output, _VERIFIES, 0):
+            return
         number = max(map(len, output.scheduled_spec_decode_tokens.values()), default=0)
-        if not getattr(output, _VERIFIES, 0) or not number:
+        if not number:
             return
         right = sum(max(0, len(ids) - 1) for ids in sampled)
         wrong = sum(0 < len(ids) <= number for ids in sampled)

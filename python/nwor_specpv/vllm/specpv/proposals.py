@@ -142,14 +142,15 @@ class PassProposals:
             offer_larger_graphs(getattr(self._engine.runner, "cudagraph_manager", None))
         return self._engine.num_drafts, 0 if self.lengths.given_up else self._engine.num_passes
 
-    def _choose_sampling(self, input_batch: Any) -> None:
-        """Passes draw where a request of the step is sampled; they are greedy otherwise."""
+    def _choose_sampling(self, input_batch: Any, passes: int) -> None:
+        """Drafts are drawn where a request of the step is sampled, else the likeliest. Passes alone
+        ask for the limits of sampling."""
         self.draws = False
         if self.draft_logits is None:
             return
         states = versions.adapter.sampling_of(self._engine.runner)
         self.draws = bool((states.temperature.np[input_batch.idx_mapping_np] > 0).any())
-        if self.draws:
+        if self.draws and passes:
             for own, theirs in (
                 (self.top_k, states.top_k),
                 (self.top_p, states.top_p),

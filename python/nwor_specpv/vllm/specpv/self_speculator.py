@@ -111,34 +111,37 @@ class SelfSpeculator(PassProposals, DraftModelSpeculator):
             return self.draft_tokens[:count]
         wanted, passes = self._decide()
         if wanted:
-            self._choose_sampling(input_batch)
+            self._choose_sampling(input_batch, passes)
+            prefix = self._update_texts(input_batch, num_rejected)
+        if wanted and not passes:
+            self._look_up(input_batch, prefix)
+        elif wanted:
             self._copy_request_inputs(count, input_batch.idx_mapping, temperature, seeds)
             self.idx_mapping[count:].fill_(-1)  # who only fills the batch has no text
-            self._update_texts(input_batch, num_rejected)
-        if wanted and not passes:
-            self._look_up(input_batch, num_rejected)
         self._try_passes(input_batch, passes, num_sampled, num_rejected, last_sampled)
         return self.draft_tokens[:count]
 
     # ---- texts and lookups ----------------------------------------------------------------------
 
-    def _update_texts(self, input_batch: Any, num_rejected: torch.Tensor) -> None:
+    def _update_texts(self, input_batch: Any, num_rejected: torch.Tensor) -> torch.Tensor:
+        """Returns where the latest token of each request is, [B]."""
         count = input_batch.num_reqs
+        prefix = input_batch.seq_lens[:count] - num_rejected[:count]
         self._texts.update(
             versions.adapter.texts_of(self._engine.runner),
             input_batch.req_ids,
-            input_batch.idx_mapping_np.tolist(),
-            input_batch.seq_lens_cpu_upper_bound[:count].tolist(),
-            input_batch.prefill_len_np.tolist(),
+            input_batch.idx_mapping_np,
+            input_batch.seq_lens_cpu_upper_bound[:count].numpy(),
+            input_batch.prefill_len_np,
             input_batch.idx_mapping,
-            input_batch.seq_lens[:count] - num_rejected[:count],
+            prefix,
         )
+        return prefix
 
-    def _look_up(self, input_batch: Any, num_rejected: torch.Tensor) -> None:
+    def _look_up(self, input_batch: Any, prefix: torch.Tensor) -> None:
         """Drafts by lookups alone."""
         count, requests = input_batch.num_reqs, input_batch.idx_mapping.to(torch.int32)
-        lens = input_batch.seq_lens[:count] - num_rejected[:count] + 1
-        drafts = self._texts.look_up(requests, lens, self.limit)
+        drafts = self._texts.look_up(requests, prefix + 1, self.limit)
         self.draft_tokens[:count] = drafts
         if self.draws and self.draft_logits is not None:
             certain_logits(self.draft_logits, requests, torch.zeros_like(requests), drafts)

@@ -87,7 +87,7 @@ class PartialViewSpeculator(PassProposals, EagleSpeculator):
         real = not others.get("dummy_run") and not others.get("is_profile")
         if real:
             wanted, passes = self._decide()
-            self._choose_sampling(input_batch)
+            self._choose_sampling(input_batch, passes)
         # Without drafts, too: the head's own K/V must not have gaps.
         with self._steps(1 if passes else max(1, wanted)):
             super().propose(

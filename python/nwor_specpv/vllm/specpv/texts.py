@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 
 from nwor_specpv.ops import ngram_lookup
@@ -36,7 +37,9 @@ class Texts:
         self.tokens = torch.zeros(size, dtype=torch.int32, device=device)
         # Tokens before the latest one that a step copies: steps in flight are known at most.
         self._window = torch.arange(4 * (limit + 1), device=device)
-        self._copied: dict[str, tuple[int, int]] = {}  # index and tokens at least, by request
+        # By index: whose text it is, and tokens that were copied at least.
+        self._names: list[str] = [""] * max_requests
+        self._copied = np.zeros(max_requests, dtype=np.int64)
 
     @property
     def bytes(self) -> int:
@@ -46,32 +49,30 @@ class Texts:
         self,
         source: torch.Tensor,
         names: Sequence[str],
-        indices: Sequence[int],
-        ends: Sequence[int],
-        prompts: Sequence[int],
+        indices: np.ndarray,
+        ends: np.ndarray,
+        prompts: np.ndarray,
         idx_mapping: torch.Tensor,
         prefix: torch.Tensor,
     ) -> None:
         """Copies what the requests of a step have got since they were copied last.
 
-        `source` [requests, tokens] int32: vLLM's texts. `ends`, `prompts`: each request's tokens at
-        most, without the latest one, and those of its prompt. `idx_mapping` [B], `prefix` [B]: the
-        same on the device, exactly: the latest token of request b is at `prefix[b]`.
+        `source` [requests, tokens] int32: vLLM's texts. `ends`, `prompts` [B]: each request's
+        tokens at most, without the latest one, and those of its prompt. `idx_mapping` [B], `prefix`
+        [B]: the same on the device, exactly: the latest token of request b is at `prefix[b]`.
         """
-        most, copied = source.shape[1], {}
-        for name, index, end, prompt in zip(names, indices, ends, prompts, strict=True):
-            known, tokens = self._copied.get(name, (index, 0))
-            tokens = tokens if known == index else 0
-            bound = min(max(end + 1, prompt), most)
-            if bound - tokens > self._window.shape[0]:
-                self.tokens[index, tokens:bound].copy_(
-                    source[index, tokens:bound], non_blocking=True
-                )
-            # Two steps may be in flight, and all their drafts may be rejected.
-            sure = end + 1 - 2 * self._limit
-            copied[name] = (index, max(sure, min(prompt, bound), 0))
-        self._copied = copied
-        places = (prefix.long()[:, None] - self._window).clamp(min=0, max=most - 1)
+        most = source.shape[1]
+        for name, index in zip(names, indices.tolist(), strict=True):
+            if self._names[index] != name:
+                self._names[index], self._copied[index] = name, 0
+        begins, bounds = self._copied[indices], np.minimum(np.maximum(ends + 1, prompts), most)
+        for b in np.flatnonzero(bounds - begins > self._window.shape[0]):
+            piece = indices[b], slice(begins[b], bounds[b])
+            self.tokens[piece].copy_(source[piece], non_blocking=True)
+        # Two steps may be in flight, and all their drafts may be rejected.
+        sure = np.maximum(ends + 1 - 2 * self._limit, np.minimum(prompts, bounds))
+        self._copied[indices] = np.maximum(sure, 0)
+        places = (prefix[:, None] - self._window).clamp(min=0, max=most - 1)
         rows = idx_mapping.long()[:, None]
         self.tokens[rows, places] = source[rows, places]
 
