@@ -165,8 +165,8 @@ class Steps:
 
         What became of the last step's commits is known here, before this step's tokens are.
         """
-        step, self._step = self._step, None
         self._settle_last()
+        step, self._step = self._step, None
         if step is None:
             return
         if paths is not None:

@@ -20,7 +20,8 @@ FLOAT8 = ("fp8", "fp8_e4m3")
 
 # KV connectors that were tried. What this one saves are blocks of tokens that are known when a step
 # is planned. Those are in the cache: drafts that were accepted since the last step's end, the root
-# as soon as its layer has run. A connector that saved a step's drafts would find nothing there.
+# as soon as its layer has run. With asynchronous scheduling a plan knows nothing of what the step
+# under way emits. A connector that saved a step's drafts would find nothing there.
 OFFLOADING = "OffloadingConnector"
 CONNECTORS = frozenset({OFFLOADING})
 
@@ -51,7 +52,6 @@ class Setup:
     micro_batches: bool = False
     kv_connector: str | None = None
     offloads_answers: bool = False  # vLLM's offloading connector saves more than prompts
-    runner_v2: bool = False
     mla: bool = False
     cascade_attention: bool = False
     kv_sharing_fast_prefill: bool = False
@@ -88,7 +88,6 @@ def describe(vllm_config: Any) -> Setup:
         kv_connector=_connector(transfer),
         offloads_answers=transfer is not None
         and not transfer.kv_connector_extra_config.get("offload_prompt_only", True),
-        runner_v2=bool(vllm_config.use_v2_model_runner),
         mla=bool(model.use_mla),
         cascade_attention=not model.disable_cascade_attn,
         kv_sharing_fast_prefill=bool(vllm_config.cache_config.kv_sharing_fast_prefill),
@@ -192,11 +191,6 @@ def _connector_refusals(setup: Setup) -> Iterator[Refusal]:
             f"KV connector {setup.kv_connector} was not tried: one that saves all rows of a step "
             "would save drafts before they are committed",
             f"use {OFFLOADING}, or drop --kv-transfer-config",
-        )
-    elif setup.kv_connector is not None and setup.runner_v2:
-        yield Refusal(
-            "KV connectors were tried on model runner V1 alone",
-            "set VLLM_USE_V2_MODEL_RUNNER=0, or drop --kv-transfer-config",
         )
     saves_answers = setup.kv_connector == OFFLOADING and setup.offloads_answers
     if saves_answers and versions.adapter.offloads_last_token:

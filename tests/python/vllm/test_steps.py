@@ -244,9 +244,13 @@ def test_every_chunk_on_a_gpu_is_heard_of_in_the_next_step(
 def test_elsewhere_a_commit_that_a_gpu_refused_ends_the_engine(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    """The step after the next one is planned already, and begins before vLLM has seen the error."""
     world = World(call=-1)
     monkeypatch.setattr(world.interceptor, "commit", lambda *_, **__: refused("duplicate_slot"))
     finish_late(world)
+    world.interceptor.abort()  # the round that the refused commit has ended
+    world.steps.begin(0, [5], [4], SLOTS)
     with pytest.raises(NworError, match=r"refused with duplicate_slot .* restart the server"):
-        world.steps.finish(lambda _: pytest.fail("a step without drafts"))
+        world.steps.finish(lambda _: pytest.fail("nothing is committed"))
+    world.steps.begin(0, [5], [4], SLOTS)
     assert world.interceptor.stats()["fallbacks"] == {"commit_lost": 1}

@@ -29,11 +29,6 @@ def test_an_ordinary_set_up_is_let_in() -> None:
         ({"prefill_context_parallel": 2}, "context parallelism", "--prefill-context-parallel-size"),
         ({"micro_batches": True}, "dual batch overlap", "--enable-dbo and --ubatch-size"),
         ({"kv_connector": "Nixl"}, "KV connector Nixl", "--kv-transfer-config"),
-        (
-            {"kv_connector": support.OFFLOADING, "runner_v2": True},
-            "model runner V1 alone",
-            "VLLM_USE_V2_MODEL_RUNNER=0",
-        ),
         ({"mla": True}, "MLA", "without nwor_specpv"),
         ({"cascade_attention": True}, "cascade attention", "--disable-cascade-attn"),
         ({"kv_sharing_fast_prefill": True}, "fast prefill", "--kv-sharing-fast-prefill"),
@@ -122,7 +117,6 @@ def vllm_config(by_batch_size: object = None, **speculation: object) -> SimpleNa
         model_config=model_config(),
         cache_config=SimpleNamespace(kv_sharing_fast_prefill=False),
         kv_transfer_config=None,
-        use_v2_model_runner=False,
         speculative_config=SimpleNamespace(**speculation) if speculation else None,
     )
 

@@ -1,5 +1,5 @@
 """Two data-parallel engines of a dense model on the CPU. vLLM gives each an engine that knows of no
-other; what both share is the host."""
+other; what both share is the host. Trees are on model runner V2 (`triton_cpu.py`)."""
 
 from __future__ import annotations
 
@@ -35,6 +35,7 @@ def plain_tokens() -> list[list[int]]:
 
 KINDS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "staging": (STAGED, NGRAM),
+    "trees": (STAGED | {"draft_tree": 8}, {"num_speculative_tokens": 7}),
     "lossless": (
         STAGED | SMALL_VIEW | {"specpv_draft_passes": 3},
         {"method": "custom_class", "model": DRAFTER, "num_speculative_tokens": 8},
@@ -59,7 +60,8 @@ def test_two_ranks_write_what_plain_vllm_writes(
         "max_tokens": TOKENS,
         "port": port,
     }
-    found, log = run_script(tmp_path, job, SCRIPT, VLLM_LOGGING_LEVEL="WARNING")
+    runner = {"VLLM_USE_V2_MODEL_RUNNER": "1"} if kind == "trees" else {}
+    found, log = run_script(tmp_path, job, SCRIPT, VLLM_LOGGING_LEVEL="WARNING", **runner)
     print(log[-2000:])
     assert found["tokens"] == plain_tokens
     for metrics in found["metrics"]:

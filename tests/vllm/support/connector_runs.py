@@ -1,0 +1,138 @@
+"""What a KV connector saves and loads beside staging, checked in this process on either runner."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+
+from nwor_specpv import NworError
+from support.engines import STAGED, STOCK, drive, greedy, own_engine, start
+from support.engines import stats as own_stats
+from support.host_connector import HostConnector
+from support.host_copies import HostCopies
+from support.installed import PAGE
+from support.prefix_cache_blocks import scheduler_of
+from support.refusals import refuse_commits
+from support.saved_blocks import Block, places_of, poison, reference_blocks
+
+ARRIVALS = [0, 0, 2, 5, 5, 9]
+MOST_IN_A_STEP = 5  # a token and four drafts
+
+
+@dataclass(frozen=True)
+class Reference:
+    """Prompts, how vLLM alone answers them, and K/V of all their whole blocks."""
+
+    prompts: list[list[int]]
+    answers: list[list[int]]
+    blocks: dict[tuple[int, int], Block]
+
+    @property
+    def texts(self) -> list[list[int]]:
+        return [a + b for a, b in zip(self.prompts, self.answers, strict=True)]
+
+    @property
+    def places_of_prompts(self) -> set[tuple[int, int]]:
+        return _places([len(prompt) for prompt in self.prompts])
+
+    def places_known(self, late: int) -> set[tuple[int, int]]:
+        """Of all but so many of the latest tokens."""
+        return _places([len(text) - late for text in self.texts])
+
+
+def _places(lengths: Sequence[int]) -> set[tuple[int, int]]:
+    return {(i, place) for i, length in enumerate(lengths) for place in range(length // PAGE)}
+
+
+def reference(prompts: list[list[int]], tokens: int) -> Reference:
+    story = drive(start(STOCK, speculation=None), prompts, greedy(tokens))
+    answers = [story.tokens[str(i)] for i in range(len(prompts))]
+    texts = [prompt + answer for prompt, answer in zip(prompts, answers, strict=True)]
+    return Reference(prompts, answers, reference_blocks(texts))
+
+
+def forget_connector() -> None:
+    """vLLM, which has one connector for each process, forgets the last one."""
+    from vllm.distributed.kv_transfer import ensure_kv_transfer_shutdown
+
+    HostConnector.forget()
+    ensure_kv_transfer_shutdown()
+
+
+def begin(connector: dict[str, Any], nwor: dict[str, Any] = STAGED, **options: Any) -> Any:
+    options |= {"kv_transfer_config": connector, "enable_prefix_caching": True}
+    llm = start(nwor, **options)
+    poison()
+    return llm
+
+
+def check_run(llm: Any, known: Reference) -> None:
+    """The prompts are answered as by vLLM alone. Then the device forgets all, and texts that go
+    on within their answers are answered in the same way, from what was loaded."""
+    numbers = range(len(known.prompts))
+    arrivals = ARRIVALS[: len(numbers)]
+    tokens = len(known.answers[0])
+    story = drive(llm, known.prompts, greedy(tokens), arrivals=arrivals)
+    assert [story.tokens[str(i)] for i in numbers] == known.answers
+    forget_all(llm)
+    cut = tokens // 3
+    longer = [text[:-cut] for text in known.texts]
+    story = drive(llm, longer, greedy(cut), arrivals=arrivals)
+    assert [story.tokens[str(i)] for i in numbers] == [answer[-cut:] for answer in known.answers]
+    whole = [i for i in numbers if len(known.prompts[i]) >= 3 * PAGE]
+    assert all(0 < story.cached[str(i)] < len(longer[i]) for i in whole)
+    assert whole
+    stats = own_stats()
+    assert stats["staged_tokens"] == stats["committed_tokens"] + stats["rejected_tokens"]
+    assert min(stats["committed_tokens"], stats["rejected_tokens"]) > 0
+    assert stats["fallbacks"] == {}
+
+
+def forget_all(llm: Any) -> None:
+    """With asynchronous scheduling a step is under way when the last request has ended."""
+    for _ in range(4):
+        if scheduler_of(llm).reset_prefix_cache():
+            return
+        llm.llm_engine.step()
+    raise AssertionError("blocks are in use")
+
+
+def offloaded() -> list[Block]:
+    """What vLLM's connector has saved; layers by their place in memory."""
+    copies, found = HostCopies.newest, {}
+    for name in own_engine().own_layers:
+        cache = own_engine().layers[name].kv_cache
+        (at,) = (i for i, one in enumerate(copies.caches) if one.data_ptr() == cache.data_ptr())
+        found[name] = copies.host[at].view(torch.float32).view(-1, *cache.shape[1:])
+    return [
+        {name: chunks[number] for name, chunks in found.items()}
+        for number in sorted(set(copies.stored))
+    ]
+
+
+def check_offloading(llm: Any, known: Reference, late: int | None) -> None:
+    """Of vLLM's connector. `late`: answers are saved as well, but for so many of the latest tokens
+    of a text."""
+    check_run(llm, known)
+    assert HostCopies.newest.loaded
+    wanted = known.places_of_prompts if late is None else known.places_known(late)
+    assert places_of(offloaded(), known.blocks) >= wanted
+
+
+def check_host(llm: Any, known: Reference, late: int) -> None:
+    """Of ours, which saves answers too."""
+    check_run(llm, known)
+    assert HostConnector.loaded
+    assert places_of(list(HostConnector.host.values()), known.blocks) >= known.places_known(late)
+
+
+def check_fault(llm: Any, known: Reference) -> None:
+    """A block without rows that were lost may be saved already, so nothing is computed again."""
+    drive(llm, known.prompts[:1], greedy(2))
+    refuse_commits(own_engine(), {3})
+    with pytest.raises(NworError, match="a KV connector keeps copies: restart the server"):
+        drive(llm, known.prompts, greedy(len(known.answers[0])))
