@@ -3,66 +3,16 @@
 #include <ATen/ATen.h>
 #include <gtest/gtest.h>
 
-#include <map>
-#include <stdexcept>
+#include <string>
+#include <vector>
 
 #include "base/check.h"
 #include "base/fp8.h"
+#include "kv_interceptor/interceptor_fixture.h"
 #include "message_of.h"
 
 namespace nwor {
 namespace {
-
-constexpr int kLayers = 3, kPages = 8, kPageSize = 4, kHeads = 2, kDim = 8;
-
-class FailOnce final : public CacheWriter {
- public:
-  explicit FailOnce(int failures) : failures_(failures) {}
-  void WriteRow(const CacheLayout& cache, int64_t slot, const KvRowsView& row,
-                DType row_dtype) override {
-    if (failures_ > 0) {
-      --failures_;
-      throw std::runtime_error("injected");
-    }
-    PlainCacheWriter().WriteRow(cache, slot, row, row_dtype);
-  }
-
- private:
-  int failures_;
-};
-
-class InterceptorTest : public ::testing::Test {
- protected:
-  void Bind(Interceptor& interceptor, int layers = kLayers) {
-    keys_.clear();
-    values_.clear();
-    for (int layer = 0; layer < layers; ++layer) {
-      keys_.push_back(at::randn({kPages, kPageSize, kHeads, kDim}));
-      values_.push_back(at::randn({kPages, kPageSize, kHeads, kDim}));
-      interceptor.BindLayer(Layer(layer), keys_[layer], values_[layer]);
-    }
-    before_keys_ = at::stack(keys_);
-    before_values_ = at::stack(values_);
-  }
-
-  static std::string Layer(int layer) { return Concat("layer.", layer); }
-  static at::Tensor Rows(int64_t rows) { return at::randn({rows, kHeads, kDim}); }
-  static at::Tensor Slots(std::vector<int64_t> slots) { return at::tensor(slots, at::kLong); }
-  static at::Tensor Ints(std::vector<int> values) { return at::tensor(values, at::kInt); }
-  at::Tensor KeySlot(int layer, int64_t slot) {
-    return keys_[layer].reshape({-1, kHeads, kDim})[slot];
-  }
-  static int64_t Failures(const Interceptor& interceptor, CommitError error) {
-    return interceptor.stats().commit_failures[static_cast<size_t>(error)];
-  }
-  bool Unchanged() {
-    return at::equal(at::stack(keys_), before_keys_) &&
-           at::equal(at::stack(values_), before_values_);
-  }
-
-  std::vector<at::Tensor> keys_, values_;
-  at::Tensor before_keys_, before_values_;
-};
 
 TEST_F(InterceptorTest, StagesDraftsAndWritesTheRootDirectly) {
   Interceptor interceptor{NworConfig{}};
@@ -192,37 +142,6 @@ TEST_F(InterceptorTest, TakesRowsInAnyOrderAndCountsDuplicatesOnce) {
   EXPECT_EQ(interceptor.stats().committed_tokens, 3);
 }
 
-TEST_F(InterceptorTest, CountsABypassOfTheHost) {
-  Interceptor interceptor{NworConfig{}};
-  int logged = 0;
-  interceptor.SetLogSink([&](BypassReason, std::string_view) { ++logged; });
-  for (int i = 0; i < 2; ++i) interceptor.ReportBypass(BypassReason::kCommitFailure, "by hand");
-  const auto index = static_cast<size_t>(BypassReason::kCommitFailure);
-  EXPECT_EQ(interceptor.stats().fallbacks[index], 2);
-  EXPECT_EQ(logged, 1);
-  EXPECT_THROW(interceptor.ReportBypass(BypassReason::kNone, ""), Error);
-  NworConfig strict;
-  strict.strict = true;
-  EXPECT_THROW(Interceptor{strict}.ReportBypass(BypassReason::kCommitFailure, ""), Error);
-}
-
-TEST_F(InterceptorTest, SaysIncompleteAndWritesNothingWhenALayerIsMissing) {
-  Interceptor interceptor{NworConfig{}};
-  Bind(interceptor);
-  interceptor.Begin({{2}, {1}, {}});
-  interceptor.Write(Layer(0), Rows(2), Rows(2), Slots({-1, 5}));
-  interceptor.Write(Layer(2), Rows(2), Rows(2), Slots({-1, 5}));
-  const Receipt receipt = interceptor.Commit(Ints({1}).view({1, 1}), Ints({1}));
-  EXPECT_FALSE(receipt.ok());
-  EXPECT_EQ(receipt.degraded, BypassReason::kIncompleteStaging);
-  EXPECT_NE(receipt.problem.find("layer.1"), std::string::npos) << receipt.problem;
-  EXPECT_TRUE(Unchanged());
-  EXPECT_EQ(interceptor.stats().rejected_tokens, 0);
-  EXPECT_EQ(interceptor.stats().failed_tokens, 1);
-  EXPECT_EQ(interceptor.stats().cache_bytes_avoided, 0);
-  EXPECT_EQ(Failures(interceptor, CommitError::kIncompleteStaging), 1);
-}
-
 TEST_F(InterceptorTest, WritesDirectlyWhenTheRoundDoesNotFit) {
   NworConfig config;
   config.staging_rows = 1;
@@ -274,38 +193,6 @@ TEST_F(InterceptorTest, GroupsTogetherTakeNoMoreThanStagingMay) {
   interceptor.Abort();
 }
 
-TEST_F(InterceptorTest, RefusesALateWriteOfAnOldRound) {
-  Interceptor interceptor{NworConfig{}};
-  Bind(interceptor, 1);
-  const int64_t old_epoch = interceptor.Begin({{2}, {1}, {}}).epoch;
-  interceptor.Abort();
-  const auto late = [&] {
-    return interceptor.Write(Layer(0), Rows(2), Rows(2), Slots({4, 5}), std::nullopt, old_epoch);
-  };
-  EXPECT_EQ(late().reason, BypassReason::kStaleRound);
-  interceptor.Begin({{2}, {1}, {}});
-  EXPECT_EQ(late().reason, BypassReason::kStaleRound);
-  EXPECT_TRUE(Unchanged());
-  EXPECT_EQ(interceptor.stats().fallbacks[static_cast<int>(BypassReason::kStaleRound)], 2);
-}
-
-TEST_F(InterceptorTest, StrictTurnsEveryBypassButDisabledIntoAnError) {
-  NworConfig config;
-  config.strict = true;
-  Interceptor interceptor{config};
-  Bind(interceptor, 2);
-  interceptor.Begin({{2}, {1}, {}});
-  interceptor.Write(Layer(0), Rows(2), Rows(2), Slots({4, 5}));
-  EXPECT_THROW(interceptor.Write(Layer(1), Rows(2), Rows(2), Slots({4, 6})), Error);
-  EXPECT_THROW(interceptor.Write("nobody", Rows(2), Rows(2), Slots({4, 5})), Error);
-  EXPECT_THROW(interceptor.Commit(Ints({1}).view({1, 1}), Ints({1})), Error);
-  interceptor.Abort();
-  interceptor.SetEnabled(false);
-  EXPECT_EQ(interceptor.Begin({{2}, {1}, {}}).reason, BypassReason::kDisabled);
-  EXPECT_EQ(interceptor.Write(Layer(0), Rows(2), Rows(2), Slots({4, 5})).reason,
-            BypassReason::kDisabled);
-}
-
 TEST_F(InterceptorTest, TouchesNothingWhenSwitchedOff) {
   NworConfig config;
   config.enable_nwor = false;
@@ -318,71 +205,6 @@ TEST_F(InterceptorTest, TouchesNothingWhenSwitchedOff) {
   EXPECT_TRUE(Unchanged());
   EXPECT_EQ(interceptor.stats().staging_bytes, 0);
   EXPECT_EQ(interceptor.stats().cache_bytes_written, 0);
-}
-
-TEST_F(InterceptorTest, LogsEachReasonOnce) {
-  Interceptor interceptor{NworConfig{}};
-  std::map<BypassReason, int> logged;
-  interceptor.SetLogSink([&](BypassReason reason, std::string_view) { ++logged[reason]; });
-  for (int i = 0; i < 3; ++i) {
-    interceptor.Write("nobody", Rows(1), Rows(1), Slots({0}));
-  }
-  EXPECT_EQ(logged.size(), 1U);
-  EXPECT_EQ(logged[BypassReason::kUnboundLayer], 1);
-}
-
-TEST_F(InterceptorTest, WritesAcceptedRowsFromStagingWhenTheCommitFailsOnce) {
-  Interceptor interceptor{NworConfig{}};
-  Bind(interceptor);
-  FailOnce writer(1);
-  interceptor.SetCacheWriter(&writer);
-  interceptor.Begin({{3}, {2}, {}});
-  std::vector<at::Tensor> written;
-  for (int layer = 0; layer < kLayers; ++layer) {
-    written.push_back(Rows(3));
-    interceptor.Write(Layer(layer), written[layer], Rows(3), Slots({-1, 5, 6}));
-  }
-  const Receipt receipt = interceptor.Commit(Ints({1, 2}).view({1, 2}), Ints({2}));
-  EXPECT_TRUE(receipt.ok());
-  EXPECT_EQ(receipt.degraded, BypassReason::kCommitFailure);
-  EXPECT_TRUE(at::equal(KeySlot(2, 6), written[2][2]));
-  EXPECT_EQ(interceptor.stats().committed_tokens, 2);
-}
-
-TEST_F(InterceptorTest, CountsWhatIsCommittedAlsoWhenStrictReportsTheFailure) {
-  NworConfig config;
-  config.strict = true;
-  Interceptor interceptor{config};
-  Bind(interceptor, 1);
-  FailOnce writer(1);
-  interceptor.SetCacheWriter(&writer);
-  interceptor.Begin({{3}, {2}, {}});
-  const at::Tensor key = Rows(3);
-  interceptor.Write(Layer(0), key, Rows(3), Slots({-1, 5, 6}));
-  EXPECT_THROW(interceptor.Commit(Ints({1}).view({1, 1}), Ints({1})), Error);
-  EXPECT_TRUE(at::equal(KeySlot(0, 5), key[1]));
-  interceptor.Abort();
-  EXPECT_EQ(interceptor.stats().committed_tokens, 1);
-  EXPECT_EQ(interceptor.stats().rejected_tokens, 1);
-}
-
-TEST_F(InterceptorTest, SaysLostAndChangesNothingWhenTheCommitFailsAgain) {
-  Interceptor interceptor{NworConfig{}};
-  Bind(interceptor);
-  FailOnce writer(1000);
-  interceptor.SetCacheWriter(&writer);
-  interceptor.Begin({{3}, {2}, {}});
-  for (int layer = 0; layer < kLayers; ++layer) {
-    interceptor.Write(Layer(layer), Rows(3), Rows(3), Slots({-1, 5, 6}));
-  }
-  const Receipt receipt = interceptor.Commit(Ints({1, 2}).view({1, 2}), Ints({2}));
-  EXPECT_FALSE(receipt.ok());
-  EXPECT_EQ(receipt.degraded, BypassReason::kCommitLost);
-  EXPECT_TRUE(Unchanged());
-  EXPECT_EQ(interceptor.stats().committed_tokens, 0);
-  EXPECT_EQ(interceptor.stats().rejected_tokens, 0);
-  EXPECT_EQ(interceptor.stats().failed_tokens, 2);
-  EXPECT_EQ(Failures(interceptor, CommitError::kWriteFailed), 1);
 }
 
 TEST_F(InterceptorTest, CommitsInChunksOfOneRound) {
@@ -429,22 +251,6 @@ TEST_F(InterceptorTest, ChunksOfOneRoundHaveNoDestinationInCommon) {
   EXPECT_TRUE(chunk(1, 9, /*last=*/true).ok());
 }
 
-TEST_F(InterceptorTest, ARefusedChunkLeavesItsDestinationsFree) {
-  Interceptor interceptor{NworConfig{}};
-  Bind(interceptor, 1);
-  FailOnce writer(2);
-  interceptor.SetCacheWriter(&writer);
-  interceptor.Begin({{2}, {1}, {}});
-  const at::Tensor key = Rows(2);
-  interceptor.Write(Layer(0), key, Rows(2), Slots({-1, 5}));
-  const auto commit = [&](bool last) {
-    return interceptor.Commit(Ints({1}).view({1, 1}), Ints({1}), {}, RowSpace::kBatch, last);
-  };
-  EXPECT_FALSE(commit(/*last=*/false).ok());
-  EXPECT_TRUE(commit(/*last=*/true).ok());
-  EXPECT_TRUE(at::equal(KeySlot(0, 5), key[1]));
-}
-
 TEST_F(InterceptorTest, ARoundOfNobodyBeginsAndEnds) {
   for (const int graph_rows : {0, 8}) {
     NworConfig config;
@@ -459,78 +265,6 @@ TEST_F(InterceptorTest, ARoundOfNobodyBeginsAndEnds) {
     interceptor.Abort();
     EXPECT_TRUE(Unchanged());
   }
-}
-
-TEST_F(InterceptorTest, AGroupWhoseLayersHaveLostTheirMemoryTakesNoPart) {
-  Interceptor interceptor{NworConfig{}};
-  Bind(interceptor, 1);
-  const at::Tensor other = at::zeros({kPages, kPageSize, kHeads, kDim});
-  interceptor.BindLayer("other", other, other.clone(), 1);
-  interceptor.Begin({{3}, {2}, {}});
-  interceptor.Abort();
-  EXPECT_EQ(interceptor.stats().num_groups, 2);
-
-  interceptor.BindLayer("other", at::empty({0}), at::empty({0}), 1);
-  EXPECT_EQ(interceptor.stats().num_groups, 1);
-  for (const bool given : {false, true}) {
-    interceptor.Begin({{3}, {2}, {}});
-    const at::Tensor key = Rows(3);
-    interceptor.Write(Layer(0), key, Rows(3), Slots({4, 5, 6}));
-    EXPECT_EQ(interceptor.Write("other", key, key, Slots({4, 5, 6})).action, Action::kBypass);
-    std::vector<at::Tensor> slots;
-    if (given) slots = {Slots({5, 6}).view({1, 2})};
-    EXPECT_TRUE(interceptor.Commit(Ints({1, 2}).view({1, 2}), Ints({2}), slots).ok());
-    EXPECT_TRUE(at::equal(KeySlot(0, 6), key[2]));
-  }
-}
-
-TEST_F(InterceptorTest, WaitsForMemoryAndTakesItWhenBoundAgain) {
-  Interceptor interceptor{NworConfig{}};
-  interceptor.BindLayer(Layer(0), at::empty({0}), at::empty({0}));
-  EXPECT_EQ(interceptor.Begin({{2}, {1}, {}}).reason, BypassReason::kNotReady);
-  EXPECT_EQ(interceptor.Write(Layer(0), Rows(2), Rows(2), Slots({4, 5})).reason,
-            BypassReason::kNotReady);
-  interceptor.Abort();
-  Bind(interceptor, 1);
-  EXPECT_TRUE(interceptor.Begin({{2}, {1}, {}}).stage);
-}
-
-TEST_F(InterceptorTest, BypassesCachesItCannotWriteAndSaysSo) {
-  Interceptor interceptor{NworConfig{}};
-  const at::Tensor cache = at::zeros({kPages, kPageSize, kHeads, kDim}, at::kChar);
-  interceptor.BindLayer(Layer(0), cache, cache.clone());
-  interceptor.Begin({{2}, {1}, {}});
-  EXPECT_EQ(interceptor.Write(Layer(0), Rows(2), Rows(2), Slots({4, 5})).reason,
-            BypassReason::kUnsupportedLayout);
-}
-
-TEST_F(InterceptorTest, CommitsTheOtherLayersWhenOneCannotBeStaged) {
-  Interceptor interceptor{NworConfig{}};
-  Bind(interceptor, 2);
-  const at::Tensor foreign = at::zeros({kPages, kPageSize, kHeads, kDim}, at::kChar);
-  interceptor.BindLayer("foreign", foreign, foreign);
-  ASSERT_TRUE(interceptor.Begin({{2}, {1}, {}}).stage);
-  const at::Tensor key = Rows(2);
-  for (int layer = 0; layer < 2; ++layer) {
-    interceptor.Write(Layer(layer), key, Rows(2), Slots({4, 5}));
-  }
-  EXPECT_EQ(interceptor.Write("foreign", Rows(2), Rows(2), Slots({4, 5})).action, Action::kBypass);
-  EXPECT_TRUE(interceptor.Commit(Ints({1}).view({1, 1}), Ints({1})).ok());
-  for (int layer = 0; layer < 2; ++layer) EXPECT_TRUE(at::equal(KeySlot(layer, 5), key[1]));
-  EXPECT_TRUE(at::equal(foreign, at::zeros_like(foreign)));
-}
-
-TEST_F(InterceptorTest, ReportsOnceThatItWasSwitchedOff) {
-  Interceptor interceptor{NworConfig{}};
-  const auto reported = [&] {
-    return interceptor.stats().fallbacks[static_cast<int>(BypassReason::kDisabled)];
-  };
-  interceptor.SetEnabled(true);
-  EXPECT_EQ(reported(), 0);
-  interceptor.SetEnabled(false);
-  EXPECT_EQ(reported(), 1);
-  interceptor.SetEnabled(false);
-  EXPECT_EQ(reported(), 1);
 }
 
 TEST_F(InterceptorTest, AnswersMetaTensorsWithoutTouchingData) {
@@ -581,39 +315,6 @@ TEST_F(InterceptorTest, QuantisesInTheCommitExactlyAsADirectWriteDoes) {
   // And by the formula, for one channel of the second head.
   const auto expected = QuantizeE4M3(key[2][1][3].item<float>() / 0.25f);
   EXPECT_EQ(staged_k.view(at::kByte)[1][2][1][3].item<uint8_t>(), expected);
-}
-
-TEST_F(InterceptorTest, WrongUseThrowsAndLeavesTheRoundAsItWas) {
-  Interceptor interceptor{NworConfig{}};
-  Bind(interceptor, 1);
-  EXPECT_THROW(interceptor.Commit(Ints({1}).view({1, 1}), Ints({1})), Error);
-  EXPECT_THROW(interceptor.Abort(), Error);
-  EXPECT_THROW(interceptor.Write(Layer(0), Rows(1), Rows(1), Slots({0})), Error);
-  EXPECT_THROW(interceptor.Begin({{2}, {2}, {}}), Error);        // no root
-  EXPECT_THROW(interceptor.Begin({{3}, {2}, {{1, 0}}}), Error);  // a row is its own parent
-  EXPECT_THROW(interceptor.Begin({{3, 1}, {2}, {}}), Error);     // sizes
-  interceptor.Begin({{3}, {2}, {}});
-  EXPECT_THROW(interceptor.Begin({{3}, {2}, {}}), Error);
-  EXPECT_THROW(interceptor.BindLayer("late", keys_[0], values_[0]), Error);
-  EXPECT_THROW(interceptor.SetEnabled(false), Error);
-  EXPECT_THROW(interceptor.Write(Layer(0), Rows(2), Rows(2), Slots({1, 2})), Error);
-  EXPECT_THROW(interceptor.Write(Layer(0), Rows(3).to(at::kHalf), Rows(3), Slots({1, 2, 3})),
-               Error);
-  EXPECT_THROW(interceptor.Write(Layer(0), Rows(3), Rows(3), Slots({1, 2, 32})), Error);
-  EXPECT_THROW(interceptor.Write(Layer(0), Rows(3), Rows(3), Ints({1, 2, 3})), Error);
-  EXPECT_TRUE(Unchanged());
-  EXPECT_EQ(interceptor.Write(Layer(0), Rows(3), Rows(3), Slots({-1, 2, 3})).staged_rows, 2);
-  EXPECT_THROW(interceptor.Commit(Ints({1}).view({1, 1}), Ints({2})), Error);
-  EXPECT_THROW(interceptor.Commit(Ints({2}).view({1, 1}), Ints({1})), Error);  // skips row 1
-  EXPECT_THROW(interceptor.Commit(Ints({0}).view({1, 1}), Ints({1})), Error);  // the root
-  EXPECT_TRUE(Unchanged());
-  EXPECT_TRUE(interceptor.Commit(Ints({1}).view({1, 1}), Ints({1})).ok());
-  const InterceptorStats stats = interceptor.stats();
-  EXPECT_EQ(Failures(interceptor, CommitError::kCountRange), 1);
-  EXPECT_EQ(Failures(interceptor, CommitError::kNotAChain), 1);
-  EXPECT_EQ(Failures(interceptor, CommitError::kPathRange), 1);
-  EXPECT_EQ(stats.failed_tokens, 0) << "the call was corrected";
-  EXPECT_EQ(stats.rejected_tokens, 1);
 }
 
 }  // namespace
