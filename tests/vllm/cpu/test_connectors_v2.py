@@ -17,7 +17,7 @@ from support.installed import ADAPTER, PAGE
 
 pytestmark = pytest.mark.serves("KV connectors", "V2")
 
-SCRIPT = Path(__file__).parents[1] / "support" / "connectors_v2_process.py"
+SCRIPT = Path(__file__).parents[1] / "support" / "processes" / "connectors_v2.py"
 # In this version the plugin refuses a connector that saves answers.
 ANSWERS = () if ADAPTER.offloads_last_token else ("answers",)
 

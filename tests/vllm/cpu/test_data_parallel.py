@@ -17,7 +17,7 @@ from support.small_views import SMALL_VIEW
 
 pytestmark = pytest.mark.slow
 
-SCRIPT = Path(__file__).parents[1] / "support" / "data_parallel_process.py"
+SCRIPT = Path(__file__).parents[1] / "support" / "processes" / "data_parallel.py"
 TOKENS, RANKS = 40, 2
 
 

@@ -10,9 +10,7 @@ from support.engines import NGRAM, STAGED, counted, drive, greedy, own_engine, s
 from support.engines import stats as own_stats
 from support.installed import PAGE
 
-pytestmark = pytest.mark.serves("staging", "V1")
-
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.serves("staging", "V1"), pytest.mark.slow]
 
 MAX_TOKENS = 64
 QUESTIONS = (

@@ -15,7 +15,7 @@ from support.installed import ADAPTER, PAGE
 pytestmark = [pytest.mark.serves("staging", "V2"), pytest.mark.quick]
 
 TOKENS, DRAFTS = 16, 3
-SCRIPT = Path(__file__).parents[1] / "support" / "staging_v2_process.py"
+SCRIPT = Path(__file__).parents[1] / "support" / "processes" / "staging_v2.py"
 DRAFTERS = {"head": {}, "ngram": {"method": "ngram_gpu", "prompt_lookup_max": 3}}
 ON_V2 = {"head": True, "ngram": ADAPTER.unsupported_by_v2 is None}
 

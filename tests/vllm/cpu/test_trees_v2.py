@@ -20,7 +20,7 @@ from support.installed import PAGE
 
 pytestmark = pytest.mark.serves("draft trees", "V2")
 
-SCRIPT = Path(__file__).parents[1] / "support" / "trees_v2_process.py"
+SCRIPT = Path(__file__).parents[1] / "support" / "processes" / "trees_v2.py"
 ROWS, TOKENS = 8, 10
 PROMPTS = [[*text, i + 5] for i, text in enumerate(story_prompts(7))]
 SAMPLED = {"temperature": 0.9, "seed": 11}

@@ -23,7 +23,7 @@ from support.engines import stats as own_stats
 from support.gpu_checks import alike, check_drawn, draw
 from support.gpu_engines import EAGER, GRAPHS, PLAIN, STOCK, TURN, begin, smollm2_head
 from support.metric_counts import grown
-from support.runner_v2_process import take_turns
+from support.processes.runner_v2 import take_turns
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 

@@ -1,4 +1,4 @@
-"""Jobs for `runner_v2_process.py`, which runs model runner V2 on the CPU."""
+"""Jobs for `runner_v2.py`, which runs model runner V2 on the CPU."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from support.engine_process import run_script
 from support.small_views import SMALL_VIEW, prompts
 
 SCHEDULER = "nwor_specpv.vllm.specpv.scheduler.LongContextScheduler"
-SCRIPT = Path(__file__).with_name("runner_v2_process.py")
+SCRIPT = Path(__file__).with_name("processes") / "runner_v2.py"
 VIEW = SMALL_VIEW | {
     "specpv_draft_passes": 3,
     "specpv_draft_lookup": 3,

@@ -134,7 +134,7 @@ def test_asynchronous_scheduling_on_model_runner_v2(tmp_path: Path) -> None:
     options |= {"num_gpu_blocks_override": 800 // PAGE, "max_model_len": 320}
     options |= {"long_prefill_token_threshold": 149, "speculation": {"num_speculative_tokens": 4}}
     job = {"start": options, "prompts": prompts(), "max_tokens": 24}
-    script = Path(__file__).parents[1] / "support" / "refresh_v2_process.py"
+    script = Path(__file__).parents[2] / "support" / "processes" / "refresh_v2.py"
     found, log = run_script(tmp_path, job, script, VLLM_USE_V2_MODEL_RUNNER="1")
     print(log[-2000:])
     assert found["runner"] == "vllm.v1.worker.cpu.model_runner"

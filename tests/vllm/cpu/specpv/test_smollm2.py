@@ -18,11 +18,9 @@ from support import disturbances
 from support.engines import check_drafting, drive, greedy, own_engine, release_engines, start
 from support.engines import stats as own_stats
 
-pytestmark = pytest.mark.serves("lossless without a head", "V1")
+pytestmark = [pytest.mark.serves("lossless without a head", "V1"), pytest.mark.slow]
 
-pytestmark = pytest.mark.slow
-
-ROOT = Path(__file__).resolve().parents[3]
+ROOT = Path(__file__).resolve().parents[4]
 MAX_TOKENS = 48
 SPECULATION = {"method": "custom_class", "model": DRAFTER, "num_speculative_tokens": 16}
 VIEW = {

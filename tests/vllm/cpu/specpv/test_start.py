@@ -1,6 +1,6 @@
 """Drafting over views starts before the first request: memory is taken, and passes are timed.
 
-Model runner V1, the story model. V2: `test_specpv_speculator.py`, `test_runner_v2.py`.
+Model runner V1, the story model. V2: `test_speculator.py`, `../test_runner_v2.py`.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""KV connectors on model runner V2 in a process of their own: connectors_v2_process.py JOB RESULTS.
+"""KV connectors on model runner V2 in a process of their own: connectors_v2.py JOB RESULTS.
 
 job: `reference` (a file of torch.save) and `runs`: `prompts` or `answers` that vLLM's connector
 saves, a moment at which ours does (`host_connector.py`), or `fault`.

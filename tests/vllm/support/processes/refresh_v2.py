@@ -1,4 +1,4 @@
-"""Mode `refresh` on model runner V2 in a process of its own: refresh_v2_process.py JOB RESULT.
+"""Mode `refresh` on model runner V2 in a process of its own: refresh_v2.py JOB RESULT.
 
 job: `start` (arguments of engines.start), `prompts`, `max_tokens`. A first short request tells the
 worker who runs it; then the prompts, then the prompts with their answers behind them.

@@ -1,4 +1,4 @@
-"""Engines on model runner V2 in a process of their own: runner_v2_process.py JOB.json RESULT.json.
+"""Engines on model runner V2 in a process of their own: runner_v2.py JOB.json RESULT.json.
 
 job: a list of runs, each with `start` (arguments of engines.start; where its `speculation` names no
 method it is a head of made-up weights), `prompts`, `params` (of SamplingParams), `arrivals`,

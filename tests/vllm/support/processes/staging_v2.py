@@ -1,4 +1,4 @@
-"""Staging alone on model runner V2 in a process of its own: staging_v2_process.py JOBS RESULTS.
+"""Staging alone on model runner V2 in a process of its own: staging_v2.py JOBS RESULTS.
 
 jobs: a list of runs, each with `start` (arguments of engines.start; where its `speculation` names
 no method it is a head of made-up weights), `prompts`, `max_tokens` and `again`: prompts that are

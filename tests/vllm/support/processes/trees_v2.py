@@ -1,4 +1,4 @@
-"""Draft trees on model runner V2 in a process of its own: trees_v2_process.py JOBS RESULTS.
+"""Draft trees on model runner V2 in a process of its own: trees_v2.py JOBS RESULTS.
 
 jobs: a list of runs, each with `start` (arguments of engines.start; `speculation` is added to a
 head of made-up weights, None: no speculation), `prompts`, `params` (of SamplingParams, one for each
@@ -29,8 +29,8 @@ from nwor_specpv import Metrics
 from support import triton_cpu
 from support.engines import counted, drive, greedy, own_engine, start
 from support.heads import story_head
+from support.processes.runner_v2 import take_turns, watch_lengths
 from support.recorded_graph import RecordedGraph, record
-from support.runner_v2_process import take_turns, watch_lengths
 
 PREEMPTIONS = "vllm:num_preemptions"
 
