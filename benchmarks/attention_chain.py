@@ -19,9 +19,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
-from attention_inputs import DEVICE, Bench, Case, Set, cases_of
+from attention_inputs import DEVICE, Bench, Case, Set, cases_of, measured_with
 
-from nwor_specpv import _stamp
 from nwor_specpv.bench.timing import capture, cold_l2, time_graphs
 
 SHAPES = "1x1024,1x4608,4x4608,8x32768,32x4608,32x32768"
@@ -139,12 +138,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"{one['name']:<14}{one['rows']:>5}{us}   {one['ratio']:.3f}", flush=True)
         torch.cuda.empty_cache()
         if options.json:
-            environment = {
-                "device": torch.cuda.get_device_name(),
-                "torch": torch.__version__,
-                "commit": _stamp.read_stamp().revision,
-                "rotation": name,
-            }
+            environment = measured_with() | {"rotation": name}
             document = {"environment": environment, "results": results}
             options.json.write_text(json.dumps(document, indent=1))
     return 0

@@ -38,11 +38,20 @@ from dataclasses import asdict
 from pathlib import Path
 
 import torch
-from attention_inputs import HEADS, KV_HEADS, PAGE, Bench, Case, Errors, Set, cases_of
+from attention_inputs import (
+    HEADS,
+    KV_HEADS,
+    PAGE,
+    Bench,
+    Case,
+    Errors,
+    Set,
+    cases_of,
+    measured_with,
+)
 from attention_peers import PEERS, find_peers
 from gpu_clocks import Clocks
 
-from nwor_specpv import _stamp
 from nwor_specpv.bench.timing import Timing, capture, cold_l2, time_graphs
 from nwor_specpv.ops.attention import last_route
 
@@ -295,12 +304,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print("attention_gpu: no CUDA device", file=sys.stderr)
         return 1
     peers, missing = find_peers()
-    environment = {
-        "device": torch.cuda.get_device_name(),
-        "torch": torch.__version__,
+    environment = measured_with() | {
         "cuda": torch.version.cuda,
         "python": platform.python_version(),
-        "commit": _stamp.read_stamp().revision,
         "seed": options.seed,
         "missing_peers": missing,
         "errors_of": ERRORS_OF,

@@ -10,10 +10,20 @@ from dataclasses import dataclass
 import torch
 
 import nwor_specpv
+from nwor_specpv import _stamp
 
 HEADS, KV_HEADS, PAGE = 32, 8, 16
 SET_BYTES = 300_000_000
 DEVICE = "cuda"
+
+
+def measured_with() -> dict[str, str]:
+    """What a file of results says of its run."""
+    return {
+        "device": torch.cuda.get_device_name(),
+        "torch": torch.__version__,
+        "commit": _stamp.read_stamp().revision,
+    }
 
 
 @dataclass(frozen=True)

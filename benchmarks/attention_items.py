@@ -16,10 +16,9 @@ import sys
 from pathlib import Path
 
 import torch
-from attention_inputs import Bench, Case
+from attention_inputs import Bench, Case, measured_with
 from attention_peers import read_floor
 
-from nwor_specpv import _stamp
 from nwor_specpv.bench.timing import capture, cold_l2, time_graphs
 
 TOKENS = 262144
@@ -82,12 +81,7 @@ def main() -> int:
         )
         torch.cuda.empty_cache()
     if options.json:
-        environment = {
-            "device": torch.cuda.get_device_name(),
-            "torch": torch.__version__,
-            "commit": _stamp.read_stamp().revision,
-        }
-        document = {"environment": environment, "ctas": ctas, "results": results}
+        document = {"environment": measured_with(), "ctas": ctas, "results": results}
         options.json.write_text(json.dumps(document, indent=1))
     return 0
 

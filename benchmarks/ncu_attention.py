@@ -31,9 +31,7 @@ GOAL = 1.05
 
 def drive(plan_path: Path) -> int:
     import torch
-    from attention_inputs import Bench, Case
-
-    from nwor_specpv import _stamp
+    from attention_inputs import Bench, Case, measured_with
 
     flush = torch.ones(FLUSH_BYTES // 4, device="cuda")
     plan = []
@@ -53,13 +51,7 @@ def drive(plan_path: Path) -> int:
         plan.append({"name": case.name, "rows": rows, "kv_bytes": bench.bytes * len(bench.sets)})
         del bench
         torch.cuda.empty_cache()
-    document = {
-        "device": torch.cuda.get_device_name(),
-        "torch": torch.__version__,
-        "commit": _stamp.read_stamp().revision,
-        "goal": GOAL,
-        "ranges": plan,
-    }
+    document = measured_with() | {"goal": GOAL, "ranges": plan}
     plan_path.write_text(json.dumps(document, indent=1))
     return 0
 

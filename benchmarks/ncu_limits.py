@@ -49,10 +49,8 @@ _SCALES = {"second": 1e6, "s": 1e6, "msecond": 1e3, "ms": 1e3, "usecond": 1.0, "
 
 def drive(plan_path: Path) -> int:
     import torch
-    from attention_inputs import Bench, Case
+    from attention_inputs import Bench, Case, measured_with
     from attention_peers import flash_attention_3
-
-    from nwor_specpv import _stamp
 
     theirs, missing = None, ""
     try:
@@ -80,13 +78,7 @@ def drive(plan_path: Path) -> int:
                              "kv_bytes": bench.bytes})  # fmt: skip
             del bench, one, calls
             torch.cuda.empty_cache()
-    document = {
-        "device": torch.cuda.get_device_name(),
-        "torch": torch.__version__,
-        "commit": _stamp.read_stamp().revision,
-        "missing_peer": missing,
-        "calls": plan,
-    }
+    document = measured_with() | {"missing_peer": missing, "calls": plan}
     plan_path.write_text(json.dumps(document, indent=1))
     return 0
 
