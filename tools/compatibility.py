@@ -5,7 +5,7 @@
     tools/compatibility.py JUNIT.xml .. PYTHON      other JUnit files, the Python that wrote them
 
 A run replaces an earlier one of the same vLLM, torch, Python, processor and device. The table of
-docs/vllm.md is made from it by tools/readme_results.py.
+docs/vllm_versions.md is made from it by tools/readme_results.py.
 """
 
 from __future__ import annotations

@@ -45,10 +45,10 @@ PAGES = (
     DOCS / "measured.md",
     DOCS / "measured_transformers.md",
     DOCS / "measured_attention.md",
-    DOCS / "vllm.md",
     DOCS / "vllm_long_context.md",
     DOCS / "vllm_trees.md",
     DOCS / "vllm_validation.md",
+    DOCS / "vllm_versions.md",
     DOCS / "worker.md",
 )
 PLOTS: dict[Path, Callable[[], str]] = {
