@@ -64,18 +64,20 @@ def _trees() -> str:
 
 
 def _transformers() -> str:
-    data = load("cpu/generate.json")
+    """On two machines, an aarch64 and an x86_64 one."""
+    files = [load(f"cpu/{name}.json") for name in ("generate", "generate_x86")]
     eagle3, plain = (
         [
             short[way]["tokens_per_second"] / short["transformers generate"]["tokens_per_second"]
+            for data in files
             for short in data["short"].values()
         ]
         for way in ("eagle3", "none")
     )
     return (
         f"* **transformers on a CPU: {min(eagle3):.1f}x to {max(eagle3):.1f}x `generate`**, the "
-        f"same tokens ({min(plain):.1f}x to {max(plain):.1f}x without drafts). {data['model']} "
-        "with our head, float32, 2 cores."
+        f"same tokens ({min(plain):.1f}x to {max(plain):.1f}x without drafts). {files[0]['model']} "
+        "with our head, float32, 2 cores of an aarch64 and of an x86_64 machine."
     )
 
 
