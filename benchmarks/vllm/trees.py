@@ -16,7 +16,8 @@ Sides are `plain`, stock chains of 1 to 7 drafts, trees of so many rows, and `tr
 chosen while serving. Each is a process of its own with model runner V2; sides take turns, and
 --together says how many engines are up at once. The clock runs while the whole batch decodes. Every
 measurement is a line of DIR/records.jsonl, and a later call goes on where one was stopped; with
---seconds it stops in time, with status 75.
+--seconds it stops in time, with status 75. Where rows are chosen, it has what was chosen and what
+steps of each kind took.
 """
 
 from __future__ import annotations
@@ -39,7 +40,9 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 from real_engine import environment
+from real_measure import Arms
 from real_records import FAILED, MEASURED, Cell, Job, Records
+from real_summary import arm_means
 from turns import UNFINISHED, Gate, Turns, end, launch, wait
 
 PARTS = ("verify", "text", "shapes")
@@ -148,6 +151,7 @@ def serve(args: argparse.Namespace, records: Records) -> int:
             {"engine": f"{part} {side}", "ready_s": round(time.perf_counter() - began, 1)}
             | described(args)
         )
+        arms = Arms(llm)
         turns.wait()
         for job in todo:
             with turns:
@@ -157,7 +161,7 @@ def serve(args: argparse.Namespace, records: Records) -> int:
                 if part == "verify":
                     found = verify(llm, batch)
                 else:
-                    found = speed(args, llm, part, side, batch)
+                    found = speed(args, llm, arms, part, side, batch)
                 wall = time.perf_counter() - started
                 records.add(job.record(MEASURED, wall_s=round(wall, 2), **found))
     return 0
@@ -338,13 +342,17 @@ def verify(llm: Any, batch: int) -> dict[str, Any]:
     return {"step_ms": step_ms, "verify_ms": clock.mean_ms() if clock is not None else None}
 
 
-def speed(args: argparse.Namespace, llm: Any, part: str, side: str, batch: int) -> dict[str, Any]:
+def speed(
+    args: argparse.Namespace, llm: Any, arms: Arms, part: str, side: str, batch: int
+) -> dict[str, Any]:
     """Tokens per second while the whole batch decodes, after runs that are not counted."""
     for _ in range(SETTLING if side == "trees" else 1):
         decode(args, llm, part, batch)
+    before, measured = arms.taken.copy(), len(arms.measured)
     tokens, seconds, emitted = decode(args, llm, part, batch)
-    steps = emitted.total()
-    return {
+    steps, taken = emitted.total(), dict(arms.taken - before)
+    chosen = {"arms": taken, "arm_means": arm_means(arms.measured[measured:])} if taken else {}
+    return chosen | {
         "tokens_per_s": tokens / seconds,
         "step_ms": 1e3 * seconds * batch / steps,
         "tokens_per_step": tokens / steps,
