@@ -42,7 +42,7 @@ def _real_weights() -> Iterator[str]:
 
 def _trees() -> str:
     """Of one number of rows, at every batch."""
-    data = load(vllm_trees.FILE)
+    data = load(vllm_trees.TEXT)
     sides = data["parts"]["text"]
     chains = [side for side in sides if side.startswith("chain")]
     ours = {int(batch): cell["tokens_per_s"] for batch, cell in sides[f"trees{TREE_ROWS}"].items()}

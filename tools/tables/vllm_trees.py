@@ -7,13 +7,18 @@ from typing import Any
 
 from .records import head, load, row
 
-FILE = "h200/vllm_trees.json"
+TEXT, SHAPES = "h200/vllm_trees.json", "h200/vllm_trees_shapes.json"
 _TREES = ("trees4", "trees8", "trees16", "trees32", "trees64", "trees")
 _TITLES = {"text": "SmolLM2-135M-Instruct, shipped head", "shapes": "Llama-3.1-8B shapes"}
 
 
 def vllm_tree_lines() -> Iterator[str]:
-    data = load(FILE)
+    yield from _lines_of(load(TEXT))
+    yield ""
+    yield from _lines_of(load(SHAPES))
+
+
+def _lines_of(data: dict[str, Any]) -> Iterator[str]:
     parts = data["parts"]
     versions = f"vLLM {data['vllm']}, torch {data['torch']}, commit `{data['commit']}`"
     yield f"{data['device']}, {versions}."
@@ -46,13 +51,15 @@ def _speed_lines(title: str, sides: dict[str, Any]) -> Iterator[str]:
     trees = [
         "chosen" if side == "trees" else f"{side.removeprefix('trees')} rows" for side in shown
     ]
-    yield from head("requests", "plain", "chain of 4", "best chain", *trees)
+    single = [side for side in ("plain", "chain4") if side in sides]
+    titles = ["chain of 4" if side == "chain4" else side for side in single]
+    yield from head("requests", *titles, "best chain", *trees)
     for batch in map(str, batches):
         speeds = {
             side: cells[batch]["tokens_per_s"] for side, cells in sides.items() if batch in cells
         }
         best = max((side for side in chains if side in speeds), key=speeds.__getitem__, default="")
-        found = [f"{speeds[side]:.0f}" if side in speeds else "-" for side in ("plain", "chain4")]
+        found = [f"{speeds[side]:.0f}" if side in speeds else "-" for side in single]
         found.append(f"{speeds[best]:.0f} (of {best.removeprefix('chain')})" if best else "-")
         for side in shown:
             ratio = f" ({speeds[side] / speeds[best]:.2f})" if side in speeds and best else ""

@@ -161,7 +161,7 @@ class ArmChoice:
         cell, arm = choice.cell, choice.arm
         estimate = cell.estimates.setdefault(arm, Estimate())
         estimate.add(cell.visits, seconds, tokens, rough=choice.first)
-        plain = cell.outlook(PLAIN)
+        plain = cell.level(PLAIN)
         if not tokens or plain is None:
             return
         mean, likely = sum(tokens) / len(tokens), estimate.seconds
@@ -182,22 +182,24 @@ class ArmChoice:
     def rates(self, cell: Cell) -> dict[Arm, float]:
         """Tokens per second of a request, of the arms that were measured in a cell."""
         return {
-            arm: estimate.tokens / estimate.seconds
+            arm: estimate.rate
             for arm, estimate in sorted(cell.estimates.items())
             if estimate.count >= ENOUGH
         }
 
     # ---- the account ----------------------------------------------------------------------------
 
-    def _pay(self, choice: Choice, seconds: float, tokens: float, plain: Outlook) -> None:
+    def _pay(
+        self, choice: Choice, seconds: float, tokens: float, plain: Estimate | Outlook
+    ) -> None:
         if self._credit is None:
             self._credit = self._pace.first_credit * plain.seconds
         most = _MOST_FIRST_COST if choice.first else _MOST_COST
         seconds = min(seconds, (most + choice.arm.passes) * plain.seconds)
         self._credit += _PAID * seconds
-        current = choice.cell.rate(choice.cell.arm)
-        if choice.probe and current is not None:
-            self._credit -= seconds - tokens / current - choice.paid
+        current = choice.cell.level(choice.cell.arm) if choice.probe else None
+        if current is not None:
+            self._credit -= seconds - tokens / current.rate - choice.paid
         least, most = _LEAST_CREDIT * plain.seconds, _MOST_CREDIT * plain.seconds
         self._credit = max(least, min(self._credit, most))
 

@@ -92,6 +92,11 @@ class Estimate:
         self._first: list[float] = []  # times
         self._shifted = 0
 
+    @property
+    def rate(self) -> float:
+        """Tokens of a request per second."""
+        return self.tokens / self.seconds
+
     def add(
         self, visit: int, seconds: float | None, tokens: Sequence[int], *, rough: bool = False
     ) -> None:
@@ -126,7 +131,9 @@ class Estimate:
     def _add_tokens(self, gap: int, tokens: Sequence[int]) -> None:
         number = len(tokens)
         mean = sum(tokens) / number
-        inside = sum(map(operator.mul, tokens, tokens)) / number - mean**2
+        inside = 0.0  # as in a plain step
+        if mean != 1.0:
+            inside = sum(map(operator.mul, tokens, tokens)) / number - mean**2
         # Small batches need more steps for as many requests.
         most = _AFTER_PAUSE if gap > _PAUSE else max(_MOST_STEPS, _LEAST_REQUESTS / number)
         past = min(most * number, self._requests * 0.5 ** (gap / _HALF_LIFE))
@@ -187,9 +194,13 @@ class Cell:
         found = self.estimates.get(arm)
         return found is not None and found.count >= ENOUGH
 
-    def rate(self, arm: Arm) -> float | None:
-        found = self.outlook(arm)
-        return None if found is None else found.rate
+    def level(self, arm: Arm) -> Estimate | Outlook | None:
+        """As `outlook`, of what steps take and yield alone: errors take time to compute."""
+        own = self.estimates.get(arm)
+        if own is not None and own.count < ENOUGH:
+            known = own.seconds > 0 and own.tokens > 0
+            return self.borrowed.get(arm, own if known else None)
+        return own or self.borrowed.get(arm)
 
 
 CellKey = tuple[bool, int, int]

@@ -74,6 +74,7 @@ class Engine:
         self.scheduled_drafts: Sequence[int] | None = None  # of each, where vLLM says so
         # What the scheduler wants for the next step (runner V2): drafts, and passes to make them.
         self.num_drafts = self.num_passes = 0
+        self.plain_step = False  # this step has no drafts and makes none (runner V2)
         self.prefix_hits = False  # a request may read what another one of the step computes
         self.refresh = self._make_refresh(vllm_config)
         self.tree_room = 0  # rows of a step; 0: their number is fixed
@@ -172,7 +173,8 @@ class Engine:
         """How many drafts and passes are possible in mode `lossless` on runner V2."""
         if not self.lossless or not vllm_config.use_v2_model_runner:
             return None
-        self._hook(runner_hooks.install_plan() or graph_lengths.install() or speculators.problem)
+        problem = runner_hooks.install_plan() or runner_hooks.install_idle()
+        self._hook(problem or graph_lengths.install() or speculators.problem)
         return Lengths(self.settings, self.setup.num_speculative_tokens)
 
     def _list_lengths(self) -> tuple[int, ...]:

@@ -27,6 +27,7 @@ class RegisteredEngine(Protocol):
     scheduled_drafts: Sequence[int] | None  # of each, where vLLM says so
     num_drafts: int  # that the scheduler wants for the next step (runner V2); 0: a plain one
     num_passes: int  # that make them; 0: guesses alone
+    plain_step: bool  # has no drafts and makes none (runner V2)
     prefix_hits: bool  # a request may read what another one of the step computes
     faults: Any  # what the scheduler has to know of them
 

@@ -124,6 +124,32 @@ def test_a_method_that_is_gone_is_told(runners: dict[str, type]) -> None:
     assert f"this vLLM has no {V2}.GPUModelRunner.postprocess_sampled" in problem
 
 
+@pytest.mark.parametrize("fails", [False, True], ids=["", "fails"])
+@pytest.mark.parametrize("case", ["plain", "drafts", "unknown", "a head"])
+def test_a_plain_step_has_no_speculator(
+    case: str, fails: bool, runners: dict[str, type], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def sample_tokens(self, grammar_output):
+        self.calls.append((self.speculator, self.num_speculative_steps, grammar_output))
+        if fails:
+            raise RuntimeError
+        return "what vLLM returns"
+
+    runners[V2].sample_tokens = sample_tokens
+    for _ in range(2):  # the second time nothing is wrapped again
+        assert runner_hooks.install_idle() is None
+    found = None if case == "unknown" else SimpleNamespace(plain_step=case != "drafts")
+    monkeypatch.setattr(registry, "find_engine", lambda _: found)
+    speculator = SimpleNamespace() if case == "a head" else SimpleNamespace(idles=True)
+    runner = runners[V2]([])
+    runner.speculator, runner.num_speculative_steps = speculator, 16
+    with pytest.raises(RuntimeError) if fails else contextlib.nullcontext():
+        assert runner.sample_tokens("grammar") == "what vLLM returns"
+    expected = (None, 0) if case == "plain" else (speculator, 16)
+    assert runner.calls == [(*expected, "grammar")]
+    assert (runner.speculator, runner.num_speculative_steps) == (speculator, 16)
+
+
 class Worker:
     """Starts an engine: tells what was called, and when."""
 

@@ -144,7 +144,11 @@ def test_the_plan_of_a_step_says_the_drafts() -> None:
     found = []
     for step in range(200):
         output = SimpleNamespace(
-            num_scheduled_tokens={"a": 1}, scheduled_spec_decode_tokens={}, num_spec=0
+            num_scheduled_tokens={"a": 1},
+            total_num_scheduled_tokens=1,
+            scheduled_spec_decode_tokens={},
+            scheduled_new_reqs=[],
+            scheduled_cached_reqs=SimpleNamespace(num_computed_tokens=[10]),
         )
         arm = decisions.decide(output, {"a": request}, 0.01 * step)
         assert output.num_spec_tokens_to_schedule == arm.drafts

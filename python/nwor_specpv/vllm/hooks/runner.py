@@ -4,6 +4,8 @@
   device then, runner V2 has counted the rejected ones.
 * `install_plan`, on V2: how many drafts each request of a step has, where vLLM says so; for long
   contexts the order of its requests, too.
+* `install_idle`, in mode `lossless` on V2: the end of a step. Where it has no drafts and makes
+  none, vLLM's runner is as one without a speculator.
 * `install_start`, in mode `lossless`: the end of the worker's start. Caches have memory and graphs
   are captured, and no request has come. vLLM tells drafters nothing then: one of a class is called
   with steps alone, a speculator's `capture` only where there are graphs, and on the CPU the worker
@@ -11,7 +13,7 @@
 * `install_renewal`, where passes have copies of weights: the ends of what loads other weights into
   a running engine. vLLM tells drafters nothing of it.
 
-The last but one goes when vLLM tells drafters that caches are there, the first ones when it tells
+`install_start` goes when vLLM tells drafters that caches are there, the first ones when it tells
 attention backends what was accepted. Each returns the problem where a method is not as expected.
 """
 
@@ -68,6 +70,7 @@ def install_plan() -> str | None:
         found.num_drafts = vllm.wanted_drafts(scheduler_output)
         if found.refresh is not None:
             found.names = vllm.names_of(runner, scheduler_output, *more)
+        found.plain_step = not (found.num_drafts or scheduler_output.scheduled_spec_decode_tokens)
         if found.lengths is not None:
             found.num_passes = 0
             if found.num_drafts:
@@ -88,6 +91,27 @@ def _passes(scheduler_output: Any, lengths: Any) -> int:
     computed = dict(zip(known.req_ids, known.num_computed_tokens, strict=True))
     computed |= {new.req_id: new.num_computed_tokens for new in scheduler_output.scheduled_new_reqs}
     return lengths.passes_that_fill(max(computed[name] + rows[name] for name in rows))
+
+
+def install_idle() -> str | None:
+    """Has runner V2 leave out what a plain step asks of a speculator, where that has nothing to do:
+    drafts that nobody wants would be made, scattered and gathered."""
+
+    def leave_out(original: Callable[..., Any]) -> Callable[..., Any]:
+        def sample_tokens(runner: Any, *args: Any, **kwargs: Any) -> Any:
+            found, speculator = registry.find_engine(runner.vllm_config), runner.speculator
+            if found is None or not found.plain_step or not getattr(speculator, "idles", False):
+                return original(runner, *args, **kwargs)
+            drafts = runner.num_speculative_steps
+            runner.speculator, runner.num_speculative_steps = None, 0
+            try:
+                return original(runner, *args, **kwargs)
+            finally:
+                runner.speculator, runner.num_speculative_steps = speculator, drafts
+
+        return sample_tokens
+
+    return replace(versions.adapter.end_step_v2, leave_out)
 
 
 def install_memory(worker_class: str) -> str | None:

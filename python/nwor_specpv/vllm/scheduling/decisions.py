@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from nwor_specpv.arms import PLAIN, Arm, ArmChoice, Choice
@@ -50,17 +50,18 @@ class Decisions(ABC):
         """Decides for the drafts that a scheduled step makes, and writes it into its plan."""
         rows, drafts = output.num_scheduled_tokens, output.scheduled_spec_decode_tokens
         # A request has more rows than one and its drafts where these are of a prompt.
-        measurable = sum(rows.values()) == len(rows) + sum(map(len, drafts.values()))
-        ends = [
-            end
-            for name, number in rows.items()
-            if (end := (request := requests[name]).num_computed_tokens + number)
-            >= request.num_tokens + request.num_output_placeholders  # it gets a token
-        ]
-        batch, longest = len(ends), max(ends, default=0)
+        number = output.total_num_scheduled_tokens
+        measurable = number == len(rows) + sum(map(len, drafts.values()))
+        if measurable and not output.scheduled_new_reqs:  # vLLM has listed what is asked for here
+            computed = output.scheduled_cached_reqs.num_computed_tokens
+            batch, whole = len(rows), number + sum(computed)
+            longest = max(computed, default=0) + max(rows.values(), default=0)  # at most
+        else:
+            ends = list(_ends(rows, requests))
+            batch, whole, longest = len(ends), sum(ends), max(ends, default=0)
         arm = self.fixed_arm(longest) if batch else PLAIN
         if arm is None:
-            chosen = self.choose(batch, sum(ends) / batch, longest, measurable=measurable)
+            chosen = self.choose(batch, whole / batch, longest, measurable=measurable)
             self._clock.scheduled(output, chosen, now, measurable=measurable)
             arm = chosen.arm
             self._log(chosen, batch, now)
@@ -126,6 +127,15 @@ class Decisions(ABC):
             switches,
             probes,
         )
+
+
+def _ends(rows: Mapping[str, int], requests: Mapping[str, Any]) -> Iterator[int]:
+    """Where the requests end that get a token in a step with so many rows of each."""
+    for name, number in rows.items():
+        request = requests[name]
+        end = request.num_computed_tokens + number
+        if end >= request.num_tokens + request.num_output_placeholders:
+            yield end
 
 
 def _kind(arm: Arm) -> str:

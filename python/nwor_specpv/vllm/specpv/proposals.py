@@ -82,7 +82,9 @@ class PassProposals:
         self._own_draft_logits()
         self.latest_passes = 0  # of the latest drafts; 0: guesses alone
         self._offered = False
-        if not chooses_lengths(getattr(vllm_config.scheduler_config, "scheduler_cls", None)):
+        scheduler = getattr(vllm_config.scheduler_config, "scheduler_cls", None)
+        self._plain_steps = chooses_lengths(scheduler)  # some steps want no drafts
+        if not self._plain_steps:
             logger.warning(
                 "nwor_specpv: every step verifies %d drafts, even where that is slower than plain "
                 "steps; add --scheduler-cls "

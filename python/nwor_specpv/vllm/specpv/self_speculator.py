@@ -58,6 +58,11 @@ class SelfSpeculator(PassProposals, DraftModelSpeculator):
         assert self._manager is not None
         return self._manager.pool
 
+    @property
+    def idles(self) -> bool:
+        """Whether plain steps ask nothing of it: texts are copied when they are looked at."""
+        return self._offered and self._plain_steps
+
     # ---- what vLLM calls ------------------------------------------------------------------------
 
     def load_draft_model(self, target_model: Any, target_attn_layer_names: set[str]) -> Any:

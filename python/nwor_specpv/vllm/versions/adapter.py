@@ -111,6 +111,10 @@ class Adapter(ABC):
         "GPUModelRunner.postprocess_sampled",
         ("self", "idx_mapping", "sampled_tokens", "num_sampled", "num_rejected", "query_start_loc"),
     )
+    # Samples a step's tokens and has the speculator draft.
+    end_step_v2: VllmFunction = VllmFunction(
+        RUNNER_V2, "GPUModelRunner.sample_tokens", ("self", "grammar_output")
+    )
     # Builds the speculator of model runner V2, which imports it by name.
     make_speculator: VllmFunction
     # Lists the batches that a manager of CUDA graphs has graphs for.

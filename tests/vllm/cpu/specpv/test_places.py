@@ -66,9 +66,13 @@ def test_the_name_is_replaced_once_and_only_for_us(monkeypatch: pytest.MonkeyPat
 class Output(SimpleNamespace):
     """What a step is told, of vLLM's schedule."""
 
-    def __init__(self, rows: dict[str, int], wanted: int) -> None:
+    def __init__(self, rows: dict[str, int], wanted: int, requests: dict[str, Any]) -> None:
+        computed = [requests[name].num_computed_tokens for name in rows]
         super().__init__(
             num_scheduled_tokens=rows,
+            total_num_scheduled_tokens=sum(rows.values()),
+            scheduled_new_reqs=[],
+            scheduled_cached_reqs=SimpleNamespace(num_computed_tokens=computed),
             num_spec_tokens_to_schedule=wanted,
             scheduled_spec_decode_tokens={},
             has_structured_output_requests=False,
@@ -144,7 +148,9 @@ def test_the_scheduler_asks_for_as_many_drafts_as_it_has_decided(
     ]
     for requests, expected in cases:
         scheduler.requests = {name: found for name, (found, _) in requests.items()}
-        output = Output({name: number for name, (_, number) in requests.items()}, 16)
+        output = Output(
+            {name: number for name, (_, number) in requests.items()}, 16, scheduler.requests
+        )
         scheduler._update_after_schedule(output)
         decided = output.num_spec_tokens_to_schedule, output.nwor_specpv_passes
         assert decided == expected, requests
@@ -167,7 +173,7 @@ def test_speed_decides_and_failed_passes_are_left(monkeypatch: pytest.MonkeyPatc
         asked.clear()
         for _ in range(steps):
             scheduler.requests = {"a": request(9000, 9001), "b": request(9000, 9001)}
-            output = Output(dict.fromkeys("ab", 1 + drafts), 16)
+            output = Output(dict.fromkeys("ab", 1 + drafts), 16, scheduler.requests)
             output.scheduled_spec_decode_tokens = {name: [-1] * drafts for name in "ab" if drafts}
             scheduler._update_after_schedule(output)
             sampled = [[7] * (1 + drafts)] * 2
@@ -201,7 +207,7 @@ def test_without_asynchronous_scheduling_only_drafts_that_were_made_are_verified
         "loose": request(tokens, tokens + 1, allowed=9),
         "prompt": request(0, 9000),
     }
-    scheduler._update_after_schedule(Output(rows, 16))
+    scheduler._update_after_schedule(Output(rows, 16, scheduler.requests))
     drafted = list(range(16))
     reported = DraftTokenIds([*rows, "gone"], [drafted[:] for _ in range(5)])
     scheduler.update_draft_token_ids(reported)
@@ -238,7 +244,7 @@ def test_elsewhere_the_scheduler_is_vllms_and_says_so(
         scheduler = scheduler_of(monkeypatch, method, drafts, **nwor)
         scheduler.requests = {"a": request(3000, 3001)}
         for wanted in (drafts, drafts // 2):  # vLLM's own choice by batch size, too
-            output = Output({"a": 1}, wanted)
+            output = Output({"a": 1}, wanted, scheduler.requests)
             scheduler._update_after_schedule(output)
             assert output.num_spec_tokens_to_schedule == wanted
             assert scheduler.requests["a"].spec_token_ids == [-1] * wanted

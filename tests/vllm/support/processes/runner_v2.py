@@ -69,7 +69,7 @@ def run(job: dict[str, Any], head: dict[str, Any]) -> dict[str, Any]:
     if job.get("confirmed"):
         watched = ConfirmedTokensWatch(llm, runner, job["prompts"], job["confirmed"])
     written, drawn, grew = watch_proposals(speculator)
-    hits, lengths = watch_prefix_hits(llm), watch_lengths(llm)
+    hits, lengths, alone = watch_prefix_hits(llm), watch_lengths(llm), watch_sampling(runner)
     before, preempted = Metrics().snapshot(), counted(llm, PREEMPTIONS)
     params = greedy(**job["params"])
     aborts = {int(step): name for step, name in job.get("aborts", {}).items()}
@@ -96,6 +96,7 @@ def run(job: dict[str, Any], head: dict[str, Any]) -> dict[str, Any]:
         "preemptions": counted(llm, PREEMPTIONS) - preempted,
         "prefix_hits": sum(hits),
         "lengths": lengths,
+        "without_speculator": sum(alone),
         "replays": sum(replays),
         "proposals": len(written),
         "cache_written_by_proposals": sum(written),
@@ -236,6 +237,18 @@ def watch_lengths(llm: Any) -> list[tuple[int, int]]:
         return output
 
     scheduler.schedule = watched
+    return found
+
+
+def watch_sampling(runner: Any) -> list[bool]:
+    """For each step: whether vLLM's runner has no speculator for it."""
+    sample, found = runner.sample, []
+
+    def watched(*args: Any, **kwargs: Any) -> Any:
+        found.append(runner.speculator is None)
+        return sample(*args, **kwargs)
+
+    runner.sample = watched
     return found
 
 
