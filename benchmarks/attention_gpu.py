@@ -95,9 +95,10 @@ def cases(sections: Sequence[str]) -> list[Case]:
         for batch in (1, 8, 32):
             found.append(Case("compact", (4608,) * batch, 8, compact=True))
     if "fp8" in sections:
-        for rows in (1, 8, 16):
-            found.append(Case("fp8", (32768,) * 8, rows))
-            found.append(Case("fp8", (32768,) * 8, rows, cache="float8_e4m3fn"))
+        for batch, length in ((8, 32768), (1, 32768), (32, 4608)):
+            for rows in (1, 4, 5, 8, 16):
+                found.append(Case("fp8", (length,) * batch, rows))
+                found.append(Case("fp8", (length,) * batch, rows, cache="float8_e4m3fn"))
     if "rows64" in sections:
         for (batch, length), goal in (
             ((1, 4608), 22.3),

@@ -83,6 +83,7 @@ struct SmemRequirement {
   int32_t min_stages, max_stages;
   int32_t max_ctas_per_sm;
   bool prefetches_next_split;
+  int32_t raw_stage;  // 0: no raw stages
 };
 
 // Whether one CTA per SM is better than two: then a CTA has few steps, and one deep pipeline loads
@@ -113,7 +114,8 @@ SmemRequirement SmemRequirementOf(const VerifyShape& shape, bool warpgroup, int3
             2,
             sm90::kMaxStages,
             sm90::CtasPerSm(dim, sm90::ConsumerWarpgroups(row_tile)),
-            false};
+            false,
+            float8 ? sm90::RawStageBytes(dim) : 0};
   }
   const bool fits_twice = sm80::CtaThreads(dim, row_tile) == 32 * sm80::kKvWarps;
   return {sm80::QueryBytes(dim, row_tile) + sm80::kWorkTileBytes + sm80::RowStateBytes(row_tile) +
@@ -123,12 +125,33 @@ SmemRequirement SmemRequirementOf(const VerifyShape& shape, bool warpgroup, int3
           1,
           kMaxSm80Stages,
           fits_twice ? 2 : 1,
-          sm80::PrefetchesNextSplit(row_tile)};
+          sm80::PrefetchesNextSplit(row_tile),
+          0};
+}
+
+// The same where tokens wait in raw stages: the second stage has to leave room for four of them.
+bool FitRawStages(const SmemRequirement& smem, const DeviceProps& device, VerifyConfig* config) {
+  for (int32_t ctas = smem.max_ctas_per_sm; ctas >= 1; --ctas) {
+    const int32_t room =
+        std::min(device.smem_per_sm_bytes / ctas - kReservedSmemBytes, device.smem_per_block_bytes);
+    for (int32_t stages = 2; stages >= 1; --stages) {
+      const int32_t beside = room - smem.fixed - stages * smem.stage;
+      const int32_t raw_stages = std::min(beside / smem.raw_stage, sm90::kMaxRawStages);
+      if (raw_stages < 2 * stages) continue;
+      config->stages = stages;
+      config->raw_stages = raw_stages;
+      config->num_ctas = ctas * device.num_sms;
+      config->smem_bytes = smem.fixed + stages * smem.stage + raw_stages * smem.raw_stage;
+      return true;
+    }
+  }
+  return false;
 }
 
 // Chooses CTAs per SM and stages. Two CTAs hide each other's start and merge, if each has room for
 // a pipeline. Returns false if not even one CTA fits.
 bool FitSharedMemory(const SmemRequirement& smem, const DeviceProps& device, VerifyConfig* config) {
+  if (smem.raw_stage > 0) return FitRawStages(smem, device, config);
   for (int32_t ctas = smem.max_ctas_per_sm; ctas >= 1; --ctas) {
     const int32_t room =
         std::min(device.smem_per_sm_bytes / ctas - kReservedSmemBytes, device.smem_per_block_bytes);
@@ -154,9 +177,9 @@ VerifyConfig ChooseVerifyConfig(const VerifyShape& shape, const DeviceProps& dev
   if (config.unsupported != nullptr) return config;
 
   config.max_smem_bytes = device.smem_per_block_bytes;
-  // Float8 tokens are converted in registers, which only mma.sync takes as its B operand.
-  config.warpgroup = device.warpgroup_mma && shape.cache_dtype != DType::kFloat8E4M3;
-  const int32_t warpgroups = sm90::MaxConsumerWarpgroups(shape.head_dim);
+  const bool float8 = shape.cache_dtype == DType::kFloat8E4M3;
+  config.warpgroup = device.warpgroup_mma && (!float8 || sm90::TakesFloat8(shape.head_dim));
+  const int32_t warpgroups = sm90::MaxConsumerWarpgroups(shape.head_dim, float8);
   int32_t row_tile = ChooseRowTile(shape, config.warpgroup ? warpgroups * sm90::kWarpgroupRows
                                                            : sm80::MaxRowTile(shape.head_dim));
   SmemRequirement smem = SmemRequirementOf(shape, config.warpgroup, row_tile);
@@ -178,7 +201,6 @@ VerifyConfig ChooseVerifyConfig(const VerifyShape& shape, const DeviceProps& dev
   config.min_split_tokens = config.warpgroup ? 384 : 512;
   config.max_splits = kMaxSplits;
   // Only where it was measured to help: 16-bit caches on older devices keep short splits.
-  const bool float8 = shape.cache_dtype == DType::kFloat8E4M3;
   config.fill_splits = config.warpgroup || float8 ? device.num_sms / shape.num_kv_heads : 0;
   config.wide_ctas = config.warpgroup && warpgroups > 1 ? device.num_sms : 0;
   if (PrefersOneCtaPerSm(shape, device, config, row_tile)) {

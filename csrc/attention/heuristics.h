@@ -57,6 +57,7 @@ struct VerifyConfig {
   int32_t row_tile = 0;               // packed rows per work tile
   int32_t stages = 0;                 // pipeline stages (sm_80: of each KV warp)
   int32_t prefetch_stages = 0;        // stages filled for the next split during a merge; sm_80 only
+  int32_t raw_stages = 0;             // stages of float8 tokens as they are loaded; sm_90a only
   int32_t num_ctas = 0;               // persistent CTAs: they fill the device once
   int32_t max_ctas = 0;               // the most for this shape; sizes of memory hold for them
   int32_t smem_bytes = 0;             // dynamic shared memory of a CTA

@@ -234,7 +234,7 @@ void VerifyAttention(const VerifyArguments& arguments, const VerifyOutputs& outp
   if (checked.params.num_rows > 0 || choice.route == Route::kCpu) {
     Run(choice, arguments, checked, outputs);
   }
-  Latest().Set(choice);  // last: a flash route calls VerifyAttention for its rows
+  Latest().Set(choice);
 }
 
 VerifyOutputs MakeVerifyOutputs(const at::Tensor& query, bool with_lse) {

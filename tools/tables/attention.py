@@ -153,16 +153,17 @@ def odd_lines() -> Iterator[str]:
 
 def float8_lines() -> Iterator[str]:
     data = Attention()
-    yield f"8 x 32768, commit `{data.commits['fp8']}`."
+    yield f"Commit `{data.commits['fp8']}`."
     yield ""
-    yield from head("rows", "bf16 us", "float8 us", "bf16 / float8")
-    by_rows: dict[int, dict[str, float]] = {}
+    yield from head("B x L", "rows", "bf16 us", "float8 us", "bf16 / float8")
+    by_shape: dict[tuple[str, int], dict[str, float]] = {}
     for result in data.of("fp8"):
         case = result["case"]
-        by_rows.setdefault(case["rows"], {})[case["cache"]] = medians(result)["ours"]
-    for rows, us in by_rows.items():
+        shape = result["name"], case["rows"]
+        by_shape.setdefault(shape, {})[case["cache"]] = medians(result)["ours"]
+    for (name, rows), us in by_shape.items():
         wide, narrow = us["bfloat16"], us["float8_e4m3fn"]
-        yield row(rows, f"{wide:.1f}", f"{narrow:.1f}", f"{wide / narrow:.2f}")
+        yield row(name, rows, f"{wide:.1f}", f"{narrow:.1f}", f"{wide / narrow:.2f}")
 
 
 def torch_lines() -> Iterator[str]:

@@ -39,7 +39,7 @@ struct VerifyArgs {
   float2* states;  // [slots, row_tile] max and sum of partial results
   float* outputs;  // [slots, row_tile, head_dim]
   FastDivisor page_tokens, block_tokens, blocks_per_page, group;
-  int32_t stages, prefetch_stages;
+  int32_t stages, prefetch_stages, raw_stages;
   int32_t max_slots;
   int32_t row_tile;  // rows of a slot
 };

@@ -40,12 +40,12 @@ template <typename T, bool kFloat8, int kHeadDim>
 void VerifyLauncher<T, kFloat8, kHeadDim>::Launch(const VerifyArgs& args,
                                                   const VerifyConfig& config) {
   if (config.warpgroup) {
-    if constexpr (!kFloat8) {
+    if constexpr (!kFloat8 || sm90::TakesFloat8(kHeadDim)) {
       const auto launch = [&]<int kWarpgroups, int kHalves>() {
-        using Traits = sm90::Traits<T, kHeadDim, kWarpgroups, kHalves>;
+        using Traits = sm90::Traits<T, kFloat8, kHeadDim, kWarpgroups, kHalves>;
         LaunchKernel(sm90::VerifyKernel<Traits>, sm90::CtaThreads(kWarpgroups), true, args, config);
       };
-      if constexpr (sm90::MaxConsumerWarpgroups(kHeadDim) > 1) {
+      if constexpr (sm90::MaxConsumerWarpgroups(kHeadDim, kFloat8) > 1) {
         if (config.row_tile > sm90::kWarpgroupRows) return launch.template operator()<2, 2>();
       }
       if constexpr (sm90::RowHalves(kHeadDim, 16) == 1) {
@@ -76,7 +76,7 @@ bool VerifyLauncher<T, kFloat8, kHeadDim>::HasWarpgroupKernel() {
   } else {
     // Built for another target than sm_90a, the kernel is empty and uses hardly any registers.
     cudaFuncAttributes attributes;
-    const auto kernel = sm90::VerifyKernel<sm90::Traits<T, kHeadDim, 1, 2>>;
+    const auto kernel = sm90::VerifyKernel<sm90::Traits<T, false, kHeadDim, 1, 2>>;
     if (cudaFuncGetAttributes(&attributes, kernel) != cudaSuccess) {
       cudaGetLastError();
       return false;

@@ -65,18 +65,21 @@ EncodeTiled FindEncodeTiled() {
   return reinterpret_cast<EncodeTiled>(function);
 }
 
-// A [pages, tokens, heads, channels] tensor of 16-bit elements, strides in elements, as TMA reads
-// it: boxes of 16 tokens of one page and head, one swizzle atom wide.
+// A [pages, tokens, heads, channels] tensor, strides in elements, as TMA reads it: boxes of 16
+// tokens of one page and head, one swizzle atom wide.
 struct PagedTensor {
   const char* name;  // the argument, for error messages
   const void* data;
+  DType dtype;
   int64_t pages, tokens, heads;
   KvStrides strides;
 };
 void EncodeTensorMap(const PagedTensor& tensor, const VerifyParams& params, CUtensorMap* map) {
   static const EncodeTiled encode = FindEncodeTiled();
   const int dim = params.head_dim;
-  const int atom_bytes = dim % 64 == 0 ? 128 : dim % 32 == 0 ? 64 : 32;
+  const int element_bytes = ElementBytes(tensor.dtype);
+  const int row_bytes = dim * element_bytes;
+  const int atom_bytes = row_bytes % 128 == 0 ? 128 : row_bytes % 64 == 0 ? 64 : 32;
   const auto swizzle = atom_bytes == 128  ? CU_TENSOR_MAP_SWIZZLE_128B
                        : atom_bytes == 64 ? CU_TENSOR_MAP_SWIZZLE_64B
                                           : CU_TENSOR_MAP_SWIZZLE_32B;
@@ -85,19 +88,21 @@ void EncodeTensorMap(const PagedTensor& tensor, const VerifyParams& params, CUte
                                unsigned64(tensor.pages)};
   // The stride of a dimension of size 1 is not used and may be anything.
   const auto bytes = [&](int64_t size, int64_t stride) {
-    return unsigned64((size > 1 ? stride : dim) * 2);
+    return unsigned64((size > 1 ? stride : dim) * element_bytes);
   };
   const cuuint64_t strides[3] = {bytes(tensor.tokens, tensor.strides.token),
                                  bytes(tensor.heads, tensor.strides.head),
                                  bytes(tensor.pages, tensor.strides.page)};
-  const cuuint32_t box[4] = {static_cast<cuuint32_t>(atom_bytes / 2), 16, 1, 1};
+  const cuuint32_t box[4] = {static_cast<cuuint32_t>(atom_bytes / element_bytes), 16, 1, 1};
   const cuuint32_t steps[4] = {1, 1, 1, 1};
-  const CUresult result = encode(
-      map,
-      params.dtype == DType::kFloat16 ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16
-                                      : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16,
-      4, const_cast<void*>(tensor.data), sizes, strides, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE,
-      swizzle, CU_TENSOR_MAP_L2_PROMOTION_L2_128B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+  const CUtensorMapDataType type = element_bytes == 1 ? CU_TENSOR_MAP_DATA_TYPE_UINT8
+                                   : tensor.dtype == DType::kFloat16
+                                       ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16
+                                       : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16;
+  const CUresult result =
+      encode(map, type, 4, const_cast<void*>(tensor.data), sizes, strides, box, steps,
+             CU_TENSOR_MAP_INTERLEAVE_NONE, swizzle, CU_TENSOR_MAP_L2_PROMOTION_L2_128B,
+             CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
   NWOR_CHECK(result == CUDA_SUCCESS, tensor.name, ": got strides ", tensor.strides.page, ", ",
              tensor.strides.token, ", ", tensor.strides.head,
              " between pages or requests, tokens and heads, expected strides that TMA supports "
@@ -109,21 +114,22 @@ void EncodeTensorMaps(const VerifyParams& params, CUtensorMap (&maps)[4]) {
   const CacheGeometry& cache = params.cache.geometry;
   if (cache.num_pages > 0) {
     const int64_t heads = params.num_kv_heads;
-    EncodeTensorMap(
-        {"key_cache", params.cache.key, cache.num_pages, cache.page_size, heads, cache.key}, params,
-        &maps[0]);
-    EncodeTensorMap(
-        {"value_cache", params.cache.value, cache.num_pages, cache.page_size, heads, cache.value},
-        params, &maps[1]);
+    EncodeTensorMap({"key_cache", params.cache.key, cache.dtype, cache.num_pages, cache.page_size,
+                     heads, cache.key},
+                    params, &maps[0]);
+    EncodeTensorMap({"value_cache", params.cache.value, cache.dtype, cache.num_pages,
+                     cache.page_size, heads, cache.value},
+                    params, &maps[1]);
   }
+  // Beside float8 pages a compact view is not read by TMA.
   const CompactViewParams& compact = params.compact;
-  if (compact.lens != nullptr && compact.max_tokens > 0) {
+  if (compact.lens != nullptr && compact.max_tokens > 0 && cache.dtype == params.dtype) {
     const KvStrides strides{compact.batch_stride, compact.token_stride, compact.head_stride};
-    EncodeTensorMap({"view.keys", compact.keys, params.num_requests, compact.max_tokens,
-                     params.num_kv_heads, strides},
+    EncodeTensorMap({"view.keys", compact.keys, params.dtype, params.num_requests,
+                     compact.max_tokens, params.num_kv_heads, strides},
                     params, &maps[2]);
-    EncodeTensorMap({"view.values", compact.values, params.num_requests, compact.max_tokens,
-                     params.num_kv_heads, strides},
+    EncodeTensorMap({"view.values", compact.values, params.dtype, params.num_requests,
+                     compact.max_tokens, params.num_kv_heads, strides},
                     params, &maps[3]);
   }
 }
@@ -183,6 +189,7 @@ void LaunchVerify(const VerifyParams& params, const VerifyConfig& config, const 
   args.outputs = reinterpret_cast<float*>(bytes + at.outputs);
   args.stages = config.stages;
   args.prefetch_stages = config.prefetch_stages;
+  args.raw_stages = config.raw_stages;
   args.max_slots = config.max_slots;
   args.row_tile = config.row_tile;
   args.group = FastDivisor::Of(params.num_heads / params.num_kv_heads);

@@ -18,17 +18,18 @@
 //
 // The planner writes work tiles (../plan.h); persistent CTAs fetch them (work_tile.cuh), load K and
 // V through the page table, compute attention split by split, merge the splits (merge.cuh) and
-// combine partial results (combine.cuh). sm90/kernel.cuh runs on sm_90a with 16-bit caches,
-// sm80/kernel.cuh everywhere else. verify.cu dispatches; launch.cuh and instantiations/ hold the
-// launches.
+// combine partial results (combine.cuh). sm90/kernel.cuh runs on sm_90a with 16-bit caches and, for
+// heads of 64 or 128 channels, float8 ones, sm80/kernel.cuh everywhere else. verify.cu dispatches;
+// launch.cuh and instantiations/ hold the launches.
 //
 // A plan serves every layer with the same lengths, row starts, mask, view lengths, window and head
 // counts. One workspace serves launches that are ordered (one stream). Launches that may run at the
 // same time need a workspace and a plan each.
 //
 // Results are bitwise repeatable, and a row's result depends on its own request only. NaN and
-// infinities, in pages or in-flight rows, reach only the rows that see them. Exception: over float8
-// pages, at the boundary of a window, they may reach other rows of the row tile.
+// infinities, in pages or in-flight rows, reach only the rows that see them. Exception: in the
+// sm_80 kernel, over float8 pages, at the boundary of a window, they may reach other rows of the
+// row tile.
 
 namespace nwor {
 

@@ -8,6 +8,7 @@
 #include <algorithm>
 #include <limits>
 
+#include "attention/merge/merge_rows.h"
 #include "attention/merge/merge_state.h"
 #include "attention/routes/flash_bounds.h"
 #include "attention/routes/flash_op.h"
@@ -171,34 +172,35 @@ AttentionState AttendPrefix(Route route, const VerifyArguments& arguments,
   return CallTorchFlash(call);
 }
 
-// Whether our kernel can compute the rows for a route that computes the prefix.
-bool OwnKernelServesRows(const VerifyArguments& arguments) {
+// MergeRows computes trees. It also computes chains if FlashAttention-3 has the prefix, whose
+// kernel would need K and V to be padded (PadRows); many rows are worth that.
+bool UsesMergeRows(Route route, const VerifyArguments& arguments) {
+  if (arguments.tree_mask.has_value()) return true;
 #ifndef NWOR_WITH_CUDA
   if (arguments.query.is_cuda()) return false;
 #endif
-  return MaxQuery(arguments) <= kPrefillRows && KernelHeadDim(arguments.query.size(2)) &&
-         arguments.key_cache.size(1) % 16 == 0;
+  return route == Route::kFlash3 && MaxQuery(arguments) <= kPrefillRows;
 }
 
-// Our kernel computes trees. It also computes chains if FlashAttention-3 has the prefix: otherwise
-// K and V would have to be padded (PadRows).
-bool UsesOwnKernelForRows(Route route, const VerifyArguments& arguments) {
-  return arguments.tree_mask.has_value() ||
-         (route == Route::kFlash3 && OwnKernelServesRows(arguments));
+// Adds the rows to their attention to the prefix. Requests whose `out` MergeRows would refuse do
+// not come here: routes other than torch_flash for chains need aligned memory.
+void MergeInFlight(const VerifyArguments& arguments, const AttentionState& prefix,
+                   const VerifyOutputs& outputs) {
+  MergeRowsArguments rows;
+  rows.query = arguments.query;
+  rows.key = arguments.key;
+  rows.value = arguments.value;
+  rows.prefix_out = prefix.out;
+  rows.prefix_lse = prefix.lse;
+  rows.query_start = arguments.query_start;
+  rows.tree_mask = arguments.tree_mask;
+  rows.scale = arguments.scale;
+  rows.softcap = arguments.softcap;
+  MergeRows(rows, outputs.out, outputs.lse);
 }
 
-// Attention of the rows among themselves.
+// Attention of the rows of chains among themselves.
 AttentionState AttendInFlight(Route route, const VerifyArguments& arguments, bool only_prefill) {
-  if (UsesOwnKernelForRows(route, arguments)) {
-    VerifyArguments rows = arguments;
-    rows.prefix_lens = at::zeros_like(arguments.prefix_lens);
-    rows.compact_view.reset();
-    rows.plan.reset();
-    rows.route = Name(arguments.query.is_cuda() ? Route::kCuda : Route::kCpu);
-    const VerifyOutputs outputs = MakeVerifyOutputs(arguments.query, /*with_lse=*/true);
-    VerifyAttention(rows, outputs);
-    return {outputs.out, outputs.lse};
-  }
   FlashCall call = RowsCall(arguments, only_prefill);
   call.key = arguments.key;
   call.value = arguments.value;
@@ -269,6 +271,7 @@ void FlashVerify(Route route, const VerifyArguments& arguments, const CheckedVer
         at::where(IsPrefill(clamped.query_start), clamped.prefix_lens, at::Scalar(0));
   }
   const AttentionState prefix = AttendPrefix(route, clamped, checked, only_prefill);
+  if (UsesMergeRows(route, clamped)) return MergeInFlight(clamped, prefix, outputs);
   const AttentionState rows = AttendInFlight(route, clamped, only_prefill);
   MergeStatesInto({prefix.out, rows.out}, {prefix.lse, rows.lse}, outputs.out, outputs.lse,
                   /*num_flash=*/1);

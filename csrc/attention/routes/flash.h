@@ -8,10 +8,12 @@
 #include "base/export.h"
 
 // The FlashAttention routes on CUDA. Each computes attention to the prefix, which needs no mask,
-// with a FlashAttention kernel, and attention among the in-flight rows separately. The two are
-// merged by their LSEs (merge/merge_state.h). Thread-safe; work is enqueued on the current stream.
+// with a FlashAttention kernel. The in-flight rows are added to it by their LSEs: those of trees,
+// and of chains beside FlashAttention-3, in one launch (merge/merge_rows.h); other chains by the
+// same FlashAttention kernel and a merge (merge/merge_state.h). Thread-safe; work is enqueued on
+// the current stream.
 //
-//   flash.cpp         the two parts and their merge
+//   flash.cpp         the two parts
 //   flash_op.cpp      finds and calls a FlashAttention op
 //   flash_bounds.cpp  clamps lengths and pages, which these kernels do not check
 //   flash_rows.cpp    arranges the rows of a batch for these kernels

@@ -63,11 +63,20 @@ at::Tensor ClampPages(const VerifyArguments& arguments, const at::Tensor& starts
   return table.clamp(0, std::max<int64_t>(num_pages - 1, 0));
 }
 
+// Rows that the mask has no bits for are not seen.
+void ReportRowsBeyondMask(const VerifyArguments& arguments, const at::Tensor& starts) {
+  if (!arguments.status.has_value() || !arguments.tree_mask.has_value()) return;
+  const at::Tensor rows = starts.diff();
+  Report(arguments.status, VerifyStatus::kTooManyRows, rows.gt(64 * arguments.tree_mask->size(1)),
+         rows);
+}
+
 }  // namespace
 
 VerifyArguments ClampToBounds(const VerifyArguments& arguments) {
   VerifyArguments safe = arguments;
   safe.query_start = ClampStarts(arguments);
+  ReportRowsBeyondMask(arguments, safe.query_start);
   const bool any_pages = arguments.key_cache.size(0) > 0;
   const int64_t room = any_pages ? arguments.block_table.size(1) * arguments.key_cache.size(1) : 0;
   if (arguments.compact_view.has_value()) {

@@ -36,6 +36,12 @@ std::vector<RouteFeature> RequiredFeatures(const RouteRequest& request) {
   return required;
 }
 
+// Whether our CUDA kernels are built for this head size.
+bool KernelHeadDim(int32_t head_dim) {
+  constexpr int32_t kHeadDims[] = {64, 80, 96, 128, 192, 256};
+  return std::find(std::begin(kHeadDims), std::end(kHeadDims), head_dim) != std::end(kHeadDims);
+}
+
 bool FlashHeadDim(int32_t head_dim) { return head_dim % 8 == 0 && head_dim <= 256; }
 
 // kAlignedMemory is required by requests whose memory is not aligned: only routes that read any
@@ -99,7 +105,7 @@ RouteChoice Refuse(const RouteRequest& request, const RouteAvailability& availab
   return {false, Route::kCpu, false, why + "\n" + FeatureTable(request, available) + advice};
 }
 
-// Flash routes need our CUDA kernel for the in-flight rows of a tree.
+// Flash routes take trees where our CUDA kernel does, too.
 bool Serves(Route route, const RouteRequest& request, const RouteAvailability& available) {
   if (!available.Has(route) || !MissingFeatures(route, request, available).empty()) return false;
   const bool ours = route == Route::kCpu || route == Route::kCuda;
@@ -115,11 +121,6 @@ bool ServesUnnamed(Route route, const RouteRequest& request, const RouteAvailabi
 }
 
 }  // namespace
-
-bool KernelHeadDim(int64_t head_dim) {
-  constexpr int64_t kHeadDims[] = {64, 80, 96, 128, 192, 256};
-  return std::find(std::begin(kHeadDims), std::end(kHeadDims), head_dim) != std::end(kHeadDims);
-}
 
 const char* Name(Route route) {
   constexpr std::array<const char*, kNumRoutes> kNames = {"cpu", "cuda", "torch_flash",

@@ -88,9 +88,6 @@ struct RouteChoice {
   std::string reason;
 };
 
-// Whether our CUDA kernels are built for this head size.
-NWOR_EXPORT bool KernelHeadDim(int64_t head_dim);
-
 // Requests with more rows than this are prefills: compute-bound, what FlashAttention is built for.
 inline constexpr int32_t kPrefillRows = 256;
 

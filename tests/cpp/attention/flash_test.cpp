@@ -230,8 +230,7 @@ TEST_P(FlashRoutes, TakeRequestsWithoutRowsBesideThoseWithOne) {
   ExpectWhatOurKernelGives(route, arguments);
 }
 
-// Who computes the rows: a prefill's are left to the kernel that has the prefix, and so are those
-// of head sizes that ours does not have.
+// Who computes the rows: a prefill's are left to the kernel that has the prefix.
 TEST(Flash, RowsOfChainsAreOursBesideFlashAttention3) {
   const auto causal_calls = [](Route route, int64_t rows, int64_t head_dim) {
     VerifyArguments arguments = MakeArguments(/*tree=*/false);
@@ -248,7 +247,7 @@ TEST(Flash, RowsOfChainsAreOursBesideFlashAttention3) {
   };
   EXPECT_EQ(causal_calls(Route::kFlash3, 256, 64), 0);
   EXPECT_EQ(causal_calls(Route::kFlash3, 257, 64), 1);
-  EXPECT_EQ(causal_calls(Route::kFlash3, 7, 72), 1);
+  EXPECT_EQ(causal_calls(Route::kFlash3, 7, 72), 0);
   EXPECT_EQ(causal_calls(Route::kFlash2, 7, 64), 1);
 }
 
@@ -368,6 +367,16 @@ TEST(Flash, RowsUnderACompactViewWithoutRoomSeeEachOther) {
   arguments.status = at::zeros({8}, at::kLong);
   ClampToBounds(arguments);
   EXPECT_EQ(Told(*arguments.status), (std::vector<int64_t>{3, 2, 5}));
+}
+
+TEST(Flash, TellsOfMoreRowsThanTheMaskHasBits) {
+  VerifyArguments arguments = MakeArguments(/*tree=*/true);
+  arguments.query_start = at::tensor({0, 3, 68, 70}, at::kInt);
+  arguments.query = at::randn({70, 4, 64});
+  arguments.tree_mask = at::ones({70, 1}, at::kLong);
+  arguments.status = at::zeros({8}, at::kLong);
+  ClampToBounds(arguments);
+  EXPECT_EQ(Told(*arguments.status), (std::vector<int64_t>{5, 1, 65}));
 }
 
 TEST(Flash, KeepsTheFirstErrorItTellsOf) {

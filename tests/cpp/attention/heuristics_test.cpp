@@ -103,7 +103,7 @@ TEST(SplitRequest, GivesLongSplitsToRequestsThatFillTheDevice) {
   EXPECT_EQ(Split(16384, config, 64).num_splits, 32);
   VerifyShape float8 = Shape(8, 1);
   float8.cache_dtype = DType::kFloat8E4M3;
-  const VerifyConfig other = ChooseVerifyConfig(float8, kH200);
+  const VerifyConfig other = ChooseVerifyConfig(float8, kH200WithoutWarpgroups);
   for (const int packed : {4, 32, 64}) {
     EXPECT_EQ(Split(8192, other, packed).num_splits, 16);
     EXPECT_EQ(Split(32768, other, packed).num_splits, 16);
@@ -254,7 +254,7 @@ TEST(SplitsPerGroup, GivesAtMostEightGroupsOfEqualLength) {
 TEST(ChooseGranularity, GivesEveryCtaOneWorkTileOfEightFloat8Requests) {
   VerifyShape shape = Shape(8, 1);
   shape.cache_dtype = DType::kFloat8E4M3;
-  const VerifyConfig config = ChooseVerifyConfig(shape, kH200);
+  const VerifyConfig config = ChooseVerifyConfig(shape, kH200WithoutWarpgroups);
   const std::vector<int> work_tiles = WorkTiles(8, 32768, config);
   EXPECT_EQ(work_tiles.size(), 256u);
   EXPECT_EQ(work_tiles.front(), work_tiles.back());
@@ -408,7 +408,9 @@ TEST(ChooseVerifyConfig, LeavesEveryWarpRoomForAGroupOfPartialResults) {
     if (config.warpgroup) {
       rows = sm90::RowHalves(dim, config.row_tile);
       warps = sm90::ConsumerThreads(sm90::ConsumerWarpgroups(config.row_tile)) / 32;
-      buffer = config.stages * 2 * sm90::KvTileBytes(dim) + sm90::QueryBytes(dim, config.row_tile);
+      buffer = config.stages * 2 * sm90::KvTileBytes(dim) +
+               config.raw_stages * 2 * sm90::RawTileBytes(dim) +
+               sm90::QueryBytes(dim, config.row_tile);
     } else {
       warps = sm80::CtaThreads(dim, config.row_tile) / 32;
       buffer =
@@ -438,17 +440,48 @@ TEST(ChooseVerifyConfig, KeepsPrefetchedStagesApartFromTheMergeBuffer) {
   }
   VerifyShape float8 = Shape(8, 1, 32, 8, 128);
   float8.cache_dtype = DType::kFloat8E4M3;
-  EXPECT_EQ(ChooseVerifyConfig(float8, kH200).stages, 3);
-  EXPECT_EQ(ChooseVerifyConfig(float8, kH200).prefetch_stages, 2);
+  EXPECT_EQ(ChooseVerifyConfig(float8, kH200WithoutWarpgroups).stages, 3);
+  EXPECT_EQ(ChooseVerifyConfig(float8, kH200WithoutWarpgroups).prefetch_stages, 2);
 }
 
 TEST(ChooseVerifyConfig, TakesTheKernelFromDeviceAndCacheAlone) {
   for (const int rows : {1, 8, 200}) {
     EXPECT_TRUE(ChooseVerifyConfig(Shape(3, rows), kH200).warpgroup);
     EXPECT_FALSE(ChooseVerifyConfig(Shape(3, rows), kH200WithoutWarpgroups).warpgroup);
-    VerifyShape float8 = Shape(3, rows);
-    float8.cache_dtype = DType::kFloat8E4M3;
-    EXPECT_FALSE(ChooseVerifyConfig(float8, kH200).warpgroup);
+    for (const int head_dim : {64, 80, 96, 128, 192, 256}) {
+      VerifyShape float8 = Shape(3, rows, 32, 8, head_dim);
+      float8.cache_dtype = DType::kFloat8E4M3;
+      EXPECT_EQ(ChooseVerifyConfig(float8, kH200).warpgroup, sm90::TakesFloat8(head_dim));
+      EXPECT_FALSE(ChooseVerifyConfig(float8, kH200WithoutWarpgroups).warpgroup);
+    }
+  }
+}
+
+TEST(ChooseVerifyConfig, GivesFloat8CachesRawStagesAndTheSplitsOf16BitOnes) {
+  for (const int head_dim : {64, 128}) {
+    for (const int requests : {1, 8}) {
+      for (const int rows : {1, 4, 5, 8, 16}) {
+        const VerifyShape shape = Shape(requests, rows, 32, 8, head_dim);
+        VerifyShape float8 = shape;
+        float8.cache_dtype = DType::kFloat8E4M3;
+        const VerifyConfig config = ChooseVerifyConfig(float8, kH200);
+        const VerifyConfig other = ChooseVerifyConfig(shape, kH200);
+        EXPECT_EQ(config.num_ctas, other.num_ctas) << head_dim << ", " << rows << " rows";
+        EXPECT_EQ(config.row_tile, other.row_tile);
+        EXPECT_GE(config.raw_stages, 2 * config.stages) << head_dim << ", " << rows << " rows";
+        EXPECT_LE(config.raw_stages, sm90::kMaxRawStages);
+        EXPECT_EQ(other.raw_stages, 0);
+        EXPECT_EQ(config.smem_bytes, sm90::FixedBytes(head_dim, config.row_tile) +
+                                         config.stages * sm90::StageBytes(head_dim) +
+                                         config.raw_stages * sm90::RawStageBytes(head_dim));
+        for (int tokens = 0; tokens < 100'000; tokens += 999) {
+          for (const int packed : {4, 20, 32, 33, 64}) {
+            EXPECT_EQ(Split(tokens, config, packed).split_tokens,
+                      Split(tokens, other, packed).split_tokens);
+          }
+        }
+      }
+    }
   }
 }
 

@@ -437,7 +437,7 @@ def test_a_mix_of_view_and_pages_is_told_of_and_ours_computes_it() -> None:
     expect_right(step, out, lse, {b: step.only(b) for b in range(3) if b != request})
 
 
-def test_a_mask_too_narrow_is_told_of_by_the_rows_kernel(route: str) -> None:
+def test_a_mask_too_narrow_is_told_of(route: str) -> None:
     shape = Shape([3, 66], [90, 80], dtype=torch.bfloat16, mask="tree")
     step = make_step(shape, 71, "cuda")
     alone = {0: step.only(0)}

@@ -7,8 +7,8 @@
 #include "attention/cuda/sm80/warp_attention.cuh"
 
 // The verify-attention kernel for sm_80 and up (mma.sync, cp.async). On sm_90a it only serves
-// float8 caches; sm90/kernel.cuh serves the others. ../launch.cuh launches it, one CTA or two per
-// SM.
+// float8 caches with heads of other than 64 or 128 channels; sm90/kernel.cuh serves the others.
+// ../launch.cuh launches it, one CTA or two per SM.
 //
 //   scheduler       persistent CTAs take work tiles from the queue (scheduler.cuh)
 //   loader          per split, every KV warp copies its steps into its own stages (kv_loader.cuh);

@@ -9,6 +9,7 @@
 #include "attention/cuda/kernel_args.cuh"
 #include "attention/cuda/ptx.cuh"
 #include "attention/cuda/sm80/tile_shape.h"
+#include "attention/cuda/sm90/tile_shape.h"
 
 namespace nwor::sm80 {
 
@@ -20,8 +21,8 @@ struct Traits {
   using Element = T;
   using MmaElement = std::conditional_t<kFloat8_, __half, T>;
 
-  // Where the library is built for sm_90a, sm90/kernel.cuh takes 16-bit caches.
-  static constexpr bool kIsBuilt = !ptx::kHasWgmma || kFloat8_;
+  // Where the library is built for sm_90a, sm90/kernel.cuh takes the other caches.
+  static constexpr bool kIsBuilt = !ptx::kHasWgmma || (kFloat8_ && !sm90::TakesFloat8(kHeadDim_));
   static constexpr bool kFloat8 = kFloat8_;
   static constexpr bool kTwoRows = false;     // see CombinedRows
   static constexpr bool kSplitQuads = false;  // see CombinedRows

@@ -134,8 +134,8 @@ class Consumer {
     bool rescale = false;
     // With two warpgroups nearly every warp has rows: the branch would cost more than it saves.
     if (!kOneWarpgroup || has_rows_) {
-      if (ApplySoftcap() || !kOneWarpgroup) ReduceMax();
-      rescale = OnlineSoftmax(factor);
+      if (ApplySoftcap(work_tile_.prefix_scale) || !kOneWarpgroup) ReduceMax();
+      rescale = OnlineSoftmax(factor, work_tile_.prefix_scale);
       // Never true, as sums of weights are not negative. The branch keeps ptxas from moving the
       // wait before the weights.
       if (!kOneWarpgroup && sum_[0] + sum_[kHalves - 1] < 0.0f) __nanosleep(1);
@@ -146,11 +146,13 @@ class Consumer {
   }
   // Softmax of a boundary step: some tokens do not exist, or some rows do not see them.
   __device__ void MaskedSoftmax(const StepMask& step) {
-    ApplySoftcap();
+    const float scale =
+        Traits::kFloat8 && step.in_flight ? work_tile_.in_flight_scale : work_tile_.prefix_scale;
+    ApplySoftcap(scale);
     Mask(step);
     ReduceMax();
     float factor[kHalves];
-    const bool rescale = OnlineSoftmax(factor);
+    const bool rescale = OnlineSoftmax(factor, scale);
     WaitPv();
     if (rescale) RescaleOutput(factor);
     PackWeights();
@@ -168,6 +170,11 @@ class Consumer {
     }
     wgmma::Commit();
   }
+
+  // Changes the unit of the outputs. Over float8 pages they are sums of quantised values from the
+  // first prefix step of a split to its end, and true ones before and after.
+  __device__ void QuantiseOutput() { ScaleOutput(1.0f / ValueScale()); }
+  __device__ void DequantiseOutput() { ScaleOutput(ValueScale()); }
 
   // Called between MaskedSoftmax and StartPv in steps that some rows do not see completely:
   // in-flight rows, or the boundary of a window. A value that is not finite may reach only the rows
@@ -204,7 +211,7 @@ class Consumer {
 #pragma unroll
         for (int half = 0; half < kHalves; ++half) visible[half] = (tokens[half] >> token & 1) != 0;
         if (!visible[0] && !visible[kHalves - 1]) continue;
-        AddNonFinite(ValueRow(step, token), visible);
+        AddNonFinite(ValueRow(step, token), step.in_flight, visible);
       }
     }
     wgmma::Pin(out_);
@@ -280,6 +287,10 @@ class Consumer {
     for (int k = 0; k < kInnerSteps; ++k) {
       const int chunk = 2 * k + static_cast<int>(threadIdx.x % 32 / 16);
       ptx::LoadMatrix4(query_[k], smem_.query + QueryOffset<Traits>(row, chunk));
+      if constexpr (Traits::kFloat8) {
+#pragma unroll
+        for (uint32_t& pair : query_[k]) pair = ptx::ToHalf2<typename Traits::Element>(pair);
+      }
     }
   }
 
@@ -455,14 +466,25 @@ class Consumer {
     return kv.values + at.value + (from - block) * kv.value_token;
   }
 
+  // Two channels of such a row, as wgmma takes them.
+  __device__ uint32_t ValuePair(const char* row, bool in_flight, int channel) const {
+    if constexpr (Traits::kFloat8) {
+      if (!in_flight && work_tile_.plan.source != TokenSource::kCompact) {
+        return ptx::Float8ToHalf2(*reinterpret_cast<const uint16_t*>(row + channel));
+      }
+    }
+    const uint32_t pair = *reinterpret_cast<const uint32_t*>(row + channel * 2);
+    if constexpr (Traits::kFloat8) return ptx::ToHalf2<typename Traits::Element>(pair);
+    return pair;
+  }
+
   // A weight is positive: it changes neither an infinity nor a NaN.
-  __device__ void AddNonFinite(const char* row, const bool (&visible)[kHalves]) {
-    const auto* value =
-        reinterpret_cast<const typename Traits::Element*>(row) + threadIdx.x % 4 * 2;
+  __device__ void AddNonFinite(const char* row, bool in_flight, const bool (&visible)[kHalves]) {
 #pragma unroll
     for (int n = 0; n < Traits::kHeadDim / 8; ++n) {
-      const float2 non_finite = ptx::ToFloat2<MmaElement>(
-          ptx::NonFinite<MmaElement>(*reinterpret_cast<const uint32_t*>(value + n * 8)));
+      const int channel = n * 8 + static_cast<int>(threadIdx.x % 4) * 2;
+      const float2 non_finite =
+          ptx::ToFloat2<MmaElement>(ptx::NonFinite<MmaElement>(ValuePair(row, in_flight, channel)));
 #pragma unroll
       for (int half = 0; half < kHalves; ++half) {
         out_[n * 4 + half * 2] += visible[half] ? non_finite.x : 0.0f;
@@ -487,14 +509,11 @@ class Consumer {
     }
   }
 
-  // Scales scores to logits in log2 units. After a softcap they are that already.
-  __device__ float ScoreScale() const {
-    return work_tile_.cap_outer == 0.0f ? work_tile_.prefix_scale : 1.0f;
-  }
-  // Applies the softcap to the scores. Returns whether there is one.
-  __device__ bool ApplySoftcap() {
+  // Applies the softcap to the scores. Returns whether there is one. `scale` makes logits in log2
+  // units of them.
+  __device__ bool ApplySoftcap(float scale) {
     if (work_tile_.cap_outer == 0.0f) return false;
-    Softcap(work_tile_.prefix_scale);
+    Softcap(scale);
     return true;
   }
 
@@ -529,6 +548,20 @@ class Consumer {
     }
   }
 
+  // The scale of quantised values. One so small that its inverse is not a number counts as 2^-100:
+  // such values leave no trace beside any that is.
+  __device__ float ValueScale() const {
+    const float scale = work_tile_.value_scale;
+    return fabsf(scale) < 0x1p-100f ? 0x1p-100f : scale;
+  }
+  __device__ void ScaleOutput(float factor) {
+    if (factor == 1.0f) return;
+#pragma unroll
+    for (int i = 0; i < kOutputs; ++i) {
+      if (i / 2 % 2 < kHalves) out_[i] *= factor;
+    }
+  }
+
   __device__ void RescaleOutput(const float (&factor)[kHalves]) {
 #pragma unroll
     for (int i = 0; i < kOutputs; ++i) {
@@ -541,8 +574,8 @@ class Consumer {
   // save that in most steps, but the largest weights, which are exactly 1 here, would be rounded
   // too: errors were 5 % larger. Only row tiles of two warpgroups gain from it (4 %), and a row's
   // result must not depend on its tile.
-  __device__ bool OnlineSoftmax(float (&factor)[kHalves]) {
-    const float scale = ScoreScale();
+  __device__ bool OnlineSoftmax(float (&factor)[kHalves], float score_scale) {
+    const float scale = work_tile_.cap_outer == 0.0f ? score_scale : 1.0f;  // a softcap scales, too
     bool rescale = false;
 #pragma unroll
     for (int half = 0; half < kHalves; ++half) {

@@ -3,19 +3,22 @@
 #include "attention/cuda/combine.cuh"
 #include "attention/cuda/sm90/boundary_producer.cuh"
 #include "attention/cuda/sm90/consumer.cuh"
+#include "attention/cuda/sm90/float8_loader.cuh"
+#include "attention/cuda/sm90/float8_widener.cuh"
 #include "attention/cuda/sm90/queries.cuh"
 #include "attention/cuda/sm90/tma_producer.cuh"
 #include "attention/cuda/sm90/work_producer.cuh"
 #include "base/cuda/dependent_launch.cuh"
 
-// The verify-attention kernel for sm_90a and 16-bit caches (wgmma, TMA): persistent,
-// warp-specialised CTAs. ../launch.cuh launches it.
+// The verify-attention kernel for sm_90a (wgmma, TMA), for 16-bit caches and, with heads of 64 or
+// 128 channels, float8 ones: persistent, warp-specialised CTAs. ../launch.cuh launches it.
 //
 //   producer   one warpgroup keeps the stages filled, across work tiles: one warp fetches work
 //   tiles,
 //              queries and page ids (work_producer.cuh), two issue TMA loads of K and V
 //              (tma_producer.cuh), one copies boundary steps and running outputs
-//              (boundary_producer.cuh)
+//              (boundary_producer.cuh). Over a float8 cache one loads tokens (float8_loader.cuh)
+//              and two widen them to halves, K or V each (float8_widener.cuh)
 //   consumer   one or two warpgroups compute QK, softmax and PV (consumer.cuh)
 //   mask       tree mask, window and end of the prefix, in boundary steps only (mask.cuh)
 //   split      the consumer's state is reset at every split of the prefix (../../plan.h)
@@ -46,6 +49,11 @@ __device__ void RunWorkTile(const VerifyArgs& args, const SharedStorage<Traits>&
   const auto release = [&](uint32_t empty) {
     if (threadIdx.x % 32 == 0) mbarrier::Arrive(empty, 32);
   };
+  // K of a step has been used. The words of the tree mask are in the stage of K, too.
+  const auto release_keys = [&](int of_step, int index) {
+    if (Traits::kFloat8 && steps.IsInFlight(of_step)) return;
+    release(smem.keys_empty(index));
+  };
   BroughtOutputs<Traits> brought(args, plan, steps);
   int step = 0;
   int used = -1;               // the stage whose PV product is in flight
@@ -75,7 +83,7 @@ __device__ void RunWorkTile(const VerifyArgs& args, const SharedStorage<Traits>&
   const auto first_qk = [&] {
     attention.StartQk(*stage);
     attention.template WaitQk<0>();
-    release(smem.keys_empty(stage->index));
+    release_keys(step, stage->index);
     if constexpr (Traits::kWarpgroups == 1) attention.ReduceMax();
   };
   if (steps.num_steps > 0) first_qk();
@@ -100,7 +108,7 @@ __device__ void RunWorkTile(const VerifyArgs& args, const SharedStorage<Traits>&
         attention.StartQk(*stage);
         attention.template StartPv<kBlocks>(now);
         attention.template WaitQk<1>();
-        release(smem.keys_empty(stage->index));
+        release_keys(step + 1, stage->index);
         // One warpgroup waits for tokens rather than for the tensor core: it releases its values as
         // soon as the row maxima are known. Two warpgroups compute their weights first.
         if constexpr (Traits::kWarpgroups == 1) {
@@ -122,6 +130,7 @@ __device__ void RunWorkTile(const VerifyArgs& args, const SharedStorage<Traits>&
       if (step_mask.in_flight || steps.PrefixStep(step) < steps.unmasked_begin) {
         attention.SeparateNonFinite(now, step_mask);
       }
+      if (Traits::kFloat8 && step_mask.in_flight) mbarrier::Arrive(smem.keys_empty(now.index));
       if (step_mask.end - step_mask.first > 16) {
         attention.template StartPv<kBlocks>(now);
       } else {
@@ -129,10 +138,17 @@ __device__ void RunWorkTile(const VerifyArgs& args, const SharedStorage<Traits>&
       }
       attention.WaitPv();
       release_values();
-      if (++step < steps.num_steps) first_qk();
+      if (++step >= steps.num_steps) continue;
+      if (Traits::kFloat8 && step_mask.in_flight && step == steps.in_flight_end) {
+        attention.QuantiseOutput();
+      }
+      first_qk();
     }
     attention.WaitPv();
     release_values();
+    if (Traits::kFloat8 && (split + 1 < plan.split_end || steps.num_steps > steps.in_flight_end)) {
+      attention.DequantiseOutput();
+    }
     attention.FinishSplit(split, in_group, brought.any(), *stage);
     in_group = NextInGroup(plan, in_group);
   }
@@ -174,13 +190,30 @@ __device__ void RunConsumer(const VerifyArgs& args, const SharedStorage<Traits>&
 template <class Traits>
 __device__ void RunProducer(const VerifyArgs& args, const SharedStorage<Traits>& smem, int thread,
                             WorkProducer<Traits>* work_producer) {
-  if (thread < 64) {
-    TmaProducer<Traits>(args, smem, thread >= 32).Run();
-  } else if (thread < 96) {
+  if (thread / 32 == 2) {
     work_producer->Run();
+  } else if constexpr (Traits::kFloat8) {
+    if (thread < 32) {
+      Float8Loader<Traits>(args, smem).Run();
+    } else {
+      Float8Widener<Traits>(args, smem, thread >= 96).Run();
+    }
+  } else if (thread < 64) {
+    TmaProducer<Traits>(args, smem, thread >= 32).Run();
   } else {
     BoundaryProducer<Traits>(args, smem).Run();
   }
+}
+
+// This thread's index among the producer threads; negative for a consumer. Warps w, w + 4, ...
+// share a quarter of the SM, and widening takes many of its issue slots. Two CTAs on an SM are
+// usually half a grid apart: the warps of the upper half change places, so that each quarter has
+// one that widens.
+template <class Traits>
+__device__ int ProducerThread() {
+  const int thread = static_cast<int>(threadIdx.x) - Traits::kThreads;
+  const bool moves = Traits::kFloat8 && thread >= 0 && 2 * blockIdx.x >= gridDim.x;
+  return moves ? (thread + 32) % kProducerThreads : thread;
 }
 
 // Kernel parameters are loaded from memory on first use: this loads them all at once.
@@ -199,7 +232,7 @@ __global__ void __launch_bounds__(CtaThreads(Traits::kWarpgroups),
   if constexpr (Traits::kIsBuilt) {
     extern __shared__ __align__(1024) uint8_t shared_bytes[];
     const SharedStorage<Traits> smem(shared_bytes, args);
-    if (threadIdx.x == 0) smem.InitBarriers(args.stages);
+    if (threadIdx.x == 0) smem.InitBarriers(args);
     if (threadIdx.x / 32 == 1) TouchParameters(args);
     // A tensor map that was not encoded must not be read.
     if (threadIdx.x / 2 == 32 && args.params.cache.geometry.num_pages > 0) {
@@ -211,12 +244,13 @@ __global__ void __launch_bounds__(CtaThreads(Traits::kWarpgroups),
       WaitOnDependentGrids();
       LaunchDependentGrids();
     }
-    const int producer = static_cast<int>(threadIdx.x) - Traits::kThreads;
+    const int producer = ProducerThread<Traits>();
     WorkProducer<Traits> work_producer(args, smem, producer / 32 == 2);
     __syncthreads();
     // Large heads have one consumer warpgroup and one CTA per SM: enough registers as it is.
     constexpr bool kReallocRegisters = Traits::kHeadDim <= 128;
-    constexpr int kProducerRegisters = 56;
+    // Widening gains from more registers, if the consumers can spare them.
+    constexpr int kProducerRegisters = Traits::kFloat8 && Traits::kHalves == 1 ? 64 : 56;
     constexpr int kConsumerRegisters = Traits::kWarpgroups == 1 ? 256 - kProducerRegisters : 224;
     if (threadIdx.x < Traits::kThreads) {
       if constexpr (kReallocRegisters) warpgroup::AllocRegisters<kConsumerRegisters>();

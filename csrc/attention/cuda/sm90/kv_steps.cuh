@@ -74,7 +74,10 @@ struct KvSteps {
 template <class Traits>
 class BroughtOutputs {
  public:
-  static constexpr bool kUsed = RunningOutputs(Traits::kHeadDim, Traits::kRowTile) == 1;
+  // Over float8 caches there may be one stage, which K of the step behind needs before the split
+  // ends.
+  static constexpr bool kUsed =
+      !Traits::kFloat8 && RunningOutputs(Traits::kHeadDim, Traits::kRowTile) == 1;
   static_assert(!kUsed ||
                 RunningOutputBytes(Traits::kHeadDim, Traits::kRowTile) == Traits::kStageBytes);
 

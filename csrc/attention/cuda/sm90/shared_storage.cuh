@@ -14,24 +14,28 @@ static_assert(sizeof(SharedWorkTile) <= kWorkTileBytes);
 // The dynamic shared memory of a CTA, as addresses.
 template <class Traits>
 struct SharedStorage {
-  uint32_t stages, query, page_ids, barriers, stage_extras;
+  uint32_t stages, raw_stages, query, page_ids, barriers, stage_extras, raw_extras;
   float4* running_outputs;     // of the consumer threads: see RunningOutputs
   SharedWorkTile* work_tiles;  // two: one is loaded while the other is computed
 
   static constexpr int kQueryBytes = QueryBytes(Traits::kHeadDim, Traits::kRowTile);
+  static constexpr int kRawBytes = 2 * Traits::kRawTileBytes;
 
   __device__ SharedStorage(uint8_t* base, const VerifyArgs& args) {
-    uint8_t* query_at = base + args.stages * Traits::kStageBytes;
+    uint8_t* raw_at = base + args.stages * Traits::kStageBytes;
+    uint8_t* query_at = raw_at + (Traits::kFloat8 ? args.raw_stages : 0) * kRawBytes;
     running_outputs = reinterpret_cast<float4*>(query_at + kQueryBytes);
     uint8_t* rest = reinterpret_cast<uint8_t*>(running_outputs) +
                     RunningOutputs(Traits::kHeadDim, args.row_tile) *
                         RunningOutputBytes(Traits::kHeadDim, args.row_tile);
     stages = ptx::SharedAddress(base);
+    raw_stages = ptx::SharedAddress(raw_at);
     query = ptx::SharedAddress(query_at);
     work_tiles = reinterpret_cast<SharedWorkTile*>(rest);
     page_ids = ptx::SharedAddress(rest + 2 * kWorkTileBytes);
     barriers = page_ids + kPageIdBytes;
     stage_extras = barriers + 6 * 16;
+    raw_extras = stage_extras + args.stages * kStageExtraBytes;
   }
 
   // What the combine may use: stages, queries and running outputs.
@@ -44,11 +48,19 @@ struct SharedStorage {
   }
   __device__ uint32_t keys(int stage) const { return stages + stage * Traits::kStageBytes; }
   __device__ uint32_t values(int stage) const { return keys(stage) + Traits::kKvTileBytes; }
+  // Float8 tokens as TMA has loaded them: rows of one swizzle atom.
+  __device__ uint32_t raw_tile(int stage, int values) const {
+    return raw_stages + stage * kRawBytes + values * Traits::kRawTileBytes;
+  }
   // Barriers. Full: tokens, a work tile or queries have arrived. Empty: they have been used.
   __device__ uint32_t keys_full(int stage) const { return stage_extras + stage * kStageExtraBytes; }
   __device__ uint32_t values_full(int stage) const { return keys_full(stage) + 8; }
   __device__ uint32_t keys_empty(int stage) const { return keys_full(stage) + 16; }
   __device__ uint32_t values_empty(int stage) const { return keys_full(stage) + 24; }
+  __device__ uint32_t raw_full(int stage, int values) const {
+    return raw_extras + stage * kRawExtraBytes + values * 16;
+  }
+  __device__ uint32_t raw_empty(int stage, int values) const { return raw_full(stage, values) + 8; }
   __device__ uint32_t work_tile_full(int slot) const { return barriers + slot * 16; }
   __device__ uint32_t work_tile_empty(int slot) const { return work_tile_full(slot) + 8; }
   __device__ uint32_t query_full() const { return work_tile_full(2); }
@@ -63,18 +75,24 @@ struct SharedStorage {
 
   // Every thread whose own accesses a barrier orders arrives there. Where only TMA and wgmma access
   // the memory, one thread arrives for its warp.
-  __device__ void InitBarriers(int num_stages) const {
-    for (int i = 0; i < num_stages; ++i) {
+  __device__ void InitBarriers(const VerifyArgs& args) const {
+    for (int i = 0; i < args.stages; ++i) {
       mbarrier::Init(keys_full(i), kBoundaryThreads);
       mbarrier::Init(values_full(i), kBoundaryThreads);
       mbarrier::Init(keys_empty(i), Traits::kThreads);
       mbarrier::Init(values_empty(i), Traits::kThreads);
     }
+    for (int i = 0; Traits::kFloat8 && i < args.raw_stages; ++i) {
+      for (int values = 0; values < 2; ++values) {
+        mbarrier::Init(raw_full(i, values), 32);
+        mbarrier::Init(raw_empty(i, values), 32);
+      }
+    }
     for (int i = 0; i < 2; ++i) {
       mbarrier::Init(work_tile_full(i), 32);
       mbarrier::Init(work_tile_empty(i), Traits::kThreads + kBoundaryThreads + 2 * 32);
       mbarrier::Init(page_ids_full(i), 32);
-      mbarrier::Init(page_ids_empty(i), 2 * 32);
+      mbarrier::Init(page_ids_empty(i), Traits::kFloat8 ? 32 : 2 * 32);
     }
     mbarrier::Init(boundary_ready(), 2 * 32);
     mbarrier::Init(boundary_taken(), kBoundaryThreads);

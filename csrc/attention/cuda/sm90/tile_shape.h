@@ -16,15 +16,21 @@ inline constexpr int kWarpgroupRows = 64;  // rows of a consumer warpgroup, at m
 // not suffice to combine (CombineWarpBytes).
 inline constexpr int kMaxStages = 7;
 
+// Head sizes with a kernel for float8 caches: a token's row is one swizzle atom of TMA.
+constexpr bool TakesFloat8(int head_dim) { return head_dim == 64 || head_dim == 128; }
+
 // A warp's 16 rows of a wgmma tile form two halves of 8. Row tiles of up to 32 rows use the upper
 // half only, so that all four warps share the softmax work. Large heads gain nothing from that.
 constexpr int RowHalves(int head_dim, int row_tile) {
   return head_dim <= 128 && row_tile <= kWarpgroupRows / 2 ? 1 : 2;
 }
 
-// Consumer warpgroups by row tile. Large heads leave no registers for a second one.
+// Consumer warpgroups by row tile. Large heads leave no registers for a second one, and over float8
+// caches it would wait for the widening warps.
 constexpr int ConsumerWarpgroups(int row_tile) { return row_tile > kWarpgroupRows ? 2 : 1; }
-constexpr int MaxConsumerWarpgroups(int head_dim) { return head_dim <= 128 ? 2 : 1; }
+constexpr int MaxConsumerWarpgroups(int head_dim, bool float8) {
+  return head_dim <= 128 && !float8 ? 2 : 1;
+}
 
 constexpr int ConsumerThreads(int warpgroups) { return 128 * warpgroups; }
 inline constexpr int kProducerThreads = 128;
@@ -43,6 +49,14 @@ constexpr int CtasPerSm(int head_dim, int warpgroups) {
 // more tokens.
 constexpr int StepTokens(int head_dim) { return head_dim > 192 ? 32 : 64; }
 constexpr int KvTileBytes(int head_dim) { return StepTokens(head_dim) * head_dim * 2; }
+
+// Float8 caches: a stage holds tokens as halves, a raw stage holds them as they were loaded. Tokens
+// wait in raw stages; the widening warps refill a stage in less time than the consumers take for
+// it, so one will do where shared memory is scarce.
+inline constexpr int kMaxRawStages = 8;
+inline constexpr int kRawExtraBytes = 32;  // four barriers
+constexpr int RawTileBytes(int head_dim) { return StepTokens(head_dim) * head_dim; }
+constexpr int RawStageBytes(int head_dim) { return 2 * RawTileBytes(head_dim) + kRawExtraBytes; }
 
 // Large heads leave no registers for Q.
 constexpr bool QueryInRegisters(int head_dim) { return head_dim <= 128; }
