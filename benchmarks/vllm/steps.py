@@ -45,11 +45,12 @@ os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
 
+import torch
 from offline import LLAMA_8B, eagle_head, resolve, write_config
 
 from nwor_specpv import _stamp
 
-BLOCK = 16
+BLOCK = 16 if torch.cuda.is_available() else 32  # what the CPU backend takes from vLLM 0.32 on
 WARM_STEPS = 6
 # Weights twice, activations, graphs; the rest of the device is cache.
 RESERVED_BYTES = 42 << 30
@@ -76,7 +77,6 @@ class Side:
 
 def main() -> int:
     args = parse()
-    import torch
     import vllm
 
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else platform.machine()
@@ -175,7 +175,6 @@ def start_both(args: argparse.Namespace, folder: Path) -> list[Side]:
 
 
 def start(args: argparse.Namespace, folder: Path, *, nwor: bool) -> Any:
-    import torch
     from vllm import LLM
 
     model, options = resolve(args.model, folder)
@@ -347,14 +346,12 @@ def run(side: Side, steps: int) -> float:
 
 
 def empty_cache() -> None:
-    import torch
 
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
 
 
 def synchronize() -> None:
-    import torch
 
     if torch.cuda.is_available():
         torch.cuda.synchronize()
@@ -411,7 +408,6 @@ def profile(args: argparse.Namespace, sides: list[Side]) -> None:
     The marker is a kernel that models do not use, so that a list of kernels can be cut there; what
     each piece is goes to stdout, for ncu_table.py.
     """
-    import torch
 
     told = {"device": torch.cuda.get_device_name(), "revision": _stamp.read_stamp().revision}
     print("told", json.dumps(told))
