@@ -10,6 +10,8 @@ The arm with the most tokens per second is taken, as measured while serving. Rul
 * When 8 steps in a row yield less than 0.97 of plain, plain is chosen at once. What was known of
   numbers of passes in this cell must be measured again; where guesses were chosen, other numbers
   of guesses are expected to be right as much less often.
+* What changes the time of the chosen arm's steps changes that of the others alike: a busy host, a
+  device that runs hot.
 * More guesses than a few are tried where the next fewer were right.
 * Numbers of passes are tried from the inside out: one that was never measured is priced from those
   beside it. Time grows evenly with passes; tokens grow ever more slowly.
@@ -161,6 +163,8 @@ class ArmChoice:
         cell, arm = choice.cell, choice.arm
         estimate = cell.estimates.setdefault(arm, Estimate())
         estimate.add(cell.visits, seconds, tokens, rough=choice.first)
+        if arm == cell.arm and not choice.first:
+            cell.drift()
         plain = cell.level(PLAIN)
         if not tokens or plain is None:
             return

@@ -40,6 +40,8 @@ _FEW = 5  # times up to which the median counts: one may mislead so few
 # more steps the mean counts and not the median, since some arms have a dear step now and then.
 _SLOWEST, _FASTEST = 1.5, 0.6
 _SHIFTED = 4  # such steps in a row are a new level
+# So are so many in a row that are all longer, or all shorter, than the mean by this share.
+_SHIFTED_LITTLE, _LITTLE = 6, 0.15
 _NOISE = 0.03  # least relative deviation of a step's time
 _FAR = 2  # cells between which estimates are borrowed
 _DISTANCE_ERROR = 0.04  # relative, for each cell between
@@ -90,7 +92,8 @@ class Estimate:
         self._steps = self._requests = 0.0  # weights
         self._timed = 0  # visit of the latest time
         self._first: list[float] = []  # times
-        self._shifted = 0
+        self._shifted = self._longer = self._shorter = 0  # steps in a row
+        self._shared = 0.0  # the seconds that other arms have followed
 
     @property
     def rate(self) -> float:
@@ -114,7 +117,10 @@ class Estimate:
     def _add_seconds(self, gap: int, seconds: float) -> None:
         level = min(max(seconds, _FASTEST * self.seconds), _SLOWEST * self.seconds)
         self._shifted = self._shifted + 1 if level != seconds else 0
-        if gap > _PAUSE or self._shifted == _SHIFTED:
+        self._longer = self._longer + 1 if seconds > (1 + _LITTLE) * self.seconds else 0
+        self._shorter = self._shorter + 1 if seconds < (1 - _LITTLE) * self.seconds else 0
+        little = max(self._longer, self._shorter)
+        if gap > _PAUSE or self._shifted == _SHIFTED or little == _SHIFTED_LITTLE:
             self.doubt()
         self.count += 1
         if self.count <= _FEW:
@@ -143,13 +149,28 @@ class Estimate:
         spread = self._tokens_spread
         self._tokens_spread += share * (inside - spread) + share * (1 - share) * delta**2
 
+    def drift(self, *, begins: bool) -> float:
+        """How many times as long its steps take as when this was asked last; 1 where it `begins`
+        to be asked."""
+        if self.count < ENOUGH:
+            return 1.0
+        before = self.seconds if begins else self._shared or self.seconds
+        self._shared = self.seconds
+        return self.seconds / before
+
+    def follow(self, drift: float) -> None:
+        """Its steps take so many times as long as they did."""
+        self.seconds *= drift
+        self._seconds_spread *= drift**2
+        self._first = [drift * seconds for seconds in self._first]
+
     def age(self) -> None:
         """What was observed is old from now on."""
         self.last -= _OLD
 
     def doubt(self) -> None:
         """Something has changed: it must be measured anew before it counts."""
-        self.count = self._shifted = 0
+        self.count = self._shifted = self._longer = self._shorter = 0
         self._first.clear()
         self._requests = min(self._requests, 1.0)
 
@@ -180,6 +201,7 @@ class Cell:
         self.borrowed: dict[Arm, Outlook] = {}
         self.alone = False  # borrows nothing
         self.bad_steps: list[tuple[float, Sequence[int]]] = []  # in a row
+        self._leader: Arm | None = None  # whose times the others have followed last
         self.next_look = 0  # visit before which nothing is decided
 
     def outlook(self, arm: Arm) -> Outlook | None:
@@ -189,6 +211,16 @@ class Cell:
         if own is not None and own.count >= ENOUGH:
             return found
         return self.borrowed.get(arm, found)
+
+    def drift(self) -> None:
+        """Has other arms follow the chosen one: what changes its time, a busy host or a device that
+        runs hot, changes theirs."""
+        drift = self.estimates[self.arm].drift(begins=self.arm != self._leader)
+        self._leader = self.arm
+        if drift != 1.0:
+            for arm, estimate in self.estimates.items():
+                if arm != self.arm:
+                    estimate.follow(drift)
 
     def measured(self, arm: Arm) -> bool:
         found = self.estimates.get(arm)

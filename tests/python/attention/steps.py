@@ -396,15 +396,21 @@ def _tokens_of(step: Step, tensors, prefix, b: int, head: int, row: int, start: 
     )
 
 
-def assert_close(step: Step, out: torch.Tensor, lse: torch.Tensor | None = None) -> None:
-    """Compares with the reference; a NaN anywhere is an error."""
+def assert_close(
+    step: Step,
+    out: torch.Tensor,
+    lse: torch.Tensor | None = None,
+    unit: float | np.ndarray = 1.0,
+) -> None:
+    """Compares with the reference; a NaN anywhere is an error. `unit`: how large values are, of all
+    rows or of each."""
     expected, expected_lse = step.reference()
     got = out.detach().cpu().double().numpy()
     spread = 2.0 if step.shape.cache_dtype == FP8 else 1.0
     error = np.abs(got - expected)
     assert np.isfinite(got).all(), "out holds NaN or infinity"
     # Weights and outputs are rounded relative to their size.
-    limit = OUT_TOLERANCE[step.shape.dtype] * spread * np.maximum(1.0, np.abs(expected) / 2)
+    limit = OUT_TOLERANCE[step.shape.dtype] * spread * np.maximum(unit, np.abs(expected) / 2)
     assert (error <= limit).all(), error.max()
     if lse is not None:
         got_lse = lse.detach().cpu().double().numpy()

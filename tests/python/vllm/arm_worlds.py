@@ -113,7 +113,9 @@ class Engine:
         batch: Callable[[int], int] = lambda _: 16,
         context: Callable[[int], float] = lambda _: 8192.0,
         passes: bool = True,
+        slow: float = 1.0,
     ) -> Run:
+        """`slow`: times are so many times as long."""
         run = Run()
         best = world.best(self.choice)
         if not passes:
@@ -133,7 +135,7 @@ class Engine:
             timed = chosen.arm if self.late else arm
             # Times grow with batch and context, as those of a real engine do.
             scale = (0.5 + count / 32) * (0.5 + length / 16384)
-            scale *= self.random.lognormvariate(0, world.noise)
+            scale *= slow * self.random.lognormvariate(0, world.noise)
             if self.random.random() < world.outliers:
                 scale *= self.random.uniform(3, 12)
             spent = world.seconds(timed, scale)
