@@ -91,6 +91,7 @@ SECTIONS: dict[str, Callable[[], Iterator[str]]] = {
     "attention_rows64": attention.rows64_lines,
     "attention_odd": attention.odd_lines,
     "attention_float8": attention.float8_lines,
+    "attention_models": attention.models_lines,
     "attention_torch": attention.torch_lines,
     "attention_dram": attention.dram_lines,
     "attention_errors": attention.error_lines,

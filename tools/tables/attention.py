@@ -7,7 +7,9 @@ from collections.abc import Iterator
 from .attention_plot import Line, render
 from .records import head, load, row
 
-TIMED = ("h200/attention.json", "h200/attention_torch.json")  # no section is in both
+# No section is in two of them.
+TIMED = ("h200/attention.json", "h200/attention_models.json", "h200/attention_torch.json")
+MODELS = {(14, 2, 64): "Qwen2.5-0.5B", (12, 2, 128): "Qwen2.5-1.5B", (9, 3, 64): "SmolLM2-135M"}
 
 
 def case_of(result: dict) -> tuple:
@@ -164,6 +166,24 @@ def float8_lines() -> Iterator[str]:
     for (name, rows), us in by_shape.items():
         wide, narrow = us["bfloat16"], us["float8_e4m3fn"]
         yield row(name, rows, f"{wide:.1f}", f"{narrow:.1f}", f"{wide / narrow:.2f}")
+
+
+def models_lines() -> Iterator[str]:
+    data = Attention()
+    yield f"Commit `{data.commits['models']}`, us; in brackets the ratio to FA3."
+    yield ""
+    found: dict[tuple[str, str, str], dict[int, dict[str, float]]] = {}
+    for result in data.of("models"):
+        case = result["case"]
+        heads = case["heads"], case["kv_heads"], case["head_dim"]
+        shape = MODELS[heads], f"{heads[0]}/{heads[1]} x {heads[2]}", result["name"]
+        found.setdefault(shape, {})[case["rows"]] = medians(result)
+    numbers = sorted({rows for by_rows in found.values() for rows in by_rows})
+    counted = (f"{rows} row{'s' * (rows > 1)}" for rows in numbers)
+    yield from head("model", "heads x channels", "B x L", *counted)
+    for shape, by_rows in found.items():
+        times = (by_rows[rows] for rows in numbers)
+        yield row(*shape, *(f"{us['ours']:.1f} ({us['ours'] / us['FA3']:.2f})" for us in times))
 
 
 def torch_lines() -> Iterator[str]:
