@@ -58,8 +58,9 @@ class Engine:
         self.settings = _with_views(read_settings(vllm_config.additional_config), vllm_config)
         self.setup = support.describe(vllm_config)
         self.off = self._judge()
+        self._has_views = False
         if self.settings.enable_specpv:
-            long_context.judge(self.settings, long_context.describe(vllm_config), self.off)
+            self._has_views = self._judge_long_context(long_context.describe(vllm_config))
         mode = self.settings.specpv_mode if self.settings.enable_specpv else None
         self.lossless = mode == long_context.LOSSLESS  # drafts come from views
         worker_class = vllm_config.parallel_config.worker_cls
@@ -120,6 +121,18 @@ class Engine:
             raise NworError(f"nwor_specpv: {text}")
         logger.warning("nwor_specpv is off: %s", text)
         return text
+
+    def _judge_long_context(self, setup: long_context.LongContext) -> bool:
+        """Whether there are views."""
+        long_context.judge(self.settings, setup, self.off)
+        alone = long_context.has_guesses_alone(self.settings, setup)
+        if alone:
+            logger.warning(
+                "nwor_specpv: no request can be longer than a view, with --max-model-len %d: there "
+                "are no partial passes, and guesses draft alone where that is faster",
+                setup.max_model_len,
+            )
+        return not alone
 
     @staticmethod
     def _hook(problem: str | None) -> None:
@@ -276,7 +289,7 @@ class Engine:
     def left_for_caches(self, available: int) -> int:
         """What caches may take of so many bytes on this rank."""
         vllm_config = self.vllm_config()
-        if not self.settings.enable_specpv or vllm_config is None:
+        if not self._has_views or vllm_config is None:
             return available
         return memory.describe(self.settings, vllm_config).left_for_caches(available)
 

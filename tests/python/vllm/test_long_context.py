@@ -26,6 +26,7 @@ from nwor_specpv.vllm.specpv.rules import (
     SCHEDULERS,
     LongContext,
     describe,
+    has_guesses_alone,
     judge,
     refusals,
 )
@@ -123,6 +124,19 @@ HEAD |= {"cpu": False}
 LOOKUPS = HEAD | {"drafter": "ngram_gpu", "drafter_class": "ngram_gpu"}
 
 
+@pytest.mark.parametrize("who", [HEAD, LOOKUPS])
+def test_short_contexts_have_guesses_alone(who: dict) -> None:
+    """Nobody has asked for views of this size: they are left out on model runner V2."""
+    settings = load_config(LOSSLESS)
+    for tokens, alone in ((512, True), (4256, True), (4257, False)):
+        setup = replace(GOOD, **who, max_model_len=tokens)
+        assert refusals(settings, setup, None) == []
+        assert has_guesses_alone(settings, setup) is alone
+    short = replace(GOOD, max_model_len=512)
+    assert not has_guesses_alone(settings, short)  # model runner V1
+    assert not has_guesses_alone(load_config(REFRESH), replace(short, **who))
+
+
 def test_a_good_set_up_is_let_in() -> None:
     assert refusals(load_config(LOSSLESS), GOOD, None) == []
     ngram = replace(GOOD, drafter="ngram", drafter_class="ngram", runner_v2=True)
@@ -197,6 +211,12 @@ def test_a_good_set_up_is_let_in() -> None:
             "divides them",
         ),
         (LOSSLESS, {"max_model_len": 4096}, "view of 4256 tokens", "a smaller view"),
+        (
+            LOSSLESS | {"specpv_n_window_blocks": 9},
+            LOOKUPS | {"max_model_len": 4096},
+            "view of 4272 tokens",
+            "longer --max-model-len",
+        ),
         (LOSSLESS | {"specpv_storage": "compact"}, {}, "compact", "'paged'"),
         (LOSSLESS | {"specpv_budget": "adaptive"}, {}, "adaptive", "'fixed'"),
         (LOSSLESS | {"specpv_mode": "rectify"}, {}, "no token twice", "'lossless'"),

@@ -13,10 +13,11 @@ from typing import Any
 
 import pytest
 
+from nwor_specpv.config import Settings
 from support.engines import STOCK, drive, greedy, start
 from support.installed import PAGE
 from support.runner_v2_jobs import MAX_TOKENS, WITHOUT_HEAD, check, job, run
-from support.small_views import prompts
+from support.small_views import SMALL_VIEW, prompts
 
 pytestmark = pytest.mark.slow
 
@@ -112,6 +113,27 @@ def test_speed_decides(tmp_path: Path, expected: dict[str, list[int]]) -> None:
     assert free["grown"]["specpv_plain_step_seconds_total"] > 0
     assert "specpv_plain_step_seconds_total" not in fixed["grown"]
     check(fixed)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_contexts_shorter_than_a_view_have_guesses_alone(
+    kind: str, tmp_path: Path, expected: dict[str, list[int]]
+) -> None:
+    """Views of our own size, which no request of this model can outgrow, take no memory."""
+    own = Settings()
+    views = {name: getattr(own, name) for name in SMALL_VIEW if name.startswith("specpv_n_")}
+    arms = {"arms": [[3, 0], [0, 0], [3, 0], [3, 0]]}
+    (found,) = run(
+        tmp_path, job(views | {"specpv_draft_passes": 0}, **arms, **told(kind, expected))
+    )
+    assert found["tokens"] == [expected]
+    assert found["speculator"] == SPECULATORS[kind]
+    assert found["start"] == {"tail": None, "failures": {}}
+    assert found["violations"] == []
+    assert found["failures"] == found["fallbacks"] == {}
+    assert found["proposals"] == 0
+    assert {verified for _, verified in found["lengths"]} >= {0, 3}
+    assert found["steps"][0] < MAX_TOKENS + 4
 
 
 @pytest.mark.parametrize("kind", KINDS)

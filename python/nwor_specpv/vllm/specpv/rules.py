@@ -41,6 +41,11 @@ MAX_DRAFTS = 128
 
 LOSSLESS, REFRESH = "lossless", "refresh"
 FLOAT8_WEIGHTS = "float8"  # of `specpv_draft_weights`
+# Who says none of these leaves the size of views to us.
+_VIEW_KEYS = (
+    *("specpv_selector", "specpv_block_size", "specpv_n_sink_blocks", "specpv_n_retrieval_blocks"),
+    *("specpv_n_window_blocks", "specpv_partial_threshold"),
+)
 
 
 @dataclass(frozen=True)
@@ -124,6 +129,22 @@ def refusals(settings: Settings, setup: LongContext, staging_off: str | None) ->
     return list(_refusals(settings, setup, staging_off))
 
 
+def has_guesses_alone(settings: Settings, setup: LongContext) -> bool:
+    """Whether no request can be longer than a view of our own size, on model runner V2: no step is
+    partial, and mode `lossless` drafts by guesses, as it does for short requests of other engines.
+    """
+    if settings.specpv_mode != LOSSLESS or not _on_v2(setup):
+        return False
+    own = Settings()
+    if any(getattr(settings, name) != getattr(own, name) for name in _VIEW_KEYS):
+        return False
+    return setup.max_model_len <= settings.specpv().budget(1 + setup.num_drafts).static_tokens
+
+
+def _on_v2(setup: LongContext) -> bool:
+    return setup.runner_v2 and setup.drafter in (*HEADS, WITHOUT_HEAD)
+
+
 def judge_layers(layers: Mapping[str, Any]) -> None:
     """Raises NworError for a layer that does not see the whole context."""
     for name, layer in layers.items():
@@ -184,6 +205,8 @@ def _refusals(settings: Settings, setup: LongContext, staging_off: str | None) -
             f"{setup.page_size} tokens",
             "use a specpv_block_size that divides them, or another --block-size",
         )
+    if has_guesses_alone(settings, setup):
+        return
     try:
         config = settings.specpv()
         config.validate_for(config.specpv_block_size, 1 + setup.num_drafts, setup.max_model_len)
@@ -214,7 +237,7 @@ def _lossless(setup: LongContext, guesses: int, *, ours: bool) -> Iterator[Refus
             "set VLLM_USE_V2_MODEL_RUNNER=1",
         )
         return
-    on_v2 = setup.runner_v2 and known
+    on_v2 = _on_v2(setup)
     if not ours and not on_v2:
         remedy = _CLASS_DRAFTING if setup.cpu else _SELF_DRAFTING
         yield Refusal(
