@@ -12,6 +12,7 @@ The arm with the most tokens per second is taken, as measured while serving. Rul
   of guesses are expected to be right as much less often.
 * What changes the time of the chosen arm's steps changes that of the others alike: a busy host, a
   device that runs hot.
+* Where `foresee` says how many guesses would be right, that is what probes of guesses go by.
 * More guesses than a few are tried where the next fewer were right.
 * Numbers of passes are tried from the inside out: one that was never measured is priced from those
   beside it. Time grows evenly with passes; tokens grow ever more slowly.
@@ -42,6 +43,7 @@ _MOST_COST, _MOST_FIRST_COST = 6, 3
 _WORTH = 1.03  # what a probe must promise that does not wait for its turn
 # Of arms that nobody has seen, relative to plain steps.
 _NEVER = 1_000_000  # steps since an arm was seen
+_FORESEEN = 2000  # steps that double what an arm may yield beside what is foreseen of it
 _FIRST_GUESSES = Outlook(1.2, 1.3, 1.0, _NEVER)
 # Of more guesses than a few, relative to the few: their time, and how many more are right.
 _MORE_GUESSES = Outlook(1.15, 1.5, 1.0, _NEVER)
@@ -110,6 +112,9 @@ class ArmChoice:
     ) -> None:
         self.arms = list(arms)
         self._pace, self._price = pace or Pace(), price
+        # Tokens that a step with so many guesses would yield for a request, and their error, if the
+        # caller knows without taking such steps.
+        self.foresee: Callable[[int], tuple[float, float] | None] = lambda _: None
         self.switches = 0
         self.probe_steps = 0
         self._without = [arm for arm in self.arms if not arm.passes]
@@ -247,6 +252,8 @@ class ArmChoice:
         assert self._credit is not None
         current, plain = found[cell.arm], found[PLAIN]
         hopes = (self._hope(arm, found) for arm in arms if arm != cell.arm)
+        if not cell.arm.passes:
+            hopes = (hope and self._foreseen(hope, cell) for hope in hopes)
         turns = [hope for hope in hopes if hope and hope.rate > _MARGIN * current.rate]
         losses, steps = {hope: hope.loss(current.rate) for hope in turns}, self._probe_steps
         free = [
@@ -303,6 +310,16 @@ class ArmChoice:
             seconds=seconds, tokens=1.0 + _MORE_GUESSES.tokens * right
         )
         return _Hope(arm, expected, (1.0 + right * arm.drafts / fewer.drafts) / seconds)
+
+    def _foreseen(self, hope: _Hope, cell: Cell) -> _Hope:
+        """The same with what is foreseen of guesses."""
+        seen = None if hope.arm.passes else self.foresee(hope.arm.drafts)
+        if seen is None:
+            return hope
+        tokens, error = seen
+        doubt = min(hope.expected.age, cell.visits) / _FORESEEN
+        rate = (1 + doubt) * (tokens + error) / hope.expected.seconds
+        return _Hope(hope.arm, hope.expected._replace(tokens=tokens), rate)
 
     def _priced(self, arm: Arm, fewer: Arm, otherwise: Outlook) -> float:
         """How many times as long a step takes as one with the next fewer guesses."""

@@ -96,15 +96,32 @@ class Engine:
     """Asynchronous: a step is scheduled before the last one's output is there."""
 
     def __init__(
-        self, choice: ArmChoice | None = None, seed: int = 0, *, late: bool = False
+        self,
+        choice: ArmChoice | None = None,
+        seed: int = 0,
+        *,
+        late: bool = False,
+        foresees: bool = False,
     ) -> None:
-        """`late`: the host is the slower one, so that times shift to the next step."""
+        """`late`: the host is the slower one, so that times shift to the next step. `foresees`: in
+        plain steps it is known roughly how many guesses would be right."""
         self.choice = choice or ArmChoice(make_arms(LIMIT, GUESSES, long_guesses=True))
         self.random, self.late = random.Random(seed), late
         self._clock, self._now = StepClock(), 0.0
         self._arms: list[Arm] = []
         self._begun: set[Arm] = set()
         self._pending: tuple[object, float, list[int]] | None = None
+        self._world: World | None = None
+        self._plain_steps = 0  # in this world
+        if foresees:
+            self.choice.foresee = self._foresee
+
+    def _foresee(self, drafts: int) -> tuple[float, float] | None:
+        """As eight requests tell it that get a token a step."""
+        world, arm = self._world, Arm(drafts, 0)
+        if world is None or self._plain_steps < 3 * world.tokens(arm):
+            return None
+        return max(1.0, self.random.gauss(world.tokens(arm), 0.1)), 0.1
 
     def serve(
         self,
@@ -127,6 +144,9 @@ class Engine:
             self._clock.scheduled(output, chosen, self._now, measurable=True)
             self._arms.append(chosen.arm)
             run.taken[chosen.arm] = run.taken.get(chosen.arm, 0) + 1
+            self._plain_steps = 0 if world is not self._world else self._plain_steps
+            self._world = world
+            self._plain_steps += not chosen.arm.drafts
             self._finish()
             arm = self._arms[max(0, len(self._arms) - 2)]  # its drafts are verified now
             stands = world.stands(arm)

@@ -142,6 +142,25 @@ def test_what_slows_all_steps_is_seen_in_those_that_are_taken(slow: float) -> No
     assert sum(run.of_plain for run in runs) / len(runs) > 0.925
 
 
+def test_what_is_foreseen_spares_probes_and_hastens_what_pays() -> None:
+    """Texts come and go, and guesses pay for some of them only."""
+    few, many = Arm(GUESSES, 0), Arm(LIMIT, 0)
+    good = MeasuredWorld(3e-3, noise=0.05, measured=((few, 4.6e-3, 2.7), (many, 6.2e-3, 5.4)))
+    bad = MeasuredWorld(3e-3, noise=0.05, measured=((few, 4.6e-3, 1.33), (many, 5.9e-3, 1.62)))
+    shape = {"batch": lambda _: 96, "context": lambda _: 1500.0, "passes": False}
+    found: dict[str, list[float]] = {"good": [], "bad": []}
+    for seed in range(10):
+        engine = Engine(seed=seed, foresees=True)
+        engine.serve(good, 80, **shape)
+        for _ in range(3):
+            engine.serve(bad, 40, **shape)
+            found["bad"].append(engine.serve(bad, 120, **shape).of_plain)
+            found["good"].append(engine.serve(good, 60, **shape).of_plain)
+    means = {name: sum(of_plain) / len(of_plain) for name, of_plain in found.items()}
+    assert means["bad"] > 0.96
+    assert means["good"] > 1.8
+
+
 @ALL
 def test_the_batch_changes_in_every_step(name: str) -> None:
     sizes = random.Random(5)

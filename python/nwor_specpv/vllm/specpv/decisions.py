@@ -10,15 +10,22 @@ from nwor_specpv.arms import Arm, ArmChoice, Choice, make_arms
 from nwor_specpv.vllm.scheduling.decisions import Decisions
 
 from .lengths import Lengths
+from .scouts import Scouts
 
 
 class LongContextDecisions(Decisions):
     """Plain steps, guesses or partial passes. Thread-safety: none."""
 
-    def __init__(self, lengths: Lengths, *, lookups: bool) -> None:
-        """`lookups`: guesses come from lookups, so that any number of them costs the same."""
-        super().__init__(ArmChoice(make_arms(lengths.limit, lengths.guesses, long_guesses=lookups)))
+    def __init__(self, lengths: Lengths, *, matches: tuple[int, int] | None) -> None:
+        """`matches`: guesses come from lookups with so many tokens in common, at least and at most,
+        so that any number of them costs the same. None: from a head."""
+        arms = make_arms(lengths.limit, lengths.guesses, long_guesses=matches is not None)
+        super().__init__(ArmChoice(arms))
         self._lengths = lengths
+        self.scouts: Scouts | None = None
+        if matches is not None and not lengths.fixed:
+            self.scouts = Scouts(lengths.limit, matches)
+            self.choice.foresee = self.scouts.tokens
 
     def choose(self, batch: int, context: float, longest: int, *, measurable: bool) -> Choice:
         """See the base class."""

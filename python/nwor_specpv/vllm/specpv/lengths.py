@@ -12,6 +12,11 @@ from typing import Any
 from nwor_specpv import VerifyPolicy
 from nwor_specpv.arms import Arm, draft_lengths
 
+# Tokens of a match: vLLM's own choice where users say nothing, and ours in its place.
+_VLLM_MATCHES = (5, 5)
+_MATCHES = (2, 5)
+_MOST_MATCHED = 16
+
 
 def head_drafts(settings: Any, limit: int) -> int:
     """Tokens that are guessed before the target looks at them."""
@@ -57,3 +62,12 @@ class Lengths:
     def give_up(self) -> None:
         """Passes have failed: there are guesses alone."""
         self.given_up = True
+
+
+def match_lengths(speculative_config: Any) -> tuple[int, int]:
+    """Tokens of a match, at least and at most: the user's `prompt_lookup_min` and `_max`. vLLM puts
+    5 and 5 there where users say nothing."""
+    said = speculative_config.prompt_lookup_min, speculative_config.prompt_lookup_max
+    if said == _VLLM_MATCHES or None in said:
+        return _MATCHES
+    return max(1, min(said[0], _MOST_MATCHED)), max(1, min(said[1], _MOST_MATCHED))

@@ -19,7 +19,7 @@ from nwor_specpv.vllm.scheduling.scheduler import ChoosingScheduler
 from nwor_specpv.vllm.settings import read_settings
 
 from .decisions import LongContextDecisions
-from .lengths import Lengths
+from .lengths import Lengths, match_lengths
 from .publishing import CapsPublished
 from .rules import HEADS
 
@@ -35,8 +35,15 @@ class LongContextScheduler(ChoosingScheduler):
         if not speculators.wanted(self.vllm_config):
             return None
         settings = read_settings(self.vllm_config.additional_config)
-        lookups = self.vllm_config.speculative_config.method not in HEADS
-        return LongContextDecisions(Lengths(settings, self.num_spec_tokens), lookups=lookups)
+        speculation = self.vllm_config.speculative_config
+        matches = None if speculation.method in HEADS else match_lengths(speculation)
+        return LongContextDecisions(Lengths(settings, self.num_spec_tokens), matches=matches)
+
+    def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> Any:
+        found = super().update_from_output(scheduler_output, model_runner_output)
+        if self.decisions is not None and self.decisions.scouts is not None:
+            self.decisions.scouts.look(scheduler_output.num_scheduled_tokens, self.requests)
+        return found
 
     def _update_after_schedule(self, scheduler_output: Any) -> None:
         engine = find_engine(self.vllm_config)

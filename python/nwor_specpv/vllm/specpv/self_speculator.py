@@ -25,15 +25,11 @@ from nwor_specpv.ops import certain_logits
 from nwor_specpv.vllm import versions
 
 from .chain import Chains
+from .lengths import match_lengths
 from .ngram_head import NgramHead
 from .proposals import PassProposals
 from .target import own_layers
 from .texts import Texts
-
-# vLLM's own choice where users say nothing, and ours in its place.
-_VLLM_LENGTHS = (5, 5)
-_LENGTHS = (2, 5)
-_MOST_LENGTH = 16
 
 
 class SelfSpeculator(PassProposals, DraftModelSpeculator):
@@ -150,12 +146,3 @@ class SelfSpeculator(PassProposals, DraftModelSpeculator):
         self.draft_tokens[:count] = drafts
         if self.draws and self.draft_logits is not None:
             certain_logits(self.draft_logits, requests, torch.zeros_like(requests), drafts)
-
-
-def match_lengths(speculative_config: Any) -> tuple[int, int]:
-    """Tokens of a match, at least and at most: the user's `prompt_lookup_min` and `_max`. vLLM puts
-    5 and 5 there where users say nothing."""
-    said = speculative_config.prompt_lookup_min, speculative_config.prompt_lookup_max
-    if said == _VLLM_LENGTHS or None in said:
-        return _LENGTHS
-    return max(1, min(said[0], _MOST_LENGTH)), max(1, min(said[1], _MOST_LENGTH))

@@ -97,6 +97,7 @@ def run(job: dict[str, Any], head: dict[str, Any]) -> dict[str, Any]:
         "prefix_hits": sum(hits),
         "lengths": lengths,
         "without_speculator": sum(alone),
+        "foreseen": foreseen(llm),
         "replays": sum(replays),
         "proposals": len(written),
         "cache_written_by_proposals": sum(written),
@@ -238,6 +239,13 @@ def watch_lengths(llm: Any) -> list[tuple[int, int]]:
 
     scheduler.schedule = watched
     return found
+
+
+def foreseen(llm: Any) -> tuple[float, float] | None:
+    """What the scheduler says of 3 guesses at the end."""
+    decisions = llm.llm_engine.engine_core.engine_core.scheduler.decisions
+    scouts = getattr(decisions, "scouts", None)
+    return scouts.tokens(3) if scouts is not None else None
 
 
 def watch_sampling(runner: Any) -> list[bool]:
