@@ -130,6 +130,14 @@ def test_the_result_makes_the_table(
     found = json.loads(path.read_text())
     assert found["parts"]["text"]["chain4"]["4"] == {"tokens_per_s": 300.0, "turns": 3}
     assert {name: found[name] for name in ORIGIN} == ORIGIN
+    records = modules.real_records.Records(tmp_path / "shapes.jsonl")
+    records.add({"engine": "shapes chain4", "ready_s": 1.0} | ORIGIN)
+    for side, speed in (("chain4", 200.0), ("trees", 210.0)):
+        records.add(measured(modules, side, 16, "shapes", tokens_per_s=speed))
+    shapes = tmp_path / "h200" / "vllm_trees_shapes.json"
+    assert modules.trees.write_summary(records, shapes) == 0
     lines = list(tables.vllm_tree_lines())
     assert "| 16 | 5.25 |" in lines
+    assert "| requests | chain of 4 | best chain | chosen |" in lines
+    assert "| 16 | 200 | 200 (of 4) | 210 (1.05) |" in lines
     assert "| 4 | 2 | 300 | 300 (of 4) | 330 (1.10) |" in lines
