@@ -17,6 +17,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from real_measure import Size
 from real_records import Cell
 
 STOCK = ("plain", "ngram", "eagle3")
@@ -67,7 +68,7 @@ def options(side: str, args: Namespace, cells: Sequence[Cell], *, gpu: bool) -> 
     told: dict[str, Any] = {
         "model": args.model,
         "dtype": args.dtype,
-        "max_model_len": max(cell.context for cell in cells),
+        "max_model_len": longest(args, cells),
         "max_num_seqs": max(cell.requests for cell in cells),
         "max_num_batched_tokens": PREFILL_TOKENS[device],
         "enable_prefix_caching": args.share_prompts,
@@ -89,6 +90,13 @@ def options(side: str, args: Namespace, cells: Sequence[Cell], *, gpu: bool) -> 
         if args.head:
             told["scheduler_cls"] = "nwor_specpv.vllm.specpv.scheduler.LongContextScheduler"
     return told | args.engine.get("all", {}) | args.engine.get(side, {})
+
+
+def longest(args: Namespace, cells: Sequence[Cell]) -> int:
+    """Tokens of a request that is ahead of the others, in the largest cell."""
+    size = Size(args.tokens, args.warm_tokens, 0.0)
+    wanted = max(cell.context for cell in cells) + size.most - size.room
+    return min(wanted, model_config(args.model)["max_position_embeddings"])
 
 
 def model_config(folder: str) -> dict[str, Any]:

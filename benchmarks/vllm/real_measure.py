@@ -30,8 +30,15 @@ class Size:
 
     @property
     def room(self) -> int:
-        """Tokens of an answer at most: some requests get more tokens of a step than others."""
+        """Tokens of a cell's context that are an answer's: some requests get more tokens of a step
+        than others."""
         return 4 * (self.tokens + self.warm_tokens)
+
+    @property
+    def most(self) -> int:
+        """Tokens of an answer at most, which ends the measurement: one that repeats itself may be
+        far ahead of the others."""
+        return 3 * self.room
 
 
 @dataclass
@@ -164,9 +171,10 @@ class Bench:
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
 
+        longest = self._engine.vllm_config.model_config.max_model_len
         params = SamplingParams(
             temperature=temperature,
-            max_tokens=size.room,
+            max_tokens=min(size.most, longest - max(map(len, prompts))),
             ignore_eos=True,
             detokenize=False,
             logprobs=2 if logprobs else None,

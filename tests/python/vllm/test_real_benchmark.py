@@ -212,6 +212,7 @@ def test_streaming_views_are_as_large_as_ours(modules: SimpleNamespace) -> None:
 
 def test_sides_have_their_own_drafters(modules: SimpleNamespace, tmp_path: Path) -> None:
     config = {"num_attention_heads": 4, "hidden_size": 64, "num_hidden_layers": 2}
+    config |= {"max_position_embeddings": 32768}
     (tmp_path / "config.json").write_text(json.dumps(config | {"torch_dtype": "float32"}))
     arguments = ["--model", str(tmp_path), "--out", str(tmp_path)]
     found = {}
@@ -231,6 +232,12 @@ def test_sides_have_their_own_drafters(modules: SimpleNamespace, tmp_path: Path)
     sizes = {options["kv_cache_memory_bytes"] for options in found[""].values()}
     assert len(sizes) == 1
     assert sizes.pop() > 96 * 30720 * 2 * 2 * 64 * 4
+    # One that repeats itself may go on for a while.
+    assert {options["max_model_len"] for options in found[""].values()} == {30720 + 2 * 768}
+    (tmp_path / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 31000}))
+    assert (
+        modules.real_engine.options("plain", args, args.cells, gpu=False)["max_model_len"] == 31000
+    )
 
 
 def test_stock_sides_do_not_load_the_plugin(modules: SimpleNamespace) -> None:
