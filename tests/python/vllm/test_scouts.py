@@ -104,6 +104,23 @@ def test_nothing_is_said_of_too_little() -> None:
     assert list(scouts._scouts) == ["r1"]  # the others have ended
 
 
+def test_long_texts_are_read_one_a_look() -> None:
+    """Reading them takes time: what lies far back is left out."""
+    text = list(range(50_000))
+    text[10:20] = text[49_990:50_000] = range(-10, 0)  # comes again, but is too far
+    scouts, request = Scouts(LIMIT, MATCHES), SimpleNamespace(all_token_ids=text[:])
+    requests = {f"r{i}": request for i in range(3)}
+    for looks in range(1, 4):
+        for _ in range(4):
+            scouts.look(requests, requests)
+        assert len(scouts._scouts) == looks
+    request.all_token_ids += text[20:60] + text[40_000:40_100]
+    for _ in range(4):
+        scouts.look(requests, requests)
+    trials = [list(scout.trials) for scout in scouts._scouts.values()]
+    assert trials[0][-14:] == trials[1][-14:] == trials[2][-14:] == [LIMIT] * 14
+
+
 def test_texts_without_a_match_yield_a_token_a_step() -> None:
     scouts = Scouts(LIMIT, MATCHES)
     serve(scouts, {"a": list(range(100))}, 50, 100)

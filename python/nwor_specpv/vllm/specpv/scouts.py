@@ -19,31 +19,33 @@ _MOST = 8  # requests that are watched
 _INTERVAL = 4  # steps between two looks at them
 _TRIALS = 16  # of a request, the latest ones
 _FEWEST = 3  # that say something of it
+_TEXT = 32768  # latest tokens of a text, and of all texts that are read in one look: 5 ms
 
 
 class _Scout:
     """A request: its text, and how many of the latest guesses have been right."""
 
-    def __init__(self, text: list[int], limit: int, lengths: tuple[int, int]) -> None:
-        self.index = _C.NgramIndex(*lengths)
-        self.index.append(text)
+    def __init__(self, text: Sequence[int], limit: int, lengths: tuple[int, int]) -> None:
+        self._index = _C.NgramIndex(*lengths)
+        self._left_out = max(0, len(text) - _TEXT)
+        self._index.append(text[self._left_out :])
         self._limit = limit
-        self._guesses, self.right = self.index.lookup([], limit), 0
+        self._guesses, self.right = self._index.lookup([], limit), 0
         self.trials: deque[int] = deque(maxlen=_TRIALS)
 
-    def follow(self, tokens: list[int]) -> None:
+    def follow(self, text: Sequence[int]) -> None:
         """Takes in the tokens that the text has got since."""
-        begin = 0
+        tokens, begin = text[self._left_out + len(self._index) :], 0
         for end, token in enumerate(tokens, 1):
             if self.right < len(self._guesses) and self._guesses[self.right] == token:
                 self.right += 1
                 continue
-            self.index.append(tokens[begin:end])
+            self._index.append(tokens[begin:end])
             begin = end
             self.trials.append(self.right)
-            self._guesses, self.right = self.index.lookup([], self._limit), 0
+            self._guesses, self.right = self._index.lookup([], self._limit), 0
         if begin < len(tokens):
-            self.index.append(tokens[begin:])
+            self._index.append(tokens[begin:])
 
     def results(self) -> list[int]:
         """Of its trials, the one that is not over yet among them if it is the best."""
@@ -68,13 +70,15 @@ class Scouts:
         for name in [name for name in self._scouts if name not in requests]:
             del self._scouts[name]
         for name, scout in self._scouts.items():
-            scout.follow(requests[name].all_token_ids[len(scout.index) :])
+            scout.follow(requests[name].all_token_ids)
+        room = _TEXT
         for name in names:
-            if len(self._scouts) == _MOST:
+            if len(self._scouts) == _MOST or room <= 0:
                 return
             if name not in self._scouts and name in requests:
-                text = requests[name].all_token_ids[:]
+                text = requests[name].all_token_ids
                 self._scouts[name] = _Scout(text, self._limit, self._lengths)
+                room -= len(text)
 
     def tokens(self, drafts: int) -> tuple[float, float] | None:
         """Tokens that a step with so many guesses yields for a request, and their error. None: too
