@@ -68,23 +68,24 @@ class ConfirmedTokensWatch:
         self._counts["looks"] += 1
         if text[length] != root:
             self._problems.append(f"{name}: {length} tokens are not what was confirmed")
-        sink, page = store.budget.sink_blocks, store.page_size
+        sink, size = store.budget.sink_blocks, store.budget.block_size
         done, anchor = int(store._done[row]), int(store.anchors[row])
-        if done > max(0, anchor // page - sink) or anchor > length:
+        if done > max(0, anchor // size - sink) or anchor > length:
             self._problems.append(
                 f"{name}: {done} blocks of {anchor} tokens, of {length} confirmed"
             )
-        pages = table[sink : sink + done].long()
+        blocks, of_page = torch.arange(sink, sink + done), store.page_size // size
+        pages, parts = table[blocks // of_page].long(), blocks % of_page
         for layer, cache in enumerate(store.key_caches):
-            keys = cache[pages]
+            keys = cache.unflatten(1, (of_page, size))[pages, parts]
             for kept, wanted in (
-                (store.kmax[layer, row, :done], keys.amax(1)),
-                (store.kmin[layer, row, :done], keys.amin(1)),
+                (store.kmax[layer, pages, parts], keys.amax(1)),
+                (store.kmin[layer, pages, parts], keys.amin(1)),
             ):
                 if not torch.equal(kept, wanted):
                     self._problems.append(f"{name}: layer {layer}, other keys at {length} tokens")
         self._counts["blocks"] += done  # none: it has not been longer than a view yet
-        self._counts["generated"] += max(0, sink + done - len(prompt) // page)
+        self._counts["generated"] += max(0, sink + done - len(prompt) // size)
 
     def _prompt(self, name: str) -> tuple[int, ...]:
         states = self._runner.req_states
