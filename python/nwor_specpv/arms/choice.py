@@ -35,8 +35,9 @@ _LARGE_BATCH = 8  # requests whose steps say as much as two others
 _BORROW_INTERVAL = 32
 _FRESH = 100  # steps up to which an observation prices the numbers of passes beside it
 _PAID = 0.01  # share of the time served that probes may lose
-# Plain steps' worth of time: what the account has at most and at least.
-_MOST_CREDIT, _LEAST_CREDIT = 40, -16
+# Plain steps' worth of time: what the account has at most; at most where plain steps are taken and
+# what guesses would yield is foreseen; at least.
+_MOST_CREDIT, _MOST_FORESEEN, _LEAST_CREDIT = 40, 3, -16
 # Plain steps' worth that a step without passes costs the account at most; the first step of a probe
 # may take seconds, since kernels are loaded and memory is taken, which says nothing about the arm.
 _MOST_COST, _MOST_FIRST_COST = 6, 3
@@ -115,6 +116,7 @@ class ArmChoice:
         # Tokens that a step with so many guesses would yield for a request, and their error, if the
         # caller knows without taking such steps.
         self.foresee: Callable[[int], tuple[float, float] | None] = lambda _: None
+        self._foreseeing = False  # as of the latest look
         self.switches = 0
         self.probe_steps = 0
         self._without = [arm for arm in self.arms if not arm.passes]
@@ -209,8 +211,9 @@ class ArmChoice:
         current = choice.cell.level(choice.cell.arm) if choice.probe else None
         if current is not None:
             self._credit -= seconds - tokens / current.rate - choice.paid
-        least, most = _LEAST_CREDIT * plain.seconds, _MOST_CREDIT * plain.seconds
-        self._credit = max(least, min(self._credit, most))
+        known = self._foreseeing and choice.cell.arm == PLAIN and not choice.cell.passes
+        most = (_MOST_FORESEEN if known else _MOST_CREDIT) * plain.seconds
+        self._credit = max(_LEAST_CREDIT * plain.seconds, min(self._credit, most))
 
     # ---- decisions ------------------------------------------------------------------------------
 
@@ -312,14 +315,18 @@ class ArmChoice:
         return _Hope(arm, expected, (1.0 + right * arm.drafts / fewer.drafts) / seconds)
 
     def _foreseen(self, hope: _Hope, cell: Cell) -> _Hope:
-        """The same with what is foreseen of guesses."""
-        seen = None if hope.arm.passes else self.foresee(hope.arm.drafts)
+        """The same with what is foreseen of guesses. No more is expected than is sure: what loses
+        nothing is tried at once."""
+        if hope.arm.passes or hope.arm == PLAIN:  # of plain steps the time is what may be doubted
+            return hope
+        seen = self.foresee(hope.arm.drafts)
+        self._foreseeing = seen is not None
         if seen is None:
             return hope
         tokens, error = seen
         doubt = min(hope.expected.age, cell.visits) / _FORESEEN
         rate = (1 + doubt) * (tokens + error) / hope.expected.seconds
-        return _Hope(hope.arm, hope.expected._replace(tokens=tokens), rate)
+        return _Hope(hope.arm, hope.expected._replace(tokens=max(1.0, tokens - error)), rate)
 
     def _priced(self, arm: Arm, fewer: Arm, otherwise: Outlook) -> float:
         """How many times as long a step takes as one with the next fewer guesses."""

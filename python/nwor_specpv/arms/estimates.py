@@ -194,7 +194,9 @@ class Estimate:
 class Cell:
     """Batches of about one size and context. Thread-safety: none."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, passes: bool = False) -> None:
+        """`passes`: whether partial passes are possible."""
+        self.passes = passes
         self.visits = 0
         self.arm = PLAIN  # the choice
         self.estimates: dict[Arm, Estimate] = {}
@@ -249,7 +251,7 @@ class Cells:
         key = (passes, round(2 * math.log2(max(1, batch))), round(2 * math.log2(max(64, context))))
         cell = self._cells.get(key)
         if cell is None:
-            cell = self._cells[key] = Cell()
+            cell = self._cells[key] = Cell(passes=passes)
             near = self._nearest(key)
             if near is not None:
                 cell.arm = near.arm

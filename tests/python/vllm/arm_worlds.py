@@ -9,6 +9,7 @@ import operator
 import random
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from statistics import fmean, pstdev
 
 from nwor_specpv.arms import Arm, ArmChoice, make_arms
 from nwor_specpv.vllm.scheduling.step_clock import StepClock
@@ -44,6 +45,11 @@ class World:
         """The chance that so many drafts stand: of all of them first, of one last."""
         return list(itertools.accumulate(self.survival(arm), operator.mul))[::-1]
 
+    def emitted(self, arm: Arm, draw: float) -> int:
+        """Tokens of a step, by a draw from 0 to 1."""
+        stands = self.stands(arm)
+        return 1 + len(stands) - bisect.bisect(stands, draw)
+
     def tokens(self, arm: Arm) -> float:
         """Of a request, on average."""
         return 1 + sum(self.stands(arm))
@@ -75,6 +81,23 @@ class MeasuredWorld(World):
 
 
 @dataclass
+class Scout:
+    """A text in which lookups guess: their latest trials, 32 tokens of them and three at least."""
+
+    trials: list[tuple[float, World]] = field(default_factory=list)
+    left: float = 0.0  # tokens of the trial that is not over
+
+    def follow(self, world: World, tokens: float, rng: random.Random) -> None:
+        self.left -= tokens
+        while self.left <= 0:
+            self.trials.append((rng.random(), world))
+            sizes = [world.emitted(Arm(LIMIT, 0), draw) for draw, world in self.trials]
+            while len(sizes) > 3 and sum(sizes[1:]) >= 32:
+                del self.trials[0], sizes[0]
+            self.left += sizes[-1]
+
+
+@dataclass
 class Run:
     """What was served, and what it took: really, by plain steps alone, by the best arm alone."""
 
@@ -103,25 +126,25 @@ class Engine:
         late: bool = False,
         foresees: bool = False,
     ) -> None:
-        """`late`: the host is the slower one, so that times shift to the next step. `foresees`: in
-        plain steps it is known roughly how many guesses would be right."""
+        """`late`: the host is the slower one, so that times shift to the next step. `foresees`: the
+        texts of eight requests say how many guesses would be right."""
         self.choice = choice or ArmChoice(make_arms(LIMIT, GUESSES, long_guesses=True))
         self.random, self.late = random.Random(seed), late
         self._clock, self._now = StepClock(), 0.0
         self._arms: list[Arm] = []
         self._begun: set[Arm] = set()
         self._pending: tuple[object, float, list[int]] | None = None
-        self._world: World | None = None
-        self._plain_steps = 0  # in this world
+        self._scouts = [Scout() for _ in range(8)] if foresees else []
         if foresees:
             self.choice.foresee = self._foresee
 
     def _foresee(self, drafts: int) -> tuple[float, float] | None:
-        """As eight requests tell it that get a token a step."""
-        world, arm = self._world, Arm(drafts, 0)
-        if world is None or self._plain_steps < 3 * world.tokens(arm):
+        """As the scouts of `vllm/specpv/scouts.py` tell it."""
+        if any(len(scout.trials) < 3 for scout in self._scouts):
             return None
-        return max(1.0, self.random.gauss(world.tokens(arm), 0.1)), 0.1
+        means = [fmean(world.emitted(Arm(drafts, 0), draw) for draw, world in scout.trials)
+                 for scout in self._scouts]  # fmt: skip
+        return fmean(means), pstdev(means) / len(means) ** 0.5
 
     def serve(
         self,
@@ -144,14 +167,11 @@ class Engine:
             self._clock.scheduled(output, chosen, self._now, measurable=True)
             self._arms.append(chosen.arm)
             run.taken[chosen.arm] = run.taken.get(chosen.arm, 0) + 1
-            self._plain_steps = 0 if world is not self._world else self._plain_steps
-            self._world = world
-            self._plain_steps += not chosen.arm.drafts
             self._finish()
             arm = self._arms[max(0, len(self._arms) - 2)]  # its drafts are verified now
-            stands = world.stands(arm)
-            draws = [self.random.random() for _ in range(count)]
-            emitted = [1 + len(stands) - bisect.bisect(stands, draw) for draw in draws]
+            emitted = [world.emitted(arm, self.random.random()) for _ in range(count)]
+            for scout in self._scouts:
+                scout.follow(world, sum(emitted) / count, self.random)
             timed = chosen.arm if self.late else arm
             # Times grow with batch and context, as those of a real engine do.
             scale = (0.5 + count / 32) * (0.5 + length / 16384)

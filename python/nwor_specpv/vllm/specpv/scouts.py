@@ -17,8 +17,8 @@ from nwor_specpv import _C
 
 _MOST = 8  # requests that are watched
 _INTERVAL = 4  # steps between two looks at them
-_TRIALS = 16  # of a request, the latest ones
-_FEWEST = 3  # that say something of it
+_WINDOW = 32  # latest tokens of a text whose trials count
+_FEWEST = 3  # trials that say something of a request; so many count, however long they are
 _TEXT = 32768  # latest tokens of a text, and of all texts that are read in one look: 5 ms
 
 
@@ -31,7 +31,8 @@ class _Scout:
         self._index.append(text[self._left_out :])
         self._limit = limit
         self._guesses, self.right = self._index.lookup([], limit), 0
-        self.trials: deque[int] = deque(maxlen=_TRIALS)
+        self.trials: deque[int] = deque()
+        self._tokens = 0  # of the trials
 
     def follow(self, text: Sequence[int]) -> None:
         """Takes in the tokens that the text has got since."""
@@ -42,10 +43,17 @@ class _Scout:
                 continue
             self._index.append(tokens[begin:end])
             begin = end
-            self.trials.append(self.right)
+            self._note(self.right)
             self._guesses, self.right = self._index.lookup([], self._limit), 0
         if begin < len(tokens):
             self._index.append(tokens[begin:])
+
+    def _note(self, right: int) -> None:
+        """A trial takes as many tokens as were right, and one."""
+        self.trials.append(right)
+        self._tokens += right + 1
+        while len(self.trials) > _FEWEST and self._tokens - self.trials[0] - 1 >= _WINDOW:
+            self._tokens -= self.trials.popleft() + 1
 
     def results(self) -> list[int]:
         """Of its trials, the one that is not over yet among them if it is the best."""
