@@ -106,9 +106,11 @@ class Soak:
         if self._server.metrics:
             self.counters.note(server_process.scrape(self._server.metrics))
         front = psutil.Process(self._server.process.pid)
-        others = [process.memory_info().rss for process in front.children(recursive=True)]
-        sizes = {"front end": front.memory_info().rss, "engine": sum(others)}
-        sizes |= {"device": device_bytes()} if has_gpu() else {}
+        others = front.children(recursive=True)
+        engine = sum(process.memory_info().rss for process in others)
+        sizes = {"front end": front.memory_info().rss, "engine": engine}
+        if has_gpu():
+            sizes["device"] = device_bytes({process.pid for process in (front, *others)})
         self.memory.note(self._elapsed(), **sizes)
 
     async def _finish(self, client: Any) -> None:
@@ -135,11 +137,17 @@ class Soak:
         return time.perf_counter() - self._began
 
 
-def device_bytes() -> float:
-    """Memory in use on all GPUs."""
-    command = ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits"]
-    told = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    return MIB * sum(map(float, told.split()))
+def device_bytes(pids: set[int]) -> float:
+    """Memory of GPUs that these processes have; of all, where the driver does not know them."""
+    lines = ask_driver("--query-compute-apps=pid,used_gpu_memory")
+    pairs = [line.split(", ") for line in lines]
+    own = [float(mib) for pid, mib in pairs if int(pid) in pids and mib.isdigit()]
+    return MIB * (sum(own) or sum(map(float, ask_driver("--query-gpu=memory.used"))))
+
+
+def ask_driver(query: str) -> list[str]:
+    command = ["nvidia-smi", query, "--format=csv,noheader,nounits"]
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()
 
 
 def main(arguments: list[str]) -> int:
