@@ -21,6 +21,18 @@ uint64_t Mix(uint64_t hash, uint64_t word) {
   return hash ^ (hash >> 29);
 }
 
+// The bytes of some pages of K or V, [page, token, head, byte], where they lie.
+at::Tensor PageBytes(const at::Device& device, const void* base, const CacheGeometry& geometry,
+                     const KvStrides& strides, int64_t first_page, int64_t num_pages) {
+  const int64_t bytes = ElementBytes(geometry.dtype);
+  const auto* first = static_cast<const std::byte*>(base) + first_page * strides.page * bytes;
+  return at::from_blob(
+      const_cast<std::byte*>(first),
+      {num_pages, geometry.page_size, geometry.num_heads, geometry.head_dim * bytes},
+      {strides.page * bytes, strides.token * bytes, strides.head * bytes, 1},
+      at::TensorOptions().dtype(at::kByte).device(device));
+}
+
 // Some pages of K or V, readable on the host.
 struct HostPages {
   at::Tensor owner;  // keeps a copy alive
@@ -30,15 +42,9 @@ struct HostPages {
 
 HostPages ReadPages(const at::Device& device, const void* base, const CacheGeometry& geometry,
                     const KvStrides& strides, int64_t first_page, int64_t num_pages) {
-  const int64_t element_bytes = ElementBytes(geometry.dtype);
-  const std::byte* first =
-      static_cast<const std::byte*>(base) + first_page * strides.page * element_bytes;
-  if (device.is_cpu()) return {{}, first, strides};
+  const at::Tensor view = PageBytes(device, base, geometry, strides, first_page, num_pages);
+  if (device.is_cpu()) return {{}, static_cast<const std::byte*>(view.const_data_ptr()), strides};
   const int64_t tokens = geometry.page_size, heads = geometry.num_heads, dim = geometry.head_dim;
-  const at::Tensor view =
-      at::from_blob(const_cast<std::byte*>(first), {num_pages, tokens, heads, dim},
-                    {strides.page, strides.token, strides.head, 1},
-                    at::TensorOptions().dtype(ToScalarType(geometry.dtype)).device(device));
   at::Tensor copy = view.contiguous().cpu();
   const auto* data = static_cast<const std::byte*>(copy.const_data_ptr());
   return {std::move(copy), data, {tokens * heads * dim, heads * dim, dim}};
@@ -143,13 +149,20 @@ CacheHashes HashCache(const Interceptor::LayerInfo& layer) {
 
 std::vector<SlotHash> HashSlots(const Interceptor::LayerInfo& layer,
                                 const std::vector<int64_t>& slots) {
-  std::vector<SlotHash> hashes;
-  hashes.reserve(slots.size());
-  for (const int64_t slot : slots) {
-    const PageReader page(layer, slot / layer.layout.geometry.page_size, 1);
-    hashes.push_back(page.Hash(slot));
-  }
-  return hashes;
+  if (slots.empty()) return {};
+  const CacheGeometry& geometry = layer.layout.geometry;
+  const at::Device device = layer.key_cache.device();
+  const at::Tensor slot = at::tensor(slots, at::kLong).to(device);
+  const at::Tensor page = at::floor_divide(slot, geometry.page_size);
+  const at::Tensor token = at::remainder(slot, geometry.page_size);
+  // Gathered where they lie: a copy for every slot would wait for the device as often.
+  const auto rows = [&](const void* base, const KvStrides& strides) {
+    return PageBytes(device, base, geometry, strides, 0, geometry.num_pages)
+        .index({page, token})
+        .cpu();
+  };
+  return HashContiguousRows(rows(layer.layout.key, geometry.key),
+                            rows(layer.layout.value, geometry.value));
 }
 
 RowHashes HashRows(const Interceptor::LayerInfo& layer, const at::Tensor& key,
