@@ -8,11 +8,12 @@
 
 Each side (see real_engine.py) is a process of its own and serves all cells; sides take turns, and
 each is started at most twice. With --together all are up at once, each with its share of the GPU's
-memory, and take turns cell by cell. A cell is a number of requests, a context (prompt and answer),
-a kind of prompt (see real_prompts.py) and a temperature; real_measure.py says what is timed. Every
-measurement is a line of DIR/records.jsonl, and a later call goes on where one was stopped.
-With --seconds a call ends in time, with status 75 while something is left. The output of an engine
-is in DIR/SIDE.log. An engine that does not start, or fails in a cell, is recorded and left out.
+memory, and take turns of a tenth of a second within the cells (turns.py). A cell is a number of
+requests, a context (prompt and answer), a kind of prompt (see real_prompts.py) and a temperature;
+real_measure.py says what is timed. Every measurement is a line of DIR/records.jsonl, and a later
+call goes on where one was stopped. With --seconds a call ends in time, with status 75 while
+something is left. The output of an engine is in DIR/SIDE.log. An engine that does not start, or
+fails in a cell, is recorded and left out.
 """
 
 from __future__ import annotations
@@ -254,7 +255,7 @@ def serve(args: argparse.Namespace, records: Records) -> int:
     jobs = [Job.of(record) for record in state.pop("jobs")]
     turns = Turns(args.out, args.child)
     try:
-        worker = Worker(args, records, state["visit"])
+        worker = Worker(args, records, state["visit"], turns if args.together else None)
         if args.together:
             turns.wait()
         for job in jobs:
@@ -275,7 +276,9 @@ def serve(args: argparse.Namespace, records: Records) -> int:
 class Worker:
     """An engine with its prompts."""
 
-    def __init__(self, args: argparse.Namespace, records: Records, visit: int) -> None:
+    def __init__(
+        self, args: argparse.Namespace, records: Records, visit: int, turns: Turns | None
+    ) -> None:
         from real_measure import Bench, Size
         from transformers import AutoTokenizer
 
@@ -287,7 +290,8 @@ class Worker:
         llm, told = real_engine.start(args.child, args, args.cells)
         self._capacity = told["cache_tokens"]
         plugin = args.child in real_engine.OURS
-        self._bench = Bench(llm, end_tokens(args.model, tokenizer), plugin=plugin)
+        ends = end_tokens(args.model, tokenizer)
+        self._bench = Bench(llm, ends, plugin=plugin, turns=turns)
         self._warm_up(args.cells)
         told |= {"ready_s": time.monotonic() - began, "visit": visit}
         records.add(told | {"text_tokens": self._prompts.text_tokens})

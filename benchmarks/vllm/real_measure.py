@@ -3,7 +3,8 @@
 All requests arrive at once. Prompts are computed in equal pieces, so that all of them are done in
 the same step or the next. The cut is the moment when every request has its first token. Some tokens
 after it are not counted, then the clock runs until the requests have got `tokens` more on average,
-or the first of them has ended, or time is up. Nothing but decoding lies between these two points.
+or the first of them has ended, or time is up. Nothing but decoding lies between these two points:
+the clock stands while another side measures.
 """
 
 from __future__ import annotations
@@ -14,10 +15,16 @@ import time
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+if TYPE_CHECKING:
+    from turns import Turns
 
 PERCENTILES = {"p50": 0.5, "p99": 0.99}
 _REPEAT = 8  # tokens: a run of so many that was there before counts as repetition
+_SLICE_S = 0.1  # of decoding between two turns of others
 
 
 @dataclass(frozen=True)
@@ -85,6 +92,7 @@ class Arms:
     def __init__(self, llm: Any) -> None:
         self.taken: Counter[str] = Counter()
         self.measured: list[tuple[str, float, float]] = []  # arm, ms, tokens of a request
+        self.rested = False  # since the last step: its time is none
         core = getattr(llm.llm_engine.engine_core, "engine_core", None)
         decisions = getattr(core and core.scheduler, "decisions", None)
         if decisions is None:
@@ -100,6 +108,7 @@ class Arms:
         observe = decisions.choice.observe
 
         def noted(choice: Any, seconds: float | None, tokens: Sequence[int]) -> None:
+            seconds, self.rested = None if self.rested else seconds, False
             observe(choice, seconds, tokens)
             if seconds is not None and tokens:
                 measured = str(choice.arm), 1e3 * seconds, statistics.fmean(tokens)
@@ -108,10 +117,38 @@ class Arms:
         decisions.choice.observe = noted
 
 
+class Clock:
+    """Seconds that this side has had."""
+
+    def __init__(self, turns: Turns | None) -> None:
+        self._turns, self._waited, self._began = turns, 0.0, 0.0
+
+    def now(self) -> float:
+        return time.perf_counter() - self._waited
+
+    def begin(self) -> None:
+        self._began = self.now()
+
+    def rest(self) -> bool:
+        """Passes the turn on if this one is over, when the device has done what it was given."""
+        if self._turns is None or self.now() - self._began < _SLICE_S:
+            return False
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        left = time.perf_counter()
+        self._turns.pass_on()
+        self._waited += time.perf_counter() - left
+        self.begin()
+        return True
+
+
 class Bench:
     """Runs cells on one engine. Thread-safety: none."""
 
-    def __init__(self, llm: Any, ends: Sequence[int], *, plugin: bool) -> None:
+    def __init__(
+        self, llm: Any, ends: Sequence[int], *, plugin: bool, turns: Turns | None = None
+    ) -> None:
+        self._clock = Clock(turns)
         self._engine = llm.llm_engine
         self._core = getattr(self._engine.engine_core, "engine_core", None)
         self._drafts, self._arms = Drafts(llm), Arms(llm)
@@ -129,7 +166,7 @@ class Bench:
     ) -> dict[str, Any]:
         """What is measured of one batch; see the top of this file."""
         self.even_prefill(len(prompts))
-        began = time.perf_counter()
+        began = self._clock.now()
         answers = self.add(prompts, temperature, size, logprobs=logprobs)
         while not all(answer.tokens for answer in answers.values()):
             self.step(answers)
@@ -139,8 +176,9 @@ class Bench:
         arms, measured = self._arms.taken.copy(), len(self._arms.measured)
         starts = {name: len(answer.times) for name, answer in answers.items()}
         lens = {name: len(answer.tokens) for name, answer in answers.items()}
-        start = time.perf_counter()
-        steps, stopped = self._decode(answers, size.tokens, size.seconds)
+        self._clock.begin()
+        start = self._clock.now()
+        steps, stopped = self._decode(answers, size.tokens, size.seconds, rests=True)
         told = {"stopped": stopped, "tokens": size.tokens, "warm_tokens": size.warm_tokens}
         told |= timing(answers, starts, start, steps)
         told |= self._drafting(before, drafted, accepted, len(steps))
@@ -152,7 +190,7 @@ class Bench:
         told["cached"] = cached / sum(map(len, prompts))
         told["first_token_s"] = {} if cached else spread(first)
         self._finish(list(answers))
-        told["wall_s"] = time.perf_counter() - began
+        told["wall_s"] = self._clock.now() - began
         kept = size.warm_tokens + size.tokens
         if temperature == 0:
             told["outputs"] = [answer.tokens[:kept] for answer in answers.values()]
@@ -191,7 +229,7 @@ class Bench:
     def step(self, answers: dict[str, Answer]) -> tuple[float, int, bool]:
         """One step: when its outputs came, their tokens, and whether a request has ended."""
         outputs = self._engine.step()
-        now, tokens, ended = time.perf_counter(), 0, False
+        now, tokens, ended = self._clock.now(), 0, False
         for output in outputs:
             answer, made = answers[output.request_id], output.outputs[0]
             ended = ended or output.finished
@@ -208,12 +246,14 @@ class Bench:
         return now, tokens, ended
 
     def _decode(
-        self, answers: dict[str, Answer], tokens: int, seconds: float
+        self, answers: dict[str, Answer], tokens: int, seconds: float, *, rests: bool = False
     ) -> tuple[list[float], str]:
-        """Steps until requests have `tokens` more on average: times of outputs, why it stopped."""
+        """Steps until requests have `tokens` more on average: times of outputs, why it stopped.
+        `rests`: others have their turns meanwhile."""
         missing, times = tokens * len(answers), []
-        limit = time.perf_counter() + seconds
+        limit = self._clock.now() + seconds
         while missing > 0:
+            self._arms.rested |= rests and self._clock.rest()
             now, made, ended = self.step(answers)
             if made:
                 times.append(now)

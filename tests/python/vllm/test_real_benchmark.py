@@ -509,6 +509,51 @@ def test_engines_wait_for_each_other_and_take_turns(
     assert order in (["first", "late"] * 3, ["late", "first"] * 3)
 
 
+def test_engines_pass_their_turn_on(modules: SimpleNamespace, tmp_path: Path) -> None:
+    events: list[str] = []
+    all_here = threading.Barrier(2)
+
+    def engine(name: str) -> None:
+        turns = modules.turns.Turns(tmp_path, name)
+        turns.pass_on()  # without a turn there is nothing to pass on
+        all_here.wait(30)
+        with turns:
+            for _ in range(4):
+                events.append(name)
+                time.sleep(0.05)
+                turns.pass_on()
+
+    threads = [threading.Thread(target=engine, args=(name,)) for name in "ab"]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    assert events in (list("abababab"), list("babababa"))
+
+
+def test_the_clock_stands_while_others_have_their_turn(
+    modules: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = [100.0]
+    measure = modules.real_measure
+    monkeypatch.setattr(measure.time, "perf_counter", lambda: now[0])
+
+    def pass_on() -> None:
+        now[0] += 5.0
+
+    clock = measure.Clock(SimpleNamespace(pass_on=pass_on))
+    clock.begin()
+    now[0] += 0.06
+    assert not clock.rest()
+    now[0] += 0.06
+    assert clock.rest()
+    assert clock.now() == pytest.approx(100.12)
+    now[0] += 0.06
+    assert not clock.rest(), "a new turn has begun"
+    assert clock.now() == pytest.approx(100.18)
+    assert not measure.Clock(None).rest()
+
+
 def test_an_engine_that_has_ended_holds_up_nobody(modules: SimpleNamespace, tmp_path: Path) -> None:
     gate = modules.turns.Gate(tmp_path)
     (tmp_path / "first.up").touch()
