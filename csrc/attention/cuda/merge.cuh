@@ -81,24 +81,20 @@ __device__ inline int64_t FirstScratchSlot(int max_slots) {
   return int64_t{max_slots} + int64_t{kScratchSlotsPerCta} * blockIdx.x;
 }
 
-// The one for the request's running output.
-__device__ inline int64_t TotalScratchSlot(int max_slots) {
-  return FirstScratchSlot(max_slots) + 1;
-}
-
 // `in_group`: see NextInGroup.
 __device__ inline SplitEpilogue EpilogueOf(const WorkTile& work_tile, int split, int in_group,
                                            int max_slots) {
   SplitEpilogue epilogue;
   const bool whole = work_tile.num_partials == 1;
   const int group = SplitsPerGroup(work_tile.num_splits);
+  const int64_t scratch = FirstScratchSlot(max_slots);
   epilogue.merge_group = in_group > 0;
   epilogue.ends_work_tile = split + 1 == work_tile.split_end;
   epilogue.ends_group = epilogue.ends_work_tile || in_group + 1 == group;
   epilogue.merge_total = epilogue.ends_group && whole && split >= group;
   epilogue.is_output = epilogue.ends_work_tile && whole;
-  epilogue.group_slot = FirstScratchSlot(max_slots);
-  epilogue.total_slot = whole ? TotalScratchSlot(max_slots) : work_tile.slot;
+  epilogue.group_slot = scratch;
+  epilogue.total_slot = whole ? scratch + 1 : work_tile.slot;
   return epilogue;
 }
 

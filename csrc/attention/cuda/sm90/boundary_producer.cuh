@@ -1,6 +1,5 @@
 #pragma once
 
-#include "attention/cuda/merge.cuh"
 #include "attention/cuda/sm90/kv_steps.cuh"
 #include "attention/cuda/sm90/mask.cuh"
 #include "attention/cuda/sm90/shared_storage.cuh"
@@ -10,8 +9,8 @@
 namespace nwor::sm90 {
 
 // The producer warp for boundary steps: it fills the stages that TMA cannot, with cp.async. These
-// are in-flight rows, prefix tokens of which some do not exist or lie outside some row's window,
-// and running outputs (BroughtOutputs).
+// are in-flight rows, and prefix tokens of which some do not exist or lie outside some row's
+// window.
 template <class Traits>
 class BoundaryProducer {
  public:
@@ -26,28 +25,18 @@ class BoundaryProducer {
       const SharedWorkTile& work_tile = *smem_.work_tile(slot.index);
       if (work_tile.is_end) return;
       const KvSteps<Traits> steps(args_.params, work_tile.plan);
-      BroughtOutputs<Traits> brought(args_, work_tile.plan, steps);
-      const auto take = [&] {
-        mbarrier::Wait(smem_.boundary_ready(), boundary.phase);
-        mbarrier::Arrive(smem_.boundary_taken());
-        boundary.Advance(1);
-      };
 #pragma unroll 1
       for (int step = 0; step < steps.num_steps; ++step) {
         const int prefix_step = steps.PrefixStep(step);
         const bool in_flight = steps.IsInFlight(step);
         if (in_flight || !steps.IsUnmasked(prefix_step)) {
-          take();
+          mbarrier::Wait(smem_.boundary_ready(), boundary.phase);
+          mbarrier::Arrive(smem_.boundary_taken());
+          boundary.Advance(1);
           Fill(work_tile, steps, in_flight,
                in_flight ? steps.InFlightRow(step) : steps.PrefixToken(prefix_step), stage.index);
         }
         stage.Advance(args_.stages);
-        if (brought.IsBehind(step + 1)) {
-          take();
-          BringOutput(work_tile.plan, stage.index);
-          stage.Advance(args_.stages);
-          brought.Advance(work_tile.plan, steps.num_steps);
-        }
       }
       mbarrier::Arrive(smem_.work_tile_empty(slot.index));
       slot.Advance(2);
@@ -100,25 +89,6 @@ class BoundaryProducer {
     wgmma::FenceShared();
     mbarrier::Arrive(smem_.keys_full(stage));
     mbarrier::Arrive(smem_.values_full(stage));
-  }
-
-  // Fills a stage with the request's running output, as it lies in its slot: of the warps that have
-  // rows. Only threads write and read it there, so the copy engine need not see it.
-  __device__ void BringOutput(const WorkTile& plan, int stage) const {
-    const int quads = (plan.num_rows + 15) / 16 * (16 * Traits::kHeadDim / 4);
-    const int64_t slot = TotalScratchSlot(args_.max_slots);
-    const auto* from =
-        reinterpret_cast<const float4*>(args_.outputs + slot * args_.row_tile * Traits::kHeadDim);
-#pragma unroll 8
-    for (int i = threadIdx.x % 32; i < quads; i += 32) {
-      ptx::CopyAsync(smem_.keys(stage) + i * 16, from + i);
-    }
-    ptx::CommitCopies();
-    ptx::WaitCopies<0>();
-    wgmma::FenceShared();  // the copy engine overwrites the stage
-    // Consumers wait for the barrier of K alone: V's phase must have ended when they leave.
-    mbarrier::Arrive(smem_.values_full(stage));
-    mbarrier::Arrive(smem_.keys_full(stage));
   }
 
   struct TokenRows {

@@ -2,7 +2,6 @@
 
 #include "attention/cuda/merge.cuh"
 #include "attention/cuda/ptx.cuh"
-#include "attention/cuda/sm90/kv_steps.cuh"
 #include "attention/cuda/sm90/mask.cuh"
 #include "attention/cuda/sm90/shared_storage.cuh"
 #include "attention/cuda/sm90/traits.cuh"
@@ -218,9 +217,8 @@ class Consumer {
   }
 
   // Merges the finished split and writes the output or a partial result: see SplitEpilogue. Every
-  // thread keeps the states of its rows. `brings`: the request's running output, if there is one to
-  // merge, is in the stage before `next` (BroughtOutputs).
-  __device__ void FinishSplit(int split, int in_group, bool brings, const PipelineState& next) {
+  // thread keeps the states of its rows.
+  __device__ void FinishSplit(int split, int in_group) {
     const WorkTile& work_tile = work_tile_.plan;
     const SplitEpilogue epilogue = EpilogueOf(work_tile, split, in_group, args_.max_slots);
     const int lane = threadIdx.x % 32;
@@ -243,11 +241,7 @@ class Consumer {
     }
     if (epilogue.merge_total) {
       MergeStates(state, total_state_, weight);
-      if (brings) {
-        MergeBrought(next.Before(args_.stages), weight);
-      } else {
-        MergeRunning(1, epilogue.total_slot, weight);
-      }
+      MergeRunning(1, epilogue.total_slot, weight);
     }
     if (!epilogue.ends_work_tile) {
       Copy(total_state_, state);
@@ -318,12 +312,9 @@ class Consumer {
 
   // This thread's first quad in a slot; its others are kSlotStride apart. See CombinedRows.
   static constexpr int kSlotStride = 4;
-  __device__ static int SlotQuad() {
-    return threadIdx.x / 4 * (Traits::kHeadDim * kHalves / 4) + threadIdx.x % 4;
-  }
   __device__ float4* SlotPointer(int64_t slot) const {
     return reinterpret_cast<float4*>(args_.outputs + slot * args_.row_tile * Traits::kHeadDim) +
-           SlotQuad();
+           threadIdx.x / 4 * (Traits::kHeadDim * kHalves / 4) + threadIdx.x % 4;
   }
   // The stride of this thread's quads in shared memory, where those of a warp lie together.
   __device__ int SharedStride() const { return args_.row_tile * (4 / kHalves); }
@@ -393,23 +384,7 @@ class Consumer {
       StoreShared(running_ + which * RunningQuads());
     } else {
       StoreSlot(slot);
-      __syncwarp();  // lane 0 arrives at the barriers that tell the boundary producer
     }
-  }
-
-  // Merges the request's running output, which the ring has brought, and leaves its stage.
-  __device__ void MergeBrought(const PipelineState& stage, const float2 (&weight)[kHalves]) {
-    mbarrier::Wait(smem_.keys_full(stage.index), stage.phase);
-    if (has_rows_) {
-      const uint32_t from = smem_.keys(stage.index) + SlotQuad() * sizeof(float4);
-#pragma unroll
-      for (int n = 0; n < kQuads; ++n) {
-        const uint4 old = ptx::LoadShared128(from + n * kSlotStride * sizeof(float4));
-        MergeQuad(n, ptx::Bits<float4>(old), weight);
-      }
-    }
-    mbarrier::Arrive(smem_.keys_empty(stage.index));
-    mbarrier::Arrive(smem_.values_empty(stage.index));
   }
 
   // Copies this thread's quads of a slot to its first quads in shared memory.

@@ -16,9 +16,9 @@
 //   producer   one warpgroup keeps the stages filled, across work tiles: one warp fetches work
 //   tiles,
 //              queries and page ids (work_producer.cuh), two issue TMA loads of K and V
-//              (tma_producer.cuh), one copies boundary steps and running outputs
-//              (boundary_producer.cuh). Over a float8 cache one loads tokens (float8_loader.cuh)
-//              and two widen them to halves, K or V each (float8_widener.cuh)
+//              (tma_producer.cuh), one copies boundary steps (boundary_producer.cuh). Over a float8
+//              cache one loads tokens (float8_loader.cuh) and two widen them to halves, K or V each
+//              (float8_widener.cuh)
 //   consumer   one or two warpgroups compute QK, softmax and PV (consumer.cuh)
 //   mask       tree mask, window and end of the prefix, in boundary steps only (mask.cuh)
 //   split      the consumer's state is reset at every split of the prefix (../../plan.h)
@@ -54,7 +54,6 @@ __device__ void RunWorkTile(const VerifyArgs& args, const SharedStorage<Traits>&
     if (Traits::kFloat8 && steps.IsInFlight(of_step)) return;
     release(smem.keys_empty(index));
   };
-  BroughtOutputs<Traits> brought(args, plan, steps);
   int step = 0;
   int used = -1;               // the stage whose PV product is in flight
   bool used_boundary = false;  // threads have accessed its values themselves
@@ -74,10 +73,6 @@ __device__ void RunWorkTile(const VerifyArgs& args, const SharedStorage<Traits>&
     used = now.index;
     used_boundary = boundary;
     stage->Advance(args.stages);
-    if (brought.IsBehind(step + 1)) {  // FinishSplit takes it
-      stage->Advance(args.stages);
-      brought.Advance(plan, steps.num_steps);
-    }
     return now;
   };
   const auto first_qk = [&] {
@@ -95,12 +90,7 @@ __device__ void RunWorkTile(const VerifyArgs& args, const SharedStorage<Traits>&
 #pragma unroll 1
     while (step < split_end) {
       // Nearly all steps are unmasked and followed by another.
-      int unmasked_end = min(split_end, steps.UnmaskedEnd(step));
-      // A boundary step behind a running output gets its K together with its V. With two stages it
-      // can have neither before the values of this split's last step are released: no QK ahead.
-      if (brought.IsBehind(split_end) && steps.IsBoundary(split_end)) {
-        unmasked_end = min(unmasked_end, split_end - 1);
-      }
+      const int unmasked_end = min(split_end, steps.UnmaskedEnd(step));
 #pragma unroll 1
       for (; step < unmasked_end; ++step) {
         attention.Softmax();
@@ -149,7 +139,7 @@ __device__ void RunWorkTile(const VerifyArgs& args, const SharedStorage<Traits>&
     if (Traits::kFloat8 && (split + 1 < plan.split_end || steps.num_steps > steps.in_flight_end)) {
       attention.DequantiseOutput();
     }
-    attention.FinishSplit(split, in_group, brought.any(), *stage);
+    attention.FinishSplit(split, in_group);
     in_group = NextInGroup(plan, in_group);
   }
 }

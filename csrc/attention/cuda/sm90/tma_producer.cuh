@@ -21,7 +21,6 @@ class TmaProducer {
       const SharedWorkTile& work_tile = *smem_.work_tile(slot_.index);
       if (work_tile.is_end) return;
       const KvSteps<Traits> steps(args_.params, work_tile.plan);
-      BroughtOutputs<Traits> brought(args_, work_tile.plan, steps);
 #pragma unroll 1
       for (int step = 0; step < steps.num_steps; ++step) {
         if (steps.IsInFlight(step)) {
@@ -30,11 +29,6 @@ class TmaProducer {
           LoadStep(work_tile, steps, steps.PrefixStep(step));
         }
         stage_.Advance(args_.stages);
-        if (brought.IsBehind(step + 1)) {
-          HandToBoundaryProducer();
-          stage_.Advance(args_.stages);
-          brought.Advance(work_tile.plan, steps.num_steps);
-        }
       }
       mbarrier::Arrive(smem_.work_tile_empty(slot_.index));
       slot_.Advance(2);

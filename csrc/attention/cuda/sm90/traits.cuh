@@ -55,9 +55,6 @@ struct PipelineState {
       phase ^= 1;
     }
   }
-  __device__ PipelineState Before(int size) const {
-    return index > 0 ? PipelineState{index - 1, phase} : PipelineState{size - 1, phase ^ 1};
-  }
 };
 
 }  // namespace nwor::sm90
