@@ -55,6 +55,8 @@ def add_engine(engine: RegisteredEngine) -> None:
 def find_engine(vllm_config: Any) -> RegisteredEngine | None:
     """The engine of this configuration, if there is one yet."""
     context = vllm_config.compilation_config.static_forward_context
+    if _newest is not None and _newest.layers is context:  # as nearly always
+        return _newest
     known = (engine() for engine in reversed(_engines))
     return next((e for e in known if e is not None and e.layers is context), None)
 
