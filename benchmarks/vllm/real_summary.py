@@ -110,10 +110,11 @@ def summarise_cell(cell: Cell, jobs: Sequence[dict[str, Any]]) -> dict[str, Any]
         for record in timed:
             if record["side"] == side and record["status"] in (FAILED, SKIPPED):
                 told["missing"][side] = record["reason"]
-    plain = told["sides"].get("plain")
+    plain = told["sides"].get("plain", {}).get("runs_tokens_per_s", [])
     for side in told["sides"].values():
-        if plain is not None and plain["tokens_per_s"]:
-            side["speed"] = side["tokens_per_s"] / plain["tokens_per_s"]
+        if plain and all(plain):  # within a turn, as hosts are not always alike
+            pairs = zip(side["runs_tokens_per_s"], plain, strict=False)
+            side["speed"] = statistics.median(own / other for own, other in pairs)
     return told
 
 
