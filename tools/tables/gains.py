@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 from . import real, vllm_trees
 from .records import load
@@ -23,21 +24,34 @@ def _real_weights() -> Iterator[str]:
         cells = [cell for cell in data["cells"] if "speed" in cell["sides"].get(real.OURS, {})]
         if not cells:
             continue
-        sizes: dict[str, list[float]] = {}  # in the order of the file: the longest contexts first
+        sizes: dict[str, list[dict[str, Any]]] = {}  # as in the file: the longest contexts first
         for cell in cells:
-            size = f"{cell['requests']} x {cell['context']}"
-            sizes.setdefault(size, []).append(cell["sides"][real.OURS]["speed"])
-        found = [f"{min(own):.1f}x to {max(own):.1f}x at {size}" for size, own in sizes.items()]
-        heat = {cell["temperature"] for cell in cells}
+            sizes.setdefault(f"{cell['requests']} x {cell['context']}", []).append(cell)
+        found = [f"{_range(own)} at {size}" for size, own in sizes.items()]
+        heats = [_temperatures(own) for own in sizes.values()]
+        if len(set(heats)) > 1:  # else they are said once
+            found = [f"{one} ({heat})" for one, heat in zip(found, heats, strict=True)]
+        heat = f", {heats[0]}" if len(set(heats)) == 1 else ""
         turns = min(len(c["sides"][real.OURS]["runs_tokens_per_s"]) for c in cells)
         count = "one turn" if turns == 1 else f"{turns} turns"
         head = "our head" if data["head"] else "no head"
+        first = found[0].replace(" at ", " plain vLLM at ").replace(" (", " tokens (")
+        first += "" if "(" in first else " tokens"
         yield (
-            f"* **Long contexts in vLLM, {head}: {found[0].replace(' at ', ' plain vLLM at ')} "
-            f"tokens**{''.join(f', {one}' for one in found[1:])}, T {min(heat):g} to "
-            f"{max(heat):g}. {data['model']}, real weights and text, {count}, "
-            f"{data['device'].removeprefix('NVIDIA ')}."
+            f"* **Long contexts in vLLM, {head}: {first}**"
+            f"{''.join(f', {one}' for one in found[1:])}{heat}. {data['model']}, real weights and "
+            f"text, {count}, {data['device'].removeprefix('NVIDIA ')}."
         )
+
+
+def _range(cells: Sequence[dict[str, Any]]) -> str:
+    speeds = [cell["sides"][real.OURS]["speed"] for cell in cells]
+    return f"{min(speeds):.1f}x to {max(speeds):.1f}x"
+
+
+def _temperatures(cells: Sequence[dict[str, Any]]) -> str:
+    heat = sorted({cell["temperature"] for cell in cells})
+    return f"T {heat[0]:g}" + (f" to {heat[-1]:g}" if len(heat) > 1 else "")
 
 
 def _trees() -> str:
