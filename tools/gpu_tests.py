@@ -42,6 +42,8 @@ from run_tests import digest_of
 ROOT = Path(__file__).resolve().parent.parent
 KERNEL_FOLDERS = ("attention", "decoder", "drafters", "kv_interceptor", "profiling", "specpv",
                   "transformers", "tree")  # fmt: skip
+# Whole models: kernels have tests of their own, and under a sanitizer these take minutes.
+NOT_SANITIZED = "tests/python/transformers/"
 # Names of tests that run kernels; those that are skipped without a GPU are taken as well.
 KERNEL_TESTS = re.compile("cuda|graph|captured|kernels|torch_ops")
 VLLM_GIB = 20  # an engine of the tests takes up to a tenth of the GPU, and says so at start
@@ -372,7 +374,10 @@ def find_tests(
         if any((name, check) not in {key[:2] for key in results.tests} for check in wanted)
     }
     for name, tests in collect(unknown, logs).items():
-        results.plan(name, checks[name], [test["found"] for test in tests])
+        names = [test["found"] for test in tests]
+        for check in checks[name]:
+            of_kernels = (test for test in names if not test.startswith(NOT_SANITIZED))
+            results.plan(name, [check], names if check == "plain" else list(of_kernels))
         results.alone += [test["found"] for test in tests if test["alone"]]
 
 

@@ -41,6 +41,14 @@ def test_every_check_runs_every_test_of_kernels(tool: Tool) -> None:
     assert all(entry["seconds"] >= 0 for entry in data["tests"])
 
 
+def test_sanitizers_leave_whole_models_out(tool: Tool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tool.module, "NOT_SANITIZED", "test_models.py")
+    tool.write("test_models.py", "def test_cuda_model():\n    pass\n")
+    assert tool.call("kernels", "sanitizers", checks=["memcheck"]) == 0
+    assert tool.outcomes("plain")["test_cuda_model"] == "passed"
+    assert set(tool.outcomes("plain")) - set(tool.outcomes("memcheck")) == {"test_cuda_model"}
+
+
 @pytest.mark.parametrize(("free", "at_once"), [("30000", 1), ("50000", 2)])
 def test_vllm_has_as_many_processes_as_memory_holds(tool: Tool, free: str, at_once: int) -> None:
     """Of one file each, and of a few of its tests."""
