@@ -165,6 +165,30 @@ def test_what_happens_to_requests_of_smollm2(
         close.check(mean=1.25 * other.mean)
 
 
+@pytest.mark.parametrize("guesses", ["lookups", "head"])
+def test_float8_caches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, guesses: str) -> None:
+    """Views, passes and tails over quantised pages, in full graphs: log-probabilities are as close
+    to float32 as plain vLLM's over such a cache."""
+    cache = {"kv_cache_dtype": "fp8"}
+    options = drafting(guesses, tmp_path, monkeypatch, "bfloat16") | ROOM | GRAPHS | cache
+    llm = stock_smollm2("bfloat16", **cache)
+    script = passages(llm.get_tokenizer())
+    plain = Passages(script, "bfloat16", drive(llm, script.prompts, wanted()).outputs)
+    del llm
+    release_engines()
+    before = Metrics().snapshot()
+    llm = begin(VIEW_OF_400, **options)
+    found = drive(llm, script.prompts, wanted()).outputs
+    assert own_engine().num_replays > 0
+    check_confirmed(before, 0.25)
+    del llm
+    release_engines()
+    errors = plain.errors([(int(i), output) for i, output in found.items()])
+    print(f"SmolLM2, {guesses}, float8 cache: errors against float32, beside vLLM's: {errors}")
+    assert len(errors.got) > 100
+    assert errors.ratio < 1.25
+
+
 # ---- every write, and tokens that are drawn ----
 
 CROWD, SAMPLES = 32, 768  # requests at once, and in all
