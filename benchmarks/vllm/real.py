@@ -45,7 +45,7 @@ from real_records import (
     Visit,
     plan,
 )
-from turns import UNFINISHED, Gate, Turns, end, launch, wait
+from turns import UNFINISHED, Gate, Turns, end, launch, take_core, wait
 
 REQUESTS, CONTEXTS = (1, 8, 24, 96), (2048, 8192, 30720)
 TEMPERATURES = (0.0, 0.6, 1.0)
@@ -260,6 +260,8 @@ def serve(args: argparse.Namespace, records: Records) -> int:
             turns.wait()
         for job in jobs:
             with turns:
+                if args.together and worker.on_gpu:  # on a CPU a model computes in many threads
+                    take_core(args.cells.index(job.cell) + len(args.cells) * job.turn)
                 if args.deadline and time.time() + records.job_seconds(job.cell) > args.deadline:
                     return UNFINISHED
                 state = {"stage": "job", "job": job.record("running")}
@@ -279,6 +281,7 @@ class Worker:
     def __init__(
         self, args: argparse.Namespace, records: Records, visit: int, turns: Turns | None
     ) -> None:
+        import torch
         from real_measure import Bench, Size
         from transformers import AutoTokenizer
 
@@ -288,6 +291,7 @@ class Worker:
         tokenizer = AutoTokenizer.from_pretrained(args.model)
         self._prompts = real_prompts.Prompts(tokenizer, real_prompts.read_text(args.text))
         llm, told = real_engine.start(args.child, args, args.cells)
+        self.on_gpu = torch.cuda.is_available()
         self._capacity = told["cache_tokens"]
         plugin = args.child in real_engine.OURS
         ends = end_tokens(args.model, tokenizer)

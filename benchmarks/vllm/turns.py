@@ -1,8 +1,9 @@
 """Processes with engines that are up at once: none measures while another starts, and they measure
 in turn.
 
-A host is slower for seconds now and then. So that all sides see the same of it, a side passes its
-turn on in the middle of what it measures, every tenth of a second.
+A host, or one of its cores, is slower for seconds now and then. So that all sides see the same of
+it, a side passes its turn on in the middle of what it measures, every tenth of a second, and all
+measure the same thing on the same core.
 
 Each engine is a process with a `Turns` of its own; the process that has started them has a `Gate`.
 What they tell each other are files in a folder that all of them share.
@@ -21,7 +22,13 @@ from typing import IO, Any
 
 UNFINISHED = 75  # the status of a call that has something left
 _LOOK_S = 0.05
+_CORES = sorted(os.sched_getaffinity(0))
 _PAUSE_S, _SHORT_PAUSE_S = 0.2, 0.005  # in which another process takes its turn
+
+
+def take_core(number: int) -> None:
+    """Has this thread run on a core of its own, the same for all who say the same number."""
+    os.sched_setaffinity(0, {_CORES[number % len(_CORES)]})
 
 
 class Gate:

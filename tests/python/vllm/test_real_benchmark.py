@@ -531,6 +531,22 @@ def test_engines_pass_their_turn_on(modules: SimpleNamespace, tmp_path: Path) ->
     assert events in (list("abababab"), list("babababa"))
 
 
+def test_all_sides_measure_a_cell_on_one_core(modules: SimpleNamespace) -> None:
+    cores, found = sorted(os.sched_getaffinity(0)), []
+
+    def side(number: int) -> None:
+        modules.turns.take_core(number)
+        found.append(os.sched_getaffinity(0))
+
+    numbers = (0, 0, 1, len(cores))
+    for number in numbers:
+        thread = threading.Thread(target=side, args=(number,))
+        thread.start()
+        thread.join()
+    assert found == [{cores[number % len(cores)]} for number in numbers]
+    assert sorted(os.sched_getaffinity(0)) == cores, "other threads stay where they are"
+
+
 def test_the_clock_stands_while_others_have_their_turn(
     modules: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
