@@ -379,6 +379,7 @@ def find_tests(
             of_kernels = (test for test in names if not test.startswith(NOT_SANITIZED))
             results.plan(name, [check], names if check == "plain" else list(of_kernels))
         results.alone += [test["found"] for test in tests if test["alone"]]
+        results.serves |= {test["found"]: test["serves"] for test in tests if test["serves"]}
 
 
 if __name__ == "__main__":

@@ -27,6 +27,7 @@ class Results:
         self.tests: dict[Key, dict[str, Any]] = {}
         self.findings: list[dict[str, Any]] = []
         self.alone: list[str] = []  # tests that want a GPU for themselves
+        self.serves: dict[str, list[str]] = {}  # what tests of vLLM stand for
         if path.exists():
             self._load(json.loads(path.read_text(encoding="utf-8")))
 
@@ -40,11 +41,13 @@ class Results:
         for entry in data["tests"]:
             self.tests[entry["group"], entry["check"], entry["test"]] = entry
         self.findings, self.alone = data["findings"], data["alone"]
+        self.serves = data.get("serves", {})
 
     def save(self) -> None:
         """One test a line; a reader never finds half a file."""
         parts = [f'"setting": {json.dumps(self.setting, indent=1)}']
         parts.append(f'"alone": {json.dumps(self.alone)}')
+        parts.append(f'"serves": {json.dumps(self.serves)}')
         for name, rows in (("tests", self.tests.values()), ("findings", self.findings)):
             lines = ",\n".join(json.dumps(row) for row in rows)
             parts.append(f'"{name}": [\n{lines}\n]')

@@ -41,7 +41,8 @@ class Lines:
         if session.config.option.collectonly:
             for item in session.items:
                 alone = item.get_closest_marker("alone") is not None
-                self._write(found=item.nodeid, alone=alone, gpu=needs_gpu(item))
+                serves = [" on ".join(mark.args) for mark in item.iter_markers("serves")]
+                self._write(found=item.nodeid, alone=alone, gpu=needs_gpu(item), serves=serves)
 
     def pytest_runtest_logstart(self, nodeid: str) -> None:
         self._reports = []

@@ -1,12 +1,15 @@
-"""Which features ran on which vLLM, torch and Python, as tools/compatibility.py has recorded it."""
+"""Which features ran on which vLLM, torch and Python, as tools/compatibility.py has recorded it of
+CPUs and tools/gpu_tests.py of a GPU."""
 
 from __future__ import annotations
 
+import json
 import re
+from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
-from .records import ROOT, head, load, row
+from .records import RESULTS, ROOT, head, load, row
 
 # In this order; a run may have none of a kind.
 FEATURES = (
@@ -30,8 +33,29 @@ def adapters() -> list[str]:
     return [match[1] for text in texts if (match := re.search(r'version: str = "([\d.]+)"', text))]
 
 
+def gpu_runs() -> Iterator[dict[str, Any]]:
+    """Of the tests of vLLM on a GPU, one for each file of results."""
+    for path in sorted(RESULTS.glob("h200/gpu_tests*.json")):
+        data = json.loads(path.read_text(encoding="utf-8"))
+        setting, features = data["setting"], {}
+        for test in data["tests"]:
+            for feature in data.get("serves", {}).get(test["test"], ()):
+                features.setdefault(feature, Counter())[test["outcome"]] += 1
+        if features:
+            yield {
+                "vllm": setting["vllm"],
+                "device": setting["device"].removeprefix("NVIDIA "),
+                "machine": "x86_64",
+                "torch": setting["torch"].partition("+")[0],
+                "python": setting["python"].rpartition(".")[0],
+                "revision": setting["commit"][:12],
+                "features": features,
+            }
+
+
 def compatibility_lines() -> Iterator[str]:
-    runs = load("compatibility.json")["runs"]
+    runs = [*load("compatibility.json")["runs"], *gpu_runs()]
+    runs.sort(key=lambda run: [*map(int, run["vllm"].split("."))])
     yield "Tests that passed, of those that stand for a feature; `-`: none was run."
     yield ""
     titles = [f"{run['vllm']}, {run['device']} ({run['machine']})" for run in runs]

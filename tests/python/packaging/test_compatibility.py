@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -53,11 +54,20 @@ def test_a_run_replaces_the_one_before_it() -> None:
     assert add([other, first], on_gpu) == [other, first, on_gpu]
 
 
-def test_the_table_says_what_ran_and_what_did_not(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """Over results of its own."""
     monkeypatch.syspath_prepend(str(TOOLS))
     for name in [name for name in sys.modules if name.partition(".")[0] == "tables"]:
         monkeypatch.delitem(sys.modules, name)
     table = importlib.import_module("tables.compatibility")
+    monkeypatch.setattr(table, "RESULTS", tmp_path)
+    return table
+
+
+def test_the_table_says_what_ran_and_what_did_not(
+    table: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
     counts = {"staging on V1": {"passed": 5, "failed": 1}, "refresh on V2": {"skipped": 1}}
     runs = [run("0.26.0"), run("0.32.0", features=counts | {"novel on V3": {"passed": 1}})]
     monkeypatch.setattr(table, "load", lambda _: {"runs": runs})
@@ -67,3 +77,23 @@ def test_the_table_says_what_ran_and_what_did_not(monkeypatch: pytest.MonkeyPatc
     assert "| staging, model runner V1 | 2 | 5, **1 failed** | not run |" in lines
     assert "| `refresh`, model runner V2 | - | - | not run |" in lines
     assert "| novel, model runner V3 | - | 1 | not run |" in lines
+
+
+def test_the_table_has_tests_on_a_gpu(
+    table: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those that stand for a feature; what was not run does not count."""
+    setting = {"vllm": "0.26.0", "device": "NVIDIA H200", "torch": "2.11.0+cu130"}
+    setting |= {"python": "3.12.3", "commit": "0123456789abcdef"}
+    outcomes = {"a": "passed", "b": "failed", "c": "not run", "d": "passed"}
+    tests = [{"test": test, "outcome": outcome} for test, outcome in outcomes.items()]
+    serves = {"a": ["staging on V1"], "b": ["staging on V1"], "c": ["refresh on V2"]}
+    told = {"setting": setting, "serves": serves, "tests": tests}
+    (tmp_path / "h200").mkdir()
+    (tmp_path / "h200" / "gpu_tests.json").write_text(json.dumps(told))
+    monkeypatch.setattr(table, "load", lambda _: {"runs": [run("0.32.0"), run("0.26.0")]})
+    lines = list(table.compatibility_lines())
+    assert lines[2] == "|  | 0.26.0, CPU (m) | 0.26.0, H200 (x86_64) | 0.32.0, CPU (m) | 0.33.0 |"
+    assert any(line.startswith("| Python | ") and " | 3.12 | " in line for line in lines)
+    assert "| staging, model runner V1 | 2 | 1, **1 failed** | 2 | not run |" in lines
+    assert "| `refresh`, model runner V2 | - | - | - | not run |" in lines

@@ -41,6 +41,14 @@ def test_every_check_runs_every_test_of_kernels(tool: Tool) -> None:
     assert all(entry["seconds"] >= 0 for entry in data["tests"])
 
 
+def test_what_a_test_stands_for_is_recorded(tool: Tool) -> None:
+    marked = "import pytest\n@pytest.mark.serves('staging', 'V1')\ndef test_it():\n    pass\n"
+    tool.write("pytest.ini", "[pytest]\nmarkers = serves\n")
+    tool.write("vllm/test_a.py", marked)
+    assert tool.call("vllm") == 0
+    assert tool.data["serves"] == {"vllm/test_a.py::test_it": ["staging on V1"]}
+
+
 def test_sanitizers_leave_whole_models_out(tool: Tool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tool.module, "NOT_SANITIZED", "test_some.py::test_cuda_graph")
     assert tool.call("kernels", "sanitizers", checks=["memcheck"]) == 0

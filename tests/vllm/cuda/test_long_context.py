@@ -50,7 +50,10 @@ from support.gpu_engines import (
     PLAIN,
     SCHEDULER,
     STOCK,
+    all_kinds,
     begin,
+    both_guesses,
+    both_runners,
     smollm2_head,
     stories_on_gpu,
 )
@@ -88,7 +91,7 @@ def counts(before: dict[str, Any]) -> tuple[int, int, int]:
     return partial, probed, deviating
 
 
-@pytest.mark.parametrize("runner", ["v1", "v2"])
+@both_runners("refresh")
 def test_refresh_reads_a_book(
     books: Books, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, runner: str
 ) -> None:
@@ -173,7 +176,7 @@ def drafting(
     return HEAD_VIEW, {"speculation": head, "scheduler_cls": SCHEDULER}
 
 
-@pytest.mark.parametrize("kind", ["lookups-eager", "lookups-graphs", "head-eager", "head-graphs"])
+@all_kinds
 def test_what_happens_to_requests(
     plain: Said, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
@@ -195,7 +198,7 @@ def test_what_happens_to_requests(
     close.check(mean=0.005, most=0.1, share=0.5)
 
 
-@pytest.mark.parametrize("guesses", ["lookups", "head"])
+@both_guesses
 def test_drawn_tokens_keep_the_distribution(
     plain: Said, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, guesses: str
 ) -> None:
@@ -213,7 +216,7 @@ def test_drawn_tokens_keep_the_distribution(
     check_drawn(ours, plain.drawn, [slice(i, i + 2) for i in range(3)], degrees=20)
 
 
-@pytest.mark.parametrize("guesses", ["lookups", "head"])
+@both_guesses
 def test_drafting_changes_no_byte_of_the_cache(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, guesses: str
 ) -> None:

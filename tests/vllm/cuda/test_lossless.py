@@ -45,6 +45,7 @@ from support.gpu_engines import (
     TURN,
     VIEW_OF_400,
     begin,
+    both_guesses,
     both_modes,
     smollm2_head,
 )
@@ -121,7 +122,7 @@ def stock_speculation(
     return found
 
 
-@pytest.mark.parametrize("guesses", ["lookups", "head"])
+@both_guesses
 def test_what_happens_to_requests_of_smollm2(
     read_passages: Passages, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, guesses: str
 ) -> None:
@@ -165,7 +166,7 @@ def test_what_happens_to_requests_of_smollm2(
         close.check(mean=1.25 * other.mean)
 
 
-@pytest.mark.parametrize("guesses", ["lookups", "head"])
+@both_guesses
 def test_float8_caches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, guesses: str) -> None:
     """Views, passes and tails over quantised pages, in full graphs: log-probabilities are as close
     to float32 as plain vLLM's over such a cache."""
@@ -224,7 +225,7 @@ def half() -> Said:
     return Said(outputs, drawn)
 
 
-@pytest.mark.parametrize("guesses", ["lookups", "head"])
+@both_guesses
 def test_tokens_are_plain_vllms_in_its_default_mode(
     half: Said, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, guesses: str
 ) -> None:
@@ -242,7 +243,7 @@ def test_tokens_are_plain_vllms_in_its_default_mode(
     close.check(mean=0.005, most=0.1, share=0.5)
 
 
-@pytest.mark.parametrize("guesses", ["lookups", "head"])
+@both_guesses
 def test_every_write_keeps_the_contract(
     half: Said, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, guesses: str
 ) -> None:
@@ -265,7 +266,7 @@ def test_every_write_keeps_the_contract(
 
 
 @both_modes
-@pytest.mark.parametrize("guesses", ["lookups", "head"])
+@both_guesses
 def test_drafting_changes_no_byte_of_the_cache(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, guesses: str, mode: str
 ) -> None:
@@ -278,7 +279,7 @@ def test_drafting_changes_no_byte_of_the_cache(
     check_proposals(llm, long, monkeypatch, least=0.2)
 
 
-@pytest.mark.parametrize("guesses", ["lookups", "head"])
+@both_guesses
 def test_drawn_tokens_keep_the_distribution(
     half: Said, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, guesses: str
 ) -> None:

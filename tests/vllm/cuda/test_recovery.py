@@ -66,6 +66,7 @@ def serve(llm: Any) -> Story:
     return drive(llm, story_prompts(REQUESTS), wanted(TOKENS), arrivals=ARRIVALS)
 
 
+@pytest.mark.serves("recovery", "V1")
 @both_modes
 def test_slots_that_a_commit_refuses_on_v1(
     expected: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mode: str,
@@ -93,6 +94,7 @@ def test_slots_that_a_commit_refuses_on_v1(
     assert own_stats()["committed_tokens"] > before_tokens
 
 
+@pytest.mark.serves("recovery", "V2")
 def test_slots_that_a_commit_refuses_on_v2(
     expected: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -27,7 +27,7 @@ from support.book_texts import (
 from support.engines import NGRAM, own_engine
 from support.engines import stats as own_stats
 from support.gpu_checks import watch_replays
-from support.gpu_engines import MODES, begin, both_modes, smollm2_head
+from support.gpu_engines import MODES, begin, both_modes, both_runners, smollm2_head
 from support.small_views import cover_all
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
@@ -73,7 +73,7 @@ class Compared:
 
 
 @both_modes
-@pytest.mark.parametrize("runner", ["v1", "v2"])
+@both_runners("refresh")
 def test_views_of_everything_are_full_attention_bit_for_bit(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, runner: str, mode: str
 ) -> None:

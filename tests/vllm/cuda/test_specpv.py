@@ -22,9 +22,11 @@ from support.gpu_engines import (
     MODES,
     REFRESH,
     SCHEDULER,
+    SERVES,
     TURN,
     VIEW_OF_400,
     begin,
+    both_guesses,
     both_modes,
     dummy_prompts,
     eagle3,
@@ -71,6 +73,7 @@ def test_float8_products_are_those_of_plain_torch(rows: int, dtype: torch.dtype)
         assert torch.equal(again[finite], found[finite])
 
 
+@SERVES["lookups"]
 def test_the_target_drafts_over_views(monkeypatch: pytest.MonkeyPatch) -> None:
     """On model runner V2, which vLLM chooses by itself."""
     monkeypatch.delenv("VLLM_USE_V2_MODEL_RUNNER", raising=False)
@@ -94,6 +97,7 @@ def test_the_target_drafts_over_views(monkeypatch: pytest.MonkeyPatch) -> None:
     assert share > 0.3  # bfloat16: another number of rows rounds otherwise
 
 
+@SERVES["head"]
 @pytest.mark.parametrize("sampled", [False, True], ids=["greedy", "sampled"])
 @pytest.mark.parametrize("mode", ["eager", *MODES])
 def test_head_and_target_draft_in_turns(tmp_path: Path, mode: str, sampled: bool) -> None:
@@ -134,7 +138,7 @@ def test_head_and_target_draft_in_turns(tmp_path: Path, mode: str, sampled: bool
 
 @both_modes
 @pytest.mark.parametrize("weights", ["model", pytest.param("float8", marks=needs_float8)])
-@pytest.mark.parametrize("guesses", ["lookups", "head"])
+@both_guesses
 def test_smollm2_reads_a_book(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, guesses: str, weights: str, mode: str
 ) -> None:
@@ -201,6 +205,7 @@ def long_prompts() -> list[list[int]]:
     return [(p * 140)[:n] for p, n in zip(dummy_prompts(), lengths, strict=True)]
 
 
+@pytest.mark.serves("refresh", "V2")
 @both_modes
 def test_refresh_in_graphs(tmp_path: Path, mode: str) -> None:
     """One graph for every mix of full and partial requests, drift counted on the device."""
@@ -219,6 +224,7 @@ def test_refresh_in_graphs(tmp_path: Path, mode: str) -> None:
     assert not hasattr(own_engine().runner, "input_batch"), "the V1 runner was used"
 
 
+@pytest.mark.serves("refresh", "V1")
 @pytest.mark.alone
 def test_refresh_where_vllm_finds_the_size_of_its_caches(tmp_path: Path) -> None:
     """Model runner V1 then captures graphs on caches of few blocks, and makes others afterwards.

@@ -24,6 +24,7 @@ from support.gpu_engines import (
     TURN,
     begin,
     both_modes,
+    both_runners,
     dummy_prompts,
     eagle3,
     smollm2_head,
@@ -50,6 +51,7 @@ def check_books(*, graphs: bool) -> dict:
     return stats
 
 
+@pytest.mark.serves("staging", "V1")
 @pytest.mark.parametrize("route", ["", "cuda"], ids=["flash_prefix", "own_attention"])
 def test_v1_keeps_the_contract(route: str) -> None:
     """Eager, with prefills behind verifying requests and prefix hits; every byte is checked."""
@@ -60,6 +62,7 @@ def test_v1_keeps_the_contract(route: str) -> None:
     check_books(graphs=False)
 
 
+@pytest.mark.serves("staging", "V1")
 @both_modes
 def test_v1_in_graphs_is_what_direct_writes_give(mode: str) -> None:
     runs = {}
@@ -129,6 +132,7 @@ def test_mtp_keeps_the_contract(tmp_path: Path) -> None:
 # ---- dummy weights at a real model's shapes, EAGLE3 and the V2 runner ----
 
 
+@pytest.mark.serves("staging", "V2")
 def test_v2_keeps_the_contract(tmp_path: Path) -> None:
     llm = eagle3(tmp_path, CHECKED, enforce_eager=True, max_num_batched_tokens=128)
     drive(llm, dummy_prompts(), greedy(40), arrivals=[0, 1, 3, 3, 7, 12])
@@ -136,7 +140,7 @@ def test_v2_keeps_the_contract(tmp_path: Path) -> None:
     assert not hasattr(own_engine().runner, "input_batch"), "the V1 runner was used"
 
 
-@pytest.mark.parametrize("runner", ["v1", "v2"])
+@both_runners("staging")
 def test_a_block_that_is_hit_in_the_step_that_fills_it(tmp_path: Path, runner: str) -> None:
     """Both prompts have as many rows to run as a verify step, for which there is a full graph.
 
@@ -190,6 +194,7 @@ def test_a_float8_cache_is_left_to_vllm_by_our_own_attention(
     assert own_engine().interceptor is None
 
 
+@pytest.mark.serves("staging", "V2")
 @both_modes
 def test_v2_in_graphs(tmp_path: Path, mode: str) -> None:
     llm = eagle3(tmp_path, STRICT, **MODES[mode])

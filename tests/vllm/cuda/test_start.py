@@ -13,7 +13,7 @@ from nwor_specpv import Metrics
 from nwor_specpv.vllm.specpv.rules import SCHEDULERS
 from support.engines import NGRAM, check_drafting, counted, drive, greedy, own_engine
 from support.engines import stats as own_stats
-from support.gpu_engines import GRAPHS, LOOKUPS, SCHEDULER, stories_on_gpu
+from support.gpu_engines import GRAPHS, LOOKUPS, SCHEDULER, all_kinds, both_runners, stories_on_gpu
 from support.heads import story_head
 from support.metric_counts import grown
 from support.prefix_cache_blocks import PAGE, count_published_blocks, scheduler_of, watch_requests
@@ -37,7 +37,7 @@ def worker_runner(llm: Any) -> Any:
 # ---- mode `lossless`: memory ----
 
 
-@pytest.mark.parametrize("kind", ["lookups-eager", "lookups-graphs", "head-eager", "head-graphs"])
+@all_kinds
 def test_memory_is_there_before_the_first_request(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
@@ -67,7 +67,7 @@ def test_memory_is_there_before_the_first_request(
 REFRESH = SMALL_VIEW | {"specpv_mode": "refresh"}
 
 
-@pytest.mark.parametrize("runner", ["v1", "v2"])
+@both_runners("refresh")
 def test_answers_of_partial_steps_are_not_found(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, runner: str
 ) -> None:

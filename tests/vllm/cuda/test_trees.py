@@ -25,7 +25,10 @@ from support.gpu_engines import EAGER, GRAPHS, PLAIN, STOCK, TURN, begin, smollm
 from support.metric_counts import grown
 from support.processes.runner_v2 import take_turns
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+pytestmark = [
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
+    pytest.mark.serves("draft trees", "V2"),
+]
 
 MODEL = {
     "model": str(smollm2("bfloat16")) if torch.cuda.is_available() else "",

@@ -20,6 +20,32 @@ EAGER = {"enforce_eager": True}
 # How engines run: full graphs alone, or as vLLM does by default: compiled, full and piecewise.
 MODES = {"graphs": GRAPHS, "default": {"enforce_eager": False}}
 both_modes = pytest.mark.parametrize("mode", list(MODES))
+# Who guesses on model runner V2, and what each stands for in the compatibility table.
+SERVES = {
+    "lookups": pytest.mark.serves("lossless without a head", "V2"),
+    "head": pytest.mark.serves("lossless with a head", "V2"),
+}
+both_guesses = pytest.mark.parametrize(
+    "guesses", [pytest.param(name, marks=mark) for name, mark in SERVES.items()]
+)
+all_kinds = pytest.mark.parametrize(
+    "kind",
+    [
+        pytest.param(f"{name}-{mode}", marks=mark)
+        for name, mark in SERVES.items()
+        for mode in ("eager", "graphs")
+    ],
+)
+
+
+def both_runners(feature: str) -> pytest.MarkDecorator:
+    """A test of a feature on each model runner."""
+    marks = {runner: pytest.mark.serves(feature, runner.upper()) for runner in ("v1", "v2")}
+    return pytest.mark.parametrize(
+        "runner", [pytest.param(name, marks=mark) for name, mark in marks.items()]
+    )
+
+
 STOCK = {"speculation": None, "attention_backend": "FLASH_ATTN"}
 PLAIN = {"enable_nwor": False}
 TURN = "<|im_start|>user\n{}<|im_end|>\n<|im_start|>assistant\n"
