@@ -52,11 +52,14 @@ class Gauges:
 
     async def watch(self) -> None:
         while True:
-            found = await asyncio.to_thread(server_process.scrape, self._url)
-            self.use.append(found.total("vllm:kv_cache_usage_perc"))
-            self.running.append(found.total("vllm:num_requests_running"))
-            self.waiting.append(found.total("vllm:num_requests_waiting"))
+            await self.look()
             await asyncio.sleep(LOOK_S)
+
+    async def look(self) -> None:
+        found = await asyncio.to_thread(server_process.scrape, self._url)
+        self.use.append(found.total("vllm:kv_cache_usage_perc"))
+        self.running.append(found.total("vllm:num_requests_running"))
+        self.waiting.append(found.total("vllm:num_requests_waiting"))
 
     def summary(self) -> dict[str, Any]:
         named = {"cache_use": self.use, "running": self.running, "waiting": self.waiting}
@@ -88,6 +91,8 @@ async def _run(server: Server, load: Load, asked: Sequence[Asked]) -> tuple[list
             watching.cancel()
             with contextlib.suppress(asyncio.CancelledError):
                 await watching
+        if not gauges.use:  # a few short requests may end before the first look
+            await gauges.look()
     failed = [reply.error for reply in replies if reply.error]
     if failed:
         raise RuntimeError(f"{len(failed)} requests failed, the first with {failed[0]}")
