@@ -15,6 +15,7 @@
   X(kFakeTensor, "fake_tensor", "the tensors carry shapes only (tracing), there is no data") \
   X(kUnboundLayer, "unbound_layer", "the layer was never bound")                             \
   X(kCapacity, "capacity", "the round has more draft rows than staging may hold")            \
+  X(kOutOfMemory, "out_of_memory", "there was no memory for staging")                        \
   X(kUnsupportedLayout, "unsupported_layout", "the cache layout or dtype is not supported")  \
   X(kSlotMismatch, "slot_mismatch", "two layers of one cache group gave different slots")    \
   X(kStaleRound, "stale_round", "the write belongs to a round that is over")                 \

@@ -43,7 +43,7 @@ void Interceptor::BindLayer(const std::string& name, const at::Tensor& key_cache
   }
 }
 
-Decision Interceptor::Impl::Decide(const RoundPlan& plan, std::string* detail) {
+Decision Interceptor::Impl::Decide(const RoundPlan& plan, bool capture, std::string* detail) {
   Decision decision;
   const int64_t num_drafts = plan.num_draft_rows();
   if (!enabled) {
@@ -53,17 +53,35 @@ Decision Interceptor::Impl::Decide(const RoundPlan& plan, std::string* detail) {
   } else if (num_drafts > 0) {
     // Staging that captured graphs know must not move: it does not grow.
     const int64_t rows = config.graph_rows > 0 ? config.staging_rows : num_drafts;
-    decision.stage =
-        num_drafts <= rows && table.Reserve(rows, config.staging_rows, config.max_staging_bytes);
-    books.SetStagingBytes(table.staging_bytes());
-    if (!decision.stage) {
-      decision.reason = BypassReason::kCapacity;
+    decision.reason = num_drafts > rows ? BypassReason::kCapacity : Reserve(rows, capture);
+    decision.stage = decision.reason == BypassReason::kNone;
+    if (decision.reason == BypassReason::kCapacity) {
       *detail = Concat("got ", num_drafts, " draft rows, expected what fits into ",
                        config.max_staging_bytes, " bytes");
       if (config.graph_rows > 0) *detail += Concat(" and staging_rows = ", config.staging_rows);
+    } else if (!decision.stage) {
+      *detail = Concat("got none for ", rows, " draft rows");
+      if (graphs.lack_memory) *detail += " when graphs were captured, so drafts are never staged";
     }
   }
   return decision;
+}
+
+BypassReason Interceptor::Impl::Reserve(int64_t rows, bool capture) {
+  if (graphs.lack_memory) return BypassReason::kOutOfMemory;
+  if (table.HasRoom(rows)) return BypassReason::kNone;
+  if (!capture && rounds_to_wait > 0 && rows >= rows_too_many) {
+    --rounds_to_wait;
+    return BypassReason::kOutOfMemory;
+  }
+  const BypassReason reason = table.Reserve(rows, config.staging_rows, config.max_staging_bytes);
+  books.SetStagingBytes(table.staging_bytes());
+  if (reason == BypassReason::kOutOfMemory) {
+    rows_too_many = rows;
+    rounds_to_wait = kRoundsBetweenTries;
+    graphs.lack_memory = capture;
+  }
+  return reason;
 }
 
 OpenRound Interceptor::Impl::MakeRound(const RoundPlan& plan, bool stage, bool capture) {
@@ -112,7 +130,7 @@ Decision Interceptor::Begin(const RoundPlan& plan, bool capture) {
              " of each");
   impl.table.CheckConsistent();
   std::string detail;
-  Decision decision = impl.Decide(plan, &detail);
+  Decision decision = impl.Decide(plan, capture, &detail);
   if (decision.reason != BypassReason::kNone && !capture) {
     impl.books.Report(decision.reason, detail);
   }

@@ -144,9 +144,9 @@ class NWOR_EXPORT Interceptor {
                  std::optional<at::ScalarType> dtype = std::nullopt);
 
   // Opens a round. Decides once, before any write, whether drafts are staged: a round that does not
-  // fit is written directly and says why. Throws when a round is open.
-  // With `capture` the round's writes are only being captured: nothing of it is counted or seen by
-  // the observer, and Abort ends it. REQUIRES then: graph_rows.
+  // fit, or that there is no memory for, is written directly and says why. Throws when a round is
+  // open. With `capture` the round's writes are only being captured: nothing of it is counted or
+  // seen by the observer, and Abort ends it. REQUIRES then: graph_rows.
   Decision Begin(const RoundPlan& plan, bool capture = false);
 
   // Routes one layer's rows. key, value: [n, H, D]; slot_mapping: int64 [n], -1 = skip. `rows` says

@@ -32,6 +32,12 @@ struct Interceptor::Impl {
   std::optional<OpenRound> open;
   EndedRound last;
   GraphMemory graphs;
+  // Once memory has run out for `rows_too_many` staging rows, rounds that need as many do not ask
+  // for it for a while: before a GPU's allocator fails it gives back all that it had kept, which
+  // slows the steps that follow.
+  static constexpr int kRoundsBetweenTries = 64;
+  int64_t rows_too_many = 0;
+  int rounds_to_wait = 0;
   CommitUndoLog undo;
   CacheWriter* writer = &PlainCacheWriter();
   InterceptorObserver* observer = nullptr;
@@ -41,7 +47,8 @@ struct Interceptor::Impl {
            static_cast<int64_t>(plan.query_lens.size()) <= config.graph_rows;
   }
   // Whether the round is staged, and why not. Reserves staging memory.
-  Decision Decide(const RoundPlan& plan, std::string* detail);
+  Decision Decide(const RoundPlan& plan, bool capture, std::string* detail);
+  BypassReason Reserve(int64_t rows, bool capture);
   // Makes the tables and the status of a round, those of the last one where they are alike.
   OpenRound MakeRound(const RoundPlan& plan, bool stage, bool capture);
   // Ends the open round without settling it.

@@ -139,28 +139,39 @@ void LayerTable::CheckConsistent() {
   changed_ = false;
 }
 
-bool LayerTable::Reserve(int64_t num_rows, int64_t preferred_rows, int64_t max_bytes) {
+bool LayerTable::HasRoom(int64_t num_rows) const {
+  return std::all_of(groups_.begin(), groups_.end(), [&](const CacheGroup& group) {
+    return group.staging == nullptr || group.staging->capacity_rows() >= num_rows;
+  });
+}
+
+BypassReason LayerTable::Reserve(int64_t num_rows, int64_t preferred_rows, int64_t max_bytes) {
   // The preferred size when there is room for it, else exactly what the round needs.
-  for (const int64_t rows : {std::max(num_rows, preferred_rows), num_rows}) {
-    int64_t needed = 0;
-    for (const CacheGroup& group : groups_) {
-      if (group.staging == nullptr) continue;
-      needed += group.staging->capacity_rows() >= rows ? group.staging->memory_bytes()
-                                                       : group.staging->BytesFor(rows);
-    }
-    if (needed > max_bytes) continue;
-    // A group may take more than it needs of what no group needs.
-    int64_t spare = max_bytes - needed;
-    for (const CacheGroup& group : groups_) {
-      if (group.staging == nullptr) continue;
-      const int64_t own = group.staging->capacity_rows() >= rows ? group.staging->memory_bytes()
-                                                                 : group.staging->BytesFor(rows);
-      group.staging->Reserve(rows, own + spare);
-      spare -= group.staging->memory_bytes() - own;
-    }
-    return true;
+  if (preferred_rows > num_rows && ReserveAll(preferred_rows, max_bytes) == BypassReason::kNone) {
+    return BypassReason::kNone;
   }
-  return false;
+  return ReserveAll(num_rows, max_bytes);
+}
+
+BypassReason LayerTable::ReserveAll(int64_t rows, int64_t max_bytes) {
+  // What a group has, or will have at least.
+  const auto bytes_of = [rows](const StagingBuffer& staging) {
+    return staging.capacity_rows() >= rows ? staging.memory_bytes() : staging.BytesFor(rows);
+  };
+  int64_t spare = max_bytes;
+  for (const CacheGroup& group : groups_) {
+    if (group.staging != nullptr) spare -= bytes_of(*group.staging);
+  }
+  if (spare < 0) return BypassReason::kCapacity;
+  for (const CacheGroup& group : groups_) {
+    if (group.staging == nullptr) continue;
+    // A group may take more than it needs of what no group needs.
+    const int64_t own = bytes_of(*group.staging);
+    const BypassReason reason = group.staging->Reserve(rows, own + spare);
+    if (reason != BypassReason::kNone) return reason;
+    spare -= group.staging->memory_bytes() - own;
+  }
+  return BypassReason::kNone;
 }
 
 BoundLayer* LayerTable::Find(const std::string& name) {

@@ -9,6 +9,7 @@
 #include <unordered_map>
 #include <vector>
 
+#include "base/bypass_reason.h"
 #include "base/cache_layout.h"
 #include "kv_interceptor/staging_buffer.h"
 
@@ -55,8 +56,10 @@ class LayerTable {
   // Throws Error unless all ready layers are on one device and those of one group share geometry.
   void CheckConsistent();
 
-  // Room for num_rows staging rows in every group within max_bytes, or false: all groups or none.
-  bool Reserve(int64_t num_rows, int64_t preferred_rows, int64_t max_bytes);
+  // Whether every group has staging for num_rows rows.
+  bool HasRoom(int64_t num_rows) const;
+  // Makes room in every group, within max_bytes. Anything but kNone: some group has none.
+  BypassReason Reserve(int64_t num_rows, int64_t preferred_rows, int64_t max_bytes);
 
   BoundLayer* Find(const std::string& name);
   std::vector<BoundLayer>& layers() { return layers_; }
@@ -70,6 +73,7 @@ class LayerTable {
   int64_t staged_bytes_per_token() const;
 
  private:
+  BypassReason ReserveAll(int64_t rows, int64_t max_bytes);
   void JoinGroup(BoundLayer& layer, std::optional<at::ScalarType> dtype);
 
   std::vector<BoundLayer> layers_;

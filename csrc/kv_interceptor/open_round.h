@@ -54,6 +54,9 @@ struct GraphMemory {
   at::Tensor tables;
   at::Tensor status;
   Captured captured = Captured::kNothing;  // kStagedRounds: at least one of the rounds was staged
+  // There was no memory for staging when a round with drafts was captured: that graph stages
+  // nothing, so no round may be staged that it could be replayed in.
+  bool lack_memory = false;
 };
 
 }  // namespace nwor

@@ -1,6 +1,7 @@
 #include "kv_interceptor/staging_buffer.h"
 
 #include <ATen/ops/empty.h>
+#include <c10/util/Exception.h>
 
 #include <algorithm>
 #include <utility>
@@ -28,23 +29,35 @@ int64_t StagingBuffer::BytesFor(int64_t num_rows) const {
   return num_rows * (per_row + static_cast<int64_t>(sizeof(int64_t)));
 }
 
-bool StagingBuffer::Reserve(int64_t num_rows, int64_t max_bytes) {
-  if (num_rows <= capacity_rows_) return true;
+BypassReason StagingBuffer::Reserve(int64_t num_rows, int64_t max_bytes) {
+  if (num_rows <= capacity_rows_) return BypassReason::kNone;
+  if (BytesFor(num_rows) > max_bytes) return BypassReason::kCapacity;
   // Doubling keeps a slowly growing batch from allocating every round, as far as there is room.
-  int64_t target = std::max(num_rows, 2 * capacity_rows_);
-  if (BytesFor(target) > max_bytes) target = num_rows;
-  if (BytesFor(target) > max_bytes) return false;
+  const int64_t doubled = 2 * capacity_rows_;
+  const bool may_double = doubled > num_rows && BytesFor(doubled) <= max_bytes;
+  if ((may_double && Allocate(doubled)) || Allocate(num_rows)) return BypassReason::kNone;
+  return BypassReason::kOutOfMemory;
+}
+
+bool StagingBuffer::Allocate(int64_t num_rows) {
   // What was there goes first: there need not be room for both. When memory runs out half way
   // there is no staging, rather than keys and values of two sizes.
   keys_ = values_ = slots_ = at::Tensor();
   capacity_rows_ = 0;
   const auto options = at::TensorOptions().dtype(dtype_).device(device_);
-  at::Tensor keys = at::empty({num_layers_, target, num_kv_heads_, head_dim_}, options);
-  at::Tensor values = at::empty(keys.sizes(), options);
-  slots_ = at::empty({target}, options.dtype(at::kLong));
-  keys_ = std::move(keys);
-  values_ = std::move(values);
-  capacity_rows_ = target;
+  try {
+    at::Tensor keys = at::empty({num_layers_, num_rows, num_kv_heads_, head_dim_}, options);
+    at::Tensor values = at::empty(keys.sizes(), options);
+    slots_ = at::empty({num_rows}, options.dtype(at::kLong));
+    keys_ = std::move(keys);
+    values_ = std::move(values);
+  } catch (const c10::OutOfMemoryError&) {
+    return false;
+  } catch (const c10::Error&) {  // the CPU has no type of its own for it; a GPU may be broken
+    if (!device_.is_cpu()) throw;
+    return false;
+  }
+  capacity_rows_ = num_rows;
   return true;
 }
 

@@ -5,6 +5,7 @@
 #include <cstdint>
 #include <vector>
 
+#include "base/bypass_reason.h"
 #include "base/export.h"
 #include "kv_interceptor/stage/stage.h"
 
@@ -26,10 +27,10 @@ class NWOR_EXPORT StagingBuffer {
   // is open.
   int AddLayer();
 
-  // Makes room for num_rows rows in every layer. Returns false, and changes nothing, when that
-  // would take more than max_bytes. Throws when memory runs out; then there is room for none.
+  // Makes room for num_rows rows in every layer. kCapacity: that would take more than max_bytes,
+  // and nothing has changed. kOutOfMemory: memory ran out, and there is room for none.
   // REQUIRES: no round is open.
-  bool Reserve(int64_t num_rows, int64_t max_bytes);
+  BypassReason Reserve(int64_t num_rows, int64_t max_bytes);
 
   // Forgets what the last round staged. The memory stays, so a reader of old bytes is a bug that
   // the epoch check catches, not a crash.
@@ -65,6 +66,9 @@ class NWOR_EXPORT StagingBuffer {
   at::Device device() const { return device_; }
 
  private:
+  // Replaces what there is. False: memory ran out.
+  bool Allocate(int64_t num_rows);
+
   int num_kv_heads_;
   int head_dim_;
   at::ScalarType dtype_;

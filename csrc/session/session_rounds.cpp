@@ -130,7 +130,8 @@ bool SessionRounds::RunBatch(std::span<Turn* const> turns, Slots slots) {
     if (drafts > 0 && !decision.stage) {
       const bool capacity = decision.reason == BypassReason::kCapacity;
       if (capacity) too_many_drafts_ = std::min(too_many_drafts_, drafts);
-      if (capacity && turns.size() > 1) {
+      // Half of them may find memory that all of them have not found.
+      if ((capacity || decision.reason == BypassReason::kOutOfMemory) && turns.size() > 1) {
         interceptor_.Abort();
         return false;
       }

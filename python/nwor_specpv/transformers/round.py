@@ -59,7 +59,7 @@ class Round:
             cache.interceptor.abort()
             raise NworError(
                 f"staging: got {plan.query_lens} rows, expected room for them ({decision.reason}); "
-                "raise max_staging_bytes or lower tree.rows"
+                "lower tree.rows, or raise max_staging_bytes if the reason is capacity"
             )
         try:
             self.logits, self.features = self._runner.run(step, self._feature_layers, fixed)

@@ -5,6 +5,7 @@
 #include "kv_interceptor/interceptor.h"
 #include "kv_interceptor/kv_ops.h"
 #include "kv_interceptor/round.h"
+#include "kv_interceptor/short_memory.h"
 #include "message_of.h"
 
 // Rounds whose writes a CUDA graph repeats: fixed addresses, padding, replays. What the graph does
@@ -200,6 +201,46 @@ TEST_F(GraphRowsTest, GraphsThatDoNotStageHaveStagedNoRound) {
   interceptor_.Abort();
   EXPECT_TRUE(interceptor_.Begin({{3}, {2}, {}}).stage);
   EXPECT_THROW(interceptor_.NoteReplay(), Error);
+  interceptor_.Abort();
+  EXPECT_TRUE(interceptor_.Begin({{3}, {2}, {}}, /*capture=*/true).stage);
+  interceptor_.Abort();
+  EXPECT_TRUE(interceptor_.Begin({{3}, {2}, {}}).stage);
+  interceptor_.NoteReplay();
+  interceptor_.Abort();
+}
+
+TEST_F(GraphRowsTest, GraphsCapturedWithoutMemoryKeepAllRoundsDirect) {
+  {
+    const ShortMemory memory(512);
+    EXPECT_EQ(interceptor_.Begin({{3}, {2}, {}}, /*capture=*/true).reason,
+              BypassReason::kOutOfMemory);
+    interceptor_.Abort();
+  }
+  EXPECT_FALSE(interceptor_.Begin({{3}, {2}, {}}, /*capture=*/true).stage);
+  interceptor_.Abort();
+  std::vector<std::string> logged;
+  interceptor_.SetLogSink(
+      [&](BypassReason, std::string_view message) { logged.emplace_back(message); });
+  for (int round = 0; round < 200; ++round) {
+    const Decision decision = interceptor_.Begin({{3}, {2}, {}});
+    ASSERT_EQ(decision.reason, BypassReason::kOutOfMemory);
+    interceptor_.NoteReplay();
+    ASSERT_TRUE(interceptor_.Commit(Ints({1}).view({1, 1}), Ints({1})).ok());
+  }
+  EXPECT_EQ(logged, std::vector<std::string>{
+                        "there was no memory for staging: got none for 8 draft rows when graphs "
+                        "were captured, so drafts are never staged"});
+  EXPECT_EQ(interceptor_.stats().staging_bytes, 0);
+  EXPECT_EQ(interceptor_.stats().staged_tokens, 0);
+}
+
+TEST_F(GraphRowsTest, ACaptureAsksForMemoryThatRoundsHaveNotFound) {
+  {
+    const ShortMemory memory(512);
+    EXPECT_EQ(interceptor_.Begin({{3}, {2}, {}}).reason, BypassReason::kOutOfMemory);
+    interceptor_.Abort();
+  }
+  EXPECT_FALSE(interceptor_.Begin({{3}, {2}, {}}).stage) << "not tried so soon";
   interceptor_.Abort();
   EXPECT_TRUE(interceptor_.Begin({{3}, {2}, {}}, /*capture=*/true).stage);
   interceptor_.Abort();

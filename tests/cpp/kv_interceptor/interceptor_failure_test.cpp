@@ -1,6 +1,7 @@
 #include <ATen/ATen.h>
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <map>
 #include <stdexcept>
 #include <string>
@@ -9,6 +10,7 @@
 #include "base/check.h"
 #include "kv_interceptor/interceptor.h"
 #include "kv_interceptor/interceptor_fixture.h"
+#include "kv_interceptor/short_memory.h"
 #include "message_of.h"
 
 namespace nwor {
@@ -208,6 +210,137 @@ TEST_F(InterceptorFailureTest, WaitsForMemoryAndTakesItWhenBoundAgain) {
   interceptor.Abort();
   Bind(interceptor, 1);
   EXPECT_TRUE(interceptor.Begin({{2}, {1}, {}}).stage);
+}
+
+// A round of three rows with two drafts, begun while no tensor gets more than `most_bytes`.
+Decision BeginShort(Interceptor& interceptor, size_t most_bytes = 0) {
+  const ShortMemory memory(std::max(most_bytes, size_t{128}));  // rounds have tables, too
+  return interceptor.Begin({{3}, {2}, {}});
+}
+
+TEST_F(InterceptorFailureTest, WritesDirectlyWhileThereIsNoMemoryForStaging) {
+  Interceptor interceptor{NworConfig{}};
+  Bind(interceptor);
+  std::vector<std::string> logged;
+  interceptor.SetLogSink(
+      [&](BypassReason, std::string_view message) { logged.emplace_back(message); });
+  const Decision decision = BeginShort(interceptor);
+  EXPECT_FALSE(decision.stage);
+  EXPECT_EQ(decision.reason, BypassReason::kOutOfMemory);
+  EXPECT_EQ(logged,
+            std::vector<std::string>{"there was no memory for staging: got none for 2 draft rows"});
+  EXPECT_EQ(interceptor.stats().staging_bytes, 0);
+  const at::Tensor key = Rows(3);
+  for (int layer = 0; layer < kLayers; ++layer) {
+    const Outcome outcome = interceptor.Write(Layer(layer), key, Rows(3), Slots({4, 5, 6}));
+    EXPECT_EQ(outcome.action, Action::kDirect);
+    for (int row = 0; row < 3; ++row) EXPECT_TRUE(at::equal(KeySlot(layer, 4 + row), key[row]));
+  }
+  EXPECT_TRUE(interceptor.Commit(Ints({1}).view({1, 1}), Ints({1})).ok());
+
+  EXPECT_TRUE(interceptor.Begin({{2}, {1}, {}}).stage) << "it needs less";
+  interceptor.Write(Layer(0), Rows(2), Rows(2), Slots({-1, 7}));
+  interceptor.Abort();
+  EXPECT_EQ(interceptor.stats().rejected_tokens, 1);
+  EXPECT_EQ(logged.size(), 1U);
+}
+
+TEST_F(InterceptorFailureTest, AsksForMemoryAgainAfterSomeRounds) {
+  Interceptor interceptor{NworConfig{}};
+  Bind(interceptor);
+  {
+    const ShortMemory memory(128);
+    interceptor.Begin({{3}, {2}, {}});
+    interceptor.Abort();
+    const int tries = memory.num_refused();
+    EXPECT_GT(tries, 0);
+    interceptor.Begin({{3}, {2}, {}});
+    interceptor.Abort();
+    EXPECT_EQ(memory.num_refused(), tries);
+  }
+  int64_t direct = 2;
+  while (!interceptor.Begin({{3}, {2}, {}}).stage) {
+    interceptor.Abort();
+    ASSERT_LT(++direct, 1000);
+  }
+  const auto index = static_cast<size_t>(BypassReason::kOutOfMemory);
+  EXPECT_EQ(interceptor.stats().fallbacks[index], direct);
+  const at::Tensor key = Rows(3);
+  for (int layer = 0; layer < kLayers; ++layer) {
+    interceptor.Write(Layer(layer), key, key, Slots({4, 5, 6}));
+  }
+  EXPECT_TRUE(interceptor.Commit(Ints({1, 2}).view({1, 2}), Ints({1})).ok());
+  EXPECT_TRUE(at::equal(KeySlot(2, 5), key[1]));
+  EXPECT_FALSE(at::equal(KeySlot(2, 6), key[2]));
+}
+
+TEST_F(InterceptorFailureTest, TakesTheMemoryThatARoundNeedsWhereThereIsNoMore) {
+  NworConfig config;
+  config.staging_rows = 64;
+  Interceptor interceptor{config};
+  Bind(interceptor);
+  const int64_t row_bytes = int64_t{kLayers} * kHeads * kDim * 4;
+  EXPECT_TRUE(BeginShort(interceptor, 2 * row_bytes).stage);
+  EXPECT_EQ(interceptor.stats().staging_bytes, 2 * (2 * row_bytes + 8));
+  interceptor.Abort();
+  // What fits is not given up for more.
+  EXPECT_TRUE(BeginShort(interceptor).stage);
+  interceptor.Abort();
+}
+
+TEST_F(InterceptorFailureTest, StagingThatCannotGrowHasLostNothing) {
+  NworConfig config;
+  config.staging_rows = 2;
+  Interceptor interceptor{config};
+  Bind(interceptor, 1);
+  const auto accept = [&](const at::Tensor& key, std::vector<int64_t> slots) {
+    const int count = static_cast<int>(key.size(0)) - 1;
+    interceptor.Write(Layer(0), key, key, Slots(std::move(slots)));
+    const at::Tensor path = at::arange(1, count + 1, at::kInt).view({1, count});
+    return interceptor.Commit(path, Ints({count})).ok();
+  };
+  const at::Tensor before = Rows(3), large = Rows(9), after = Rows(3);
+  EXPECT_TRUE(interceptor.Begin({{3}, {2}, {}}).stage);
+  EXPECT_TRUE(accept(before, {0, 1, 2}));
+  {
+    const ShortMemory memory(256);
+    EXPECT_EQ(interceptor.Begin({{9}, {8}, {}}).reason, BypassReason::kOutOfMemory);
+  }
+  EXPECT_TRUE(accept(large, {4, 5, 6, 7, 8, 9, 10, 11, 12}));
+  EXPECT_TRUE(interceptor.Begin({{3}, {2}, {}}).stage);
+  EXPECT_TRUE(accept(after, {20, 21, 22}));
+  for (int row = 0; row < 3; ++row) {
+    EXPECT_TRUE(at::equal(KeySlot(0, row), before[row]));
+    EXPECT_TRUE(at::equal(KeySlot(0, 20 + row), after[row]));
+  }
+  for (int row = 0; row < 9; ++row) EXPECT_TRUE(at::equal(KeySlot(0, 4 + row), large[row]));
+  EXPECT_EQ(interceptor.stats().committed_tokens, 4);
+}
+
+TEST_F(InterceptorFailureTest, IsDirectInAllGroupsWhereOneHasNoMemory) {
+  NworConfig config;
+  config.staging_rows = 0;
+  Interceptor interceptor{config};
+  Bind(interceptor, 1);
+  const at::Tensor other = at::zeros({kPages, kPageSize, 64 * kHeads, kDim});
+  interceptor.BindLayer("other", other, other.clone(), 1);
+  EXPECT_EQ(BeginShort(interceptor, 1024).reason, BypassReason::kOutOfMemory);
+  const at::Tensor key = Rows(3), others = at::randn({3, 64 * kHeads, kDim});
+  EXPECT_EQ(interceptor.Write(Layer(0), key, key, Slots({4, 5, 6})).action, Action::kDirect);
+  EXPECT_EQ(interceptor.Write("other", others, others, Slots({4, 5, 6})).action, Action::kDirect);
+  EXPECT_TRUE(interceptor.Commit(Ints({1}).view({1, 1}), Ints({1})).ok());
+  EXPECT_TRUE(at::equal(KeySlot(0, 6), key[2]));
+  EXPECT_TRUE(at::equal(other[1][2], others[2]));
+}
+
+TEST_F(InterceptorFailureTest, StrictMakesMissingMemoryAnErrorBeforeTheRound) {
+  NworConfig config;
+  config.strict = true;
+  Interceptor interceptor{config};
+  Bind(interceptor);
+  EXPECT_EQ(MessageOf([&] { BeginShort(interceptor); }),
+            "out_of_memory: there was no memory for staging: got none for 2 draft rows");
+  EXPECT_FALSE(interceptor.stats().round_open);
 }
 
 TEST_F(InterceptorFailureTest, BypassesCachesItCannotWriteAndSaysSo) {

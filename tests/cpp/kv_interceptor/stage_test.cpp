@@ -84,25 +84,25 @@ TEST_F(Stage, OverwritesTheSlotsOfAnEarlierRound) {
 TEST(StagingBuffer, TakesNoMoreBytesThanItMay) {
   StagingBuffer buffer(1, kDim, at::kFloat, at::kCPU);
   buffer.AddLayer();
-  EXPECT_FALSE(buffer.Reserve(10, buffer.BytesFor(10) - 1));
+  EXPECT_EQ(buffer.Reserve(10, buffer.BytesFor(10) - 1), BypassReason::kCapacity);
   EXPECT_EQ(buffer.memory_bytes(), 0);
-  EXPECT_TRUE(buffer.Reserve(10, buffer.BytesFor(10)));
+  EXPECT_EQ(buffer.Reserve(10, buffer.BytesFor(10)), BypassReason::kNone);
   EXPECT_EQ(buffer.memory_bytes(), buffer.BytesFor(10));
   // It doubles where there is room, and takes what it needs where there is not.
-  EXPECT_TRUE(buffer.Reserve(11, buffer.BytesFor(15)));
+  EXPECT_EQ(buffer.Reserve(11, buffer.BytesFor(15)), BypassReason::kNone);
   EXPECT_EQ(buffer.capacity_rows(), 11);
-  EXPECT_TRUE(buffer.Reserve(12, buffer.BytesFor(22)));
+  EXPECT_EQ(buffer.Reserve(12, buffer.BytesFor(22)), BypassReason::kNone);
   EXPECT_EQ(buffer.capacity_rows(), 22);
 }
 
 TEST(StagingBuffer, HasNothingHalfMadeWhenMemoryRunsOut) {
   StagingBuffer buffer(1, kDim, at::kFloat, at::kCPU);
   buffer.AddLayer();
-  ASSERT_TRUE(buffer.Reserve(4, INT64_MAX));
-  EXPECT_ANY_THROW(buffer.Reserve(int64_t{1} << 50, INT64_MAX));
+  ASSERT_EQ(buffer.Reserve(4, INT64_MAX), BypassReason::kNone);
+  EXPECT_EQ(buffer.Reserve(int64_t{1} << 50, INT64_MAX), BypassReason::kOutOfMemory);
   EXPECT_EQ(buffer.capacity_rows(), 0);
   EXPECT_EQ(buffer.memory_bytes(), 0);
-  EXPECT_TRUE(buffer.Reserve(5, INT64_MAX));
+  EXPECT_EQ(buffer.Reserve(5, INT64_MAX), BypassReason::kNone);
   EXPECT_EQ(buffer.memory_bytes(), buffer.BytesFor(5));
 }
 

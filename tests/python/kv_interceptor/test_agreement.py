@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -21,9 +22,12 @@ RANKS = 2
 class Rank:
     """One rank's interceptor over its own shard: other K/V, the same rows and slots."""
 
+    device = "cpu"  # of all in a process
+
     def __init__(self, rank: int, pages: int = PAGES, **config: Any):
         torch.manual_seed(rank)
-        self.caches = [torch.randn(pages, TOKENS, HEADS, DIM) for _ in range(4)]
+        shape = (pages, TOKENS, HEADS, DIM)
+        self.caches = [torch.randn(shape, device=self.device) for _ in range(4)]
         group = dist.group.WORLD.group_name
         self.interceptor = Interceptor(NworConfig(agreement_group=group, **config))
         for layer in range(2):
@@ -32,15 +36,15 @@ class Rank:
     def begin(self, layers: int = 2) -> None:
         """A root and three drafts, staged in the first `layers` layers."""
         self.interceptor.begin(RoundPlan([4], [3]))
-        slots = torch.tensor([4, 5, 6, 7])
+        slots = torch.tensor([4, 5, 6, 7], device=self.device)
         for layer in range(layers):
-            rows = [torch.randn(4, HEADS, DIM) for _ in range(2)]
+            rows = [torch.randn(4, HEADS, DIM, device=self.device) for _ in range(2)]
             self.interceptor.write(f"layer{layer}", *rows, slots)
 
     def commit(self, accepted: int, slots: list[int] | None = None):
-        path = torch.tensor([[1, 2, 3]], dtype=torch.int32)
-        counts = torch.tensor([accepted], dtype=torch.int32)
-        where = None if slots is None else torch.tensor([slots])
+        path = torch.tensor([[1, 2, 3]], dtype=torch.int32, device=self.device)
+        counts = torch.tensor([accepted], dtype=torch.int32, device=self.device)
+        where = None if slots is None else torch.tensor([slots], device=self.device)
         return self.interceptor.commit(path, counts, slots=where)
 
     def copy(self) -> list[torch.Tensor]:
@@ -144,23 +148,22 @@ def fail_on_one_rank(rank: int, fail: Callable[[Rank], None], message: str) -> d
 
 
 def pass_a_wrong_shape_on_one_rank(rank: int) -> dict[str, Any]:
-    counts = torch.ones(2, dtype=torch.int32)
-    path = torch.ones(1, 3, dtype=torch.int32)
+    counts = torch.ones(2, dtype=torch.int32, device=Rank.device)
+    path = torch.ones(1, 3, dtype=torch.int32, device=Rank.device)
     return fail_on_one_rank(rank, lambda me: me.interceptor.commit(path, counts), "counts: got")
 
 
 def feeding(keys: torch.Tensor) -> CommitTail:
     """Views of one request that hold nothing yet, without its row 0."""
-    begin, held = torch.zeros(2, 1, dtype=torch.int32)
-    return CommitTail(keys, keys.clone(), begin, torch.tensor([-1]), held)
+    begin, held = torch.zeros(2, 1, dtype=torch.int32, device=keys.device)
+    return CommitTail(keys, keys.clone(), begin, torch.tensor([-1], device=keys.device), held)
 
 
 def pass_a_wrong_view_on_one_rank(rank: int) -> dict[str, Any]:
     def fail(me: Rank) -> None:
-        keys = torch.zeros(3, 1, HEADS, 8, DIM)
-        tail = feeding(keys)
-        path, counts = torch.ones(1, 1, dtype=torch.int32), torch.ones(1, dtype=torch.int32)
-        me.interceptor.commit(path, counts, tail=tail)
+        tail = feeding(torch.zeros(3, 1, HEADS, 8, DIM, device=me.device))
+        path = torch.ones(1, 1, dtype=torch.int32, device=me.device)
+        me.interceptor.commit(path, path[0], tail=tail)
 
     return fail_on_one_rank(rank, fail, "tail_keys: got")
 
@@ -222,29 +225,43 @@ WORK = (
 )
 
 
-def run_rank(rank: int, meeting: str, results: Any) -> None:
+Work = Callable[[int], dict[str, Any]]
+
+
+def run_rank(
+    rank: int, count: int, work: tuple[Work, ...], device: str, backend: str, meeting: str,
+    results: Any,
+) -> None:  # fmt: skip
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    Rank.device = device
     dist.init_process_group(
-        "gloo",
+        backend,
         init_method=f"file://{meeting}",
         rank=rank,
-        world_size=RANKS,
+        world_size=count,
         timeout=timedelta(seconds=600),
     )
     try:
-        results.put((rank, {work.__name__: work(rank) for work in WORK}))
+        results.put((rank, {each.__name__: each(rank) for each in work}))
     finally:
         dist.destroy_process_group()
 
 
+def run_ranks(
+    folder: Path, count: int, work: tuple[Work, ...], device: str = "cpu", backend: str = "gloo"
+) -> list[dict[str, Any]]:
+    """What each rank saw, by the name of the work."""
+    results = mp.get_context("spawn").SimpleQueue()
+    told = (count, work, device, backend, str(folder / "meeting"), results)
+    mp.spawn(run_rank, args=told, nprocs=count)
+    found = dict(results.get() for _ in range(count))
+    return [found[rank] for rank in range(count)]
+
+
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    """What each rank saw, by the name of the work; started once, as starting takes longest."""
-    meeting = tmp_path_factory.mktemp("ranks") / "meeting"
-    results = mp.get_context("spawn").SimpleQueue()
-    mp.spawn(run_rank, args=(str(meeting), results), nprocs=RANKS)
-    found = dict(results.get() for _ in range(RANKS))
-    return [found[rank] for rank in range(RANKS)]
+    """Started once, as starting takes longest."""
+    return run_ranks(tmp_path_factory.mktemp("ranks"), RANKS, WORK)
 
 
 REFUSED = {
