@@ -140,8 +140,6 @@ def variants_of(bench: Bench, peers: dict) -> dict[str, Callable[[Set], object]]
         "ours": lambda s: bench.ours(s, False),
         "ours tree": lambda s: bench.ours(s, True),
     }
-    if bench.case.section == "rows64":
-        variants["fast tree"] = lambda s: bench.ours(s, True, "fast")
     for name, call in peers.items():
         variants[name] = lambda s, call=call: call(bench, s)
     return variants
@@ -149,7 +147,7 @@ def variants_of(bench: Bench, peers: dict) -> dict[str, Callable[[Set], object]]
 
 def find_errors(bench: Bench, name: str, run: Callable[[Set], object]) -> Errors | None:
     """None: what the variant gives is not comparable with ours."""
-    if name.startswith(("ours", "fast")):
+    if name.startswith("ours"):
         return bench.errors(run, name.endswith("tree"))
     compared = PEERS[name][1]
     return None if compared is None else bench.errors(run, compared == "tree")
@@ -199,7 +197,7 @@ def measure(case: Case, peers: dict, replays: int, seed: int) -> dict:
                 errors[name] = found
                 if not found.max <= WRONG:
                     raise AssertionError(f"{case}: {name} is off by {found.max}")
-            if name.startswith(("ours", "fast")):
+            if name.startswith("ours"):
                 routes[name] = last_route()
             if replays:
                 graphs[name] = capture(all_sets)
@@ -293,9 +291,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--shapes", help="BxL,... with --rows, instead of sections")
     parser.add_argument("--rows", default="8,16,64")
     parser.add_argument("--replays", type=int, default=20)
+    parser.add_argument("--peers", default=",".join(PEERS), help="by name")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--json", type=Path)
     options = parser.parse_args(arguments)
+    if unknown := set(options.peers.split(",")) - set(PEERS):
+        parser.error(f"--peers: got {sorted(unknown)}, expected some of {list(PEERS)}")
     faulthandler.enable()  # a process that a fault ends says where it was
     sections = options.sections.split(",")
     errors_only = sections == ["errors"]
@@ -304,7 +305,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if not torch.cuda.is_available():
         print("attention_gpu: no CUDA device", file=sys.stderr)
         return 1
-    peers, missing = find_peers()
+    peers, missing = find_peers(options.peers.split(","))
     environment = measured_with() | {
         "cuda": torch.version.cuda,
         "python": platform.python_version(),

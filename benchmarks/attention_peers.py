@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -235,9 +235,13 @@ PEERS: dict[str, tuple[Callable[[], Callable[[Bench, Set], object]], str | None]
 }
 
 
-def find_peers() -> tuple[dict[str, Callable[[Bench, Set], object]], dict[str, str]]:
+def find_peers(
+    names: Iterable[str] = tuple(PEERS),
+) -> tuple[dict[str, Callable[[Bench, Set], object]], dict[str, str]]:
+    """Those of these names that are there, and why others are not."""
     found, missing = {}, {}
-    for name, (maker, _) in PEERS.items():
+    for name in names:
+        maker, _ = PEERS[name]
         try:
             found[name] = maker()
         except Exception as error:  # whatever keeps a peer from loading is the answer

@@ -100,7 +100,7 @@ constexpr PrefixSplits SplitPrefix(int32_t tokens, int32_t min_split_tokens, int
 // Splits the prefix of a request with more packed rows than one warpgroup holds. Such a request is
 // compute-bound and merging costs time, so it gets few, long splits: over its `output_tiles` at
 // most one work tile for each of `ctas` CTAs.
-inline constexpr int32_t kMinWideSplitTokens = 512;
+inline constexpr int32_t kMinWideSplitTokens = 384;
 inline constexpr int32_t kMaxWideSplits = 128;
 constexpr PrefixSplits SplitWidePrefix(int32_t tokens, int32_t output_tiles, int32_t ctas) {
   const int32_t most = ctas > output_tiles ? ctas / output_tiles : 1;

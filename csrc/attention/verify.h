@@ -65,7 +65,7 @@ struct VerifyArguments {
   // [8] int64: the first error that a CUDA kernel found (VerifyStatus in cuda/verify.h). With a
   // plan, lengths are checked in PlanVerify.
   std::optional<at::Tensor> status;
-  // "auto", "fast" or the name of a route (routes/route.h). Empty: NWOR_SPECPV_ATTENTION_ROUTE, or
+  // "auto" or the name of a route (routes/route.h). Empty: NWOR_SPECPV_ATTENTION_ROUTE, or
   // "auto".
   std::string route;
 };

@@ -254,9 +254,8 @@ CheckedVerify CheckVerifyArguments(const VerifyArguments& arguments, const Verif
                      (outputs == nullptr || IsAligned(outputs->out)));
   request.num_requests = params.num_requests;
   request.max_rows = MaxRows(arguments, params);
-  request.group = params.num_heads / params.num_kv_heads;
-  request.table_tokens = int64_t{params.num_requests} * params.max_pages * request.page_size;
-  request.table_bytes = int64_t{2} * request.table_tokens * params.num_kv_heads * params.head_dim *
+  const int64_t table_tokens = int64_t{params.num_requests} * params.max_pages * request.page_size;
+  request.table_bytes = int64_t{2} * table_tokens * params.num_kv_heads * params.head_dim *
                         ElementBytes(request.cache_dtype);
   return checked;
 }

@@ -174,13 +174,12 @@ std::string FeatureTable(const RouteRequest& request, const RouteAvailability& a
 
 RouteChoice ChooseRoute(const RouteRequest& request, const RouteAvailability& available,
                         std::string_view wanted) {
-  const bool fast = wanted == "fast";
-  if (!wanted.empty() && wanted != "auto" && !fast) {
+  if (!wanted.empty() && wanted != "auto") {
     const std::optional<Route> route = ParseRoute(wanted);
     if (!route.has_value()) {
       return Refuse(request, available,
                     "route: got '" + std::string(wanted) +
-                        "', expected auto, fast, cpu, cuda, torch_flash, flash_attn_2 or "
+                        "', expected auto, cpu, cuda, torch_flash, flash_attn_2 or "
                         "flash_attn_3");
     }
     if (!Serves(*route, request, available)) {
@@ -203,11 +202,6 @@ RouteChoice ChooseRoute(const RouteRequest& request, const RouteAvailability& av
       if (choice.only_prefill) choice.reason += "; requests of fewer take cuda";
       return choice;
     }
-  }
-  if (fast && request.max_rows * int64_t{request.group} >= kComputeBoundRows &&
-      request.table_tokens >= kMergePaysTokens && !request.compact_view &&
-      ServesUnnamed(Route::kFlash3, request, available)) {
-    return Take(Route::kFlash3, "fast: compute-bound, with a long prefix");
   }
   if (Serves(Route::kCuda, request, available)) {
     return Take(Route::kCuda, "verification rows on a cuda device");

@@ -59,9 +59,7 @@ struct RouteRequest {
   bool softcap = false;
   bool aligned = true;  // pointers and strides are multiples of 16 bytes
   int32_t num_requests = 1;
-  int32_t max_rows = 1;      // rows of the longest request, as far as the host knows
-  int32_t group = 1;         // query heads per KV head
-  int64_t table_tokens = 0;  // tokens of the whole block table: an upper bound of all prefixes
+  int32_t max_rows = 1;  // rows of the longest request, as far as the host knows
   // K and V of the whole block table: what a kernel without pages would have to copy.
   int64_t table_bytes = 0;
 };
@@ -95,20 +93,11 @@ inline constexpr int32_t kPrefillRows = 256;
 // the last token that are not finite would reach the result. This is its smallest tile.
 inline constexpr int32_t kFlash3TileTokens = 80;
 
-// For "fast": from this many packed rows (rows times query heads per KV head) verification is
-// compute-bound, and from this many prefix tokens of all requests FlashAttention-3 and a merge are
-// faster. On an H200 with 64 rows they take 281 us for one request of 131072 tokens (ours 267 us),
-// and 510 us for eight requests with 262144 tokens (ours 522 us).
-inline constexpr int32_t kComputeBoundRows = 128;
-inline constexpr int64_t kMergePaysTokens = 262144;
-
-// Chooses a route. `wanted` is "auto" (or empty), "fast" or the name of a route. A named route that
+// Chooses a route. `wanted` is "auto" (or empty) or the name of a route. A named route that
 // cannot serve the request is an error; it is not replaced by another.
 //
 // "auto" keeps the promise of our kernels: a row's bits depend only on its own request. Prefills
-// that max_rows announces go to FlashAttention without splits, which keeps the promise too. "fast"
-// gives it up where that pays: compute-bound verification over long prefixes goes to
-// FlashAttention-3, if there is one, whose splits depend on the batch. Otherwise "fast" is "auto".
+// that max_rows announces go to FlashAttention without splits, which keeps the promise too.
 NWOR_EXPORT RouteChoice ChooseRoute(const RouteRequest& request, const RouteAvailability& available,
                                     std::string_view wanted = {});
 

@@ -107,11 +107,10 @@ def verify_attention(
     `plan`: from `verify_plan` for these lengths, shared by the layers of a step (CUDA).
     `status`: int64[8], set by a CUDA kernel if a length or page is out of range. With a `plan`,
     lengths are checked in `verify_plan`, which takes the same tensor.
-    `route`: a name of `route_report()`, "auto" or "fast", instead of NWOR_SPECPV_ATTENTION_ROUTE. A
+    `route`: a name of `route_report()`, or "auto", instead of NWOR_SPECPV_ATTENTION_ROUTE. A
     FlashAttention package requested by name is imported; "auto" uses one that already is.
-    "fast" sends compute-bound steps to FlashAttention-3; a row's bits then depend on the batch. On
-    a FlashAttention route with a CompactView every request must use the view; one that does not is
-    reported in `status`.
+    On a FlashAttention route with a CompactView every request must use the view; one that does not
+    is reported in `status`.
     `prefix_ready`: with a `plan` on CUDA, reading the prefix may begin while the launch ahead of
     this call still runs. Plan, block table, view and the prefix's tokens must have been written by
     launches that had ended when that one began, and it must not write them: projections, rotations

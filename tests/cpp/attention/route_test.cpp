@@ -130,33 +130,6 @@ TEST(Route, AWantedRouteIsTakenOrRefusedButNeverReplaced) {
   EXPECT_NE(unknown.reason.find("got 'triton', expected auto"), std::string::npos);
 }
 
-TEST(Route, FastLeavesComputeBoundRowsOverLongPrefixesToFlashAttention3) {
-  RouteRequest request = OnCuda();
-  request.group = 4;
-  request.max_rows = kComputeBoundRows / 4;
-  request.table_tokens = kMergePaysTokens;
-  request.tree_mask = true;
-  EXPECT_EQ(ChooseRoute(request, Everything(), "fast").route, Route::kFlash3);
-  // What was not asked for is not given up.
-  EXPECT_EQ(ChooseRoute(request, Everything()).route, Route::kCuda);
-  EXPECT_EQ(ChooseRoute(request, Everything(), "auto").route, Route::kCuda);
-  EXPECT_EQ(ChooseRoute(request, With({Route::kCuda, Route::kFlash2}), "fast").route, Route::kCuda);
-
-  request.max_rows = kComputeBoundRows / 4 - 1;
-  EXPECT_EQ(ChooseRoute(request, Everything(), "fast").route, Route::kCuda);
-  request.max_rows = kComputeBoundRows / 4;
-  request.table_tokens = kMergePaysTokens - 1;
-  EXPECT_EQ(ChooseRoute(request, Everything(), "fast").route, Route::kCuda);
-  request.table_tokens = kMergePaysTokens;
-  for (bool RouteRequest::*feature : {&RouteRequest::window, &RouteRequest::compact_view}) {
-    RouteRequest other = request;
-    other.*feature = true;
-    EXPECT_EQ(ChooseRoute(other, Everything(), "fast").route, Route::kCuda);
-  }
-  request.cuda = false;
-  EXPECT_EQ(ChooseRoute(request, Everything(), "fast").route, Route::kCpu);
-}
-
 TEST(Route, FlashAttentionLeavesTreesToOurKernelsAndNeedsThem) {
   RouteRequest request = OnCuda();
   request.tree_mask = true;

@@ -74,24 +74,6 @@ def test_equals_the_reference(route: str, batch: int, mask: str) -> None:
     assert last_route() == f"{route} (requested by name)"
 
 
-@pytest.mark.parametrize("mask", ["causal", "tree"])
-def test_fast_takes_flash_attention_3_over_large_tables(mask: str) -> None:
-    """What makes a step large is the table's room: lengths are on the device."""
-    require("flash_attn_3")
-    shape = Shape([64, 20], [700, 40], 8, 2, 128, dtype=torch.bfloat16, mask=mask)
-    step = make_step(shape, 55, "cuda")
-    table = step.arguments["block_table"]
-    for tokens, route in ((262144, "flash_attn_3"), (262144 - 32, "cuda")):
-        wide = torch.full((2, tokens // 32), -5, dtype=torch.int32, device="cuda")
-        wide[:, : table.shape[1]] = table
-        step.arguments["block_table"] = wide
-        status = new_status()
-        out, lse = step.run(route="fast", max_rows=64, status=status)
-        assert status.tolist() == [0] * 8
-        assert_close(step, out, lse)
-        assert last_route().startswith(route)
-
-
 @pytest.mark.parametrize(("head_dim", "heads", "kv_heads"), [(96, 3, 1), (128, 7, 7), (256, 4, 2)])
 def test_other_heads(route: str, head_dim: int, heads: int, kv_heads: int) -> None:
     shape = Shape([4, 9], [200, 31], heads, kv_heads, head_dim, dtype=torch.bfloat16, mask="tree")

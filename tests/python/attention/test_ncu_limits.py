@@ -71,8 +71,23 @@ def test_a_call_is_its_longest_kernel(
     assert ours["matrix_issue_percent"] == 2.6
     assert list(ours["waits"].items()) == [("long_scoreboard", 11.5), ("barrier", 0.5)]
     told = capsys.readouterr().out.splitlines()
-    assert told[2].split() == ["8", "x", "32768", "8", "bfloat16", "ours", "1261.5", "82", "28",
-                               "22", "long_scoreboard", "11.50,", "barrier", "0.50"]  # fmt: skip
+    assert told[2].split() == [
+        "8", "x", "32768", "32/8x128", "8", "bfloat16", "ours", "1261.5", "82", "28", "22",
+        "long_scoreboard", "11.50,", "barrier", "0.50",
+    ]  # fmt: skip
+
+
+def test_every_shape_that_ends_up_in_a_table_is_profiled(
+    limits: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = list(limits.shapes())
+    assert len(set(found)) == len(found)
+    for heads in ((14, 2, 64), (12, 2, 128), (9, 3, 64)):
+        assert {rows for of, rows, _, lens in found if of == heads and len(lens) == 32} == {5, 16}
+    float8 = {(rows, lens) for _, rows, cache, lens in found if cache == "float8_e4m3fn"}
+    assert {(1, (32768,)), (8, (4608,) * 32), (16, (32768,) * 8)} <= float8
+    monkeypatch.setenv("NWOR_NCU_ONLY", "12/2x128 16 bfloat16 32x")
+    assert list(limits.shapes()) == [((12, 2, 128), 16, "bfloat16", (4608,) * 32)]
 
 
 def test_units_of_time(limits: ModuleType, tmp_path: Path) -> None:

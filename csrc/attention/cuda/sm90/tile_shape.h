@@ -70,9 +70,9 @@ constexpr int QueryBytes(int head_dim, int row_tile) {
 
 // Running outputs that are kept in shared memory while splits are merged: that of the split group
 // (the first) and that of the request (the second), as many as fit. Large heads keep both in global
-// memory, and so do two consumer warpgroups, which merge rarely.
+// memory.
 constexpr int RunningOutputs(int head_dim, int row_tile) {
-  return head_dim > 128 || ConsumerWarpgroups(row_tile) > 1 ? 0 : row_tile > 32 ? 1 : 2;
+  return head_dim > 128 ? 0 : row_tile > 32 ? 1 : 2;
 }
 constexpr int RunningOutputBytes(int head_dim, int row_tile) { return row_tile * head_dim * 4; }
 
