@@ -7,7 +7,7 @@ import math
 import os
 import random
 
-from nwor_specpv.vllm.backend.prefix_schedule import BLOCK, pretended_sms
+from nwor_specpv.vllm.backend.prefix_schedule import BLOCK, pieces_of_rows, pretended_sms
 
 SEED = int(os.environ.get("NWOR_TEST_SEED", random.randrange(2**31)))
 SMS, SPLITS = 132, 32
@@ -41,6 +41,20 @@ def test_waves_are_filled_where_the_planner_does_not_cut() -> None:
         assert planner(prefixes, 8, sms) == [2] * 24
         own, finer = (finish(prefixes, 8, planner(prefixes, 8, n)) for n in (SMS, sms))
         assert finer < 0.8 * own
+
+
+def test_few_kv_heads_leave_a_second_wave_nearly_empty() -> None:
+    """48 prefixes are cut in three by the planner: 144 pieces for 132 SMs."""
+    prefixes = [30720] * 24
+    for rows in (1, 17):
+        sms = pretended_sms(sum(prefixes), 24, 24 * rows, 2, SMS, SPLITS)
+        own, finer = (finish(prefixes, 2, planner(prefixes, 2, n)) for n in (SMS, sms))
+        assert finer < 0.75 * own
+
+
+def test_rows_of_a_piece() -> None:
+    assert [pieces_of_rows(packed, 64) for packed in (1, 64, 65, 192, 193)] == [1, 1, 1, 1, 2]
+    assert [pieces_of_rows(packed, 128) for packed in (64, 128, 129, 257)] == [1, 1, 2, 3]
 
 
 def test_what_fills_the_device_is_left_as_it_is() -> None:

@@ -114,7 +114,7 @@ class NworFlashMetadataBuilder(FlashAttentionMetadataBuilder):
             )
         if common.max_query_len <= 1 and self._engine.leaves_single_rows:
             self._engine.steps.abort()  # the last one, if it did not end
-            return super().build(0, common)
+            return self._single_rows(common)
         lens = draft_rows.query_lens(common.query_start_loc_cpu, common.num_reqs)
         drafts = [max(0, n - 1) for n in lens] if capture else self._engine.drafts(lens, common)
         real = draft_rows.without_padding(lens)
@@ -153,6 +153,17 @@ class NworFlashMetadataBuilder(FlashAttentionMetadataBuilder):
                 common, verify.prefix_lens, verify.query_start, num_rows, verify.max_rows
             )
         return NworFlashMetadata(**vars(metadata), verify=verify, rest=rest)
+
+    def _single_rows(self, common: CommonAttentionMetadata) -> FlashAttentionMetadata:
+        """vLLM's own attention of requests with one row each, whose plan cuts as finely as ours."""
+        if not self._plans_flash or not self.aot_schedule or self.aot_sliding_window != (-1, -1):
+            return super().build(0, common)
+        metadata = super().build(0, common, fast_build=True)
+        count = common.num_reqs
+        metadata.scheduler_metadata = self._prefixes.plan(
+            common, common.seq_lens, common.query_start_loc, count, 1, causal=True
+        ).metadata
+        return metadata
 
     def _refresh(
         self,

@@ -1,4 +1,5 @@
-"""Plans of FlashAttention-3 for the prefixes of verifying requests, made once for all layers."""
+"""Plans of FlashAttention-3, made once for all layers: for the prefixes of verifying requests, and
+for requests of one row each, whose attention is vLLM's own."""
 
 from __future__ import annotations
 
@@ -19,7 +20,7 @@ from . import prefix_schedule
 
 @dataclass
 class PrefixSchedule:
-    """How FlashAttention-3 shares out the attention of verifying rows to what is committed."""
+    """How FlashAttention-3 shares out the attention of rows to what is in the cache."""
 
     max_prefix: int
     max_splits: int  # 0: as FlashAttention likes
@@ -27,7 +28,7 @@ class PrefixSchedule:
 
 
 class PrefixPlanner:
-    """Plans as vLLM's builder does, for prefixes alone, which every row sees in whole.
+    """Plans as vLLM's builder does, and cuts finer where that fills the device better.
 
     A graph finds its plan where it was captured: plans lie in one buffer if there are full graphs.
     """
@@ -50,8 +51,13 @@ class PrefixPlanner:
         query_start: torch.Tensor,
         num_rows: int,
         max_rows: int,
+        *,
+        causal: bool = False,
     ) -> PrefixSchedule:
-        """For requests of so many rows, at most `max_rows` each; `common` is the whole batch's."""
+        """For requests of so many rows, at most `max_rows` each; `common` is the whole batch's.
+
+        Without `causal` every row sees the prefix in whole.
+        """
         builder = self._builder
         in_graph = builder.use_full_cuda_graph and num_rows <= (builder.max_cudagraph_size or 0)
         splits = builder.max_num_splits if in_graph else 0
@@ -71,7 +77,7 @@ class PrefixPlanner:
             qkv_dtype=self._dtype,
             cu_seqlens_q=query_start,
             page_size=builder.block_size,
-            causal=False,
+            causal=causal,
             num_splits=splits,
             sm_margin=self._sm_margin(common, count, num_rows, max_rows, splits),
         )
@@ -98,9 +104,10 @@ class PrefixPlanner:
         Without a number of splits that planner and kernel share, the planner's own way is taken.
         """
         builder, lens = self._builder, common.seq_lens_cpu_upper_bound
-        packed = max_rows * (builder.num_heads_q // builder.num_heads_kv)
-        if splits == 0 or lens is None or packed > prefix_schedule.MAX_ROWS:
+        if splits == 0 or lens is None:
             return 0
+        packed = max_rows * (builder.num_heads_q // builder.num_heads_kv)
+        pieces = builder.num_heads_kv * prefix_schedule.pieces_of_rows(packed, builder.headdim)
         tokens = max(0, int(lens[:count].sum()) - num_rows)
-        sizes = (count, num_rows, builder.num_heads_kv, self._num_sms, splits)
+        sizes = (count, num_rows, pieces, self._num_sms, splits)
         return self._num_sms - prefix_schedule.pretended_sms(tokens, *sizes)

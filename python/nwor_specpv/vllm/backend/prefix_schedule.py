@@ -1,4 +1,4 @@
-"""How finely FlashAttention-3 cuts the prefixes of verifying requests. Pure functions.
+"""How finely FlashAttention-3 cuts what the rows of a step attend to. Pure functions.
 
 Its planner gives every SM one piece of work: it cuts each prefix into so many pieces that all of
 them together are about as many as there are SMs. Requests times KV heads beyond that number are
@@ -16,37 +16,47 @@ import functools
 import math
 
 BLOCK = 128  # tokens that a piece advances by
-MAX_ROWS = 64  # packed rows of a request that are one piece: rows times query heads per KV head
+# Packed rows of a request, rows times query heads per KV head, that are one piece: few, or more.
+FEW_ROWS, WIDE_CHANNELS = 64, 96  # beyond so many channels a piece has fewer rows
+NARROW_ROWS, WIDE_ROWS = 192, 128
 MARGIN = 1.1  # the planner's own
 # Costs in blocks: beginning and ending a piece; merging what was cut, once and by piece and row.
 PIECE_COST, MERGE_COST, MERGE_ROW_COST = 1.0, 1.0, 0.0025
-LEAST_BLOCKS = 16  # of the planner's pieces: shorter ones end before it matters
+LEAST_BLOCKS = 24  # of the planner's pieces: shorter ones end before it matters
 MOST_FINER = 4  # times as many pieces as the planner would make
 WORTH = 0.95  # a share of the planner's own cost that is worth another way
 
 
+def pieces_of_rows(packed: int, head_dim: int) -> int:
+    """Pieces that so many packed rows of a request and KV head are, before prefixes are cut."""
+    if packed <= FEW_ROWS:
+        return 1
+    return math.ceil(packed / (NARROW_ROWS if head_dim <= WIDE_CHANNELS else WIDE_ROWS))
+
+
 def pretended_sms(
-    tokens: int, num_requests: int, num_rows: int, kv_heads: int, num_sms: int, max_splits: int
+    tokens: int, num_requests: int, num_rows: int, pieces: int, num_sms: int, max_splits: int
 ) -> int:
-    """Number of SMs to tell the planner of, for prefixes of so many tokens all together.
+    """Number of SMs to tell the planner of, for prefixes of so many tokens all together, each of
+    which is so many pieces before it is cut: KV heads times `pieces_of_rows`.
 
     `num_sms` itself where its own way is as good as any, within what can be known here: prefixes
     are taken to be of one length.
     """
     blocks = math.ceil(tokens / max(1, num_requests) / BLOCK)
-    return _pretended_sms(blocks, num_requests, num_rows, kv_heads, num_sms, max_splits)
+    return _pretended_sms(blocks, num_requests, num_rows, pieces, num_sms, max_splits)
 
 
 @functools.lru_cache(maxsize=4096)
 def _pretended_sms(
-    blocks: int, num_requests: int, num_rows: int, kv_heads: int, num_sms: int, max_splits: int
+    blocks: int, num_requests: int, num_rows: int, uncut: int, num_sms: int, max_splits: int
 ) -> int:
     if blocks == 0 or num_requests == 0 or max_splits <= 1:
         return num_sms
-    work = MARGIN * blocks * num_requests * kv_heads
+    work = MARGIN * blocks * num_requests * uncut
 
     def cost(pieces: int) -> float:
-        waves = math.ceil(num_requests * kv_heads * pieces / num_sms)
+        waves = math.ceil(num_requests * uncut * pieces / num_sms)
         merging = MERGE_COST + MERGE_ROW_COST * pieces * num_rows if pieces > 1 else 0.0
         return waves * (math.ceil(blocks / pieces) + PIECE_COST) + merging
 
